@@ -1,0 +1,46 @@
+# Every target makes the environment first, if it is not there. PYTHON: what makes it; VENV: where it lies.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test test-gpu build upload hub check clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24'
+	$(BIN)/python -m pip install --progress-bar on 'torch==2.13.0' --quiet
+	$(BIN)/python -m pip install --progress-bar on --quiet --editable '.[dev]'
+	touch $@
+
+demo: $(READY) ## build, publish to a local Hub, load back, and fine-tune a Qwen3 with and without Bastile (MODEL=path for your own)
+	$(BIN)/python -m tools.compile --targets "$$($(BIN)/python -m tools.compile --targets-here)"
+	$(BIN)/python -m tools.assemble
+	$(BIN)/python -m tools.demo $(if $(MODEL),--model $(MODEL))
+
+test: $(READY) ## everything that needs no GPU
+	$(BIN)/python -m pytest tests/cpu
+
+test-gpu: $(READY) build ## the numerics with the real cubins, on this machine's GPU
+	$(BIN)/python -m pytest tests/gpu
+
+build: $(READY) ## compile the kernels for every architecture and assemble build/
+	$(BIN)/python -m tools.compile
+	$(BIN)/python -m tools.assemble
+
+upload: build ## publish build/ to the Hub (HF_TOKEN, or hf auth login)
+	$(BIN)/python -m tools.publish
+
+hub: $(READY) ## a local Hub on http://127.0.0.1:8765
+	$(BIN)/python -m tools.hub_server --root .cache/hub --port 8765
+
+check: $(READY) ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf build .cache torch-ext/*/cubins
