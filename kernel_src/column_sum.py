@@ -1,0 +1,35 @@
+"""Column sums of fp32 partial results, the second step of every weight gradient: out[j] = sum over i of partial[i, j].
+
+The order of the additions depends on the shape alone, so two runs give the same bits.
+"""
+
+import cuda.tile as ct
+
+from kernel_src.prebuild import FLOATS, Array, Variant
+
+Const = ct.Constant[int]
+
+
+@ct.kernel
+def column_sum(partial, out, ROWS: Const, COLS: Const):
+    """partial: [rows, columns] fp32; out: [columns] of any dtype. COLS columns a block, ROWS rows a step."""
+    cols = ct.bid(0) * COLS + ct.arange(COLS, dtype=ct.int32)
+    acc = ct.zeros((ROWS, COLS), dtype=ct.float32)
+    for i in range(ct.cdiv(partial.shape[0], ROWS)):
+        rows = i * ROWS + ct.arange(ROWS, dtype=ct.int32)
+        acc = acc + ct.gather(partial, (rows[:, None], cols[None, :]), check_bounds=True, padding_value=0)
+    ct.scatter(out, cols, ct.astype(ct.sum(acc, axis=0), out.dtype), check_bounds=True)
+
+
+def variants():
+    for dtype in FLOATS:
+        # 128 x 32 was the best of five tile sizes on an H200 for [396, 4096] (4.7 us, torch.sum and a cast 12 us).
+        yield Variant(
+            column_sum,
+            {"partial": Array("float32", (None, None)), "out": Array(dtype, (None,)), "ROWS": 128, "COLS": 32},
+        )
+        yield Variant(
+            column_sum,
+            {"partial": Array("float32", (None, None), aligned=False), "out": Array(dtype, (None,), aligned=False),
+             "ROWS": 128, "COLS": 32},
+        )

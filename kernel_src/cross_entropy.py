@@ -1,0 +1,161 @@
+"""Cross entropy of a chunk of logits, and its gradient written over the logits.
+
+With z the logits of one token (softcapped where the model does that), t its label and lse = log(sum(exp(z))):
+
+    loss = lse - z[t]                      dz[j] = (exp(z[j] - lse) - [j == t]) * scale
+
+and with label smoothing e, class weights w, and the square of lse (z-loss, weight q), per token:
+
+    loss = (1 - e) * w[t] * (lse - z[t]) + e / V * sum_j w[j] * (lse - z[j]) + q * lse^2
+    dz[j] = softmax[j] * a - [j == t] * b - w[j] * c
+    a = (1 - e) * w[t] + e / V * sum_j w[j] + 2 * q * lse,   b = (1 - e) * w[t],   c = e / V
+
+Three straight-line kernels, each of them at the memory's speed: partial statistics of pieces of a row, one block a row that
+joins them, and the gradient. Measured on an H200 for [4096, 151936] bf16: 925 us, 99 % of what the three passes cost as
+copies; one block a row 1041 us or more, a last-arriving block that finishes its row 972 us or more.
+
+A label that is `ignore_index` or lies outside the vocabulary contributes no loss and no gradient.
+Exponentials are taken in base 2; lse is kept in base 2 between the kernels.
+"""
+
+import cuda.tile as ct
+
+from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Variant
+
+Const = ct.Constant[int]
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+MINUS_INFINITY = -float("inf")
+
+
+@ct.function
+def read_logits(logits, row, cols):
+    """A piece of a row as float32; -inf past its end."""
+    return ct.astype(ct.gather(logits, (row, cols), check_bounds=True, padding_value=MINUS_INFINITY), ct.float32)
+
+
+@ct.function
+def cap(z, softcap):
+    """softcap * tanh(z / softcap). Past the row's end z is -inf, which a cap would make finite: the caller masks there."""
+    return softcap * ct.tanh(z / softcap)
+
+
+@ct.function
+def write_partial(part_max, part_sum, row, part, v):
+    """The maximum of v, in base 2, and the sum of 2^(v - maximum)."""
+    m = ct.max(v, 0)
+    # A piece of a row that is -inf everywhere has the sum 0, not the NaN of -inf - -inf.
+    s = ct.sum(ct.exp2(v - ct.where(m == MINUS_INFINITY, 0.0, m), flush_to_zero=True), 0)
+    ct.scatter(part_max, (row, part), m, check_bounds=False)
+    ct.scatter(part_sum, (row, part), s, check_bounds=False)
+
+
+@ct.kernel
+def cross_entropy_statistics(logits, part_max, part_sum, TILE: Const):
+    """logits: [tokens, vocabulary]; part_max, part_sum: [tokens, pieces] fp32, pieces = ceil(vocabulary / TILE)."""
+    part, row = ct.bid(0), ct.bid(1)
+    v = read_logits(logits, row, part * TILE + ct.arange(TILE, dtype=ct.int32)) * LOG2E
+    write_partial(part_max, part_sum, row, part, v)
+
+
+@ct.kernel
+def cross_entropy_statistics_weighted(logits, class_weight, part_max, part_sum, part_total, softcap: float, TILE: Const):
+    """As `cross_entropy_statistics`, with softcap (0: none), and part_total: [tokens, pieces], sums of class_weight * logits."""
+    part, row = ct.bid(0), ct.bid(1)
+    cols = part * TILE + ct.arange(TILE, dtype=ct.int32)
+    z = read_logits(logits, row, cols)
+    inside = cols < logits.shape[1]
+    if softcap > 0.0:
+        z = ct.where(inside, cap(z, softcap), MINUS_INFINITY)
+    write_partial(part_max, part_sum, row, part, z * LOG2E)
+    w = ct.gather(class_weight, cols, check_bounds=True, padding_value=0)
+    ct.scatter(part_total, (row, part), ct.sum(ct.where(inside, z * w, 0.0), 0), check_bounds=False)
+
+
+@ct.kernel
+def cross_entropy_combine(logits, target, part_max, part_sum, lse, loss, ignore_index: int, softcap: float, PARTS: Const):
+    """lse: [tokens] fp32, base 2. loss: [tokens] fp32, lse - z[target] in base e, 0 for an ignored token. One token a block."""
+    row = ct.bid(0)
+    m = ct.full((), MINUS_INFINITY, dtype=ct.float32)
+    s = ct.zeros((), dtype=ct.float32)
+    for i in range(ct.cdiv(part_max.shape[1], PARTS)):
+        parts = i * PARTS + ct.arange(PARTS, dtype=ct.int32)
+        pm = ct.gather(part_max, (row, parts), check_bounds=True, padding_value=MINUS_INFINITY)
+        ps = ct.gather(part_sum, (row, parts), check_bounds=True, padding_value=0)
+        new = ct.maximum(m, ct.max(pm, 0))
+        shift = ct.where(new == MINUS_INFINITY, 0.0, new)
+        s = s * ct.exp2(m - shift) + ct.sum(ps * ct.exp2(pm - shift), 0)
+        m = new
+    total = m + ct.log2(s)
+    t = ct.gather(target, row, check_bounds=False)
+    counted = (t != ignore_index) & (t >= 0) & (t < logits.shape[1])
+    z = ct.astype(ct.gather(logits, (row, ct.astype(ct.where(counted, t, 0), ct.int32)), check_bounds=False), ct.float32)
+    if softcap > 0.0:
+        z = cap(z, softcap)
+    ct.scatter(loss, row, ct.where(counted, total * LN2 - z, 0.0), check_bounds=False)
+    ct.scatter(lse, row, total, check_bounds=False)
+
+
+@ct.kernel
+def cross_entropy_gradient(logits, target, lse, scale, ignore_index: int, TILE: Const):
+    """Writes the gradient over logits. scale: [1] fp32, what every counted token's gradient is multiplied by."""
+    part, row = ct.bid(0), ct.bid(1)
+    cols = part * TILE + ct.arange(TILE, dtype=ct.int32)
+    t = ct.gather(target, row, check_bounds=False)
+    counted = (t != ignore_index) & (t >= 0) & (t < logits.shape[1])
+    v = read_logits(logits, row, cols) * LOG2E
+    p = ct.exp2(v - ct.gather(lse, row, check_bounds=False), flush_to_zero=True)
+    g = (p - ct.where(ct.astype(cols, ct.int64) == t, 1.0, 0.0)) * ct.gather(scale, 0, check_bounds=False)
+    ct.scatter(logits, (row, cols), ct.astype(ct.where(counted, g, 0.0), logits.dtype), check_bounds=True)
+
+
+@ct.kernel
+def cross_entropy_gradient_weighted(logits, class_weight, target, lse, a, b, c, softcap: float, TILE: Const):
+    """Writes softmax * a - [j == target] * b - class_weight * c over logits. a, b, c: [tokens] fp32; a == 0 marks a token
+    whose gradient is 0 whatever its logits are."""
+    part, row = ct.bid(0), ct.bid(1)
+    cols = part * TILE + ct.arange(TILE, dtype=ct.int32)
+    t = ct.gather(target, row, check_bounds=False)
+    row_a = ct.gather(a, row, check_bounds=False)
+    z = read_logits(logits, row, cols)
+    slope = ct.full((TILE,), 1.0, dtype=ct.float32)
+    if softcap > 0.0:
+        ratio = ct.tanh(z / softcap)
+        slope = 1.0 - ratio * ratio
+        z = ratio * softcap
+    p = ct.exp2(z * LOG2E - ct.gather(lse, row, check_bounds=False), flush_to_zero=True)
+    hit = ct.where(ct.astype(cols, ct.int64) == t, ct.gather(b, row, check_bounds=False), 0.0)
+    w = ct.gather(class_weight, cols, check_bounds=True, padding_value=0)
+    g = (p * row_a - hit - w * ct.gather(c, row, check_bounds=False)) * slope
+    ct.scatter(logits, (row, cols), ct.astype(ct.where(row_a == 0.0, 0.0, g), logits.dtype), check_bounds=True)
+
+
+def variants():
+    vector, matrix = Array("float32", (None,)), Array("float32", (None, None), aligned=False)
+    target = Array("int64", (None,), aligned=False)
+    for dtype in FLOATS:
+        aligned = Array(dtype, (None, None), divisible=(1, 16))
+        for logits in (aligned, Array(dtype, (None, None), aligned=False)):
+            weight = Array("float32", (None,), aligned=logits.aligned)
+            yield Variant(
+                cross_entropy_statistics, {"logits": logits, "part_max": matrix, "part_sum": matrix, "TILE": 4096}
+            )
+            yield Variant(
+                cross_entropy_statistics_weighted,
+                {"logits": logits, "class_weight": weight, "part_max": matrix, "part_sum": matrix, "part_total": matrix,
+                 "softcap": FLOAT, "TILE": 4096},
+            )
+            yield Variant(
+                cross_entropy_gradient,
+                {"logits": logits, "target": target, "lse": vector, "scale": vector, "ignore_index": INT, "TILE": 2048},
+            )
+            yield Variant(
+                cross_entropy_gradient_weighted,
+                {"logits": logits, "class_weight": weight, "target": target, "lse": vector, "a": vector, "b": vector,
+                 "c": vector, "softcap": FLOAT, "TILE": 2048},
+            )
+        yield Variant(
+            cross_entropy_combine,
+            {"logits": Array(dtype, (None, None), aligned=False), "target": target, "part_max": matrix, "part_sum": matrix,
+             "lse": vector, "loss": vector, "ignore_index": INT, "softcap": FLOAT, "PARTS": 64},
+        )

@@ -1,0 +1,153 @@
+"""What to prebuild: a kernel, the promises about its arrays, its constants and its hints.
+
+A `Variant` is one kernel compiled once for each architecture. Its array parameters carry *promises* (a row length, a
+divisible stride, an aligned address). The compiler turns a promise into wider loads and fewer instructions, and nothing
+in the driver checks it, so the same promises are written into the manifest and the launcher checks them before each launch.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Mapping
+
+import cuda.tile as ct
+from cuda.tile.compilation import ArrayConstraint, CallingConvention, ConstantConstraint, KernelSignature, ScalarConstraint
+
+VECTOR_BYTES = 16  # the widest load of one thread; what `aligned` promises about addresses and strides
+
+DTYPES = {
+    "bfloat16": ct.bfloat16,
+    "float16": ct.float16,
+    "float32": ct.float32,
+    "int32": ct.int32,
+    "int64": ct.int64,
+}
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
+
+FLOATS = ("bfloat16", "float16", "float32")
+SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "i32", "int64": "i64"}
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array parameter and what is promised about it.
+
+    dtype: element type, a key of `DTYPES`.
+    shape: one entry a dimension: a length that is promised, or None for any length.
+    aligned: the address and every stride but the last are divisible by 16 bytes, and the last stride is 1.
+        Without it only the last stride is promised (1), which every tensor that the operations pass has.
+    divisible: one entry a dimension: the length is promised to be a multiple of it.
+    at_least: one entry a dimension: the shortest length. The compiler does not need it, the kernel's own indices do.
+    """
+
+    dtype: str
+    shape: tuple[int | None, ...]
+    aligned: bool = True
+    divisible: tuple[int, ...] = ()
+    at_least: tuple[int, ...] = ()
+
+    @property
+    def vector(self) -> int:
+        """Elements in one 16-byte load."""
+        return VECTOR_BYTES // ITEM_BYTES[self.dtype]
+
+    def describe(self) -> dict[str, Any]:
+        """The promises as the manifest holds them (lengths and strides in elements, `align` in bytes)."""
+        ndim = len(self.shape)
+        step = self.vector if self.aligned else 1
+        return {
+            "kind": "array",
+            "dtype": self.dtype,
+            "align": VECTOR_BYTES if self.aligned else ITEM_BYTES[self.dtype],
+            "shape": list(self.shape),
+            "shape_divisible": list(self.divisible or (1,) * ndim),
+            "shape_min": list(self.at_least or (1,) * ndim),
+            "stride": [None] * (ndim - 1) + [1],
+            "stride_divisible": [step] * (ndim - 1) + [1],
+        }
+
+    def constraint(self) -> ArrayConstraint:
+        d = self.describe()
+        return ArrayConstraint(
+            DTYPES[self.dtype],
+            len(self.shape),
+            index_dtype=ct.int32,
+            stride_lower_bound_incl=0,
+            alias_groups=(),
+            may_alias_internally=False,
+            stride_constant=d["stride"],
+            shape_constant=d["shape"],
+            stride_divisible_by=d["stride_divisible"],
+            shape_divisible_by=d["shape_divisible"],
+            base_addr_divisible_by=d["align"],
+        )
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A run-time number: nothing is compiled for its value."""
+
+    dtype: str
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "scalar", "dtype": self.dtype}
+
+    def constraint(self) -> ScalarConstraint:
+        return ScalarConstraint(DTYPES[self.dtype])
+
+
+FLOAT = Scalar("float32")
+INT = Scalar("int32")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel with its promises, constants and hints.
+
+    kernel: the `ct.kernel` function. Its name is the kernel's name in the manifest.
+    params: for each parameter of the function, in order, an `Array`, a `Scalar`, or the value of a `ct.Constant`.
+    hints: compiler hints that replace those of the decorator (`occupancy`, `num_worker_warps`, ...), plain or `ct.ByTarget`.
+    targets: the architectures that get this variant, e.g. ("sm_90",); empty for all.
+    spills: why this variant may spill registers, and on which architectures that was accepted; a spill without a reason fails the build.
+    """
+
+    kernel: ct.kernel
+    params: Mapping[str, Array | Scalar | int]
+    hints: Mapping[str, Any] = field(default_factory=dict)
+    targets: tuple[str, ...] = ()
+    spills: str = ""
+
+    @property
+    def kernel_name(self) -> str:
+        return self.kernel._pyfunc.__name__
+
+    @property
+    def name(self) -> str:
+        """A readable name, unique in the package: kernel, dtypes (u: unaligned), constants, hints."""
+        arrays = [p for p in self.params.values() if isinstance(p, Array)]
+        parts = [self.kernel_name, ".".join(SHORT[a.dtype] + ("" if a.aligned else "u") for a in arrays)]
+        parts += [f"{k}{v}" for k, v in self.params.items() if isinstance(v, int)]
+        lengths = sorted({n for a in arrays for n in a.shape if n is not None})
+        parts += ["x".join(map(str, lengths))] if lengths else []
+        parts += [f"{k}{v}" for k, v in sorted(self.hints.items())]
+        return "-".join(parts)
+
+    @property
+    def symbol(self) -> str:
+        return "bastile_" + self.kernel_name
+
+    def hinted_kernel(self) -> ct.kernel:
+        return self.kernel.replace_hints(**self.hints) if self.hints else self.kernel
+
+    def signature(self) -> KernelSignature:
+        constraints = [
+            ConstantConstraint(p) if isinstance(p, (bool, int)) else p.constraint() for p in self.params.values()
+        ]
+        return KernelSignature(constraints, CallingConvention.cutile_python_v2(), symbol=self.symbol)
+
+    def describe(self) -> dict[str, Any]:
+        """The manifest's entry for this variant, without the compiled images."""
+        return {
+            "name": self.name,
+            "symbol": self.symbol,
+            "parameters": [{"name": k, **p.describe()} for k, p in self.params.items() if not isinstance(p, (bool, int))],
+            "constants": {k: p for k, p in self.params.items() if isinstance(p, (bool, int))},
+        }

@@ -1,0 +1,214 @@
+"""RMSNorm in Qwen3's order: normalise in fp32, round to the input's dtype, then multiply by the weight.
+
+    rstd = 1 / sqrt(mean(x^2) + eps)          y = weight * round(x * rstd)
+
+Backward, with n = x * rstd and g = dy * weight:
+
+    dx = (g - n * mean(g * n)) * rstd         dweight = sum over rows of dy * n
+
+(Zhang and Sennrich 2019, arXiv 1910.07467, differentiated.) Rows are short enough to live in registers, so each kernel
+reads its inputs once. The gradient of the weight is summed in fp32: every block adds up the rows it walks over, in a fixed
+order, and `column_sum` adds the blocks, so two runs give the same bits.
+
+Three shapes of the same formula are prebuilt:
+  * whole rows of TILE + TAIL elements (1024, 2048, 2560 = 2048 + 512, 4096, 5120 = 4096 + 1024: the hidden sizes of Qwen3),
+    one row a block, no bounds checks;
+  * short rows (head_dim 64 to 256), ROWS of them a block;
+  * any length and alignment, in checked pieces of TILE: slower, and right for every size.
+"""
+
+import cuda.tile as ct
+
+from kernel_src.prebuild import FLOAT, FLOATS, Array, Variant
+
+Const = ct.Constant[int]
+
+
+@ct.function
+def read(array, index):
+    """Elements at `index`, which the caller knows to be inside, as float32."""
+    return ct.astype(ct.gather(array, index, check_bounds=False), ct.float32)
+
+
+@ct.function
+def read_once(array, index):
+    """As `read`, in a loop: `latency=1` keeps the loads of the next turn out of shared memory."""
+    return ct.astype(ct.gather(array, index, check_bounds=False, latency=1), ct.float32)
+
+
+@ct.function
+def read_padded(array, index):
+    """As `read` where the index may lie outside: zero there."""
+    return ct.astype(ct.gather(array, index, check_bounds=True, padding_value=0), ct.float32)
+
+
+@ct.function
+def scaled(n, weight, x_dtype, y_dtype):
+    """weight * round(n): the product is taken in float32 and rounded once."""
+    return ct.astype(ct.astype(ct.astype(n, x_dtype), ct.float32) * weight, y_dtype)
+
+
+# ---------------------------------------------------------------- whole rows
+@ct.kernel(num_worker_warps=8)
+def rms_norm_forward(x, weight, y, rstd, eps: float, TILE: Const, TAIL: Const):
+    """x, y: [rows, TILE + TAIL]; weight: [TILE + TAIL]; rstd: [rows] fp32. One row a block."""
+    row = ct.bid(0)
+    cols = ct.arange(TILE, dtype=ct.int32)
+    xf = read(x, (row, cols))
+    total = ct.sum(xf * xf, axis=0, keepdims=False)
+    if TAIL > 0:
+        tail_cols = ct.arange(TAIL, dtype=ct.int32) + TILE
+        tail = read(x, (row, tail_cols))
+        total = total + ct.sum(tail * tail, axis=0, keepdims=False)
+    r = ct.rsqrt(total * (1.0 / (TILE + TAIL)) + eps)
+    ct.scatter(y, (row, cols), scaled(xf * r, read(weight, cols), x.dtype, y.dtype), check_bounds=False)
+    if TAIL > 0:
+        ct.scatter(y, (row, tail_cols), scaled(tail * r, read(weight, tail_cols), x.dtype, y.dtype), check_bounds=False)
+    ct.scatter(rstd, row, r, check_bounds=False)
+
+
+@ct.kernel(occupancy=3)
+def rms_norm_backward(dx, dy, x, weight, rstd, dweight, TILE: Const, TAIL: Const):
+    """dx, dy, x: [rows, TILE + TAIL]; rstd: [rows] fp32; dweight: [blocks, TILE + TAIL] fp32, one partial sum a block."""
+    block = ct.bid(0)
+    cols = ct.arange(TILE, dtype=ct.int32)
+    w = read(weight, cols)
+    acc = ct.zeros((TILE,), dtype=ct.float32)
+    if TAIL > 0:
+        tail_cols = ct.arange(TAIL, dtype=ct.int32) + TILE
+        tail_w = read(weight, tail_cols)
+        tail_acc = ct.zeros((TAIL,), dtype=ct.float32)
+    for row in range(block, x.shape[0], ct.num_blocks(0)):
+        r = ct.gather(rstd, row, check_bounds=False)
+        n = read_once(x, (row, cols)) * r
+        d = read_once(dy, (row, cols))
+        g = d * w
+        total = ct.sum(g * n, axis=0, keepdims=False)
+        acc = acc + d * n
+        if TAIL > 0:
+            tail_n = read_once(x, (row, tail_cols)) * r
+            tail_d = read_once(dy, (row, tail_cols))
+            tail_g = tail_d * tail_w
+            total = total + ct.sum(tail_g * tail_n, axis=0, keepdims=False)
+            tail_acc = tail_acc + tail_d * tail_n
+        mean = total * (1.0 / (TILE + TAIL))
+        ct.scatter(dx, (row, cols), ct.astype((g - n * mean) * r, dx.dtype), check_bounds=False)
+        if TAIL > 0:
+            ct.scatter(dx, (row, tail_cols), ct.astype((tail_g - tail_n * mean) * r, dx.dtype), check_bounds=False)
+    ct.scatter(dweight, (block, cols), acc, check_bounds=False)
+    if TAIL > 0:
+        ct.scatter(dweight, (block, tail_cols), tail_acc, check_bounds=False)
+
+
+# ---------------------------------------------------------------- short rows
+@ct.kernel
+def rms_norm_rows_forward(x, weight, y, rstd, eps: float, ROWS: Const, TILE: Const):
+    """x, y: [rows, TILE]; ROWS rows a block. The last block reads and writes the last row again instead of leaving the array."""
+    rows = ct.minimum(ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32), x.shape[0] - 1)
+    index = (rows[:, None], ct.arange(TILE, dtype=ct.int32)[None, :])
+    xf = read(x, index)
+    r = ct.rsqrt(ct.sum(xf * xf, axis=1, keepdims=True) * (1.0 / TILE) + eps)
+    w = read(weight, ct.arange(TILE, dtype=ct.int32))[None, :]
+    ct.scatter(y, index, scaled(xf * r, w, x.dtype, y.dtype), check_bounds=False)
+    ct.scatter(rstd, rows, ct.reshape(r, (ROWS,)), check_bounds=False)
+
+
+@ct.kernel(occupancy=4)
+def rms_norm_rows_backward(dx, dy, x, weight, rstd, dweight, ROWS: Const, TILE: Const):
+    """dx, dy, x: [rows, TILE]; dweight: [blocks, TILE] fp32. Rows past the end count as nothing in dweight."""
+    block = ct.bid(0)
+    cols = ct.arange(TILE, dtype=ct.int32)[None, :]
+    w = read(weight, ct.arange(TILE, dtype=ct.int32))[None, :]
+    acc = ct.zeros((ROWS, TILE), dtype=ct.float32)
+    for i in range(block, ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
+        wanted = i * ROWS + ct.arange(ROWS, dtype=ct.int32)
+        rows = ct.minimum(wanted, x.shape[0] - 1)
+        r = ct.gather(rstd, rows, check_bounds=False)[:, None]
+        n = read_once(x, (rows[:, None], cols)) * r
+        d = read_once(dy, (rows[:, None], cols))
+        g = d * w
+        mean = ct.sum(g * n, axis=1, keepdims=True) * (1.0 / TILE)
+        ct.scatter(dx, (rows[:, None], cols), ct.astype((g - n * mean) * r, dx.dtype), check_bounds=False)
+        acc = acc + ct.where((wanted < x.shape[0])[:, None], d * n, 0.0)
+    ct.scatter(dweight, (block, ct.arange(TILE, dtype=ct.int32)), ct.sum(acc, axis=0), check_bounds=False)
+
+
+# ---------------------------------------------------------------- any row
+@ct.kernel
+def rms_norm_any_forward(x, weight, y, rstd, eps: float, TILE: Const):
+    """x, y: [rows, length] of any length; the row is read twice, the second time from the cache."""
+    row = ct.bid(0)
+    length = x.shape[1]
+    acc = ct.zeros((TILE,), dtype=ct.float32)
+    for i in range(ct.cdiv(length, TILE)):
+        xf = read_padded(x, (row, ct.arange(TILE, dtype=ct.int32) + i * TILE))
+        acc = acc + xf * xf
+    r = ct.rsqrt(ct.sum(acc, axis=0, keepdims=False) / ct.astype(length, ct.float32) + eps)
+    for i in range(ct.cdiv(length, TILE)):
+        cols = ct.arange(TILE, dtype=ct.int32) + i * TILE
+        xf = read_padded(x, (row, cols))
+        ct.scatter(y, (row, cols), scaled(xf * r, read_padded(weight, cols), x.dtype, y.dtype), check_bounds=True)
+    ct.scatter(rstd, row, r, check_bounds=False)
+
+
+@ct.kernel
+def rms_norm_any_backward(dx, dy, x, weight, rstd, dweight, TILE: Const):
+    """As `rms_norm_backward` for rows of any length, read twice. A row of dweight is this block's own: it adds to it in memory."""
+    block = ct.bid(0)
+    length = x.shape[1]
+    for row in range(block, x.shape[0], ct.num_blocks(0)):
+        r = ct.gather(rstd, row, check_bounds=False)
+        acc = ct.zeros((TILE,), dtype=ct.float32)
+        for i in range(ct.cdiv(length, TILE)):
+            cols = ct.arange(TILE, dtype=ct.int32) + i * TILE
+            acc = acc + read_padded(dy, (row, cols)) * read_padded(weight, cols) * read_padded(x, (row, cols)) * r
+        mean = ct.sum(acc, axis=0, keepdims=False) / ct.astype(length, ct.float32)
+        for i in range(ct.cdiv(length, TILE)):
+            cols = ct.arange(TILE, dtype=ct.int32) + i * TILE
+            d = read_padded(dy, (row, cols))
+            n = read_padded(x, (row, cols)) * r
+            g = d * read_padded(weight, cols)
+            ct.scatter(dx, (row, cols), ct.astype((g - n * mean) * r, dx.dtype), check_bounds=True)
+            so_far = ct.where(row == block, 0.0, read_padded(dweight, (block, cols)))
+            ct.scatter(dweight, (block, cols), so_far + d * n, check_bounds=True)
+
+
+# ---------------------------------------------------------------- what is prebuilt
+ROW_TILES = ((1024, 0), (2048, 0), (2048, 512), (4096, 0), (4096, 1024))
+SHORT_ROWS = ((32, 64), (16, 128), (8, 256))
+# x in half precision and an fp32 weight: q_norm and k_norm under autocast. Their y is fp32, as PyTorch promotes it.
+MIXED = (("bfloat16", "float32"), ("float16", "float32"))
+
+
+def arrays(x, w, length, **promises):
+    """The parameters that forward and backward share. length: of a row, None for any."""
+    row = (None, length)
+    return {
+        "x": Array(x, row, **promises),
+        "weight": Array(w, row[1:], **promises),
+        "y": Array(w, row, **promises),
+        "rstd": Array("float32", (None,)),
+        "dweight": Array("float32", row, **promises),
+    }
+
+
+def pair(forward, backward, a, constants, hints=None):
+    """The variants of one tiling; a: what `arrays` returns."""
+    x, w, y, rstd, dweight = a["x"], a["weight"], a["y"], a["rstd"], a["dweight"]
+    yield Variant(forward, {"x": x, "weight": w, "y": y, "rstd": rstd, "eps": FLOAT, **constants})
+    grads = {"dx": x, "dy": y, "x": x, "weight": w, "rstd": rstd, "dweight": dweight, **constants}
+    yield Variant(backward, grads, hints=hints or {})
+
+
+def variants():
+    for dtype in FLOATS:
+        for tile, tail in ROW_TILES:
+            # A row of 5120 needs more registers than three blocks an SM leave it.
+            hints = {"occupancy": 2} if tile + tail > 4096 else {}
+            constants = {"TILE": tile, "TAIL": tail}
+            yield from pair(rms_norm_forward, rms_norm_backward, arrays(dtype, dtype, tile + tail), constants, hints)
+    for x, w in tuple((d, d) for d in FLOATS) + MIXED:
+        for rows, tile in SHORT_ROWS if x == w else SHORT_ROWS[1:2]:
+            constants = {"ROWS": rows, "TILE": tile}
+            yield from pair(rms_norm_rows_forward, rms_norm_rows_backward, arrays(x, w, tile), constants)
+        yield from pair(rms_norm_any_forward, rms_norm_any_backward, arrays(x, w, None, aligned=False), {"TILE": 1024})
