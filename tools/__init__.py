@@ -1,0 +1,1 @@
+"""What a maintainer runs: build, publish, a local Hub server. Nothing that ships imports from here."""

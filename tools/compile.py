@@ -1,0 +1,296 @@
+"""Compiles the kernels of a package for every architecture: `python -m tools.compile`, a part of `make build`.
+
+kernel_src -> Tile IR bytecode (cuda.tile, one for all architectures) -> cubins (tileiras, one for each architecture and host)
+-> torch-ext/<name>/cubins: one file of compressed images for each host and operation, and manifest.json.
+
+Every cubin is kept under .cache/cubins by what went into it, so only what changed is compiled again, and a build that was
+killed goes on where it stopped. One build is byte for byte the next one.
+"""
+
+import argparse
+import hashlib
+import importlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zlib
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tools.elf import Resources, resources
+from tools.kernel_package import Package, read_package
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache" / "cubins"
+MANIFEST_FORMAT = 1
+
+# What each host's GPUs are: GB200, GH200, Thor and DGX Spark have Arm hosts.
+TARGETS = {
+    "x86_64": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"),
+    "aarch64": ("sm_90", "sm_100", "sm_103", "sm_110", "sm_121"),
+}
+
+
+class BuildError(Exception):
+    """The build failed; the text names the kernel, the architecture and the compiler's message."""
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One cubin to make."""
+
+    operation: str
+    variant: object
+    bytecode: bytes
+    host: str
+    architecture: str
+
+    def key(self, compiler: str) -> str:
+        parts = (compiler, self.host, self.architecture, hashlib.sha256(self.bytecode).hexdigest())
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def find_tileiras() -> str:
+    """The compiler: from the package nvidia-cuda-tileiras, or on the PATH. Raises BuildError."""
+    try:
+        for file in metadata.files("nvidia-cuda-tileiras") or ():
+            if file.name == "tileiras":
+                return str(file.locate())
+    except metadata.PackageNotFoundError:
+        pass
+    found = shutil.which("tileiras")
+    if found is None:
+        raise BuildError("the compiler tileiras was not found. Install it with: pip install 'cuda-tile[tileiras]'")
+    return found
+
+
+def compiler_version(tileiras: str) -> str:
+    """`13.4.92` or the like; a part of every cubin's key."""
+    text = subprocess.run([tileiras, "--version"], capture_output=True, text=True, check=True).stdout
+    return next((word.lstrip("V").rstrip(",") for word in text.split() if word.startswith("V") and word[1:2].isdigit()), text)
+
+
+def operations(package: Package) -> list[str]:
+    """The modules of kernel_src that kernels.toml beside build.toml names."""
+    with (package.folder / "kernels.toml").open("rb") as file:
+        return tomllib.load(file)["operations"]
+
+
+def read_variants(names: list[str]) -> list[tuple[str, object]]:
+    """(operation, variant) of every variant of the named modules. Raises BuildError when two have one name."""
+    found = [(name, variant) for name in names for variant in importlib.import_module(f"kernel_src.{name}").variants()]
+    seen: dict[str, str] = {}
+    for operation, variant in found:
+        if variant.name in seen:
+            raise BuildError(f"two variants are called {variant.name} (in {seen[variant.name]} and {operation}); names must differ")
+        seen[variant.name] = operation
+    return found
+
+
+def export(variant) -> bytes:
+    """Tile IR bytecode of a variant, the same for all architectures. Raises BuildError with the front end's message."""
+    from cuda.tile.compilation import export_kernel
+
+    out = io.BytesIO()
+    try:
+        export_kernel(variant.hinted_kernel(), [variant.signature()], out, gpu_code=None, output_format="tileir_bytecode")
+    except Exception as error:
+        raise BuildError(f"{variant.name}: {error}") from error
+    return out.getvalue()
+
+
+def compile_image(job: Job, tileiras: str, compiler: str) -> bytes:
+    """The cubin of a job, from the cache or from the compiler. Raises BuildError."""
+    kept = CACHE / f"{job.key(compiler)}.cubin"
+    if kept.exists():
+        return kept.read_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        source, output = Path(folder) / "kernel.tileirbc", Path(folder) / "kernel.cubin"
+        source.write_bytes(job.bytecode)
+        done = subprocess.run(
+            [tileiras, source, "-o", output, "--gpu-name", job.architecture, "-O3", "--host-arch", job.host, "--host-os", "linux"],
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode or not output.exists():
+            message = (done.stderr or done.stdout).strip() or f"exit status {done.returncode}"
+            raise BuildError(f"{job.variant.name} for {job.architecture} on {job.host}: {message}")
+        image = output.read_bytes()
+    write_atomically(kept, image)
+    return image
+
+
+def check_resources(job: Job, found: Resources) -> None:
+    """Raises BuildError when a kernel spills without a reason in its entry."""
+    if found.stack and not job.variant.spills:
+        raise BuildError(
+            f"{job.variant.name} for {job.architecture} on {job.host} spills: {found.stack} bytes of stack, {found.registers} registers. "
+            "Give it a smaller tile, more worker warps or less occupancy, or write the reason into the variant's `spills`"
+        )
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(data)
+    os.replace(file.name, path)
+
+
+def parse_targets(text: str | None) -> dict[str, tuple[str, ...]]:
+    """`x86_64:sm_90,sm_100 aarch64:sm_90` -> what to build for each host; None: everything. Raises BuildError."""
+    if not text:
+        return TARGETS
+    chosen = {}
+    for part in text.split():
+        host, _, names = part.partition(":")
+        wanted = tuple(names.split(","))
+        unknown = [name for name in wanted if name not in TARGETS.get(host, ())]
+        if host not in TARGETS or unknown:
+            raise BuildError(f"no target {part!r}; there are " + ", ".join(f"{h}:{','.join(a)}" for h, a in TARGETS.items()))
+        chosen[host] = wanted
+    return chosen
+
+
+def jobs_of(variants, targets, progress) -> list[Job]:
+    task = progress.add_task("Tile IR", total=len(variants))
+    jobs = []
+    for operation, variant in variants:
+        bytecode = export(variant)
+        for host, architectures in targets.items():
+            wanted = [a for a in architectures if not variant.targets or a in variant.targets]
+            jobs += [Job(operation, variant, bytecode, host, a) for a in wanted]
+        progress.advance(task)
+    return jobs
+
+
+def compile_all(jobs: list[Job], progress, workers: int) -> dict[Job, bytes]:
+    """The image of every job, on all cores; the first failure stops the rest."""
+    tileiras = find_tileiras()
+    compiler = compiler_version(tileiras)
+    task = progress.add_task("cubins", total=len(jobs))
+    images: dict[Job, bytes] = {}
+
+    def work(job: Job) -> None:
+        image = compile_image(job, tileiras, compiler)
+        check_resources(job, resources(image))
+        images[job] = image
+        progress.advance(task)
+
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(work, job) for job in jobs]
+        done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in waiting:
+            future.cancel()
+        for future in done:
+            future.result()
+    return images
+
+
+def pack(package: Package, variants, targets, images: dict[Job, bytes]) -> dict[str, bytes]:
+    """The files of the folder `cubins` by their names, the manifest among them."""
+    by_place = {(job.variant.name, job.host, job.architecture): image for job, image in images.items()}
+    files: dict[str, bytearray] = {}
+    kernels: dict[str, list] = {}
+    for operation, variant in variants:
+        entry = {**variant.describe(), "operation": operation, "images": {}}
+        for host, architectures in targets.items():
+            stored: dict[bytes, tuple[int, int]] = {}
+            for architecture in architectures:
+                image = by_place.get((variant.name, host, architecture))
+                if image is None:
+                    continue
+                file = files.setdefault(f"{host}/{operation}.cubins", bytearray())
+                if image not in stored:  # several 8.x architectures may share one image
+                    data = zlib.compress(image, 9)
+                    stored[image] = (len(file), len(data))
+                    file += data
+                entry["images"].setdefault(host, {})[architecture] = [*stored[image], len(image)]
+        kernels.setdefault(variant.kernel_name, []).append(entry)
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "package": package.name,
+        "compiler": {"cuda-tile": metadata.version("cuda-tile"), "tileiras": compiler_version(find_tileiras())},
+        "architectures": {host: list(names) for host, names in targets.items()},
+        "files": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())},
+        "kernels": kernels,
+    }
+    packed = {name: bytes(data) for name, data in files.items()}
+    packed["manifest.json"] = (json.dumps(manifest, separators=(",", ":"), sort_keys=True) + "\n").encode()
+    return packed
+
+
+def write_folder(folder: Path, files: dict[str, bytes]) -> None:
+    """Makes the folder hold these files and no others; a reader never sees half a file, and the manifest comes last."""
+    for name in sorted(files, key=lambda name: name == "manifest.json"):
+        path = folder / name
+        if not path.exists() or path.read_bytes() != files[name]:
+            write_atomically(path, files[name])
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.relative_to(folder).as_posix() not in files:
+            path.unlink()
+
+
+def summary(variants, images: dict[Job, bytes], files: dict[str, bytes]) -> Table:
+    """One row an operation: variants, architectures, bytes on disk, the most registers, spills."""
+    table = Table(title="Prebuilt kernels")
+    for column in ("operation", "variants", "architectures", "KiB", "registers", "spills"):
+        table.add_column(column, justify="left" if column == "operation" else "right")
+    for operation in dict.fromkeys(name for name, _ in variants):
+        mine = {job: resources(image) for job, image in images.items() if job.operation == operation}
+        size = sum(len(data) for name, data in files.items() if name.endswith(f"/{operation}.cubins"))
+        registers = [found.registers for found in mine.values()]
+        spilling = {job.variant.name for job, found in mine.items() if found.stack}
+        table.add_row(
+            operation,
+            str(sum(name == operation for name, _ in variants)),
+            str(len({job.architecture for job in mine})),
+            f"{size / 1024:.0f}",
+            f"{min(registers)}-{max(registers)}",
+            str(len(spilling)),
+        )
+    total = sum(map(len, files.values()))
+    table.add_section()
+    table.add_row("all", str(len(variants)), "", f"{total / 1024:.0f}", "", "")
+    return table
+
+
+def build(package: Package, targets: dict[str, tuple[str, ...]], console: Console, workers: int = os.cpu_count() or 1) -> None:
+    """Compiles a package's kernels into torch-ext/<name>/cubins. Raises BuildError."""
+    variants = read_variants(operations(package))
+    columns = (TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        jobs = jobs_of(variants, targets, progress)
+        images = compile_all(jobs, progress, workers)
+    files = pack(package, variants, targets, images)
+    write_folder(package.folder / "torch-ext" / package.name.replace("-", "_") / "cubins", files)
+    console.print(summary(variants, images, files))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.compile", description=__doc__.splitlines()[0])
+    parser.add_argument("--package", default=".", help="the folder that holds build.toml and kernels.toml")
+    parser.add_argument("--targets", help="only these, e.g. 'x86_64:sm_90,sm_100'; default: all")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args(arguments)
+    console = Console()
+    try:
+        build(read_package(options.package), parse_targets(options.targets), console, options.workers)
+    except BuildError as error:
+        console.print(f"[red]Build failed.[/] {error}", highlight=False)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
