@@ -1,0 +1,1 @@
+"""Finds, checks, loads and launches the prebuilt kernels. Needs torch and the standard library."""

@@ -1,0 +1,172 @@
+"""The few calls of the CUDA driver that a launch needs, through ctypes.
+
+A cubin made by cuTile is launched with blocks of (1, 1, 1) and no dynamic shared memory: the image says how many threads it
+wants, and the driver expands the block. Libraries and kernels of the driver do not belong to a context, so an image is loaded
+once in a process and launched on every device of its architecture.
+"""
+
+import ctypes
+import threading
+from typing import Dict, Tuple
+
+import torch
+
+from .artifacts import Artifacts, Variant
+
+MIN_DRIVER = 13000  # CUDA 13.0 (R580), the first driver that knows the images of cuTile
+INVALID_CONTEXT = 201
+
+
+class DriverError(RuntimeError):
+    """A call of the CUDA driver failed. code: the CUresult."""
+
+    def __init__(self, message: str, code: int = 0):
+        super().__init__(message)
+        self.code = code
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = [
+        ("grid_x", ctypes.c_uint),
+        ("grid_y", ctypes.c_uint),
+        ("grid_z", ctypes.c_uint),
+        ("block_x", ctypes.c_uint),
+        ("block_y", ctypes.c_uint),
+        ("block_z", ctypes.c_uint),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+def raw_stream(device: int) -> int:
+    """The handle of the current stream of a device."""
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+# 0.1 us instead of 4 us, where this torch has it.
+raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", raw_stream)
+
+
+class Driver:
+    """Loads images and prepares launches on NVIDIA GPUs. One object a process; thread-safe."""
+
+    runs_on_cpu = False
+
+    def __init__(self, artifacts: Artifacts):
+        self.artifacts = artifacts
+        self._lock = threading.Lock()
+        self._cuda = None
+        self._functions: Dict[Tuple[str, str], ctypes.c_void_p] = {}
+        self._images: list = []  # the driver reads an image lazily: keep it as long as the process lives
+
+    @property
+    def cuda(self):
+        if self._cuda is None:
+            try:
+                self._cuda = ctypes.CDLL("libcuda.so.1")
+            except OSError as error:
+                raise DriverError(f"the CUDA driver cannot be loaded ({error}). Install an NVIDIA driver, R580 or newer") from None
+        return self._cuda
+
+    def check(self, code: int, what: str) -> None:
+        if code:
+            name, text = ctypes.c_char_p(), ctypes.c_char_p()
+            self.cuda.cuGetErrorName(code, ctypes.byref(name))
+            self.cuda.cuGetErrorString(code, ctypes.byref(text))
+            describe = " ".join(part.value.decode() for part in (name, text) if part.value)
+            raise DriverError(f"{what}: CUDA error {code} {describe}", code)
+
+    def version(self) -> int:
+        """Of the driver, as 13000 for CUDA 13.0."""
+        version = ctypes.c_int()
+        self.check(self.cuda.cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
+        return version.value
+
+    def architecture(self, device: int) -> str:
+        """The architecture whose images this device runs; '' when there is none.
+
+        From compute capability 9.0 on an image runs on its own architecture only; an image for 8.0 runs on every 8.x.
+        """
+        major, minor = torch.cuda.get_device_capability(device)
+        built = self.artifacts.architectures()
+        names = (f"sm_{major}{minor}", "sm_80") if major == 8 else (f"sm_{major}{minor}",)
+        return next((name for name in names if name in built), "")
+
+    def multiprocessors(self, device: int) -> int:
+        return torch.cuda.get_device_properties(device).multi_processor_count
+
+    def function(self, variant: Variant, architecture: str) -> ctypes.c_void_p:
+        """The loaded kernel of a variant. Raises DriverError or ArtifactError."""
+        key = (variant.name, architecture)
+        with self._lock:
+            if key not in self._functions:
+                image = self.artifacts.image(variant, architecture)
+                library, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+                code = self.cuda.cuLibraryLoadData(ctypes.byref(library), image, None, None, 0, None, None, 0)
+                self.check(code, f"loading {variant.name} for {architecture}")
+                code = self.cuda.cuLibraryGetKernel(ctypes.byref(kernel), library, variant.symbol.encode())
+                self.check(code, f"finding {variant.symbol} in the image of {variant.name} for {architecture}")
+                self._images.append(image)
+                self._functions[key] = kernel
+            return self._functions[key]
+
+    def prepare(self, variant: Variant, device: int, grid: tuple, arrays: list, integers: list) -> "Launch":
+        """A launch of one variant whose shapes, strides, integers and grid are fixed; see `Launch`."""
+        return Launch(self, variant, device, grid, arrays, integers)
+
+
+class Launch:
+    """A launch of which only the addresses, the floats and the stream change.
+
+    Parameters in the kernel's order: for an array its address, then its lengths, then its strides, each a word of its own; a
+    scalar as one word; constants do not appear.
+    """
+
+    def __init__(self, driver: Driver, variant: Variant, device: int, grid: tuple, arrays: list, integers: list):
+        self.driver = driver
+        self.device = device
+        self.name = variant.name
+        self.function = driver.function(variant, driver.architecture(device))
+        self.config = LaunchConfig(grid[0], grid[1], grid[2], 1, 1, 1, 0, None, None, 0)
+        self.config_ref = ctypes.byref(self.config)
+        self.lock = threading.Lock()
+        words, self.addresses, self.floats = [], [], []
+        arrays, integers = iter(arrays), iter(integers)
+        for parameter in variant.parameters:
+            if parameter.kind == "array":
+                shape, stride = next(arrays)
+                self.addresses.append(ctypes.c_uint64())
+                words += [self.addresses[-1], *map(ctypes.c_int64, shape), *map(ctypes.c_int64, stride)]
+            elif parameter.dtype == "float32":
+                self.floats.append(ctypes.c_float())
+                words.append(self.floats[-1])
+            else:
+                words.append(ctypes.c_int64(next(integers)))
+        self.words = words  # what the pointers below point to
+        self.parameters = (ctypes.c_void_p * len(words))(*[ctypes.addressof(word) for word in words])
+
+    def __call__(self, addresses: list, floats: list) -> None:
+        device = self.device
+        if torch._C._cuda_getDevice() != device:
+            with torch.cuda.device(device):
+                return self._launch(addresses, floats)
+        self._launch(addresses, floats)
+
+    def _launch(self, addresses, floats):
+        cuda = self.driver.cuda
+        with self.lock:  # another thread must not change the words between here and the call
+            for word, value in zip(self.addresses, addresses):
+                word.value = value
+            for word, value in zip(self.floats, floats):
+                word.value = value
+            self.config.stream = raw_stream(self.device)
+            code = cuda.cuLaunchKernelEx(self.config_ref, self.function, self.parameters, None)
+            if code == INVALID_CONTEXT:  # a thread that has not used CUDA yet
+                torch.cuda.synchronize(self.device)
+                code = cuda.cuLaunchKernelEx(self.config_ref, self.function, self.parameters, None)
+        if code:
+            self.driver.check(code, f"launching {self.name}")

@@ -1,0 +1,138 @@
+"""Kernels by name: picks the variant whose promises the arguments keep, and launches it.
+
+Nothing in the driver checks what a variant was promised about its arrays (aligned addresses, divisible strides, fixed
+lengths): a broken promise corrupts memory in silence. So every promise in the manifest is checked here, once for each
+combination of dtypes, shapes, strides and alignment; the outcome is kept and costs one dictionary look-up from then on.
+"""
+
+from typing import Callable, Sequence
+
+import torch
+
+from .artifacts import Artifacts, Parameter, Variant
+from .driver import Driver
+
+DTYPES = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+INT32_MAX = 2**31 - 1
+GRID_MAX = 2**24 - 1
+KEPT = 4096  # prepared launches that one kernel keeps: sequence lengths vary from step to step
+
+# What launches; tests put an interpreter in its place.
+backend = Driver(Artifacts())
+
+
+class PromiseError(ValueError):
+    """No variant of a kernel takes these arguments. The message names the argument and the promise that it breaks."""
+
+
+def broken_promise(parameter: Parameter, dtype: str, shape: Sequence[int], stride: Sequence[int], misalignment: int) -> str:
+    """What keeps an array out of a parameter, or '' when it keeps every promise.
+
+    shape, stride: in elements. misalignment: the address modulo 16, in bytes.
+    """
+    if dtype != parameter.dtype:
+        return f"has dtype {dtype}, expected {parameter.dtype}"
+    if len(shape) != len(parameter.shape):
+        return f"has {len(shape)} dimensions, expected {len(parameter.shape)}"
+    if misalignment % parameter.align:
+        return f"starts {misalignment} bytes past a multiple of 16, expected a multiple of {parameter.align}"
+    for i, (length, step) in enumerate(zip(shape, stride)):
+        if parameter.shape[i] not in (None, length):
+            return f"has length {length} in dimension {i}, expected {parameter.shape[i]}"
+        if length % parameter.shape_divisible[i]:
+            return f"has length {length} in dimension {i}, expected a multiple of {parameter.shape_divisible[i]}"
+        if length < parameter.shape_min[i]:
+            return f"has length {length} in dimension {i}, expected at least {parameter.shape_min[i]}"
+        # Where there is one element or none, its stride is never used.
+        if parameter.stride[i] not in (None, step) and length > 1:
+            return f"has stride {step} in dimension {i}, expected {parameter.stride[i]}"
+        if step == 0 and length > 1:
+            return f"is expanded in dimension {i} (stride 0), expected elements of its own"
+        if step % parameter.stride_divisible[i] and length > 1:
+            return f"has stride {step} in dimension {i}, expected a multiple of {parameter.stride_divisible[i]}"
+        if not (0 <= length <= INT32_MAX and 0 <= step <= INT32_MAX):
+            return f"has length {length} and stride {step} in dimension {i}, expected both within 0 and 2^31 - 1"
+    return ""
+
+
+class Kernel:
+    """One or more kernels of the manifest that do the same thing with the same parameters, the preferred one first.
+
+    names: their names there. grid: called with a variant's constants and the arguments, returns the numbers of blocks.
+
+    Calling it with tensors and numbers in the order of the kernel's parameters, constants left out, launches the first variant
+    that takes them, on the current stream of the first tensor's device. Raises PromiseError when none does, DriverError when
+    the launch fails.
+    """
+
+    def __init__(self, *names: str, grid: Callable[..., tuple]):
+        self.names = names
+        self.grid = grid
+        self._prepared: dict = {}
+
+    def __call__(self, *args) -> None:
+        key, addresses, floats, low_bits = [], [], [], 0
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                key += (arg.dtype, arg.shape, arg.stride())
+                address = arg.data_ptr()
+                addresses.append(address)
+                low_bits |= address
+            elif isinstance(arg, float):
+                floats.append(arg)
+            else:
+                key.append(arg)
+        key.append(args[0].get_device())
+        if low_bits & 15:
+            key += [address & 15 for address in addresses]
+        key = tuple(key)
+        launch = self._prepared.get(key)
+        if launch is None:
+            launch = self._prepare(args)
+            if len(self._prepared) >= KEPT:
+                self._prepared.clear()
+            self._prepared[key] = launch
+        launch(addresses, floats)
+
+    def select(self, *args) -> Variant:
+        """The variant that a call with these arguments launches."""
+        broken = []
+        for variant in (v for name in self.names for v in backend.artifacts.variants(name)):
+            reason = self._unfit(variant, args)
+            if not reason:
+                return variant
+            broken.append(f"{variant.name}: {reason}")
+        raise PromiseError(f"no variant of {self.names[0]} takes these arguments. " + "; ".join(broken))
+
+    def _unfit(self, variant: Variant, args) -> str:
+        if len(args) != len(variant.parameters):
+            return f"{len(args)} arguments, expected {len(variant.parameters)}"
+        for parameter, arg in zip(variant.parameters, args):
+            if parameter.kind == "array":
+                dtype = DTYPES.get(arg.dtype, str(arg.dtype))
+                reason = broken_promise(parameter, dtype, arg.shape, arg.stride(), arg.data_ptr() & 15)
+                if reason:
+                    return f"{parameter.name} {reason}"
+            elif parameter.dtype == "int32" and not -INT32_MAX <= arg <= INT32_MAX:
+                return f"{parameter.name} is {arg}, expected 32 bits"
+        return ""
+
+    def _prepare(self, args):
+        variant = self.select(*args)
+        grid = tuple(self.grid(variant.constants, *args))
+        grid += (1,) * (3 - len(grid))
+        if not all(1 <= blocks <= GRID_MAX for blocks in grid):
+            raise PromiseError(f"{self.names[0]} needs a grid of {grid}, expected 1 to {GRID_MAX} blocks in each dimension")
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) > 1:
+            raise PromiseError(f"{self.names[0]} got tensors on {', '.join(map(str, devices))}, expected one device")
+        arrays = [(tuple(tensor.shape), tensor.stride()) for tensor in tensors]
+        integers = [arg for arg in args if not isinstance(arg, (torch.Tensor, float))]
+        return backend.prepare(variant, args[0].get_device(), grid, arrays, integers)
