@@ -1,0 +1,1 @@
+"""The operations, one file each: checks, autograd, what a tracer sees, and the same in plain PyTorch."""

@@ -1,0 +1,56 @@
+"""What the operations share: checks of arguments, and how a tracer sees a function."""
+
+from typing import Callable
+
+import torch
+
+from .._ops import add_op_namespace_prefix
+from ..runtime.launch import Kernel
+
+
+def fail(argument: str, found, expected: str, error=ValueError):
+    """Raises the error of a wrong argument."""
+    raise error(f"{argument} is {found}, expected {expected}")
+
+
+def describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that the arithmetic is done in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def traceable(name: str, function: Callable, fake: Callable) -> Callable:
+    """`function`, which a tracer (torch.compile, torch.export) sees as one operator.
+
+    In eager mode the function is called as it is: going through torch.library would cost 25 us a call. fake: the same
+    function on tensors without data; its outputs have the right shapes, dtypes and strides.
+    """
+    operator = torch.library.custom_op(add_op_namespace_prefix(name), function, mutates_args=())
+    operator.register_fake(fake)
+
+    def call(*args):
+        if torch.compiler.is_compiling():
+            return operator(*args)
+        return function(*args)
+
+    return call
+
+
+column_sum_kernel = Kernel("column_sum", grid=lambda c, partial, out: (-(-partial.shape[1] // c["COLS"]),))
+
+
+def column_sum(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Sums of the columns of fp32 partial results, in `dtype`."""
+    out = torch.empty(partial.shape[1], dtype=dtype, device=partial.device)
+    column_sum_kernel(partial, out)
+    return out
+
+
+def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a contiguous copy when its last dimension is strided or any dimension is expanded."""
+    if tensor.is_contiguous() or (tensor.stride(-1) == 1 and 0 not in tensor.stride()):
+        return tensor
+    return tensor.contiguous()

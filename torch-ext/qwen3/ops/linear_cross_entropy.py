@@ -1,0 +1,352 @@
+"""Cross entropy of a linear layer's output without ever holding all its logits.
+
+The tokens are taken in chunks. For each chunk: one GEMM makes the logits in a buffer, the cross entropy's kernels turn them
+into their own gradient in place, and two GEMMs carry that on to the hidden states and the weight. So the forward pass leaves
+both gradients behind, and the backward pass only multiplies them by what arrives from above.
+"""
+
+from typing import NamedTuple, Optional, Tuple, Union
+
+import torch
+
+from ..runtime.device import kernels_run_on, multiprocessors
+from ..runtime.launch import Kernel
+from .common import describe, fail, wide
+
+STATISTICS_TILE = 4096  # of `cross_entropy_statistics`: how many pieces a row of logits has
+
+
+def _pieces_grid(c, logits, *_):
+    return (-(-logits.shape[1] // c["TILE"]), logits.shape[0])
+
+
+_statistics_kernel = Kernel("cross_entropy_statistics", grid=_pieces_grid)
+_statistics_weighted_kernel = Kernel("cross_entropy_statistics_weighted", grid=_pieces_grid)
+_combine_kernel = Kernel("cross_entropy_combine", grid=lambda c, logits, *_: (logits.shape[0],))
+_gradient_kernel = Kernel("cross_entropy_gradient", grid=_pieces_grid)
+_gradient_weighted_kernel = Kernel("cross_entropy_gradient_weighted", grid=_pieces_grid)
+_scale_kernel = Kernel("scale_in_place", grid=lambda c, x, factor: (min(x.shape[0], 8 * multiprocessors(x)),))
+
+
+class Options(NamedTuple):
+    """What the loss is beside plain cross entropy; see `linear_cross_entropy`."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    softcap: float = 0.0
+    lse_square_scale: float = 0.0
+
+    @property
+    def plain(self) -> bool:
+        return not (self.label_smoothing or self.softcap or self.lse_square_scale)
+
+
+class Gradients(NamedTuple):
+    hidden: Optional[torch.Tensor]
+    weight: Optional[torch.Tensor]
+    bias: Optional[torch.Tensor]
+
+
+def chunk_tokens(tokens: int) -> int:
+    """Tokens in a chunk: 2048, whose logits take 0.6 GB at Qwen3's vocabulary in bf16, and more from 8192 tokens on.
+
+    The gradient of the weight is added up in the model's dtype. Each addition rounds, so there are never more than four.
+    """
+    return min(tokens, max(2048, -(-tokens // (4 * 128)) * 128))
+
+
+def _counted(target: torch.Tensor, classes: int, ignore_index: int) -> torch.Tensor:
+    return (target != ignore_index) & (target >= 0) & (target < classes)
+
+
+def _row_coefficients(lse, counted, target_weight, weight_sum, classes, options):
+    """a, b, c of kernel_src/cross_entropy.py, before the reduction's scale."""
+    smooth = options.label_smoothing / classes
+    b = (1 - options.label_smoothing) * target_weight
+    a = b + smooth * weight_sum + 2 * options.lse_square_scale * lse
+    return tuple(torch.where(counted, t, 0.0) for t in (a, b, torch.full_like(lse, smooth)))
+
+
+def _row_loss(lse, negative_log_likelihood, total, counted, target_weight, weight_sum, classes, options):
+    loss = (1 - options.label_smoothing) * target_weight * negative_log_likelihood
+    loss = loss + options.label_smoothing / classes * (weight_sum * lse - total)
+    return torch.where(counted, loss + options.lse_square_scale * lse.square(), 0.0)
+
+
+class _Chunk:
+    """Cross entropy of one chunk of logits: `loss()`, then `gradient(scale)`, which writes over the logits."""
+
+    def __init__(self, logits, target, class_weight, options):
+        self.logits, self.target, self.options = logits, target, options
+        self.class_weight = class_weight
+        self.plain = options.plain and class_weight is None
+
+    def _rows(self):
+        """Per token: is it counted, the weight of its label; and the sum of all class weights."""
+        classes = self.logits.shape[1]
+        counted = _counted(self.target, classes, self.options.ignore_index)
+        weights = self.class_weight
+        if weights is None:
+            weights = torch.ones(classes, dtype=wide(self.logits.dtype), device=self.logits.device)
+        return counted, weights[torch.where(counted, self.target, 0)], weights, weights.sum()
+
+
+class _KernelChunk(_Chunk):
+    def loss(self):
+        logits, options = self.logits, self.options
+        shape = (logits.shape[0], -(-logits.shape[1] // STATISTICS_TILE))
+        new = dict(dtype=torch.float32, device=logits.device)
+        part_max, part_sum = torch.empty(shape, **new), torch.empty(shape, **new)
+        self.lse, loss = torch.empty(shape[0], **new), torch.empty(shape[0], **new)
+        if self.plain:
+            _statistics_kernel(logits, part_max, part_sum)
+        else:
+            self.counted, self.target_weight, self.weights, self.weight_sum = self._rows()
+            part_total = torch.empty(shape, **new)
+            _statistics_weighted_kernel(logits, self.weights, part_max, part_sum, part_total, float(options.softcap))
+        _combine_kernel(
+            logits, self.target, part_max, part_sum, self.lse, loss, options.ignore_index, float(options.softcap)
+        )
+        if self.plain:
+            return loss
+        self.lse_e = self.lse * 0.6931471805599453
+        return _row_loss(
+            self.lse_e, loss, part_total.sum(1), self.counted, self.target_weight, self.weight_sum, logits.shape[1], options
+        )
+
+    def gradient(self, scale):
+        if self.plain and scale.numel() == 1:
+            return _gradient_kernel(self.logits, self.target, self.lse, scale.view(1), self.options.ignore_index)
+        if self.plain:
+            self.counted, self.target_weight, self.weights, self.weight_sum = self._rows()
+            self.lse_e = self.lse * 0.6931471805599453
+        rows = _row_coefficients(
+            self.lse_e, self.counted, self.target_weight, self.weight_sum, self.logits.shape[1], self.options
+        )
+        a, b, c = ((t * scale).contiguous() for t in rows)
+        _gradient_weighted_kernel(self.logits, self.weights, self.target, self.lse, a, b, c, float(self.options.softcap))
+
+
+class _TorchChunk(_Chunk):
+    """The same in PyTorch, for CPUs and GPUs without kernels."""
+
+    def loss(self):
+        self.counted, self.target_weight, self.weights, self.weight_sum = self._rows()
+        z = self.logits.to(wide(self.logits.dtype))
+        if self.options.softcap:
+            z = self.options.softcap * torch.tanh(z / self.options.softcap)
+        self.z = z
+        self.lse = torch.logsumexp(z, 1)
+        label = torch.where(self.counted, self.target, 0)
+        likelihood = self.lse - z.gather(1, label[:, None])[:, 0]
+        total = z @ self.weights if self.options.label_smoothing else 0.0
+        return _row_loss(
+            self.lse, likelihood, total, self.counted, self.target_weight, self.weight_sum, z.shape[1], self.options
+        )
+
+    def gradient(self, scale):
+        a, b, c = _row_coefficients(
+            self.lse, self.counted, self.target_weight, self.weight_sum, self.z.shape[1], self.options
+        )
+        gradient = torch.exp(self.z - self.lse[:, None]) * a[:, None]
+        label = torch.where(self.counted, self.target, 0)
+        gradient.scatter_add_(1, label[:, None], -b[:, None])
+        if self.options.label_smoothing:
+            gradient -= c[:, None] * self.weights
+        if self.options.softcap:
+            gradient *= 1 - (self.z / self.options.softcap).square()
+        scaled = gradient * (scale[:, None] if scale.numel() > 1 else scale)
+        self.logits.copy_(torch.where((a != 0)[:, None], scaled, 0.0))
+
+
+def _run(hidden, weight, bias, target, class_weight, scale, options: Options, needs) -> Tuple[torch.Tensor, Gradients]:
+    """The loss of every token, and the gradients of sum(loss * scale) that `needs` asks for (hidden, weight, bias).
+
+    scale: fp32 [1] or [tokens]; None for no gradients.
+    """
+    tokens, classes = hidden.shape[0], weight.shape[0]
+    acc = wide(hidden.dtype)
+    losses = torch.empty(tokens, dtype=acc, device=hidden.device)
+    needs = needs if scale is not None else (False, False, False)
+    dhidden = torch.empty_like(hidden) if needs[0] else None
+    dweight = torch.empty_like(weight) if needs[1] else None
+    dbias = torch.zeros(classes, dtype=acc, device=hidden.device) if needs[2] else None
+    chunk = _KernelChunk if hidden.dtype != torch.float64 and kernels_run_on(hidden) else _TorchChunk
+    step = chunk_tokens(tokens)
+    buffer = torch.empty((step, classes), dtype=hidden.dtype, device=hidden.device)
+    for start in range(0, tokens, step):
+        rows = slice(start, min(start + step, tokens))
+        part = hidden[rows]
+        logits = buffer[: part.shape[0]]
+        if bias is None:
+            torch.mm(part, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, part, weight.t(), out=logits)
+        piece = chunk(logits, target[rows], class_weight, options)
+        losses[rows] = piece.loss()
+        if not any(needs):
+            continue
+        piece.gradient(scale if scale.numel() == 1 else scale[rows])
+        if needs[0]:
+            torch.mm(logits, weight, out=dhidden[rows])
+        if needs[1]:
+            if start == 0:
+                torch.mm(logits.t(), part, out=dweight)
+            else:
+                dweight.addmm_(logits.t(), part)
+        if needs[2]:
+            dbias += logits.sum(0, dtype=acc)
+    if needs[1] and tokens == 0:
+        dweight.zero_()
+    return losses, Gradients(dhidden, dweight, None if dbias is None else dbias.to(bias.dtype))
+
+
+def _multiply(gradient: torch.Tensor, factor: torch.Tensor) -> None:
+    """gradient *= factor, in place; a factor of 1 costs nothing."""
+    if gradient.numel() == 0:
+        return
+    if gradient.dtype != torch.float64 and kernels_run_on(gradient):
+        rows = gradient if gradient.dim() == 2 else gradient.view(1, -1)
+        _scale_kernel(rows, factor.to(torch.float32).view(1))
+    else:
+        gradient.mul_(factor.to(gradient.dtype) if factor.dim() == 0 else factor.view(()).to(gradient.dtype))
+
+
+def _headroom(dtype: torch.dtype, tokens: int) -> float:
+    """What fp16 gradients are multiplied by on their way, so that probabilities divided by the token count do not vanish."""
+    return 2.0 ** max(tokens - 1, 1).bit_length() if dtype == torch.float16 else 1.0
+
+
+class _Reduced(torch.autograd.Function):
+    """sum(loss * scale) over the tokens; scale: fp32 [1] on the device, known before the loss is."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target, class_weight, scale, options):
+        needs = ctx.needs_input_grad[:3]
+        headroom = _headroom(hidden.dtype, hidden.shape[0])
+        losses, gradients = _run(hidden, weight, bias, target, class_weight, scale * headroom, options, needs)
+        ctx.save_for_backward(hidden, weight, bias, target, class_weight, scale)
+        ctx.options, ctx.headroom, ctx.gradients = options, headroom, gradients
+        return losses.sum() * scale.view(())
+
+    @staticmethod
+    def backward(ctx, dloss):
+        gradients = ctx.gradients
+        # They are scaled in place and given away; a second backward pass (retain_graph) computes them anew.
+        ctx.gradients = None
+        if gradients is None:
+            hidden, weight, bias, target, class_weight, scale = ctx.saved_tensors
+            needs = ctx.needs_input_grad[:3]
+            gradients = _run(hidden, weight, bias, target, class_weight, scale * ctx.headroom, ctx.options, needs)[1]
+        factor = dloss / ctx.headroom
+        for gradient in gradients:
+            if gradient is not None:
+                _multiply(gradient, factor)
+        return (*gradients, None, None, None, None)
+
+
+class _PerToken(torch.autograd.Function):
+    """The loss of every token. What its gradient is multiplied by is known only in the backward pass, which does the work."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target, class_weight, options):
+        ctx.save_for_backward(hidden, weight, bias, target, class_weight)
+        ctx.options = options
+        return _run(hidden, weight, bias, target, class_weight, None, options, (False,) * 3)[0]
+
+    @staticmethod
+    def backward(ctx, dlosses):
+        hidden, weight, bias, target, class_weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        scale = dlosses.to(wide(hidden.dtype)).contiguous()
+        gradients = _run(hidden, weight, bias, target, class_weight, scale, ctx.options, needs)[1]
+        return (*gradients, None, None, None)
+
+
+def _traced(hidden, weight, bias, target, class_weight, options):
+    """Per-token losses in PyTorch operations, for tracers; chunks do not exist there."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    return _TorchChunk(logits, target, class_weight, options).loss()
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: Optional[torch.Tensor] = None,
+    *,
+    class_weight: Optional[torch.Tensor] = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+    lse_square_scale: float = 0.0,
+    num_items: Union[int, float, torch.Tensor, None] = None,
+) -> torch.Tensor:
+    """cross_entropy(hidden @ weight.T + bias, target), one chunk of logits at a time.
+
+    hidden: [..., features]; weight: [classes, features]; bias: [classes]; one dtype (bf16, fp16, fp32; float64 runs in
+    PyTorch) and device. target: [...] int64, hidden's leading dimensions. Logits are rounded to that dtype, as the layer would
+    do it, and everything behind them is float32. class_weight: [classes] fp32. ignore_index, reduction ("mean", "sum",
+    "none"), label_smoothing and class_weight as in torch.nn.functional.cross_entropy, except that "mean" over no counted
+    token is 0 with zero gradients. softcap: logits become softcap * tanh(logits / softcap). lse_square_scale: adds
+    lse_square_scale * logsumexp(logits)^2 to each counted token's loss (z-loss). num_items: with it the loss is the sum
+    divided by num_items, whatever `reduction` says (gradient accumulation).
+
+    Returns a float32 scalar, or [tokens] for "none". Differentiable in hidden, weight and bias; no gradient is computed for
+    one that does not require it. A label outside [0, classes) raises ValueError on a CPU; on a GPU, where looking would wait
+    for the device, it counts like ignore_index. Raises ValueError when shapes, dtypes or devices do not fit.
+    """
+    _check(hidden, weight, target, bias, class_weight, reduction, ignore_index)
+    options = Options(int(ignore_index), float(label_smoothing), float(softcap or 0.0), float(lse_square_scale))
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    target = target.reshape(-1)
+    if class_weight is not None:
+        class_weight = class_weight.to(wide(hidden.dtype))
+    if reduction == "none" and num_items is None:
+        if torch.compiler.is_compiling():
+            return _traced(hidden, weight, bias, target, class_weight, options)
+        return _PerToken.apply(hidden, weight, bias, target, class_weight, options)
+    scale = _scale(target, weight.shape[0], class_weight, options, reduction, num_items, wide(hidden.dtype))
+    if torch.compiler.is_compiling():
+        return _traced(hidden, weight, bias, target, class_weight, options).sum() * scale.view(())
+    return _Reduced.apply(hidden, weight, bias, target, class_weight, scale, options)
+
+
+def _scale(target, classes, class_weight, options, reduction, num_items, dtype) -> torch.Tensor:
+    """What the sum of the losses is multiplied by, [1] on the device."""
+    if num_items is not None:
+        items = torch.as_tensor(num_items, device=target.device).to(dtype)
+    elif reduction == "sum":
+        items = torch.ones((), dtype=dtype, device=target.device)
+    else:
+        counted = _counted(target, classes, options.ignore_index)
+        if class_weight is None:
+            items = counted.sum().to(dtype)
+        else:
+            items = torch.where(counted, class_weight[torch.where(counted, target, 0)], 0.0).sum()
+    return torch.where(items == 0, 0.0, 1.0 / items).to(dtype).view(1)
+
+
+def _check(hidden, weight, target, bias, class_weight, reduction, ignore_index):
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        fail("weight", describe(weight), f"[classes, {hidden.shape[-1]}] for hidden, which is {describe(hidden)}")
+    if hidden.dtype != weight.dtype or not hidden.is_floating_point():
+        fail("weight", describe(weight), f"of hidden's dtype; hidden is {describe(hidden)}")
+    if target.shape != hidden.shape[:-1] or target.dtype != torch.int64:
+        fail("target", describe(target), f"torch.int64 {list(hidden.shape[:-1])}, one label a token")
+    classes = weight.shape[0]
+    for name, vector in (("bias", bias), ("class_weight", class_weight)):
+        if vector is not None and vector.shape != (classes,):
+            fail(name, describe(vector), f"[{classes}], one value a class")
+    if bias is not None and bias.dtype != hidden.dtype:
+        fail("bias", describe(bias), f"of hidden's dtype, {hidden.dtype}")
+    for name, tensor in (("weight", weight), ("target", target), ("bias", bias), ("class_weight", class_weight)):
+        if tensor is not None and tensor.device != hidden.device:
+            fail(name, describe(tensor), f"on the device of hidden, {hidden.device}")
+    if reduction not in ("mean", "sum", "none"):
+        fail("reduction", repr(reduction), "'mean', 'sum' or 'none'")
+    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
+        if wrong.any():
+            fail("target", f"{int(target[wrong][0])} at one of its places", f"labels from 0 to {classes - 1}, or {ignore_index}")
