@@ -1,0 +1,24 @@
+"""tests/gpu run the built CUDA variant (build/torch-cuda) on whatever GPU is there, and are skipped where there is none."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture(scope="session")
+def ops():
+    """The package, from build/torch-cuda; anything that keeps its kernels from running is an error."""
+    from kernels import get_local_kernel
+
+    os.environ["BASTILE_STRICT"] = "1"
+    return get_local_kernel(ROOT, backend="cuda")

@@ -1,0 +1,59 @@
+"""Each operation with the real cubins against float64."""
+
+import pytest
+import torch
+
+from tests import op_checks as checks
+
+DEVICE = "cuda"
+dtypes = pytest.mark.parametrize("dtype", checks.FLOATS, ids=str)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", (*checks.RMS_NORM_SHAPES, (8192, 4096), (2048, 32, 128), (4099, 5120)), ids=str)
+def test_rms_norm(ops, dtype, shape):
+    checks.check_rms_norm(ops, DEVICE, dtype, shape)
+
+
+@pytest.mark.parametrize("dtype", checks.FLOATS[:2], ids=str)
+@pytest.mark.parametrize("shape", ((3, 5, 128), (4, 1000), (4, 4096)), ids=str)
+def test_rms_norm_with_an_fp32_weight(ops, dtype, shape):
+    checks.check_rms_norm(ops, DEVICE, dtype, shape, weight_dtype=torch.float32)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "view",
+    (lambda x: x.transpose(0, 1), lambda x: x[:, ::2], lambda x: x[1:, 1:], lambda x: x[..., :-8], lambda x: x[..., 1:], lambda x: x[..., ::2]),
+)
+def test_rms_norm_of_views(ops, dtype, view):
+    checks.check_rms_norm(ops, DEVICE, dtype, (6, 4, 1032), view=view)
+
+
+@dtypes
+@pytest.mark.parametrize("case", (*checks.ROTARY_CASES, dict(batch=2, tokens=1025, heads=32, kv_heads=8, head_dim=128)), ids=str)
+def test_rotary(ops, dtype, case):
+    checks.check_rotary(ops, DEVICE, dtype, **case)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", (*checks.SWIGLU_SHAPES, (1025, 12288), (333, 9728)), ids=str)
+def test_swiglu(ops, dtype, shape):
+    checks.check_swiglu(ops, DEVICE, dtype, shape)
+
+
+@dtypes
+def test_mlp(ops, dtype):
+    checks.check_mlp(ops, DEVICE, dtype, 65, 128, 384)
+
+
+@dtypes
+@pytest.mark.parametrize("case", checks.LOSS_CASES, ids=str)
+def test_linear_cross_entropy_options(ops, dtype, case):
+    checks.check_linear_cross_entropy(ops, DEVICE, dtype, 300, 64, 9001, **case)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", (*checks.LOSS_SHAPES, (2500, 256, 32000), (64, 128, 151936)), ids=str)
+def test_linear_cross_entropy_sizes(ops, dtype, shape):
+    checks.check_linear_cross_entropy(ops, DEVICE, dtype, *shape)

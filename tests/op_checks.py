@@ -1,0 +1,212 @@
+"""Each operation against float64, on any device: tests/cpu runs them through the interpreter, tests/gpu with the real cubins."""
+
+import torch
+
+from tests.tolerances import assert_close
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def randn(*shape, dtype, device, seed=0, scale=1.0):
+    """Normal random numbers that are the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
+
+
+def leaf(tensor):
+    return tensor.detach().requires_grad_()
+
+
+def exact(tensor):
+    """The same numbers in float64, to differentiate."""
+    return tensor.detach().double().cpu().requires_grad_()
+
+
+# ---------------------------------------------------------------- RMSNorm
+def rms_norm_exact(x, weight, eps):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def check_rms_norm(ops, device, dtype, shape, weight_dtype=None, eps=1e-6, view=lambda x: x):
+    """view: makes the operation's input out of a contiguous tensor (a transpose, a slice)."""
+    weight_dtype = weight_dtype or dtype
+    base = leaf(randn(*shape, dtype=dtype, device=device))
+    x = view(base)
+    weight = leaf(randn(x.shape[-1], dtype=weight_dtype, device=device, seed=1) + 1)
+    y = ops.rms_norm(x, weight, eps)
+    dy = randn(*y.shape, dtype=y.dtype, device=device, seed=2)
+    y.backward(dy)
+    base64, weight64 = exact(base), exact(weight)
+    y64 = rms_norm_exact(view(base64), weight64, eps)
+    y64.backward(dy.double().cpu())
+    what = f"RMSNorm {tuple(shape)}"
+    assert y.dtype == torch.promote_types(dtype, weight_dtype)
+    assert_close(y, y64, dtype, f"{what} y")
+    assert_close(base.grad, base64.grad, dtype, f"{what} dx")
+    assert_close(weight.grad, weight64.grad, weight_dtype if weight_dtype == dtype else torch.float32, f"{what} dweight", 2)
+
+
+# Whole rows of Qwen3, short rows, and rows that fit nothing; numbers of rows that fill no tile.
+RMS_NORM_SHAPES = (
+    (3, 1024),
+    (5, 2048),
+    (2, 2560),
+    (7, 4096),
+    (1, 5120),
+    (2, 3, 5, 128),
+    (33, 64),
+    (9, 256),
+    (17, 128),
+    (4, 1000),
+    (3, 77),
+    (2, 3),
+    (3, 6000),
+    (2, 1025),
+)
+
+
+# ---------------------------------------------------------------- rotary
+def rotary_exact(q, k, cos, sin, unsqueeze_dim):
+    def rotate_half(x):
+        half = x.shape[-1] // 2
+        return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+    if cos.shape[-1] != q.shape[-1]:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+def check_rotary(ops, device, dtype, batch, tokens, heads, kv_heads, head_dim, *, unsqueeze_dim=1, half=False, tables=1):
+    """q and k in the layout that Qwen3's attention passes: views of what the projections wrote. Angles are random, so a
+    backward pass that mixes the halves of cos and sin up fails."""
+    leaves = [leaf(randn(batch, tokens, h, head_dim, dtype=dtype, device=device, seed=i)) for i, h in enumerate((heads, kv_heads))]
+    q, k = (x.transpose(1, 2) if unsqueeze_dim == 1 else x for x in leaves)
+    width = head_dim // 2 if half else head_dim
+    cos, sin = (randn(tables, tokens, width, dtype=dtype, device=device, seed=i) for i in (5, 6))
+    results = ops.rotary(q, k, cos, sin, unsqueeze_dim)
+    grads = [randn(*r.shape, dtype=dtype, device=device, seed=8 + i) for i, r in enumerate(results)]
+    torch.autograd.backward(results, grads)
+    leaves64 = [exact(x) for x in leaves]
+    q64, k64 = (x.transpose(1, 2) if unsqueeze_dim == 1 else x for x in leaves64)
+    results64 = rotary_exact(q64, k64, cos.double().cpu(), sin.double().cpu(), unsqueeze_dim)
+    torch.autograd.backward(results64, [g.double().cpu() for g in grads])
+    for name, found, wanted in zip("qk", results, results64):
+        assert found.dtype == dtype
+        assert_close(found, wanted, dtype, f"rotary {name}")
+    for name, found, wanted in zip("qk", leaves, leaves64):
+        assert_close(found.grad, wanted.grad, dtype, f"rotary d{name}")
+
+
+ROTARY_CASES = (
+    dict(batch=2, tokens=3, heads=16, kv_heads=8, head_dim=128),
+    dict(batch=1, tokens=2, heads=40, kv_heads=8, head_dim=128, tables=1),
+    dict(batch=2, tokens=3, heads=5, kv_heads=3, head_dim=128, tables=2),
+    dict(batch=2, tokens=3, heads=8, kv_heads=2, head_dim=128, half=True),
+    dict(batch=1, tokens=4, heads=12, kv_heads=4, head_dim=64, half=True, unsqueeze_dim=2),
+    dict(batch=2, tokens=3, heads=6, kv_heads=1, head_dim=80),
+    dict(batch=1, tokens=2, heads=3, kv_heads=2, head_dim=258, unsqueeze_dim=2),
+    dict(batch=1, tokens=2, heads=3, kv_heads=2, head_dim=2, tables=1),
+)
+
+
+# ---------------------------------------------------------------- SwiGLU and the MLP
+def check_swiglu(ops, device, dtype, shape, view=lambda x: x):
+    base = [leaf(randn(*shape, dtype=dtype, device=device, seed=i, scale=2.0)) for i in range(2)]
+    gate, up = map(view, base)
+    out = ops.swiglu(gate, up)
+    dout = randn(*out.shape, dtype=dtype, device=device, seed=3)
+    out.backward(dout)
+    base64 = [exact(x) for x in base]
+    gate64, up64 = map(view, base64)
+    out64 = torch.nn.functional.silu(gate64) * up64
+    out64.backward(dout.double().cpu())
+    assert_close(out, out64, dtype, f"SwiGLU {shape}")
+    for name, found, wanted in zip(("dgate", "dup"), base, base64):
+        assert_close(found.grad, wanted.grad, dtype, f"SwiGLU {shape} {name}")
+
+
+SWIGLU_SHAPES = ((2, 1024), (3, 3072), (1, 2056), (5, 777), (1, 1), (7,), (2, 3, 520), (1, 1023))
+
+
+def check_mlp(ops, device, dtype, tokens, hidden, intermediate):
+    """The GEMMs round their results, so the errors are those of four roundings in a row."""
+    x = leaf(randn(1, tokens, hidden, dtype=dtype, device=device))
+    shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
+    weights = [leaf(randn(*s, dtype=dtype, device=device, seed=1 + i, scale=s[1] ** -0.5)) for i, s in enumerate(shapes)]
+    y = ops.mlp(x, *weights)
+    dy = randn(*y.shape, dtype=dtype, device=device, seed=7)
+    y.backward(dy)
+    x64, weights64 = exact(x), [exact(w) for w in weights]
+    gate, up = (x64 @ w.t() for w in weights64[:2])
+    y64 = (torch.nn.functional.silu(gate) * up) @ weights64[2].t()
+    y64.backward(dy.double().cpu())
+    assert_close(y, y64, dtype, "MLP y", 2)
+    for name, found, wanted in zip(("x", "gate", "up", "down"), (x, *weights), (x64, *weights64)):
+        assert_close(found.grad, wanted.grad, dtype, f"MLP d{name}", 2)
+
+
+# ---------------------------------------------------------------- linear + cross entropy
+def cross_entropy_exact(hidden, weight, target, bias=None, *, softcap=0.0, lse_square_scale=0.0, num_items=None, class_weight=None,
+                        ignore_index=-100, reduction="mean", label_smoothing=0.0):
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    class_weight = None if class_weight is None else class_weight.double()
+    loss = torch.nn.functional.cross_entropy(
+        logits, target, class_weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+    )
+    counted = target != ignore_index
+    loss = loss + torch.where(counted, lse_square_scale * torch.logsumexp(logits, -1).square(), 0.0)
+    if num_items is not None:
+        return loss.sum() / num_items
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    items = counted.sum() if class_weight is None else class_weight[target[counted]].sum()
+    return loss.sum() / items if counted.any() else loss.sum() * 0
+
+
+def check_linear_cross_entropy(ops, device, dtype, tokens, features, classes, *, bias=False, class_weight=False, ignored=0.2, **options):
+    """hidden and weight are scaled so that logits are of order 1."""
+    hidden = leaf(randn(tokens, features, dtype=dtype, device=device))
+    weight = leaf(randn(classes, features, dtype=dtype, device=device, seed=1, scale=features**-0.5))
+    generator = torch.Generator().manual_seed(2)
+    target = torch.randint(0, classes, (tokens,), generator=generator)
+    target[torch.rand(tokens, generator=generator) < ignored] = options.get("ignore_index", -100)
+    b = leaf(randn(classes, dtype=dtype, device=device, seed=3)) if bias else None
+    weights = torch.rand(classes, generator=generator) + 0.5 if class_weight else None
+    loss = ops.linear_cross_entropy(
+        hidden, weight, target.to(device), b, class_weight=None if weights is None else weights.to(device), **options
+    )
+    dloss = randn(*loss.shape, dtype=torch.float32, device=device, seed=4) if loss.dim() else torch.tensor(0.5, device=device)
+    loss.backward(dloss)
+    leaves = [hidden, weight] + ([b] if bias else [])
+    leaves64 = [exact(x) for x in leaves]
+    loss64 = cross_entropy_exact(*leaves64[:2], target, *leaves64[2:], class_weight=weights, **options)
+    loss64.backward(dloss.double().cpu())
+    # Logits of order 1 are rounded to the model's dtype, which is an error of 2^-9 in the exponent of each probability.
+    factor = 2 if dtype != torch.float32 else 1
+    assert loss.dtype == torch.float32
+    assert_close(loss, loss64, dtype, "loss", factor)
+    for name, found, wanted in zip(("dhidden", "dweight", "dbias"), leaves, leaves64):
+        assert found.grad.dtype == dtype
+        assert_close(found.grad, wanted.grad, dtype, f"linear cross entropy {name} {options}", factor)
+
+
+LOSS_CASES = (
+    dict(),
+    dict(reduction="sum"),
+    dict(reduction="none"),
+    dict(num_items=37),
+    dict(ignore_index=0),
+    dict(ignored=1.0),
+    dict(label_smoothing=0.1),
+    dict(class_weight=True),
+    dict(class_weight=True, label_smoothing=0.2, reduction="none"),
+    dict(softcap=3.0),
+    dict(lse_square_scale=1e-2),
+    dict(bias=True, softcap=5.0, lse_square_scale=1e-3, label_smoothing=0.05, class_weight=True),
+)
+LOSS_SHAPES = ((5, 32, 4096), (3, 16, 4099), (4, 24, 9001), (1, 8, 17))
