@@ -1,0 +1,128 @@
+"""A kernel package as it lies on disk: what build.toml says and what its built variants offer."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from kernels._rust import Build
+from kernels.variants import parse_variant
+
+
+class PackageError(Exception):
+    """The package cannot be used as it is; the text says what was found, what was expected and what to do."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """The folder that holds build.toml and `build/`."""
+
+    folder: Path
+    name: str
+    version: int
+    license: str
+    repo_id: str | None
+    backends: tuple[str, ...]
+
+    @property
+    def build(self) -> Path:
+        return self.folder / "build"
+
+    @property
+    def branch(self) -> str:
+        return f"v{self.version}"
+
+    def variants(self) -> list[Path]:
+        """The folders under `build/` that `kernels` takes for variants (`torch-cuda`, ...), sorted."""
+        if not self.build.is_dir():
+            return []
+        return sorted(entry for entry in self.build.iterdir() if entry.is_dir() and is_variant(entry.name))
+
+
+def is_variant(name: str) -> bool:
+    if not re.fullmatch(r"[a-z0-9-]+", name):  # parse_variant takes "torch-cuda.new", a build that was killed, too
+        return False
+    try:
+        parse_variant(name)
+    except ValueError:
+        return False
+    return True
+
+
+def read_package(folder: str | Path = ".") -> Package:
+    """Read `folder`/build.toml.
+
+    Raises:
+        PackageError: if it is missing or `kernels` rejects it.
+    """
+    folder = Path(folder).absolute()
+    path = folder / "build.toml"
+    if not path.is_file():
+        raise PackageError(f"{path} not found; expected the folder of a kernel package (--package)")
+    try:
+        backends = tuple(str(backend) for backend in Build.open(folder).general.backends)
+        general = tomllib.loads(path.read_text(encoding="utf-8"))["general"]
+    except (ValueError, KeyError) as error:
+        raise PackageError(f"{path} is not a valid build.toml: {error}") from error
+    return Package(
+        folder=folder,
+        name=general["name"],
+        version=general["version"],
+        license=general["license"],
+        repo_id=general.get("hub", {}).get("repo-id"),
+        backends=backends,
+    )
+
+
+def parse_python(source: str, where: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except SyntaxError as error:
+        raise PackageError(f"{where} is not valid Python: {error}") from error
+
+
+def public_names(source: str, where: str) -> list[str]:
+    """The names in the `__all__` of a package's `__init__.py`, without running it.
+
+    Raises:
+        PackageError: if there is no `__all__` or it is not a list of literals (`where` names the file).
+    """
+    for node in parse_python(source, where).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            try:
+                names = ast.literal_eval(node.value)
+            except ValueError:
+                names = None
+            if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):
+                return list(names)
+            raise PackageError(f"{where}: __all__ is not a literal list of names; write it out, it is what the version promises")
+    raise PackageError(f"{where} has no __all__; expected the list of public names, it is what the version promises")
+
+
+def layer_names(source: str, where: str) -> list[str]:
+    """The public classes that a package's `layers.py` defines."""
+    body = parse_python(source, where).body
+    return [node.name for node in body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+
+
+def layers_file(variant: Path) -> Path | None:
+    """`layers.py` or `layers/__init__.py`, as `kernels` finds them; None if the variant has no layers."""
+    return next((path for path in (variant / "layers.py", variant / "layers" / "__init__.py") if path.is_file()), None)
+
+
+def variant_archs(variant: Path) -> list[str]:
+    """The GPU architectures in the variant's metadata.json; empty if it names none.
+
+    Raises:
+        PackageError: if metadata.json is missing or not JSON.
+    """
+    path = variant / "metadata.json"
+    try:
+        return json.loads(path.read_bytes()).get("backend", {}).get("archs") or []
+    except (OSError, ValueError, AttributeError) as error:
+        raise PackageError(f"{path} cannot be read: {error}; build the package again") from error
