@@ -1,0 +1,127 @@
+"""Puts a package into the form that `kernels` loads: `python -m tools.assemble`, the second part of `make build`.
+
+torch-ext/<name> -> build/torch-<backend>, with `_ops.py` (the name space of the custom operators, unique to this build) and
+metadata.json (what the package is, its architectures and the digests of its files). The cubins go into the CUDA variant only.
+"""
+
+import argparse
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from kernels._rust import Digest, DigestAlgorithm
+
+from tools.card import fill_card
+from tools.kernel_package import Package, PackageError, read_package
+
+OPS = '''"""The name space of this build's custom operators: unique, so that two builds live side by side in one process."""
+
+import torch
+
+NAMESPACE = "{namespace}"
+ops = getattr(torch.ops, NAMESPACE)
+
+
+def add_op_namespace_prefix(op_name: str) -> str:
+    """`name` -> `namespace::name`."""
+    return f"{{NAMESPACE}}::{{op_name}}"
+'''
+
+
+def sources(package: Package, backend: str) -> dict[str, bytes]:
+    """The files of a variant by their names. Raises PackageError when the CUDA variant has no kernels."""
+    folder = package.folder / "torch-ext" / package.name.replace("-", "_")
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_file() or "__pycache__" in name or (name.startswith("cubins/") and backend != "cuda"):
+            continue
+        files[name] = path.read_bytes()
+    if backend == "cuda" and "cubins/manifest.json" not in files:
+        raise PackageError(f"{folder / 'cubins'} has no manifest.json: compile the kernels first (make build)")
+    return files
+
+
+def architectures(files: dict[str, bytes]) -> list[str]:
+    """As `kernels` writes them: `8.0+PTX` (every newer GPU may load the package, which says itself what it lacks), then each
+    architecture; the ones that only match exactly end in `a`."""
+    built = json.loads(files["cubins/manifest.json"])["architectures"]
+    numbers = sorted({int(name.removeprefix("sm_")) for names in built.values() for name in names})
+    exact = [f"{n // 10}.{n % 10}" + ("a" if n >= 90 else "") for n in numbers]
+    return ["8.0+PTX", *[arch for arch in exact if arch != "8.0"]]
+
+
+def git(package: Package, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=package.folder, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def metadata(package: Package, backend: str, unique: str, files: dict[str, bytes]) -> dict:
+    """The content of metadata.json, without the digest."""
+    described: dict = {"type": backend}
+    if backend == "cuda":
+        described["archs"] = architectures(files)
+    found = {
+        "name": package.name,
+        "id": unique,
+        "version": package.version,
+        "license": package.license,
+        "python-depends": [],
+        "backend": described,
+    }
+    commit = git(package, "rev-parse", "HEAD")
+    if commit:
+        # `kernels` wants the name of a builder; ours is these tools, of the package's own version.
+        found["provenance"] = {
+            "kernel-builder": {"version": f"bastile-{package.version}"},
+            "kernel": {"commit": commit, "dirty": bool(git(package, "status", "--porcelain"))},
+        }
+    return found
+
+
+def assemble(package: Package, backend: str) -> Path:
+    """Writes build/torch-<backend> anew and returns it. Raises PackageError."""
+    files = sources(package, backend)
+    content = hashlib.sha256()
+    for name, data in files.items():
+        content.update(f"{name}\0{len(data)}\0".encode() + data)
+    module = package.name.replace("-", "_")
+    unique = f"_{module}_{backend}_{content.hexdigest()[:7]}"
+    files["_ops.py"] = OPS.format(namespace=unique).encode()
+    target = package.build / f"torch-{backend}"
+    fresh = target.with_name(target.name + ".new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    for name, data in files.items():
+        path = fresh / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    described = metadata(package, backend, unique, files)
+    digest = Digest.hash_variant(DigestAlgorithm.SHA256, fresh).files
+    described["digest"] = {"algorithm": "sha256", "files": dict(sorted(digest.items()))}
+    (fresh / "metadata.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    shutil.rmtree(target, ignore_errors=True)
+    fresh.rename(target)
+    return target
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.assemble", description=__doc__.splitlines()[0])
+    parser.add_argument("--package", default=".", help="the folder that holds build.toml")
+    parser.add_argument("--backend", action="append", help="only these; default: all that build.toml names")
+    options = parser.parse_args(arguments)
+    try:
+        package = read_package(options.package)
+        for backend in options.backend or package.backends:
+            print(f"assembled {assemble(package, backend).relative_to(package.folder)}")
+        fill_card(package)
+    except PackageError as error:
+        print(f"Not assembled. {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
