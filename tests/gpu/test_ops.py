@@ -37,6 +37,18 @@ def test_rotary(ops, dtype, case):
 
 
 @dtypes
+@pytest.mark.parametrize("shape", (*checks.ADD_RMS_NORM_SHAPES, (4099, 4096)), ids=str)
+def test_add_rms_norm(ops, dtype, shape):
+    checks.check_add_rms_norm(ops, DEVICE, dtype, shape)
+
+
+@dtypes
+@pytest.mark.parametrize("case", (*checks.QK_NORM_ROTARY_CASES, dict(batch=2, tokens=1025, heads=32, kv_heads=8, head_dim=128)), ids=str)
+def test_qk_norm_rotary(ops, dtype, case):
+    checks.check_qk_norm_rotary(ops, DEVICE, dtype, **case)
+
+
+@dtypes
 @pytest.mark.parametrize("shape", (*checks.SWIGLU_SHAPES, (1025, 12288), (333, 9728)), ids=str)
 def test_swiglu(ops, dtype, shape):
     checks.check_swiglu(ops, DEVICE, dtype, shape)

@@ -45,7 +45,7 @@ column_sum_kernel = Kernel("column_sum", grid=lambda c, partial, out: (-(-partia
 def column_sum(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Sums of the columns of fp32 partial results, in `dtype`."""
     out = torch.empty(partial.shape[1], dtype=dtype, device=partial.device)
-    column_sum_kernel(partial, out)
+    column_sum_kernel((partial, out))
     return out
 
 

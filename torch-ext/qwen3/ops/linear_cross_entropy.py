@@ -13,6 +13,7 @@ from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
 from .common import describe, fail, wide
 
+SLAB = 2**30  # elements of one launch over a flat array: its offsets are 32-bit
 STATISTICS_TILE = 4096  # of `cross_entropy_statistics`: how many pieces a row of logits has
 
 
@@ -25,7 +26,7 @@ _statistics_weighted_kernel = Kernel("cross_entropy_statistics_weighted", grid=_
 _combine_kernel = Kernel("cross_entropy_combine", grid=lambda c, logits, *_: (logits.shape[0],))
 _gradient_kernel = Kernel("cross_entropy_gradient", grid=_pieces_grid)
 _gradient_weighted_kernel = Kernel("cross_entropy_gradient_weighted", grid=_pieces_grid)
-_scale_kernel = Kernel("scale_in_place", grid=lambda c, x, factor: (min(x.shape[0], 8 * multiprocessors(x)),))
+_scale_kernel = Kernel("scale_in_place", grid=lambda c, x, factor: (min(-(-x.shape[0] // c["TILE"]), 8 * multiprocessors(x)),))
 
 
 class Options(NamedTuple):
@@ -99,13 +100,15 @@ class _KernelChunk(_Chunk):
         part_max, part_sum = torch.empty(shape, **new), torch.empty(shape, **new)
         self.lse, loss = torch.empty(shape[0], **new), torch.empty(shape[0], **new)
         if self.plain:
-            _statistics_kernel(logits, part_max, part_sum)
+            _statistics_kernel((logits, part_max, part_sum))
         else:
             self.counted, self.target_weight, self.weights, self.weight_sum = self._rows()
             part_total = torch.empty(shape, **new)
-            _statistics_weighted_kernel(logits, self.weights, part_max, part_sum, part_total, float(options.softcap))
+            _statistics_weighted_kernel(
+                (logits, self.weights, part_max, part_sum, part_total), float(options.softcap)
+            )
         _combine_kernel(
-            logits, self.target, part_max, part_sum, self.lse, loss, options.ignore_index, float(options.softcap)
+            (logits, self.target, part_max, part_sum, self.lse, loss), options.ignore_index, float(options.softcap)
         )
         if self.plain:
             return loss
@@ -116,7 +119,9 @@ class _KernelChunk(_Chunk):
 
     def gradient(self, scale):
         if self.plain and scale.numel() == 1:
-            return _gradient_kernel(self.logits, self.target, self.lse, scale.view(1), self.options.ignore_index)
+            return _gradient_kernel(
+                (self.logits, self.target, self.lse, scale.view(1)), self.options.ignore_index
+            )
         if self.plain:
             self.counted, self.target_weight, self.weights, self.weight_sum = self._rows()
             self.lse_e = self.lse * 0.6931471805599453
@@ -124,7 +129,9 @@ class _KernelChunk(_Chunk):
             self.lse_e, self.counted, self.target_weight, self.weight_sum, self.logits.shape[1], self.options
         )
         a, b, c = ((t * scale).contiguous() for t in rows)
-        _gradient_weighted_kernel(self.logits, self.weights, self.target, self.lse, a, b, c, float(self.options.softcap))
+        _gradient_weighted_kernel(
+            (self.logits, self.weights, self.target, self.lse, a, b, c), float(self.options.softcap)
+        )
 
 
 class _TorchChunk(_Chunk):
@@ -206,8 +213,9 @@ def _multiply(gradient: torch.Tensor, factor: torch.Tensor) -> None:
     if gradient.numel() == 0:
         return
     if gradient.dtype != torch.float64 and kernels_run_on(gradient):
-        rows = gradient if gradient.dim() == 2 else gradient.view(1, -1)
-        _scale_kernel(rows, factor.to(torch.float32).view(1))
+        flat, factor = gradient.view(-1), factor.to(torch.float32).view(1)
+        for start in range(0, flat.shape[0], SLAB):
+            _scale_kernel((flat[start : start + SLAB], factor))
     else:
         gradient.mul_(factor.to(gradient.dtype) if factor.dim() == 0 else factor.view(()).to(gradient.dtype))
 

@@ -1,4 +1,7 @@
-"""RMSNorm: y = weight * round(x / sqrt(mean(x^2) + eps)), over the last dimension (arXiv 1910.07467, in Qwen3's order)."""
+"""RMSNorm: y = weight * round(x / sqrt(mean(x^2) + eps)), over the last dimension (arXiv 1910.07467, in Qwen3's order).
+
+Alone, and with the residual stream: total = x + residual, y = RMSNorm(total).
+"""
 
 from typing import Tuple
 
@@ -8,86 +11,160 @@ from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import GRID_MAX, Kernel
 from .common import column_sum, describe, fail, traceable, unit_stride, wide
 
+Pair = Tuple[torch.Tensor, torch.Tensor]
+Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-def _forward_grid(c, x, *_):
+
+def _one_block_a_row(c, x, *_):
     return (-(-x.shape[0] // c.get("ROWS", 1)),)
 
 
-_forward_kernel = Kernel("rms_norm_forward", "rms_norm_rows_forward", "rms_norm_any_forward", grid=_forward_grid)
-_backward_kernel = Kernel(
-    "rms_norm_backward",
-    "rms_norm_rows_backward",
-    "rms_norm_any_backward",
-    grid=lambda c, dx, dy, x, weight, rstd, dweight: (dweight.shape[0],),
-)
+def _persistent(c, *tensors):
+    return (tensors[-1].shape[0],)
 
 
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Tuple[torch.Tensor, torch.Tensor]:
+_forward_kernel = Kernel("rms_norm_forward", "rms_norm_rows_forward", "rms_norm_any_forward", grid=_one_block_a_row)
+_backward_kernel = Kernel("rms_norm_backward", "rms_norm_rows_backward", "rms_norm_any_backward", grid=_persistent)
+_apply_kernel = Kernel("rms_norm_apply", grid=_one_block_a_row)
+_add_forward_kernel = Kernel("add_rms_norm_forward", grid=_one_block_a_row)
+_add_backward_kernel = Kernel("add_rms_norm_backward", grid=_persistent)
+
+# Row lengths that the kernels with the residual are built for, in half precision; others are two operations.
+FUSED_LENGTHS = (1024, 2048, 2560, 4096, 5120)
+# Blocks that an SM holds in the backward pass, by row length (kernel_src/rms_norm.py, swept on an H200).
+BLOCKS_PER_SM = ((1024, 8), (2048, 6), (2560, 4), (4096, 3))
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
     """(y, rstd) in PyTorch."""
     xf = x.to(wide(x.dtype))
     rstd = torch.rsqrt(xf.square().mean(-1, keepdim=True) + eps)
     return weight * (xf * rstd).to(x.dtype), rstd.flatten()
 
 
-def rms_norm_backward_reference(dy, x, weight, rstd) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(dx, dweight) in PyTorch."""
+def rms_norm_backward_reference(dy, x, weight, rstd) -> Pair:
+    """(dx, dweight) in PyTorch; dx still in the wide dtype."""
     acc = wide(x.dtype)
     rstd = rstd.reshape(x.shape[:-1] + (1,))
     n = x.to(acc) * rstd
     d = dy.to(acc)
     g = d * weight.to(acc)
     dx = (g - n * (g * n).mean(-1, keepdim=True)) * rstd
-    return dx.to(x.dtype), (d * n).flatten(0, -2).sum(0).to(weight.dtype)
-
-
-def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Tuple[torch.Tensor, torch.Tensor]:
-    if not _fits(x, weight):
-        return rms_norm_reference(x, weight, eps)
-    rows = unit_stride(x.reshape(-1, x.shape[-1]))
-    y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
-    rstd = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
-    y_rows = y.view(rows.shape)
-    for start in range(0, rows.shape[0], GRID_MAX):
-        part = slice(start, start + GRID_MAX) if rows.shape[0] > GRID_MAX else slice(None)
-        _forward_kernel(rows[part], weight, y_rows[part], rstd[part], float(eps))
-    return y, rstd
-
-
-def _backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_dweight: bool
-) -> Tuple[torch.Tensor, torch.Tensor]:
-    if not _fits(x, weight):
-        return rms_norm_backward_reference(dy, x, weight, rstd)
-    length = x.shape[-1]
-    rows, dy = unit_stride(x.reshape(-1, length)), unit_stride(dy.reshape(-1, length))
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    # As many blocks as the GPU holds at once: each walks over its share of the rows.
-    blocks = min(rows.shape[0], multiprocessors(x) * (4 if length <= 256 else 3 if length <= 4096 else 2))
-    partial = torch.empty((blocks, length), dtype=torch.float32, device=x.device)
-    if rows.shape[0] == 0:
-        return dx, torch.zeros_like(weight)
-    _backward_kernel(dx.view(rows.shape), dy, rows, weight, rstd, partial)
-    return dx, column_sum(partial, weight.dtype) if need_dweight else torch.empty_like(weight)
+    return dx, (d * n).flatten(0, -2).sum(0).to(weight.dtype)
 
 
 def _fits(x, weight):
     """Kernels exist for x and weight of one dtype, and for an fp32 weight with x in half precision."""
-    half_with_float = x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == torch.float32
     same = x.dtype == weight.dtype and x.dtype != torch.float64
-    return (same or half_with_float) and kernels_run_on(x)
+    mixed = weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+    return (same or mixed) and kernels_run_on(x)
+
+
+def _fused(x, weight):
+    half = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
+    return half and x.shape[-1] in FUSED_LENGTHS and _fits(x, weight)
+
+
+def _in_parts(kernel: Kernel, rows: int, tensors, *numbers) -> None:
+    """Launches over all rows; past the largest grid in several launches. The weight, of one dimension less, stays whole."""
+    if 0 < rows <= GRID_MAX:
+        kernel(tensors, *numbers)
+        return
+    for start in range(0, rows, GRID_MAX):
+        part = slice(start, start + GRID_MAX)
+        kernel([t[part] if t.shape[0] == rows else t for t in tensors], *numbers)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return unit_stride(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
+    if not _fits(x, weight):
+        return rms_norm_reference(x, weight, eps)
+    rows = _rows(x)
+    y = torch.empty_like(rows, dtype=weight.dtype, memory_format=torch.contiguous_format)
+    rstd = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
+    _in_parts(_forward_kernel, rows.shape[0], (rows, weight, y, rstd), eps)
+    return y.view(x.shape), rstd
+
+
+def _partial(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """One row of partial sums for each block: as many blocks as the GPU holds at once, each walks over its share of the rows."""
+    length = rows.shape[1]
+    per_sm = next((blocks for most, blocks in BLOCKS_PER_SM if length <= most), 2)
+    return torch.empty((min(rows.shape[0], multiprocessors(x) * per_sm), length), dtype=torch.float32, device=x.device)
+
+
+def _backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_dweight: bool) -> Pair:
+    if not _fits(x, weight):
+        dx, dweight = rms_norm_backward_reference(dy, x, weight, rstd)
+        return dx.to(x.dtype), dweight
+    rows, dy = _rows(x), _rows(dy)
+    dx = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    if rows.shape[0] == 0:
+        return dx.view(x.shape), torch.zeros_like(weight)
+    partial = _partial(x, rows)
+    _backward_kernel((dx, dy, rows, weight, rstd, partial))
+    return dx.view(x.shape), column_sum(partial, weight.dtype) if need_dweight else torch.empty_like(weight)
+
+
+def _again(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
+    """y of [rows, length] from what the forward pass saved, bit for bit."""
+    if not _fused(x, weight):
+        return weight * (x.to(wide(x.dtype)) * rstd[:, None]).to(x.dtype)
+    y = torch.empty_like(x)
+    _in_parts(_apply_kernel, x.shape[0], (x, weight, y, rstd))
+    return y
+
+
+def _add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Triple:
+    """(total, y, rstd)"""
+    if not _fused(x, weight) or x.numel() == 0:
+        total = x + residual
+        return (total, *_forward(total, weight, eps))
+    rows, residual = _rows(x), _rows(residual)
+    total, y = (torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(2))
+    rstd = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
+    _in_parts(_add_forward_kernel, rows.shape[0], (rows, residual, weight, total, y, rstd), eps)
+    return total.view(x.shape), y.view(x.shape), rstd
+
+
+def _add_backward(
+    dy: torch.Tensor, dtotal: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_dweight: bool
+) -> Pair:
+    """(dx + dtotal, dweight), x: what was normalised."""
+    if not _fused(x, weight) or x.numel() == 0:
+        dx, dweight = _backward(dy, x, weight, rstd, need_dweight)
+        return dx + dtotal, dweight
+    rows, dy, dtotal = _rows(x), _rows(dy), _rows(dtotal)
+    dx = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    partial = _partial(x, rows)
+    _add_backward_kernel((dx, dy, dtotal, rows, weight, rstd, partial))
+    return dx.view(x.shape), column_sum(partial, weight.dtype) if need_dweight else torch.empty_like(weight)
+
+
+def _empty(x, dtype=None):
+    return x.new_empty(x.shape, dtype=dtype)
 
 
 def _fake_forward(x, weight, eps):
-    y = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
-    return y, x.new_empty((x.numel() // x.shape[-1],), dtype=wide(x.dtype))
+    return _empty(x, torch.promote_types(x.dtype, weight.dtype)), x.new_empty((x.numel() // x.shape[-1],), dtype=wide(x.dtype))
 
 
 def _fake_backward(dy, x, weight, rstd, need_dweight):
-    return x.new_empty(x.shape), torch.empty_like(weight)
+    return _empty(x), torch.empty_like(weight)
 
 
 rms_norm_forward = traceable("rms_norm_forward", _forward, _fake_forward)
 rms_norm_backward = traceable("rms_norm_backward", _backward, _fake_backward)
+rms_norm_again = traceable("rms_norm_again", _again, lambda x, weight, rstd: torch.empty_like(x))
+add_rms_norm_forward = traceable(
+    "add_rms_norm_forward", _add_forward, lambda x, residual, weight, eps: (_empty(x), *_fake_forward(x, weight, eps))
+)
+add_rms_norm_backward = traceable(
+    "add_rms_norm_backward", _add_backward, lambda dy, dtotal, x, weight, rstd, need: (_empty(x), torch.empty_like(weight))
+)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -100,8 +177,24 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
-        dx, dweight = rms_norm_backward(dy, x, weight, rstd, ctx.needs_input_grad[1])
-        return dx, dweight if ctx.needs_input_grad[1] else None, None
+        need = ctx.needs_input_grad[1]
+        dx, dweight = rms_norm_backward(dy, x, weight, rstd, need)
+        return dx, dweight if need else None, None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps):
+        total, y, rstd = add_rms_norm_forward(x, residual, weight, eps)
+        ctx.save_for_backward(total, weight, rstd)
+        return y, total
+
+    @staticmethod
+    def backward(ctx, dy, dtotal):
+        total, weight, rstd = ctx.saved_tensors
+        need = ctx.needs_input_grad[2]
+        dx, dweight = add_rms_norm_backward(dy, dtotal, total, weight, rstd, need)
+        return dx, dx, dweight if need else None, None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
@@ -110,10 +203,27 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.
     x: [..., n], bf16, fp16 or fp32 (float64 runs in PyTorch). weight: [n], of x's dtype or fp32. Returns [..., n] in the wider
     of the two dtypes. Differentiable in x and weight. Raises ValueError when shapes, dtypes or devices do not fit.
     """
+    _check(x, weight)
+    return _RMSNorm.apply(x, weight, float(eps))
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> Pair:
+    """(RMSNorm(x + residual), x + residual), the sum rounded to x's dtype as the residual stream holds it.
+
+    x, residual: [..., n], one dtype. weight and the rest: as in `rms_norm`.
+    """
+    _check(x, weight)
+    if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
+        fail("residual", describe(residual), f"like x, which is {describe(x)}")
+    return _AddRMSNorm.apply(x, residual, weight, float(eps))
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
         fail("weight", describe(weight), f"one value for each of the last dimension of x, which is {describe(x)}")
     if x.device != weight.device:
         fail("weight", describe(weight), f"on the device of x, {x.device}")
-    if not (x.is_floating_point() and weight.is_floating_point()):
-        fail("x" if not x.is_floating_point() else "weight", describe(x), "a floating point tensor")
-    return _RMSNorm.apply(x, weight, eps)
+    if not x.is_floating_point():
+        fail("x", describe(x), "a floating point tensor")
+    if not weight.is_floating_point():
+        fail("weight", describe(weight), "a floating point tensor")

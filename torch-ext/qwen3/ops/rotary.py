@@ -1,37 +1,48 @@
-"""Rotary position embedding of queries and keys, in the half-split form (arXiv 2104.09864)."""
+"""Rotary position embedding of queries and keys, in the half-split form (arXiv 2104.09864); alone, and with their RMSNorm."""
 
 from typing import Tuple
 
 import torch
 
-from ..runtime.device import kernels_run_on
+from ..runtime.artifacts import Variant
+from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
-from .common import describe, fail, traceable, unit_stride
+from .common import column_sum, describe, fail, traceable, unit_stride
+from .rms_norm import rms_norm_backward_reference, rms_norm_reference
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
+Four = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _grid(c, q, k, *_):
-    groups = -(-q.shape[2] // c["HEADS"]) + -(-k.shape[2] // c["HEADS"])
-    return (q.shape[1], q.shape[0], groups)
+    return (q.shape[0], max(-(-(q.shape[1] - c.get("Q_TAIL", 0)) // c["Q_HEADS"]), -(-k.shape[1] // c["K_HEADS"])))
 
 
-class _RotaryKernel(Kernel):
+class _Directed(Kernel):
     """Forward and backward are one kernel with another constant."""
 
     def __init__(self, backward: int):
         super().__init__("rotary", "rotary_any", grid=_grid)
         self.backward = backward
 
-    def _unfit(self, variant, args):
+    def _unfit(self, variant: Variant, tensors, numbers) -> str:
         if variant.constants["BACKWARD"] != self.backward:
             return "is for the other direction"
-        return super()._unfit(variant, args)
+        return super()._unfit(variant, tensors, numbers)
 
 
-_kernels = (_RotaryKernel(0), _RotaryKernel(1))
+_kernels = (_Directed(0), _Directed(1))
+_norm_forward_kernel = Kernel("qk_norm_rotary_forward", grid=_grid)
+_norm_backward_kernel = Kernel(
+    "qk_norm_rotary_backward",
+    grid=lambda c, dq, dk, q, k, *rest: (
+        rest[-1].shape[0] // (k.shape[1] // c["HEADS"]),
+        q.shape[1] // c["HEADS"] + k.shape[1] // c["HEADS"],
+    ),
+)
 
 
+# ---------------------------------------------------------------- in PyTorch
 def _full_width(table: torch.Tensor, head_dim: int) -> torch.Tensor:
     return table if table.shape[-1] == head_dim else torch.cat((table, table), -1)
 
@@ -53,14 +64,29 @@ def rotary_backward_reference(dq, dk, cos, sin, heads_dim: int) -> Pair:
     return dq * cos - _rotate_half(dq * sin), dk * cos - _rotate_half(dk * sin)
 
 
+# ---------------------------------------------------------------- with the kernels
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    """[batch, tokens, heads, head_dim] -> [batch * tokens, heads, head_dim], a view where the strides allow it."""
+    return unit_stride(x.reshape(-1, x.shape[2], x.shape[3]))
+
+
+def _tables(cos: torch.Tensor, sin: torch.Tensor) -> Pair:
+    """[batch or 1, tokens, width] -> [rows, width]."""
+    return tuple(unit_stride(t.reshape(-1, t.shape[-1])) for t in (cos, sin))
+
+
 def _launch(q, k, cos, sin, heads_dim, backward) -> Pair:
     """Results lie in memory as [batch, tokens, heads, head_dim], whatever the order of the dimensions: what the projections
     write and what attention and the next backward read without a copy."""
-    q, k = (unit_stride(x.transpose(1, 2) if heads_dim == 1 else x) for x in (q, k))
-    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    q, k = (x.transpose(1, 2) if heads_dim == 1 else x for x in (q, k))
+    outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     if q.numel():
-        _kernels[backward](q, k, q_out, k_out, unit_stride(cos), unit_stride(sin))
-    return (q_out.transpose(1, 2), k_out.transpose(1, 2)) if heads_dim == 1 else (q_out, k_out)
+        _kernels[backward]((_tokens(q), _tokens(k), *map(_tokens, outs), *_tables(cos, sin)))
+    return tuple(x.transpose(1, 2) for x in outs) if heads_dim == 1 else outs
+
+
+def _fits(q, cos):
+    return q.dtype != torch.float64 and cos.dtype == q.dtype and kernels_run_on(q)
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads_dim: int) -> Pair:
@@ -75,18 +101,81 @@ def _backward(dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.
     return rotary_backward_reference(dq, dk, cos, sin, heads_dim)
 
 
-def _fits(q, cos):
-    return q.dtype != torch.float64 and cos.dtype == q.dtype and kernels_run_on(q)
+def fused_heads(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor) -> bool:
+    """True when `qk_norm_rotary` has kernels for these heads."""
+    heads = q.shape[2] % 4 == 0 and k.shape[2] % 4 == 0 and q.shape[3] == cos.shape[-1] == 128
+    return heads and _fits(q, cos)
 
 
+def _norm_forward(
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
+) -> Pair:
+    """Results as [batch, heads, tokens, head_dim] views of [batch, tokens, heads, head_dim] in memory."""
+    if not (fused_heads(q, k, cos) and q_weight.dtype == k_weight.dtype == q.dtype):
+        q, k = (rms_norm_reference(x, w, eps)[0] for x, w in ((q, q_weight), (k, k_weight)))
+        return tuple(x.transpose(1, 2) for x in rotary_reference(q, k, cos, sin, 2))
+    outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    if q.numel():
+        _norm_forward_kernel((_tokens(q), _tokens(k), *map(_tokens, outs), q_weight, k_weight, *_tables(cos, sin)), eps)
+    return tuple(x.transpose(1, 2) for x in outs)
+
+
+def _norm_backward(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+) -> Four:
+    """(dq, dk, dq_weight, dk_weight); dq, dk as [batch, heads, tokens, head_dim] come in, [batch, tokens, heads, head_dim] go out."""
+    dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
+    if not (fused_heads(q, k, cos) and q_weight.dtype == k_weight.dtype == q.dtype):
+        dq, dk = rotary_backward_reference(dq, dk, cos, sin, 2)
+        (dq, dq_weight), (dk, dk_weight) = (
+            rms_norm_backward_reference(d, x, w, rms_norm_reference(x, w, eps)[1])
+            for d, x, w in ((dq, q, q_weight), (dk, k, k_weight))
+        )
+        return dq.to(q.dtype), dk.to(k.dtype), dq_weight, dk_weight
+    outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    if q.numel() == 0:
+        return (*outs, torch.zeros_like(q_weight), torch.zeros_like(k_weight))
+    heads = 8 if q.shape[2] % 8 == 0 and k.shape[2] % 8 == 0 else 4
+    q_groups, k_groups = q.shape[2] // heads, k.shape[2] // heads
+    # An SM holds eight of these blocks; all groups together fill the GPU once.
+    blocks = min(q.shape[0] * q.shape[1], max(1, 8 * multiprocessors(q) // (q_groups + k_groups)))
+    partials = tuple(
+        torch.empty((blocks * groups, q.shape[3]), dtype=torch.float32, device=q.device) for groups in (q_groups, k_groups)
+    )
+    _norm_backward_kernel(
+        (*map(_tokens, (dq, dk, q, k, *outs)), q_weight, k_weight, *_tables(cos, sin), *partials),
+        eps,
+    )
+    return (*outs, column_sum(partials[0], q_weight.dtype), column_sum(partials[1], k_weight.dtype))
+
+
+# ---------------------------------------------------------------- for tracers
 def _fake(q, k, cos, sin, heads_dim):
     if heads_dim == 2:
         return q.new_empty(q.shape), k.new_empty(k.shape)
     return tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k))
 
 
+def _fake_norm_forward(q, k, q_weight, k_weight, cos, sin, eps):
+    return q.new_empty(q.shape).transpose(1, 2), k.new_empty(k.shape).transpose(1, 2)
+
+
+def _fake_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, eps):
+    return q.new_empty(q.shape), k.new_empty(k.shape), torch.empty_like(q_weight), torch.empty_like(k_weight)
+
+
 rotary_forward = traceable("rotary_forward", _forward, _fake)
 rotary_backward = traceable("rotary_backward", _backward, _fake)
+qk_norm_rotary_forward = traceable("qk_norm_rotary_forward", _norm_forward, _fake_norm_forward)
+qk_norm_rotary_backward = traceable("qk_norm_rotary_backward", _norm_backward, _fake_norm_backward)
 
 
 class _Rotary(torch.autograd.Function):
@@ -102,19 +191,65 @@ class _Rotary(torch.autograd.Function):
         return (*rotary_backward(dq, dk, cos, sin, ctx.heads_dim), None, None, None)
 
 
+class _QKNormRotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps):
+        ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
+        ctx.eps = eps
+        return qk_norm_rotary_forward(q, k, q_weight, k_weight, cos, sin, eps)
+
+    @staticmethod
+    def backward(ctx, dq, dk):
+        return (*qk_norm_rotary_backward(dq, dk, *ctx.saved_tensors, ctx.eps), None, None, None)
+
+
 def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Pair:
     """Rotates queries and keys by their positions' angles, both in one launch.
 
     q: [batch, heads, tokens, head_dim] where unsqueeze_dim is 1 (the default), [batch, tokens, heads, head_dim] where it is 2;
     k: the same with its own number of heads. Any strides. cos, sin: [batch or 1, tokens, head_dim], or half as wide when both
     halves of a head use the same angles. Returns new tensors of q's and k's shapes. bf16, fp16 and fp32, all of one dtype, run in
-    the kernels; other dtypes, and cos and sin of another dtype than q, in PyTorch with its promotion. Differentiable in q and k, not in cos and sin. Raises ValueError when shapes, dtypes or devices do not fit.
+    the kernels; other dtypes, and cos and sin of another dtype than q, in PyTorch with its promotion. Differentiable in q and k,
+    and in PyTorch also in cos and sin. Raises ValueError when shapes, dtypes or devices do not fit.
     """
-    if q.dim() != 4 or q.shape[-1] % 2:
-        fail("q", describe(q), "four dimensions with an even head_dim")
     if unsqueeze_dim % 4 not in (1, 2):
         fail("unsqueeze_dim", unsqueeze_dim, "1 ([batch, heads, tokens, head_dim]) or 2 ([batch, tokens, heads, head_dim])")
     heads_dim = unsqueeze_dim % 4
+    _check(q, k, cos, sin, heads_dim)
+    if cos.requires_grad or sin.requires_grad or cos.dtype != q.dtype:
+        return rotary_reference(q, k, cos, sin, heads_dim)
+    return _Rotary.apply(q, k, cos, sin, heads_dim)
+
+
+def qk_norm_rotary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float = 1e-6,
+) -> Pair:
+    """RMSNorm of every head of q and k, then rotary embedding: what lies between Qwen3's projections and its attention.
+
+    q, k: [batch, tokens, heads, head_dim], as the projections write them. q_weight, k_weight: [head_dim]. cos, sin: as in
+    `rotary`. Returns q and k as attention takes them, [batch, heads, tokens, head_dim]. The kernels take head_dim 128 and
+    numbers of heads that are multiples of 4; the rest runs in PyTorch. Differentiable in q, k and the weights.
+    Raises ValueError when shapes, dtypes or devices do not fit.
+    """
+    _check(q, k, cos, sin, 2)
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight.shape != q.shape[-1:] or weight.device != q.device:
+            fail(name, describe(weight), f"[{q.shape[-1]}] on {q.device}")
+    if cos.requires_grad or sin.requires_grad or not cos.dtype == q_weight.dtype == k_weight.dtype == q.dtype:
+        q, k = (rms_norm_reference(x, w, eps)[0] for x, w in ((q, q_weight), (k, k_weight)))
+        return tuple(x.transpose(1, 2) for x in rotary_reference(q, k, cos, sin, 2))
+    return _QKNormRotary.apply(q, k, q_weight, k_weight, cos, sin, float(eps))
+
+
+def _check(q, k, cos, sin, heads_dim):
+    if q.dim() != 4 or q.shape[-1] % 2:
+        fail("q", describe(q), "four dimensions with an even head_dim")
     batch, tokens, width = q.shape[0], q.shape[3 - heads_dim], q.shape[-1]
     if k.dim() != 4 or (k.shape[0], k.shape[3 - heads_dim], k.shape[-1]) != (batch, tokens, width):
         fail("k", describe(k), f"q's batch, tokens and head_dim; q is {describe(q)}")
@@ -128,6 +263,3 @@ def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
             fail(name, describe(tensor), f"on the device of q, {q.device}")
     if k.dtype != q.dtype:
         fail("k", describe(k), f"of q's dtype, {q.dtype}")
-    if cos.requires_grad or sin.requires_grad or cos.dtype != q.dtype:
-        return rotary_reference(q, k, cos, sin, heads_dim)
-    return _Rotary.apply(q, k, cos, sin, heads_dim)

@@ -27,10 +27,10 @@ def _launch(kernel: Kernel, *tensors: torch.Tensor) -> None:
     count = flat[0].shape[0]
     if count <= SLAB:
         if count:
-            kernel(*flat)
+            kernel(flat)
         return
     for start in range(0, count, SLAB):
-        kernel(*[tensor[start : start + SLAB] for tensor in flat])
+        kernel([tensor[start : start + SLAB] for tensor in flat])
 
 
 def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

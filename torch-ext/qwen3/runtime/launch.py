@@ -66,9 +66,9 @@ class Kernel:
 
     names: their names there. grid: called with a variant's constants and the arguments, returns the numbers of blocks.
 
-    Calling it with tensors and numbers in the order of the kernel's parameters, constants left out, launches the first variant
-    that takes them, on the current stream of the first tensor's device. Raises PromiseError when none does, DriverError when
-    the launch fails.
+    Calling it with the tensors and behind them the numbers in the order of the kernel's parameters, constants left out, launches
+    the first variant that takes them, on the current stream of the first tensor's device. Raises PromiseError when none does,
+    DriverError when the launch fails.
     """
 
     def __init__(self, *names: str, grid: Callable[..., tuple]):
@@ -76,63 +76,65 @@ class Kernel:
         self.grid = grid
         self._prepared: dict = {}
 
-    def __call__(self, *args) -> None:
-        key, addresses, floats, low_bits = [], [], [], 0
-        for arg in args:
-            if isinstance(arg, torch.Tensor):
-                key += (arg.dtype, arg.shape, arg.stride())
-                address = arg.data_ptr()
-                addresses.append(address)
-                low_bits |= address
-            elif isinstance(arg, float):
-                floats.append(arg)
-            else:
-                key.append(arg)
-        key.append(args[0].get_device())
+    def __call__(self, tensors: Sequence[torch.Tensor], *numbers) -> None:
+        key, addresses, low_bits = [tensors[0].get_device(), *[n for n in numbers if type(n) is int]], [], 0
+        for tensor in tensors:
+            key += (tensor.dtype, tensor.shape, tensor.stride())
+            address = tensor.data_ptr()
+            addresses.append(address)
+            low_bits |= address
         if low_bits & 15:
             key += [address & 15 for address in addresses]
         key = tuple(key)
         launch = self._prepared.get(key)
         if launch is None:
-            launch = self._prepare(args)
+            launch = self._prepare(tensors, numbers)
             if len(self._prepared) >= KEPT:
                 self._prepared.clear()
             self._prepared[key] = launch
-        launch(addresses, floats)
+        launch(addresses, [n for n in numbers if type(n) is float])
 
-    def select(self, *args) -> Variant:
-        """The variant that a call with these arguments launches."""
+    def select(self, tensors: Sequence[torch.Tensor], *numbers) -> Variant:
+        """The variant that a call with these arguments launches. Raises PromiseError, naming what each variant lacks."""
         broken = []
         for variant in (v for name in self.names for v in backend.artifacts.variants(name)):
-            reason = self._unfit(variant, args)
+            reason = self._unfit(variant, tensors, numbers)
             if not reason:
                 return variant
             broken.append(f"{variant.name}: {reason}")
         raise PromiseError(f"no variant of {self.names[0]} takes these arguments. " + "; ".join(broken))
 
-    def _unfit(self, variant: Variant, args) -> str:
-        if len(args) != len(variant.parameters):
-            return f"{len(args)} arguments, expected {len(variant.parameters)}"
-        for parameter, arg in zip(variant.parameters, args):
+    def takes(self, tensors: Sequence[torch.Tensor], *numbers) -> bool:
+        """True when a variant takes these arguments."""
+        return any(
+            not self._unfit(v, tensors, numbers) for name in self.names for v in backend.artifacts.variants(name)
+        )
+
+    def _unfit(self, variant: Variant, tensors, numbers) -> str:
+        arguments = (*tensors, *numbers)
+        if len(arguments) != len(variant.parameters):
+            return f"{len(arguments)} arguments, expected {len(variant.parameters)}"
+        for parameter, argument in zip(variant.parameters, arguments):
             if parameter.kind == "array":
-                dtype = DTYPES.get(arg.dtype, str(arg.dtype))
-                reason = broken_promise(parameter, dtype, arg.shape, arg.stride(), arg.data_ptr() & 15)
+                dtype = DTYPES.get(argument.dtype, str(argument.dtype))
+                reason = broken_promise(parameter, dtype, argument.shape, argument.stride(), argument.data_ptr() & 15)
                 if reason:
                     return f"{parameter.name} {reason}"
-            elif parameter.dtype == "int32" and not -INT32_MAX <= arg <= INT32_MAX:
-                return f"{parameter.name} is {arg}, expected 32 bits"
+            elif type(argument) is not (float if parameter.dtype == "float32" else int):
+                return f"{parameter.name} is {argument!r}, expected a number of {parameter.dtype}"
+            elif parameter.dtype == "int32" and abs(argument) > INT32_MAX:
+                return f"{parameter.name} is {argument}, expected 32 bits"
         return ""
 
-    def _prepare(self, args):
-        variant = self.select(*args)
-        grid = tuple(self.grid(variant.constants, *args))
+    def _prepare(self, tensors, numbers):
+        variant = self.select(tensors, *numbers)
+        grid = tuple(self.grid(variant.constants, *tensors))
         grid += (1,) * (3 - len(grid))
         if not all(1 <= blocks <= GRID_MAX for blocks in grid):
             raise PromiseError(f"{self.names[0]} needs a grid of {grid}, expected 1 to {GRID_MAX} blocks in each dimension")
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         devices = {tensor.device for tensor in tensors}
         if len(devices) > 1:
             raise PromiseError(f"{self.names[0]} got tensors on {', '.join(map(str, devices))}, expected one device")
         arrays = [(tuple(tensor.shape), tensor.stride()) for tensor in tensors]
-        integers = [arg for arg in args if not isinstance(arg, (torch.Tensor, float))]
-        return backend.prepare(variant, args[0].get_device(), grid, arrays, integers)
+        integers = [number for number in numbers if type(number) is int]
+        return backend.prepare(variant, tensors[0].get_device(), grid, arrays, integers)

@@ -1,0 +1,52 @@
+"""The package, as `kernels` loads it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def assemble_cpu(folder: Path, extra: str = "") -> Path:
+    """Builds the CPU variant from a copy of the sources in `folder`. extra: code that makes it a build of its own."""
+    from tools.assemble import assemble
+    from tools.kernel_package import read_package
+
+    shutil.copy(REPOSITORY / "build.toml", folder)
+    shutil.copytree(REPOSITORY / "torch-ext", folder / "torch-ext", ignore=shutil.ignore_patterns("__pycache__", "cubins"))
+    if extra:
+        with (folder / "torch-ext/qwen3/layers.py").open("a") as file:
+            file.write(extra)
+    assemble(read_package(folder), "cpu")
+    return folder
+
+
+def load(folder: Path):
+    from kernels import get_local_kernel
+
+    return get_local_kernel(folder, backend="cpu")
+
+
+@pytest.fixture(scope="session")
+def package_folder(tmp_path_factory) -> Path:
+    """A folder with build/torch-cpu."""
+    return assemble_cpu(tmp_path_factory.mktemp("package"))
+
+
+@pytest.fixture(scope="session")
+def loaded(package_folder):
+    return load(package_folder)
+
+
+@pytest.fixture
+def qwen3(loaded):
+    """The loaded package. Whatever a test patches is put back."""
+    yield loaded
+    loaded.reset()
+
+
+@pytest.fixture(scope="session")
+def other_build(tmp_path_factory):
+    """Another build of the package, loaded beside the first."""
+    return load(assemble_cpu(tmp_path_factory.mktemp("other"), "\n# another build\n"))

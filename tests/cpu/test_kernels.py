@@ -1,0 +1,120 @@
+"""Every kernel, run by the tile interpreter through its operation, against float64.
+
+The interpreter also notices what a GPU would not say: an index outside an array, a race between blocks, a broken promise.
+"""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import op_checks as checks
+from tests.cpu.conftest import assemble_cpu, load
+from tests.interpreter.backend import InterpreterBackend, runtime_of
+
+ROOT = Path(__file__).resolve().parents[2]
+OPERATIONS = tomllib.loads((ROOT / "kernels.toml").read_text())["operations"]
+dtypes = pytest.mark.parametrize("dtype", checks.FLOATS, ids=str)
+DEVICE = "cpu"
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """A build of its own, so that the package of the other tests keeps running in PyTorch."""
+    return load(assemble_cpu(tmp_path_factory.mktemp("interpreted"), "\n# run by the interpreter\n"))
+
+
+@pytest.fixture(scope="module")
+def backend(package):
+    runtime = runtime_of(package)
+    runtime.launch.backend = InterpreterBackend(runtime, OPERATIONS)
+    return runtime.launch.backend
+
+
+@pytest.fixture
+def ops(package, backend):
+    backend.launched.clear()
+    yield package
+    assert backend.launched, "the operation ran in PyTorch, not in a kernel"
+
+
+@dtypes
+@pytest.mark.parametrize("shape", checks.RMS_NORM_SHAPES, ids=str)
+def test_rms_norm(ops, dtype, shape):
+    checks.check_rms_norm(ops, DEVICE, dtype, shape)
+
+
+@pytest.mark.parametrize("dtype", checks.FLOATS[:2], ids=str)
+@pytest.mark.parametrize("shape", ((3, 5, 128), (4, 1000)), ids=str)
+def test_rms_norm_with_an_fp32_weight(ops, dtype, shape):
+    checks.check_rms_norm(ops, DEVICE, dtype, shape, weight_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "view",
+    (lambda x: x.transpose(0, 1), lambda x: x[:, ::2], lambda x: x[1:, 1:], lambda x: x[..., :-8], lambda x: x[..., 1:], lambda x: x[..., ::2]),
+)
+def test_rms_norm_of_views(ops, view):
+    checks.check_rms_norm(ops, DEVICE, torch.bfloat16, (3, 4, 1032), view=view)
+
+
+@pytest.mark.parametrize("dtype", checks.FLOATS[:2], ids=str)
+@pytest.mark.parametrize("shape", checks.ADD_RMS_NORM_SHAPES, ids=str)
+def test_add_rms_norm(ops, dtype, shape):
+    checks.check_add_rms_norm(ops, DEVICE, dtype, shape)
+
+
+@dtypes
+@pytest.mark.parametrize("case", checks.ROTARY_CASES, ids=str)
+def test_rotary(ops, dtype, case):
+    checks.check_rotary(ops, DEVICE, dtype, **case)
+
+
+@dtypes
+@pytest.mark.parametrize("case", [c for c in checks.QK_NORM_ROTARY_CASES if c["heads"] % 4 == 0 and c["head_dim"] == 128 and not c.get("half")], ids=str)
+def test_qk_norm_rotary(ops, dtype, case):
+    checks.check_qk_norm_rotary(ops, DEVICE, dtype, **case)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", checks.SWIGLU_SHAPES, ids=str)
+def test_swiglu(ops, dtype, shape):
+    checks.check_swiglu(ops, DEVICE, dtype, shape)
+
+
+@dtypes
+def test_mlp(ops, dtype):
+    checks.check_mlp(ops, DEVICE, dtype, 33, 64, 160)
+
+
+@dtypes
+@pytest.mark.parametrize("case", checks.LOSS_CASES, ids=str)
+def test_linear_cross_entropy_options(ops, dtype, case):
+    checks.check_linear_cross_entropy(ops, DEVICE, dtype, 3, 16, 4107, upstream=1.0, **case)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", checks.LOSS_SHAPES, ids=str)
+def test_linear_cross_entropy_sizes(ops, dtype, shape):
+    checks.check_linear_cross_entropy(ops, DEVICE, dtype, *shape, upstream=1.0)
+
+
+@dtypes
+@pytest.mark.parametrize("classes", (17, 64), ids=str)
+def test_gradients_of_the_loss_are_scaled_by_what_arrives(ops, dtype, classes):
+    checks.check_linear_cross_entropy(ops, DEVICE, dtype, 5, 32, classes, upstream=0.25)
+
+
+def test_results_do_not_depend_on_the_order_of_blocks(ops, backend):
+    """Blocks of a launch run in any order on a GPU."""
+    x, weight = checks.randn(9, 1024, dtype=torch.bfloat16, device=DEVICE), torch.ones(1024, dtype=torch.bfloat16)
+    results = []
+    for order in ("forward", "reverse", "random"):
+        backend.order = order
+        leaves = checks.leaf(x), checks.leaf(weight)
+        ops.rms_norm(*leaves).backward(x)
+        results.append([leaf.grad for leaf in leaves])
+    backend.order = "forward"
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
