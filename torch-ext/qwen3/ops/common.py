@@ -1,5 +1,6 @@
 """What the operations share: checks of arguments, and how a tracer sees a function."""
 
+import functools
 from typing import Callable
 
 import torch
@@ -26,9 +27,18 @@ def traceable(name: str, function: Callable, fake: Callable) -> Callable:
     """`function`, which a tracer (torch.compile, torch.export) sees as one operator.
 
     In eager mode the function is called as it is: going through torch.library would cost 25 us a call. fake: the same
-    function on tensors without data; its outputs have the right shapes, dtypes and strides.
+    function on tensors without data. A tracer relies on the strides that it gives, so the operator's results get them.
     """
-    operator = torch.library.custom_op(add_op_namespace_prefix(name), function, mutates_args=())
+
+    @functools.wraps(function)
+    def operator_function(*args):
+        results = function(*args)
+        expected = fake(*[arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args])
+        if isinstance(results, torch.Tensor):
+            return _with_strides(results, expected)
+        return tuple(map(_with_strides, results, expected))
+
+    operator = torch.library.custom_op(add_op_namespace_prefix(name), operator_function, mutates_args=())
     operator.register_fake(fake)
 
     def call(*args):
@@ -39,13 +49,21 @@ def traceable(name: str, function: Callable, fake: Callable) -> Callable:
     return call
 
 
+def _with_strides(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    if found.stride() == expected.stride():
+        return found
+    return torch.empty_strided(expected.shape, expected.stride(), dtype=found.dtype, device=found.device).copy_(found)
+
+
 column_sum_kernel = Kernel("column_sum", grid=lambda c, partial, out: (-(-partial.shape[1] // c["COLS"]),))
 
 
 def column_sum(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Sums of the columns of fp32 partial results, in `dtype`."""
-    out = torch.empty(partial.shape[1], dtype=dtype, device=partial.device)
-    column_sum_kernel((partial, out))
+    """Sums of the columns of contiguous fp32 partial results, in `dtype`."""
+    out = partial.new_empty(partial.shape[1], dtype=dtype)
+    key = (partial.shape, dtype, partial.get_device())
+    if not column_sum_kernel.again(key, (partial.data_ptr(), out.data_ptr())):
+        column_sum_kernel.first(key, (partial, out))
     return out
 
 

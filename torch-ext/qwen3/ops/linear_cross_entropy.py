@@ -155,15 +155,19 @@ class _TorchChunk(_Chunk):
         a, b, c = _row_coefficients(
             self.lse, self.counted, self.target_weight, self.weight_sum, self.z.shape[1], self.options
         )
-        gradient = torch.exp(self.z - self.lse[:, None]) * a[:, None]
+        a, b, c = (t * scale for t in (a, b, c))
+        slope = 1 - (self.z / self.options.softcap).square() if self.options.softcap else None
+        # Written over z, which is the largest thing here, and in fp32 the logits themselves.
+        gradient = self.z.sub_(self.lse[:, None]).exp_().mul_(a[:, None])
         label = torch.where(self.counted, self.target, 0)
         gradient.scatter_add_(1, label[:, None], -b[:, None])
         if self.options.label_smoothing:
-            gradient -= c[:, None] * self.weights
-        if self.options.softcap:
-            gradient *= 1 - (self.z / self.options.softcap).square()
-        scaled = gradient * (scale[:, None] if scale.numel() > 1 else scale)
-        self.logits.copy_(torch.where((a != 0)[:, None], scaled, 0.0))
+            gradient.addcmul_(c[:, None], self.weights, value=-1)
+        if slope is not None:
+            gradient.mul_(slope)
+        gradient.masked_fill_(~self.counted[:, None], 0.0)
+        if gradient is not self.logits:
+            self.logits.copy_(gradient)
 
 
 def _run(hidden, weight, bias, target, class_weight, scale, options: Options, needs) -> Tuple[torch.Tensor, Gradients]:
@@ -316,6 +320,9 @@ def linear_cross_entropy(
             return _traced(hidden, weight, bias, target, class_weight, options)
         return _PerToken.apply(hidden, weight, bias, target, class_weight, options)
     scale = _scale(target, weight.shape[0], class_weight, options, reduction, num_items, wide(hidden.dtype))
+    if not torch.is_grad_enabled():
+        losses, _ = _run(hidden, weight, bias, target, class_weight, None, options, (False,) * 3)
+        return losses.sum() * scale.view(())
     if torch.compiler.is_compiling():
         return _traced(hidden, weight, bias, target, class_weight, options).sum() * scale.view(())
     return _Reduced.apply(hidden, weight, bias, target, class_weight, scale, options)

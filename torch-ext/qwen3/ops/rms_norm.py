@@ -3,6 +3,7 @@
 Alone, and with the residual stream: total = x + residual, y = RMSNorm(total).
 """
 
+import functools
 from typing import Tuple
 
 import torch
@@ -65,10 +66,19 @@ def _fused(x, weight):
     return half and x.shape[-1] in FUSED_LENGTHS and _fits(x, weight)
 
 
-def _in_parts(kernel: Kernel, rows: int, tensors, *numbers) -> None:
+def _look(*tensors: torch.Tensor) -> tuple:
+    """What a launch on these tensors follows from, beside their alignment."""
+    key: list = [tensors[0].get_device()]
+    for tensor in tensors:
+        key += (tensor.dtype, tensor.shape, tensor.stride())
+    return tuple(key)
+
+
+def _in_parts(kernel: Kernel, key: tuple, rows: int, tensors, *numbers) -> None:
     """Launches over all rows; past the largest grid in several launches. The weight, of one dimension less, stays whole."""
-    if 0 < rows <= GRID_MAX:
-        kernel(tensors, *numbers)
+    if rows <= GRID_MAX:
+        if rows:
+            kernel.first(key, tensors, *numbers)
         return
     for start in range(0, rows, GRID_MAX):
         part = slice(start, start + GRID_MAX)
@@ -82,39 +92,61 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
     if not _fits(x, weight):
         return rms_norm_reference(x, weight, eps)
+    y = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    rstd = torch.empty(x.shape[:-1].numel(), dtype=torch.float32, device=x.device)
+    key = _look(x, weight)
+    if x.is_contiguous():
+        addresses = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), rstd.data_ptr())
+        if _forward_kernel.again(key, addresses, (eps,)):
+            return y, rstd
     rows = _rows(x)
-    y = torch.empty_like(rows, dtype=weight.dtype, memory_format=torch.contiguous_format)
-    rstd = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
-    _in_parts(_forward_kernel, rows.shape[0], (rows, weight, y, rstd), eps)
-    return y.view(x.shape), rstd
+    _in_parts(_forward_kernel, key, rows.shape[0], (rows, weight, y.view(rows.shape), rstd), eps)
+    return y, rstd
 
 
-def _partial(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """One row of partial sums for each block: as many blocks as the GPU holds at once, each walks over its share of the rows."""
-    length = rows.shape[1]
-    per_sm = next((blocks for most, blocks in BLOCKS_PER_SM if length <= most), 2)
-    return torch.empty((min(rows.shape[0], multiprocessors(x) * per_sm), length), dtype=torch.float32, device=x.device)
+@functools.lru_cache(maxsize=None)
+def _blocks(rows: int, length: int, processors: int) -> int:
+    """As many blocks as the GPU holds at once: each walks over its share of the rows."""
+    return min(rows, processors * next((blocks for most, blocks in BLOCKS_PER_SM if length <= most), 2))
+
+
+def _partial(x: torch.Tensor, rows: int, length: int) -> torch.Tensor:
+    """One row of partial sums of the weight's gradient for each block."""
+    return torch.empty((_blocks(rows, length, multiprocessors(x)), length), dtype=torch.float32, device=x.device)
+
+
+def _backward_launch(kernel, grads, x, weight, rstd, need_dweight) -> Pair:
+    """grads: the gradients that the kernel reads, in its order."""
+    length = x.shape[-1]
+    rows = x.numel() // length
+    dx, partial = torch.empty(x.shape, dtype=x.dtype, device=x.device), _partial(x, rows, length)
+    key = _look(x, weight, *grads)
+    again = False
+    if x.is_contiguous() and all(g.is_contiguous() for g in grads):
+        addresses = [t.data_ptr() for t in (dx, *grads, x, weight, rstd, partial)]
+        again = kernel.again(key, addresses)
+    if not again:
+        kernel.first(key, (dx.view(rows, length), *map(_rows, grads), _rows(x), weight, rstd, partial))
+    return dx, column_sum(partial, weight.dtype) if need_dweight else weight.new_empty(weight.shape)
 
 
 def _backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_dweight: bool) -> Pair:
     if not _fits(x, weight):
         dx, dweight = rms_norm_backward_reference(dy, x, weight, rstd)
         return dx.to(x.dtype), dweight
-    rows, dy = _rows(x), _rows(dy)
-    dx = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    if rows.shape[0] == 0:
-        return dx.view(x.shape), torch.zeros_like(weight)
-    partial = _partial(x, rows)
-    _backward_kernel((dx, dy, rows, weight, rstd, partial))
-    return dx.view(x.shape), column_sum(partial, weight.dtype) if need_dweight else torch.empty_like(weight)
+    if x.numel() == 0:
+        return torch.empty_like(x), torch.zeros_like(weight)
+    return _backward_launch(_backward_kernel, (dy,), x, weight, rstd, need_dweight)
 
 
 def _again(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
     """y of [rows, length] from what the forward pass saved, bit for bit."""
     if not _fused(x, weight):
         return weight * (x.to(wide(x.dtype)) * rstd[:, None]).to(x.dtype)
-    y = torch.empty_like(x)
-    _in_parts(_apply_kernel, x.shape[0], (x, weight, y, rstd))
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    key = _look(x, weight)
+    if not _apply_kernel.again(key, (x.data_ptr(), weight.data_ptr(), y.data_ptr(), rstd.data_ptr())):
+        _in_parts(_apply_kernel, key, x.shape[0], (x, weight, y, rstd))
     return y
 
 
@@ -124,9 +156,12 @@ def _add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
         total = x + residual
         return (total, *_forward(total, weight, eps))
     rows, residual = _rows(x), _rows(residual)
-    total, y = (torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(2))
+    total, y = (torch.empty(rows.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     rstd = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
-    _in_parts(_add_forward_kernel, rows.shape[0], (rows, residual, weight, total, y, rstd), eps)
+    tensors = (rows, residual, weight, total, y, rstd)
+    key = _look(rows, residual, weight)
+    if not _add_forward_kernel.again(key, [t.data_ptr() for t in tensors], (eps,)):
+        _in_parts(_add_forward_kernel, key, rows.shape[0], tensors, eps)
     return total.view(x.shape), y.view(x.shape), rstd
 
 
@@ -137,11 +172,7 @@ def _add_backward(
     if not _fused(x, weight) or x.numel() == 0:
         dx, dweight = _backward(dy, x, weight, rstd, need_dweight)
         return dx + dtotal, dweight
-    rows, dy, dtotal = _rows(x), _rows(dy), _rows(dtotal)
-    dx = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    partial = _partial(x, rows)
-    _add_backward_kernel((dx, dy, dtotal, rows, weight, rstd, partial))
-    return dx.view(x.shape), column_sum(partial, weight.dtype) if need_dweight else torch.empty_like(weight)
+    return _backward_launch(_add_backward_kernel, (dy, dtotal), x, weight, rstd, need_dweight)
 
 
 def _empty(x, dtype=None):

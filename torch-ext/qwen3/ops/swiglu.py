@@ -3,6 +3,7 @@
 from typing import Tuple
 
 import torch
+from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
@@ -23,11 +24,15 @@ _recompute_kernel = Kernel("swiglu_backward_recompute", "swiglu_any_backward_rec
 
 
 def _launch(kernel: Kernel, *tensors: torch.Tensor) -> None:
+    """All tensors contiguous, of one shape and dtype."""
+    first = tensors[0]
+    count = first.numel()
+    key = (first.get_device(), first.dtype, count)
+    if count == 0 or kernel.again(key, [tensor.data_ptr() for tensor in tensors]):
+        return
     flat = [tensor.view(-1) for tensor in tensors]
-    count = flat[0].shape[0]
     if count <= SLAB:
-        if count:
-            kernel(flat)
+        kernel.first(key, flat)
         return
     for start in range(0, count, SLAB):
         kernel([tensor[start : start + SLAB] for tensor in flat])
@@ -116,23 +121,23 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gate_weight, up_weight, down_weight):
-        gate, up = x @ gate_weight.t(), x @ up_weight.t()
+        gate, up = linear(x, gate_weight), linear(x, up_weight)
         ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
-        return swiglu_forward(gate, up) @ down_weight.t()
+        return linear(swiglu_forward(gate, up), down_weight)
 
     @staticmethod
     def backward(ctx, dy):
         x, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors
         dx = dgate_weight = dup_weight = ddown_weight = None
-        dgate, dup, hidden = swiglu_backward_recompute(dy @ down_weight, gate, up)
+        dgate, dup, hidden = swiglu_backward_recompute(torch.mm(dy, down_weight), gate, up)
         if ctx.needs_input_grad[3]:
-            ddown_weight = dy.t() @ hidden
+            ddown_weight = torch.mm(dy.t(), hidden)
         if ctx.needs_input_grad[1]:
-            dgate_weight = dgate.t() @ x
+            dgate_weight = torch.mm(dgate.t(), x)
         if ctx.needs_input_grad[2]:
-            dup_weight = dup.t() @ x
+            dup_weight = torch.mm(dup.t(), x)
         if ctx.needs_input_grad[0]:
-            dx = torch.addmm(dgate @ gate_weight, dup, up_weight)
+            dx = torch.addmm(torch.mm(dgate, gate_weight), dup, up_weight)
         return dx, dgate_weight, dup_weight, ddown_weight
 
 

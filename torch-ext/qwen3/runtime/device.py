@@ -14,6 +14,7 @@ from .driver import MIN_DRIVER, DriverError
 _lock = threading.Lock()
 _ready: Dict[int, bool] = {}
 _warned: set = set()
+_multiprocessors: Dict[int, int] = {}
 
 
 class KernelsUnavailable(RuntimeError):
@@ -40,7 +41,11 @@ def kernels_run_on(tensor: torch.Tensor) -> bool:
 
 def multiprocessors(tensor: torch.Tensor) -> int:
     """Of the device of a tensor."""
-    return launch.backend.multiprocessors(tensor.get_device())
+    index = tensor.get_device()
+    count = _multiprocessors.get(index)
+    if count is None:
+        count = _multiprocessors[index] = launch.backend.multiprocessors(index)
+    return count
 
 
 def forget() -> None:

@@ -6,8 +6,9 @@ once in a process and launched on every device of its architecture.
 """
 
 import ctypes
+import struct
 import threading
-from typing import Dict, Tuple
+from typing import Dict, Sequence, Tuple
 
 import torch
 
@@ -134,13 +135,16 @@ class Launch:
         self.config = LaunchConfig(grid[0], grid[1], grid[2], 1, 1, 1, 0, None, None, 0)
         self.config_ref = ctypes.byref(self.config)
         self.lock = threading.Lock()
-        words, self.addresses, self.floats = [], [], []
-        arrays, integers = iter(arrays), iter(integers)
+        self.addresses = (ctypes.c_uint64 * len(arrays))()
+        self.pack = struct.Struct(f"{len(arrays)}Q").pack_into
+        words, self.floats = [], []
+        shapes, integers, array = iter(arrays), iter(integers), 0
         for parameter in variant.parameters:
             if parameter.kind == "array":
-                shape, stride = next(arrays)
-                self.addresses.append(ctypes.c_uint64())
-                words += [self.addresses[-1], *map(ctypes.c_int64, shape), *map(ctypes.c_int64, stride)]
+                shape, stride = next(shapes)
+                words.append(ctypes.c_uint64.from_buffer(self.addresses, 8 * array))
+                words += [*map(ctypes.c_int64, shape), *map(ctypes.c_int64, stride)]
+                array += 1
             elif parameter.dtype == "float32":
                 self.floats.append(ctypes.c_float())
                 words.append(self.floats[-1])
@@ -148,25 +152,23 @@ class Launch:
                 words.append(ctypes.c_int64(next(integers)))
         self.words = words  # what the pointers below point to
         self.parameters = (ctypes.c_void_p * len(words))(*[ctypes.addressof(word) for word in words])
+        self.launch = driver.cuda.cuLaunchKernelEx
 
-    def __call__(self, addresses: list, floats: list) -> None:
-        device = self.device
-        if torch._C._cuda_getDevice() != device:
-            with torch.cuda.device(device):
+    def __call__(self, addresses: Sequence[int], floats: Sequence[float] = ()) -> None:
+        if torch._C._cuda_getDevice() != self.device:
+            with torch.cuda.device(self.device):
                 return self._launch(addresses, floats)
         self._launch(addresses, floats)
 
     def _launch(self, addresses, floats):
-        cuda = self.driver.cuda
         with self.lock:  # another thread must not change the words between here and the call
-            for word, value in zip(self.addresses, addresses):
-                word.value = value
+            self.pack(self.addresses, 0, *addresses)
             for word, value in zip(self.floats, floats):
                 word.value = value
             self.config.stream = raw_stream(self.device)
-            code = cuda.cuLaunchKernelEx(self.config_ref, self.function, self.parameters, None)
+            code = self.launch(self.config_ref, self.function, self.parameters, None)
             if code == INVALID_CONTEXT:  # a thread that has not used CUDA yet
                 torch.cuda.synchronize(self.device)
-                code = cuda.cuLaunchKernelEx(self.config_ref, self.function, self.parameters, None)
+                code = self.launch(self.config_ref, self.function, self.parameters, None)
         if code:
             self.driver.check(code, f"launching {self.name}")

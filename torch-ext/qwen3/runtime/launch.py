@@ -94,6 +94,35 @@ class Kernel:
             self._prepared[key] = launch
         launch(addresses, [n for n in numbers if type(n) is float])
 
+    def again(self, key: tuple, addresses: Sequence[int], floats: Sequence[float] = ()) -> bool:
+        """Launches what `first` prepared under this key, on other addresses. False when there is nothing or an address is not
+        aligned to 16 bytes: then call `first`.
+
+        An operation whose launch needs views of its tensors makes them once, for `first`, and not for every call. key: all that
+        the shapes, strides, dtypes, device and integers of the launch follow from.
+        """
+        launch = self._prepared.get(key)
+        if launch is None:
+            return False
+        low_bits = 0
+        for address in addresses:
+            low_bits |= address
+        if low_bits & 15:
+            return False
+        launch(addresses, floats)
+        return True
+
+    def first(self, key: tuple, tensors: Sequence[torch.Tensor], *numbers) -> None:
+        """Launches, and remembers under `key` how, unless a tensor is not aligned to 16 bytes."""
+        if any(tensor.data_ptr() & 15 for tensor in tensors):
+            self(tensors, *numbers)
+            return
+        launch = self._prepare(tensors, numbers)
+        if len(self._prepared) >= KEPT:
+            self._prepared.clear()
+        self._prepared[key] = launch
+        launch([tensor.data_ptr() for tensor in tensors], [n for n in numbers if type(n) is float])
+
     def select(self, tensors: Sequence[torch.Tensor], *numbers) -> Variant:
         """The variant that a call with these arguments launches. Raises PromiseError, naming what each variant lacks."""
         broken = []

@@ -1,0 +1,68 @@
+"""Small Qwen3 models, and the comparison of their training steps. Tests of the layers and of patching use them on any device."""
+
+import torch
+
+from tests.tolerances import assert_close, relative_error
+
+VOCABULARY = 199
+
+
+def tiny_config(**changes):
+    """Two layers, odd vocabulary, untied."""
+    from transformers import Qwen3Config
+
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    return Qwen3Config(**{**sizes, **changes})
+
+
+def tiny_model(dtype=torch.float32, cls=None, **changes):
+    """In training mode, always with the same weights, with norms that are not all ones."""
+    from transformers import Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model = (cls or Qwen3ForCausalLM)(tiny_config(**changes))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model.to(dtype).train()
+
+
+def random_tokens(*shape):
+    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
+
+
+class Step:
+    """What one forward and backward pass of a model gave: `output`, `loss`, and `gradients` by parameter."""
+
+    def __init__(self, model, **inputs):
+        model.zero_grad()
+        self.output = model(**inputs)
+        self.loss = self.output[0] if isinstance(self.output, tuple) else self.output.loss
+        self.loss.backward()
+        self.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    def assert_same(self, expected, factor=1.0):
+        """The loss and every gradient are those of another step, but for fp32's order of additions."""
+        assert_close(self.loss, expected.loss, torch.float32, "loss", factor)
+        assert self.gradients.keys() == expected.gradients.keys()
+        for name, gradient in expected.gradients.items():
+            assert self.gradients[name].dtype == gradient.dtype
+            assert_close(self.gradients[name], gradient, torch.float32, name, factor)
+
+    def assert_as_exact_as(self, other, exact):
+        """Nowhere much farther from an exact step than another one is: two runs in bf16 differ by as much as each errs."""
+        assert relative_error(self.loss, exact.loss) <= 2 * relative_error(other.loss, exact.loss) + 1e-3
+        for name, gradient in exact.gradients.items():
+            mine, others = (relative_error(step.gradients[name], gradient) for step in (self, other))
+            assert mine <= 1.25 * others + 1e-3, f"{name}: relative error {mine:.2e}, without the layers {others:.2e}"

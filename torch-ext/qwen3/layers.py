@@ -1,0 +1,118 @@
+"""The layers that take the place of Qwen3's. They have no state: `self` is the module whose forward they become."""
+
+from torch import nn
+
+from .decoder import decoder_layer_forward
+from .modeling import causal_lm_forward, causal_lm_loss, causal_lm_loss_of_logits, mlp_forward, rms_norm_forward, rotary_pos_emb
+
+
+class RMSNorm(nn.Module):
+    """For Qwen3RMSNorm: hidden_states [..., n] -> [..., n]."""
+
+    can_torch_compile = True
+
+    def forward(self, hidden_states):
+        return rms_norm_forward(self, hidden_states)
+
+
+class RotaryPosEmb(nn.Module):
+    """For `apply_rotary_pos_emb`: q, k [batch, heads, tokens, head_dim] and cos, sin [batch, tokens, head_dim] -> q, k."""
+
+    can_torch_compile = True
+
+    def forward(self, q, k, cos, sin, unsqueeze_dim=1):
+        return rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+
+class MLP(nn.Module):
+    """For Qwen3MLP: x [..., hidden] -> [..., hidden]. Recomputes its activations in the backward pass."""
+
+    can_torch_compile = True
+
+    def forward(self, x):
+        return mlp_forward(self, x)
+
+
+class SwiGLUMLP(nn.Module):
+    """For the layer name that transformers reserves for MLPs such as Qwen3's."""
+
+    can_torch_compile = True
+
+    def forward(self, x):
+        return mlp_forward(self, x)
+
+
+class DecoderLayer(nn.Module):
+    """For Qwen3DecoderLayer: hidden_states [batch, tokens, hidden] -> the same, in five autograd nodes."""
+
+    can_torch_compile = True
+
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        use_cache=False,
+        position_embeddings=None,
+        **kwargs,
+    ):
+        kwargs.update(position_ids=position_ids, use_cache=use_cache)
+        return decoder_layer_forward(self, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs)
+
+
+class CausalLM(nn.Module):
+    """For Qwen3ForCausalLM. With labels in training mode the logits are never all in memory, and `logits` is None."""
+
+    can_torch_compile = True
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        logits_to_keep=0,
+        **kwargs,
+    ):
+        kwargs.update(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+        )
+        return causal_lm_forward(self, labels, kwargs)
+
+
+class ForCausalLMLoss(nn.Module):
+    """For the layer name that transformers reserves for the loss of a causal LM.
+
+    With hidden_states [..., features] and lm_head_weight [vocab_size, features] the logits may be None and are never made;
+    with logits [..., vocab_size] alone it is PyTorch's cross entropy of them in float32.
+    """
+
+    can_torch_compile = True
+
+    def forward(
+        self,
+        logits,
+        labels,
+        vocab_size,
+        num_items_in_batch=None,
+        ignore_index=-100,
+        shift_labels=None,
+        hidden_states=None,
+        lm_head_weight=None,
+        lm_head_bias=None,
+        **kwargs,
+    ):
+        options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, "shift_labels": shift_labels}
+        if hidden_states is None or lm_head_weight is None:
+            return causal_lm_loss_of_logits(logits, labels, vocab_size, **options)
+        return causal_lm_loss(hidden_states, lm_head_weight, lm_head_bias, labels, **options)
