@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-gpu build upload hub check clean
+.PHONY: help demo test test-gpu build upload hub check clean bench-ops bench-rmsnorm bench-lce bench-qwen3 bench-fsdp bench-plots
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -17,7 +17,7 @@ $(READY): pyproject.toml
 	touch $@
 
 demo: $(READY) ## build, publish to a local Hub, load back, and fine-tune a Qwen3 with and without Bastile (MODEL=path for your own)
-	$(BIN)/python -m tools.compile --targets "$$($(BIN)/python -m tools.compile --targets-here)"
+	$(BIN)/python -m tools.compile --here
 	$(BIN)/python -m tools.assemble
 	$(BIN)/python -m tools.demo $(if $(MODEL),--model $(MODEL))
 
@@ -36,6 +36,25 @@ upload: build ## publish build/ to the Hub (HF_TOKEN, or hf auth login)
 
 hub: $(READY) ## a local Hub on http://127.0.0.1:8765
 	$(BIN)/python -m tools.hub_server --root .cache/hub --port 8765
+
+bench-ops: $(READY) ## every operation against its peers and the floor (needs a GPU, about 5 minutes)
+	$(BIN)/python -m benchmark --budget-s 300
+
+bench-rmsnorm: $(READY) ## RMSNorm alone
+	$(BIN)/python -m benchmark.benchmark_rms_norm
+
+bench-lce: $(READY) ## linear + cross entropy alone
+	$(BIN)/python -m benchmark.benchmark_linear_cross_entropy
+
+bench-qwen3: $(READY) ## whole training steps of Qwen3-8B (needs a 141 GB GPU; --model for smaller ones)
+	$(BIN)/python -m benchmark.benchmark_qwen3 --rounds 2 --budget-s 560
+
+bench-fsdp: $(READY) ## training steps sharded over two GPUs
+	$(BIN)/python -m benchmark.benchmark_fsdp --gpus 2
+
+bench-plots: $(READY) ## pictures and README tables from benchmark/results
+	$(BIN)/python -m benchmark.plots
+	$(BIN)/python -m benchmark.tables --write README.md CARD.md
 
 check: $(READY) ## style and types
 	$(BIN)/ruff check .

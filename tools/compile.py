@@ -13,6 +13,7 @@ import importlib
 import io
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -168,6 +169,17 @@ def parse_targets(text: str | None) -> dict[str, tuple[str, ...]]:
     return chosen
 
 
+def targets_here() -> dict[str, tuple[str, ...]]:
+    """This machine's host and GPU (sm_90 where there is none), and sm_100: enough to try the package out."""
+    import torch
+
+    host = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
+    if host not in TARGETS:
+        raise BuildError(f"this machine is {host}; kernels are built for {' and '.join(TARGETS)}")
+    own = "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "sm_90"
+    return {host: tuple(dict.fromkeys(name for name in (own, "sm_100") if name in TARGETS[host]))}
+
+
 def jobs_of(variants, targets, progress) -> list[Job]:
     task = progress.add_task("Tile IR", total=len(variants))
     jobs = []
@@ -286,11 +298,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.compile", description=__doc__.splitlines()[0])
     parser.add_argument("--package", default=".", help="the folder that holds build.toml and kernels.toml")
     parser.add_argument("--targets", help="only these, e.g. 'x86_64:sm_90,sm_100'; default: all")
+    parser.add_argument("--here", action="store_true", help="only for this machine's GPU, and one Blackwell target")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
     console = Console()
     try:
-        build(read_package(options.package), parse_targets(options.targets), console, options.workers)
+        targets = targets_here() if options.here else parse_targets(options.targets)
+        build(read_package(options.package), targets, console, options.workers)
     except BuildError as error:
         console.print(f"[red]Build failed.[/] {error}", highlight=False)
         return 1
