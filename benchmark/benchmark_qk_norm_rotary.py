@@ -1,0 +1,69 @@
+"""RMSNorm of queries and keys with rotary embedding behind it: what Qwen3's attention does before the attention itself."""
+
+if not __package__:  # run as a file, or by `kernels benchmark`
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = Path(__file__).resolve().parent.name
+
+from . import eager, providers
+from .benchmark_rotary import bytes_of_q_and_k
+from .benchmark_rotary import inputs as rotary_inputs
+from .harness import Inputs, Operation, OperationBenchmark, main, passes
+
+
+def inputs(size, tokens, random) -> Inputs:
+    made = rotary_inputs(size, tokens, random)
+    weights = tuple(random.normal(size.head_dim, scale=0.1, shift=1.0) for _ in range(2))
+    return Inputs(made.leaves + weights, made.others, made.gradients)
+
+
+def in_turn(norm, rotate):
+    """The two operations one after the other, as a library without the fusion runs them."""
+
+    def call(q, k, q_weight, k_weight, cos, sin):
+        return rotate(norm(q, q_weight).transpose(1, 2), norm(k, k_weight).transpose(1, 2), cos, sin)
+
+    return call
+
+
+def of_liger():
+    norm, rotary = providers.liger("ops.rms_norm", "LigerRMSNormFunction"), providers.liger("ops.rope", "LigerRopeFunction")
+    return in_turn(lambda x, weight: norm.apply(x, weight, eager.EPS), rotary.apply)
+
+
+def of_liger_cutedsl():
+    norm, rotary = providers.liger_cutedsl("rms_norm"), providers.liger_cutedsl("rope")
+    return in_turn(lambda x, weight: norm(x, weight, eager.EPS), rotary)
+
+
+def of_liger_cutile():
+    norm, rotary = providers.liger_cutile("LigerRMSNormFunction"), providers.liger_cutile("LigerRopeFunction")
+    return in_turn(lambda x, weight: norm.apply(x, weight, eager.EPS), rotary.apply)
+
+
+def ours(kernel):
+    function = providers.operation(kernel, "qk_norm_rotary")
+    return lambda q, k, q_weight, k_weight, cos, sin: function(q, k, q_weight, k_weight, cos, sin, eager.EPS)
+
+
+QK_NORM_ROTARY = Operation(
+    name="qk_norm_rotary",
+    title="q/k-norm + rotary",
+    outputs=("q", "k"),
+    gradients=("dq", "dk", "dq_weight", "dk_weight"),
+    inputs=inputs,
+    formula=eager.qk_norm_rotary,
+    ours=ours,
+    loaders={"liger": of_liger, "liger_cutedsl": of_liger_cutedsl, "liger_cutile": of_liger_cutile},
+    work=passes(2, 3, of=bytes_of_q_and_k),  # in, out; gradients in, in, gradients out
+)
+
+
+class QKNormRotaryBenchmark(OperationBenchmark):
+    operation = QK_NORM_ROTARY
+
+
+if __name__ == "__main__":
+    main(QK_NORM_ROTARY)

@@ -1,0 +1,64 @@
+"""The sizes of Qwen3, from the configurations that Qwen publishes."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Size:
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    tied: bool = False  # does the head share the embedding's weight
+    kv_heads: int = 8
+    head_dim: int = 128
+    vocab: int = 151936
+
+
+SIZES = {
+    "qwen3_0.6b": Size(1024, 3072, 28, 16, tied=True),
+    "qwen3_1.7b": Size(2048, 6144, 28, 16, tied=True),
+    "qwen3_4b": Size(2560, 9728, 36, 32, tied=True),
+    "qwen3_8b": Size(4096, 12288, 36, 32),
+    "qwen3_14b": Size(5120, 17408, 40, 40),
+    "qwen3_32b": Size(5120, 25600, 64, 64),
+}
+# For smoke runs on a CPU.
+TINY = {"qwen3_tiny": Size(64, 160, 2, 4, tied=True, kv_heads=2, head_dim=16, vocab=512)}
+
+
+def full_name(name: str) -> str:
+    """`8b` and `qwen3_8b` are the same model. Raises ValueError for one that is not in the table."""
+    name = name.lower()
+    found = name if name.startswith("qwen3_") else f"qwen3_{name}"
+    if found not in SIZES | TINY:
+        raise ValueError(f"model is {name}, expected one of {', '.join(SIZES | TINY)}")
+    return found
+
+
+def size(name: str) -> Size:
+    return (SIZES | TINY)[full_name(name)]
+
+
+def title(name: str) -> str:
+    return f"Qwen3-{full_name(name).removeprefix('qwen3_').upper()}"
+
+
+def configuration(name: str, layers: int | None = None):
+    """A Qwen3Config of transformers."""
+    from transformers import Qwen3Config
+
+    s = size(name)
+    return Qwen3Config(
+        vocab_size=s.vocab,
+        hidden_size=s.hidden,
+        intermediate_size=s.intermediate,
+        num_hidden_layers=layers or s.layers,
+        num_attention_heads=s.heads,
+        num_key_value_heads=s.kv_heads,
+        head_dim=s.head_dim,
+        max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=s.tied,
+        use_cache=False,
+    )

@@ -1,0 +1,277 @@
+"""Markdown tables from the results: `python -m benchmark.tables [--check | --write] README.md CARD.md`.
+
+A document marks where a table stands by `<!-- table: NAME -->` and `<!-- /table -->`; the names are those of TABLES.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from . import models, records
+from .records import Row
+
+TITLES = {
+    "rms_norm": "RMSNorm",
+    "q_norm": "RMSNorm of queries (rows of 128)",
+    "add_rms_norm": "residual + RMSNorm",
+    "rotary": "rotary",
+    "qk_norm_rotary": "q/k-norm + rotary",
+    "swiglu": "SwiGLU",
+    "linear_cross_entropy": "linear + cross entropy",
+}
+PROVIDERS = {
+    "huggingface": "Hugging Face",
+    "torch": "PyTorch",
+    "torch_compile": "torch.compile",
+    "liger": "Liger",
+    "liger_cutedsl": "Liger CuTe DSL",
+    "liger_cutile": "Liger cuTile",
+    "bastile": "Bastile",
+}
+MODES = ("forward", "backward", "full", "no_grad_forward")
+MODE_TITLES = {"full": "forward + backward", "no_grad_forward": "evaluation"}
+MODEL, TOKENS = "qwen3_8b", "8192"
+BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
+
+
+def select(rows: Iterable[Row], **wanted) -> list[Row]:
+    """Rows whose columns, or entries of their configuration, are as wanted."""
+
+    def fits(row: Row) -> bool:
+        config = row.config
+        return all(getattr(row, name, config.get(name)) == value for name, value in wanted.items())
+
+    return [row for row in rows if fits(row)]
+
+
+def by_provider(rows: Iterable[Row]) -> dict[str, Row]:
+    found = {row.kernel_provider: row for row in rows}
+    return {p: found[p] for p in (*PROVIDERS, "floor") if p in found}
+
+
+def columns_of(rows: Iterable[Row]) -> list[str]:
+    present = {row.kernel_provider for row in rows}
+    return [p for p in PROVIDERS if p in present]
+
+
+def in_order(values: Iterable[str]) -> list[str]:
+    """Numbers by their size, Qwen3's models by theirs, each once."""
+    names = list(models.SIZES)
+    return sorted(set(values), key=lambda v: (int(v), "") if v.isdigit() else (names.index(v) if v in names else 0, v))
+
+
+def markdown(head: list[str], body: list[list[str]]) -> str:
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+class Notes:
+    """Footnotes: why something was not measured."""
+
+    def __init__(self):
+        self.texts: list[str] = []
+
+    def cell(self, row: Row | None, show: Callable[[float], str]) -> str:
+        if row is None:
+            return ""
+        if row.y_value_50 is not None:
+            return show(row.y_value_50)
+        if row.error == "out of memory":
+            return row.error
+        text = f"{PROVIDERS.get(row.kernel_provider, row.kernel_provider)}: {row.error.replace('|', '/')}"
+        if text not in self.texts:
+            self.texts.append(text)
+        return f"fails [{self.texts.index(text) + 1}]"
+
+    def __str__(self) -> str:
+        return "".join(f"\n\n[{n}] {text}" for n, text in enumerate(self.texts, 1))
+
+
+def origin(rows: list[Row]) -> str:
+    """What the numbers were measured with: the newest of them speaks for all."""
+    row = max(rows, key=lambda r: r.timestamp)
+    config = row.config
+    known = {"driver": "driver", "torch": "torch", "transformers": "transformers", "liger": "liger-kernel"}
+    parts = [row.gpu_name, *(f"{title} {config[name]}" for name, title in known.items() if config.get(name))]
+    return f"\n\n<sub>{', '.join(parts)}; Bastile {row.version}, {row.timestamp[:10]}.</sub>"
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def share(part: Row | None, whole: Row | None) -> str:
+    """part / whole in percent."""
+    if part is None or whole is None or not part.y_value_50 or not whole.y_value_50:
+        return ""
+    return f"{part.y_value_50 / whole.y_value_50:.0%}"
+
+
+def times_faster(found: dict[str, Row]) -> str:
+    """The fastest other provider's time over Bastile's."""
+    peers = [r.y_value_50 for p, r in found.items() if p not in ("bastile", "floor") and r.y_value_50]
+    mine = found.get("bastile")
+    return f"{min(peers) / mine.y_value_50:.2f} ×" if peers and mine and mine.y_value_50 else ""
+
+
+def operations(rows: list[Row]) -> str:
+    """Microseconds of each operation at 8192 tokens of Qwen3-8B."""
+    rows = select(rows, metric_name="speed", model=MODEL, x_name="tokens", x_value=TOKENS, dtype="bf16", timing="device")
+    rows = [row for row in rows if row.kernel_name in TITLES]
+    providers, notes, body = columns_of(rows), Notes(), []
+    for name, title in TITLES.items():
+        for mode in MODES:
+            found = by_provider(select(rows, kernel_name=name, kernel_operation_mode=mode))
+            if not found:
+                continue
+            line = [f"{title}, {MODE_TITLES.get(mode, mode)}", *(notes.cell(found.get(p), number) for p in providers)]
+            floor = found.get("floor")
+            body.append([*line, notes.cell(floor, number), share(floor, found.get("bastile")), times_faster(found)])
+    head = [f"µs, {TOKENS} tokens", *(PROVIDERS[p] for p in providers), "floor", "Bastile: of the floor", "vs best peer"]
+    return markdown(head, body) + str(notes) + origin(rows) if rows else ""
+
+
+def linear_cross_entropy(rows: list[Row]) -> str:
+    """Time and memory of the loss with both gradients by tokens, and the error of the weight's gradient."""
+    rows = select(rows, kernel_name="linear_cross_entropy", kernel_operation_mode="full", model=MODEL, x_name="tokens", dtype="bf16")
+    speed = select(rows, metric_name="speed", timing="device")
+    providers, notes, body = columns_of(speed), Notes(), []
+    for tokens in in_order(row.x_value for row in speed):
+        found = by_provider(select(speed, x_value=tokens))
+        memory = by_provider(select(rows, metric_name="memory", x_value=tokens))
+        errors = by_provider(select(rows, metric_name="error_dweight_ratio", x_value=tokens))
+        line = [tokens]
+        for p in providers:
+            parts = (
+                notes.cell(found.get(p), lambda us: f"{number(us / 1e3)} ms"),
+                notes.cell(memory.get(p), lambda mib: f"{mib / 1024:.2f} GiB"),
+                notes.cell(errors.get(p), lambda ratio: f"{ratio:.2f}"),
+            )
+            line.append(" · ".join(part for part in parts if part))
+        floor = found.get("floor")
+        body.append([*line, notes.cell(floor, lambda us: f"{number(us / 1e3)} ms"), share(found.get("bastile"), floor)])
+    head = ["tokens", *(PROVIDERS[p] for p in providers), "three GEMMs", "Bastile: of the GEMMs"]
+    text = "\n\nTime, peak memory beyond the inputs, and the error of the weight's gradient relative to that of one bf16 GEMM."
+    return markdown(head, body) + text + str(notes) + origin(speed) if speed else ""
+
+
+def steps(rows: list[Row]) -> str:
+    """Time and memory of training steps by tokens. rows: of one model on one number of GPUs."""
+    times = select(rows, metric_name="step_time")
+    providers, notes, body = columns_of(times), Notes(), []
+    for tokens in in_order(row.x_value for row in times):
+        found = by_provider(select(times, x_value=tokens))
+        memory = by_provider(select(rows, metric_name="memory", x_value=tokens))
+        line = [tokens]
+        for p in providers:
+            parts = (notes.cell(found.get(p), lambda ms: f"{number(ms)} ms"), notes.cell(memory.get(p), lambda gib: f"{gib:.1f} GiB"))
+            line.append(" · ".join(part for part in parts if part))
+        peers = {p: row for p, row in memory.items() if p != "bastile"}
+        leanest = min(peers.values(), key=lambda row: row.y_value_50 or 0, default=None)
+        body.append([*line, times_faster(found), share(memory.get("bastile"), leanest)])
+    head = ["tokens", *(PROVIDERS[p] for p in providers), "speed vs best peer", "memory vs best peer"]
+    return markdown(head, body) + str(notes) + origin(times) if times else ""
+
+
+def qwen3_step(rows: list[Row]) -> str:
+    return steps(select(rows, kernel_name="qwen3_step", model=MODEL, layers=None))
+
+
+def qwen3_models(rows: list[Row]) -> str:
+    """The same for every model that was measured whole."""
+    rows = select(rows, kernel_name="qwen3_step", layers=None)
+    found = in_order({row.config["model"] for row in rows})
+    return "\n\n".join(f"**{models.title(name)}**\n\n{steps(select(rows, model=name))}" for name in found)
+
+
+def fsdp(rows: list[Row]) -> str:
+    rows = select(rows, kernel_name="qwen3_fsdp", model=MODEL, layers=None)
+    gpus = sorted({row.config["gpus"] for row in rows})
+    return "\n\n".join(f"**{n} GPUs**\n\n{steps(select(rows, gpus=n))}" for n in gpus)
+
+
+def first_step(rows: list[Row]) -> str:
+    """Seconds from a fresh process to the end of its first step."""
+    rows = select(rows, kernel_name="qwen3_step", model=MODEL, layers=None)
+    ready, first = (by_provider(select(rows, metric_name=name)) for name in ("until_ready", "first_step"))
+    body = []
+    for p in ready:
+        a, b = ready[p].y_value_50, first[p].y_value_50 if p in first else None
+        if a and b:
+            body.append([PROVIDERS[p], f"{a:.1f}", f"{b:.2f}", f"{a + b:.1f}"])
+    head = ["seconds", "imports and making the model", "first step", "together"]
+    return markdown(head, body) + origin(list(first.values())) if body else ""
+
+
+def host(rows: list[Row]) -> str:
+    """The host's microseconds in one eager RMSNorm."""
+    rows = select(rows, kernel_name="rms_norm", metric_name="host_time", dtype="bf16")
+    providers, notes = columns_of(rows), Notes()
+    body = []
+    for mode, title in (("forward", "with gradients"), ("no_grad_forward", "without")):
+        found = by_provider(select(rows, kernel_operation_mode=mode))
+        if found:
+            ours, theirs = (found[p].y_value_50 if p in found else None for p in ("bastile", "torch"))
+            cells = [notes.cell(found.get(p), lambda us: f"{us:.1f}") for p in providers]
+            body.append([title, *cells, f"{ours / theirs:.2f} ×" if ours and theirs else ""])
+    head = ["µs of host time", *(PROVIDERS[p] for p in providers), "Bastile / PyTorch"]
+    return markdown(head, body) + str(notes) + origin(rows) if rows else ""
+
+
+TABLES: dict[str, Callable[[list[Row]], str]] = {
+    "operations": operations,
+    "linear_cross_entropy": linear_cross_entropy,
+    "qwen3_step": qwen3_step,
+    "qwen3_models": qwen3_models,
+    "first_step": first_step,
+    "fsdp": fsdp,
+    "host": host,
+}
+
+
+def table(name: str, rows: list[Row]) -> str:
+    """A table by its name. Raises ValueError for one that does not exist."""
+    if name not in TABLES:
+        raise ValueError(f"table is {name}, expected one of {', '.join(TABLES)}")
+    return TABLES[name](rows) or "*Not measured yet.*"
+
+
+def filled(text: str, rows: list[Row]) -> str:
+    """A document with all its tables made anew."""
+    return BLOCK.sub(lambda block: f"{block[1]}{table(block[2], rows)}\n{block[4]}", text)
+
+
+def stale(text: str, rows: list[Row]) -> list[str]:
+    """Names of the tables of a document that are not what the results say."""
+    return [name for _, name, content, _ in BLOCK.findall(text) if content != f"{table(name, rows)}\n"]
+
+
+def main(arguments=None) -> int:
+    p = argparse.ArgumentParser(description="Tables of the results in Markdown.")
+    p.add_argument("documents", nargs="*", type=Path, help="without any, all tables are printed")
+    p.add_argument("--gpu", default="nvidia-h200", help="folder under the results")
+    p.add_argument("--results", type=Path, default=records.RESULTS)
+    p.add_argument("--check", action="store_true", help="fail when a document's table is not what the results say")
+    p.add_argument("--write", action="store_true", help="replace the documents' tables")
+    args = p.parse_args(arguments)
+    rows = records.read_all(args.results / args.gpu)
+    if not args.documents:
+        print("\n\n".join(f"## {name}\n\n{table(name, rows)}" for name in TABLES))
+    wrong = 0
+    for document in args.documents:
+        text = document.read_text()
+        names = stale(text, rows)
+        if args.write and names:
+            document.write_text(filled(text, rows))
+        if names:
+            print(f"{document}: {'wrote' if args.write else 'not as the results say:'} {', '.join(names)}")
+            wrong += not args.write
+    if wrong and args.check:
+        print("Run: python -m benchmark.tables --write " + " ".join(map(str, args.documents)))
+    return 1 if wrong and args.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
