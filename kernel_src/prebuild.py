@@ -99,12 +99,27 @@ INT = Scalar("int32")
 
 
 @dataclass(frozen=True)
+class PerArchitecture:
+    """A hint that depends on the architecture: `default`, and another value on one."""
+
+    default: int
+    architecture: str
+    value: int
+
+    def __str__(self) -> str:
+        return f"{self.default}.{self.architecture}_{self.value}"
+
+    def by_target(self) -> ct.ByTarget:
+        return ct.ByTarget(default=self.default, **{self.architecture: self.value})
+
+
+@dataclass(frozen=True)
 class Variant:
     """One kernel with its promises, constants and hints.
 
     kernel: the `ct.kernel` function. Its name is the kernel's name in the manifest.
     params: for each parameter of the function, in order, an `Array`, a `Scalar`, or the value of a `ct.Constant`.
-    hints: compiler hints that replace those of the decorator (`occupancy`, `num_worker_warps`, ...), plain or `ct.ByTarget`.
+    hints: compiler hints that replace those of the decorator (`occupancy`, `num_worker_warps`, ...): ints or `PerArchitecture`.
     targets: the architectures that get this variant, e.g. ("sm_90",); empty for all.
     spills: why this variant may spill registers, and on which architectures that was accepted; a spill without a reason fails the build.
     """
@@ -135,7 +150,8 @@ class Variant:
         return "bastile_" + self.kernel_name
 
     def hinted_kernel(self) -> ct.kernel:
-        return self.kernel.replace_hints(**self.hints) if self.hints else self.kernel
+        hints = {k: v.by_target() if isinstance(v, PerArchitecture) else v for k, v in self.hints.items()}
+        return self.kernel.replace_hints(**hints) if hints else self.kernel
 
     def signature(self) -> KernelSignature:
         constraints = [

@@ -96,7 +96,7 @@ class _KernelChunk(_Chunk):
     def loss(self):
         logits, options = self.logits, self.options
         shape = (logits.shape[0], -(-logits.shape[1] // STATISTICS_TILE))
-        new = dict(dtype=torch.float32, device=logits.device)
+        new = {"dtype": torch.float32, "device": logits.device}
         part_max, part_sum = torch.empty(shape, **new), torch.empty(shape, **new)
         self.lse, loss = torch.empty(shape[0], **new), torch.empty(shape[0], **new)
         if self.plain:

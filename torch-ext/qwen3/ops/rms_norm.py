@@ -92,10 +92,12 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
     if not _fits(x, weight):
         return rms_norm_reference(x, weight, eps)
-    y = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
-    rstd = torch.empty(x.shape[:-1].numel(), dtype=torch.float32, device=x.device)
+    contiguous = x.is_contiguous()
+    same = contiguous and x.dtype == weight.dtype
+    y = torch.empty_like(x) if same else torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
     key = _look(x, weight)
-    if x.is_contiguous():
+    if contiguous:
         addresses = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), rstd.data_ptr())
         if _forward_kernel.again(key, addresses, (eps,)):
             return y, rstd
@@ -143,7 +145,7 @@ def _again(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor) -> torch.T
     """y of [rows, length] from what the forward pass saved, bit for bit."""
     if not _fused(x, weight):
         return weight * (x.to(wide(x.dtype)) * rstd[:, None]).to(x.dtype)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty_like(x)
     key = _look(x, weight)
     if not _apply_kernel.again(key, (x.data_ptr(), weight.data_ptr(), y.data_ptr(), rstd.data_ptr())):
         _in_parts(_apply_kernel, key, x.shape[0], (x, weight, y, rstd))
