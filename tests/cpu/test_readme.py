@@ -1,0 +1,375 @@
+"""Every block and command of README.md and CARD.md runs, and what they say of names, GPUs and versions is so.
+
+Python blocks run on the CPU, each in a process of its own, with the real clients against a local Hub. A tiny checkpoint stands where
+a block says Qwen/Qwen3-8B. Of commands that would build or measure for minutes it is checked that they exist with the flags shown.
+"""
+
+import ast
+import inspect
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from benchmark import tables
+from tests.cpu.conftest import REPOSITORY as ROOT
+from tests.cpu.conftest import assemble_cpu
+from tools.assemble import assemble
+from tools.card import card_values, fill_card, render_card
+from tools.compile import TARGETS
+from tools.hub_server import HubServer
+from tools.kernel_package import layer_names, public_names, read_package
+from tools.publish import publish
+
+README = (ROOT / "README.md").read_text()
+CARD = (ROOT / "CARD.md").read_text()
+DOCUMENTS = {"README.md": README, "CARD.md": CARD}
+MAKEFILE = (ROOT / "Makefile").read_text()
+CHECKPOINT = "Qwen/Qwen3-8B"
+GPU_ONLY = "if torch.cuda.is_available():"
+SOURCES = ROOT / "torch-ext" / "qwen3"
+NO_KERNELS = {"format": 1, "package": "qwen3", "architectures": {}, "files": {}, "kernels": {}}
+
+
+# What the documents contain
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def python_blocks() -> dict[str, str]:
+    """By document and number. A block of the README that takes `qwen3` as given has the block that loads it in front."""
+    first = blocks(README, "python")[0]
+    found = {}
+    for name, text in DOCUMENTS.items():
+        for number, block in enumerate(blocks(text, "python"), 1):
+            needs_it = re.search(r"\bqwen3\.", block) and "get_kernel" not in block
+            found[f"{name}-{number}"] = first + block if needs_it else block
+    return found
+
+
+PYTHON = python_blocks()
+ON_A_GPU = {f"{name}-as-on-a-gpu": block for name, block in PYTHON.items() if GPU_ONLY in block}
+
+
+def commands() -> list[str]:
+    """Every line of a shell block, and every `make ...` and `python ...` within the text."""
+    found = []
+    for text in DOCUMENTS.values():
+        for block in blocks(text, "bash"):
+            found += [line for line in block.splitlines() if line and not line.startswith("#")]
+        found += re.findall(r"`((?:make|python) [^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+    return list(dict.fromkeys(found))
+
+
+COMMANDS = commands()
+MAKE = [command for command in COMMANDS if re.match(r"([A-Z_]+=\S+ )*make ", command)]
+MODULES = [command for command in COMMANDS if command.startswith("python -m ")]
+PIP = [command for command in COMMANDS if command.startswith("pip install ")]
+
+
+def dry_run(command: str) -> subprocess.CompletedProcess:
+    """Its output is what a make command would run."""
+    words = [word for word in shlex.split(command) if not re.match(r"HF_[A-Z]+=", word)]
+    return subprocess.run([*words, "--dry-run"], cwd=ROOT, capture_output=True, text=True)
+
+
+def modules_and_flags(text: str) -> list[tuple[str, set[str]]]:
+    """(module, flags) of each `python -m module --flag ...` in a text."""
+    parts = re.split(r"\bpython3? -m ", text.replace("\\\n", " "))[1:]
+    return [(part.split()[0].rstrip(")\"'"), set(re.findall(r"(?<!\S)--[a-z][a-z-]*", part.split("\n")[0]))) for part in parts]
+
+
+def ours(module: str) -> bool:
+    return module.split(".")[0] in ("tools", "benchmark")
+
+
+# Running what they contain
+
+RUNNER = r"""
+import json, os, runpy, sys, tempfile, traceback
+
+import peft, transformers.models.qwen3.modeling_qwen3  # once for all: every job is a fork of this process
+
+
+def run(job):
+    if "module" in job:
+        sys.argv = [job["module"], "--help"]
+        runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(job["code"], job["name"], "exec"), {"__name__": "__main__"})
+
+
+def status_of(job):
+    try:
+        run(job)
+    except SystemExit as end:
+        return int(bool(end.code))
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+results = {}
+for job in json.load(sys.stdin):
+    with tempfile.TemporaryFile() as output:
+        child = os.fork()
+        if not child:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            status = status_of(job)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        output.seek(0)
+        results[job["name"]] = [status, output.read().decode(errors="replace")]
+json.dump(results, sys.stdout)
+"""
+
+# Behind a block that leaves its model patched: the forwards of the package that the model runs.
+SEEN = """
+import sys
+modules = list(model.modules()) + [sys.modules["transformers.models.qwen3.modeling_qwen3"].apply_rotary_pos_emb]
+forwards = {getattr(m.forward, "__func__", m.forward) for m in modules}
+found = {f.__qualname__ for f in forwards if "qwen3_c" in f.__module__ and f.__module__.endswith(".layers")}
+assert found, forwards
+print("", *found)
+"""
+IMPORTED = """
+print("bastile from", bastile.__file__)
+"""
+# transformers' list of devices has no CPU.
+AS_ON_A_GPU = """
+from transformers.utils import kernel_config
+kernel_config.KERNELS_SUPPORTED_DEVICE_TYPES = ["cpu"]
+"""
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory) -> Path:
+    """The package, built for both backends (a torch that is made for CUDA loads that one, also without a GPU), without cubins."""
+    folder = assemble_cpu(tmp_path_factory.mktemp("package"))
+    manifest = folder / "torch-ext/qwen3/cubins/manifest.json"
+    manifest.parent.mkdir()
+    manifest.write_text(json.dumps(NO_KERNELS))
+    for name in ("CARD.md", "README.md", "LICENSE", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    assemble(read_package(folder), "cuda")
+    fill_card(read_package(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(package, tmp_path_factory) -> Path:
+    """What `pip install .` installs, without the packages that it needs: they are here."""
+    folder = tmp_path_factory.mktemp("site")
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", folder]
+    done = subprocess.run([sys.executable, "-m", "pip", "install", *options, package], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    from tests.models import tiny_model
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny_model().save_pretrained(folder)
+    return folder
+
+
+def jobs(package: Path, checkpoint: Path) -> list[dict]:
+    card = blocks((package / "build/CARD.md").read_text(), "python")
+    found = []
+    for name, block in (PYTHON | ON_A_GPU).items():
+        document, number, *gpu = name.split("-", 2)
+        code = card[int(number) - 1] if document == "CARD.md" else block
+        code = code.replace(CHECKPOINT, str(checkpoint))
+        if gpu:
+            assert ".cuda()" in code
+            code = AS_ON_A_GPU + code.replace(GPU_ONLY, "if True:").replace(".cuda()", ".cpu()")
+        if "import bastile" in code:
+            code += IMPORTED
+        elif "model = " in code and ".reset()" not in code and GPU_ONLY not in code:
+            code += SEEN
+        found.append({"name": name, "code": code})
+    texts = [*MODULES, *(dry_run(command).stdout for command in MAKE)]
+    modules = dict.fromkeys(module for text in texts for module, _ in modules_and_flags(text) if ours(module))
+    return found + [{"name": module, "module": module} for module in modules]
+
+
+@pytest.fixture(scope="module")
+def results(package, installed, checkpoint, tmp_path_factory) -> dict[str, tuple[int, str]]:
+    """(exit status, output) of every block and of `python -m <module> --help` of every module that is named."""
+    folder = tmp_path_factory.mktemp("hub")
+    unset = ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "KERNELS_CACHE", "LOCAL_KERNELS", "BASTILE_STRICT")
+    environment = {key: value for key, value in os.environ.items() if key not in unset}
+    path = os.pathsep.join((str(installed), str(ROOT)))
+    with HubServer(folder / "hub") as hub:
+        publish(package, endpoint=hub.endpoint, token=hub.token, allow_dirty=True)
+        environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(folder / "home"), "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(
+            [sys.executable, "-c", RUNNER],
+            input=json.dumps(jobs(package, checkpoint)),
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def assert_ran(results, name: str) -> str:
+    status, output = results[name]
+    assert status == 0, output
+    return output
+
+
+@pytest.mark.parametrize("name", PYTHON | ON_A_GPU)
+def test_a_block_runs(results, name):
+    assert "RuntimeWarning" not in assert_ran(results, name)
+
+
+def test_the_installed_package_is_whole_and_the_one_that_was_imported(package, installed, results):
+    (name,) = [name for name, block in PYTHON.items() if "import bastile" in block]
+    assert f"bastile from {installed}" in assert_ran(results, name)
+    sources = package / "torch-ext/qwen3"
+    assert [
+        path for path in sources.rglob("*.*") if path.is_file() and not (installed / "bastile" / path.relative_to(sources)).is_file()
+    ] == []
+
+
+def test_the_configuration_of_the_readme_reaches_every_layer(results):
+    (name,) = [name for name in ON_A_GPU if name.startswith("README")]
+    output = assert_ran(results, name)
+    assert [layer for layer in ("RMSNorm", "RotaryPosEmb", "MLP", "DecoderLayer", "CausalLM") if f" {layer}.forward" not in output] == []
+
+
+def test_every_command_is_of_a_kind_that_is_tested():
+    assert set(COMMANDS) == {*MAKE, *MODULES, *PIP}
+    assert len(MAKE) > 10 and len(MODULES) > 4 and len(PIP) == 2
+
+
+def check_modules(results, text: str) -> None:
+    """Every module that a text runs exists and knows the flags."""
+    for module, flags in modules_and_flags(text):
+        if ours(module):
+            unknown = flags - set(re.findall(r"--[a-z][a-z-]*", assert_ran(results, module)))
+            assert not unknown, f"python -m {module} has no {', '.join(sorted(unknown))}"
+
+
+@pytest.mark.parametrize("command", MAKE)
+def test_a_make_command_exists(results, command):
+    done = dry_run(command)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    check_modules(results, done.stdout)
+
+
+@pytest.mark.parametrize("command", MODULES)
+def test_a_python_command_exists(results, command):
+    assert ours(command.split()[2])
+    check_modules(results, command)
+
+
+@pytest.mark.parametrize("command", PIP)
+def test_what_pip_installs_fits_the_tested_versions(installed, command):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = {r.name: str(r.specifier).removeprefix("==") for r in map(Requirement, project["optional-dependencies"]["dev"])}
+    for word in shlex.split(command)[2:]:
+        if word.startswith("."):  # this repository: the fixture installed it
+            assert set(re.findall(r"\w+", word)) <= set(project["optional-dependencies"])
+        else:
+            requirement = Requirement(word)
+            assert requirement.specifier.contains(pinned[requirement.name])
+            assert str(requirement) in map(str, map(Requirement, project["optional-dependencies"]["transformers"]))
+
+
+# What they say
+
+
+def test_the_readme_names_every_make_target():
+    targets = set(re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.MULTILINE)) - {"help"}
+    named = {word for command in MAKE for word in command.split() if word in targets}
+    assert named == targets
+
+
+def test_the_readme_names_every_public_function_with_its_arguments(loaded):
+    """In the tables: `name(argument, argument=default)`. What stands for `...` is named in the text."""
+    shown = dict(re.findall(r"^\| `(\w+)\((.*?)\)` \|", README, re.MULTILINE))
+    names = public_names((SOURCES / "__init__.py").read_text(), "__init__.py")
+    assert shown.keys() == set(names) - {"layers"} and "`layers`" in README
+    for name, text in shown.items():
+        parameters = list(inspect.signature(getattr(loaded, name)).parameters.values())
+        arguments, more, _ = text.partition(", ...")
+        given = ast.parse(f"def f({arguments}): pass").body[0].args
+        expected = parameters[: len(given.args)] if more else parameters
+        assert [a.arg for a in given.args] == [p.name for p in expected], name
+        assert [ast.literal_eval(d) for d in given.defaults] == [p.default for p in expected if p.default is not p.empty], name
+        assert [p.name for p in parameters[len(expected) :] if f"`{p.name}`" not in README] == []
+
+
+def test_the_layers_of_the_configuration_are_those_of_the_mapping(loaded):
+    shown = dict(re.findall(r'"(\w+)": "(\w+)"', README))
+    assert shown.items() <= {name: layer.__name__ for name, layer in sys.modules[f"{loaded.__name__}.patching"].HUB_NAMES.items()}.items()
+    assert set(shown.values()) == set(layer_names((SOURCES / "layers.py").read_text(), "layers.py")) - {"SwiGLUMLP", "ForCausalLMLoss"}
+
+
+def test_gpus_are_those_that_are_built():
+    built: dict[str, set[str]] = {}
+    for host, names in TARGETS.items():
+        for name in names:
+            built.setdefault(f"{name[3:-1]}.{name[-1]}", set()).add(host)
+    rows = re.findall(r"^\| (\d+\.\d) \| .+ \| ([^|]+) \|$", README, re.MULTILINE)
+    assert {number: set(hosts.split(", ")) for number, hosts in rows} == built
+
+
+def test_the_card_describes_every_layer_and_gpu(package):
+    numbers = {f"{name[3:-1]}.{name[-1]}" for names in TARGETS.values() for name in names}
+    text = render_card(CARD, card_values(read_package(package)) | {"archs": sorted(numbers)})
+    for name in layer_names((SOURCES / "layers.py").read_text(), "layers.py"):
+        assert re.search(rf"^\| `{name}` \| \S+", text, re.MULTILINE), name
+    for number in numbers:
+        assert re.search(rf"^\| {re.escape(number)} \| \S+", text, re.MULTILINE), number
+
+
+def test_tested_versions_are_those_of_the_environment():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for requirement in project["optional-dependencies"]["dev"]:
+        name, _, version = requirement.partition("==")
+        if name in ("torch", "transformers", "kernels"):
+            assert re.search(rf"^\| {name} \| {re.escape(version)}\b", README, re.MULTILINE)
+
+
+def test_tables_show_what_was_measured():
+    found = [name for text in DOCUMENTS.values() for name in re.findall(r"<!-- table: (\S+) -->", text)]
+    assert {"operations", "linear_cross_entropy", "qwen3_step", "first_step", "host"} <= set(found) <= set(tables.TABLES)
+    assert sum(len(tables.BLOCK.findall(text)) for text in DOCUMENTS.values()) == len(found)
+    assert tables.main(["--check", *(str(ROOT / name) for name in DOCUMENTS)]) == 0
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", DOCUMENTS[name]):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_nothing_belongs_to_one_machine(name):
+    text = DOCUMENTS[name]
+    assert not re.findall(r"(?<![\w.])(?:/work|/tmp|/home|/root|/mnt|/usr|/opt|~)/", text)
+    assert not re.findall(r"index-url|find-links|trusted-host", text)
+    hosts = set(re.findall(r"https?://([\w.-]+)", text))
+    assert hosts <= {"127.0.0.1", "huggingface.co", "github.com", "arxiv.org", "docs.nvidia.com"}
