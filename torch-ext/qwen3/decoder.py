@@ -135,7 +135,7 @@ def _finish(layer, attended, residual, shape):
             total = torch.addmm(residual, attended, o_weight[0].t())
         else:
             total = o_proj(attended.view(*shape, -1)).reshape(residual.shape) + residual
-        return norm_mlp(total, norm_weight, *mlp_weights, eps).view(*shape, -1)
+        return norm_mlp(total.view(*shape, -1), norm_weight, *mlp_weights, eps)
     output = o_proj(attended.view(*shape, -1))
     normed, total = add_rms_norm(output, residual.view(output.shape), norm_weight, eps)
     return mlp(normed) + total

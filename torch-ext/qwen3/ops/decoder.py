@@ -9,6 +9,7 @@ GEMMs, and the residual's gradient by the RMSNorm's backward kernel, so no separ
 from typing import Optional, Sequence, Tuple
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from .common import describe, fail
@@ -32,6 +33,7 @@ class _NormLinears(torch.autograd.Function):
         return (*[linear(y, weight) for weight in weights], x.view_as(x))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):
         x, norm_weight, rstd, *weights = ctx.saved_tensors
         grads, dresidual = grads[:-1], grads[-1]
@@ -49,15 +51,21 @@ class _NormLinears(torch.autograd.Function):
 class _NormMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm_weight, eps, gate_weight, up_weight, down_weight):
+        ctx.shape, x = x.shape, x.reshape(-1, x.shape[-1])
         y, rstd = rms_norm_forward(x, norm_weight, eps)
         gate, up = linear(y, gate_weight), linear(y, up_weight)
         del y
         ctx.save_for_backward(x, norm_weight, rstd, gate, up, gate_weight, up_weight, down_weight)
-        return torch.addmm(x, swiglu_forward(gate, up), down_weight.t())
+        # Not a view of the flat result: FSDP's hooks warn of a module that returns a view.
+        out = torch.empty(ctx.shape, dtype=x.dtype, device=x.device)
+        torch.addmm(x, swiglu_forward(gate, up), down_weight.t(), out=out.view(x.shape))
+        return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout):
         x, norm_weight, rstd, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors
+        dout = dout.reshape(x.shape)
         _, need_norm, _, need_gate, need_up, need_down = ctx.needs_input_grad
         dgate, dup, hidden = swiglu_backward_recompute(torch.mm(dout, down_weight), gate, up)
         dgate_weight = dup_weight = None
@@ -71,7 +79,7 @@ class _NormMLP(torch.autograd.Function):
         dy = _input_gradient((dgate, dup), (gate_weight, up_weight))
         del dgate, dup
         dx, dnorm = add_rms_norm_backward(dy, dout, x, norm_weight, rstd, need_norm)
-        return dx, dnorm if need_norm else None, None, dgate_weight, dup_weight, ddown_weight
+        return dx.view(ctx.shape), dnorm if need_norm else None, None, dgate_weight, dup_weight, ddown_weight
 
 
 def norm_linears(
@@ -83,6 +91,8 @@ def norm_linears(
     ([tokens, features], ..., x). Use the x that is returned behind the projections: its gradient is then added for nothing.
     Differentiable in all of them. Raises ValueError when shapes, dtypes or devices do not fit.
     """
+    if x.dim() != 2:
+        fail("x", describe(x), "[tokens, hidden]")
     _check(x, norm_weight, {f"weights[{i}]": (w, (None, x.shape[-1])) for i, w in enumerate(weights)})
     return _NormLinears.apply(x, norm_weight, float(eps), *weights)
 
@@ -97,8 +107,8 @@ def norm_mlp(
 ) -> torch.Tensor:
     """x + down(silu(gate(n)) * up(n)) with n = RMSNorm(x).
 
-    x: [tokens, hidden]; norm_weight: [hidden]; gate_weight, up_weight: [intermediate, hidden]; down_weight: [hidden,
-    intermediate]; all of one dtype and device. Returns [tokens, hidden]. Differentiable in all of them.
+    x: [..., hidden]; norm_weight: [hidden]; gate_weight, up_weight: [intermediate, hidden]; down_weight: [hidden,
+    intermediate]; all of one dtype and device. Returns [..., hidden]. Differentiable in all of them.
     Raises ValueError when shapes, dtypes or devices do not fit.
     """
     hidden, intermediate = x.shape[-1], gate_weight.shape[0]
@@ -112,10 +122,8 @@ def norm_mlp(
 
 
 def _check(x: torch.Tensor, norm_weight: torch.Tensor, weights: dict) -> None:
-    if x.dim() != 2:
-        fail("x", describe(x), "[tokens, hidden]")
     expected: Tuple[Optional[int], ...]
-    for name, (weight, expected) in {"norm_weight": (norm_weight, (x.shape[1],)), **weights}.items():
+    for name, (weight, expected) in {"norm_weight": (norm_weight, x.shape[-1:]), **weights}.items():
         fits = weight.dim() == len(expected) and all(e in (None, n) for e, n in zip(expected, weight.shape))
         if not fits or weight.dtype != x.dtype or weight.device != x.device:
             fail(name, describe(weight), f"{x.dtype} {[n or 'any' for n in expected]} on {x.device}")

@@ -7,6 +7,7 @@ import functools
 from typing import Tuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import GRID_MAX, Kernel
@@ -208,6 +209,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
         need = ctx.needs_input_grad[1]
@@ -223,6 +225,7 @@ class _AddRMSNorm(torch.autograd.Function):
         return y, total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy, dtotal):
         total, weight, rstd = ctx.saved_tensors
         need = ctx.needs_input_grad[2]

@@ -4,6 +4,7 @@ import functools
 from typing import Tuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ..runtime.artifacts import Variant
 from ..runtime.device import kernels_run_on, multiprocessors
@@ -211,6 +212,7 @@ class _Rotary(torch.autograd.Function):
         return rotary_forward(q, k, cos, sin, heads_dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dq, dk):
         cos, sin = ctx.saved_tensors
         return (*rotary_backward(dq, dk, cos, sin, ctx.heads_dim), None, None, None)
@@ -224,6 +226,7 @@ class _QKNormRotary(torch.autograd.Function):
         return qk_norm_rotary_forward(q, k, q_weight, k_weight, cos, sin, eps)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dq, dk):
         return (*qk_norm_rotary_backward(dq, dk, *ctx.saved_tensors, ctx.eps), None, None, None)
 

@@ -3,6 +3,7 @@
 from typing import Tuple
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
@@ -100,6 +101,7 @@ class _SwiGLU(torch.autograd.Function):
         return swiglu_forward(gate, up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout):
         return swiglu_backward(dout, *ctx.saved_tensors)
 
@@ -126,6 +128,7 @@ class _MLP(torch.autograd.Function):
         return linear(swiglu_forward(gate, up), down_weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors
         dx = dgate_weight = dup_weight = ddown_weight = None
