@@ -53,3 +53,43 @@ def test_mlp(qwen3, dtype):
 @pytest.mark.parametrize("case", checks.LOSS_CASES, ids=str)
 def test_linear_cross_entropy_options(qwen3, dtype, case):
     checks.check_linear_cross_entropy(qwen3, DEVICE, dtype, 60, 32, 1001, **case)
+
+
+def test_a_second_derivative_is_refused(qwen3):
+    x = checks.leaf(checks.randn(3, 8, dtype=torch.float64, device=DEVICE))
+    (gradient,) = torch.autograd.grad(qwen3.rms_norm(x, torch.ones(8, dtype=torch.float64)).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
+def test_gradients_in_float64(qwen3):
+    """The analytic gradients against finite differences."""
+
+    def leaf(*shape, seed=0):
+        return checks.leaf(checks.randn(*shape, dtype=torch.float64, device=DEVICE, seed=seed))
+
+    check = torch.autograd.gradcheck
+    assert check(lambda x, w: qwen3.rms_norm(x, w), (leaf(2, 3, 8), leaf(8, seed=1)))
+    assert check(lambda x, r, w: qwen3.add_rms_norm(x, r, w), (leaf(3, 8), leaf(3, 8, seed=1), leaf(8, seed=2)))
+    assert check(qwen3.swiglu, (leaf(3, 5), leaf(3, 5, seed=1)))
+    assert check(qwen3.mlp, (leaf(3, 4), leaf(6, 4, seed=1), leaf(6, 4, seed=2), leaf(4, 6, seed=3)))
+    cos, sin = (checks.randn(1, 3, 8, dtype=torch.float64, device=DEVICE, seed=i) for i in (7, 8))
+    assert check(lambda q, k: qwen3.rotary(q, k, cos, sin), (leaf(2, 4, 3, 8), leaf(2, 2, 3, 8, seed=1)))
+    weights = leaf(8, seed=3), leaf(8, seed=4)
+    assert check(lambda q, k, a, b: qwen3.qk_norm_rotary(q, k, a, b, cos, sin), (leaf(2, 3, 4, 8), leaf(2, 3, 2, 8, seed=1), *weights))
+    target = torch.tensor([1, -100, 4, 0])
+    for options in ({}, {"reduction": "none"}, {"label_smoothing": 0.1, "softcap": 2.0, "lse_square_scale": 0.1}):
+        assert check(
+            lambda h, w, b: qwen3.linear_cross_entropy(h, w, target, b, **options),  # noqa: B023
+            (leaf(4, 3), leaf(5, 3, seed=1), leaf(5, seed=2)),
+        )
+
+
+def test_a_second_backward_pass_gives_the_same(qwen3):
+    """retain_graph: the loss gives its gradients away and computes them anew."""
+    hidden, weight = (checks.leaf(checks.randn(n, 8, dtype=torch.float32, device=DEVICE, seed=n)) for n in (6, 11))
+    loss = qwen3.linear_cross_entropy(hidden, weight, torch.arange(6))
+    first = torch.autograd.grad(loss, (hidden, weight), torch.tensor(0.5), retain_graph=True)
+    kept = [g.clone() for g in first]
+    second = torch.autograd.grad(loss, (hidden, weight), torch.tensor(0.5))
+    assert all(torch.equal(a, b) for a, b in zip(kept, second)) and all(torch.equal(a, b) for a, b in zip(kept, first))

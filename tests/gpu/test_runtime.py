@@ -1,0 +1,185 @@
+"""What surrounds a launch on a real GPU: streams, graphs, threads, devices, determinism, and nothing but torch to import."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import op_checks as checks
+from tests.tolerances import assert_close
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def norm_step(ops, x, weight):
+    """y and both gradients."""
+    x, weight = checks.leaf(x), checks.leaf(weight)
+    y = ops.rms_norm(x, weight)
+    y.backward(torch.ones_like(y))
+    return y.detach(), x.grad, weight.grad
+
+
+def inputs(rows=64, columns=1024, device="cuda", seed=0):
+    x = checks.randn(rows, columns, dtype=torch.bfloat16, device=device, seed=seed)
+    return x, checks.randn(columns, dtype=torch.bfloat16, device=device, seed=seed + 1)
+
+
+def test_runs_on_the_current_stream(ops):
+    x, weight = inputs(4096, 4096)
+    expected = norm_step(ops, x, weight)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)  # a launch on another stream would overtake this
+        y = x.clone()
+        found = norm_step(ops, y, weight)
+    stream.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(expected, found))
+
+
+def test_a_training_step_is_captured_in_a_cuda_graph(ops):
+    """After a warm-up. Replaying computes anew from what stands in the inputs then."""
+    x, weight = checks.leaf(inputs()[0]), checks.leaf(inputs()[1])
+    gate = checks.leaf(inputs(seed=3)[0])
+    target = torch.randint(0, 512, (64,), device="cuda")
+    head = checks.leaf(checks.randn(512, 1024, dtype=torch.bfloat16, device="cuda", seed=9, scale=0.03))
+    leaves = (x, weight, gate, head)
+
+    def step():
+        loss = ops.linear_cross_entropy(ops.swiglu(gate, ops.rms_norm(x, weight)), head, target)
+        return (loss, *torch.autograd.grad(loss, leaves))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    with torch.no_grad():
+        x.copy_(inputs(seed=5)[0])
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(results, step()))
+
+
+def test_threads_launch_at_once(ops):
+    cases = [inputs(32 + i, 1024, seed=i) for i in range(8)]
+    expected = [norm_step(ops, *case) for case in cases]
+    found: list = [None] * len(cases)
+
+    def work(i):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                found[i] = norm_step(ops, *cases[i])
+            torch.cuda.current_stream().synchronize()
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for mine, theirs in zip(found, expected):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_launches_on_the_device_of_the_tensor(ops):
+    """The current device stays what it is."""
+    expected = norm_step(ops, *inputs())
+    found = norm_step(ops, *inputs(device="cuda:1"))
+    assert torch.cuda.current_device() == 0 and found[0].device.index == 1
+    assert all(torch.equal(a, b.to("cuda:0")) for a, b in zip(expected, found))
+
+
+def test_two_runs_give_the_same_bits(ops):
+    x, weight = inputs(3001, 4096)
+    first, second = norm_step(ops, x, weight), norm_step(ops, x, weight)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    q, k = (checks.randn(2, 513, h, 128, dtype=torch.bfloat16, device="cuda") for h in (32, 8))
+    cos = checks.randn(1, 513, 128, dtype=torch.bfloat16, device="cuda", seed=4)
+    runs = []
+    for _ in range(2):
+        leaves = [checks.leaf(t) for t in (q, k, weight[:128].clone(), weight[128:256].clone())]
+        results = ops.qk_norm_rotary(*leaves, cos, cos)
+        torch.autograd.backward(results, [torch.ones_like(r) for r in results])
+        runs.append([*results, *[leaf.grad for leaf in leaves]])
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+def test_a_label_outside_the_vocabulary_counts_like_ignore_index(ops):
+    """Nothing is read or written outside, nothing is NaN, and no one waits for the device to find out."""
+    hidden, weight = (checks.leaf(checks.randn(n, 64, dtype=torch.bfloat16, device="cuda", seed=n, scale=0.1)) for n in (7, 33))
+    target = torch.tensor([1, 2, 33, -5, 10**12, 5, -100], device="cuda")
+    kept = torch.where((target >= 0) & (target < 33), target, -100)
+    losses = []
+    for labels in (target, kept):
+        hidden.grad = weight.grad = None
+        loss = ops.linear_cross_entropy(hidden, weight, labels)
+        loss.backward()
+        losses.append((loss.detach(), hidden.grad, weight.grad))
+    assert all(torch.equal(a, b) and torch.isfinite(a).all() for a, b in zip(*losses))
+
+
+def test_the_gradient_of_the_weight_is_as_exact_with_many_chunks(ops, monkeypatch):
+    """At most 1.6 times the error of one bf16 GEMM over all tokens. Every class gets gradients from every chunk here, the worst
+    case; the sums inside one GEMM are fp32, which PyTorch leaves to cuBLAS otherwise."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+    for tokens in (2048, 5000, 8192, 16384, 40000):
+        hidden = checks.leaf(checks.randn(tokens, 256, dtype=torch.bfloat16, device="cuda"))
+        weight = checks.leaf(checks.randn(4096, 256, dtype=torch.bfloat16, device="cuda", seed=1, scale=0.06))
+        target = torch.randint(0, 4096, (tokens,), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+        ops.linear_cross_entropy(hidden, weight, target, reduction="sum").backward()
+        logits = (hidden.detach() @ weight.detach().t()).double()
+        dlogits = torch.softmax(logits, -1)
+        dlogits[torch.arange(tokens, device="cuda"), target] -= 1
+        rounded = dlogits.bfloat16()
+        exact = rounded.double().t() @ hidden.detach().double()
+        whole = rounded.t() @ hidden.detach()
+        error, one = ((g.double() - exact).norm() / exact.norm() for g in (weight.grad, whole))
+        assert error <= 1.6 * one + 1e-4, f"{tokens} tokens: {error:.2e}, one GEMM {one:.2e}"
+
+
+def test_needs_no_compiler_and_no_triton(ops):
+    """The package trains where cuda.tile, triton and nvcc cannot be had."""
+    script = f"""
+        import os, sys
+        os.environ["PATH"] = "/nowhere"
+        for absent in ("triton", "cuda.tile", "liger_kernel"):
+            sys.modules[absent] = None
+        from pathlib import Path
+        import torch
+        from kernels import get_local_kernel
+        os.environ["BASTILE_STRICT"] = "1"
+        qwen3 = get_local_kernel(Path({str(ROOT)!r}), backend="cuda")
+        x = torch.randn(8, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        w = torch.ones(1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        qwen3.rms_norm(x, w).sum().backward()
+        assert x.grad.isfinite().all() and sys.modules["triton"] is None
+        print("ok")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.strip().endswith("ok"), done.stderr[-2000:]
+
+
+def test_more_than_2_31_elements(ops):
+    """Addresses are 64-bit: the last rows of a tensor of 2^31 + elements are right."""
+    rows, columns = 2**31 // 4096 + 33, 4096
+    if torch.cuda.mem_get_info()[0] < 6 * rows * columns:
+        pytest.skip("needs 13 GB")
+    x = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda")
+    x[-64:] = inputs(64, columns)[0]
+    weight = inputs(64, columns)[1]
+    y = ops.rms_norm(x, weight)
+    assert_close(y[-64:], checks.rms_norm_exact(x[-64:].double(), weight.double(), 1e-6), torch.bfloat16)
+    gate = x.view(-1)
+    out = ops.swiglu(gate, gate)
+    tail = gate[-4096:].double()
+    assert_close(out[-4096:], torch.nn.functional.silu(tail) * tail, torch.bfloat16)

@@ -1,0 +1,81 @@
+"""Training on the GPU: the losses of the kernelized model are those of the model as it is."""
+
+import pytest
+import torch
+
+from tests.models import Step, tiny_model
+
+STEPS = 20
+
+
+def model_of(dtype=torch.bfloat16, **changes):
+    """Four layers with the head_dim of the Qwen3 family."""
+    sizes = {
+        "vocab_size": 8192,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }
+    return tiny_model(dtype, **{**sizes, **changes}).cuda()
+
+
+def tokens(batch, length, vocabulary=8192):
+    """Text that can be learned: every sequence counts up from its own number."""
+    start = torch.randint(1, vocabulary // 2, (batch, 1), generator=torch.Generator().manual_seed(3))
+    return ((start + torch.arange(length)) % vocabulary).cuda()
+
+
+def losses(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    found = []
+    for step in range(STEPS):
+        ids = tokens(4, 256 + step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def test_losses_stay_within_half_a_percent(ops):
+    expected = losses(model_of())
+    model = ops.kernelize(model_of())
+    found = losses(model)
+    assert expected[-1] < 0.8 * expected[0], "the model learns nothing, so equal losses would say nothing"
+    for step, (mine, theirs) in enumerate(zip(found, expected)):
+        assert abs(mine - theirs) <= 5e-3 * theirs, f"step {step}: loss {mine}, expected {theirs}"
+
+
+@pytest.mark.parametrize("way", ("apply", "apply without the decoder layer", "kernelize"))
+def test_gradients_of_a_step_in_fp32(ops, way):
+    ids = tokens(2, 129)
+    model = model_of(torch.float32)
+    expected = Step(model, input_ids=ids, labels=ids)
+    try:
+        if way == "kernelize":
+            ops.kernelize(model)
+        else:
+            ops.apply(decoder_layer=way == "apply")
+        Step(model, input_ids=ids, labels=ids).assert_same(expected, 10)
+    finally:
+        ops.reset()
+
+
+def test_generates_the_same_tokens(ops):
+    model = model_of(torch.float32).eval()
+    prompt = tokens(2, 9)
+    expected = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    ops.kernelize(model)
+    assert torch.equal(model.generate(prompt, max_new_tokens=12, do_sample=False), expected)
+
+
+def test_warm_up_loads_what_a_step_needs(ops):
+    model = ops.kernelize(model_of())
+    ops.warmup_all_kernels(model)
+    ops.warmup_all_kernels()
+    ids = tokens(1, 64)
+    assert torch.isfinite(model(input_ids=ids, labels=ids).loss)
