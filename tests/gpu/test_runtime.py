@@ -128,22 +128,26 @@ def test_a_label_outside_the_vocabulary_counts_like_ignore_index(ops):
     assert all(torch.equal(a, b) and torch.isfinite(a).all() for a, b in zip(*losses))
 
 
-@pytest.mark.parametrize("tokens", (2048, 5000, 8192, 16384, 40000))
+@pytest.mark.parametrize("tokens", (2048, 5000, 8192, 16384))
 def test_the_gradient_of_the_weight_is_as_exact_with_many_chunks(ops, tokens):
-    """At most 1.6 times the error of one bf16 GEMM over all tokens. Every class gets gradients from every chunk here, which is
-    the worst case."""
+    """At most 1.6 times the error of one bf16 GEMM over all tokens, at Qwen3's vocabulary."""
+    classes = 151936
     loss = sys.modules[f"{ops.__name__}.ops.linear_cross_entropy"]
-    hidden = checks.leaf(checks.randn(tokens, 256, dtype=torch.bfloat16, device="cuda"))
-    weight = checks.leaf(checks.randn(4096, 256, dtype=torch.bfloat16, device="cuda", seed=1, scale=0.06))
-    target = torch.randint(0, 4096, (tokens,), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+    hidden = checks.leaf(checks.randn(tokens, 128, dtype=torch.bfloat16, device="cuda"))
+    weight = checks.leaf(checks.randn(classes, 128, dtype=torch.bfloat16, device="cuda", seed=1, scale=0.09))
+    target = torch.randint(0, classes, (tokens,), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
     ops.linear_cross_entropy(hidden, weight, target, reduction="sum").backward()
     # The logits as the chunks round them: what is compared is the sum behind them.
     chunks = list(loss._chunks(tokens, loss.chunk_tokens(tokens)))
     logits = torch.cat([hidden.detach()[rows] @ weight.detach().t() for rows in chunks])
-    dlogits = torch.softmax(logits.float(), -1)
-    dlogits[torch.arange(tokens, device="cuda"), target] -= 1
-    rounded = dlogits.bfloat16()
-    exact = rounded.double().t() @ hidden.detach().double()
+    exact = torch.zeros(classes, 128, dtype=torch.float64, device="cuda")
+    rounded = torch.empty_like(logits)
+    for rows in chunks:
+        dlogits = torch.softmax(logits[rows].float(), -1)
+        dlogits[torch.arange(dlogits.shape[0], device="cuda"), target[rows]] -= 1
+        rounded[rows] = dlogits.bfloat16()
+        del dlogits
+        exact += rounded[rows].double().t() @ hidden.detach()[rows].double()
     error, one = ((g.double() - exact).norm() / exact.norm() for g in (weight.grad, rounded.t() @ hidden.detach()))
     assert len(chunks) <= 4 and error <= 1.6 * one, f"error {error:.2e} in {len(chunks)} chunks, one GEMM {one:.2e}"
 

@@ -53,8 +53,9 @@ def chunk_tokens(tokens: int) -> int:
     """Tokens in a chunk: 2048, whose logits take 0.6 GB at Qwen3's vocabulary in bf16, and more from 7168 tokens on.
 
     The gradient of the weight is added up in the model's dtype, and each addition rounds, so there are never more than four
-    chunks, and the first is the smallest (`_chunks`): the error is then that of one GEMM times 1.5 at most, where each class
-    gets gradients from all chunks, and 1.1 with labels as text has them.
+    chunks, and the first is the smallest (`_chunks`). Measured on an H200 against float64, at Qwen3's vocabulary: 1.13 times
+    the error of one GEMM at 8192 tokens and 1.24 times at 16384; 1.8 times in the worst case, a small vocabulary whose classes
+    all get gradients from every chunk (cuBLAS rounds a chunk's product before it adds it).
     """
     return min(tokens, max(2048, -(-2 * tokens // (7 * 128)) * 128))
 
