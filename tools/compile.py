@@ -26,11 +26,12 @@ from importlib import metadata
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tools.elf import resources
-from tools.kernel_package import Package, read_package
+from tools.kernel_package import Package, PackageError, read_package
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "cubins"
@@ -151,6 +152,9 @@ def write_atomically(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(data)
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(file.name, 0o666 & ~umask)  # a temporary file is its maker's alone
     os.replace(file.name, path)
 
 
@@ -305,8 +309,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         targets = targets_here() if options.here else parse_targets(options.targets)
         build(read_package(options.package), targets, console, options.workers)
-    except BuildError as error:
-        console.print(f"[red]Build failed.[/] {error}", highlight=False)
+    except (BuildError, PackageError) as error:
+        console.print(f"[red]Build failed.[/] {escape(str(error))}", highlight=False)
         return 1
     return 0
 

@@ -63,7 +63,7 @@ def column_sum(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     out = partial.new_empty(partial.shape[1], dtype=dtype)
     key = (partial.shape, dtype, partial.get_device())
     if not column_sum_kernel.again(key, (partial.data_ptr(), out.data_ptr())):
-        column_sum_kernel.first(key, (partial, out))
+        column_sum_kernel.first(key, (partial, out), (partial, out))
     return out
 
 
@@ -72,3 +72,18 @@ def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous() or (tensor.stride(-1) == 1 and 0 not in tensor.stride()):
         return tensor
     return tensor.contiguous()
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """As `unit_stride`, and a copy too when the address or a stride is not a multiple of 16 bytes: for kernels that exist only in
+    an aligned form."""
+    tensor = unit_stride(tensor)
+    odd = any(step * tensor.element_size() % 16 for step in tensor.stride()[:-1])
+    return tensor.clone(memory_format=torch.contiguous_format) if odd or tensor.data_ptr() % 16 else tensor
+
+
+def need_floats(**tensors: torch.Tensor) -> None:
+    """Raises ValueError for a tensor that is not of a floating point dtype."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            fail(name, describe(tensor), "a floating point tensor")

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from .common import describe, fail
+from .common import describe, fail, need_floats
 from .rms_norm import add_rms_norm_backward, rms_norm_again, rms_norm_forward
 from .swiglu import swiglu_backward_recompute, swiglu_forward
 
@@ -111,6 +111,8 @@ def norm_mlp(
     intermediate]; all of one dtype and device. Returns [..., hidden]. Differentiable in all of them.
     Raises ValueError when shapes, dtypes or devices do not fit.
     """
+    if x.dim() == 0 or gate_weight.dim() != 2:
+        fail("gate_weight", describe(gate_weight), f"[intermediate, hidden] for x, which is {describe(x)}")
     hidden, intermediate = x.shape[-1], gate_weight.shape[0]
     shapes = {
         "gate_weight": (gate_weight, (intermediate, hidden)),
@@ -122,6 +124,7 @@ def norm_mlp(
 
 
 def _check(x: torch.Tensor, norm_weight: torch.Tensor, weights: dict) -> None:
+    need_floats(x=x)
     expected: Tuple[Optional[int], ...]
     for name, (weight, expected) in {"norm_weight": (norm_weight, x.shape[-1:]), **weights}.items():
         fits = weight.dim() == len(expected) and all(e in (None, n) for e, n in zip(expected, weight.shape))

@@ -54,8 +54,8 @@ def chunk_tokens(tokens: int) -> int:
 
     The gradient of the weight is added up in the model's dtype, and each addition rounds, so there are never more than four
     chunks, and the first is the smallest (`_chunks`). Measured on an H200 against float64, at Qwen3's vocabulary: 1.13 times
-    the error of one GEMM at 8192 tokens and 1.24 times at 16384; 1.8 times in the worst case, a small vocabulary whose classes
-    all get gradients from every chunk (cuBLAS rounds a chunk's product before it adds it).
+    the error of one GEMM at 8192 tokens and 1.24 times at 16384; up to 2 times (four roundings) where rows hold large
+    numbers when the small sums of later chunks arrive.
     """
     return min(tokens, max(2048, -(-2 * tokens // (7 * 128)) * 128))
 
@@ -183,17 +183,19 @@ class _TorchChunk(_Chunk):
             self.logits.copy_(gradient)
 
 
-def _run(hidden, weight, bias, target, class_weight, scale, options: Options, needs) -> Tuple[torch.Tensor, Gradients]:
+def _run(hidden, weight, bias, target, class_weight, scale, options: Options, needs, alpha=1.0) -> Tuple[torch.Tensor, Gradients]:
     """The loss of every token, and the gradients of sum(loss * scale) that `needs` asks for (hidden, weight, bias).
 
-    scale: fp32 [1] or [tokens]; None for no gradients.
+    scale: fp32 [1] or [tokens]; None for no gradients. alpha: what the gradients of weight and bias, sums over all tokens, are
+    multiplied by before they are rounded.
     """
     tokens, classes = hidden.shape[0], weight.shape[0]
     acc = wide(hidden.dtype)
     losses = torch.empty(tokens, dtype=acc, device=hidden.device)
     needs = needs if scale is not None else (False, False, False)
-    dhidden = torch.empty_like(hidden) if needs[0] else None
-    dweight = torch.empty_like(weight) if needs[1] else None
+    new = {"dtype": hidden.dtype, "device": hidden.device}
+    dhidden = torch.empty(hidden.shape, **new) if needs[0] else None
+    dweight = torch.empty(weight.shape, **new) if needs[1] else None
     dbias = torch.zeros(classes, dtype=acc, device=hidden.device) if needs[2] else None
     chunk = _KernelChunk if hidden.dtype != torch.float64 and kernels_run_on(hidden) else _TorchChunk
     step = chunk_tokens(tokens)
@@ -213,12 +215,9 @@ def _run(hidden, weight, bias, target, class_weight, scale, options: Options, ne
         if needs[0]:
             torch.mm(logits, weight, out=dhidden[rows])
         if needs[1]:
-            if rows.start == 0:
-                torch.mm(logits.t(), part, out=dweight)
-            else:
-                dweight.addmm_(logits.t(), part)
+            dweight.addmm_(logits.t(), part, beta=0.0 if rows.start == 0 else 1.0, alpha=alpha)
         if needs[2]:
-            dbias += logits.sum(0, dtype=acc)
+            dbias.add_(logits.sum(0, dtype=acc), alpha=alpha)
     if needs[1] and tokens == 0:
         dweight.zero_()
     return losses, Gradients(dhidden, dweight, None if dbias is None else dbias.to(bias.dtype))
@@ -236,12 +235,21 @@ def _multiply(gradient: torch.Tensor, factor: torch.Tensor) -> None:
         gradient.mul_(factor.to(gradient.dtype) if factor.dim() == 0 else factor.view(()).to(gradient.dtype))
 
 
-def _headroom(dtype: torch.dtype, tokens: int) -> float:
-    """What fp16 gradients are multiplied by on their way, so that probabilities divided by the token count do not vanish.
+# fp16 gradients on their way: the loss's scale is brought to this order by a power of two, so that probabilities of 1e-6 stay
+# normal numbers, and sums over tokens are divided by a power of two, so that they do not overflow. The backward pass makes up
+# for both, exactly, where a loss scale (GradScaler) brings the results into fp16's range.
+FP16_HEADROOM = 64.0
 
-    About 8 a token, which is what PyTorch's GradScaler starts with (65536) at 8192 tokens.
-    """
-    return 8.0 * 2.0 ** max(tokens - 1, 1).bit_length() if dtype == torch.float16 else 1.0
+
+def _fp16_factor(scale: torch.Tensor) -> torch.Tensor:
+    """The power of two that brings `scale` to between half of FP16_HEADROOM and all of it; computed on the device."""
+    factor = torch.exp2(torch.floor(torch.log2(FP16_HEADROOM / scale)))
+    return torch.where(scale == 0, 1.0, factor)
+
+
+def _fp16_tokens(tokens: int) -> float:
+    """A power of two that is at least the number of tokens."""
+    return 2.0 ** max(tokens - 1, 1).bit_length()
 
 
 class _Reduced(torch.autograd.Function):
@@ -249,25 +257,33 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, class_weight, scale, options):
-        needs = ctx.needs_input_grad[:3]
-        headroom = _headroom(hidden.dtype, hidden.shape[0])
-        losses, gradients = _run(hidden, weight, bias, target, class_weight, scale * headroom, options, needs)
         ctx.save_for_backward(hidden, weight, bias, target, class_weight, scale)
-        ctx.options, ctx.headroom, ctx.gradients = options, headroom, gradients
+        ctx.options = options
+        losses, ctx.gradients = _Reduced.run(ctx, hidden, weight, bias, target, class_weight, scale)
         return losses.sum() * scale.view(())
+
+    @staticmethod
+    def run(ctx, hidden, weight, bias, target, class_weight, scale):
+        alpha = 1.0
+        if hidden.dtype == torch.float16:
+            scale, alpha = scale * _fp16_factor(scale), 1 / _fp16_tokens(hidden.shape[0])
+        return _run(hidden, weight, bias, target, class_weight, scale, ctx.options, ctx.needs_input_grad[:3], alpha)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
+        hidden, weight, bias, target, class_weight, scale = ctx.saved_tensors
         gradients = ctx.gradients
         # They are scaled in place and given away; a second backward pass (retain_graph) computes them anew.
         ctx.gradients = None
         if gradients is None:
-            hidden, weight, bias, target, class_weight, scale = ctx.saved_tensors
-            needs = ctx.needs_input_grad[:3]
-            gradients = _run(hidden, weight, bias, target, class_weight, scale * ctx.headroom, ctx.options, needs)[1]
-        factor = dloss / ctx.headroom
-        for gradient in gradients:
+            gradients = _Reduced.run(ctx, hidden, weight, bias, target, class_weight, scale)[1]
+        factors = (dloss, dloss, dloss)
+        if hidden.dtype == torch.float16:
+            one = dloss / _fp16_factor(scale).view(())
+            summed = one * _fp16_tokens(hidden.shape[0])
+            factors = (one, summed, summed)
+        for gradient, factor in zip(gradients, factors):
             if gradient is not None:
                 _multiply(gradient, factor)
         return (*gradients, None, None, None, None)
@@ -329,9 +345,9 @@ def linear_cross_entropy(
     _check(hidden, weight, target, bias, class_weight, reduction, ignore_index)
     options = Options(int(ignore_index), float(label_smoothing), float(softcap or 0.0), float(lse_square_scale))
     hidden = hidden.reshape(-1, hidden.shape[-1])
-    target = target.reshape(-1)
+    target = target.reshape(-1).contiguous()
     if class_weight is not None:
-        class_weight = class_weight.to(wide(hidden.dtype))
+        class_weight = class_weight.to(wide(hidden.dtype)).contiguous()
     if reduction == "none" and num_items is None:
         if torch.compiler.is_compiling():
             return _traced(hidden, weight, bias, target, class_weight, options)
@@ -361,6 +377,8 @@ def _scale(target, classes, class_weight, options, reduction, num_items, dtype) 
 
 
 def _check(hidden, weight, target, bias, class_weight, reduction, ignore_index):
+    if hidden.dim() == 0:
+        fail("hidden", describe(hidden), "[..., features]")
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         fail("weight", describe(weight), f"[classes, {hidden.shape[-1]}] for hidden, which is {describe(hidden)}")
     if hidden.dtype != weight.dtype or not hidden.is_floating_point():

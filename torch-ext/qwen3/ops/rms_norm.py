@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import GRID_MAX, Kernel
-from .common import column_sum, describe, fail, traceable, unit_stride, wide
+from .common import aligned, column_sum, describe, fail, need_floats, traceable, unit_stride, wide
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -75,11 +75,11 @@ def _look(*tensors: torch.Tensor) -> tuple:
     return tuple(key)
 
 
-def _in_parts(kernel: Kernel, key: tuple, rows: int, tensors, *numbers) -> None:
+def _in_parts(kernel: Kernel, key: tuple, rows: int, originals, tensors, *numbers) -> None:
     """Launches over all rows; past the largest grid in several launches. The weight, of one dimension less, stays whole."""
     if rows <= GRID_MAX:
         if rows:
-            kernel.first(key, tensors, *numbers)
+            kernel.first(key, originals, tensors, *numbers)
         return
     for start in range(0, rows, GRID_MAX):
         part = slice(start, start + GRID_MAX)
@@ -103,7 +103,8 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
         if _forward_kernel.again(key, addresses, (eps,)):
             return y, rstd
     rows = _rows(x)
-    _in_parts(_forward_kernel, key, rows.shape[0], (rows, weight, y.view(rows.shape), rstd), eps)
+    tensors = (rows, unit_stride(weight), y.view(rows.shape), rstd)
+    _in_parts(_forward_kernel, key, rows.shape[0], (x, weight, y, rstd), tensors, eps)
     return y, rstd
 
 
@@ -124,12 +125,14 @@ def _backward_launch(kernel, grads, x, weight, rstd, need_dweight) -> Pair:
     rows = x.numel() // length
     dx, partial = torch.empty(x.shape, dtype=x.dtype, device=x.device), _partial(x, rows, length)
     key = _look(x, weight, *grads)
+    originals = (dx, *grads, x, weight, rstd, partial)
     again = False
     if x.is_contiguous() and all(g.is_contiguous() for g in grads):
-        addresses = [t.data_ptr() for t in (dx, *grads, x, weight, rstd, partial)]
-        again = kernel.again(key, addresses)
+        again = kernel.again(key, [t.data_ptr() for t in originals])
     if not again:
-        kernel.first(key, (dx.view(rows, length), *map(_rows, grads), _rows(x), weight, rstd, partial))
+        fit = aligned if kernel is _add_backward_kernel else unit_stride
+        inputs = [fit(_rows(t)) for t in (*grads, x)]
+        kernel.first(key, originals, (dx.view(rows, length), *inputs, fit(weight), rstd, partial))
     return dx, column_sum(partial, weight.dtype) if need_dweight else weight.new_empty(weight.shape)
 
 
@@ -146,10 +149,10 @@ def _again(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor) -> torch.T
     """y of [rows, length] from what the forward pass saved, bit for bit."""
     if not _fused(x, weight):
         return weight * (x.to(wide(x.dtype)) * rstd[:, None]).to(x.dtype)
-    y = torch.empty_like(x)
-    key = _look(x, weight)
-    if not _apply_kernel.again(key, (x.data_ptr(), weight.data_ptr(), y.data_ptr(), rstd.data_ptr())):
-        _in_parts(_apply_kernel, key, x.shape[0], (x, weight, y, rstd))
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    key, originals = _look(x, weight), (x, weight, y, rstd)
+    if not _apply_kernel.again(key, [t.data_ptr() for t in originals]):
+        _in_parts(_apply_kernel, key, x.shape[0], originals, (aligned(x), aligned(weight), y, rstd))
     return y
 
 
@@ -158,13 +161,13 @@ def _add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     if not _fused(x, weight) or x.numel() == 0:
         total = x + residual
         return (total, *_forward(total, weight, eps))
-    rows, residual = _rows(x), _rows(residual)
+    rows, residual, weight = aligned(_rows(x)), aligned(_rows(residual)), aligned(weight)
     total, y = (torch.empty(rows.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     rstd = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
     tensors = (rows, residual, weight, total, y, rstd)
     key = _look(rows, residual, weight)
     if not _add_forward_kernel.again(key, [t.data_ptr() for t in tensors], (eps,)):
-        _in_parts(_add_forward_kernel, key, rows.shape[0], tensors, eps)
+        _in_parts(_add_forward_kernel, key, rows.shape[0], tensors, tensors, eps)
     return total.view(x.shape), y.view(x.shape), rstd
 
 
@@ -259,7 +262,4 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
         fail("weight", describe(weight), f"one value for each of the last dimension of x, which is {describe(x)}")
     if x.device != weight.device:
         fail("weight", describe(weight), f"on the device of x, {x.device}")
-    if not x.is_floating_point():
-        fail("x", describe(x), "a floating point tensor")
-    if not weight.is_floating_point():
-        fail("weight", describe(weight), "a floating point tensor")
+    need_floats(x=x, weight=weight)

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from ..runtime.artifacts import Variant
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
-from .common import column_sum, describe, fail, traceable, unit_stride
+from .common import aligned, column_sum, describe, fail, need_floats, traceable, unit_stride
 from .rms_norm import rms_norm_backward_reference, rms_norm_reference
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
@@ -119,8 +119,8 @@ def _norm_forward(
     outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     key, tensors = _look(q, k, q_weight, k_weight, cos, sin), (q, k, *outs, q_weight, k_weight, cos, sin)
     if not _norm_forward_kernel.again(key, [t.data_ptr() for t in tensors], (eps,)) and q.numel():
-        views = (*map(_tokens, tensors[:4]), q_weight, k_weight, *_tables(cos, sin))
-        _launch_views(_norm_forward_kernel, key, tensors, views, eps)
+        flat = (*map(_tokens, tensors[:4]), q_weight, k_weight, *_tables(cos, sin))
+        _norm_forward_kernel.first(key, tensors, list(map(aligned, flat)), eps)
     return outs[0].transpose(1, 2), outs[1].transpose(1, 2)
 
 
@@ -129,14 +129,6 @@ def _look(*tensors: torch.Tensor) -> tuple:
     for tensor in tensors:
         key += (tensor.shape, tensor.stride())
     return tuple(key)
-
-
-def _launch_views(kernel, key, tensors, views, *numbers) -> None:
-    """Launches on the views; remembers how if they are views of the tensors, and not copies."""
-    if all(view.data_ptr() == tensor.data_ptr() for view, tensor in zip(views, tensors)):
-        kernel.first(key, views, *numbers)
-    else:
-        kernel(views, *numbers)
 
 
 def _norm_backward(
@@ -166,8 +158,8 @@ def _norm_backward(
     partials = tuple(torch.empty((rows, q.shape[3]), dtype=torch.float32, device=q.device) for rows in (q_rows, k_rows))
     key, tensors = _look(dq, dk, q, k, q_weight, k_weight, cos, sin), (dq, dk, q, k, *outs, q_weight, k_weight, cos, sin, *partials)
     if not _norm_backward_kernel.again(key, [t.data_ptr() for t in tensors], (eps,)):
-        views = (*map(_tokens, tensors[:6]), q_weight, k_weight, *_tables(cos, sin), *partials)
-        _launch_views(_norm_backward_kernel, key, tensors, views, eps)
+        flat = (*map(_tokens, tensors[:6]), q_weight, k_weight, *_tables(cos, sin), *partials)
+        _norm_backward_kernel.first(key, tensors, list(map(aligned, flat)), eps)
     return (*outs, column_sum(partials[0], q_weight.dtype), column_sum(partials[1], k_weight.dtype))
 
 
@@ -276,6 +268,7 @@ def qk_norm_rotary(
 
 
 def _check(q, k, cos, sin, heads_dim):
+    need_floats(q=q, k=k, cos=cos, sin=sin)
     if q.dim() != 4 or q.shape[-1] % 2:
         fail("q", describe(q), "four dimensions with an even head_dim")
     batch, tokens, width = q.shape[0], q.shape[3 - heads_dim], q.shape[-1]

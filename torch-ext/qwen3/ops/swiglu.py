@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import describe, fail, traceable, wide
+from .common import describe, fail, need_floats, traceable, wide
 
 SLAB = 2**30  # elements of one launch: offsets into a flat array are 32-bit
 
@@ -33,7 +33,7 @@ def _launch(kernel: Kernel, *tensors: torch.Tensor) -> None:
         return
     flat = [tensor.view(-1) for tensor in tensors]
     if count <= SLAB:
-        kernel.first(key, flat)
+        kernel.first(key, tensors, flat)
         return
     for start in range(0, count, SLAB):
         kernel([tensor[start : start + SLAB] for tensor in flat])
@@ -114,6 +114,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """
     if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device:
         fail("up", describe(up), f"like gate, which is {describe(gate)}")
+    need_floats(gate=gate)
     return _SwiGLU.apply(gate, up)
 
 
@@ -150,6 +151,9 @@ def mlp(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, dow
     x: [..., hidden]; gate_weight, up_weight: [intermediate, hidden]; down_weight: [hidden, intermediate], all of one dtype and
     device. Returns [..., hidden]. Differentiable in all four. Raises ValueError when shapes, dtypes or devices do not fit.
     """
+    need_floats(x=x)
+    if x.dim() == 0 or gate_weight.dim() != 2:
+        fail("gate_weight", describe(gate_weight), f"[intermediate, hidden] for x, which is {describe(x)}")
     expected = (gate_weight.shape[0], x.shape[-1])
     for name, weight, shape in (
         ("gate_weight", gate_weight, expected),

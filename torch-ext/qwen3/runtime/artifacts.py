@@ -79,8 +79,12 @@ class Artifacts:
                 raise ArtifactError(f"{path} is missing: this copy of the package was built without GPU kernels") from None
             except ValueError as error:
                 raise ArtifactError(f"{path} is damaged ({error}). Delete the package and download it again") from None
-            if manifest.get("format") != FORMAT:
-                raise ArtifactError(f"{path} has format {manifest.get('format')!r}, expected {FORMAT}")
+            if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+                found = manifest.get("format") if isinstance(manifest, dict) else manifest
+                raise ArtifactError(f"{path} has format {found!r}, expected {FORMAT}. Delete the package and download it again")
+            missing = [name for name in ("architectures", "files", "kernels") if not isinstance(manifest.get(name), dict)]
+            if missing:
+                raise ArtifactError(f"{path} is damaged (no {', '.join(missing)}). Delete the package and download it again")
             self._manifest = manifest
         return self._manifest
 

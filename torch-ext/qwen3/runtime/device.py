@@ -59,9 +59,9 @@ def _probe(index: int) -> bool:
     try:
         _check(index)
     except (ArtifactError, DriverError, KernelsUnavailable) as error:
-        message = f"Bastile's kernels do not run on cuda:{index} and PyTorch's operations take their place: {error}."
         if os.environ.get("BASTILE_STRICT") == "1":
-            raise KernelsUnavailable(f"{message} (BASTILE_STRICT=1 makes this an error.)") from error
+            raise KernelsUnavailable(f"Bastile's kernels do not run on cuda:{index}: {error} (BASTILE_STRICT=1 makes this an error)") from error
+        message = f"Bastile's kernels do not run on cuda:{index} and PyTorch's operations take their place: {error}."
         if message not in _warned:
             _warned.add(message)
             warnings.warn(message, RuntimeWarning, stacklevel=4)

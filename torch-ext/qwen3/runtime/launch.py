@@ -112,16 +112,21 @@ class Kernel:
         launch(addresses, floats)
         return True
 
-    def first(self, key: tuple, tensors: Sequence[torch.Tensor], *numbers) -> None:
-        """Launches, and remembers under `key` how, unless a tensor is not aligned to 16 bytes."""
-        if any(tensor.data_ptr() & 15 for tensor in tensors):
+    def first(self, key: tuple, originals: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], *numbers) -> None:
+        """Launches on the tensors, and remembers under `key` how.
+
+        originals: the tensors whose addresses `again` will get. Nothing is remembered where one of them was copied to make it fit,
+        or is not aligned to 16 bytes.
+        """
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if any(o.data_ptr() != address or address & 15 for o, address in zip(originals, addresses)):
             self(tensors, *numbers)
             return
         launch = self._prepare(tensors, numbers)
         if len(self._prepared) >= KEPT:
             self._prepared.clear()
         self._prepared[key] = launch
-        launch([tensor.data_ptr() for tensor in tensors], [n for n in numbers if type(n) is float])
+        launch(addresses, [n for n in numbers if type(n) is float])
 
     def select(self, tensors: Sequence[torch.Tensor], *numbers) -> Variant:
         """The variant that a call with these arguments launches. Raises PromiseError, naming what each variant lacks."""
