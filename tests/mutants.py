@@ -1,0 +1,498 @@
+"""Errors to plant in the kernels and in the operations, and the cheapest check that must notice each.
+
+A mutant replaces one piece of text inside one function of a copy of the package. The copy runs with the interpreter in the
+driver's place, or in plain PyTorch, and the check compares it with float64. A mutant that survives is a hole in the checks.
+"""
+
+import ast
+import contextlib
+import importlib
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tests import op_checks as checks
+from tests.interpreter.backend import InterpreterBackend, runtime_of
+from tests.op_checks import exact, leaf, randn, rms_norm_exact
+from tests.tolerances import assert_close
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "torch-ext" / "qwen3"
+OPERATIONS = ("rms_norm", "rotary", "qk_norm_rotary", "swiglu", "cross_entropy", "column_sum", "scale")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CPU = "cpu"
+
+
+class Mutant(NamedTuple):
+    """file: `kernel_src/x.py`, or a file of the package; function: where `old`, which must occur there once, becomes `new`.
+    check: of `CHECKS`; kernels: False to run in PyTorch."""
+
+    file: str
+    function: str
+    old: str
+    new: str
+    check: str
+    kernels: bool = True
+
+    def __str__(self):
+        return f"{self.file}:{self.function}: {self.old} -> {self.new}"
+
+
+# ---------------------------------------------------------------- planting
+def functions_of(tree: ast.AST, prefix: str = ""):
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield prefix + node.name, node
+            yield from functions_of(node, f"{prefix}{node.name}.")
+
+
+def plant(source: str, mutant: Mutant) -> str:
+    """The source with the error in it. Raises ValueError when the mutant does not fit the source any more."""
+    nodes = dict(functions_of(ast.parse(source)))
+    if mutant.function not in nodes:
+        raise ValueError(f"{mutant}: there is no such function")
+    lines = source.splitlines(keepends=True)
+    first, last = nodes[mutant.function].lineno - 1, nodes[mutant.function].end_lineno
+    text = "".join(lines[first:last])
+    if text.count(mutant.old) != 1:
+        raise ValueError(f"{mutant}: the text occurs {text.count(mutant.old)} times, expected once")
+    return "".join([*lines[:first], text.replace(mutant.old, mutant.new), *lines[last:]])
+
+
+def kernel_module(mutant: Mutant) -> types.ModuleType:
+    """The module of kernel_src with the error in it."""
+    path = ROOT / mutant.file
+    module = types.ModuleType(f"kernel_src.{path.stem}")
+    exec(compile(plant(path.read_text(encoding="utf-8"), mutant), str(path), "exec"), module.__dict__)
+    return module
+
+
+@contextlib.contextmanager
+def planted(folder: Path, name: str, mutant: Mutant | None, kernels: bool = True):
+    """A copy of the package, imported from `folder` as `name`, with the error in it. kernels: whether the interpreter runs them."""
+    shutil.copytree(SOURCES, folder / name, ignore=shutil.ignore_patterns("__pycache__", "cubins"))
+    operators = folder / name / "_ops.py"
+    operators.write_text(operators.read_text(encoding="utf-8").replace("bastile_qwen3", name), encoding="utf-8")
+    replaced = {}
+    if mutant is not None and mutant.file.startswith("kernel_src/"):
+        module = kernel_module(mutant)
+        replaced = {module.__name__: sys.modules.get(module.__name__)}
+        sys.modules[module.__name__] = module
+    elif mutant is not None:
+        path = folder / name / mutant.file
+        path.write_text(plant(path.read_text(encoding="utf-8"), mutant), encoding="utf-8")
+    sys.path.insert(0, str(folder))
+    # A result that was never written must not be what an earlier test left in memory: new memory is NaN.
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        package = importlib.import_module(name)
+        if kernels:
+            runtime = runtime_of(package)
+            runtime.launch.backend = InterpreterBackend(runtime, OPERATIONS)
+        yield package
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        sys.path.remove(str(folder))
+        for module in [m for m in sys.modules if m == name or m.startswith(name + ".")]:
+            del sys.modules[module]
+        for module, original in replaced.items():
+            del sys.modules[module]
+            if original is not None:
+                sys.modules[module] = original
+
+
+# ---------------------------------------------------------------- checks that op_checks has no need of
+def check_column_sum(ops):
+    """More rows than a block takes in one step, columns that fill no tile; then other rows."""
+    common = importlib.import_module(f"{ops.__name__}.ops.common")
+    for rows in (600, 3):
+        partial = randn(rows, 37, dtype=FP32, device=CPU)
+        assert_close(common.column_sum(partial, FP32), partial.double().sum(0), FP32, f"column sum of {rows} rows")
+
+
+def check_norm_linears(ops):
+    decoder = importlib.import_module(f"{ops.__name__}.ops.decoder")
+    x, norm = leaf(randn(3, 1024, dtype=BF16, device=CPU)), leaf(randn(1024, dtype=BF16, device=CPU, seed=1) + 1)
+    weights = [leaf(randn(n, 1024, dtype=BF16, device=CPU, seed=2 + n, scale=1 / 32)) for n in (24, 16, 8)]
+    results = decoder.norm_linears(x, norm, weights)
+    grads = [randn(*r.shape, dtype=BF16, device=CPU, seed=9 + i) for i, r in enumerate(results)]
+    torch.autograd.backward(results, grads)
+    x64, norm64, weights64 = exact(x), exact(norm), [exact(w) for w in weights]
+    normed = rms_norm_exact(x64, norm64, 1e-6)
+    results64 = [normed @ w.t() for w in weights64] + [x64 * 1]
+    torch.autograd.backward(results64, [g.double() for g in grads])
+    for found, wanted in zip(results, results64, strict=True):
+        assert_close(found, wanted, BF16, "norm and linears", 2)
+    for found, wanted in zip((x, norm, *weights), (x64, norm64, *weights64), strict=True):
+        assert_close(found.grad, wanted.grad, BF16, "gradient of norm and linears", 2)
+
+
+def check_norm_mlp(ops):
+    decoder = importlib.import_module(f"{ops.__name__}.ops.decoder")
+    x, norm = leaf(randn(3, 1024, dtype=BF16, device=CPU)), leaf(randn(1024, dtype=BF16, device=CPU, seed=1) + 1)
+    shapes = (48, 1024), (48, 1024), (1024, 48)
+    weights = [leaf(randn(*s, dtype=BF16, device=CPU, seed=2 + i, scale=s[1] ** -0.5)) for i, s in enumerate(shapes)]
+    y = decoder.norm_mlp(x, norm, *weights)
+    dy = randn(*y.shape, dtype=BF16, device=CPU, seed=9)
+    y.backward(dy)
+    x64, norm64, weights64 = exact(x), exact(norm), [exact(w) for w in weights]
+    normed = rms_norm_exact(x64, norm64, 1e-6)
+    gate, up = normed @ weights64[0].t(), normed @ weights64[1].t()
+    y64 = x64 + (torch.nn.functional.silu(gate) * up) @ weights64[2].t()
+    y64.backward(dy.double())
+    assert_close(y, y64, BF16, "norm and MLP", 2)
+    for found, wanted in zip((x, norm, *weights), (x64, norm64, *weights64), strict=True):
+        assert_close(found.grad, wanted.grad, BF16, "gradient of norm and MLP", 2)
+
+
+def check_labels_out_of_range(ops):
+    """On a GPU they count like ignore_index: what the CPU's check of the labels keeps from the kernels."""
+    module = importlib.import_module(f"{ops.__name__}.ops.linear_cross_entropy")
+    module._check = lambda *_: None
+    hidden, weight = leaf(randn(5, 8, dtype=FP32, device=CPU)), leaf(randn(17, 8, dtype=FP32, device=CPU, seed=1))
+    target = torch.tensor([3, -7, 17, 2**40, 16])
+    ops.linear_cross_entropy(hidden, weight, target).backward()
+    hidden64, weight64 = exact(hidden), exact(weight)
+    target64 = torch.where((target >= 0) & (target < 17), target, -100)
+    torch.nn.functional.cross_entropy(hidden64 @ weight64.t(), target64).backward()
+    assert_close(hidden.grad, hidden64.grad, FP32, "labels out of range, dhidden")
+    assert_close(weight.grad, weight64.grad, FP32, "labels out of range, dweight")
+
+
+def check_piece_of_minus_infinity(ops):
+    """A bias of -inf over all classes of one tile, as a mask of the vocabulary makes it."""
+    hidden, weight = leaf(randn(2, 4, dtype=FP32, device=CPU)), leaf(randn(4100, 4, dtype=FP32, device=CPU, seed=1))
+    bias = torch.zeros(4100)
+    bias[4096:] = -float("inf")
+    loss = ops.linear_cross_entropy(hidden, weight, torch.tensor([1, 2]), bias)
+    loss.backward()
+    hidden64 = exact(hidden)
+    loss64 = torch.nn.functional.cross_entropy(hidden64 @ weight.detach().double().t() + bias, torch.tensor([1, 2]))
+    loss64.backward()
+    assert_close(loss, loss64, FP32, "loss")
+    assert_close(hidden.grad, hidden64.grad, FP32, "dhidden")
+
+
+def check_second_backward_pass(ops):
+    hidden, weight = leaf(randn(3, 8, dtype=FP32, device=CPU)), leaf(randn(17, 8, dtype=FP32, device=CPU, seed=1))
+    loss = ops.linear_cross_entropy(hidden, weight, torch.tensor([1, 2, 3]))
+    (first,) = torch.autograd.grad(loss, hidden, torch.tensor(0.5), retain_graph=True)
+    first = first.clone()
+    (second,) = torch.autograd.grad(loss, hidden, torch.tensor(0.5))
+    assert_close(second, first.double(), FP32, "second backward pass")
+
+
+def check_fp16_gradients_of_many_tokens(ops):
+    """A probability of 1 / 1500 divided by 2000 tokens is among the last numbers above zero that fp16 has."""
+    checks.check_linear_cross_entropy(ops, CPU, FP16, 2000, 4, 1500, upstream=1.0, ignored=0.0)
+
+
+def _of(check, *arguments, **options):
+    return lambda ops: check(ops, CPU, *arguments, **options)
+
+
+CHECKS = {
+    "column_sum": check_column_sum,
+    "norm_linears": check_norm_linears,
+    "norm_mlp": check_norm_mlp,
+    "labels": check_labels_out_of_range,
+    "minus_infinity": check_piece_of_minus_infinity,
+    "second_backward": check_second_backward_pass,
+    "fp16_loss": check_fp16_gradients_of_many_tokens,
+    "rms_norm": _of(checks.check_rms_norm, FP32, (3, 1024), eps=0.5),
+    "rms_norm_tail": _of(checks.check_rms_norm, BF16, (3, 2560), eps=0.5),
+    "rms_norm_many_rows": _of(checks.check_rms_norm, FP32, (19, 1024)),
+    "rms_norm_short": _of(checks.check_rms_norm, FP32, (81, 64), eps=0.5),
+    "rms_norm_odd": _of(checks.check_rms_norm, FP32, (19, 1030), eps=0.5),
+    "add_rms_norm": _of(checks.check_add_rms_norm, FP16, (3, 1024), eps=0.5),
+    "add_rms_norm_tail": _of(checks.check_add_rms_norm, FP16, (3, 2560), eps=0.5),
+    "add_rms_norm_odd": _of(checks.check_add_rms_norm, FP32, (3, 77)),
+    "rotary": _of(checks.check_rotary, FP32, 2, 3, 16, 8, 128),
+    "rotary_bf16": _of(checks.check_rotary, BF16, 2, 3, 40, 8, 128),
+    "rotary_many_k": _of(checks.check_rotary, BF16, 1, 2, 16, 16, 128),
+    "rotary_odd": _of(checks.check_rotary, FP32, 2, 3, 11, 3, 258),
+    "rotary_odd_half": _of(checks.check_rotary, FP32, 1, 4, 12, 4, 64, half=True),
+    "qk_norm_rotary": _of(checks.check_qk_norm_rotary, FP32, 2, 3, 16, 8, 128),
+    "qk_norm_rotary_bf16": _of(checks.check_qk_norm_rotary, BF16, 2, 3, 40, 8, 128),
+    "qk_norm_rotary_many_k": _of(checks.check_qk_norm_rotary, FP32, 1, 3, 16, 16, 128),
+    "swiglu": _of(checks.check_swiglu, FP32, (2, 1500)),
+    "swiglu_odd": _of(checks.check_swiglu, FP32, (2, 1501)),
+    "mlp": _of(checks.check_mlp, FP32, 33, 64, 160),
+    "mlp_odd": _of(checks.check_mlp, FP32, 33, 64, 33),
+    "loss": _of(checks.check_linear_cross_entropy, FP32, 3, 16, 4107),
+    "loss_ignores_0": _of(checks.check_linear_cross_entropy, FP32, 8, 16, 17, ignore_index=0),
+    "loss_pieces": _of(checks.check_linear_cross_entropy, FP32, 1, 2, 65 * 4096 + 5, ignored=0.0),
+    "loss_none": _of(checks.check_linear_cross_entropy, FP32, 5, 16, 1003, reduction="none"),
+    "loss_items": _of(checks.check_linear_cross_entropy, FP32, 5, 16, 40, num_items=37),
+    "loss_smooth": _of(checks.check_linear_cross_entropy, FP32, 4, 16, 4107, label_smoothing=0.2, class_weight=True),
+    "loss_softcap": _of(checks.check_linear_cross_entropy, FP32, 3, 16, 4107, softcap=3.0),
+    "loss_bias": _of(checks.check_linear_cross_entropy, FP32, 5, 16, 40, bias=True),
+    "loss_chunks": _of(checks.check_linear_cross_entropy, FP32, 2100, 4, 9),
+    "loss_chunks_none": _of(checks.check_linear_cross_entropy, FP32, 2100, 4, 9, reduction="none"),
+    "scale": _of(checks.check_linear_cross_entropy, FP32, 5, 32, 1100, upstream=0.25),
+    "scale_odd": _of(checks.check_linear_cross_entropy, FP32, 5, 31, 1101, upstream=0.25),
+}
+
+
+# ---------------------------------------------------------------- errors in the kernels
+def _in(file, check, function, *pairs, kernels=True):
+    """Mutants of one function: (old, new), or (old, new, another check)."""
+    return [Mutant(file, function, old, new, *(other or [check]), kernels) for old, new, *other in pairs]
+
+
+KERNEL_MUTANTS = [
+    *_in("kernel_src/column_sum.py", "column_sum", "column_sum",
+         ("i * ROWS + ct", "ct"),
+         ("* COLS +", "+"),
+         ("padding_value=0", "padding_value=1"),
+         ("acc + ct.gather", "ct.gather"),
+         ("out.dtype), check_bounds=True", "out.dtype), check_bounds=False")),
+    *_in("kernel_src/scale.py", "scale", "scale_in_place",
+         ("v * f", "v"),
+         ("f != 1.0", "f == 1.0"),
+         ("ct.num_blocks(0)", "2 * ct.num_blocks(0)"),
+         ("i * TILE + ct", "ct"),
+         ("x.dtype), check_bounds=True", "x.dtype), check_bounds=False", "scale_odd")),
+    *_in("kernel_src/swiglu.py", "swiglu", "sigmoid", ("a * (-LOG2E)", "a * LOG2E"), ("a * (-LOG2E)", "-a")),
+    *_in("kernel_src/swiglu.py", "swiglu", "offsets",
+         ("min(ct.bid(0) * (TILE // VECTOR), length // VECTOR - TILE // VECTOR)", "ct.bid(0) * (TILE // VECTOR)"),
+         ("- TILE // VECTOR) * VECTOR", "- TILE // VECTOR)"),
+         ("ct.bid(0) *", "0 *")),
+    *_in("kernel_src/swiglu.py", "swiglu", "forward",
+         ("gate * sigmoid(gate)", "sigmoid(gate)"),
+         (" * up, dtype", ", dtype")),
+    *_in("kernel_src/swiglu.py", "swiglu", "backward",
+         ("1.0 - s", "1.0 + s"),
+         ("s + silu", "s - silu"),
+         ("dout * up", "dout"),
+         ("dout * silu, silu", "dout * s, silu")),
+    *_in("kernel_src/swiglu.py", "swiglu", "swiglu_backward",
+         ("dg, du, _", "du, dg, _"),
+         ("ct.scatter(dup, o, ct.astype(du", "ct.scatter(dup, o, ct.astype(dg")),
+    *_in("kernel_src/swiglu.py", "mlp", "swiglu_backward_recompute", ("forward(g, u", "forward(u, g")),
+    *_in("kernel_src/swiglu.py", "mlp_odd", "swiglu_any_backward_recompute", ("forward(g, u", "forward(u, g")),
+    *_in("kernel_src/swiglu.py", "swiglu_odd", "swiglu_any_forward",
+         ("ct.bid(0) * TILE +", ""),
+         ("out.dtype), check_bounds=True", "out.dtype), check_bounds=False")),
+    *_in("kernel_src/swiglu.py", "swiglu_odd", "swiglu_any_backward", ("read_padded(gate, o), read_padded(up, o)", "read_padded(up, o), read_padded(gate, o)")),
+    *_in("kernel_src/rotary.py", "rotary", "angles",
+         ("token % table.shape[0]", "token"),
+         ("(row, part)", "(row, 0)")),
+    *_in("kernel_src/rotary.py", "rotary", "rotate",
+         ("x1 * c1 - x2 * s1", "x1 * c1 + x2 * s1"),
+         ("x1 * s2", "x2 * s2"),
+         ("x1 * s2", "x1 * s1")),
+    *_in("kernel_src/rotary.py", "rotary", "rotate_back",
+         ("y2 * s2", "y2 * s1"),
+         ("y2 * c2 - y1 * s1", "y2 * c2 + y1 * s1")),
+    *_in("kernel_src/rotary.py", "rotary", "rotate_group",
+         ("if BACKWARD", "if not BACKWARD"),
+         ("write_heads(y, token, group, 1", "write_heads(y, token, group, 0"),
+         ("read_heads(x, token, group, 1", "read_heads(x, token, 0, 1")),
+    *_in("kernel_src/rotary.py", "rotary", "rotary",
+         ("angles(cos, token, FULL", "angles(cos, token, 0"),
+         ("k.shape[1] // K_HEADS", "q.shape[1] // Q_HEADS"),
+         ("group < k.shape[1]", "group < 0 * k.shape[1]"),
+         ("Q_HEADS // Q_TAIL", "0", "rotary_bf16"),
+         ("Q_TAIL > 0", "Q_TAIL > 99", "rotary_bf16")),
+    *_in("kernel_src/rotary.py", "rotary_odd", "rotary_any",
+         ("token % cos.shape[0]", "token"),
+         ("i * HALF +", ""),
+         ("ct.minimum(i * HALF + ct.arange(HALF, dtype=ct.int32), half - 1)", "i * HALF + ct.arange(HALF, dtype=ct.int32)"),
+         ("read(sin, (row, cols + second))", "read(sin, (row, cols))"),
+         ("cos.shape[1] - half", "half", "rotary_odd_half"),
+         ("ct.cdiv(q.shape[1], Q_HEADS)", "q.shape[1] // Q_HEADS")),
+    *_in("kernel_src/rotary.py", "rotary_odd", "rotate_any",
+         ("ct.minimum(group * HEADS + ct.arange(HEADS, dtype=ct.int32), x.shape[1] - 1)",
+          "(group * HEADS + ct.arange(HEADS, dtype=ct.int32))"),
+         ("group * HEADS +", ""),
+         ("x.shape[2] // 2", "x.shape[2] // 2 - 1")),
+    *_in("kernel_src/qk_norm_rotary.py", "qk_norm_rotary", "inverse_rms", ("0.5 / HALF", "1.0 / HALF"), ("x1 * x1 + x2 * x2", "x1 * x1 + x1 * x2")),
+    *_in("kernel_src/qk_norm_rotary.py", "qk_norm_rotary", "forward",
+         ("norm_weight(weight, 1, HALF)", "norm_weight(weight, 0, HALF)"),
+         ("x2 * r", "x2"),
+         ("write_heads(y, token, group, 1, y2)", "write_heads(y, token, group, 1, y1)")),
+    *_in("kernel_src/qk_norm_rotary.py", "qk_norm_rotary", "qk_norm_rotary_forward",
+         ("forward(k, k_out, k_weight", "forward(k, k_out, q_weight"),
+         ("Q_HEADS // Q_TAIL", "0", "qk_norm_rotary_bf16"),
+         ("angles(sin, token, FULL", "angles(sin, token, 0")),
+    *_in("kernel_src/qk_norm_rotary.py", "qk_norm_rotary", "backward",
+         ("d1 * w1", "d1"),
+         ("n2 * mean", "n1 * mean"),
+         ("(d1 - n1 * mean) * r", "(d1 + n1 * mean) * r"),
+         ("(d2 - n2 * mean) * r", "d2 - n2 * mean"),
+         ("acc2 + d2 * n2", "d2 * n2"),
+         ("acc1 if part == 0 else acc2", "acc2 if part == 0 else acc1"),
+         ("0.5 / HALF", "1.0 / HALF"),
+         ("range(ct.bid(0), x.shape[0]", "range(0, x.shape[0]"),
+         ("rotate_back(g1, g2", "rotate(g1, g2")),
+    *_in("kernel_src/qk_norm_rotary.py", "qk_norm_rotary", "qk_norm_rotary_backward",
+         ("ct.bid(0) * q_groups + group", "group"),
+         ("dk_weight, cos, sin, group - q_groups", "dk_weight, cos, sin, group - q_groups + 1"),
+         ("ct.bid(0) * k_groups + group - q_groups", "ct.bid(0) * k_groups", "qk_norm_rotary_many_k")),
+    *_in("kernel_src/rms_norm.py", "rms_norm_odd", "read_padded", ("padding_value=0", "padding_value=1")),
+    *_in("kernel_src/rms_norm.py", "rms_norm", "scaled", (" * weight", "")),
+    *_in("kernel_src/rms_norm.py", "rms_norm", "rms_norm_forward",
+         (" + eps", ""),
+         ("scaled(xf * r,", "scaled(xf,"),
+         ("1.0 / (TILE + TAIL)", "1.0 / TILE", "rms_norm_tail"),
+         ("total = total + ct.sum(tail * tail, axis=0, keepdims=False)", "pass", "rms_norm_tail"),
+         ("dtype=ct.int32) + TILE", "dtype=ct.int32)", "rms_norm_tail"),
+         ("scaled(tail * r", "scaled(tail", "rms_norm_tail")),
+    *_in("kernel_src/rms_norm.py", "rms_norm", "rms_norm_backward",
+         ("(g - n * mean) * r", "(g + n * mean) * r"),
+         ("(g - n * mean) * r", "g - n * mean"),
+         ("ct.sum(g * n, axis=0", "ct.sum(d * n, axis=0"),
+         ("acc = acc + d * n", "acc = acc + g * n"),
+         ("n = read_once(x, (row, cols)) * r", "n = read_once(x, (row, cols))"),
+         ("        acc = acc + d * n", "        acc = d * n", "rms_norm_many_rows"),
+         ("range(block, x.shape[0]", "range(0, x.shape[0]", "rms_norm_many_rows"),
+         ("x.shape[0], ct.num_blocks(0)", "x.shape[0], ct.num_blocks(0) + 1", "rms_norm_many_rows"),
+         ("total = total + ct.sum(tail_g", "total = total - ct.sum(tail_g", "rms_norm_tail"),
+         ("tail_n * mean) * r", "tail_n * mean)", "rms_norm_tail"),
+         ("tail_acc + tail_d", "tail_acc - tail_d", "rms_norm_tail"),
+         ("1.0 / (TILE + TAIL)", "1.0 / TILE", "rms_norm_tail")),
+    *_in("kernel_src/rms_norm.py", "norm_linears", "rms_norm_apply", ("read(x, (row, cols)) * r", "read(x, (row, cols))")),
+    *_in("kernel_src/rms_norm.py", "add_rms_norm", "add", ("read(x, index) + read(residual, index)", "read(x, index)")),
+    *_in("kernel_src/rms_norm.py", "add_rms_norm", "add_rms_norm_forward",
+         ("ct.scatter(total, (row, cols), ct.astype(s,", "ct.scatter(total, (row, cols), ct.astype(s * s,"),
+         ("squares + ct.sum(tail * tail", "squares + ct.sum(tail", "add_rms_norm_tail"),
+         ("ct.scatter(total, (row, tail_cols)", "ct.scatter(total, (row, tail_cols - 1)", "add_rms_norm_tail")),
+    *_in("kernel_src/rms_norm.py", "add_rms_norm", "add_rms_norm_backward",
+         ("* r + past, dx.dtype), check_bounds=False)\n        if", "* r, dx.dtype), check_bounds=False)\n        if"),
+         ("read_once(dtotal, (row, cols))", "read_once(dy, (row, cols))"),
+         ("(g - n * mean)", "(g - mean)"),
+         ("tail_n * mean) * r + past", "tail_n * mean) * r", "add_rms_norm_tail"),
+         ("read_once(dtotal, (row, tail_cols))", "read_once(dtotal, (row, tail_cols - TILE))", "add_rms_norm_tail")),
+    *_in("kernel_src/rms_norm.py", "rms_norm_short", "rms_norm_rows_forward",
+         ("ct.minimum(ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32), x.shape[0] - 1)",
+          "ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32)"),
+         ("ct.bid(0) * ROWS +", ""),
+         ("axis=1, keepdims=True) * (1.0 / TILE)", "axis=1, keepdims=True) * (1.0 / ROWS)"),
+         (" + eps", "")),
+    *_in("kernel_src/rms_norm.py", "rms_norm_short", "rms_norm_rows_backward",
+         ("ct.where((wanted < x.shape[0])[:, None], d * n, 0.0)", "d * n"),
+         ("ct.minimum(wanted, x.shape[0] - 1)", "wanted"),
+         ("i * ROWS +", ""),
+         ("g - n * mean", "g - mean"),
+         ("ct.cdiv(x.shape[0], ROWS)", "x.shape[0] // ROWS")),
+    *_in("kernel_src/rms_norm.py", "rms_norm_odd", "rms_norm_any_forward",
+         ("acc + xf * xf", "xf * xf"),
+         ("ct.astype(length, ct.float32)", "TILE"),
+         ("        cols = ct.arange(TILE, dtype=ct.int32) + i * TILE", "        cols = ct.arange(TILE, dtype=ct.int32)"),
+         ("y.dtype), check_bounds=True", "y.dtype), check_bounds=False")),
+    *_in("kernel_src/rms_norm.py", "rms_norm_odd", "rms_norm_any_backward",
+         ("read_padded(dweight, (block, cols)))", "0.0)"),
+         ("g - n * mean", "g - n"),
+         ("dx.dtype), check_bounds=True", "dx.dtype), check_bounds=False"),
+         ("* read_padded(weight, cols) * read_padded(x, (row, cols)) * r", "* read_padded(x, (row, cols)) * r"),
+         ("row == block", "row != block")),
+    *_in("kernel_src/cross_entropy.py", "loss", "read_logits", ("padding_value=MINUS_INFINITY", "padding_value=0")),
+    *_in("kernel_src/cross_entropy.py", "loss_softcap", "cap", ("softcap * ct.tanh", "ct.tanh")),
+    *_in("kernel_src/cross_entropy.py", "minus_infinity", "write_partial", ("ct.where(m == MINUS_INFINITY, 0.0, m)", "m")),
+    *_in("kernel_src/cross_entropy.py", "loss", "cross_entropy_statistics",
+         ("part * TILE +", ""),
+         (" * LOG2E", "")),
+    *_in("kernel_src/cross_entropy.py", "loss_softcap", "cross_entropy_statistics_weighted",
+         ("ct.where(inside, cap(z, softcap), MINUS_INFINITY)", "cap(z, softcap)"),
+         ("ct.where(inside, z * w, 0.0)", "z * w", "loss_smooth"),
+         ("ct.where(inside, z * w, 0.0)", "ct.where(inside, z, 0.0)", "loss_smooth")),
+    *_in("kernel_src/cross_entropy.py", "loss", "cross_entropy_combine",
+         ("ps * ct.exp2(pm - shift)", "ps"),
+         ("total * LN2 - z", "total - z"),
+         ("m + ct.log2(s)", "ct.log2(s)"),
+         ("s = s * ct.exp2(m - shift) +", "s =", "loss_pieces"),
+         ("i * PARTS +", "", "loss_pieces"),
+         ("padding_value=MINUS_INFINITY", "padding_value=1e4"),
+         ("(t != ignore_index) & ", "", "loss_ignores_0"),
+         (" & (t < logits.shape[1])", "", "labels"),
+         (" & (t >= 0)", "", "labels"),
+         ("z = cap(z, softcap)", "z = z", "loss_softcap")),
+    *_in("kernel_src/cross_entropy.py", "loss", "cross_entropy_gradient",
+         ("1.0, 0.0", "-1.0, 0.0"),
+         (" * ct.gather(scale, 0, check_bounds=False)", ""),
+         ("ct.where(counted, g, 0.0)", "g", "loss_ignores_0"),
+         ("part * TILE +", ""),
+         ("(t != ignore_index) & ", "", "loss_ignores_0"),
+         ("v - ct.gather(lse, row, check_bounds=False)", "v"),
+         ("logits.dtype), check_bounds=True", "logits.dtype), check_bounds=False")),
+    *_in("kernel_src/cross_entropy.py", "loss_softcap", "cross_entropy_gradient_weighted",
+         (") * slope", ")"),
+         ("1.0 - ratio * ratio", "1.0 + ratio * ratio"),
+         ("z = ratio * softcap", "pass"),
+         ("- hit", "+ hit"),
+         (" - w * ct.gather(c, row, check_bounds=False)", "", "loss_smooth"),
+         ("w * ct.gather(c, row, check_bounds=False)", "ct.gather(c, row, check_bounds=False)", "loss_smooth"),
+         ("ct.gather(b, row, check_bounds=False)", "1.0", "loss_none"),
+         ("p * row_a", "p", "loss_none")),
+]  # fmt: skip
+
+
+# ---------------------------------------------------------------- errors in the operations
+OPERATION_MUTANTS = [
+    *_in("ops/common.py", "column_sum", "column_sum", ("partial.shape, dtype", "dtype")),
+    *_in("ops/rms_norm.py", "rms_norm", "_RMSNorm.forward", ("save_for_backward(x,", "save_for_backward(y,")),
+    *_in("ops/rms_norm.py", "rms_norm", "_RMSNorm.backward",
+         ("dweight if need", "torch.zeros_like(dweight) if need"),
+         ("return dx,", "return dy,")),
+    *_in("ops/rms_norm.py", "rms_norm_many_rows", "_backward_launch", ("column_sum(partial, weight.dtype)", "partial[0].to(weight.dtype)")),
+    *_in("ops/rms_norm.py", "add_rms_norm", "_AddRMSNorm.forward",
+         ("save_for_backward(total,", "save_for_backward(x,"),
+         ("return y, total", "return y, x + 0 * total")),
+    *_in("ops/rms_norm.py", "add_rms_norm", "_AddRMSNorm.backward",
+         ("return dx, dx,", "return dx, torch.zeros_like(dx),"),
+         ("(dy, dtotal, total", "(dtotal, dy, total")),
+    *_in("ops/rms_norm.py", "add_rms_norm_odd", "_add_backward", ("return dx + dtotal", "return dx")),
+    *_in("ops/rms_norm.py", "rms_norm", "rms_norm_backward_reference",
+         ("g - n *", "g + n *"),
+         (".flatten(0, -2).sum(0)", "[0]"),
+         ("d * weight.to(acc)", "d"), kernels=False),
+    *_in("ops/rotary.py", "rotary", "_Rotary.forward", ("save_for_backward(cos, sin)", "save_for_backward(sin, cos)")),
+    *_in("ops/rotary.py", "rotary", "_launch", ("_kernels[backward]", "_kernels[0]")),
+    *_in("ops/rotary.py", "rotary_many_k", "_grid", (", -(-k.shape[1] // c[\"K_HEADS\"]))", ", 0)")),
+    *_in("ops/rotary.py", "rotary", "rotary_backward_reference",
+         ("dk * cos - _rotate_half(dk * sin)", "dk * cos + _rotate_half(dk * sin)"),
+         ("_rotate_half(dq * sin)", "_rotate_half(dq) * sin"), kernels=False),
+    *_in("ops/rotary.py", "rotary_odd_half", "_full_width", ("torch.cat((table, table), -1)", "table.repeat_interleave(2, -1)"), kernels=False),
+    *_in("ops/rotary.py", "qk_norm_rotary", "_QKNormRotary.forward",
+         ("save_for_backward(q, k, q_weight, k_weight", "save_for_backward(q, k, k_weight, q_weight")),
+    *_in("ops/rotary.py", "qk_norm_rotary", "_norm_backward",
+         ("column_sum(partials[1], k_weight.dtype)", "column_sum(partials[0], k_weight.dtype)"),
+         ("column_sum(partials[0], q_weight.dtype)", "partials[0][0].to(q_weight.dtype)")),
+    *_in("ops/swiglu.py", "swiglu", "_SwiGLU.forward", ("save_for_backward(gate, up)", "save_for_backward(up, gate)")),
+    *_in("ops/swiglu.py", "swiglu_odd", "_grid", ("-(-first.shape[0] // c[\"TILE\"])", "first.shape[0] // c[\"TILE\"]")),
+    *_in("ops/swiglu.py", "swiglu", "swiglu_backward_reference", ("1 - s", "1 + s"), kernels=False),
+    *_in("ops/swiglu.py", "mlp", "_MLP.forward", ("save_for_backward(x, gate, up", "save_for_backward(x, up, gate")),
+    *_in("ops/swiglu.py", "mlp", "_MLP.backward",
+         ("torch.addmm(torch.mm(dgate, gate_weight), dup, up_weight)", "torch.mm(dgate, gate_weight)"),
+         ("torch.mm(dgate.t(), x)", "torch.mm(dup.t(), x)"),
+         ("torch.mm(dy.t(), hidden)", "torch.mm(dy.t(), gate)")),
+    *_in("ops/decoder.py", "norm_linears", "_input_gradient", ("total.addmm_(grad, weight)", "pass")),
+    *_in("ops/decoder.py", "norm_linears", "_NormLinears.backward",
+         ("add_rms_norm_backward(dy, dresidual", "add_rms_norm_backward(dy, torch.zeros_like(dresidual)"),
+         ("torch.mm(grad.t(), y)", "torch.mm(grad.t(), x)")),
+    *_in("ops/decoder.py", "norm_mlp", "_NormMLP.backward",
+         ("add_rms_norm_backward(dy, dout", "add_rms_norm_backward(dy, torch.zeros_like(dout)"),
+         ("torch.mm(dup.t(), y)", "torch.mm(dgate.t(), y)"),
+         ("(dgate, dup), (gate_weight, up_weight)", "(dup, dgate), (gate_weight, up_weight)")),
+    *_in("ops/linear_cross_entropy.py", "loss_smooth", "_row_coefficients", ("b + smooth * weight_sum", "b + smooth"), ("* target_weight", "")),
+    *_in("ops/linear_cross_entropy.py", "loss_smooth", "_row_loss", ("weight_sum * lse - total", "weight_sum * lse")),
+    *_in("ops/linear_cross_entropy.py", "loss_items", "_scale", ("if num_items is not None", "if False")),
+    *_in("ops/linear_cross_entropy.py", "loss_ignores_0", "_counted", ("(target != ignore_index) & ", ""), kernels=False),
+    *_in("ops/linear_cross_entropy.py", "loss_bias", "_run", ("dbias.add_(logits.sum(0, dtype=acc), alpha=alpha)", "dbias.add_(logits[0], alpha=alpha)")),
+    *_in("ops/linear_cross_entropy.py", "loss_chunks", "_run",
+         ("beta=0.0 if rows.start == 0 else 1.0", "beta=0.0"),
+         ("out=dhidden[rows]", "out=dhidden[: part.shape[0]]"),
+         ("else scale[rows]", "else scale[: part.shape[0]]", "loss_chunks_none"), kernels=False),
+    *_in("ops/linear_cross_entropy.py", "loss_softcap", "_TorchChunk.gradient", ("gradient.mul_(slope)", "pass"), kernels=False),
+    *_in("ops/linear_cross_entropy.py", "fp16_loss", "_Reduced.run", ("scale * _fp16_factor(scale)", "scale"), kernels=False),
+    *_in("ops/linear_cross_entropy.py", "fp16_loss", "_Reduced.backward", ("one * _fp16_tokens(hidden.shape[0])", "one"), kernels=False),
+    *_in("ops/linear_cross_entropy.py", "loss", "_Reduced.backward",
+         ("_multiply(gradient, factor)", "pass"),
+         ("ctx.gradients = None", "pass", "second_backward")),
+]  # fmt: skip
