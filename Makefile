@@ -58,7 +58,6 @@ bench-plots: $(READY) ## pictures and README tables from benchmark/results
 
 check: $(READY) ## style and types
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:

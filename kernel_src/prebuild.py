@@ -5,8 +5,9 @@ divisible stride, an aligned address). The compiler turns a promise into wider l
 in the driver checks it, so the same promises are written into the manifest and the launcher checks them before each launch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Mapping
+from typing import Any
 
 import cuda.tile as ct
 from cuda.tile.compilation import ArrayConstraint, CallingConvention, ConstantConstraint, KernelSignature, ScalarConstraint

@@ -24,6 +24,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -32,6 +33,9 @@ from rich.table import Table
 
 from tools.elf import resources
 from tools.kernel_package import Package, PackageError, read_package
+
+if TYPE_CHECKING:
+    from kernel_src.prebuild import Variant
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "cubins"
@@ -53,7 +57,7 @@ class Job:
     """One cubin to make."""
 
     operation: str
-    variant: object
+    variant: "Variant"
     bytecode: bytes
     host: str
     architecture: str
@@ -89,7 +93,7 @@ def operations(package: Package) -> list[str]:
         return tomllib.load(file)["operations"]
 
 
-def read_variants(names: list[str]) -> list[tuple[str, object]]:
+def read_variants(names: list[str]) -> list[tuple[str, "Variant"]]:
     """(operation, variant) of every variant of the named modules. Raises BuildError when two have one name."""
     found = [(name, variant) for name in names for variant in importlib.import_module(f"kernel_src.{name}").variants()]
     seen: dict[str, str] = {}

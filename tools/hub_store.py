@@ -219,9 +219,10 @@ class Store:
         self._write(self.root / "trees" / f"{tree_id}.json", json.dumps(tree, sort_keys=True).encode())
         date = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         commit = {"tree": tree_id, "parent": parent, "title": title, "message": message, "date": date}
-        commit["id"] = sha1_json([commit, repo, secrets.token_hex(8)])
-        self._write(self._repo(repo) / "commits" / f"{commit['id']}.json", json.dumps(commit, sort_keys=True).encode())
-        return commit["id"]
+        commit_id = sha1_json([commit, repo, secrets.token_hex(8)])
+        content = json.dumps({**commit, "id": commit_id}, sort_keys=True)
+        self._write(self._repo(repo) / "commits" / f"{commit_id}.json", content.encode())
+        return commit_id
 
     def commit(self, repo: str, branch: str, header: dict, operations: list[tuple[str, str, dict | None]]) -> str:
         """Apply `operations` to `branch` at once; the new commit, or the old one if nothing changes.

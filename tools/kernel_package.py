@@ -92,7 +92,9 @@ def public_names(source: str, where: str) -> list[str]:
         PackageError: if there is no `__all__` or it is not a list of literals (`where` names the file).
     """
     for node in parse_python(source, where).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
             try:
                 names = ast.literal_eval(node.value)

@@ -301,7 +301,7 @@ def upload(api: HfApi, repo_id: str, plan: Plan, message: str, progress: Progres
         part = additions[start : start + FILES_A_REQUEST]
         api.preupload_lfs_files(repo_id, part, repo_type=REPO_TYPE, revision=plan.branch, free_memory=False)
         progress.advance(task, sum(item.upload_info.size for item in part))
-    operations = [*additions, *(CommitOperationDelete(path) for path in plan.delete)]
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [*additions, *(CommitOperationDelete(path) for path in plan.delete)]
     commit = api.create_commit(
         repo_id,
         operations,
