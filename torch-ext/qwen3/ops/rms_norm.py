@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import GRID_MAX, Kernel
-from .common import aligned, column_sum, describe, fail, need_floats, traceable, unit_stride, wide
+from .common import aligned, column_sum, describe, fail, look, need_floats, traceable, unit_stride, wide
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -67,14 +67,6 @@ def _fused(x, weight):
     return half and x.shape[-1] in FUSED_LENGTHS and _fits(x, weight)
 
 
-def _look(*tensors: torch.Tensor) -> tuple:
-    """What a launch on these tensors follows from, beside their alignment."""
-    key: list = [tensors[0].get_device()]
-    for tensor in tensors:
-        key += (tensor.dtype, tensor.shape, tensor.stride())
-    return tuple(key)
-
-
 def _in_parts(kernel: Kernel, key: tuple, rows: int, originals, tensors, *numbers) -> None:
     """Launches over all rows; past the largest grid in several launches. The weight, of one dimension less, stays whole."""
     if rows <= GRID_MAX:
@@ -97,7 +89,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
     same = contiguous and x.dtype == weight.dtype
     y = torch.empty_like(x) if same else torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
-    key = _look(x, weight)
+    key = look(x, weight)
     if contiguous:
         addresses = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), rstd.data_ptr())
         if _forward_kernel.again(key, addresses, (eps,)):
@@ -124,7 +116,7 @@ def _backward_launch(kernel, grads, x, weight, rstd, need_dweight) -> Pair:
     length = x.shape[-1]
     rows = x.numel() // length
     dx, partial = torch.empty(x.shape, dtype=x.dtype, device=x.device), _partial(x, rows, length)
-    key = _look(x, weight, *grads)
+    key = look(x, weight, *grads)
     originals = (dx, *grads, x, weight, rstd, partial)
     again = False
     if x.is_contiguous() and all(g.is_contiguous() for g in grads):
@@ -150,7 +142,7 @@ def _again(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor) -> torch.T
     if not _fused(x, weight):
         return weight * (x.to(wide(x.dtype)) * rstd[:, None]).to(x.dtype)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    key, originals = _look(x, weight), (x, weight, y, rstd)
+    key, originals = look(x, weight), (x, weight, y, rstd)
     if not _apply_kernel.again(key, [t.data_ptr() for t in originals]):
         _in_parts(_apply_kernel, key, x.shape[0], originals, (aligned(x), aligned(weight), y, rstd))
     return y
@@ -165,7 +157,7 @@ def _add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     total, y = (torch.empty(rows.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     rstd = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
     tensors = (rows, residual, weight, total, y, rstd)
-    key = _look(rows, residual, weight)
+    key = look(rows, residual, weight)
     if not _add_forward_kernel.again(key, [t.data_ptr() for t in tensors], (eps,)):
         _in_parts(_add_forward_kernel, key, rows.shape[0], tensors, tensors, eps)
     return total.view(x.shape), y.view(x.shape), rstd

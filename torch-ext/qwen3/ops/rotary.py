@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from ..runtime.artifacts import Variant
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
-from .common import aligned, column_sum, describe, fail, need_floats, traceable, unit_stride
+from .common import aligned, column_sum, describe, fail, look, need_floats, traceable, unit_stride
 from .rms_norm import rms_norm_backward_reference, rms_norm_reference
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
@@ -117,18 +117,11 @@ def _norm_forward(
         q, k = (rms_norm_reference(x, w, eps)[0] for x, w in ((q, q_weight), (k, k_weight)))
         return tuple(x.transpose(1, 2) for x in rotary_reference(q, k, cos, sin, 2))
     outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    key, tensors = _look(q, k, q_weight, k_weight, cos, sin), (q, k, *outs, q_weight, k_weight, cos, sin)
+    key, tensors = look(q, k, q_weight, k_weight, cos, sin), (q, k, *outs, q_weight, k_weight, cos, sin)
     if not _norm_forward_kernel.again(key, [t.data_ptr() for t in tensors], (eps,)) and q.numel():
         flat = (*map(_tokens, tensors[:4]), q_weight, k_weight, *_tables(cos, sin))
         _norm_forward_kernel.first(key, tensors, list(map(aligned, flat)), eps)
     return outs[0].transpose(1, 2), outs[1].transpose(1, 2)
-
-
-def _look(*tensors: torch.Tensor) -> tuple:
-    key: list = [tensors[0].get_device(), tensors[0].dtype]
-    for tensor in tensors:
-        key += (tensor.shape, tensor.stride())
-    return tuple(key)
 
 
 def _norm_backward(
@@ -156,7 +149,7 @@ def _norm_backward(
         return (*outs, torch.zeros_like(q_weight), torch.zeros_like(k_weight))
     q_rows, k_rows = _partial_rows(q.shape, k.shape, multiprocessors(q))
     partials = tuple(torch.empty((rows, q.shape[3]), dtype=torch.float32, device=q.device) for rows in (q_rows, k_rows))
-    key, tensors = _look(dq, dk, q, k, q_weight, k_weight, cos, sin), (dq, dk, q, k, *outs, q_weight, k_weight, cos, sin, *partials)
+    key, tensors = look(dq, dk, q, k, q_weight, k_weight, cos, sin), (dq, dk, q, k, *outs, q_weight, k_weight, cos, sin, *partials)
     if not _norm_backward_kernel.again(key, [t.data_ptr() for t in tensors], (eps,)):
         flat = (*map(_tokens, tensors[:6]), q_weight, k_weight, *_tables(cos, sin), *partials)
         _norm_backward_kernel.first(key, tensors, list(map(aligned, flat)), eps)

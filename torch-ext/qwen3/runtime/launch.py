@@ -88,10 +88,7 @@ class Kernel:
         key = tuple(key)
         launch = self._prepared.get(key)
         if launch is None:
-            launch = self._prepare(tensors, numbers)
-            if len(self._prepared) >= KEPT:
-                self._prepared.clear()
-            self._prepared[key] = launch
+            launch = self._remember(key, tensors, numbers)
         launch(addresses, [n for n in numbers if type(n) is float])
 
     def again(self, key: tuple, addresses: Sequence[int], floats: Sequence[float] = ()) -> bool:
@@ -122,11 +119,15 @@ class Kernel:
         if any(o.data_ptr() != address or address & 15 for o, address in zip(originals, addresses)):
             self(tensors, *numbers)
             return
+        launch = self._remember(key, tensors, numbers)
+        launch(addresses, [n for n in numbers if type(n) is float])
+
+    def _remember(self, key: tuple, tensors, numbers):
         launch = self._prepare(tensors, numbers)
         if len(self._prepared) >= KEPT:
             self._prepared.clear()
         self._prepared[key] = launch
-        launch(addresses, [n for n in numbers if type(n) is float])
+        return launch
 
     def select(self, tensors: Sequence[torch.Tensor], *numbers) -> Variant:
         """The variant that a call with these arguments launches. Raises PromiseError, naming what each variant lacks."""
