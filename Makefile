@@ -21,8 +21,9 @@ demo: $(READY) ## build, publish to a local Hub, load back, and fine-tune a Qwen
 	$(BIN)/python -m tools.assemble
 	$(BIN)/python -m tools.demo $(if $(MODEL),--model $(MODEL))
 
+# One process a core with one thread each: the tests are many and small, and threads that outnumber the cores wait for each other.
 test: $(READY) ## everything that needs no GPU
-	$(BIN)/python -m pytest tests/cpu
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cpu -n auto --dist worksteal
 
 test-gpu: $(READY) build ## the numerics with the real cubins, on this machine's GPU
 	$(BIN)/python -m pytest tests/gpu

@@ -226,7 +226,7 @@ CHECKS = {
     "mlp_odd": _of(checks.check_mlp, FP32, 33, 64, 33),
     "loss": _of(checks.check_linear_cross_entropy, FP32, 3, 16, 4107),
     "loss_ignores_0": _of(checks.check_linear_cross_entropy, FP32, 8, 16, 17, ignore_index=0),
-    "loss_pieces": _of(checks.check_linear_cross_entropy, FP32, 1, 2, 65 * 4096 + 5, ignored=0.0),
+    "loss_pieces": _of(checks.check_linear_cross_entropy, FP32, 2, 8, 65 * 4096 + 5, ignored=0.0),
     "loss_none": _of(checks.check_linear_cross_entropy, FP32, 5, 16, 1003, reduction="none"),
     "loss_items": _of(checks.check_linear_cross_entropy, FP32, 5, 16, 40, num_items=37),
     "loss_smooth": _of(checks.check_linear_cross_entropy, FP32, 4, 16, 4107, label_smoothing=0.2, class_weight=True),

@@ -314,7 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
         targets = targets_here() if options.here else parse_targets(options.targets)
         build(read_package(options.package), targets, console, options.workers)
     except (BuildError, PackageError) as error:
-        console.print(f"[red]Build failed.[/] {escape(str(error))}", highlight=False)
+        console.print(f"[red]Build failed.[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 1
     return 0
 
