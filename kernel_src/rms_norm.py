@@ -72,37 +72,53 @@ def rms_norm_forward(x, weight, y, rstd, eps: float, TILE: Const, TAIL: Const):
     ct.scatter(rstd, row, r, check_bounds=False)
 
 
+@ct.function
+def read_tile(array, row, start, WIDTH: Const, LATENCY: Const):
+    """Elements start to start + WIDTH of a row, as [1, WIDTH] in float32; start: a multiple of WIDTH. Where there are tile copies
+    (TMA), LATENCY rows are under way while one is worked on."""
+    tile = ct.load(array, index=(row, start // WIDTH), shape=(1, WIDTH), latency=LATENCY, check_bounds=False)
+    return ct.astype(tile, ct.float32)
+
+
+@ct.function
+def write_tile(array, row, start, WIDTH: Const, value):
+    ct.store(array, index=(row, start // WIDTH), tile=ct.astype(value, array.dtype), check_bounds=False)
+
+
+@ct.function
+def read_weight(weight, start, WIDTH: Const):
+    tile = ct.load(weight, index=(start // WIDTH,), shape=(WIDTH,), check_bounds=False)
+    return ct.astype(ct.reshape(tile, (1, WIDTH)), ct.float32)
+
+
 @ct.kernel
-def rms_norm_backward(dx, dy, x, weight, rstd, dweight, TILE: Const, TAIL: Const):
+def rms_norm_backward(dx, dy, x, weight, rstd, dweight, TILE: Const, TAIL: Const, LATENCY: Const):
     """dx, dy, x: [rows, TILE + TAIL]; rstd: [rows] fp32; dweight: [blocks, TILE + TAIL] fp32, one partial sum a block."""
     block = ct.bid(0)
-    cols = ct.arange(TILE, dtype=ct.int32)
-    w = read(weight, cols)
-    acc = ct.zeros((TILE,), dtype=ct.float32)
+    w = read_weight(weight, 0, TILE)
+    acc = ct.zeros((1, TILE), dtype=ct.float32)
     if TAIL > 0:
-        tail_cols = ct.arange(TAIL, dtype=ct.int32) + TILE
-        tail_w = read(weight, tail_cols)
-        tail_acc = ct.zeros((TAIL,), dtype=ct.float32)
+        tail_w = read_weight(weight, TILE, TAIL)
+        tail_acc = ct.zeros((1, TAIL), dtype=ct.float32)
     for row in range(block, x.shape[0], ct.num_blocks(0)):
+        n, d = read_tile(x, row, 0, TILE, LATENCY), read_tile(dy, row, 0, TILE, LATENCY)
         r = ct.gather(rstd, row, check_bounds=False)
-        n = read_once(x, (row, cols)) * r
-        d = read_once(dy, (row, cols))
+        n = n * r
         g = d * w
-        total = ct.sum(g * n, axis=0, keepdims=False)
+        total = ct.sum(g * n)
         acc = acc + d * n
         if TAIL > 0:
-            tail_n = read_once(x, (row, tail_cols)) * r
-            tail_d = read_once(dy, (row, tail_cols))
+            tail_n, tail_d = read_tile(x, row, TILE, TAIL, LATENCY) * r, read_tile(dy, row, TILE, TAIL, LATENCY)
             tail_g = tail_d * tail_w
-            total = total + ct.sum(tail_g * tail_n, axis=0, keepdims=False)
+            total = total + ct.sum(tail_g * tail_n)
             tail_acc = tail_acc + tail_d * tail_n
         mean = total * (1.0 / (TILE + TAIL))
-        ct.scatter(dx, (row, cols), ct.astype((g - n * mean) * r, dx.dtype), check_bounds=False)
+        write_tile(dx, row, 0, TILE, (g - n * mean) * r)
         if TAIL > 0:
-            ct.scatter(dx, (row, tail_cols), ct.astype((tail_g - tail_n * mean) * r, dx.dtype), check_bounds=False)
-    ct.scatter(dweight, (block, cols), acc, check_bounds=False)
+            write_tile(dx, row, TILE, TAIL, (tail_g - tail_n * mean) * r)
+    write_tile(dweight, block, 0, TILE, acc)
     if TAIL > 0:
-        ct.scatter(dweight, (block, tail_cols), tail_acc, check_bounds=False)
+        write_tile(dweight, block, TILE, TAIL, tail_acc)
 
 
 @ct.kernel
@@ -147,38 +163,35 @@ def add_rms_norm_forward(x, residual, weight, total, y, rstd, eps: float, TILE: 
 
 
 @ct.kernel
-def add_rms_norm_backward(dx, dy, dtotal, x, weight, rstd, dweight, TILE: Const, TAIL: Const):
+def add_rms_norm_backward(dx, dy, dtotal, x, weight, rstd, dweight, TILE: Const, TAIL: Const, LATENCY: Const):
     """As `rms_norm_backward` with dx += dtotal, the gradient that reaches x past the norm. x: what was normalised."""
     block = ct.bid(0)
-    cols = ct.arange(TILE, dtype=ct.int32)
-    w = read(weight, cols)
-    acc = ct.zeros((TILE,), dtype=ct.float32)
+    w = read_weight(weight, 0, TILE)
+    acc = ct.zeros((1, TILE), dtype=ct.float32)
     if TAIL > 0:
-        tail_cols = ct.arange(TAIL, dtype=ct.int32) + TILE
-        tail_w = read(weight, tail_cols)
-        tail_acc = ct.zeros((TAIL,), dtype=ct.float32)
+        tail_w = read_weight(weight, TILE, TAIL)
+        tail_acc = ct.zeros((1, TAIL), dtype=ct.float32)
     for row in range(block, x.shape[0], ct.num_blocks(0)):
+        n, d = read_tile(x, row, 0, TILE, LATENCY), read_tile(dy, row, 0, TILE, LATENCY)
+        past = read_tile(dtotal, row, 0, TILE, LATENCY)
         r = ct.gather(rstd, row, check_bounds=False)
-        n = read_once(x, (row, cols)) * r
-        d = read_once(dy, (row, cols))
+        n = n * r
         g = d * w
-        total = ct.sum(g * n, axis=0, keepdims=False)
+        total = ct.sum(g * n)
         acc = acc + d * n
         if TAIL > 0:
-            tail_n = read_once(x, (row, tail_cols)) * r
-            tail_d = read_once(dy, (row, tail_cols))
+            tail_n, tail_d = read_tile(x, row, TILE, TAIL, LATENCY) * r, read_tile(dy, row, TILE, TAIL, LATENCY)
+            tail_past = read_tile(dtotal, row, TILE, TAIL, LATENCY)
             tail_g = tail_d * tail_w
-            total = total + ct.sum(tail_g * tail_n, axis=0, keepdims=False)
+            total = total + ct.sum(tail_g * tail_n)
             tail_acc = tail_acc + tail_d * tail_n
         mean = total * (1.0 / (TILE + TAIL))
-        past = read_once(dtotal, (row, cols))
-        ct.scatter(dx, (row, cols), ct.astype((g - n * mean) * r + past, dx.dtype), check_bounds=False)
+        write_tile(dx, row, 0, TILE, (g - n * mean) * r + past)
         if TAIL > 0:
-            past = read_once(dtotal, (row, tail_cols))
-            ct.scatter(dx, (row, tail_cols), ct.astype((tail_g - tail_n * mean) * r + past, dx.dtype), check_bounds=False)
-    ct.scatter(dweight, (block, cols), acc, check_bounds=False)
+            write_tile(dx, row, TILE, TAIL, (tail_g - tail_n * mean) * r + tail_past)
+    write_tile(dweight, block, 0, TILE, acc)
     if TAIL > 0:
-        ct.scatter(dweight, (block, tail_cols), tail_acc, check_bounds=False)
+        write_tile(dweight, block, TILE, TAIL, tail_acc)
 
 
 # ---------------------------------------------------------------- short rows
@@ -255,14 +268,12 @@ def rms_norm_any_backward(dx, dy, x, weight, rstd, dweight, TILE: Const):
 
 
 # ---------------------------------------------------------------- what is prebuilt
-# TILE, TAIL and how many blocks an SM holds in the backward pass. Best of a sweep on an H200 (16384 rows, bf16; copies of the
-# same bytes: 100 %), backward without the column sum: 85 %, 90 %, 88 %, 94 % and 84 %. Forward: 100 % and more with no hint;
-# eight worker warps cost 25 % at 1024.
-ROW_TILES = ((1024, 0, 4), (2048, 0, 6), (2048, 512, 4), (4096, 0, 3), (4096, 1024, 2))
-SPILLS = {
-    2048: "16 bytes a thread at occupancy 6: 55.0 us for [16384, 2048] on an H200, 58.6 us at occupancy 4 without a spill",
-    5120: "8 bytes a thread on sm_80 alone, where one block an SM would halve the loads in flight",
-}
+# TILE, TAIL, and for the backward pass: how many blocks an SM holds, and how many rows a block has under way. Best of a sweep on
+# an H200 (bf16; a copy of the same bytes: 100 %), without the column sum:
+#     RMSNorm              82 %, 94 %, 103 %, 105 % and 103 %; with gathers instead of tile copies 85, 90, 88, 94 and 84 %
+#     residual + RMSNorm   94 %, 100 %, 100 %, 98 % and 91 %; with gathers 72 % at 4096, where four rows do not fit into the registers
+# Forward, where no block has a second row to wait for: 100 % and more with gathers and no hint; eight worker warps cost 25 % at 1024.
+ROW_TILES = ((1024, 0, 6, 2), (2048, 0, 3, 2), (2048, 512, 3, 3), (4096, 0, 2, 3), (4096, 1024, 2, 2))
 # ROWS, TILE. Backward [262144, 128] with 8, 16 and 32 rows a block: 94 %, 91 % and 87 %.
 SHORT_ROWS = ((16, 64), (8, 128), (4, 256))
 # x in half precision and an fp32 weight: q_norm and k_norm under autocast. Their y is fp32, as PyTorch promotes it.
@@ -282,40 +293,39 @@ def arrays(x, w, length, **promises):
     }
 
 
-def pair(forward, backward, a, constants, **options):
+def pair(forward, backward, a, constants, latency=None, **options):
     """Forward and backward of one tiling; a: what `arrays` returns."""
     x, w, y, dweight = a["x"], a["weight"], a["y"], a["dweight"]
     yield Variant(forward, {"x": x, "weight": w, "y": y, "rstd": RSTD, "eps": FLOAT, **constants})
     grads = {"dx": x, "dy": y, "x": x, "weight": w, "rstd": RSTD, "dweight": dweight, **constants}
-    yield Variant(backward, grads, **options)
+    yield Variant(backward, {**grads, **({"LATENCY": latency} if latency else {})}, **options)
 
 
-def fused(a, constants, **options):
+def fused(a, constants, latency, **options):
     """The kernels of the decoder layer: y again, and both directions with the residual."""
     x, w, y, dweight = a["x"], a["weight"], a["y"], a["dweight"]
     yield Variant(rms_norm_apply, {"x": x, "weight": w, "y": y, "rstd": RSTD, **constants})
     sums = {"x": x, "residual": x, "weight": w, "total": x, "y": y, "rstd": RSTD, "eps": FLOAT, **constants}
     yield Variant(add_rms_norm_forward, sums)
-    grads = {"dx": x, "dy": y, "dtotal": x, "x": x, "weight": w, "rstd": RSTD, "dweight": dweight, **constants}
+    grads = {"dx": x, "dy": y, "dtotal": x, "x": x, "weight": w, "rstd": RSTD, "dweight": dweight, **constants, "LATENCY": latency}
     yield Variant(add_rms_norm_backward, grads, **options)
 
 
 def variants():
     for dtype in FLOATS:
-        for tile, tail, occupancy in ROW_TILES:
+        for tile, tail, occupancy, latency in ROW_TILES:
             a, constants = arrays(dtype, dtype, tile + tail), {"TILE": tile, "TAIL": tail}
             if dtype == "float32":
-                # Twice the registers a row. The fused kernels are for half precision; fp32 takes them as two operations.
+                # Twice the bytes a row. The fused kernels are for half precision; fp32 takes them as two operations.
                 hints = {"occupancy": max(1, occupancy // 2)}
-                yield from pair(rms_norm_forward, rms_norm_backward, a, constants, hints=hints)
+                yield from pair(rms_norm_forward, rms_norm_backward, a, constants, latency, hints=hints)
                 continue
             hints = {"occupancy": occupancy}
             if tile + tail > 4096:
-                # A row of 5120 fits into the registers of four warps on sm_90 and is faster there; elsewhere it spills.
+                # With four warps the residual's backward spills on sm_100; on sm_90 they are faster and do not.
                 hints["num_worker_warps"] = PerArchitecture(8, "sm_90", 4)
-            options = {"hints": hints, "spills": SPILLS.get(tile + tail, "")}
-            yield from pair(rms_norm_forward, rms_norm_backward, a, constants, **options)
-            yield from fused(a, constants, **options)
+            yield from pair(rms_norm_forward, rms_norm_backward, a, constants, latency, hints=hints)
+            yield from fused(a, constants, latency, hints=hints)
     for x, w in tuple((d, d) for d in FLOATS) + MIXED:
         for rows, tile in SHORT_ROWS if x == w else MIXED_ROWS:
             constants = {"ROWS": rows, "TILE": tile}

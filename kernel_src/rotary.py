@@ -14,7 +14,7 @@ all sequences share them. They may be half as wide as a head (GPT-OSS): then bot
 
 import cuda.tile as ct
 
-from kernel_src.prebuild import FLOATS, Array, Variant
+from kernel_src.prebuild import FLOATS, Array, PerArchitecture, Variant
 
 Const = ct.Constant[int]
 
@@ -153,7 +153,10 @@ def variants():
                 q, k = grouped(dtype, group, 2 * half)
                 angle = Array(dtype, (None, half * (1 + full)))
                 constants = {**group, "HALF": half, "FULL": full, "BACKWARD": backward}
-                yield Variant(rotary, {"q": q, "k": k, "q_out": q, "k_out": k, "cos": angle, "sin": angle, **constants})
+                arrays = {"q": q, "k": k, "q_out": q, "k_out": k, "cos": angle, "sin": angle}
+                # [8192, 32 and 8 heads] on an H200: 93 % of copy with eight blocks an SM, 89 % with four, 83 % where the compiler chooses.
+                # Eight spill on sm_80.
+                yield Variant(rotary, {**arrays, **constants}, hints={"occupancy": PerArchitecture(4, "sm_90", 8)})
             x, angle = Array(dtype, (None, None, None), aligned=False), Array(dtype, (None, None), aligned=False)
             constants = {"Q_HEADS": 8, "K_HEADS": 8, "HALF": 64, "BACKWARD": backward}
             yield Variant(rotary_any, {"q": x, "k": x, "q_out": x, "k_out": x, "cos": angle, "sin": angle, **constants})

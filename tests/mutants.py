@@ -6,6 +6,7 @@ driver's place, or in plain PyTorch, and the check compares it with float64. A m
 
 import ast
 import contextlib
+import functools
 import importlib
 import shutil
 import sys
@@ -115,38 +116,59 @@ def check_column_sum(ops):
         assert_close(common.column_sum(partial, FP32), partial.double().sum(0), FP32, f"column sum of {rows} rows")
 
 
-def check_norm_linears(ops):
+def lay_side_by_side(weights):
+    """Makes the weights views of one piece of memory, as `pack` does."""
+    places = torch.cat([w.detach() for w in weights]).split([w.shape[0] for w in weights])
+    for weight, place in zip(weights, places, strict=True):
+        weight.data = place
+
+
+def check_norm_attention_inputs(ops, packed=False):
     decoder = importlib.import_module(f"{ops.__name__}.ops.decoder")
-    x, norm = leaf(randn(3, 1024, dtype=BF16, device=CPU)), leaf(randn(1024, dtype=BF16, device=CPU, seed=1) + 1)
-    weights = [leaf(randn(n, 1024, dtype=BF16, device=CPU, seed=2 + n, scale=1 / 32)) for n in (24, 16, 8)]
-    results = decoder.norm_linears(x, norm, weights)
+    shape = (2, 3)
+    x, norm = leaf(randn(6, 1024, dtype=BF16, device=CPU)), leaf(randn(1024, dtype=BF16, device=CPU, seed=1) + 1)
+    weights = [leaf(randn(n * 128, 1024, dtype=BF16, device=CPU, seed=2 + i, scale=1 / 32)) for i, n in enumerate((8, 4, 4))]
+    if packed:
+        lay_side_by_side(weights)
+    norms = [leaf(randn(128, dtype=BF16, device=CPU, seed=5 + i) + 1) for i in range(2)]
+    angles = randn(1, 3, 128, dtype=FP32, device=CPU, seed=7)
+    cos, sin = angles.cos().to(BF16), angles.sin().to(BF16)
+    results = decoder.norm_attention_inputs(x, norm, weights, *norms, cos, sin, shape)
     grads = [randn(*r.shape, dtype=BF16, device=CPU, seed=9 + i) for i, r in enumerate(results)]
     torch.autograd.backward(results, grads)
-    x64, norm64, weights64 = exact(x), exact(norm), [exact(w) for w in weights]
+    x64, norm64, weights64, norms64 = exact(x), exact(norm), [exact(w) for w in weights], [exact(n) for n in norms]
     normed = rms_norm_exact(x64, norm64, 1e-6)
-    results64 = [normed @ w.t() for w in weights64] + [x64 * 1]
+    q64, k64, v64 = ((normed @ w.t()).view(*shape, -1, 128) for w in weights64)
+    heads = [rms_norm_exact(t, w, 1e-6).transpose(1, 2) for t, w in zip((q64, k64), norms64, strict=True)]
+    results64 = [*checks.rotary_exact(*heads, cos.double(), sin.double(), 1), v64.transpose(1, 2), x64 * 1]
     torch.autograd.backward(results64, [g.double() for g in grads])
     for found, wanted in zip(results, results64, strict=True):
-        assert_close(found, wanted, BF16, "norm and linears", 2)
-    for found, wanted in zip((x, norm, *weights), (x64, norm64, *weights64), strict=True):
-        assert_close(found.grad, wanted.grad, BF16, "gradient of norm and linears", 2)
+        assert_close(found, wanted, BF16, "attention's inputs", 2)
+    leaves, leaves64 = (x, norm, *weights, *norms), (x64, norm64, *weights64, *norms64)
+    for found, wanted in zip(leaves, leaves64, strict=True):
+        assert_close(found.grad, wanted.grad, BF16, "gradient of attention's inputs", 2)
 
 
-def check_norm_mlp(ops):
+def check_norm_mlp(ops, packed=False, attended=False, inner=48):
     decoder = importlib.import_module(f"{ops.__name__}.ops.decoder")
     x, norm = leaf(randn(3, 1024, dtype=BF16, device=CPU)), leaf(randn(1024, dtype=BF16, device=CPU, seed=1) + 1)
-    shapes = (48, 1024), (48, 1024), (1024, 48)
+    shapes = (inner, 1024), (inner, 1024), (1024, inner)
     weights = [leaf(randn(*s, dtype=BF16, device=CPU, seed=2 + i, scale=s[1] ** -0.5)) for i, s in enumerate(shapes)]
-    y = decoder.norm_mlp(x, norm, *weights)
+    if packed:
+        lay_side_by_side(weights[:2])
+    before = [leaf(randn(3, 64, dtype=BF16, device=CPU, seed=7)), leaf(randn(1024, 64, dtype=BF16, device=CPU, seed=8, scale=1 / 8))]
+    before = before if attended else []
+    y = decoder.norm_mlp(x, norm, *weights, 1e-6, *before)
     dy = randn(*y.shape, dtype=BF16, device=CPU, seed=9)
     y.backward(dy)
-    x64, norm64, weights64 = exact(x), exact(norm), [exact(w) for w in weights]
-    normed = rms_norm_exact(x64, norm64, 1e-6)
+    x64, norm64, weights64, before64 = exact(x), exact(norm), [exact(w) for w in weights], [exact(t) for t in before]
+    total = x64 + before64[0] @ before64[1].t() if attended else x64
+    normed = rms_norm_exact(total, norm64, 1e-6)
     gate, up = normed @ weights64[0].t(), normed @ weights64[1].t()
-    y64 = x64 + (torch.nn.functional.silu(gate) * up) @ weights64[2].t()
+    y64 = total + (torch.nn.functional.silu(gate) * up) @ weights64[2].t()
     y64.backward(dy.double())
     assert_close(y, y64, BF16, "norm and MLP", 2)
-    for found, wanted in zip((x, norm, *weights), (x64, norm64, *weights64), strict=True):
+    for found, wanted in zip((x, norm, *weights, *before), (x64, norm64, *weights64, *before64), strict=True):
         assert_close(found.grad, wanted.grad, BF16, "gradient of norm and MLP", 2)
 
 
@@ -198,8 +220,12 @@ def _of(check, *arguments, **options):
 
 CHECKS = {
     "column_sum": check_column_sum,
-    "norm_linears": check_norm_linears,
+    "attention_inputs": check_norm_attention_inputs,
+    "attention_inputs_packed": functools.partial(check_norm_attention_inputs, packed=True),
     "norm_mlp": check_norm_mlp,
+    "norm_mlp_packed": functools.partial(check_norm_mlp, packed=True, inner=512),
+    "norm_mlp_rows": functools.partial(check_norm_mlp, packed=True, inner=2048),
+    "norm_mlp_attended": functools.partial(check_norm_mlp, attended=True),
     "labels": check_labels_out_of_range,
     "minus_infinity": check_piece_of_minus_infinity,
     "second_backward": check_second_backward_pass,
@@ -218,11 +244,14 @@ CHECKS = {
     "rotary_odd": _of(checks.check_rotary, FP32, 2, 3, 11, 3, 258),
     "rotary_odd_half": _of(checks.check_rotary, FP32, 1, 4, 12, 4, 64, half=True),
     "qk_norm_rotary": _of(checks.check_qk_norm_rotary, FP32, 2, 3, 16, 8, 128),
+    "qk_norm_rotary_whole": _of(checks.check_qk_norm_rotary, FP32, 2, 4, 16, 8, 128),
+    "qk_norm_rotary_tokens": _of(checks.check_qk_norm_rotary, FP32, 1, 19, 8, 8, 128),
     "qk_norm_rotary_bf16": _of(checks.check_qk_norm_rotary, BF16, 2, 3, 40, 8, 128),
     "qk_norm_rotary_many_k": _of(checks.check_qk_norm_rotary, FP32, 1, 3, 16, 16, 128),
-    "swiglu": _of(checks.check_swiglu, FP32, (2, 1500)),
+    "swiglu": _of(checks.check_swiglu, FP32, (3, 1536)),
     "swiglu_odd": _of(checks.check_swiglu, FP32, (2, 1501)),
-    "mlp": _of(checks.check_mlp, FP32, 33, 64, 160),
+    "mlp": _of(checks.check_mlp, FP32, 33, 64, 512),
+    "mlp_apart": _of(checks.check_mlp, FP32, 32, 64, 160),
     "mlp_odd": _of(checks.check_mlp, FP32, 33, 64, 33),
     "loss": _of(checks.check_linear_cross_entropy, FP32, 3, 16, 4107),
     "loss_ignores_0": _of(checks.check_linear_cross_entropy, FP32, 8, 16, 17, ignore_index=0),
@@ -259,10 +288,11 @@ KERNEL_MUTANTS = [
          ("i * TILE + ct", "ct"),
          ("x.dtype), check_bounds=True", "x.dtype), check_bounds=False", "scale_odd")),
     *_in("kernel_src/swiglu.py", "swiglu", "sigmoid", ("a * (-LOG2E)", "a * LOG2E"), ("a * (-LOG2E)", "-a")),
-    *_in("kernel_src/swiglu.py", "swiglu", "offsets",
-         ("min(ct.bid(0) * (TILE // VECTOR), length // VECTOR - TILE // VECTOR)", "ct.bid(0) * (TILE // VECTOR)"),
-         ("- TILE // VECTOR) * VECTOR", "- TILE // VECTOR)"),
-         ("ct.bid(0) *", "0 *")),
+    *_in("kernel_src/swiglu.py", "swiglu", "piece",
+         ("ct.bid(0) // pieces", "0"),
+         ("* TILE +", "+", "norm_mlp_rows"),
+         ("% pieces", "% (pieces + 1)", "norm_mlp_rows"),
+         ("ct.bid(0) % pieces * TILE", "0", "norm_mlp_rows")),
     *_in("kernel_src/swiglu.py", "swiglu", "forward",
          ("gate * sigmoid(gate)", "sigmoid(gate)"),
          (" * up, dtype", ", dtype")),
@@ -273,7 +303,7 @@ KERNEL_MUTANTS = [
          ("dout * silu, silu", "dout * s, silu")),
     *_in("kernel_src/swiglu.py", "swiglu", "swiglu_backward",
          ("dg, du, _", "du, dg, _"),
-         ("ct.scatter(dup, o, ct.astype(du", "ct.scatter(dup, o, ct.astype(dg")),
+         ("ct.scatter(dup, at, ct.astype(du", "ct.scatter(dup, at, ct.astype(dg")),
     *_in("kernel_src/swiglu.py", "mlp", "swiglu_backward_recompute", ("forward(g, u", "forward(u, g")),
     *_in("kernel_src/swiglu.py", "mlp_odd", "swiglu_any_backward_recompute", ("forward(g, u", "forward(u, g")),
     *_in("kernel_src/swiglu.py", "swiglu_odd", "swiglu_any_forward",
@@ -329,10 +359,12 @@ KERNEL_MUTANTS = [
          ("acc2 + d2 * n2", "d2 * n2"),
          ("acc1 if part == 0 else acc2", "acc2 if part == 0 else acc1"),
          ("0.5 / HALF", "1.0 / HALF"),
-         ("range(ct.bid(0), x.shape[0]", "range(0, x.shape[0]"),
+         ("range(ct.bid(0), ct.cdiv(x.shape[0]", "range(0, ct.cdiv(x.shape[0]", "qk_norm_rotary_tokens"),
+         ("ct.cdiv(x.shape[0], TOKENS)", "x.shape[0] // TOKENS", "qk_norm_rotary_tokens"),
          ("rotate_back(g1, g2", "rotate(g1, g2")),
+    *_in("kernel_src/qk_norm_rotary.py", "qk_norm_rotary_whole", "token_angles", ("tokens % ct.cdiv(table.shape[0], TOKENS)", "tokens")),
     *_in("kernel_src/qk_norm_rotary.py", "qk_norm_rotary", "qk_norm_rotary_backward",
-         ("ct.bid(0) * q_groups + group", "group"),
+         ("ct.bid(0) * q_groups + group", "group", "qk_norm_rotary_tokens"),
          ("dk_weight, cos, sin, group - q_groups", "dk_weight, cos, sin, group - q_groups + 1"),
          ("ct.bid(0) * k_groups + group - q_groups", "ct.bid(0) * k_groups", "qk_norm_rotary_many_k")),
     *_in("kernel_src/rms_norm.py", "rms_norm_odd", "read_padded", ("padding_value=0", "padding_value=1")),
@@ -347,9 +379,9 @@ KERNEL_MUTANTS = [
     *_in("kernel_src/rms_norm.py", "rms_norm", "rms_norm_backward",
          ("(g - n * mean) * r", "(g + n * mean) * r"),
          ("(g - n * mean) * r", "g - n * mean"),
-         ("ct.sum(g * n, axis=0", "ct.sum(d * n, axis=0"),
+         ("ct.sum(g * n)", "ct.sum(d * n)"),
          ("acc = acc + d * n", "acc = acc + g * n"),
-         ("n = read_once(x, (row, cols)) * r", "n = read_once(x, (row, cols))"),
+         ("        n = n * r", "        pass"),
          ("        acc = acc + d * n", "        acc = d * n", "rms_norm_many_rows"),
          ("range(block, x.shape[0]", "range(0, x.shape[0]", "rms_norm_many_rows"),
          ("x.shape[0], ct.num_blocks(0)", "x.shape[0], ct.num_blocks(0) + 1", "rms_norm_many_rows"),
@@ -357,18 +389,21 @@ KERNEL_MUTANTS = [
          ("tail_n * mean) * r", "tail_n * mean)", "rms_norm_tail"),
          ("tail_acc + tail_d", "tail_acc - tail_d", "rms_norm_tail"),
          ("1.0 / (TILE + TAIL)", "1.0 / TILE", "rms_norm_tail")),
-    *_in("kernel_src/rms_norm.py", "norm_linears", "rms_norm_apply", ("read(x, (row, cols)) * r", "read(x, (row, cols))")),
+    *_in("kernel_src/rms_norm.py", "norm_mlp", "rms_norm_apply", ("read(x, (row, cols)) * r", "read(x, (row, cols))")),
     *_in("kernel_src/rms_norm.py", "add_rms_norm", "add", ("read(x, index) + read(residual, index)", "read(x, index)")),
     *_in("kernel_src/rms_norm.py", "add_rms_norm", "add_rms_norm_forward",
          ("ct.scatter(total, (row, cols), ct.astype(s,", "ct.scatter(total, (row, cols), ct.astype(s * s,"),
          ("squares + ct.sum(tail * tail", "squares + ct.sum(tail", "add_rms_norm_tail"),
          ("ct.scatter(total, (row, tail_cols)", "ct.scatter(total, (row, tail_cols - 1)", "add_rms_norm_tail")),
     *_in("kernel_src/rms_norm.py", "add_rms_norm", "add_rms_norm_backward",
-         ("* r + past, dx.dtype), check_bounds=False)\n        if", "* r, dx.dtype), check_bounds=False)\n        if"),
-         ("read_once(dtotal, (row, cols))", "read_once(dy, (row, cols))"),
+         ("* r + past)", "* r)"),
+         ("read_tile(dtotal, row, 0, TILE, LATENCY)", "read_tile(dy, row, 0, TILE, LATENCY)"),
          ("(g - n * mean)", "(g - mean)"),
-         ("tail_n * mean) * r + past", "tail_n * mean) * r", "add_rms_norm_tail"),
-         ("read_once(dtotal, (row, tail_cols))", "read_once(dtotal, (row, tail_cols - TILE))", "add_rms_norm_tail")),
+         ("tail_n * mean) * r + tail_past", "tail_n * mean) * r", "add_rms_norm_tail"),
+         ("read_tile(dtotal, row, TILE, TAIL, LATENCY)", "read_tile(dtotal, row, 0, TAIL, LATENCY)", "add_rms_norm_tail")),
+    *_in("kernel_src/rms_norm.py", "rms_norm_tail", "read_tile", ("start // WIDTH", "start")),
+    *_in("kernel_src/rms_norm.py", "rms_norm_tail", "read_weight", ("start // WIDTH", "0")),
+    *_in("kernel_src/rms_norm.py", "rms_norm_tail", "write_tile", ("start // WIDTH", "0")),
     *_in("kernel_src/rms_norm.py", "rms_norm_short", "rms_norm_rows_forward",
          ("ct.minimum(ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32), x.shape[0] - 1)",
           "ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32)"),
@@ -461,25 +496,44 @@ OPERATION_MUTANTS = [
     *_in("ops/rotary.py", "rotary_odd_half", "_full_width", ("torch.cat((table, table), -1)", "table.repeat_interleave(2, -1)"), kernels=False),
     *_in("ops/rotary.py", "qk_norm_rotary", "_QKNormRotary.forward",
          ("save_for_backward(q, k, q_weight, k_weight", "save_for_backward(q, k, k_weight, q_weight")),
-    *_in("ops/rotary.py", "qk_norm_rotary", "_norm_backward",
+    *_in("ops/rotary.py", "qk_norm_rotary", "_whole_steps",
+         ("table.expand(batch, -1, -1).contiguous()", "table")),
+    *_in("ops/rotary.py", "qk_norm_rotary", "norm_backward_into",
+         ("outs[1].copy_(dk)", "pass"), kernels=False),
+    *_in("ops/rotary.py", "qk_norm_rotary", "norm_backward_into",
          ("column_sum(partials[1], k_weight.dtype)", "column_sum(partials[0], k_weight.dtype)"),
          ("column_sum(partials[0], q_weight.dtype)", "partials[0][0].to(q_weight.dtype)")),
     *_in("ops/swiglu.py", "swiglu", "_SwiGLU.forward", ("save_for_backward(gate, up)", "save_for_backward(up, gate)")),
-    *_in("ops/swiglu.py", "swiglu_odd", "_grid", ("-(-first.shape[0] // c[\"TILE\"])", "first.shape[0] // c[\"TILE\"]")),
+    *_in("ops/swiglu.py", "swiglu_odd", "_grid", ("-(-first.numel() // c[\"TILE\"])", "first.numel() // c[\"TILE\"]")),
     *_in("ops/swiglu.py", "swiglu", "swiglu_backward_reference", ("1 - s", "1 + s"), kernels=False),
     *_in("ops/swiglu.py", "mlp", "_MLP.forward", ("save_for_backward(x, gate, up", "save_for_backward(x, up, gate")),
-    *_in("ops/swiglu.py", "mlp", "_MLP.backward",
-         ("torch.addmm(torch.mm(dgate, gate_weight), dup, up_weight)", "torch.mm(dgate, gate_weight)"),
-         ("torch.mm(dgate.t(), x)", "torch.mm(dup.t(), x)"),
-         ("torch.mm(dy.t(), hidden)", "torch.mm(dy.t(), gate)")),
-    *_in("ops/decoder.py", "norm_linears", "_input_gradient", ("total.addmm_(grad, weight)", "pass")),
-    *_in("ops/decoder.py", "norm_linears", "_NormLinears.backward",
+    *_in("ops/swiglu.py", "mlp", "mlp_backward",
+         (".addmm_(dup, up_weight)", ""),
+         ("torch.mm(dgate.t(), normed)", "torch.mm(dup.t(), normed)"),
+         ("torch.mm(dy.t(), hidden)", "torch.mm(dy.t(), gate)"),
+         ("dgate_weight, dup_weight = torch.mm", "dup_weight, dgate_weight = torch.mm", "norm_mlp_packed"),
+         ("torch.mm(both, whole)", "torch.mm(dgate, gate_weight)", "norm_mlp_packed")),
+    *_in("ops/swiglu.py", "mlp_apart", "backward_in_place",
+         ("dgate.copy_(apart[0])", "pass"),
+         ("dup.copy_(apart[1])", "dup.copy_(apart[0])")),
+    *_in("ops/swiglu.py", "mlp", "backward_in_place",
+         ("both[:, :columns], both[:, columns:]", "both[:, columns:], both[:, :columns]", "norm_mlp_packed")),
+    *_in("ops/swiglu.py", "mlp", "backward_in_place", ("target.copy_(value)", "pass"), kernels=False),
+    *_in("ops/swiglu.py", "norm_mlp_packed", "gate_and_up", ("both[:, : gate_weight.shape[0]]", "both[:, gate_weight.shape[0] :]")),
+    *_in("ops/decoder.py", "attention_inputs", "_input_gradient", ("total.addmm_(grad, weight)", "pass")),
+    *_in("ops/decoder.py", "attention_inputs", "_NormAttentionInputs.forward",
+         ("k, q_norm, k_norm, cos, sin, *weights)\n", "k, k_norm, q_norm, cos, sin, *weights)\n")),
+    *_in("ops/decoder.py", "attention_inputs", "_NormAttentionInputs.backward",
          ("add_rms_norm_backward(dy, dresidual", "add_rms_norm_backward(dy, torch.zeros_like(dresidual)"),
-         ("torch.mm(grad.t(), y)", "torch.mm(grad.t(), x)")),
+         ("torch.mm(grad.t(), y)", "torch.mm(grad.t(), x)"),
+         ("(dnorm, dq_norm, dk_norm)", "(dnorm, dk_norm, dq_norm)"),
+         ("dv_place.copy_(dv)", "dv_place.zero_()", "attention_inputs_packed"),
+         ("torch.mm(together.t(), y)", "torch.mm(together.t(), x)", "attention_inputs_packed"),
+         ("torch.mm(together, whole)", "_input_gradient(grads[:2], weights[:2])", "attention_inputs_packed")),
     *_in("ops/decoder.py", "norm_mlp", "_NormMLP.backward",
          ("add_rms_norm_backward(dy, dout", "add_rms_norm_backward(dy, torch.zeros_like(dout)"),
-         ("torch.mm(dup.t(), y)", "torch.mm(dgate.t(), y)"),
-         ("(dgate, dup), (gate_weight, up_weight)", "(dup, dgate), (gate_weight, up_weight)")),
+         ("torch.mm(dx.t(), attended)", "torch.mm(dout.t(), attended)", "norm_mlp_attended"),
+         ("torch.mm(dx, o_weight)", "torch.mm(dout, o_weight)", "norm_mlp_attended")),
     *_in("ops/linear_cross_entropy.py", "loss_smooth", "_row_coefficients", ("b + smooth * weight_sum", "b + smooth"), ("* target_weight", "")),
     *_in("ops/linear_cross_entropy.py", "loss_smooth", "_row_loss", ("weight_sum * lse - total", "weight_sum * lse")),
     *_in("ops/linear_cross_entropy.py", "loss_items", "_scale", ("if num_items is not None", "if False")),

@@ -48,7 +48,7 @@ def uses_layers(qwen3, model):
         "rotary": {"rope"},
         "linear_cross_entropy": {"fused_linear_cross_entropy"},
     }
-    fused = {"norm_linears": {"rms_norm"}, "norm_mlp": {"rms_norm", "swiglu"}, "qk_norm_rotary": {"rms_norm", "rope"}}
+    fused = {"norm_attention_inputs": {"rms_norm", "rope"}, "norm_mlp": {"rms_norm", "swiglu"}, "qk_norm_rotary": {"rms_norm", "rope"}}
     with pytest.MonkeyPatch.context() as patch:
         for module, names in (("modeling", alone), ("decoder", fused)):
             functions = sys.modules[f"{qwen3.__name__}.{module}"]
@@ -437,8 +437,8 @@ def test_without_active_decorators(package_folder):
         expected = Step(model, input_ids=tokens, labels=tokens)
         calls, rotary = [], sys.modules["package.modeling"].rotary
         sys.modules["package.modeling"].rotary = lambda *args: calls.append(1) or rotary(*args)
-        fused = sys.modules["package.decoder"].qk_norm_rotary
-        sys.modules["package.decoder"].qk_norm_rotary = lambda *args: calls.append(1) or fused(*args)
+        fused = sys.modules["package.decoder"].norm_attention_inputs
+        sys.modules["package.decoder"].norm_attention_inputs = lambda *args: calls.append(1) or fused(*args)
         for install in (qwen3.apply, lambda: qwen3.apply(decoder_layer=False), lambda: qwen3.kernelize(model)):
             install()
             found = Step(model, input_ids=tokens, labels=tokens)

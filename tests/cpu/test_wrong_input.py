@@ -33,7 +33,7 @@ def ops(request, loaded):
     package = loaded if request.param == "pytorch" else request.getfixturevalue("interpreted")
     decoder = importlib.import_module(f"{package.__name__}.ops.decoder")
     public = {name: getattr(package, name) for name in CASES if hasattr(package, name)}
-    return types.SimpleNamespace(**public, norm_linears=decoder.norm_linears, norm_mlp=decoder.norm_mlp)
+    return types.SimpleNamespace(**public, norm_attention_inputs=decoder.norm_attention_inputs, norm_mlp=decoder.norm_mlp)
 
 
 # ---------------------------------------------------------------- each operation, its arguments, and what it computes
@@ -71,9 +71,10 @@ def plain_linear_cross_entropy(hidden, weight, target, bias, class_weight):
     return checks.cross_entropy_exact(hidden.flatten(0, -2), weight, target.flatten(), bias, class_weight=class_weight)
 
 
-def plain_norm_linears(x, norm_weight, first, second):
+def plain_norm_attention_inputs(x, norm_weight, q_rows, k_rows, v_rows, q_norm, k_norm, cos, sin):
     n = norm(x, norm_weight)
-    return linear(n, first), linear(n, second), x
+    q, k, v = (linear(n, rows).view(1, x.shape[0], rows.shape[0] // WIDTH, WIDTH) for rows in (q_rows, k_rows, v_rows))
+    return (*plain_qk_norm_rotary(q, k, q_norm, k_norm, cos, sin), v.transpose(1, 2), x)
 
 
 def plain_norm_mlp(x, norm_weight, gate_weight, up_weight, down_weight):
@@ -96,7 +97,11 @@ CASES = {
         **{"hidden": (TOKENS, HIDDEN), "weight": (CLASSES, HIDDEN), "target": (TOKENS,)},
         **{"bias": (CLASSES,), "class_weight": (CLASSES,)},
     },
-    "norm_linears": {"x": (TOKENS, HIDDEN), "norm_weight": (HIDDEN,), "weights[0]": (INNER, HIDDEN), "weights[1]": (CLASSES, HIDDEN)},
+    "norm_attention_inputs": {
+        **{"x": (TOKENS, HIDDEN), "norm_weight": (HIDDEN,)},
+        **{f"weights[{i}]": (4 * WIDTH, HIDDEN) for i in range(3)},
+        **{"q_norm": (WIDTH,), "k_norm": (WIDTH,), "cos": (1, TOKENS, WIDTH), "sin": (1, TOKENS, WIDTH)},
+    },
     "norm_mlp": {
         **{"x": (TOKENS, HIDDEN), "norm_weight": (HIDDEN,), "gate_weight": (INNER, HIDDEN), "up_weight": (INNER, HIDDEN)},
         **{"down_weight": (HIDDEN, INNER)},
@@ -105,6 +110,7 @@ CASES = {
 ARGUMENTS = [(operation, argument) for operation, shapes in CASES.items() for argument in shapes]
 each_argument = pytest.mark.parametrize(("operation", "argument"), ARGUMENTS, ids=["-".join(pair) for pair in ARGUMENTS])
 NOT_DIFFERENTIABLE = {("rotary", "cos"), ("rotary", "sin"), ("qk_norm_rotary", "cos"), ("qk_norm_rotary", "sin")}
+NOT_DIFFERENTIABLE |= {("norm_attention_inputs", "cos"), ("norm_attention_inputs", "sin")}
 NOT_DIFFERENTIABLE |= {("linear_cross_entropy", "target"), ("linear_cross_entropy", "class_weight")}
 
 
@@ -123,9 +129,10 @@ def arguments(operation, dtype=BF16, tokens=TOKENS):
 
 def run(ops, operation, found):
     function = getattr(ops, operation)
-    if operation == "norm_linears":
+    if operation == "norm_attention_inputs":
         weights = [tensor for name, tensor in found.items() if name.startswith("weights")]
-        results = function(found["x"], found["norm_weight"], weights)
+        rest = [found[name] for name in ("q_norm", "k_norm", "cos", "sin")]
+        results = function(found["x"], found["norm_weight"], weights, *rest, (1, found["cos"].shape[1] if found["cos"].dim() == 3 else TOKENS))
     elif operation == "linear_cross_entropy":
         options = {name: found[name] for name in ("bias", "class_weight") if name in found}
         results = function(found["hidden"], found["weight"], found["target"], **options)
@@ -190,7 +197,7 @@ def test_an_argument_of_another_shape_or_dtype_is_named_or_taken_as_pytorch_take
 def loaded_ops(loaded):
     decoder = importlib.import_module(f"{loaded.__name__}.ops.decoder")
     public = {name: getattr(loaded, name) for name in CASES if hasattr(loaded, name)}
-    return types.SimpleNamespace(**public, norm_linears=decoder.norm_linears, norm_mlp=decoder.norm_mlp)
+    return types.SimpleNamespace(**public, norm_attention_inputs=decoder.norm_attention_inputs, norm_mlp=decoder.norm_mlp)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +226,11 @@ def loaded_ops(loaded):
         ("linear_cross_entropy", "weight", (CLASSES, HIDDEN - 1)),
         ("linear_cross_entropy", "bias", (1,)),
         ("linear_cross_entropy", "class_weight", (CLASSES + 1,)),
-        ("norm_linears", "norm_weight", (1,)),
-        ("norm_linears", "weights[1]", (CLASSES, HIDDEN + 1)),
+        ("norm_attention_inputs", "norm_weight", (1,)),
+        ("norm_attention_inputs", "weights[1]", (4 * WIDTH, HIDDEN + 1)),
+        ("norm_attention_inputs", "weights[2]", (4 * WIDTH + 1, HIDDEN)),
+        ("norm_attention_inputs", "k_norm", (2 * WIDTH,)),
+        ("norm_attention_inputs", "sin", (1, TOKENS, 2 * WIDTH)),
         ("norm_mlp", "up_weight", (1, HIDDEN)),
         ("norm_mlp", "down_weight", (HIDDEN, INNER + 1)),
     ),

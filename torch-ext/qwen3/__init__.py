@@ -5,6 +5,7 @@ from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.rms_norm import add_rms_norm, rms_norm
 from .ops.rotary import qk_norm_rotary, rotary
 from .ops.swiglu import mlp, swiglu
+from .packing import pack
 from .patching import apply, clear_autotune_cache, get_patched_ops, kernelize, mapping, reset, warmup_all_kernels
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "linear_cross_entropy",
     "mapping",
     "mlp",
+    "pack",
     "qk_norm_rotary",
     "reset",
     "rms_norm",

@@ -1,5 +1,5 @@
-"""A whole decoder layer of Qwen3 in five autograd nodes: norm and q, k, v; q/k-norm and rotary; attention; the output
-projection with the residual; norm and MLP with the residual.
+"""A whole decoder layer of Qwen3 in three autograd nodes: norm, q, k, v with their norms and rotary embedding; attention; the output
+projection, norm and MLP with both residual connections.
 
 A projection that is not exactly torch.nn.Linear (LoRA, quantised, sharded, hooked) is called as the module that it is, and the
 rest is fused around it. A layer with anything else unexpected (hooks on its parts, autocast, a tracer) runs as transformers
@@ -11,7 +11,7 @@ import sys
 import torch
 
 from .modeling import PLAIN, SAVED, is_silu, original_forward, plain_weight
-from .ops.decoder import norm_linears, norm_mlp
+from .ops.decoder import norm_attention_inputs, norm_mlp
 from .ops.rms_norm import add_rms_norm, rms_norm
 from .ops.rotary import qk_norm_rotary
 
@@ -81,28 +81,27 @@ def _plain_weights(x, *linears):
     return weights if all(weight is not None and weight.dtype == x.dtype for weight in weights) else None
 
 
-def _project(layer, x):
-    """(q, k, v, residual), flat over the tokens, of the normalised input."""
+def _attention_inputs(layer, x, position_embeddings):
+    """q, k, v [batch, heads, tokens, head_dim] of the normalised input, and the residual, flat over the tokens."""
     norm, inner = _parts(layer)["input_layernorm"], _parts(_parts(layer)["self_attn"])
     projections = inner["q_proj"], inner["k_proj"], inner["v_proj"]
+    q_norm, k_norm = inner["q_norm"], inner["k_norm"]
+    eps, head_eps = norm.variance_epsilon, q_norm.variance_epsilon
+    if head_eps != k_norm.variance_epsilon:
+        raise ValueError(f"q_norm and k_norm have the epsilons {head_eps} and {k_norm.variance_epsilon}, expected one")
     flat, norm_weight = x.view(-1, x.shape[-1]) if x.is_contiguous() else x.reshape(-1, x.shape[-1]), _parameter(norm)
+    head_norms, (cos, sin) = (_parameter(q_norm), _parameter(k_norm)), position_embeddings
     weights = _plain_weights(x, *projections)
-    if weights is not None:
-        return norm_linears(flat, norm_weight, weights, norm.variance_epsilon)
-    normed = rms_norm(x, norm_weight, norm.variance_epsilon)
-    return (*[projection(normed) for projection in projections], flat)
+    if weights is not None and cos.dtype == x.dtype and not cos.requires_grad:
+        return norm_attention_inputs(flat, norm_weight, weights, *head_norms, cos, sin, x.shape[:2], eps, head_eps)
+    normed = rms_norm(x, norm_weight, eps)
+    q, k, v = [projection(normed).view(*x.shape[:2], -1, head_norms[0].shape[0]) for projection in projections]
+    return (*qk_norm_rotary(q, k, *head_norms, cos, sin, head_eps), v.transpose(1, 2), flat)
 
 
-def _attend(attention, q, k, v, shape, position_embeddings, attention_mask, past_key_values, kwargs):
+def _attend(attention, q, k, v, attention_mask, past_key_values, kwargs):
     """Attention's output as [tokens, heads * head_dim]."""
     modeling = sys.modules[MODELING]
-    heads = (*shape, -1, attention.head_dim)
-    q_norm, k_norm = _parts(attention)["q_norm"], _parts(attention)["k_norm"]
-    eps = q_norm.variance_epsilon
-    if eps != k_norm.variance_epsilon:
-        raise ValueError(f"q_norm and k_norm have the epsilons {eps} and {k_norm.variance_epsilon}, expected one")
-    q, k = qk_norm_rotary(q.view(heads), k.view(heads), _parameter(q_norm), _parameter(k_norm), *position_embeddings, eps)
-    v = v.view(heads).transpose(1, 2)
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, attention.layer_idx)
     interface = modeling.ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -119,7 +118,7 @@ def _attend(attention, q, k, v, shape, position_embeddings, attention_mask, past
         sliding_window=attention.sliding_window,
         **kwargs,
     )
-    return output.reshape(shape[0] * shape[1], -1)
+    return output.reshape(q.shape[0] * q.shape[2], -1)
 
 
 def _finish(layer, attended, residual, shape):
@@ -130,11 +129,10 @@ def _finish(layer, attended, residual, shape):
     o_proj, linears = _parts(parts["self_attn"])["o_proj"], _parts(mlp)
     o_weight = _plain_weights(attended, o_proj)
     mlp_weights = _plain_weights(attended, linears["gate_proj"], linears["up_proj"], linears["down_proj"])
+    if mlp_weights is not None and o_weight is not None:
+        return norm_mlp(residual.view(*shape, -1), norm_weight, *mlp_weights, eps, attended, o_weight[0])
     if mlp_weights is not None:
-        if o_weight is not None:
-            total = torch.addmm(residual, attended, o_weight[0].t())
-        else:
-            total = o_proj(attended.view(*shape, -1)).reshape(residual.shape) + residual
+        total = o_proj(attended.view(*shape, -1)).reshape(residual.shape) + residual
         return norm_mlp(total.view(*shape, -1), norm_weight, *mlp_weights, eps)
     output = o_proj(attended.view(*shape, -1))
     normed, total = add_rms_norm(output, residual.view(output.shape), norm_weight, eps)
@@ -152,7 +150,6 @@ def decoder_layer_forward(layer, hidden_states, attention_mask, past_key_values,
             position_embeddings=position_embeddings,
             **kwargs,
         )
-    shape = hidden_states.shape[:-1]
-    q, k, v, residual = _project(layer, hidden_states)
-    attended = _attend(_parts(layer)["self_attn"], q, k, v, shape, position_embeddings, attention_mask, past_key_values, kwargs)
-    return _finish(layer, attended, residual, shape)
+    q, k, v, residual = _attention_inputs(layer, hidden_states, position_embeddings)
+    attended = _attend(_parts(layer)["self_attn"], q, k, v, attention_mask, past_key_values, kwargs)
+    return _finish(layer, attended, residual, hidden_states.shape[:-1])

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .ops.decoder import norm_linears
+from .ops.decoder import norm_attention_inputs
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.rms_norm import add_rms_norm, rms_norm
 from .ops.rotary import qk_norm_rotary, rotary
@@ -71,10 +71,12 @@ def warm_up(device, dtype, sizes: Sizes) -> None:
     # The decoder layer's kernels.
     hidden = (TOKENS, sizes.hidden)
     sum(x.sum() for x in add_rms_norm(ones(*hidden), ones(*hidden), ones(sizes.hidden))).backward()
-    sum(x.sum() for x in norm_linears(ones(*hidden), ones(sizes.hidden), [ones(narrow, sizes.hidden)])).backward()
+    q, k, v = (ones(heads * sizes.head_dim, sizes.hidden) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads))
+    norms = ones(sizes.head_dim), ones(sizes.head_dim)
+    inputs = norm_attention_inputs(ones(*hidden), ones(sizes.hidden), (q, k, v), *norms, cos, cos, (1, TOKENS))
+    sum(x.sum() for x in inputs).backward()
     q, k = (ones(1, TOKENS, heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads))
-    weights = ones(sizes.head_dim), ones(sizes.head_dim)
-    sum(x.sum() for x in qk_norm_rotary(q, k, *weights, cos, cos)).backward()
+    sum(x.sum() for x in qk_norm_rotary(q, k, *norms, cos, cos)).backward()
     target = torch.zeros(TOKENS, dtype=torch.int64, device=device)
     linear_cross_entropy(ones(TOKENS, narrow), ones(sizes.vocabulary, narrow), target).backward()
 

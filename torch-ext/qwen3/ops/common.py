@@ -1,7 +1,7 @@
 """What the operations share: checks of arguments, and how a tracer sees a function."""
 
 import functools
-from typing import Callable
+from typing import Callable, Optional, Sequence
 
 import torch
 
@@ -73,6 +73,23 @@ def look(*tensors: torch.Tensor) -> tuple:
     for tensor in tensors:
         key += (tensor.dtype, tensor.shape, tensor.stride())
     return tuple(key)
+
+
+def side_by_side(weights: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
+    """Weights [rows, columns] that lie behind each other in one piece of memory, as one [all rows, columns] view; else None, and
+    None for a tracer, whose tensors lie nowhere."""
+    if torch.compiler.is_compiling():
+        return None
+    first = weights[0]
+    address, storage, rows, columns = first.data_ptr(), first.untyped_storage().data_ptr(), 0, first.shape[1]
+    for weight in weights:
+        if weight.data_ptr() != address or not weight.is_contiguous() or weight.shape[1] != columns:
+            return None
+        if weight.untyped_storage().data_ptr() != storage:  # neighbours by chance
+            return None
+        address += weight.numel() * weight.element_size()
+        rows += weight.shape[0]
+    return first.as_strided((rows, columns), (columns, 1))
 
 
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,20 +1,23 @@
-"""The two halves of a decoder layer around attention, each one autograd node: RMSNorm and the projections behind it, and RMSNorm
-and the MLP with the residual.
+"""The two halves of a decoder layer around attention, each one autograd node: RMSNorm, the projections to queries, keys and values,
+their RMSNorm and rotary embedding; and the output projection, RMSNorm and the MLP, with both residual connections.
 
 What is saved is small: the residual stream, one number a row, and the projections' outputs. The normalised input and
 silu(gate) * up are computed again in the backward pass, bit for bit. Input gradients of several projections are added by the
-GEMMs, and the residual's gradient by the RMSNorm's backward kernel, so no separate addition is left.
+GEMMs, or by one GEMM where the weights lie side by side in memory (`pack`), and the residual's gradient by the RMSNorm's backward
+kernel, so no separate addition is left.
 """
 
+import functools
 from typing import Optional, Sequence, Tuple
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from .common import describe, fail, need_floats
+from .common import describe, fail, need_floats, side_by_side
 from .rms_norm import add_rms_norm_backward, rms_norm_again, rms_norm_forward
-from .swiglu import swiglu_backward_recompute, swiglu_forward
+from .rotary import norm_backward_into, qk_norm_rotary_forward
+from .swiglu import gate_and_up, mlp_backward, swiglu_forward
 
 
 def _input_gradient(grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -25,37 +28,63 @@ def _input_gradient(grads: Sequence[torch.Tensor], weights: Sequence[torch.Tenso
     return total
 
 
-class _NormLinears(torch.autograd.Function):
+class _NormAttentionInputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, norm_weight, eps, *weights):
+    def forward(ctx, x, norm_weight, eps, q_norm, k_norm, head_eps, cos, sin, shape, *weights):
         y, rstd = rms_norm_forward(x, norm_weight, eps)
-        ctx.save_for_backward(x, norm_weight, rstd, *weights)
-        return (*[linear(y, weight) for weight in weights], x.view_as(x))
+        whole = side_by_side(weights)
+        if whole is None:
+            projected = [linear(y, weight) for weight in weights]
+        else:
+            projected = linear(y, whole).split([weight.shape[0] for weight in weights], 1)
+        head_dim = q_norm.shape[0]
+        q, k, v = [p.view(*shape, p.shape[1] // head_dim, head_dim) for p in projected]
+        ctx.save_for_backward(x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *weights)
+        ctx.head_eps = head_eps
+        return (*qk_norm_rotary_forward(q, k, q_norm, k_norm, cos, sin, head_eps), v.transpose(1, 2), x.view_as(x))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads):
-        x, norm_weight, rstd, *weights = ctx.saved_tensors
-        grads, dresidual = grads[:-1], grads[-1]
-        needs = ctx.needs_input_grad
+    def backward(ctx, dq_out, dk_out, dv, dresidual):
+        x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *weights = ctx.saved_tensors
+        needs, tokens, rows = ctx.needs_input_grad, x.shape[0], [weight.shape[0] for weight in weights]
+        whole = side_by_side(weights)
+        dv = dv.transpose(1, 2)
+        if whole is None:
+            dq, dk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
+            grads = [grad.reshape(tokens, count) for grad, count in zip((dq, dk, dv), rows)]
+        else:
+            together = torch.empty((tokens, whole.shape[0]), dtype=x.dtype, device=x.device)
+            grads = together.split(rows, 1)
+            dq, dk, dv_place = [grad.view(t.shape) for grad, t in zip(grads, (q, k, dv))]
+            dv_place.copy_(dv)
+        dq_norm, dk_norm = norm_backward_into((dq, dk), dq_out, dk_out, q, k, q_norm, k_norm, cos, sin, ctx.head_eps)
         dweights = [None] * len(weights)
-        if any(needs[3:]):
+        if any(needs[9:]):
             y = rms_norm_again(x, norm_weight, rstd)
-            dweights = [torch.mm(grad.t(), y) if need else None for grad, need in zip(grads, needs[3:])]
+            if whole is not None and all(needs[9:]):
+                dweights = torch.mm(together.t(), y).split(rows)
+            else:
+                dweights = [torch.mm(grad.t(), y) if need else None for grad, need in zip(grads, needs[9:])]
             del y
-        dy = _input_gradient(grads, weights)
+        dy = torch.mm(together, whole) if whole is not None else _input_gradient(grads, weights)
         dx, dnorm = add_rms_norm_backward(dy, dresidual, x, norm_weight, rstd, needs[1])
-        return (dx, dnorm if needs[1] else None, None, *dweights)
+        dnorms = [grad if need else None for grad, need in zip((dnorm, dq_norm, dk_norm), (needs[1], needs[3], needs[4]))]
+        return (dx, dnorms[0], None, *dnorms[1:], None, None, None, None, *dweights)
 
 
 class _NormMLP(torch.autograd.Function):
+    """With attention's output and its projection, when there are these, in front: x is the residual stream before or behind it."""
+
     @staticmethod
-    def forward(ctx, x, norm_weight, eps, gate_weight, up_weight, down_weight):
+    def forward(ctx, x, attended, o_weight, norm_weight, eps, gate_weight, up_weight, down_weight):
         ctx.shape, x = x.shape, x.reshape(-1, x.shape[-1])
+        if o_weight is not None:
+            x = torch.addmm(x, attended, o_weight.t())
         y, rstd = rms_norm_forward(x, norm_weight, eps)
-        gate, up = linear(y, gate_weight), linear(y, up_weight)
+        gate, up = gate_and_up(y, gate_weight, up_weight)
         del y
-        ctx.save_for_backward(x, norm_weight, rstd, gate, up, gate_weight, up_weight, down_weight)
+        ctx.save_for_backward(x, attended, o_weight, norm_weight, rstd, gate, up, gate_weight, up_weight, down_weight)
         # Not a view of the flat result: FSDP's hooks warn of a module that returns a view.
         out = torch.empty(ctx.shape, dtype=x.dtype, device=x.device)
         torch.addmm(x, swiglu_forward(gate, up), down_weight.t(), out=out.view(x.shape))
@@ -64,37 +93,52 @@ class _NormMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        x, norm_weight, rstd, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors
+        x, attended, o_weight, norm_weight, rstd, gate, up, *weights = ctx.saved_tensors
         dout = dout.reshape(x.shape)
-        _, need_norm, _, need_gate, need_up, need_down = ctx.needs_input_grad
-        dgate, dup, hidden = swiglu_backward_recompute(torch.mm(dout, down_weight), gate, up)
-        dgate_weight = dup_weight = None
-        ddown_weight = torch.mm(dout.t(), hidden) if need_down else None
-        del hidden
-        if need_gate or need_up:
-            y = rms_norm_again(x, norm_weight, rstd)
-            dgate_weight = torch.mm(dgate.t(), y) if need_gate else None
-            dup_weight = torch.mm(dup.t(), y) if need_up else None
-            del y
-        dy = _input_gradient((dgate, dup), (gate_weight, up_weight))
-        del dgate, dup
+        _, need_attended, need_o, need_norm, _, *need_weights = ctx.needs_input_grad
+        normed = functools.partial(rms_norm_again, x, norm_weight, rstd)
+        dy, *dweights = mlp_backward(dout, normed, gate, up, *weights, (True, *need_weights))
         dx, dnorm = add_rms_norm_backward(dy, dout, x, norm_weight, rstd, need_norm)
-        return dx.view(ctx.shape), dnorm if need_norm else None, None, dgate_weight, dup_weight, ddown_weight
+        dattended = torch.mm(dx, o_weight) if need_attended else None
+        do_weight = torch.mm(dx.t(), attended) if need_o else None
+        return dx.view(ctx.shape), dattended, do_weight, dnorm if need_norm else None, None, *dweights
 
 
-def norm_linears(
-    x: torch.Tensor, norm_weight: torch.Tensor, weights: Sequence[torch.Tensor], eps: float = 1e-6
-) -> Tuple[torch.Tensor, ...]:
-    """RMSNorm(x) @ w.T for each weight, and x itself for the residual connection.
+def norm_attention_inputs(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    shape: Tuple[int, int],
+    eps: float = 1e-6,
+    head_eps: float = 1e-6,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values as attention takes them, of RMSNorm(x), and x itself for the residual connection.
 
-    x: [tokens, hidden]; norm_weight: [hidden]; weights: [features, hidden] each; all of one dtype and device. Returns
-    ([tokens, features], ..., x). Use the x that is returned behind the projections: its gradient is then added for nothing.
-    Differentiable in all of them. Raises ValueError when shapes, dtypes or devices do not fit.
+    x: [tokens, hidden], of `shape` (batch, tokens of one sequence); norm_weight: [hidden]; weights: of the projections to q, k and v,
+    [heads * head_dim, hidden] each; q_norm, k_norm: [head_dim], with the epsilon head_eps; cos, sin: as in `qk_norm_rotary`; all of
+    one dtype and device. Returns q, k, v [batch, heads, tokens, head_dim] and x. Use the x that is returned behind the projections:
+    its gradient is then added for nothing. Differentiable in all but cos and sin. Raises ValueError when shapes, dtypes or devices
+    do not fit.
     """
-    if x.dim() != 2:
-        fail("x", describe(x), "[tokens, hidden]")
-    _check(x, norm_weight, {f"weights[{i}]": (w, (None, x.shape[-1])) for i, w in enumerate(weights)})
-    return _NormLinears.apply(x, norm_weight, float(eps), *weights)
+    if x.dim() != 2 or x.shape[0] != shape[0] * shape[1]:
+        fail("x", describe(x), f"[tokens, hidden] with {shape[0]} * {shape[1]} tokens")
+    if q_norm.dim() != 1:
+        fail("q_norm", describe(q_norm), "[head_dim]")
+    head_dim = q_norm.shape[0]
+    named = {f"weights[{i}]": (w, (None, x.shape[-1])) for i, w in enumerate(weights)}
+    _check(x, norm_weight, {**named, "q_norm": (q_norm, (None,)), "k_norm": (k_norm, (head_dim,))})
+    for name, (weight, _) in named.items():
+        if weight.shape[0] % head_dim:
+            fail(name, describe(weight), f"a multiple of head_dim {head_dim} rows")
+    for name, table in (("cos", cos), ("sin", sin)):
+        fits = table.dim() == 3 and table.shape[0] in (1, shape[0]) and table.shape[1] == shape[1] and table.shape[2] in (head_dim, head_dim // 2)
+        if not fits or table.shape != cos.shape or table.dtype != x.dtype or table.device != x.device:
+            fail(name, describe(table), f"{x.dtype} [{shape[0]} or 1, {shape[1]}, {head_dim} or {head_dim // 2}] on {x.device}")
+    return _NormAttentionInputs.apply(x, norm_weight, float(eps), q_norm, k_norm, float(head_eps), cos, sin, tuple(shape), *weights)
 
 
 def norm_mlp(
@@ -104,12 +148,14 @@ def norm_mlp(
     up_weight: torch.Tensor,
     down_weight: torch.Tensor,
     eps: float = 1e-6,
+    attended: Optional[torch.Tensor] = None,
+    o_weight: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """x + down(silu(gate(n)) * up(n)) with n = RMSNorm(x).
+    """x + down(silu(gate(n)) * up(n)) with n = RMSNorm(x), of x + attended @ o_weight.T in x's place where these are given.
 
-    x: [..., hidden]; norm_weight: [hidden]; gate_weight, up_weight: [intermediate, hidden]; down_weight: [hidden,
-    intermediate]; all of one dtype and device. Returns [..., hidden]. Differentiable in all of them.
-    Raises ValueError when shapes, dtypes or devices do not fit.
+    x: [..., hidden]; norm_weight: [hidden]; gate_weight, up_weight: [intermediate, hidden]; down_weight: [hidden, intermediate];
+    attended: [tokens, features], attention's output; o_weight: [hidden, features]; all of one dtype and device. Returns [...,
+    hidden]. Differentiable in all of them. Raises ValueError when shapes, dtypes or devices do not fit.
     """
     if x.dim() == 0 or gate_weight.dim() != 2:
         fail("gate_weight", describe(gate_weight), f"[intermediate, hidden] for x, which is {describe(x)}")
@@ -119,8 +165,12 @@ def norm_mlp(
         "up_weight": (up_weight, (intermediate, hidden)),
         "down_weight": (down_weight, (hidden, intermediate)),
     }
+    if o_weight is not None:
+        features = o_weight.shape[-1]
+        shapes["attended"] = (attended, (x.numel() // hidden if hidden else 0, features))
+        shapes["o_weight"] = (o_weight, (hidden, features))
     _check(x, norm_weight, shapes)
-    return _NormMLP.apply(x, norm_weight, float(eps), gate_weight, up_weight, down_weight)
+    return _NormMLP.apply(x, attended, o_weight, norm_weight, float(eps), gate_weight, up_weight, down_weight)
 
 
 def _check(x: torch.Tensor, norm_weight: torch.Tensor, weights: dict) -> None:

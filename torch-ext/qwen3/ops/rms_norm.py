@@ -34,7 +34,7 @@ _add_backward_kernel = Kernel("add_rms_norm_backward", grid=_persistent)
 # Row lengths that the kernels with the residual are built for, in half precision; others are two operations.
 FUSED_LENGTHS = (1024, 2048, 2560, 4096, 5120)
 # Blocks that an SM holds in the backward pass, by row length (kernel_src/rms_norm.py, swept on an H200).
-BLOCKS_PER_SM = ((1024, 8), (2048, 6), (2560, 4), (4096, 3))
+BLOCKS_PER_SM = ((256, 8), (1024, 6), (2560, 3))
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:

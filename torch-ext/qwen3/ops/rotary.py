@@ -12,6 +12,8 @@ from ..runtime.launch import Kernel
 from .common import aligned, column_sum, describe, fail, look, need_floats, traceable, unit_stride
 from .rms_norm import rms_norm_backward_reference, rms_norm_reference
 
+TOKENS = 4  # that the backward kernel of `qk_norm_rotary` takes at a time, or a part of so many
+
 Pair = Tuple[torch.Tensor, torch.Tensor]
 Four = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -136,6 +138,12 @@ def _norm_backward(
     eps: float,
 ) -> Four:
     """(dq, dk, dq_weight, dk_weight); dq, dk as [batch, heads, tokens, head_dim] come in, [batch, tokens, heads, head_dim] go out."""
+    outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    return (*outs, *norm_backward_into(outs, dq, dk, q, k, q_weight, k_weight, cos, sin, eps))
+
+
+def norm_backward_into(outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, eps) -> Pair:
+    """As `qk_norm_rotary_backward`, with the gradients of q and k written to `outs`; returns those of the weights."""
     dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
     if not (fused_heads(q, k, cos) and q_weight.dtype == k_weight.dtype == q.dtype):
         dq, dk = rotary_backward_reference(dq, dk, cos, sin, 2)
@@ -143,28 +151,37 @@ def _norm_backward(
             rms_norm_backward_reference(d, x, w, rms_norm_reference(x, w, eps)[1])
             for d, x, w in ((dq, q, q_weight), (dk, k, k_weight))
         )
-        return dq.to(q.dtype), dk.to(k.dtype), dq_weight, dk_weight
-    outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+        outs[0].copy_(dq)
+        outs[1].copy_(dk)
+        return dq_weight, dk_weight
     if q.numel() == 0:
-        return (*outs, torch.zeros_like(q_weight), torch.zeros_like(k_weight))
+        return torch.zeros_like(q_weight), torch.zeros_like(k_weight)
     q_rows, k_rows = _partial_rows(q.shape, k.shape, multiprocessors(q))
     partials = tuple(torch.empty((rows, q.shape[3]), dtype=torch.float32, device=q.device) for rows in (q_rows, k_rows))
-    key, tensors = look(dq, dk, q, k, q_weight, k_weight, cos, sin), (dq, dk, q, k, *outs, q_weight, k_weight, cos, sin, *partials)
+    key, tensors = look(dq, dk, q, k, *outs, q_weight, k_weight, cos, sin), (dq, dk, q, k, *outs, q_weight, k_weight, cos, sin, *partials)
     if not _norm_backward_kernel.again(key, [t.data_ptr() for t in tensors], (eps,)):
-        flat = (*map(_tokens, tensors[:6]), q_weight, k_weight, *_tables(cos, sin), *partials)
+        tables = _tables(*_whole_steps(cos, sin, q.shape[0]))
+        flat = (*map(_tokens, tensors[:6]), q_weight, k_weight, *tables, *partials)
         _norm_backward_kernel.first(key, tensors, list(map(aligned, flat)), eps)
-    return (*outs, column_sum(partials[0], q_weight.dtype), column_sum(partials[1], k_weight.dtype))
+    return column_sum(partials[0], q_weight.dtype), column_sum(partials[1], k_weight.dtype)
+
+
+def _whole_steps(cos: torch.Tensor, sin: torch.Tensor, batch: int) -> Pair:
+    """cos and sin with a row for each token, unless those of one sequence repeat after a whole number of steps of the backward kernel."""
+    if cos.shape[0] == batch or cos.shape[1] % TOKENS == 0:
+        return cos, sin
+    return tuple(table.expand(batch, -1, -1).contiguous() for table in (cos, sin))
 
 
 @functools.lru_cache(maxsize=None)
 def _partial_rows(q_shape: tuple, k_shape: tuple, processors: int) -> Tuple[int, int]:
     """How many partial sums of q's and k's weight gradients there are: one for each block.
 
-    A block walks over tokens with 8 (or 4) heads. An SM holds eight blocks; all groups together fill the GPU once.
+    A block walks over tokens with 8 (or 4) heads. An SM holds two blocks; all groups together fill the GPU once.
     """
     heads = 8 if q_shape[2] % 8 == 0 and k_shape[2] % 8 == 0 else 4
     q_groups, k_groups = q_shape[2] // heads, k_shape[2] // heads
-    blocks = min(q_shape[0] * q_shape[1], max(1, 8 * processors // (q_groups + k_groups)))
+    blocks = min(-(-q_shape[0] * q_shape[1] // TOKENS), max(1, 2 * processors // (q_groups + k_groups)))
     return blocks * q_groups, blocks * k_groups
 
 

@@ -1,6 +1,6 @@
 """SwiGLU, silu(gate) * up, and the whole MLP around it (arXiv 2002.05202)."""
 
-from typing import Tuple
+from typing import Optional, Sequence, Tuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -8,15 +8,16 @@ from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import describe, fail, need_floats, traceable, wide
+from .common import aligned, describe, fail, need_floats, side_by_side, traceable, wide
 
-SLAB = 2**30  # elements of one launch: offsets into a flat array are 32-bit
+SLAB = 2**30  # elements that one launch reaches over: offsets into an array are 32-bit
+TILES = (1024, 512)  # elements of one block: rows are a multiple of one of them, else the kernels that check every index run
 
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _grid(c, first, *_):
-    return (-(-first.shape[0] // c["TILE"]),)
+    return (-(-first.numel() // c["TILE"]),)
 
 
 _forward_kernel = Kernel("swiglu_forward", "swiglu_any_forward", grid=_grid)
@@ -25,18 +26,38 @@ _recompute_kernel = Kernel("swiglu_backward_recompute", "swiglu_any_backward_rec
 
 
 def _launch(kernel: Kernel, *tensors: torch.Tensor) -> None:
-    """All tensors contiguous, of one shape and dtype."""
+    """All tensors of one shape and dtype: contiguous, or [rows, columns] that `aligned_rows` takes."""
     first = tensors[0]
-    count = first.numel()
-    key = (first.get_device(), first.dtype, count)
-    if count == 0 or kernel.again(key, [tensor.data_ptr() for tensor in tensors]):
+    if first.numel() == 0:
         return
-    flat = [tensor.view(-1) for tensor in tensors]
-    if count <= SLAB:
-        kernel.first(key, tensors, flat)
+    key = (first.get_device(), first.dtype, first.shape, *[tensor.stride() for tensor in tensors])
+    if kernel.again(key, [tensor.data_ptr() for tensor in tensors]):
         return
-    for start in range(0, count, SLAB):
-        kernel([tensor[start : start + SLAB] for tensor in flat])
+    views = tensors
+    if all(tensor.is_contiguous() for tensor in tensors):
+        whole = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        tile = next((tile for tile in TILES if whole and first.numel() % tile == 0), None)
+        views = [tensor.view(-1, tile) if tile else tensor.view(-1) for tensor in tensors]
+    rows = max(1, SLAB // max(view.stride(0) for view in views))
+    if views[0].shape[0] <= rows:
+        kernel.first(key, tensors, views)
+        return
+    for start in range(0, views[0].shape[0], rows):
+        kernel([view[start : start + rows] for view in views])
+
+
+def aligned_rows(columns: int) -> bool:
+    """True when rows of so many elements may have a stride of their own."""
+    return columns % TILES[-1] == 0
+
+
+def _inputs(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The tensors as the kernels take them; copies only of those that lie oddly in memory."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return tensors
+    if tensors[0].dim() == 2 and aligned_rows(tensors[0].shape[1]):
+        return [aligned(tensor) for tensor in tensors]
+    return [tensor.contiguous() for tensor in tensors]
 
 
 def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -59,8 +80,8 @@ def _fits(gate):
 def _forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if not _fits(gate):
         return swiglu_reference(gate, up)
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
+    gate, up = _inputs(gate, up)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     _launch(_forward_kernel, gate, up, out)
     return out
 
@@ -68,19 +89,41 @@ def _forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def _backward(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
     if not _fits(gate):
         return swiglu_backward_reference(dout, gate, up)[:2]
-    dout, gate, up = dout.contiguous(), gate.contiguous(), up.contiguous()
-    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    dout, gate, up = _inputs(dout, gate, up)
+    dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     _launch(_backward_kernel, dout, gate, up, dgate, dup)
     return dgate, dup
 
 
+def backward_in_place(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Triple:
+    """([dgate | dup], dgate, dup), and silu(gate) * up over dout.
+
+    dout: contiguous [rows, columns], the caller's own; gate, up: like it, of any row stride. The first result holds the other two
+    side by side, [rows, 2 * columns].
+    """
+    columns = gate.shape[1]
+    both = torch.empty((gate.shape[0], 2 * columns), dtype=gate.dtype, device=gate.device)
+    dgate, dup = both[:, :columns], both[:, columns:]
+    if _fits(gate) and aligned_rows(columns):
+        gate, up = _inputs(gate, up)
+        _launch(_recompute_kernel, dout, gate, up, dgate, dup)
+    elif _fits(gate):
+        apart = torch.empty_like(dout), torch.empty_like(dout)
+        _launch(_recompute_kernel, dout, gate.contiguous(), up.contiguous(), *apart)
+        dgate.copy_(apart[0])
+        dup.copy_(apart[1])
+    else:
+        for target, value in zip((dgate, dup, dout), swiglu_backward_reference(dout, gate, up)):
+            target.copy_(value)
+    return both, dgate, dup
+
+
 def _backward_recompute(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Triple:
-    if not _fits(gate):
-        return swiglu_backward_reference(dout, gate, up)
-    dout, gate, up = dout.contiguous(), gate.contiguous(), up.contiguous()
-    dgate, dup, out = torch.empty_like(gate), torch.empty_like(up), torch.empty_like(gate)
-    _launch(_recompute_kernel, dout, gate, up, dgate, dup, out)
-    return dgate, dup, out
+    """(dgate, dup, silu(gate) * up)"""
+    rows = (-1, gate.shape[-1])
+    out = dout.clone(memory_format=torch.contiguous_format)
+    _, dgate, dup = backward_in_place(out.view(rows), gate.reshape(rows), up.reshape(rows))
+    return dgate.reshape(gate.shape), dup.reshape(up.shape), out
 
 
 def _empty(tensor):
@@ -118,31 +161,64 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _SwiGLU.apply(gate, up)
 
 
+# Up to so many tokens one GEMM over gate's and up's weights side by side beats two, in the forward pass and for the weights' gradients
+# (H200, [12288, 4096] each: 1 % to 7 %; with more tokens it loses as much). For the input's gradient it always does: nothing is added up.
+ONE_GEMM_FORWARD, ONE_GEMM_GRADIENT = 512, 4096
+
+
+def gate_and_up(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """x @ gate_weight.T and x @ up_weight.T; x: [tokens, hidden]."""
+    whole = side_by_side((gate_weight, up_weight)) if x.shape[0] <= ONE_GEMM_FORWARD else None
+    if whole is None:
+        return linear(x, gate_weight), linear(x, up_weight)
+    both = linear(x, whole)
+    return both[:, : gate_weight.shape[0]], both[:, gate_weight.shape[0] :]
+
+
+def mlp_backward(dy, x, gate, up, gate_weight, up_weight, down_weight, needs) -> Tuple[Optional[torch.Tensor], ...]:
+    """(dx, dgate_weight, dup_weight, ddown_weight), None where `needs` (four booleans) says so.
+
+    dy: [tokens, hidden]; x: a function that gives the MLP's input [tokens, hidden], called once and only if a weight needs it.
+    """
+    need_x, need_gate, need_up, need_down = needs
+    dgate_weight = dup_weight = ddown_weight = None
+    hidden = torch.mm(dy, down_weight)  # its gradient, and behind the next line itself
+    if torch.compiler.is_compiling():
+        both, (dgate, dup, hidden) = None, swiglu_backward_recompute(hidden, gate, up)
+    else:
+        both, dgate, dup = backward_in_place(hidden, gate, up)
+    if need_down:
+        ddown_weight = torch.mm(dy.t(), hidden)
+    del hidden
+    whole = side_by_side((gate_weight, up_weight))
+    if need_gate and need_up and whole is not None and dy.shape[0] <= ONE_GEMM_GRADIENT:
+        dgate_weight, dup_weight = torch.mm(both.t(), x()).split(gate_weight.shape[0])
+    elif need_gate or need_up:
+        normed = x()
+        dgate_weight = torch.mm(dgate.t(), normed) if need_gate else None
+        dup_weight = torch.mm(dup.t(), normed) if need_up else None
+        del normed
+    dx = None
+    if need_x:
+        dx = torch.mm(both, whole) if whole is not None else torch.mm(dgate, gate_weight).addmm_(dup, up_weight)
+    return dx, dgate_weight, dup_weight, ddown_weight
+
+
 class _MLP(torch.autograd.Function):
     """Saves x, gate and up. silu(gate) * up, as large as each of them, is computed again in the backward pass; the two input
-    gradients of gate and up are added by the second GEMM."""
+    gradients of gate and up are added by a GEMM."""
 
     @staticmethod
     def forward(ctx, x, gate_weight, up_weight, down_weight):
-        gate, up = linear(x, gate_weight), linear(x, up_weight)
+        gate, up = gate_and_up(x, gate_weight, up_weight)
         ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
         return linear(swiglu_forward(gate, up), down_weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors
-        dx = dgate_weight = dup_weight = ddown_weight = None
-        dgate, dup, hidden = swiglu_backward_recompute(torch.mm(dy, down_weight), gate, up)
-        if ctx.needs_input_grad[3]:
-            ddown_weight = torch.mm(dy.t(), hidden)
-        if ctx.needs_input_grad[1]:
-            dgate_weight = torch.mm(dgate.t(), x)
-        if ctx.needs_input_grad[2]:
-            dup_weight = torch.mm(dup.t(), x)
-        if ctx.needs_input_grad[0]:
-            dx = torch.addmm(torch.mm(dgate, gate_weight), dup, up_weight)
-        return dx, dgate_weight, dup_weight, ddown_weight
+        x, gate, up, *weights = ctx.saved_tensors
+        return mlp_backward(dy, lambda: x, gate, up, *weights, ctx.needs_input_grad)
 
 
 def mlp(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,54 @@
+"""Weights that one GEMM can read as one matrix: those of q, k and v, and those of gate and up, side by side in memory."""
+
+import torch
+
+from .modeling import plain_weight
+from .ops.common import side_by_side
+
+# The layers of a module whose outputs are computed from one input, in the order of their rows.
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def pack(model):
+    """Lays the weights of q, k and v, and those of gate and up, of every layer side by side in memory, and returns the model.
+
+    The fused layers then multiply by them at once: fewer and larger GEMMs, most of all with few tokens. Parameters keep their
+    names, shapes, values, gradients and optimiser state; each only becomes a view of a piece of memory that it shares with its
+    neighbours, as `save_pretrained` and `torch.save` know it. Needs memory for a copy of one layer's weights while it runs. Call it
+    when the model is on its device and of its dtype: `model.to(...)` and a deep copy lay the weights apart again, which costs speed
+    and nothing else. Layers that are not plain `torch.nn.Linear` (LoRA, quantised, sharded, with biases) stay as they are. Raises TypeError when model is no module.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is {model!r}, expected a torch.nn.Module")
+    owners = [module for module in model.modules() if any(hasattr(module, name) for group in GROUPS for name in group)]
+    shared = _shared(model)
+    for module in owners:
+        for group in GROUPS:
+            weights = [plain_weight(getattr(module, name, None)) for name in group]
+            if any(weight is None or id(weight) in shared for weight in weights) or not _alike(weights):
+                continue
+            if side_by_side(weights) is None:
+                _lay(weights)
+    return model
+
+
+def _shared(model):
+    """The ids of parameters that more than one module holds: they cannot have two neighbours."""
+    seen, shared = set(), set()
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                (shared if id(parameter) in seen else seen).add(id(parameter))
+    return shared
+
+
+def _alike(weights) -> bool:
+    first = weights[0]
+    return all(w.dtype == first.dtype and w.device == first.device and w.shape[1] == first.shape[1] for w in weights)
+
+
+@torch.no_grad()
+def _lay(weights) -> None:
+    together = torch.cat([weight.detach() for weight in weights])
+    for weight, place in zip(weights, together.split([weight.shape[0] for weight in weights])):
+        weight.data = place
