@@ -31,7 +31,7 @@ from .timing import Quantiles
 MARK = "@result "
 GiB = 2**30
 PROVIDERS = ("huggingface", "liger", "bastile")
-ALL_PROVIDERS = ("huggingface", "torch_compile", "liger", "liger_cutedsl", "liger_cutile", "bastile")
+ALL_PROVIDERS = ("huggingface", "torch_compile", "liger", "liger_cutedsl", "liger_cutile", "bastile", "bastile_unpacked")
 LOSSES = 5  # of the first steps, compared between providers
 
 
@@ -42,7 +42,7 @@ def prepare(provider: str) -> None:
     """Puts a provider's layers into transformers, before a model is made."""
     if provider in ("huggingface", "torch_compile"):
         return
-    if provider == "bastile":
+    if provider.startswith("bastile"):
         package().apply()
         return
     need("liger_kernel", "triton")
@@ -175,6 +175,8 @@ def child(args, build) -> bool:
 
 def build_one(args) -> Stepper:
     model = make_model(args.model, args.layers, args.device)
+    if args.child == "bastile":
+        package().pack(model)
     optimizer = make_optimizer(model, args.device)
     if args.child == "torch_compile":
         model.model = torch.compile(model.model)
@@ -384,7 +386,7 @@ class Results:
 def versus(found: dict[str, Measured], what: str) -> str:
     """Bastile against the best other provider: how many times the speed, or the share of the memory."""
     values = {p: getattr(m, what) for p, m in found.items() if getattr(m, what)}
-    peers = [Quantiles.of(v).median for p, v in values.items() if p != "bastile"]
+    peers = [Quantiles.of(v).median for p, v in values.items() if not p.startswith("bastile")]
     if "bastile" not in values or not peers:
         return ""
     mine = Quantiles.of(values["bastile"]).median
