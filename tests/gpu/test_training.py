@@ -82,11 +82,9 @@ def test_warm_up_loads_what_a_step_needs(ops):
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
-def test_packed_weights_give_the_same_step(qwen3, dtype):
+def test_packed_weights_give_the_same_step(ops, dtype):
     ids = tokens(2, 301)
     exact = Step(model_of(torch.float64), input_ids=ids, labels=ids)
     plain = Step(model_of(dtype), input_ids=ids, labels=ids)
-    model = qwen3.kernelize(qwen3.pack(model_of(dtype)))
-    step = Step(model, input_ids=ids, labels=ids)
-    step.assert_as_exact_as(plain, exact)
-    assert all(torch.equal(g, Step(model, input_ids=ids, labels=ids).gradients[n]) for n, g in step.gradients.items() if "layers.0" in n)
+    packed = Step(ops.kernelize(ops.pack(model_of(dtype))), input_ids=ids, labels=ids)
+    packed.assert_as_exact_as(plain, exact)
