@@ -202,6 +202,8 @@ class Group:
         for rank in range(gpus):
             environment = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(gpus), MASTER_ADDR="127.0.0.1")
             environment["MASTER_PORT"] = port
+            # Without it the lengths of one process leave holes that the next length does not fit into.
+            environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
             stdout = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             command = [sys.executable, script, *arguments]
             self.processes.append(subprocess.Popen(command, stdout=stdout, stderr=self.errors[rank], text=True, env=environment))
