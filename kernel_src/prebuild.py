@@ -24,6 +24,11 @@ DTYPES = {
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 
 FLOATS = ("bfloat16", "float16", "float32")
+
+# Architectures on which nothing was measured; sm_90 is the H200's. There, further variants with the same promises compete with the
+# one that is listed first, and `warmup_all_kernels` times them on the user's GPU (runtime/tuning.py). Every candidate costs a cubin
+# for each architecture, so they are few, and in bf16 only.
+UNMEASURED = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "i32", "int64": "i64"}
 
 
@@ -122,7 +127,11 @@ class Variant:
     params: for each parameter of the function, in order, an `Array`, a `Scalar`, or the value of a `ct.Constant`.
     hints: compiler hints that replace those of the decorator (`occupancy`, `num_worker_warps`, ...): ints or `PerArchitecture`.
     targets: the architectures that get this variant, e.g. ("sm_90",); empty for all.
-    spills: why this variant may spill registers, and on which architectures that was accepted; a spill without a reason fails the build.
+    spills: why this variant may spill registers, and on which architectures that was accepted; a spill without a reason fails the
+        build, and so does a reason without a spill.
+
+    Variants of one kernel that take the same arguments are listed with the preferred one first. Those whose promises are the very
+    same compete where a GPU's own measurement decides: see `UNMEASURED`.
     """
 
     kernel: ct.kernel

@@ -17,9 +17,12 @@ Three shapes of the same formula are prebuilt:
   * any length and alignment, in checked pieces of TILE: slower, and right for every size.
 """
 
+from dataclasses import replace
+from itertools import chain
+
 import cuda.tile as ct
 
-from kernel_src.prebuild import FLOAT, FLOATS, Array, PerArchitecture, Variant
+from kernel_src.prebuild import FLOAT, FLOATS, UNMEASURED, Array, PerArchitecture, Variant
 
 Const = ct.Constant[int]
 
@@ -274,6 +277,12 @@ def rms_norm_any_backward(dx, dy, x, weight, rstd, dweight, TILE: Const):
 #     residual + RMSNorm   94 %, 100 %, 100 %, 98 % and 91 %; with gathers 72 % at 4096, where four rows do not fit into the registers
 # Forward, where no block has a second row to wait for: 100 % and more with gathers and no hint; eight worker warps cost 25 % at 1024.
 ROW_TILES = ((1024, 0, 6, 2), (2048, 0, 3, 2), (2048, 512, 3, 3), (4096, 0, 2, 3), (4096, 1024, 2, 2))
+# What competes where nothing was measured, in bf16. Backward: one row under way, for GPUs without tile copies and for those that hide
+# latency better. At 4096 also on sm_90, whose winner is known: what chooses must run where it can be tested.
+# Forward: eight worker warps for rows of 4096 and more (on an H200 as fast; TileGym, on a B200: half the time for rows of 8192 and
+# more), and MORE_ROWS a block, which keeps more bytes in flight. They add a row up in another order, so the last bit may differ.
+EIGHT_WARPS = ("rms_norm_forward", "add_rms_norm_forward")
+MORE_ROWS = ((16, 128),)
 # ROWS, TILE. Backward [262144, 128] with 8, 16 and 32 rows a block: 94 %, 91 % and 87 %.
 SHORT_ROWS = ((16, 64), (8, 128), (4, 256))
 # x in half precision and an fp32 weight: q_norm and k_norm under autocast. Their y is fp32, as PyTorch promotes it.
@@ -311,6 +320,15 @@ def fused(a, constants, latency, **options):
     yield Variant(add_rms_norm_backward, grads, **options)
 
 
+def competing(variant, length):
+    """What competes with a variant of whole rows."""
+    if "LATENCY" in variant.params:
+        everywhere = variant.kernel is rms_norm_backward and length == 4096
+        yield replace(variant, params={**variant.params, "LATENCY": 1}, targets=() if everywhere else UNMEASURED)
+    elif variant.kernel_name in EIGHT_WARPS and length >= 4096:
+        yield replace(variant, hints={**variant.hints, "num_worker_warps": 8}, targets=UNMEASURED)
+
+
 def variants():
     for dtype in FLOATS:
         for tile, tail, occupancy, latency in ROW_TILES:
@@ -324,10 +342,16 @@ def variants():
             if tile + tail > 4096:
                 # With four warps the residual's backward spills on sm_100; on sm_90 they are faster and do not.
                 hints["num_worker_warps"] = PerArchitecture(8, "sm_90", 4)
-            yield from pair(rms_norm_forward, rms_norm_backward, a, constants, latency, hints=hints)
-            yield from fused(a, constants, latency, hints=hints)
+            whole = pair(rms_norm_forward, rms_norm_backward, a, constants, latency, hints=hints), fused(a, constants, latency, hints=hints)
+            for variant in chain(*whole):
+                yield variant
+                if dtype == "bfloat16":
+                    yield from competing(variant, tile + tail)
     for x, w in tuple((d, d) for d in FLOATS) + MIXED:
         for rows, tile in SHORT_ROWS if x == w else MIXED_ROWS:
             constants = {"ROWS": rows, "TILE": tile}
             yield from pair(rms_norm_rows_forward, rms_norm_rows_backward, arrays(x, w, tile), constants)
+        for rows, tile in MORE_ROWS if x == w == "bfloat16" else ():
+            forward, _ = pair(rms_norm_rows_forward, rms_norm_rows_backward, arrays(x, w, tile), {"ROWS": rows, "TILE": tile})
+            yield replace(forward, targets=UNMEASURED)
         yield from pair(rms_norm_any_forward, rms_norm_any_backward, arrays(x, w, None, aligned=False), {"TILE": 1024})
