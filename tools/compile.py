@@ -4,10 +4,11 @@ kernel_src -> Tile IR bytecode (cuda.tile, one for all architectures) -> cubins 
 -> torch-ext/<name>/cubins: one file of compressed images for each host and operation, and manifest.json.
 
 Every cubin is kept under .cache/cubins by what went into it, so only what changed is compiled again, and a build that was
-killed goes on where it stopped. One build is byte for byte the next one.
+killed goes on where it stopped. One build is byte for byte the next one, wherever the sources lie.
 """
 
 import argparse
+import contextlib
 import hashlib
 import importlib
 import io
@@ -18,11 +19,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import tomllib
 import zlib
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,8 +67,12 @@ class Job:
     host: str
     architecture: str
 
+    def flags(self) -> list[str]:
+        """What the compiler is told beside the bytecode."""
+        return ["--gpu-name", self.architecture, "-O3", "--host-arch", self.host, "--host-os", "linux"]
+
     def key(self, compiler: str) -> str:
-        parts = (compiler, self.host, self.architecture, hashlib.sha256(self.bytecode).hexdigest())
+        parts = (compiler, *self.flags(), hashlib.sha256(self.bytecode).hexdigest())
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -104,13 +113,30 @@ def read_variants(names: list[str]) -> list[tuple[str, "Variant"]]:
     return found
 
 
+@contextlib.contextmanager
+def without_locations() -> Iterator[None]:
+    """Bytecode without the paths and line numbers of the sources, so that a moved clone or another comment compiles nothing again.
+
+    The front end can leave them out, but `export_kernel` has no option for it. The cubins are the same bytes with and without.
+    """
+    from cuda.tile import _compile
+
+    original = _compile._get_bytecode
+    _compile._get_bytecode = lambda *args, **options: original(*args, **{**options, "anonymize_debug_info": True})
+    try:
+        yield
+    finally:
+        _compile._get_bytecode = original
+
+
 def export(variant) -> bytes:
     """Tile IR bytecode of a variant, the same for all architectures. Raises BuildError with the front end's message."""
     from cuda.tile.compilation import export_kernel
 
     out = io.BytesIO()
     try:
-        export_kernel(variant.hinted_kernel(), [variant.signature()], out, gpu_code=None, output_format="tileir_bytecode")
+        with without_locations():
+            export_kernel(variant.hinted_kernel(), [variant.signature()], out, gpu_code=None, output_format="tileir_bytecode")
     except Exception as error:
         raise BuildError(f"{variant.name}: {error}") from error
     return out.getvalue()
@@ -124,11 +150,7 @@ def compile_image(job: Job, tileiras: str, compiler: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder) / "kernel.tileirbc", Path(folder) / "kernel.cubin"
         source.write_bytes(job.bytecode)
-        done = subprocess.run(
-            [tileiras, source, "-o", output, "--gpu-name", job.architecture, "-O3", "--host-arch", job.host, "--host-os", "linux"],
-            capture_output=True,
-            text=True,
-        )
+        done = subprocess.run([tileiras, source, "-o", output, *job.flags()], capture_output=True, text=True)
         if done.returncode or not output.exists():
             message = (done.stderr or done.stdout).strip() or f"exit status {done.returncode}"
             raise BuildError(f"{job.variant.name} for {job.architecture} on {job.host}: {message}")
@@ -152,13 +174,23 @@ def check_resources(images: dict[Job, bytes]) -> None:
         )
 
 
+def check_reasons(images: dict[Job, bytes]) -> None:
+    """Raises BuildError when variants give a reason for spills and spill on none of the architectures."""
+    spilling = {job.variant.name for job, image in images.items() if resources(image).stack}
+    needless = {job.variant.name for job in images if job.variant.spills} - spilling
+    if needless:
+        raise BuildError("variants that spill nowhere give a reason for spills. Remove it:\n" + "\n".join(sorted(needless)))
+
+
+UMASK = os.umask(0)  # can only be read by setting it, and threads write files later
+os.umask(UMASK)
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(data)
-    umask = os.umask(0)
-    os.umask(umask)
-    os.chmod(file.name, 0o666 & ~umask)  # a temporary file is its maker's alone
+    os.chmod(file.name, 0o666 & ~UMASK)  # a temporary file is its maker's alone
     os.replace(file.name, path)
 
 
@@ -188,36 +220,45 @@ def targets_here() -> dict[str, tuple[str, ...]]:
     return {host: tuple(dict.fromkeys(name for name in (own, "sm_100") if name in TARGETS[host]))}
 
 
-def jobs_of(variants, targets, progress) -> list[Job]:
+def targets_of(variant: "Variant", targets: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
+    """(host, architecture) of each cubin of a variant."""
+    pairs = [(host, architecture) for host, architectures in targets.items() for architecture in architectures]
+    return [(host, architecture) for host, architecture in pairs if not variant.targets or architecture in variant.targets]
+
+
+def jobs_of(variants, targets, progress) -> Iterator[Job]:
+    """The jobs of all variants, each when its bytecode is there: the compiler works while the front end goes on."""
     task = progress.add_task("Tile IR", total=len(variants))
-    jobs = []
     for operation, variant in variants:
         bytecode = export(variant)
-        for host, architectures in targets.items():
-            wanted = [a for a in architectures if not variant.targets or a in variant.targets]
-            jobs += [Job(operation, variant, bytecode, host, a) for a in wanted]
+        for host, architecture in targets_of(variant, targets):
+            yield Job(operation, variant, bytecode, host, architecture)
         progress.advance(task)
-    return jobs
 
 
-def compile_all(jobs: list[Job], progress, workers: int) -> dict[Job, bytes]:
-    """The image of every job, on all cores; the first failure stops the rest."""
+def compile_all(jobs: Iterable[Job], progress, workers: int, total: int | None = None) -> dict[Job, bytes]:
+    """The image of every job, on all cores; the first failure stops the rest. total: how many jobs there will be, where it is known."""
     tileiras = find_tileiras()
     compiler = compiler_version(tileiras)
-    task = progress.add_task("cubins", total=len(jobs))
+    task = progress.add_task("cubins", total=total)
     images: dict[Job, bytes] = {}
+    failed = threading.Event()
 
     def work(job: Job) -> None:
-        images[job] = compile_image(job, tileiras, compiler)
+        try:
+            images[job] = compile_image(job, tileiras, compiler)
+        except BaseException:
+            failed.set()
+            raise
         progress.advance(task)
 
     with ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(work, job) for job in jobs]
-        done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in waiting:
-            future.cancel()
-        for future in done:
-            future.result()
+        try:
+            futures = [pool.submit(work, job) for job in takewhile(lambda _: not failed.is_set(), jobs)]
+            for future in as_completed(futures):
+                future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
     check_resources(images)
     return images
 
@@ -292,14 +333,18 @@ def summary(variants, images: dict[Job, bytes], files: dict[str, bytes]) -> Tabl
 
 def build(package: Package, targets: dict[str, tuple[str, ...]], console: Console, workers: int = os.cpu_count() or 1) -> None:
     """Compiles a package's kernels into torch-ext/<name>/cubins. Raises BuildError."""
+    start = time.monotonic()
     variants = read_variants(operations(package))
+    total = sum(len(targets_of(variant, targets)) for _, variant in variants)
     columns = (TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        jobs = jobs_of(variants, targets, progress)
-        images = compile_all(jobs, progress, workers)
+        images = compile_all(jobs_of(variants, targets, progress), progress, workers, total)
+    if targets == TARGETS:
+        check_reasons(images)
     files = pack(package, variants, targets, images)
     write_folder(package.folder / "torch-ext" / package.name.replace("-", "_") / "cubins", files)
     console.print(summary(variants, images, files))
+    console.print(f"{total} cubins in {time.monotonic() - start:.0f} s")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import stat
@@ -24,7 +25,7 @@ from kernels._rust import Build, Digest, DigestAlgorithm, Metadata
 from rich.console import Console
 from rich.progress import Progress
 
-from kernel_src.prebuild import PerArchitecture
+from kernel_src.prebuild import UNMEASURED, PerArchitecture
 from tools import compile as compiler
 from tools.assemble import assemble
 from tools.compile import TARGETS, BuildError, Job
@@ -185,6 +186,48 @@ def test_only_the_kernel_that_changed_is_compiled_again(cache, called, package, 
     assert contents(cubins_folder(package))["x86_64/tiny.cubins"] != before["x86_64/tiny.cubins"]
 
 
+@pytest.mark.parametrize("change", ("another comment", "another place"))
+def test_what_leaves_the_kernels_as_they_are_compiles_nothing_again(cache, called, package, tmp_path, monkeypatch, change):
+    """Line numbers and paths are no part of a cubin, and so of no cubin's key."""
+    compiler.build(package, ONE, **QUIET)
+    before = contents(cubins_folder(package))
+    called.clear()
+    if change == "another comment":
+        write(tmp_path, monkeypatch, "# What these kernels are for.\n" + KERNELS.replace("ct.scatter(", "ct.scatter(  # everywhere\n        "))
+    else:
+        (tmp_path / "moved").mkdir()
+        write(tmp_path / "moved", monkeypatch, KERNELS)
+    compiler.build(package, ONE, **QUIET)
+    assert not called
+    assert contents(cubins_folder(package)) == before
+
+
+def test_another_flag_compiles_everything_again(cache, called, package, monkeypatch):
+    compiler.build(package, ONE, **QUIET)
+    called.clear()
+    flags = Job.flags
+    monkeypatch.setattr(Job, "flags", lambda job: [flag.replace("-O3", "-O2") for flag in flags(job)])
+    compiler.build(package, ONE, **QUIET)
+    assert len(called) == 4
+
+
+def test_the_compiler_works_while_the_front_end_goes_on(cache, called, package, monkeypatch):
+    """Each cubin is begun when its bytecode is there."""
+    exported, export = [], compiler.export
+
+    def slow(variant):
+        if exported:
+            deadline = time.monotonic() + 60
+            while not called and time.monotonic() < deadline:
+                time.sleep(0.005)
+        exported.append(len(called))
+        return export(variant)
+
+    monkeypatch.setattr(compiler, "export", slow)
+    compiler.build(package, ONE, **QUIET)
+    assert exported[0] == 0 and all(exported[1:]) and len(called) == 4
+
+
 def test_another_architecture_compiles_only_for_that_one(cache, called, package):
     compiler.build(package, ONE, **QUIET)
     called.clear()
@@ -219,7 +262,7 @@ compiler.CACHE = Path(sys.argv[1])
 variants = compiler.read_variants(["scale", "column_sum"])
 from rich.progress import Progress
 with Progress(disable=True) as progress:
-    jobs = compiler.jobs_of(variants, {"x86_64": ("sm_90", "sm_100")}, progress)
+    jobs = list(compiler.jobs_of(variants, {"x86_64": ("sm_90", "sm_100")}, progress))
     print(len(jobs), flush=True)
     compiler.compile_all(jobs, progress, 2)
 """
@@ -317,6 +360,15 @@ def test_a_kernel_that_spills_without_a_reason_is_named_with_its_bytes():
     compiler.check_resources({Job("rms_norm", replace(variant, spills="measured"), b"", "x86_64", "sm_90"): image})
 
 
+def test_a_reason_for_spills_that_is_not_needed_is_named(cache, package, tmp_path, monkeypatch):
+    write(tmp_path, monkeypatch, KERNELS.replace('Variant(second, {"x": x, "TILE": tile})', 'Variant(second, {"x": x, "TILE": tile}, spills="?")'))
+    compiler.build(package, ONE, **QUIET)  # another architecture may need it
+    monkeypatch.setattr(compiler, "TARGETS", ONE)
+    with pytest.raises(BuildError, match="spill nowhere give a reason") as error:
+        compiler.build(package, ONE, **QUIET)
+    assert str(error.value).splitlines()[1:] == ["second-f32-TILE128", "second-f32-TILE64"]
+
+
 def spilling():
     """A row of 5120 with as many blocks an SM as fit no registers."""
     return replace(
@@ -381,7 +433,8 @@ def test_the_command_says_that_there_is_no_package(tmp_path, capsys):
 
 def test_the_command_prints_a_summary(cache, package, capsys):
     assert compiler.main(["--package", str(package.folder), "--targets", "x86_64:sm_90"]) == 0
-    assert "tiny" in printed(capsys)
+    text = printed(capsys)
+    assert "tiny" in text and "4 cubins in 0 s" in re.sub(r"in \d+ s", "in 0 s", text)
 
 
 # ---------------------------------------------------------------- the assembly
@@ -599,6 +652,11 @@ def test_every_variant_compiles_for_every_architecture_and_host(compiled):
 
 def test_no_kernel_spills_without_a_reason(compiled):
     compiler.check_resources(compiled.images)
+    compiler.check_reasons(compiled.images)
+
+
+def test_what_was_not_measured_is_every_other_architecture():
+    assert {"sm_90", *UNMEASURED} == {architecture for names in TARGETS.values() for architecture in names}
 
 
 def occupancy(variant, architecture):
