@@ -267,6 +267,10 @@ class Recorder:
     def __init__(self, artifacts):
         self.artifacts = artifacts
         self.prepared, self.launched = [], []
+        self.gpu = "sm_90"
+
+    def architecture(self, device):
+        return self.gpu
 
     def prepare(self, variant, device, grid, arrays, integers):
         self.prepared.append((variant.name, grid, arrays, integers))
@@ -329,6 +333,24 @@ def test_rows_go_to_the_variant_whose_pieces_divide_them_and_a_flat_array_to_the
     kernel = runtime.launch.Kernel("swiglu_forward", "swiglu_any_forward", grid=lambda c, x, *_: (1,))
     tensors = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(3)]
     assert chosen in kernel.select(tensors).name
+
+
+@pytest.mark.parametrize(("gpu", "count"), (("sm_90", 1), ("sm_100", 2), ("sm_120", 1)))
+def test_a_variant_without_an_image_for_this_gpu_is_not_chosen(runtime, backend, gpu, count):
+    backend.gpu = gpu
+    kernel = runtime.launch.Kernel("rms_norm_backward", grid=lambda *_: (1,))
+    rows, weight, rstd = torch.zeros(3, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16), torch.zeros(3)
+    candidates = kernel.candidates((rows, rows, rows, weight, rstd, torch.zeros(3, 4096)))
+    assert len(candidates) == count and all(gpu in variant.images for variant in candidates)
+    assert len({variant.parameters for variant in candidates}) == 1
+
+
+def test_where_no_variant_has_an_image_the_error_says_so(runtime, backend):
+    backend.gpu = "sm_75"
+    tensors, eps = norm_arguments()
+    with pytest.raises(runtime.launch.PromiseError, match="rms_norm_forward-.*: is not built for sm_75"):
+        norm_kernel(runtime)(tensors, eps)
+    assert not norm_kernel(runtime).takes(tensors, eps)
 
 
 def test_the_error_names_each_variant_parameter_and_promise(runtime, backend):

@@ -10,8 +10,10 @@ import types
 
 import torch
 
+from kernel_src.prebuild import UNMEASURED
 from tests.interpreter import interpret
 
+ARCHITECTURES = ("sm_90", *UNMEASURED)
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -44,7 +46,8 @@ class InterpretedArtifacts:
                     runtime.artifacts.Parameter(**{k: tuple(v) if isinstance(v, list) else v for k, v in p.items()})
                     for p in entry["parameters"]
                 )
-                variant = runtime.artifacts.Variant(entry["name"], operation, entry["symbol"], parameters, entry["constants"], {})
+                images = dict.fromkeys(source.targets or ARCHITECTURES)
+                variant = runtime.artifacts.Variant(entry["name"], operation, entry["symbol"], parameters, entry["constants"], images)
                 self.by_kernel.setdefault(source.kernel_name, []).append(variant)
                 self.sources[source.name] = source
         self.replace = replace or {}
@@ -57,15 +60,29 @@ class InterpretedArtifacts:
 
 
 class InterpreterBackend:
-    """Has the methods of the runtime's Driver. launched: the names of the variants that ran."""
+    """Has the methods of the runtime's Driver. launched: the names of the variants that ran. clock: seconds of a launch of a
+    variant, by its name, where kernels are timed."""
 
     runs_on_cpu = True
 
-    def __init__(self, runtime, operations, replace=None, multiprocessors=2, order="forward"):
+    def __init__(self, runtime, operations, replace=None, multiprocessors=2, order="forward", architecture="sm_90", clock=None):
         self.artifacts = InterpretedArtifacts(runtime, operations, replace)
+        self._architecture = architecture
+        self.clock = clock
         self._multiprocessors = multiprocessors
         self.order = order
         self.launched: list[str] = []
+
+    def architecture(self, device: int) -> str:
+        return self._architecture
+
+    def machine(self, device: int) -> str:
+        return f"interpreter of {self._architecture}"
+
+    def elapsed(self, device: int, work) -> float:
+        before = len(self.launched)
+        work()
+        return sum(map(self.clock, self.launched[before:]))
 
     def multiprocessors(self, device: int) -> int:
         return self._multiprocessors

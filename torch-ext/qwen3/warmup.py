@@ -1,7 +1,6 @@
-"""Doing ahead of the first step what it would otherwise pay for, and forgetting what was measured."""
+"""Doing ahead of the first step what it would otherwise pay for, measuring which kernels are the fastest, and forgetting that."""
 
-import os
-from pathlib import Path
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -10,10 +9,16 @@ from .ops.decoder import norm_attention_inputs
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.rms_norm import add_rms_norm, rms_norm
 from .ops.rotary import qk_norm_rotary, rotary
-from .ops.swiglu import mlp
+from .ops.swiglu import mlp, swiglu
+from .runtime import launch
+from .runtime.tuning import cache_file, tuner
+
+__all__ = ["cache_file", "clear_autotune_cache", "warmup_all_kernels"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOKENS = 256
+# So many that a launch takes tens of microseconds, as in training; where the memory is short, fewer. For Qwen3-8B: 1.5 and 0.4 GiB.
+TIMED_TOKENS = (4096, 1024)
 
 
 class Sizes(NamedTuple):
@@ -53,36 +58,69 @@ def sizes_of(model) -> Sizes:
     )
 
 
-def warm_up(device, dtype, sizes: Sizes) -> None:
-    """Runs each operation forward and backward on a few tokens. Draws no random numbers."""
+def warm_up(device, dtype, sizes: Sizes, tokens: int = TOKENS) -> None:
+    """Runs each operation forward and backward on some tokens. Draws no random numbers."""
 
     def ones(*shape):
         return torch.ones(shape, dtype=dtype, device=device, requires_grad=True)
 
-    for shape in ((TOKENS, sizes.hidden), (1, TOKENS, sizes.heads, sizes.head_dim), (1, TOKENS, sizes.kv_heads, sizes.head_dim)):
+    for shape in ((tokens, sizes.hidden), (1, tokens, sizes.heads, sizes.head_dim), (1, tokens, sizes.kv_heads, sizes.head_dim)):
         rms_norm(ones(*shape), ones(shape[-1])).sum().backward()
-    q, k = (ones(1, TOKENS, heads, sizes.head_dim).transpose(1, 2) for heads in (sizes.heads, sizes.kv_heads))
-    cos = torch.ones(1, TOKENS, sizes.head_dim, dtype=dtype, device=device)
+    q, k = (ones(1, tokens, heads, sizes.head_dim).transpose(1, 2) for heads in (sizes.heads, sizes.kv_heads))
+    cos = torch.ones(1, tokens, sizes.head_dim, dtype=dtype, device=device)
     sum(x.sum() for x in rotary(q, k, cos, cos)).backward()
     # The kernels see only the intermediate size and the vocabulary, so the other side of the weights may be narrow.
     narrow = 64
     up, down = (sizes.intermediate, narrow), (narrow, sizes.intermediate)
-    mlp(ones(TOKENS, narrow), ones(*up), ones(*up), ones(*down)).sum().backward()
+    mlp(ones(tokens, narrow), ones(*up), ones(*up), ones(*down)).sum().backward()
+    swiglu(ones(tokens, sizes.intermediate), ones(tokens, sizes.intermediate)).sum().backward()
     # The decoder layer's kernels.
-    hidden = (TOKENS, sizes.hidden)
+    hidden = (tokens, sizes.hidden)
     sum(x.sum() for x in add_rms_norm(ones(*hidden), ones(*hidden), ones(sizes.hidden))).backward()
     q, k, v = (ones(heads * sizes.head_dim, sizes.hidden) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads))
     norms = ones(sizes.head_dim), ones(sizes.head_dim)
-    inputs = norm_attention_inputs(ones(*hidden), ones(sizes.hidden), (q, k, v), *norms, cos, cos, (1, TOKENS))
+    inputs = norm_attention_inputs(ones(*hidden), ones(sizes.hidden), (q, k, v), *norms, cos, cos, (1, tokens))
     sum(x.sum() for x in inputs).backward()
-    q, k = (ones(1, TOKENS, heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads))
+    q, k = (ones(1, tokens, heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads))
     sum(x.sum() for x in qk_norm_rotary(q, k, *norms, cos, cos)).backward()
+    # So many classes that a few tokens make large logits.
     target = torch.zeros(TOKENS, dtype=torch.int64, device=device)
     linear_cross_entropy(ones(TOKENS, narrow), ones(sizes.vocabulary, narrow), target).backward()
 
 
+def warm_up_and_tune(device, dtype, sizes: Sizes) -> None:
+    """`warm_up`, and again on more tokens where a kernel has candidates that were not measured on this GPU."""
+    tuner.start()
+    launch.forget()
+    warm_up(device, dtype, sizes)
+    if tuner.incomplete:
+        launch.forget()
+        with tuner.measuring():
+            _measure(device, dtype, sizes)
+        launch.forget()
+
+
+def _measure(device, dtype, sizes: Sizes) -> None:
+    for tokens in TIMED_TOKENS:
+        try:
+            warm_up(device, dtype, sizes, tokens)
+        except torch.cuda.OutOfMemoryError:
+            continue
+        finally:
+            if torch.device(device).type == "cuda":
+                torch.cuda.empty_cache()
+        return
+    warnings.warn(f"{device} has too little free memory to measure which kernels are the fastest: the defaults run", RuntimeWarning, stacklevel=4)
+
+
 def warmup_all_kernels(model=None) -> None:
-    """Loads what a Qwen3 needs ahead of its first step: each operation once, forward and backward, on a few tokens.
+    """Loads what a Qwen3 needs ahead of its first step, and finds the fastest kernels for this GPU.
+
+    Each operation runs once, forward and backward, on a few tokens. Where a kernel has several prebuilt candidates (most have them
+    on GPUs that we could not measure, few on an H200), they are timed, in a few seconds and 1.5 GiB at the sizes of Qwen3-8B. The
+    measurements are kept in `cache_file()` by GPU, driver and build of this package: the next process only reads them. A process
+    that does not call this launches the default candidates. Two candidates may differ in the last bit of a result; two launches of
+    one never do.
 
     model: whose sizes, dtypes and GPUs; by default the sizes of the whole family in bf16 on the current GPU. Leaves the model,
     its gradients and the random numbers alone. On a CPU there is nothing to load. Raises TypeError when it is no Qwen3.
@@ -97,20 +135,13 @@ def warmup_all_kernels(model=None) -> None:
         cases = [(device, dtype, sizes) for device, dtype in found if device.type == "cuda" and dtype in DTYPES]
     with torch.enable_grad():
         for device, dtype, sizes in cases:
-            warm_up(device, dtype, sizes)
-
-
-def cache_file() -> Path:
-    """Where measured choices of variants are remembered: in BASTILE_CACHE, else in `bastile` under XDG_CACHE_HOME or ~/.cache."""
-    folder = os.environ.get("BASTILE_CACHE")
-    if not folder:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bastile"
-    return Path(folder) / "tuning.json"
+            warm_up_and_tune(device, dtype, sizes)
 
 
 def clear_autotune_cache() -> None:
-    """Forgets which variants were measured to be the fastest on this machine."""
+    """Forgets which kernels were measured to be the fastest, in this process and on disk. From then on the default ones run, until
+    the next `warmup_all_kernels`. Raises OSError when the cache file cannot be removed."""
     try:
-        cache_file().unlink()
-    except FileNotFoundError:
-        pass
+        tuner.forget()
+    finally:
+        launch.forget()

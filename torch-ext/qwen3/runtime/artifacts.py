@@ -68,13 +68,16 @@ class Artifacts:
         self._lock = threading.Lock()
         self._manifest: Optional[dict] = None
         self._files: Dict[str, bytes] = {}
+        self._variants: Dict[str, List[Variant]] = {}
+        self._digest = ""
 
     @property
     def manifest(self) -> dict:
         if self._manifest is None:
             path = self.folder / "manifest.json"
             try:
-                manifest = json.loads(path.read_text(encoding="utf-8"))
+                data = path.read_bytes()
+                manifest = json.loads(data.decode("utf-8"))
             except FileNotFoundError:
                 raise ArtifactError(f"{path} is missing: this copy of the package was built without GPU kernels") from None
             except ValueError as error:
@@ -85,8 +88,14 @@ class Artifacts:
             missing = [name for name in ("architectures", "files", "kernels") if not isinstance(manifest.get(name), dict)]
             if missing:
                 raise ArtifactError(f"{path} is damaged (no {', '.join(missing)}). Delete the package and download it again")
+            self._digest = hashlib.sha256(data).hexdigest()
             self._manifest = manifest
         return self._manifest
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the manifest, which holds those of all images: another build has another."""
+        return self._digest if self.manifest else ""
 
     def architectures(self) -> List[str]:
         """What this host has images for, e.g. ['sm_80', 'sm_90']."""
@@ -94,6 +103,11 @@ class Artifacts:
 
     def variants(self, kernel: str) -> List[Variant]:
         """The variants of a kernel, the preferred one first."""
+        if kernel not in self._variants:
+            self._variants[kernel] = self._read_variants(kernel)
+        return self._variants[kernel]
+
+    def _read_variants(self, kernel: str) -> List[Variant]:
         entries = self.manifest["kernels"].get(kernel)
         if entries is None:
             raise ArtifactError(f"the manifest has no kernel {kernel!r}; it has {', '.join(sorted(self.manifest['kernels']))}")

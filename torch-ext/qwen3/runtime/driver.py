@@ -8,7 +8,7 @@ once in a process and launched on every device of its architecture.
 import ctypes
 import struct
 import threading
-from typing import Dict, Sequence, Tuple
+from typing import Callable, Dict, Sequence, Tuple
 
 import torch
 
@@ -16,6 +16,7 @@ from .artifacts import Artifacts, Variant
 
 MIN_DRIVER = 13000  # CUDA 13.0 (R580), the first driver that knows the images of cuTile
 INVALID_CONTEXT = 201
+HEAD_START = 1_000_000  # cycles that the device waits before it is timed, 0.5 ms, while the host submits the launches
 
 
 class DriverError(RuntimeError):
@@ -96,6 +97,23 @@ class Driver:
         built = self.artifacts.architectures()
         names = (f"sm_{major}{minor}", "sm_80") if major == 8 else (f"sm_{major}{minor}",)
         return next((name for name in names if name in built), "")
+
+    def machine(self, device: int) -> str:
+        """What a measurement holds for: the GPU's name, its driver, and this build of the package."""
+        version = self.version()
+        driver = f"CUDA {version // 1000}.{version % 1000 // 10}"
+        return f"{torch.cuda.get_device_name(device)}, {driver}, {self.artifacts.digest}"
+
+    def elapsed(self, device: int, work: Callable[[], object]) -> float:
+        """Seconds that the device takes for the launches of `work`."""
+        with torch.cuda.device(device):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(HEAD_START)
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            return 1e-3 * start.elapsed_time(end)
 
     def multiprocessors(self, device: int) -> int:
         return torch.cuda.get_device_properties(device).multi_processor_count

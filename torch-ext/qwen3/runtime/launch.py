@@ -5,12 +5,14 @@ lengths): a broken promise corrupts memory in silence. So every promise in the m
 combination of dtypes, shapes, strides and alignment; the outcome is kept and costs one dictionary look-up from then on.
 """
 
-from typing import Callable, Sequence
+import weakref
+from typing import Callable, List, Sequence
 
 import torch
 
 from .artifacts import Artifacts, Parameter, Variant
 from .driver import Driver
+from .tuning import measure, tuner
 
 DTYPES = {
     torch.bfloat16: "bfloat16",
@@ -25,6 +27,13 @@ KEPT = 4096  # prepared launches that one kernel keeps: sequence lengths vary fr
 
 # What launches; tests put an interpreter in its place.
 backend = Driver(Artifacts())
+_kernels: weakref.WeakSet = weakref.WeakSet()
+
+
+def forget() -> None:
+    """Prepares every launch anew, by the choices that hold now."""
+    for kernel in list(_kernels):
+        kernel._prepared.clear()
 
 
 class PromiseError(ValueError):
@@ -75,6 +84,7 @@ class Kernel:
         self.names = names
         self.grid = grid
         self._prepared: dict = {}
+        _kernels.add(self)
 
     def __call__(self, tensors: Sequence[torch.Tensor], *numbers) -> None:
         key, addresses, low_bits = [tensors[0].get_device(), *[n for n in numbers if type(n) is int]], [], 0
@@ -130,20 +140,38 @@ class Kernel:
         return launch
 
     def select(self, tensors: Sequence[torch.Tensor], *numbers) -> Variant:
-        """The variant that a call with these arguments launches. Raises PromiseError, naming what each variant lacks."""
+        """The variant that a call with these arguments launches by default. Raises PromiseError, naming what each variant lacks."""
+        return self.candidates(tensors, *numbers)[0]
+
+    def candidates(self, tensors: Sequence[torch.Tensor], *numbers) -> List[Variant]:
+        """The variant that `select` names, and behind it those of the same kernel with the very same promises.
+
+        Raises PromiseError when no variant takes these arguments, naming what each one lacks.
+        """
+        found: List[Variant] = []
         broken = []
+        architecture = backend.architecture(tensors[0].get_device())
         for variant in (v for name in self.names for v in backend.artifacts.variants(name)):
-            reason = self._unfit(variant, tensors, numbers)
-            if not reason:
-                return variant
-            broken.append(f"{variant.name}: {reason}")
-        raise PromiseError(f"no variant of {self.names[0]} takes these arguments. " + "; ".join(broken))
+            if found and (variant.symbol, variant.parameters) != (found[0].symbol, found[0].parameters):
+                continue
+            if architecture in variant.images:
+                reason = self._unfit(variant, tensors, numbers)
+            else:
+                reason = f"is not built for {architecture or 'this GPU'}"
+            if reason:
+                broken.append(f"{variant.name}: {reason}")
+            else:
+                found.append(variant)
+        if not found:
+            raise PromiseError(f"no variant of {self.names[0]} takes these arguments. " + "; ".join(broken))
+        return found
 
     def takes(self, tensors: Sequence[torch.Tensor], *numbers) -> bool:
         """True when a variant takes these arguments."""
-        return any(
-            not self._unfit(v, tensors, numbers) for name in self.names for v in backend.artifacts.variants(name)
-        )
+        try:
+            return bool(self.candidates(tensors, *numbers))
+        except PromiseError:
+            return False
 
     def _unfit(self, variant: Variant, tensors, numbers) -> str:
         arguments = (*tensors, *numbers)
@@ -162,14 +190,29 @@ class Kernel:
         return ""
 
     def _prepare(self, tensors, numbers):
-        variant = self.select(tensors, *numbers)
+        candidates = self.candidates(tensors, *numbers)
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) > 1:
+            raise PromiseError(f"{self.names[0]} got tensors on {', '.join(map(str, devices))}, expected one device")
+        device = tensors[0].get_device()
+        arrays = [(tuple(tensor.shape), tensor.stride()) for tensor in tensors]
+        integers = [number for number in numbers if type(number) is int]
+
+        def launch_of(variant: Variant):
+            return backend.prepare(variant, device, self._blocks(variant, tensors), arrays, integers)
+
+        def times() -> List[float]:
+            floats = [number for number in numbers if type(number) is float]
+            launches = [launch_of(variant) for variant in candidates]
+            return measure(launches, tensors, floats, lambda work: backend.elapsed(device, work))
+
+        if len(candidates) == 1:
+            return launch_of(candidates[0])
+        return launch_of(tuner.choose(candidates, lambda: backend.machine(device), times))
+
+    def _blocks(self, variant: Variant, tensors) -> tuple:
         grid = tuple(self.grid(variant.constants, *tensors))
         grid += (1,) * (3 - len(grid))
         if not all(1 <= blocks <= GRID_MAX for blocks in grid):
             raise PromiseError(f"{self.names[0]} needs a grid of {grid}, expected 1 to {GRID_MAX} blocks in each dimension")
-        devices = {tensor.device for tensor in tensors}
-        if len(devices) > 1:
-            raise PromiseError(f"{self.names[0]} got tensors on {', '.join(map(str, devices))}, expected one device")
-        arrays = [(tuple(tensor.shape), tensor.stride()) for tensor in tensors]
-        integers = [number for number in numbers if type(number) is int]
-        return backend.prepare(variant, tensors[0].get_device(), grid, arrays, integers)
+        return grid
