@@ -1,0 +1,87 @@
+"""The choice between candidates with the real cubins. The forward of SwiGLU has two on every GPU."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import op_checks as checks
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT = "swiglu_forward-bf16.bf16.bf16-VECTOR8-TILE2048"
+OTHER = "swiglu_forward-bf16.bf16.bf16-VECTOR8-TILE1024"
+QWEN3_8B = (4096, 12288, 32, 8, 128, 32000)
+
+
+@pytest.fixture
+def cache(ops, tmp_path, monkeypatch):
+    """An empty cache file, and a process without a choice."""
+    monkeypatch.setenv("BASTILE_CACHE", str(tmp_path))
+    ops.clear_autotune_cache()
+    yield tmp_path / "tuning.json"
+    ops.clear_autotune_cache()
+
+
+def warm_up(ops):
+    warmup = sys.modules[f"{ops.__name__}.warmup"]
+    warmup.warm_up_and_tune(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16, warmup.Sizes(*QWEN3_8B))
+
+
+def launched(ops):
+    """(the variant that SwiGLU launches, its result)"""
+    sys.modules[f"{ops.__name__}.runtime.launch"].forget()
+    gate, up = (checks.randn(33, 12288, dtype=torch.bfloat16, device="cuda", seed=i) for i in range(2))
+    out = ops.swiglu(gate, up)
+    (launch,) = sys.modules[f"{ops.__name__}.ops.swiglu"]._forward_kernel._prepared.values()
+    return launch.name, out
+
+
+def test_the_warm_up_times_the_candidates_and_the_next_process_reads_its_choice(ops, cache):
+    assert launched(ops)[0] == DEFAULT
+    warm_up(ops)
+    ((machine, found),) = json.loads(cache.read_text())["machines"].items()
+    assert machine.startswith(torch.cuda.get_device_name())
+    moved = 3 * 4096 * 12288 * 2
+    for name, microseconds in found[DEFAULT].items():
+        assert 0.2e12 < moved / (microseconds * 1e-6) < 12e12, f"{name}: {microseconds} us"
+    name, _ = launched(ops)
+    assert name == (OTHER if found[DEFAULT][OTHER] <= 0.98 * found[DEFAULT][DEFAULT] else DEFAULT)
+    checks.check_swiglu(ops, "cuda", torch.bfloat16, (1025, 12288))
+    script = f"""
+        import sys
+        from pathlib import Path
+        import torch
+        from kernels import get_local_kernel
+        ops = get_local_kernel(Path({str(ROOT)!r}), backend="cuda")
+        def measured(*_):
+            raise AssertionError("a kernel was timed that is in the file")
+        sys.modules[ops.__name__ + ".runtime.driver"].Driver.elapsed = measured
+        sys.path.insert(0, {str(ROOT)!r})
+        from tests.gpu.test_tuning import launched, warm_up
+        warm_up(ops)
+        print(launched(ops)[0])
+    """
+    before = cache.read_bytes()
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.split()[-1] == name, done.stderr[-2000:]
+    assert cache.read_bytes() == before
+
+
+def test_the_other_candidate_gives_the_same_bits_where_the_file_prefers_it(ops, cache):
+    name, expected = launched(ops)
+    warm_up(ops)
+    content = json.loads(cache.read_text())
+    for found in content["machines"].values():
+        found[DEFAULT] = {DEFAULT: 9.0, OTHER: 1.0}
+    cache.write_text(json.dumps(content))
+    warm_up(ops)
+    other, result = launched(ops)
+    assert (name, other) == (DEFAULT, OTHER)
+    assert torch.equal(expected, result)
+    checks.check_swiglu(ops, "cuda", torch.bfloat16, (1025, 12288))
+    ops.clear_autotune_cache()
+    assert launched(ops)[0] == DEFAULT and not cache.exists()
