@@ -2,6 +2,11 @@
 
 import dataclasses
 import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -314,6 +319,23 @@ def test_the_class_for_kernels_benchmark_runs(loaded):
         bench.setup()
         getattr(bench, f"benchmark_{name}")()
         assert torch.allclose(bench.out, getattr(bench, f"verify_{name}")(), atol=1e-2)
+
+
+def test_kernels_benchmark_runs_every_file_against_a_local_build(package_folder, tmp_path):
+    """The real command, on tiny sizes: it compares each result with the formula's, and ends at the first that differs."""
+    pytest.importorskip("tabulate")
+    shutil.copytree(records.ROOT / "benchmark", tmp_path / "benchmark", ignore=shutil.ignore_patterns("results", "__pycache__"))
+    (tmp_path / "benchmarks").symlink_to("benchmark")
+    (tmp_path / "build").symlink_to(package_folder / "build")
+    command = [Path(sys.executable).with_name("kernels"), "benchmark", ".", "--iterations", "1", "--warmup", "0", "--output", "found.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": ""})
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = {found["workload"]: found["verified"] for found in json.loads((tmp_path / "found.json").read_text())["results"]}
+    assert all(results.values())
+    steps = {"Qwen3StepBenchmark.step", "Qwen3ShardedStepBenchmark.step"}
+    assert steps < set(results)
+    assert {name.partition(".")[2] for name in set(results) - steps} == {"forward", "full"}
+    assert len(results.keys() - steps) == 2 * (len(list((records.ROOT / "benchmark").glob("benchmark_*.py"))) - len(steps))
 
 
 # ---------------------------------------------------------------- tables and pictures
