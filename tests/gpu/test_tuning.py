@@ -42,7 +42,11 @@ def launched(ops):
 
 def test_the_warm_up_times_the_candidates_and_the_next_process_reads_its_choice(ops, cache):
     assert launched(ops)[0] == DEFAULT
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     warm_up(ops)
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * 2**30
+    assert torch.cuda.memory_allocated() - before < 2**27  # cuBLAS keeps a workspace
     ((machine, found),) = json.loads(cache.read_text())["machines"].items()
     assert machine.startswith(torch.cuda.get_device_name())
     moved = 3 * 4096 * 12288 * 2
@@ -65,10 +69,10 @@ def test_the_warm_up_times_the_candidates_and_the_next_process_reads_its_choice(
         warm_up(ops)
         print(launched(ops)[0])
     """
-    before = cache.read_bytes()
+    written = cache.read_bytes()
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.split()[-1] == name, done.stderr[-2000:]
-    assert cache.read_bytes() == before
+    assert cache.read_bytes() == written
 
 
 def test_the_other_candidate_gives_the_same_bits_where_the_file_prefers_it(ops, cache):
