@@ -10,6 +10,7 @@ import os
 import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,41 +40,45 @@ def runtime(package, tmp_path, monkeypatch):
     monkeypatch.setenv("BASTILE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(found.tuning, "WORKING_SET", 1)
     monkeypatch.setattr(found.tuning, "ROUNDS", 3)
-    monkeypatch.setattr(found.warmup, "TIMED_TOKENS", (3, 2))
-    found.whole_warm_up, found.seconds, found.timed = found.warmup.warm_up, {}, []
+    monkeypatch.setattr(found.tuning, "TOKENS", 1)
+    monkeypatch.setattr(found.tuning, "TIMED_TOKENS", (3, 2))
+    found.seconds, found.timed = {}, []
 
-    def swiglu_alone(device, dtype, sizes, tokens=1):
-        gate = torch.ones(tokens, 2048, dtype=dtype, requires_grad=True)
+    def swiglu_alone(tokens):
+        gate = torch.ones(tokens, 2048, dtype=torch.bfloat16, requires_grad=True)
         package.swiglu(gate, gate).sum().backward()
 
-    monkeypatch.setattr(found.warmup, "warm_up", swiglu_alone)
+    found.swiglu_alone = swiglu_alone
     found.launch.backend = backend_of(found, "sm_100")
     new_process(found)
     yield found
     new_process(found)
 
 
-def backend_of(runtime, architecture):
+def backend_of(runtime, gpu):
     def clock(name):
         runtime.timed.append(name)
         return runtime.seconds.get(name, 1e-5)
 
-    return InterpreterBackend(runtime, OPERATIONS, architecture=architecture, clock=clock)
+    return InterpreterBackend(runtime, OPERATIONS, gpu=gpu, clock=clock)
 
 
 def new_process(runtime):
     """Forgets what a new process would not know."""
+    kernels = runtime.tuning.tuner.kernels
     runtime.tuning.tuner.__init__()
-    runtime.launch.forget()
+    runtime.tuning.tuner.kernels = kernels
+    for kernel in kernels:
+        kernel.forget()
     runtime.launch.backend.launched.clear()
     runtime.timed.clear()
 
 
-def warm_up(runtime, sizes=None):
+def warm_up(runtime, run=None):
     """The warnings of a warm-up, of SwiGLU alone where nothing else is said."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        runtime.warmup.warm_up_and_tune("cpu", torch.bfloat16, sizes)
+        runtime.tuning.warm_up(run or runtime.swiglu_alone, "cpu")
     return [str(warning.message) for warning in caught]
 
 
@@ -160,22 +165,22 @@ def test_the_warm_up_of_a_model_times_all_its_candidates(runtime, monkeypatch):
     names = []
     monkeypatch.setattr(runtime.launch.backend, "prepare", lambda variant, *_: lambda *_: names.append(variant.name))
     monkeypatch.setattr(runtime.launch.backend, "elapsed", lambda device, work: work() and 1e-5)
-    monkeypatch.setattr(runtime.warmup, "warm_up", runtime.whole_warm_up)
     monkeypatch.setattr(runtime.warmup, "TOKENS", 1)
     for hidden, heads in ((4096, 32), (5120, 40)):
-        warm_up(runtime, runtime.warmup.Sizes(hidden, 2048, heads, 8, 128, vocabulary=16))
+        sizes = runtime.warmup.Sizes(hidden, 2048, heads, 8, 128, vocabulary=16)
+        warm_up(runtime, partial(runtime.warmup.warm_up, "cpu", torch.bfloat16, sizes))
     assert {default: [*times] for default, times in cached(runtime)["machines"][MACHINE].items()} == {
         default: [default, *others] for default, others in candidates_of(runtime).items()
     }
     assert {name for others in candidates_of(runtime).values() for name in others} <= set(names)
 
 
-@pytest.mark.parametrize(("architecture", "timed"), (("sm_90", {"swiglu_forward"}), ("sm_120", {"swiglu_forward", "swiglu_backward"})))
-def test_only_candidates_with_an_image_for_this_gpu_are_timed(runtime, architecture, timed):
-    runtime.launch.backend = backend_of(runtime, architecture)
+@pytest.mark.parametrize(("gpu", "timed"), (("sm_90", {"swiglu_forward"}), ("sm_120", {"swiglu_forward", "swiglu_backward"})))
+def test_only_candidates_with_an_image_for_this_gpu_are_timed(runtime, gpu, timed):
+    runtime.launch.backend = backend_of(runtime, gpu)
     warm_up(runtime)
     assert timed == {name.split("-")[0] for name in runtime.timed}
-    assert set(cached(runtime)["machines"]) == {f"interpreter of {architecture}"}
+    assert set(cached(runtime)["machines"]) == {f"interpreter of {gpu}"}
 
 
 # ---------------------------------------------------------------- the file
@@ -323,17 +328,14 @@ def test_a_file_that_cannot_be_removed_is_an_error(runtime, package):
 
 # ---------------------------------------------------------------- memory
 @pytest.mark.parametrize(("enough", "warned"), ((2, 0), (0, 1)))
-def test_where_the_memory_is_short_fewer_tokens_are_timed_or_none(runtime, package, monkeypatch, enough, warned):
-    run = runtime.warmup.warm_up
-
-    def tight(device, dtype, sizes, tokens=None):
-        if tokens is not None and tokens > enough:
+def test_where_the_memory_is_short_fewer_tokens_are_timed_or_none(runtime, package, enough, warned):
+    def tight(tokens):
+        if tokens > max(enough, 1):
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        run(device, dtype, sizes, tokens or 1)
+        runtime.swiglu_alone(tokens)
 
-    monkeypatch.setattr(runtime.warmup, "warm_up", tight)
     runtime.seconds[OTHER] = 1e-6
-    told = warm_up(runtime)
+    told = warm_up(runtime, tight)
     assert len(told) == warned and all("too little free memory" in text for text in told)
     assert launched(runtime, package) == (DEFAULT if warned else OTHER)
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,16 +28,17 @@ def cache(ops, tmp_path, monkeypatch):
 
 
 def warm_up(ops):
-    warmup = sys.modules[f"{ops.__name__}.warmup"]
-    warmup.warm_up_and_tune(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16, warmup.Sizes(*QWEN3_8B))
+    warmup, tuning = (sys.modules[f"{ops.__name__}.{name}"] for name in ("warmup", "runtime.tuning"))
+    tuning.warm_up(partial(warmup.warm_up, "cuda", torch.bfloat16, warmup.Sizes(*QWEN3_8B)), "cuda")
 
 
 def launched(ops):
     """(the variant that SwiGLU launches, its result)"""
-    sys.modules[f"{ops.__name__}.runtime.launch"].forget()
+    kernel = sys.modules[f"{ops.__name__}.ops.swiglu"]._forward_kernel
+    kernel.forget()
     gate, up = (checks.randn(33, 12288, dtype=torch.bfloat16, device="cuda", seed=i) for i in range(2))
     out = ops.swiglu(gate, up)
-    (launch,) = sys.modules[f"{ops.__name__}.ops.swiglu"]._forward_kernel._prepared.values()
+    (launch,) = kernel._prepared.values()
     return launch.name, out
 
 

@@ -61,23 +61,23 @@ class InterpretedArtifacts:
 
 class InterpreterBackend:
     """Has the methods of the runtime's Driver. launched: the names of the variants that ran. clock: seconds of a launch of a
-    variant, by its name, where kernels are timed."""
+    variant, by its name, where kernels are timed. gpu: the architecture to be."""
 
     runs_on_cpu = True
 
-    def __init__(self, runtime, operations, replace=None, multiprocessors=2, order="forward", architecture="sm_90", clock=None):
+    def __init__(self, runtime, operations, replace=None, multiprocessors=2, order="forward", gpu="sm_90", clock=None):
         self.artifacts = InterpretedArtifacts(runtime, operations, replace)
-        self._architecture = architecture
+        self.gpu = gpu
         self.clock = clock
         self._multiprocessors = multiprocessors
         self.order = order
         self.launched: list[str] = []
 
     def architecture(self, device: int) -> str:
-        return self._architecture
+        return self.gpu
 
     def machine(self, device: int) -> str:
-        return f"interpreter of {self._architecture}"
+        return f"interpreter of {self.gpu}"
 
     def elapsed(self, device: int, work) -> float:
         before = len(self.launched)

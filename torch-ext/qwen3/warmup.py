@@ -1,6 +1,6 @@
-"""Doing ahead of the first step what it would otherwise pay for, measuring which kernels are the fastest, and forgetting that."""
+"""Doing ahead of the first step what it would otherwise pay for, and choosing between kernels on the way."""
 
-import warnings
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,15 +10,12 @@ from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.rms_norm import add_rms_norm, rms_norm
 from .ops.rotary import qk_norm_rotary, rotary
 from .ops.swiglu import mlp, swiglu
-from .runtime import launch
-from .runtime.tuning import cache_file, tuner
+from .runtime import tuning
+from .runtime.tuning import TOKENS, cache_file, clear_autotune_cache
 
 __all__ = ["cache_file", "clear_autotune_cache", "warmup_all_kernels"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-TOKENS = 256
-# So many that a launch takes tens of microseconds, as in training; where the memory is short, fewer. For Qwen3-8B: 1.5 and 0.4 GiB.
-TIMED_TOKENS = (4096, 1024)
 
 
 class Sizes(NamedTuple):
@@ -88,31 +85,6 @@ def warm_up(device, dtype, sizes: Sizes, tokens: int = TOKENS) -> None:
     linear_cross_entropy(ones(TOKENS, narrow), ones(sizes.vocabulary, narrow), target).backward()
 
 
-def warm_up_and_tune(device, dtype, sizes: Sizes) -> None:
-    """`warm_up`, and again on more tokens where a kernel has candidates that were not measured on this GPU."""
-    tuner.start()
-    launch.forget()
-    warm_up(device, dtype, sizes)
-    if tuner.incomplete:
-        launch.forget()
-        with tuner.measuring():
-            _measure(device, dtype, sizes)
-        launch.forget()
-
-
-def _measure(device, dtype, sizes: Sizes) -> None:
-    for tokens in TIMED_TOKENS:
-        try:
-            warm_up(device, dtype, sizes, tokens)
-        except torch.cuda.OutOfMemoryError:
-            continue
-        finally:
-            if torch.device(device).type == "cuda":
-                torch.cuda.empty_cache()
-        return
-    warnings.warn(f"{device} has too little free memory to measure which kernels are the fastest: the defaults run", RuntimeWarning, stacklevel=4)
-
-
 def warmup_all_kernels(model=None) -> None:
     """Loads what a Qwen3 needs ahead of its first step, and finds the fastest kernels for this GPU.
 
@@ -135,13 +107,4 @@ def warmup_all_kernels(model=None) -> None:
         cases = [(device, dtype, sizes) for device, dtype in found if device.type == "cuda" and dtype in DTYPES]
     with torch.enable_grad():
         for device, dtype, sizes in cases:
-            warm_up_and_tune(device, dtype, sizes)
-
-
-def clear_autotune_cache() -> None:
-    """Forgets which kernels were measured to be the fastest, in this process and on disk. From then on the default ones run, until
-    the next `warmup_all_kernels`. Raises OSError when the cache file cannot be removed."""
-    try:
-        tuner.forget()
-    finally:
-        launch.forget()
+            tuning.warm_up(partial(warm_up, device, dtype, sizes), device)

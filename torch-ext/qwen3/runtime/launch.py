@@ -5,7 +5,6 @@ lengths): a broken promise corrupts memory in silence. So every promise in the m
 combination of dtypes, shapes, strides and alignment; the outcome is kept and costs one dictionary look-up from then on.
 """
 
-import weakref
 from typing import Callable, List, Sequence
 
 import torch
@@ -27,13 +26,6 @@ KEPT = 4096  # prepared launches that one kernel keeps: sequence lengths vary fr
 
 # What launches; tests put an interpreter in its place.
 backend = Driver(Artifacts())
-_kernels: weakref.WeakSet = weakref.WeakSet()
-
-
-def forget() -> None:
-    """Prepares every launch anew, by the choices that hold now."""
-    for kernel in list(_kernels):
-        kernel._prepared.clear()
 
 
 class PromiseError(ValueError):
@@ -84,7 +76,11 @@ class Kernel:
         self.names = names
         self.grid = grid
         self._prepared: dict = {}
-        _kernels.add(self)
+        tuner.kernels.add(self)
+
+    def forget(self) -> None:
+        """Prepares every launch anew, by the choices that hold now."""
+        self._prepared.clear()
 
     def __call__(self, tensors: Sequence[torch.Tensor], *numbers) -> None:
         key, addresses, low_bits = [tensors[0].get_device(), *[n for n in numbers if type(n) is int]], [], 0

@@ -14,6 +14,7 @@ import statistics
 import threading
 import uuid
 import warnings
+import weakref
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, Sequence
 
@@ -26,6 +27,9 @@ ROUNDS = 9
 WORKING_SET = 2**28  # bytes that a round goes through, so that nothing is found in a cache: the largest L2 (B200) has 126 MB
 GAIN = 0.02  # a candidate that is faster by less does not displace the default: measurements of one kernel differ by 1 %
 MACHINES = 32  # that the file keeps, the latest ones
+TOKENS = 256  # enough to load every kernel
+# So many that a launch takes tens of microseconds, as in training; where the memory is short, fewer. For Qwen3-8B: 1.5 and 0.4 GiB.
+TIMED_TOKENS = (4096, 1024)
 
 Times = Dict[str, float]  # candidate -> microseconds of a launch
 
@@ -96,9 +100,10 @@ def measure(
 
 
 class Tuner:
-    """The choices of this process. Thread-safe."""
+    """The choices of this process. Thread-safe. kernels: what forgets its launches when the choices change."""
 
     def __init__(self):
+        self.kernels: weakref.WeakSet = weakref.WeakSet()
         self._lock = threading.RLock()
         self._file: Dict[str, Dict[str, Times]] = {}  # what it held at `start`
         self._measured: Dict[str, Dict[str, Times]] = {}  # of this process's GPUs
@@ -140,17 +145,20 @@ class Tuner:
             self._file = self._load()
             for machine, found in self._measured.items():
                 found.update(self._file.get(machine, {}))
+        self._changed()
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
         """Launches inside that have candidates without a measurement time them; at the end the cache file gets what was new."""
         self._measuring = True
+        self._changed()
         try:
             yield
         finally:
             self._measuring = False
             self._missing.clear()
             self._save()
+            self._changed()
 
     def forget(self) -> None:
         """Back to the defaults, here and in the cache file. Raises OSError when there is a file that cannot be removed."""
@@ -158,8 +166,13 @@ class Tuner:
             for known in (self._file, self._measured, self._missing):
                 known.clear()
             self._active = self._warned = False
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError, RuntimeError):
-                cache_file().unlink()
+        self._changed()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, RuntimeError):
+            cache_file().unlink()
+
+    def _changed(self) -> None:
+        for kernel in list(self.kernels):
+            kernel.forget()
 
     def _load(self) -> Dict[str, Dict[str, Times]]:
         try:
@@ -203,3 +216,36 @@ class Tuner:
 
 
 tuner = Tuner()
+
+
+def warm_up(run: Callable[[int], object], device) -> None:
+    """Loads the kernels that run(tokens) launches on a device, and times candidates that were not measured on this GPU.
+
+    run: works through a model's operations, forward and backward, and keeps nothing.
+    """
+    tuner.start()
+    run(TOKENS)
+    if tuner.incomplete:
+        with tuner.measuring():
+            _run_timed(run, torch.device(device))
+
+
+def _run_timed(run, device: torch.device) -> None:
+    for tokens in TIMED_TOKENS:
+        try:
+            run(tokens)
+            return
+        except torch.cuda.OutOfMemoryError:
+            pass
+        finally:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    warnings.warn(
+        f"{device} has too little free memory to measure which kernels are the fastest: the default ones run", RuntimeWarning, stacklevel=4
+    )
+
+
+def clear_autotune_cache() -> None:
+    """Forgets which kernels were measured to be the fastest, in this process and on disk. From then on the default ones run, until
+    the next `warmup_all_kernels`. Raises OSError when the cache file cannot be removed."""
+    tuner.forget()
