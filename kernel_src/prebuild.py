@@ -24,12 +24,12 @@ DTYPES = {
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 
 FLOATS = ("bfloat16", "float16", "float32")
+SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "i32", "int64": "i64"}
 
 # Architectures on which nothing was measured; sm_90 is the H200's. There, further variants with the same promises compete with the
 # one that is listed first, and `warmup_all_kernels` times them on the user's GPU (runtime/tuning.py). Every candidate costs a cubin
 # for each architecture, so they are few, and in bf16 only.
 UNMEASURED = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
-SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "i32", "int64": "i64"}
 
 
 @dataclass(frozen=True)

@@ -342,8 +342,8 @@ def variants():
             if tile + tail > 4096:
                 # With four warps the residual's backward spills on sm_100; on sm_90 they are faster and do not.
                 hints["num_worker_warps"] = PerArchitecture(8, "sm_90", 4)
-            whole = pair(rms_norm_forward, rms_norm_backward, a, constants, latency, hints=hints), fused(a, constants, latency, hints=hints)
-            for variant in chain(*whole):
+            alone = pair(rms_norm_forward, rms_norm_backward, a, constants, latency, hints=hints)
+            for variant in chain(alone, fused(a, constants, latency, hints=hints)):
                 yield variant
                 if dtype == "bfloat16":
                     yield from competing(variant, tile + tail)
