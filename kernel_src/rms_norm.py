@@ -277,8 +277,9 @@ def rms_norm_any_backward(dx, dy, x, weight, rstd, dweight, TILE: Const):
 #     residual + RMSNorm   94 %, 100 %, 100 %, 98 % and 91 %; with gathers 72 % at 4096, where four rows do not fit into the registers
 # Forward, where no block has a second row to wait for: 100 % and more with gathers and no hint; eight worker warps cost 25 % at 1024.
 ROW_TILES = ((1024, 0, 6, 2), (2048, 0, 3, 2), (2048, 512, 3, 3), (4096, 0, 2, 3), (4096, 1024, 2, 2))
-# What competes where nothing was measured, in bf16. Backward: one row under way, for GPUs without tile copies and for those that hide
-# latency better. At 4096 also on sm_90, whose winner is known: what chooses must run where it can be tested.
+# What competes where nothing was measured, in bf16. Backward, at 4096: one row under way, for GPUs without tile copies and for those
+# that hide latency better; without the residual also on sm_90, whose winner is known: what chooses must run where it can be tested.
+# Every other length would cost 200 KiB.
 # Forward: eight worker warps for rows of 4096 and more (on an H200 as fast; TileGym, on a B200: half the time for rows of 8192 and
 # more), and MORE_ROWS a block, which keeps more bytes in flight. They add a row up in another order, so the last bit may differ.
 EIGHT_WARPS = ("rms_norm_forward", "add_rms_norm_forward")
@@ -322,9 +323,9 @@ def fused(a, constants, latency, **options):
 
 def competing(variant, length):
     """What competes with a variant of whole rows."""
-    if "LATENCY" in variant.params:
-        everywhere = variant.kernel is rms_norm_backward and length == 4096
-        yield replace(variant, params={**variant.params, "LATENCY": 1}, targets=() if everywhere else UNMEASURED)
+    if "LATENCY" in variant.params and length == 4096:
+        targets = () if variant.kernel is rms_norm_backward else UNMEASURED
+        yield replace(variant, params={**variant.params, "LATENCY": 1}, targets=targets)
     elif variant.kernel_name in EIGHT_WARPS and length >= 4096:
         yield replace(variant, hints={**variant.hints, "num_worker_warps": 8}, targets=UNMEASURED)
 

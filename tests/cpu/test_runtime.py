@@ -338,9 +338,8 @@ def test_rows_go_to_the_variant_whose_pieces_divide_them_and_a_flat_array_to_the
 @pytest.mark.parametrize(("gpu", "count"), (("sm_90", 1), ("sm_100", 2), ("sm_120", 2)))
 def test_a_variant_without_an_image_for_this_gpu_is_not_chosen(runtime, backend, gpu, count):
     backend.gpu = gpu
-    kernel = runtime.launch.Kernel("rms_norm_backward", grid=lambda *_: (1,))
-    rows, weight, rstd = torch.zeros(3, 2048, dtype=torch.bfloat16), torch.zeros(2048, dtype=torch.bfloat16), torch.zeros(3)
-    candidates = kernel.candidates((rows, rows, rows, weight, rstd, torch.zeros(3, 2048)))
+    tensors, eps = norm_arguments(length=4096)
+    candidates = norm_kernel(runtime).candidates(tensors, eps)
     assert len(candidates) == count and all(gpu in variant.images for variant in candidates)
     assert len({variant.parameters for variant in candidates}) == 1
 
