@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.op_cases import operations
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -50,3 +52,27 @@ def qwen3(loaded):
 def other_build(tmp_path_factory):
     """Another build of the package, loaded beside the first."""
     return load(assemble_cpu(tmp_path_factory.mktemp("other"), "\n# another build\n"))
+
+
+@pytest.fixture(scope="session")
+def interpreted(tmp_path_factory):
+    """A build of its own whose kernels the interpreter runs."""
+    from tests.interpreter.backend import InterpreterBackend, runtime_of
+    from tests.mutants import OPERATIONS
+
+    package = load(assemble_cpu(tmp_path_factory.mktemp("interpreted"), "\n# run by the interpreter, for all tests\n"))
+    runtime = runtime_of(package)
+    runtime.launch.backend = InterpreterBackend(runtime, OPERATIONS)
+    return package
+
+
+@pytest.fixture
+def loaded_ops(loaded):
+    """Every operation by its name, in PyTorch."""
+    return operations(loaded)
+
+
+@pytest.fixture(params=("pytorch", "kernels"))
+def ops(request, loaded):
+    """Every operation by its name, in PyTorch and in the interpreted kernels."""
+    return operations(loaded if request.param == "pytorch" else request.getfixturevalue("interpreted"))

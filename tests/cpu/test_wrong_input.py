@@ -2,166 +2,42 @@
 
 import importlib
 import re
-import types
 
 import pytest
 import torch
-from torch.nn.functional import linear, silu
 
 from tests import op_checks as checks
-from tests.cpu.conftest import assemble_cpu, load
-from tests.interpreter.backend import InterpreterBackend, runtime_of
-from tests.mutants import OPERATIONS
+from tests.op_cases import (
+    BF16,
+    CASES,
+    CLASSES,
+    FP32,
+    HIDDEN,
+    INNER,
+    LAYOUTS,
+    NOT_DIFFERENTIABLE,
+    TOKENS,
+    WIDTH,
+    arguments,
+    assert_right,
+    exact_arguments,
+    expanded,
+    gradients,
+    plain,
+    run,
+)
 from tests.op_checks import randn
 from tests.tolerances import RELATIVE_ERROR, relative_error
 
-BF16, FP32 = torch.bfloat16, torch.float32
 INTEGERS = torch.int64
-
-
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory):
-    package = load(assemble_cpu(tmp_path_factory.mktemp("wrong_input"), "\n# wrong input for the kernels\n"))
-    runtime = runtime_of(package)
-    runtime.launch.backend = InterpreterBackend(runtime, OPERATIONS)
-    return package
-
-
-@pytest.fixture(params=("pytorch", "kernels"))
-def ops(request, loaded):
-    """Every operation by its name, in PyTorch and in the interpreted kernels."""
-    package = loaded if request.param == "pytorch" else request.getfixturevalue("interpreted")
-    decoder = importlib.import_module(f"{package.__name__}.ops.decoder")
-    public = {name: getattr(package, name) for name in CASES if hasattr(package, name)}
-    return types.SimpleNamespace(**public, norm_attention_inputs=decoder.norm_attention_inputs, norm_mlp=decoder.norm_mlp)
-
-
-# ---------------------------------------------------------------- each operation, its arguments, and what it computes
-def norm(x, weight, eps=1e-6):
-    """Normalised in float32 or wider, as the model does it."""
-    wide = x.to(torch.promote_types(x.dtype, FP32))
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
-def plain_rms_norm(x, weight):
-    return norm(x, weight)
-
-
-def plain_add_rms_norm(x, residual, weight):
-    return norm(x + residual, weight), x + residual
-
-
-def plain_rotary(q, k, cos, sin):
-    return checks.rotary_exact(q, k, cos, sin, 1)
-
-
-def plain_qk_norm_rotary(q, k, q_weight, k_weight, cos, sin):
-    return checks.rotary_exact(norm(q, q_weight).transpose(1, 2), norm(k, k_weight).transpose(1, 2), cos, sin, 1)
-
-
-def plain_swiglu(gate, up):
-    return silu(gate) * up
-
-
-def plain_mlp(x, gate_weight, up_weight, down_weight):
-    return linear(silu(linear(x, gate_weight)) * linear(x, up_weight), down_weight)
-
-
-def plain_linear_cross_entropy(hidden, weight, target, bias, class_weight):
-    return checks.cross_entropy_exact(hidden.flatten(0, -2), weight, target.flatten(), bias, class_weight=class_weight)
-
-
-def plain_norm_attention_inputs(x, norm_weight, q_rows, k_rows, v_rows, q_norm, k_norm, cos, sin):
-    n = norm(x, norm_weight)
-    q, k, v = (linear(n, rows).view(1, x.shape[0], rows.shape[0] // WIDTH, WIDTH) for rows in (q_rows, k_rows, v_rows))
-    return (*plain_qk_norm_rotary(q, k, q_norm, k_norm, cos, sin), v.transpose(1, 2), x)
-
-
-def plain_norm_mlp(x, norm_weight, gate_weight, up_weight, down_weight):
-    return x + plain_mlp(norm(x, norm_weight), gate_weight, up_weight, down_weight)
-
-
-PLAIN = {name.removeprefix("plain_"): function for name, function in list(globals().items()) if name.startswith("plain_")}
-TOKENS, HIDDEN, INNER, CLASSES, WIDTH = 3, 1024, 96, 40, 128
-CASES = {
-    "rms_norm": {"x": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
-    "add_rms_norm": {"x": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
-    "rotary": {"q": (2, 8, TOKENS, WIDTH), "k": (2, 8, TOKENS, WIDTH), "cos": (1, TOKENS, WIDTH), "sin": (1, TOKENS, WIDTH)},
-    "qk_norm_rotary": {
-        **{"q": (2, TOKENS, 8, WIDTH), "k": (2, TOKENS, 8, WIDTH), "q_weight": (WIDTH,), "k_weight": (WIDTH,)},
-        **{"cos": (1, TOKENS, WIDTH), "sin": (1, TOKENS, WIDTH)},
-    },
-    "swiglu": {"gate": (TOKENS, HIDDEN), "up": (TOKENS, HIDDEN)},
-    "mlp": {"x": (TOKENS, HIDDEN), "gate_weight": (INNER, HIDDEN), "up_weight": (INNER, HIDDEN), "down_weight": (HIDDEN, INNER)},
-    "linear_cross_entropy": {
-        **{"hidden": (TOKENS, HIDDEN), "weight": (CLASSES, HIDDEN), "target": (TOKENS,)},
-        **{"bias": (CLASSES,), "class_weight": (CLASSES,)},
-    },
-    "norm_attention_inputs": {
-        **{"x": (TOKENS, HIDDEN), "norm_weight": (HIDDEN,)},
-        **{f"weights[{i}]": (4 * WIDTH, HIDDEN) for i in range(3)},
-        **{"q_norm": (WIDTH,), "k_norm": (WIDTH,), "cos": (1, TOKENS, WIDTH), "sin": (1, TOKENS, WIDTH)},
-    },
-    "norm_mlp": {
-        **{"x": (TOKENS, HIDDEN), "norm_weight": (HIDDEN,), "gate_weight": (INNER, HIDDEN), "up_weight": (INNER, HIDDEN)},
-        **{"down_weight": (HIDDEN, INNER)},
-    },
-}
 ARGUMENTS = [(operation, argument) for operation, shapes in CASES.items() for argument in shapes]
 each_argument = pytest.mark.parametrize(("operation", "argument"), ARGUMENTS, ids=["-".join(pair) for pair in ARGUMENTS])
-NOT_DIFFERENTIABLE = {("rotary", "cos"), ("rotary", "sin"), ("qk_norm_rotary", "cos"), ("qk_norm_rotary", "sin")}
-NOT_DIFFERENTIABLE |= {("norm_attention_inputs", "cos"), ("norm_attention_inputs", "sin")}
-NOT_DIFFERENTIABLE |= {("linear_cross_entropy", "target"), ("linear_cross_entropy", "class_weight")}
-
-
-def arguments(operation, dtype=BF16, tokens=TOKENS):
-    """Tensors for every argument, of order 1, products of order 1."""
-    found = {}
-    for i, (name, shape) in enumerate(CASES[operation].items()):
-        shape = tuple(tokens if n == TOKENS else n for n in shape)
-        scale = shape[-1] ** -0.5 if len(shape) == 2 and "weight" in name else 1.0
-        found[name] = randn(*shape, dtype=dtype, device="cpu", seed=i, scale=scale)
-    if operation == "linear_cross_entropy":
-        found["target"] = torch.arange(tokens) % CLASSES
-        found["class_weight"] = found["class_weight"].float().abs() + 0.5
-    return found
-
-
-def run(ops, operation, found):
-    function = getattr(ops, operation)
-    if operation == "norm_attention_inputs":
-        weights = [tensor for name, tensor in found.items() if name.startswith("weights")]
-        rest = [found[name] for name in ("q_norm", "k_norm", "cos", "sin")]
-        results = function(found["x"], found["norm_weight"], weights, *rest, (1, found["cos"].shape[1] if found["cos"].dim() == 3 else TOKENS))
-    elif operation == "linear_cross_entropy":
-        options = {name: found[name] for name in ("bias", "class_weight") if name in found}
-        results = function(found["hidden"], found["weight"], found["target"], **options)
-    else:
-        results = function(**found)
-    return results if isinstance(results, tuple) else (results,)
-
-
-def plain(operation, found):
-    results = PLAIN[operation](*found.values())
-    return results if isinstance(results, tuple) else (results,)
-
-
-def assert_right(results, expected, dtype, what, factor=3):
-    """factor: how many roundings more than one the operations have."""
-    assert len(results) == len(expected)
-    for result, wanted in zip(results, expected, strict=True):
-        assert result.shape == wanted.shape, what
-        assert relative_error(result, wanted) <= factor * RELATIVE_ERROR[dtype], what
 
 
 def assert_names(error, operation, argument=None):
     """The message has the form `argument is what was found, expected what is right`."""
     names = [argument] if argument else CASES[operation]
     assert re.match(rf"({'|'.join(map(re.escape, names))}) is .+, expected .+", str(error), re.DOTALL), f"{operation}: {error}"
-
-
-def exact_arguments(found):
-    return {name: t.double() if t.is_floating_point() else t for name, t in found.items()}
 
 
 # ---------------------------------------------------------------- shapes, dtypes, devices
@@ -191,13 +67,6 @@ def test_an_argument_of_another_shape_or_dtype_is_named_or_taken_as_pytorch_take
         assert_names(error, operation)
         return
     assert_right(results, plain(operation, exact_arguments(found)), BF16, f"{operation}: {argument} with {damage}")
-
-
-@pytest.fixture
-def loaded_ops(loaded):
-    decoder = importlib.import_module(f"{loaded.__name__}.ops.decoder")
-    public = {name: getattr(loaded, name) for name in CASES if hasattr(loaded, name)}
-    return types.SimpleNamespace(**public, norm_attention_inputs=decoder.norm_attention_inputs, norm_mlp=decoder.norm_mlp)
 
 
 @pytest.mark.parametrize(
@@ -385,46 +254,6 @@ def test_no_tokens_give_empty_results_and_zero_weight_gradients(ops, operation):
 
 
 # ---------------------------------------------------------------- layouts
-def strided(tensor):
-    """Every second element of the last dimension."""
-    return torch.stack((tensor, tensor), -1).flatten(-2)[..., ::2]
-
-
-def sliced(tensor):
-    """A part of longer rows, whose length no vector load divides."""
-    return torch.cat((tensor, tensor[..., :3]), -1)[..., : tensor.shape[-1]]
-
-
-def transposed(tensor):
-    """In memory, the dimensions are the other way round."""
-    return tensor.permute(*reversed(range(tensor.dim()))).contiguous().permute(*reversed(range(tensor.dim())))
-
-
-def misaligned(tensor):
-    """One element behind a multiple of 16 bytes."""
-    memory = torch.empty(tensor.numel() + 16, dtype=tensor.dtype)
-    start = 1 + (-memory.data_ptr() % 16) // tensor.itemsize
-    return memory[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
-
-
-def expanded(tensor):
-    """The same numbers in all of the first dimension, stored once."""
-    return tensor[:1].clone().expand(tensor.shape)
-
-
-LAYOUTS = (strided, sliced, transposed, misaligned, expanded)
-
-
-def gradients(ops, operation, found, change=lambda name, tensor: tensor):
-    """Results, and the gradient of every argument, of tensors that `change` has laid out otherwise."""
-    passed = {name: change(name, tensor) for name, tensor in found.items()}
-    passed = {name: t.detach().requires_grad_((operation, name) not in NOT_DIFFERENTIABLE) for name, t in passed.items()}
-    results = run(ops, operation, passed)
-    upstream = [randn(*r.shape, dtype=r.dtype, device="cpu", seed=20 + i) for i, r in enumerate(results)]
-    torch.autograd.backward(results, [change("upstream", g) for g in upstream])
-    return [*results, *[tensor.grad for tensor in passed.values() if tensor.requires_grad]]
-
-
 def laid_out_values(operation, layout, argument):
     """`expanded` changes the numbers; the others do not."""
     found = arguments(operation)

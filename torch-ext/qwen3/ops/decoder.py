@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from .common import describe, fail, need_floats, side_by_side
 from .rms_norm import add_rms_norm_backward, rms_norm_again, rms_norm_forward
-from .rotary import norm_backward_into, qk_norm_rotary_forward
+from .rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward
 from .swiglu import gate_and_up, mlp_backward, swiglu_forward
 
 
@@ -26,6 +26,11 @@ def _input_gradient(grads: Sequence[torch.Tensor], weights: Sequence[torch.Tenso
     for grad, weight in zip(grads[1:], weights[1:]):
         total.addmm_(grad, weight)
     return total
+
+
+def _weight_gradients(grads: Sequence[torch.Tensor], y: torch.Tensor, needs: Sequence[bool]) -> list:
+    """grad.T @ y for each one that is needed, None for the others."""
+    return [torch.mm(grad.t(), y) if need else None for grad, need in zip(grads, needs)]
 
 
 class _NormAttentionInputs(torch.autograd.Function):
@@ -50,25 +55,28 @@ class _NormAttentionInputs(torch.autograd.Function):
         needs, tokens, rows = ctx.needs_input_grad, x.shape[0], [weight.shape[0] for weight in weights]
         whole = side_by_side(weights)
         dv = dv.transpose(1, 2)
+        saved = dq_out, dk_out, q, k, q_norm, k_norm, cos, sin, ctx.head_eps, needs[3], needs[4]
         if whole is None:
-            dq, dk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
+            dq, dk, dq_norm, dk_norm = qk_norm_rotary_backward(*saved)
             grads = [grad.reshape(tokens, count) for grad, count in zip((dq, dk, dv), rows)]
         else:
             together = torch.empty((tokens, whole.shape[0]), dtype=x.dtype, device=x.device)
             grads = together.split(rows, 1)
             dq, dk, dv_place = [grad.view(t.shape) for grad, t in zip(grads, (q, k, dv))]
             dv_place.copy_(dv)
-        dq_norm, dk_norm = norm_backward_into((dq, dk), dq_out, dk_out, q, k, q_norm, k_norm, cos, sin, ctx.head_eps)
+            dq_norm, dk_norm = norm_backward_into((dq, dk), *saved)
         dweights = [None] * len(weights)
         if any(needs[9:]):
             y = rms_norm_again(x, norm_weight, rstd)
             if whole is not None and all(needs[9:]):
                 dweights = torch.mm(together.t(), y).split(rows)
             else:
-                dweights = [torch.mm(grad.t(), y) if need else None for grad, need in zip(grads, needs[9:])]
+                dweights = _weight_gradients(grads, y, needs[9:])
             del y
-        dy = torch.mm(together, whole) if whole is not None else _input_gradient(grads, weights)
-        dx, dnorm = add_rms_norm_backward(dy, dresidual, x, norm_weight, rstd, needs[1])
+        dx = dnorm = None
+        if needs[0] or needs[1]:
+            dy = torch.mm(together, whole) if whole is not None else _input_gradient(grads, weights)
+            dx, dnorm = add_rms_norm_backward(dy, dresidual, x, norm_weight, rstd, needs[1])
         dnorms = [grad if need else None for grad, need in zip((dnorm, dq_norm, dk_norm), (needs[1], needs[3], needs[4]))]
         return (dx, dnorms[0], None, *dnorms[1:], None, None, None, None, *dweights)
 
@@ -95,13 +103,16 @@ class _NormMLP(torch.autograd.Function):
     def backward(ctx, dout):
         x, attended, o_weight, norm_weight, rstd, gate, up, *weights = ctx.saved_tensors
         dout = dout.reshape(x.shape)
-        _, need_attended, need_o, need_norm, _, *need_weights = ctx.needs_input_grad
+        need_x, need_attended, need_o, need_norm, _, *need_weights = ctx.needs_input_grad
+        need_total = need_x or need_attended or need_o or need_norm
         normed = functools.partial(rms_norm_again, x, norm_weight, rstd)
-        dy, *dweights = mlp_backward(dout, normed, gate, up, *weights, (True, *need_weights))
+        dy, *dweights = mlp_backward(dout, normed, gate, up, *weights, (need_total, *need_weights))
+        if not need_total:
+            return (None, None, None, None, None, *dweights)
         dx, dnorm = add_rms_norm_backward(dy, dout, x, norm_weight, rstd, need_norm)
         dattended = torch.mm(dx, o_weight) if need_attended else None
         do_weight = torch.mm(dx.t(), attended) if need_o else None
-        return dx.view(ctx.shape), dattended, do_weight, dnorm if need_norm else None, None, *dweights
+        return (dx.view(ctx.shape), dattended, do_weight, dnorm if need_norm else None, None, *dweights)
 
 
 def norm_attention_inputs(

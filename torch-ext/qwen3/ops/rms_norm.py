@@ -44,15 +44,15 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pai
     return weight * (xf * rstd).to(x.dtype), rstd.flatten()
 
 
-def rms_norm_backward_reference(dy, x, weight, rstd) -> Pair:
-    """(dx, dweight) in PyTorch; dx still in the wide dtype."""
+def rms_norm_backward_reference(dy, x, weight, rstd, need_dweight=True) -> Pair:
+    """(dx, dweight) in PyTorch; dx still in the wide dtype, dweight empty where it is not needed."""
     acc = wide(x.dtype)
     rstd = rstd.reshape(x.shape[:-1] + (1,))
     n = x.to(acc) * rstd
     d = dy.to(acc)
     g = d * weight.to(acc)
     dx = (g - n * (g * n).mean(-1, keepdim=True)) * rstd
-    return dx, (d * n).flatten(0, -2).sum(0).to(weight.dtype)
+    return dx, (d * n).flatten(0, -2).sum(0).to(weight.dtype) if need_dweight else weight.new_empty(0)
 
 
 def _fits(x, weight):
@@ -125,15 +125,15 @@ def _backward_launch(kernel, grads, x, weight, rstd, need_dweight) -> Pair:
         fit = aligned if kernel is _add_backward_kernel else unit_stride
         inputs = [fit(_rows(t)) for t in (*grads, x)]
         kernel.first(key, originals, (dx.view(rows, length), *inputs, fit(weight), rstd, partial))
-    return dx, column_sum(partial, weight.dtype) if need_dweight else weight.new_empty(weight.shape)
+    return dx, column_sum(partial, weight.dtype) if need_dweight else weight.new_empty(0)
 
 
 def _backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_dweight: bool) -> Pair:
     if not _fits(x, weight):
-        dx, dweight = rms_norm_backward_reference(dy, x, weight, rstd)
+        dx, dweight = rms_norm_backward_reference(dy, x, weight, rstd, need_dweight)
         return dx.to(x.dtype), dweight
     if x.numel() == 0:
-        return torch.empty_like(x), torch.zeros_like(weight)
+        return torch.empty_like(x), torch.zeros_like(weight) if need_dweight else weight.new_empty(0)
     return _backward_launch(_backward_kernel, (dy,), x, weight, rstd, need_dweight)
 
 
@@ -182,7 +182,7 @@ def _fake_forward(x, weight, eps):
 
 
 def _fake_backward(dy, x, weight, rstd, need_dweight):
-    return _empty(x), torch.empty_like(weight)
+    return _empty(x), torch.empty_like(weight) if need_dweight else weight.new_empty(0)
 
 
 rms_norm_forward = traceable("rms_norm_forward", _forward, _fake_forward)
@@ -192,7 +192,7 @@ add_rms_norm_forward = traceable(
     "add_rms_norm_forward", _add_forward, lambda x, residual, weight, eps: (_empty(x), *_fake_forward(x, weight, eps))
 )
 add_rms_norm_backward = traceable(
-    "add_rms_norm_backward", _add_backward, lambda dy, dtotal, x, weight, rstd, need: (_empty(x), torch.empty_like(weight))
+    "add_rms_norm_backward", _add_backward, lambda dy, dtotal, *rest: _fake_backward(dy, *rest)
 )
 
 

@@ -136,26 +136,29 @@ def _norm_backward(
     cos: torch.Tensor,
     sin: torch.Tensor,
     eps: float,
+    need_q_weight: bool,
+    need_k_weight: bool,
 ) -> Four:
-    """(dq, dk, dq_weight, dk_weight); dq, dk as [batch, heads, tokens, head_dim] come in, [batch, tokens, heads, head_dim] go out."""
+    """(dq, dk, dq_weight, dk_weight); dq, dk as [batch, heads, tokens, head_dim] come in, [batch, tokens, heads, head_dim] go out.
+    A weight's gradient is empty where it is not needed."""
     outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    return (*outs, *norm_backward_into(outs, dq, dk, q, k, q_weight, k_weight, cos, sin, eps))
+    return (*outs, *norm_backward_into(outs, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight))
 
 
-def norm_backward_into(outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, eps) -> Pair:
+def norm_backward_into(outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight) -> Pair:
     """As `qk_norm_rotary_backward`, with the gradients of q and k written to `outs`; returns those of the weights."""
     dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
     if not (fused_heads(q, k, cos) and q_weight.dtype == k_weight.dtype == q.dtype):
         dq, dk = rotary_backward_reference(dq, dk, cos, sin, 2)
         (dq, dq_weight), (dk, dk_weight) = (
-            rms_norm_backward_reference(d, x, w, rms_norm_reference(x, w, eps)[1])
-            for d, x, w in ((dq, q, q_weight), (dk, k, k_weight))
+            rms_norm_backward_reference(d, x, w, rms_norm_reference(x, w, eps)[1], need)
+            for d, x, w, need in ((dq, q, q_weight, need_q_weight), (dk, k, k_weight, need_k_weight))
         )
         outs[0].copy_(dq)
         outs[1].copy_(dk)
         return dq_weight, dk_weight
     if q.numel() == 0:
-        return torch.zeros_like(q_weight), torch.zeros_like(k_weight)
+        return tuple(w.new_zeros(w.shape if need else 0) for w, need in ((q_weight, need_q_weight), (k_weight, need_k_weight)))
     q_rows, k_rows = _partial_rows(q.shape, k.shape, multiprocessors(q))
     partials = tuple(torch.empty((rows, q.shape[3]), dtype=torch.float32, device=q.device) for rows in (q_rows, k_rows))
     key, tensors = look(dq, dk, q, k, *outs, q_weight, k_weight, cos, sin), (dq, dk, q, k, *outs, q_weight, k_weight, cos, sin, *partials)
@@ -163,7 +166,9 @@ def norm_backward_into(outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, e
         tables = _tables(*_whole_steps(cos, sin, q.shape[0]))
         flat = (*map(_tokens, tensors[:6]), q_weight, k_weight, *tables, *partials)
         _norm_backward_kernel.first(key, tensors, list(map(aligned, flat)), eps)
-    return column_sum(partials[0], q_weight.dtype), column_sum(partials[1], k_weight.dtype)
+    dq_weight = column_sum(partials[0], q_weight.dtype) if need_q_weight else q_weight.new_empty(0)
+    dk_weight = column_sum(partials[1], k_weight.dtype) if need_k_weight else k_weight.new_empty(0)
+    return dq_weight, dk_weight
 
 
 def _whole_steps(cos: torch.Tensor, sin: torch.Tensor, batch: int) -> Pair:
@@ -196,8 +201,9 @@ def _fake_norm_forward(q, k, q_weight, k_weight, cos, sin, eps):
     return q.new_empty(q.shape).transpose(1, 2), k.new_empty(k.shape).transpose(1, 2)
 
 
-def _fake_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, eps):
-    return q.new_empty(q.shape), k.new_empty(k.shape), torch.empty_like(q_weight), torch.empty_like(k_weight)
+def _fake_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight):
+    dweights = [w.new_empty(w.shape if need else 0) for w, need in ((q_weight, need_q_weight), (k_weight, need_k_weight))]
+    return (q.new_empty(q.shape), k.new_empty(k.shape), *dweights)
 
 
 rotary_forward = traceable("rotary_forward", _forward, _fake)
@@ -230,7 +236,9 @@ class _QKNormRotary(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk):
-        return (*qk_norm_rotary_backward(dq, dk, *ctx.saved_tensors, ctx.eps), None, None, None)
+        _, _, need_q_weight, need_k_weight = ctx.needs_input_grad[:4]
+        dq, dk, dq_weight, dk_weight = qk_norm_rotary_backward(dq, dk, *ctx.saved_tensors, ctx.eps, need_q_weight, need_k_weight)
+        return dq, dk, dq_weight if need_q_weight else None, dk_weight if need_k_weight else None, None, None, None
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Pair:

@@ -182,6 +182,8 @@ def mlp_backward(dy, x, gate, up, gate_weight, up_weight, down_weight, needs) ->
     """
     need_x, need_gate, need_up, need_down = needs
     dgate_weight = dup_weight = ddown_weight = None
+    if not (need_x or need_gate or need_up):
+        return None, None, None, torch.mm(dy.t(), swiglu_forward(gate, up)) if need_down else None
     hidden = torch.mm(dy, down_weight)  # its gradient, and behind the next line itself
     if torch.compiler.is_compiling():
         both, (dgate, dup, hidden) = None, swiglu_backward_recompute(hidden, gate, up)

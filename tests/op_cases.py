@@ -1,0 +1,289 @@
+"""Every operation by name: its arguments at a size where kernels exist, what it computes in plain PyTorch, and the layouts that
+an argument may have in memory."""
+
+import importlib
+import types
+
+import torch
+from torch.nn.functional import linear, silu
+
+from tests import op_checks as checks
+from tests.op_checks import randn
+from tests.tolerances import RELATIVE_ERROR, relative_error
+
+BF16, FP32 = torch.bfloat16, torch.float32
+TOKENS, HIDDEN, INNER, CLASSES, WIDTH = 3, 1024, 96, 40, 128
+CASES = {
+    "rms_norm": {"x": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
+    "add_rms_norm": {"x": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
+    "rotary": {"q": (2, 8, TOKENS, WIDTH), "k": (2, 8, TOKENS, WIDTH), "cos": (1, TOKENS, WIDTH), "sin": (1, TOKENS, WIDTH)},
+    "qk_norm_rotary": {
+        **{"q": (2, TOKENS, 8, WIDTH), "k": (2, TOKENS, 8, WIDTH), "q_weight": (WIDTH,), "k_weight": (WIDTH,)},
+        **{"cos": (1, TOKENS, WIDTH), "sin": (1, TOKENS, WIDTH)},
+    },
+    "swiglu": {"gate": (TOKENS, HIDDEN), "up": (TOKENS, HIDDEN)},
+    "mlp": {"x": (TOKENS, HIDDEN), "gate_weight": (INNER, HIDDEN), "up_weight": (INNER, HIDDEN), "down_weight": (HIDDEN, INNER)},
+    "linear_cross_entropy": {
+        **{"hidden": (TOKENS, HIDDEN), "weight": (CLASSES, HIDDEN), "target": (TOKENS,)},
+        **{"bias": (CLASSES,), "class_weight": (CLASSES,)},
+    },
+    "norm_attention_inputs": {
+        **{"x": (TOKENS, HIDDEN), "norm_weight": (HIDDEN,)},
+        **{f"weights[{i}]": (4 * WIDTH, HIDDEN) for i in range(3)},
+        **{"q_norm": (WIDTH,), "k_norm": (WIDTH,), "cos": (1, TOKENS, WIDTH), "sin": (1, TOKENS, WIDTH)},
+    },
+    "norm_mlp": {
+        **{"x": (TOKENS, HIDDEN), "norm_weight": (HIDDEN,), "gate_weight": (INNER, HIDDEN), "up_weight": (INNER, HIDDEN)},
+        **{"down_weight": (HIDDEN, INNER)},
+    },
+}
+NOT_DIFFERENTIABLE = {("rotary", "cos"), ("rotary", "sin"), ("qk_norm_rotary", "cos"), ("qk_norm_rotary", "sin")}
+NOT_DIFFERENTIABLE |= {("norm_attention_inputs", "cos"), ("norm_attention_inputs", "sin")}
+NOT_DIFFERENTIABLE |= {("linear_cross_entropy", "target"), ("linear_cross_entropy", "class_weight")}
+
+
+def operations(package) -> types.SimpleNamespace:
+    """Every operation of a loaded package by its name, those of the decoder layer too."""
+    decoder = importlib.import_module(f"{package.__name__}.ops.decoder")
+    public = {name: getattr(package, name) for name in CASES if hasattr(package, name)}
+    return types.SimpleNamespace(**public, norm_attention_inputs=decoder.norm_attention_inputs, norm_mlp=decoder.norm_mlp)
+
+
+# ---------------------------------------------------------------- what each computes
+def norm(x, weight, eps=1e-6):
+    """Normalised in float32 or wider, as the model does it."""
+    wide = x.to(torch.promote_types(x.dtype, FP32))
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def plain_rms_norm(x, weight):
+    return norm(x, weight)
+
+
+def plain_add_rms_norm(x, residual, weight):
+    return norm(x + residual, weight), x + residual
+
+
+def plain_rotary(q, k, cos, sin):
+    return checks.rotary_exact(q, k, cos, sin, 1)
+
+
+def plain_qk_norm_rotary(q, k, q_weight, k_weight, cos, sin):
+    return checks.rotary_exact(norm(q, q_weight).transpose(1, 2), norm(k, k_weight).transpose(1, 2), cos, sin, 1)
+
+
+def plain_swiglu(gate, up):
+    return silu(gate) * up
+
+
+def plain_mlp(x, gate_weight, up_weight, down_weight):
+    return linear(silu(linear(x, gate_weight)) * linear(x, up_weight), down_weight)
+
+
+def plain_linear_cross_entropy(hidden, weight, target, bias=None, class_weight=None, **options):
+    return checks.cross_entropy_exact(hidden.flatten(0, -2), weight, target.flatten(), bias, class_weight=class_weight, **options)
+
+
+def plain_norm_attention_inputs(x, norm_weight, q_rows, k_rows, v_rows, q_norm, k_norm, cos, sin):
+    n = norm(x, norm_weight)
+    width = q_norm.shape[0]
+    q, k, v = (linear(n, rows).view(1, x.shape[0], rows.shape[0] // width, width) for rows in (q_rows, k_rows, v_rows))
+    return (*plain_qk_norm_rotary(q, k, q_norm, k_norm, cos, sin), v.transpose(1, 2), x)
+
+
+def plain_norm_mlp(x, norm_weight, gate_weight, up_weight, down_weight):
+    return x + plain_mlp(norm(x, norm_weight), gate_weight, up_weight, down_weight)
+
+
+PLAIN = {name.removeprefix("plain_"): function for name, function in list(globals().items()) if name.startswith("plain_")}
+
+
+# ---------------------------------------------------------------- running them
+def arguments(operation, dtype=BF16, tokens=TOKENS, device="cpu"):
+    """Tensors for every argument, of order 1, products of order 1."""
+    found = {}
+    for i, (name, shape) in enumerate(CASES[operation].items()):
+        shape = tuple(tokens if n == TOKENS else n for n in shape)
+        scale = shape[-1] ** -0.5 if len(shape) == 2 and "weight" in name else 1.0
+        found[name] = randn(*shape, dtype=dtype, device=device, seed=i, scale=scale)
+    if operation == "linear_cross_entropy":
+        found["target"] = torch.arange(tokens, device=device) % CLASSES
+        found["class_weight"] = found["class_weight"].float().abs() + 0.5
+    return found
+
+
+def run(ops, operation, found, **options):
+    """The results of an operation as a tuple. ops: of `operations`; options: what is no tensor."""
+    function = getattr(ops, operation)
+    if operation == "norm_attention_inputs":
+        weights = [tensor for name, tensor in found.items() if name.startswith("weights")]
+        rest = [found[name] for name in ("q_norm", "k_norm", "cos", "sin")]
+        results = function(found["x"], found["norm_weight"], weights, *rest, (1, found["cos"].shape[1] if found["cos"].dim() == 3 else TOKENS))
+    elif operation == "linear_cross_entropy":
+        tensors = {name: found[name] for name in ("bias", "class_weight") if name in found}
+        results = function(found["hidden"], found["weight"], found["target"], **tensors, **options)
+    else:
+        results = function(**found, **options)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def plain(operation, found, **options):
+    if operation == "linear_cross_entropy":
+        results = PLAIN[operation](**found, **options)
+    else:
+        results = PLAIN[operation](*found.values(), **options)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def assert_right(results, expected, dtype, what, factor=3):
+    """factor: how many roundings more than one the operations have."""
+    assert len(results) == len(expected)
+    for result, wanted in zip(results, expected, strict=True):
+        assert result.shape == wanted.shape, what
+        assert relative_error(result, wanted) <= factor * RELATIVE_ERROR[dtype], what
+
+
+def exact_arguments(found):
+    return {name: t.double() if t.is_floating_point() else t for name, t in found.items()}
+
+
+def differentiable(operation, found) -> list:
+    """The names of the arguments that an operation has gradients for."""
+    return [name for name in found if (operation, name) not in NOT_DIFFERENTIABLE]
+
+
+def gradients(ops, operation, found, change=lambda name, tensor: tensor):
+    """Results, and the gradient of every argument, of tensors that `change` has laid out otherwise."""
+    passed = {name: change(name, tensor) for name, tensor in found.items()}
+    passed = {name: t.detach().requires_grad_((operation, name) not in NOT_DIFFERENTIABLE) for name, t in passed.items()}
+    results = run(ops, operation, passed)
+    upstream = [randn(*r.shape, dtype=r.dtype, device=r.device, seed=20 + i) for i, r in enumerate(results)]
+    torch.autograd.backward(results, [change("upstream", g) for g in upstream])
+    return [*results, *[tensor.grad for tensor in passed.values() if tensor.requires_grad]]
+
+
+# ---------------------------------------------------------------- layouts
+def strided(tensor):
+    """Every second element of the last dimension."""
+    return torch.stack((tensor, tensor), -1).flatten(-2)[..., ::2]
+
+
+def sliced(tensor):
+    """A part of longer rows, whose length no vector load divides."""
+    return torch.cat((tensor, *[tensor[..., :1]] * 3), -1)[..., : tensor.shape[-1]]
+
+
+def transposed(tensor):
+    """In memory, the dimensions are the other way round."""
+    return tensor.permute(*reversed(range(tensor.dim()))).contiguous().permute(*reversed(range(tensor.dim())))
+
+
+def misaligned(tensor):
+    """One element behind a multiple of 16 bytes."""
+    memory = torch.empty(tensor.numel() + 16, dtype=tensor.dtype, device=tensor.device)
+    start = 1 + (-memory.data_ptr() % 16) // tensor.element_size()
+    return memory[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def expanded(tensor):
+    """The same numbers in all of the first dimension, stored once."""
+    return tensor[:1].clone().expand(tensor.shape)
+
+
+LAYOUTS = (strided, sliced, transposed, misaligned, expanded)
+
+
+# ---------------------------------------------------------------- what autograd may rely on
+def step(ops, operation, found, needed=None, **options):
+    """(results, their upstream gradients, gradients by name) of one forward and backward pass. needed: the names of the arguments
+    that require a gradient; by default all that can have one."""
+    needed = differentiable(operation, found) if needed is None else needed
+    leaves = {name: tensor.detach().requires_grad_(name in needed) for name, tensor in found.items()}
+    results = run(ops, operation, leaves, **options)
+    upstream = [randn(*r.shape, dtype=r.dtype, device=r.device, seed=20 + i) for i, r in enumerate(results)]
+    torch.autograd.backward(results, upstream, inputs=[leaves[name] for name in needed])
+    return results, upstream, {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def check_nothing_is_overwritten(ops, operation, dtype, device):
+    """Inputs and incoming gradients keep their numbers, and no two results or gradients share memory."""
+    found = arguments(operation, dtype, device=device)
+    before = {name: tensor.clone() for name, tensor in found.items()}
+    leaves = {name: tensor.requires_grad_((operation, name) not in NOT_DIFFERENTIABLE) for name, tensor in found.items()}
+    results = run(ops, operation, leaves)
+    kept = [result.detach().clone() for result in results]
+    upstream = [randn(*r.shape, dtype=r.dtype, device=device, seed=20 + i) for i, r in enumerate(results)]
+    given = [gradient.clone() for gradient in upstream]
+    torch.autograd.backward(results, upstream, retain_graph=True)
+    first = {name: leaf.grad.clone() for name, leaf in leaves.items() if leaf.grad is not None}
+    torch.autograd.backward(results, upstream)  # adds to what is there
+    for name in first:
+        assert torch.equal(leaves[name].grad, first[name] + first[name]), f"{operation}: the second gradient of {name}"
+    assert all(torch.equal(leaf, before[name]) for name, leaf in leaves.items()), f"{operation} writes into an input"
+    assert all(map(torch.equal, upstream, given)), f"{operation} writes into an incoming gradient"
+    assert all(map(torch.equal, results, kept)), f"{operation}'s backward writes into its results"
+    passed_on = (operation == "norm_attention_inputs") * [results[-1]]  # x itself, by its contract
+    own = [r for r in results if not any(r is p for p in passed_on)] + [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+    memory = [t.untyped_storage().data_ptr() for t in (*own, *upstream, *leaves.values())]
+    assert len(set(memory)) == len(memory), f"{operation}: two tensors share memory"
+
+
+def check_a_second_backward_pass(ops, operation, dtype, device):
+    """With retain_graph the same bits again, and what the first pass gave stays."""
+    found = arguments(operation, dtype, device=device)
+    leaves = {name: tensor.requires_grad_((operation, name) not in NOT_DIFFERENTIABLE) for name, tensor in found.items()}
+    needed = [leaves[name] for name in differentiable(operation, found)]
+    results = run(ops, operation, leaves)
+    upstream = [randn(*r.shape, dtype=r.dtype, device=device, seed=20 + i) for i, r in enumerate(results)]
+    first = torch.autograd.grad(results, needed, upstream, retain_graph=True)
+    kept = [gradient.clone() for gradient in first]
+    second = torch.autograd.grad(results, needed, upstream, retain_graph=True)
+    third = torch.autograd.grad(results, needed, upstream)
+    assert all(map(torch.equal, first, kept)) and all(map(torch.equal, second, kept)) and all(map(torch.equal, third, kept))
+
+
+def check_that_one_gradient_alone_is_the_same(ops, operation, dtype, device):
+    """Each gradient asked for alone has the bits that it has among all, and the others are None."""
+    found = arguments(operation, dtype, device=device)
+    _, _, all_of_them = step(ops, operation, found)
+    for name in differentiable(operation, found):
+        _, _, alone = step(ops, operation, found, [name])
+        assert torch.equal(alone.pop(name), all_of_them[name]), f"{operation}: the gradient of {name} alone"
+        assert all(gradient is None for gradient in alone.values())
+
+
+def check_the_same_bits_on_every_run(ops, operation, dtype, device):
+    """In memory that is NaN before it is written."""
+    found = arguments(operation, dtype, device=device)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [step(ops, operation, found) for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(before)
+    for results, _, gradients in runs:
+        found = [*results, *filter(lambda g: g is not None, gradients.values())]
+        expected = [*runs[0][0], *filter(lambda g: g is not None, runs[0][2].values())]
+        assert all(torch.equal(a, b) and torch.isfinite(a).all() for a, b in zip(found, expected, strict=True)), operation
+
+
+def check_that_a_second_derivative_is_refused(ops, operation, dtype, device):
+    found = arguments(operation, dtype, device=device)
+    needed = [found[name].requires_grad_() for name in differentiable(operation, found)]
+    total = sum(result.float().square().sum() for result in run(ops, operation, found))
+    first = torch.autograd.grad(total, needed, create_graph=True)
+    try:
+        sum(gradient.float().square().sum() for gradient in first).backward()
+    except RuntimeError as error:
+        assert "differentiate twice" in str(error), error
+    else:
+        raise AssertionError(f"{operation} has a second derivative")
+
+
+AUTOGRAD_CHECKS = (
+    check_nothing_is_overwritten,
+    check_a_second_backward_pass,
+    check_that_one_gradient_alone_is_the_same,
+    check_the_same_bits_on_every_run,
+    check_that_a_second_derivative_is_refused,
+)
