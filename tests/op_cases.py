@@ -243,12 +243,13 @@ def check_a_second_backward_pass(ops, operation, dtype, device):
 
 
 def check_that_one_gradient_alone_is_the_same(ops, operation, dtype, device):
-    """Each gradient asked for alone has the bits that it has among all, and the others are None."""
+    """Each gradient asked for alone is, but for rounding, what it is among all, and the others are None."""
     found = arguments(operation, dtype, device=device)
     _, _, all_of_them = step(ops, operation, found)
     for name in differentiable(operation, found):
         _, _, alone = step(ops, operation, found, [name])
-        assert torch.equal(alone.pop(name), all_of_them[name]), f"{operation}: the gradient of {name} alone"
+        error = relative_error(alone.pop(name), all_of_them[name])
+        assert error <= RELATIVE_ERROR[dtype], f"{operation}: the gradient of {name} alone has an error of {error:.2e}"
         assert all(gradient is None for gradient in alone.values())
 
 

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.rms_norm import rms_norm
@@ -17,6 +18,12 @@ from .ops.swiglu import mlp, swiglu
 SAVED = "_bastile_"  # prefix of the attribute that keeps what `patching` replaced, on the class or module where it stood
 OFF = SAVED + "off"  # on a causal LM whose forward accelerate wrapped while it was ours: reset() cannot take it out again
 PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def is_plain(tensor) -> bool:
+    """True for an ordinary tensor or parameter, and for what torch.export puts in its place while it traces."""
+    kind = type(tensor)
+    return kind in PLAIN or (kind is FakeTensor and torch.compiler.is_compiling())
 
 
 def plain_weight(layer):
@@ -30,7 +37,7 @@ def plain_weight(layer):
     parameters = state["_parameters"]
     weight = parameters.get("weight")
     listened_to = state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]
-    if listened_to or "forward" in state or parameters.get("bias") is not None or type(weight) not in PLAIN:
+    if listened_to or "forward" in state or parameters.get("bias") is not None or not is_plain(weight):
         return None
     return weight
 
@@ -47,7 +54,7 @@ def is_silu(activation) -> bool:
 def rms_norm_forward(layer, x: torch.Tensor) -> torch.Tensor:
     """Of a module with `weight` and `variance_epsilon`."""
     weight = layer.weight
-    if type(weight) in PLAIN and type(x) in PLAIN:
+    if is_plain(weight) and is_plain(x):
         return rms_norm(x, weight, layer.variance_epsilon)
     xf = x.to(torch.float32)
     return weight * (xf * torch.rsqrt(xf.pow(2).mean(-1, keepdim=True) + layer.variance_epsilon)).to(x.dtype)
@@ -55,7 +62,7 @@ def rms_norm_forward(layer, x: torch.Tensor) -> torch.Tensor:
 
 def rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     """transformers' `apply_rotary_pos_emb`."""
-    if type(q) is torch.Tensor and type(k) is torch.Tensor and q.dtype == k.dtype == cos.dtype:
+    if is_plain(q) and is_plain(k) and q.dtype == k.dtype == cos.dtype:
         return rotary(q, k, cos, sin, unsqueeze_dim)
     return rotary_reference(q, k, cos, sin, unsqueeze_dim)  # of different dtypes the wider one is the result's
 
@@ -68,12 +75,12 @@ def mlp_forward(layer, x: torch.Tensor) -> torch.Tensor:
     if not is_silu(act_fn):
         return down_proj(layer.act_fn(gate_proj(x)) * up_proj(x))
     gate_weight, up_weight, down_weight = plain_weight(gate_proj), plain_weight(up_proj), plain_weight(down_proj)
-    if gate_weight is not None and up_weight is not None and down_weight is not None and type(x) in PLAIN:
+    if gate_weight is not None and up_weight is not None and down_weight is not None and is_plain(x):
         same = gate_weight.dtype == up_weight.dtype == down_weight.dtype == x.dtype
         if same and not torch.is_autocast_enabled(x.device.type):
             return mlp(x, gate_weight, up_weight, down_weight)
     gate, up = gate_proj(x), up_proj(x)
-    if type(gate) is torch.Tensor and type(up) is torch.Tensor and gate.dtype == up.dtype:
+    if is_plain(gate) and is_plain(up) and gate.dtype == up.dtype:
         return down_proj(swiglu(gate, up))
     return down_proj(nn.functional.silu(gate) * up)
 

@@ -357,11 +357,11 @@ def linear_cross_entropy(
             return _traced(hidden, weight, bias, target, class_weight, options)
         return _PerToken.apply(hidden, weight, bias, target, class_weight, options)
     scale = _scale(target, weight.shape[0], class_weight, options, reduction, num_items, wide(hidden.dtype))
+    if torch.compiler.is_compiling():
+        return _traced(hidden, weight, bias, target, class_weight, options).sum() * scale.view(())
     if not torch.is_grad_enabled():
         losses, _ = _run(hidden, weight, bias, target, class_weight, None, options, (False,) * 3)
         return losses.sum() * scale.view(())
-    if torch.compiler.is_compiling():
-        return _traced(hidden, weight, bias, target, class_weight, options).sum() * scale.view(())
     return _Reduced.apply(hidden, weight, bias, target, class_weight, scale, options)
 
 

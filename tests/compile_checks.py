@@ -1,0 +1,119 @@
+"""torch.compile, torch.export and torch.library's own checks, on any device."""
+
+import importlib
+
+import torch
+from torch._dynamo.utils import counters
+
+from tests import op_cases as cases
+from tests.models import Step, random_tokens, tiny_model
+from tests.op_checks import randn
+from tests.tolerances import assert_close
+
+
+def custom_operators(package) -> dict:
+    """Every operator that a loaded package has registered, by name."""
+    namespace = importlib.import_module(f"{package.__name__}._ops").NAMESPACE
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(namespace + "::")]
+    return {name.split("::")[1]: getattr(getattr(torch.ops, namespace), name.split("::")[1]) for name in names}
+
+
+def operator_arguments(device, dtype) -> dict:
+    """name -> calls of each operator, in the layouts and with the switches that the operations use."""
+
+    def new(*shape, seed=0, dtype=dtype):
+        return randn(*shape, dtype=dtype, device=device, seed=seed)
+
+    x, other, dy, weight, rstd = new(3, 1024), new(3, 1024, seed=1), new(3, 1024, seed=2), new(1024, seed=3), new(3, dtype=torch.float32).abs()
+    q, k = new(2, 3, 8, 128), new(2, 3, 4, 128, seed=1)
+    dq, dk = (t.transpose(1, 2) for t in (new(2, 3, 8, 128, seed=2), new(2, 3, 4, 128, seed=3)))
+    weights, tables = (new(128, seed=4), new(128, seed=5)), (new(1, 3, 128, seed=6), new(1, 3, 128, seed=7))
+    both = (True, False)
+    return {
+        "rms_norm_forward": [(x, weight, 1e-6), (x[:, 1:], weight[1:], 1e-6)],
+        "rms_norm_backward": [(dy, x, weight, rstd, need) for need in both],
+        "rms_norm_again": [(x, weight, rstd)],
+        "add_rms_norm_forward": [(x, other, weight, 1e-6)],
+        "add_rms_norm_backward": [(dy, other, x, weight, rstd, need) for need in both],
+        "rotary_forward": [(q.transpose(1, 2), k.transpose(1, 2), *tables, 1), (q, k, *tables, 2)],
+        "rotary_backward": [(dq, dk, *tables, 1), (q, k, *tables, 2)],
+        "qk_norm_rotary_forward": [(q, k, *weights, *tables, 1e-6)],
+        "qk_norm_rotary_backward": [(dq, dk, q, k, *weights, *tables, 1e-6, need, not need) for need in both],
+        "swiglu_forward": [(x, other)],
+        "swiglu_backward": [(dy, x, other)],
+        "swiglu_backward_recompute": [(dy, x, other)],
+    }
+
+
+OPERATORS = tuple(operator_arguments("meta", torch.float32))
+
+
+def check_operator(package, name, device, dtype):
+    """opcheck: its schema tells the truth, nothing is overwritten or aliased, the fake tensors are like the real ones, and it
+    traces with dynamic shapes."""
+    operator = custom_operators(package)[name]
+    for call in operator_arguments(device, dtype)[name]:
+        torch.library.opcheck(operator, call, rtol=1e-2, atol=1e-2)
+
+
+def check_compiled_operation(ops, operation, device, backend, dtype=torch.float32):
+    """fullgraph, forward and backward, and one more graph at most for all other numbers of tokens."""
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(lambda found: cases.run(ops, operation, found), backend=backend, fullgraph=True)
+    tokens = (3, 4, 6, 9, 13, 21)
+    for count in tokens:
+        found = cases.arguments(operation, dtype, count, device)
+        leaves = {name: t.requires_grad_((operation, name) not in cases.NOT_DIFFERENTIABLE) for name, t in found.items()}
+        eager, _, expected = cases.step(ops, operation, found)
+        results = compiled(leaves)
+        upstream = [randn(*r.shape, dtype=r.dtype, device=device, seed=20 + i) for i, r in enumerate(results)]
+        torch.autograd.backward(results, upstream)
+        for a, b in zip(results, eager, strict=True):
+            assert_close(a, b, dtype, f"{operation}, {count} tokens", 2)
+        for name in cases.differentiable(operation, found):
+            assert_close(leaves[name].grad, expected[name], dtype, f"{operation}, {count} tokens, {name}", 2)
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs <= 2, f"{graphs} graphs for {len(tokens)} numbers of tokens"
+
+
+def check_compiled_model(package, device, dtype=torch.float32, lengths=(17, 18, 33, 40, 64), model=None, **options):
+    """A kernelized model in training, fullgraph, one graph for all lengths; losses and gradients are those of eager mode."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = package.kernelize((model or tiny_model(num_hidden_layers=1)).to(device, dtype))
+    compiled = torch.compile(model, fullgraph=True, **options)
+    inputs = [random_tokens(2, length).to(device) for length in lengths]
+    expected = [Step(model, input_ids=ids, labels=ids) for ids in inputs]
+    with torch._dynamo.config.patch(error_on_recompile=options.get("dynamic") is True):
+        for ids, wanted in zip(inputs, expected, strict=True):
+            for _ in range(3 if options.get("mode") else 1):  # graphs are recorded at the second call and replayed at the third
+                model.zero_grad()
+                torch.compiler.cudagraph_mark_step_begin()
+                loss = compiled(input_ids=ids, labels=ids).loss
+                loss.backward()
+            assert_close(loss, wanted.loss, dtype, f"loss of {ids.shape[1]} tokens")
+            for name, parameter in model.named_parameters():
+                assert_close(parameter.grad, wanted.gradients[name], dtype, f"{name}, {ids.shape[1]} tokens", 10)
+    return counters["stats"]["unique_graphs"]
+
+
+def check_exported_model(package, device, strict):
+    """torch.export of the model as it generates, with a dynamic length: our operators are in the graph, and give the same."""
+    model = package.kernelize(tiny_model().to(device)).eval()
+    length = torch.export.Dim("length", min=2, max=128)
+    with torch.no_grad():
+        program = torch.export.export(
+            model,
+            (random_tokens(2, 17).to(device),),
+            {"use_cache": False},
+            dynamic_shapes={"input_ids": {1: length}, "use_cache": None},
+            strict=strict,
+        )
+        for tokens in (5, 17, 40):
+            ids = random_tokens(2, tokens).to(device)
+            expected = model(input_ids=ids, use_cache=False).logits
+            assert_close(program.module()(ids, use_cache=False).logits, expected, torch.float32, f"{tokens} tokens")
+    namespace = importlib.import_module(f"{package.__name__}._ops").NAMESPACE
+    called = {str(node.target).split(".")[1] for node in program.graph.nodes if str(node.target).startswith(namespace + ".")}
+    assert called == {"rms_norm_forward", "rotary_forward", "swiglu_forward"}

@@ -1,0 +1,49 @@
+"""torch.compile, torch.export and opcheck in PyTorch's CPU path; tests/gpu has the same through Inductor and CUDA graphs."""
+
+import pytest
+import torch
+
+from tests import compile_checks as checks
+from tests.models import random_tokens, tiny_model
+from tests.op_cases import CASES
+from tests.tolerances import assert_close
+
+BACKEND = "aot_eager"  # traces forward and backward as Inductor does, and needs no C++ compiler
+
+
+def test_every_operator_is_checked(qwen3):
+    assert set(checks.custom_operators(qwen3)) == set(checks.OPERATORS)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("name", checks.OPERATORS)
+def test_operators(qwen3, name, dtype):
+    checks.check_operator(qwen3, name, "cpu", dtype)
+
+
+@pytest.mark.parametrize("name", checks.OPERATORS)
+def test_operators_with_kernels(interpreted, name):
+    checks.check_operator(interpreted, name, "cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("operation", CASES)
+def test_operations_compile_whole_and_once_for_all_lengths(loaded_ops, operation):
+    checks.check_compiled_operation(loaded_ops, operation, "cpu", BACKEND)
+
+
+def test_a_model_compiles_a_second_time_when_lengths_vary_and_then_no_more(qwen3):
+    assert checks.check_compiled_model(qwen3, "cpu", backend=BACKEND) == 2
+
+
+def test_a_compiled_model_evaluates_in_training_mode_without_gradients(qwen3):
+    """With labels, where the loss takes the hidden states."""
+    torch._dynamo.reset()
+    model, ids = qwen3.kernelize(tiny_model(num_hidden_layers=1)), random_tokens(2, 17)
+    with torch.no_grad():
+        loss = torch.compile(model, backend=BACKEND, fullgraph=True)(input_ids=ids, labels=ids).loss
+        assert_close(loss, model(input_ids=ids, labels=ids).loss, torch.float32)
+
+
+@pytest.mark.parametrize("strict", (False, True), ids=("as it runs", "strict"))
+def test_export(qwen3, strict):
+    checks.check_exported_model(qwen3, "cpu", strict)

@@ -1,0 +1,80 @@
+"""torch.compile through Inductor, torch.export, opcheck and CUDA graphs, with the real cubins."""
+
+import pytest
+import torch
+
+from tests import compile_checks as checks
+from tests.models import tiny_model
+from tests.op_cases import CASES, operations
+from tests.op_checks import FLOATS
+
+DEVICE = "cuda"
+SIZES = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", checks.OPERATORS)
+def test_operators(ops, name, dtype):
+    checks.check_operator(ops, name, DEVICE, dtype)
+
+
+@pytest.mark.parametrize("operation", CASES)
+def test_operations_compile_whole_and_once_for_all_lengths(ops, operation):
+    checks.check_compiled_operation(operations(ops), operation, DEVICE, "inductor")
+
+
+@pytest.mark.parametrize("options", ({"dynamic": True}, {}, {"mode": "reduce-overhead"}), ids=str)
+def test_a_model_compiles_whole_and_once_for_all_lengths(ops, options):
+    """With reduce-overhead, CUDA graphs are recorded for each length, and compiled for none anew."""
+    lengths = (65, 66, 129) if options.get("mode") else (65, 66, 129, 200, 257)
+    graphs = checks.check_compiled_model(ops, DEVICE, lengths=lengths, model=tiny_model(num_hidden_layers=2, **SIZES), **options)
+    assert graphs <= (1 if options.get("dynamic") else 2)
+
+
+@pytest.mark.parametrize("strict", (False, True), ids=("as it runs", "strict"))
+def test_export(ops, strict):
+    checks.check_exported_model(ops, DEVICE, strict)
+
+
+def test_a_whole_training_step_is_a_cuda_graph(ops):
+    """Forward, backward and optimizer of a kernelized model, captured once and replayed on other tokens: every loss has the bits of
+    the same training without a graph."""
+
+    def trainer():
+        model = ops.kernelize(tiny_model(torch.bfloat16, num_hidden_layers=2, **SIZES).to(DEVICE))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+        ids = torch.zeros(2, 256, dtype=torch.int64, device=DEVICE)
+
+        def step():
+            optimizer.zero_grad(set_to_none=True)
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return ids, step
+
+    batches = [torch.randint(0, 8192, (2, 256), generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(8)]
+    expected = []
+    ids, step = trainer()
+    for batch in batches:
+        ids.copy_(batch)
+        expected.append(step().item())
+
+    ids, step = trainer()
+    found = []
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for batch in batches[:3]:  # what is made once: the optimizer's state, cuBLAS's workspaces, the loaded kernels
+            ids.copy_(batch)
+            found.append(step().item())
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    for batch in batches[3:]:
+        ids.copy_(batch)
+        graph.replay()
+        found.append(loss.item())
+    assert found == expected
