@@ -50,6 +50,18 @@ def test_training_step(qwen3, how, tied):
     found.assert_same(expected)
 
 
+@pytest.mark.parametrize("how", ["apply", "kernelize", "mapping"])
+def test_a_decoder_layer_is_fused(qwen3, how, monkeypatch):
+    """Both halves of each of the two layers, whoever put the layers there."""
+    calls, decoder = [], sys.modules[f"{qwen3.__name__}.decoder"]
+    for half in (decoder.norm_linears, decoder.norm_mlp):
+        monkeypatch.setattr(decoder, half.__name__, lambda *a, f=half: calls.append(f.__name__) or f(*a))
+    model = tiny_model()
+    install(qwen3, model, how)
+    Step(model, input_ids=TOKENS, labels=LABELS)
+    assert calls == ["norm_linears", "norm_mlp"] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_as_exact_as_before(qwen3, dtype):
     model = tiny_model(dtype)

@@ -280,6 +280,7 @@ def _attention_forward(original):
     copy.__kwdefaults__ = original.__kwdefaults__
     copy.__module__, copy.__qualname__, copy.__doc__ = original.__module__, original.__qualname__, original.__doc__
     setattr(copy, SAVED + "layer", True)
+    setattr(copy, SAVED + "copy", True)  # a decoder layer may take it apart
     return copy
 
 
