@@ -53,7 +53,7 @@ def check_operator(package, name, device, dtype):
     traces with dynamic shapes."""
     operator = custom_operators(package)[name]
     for call in operator_arguments(device, dtype)[name]:
-        torch.library.opcheck(operator, call, rtol=1e-2, atol=1e-2)
+        torch.library.opcheck(operator, call)
 
 
 def check_compiled_operation(ops, operation, device, backend, dtype=torch.float32):

@@ -350,7 +350,7 @@ def test_tested_versions_are_those_of_the_environment():
     for requirement in project["optional-dependencies"]["dev"]:
         name, _, version = requirement.partition("==")
         if name in ("torch", "transformers", "kernels"):
-            assert re.search(rf"^\| {name} \| {re.escape(version)}\b", README, re.MULTILINE)
+            assert re.search(rf"^\| {name} \|.*\b{re.escape(version)}\b", README, re.MULTILINE)
 
 
 def test_tables_show_what_was_measured():

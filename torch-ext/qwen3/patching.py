@@ -20,10 +20,13 @@ from .warmup import clear_autotune_cache, warmup_all_kernels
 
 __all__ = ["apply", "clear_autotune_cache", "get_patched_ops", "kernelize", "mapping", "reset", "warmup_all_kernels"]
 
-TRANSFORMERS_MIN = (5, 17)
-TRANSFORMERS_EXPECTED = ">=5.17,<6"
-KERNELS_EXPECTED = ">=0.16"
-PAIR = "transformers>=5.18,<5.23 with kernels 0.17"  # each transformers works with one minor version of kernels
+# From, and up to but not including. From 5.23 on, transformers' gradient checkpointing stands inside a decoder layer's forward, and
+# to replace that would switch it off.
+TRANSFORMERS = (5, 17), (5, 23)
+TRANSFORMERS_EXPECTED = ">=5.17,<5.23"
+KERNELS_EXPECTED = ">=0.16.2,<0.18"
+# Each transformers works with one minor version of kernels only.
+PAIR = "'transformers>=5.18,<5.23' with 'kernels>=0.17.2,<0.18', or transformers 5.17 with kernels 0.16.2"
 CUDA_CAPABILITIES = (80, 121)  # from, to: what kernels are built for
 MODELING = "transformers.models.qwen3.modeling_qwen3"
 ROTARY = "apply_rotary_pos_emb"
@@ -58,7 +61,7 @@ def _modeling_qwen3():
     version = transformers.__version__
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     advice = f"expected transformers{TRANSFORMERS_EXPECTED}. Run: pip install 'transformers{TRANSFORMERS_EXPECTED}'"
-    if numbers < TRANSFORMERS_MIN:
+    if not TRANSFORMERS[0] <= numbers < TRANSFORMERS[1]:
         raise ImportError(f"transformers is {version}, {advice}")
     from transformers.models.qwen3 import modeling_qwen3
 

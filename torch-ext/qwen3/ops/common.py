@@ -1,12 +1,25 @@
 """What the operations share: checks of arguments, and how a tracer sees a function."""
 
 import functools
+import re
 from typing import Callable, Optional, Sequence
 
 import torch
 
 from .._ops import add_op_namespace_prefix
 from ..runtime.launch import Kernel
+
+TORCH_MIN = (2, 6)
+
+
+def check_torch(version: str) -> None:
+    """Raises ImportError for a torch that is older than any that the package was tested with."""
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < TORCH_MIN:
+        expected = ".".join(map(str, TORCH_MIN))
+        raise ImportError(f"torch is {version}, expected torch>={expected}. Run: pip install 'torch>={expected}'")
+
+
+check_torch(torch.__version__)
 
 
 def fail(argument: str, found, expected: str, error=ValueError):

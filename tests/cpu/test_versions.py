@@ -1,0 +1,150 @@
+"""Versions that do not work are refused with those that do, and where transformers' decorators are inactive nobody is told otherwise."""
+
+import importlib
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NEEDED = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["transformers"]]
+RANGES = {name: SpecifierSet(text) for name, text in (re.match(r"([a-z]+)(.*)", needed).groups() for needed in NEEDED)}
+
+
+def part(package, name):
+    return importlib.import_module(f"{package.__name__}.{name}")
+
+
+def table():
+    """The rows of the README's table of versions: name -> (oldest, newest, the text of what was tested)."""
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| (torch|transformers|kernels|Python) \| ([\d.]+) \| ([\d.]+) \| (.+) \|$", text, re.MULTILINE)
+    return {name: rest for name, *rest in rows}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_the_readme_pyproject_and_the_messages_say_the_same(qwen3, name):
+    oldest, newest, tested = table()[name]
+    tested = [Version(number) for number in re.findall(r"\d+\.\d+\.\d+(?=[, +)]|$| with| and| on)", tested)]
+    assert tested and all(RANGES[name].contains(version) for version in tested)
+    assert {".".join(str(v).split(".")[: oldest.count(".") + 1]) for v in tested} >= {oldest}
+    if name == "torch":
+        minimum = part(qwen3, "ops.common").TORCH_MIN
+        assert RANGES[name] == SpecifierSet(f">={minimum[0]}.{minimum[1]}") and oldest == f"{minimum[0]}.{minimum[1]}"
+    else:
+        assert RANGES[name] == SpecifierSet(getattr(part(qwen3, "patching"), f"{name.upper()}_EXPECTED"))
+        assert RANGES[name].contains(newest)
+
+
+@pytest.mark.parametrize("version", ("2.5.1", "2.5.1+cu121", "1.13.0", "2.0.0a0+git1234"))
+def test_an_old_torch_is_refused_with_the_one_to_install(qwen3, version):
+    with pytest.raises(ImportError, match=rf"^torch is {re.escape(version)}, expected torch>=2.6. Run: pip install 'torch>=2.6'$"):
+        part(qwen3, "ops.common").check_torch(version)
+
+
+@pytest.mark.parametrize("version", ("2.6.0", "2.15.0+cu132", "2.16.0.dev20261101", "3.0.0"))
+def test_a_torch_of_the_range_is_taken(qwen3, version):
+    part(qwen3, "ops.common").check_torch(version)
+
+
+@pytest.mark.parametrize("version", ("4.57.6", "5.0.0", "5.16.1", "5.23.0", "5.23.0.dev0", "6.0.0"))
+def test_a_transformers_out_of_the_range_is_refused_with_those_to_install(qwen3, monkeypatch, version):
+    import transformers
+    from transformers.models.qwen3 import modeling_qwen3
+
+    monkeypatch.setattr(transformers, "__version__", version)
+    for call in (qwen3.apply, qwen3.mapping, lambda: qwen3.kernelize(nn.Linear(1, 1))):
+        with pytest.raises(ImportError) as error:
+            call()
+        expected = f"transformers is {version}, expected transformers>=5.17,<5.23. Run: pip install 'transformers>=5.17,<5.23'"
+        assert str(error.value) == expected
+    assert not any("bastile" in name for name in vars(modeling_qwen3.Qwen3MLP))
+
+
+@pytest.mark.parametrize("version", ("5.17.0", "5.18.0", "5.22.9"))
+def test_a_transformers_of_the_range_is_taken(qwen3, monkeypatch, version):
+    import transformers
+
+    monkeypatch.setattr(transformers, "__version__", version)
+    qwen3.apply()
+    assert len(qwen3.get_patched_ops()) == 5
+
+
+def test_an_old_kernels_is_refused_with_the_one_to_install(qwen3, monkeypatch):
+    import kernels
+
+    monkeypatch.setattr(kernels, "__version__", "0.9.0")
+    monkeypatch.delattr(kernels, "replace_kernel_forward_from_hub")
+    with pytest.raises(ImportError, match=r"kernels is 0.9.0, expected kernels>=0.16.2,<0.18. Run: pip install 'kernels>=0.16.2,<0.18'"):
+        qwen3.mapping()
+
+
+# transformers of 5.22 with another kernels than it wants: it leaves its decorators out, in silence.
+INACTIVE = """
+    import importlib.metadata, importlib.util, sys, warnings
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: "0.16.2" if name == "kernels" else version(name)
+    from transformers.models.qwen3 import modeling_qwen3 as modeling
+    importlib.metadata.version = version
+    assert not hasattr(modeling.Qwen3RMSNorm, "kernel_layer_name") and type(modeling.apply_rotary_pos_emb).__name__ == "function"
+
+    folder = sys.argv[1]
+    spec = importlib.util.spec_from_file_location("package", folder + "/__init__.py", submodule_search_locations=[folder])
+    qwen3 = sys.modules["package"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(qwen3)
+    from tests.models import Step, random_tokens, tiny_model
+    tokens = random_tokens(2, 9)
+    expected = Step(tiny_model(), input_ids=tokens, labels=tokens)
+
+    def used(model):
+        "The layers that a step goes through, and the rotary embedding."
+        seen, places = set(), {"rotary": "package.modeling", "qk_norm_rotary": "package.decoder", "norm_mlp": "package.decoder"}
+        places |= {"rms_norm": "package.modeling", "mlp": "package.modeling", "linear_cross_entropy": "package.modeling"}
+        originals = {name: getattr(sys.modules[place], name) for name, place in places.items()}
+        for name, place in places.items():
+            setattr(sys.modules[place], name, lambda *a, name=name, **k: seen.add(name) or originals[name](*a, **k))
+        Step(model, input_ids=tokens, labels=tokens).assert_same(expected)
+        for name, place in places.items():
+            setattr(sys.modules[place], name, originals[name])
+        return seen
+
+    everything = {"rms_norm", "qk_norm_rotary", "norm_mlp", "linear_cross_entropy"}
+    assert used(tiny_model()) == set()
+    assert used(qwen3.kernelize(tiny_model())) == everything, used(qwen3.kernelize(tiny_model()))
+    qwen3.apply()
+    assert used(tiny_model()) == everything
+    qwen3.reset()
+    import kernels
+    model = tiny_model()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mapping = qwen3.mapping()
+    [warning] = [str(w.message) for w in caught if "does not work with kernels" in str(w.message)]
+    assert "leaves the rotary embedding as it is" in warning and "install 'transformers" in warning, warning
+    with kernels.use_kernel_mapping(mapping):
+        kernels.kernelize(model, mode=kernels.Mode.TRAINING)
+    assert "linear_cross_entropy" in used(model)
+    qwen3.reset()
+    assert used(model) == set()
+    print("ok")
+"""
+
+
+def test_inactive_decorators_are_detected(package_folder):
+    """kernelize() and apply() put every layer in place all the same; mapping() warns of what it cannot reach."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(INACTIVE), str(package_folder / "build/torch-cpu")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and done.stdout.strip() == "ok", done.stderr
