@@ -204,8 +204,11 @@ def check_mlp(ops, device, dtype, tokens, hidden, intermediate):
 
 # ---------------------------------------------------------------- linear + cross entropy
 def cross_entropy_exact(hidden, weight, target, bias=None, *, softcap=0.0, lse_square_scale=0.0, num_items=None, class_weight=None,
-                        ignore_index=-100, reduction="mean", label_smoothing=0.0):
+                        ignore_index=-100, reduction="mean", label_smoothing=0.0, rounded=False):
+    """rounded: logits are made in hidden's dtype, as a model makes them, and only what lies behind them is float64."""
     logits = torch.nn.functional.linear(hidden, weight, bias)
+    if rounded:
+        logits = logits.double()
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     class_weight = None if class_weight is None else class_weight.double()
