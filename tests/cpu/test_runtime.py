@@ -713,6 +713,29 @@ def test_an_error_of_the_driver_has_its_code_and_name(runtime, cubins, gpu, code
     assert error.value.code in NAMES
 
 
+@pytest.fixture
+def emptied(monkeypatch):
+    """Counts how often torch gives back memory that it does not use."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
+    return calls
+
+
+def test_where_memory_is_short_torch_gives_back_what_it_does_not_use(runtime, cubins, gpu, emptied):
+    driver = driver_with(runtime, cubins, cuLibraryLoadData=[2])
+    prepare_norm(driver)([16] * 4, (0.5,))
+    assert len(emptied) == 1 and len(driver.cuda.launches) == 1
+
+
+@pytest.mark.parametrize("codes", ({"cuLibraryLoadData": [2, 2]}, {"cuLibraryGetKernel": [2]}, {"cuLaunchKernelEx": [2]}), ids=str)
+def test_no_memory_for_a_kernel_is_torchs_own_error_and_the_next_call_works(runtime, cubins, gpu, emptied, codes):
+    driver = driver_with(runtime, cubins, **codes)
+    with pytest.raises(torch.OutOfMemoryError, match="rms_norm_forward-.*: CUDA error 2"):
+        prepare_norm(driver)([16] * 4, (0.5,))
+    prepare_norm(driver)([16] * 4, (0.5,))
+    assert driver.cuda.launches
+
+
 def test_a_thread_without_a_context_gets_one_and_launches(runtime, cubins, gpu):
     driver = driver_with(runtime, cubins, cuLaunchKernelEx=[201])
     prepare_norm(driver)([16] * 4, (0.5,))
@@ -885,6 +908,31 @@ def test_strict_makes_it_an_error_at_every_call(device, runtime, cubins, gpu, mo
         with pytest.raises(device.KernelsUnavailable) as error:
             device.kernels_run_on(OnTheGPU())
         assert cause in str(error.value) and cure in str(error.value) and "BASTILE_STRICT=1" in str(error.value)
+
+
+def test_no_memory_for_the_first_launch_is_an_error_and_the_device_is_asked_again(device, runtime, gpu, emptied):
+    """It says nothing about whether the kernels run there."""
+    runtime.launch.backend.cuda.codes["cuLibraryLoadData"] = [2, 2]
+    with pytest.raises(torch.OutOfMemoryError):
+        device.kernels_run_on(OnTheGPU())
+    assert answers(device, OnTheGPU()) == ([True], [])
+
+
+@pytest.mark.parametrize("spoil", (no_manifest, damaged_file))
+def test_the_driver_sees_no_image_before_every_file_has_the_right_digest(device, runtime, cubins, gpu, monkeypatch, spoil):
+    spoil(World(monkeypatch, runtime, cubins, gpu))
+    assert answers(device, OnTheGPU())[0] == [False]
+    assert not runtime.launch.backend.cuda.loaded and not runtime.launch.backend.cuda.launches
+
+
+def test_what_was_hashed_is_what_the_driver_gets(device, runtime, cubins, gpu):
+    """A file that changes after it was verified is not read again."""
+    runtime.launch.backend.artifacts.verify()
+    for path in (cubins / "x86_64").iterdir():
+        path.write_bytes(b"something else")
+    assert answers(device, OnTheGPU()) == ([True], [])
+    [image] = runtime.launch.backend.cuda.loaded
+    assert image.startswith(b"column_sum")
 
 
 @pytest.mark.parametrize("value", ("", "0"))

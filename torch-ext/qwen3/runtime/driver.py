@@ -15,6 +15,7 @@ import torch
 from .artifacts import Artifacts, Variant
 
 MIN_DRIVER = 13000  # CUDA 13.0 (R580), the first driver that knows the images of cuTile
+OUT_OF_MEMORY = 2
 INVALID_CONTEXT = 201
 HEAD_START = 1_000_000  # cycles that the device waits before it is timed, 0.5 ms, while the host submits the launches
 
@@ -80,7 +81,9 @@ class Driver:
             self.cuda.cuGetErrorName(code, ctypes.byref(name))
             self.cuda.cuGetErrorString(code, ctypes.byref(text))
             describe = " ".join(part.value.decode() for part in (name, text) if part.value)
-            raise DriverError(f"{what}: CUDA error {code} {describe}", code)
+            message = f"{what}: CUDA error {code} {describe}"
+            # What torch raises when its own memory runs out: whoever catches that and makes the batch smaller catches this too.
+            raise torch.OutOfMemoryError(message) if code == OUT_OF_MEMORY else DriverError(message, code)
 
     def version(self) -> int:
         """Of the driver, as 13000 for CUDA 13.0."""
@@ -119,13 +122,17 @@ class Driver:
         return torch.cuda.get_device_properties(device).multi_processor_count
 
     def function(self, variant: Variant, architecture: str) -> ctypes.c_void_p:
-        """The loaded kernel of a variant. Raises DriverError or ArtifactError."""
+        """The loaded kernel of a variant. Raises DriverError, torch.OutOfMemoryError or ArtifactError."""
         key = (variant.name, architecture)
         with self._lock:
             if key not in self._functions:
                 image = self.artifacts.image(variant, architecture)
                 library, kernel = ctypes.c_void_p(), ctypes.c_void_p()
-                code = self.cuda.cuLibraryLoadData(ctypes.byref(library), image, None, None, 0, None, None, 0)
+                load = ctypes.byref(library), image, None, None, 0, None, None, 0
+                code = self.cuda.cuLibraryLoadData(*load)
+                if code == OUT_OF_MEMORY:  # torch may hold memory that it does not use
+                    torch.cuda.empty_cache()
+                    code = self.cuda.cuLibraryLoadData(*load)
                 self.check(code, f"loading {variant.name} for {architecture}")
                 code = self.cuda.cuLibraryGetKernel(ctypes.byref(kernel), library, variant.symbol.encode())
                 self.check(code, f"finding {variant.symbol} in the image of {variant.name} for {architecture}")
