@@ -76,8 +76,6 @@ def kernel_module(mutant: Mutant) -> types.ModuleType:
 def planted(folder: Path, name: str, mutant: Mutant | None, kernels: bool = True):
     """A copy of the package, imported from `folder` as `name`, with the error in it. kernels: whether the interpreter runs them."""
     shutil.copytree(SOURCES, folder / name, ignore=shutil.ignore_patterns("__pycache__", "cubins"))
-    operators = folder / name / "_ops.py"
-    operators.write_text(operators.read_text(encoding="utf-8").replace("bastile_qwen3", name), encoding="utf-8")
     replaced = {}
     if mutant is not None and mutant.file.startswith("kernel_src/"):
         module = kernel_module(mutant)

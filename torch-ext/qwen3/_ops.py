@@ -1,8 +1,9 @@
-"""The name space of the custom operators. A build for the Hub replaces this file by one with a name of its own."""
+"""The name space of the custom operators: that of the package, so that two copies of it live side by side in one process. A build
+for the Hub replaces this file by one with a name of its own."""
 
 import torch
 
-NAMESPACE = "bastile_qwen3"
+NAMESPACE = __name__.rpartition(".")[0].replace(".", "_") + "_qwen3"
 ops = getattr(torch.ops, NAMESPACE)
 
 
