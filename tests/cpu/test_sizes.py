@@ -1,0 +1,114 @@
+"""Tensors that reach beyond what 32 bits can count, and more of them than one launch takes, in the interpreted kernels.
+
+Memory that nobody touches costs nothing, so rows may lie gigabytes apart. tests/gpu/test_sizes.py has tensors that are full.
+"""
+
+import functools
+import importlib
+
+import pytest
+import torch
+
+from tests.interpreter import backend
+from tests.op_cases import operations
+from tests.op_checks import leaf, randn
+
+BF16, FP32 = torch.bfloat16, torch.float32
+APART = 2**31 - 8  # elements: the longest stride that a launch takes, and a multiple of 8
+
+
+def far_apart(tensor):
+    """The same numbers, each row of the first dimension gigabytes behind the last one."""
+    rest = tensor[0].numel()
+    try:
+        memory = torch.empty((tensor.shape[0] - 1) * APART + rest, dtype=tensor.dtype)
+    except RuntimeError:
+        pytest.skip("this machine promises no more memory than it has")
+    return memory.as_strided(tensor.shape, (APART, *tensor[0].contiguous().stride())).copy_(tensor)
+
+
+@pytest.fixture(autouse=True)
+def memory_that_is_not_filled():
+    """In deterministic mode torch would write NaN into all of it."""
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def numbers(*shape, seed=0, dtype=BF16):
+    return randn(*shape, dtype=dtype, device="cpu", seed=seed)
+
+
+def compare(function, *tensors):
+    """The results and gradients of far-apart tensors are those of tensors without gaps, bit for bit."""
+    found = []
+    for layout in (far_apart, lambda tensor: tensor):
+        leaves = [leaf(layout(tensor) if tensor.dim() > 1 else tensor) for tensor in tensors]
+        results = function(*leaves)
+        results = results if isinstance(results, tuple) else (results,)
+        upstream = [layout(numbers(*r.shape, seed=9 + i)) for i, r in enumerate(results)]
+        found.append([*results, *torch.autograd.grad(results, leaves, upstream)])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("length", (1024, 128, 1001))
+def test_rows_of_rms_norm_beyond_2_31_elements(interpreted, length):
+    ops = operations(interpreted)
+    compare(ops.rms_norm, numbers(3, length), numbers(length, seed=1))
+
+
+def test_rows_of_add_rms_norm_beyond_2_31_elements(interpreted):
+    ops = operations(interpreted)
+    compare(ops.add_rms_norm, numbers(3, 1024), numbers(3, 1024, seed=1), numbers(1024, seed=2))
+
+
+@pytest.mark.parametrize("heads", (8, 3))
+def test_tokens_of_rotary_beyond_2_31_elements(interpreted, heads):
+    ops, cos, sin = operations(interpreted), numbers(1, 3, 128, seed=5), numbers(1, 3, 128, seed=6)
+
+    def flat(q, k):  # tokens first
+        return tuple(x[0] for x in ops.rotary(q[None], k[None], cos, sin, 2))
+
+    compare(flat, numbers(3, heads, 128), numbers(3, heads, 128, seed=1))
+
+
+@pytest.mark.parametrize("options", ({}, {"softcap": 3.0, "label_smoothing": 0.1}), ids=("plain", "options"))
+def test_logits_beyond_2_31_elements(interpreted, options, monkeypatch):
+    """The chunk's kernels, on a buffer of logits with gaps: the loss of every row, and the gradient in their place."""
+    # To look for races it would keep a number for each element of the gaps.
+    monkeypatch.setattr(backend, "interpret", functools.partial(backend.interpret, races=False))
+    module = importlib.import_module(f"{interpreted.__name__}.ops.linear_cross_entropy")
+    logits, target = numbers(3, 4099), torch.tensor([4098, -100, 7])
+    found = []
+    for layout in (far_apart, torch.clone):
+        buffer = layout(logits)
+        chunk = module._KernelChunk(buffer, target, None, module.Options(**options))
+        loss = chunk.loss()
+        chunk.gradient(torch.tensor([0.5]))
+        found.append((loss, buffer))
+    assert all(map(torch.equal, *found)) and not torch.equal(found[1][1], logits)
+
+
+# ---------------------------------------------------------------- more than one launch takes
+def test_more_rows_than_the_largest_grid_go_in_several_launches(interpreted, monkeypatch):
+    module, ops = importlib.import_module(f"{interpreted.__name__}.ops.rms_norm"), operations(interpreted)
+    x, weight = leaf(numbers(23, 1024)), leaf(numbers(1024, seed=1))
+    results = []
+    for limit in (2**24 - 1, 5):
+        monkeypatch.setattr(module, "GRID_MAX", limit)
+        y, total = ops.add_rms_norm(x, x, weight)
+        first, *_ = ops.norm_linears(ops.rms_norm(x, weight), weight, (numbers(3, 1024, seed=2),))
+        results.append((y, total, first, *torch.autograd.grad((y.sum() + total.sum() + first.sum()), (x, weight))))
+    assert all(map(torch.equal, *results))
+
+
+def test_more_elements_than_a_flat_launch_takes_go_in_slabs(interpreted, monkeypatch):
+    names = (f"{interpreted.__name__}.ops.swiglu", f"{interpreted.__name__}.ops.linear_cross_entropy")
+    ops, target = operations(interpreted), torch.tensor([1, 2, 0])
+    gate, up, head = leaf(numbers(3, 1001)), leaf(numbers(3, 1001, seed=1)), leaf(numbers(9, 1001, seed=2))
+    results = []
+    for slab in (2**30, 1000):
+        for name in names:
+            monkeypatch.setattr(importlib.import_module(name), "SLAB", slab)
+        hidden = ops.swiglu(gate, up)
+        loss = 0.5 * ops.linear_cross_entropy(hidden, head, target)
+        results.append((hidden, loss, *torch.autograd.grad(loss, (gate, up, head))))
+    assert all(map(torch.equal, *results))

@@ -1,0 +1,79 @@
+"""Sizes that only a GPU can hold: more than 2^31 logits at once, and a million tokens of RMSNorm."""
+
+import sys
+
+import pytest
+import torch
+
+from tests import op_checks as checks
+from tests.tolerances import RELATIVE_ERROR, assert_close, relative_error
+
+BF16 = torch.bfloat16
+GIB = 2**30
+
+
+def needs(gib):
+    if torch.cuda.mem_get_info()[0] < gib * GIB:
+        pytest.skip(f"needs {gib} GiB of free memory")
+
+
+def filled(*shape, seed):
+    """Normal random numbers, made on the device."""
+    return torch.randn(shape, dtype=BF16, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+
+
+@pytest.mark.parametrize("options", ({}, {"softcap": 5.0, "lse_square_scale": 1e-3}), ids=("plain", "options"))
+def test_more_than_2_31_logits_in_one_chunk(ops, options):
+    """65536 tokens of Qwen3's vocabulary: 10^10 logits, 3.1 * 10^9 in a chunk. The rows at the ends of each chunk against float64,
+    the gradient of the weight against the sum of small steps."""
+    needs(12)
+    tokens, features, classes = 65536, 64, 151936
+    module = sys.modules[f"{ops.__name__}.ops.linear_cross_entropy"]
+    chunks = list(module._chunks(tokens, module.chunk_tokens(tokens)))
+    assert max(rows.stop - rows.start for rows in chunks) * classes > 2**31
+    hidden = checks.leaf(filled(tokens, features, seed=1))
+    weight = checks.leaf(filled(classes, features, seed=2) * features**-0.5)
+    target = torch.randint(0, classes, (tokens,), device="cuda", generator=torch.Generator("cuda").manual_seed(3))
+    loss = ops.linear_cross_entropy(hidden, weight, target, reduction="sum", **options)
+    loss.backward()
+
+    ends = sorted({row for rows in chunks for row in (rows.start, rows.stop - 1)})
+    exact = hidden.detach()[ends].double().requires_grad_()
+    checks.cross_entropy_exact(exact, weight.detach().double(), target[ends], reduction="sum", **options).backward()
+    assert_close(hidden.grad[ends], exact.grad, BF16, "dhidden at the ends of the chunks", 2)
+
+    total, dweight = 0.0, torch.zeros(classes, features, device="cuda")
+    for start in range(0, tokens, 2048):
+        part = slice(start, start + 2048)
+        small = checks.leaf(weight)
+        step = ops.linear_cross_entropy(hidden.detach()[part], small, target[part], reduction="sum", **options)
+        step.backward()
+        total += step.item()
+        dweight += small.grad.float()
+    assert abs(loss.item() - total) <= 1e-4 * total
+    assert relative_error(weight.grad, dweight) <= 3 * RELATIVE_ERROR[BF16]  # four chunks, each of which rounds
+
+
+@pytest.mark.parametrize("length", (4096, 128), ids=("hidden states", "heads"))
+def test_rms_norm_of_a_million_tokens(ops, length):
+    """2^20 tokens of 4096, as rows of a model and as heads of 128: 2^25 rows, more than a grid has blocks."""
+    needs(60)
+    rows = 2**32 // length
+    x, weight = checks.leaf(filled(rows, length, seed=1)), checks.leaf(filled(length, seed=2) + 1)
+    dy = filled(rows, length, seed=3)
+    y = ops.rms_norm(x, weight)
+    y.backward(dy)
+    dweight = torch.zeros(length, dtype=torch.float64, device="cuda")
+    step = rows // 64
+    for i, start in enumerate(range(0, rows, step)):
+        part = slice(start, start + step)
+        n = x.detach()[part].double()
+        n = n * torch.rsqrt(n.square().mean(-1, keepdim=True) + 1e-6)
+        dweight += (dy[part].double() * n).sum(0)
+        if i % 21 == 0:  # the first, the last, and two between
+            exact = checks.exact(x[part][-4096:]).cuda().detach().requires_grad_()
+            y64 = checks.rms_norm_exact(exact, weight.detach().double(), 1e-6)
+            y64.backward(dy[part][-4096:].double())
+            assert_close(y[part][-4096:], y64, BF16, f"y of rows before {part.stop}")
+            assert_close(x.grad[part][-4096:], exact.grad, BF16, f"dx of rows before {part.stop}")
+    assert_close(weight.grad, dweight, BF16, "dweight", 2)
