@@ -60,8 +60,12 @@ def shapes(draw, operation):
         found |= draw(st.sampled_from(({}, {"bias": (classes,)}))) | draw(st.sampled_from(({}, {"class_weight": (classes,)})))
         options = {name: draw(values) for name, values in LOSS_OPTIONS.items() if draw(st.booleans())}
         return found, options
-    if operation == "norm_linears":
-        return {"x": (tokens, length), "norm_weight": (length,), "weights[0]": (inner, length), "weights[1]": (8, length)}, {}
+    if operation == "norm_attention_inputs":
+        width, heads_of = draw(st.sampled_from((2, 16, 128, 128))), draw(st.sampled_from(((8, 4, 4), (4, 4, 4), (3, 1, 1))))
+        weights = {f"weights[{i}]": (count * width, length) for i, count in enumerate(heads_of)}
+        table = (1, tokens, draw(st.sampled_from((width, width // 2))))
+        rest = {"q_norm": (width,), "k_norm": (width,), "cos": table, "sin": table}
+        return {"x": (tokens, length), "norm_weight": (length,), **weights, **rest}, {}
     mlp = {"gate_weight": (inner, length), "up_weight": (inner, length), "down_weight": (length, inner)}
     return {"x": (*rows, length), **({"norm_weight": (length,)} if operation == "norm_mlp" else {}), **mlp}, {}
 

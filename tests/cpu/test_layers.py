@@ -54,12 +54,12 @@ def test_training_step(qwen3, how, tied):
 def test_a_decoder_layer_is_fused(qwen3, how, monkeypatch):
     """Both halves of each of the two layers, whoever put the layers there."""
     calls, decoder = [], sys.modules[f"{qwen3.__name__}.decoder"]
-    for half in (decoder.norm_linears, decoder.norm_mlp):
+    for half in (decoder.norm_attention_inputs, decoder.norm_mlp):
         monkeypatch.setattr(decoder, half.__name__, lambda *a, f=half: calls.append(f.__name__) or f(*a))
     model = tiny_model()
     install(qwen3, model, how)
     Step(model, input_ids=TOKENS, labels=LABELS)
-    assert calls == ["norm_linears", "norm_mlp"] * 2
+    assert calls == ["norm_attention_inputs", "norm_mlp"] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -91,11 +91,12 @@ def test_logits_beyond_2_31_elements(interpreted, options, monkeypatch):
 def test_more_rows_than_the_largest_grid_go_in_several_launches(interpreted, monkeypatch):
     module, ops = importlib.import_module(f"{interpreted.__name__}.ops.rms_norm"), operations(interpreted)
     x, weight = leaf(numbers(23, 1024)), leaf(numbers(1024, seed=1))
+    projections, norm, tables = (numbers(128, 1024, seed=2),) * 3, numbers(128, seed=3), (numbers(1, 23, 128, seed=4),) * 2
     results = []
     for limit in (2**24 - 1, 5):
         monkeypatch.setattr(module, "GRID_MAX", limit)
         y, total = ops.add_rms_norm(x, x, weight)
-        first, *_ = ops.norm_linears(ops.rms_norm(x, weight), weight, (numbers(3, 1024, seed=2),))
+        first, *_ = ops.norm_attention_inputs(ops.rms_norm(x, weight), weight, projections, norm, norm, *tables, (1, 23))
         results.append((y, total, first, *torch.autograd.grad((y.sum() + total.sum() + first.sum()), (x, weight))))
     assert all(map(torch.equal, *results))
 
