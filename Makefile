@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-gpu build upload hub check clean bench-ops bench-rmsnorm bench-lce bench-qwen3 bench-fsdp bench-plots
+.PHONY: help demo test test-gpu test-mutants build upload hub check clean bench-ops bench-rmsnorm bench-lce bench-qwen3 bench-fsdp bench-plots
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -24,6 +24,9 @@ demo: $(READY) ## build, publish to a local Hub, load back, and fine-tune a Qwen
 # One process a core with one thread each: the tests are many and small, and threads that outnumber the cores wait for each other.
 test: $(READY) ## everything that needs no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cpu -n auto --dist worksteal
+
+test-mutants: $(READY) ## plant an error in every mask, scale and saved tensor, and count those that the tests catch
+	$(BIN)/python -m tests.mutants
 
 test-gpu: $(READY) build ## the numerics with the real cubins, on this machine's GPU
 	$(BIN)/python -m pytest tests/gpu

@@ -5,18 +5,22 @@ driver's place, or in plain PyTorch, and the check compares it with float64. A m
 """
 
 import ast
+import concurrent.futures
 import contextlib
 import functools
 import importlib
 import shutil
 import sys
+import tempfile
 import types
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from tests import op_cases as cases
 from tests import op_checks as checks
+from tests.interpreter import InterpreterError
 from tests.interpreter.backend import InterpreterBackend, runtime_of
 from tests.op_checks import exact, leaf, randn, rms_norm_exact
 from tests.tolerances import assert_close
@@ -212,6 +216,24 @@ def check_fp16_gradients_of_many_tokens(ops):
     checks.check_linear_cross_entropy(ops, CPU, FP16, 2000, 4, 1500, upstream=1.0, ignored=0.0)
 
 
+def check_unreduced_loss(ops):
+    """Of every token, with all that the backward pass needs again."""
+    cases.check_a_second_backward_pass(cases.operations(ops), "linear_cross_entropy", FP32, CPU)
+    checks.check_linear_cross_entropy(ops, CPU, FP32, 5, 16, 40, reduction="none", bias=True, class_weight=True)
+
+
+def _alone(operation):
+    """Each gradient of an operation, asked for alone. That autograd refuses one is as good as a difference."""
+
+    def check(ops):
+        try:
+            cases.check_that_one_gradient_alone_is_the_same(cases.operations(ops), operation, FP32, CPU)
+        except RuntimeError as error:
+            raise AssertionError(f"{operation}: {error}") from error
+
+    return check
+
+
 def _of(check, *arguments, **options):
     return lambda ops: check(ops, CPU, *arguments, **options)
 
@@ -237,6 +259,7 @@ CHECKS = {
     "add_rms_norm_tail": _of(checks.check_add_rms_norm, FP16, (3, 2560), eps=0.5),
     "add_rms_norm_odd": _of(checks.check_add_rms_norm, FP32, (3, 77)),
     "rotary": _of(checks.check_rotary, FP32, 2, 3, 16, 8, 128),
+    "rotary_square": _of(checks.check_rotary, FP32, 2, 8, 8, 8, 128),
     "rotary_bf16": _of(checks.check_rotary, BF16, 2, 3, 40, 8, 128),
     "rotary_many_k": _of(checks.check_rotary, BF16, 1, 2, 16, 16, 128),
     "rotary_odd": _of(checks.check_rotary, FP32, 2, 3, 11, 3, 258),
@@ -244,6 +267,13 @@ CHECKS = {
     "qk_norm_rotary": _of(checks.check_qk_norm_rotary, FP32, 2, 3, 16, 8, 128),
     "qk_norm_rotary_whole": _of(checks.check_qk_norm_rotary, FP32, 2, 4, 16, 8, 128),
     "qk_norm_rotary_tokens": _of(checks.check_qk_norm_rotary, FP32, 1, 19, 8, 8, 128),
+    "qk_norm_rotary_eps": _of(checks.check_qk_norm_rotary, FP32, 1, 3, 8, 8, 128, eps=0.5),
+    "qk_norm_rotary_alone": _alone("qk_norm_rotary"),
+    "attention_inputs_alone": _alone("norm_attention_inputs"),
+    "norm_mlp_alone": _alone("norm_mlp"),
+    "mlp_alone": _alone("mlp"),
+    "loss_again": lambda ops: cases.check_a_second_backward_pass(cases.operations(ops), "linear_cross_entropy", FP32, CPU),
+    "loss_unreduced": check_unreduced_loss,
     "qk_norm_rotary_bf16": _of(checks.check_qk_norm_rotary, BF16, 2, 3, 40, 8, 128),
     "qk_norm_rotary_many_k": _of(checks.check_qk_norm_rotary, FP32, 1, 3, 16, 16, 128),
     "swiglu": _of(checks.check_swiglu, FP32, (3, 1536)),
@@ -469,13 +499,18 @@ KERNEL_MUTANTS = [
 # ---------------------------------------------------------------- errors in the operations
 OPERATION_MUTANTS = [
     *_in("ops/common.py", "column_sum", "column_sum", ("partial.shape, dtype", "dtype")),
-    *_in("ops/rms_norm.py", "rms_norm", "_RMSNorm.forward", ("save_for_backward(x,", "save_for_backward(y,")),
+    *_in("ops/rms_norm.py", "rms_norm", "_RMSNorm.forward",
+         ("save_for_backward(x,", "save_for_backward(y,"),
+         ("x, weight, rstd)", "x, torch.ones_like(weight), rstd)"),
+         ("x, weight, rstd)", "x, weight, 1.01 * rstd)")),
     *_in("ops/rms_norm.py", "rms_norm", "_RMSNorm.backward",
          ("dweight if need", "torch.zeros_like(dweight) if need"),
          ("return dx,", "return dy,")),
     *_in("ops/rms_norm.py", "rms_norm_many_rows", "_backward_launch", ("column_sum(partial, weight.dtype)", "partial[0].to(weight.dtype)")),
     *_in("ops/rms_norm.py", "add_rms_norm", "_AddRMSNorm.forward",
          ("save_for_backward(total,", "save_for_backward(x,"),
+         ("total, weight, rstd)", "total, torch.ones_like(weight), rstd)"),
+         ("total, weight, rstd)", "total, weight, 1.01 * rstd)"),
          ("return y, total", "return y, x + 0 * total")),
     *_in("ops/rms_norm.py", "add_rms_norm", "_AddRMSNorm.backward",
          ("return dx, dx,", "return dx, torch.zeros_like(dx),"),
@@ -485,7 +520,10 @@ OPERATION_MUTANTS = [
          ("g - n *", "g + n *"),
          (".flatten(0, -2).sum(0)", "[0]"),
          ("d * weight.to(acc)", "d"), kernels=False),
-    *_in("ops/rotary.py", "rotary", "_Rotary.forward", ("save_for_backward(cos, sin)", "save_for_backward(sin, cos)")),
+    *_in("ops/rotary.py", "rotary", "_Rotary.forward",
+         ("save_for_backward(cos, sin)", "save_for_backward(sin, cos)"),
+         ("ctx.heads_dim = heads_dim", "ctx.heads_dim = 3 - heads_dim", "rotary_square")),
+    *_in("ops/rotary.py", "rotary", "_Rotary.backward", ("return (*rotary_backward(dq, dk,", "return (*rotary_forward(dq, dk,")),
     *_in("ops/rotary.py", "rotary", "_launch", ("_kernels[backward]", "_kernels[0]")),
     *_in("ops/rotary.py", "rotary_many_k", "_grid", (", -(-k.shape[1] // c[\"K_HEADS\"]))", ", 0)")),
     *_in("ops/rotary.py", "rotary", "rotary_backward_reference",
@@ -493,7 +531,14 @@ OPERATION_MUTANTS = [
          ("_rotate_half(dq * sin)", "_rotate_half(dq) * sin"), kernels=False),
     *_in("ops/rotary.py", "rotary_odd_half", "_full_width", ("torch.cat((table, table), -1)", "table.repeat_interleave(2, -1)"), kernels=False),
     *_in("ops/rotary.py", "qk_norm_rotary", "_QKNormRotary.forward",
-         ("save_for_backward(q, k, q_weight, k_weight", "save_for_backward(q, k, k_weight, q_weight")),
+         ("save_for_backward(q, k, q_weight, k_weight", "save_for_backward(q, k, k_weight, q_weight"),
+         ("save_for_backward(q, k,", "save_for_backward(k, q,", "qk_norm_rotary_many_k"),
+         ("k_weight, cos, sin)\n", "k_weight, sin, cos)\n"),
+         ("ctx.eps = eps", "ctx.eps = 0.0", "qk_norm_rotary_eps")),
+    *_in("ops/rotary.py", "qk_norm_rotary_alone", "_QKNormRotary.backward",
+         ("ctx.needs_input_grad[:4]", "ctx.needs_input_grad[1:5]"),
+         ("dq_weight if need_q_weight", "dk_weight if need_q_weight", "qk_norm_rotary"),
+         ("dk_weight if need_k_weight", "dk_weight if need_q_weight")),
     *_in("ops/rotary.py", "qk_norm_rotary", "_whole_steps",
          ("table.expand(batch, -1, -1).contiguous()", "table")),
     *_in("ops/rotary.py", "qk_norm_rotary", "norm_backward_into",
@@ -502,9 +547,17 @@ OPERATION_MUTANTS = [
          ("column_sum(partials[1], k_weight.dtype)", "column_sum(partials[0], k_weight.dtype)"),
          ("column_sum(partials[0], q_weight.dtype)", "partials[0][0].to(q_weight.dtype)")),
     *_in("ops/swiglu.py", "swiglu", "_SwiGLU.forward", ("save_for_backward(gate, up)", "save_for_backward(up, gate)")),
+    *_in("ops/swiglu.py", "swiglu", "_SwiGLU.backward", ("(dout, *ctx.saved_tensors)", "(dout, *ctx.saved_tensors[::-1])")),
     *_in("ops/swiglu.py", "swiglu_odd", "_grid", ("-(-first.numel() // c[\"TILE\"])", "first.numel() // c[\"TILE\"]")),
     *_in("ops/swiglu.py", "swiglu", "swiglu_backward_reference", ("1 - s", "1 + s"), kernels=False),
-    *_in("ops/swiglu.py", "mlp", "_MLP.forward", ("save_for_backward(x, gate, up", "save_for_backward(x, up, gate")),
+    *_in("ops/swiglu.py", "mlp", "_MLP.forward",
+         ("save_for_backward(x, gate, up", "save_for_backward(x, up, gate"),
+         ("save_for_backward(x,", "save_for_backward(2 * x,"),
+         ("up, gate_weight, up_weight, down_weight)", "up, up_weight, gate_weight, down_weight)"),
+         ("up, gate_weight, up_weight, down_weight)", "up, gate_weight, up_weight, 2 * down_weight)")),
+    *_in("ops/swiglu.py", "mlp_alone", "mlp_backward",
+         ("torch.mm(dy.t(), swiglu_forward(gate, up))", "torch.mm(dy.t(), swiglu_forward(up, gate))"),
+         ("(need_x or need_gate or need_up)", "(need_gate or need_up)")),
     *_in("ops/swiglu.py", "mlp", "mlp_backward",
          (".addmm_(dup, up_weight)", ""),
          ("torch.mm(dgate.t(), normed)", "torch.mm(dup.t(), normed)"),
@@ -519,9 +572,31 @@ OPERATION_MUTANTS = [
     *_in("ops/swiglu.py", "mlp", "backward_in_place", ("target.copy_(value)", "pass"), kernels=False),
     *_in("ops/swiglu.py", "norm_mlp_packed", "gate_and_up", ("both[:, : gate_weight.shape[0]]", "both[:, gate_weight.shape[0] :]")),
     *_in("ops/decoder.py", "attention_inputs", "_input_gradient", ("total.addmm_(grad, weight)", "pass")),
-    *_in("ops/decoder.py", "attention_inputs", "_weight_gradients", ("torch.mm(grad.t(), y)", "torch.mm(grads[0].t(), y)")),
+    *_in("ops/decoder.py", "attention_inputs", "_weight_gradients", ("torch.mm(grad.t(), y)", "torch.mm(-grad.t(), y)")),
     *_in("ops/decoder.py", "attention_inputs", "_NormAttentionInputs.forward",
-         ("k, q_norm, k_norm, cos, sin, *weights)\n", "k, k_norm, q_norm, cos, sin, *weights)\n")),
+         ("k, q_norm, k_norm, cos, sin, *weights)\n", "k, k_norm, q_norm, cos, sin, *weights)\n"),
+         ("k_norm, cos, sin, *weights)\n", "k_norm, sin, cos, *weights)\n"),
+         ("save_for_backward(x, norm_weight, rstd", "save_for_backward(2 * x, norm_weight, rstd"),
+         ("save_for_backward(x, norm_weight, rstd", "save_for_backward(x, torch.ones_like(norm_weight), rstd"),
+         ("save_for_backward(x, norm_weight, rstd", "save_for_backward(x, norm_weight, 2 * rstd"),
+         ("rstd, q, k, q_norm", "rstd, 2 + q, k, q_norm"),
+         ("rstd, q, k, q_norm", "rstd, q, 2 + k, q_norm"),
+         ("cos, sin, *weights)\n", "cos, sin, *[2 * w for w in weights])\n")),
+    *_in("ops/decoder.py", "attention_inputs_alone", "_NormAttentionInputs.backward",
+         ("ctx.head_eps, needs[3], needs[4]", "ctx.head_eps, needs[4], needs[3]"),
+         ("if needs[0] or needs[1]:", "if needs[0]:"),
+         ("_weight_gradients(grads, y, needs[9:])", "_weight_gradients(grads, y, needs[8:])")),
+    *_in("ops/decoder.py", "norm_mlp", "_NormMLP.forward",
+         ("save_for_backward(x, attended", "save_for_backward(2 * x, attended"),
+         ("o_weight, norm_weight, rstd, gate", "o_weight, torch.ones_like(norm_weight), rstd, gate"),
+         ("norm_weight, rstd, gate, up", "norm_weight, 2 * rstd, gate, up"),
+         ("rstd, gate, up, gate_weight", "rstd, up, gate, gate_weight"),
+         ("up, gate_weight, up_weight, down_weight)\n", "up, up_weight, gate_weight, down_weight)\n"),
+         ("up_weight, down_weight)\n        #", "up_weight, 2 * down_weight)\n        #"),
+         ("torch.addmm(x, swiglu_forward", "torch.addmm(0 * x, swiglu_forward")),
+    *_in("ops/decoder.py", "norm_mlp_alone", "_NormMLP.backward",
+         ("need_x or need_attended or need_o or need_norm", "need_x"),
+         ("dnorm if need_norm", "dx[0] if need_norm", "norm_mlp")),
     *_in("ops/decoder.py", "attention_inputs", "_NormAttentionInputs.backward",
          ("add_rms_norm_backward(dy, dresidual", "add_rms_norm_backward(dy, torch.zeros_like(dresidual)"),
          ("rms_norm_again(x, norm_weight, rstd)", "x"),
@@ -548,4 +623,53 @@ OPERATION_MUTANTS = [
     *_in("ops/linear_cross_entropy.py", "loss", "_Reduced.backward",
          ("_multiply(gradient, factor)", "pass"),
          ("ctx.gradients = None", "pass", "second_backward")),
+    *_in("ops/linear_cross_entropy.py", "loss_again", "_Reduced.forward",
+         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(-hidden, weight, bias, target, class_weight, scale)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, -weight, bias, target, class_weight, scale)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, weight, -bias, target, class_weight, scale)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, weight, bias, target + 1, class_weight, scale)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, weight, bias, target, None, scale)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, weight, bias, target, class_weight, 2 * scale)")),
+    *_in("ops/linear_cross_entropy.py", "loss_unreduced", "_PerToken.forward",
+         ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(-hidden, weight, bias, target, class_weight)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(hidden, -weight, bias, target, class_weight)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(hidden, weight, -bias, target, class_weight)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(hidden, weight, bias, target.clamp(max=0), class_weight)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(hidden, weight, bias, target, None)")),
+    *_in("ops/linear_cross_entropy.py", "loss_unreduced", "_PerToken.backward",
+         ("scale = dlosses.to(", "scale = torch.ones_like(dlosses).to(")),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- python -m tests.mutants
+MUTANTS = [*KERNEL_MUTANTS, *OPERATION_MUTANTS]
+
+
+def caught(number: int) -> bool:
+    """Plants one of `MUTANTS` and says whether its check notices."""
+    mutant = MUTANTS[number]
+    with tempfile.TemporaryDirectory() as folder, planted(Path(folder), f"mutant_{number}", mutant, mutant.kernels) as package:
+        try:
+            CHECKS[mutant.check](package)
+        except (AssertionError, InterpreterError):
+            return True
+    return False
+
+
+def main() -> int:
+    """Plants them all, on all cores, and prints how many were caught and which were not."""
+    with concurrent.futures.ProcessPoolExecutor(initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        found = list(pool.map(caught, range(len(MUTANTS)), chunksize=4))
+    places: dict[str, list[bool]] = {}
+    for mutant, was_caught in zip(MUTANTS, found, strict=True):
+        places.setdefault(mutant.file, []).append(was_caught)
+        if not was_caught:
+            print(f"survived: {mutant} (check {mutant.check})")
+    for place, results in places.items():
+        print(f"{place:40} {sum(results):4} of {len(results)} caught")
+    print(f"{sum(found)} of {len(MUTANTS)} planted errors caught: {'all of them' if all(found) else 'the others are holes in the tests'}")
+    return 0 if all(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -248,7 +248,9 @@ def check_that_one_gradient_alone_is_the_same(ops, operation, dtype, device):
     _, _, all_of_them = step(ops, operation, found)
     for name in differentiable(operation, found):
         _, _, alone = step(ops, operation, found, [name])
-        error = relative_error(alone.pop(name), all_of_them[name])
+        found_alone = alone.pop(name)
+        assert found_alone is not None, f"{operation}: no gradient of {name} alone"
+        error = relative_error(found_alone, all_of_them[name])
         assert error <= RELATIVE_ERROR[dtype], f"{operation}: the gradient of {name} alone has an error of {error:.2e}"
         assert all(gradient is None for gradient in alone.values())
 

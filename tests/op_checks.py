@@ -130,7 +130,9 @@ ROTARY_CASES = (
 )
 
 
-def check_qk_norm_rotary(ops, device, dtype, batch, tokens, heads, kv_heads, head_dim, *, half=False, tables=1, packed=False):
+def check_qk_norm_rotary(
+    ops, device, dtype, batch, tokens, heads, kv_heads, head_dim, *, half=False, tables=1, packed=False, eps=1e-6
+):
     """packed: q and k are slices of one projection's output. Three roundings in the forward pass, as in the model."""
     base = leaf(randn(batch, tokens, heads + kv_heads, head_dim, dtype=dtype, device=device))
     q, k = base[:, :, :heads], base[:, :, heads:]
@@ -139,11 +141,11 @@ def check_qk_norm_rotary(ops, device, dtype, batch, tokens, heads, kv_heads, hea
     weights = [leaf(randn(head_dim, dtype=dtype, device=device, seed=1 + i) + 1) for i in range(2)]
     width = head_dim // 2 if half else head_dim
     cos, sin = (randn(tables, tokens, width, dtype=dtype, device=device, seed=i) for i in (5, 6))
-    results = ops.qk_norm_rotary(q, k, *weights, cos, sin, 1e-6)
+    results = ops.qk_norm_rotary(q, k, *weights, cos, sin, eps)
     grads = [randn(*r.shape, dtype=dtype, device=device, seed=8 + i) for i, r in enumerate(results)]
     torch.autograd.backward(results, grads)
     base64, weights64 = exact(base), [exact(w) for w in weights]
-    normed = [rms_norm_exact(x, w, 1e-6).transpose(1, 2) for x, w in zip((base64[:, :, :heads], base64[:, :, heads:]), weights64)]
+    normed = [rms_norm_exact(x, w, eps).transpose(1, 2) for x, w in zip((base64[:, :, :heads], base64[:, :, heads:]), weights64)]
     results64 = rotary_exact(*normed, cos.double().cpu(), sin.double().cpu(), 1)
     torch.autograd.backward(results64, [g.double().cpu() for g in grads])
     for name, found, wanted in zip("qk", results, results64):
