@@ -43,7 +43,8 @@ def test_autograd(ops, operation, dtype, check, monkeypatch):
 def test_a_model_gives_the_same_bits_on_every_run_with_deterministic_algorithms():
     done = subprocess.run(
         [sys.executable, "-c", DETERMINISTIC, str(ROOT)],
-        env={**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "BASTILE_STRICT": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "BASTILE_STRICT": "1"},
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,

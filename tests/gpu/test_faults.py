@@ -29,7 +29,7 @@ x, weight = torch.ones(8, 1024, device="cuda", dtype=torch.bfloat16), torch.ones
 """
     done = subprocess.run(
         [sys.executable, "-c", head + textwrap.dedent(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "BASTILE_STRICT": "", **env},
+        env={**os.environ, "BASTILE_STRICT": "", **env},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -105,21 +105,6 @@ def image_of_another_gpu(manifest, data):
     return data
 
 
-def image_cut_short(manifest, data):
-    """A whole zlib stream, of the first half of each image."""
-    import zlib
-
-    out = b""
-    for variant in manifest["kernels"]["column_sum"]:
-        for name, (offset, stored, _) in variant["images"]["x86_64"].items():
-            half = zlib.decompress(data[offset : offset + stored])
-            half = half[: len(half) // 2]
-            packed = zlib.compress(half)
-            variant["images"]["x86_64"][name] = [len(out), len(packed), len(half)]
-            out += packed
-    return out
-
-
 USE = """
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -130,9 +115,8 @@ print(len(caught), *[str(w.message) for w in caught])
 """
 
 
-@pytest.mark.parametrize("spoil", (image_of_another_gpu, image_cut_short))
-def test_an_image_that_the_driver_refuses_is_said_once_and_pytorch_takes_its_place(tmp_path, spoil):
-    folder = spoilt(tmp_path, spoil)
+def test_an_image_that_the_driver_refuses_is_said_once_and_pytorch_takes_its_place(tmp_path):
+    folder = spoilt(tmp_path, image_of_another_gpu)
     code, out, errors = python(USE, folder)
     assert code == 0, errors
     assert out.startswith("1 Bastile's kernels do not run on cuda:0") and "column_sum" in out and "CUDA error" in out
@@ -140,13 +124,21 @@ def test_an_image_that_the_driver_refuses_is_said_once_and_pytorch_takes_its_pla
     assert code != 0 and "KernelsUnavailable" in errors
 
 
-def test_a_file_of_images_with_a_flipped_bit_is_said_once_and_pytorch_takes_its_place(tmp_path):
+def flipped(data):
+    return bytes([data[0] ^ 1]) + data[1:]
+
+
+def cut_short(data):
+    return data[: len(data) // 2]
+
+
+@pytest.mark.parametrize("damage", (flipped, cut_short), ids=lambda f: f.__name__)
+def test_a_damaged_file_of_images_is_said_once_and_pytorch_takes_its_place(tmp_path, damage):
+    """The driver never sees it: it would read behind the end of an image that is too short."""
     shutil.copytree(BUILD, tmp_path / "build/torch-cuda")
     (tmp_path / "build/torch-cuda/metadata.json").write_text(json.dumps(without_digests(BUILD)))
     path = tmp_path / "build/torch-cuda/cubins/x86_64/swiglu.cubins"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(bytes(data))
+    path.write_bytes(damage(path.read_bytes()))
     code, out, errors = python(USE, tmp_path)
     assert code == 0, errors
     assert out.startswith("1 ") and "swiglu.cubins is damaged: sha256" in out and "download it again" in out
