@@ -102,6 +102,17 @@ def hub_kernelize(qwen3, model, mapping=None):
         kernels.kernelize(model, mode=Mode.TRAINING)
 
 
+@pytest.mark.parametrize("how", ["apply", "kernelize", "hub"])
+def test_every_way_fuses_the_decoder_layer(qwen3, how, monkeypatch):
+    model, layers = tiny_model(), []
+    {"apply": lambda _: qwen3.apply(), "kernelize": qwen3.kernelize, "hub": functools.partial(hub_kernelize, qwen3)}[how](model)
+    decoder = sys.modules[f"{qwen3.__name__}.decoder"]
+    original = decoder.norm_mlp
+    monkeypatch.setattr(decoder, "norm_mlp", lambda *args: layers.append(1) or original(*args))
+    model(input_ids=TOKENS, labels=TOKENS)
+    assert len(layers) == len(model.model.layers)
+
+
 SEQUENCES = {
     "apply": ["apply"],
     "twice": ["apply", "apply"],
@@ -275,7 +286,7 @@ def test_a_model_that_accelerate_prepared_before(qwen3):
     with pytest.warns(RuntimeWarning, match="keeps the forward"):
         qwen3.apply()
     assert uses_layers(qwen3, model) == {"rms_norm", "swiglu", "rope"}
-    del model._original_forward  # or the apply() of the next test warns of it too
+    del model._original_forward, model.forward  # or the apply() of the next test warns of it too
 
 
 @pytest.mark.parametrize("how", ["apply", "kernelize", "hub"])
@@ -294,6 +305,47 @@ def test_a_model_that_accelerate_prepares_afterwards(qwen3, how, recwarn):
     qwen3.apply(fused_linear_cross_entropy=False)
     assert uses_layers(qwen3, model) == {"rms_norm", "swiglu", "rope"}
     assert not [warning for warning in recwarn if "accelerate" in str(warning.message)]
+
+
+@pytest.fixture
+def add_trls_head():
+    """TRL's trainers give the model a forward of its own, which calls the one that it finds."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    models = []
+    yield lambda model: models.append(model) or add_fused_lm_head(model) or model.forward
+    for model in models:
+        del model.forward  # or the apply() of the next test warns of it
+
+
+@pytest.mark.parametrize("how", ["apply", "kernelize", "hub"])
+def test_a_model_that_trl_prepares_afterwards(qwen3, how, add_trls_head, recwarn):
+    """TRL's forward stays whatever is done, and calls what is in force."""
+    model = tiny_model()
+    {"apply": lambda _: qwen3.apply(), "kernelize": qwen3.kernelize, "hub": functools.partial(hub_kernelize, qwen3)}[how](model)
+    trls = add_trls_head(model)
+    assert uses_layers(qwen3, model) == set(OPERATIONS)
+    assert model(input_ids=TOKENS, labels=TOKENS, fused_lm_head=True).log_probs is not None
+    qwen3.reset()
+    assert model.forward == trls
+    if how != "hub":  # `kernels` leaves no trace of what TRL then found
+        assert uses_layers(qwen3, model) == set()
+    if how == "apply":
+        qwen3.apply()
+        assert model.forward == trls and uses_layers(qwen3, model) == set(OPERATIONS)
+    assert not [warning for warning in recwarn if "a forward of its own" in str(warning.message)]
+
+
+def test_a_model_that_trl_prepared_before(qwen3, add_trls_head):
+    model = tiny_model()
+    trls = add_trls_head(model)
+    with pytest.raises(RuntimeError, match="trl.trainer.utils gave this Qwen3ForCausalLM .* with TRL before its trainer is made"):
+        qwen3.kernelize(model)
+    with pytest.warns(RuntimeWarning, match="keeps the forward"):
+        qwen3.apply()
+    assert model.forward == trls and uses_layers(qwen3, model) == {"rms_norm", "swiglu", "rope"}
+    qwen3.reset()
+    assert model.forward == trls and uses_layers(qwen3, model) == set()
 
 
 def test_the_hubs_mapping(qwen3):

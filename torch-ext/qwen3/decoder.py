@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from .modeling import PLAIN, SAVED, is_silu, original_forward, plain_weight
+from .modeling import LAYER, PLAIN, SAVED, is_silu, original_forward, plain_weight
 from .ops.decoder import norm_attention_inputs, norm_mlp
 from .ops.rms_norm import add_rms_norm, rms_norm
 from .ops.rotary import qk_norm_rotary
@@ -38,7 +38,7 @@ def _untouched(module) -> bool:
         return False
     forward = state.get("forward")
     function = type(module).forward if forward is None else getattr(forward, "__func__", None)
-    return function in _known or (function is not None and SAVED + "copy" in vars(function))
+    return function in _known or (function is not None and getattr(function, LAYER, None) is function)
 
 
 def _is_norm_of(norm, x) -> bool:

@@ -17,6 +17,7 @@ from .ops.swiglu import mlp, swiglu
 
 SAVED = "_bastile_"  # prefix of the attribute that keeps what `patching` replaced, on the class or module where it stood
 OFF = SAVED + "off"  # on a causal LM whose forward accelerate wrapped while it was ours: reset() cannot take it out again
+LAYER = SAVED + "layer"  # on a forward of ours: the forward itself, so a wrapper to which functools copies it is told apart
 PLAIN = (torch.Tensor, nn.Parameter)
 
 

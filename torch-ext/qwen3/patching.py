@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import nn
 
 from . import layers
-from .modeling import OFF, SAVED, rotary_pos_emb
+from .modeling import LAYER, OFF, SAVED, rotary_pos_emb
 from .warmup import clear_autotune_cache, warmup_all_kernels
 
 __all__ = ["apply", "clear_autotune_cache", "get_patched_ops", "kernelize", "mapping", "reset", "warmup_all_kernels"]
@@ -129,22 +129,27 @@ def _slot(module):
 
 
 def _check_bindable(module):
-    """Raises RuntimeError when a forward of ours on this module would drop what accelerate wrapped around another one."""
-    if WRAPPED in vars(module) and not _is_ours(vars(module)[WRAPPED]):
+    """Raises RuntimeError when a forward of ours on this module would drop what accelerate, TRL or the user put around another one."""
+    if WRAPPED in vars(module) and not _calls_ours(vars(module)[WRAPPED]):
         raise RuntimeError(
             f"accelerate wrapped the forward of this {type(module).__name__} for mixed precision. "
             "Call apply() or kernelize() before Accelerator.prepare() or Trainer.train()"
+        )
+    function = _function(vars(module).get(_slot(module)))
+    if not (WRAPPED in vars(module) or function is None or _calls_ours(function) or _is_of_a_class(function, module)):
+        raise RuntimeError(
+            f"{getattr(function, '__globals__', {}).get('__name__', function)} gave this {type(module).__name__} a forward of its own. "
+            "Call apply() or kernelize() before that, with TRL before its trainer is made"
         )
 
 
 def _bind(module, function):
     """Gives one module a forward of ours, in front of its class's."""
-    state = vars(module)
-    if WRAPPED in state:
-        state.pop(OFF, None)  # what is wrapped is ours already
-        return
-    slot = _slot(module)
+    state, slot = vars(module), _slot(module)
     previous = state.get(slot)
+    state.pop(OFF, None)
+    if WRAPPED in state or (_calls_ours(previous) and not _is_ours(previous)):
+        return  # what is wrapped is ours already
     if not _is_ours(previous):
         state.setdefault(SAVED + "replaced", (slot, previous))
     state[slot] = MethodType(function, module)
@@ -153,11 +158,13 @@ def _bind(module, function):
 def _unbind(module):
     """Takes a forward of ours off one module, whether `_bind` or `kernels` put it there, or accelerate wrapped it."""
     state = vars(module)
+    bound = SAVED + "replaced" in state
     slot, previous = state.pop(SAVED + "replaced", (_slot(module), None))
-    if _is_ours(state.get(WRAPPED)):
-        state[OFF] = True
-    if not _is_ours(state.get(slot)):
-        return  # someone else's by now
+    forward = state.get(slot)
+    if not _is_ours(forward):  # someone else's by now
+        if bound or _calls_ours(forward) or _calls_ours(state.get(WRAPPED)):
+            state[OFF] = True
+        return
     if previous is not None:
         state[slot] = previous
     elif slot == "forward":
@@ -166,13 +173,31 @@ def _unbind(module):
         state[slot] = MethodType(type(module).forward, module)
 
 
+def _function(forward):
+    return getattr(forward, "__func__", forward)
+
+
 def _is_ours(forward):
     """True for a bound forward of ours, also of another loaded copy of this package."""
-    return getattr(getattr(forward, "__func__", None), SAVED + "layer", False)
+    return forward is not None and getattr(_function(forward), LAYER, None) is _function(forward)
+
+
+def _calls_ours(forward):
+    """True for one of ours, and for a wrapper made with functools.wraps, which copies the mark: TRL's trainers put one on."""
+    return getattr(_function(forward), LAYER, None) is not None
+
+
+def _is_of_a_class(function, module):
+    """True for the forward of a class, the module's or another, as `kernels` binds it; False for what was made for one module."""
+    cls = sys.modules.get(getattr(function, "__module__", None))
+    for name in getattr(function, "__qualname__", "").split(".")[:-1]:
+        cls = getattr(cls, name, None)
+    classes = (*type(module).__mro__, cls) if isinstance(cls, type) else type(module).__mro__
+    return any(function in (vars(c).get("forward"), vars(c).get(SAVED + "forward")) for c in classes)
 
 
 for _layer in HUB_NAMES.values():
-    setattr(_layer.forward, SAVED + "layer", True)
+    setattr(_layer.forward, LAYER, _layer.forward)
 
 
 def _live_modules():
@@ -247,7 +272,7 @@ def reset():
                     delattr(owner, name)
     for module in _live_modules():
         state = vars(module)
-        if SAVED + "replaced" in state or any(_is_ours(state.get(name)) for name in (_slot(module), WRAPPED)):
+        if SAVED + "replaced" in state or any(_calls_ours(state.get(name)) for name in (_slot(module), WRAPPED)):
             _unbind(module)
         if state.pop(SAVED + "use_kernels", False):
             state["_use_kernels"] = True
@@ -282,8 +307,7 @@ def _attention_forward(original):
     )
     copy.__kwdefaults__ = original.__kwdefaults__
     copy.__module__, copy.__qualname__, copy.__doc__ = original.__module__, original.__qualname__, original.__doc__
-    setattr(copy, SAVED + "layer", True)
-    setattr(copy, SAVED + "copy", True)  # a decoder layer may take it apart
+    setattr(copy, LAYER, copy)
     return copy
 
 
