@@ -76,3 +76,9 @@ def loaded_ops(loaded):
 def ops(request, loaded):
     """Every operation by its name, in PyTorch and in the interpreted kernels."""
     return operations(loaded if request.param == "pytorch" else request.getfixturevalue("interpreted"))
+
+
+@pytest.fixture
+def device():
+    """Where tests.integrations put their models."""
+    return "cpu"

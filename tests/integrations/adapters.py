@@ -1,0 +1,251 @@
+"""PEFT, replaced linear layers, and gradient checkpointing."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.integrations.common import FACTOR, batch, install, layers_run, model_on  # noqa: F401
+from tests.models import Step
+from tests.tolerances import assert_close
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+WAYS = pytest.mark.parametrize("how", ["apply", "kernelize"])
+
+
+def lora(model, **options):
+    """A PEFT model whose adapters have weights that are not zero, always the same."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options)).train()
+
+
+def compare(qwen3, model, device, how="kernelize", **inputs):
+    """The step of a model without and then with the layers: the same loss and gradients. Returns the second."""
+    inputs = inputs or batch(device, 2, 33)
+    expected = Step(model, **inputs)
+    found = Step(install(qwen3, model, how), **inputs)
+    found.assert_same(expected, FACTOR[device])
+    return found
+
+
+@pytest.mark.integration("PEFT: LoRA on the projections")
+@WAYS
+@pytest.mark.parametrize("target_modules", [PROJECTIONS, *([name] for name in PROJECTIONS)], ids="-".join)
+def test_lora_on_projections(qwen3, device, how, target_modules):
+    found = compare(qwen3, lora(model_on(device), target_modules=target_modules), device, how)
+    assert found.output.logits is None and all("lora" in name for name in found.gradients)
+
+
+@pytest.mark.integration("PEFT: DoRA, rsLoRA and dropout")
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"use_rslora": True}, {"lora_dropout": 0.5}], ids=lambda o: next(iter(o)))
+def test_kinds_of_lora(qwen3, device, options):
+    model = lora(model_on(device), target_modules=["q_proj", "o_proj", "down_proj"], **options)
+    if "lora_dropout" not in options:
+        compare(qwen3, model, device)
+        return
+    torch.manual_seed(2)
+    expected = Step(model, **batch(device, 2, 33))
+    install(qwen3, model)
+    torch.manual_seed(2)
+    Step(model, **batch(device, 2, 33)).assert_same(expected, FACTOR[device])
+
+
+@pytest.mark.integration("PEFT: LoRA on the head")
+@WAYS
+@pytest.mark.parametrize("tied", [False, True])
+def test_lora_on_the_head(qwen3, device, how, tied):
+    model = lora(model_on(device, tie_word_embeddings=tied), target_modules=["q_proj", "lm_head"])
+    assert compare(qwen3, model, device, how).output.logits is not None
+
+
+@pytest.mark.integration("PEFT: a trained head and embeddings (modules_to_save)")
+@WAYS
+def test_modules_to_save(qwen3, device, how):
+    model = lora(model_on(device), target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"])
+    assert any("lm_head" in name for name in compare(qwen3, model, device, how).gradients)
+
+
+@pytest.mark.integration("PEFT: frozen head, frozen layers")
+@pytest.mark.parametrize("trained", ["model.layers.0.mlp", "model.layers.1.self_attn.q_proj", "norm", "lm_head", "embed_tokens"])
+def test_frozen_parts(qwen3, device, trained):
+    """No gradient is computed or left for what is frozen; the head is, in all cases but its own."""
+    model = model_on(device)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = trained in name
+    found = compare(qwen3, model, device)
+    assert found.gradients and all(trained in name for name in found.gradients)
+
+
+@pytest.mark.integration("Tied embeddings")
+@WAYS
+@pytest.mark.parametrize("frozen", [False, True])
+def test_tied_embeddings(qwen3, device, how, frozen):
+    model = model_on(device, tie_word_embeddings=True)
+    model.model.embed_tokens.weight.requires_grad = not frozen
+    found = compare(qwen3, model, device, how)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert ("model.embed_tokens.weight" in found.gradients) == (not frozen)
+
+
+@pytest.mark.integration("PEFT: merge_and_unload, disable_adapter, save and load")
+def test_the_life_of_an_adapter(qwen3, device, tmp_path):
+    from peft import PeftModel
+
+    tokens = batch(device, 2, 17)["input_ids"]
+    model = install(qwen3, lora(model_on(device), target_modules=PROJECTIONS)).eval()
+    plain = lora(model_on(device), target_modules=PROJECTIONS).eval()
+
+    def same(ours, theirs, what):
+        assert_close(ours(input_ids=tokens).logits, theirs(input_ids=tokens).logits, torch.float32, what, FACTOR[device])
+
+    same(model, plain, "adapter")
+    with model.disable_adapter(), plain.disable_adapter():
+        same(model, plain, "disabled adapter")
+    model.save_pretrained(tmp_path)
+    same(install(qwen3, PeftModel.from_pretrained(model_on(device), tmp_path).eval()), plain, "loaded adapter")
+    model.merge_adapter()
+    same(model, plain, "merged adapter")
+    model.unmerge_adapter()
+    merged, expected = (each.merge_and_unload().requires_grad_(True) for each in (model, plain))
+    same(merged, expected, "merged model")
+    Step(merged.train(), **batch(device, 2, 17)).assert_same(Step(expected.train(), **batch(device, 2, 17)), 3 * FACTOR[device])
+
+
+class Quantised(nn.Module):
+    """A linear layer that keeps its weight in 8 bits and dequantises it in each call, as QLoRA's base layers do."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.weight = nn.Parameter((linear.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype))
+
+
+class QuantisedLinear(nn.Linear):
+    """The same as a subclass of nn.Linear, as bitsandbytes has it; `weight` is not what is multiplied by."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight, self.scale = Quantised(linear).weight, Quantised(linear).scale
+
+    forward = Quantised.forward
+
+
+class Adapted(nn.Module):
+    """LoRA around a layer that is not nn.Linear, as PEFT puts it around a quantised one."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        self.lora_a = nn.Parameter(torch.randn(4, base.in_features, device=base.weight.device) * 0.1)
+        self.lora_b = nn.Parameter(torch.randn(base.out_features, 4, device=base.weight.device) * 0.1)
+
+    def forward(self, x):
+        return self.base_layer(x) + (x @ self.lora_a.T.to(x.dtype)) @ self.lora_b.T.to(x.dtype)
+
+
+@pytest.mark.integration("QLoRA-style replaced linear layers")
+@WAYS
+@pytest.mark.parametrize("kind", [Quantised, QuantisedLinear])
+@pytest.mark.parametrize("names", [PROJECTIONS, ["o_proj"], ["down_proj", "k_proj"]], ids="-".join)
+def test_replaced_linears(qwen3, device, how, kind, names):
+    torch.manual_seed(0)
+    model = model_on(device)
+    for layer in model.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, child in list(part.named_children()):
+                if name in names:
+                    setattr(part, name, Adapted(kind(child)))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "lora" in name
+    found = compare(qwen3, model, device, how)
+    assert found.gradients and all("lora" in name for name in found.gradients)
+
+
+@pytest.mark.integration("QLoRA-style replaced linear layers")
+def test_a_replaced_head(qwen3, device):
+    model = model_on(device)
+    model.lm_head = QuantisedLinear(model.lm_head)
+    assert compare(qwen3, model, device).output.logits is not None
+
+
+@pytest.mark.integration("bitsandbytes: LoRA over 4-bit layers (QLoRA)")
+def test_bitsandbytes(qwen3, device):
+    bnb = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    model = model_on(device, torch.bfloat16)
+    for layer in model.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, child in list(part.named_children()):
+                if isinstance(child, nn.Linear):
+                    linear = bnb.nn.Linear4bit(child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16)
+                    linear.weight = bnb.nn.Params4bit(child.weight.detach(), requires_grad=False, quant_type="nf4")
+                    setattr(part, name, linear.to(device))
+    model = lora(model, target_modules=PROJECTIONS)
+    before = Step(model, **batch(device, 2, 33))
+    found = Step(install(qwen3, model), **batch(device, 2, 33))
+    assert_close(found.loss, before.loss, torch.bfloat16, "loss", 2)
+    for name, gradient in before.gradients.items():
+        assert_close(found.gradients[name], gradient, torch.bfloat16, name, 8)
+
+
+@pytest.mark.integration("Gradient checkpointing, reentrant and not")
+@WAYS
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "LoRA"])
+def test_gradient_checkpointing_of_a_model(qwen3, device, how, reentrant, adapter):
+    def build():
+        return lora(model_on(device), target_modules=PROJECTIONS) if adapter else model_on(device)
+
+    inputs = batch(device, 2, 33)
+    expected = Step(build(), **inputs)
+    model = build()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    Step(install(qwen3, model, how), **inputs).assert_same(expected, FACTOR[device])
+
+
+@pytest.mark.integration("torch.utils.checkpoint around one layer")
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize("where", ["", "self_attn", "self_attn.q_norm", "mlp", "mlp.up_proj", "input_layernorm"])
+def test_checkpoint_around_one_layer(qwen3, device, reentrant, where):
+    inputs = {**batch(device, 2, 33), "use_cache": False}  # of which a layer that runs again would see its own keys twice
+    model = model_on(device)
+    expected = Step(model, **inputs)
+    module = install(qwen3, model).model.layers[1].get_submodule(where)
+    inner = module.forward
+
+    def forward(*args, hidden_states=None, **kwargs):
+        (x,) = args or (hidden_states,)  # a reentrant checkpoint takes positional arguments alone
+        return checkpoint(lambda x: inner(x, **kwargs), x, use_reentrant=reentrant)
+
+    module.forward = forward
+    Step(model, **inputs).assert_same(expected, FACTOR[device])
+    module.forward = inner  # or the apply() of the next test warns of it
+
+
+@pytest.mark.integration("Gradient checkpointing, reentrant and not")
+def test_checkpointed_copies_run_in_any_order(qwen3, device):
+    """Two backward passes over checkpointed layers, the later one first: what is recomputed belongs to its own pass."""
+    inputs = [batch(device, 2, length) for length in (17, 33)]
+    model = model_on(device)
+
+    def gradients(model):
+        model.zero_grad()
+        first, second = (model(**each).loss for each in inputs)
+        second.backward()
+        first.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    expected = gradients(copy.deepcopy(model))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for name, gradient in gradients(install(qwen3, model)).items():
+        assert_close(gradient, expected[name], torch.float32, name, FACTOR[device])

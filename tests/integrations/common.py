@@ -1,0 +1,51 @@
+"""What the tests of all libraries share."""
+
+import sys
+
+import pytest
+import torch
+
+from tests.models import random_tokens, tiny_model
+
+FACTOR = {"cpu": 1.0, "cuda": 10.0}  # on the table of tolerances: a GPU's GEMMs add in other orders
+GPU_SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128}
+
+
+def model_on(device, dtype=torch.float32, **changes):
+    """A small Qwen3 in training mode, always with the same weights; on a GPU of a size that the kernels take."""
+    sizes = {} if device == "cpu" else GPU_SIZES
+    return tiny_model(dtype, **{**sizes, **changes}).to(device)
+
+
+installed = []
+
+
+@pytest.fixture(autouse=True)
+def layers_run(qwen3, monkeypatch):
+    """Fails a test whose kernelized model ran none of our operations: it would have compared the plain model with itself."""
+    ran = []
+    for module, name in (("modeling", "rms_norm"), ("decoder", "rms_norm"), ("decoder", "norm_linears")):
+        functions = sys.modules[f"{qwen3.__name__}.{module}"]
+        original = getattr(functions, name)
+        monkeypatch.setattr(functions, name, lambda *args, original=original: ran.append(1) or original(*args))
+    installed.clear()
+    yield
+    assert ran or not installed
+
+
+def install(qwen3, model, how="kernelize"):
+    """Puts the layers on, in one of the two ways; returns the model."""
+    installed.append(model)
+    if how == "apply":
+        qwen3.apply()
+        return model
+    return qwen3.kernelize(model)
+
+
+def batch(device, *shape):
+    """input_ids and labels of a training step; some labels are ignored, in each row at another place."""
+    tokens = random_tokens(*shape)
+    labels = tokens.clone()
+    for row in range(shape[0]):
+        labels[row, row : 2 * row + 5] = -100
+    return {"input_ids": tokens.to(device), "labels": labels.to(device)}
