@@ -333,19 +333,33 @@ def test_a_model_that_trl_prepares_afterwards(qwen3, how, add_trls_head, recwarn
     if how == "apply":
         qwen3.apply()
         assert model.forward == trls and uses_layers(qwen3, model) == set(OPERATIONS)
-    assert not [warning for warning in recwarn if "a forward of its own" in str(warning.message)]
+    assert not [warning for warning in recwarn if "keeps the forward" in str(warning.message)]
 
 
 def test_a_model_that_trl_prepared_before(qwen3, add_trls_head):
     model = tiny_model()
     trls = add_trls_head(model)
-    with pytest.raises(RuntimeError, match="trl.trainer.utils gave this Qwen3ForCausalLM .* with TRL before its trainer is made"):
+    with pytest.raises(RuntimeError, match="this Qwen3ForCausalLM has a forward that trl.trainer.utils gave it. .* a trainer of TRL"):
         qwen3.kernelize(model)
     with pytest.warns(RuntimeWarning, match="keeps the forward"):
         qwen3.apply()
     assert model.forward == trls and uses_layers(qwen3, model) == {"rms_norm", "swiglu", "rope"}
     qwen3.reset()
     assert model.forward == trls and uses_layers(qwen3, model) == set()
+
+
+def test_a_part_whose_forward_someone_replaced(qwen3):
+    """It keeps it, as a subclass keeps its own, and whoever installs the layers is told."""
+    model = tiny_model()
+    norm = model.model.layers[0].self_attn.q_norm
+    own = norm.forward = lambda x, forward=norm.forward: forward(x)
+    for install in (qwen3.apply, lambda: qwen3.kernelize(model)):
+        with pytest.warns(RuntimeWarning, match=rf"Qwen3RMSNorm keeps the forward that {__name__} gave it \(1 in this process\)"):
+            install()
+        assert norm.forward is own and uses_layers(qwen3, model) == set(OPERATIONS)
+        qwen3.reset()
+        assert norm.forward is own
+    del norm.forward
 
 
 def test_the_hubs_mapping(qwen3):

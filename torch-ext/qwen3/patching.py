@@ -9,6 +9,7 @@ import inspect
 import re
 import sys
 import warnings
+from collections import Counter
 from types import FunctionType, MethodType
 from typing import NamedTuple
 
@@ -31,6 +32,10 @@ CUDA_CAPABILITIES = (80, 121)  # from, to: what kernels are built for
 MODELING = "transformers.models.qwen3.modeling_qwen3"
 ROTARY = "apply_rotary_pos_emb"
 WRAPPED = "_original_forward"  # where accelerate keeps the forward that it wrapped for mixed precision
+CALL_BEFORE = (
+    "Call apply() or kernelize() before that: before Accelerator.prepare(), Trainer.train() and the making of a trainer of TRL; "
+    "apply() before from_pretrained() with a tp_plan"
+)
 CLASSES = {
     "rms_norm": ("Qwen3RMSNorm", layers.RMSNorm),
     "swiglu": ("Qwen3MLP", layers.MLP),
@@ -128,19 +133,23 @@ def _slot(module):
     return "_old_forward" if "_hf_hook" in vars(module) else "forward"
 
 
-def _check_bindable(module):
-    """Raises RuntimeError when a forward of ours on this module would drop what accelerate, TRL or the user put around another one."""
-    if WRAPPED in vars(module) and not _calls_ours(vars(module)[WRAPPED]):
-        raise RuntimeError(
-            f"accelerate wrapped the forward of this {type(module).__name__} for mixed precision. "
-            "Call apply() or kernelize() before Accelerator.prepare() or Trainer.train()"
-        )
-    function = _function(vars(module).get(_slot(module)))
-    if not (WRAPPED in vars(module) or function is None or _calls_ours(function) or _is_of_a_class(function, module)):
-        raise RuntimeError(
-            f"{getattr(function, '__globals__', {}).get('__name__', function)} gave this {type(module).__name__} a forward of its own. "
-            "Call apply() or kernelize() before that, with TRL before its trainer is made"
-        )
+def _other_owner(module):
+    """Who gave this one module its forward: accelerate, TRL, transformers' tensor parallelism, the user. "" for nobody, and where
+    that forward calls ours. One of ours in its place would drop what it does."""
+    state = vars(module)
+    if WRAPPED in state:
+        return "" if _calls_ours(state[WRAPPED]) else "accelerate (mixed precision)"
+    function = _function(state.get(_slot(module)))
+    if function is None or _calls_ours(function) or _is_of_a_class(function, module):
+        return ""
+    return getattr(function, "__globals__", {}).get("__name__") or repr(function)
+
+
+def _warn_of_others(modules, stacklevel):
+    """Warns of modules that keep the forward that someone else gave them."""
+    for (name, owner), count in Counter((type(module).__name__, _other_owner(module)) for module in modules).items():
+        what = f"{name} keeps the forward that {owner} gave it ({count} in this process)"
+        warnings.warn(f"{what}. {CALL_BEFORE}", RuntimeWarning, stacklevel=stacklevel + 1)
 
 
 def _bind(module, function):
@@ -245,14 +254,15 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
 
 def _bind_hidden(owner, replacement, modules):
     """The same on modules whose own forward hides their class's, e.g. the former one that `kernels` binds as its fallback."""
+    others = []
     for module in modules:
         hidden = isinstance(owner, type) and isinstance(module, owner) and _slot(module) in vars(module)
         if hidden and _defines_forward(type(module)) is owner:
-            try:
-                _check_bindable(module)
+            if _other_owner(module):
+                others.append(module)
+            else:
                 _bind(module, replacement)
-            except RuntimeError as error:
-                warnings.warn(f"{error}. It keeps the forward that it has.", RuntimeWarning, stacklevel=3)
+    _warn_of_others(others, stacklevel=3)
 
 
 def reset():
@@ -318,6 +328,8 @@ def kernelize(model, mode=None):
     the layers serve all of them, so it changes nothing. For torch.nn.DataParallel use `apply`: its replicas would call the
     forwards of the model that they were copied from.
 
+    A part whose forward someone else replaced (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning.
+
     Raises TypeError when the model has no Qwen3 layers, RuntimeError when not all operations could be put on it, and
     ImportError when transformers is absent or its version does not fit.
     """
@@ -335,6 +347,11 @@ def kernelize(model, mode=None):
         raise TypeError(f"model is a {type(model).__name__} without any of transformers' Qwen3 layers, expected a Qwen3 model")
     if not any(isinstance(module, modeling.Qwen3ForCausalLM) for module in model.modules()):
         del chosen["fused_linear_cross_entropy"]
+    for module in chosen.get("fused_linear_cross_entropy", ()):
+        if _other_owner(module):
+            raise RuntimeError(f"this {type(module).__name__} has a forward that {_other_owner(module)} gave it. {CALL_BEFORE}")
+    others = [module for modules in chosen.values() for module in modules if _other_owner(module)]
+    chosen = {operation: [module for module in modules if module not in others] for operation, modules in chosen.items()}
     missing = [operation for operation, modules in chosen.items() if not modules]
     if missing:
         import transformers
@@ -344,9 +361,7 @@ def kernelize(model, mode=None):
             f"{', '.join(missing)} cannot be put on this {type(model).__name__} (transformers {transformers.__version__}): it has no "
             f"{names} whose forward is transformers' own. Give it such layers, or install transformers{TRANSFORMERS_EXPECTED}"
         )
-    for modules in chosen.values():
-        for module in modules:
-            _check_bindable(module)
+    _warn_of_others(others, stacklevel=2)
     for operation, modules in chosen.items():
         for module in modules:
             _bind(module, targets[operation][1])
