@@ -1,0 +1,402 @@
+"""PyTorch's own parallel engines and transformers' tensor parallelism in two processes: gradients equal to those of one process."""
+
+import contextlib
+import copy
+import dataclasses
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integrations.common import FACTOR, batch, install, model_on
+from tests.models import Step
+from tests.tolerances import assert_close, relative_error
+
+HOWS = pytest.mark.parametrize("how", ["apply", "kernelize"])
+ROWS, LENGTH = 4, 24
+
+
+def rows_of(inputs, rank):
+    """The half of a batch that a rank has, and how many labels the whole batch counts."""
+    mine = {name: tensor[rank * ROWS // 2 :][: ROWS // 2] for name, tensor in inputs.items()}
+    return mine | {"num_items_in_batch": (inputs["labels"][:, 1:] != -100).sum()}
+
+
+def whole(tensor):
+    """All of a tensor that may be sharded."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients_of(model, prefix=""):
+    return {name.removeprefix(prefix): whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_gradients(found, expected, device, factor=1.0):
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert found[name].dtype == gradient.dtype, name
+        assert_close(found[name], gradient, torch.float32, name, 2 * factor * FACTOR[device])
+
+
+def assert_fused(here, model, **inputs):
+    """The decoder layers run as ours do when nothing is in the way."""
+    decoder, calls = sys.modules[f"{here.qwen3.__name__}.decoder"], []
+    original = decoder.norm_mlp
+    decoder.norm_mlp = lambda *args: calls.append(1) or original(*args)
+    try:
+        output = model(**inputs)
+    finally:
+        decoder.norm_mlp = original
+    assert len(calls) == 2 and output.logits is None
+    return output
+
+
+# ---------------------------------------------------------------- what runs in each process
+
+
+def check_ddp(here, how, options, checkpointing):
+    """Each process has half of the batch. DDP takes the mean of the gradients, so the sums are twice that."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    device = here.own_device
+    inputs = batch(device, ROWS, LENGTH)
+    expected = Step(model_on(device), **inputs)
+    model = install(here.qwen3, model_on(device), how)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing == "reentrant"})
+        model.config.use_cache = False
+    ddp = DistributedDataParallel(model, device_ids=None if device == "cpu" else [here.rank], **options)
+    mine = rows_of(inputs, here.rank)
+    for _ in range(2):  # the second step finds the buckets of the first
+        ddp.zero_grad()
+        (2 * assert_fused(here, ddp, **mine).loss).backward()
+        assert_gradients(gradients_of(ddp, "module."), expected.gradients, here.device)
+
+
+def check_ddp_accumulation(here, how):
+    """no_sync() over the first micro-batches."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    device = here.own_device
+    inputs = batch(device, ROWS, LENGTH)
+    expected = Step(model_on(device), **inputs)
+    ddp = DistributedDataParallel(install(here.qwen3, model_on(device), how), device_ids=None if device == "cpu" else [here.rank])
+    mine = rows_of(inputs, here.rank)
+    for row in range(ROWS // 2):
+        part = {name: t[row : row + 1] if t.dim() else t for name, t in mine.items()}
+        with ddp.no_sync() if row == 0 else contextlib.nullcontext():
+            (2 * ddp(**part).loss).backward()
+    assert_gradients(gradients_of(ddp, "module."), expected.gradients, here.device)
+
+
+def check_ddp_lora(here, how):
+    """With frozen weights, and tied embeddings."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from tests.integrations.adapters import lora
+
+    device = here.own_device
+    inputs = batch(device, ROWS, LENGTH)
+
+    def build():
+        return lora(model_on(device, tie_word_embeddings=True), target_modules=["q_proj", "down_proj"])
+
+    expected = Step(build(), **inputs)
+    ddp = DistributedDataParallel(install(here.qwen3, build(), how), device_ids=None if device == "cpu" else [here.rank])
+    (2 * ddp(**rows_of(inputs, here.rank)).loss).backward()
+    assert_gradients(gradients_of(ddp, "module."), expected.gradients, here.device)
+
+
+UNITS = {
+    "layers": lambda model: list(model.model.layers),
+    "layers and head": lambda model: [*model.model.layers, model.lm_head],
+    "layers, head and embeddings": lambda model: [*model.model.layers, model.lm_head, model.model.embed_tokens],
+    "attention and mlp": lambda model: [part for layer in model.model.layers for part in (layer.self_attn, layer.mlp, layer)],
+    "linears": lambda model: [m for m in model.model.layers.modules() if isinstance(m, nn.Linear)] + list(model.model.layers),
+    "norms": lambda model: [m for m in model.modules() if "Norm" in type(m).__name__] + list(model.model.layers),
+}
+
+
+def shard(here, model, units="layers", **options):
+    from torch.distributed.fsdp import fully_shard
+
+    for unit in UNITS[units](model):
+        fully_shard(unit, mesh=here.mesh, **options)
+    return fully_shard(model, mesh=here.mesh, **options)
+
+
+def check_fsdp(here, how, units, options, changes):
+    """Installed before and after the model is sharded."""
+    device = here.own_device
+    inputs = batch(device, ROWS, LENGTH)
+    expected = Step(model_on(device, **changes), **inputs)
+    mine = rows_of(inputs, here.rank)
+    for first in ("install", "shard"):
+        model = model_on(device, **changes)
+        if first == "install":
+            model = shard(here, install(here.qwen3, model, how), units, **options)
+        else:
+            model = install(here.qwen3, shard(here, model, units, **options), how)
+        for _ in range(2):
+            model.zero_grad()
+            # The layers themselves are units of their own, so their weights are whole while they run.
+            output = assert_fused(here, model, **mine) if units == "layers" else model(**mine)
+            (2 * output.loss).backward()
+            assert_gradients(gradients_of(model), expected.gradients, here.device)
+        here.qwen3.reset()
+
+
+def check_fsdp_offload(here, how):
+    """Shards, gradients and optimizer on the CPU, computation on the GPU."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    inputs = batch(here.own_device, ROWS, LENGTH)
+    expected = Step(model_on(here.own_device), **inputs)
+    model = shard(here, install(here.qwen3, model_on("cuda").cpu(), how), offload_policy=CPUOffloadPolicy())
+    (2 * assert_fused(here, model, **rows_of(inputs, here.rank)).loss).backward()
+    found = {name: whole(p.grad.to(here.own_device)) for name, p in model.named_parameters()}
+    assert_gradients(found, expected.gradients, here.device)
+
+
+def check_fsdp_accumulation(here, how):
+    """set_requires_gradient_sync(False) over the first micro-batches."""
+    device = here.own_device
+    inputs = batch(device, ROWS, LENGTH)
+    expected = Step(model_on(device), **inputs)
+    model = shard(here, install(here.qwen3, model_on(device), how))
+    mine = rows_of(inputs, here.rank)
+    for row in range(ROWS // 2):
+        part = {name: t[row : row + 1] if t.dim() else t for name, t in mine.items()}
+        model.set_requires_gradient_sync(row == ROWS // 2 - 1)
+        (2 * model(**part).loss).backward()
+    assert_gradients(gradients_of(model), expected.gradients, here.device)
+
+
+def check_fsdp_mixed_precision(here, how, units, output_dtype):
+    """bf16 parameters, fp32 master weights and reduction: no farther from fp32 than the plain model is."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    device = here.own_device
+    inputs = batch(device, ROWS, LENGTH)
+    exact = Step(model_on(device), **inputs).gradients
+    mine = rows_of(inputs, here.rank)
+
+    def gradients(model):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for unit in UNITS[units](model):
+            fully_shard(unit, mesh=here.mesh, mp_policy=policy)
+        fully_shard(model, mesh=here.mesh, mp_policy=dataclasses.replace(policy, output_dtype=output_dtype))
+        (2 * model(**mine).loss).backward()
+        return gradients_of(model)
+
+    before = gradients(model_on(device))
+    found = gradients(install(here.qwen3, model_on(device), how))
+    for name, gradient in exact.items():
+        assert found[name].dtype == before[name].dtype == torch.float32
+        ours, theirs = relative_error(found[name], gradient), relative_error(before[name], gradient)
+        assert ours <= 1.25 * theirs + 1e-3, f"{name}: relative error {ours:.2e}, without the layers {theirs:.2e}"
+
+
+def check_fsdp_checkpointing(here, how, reentrant):
+    device = here.own_device
+    inputs = batch(device, ROWS, LENGTH)
+    expected = Step(model_on(device), **inputs)
+    model = install(here.qwen3, model_on(device), how)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model = shard(here, model)
+    (2 * model(**rows_of(inputs, here.rank)).loss).backward()
+    assert_gradients(gradients_of(model), expected.gradients, here.device)
+
+
+def check_fsdp_lora(here, how):
+    from tests.integrations.adapters import lora
+
+    device = here.own_device
+    inputs = batch(device, ROWS, LENGTH)
+
+    def build():
+        return lora(model_on(device), target_modules=["q_proj", "down_proj", "lm_head"])
+
+    expected = Step(build(), **inputs)
+    model = install(here.qwen3, build(), how)
+    shard(here, model.get_base_model())
+    (2 * model(**rows_of(inputs, here.rank)).loss).backward()
+    assert_gradients(gradients_of(model), expected.gradients, here.device)
+
+
+def check_training_under_fsdp(here, how):
+    """Three optimizer steps with clipping, and the logits afterwards in evaluation."""
+    device = here.own_device
+    inputs = batch(device, ROWS, LENGTH)
+    mine = rows_of(inputs, here.rank)
+
+    def train(model, inputs, factor):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        for _ in range(3):
+            (factor * model(**inputs).loss).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.eval()(input_ids=inputs["input_ids"]).logits
+
+    expected = train(model_on(device), inputs, 1)
+    found = train(shard(here, install(here.qwen3, model_on(device), how)), mine, 2)
+    half = expected[here.rank * ROWS // 2 :][: ROWS // 2]
+    assert_close(found, half, torch.float32, "logits", 1000 * FACTOR[here.device])
+
+
+def check_tensor_parallel(here, folder, how, training):
+    """from_pretrained(tp_plan="auto"): every process has all of the batch and half of each projection."""
+    from transformers import AutoModelForCausalLM
+
+    device = here.own_device
+    inputs = batch(device, ROWS, LENGTH)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).train(training)
+    if how == "apply before":
+        here.qwen3.apply()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, tp_plan="auto").train(training)
+    if how == "apply":
+        with pytest.warns(RuntimeWarning, match="Qwen3RMSNorm keeps the forward"):
+            here.qwen3.apply()
+    if how == "kernelize":
+        with pytest.warns(RuntimeWarning, match="Qwen3RMSNorm keeps the forward"):
+            here.qwen3.kernelize(model)
+    expected = copy.deepcopy(plain)
+    if not training:
+        with torch.no_grad():
+            found = model(**inputs)
+            here.qwen3.reset()
+            assert_close(whole(found.logits), expected(**inputs).logits, torch.float32, "logits", FACTOR[here.device])
+        return
+    found = model(**inputs)
+    whole(found.loss).backward()
+    here.qwen3.reset()
+    step = Step(expected, **inputs)
+    assert_close(whole(found.loss), step.loss, torch.float32, "loss", FACTOR[here.device])
+    assert_gradients(gradients_of(model), step.gradients, here.device)
+
+
+def check_trainer(here, folder, fsdp):
+    """The Trainer under DDP or FSDP2: losses and gradient norms of the plain model under the same."""
+    from tests.integrations.trainers import run
+
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
+    if fsdp:
+        config = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"], "reshard_after_forward": True}
+        options |= {"fsdp": True, "fsdp_config": config}
+    if here.device == "cpu":
+        options["ddp_backend"] = "gloo"
+    device = here.device
+    expected = run("hf", model_on(device), folder, device, **options)
+    found = run("hf", install(here.qwen3, model_on(device)), folder, device, **options)
+    assert ("DTensor" in type(found.gradients[0]["model.layers.0.mlp.up_proj.weight"]).__name__) == fsdp
+    for ours, theirs in ((found.losses, expected.losses), (found.norms, expected.norms)):
+        assert len(ours) == 3 and ours == pytest.approx(theirs, rel=1e-4)
+
+
+# ---------------------------------------------------------------- the tests
+
+
+@pytest.mark.integration("DDP: buckets as views, static graph, unused parameters, gradient checkpointing")
+@HOWS
+@pytest.mark.parametrize(
+    ("options", "checkpointing"),
+    [
+        ({}, None),
+        ({"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01}, None),
+        ({"static_graph": True}, "reentrant"),
+        ({"find_unused_parameters": True}, None),
+        ({}, "not reentrant"),
+    ],
+    ids=["plain", "views", "static, reentrant", "unused", "not reentrant"],
+)
+def test_ddp(ranks, how, options, checkpointing):
+    ranks.run(check_ddp, how, options, checkpointing)
+
+
+@pytest.mark.integration("DDP: gradient accumulation under no_sync()")
+@HOWS
+def test_ddp_accumulation(ranks, how):
+    ranks.run(check_ddp_accumulation, how)
+
+
+@pytest.mark.integration("DDP: LoRA, tied embeddings")
+@HOWS
+def test_ddp_with_lora(ranks, how):
+    ranks.run(check_ddp_lora, how)
+
+
+@pytest.mark.integration("FSDP2: layers, attention and MLP, single linear layers, norms, head and embeddings as units of their own")
+@HOWS
+@pytest.mark.parametrize("units", UNITS)
+def test_fsdp(ranks, how, units):
+    ranks.run(check_fsdp, how, units, {}, {})
+
+
+@pytest.mark.integration("FSDP2: without resharding after the forward pass, tied embeddings")
+@pytest.mark.parametrize("tied", [False, True])
+def test_fsdp_options(ranks, tied):
+    ranks.run(check_fsdp, "kernelize", "layers", {"reshard_after_forward": False}, {"tie_word_embeddings": tied})
+
+
+@pytest.mark.integration("FSDP2: weights and gradients kept on the CPU (CPUOffloadPolicy)")
+def test_fsdp_offload(ranks, device_type):
+    if device_type == "cpu":
+        pytest.skip("there is nothing to offload from")
+    ranks.run(check_fsdp_offload, "kernelize")
+
+
+@pytest.mark.integration("FSDP2: gradient accumulation (set_requires_gradient_sync)")
+@HOWS
+def test_fsdp_accumulation(ranks, how):
+    ranks.run(check_fsdp_accumulation, how)
+
+
+@pytest.mark.integration("FSDP2: MixedPrecisionPolicy, bf16 over fp32 weights")
+@pytest.mark.parametrize("units", ["layers", "layers and head", "linears"])
+@pytest.mark.parametrize("output_dtype", [None, torch.float32], ids=["bf16 outputs", "fp32 outputs"])
+def test_fsdp_mixed_precision(ranks, units, output_dtype):
+    ranks.run(check_fsdp_mixed_precision, "kernelize", units, output_dtype)
+
+
+@pytest.mark.integration("FSDP2: gradient checkpointing, reentrant and not")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_fsdp_checkpointing(ranks, reentrant):
+    ranks.run(check_fsdp_checkpointing, "kernelize", reentrant)
+
+
+@pytest.mark.integration("FSDP2: LoRA")
+@HOWS
+def test_fsdp_with_lora(ranks, how):
+    ranks.run(check_fsdp_lora, how)
+
+
+@pytest.mark.integration("FSDP2: training with clipping, and evaluation")
+def test_training_under_fsdp(ranks):
+    ranks.run(check_training_under_fsdp, "kernelize")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, device_type):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    # Two processes share it evenly.
+    model_on(device_type, vocab_size=200).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.integration("Tensor parallelism of transformers (tp_plan)")
+@pytest.mark.parametrize("how", ["apply before", "apply", "kernelize"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_tensor_parallelism(ranks, checkpoint, how, training):
+    ranks.run(check_tensor_parallel, checkpoint, how, training)
+
+
+@pytest.mark.integration("Trainer: DDP and FSDP2")
+@pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
+def test_trainer_in_two_processes(ranks, device_type, tmp_path, fsdp):
+    if fsdp and device_type == "cpu":
+        pytest.skip("accelerate shards on GPUs only")
+    ranks.run(check_trainer, str(tmp_path), fsdp)

@@ -1,0 +1,127 @@
+"""Processes that work together, one a rank: gloo on the CPU, NCCL with a GPU for each.
+
+They are started once for all tests of a session (each takes seconds to import what it needs) and run checks by their names.
+"""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import socket
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import ModuleType
+
+WORLD = 2
+TIMEOUT_S = 120  # of one check
+
+
+@dataclass
+class Rank:
+    """What a check gets: its number, its device, the loaded package, and a mesh of all ranks."""
+
+    rank: int
+    device: str  # "cpu" or "cuda"
+    qwen3: ModuleType
+    mesh: object
+
+    @property
+    def own_device(self) -> str:
+        return "cpu" if self.device == "cpu" else f"cuda:{self.rank}"
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _work(rank: int, device: str, package: Path, port: int, connection) -> None:
+    """The life of a process: runs each check that arrives, answers with "" or a traceback, ends when nothing more can come."""
+    number = str(rank)
+    os.environ |= {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TOKENIZERS_PARALLELISM": "false", "BASTILE_STRICT": "1"}
+    import torch
+    import torch.distributed as dist
+    from kernels import get_local_kernel
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=timedelta(seconds=TIMEOUT_S))
+    qwen3 = get_local_kernel(package, backend=device)
+    here = Rank(rank, device, qwen3, init_device_mesh(device, (WORLD,)))
+    while True:
+        try:
+            module, name, arguments = connection.recv()
+        except EOFError:
+            dist.destroy_process_group()
+            return
+        try:
+            getattr(importlib.import_module(module), name)(here, *arguments)
+            connection.send("")
+        except BaseException:
+            connection.send(traceback.format_exc())
+        finally:
+            qwen3.reset()
+
+
+class Ranks:
+    """The processes of a device. A check that fails ends them all, because its partners may wait for it; the next starts new ones."""
+
+    def __init__(self, device: str, package: Path):
+        self.device, self.package = device, package
+        self.processes: list = []
+
+    def start(self) -> None:
+        context, port = multiprocessing.get_context("spawn"), _free_port()
+        self.connections = []
+        for rank in range(WORLD):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(rank, self.device, self.package, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.connections.append(ours)
+
+    def run(self, check, *arguments) -> None:
+        """Runs a function of a module in every process, as check(rank, *arguments). Raises AssertionError with what went wrong."""
+        if not self.processes:
+            self.start()
+        for connection in self.connections:
+            with contextlib.suppress(OSError):  # of a process that ended: said below
+                connection.send((check.__module__, check.__name__, arguments))
+        waiting = dict(zip(self.connections, range(WORLD)))
+        while waiting:
+            ready = wait(list(waiting), timeout=TIMEOUT_S)
+            failure = "" if ready else f"no answer within {TIMEOUT_S} s"
+            for connection in ready:
+                try:
+                    failure = failure or connection.recv()
+                except (EOFError, OSError):
+                    failure = "the process ended, see its output"
+                rank = waiting.pop(connection)
+                if failure:
+                    break
+            if failure:
+                self.stop()
+                raise AssertionError(f"rank {rank if ready else sorted(waiting.values())}: {failure}")
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes = []
+
+    def close(self) -> None:
+        """Lets the processes end in order."""
+        if self.processes:
+            for connection in self.connections:
+                connection.close()
+            for process in self.processes:
+                process.join(10)
+        self.stop()
