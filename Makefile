@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-gpu test-mutants build upload hub check clean bench-ops bench-rmsnorm bench-lce bench-qwen3 bench-fsdp bench-plots
+.PHONY: help demo test test-gpu test-mutants test-multigpu build upload hub check clean \
+	bench-ops bench-rmsnorm bench-lce bench-qwen3 bench-fsdp bench-generate bench-plots
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,6 +32,9 @@ test-mutants: $(READY) ## plant an error in every mask, scale and saved tensor, 
 test-gpu: $(READY) build ## the numerics with the real cubins, on this machine's GPU
 	$(BIN)/python -m pytest tests/gpu
 
+test-multigpu: $(READY) build ## parallel training and device_map on two GPUs
+	$(BIN)/python -m pytest tests/multigpu
+
 build: $(READY) ## compile the kernels for every architecture and assemble build/
 	$(BIN)/python -m tools.compile
 	$(BIN)/python -m tools.assemble
@@ -55,6 +59,9 @@ bench-qwen3: $(READY) ## whole training steps of Qwen3-8B (needs a 141 GB GPU; -
 
 bench-fsdp: $(READY) ## training steps sharded over two GPUs
 	$(BIN)/python -m benchmark.benchmark_fsdp --gpus 2
+
+bench-generate: $(READY) ## prefill and one-token steps of generate()
+	$(BIN)/python -m benchmark.benchmark_generate
 
 bench-plots: $(READY) ## pictures and README tables from benchmark/results
 	$(BIN)/python -m benchmark.plots

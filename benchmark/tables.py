@@ -220,6 +220,22 @@ def host(rows: list[Row]) -> str:
     return markdown(head, body) + str(notes) + origin(rows) if rows else ""
 
 
+def generate(rows: list[Row]) -> str:
+    """Milliseconds of a prefill and of one more token, by the number of sequences."""
+    rows = select(rows, kernel_name="generate", model=MODEL, metric_name="speed")
+    notes, body = Notes(), []
+    for mode, title in (("prefill", "prefill"), ("decode", "one token")):
+        for batch in in_order(row.x_value for row in rows):
+            found = by_provider(select(rows, kernel_operation_mode=mode, x_value=batch))
+            cells = [notes.cell(found.get(p), lambda us: number(us / 1e3)) for p in ("huggingface", "bastile")]
+            body.append([f"{title}, batch {batch}", *cells, times_faster(found)])
+    if not rows:
+        return ""
+    config = rows[-1].config
+    head = [f"ms, {config['tokens']} tokens, {config['layers']} layers", "Hugging Face", "Bastile", "speed"]
+    return markdown(head, body) + str(notes) + origin(rows)
+
+
 TABLES: dict[str, Callable[[list[Row]], str]] = {
     "operations": operations,
     "linear_cross_entropy": linear_cross_entropy,
@@ -228,6 +244,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "first_step": first_step,
     "fsdp": fsdp,
     "host": host,
+    "generate": generate,
 }
 
 

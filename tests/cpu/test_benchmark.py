@@ -13,6 +13,7 @@ import torch
 
 from benchmark import (
     benchmark_fsdp,
+    benchmark_generate,
     benchmark_linear_cross_entropy,
     benchmark_qwen3,
     benchmark_swiglu,
@@ -75,6 +76,8 @@ def made_up_rows():
         rows.append(
             row("qwen3_step", "huggingface", "full", "step_time", 16384, None, gpus=1, layers=None, tokens=16384, error="out of memory")
         )
+    for provider, us in (("huggingface", 9000.0), ("bastile", 4500.0)):
+        rows += [row("generate", provider, mode, x=x, y=us, layers=4, tokens=2048) for mode in ("prefill", "decode") for x in (1, 8)]
     for provider, us in (("torch", 12.8), ("bastile", 15.0)):
         rows.append(row(provider=provider, metric="host_time", x=128, y=us))
     return rows
@@ -283,6 +286,34 @@ def test_training_steps_in_a_process_of_their_own(tmp_path, monkeypatch):
     assert len(found.steps["huggingface", 8].ms) == 2 and len(found.steps["huggingface", 16].losses) == 3
 
 
+def test_generation(tmp_path):
+    pytest.importorskip("transformers")
+    arguments = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--tokens", "16", "--batches", "1,2", "--ms", "1"]
+    rows = benchmark_generate.main([*arguments, "--results", str(tmp_path)])
+    saved = records.read(tmp_path / "cpu" / "generate.csv")
+    assert len(saved) == len(rows) == 8 and all(r.y_value_50 for r in rows)
+    found = {(r.kernel_provider, r.kernel_operation_mode, r.x_value) for r in saved}
+    assert found == {(p, m, b) for p in ("huggingface", "bastile") for m in ("prefill", "decode") for b in ("1", "2")}
+
+
+def test_a_generation_that_is_wrong_is_not_timed():
+    args = type("Args", (), {"model": "tiny", "layers": 2, "tokens": 16, "device": "cpu"})
+    found = benchmark_generate.generations(args, 1)
+    with torch.no_grad():
+        found["bastile"].model.lm_head.weight.mul_(1.1)
+    with pytest.raises(ArithmeticError, match="logits of prefill are off by"):
+        benchmark_generate.check(found)
+
+
+def test_the_generation_benchmark_for_kernels_runs(loaded):
+    bench = benchmark_generate.Qwen3GenerateBenchmark()
+    bench.kernel, bench.device = loaded, "cpu"
+    bench.setup()
+    for name in ("prefill", "decode"):
+        getattr(bench, f"benchmark_{name}")()
+        assert torch.allclose(bench.out, getattr(bench, f"verify_{name}")(), atol=1e-2)
+
+
 def test_a_step_that_does_not_fit_is_recorded_for_all_longer_ones():
     args = training.parser("", ()).parse_args(["--tokens", "8,16,32", "--model", "tiny"])
     found = training.Results("qwen3_step", args, gpu=GPU)
@@ -332,10 +363,11 @@ def test_kernels_benchmark_runs_every_file_against_a_local_build(package_folder,
     assert done.returncode == 0, done.stderr[-2000:]
     results = {found["workload"]: found["verified"] for found in json.loads((tmp_path / "found.json").read_text())["results"]}
     assert all(results.values())
-    steps = {"Qwen3StepBenchmark.step", "Qwen3ShardedStepBenchmark.step"}
-    assert steps < set(results)
-    assert {name.partition(".")[2] for name in set(results) - steps} == {"forward", "full"}
-    assert len(results.keys() - steps) == 2 * (len(list((records.ROOT / "benchmark").glob("benchmark_*.py"))) - len(steps))
+    models_of = {"Qwen3StepBenchmark": ["step"], "Qwen3ShardedStepBenchmark": ["step"], "Qwen3GenerateBenchmark": ["prefill", "decode"]}
+    whole = {f"{name}.{workload}" for name, workloads in models_of.items() for workload in workloads}
+    assert whole < set(results)
+    assert {name.partition(".")[2] for name in set(results) - whole} == {"forward", "full"}
+    assert len(results.keys() - whole) == 2 * (len(list((records.ROOT / "benchmark").glob("benchmark_*.py"))) - len(models_of))
 
 
 # ---------------------------------------------------------------- tables and pictures
@@ -352,6 +384,7 @@ def test_tables(results):
     assert "**Qwen3-8B**" in tables.table("qwen3_models", rows)
     assert "| with gradients | 12.8 | 15.0 | 1.17 × |" in tables.table("host", rows)
     assert "35.4 ms · 1.20" in tables.table("linear_cross_entropy", rows)
+    assert "| one token, batch 8 | 9 | 4.5 | 2.00 × |" in tables.table("generate", rows)
     assert "| Bastile | 1.5 | 1.50 | 3.0 |" in tables.table("first_step", rows)
     assert all(tables.table(name, []) == "*Not measured yet.*" for name in tables.TABLES)
 

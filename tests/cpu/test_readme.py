@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 from benchmark import tables
 from tests.cpu.conftest import REPOSITORY as ROOT
 from tests.cpu.conftest import assemble_cpu
+from tests.integrations import __main__ as integrations
 from tools.assemble import assemble
 from tools.card import card_values, fill_card, render_card
 from tools.compile import TARGETS
@@ -90,7 +91,7 @@ def modules_and_flags(text: str) -> list[tuple[str, set[str]]]:
 
 
 def ours(module: str) -> bool:
-    return module.split(".")[0] in ("tools", "benchmark")
+    return module.split(".")[0] in ("tools", "benchmark", "tests")
 
 
 # Running what they contain
@@ -358,6 +359,11 @@ def test_tables_show_what_was_measured():
     assert {"operations", "linear_cross_entropy", "qwen3_step", "first_step", "host"} <= set(found) <= set(tables.TABLES)
     assert sum(len(tables.BLOCK.findall(text)) for text in DOCUMENTS.values()) == len(found)
     assert tables.main(["--check", *(str(ROOT / name) for name in DOCUMENTS)]) == 0
+
+
+def test_the_table_of_integrations_is_that_of_the_tests():
+    assert len(integrations.BLOCK.findall(README)) == 1
+    assert integrations.main(["--check", str(ROOT / "README.md")]) == 0
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

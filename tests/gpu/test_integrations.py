@@ -1,6 +1,7 @@
 """The libraries that people train and run Qwen3 with, on a GPU."""
 
 import pytest
+import torch
 
 from tests.integrations.adapters import *  # noqa: F403
 from tests.integrations.device_maps import *  # noqa: F403
@@ -17,3 +18,11 @@ def qwen3(ops):
 @pytest.fixture
 def device():
     return "cuda"
+
+
+@pytest.mark.integration("generate: static cache, compiled as transformers does it by default", on="cuda")
+def test_compiled_static_cache(qwen3):
+    expected, _ = generated(model_for_inference("cuda"), "cuda")  # noqa: F405
+    model = install(qwen3, model_for_inference("cuda"))  # noqa: F405
+    tokens, _ = generated(model, "cuda", cache_implementation="static", disable_compile=False)  # noqa: F405
+    assert torch.equal(tokens, expected)

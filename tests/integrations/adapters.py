@@ -80,7 +80,7 @@ def test_frozen_parts(qwen3, device, trained):
     assert found.gradients and all(trained in name for name in found.gradients)
 
 
-@pytest.mark.integration("Tied embeddings")
+@pytest.mark.integration("transformers: tied embeddings")
 @WAYS
 @pytest.mark.parametrize("frozen", [False, True])
 def test_tied_embeddings(qwen3, device, how, frozen):
@@ -152,7 +152,7 @@ class Adapted(nn.Module):
         return self.base_layer(x) + (x @ self.lora_a.T.to(x.dtype)) @ self.lora_b.T.to(x.dtype)
 
 
-@pytest.mark.integration("QLoRA-style replaced linear layers")
+@pytest.mark.integration("transformers: linear layers replaced by quantised ones, with LoRA around them")
 @WAYS
 @pytest.mark.parametrize("kind", [Quantised, QuantisedLinear])
 @pytest.mark.parametrize("names", [PROJECTIONS, ["o_proj"], ["down_proj", "k_proj"]], ids="-".join)
@@ -170,14 +170,14 @@ def test_replaced_linears(qwen3, device, how, kind, names):
     assert found.gradients and all("lora" in name for name in found.gradients)
 
 
-@pytest.mark.integration("QLoRA-style replaced linear layers")
+@pytest.mark.integration("transformers: linear layers replaced by quantised ones, with LoRA around them")
 def test_a_replaced_head(qwen3, device):
     model = model_on(device)
     model.lm_head = QuantisedLinear(model.lm_head)
     assert compare(qwen3, model, device).output.logits is not None
 
 
-@pytest.mark.integration("bitsandbytes: LoRA over 4-bit layers (QLoRA)")
+@pytest.mark.integration("bitsandbytes: LoRA over 4-bit layers (QLoRA)", on="cpu")
 def test_bitsandbytes(qwen3, device):
     bnb = pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
@@ -197,7 +197,7 @@ def test_bitsandbytes(qwen3, device):
         assert_close(found.gradients[name], gradient, torch.bfloat16, name, 8)
 
 
-@pytest.mark.integration("Gradient checkpointing, reentrant and not")
+@pytest.mark.integration("transformers: gradient checkpointing, reentrant and not")
 @WAYS
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "LoRA"])
@@ -213,7 +213,7 @@ def test_gradient_checkpointing_of_a_model(qwen3, device, how, reentrant, adapte
     Step(install(qwen3, model, how), **inputs).assert_same(expected, FACTOR[device])
 
 
-@pytest.mark.integration("torch.utils.checkpoint around one layer")
+@pytest.mark.integration("PyTorch: torch.utils.checkpoint around one layer")
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @pytest.mark.parametrize("where", ["", "self_attn", "self_attn.q_norm", "mlp", "mlp.up_proj", "input_layernorm"])
 def test_checkpoint_around_one_layer(qwen3, device, reentrant, where):
@@ -232,7 +232,7 @@ def test_checkpoint_around_one_layer(qwen3, device, reentrant, where):
     module.forward = inner  # or the apply() of the next test warns of it
 
 
-@pytest.mark.integration("Gradient checkpointing, reentrant and not")
+@pytest.mark.integration("transformers: gradient checkpointing, reentrant and not")
 def test_checkpointed_copies_run_in_any_order(qwen3, device):
     """Two backward passes over checkpointed layers, the later one first: what is recomputed belongs to its own pass."""
     inputs = [batch(device, 2, length) for length in (17, 33)]

@@ -342,7 +342,7 @@ def test_fsdp_options(ranks, tied):
     ranks.run(check_fsdp, "kernelize", "layers", {"reshard_after_forward": False}, {"tie_word_embeddings": tied})
 
 
-@pytest.mark.integration("FSDP2: weights and gradients kept on the CPU (CPUOffloadPolicy)")
+@pytest.mark.integration("FSDP2: weights and gradients kept on the CPU (CPUOffloadPolicy)", on="cuda")
 def test_fsdp_offload(ranks, device_type):
     if device_type == "cpu":
         pytest.skip("there is nothing to offload from")
@@ -374,7 +374,7 @@ def test_fsdp_with_lora(ranks, how):
     ranks.run(check_fsdp_lora, how)
 
 
-@pytest.mark.integration("FSDP2: training with clipping, and evaluation")
+@pytest.mark.integration("FSDP2: clipping, optimizer steps, evaluation")
 def test_training_under_fsdp(ranks):
     ranks.run(check_training_under_fsdp, "kernelize")
 
@@ -387,15 +387,20 @@ def checkpoint(tmp_path_factory, device_type):
     return str(folder)
 
 
-@pytest.mark.integration("Tensor parallelism of transformers (tp_plan)")
+@pytest.mark.integration("transformers: tensor parallelism (tp_plan)")
 @pytest.mark.parametrize("how", ["apply before", "apply", "kernelize"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_tensor_parallelism(ranks, checkpoint, how, training):
     ranks.run(check_tensor_parallel, checkpoint, how, training)
 
 
-@pytest.mark.integration("Trainer: DDP and FSDP2")
-@pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
+@pytest.mark.parametrize(
+    "fsdp",
+    [
+        pytest.param(False, id="DDP", marks=pytest.mark.integration("Trainer: under DDP")),
+        pytest.param(True, id="FSDP2", marks=pytest.mark.integration("Trainer: under FSDP2", on="cuda")),
+    ],
+)
 def test_trainer_in_two_processes(ranks, device_type, tmp_path, fsdp):
     if fsdp and device_type == "cpu":
         pytest.skip("accelerate shards on GPUs only")

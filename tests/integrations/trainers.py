@@ -125,11 +125,12 @@ def run(kind, model, folder, device, resume=None, evaluate=False, **options):
     return Run(gradients.steps, gradients.losses, gradients.norms, evaluation)
 
 
+NAMES = ("Trainer", "SFTTrainer")
 BOTH = pytest.mark.parametrize("kind", [pytest.param("hf", id="Trainer"), pytest.param("trl", id="SFTTrainer")])
 WAYS = pytest.mark.parametrize("how", ["apply", "kernelize"])
 
 
-@pytest.mark.integration("Trainer: gradient accumulation, gradient clipping", "TRL's SFTTrainer: gradient accumulation, gradient clipping")
+@pytest.mark.integration(*(f"{name}: gradient accumulation, gradient clipping" for name in NAMES))
 @BOTH
 @WAYS
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.05], ids=["unclipped", "clipped"])
@@ -146,9 +147,14 @@ def test_accumulation_equals_one_large_batch(qwen3, device, kind, how, max_grad_
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.mark.integration("Trainer: bf16 and fp16 autocast over fp32 weights", "TRL's SFTTrainer: bf16 and fp16 autocast over fp32 weights")
 @BOTH
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param("bf16", marks=pytest.mark.integration(*(f"{name}: bf16 autocast over fp32 weights" for name in NAMES))),
+        pytest.param("fp16", marks=pytest.mark.integration(*(f"{name}: fp16 autocast over fp32 weights" for name in NAMES), on="cuda")),
+    ],
+)
 def test_autocast_of_a_trainer(qwen3, device, kind, precision, tmp_path):
     if (device, precision) == ("cpu", "fp16"):
         pytest.skip("accelerate has no fp16 autocast on a CPU: see test_autocast_with_a_gradient_scaler")
@@ -164,7 +170,7 @@ def test_autocast_of_a_trainer(qwen3, device, kind, precision, tmp_path):
         assert mine <= 1.25 * others + 1e-3, f"{name}: relative error {mine:.2e}, without the layers {others:.2e}"
 
 
-@pytest.mark.integration("torch.autocast: bf16 and fp16 with a GradScaler, fp32 weights")
+@pytest.mark.integration("PyTorch: autocast in bf16 and fp16 over fp32 weights, GradScaler")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_autocast_with_a_gradient_scaler(qwen3, device, precision):
     inputs = batch(device, 4, LENGTH)
@@ -198,7 +204,7 @@ def accuracy(prediction):
     return {"accuracy": float((logits.argmax(-1) == labels)[counted].mean()), "square": float((logits**2).mean())}
 
 
-@pytest.mark.integration("Trainer: evaluation with and without compute_metrics", "TRL's SFTTrainer: evaluation with and without compute_metrics")
+@pytest.mark.integration(*(f"{name}: evaluation with and without compute_metrics" for name in NAMES))
 @BOTH
 @pytest.mark.parametrize("with_metrics", [False, True], ids=["loss alone", "compute_metrics"])
 def test_evaluation(qwen3, device, kind, with_metrics, tmp_path):
@@ -214,7 +220,7 @@ def test_evaluation(qwen3, device, kind, with_metrics, tmp_path):
         assert found[name] == pytest.approx(expected[name], rel=LOGGED), name
 
 
-@pytest.mark.integration("TRL's SFTTrainer: token accuracy and entropy while it trains")
+@pytest.mark.integration("SFTTrainer: token accuracy and entropy while it trains")
 def test_metrics_of_training(qwen3, device, tmp_path):
     """They come from TRL's own head, so a model whose loss needs no logits has them too."""
 
@@ -228,7 +234,7 @@ def test_metrics_of_training(qwen3, device, tmp_path):
         assert [entry[name] for entry in found] == pytest.approx([entry[name] for entry in expected], rel=LOGGED)
 
 
-@pytest.mark.integration("Trainer: label smoothing, compute_loss_func", "TRL's SFTTrainer: label smoothing, compute_loss_func")
+@pytest.mark.integration(*(f"{name}: label smoothing, compute_loss_func" for name in NAMES))
 @BOTH
 @pytest.mark.parametrize("what", ["label_smoothing_factor", "compute_loss_func"])
 def test_losses_that_read_the_logits(qwen3, device, kind, what, tmp_path):
@@ -264,7 +270,7 @@ def test_packed_sequences(qwen3, device, tmp_path):
     run("hf", model, tmp_path, device, data_collator=DataCollatorWithFlattening(), **options).assert_same(apart, device)
 
 
-@pytest.mark.integration("TRL's SFTTrainer: packed sequences (position_ids that start again)")
+@pytest.mark.integration("SFTTrainer: packed sequences (position_ids that start again)")
 def test_packing_of_trl(qwen3, device, tmp_path):
     data = [{"input_ids": row["input_ids"]} for row in ragged(rows())]
     options = {"data": data, "packing": True, "max_length": 32, "per_device_train_batch_size": 2, "max_grad_norm": 0.0}
@@ -272,7 +278,7 @@ def test_packing_of_trl(qwen3, device, tmp_path):
     run("trl", install(qwen3, model_on(device)), tmp_path, device, **options).assert_same(expected, device)
 
 
-@pytest.mark.integration("Trainer: resume from a checkpoint", "TRL's SFTTrainer: resume from a checkpoint")
+@pytest.mark.integration(*(f"{name}: resume from a checkpoint" for name in NAMES))
 @BOTH
 def test_resume_from_a_checkpoint(qwen3, device, kind, tmp_path):
     """Steps 3 and 4 after a checkpoint at 2: those of the run that was not interrupted, and of one without the layers."""
@@ -287,7 +293,7 @@ def test_resume_from_a_checkpoint(qwen3, device, kind, tmp_path):
     rest.assert_same(Run(whole.gradients[2:], whole.losses[2:], whole.norms[2:]), device)
 
 
-@pytest.mark.integration("TRL's SFTTrainer: LoRA")
+@pytest.mark.integration("SFTTrainer: LoRA")
 def test_trl_with_lora(qwen3, device, tmp_path):
     from peft import LoraConfig
 

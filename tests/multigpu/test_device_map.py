@@ -9,7 +9,7 @@ from tests.integrations.inference import generated, model_for_inference
 from tests.models import Step
 
 
-@pytest.mark.integration("device_map over several GPUs in one process")
+@pytest.mark.integration("accelerate: device_map over several GPUs in one process")
 @HOWS
 @ORDERS
 @pytest.mark.parametrize("places", [(0, 0, 0, 1, 1, 1), (1, 1, 1, 0, 0, 0), (0, 0, 1, 1, 0, 1)], ids=str)
@@ -17,7 +17,7 @@ def test_device_map(qwen3, device, how, order, places, tmp_path):
     check_dispatched(qwen3, device, how, order, list(places), tmp_path, places[0])
 
 
-@pytest.mark.integration("device_map over several GPUs in one process")
+@pytest.mark.integration("accelerate: device_map over several GPUs in one process")
 @HOWS
 def test_generate_over_two_gpus(qwen3, device, how, tmp_path):
     from tests.integrations.device_maps import dispatched
@@ -27,7 +27,7 @@ def test_generate_over_two_gpus(qwen3, device, how, tmp_path):
     assert torch.equal(generated(model, device)[0], expected)
 
 
-@pytest.mark.integration("A model on another GPU than the current one")
+@pytest.mark.integration("PyTorch: a model on another GPU than the current one")
 @HOWS
 def test_a_model_on_another_gpu_than_the_current_one(qwen3, how):
     expected = Step(model_on("cuda"), **batch("cuda", 2, 33))
