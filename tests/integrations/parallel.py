@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.integrations.common import FACTOR, batch, install, model_on
+from tests.integrations.ranks import WORLD
 from tests.models import Step
 from tests.tolerances import assert_close, relative_error
 
@@ -113,6 +114,7 @@ def check_ddp_lora(here, how):
 UNITS = {
     "layers": lambda model: list(model.model.layers),
     "layers and head": lambda model: [*model.model.layers, model.lm_head],
+    "layers, norm with head": lambda model: [*model.model.layers, [model.model.norm, model.lm_head]],
     "layers, head and embeddings": lambda model: [*model.model.layers, model.lm_head, model.model.embed_tokens],
     "attention and mlp": lambda model: [part for layer in model.model.layers for part in (layer.self_attn, layer.mlp, layer)],
     "linears": lambda model: [m for m in model.model.layers.modules() if isinstance(m, nn.Linear)] + list(model.model.layers),
@@ -123,7 +125,7 @@ UNITS = {
 def shard(here, model, units="layers", **options):
     from torch.distributed.fsdp import fully_shard
 
-    for unit in UNITS[units](model):
+    for unit in UNITS[units](model):  # each a module, or several that are sharded as one
         fully_shard(unit, mesh=here.mesh, **options)
     return fully_shard(model, mesh=here.mesh, **options)
 
@@ -144,6 +146,7 @@ def check_fsdp(here, how, units, options, changes):
             model.zero_grad()
             # The layers themselves are units of their own, so their weights are whole while they run.
             output = assert_fused(here, model, **mine) if units == "layers" else model(**mine)
+            assert output.logits is None  # also where the head is a unit of its own
             (2 * output.loss).backward()
             assert_gradients(gradients_of(model), expected.gradients, here.device)
         here.qwen3.reset()
@@ -198,6 +201,32 @@ def check_fsdp_mixed_precision(here, how, units, output_dtype):
         assert found[name].dtype == before[name].dtype == torch.float32
         ours, theirs = relative_error(found[name], gradient), relative_error(before[name], gradient)
         assert ours <= 1.25 * theirs + 1e-3, f"{name}: relative error {ours:.2e}, without the layers {theirs:.2e}"
+
+
+def check_hooks_on_a_sharded_head(here):
+    """Whoever listens to the head hears its logits."""
+    device = here.own_device
+    inputs = batch(device, ROWS, LENGTH)
+    model = here.qwen3.kernelize(shard(here, model_on(device), "layers and head"))
+    heard = []
+    model.lm_head.register_forward_hook(lambda module, args, output: heard.append(output.shape))
+    assert model(**rows_of(inputs, here.rank)).logits is not None
+    assert heard == [(ROWS // 2, LENGTH, model.config.vocab_size)]
+
+
+def check_fsdp_plan(here, folder, how):
+    """transformers' own sharding: the layers, the embeddings, and the last norm with the head."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    device = here.own_device
+    inputs = batch(device, ROWS, LENGTH)
+    expected = Step(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).train(), **inputs)
+    config = DistributedConfig(fsdp_size=WORLD)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config).train()
+    output = assert_fused(here, install(here.qwen3, model, how), **rows_of(inputs, here.rank))
+    (2 * output.loss).backward()
+    assert_gradients(gradients_of(model), expected.gradients, here.device)
 
 
 def check_fsdp_checkpointing(here, how, reentrant):
@@ -329,7 +358,7 @@ def test_ddp_with_lora(ranks, how):
     ranks.run(check_ddp_lora, how)
 
 
-@pytest.mark.integration("FSDP2: layers, attention and MLP, single linear layers, norms, head and embeddings as units of their own")
+@pytest.mark.integration("FSDP2: layers, attention and MLP, linear layers, norms, head and embeddings sharded on their own")
 @HOWS
 @pytest.mark.parametrize("units", UNITS)
 def test_fsdp(ranks, how, units):
@@ -356,7 +385,7 @@ def test_fsdp_accumulation(ranks, how):
 
 
 @pytest.mark.integration("FSDP2: MixedPrecisionPolicy, bf16 over fp32 weights")
-@pytest.mark.parametrize("units", ["layers", "layers and head", "linears"])
+@pytest.mark.parametrize("units", ["layers", "layers and head", "layers, norm with head", "linears"])
 @pytest.mark.parametrize("output_dtype", [None, torch.float32], ids=["bf16 outputs", "fp32 outputs"])
 def test_fsdp_mixed_precision(ranks, units, output_dtype):
     ranks.run(check_fsdp_mixed_precision, "kernelize", units, output_dtype)
@@ -366,6 +395,10 @@ def test_fsdp_mixed_precision(ranks, units, output_dtype):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_fsdp_checkpointing(ranks, reentrant):
     ranks.run(check_fsdp_checkpointing, "kernelize", reentrant)
+
+
+def test_hooks_on_a_sharded_head(ranks):
+    ranks.run(check_hooks_on_a_sharded_head)
 
 
 @pytest.mark.integration("FSDP2: LoRA")
@@ -392,6 +425,12 @@ def checkpoint(tmp_path_factory, device_type):
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_tensor_parallelism(ranks, checkpoint, how, training):
     ranks.run(check_tensor_parallel, checkpoint, how, training)
+
+
+@pytest.mark.integration("transformers: FSDP2 plan (distributed_config)")
+@HOWS
+def test_fsdp_plan_of_transformers(ranks, checkpoint, how):
+    ranks.run(check_fsdp_plan, checkpoint, how)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ SAVED = "_bastile_"  # prefix of the attribute that keeps what `patching` replac
 OFF = SAVED + "off"  # on a causal LM whose forward accelerate wrapped while it was ours: reset() cannot take it out again
 LAYER = SAVED + "layer"  # on a forward of ours: the forward itself, so a wrapper to which functools copies it is told apart
 PLAIN = (torch.Tensor, nn.Parameter)
+FSDP = "torch.distributed.fsdp"
 
 
 def is_plain(tensor) -> bool:
@@ -41,6 +42,29 @@ def plain_weight(layer):
     if listened_to or "forward" in state or parameters.get("bias") is not None or not is_plain(weight):
         return None
     return weight
+
+
+def sharded_weight(layer):
+    """The weight of a torch.nn.Linear that FSDP2 shards as a unit of its own, with which nobody else does anything; None for all
+    else. It is whole while the layer is called, and only then."""
+    classes, state = type(layer).__mro__, layer.__dict__
+    if len(classes) < 3 or classes[2] is not nn.Linear or not classes[1].__module__.startswith(FSDP):
+        return None
+    hooks = [*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()]
+    of_fsdp = all((getattr(hook, "__module__", None) or "").startswith(FSDP) for hook in hooks)
+    listened_to = not of_fsdp or state["_backward_hooks"] or state["_backward_pre_hooks"]
+    if listened_to or "forward" in state or layer.bias is not None or torch.compiler.is_compiling():
+        return None
+    return layer.weight
+
+
+def call_with(function, layer, x):
+    """Calls a layer, and with it the hooks on it, with another forward."""
+    layer.__dict__["forward"] = function
+    try:
+        return layer(x)
+    finally:
+        del layer.__dict__["forward"]
 
 
 def is_silu(activation) -> bool:
@@ -141,14 +165,21 @@ class _Headless:
         return hidden
 
     def loss_function(self, logits, labels, vocab_size, **kwargs):
-        return causal_lm_loss(logits, plain_weight(self.whole.lm_head), None, labels, **kwargs)
+        head = self.whole.lm_head
+        weight = plain_weight(head)
+        if weight is not None:
+            return causal_lm_loss(logits, weight, None, labels, **kwargs)
+        return call_with(lambda hidden: causal_lm_loss(hidden, head.weight, None, labels, **kwargs), head, logits)
 
 
 def loss_is_standard(model) -> bool:
-    """True when nothing but `lm_head` as PyTorch's own layer and transformers' causal LM loss stand behind the hidden states."""
+    """True when nothing but `lm_head` as PyTorch's own layer, sharded or not, and transformers' causal LM loss stand behind the
+    hidden states."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     weight = plain_weight(model.lm_head)
+    if weight is None:
+        weight = sharded_weight(model.lm_head)
     return (
         weight is not None
         and weight.shape[0] == model.config.vocab_size
