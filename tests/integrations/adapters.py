@@ -54,6 +54,23 @@ def test_kinds_of_lora(qwen3, device, options):
     Step(model, **batch(device, 2, 33)).assert_same(expected, FACTOR[device])
 
 
+@pytest.mark.integration("PEFT: IA3, prompt tuning, prefix tuning")
+@pytest.mark.parametrize("kind", ["IA3Config", "PromptTuningConfig", "PrefixTuningConfig"])
+def test_other_adapters(qwen3, device, kind):
+    """Factors on layers' inputs and outputs, embeddings in front of the text, keys and values in front of it."""
+    import peft
+
+    options = {"num_virtual_tokens": 3, "num_layers": 2} if "Tuning" in kind else {"target_modules": ["k_proj", "v_proj", "down_proj"]}
+    options |= {"feedforward_modules": ["down_proj"]} if kind == "IA3Config" else {}
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model_on(device), getattr(peft, kind)(task_type="CAUSAL_LM", **options)).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    assert compare(qwen3, model, device).gradients
+
+
 @pytest.mark.integration("PEFT: LoRA on the head")
 @WAYS
 @pytest.mark.parametrize("tied", [False, True])

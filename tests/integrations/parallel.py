@@ -112,6 +112,7 @@ def check_ddp_lora(here, how):
 
 
 UNITS = {
+    "root alone": lambda model: [],
     "layers": lambda model: list(model.model.layers),
     "layers and head": lambda model: [*model.model.layers, model.lm_head],
     "layers, norm with head": lambda model: [*model.model.layers, [model.model.norm, model.lm_head]],
@@ -145,7 +146,7 @@ def check_fsdp(here, how, units, options, changes):
         for _ in range(2):
             model.zero_grad()
             # The layers themselves are units of their own, so their weights are whole while they run.
-            output = assert_fused(here, model, **mine) if units == "layers" else model(**mine)
+            output = assert_fused(here, model, **mine) if units in ("root alone", "layers") else model(**mine)
             assert output.logits is None  # also where the head is a unit of its own
             (2 * output.loss).backward()
             assert_gradients(gradients_of(model), expected.gradients, here.device)
@@ -238,6 +239,24 @@ def check_fsdp_checkpointing(here, how, reentrant):
     model = shard(here, model)
     (2 * model(**rows_of(inputs, here.rank)).loss).backward()
     assert_gradients(gradients_of(model), expected.gradients, here.device)
+
+
+def check_fsdp_checkpoint_wrapper(here, how, reentrant):
+    """torch's own wrapper around each layer, as accelerate's activation_checkpointing puts it on."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+
+    device = here.own_device
+    inputs = batch(device, ROWS, LENGTH)
+    expected = Step(model_on(device), **inputs)
+    model = install(here.qwen3, model_on(device), how)
+    kind = wrappers.CheckpointImpl.REENTRANT if reentrant else wrappers.CheckpointImpl.NO_REENTRANT
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = wrappers.checkpoint_wrapper(layer, kind)
+    model.enable_input_require_grads()
+    model = shard(here, model)
+    (2 * model(use_cache=False, **rows_of(inputs, here.rank)).loss).backward()
+    found = {name.replace("._checkpoint_wrapped_module", ""): gradient for name, gradient in gradients_of(model).items()}
+    assert_gradients(found, expected.gradients, here.device)
 
 
 def check_fsdp_lora(here, how):
@@ -395,6 +414,12 @@ def test_fsdp_mixed_precision(ranks, units, output_dtype):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_fsdp_checkpointing(ranks, reentrant):
     ranks.run(check_fsdp_checkpointing, "kernelize", reentrant)
+
+
+@pytest.mark.integration("FSDP2: checkpoint_wrapper around each layer")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_fsdp_checkpoint_wrapper(ranks, reentrant):
+    ranks.run(check_fsdp_checkpoint_wrapper, "kernelize", reentrant)
 
 
 def test_hooks_on_a_sharded_head(ranks):

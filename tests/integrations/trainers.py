@@ -70,6 +70,12 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1", unk_token="0")
 
 
+def on_one_device(arguments):
+    """Where there are more, the Trainer would split batches among all GPUs that it sees."""
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
+
+
 def make_trainer(kind, model, folder, device, data=None, gradients=None, **options):
     """A Trainer ("hf") or SFTTrainer ("trl") of the same arguments. What only one of them takes goes into `options`."""
     of_trainer = {
@@ -95,12 +101,12 @@ def make_trainer(kind, model, folder, device, data=None, gradients=None, **optio
     data = data or rows()
     of_trainer |= {"callbacks": [gradients] if gradients else []}
     if kind == "hf":
-        return Trainer(model=model, args=TrainingArguments(**arguments), train_dataset=data, eval_dataset=data[:6], **of_trainer)
+        return Trainer(model=model, args=on_one_device(TrainingArguments(**arguments)), train_dataset=data, eval_dataset=data[:6], **of_trainer)
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 
     prepared = {"dataset_kwargs": {"skip_prepare_dataset": True}} if "packing" not in options else {}
-    config = trl.SFTConfig(**arguments, **prepared)
+    config = on_one_device(trl.SFTConfig(**arguments, **prepared))
     sets = {"train_dataset": Dataset.from_list(data), "eval_dataset": Dataset.from_list(data[:6])}
     return trl.SFTTrainer(model=model, args=config, processing_class=tokenizer(), **sets, **of_trainer)
 
@@ -291,6 +297,24 @@ def test_resume_from_a_checkpoint(qwen3, device, kind, tmp_path):
         model.lm_head.weight.zero_()  # what it has must come from the checkpoint
     rest = run(kind, model, tmp_path / "ours", device, resume=str(tmp_path / "ours/checkpoint-2"), **options)
     rest.assert_same(Run(whole.gradients[2:], whole.losses[2:], whole.norms[2:]), device)
+
+
+@pytest.mark.integration(*(f"{name}: gradient checkpointing" for name in NAMES))
+@BOTH
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_gradient_checkpointing_of_a_trainer(qwen3, device, kind, reentrant, tmp_path):
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    expected = run(kind, model_on(device), tmp_path, device, per_device_train_batch_size=4)
+    run(kind, install(qwen3, model_on(device)), tmp_path, device, per_device_train_batch_size=4, **options).assert_same(expected, device)
+
+
+@pytest.mark.integration("SFTTrainer: its defaults (bf16, gradient checkpointing)")
+def test_the_defaults_of_trl(qwen3, device, tmp_path):
+    options = {"bf16": None, "gradient_checkpointing": True, "per_device_train_batch_size": 4, "max_steps": 4}
+    expected = run("trl", model_on(device), tmp_path, device, **options)
+    found = run("trl", install(qwen3, model_on(device)), tmp_path, device, **options)
+    assert found.losses == pytest.approx(expected.losses, rel=5e-3)
+    assert found.norms == pytest.approx(expected.norms, rel=2e-2)
 
 
 @pytest.mark.integration("SFTTrainer: LoRA")
