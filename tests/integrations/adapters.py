@@ -1,4 +1,4 @@
-"""PEFT, replaced linear layers, and gradient checkpointing."""
+"""PEFT, replaced linear layers, gradient checkpointing, and what PyTorch lets anyone do to a module."""
 
 import copy
 
@@ -266,3 +266,74 @@ def test_checkpointed_copies_run_in_any_order(qwen3, device):
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for name, gradient in gradients(install(qwen3, model)).items():
         assert_close(gradient, expected[name], torch.float32, name, FACTOR[device])
+
+
+def modules_of_a_layer():
+    names = {name for name, _ in model_on("cpu", num_hidden_layers=1).named_modules()} - {"", "model", "model.layers"}
+    return sorted(name for name in names if "rotary" not in name and "Func" not in name)
+
+
+@pytest.mark.integration("PyTorch: hooks on any module, and on all")
+@WAYS
+@pytest.mark.parametrize("where", [*modules_of_a_layer(), "all"])
+def test_hooks_hear_what_they_would_hear(qwen3, device, how, where):
+    """Forward and backward hooks get the same tensors, each as often as without the layers."""
+    inputs = batch(device, 2, 9)
+
+    def hear(model):
+        heard = []
+
+        def listen(what):
+            def hook(module, *args):
+                tensors = args[-1] if isinstance(args[-1], tuple) else (args[-1],)
+                found = [t for t in tensors if isinstance(t, torch.Tensor)] if "backward" in what else [args[-1]]
+                heard.append((what, type(module).__name__, [t.detach().clone() for t in found if isinstance(t, torch.Tensor)]))
+
+            return hook
+
+        kinds = ("forward_hook", "full_backward_hook")
+        if where == "all":
+            handles = [getattr(nn.modules.module, f"register_module_{kind}")(listen(kind)) for kind in kinds]
+        else:
+            handles = [getattr(model.get_submodule(where), f"register_{kind}")(listen(kind)) for kind in kinds]
+        try:
+            Step(model, **inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return heard
+
+    model = model_on(device, num_hidden_layers=1)
+    expected = hear(model)
+    found = [each for each in hear(install(qwen3, model, how)) if each[1] != "Func"]
+    expected = [each for each in expected if each[1] != "Func"]  # the rotary embedding, which is no part of the model
+    assert expected and [each[:2] for each in found] == [each[:2] for each in expected]
+    for (what, module, ours), (_, _, theirs) in zip(found, expected):
+        for mine, other in zip(ours, theirs, strict=True):
+            assert_close(mine, other, torch.float32, f"{what} of {module}", 10 * FACTOR[device])
+
+
+@pytest.mark.integration("PyTorch: hooks on saved tensors (save_on_cpu)")
+def test_saved_tensor_hooks(qwen3, device):
+    inputs = batch(device, 2, 33)
+    expected = Step(model_on(device), **inputs)
+    model = install(qwen3, model_on(device))
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t.cpu(), lambda t: t.to(device)):
+        found = Step(model, **inputs)
+    assert packed
+    found.assert_same(expected, FACTOR[device])
+
+
+@pytest.mark.integration("PyTorch: torch.func.functional_call with other parameters")
+def test_functional_call(qwen3, device):
+    inputs = batch(device, 2, 17)
+    plain, model = model_on(device), install(qwen3, model_on(device))
+    parameters = {name: (p * 1.1).detach().requires_grad_() for name, p in plain.named_parameters()}
+
+    def gradients(module):
+        loss = torch.func.functional_call(module, parameters, kwargs=inputs).loss
+        return torch.autograd.grad(loss, list(parameters.values()))
+
+    for name, ours, theirs in zip(parameters, gradients(model), gradients(plain)):
+        assert_close(ours, theirs, torch.float32, name, FACTOR[device])

@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from .modeling import LAYER, PLAIN, SAVED, is_silu, original_forward, plain_weight
+from .modeling import LAYER, PLAIN, SAVED, all_are_listened_to, is_silu, original_forward, plain_weight
 from .ops.decoder import norm_attention_inputs, norm_mlp
 from .ops.rms_norm import add_rms_norm, rms_norm
 from .ops.rotary import qk_norm_rotary
@@ -58,6 +58,8 @@ def _parameter(norm):
 def fusable(layer, x) -> bool:
     """True when the parts of a layer may be taken apart: nobody listens to them, and they hold what Qwen3's do."""
     if type(x) not in PLAIN or x.dim() != 3 or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+        return False
+    if all_are_listened_to():
         return False
     if not _known:
         _learn_forwards()

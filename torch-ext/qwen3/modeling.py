@@ -28,6 +28,14 @@ def is_plain(tensor) -> bool:
     return kind in PLAIN or (kind is FakeTensor and torch.compiler.is_compiling())
 
 
+def all_are_listened_to() -> bool:
+    """True while someone has hooks on every module of the process, as torch.utils.flop_counter has: then each must be called."""
+    hooks = nn.modules.module
+    return bool(
+        hooks._global_forward_hooks or hooks._global_forward_pre_hooks or hooks._global_backward_hooks or hooks._global_backward_pre_hooks
+    )
+
+
 def plain_weight(layer):
     """The weight of a torch.nn.Linear whose call does nothing but multiply by it, an ordinary tensor; None for all else.
 
@@ -97,7 +105,7 @@ def mlp_forward(layer, x: torch.Tensor) -> torch.Tensor:
     children = layer.__dict__["_modules"]
     gate_proj, up_proj, down_proj = children["gate_proj"], children["up_proj"], children["down_proj"]
     act_fn = children.get("act_fn")
-    if not is_silu(act_fn):
+    if not is_silu(act_fn) or all_are_listened_to():
         return down_proj(layer.act_fn(gate_proj(x)) * up_proj(x))
     gate_weight, up_weight, down_weight = plain_weight(gate_proj), plain_weight(up_proj), plain_weight(down_proj)
     if gate_weight is not None and up_weight is not None and down_weight is not None and is_plain(x):
@@ -182,6 +190,7 @@ def loss_is_standard(model) -> bool:
         weight = sharded_weight(model.lm_head)
     return (
         weight is not None
+        and not all_are_listened_to()
         and weight.shape[0] == model.config.vocab_size
         and model.loss_function is ForCausalLMLoss
         and original_forward(model).__module__.startswith("transformers.")
