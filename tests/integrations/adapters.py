@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.integrations.common import FACTOR, batch, install, layers_run, model_on  # noqa: F401
+from tests.integrations.common import FACTOR, WAYS, batch, install, layers_run, model_on  # noqa: F401
 from tests.models import Step
 from tests.tolerances import assert_close
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-WAYS = pytest.mark.parametrize("how", ["apply", "kernelize"])
+HOWS = pytest.mark.parametrize("how", WAYS)
 
 
 def lora(model, **options):
@@ -33,7 +33,7 @@ def compare(qwen3, model, device, how="kernelize", **inputs):
 
 
 @pytest.mark.integration("PEFT: LoRA on the projections")
-@WAYS
+@HOWS
 @pytest.mark.parametrize("target_modules", [PROJECTIONS, *([name] for name in PROJECTIONS)], ids="-".join)
 def test_lora_on_projections(qwen3, device, how, target_modules):
     found = compare(qwen3, lora(model_on(device), target_modules=target_modules), device, how)
@@ -72,7 +72,7 @@ def test_other_adapters(qwen3, device, kind):
 
 
 @pytest.mark.integration("PEFT: LoRA on the head")
-@WAYS
+@HOWS
 @pytest.mark.parametrize("tied", [False, True])
 def test_lora_on_the_head(qwen3, device, how, tied):
     model = lora(model_on(device, tie_word_embeddings=tied), target_modules=["q_proj", "lm_head"])
@@ -80,7 +80,7 @@ def test_lora_on_the_head(qwen3, device, how, tied):
 
 
 @pytest.mark.integration("PEFT: a trained head and embeddings (modules_to_save)")
-@WAYS
+@HOWS
 def test_modules_to_save(qwen3, device, how):
     model = lora(model_on(device), target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"])
     assert any("lm_head" in name for name in compare(qwen3, model, device, how).gradients)
@@ -98,7 +98,7 @@ def test_frozen_parts(qwen3, device, trained):
 
 
 @pytest.mark.integration("transformers: tied embeddings")
-@WAYS
+@HOWS
 @pytest.mark.parametrize("frozen", [False, True])
 def test_tied_embeddings(qwen3, device, how, frozen):
     model = model_on(device, tie_word_embeddings=True)
@@ -170,7 +170,7 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.integration("transformers: linear layers replaced by quantised ones, with LoRA around them")
-@WAYS
+@HOWS
 @pytest.mark.parametrize("kind", [Quantised, QuantisedLinear])
 @pytest.mark.parametrize("names", [PROJECTIONS, ["o_proj"], ["down_proj", "k_proj"]], ids="-".join)
 def test_replaced_linears(qwen3, device, how, kind, names):
@@ -215,7 +215,7 @@ def test_bitsandbytes(qwen3, device):
 
 
 @pytest.mark.integration("transformers: gradient checkpointing, reentrant and not")
-@WAYS
+@HOWS
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "LoRA"])
 def test_gradient_checkpointing_of_a_model(qwen3, device, how, reentrant, adapter):
@@ -274,7 +274,7 @@ def modules_of_a_layer():
 
 
 @pytest.mark.integration("PyTorch: hooks on any module, and on all")
-@WAYS
+@HOWS
 @pytest.mark.parametrize("where", [*modules_of_a_layer(), "all"])
 def test_hooks_hear_what_they_would_hear(qwen3, device, how, where):
     """Forward and backward hooks get the same tensors, each as often as without the layers."""

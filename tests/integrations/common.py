@@ -7,6 +7,7 @@ import torch
 
 from tests.models import random_tokens, tiny_model
 
+WAYS = ("apply", "kernelize", "pack")
 FACTOR = {"cpu": 1.0, "cuda": 10.0}  # on the table of tolerances: a GPU's GEMMs add in other orders
 GPU_SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128}
 
@@ -24,7 +25,7 @@ installed = []
 def layers_run(qwen3, monkeypatch):
     """Fails a test whose kernelized model ran none of our operations: it would have compared the plain model with itself."""
     ran = []
-    for module, name in (("modeling", "rms_norm"), ("decoder", "rms_norm"), ("decoder", "norm_linears")):
+    for module, name in (("modeling", "rms_norm"), ("decoder", "rms_norm"), ("decoder", "norm_attention_inputs")):
         functions = sys.modules[f"{qwen3.__name__}.{module}"]
         original = getattr(functions, name)
         monkeypatch.setattr(functions, name, lambda *args, original=original: ran.append(1) or original(*args))
@@ -34,12 +35,13 @@ def layers_run(qwen3, monkeypatch):
 
 
 def install(qwen3, model, how="kernelize"):
-    """Puts the layers on, in one of the two ways; returns the model."""
+    """Puts the layers on, in one of WAYS; returns the model."""
     installed.append(model)
     if how == "apply":
         qwen3.apply()
         return model
-    return qwen3.kernelize(model)
+    qwen3.kernelize(model)
+    return qwen3.pack(model) if how == "pack" else model
 
 
 def batch(device, *shape):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tests.integrations.common import FACTOR, batch, install, layers_run, model_on  # noqa: F401
+from tests.integrations.common import FACTOR, WAYS, batch, install, layers_run, model_on  # noqa: F401
 from tests.models import Step
 from tests.tolerances import assert_close
 
 PARTS = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
-HOWS = pytest.mark.parametrize("how", ["apply", "kernelize"])
+HOWS = pytest.mark.parametrize("how", WAYS)
 
 
 def dispatched(model, places, folder, main):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.integrations.common import FACTOR, install, layers_run, model_on  # noqa: F401
+from tests.integrations.common import FACTOR, WAYS, install, layers_run, model_on  # noqa: F401
 from tests.models import random_tokens
 from tests.tolerances import assert_close, relative_error
 
@@ -35,7 +35,7 @@ def compare(qwen3, device, build=model_for_inference, how="kernelize", **options
 
 
 @pytest.mark.integration("generate: dynamic and static cache, without cache")
-@pytest.mark.parametrize("how", ["apply", "kernelize"])
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize(
     "options",
     [{}, {"cache_implementation": "dynamic"}, {"cache_implementation": "static"}, {"use_cache": False}],

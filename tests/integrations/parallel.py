@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.integrations.common import FACTOR, batch, install, model_on
+from tests.integrations.common import FACTOR, WAYS, batch, install, model_on
 from tests.integrations.ranks import WORLD
 from tests.models import Step
 from tests.tolerances import assert_close, relative_error
 
-HOWS = pytest.mark.parametrize("how", ["apply", "kernelize"])
+HOWS = pytest.mark.parametrize("how", WAYS)
 ROWS, LENGTH = 4, 24
 
 
@@ -309,9 +309,9 @@ def check_tensor_parallel(here, folder, how, training):
     if how == "apply":
         with pytest.warns(RuntimeWarning, match="Qwen3RMSNorm keeps the forward"):
             here.qwen3.apply()
-    if how == "kernelize":
+    if how in ("kernelize", "pack"):
         with pytest.warns(RuntimeWarning, match="Qwen3RMSNorm keeps the forward"):
-            here.qwen3.kernelize(model)
+            install(here.qwen3, model, how)
     expected = copy.deepcopy(plain)
     if not training:
         with torch.no_grad():
@@ -446,7 +446,7 @@ def checkpoint(tmp_path_factory, device_type):
 
 
 @pytest.mark.integration("transformers: tensor parallelism (tp_plan)")
-@pytest.mark.parametrize("how", ["apply before", "apply", "kernelize"])
+@pytest.mark.parametrize("how", ["apply before", "apply", "kernelize", "pack"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_tensor_parallelism(ranks, checkpoint, how, training):
     ranks.run(check_tensor_parallel, checkpoint, how, training)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
-from tests.integrations.common import FACTOR, batch, install, layers_run, model_on  # noqa: F401
+from tests.integrations.common import FACTOR, WAYS, batch, install, layers_run, model_on  # noqa: F401
 from tests.models import VOCABULARY, random_tokens
 from tests.tolerances import assert_close, relative_error
 
@@ -134,12 +134,12 @@ def run(kind, model, folder, device, resume=None, evaluate=False, **options):
 
 NAMES = ("Trainer", "SFTTrainer")
 BOTH = pytest.mark.parametrize("kind", [pytest.param("hf", id="Trainer"), pytest.param("trl", id="SFTTrainer")])
-WAYS = pytest.mark.parametrize("how", ["apply", "kernelize"])
+HOWS = pytest.mark.parametrize("how", WAYS)
 
 
 @pytest.mark.integration(*(f"{name}: gradient accumulation, gradient clipping" for name in NAMES))
 @BOTH
-@WAYS
+@HOWS
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.05], ids=["unclipped", "clipped"])
 def test_accumulation_equals_one_large_batch(qwen3, device, kind, how, max_grad_norm, tmp_path):
     options = {"max_grad_norm": max_grad_norm}
@@ -288,13 +288,14 @@ def test_packing_of_trl(qwen3, device, tmp_path):
 
 @pytest.mark.integration(*(f"{name}: resume from a checkpoint" for name in NAMES))
 @BOTH
-def test_resume_from_a_checkpoint(qwen3, device, kind, tmp_path):
+@pytest.mark.parametrize("how", ["kernelize", "pack"])
+def test_resume_from_a_checkpoint(qwen3, device, kind, how, tmp_path):
     """Steps 3 and 4 after a checkpoint at 2: those of the run that was not interrupted, and of one without the layers."""
     options = {"per_device_train_batch_size": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     expected = run(kind, model_on(device), tmp_path / "plain", device, **options)
-    whole = run(kind, install(qwen3, model_on(device)), tmp_path / "ours", device, **options)
+    whole = run(kind, install(qwen3, model_on(device), how), tmp_path / "ours", device, **options)
     whole.assert_same(expected, device)
-    model = install(qwen3, model_on(device))
+    model = install(qwen3, model_on(device), how)
     with torch.no_grad():
         model.lm_head.weight.zero_()  # what it has must come from the checkpoint
     rest = run(kind, model, tmp_path / "ours", device, resume=str(tmp_path / "ours/checkpoint-2"), **options)
