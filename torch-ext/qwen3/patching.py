@@ -256,8 +256,11 @@ def _bind_hidden(owner, replacement, modules):
     """The same on modules whose own forward hides their class's, e.g. the former one that `kernels` binds as its fallback."""
     others = []
     for module in modules:
-        hidden = isinstance(owner, type) and isinstance(module, owner) and _slot(module) in vars(module)
-        if hidden and _defines_forward(type(module)) is owner:
+        if not isinstance(owner, type) or not isinstance(module, owner):
+            continue
+        if _slot(module) not in vars(module):
+            vars(module).pop(OFF, None)  # what was around our forward is gone
+        elif _defines_forward(type(module)) is owner:
             if _other_owner(module):
                 others.append(module)
             else:
