@@ -50,6 +50,22 @@ def write_partial(part_max, part_sum, row, part, v):
     ct.scatter(part_sum, (row, part), s, check_bounds=False)
 
 
+@ct.function
+def join_partials(part_max, part_sum, row, PARTS: Const):
+    """The base-2 logarithm of the sum over a whole row, from its partial maxima and sums."""
+    m = ct.full((), MINUS_INFINITY, dtype=ct.float32)
+    s = ct.zeros((), dtype=ct.float32)
+    for i in range(ct.cdiv(part_max.shape[1], PARTS)):
+        parts = i * PARTS + ct.arange(PARTS, dtype=ct.int32)
+        pm = ct.gather(part_max, (row, parts), check_bounds=True, padding_value=MINUS_INFINITY)
+        ps = ct.gather(part_sum, (row, parts), check_bounds=True, padding_value=0)
+        new = ct.maximum(m, ct.max(pm, 0))
+        shift = ct.where(new == MINUS_INFINITY, 0.0, new)
+        s = s * ct.exp2(m - shift) + ct.sum(ps * ct.exp2(pm - shift), 0)
+        m = new
+    return m + ct.log2(s)
+
+
 @ct.kernel
 def cross_entropy_statistics(logits, part_max, part_sum, TILE: Const):
     """logits: [tokens, vocabulary]; part_max, part_sum: [tokens, pieces] fp32, pieces = ceil(vocabulary / TILE)."""
@@ -76,17 +92,7 @@ def cross_entropy_statistics_weighted(logits, class_weight, part_max, part_sum, 
 def cross_entropy_combine(logits, target, part_max, part_sum, lse, loss, ignore_index: int, softcap: float, PARTS: Const):
     """lse: [tokens] fp32, base 2. loss: [tokens] fp32, lse - z[target] in base e, 0 for an ignored token. One token a block."""
     row = ct.bid(0)
-    m = ct.full((), MINUS_INFINITY, dtype=ct.float32)
-    s = ct.zeros((), dtype=ct.float32)
-    for i in range(ct.cdiv(part_max.shape[1], PARTS)):
-        parts = i * PARTS + ct.arange(PARTS, dtype=ct.int32)
-        pm = ct.gather(part_max, (row, parts), check_bounds=True, padding_value=MINUS_INFINITY)
-        ps = ct.gather(part_sum, (row, parts), check_bounds=True, padding_value=0)
-        new = ct.maximum(m, ct.max(pm, 0))
-        shift = ct.where(new == MINUS_INFINITY, 0.0, new)
-        s = s * ct.exp2(m - shift) + ct.sum(ps * ct.exp2(pm - shift), 0)
-        m = new
-    total = m + ct.log2(s)
+    total = join_partials(part_max, part_sum, row, PARTS)
     t = ct.gather(target, row, check_bounds=False)
     counted = (t != ignore_index) & (t >= 0) & (t < logits.shape[1])
     z = ct.astype(ct.gather(logits, (row, ct.astype(ct.where(counted, t, 0), ct.int32)), check_bounds=False), ct.float32)
