@@ -3,6 +3,8 @@
 The tokens are taken in chunks. For each chunk: one GEMM makes the logits in a buffer, the cross entropy's kernels turn them
 into their own gradient in place, and two GEMMs carry that on to the hidden states and the weight. So the forward pass leaves
 both gradients behind, and the backward pass only multiplies them by what arrives from above.
+
+Without gradients one kernel multiplies and joins, and no logits are stored at all (kernel_src/linear_cross_entropy.py).
 """
 
 from typing import NamedTuple, Optional, Tuple, Union
@@ -16,6 +18,10 @@ from .common import describe, fail, wide
 
 SLAB = 2**30  # elements of one launch over a flat array: its offsets are 32-bit
 STATISTICS_TILE = 4096  # of `cross_entropy_statistics`: how many pieces a row of logits has
+LINEAR_TILE = 256  # of `linear_cross_entropy_statistics`: the classes of a tile
+LINEAR_TOKENS = 1024  # and the tokens that share one reading of the weight
+LINEAR_BYTES = 48 * 2**20  # of what it leaves of the logits: 10240 tokens at once at Qwen3's vocabulary
+LN2 = 0.6931471805599453
 
 
 def _pieces_grid(c, logits, *_):
@@ -27,6 +33,11 @@ _statistics_weighted_kernel = Kernel("cross_entropy_statistics_weighted", grid=_
 _combine_kernel = Kernel("cross_entropy_combine", grid=lambda c, logits, *_: (logits.shape[0],))
 _gradient_kernel = Kernel("cross_entropy_gradient", grid=_pieces_grid)
 _gradient_weighted_kernel = Kernel("cross_entropy_gradient_weighted", grid=_pieces_grid)
+_linear_kernel = Kernel(
+    "linear_cross_entropy_statistics",
+    grid=lambda c, hidden, weight, *_: (-(-hidden.shape[0] // c["TILE_M"]) * -(-weight.shape[0] // c["TILE_N"]),),
+)
+_linear_combine_kernel = Kernel("linear_cross_entropy_combine", grid=lambda c, target, *_: (target.shape[0],))
 _scale_kernel = Kernel("scale_in_place", grid=lambda c, x, factor: (min(-(-x.shape[0] // c["TILE"]), 8 * multiprocessors(x)),))
 
 
@@ -37,10 +48,32 @@ class Options(NamedTuple):
     label_smoothing: float = 0.0
     softcap: float = 0.0
     lse_square_scale: float = 0.0
+    use_token_scaling: bool = False
+    accum_dtype: Optional[torch.dtype] = None
+    return_z_loss: bool = False
+    return_predicted: bool = False
 
     @property
     def plain(self) -> bool:
         return not (self.label_smoothing or self.softcap or self.lse_square_scale)
+
+
+class LinearCrossEntropyOutput(NamedTuple):
+    """What `linear_cross_entropy` returns when more than the loss is asked for. What was not asked for is None, and only the loss
+    is differentiable."""
+
+    loss: torch.Tensor
+    z_loss: Optional[torch.Tensor] = None
+    token_accuracy: Optional[torch.Tensor] = None
+    predicted_tokens: Optional[torch.Tensor] = None
+
+
+class Rows(NamedTuple):
+    """Of every token: the loss, and where it was asked for the z-loss that is a part of it, and the most probable class."""
+
+    loss: torch.Tensor
+    z_loss: Optional[torch.Tensor] = None
+    predicted: Optional[torch.Tensor] = None
 
 
 class Gradients(NamedTuple):
@@ -84,26 +117,56 @@ def _row_coefficients(lse, counted, target_weight, weight_sum, classes, options)
 
 def _row_loss(lse, negative_log_likelihood, total, counted, target_weight, weight_sum, classes, options):
     loss = (1 - options.label_smoothing) * target_weight * negative_log_likelihood
-    loss = loss + options.label_smoothing / classes * (weight_sum * lse - total)
+    if options.label_smoothing:
+        loss = loss + options.label_smoothing / classes * (weight_sum * lse - total)
     return torch.where(counted, loss + options.lse_square_scale * lse.square(), 0.0)
 
 
+def _weights_of(target, classes, class_weight, options, dtype):
+    """Per token: is it counted, the weight of its label; and the weights of all classes and their sum."""
+    counted = _counted(target, classes, options.ignore_index)
+    if class_weight is None:
+        class_weight = torch.ones(classes, dtype=dtype, device=target.device)
+    return counted, class_weight[torch.where(counted, target, 0)], class_weight, class_weight.sum()
+
+
+def _finished(loss, lse, negative_log_likelihood, counted, options) -> Tuple[Rows, Optional[torch.Tensor]]:
+    """The rows, without predictions, and what token scaling multiplies their losses and gradients by (None for 1)."""
+    scaling = None
+    if options.use_token_scaling:
+        scaling = torch.exp(-negative_log_likelihood.detach())
+        loss = loss * scaling
+    z_loss = None
+    if options.return_z_loss:
+        z_loss = torch.where(counted, options.lse_square_scale * lse.detach().square(), 0.0)
+        z_loss = z_loss if scaling is None else z_loss * scaling
+    return Rows(loss, z_loss), scaling
+
+
 class _Chunk:
-    """Cross entropy of one chunk of logits: `loss()`, then `gradient(scale)`, which writes over the logits."""
+    """Cross entropy of one chunk of logits: `rows()`, then `gradient(scale)`, which writes over the logits.
+
+    `loss()` of a class leaves lse (base e) and the negative log likelihood behind, each [tokens].
+    """
 
     def __init__(self, logits, target, class_weight, options):
         self.logits, self.target, self.options = logits, target, options
         self.class_weight = class_weight
         self.plain = options.plain and class_weight is None
 
-    def _rows(self):
-        """Per token: is it counted, the weight of its label; and the sum of all class weights."""
-        classes = self.logits.shape[1]
-        counted = _counted(self.target, classes, self.options.ignore_index)
-        weights = self.class_weight
-        if weights is None:
-            weights = torch.ones(classes, dtype=wide(self.logits.dtype), device=self.logits.device)
-        return counted, weights[torch.where(counted, self.target, 0)], weights, weights.sum()
+    def look_up(self):
+        classes, dtype = self.logits.shape[1], wide(self.logits.dtype)
+        found = _weights_of(self.target, classes, self.class_weight, self.options, dtype)
+        self.counted, self.target_weight, self.weights, self.weight_sum = found
+
+    def rows(self) -> Rows:
+        options = self.options
+        loss = self.loss()
+        counted = _counted(self.target, self.logits.shape[1], options.ignore_index) if options.return_z_loss or options.return_predicted else None
+        rows, self.scaling = _finished(loss, self.lse, self.likelihood, counted, options)
+        if options.return_predicted:
+            rows = rows._replace(predicted=torch.where(counted, self.logits.detach().argmax(1), -1))
+        return rows
 
 
 class _KernelChunk(_Chunk):
@@ -112,39 +175,43 @@ class _KernelChunk(_Chunk):
         shape = (logits.shape[0], -(-logits.shape[1] // STATISTICS_TILE))
         new = {"dtype": torch.float32, "device": logits.device}
         part_max, part_sum = torch.empty(shape, **new), torch.empty(shape, **new)
-        self.lse, loss = torch.empty(shape[0], **new), torch.empty(shape[0], **new)
+        self.lse2, self.likelihood = torch.empty(shape[0], **new), torch.empty(shape[0], **new)  # lse2: in base 2
         if self.plain:
             _statistics_kernel((logits, part_max, part_sum))
         else:
-            self.counted, self.target_weight, self.weights, self.weight_sum = self._rows()
+            self.look_up()
             part_total = torch.empty(shape, **new)
             _statistics_weighted_kernel(
                 (logits, self.weights, part_max, part_sum, part_total), float(options.softcap)
             )
         _combine_kernel(
-            (logits, self.target, part_max, part_sum, self.lse, loss), options.ignore_index, float(options.softcap)
+            (logits, self.target, part_max, part_sum, self.lse2, self.likelihood), options.ignore_index, float(options.softcap)
         )
         if self.plain:
-            return loss
-        self.lse_e = self.lse * 0.6931471805599453
+            return self.likelihood
         return _row_loss(
-            self.lse_e, loss, part_total.sum(1), self.counted, self.target_weight, self.weight_sum, logits.shape[1], options
+            self.lse, self.likelihood, part_total.sum(1), self.counted, self.target_weight, self.weight_sum, logits.shape[1], options
         )
 
+    @property
+    def lse(self):
+        return self.lse2 * LN2
+
     def gradient(self, scale):
+        if self.scaling is not None:
+            scale = scale * self.scaling
         if self.plain and scale.numel() == 1:
             return _gradient_kernel(
-                (self.logits, self.target, self.lse, scale.view(1)), self.options.ignore_index
+                (self.logits, self.target, self.lse2, scale.view(1)), self.options.ignore_index
             )
         if self.plain:
-            self.counted, self.target_weight, self.weights, self.weight_sum = self._rows()
-            self.lse_e = self.lse * 0.6931471805599453
+            self.look_up()
         rows = _row_coefficients(
-            self.lse_e, self.counted, self.target_weight, self.weight_sum, self.logits.shape[1], self.options
+            self.lse, self.counted, self.target_weight, self.weight_sum, self.logits.shape[1], self.options
         )
         a, b, c = ((t * scale).contiguous() for t in rows)
         _gradient_weighted_kernel(
-            (self.logits, self.weights, self.target, self.lse, a, b, c), float(self.options.softcap)
+            (self.logits, self.weights, self.target, self.lse2, a, b, c), float(self.options.softcap)
         )
 
 
@@ -152,20 +219,22 @@ class _TorchChunk(_Chunk):
     """The same in PyTorch, for CPUs and GPUs without kernels."""
 
     def loss(self):
-        self.counted, self.target_weight, self.weights, self.weight_sum = self._rows()
+        self.look_up()
         z = self.logits.to(wide(self.logits.dtype))
         if self.options.softcap:
             z = self.options.softcap * torch.tanh(z / self.options.softcap)
         self.z = z
         self.lse = torch.logsumexp(z, 1)
         label = torch.where(self.counted, self.target, 0)
-        likelihood = self.lse - z.gather(1, label[:, None])[:, 0]
+        self.likelihood = self.lse - z.gather(1, label[:, None])[:, 0]
         total = z @ self.weights if self.options.label_smoothing else 0.0
         return _row_loss(
-            self.lse, likelihood, total, self.counted, self.target_weight, self.weight_sum, z.shape[1], self.options
+            self.lse, self.likelihood, total, self.counted, self.target_weight, self.weight_sum, z.shape[1], self.options
         )
 
     def gradient(self, scale):
+        if self.scaling is not None:
+            scale = scale * self.scaling
         a, b, c = _row_coefficients(
             self.lse, self.counted, self.target_weight, self.weight_sum, self.z.shape[1], self.options
         )
@@ -184,7 +253,48 @@ class _TorchChunk(_Chunk):
             self.logits.copy_(gradient)
 
 
-def _run(hidden, weight, bias, target, class_weight, scale, options: Options, needs, alpha=1.0) -> Tuple[torch.Tensor, Gradients]:
+def _without_logits(hidden, weight, bias, target, class_weight, options: Options) -> Optional[Rows]:
+    """The rows by the kernel that stores no logits; None where it does not take these arguments.
+
+    It takes bf16 and fp16, features in multiples of 64, and what follows from lse and the label's logit: no bias, softcap or
+    label smoothing, no predictions.
+    """
+    if bias is not None or options.softcap or options.label_smoothing or options.return_predicted:
+        return None
+    tokens, classes = hidden.shape[0], weight.shape[0]
+    parts = -(-classes // LINEAR_TILE)
+    step = min(tokens, max(LINEAR_BYTES // (8 * parts) // LINEAR_TOKENS, 1) * LINEAR_TOKENS)
+    new = {"dtype": torch.float32, "device": hidden.device}
+    part_max, part_sum = (torch.empty((step, parts), **new) for _ in range(2))
+    label_logit = torch.empty(step, **new)
+    if not tokens or not _linear_kernel.takes((hidden[:step], weight, target[:step], part_max, part_sum, label_logit)):
+        return None
+    lse, likelihood = torch.empty(tokens, **new), torch.empty(tokens, **new)
+    for start in range(0, tokens, step):
+        rows = slice(start, min(start + step, tokens))
+        count = rows.stop - start
+        statistics = (target[rows], part_max[:count], part_sum[:count], label_logit[:count])
+        _linear_kernel((hidden[rows], weight, *statistics))
+        _linear_combine_kernel((*statistics, lse[rows], likelihood[rows]), options.ignore_index, classes)
+    counted, target_weight, _, weight_sum = _weights_of(target, classes, class_weight, options, torch.float32)
+    loss = _row_loss(lse, likelihood, 0.0, counted, target_weight, weight_sum, classes, options)
+    return _finished(loss, lse, likelihood, counted, options)[0]
+
+
+def _add_product(total, x, y, first: bool, alpha: float) -> None:
+    """total += alpha * x @ y, accumulated in total's dtype; for the first product whatever is in total is forgotten."""
+    beta = 0.0 if first else 1.0
+    if total.dtype == x.dtype and first and alpha == 1.0:
+        torch.mm(x, y, out=total)
+    elif total.dtype == x.dtype:
+        total.addmm_(x, y, beta=beta, alpha=alpha)
+    elif x.is_cuda and "dtype_out" in torch.ops.aten.addmm.overloads():
+        torch.ops.aten.addmm.dtype_out(total, x, y, total.dtype, beta=beta, alpha=alpha, out=total)
+    else:
+        total.addmm_(x.to(total.dtype), y.to(total.dtype), beta=beta, alpha=alpha)
+
+
+def _run(hidden, weight, bias, target, class_weight, scale, options: Options, needs, alpha=1.0) -> Tuple[Rows, Gradients]:
     """The loss of every token, and the gradients of sum(loss * scale) that `needs` asks for (hidden, weight, bias).
 
     scale: fp32 [1] or [tokens]; None for no gradients. alpha: what the gradients of weight and bias, sums over all tokens, are
@@ -192,13 +302,22 @@ def _run(hidden, weight, bias, target, class_weight, scale, options: Options, ne
     """
     tokens, classes = hidden.shape[0], weight.shape[0]
     acc = wide(hidden.dtype)
-    losses = torch.empty(tokens, dtype=acc, device=hidden.device)
     needs = needs if scale is not None else (False, False, False)
+    has_kernels = hidden.dtype != torch.float64 and kernels_run_on(hidden)
+    if has_kernels and not any(needs):
+        rows = _without_logits(hidden, weight, bias, target, class_weight, options)
+        if rows is not None:
+            return rows, Gradients(None, None, None)
     new = {"dtype": hidden.dtype, "device": hidden.device}
     dhidden = torch.empty(hidden.shape, **new) if needs[0] else None
-    dweight = torch.empty(weight.shape, **new) if needs[1] else None
+    dweight = torch.empty(weight.shape, dtype=options.accum_dtype or hidden.dtype, device=hidden.device) if needs[1] else None
     dbias = torch.zeros(classes, dtype=acc, device=hidden.device) if needs[2] else None
-    chunk = _KernelChunk if hidden.dtype != torch.float64 and kernels_run_on(hidden) else _TorchChunk
+    found = Rows(
+        torch.empty(tokens, dtype=acc, device=hidden.device),
+        torch.empty(tokens, dtype=acc, device=hidden.device) if options.return_z_loss else None,
+        torch.empty(tokens, dtype=torch.int64, device=hidden.device) if options.return_predicted else None,
+    )
+    chunk = _KernelChunk if has_kernels else _TorchChunk
     step = chunk_tokens(tokens)
     buffer = torch.empty((step, classes), dtype=hidden.dtype, device=hidden.device)
     for rows in _chunks(tokens, step):
@@ -209,22 +328,23 @@ def _run(hidden, weight, bias, target, class_weight, scale, options: Options, ne
         else:
             torch.addmm(bias, part, weight.t(), out=logits)
         piece = chunk(logits, target[rows], class_weight, options)
-        losses[rows] = piece.loss()
+        for whole, mine in zip(found, piece.rows()):
+            if whole is not None:
+                whole[rows] = mine
         if not any(needs):
             continue
         piece.gradient(scale if scale.numel() == 1 else scale[rows])
         if needs[0]:
             torch.mm(logits, weight, out=dhidden[rows])
         if needs[1]:
-            if rows.start == 0 and alpha == 1.0:
-                torch.mm(logits.t(), part, out=dweight)
-            else:
-                dweight.addmm_(logits.t(), part, beta=0.0 if rows.start == 0 else 1.0, alpha=alpha)
+            _add_product(dweight, logits.t(), part, rows.start == 0, alpha)
         if needs[2]:
             dbias.add_(logits.sum(0, dtype=acc), alpha=alpha)
     if needs[1] and tokens == 0:
         dweight.zero_()
-    return losses, Gradients(dhidden, dweight, None if dbias is None else dbias.to(bias.dtype))
+    return found, Gradients(
+        dhidden, None if dweight is None else dweight.to(weight.dtype), None if dbias is None else dbias.to(bias.dtype)
+    )
 
 
 def _multiply(gradient: torch.Tensor, factor: torch.Tensor) -> None:
@@ -257,14 +377,15 @@ def _fp16_tokens(tokens: int) -> float:
 
 
 class _Reduced(torch.autograd.Function):
-    """sum(loss * scale) over the tokens; scale: fp32 [1] on the device, known before the loss is."""
+    """sum(loss * scale) over the tokens, and the other rows; scale: fp32 [1] on the device, known before the loss is."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, class_weight, scale, options):
         ctx.save_for_backward(hidden, weight, bias, target, class_weight, scale)
         ctx.options = options
-        losses, ctx.gradients = _Reduced.run(ctx, hidden, weight, bias, target, class_weight, scale)
-        return losses.sum() * scale.view(())
+        rows, ctx.gradients = _Reduced.run(ctx, hidden, weight, bias, target, class_weight, scale)
+        _only_the_loss_is_differentiable(ctx, rows)
+        return (rows.loss.sum() * scale.view(()), *rows[1:])
 
     @staticmethod
     def run(ctx, hidden, weight, bias, target, class_weight, scale):
@@ -275,7 +396,7 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dloss):
+    def backward(ctx, dloss, *_):
         hidden, weight, bias, target, class_weight, scale = ctx.saved_tensors
         gradients = ctx.gradients
         # They are scaled in place and given away; a second backward pass (retain_graph) computes them anew.
@@ -294,28 +415,35 @@ class _Reduced(torch.autograd.Function):
 
 
 class _PerToken(torch.autograd.Function):
-    """The loss of every token. What its gradient is multiplied by is known only in the backward pass, which does the work."""
+    """The rows. What the gradient of their losses is multiplied by is known only in the backward pass, which does the work."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, class_weight, options):
         ctx.save_for_backward(hidden, weight, bias, target, class_weight)
         ctx.options = options
-        return _run(hidden, weight, bias, target, class_weight, None, options, (False,) * 3)[0]
+        rows = _run(hidden, weight, bias, target, class_weight, None, options, (False,) * 3)[0]
+        _only_the_loss_is_differentiable(ctx, rows)
+        return tuple(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dlosses):
+    def backward(ctx, dlosses, *_):
         hidden, weight, bias, target, class_weight = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         scale = dlosses.to(wide(hidden.dtype)).contiguous()
-        gradients = _run(hidden, weight, bias, target, class_weight, scale, ctx.options, needs)[1]
+        options = ctx.options._replace(return_z_loss=False, return_predicted=False)
+        gradients = _run(hidden, weight, bias, target, class_weight, scale, options, needs)[1]
         return (*gradients, None, None, None)
 
 
-def _traced(hidden, weight, bias, target, class_weight, options):
-    """Per-token losses in PyTorch operations, for tracers; chunks do not exist there."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    return _TorchChunk(logits, target, class_weight, options).loss()
+def _only_the_loss_is_differentiable(ctx, rows: Rows) -> None:
+    ctx.mark_non_differentiable(*[row for row in rows[1:] if row is not None])
+    ctx.set_materialize_grads(False)
+
+
+def cross_entropy_rows(logits, target, class_weight, options: Options) -> Rows:
+    """The same of logits [tokens, classes] in PyTorch operations that autograd and tracers see through."""
+    return _TorchChunk(logits, target, class_weight, options).rows()
 
 
 def linear_cross_entropy(
@@ -328,41 +456,83 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-    softcap: float = 0.0,
+    softcap: Optional[float] = None,
     lse_square_scale: float = 0.0,
     num_items: Union[int, float, torch.Tensor, None] = None,
-) -> torch.Tensor:
+    use_token_scaling: bool = False,
+    accum_dtype: Optional[torch.dtype] = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Union[torch.Tensor, LinearCrossEntropyOutput]:
     """cross_entropy(hidden @ weight.T + bias, target), one chunk of logits at a time.
 
     hidden: [..., features]; weight: [classes, features]; bias: [classes]; one dtype (bf16, fp16, fp32; float64 runs in
     PyTorch) and device. target: [...] int64, hidden's leading dimensions. Logits are rounded to that dtype, as the layer would
-    do it, and everything behind them is float32. class_weight: [classes] fp32. ignore_index, reduction ("mean", "sum",
-    "none"), label_smoothing and class_weight as in torch.nn.functional.cross_entropy, except that "mean" over no counted
-    token is 0 with zero gradients. softcap: logits become softcap * tanh(logits / softcap). lse_square_scale: adds
-    lse_square_scale * logsumexp(logits)^2 to each counted token's loss (z-loss). num_items: with it the loss is the sum
-    divided by num_items, whatever `reduction` says (gradient accumulation).
+    do it, and everything behind them is float32; where no gradient is asked for, no logits are stored and none are rounded.
+    class_weight: [classes] fp32. ignore_index, reduction ("mean", "sum", "none"), label_smoothing and class_weight as in
+    torch.nn.functional.cross_entropy, except that "mean" over no counted token is 0 with zero gradients. softcap: logits become
+    softcap * tanh(logits / softcap). lse_square_scale: adds lse_square_scale * logsumexp(logits)^2 to each counted token's loss
+    (z-loss). num_items: with it the loss is the sum divided by num_items, whatever `reduction` says (gradient accumulation).
+    use_token_scaling: each token's loss is multiplied by the probability that the model gives its label, through which no
+    gradient flows; "mean" still divides by the counted tokens (arXiv:2508.05629). accum_dtype: what the weight's gradient is
+    added up in over the chunks, weight.dtype (by default) or torch.float32, which takes 4 bytes an element of the weight.
 
-    Returns a float32 scalar, or [tokens] for "none". Differentiable in hidden, weight and bias; no gradient is computed for
-    one that does not require it. A label outside [0, classes) raises ValueError on a CPU; on a GPU, where looking would wait
-    for the device, it counts like ignore_index. Raises ValueError when shapes, dtypes or devices do not fit.
+    Returns a float32 scalar, or [tokens] for "none". With return_z_loss, return_token_accuracy or return_predicted_tokens a
+    LinearCrossEntropyOutput: z_loss, the part of the loss that lse_square_scale adds, reduced as the loss is; token_accuracy,
+    the part of the counted tokens whose label is the most probable class, for "none" 1.0 or 0.0 a token; predicted_tokens,
+    [tokens] int64, that class, -1 for a token that does not count.
+
+    Differentiable in hidden, weight and bias; no gradient is computed for one that does not require it. A label outside
+    [0, classes) raises ValueError on a CPU; on a GPU, where looking would wait for the device, it counts like ignore_index.
+    Raises ValueError when shapes, dtypes, devices or options do not fit.
     """
     _check(hidden, weight, target, bias, class_weight, reduction, ignore_index)
-    options = Options(int(ignore_index), float(label_smoothing), float(softcap or 0.0), float(lse_square_scale))
+    _check_options(weight, label_smoothing, softcap, accum_dtype)
+    options = Options(
+        int(ignore_index),
+        float(label_smoothing),
+        float(softcap or 0.0),
+        float(lse_square_scale),
+        bool(use_token_scaling),
+        accum_dtype,
+        bool(return_z_loss),
+        bool(return_token_accuracy or return_predicted_tokens),
+    )
     hidden = hidden.reshape(-1, hidden.shape[-1])
     target = target.reshape(-1).contiguous()
     if class_weight is not None:
         class_weight = class_weight.to(wide(hidden.dtype)).contiguous()
-    if reduction == "none" and num_items is None:
-        if torch.compiler.is_compiling():
-            return _traced(hidden, weight, bias, target, class_weight, options)
-        return _PerToken.apply(hidden, weight, bias, target, class_weight, options)
-    scale = _scale(target, weight.shape[0], class_weight, options, reduction, num_items, wide(hidden.dtype))
+    scale = None
+    if reduction != "none" or num_items is not None:
+        scale = _scale(target, weight.shape[0], class_weight, options, reduction, num_items, wide(hidden.dtype))
     if torch.compiler.is_compiling():
-        return _traced(hidden, weight, bias, target, class_weight, options).sum() * scale.view(())
-    if not torch.is_grad_enabled():
-        losses, _ = _run(hidden, weight, bias, target, class_weight, None, options, (False,) * 3)
-        return losses.sum() * scale.view(())
-    return _Reduced.apply(hidden, weight, bias, target, class_weight, scale, options)
+        # Chunks do not exist for a tracer.
+        rows = cross_entropy_rows(torch.nn.functional.linear(hidden, weight, bias), target, class_weight, options)
+        if scale is not None:
+            rows = rows._replace(loss=rows.loss.sum() * scale.view(()))
+    elif not torch.is_grad_enabled():
+        rows = _run(hidden, weight, bias, target, class_weight, None, options, (False,) * 3)[0]
+        if scale is not None:
+            rows = rows._replace(loss=rows.loss.sum() * scale.view(()))
+    elif scale is None:
+        rows = Rows(*_PerToken.apply(hidden, weight, bias, target, class_weight, options))
+    else:
+        rows = Rows(*_Reduced.apply(hidden, weight, bias, target, class_weight, scale, options))
+    if not (return_z_loss or return_token_accuracy or return_predicted_tokens):
+        return rows.loss
+    return _output(rows, scale, target, return_token_accuracy, return_predicted_tokens)
+
+
+def _output(rows: Rows, scale, target, return_token_accuracy, return_predicted_tokens) -> LinearCrossEntropyOutput:
+    z_loss, accuracy = rows.z_loss, None
+    if z_loss is not None and scale is not None:
+        z_loss = z_loss.sum() * scale.view(())
+    if return_token_accuracy:
+        accuracy = (rows.predicted == target).to(rows.loss.dtype)
+        if scale is not None:
+            accuracy = accuracy.sum() / (rows.predicted >= 0).sum().clamp(min=1)
+    return LinearCrossEntropyOutput(rows.loss, z_loss, accuracy, rows.predicted if return_predicted_tokens else None)
 
 
 def _scale(target, classes, class_weight, options, reduction, num_items, dtype) -> torch.Tensor:
@@ -404,3 +574,12 @@ def _check(hidden, weight, target, bias, class_weight, reduction, ignore_index):
         wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
         if wrong.any():
             fail("target", f"{int(target[wrong][0])} at one of its places", f"labels from 0 to {classes - 1}, or {ignore_index}")
+
+
+def _check_options(weight, label_smoothing, softcap, accum_dtype):
+    if not 0.0 <= label_smoothing <= 1.0:
+        fail("label_smoothing", label_smoothing, "a number from 0 to 1")
+    if softcap is not None and not 0.0 <= softcap < float("inf"):
+        fail("softcap", softcap, "a positive number, or None for no cap")
+    if accum_dtype not in (None, weight.dtype, torch.float32) or (accum_dtype is torch.float32 and weight.dtype is torch.float64):
+        fail("accum_dtype", accum_dtype, f"None, weight's dtype {weight.dtype}, or torch.float32")
