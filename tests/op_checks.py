@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.tolerances import assert_close
+from tests.tolerances import RELATIVE_ERROR, assert_close
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -206,19 +206,23 @@ def check_mlp(ops, device, dtype, tokens, hidden, intermediate):
 
 # ---------------------------------------------------------------- linear + cross entropy
 def cross_entropy_exact(hidden, weight, target, bias=None, *, softcap=0.0, lse_square_scale=0.0, num_items=None, class_weight=None,
-                        ignore_index=-100, reduction="mean", label_smoothing=0.0, rounded=False):
-    """rounded: logits are made in hidden's dtype, as a model makes them, and only what lies behind them is float64."""
+                        ignore_index=-100, reduction="mean", label_smoothing=0.0, use_token_scaling=False, accum_dtype=None, part="loss",
+                        rounded=False):
+    """part: "loss", or "z_loss" for what lse_square_scale adds to it. rounded: logits are made in hidden's dtype, as a model makes
+    them, and only what lies behind them is float64."""
     logits = torch.nn.functional.linear(hidden, weight, bias)
     if rounded:
         logits = logits.double()
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     class_weight = None if class_weight is None else class_weight.double()
-    loss = torch.nn.functional.cross_entropy(
-        logits, target, class_weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
-    )
+    options = {"ignore_index": ignore_index, "reduction": "none"}
+    loss = torch.nn.functional.cross_entropy(logits, target, class_weight, label_smoothing=label_smoothing, **options)
     counted = target != ignore_index
-    loss = loss + torch.where(counted, lse_square_scale * torch.logsumexp(logits, -1).square(), 0.0)
+    z_loss = torch.where(counted, lse_square_scale * torch.logsumexp(logits, -1).square(), 0.0)
+    loss = z_loss if part == "z_loss" else loss + z_loss
+    if use_token_scaling:
+        loss = loss * torch.exp(-torch.nn.functional.cross_entropy(logits, target, **options)).detach()
     if num_items is not None:
         return loss.sum() / num_items
     if reduction == "none":
@@ -229,33 +233,109 @@ def cross_entropy_exact(hidden, weight, target, bias=None, *, softcap=0.0, lse_s
     return loss.sum() / items if counted.any() else loss.sum() * 0
 
 
+def token_scaling_factor(options) -> float:
+    """By how much the tolerance grows: tokens with large logits of their labels dominate, and those are the ones with the largest
+    rounding errors, 2^-7 in the exponent for a logit of 3 in bf16."""
+    return 3.0 if options.get("use_token_scaling") else 1.0
+
+
+RETURNS = ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")
+
+
+def labels(tokens, classes, ignored, ignore_index=-100):
+    """Random ones, a part of them ignored."""
+    generator = torch.Generator().manual_seed(2)
+    target = torch.randint(0, classes, (tokens,), generator=generator)
+    target[torch.rand(tokens, generator=generator) < ignored] = ignore_index
+    return target, torch.rand(classes, generator=generator) + 0.5
+
+
 def check_linear_cross_entropy(ops, device, dtype, tokens, features, classes, *, bias=False, class_weight=False, ignored=0.2, upstream=0.5, **options):
     """hidden and weight are scaled so that logits are of order 1. upstream: the gradient that reaches a scalar loss."""
     hidden = leaf(randn(tokens, features, dtype=dtype, device=device))
     weight = leaf(randn(classes, features, dtype=dtype, device=device, seed=1, scale=features**-0.5))
-    generator = torch.Generator().manual_seed(2)
-    target = torch.randint(0, classes, (tokens,), generator=generator)
-    target[torch.rand(tokens, generator=generator) < ignored] = options.get("ignore_index", -100)
+    target, weights = labels(tokens, classes, ignored, options.get("ignore_index", -100))
     b = leaf(randn(classes, dtype=dtype, device=device, seed=3)) if bias else None
-    weights = torch.rand(classes, generator=generator) + 0.5 if class_weight else None
-    loss = ops.linear_cross_entropy(
-        hidden, weight, target.to(device), b, class_weight=None if weights is None else weights.to(device), **options
-    )
-    dloss = randn(*loss.shape, dtype=torch.float32, device=device, seed=4) if loss.dim() else torch.tensor(upstream, device=device)
-    loss.backward(dloss)
     leaves = [hidden, weight] + ([b] if bias else [])
     leaves64 = [exact(x) for x in leaves]
+    weights = weights if class_weight else None
+    asked = {name: options.pop(name) for name in RETURNS if name in options}
+    if asked:  # every other counted token is predicted right
+        best = torch.nn.functional.linear(*leaves64).argmax(-1)
+        right = (target != options.get("ignore_index", -100)) & (torch.arange(tokens) % 2 == 0)
+        target = torch.where(right, best, target)
+    found = ops.linear_cross_entropy(
+        hidden, weight, target.to(device), b, class_weight=None if weights is None else weights.to(device), **options, **asked
+    )
+    loss = found.loss if asked else found
+    dloss = randn(*loss.shape, dtype=torch.float32, device=device, seed=4) if loss.dim() else torch.tensor(upstream, device=device)
+    if dtype == torch.float16 and options.get("use_token_scaling"):
+        dloss = dloss * 1024  # a loss scale, without which these gradients are below fp16's smallest normal number
+    loss.backward(dloss)
     loss64 = cross_entropy_exact(*leaves64[:2], target, *leaves64[2:], class_weight=weights, **options)
     loss64.backward(dloss.double().cpu())
     # Logits of order 1 are rounded to the model's dtype, which is an error of 2^-9 in the exponent of each probability.
-    factor = 1.0
+    factor = token_scaling_factor(options)
     assert loss.dtype == torch.float32
     assert_close(loss, loss64, dtype, "loss", factor)
-    for name, found, wanted in zip(("dhidden", "dweight", "dbias"), leaves, leaves64):
-        assert found.grad.dtype == dtype
-        assert_close(found.grad, wanted.grad, dtype, f"linear cross entropy {name} {options}", factor)
+    for name, mine, wanted in zip(("dhidden", "dweight", "dbias"), leaves, leaves64):
+        assert mine.grad.dtype == dtype
+        assert_close(mine.grad, wanted.grad, dtype, f"linear cross entropy {name} {options}", factor)
+    if asked:
+        check_what_else_the_loss_returns(found, asked, leaves64, target, weights, dtype, options)
 
 
+def check_what_else_the_loss_returns(found, asked, leaves64, target, weights, dtype, options):
+    """The z-loss, the predictions, which are right to the rounding of the logits, and their accuracy. None of them has a gradient."""
+    assert not any(x.requires_grad for x in found[1:] if x is not None)
+    assert [x is not None for x in found[1:]] == [asked.get(name, False) for name in RETURNS]
+    with torch.no_grad():
+        if asked.get("return_z_loss"):
+            z_loss64 = cross_entropy_exact(*leaves64[:2], target, *leaves64[2:], class_weight=weights, part="z_loss", **options)
+            assert_close(found.z_loss, z_loss64, dtype, "z-loss", token_scaling_factor(options))
+        counted = target != options.get("ignore_index", -100)
+        if asked.get("return_predicted_tokens"):
+            predicted = found.predicted_tokens.cpu()
+            assert predicted.dtype == torch.int64 and (predicted[~counted] == -1).all() and (predicted[counted] >= 0).all()
+            logits = torch.nn.functional.linear(*leaves64)[counted]
+            gap = logits.amax(-1) - logits.gather(1, predicted[counted, None])[:, 0]
+            assert (gap <= 2 * RELATIVE_ERROR[dtype] * logits.abs().amax(-1)).all(), "a predicted token is not the most probable one"
+            if asked.get("return_token_accuracy"):
+                right = (predicted == target).float()
+                if found.loss.dim() == 0:
+                    right = right[counted].mean() if counted.any() else torch.tensor(0.0)
+                    assert 0.4 <= right <= 0.8 or not counted.any() or len(target) < 10
+                assert_close(found.token_accuracy, right, torch.float32, "token accuracy")
+
+
+def check_evaluation(ops, device, dtype, tokens, features, classes, *, class_weight=False, bound=None, **options):
+    """Without gradients, the loss of every token, where the logits are not rounded. bound: the dtype of the tolerance."""
+    hidden = randn(tokens, features, dtype=dtype, device=device)
+    weight = randn(classes, features, dtype=dtype, device=device, seed=1, scale=features**-0.5)
+    target, weights = labels(tokens, classes, 0.2, options.get("ignore_index", -100))
+    target, weights = target.to(device), weights.to(device) if class_weight else None
+    weight64, rows64 = weight.double(), []
+    for rows in torch.arange(tokens, device=device).split(512):
+        rows64.append(cross_entropy_exact(hidden[rows].double(), weight64, target[rows], class_weight=weights, **{**options, "reduction": "none"}))
+    exact_rows, bound = torch.cat(rows64), bound or torch.float32
+    loss = ops.linear_cross_entropy(hidden, weight, target, class_weight=weights, **{**options, "reduction": "none"})
+    assert loss.dtype == torch.float32 and (loss[target == options.get("ignore_index", -100)] == 0).all()
+    factor = token_scaling_factor(options)
+    assert_close(loss, exact_rows, bound, f"evaluation of {tokens} tokens {options}", factor)
+    # Parameters of a model require gradients all the same.
+    with torch.no_grad():
+        total = ops.linear_cross_entropy(leaf(hidden), leaf(weight), target, class_weight=weights, **{**options, "reduction": "sum"})
+    assert_close(total, exact_rows.sum(), bound, "evaluation, sum", factor)
+
+
+# Numbers of tokens, features and classes that fill no tile, one tile, and some.
+EVALUATION_SHAPES = ((1, 64, 17), (5, 64, 256), (200, 128, 513), (130, 192, 1000))
+EVALUATION_CASES = (
+    dict(),
+    dict(ignore_index=3),
+    dict(class_weight=True),
+    dict(lse_square_scale=1e-2, use_token_scaling=True),
+)
 LOSS_CASES = (
     dict(),
     dict(reduction="sum"),
@@ -269,5 +349,14 @@ LOSS_CASES = (
     dict(softcap=3.0),
     dict(lse_square_scale=1e-2),
     dict(bias=True, softcap=5.0, lse_square_scale=1e-3, label_smoothing=0.05, class_weight=True),
+    dict(use_token_scaling=True),
+    dict(use_token_scaling=True, reduction="none", lse_square_scale=1e-2),
+    dict(use_token_scaling=True, ignored=1.0, lse_square_scale=1e-2, return_z_loss=True, return_token_accuracy=True, return_predicted_tokens=True),
+    dict(return_z_loss=True, lse_square_scale=1e-2),
+    dict(return_predicted_tokens=True, return_token_accuracy=True),
+    dict(return_token_accuracy=True, return_predicted_tokens=True, return_z_loss=True, reduction="none", lse_square_scale=1e-2, bias=True),
+    dict(return_z_loss=True, lse_square_scale=1e-2, use_token_scaling=True, num_items=37, label_smoothing=0.1, softcap=4.0),
+    dict(accum_dtype=torch.float32),
+    dict(accum_dtype=torch.float32, reduction="none", class_weight=True),
 )
 LOSS_SHAPES = ((5, 32, 4096), (3, 16, 4099), (4, 24, 9001), (1, 8, 17))

@@ -3,6 +3,7 @@
 The interpreter also notices what a GPU would not say: an index outside an array, a race between blocks, a broken promise.
 """
 
+import sys
 import tomllib
 from pathlib import Path
 
@@ -98,6 +99,71 @@ def test_linear_cross_entropy_options(ops, dtype, case):
 @pytest.mark.parametrize("shape", checks.LOSS_SHAPES, ids=str)
 def test_linear_cross_entropy_sizes(ops, dtype, shape):
     checks.check_linear_cross_entropy(ops, DEVICE, dtype, *shape, upstream=1.0)
+
+
+@pytest.fixture(params=("sm_90", "sm_80"))
+def gpu(request, backend, package):
+    """An architecture for each shape of the tiles."""
+    loss = sys.modules[f"{package.__name__}.ops.linear_cross_entropy"]
+    backend.gpu = request.param
+    loss._linear_kernel._prepared.clear()
+    yield
+    backend.gpu = "sm_90"
+    loss._linear_kernel._prepared.clear()
+
+
+def assert_no_logits(backend):
+    assert {name.split("-")[0] for name in backend.launched} == {"linear_cross_entropy_statistics", "linear_cross_entropy_combine"}
+
+
+@pytest.mark.parametrize("dtype", checks.FLOATS[:2], ids=str)
+@pytest.mark.parametrize("shape", checks.EVALUATION_SHAPES, ids=str)
+def test_evaluation_stores_no_logits(ops, backend, gpu, dtype, shape):
+    checks.check_evaluation(ops, DEVICE, dtype, *shape)
+    assert_no_logits(backend)
+
+
+@pytest.mark.parametrize("case", checks.EVALUATION_CASES, ids=str)
+def test_evaluation_options(ops, backend, case):
+    checks.check_evaluation(ops, DEVICE, torch.bfloat16, 7, 64, 300, **case)
+    assert_no_logits(backend)
+
+
+def test_evaluation_of_more_tokens_than_share_a_tile_of_the_weight(ops, backend, gpu):
+    """The last group is lower than the others."""
+    checks.check_evaluation(ops, DEVICE, torch.bfloat16, 1100, 64, 257)
+    assert_no_logits(backend)
+
+
+def test_evaluation_in_steps(ops, backend, monkeypatch):
+    """What is kept of the logits stays bounded, so many tokens take several launches."""
+    loss = sys.modules[f"{ops.__name__}.ops.linear_cross_entropy"]
+    monkeypatch.setattr(loss, "LINEAR_BYTES", 0)
+    monkeypatch.setattr(loss, "LINEAR_TOKENS", 64)
+    checks.check_evaluation(ops, DEVICE, torch.bfloat16, 150, 64, 300)
+    assert_no_logits(backend)
+    assert len(backend.launched) == 2 * 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "features", "options"),
+    (
+        (torch.float32, 64, {}),
+        (torch.bfloat16, 48, {}),
+        (torch.bfloat16, 64, {"softcap": 3.0}),
+        (torch.bfloat16, 64, {"label_smoothing": 0.1}),
+    ),
+    ids=str,
+)
+def test_evaluation_that_the_kernel_does_not_take(ops, backend, dtype, features, options):
+    checks.check_evaluation(ops, DEVICE, dtype, 3, features, 300, bound=dtype, **options)
+    assert not any(name.startswith("linear_cross_entropy") for name in backend.launched)
+
+
+def test_a_frozen_head_and_hidden_states_store_no_logits(ops, backend):
+    hidden, weight = (checks.randn(n, 64, dtype=torch.bfloat16, device=DEVICE, seed=n) for n in (5, 40))
+    assert not ops.linear_cross_entropy(hidden, weight, torch.arange(5)).requires_grad
+    assert_no_logits(backend)
 
 
 @dtypes

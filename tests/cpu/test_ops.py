@@ -55,6 +55,12 @@ def test_linear_cross_entropy_options(qwen3, dtype, case):
     checks.check_linear_cross_entropy(qwen3, DEVICE, dtype, 60, 32, 1001, **case)
 
 
+@dtypes
+@pytest.mark.parametrize("case", checks.EVALUATION_CASES, ids=str)
+def test_evaluation(qwen3, dtype, case):
+    checks.check_evaluation(qwen3, DEVICE, dtype, 60, 32, 1001, bound=dtype, **case)
+
+
 def test_a_second_derivative_is_refused(qwen3):
     x = checks.leaf(checks.randn(3, 8, dtype=torch.float64, device=DEVICE))
     (gradient,) = torch.autograd.grad(qwen3.rms_norm(x, torch.ones(8, dtype=torch.float64)).square().sum(), x, create_graph=True)
@@ -78,9 +84,14 @@ def test_gradients_in_float64(qwen3):
     weights = leaf(8, seed=3), leaf(8, seed=4)
     assert check(lambda q, k, a, b: qwen3.qk_norm_rotary(q, k, a, b, cos, sin), (leaf(2, 3, 4, 8), leaf(2, 3, 2, 8, seed=1), *weights))
     target = torch.tensor([1, -100, 4, 0])
-    for options in ({}, {"reduction": "none"}, {"label_smoothing": 0.1, "softcap": 2.0, "lse_square_scale": 0.1}):
+    for options in (
+        {},
+        {"reduction": "none"},
+        {"label_smoothing": 0.1, "softcap": 2.0, "lse_square_scale": 0.1},
+        {"return_z_loss": True, "return_token_accuracy": True, "lse_square_scale": 0.1},
+    ):
         assert check(
-            lambda h, w, b: qwen3.linear_cross_entropy(h, w, target, b, **options),  # noqa: B023
+            lambda h, w, b: (lambda found: getattr(found, "loss", found))(qwen3.linear_cross_entropy(h, w, target, b, **options)),  # noqa: B023
             (leaf(4, 3), leaf(5, 3, seed=1), leaf(5, seed=2)),
         )
 

@@ -71,3 +71,19 @@ def test_linear_cross_entropy_sizes(ops, dtype, shape):
     # Without a loss scale the gradients of fp16 would be below its smallest normal number, as they are in every model.
     upstream = 1024.0 if dtype == torch.float16 else 0.5
     checks.check_linear_cross_entropy(ops, DEVICE, dtype, *shape, upstream=upstream)
+
+
+@pytest.mark.parametrize("dtype", checks.FLOATS[:2], ids=str)
+@pytest.mark.parametrize(
+    "shape", (*checks.EVALUATION_SHAPES, (1100, 64, 257), (1025, 4096, 151936), (2050, 1024, 32001), (11000, 64, 151936)), ids=str
+)
+def test_evaluation_stores_no_logits(ops, dtype, shape):
+    checks.check_evaluation(ops, DEVICE, dtype, *shape)
+
+
+@dtypes
+@pytest.mark.parametrize("case", checks.EVALUATION_CASES, ids=str)
+@pytest.mark.parametrize("features", (64, 72), ids=str)
+def test_evaluation_options(ops, dtype, features, case):
+    exact = dtype != torch.float32 and features == 64  # by the kernel that rounds no logits
+    checks.check_evaluation(ops, DEVICE, dtype, 300, features, 9001, bound=torch.float32 if exact else dtype, **case)

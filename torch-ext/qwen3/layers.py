@@ -62,7 +62,11 @@ class DecoderLayer(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """For Qwen3ForCausalLM. With labels in training mode the logits are never all in memory, and `logits` is None."""
+    """For Qwen3ForCausalLM. With labels in training mode the logits are never all in memory, and `logits` is None.
+
+    kwargs: transformers' own, the options of `linear_cross_entropy`, and `skip_logits`: True for no logits in eval mode either,
+    False for logits in training mode too.
+    """
 
     can_torch_compile = True
 
@@ -94,7 +98,8 @@ class ForCausalLMLoss(nn.Module):
     """For the layer name that transformers reserves for the loss of a causal LM.
 
     With hidden_states [..., features] and lm_head_weight [vocab_size, features] the logits may be None and are never made;
-    with logits [..., vocab_size] alone it is PyTorch's cross entropy of them in float32.
+    with logits [..., vocab_size] alone it is PyTorch's cross entropy of them in float32. kwargs: the options of
+    `linear_cross_entropy`; others are for nothing, as in transformers.
     """
 
     can_torch_compile = True
@@ -114,5 +119,5 @@ class ForCausalLMLoss(nn.Module):
     ):
         options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, "shift_labels": shift_labels}
         if hidden_states is None or lm_head_weight is None:
-            return causal_lm_loss_of_logits(logits, labels, vocab_size, **options)
-        return causal_lm_loss(hidden_states, lm_head_weight, lm_head_bias, labels, **options)
+            return causal_lm_loss_of_logits(logits, labels, vocab_size, **options, **kwargs)
+        return causal_lm_loss(hidden_states, lm_head_weight, lm_head_bias, labels, **options, **kwargs)

@@ -4,13 +4,16 @@ A layer takes the place of one of transformers' classes whose submodules may be 
 hooked. What is exactly PyTorch's own goes to the operations; everything else is called as transformers would call it.
 """
 
+import dataclasses
+import functools
 from contextlib import nullcontext
+from typing import Optional
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .ops.linear_cross_entropy import linear_cross_entropy
+from .ops.linear_cross_entropy import LinearCrossEntropyOutput, cross_entropy_of_logits, linear_cross_entropy
 from .ops.rms_norm import rms_norm
 from .ops.rotary import rotary, rotary_reference
 from .ops.swiglu import mlp, swiglu
@@ -20,6 +23,19 @@ OFF = SAVED + "off"  # on a causal LM whose forward accelerate wrapped while it 
 LAYER = SAVED + "layer"  # on a forward of ours: the forward itself, so a wrapper to which functools copies it is told apart
 PLAIN = (torch.Tensor, nn.Parameter)
 FSDP = "torch.distributed.fsdp"
+LOSS_OPTIONS = SAVED + "loss_options"  # what apply() was told about the loss, on the class of the causal LM
+OPTIONS = (  # of the loss, beside transformers' own ignore_index, num_items_in_batch and shift_labels; see `linear_cross_entropy`
+    "class_weight",
+    "reduction",
+    "label_smoothing",
+    "softcap",
+    "lse_square_scale",
+    "use_token_scaling",
+    "accum_dtype",
+    "return_z_loss",
+    "return_token_accuracy",
+    "return_predicted_tokens",
+)
 
 
 def is_plain(tensor) -> bool:
@@ -131,10 +147,25 @@ def shift(labels, shift_labels, ignore_index):
     return shift_labels.reshape(-1)
 
 
+def _on(device, options):
+    """The options with their tensors on a device."""
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+
+
+def _like_items(found, num_items):
+    """The result of a loss whose items are counted: DataParallel does it in a tensor of one element, and so is the loss then."""
+    if not isinstance(num_items, torch.Tensor):
+        return found
+    if isinstance(found, LinearCrossEntropyOutput):
+        return found._replace(loss=found.loss.view(num_items.shape))
+    return found.view(num_items.shape)
+
+
 def causal_lm_loss(hidden, weight, bias, labels, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
     """transformers' `ForCausalLMLoss`, of what goes into the head instead of what comes out of it.
 
-    hidden: [..., features]; weight: [classes, features]; bias: [classes] or None. kwargs: for nothing, as in transformers.
+    hidden: [..., features]; weight: [classes, features]; bias: [classes] or None. kwargs: `OPTIONS`, and others that are for
+    nothing, as in transformers. Returns what `linear_cross_entropy` returns.
     """
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -143,69 +174,112 @@ def causal_lm_loss(hidden, weight, bias, labels, num_items_in_batch=None, ignore
         hidden, weight, bias = (None if tensor is None else tensor.to(dtype) for tensor in (hidden, weight, bias))
     hidden = hidden.reshape(-1, hidden.shape[-1])
     target = shift(labels, shift_labels, ignore_index).to(hidden.device)
+    options = _on(hidden.device, {name: kwargs[name] for name in OPTIONS if name in kwargs})
     with torch.autocast(device, enabled=False) if autocast else nullcontext():
-        loss = linear_cross_entropy(hidden, weight, target, bias, ignore_index=ignore_index, num_items=num_items_in_batch)
-    if isinstance(num_items_in_batch, torch.Tensor):
-        loss = loss.view(num_items_in_batch.shape)  # DataParallel counts in a tensor of one element, and so is the loss then
-    return loss
+        found = linear_cross_entropy(
+            hidden, weight, target, bias, ignore_index=ignore_index, num_items=num_items_in_batch, **options
+        )
+    return _like_items(found, num_items_in_batch)
 
 
-def causal_lm_loss_of_logits(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None):
-    """transformers' `ForCausalLMLoss`, as it is."""
+def causal_lm_loss_of_logits(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
+    """The same of logits [..., vocab_size], in PyTorch and in float32."""
     logits = logits.float().view(-1, vocab_size)
     target = shift(labels, shift_labels, ignore_index).to(logits.device)
+    options = _on(logits.device, {name: kwargs[name] for name in OPTIONS if name in kwargs})
+    if options:
+        found = cross_entropy_of_logits(logits, target, ignore_index=ignore_index, num_items=num_items_in_batch, **options)
+        return _like_items(found, num_items_in_batch)
     if num_items_in_batch is None:
         return nn.functional.cross_entropy(logits, target, ignore_index=ignore_index)
     loss = nn.functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
     return loss / torch.as_tensor(num_items_in_batch, device=loss.device)
 
 
-class _Headless:
-    """A causal LM as its own forward sees it, except that the hidden states pass the head by and the loss takes both."""
+class _WithLoss:
+    """A causal LM as its own forward sees it, except for the loss, which is ours, with options. found: what it returned."""
 
-    def __init__(self, model):
-        self.whole = model
+    def __init__(self, model, options):
+        self.whole, self.options, self.found = model, options, None
 
     def __getattr__(self, name):
         return getattr(self.whole, name)
 
+    def loss_function(self, logits, labels, vocab_size, **kwargs):
+        self.found = self.loss(logits, labels, vocab_size, kwargs)
+        return self.found.loss if isinstance(self.found, LinearCrossEntropyOutput) else self.found
+
+    def loss(self, logits, labels, vocab_size, kwargs):
+        return causal_lm_loss_of_logits(logits, labels, vocab_size, **kwargs, **self.options)
+
+
+class _Headless(_WithLoss):
+    """The same, and the hidden states pass the head by and the loss takes both."""
+
     def lm_head(self, hidden):
         return hidden
 
-    def loss_function(self, logits, labels, vocab_size, **kwargs):
+    def loss(self, logits, labels, vocab_size, kwargs):
         head = self.whole.lm_head
         weight = plain_weight(head)
         if weight is not None:
-            return causal_lm_loss(logits, weight, None, labels, **kwargs)
-        return call_with(lambda hidden: causal_lm_loss(hidden, head.weight, None, labels, **kwargs), head, logits)
+            return causal_lm_loss(logits, weight, None, labels, **kwargs, **self.options)
+        return call_with(lambda hidden: causal_lm_loss(hidden, head.weight, None, labels, **kwargs, **self.options), head, logits)
+
+
+@functools.lru_cache(maxsize=None)
+def output_with_metrics(cls):
+    """The class of a model's output, with a field for each of what `linear_cross_entropy` returns beside the loss."""
+    names = LinearCrossEntropyOutput._fields[1:]
+    return dataclasses.make_dataclass(f"{cls.__name__}AndMetrics", [(name, Optional[torch.Tensor], None) for name in names], bases=(cls,))
 
 
 def loss_is_standard(model) -> bool:
-    """True when nothing but `lm_head` as PyTorch's own layer, sharded or not, and transformers' causal LM loss stand behind the
-    hidden states."""
+    """True when transformers' causal LM loss stands behind the logits, in transformers' own forward."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
+    return model.loss_function is ForCausalLMLoss and original_forward(model).__module__.startswith("transformers.")
+
+
+def head_is_plain(model) -> bool:
+    """True when nothing but PyTorch's own layer, sharded or not, stands between the hidden states and the logits."""
     weight = plain_weight(model.lm_head)
     if weight is None:
         weight = sharded_weight(model.lm_head)
-    return (
-        weight is not None
-        and not all_are_listened_to()
-        and weight.shape[0] == model.config.vocab_size
-        and model.loss_function is ForCausalLMLoss
-        and original_forward(model).__module__.startswith("transformers.")
-    )
+    return weight is not None and not all_are_listened_to() and weight.shape[0] == model.config.vocab_size
 
 
 def causal_lm_forward(model, labels, kwargs):
     """Of a causal LM. Training with labels gives the loss without logits; everything else is the model's own forward.
 
-    That forward runs in both cases: nothing of it is copied here, and every version of it keeps its own arguments.
+    That forward runs in both cases: nothing of it is copied here, and every version of it keeps its own arguments. kwargs: those
+    and `OPTIONS`, which stand before what `apply` was given, and `skip_logits`: whether a loss comes without logits, in training
+    mode by default.
     """
     forward = original_forward(model)
-    if labels is None or not model.training or OFF in model.__dict__ or not loss_is_standard(model):
+    if labels is None or OFF in model.__dict__ or not loss_is_standard(model):
+        return forward(model, labels=labels, **kwargs)
+    options = dict(getattr(model, LOSS_OPTIONS, ()))
+    for name in (*OPTIONS, "skip_logits"):
+        if name in kwargs:
+            options[name] = kwargs.pop(name)
+    if "ignore_index" in options:
+        kwargs.setdefault("ignore_index", options.pop("ignore_index"))
+    skip_logits = options.pop("skip_logits", None)
+    skip_logits = model.training if skip_logits is None else skip_logits
+    if skip_logits and head_is_plain(model):
+        seen = _Headless(model, options)
+    elif options:
+        skip_logits, seen = False, _WithLoss(model, options)
+    else:
         return forward(model, labels=labels, **kwargs)
     as_tuple = kwargs.pop("return_dict", None) is False
-    output = forward(_Headless(model), labels=labels, **kwargs)
-    output = type(output)(**{**output, "logits": None})
+    output = forward(seen, labels=labels, **kwargs)
+    cls, fields = type(output), dict(output)
+    if skip_logits:
+        fields["logits"] = None
+    if isinstance(seen.found, LinearCrossEntropyOutput):
+        cls = output_with_metrics(cls)
+        fields.update(seen.found._asdict())
+    output = cls(**fields)
     return output.to_tuple() if as_tuple else output

@@ -10,13 +10,14 @@ import re
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from types import FunctionType, MethodType
 from typing import NamedTuple
 
 from torch import nn
 
 from . import layers
-from .modeling import LAYER, OFF, SAVED, rotary_pos_emb
+from .modeling import LAYER, LOSS_OPTIONS, OFF, OPTIONS, SAVED, rotary_pos_emb
 from .warmup import clear_autotune_cache, warmup_all_kernels
 
 __all__ = ["apply", "clear_autotune_cache", "get_patched_ops", "kernelize", "mapping", "reset", "warmup_all_kernels"]
@@ -228,14 +229,27 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
     that gets labels returns the loss and no logits. `decoder_layer` fuses across the others, so it takes effect where `rms_norm`,
     `swiglu` and `rope` are all on. Not thread-safe against a running forward pass.
 
-    Raises ImportError when transformers is absent or its version does not fit.
+    fused_linear_cross_entropy: True, False, or a mapping of options of the loss, which stands for True: `ignore_index`,
+    `class_weight`, `reduction`, `label_smoothing`, `softcap`, `lse_square_scale`, `use_token_scaling`, `accum_dtype`,
+    `return_z_loss`, `return_token_accuracy` and `return_predicted_tokens` of `linear_cross_entropy`, and `skip_logits`: whether a
+    loss comes without logits, in training mode by default. They hold for every call with labels, in eval mode too, unless the
+    call itself has an argument of that name: model(input_ids=..., labels=..., label_smoothing=0.1). What the return_ options
+    ask for is in the model's output, under the names z_loss, token_accuracy and predicted_tokens.
+
+    Raises TypeError for an option that does not exist, ImportError when transformers is absent or its version does not fit.
     """
+    options = _loss_options(fused_linear_cross_entropy)
     modeling = _modeling_qwen3()
+    causal_lm = modeling.Qwen3ForCausalLM
+    if options:
+        setattr(causal_lm, LOSS_OPTIONS, options)
+    elif LOSS_OPTIONS in vars(causal_lm):
+        delattr(causal_lm, LOSS_OPTIONS)
     wanted = {
         "rms_norm": rms_norm,
         "swiglu": swiglu,
         "rope": rope,
-        "fused_linear_cross_entropy": fused_linear_cross_entropy,
+        "fused_linear_cross_entropy": isinstance(fused_linear_cross_entropy, Mapping) or fused_linear_cross_entropy,
         "decoder_layer": decoder_layer and rms_norm and swiglu and rope,
     }
     modules = _live_modules()
@@ -250,6 +264,16 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
             for module in modules:
                 if isinstance(module, classes):
                     _unbind(module)
+
+
+def _loss_options(given):
+    """The mapping of `apply`'s `fused_linear_cross_entropy`; empty for True and False."""
+    options = dict(given) if isinstance(given, Mapping) else {}
+    known = ("ignore_index", *OPTIONS, "skip_logits")
+    unknown = [str(name) for name in options if name not in known]
+    if unknown:
+        raise TypeError(f"fused_linear_cross_entropy has no option {', '.join(unknown)}; it has {', '.join(known)}")
+    return options
 
 
 def _bind_hidden(owner, replacement, modules):
@@ -279,6 +303,8 @@ def reset():
     for operation in (*CLASSES, "rope"):
         owner, attribute, _ = _target(modeling, operation)
         _restore(owner, attribute)
+        if LOSS_OPTIONS in vars(owner):
+            delattr(owner, LOSS_OPTIONS)
         if SAVED + "decorated" in vars(owner):
             for name in ("kernel_layer_name", "kernel_condition", SAVED + "decorated"):
                 if name in vars(owner):

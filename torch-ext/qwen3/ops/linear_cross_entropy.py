@@ -51,7 +51,12 @@ class Options(NamedTuple):
     use_token_scaling: bool = False
     accum_dtype: Optional[torch.dtype] = None
     return_z_loss: bool = False
-    return_predicted: bool = False
+    return_token_accuracy: bool = False
+    return_predicted_tokens: bool = False
+
+    @property
+    def predicts(self) -> bool:
+        return self.return_token_accuracy or self.return_predicted_tokens
 
     @property
     def plain(self) -> bool:
@@ -107,66 +112,60 @@ def _counted(target: torch.Tensor, classes: int, ignore_index: int) -> torch.Ten
     return (target != ignore_index) & (target >= 0) & (target < classes)
 
 
-def _row_coefficients(lse, counted, target_weight, weight_sum, classes, options):
-    """a, b, c of kernel_src/cross_entropy.py, before the reduction's scale."""
-    smooth = options.label_smoothing / classes
-    b = (1 - options.label_smoothing) * target_weight
-    a = b + smooth * weight_sum + 2 * options.lse_square_scale * lse
-    return tuple(torch.where(counted, t, 0.0) for t in (a, b, torch.full_like(lse, smooth)))
-
-
-def _row_loss(lse, negative_log_likelihood, total, counted, target_weight, weight_sum, classes, options):
-    loss = (1 - options.label_smoothing) * target_weight * negative_log_likelihood
-    if options.label_smoothing:
-        loss = loss + options.label_smoothing / classes * (weight_sum * lse - total)
-    return torch.where(counted, loss + options.lse_square_scale * lse.square(), 0.0)
-
-
-def _weights_of(target, classes, class_weight, options, dtype):
-    """Per token: is it counted, the weight of its label; and the weights of all classes and their sum."""
-    counted = _counted(target, classes, options.ignore_index)
-    if class_weight is None:
-        class_weight = torch.ones(classes, dtype=dtype, device=target.device)
-    return counted, class_weight[torch.where(counted, target, 0)], class_weight, class_weight.sum()
-
-
-def _finished(loss, lse, negative_log_likelihood, counted, options) -> Tuple[Rows, Optional[torch.Tensor]]:
-    """The rows, without predictions, and what token scaling multiplies their losses and gradients by (None for 1)."""
-    scaling = None
-    if options.use_token_scaling:
-        scaling = torch.exp(-negative_log_likelihood.detach())
-        loss = loss * scaling
-    z_loss = None
-    if options.return_z_loss:
-        z_loss = torch.where(counted, options.lse_square_scale * lse.detach().square(), 0.0)
-        z_loss = z_loss if scaling is None else z_loss * scaling
-    return Rows(loss, z_loss), scaling
-
-
 class _Chunk:
     """Cross entropy of one chunk of logits: `rows()`, then `gradient(scale)`, which writes over the logits.
 
-    `loss()` of a class leaves lse (base e) and the negative log likelihood behind, each [tokens].
+    `loss()` of a class gives the loss without token scaling, and leaves lse (base e) and the negative log likelihood behind.
     """
 
     def __init__(self, logits, target, class_weight, options):
-        self.logits, self.target, self.options = logits, target, options
-        self.class_weight = class_weight
+        self.logits, self.classes, self.dtype = logits, logits.shape[1], wide(logits.dtype)
+        self.target, self.class_weight, self.options = target, class_weight, options
         self.plain = options.plain and class_weight is None
+        self.scaling = None
 
     def look_up(self):
-        classes, dtype = self.logits.shape[1], wide(self.logits.dtype)
-        found = _weights_of(self.target, classes, self.class_weight, self.options, dtype)
-        self.counted, self.target_weight, self.weights, self.weight_sum = found
+        """Per token: is it counted, the weight of its label; and the weights of all classes and their sum."""
+        self.counted = _counted(self.target, self.classes, self.options.ignore_index)
+        self.weights = self.class_weight
+        if self.weights is None:
+            self.weights = torch.ones(self.classes, dtype=self.dtype, device=self.target.device)
+        self.target_weight = self.weights[torch.where(self.counted, self.target, 0)]
+        self.weight_sum = self.weights.sum()
+
+    def weighted(self, total):
+        """The loss with every option but token scaling. total: per token, the sum of class_weight * logits."""
+        options = self.options
+        loss = (1 - options.label_smoothing) * self.target_weight * self.likelihood
+        if options.label_smoothing:
+            loss = loss + options.label_smoothing / self.classes * (self.weight_sum * self.lse - total)
+        return torch.where(self.counted, loss + options.lse_square_scale * self.lse.square(), 0.0)
 
     def rows(self) -> Rows:
         options = self.options
-        loss = self.loss()
-        counted = _counted(self.target, self.logits.shape[1], options.ignore_index) if options.return_z_loss or options.return_predicted else None
-        rows, self.scaling = _finished(loss, self.lse, self.likelihood, counted, options)
-        if options.return_predicted:
-            rows = rows._replace(predicted=torch.where(counted, self.logits.detach().argmax(1), -1))
-        return rows
+        loss, z_loss, predicted = self.loss(), None, None
+        if options.return_z_loss or options.predicts:
+            counted = _counted(self.target, self.classes, options.ignore_index)
+        if options.return_z_loss:
+            z_loss = torch.where(counted, options.lse_square_scale * self.lse.detach().square(), 0.0)
+        if options.predicts:
+            predicted = torch.where(counted, self.logits.detach().argmax(1), -1)
+        if options.use_token_scaling:
+            self.scaling = torch.exp(-self.likelihood.detach())
+            loss, z_loss = loss * self.scaling, None if z_loss is None else z_loss * self.scaling
+        return Rows(loss, z_loss, predicted)
+
+    def coefficients(self, scale):
+        """a, b, c of kernel_src/cross_entropy.py, times the scale, which is that of the reduction or of every token."""
+        options = self.options
+        smooth = options.label_smoothing / self.classes
+        b = (1 - options.label_smoothing) * self.target_weight
+        a = b + smooth * self.weight_sum + 2 * options.lse_square_scale * self.lse
+        return tuple(torch.where(self.counted, t, 0.0) * scale for t in (a, b, torch.full_like(a, smooth)))
+
+    def scaled(self, scale):
+        """What the gradients are multiplied by, with token scaling."""
+        return scale if self.scaling is None else scale * self.scaling
 
 
 class _KernelChunk(_Chunk):
@@ -189,27 +188,21 @@ class _KernelChunk(_Chunk):
         )
         if self.plain:
             return self.likelihood
-        return _row_loss(
-            self.lse, self.likelihood, part_total.sum(1), self.counted, self.target_weight, self.weight_sum, logits.shape[1], options
-        )
+        return self.weighted(part_total.sum(1))
 
     @property
     def lse(self):
         return self.lse2 * LN2
 
     def gradient(self, scale):
-        if self.scaling is not None:
-            scale = scale * self.scaling
+        scale = self.scaled(scale)
         if self.plain and scale.numel() == 1:
             return _gradient_kernel(
                 (self.logits, self.target, self.lse2, scale.view(1)), self.options.ignore_index
             )
         if self.plain:
             self.look_up()
-        rows = _row_coefficients(
-            self.lse, self.counted, self.target_weight, self.weight_sum, self.logits.shape[1], self.options
-        )
-        a, b, c = ((t * scale).contiguous() for t in rows)
+        a, b, c = (t.contiguous() for t in self.coefficients(scale))
         _gradient_weighted_kernel(
             (self.logits, self.weights, self.target, self.lse2, a, b, c), float(self.options.softcap)
         )
@@ -227,18 +220,11 @@ class _TorchChunk(_Chunk):
         self.lse = torch.logsumexp(z, 1)
         label = torch.where(self.counted, self.target, 0)
         self.likelihood = self.lse - z.gather(1, label[:, None])[:, 0]
-        total = z @ self.weights if self.options.label_smoothing else 0.0
-        return _row_loss(
-            self.lse, self.likelihood, total, self.counted, self.target_weight, self.weight_sum, z.shape[1], self.options
-        )
+        return self.weighted(z @ self.weights if self.options.label_smoothing else 0.0)
 
     def gradient(self, scale):
-        if self.scaling is not None:
-            scale = scale * self.scaling
-        a, b, c = _row_coefficients(
-            self.lse, self.counted, self.target_weight, self.weight_sum, self.z.shape[1], self.options
-        )
-        a, b, c = (t * scale for t in (a, b, c))
+        scale = self.scaled(scale)
+        a, b, c = self.coefficients(scale)
         slope = 1 - (self.z / self.options.softcap).square() if self.options.softcap else None
         # Written over z, which is the largest thing here, and in fp32 the logits themselves.
         gradient = self.z.sub_(self.lse[:, None]).exp_().mul_(a[:, None])
@@ -253,32 +239,40 @@ class _TorchChunk(_Chunk):
             self.logits.copy_(gradient)
 
 
-def _without_logits(hidden, weight, bias, target, class_weight, options: Options) -> Optional[Rows]:
-    """The rows by the kernel that stores no logits; None where it does not take these arguments.
+class _WithoutLogits(_Chunk):
+    """All tokens at once, by the kernel that stores no logits: `rows()`, where `fits()` says that it can.
 
     It takes bf16 and fp16, features in multiples of 64, and what follows from lse and the label's logit: no bias, softcap or
-    label smoothing, no predictions.
+    label smoothing, and no predictions.
     """
-    if bias is not None or options.softcap or options.label_smoothing or options.return_predicted:
-        return None
-    tokens, classes = hidden.shape[0], weight.shape[0]
-    parts = -(-classes // LINEAR_TILE)
-    step = min(tokens, max(LINEAR_BYTES // (8 * parts) // LINEAR_TOKENS, 1) * LINEAR_TOKENS)
-    new = {"dtype": torch.float32, "device": hidden.device}
-    part_max, part_sum = (torch.empty((step, parts), **new) for _ in range(2))
-    label_logit = torch.empty(step, **new)
-    if not tokens or not _linear_kernel.takes((hidden[:step], weight, target[:step], part_max, part_sum, label_logit)):
-        return None
-    lse, likelihood = torch.empty(tokens, **new), torch.empty(tokens, **new)
-    for start in range(0, tokens, step):
-        rows = slice(start, min(start + step, tokens))
-        count = rows.stop - start
-        statistics = (target[rows], part_max[:count], part_sum[:count], label_logit[:count])
-        _linear_kernel((hidden[rows], weight, *statistics))
-        _linear_combine_kernel((*statistics, lse[rows], likelihood[rows]), options.ignore_index, classes)
-    counted, target_weight, _, weight_sum = _weights_of(target, classes, class_weight, options, torch.float32)
-    loss = _row_loss(lse, likelihood, 0.0, counted, target_weight, weight_sum, classes, options)
-    return _finished(loss, lse, likelihood, counted, options)[0]
+
+    def __init__(self, hidden, weight, bias, target, class_weight, options):
+        super().__init__(weight.t(), target, class_weight, options)
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        parts = -(-self.classes // LINEAR_TILE)
+        self.step = min(hidden.shape[0], max(LINEAR_BYTES // (8 * parts) // LINEAR_TOKENS, 1) * LINEAR_TOKENS)
+        self.shape = (self.step, parts)
+
+    def fits(self) -> bool:
+        options = self.options
+        if self.bias is not None or options.softcap or options.label_smoothing or options.predicts or not self.step:
+            return False
+        new = {"dtype": torch.float32, "device": self.hidden.device}
+        self.statistics = torch.empty(self.shape, **new), torch.empty(self.shape, **new), torch.empty(self.step, **new)
+        return _linear_kernel.takes((self.hidden[: self.step], self.weight, self.target[: self.step], *self.statistics))
+
+    def loss(self):
+        tokens = self.hidden.shape[0]
+        self.lse, self.likelihood = (torch.empty(tokens, dtype=torch.float32, device=self.hidden.device) for _ in range(2))
+        for start in range(0, tokens, self.step):
+            rows = slice(start, min(start + self.step, tokens))
+            arrays = self.target[rows], *(array[: rows.stop - start] for array in self.statistics)
+            _linear_kernel((self.hidden[rows], self.weight, *arrays))
+            _linear_combine_kernel((*arrays, self.lse[rows], self.likelihood[rows]), self.options.ignore_index, self.classes)
+        if self.plain:
+            return self.likelihood
+        self.look_up()
+        return self.weighted(0.0)
 
 
 def _add_product(total, x, y, first: bool, alpha: float) -> None:
@@ -305,9 +299,9 @@ def _run(hidden, weight, bias, target, class_weight, scale, options: Options, ne
     needs = needs if scale is not None else (False, False, False)
     has_kernels = hidden.dtype != torch.float64 and kernels_run_on(hidden)
     if has_kernels and not any(needs):
-        rows = _without_logits(hidden, weight, bias, target, class_weight, options)
-        if rows is not None:
-            return rows, Gradients(None, None, None)
+        whole = _WithoutLogits(hidden, weight, bias, target, class_weight, options)
+        if whole.fits():
+            return whole.rows(), Gradients(None, None, None)
     new = {"dtype": hidden.dtype, "device": hidden.device}
     dhidden = torch.empty(hidden.shape, **new) if needs[0] else None
     dweight = torch.empty(weight.shape, dtype=options.accum_dtype or hidden.dtype, device=hidden.device) if needs[1] else None
@@ -315,7 +309,7 @@ def _run(hidden, weight, bias, target, class_weight, scale, options: Options, ne
     found = Rows(
         torch.empty(tokens, dtype=acc, device=hidden.device),
         torch.empty(tokens, dtype=acc, device=hidden.device) if options.return_z_loss else None,
-        torch.empty(tokens, dtype=torch.int64, device=hidden.device) if options.return_predicted else None,
+        torch.empty(tokens, dtype=torch.int64, device=hidden.device) if options.predicts else None,
     )
     chunk = _KernelChunk if has_kernels else _TorchChunk
     step = chunk_tokens(tokens)
@@ -384,7 +378,7 @@ class _Reduced(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, target, class_weight, scale)
         ctx.options = options
         rows, ctx.gradients = _Reduced.run(ctx, hidden, weight, bias, target, class_weight, scale)
-        _only_the_loss_is_differentiable(ctx, rows)
+        ctx.mark_non_differentiable(*[row for row in rows[1:] if row is not None])
         return (rows.loss.sum() * scale.view(()), *rows[1:])
 
     @staticmethod
@@ -422,7 +416,7 @@ class _PerToken(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, target, class_weight)
         ctx.options = options
         rows = _run(hidden, weight, bias, target, class_weight, None, options, (False,) * 3)[0]
-        _only_the_loss_is_differentiable(ctx, rows)
+        ctx.mark_non_differentiable(*[row for row in rows[1:] if row is not None])
         return tuple(rows)
 
     @staticmethod
@@ -431,19 +425,9 @@ class _PerToken(torch.autograd.Function):
         hidden, weight, bias, target, class_weight = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         scale = dlosses.to(wide(hidden.dtype)).contiguous()
-        options = ctx.options._replace(return_z_loss=False, return_predicted=False)
+        options = ctx.options._replace(return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False)
         gradients = _run(hidden, weight, bias, target, class_weight, scale, options, needs)[1]
         return (*gradients, None, None, None)
-
-
-def _only_the_loss_is_differentiable(ctx, rows: Rows) -> None:
-    ctx.mark_non_differentiable(*[row for row in rows[1:] if row is not None])
-    ctx.set_materialize_grads(False)
-
-
-def cross_entropy_rows(logits, target, class_weight, options: Options) -> Rows:
-    """The same of logits [tokens, classes] in PyTorch operations that autograd and tracers see through."""
-    return _TorchChunk(logits, target, class_weight, options).rows()
 
 
 def linear_cross_entropy(
@@ -488,57 +472,70 @@ def linear_cross_entropy(
     Raises ValueError when shapes, dtypes, devices or options do not fit.
     """
     _check(hidden, weight, target, bias, class_weight, reduction, ignore_index)
-    _check_options(weight, label_smoothing, softcap, accum_dtype)
-    options = Options(
-        int(ignore_index),
-        float(label_smoothing),
-        float(softcap or 0.0),
-        float(lse_square_scale),
-        bool(use_token_scaling),
-        accum_dtype,
-        bool(return_z_loss),
-        bool(return_token_accuracy or return_predicted_tokens),
-    )
+    options = _options(
+        weight.dtype, ignore_index, label_smoothing, softcap, lse_square_scale, use_token_scaling, accum_dtype, return_z_loss,
+        return_token_accuracy, return_predicted_tokens,
+    )  # fmt: skip
     hidden = hidden.reshape(-1, hidden.shape[-1])
     target = target.reshape(-1).contiguous()
     if class_weight is not None:
         class_weight = class_weight.to(wide(hidden.dtype)).contiguous()
-    scale = None
-    if reduction != "none" or num_items is not None:
-        scale = _scale(target, weight.shape[0], class_weight, options, reduction, num_items, wide(hidden.dtype))
-    if torch.compiler.is_compiling():
-        # Chunks do not exist for a tracer.
-        rows = cross_entropy_rows(torch.nn.functional.linear(hidden, weight, bias), target, class_weight, options)
-        if scale is not None:
-            rows = rows._replace(loss=rows.loss.sum() * scale.view(()))
+    scale = _scale(target, weight.shape[0], class_weight, options, reduction, num_items, wide(hidden.dtype))
+    if torch.compiler.is_compiling():  # chunks do not exist for a tracer
+        logits = torch.nn.functional.linear(hidden, weight, bias)
+        rows = _TorchChunk(logits, target, class_weight, options).rows()
     elif not torch.is_grad_enabled():
         rows = _run(hidden, weight, bias, target, class_weight, None, options, (False,) * 3)[0]
-        if scale is not None:
-            rows = rows._replace(loss=rows.loss.sum() * scale.view(()))
     elif scale is None:
         rows = Rows(*_PerToken.apply(hidden, weight, bias, target, class_weight, options))
     else:
-        rows = Rows(*_Reduced.apply(hidden, weight, bias, target, class_weight, scale, options))
-    if not (return_z_loss or return_token_accuracy or return_predicted_tokens):
-        return rows.loss
-    return _output(rows, scale, target, return_token_accuracy, return_predicted_tokens)
+        loss, *others = _Reduced.apply(hidden, weight, bias, target, class_weight, scale, options)
+        return _output(loss, Rows(loss, *others), scale, target, options)
+    return _output(_reduced(rows.loss, scale), rows, scale, target, options)
 
 
-def _output(rows: Rows, scale, target, return_token_accuracy, return_predicted_tokens) -> LinearCrossEntropyOutput:
-    z_loss, accuracy = rows.z_loss, None
-    if z_loss is not None and scale is not None:
-        z_loss = z_loss.sum() * scale.view(())
-    if return_token_accuracy:
-        accuracy = (rows.predicted == target).to(rows.loss.dtype)
+def cross_entropy_of_logits(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: Optional[torch.Tensor] = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items: Union[int, float, torch.Tensor, None] = None,
+    accum_dtype: Optional[torch.dtype] = None,
+    **options,
+) -> Union[torch.Tensor, LinearCrossEntropyOutput]:
+    """What `linear_cross_entropy` returns, of logits [tokens, classes] that are there, in PyTorch. There is no gradient of a weight
+    to accumulate, so accum_dtype is for nothing."""
+    _check_reduction(reduction)
+    options = _options(logits.dtype, ignore_index, **options)
+    scale = _scale(target, logits.shape[1], class_weight, options, reduction, num_items, wide(logits.dtype))
+    rows = _TorchChunk(logits, target, class_weight, options).rows()
+    return _output(_reduced(rows.loss, scale), rows, scale, target, options)
+
+
+def _reduced(rows, scale):
+    return rows if scale is None else rows.sum() * scale.view(())
+
+
+def _output(loss, rows: Rows, scale, target, options) -> Union[torch.Tensor, LinearCrossEntropyOutput]:
+    """What is returned of a reduced loss and of the rows, whose own loss is not looked at."""
+    if not (options.return_z_loss or options.predicts):
+        return loss
+    z_loss = _reduced(rows.z_loss, scale) if options.return_z_loss else None
+    accuracy = None
+    if options.return_token_accuracy:
+        accuracy = (rows.predicted == target).to(loss.dtype)
         if scale is not None:
             accuracy = accuracy.sum() / (rows.predicted >= 0).sum().clamp(min=1)
-    return LinearCrossEntropyOutput(rows.loss, z_loss, accuracy, rows.predicted if return_predicted_tokens else None)
+    return LinearCrossEntropyOutput(loss, z_loss, accuracy, rows.predicted if options.return_predicted_tokens else None)
 
 
-def _scale(target, classes, class_weight, options, reduction, num_items, dtype) -> torch.Tensor:
-    """What the sum of the losses is multiplied by, [1] on the device."""
+def _scale(target, classes, class_weight, options, reduction, num_items, dtype) -> Optional[torch.Tensor]:
+    """What the sum of the losses is multiplied by, [1] on the device; None where they are not summed."""
     if num_items is not None:
         items = torch.as_tensor(num_items, device=target.device).to(dtype)
+    elif reduction == "none":
+        return None
     elif reduction == "sum":
         items = torch.ones((), dtype=dtype, device=target.device)
     else:
@@ -568,18 +565,45 @@ def _check(hidden, weight, target, bias, class_weight, reduction, ignore_index):
     for name, tensor in (("weight", weight), ("target", target), ("bias", bias), ("class_weight", class_weight)):
         if tensor is not None and tensor.device != hidden.device:
             fail(name, describe(tensor), f"on the device of hidden, {hidden.device}")
-    if reduction not in ("mean", "sum", "none"):
-        fail("reduction", repr(reduction), "'mean', 'sum' or 'none'")
+    _check_reduction(reduction)
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
         if wrong.any():
             fail("target", f"{int(target[wrong][0])} at one of its places", f"labels from 0 to {classes - 1}, or {ignore_index}")
 
 
-def _check_options(weight, label_smoothing, softcap, accum_dtype):
+def _check_reduction(reduction):
+    if reduction not in ("mean", "sum", "none"):
+        fail("reduction", repr(reduction), "'mean', 'sum' or 'none'")
+
+
+def _options(
+    dtype,
+    ignore_index=-100,
+    label_smoothing=0.0,
+    softcap=None,
+    lse_square_scale=0.0,
+    use_token_scaling=False,
+    accum_dtype=None,
+    return_z_loss=False,
+    return_token_accuracy=False,
+    return_predicted_tokens=False,
+) -> Options:
+    """dtype: of the weight. Raises ValueError for a number or dtype that makes no sense."""
     if not 0.0 <= label_smoothing <= 1.0:
         fail("label_smoothing", label_smoothing, "a number from 0 to 1")
     if softcap is not None and not 0.0 <= softcap < float("inf"):
         fail("softcap", softcap, "a positive number, or None for no cap")
-    if accum_dtype not in (None, weight.dtype, torch.float32) or (accum_dtype is torch.float32 and weight.dtype is torch.float64):
-        fail("accum_dtype", accum_dtype, f"None, weight's dtype {weight.dtype}, or torch.float32")
+    if accum_dtype not in (None, dtype) and (accum_dtype != torch.float32 or dtype == torch.float64):
+        fail("accum_dtype", accum_dtype, f"None, the weight's dtype {dtype}, or torch.float32")
+    return Options(
+        int(ignore_index),
+        float(label_smoothing),
+        float(softcap or 0.0),
+        float(lse_square_scale),
+        bool(use_token_scaling),
+        accum_dtype,
+        bool(return_z_loss),
+        bool(return_token_accuracy),
+        bool(return_predicted_tokens),
+    )
