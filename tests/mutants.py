@@ -27,7 +27,7 @@ from tests.tolerances import assert_close
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "torch-ext" / "qwen3"
-OPERATIONS = ("rms_norm", "rotary", "qk_norm_rotary", "swiglu", "cross_entropy", "column_sum", "scale")
+OPERATIONS = ("rms_norm", "rotary", "qk_norm_rotary", "swiglu", "cross_entropy", "linear_cross_entropy", "column_sum", "scale")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = "cpu"
 

@@ -285,6 +285,23 @@ def backend(runtime, monkeypatch):
     return runtime.launch.backend
 
 
+def test_a_variant_for_other_architectures_is_passed_over(runtime):
+    """Also where it stands first; and the error says so when there is no other."""
+    interpreter = InterpreterBackend(runtime, ("linear_cross_entropy",))
+    kernel = runtime.launch.Kernel("linear_cross_entropy_statistics", grid=lambda c, *_: (1,))
+    operands = [torch.zeros(n, 64, dtype=torch.bfloat16) for n in (3, 5)]
+    tensors = (*operands, torch.zeros(3, dtype=torch.int64), torch.zeros(3, 1), torch.zeros(3, 1), torch.zeros(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime.launch, "backend", interpreter)
+        for gpu, rows in (("sm_90", 128), ("sm_86", 64), ("sm_121", 64), ("sm_100", 128)):
+            interpreter.gpu = gpu
+            assert kernel.takes(tensors) and kernel.select(tensors).constants["TILE_M"] == rows
+        interpreter.gpu = "sm_75"
+        assert not kernel.takes(tensors)
+        with pytest.raises(runtime.launch.PromiseError, match="is not built for sm_75"):
+            kernel.select(tensors)
+
+
 def norm_kernel(runtime):
     names = ("rms_norm_forward", "rms_norm_rows_forward", "rms_norm_any_forward")
     return runtime.launch.Kernel(*names, grid=lambda c, x, *_: (x.shape[0],))

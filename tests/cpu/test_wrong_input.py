@@ -167,6 +167,21 @@ def test_an_unknown_reduction_is_refused(ops):
         ops.linear_cross_entropy(**arguments("linear_cross_entropy"), reduction="average")
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    (
+        ("label_smoothing", 1.5, "a number from 0 to 1"),
+        ("label_smoothing", -0.1, "a number from 0 to 1"),
+        ("softcap", -3.0, "a positive number, or None for no cap"),
+        ("accum_dtype", torch.float64, "None, the weight's dtype torch.bfloat16, or torch.float32"),
+        ("accum_dtype", torch.float16, "None, the weight's dtype torch.bfloat16, or torch.float32"),
+    ),
+)
+def test_an_option_of_the_loss_that_makes_no_sense_is_named(ops, option, value, expected):
+    with pytest.raises(ValueError, match=f"^{option} is {value}, expected {expected}"):
+        ops.linear_cross_entropy(**arguments("linear_cross_entropy"), **{option: value})
+
+
 # ---------------------------------------------------------------- labels
 @pytest.mark.parametrize("label", (-1, CLASSES, -2, 2**40))
 @pytest.mark.parametrize("ignore_index", (-100, 0))
