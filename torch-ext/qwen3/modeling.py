@@ -5,7 +5,6 @@ hooked. What is exactly PyTorch's own goes to the operations; everything else is
 """
 
 import dataclasses
-import functools
 from contextlib import nullcontext
 from typing import Optional
 
@@ -227,11 +226,17 @@ class _Headless(_WithLoss):
         return call_with(lambda hidden: causal_lm_loss(hidden, head.weight, None, labels, **kwargs, **self.options), head, logits)
 
 
-@functools.lru_cache(maxsize=None)
+OUTPUTS = {}  # by the class of a model's output: the same with metrics
+
+
 def output_with_metrics(cls):
     """The class of a model's output, with a field for each of what `linear_cross_entropy` returns beside the loss."""
-    names = LinearCrossEntropyOutput._fields[1:]
-    return dataclasses.make_dataclass(f"{cls.__name__}AndMetrics", [(name, Optional[torch.Tensor], None) for name in names], bases=(cls,))
+    if cls not in OUTPUTS:
+        fields = [(name, Optional[torch.Tensor], None) for name in LinearCrossEntropyOutput._fields[1:]]
+        made = OUTPUTS[cls] = dataclasses.make_dataclass(f"{cls.__name__}AndMetrics", fields, bases=(cls,))
+        made.__module__ = __name__  # where pickle finds it
+        globals()[made.__name__] = made
+    return OUTPUTS[cls]
 
 
 def loss_is_standard(model) -> bool:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import nn
 
 from . import layers
-from .modeling import LAYER, LOSS_OPTIONS, OFF, OPTIONS, SAVED, rotary_pos_emb
+from .modeling import LAYER, LOSS_OPTIONS, OFF, OPTIONS, SAVED, output_with_metrics, rotary_pos_emb
 from .warmup import clear_autotune_cache, warmup_all_kernels
 
 __all__ = ["apply", "clear_autotune_cache", "get_patched_ops", "kernelize", "mapping", "reset", "warmup_all_kernels"]
@@ -69,6 +69,7 @@ def _modeling_qwen3():
     advice = f"expected transformers{TRANSFORMERS_EXPECTED}. Run: pip install 'transformers{TRANSFORMERS_EXPECTED}'"
     if not TRANSFORMERS[0] <= numbers < TRANSFORMERS[1]:
         raise ImportError(f"transformers is {version}, {advice}")
+    from transformers.modeling_outputs import CausalLMOutputWithPast
     from transformers.models.qwen3 import modeling_qwen3
 
     for name, layer in CLASSES.values():
@@ -81,6 +82,7 @@ def _modeling_qwen3():
             raise ImportError(f"transformers {version} has {name}.forward{found}, defined in {where}, {advice}")
     if not hasattr(modeling_qwen3, ROTARY):
         raise ImportError(f"transformers {version} has no {ROTARY}, {advice}")
+    output_with_metrics(CausalLMOutputWithPast)  # torch.compile traces through no making of classes
     return modeling_qwen3
 
 
