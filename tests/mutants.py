@@ -234,6 +234,49 @@ def _alone(operation):
     return check
 
 
+def check_evaluation_in_steps(ops):
+    module = importlib.import_module(f"{ops.__name__}.ops.linear_cross_entropy")
+    module.LINEAR_BYTES, module.LINEAR_TOKENS = 0, 64
+    checks.check_evaluation(ops, CPU, BF16, 100, 64, 40)
+
+
+def check_evaluation_of_labels_out_of_range(ops):
+    module = importlib.import_module(f"{ops.__name__}.ops.linear_cross_entropy")
+    module._check = lambda *_: None
+    hidden, weight = randn(5, 64, dtype=BF16, device=CPU), randn(300, 64, dtype=BF16, device=CPU, seed=1)
+    losses = ops.linear_cross_entropy(hidden, weight, torch.tensor([3, -7, 300, 2**40, 299]), reduction="none")
+    assert_close(losses, checks.cross_entropy_exact(hidden.double(), weight.double(), torch.tensor([3, -100, -100, -100, 299]), reduction="none"), FP32)
+
+
+def check_evaluation_of_infinities(ops):
+    """Logits of -inf in a whole tile of the vocabulary, as a weight that overflowed makes them."""
+    hidden, weight = randn(3, 64, dtype=BF16, device=CPU).abs(), randn(300, 64, dtype=BF16, device=CPU, seed=1)
+    weight[256:, 0] = -float("inf")
+    losses = ops.linear_cross_entropy(hidden, weight, torch.arange(3), reduction="none")
+    assert_close(losses, checks.cross_entropy_exact(hidden.double(), weight.double(), torch.arange(3), reduction="none"), FP32)
+
+
+def check_evaluation_of_large_logits(ops):
+    """Of which 2 to the power of one overflows, and almost any other distance from the largest too."""
+    hidden, weight = 100 * randn(3, 64, dtype=BF16, device=CPU), randn(40, 64, dtype=BF16, device=CPU, seed=1)
+    losses = ops.linear_cross_entropy(hidden, weight, torch.arange(3), reduction="none")
+    assert_close(losses, checks.cross_entropy_exact(hidden.double(), weight.double(), torch.arange(3), reduction="none"), FP32)
+
+
+def check_evaluation_that_is_not_taken(ops):
+    for options in ({"softcap": 2.0}, {"label_smoothing": 0.3}):
+        checks.check_evaluation(ops, CPU, BF16, 3, 64, 40, bound=BF16, **options)
+    hidden, weight, bias = (randn(*s, dtype=BF16, device=CPU, seed=i) for i, s in enumerate(((3, 64), (40, 64), (40,))))
+    target = torch.arange(3)
+    loss = ops.linear_cross_entropy(hidden, weight, target, 3 * bias)
+    assert_close(loss, checks.cross_entropy_exact(hidden.double(), weight.double(), target, 3 * bias.double()), BF16, "loss", 3)
+
+
+def check_accumulation_of_fp16(ops):
+    """Sums over the tokens are divided by their number on the way, in fp32 as well."""
+    checks.check_linear_cross_entropy(ops, CPU, FP16, 40, 16, 9, upstream=1.0, ignored=0.0, accum_dtype=FP32, reduction="sum")
+
+
 def _of(check, *arguments, **options):
     return lambda ops: check(ops, CPU, *arguments, **options)
 
@@ -291,6 +334,24 @@ CHECKS = {
     "loss_bias": _of(checks.check_linear_cross_entropy, FP32, 5, 16, 40, bias=True),
     "loss_chunks": _of(checks.check_linear_cross_entropy, FP32, 2100, 4, 9),
     "loss_chunks_none": _of(checks.check_linear_cross_entropy, FP32, 2100, 4, 9, reduction="none"),
+    "loss_none_weighted": _of(checks.check_linear_cross_entropy, FP32, 5, 16, 40, reduction="none", class_weight=True),
+    "loss_nothing_counted": _of(checks.check_linear_cross_entropy, FP32, 5, 16, 40, ignored=1.0),
+    "loss_smooth_ignored": _of(checks.check_linear_cross_entropy, FP32, 8, 16, 17, label_smoothing=0.2, ignore_index=0),
+    "loss_returns": _of(
+        checks.check_linear_cross_entropy, FP32, 20, 16, 17, lse_square_scale=0.1, use_token_scaling=True,
+        return_z_loss=True, return_token_accuracy=True, return_predicted_tokens=True,
+    ),
+    "loss_chunks_accum": _of(checks.check_linear_cross_entropy, BF16, 2100, 4, 9, accum_dtype=FP32),
+    "fp16_accum": check_accumulation_of_fp16,
+    "evaluation": _of(checks.check_evaluation, BF16, 200, 128, 300),
+    "evaluation_ignores_3": _of(checks.check_evaluation, BF16, 40, 64, 17, ignore_index=3),
+    "evaluation_z_loss": _of(checks.check_evaluation, BF16, 5, 64, 17, lse_square_scale=0.1),
+    "evaluation_groups": _of(checks.check_evaluation, FP16, 1100, 64, 257),
+    "evaluation_labels": check_evaluation_of_labels_out_of_range,
+    "evaluation_of_infinities": check_evaluation_of_infinities,
+    "evaluation_of_large_logits": check_evaluation_of_large_logits,
+    "evaluation_steps": check_evaluation_in_steps,
+    "evaluation_not_taken": check_evaluation_that_is_not_taken,
     "scale": _of(checks.check_linear_cross_entropy, FP32, 5, 32, 1100, upstream=0.25),
     "scale_odd": _of(checks.check_linear_cross_entropy, FP32, 5, 31, 1101, upstream=0.25),
 }
@@ -465,13 +526,14 @@ KERNEL_MUTANTS = [
          ("ct.where(inside, cap(z, softcap), MINUS_INFINITY)", "cap(z, softcap)"),
          ("ct.where(inside, z * w, 0.0)", "z * w", "loss_smooth"),
          ("ct.where(inside, z * w, 0.0)", "ct.where(inside, z, 0.0)", "loss_smooth")),
-    *_in("kernel_src/cross_entropy.py", "loss", "cross_entropy_combine",
+    *_in("kernel_src/cross_entropy.py", "loss", "join_partials",
          ("ps * ct.exp2(pm - shift)", "ps"),
-         ("total * LN2 - z", "total - z"),
          ("m + ct.log2(s)", "ct.log2(s)"),
          ("s = s * ct.exp2(m - shift) +", "s =", "loss_pieces"),
          ("i * PARTS +", "", "loss_pieces"),
-         ("padding_value=MINUS_INFINITY", "padding_value=1e4"),
+         ("padding_value=MINUS_INFINITY", "padding_value=1e4")),
+    *_in("kernel_src/cross_entropy.py", "loss", "cross_entropy_combine",
+         ("total * LN2 - z", "total - z"),
          ("(t != ignore_index) & ", "", "loss_ignores_0"),
          (" & (t < logits.shape[1])", "", "labels"),
          (" & (t >= 0)", "", "labels"),
@@ -493,6 +555,36 @@ KERNEL_MUTANTS = [
          ("w * ct.gather(c, row, check_bounds=False)", "ct.gather(c, row, check_bounds=False)", "loss_smooth"),
          ("ct.gather(b, row, check_bounds=False)", "1.0", "loss_none"),
          ("p * row_a", "p", "loss_none")),
+    *_in("kernel_src/linear_cross_entropy.py", "evaluation", "linear_cross_entropy_statistics",
+         ("m * TILE_M + ct.arange", "ct.arange"),
+         ("n * TILE_N + ct.arange", "ct.arange"),
+         ("index=(m, k)", "index=(m, 0)"),
+         ("index=(n, k)", "index=(n, 0)"),
+         ("hidden.shape[1] // TILE_K", "1"),
+         ("first + within % height", "within % height", "evaluation_groups"),
+         ("ct.minimum(tiles_m - first, GROUP)", "ct.minimum(tiles_m, GROUP)", "evaluation_groups"),
+         ("// (GROUP * tiles_n) * GROUP", "// (GROUP * tiles_n)", "evaluation_groups"),
+         ("within // height", "within % height"),
+         ("ct.where((cols < weight.shape[0])[None, :], z, MINUS_INFINITY)", "z"),
+         ("(cols < weight.shape[0])", "(cols <= weight.shape[0])"),
+         ("ct.max(z, 1) * LOG2E", "ct.max(z, 1)", "evaluation_of_large_logits"),
+         ("z * LOG2E - shift[:, None]", "z * LOG2E"),
+         ("ct.scatter(part_max, (rows, n), high", "ct.scatter(part_max, (rows, 0), high"),
+         ("(part_sum, (rows, n), total, check_bounds=True", "(part_sum, (rows, n), total, check_bounds=False"),
+         ("part_sum, (rows, n), total", "part_sum, (rows, n), total * total"),
+         (", mask=here", ""),
+         ("(t >= n * TILE_N) & ", ""),
+         ("t < ct.minimum((n + 1) * TILE_N, weight.shape[0])", "t < weight.shape[0]"),
+         ("cols[None, :] == label[:, None]", "cols[None, :] <= label[:, None]"),
+         ("ct.where(high == MINUS_INFINITY, 0.0, high)", "high", "evaluation_of_infinities")),
+    *_in("kernel_src/linear_cross_entropy.py", "evaluation", "linear_cross_entropy_combine",
+         ("row, PARTS) * LN2", "row, PARTS)"),
+         ("total - z", "total + z"),
+         ("ct.where(counted, total - z, 0.0)", "total - z"),
+         ("(t != ignore_index) & ", "", "evaluation_ignores_3"),
+         (" & (t < classes)", "", "evaluation_labels"),
+         (" & (t >= 0)", "", "evaluation_labels"),
+         ("ct.scatter(lse, row, total", "ct.scatter(lse, row, total / LN2", "evaluation_z_loss")),
 ]  # fmt: skip
 
 
@@ -608,15 +700,54 @@ OPERATION_MUTANTS = [
          ("add_rms_norm_backward(dy, dout", "add_rms_norm_backward(dy, torch.zeros_like(dout)"),
          ("torch.mm(dx.t(), attended)", "torch.mm(dout.t(), attended)", "norm_mlp_attended"),
          ("torch.mm(dx, o_weight)", "torch.mm(dout, o_weight)", "norm_mlp_attended")),
-    *_in("ops/linear_cross_entropy.py", "loss_smooth", "_row_coefficients", ("b + smooth * weight_sum", "b + smooth"), ("* target_weight", "")),
-    *_in("ops/linear_cross_entropy.py", "loss_smooth", "_row_loss", ("weight_sum * lse - total", "weight_sum * lse")),
+    *_in("ops/linear_cross_entropy.py", "loss_smooth", "_Chunk.coefficients",
+         ("b + smooth * self.weight_sum", "b + smooth"),
+         ("* self.target_weight", ""),
+         ("torch.where(self.counted, t, 0.0) * scale", "t * scale", "loss_smooth_ignored"),
+         ("2 * options.lse_square_scale", "options.lse_square_scale", "loss_returns")),
+    *_in("ops/linear_cross_entropy.py", "loss_smooth", "_Chunk.weighted",
+         ("self.weight_sum * self.lse - total", "self.weight_sum * self.lse"),
+         ("torch.where(self.counted, loss + options.lse_square_scale * self.lse.square(), 0.0)", "loss", "loss_returns")),
+    *_in("ops/linear_cross_entropy.py", "loss_returns", "_Chunk.rows",
+         ("torch.where(counted, options.lse_square_scale * self.lse.detach().square(), 0.0)", "options.lse_square_scale * self.lse.detach().square()"),
+         ("torch.where(counted, self.logits.detach().argmax(1), -1)", "self.logits.detach().argmax(1)"),
+         ("self.logits.detach().argmax(1)", "self.logits.detach().argmin(1)"),
+         ("loss, z_loss = loss * self.scaling", "loss, z_loss = loss"),
+         ("z_loss * self.scaling", "z_loss"),
+         ("torch.exp(-self.likelihood.detach())", "torch.exp(self.likelihood.detach())")),
+    *_in("ops/linear_cross_entropy.py", "loss_returns", "_KernelChunk.lse", ("self.lse2 * LN2", "self.lse2")),
+    *_in("ops/linear_cross_entropy.py", "loss_none_weighted", "_PerToken.forward",
+         ("ctx.save_for_backward(hidden, weight, bias, target, class_weight)", "ctx.save_for_backward(hidden, weight, bias, target, None)")),
+    *_in("ops/linear_cross_entropy.py", "loss_smooth", "_Reduced.forward",
+         ("_Reduced.run(ctx, hidden, weight, bias, target, class_weight, scale)", "_Reduced.run(ctx, hidden, weight, bias, target, None, scale)"),
+         ("rows.loss.sum() * scale.view(())", "rows.loss.sum()")),
+    *_in("ops/linear_cross_entropy.py", "loss_nothing_counted", "_scale", ("torch.where(items == 0, 0.0, 1.0 / items)", "(1.0 / items)")),
+    *_in("ops/linear_cross_entropy.py", "loss_smooth", "_scale",
+         ("torch.where(counted, class_weight[torch.where(counted, target, 0)], 0.0).sum()", "counted.sum()")),
+    *_in("ops/linear_cross_entropy.py", "loss_returns", "_Chunk.scaled", ("scale * self.scaling", "scale")),
+    *_in("ops/linear_cross_entropy.py", "loss_returns", "_output",
+         (".clamp(min=1)", ".clamp(min=1) * 2"),
+         ("(rows.predicted >= 0).sum()", "(rows.predicted >= -1).sum()"),
+         ("_reduced(rows.z_loss, scale)", "rows.z_loss.sum()")),
+    *_in("ops/linear_cross_entropy.py", "evaluation_steps", "_WithoutLogits.loss",
+         ("self.hidden[rows]", "self.hidden[: rows.stop - start]"),
+         ("self.target[rows]", "self.target[: rows.stop - start]"),
+         ("self.likelihood[rows]", "self.likelihood[: rows.stop - start]"),
+         ("return self.weighted(0.0)", "return self.likelihood", "evaluation_z_loss")),
+    *_in("ops/linear_cross_entropy.py", "evaluation_not_taken", "_WithoutLogits.fits",
+         ("options.softcap or ", ""),
+         ("options.label_smoothing or ", ""),
+         ("self.bias is not None or ", "")),
+    *_in("ops/linear_cross_entropy.py", "loss_chunks_accum", "_add_product",
+         ("x.to(total.dtype), y.to(total.dtype), beta=beta", "x.to(total.dtype), y.to(total.dtype), beta=0.0"),
+         ("y.to(total.dtype), beta=beta, alpha=alpha", "y.to(total.dtype), beta=beta, alpha=1.0", "fp16_accum"), kernels=False),
     *_in("ops/linear_cross_entropy.py", "loss_items", "_scale", ("if num_items is not None", "if False")),
     *_in("ops/linear_cross_entropy.py", "loss_ignores_0", "_counted", ("(target != ignore_index) & ", ""), kernels=False),
     *_in("ops/linear_cross_entropy.py", "loss_bias", "_run", ("dbias.add_(logits.sum(0, dtype=acc), alpha=alpha)", "dbias.add_(logits[0], alpha=alpha)")),
     *_in("ops/linear_cross_entropy.py", "loss_chunks", "_run",
-         ("beta=0.0 if rows.start == 0 else 1.0", "beta=0.0"),
          ("out=dhidden[rows]", "out=dhidden[: part.shape[0]]"),
          ("else scale[rows]", "else scale[: part.shape[0]]", "loss_chunks_none"), kernels=False),
+    *_in("ops/linear_cross_entropy.py", "loss_chunks", "_add_product", ("0.0 if first else 1.0", "0.0"), kernels=False),
     *_in("ops/linear_cross_entropy.py", "loss_softcap", "_TorchChunk.gradient", ("gradient.mul_(slope)", "pass"), kernels=False),
     *_in("ops/linear_cross_entropy.py", "fp16_loss", "_Reduced.run", ("scale * _fp16_factor(scale)", "scale"), kernels=False),
     *_in("ops/linear_cross_entropy.py", "fp16_loss", "_Reduced.backward", ("one * _fp16_tokens(hidden.shape[0])", "one"), kernels=False),

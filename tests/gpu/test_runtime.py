@@ -153,6 +153,47 @@ def test_the_gradient_of_the_weight_is_as_exact_with_many_chunks(ops, tokens):
     assert len(chunks) <= 4 and error <= 2.0 * one, f"error {error:.2e} in {len(chunks)} chunks, one GEMM {one:.2e}"
 
 
+def test_added_up_in_fp32_the_gradient_of_the_weight_is_as_exact_as_one_product(ops):
+    """Four chunks, and one rounding at the end."""
+    classes, tokens = 32000, 16384
+    hidden = checks.leaf(checks.randn(tokens, 128, dtype=torch.bfloat16, device="cuda"))
+    weight = checks.leaf(checks.randn(classes, 128, dtype=torch.bfloat16, device="cuda", seed=1, scale=0.09))
+    target = torch.randint(0, classes, (tokens,), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+    ops.linear_cross_entropy(hidden, weight, target, reduction="sum", accum_dtype=torch.float32).backward()
+    logits = hidden.detach() @ weight.detach().t()
+    dlogits = torch.softmax(logits.float(), -1)
+    dlogits[torch.arange(tokens, device="cuda"), target] -= 1
+    rounded = dlogits.bfloat16()
+    exact = rounded.double().t() @ hidden.detach().double()
+    error, one = ((g.double() - exact).norm() / exact.norm() for g in (weight.grad, rounded.t() @ hidden.detach()))
+    assert weight.grad.dtype == torch.bfloat16 and error <= 1.1 * one, f"error {error:.2e}, one GEMM {one:.2e}"
+
+
+@pytest.mark.parametrize("tokens", (8192, 20000))
+def test_evaluation_takes_little_memory_whatever_the_number_of_tokens(ops, tokens):
+    hidden = checks.randn(tokens, 256, dtype=torch.bfloat16, device="cuda")
+    weight = checks.randn(151936, 256, dtype=torch.bfloat16, device="cuda", seed=1, scale=0.06)
+    target = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    losses = []
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.no_grad():
+            losses.append(ops.linear_cross_entropy(hidden, weight, target))
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - before <= 64 * 2**20
+    assert torch.equal(*losses)
+
+
+def test_evaluation_counts_a_label_outside_the_vocabulary_like_ignore_index(ops):
+    hidden, weight = (checks.randn(n, 64, dtype=torch.bfloat16, device="cuda", seed=n, scale=0.1) for n in (7, 33))
+    target = torch.tensor([1, 2, 33, -5, 10**12, 5, -100], device="cuda")
+    kept = torch.where((target >= 0) & (target < 33), target, -100)
+    found, expected = (ops.linear_cross_entropy(hidden, weight, labels, reduction="none") for labels in (target, kept))
+    assert torch.isfinite(found).all() and torch.equal(found, expected)
+
+
 def test_needs_no_compiler_and_no_triton(ops):
     """The package trains where cuda.tile, triton and nvcc cannot be had."""
     script = f"""
