@@ -7,14 +7,14 @@ both gradients behind, and the backward pass only multiplies them by what arrive
 Without gradients one kernel multiplies and joins, and no logits are stored at all (kernel_src/linear_cross_entropy.py).
 """
 
-from typing import NamedTuple, Optional, Tuple, Union
+from typing import Dict, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
-from .common import describe, fail, wide
+from .common import describe, fail, look, wide
 
 SLAB = 2**30  # elements of one launch over a flat array: its offsets are 32-bit
 STATISTICS_TILE = 4096  # of `cross_entropy_statistics`: how many pieces a row of logits has
@@ -180,12 +180,8 @@ class _KernelChunk(_Chunk):
         else:
             self.look_up()
             part_total = torch.empty(shape, **new)
-            _statistics_weighted_kernel(
-                (logits, self.weights, part_max, part_sum, part_total), float(options.softcap)
-            )
-        _combine_kernel(
-            (logits, self.target, part_max, part_sum, self.lse2, self.likelihood), options.ignore_index, float(options.softcap)
-        )
+            _statistics_weighted_kernel((logits, self.weights, part_max, part_sum, part_total), options.softcap)
+        _combine_kernel((logits, self.target, part_max, part_sum, self.lse2, self.likelihood), options.ignore_index, options.softcap)
         if self.plain:
             return self.likelihood
         return self.weighted(part_total.sum(1))
@@ -197,15 +193,11 @@ class _KernelChunk(_Chunk):
     def gradient(self, scale):
         scale = self.scaled(scale)
         if self.plain and scale.numel() == 1:
-            return _gradient_kernel(
-                (self.logits, self.target, self.lse2, scale.view(1)), self.options.ignore_index
-            )
+            return _gradient_kernel((self.logits, self.target, self.lse2, scale.view(1)), self.options.ignore_index)
         if self.plain:
             self.look_up()
         a, b, c = (t.contiguous() for t in self.coefficients(scale))
-        _gradient_weighted_kernel(
-            (self.logits, self.weights, self.target, self.lse2, a, b, c), float(self.options.softcap)
-        )
+        _gradient_weighted_kernel((self.logits, self.weights, self.target, self.lse2, a, b, c), self.options.softcap)
 
 
 class _TorchChunk(_Chunk):
@@ -246,6 +238,8 @@ class _WithoutLogits(_Chunk):
     label smoothing, and no predictions.
     """
 
+    taken: Dict[tuple, bool] = {}  # the manifest is not looked through at every call
+
     def __init__(self, hidden, weight, bias, target, class_weight, options):
         super().__init__(weight.t(), target, class_weight, options)
         self.hidden, self.weight, self.bias = hidden, weight, bias
@@ -259,7 +253,11 @@ class _WithoutLogits(_Chunk):
             return False
         new = {"dtype": torch.float32, "device": self.hidden.device}
         self.statistics = torch.empty(self.shape, **new), torch.empty(self.shape, **new), torch.empty(self.step, **new)
-        return _linear_kernel.takes((self.hidden[: self.step], self.weight, self.target[: self.step], *self.statistics))
+        first = self.hidden[:2]  # whether the kernel takes them does not depend on how many they are
+        key = (*look(first, self.weight), (self.hidden.data_ptr() | self.weight.data_ptr()) & 15)
+        if key not in self.taken:
+            self.taken[key] = _linear_kernel.takes((first, self.weight, self.target[:2], *self.statistics))
+        return self.taken[key]
 
     def loss(self):
         tokens = self.hidden.shape[0]
