@@ -73,6 +73,19 @@ def test_generates_the_same_tokens(ops):
     assert torch.equal(model.generate(prompt, max_new_tokens=12, do_sample=False), expected)
 
 
+def test_evaluation_without_logits(ops):
+    """The loss of the model as it is, whose logits are rounded to bf16."""
+    model = model_of().eval()
+    ids = tokens(4, 300)
+    with torch.no_grad():
+        expected = model(input_ids=ids, labels=ids).loss
+        ops.kernelize(model)
+        found = model(input_ids=ids, labels=ids, skip_logits=True)
+        assert found.logits is None and abs(found.loss - expected) <= 5e-3 * expected
+        scaled = model(input_ids=ids, labels=ids, skip_logits=True, lse_square_scale=1.0, return_z_loss=True)
+        assert abs(scaled.loss - scaled.z_loss - found.loss) <= 1e-4 * scaled.loss
+
+
 def test_warm_up_loads_what_a_step_needs(ops):
     model = ops.kernelize(model_of())
     ops.warmup_all_kernels(model)
