@@ -263,6 +263,14 @@ def check_evaluation_of_large_logits(ops):
     assert_close(losses, checks.cross_entropy_exact(hidden.double(), weight.double(), torch.arange(3), reduction="none"), FP32)
 
 
+def check_evaluation_of_certain_labels(ops):
+    """The label's logit is by far the largest: the loss is 0 but for roundings, and never below."""
+    hidden = 10 * randn(40, 256, dtype=BF16, device=CPU)
+    weight = torch.cat([hidden, randn(20, 256, dtype=BF16, device=CPU, seed=1)])
+    losses = ops.linear_cross_entropy(hidden, weight, torch.arange(40), reduction="none")
+    assert (losses >= 0).all() and (losses < 1e-2).all()
+
+
 def check_evaluation_that_is_not_taken(ops):
     for options in ({"softcap": 2.0}, {"label_smoothing": 0.3}):
         checks.check_evaluation(ops, CPU, BF16, 3, 64, 40, bound=BF16, **options)
@@ -349,6 +357,8 @@ CHECKS = {
     "evaluation_groups": _of(checks.check_evaluation, FP16, 1100, 64, 257),
     "evaluation_labels": check_evaluation_of_labels_out_of_range,
     "evaluation_of_infinities": check_evaluation_of_infinities,
+    "evaluation_of_certain_labels": check_evaluation_of_certain_labels,
+    "evaluation_of_wide_hidden_states": _of(checks.check_evaluation, BF16, 3, 1088, 40),
     "evaluation_of_large_logits": check_evaluation_of_large_logits,
     "evaluation_steps": check_evaluation_in_steps,
     "evaluation_not_taken": check_evaluation_that_is_not_taken,
@@ -558,6 +568,8 @@ KERNEL_MUTANTS = [
     *_in("kernel_src/linear_cross_entropy.py", "evaluation", "linear_cross_entropy_statistics",
          ("m * TILE_M + ct.arange", "ct.arange"),
          ("n * TILE_N + ct.arange", "ct.arange"),
+         ("n == tiles_n - 1", "n == 0"),
+         ("n == tiles_n - 1", "n == tiles_n"),
          ("index=(m, k)", "index=(m, 0)"),
          ("index=(n, k)", "index=(n, 0)"),
          ("hidden.shape[1] // TILE_K", "1"),
@@ -572,19 +584,21 @@ KERNEL_MUTANTS = [
          ("ct.scatter(part_max, (rows, n), high", "ct.scatter(part_max, (rows, 0), high"),
          ("(part_sum, (rows, n), total, check_bounds=True", "(part_sum, (rows, n), total, check_bounds=False"),
          ("part_sum, (rows, n), total", "part_sum, (rows, n), total * total"),
-         (", mask=here", ""),
-         ("(t >= n * TILE_N) & ", ""),
-         ("t < ct.minimum((n + 1) * TILE_N, weight.shape[0])", "t < weight.shape[0]"),
-         ("cols[None, :] == label[:, None]", "cols[None, :] <= label[:, None]"),
          ("ct.where(high == MINUS_INFINITY, 0.0, high)", "high", "evaluation_of_infinities")),
     *_in("kernel_src/linear_cross_entropy.py", "evaluation", "linear_cross_entropy_combine",
          ("row, PARTS) * LN2", "row, PARTS)"),
-         ("total - z", "total + z"),
-         ("ct.where(counted, total - z, 0.0)", "total - z"),
+         ("total - ct.sum", "total + ct.sum"),
+         ("ct.where(counted, distance, 0.0)", "distance"),
+         ("ct.where(distance < 0.0, 0.0, distance)", "distance", "evaluation_of_certain_labels"),
+         ("ct.where(counted, t, 0)", "0"),
+         ("products + read_padded", "read_padded", "evaluation_of_wide_hidden_states"),
+         ("i * TILE +", "", "evaluation_of_wide_hidden_states"),
+         ("ct.cdiv(hidden.shape[1], TILE)", "hidden.shape[1] // TILE"),
          ("(t != ignore_index) & ", "", "evaluation_ignores_3"),
-         (" & (t < classes)", "", "evaluation_labels"),
+         (" & (t < weight.shape[0])", "", "evaluation_labels"),
          (" & (t >= 0)", "", "evaluation_labels"),
          ("ct.scatter(lse, row, total", "ct.scatter(lse, row, total / LN2", "evaluation_z_loss")),
+    *_in("kernel_src/linear_cross_entropy.py", "evaluation", "read_padded", ("padding_value=0", "padding_value=1")),
 ]  # fmt: skip
 
 

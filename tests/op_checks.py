@@ -329,7 +329,7 @@ def check_evaluation(ops, device, dtype, tokens, features, classes, *, class_wei
 
 
 # Numbers of tokens, features and classes that fill no tile, one tile, and some.
-EVALUATION_SHAPES = ((1, 64, 17), (5, 64, 256), (200, 128, 513), (130, 192, 1000))
+EVALUATION_SHAPES = ((1, 64, 17), (3, 1088, 40), (5, 64, 256), (200, 128, 513), (130, 192, 1000))
 EVALUATION_CASES = (
     dict(),
     dict(ignore_index=3),

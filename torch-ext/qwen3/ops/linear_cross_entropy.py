@@ -37,7 +37,7 @@ _linear_kernel = Kernel(
     "linear_cross_entropy_statistics",
     grid=lambda c, hidden, weight, *_: (-(-hidden.shape[0] // c["TILE_M"]) * -(-weight.shape[0] // c["TILE_N"]),),
 )
-_linear_combine_kernel = Kernel("linear_cross_entropy_combine", grid=lambda c, target, *_: (target.shape[0],))
+_linear_combine_kernel = Kernel("linear_cross_entropy_combine", grid=lambda c, hidden, *_: (hidden.shape[0],))
 _scale_kernel = Kernel("scale_in_place", grid=lambda c, x, factor: (min(-(-x.shape[0] // c["TILE"]), 8 * multiprocessors(x)),))
 
 
@@ -252,11 +252,11 @@ class _WithoutLogits(_Chunk):
         if self.bias is not None or options.softcap or options.label_smoothing or options.predicts or not self.step:
             return False
         new = {"dtype": torch.float32, "device": self.hidden.device}
-        self.statistics = torch.empty(self.shape, **new), torch.empty(self.shape, **new), torch.empty(self.step, **new)
+        self.partials = torch.empty(self.shape, **new), torch.empty(self.shape, **new)
         first = self.hidden[:2]  # whether the kernel takes them does not depend on how many they are
         key = (*look(first, self.weight), (self.hidden.data_ptr() | self.weight.data_ptr()) & 15)
         if key not in self.taken:
-            self.taken[key] = _linear_kernel.takes((first, self.weight, self.target[:2], *self.statistics))
+            self.taken[key] = _linear_kernel.takes((first, self.weight, *self.partials))
         return self.taken[key]
 
     def loss(self):
@@ -264,9 +264,11 @@ class _WithoutLogits(_Chunk):
         self.lse, self.likelihood = (torch.empty(tokens, dtype=torch.float32, device=self.hidden.device) for _ in range(2))
         for start in range(0, tokens, self.step):
             rows = slice(start, min(start + self.step, tokens))
-            arrays = self.target[rows], *(array[: rows.stop - start] for array in self.statistics)
-            _linear_kernel((self.hidden[rows], self.weight, *arrays))
-            _linear_combine_kernel((*arrays, self.lse[rows], self.likelihood[rows]), self.options.ignore_index, self.classes)
+            operands = self.hidden[rows], self.weight
+            partials = tuple(partial[: rows.stop - start] for partial in self.partials)
+            _linear_kernel((*operands, *partials))
+            results = self.lse[rows], self.likelihood[rows]
+            _linear_combine_kernel((*operands, self.target[rows], *partials, *results), self.options.ignore_index)
         if self.plain:
             return self.likelihood
         self.look_up()
