@@ -106,6 +106,32 @@ def test_gradients_of_the_loss_are_scaled_by_what_arrives(ops, dtype, classes):
     checks.check_linear_cross_entropy(ops, DEVICE, dtype, 5, 32, classes, upstream=0.25)
 
 
+@dtypes
+@pytest.mark.parametrize("case", checks.EXPERTS_CASES, ids=str)
+def test_experts(ops, dtype, case):
+    checks.check_experts(ops, DEVICE, dtype, **case)
+
+
+@pytest.mark.parametrize("frozen", checks.EXPERTS_FROZEN, ids="-".join)
+def test_experts_with_frozen_parts(ops, frozen):
+    checks.check_experts(ops, DEVICE, torch.bfloat16, 19, 24, 64, 4, 2, frozen=frozen)
+
+
+@pytest.mark.parametrize("gpt_oss", (True, False))
+def test_experts_that_are_not_here(ops, gpt_oss):
+    checks.check_experts(ops, DEVICE, torch.float32, 7, 24, 64, 4, 2, absent=1.1, gpt_oss=gpt_oss)
+
+
+@pytest.mark.parametrize("gpt_oss", (True, False))
+def test_nan_reaches_the_result_of_the_experts(ops, gpt_oss):
+    """As through torch.clamp, and only its token's."""
+    checks.check_nan_in_experts(ops, DEVICE, gpt_oss)
+
+
+def test_a_second_backward_pass_of_the_experts_gives_the_same(ops):
+    checks.check_second_backward_of_experts(ops, DEVICE)
+
+
 def test_results_do_not_depend_on_the_order_of_blocks(ops, backend):
     """Blocks of a launch run in any order on a GPU."""
     x, weight = checks.randn(9, 1024, dtype=torch.bfloat16, device=DEVICE), torch.ones(1024, dtype=torch.bfloat16)

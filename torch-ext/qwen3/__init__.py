@@ -1,6 +1,7 @@
 """Qwen3 with cuTile kernels: faster training in less memory, the same results."""
 
 from . import layers
+from .ops.experts import experts
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.rms_norm import add_rms_norm, rms_norm
 from .ops.rotary import qk_norm_rotary, rotary
@@ -12,6 +13,7 @@ __all__ = [
     "add_rms_norm",
     "apply",
     "clear_autotune_cache",
+    "experts",
     "get_patched_ops",
     "kernelize",
     "layers",
