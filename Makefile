@@ -17,8 +17,8 @@ $(READY): pyproject.toml
 	touch $@
 
 demo: $(READY) ## build, publish to a local Hub, load back, and fine-tune a Qwen3 with and without Bastile (MODEL=path for your own)
-	$(BIN)/python -m tools.compile --here
-	$(BIN)/python -m tools.assemble
+	$(BIN)/python -m tools.compile --here --package .
+	$(BIN)/python -m tools.assemble --package .
 	$(BIN)/python -m tools.demo $(if $(MODEL),--model $(MODEL))
 
 # One process a core with one thread each: the tests are many and small, and threads that outnumber the cores wait for each other.
@@ -28,11 +28,11 @@ test: $(READY) ## everything that needs no GPU
 test-gpu: $(READY) build ## the numerics with the real cubins, on this machine's GPU
 	$(BIN)/python -m pytest tests/gpu
 
-build: $(READY) ## compile the kernels for every architecture and assemble build/
+build: $(READY) ## compile the kernels of every package for every architecture and assemble their build/
 	$(BIN)/python -m tools.compile
 	$(BIN)/python -m tools.assemble
 
-upload: build ## publish build/ to the Hub (HF_TOKEN, or hf auth login)
+upload: build ## publish every package's build/ to the Hub (HF_TOKEN, or hf auth login)
 	$(BIN)/python -m tools.publish
 
 hub: $(READY) ## a local Hub on http://127.0.0.1:8765
@@ -62,4 +62,4 @@ check: $(READY) ## style and types
 	$(BIN)/mypy
 
 clean:
-	rm -rf build .cache torch-ext/*/cubins
+	rm -rf build packages/*/build .cache torch-ext/*/cubins packages/*/torch-ext/*/cubins

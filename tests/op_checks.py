@@ -85,6 +85,24 @@ def check_add_rms_norm(ops, device, dtype, shape, eps=1e-6):
 ADD_RMS_NORM_SHAPES = ((3, 1024), (2, 2, 2048), (5, 2560), (2, 4096), (3, 5120), (4, 999), (7, 128))
 
 
+def check_wide_rms_norm_weight(ops, device, dtype, shape, eps=1e-5):
+    """An fp32 weight, and a result of x's dtype."""
+    x, weight = leaf(randn(*shape, dtype=dtype, device=device)), leaf(randn(shape[-1], dtype=torch.float32, device=device, seed=1) + 1)
+    y, dy = ops.rms_norm(x, weight, eps), randn(*shape, dtype=dtype, device=device, seed=2)
+    y.backward(dy)
+    x64, weight64 = exact(x), exact(weight)
+    y64 = rms_norm_exact(x64, weight64, eps)
+    y64.backward(dy.double().cpu())
+    assert y.dtype == x.grad.dtype == dtype and weight.grad.dtype == torch.float32
+    for name, found, wanted in (("y", y, y64), ("dx", x.grad, x64.grad)):
+        assert_close(found, wanted, dtype, f"RMSNorm with an fp32 weight, {name}")
+    assert_close(weight.grad, weight64.grad, torch.float32, "RMSNorm with an fp32 weight, dweight")
+
+
+# GPT-OSS's hidden size, rows that are anything, and one that is too long for the kernels.
+WIDE_RMS_NORM_SHAPES = ((3, 2880), (2, 3, 77), (19, 64), (2, 4096), (1, 4097))
+
+
 # ---------------------------------------------------------------- rotary
 def rotary_exact(q, k, cos, sin, unsqueeze_dim):
     def rotate_half(x):

@@ -7,7 +7,9 @@ from .ops.rms_norm import add_rms_norm, rms_norm
 from .ops.rotary import qk_norm_rotary, rotary
 from .ops.swiglu import mlp, swiglu
 from .packing import pack
-from .patching import apply, clear_autotune_cache, get_patched_ops, kernelize, mapping, reset, warmup_all_kernels
+from .patching import get_patched_ops, kernelize, mapping, reset
+from .places import apply
+from .warmup import clear_autotune_cache, warmup_all_kernels
 
 __all__ = [
     "add_rms_norm",

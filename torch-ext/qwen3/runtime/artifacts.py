@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional
 
 FORMAT = 1
-FOLDER = Path(__file__).resolve().parent.parent / "cubins"
+FOLDER = Path(__file__).absolute().parent.parent / "cubins"  # not resolved: packages share this file by a link
 
 
 class ArtifactError(RuntimeError):
