@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-gpu build upload hub check clean bench-ops bench-rmsnorm bench-lce bench-qwen3 bench-fsdp bench-plots
+.PHONY: help demo test test-gpu build upload hub check clean bench-ops bench-rmsnorm bench-lce bench-qwen3 bench-gpt-oss bench-fsdp bench-plots
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -49,6 +49,11 @@ bench-lce: $(READY) ## linear + cross entropy alone
 
 bench-qwen3: $(READY) ## whole training steps of Qwen3-8B (needs a 141 GB GPU; --model for smaller ones)
 	$(BIN)/python -m benchmark.benchmark_qwen3 --rounds 2 --budget-s 560
+
+bench-gpt-oss: $(READY) ## GPT-OSS: the layer of experts, 32 and 128 of them, and training steps of 12 layers (needs a 141 GB GPU)
+	$(BIN)/python -m benchmark.benchmark_gpt_oss experts --budget-s 300
+	$(BIN)/python -m benchmark.benchmark_gpt_oss experts --model gpt_oss_120b --tokens 2048,8192 --budget-s 300
+	$(BIN)/python -m benchmark.benchmark_gpt_oss step --rounds 2 --budget-s 560
 
 bench-fsdp: $(READY) ## training steps sharded over two GPUs
 	$(BIN)/python -m benchmark.benchmark_fsdp --gpus 2
