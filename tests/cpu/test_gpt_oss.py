@@ -452,6 +452,15 @@ def test_a_step_runs_the_kernels_of_this_package_and_no_others(gpt_oss, monkeypa
     assert any(name.startswith("rotary") for name in kernels_run) and "cross_entropy_gradient" in kernels_run
 
 
+def test_a_package_without_the_kernels_of_this_gate(qwen3, monkeypatch):
+    """Qwen3's computes it in PyTorch, between its grouped GEMMs and in its own sums."""
+    runtime = runtime_of(qwen3)
+    backend = InterpreterBackend(runtime, operations(read_package(ROOT)))
+    monkeypatch.setattr(runtime.launch, "backend", backend)
+    checks.check_experts(qwen3, "cpu", torch.float32, 37, 24, 64, 4, 2)
+    assert {name.partition("-")[0] for name in backend.launched} == {"token_sum"}
+
+
 @pytest.mark.parametrize("interpreted", [False, True], ids=["pytorch", "kernels"])
 @pytest.mark.parametrize("dtype", checks.FLOATS, ids=str)
 @pytest.mark.parametrize("shape", checks.WIDE_RMS_NORM_SHAPES, ids=str)

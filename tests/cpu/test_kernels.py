@@ -3,7 +3,6 @@
 The interpreter also notices what a GPU would not say: an index outside an array, a race between blocks, a broken promise.
 """
 
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,11 @@ import torch
 from tests import op_checks as checks
 from tests.cpu.conftest import assemble_cpu, load
 from tests.interpreter.backend import InterpreterBackend, runtime_of
+from tools.compile import operations
+from tools.kernel_package import package_folders, read_package
 
 ROOT = Path(__file__).resolve().parents[2]
-OPERATIONS = tomllib.loads((ROOT / "kernels.toml").read_text())["operations"]
+OPERATIONS = {name for folder in package_folders(root=ROOT) for name in operations(read_package(folder))}
 dtypes = pytest.mark.parametrize("dtype", checks.FLOATS, ids=str)
 DEVICE = "cpu"
 

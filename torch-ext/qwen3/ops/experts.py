@@ -12,6 +12,7 @@ from typing import List, NamedTuple, Optional, Tuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..runtime import launch
 from ..runtime.artifacts import Variant
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
@@ -209,7 +210,12 @@ def token_sum_reference(y: torch.Tensor, position: torch.Tensor) -> torch.Tensor
 def _kernels_for(gate_up: torch.Tensor, bias: Optionals, gate: Gate) -> bool:
     """There are kernels for GPT-OSS's gate (clamped, interleaved, with a bias) and Qwen3-MoE's (neither of them)."""
     same = gate.interleaved == bool(gate.alpha) == (bias is not None)
-    return same and gate_up.dtype != torch.float64 and kernels_run_on(gate_up)
+    return same and gate_up.dtype != torch.float64 and kernels_run_on(gate_up) and (not gate.alpha or _has_clamped_gate())
+
+
+def _has_clamped_gate() -> bool:
+    """Only packages for models that need them ship GPT-OSS's kernels; the others compute its gate in PyTorch."""
+    return "clamped_gate" in launch.backend.artifacts.operations()
 
 
 def _words(gate_up: torch.Tensor, bias: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -276,6 +282,9 @@ def _token_sum(y, position, expert=None, scores=None, bias=None) -> torch.Tensor
     out = y.new_empty((position.shape[0], y.shape[1]))
     if bias is None:
         _sum_kernel((y, position, out))
+    elif not _has_clamped_gate():
+        _sum_kernel((y, position, out))
+        out.addmm_(_dense(expert, scores, bias.shape[0], y.dtype), bias)
     else:
         _sum_bias_kernel((y, position, expert.to(torch.int32), scores.to(torch.float32), bias.contiguous(), out))
     return out
@@ -480,7 +489,7 @@ def experts(
     hidden's dtype and device. interleaved: the columns of gate_up alternate between gate and up; else gate comes before up.
 
     The gate is silu(gate) * up, or with alpha > 0 GPT-OSS's: (up + 1) * gate * sigmoid(alpha * gate), gate clamped to at most
-    `limit` and up to [-limit, limit] before. Returns [tokens, hidden]. Differentiable in all but `expert`; nothing is computed for a
+    `limit` and up to [-limit, limit] before; bastile/gpt-oss has kernels for it, elsewhere it runs in PyTorch. Returns [tokens, hidden]. Differentiable in all but `expert`; nothing is computed for a
     weight that does not require a gradient. Needs no host synchronisation where torch has a grouped GEMM for the dtype and GPU.
     Raises ValueError when shapes, dtypes or devices do not fit.
     """
