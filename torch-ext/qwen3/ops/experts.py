@@ -115,7 +115,7 @@ def _has_grouped_mm(device: int) -> bool:
 def _native(*tensors: torch.Tensor) -> bool:
     """True where torch._grouped_mm runs one kernel: bf16 on compute capability 9.0 and above, and strides of whole 16 bytes."""
     first = tensors[0]
-    if not first.is_cuda or first.dtype != torch.bfloat16 or not _has_grouped_mm(first.get_device()):
+    if not first.is_cuda or first.dtype != torch.bfloat16 or first.shape[0] == 0 or not _has_grouped_mm(first.get_device()):
         return False
     return all(t.data_ptr() % 16 == 0 and all(step % 8 == 0 or step == 1 for step in t.stride()) for t in tensors)
 

@@ -1,5 +1,6 @@
-"""Doing ahead of the first step what it would otherwise pay for, and forgetting what was measured."""
+"""Doing ahead of the first step what it would otherwise pay for, and choosing between kernels on the way."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -8,12 +9,12 @@ from .ops.experts import experts
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.rotary import rotary
 from .ops.wide_rms_norm import wide_add_rms_norm, wide_rms_norm
-from .runtime.tuning import cache_file, clear_autotune_cache
+from .runtime import tuning
+from .runtime.tuning import TOKENS, cache_file, clear_autotune_cache
 
 __all__ = ["cache_file", "clear_autotune_cache", "warmup_all_kernels"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-TOKENS = 256
 
 
 class Sizes(NamedTuple):
@@ -48,33 +49,36 @@ def sizes_of(model) -> Sizes:
     )
 
 
-def warm_up(device, dtype, sizes: Sizes) -> None:
-    """Runs each operation forward and backward on a few tokens. Draws no random numbers."""
+def warm_up(device, dtype, sizes: Sizes, tokens: int = TOKENS) -> None:
+    """Runs each operation forward and backward on some tokens. Draws no random numbers."""
 
     def ones(*shape):
         return torch.ones(shape, dtype=dtype, device=device, requires_grad=True)
 
-    hidden = (TOKENS, sizes.hidden)
+    hidden = (tokens, sizes.hidden)
     wide_rms_norm(ones(*hidden), ones(sizes.hidden)).sum().backward()
     sum(x.sum() for x in wide_add_rms_norm(ones(*hidden), ones(*hidden), ones(sizes.hidden))).backward()
-    q, k = (ones(1, TOKENS, heads, sizes.head_dim).transpose(1, 2) for heads in (sizes.heads, sizes.kv_heads))
-    cos = torch.ones(1, TOKENS, sizes.head_dim // 2, dtype=dtype, device=device)
+    q, k = (ones(1, tokens, heads, sizes.head_dim).transpose(1, 2) for heads in (sizes.heads, sizes.kv_heads))
+    cos = torch.ones(1, tokens, sizes.head_dim // 2, dtype=dtype, device=device)
     sum(x.sum() for x in rotary(q, k, cos, cos)).backward()
     # The kernels do not see the number of experts, and the GEMMs need no loading.
     count = sizes.top_k
-    expert = torch.arange(count, device=device).expand(TOKENS, count)
+    expert = torch.arange(count, device=device).expand(tokens, count)
     weights = ones(count, sizes.hidden, 2 * sizes.intermediate), ones(count, sizes.intermediate, sizes.hidden)
     biases = ones(count, 2 * sizes.intermediate), ones(count, sizes.hidden)
     gate = {"transposed": True, "interleaved": True, "alpha": 1.702, "limit": 7.0}
-    experts(ones(*hidden), expert, ones(TOKENS, count), *weights, *biases, **gate).sum().backward()
-    # The loss's kernels see only the vocabulary, so the weight may be narrow.
+    experts(ones(*hidden), expert, ones(tokens, count), *weights, *biases, **gate).sum().backward()
+    # The loss's kernels see only the vocabulary, of which a few tokens make large logits; the weight may be narrow.
     narrow = 64
     target = torch.zeros(TOKENS, dtype=torch.int64, device=device)
     linear_cross_entropy(ones(TOKENS, narrow), ones(sizes.vocabulary, narrow), target).backward()
 
 
 def warmup_all_kernels(model=None) -> None:
-    """Loads what a GPT-OSS needs ahead of its first step: each operation once, forward and backward, on a few tokens.
+    """Loads what a GPT-OSS needs ahead of its first step, and finds the fastest kernels for this GPU.
+
+    Each operation runs once, forward and backward, on a few tokens. Where a kernel has several prebuilt candidates, they are timed
+    on more, and the measurements are kept in `cache_file()` by GPU, driver and build of this package.
 
     model: whose sizes, dtypes and GPUs; by default the sizes of both models in bf16 on the current GPU. Leaves the model, its
     gradients and the random numbers alone. On a CPU there is nothing to load. Raises TypeError when it is no GPT-OSS.
@@ -89,4 +93,4 @@ def warmup_all_kernels(model=None) -> None:
         cases = [(device, dtype, sizes) for device, dtype in found if device.type == "cuda" and dtype in DTYPES]
     with torch.enable_grad():
         for device, dtype, sizes in cases:
-            warm_up(device, dtype, sizes)
+            tuning.warm_up(partial(warm_up, device, dtype, sizes), device)
