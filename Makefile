@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .PHONY: help demo test test-gpu test-mutants test-multigpu build upload hub check clean \
-	bench-ops bench-rmsnorm bench-lce bench-qwen3 bench-fsdp bench-generate bench-plots
+	bench-ops bench-rmsnorm bench-lce bench-qwen3 bench-gpt-oss bench-fsdp bench-generate bench-plots
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -18,8 +18,8 @@ $(READY): pyproject.toml
 	touch $@
 
 demo: $(READY) ## build, publish to a local Hub, load back, and fine-tune a Qwen3 with and without Bastile (MODEL=path for your own)
-	$(BIN)/python -m tools.compile --here
-	$(BIN)/python -m tools.assemble
+	$(BIN)/python -m tools.compile --here --package .
+	$(BIN)/python -m tools.assemble --package .
 	$(BIN)/python -m tools.demo $(if $(MODEL),--model $(MODEL))
 
 # One process a core with one thread each: the tests are many and small, and threads that outnumber the cores wait for each other.
@@ -35,11 +35,11 @@ test-gpu: $(READY) build ## the numerics with the real cubins, on this machine's
 test-multigpu: $(READY) build ## parallel training and device_map on two GPUs
 	$(BIN)/python -m pytest tests/multigpu
 
-build: $(READY) ## compile the kernels for every architecture and assemble build/
+build: $(READY) ## compile the kernels of every package for every architecture and assemble their build/
 	$(BIN)/python -m tools.compile
 	$(BIN)/python -m tools.assemble
 
-upload: build ## publish build/ to the Hub (HF_TOKEN, or hf auth login)
+upload: build ## publish every package's build/ to the Hub (HF_TOKEN, or hf auth login)
 	$(BIN)/python -m tools.publish
 
 hub: $(READY) ## a local Hub on http://127.0.0.1:8765
@@ -57,6 +57,11 @@ bench-lce: $(READY) ## linear + cross entropy alone
 bench-qwen3: $(READY) ## whole training steps of Qwen3-8B (needs a 141 GB GPU; --model for smaller ones)
 	$(BIN)/python -m benchmark.benchmark_qwen3 --rounds 2 --budget-s 560
 
+bench-gpt-oss: $(READY) ## GPT-OSS: the layer of experts, 32 and 128 of them, and training steps of 12 layers (needs a 141 GB GPU)
+	$(BIN)/python -m benchmark.benchmark_gpt_oss experts --budget-s 300
+	$(BIN)/python -m benchmark.benchmark_gpt_oss experts --model gpt_oss_120b --tokens 2048,8192 --budget-s 300
+	$(BIN)/python -m benchmark.benchmark_gpt_oss step --rounds 2 --budget-s 560
+
 bench-fsdp: $(READY) ## training steps sharded over two GPUs
 	$(BIN)/python -m benchmark.benchmark_fsdp --gpus 2
 
@@ -72,4 +77,4 @@ check: $(READY) ## style and types
 	$(BIN)/mypy
 
 clean:
-	rm -rf build .cache torch-ext/*/cubins
+	rm -rf build packages/*/build .cache torch-ext/*/cubins packages/*/torch-ext/*/cubins

@@ -1,4 +1,4 @@
-"""The sizes of Qwen3, from the configurations that Qwen publishes."""
+"""The sizes of Qwen3 and GPT-OSS, from the configurations that Qwen and OpenAI publish."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,11 @@ class Size:
     kv_heads: int = 8
     head_dim: int = 128
     vocab: int = 151936
+    experts: int = 0  # with experts it is a GPT-OSS
+    top_k: int = 0
 
 
+FAMILIES = {"qwen3": "Qwen3", "gpt_oss": "GPT-OSS"}
 SIZES = {
     "qwen3_0.6b": Size(1024, 3072, 28, 16, tied=True),
     "qwen3_1.7b": Size(2048, 6144, 28, 16, tied=True),
@@ -23,32 +26,53 @@ SIZES = {
     "qwen3_14b": Size(5120, 17408, 40, 40),
     "qwen3_32b": Size(5120, 25600, 64, 64),
 }
+GPT_OSS = {
+    "gpt_oss_20b": Size(2880, 2880, 24, 64, head_dim=64, vocab=201088, experts=32, top_k=4),
+    "gpt_oss_120b": Size(2880, 2880, 36, 64, head_dim=64, vocab=201088, experts=128, top_k=4),
+}
 # For smoke runs on a CPU.
-TINY = {"qwen3_tiny": Size(64, 160, 2, 4, tied=True, kv_heads=2, head_dim=16, vocab=512)}
+TINY = {
+    "qwen3_tiny": Size(64, 160, 2, 4, tied=True, kv_heads=2, head_dim=16, vocab=512),
+    "gpt_oss_tiny": Size(64, 48, 2, 4, kv_heads=2, head_dim=16, vocab=512, experts=6, top_k=2),
+}
 
 
 def full_name(name: str) -> str:
     """`8b` and `qwen3_8b` are the same model. Raises ValueError for one that is not in the table."""
     name = name.lower()
-    found = name if name.startswith("qwen3_") else f"qwen3_{name}"
-    if found not in SIZES | TINY:
-        raise ValueError(f"model is {name}, expected one of {', '.join(SIZES | TINY)}")
+    found = name if name.startswith(("qwen3_", "gpt_oss_")) else f"qwen3_{name}"
+    if found not in SIZES | GPT_OSS | TINY:
+        raise ValueError(f"model is {name}, expected one of {', '.join(SIZES | GPT_OSS | TINY)}")
     return found
 
 
 def size(name: str) -> Size:
-    return (SIZES | TINY)[full_name(name)]
+    return (SIZES | GPT_OSS | TINY)[full_name(name)]
 
 
 def title(name: str) -> str:
-    return f"Qwen3-{full_name(name).removeprefix('qwen3_').upper()}"
+    family, _, size_name = full_name(name).rpartition("_")
+    return f"{FAMILIES[family]}-{size_name.upper()}"
 
 
 def configuration(name: str, layers: int | None = None):
-    """A Qwen3Config of transformers."""
-    from transformers import Qwen3Config
+    """A Qwen3Config or GptOssConfig of transformers."""
+    from transformers import GptOssConfig, Qwen3Config
 
     s = size(name)
+    if s.experts:
+        return GptOssConfig(
+            vocab_size=s.vocab,
+            hidden_size=s.hidden,
+            intermediate_size=s.intermediate,
+            num_hidden_layers=layers or s.layers,
+            num_attention_heads=s.heads,
+            num_key_value_heads=s.kv_heads,
+            head_dim=s.head_dim,
+            num_local_experts=s.experts,
+            num_experts_per_tok=s.top_k,
+            use_cache=False,
+        )
     return Qwen3Config(
         vocab_size=s.vocab,
         hidden_size=s.hidden,

@@ -59,28 +59,31 @@ def compiled(function):
 
 
 @functools.cache
-def package():
-    """Bastile as `kernels` loads it from build/; its sources where nothing is built, which is enough for a CPU.
+def package(folder: str = "."):
+    """A package of ours as `kernels` loads it from its build/; its sources where nothing is built, which is enough for a CPU.
 
-    Where there is a GPU, anything that keeps the kernels from running is an error.
+    folder: of its build.toml. Where there is a GPU, anything that keeps the kernels from running is an error.
     """
     os.environ.setdefault("BASTILE_STRICT", "1")
     backend = "cuda" if torch.cuda.is_available() else "cpu"
-    if (ROOT / "build" / f"torch-{backend}").is_dir():
+    if (ROOT / folder / "build" / f"torch-{backend}").is_dir():
         need("kernels")
         from kernels import get_local_kernel
 
-        return get_local_kernel(ROOT, backend=backend)
+        return get_local_kernel(ROOT / folder, backend=backend)
+    if folder != ".":
+        (sources,) = (ROOT / folder / "torch-ext").glob("*/")
+        return _sources(sources, f"bastile_{sources.name}")
     if "bastile" not in sys.modules and importlib.util.find_spec("bastile") is None:
-        return _sources(ROOT / "torch-ext" / "qwen3")
+        return _sources(ROOT / "torch-ext" / "qwen3", "bastile")
     return importlib.import_module("bastile")
 
 
-def _sources(folder):
+def _sources(folder, name):
     if not folder.is_dir():
         raise NotInstalled("neither build/ nor an installed bastile is here; run make build")
-    spec = importlib.util.spec_from_file_location("bastile", folder / "__init__.py", submodule_search_locations=[str(folder)])
-    module = sys.modules["bastile"] = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 

@@ -23,9 +23,11 @@ TITLES = {
 }
 PROVIDERS = {
     "huggingface": "Hugging Face",
+    "huggingface_flex": "Hugging Face, flex attention",
     "torch": "PyTorch",
     "torch_compile": "torch.compile",
     "liger": "Liger",
+    "liger_flex": "Liger, flex attention",
     "liger_cutedsl": "Liger CuTe DSL",
     "liger_cutile": "Liger cuTile",
     "bastile": "Bastile",
@@ -33,6 +35,7 @@ PROVIDERS = {
 MODES = ("forward", "backward", "full", "no_grad_forward")
 MODE_TITLES = {"full": "forward + backward", "no_grad_forward": "evaluation"}
 MODEL, TOKENS = "qwen3_8b", "8192"
+EXPERTS = {"experts_uniform": "uniform", "experts_skewed": "skewed"}
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
 
 
@@ -192,6 +195,29 @@ def fsdp(rows: list[Row]) -> str:
     return "\n\n".join(f"**{n} GPUs**\n\n{steps(select(rows, gpus=n))}" for n in gpus)
 
 
+def gpt_oss_experts(rows: list[Row]) -> str:
+    """The layer of experts, forward and backward, by model, routing and tokens."""
+    speed = [row for row in select(rows, metric_name="speed", dtype="bf16") if row.kernel_name in EXPERTS]
+    providers, notes, body = columns_of(speed), Notes(), []
+    for name, model in dict.fromkeys((row.kernel_name, row.config["model"]) for row in speed):
+        mine = select(speed, kernel_name=name, model=model, kernel_operation_mode="full")
+        for tokens in in_order(row.x_value for row in mine):
+            found = by_provider(select(mine, x_value=tokens))
+            memory = by_provider(select(rows, metric_name="memory", kernel_name=name, model=model, x_value=tokens, kernel_operation_mode="full"))
+            line = [f"{models.size(model).experts} experts, {EXPERTS[name]}", tokens]
+            for p in providers:
+                parts = (notes.cell(found.get(p), lambda us: f"{number(us / 1e3)} ms"), notes.cell(memory.get(p), lambda m: f"{m / 1024:.2f} GiB"))
+                line.append(" · ".join(part for part in parts if part))
+            floor = found.get("floor")
+            body.append([*line, notes.cell(floor, lambda us: f"{number(us / 1e3)} ms"), share(found.get("bastile"), floor), times_faster(found)])
+    head = ["routing", "tokens", *(PROVIDERS[p] for p in providers), "six GEMMs", "Bastile: of the GEMMs", "vs best peer"]
+    return markdown(head, body) + str(notes) + origin(speed) if speed else ""
+
+
+def gpt_oss_step(rows: list[Row]) -> str:
+    return steps(select(rows, kernel_name="gpt_oss_step", gpus=1))
+
+
 def first_step(rows: list[Row]) -> str:
     """Seconds from a fresh process to the end of its first step."""
     rows = select(rows, kernel_name="qwen3_step", model=MODEL, layers=None)
@@ -241,6 +267,8 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "linear_cross_entropy": linear_cross_entropy,
     "qwen3_step": qwen3_step,
     "qwen3_models": qwen3_models,
+    "gpt_oss_experts": gpt_oss_experts,
+    "gpt_oss_step": gpt_oss_step,
     "first_step": first_step,
     "fsdp": fsdp,
     "host": host,

@@ -158,8 +158,9 @@ def measure(stepper: Stepper, args, started: float, report=emit) -> bool:
     return True
 
 
-def child(args, build) -> bool:
-    """The life of a measuring process; was everything measured? build(args) -> Stepper; what keeps it from being made is reported."""
+def child(args, build, prepare=prepare) -> bool:
+    """The life of a measuring process; was everything measured? prepare(provider) puts it into transformers, build(args) -> Stepper;
+    what keeps that from being made is reported."""
     started = time.perf_counter()
     try:
         prepare(args.child)
@@ -395,12 +396,13 @@ def versus(found: dict[str, Measured], what: str) -> str:
     return f"{min(peers) / mine:.2f} x" if what == "ms" else f"{mine / min(peers):.0%}"
 
 
-def parser(description: str, tokens: tuple[int, ...]) -> argparse.ArgumentParser:
+def parser(description: str, tokens: tuple[int, ...], providers=PROVIDERS, known=ALL_PROVIDERS) -> argparse.ArgumentParser:
+    """providers: those that take part unless told otherwise, of those that are known."""
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--model", default="8b", help=f"sizes: {', '.join(models.SIZES)}")
     p.add_argument("--layers", type=int, help="fewer layers than the model has")
     p.add_argument("--tokens", type=integers, default=tokens, help="lengths of the sequence, comma-separated")
-    p.add_argument("--providers", type=some_of(*ALL_PROVIDERS), default=PROVIDERS, help=f"of {', '.join(ALL_PROVIDERS)}")
+    p.add_argument("--providers", type=some_of(*known), default=providers, help=f"of {', '.join(known)}")
     p.add_argument("--warmup", type=int, default=3, help="steps before the timed ones, at every length")
     p.add_argument("--steps", type=int, default=6)
     p.add_argument("--rounds", type=int, default=1, help="turns that the providers take, each in a new process")

@@ -42,6 +42,40 @@ def random_tokens(*shape):
     return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
 
 
+def tiny_gpt_oss(dtype=torch.float32, cls=None, attn_implementation="eager", **changes):
+    """A GPT-OSS in training mode, always with the same weights; its experts' biases put the gates on both sides of the clamps."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "max_position_embeddings": 1024,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256, "truncate": False},
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    torch.manual_seed(0)
+    model = (cls or GptOssForCausalLM)._from_config(GptOssConfig(**{**sizes, **changes}), attn_implementation=attn_implementation)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif name.endswith("gate_up_proj_bias"):
+            parameter.data.copy_(torch.randn_like(parameter).round().clamp(-1, 1) * 12)
+        elif parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+        else:
+            torch.nn.init.normal_(parameter)
+    return model.to(dtype).train()
+
+
 class Step:
     """What one forward and backward pass of a model gave: `output`, `loss`, and `gradients` by parameter."""
 

@@ -85,6 +85,24 @@ def check_add_rms_norm(ops, device, dtype, shape, eps=1e-6):
 ADD_RMS_NORM_SHAPES = ((3, 1024), (2, 2, 2048), (5, 2560), (2, 4096), (3, 5120), (4, 999), (7, 128))
 
 
+def check_wide_rms_norm_weight(ops, device, dtype, shape, eps=1e-5):
+    """An fp32 weight, and a result of x's dtype."""
+    x, weight = leaf(randn(*shape, dtype=dtype, device=device)), leaf(randn(shape[-1], dtype=torch.float32, device=device, seed=1) + 1)
+    y, dy = ops.rms_norm(x, weight, eps), randn(*shape, dtype=dtype, device=device, seed=2)
+    y.backward(dy)
+    x64, weight64 = exact(x), exact(weight)
+    y64 = rms_norm_exact(x64, weight64, eps)
+    y64.backward(dy.double().cpu())
+    assert y.dtype == x.grad.dtype == dtype and weight.grad.dtype == torch.float32
+    for name, found, wanted in (("y", y, y64), ("dx", x.grad, x64.grad)):
+        assert_close(found, wanted, dtype, f"RMSNorm with an fp32 weight, {name}")
+    assert_close(weight.grad, weight64.grad, torch.float32, "RMSNorm with an fp32 weight, dweight")
+
+
+# GPT-OSS's hidden size, rows that are anything, and one that is too long for the kernels.
+WIDE_RMS_NORM_SHAPES = ((3, 2880), (2, 3, 77), (19, 64), (2, 4096), (1, 4097))
+
+
 # ---------------------------------------------------------------- rotary
 def rotary_exact(q, k, cos, sin, unsqueeze_dim):
     def rotate_half(x):
@@ -360,3 +378,127 @@ LOSS_CASES = (
     dict(accum_dtype=torch.float32, reduction="none", class_weight=True),
 )
 LOSS_SHAPES = ((5, 32, 4096), (3, 16, 4099), (4, 24, 9001), (1, 8, 17))
+
+
+# ---------------------------------------------------------------- experts
+def experts_exact(hidden, expert, scores, gate_up, down, gate_up_bias=None, down_bias=None, *, transposed=False, interleaved=False,
+                  alpha=0.0, limit=float("inf")):
+    """A loop over the experts, as transformers' eager implementation."""
+    if not transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    out = torch.zeros_like(hidden)
+    for e in range(gate_up.shape[0]):
+        token, k = torch.where(expert == e)
+        x = hidden[token] @ gate_up[e]
+        x = x if gate_up_bias is None else x + gate_up_bias[e]
+        gate, up = (x[:, ::2], x[:, 1::2]) if interleaved else x.chunk(2, -1)
+        if alpha:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            gated = (up + 1) * (gate * torch.sigmoid(alpha * gate))
+        else:
+            gated = torch.nn.functional.silu(gate) * up
+        y = gated @ down[e]
+        y = y if down_bias is None else y + down_bias[e]
+        out = out.index_add(0, token, scores[token, k, None] * y)
+    return out
+
+
+def routing(tokens, experts, top_k, skew=0.0, absent=0.0, seed=0):
+    """Different experts for each token; skew: how much the first ones are preferred; absent: the share of ids that are no expert."""
+    generator = torch.Generator().manual_seed(seed)
+    preference = torch.randn(tokens, experts, generator=generator) - skew * torch.arange(experts)
+    expert = preference.topk(top_k, -1).indices
+    expert[torch.rand(expert.shape, generator=generator) < absent] = experts
+    return expert
+
+
+def check_experts(ops, device, dtype, tokens, hidden, width, experts, top_k, *, gpt_oss=True, skew=0.0, absent=0.0, frozen=(),
+                  scores_dtype=None, limit=7.0):
+    """frozen: what requires no gradient."""
+    expert, made, options = experts_inputs(device, dtype, tokens, hidden, width, experts, top_k, gpt_oss, skew, absent, scores_dtype, limit)
+    leaves = {name: tensor if name in frozen else leaf(tensor) for name, tensor in made.items()}
+    exacts = {name: exact(tensor) for name, tensor in made.items()}
+
+    def run(function, tensors, expert):
+        hidden, scores, *weights = tensors.values()
+        return function(hidden, expert, scores, *weights, **options)
+
+    out = run(ops.experts, leaves, expert)
+    out64 = run(experts_exact, exacts, expert.cpu())
+    assert out.dtype == dtype
+    # The output of the first GEMM, the gated rows and those of the second GEMM are rounded, as in the model.
+    assert_close(out, out64, dtype, "experts", 1.25)
+    dout = randn(tokens, hidden, dtype=dtype, device=device, seed=6)
+    out.backward(dout)
+    out64.backward(dout.double().cpu())
+    for name in made:
+        if name in frozen:
+            assert leaves[name].grad is None
+            continue
+        assert leaves[name].grad.dtype == leaves[name].dtype
+        assert_close(leaves[name].grad, exacts[name].grad, dtype, f"experts d{name}", 1.25)
+
+
+def experts_inputs(device, dtype, tokens, hidden, width, experts, top_k, gpt_oss=True, skew=0.0, absent=0.0, scores_dtype=None, limit=7.0):
+    """(expert, the tensors that are differentiated by name, options). The biases put gate and up on both sides of each clamp, far
+    from where rounding decides."""
+    expert = routing(tokens, experts, top_k, skew, absent).to(device)
+    made = {
+        "hidden": randn(tokens, hidden, dtype=dtype, device=device),
+        "scores": randn(tokens, top_k, dtype=torch.float32, device=device, seed=1).softmax(-1).to(scores_dtype or dtype),
+        "gate_up": randn(experts, 2 * width, hidden, dtype=dtype, device=device, seed=2, scale=hidden**-0.5),
+        "down": randn(experts, hidden, width, dtype=dtype, device=device, seed=3, scale=width**-0.5),
+    }
+    options = {}
+    if gpt_oss:
+        made["gate_up"], made["down"] = (made[name].transpose(1, 2).contiguous() for name in ("gate_up", "down"))
+        made["gate_up_bias"] = (randn(experts, 2 * width, dtype=torch.float32, device=device, seed=4).round().clamp(-1, 1) * 12).to(dtype)
+        made["down_bias"] = randn(experts, hidden, dtype=dtype, device=device, seed=5)
+        options = {"transposed": True, "interleaved": True, "alpha": 1.702, "limit": limit}
+    return expert, made, options
+
+
+def experts_run(ops, device, dtype, *sizes, **options):
+    """(leaves by name, a call of the operation on them)"""
+    expert, made, options = experts_inputs(device, dtype, *sizes, **options)
+    leaves = {name: leaf(tensor) for name, tensor in made.items()}
+    hidden, scores, *weights = leaves.values()
+    return leaves, lambda: ops.experts(hidden, expert, scores, *weights, **options)
+
+
+def check_second_backward_of_experts(ops, device):
+    """The first one writes over what the forward pass saved."""
+    leaves, run = experts_run(ops, device, torch.bfloat16, 19, 24, 64, 4, 2)
+    out = run()
+    first = torch.autograd.grad(out, leaves.values(), leaves["hidden"].detach(), retain_graph=True)
+    second = torch.autograd.grad(out, leaves.values(), leaves["hidden"].detach())
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def check_nan_in_experts(ops, device, gpt_oss):
+    """In one expert's gate, which a clamp must not turn into a number."""
+    leaves, run = experts_run(ops, device, torch.float32, 9, 8, 64, 4, 2, gpt_oss=gpt_oss)
+    gate = leaves["gate_up_bias"][1, 0] if gpt_oss else leaves["gate_up"][1, 0]
+    gate.data.fill_(float("nan"))
+    assert torch.equal(run().isnan().all(1).cpu(), (routing(9, 4, 2) == 1).any(1))
+
+
+EXPERTS_CASES = (
+    dict(tokens=37, hidden=24, width=64, experts=4, top_k=2),
+    dict(tokens=70, hidden=16, width=128, experts=5, top_k=3, skew=0.6),
+    dict(tokens=9, hidden=24, width=20, experts=8, top_k=4, absent=0.3),
+    dict(tokens=25, hidden=10, width=7, experts=16, top_k=1),
+    dict(tokens=3, hidden=24, width=33, experts=8, top_k=8),
+    dict(tokens=33, hidden=1032, width=64, experts=3, top_k=2, skew=3.0),
+    dict(tokens=37, hidden=24, width=64, experts=4, top_k=2, gpt_oss=False),
+    dict(tokens=9, hidden=10, width=31, experts=8, top_k=5, gpt_oss=False, absent=0.3),
+    dict(tokens=6, hidden=16, width=128, experts=12, top_k=8, gpt_oss=False, scores_dtype=torch.float32),
+)
+EXPERTS_FROZEN = (
+    ("gate_up", "down", "gate_up_bias", "down_bias"),
+    ("gate_up", "gate_up_bias"),
+    ("down", "down_bias"),
+    ("hidden", "scores"),
+    ("hidden", "scores", "gate_up", "down", "gate_up_bias"),
+    ("scores", "gate_up_bias"),
+)

@@ -7,6 +7,7 @@ metadata.json (what the package is, its architectures and the digests of its fil
 import argparse
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from kernels._rust import Digest, DigestAlgorithm
 
 from tools.card import fill_card
-from tools.kernel_package import Package, PackageError, read_package
+from tools.kernel_package import Package, PackageError, package_folders, read_package
 
 OPS = '''"""The name space of this build's custom operators: unique, so that two builds live side by side in one process."""
 
@@ -33,13 +34,15 @@ def add_op_namespace_prefix(op_name: str) -> str:
 
 def sources(package: Package, backend: str) -> dict[str, bytes]:
     """The files of a variant by their names. Raises PackageError when the CUDA variant has no kernels."""
-    folder = package.folder / "torch-ext" / package.name.replace("-", "_")
+    folder = package.sources
     files = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if not path.is_file() or "__pycache__" in name or (name.startswith("cubins/") and backend != "cuda"):
-            continue
-        files[name] = path.read_bytes()
+    # What packages share is linked into their sources, and copied into each build.
+    for parent, _, names in os.walk(folder, followlinks=True):
+        for path in (Path(parent) / name for name in names):
+            name = path.relative_to(folder).as_posix()
+            if "__pycache__" not in name and (backend == "cuda" or not name.startswith("cubins/")):
+                files[name] = path.read_bytes()
+    files = dict(sorted(files.items()))
     if backend == "cuda" and "cubins/manifest.json" not in files:
         raise PackageError(f"{folder / 'cubins'} has no manifest.json: compile the kernels first (make build)")
     return files
@@ -88,8 +91,7 @@ def assemble(package: Package, backend: str) -> Path:
     content = hashlib.sha256()
     for name, data in files.items():
         content.update(f"{name}\0{len(data)}\0".encode() + data)
-    module = package.name.replace("-", "_")
-    unique = f"_{module}_{backend}_{content.hexdigest()[:7]}"
+    unique = f"_{package.module}_{backend}_{content.hexdigest()[:7]}"
     files["_ops.py"] = OPS.format(namespace=unique).encode()
     target = package.build / f"torch-{backend}"
     fresh = target.with_name(target.name + ".new")
@@ -109,14 +111,15 @@ def assemble(package: Package, backend: str) -> Path:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.assemble", description=__doc__.splitlines()[0])
-    parser.add_argument("--package", default=".", help="the folder that holds build.toml")
+    parser.add_argument("--package", help="the folder that holds build.toml; default: every package of this repository")
     parser.add_argument("--backend", action="append", help="only these; default: all that build.toml names")
     options = parser.parse_args(arguments)
     try:
-        package = read_package(options.package)
-        for backend in options.backend or package.backends:
-            print(f"assembled {assemble(package, backend).relative_to(package.folder)}")
-        fill_card(package)
+        for folder in package_folders(options.package):
+            package = read_package(folder)
+            for backend in options.backend or package.backends:
+                print(f"assembled {package.name}: {assemble(package, backend).relative_to(package.folder)}")
+            fill_card(package)
     except PackageError as error:
         print(f"Not assembled. {error}", file=sys.stderr)
         return 1

@@ -17,7 +17,7 @@ from typing import Any
 
 import jinja2
 
-from tools.kernel_package import Package, PackageError, layer_names, layers_file, public_names, read_package, variant_archs
+from tools.kernel_package import Package, PackageError, layer_names, layers_file, package_folders, public_names, read_package, variant_archs
 
 
 def card_values(package: Package) -> dict[str, Any]:
@@ -93,10 +93,11 @@ def fill_card(package: Package) -> Path:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.card", description="Fill CARD.md into build/CARD.md.")
-    parser.add_argument("--package", default=".", help="folder with build.toml and build/")
+    parser.add_argument("--package", help="folder with build.toml and build/; default: every package of this repository")
     options = parser.parse_args(arguments)
     try:
-        print(fill_card(read_package(options.package)))
+        for folder in package_folders(options.package):
+            print(fill_card(read_package(folder)))
     except PackageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -37,7 +37,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tools.elf import resources
-from tools.kernel_package import Package, PackageError, read_package
+from tools.kernel_package import Package, PackageError, package_folders, read_package
 
 if TYPE_CHECKING:
     from kernel_src.prebuild import Variant
@@ -307,9 +307,9 @@ def write_folder(folder: Path, files: dict[str, bytes]) -> None:
             path.unlink()
 
 
-def summary(variants, images: dict[Job, bytes], files: dict[str, bytes]) -> Table:
+def summary(variants, images: dict[Job, bytes], files: dict[str, bytes], package: str = "") -> Table:
     """One row an operation: variants, architectures, bytes on disk, the most registers, spills."""
-    table = Table(title="Prebuilt kernels")
+    table = Table(title="Prebuilt kernels" + (f" of {package}" if package else ""))
     for column in ("operation", "variants", "architectures", "KiB", "registers", "spills"):
         table.add_column(column, justify="left" if column == "operation" else "right")
     for operation in dict.fromkeys(name for name, _ in variants):
@@ -342,14 +342,14 @@ def build(package: Package, targets: dict[str, tuple[str, ...]], console: Consol
     if targets == TARGETS:
         check_reasons(images)
     files = pack(package, variants, targets, images)
-    write_folder(package.folder / "torch-ext" / package.name.replace("-", "_") / "cubins", files)
-    console.print(summary(variants, images, files))
+    write_folder(package.sources / "cubins", files)
+    console.print(summary(variants, images, files, package.name))
     console.print(f"{total} cubins in {time.monotonic() - start:.0f} s")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.compile", description=__doc__.splitlines()[0])
-    parser.add_argument("--package", default=".", help="the folder that holds build.toml and kernels.toml")
+    parser.add_argument("--package", help="the folder that holds build.toml and kernels.toml; default: every package of this repository")
     parser.add_argument("--targets", help="only these, e.g. 'x86_64:sm_90,sm_100'; default: all")
     parser.add_argument("--here", action="store_true", help="only for this machine's GPU, and one Blackwell target")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
@@ -357,7 +357,8 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console()
     try:
         targets = targets_here() if options.here else parse_targets(options.targets)
-        build(read_package(options.package), targets, console, options.workers)
+        for folder in package_folders(options.package):
+            build(read_package(folder), targets, console, options.workers)
     except (BuildError, PackageError) as error:
         console.print(f"[red]Build failed.[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 1

@@ -29,6 +29,15 @@ class Package:
     backends: tuple[str, ...]
 
     @property
+    def module(self) -> str:
+        """The name of its Python package."""
+        return self.name.replace("-", "_")
+
+    @property
+    def sources(self) -> Path:
+        return self.folder / "torch-ext" / self.module
+
+    @property
     def build(self) -> Path:
         return self.folder / "build"
 
@@ -51,6 +60,20 @@ def is_variant(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def package_folders(chosen: str | Path | None = None, root: str | Path = ".") -> list[Path]:
+    """The chosen folder; without one every package of the repository: its root and the folders of packages/ that hold a build.toml.
+
+    Raises:
+        PackageError: if there is none.
+    """
+    if chosen is not None:
+        return [Path(chosen)]
+    found = [path.parent for path in (Path(root) / "build.toml", *sorted(Path(root).glob("packages/*/build.toml"))) if path.is_file()]
+    if not found:
+        raise PackageError(f"{Path(root).absolute()} holds no package: neither build.toml nor packages/*/build.toml")
+    return found
 
 
 def read_package(folder: str | Path = ".") -> Package:

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tools.kernel_package import Package, PackageError, layer_names, layers_file, public_names, read_package
+from tools.kernel_package import Package, PackageError, layer_names, layers_file, package_folders, public_names, read_package
 
 REPO_TYPE = "kernel"
 MAIN = "main"
@@ -435,7 +435,7 @@ def group(path: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.publish", description="Upload a built kernel package to the Hub.")
-    parser.add_argument("--package", default=".", help="folder with build.toml and build/")
+    parser.add_argument("--package", help="folder with build.toml and build/; default: every package of this repository")
     parser.add_argument("--repo-id", help="default: the one in build.toml")
     parser.add_argument("--endpoint", help="default: HF_ENDPOINT, else the public Hub")
     parser.add_argument("--token", help="default: HF_TOKEN or what `hf auth login` stored")
@@ -443,15 +443,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--allow-dirty", action="store_true", help="upload a build of uncommitted sources, for a local trial")
     options = parser.parse_args(arguments)
     try:
-        publish(
-            options.package,
-            options.repo_id,
-            options.endpoint,
-            options.token,
-            dry_run=options.dry_run,
-            allow_dirty=options.allow_dirty,
-        )
-    except PublishError as error:
+        folders = package_folders(options.package)
+        if options.repo_id and len(folders) > 1:
+            parser.error(f"--repo-id is for one package, and there are {len(folders)}; pass --package")
+        for folder in folders:
+            publish(
+                folder,
+                options.repo_id,
+                options.endpoint,
+                options.token,
+                dry_run=options.dry_run,
+                allow_dirty=options.allow_dirty,
+            )
+    except (PackageError, PublishError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

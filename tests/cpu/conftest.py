@@ -10,17 +10,19 @@ from tests.op_cases import operations
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def assemble_cpu(folder: Path, extra: str = "") -> Path:
-    """Builds the CPU variant from a copy of the sources in `folder`. extra: code that makes it a build of its own."""
+def assemble_cpu(folder: Path, extra: str = "", package: str = ".") -> Path:
+    """Builds the CPU variant from a copy of the sources in `folder`. extra: code that makes it a build of its own. package: the
+    folder of its build.toml in this repository."""
     from tools.assemble import assemble
     from tools.kernel_package import read_package
 
-    shutil.copy(REPOSITORY / "build.toml", folder)
-    shutil.copytree(REPOSITORY / "torch-ext", folder / "torch-ext", ignore=shutil.ignore_patterns("__pycache__", "cubins"))
+    shutil.copy(REPOSITORY / package / "build.toml", folder)
+    shutil.copytree(REPOSITORY / package / "torch-ext", folder / "torch-ext", ignore=shutil.ignore_patterns("__pycache__", "cubins"))
+    copied = read_package(folder)
     if extra:
-        with (folder / "torch-ext/qwen3/layers.py").open("a") as file:
+        with (copied.sources / "layers.py").open("a") as file:
             file.write(extra)
-    assemble(read_package(folder), "cpu")
+    assemble(copied, "cpu")
     return folder
 
 
@@ -44,6 +46,20 @@ def loaded(package_folder):
 @pytest.fixture
 def qwen3(loaded):
     """The loaded package. Whatever a test patches is put back."""
+    yield loaded
+    loaded.reset()
+
+
+@pytest.fixture(scope="session")
+def gpt_oss_folder(tmp_path_factory) -> Path:
+    """A folder with build/torch-cpu of the package for GPT-OSS."""
+    return assemble_cpu(tmp_path_factory.mktemp("gpt_oss"), package="packages/gpt-oss")
+
+
+@pytest.fixture
+def gpt_oss(gpt_oss_folder):
+    """The package for GPT-OSS, loaded. Whatever a test patches is put back."""
+    loaded = load(gpt_oss_folder)
     yield loaded
     loaded.reset()
 

@@ -1,11 +1,14 @@
 """The benchmark suite without a GPU: its files, its tables and pictures, and smoke runs of every benchmark in tiny sizes."""
 
+import argparse
 import dataclasses
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ import torch
 from benchmark import (
     benchmark_fsdp,
     benchmark_generate,
+    benchmark_gpt_oss,
     benchmark_linear_cross_entropy,
     benchmark_qwen3,
     benchmark_swiglu,
@@ -35,7 +39,7 @@ GPU = "NVIDIA H200"
 @pytest.fixture(autouse=True)
 def sources(monkeypatch, loaded):
     """The package as it is now, not as build/ has it."""
-    monkeypatch.setattr(providers, "package", lambda: loaded)
+    monkeypatch.setattr(providers, "package", lambda folder=".": loaded)
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +178,33 @@ def test_each_operation_runs(name, tmp_path):
     assert {"torch", "model", "dtype", "timing"} <= set(saved[0].config)
     if name == "rms_norm":
         assert {r.kernel_provider for r in rows if r.metric_name == "host_time"} >= {"torch", "huggingface", "bastile"}
+
+
+@pytest.mark.parametrize("operation", ("experts_uniform", "experts_skewed"))
+def test_the_experts_of_gpt_oss_run(operation, tmp_path):
+    arguments = ["experts", *TINY, "--results", str(tmp_path)]
+    arguments[arguments.index("tiny")] = "gpt_oss_tiny"
+    rows = [row for row in benchmark_gpt_oss.main(arguments) if row.kernel_name == operation]
+    speed = {(r.kernel_provider, r.kernel_operation_mode) for r in rows if r.metric_name == "speed" and r.y_value_50}
+    assert {(p, mode) for p in ("huggingface", "bastile", "floor") for mode in ("forward", "full")} <= speed
+    errors = [r.y_value_50 for r in rows if r.metric_name.startswith("error_") and r.kernel_provider == "bastile"]
+    assert len(errors) == 7 and max(errors) < 1e-2
+    saved = records.read(tmp_path / "cpu" / "gpt_oss_experts.csv")
+    assert "| 6 experts, uniform | 16 |" in tables.table("gpt_oss_experts", saved)
+
+
+def test_the_gate_of_the_benchmark_is_transformers():
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    experts = types.SimpleNamespace(alpha=benchmark_gpt_oss.ALPHA, limit=benchmark_gpt_oss.LIMIT)
+    gate_up = 10 * torch.randn(9, 16)
+    assert torch.equal(benchmark_gpt_oss.gate(gate_up), GptOssExperts._apply_gate(experts, gate_up))
+
+
+def test_a_training_step_of_gpt_oss():
+    args = argparse.Namespace(child="huggingface", model="gpt_oss_tiny", layers=1, device="cpu")
+    found = benchmark_gpt_oss.build(args).run(tokens=16, warmup=1, steps=1)
+    assert len(found["ms"]) == 1 and len(found["losses"]) == 2 and all(map(math.isfinite, found["losses"]))
 
 
 def test_a_sweep_over_models(monkeypatch):

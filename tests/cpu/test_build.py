@@ -31,7 +31,7 @@ from tools.assemble import assemble
 from tools.compile import TARGETS, BuildError, Job
 from tools.elf import _sections as sections
 from tools.elf import resources
-from tools.kernel_package import PackageError, read_package
+from tools.kernel_package import PackageError, package_folders, read_package
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = {"x86_64": ("sm_90",)}
@@ -542,7 +542,7 @@ def test_the_commit_and_whether_it_was_clean_are_recorded(tmp_path):
 
 
 # ---------------------------------------------------------------- what ships
-SHIPPED = sorted((ROOT / "torch-ext" / "qwen3").rglob("*.py"))
+SHIPPED = sorted([*(ROOT / "torch-ext" / "qwen3").rglob("*.py"), *ROOT.glob("packages/*/torch-ext/*/*.py")])
 LATER = {"transformers", "kernels"}  # what patching looks for when it is called
 shipped = pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.relative_to(ROOT).as_posix())
 
@@ -609,8 +609,8 @@ def test_it_works_where_nothing_else_can_be_imported():
 class Compiled:
     """Every image of the package, and what did not compile."""
 
-    def __init__(self):
-        self.package = read_package(ROOT)
+    def __init__(self, folder):
+        self.package = read_package(folder)
         self.variants = compiler.read_variants(compiler.operations(self.package))
         tileiras = compiler.find_tileiras()
         version = compiler.compiler_version(tileiras)
@@ -637,9 +637,9 @@ class Compiled:
         self.manifest = json.loads(self.files["manifest.json"])
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    return Compiled()
+@pytest.fixture(scope="module", params=package_folders(root=ROOT), ids=lambda folder: read_package(folder).name)
+def compiled(request):
+    return Compiled(request.param)
 
 
 def test_every_variant_compiles_for_every_architecture_and_host(compiled):
@@ -685,7 +685,7 @@ def test_the_cuda_variant_fits_into_20_mib(compiled):
 
 def test_the_manifest_names_every_file_with_its_digest(compiled):
     manifest = compiled.manifest
-    assert (manifest["format"], manifest["package"]) == (1, "qwen3")
+    assert (manifest["format"], manifest["package"]) == (1, compiled.package.name)
     assert manifest["architectures"] == {host: list(names) for host, names in TARGETS.items()}
     found = {name: hashlib.sha256(data).hexdigest() for name, data in compiled.files.items() if name != "manifest.json"}
     assert manifest["files"] == found

@@ -4,7 +4,6 @@ The interpreter also notices what a GPU would not say: an index outside an array
 """
 
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,11 @@ import torch
 from tests import op_checks as checks
 from tests.cpu.conftest import assemble_cpu, load
 from tests.interpreter.backend import InterpreterBackend, runtime_of
+from tools.compile import operations
+from tools.kernel_package import package_folders, read_package
 
 ROOT = Path(__file__).resolve().parents[2]
-OPERATIONS = tomllib.loads((ROOT / "kernels.toml").read_text())["operations"]
+OPERATIONS = {name for folder in package_folders(root=ROOT) for name in operations(read_package(folder))}
 dtypes = pytest.mark.parametrize("dtype", checks.FLOATS, ids=str)
 DEVICE = "cpu"
 
@@ -170,6 +171,32 @@ def test_a_frozen_head_and_hidden_states_store_no_logits(ops, backend):
 @pytest.mark.parametrize("classes", (17, 64), ids=str)
 def test_gradients_of_the_loss_are_scaled_by_what_arrives(ops, dtype, classes):
     checks.check_linear_cross_entropy(ops, DEVICE, dtype, 5, 32, classes, upstream=0.25)
+
+
+@dtypes
+@pytest.mark.parametrize("case", checks.EXPERTS_CASES, ids=str)
+def test_experts(ops, dtype, case):
+    checks.check_experts(ops, DEVICE, dtype, **case)
+
+
+@pytest.mark.parametrize("frozen", checks.EXPERTS_FROZEN, ids="-".join)
+def test_experts_with_frozen_parts(ops, frozen):
+    checks.check_experts(ops, DEVICE, torch.bfloat16, 19, 24, 64, 4, 2, frozen=frozen)
+
+
+@pytest.mark.parametrize("gpt_oss", (True, False))
+def test_experts_that_are_not_here(ops, gpt_oss):
+    checks.check_experts(ops, DEVICE, torch.float32, 7, 24, 64, 4, 2, absent=1.1, gpt_oss=gpt_oss)
+
+
+@pytest.mark.parametrize("gpt_oss", (True, False))
+def test_nan_reaches_the_result_of_the_experts(ops, gpt_oss):
+    """As through torch.clamp, and only its token's."""
+    checks.check_nan_in_experts(ops, DEVICE, gpt_oss)
+
+
+def test_a_second_backward_pass_of_the_experts_gives_the_same(ops):
+    checks.check_second_backward_of_experts(ops, DEVICE)
 
 
 def test_results_do_not_depend_on_the_order_of_blocks(ops, backend):

@@ -59,6 +59,23 @@ def test_linear_cross_entropy_options(qwen3, dtype, case):
 @pytest.mark.parametrize("case", checks.EVALUATION_CASES, ids=str)
 def test_evaluation(qwen3, dtype, case):
     checks.check_evaluation(qwen3, DEVICE, dtype, 60, 32, 1001, bound=dtype, **case)
+@pytest.mark.parametrize("case", checks.EXPERTS_CASES, ids=str)
+def test_experts(qwen3, dtype, case):
+    checks.check_experts(qwen3, DEVICE, dtype, **case)
+
+
+@pytest.mark.parametrize("frozen", checks.EXPERTS_FROZEN, ids="-".join)
+def test_experts_with_frozen_parts(qwen3, frozen):
+    checks.check_experts(qwen3, DEVICE, torch.float32, 19, 24, 64, 4, 2, frozen=frozen)
+
+
+def test_experts_of_no_tokens(qwen3):
+    checks.check_experts(qwen3, DEVICE, torch.float32, 0, 24, 64, 4, 2)
+
+
+def test_no_expert_is_here(qwen3):
+    """All ids belong to other processes: nothing is added, and everything has a gradient of zero."""
+    checks.check_experts(qwen3, DEVICE, torch.float32, 7, 24, 64, 4, 2, absent=1.1)
 
 
 def test_a_second_derivative_is_refused(qwen3):
@@ -83,6 +100,11 @@ def test_gradients_in_float64(qwen3):
     assert check(lambda q, k: qwen3.rotary(q, k, cos, sin), (leaf(2, 4, 3, 8), leaf(2, 2, 3, 8, seed=1)))
     weights = leaf(8, seed=3), leaf(8, seed=4)
     assert check(lambda q, k, a, b: qwen3.qk_norm_rotary(q, k, a, b, cos, sin), (leaf(2, 3, 4, 8), leaf(2, 3, 2, 8, seed=1), *weights))
+    expert, scores = torch.tensor([[0, 2], [2, 1], [3, 0]]), leaf(3, 2, seed=5)
+    assert check(lambda x, s, a, b: qwen3.experts(x, expert, s, a, b), (leaf(3, 4), scores, leaf(3, 6, 4, seed=1), leaf(3, 4, 3, seed=2)))
+    gpt_oss = {"transposed": True, "interleaved": True, "alpha": 1.702, "limit": 0.7}
+    leaves = leaf(3, 4), scores, leaf(3, 4, 6, seed=1), leaf(3, 3, 4, seed=2), leaf(3, 6, seed=3), leaf(3, 4, seed=4)
+    assert check(lambda x, s, *weights: qwen3.experts(x, expert, s, *weights, **gpt_oss), leaves)
     target = torch.tensor([1, -100, 4, 0])
     for options in (
         {},
@@ -104,3 +126,7 @@ def test_a_second_backward_pass_gives_the_same(qwen3):
     kept = [g.clone() for g in first]
     second = torch.autograd.grad(loss, (hidden, weight), torch.tensor(0.5))
     assert all(torch.equal(a, b) for a, b in zip(kept, second)) and all(torch.equal(a, b) for a, b in zip(kept, first))
+
+
+def test_a_second_backward_pass_of_the_experts_gives_the_same(qwen3):
+    checks.check_second_backward_of_experts(qwen3, DEVICE)

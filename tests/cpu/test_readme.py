@@ -325,7 +325,7 @@ def test_the_readme_names_every_public_function_with_its_arguments(loaded):
 def test_the_layers_of_the_configuration_are_those_of_the_mapping(loaded):
     shown = dict(re.findall(r'"(\w+)": "(\w+)"', README))
     assert shown.items() <= {name: layer.__name__ for name, layer in sys.modules[f"{loaded.__name__}.patching"].HUB_NAMES.items()}.items()
-    assert set(shown.values()) == set(layer_names((SOURCES / "layers.py").read_text(), "layers.py")) - {"SwiGLUMLP", "ForCausalLMLoss"}
+    assert set(shown.values()) == set(layer_names((SOURCES / "layers.py").read_text(), "layers.py")) - {"Experts", "SwiGLUMLP", "ForCausalLMLoss"}
 
 
 def test_gpus_are_those_that_are_built():

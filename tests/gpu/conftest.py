@@ -15,10 +15,22 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no GPU"))
 
 
-@pytest.fixture(scope="session")
-def ops():
-    """The package, from build/torch-cuda; anything that keeps its kernels from running is an error."""
+def load(folder: Path):
+    """A package from its build/torch-cuda; anything that keeps its kernels from running is an error."""
     from kernels import get_local_kernel
 
     os.environ["BASTILE_STRICT"] = "1"
-    return get_local_kernel(ROOT, backend="cuda")
+    return get_local_kernel(folder, backend="cuda")
+
+
+@pytest.fixture(scope="session")
+def ops():
+    return load(ROOT)
+
+
+@pytest.fixture
+def gpt_oss():
+    """The package for GPT-OSS. Whatever a test patches is put back."""
+    package = load(ROOT / "packages" / "gpt-oss")
+    yield package
+    package.reset()

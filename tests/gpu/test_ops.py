@@ -60,6 +60,18 @@ def test_mlp(ops, dtype):
 
 
 @dtypes
+@pytest.mark.parametrize("case", [case for case in checks.EXPERTS_CASES if not case.get("gpt_oss", True)], ids=str)
+def test_experts_of_qwen3_moe(ops, dtype, case):
+    checks.check_experts(ops, DEVICE, dtype, **case)
+
+
+@dtypes
+def test_experts_of_another_package(ops, dtype):
+    """GPT-OSS's gate, of which this package has no kernels."""
+    checks.check_experts(ops, DEVICE, dtype, 37, 24, 64, 4, 2)
+
+
+@dtypes
 @pytest.mark.parametrize("case", checks.LOSS_CASES, ids=str)
 def test_linear_cross_entropy_options(ops, dtype, case):
     checks.check_linear_cross_entropy(ops, DEVICE, dtype, 300, 64, 9001, **case)

@@ -52,6 +52,9 @@ class InterpretedArtifacts:
                 self.sources[source.name] = source
         self.replace = replace or {}
 
+    def operations(self):
+        return {variant.operation for variants in self.by_kernel.values() for variant in variants}
+
     def variants(self, kernel: str):
         return self.by_kernel[kernel]
 

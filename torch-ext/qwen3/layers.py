@@ -3,7 +3,15 @@
 from torch import nn
 
 from .decoder import decoder_layer_forward
-from .modeling import causal_lm_forward, causal_lm_loss, causal_lm_loss_of_logits, mlp_forward, rms_norm_forward, rotary_pos_emb
+from .modeling import (
+    causal_lm_forward,
+    causal_lm_loss,
+    causal_lm_loss_of_logits,
+    experts_forward,
+    mlp_forward,
+    rms_norm_forward,
+    rotary_pos_emb,
+)
 
 
 class RMSNorm(nn.Module):
@@ -31,6 +39,15 @@ class MLP(nn.Module):
 
     def forward(self, x):
         return mlp_forward(self, x)
+
+
+class Experts(nn.Module):
+    """For Qwen3MoeExperts: hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, top-k] -> [tokens, hidden]."""
+
+    can_torch_compile = True
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
 class SwiGLUMLP(nn.Module):

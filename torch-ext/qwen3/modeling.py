@@ -5,6 +5,7 @@ hooked. What is exactly PyTorch's own goes to the operations; everything else is
 """
 
 import dataclasses
+import sys
 from contextlib import nullcontext
 from typing import Optional
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .ops.experts import experts
 from .ops.linear_cross_entropy import LinearCrossEntropyOutput, cross_entropy_of_logits, linear_cross_entropy
 from .ops.rms_norm import rms_norm
 from .ops.rotary import rotary, rotary_reference
@@ -20,6 +22,7 @@ from .ops.swiglu import mlp, swiglu
 SAVED = "_bastile_"  # prefix of the attribute that keeps what `patching` replaced, on the class or module where it stood
 OFF = SAVED + "off"  # on a causal LM whose forward accelerate wrapped while it was ours: reset() cannot take it out again
 LAYER = SAVED + "layer"  # on a forward of ours: the forward itself, so a wrapper to which functools copies it is told apart
+EXPERTS = "bastile"  # the name of our implementation among transformers' implementations of experts
 PLAIN = (torch.Tensor, nn.Parameter)
 FSDP = "torch.distributed.fsdp"
 LOSS_OPTIONS = SAVED + "loss_options"  # what apply() was told about the loss, on the class of the causal LM
@@ -131,6 +134,60 @@ def mlp_forward(layer, x: torch.Tensor) -> torch.Tensor:
     if is_plain(gate) and is_plain(up) and gate.dtype == up.dtype:
         return down_proj(swiglu(gate, up))
     return down_proj(nn.functional.silu(gate) * up)
+
+
+def _experts_gate(layer):
+    """The gate of a module of experts as `experts` takes it, or None for one that it does not know.
+
+    `_apply_gate` is what transformers' implementations call between the two projections: its own default one for gate before up,
+    and GPT-OSS's, which is told by its two constants.
+    """
+    gate = getattr(type(layer), "_apply_gate", None)
+    module = getattr(gate, "__module__", "")
+    if gate is None or not getattr(layer, "has_gate", False) or getattr(layer, "has_post_expert_norm", False):
+        return None
+    if module == "transformers.integrations.moe":
+        known = layer.is_concatenated and is_silu(layer.act_fn)
+        return {"interleaved": False, "alpha": 0.0, "limit": float("inf")} if known else None
+    if module.startswith("transformers.models.gpt_oss.") and not layer.is_concatenated:
+        return {"interleaved": True, "alpha": layer.alpha, "limit": layer.limit}
+    return None
+
+
+def _known_experts(layer, hidden, index, scores):
+    """The result of `experts` for a module of transformers' with `gate_up_proj` and `down_proj`; None when it is not for it."""
+    gate = _experts_gate(layer)
+    if gate is None or index is None or scores is None:
+        return None
+    weights = [layer.gate_up_proj, layer.down_proj]
+    if layer.has_bias:
+        weights += [layer.gate_up_proj_bias, layer.down_proj_bias]
+    dtype = weights[0].dtype
+    if not all(type(tensor) in PLAIN for tensor in (hidden, index, scores, *weights)) or any(w.dtype != dtype for w in weights):
+        return None
+    flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+    device = hidden.device.type
+    # Under autocast transformers' grouped GEMMs run in the dtype of the weights too.
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        result = experts(flat, index, scores, *weights, transposed=layer.is_transposed, **gate)
+    return result.view(hidden.shape).to(hidden.dtype)
+
+
+def experts_forward(layer, hidden, index, scores):
+    """Of a class that transformers' `use_experts_implementation` decorates.
+
+    hidden: [..., hidden]; index: [tokens, top-k], in which an id from the number of experts on is none of them; scores: [tokens, top-k].
+    """
+    found = _known_experts(layer, hidden, index, scores)
+    return original_forward(layer)(layer, hidden, index, scores) if found is None else found
+
+
+def experts_implementation(layer, hidden, index, scores):
+    """The same as one of transformers' implementations of experts: what it does not know, transformers' grouped_mm does."""
+    found = _known_experts(layer, hidden, index, scores)
+    if found is not None:
+        return found
+    return sys.modules["transformers.integrations.moe"].grouped_mm_experts_forward(layer, hidden, index, scores)
 
 
 def original_forward(layer):

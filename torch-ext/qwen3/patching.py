@@ -1,10 +1,12 @@
-"""Where the layers go: on transformers' classes (`apply`), on one model (`kernelize`), or into the Hub's mapping (`mapping`).
+"""Putting the layers where they go: on transformers' classes (`apply`), on one model (`kernelize`), or into the Hub's mapping
+(`mapping`). Which layer stands in for what is in places.py; nothing here belongs to one model.
 
 Nothing here is imported before it is needed: the package loads without transformers, and only `mapping` needs `kernels`.
 What a class or a module had before is kept on itself, so any loaded copy of this package can put it back, in any order.
 """
 
 import gc
+import importlib
 import inspect
 import re
 import sys
@@ -17,10 +19,10 @@ from typing import NamedTuple
 from torch import nn
 
 from . import layers
-from .modeling import LAYER, LOSS_OPTIONS, OFF, OPTIONS, SAVED, output_with_metrics, rotary_pos_emb
-from .warmup import clear_autotune_cache, warmup_all_kernels
+from .modeling import EXPERTS, LAYER, LOSS_OPTIONS, OFF, OPTIONS, SAVED, experts_implementation, output_with_metrics, rotary_pos_emb
+from .places import ATTENTION, CLASSES, HUB_NAMES, MODEL, MODELING, OPERATIONS
 
-__all__ = ["apply", "clear_autotune_cache", "get_patched_ops", "kernelize", "mapping", "reset", "warmup_all_kernels"]
+__all__ = ["get_patched_ops", "kernelize", "mapping", "put", "reset"]
 
 # From, and up to but not including. From 5.23 on, transformers' gradient checkpointing stands inside a decoder layer's forward, and
 # to replace that would switch it off.
@@ -30,36 +32,19 @@ KERNELS_EXPECTED = ">=0.16.2,<0.18"
 # Each transformers works with one minor version of kernels only.
 PAIR = "'transformers>=5.18,<5.23' with 'kernels>=0.17.2,<0.18', or transformers 5.17 with kernels 0.16.2"
 CUDA_CAPABILITIES = (80, 121)  # from, to: what kernels are built for
-MODELING = "transformers.models.qwen3.modeling_qwen3"
 ROTARY = "apply_rotary_pos_emb"
 WRAPPED = "_original_forward"  # where accelerate keeps the forward that it wrapped for mixed precision
 CALL_BEFORE = (
     "Call apply() or kernelize() before that: before Accelerator.prepare(), Trainer.train() and the making of a trainer of TRL; "
     "apply() before from_pretrained() with a tp_plan"
 )
-CLASSES = {
-    "rms_norm": ("Qwen3RMSNorm", layers.RMSNorm),
-    "swiglu": ("Qwen3MLP", layers.MLP),
-    "fused_linear_cross_entropy": ("Qwen3ForCausalLM", layers.CausalLM),
-    "decoder_layer": ("Qwen3DecoderLayer", layers.DecoderLayer),
-}
-OPERATIONS = ("rms_norm", "swiglu", "rope", "fused_linear_cross_entropy", "decoder_layer")  # in the order of `apply`
-HUB_NAMES = {  # of the layers; the last two belong to transformers, whose Qwen3 does not use them yet
-    "RMSNorm": layers.RMSNorm,
-    "rotary_pos_emb": layers.RotaryPosEmb,
-    "Qwen3MLP": layers.MLP,
-    "Qwen3DecoderLayer": layers.DecoderLayer,
-    "Qwen3ForCausalLM": layers.CausalLM,
-    "SwiGLUMLP": layers.SwiGLUMLP,
-    "ForCausalLMLoss": layers.ForCausalLMLoss,
-}
 
 
 # transformers and kernels
 
 
-def _modeling_qwen3():
-    """transformers' module of Qwen3. Raises ImportError when it is absent or not as the layers expect it."""
+def modeling_of_transformers():
+    """transformers' module of the model. Raises ImportError when it is absent or not as the layers expect it."""
     try:
         import transformers
     except ImportError as error:
@@ -69,21 +54,25 @@ def _modeling_qwen3():
     advice = f"expected transformers{TRANSFORMERS_EXPECTED}. Run: pip install 'transformers{TRANSFORMERS_EXPECTED}'"
     if not TRANSFORMERS[0] <= numbers < TRANSFORMERS[1]:
         raise ImportError(f"transformers is {version}, {advice}")
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-    from transformers.models.qwen3 import modeling_qwen3
+    from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
+    try:
+        modeling = importlib.import_module(MODELING)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"transformers {version} has no {MODEL}, {advice}") from error
     for name, layer in CLASSES.values():
-        cls = getattr(modeling_qwen3, name, None)
+        cls = getattr(modeling, name, None)
         if cls is None:
             raise ImportError(f"transformers {version} has no {name}, {advice}")
         found, expected = inspect.signature(_original(cls, "forward")), inspect.signature(layer.forward)
         if [(p.name, p.kind) for p in found.parameters.values()] != [(p.name, p.kind) for p in expected.parameters.values()]:
             where = _original(cls, "forward").__module__
             raise ImportError(f"transformers {version} has {name}.forward{found}, defined in {where}, {advice}")
-    if not hasattr(modeling_qwen3, ROTARY):
+    if not hasattr(modeling, ROTARY):
         raise ImportError(f"transformers {version} has no {ROTARY}, {advice}")
-    output_with_metrics(CausalLMOutputWithPast)  # torch.compile traces through no making of classes
-    return modeling_qwen3
+    for cls in (CausalLMOutputWithPast, MoeCausalLMOutputWithPast):
+        output_with_metrics(cls)  # torch.compile traces through no making of classes
+    return modeling
 
 
 def _kernels():
@@ -224,36 +213,22 @@ def _defines_forward(cls):
 # For every model
 
 
-def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True):
-    """Puts the layers on transformers' Qwen3 classes: models that exist and models made later use them.
+def put(wanted):
+    """Puts the layers on transformers' classes, of which exactly those are active afterwards whose operations are wanted.
 
-    After the call exactly the operations given as True are active. With `fused_linear_cross_entropy` a model in training mode
-    that gets labels returns the loss and no logits. `decoder_layer` fuses across the others, so it takes effect where `rms_norm`,
-    `swiglu` and `rope` are all on. Not thread-safe against a running forward pass.
-
-    fused_linear_cross_entropy: True, False, or a mapping of options of the loss, which stands for True: `ignore_index`,
-    `class_weight`, `reduction`, `label_smoothing`, `softcap`, `lse_square_scale`, `use_token_scaling`, `accum_dtype`,
-    `return_z_loss`, `return_token_accuracy` and `return_predicted_tokens` of `linear_cross_entropy`, and `skip_logits`: whether a
-    loss comes without logits, in training mode by default. They hold for every call with labels, in eval mode too, unless the
-    call itself has an argument of that name: model(input_ids=..., labels=..., label_smoothing=0.1). What the return_ options
-    ask for is in the model's output, under the names z_loss, token_accuracy and predicted_tokens.
-
-    Raises TypeError for an option that does not exist, ImportError when transformers is absent or its version does not fit.
+    wanted: an entry for each of `OPERATIONS`, True or False; of `fused_linear_cross_entropy` it may be a mapping of options of the
+    loss, which stands for True. Raises TypeError for an option that does not exist, ImportError when transformers is absent or its
+    version does not fit.
     """
-    options = _loss_options(fused_linear_cross_entropy)
-    modeling = _modeling_qwen3()
-    causal_lm = modeling.Qwen3ForCausalLM
+    options = _loss_options(wanted["fused_linear_cross_entropy"])
+    modeling = modeling_of_transformers()
+    _register_experts()
+    causal_lm = getattr(modeling, CLASSES["fused_linear_cross_entropy"][0])
     if options:
         setattr(causal_lm, LOSS_OPTIONS, options)
     elif LOSS_OPTIONS in vars(causal_lm):
         delattr(causal_lm, LOSS_OPTIONS)
-    wanted = {
-        "rms_norm": rms_norm,
-        "swiglu": swiglu,
-        "rope": rope,
-        "fused_linear_cross_entropy": isinstance(fused_linear_cross_entropy, Mapping) or fused_linear_cross_entropy,
-        "decoder_layer": decoder_layer and rms_norm and swiglu and rope,
-    }
+    wanted = {name: isinstance(on, Mapping) or bool(on) for name, on in wanted.items()}
     modules = _live_modules()
     for operation, on in wanted.items():
         owner, attribute, replacement = _target(modeling, operation)
@@ -262,7 +237,7 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
             _bind_hidden(owner, replacement, modules)
         else:
             _restore(owner, attribute)
-            classes = (type(_original(modeling, ROTARY)), modeling.Qwen3Attention) if operation == "rope" else owner
+            classes = (type(_original(modeling, ROTARY)), getattr(modeling, ATTENTION)) if operation == "rope" else owner
             for module in modules:
                 if isinstance(module, classes):
                     _unbind(module)
@@ -291,7 +266,7 @@ def _bind_hidden(owner, replacement, modules):
                 others.append(module)
             else:
                 _bind(module, replacement)
-    _warn_of_others(others, stacklevel=3)
+    _warn_of_others(others, stacklevel=4)
 
 
 def reset():
@@ -311,12 +286,36 @@ def reset():
             for name in ("kernel_layer_name", "kernel_condition", SAVED + "decorated"):
                 if name in vars(owner):
                     delattr(owner, name)
+        for name in [name for name in vars(owner) if name.startswith(SAVED)]:  # what apply() noted there
+            delattr(owner, name)
     for module in _live_modules():
         state = vars(module)
         if SAVED + "replaced" in state or any(_calls_ours(state.get(name)) for name in (_slot(module), WRAPPED)):
             _unbind(module)
         if state.pop(SAVED + "use_kernels", False):
             state["_use_kernels"] = True
+        attention = state.pop(SAVED + "attention", None)
+        if attention is not None:
+            module.set_attn_implementation(attention)
+    _unregister_experts()
+
+
+def _experts_interface():
+    """transformers' table of implementations of experts, or None where it has none or nobody has imported it."""
+    return getattr(sys.modules.get("transformers.integrations.moe"), "ExpertsInterface", None)
+
+
+def _register_experts():
+    """Makes experts_implementation="bastile" a choice when a model is loaded."""
+    interface = _experts_interface()
+    if interface is not None:
+        interface.register(EXPERTS, experts_implementation)
+
+
+def _unregister_experts():
+    interface = _experts_interface()
+    if interface is not None:
+        interface._global_mapping.pop(EXPERTS, None)
 
 
 def get_patched_ops():
@@ -332,14 +331,14 @@ def get_patched_ops():
 
 
 def _attention_forward(original):
-    """A copy of Qwen3Attention's forward that sees our rotary embedding under the global name that it calls.
+    """A copy of the attention's forward that sees our rotary embedding under the global name that it calls.
 
-    That name is all there is to replace: the function behind it serves every Qwen3 in the process. Raises RuntimeError when
+    That name is all there is to replace: the function behind it serves every model of its kind in the process. Raises RuntimeError when
     it does not call that name itself.
     """
     if ROTARY not in getattr(getattr(original, "__code__", None), "co_names", ()):
         raise RuntimeError(
-            f"rope cannot be put on one model: Qwen3Attention.forward, defined in {original.__module__}, does not call {ROTARY}. "
+            f"rope cannot be put on one model: {ATTENTION}.forward, defined in {original.__module__}, does not call {ROTARY}. "
             f"Use apply(), or install transformers{TRANSFORMERS_EXPECTED}"
         )
     names = {name: value for name, value in original.__globals__.items() if name != "__name__"}  # torch.compile would look it up there
@@ -355,28 +354,30 @@ def _attention_forward(original):
 def kernelize(model, mode=None):
     """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
 
-    model: a Qwen3 of transformers, with or without a head, alone or inside another module (PEFT). mode: a `kernels.Mode`;
+    model: one of transformers, with or without a head, alone or inside another module (PEFT). mode: a `kernels.Mode`;
     the layers serve all of them, so it changes nothing. For torch.nn.DataParallel use `apply`: its replicas would call the
     forwards of the model that they were copied from.
 
     A part whose forward someone else replaced (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning.
 
-    Raises TypeError when the model has no Qwen3 layers, RuntimeError when not all operations could be put on it, and
+    Raises TypeError when the model has none of the layers that this package stands in for, RuntimeError when not all operations
+    could be put on it, and
     ImportError when transformers is absent or its version does not fit.
     """
     if mode is not None and getattr(mode, "name", "") == "FALLBACK":
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
-    modeling = _modeling_qwen3()
+    modeling = modeling_of_transformers()
+    _register_experts()
     targets = {operation: (getattr(modeling, name), layer.forward) for operation, (name, layer) in CLASSES.items()}
-    attention = modeling.Qwen3Attention
+    attention = getattr(modeling, ATTENTION)
     targets["rope"] = (attention, _attention_forward(_original(attention, "forward")))
     chosen = {
         operation: [module for module in model.modules() if isinstance(module, cls) and _defines_forward(type(module)) is cls]
         for operation, (cls, _) in targets.items()
     }
     if not any(chosen.values()):
-        raise TypeError(f"model is a {type(model).__name__} without any of transformers' Qwen3 layers, expected a Qwen3 model")
-    if not any(isinstance(module, modeling.Qwen3ForCausalLM) for module in model.modules()):
+        raise TypeError(f"model is a {type(model).__name__} without any of transformers' {MODEL} layers, expected a {MODEL} model")
+    if not any(isinstance(module, targets["fused_linear_cross_entropy"][0]) for module in model.modules()):
         del chosen["fused_linear_cross_entropy"]
     for module in chosen.get("fused_linear_cross_entropy", ()):
         if _other_owner(module):
@@ -419,21 +420,17 @@ def mapping(mode=None):
     """The layers for `kernels.use_kernel_mapping` or `kernels.register_kernel_mapping`, for CPUs and for GPUs of compute
     capability 8.0 to 12.1. mode: the only `kernels.Mode` that they are for; by default they are for all.
 
-    Also gives the Hub's names to those of transformers' Qwen3 classes that have none, so `kernels.kernelize` finds them.
+    Also gives the Hub's names to those of transformers' classes that have none, so `kernels.kernelize` finds them.
     Warns when it cannot find all: where transformers and `kernels` do not fit, it passes the rotary embedding by.
 
     Raises ImportError when transformers or `kernels` is absent or its version does not fit.
     """
-    modeling, kernels = _modeling_qwen3(), _kernels()
-    for operation, hub_name in (
-        ("rms_norm", "RMSNorm"),
-        ("swiglu", "Qwen3MLP"),
-        ("decoder_layer", "Qwen3DecoderLayer"),
-        ("fused_linear_cross_entropy", "Qwen3ForCausalLM"),
-    ):
-        cls = getattr(modeling, CLASSES[operation][0])
+    modeling, kernels = modeling_of_transformers(), _kernels()
+    _register_experts()
+    for name, _ in CLASSES.values():
+        cls = getattr(modeling, name)
         if not hasattr(cls, "kernel_layer_name"):
-            kernels.replace_kernel_forward_from_hub(cls, hub_name)
+            kernels.replace_kernel_forward_from_hub(cls, name)
             setattr(cls, SAVED + "decorated", True)
     if not isinstance(_original(modeling, ROTARY), nn.Module):
         import transformers

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional
 
 FORMAT = 1
-FOLDER = Path(__file__).resolve().parent.parent / "cubins"
+FOLDER = Path(__file__).absolute().parent.parent / "cubins"  # not resolved: packages share this file by a link
 
 
 class ArtifactError(RuntimeError):
@@ -70,6 +70,7 @@ class Artifacts:
         self._files: Dict[str, bytes] = {}
         self._variants: Dict[str, List[Variant]] = {}
         self._digest = ""
+        self._operations: Optional[frozenset] = None
 
     @property
     def manifest(self) -> dict:
@@ -100,6 +101,12 @@ class Artifacts:
     def architectures(self) -> List[str]:
         """What this host has images for, e.g. ['sm_80', 'sm_90']."""
         return list(self.manifest["architectures"].get(host(), ()))
+
+    def operations(self) -> frozenset:
+        """The operations whose kernels this package has."""
+        if self._operations is None:
+            self._operations = frozenset(entry["operation"] for entries in self.manifest["kernels"].values() for entry in entries)
+        return self._operations
 
     def variants(self, kernel: str) -> List[Variant]:
         """The variants of a kernel, the preferred one first."""

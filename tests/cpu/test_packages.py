@@ -1,0 +1,135 @@
+"""Every package of the repository: built from its own folder and what it shares, published to one Hub, loaded back, and its card true."""
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.cpu.conftest import REPOSITORY as ROOT
+from tests.cpu.conftest import assemble_cpu
+from tests.cpu.test_readme import NO_KERNELS, blocks
+from tools import assemble, publish
+from tools.card import card_values, fill_card, render_card
+from tools.compile import TARGETS, operations
+from tools.hub_server import HubServer
+from tools.kernel_package import PackageError, layer_names, package_folders, public_names, read_package
+
+FOLDERS = {read_package(folder).name: folder for folder in package_folders(root=ROOT)}
+each = pytest.mark.parametrize("name", FOLDERS)
+
+
+def built(folder: Path, name: str):
+    """A package with both variants, without kernels."""
+    assemble_cpu(folder, package=str(FOLDERS[name].relative_to(ROOT)))
+    package = read_package(folder)
+    (package.sources / "cubins").mkdir()
+    (package.sources / "cubins/manifest.json").write_text(json.dumps(NO_KERNELS))
+    shutil.copy(FOLDERS[name] / "CARD.md", folder)
+    assemble.assemble(package, "cuda")
+    fill_card(package)
+    return package
+
+
+def test_there_are_two_with_names_and_repositories_of_their_own():
+    packages = [read_package(folder) for folder in FOLDERS.values()]
+    assert {(p.name, p.repo_id) for p in packages} == {("qwen3", "bastile/qwen3"), ("gpt-oss", "bastile/gpt-oss")}
+    assert len({p.module for p in packages}) == len(packages)
+
+
+@each
+def test_a_build_is_whole(name, tmp_path):
+    """What is linked into the sources lies in the build as files, and no other package is looked for."""
+    package = built(tmp_path, name)
+    for variant in package.variants():
+        files = [path for path in variant.rglob("*") if path.is_file()]
+        assert not any(path.is_symlink() for path in variant.rglob("*"))
+        assert {"ops", "runtime"} <= {path.parent.name for path in files if path.suffix == ".py"}
+        for path in files:
+            if path.suffix == ".py":
+                compile(path.read_text(), str(path), "exec")
+    others = [read_package(folder).module for other, folder in FOLDERS.items() if other != name]
+    script = f"import sys; sys.path.insert(0, {str(package.build)!r}); import importlib; importlib.import_module('torch-cpu')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+    assert not any((package.build / "torch-cpu" / other).exists() for other in others)
+
+
+@each
+def test_the_kernels_that_it_ships_are_in_kernel_src(name):
+    for operation in operations(read_package(FOLDERS[name])):
+        assert (ROOT / "kernel_src" / f"{operation}.py").is_file()
+
+
+@each
+def test_its_flake_and_its_card_are_its_own(name):
+    package = read_package(FOLDERS[name])
+    assert f"torch-ext/{package.module}/cubins" in (package.folder / "flake.nix").read_text()
+    assert package.module in (package.folder / "CARD.md").read_text()
+
+
+@each
+def test_the_card_describes_every_layer_and_gpu(name, tmp_path):
+    numbers = {f"{target[3:-1]}.{target[-1]}" for names in TARGETS.values() for target in names}
+    package = built(tmp_path, name)
+    text = render_card((FOLDERS[name] / "CARD.md").read_text(), card_values(package) | {"archs": sorted(numbers)})
+    for layer in layer_names((package.sources / "layers.py").read_text(), "layers.py"):
+        assert re.search(rf"^\| `{layer}` \| \S+", text, re.MULTILINE), layer
+    for number in numbers:
+        assert re.search(rf"^\| {re.escape(number)} \| \S+", text, re.MULTILINE), number
+    used = set(re.findall(rf"\b{package.module}\.(\w+)", "".join(blocks(text, "python"))))
+    assert used and used <= set(public_names((package.sources / "__init__.py").read_text(), "__init__.py"))
+
+
+def test_all_are_published_at_once_and_their_cards_run(tmp_path):
+    """`python -m tools.publish` in a repository of both, on one local Hub; then every block of the second card."""
+    repository = tmp_path / "repository"
+    built_at = {name: repository / FOLDERS[name].relative_to(ROOT) for name in FOLDERS}
+    for name, folder in built_at.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        built(folder, name)
+    with HubServer(tmp_path / "hub") as hub:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "LOCAL_KERNELS", "BASTILE"))}
+        environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-m", "tools.publish", "--allow-dirty", "--token", hub.token]
+        done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "bastile/qwen3" in done.stdout and "bastile/gpt-oss" in done.stdout
+        again = publish.publish(built_at["gpt-oss"], endpoint=hub.endpoint, token=hub.token, allow_dirty=True, console=Console(file=io.StringIO()))
+        assert not again.commits
+        code = "\n".join(blocks((built_at["gpt-oss"] / "build/CARD.md").read_text(), "python"))
+        code += "\nqwen3 = get_kernel('bastile/qwen3', version=1, trust_remote_code=True)\nassert qwen3.get_patched_ops() == []\n"
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "['rms_norm', 'experts', 'rope', 'fused_linear_cross_entropy', 'decoder_layer']" in done.stdout
+
+
+def test_a_third_package_is_found_by_its_folder(tmp_path, monkeypatch, capsys):
+    third = tmp_path / "packages/third"
+    shutil.copytree(FOLDERS["gpt-oss"] / "torch-ext/gpt_oss", third / "torch-ext/third", ignore=shutil.ignore_patterns("__pycache__", "cubins"))
+    for file in ("build.toml", "CARD.md", "kernels.toml"):
+        text = (FOLDERS["gpt-oss"] / file).read_text().replace('"gpt-oss"', '"third"').replace("bastile/gpt-oss", "bastile/third")
+        (third / file).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert assemble.main(["--backend", "cpu"]) == 0
+    assert capsys.readouterr().out == "assembled third: build/torch-cpu\n"
+    assert (third / "build/torch-cpu/ops/experts.py").is_file() and "bastile/third" in (third / "build/CARD.md").read_text()
+
+
+def test_a_repository_without_packages(tmp_path):
+    with pytest.raises(PackageError, match="holds no package"):
+        package_folders(root=tmp_path)
+    assert package_folders(tmp_path) == [tmp_path]
+
+
+def test_one_repository_cannot_be_named_for_several_packages(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit):
+        publish.main(["--repo-id", "some-org/other"])
+    assert "--repo-id is for one package, and there are 2; pass --package" in capsys.readouterr().err

@@ -1,0 +1,124 @@
+"""The package for GPT-OSS on a real GPU: its operations against float64, and models against the same models without it."""
+
+import copy
+
+import pytest
+import torch
+
+from tests import op_checks as checks
+from tests.models import Step, random_tokens, tiny_gpt_oss
+
+DEVICE = "cuda"
+TOKENS = random_tokens(2, 129)
+dtypes = pytest.mark.parametrize("dtype", checks.FLOATS, ids=str)
+
+EXPERTS_LARGE = (
+    dict(tokens=515, hidden=2880, width=2880, experts=4, top_k=2, skew=1.0),
+    dict(tokens=300, hidden=256, width=128, experts=128, top_k=4),
+    dict(tokens=515, hidden=2048, width=768, experts=16, top_k=8, gpt_oss=False),
+    dict(tokens=300, hidden=256, width=128, experts=32, top_k=4, skew=2.0, absent=0.4),
+)
+
+
+@dtypes
+@pytest.mark.parametrize("case", (*checks.EXPERTS_CASES, *EXPERTS_LARGE), ids=str)
+def test_experts(gpt_oss, dtype, case):
+    checks.check_experts(gpt_oss, DEVICE, dtype, **case)
+
+
+@pytest.mark.parametrize("frozen", checks.EXPERTS_FROZEN, ids="-".join)
+def test_experts_with_frozen_parts(gpt_oss, frozen):
+    checks.check_experts(gpt_oss, DEVICE, torch.bfloat16, 190, 64, 128, 4, 2, frozen=frozen)
+
+
+@pytest.mark.parametrize("clamped", (True, False))
+def test_experts_that_are_not_here(gpt_oss, clamped):
+    checks.check_experts(gpt_oss, DEVICE, torch.bfloat16, 70, 64, 128, 4, 2, absent=1.1, gpt_oss=clamped)
+
+
+@pytest.mark.parametrize("clamped", (True, False))
+def test_nan_reaches_the_result_of_the_experts(gpt_oss, clamped):
+    checks.check_nan_in_experts(gpt_oss, DEVICE, clamped)
+
+
+def test_a_second_backward_pass_of_the_experts_gives_the_same(gpt_oss):
+    checks.check_second_backward_of_experts(gpt_oss, DEVICE)
+
+
+def test_the_host_does_not_wait_for_the_routing(gpt_oss):
+    """On compute capability 9.0 and above, where PyTorch has grouped GEMMs in bf16."""
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("PyTorch's grouped GEMM reads the offsets on the host here")
+    leaves, run = checks.experts_run(gpt_oss, DEVICE, torch.bfloat16, 300, 256, 128, 8, 4)
+    run().backward(leaves["hidden"].detach())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run().backward(leaves["hidden"].detach())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_two_runs_of_the_experts_give_the_same_bits(gpt_oss):
+    leaves, run = checks.experts_run(gpt_oss, DEVICE, torch.bfloat16, 3000, 256, 128, 8, 4)
+    results = []
+    for _ in range(2):
+        out = run()
+        results.append([out, *torch.autograd.grad(out, leaves.values(), leaves["hidden"].detach())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@dtypes
+@pytest.mark.parametrize("shape", (*checks.WIDE_RMS_NORM_SHAPES, (4099, 2880)), ids=str)
+def test_norms(gpt_oss, dtype, shape):
+    checks.check_rms_norm(gpt_oss, DEVICE, dtype, shape, eps=1e-5)
+    checks.check_add_rms_norm(gpt_oss, DEVICE, dtype, shape, eps=1e-5)
+    if dtype != torch.float32:
+        checks.check_wide_rms_norm_weight(gpt_oss, DEVICE, dtype, shape)
+
+
+@dtypes
+def test_rotary(gpt_oss, dtype):
+    checks.check_rotary(gpt_oss, DEVICE, dtype, batch=2, tokens=257, heads=64, kv_heads=8, head_dim=64, half=True)
+
+
+def model_of(dtype, **changes):
+    """Two layers with the head_dim of GPT-OSS and every kernel in its fast form."""
+    sizes = {"hidden_size": 256, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 64, "num_local_experts": 16}
+    return tiny_gpt_oss(dtype, **{**sizes, "sliding_window": 32, **changes}).cuda()
+
+
+@pytest.mark.parametrize("how", ("apply", "kernelize"))
+def test_gradients_of_a_step_in_fp32(gpt_oss, how):
+    ids, model = TOKENS.cuda(), model_of(torch.float32)
+    model.set_experts_implementation("eager")
+    expected = Step(model, input_ids=ids, labels=ids, output_router_logits=True)
+    gpt_oss.apply() if how == "apply" else gpt_oss.kernelize(model)
+    Step(model, input_ids=ids, labels=ids, output_router_logits=True).assert_same(expected, 20)
+
+
+@pytest.mark.parametrize("attention", ("eager", "flex_attention"))
+def test_a_step_in_bf16_is_as_exact_as_before(gpt_oss, attention):
+    ids, model = TOKENS.cuda(), model_of(torch.bfloat16)
+    exact = Step(copy.deepcopy(model).float(), input_ids=ids, labels=ids)
+    exact.gradients = {name: gradient for name, gradient in exact.gradients.items() if gradient.numel() > 16}
+    before = Step(model, input_ids=ids, labels=ids)
+    gpt_oss.apply(attention=attention == "flex_attention")
+    found = Step(model, input_ids=ids, labels=ids)
+    assert model.config._attn_implementation == attention
+    found.assert_as_exact_as(before, exact)
+    gpt_oss.reset()
+    assert model.config._attn_implementation == "eager"
+
+
+def test_two_steps_give_the_same_bits(gpt_oss):
+    ids, model = TOKENS.cuda(), gpt_oss.kernelize(model_of(torch.bfloat16))
+    first, second = (Step(model, input_ids=ids, labels=ids) for _ in range(2))
+    assert all(torch.equal(first.gradients[name], second.gradients[name]) for name in first.gradients)
+
+
+def test_warm_up_loads_what_a_step_needs(gpt_oss):
+    model = gpt_oss.kernelize(model_of(torch.bfloat16))
+    gpt_oss.warmup_all_kernels(model)
+    gpt_oss.warmup_all_kernels()
+    ids = TOKENS.cuda()
+    assert torch.isfinite(model(input_ids=ids, labels=ids).loss)

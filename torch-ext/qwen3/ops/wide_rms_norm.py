@@ -1,0 +1,181 @@
+"""RMSNorm in the order of GPT-OSS and T5: y = round(weight * x / sqrt(mean(x^2) + eps)), the product in fp32 (arXiv 1910.07467).
+
+Alone, and with the residual stream: total = x + residual, y = RMSNorm(total). The one of rms_norm.py rounds before it multiplies.
+"""
+
+from typing import Tuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..runtime.device import kernels_run_on, multiprocessors
+from ..runtime.launch import GRID_MAX, Kernel
+from .common import column_sum, describe, fail, need_floats, traceable, unit_stride, wide
+
+Pair = Tuple[torch.Tensor, torch.Tensor]
+Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+LONGEST = 4096  # row that the kernels hold in one tile
+BLOCKS_PER_SM = 2  # in the backward pass: what 8 warps of 120 registers leave room for
+
+
+def _one_block_a_row(c, x, *_):
+    return (x.shape[0],)
+
+
+def _persistent(c, *tensors):
+    return (tensors[-1].shape[0],)
+
+
+_forward_kernel = Kernel("wide_rms_norm_forward", grid=_one_block_a_row)
+_backward_kernel = Kernel("wide_rms_norm_backward", grid=_persistent)
+_add_forward_kernel = Kernel("wide_add_rms_norm_forward", grid=_one_block_a_row)
+_add_backward_kernel = Kernel("wide_add_rms_norm_backward", grid=_persistent)
+
+
+def _fits(x, weight):
+    """Kernels exist for x and weight of one dtype, and for an fp32 weight with x in half precision."""
+    same = x.dtype == weight.dtype and x.dtype != torch.float64
+    mixed = weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+    return (same or mixed) and x.shape[-1] <= LONGEST and 0 < x.numel() <= x.shape[-1] * GRID_MAX and kernels_run_on(x)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return unit_stride(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
+
+
+def wide_rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
+    """(y, rstd) in PyTorch."""
+    xf = x.to(wide(x.dtype))
+    rstd = torch.rsqrt(xf.square().mean(-1, keepdim=True) + eps)
+    return (weight * (xf * rstd)).to(x.dtype), rstd.flatten()
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
+    if not _fits(x, weight):
+        return wide_rms_norm_reference(x, weight, eps)
+    rows = _rows(x)
+    y, rstd = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(rows.shape[0], dtype=torch.float32)
+    _forward_kernel((rows, unit_stride(weight), y.view(rows.shape), rstd), eps)
+    return y, rstd
+
+
+def _add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Triple:
+    """(total, y, rstd)"""
+    if not _fits(x, weight):
+        total = x + residual
+        return (total, *_forward(total, weight, eps))
+    rows = _rows(x)
+    total, y = (torch.empty(rows.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    rstd = x.new_empty(rows.shape[0], dtype=torch.float32)
+    _add_forward_kernel((rows, _rows(residual), unit_stride(weight), total, y, rstd), eps)
+    return total.view(x.shape), y.view(x.shape), rstd
+
+
+def _backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_dweight: bool) -> Pair:
+    return _gradients((dy,), x, weight, rstd, need_dweight)
+
+
+def _add_backward(
+    dy: torch.Tensor, dtotal: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_dweight: bool
+) -> Pair:
+    """(dx + dtotal, dweight), x: what was normalised."""
+    return _gradients((dy, dtotal), x, weight, rstd, need_dweight)
+
+
+def _gradients(grads, x, weight, rstd, need_dweight: bool) -> Pair:
+    """(dx, dweight); dweight is empty where nobody needs it. grads: dy, and dtotal where there is one."""
+    if not _fits(x, weight):
+        acc = wide(x.dtype)
+        rstd = rstd.reshape(x.shape[:-1] + (1,))
+        n, d = x.to(acc) * rstd, grads[0].to(acc)
+        g = d * weight.to(acc)
+        dx = ((g - n * (g * n).mean(-1, keepdim=True)) * rstd).to(x.dtype)
+        dweight = (d * n).flatten(0, -2).sum(0).to(weight.dtype) if need_dweight else weight.new_empty(0)
+        return dx + grads[1] if len(grads) > 1 else dx, dweight
+    rows = _rows(x)
+    dx = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    blocks = min(rows.shape[0], BLOCKS_PER_SM * multiprocessors(x))
+    partial = torch.empty((blocks, rows.shape[1]), dtype=torch.float32, device=x.device)
+    kernel = _backward_kernel if len(grads) == 1 else _add_backward_kernel
+    kernel((dx, *map(_rows, grads), rows, unit_stride(weight), rstd, partial))
+    return dx.view(x.shape), column_sum(partial, weight.dtype) if need_dweight else weight.new_empty(0)
+
+
+def _fake_forward(x, weight, eps):
+    return x.new_empty(x.shape), x.new_empty((x.numel() // x.shape[-1],), dtype=wide(x.dtype))
+
+
+def _fake_backward(dy, x, weight, rstd, need_dweight):
+    return x.new_empty(x.shape), torch.empty_like(weight) if need_dweight else weight.new_empty(0)
+
+
+wide_rms_norm_forward = traceable("wide_rms_norm_forward", _forward, _fake_forward)
+wide_rms_norm_backward = traceable("wide_rms_norm_backward", _backward, _fake_backward)
+wide_add_rms_norm_forward = traceable(
+    "wide_add_rms_norm_forward", _add_forward, lambda x, residual, *rest: (x.new_empty(x.shape), *_fake_forward(x, *rest))
+)
+wide_add_rms_norm_backward = traceable(
+    "wide_add_rms_norm_backward", _add_backward, lambda dy, dtotal, *rest: _fake_backward(dy, *rest)
+)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        y, rstd = wide_rms_norm_forward(x, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, rstd = ctx.saved_tensors
+        need = ctx.needs_input_grad[1]
+        dx, dweight = wide_rms_norm_backward(dy, x, weight, rstd, need)
+        return dx, dweight if need else None, None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps):
+        total, y, rstd = wide_add_rms_norm_forward(x, residual, weight, eps)
+        ctx.save_for_backward(total, weight, rstd)
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dtotal):
+        total, weight, rstd = ctx.saved_tensors
+        need = ctx.needs_input_grad[2]
+        dx, dweight = wide_add_rms_norm_backward(dy, dtotal, total, weight, rstd, need)
+        return dx, dx, dweight if need else None, None
+
+
+def wide_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
+    """RMSNorm over the last dimension, multiplied by the weight in fp32 and then rounded to x's dtype.
+
+    x: [..., n], bf16, fp16 or fp32 (float64, and rows longer than 4096, run in PyTorch). weight: [n], of x's dtype or fp32.
+    Returns [..., n] in x's dtype. Differentiable in x and weight. Raises ValueError when shapes, dtypes or devices do not fit.
+    """
+    _check(x, weight)
+    return _RMSNorm.apply(x, weight, float(eps))
+
+
+def wide_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> Pair:
+    """(RMSNorm(x + residual), x + residual), the sum rounded to x's dtype as the residual stream holds it.
+
+    x, residual: [..., n], one dtype. weight and the rest: as in `wide_rms_norm`.
+    """
+    _check(x, weight)
+    if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
+        fail("residual", describe(residual), f"like x, which is {describe(x)}")
+    return _AddRMSNorm.apply(x, residual, weight, float(eps))
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    if x.dim() == 0 or weight.shape != x.shape[-1:]:
+        fail("weight", describe(weight), f"one value for each of the last dimension of x, which is {describe(x)}")
+    if x.device != weight.device:
+        fail("weight", describe(weight), f"on the device of x, {x.device}")
+    need_floats(x=x, weight=weight)
