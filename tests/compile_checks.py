@@ -29,6 +29,13 @@ def operator_arguments(device, dtype) -> dict:
     dq, dk = (t.transpose(1, 2) for t in (new(2, 3, 8, 128, seed=2), new(2, 3, 4, 128, seed=3)))
     weights, tables = (new(128, seed=4), new(128, seed=5)), (new(1, 3, 128, seed=6), new(1, 3, 128, seed=7))
     both = (True, False)
+    # Five tokens, two of four experts each. Routed: rows by expert, where each went, and where each expert's end.
+    expert = torch.tensor([[0, 1], [3, 0], [1, 3], [2, 0], [0, 3]], device=device)
+    order = torch.tensor([0, 3, 7, 8, 1, 4, 6, 2, 5, 9], device=device)
+    position = torch.tensor([[0, 4], [7, 1], [5, 8], [6, 2], [3, 9]], dtype=torch.int32, device=device)
+    ends = torch.tensor([4, 6, 7, 10], dtype=torch.int32, device=device)
+    routed = new(5, 64, seed=8), expert, new(5, 2, seed=9), new(4, 256, 64, seed=10), new(4, 64, 128, seed=11), None, None
+    silu = False, False, 1.0, float("inf")
     return {
         "rms_norm_forward": [(x, weight, 1e-6), (x[:, 1:], weight[1:], 1e-6)],
         "rms_norm_backward": [(dy, x, weight, rstd, need) for need in both],
@@ -42,6 +49,10 @@ def operator_arguments(device, dtype) -> dict:
         "swiglu_forward": [(x, other)],
         "swiglu_backward": [(dy, x, other)],
         "swiglu_backward_recompute": [(dy, x, other)],
+        "experts_forward": [(*routed, *silu)],
+        "experts_backward": [
+            (new(5, 64, seed=12), *routed, new(10, 256, seed=13), order, position, ends, *silu, [need] * 4 + [False] * 2) for need in both
+        ],
     }
 
 
@@ -77,7 +88,18 @@ def check_compiled_operation(ops, operation, device, backend, dtype=torch.float3
     assert graphs <= 2, f"{graphs} graphs for {len(tokens)} numbers of tokens"
 
 
-def check_compiled_model(package, device, dtype=torch.float32, lengths=(17, 18, 33, 40, 64), model=None, **options):
+def graphs_of(model, inputs, **options):
+    """How many graphs torch.compile makes of a model's training steps."""
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model, fullgraph=True, **options)
+    for ids in inputs:
+        torch.compiler.cudagraph_mark_step_begin()
+        compiled(input_ids=ids, labels=ids).loss.backward()
+    return counters["stats"]["unique_graphs"]
+
+
+def check_compiled_model(package, device, dtype=torch.float32, lengths=(17, 18, 33, 40, 64), model=None, recompiles=False, **options):
     """A kernelized model in training, fullgraph, one graph for all lengths; losses and gradients are those of eager mode."""
     torch._dynamo.reset()
     counters.clear()
@@ -85,7 +107,7 @@ def check_compiled_model(package, device, dtype=torch.float32, lengths=(17, 18, 
     compiled = torch.compile(model, fullgraph=True, **options)
     inputs = [random_tokens(2, length).to(device) for length in lengths]
     expected = [Step(model, input_ids=ids, labels=ids) for ids in inputs]
-    with torch._dynamo.config.patch(error_on_recompile=options.get("dynamic") is True):
+    with torch._dynamo.config.patch(error_on_recompile=options.get("dynamic") is True and not recompiles):
         for ids, wanted in zip(inputs, expected, strict=True):
             for _ in range(3 if options.get("mode") else 1):  # graphs are recorded at the second call and replayed at the third
                 model.zero_grad()
@@ -98,19 +120,22 @@ def check_compiled_model(package, device, dtype=torch.float32, lengths=(17, 18, 
     return counters["stats"]["unique_graphs"]
 
 
-def check_exported_model(package, device, strict):
-    """torch.export of the model as it generates, with a dynamic length: our operators are in the graph, and give the same."""
+def check_exported_model(package, device, strict, step=1):
+    """torch.export of the model as it generates, with a dynamic length: our operators are in the graph, and give the same.
+
+    step: lengths are multiples of it. On a GPU torch's attention pads its mask to 8 and exports no others, ours or not.
+    """
     model = package.kernelize(tiny_model().to(device)).eval()
-    length = torch.export.Dim("length", min=2, max=128)
+    length = step * torch.export.Dim("length", min=2, max=128) if step > 1 else torch.export.Dim("length", min=2, max=128)
     with torch.no_grad():
         program = torch.export.export(
             model,
-            (random_tokens(2, 17).to(device),),
+            (random_tokens(2, 17 if step == 1 else 3 * step).to(device),),
             {"use_cache": False},
             dynamic_shapes={"input_ids": {1: length}, "use_cache": None},
             strict=strict,
         )
-        for tokens in (5, 17, 40):
+        for tokens in (5, 17, 40) if step == 1 else (2 * step, 5 * step):
             ids = random_tokens(2, tokens).to(device)
             expected = model(input_ids=ids, use_cache=False).logits
             assert_close(program.module()(ids, use_cache=False).logits, expected, torch.float32, f"{tokens} tokens")

@@ -412,9 +412,10 @@ def _functional_backward(
     limit: float,
     needs: List[bool],
 ) -> Six:
-    """`_backward` that writes over nothing, as a tracer wants it."""
+    """`_backward` that writes over nothing and returns nothing twice, as a tracer wants it."""
     tensors = (dout, hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias)
-    return _backward(*tensors, gate_up.clone(), order, position, ends, transposed, interleaved, alpha, limit, needs)
+    grads = _backward(*tensors, gate_up.clone(), order, position, ends, transposed, interleaved, alpha, limit, needs)
+    return tuple(grad if need else hidden.new_empty(0) for grad, need in zip(grads, needs))
 
 
 def _fake_forward(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, transposed, interleaved, alpha, limit):

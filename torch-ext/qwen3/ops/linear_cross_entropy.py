@@ -459,7 +459,7 @@ def linear_cross_entropy(
     softcap * tanh(logits / softcap). lse_square_scale: adds lse_square_scale * logsumexp(logits)^2 to each counted token's loss
     (z-loss). num_items: with it the loss is the sum divided by num_items, whatever `reduction` says (gradient accumulation).
     use_token_scaling: each token's loss is multiplied by the probability that the model gives its label, through which no
-    gradient flows; "mean" still divides by the counted tokens (arXiv:2508.05629). accum_dtype: what the weight's gradient is
+    gradient flows; "mean" still divides by the counted tokens (arXiv:2508.05629); fp16 is computed in fp32 with it, in copies. accum_dtype: what the weight's gradient is
     added up in over the chunks, weight.dtype (by default) or torch.float32, which takes 4 bytes an element of the weight.
 
     Returns a float32 scalar, or [tokens] for "none". With return_z_loss, return_token_accuracy or return_predicted_tokens a
@@ -476,6 +476,9 @@ def linear_cross_entropy(
         weight.dtype, ignore_index, label_smoothing, softcap, lse_square_scale, use_token_scaling, accum_dtype, return_z_loss,
         return_token_accuracy, return_predicted_tokens,
     )  # fmt: skip
+    if use_token_scaling and hidden.dtype == torch.float16:
+        # The probability of a label times that of another class is below fp16's smallest number where there are many classes.
+        hidden, weight, bias = (None if tensor is None else tensor.float() for tensor in (hidden, weight, bias))
     hidden = hidden.reshape(-1, hidden.shape[-1])
     target = target.reshape(-1).contiguous()
     if class_weight is not None:

@@ -73,8 +73,9 @@ def _in_parts(kernel: Kernel, key: tuple, rows: int, originals, tensors, *number
         if rows:
             kernel.first(key, originals, tensors, *numbers)
         return
-    for start in range(0, rows, GRID_MAX):
-        part = slice(start, start + GRID_MAX)
+    most = GRID_MAX // 64 * 64  # every part starts at an aligned address, of rstd too
+    for start in range(0, rows, most):
+        part = slice(start, start + most)
         kernel([t[part] if t.shape[0] == rows else t for t in tensors], *numbers)
 
 
