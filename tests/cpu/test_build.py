@@ -702,10 +702,12 @@ def test_every_image_is_code_for_its_architecture_and_its_host(compiled):
             for host, images in entry["images"].items():
                 assert list(images) == sorted(images) and set(images) <= set(TARGETS[host])
                 file = compiled.files[f"{host}/{entry['operation']}.cubins"]
-                for architecture, (offset, stored, size) in images.items():
+                unpacked: dict[str, bytes] = {}
+                for architecture, (offset, stored, size, *base) in sorted(images.items(), key=lambda item: len(item[1])):
                     where = f"{entry['name']} for {architecture} on {host}"
                     assert 0 <= offset and offset + stored <= len(file), where
-                    image = zlib.decompress(file[offset : offset + stored])
+                    unpacker = zlib.decompressobj(zdict=unpacked[base[0]][-compiler.DICTIONARY :]) if base else zlib.decompressobj()
+                    image = unpacked[architecture] = unpacker.decompress(file[offset : offset + stored])
                     assert len(image) == size, where
                     assert architecture_of(image) == architecture, where
                     assert host_machine_of(image) == HOST_MACHINES[host], where

@@ -102,7 +102,7 @@ def image_of_another_gpu(manifest, data):
     other = next(name for name in manifest["architectures"]["x86_64"] if name not in (f"sm_{major}{minor}", "sm_80"))
     for variant in manifest["kernels"]["column_sum"]:
         images = variant["images"]["x86_64"]
-        images.update(dict.fromkeys(images, images[other]))
+        images[f"sm_{major}{minor}"] = images[other]
     return data
 
 

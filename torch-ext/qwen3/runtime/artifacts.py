@@ -1,9 +1,10 @@
 """The prebuilt kernels on disk: the manifest, the files of compiled images, and their digests.
 
 `cubins/manifest.json` says of every variant of every kernel which promises its arguments must keep, and where its image for
-each host and architecture lies. An image file, `cubins/<host>/<operation>.cubins`, is a row of zlib streams. An image holds
-machine code for the host's processor too, which the driver runs: an image of another host would crash the process, so a host
-reads only the files of its own folder, and a file is hashed before the driver sees a byte of it.
+each host and architecture lies. An image file, `cubins/<host>/<operation>.cubins`, is a row of zlib streams; those of a variant after its first have the end
+of the first image as their dictionary. An image holds machine code for the host's processor too, which the driver runs: an image of
+another host would crash the process, so a host reads only the files of its own folder, and a file is hashed before the driver sees
+a byte of it.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional
 
 FORMAT = 1
+DICTIONARY = 2**15  # bytes of another architecture's image that an image may be packed with
 FOLDER = Path(__file__).absolute().parent.parent / "cubins"  # not resolved: packages share this file by a link
 
 
@@ -37,7 +39,8 @@ class Parameter(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """One compiled form of a kernel. images: architecture -> (offset, stored size, size) in this host's file of the operation."""
+    """One compiled form of a kernel. images: architecture -> (offset, stored size, size) in this
+    host's file of the operation, and where its dictionary is another image, that one's architecture."""
 
     name: str
     operation: str
@@ -138,8 +141,9 @@ class Artifacts:
 
     def image(self, variant: Variant, architecture: str) -> bytes:
         """The cubin of a variant for one architecture, from a file whose digest was right."""
-        offset, stored, size = variant.images[architecture]
-        data = zlib.decompress(self._file(f"{host()}/{variant.operation}.cubins")[offset : offset + stored])
+        offset, stored, size, *base = variant.images[architecture]
+        unpacker = zlib.decompressobj(zdict=self.image(variant, base[0])[-DICTIONARY:]) if base else zlib.decompressobj()
+        data = unpacker.decompress(self._file(f"{host()}/{variant.operation}.cubins")[offset : offset + stored])
         if len(data) != size:
             raise ArtifactError(f"the image of {variant.name} for {architecture} has {len(data)} bytes, expected {size}")
         return data
