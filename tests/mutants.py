@@ -289,7 +289,15 @@ def _of(check, *arguments, **options):
     return lambda ops: check(ops, CPU, *arguments, **options)
 
 
+def check_wide(ops, check, shape):
+    """GPT-OSS's norms, by the names of Qwen3's."""
+    wide = importlib.import_module(f"{ops.__name__}.ops.wide_rms_norm")
+    check(types.SimpleNamespace(rms_norm=wide.wide_rms_norm, add_rms_norm=wide.wide_add_rms_norm), CPU, FP32, shape, eps=0.5)
+
+
 CHECKS = {
+    "wide_rms_norm": functools.partial(check_wide, check=checks.check_rms_norm, shape=(3, 40)),
+    "wide_add_rms_norm": functools.partial(check_wide, check=checks.check_add_rms_norm, shape=(3, 40)),
     "column_sum": check_column_sum,
     "attention_inputs": check_norm_attention_inputs,
     "attention_inputs_packed": functools.partial(check_norm_attention_inputs, packed=True),
@@ -615,7 +623,7 @@ KERNEL_MUTANTS = [
     *_in("kernel_src/clamped_gate.py", "experts_packed", "join", ("a | (b << 16)", "b | (a << 16)"), ("b << 16", "b << 15")),
     *_in("kernel_src/clamped_gate.py", "experts", "read_interleaved", ("2 * cols + 1", "2 * cols"), ("2 * cols, inside", "cols, inside")),
     *_in("kernel_src/clamped_gate.py", "experts", "write_interleaved", ("2 * cols + 1", "2 * cols")),
-    *_in("kernel_src/experts.py", "experts", "read_scores", ("padding_value=0", "padding_value=0) * 2 + (0")),
+    *_in("kernel_src/experts.py", "experts", "read_scores", ("padding_value=0", "padding_value=0) * 2 + (0", "experts_silu")),
     *_in("kernel_src/clamped_gate.py", "experts", "clamped",
          ("ct.where(gate > limit, limit, gate)", "gate"),
          ("ct.where(up < -limit, -limit, up)", "up"),
@@ -849,6 +857,15 @@ OPERATION_MUTANTS = [
          ("dscores = dscores + of_bias", "of_bias = of_bias"),
          ("_token_sum(dx, position)", "_token_sum(dx, position, expert, scores, down_bias)"),
          ("_dense(expert, scores", "_dense(expert, scores.abs() + 1")),
+    *_in("ops/experts.py", "experts", "_Experts.forward", ("save_for_backward(*inputs, *saved)", "save_for_backward(*inputs[:2], *inputs[2:3], *inputs[3:], *saved[:1], saved[1].flip(0), *saved[2:])")),
+    *_in("ops/wide_rms_norm.py", "wide_rms_norm", "_RMSNorm.forward", ("save_for_backward(x,", "save_for_backward(y,"), kernels=False),
+    *_in("ops/wide_rms_norm.py", "wide_rms_norm", "_RMSNorm.backward", ("return dx,", "return dy,"), kernels=False),
+    *_in("ops/wide_rms_norm.py", "wide_add_rms_norm", "_AddRMSNorm.forward",
+         ("save_for_backward(total,", "save_for_backward(x,"),
+         ("return y, total", "return y, x + 0 * total"), kernels=False),
+    *_in("ops/wide_rms_norm.py", "wide_add_rms_norm", "_AddRMSNorm.backward",
+         ("return dx, dx,", "return dx, torch.zeros_like(dx),"),
+         ("(dy, dtotal, total", "(dtotal, dy, total"), kernels=False),
     *_in("ops/experts.py", "experts_again", "_Experts.backward", ("ctx.written_over = True", "pass")),
     *_in("ops/linear_cross_entropy.py", "loss_items", "_scale", ("if num_items is not None", "if False")),
     *_in("ops/linear_cross_entropy.py", "loss_ignores_0", "_counted", ("(target != ignore_index) & ", ""), kernels=False),

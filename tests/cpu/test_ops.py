@@ -59,6 +59,9 @@ def test_linear_cross_entropy_options(qwen3, dtype, case):
 @pytest.mark.parametrize("case", checks.EVALUATION_CASES, ids=str)
 def test_evaluation(qwen3, dtype, case):
     checks.check_evaluation(qwen3, DEVICE, dtype, 60, 32, 1001, bound=dtype, **case)
+
+
+@dtypes
 @pytest.mark.parametrize("case", checks.EXPERTS_CASES, ids=str)
 def test_experts(qwen3, dtype, case):
     checks.check_experts(qwen3, DEVICE, dtype, **case)

@@ -39,6 +39,8 @@ WATCHED = """
             return
         if event in ("os.listdir", "open") and own.startswith(os.path.realpath(os.fsdecode(args[0] or "."))):
             return  # a folder above, while the module is looked for
+        if event == "os.listdir" and args[0] in sys.path:
+            return  # the same, where something has changed since it was looked into last
         events.append([event, repr(args)[:200]])
 
     sys.addaudithook(watch)
