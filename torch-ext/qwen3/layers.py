@@ -60,7 +60,7 @@ class SwiGLUMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """For Qwen3DecoderLayer: hidden_states [batch, tokens, hidden] -> the same, in five autograd nodes."""
+    """For Qwen3DecoderLayer: hidden_states [batch, tokens, hidden] -> the same, in three autograd nodes."""
 
     can_torch_compile = True
 

@@ -4,7 +4,7 @@ Alone, and with the residual stream: total = x + residual, y = RMSNorm(total).
 """
 
 import functools
-from typing import Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -21,15 +21,15 @@ def _one_block_a_row(c, x, *_):
     return (-(-x.shape[0] // c.get("ROWS", 1)),)
 
 
-def _persistent(c, *tensors):
+def one_partial_sum_a_block(c, *tensors):
     return (tensors[-1].shape[0],)
 
 
 _forward_kernel = Kernel("rms_norm_forward", "rms_norm_rows_forward", "rms_norm_any_forward", grid=_one_block_a_row)
-_backward_kernel = Kernel("rms_norm_backward", "rms_norm_rows_backward", "rms_norm_any_backward", grid=_persistent)
+_backward_kernel = Kernel("rms_norm_backward", "rms_norm_rows_backward", "rms_norm_any_backward", grid=one_partial_sum_a_block)
 _apply_kernel = Kernel("rms_norm_apply", grid=_one_block_a_row)
 _add_forward_kernel = Kernel("add_rms_norm_forward", grid=_one_block_a_row)
-_add_backward_kernel = Kernel("add_rms_norm_backward", grid=_persistent)
+_add_backward_kernel = Kernel("add_rms_norm_backward", grid=one_partial_sum_a_block)
 
 # Row lengths that the kernels with the residual are built for, in half precision; others are two operations.
 FUSED_LENGTHS = (1024, 2048, 2560, 4096, 5120)
@@ -79,7 +79,7 @@ def _in_parts(kernel: Kernel, key: tuple, rows: int, originals, tensors, *number
         kernel([t[part] if t.shape[0] == rows else t for t in tensors], *numbers)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def rows_of(x: torch.Tensor) -> torch.Tensor:
     return unit_stride(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
 
 
@@ -95,7 +95,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
         addresses = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), rstd.data_ptr())
         if _forward_kernel.again(key, addresses, (eps,)):
             return y, rstd
-    rows = _rows(x)
+    rows = rows_of(x)
     tensors = (rows, unit_stride(weight), y.view(rows.shape), rstd)
     _in_parts(_forward_kernel, key, rows.shape[0], (x, weight, y, rstd), tensors, eps)
     return y, rstd
@@ -124,7 +124,7 @@ def _backward_launch(kernel, grads, x, weight, rstd, need_dweight) -> Pair:
         again = kernel.again(key, [t.data_ptr() for t in originals])
     if not again:
         fit = aligned if kernel is _add_backward_kernel else unit_stride
-        inputs = [fit(_rows(t)) for t in (*grads, x)]
+        inputs = [fit(rows_of(t)) for t in (*grads, x)]
         kernel.first(key, originals, (dx.view(rows, length), *inputs, fit(weight), rstd, partial))
     return dx, column_sum(partial, weight.dtype) if need_dweight else weight.new_empty(0)
 
@@ -154,7 +154,7 @@ def _add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     if not _fused(x, weight) or x.numel() == 0:
         total = x + residual
         return (total, *_forward(total, weight, eps))
-    rows, residual, weight = aligned(_rows(x)), aligned(_rows(residual)), aligned(weight)
+    rows, residual, weight = aligned(rows_of(x)), aligned(rows_of(residual)), aligned(weight)
     total, y = (torch.empty(rows.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     rstd = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
     tensors = (rows, residual, weight, total, y, rstd)
@@ -235,7 +235,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.
     x: [..., n], bf16, fp16 or fp32 (float64 runs in PyTorch). weight: [n], of x's dtype or fp32. Returns [..., n] in the wider
     of the two dtypes. Differentiable in x and weight. Raises ValueError when shapes, dtypes or devices do not fit.
     """
-    _check(x, weight)
+    check(x, weight)
     return _RMSNorm.apply(x, weight, float(eps))
 
 
@@ -244,15 +244,16 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 
     x, residual: [..., n], one dtype. weight and the rest: as in `rms_norm`.
     """
-    _check(x, weight)
-    if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
-        fail("residual", describe(residual), f"like x, which is {describe(x)}")
+    check(x, weight, residual)
     return _AddRMSNorm.apply(x, residual, weight, float(eps))
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+def check(x: torch.Tensor, weight: torch.Tensor, residual: Optional[torch.Tensor] = None) -> None:
+    """Raises ValueError when the shapes, dtypes or devices of a norm's arguments do not fit."""
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
         fail("weight", describe(weight), f"one value for each of the last dimension of x, which is {describe(x)}")
     if x.device != weight.device:
         fail("weight", describe(weight), f"on the device of x, {x.device}")
     need_floats(x=x, weight=weight)
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device):
+        fail("residual", describe(residual), f"like x, which is {describe(x)}")

@@ -10,7 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import GRID_MAX, Kernel
-from .common import column_sum, describe, fail, need_floats, traceable, unit_stride, wide
+from .common import column_sum, traceable, unit_stride, wide
+from .rms_norm import check, one_partial_sum_a_block, rms_norm_backward_reference, rows_of
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -23,14 +24,10 @@ def _one_block_a_row(c, x, *_):
     return (x.shape[0],)
 
 
-def _persistent(c, *tensors):
-    return (tensors[-1].shape[0],)
-
-
 _forward_kernel = Kernel("wide_rms_norm_forward", grid=_one_block_a_row)
-_backward_kernel = Kernel("wide_rms_norm_backward", grid=_persistent)
+_backward_kernel = Kernel("wide_rms_norm_backward", grid=one_partial_sum_a_block)
 _add_forward_kernel = Kernel("wide_add_rms_norm_forward", grid=_one_block_a_row)
-_add_backward_kernel = Kernel("wide_add_rms_norm_backward", grid=_persistent)
+_add_backward_kernel = Kernel("wide_add_rms_norm_backward", grid=one_partial_sum_a_block)
 
 
 def _fits(x, weight):
@@ -38,10 +35,6 @@ def _fits(x, weight):
     same = x.dtype == weight.dtype and x.dtype != torch.float64
     mixed = weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
     return (same or mixed) and x.shape[-1] <= LONGEST and 0 < x.numel() <= x.shape[-1] * GRID_MAX and kernels_run_on(x)
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return unit_stride(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
 
 
 def wide_rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
@@ -54,7 +47,7 @@ def wide_rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -
 def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
     if not _fits(x, weight):
         return wide_rms_norm_reference(x, weight, eps)
-    rows = _rows(x)
+    rows = rows_of(x)
     y, rstd = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(rows.shape[0], dtype=torch.float32)
     _forward_kernel((rows, unit_stride(weight), y.view(rows.shape), rstd), eps)
     return y, rstd
@@ -65,10 +58,10 @@ def _add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     if not _fits(x, weight):
         total = x + residual
         return (total, *_forward(total, weight, eps))
-    rows = _rows(x)
+    rows = rows_of(x)
     total, y = (torch.empty(rows.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     rstd = x.new_empty(rows.shape[0], dtype=torch.float32)
-    _add_forward_kernel((rows, _rows(residual), unit_stride(weight), total, y, rstd), eps)
+    _add_forward_kernel((rows, rows_of(residual), unit_stride(weight), total, y, rstd), eps)
     return total.view(x.shape), y.view(x.shape), rstd
 
 
@@ -86,19 +79,15 @@ def _add_backward(
 def _gradients(grads, x, weight, rstd, need_dweight: bool) -> Pair:
     """(dx, dweight); dweight is empty where nobody needs it. grads: dy, and dtotal where there is one."""
     if not _fits(x, weight):
-        acc = wide(x.dtype)
-        rstd = rstd.reshape(x.shape[:-1] + (1,))
-        n, d = x.to(acc) * rstd, grads[0].to(acc)
-        g = d * weight.to(acc)
-        dx = ((g - n * (g * n).mean(-1, keepdim=True)) * rstd).to(x.dtype)
-        dweight = (d * n).flatten(0, -2).sum(0).to(weight.dtype) if need_dweight else weight.new_empty(0)
+        dx, dweight = rms_norm_backward_reference(grads[0], x, weight, rstd, need_dweight)
+        dx = dx.to(x.dtype)
         return dx + grads[1] if len(grads) > 1 else dx, dweight
-    rows = _rows(x)
+    rows = rows_of(x)
     dx = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     blocks = min(rows.shape[0], BLOCKS_PER_SM * multiprocessors(x))
     partial = torch.empty((blocks, rows.shape[1]), dtype=torch.float32, device=x.device)
     kernel = _backward_kernel if len(grads) == 1 else _add_backward_kernel
-    kernel((dx, *map(_rows, grads), rows, unit_stride(weight), rstd, partial))
+    kernel((dx, *map(rows_of, grads), rows, unit_stride(weight), rstd, partial))
     return dx.view(x.shape), column_sum(partial, weight.dtype) if need_dweight else weight.new_empty(0)
 
 
@@ -158,7 +147,7 @@ def wide_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> t
     x: [..., n], bf16, fp16 or fp32 (float64, and rows longer than 4096, run in PyTorch). weight: [n], of x's dtype or fp32.
     Returns [..., n] in x's dtype. Differentiable in x and weight. Raises ValueError when shapes, dtypes or devices do not fit.
     """
-    _check(x, weight)
+    check(x, weight)
     return _RMSNorm.apply(x, weight, float(eps))
 
 
@@ -167,15 +156,5 @@ def wide_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Ten
 
     x, residual: [..., n], one dtype. weight and the rest: as in `wide_rms_norm`.
     """
-    _check(x, weight)
-    if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
-        fail("residual", describe(residual), f"like x, which is {describe(x)}")
+    check(x, weight, residual)
     return _AddRMSNorm.apply(x, residual, weight, float(eps))
-
-
-def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
-    if x.dim() == 0 or weight.shape != x.shape[-1:]:
-        fail("weight", describe(weight), f"one value for each of the last dimension of x, which is {describe(x)}")
-    if x.device != weight.device:
-        fail("weight", describe(weight), f"on the device of x, {x.device}")
-    need_floats(x=x, weight=weight)
