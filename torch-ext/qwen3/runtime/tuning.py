@@ -14,6 +14,7 @@ import threading
 import uuid
 import warnings
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, Sequence
 
@@ -26,6 +27,7 @@ ROUNDS = 9
 WORKING_SET = 2**28  # bytes that a round goes through, so that nothing is found in a cache: the largest L2 (B200) has 126 MB
 GAIN = 0.02  # a candidate that is faster by less does not displace the default: measurements of one kernel differ by 1 %
 MACHINES = 32  # that the file keeps, the latest ones
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that there are kernels for
 TOKENS = 256  # enough to load every kernel
 # So many that a launch takes tens of microseconds, as in training; where the memory is short, fewer. For Qwen3-8B: 1.5 and 0.4 GiB.
 TIMED_TOKENS = (4096, 1024)
@@ -215,6 +217,25 @@ class Tuner:
 
 
 tuner = Tuner()
+
+
+def warm_up_models(run: Callable, model, sizes_of: Callable, family: Sequence) -> None:
+    """`warm_up` for a model on each of its GPUs and in each of its dtypes, or without one for the sizes of a family, in bf16 on the
+    current GPU. On a CPU there is nothing to load.
+
+    run: called with device, dtype, sizes and tokens=...; sizes_of: the sizes of a model.
+    """
+    if model is None:
+        if not torch.cuda.is_available():
+            return
+        cases = [(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16, sizes) for sizes in family]
+    else:
+        sizes = sizes_of(model)
+        found = {(parameter.device, parameter.dtype) for parameter in model.parameters()}
+        cases = [(device, dtype, sizes) for device, dtype in found if device.type == "cuda" and dtype in DTYPES]
+    with torch.enable_grad():
+        for device, dtype, sizes in cases:
+            warm_up(partial(run, device, dtype, sizes), device)
 
 
 def warm_up(run: Callable[[int], object], device) -> None:

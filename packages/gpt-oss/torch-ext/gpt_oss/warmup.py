@@ -1,6 +1,5 @@
 """Doing ahead of the first step what it would otherwise pay for, and choosing between kernels on the way."""
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,8 +12,6 @@ from .runtime import tuning
 from .runtime.tuning import TOKENS, cache_file, clear_autotune_cache
 
 __all__ = ["cache_file", "clear_autotune_cache", "warmup_all_kernels"]
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Sizes(NamedTuple):
@@ -83,14 +80,4 @@ def warmup_all_kernels(model=None) -> None:
     model: whose sizes, dtypes and GPUs; by default the sizes of both models in bf16 on the current GPU. Leaves the model, its
     gradients and the random numbers alone. On a CPU there is nothing to load. Raises TypeError when it is no GPT-OSS.
     """
-    if model is None:
-        if not torch.cuda.is_available():
-            return
-        cases = [(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16, FAMILY)]
-    else:
-        sizes = sizes_of(model)
-        found = {(parameter.device, parameter.dtype) for parameter in model.parameters()}
-        cases = [(device, dtype, sizes) for device, dtype in found if device.type == "cuda" and dtype in DTYPES]
-    with torch.enable_grad():
-        for device, dtype, sizes in cases:
-            tuning.warm_up(partial(warm_up, device, dtype, sizes), device)
+    tuning.warm_up_models(warm_up, model, sizes_of, (FAMILY,))
