@@ -99,7 +99,7 @@ def graphs_of(model, inputs, **options):
     return counters["stats"]["unique_graphs"]
 
 
-def check_compiled_model(package, device, dtype=torch.float32, lengths=(17, 18, 33, 40, 64), model=None, recompiles=False, **options):
+def check_compiled_model(package, device, dtype=torch.float32, lengths=(17, 18, 33, 40, 300), model=None, recompiles=False, **options):
     """A kernelized model in training, fullgraph, one graph for all lengths; losses and gradients are those of eager mode."""
     torch._dynamo.reset()
     counters.clear()

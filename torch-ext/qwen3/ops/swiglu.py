@@ -168,8 +168,8 @@ ONE_GEMM_FORWARD, ONE_GEMM_GRADIENT = 512, 4096
 
 def gate_and_up(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
     """x @ gate_weight.T and x @ up_weight.T; x: [tokens, hidden]."""
-    whole = side_by_side((gate_weight, up_weight)) if x.shape[0] <= ONE_GEMM_FORWARD else None
-    if whole is None:
+    whole = side_by_side((gate_weight, up_weight))
+    if whole is None or x.shape[0] > ONE_GEMM_FORWARD:  # a tracer has no `whole`: its graph must not depend on the number of tokens
         return linear(x, gate_weight), linear(x, up_weight)
     both = linear(x, whole)
     return both[:, : gate_weight.shape[0]], both[:, gate_weight.shape[0] :]
