@@ -73,7 +73,7 @@ def token_angles(table, tokens, part, TOKENS: Const, HALF: Const):
     """cos or sin of TOKENS tokens, as [TOKENS, 1, HALF] in float32. A table with a row for each position of one sequence has a
     multiple of TOKENS rows."""
     row = tokens % ct.cdiv(table.shape[0], TOKENS)
-    tile = ct.load(table, index=(row, part), shape=(TOKENS, HALF), allow_tma=False, padding_mode=ct.PaddingMode.ZERO)
+    tile = ct.load(table, index=(row, part), shape=(TOKENS, HALF), padding_mode=ct.PaddingMode.ZERO)
     return ct.reshape(ct.astype(tile, ct.float32), (TOKENS, 1, HALF))
 
 
@@ -142,8 +142,9 @@ def variants():
             if dtype == "bfloat16" and group["Q_HEADS"] == 32:
                 # Half the registers a thread for 5120 and more elements a block. The last bit may differ.
                 yield Variant(qk_norm_rotary_forward, params, hints={"num_worker_warps": 8}, targets=UNMEASURED)
-        # [8192, 32 and 8 heads] on an H200: 104 % of copy with 4 tokens of 8 heads, two blocks an SM and three steps under way; without
-        # tile copies 94 % at best (1 token, eight blocks).
+        # [8192, 32 and 8 heads] on an H200, whichever of heads and tokens comes first in the gradients: 67 us with 4 tokens of 8 heads, two
+        # blocks an SM and three steps under way; 72 at best without tile copies (1 token, eight blocks); 123 where the angles alone are
+        # loaded without them, since every load of theirs then checks its bounds.
         for count in (8, 4):
             x = heads(dtype, count, 2 * HALF)
             yield Variant(
