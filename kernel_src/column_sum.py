@@ -10,9 +10,8 @@ from kernel_src.prebuild import FLOATS, Array, Variant
 Const = ct.Constant[int]
 
 
-@ct.kernel
-def column_sum(partial, out, ROWS: Const, COLS: Const):
-    """partial: [rows, columns] fp32; out: [columns] of any dtype. COLS columns a block, ROWS rows a step."""
+@ct.function
+def sum_columns(partial, out, ROWS: Const, COLS: Const):
     cols = ct.bid(0) * COLS + ct.arange(COLS, dtype=ct.int32)
     acc = ct.zeros((ROWS, COLS), dtype=ct.float32)
     for i in range(ct.cdiv(partial.shape[0], ROWS)):
@@ -21,10 +20,18 @@ def column_sum(partial, out, ROWS: Const, COLS: Const):
     ct.scatter(out, cols, ct.astype(ct.sum(acc, axis=0), out.dtype), check_bounds=True)
 
 
+@ct.kernel
+def column_sum(partial, out, ROWS: Const, COLS: Const):
+    """partial: [rows, columns] fp32; out: [columns] of any dtype. COLS columns a block, ROWS rows a step."""
+    sum_columns(partial, out, ROWS, COLS)
+
+
+# The best of seven sizes on an H200: 3.2 us for [396, 4096], where torch.sum and a cast take 12 us.
+TILE = {"ROWS": 256, "COLS": 16}
+
+
 def variants():
-    # The best of seven tile sizes on an H200: 3.2 us for [396, 4096], where torch.sum and a cast take 12 us.
-    constants = {"ROWS": 256, "COLS": 16}
     for dtype in FLOATS:
         for aligned in (True, False):
             partial, out = Array("float32", (None, None), aligned=aligned), Array(dtype, (None,), aligned=aligned)
-            yield Variant(column_sum, {"partial": partial, "out": out, **constants})
+            yield Variant(column_sum, {"partial": partial, "out": out, **TILE})

@@ -11,6 +11,7 @@ Tokens are counted over the whole batch; cos and sin as in kernel_src/rotary.py.
 
 import cuda.tile as ct
 
+from kernel_src.column_sum import TILE, sum_columns
 from kernel_src.prebuild import FLOAT, FLOATS, UNMEASURED, Array, Variant
 from kernel_src.rotary import GROUPS, angles, grouped, heads, read_heads, rotate, rotate_back, write_heads
 
@@ -71,9 +72,11 @@ def read_tokens(x, tokens, group, part, TOKENS: Const, HEADS: Const, HALF: Const
 @ct.function
 def token_angles(table, tokens, part, TOKENS: Const, HALF: Const):
     """cos or sin of TOKENS tokens, as [TOKENS, 1, HALF] in float32. A table with a row for each position of one sequence has a
-    multiple of TOKENS rows."""
-    row = tokens % ct.cdiv(table.shape[0], TOKENS)
-    tile = ct.load(table, index=(row, part), shape=(TOKENS, HALF), padding_mode=ct.PaddingMode.ZERO)
+    multiple of TOKENS rows. Tokens past the last get the last one's: all else that is read of them is zero."""
+    first = tokens % ct.cdiv(table.shape[0], TOKENS) * TOKENS
+    rows = ct.minimum(first + ct.arange(TOKENS, dtype=ct.int32), table.shape[0] - 1)
+    cols = part * HALF + ct.arange(HALF, dtype=ct.int32)
+    tile = ct.gather(table, (rows[:, None], cols[None, :]), check_bounds=False)
     return ct.reshape(ct.astype(tile, ct.float32), (TOKENS, 1, HALF))
 
 
@@ -125,6 +128,16 @@ def qk_norm_rotary_backward(
         backward(dk_out, k, dk, k_weight, dk_weight, cos, sin, group - q_groups, row, eps, TOKENS, HEADS, HALF, FULL)
 
 
+@ct.kernel
+def column_sum_pair(first, second, first_out, second_out, ROWS: Const, COLS: Const):
+    """The second step of both weights' gradients, in one launch, which costs more than the sums. first, second: [rows, columns] fp32, each with
+    its own number of rows; first_out, second_out: [columns] of any dtype. Grid (blocks of COLS columns, 2)."""
+    if ct.bid(1) == 0:
+        sum_columns(first, first_out, ROWS, COLS)
+    else:
+        sum_columns(second, second_out, ROWS, COLS)
+
+
 HALF, FULL = 64, 1  # Qwen3's heads, cos and sin as wide
 TOKENS = 4
 
@@ -142,9 +155,9 @@ def variants():
             if dtype == "bfloat16" and group["Q_HEADS"] == 32:
                 # Half the registers a thread for 5120 and more elements a block. The last bit may differ.
                 yield Variant(qk_norm_rotary_forward, params, hints={"num_worker_warps": 8}, targets=UNMEASURED)
-        # [8192, 32 and 8 heads] on an H200, whichever of heads and tokens comes first in the gradients: 67 us with 4 tokens of 8 heads, two
-        # blocks an SM and three steps under way; 72 at best without tile copies (1 token, eight blocks); 123 where the angles alone are
-        # loaded without them, since every load of theirs then checks its bounds.
+        # [8192, 32 and 8 heads] on an H200, whichever of heads and tokens comes first in the gradients: 65 us, 93 % of copy, with 4 tokens of
+        # 8 heads, two blocks an SM and three steps under way. 72 at best without tile copies of the heads (1 token, eight blocks); 68 with
+        # tile copies of the angles, and 123 where their loads check bounds.
         for count in (8, 4):
             x = heads(dtype, count, 2 * HALF)
             yield Variant(
@@ -152,3 +165,5 @@ def variants():
                 {"dq_out": x, "dk_out": x, "q": x, "k": x, "dq": x, "dk": x, **shared, "dq_weight": partial,
                  "dk_weight": partial, "eps": FLOAT, "TOKENS": 2 if dtype == "float32" else TOKENS, "HEADS": count, **shape},
             )
+        out = Array(dtype, (2 * HALF,))
+        yield Variant(column_sum_pair, {"first": partial, "second": partial, "first_out": out, "second_out": out, **TILE})

@@ -44,6 +44,7 @@ _norm_backward_kernel = Kernel(
         q.shape[1] // c["HEADS"] + k.shape[1] // c["HEADS"],
     ),
 )
+_column_sums_kernel = Kernel("column_sum_pair", grid=lambda c, partial, *_: (-(-partial.shape[1] // c["COLS"]), 2))
 
 
 # ---------------------------------------------------------------- in PyTorch
@@ -166,6 +167,13 @@ def norm_backward_into(outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, e
         tables = _tables(*_whole_steps(cos, sin, q.shape[0]))
         flat = (*map(_tokens, tensors[:6]), q_weight, k_weight, *tables, *partials)
         _norm_backward_kernel.first(key, tensors, list(map(aligned, flat)), eps)
+    if need_q_weight and need_k_weight:
+        sums = tuple(w.new_empty(w.shape) for w in (q_weight, k_weight))
+        tensors = (*partials, *sums)
+        key = (q_rows, k_rows, q_weight.dtype, q.get_device())
+        if not _column_sums_kernel.again(key, [t.data_ptr() for t in tensors]):
+            _column_sums_kernel.first(key, tensors, tensors)
+        return sums
     dq_weight = column_sum(partials[0], q_weight.dtype) if need_q_weight else q_weight.new_empty(0)
     dk_weight = column_sum(partials[1], k_weight.dtype) if need_k_weight else k_weight.new_empty(0)
     return dq_weight, dk_weight
