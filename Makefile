@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-gpu test-mutants test-multigpu build upload hub check clean \
+.PHONY: help demo test test-gpu test-mutants test-multigpu test-sanitizer build upload hub check clean \
 	bench-ops bench-rmsnorm bench-lce bench-qwen3 bench-gpt-oss bench-fsdp bench-generate bench-plots
 
 help: ## this list
@@ -34,6 +34,9 @@ test-gpu: $(READY) build ## the numerics with the real cubins, on this machine's
 
 test-multigpu: $(READY) build ## parallel training and device_map on two GPUs
 	$(BIN)/python -m pytest tests/multigpu
+
+test-sanitizer: $(READY) build ## compute-sanitizer's memcheck, racecheck and initcheck over the operations' GPU tests
+	$(BIN)/python -m tests.sanitizer
 
 build: $(READY) ## compile the kernels of every package for every architecture and assemble their build/
 	$(BIN)/python -m tools.compile

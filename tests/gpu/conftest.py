@@ -29,6 +29,16 @@ def ops():
 
 
 @pytest.fixture
+def poisoned():
+    """PyTorch fills every tensor that it allocates with NaN or the largest integer, so what is read before it is written shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
 def gpt_oss():
     """The package for GPT-OSS. Whatever a test patches is put back."""
     package = load(ROOT / "packages" / "gpt-oss")

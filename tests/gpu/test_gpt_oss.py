@@ -8,6 +8,7 @@ import torch
 from tests import op_checks as checks
 from tests.models import Step, random_tokens, tiny_gpt_oss
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 DEVICE = "cuda"
 TOKENS = random_tokens(2, 129)
 dtypes = pytest.mark.parametrize("dtype", checks.FLOATS, ids=str)

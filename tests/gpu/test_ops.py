@@ -5,6 +5,7 @@ import torch
 
 from tests import op_checks as checks
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 DEVICE = "cuda"
 dtypes = pytest.mark.parametrize("dtype", checks.FLOATS, ids=str)
 
