@@ -27,7 +27,7 @@ from tests.tolerances import assert_close
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "torch-ext" / "qwen3"
-OPERATIONS = ("rms_norm", "rotary", "qk_norm_rotary", "swiglu", "cross_entropy", "linear_cross_entropy", "column_sum", "scale", "experts", "clamped_gate")
+OPERATIONS = ("rms_norm", "rotary", "qk_norm_rotary", "swiglu", "cross_entropy", "linear_cross_entropy", "column_sum", "scale", "experts", "clamped_gate", "grouped_gemm")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = "cpu"
 
@@ -842,8 +842,8 @@ OPERATION_MUTANTS = [
          ("right=True", "right=False"),
          ("flat < experts, position", "flat <= experts, position", "experts_wide")),
     *_in("ops/experts.py", "experts", "_blocks",
-         ("(stops - count) * BLOCK_ROWS", "stops * BLOCK_ROWS"),
-         ("+ (BLOCK_ROWS - 1)", "")),
+         ("(stops - count) * height", "stops * height"),
+         ("+ (height - 1)", "")),
     *_in("ops/experts.py", "experts", "_dense", ("expert[:, :, None] == numbers", "expert[:, :, None] >= numbers")),
     *_in("ops/experts.py", "experts", "gate_backward_reference",
          ("torch.where(keep_gate, dg, 0.0)", "dg"),
