@@ -79,8 +79,8 @@ def grouped_outer(x, y, ends, out, TILE_M: Const, TILE_N: Const, TILE_K: Const, 
     m, n = tile_of(ct.bid(0), ct.cdiv(out.shape[1], TILE_M), ct.cdiv(out.shape[2], TILE_N), GROUP)
     first = ct.gather(ends, expert - 1, check_bounds=True, padding_value=0)
     last = ct.gather(ends, expert, check_bounds=False)
-    xs = x.tiled_view((TILE_K, TILE_M), padding_mode=ZERO, traversal_steps=(1, TILE_M))
-    ys = y.tiled_view((TILE_K, TILE_N), padding_mode=ZERO, traversal_steps=(1, TILE_N))
+    xs = x.tiled_view((TILE_K, TILE_M), traversal_steps=(1, TILE_M))
+    ys = y.tiled_view((TILE_K, TILE_N), traversal_steps=(1, TILE_N))
     acc = ct.zeros((TILE_M, TILE_N), dtype=ct.float32)
     steps = (last - first) // TILE_K
     for i in range(steps):
