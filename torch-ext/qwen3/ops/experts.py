@@ -1,7 +1,8 @@
 """The experts of a mixture of experts: for each token the weighted sum of what its top-k experts make of it.
 
 The (token, expert) pairs are sorted by expert, so each of the six matrix products of a training step is one grouped GEMM, and
-nothing of the routing is known to the host. The routing weights multiply the gated rows between the two GEMMs, so the results
+nothing of the routing is known to the host: torch's where that is one kernel, else that of kernel_src/grouped_gemm.py; where
+neither takes the tensors, a loop over the experts. The routing weights multiply the gated rows between the two GEMMs, so the results
 of the second one are only added up, by the token that they belong to, in both directions; its output is not kept. Saved is
 the output of the first GEMM, and its gradient is written over it.
 """
@@ -540,7 +541,8 @@ def experts(
 
     The gate is silu(gate) * up, or with alpha > 0 GPT-OSS's: (up + 1) * gate * sigmoid(alpha * gate), gate clamped to at most
     `limit` and up to [-limit, limit] before; bastile/gpt-oss has kernels for it, elsewhere it runs in PyTorch. Returns [tokens, hidden]. Differentiable in all but `expert`; nothing is computed for a
-    weight that does not require a gradient. Needs no host synchronisation where torch has a grouped GEMM for the dtype and GPU.
+    weight that does not require a gradient. In bf16 and fp16, where hidden and width are multiples of 8, the host does not wait for
+    the device: the GEMMs are torch._grouped_mm where that is a kernel, else our own. Otherwise there is one GEMM an expert.
     Raises ValueError when shapes, dtypes or devices do not fit.
     """
     _check(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, transposed, alpha, limit)
