@@ -95,25 +95,28 @@ def grouped_outer(x, y, ends, out, TILE_M: Const, TILE_N: Const, TILE_K: Const, 
 
 # ---------------------------------------------------------------- what is prebuilt
 BLOCK_ROWS = 128  # TILE_M of grouped_mm, which its list of blocks is made for
-# bf16 is for the GPUs where torch._grouped_mm is no kernel (it is one on compute capability 9.0 and 10.x), and for 9.0, where it is
-# measured. Nothing in fp32: its products would be made without tensor cores, and cuBLAS is faster at that.
-TARGETS = {"bfloat16": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_110", "sm_120", "sm_121"), "float16": ()}
-# By shared memory: two blocks of four warps on a multiprocessor, or one of eight, which the compiler gives warps for TMA.
+# In bf16 torch._grouped_mm is a kernel on compute capability 9.0 and 10.x; ours is built for 9.0 to be measured against it. Nothing
+# in fp32: its products would be made without tensor cores, by a multiplication and an addition each, and cuBLAS is faster at that.
+TORCHS = ("sm_100", "sm_103")
+# The large tile is the one that was the fastest in linear_cross_entropy.py on an H200. The small one is for GPUs with less shared
+# memory, where nothing is measured: two blocks of four warps on a multiprocessor, or one of eight with more tiles on their way.
 SMALL = {"TILE_M": BLOCK_ROWS, "TILE_N": 128, "TILE_K": 32, "GROUP": 8, "LATENCY": 4}
-LARGE = {"TILE_M": BLOCK_ROWS, "TILE_N": 128, "TILE_K": 64, "GROUP": 8, "LATENCY": 4}
+LARGE = {"TILE_M": BLOCK_ROWS, "TILE_N": 256, "TILE_K": 64, "GROUP": 8, "LATENCY": 6}
+TWO, ONE = {"num_worker_warps": 4, "occupancy": 2}, {"num_worker_warps": 8}
 TILES = (
-    (SMALL, {"num_worker_warps": 4, "occupancy": 2}, ("sm_80", "sm_86", "sm_89", "sm_120", "sm_121")),
-    (LARGE, {"num_worker_warps": 8}, ("sm_90", "sm_100", "sm_103", "sm_110")),
+    (SMALL, TWO, ("sm_80", "sm_86", "sm_89", "sm_120", "sm_121"), ("bfloat16", "float16")),
+    (SMALL, ONE, ("sm_80", "sm_86", "sm_89", "sm_120", "sm_121"), ("bfloat16",)),
+    (LARGE, ONE, ("sm_90", "sm_100", "sm_103", "sm_110"), ("bfloat16", "float16")),
 )
 
 
 def variants():
     blocks, ends = Array("int32", (None, None), aligned=False), Array("int32", (None,), aligned=False)
-    for dtype, wanted in TARGETS.items():
-        # Lengths of whole 16 bytes: a load that may end inside of them is one of single elements where there is no TMA.
-        matrix, stack = Array(dtype, (None, None), divisible=(1, 8)), Array(dtype, (None, None, None), divisible=(1, 8, 8))
-        for tiles, hints, architectures in TILES:
-            targets = tuple(name for name in architectures if name in (wanted or architectures))
+    for tiles, hints, architectures, dtypes in TILES:
+        for dtype in dtypes:
+            targets = tuple(name for name in architectures if dtype == "float16" or name not in TORCHS)
+            # Lengths of whole 16 bytes: a load that may end inside of them is one of single elements where there is no TMA.
+            matrix, stack = Array(dtype, (None, None), divisible=(1, 8)), Array(dtype, (None, None, None), divisible=(1, 8, 8))
             for transposed in (0, 1):
                 arrays = {"x": matrix, "weight": stack, "blocks": blocks, "out": matrix}
                 yield Variant(grouped_mm, {**arrays, **tiles, "TRANSPOSED": transposed}, hints, targets)

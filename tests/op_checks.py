@@ -512,7 +512,7 @@ GROUPED_CASES = (
     dict(counts=[128, 64, 0, 1, 129], k=136, n=264, absent=7),
     dict(counts=[0, 33, 31, 0], k=64, n=128, absent=150),
     dict(counts=[0, 0], k=16, n=8, absent=9),
-    dict(counts=[2] * 19, k=8, n=136),
+    dict(counts=[2] * 19, k=8, n=264),
     dict(counts=[17], k=200, n=8),
 )
 EXPERTS_CASES = (
