@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from tests import op_checks as checks
 from tests.cpu.conftest import assemble_cpu, load
@@ -227,6 +228,29 @@ def test_more_elements_than_a_kernel_counts_go_elsewhere(package, backend, monke
     backend.launched.clear()
     checks.check_grouped_gemm(package, DEVICE, torch.bfloat16, [3, 0, 5, 1], 24, 40)
     assert not backend.launched
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "expected"),
+    (
+        ((8, 0), "2.13.0", False),
+        ((9, 0), "2.8.0", True),
+        ((9, 0), "2.13.0+cu130", True),
+        ((10, 3), "2.8.0", False),
+        ((10, 3), "2.13.0+cu130", True),
+        ((11, 0), "2.13.0", False),
+        ((12, 0), "2.13.0", False),
+    ),
+)
+def test_where_pytorchs_grouped_gemm_is_a_kernel(package, monkeypatch, capability, version, expected):
+    has = sys.modules[f"{package.__name__}.ops.experts"]._has_grouped_mm
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    has.cache_clear()
+    try:
+        assert has(0) == expected
+    finally:
+        has.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", checks.FLOATS[:2], ids=str)

@@ -141,9 +141,10 @@ class Groups:
 
 @functools.lru_cache(maxsize=None)
 def _has_grouped_mm(device: int) -> bool:
-    """On compute capability 9.0 and 10.x. Elsewhere torch._grouped_mm reads the offsets on the host and loops, or (before torch 2.9)
-    is not there at all."""
-    return hasattr(torch, "_grouped_mm") and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    """Whether torch._grouped_mm is a kernel: on compute capability 9.0, and from torch 2.9 on 10.x. Elsewhere it reads the offsets
+    on the host and loops, or raises."""
+    major = torch.cuda.get_device_capability(device)[0]
+    return hasattr(torch, "_grouped_mm") and (major == 9 or major == 10 and torch.__version__ >= (2, 9))
 
 
 def _native(*tensors: torch.Tensor) -> bool:
