@@ -27,7 +27,7 @@ from tests.tolerances import assert_close
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "torch-ext" / "qwen3"
-OPERATIONS = ("rms_norm", "rotary", "qk_norm_rotary", "swiglu", "cross_entropy", "linear_cross_entropy", "column_sum", "scale", "experts", "clamped_gate")
+OPERATIONS = ("rms_norm", "rotary", "qk_norm_rotary", "swiglu", "cross_entropy", "linear_cross_entropy", "column_sum", "scale", "experts", "clamped_gate", "grouped_gemm")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = "cpu"
 
@@ -378,6 +378,8 @@ CHECKS = {
     "experts_silu_pieces": _of(checks.check_experts, FP32, 41, 24, 100, 4, 2, gpt_oss=False),
     "experts_silu_exact": _of(checks.check_experts, FP16, 41, 24, 128, 4, 2, gpt_oss=False),
     "experts_nobody": _of(checks.check_experts, FP32, 7, 24, 64, 4, 2, absent=1.1),
+    "grouped": _of(checks.check_grouped_gemm, BF16, [70, 0, 129, 3], 136, 264, 9),
+    "grouped_many": _of(checks.check_grouped_gemm, FP16, [1] * 10, 8, 264),
     "experts_again": lambda ops: checks.check_second_backward_of_experts(ops, CPU),
     "experts_nan": lambda ops: checks.check_nan_in_experts(ops, CPU, True),
     "scale": _of(checks.check_linear_cross_entropy, FP32, 5, 32, 1100, upstream=0.25),
@@ -686,6 +688,38 @@ KERNEL_MUTANTS = [
          ("score * b", "b"),
          ("acc + (", "("),
          ("ct.gather(bias, (e, cols), check_bounds=True", "ct.gather(bias, (e, cols), check_bounds=False")),
+    *_in("kernel_src/grouped_gemm.py", "grouped_many", "tile_of",
+         ("first + within % height", "within % height"),
+         ("ct.minimum(tiles_m - first, GROUP)", "ct.minimum(tiles_m, GROUP)"),
+         ("// (GROUP * tiles_n) * GROUP", "// (GROUP * tiles_n)")),
+    *_in("kernel_src/grouped_gemm.py", "grouped", "read_weight",
+         ("(expert, n, k)", "(0, n, k)"),
+         ("(expert, k, n)", "(0, k, n)"),
+         ("TILE_K), padding_mode=ZERO", "TILE_K)"),
+         ("TILE_N), padding_mode=ZERO", "TILE_N)")),
+    *_in("kernel_src/grouped_gemm.py", "grouped", "grouped_mm",
+         ("if first < last:", "if True:"),
+         ("padding_mode=ZERO, ", ""),
+         ("traversal_steps=(1, TILE_K)", "traversal_steps=(TILE_M, TILE_K)"),
+         ("ct.cdiv(x.shape[1], TILE_K)", "x.shape[1] // TILE_K"),
+         ("(rows < last) & ", ""),
+         (" & (cols < out.shape[1])", ""),
+         ("n * TILE_N +", "")),
+    *_in("kernel_src/grouped_gemm.py", "grouped", "read_rows",
+         ("(rows < last) & ", ""),
+         (" & (cols < array.shape[1])", ""),
+         ("piece * COLS +", ""),
+         ("padding_value=0", "padding_value=1")),
+    *_in("kernel_src/grouped_gemm.py", "grouped", "grouped_outer",
+         ("expert - 1, check_bounds", "expert, check_bounds"),
+         ("padding_value=0", "padding_value=1"),
+         ("first + i * TILE_K", "first"),
+         ("first + steps * TILE_K", "first"),
+         ("rest < last", "rest + 1 < last"),
+         ("read_rows(x, rows, m, last", "read_rows(x, rows, m, last + 1"),
+         ("read_rows(y, rows, n, last", "read_rows(y, rows, n, last + 1"),
+         ("traversal_steps=(1, TILE_M)", "traversal_steps=(TILE_K, TILE_M)"),
+         ("traversal_steps=(1, TILE_N)", "traversal_steps=(TILE_K, TILE_N)")),
 ]  # fmt: skip
 
 
@@ -850,8 +884,9 @@ OPERATION_MUTANTS = [
          ("right=True", "right=False"),
          ("flat < experts, position", "flat <= experts, position", "experts_wide")),
     *_in("ops/experts.py", "experts", "_blocks",
-         ("(stops - count) * BLOCK_ROWS", "stops * BLOCK_ROWS"),
-         ("+ (BLOCK_ROWS - 1)", "")),
+         ("(stops - count) * height", "stops * height"),
+         ("+ (height - 1)", "")),
+    *_in("ops/experts.py", "grouped", "Groups.blocks", ("GEMM_ROWS", "2 * GEMM_ROWS")),
     *_in("ops/experts.py", "experts", "_dense", ("expert[:, :, None] == numbers", "expert[:, :, None] >= numbers")),
     *_in("ops/experts.py", "experts", "gate_backward_reference",
          ("torch.where(keep_gate, dg, 0.0)", "dg"),

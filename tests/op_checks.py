@@ -1,5 +1,7 @@
 """Each operation against float64, on any device: tests/cpu runs them through the interpreter, tests/gpu with the real cubins."""
 
+import importlib
+
 import torch
 
 from tests.tolerances import RELATIVE_ERROR, assert_close
@@ -483,6 +485,36 @@ def check_nan_in_experts(ops, device, gpt_oss):
     assert torch.equal(run().isnan().all(1).cpu(), (routing(9, 4, 2) == 1).any(1))
 
 
+def check_grouped_gemm(ops, device, dtype, counts, k, n, absent=0):
+    """Both grouped GEMMs, with both orders of the weight in memory. counts: the rows of each expert; behind them lie `absent` rows
+    of none, all NaN."""
+    module = importlib.import_module(f"{ops.__name__}.ops.experts")
+    ends = torch.tensor(counts, device=device).cumsum(0, dtype=torch.int32)
+    here = sum(counts)
+    x, y = (randn(here + absent, columns, dtype=dtype, device=device, seed=i) for i, columns in enumerate((k, n)))
+    x[here:], y[here:] = torch.nan, torch.nan
+    parts = [slice(end - count, end) for count, end in zip(counts, ends.tolist(), strict=True)]
+    groups = module.Groups(ends, x.shape[0])
+    weight = randn(len(counts), k, n, dtype=dtype, device=device, seed=2, scale=k**-0.5)
+    expected = torch.cat([x[part].double() @ weight[e].double() for e, part in enumerate(parts)])
+    for stored in (weight, weight.transpose(1, 2).contiguous().transpose(1, 2)):
+        assert_close(module.grouped_mm(x, stored, groups)[:here], expected, dtype, f"grouped_mm, strides {stored.stride()}")
+    expected = torch.stack([x[part].double().t() @ y[part].double() for part in parts])
+    found = module.grouped_outer(x, y, groups)
+    assert_close(found, expected, dtype, "grouped_outer")
+    assert not found[[e for e, count in enumerate(counts) if not count]].any(), "an expert without rows has a gradient"
+
+
+# Counts on both sides of the rows that a block takes and of those that a step takes.
+GROUPED_CASES = (
+    dict(counts=[3, 0, 5, 1], k=24, n=40),
+    dict(counts=[0, 0, 261, 0], k=72, n=136),
+    dict(counts=[128, 64, 0, 1, 129], k=136, n=264, absent=7),
+    dict(counts=[0, 33, 31, 0], k=64, n=128, absent=150),
+    dict(counts=[0, 0], k=16, n=8, absent=9),
+    dict(counts=[2] * 19, k=8, n=264),
+    dict(counts=[17], k=200, n=8),
+)
 EXPERTS_CASES = (
     dict(tokens=37, hidden=24, width=64, experts=4, top_k=2),
     dict(tokens=70, hidden=16, width=128, experts=5, top_k=3, skew=0.6),

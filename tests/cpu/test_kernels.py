@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from tests import op_checks as checks
 from tests.cpu.conftest import assemble_cpu, load
@@ -102,15 +103,19 @@ def test_linear_cross_entropy_sizes(ops, dtype, shape):
     checks.check_linear_cross_entropy(ops, DEVICE, dtype, *shape, upstream=1.0)
 
 
+def forget_launches(package):
+    for kernel in runtime_of(package).launch.tuner.kernels:
+        kernel.forget()
+
+
 @pytest.fixture(params=("sm_90", "sm_80"))
 def gpu(request, backend, package):
     """An architecture for each shape of the tiles."""
-    loss = sys.modules[f"{package.__name__}.ops.linear_cross_entropy"]
     backend.gpu = request.param
-    loss._linear_kernel._prepared.clear()
+    forget_launches(package)
     yield
     backend.gpu = "sm_90"
-    loss._linear_kernel._prepared.clear()
+    forget_launches(package)
 
 
 def assert_no_logits(backend):
@@ -197,6 +202,75 @@ def test_nan_reaches_the_result_of_the_experts(ops, gpt_oss):
 
 def test_a_second_backward_pass_of_the_experts_gives_the_same(ops):
     checks.check_second_backward_of_experts(ops, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", checks.FLOATS[:2], ids=str)
+@pytest.mark.parametrize("case", checks.GROUPED_CASES, ids=str)
+def test_grouped_gemms(ops, backend, gpu, dtype, case):
+    checks.check_grouped_gemm(ops, DEVICE, dtype, **case)
+    assert {name.partition("-")[0] for name in backend.launched} == {"grouped_mm", "grouped_outer"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "k", "n"),
+    ((torch.float32, 24, 40), (torch.bfloat16, 10, 40), (torch.float16, 24, 7), (torch.float64, 24, 40)),
+    ids=str,
+)
+def test_grouped_gemms_that_the_kernels_do_not_take(package, backend, dtype, k, n):
+    backend.launched.clear()
+    checks.check_grouped_gemm(package, DEVICE, dtype, [3, 0, 5, 1], k, n)
+    assert not backend.launched
+
+
+def test_more_elements_than_a_kernel_counts_go_elsewhere(package, backend, monkeypatch):
+    """The weight and the result of grouped_outer are the largest arrays of all."""
+    monkeypatch.setattr(sys.modules[f"{package.__name__}.ops.experts"], "GEMM_ELEMENTS", 4 * 24 * 40)
+    backend.launched.clear()
+    checks.check_grouped_gemm(package, DEVICE, torch.bfloat16, [3, 0, 5, 1], 24, 40)
+    assert not backend.launched
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "expected"),
+    (
+        ((8, 0), "2.13.0", False),
+        ((9, 0), "2.8.0", True),
+        ((9, 0), "2.13.0+cu130", True),
+        ((10, 3), "2.8.0", False),
+        ((10, 3), "2.13.0+cu130", True),
+        ((11, 0), "2.13.0", False),
+        ((12, 0), "2.13.0", False),
+    ),
+)
+def test_where_pytorchs_grouped_gemm_is_a_kernel(package, monkeypatch, capability, version, expected):
+    has = sys.modules[f"{package.__name__}.ops.experts"]._has_grouped_mm
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    has.cache_clear()
+    try:
+        assert has(0) == expected
+    finally:
+        has.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", checks.FLOATS[:2], ids=str)
+@pytest.mark.parametrize("gpt_oss", (True, False))
+def test_the_host_does_not_wait_for_the_routing(package, backend, monkeypatch, dtype, gpt_oss):
+    """Kernels that do nothing, and an error where a number of a tensor is asked for."""
+
+    def waits(*_):
+        raise AssertionError("the host waits for the device")
+
+    leaves, run = checks.experts_run(package, DEVICE, dtype, 37, 24, 64, 4, 2, gpt_oss=gpt_oss)
+    launched = set()
+    monkeypatch.setattr(backend, "prepare", lambda variant, *_: lambda *_: launched.add(variant.name.partition("-")[0]))
+    forget_launches(package)
+    with monkeypatch.context() as patch:
+        for name in ("tolist", "item", "nonzero", "cpu", "__bool__", "__int__", "__float__", "__index__"):
+            patch.setattr(torch.Tensor, name, waits)
+        run().backward(leaves["hidden"].detach())
+    forget_launches(package)
+    assert {"grouped_mm", "grouped_outer", "token_sum"} <= launched
 
 
 def test_results_do_not_depend_on_the_order_of_blocks(ops, backend):

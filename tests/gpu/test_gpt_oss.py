@@ -1,6 +1,7 @@
 """The package for GPT-OSS on a real GPU: its operations against float64, and models against the same models without it."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 DEVICE = "cuda"
 TOKENS = random_tokens(2, 129)
 dtypes = pytest.mark.parametrize("dtype", checks.FLOATS, ids=str)
+halves = pytest.mark.parametrize("dtype", checks.FLOATS[:2], ids=str)
 
 EXPERTS_LARGE = (
     dict(tokens=515, hidden=2880, width=2880, experts=4, top_k=2, skew=1.0),
@@ -19,6 +21,46 @@ EXPERTS_LARGE = (
     dict(tokens=515, hidden=2048, width=768, experts=16, top_k=8, gpt_oss=False),
     dict(tokens=300, hidden=256, width=128, experts=32, top_k=4, skew=2.0, absent=0.4),
 )
+
+GROUPED_LARGE = (
+    dict(counts=[700, 0, 1, 347], k=2880, n=5760, absent=200),
+    dict(counts=[0, 1500, 0], k=2880, n=2880),
+    dict(counts=[40, 200, 0, 128, 63, 65] * 4, k=2048, n=768),
+    dict(counts=[90, 0, 260], k=1000, n=1536, absent=300),
+)
+
+
+@pytest.fixture
+def ours(gpt_oss, monkeypatch):
+    """The grouped GEMMs run in our kernels, and an error says where they do not."""
+
+    def slices(self):
+        raise AssertionError("the GEMMs run in a loop")
+
+    experts = sys.modules[f"{gpt_oss.__name__}.ops.experts"]
+    monkeypatch.setattr(experts, "_native", lambda *tensors: False)
+    monkeypatch.setattr(experts.Groups, "slices", slices)
+    return gpt_oss
+
+
+def skip_without_kernel(dtype):
+    """bf16 is not built for the GPUs where PyTorch's grouped GEMM is one kernel, but for compute capability 9.0."""
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] == 10:
+        pytest.skip("there is PyTorch's kernel alone")
+
+
+@halves
+@pytest.mark.parametrize("case", (*checks.GROUPED_CASES, *GROUPED_LARGE), ids=str)
+def test_grouped_gemms(ours, dtype, case):
+    skip_without_kernel(dtype)
+    checks.check_grouped_gemm(ours, DEVICE, dtype, **case)
+
+
+@halves
+@pytest.mark.parametrize("case", EXPERTS_LARGE, ids=str)
+def test_experts_in_our_grouped_gemms(ours, dtype, case):
+    skip_without_kernel(dtype)
+    checks.check_experts(ours, DEVICE, dtype, **case)
 
 
 @dtypes
@@ -46,11 +88,9 @@ def test_a_second_backward_pass_of_the_experts_gives_the_same(gpt_oss):
     checks.check_second_backward_of_experts(gpt_oss, DEVICE)
 
 
-def test_the_host_does_not_wait_for_the_routing(gpt_oss):
-    """On compute capability 9.0 and above, where PyTorch has grouped GEMMs in bf16."""
-    if torch.cuda.get_device_capability()[0] < 9:
-        pytest.skip("PyTorch's grouped GEMM reads the offsets on the host here")
-    leaves, run = checks.experts_run(gpt_oss, DEVICE, torch.bfloat16, 300, 256, 128, 8, 4)
+@halves
+def test_the_host_does_not_wait_for_the_routing(gpt_oss, dtype):
+    leaves, run = checks.experts_run(gpt_oss, DEVICE, dtype, 300, 256, 128, 8, 4)
     run().backward(leaves["hidden"].detach())
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -59,8 +99,9 @@ def test_the_host_does_not_wait_for_the_routing(gpt_oss):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_two_runs_of_the_experts_give_the_same_bits(gpt_oss):
-    leaves, run = checks.experts_run(gpt_oss, DEVICE, torch.bfloat16, 3000, 256, 128, 8, 4)
+@halves
+def test_two_runs_of_the_experts_give_the_same_bits(gpt_oss, dtype):
+    leaves, run = checks.experts_run(gpt_oss, DEVICE, dtype, 3000, 256, 128, 8, 4)
     results = []
     for _ in range(2):
         out = run()

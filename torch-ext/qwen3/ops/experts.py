@@ -1,7 +1,8 @@
 """The experts of a mixture of experts: for each token the weighted sum of what its top-k experts make of it.
 
 The (token, expert) pairs are sorted by expert, so each of the six matrix products of a training step is one grouped GEMM, and
-nothing of the routing is known to the host. The routing weights multiply the gated rows between the two GEMMs, so the results
+nothing of the routing is known to the host: torch's where that is one kernel, else that of kernel_src/grouped_gemm.py; where
+neither takes the tensors, a loop over the experts. The routing weights multiply the gated rows between the two GEMMs, so the results
 of the second one are only added up, by the token that they belong to, in both directions; its output is not kept. Saved is
 the output of the first GEMM, and its gradient is written over it.
 """
@@ -15,11 +16,13 @@ from torch.autograd.function import once_differentiable
 from ..runtime import launch
 from ..runtime.artifacts import Variant
 from ..runtime.device import kernels_run_on
-from ..runtime.launch import Kernel
+from ..runtime.launch import Kernel, PromiseError
 from .common import describe, fail, need_floats, traceable, unit_stride, wide
 
 BLOCK_ROWS = 32  # of the kernels of the clamped gate: rows of one expert that a block takes
 COLUMNS = 64  # columns that a block takes
+GEMM_ROWS = 128  # of the grouped GEMM: rows of one expert that a block takes
+GEMM_ELEMENTS = 2**31  # a tile's place in an array is counted in 32 bits
 
 Optionals = Optional[torch.Tensor]
 Five = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -30,16 +33,16 @@ def _pieces(width: int) -> int:
     return -(-width // COLUMNS)
 
 
-class _ForWeights(Kernel):
-    """A backward kernel with or without what only the gradients of the weights need, which is another constant."""
+class _With(Kernel):
+    """The variants of a kernel in which a constant that the arguments do not tell has this value."""
 
-    def __init__(self, name: str, weights: int, grid):
+    def __init__(self, name: str, constant: str, value: int, grid):
         super().__init__(name, grid=grid)
-        self.weights = weights
+        self.constant, self.value = constant, value
 
     def _unfit(self, variant: Variant, tensors, numbers) -> str:
-        if variant.constants["WEIGHTS"] != self.weights:
-            return "is for another set of gradients"
+        if variant.constants[self.constant] != self.value:
+            return f"is for {self.constant} {variant.constants[self.constant]}"
         return super()._unfit(variant, tensors, numbers)
 
 
@@ -55,13 +58,23 @@ def _tokens_grid(c, y, position, *rest):
     return (position.shape[0], -(-y.shape[1] // c["COLS"]))
 
 
+def _mm_grid(c, x, weight, blocks, out):
+    return (blocks.shape[1] * -(-out.shape[1] // c["TILE_N"]),)
+
+
+def _outer_grid(c, x, y, ends, out):
+    return (-(-out.shape[1] // c["TILE_M"]) * -(-out.shape[2] // c["TILE_N"]), out.shape[0])
+
+
 _clamped_forward_kernel = Kernel("clamped_gate_forward", grid=_blocks_grid)
-_clamped_backward_kernels = [_ForWeights("clamped_gate_backward", weights, _blocks_grid) for weights in (0, 1)]
+_clamped_backward_kernels = [_With("clamped_gate_backward", "WEIGHTS", weights, _blocks_grid) for weights in (0, 1)]
 _bias_kernel = Kernel("expert_bias_sum", grid=lambda c, partial, stops, out: (-(-out.shape[1] // c["COLS"]), out.shape[0]))
 _swiglu_forward_kernel = Kernel("swiglu_rows_forward", grid=_rows_grid)
-_swiglu_backward_kernels = [_ForWeights("swiglu_rows_backward", weights, _rows_grid) for weights in (0, 1)]
+_swiglu_backward_kernels = [_With("swiglu_rows_backward", "WEIGHTS", weights, _rows_grid) for weights in (0, 1)]
 _sum_kernel = Kernel("token_sum", grid=_tokens_grid)
 _sum_bias_kernel = Kernel("token_sum_bias", grid=_tokens_grid)
+_mm_kernels = [_With("grouped_mm", "TRANSPOSED", transposed, _mm_grid) for transposed in (0, 1)]
+_outer_kernel = Kernel("grouped_outer", grid=_outer_grid)
 
 
 # ---------------------------------------------------------------- routing
@@ -92,59 +105,96 @@ def route(expert: torch.Tensor, experts: int) -> Routing:
     return Routing(order, position.view(expert.shape), ends)
 
 
-def _blocks(ends: torch.Tensor, rows: int) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Blocks of up to BLOCK_ROWS rows of one expert: [3, blocks] int32, each one's expert, first row and end; and [experts]
+def _blocks(ends: torch.Tensor, rows: int, height: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of up to `height` rows of one expert: [3, blocks] int32, each one's expert, first row and end; and [experts]
     int32, the block behind each expert's last one. There are a few more blocks than needed; they are empty."""
     experts = ends.shape[0]
     starts = torch.nn.functional.pad(ends[:-1], (1, 0))
-    count = (ends - starts + (BLOCK_ROWS - 1)) // BLOCK_ROWS
+    count = (ends - starts + (height - 1)) // height
     stops = torch.cumsum(count, 0, dtype=torch.int32)
-    shift = starts - (stops - count) * BLOCK_ROWS
-    number = torch.arange(-(-rows // BLOCK_ROWS) + experts, dtype=torch.int32, device=ends.device)
+    shift = starts - (stops - count) * height
+    number = torch.arange(-(-rows // height) + experts, dtype=torch.int32, device=ends.device)
     expert = torch.searchsorted(stops, number, right=True, out_int32=True)
     expert = expert.clamp(max=experts - 1)  # the surplus blocks begin behind its end
-    return torch.stack((expert, shift[expert] + number * BLOCK_ROWS, ends[expert])), stops
+    return torch.stack((expert, shift[expert] + number * height, ends[expert])), stops
 
 
 # ---------------------------------------------------------------- grouped GEMMs
+class Groups:
+    """The rows of each expert, as the grouped GEMMs want them. ends: [experts] int32, the row behind each expert's last one."""
+
+    def __init__(self, ends: torch.Tensor, rows: int):
+        self.ends, self.rows = ends, rows
+
+    @functools.cached_property
+    def blocks(self) -> torch.Tensor:
+        """Of `_blocks`, made once for all GEMMs of a pass."""
+        return _blocks(self.ends, self.rows, GEMM_ROWS)[0]
+
+    def slices(self):
+        """(expert, its rows) for the host, which waits for the device here."""
+        start = 0
+        for expert, end in enumerate(self.ends.tolist()):
+            yield expert, slice(start, end)
+            start = end
+
+
 @functools.lru_cache(maxsize=None)
 def _has_grouped_mm(device: int) -> bool:
-    return hasattr(torch, "_grouped_mm") and torch.cuda.get_device_capability(device)[0] >= 9
+    """Whether torch._grouped_mm is a kernel: on compute capability 9.0, and from torch 2.9 on 10.x. Elsewhere it reads the offsets
+    on the host and loops, or raises."""
+    major = torch.cuda.get_device_capability(device)[0]
+    return hasattr(torch, "_grouped_mm") and (major == 9 or major == 10 and torch.__version__ >= (2, 9))
 
 
 def _native(*tensors: torch.Tensor) -> bool:
-    """True where torch._grouped_mm runs one kernel: bf16 on compute capability 9.0 and above, and strides of whole 16 bytes."""
+    """True where torch._grouped_mm runs one kernel: bf16, a GPU that has it, and strides of whole 16 bytes."""
     first = tensors[0]
     if not first.is_cuda or first.dtype != torch.bfloat16 or first.shape[0] == 0 or not _has_grouped_mm(first.get_device()):
         return False
     return all(t.data_ptr() % 16 == 0 and all(step % 8 == 0 or step == 1 for step in t.stride()) for t in tensors)
 
 
-def _groups(ends: torch.Tensor):
-    start = 0
-    for expert, end in enumerate(ends.tolist()):
-        yield expert, slice(start, end)
-        start = end
+def _has_kernel(*tensors: torch.Tensor) -> bool:
+    """False where none of our grouped GEMMs is for the dtype, the GPU or so many elements."""
+    first = tensors[0]
+    half = first.dtype in (torch.bfloat16, torch.float16)
+    return half and kernels_run_on(first) and all(t.numel() < GEMM_ELEMENTS for t in tensors)
 
 
-def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _launched(kernel: Kernel, *tensors: torch.Tensor) -> bool:
+    """Launches it where lengths, strides and addresses are of whole 16 bytes; else False."""
+    try:
+        kernel(tensors)
+    except PromiseError:
+        return False
+    return True
+
+
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
     """[rows, n]: the rows of each expert of x [rows, k] times its weight [experts, k, n]. What rows of no expert hold is
     undefined on a GPU."""
     if _native(x, weight):
-        return torch._grouped_mm(x, weight, offs=ends)
-    out = x.new_zeros((x.shape[0], weight.shape[2]))
-    for expert, rows in _groups(ends):
+        return torch._grouped_mm(x, weight, offs=groups.ends)
+    out = x.new_empty((x.shape[0], weight.shape[2]))
+    transposed = weight.stride(2) != 1
+    stored = weight.transpose(1, 2) if transposed else weight
+    if _has_kernel(x, stored, out) and _launched(_mm_kernels[transposed], x, stored, groups.blocks, out):
+        return out
+    out.zero_()
+    for expert, rows in groups.slices():
         torch.mm(x[rows], weight[expert], out=out[rows])
     return out
 
 
-def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_outer(x: torch.Tensor, y: torch.Tensor, groups: Groups) -> torch.Tensor:
     """[experts, m, n]: x.T @ y over the rows of each expert; x: [rows, m], y: [rows, n]. Zero for an expert without rows."""
     if _native(x, y):
-        return torch._grouped_mm(x.t(), y, offs=ends)
-    out = x.new_empty((ends.shape[0], x.shape[1], y.shape[1]))
-    for expert, rows in _groups(ends):
-        torch.mm(x[rows].t(), y[rows], out=out[expert])
+        return torch._grouped_mm(x.t(), y, offs=groups.ends)
+    out = x.new_empty((groups.ends.shape[0], x.shape[1], y.shape[1]))
+    if not (_has_kernel(x, y, out) and _launched(_outer_kernel, x, y, groups.ends, out)):
+        for expert, rows in groups.slices():
+            torch.mm(x[rows].t(), y[rows], out=out[expert])
     return out
 
 
@@ -234,7 +284,7 @@ def _gate_forward(gate_up, bias, scores, routing: Routing, gate: Gate) -> torch.
     if not gate.alpha:
         _swiglu_forward_kernel((gate_up, scores, out))
     else:
-        blocks, _ = _blocks(routing.ends, gate_up.shape[0])
+        blocks, _ = _blocks(routing.ends, gate_up.shape[0], BLOCK_ROWS)
         _clamped_forward_kernel((*_words(gate_up, bias), scores, blocks, out), gate.alpha, gate.limit)
     return out
 
@@ -252,7 +302,7 @@ def _gate_backward(dgated, gate_up, bias, scores, routing: Routing, gate: Gate, 
         dgate_up = gate_backward_reference(d * scores[:, None], gate_up, bias, routing.ends, gate)
         dbias = None
         if weights and bias is not None:
-            dbias = torch.stack([dgate_up[rows].sum(0) for _, rows in _groups(routing.ends)]).to(bias.dtype)
+            dbias = torch.stack([dgate_up[rows].sum(0) for _, rows in Groups(routing.ends, dgate_up.shape[0]).slices()]).to(bias.dtype)
         gated = (gated * scores[:, None]).to(gate_up.dtype) if weights else None
         return dgate_up.to(gate_up.dtype), gated, dscores, dbias
     rows, width = dgated.shape
@@ -262,7 +312,7 @@ def _gate_backward(dgated, gate_up, bias, scores, routing: Routing, gate: Gate, 
     if not gate.alpha:
         _swiglu_backward_kernels[weights]((gate_up, scores, dgated, dscores))
     else:
-        blocks, stops = _blocks(routing.ends, rows)
+        blocks, stops = _blocks(routing.ends, rows, BLOCK_ROWS)
         partial = torch.empty((blocks.shape[1] if weights else 1, 2 * width), **new)
         tensors = (*_words(gate_up, bias), scores, blocks, dgated, dscores, partial)
         _clamped_backward_kernels[weights](tensors, gate.alpha, gate.limit)
@@ -297,10 +347,10 @@ def _dense(expert, scores, experts, dtype) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------- forward and backward
-def _first(hidden, gate_up_weight, routing: Routing, top_k: int, transposed: bool) -> torch.Tensor:
+def _first(hidden, gate_up_weight, order, groups: Groups, top_k: int, transposed: bool) -> torch.Tensor:
     """The output of the first GEMM."""
     weight = gate_up_weight if transposed else gate_up_weight.transpose(1, 2)
-    return grouped_mm(hidden[routing.order // top_k], weight, routing.ends)
+    return grouped_mm(hidden[order // top_k], weight, groups)
 
 
 def _forward(
@@ -318,12 +368,13 @@ def _forward(
 ) -> Five:
     """(result, output of the first GEMM, and the routing: order, position, ends)"""
     routing, gate = route(expert, gate_up_weight.shape[0]), Gate(interleaved, alpha, limit)
-    gate_up = _first(hidden, gate_up_weight, routing, expert.shape[1], transposed)
+    groups = Groups(routing.ends, expert.numel())
+    gate_up = _first(hidden, gate_up_weight, routing.order, groups, expert.shape[1], transposed)
     row_scores = scores.reshape(-1)[routing.order].to(wide(hidden.dtype))
     if hidden.shape[0] == 0:
         return torch.empty_like(hidden), gate_up, *routing
     gated = _gate_forward(gate_up, gate_up_bias, row_scores, routing, gate)
-    y = grouped_mm(gated, down_weight if transposed else down_weight.transpose(1, 2), routing.ends)
+    y = grouped_mm(gated, down_weight if transposed else down_weight.transpose(1, 2), groups)
     del gated
     return _token_sum(y, routing.position, expert, scores, down_bias), gate_up, *routing
 
@@ -351,7 +402,7 @@ def _backward(
     over gate_up, the output of the first GEMM."""
     need_hidden, need_scores, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needs
     routing, gate = Routing(order, position, ends), Gate(interleaved, alpha, limit)
-    top_k, experts = expert.shape[1], gate_up_weight.shape[0]
+    top_k, experts, groups = expert.shape[1], gate_up_weight.shape[0], Groups(ends, expert.numel())
     nothing = hidden.new_empty(0)
     dhidden = dscores = dgate_up_weight = ddown_weight = dgate_up_bias = ddown_bias = nothing
     dout = unit_stride(dout)
@@ -359,7 +410,7 @@ def _backward(
         ddown_bias = torch.mm(_dense(expert, scores, experts, dout.dtype).t(), dout)
     token = order // top_k
     rows = dout[token]
-    dgated = grouped_mm(rows, down_weight.transpose(1, 2) if transposed else down_weight, ends)
+    dgated = grouped_mm(rows, down_weight.transpose(1, 2) if transposed else down_weight, groups)
     row_scores = scores.reshape(-1)[order].to(wide(hidden.dtype))
     weights = need_down or need_gate_up_bias
     if hidden.shape[0]:
@@ -371,7 +422,7 @@ def _backward(
     if need_gate_up_bias:
         dgate_up_bias = dbias
     if need_down:
-        ddown_weight = grouped_outer(gated, rows, ends) if transposed else grouped_outer(rows, gated, ends)
+        ddown_weight = grouped_outer(gated, rows, groups) if transposed else grouped_outer(rows, gated, groups)
     del gated, rows
     if need_scores:
         dscores = row_dscores[torch.where(position < order.shape[0], position, 0)]
@@ -382,11 +433,11 @@ def _backward(
         dscores = torch.where(position < order.shape[0], dscores, 0.0).to(scores.dtype)
     if need_gate_up:
         inputs = hidden[token]
-        dgate_up_weight = grouped_outer(inputs, dgate_up, ends) if transposed else grouped_outer(dgate_up, inputs, ends)
+        dgate_up_weight = grouped_outer(inputs, dgate_up, groups) if transposed else grouped_outer(dgate_up, inputs, groups)
         del inputs
     if need_hidden:
         if hidden.shape[0]:
-            dx = grouped_mm(dgate_up, gate_up_weight.transpose(1, 2) if transposed else gate_up_weight, ends)
+            dx = grouped_mm(dgate_up, gate_up_weight.transpose(1, 2) if transposed else gate_up_weight, groups)
             dhidden = _token_sum(dx, position)
         else:
             dhidden = torch.zeros_like(hidden)
@@ -459,7 +510,7 @@ class _Experts(torch.autograd.Function):
         else:
             if ctx.written_over:  # a second backward pass (retain_graph)
                 hidden, expert, _, weight, *_ = inputs
-                gate_up = _first(hidden, weight, Routing(order, position, ends), expert.shape[1], ctx.options[0])
+                gate_up = _first(hidden, weight, order, Groups(ends, expert.numel()), expert.shape[1], ctx.options[0])
             ctx.written_over = True
             found = _backward(dout, *inputs, gate_up, order, position, ends, *ctx.options, needs)
         dhidden, dscores, *dweights = [gradient if need else None for gradient, need in zip(found, needs)]
@@ -491,7 +542,8 @@ def experts(
 
     The gate is silu(gate) * up, or with alpha > 0 GPT-OSS's: (up + 1) * gate * sigmoid(alpha * gate), gate clamped to at most
     `limit` and up to [-limit, limit] before; bastile/gpt-oss has kernels for it, elsewhere it runs in PyTorch. Returns [tokens, hidden]. Differentiable in all but `expert`; nothing is computed for a
-    weight that does not require a gradient. Needs no host synchronisation where torch has a grouped GEMM for the dtype and GPU.
+    weight that does not require a gradient. In bf16 and fp16, where hidden and width are multiples of 8, the host does not wait for
+    the device: the GEMMs are torch._grouped_mm where that is a kernel, else our own. Otherwise there is one GEMM an expert.
     Raises ValueError when shapes, dtypes or devices do not fit.
     """
     _check(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, transposed, alpha, limit)

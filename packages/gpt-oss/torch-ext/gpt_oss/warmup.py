@@ -58,7 +58,7 @@ def warm_up(device, dtype, sizes: Sizes, tokens: int = TOKENS) -> None:
     q, k = (ones(1, tokens, heads, sizes.head_dim).transpose(1, 2) for heads in (sizes.heads, sizes.kv_heads))
     cos = torch.ones(1, tokens, sizes.head_dim // 2, dtype=dtype, device=device)
     sum(x.sum() for x in rotary(q, k, cos, cos)).backward()
-    # The kernels do not see the number of experts, and the GEMMs need no loading.
+    # The kernels do not see the number of experts.
     count = sizes.top_k
     expert = torch.arange(count, device=device).expand(tokens, count)
     weights = ones(count, sizes.hidden, 2 * sizes.intermediate), ones(count, sizes.intermediate, sizes.hidden)
