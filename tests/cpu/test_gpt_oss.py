@@ -488,6 +488,7 @@ def test_norms(gpt_oss, monkeypatch, interpreted, dtype, shape):
     checks.check_add_rms_norm(gpt_oss, "cpu", dtype, shape, eps=1e-5)
     if dtype != torch.float32:
         checks.check_wide_rms_norm_weight(gpt_oss, "cpu", dtype, shape)
+        checks.check_that_wide_rms_norm_rounds_once(gpt_oss, "cpu", dtype, shape)
 
 
 def test_the_norm_rounds_once(gpt_oss):
