@@ -238,6 +238,15 @@ def test_a_provider_that_is_wrong_is_not_timed():
     assert speed.y_value_50 is None and "wrong result: y is off by 1.0e-01" in speed.error.replace("dup", "y").replace("dgate", "y")
 
 
+def test_a_result_with_a_bound_of_its_own_may_be_off_by_more():
+    operation = dataclasses.replace(with_providers(liger=lambda: lambda gate, up: eager.swiglu(gate, up) * 1.1), bounds={"y": 0.2})
+    speed, *_ = [r for r in run(operation) if r.kernel_provider == "liger" and r.metric_name == "speed"]
+    assert speed.y_value_50 is None and "wrong result: d" in speed.error
+    everything = dict.fromkeys(operation.outputs + operation.gradients, 0.2)
+    speed, *_ = [r for r in run(dataclasses.replace(operation, bounds=everything)) if r.kernel_provider == "liger" and r.metric_name == "speed"]
+    assert speed.y_value_50
+
+
 def test_a_provider_that_fails_while_it_is_timed_leaves_the_others_alone():
     calls = []
 
