@@ -68,9 +68,9 @@ bench-fsdp: $(READY) ## training steps sharded over two GPUs
 bench-generate: $(READY) ## prefill and one-token steps of generate()
 	$(BIN)/python -m benchmark.benchmark_generate
 
-bench-plots: $(READY) ## pictures and README tables from benchmark/results
+bench-plots: $(READY) ## pictures, and the tables of README and cards, from benchmark/results
 	$(BIN)/python -m benchmark.plots
-	$(BIN)/python -m benchmark.tables --write README.md CARD.md
+	$(BIN)/python -m benchmark.tables --write README.md CARD.md $(wildcard packages/*/CARD.md)
 
 check: $(READY) ## style and types
 	$(BIN)/ruff check .
