@@ -64,6 +64,7 @@ bench-gpt-oss: $(READY) ## GPT-OSS: the layer of experts, 32 and 128 of them, an
 
 bench-fsdp: $(READY) ## training steps sharded over two GPUs
 	$(BIN)/python -m benchmark.benchmark_fsdp --gpus 2
+	$(BIN)/python -m benchmark.benchmark_fsdp --model gpt_oss_20b --gpus 2
 
 bench-generate: $(READY) ## prefill and one-token steps of generate()
 	$(BIN)/python -m benchmark.benchmark_generate

@@ -189,18 +189,21 @@ def prepare(provider: str) -> None:
         apply_liger_kernel_to_gpt_oss()
 
 
-def build(args) -> training.Stepper:
-    """Eager attention, which is what transformers takes unless told otherwise, for "huggingface" alone; and on a CPU, where
-    flex_attention has no backward pass."""
+def new_model(args, device: str):
+    """A GptOssForCausalLM in training mode, to be filled. Eager attention, which is what transformers takes unless told otherwise, for
+    "huggingface" alone; and on a CPU, where flex_attention has no backward pass."""
     from transformers import GptOssForCausalLM
 
     eager = args.child == "huggingface" or not args.device.startswith("cuda")
-    with torch.device(args.device):
+    with torch.device(device):
         configuration = models.configuration(args.model, args.layers)
         attention = "eager" if eager else "flex_attention"
-        model = GptOssForCausalLM._from_config(configuration, dtype=torch.bfloat16, attn_implementation=attention)
+        return GptOssForCausalLM._from_config(configuration, dtype=torch.bfloat16, attn_implementation=attention).train()
+
+
+def build(args) -> training.Stepper:
+    model = new_model(args, args.device)
     training.fill(model)
-    model.train()
     return training.Stepper(model, training.make_optimizer(model, args.device), args.device, model.config.vocab_size)
 
 

@@ -345,6 +345,45 @@ def test_training_steps_in_a_process_of_their_own(tmp_path, monkeypatch):
     assert len(found.steps["huggingface", 8].ms) == 2 and len(found.steps["huggingface", 16].losses) == 3
 
 
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", models.TINY)
+def test_a_model_that_is_filled_while_it_is_sharded_is_the_same(name, alone):
+    args = argparse.Namespace(child="huggingface", model=name, layers=2, device="cpu")
+    family = benchmark_fsdp.FAMILIES[models.family(name)]
+    sharded, whole = benchmark_fsdp.shard(family.new_model(args, "meta"), "cpu"), family.new_model(args, "cpu")
+    training.fill(whole)
+    parameters, buffers = dict(sharded.named_parameters()), dict(sharded.named_buffers())
+    assert parameters.keys() == dict(whole.named_parameters()).keys() and buffers.keys() == dict(whole.named_buffers()).keys()
+    assert all(torch.equal(parameters[n].full_tensor(), p) for n, p in whole.named_parameters())
+    assert all(torch.equal(buffers[n], b) for n, b in whole.named_buffers())
+    found, wanted = (training.Stepper(m, training.make_optimizer(m, "cpu"), "cpu", 512).run(16, 1, 1)["losses"] for m in (sharded, whole))
+    assert found == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.parametrize(("model", "kernel", "provider"), (("tiny", "qwen3_fsdp", "huggingface"), ("gpt_oss_tiny", "gpt_oss_fsdp", "bastile")))
+def test_sharded_training_steps(model, kernel, provider, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = [*STEPS, "--model", model, "--layers", "2", "--gpus", "2", "--providers", provider, "--results", str(tmp_path)]
+    found = benchmark_fsdp.main(arguments)
+    saved = records.read(tmp_path / "cpu" / f"{kernel}.csv")
+    assert {r.x_value for r in saved if r.metric_name == "step_time" and r.y_value_50} == {"8", "16"}
+    assert {(r.config["gpus"], r.config["layers"], r.config["model"]) for r in saved} == {(2, None, models.full_name(model))}, "2 layers are all"
+    assert len(found.steps[provider, 16].losses) == 3
+
+
+def test_a_provider_of_another_model_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        benchmark_fsdp.main(["--model", "gpt_oss_20b", "--providers", "bastile,liger"])
+    assert "liger, expected some of huggingface, huggingface_flex, liger_flex, bastile for gpt_oss_20b" in capsys.readouterr().err
+
+
 def test_generation(tmp_path):
     pytest.importorskip("transformers")
     arguments = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--tokens", "16", "--batches", "1,2", "--ms", "1"]
