@@ -67,13 +67,14 @@ bench-gpt-oss: $(READY) ## GPT-OSS: the layer of experts, 32 and 128 of them, an
 
 bench-fsdp: $(READY) ## training steps sharded over two GPUs
 	$(BIN)/python -m benchmark.benchmark_fsdp --gpus 2
+	$(BIN)/python -m benchmark.benchmark_fsdp --model gpt_oss_20b --gpus 2
 
 bench-generate: $(READY) ## prefill and one-token steps of generate()
 	$(BIN)/python -m benchmark.benchmark_generate
 
-bench-plots: $(READY) ## pictures and README tables from benchmark/results
+bench-plots: $(READY) ## pictures, and the tables of README and cards, from benchmark/results
 	$(BIN)/python -m benchmark.plots
-	$(BIN)/python -m benchmark.tables --write README.md CARD.md
+	$(BIN)/python -m benchmark.tables --write README.md CARD.md $(wildcard packages/*/CARD.md)
 
 check: $(READY) ## style and types
 	$(BIN)/ruff check .

@@ -1,9 +1,14 @@
-"""Whole training steps of Qwen3 sharded over 2 to 8 GPUs with FSDP2: every layer and the root, batch 1 on each GPU.
+"""Whole training steps sharded over 2 to 8 GPUs with FSDP2: every layer and the root, batch 1 on each GPU.
 
-Otherwise as benchmark_qwen3.py. Each number is the slowest GPU's, or the fullest one's.
+    python -m benchmark.benchmark_fsdp --gpus 2
+    python -m benchmark.benchmark_fsdp --gpus 2 --model gpt_oss_20b [--layers 24]
+
+Otherwise as benchmark_qwen3.py, or the step of benchmark_gpt_oss.py. Each number is the slowest GPU's, or the fullest one's.
 """
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,10 +22,34 @@ if not __package__:  # run as a file, or by `kernels benchmark`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = Path(__file__).resolve().parent.name
 
-from . import training
+from . import benchmark_gpt_oss, models, training
 from .benchmark_qwen3 import Qwen3StepBenchmark
 
 TOKENS = (1024, 2048, 4096, 8192, 16384)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between the models. name: of the results; providers: those that take part unless told otherwise, of those known."""
+
+    name: str
+    providers: tuple[str, ...]
+    known: tuple[str, ...]
+    prepare: Callable
+    new_model: Callable  # (args, device) -> a model that is not filled
+
+
+FLEX = tuple(p for p in benchmark_gpt_oss.STEP_PROVIDERS if p != "huggingface")  # whose eager attention fits at the shortest lengths alone
+FAMILIES = {
+    "qwen3": Family(
+        "qwen3_fsdp",
+        training.PROVIDERS,
+        training.ALL_PROVIDERS,
+        training.prepare,
+        lambda args, device: training.new_qwen3(args.model, args.layers, device),
+    ),
+    "gpt_oss": Family("gpt_oss_fsdp", FLEX, benchmark_gpt_oss.STEP_PROVIDERS, benchmark_gpt_oss.prepare, benchmark_gpt_oss.new_model),
+}
 
 
 class ShardedStepper(training.Stepper):
@@ -32,11 +61,34 @@ class ShardedStepper(training.Stepper):
         return found | {"ms": ms, "first_ms": first_ms, "peak_gib": peak_gib if found["peak_gib"] is not None else None}
 
 
+@torch.no_grad()
+def materialise(module, device: str, prefix: str = "") -> None:
+    """Memory and `training.fill`'s values for the parameters that are on the meta device. prefix: of their names."""
+    made: dict[int, torch.nn.Parameter] = {}  # what is tied stays tied
+    for path, inside in module.named_modules(prefix=prefix):
+        for name, parameter in list(inside.named_parameters(recurse=False)):
+            if not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = torch.nn.Parameter(torch.empty_like(parameter, device=device))
+                training.fill_parameter(f"{path}.{name}" if path else name, made[id(parameter)])
+            setattr(inside, name, made[id(parameter)])
+
+
 def shard(model, device: str):
-    """FSDP2 as its documentation has it: each layer, then the root with everything else."""
+    """FSDP2 as its documentation has it: each layer, then the root with everything else.
+
+    A model on the meta device is filled on the way, so that no GPU ever holds more than its shards and one layer, or what the root has:
+    GPT-OSS 20B in bf16 is 42 GB.
+    """
     mesh = init_device_mesh(device, (dist.get_world_size(),))
-    for layer in model.model.layers:
+    for number, layer in enumerate(model.model.layers):
+        materialise(layer, device, f"model.layers.{number}")
         fully_shard(layer, mesh=mesh)
+    materialise(model, device)
+    if any(buffer.is_meta for buffer in model.buffers()):
+        with torch.device(device):  # they are the rotary embedding's, which computes them from the configuration
+            model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     fully_shard(model, mesh=mesh)
     return model
 
@@ -48,7 +100,7 @@ def build(args) -> training.Stepper:
         dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     else:
         dist.init_process_group("gloo")
-    model = shard(training.make_model(args.model, args.layers, args.device), args.device)
+    model = shard(FAMILIES[models.family(args.model)].new_model(args, "meta"), args.device)
     return ShardedStepper(model, training.make_optimizer(model, args.device), args.device, model.config.vocab_size, rank)
 
 
@@ -63,12 +115,17 @@ class Qwen3ShardedStepBenchmark(Qwen3StepBenchmark):
 
 
 def main(arguments=None):
-    p = training.parser("Training steps of Qwen3 under FSDP2.", TOKENS)
+    known = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.known))
+    p = training.parser("Training steps under FSDP2.", TOKENS, None, known)
     p.add_argument("--gpus", type=int, default=max(torch.cuda.device_count(), 2))
     args = p.parse_args(arguments)
+    family = FAMILIES[models.family(args.model)]
+    args.providers = args.providers or family.providers
+    if unknown := set(args.providers) - set(family.known):
+        p.error(f"argument --providers: {', '.join(sorted(unknown))}, expected some of {', '.join(family.known)} for {args.model}")
     if not args.child:
-        return training.parent("qwen3_fsdp", __file__, args, args.gpus)
-    if not training.child(args, build):
+        return training.parent(family.name, __file__, args, args.gpus)
+    if not training.child(args, build, family.prepare):
         os._exit(1)  # leaving in order would wait for the other processes, which wait for this one
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -50,9 +50,15 @@ def size(name: str) -> Size:
     return (SIZES | GPT_OSS | TINY)[full_name(name)]
 
 
-def title(name: str) -> str:
-    family, _, size_name = full_name(name).rpartition("_")
-    return f"{FAMILIES[family]}-{size_name.upper()}"
+def family(name: str) -> str:
+    """One of `FAMILIES`."""
+    return full_name(name).rpartition("_")[0]
+
+
+def title(name: str, layers: int | None = None) -> str:
+    """ "GPT-OSS-20B", or "GPT-OSS-20B with 12 of 24 layers"."""
+    found, whole = f"{FAMILIES[family(name)]}-{full_name(name).rpartition('_')[2].upper()}", size(name).layers
+    return found if layers in (None, whole) else f"{found} with {layers} of {whole} layers"
 
 
 def configuration(name: str, layers: int | None = None):

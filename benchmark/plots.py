@@ -6,20 +6,29 @@ from pathlib import Path
 
 from . import models, records
 from .records import Row
-from .tables import MODE_TITLES, MODEL, PROVIDERS, TITLES, in_order, select
+from .tables import EXPERTS, MODE_TITLES, MODEL, PROVIDERS, TITLES, in_order, select, step_groups
 
 # Colours that colour-blind readers tell apart (Okabe and Ito); what is compared is grey or thin, Bastile is not.
 STYLES: dict[str, dict] = {
     "huggingface": {"color": "#999999", "marker": "s"},
+    "huggingface_flex": {"color": "#999999", "marker": "s", "linestyle": "--"},
     "torch": {"color": "#56B4E9", "marker": "D"},
     "torch_compile": {"color": "#CC79A7", "marker": "v"},
     "liger": {"color": "#E69F00", "marker": "^"},
+    "liger_flex": {"color": "#E69F00", "marker": "^", "linestyle": "--"},
     "liger_cutedsl": {"color": "#009E73", "marker": "<"},
     "liger_cutile": {"color": "#0072B2", "marker": ">"},
     "bastile": {"color": "#D55E00", "marker": "o", "linewidth": 2.5, "zorder": 3},
     "floor": {"color": "black", "linestyle": ":", "linewidth": 1},
 }
-FLOOR = {"linear_cross_entropy": "bare cuBLAS GEMMs"}
+FLOOR = {"linear_cross_entropy": "bare cuBLAS GEMMs"} | dict.fromkeys(EXPERTS, "bare grouped GEMMs")
+OPERATIONS = TITLES | {name: f"experts, {routing} routing" for name, routing in EXPERTS.items()}
+STEPS = {
+    "qwen3_step": "Training step",
+    "qwen3_fsdp": "FSDP2 training step",
+    "gpt_oss_step": "Training step",
+    "gpt_oss_fsdp": "FSDP2 training step",
+}
 
 
 def series(rows: Iterable[Row], scale: float = 1.0) -> dict[str, tuple[list, ...]]:
@@ -95,10 +104,11 @@ def panels(count: int):
 
 
 def plot_operation(rows: list[Row], folder: Path) -> list[Path]:
-    """A picture for each mode: time, share of the floor, and memory where it was measured."""
+    """A picture for each mode, and each model that is not what x varies: time, share of the floor, and memory where it was measured."""
     made = []
-    for name, mode, x_name in dict.fromkeys((r.kernel_name, r.kernel_operation_mode, r.x_name) for r in rows):
-        mine = select(rows, kernel_name=name, kernel_operation_mode=mode, x_name=x_name)
+    pictures = ((r.kernel_name, r.kernel_operation_mode, r.x_name, r.config["model"] if r.x_name == "tokens" else None) for r in rows)
+    for name, mode, x_name, model in dict.fromkeys(pictures):
+        mine = select(rows, kernel_name=name, kernel_operation_mode=mode, x_name=x_name, **({"model": model} if model else {}))
         speed, memory = select(mine, metric_name="speed"), select(mine, metric_name="memory")
         if not any(r.y_value_50 for r in speed):
             continue
@@ -109,15 +119,15 @@ def plot_operation(rows: list[Row], folder: Path) -> list[Path]:
             draw(share_axes, percent, f"% of the speed of {floor}", log=False)
         if memory:
             draw(rest[0], memory, "peak memory of the call, MiB")
-        model = models.title(speed[0].config["model"]) if x_name == "tokens" else "Qwen3"
-        title = f"{TITLES[name][0].upper()}{TITLES[name][1:]}, {MODE_TITLES.get(mode, mode)} - {model}, {speed[0].gpu_name}"
-        suffix = "" if x_name == "tokens" else f"_by_{x_name}"
+        what = f"{OPERATIONS[name][0].upper()}{OPERATIONS[name][1:]}, {MODE_TITLES.get(mode, mode)}"
+        title = f"{what} - {models.title(model) if model else 'Qwen3'}, {speed[0].gpu_name}"
+        suffix = f"_by_{x_name}" if model is None else "" if model == MODEL else f"_{model}"
         made.append(finish(figure, folder / f"{name}_{mode}{suffix}.png", title))
     return made
 
 
-def plot_steps(rows: list[Row], path: Path, title: str) -> list[Path]:
-    """Time, tokens a second and memory of training steps."""
+def plot_steps(rows: list[Row], folder: Path, title: str) -> list[Path]:
+    """Time, tokens a second and memory of training steps. rows: of one of the groups that can be compared."""
     times = select(rows, metric_name="step_time")
     if not any(r.y_value_50 for r in times):
         return []
@@ -127,8 +137,10 @@ def plot_steps(rows: list[Row], path: Path, title: str) -> list[Path]:
     draw(rate_axes, select(rows, metric_name="throughput"), "tokens a second", log=False)
     if memory:
         draw(rest[0], memory, "peak memory of a GPU, GiB", log=False)
-    model = models.title(times[0].config["model"])
-    return [finish(figure, path, f"{title} - {model}, {times[0].gpu_name}")]
+    config = times[0].config
+    part = f"_{config['layers']}_layers" if config["layers"] else ""
+    gpus = f"_{config['gpus']}_gpus" if config["gpus"] > 1 else ""
+    return [finish(figure, folder / f"{times[0].kernel_name}_{config['model']}{part}{gpus}.png", f"{title}, {times[0].gpu_name}")]
 
 
 def plot_all(folder: Path) -> list[Path]:
@@ -136,14 +148,12 @@ def plot_all(folder: Path) -> list[Path]:
     rows = records.read_all(folder)
     plots, made = folder / "plots", []
     usual = [r for r in rows if r.config.get("dtype") == "bf16" and r.config.get("timing") in (None, "device")]
-    of_operations = [r for r in usual if r.kernel_name in TITLES and (r.x_name != "tokens" or r.config["model"] == MODEL)]
+    shown = (MODEL, *models.GPT_OSS)
+    of_operations = [r for r in usual if r.kernel_name in OPERATIONS and (r.x_name != "tokens" or r.config["model"] in shown)]
     made += plot_operation(of_operations, plots)
-    for kernel, title in (("qwen3_step", "Training step"), ("qwen3_fsdp", "FSDP2 training step")):
-        mine = select(usual, kernel_name=kernel, layers=None)
-        for model, gpus in dict.fromkeys((r.config["model"], r.config["gpus"]) for r in mine):
-            name = f"{kernel}_{model}" + (f"_{gpus}_gpus" if gpus > 1 else "")
-            of_gpus = f"{title} on {gpus} GPUs" if gpus > 1 else title
-            made += plot_steps(select(mine, model=model, gpus=gpus), plots / f"{name}.png", of_gpus)
+    for kernel, what in STEPS.items():
+        for title, mine in step_groups(select(usual, kernel_name=kernel)):
+            made += plot_steps(mine, plots, f"{what} - {title}")
     return made
 
 

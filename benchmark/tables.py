@@ -60,8 +60,8 @@ def columns_of(rows: Iterable[Row]) -> list[str]:
 
 
 def in_order(values: Iterable[str]) -> list[str]:
-    """Numbers by their size, Qwen3's models by theirs, each once."""
-    names = list(models.SIZES)
+    """Numbers by their size, models by theirs, each once."""
+    names = [*models.SIZES, *models.GPT_OSS]
     return sorted(set(values), key=lambda v: (int(v), "") if v.isdigit() else (names.index(v) if v in names else 0, v))
 
 
@@ -103,6 +103,18 @@ def origin(rows: list[Row]) -> str:
 
 def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def milliseconds(us: float) -> str:
+    return f"{number(us / 1e3)} ms"
+
+
+def gibibytes(mib: float) -> str:
+    return f"{mib / 1024:.2f} GiB"
+
+
+def joined(*parts: str) -> str:
+    return " · ".join(part for part in parts if part)
 
 
 def share(part: Row | None, whole: Row | None) -> str:
@@ -147,14 +159,10 @@ def linear_cross_entropy(rows: list[Row]) -> str:
         errors = by_provider(select(rows, metric_name="error_dweight_ratio", x_value=tokens))
         line = [tokens]
         for p in providers:
-            parts = (
-                notes.cell(found.get(p), lambda us: f"{number(us / 1e3)} ms"),
-                notes.cell(memory.get(p), lambda mib: f"{mib / 1024:.2f} GiB"),
-                notes.cell(errors.get(p), lambda ratio: f"{ratio:.2f}"),
-            )
-            line.append(" · ".join(part for part in parts if part))
+            cells = notes.cell(found.get(p), milliseconds), notes.cell(memory.get(p), gibibytes)
+            line.append(joined(*cells, notes.cell(errors.get(p), lambda ratio: f"{ratio:.2f}")))
         floor = found.get("floor")
-        body.append([*line, notes.cell(floor, lambda us: f"{number(us / 1e3)} ms"), share(found.get("bastile"), floor)])
+        body.append([*line, notes.cell(floor, milliseconds), share(found.get("bastile"), floor)])
     head = ["tokens", *(PROVIDERS[p] for p in providers), "three GEMMs", "Bastile: of the GEMMs"]
     text = "\n\nTime, peak memory beyond the inputs, and the error of the weight's gradient relative to that of one bf16 GEMM."
     return markdown(head, body) + text + str(notes) + origin(speed) if speed else ""
@@ -169,8 +177,7 @@ def steps(rows: list[Row]) -> str:
         memory = by_provider(select(rows, metric_name="memory", x_value=tokens))
         line = [tokens]
         for p in providers:
-            parts = (notes.cell(found.get(p), lambda ms: f"{number(ms)} ms"), notes.cell(memory.get(p), lambda gib: f"{gib:.1f} GiB"))
-            line.append(" · ".join(part for part in parts if part))
+            line.append(joined(notes.cell(found.get(p), lambda ms: f"{number(ms)} ms"), notes.cell(memory.get(p), lambda gib: f"{gib:.1f} GiB")))
         peers = {p: row for p, row in memory.items() if p != "bastile"}
         leanest = min(peers.values(), key=lambda row: row.y_value_50 or 0, default=None)
         body.append([*line, times_faster(found), share(memory.get("bastile"), leanest)])
@@ -195,27 +202,88 @@ def fsdp(rows: list[Row]) -> str:
     return "\n\n".join(f"**{n} GPUs**\n\n{steps(select(rows, gpus=n))}" for n in gpus)
 
 
+def step_groups(rows: list[Row]) -> list[tuple[str, list[Row]]]:
+    """Steps of each model, number of its layers and number of GPUs, with a title that says which: no two are comparable."""
+
+    names = in_order(row.config["model"] for row in rows)
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        config = row.config
+        groups.setdefault((names.index(config["model"]), config["gpus"], config["layers"] or models.size(config["model"]).layers), []).append(row)
+    found = []
+    for (model, gpus, layers), mine in sorted(groups.items()):
+        on = "one GPU" if gpus == 1 else f"{gpus} GPUs"
+        found.append((f"{models.title(names[model], layers)} on {on}", mine))
+    return found
+
+
+def titled_steps(rows: list[Row]) -> str:
+    how = "one sequence a GPU, bf16, fused AdamW, no checkpointing: time, and peak memory of a GPU"
+    return "\n\n".join(f"**A training step of {title}** ({how})\n\n{steps(mine)}" for title, mine in step_groups(rows))
+
+
+def expert_cells(rows: list[Row], providers: list[str], notes: Notes) -> list[str]:
+    """Of one size and pass: time and memory of each provider, the time of the bare GEMMs, and both comparisons."""
+    found, memory = (by_provider(select(rows, metric_name=name)) for name in ("speed", "memory"))
+    line = [joined(notes.cell(found.get(p), milliseconds), notes.cell(memory.get(p), gibibytes)) for p in providers]
+    floor = found.get("floor")
+    return [*line, notes.cell(floor, milliseconds), share(found.get("bastile"), floor), times_faster(found)]
+
+
 def gpt_oss_experts(rows: list[Row]) -> str:
-    """The layer of experts, forward and backward, by model, routing and tokens."""
-    speed = [row for row in select(rows, metric_name="speed", dtype="bf16") if row.kernel_name in EXPERTS]
+    """The layer of experts by model, pass, routing and tokens."""
+    rows = select(rows, dtype="bf16", timing="device")
+    rows = [row for row in rows if row.kernel_name in EXPERTS]
+    speed = select(rows, metric_name="speed")
     providers, notes, body = columns_of(speed), Notes(), []
-    for name, model in dict.fromkeys((row.kernel_name, row.config["model"]) for row in speed):
-        mine = select(speed, kernel_name=name, model=model, kernel_operation_mode="full")
-        for tokens in in_order(row.x_value for row in mine):
-            found = by_provider(select(mine, x_value=tokens))
-            memory = by_provider(select(rows, metric_name="memory", kernel_name=name, model=model, x_value=tokens, kernel_operation_mode="full"))
-            line = [f"{models.size(model).experts} experts, {EXPERTS[name]}", tokens]
-            for p in providers:
-                parts = (notes.cell(found.get(p), lambda us: f"{number(us / 1e3)} ms"), notes.cell(memory.get(p), lambda m: f"{m / 1024:.2f} GiB"))
-                line.append(" · ".join(part for part in parts if part))
-            floor = found.get("floor")
-            body.append([*line, notes.cell(floor, lambda us: f"{number(us / 1e3)} ms"), share(found.get("bastile"), floor), times_faster(found)])
-    head = ["routing", "tokens", *(PROVIDERS[p] for p in providers), "six GEMMs", "Bastile: of the GEMMs", "vs best peer"]
-    return markdown(head, body) + str(notes) + origin(speed) if speed else ""
+    for model in in_order(row.config["model"] for row in speed):
+        for mode in ("forward", "full"):
+            for name, routing in EXPERTS.items():
+                mine = select(rows, kernel_name=name, model=model, kernel_operation_mode=mode)
+                for tokens in in_order(row.x_value for row in select(mine, metric_name="speed")):
+                    what = f"{models.size(model).experts} experts, {routing}, {MODE_TITLES.get(mode, mode)}"
+                    body.append([what, tokens, *expert_cells(select(mine, x_value=tokens), providers, notes)])
+    head = ["layer, routing, pass", "tokens", *(PROVIDERS[p] for p in providers), "bare GEMMs", "Bastile: of the GEMMs", "vs best peer"]
+    return markdown(head, body) + bias_errors(rows) + str(notes) + origin(speed) if speed else ""
+
+
+def bias_errors(rows: list[Row]) -> str:
+    """What the bounds of the benchmark's own let pass."""
+    errors = [row for name in ("error_dgate_up_bias", "error_ddown_bias") for row in select(rows, metric_name=name)]
+    worst = {p: max(row.y_value_50 or 0 for row in select(errors, kernel_provider=p)) for p in columns_of(errors)}
+    text = ", ".join(f"{PROVIDERS[p]} {error:.1%}" for p, error in worst.items())
+    return f"\n\nThe largest relative error of a bias's gradient, against float64: {text}." if text else ""
 
 
 def gpt_oss_step(rows: list[Row]) -> str:
-    return steps(select(rows, kernel_name="gpt_oss_step", gpus=1))
+    return titled_steps(select(rows, kernel_name="gpt_oss_step"))
+
+
+def gpt_oss_fsdp(rows: list[Row]) -> str:
+    return titled_steps(select(rows, kernel_name="gpt_oss_fsdp"))
+
+
+def gpt_oss(rows: list[Row]) -> str:
+    """GPT-OSS in short: the layer of experts forward and backward, and the steps, at one number of tokens."""
+    rows = select(rows, x_name="tokens", x_value=TOKENS, kernel_operation_mode="full", dtype="bf16")
+    layer = select([row for row in rows if row.kernel_name in EXPERTS], timing="device")
+    step = [row for row in rows if row.kernel_name in ("gpt_oss_step", "gpt_oss_fsdp")]
+    times = select(layer, metric_name="speed") + select(step, metric_name="step_time")
+    providers, notes, body = columns_of(times), Notes(), []
+
+    def add(title: str, mine: list[Row], metric: str, time: Callable, size: Callable) -> None:
+        found, memory = by_provider(select(mine, metric_name=metric)), by_provider(select(mine, metric_name="memory"))
+        cells = [joined(notes.cell(found.get(p), time), notes.cell(memory.get(p), size)) for p in providers]
+        body.append([title, *cells, times_faster(found)])
+
+    for model in in_order(row.config["model"] for row in layer):
+        for name, routing in EXPERTS.items():
+            title = f"{models.size(model).experts} experts, {routing} routing"
+            add(title, select(layer, kernel_name=name, model=model), "speed", milliseconds, gibibytes)
+    for title, mine in step_groups(step):
+        add(f"step of {title}", mine, "step_time", lambda ms: f"{number(ms)} ms", lambda gib: f"{gib:.1f} GiB")
+    head = [f"{TOKENS} tokens", *(PROVIDERS[p] for p in providers), "vs best peer"]
+    return markdown(head, body) + str(notes) + origin(times) if times else ""
 
 
 def first_step(rows: list[Row]) -> str:
@@ -269,6 +337,8 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "qwen3_models": qwen3_models,
     "gpt_oss_experts": gpt_oss_experts,
     "gpt_oss_step": gpt_oss_step,
+    "gpt_oss_fsdp": gpt_oss_fsdp,
+    "gpt_oss": gpt_oss,
     "first_step": first_step,
     "fsdp": fsdp,
     "host": host,
@@ -276,21 +346,31 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
 }
 
 
+# These bring their titles along, so that a document shows nothing where nothing was measured.
+TITLED = ("gpt_oss_step", "gpt_oss_fsdp")
+
+
 def table(name: str, rows: list[Row]) -> str:
     """A table by its name. Raises ValueError for one that does not exist."""
     if name not in TABLES:
         raise ValueError(f"table is {name}, expected one of {', '.join(TABLES)}")
-    return TABLES[name](rows) or "*Not measured yet.*"
+    return TABLES[name](rows) or ("" if name in TITLED else "*Not measured yet.*")
+
+
+def content(name: str, rows: list[Row]) -> str:
+    """What stands between the marks of a document."""
+    text = table(name, rows)
+    return f"{text}\n" if text else ""
 
 
 def filled(text: str, rows: list[Row]) -> str:
     """A document with all its tables made anew."""
-    return BLOCK.sub(lambda block: f"{block[1]}{table(block[2], rows)}\n{block[4]}", text)
+    return BLOCK.sub(lambda block: f"{block[1]}{content(block[2], rows)}{block[4]}", text)
 
 
 def stale(text: str, rows: list[Row]) -> list[str]:
     """Names of the tables of a document that are not what the results say."""
-    return [name for _, name, content, _ in BLOCK.findall(text) if content != f"{table(name, rows)}\n"]
+    return [name for _, name, found, _ in BLOCK.findall(text) if found != content(name, rows)]
 
 
 def main(arguments=None) -> int:

@@ -1,4 +1,4 @@
-"""Whole training steps of Qwen3: what benchmark_qwen3.py and benchmark_fsdp.py share.
+"""Whole training steps: what benchmark_qwen3.py, benchmark_gpt_oss.py and benchmark_fsdp.py share.
 
 Every provider runs in processes of its own, because each replaces parts of transformers. The parent starts them in turns and
 never touches the GPU; a child prints one line of JSON for everything that it finds out.
@@ -59,24 +59,33 @@ def prepare(provider: str) -> None:
     apply_liger_kernel_to_qwen3()
 
 
-def make_model(name: str, layers: int | None, device: str, dtype: torch.dtype = torch.bfloat16):
-    """A Qwen3ForCausalLM in training mode with random weights that depend on nothing but the parameters' names."""
+def new_qwen3(name: str, layers: int | None, device: str, dtype: torch.dtype = torch.bfloat16):
+    """A Qwen3ForCausalLM in training mode, to be filled."""
     from transformers import Qwen3ForCausalLM
 
     with torch.device(device):
-        model = Qwen3ForCausalLM._from_config(models.configuration(name, layers), dtype=dtype, attn_implementation="sdpa")
+        return Qwen3ForCausalLM._from_config(models.configuration(name, layers), dtype=dtype, attn_implementation="sdpa").train()
+
+
+def make_model(name: str, layers: int | None, device: str, dtype: torch.dtype = torch.bfloat16):
+    """A Qwen3ForCausalLM in training mode with random weights that depend on nothing but the parameters' names."""
+    model = new_qwen3(name, layers, device, dtype)
     fill(model)
-    return model.train()
+    return model
+
+
+def fill(model) -> None:
+    for name, parameter in model.named_parameters():
+        fill_parameter(name, parameter)
 
 
 @torch.no_grad()
-def fill(model) -> None:
-    for name, parameter in model.named_parameters():
-        generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
-        if parameter.dim() == 1:
-            parameter.fill_(1.0)
-        else:
-            parameter.normal_(0.0, 0.02, generator=generator)
+def fill_parameter(name: str, parameter: torch.Tensor) -> None:
+    generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
+    if parameter.dim() == 1:
+        parameter.fill_(1.0)
+    else:
+        parameter.normal_(0.0, 0.02, generator=generator)
 
 
 def make_optimizer(model, device: str):
@@ -376,14 +385,12 @@ class Results:
 
     def _print_losses(self, tokens: int) -> None:
         """How far each provider's losses are from Hugging Face's."""
-        base = self.steps.get(("huggingface", tokens))
-        if base is None or base.error:
-            return
-        for provider in self.args.providers:
-            found = self.steps.get((provider, tokens))
-            if provider != "huggingface" and found and not found.error:
-                apart = max(abs(a - b) for a, b in zip(found.losses, base.losses, strict=False))
-                say(f"  {tokens:>8} tokens: {provider}'s first losses are within {apart:.4f} of Hugging Face's")
+        measured = {p: self.steps[p, tokens] for p in self.args.providers if (p, tokens) in self.steps and not self.steps[p, tokens].error}
+        base = next((p for p in measured if p.startswith("huggingface")), None)
+        for provider, found in measured.items() if base else ():
+            if provider != base:
+                apart = max(abs(a - b) for a, b in zip(found.losses, measured[base].losses, strict=False))
+                say(f"  {tokens:>8} tokens: {provider}'s first losses are within {apart:.4f} of {base}'s")
 
 
 def versus(found: dict[str, Measured], what: str) -> str:
@@ -416,7 +423,7 @@ def parser(description: str, tokens: tuple[int, ...], providers=PROVIDERS, known
 def child_arguments(args, provider: str) -> list[str]:
     found = ["--child", provider, "--model", args.model, "--tokens", ",".join(map(str, args.tokens)), "--device", args.device]
     found += ["--warmup", str(args.warmup), "--steps", str(args.steps)]
-    return found + (["--layers", str(args.layers)] if args.layers else [])
+    return found + ["--layers", str(args.layers or models.size(args.model).layers)]
 
 
 def parent(kernel: str, script: str, args, gpus: int = 1) -> Results:
@@ -424,6 +431,8 @@ def parent(kernel: str, script: str, args, gpus: int = 1) -> Results:
     if args.results is None and args.device.startswith("cuda"):
         args.results = records.RESULTS
     args.model = models.full_name(args.model)
+    if args.layers == models.size(args.model).layers:
+        args.layers = None  # as where nobody asked for fewer: the same rows of the results
     deadline = time.monotonic() + args.budget_s
     results = Results(kernel, args, gpus)
     for turn in range(args.rounds):

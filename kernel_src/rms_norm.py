@@ -94,9 +94,9 @@ def read_weight(weight, start, WIDTH: Const):
     return ct.astype(ct.reshape(tile, (1, WIDTH)), ct.float32)
 
 
-@ct.kernel
-def rms_norm_backward(dx, dy, x, weight, rstd, dweight, TILE: Const, TAIL: Const, LATENCY: Const):
-    """dx, dy, x: [rows, TILE + TAIL]; rstd: [rows] fp32; dweight: [blocks, TILE + TAIL] fp32, one partial sum a block."""
+@ct.function
+def backward_rows(dx, dy, dtotal, x, weight, rstd, dweight, TILE: Const, TAIL: Const, LATENCY: Const, PAST: Const):
+    """The rows that a block walks over. PAST: whether dtotal is added to dx; else it is not read."""
     block = ct.bid(0)
     w = read_weight(weight, 0, TILE)
     acc = ct.zeros((1, TILE), dtype=ct.float32)
@@ -105,6 +105,8 @@ def rms_norm_backward(dx, dy, x, weight, rstd, dweight, TILE: Const, TAIL: Const
         tail_acc = ct.zeros((1, TAIL), dtype=ct.float32)
     for row in range(block, x.shape[0], ct.num_blocks(0)):
         n, d = read_tile(x, row, 0, TILE, LATENCY), read_tile(dy, row, 0, TILE, LATENCY)
+        if PAST:
+            past = read_tile(dtotal, row, 0, TILE, LATENCY)
         r = ct.gather(rstd, row, check_bounds=False)
         n = n * r
         g = d * w
@@ -112,16 +114,26 @@ def rms_norm_backward(dx, dy, x, weight, rstd, dweight, TILE: Const, TAIL: Const
         acc = acc + d * n
         if TAIL > 0:
             tail_n, tail_d = read_tile(x, row, TILE, TAIL, LATENCY) * r, read_tile(dy, row, TILE, TAIL, LATENCY)
+            if PAST:
+                tail_past = read_tile(dtotal, row, TILE, TAIL, LATENCY)
             tail_g = tail_d * tail_w
             total = total + ct.sum(tail_g * tail_n)
             tail_acc = tail_acc + tail_d * tail_n
         mean = total * (1.0 / (TILE + TAIL))
-        write_tile(dx, row, 0, TILE, (g - n * mean) * r)
+        gradient = (g - n * mean) * r
+        write_tile(dx, row, 0, TILE, gradient + past if PAST else gradient)
         if TAIL > 0:
-            write_tile(dx, row, TILE, TAIL, (tail_g - tail_n * mean) * r)
+            tail_gradient = (tail_g - tail_n * mean) * r
+            write_tile(dx, row, TILE, TAIL, tail_gradient + tail_past if PAST else tail_gradient)
     write_tile(dweight, block, 0, TILE, acc)
     if TAIL > 0:
         write_tile(dweight, block, TILE, TAIL, tail_acc)
+
+
+@ct.kernel
+def rms_norm_backward(dx, dy, x, weight, rstd, dweight, TILE: Const, TAIL: Const, LATENCY: Const):
+    """dx, dy, x: [rows, TILE + TAIL]; rstd: [rows] fp32; dweight: [blocks, TILE + TAIL] fp32, one partial sum a block."""
+    backward_rows(dx, dy, dy, x, weight, rstd, dweight, TILE, TAIL, LATENCY, False)
 
 
 @ct.kernel
@@ -168,33 +180,7 @@ def add_rms_norm_forward(x, residual, weight, total, y, rstd, eps: float, TILE: 
 @ct.kernel
 def add_rms_norm_backward(dx, dy, dtotal, x, weight, rstd, dweight, TILE: Const, TAIL: Const, LATENCY: Const):
     """As `rms_norm_backward` with dx += dtotal, the gradient that reaches x past the norm. x: what was normalised."""
-    block = ct.bid(0)
-    w = read_weight(weight, 0, TILE)
-    acc = ct.zeros((1, TILE), dtype=ct.float32)
-    if TAIL > 0:
-        tail_w = read_weight(weight, TILE, TAIL)
-        tail_acc = ct.zeros((1, TAIL), dtype=ct.float32)
-    for row in range(block, x.shape[0], ct.num_blocks(0)):
-        n, d = read_tile(x, row, 0, TILE, LATENCY), read_tile(dy, row, 0, TILE, LATENCY)
-        past = read_tile(dtotal, row, 0, TILE, LATENCY)
-        r = ct.gather(rstd, row, check_bounds=False)
-        n = n * r
-        g = d * w
-        total = ct.sum(g * n)
-        acc = acc + d * n
-        if TAIL > 0:
-            tail_n, tail_d = read_tile(x, row, TILE, TAIL, LATENCY) * r, read_tile(dy, row, TILE, TAIL, LATENCY)
-            tail_past = read_tile(dtotal, row, TILE, TAIL, LATENCY)
-            tail_g = tail_d * tail_w
-            total = total + ct.sum(tail_g * tail_n)
-            tail_acc = tail_acc + tail_d * tail_n
-        mean = total * (1.0 / (TILE + TAIL))
-        write_tile(dx, row, 0, TILE, (g - n * mean) * r + past)
-        if TAIL > 0:
-            write_tile(dx, row, TILE, TAIL, (tail_g - tail_n * mean) * r + tail_past)
-    write_tile(dweight, block, 0, TILE, acc)
-    if TAIL > 0:
-        write_tile(dweight, block, TILE, TAIL, tail_acc)
+    backward_rows(dx, dy, dtotal, x, weight, rstd, dweight, TILE, TAIL, LATENCY, True)
 
 
 # ---------------------------------------------------------------- short rows

@@ -57,9 +57,9 @@ def wide_add_rms_norm_forward(x, residual, weight, total, y, rstd, eps: float, T
     normalise(ct.astype(s, ct.float32), weight, y, rstd, row, cols, eps)
 
 
-@ct.kernel
-def wide_rms_norm_backward(dx, dy, x, weight, rstd, dweight, TILE: Const):
-    """dx, dy, x: [rows, length]; dweight: [blocks, length] fp32, one partial sum a block, which walks over rows."""
+@ct.function
+def backward_rows(dx, dy, dtotal, x, weight, rstd, dweight, TILE: Const, PAST: Const):
+    """The rows that a block walks over. PAST: whether dtotal is added to dx; else it is not read."""
     block, cols = ct.bid(0), ct.arange(TILE, dtype=ct.int32)
     w = read(weight, cols)
     acc = ct.zeros((TILE,), dtype=ct.float32)
@@ -68,25 +68,22 @@ def wide_rms_norm_backward(dx, dy, x, weight, rstd, dweight, TILE: Const):
         n, d = read_once(x, (row, cols)) * r, read_once(dy, (row, cols))
         g = d * w
         mean = ct.sum(g * n, axis=0, keepdims=False) / ct.astype(x.shape[1], ct.float32)
-        write(dx, (row, cols), (g - n * mean) * r)
+        gradient = (g - n * mean) * r
+        write(dx, (row, cols), gradient + read_once(dtotal, (row, cols)) if PAST else gradient)
         acc = acc + d * n
     write(dweight, (block, cols), acc)
+
+
+@ct.kernel
+def wide_rms_norm_backward(dx, dy, x, weight, rstd, dweight, TILE: Const):
+    """dx, dy, x: [rows, length]; dweight: [blocks, length] fp32, one partial sum a block, which walks over rows."""
+    backward_rows(dx, dy, dy, x, weight, rstd, dweight, TILE, False)
 
 
 @ct.kernel
 def wide_add_rms_norm_backward(dx, dy, dtotal, x, weight, rstd, dweight, TILE: Const):
     """As `wide_rms_norm_backward` with dx += dtotal, the gradient that reaches x past the norm. x: what was normalised."""
-    block, cols = ct.bid(0), ct.arange(TILE, dtype=ct.int32)
-    w = read(weight, cols)
-    acc = ct.zeros((TILE,), dtype=ct.float32)
-    for row in range(block, x.shape[0], ct.num_blocks(0)):
-        r = ct.gather(rstd, row, check_bounds=False)
-        n, d = read_once(x, (row, cols)) * r, read_once(dy, (row, cols))
-        g = d * w
-        mean = ct.sum(g * n, axis=0, keepdims=False) / ct.astype(x.shape[1], ct.float32)
-        write(dx, (row, cols), (g - n * mean) * r + read_once(dtotal, (row, cols)))
-        acc = acc + d * n
-    write(dweight, (block, cols), acc)
+    backward_rows(dx, dy, dtotal, x, weight, rstd, dweight, TILE, True)
 
 
 TILE = 4096  # the longest row; ops/wide_rms_norm.py sends longer ones to PyTorch

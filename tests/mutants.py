@@ -4,6 +4,7 @@ A mutant replaces one piece of text inside one function of a copy of the package
 driver's place, or in plain PyTorch, and the check compares it with float64. A mutant that survives is a hole in the checks.
 """
 
+import argparse
 import ast
 import concurrent.futures
 import contextlib
@@ -27,7 +28,10 @@ from tests.tolerances import assert_close
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "torch-ext" / "qwen3"
-OPERATIONS = ("rms_norm", "rotary", "qk_norm_rotary", "swiglu", "cross_entropy", "linear_cross_entropy", "column_sum", "scale", "experts", "clamped_gate", "grouped_gemm")
+OPERATIONS = (
+    "rms_norm", "wide_rms_norm", "rotary", "qk_norm_rotary", "swiglu", "cross_entropy", "linear_cross_entropy", "column_sum", "scale", "experts",
+    "clamped_gate", "grouped_gemm",
+)  # fmt: skip
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = "cpu"
 
@@ -289,15 +293,18 @@ def _of(check, *arguments, **options):
     return lambda ops: check(ops, CPU, *arguments, **options)
 
 
-def check_wide(ops, check, shape):
+def check_wide(ops, check, shape, dtype=FP32):
     """GPT-OSS's norms, by the names of Qwen3's."""
     wide = importlib.import_module(f"{ops.__name__}.ops.wide_rms_norm")
-    check(types.SimpleNamespace(rms_norm=wide.wide_rms_norm, add_rms_norm=wide.wide_add_rms_norm), CPU, FP32, shape, eps=0.5)
+    check(types.SimpleNamespace(rms_norm=wide.wide_rms_norm, add_rms_norm=wide.wide_add_rms_norm), CPU, dtype, shape, eps=0.5)
 
 
 CHECKS = {
     "wide_rms_norm": functools.partial(check_wide, check=checks.check_rms_norm, shape=(3, 40)),
+    "wide_rms_norm_many_rows": functools.partial(check_wide, check=checks.check_rms_norm, shape=(19, 40)),
     "wide_add_rms_norm": functools.partial(check_wide, check=checks.check_add_rms_norm, shape=(3, 40)),
+    "wide_add_rms_norm_many_rows": functools.partial(check_wide, check=checks.check_add_rms_norm, shape=(19, 40)),
+    "wide_rms_norm_rounded": functools.partial(check_wide, check=checks.check_that_wide_rms_norm_rounds_once, shape=(19, 77), dtype=BF16),
     "column_sum": check_column_sum,
     "attention_inputs": check_norm_attention_inputs,
     "attention_inputs_packed": functools.partial(check_norm_attention_inputs, packed=True),
@@ -500,7 +507,7 @@ KERNEL_MUTANTS = [
          ("total = total + ct.sum(tail * tail, axis=0, keepdims=False)", "pass", "rms_norm_tail"),
          ("dtype=ct.int32) + TILE", "dtype=ct.int32)", "rms_norm_tail"),
          ("scaled(tail * r", "scaled(tail", "rms_norm_tail")),
-    *_in("kernel_src/rms_norm.py", "rms_norm", "rms_norm_backward",
+    *_in("kernel_src/rms_norm.py", "rms_norm", "backward_rows",
          ("(g - n * mean) * r", "(g + n * mean) * r"),
          ("(g - n * mean) * r", "g - n * mean"),
          ("ct.sum(g * n)", "ct.sum(d * n)"),
@@ -512,7 +519,13 @@ KERNEL_MUTANTS = [
          ("total = total + ct.sum(tail_g", "total = total - ct.sum(tail_g", "rms_norm_tail"),
          ("tail_n * mean) * r", "tail_n * mean)", "rms_norm_tail"),
          ("tail_acc + tail_d", "tail_acc - tail_d", "rms_norm_tail"),
-         ("1.0 / (TILE + TAIL)", "1.0 / TILE", "rms_norm_tail")),
+         ("1.0 / (TILE + TAIL)", "1.0 / TILE", "rms_norm_tail"),
+         ("gradient + past if PAST", "gradient if PAST", "add_rms_norm"),
+         ("read_tile(dtotal, row, 0, TILE, LATENCY)", "read_tile(dy, row, 0, TILE, LATENCY)", "add_rms_norm"),
+         ("(g - n * mean)", "(g - mean)", "add_rms_norm"),
+         ("tail_gradient + tail_past if PAST", "tail_gradient if PAST", "add_rms_norm_tail"),
+         ("read_tile(dtotal, row, TILE, TAIL, LATENCY)", "read_tile(dtotal, row, 0, TAIL, LATENCY)", "add_rms_norm_tail")),
+    *_in("kernel_src/rms_norm.py", "rms_norm", "rms_norm_backward", ("LATENCY, False)", "LATENCY, True)"), ("(dx, dy, dy, x,", "(dx, x, dy, x,")),
     *_in("kernel_src/rms_norm.py", "norm_mlp", "rms_norm_apply", ("read(x, (row, cols)) * r", "read(x, (row, cols))")),
     *_in("kernel_src/rms_norm.py", "add_rms_norm", "add", ("read(x, index) + read(residual, index)", "read(x, index)")),
     *_in("kernel_src/rms_norm.py", "add_rms_norm", "add_rms_norm_forward",
@@ -520,11 +533,8 @@ KERNEL_MUTANTS = [
          ("squares + ct.sum(tail * tail", "squares + ct.sum(tail", "add_rms_norm_tail"),
          ("ct.scatter(total, (row, tail_cols)", "ct.scatter(total, (row, tail_cols - 1)", "add_rms_norm_tail")),
     *_in("kernel_src/rms_norm.py", "add_rms_norm", "add_rms_norm_backward",
-         ("* r + past)", "* r)"),
-         ("read_tile(dtotal, row, 0, TILE, LATENCY)", "read_tile(dy, row, 0, TILE, LATENCY)"),
-         ("(g - n * mean)", "(g - mean)"),
-         ("tail_n * mean) * r + tail_past", "tail_n * mean) * r", "add_rms_norm_tail"),
-         ("read_tile(dtotal, row, TILE, TAIL, LATENCY)", "read_tile(dtotal, row, 0, TAIL, LATENCY)", "add_rms_norm_tail")),
+         ("LATENCY, True)", "LATENCY, False)"),
+         ("backward_rows(dx, dy, dtotal, x", "backward_rows(dx, dtotal, dy, x")),
     *_in("kernel_src/rms_norm.py", "rms_norm_tail", "read_tile", ("start // WIDTH", "start")),
     *_in("kernel_src/rms_norm.py", "rms_norm_tail", "read_weight", ("start // WIDTH", "0")),
     *_in("kernel_src/rms_norm.py", "rms_norm_tail", "write_tile", ("start // WIDTH", "0")),
@@ -551,6 +561,59 @@ KERNEL_MUTANTS = [
          ("dx.dtype), check_bounds=True", "dx.dtype), check_bounds=False"),
          ("* read_padded(weight, cols) * read_padded(x, (row, cols)) * r", "* read_padded(x, (row, cols)) * r"),
          ("row == block", "row != block")),
+    *_in("kernel_src/wide_rms_norm.py", "wide_rms_norm", "read", ("check_bounds=True", "check_bounds=False"), ("padding_value=0", "padding_value=1")),
+    *_in("kernel_src/wide_rms_norm.py", "wide_rms_norm", "read_once", ("check_bounds=True", "check_bounds=False")),
+    *_in("kernel_src/wide_rms_norm.py", "wide_rms_norm", "write", ("check_bounds=True", "check_bounds=False")),
+    *_in("kernel_src/wide_rms_norm.py", "wide_rms_norm", "normalise",
+         (" + eps", ""),
+         ("v * v", "v"),
+         ("ct.astype(y.shape[1], ct.float32)", "4096"),
+         ("v * r * read(weight, cols)", "v * read(weight, cols)"),
+         ("v * r * read(weight, cols)", "v * r"),
+         ("rstd, row, r,", "rstd, row, r * r,"),
+         ("v * r * read(weight, cols)", "ct.astype(ct.astype(v * r, y.dtype), ct.float32) * read(weight, cols)", "wide_rms_norm_rounded"),
+         ("v * r * read(weight, cols)", "v * r * ct.astype(ct.astype(read(weight, cols), y.dtype), ct.float32)", "wide_rms_norm_rounded"),
+         ("write(y, (row, cols)", "write(y, (0, cols)"),
+         ("rstd, row, r,", "rstd, 0, r,")),
+    *_in("kernel_src/wide_rms_norm.py", "wide_rms_norm", "wide_rms_norm_forward",
+         ("ct.bid(0)", "0"),
+         ("read(x, (row, cols))", "read(x, (0, cols))")),
+    *_in("kernel_src/wide_rms_norm.py", "wide_add_rms_norm", "wide_add_rms_norm_forward",
+         (" + read(residual, (row, cols))", ""),
+         ("read(residual, (row, cols))", "read(residual, (0, cols))"),
+         ("read(x, (row, cols))", "read(x, (0, cols))"),
+         ("(row, cols), s, check_bounds=True", "(row, cols), s * s, check_bounds=True"),
+         ("(row, cols), s, check_bounds=True", "(row, cols), s, check_bounds=False"),
+         ("normalise(ct.astype(s, ct.float32)", "normalise(read(x, (row, cols))"),
+         ("normalise(ct.astype(s, ct.float32)", "normalise(read(x, (row, cols)) + read(residual, (row, cols))", "wide_rms_norm_rounded")),
+    *_in("kernel_src/wide_rms_norm.py", "wide_rms_norm", "backward_rows",
+         ("w = read(weight, cols)", "w = ct.astype(ct.astype(read(weight, cols), dx.dtype), ct.float32)", "wide_rms_norm_rounded"),
+         ("(g - n * mean) * r", "(g + n * mean) * r"),
+         ("(g - n * mean) * r", "(g - mean) * r"),
+         ("(g - n * mean) * r", "(g - n) * r"),
+         ("(g - n * mean) * r", "(g - n * mean)"),
+         ("ct.sum(g * n", "ct.sum(d * n"),
+         ("ct.astype(x.shape[1], ct.float32)", "TILE"),
+         ("g = d * w", "g = d"),
+         ("read_once(x, (row, cols)) * r", "read_once(x, (row, cols))"),
+         ("acc + d * n", "acc + g * n"),
+         ("read_once(x, (row, cols))", "read_once(x, (block, cols))", "wide_rms_norm_many_rows"),
+         ("read_once(dy, (row, cols))", "read_once(dy, (block, cols))", "wide_rms_norm_many_rows"),
+         ("ct.gather(rstd, row", "ct.gather(rstd, block", "wide_rms_norm_many_rows"),
+         ("acc + d * n", "d * n", "wide_rms_norm_many_rows"),
+         ("write(dx, (row, cols)", "write(dx, (block, cols)", "wide_rms_norm_many_rows"),
+         ("range(block, x.shape[0]", "range(0, x.shape[0]", "wide_rms_norm_many_rows"),
+         ("x.shape[0], ct.num_blocks(0)", "x.shape[0], ct.num_blocks(0) + 1", "wide_rms_norm_many_rows"),
+         ("write(dweight, (block, cols)", "write(dweight, (0, cols)", "wide_rms_norm_many_rows"),
+         ("gradient + read_once(dtotal, (row, cols)) if PAST", "gradient if PAST", "wide_add_rms_norm"),
+         ("read_once(dtotal, (row, cols))", "read_once(dy, (row, cols))", "wide_add_rms_norm"),
+         ("read_once(dtotal, (row, cols))", "read_once(dtotal, (block, cols))", "wide_add_rms_norm_many_rows")),
+    *_in("kernel_src/wide_rms_norm.py", "wide_rms_norm", "wide_rms_norm_backward",
+         ("TILE, False)", "TILE, True)"),
+         ("(dx, dy, dy, x,", "(dx, x, dy, x,")),
+    *_in("kernel_src/wide_rms_norm.py", "wide_add_rms_norm", "wide_add_rms_norm_backward",
+         ("TILE, True)", "TILE, False)"),
+         ("backward_rows(dx, dy, dtotal, x", "backward_rows(dx, dtotal, dy, x")),
     *_in("kernel_src/cross_entropy.py", "loss", "read_logits", ("padding_value=MINUS_INFINITY", "padding_value=0")),
     *_in("kernel_src/cross_entropy.py", "loss_softcap", "cap", ("softcap * ct.tanh", "ct.tanh")),
     *_in("kernel_src/cross_entropy.py", "minus_infinity", "write_partial", ("ct.where(m == MINUS_INFINITY, 0.0, m)", "m")),
@@ -901,14 +964,29 @@ OPERATION_MUTANTS = [
          ("_token_sum(dx, position)", "_token_sum(dx, position, expert, scores, down_bias)"),
          ("_dense(expert, scores", "_dense(expert, scores.abs() + 1")),
     *_in("ops/experts.py", "experts", "_Experts.forward", ("save_for_backward(*inputs, *saved)", "save_for_backward(*inputs[:2], *inputs[2:3], *inputs[3:], *saved[:1], saved[1].flip(0), *saved[2:])")),
-    *_in("ops/wide_rms_norm.py", "wide_rms_norm", "_RMSNorm.forward", ("save_for_backward(x,", "save_for_backward(y,"), kernels=False),
-    *_in("ops/wide_rms_norm.py", "wide_rms_norm", "_RMSNorm.backward", ("return dx,", "return dy,"), kernels=False),
+    *_in("ops/wide_rms_norm.py", "wide_rms_norm", "_RMSNorm.forward",
+         ("save_for_backward(x,", "save_for_backward(y,"),
+         ("x, weight, rstd)", "x, torch.ones_like(weight), rstd)"),
+         ("x, weight, rstd)", "x, weight, 1.01 * rstd)")),
+    *_in("ops/wide_rms_norm.py", "wide_rms_norm", "_RMSNorm.backward",
+         ("dweight if need", "torch.zeros_like(dweight) if need"),
+         ("return dx,", "return dy,")),
+    *_in("ops/wide_rms_norm.py", "wide_rms_norm_many_rows", "_gradients", ("column_sum(partial, weight.dtype)", "partial[0].to(weight.dtype)")),
+    *_in("ops/wide_rms_norm.py", "wide_add_rms_norm", "_gradients",
+         ("*map(rows_of, grads)", "*map(rows_of, grads[::-1])")),
+    *_in("ops/wide_rms_norm.py", "wide_add_rms_norm", "_gradients", ("return dx + grads[1] if len(grads) > 1 else dx", "return dx"), kernels=False),
     *_in("ops/wide_rms_norm.py", "wide_add_rms_norm", "_AddRMSNorm.forward",
          ("save_for_backward(total,", "save_for_backward(x,"),
-         ("return y, total", "return y, x + 0 * total"), kernels=False),
+         ("total, weight, rstd)", "total, torch.ones_like(weight), rstd)"),
+         ("total, weight, rstd)", "total, weight, 1.01 * rstd)"),
+         ("return y, total", "return y, x + 0 * total")),
     *_in("ops/wide_rms_norm.py", "wide_add_rms_norm", "_AddRMSNorm.backward",
+         ("dweight if need", "torch.zeros_like(dweight) if need"),
          ("return dx, dx,", "return dx, torch.zeros_like(dx),"),
-         ("(dy, dtotal, total", "(dtotal, dy, total"), kernels=False),
+         ("(dy, dtotal, total", "(dtotal, dy, total")),
+    *_in("ops/wide_rms_norm.py", "wide_rms_norm_rounded", "wide_rms_norm_reference",
+         ("weight * (xf * rstd)", "weight * (xf * rstd).to(x.dtype)"),
+         ("x.to(wide(x.dtype))", "x"), kernels=False),
     *_in("ops/experts.py", "experts_again", "_Experts.backward", ("ctx.written_over = True", "pass")),
     *_in("ops/linear_cross_entropy.py", "loss_items", "_scale", ("if num_items is not None", "if False")),
     *_in("ops/linear_cross_entropy.py", "loss_ignores_0", "_counted", ("(target != ignore_index) & ", ""), kernels=False),
@@ -956,18 +1034,24 @@ def caught(number: int) -> bool:
     return False
 
 
-def main() -> int:
-    """Plants them all, on all cores, and prints how many were caught and which were not."""
+def main(arguments=None) -> int:
+    """Plants those of some files, or all, on all cores, and prints how many were caught and which were not."""
+    p = argparse.ArgumentParser(prog="python -m tests.mutants", description="Plants errors and counts those that the tests catch.")
+    p.add_argument("files", nargs="*", metavar="file", help="files with these words in their paths; without any, all")
+    files = p.parse_args(arguments).files
+    wanted = [i for i, mutant in enumerate(MUTANTS) if not files or any(word in mutant.file for word in files)]
+    if not wanted:
+        p.error(f"no planted error is in {', '.join(files)}")
     with concurrent.futures.ProcessPoolExecutor(initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        found = list(pool.map(caught, range(len(MUTANTS)), chunksize=4))
+        found = list(pool.map(caught, wanted, chunksize=4))
     places: dict[str, list[bool]] = {}
-    for mutant, was_caught in zip(MUTANTS, found, strict=True):
+    for mutant, was_caught in zip((MUTANTS[i] for i in wanted), found, strict=True):
         places.setdefault(mutant.file, []).append(was_caught)
         if not was_caught:
             print(f"survived: {mutant} (check {mutant.check})")
     for place, results in places.items():
         print(f"{place:40} {sum(results):4} of {len(results)} caught")
-    print(f"{sum(found)} of {len(MUTANTS)} planted errors caught: {'all of them' if all(found) else 'the others are holes in the tests'}")
+    print(f"{sum(found)} of {len(found)} planted errors caught: {'all of them' if all(found) else 'the others are holes in the tests'}")
     return 0 if all(found) else 1
 
 

@@ -101,6 +101,29 @@ def check_wide_rms_norm_weight(ops, device, dtype, shape, eps=1e-5):
     assert_close(weight.grad, weight64.grad, torch.float32, "RMSNorm with an fp32 weight, dweight")
 
 
+def check_that_wide_rms_norm_rounds_once(ops, device, dtype, shape, eps=1e-5):
+    """In half precision, with a weight of it and one in fp32: y, and the gradient of x of the norm alone, are the exact ones rounded;
+    with a residual those of the rounded sum. A result that is a little off in fp32 falls on the other side of a tie once in thousands,
+    one that was made from something rounded every third or fourth time."""
+    x, residual, dy = (randn(*shape, dtype=dtype, device=device, seed=i) for i in (0, 1, 3))
+    for weight_dtype in (dtype, torch.float32):
+        weight = randn(shape[-1], dtype=weight_dtype, device=device, seed=2) + 1
+        y, total = ops.add_rms_norm(x, residual, weight, eps)
+        assert torch.equal(total, x + residual), "total is not the rounded sum"
+        _assert_rounded_once(y, rms_norm_exact(exact(total), exact(weight), eps), "y of the sum")
+        normalised, normalised64 = leaf(x), exact(x)
+        y, y64 = ops.rms_norm(normalised, weight, eps), rms_norm_exact(normalised64, exact(weight), eps)
+        y.backward(dy)
+        y64.backward(dy.double().cpu())
+        _assert_rounded_once(y, y64, "y")
+        _assert_rounded_once(normalised.grad, normalised64.grad, "dx")
+
+
+def _assert_rounded_once(found, wanted, what):
+    off = (found.detach().cpu() != wanted.detach().to(found.dtype)).double().mean().item()
+    assert off < 0.01, f"{off:.1%} of {what} are not the exact result, rounded once"
+
+
 # GPT-OSS's hidden size, rows that are anything, and one that is too long for the kernels.
 WIDE_RMS_NORM_SHAPES = ((3, 2880), (2, 3, 77), (19, 64), (2, 4096), (1, 4097))
 

@@ -84,6 +84,25 @@ def made_up_rows():
         rows += [row("generate", provider, mode, x=x, y=us, layers=4, tokens=2048) for mode in ("prefill", "decode") for x in (1, 8)]
     for provider, us in (("torch", 12.8), ("bastile", 15.0)):
         rows.append(row(provider=provider, metric="host_time", x=128, y=us))
+    return rows + made_up_rows_of_gpt_oss()
+
+
+def made_up_rows_of_gpt_oss():
+    """Two models, two routings and two passes of the layer; steps of 12 layers on one GPU, and of all on two."""
+    rows = []
+    for model, factor in (("gpt_oss_20b", 1), ("gpt_oss_120b", 2)):
+        for kernel in ("experts_uniform", "experts_skewed"):
+            for mode, us in (("forward", 1000.0), ("full", 3000.0)):
+                for provider, times in (("huggingface", 2.0), ("bastile", 1.2), ("floor", 1.0)):
+                    rows.append(row(kernel, provider, mode, y=factor * times * us, model=model))
+                    rows.append(row(kernel, provider, mode, "memory", y=factor * 512.0, model=model))
+        rows.append(row("experts_uniform", "huggingface", "full", "error_ddown_bias", y=0.04, model=model))
+    for kernel, layers, gpus, ms in (("gpt_oss_step", 12, 1, 500.0), ("gpt_oss_fsdp", None, 2, 900.0)):
+        step = {"model": "gpt_oss_20b", "gpus": gpus, "layers": layers, "timing": None}
+        for provider, times in (("huggingface_flex", 1.5), ("liger_flex", 1.25), ("bastile", 1.0)):
+            rows.append(row(kernel, provider, "full", "step_time", y=times * ms, **step))
+            rows.append(row(kernel, provider, "full", "throughput", y=8192 / ms, **step))
+            rows.append(row(kernel, provider, "full", "memory", y=100 * times, **step))
     return rows
 
 
@@ -190,7 +209,7 @@ def test_the_experts_of_gpt_oss_run(operation, tmp_path):
     errors = [r.y_value_50 for r in rows if r.metric_name.startswith("error_") and r.kernel_provider == "bastile"]
     assert len(errors) == 7 and max(errors) < 1e-2
     saved = records.read(tmp_path / "cpu" / "gpt_oss_experts.csv")
-    assert "| 6 experts, uniform | 16 |" in tables.table("gpt_oss_experts", saved)
+    assert "| 6 experts, uniform, forward + backward | 16 |" in tables.table("gpt_oss_experts", saved)
 
 
 def test_the_gate_of_the_benchmark_is_transformers():
@@ -236,6 +255,15 @@ def test_a_provider_that_is_wrong_is_not_timed():
     rows = run(with_providers(liger=lambda: lambda gate, up: eager.swiglu(gate, up) * 1.1))
     speed, *_ = [r for r in rows if r.kernel_provider == "liger" and r.metric_name == "speed"]
     assert speed.y_value_50 is None and "wrong result: y is off by 1.0e-01" in speed.error.replace("dup", "y").replace("dgate", "y")
+
+
+def test_a_result_with_a_bound_of_its_own_may_be_off_by_more():
+    operation = dataclasses.replace(with_providers(liger=lambda: lambda gate, up: eager.swiglu(gate, up) * 1.1), bounds={"y": 0.2})
+    speed, *_ = [r for r in run(operation) if r.kernel_provider == "liger" and r.metric_name == "speed"]
+    assert speed.y_value_50 is None and "wrong result: d" in speed.error
+    everything = dict.fromkeys(operation.outputs + operation.gradients, 0.2)
+    speed, *_ = [r for r in run(dataclasses.replace(operation, bounds=everything)) if r.kernel_provider == "liger" and r.metric_name == "speed"]
+    assert speed.y_value_50
 
 
 def test_a_provider_that_fails_while_it_is_timed_leaves_the_others_alone():
@@ -315,6 +343,45 @@ def test_training_steps_in_a_process_of_their_own(tmp_path, monkeypatch):
     saved = records.read(tmp_path / "cpu" / "qwen3_step.csv")
     assert {r.metric_name for r in saved} == {"step_time", "throughput", "loss", "first_step", "until_ready"}
     assert len(found.steps["huggingface", 8].ms) == 2 and len(found.steps["huggingface", 16].losses) == 3
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", models.TINY)
+def test_a_model_that_is_filled_while_it_is_sharded_is_the_same(name, alone):
+    args = argparse.Namespace(child="huggingface", model=name, layers=2, device="cpu")
+    family = benchmark_fsdp.FAMILIES[models.family(name)]
+    sharded, whole = benchmark_fsdp.shard(family.new_model(args, "meta"), "cpu"), family.new_model(args, "cpu")
+    training.fill(whole)
+    parameters, buffers = dict(sharded.named_parameters()), dict(sharded.named_buffers())
+    assert parameters.keys() == dict(whole.named_parameters()).keys() and buffers.keys() == dict(whole.named_buffers()).keys()
+    assert all(torch.equal(parameters[n].full_tensor(), p) for n, p in whole.named_parameters())
+    assert all(torch.equal(buffers[n], b) for n, b in whole.named_buffers())
+    found, wanted = (training.Stepper(m, training.make_optimizer(m, "cpu"), "cpu", 512).run(16, 1, 1)["losses"] for m in (sharded, whole))
+    assert found == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.parametrize(("model", "kernel", "provider"), (("tiny", "qwen3_fsdp", "huggingface"), ("gpt_oss_tiny", "gpt_oss_fsdp", "bastile")))
+def test_sharded_training_steps(model, kernel, provider, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = [*STEPS, "--model", model, "--layers", "2", "--gpus", "2", "--providers", provider, "--results", str(tmp_path)]
+    found = benchmark_fsdp.main(arguments)
+    saved = records.read(tmp_path / "cpu" / f"{kernel}.csv")
+    assert {r.x_value for r in saved if r.metric_name == "step_time" and r.y_value_50} == {"8", "16"}
+    assert {(r.config["gpus"], r.config["layers"], r.config["model"]) for r in saved} == {(2, None, models.full_name(model))}, "2 layers are all"
+    assert len(found.steps[provider, 16].losses) == 3
+
+
+def test_a_provider_of_another_model_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        benchmark_fsdp.main(["--model", "gpt_oss_20b", "--providers", "bastile,liger"])
+    assert "liger, expected some of huggingface, huggingface_flex, liger_flex, bastile for gpt_oss_20b" in capsys.readouterr().err
 
 
 def test_generation(tmp_path):
@@ -417,7 +484,33 @@ def test_tables(results):
     assert "35.4 ms · 1.20" in tables.table("linear_cross_entropy", rows)
     assert "| one token, batch 8 | 9 | 4.5 | 2.00 × |" in tables.table("generate", rows)
     assert "| Bastile | 1.5 | 1.50 | 3.0 |" in tables.table("first_step", rows)
-    assert all(tables.table(name, []) == "*Not measured yet.*" for name in tables.TABLES)
+    for name in tables.TABLES:
+        assert tables.table(name, []) == ("" if name in tables.TITLED else "*Not measured yet.*")
+
+
+def test_tables_of_gpt_oss(results):
+    rows = records.read_all(results / "nvidia-h200")
+    experts = tables.table("gpt_oss_experts", rows)
+    assert "| 32 experts, uniform, forward | 8192 | 2 ms · 0.50 GiB | 1.2 ms · 0.50 GiB | 1 ms | 120% | 1.67 × |" in experts
+    assert "| 128 experts, skewed, forward + backward | 8192 | 12 ms · 1.00 GiB | 7.2 ms · 1.00 GiB | 6 ms | 120% | 1.67 × |" in experts
+    assert experts.count("| 8192 |") == 8 and "against float64: Hugging Face 4.0%." in experts
+    step, fsdp = (tables.table(name, rows) for name in ("gpt_oss_step", "gpt_oss_fsdp"))
+    assert step.startswith("**A training step of GPT-OSS-20B with 12 of 24 layers on one GPU**")
+    assert "| 8192 | 750 ms · 150.0 GiB | 625 ms · 125.0 GiB | 500 ms · 100.0 GiB | 1.25 × | 80% |" in step
+    assert fsdp.startswith("**A training step of GPT-OSS-20B on 2 GPUs**") and "900 ms" in fsdp and "500 ms" not in fsdp
+    short = tables.table("gpt_oss", rows)
+    assert "| 128 experts, uniform routing | 12 ms · 1.00 GiB |  |  | 7.2 ms · 1.00 GiB | 1.67 × |" in short
+    assert "| step of GPT-OSS-20B with 12 of 24 layers on one GPU |  | 750 ms · 150.0 GiB | 625 ms" in short
+
+
+def test_steps_that_cannot_be_compared_have_tables_of_their_own():
+    def step(layers, gpus, ms, kernel="gpt_oss_step"):
+        return row(kernel, "bastile", "full", "step_time", y=ms, model="gpt_oss_20b", layers=layers, gpus=gpus, timing=None)
+
+    found = tables.table("gpt_oss_step", [step(12, 1, 100.0), step(6, 1, 50.0), step(24, 2, 200.0), step(None, 2, 201.0)])
+    titles = ("20B with 6 of 24 layers on one GPU", "20B with 12 of 24 layers on one GPU", "20B on 2 GPUs")
+    assert [part.partition("**")[0] for part in found.split("GPT-OSS-")[1:]] == list(titles)
+    assert "201 ms" in found and "200 ms" not in found, "24 layers are all, and the newer row counts"
 
 
 def test_a_document_is_checked_and_written(results, tmp_path, capsys):
@@ -429,6 +522,11 @@ def test_a_document_is_checked_and_written(results, tmp_path, capsys):
     assert tables.main([*arguments, "--write"]) == 0
     assert tables.main([*arguments, "--check"]) == 0
     assert "before\n<!-- table: host -->\n| µs of host time |" in document.read_text()
+    document.write_text("<!-- table: gpt_oss_step -->\n<!-- /table -->\n")
+    assert tables.main([*arguments, "--write"]) == 0 and "**A training step of GPT-OSS-20B" in document.read_text()
+    (results / "nvidia-h200" / "gpt_oss_step.csv").unlink()
+    assert tables.main([*arguments, "--write"]) == 0
+    assert document.read_text() == "<!-- table: gpt_oss_step -->\n<!-- /table -->\n", "nothing is shown where nothing was measured"
     document.write_text("<!-- table: speed -->\n<!-- /table -->\n")
     with pytest.raises(ValueError, match="table is speed, expected one of operations"):
         tables.main([*arguments, "--check"])
@@ -437,6 +535,9 @@ def test_a_document_is_checked_and_written(results, tmp_path, capsys):
 def test_plots(results):
     pytest.importorskip("matplotlib")
     made = {path.name for path in plots.main(["--results", str(results)])}
-    names = ("rms_norm_forward", "linear_cross_entropy_full", "qwen3_step_qwen3_8b", "qwen3_fsdp_qwen3_8b_4_gpus")
+    names = {"rms_norm_forward", "linear_cross_entropy_full", "qwen3_step_qwen3_8b", "qwen3_fsdp_qwen3_8b_4_gpus"}
+    names |= {"gpt_oss_step_gpt_oss_20b_12_layers", "gpt_oss_fsdp_gpt_oss_20b_2_gpus"}
+    models_of = ("gpt_oss_20b", "gpt_oss_120b")
+    names |= {f"experts_{r}_{mode}_{m}" for r in ("uniform", "skewed") for mode in ("forward", "full") for m in models_of}
     assert made == {f"{name}.png" for name in names}
     assert all((results / "nvidia-h200" / "plots" / name).stat().st_size > 10_000 for name in made)

@@ -452,6 +452,22 @@ def test_a_step_runs_the_kernels_of_this_package_and_no_others(gpt_oss, monkeypa
     assert any(name.startswith("rotary") for name in kernels_run) and "cross_entropy_gradient" in kernels_run
 
 
+def test_the_warm_up_launches_what_a_step_and_an_evaluation_do(gpt_oss, monkeypatch):
+    """So that neither loads a kernel that the warm-up did not."""
+    model = gpt_oss.kernelize(tiny_gpt_oss(torch.bfloat16, intermediate_size=64))
+    runtime, warmup = runtime_of(gpt_oss), sys.modules[f"{gpt_oss.__name__}.warmup"]
+    backend = InterpreterBackend(runtime, operations(read_package(ROOT / "packages" / "gpt-oss")))
+    monkeypatch.setattr(runtime.launch, "backend", backend)
+    warmup.warm_up("cpu", torch.bfloat16, warmup.sizes_of(model), tokens=TOKENS.numel())
+    loaded = set(backend.launched)
+    backend.launched.clear()
+    model(input_ids=TOKENS, labels=LABELS).loss.backward()
+    with torch.no_grad():
+        model.eval()(input_ids=TOKENS, labels=LABELS, skip_logits=True)
+    assert "linear_cross_entropy_statistics" in {name.partition("-")[0] for name in backend.launched}
+    assert set(backend.launched) <= loaded
+
+
 def test_a_package_without_the_kernels_of_this_gate(qwen3, monkeypatch):
     """Qwen3's computes it in PyTorch, between its grouped GEMMs and in its own sums."""
     runtime = runtime_of(qwen3)
@@ -472,6 +488,7 @@ def test_norms(gpt_oss, monkeypatch, interpreted, dtype, shape):
     checks.check_add_rms_norm(gpt_oss, "cpu", dtype, shape, eps=1e-5)
     if dtype != torch.float32:
         checks.check_wide_rms_norm_weight(gpt_oss, "cpu", dtype, shape)
+        checks.check_that_wide_rms_norm_rounds_once(gpt_oss, "cpu", dtype, shape)
 
 
 def test_the_norm_rounds_once(gpt_oss):

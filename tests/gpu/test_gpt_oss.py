@@ -116,6 +116,7 @@ def test_norms(gpt_oss, dtype, shape):
     checks.check_add_rms_norm(gpt_oss, DEVICE, dtype, shape, eps=1e-5)
     if dtype != torch.float32:
         checks.check_wide_rms_norm_weight(gpt_oss, DEVICE, dtype, shape)
+        checks.check_that_wide_rms_norm_rounds_once(gpt_oss, DEVICE, dtype, shape)
 
 
 @dtypes

@@ -68,7 +68,10 @@ def warm_up(device, dtype, sizes: Sizes, tokens: int = TOKENS) -> None:
     # The loss's kernels see only the vocabulary, of which a few tokens make large logits; the weight may be narrow.
     narrow = 64
     target = torch.zeros(TOKENS, dtype=torch.int64, device=device)
-    linear_cross_entropy(ones(TOKENS, narrow), ones(sizes.vocabulary, narrow), target).backward()
+    head = ones(TOKENS, narrow), ones(sizes.vocabulary, narrow)
+    linear_cross_entropy(*head, target).backward()
+    with torch.no_grad():
+        linear_cross_entropy(*head, target)
 
 
 def warmup_all_kernels(model=None) -> None:
