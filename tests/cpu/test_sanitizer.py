@@ -1,0 +1,46 @@
+"""How `make test-sanitizer` reads what compute-sanitizer and pytest print."""
+
+import subprocess
+
+import pytest
+
+from tests import sanitizer
+
+PASSED = "3 passed, 5 deselected in 1.20s"
+FAILED = "1 failed, 2 passed in 3.00s"
+HAZARD = "========= Error: Race reported between Write access at bastile_rms_norm_forward+0x10 and Read access at bastile_rms_norm_forward+0x20"
+READ = "========= Uninitialized __global__ memory read of size 4 bytes\n=========     at {}+0x570"
+
+
+@pytest.mark.parametrize(
+    "tool, printed, status",
+    [
+        ("memcheck", PASSED, "clean"),
+        ("memcheck", "=========     at some_kernel_of_pytorch+0x10\n" + PASSED, "clean"),
+        ("memcheck", "=========     at bastile_swiglu+0x10\n" + PASSED, "findings"),
+        ("memcheck", FAILED, "failed"),
+        ("memcheck", "Segmentation fault", "failed"),
+        ("memcheck", "8 deselected in 0.10s", ""),
+        ("racecheck", HAZARD + "\n" + PASSED, "findings"),
+        ("racecheck", "RuntimeError: CUBLAS_STATUS_EXECUTION_FAILED\n" + FAILED, "not checked"),
+        ("initcheck", READ.format("bastile_column_sum") + "\n" + PASSED, "clean"),
+        ("initcheck", READ.format("bastile_swiglu") + "\n" + PASSED, "findings"),
+    ],
+)
+def test_what_was_printed_decides(monkeypatch, tool, printed, status):
+    monkeypatch.setattr(sanitizer.subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, 0, printed, ""))
+    assert sanitizer.sanitize(tool, "tests/gpu/test_ops.py::test_swiglu", "bfloat16", 60).status == status
+
+
+def test_a_test_that_does_not_end_fails(monkeypatch):
+    def run(command, **options):
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(sanitizer.subprocess, "run", run)
+    outcome = sanitizer.sanitize("memcheck", "tests/gpu/test_ops.py::test_swiglu", "", 60)
+    assert (outcome.status, outcome.summary) == ("failed", "did not end within 60 s")
+
+
+def test_every_test_function_of_the_operations_is_run():
+    names = sanitizer.functions()
+    assert "tests/gpu/test_ops.py::test_swiglu" in names and "tests/gpu/test_gpt_oss.py::test_experts" in names
