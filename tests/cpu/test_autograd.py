@@ -113,6 +113,19 @@ def test_without_gradients_nothing_of_a_backward_pass_runs(interpreted, launches
     assert not [name for name in spent[0] if "backward" in name or "gradient" in name or "scale" in name]
 
 
+@pytest.mark.parametrize("operation", cases.CASES)
+def test_without_gradients_autograd_is_left_out_and_the_bits_are_the_same(interpreted, monkeypatch, operation):
+    """Its bookkeeping is half of what a small operation costs the host."""
+    ops, found = cases.operations(interpreted), cases.arguments(operation)
+    expected = cases.run(ops, operation, found)
+    if operation != "linear_cross_entropy":  # a call that makes its logits once in all
+        monkeypatch.setattr(torch.autograd.Function, "apply", classmethod(lambda function, *args: pytest.fail(f"{function} is applied")))
+    with torch.no_grad():
+        results = cases.run(ops, operation, found)
+    for result, wanted in zip(results, expected, strict=True):
+        assert torch.equal(result, wanted) and not result.requires_grad
+
+
 # ---------------------------------------------------------------- derivatives
 def double(*shape, seed=0):
     return leaf(randn(*shape, dtype=FP64, device=CPU, seed=seed))

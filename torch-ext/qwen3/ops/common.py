@@ -12,6 +12,21 @@ from ..runtime.launch import Kernel
 TORCH_MIN = (2, 6)
 
 
+class _NoContext:
+    """Stands in for autograd's context where no backward pass will ask for it."""
+
+    def save_for_backward(self, *tensors) -> None:
+        pass
+
+
+def apply_function(function, *args):
+    """function.apply(*args), of an autograd function, or where gradients are switched off its forward alone: that is half of what a small
+    operation costs the host, and generating text is made of small operations."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return function.apply(*args)
+    return function.forward(_NoContext(), *args)
+
+
 def check_torch(version: str) -> None:
     """Raises ImportError for a torch that is older than any that the package was tested with."""
     if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < TORCH_MIN:

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from .common import describe, fail, need_floats, side_by_side
+from .common import apply_function, describe, fail, need_floats, side_by_side
 from .rms_norm import add_rms_norm_backward, rms_norm_again, rms_norm_forward
 from .rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward
 from .swiglu import gate_and_up, mlp_backward, swiglu_forward
@@ -149,7 +149,7 @@ def norm_attention_inputs(
         fits = table.dim() == 3 and table.shape[0] in (1, shape[0]) and table.shape[1] == shape[1] and table.shape[2] in (head_dim, head_dim // 2)
         if not fits or table.shape != cos.shape or table.dtype != x.dtype or table.device != x.device:
             fail(name, describe(table), f"{x.dtype} [{shape[0]} or 1, {shape[1]}, {head_dim} or {head_dim // 2}] on {x.device}")
-    return _NormAttentionInputs.apply(x, norm_weight, float(eps), q_norm, k_norm, float(head_eps), cos, sin, tuple(shape), *weights)
+    return apply_function(_NormAttentionInputs, x, norm_weight, float(eps), q_norm, k_norm, float(head_eps), cos, sin, tuple(shape), *weights)
 
 
 def norm_mlp(
@@ -181,7 +181,7 @@ def norm_mlp(
         shapes["attended"] = (attended, (x.numel() // hidden if hidden else 0, features))
         shapes["o_weight"] = (o_weight, (hidden, features))
     _check(x, norm_weight, shapes)
-    return _NormMLP.apply(x, attended, o_weight, norm_weight, float(eps), gate_weight, up_weight, down_weight)
+    return apply_function(_NormMLP, x, attended, o_weight, norm_weight, float(eps), gate_weight, up_weight, down_weight)
 
 
 def _check(x: torch.Tensor, norm_weight: torch.Tensor, weights: dict) -> None:

@@ -17,7 +17,7 @@ from ..runtime import launch
 from ..runtime.artifacts import Variant
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel, PromiseError
-from .common import describe, fail, need_floats, traceable, unit_stride, wide
+from .common import apply_function, describe, fail, need_floats, traceable, unit_stride, wide
 
 BLOCK_ROWS = 32  # of the kernels of the clamped gate: rows of one expert that a block takes
 COLUMNS = 64  # columns that a block takes
@@ -561,7 +561,7 @@ def experts(
     """
     _check(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, transposed, alpha, limit)
     options = (bool(transposed), bool(interleaved), float(alpha), float(limit))
-    return _Experts.apply(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, *options)
+    return apply_function(_Experts, hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, *options)
 
 
 def _check(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, transposed, alpha, limit):

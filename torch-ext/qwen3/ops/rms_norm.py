@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import GRID_MAX, Kernel
-from .common import aligned, column_sum, describe, fail, look, need_floats, traceable, unit_stride, wide
+from .common import aligned, apply_function, column_sum, describe, fail, look, need_floats, traceable, unit_stride, wide
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -236,7 +236,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.
     of the two dtypes. Differentiable in x and weight. Raises ValueError when shapes, dtypes or devices do not fit.
     """
     check(x, weight)
-    return _RMSNorm.apply(x, weight, float(eps))
+    return apply_function(_RMSNorm, x, weight, float(eps))
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> Pair:
@@ -245,7 +245,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     x, residual: [..., n], one dtype. weight and the rest: as in `rms_norm`.
     """
     check(x, weight, residual)
-    return _AddRMSNorm.apply(x, residual, weight, float(eps))
+    return apply_function(_AddRMSNorm, x, residual, weight, float(eps))
 
 
 def check(x: torch.Tensor, weight: torch.Tensor, residual: Optional[torch.Tensor] = None) -> None:

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from ..runtime.artifacts import Variant
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
-from .common import aligned, column_sum, describe, fail, look, need_floats, traceable, unit_stride
+from .common import aligned, apply_function, column_sum, describe, fail, look, need_floats, traceable, unit_stride
 from .rms_norm import rms_norm_backward_reference, rms_norm_reference
 
 TOKENS = 4  # that the backward kernel of `qk_norm_rotary` takes at a time, or a part of so many
@@ -264,7 +264,7 @@ def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     _check(q, k, cos, sin, heads_dim)
     if cos.requires_grad or sin.requires_grad or cos.dtype != q.dtype:
         return rotary_reference(q, k, cos, sin, heads_dim)
-    return _Rotary.apply(q, k, cos, sin, heads_dim)
+    return apply_function(_Rotary, q, k, cos, sin, heads_dim)
 
 
 def qk_norm_rotary(
@@ -290,7 +290,7 @@ def qk_norm_rotary(
     if cos.requires_grad or sin.requires_grad or not cos.dtype == q_weight.dtype == k_weight.dtype == q.dtype:
         q, k = (rms_norm_reference(x, w, eps)[0] for x, w in ((q, q_weight), (k, k_weight)))
         return tuple(x.transpose(1, 2) for x in rotary_reference(q, k, cos, sin, 2))
-    return _QKNormRotary.apply(q, k, q_weight, k_weight, cos, sin, float(eps))
+    return apply_function(_QKNormRotary, q, k, q_weight, k_weight, cos, sin, float(eps))
 
 
 def _check(q, k, cos, sin, heads_dim):

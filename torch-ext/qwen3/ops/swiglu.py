@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import aligned, describe, fail, need_floats, side_by_side, traceable, wide
+from .common import aligned, apply_function, describe, fail, need_floats, side_by_side, traceable, wide
 
 SLAB = 2**30  # elements that one launch reaches over: offsets into an array are 32-bit
 TILES = (1024, 512)  # elements of one block: rows are a multiple of one of them, else the kernels that check every index run
@@ -158,7 +158,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device:
         fail("up", describe(up), f"like gate, which is {describe(gate)}")
     need_floats(gate=gate)
-    return _SwiGLU.apply(gate, up)
+    return apply_function(_SwiGLU, gate, up)
 
 
 # Up to so many tokens one GEMM over gate's and up's weights side by side beats two, in the forward pass and for the weights' gradients
@@ -240,4 +240,4 @@ def mlp(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, dow
     ):
         if weight.shape != shape or weight.dtype != x.dtype or weight.device != x.device:
             fail(name, describe(weight), f"{x.dtype} {list(shape)} on {x.device}")
-    return _MLP.apply(x.reshape(-1, x.shape[-1]), gate_weight, up_weight, down_weight).view(x.shape)
+    return apply_function(_MLP, x.reshape(-1, x.shape[-1]), gate_weight, up_weight, down_weight).view(x.shape)

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import GRID_MAX, Kernel
-from .common import column_sum, traceable, unit_stride, wide
+from .common import apply_function, column_sum, traceable, unit_stride, wide
 from .rms_norm import check, one_partial_sum_a_block, rms_norm_backward_reference, rows_of
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
@@ -148,7 +148,7 @@ def wide_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> t
     Returns [..., n] in x's dtype. Differentiable in x and weight. Raises ValueError when shapes, dtypes or devices do not fit.
     """
     check(x, weight)
-    return _RMSNorm.apply(x, weight, float(eps))
+    return apply_function(_RMSNorm, x, weight, float(eps))
 
 
 def wide_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> Pair:
@@ -157,4 +157,4 @@ def wide_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Ten
     x, residual: [..., n], one dtype. weight and the rest: as in `wide_rms_norm`.
     """
     check(x, weight, residual)
-    return _AddRMSNorm.apply(x, residual, weight, float(eps))
+    return apply_function(_AddRMSNorm, x, residual, weight, float(eps))
