@@ -392,29 +392,16 @@ def _forward(
     return _token_sum(y, routing.position, expert, scores, down_bias), gate_up, *routing
 
 
-def _backward(
-    dout: torch.Tensor,
-    hidden: torch.Tensor,
-    expert: torch.Tensor,
-    scores: torch.Tensor,
-    gate_up_weight: torch.Tensor,
-    down_weight: torch.Tensor,
-    gate_up_bias: Optional[torch.Tensor],
-    down_bias: Optional[torch.Tensor],
-    gate_up: torch.Tensor,
-    order: torch.Tensor,
-    position: torch.Tensor,
-    ends: torch.Tensor,
-    transposed: bool,
-    interleaved: bool,
-    alpha: float,
-    limit: float,
-    needs: List[bool],
-) -> Six:
+def _backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, routing: Routing, options: tuple, needs: List[bool]) -> Six:
     """Gradients of hidden, scores, the two weights and the two biases, empty where `needs` says that nobody wants them. Writes
-    over gate_up, the output of the first GEMM."""
+    over gate_up, the output of the first GEMM.
+
+    inputs: hidden, expert, scores, the weights and the biases; options: transposed, and what `Gate` holds.
+    """
+    hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias = inputs
+    order, position, ends = routing
+    transposed, gate = options[0], Gate(*options[1:])
     need_hidden, need_scores, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needs
-    routing, gate = Routing(order, position, ends), Gate(interleaved, alpha, limit)
     top_k, experts, groups = expert.shape[1], gate_up_weight.shape[0], Groups(ends, expert.numel())
     nothing = hidden.new_empty(0)
     dhidden = dscores = dgate_up_weight = ddown_weight = dgate_up_bias = ddown_bias = nothing
@@ -477,8 +464,8 @@ def _functional_backward(
     needs: List[bool],
 ) -> Six:
     """`_backward` that writes over nothing and returns nothing twice, as a tracer wants it."""
-    tensors = (dout, hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias)
-    grads = _backward(*tensors, gate_up.clone(), order, position, ends, transposed, interleaved, alpha, limit, needs)
+    inputs, options = (hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias), (transposed, interleaved, alpha, limit)
+    grads = _backward(dout, inputs, gate_up.clone(), Routing(order, position, ends), options, needs)
     return tuple(grad if need else hidden.new_empty(0) for grad, need in zip(grads, needs))
 
 
@@ -525,7 +512,7 @@ class _Experts(torch.autograd.Function):
                 hidden, expert, _, weight, *_ = inputs
                 gate_up = _first(hidden, weight, order, Groups(ends, expert.numel()), expert.shape[1], ctx.options[0])
             ctx.written_over = True
-            found = _backward(dout, *inputs, gate_up, order, position, ends, *ctx.options, needs)
+            found = _backward(dout, inputs, gate_up, Routing(order, position, ends), ctx.options, needs)
         dhidden, dscores, *dweights = [gradient if need else None for gradient, need in zip(found, needs)]
         return (dhidden, None, dscores, *dweights, None, None, None, None)
 
