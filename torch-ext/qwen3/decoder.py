@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from .modeling import LAYER, PLAIN, SAVED, all_are_listened_to, is_silu, original_forward, plain_weight
+from .modeling import LAYER, PLAIN, SAVED, all_are_listened_to, is_silu, original_forward, own_forward, plain_weight
 from .ops.decoder import norm_attention_inputs, norm_mlp
 from .ops.rms_norm import add_rms_norm, rms_norm
 from .ops.rotary import qk_norm_rotary
@@ -33,11 +33,7 @@ def _learn_forwards() -> None:
 
 def _untouched(module) -> bool:
     """True when calling a module does what transformers or this package wrote, and nobody listens."""
-    state = module.__dict__
-    if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
-        return False
-    forward = state.get("forward")
-    function = type(module).forward if forward is None else getattr(forward, "__func__", None)
+    function = own_forward(module)
     return function in _known or (function is not None and getattr(function, LAYER, None) is function)
 
 

@@ -54,6 +54,15 @@ def all_are_listened_to() -> bool:
     )
 
 
+def own_forward(module):
+    """The function that is all a call of a module runs, its class's or the one that was put on it; None while someone listens to it."""
+    state = module.__dict__
+    if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
+        return None
+    forward = state.get("forward")
+    return type(module).forward if forward is None else getattr(forward, "__func__", None)
+
+
 def plain_weight(layer):
     """The weight of a torch.nn.Linear whose call does nothing but multiply by it, an ordinary tensor; None for all else.
 

@@ -6,7 +6,7 @@ import warnings
 import torch
 
 from . import modeling
-from .modeling import PLAIN, SAVED, original_forward
+from .modeling import PLAIN, SAVED, original_forward, own_forward
 from .ops.wide_rms_norm import wide_add_rms_norm, wide_rms_norm
 
 FLEX = SAVED + "flex_attention"  # on GptOssForCausalLM: what apply() was told about `attention`
@@ -26,14 +26,9 @@ def _norm_is_plain(norm) -> bool:
     """True when calling this norm does what transformers or this package wrote, and nobody listens."""
     from . import layers
 
-    state = norm.__dict__
-    if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
-        return False
-    forward = state.get("forward")
-    function = type(norm).forward if forward is None else getattr(forward, "__func__", None)
     norms = sys.modules["transformers.models.gpt_oss.modeling_gpt_oss"].GptOssRMSNorm
-    known = function in (layers.RMSNorm.forward, vars(norms).get(SAVED + "forward", vars(norms)["forward"]))
-    return known and type(state["_parameters"].get("weight")) in PLAIN
+    known = layers.RMSNorm.forward, vars(norms).get(SAVED + "forward", vars(norms)["forward"])
+    return own_forward(norm) in known and type(norm.__dict__["_parameters"].get("weight")) in PLAIN
 
 
 def decoder_layer_forward(layer, x: torch.Tensor, kwargs) -> torch.Tensor:
