@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "torch-ext" / "qwen3"
 OPERATIONS = (
     "rms_norm", "wide_rms_norm", "rotary", "qk_norm_rotary", "swiglu", "cross_entropy", "linear_cross_entropy", "column_sum", "scale", "experts",
-    "clamped_gate", "grouped_gemm",
+    "clamped_gate", "grouped_gemm", "adamw",
 )  # fmt: skip
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = "cpu"
@@ -289,6 +289,49 @@ def check_accumulation_of_fp16(ops):
     checks.check_linear_cross_entropy(ops, CPU, FP16, 40, 16, 9, upstream=1.0, ignored=0.0, accum_dtype=FP32, reduction="sum")
 
 
+def check_adamw_in_slabs(ops):
+    """More elements than one launch may reach over, with the bound put low."""
+    importlib.import_module(f"{ops.__name__}.ops.adamw").SLAB = 1024
+    checks.check_adamw(ops, CPU, FP32, ((5, 512), (1501,), (2048,)))
+
+
+def check_adamw_that_is_not_taken(ops):
+    """What no kernel takes: float64, a gradient or an average of other strides or another dtype than the parameter's."""
+    checks.check_adamw(ops, CPU, torch.float64)
+    for change in ("grad", "exp_avg", "exp_avg_sq", "dtype"):
+        param = torch.nn.Parameter(randn(8, 64, dtype=FP32, device=CPU))
+        optimizer, grad = ops.AdamW([param], lr=0.1), randn(8, 64, dtype=FP32, device=CPU, seed=1)
+        param.grad = grad.t().contiguous().t() if change == "grad" else grad
+        zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+        state = optimizer.state[param] = {"step": torch.tensor(0.0), **zeros}
+        if change == "dtype":
+            state["exp_avg_sq"] = state["exp_avg_sq"].double()
+        elif change != "grad":
+            state[change] = state[change].t().contiguous().t()
+        wanted = checks.adamw_exact(param, grad, *zeros.values(), 1, 0.1, (0.9, 0.999), 1e-8, 0.01)
+        optimizer.step()
+        for found, exactly in zip((param, state["exp_avg"], state["exp_avg_sq"]), wanted, strict=True):
+            assert_close(found, exactly, FP32, f"AdamW with another {change}")
+
+
+def check_adamw_of_a_checkpoint(ops):
+    """Steps with ours, then with PyTorch's, then with ours again, against PyTorch's alone."""
+    makers = (ops.AdamW, torch.optim.AdamW, ops.AdamW), (torch.optim.AdamW,) * 3
+    found = []
+    for turn in makers:
+        param, saved = torch.nn.Parameter(randn(3, 512, dtype=FP32, device=CPU)), None
+        for i, maker in enumerate(turn):
+            optimizer = maker([param], lr=0.1)
+            if saved is not None:
+                optimizer.load_state_dict(saved)
+            for j in range(2):
+                param.grad = randn(3, 512, dtype=FP32, device=CPU, seed=2 * i + j)
+                optimizer.step()
+            saved = optimizer.state_dict()
+        found.append(param)
+    assert_close(found[0], found[1], FP32, "AdamW through checkpoints")
+
+
 def _of(check, *arguments, **options):
     return lambda ops: check(ops, CPU, *arguments, **options)
 
@@ -391,6 +434,11 @@ CHECKS = {
     "experts_nan": lambda ops: checks.check_nan_in_experts(ops, CPU, True),
     "scale": _of(checks.check_linear_cross_entropy, FP32, 5, 32, 1100, upstream=0.25),
     "scale_odd": _of(checks.check_linear_cross_entropy, FP32, 5, 31, 1101, upstream=0.25),
+    "adamw": _of(checks.check_adamw, FP32),
+    "adamw_odd": _of(checks.check_adamw, FP32, ((1501,), (1000,))),
+    "adamw_in_slabs": check_adamw_in_slabs,
+    "adamw_not_taken": check_adamw_that_is_not_taken,
+    "adamw_of_checkpoints": check_adamw_of_a_checkpoint,
 }
 
 
@@ -413,6 +461,33 @@ KERNEL_MUTANTS = [
          ("ct.num_blocks(0)", "2 * ct.num_blocks(0)"),
          ("i * TILE + ct", "ct"),
          ("x.dtype), check_bounds=True", "x.dtype), check_bounds=False", "scale_odd")),
+    *_in("kernel_src/adamw.py", "adamw", "stepped",
+         ("beta1 * m", "m"),
+         ("rest1 * g", "g"),
+         ("beta2 * v", "v"),
+         ("rest2 * g * g", "rest2 * g"),
+         ("rest2 * g * g", "rest1 * g * g"),
+         ("keep * p", "p"),
+         ("p - step_size", "p + step_size"),
+         ("step_size * m", "step_size * g"),
+         ("ct.sqrt(v) * root", "ct.sqrt(v)"),
+         ("ct.sqrt(v)", "v"),
+         (" + eps", ""),
+         ("+ eps), m, v", "+ eps), v, m")),
+    *_in("kernel_src/adamw.py", "adamw", "adamw",
+         ("at = ct.bid(0)", "at = 0"),
+         ("p, g, m, v = read", "p, m, g, v = read"),
+         ("read(exp_avg, at), read(exp_avg_sq, at)", "read(exp_avg_sq, at), read(exp_avg, at)"),
+         ("ct.scatter(param, at", "ct.scatter(grad, at"),
+         ("ct.astype(m, exp_avg.dtype)", "ct.astype(v, exp_avg.dtype)"),
+         ("ct.astype(v, exp_avg_sq.dtype)", "ct.astype(m, exp_avg_sq.dtype)")),
+    *_in("kernel_src/adamw.py", "adamw_odd", "adamw_any",
+         ("ct.bid(0) * TILE +", ""),
+         ("p, g, m, v = read", "p, m, g, v = read"),
+         ("param.dtype), check_bounds=True", "param.dtype), check_bounds=False"),
+         ("exp_avg.dtype), check_bounds=True", "exp_avg.dtype), check_bounds=False"),
+         ("exp_avg_sq.dtype), check_bounds=True", "exp_avg_sq.dtype), check_bounds=False")),
+    *_in("kernel_src/adamw.py", "adamw_odd", "read_padded", ("check_bounds=True", "check_bounds=False")),
     *_in("kernel_src/swiglu.py", "swiglu", "sigmoid", ("a * (-LOG2E)", "a * LOG2E"), ("a * (-LOG2E)", "-a")),
     *_in("kernel_src/swiglu.py", "swiglu", "piece",
          ("ct.bid(0) // pieces", "0"),
@@ -1012,6 +1087,24 @@ OPERATION_MUTANTS = [
          ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(hidden, weight, bias, target, None)")),
     *_in("ops/linear_cross_entropy.py", "loss_unreduced", "_PerToken.backward",
          ("scale = dlosses.to(", "scale = torch.ones_like(dlosses).to(")),
+    *_in("ops/adamw.py", "adamw", "numbers",
+         ("lr / (1 - beta1**step)", "lr"),
+         ("1 / math.sqrt(1 - beta2**step)", "1.0"),
+         ("1 - beta2**step", "1 - beta1**step"),
+         ("lr * weight_decay", "weight_decay"),
+         ("1 - beta1, beta2", "1 - beta2, beta2"),
+         ("1 - beta2, step_size", "1 - beta1, step_size")),
+    *_in("ops/adamw.py", "adamw", "step_in_place",
+         ("range(0, count, SLAB)", "range(0, count - SLAB, SLAB)", "adamw_in_slabs"),
+         ("start : start + SLAB", "0:SLAB", "adamw_in_slabs")),
+    *_in("optimizer.py", "adamw", "AdamW._step_group",
+         ("for _, step in ours], 1)", "for _, step in ours], 2)"),
+         ("by_step[count] = numbers(count,", "by_step[count] = numbers(3.0,"),
+         ("lr=lr", "lr=2 * lr", "adamw_not_taken"),
+         ("beta1=beta1, beta2=beta2", "beta1=beta2, beta2=beta1", "adamw_not_taken"),
+         ("weight_decay=weight_decay", "weight_decay=0.0", "adamw_not_taken"),
+         ("eps=eps", "eps=0.0", "adamw_not_taken")),
+    *_in("optimizer.py", "adamw_of_checkpoints", "AdamW._sorted", ("if not state:", "if True:")),
 ]  # fmt: skip
 
 

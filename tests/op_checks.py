@@ -557,3 +557,46 @@ EXPERTS_FROZEN = (
     ("hidden", "scores", "gate_up", "down", "gate_up_bias"),
     ("scores", "gate_up_bias"),
 )
+
+
+# ---------------------------------------------------------------- AdamW
+def adamw_exact(param, grad, exp_avg, exp_avg_sq, step, lr, betas, eps, weight_decay):
+    """(param, exp_avg, exp_avg_sq) after a step, in float64."""
+    param, grad, exp_avg, exp_avg_sq = (t.detach().double().cpu() for t in (param, grad, exp_avg, exp_avg_sq))
+    exp_avg = betas[0] * exp_avg + (1 - betas[0]) * grad
+    exp_avg_sq = betas[1] * exp_avg_sq + (1 - betas[1]) * grad.square()
+    change = exp_avg / (1 - betas[0] ** step) / ((exp_avg_sq / (1 - betas[1] ** step)).sqrt() + eps)
+    return param - lr * weight_decay * param - lr * change, exp_avg, exp_avg_sq
+
+
+# Pieces that a block takes whole, sizes that are none, nothing.
+ADAMW_SHAPES = ((5, 1024), (512,), (3, 77), (1501,), (2, 0))
+
+
+def check_adamw(package, device, dtype, shapes=ADAMW_SHAPES, offset=0, lr=0.05, betas=(0.7, 0.9), eps=1e-3, weight_decay=0.2):
+    """Three steps, each from where the last one came to, in two groups; every second parameter begins a step later.
+    offset: elements between the start of the memory and of each tensor."""
+
+    def placed(shape, seed):
+        flat = randn(offset + torch.Size(shape).numel(), dtype=dtype, device=device, seed=seed)
+        return flat[offset:].view(shape)
+
+    params = [torch.nn.Parameter(placed(shape, i)) for i, shape in enumerate(shapes)]
+    half = len(params) // 2
+    options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    optimizer = package.AdamW([{"params": params[:half]}, {"params": params[half:], "lr": 2 * lr, "weight_decay": 0.0}], **options)
+    for step in (1, 2, 3):
+        expected = []
+        for i, param in enumerate(params):
+            late = i % 2
+            param.grad = None if late and step == 1 else placed(param.shape, 100 * step + i)
+            if param.grad is not None:
+                state = optimizer.state[param] or {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+                mine = {**options, "lr": 2 * lr, "weight_decay": 0.0} if i >= half else options
+                expected.append((param, adamw_exact(param, param.grad, state["exp_avg"], state["exp_avg_sq"], step - late, **mine)))
+        assert optimizer.step() is None
+        for param, wanted in expected:
+            state = optimizer.state[param]
+            for name, found, exactly in zip(("param", "exp_avg", "exp_avg_sq"), (param, state["exp_avg"], state["exp_avg_sq"]), wanted, strict=True):
+                assert_close(found, exactly, dtype, f"AdamW {name} of {list(param.shape)} after step {step}")
+    assert [optimizer.state[param]["step"].item() for param in params] == [3.0 - i % 2 for i in range(len(params))]

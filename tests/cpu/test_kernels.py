@@ -87,6 +87,12 @@ def test_swiglu(ops, dtype, shape):
 
 
 @dtypes
+@pytest.mark.parametrize("offset", (0, 1, 8))
+def test_adamw(ops, dtype, offset):
+    checks.check_adamw(ops, DEVICE, dtype, offset=offset)
+
+
+@dtypes
 def test_mlp(ops, dtype):
     checks.check_mlp(ops, DEVICE, dtype, 33, 64, 160)
 

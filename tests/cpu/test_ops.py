@@ -44,6 +44,11 @@ def test_swiglu(qwen3, dtype, shape):
     checks.check_swiglu(qwen3, DEVICE, dtype, shape)
 
 
+@pytest.mark.parametrize("dtype", (*checks.FLOATS, torch.float64), ids=str)
+def test_adamw(qwen3, dtype):
+    checks.check_adamw(qwen3, DEVICE, dtype)
+
+
 @dtypes
 def test_mlp(qwen3, dtype):
     checks.check_mlp(qwen3, DEVICE, dtype, 33, 64, 160)

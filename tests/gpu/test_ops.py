@@ -56,6 +56,12 @@ def test_swiglu(ops, dtype, shape):
 
 
 @dtypes
+@pytest.mark.parametrize("offset", (0, 1, 8))
+def test_adamw(ops, dtype, offset):
+    checks.check_adamw(ops, DEVICE, dtype, (*checks.ADAMW_SHAPES, (1031, 4096)), offset=offset)
+
+
+@dtypes
 def test_mlp(ops, dtype):
     checks.check_mlp(ops, DEVICE, dtype, 65, 128, 384)
 

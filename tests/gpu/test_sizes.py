@@ -77,3 +77,21 @@ def test_rms_norm_of_a_million_tokens(ops, length):
             assert_close(y[part][-4096:], y64, BF16, f"y of rows before {part.stop}")
             assert_close(x.grad[part][-4096:], exact.grad, BF16, f"dx of rows before {part.stop}")
     assert_close(weight.grad, dweight, BF16, "dweight", 2)
+
+
+def test_adamw_of_more_elements_than_one_launch_reaches(ops):
+    """2^30 and a few: the last piece of the first launch, and the second launch."""
+    needs(12)
+    count = 2**30 + 700
+    param = torch.nn.Parameter(filled(count, seed=1))
+    param.grad = filled(count, seed=2)
+    ends = slice(2**30 - 1000, None)
+    before, grad = param.detach()[ends].clone(), param.grad[ends]
+    optimizer = ops.AdamW([param], lr=0.05, weight_decay=0.2)
+    optimizer.step()
+    zero = torch.zeros_like(grad)
+    wanted = checks.adamw_exact(before, grad, zero, zero, 1, 0.05, (0.9, 0.999), 1e-8, 0.2)
+    state = optimizer.state[param]
+    for name, found, exact in zip(("param", "exp_avg", "exp_avg_sq"), (param, state["exp_avg"], state["exp_avg_sq"]), wanted, strict=True):
+        assert_close(found[ends], exact, BF16, name)
+        assert torch.isfinite(found).all()

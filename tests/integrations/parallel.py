@@ -275,14 +275,14 @@ def check_fsdp_lora(here, how):
     assert_gradients(gradients_of(model), expected.gradients, here.device)
 
 
-def check_training_under_fsdp(here, how):
+def check_training_under_fsdp(here, how, own_optimizer):
     """Three optimizer steps with clipping, and the logits afterwards in evaluation."""
     device = here.own_device
     inputs = batch(device, ROWS, LENGTH)
     mine = rows_of(inputs, here.rank)
 
-    def train(model, inputs, factor):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    def train(model, inputs, factor, optimizer_class=torch.optim.AdamW):
+        optimizer = optimizer_class(model.parameters(), lr=1e-3, foreach=False)
         for _ in range(3):
             (factor * model(**inputs).loss).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
@@ -291,7 +291,8 @@ def check_training_under_fsdp(here, how):
         return model.eval()(input_ids=inputs["input_ids"]).logits
 
     expected = train(model_on(device), inputs, 1)
-    found = train(shard(here, install(here.qwen3, model_on(device), how)), mine, 2)
+    sharded = shard(here, install(here.qwen3, model_on(device), how))
+    found = train(sharded, mine, 2, here.qwen3.AdamW if own_optimizer else torch.optim.AdamW)
     half = expected[here.rank * ROWS // 2 :][: ROWS // 2]
     assert_close(found, half, torch.float32, "logits", 1000 * FACTOR[here.device])
 
@@ -434,7 +435,12 @@ def test_fsdp_with_lora(ranks, how):
 
 @pytest.mark.integration("FSDP2: clipping, optimizer steps, evaluation")
 def test_training_under_fsdp(ranks):
-    ranks.run(check_training_under_fsdp, "kernelize")
+    ranks.run(check_training_under_fsdp, "kernelize", False)
+
+
+@pytest.mark.integration("FSDP2: AdamW of the package")
+def test_training_under_fsdp_with_our_adamw(ranks):
+    ranks.run(check_training_under_fsdp, "kernelize", True)
 
 
 @pytest.fixture(scope="module")

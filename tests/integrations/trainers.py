@@ -80,7 +80,7 @@ def make_trainer(kind, model, folder, device, data=None, gradients=None, **optio
     """A Trainer ("hf") or SFTTrainer ("trl") of the same arguments. What only one of them takes goes into `options`."""
     of_trainer = {
         name: options.pop(name)
-        for name in ("compute_metrics", "preprocess_logits_for_metrics", "data_collator", "compute_loss_func", "peft_config")
+        for name in ("compute_metrics", "preprocess_logits_for_metrics", "data_collator", "compute_loss_func", "peft_config", "optimizer_cls_and_kwargs")
         if name in options
     }
     arguments = {
@@ -300,6 +300,20 @@ def test_resume_from_a_checkpoint(qwen3, device, kind, how, tmp_path):
         model.lm_head.weight.zero_()  # what it has must come from the checkpoint
     rest = run(kind, model, tmp_path / "ours", device, resume=str(tmp_path / "ours/checkpoint-2"), **options)
     rest.assert_same(Run(whole.gradients[2:], whole.losses[2:], whole.norms[2:]), device)
+
+
+@pytest.mark.integration(*(f"{name}: AdamW of the package" for name in NAMES))
+@BOTH
+def test_adamw_of_a_trainer(qwen3, device, kind, tmp_path):
+    """By optimizer_cls_and_kwargs: the run of PyTorch's AdamW, and after its checkpoint the rest of it."""
+    options = {"per_device_train_batch_size": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "weight_decay": 0.1}
+    ours = {"optimizer_cls_and_kwargs": (qwen3.AdamW, {"lr": 1e-3})}
+    expected = run(kind, model_on(device), tmp_path / "plain", device, **options)
+    found = run(kind, install(qwen3, model_on(device)), tmp_path / "ours", device, **ours, **options)
+    found.assert_same(expected, device)
+    resumed = {"resume": str(tmp_path / "plain/checkpoint-2"), **ours, **options}
+    rest = run(kind, install(qwen3, model_on(device)), tmp_path / "rest", device, **resumed)
+    rest.assert_same(Run(expected.gradients[2:], expected.losses[2:], expected.norms[2:]), device)
 
 
 @pytest.mark.integration(*(f"{name}: gradient checkpointing" for name in NAMES))

@@ -1,0 +1,1 @@
+../../../../torch-ext/qwen3/optimizer.py

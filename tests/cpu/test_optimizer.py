@@ -1,0 +1,166 @@
+"""AdamW as an optimizer: what PyTorch's one promises beside its results, which tests/op_checks.py compares."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from tests.mutants import check_adamw_in_slabs, check_adamw_of_a_checkpoint, check_adamw_that_is_not_taken
+from tests.op_checks import randn
+from tests.tolerances import assert_close
+
+FP32 = torch.float32
+
+
+@pytest.fixture(params=("pytorch", "kernels"))
+def package(request, loaded):
+    """In PyTorch, and in the interpreted kernels."""
+    return loaded if request.param == "pytorch" else request.getfixturevalue("interpreted")
+
+
+def parameter(*shape, dtype=FP32, seed=0, grad=True):
+    found = nn.Parameter(randn(*shape, dtype=dtype, device="cpu", seed=seed))
+    if grad:
+        found.grad = randn(*shape, dtype=dtype, device="cpu", seed=seed + 1)
+    return found
+
+
+def test_what_no_kernel_takes(interpreted):
+    check_adamw_that_is_not_taken(interpreted)
+
+
+def test_more_elements_than_one_launch_reaches(interpreted, monkeypatch):
+    import importlib
+
+    module = importlib.import_module(f"{interpreted.__name__}.ops.adamw")
+    monkeypatch.setattr(module, "SLAB", module.SLAB)  # put back afterwards
+    check_adamw_in_slabs(interpreted)
+
+
+def test_checkpoints_go_to_pytorch_and_back(package):
+    check_adamw_of_a_checkpoint(package)
+
+
+def test_a_saved_state_is_that_of_pytorch(package, tmp_path):
+    mine, theirs = (maker([parameter(3, 512)]) for maker in (package.AdamW, torch.optim.AdamW))
+    for optimizer in (mine, theirs):
+        optimizer.step()
+    ours, expected = mine.state_dict(), theirs.state_dict()
+    assert ours["param_groups"] == expected["param_groups"]
+    assert ours["state"].keys() == expected["state"].keys() and ours["state"][0].keys() == expected["state"][0].keys()
+    for name, value in expected["state"][0].items():
+        assert ours["state"][0][name].dtype == value.dtype and ours["state"][0][name].device == value.device
+        assert_close(ours["state"][0][name], value, FP32, name)
+    buffer = io.BytesIO()
+    torch.save(ours, buffer)
+    buffer.seek(0)
+    again = package.AdamW([parameter(3, 512)])
+    again.load_state_dict(torch.load(buffer, weights_only=True))
+    assert again.state_dict()["state"][0]["step"] == 1
+
+
+@pytest.mark.parametrize("name", ("amsgrad", "maximize", "capturable", "differentiable"))
+def test_what_it_does_not_do_is_refused(package, name):
+    param = parameter(512)
+    with pytest.raises(TypeError, match=name):
+        package.AdamW([param], **{name: True})
+    optimizer, before = package.AdamW([param]), param.detach().clone()
+    optimizer.param_groups[0][name] = True  # as a checkpoint would set it
+    with pytest.raises(ValueError, match=rf"{name} is True, expected False: use torch.optim.AdamW"):
+        optimizer.step()
+    assert torch.equal(param, before)
+
+
+@pytest.mark.parametrize("options", ({"lr": -1.0}, {"betas": (1.0, 0.9)}, {"eps": -1.0}, {"weight_decay": -1.0}), ids=str)
+def test_wrong_options_are_refused_as_by_pytorch(package, options):
+    with pytest.raises(ValueError, match="Invalid"):
+        package.AdamW([parameter(8)], **options)
+
+
+def test_sparse_gradients_are_refused(package):
+    table = nn.Embedding(8, 4, sparse=True)
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match=r"\[8, 4\] is sparse, expected a dense one"):
+        package.AdamW(table.parameters()).step()
+
+
+def test_a_closure_is_called_with_gradients(package):
+    param = parameter(512, grad=False)
+
+    def closure():
+        loss = param.square().sum()
+        loss.backward()
+        return loss.detach()
+
+    expected = param.detach().square().sum()
+    assert torch.equal(package.AdamW([param]).step(closure), expected)
+    assert param.grad is not None
+
+
+def test_autograd_notices_the_step(package):
+    """A backward pass that needs the parameter as it was fails, as it does with PyTorch's step."""
+    param = parameter(512)
+    loss = (param * torch.ones(512, requires_grad=True)).sum()
+    package.AdamW([param]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_schedule_and_hooks(package):
+    makers = (package.AdamW, torch.optim.AdamW)
+    params = [parameter(3, 512) for _ in makers]
+    called = []
+    for param, maker in zip(params, makers, strict=True):
+        optimizer = maker([param], lr=torch.tensor(0.1), foreach=False)
+        optimizer.register_step_post_hook(lambda *args: called.append(args[0]))
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for _ in range(3):
+            optimizer.step()
+            schedule.step()
+    assert len(called) == 6
+    assert_close(params[0], params[1], FP32, "after a schedule")
+
+
+def test_parameters_of_several_dtypes_some_without_a_gradient(package):
+    shapes = ((torch.bfloat16, (512,)), (FP32, (2, 512)), (torch.float64, (7,)), (torch.float16, (9,)), (FP32, ()))
+    mine, theirs = ([parameter(*shape, dtype=dtype, seed=i) for i, (dtype, shape) in enumerate(shapes)] for _ in range(2))
+    frozen = parameter(512, grad=False)
+    before = frozen.detach().clone()
+    package.AdamW([*mine, frozen], lr=0.01).step()
+    torch.optim.AdamW(theirs, lr=0.01).step()
+    for ours, expected in zip(mine, theirs, strict=True):
+        assert_close(ours, expected.double(), ours.dtype, f"{ours.dtype}")
+    assert torch.equal(frozen, before)
+
+
+def test_what_the_optimizer_of_pytorch_is_made_with_is_taken(package):
+    optimizer = package.AdamW([parameter(512)], 0.1, (0.8, 0.9), 1e-6, 0.3, foreach=None, fused=True)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.1, (0.8, 0.9), 1e-6, 0.3)
+    assert not group["fused"]
+
+
+def test_two_runs_give_the_same_bits(package):
+    found = []
+    for _ in range(2):
+        param = parameter(1501, dtype=torch.bfloat16)
+        optimizer = package.AdamW([param], lr=0.1)
+        for _ in range(2):
+            optimizer.step()
+        found.append(param)
+    assert torch.equal(*found)
+
+
+def test_a_copy_goes_on_alone(package):
+    param = parameter(512)
+    optimizer = package.AdamW([param], lr=0.1)
+    optimizer.step()
+    copied = copy.deepcopy(optimizer)
+    optimizer.step()
+    other = copied.param_groups[0]["params"][0]
+    other.grad = param.grad.clone()
+    copied.step()
+    assert torch.equal(other, param) and other is not param
