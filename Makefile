@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .PHONY: help demo test test-gpu test-mutants test-multigpu test-sanitizer build upload hub check clean \
-	bench-ops bench-rmsnorm bench-lce bench-qwen3 bench-gpt-oss bench-fsdp bench-generate bench-plots
+	bench-ops bench-rmsnorm bench-lce bench-qwen3 bench-gpt-oss bench-fsdp bench-generate bench-adamw bench-plots
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -68,6 +68,9 @@ bench-gpt-oss: $(READY) ## GPT-OSS: the layer of experts, 32 and 128 of them, an
 bench-fsdp: $(READY) ## training steps sharded over two GPUs
 	$(BIN)/python -m benchmark.benchmark_fsdp --gpus 2
 	$(BIN)/python -m benchmark.benchmark_fsdp --model gpt_oss_20b --gpus 2
+
+bench-adamw: $(READY) ## the optimizer's step
+	$(BIN)/python -m benchmark.benchmark_adamw
 
 bench-generate: $(READY) ## prefill and one-token steps of generate()
 	$(BIN)/python -m benchmark.benchmark_generate

@@ -37,6 +37,7 @@ class Family:
     known: tuple[str, ...]
     prepare: Callable
     new_model: Callable  # (args, device) -> a model that is not filled
+    package: str  # the folder of its build.toml
 
 
 FLEX = tuple(p for p in benchmark_gpt_oss.STEP_PROVIDERS if p != "huggingface")  # whose eager attention fits at the shortest lengths alone
@@ -47,8 +48,9 @@ FAMILIES = {
         training.ALL_PROVIDERS,
         training.prepare,
         lambda args, device: training.new_qwen3(args.model, args.layers, device),
+        ".",
     ),
-    "gpt_oss": Family("gpt_oss_fsdp", FLEX, benchmark_gpt_oss.STEP_PROVIDERS, benchmark_gpt_oss.prepare, benchmark_gpt_oss.new_model),
+    "gpt_oss": Family("gpt_oss_fsdp", FLEX, benchmark_gpt_oss.STEP_PROVIDERS, benchmark_gpt_oss.prepare, benchmark_gpt_oss.new_model, benchmark_gpt_oss.PACKAGE),
 }
 
 
@@ -100,8 +102,10 @@ def build(args) -> training.Stepper:
         dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     else:
         dist.init_process_group("gloo")
-    model = shard(FAMILIES[models.family(args.model)].new_model(args, "meta"), args.device)
-    return ShardedStepper(model, training.make_optimizer(model, args.device), args.device, model.config.vocab_size, rank)
+    family = FAMILIES[models.family(args.model)]
+    model = shard(family.new_model(args, "meta"), args.device)
+    optimizer = training.make_optimizer(model, args.device, args.child, family.package)
+    return ShardedStepper(model, optimizer, args.device, model.config.vocab_size, rank)
 
 
 class Qwen3ShardedStepBenchmark(Qwen3StepBenchmark):

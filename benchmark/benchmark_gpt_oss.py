@@ -31,7 +31,7 @@ LAYERS = 12  # of 24: with AdamW's states as many as fit into 141 GB
 # transformers adds the gradients of the biases up in bf16: off by 2 to 5 % at 2048 and 8192 tokens of gpt-oss-20b on an H200, growing
 # with the root of their number. What it computes is right, and what most people train with, so it is timed.
 BIAS_BOUNDS = {"dgate_up_bias": 0.15, "ddown_bias": 0.15}
-STEP_PROVIDERS = ("huggingface", "huggingface_flex", "liger_flex", "bastile")
+STEP_PROVIDERS = ("huggingface", "huggingface_flex", "liger_flex", "bastile", "bastile_adamw")
 
 
 # ---------------------------------------------------------------- the experts
@@ -180,7 +180,7 @@ def main_experts(arguments=None) -> list:
 # ---------------------------------------------------------------- the training step
 def prepare(provider: str) -> None:
     """Puts a provider's layers into transformers, before a model is made."""
-    if provider == "bastile":
+    if provider.startswith("bastile"):
         providers.package(PACKAGE).apply()
     elif provider == "liger_flex":
         providers.need("liger_kernel", "triton")
@@ -204,7 +204,8 @@ def new_model(args, device: str):
 def build(args) -> training.Stepper:
     model = new_model(args, args.device)
     training.fill(model)
-    return training.Stepper(model, training.make_optimizer(model, args.device), args.device, model.config.vocab_size)
+    optimizer = training.make_optimizer(model, args.device, args.child, PACKAGE)
+    return training.Stepper(model, optimizer, args.device, model.config.vocab_size)
 
 
 def main_step(arguments=None):

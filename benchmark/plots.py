@@ -13,12 +13,14 @@ STYLES: dict[str, dict] = {
     "huggingface": {"color": "#999999", "marker": "s"},
     "huggingface_flex": {"color": "#999999", "marker": "s", "linestyle": "--"},
     "torch": {"color": "#56B4E9", "marker": "D"},
+    "torch_fused": {"color": "#56B4E9", "marker": "D", "linestyle": "--"},
     "torch_compile": {"color": "#CC79A7", "marker": "v"},
     "liger": {"color": "#E69F00", "marker": "^"},
     "liger_flex": {"color": "#E69F00", "marker": "^", "linestyle": "--"},
     "liger_cutedsl": {"color": "#009E73", "marker": "<"},
     "liger_cutile": {"color": "#0072B2", "marker": ">"},
     "bastile": {"color": "#D55E00", "marker": "o", "linewidth": 2.5, "zorder": 3},
+    "bastile_adamw": {"color": "#D55E00", "marker": "o", "linewidth": 1.5, "zorder": 3, "linestyle": "--"},
     "floor": {"color": "black", "linestyle": ":", "linewidth": 1},
 }
 FLOOR = {"linear_cross_entropy": "bare cuBLAS GEMMs"} | dict.fromkeys(EXPERTS, "bare grouped GEMMs")

@@ -25,16 +25,19 @@ PROVIDERS = {
     "huggingface": "Hugging Face",
     "huggingface_flex": "Hugging Face, flex attention",
     "torch": "PyTorch",
+    "torch_fused": "PyTorch, fused",
     "torch_compile": "torch.compile",
     "liger": "Liger",
     "liger_flex": "Liger, flex attention",
     "liger_cutedsl": "Liger CuTe DSL",
     "liger_cutile": "Liger cuTile",
     "bastile": "Bastile",
+    "bastile_adamw": "Bastile with its AdamW",
 }
 MODES = ("forward", "backward", "full", "no_grad_forward")
 MODE_TITLES = {"full": "forward + backward", "no_grad_forward": "evaluation"}
 MODEL, TOKENS = "qwen3_8b", "8192"
+ADAMW = "bastile_adamw"
 EXPERTS = {"experts_uniform": "uniform", "experts_skewed": "skewed"}
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
 
@@ -124,10 +127,10 @@ def share(part: Row | None, whole: Row | None) -> str:
     return f"{part.y_value_50 / whole.y_value_50:.0%}"
 
 
-def times_faster(found: dict[str, Row]) -> str:
-    """The fastest other provider's time over Bastile's."""
-    peers = [r.y_value_50 for p, r in found.items() if p not in ("bastile", "floor") and r.y_value_50]
-    mine = found.get("bastile")
+def times_faster(found: dict[str, Row], provider: str = "bastile") -> str:
+    """The fastest other provider's time over that of Bastile, or of one of its forms."""
+    peers = [r.y_value_50 for p, r in found.items() if not p.startswith("bastile") and p != "floor" and r.y_value_50]
+    mine = found.get(provider)
     return f"{min(peers) / mine.y_value_50:.2f} ×" if peers and mine and mine.y_value_50 else ""
 
 
@@ -178,10 +181,12 @@ def steps(rows: list[Row]) -> str:
         line = [tokens]
         for p in providers:
             line.append(joined(notes.cell(found.get(p), lambda ms: f"{number(ms)} ms"), notes.cell(memory.get(p), lambda gib: f"{gib:.1f} GiB")))
-        peers = {p: row for p, row in memory.items() if p != "bastile"}
+        peers = {p: row for p, row in memory.items() if not p.startswith("bastile")}
         leanest = min(peers.values(), key=lambda row: row.y_value_50 or 0, default=None)
-        body.append([*line, times_faster(found), share(memory.get("bastile"), leanest)])
-    head = ["tokens", *(PROVIDERS[p] for p in providers), "speed vs best peer", "memory vs best peer"]
+        with_adamw = [times_faster(found, ADAMW)] if ADAMW in providers else []
+        body.append([*line, times_faster(found), *with_adamw, share(memory.get("bastile"), leanest)])
+    speeds = ["speed vs best peer", *(["with its AdamW"] if ADAMW in providers else [])]
+    head = ["tokens", *(PROVIDERS[p] for p in providers), *speeds, "memory vs best peer"]
     return markdown(head, body) + str(notes) + origin(times) if times else ""
 
 
@@ -314,6 +319,20 @@ def host(rows: list[Row]) -> str:
     return markdown(head, body) + str(notes) + origin(rows) if rows else ""
 
 
+def adamw(rows: list[Row]) -> str:
+    """Milliseconds of an optimizer step by the dtype of the parameters."""
+    rows = select(rows, kernel_name="adamw", model=MODEL, metric_name="speed")
+    providers, notes, body = columns_of(rows), Notes(), []
+    for dtype in in_order(row.x_value for row in rows):
+        found = by_provider(select(rows, x_value=dtype))
+        cells = [notes.cell(found.get(p), milliseconds) for p in (*providers, "floor")]
+        body.append([dtype, *cells, share(found.get("floor"), found.get("bastile")), times_faster(found)])
+    if not rows:
+        return ""
+    head = [f"{rows[-1].config['layers']} layers", *(PROVIDERS[p] for p in providers), "floor", "Bastile: of the floor", "vs best peer"]
+    return markdown(head, body) + str(notes) + origin(rows)
+
+
 def generate(rows: list[Row]) -> str:
     """Milliseconds of a prefill and of one more token, by the number of sequences."""
     rows = select(rows, kernel_name="generate", model=MODEL, metric_name="speed")
@@ -342,6 +361,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "first_step": first_step,
     "fsdp": fsdp,
     "host": host,
+    "adamw": adamw,
     "generate": generate,
 }
 

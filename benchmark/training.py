@@ -30,8 +30,8 @@ from .timing import Quantiles
 
 MARK = "@result "
 GiB = 2**30
-PROVIDERS = ("huggingface", "liger", "bastile")
-ALL_PROVIDERS = ("huggingface", "torch_compile", "liger", "liger_cutedsl", "liger_cutile", "bastile", "bastile_unpacked")
+PROVIDERS = ("huggingface", "liger", "bastile", "bastile_adamw")
+ALL_PROVIDERS = ("huggingface", "torch_compile", "liger", "liger_cutedsl", "liger_cutile", "bastile", "bastile_adamw", "bastile_unpacked")
 LOSSES = 5  # of the first steps, compared between providers
 
 
@@ -88,8 +88,10 @@ def fill_parameter(name: str, parameter: torch.Tensor) -> None:
         parameter.normal_(0.0, 0.02, generator=generator)
 
 
-def make_optimizer(model, device: str):
-    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.startswith("cuda"))
+def make_optimizer(model, device: str, provider: str = "huggingface", folder: str = "."):
+    """PyTorch's fused AdamW for every provider but the one that is named after that of our package. folder: of its build.toml."""
+    adamw = package(folder).AdamW if provider == "bastile_adamw" else torch.optim.AdamW
+    return adamw(model.parameters(), lr=1e-5, fused=device.startswith("cuda"))
 
 
 def training_step(model, optimizer, ids) -> torch.Tensor:
@@ -185,9 +187,9 @@ def child(args, build, prepare=prepare) -> bool:
 
 def build_one(args) -> Stepper:
     model = make_model(args.model, args.layers, args.device)
-    if args.child == "bastile":
+    if args.child in ("bastile", "bastile_adamw"):
         package().pack(model)
-    optimizer = make_optimizer(model, args.device)
+    optimizer = make_optimizer(model, args.device, args.child)
     if args.child == "torch_compile":
         model.model = torch.compile(model.model)
     return Stepper(model, optimizer, args.device, model.config.vocab_size)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmark import (
+    benchmark_adamw,
     benchmark_fsdp,
     benchmark_generate,
     benchmark_gpt_oss,
@@ -381,7 +382,22 @@ def test_sharded_training_steps(model, kernel, provider, tmp_path, monkeypatch):
 def test_a_provider_of_another_model_is_refused(capsys):
     with pytest.raises(SystemExit):
         benchmark_fsdp.main(["--model", "gpt_oss_20b", "--providers", "bastile,liger"])
-    assert "liger, expected some of huggingface, huggingface_flex, liger_flex, bastile for gpt_oss_20b" in capsys.readouterr().err
+    assert "liger, expected some of huggingface, huggingface_flex, liger_flex, bastile, bastile_adamw for gpt_oss_20b" in capsys.readouterr().err
+
+
+def test_the_step_of_the_optimizer(tmp_path):
+    arguments = ["--device", "cpu", "--model", "tiny", "--layers", "1", "--ms", "1"]
+    rows = benchmark_adamw.main([*arguments, "--results", str(tmp_path)])
+    saved = records.read(tmp_path / "cpu" / "adamw.csv")
+    assert len(saved) == len(rows) == 8 and all(r.y_value_50 for r in rows)
+    assert {(r.kernel_provider, r.x_value) for r in saved} == {(p, d) for p in (*benchmark_adamw.PROVIDERS, "floor") for d in ("bf16", "fp32")}
+
+
+def test_a_wrong_step_of_the_optimizer_is_not_timed(monkeypatch, capsys):
+    monkeypatch.setitem(benchmark_adamw.OPTIONS, "weight_decay", 0.5)
+    monkeypatch.setattr(torch.optim, "AdamW", lambda params, **options: torch.optim.SGD(params, lr=0.1))
+    rows = benchmark_adamw.main(["--device", "cpu", "--model", "tiny", "--layers", "1", "--ms", "1", "--dtypes", "fp32", "--providers", "torch"])
+    assert [r.error for r in rows if r.kernel_provider == "torch"][0].startswith("ArithmeticError: wrong result: param is off by")
 
 
 def test_generation(tmp_path):
@@ -461,7 +477,7 @@ def test_kernels_benchmark_runs_every_file_against_a_local_build(package_folder,
     assert done.returncode == 0, done.stderr[-2000:]
     results = {found["workload"]: found["verified"] for found in json.loads((tmp_path / "found.json").read_text())["results"]}
     assert all(results.values())
-    models_of = {"Qwen3StepBenchmark": ["step"], "Qwen3ShardedStepBenchmark": ["step"], "Qwen3GenerateBenchmark": ["prefill", "decode"]}
+    models_of = {"Qwen3StepBenchmark": ["step"], "Qwen3ShardedStepBenchmark": ["step"], "Qwen3GenerateBenchmark": ["prefill", "decode"], "AdamWBenchmark": ["step"]}
     whole = {f"{name}.{workload}" for name, workloads in models_of.items() for workload in workloads}
     assert whole < set(results)
     assert {name.partition(".")[2] for name in set(results) - whole} == {"forward", "full"}
