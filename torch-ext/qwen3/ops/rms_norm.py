@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import GRID_MAX, Kernel
-from .common import aligned, apply_function, column_sum, describe, fail, look, need_floats, traceable, unit_stride, wide
+from .common import aligned, apply_function, column_sum, describe, fail, look, need_floats, new_like, traceable, unit_stride, wide
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -116,7 +116,7 @@ def _backward_launch(kernel, grads, x, weight, rstd, need_dweight) -> Pair:
     """grads: the gradients that the kernel reads, in its order."""
     length = x.shape[-1]
     rows = x.numel() // length
-    dx, partial = torch.empty(x.shape, dtype=x.dtype, device=x.device), _partial(x, rows, length)
+    dx, partial = new_like(x), _partial(x, rows, length)
     key = look(x, weight, *grads)
     originals = (dx, *grads, x, weight, rstd, partial)
     again = False
@@ -142,7 +142,7 @@ def _again(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor) -> torch.T
     """y of [rows, length] from what the forward pass saved, bit for bit."""
     if not _fused(x, weight):
         return weight * (x.to(wide(x.dtype)) * rstd[:, None]).to(x.dtype)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = new_like(x)
     key, originals = look(x, weight), (x, weight, y, rstd)
     if not _apply_kernel.again(key, [t.data_ptr() for t in originals]):
         _in_parts(_apply_kernel, key, x.shape[0], originals, (aligned(x), aligned(weight), y, rstd))
@@ -155,8 +155,8 @@ def _add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
         total = x + residual
         return (total, *_forward(total, weight, eps))
     rows, residual, weight = aligned(rows_of(x)), aligned(rows_of(residual)), aligned(weight)
-    total, y = (torch.empty(rows.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    rstd = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
+    total, y = new_like(rows), new_like(rows)
+    rstd = rows.new_empty(rows.shape[0], dtype=torch.float32)
     tensors = (rows, residual, weight, total, y, rstd)
     key = look(rows, residual, weight)
     if not _add_forward_kernel.again(key, [t.data_ptr() for t in tensors], (eps,)):

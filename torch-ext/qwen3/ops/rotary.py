@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from ..runtime.artifacts import Variant
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
-from .common import aligned, apply_function, column_sum, describe, fail, look, need_floats, traceable, unit_stride
+from .common import aligned, apply_function, column_sum, describe, fail, look, need_floats, new_like, traceable, unit_stride
 from .rms_norm import rms_norm_backward_reference, rms_norm_reference
 
 TOKENS = 4  # that the backward kernel of `qk_norm_rotary` takes at a time, or a part of so many
@@ -84,7 +84,7 @@ def _launch(q, k, cos, sin, heads_dim, backward) -> Pair:
     """Results lie in memory as [batch, tokens, heads, head_dim], whatever the order of the dimensions: what the projections
     write and what attention and the next backward read without a copy."""
     q, k = (x.transpose(1, 2) if heads_dim == 1 else x for x in (q, k))
-    outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    outs = new_like(q), new_like(k)
     if q.numel():
         _kernels[backward]((_tokens(q), _tokens(k), *map(_tokens, outs), *_tables(cos, sin)))
     return tuple(x.transpose(1, 2) for x in outs) if heads_dim == 1 else outs
@@ -119,7 +119,7 @@ def _norm_forward(
     if not (fused_heads(q, k, cos) and q_weight.dtype == k_weight.dtype == q.dtype):
         q, k = (rms_norm_reference(x, w, eps)[0] for x, w in ((q, q_weight), (k, k_weight)))
         return tuple(x.transpose(1, 2) for x in rotary_reference(q, k, cos, sin, 2))
-    outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    outs = new_like(q), new_like(k)
     key, tensors = look(q, k, q_weight, k_weight, cos, sin), (q, k, *outs, q_weight, k_weight, cos, sin)
     if not _norm_forward_kernel.again(key, [t.data_ptr() for t in tensors], (eps,)) and q.numel():
         flat = (*map(_tokens, tensors[:4]), q_weight, k_weight, *_tables(cos, sin))
@@ -142,7 +142,7 @@ def _norm_backward(
 ) -> Four:
     """(dq, dk, dq_weight, dk_weight); dq, dk as [batch, heads, tokens, head_dim] come in, [batch, tokens, heads, head_dim] go out.
     A weight's gradient is empty where it is not needed."""
-    outs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    outs = new_like(q), new_like(k)
     return (*outs, *norm_backward_into(outs, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight))
 
 

@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import aligned, apply_function, describe, fail, need_floats, side_by_side, traceable, wide
+from .common import aligned, apply_function, describe, fail, need_floats, new_like, side_by_side, traceable, wide
 
 SLAB = 2**30  # elements that one launch reaches over: offsets into an array are 32-bit
 TILES = (1024, 512)  # elements of one block: rows are a multiple of one of them, else the kernels that check every index run
@@ -81,7 +81,7 @@ def _forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if not _fits(gate):
         return swiglu_reference(gate, up)
     gate, up = _inputs(gate, up)
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    out = new_like(gate)
     _launch(_forward_kernel, gate, up, out)
     return out
 
@@ -90,7 +90,7 @@ def _backward(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Tuple
     if not _fits(gate):
         return swiglu_backward_reference(dout, gate, up)[:2]
     dout, gate, up = _inputs(dout, gate, up)
-    dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    dgate, dup = new_like(gate), new_like(gate)
     _launch(_backward_kernel, dout, gate, up, dgate, dup)
     return dgate, dup
 

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import GRID_MAX, Kernel
-from .common import apply_function, column_sum, traceable, unit_stride, wide
+from .common import apply_function, column_sum, new_like, traceable, unit_stride, wide
 from .rms_norm import check, one_partial_sum_a_block, rms_norm_backward_reference, rows_of
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
@@ -48,7 +48,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
     if not _fits(x, weight):
         return wide_rms_norm_reference(x, weight, eps)
     rows = rows_of(x)
-    y, rstd = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(rows.shape[0], dtype=torch.float32)
+    y, rstd = new_like(x), x.new_empty(rows.shape[0], dtype=torch.float32)
     _forward_kernel((rows, unit_stride(weight), y.view(rows.shape), rstd), eps)
     return y, rstd
 
@@ -59,7 +59,7 @@ def _add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
         total = x + residual
         return (total, *_forward(total, weight, eps))
     rows = rows_of(x)
-    total, y = (torch.empty(rows.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    total, y = new_like(rows), new_like(rows)
     rstd = x.new_empty(rows.shape[0], dtype=torch.float32)
     _add_forward_kernel((rows, rows_of(residual), unit_stride(weight), total, y, rstd), eps)
     return total.view(x.shape), y.view(x.shape), rstd
@@ -83,7 +83,7 @@ def _gradients(grads, x, weight, rstd, need_dweight: bool) -> Pair:
         dx = dx.to(x.dtype)
         return dx + grads[1] if len(grads) > 1 else dx, dweight
     rows = rows_of(x)
-    dx = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    dx = new_like(rows)
     blocks = min(rows.shape[0], BLOCKS_PER_SM * multiprocessors(x))
     partial = torch.empty((blocks, rows.shape[1]), dtype=torch.float32, device=x.device)
     kernel = _backward_kernel if len(grads) == 1 else _add_backward_kernel
