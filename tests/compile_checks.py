@@ -94,6 +94,7 @@ def graphs_of(model, inputs, **options):
     counters.clear()
     compiled = torch.compile(model, fullgraph=True, **options)
     for ids in inputs:
+        model.zero_grad()  # gradients of the last step lie in memory that a CUDA graph writes again
         torch.compiler.cudagraph_mark_step_begin()
         compiled(input_ids=ids, labels=ids).loss.backward()
     return counters["stats"]["unique_graphs"]

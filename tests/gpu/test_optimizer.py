@@ -1,12 +1,13 @@
 """AdamW beside PyTorch's fused one on the same GPU."""
 
+import copy
 import sys
 
 import pytest
 import torch
 
 from tests.op_checks import FLOATS, randn
-from tests.tolerances import assert_close
+from tests.tolerances import RELATIVE_ERROR, assert_close, relative_error
 
 dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 SHAPES = ((4096, 1024), (4096,), (128,), (1501,), (3, 77))
@@ -35,17 +36,18 @@ def train(optimizer, params, steps, seed):
 
 @dtypes
 def test_steps_of_the_fused_one(ops, dtype):
-    """One step from the same state differs in no more than the last bit of a few numbers in a hundred thousand."""
+    """Two steps from nothing: of what is rounded to half precision a few percent differ, by the last bit. The fused one takes 1 - beta in
+    float32, which is off by 1.3e-5 for 0.999."""
     found = []
     for maker in (ops.AdamW, torch.optim.AdamW):
         params = parameters(dtype)
         optimizer = maker(params, lr=0.01, weight_decay=0.1, fused=True)
-        train(optimizer, params, 1, 100)
+        train(optimizer, params, 2, 100)
         found.append([t for p in params for t in (p.detach(), optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"])])
     for ours, theirs in zip(*found, strict=True):
-        assert_close(ours, theirs.double(), dtype, "a step")
+        assert relative_error(ours, theirs) <= RELATIVE_ERROR[dtype] + 2e-5
         if dtype != torch.float32:
-            assert (ours != theirs).float().mean() < 1e-3
+            assert (ours != theirs).float().mean() < 0.1
 
 
 def test_a_checkpoint_of_the_fused_one(ops):
@@ -57,15 +59,18 @@ def test_a_checkpoint_of_the_fused_one(ops):
         for param, done in zip(params, expected, strict=True):
             param.copy_(done)
     optimizer = ops.AdamW(params, lr=0.01)
-    optimizer.load_state_dict(fused.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(fused.state_dict()))  # which would hand the very tensors on
     train(optimizer, params, 2, 500)
     train(fused, expected, 2, 500)
     assert optimizer.state[params[0]]["step"].device.type == "cpu" and optimizer.state[params[0]]["step"] == 4
     for param, wanted in zip(params, expected, strict=True):
-        assert_close(param, wanted.double(), torch.float32, "steps 3 and 4")
-    back = torch.optim.AdamW(expected, lr=0.01, fused=True)
-    back.load_state_dict(optimizer.state_dict())
-    train(back, expected, 1, 900)
+        assert relative_error(param, wanted) <= 1e-4
+    back = torch.optim.AdamW(params, lr=0.01, fused=True)
+    back.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(back, params, 1, 900)
+    train(fused, expected, 1, 900)
+    for param, wanted in zip(params, expected, strict=True):
+        assert relative_error(param, wanted) <= 1e-4
 
 
 def test_it_does_not_wait_for_the_device(ops):

@@ -1,7 +1,7 @@
 """AdamW at the speed of memory.
 
-PyTorch's fused AdamW reaches about half of an H200's bandwidth with bf16 parameters (54 % of copy's rate, in fp32 75 %). With an 8B
-model that is 42 ms of every step, whatever its length, where the bytes need 27.
+PyTorch's fused AdamW moves the bytes of bf16 parameters at 64 % of an H200's copy rate (fp32: 81 %). With an 8B model that is 42 ms of
+every step, whatever its length, where the bytes need 27.
 """
 
 from typing import Dict, List, Optional, Sequence, Tuple
