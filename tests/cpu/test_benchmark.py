@@ -85,6 +85,8 @@ def made_up_rows():
         rows += [row("generate", provider, mode, x=x, y=us, layers=4, tokens=2048) for mode in ("prefill", "decode") for x in (1, 8)]
     for provider, us in (("torch", 12.8), ("bastile", 15.0)):
         rows.append(row(provider=provider, metric="host_time", x=128, y=us))
+    for provider, ms in (("torch", 26.0), ("torch_fused", 10.0), ("bastile", 6.8), ("floor", 6.5)):
+        rows.append(row("adamw", provider, "full", x="bf16", y=1e3 * ms, layers=4))
     return rows + made_up_rows_of_gpt_oss()
 
 
@@ -502,6 +504,23 @@ def test_tables(results):
     assert "| Bastile | 1.5 | 1.50 | 3.0 |" in tables.table("first_step", rows)
     for name in tables.TABLES:
         assert tables.table(name, []) == ("" if name in tables.TITLED else "*Not measured yet.*")
+
+
+def test_the_table_of_the_optimizer(results):
+    found = tables.table("adamw", records.read_all(results / "nvidia-h200"))
+    assert "| 4 layers | PyTorch | PyTorch, fused | Bastile | floor | Bastile: of the floor | vs best peer |" in found
+    assert "| bf16 | 26 ms | 10 ms | 6.8 ms | 6.5 ms | 96% | 1.47 × |" in found
+
+
+def test_steps_with_our_optimizer_have_columns_of_their_own():
+    """And are no peer of those without it."""
+    step = {"gpus": 1, "layers": None, "tokens": 8192, "timing": None}
+    times = (("liger", 807.0), ("bastile", 770.0), ("bastile_adamw", 757.0))
+    rows = [row("qwen3_step", provider, "full", "step_time", y=ms, **step) for provider, ms in times]
+    rows += [row("qwen3_step", provider, "full", "memory", y=ms / 10, **step) for provider, ms in times]
+    found = tables.table("qwen3_step", rows)
+    assert "| tokens | Liger | Bastile | Bastile with its AdamW | speed vs best peer | with its AdamW | memory vs best peer |" in found
+    assert "| 8192 | 807 ms · 80.7 GiB | 770 ms · 77.0 GiB | 757 ms · 75.7 GiB | 1.05 × | 1.07 × | 95% |" in found
 
 
 def test_tables_of_gpt_oss(results):
