@@ -14,6 +14,7 @@ persistent blocks: 90 %), those of fp32 at 100 %.
 import cuda.tile as ct
 
 from kernel_src.prebuild import FLOAT, FLOATS, Array, Variant
+from kernel_src.swiglu import read, read_padded
 
 Const = ct.Constant[int]
 
@@ -24,16 +25,6 @@ def stepped(p, g, m, v, keep, beta1, rest1, beta2, rest2, step_size, root, eps):
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * g * g
     return keep * p - step_size * m / (ct.sqrt(v) * root + eps), m, v
-
-
-@ct.function
-def read(array, index):
-    return ct.astype(ct.gather(array, index, check_bounds=False), ct.float32)
-
-
-@ct.function
-def read_padded(array, index):
-    return ct.astype(ct.gather(array, index, check_bounds=True, padding_value=0), ct.float32)
 
 
 @ct.kernel

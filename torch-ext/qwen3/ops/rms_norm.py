@@ -197,11 +197,14 @@ add_rms_norm_backward = traceable(
 )
 
 
-class _RMSNorm(torch.autograd.Function):
+class RMSNormFunction(torch.autograd.Function):
+    """Of any order of multiplying and rounding. forward, backward: its operators."""
+
     @staticmethod
-    def forward(ctx, x, weight, eps):
-        y, rstd = rms_norm_forward(x, weight, eps)
+    def forward(ctx, x, weight, eps, forward, backward):
+        y, rstd = forward(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
+        ctx.gradients = backward
         return y
 
     @staticmethod
@@ -209,15 +212,18 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
         need = ctx.needs_input_grad[1]
-        dx, dweight = rms_norm_backward(dy, x, weight, rstd, need)
-        return dx, dweight if need else None, None
+        dx, dweight = ctx.gradients(dy, x, weight, rstd, need)
+        return dx, dweight if need else None, None, None, None
 
 
-class _AddRMSNorm(torch.autograd.Function):
+class AddRMSNormFunction(torch.autograd.Function):
+    """The same behind a residual connection."""
+
     @staticmethod
-    def forward(ctx, x, residual, weight, eps):
-        total, y, rstd = add_rms_norm_forward(x, residual, weight, eps)
+    def forward(ctx, x, residual, weight, eps, forward, backward):
+        total, y, rstd = forward(x, residual, weight, eps)
         ctx.save_for_backward(total, weight, rstd)
+        ctx.gradients = backward
         return y, total
 
     @staticmethod
@@ -225,8 +231,8 @@ class _AddRMSNorm(torch.autograd.Function):
     def backward(ctx, dy, dtotal):
         total, weight, rstd = ctx.saved_tensors
         need = ctx.needs_input_grad[2]
-        dx, dweight = add_rms_norm_backward(dy, dtotal, total, weight, rstd, need)
-        return dx, dx, dweight if need else None, None
+        dx, dweight = ctx.gradients(dy, dtotal, total, weight, rstd, need)
+        return dx, dx, dweight if need else None, None, None, None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
@@ -236,7 +242,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.
     of the two dtypes. Differentiable in x and weight. Raises ValueError when shapes, dtypes or devices do not fit.
     """
     check(x, weight)
-    return apply_function(_RMSNorm, x, weight, float(eps))
+    return apply_function(RMSNormFunction, x, weight, float(eps), rms_norm_forward, rms_norm_backward)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> Pair:
@@ -245,7 +251,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     x, residual: [..., n], one dtype. weight and the rest: as in `rms_norm`.
     """
     check(x, weight, residual)
-    return apply_function(_AddRMSNorm, x, residual, weight, float(eps))
+    return apply_function(AddRMSNormFunction, x, residual, weight, float(eps), add_rms_norm_forward, add_rms_norm_backward)
 
 
 def check(x: torch.Tensor, weight: torch.Tensor, residual: Optional[torch.Tensor] = None) -> None:

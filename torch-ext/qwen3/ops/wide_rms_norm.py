@@ -6,12 +6,11 @@ Alone, and with the residual stream: total = x + residual, y = RMSNorm(total). T
 from typing import Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import GRID_MAX, Kernel
 from .common import apply_function, column_sum, new_like, traceable, unit_stride, wide
-from .rms_norm import check, one_partial_sum_a_block, rms_norm_backward_reference, rows_of
+from .rms_norm import AddRMSNormFunction, RMSNormFunction, check, one_partial_sum_a_block, rms_norm_backward_reference, rows_of
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -109,38 +108,6 @@ wide_add_rms_norm_backward = traceable(
 )
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        y, rstd = wide_rms_norm_forward(x, weight, eps)
-        ctx.save_for_backward(x, weight, rstd)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight, rstd = ctx.saved_tensors
-        need = ctx.needs_input_grad[1]
-        dx, dweight = wide_rms_norm_backward(dy, x, weight, rstd, need)
-        return dx, dweight if need else None, None
-
-
-class _AddRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, residual, weight, eps):
-        total, y, rstd = wide_add_rms_norm_forward(x, residual, weight, eps)
-        ctx.save_for_backward(total, weight, rstd)
-        return y, total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy, dtotal):
-        total, weight, rstd = ctx.saved_tensors
-        need = ctx.needs_input_grad[2]
-        dx, dweight = wide_add_rms_norm_backward(dy, dtotal, total, weight, rstd, need)
-        return dx, dx, dweight if need else None, None
-
-
 def wide_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
     """RMSNorm over the last dimension, multiplied by the weight in fp32 and then rounded to x's dtype.
 
@@ -148,7 +115,7 @@ def wide_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> t
     Returns [..., n] in x's dtype. Differentiable in x and weight. Raises ValueError when shapes, dtypes or devices do not fit.
     """
     check(x, weight)
-    return apply_function(_RMSNorm, x, weight, float(eps))
+    return apply_function(RMSNormFunction, x, weight, float(eps), wide_rms_norm_forward, wide_rms_norm_backward)
 
 
 def wide_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> Pair:
@@ -157,4 +124,4 @@ def wide_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Ten
     x, residual: [..., n], one dtype. weight and the rest: as in `wide_rms_norm`.
     """
     check(x, weight, residual)
-    return apply_function(_AddRMSNorm, x, residual, weight, float(eps))
+    return apply_function(AddRMSNormFunction, x, residual, weight, float(eps), wide_add_rms_norm_forward, wide_add_rms_norm_backward)
