@@ -4,22 +4,19 @@ Each provider has the model of few layers (the step's time is in proportion to t
 The floor is copy_ of as many bytes as the step reads and writes: parameters, both averages, and the gradients once.
 """
 
-import argparse
-import json
-from pathlib import Path
-
 import torch
 
 if not __package__:  # run as a file, or by `kernels benchmark`
     import sys
+    from pathlib import Path
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = Path(__file__).resolve().parent.name
 
 from . import models, providers, records, training
-from .harness import DTYPES, WRONG, Benchmark, default_device, message, say, some_of
+from .harness import DTYPES, WRONG, Benchmark, message, model_parser, save_rows, say, some_of, speed_row
 from .records import Row
-from .timing import TIMINGS, Clock, Quantiles, copy_call, relative_error
+from .timing import Clock, Quantiles, copy_call, relative_error
 
 PROVIDERS = ("torch", "torch_fused", "bastile")
 OPTIONS = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -64,7 +61,7 @@ def measure(args, dtype: str, clock: Clock) -> list[Row]:
     gradients(params)
     nbytes = 7 * sum(p.nbytes for p in params)
     results: dict[str, Quantiles | Exception] = {}
-    floor = clock.measure({"floor": [copy_call(nbytes, args.device)]}, rounds=1)
+    floor = clock.measure({"floor": [copy_call(nbytes, args.device)]}, rounds=args.rounds)
     results |= floor
     clock.clean()
     for provider in args.providers:  # one after the other: each has a state as large as two models
@@ -72,7 +69,7 @@ def measure(args, dtype: str, clock: Clock) -> list[Row]:
         try:
             check(provider, params)
             optimizer = optimizer_of(provider, params)
-            results |= clock.measure({provider: [optimizer.step]}, rounds=1)
+            results |= clock.measure({provider: [optimizer.step]}, rounds=args.rounds)
         except Exception as error:
             failure = error.with_traceback(None)
         optimizer = None
@@ -85,18 +82,8 @@ def measure(args, dtype: str, clock: Clock) -> list[Row]:
             say(f"  {dtype}, {provider}: {value.median / 1e3:.2f} ms, {nbytes / value.median * 1e-6:.2f} TB/s{share}")
         else:
             say(f"  {dtype}, {provider}: {message(value)}")
-    return [row(args, dtype, provider, value, nbytes) for provider, value in results.items()]
-
-
-def row(args, dtype: str, provider: str, value: Quantiles | Exception, nbytes: int) -> Row:
-    config = {"model": models.full_name(args.model), "layers": args.layers, "dtype": dtype, "timing": args.timing, "nbytes": nbytes}
-    numbers: tuple = (None, None, None)
-    if isinstance(value, Quantiles):
-        numbers = (value.median, value.low, value.high)
-    else:
-        config["error"] = message(value)
-    extra = json.dumps(config | records.environment(), sort_keys=True)
-    return Row("adamw", provider, "full", "speed", "us", "dtype", "parameters", dtype, *numbers, extra, records.gpu_name(args.device))
+    x = ("dtype", "parameters", dtype)
+    return [speed_row(args, "adamw", provider, "full", x, value, dtype=dtype, nbytes=nbytes) for provider, value in results.items()]
 
 
 class AdamWBenchmark(Benchmark):
@@ -122,23 +109,15 @@ class AdamWBenchmark(Benchmark):
 
 
 def main(arguments=None) -> list[Row]:
-    p = argparse.ArgumentParser(description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--model", default="qwen3_8b", help=f"sizes: {', '.join(models.SIZES)}")
-    p.add_argument("--layers", type=int, default=4)
+    p = model_parser(__doc__.partition("\n")[0], "adamw", "device", 300.0)
     p.add_argument("--dtypes", type=some_of(*DTYPES), default=("bf16", "fp32"), help=f"of {', '.join(DTYPES)}")
     p.add_argument("--providers", type=some_of(*PROVIDERS), default=PROVIDERS, help=f"of {', '.join(PROVIDERS)}")
-    p.add_argument("--device", default=default_device())
-    p.add_argument("--timing", choices=TIMINGS[:2], default="device", help="see timing.py")
-    p.add_argument("--ms", type=float, default=300.0, help="milliseconds of calls for each number")
-    p.add_argument("--results", type=Path, help="folder for <gpu>/adamw.csv; on a CPU nothing is written without it")
     args = p.parse_args(arguments)
-    results = args.results or (records.RESULTS if args.device.startswith("cuda") else None)
     say(f"{models.title(args.model)}, {args.layers} layers, on {records.gpu_name(args.device)}")
     clock, rows = Clock(args.device, args.timing, args.ms), []
     for dtype in args.dtypes:
         found = measure(args, dtype, clock)
-        if results:
-            records.write(results / records.slug(found[0].gpu_name) / "adamw.csv", found)
+        save_rows(args, "adamw", found)
         rows += found
         clock.clean()
     return rows

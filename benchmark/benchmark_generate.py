@@ -5,23 +5,22 @@ that of a layer times their number. Timed from an idle device, so short steps sh
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
 if not __package__:  # run as a file, or by `kernels benchmark`
     import sys
+    from pathlib import Path
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = Path(__file__).resolve().parent.name
 
 from . import models, providers, records, training
-from .harness import WRONG, Benchmark, default_device, integers, message, say
+from .harness import WRONG, Benchmark, integers, model_parser, save_rows, say, speed_row
 from .records import Row
-from .timing import TIMINGS, Clock, Quantiles, relative_error
+from .timing import Clock, Quantiles, relative_error
 
 PROVIDERS = ("huggingface", "bastile")
 MODES = ("prefill", "decode")
@@ -86,23 +85,12 @@ def measure(args, batch: int, clock: Clock) -> list[Row]:
     for mode in MODES:
         calls = {provider: [generation.call(mode)] for provider, generation in found.items()}
         timed = clock.measure(calls, before, args.rounds)
-        rows += [row(args, batch, provider, mode, value) for provider, value in timed.items()]
+        x = ("batch", "sequences in a batch", str(batch))
+        rows += [speed_row(args, "generate", p, mode, x, value, tokens=args.tokens, dtype="bf16") for p, value in timed.items()]
         speed = {p: value.median for p, value in timed.items() if isinstance(value, Quantiles)}
         shown = ", ".join(f"{p} {us / 1e3:.3f} ms" for p, us in speed.items())
         say(f"  batch {batch}, {mode}: {shown}" + (f", {speed['huggingface'] / speed['bastile']:.2f} x" if len(speed) == 2 else ""))
     return rows
-
-
-def row(args, batch: int, provider: str, mode: str, value: Quantiles | Exception) -> Row:
-    config = {"model": models.full_name(args.model), "layers": args.layers, "tokens": args.tokens, "dtype": "bf16", "timing": args.timing}
-    numbers: tuple = (None, None, None)
-    if isinstance(value, Quantiles):
-        numbers = (value.median, value.low, value.high)
-    else:
-        config["error"] = message(value)
-    extra = json.dumps(config | records.environment(), sort_keys=True)
-    x = ("batch", "sequences in a batch", str(batch))
-    return Row("generate", provider, mode, "speed", "us", *x, *numbers, extra, records.gpu_name(args.device))
 
 
 class Qwen3GenerateBenchmark(Benchmark):
@@ -133,24 +121,15 @@ class Qwen3GenerateBenchmark(Benchmark):
 
 
 def main(arguments=None) -> list[Row]:
-    p = argparse.ArgumentParser(description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--model", default="qwen3_8b", help=f"sizes: {', '.join(models.SIZES)}")
-    p.add_argument("--layers", type=int, default=4)
+    p = model_parser(__doc__.partition("\n")[0], "generate", "wall", 1000.0)
     p.add_argument("--tokens", type=int, default=2048, help="of the prompt")
     p.add_argument("--batches", type=integers, default=(1, 8), help="comma-separated")
-    p.add_argument("--device", default=default_device())
-    p.add_argument("--timing", choices=TIMINGS[:2], default="wall", help="see timing.py")
-    p.add_argument("--ms", type=float, default=1000.0, help="milliseconds of calls for each number")
-    p.add_argument("--rounds", type=int, default=2, help="turns that the providers take")
-    p.add_argument("--results", type=Path, help="folder for <gpu>/generate.csv; on a CPU nothing is written without it")
     args = p.parse_args(arguments)
-    results = args.results or (records.RESULTS if args.device.startswith("cuda") else None)
     say(f"{models.title(args.model)}, {args.layers} layers, {args.tokens} tokens, on {records.gpu_name(args.device)}")
     clock, rows = Clock(args.device, args.timing, args.ms), []
     for batch in args.batches:
         found = measure(args, batch, clock)
-        if results:
-            records.write(results / records.slug(found[0].gpu_name) / "generate.csv", found)
+        save_rows(args, "generate", found)
         rows += found
         clock.clean()
     return rows
