@@ -20,7 +20,7 @@ if not __package__:  # run as a file, or by `kernels benchmark`
 from . import models, providers, records, training
 from .harness import WRONG, Benchmark, integers, model_parser, save_rows, say, speed_row
 from .records import Row
-from .timing import Clock, Quantiles, relative_error
+from .timing import TIMINGS, Clock, Quantiles, relative_error
 
 PROVIDERS = ("huggingface", "bastile")
 MODES = ("prefill", "decode")
@@ -85,8 +85,8 @@ def measure(args, batch: int, clock: Clock) -> list[Row]:
     for mode in MODES:
         calls = {provider: [generation.call(mode)] for provider, generation in found.items()}
         timed = clock.measure(calls, before, args.rounds)
-        x = ("batch", "sequences in a batch", str(batch))
-        rows += [speed_row(args, "generate", p, mode, x, value, tokens=args.tokens, dtype="bf16") for p, value in timed.items()]
+        x, known = ("batch", "sequences in a batch", str(batch)), {"tokens": args.tokens, "dtype": "bf16"}
+        rows += [speed_row(args, "generate", p, mode, x, value, timing=args.timing, **known) for p, value in timed.items()]
         speed = {p: value.median for p, value in timed.items() if isinstance(value, Quantiles)}
         shown = ", ".join(f"{p} {us / 1e3:.3f} ms" for p, us in speed.items())
         say(f"  batch {batch}, {mode}: {shown}" + (f", {speed['huggingface'] / speed['bastile']:.2f} x" if len(speed) == 2 else ""))
@@ -121,7 +121,8 @@ class Qwen3GenerateBenchmark(Benchmark):
 
 
 def main(arguments=None) -> list[Row]:
-    p = model_parser(__doc__.partition("\n")[0], "generate", "wall", 1000.0)
+    p = model_parser(__doc__.partition("\n")[0], "generate", 1000.0)
+    p.add_argument("--timing", choices=TIMINGS[:2], default="wall", help="see timing.py")
     p.add_argument("--tokens", type=int, default=2048, help="of the prompt")
     p.add_argument("--batches", type=integers, default=(1, 8), help="comma-separated")
     args = p.parse_args(arguments)

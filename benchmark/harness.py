@@ -396,7 +396,7 @@ def run_case_or_say(case: Case, settings: Settings) -> list[Row]:
 
 def speed_row(args, kernel: str, provider: str, mode: str, x: tuple[str, str, str], value: Quantiles | Exception, **config) -> Row:
     """Microseconds of what is no `Operation`. args: of `model_parser`; x: name, label and value."""
-    known = {"model": models.full_name(args.model), "layers": args.layers, "timing": args.timing, **config}
+    known = {"model": models.full_name(args.model), "layers": args.layers, **config}
     numbers: tuple = (None, None, None)
     if isinstance(value, Quantiles):
         numbers = (value.median, value.low, value.high)
@@ -406,13 +406,12 @@ def speed_row(args, kernel: str, provider: str, mode: str, x: tuple[str, str, st
     return Row(kernel, provider, mode, "speed", "us", *x, *numbers, extra, records.gpu_name(args.device))
 
 
-def model_parser(description: str, name: str, timing: str, milliseconds: float) -> argparse.ArgumentParser:
-    """The command line of a benchmark of few layers of a model. name: of its CSV file; timing, milliseconds: unless told otherwise."""
+def model_parser(description: str, name: str, milliseconds: float) -> argparse.ArgumentParser:
+    """The command line of a benchmark of few layers of a model. name: of its CSV file; milliseconds: unless told otherwise."""
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--model", default="qwen3_8b", help=f"sizes: {', '.join(models.SIZES)}")
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--device", default=default_device())
-    p.add_argument("--timing", choices=TIMINGS[:2], default=timing, help="see timing.py")
     p.add_argument("--ms", type=float, default=milliseconds, help="milliseconds of calls for each number")
     p.add_argument("--rounds", type=int, default=2, help="turns that the providers take")
     p.add_argument("--results", type=Path, help=f"folder for <gpu>/{name}.csv; on a CPU nothing is written without it")

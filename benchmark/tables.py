@@ -38,6 +38,12 @@ MODES = ("forward", "backward", "full", "no_grad_forward")
 MODE_TITLES = {"full": "forward + backward", "no_grad_forward": "evaluation"}
 MODEL, TOKENS = "qwen3_8b", "8192"
 ADAMW = "bastile_adamw"
+ADAMW_CASES = {
+    "bf16": "{model} with {layers} layers, bf16",
+    "fp32": "{model} with {layers} layers, fp32",
+    "small": "Qwen3-0.6B, bf16, from an idle GPU",
+    "lora": "LoRA of rank 16 on {model}, fp32, from an idle GPU",
+}
 EXPERTS = {"experts_uniform": "uniform", "experts_skewed": "skewed"}
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
 
@@ -96,12 +102,12 @@ class Notes:
 
 
 def origin(rows: list[Row]) -> str:
-    """What the numbers were measured with: the newest of them speaks for all."""
+    """What the numbers were measured with: the newest of them speaks for all, and all versions of ours are named."""
     row = max(rows, key=lambda r: r.timestamp)
-    config = row.config
+    config, versions = row.config, dict.fromkeys(r.version for r in sorted(rows, key=lambda r: r.timestamp))
     known = {"driver": "driver", "torch": "torch", "transformers": "transformers", "liger": "liger-kernel"}
     parts = [row.gpu_name, *(f"{title} {config[name]}" for name, title in known.items() if config.get(name))]
-    return f"\n\n<sub>{', '.join(parts)}; Bastile {row.version}, {row.timestamp[:10]}.</sub>"
+    return f"\n\n<sub>{', '.join(parts)}; Bastile {', '.join(versions)}, {row.timestamp[:10]}.</sub>"
 
 
 def number(value: float) -> str:
@@ -223,7 +229,7 @@ def step_groups(rows: list[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def titled_steps(rows: list[Row]) -> str:
-    how = "one sequence a GPU, bf16, fused AdamW, no checkpointing: time, and peak memory of a GPU"
+    how = "one sequence a GPU, bf16, PyTorch's fused AdamW unless a column says otherwise, no checkpointing: time, and peak memory of a GPU"
     return "\n\n".join(f"**A training step of {title}** ({how})\n\n{steps(mine)}" for title, mine in step_groups(rows))
 
 
@@ -320,17 +326,16 @@ def host(rows: list[Row]) -> str:
 
 
 def adamw(rows: list[Row]) -> str:
-    """Milliseconds of an optimizer step by the dtype of the parameters."""
+    """Milliseconds of an optimizer step by what it steps."""
     rows = select(rows, kernel_name="adamw", model=MODEL, metric_name="speed")
     providers, notes, body = columns_of(rows), Notes(), []
-    for dtype in in_order(row.x_value for row in rows):
-        found = by_provider(select(rows, x_value=dtype))
+    for name in dict.fromkeys(row.x_value for row in rows):
+        found = by_provider(select(rows, x_value=name))
+        title = ADAMW_CASES.get(name, name).format(model=models.title(MODEL), layers=rows[-1].config["layers"])
         cells = [notes.cell(found.get(p), milliseconds) for p in (*providers, "floor")]
-        body.append([dtype, *cells, share(found.get("floor"), found.get("bastile")), times_faster(found)])
-    if not rows:
-        return ""
-    head = [f"{rows[-1].config['layers']} layers", *(PROVIDERS[p] for p in providers), "floor", "Bastile: of the floor", "vs best peer"]
-    return markdown(head, body) + str(notes) + origin(rows)
+        body.append([title, *cells, share(found.get("floor"), found.get("bastile")), times_faster(found)])
+    head = ["parameters of", *(PROVIDERS[p] for p in providers), "floor", "Bastile: of the floor", "vs best peer"]
+    return markdown(head, body) + str(notes) + origin(rows) if rows else ""
 
 
 def generate(rows: list[Row]) -> str:

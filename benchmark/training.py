@@ -88,7 +88,7 @@ def fill_parameter(name: str, parameter: torch.Tensor) -> None:
         parameter.normal_(0.0, 0.02, generator=generator)
 
 
-def make_optimizer(model, device: str, provider: str = "huggingface", folder: str = "."):
+def make_optimizer(model, device: str, provider: str, folder: str = "."):
     """PyTorch's fused AdamW for every provider but the one that is named after that of our package. folder: of its build.toml."""
     adamw = package(folder).AdamW if provider == "bastile_adamw" else torch.optim.AdamW
     return adamw(model.parameters(), lr=1e-5, fused=device.startswith("cuda"))
@@ -187,7 +187,7 @@ def child(args, build, prepare=prepare) -> bool:
 
 def build_one(args) -> Stepper:
     model = make_model(args.model, args.layers, args.device)
-    if args.child in ("bastile", "bastile_adamw"):
+    if args.child.startswith("bastile") and args.child != "bastile_unpacked":
         package().pack(model)
     optimizer = make_optimizer(model, args.device, args.child)
     if args.child == "torch_compile":

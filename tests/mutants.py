@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests import op_cases as cases
 from tests import op_checks as checks
@@ -291,27 +294,82 @@ def check_accumulation_of_fp16(ops):
 
 def check_adamw_in_slabs(ops):
     """More elements than one launch may reach over, with the bound put low."""
-    importlib.import_module(f"{ops.__name__}.ops.adamw").SLAB = 1024
-    checks.check_adamw(ops, CPU, FP32, ((5, 512), (1501,), (2048,)))
+    operation = importlib.import_module(f"{ops.__name__}.ops.adamw")
+    before, operation.SLAB = operation.SLAB, 1024
+    try:
+        checks.check_adamw(ops, CPU, FP32, ((5, 512), (1501,), (2048,)))
+    finally:
+        operation.SLAB = before
 
 
 def check_adamw_that_is_not_taken(ops):
-    """What no kernel takes: float64, a gradient or an average of other strides or another dtype than the parameter's."""
+    """What no kernel takes: float64, a gradient or an average of other strides or another dtype than the parameter's, a gradient that
+    is there with its sign turned."""
     checks.check_adamw(ops, CPU, torch.float64)
-    for change in ("grad", "exp_avg", "exp_avg_sq", "dtype"):
+    for change in ("grad", "exp_avg", "exp_avg_sq", "dtype", "sign"):
         param = torch.nn.Parameter(randn(8, 64, dtype=FP32, device=CPU))
         optimizer, grad = ops.AdamW([param], lr=0.1), randn(8, 64, dtype=FP32, device=CPU, seed=1)
-        param.grad = grad.t().contiguous().t() if change == "grad" else grad
+        param.grad = grad.t().contiguous().t() if change == "grad" else torch._neg_view(-grad) if change == "sign" else grad
         zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
         state = optimizer.state[param] = {"step": torch.tensor(0.0), **zeros}
         if change == "dtype":
             state["exp_avg_sq"] = state["exp_avg_sq"].double()
-        elif change != "grad":
+        elif change in state:
             state[change] = state[change].t().contiguous().t()
         wanted = checks.adamw_exact(param, grad, *zeros.values(), 1, 0.1, (0.9, 0.999), 1e-8, 0.01)
-        optimizer.step()
+        with checks.small_parameters_too(ops):
+            optimizer.step()
         for found, exactly in zip((param, state["exp_avg"], state["exp_avg_sq"]), wanted, strict=True):
             assert_close(found, exactly, FP32, f"AdamW with another {change}")
+
+
+def check_adamw_of_shards(ops, replicated=False):
+    """Parameters of FSDP2 and tensor parallelism, on a mesh of this process alone: the kernel steps what it holds, and autograd notices.
+    replicated: the gradient is spread in another way than the parameter, so that no kernel may run."""
+    with mesh_of_one() as mesh:
+        param = torch.nn.Parameter(distribute_tensor(randn(4, 512, dtype=FP32, device=CPU), mesh, [Shard(0)]))
+        grad = randn(4, 512, dtype=FP32, device=CPU, seed=1)
+        param.grad = distribute_tensor(grad, mesh, [Replicate() if replicated else Shard(0)])
+        before, optimizer = param.full_tensor().detach().clone(), ops.AdamW([param], lr=0.1, weight_decay=0.1)
+        backend = runtime_of(ops).launch.backend
+        backend.launched.clear()
+        with checks.small_parameters_too(ops):
+            optimizer.step()
+        assert any(name.startswith("adamw") for name in backend.launched) != replicated, backend.launched
+        zeros = torch.zeros_like(grad)
+        wanted = checks.adamw_exact(before, grad, zeros, zeros, 1, 0.1, (0.9, 0.999), 1e-8, 0.1)
+        assert_close(param.full_tensor(), wanted[0], FP32, "AdamW of a shard")
+
+
+def check_that_autograd_notices_adamw(ops):
+    """A backward pass that needs a parameter as it was fails, as it does with PyTorch's step; a DTensor too."""
+    with mesh_of_one() as mesh:
+        plain = torch.nn.Parameter(randn(512, dtype=FP32, device=CPU))
+        shared = torch.nn.Parameter(distribute_tensor(randn(512, dtype=FP32, device=CPU), mesh, [Shard(0)]))
+        for param, ones in ((plain, torch.ones(512)), (shared, distribute_tensor(torch.ones(512), mesh, [Shard(0)]))):
+            loss = (param * ones.requires_grad_()).sum()
+            param.grad = torch.ones_like(param)
+            with checks.small_parameters_too(ops):
+                ops.AdamW([param]).step()
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                assert "modified by an inplace operation" in str(error)
+            else:
+                raise AssertionError(f"autograd did not notice the step of a {type(param.data).__name__}")
+
+
+@contextlib.contextmanager
+def mesh_of_one():
+    """A device mesh of this process alone."""
+    alone = not dist.is_initialized()
+    if alone:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh(CPU, (1,))
+    finally:
+        if alone:
+            dist.destroy_process_group()
 
 
 def check_adamw_of_a_checkpoint(ops):
@@ -326,7 +384,8 @@ def check_adamw_of_a_checkpoint(ops):
                 optimizer.load_state_dict(saved)
             for j in range(2):
                 param.grad = randn(3, 512, dtype=FP32, device=CPU, seed=2 * i + j)
-                optimizer.step()
+                with checks.small_parameters_too(ops):
+                    optimizer.step()
             saved = optimizer.state_dict()
         found.append(param)
     assert_close(found[0], found[1], FP32, "AdamW through checkpoints")
@@ -439,6 +498,9 @@ CHECKS = {
     "adamw_in_slabs": check_adamw_in_slabs,
     "adamw_not_taken": check_adamw_that_is_not_taken,
     "adamw_of_checkpoints": check_adamw_of_a_checkpoint,
+    "adamw_sharded": check_adamw_of_shards,
+    "adamw_replicated": functools.partial(check_adamw_of_shards, replicated=True),
+    "adamw_noticed": check_that_autograd_notices_adamw,
 }
 
 
@@ -1078,16 +1140,22 @@ OPERATION_MUTANTS = [
          ("1 - beta1, beta2", "1 - beta2, beta2"),
          ("1 - beta2, step_size", "1 - beta1, step_size")),
     *_in("ops/adamw.py", "adamw", "step_in_place",
-         ("range(0, count, SLAB)", "range(0, count - SLAB, SLAB)", "adamw_in_slabs"),
+         ("range(0, elements, SLAB)", "range(0, elements - SLAB, SLAB)", "adamw_in_slabs"),
          ("start : start + SLAB", "0:SLAB", "adamw_in_slabs")),
     *_in("optimizer.py", "adamw", "AdamW._step_group",
-         ("for _, step in ours], 1)", "for _, step in ours], 2)"),
-         ("by_step[count] = numbers(count,", "by_step[count] = numbers(3.0,"),
+         ("for _, step in large], 1)", "for _, step in large], 2)"),
+         ("by_step[number] = numbers(number,", "by_step[number] = numbers(3.0,"),
          ("lr=lr", "lr=2 * lr", "adamw_not_taken"),
          ("beta1=beta1, beta2=beta2", "beta1=beta2, beta2=beta1", "adamw_not_taken"),
          ("weight_decay=weight_decay", "weight_decay=0.0", "adamw_not_taken"),
-         ("eps=eps", "eps=0.0", "adamw_not_taken")),
-    *_in("optimizer.py", "adamw_of_checkpoints", "AdamW._sorted", ("if not state:", "if True:")),
+         ("eps=eps", "eps=0.0", "adamw_not_taken"),
+         ("if changed:", "if not changed:", "adamw_noticed")),
+    *_in("optimizer.py", "adamw_of_checkpoints", "AdamW._by_way", ("if not state:", "if True:")),
+    *_in("ops/adamw.py", "adamw_not_taken", "fits", ("not t.is_neg()", "True")),
+    *_in("optimizer.py", "adamw_sharded", "_held",
+         ("tensors = [t.to_local() for t in tensors]", "return None"),
+         ("return tensors if", "return None if"),
+         ("any(getattr", "all(getattr", "adamw_replicated")),
 ]  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def made_up_rows():
     for provider, us in (("torch", 12.8), ("bastile", 15.0)):
         rows.append(row(provider=provider, metric="host_time", x=128, y=us))
     for provider, ms in (("torch", 26.0), ("torch_fused", 10.0), ("bastile", 6.8), ("floor", 6.5)):
-        rows.append(row("adamw", provider, "full", x="bf16", y=1e3 * ms, layers=4))
+        rows.append(row("adamw", provider, "full", x="bf16", y=1e3 * ms, layers=4, timing="device"))
     return rows + made_up_rows_of_gpt_oss()
 
 
@@ -366,7 +366,7 @@ def test_a_model_that_is_filled_while_it_is_sharded_is_the_same(name, alone):
     assert parameters.keys() == dict(whole.named_parameters()).keys() and buffers.keys() == dict(whole.named_buffers()).keys()
     assert all(torch.equal(parameters[n].full_tensor(), p) for n, p in whole.named_parameters())
     assert all(torch.equal(buffers[n], b) for n, b in whole.named_buffers())
-    found, wanted = (training.Stepper(m, training.make_optimizer(m, "cpu"), "cpu", 512).run(16, 1, 1)["losses"] for m in (sharded, whole))
+    found, wanted = (training.Stepper(m, training.make_optimizer(m, "cpu", "huggingface"), "cpu", 512).run(16, 1, 1)["losses"] for m in (sharded, whole))
     assert found == pytest.approx(wanted, rel=1e-3)
 
 
@@ -391,15 +391,17 @@ def test_the_step_of_the_optimizer(tmp_path):
     arguments = ["--device", "cpu", "--model", "tiny", "--layers", "1", "--ms", "1"]
     rows = benchmark_adamw.main([*arguments, "--results", str(tmp_path)])
     saved = records.read(tmp_path / "cpu" / "adamw.csv")
-    assert len(saved) == len(rows) == 8 and all(r.y_value_50 for r in rows)
-    assert {(r.kernel_provider, r.x_value) for r in saved} == {(p, d) for p in (*benchmark_adamw.PROVIDERS, "floor") for d in ("bf16", "fp32")}
+    assert len(saved) == len(rows) and all(r.y_value_50 for r in rows), [r.error for r in rows]
+    assert {(r.kernel_provider, r.x_value) for r in saved} == {(p, c) for p in (*benchmark_adamw.PROVIDERS, "floor") for c in benchmark_adamw.CASES}
 
 
-def test_a_wrong_step_of_the_optimizer_is_not_timed(monkeypatch, capsys):
-    monkeypatch.setitem(benchmark_adamw.OPTIONS, "weight_decay", 0.5)
-    monkeypatch.setattr(torch.optim, "AdamW", lambda params, **options: torch.optim.SGD(params, lr=0.1))
-    rows = benchmark_adamw.main(["--device", "cpu", "--model", "tiny", "--layers", "1", "--ms", "1", "--dtypes", "fp32", "--providers", "torch"])
-    assert [r.error for r in rows if r.kernel_provider == "torch"][0].startswith("ArithmeticError: wrong result: param is off by")
+@pytest.mark.parametrize("wrong", ({"weight_decay": 0.0}, {"betas": (0.9, 0.9)}, {"betas": (0.7, 0.999)}, {"lr": 0.02}), ids=str)
+def test_a_wrong_step_of_the_optimizer_is_not_timed(monkeypatch, wrong):
+    right = torch.optim.AdamW
+    monkeypatch.setattr(torch.optim, "AdamW", lambda params, **options: right(params, **options | wrong))
+    arguments = ["--device", "cpu", "--model", "tiny", "--layers", "1", "--ms", "1", "--cases", "bf16", "--providers", "torch"]
+    rows = benchmark_adamw.main(arguments)
+    assert [r.error for r in rows if r.kernel_provider == "torch"][0].startswith("ArithmeticError: wrong result: ")
 
 
 def test_generation(tmp_path):
@@ -508,8 +510,8 @@ def test_tables(results):
 
 def test_the_table_of_the_optimizer(results):
     found = tables.table("adamw", records.read_all(results / "nvidia-h200"))
-    assert "| 4 layers | PyTorch | PyTorch, fused | Bastile | floor | Bastile: of the floor | vs best peer |" in found
-    assert "| bf16 | 26 ms | 10 ms | 6.8 ms | 6.5 ms | 96% | 1.47 × |" in found
+    assert "| parameters of | PyTorch | PyTorch, fused | Bastile | floor | Bastile: of the floor | vs best peer |" in found
+    assert "| Qwen3-8B with 4 layers, bf16 | 26 ms | 10 ms | 6.8 ms | 6.5 ms | 96% | 1.47 × |" in found
 
 
 def test_steps_with_our_optimizer_have_columns_of_their_own():

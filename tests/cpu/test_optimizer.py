@@ -1,14 +1,24 @@
 """AdamW as an optimizer: what PyTorch's one promises beside its results, which tests/op_checks.py compares."""
 
 import copy
+import inspect
 import io
+import pickle
+import sys
 
 import pytest
 import torch
 from torch import nn
 
-from tests.mutants import check_adamw_in_slabs, check_adamw_of_a_checkpoint, check_adamw_that_is_not_taken
-from tests.op_checks import randn
+from tests.interpreter.backend import runtime_of
+from tests.mutants import (
+    check_adamw_in_slabs,
+    check_adamw_of_a_checkpoint,
+    check_adamw_of_shards,
+    check_adamw_that_is_not_taken,
+    check_that_autograd_notices_adamw,
+)
+from tests.op_checks import adamw_exact, randn, small_parameters_too
 from tests.tolerances import assert_close
 
 FP32 = torch.float32
@@ -16,8 +26,10 @@ FP32 = torch.float32
 
 @pytest.fixture(params=("pytorch", "kernels"))
 def package(request, loaded):
-    """In PyTorch, and in the interpreted kernels."""
-    return loaded if request.param == "pytorch" else request.getfixturevalue("interpreted")
+    """In PyTorch, and in the interpreted kernels, which then take parameters of any size."""
+    package = loaded if request.param == "pytorch" else request.getfixturevalue("interpreted")
+    with small_parameters_too(package):
+        yield package
 
 
 def parameter(*shape, dtype=FP32, seed=0, grad=True):
@@ -31,12 +43,21 @@ def test_what_no_kernel_takes(interpreted):
     check_adamw_that_is_not_taken(interpreted)
 
 
-def test_more_elements_than_one_launch_reaches(interpreted, monkeypatch):
-    import importlib
-
-    module = importlib.import_module(f"{interpreted.__name__}.ops.adamw")
-    monkeypatch.setattr(module, "SLAB", module.SLAB)  # put back afterwards
+def test_more_elements_than_one_launch_reaches(interpreted):
     check_adamw_in_slabs(interpreted)
+
+
+@pytest.mark.parametrize("replicated", (False, True), ids=("sharded alike", "gradient replicated"))
+def test_shards_of_parameters(interpreted, replicated):
+    check_adamw_of_shards(interpreted, replicated)
+
+
+def test_small_parameters_are_not_worth_a_launch(interpreted):
+    backend, module = runtime_of(interpreted).launch.backend, sys.modules[f"{interpreted.__name__}.ops.adamw"]
+    params = [parameter(module.SMALLEST // 512, 512), parameter(module.SMALLEST - 1)]
+    backend.launched.clear()
+    interpreted.AdamW(params).step()
+    assert [name.partition("-")[0] for name in backend.launched] == ["adamw"]
 
 
 def test_checkpoints_go_to_pytorch_and_back(package):
@@ -63,14 +84,27 @@ def test_a_saved_state_is_that_of_pytorch(package, tmp_path):
 
 @pytest.mark.parametrize("name", ("amsgrad", "maximize", "capturable", "differentiable"))
 def test_what_it_does_not_do_is_refused(package, name):
-    param = parameter(512)
-    with pytest.raises(TypeError, match=name):
-        package.AdamW([param], **{name: True})
-    optimizer, before = package.AdamW([param]), param.detach().clone()
-    optimizer.param_groups[0][name] = True  # as a checkpoint would set it
-    with pytest.raises(ValueError, match=rf"{name} is True, expected False: use torch.optim.AdamW"):
+    """By the constructor, in a later group, and in a checkpoint, before anything is changed."""
+    expected = rf"{name} is True, expected False: use torch.optim.AdamW"
+    params = [parameter(512, seed=seed) for seed in (0, 2)]
+    with pytest.raises(ValueError, match=expected):
+        package.AdamW(params, **{name: True})
+    with pytest.raises(ValueError, match=expected):
+        package.AdamW([{"params": params[:1]}, {"params": params[1:], name: True}])
+    optimizer, before = package.AdamW(params[:1]), [p.detach().clone() for p in params]
+    optimizer.add_param_group({"params": params[1:]})
+    optimizer.param_groups[1][name] = True  # as a checkpoint would set it
+    with pytest.raises(ValueError, match=expected):
         optimizer.step()
-    assert torch.equal(param, before)
+    assert all(map(torch.equal, params, before))
+
+
+def test_the_arguments_are_those_of_pytorch(package):
+    ours, theirs = (inspect.signature(maker.__init__).parameters for maker in (package.AdamW, torch.optim.AdamW))
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [(p.name, p.kind, p.default) for p in theirs.values()]
+    defaults = torch.optim.AdamW([parameter(8)], lr=0.1).defaults
+    defaults.pop("decoupled_weight_decay", None)  # no argument of PyTorch's either
+    assert package.AdamW([parameter(8)], **defaults).defaults["lr"] == 0.1
 
 
 @pytest.mark.parametrize("options", ({"lr": -1.0}, {"betas": (1.0, 0.9)}, {"eps": -1.0}, {"weight_decay": -1.0}), ids=str)
@@ -100,12 +134,64 @@ def test_a_closure_is_called_with_gradients(package):
 
 
 def test_autograd_notices_the_step(package):
-    """A backward pass that needs the parameter as it was fails, as it does with PyTorch's step."""
+    check_that_autograd_notices_adamw(package)
+
+
+def test_the_step_is_left_out_of_a_compiled_function(interpreted):
+    """A tracer that saw it would run PyTorch's step in the kernels' place, and mark the groups of a fresh optimizer as capturable."""
+    torch._dynamo.reset()
+    mine, theirs = parameter(3, 512), parameter(3, 512)
+    optimizer, plain = interpreted.AdamW([mine], lr=0.1), torch.optim.AdamW([theirs], lr=0.1)
+    backend = runtime_of(interpreted).launch.backend
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    for _ in range(2):
+        backend.launched.clear()
+        with small_parameters_too(interpreted):
+            step()
+        plain.step()
+        assert len(backend.launched) == 1
+    assert_close(mine, theirs, FP32, "compiled steps")
+    assert not optimizer.param_groups[0]["capturable"]
+
+
+def test_a_group_that_comes_later(package):
+    found = []
+    for maker in (package.AdamW, torch.optim.AdamW):
+        params = [parameter(512, seed=seed) for seed in (0, 2)]
+        optimizer = maker(params[:1], lr=0.1)
+        optimizer.step()
+        optimizer.add_param_group({"params": params[1:], "weight_decay": 0.5})
+        optimizer.step()
+        found.append(params)
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs, FP32, "with another group")
+
+
+def test_one_size_at_several_addresses(interpreted):
+    """A launch that was prepared for an aligned parameter must not serve one that is not."""
+    base = randn(5 * 1025, dtype=torch.bfloat16, device="cpu")
+    params = [nn.Parameter(base[start : start + 1024]) for start in (0, 1025, 2056, 3081)]
+    before = [p.detach().clone() for p in params]
+    for seed, param in enumerate(params):
+        param.grad = randn(1024, dtype=torch.bfloat16, device="cpu", seed=seed)
+    zero = torch.zeros(1024)
+    with small_parameters_too(interpreted):
+        interpreted.AdamW(params, lr=0.1).step()
+    for param, was in zip(params, before, strict=True):
+        wanted = adamw_exact(was, param.grad, zero, zero, 1, 0.1, (0.9, 0.999), 1e-8, 0.01)
+        assert_close(param, wanted[0], torch.bfloat16, "a parameter in the middle of others")
+
+
+def test_it_is_pickled(loaded):
     param = parameter(512)
-    loss = (param * torch.ones(512, requires_grad=True)).sum()
-    package.AdamW([param]).step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    optimizer = loaded.AdamW([param], lr=0.1)
+    optimizer.step()
+    again = pickle.loads(pickle.dumps(optimizer))
+    other = again.param_groups[0]["params"][0]
+    other.grad = param.grad.clone()
+    optimizer.step()
+    again.step()
+    assert torch.equal(other, param)
 
 
 def test_a_schedule_and_hooks(package):

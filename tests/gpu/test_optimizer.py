@@ -5,8 +5,9 @@ import sys
 
 import pytest
 import torch
+from torch.optim.adamw import adamw
 
-from tests.op_checks import FLOATS, randn
+from tests.op_checks import FLOATS, randn, small_parameters_too
 from tests.tolerances import RELATIVE_ERROR, assert_close, relative_error
 
 dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -15,12 +16,14 @@ SHAPES = ((4096, 1024), (4096,), (128,), (1501,), (3, 77))
 
 @pytest.fixture(autouse=True)
 def kernels_run(ops, monkeypatch):
-    """PyTorch's step must not be what was tested."""
+    """Small parameters too, and PyTorch's step must not be what was tested."""
 
     def fail(*args, **options):
         raise AssertionError("the step ran in PyTorch")
 
     monkeypatch.setattr(sys.modules[f"{ops.__name__}.optimizer"], "adamw", fail)
+    with small_parameters_too(ops):
+        yield
 
 
 def parameters(dtype):
@@ -30,7 +33,7 @@ def parameters(dtype):
 def train(optimizer, params, steps, seed):
     for step in range(steps):
         for i, param in enumerate(params):
-            param.grad = randn(*param.shape, dtype=param.dtype, device="cuda", seed=seed + 10 * step + i)
+            param.grad = torch.empty_like(param).copy_(randn(*param.shape, dtype=param.dtype, device="cuda", seed=seed + 10 * step + i))
         optimizer.step()
 
 
@@ -73,7 +76,10 @@ def test_a_checkpoint_of_the_fused_one(ops):
         assert relative_error(param, wanted) <= 1e-4
 
 
-def test_it_does_not_wait_for_the_device(ops):
+@pytest.mark.parametrize("smallest", (0, 2**20), ids=("in kernels", "small ones in PyTorch"))
+def test_it_does_not_wait_for_the_device(ops, monkeypatch, smallest):
+    monkeypatch.setattr(sys.modules[f"{ops.__name__}.ops.adamw"], "SMALLEST", smallest)
+    monkeypatch.setattr(sys.modules[f"{ops.__name__}.optimizer"], "adamw", adamw)
     params = parameters(torch.bfloat16)
     optimizer = ops.AdamW(params)
     train(optimizer, params, 1, 0)
@@ -82,6 +88,35 @@ def test_it_does_not_wait_for_the_device(ops):
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@dtypes
+def test_small_parameters_and_what_no_kernel_takes_go_through_the_fused_one(ops, monkeypatch, dtype):
+    """Bit for bit; one parameter is large, one is not contiguous."""
+    monkeypatch.setattr(sys.modules[f"{ops.__name__}.ops.adamw"], "SMALLEST", 2**20)
+    monkeypatch.setattr(sys.modules[f"{ops.__name__}.optimizer"], "adamw", adamw)
+    found = []
+    for maker in (ops.AdamW, torch.optim.AdamW):
+        params = [*parameters(dtype), torch.nn.Parameter(randn(2048, 1024, dtype=dtype, device="cuda").t())]
+        params.append(torch.nn.Parameter(torch.ones(7, device="cuda", dtype=torch.float64)))
+        optimizer = maker(params, lr=0.01, weight_decay=0.1, fused=True)
+        train(optimizer, params, 3, 100)
+        found.append(params)
+        if maker is ops.AdamW:
+            assert [optimizer.state[p]["step"].is_cuda for p in params] == [False, *[True] * (len(params) - 1)]
+    for ours, theirs in zip(found[0][1:], found[1][1:], strict=True):
+        assert torch.equal(ours, theirs)
+    assert relative_error(found[0][0], found[1][0]) <= RELATIVE_ERROR[dtype] + 2e-5
+
+
+def test_a_compiled_step_runs_the_kernels(ops):
+    torch._dynamo.reset()
+    params = parameters(torch.float32)
+    optimizer, before = ops.AdamW(params), [p.detach().clone() for p in params]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    torch.compile(lambda: optimizer.step())()
+    assert not optimizer.param_groups[0]["capturable"] and not any(map(torch.equal, params, before))
 
 
 def test_a_gradient_scaler_skips_steps_that_overflow(ops):

@@ -79,12 +79,13 @@ def test_rms_norm_of_a_million_tokens(ops, length):
     assert_close(weight.grad, dweight, BF16, "dweight", 2)
 
 
-def test_adamw_of_more_elements_than_one_launch_reaches(ops):
-    """2^30 and a few: the last piece of the first launch, and the second launch."""
-    needs(12)
-    count = 2**30 + 700
-    param = torch.nn.Parameter(filled(count, seed=1))
-    param.grad = filled(count, seed=2)
+@pytest.mark.parametrize("dtype", (BF16, torch.float32), ids=str)
+@pytest.mark.parametrize("count", (2**30 + 700, 2**30 - 12), ids=("two launches", "one with checks"))
+def test_adamw_of_more_elements_than_one_launch_reaches(ops, dtype, count):
+    """2^30 and a few: the last piece of the first launch, and the second launch; and as many as one launch may reach, in fp32 4 GiB."""
+    needs(24)
+    param = torch.nn.Parameter(filled(count, seed=1).to(dtype))
+    param.grad = filled(count, seed=2).to(dtype)
     ends = slice(2**30 - 1000, None)
     before, grad = param.detach()[ends].clone(), param.grad[ends]
     optimizer = ops.AdamW([param], lr=0.05, weight_decay=0.2)
@@ -93,5 +94,5 @@ def test_adamw_of_more_elements_than_one_launch_reaches(ops):
     wanted = checks.adamw_exact(before, grad, zero, zero, 1, 0.05, (0.9, 0.999), 1e-8, 0.2)
     state = optimizer.state[param]
     for name, found, exact in zip(("param", "exp_avg", "exp_avg_sq"), (param, state["exp_avg"], state["exp_avg_sq"]), wanted, strict=True):
-        assert_close(found[ends], exact, BF16, name)
+        assert_close(found[ends], exact, dtype, name)
         assert torch.isfinite(found).all()
