@@ -59,7 +59,7 @@ def draw(axes, rows: list[Row], ylabel: str, floor: str = "copy_ of the same byt
         at, label = [positions[v] for v in x], PROVIDERS.get(provider, floor)
         axes.plot(at, median, label=label, **STYLES[provider])
         axes.fill_between(at, low, high, color=STYLES[provider]["color"], alpha=0.15, linewidth=0)
-    axes.set_xticks(list(positions.values()), list(positions))
+    axes.set_xticks(list(positions.values()), list(positions), rotation=45 if len("".join(positions)) > 32 else 0)
     axes.set_xlabel(rows[0].x_label)
     axes.set_ylabel(ylabel)
     if log:
