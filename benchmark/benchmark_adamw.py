@@ -31,24 +31,24 @@ def of_model(args, dtype: str) -> list[torch.nn.Parameter]:
     return list(training.make_model(args.model, args.layers, args.device, DTYPES[dtype]).parameters())
 
 
-def of_small_model(args) -> list[torch.nn.Parameter]:
+def of_small_model(args, dtype: str) -> list[torch.nn.Parameter]:
     name = "qwen3_tiny" if args.model.endswith("tiny") else "qwen3_0.6b"
-    return list(training.make_model(name, None, args.device).parameters())
+    return list(training.make_model(name, None, args.device, DTYPES[dtype]).parameters())
 
 
-def of_lora(args) -> list[torch.nn.Parameter]:
-    """Both factors of each projection of every layer, in fp32 as PEFT has them."""
+def of_lora(args, dtype: str) -> list[torch.nn.Parameter]:
+    """Both factors of each projection of every layer."""
     size = models.size(args.model)
     q, kv = size.heads * size.head_dim, size.kv_heads * size.head_dim
     hidden, inner = size.hidden, size.intermediate
     projections = [(hidden, q), (hidden, kv), (hidden, kv), (q, hidden), (hidden, inner), (hidden, inner), (inner, hidden)]
     shapes = [shape for i, o in projections * size.layers for shape in ((RANK, i), (o, RANK))]
-    return [torch.nn.Parameter(torch.randn(shape, device=args.device)) for shape in shapes]
+    return [torch.nn.Parameter(torch.randn(shape, device=args.device).to(DTYPES[dtype])) for shape in shapes]
 
 
 @dataclass(frozen=True)
 class Case:
-    """parameters: made from the command line; dtype: of `DTYPES`; timing: see timing.py."""
+    """parameters: makes them from the command line and the dtype; dtype: of `DTYPES`; timing: see timing.py."""
 
     parameters: Callable
     dtype: str
@@ -56,10 +56,10 @@ class Case:
 
 
 CASES = {
-    "bf16": Case(lambda args: of_model(args, "bf16"), "bf16", "device"),
-    "fp32": Case(lambda args: of_model(args, "fp32"), "fp32", "device"),
+    "bf16": Case(of_model, "bf16", "device"),
+    "fp32": Case(of_model, "fp32", "device"),
     "small": Case(of_small_model, "bf16", "wall"),
-    "lora": Case(of_lora, "fp32", "wall"),
+    "lora": Case(of_lora, "fp32", "wall"),  # fp32 as PEFT has them
 }
 
 
@@ -105,7 +105,7 @@ def exact_step(wide: dict, grad: torch.Tensor, step: int, lr, betas, eps, weight
 def measure(args, name: str) -> list[Row]:
     case = CASES[name]
     clock = Clock(args.device, case.timing, args.ms)
-    params = case.parameters(args)
+    params = case.parameters(args, case.dtype)
     set_gradients(params)
     nbytes = 7 * sum(p.nbytes for p in params)
     results = clock.measure({"floor": [copy_call(nbytes, args.device)]}, rounds=args.rounds)

@@ -223,6 +223,15 @@ def message(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}".rstrip(": ")
 
 
+def split(value: Quantiles | float | Exception | None) -> tuple[tuple[float | None, ...], dict[str, str]]:
+    """A row's three numbers, and in its configuration why it has none."""
+    if isinstance(value, Exception):
+        return (None, None, None), {"error": message(value)}
+    if isinstance(value, Quantiles):
+        return (value.median, value.low, value.high), {}
+    return (value, value, value), {}
+
+
 @dataclass
 class Case:
     """One operation at one size."""
@@ -238,15 +247,11 @@ class Case:
 
     def row(self, settings: "Settings", provider: str, mode: str, metric: str, unit: str, value=None, **config) -> Row:
         """value: Quantiles, a number, an exception, or None for nothing."""
-        if isinstance(value, Exception):
-            config["error"], value = message(value), None
-        low = high = value
-        if isinstance(value, Quantiles):
-            value, low, high = value.median, value.low, value.high
+        numbers, error = split(value)
         x = ("model", "Qwen3 model", self.model) if self.by_model else ("tokens", "tokens", str(self.tokens))
         known = {"model": self.model, "tokens": self.tokens, "dtype": settings.dtype_name, "timing": settings.timing}
-        extra = json.dumps({**known, **config, **records.environment()}, sort_keys=True)
-        return Row(self.operation.name, provider, mode, metric, unit, *x, value, low, high, extra, records.gpu_name(settings.device))
+        extra = json.dumps({**known, **config, **error, **records.environment()}, sort_keys=True)
+        return Row(self.operation.name, provider, mode, metric, unit, *x, *numbers, extra, records.gpu_name(settings.device))
 
 
 @dataclass
@@ -396,13 +401,9 @@ def run_case_or_say(case: Case, settings: Settings) -> list[Row]:
 
 def speed_row(args, kernel: str, provider: str, mode: str, x: tuple[str, str, str], value: Quantiles | Exception, **config) -> Row:
     """Microseconds of what is no `Operation`. args: of `model_parser`; x: name, label and value."""
-    known = {"model": models.full_name(args.model), "layers": args.layers, **config}
-    numbers: tuple = (None, None, None)
-    if isinstance(value, Quantiles):
-        numbers = (value.median, value.low, value.high)
-    else:
-        known["error"] = message(value)
-    extra = json.dumps(known | records.environment(), sort_keys=True)
+    numbers, error = split(value)
+    known = {"model": models.full_name(args.model), "layers": args.layers}
+    extra = json.dumps({**known, **config, **error, **records.environment()}, sort_keys=True)
     return Row(kernel, provider, mode, "speed", "us", *x, *numbers, extra, records.gpu_name(args.device))
 
 
@@ -420,15 +421,22 @@ def model_parser(description: str, name: str, milliseconds: float) -> argparse.A
 
 def save_rows(args, name: str, rows: list[Row]) -> None:
     """Of a benchmark with the command line of `model_parser`."""
-    results = args.results or (records.RESULTS if args.device.startswith("cuda") else None)
-    if results:
-        records.write(results / records.slug(rows[0].gpu_name) / f"{name}.csv", rows)
+    write(results_of(args), name, rows)
 
 
 def save(operation: Operation, settings: Settings, rows: list[Row]) -> None:
-    if settings.results and rows:
-        folder = settings.results / records.slug(rows[0].gpu_name)
-        records.write(folder / f"{operation.file or operation.name}.csv", rows)
+    write(settings.results, operation.file or operation.name, rows)
+
+
+def write(results: Path | None, name: str, rows: list[Row]) -> None:
+    """Into <gpu>/<name>.csv of a folder of results, where there is one."""
+    if results and rows:
+        records.write(results / records.slug(rows[0].gpu_name) / f"{name}.csv", rows)
+
+
+def results_of(args) -> Path | None:
+    """The folder that the command line names, or on a GPU the repository's."""
+    return args.results or (records.RESULTS if args.device.startswith("cuda") else None)
 
 
 def print_table(work: Work, mode: str, rows: list[Row]) -> None:
@@ -524,7 +532,6 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def make_settings(args) -> Settings:
-    results = args.results or (records.RESULTS if args.device.startswith("cuda") else None)
     return Settings(
         device=args.device,
         dtype_name=args.dtype,
@@ -534,7 +541,7 @@ def make_settings(args) -> Settings:
         providers=args.providers,
         modes=args.modes,
         compile_tokens=() if args.no_compile else args.compile_tokens,
-        results=results,
+        results=results_of(args),
         deadline=time.monotonic() + args.budget_s,
     )
 
