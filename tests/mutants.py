@@ -294,12 +294,8 @@ def check_accumulation_of_fp16(ops):
 
 def check_adamw_in_slabs(ops):
     """More elements than one launch may reach over, with the bound put low."""
-    operation = importlib.import_module(f"{ops.__name__}.ops.adamw")
-    before, operation.SLAB = operation.SLAB, 1024
-    try:
+    with checks.limit(ops, "common", "SLAB", 1024):
         checks.check_adamw(ops, CPU, FP32, ((5, 512), (1501,), (2048,)))
-    finally:
-        operation.SLAB = before
 
 
 def check_adamw_that_is_not_taken(ops):
@@ -973,7 +969,7 @@ OPERATION_MUTANTS = [
          ("(*partials, *sums)", "(*partials[::-1], *sums)")),
     *_in("ops/swiglu.py", "swiglu", "_SwiGLU.forward", ("save_for_backward(gate, up)", "save_for_backward(up, gate)")),
     *_in("ops/swiglu.py", "swiglu", "_SwiGLU.backward", ("(dout, *ctx.saved_tensors)", "(dout, *ctx.saved_tensors[::-1])")),
-    *_in("ops/swiglu.py", "swiglu_odd", "_grid", ("-(-first.numel() // c[\"TILE\"])", "first.numel() // c[\"TILE\"]")),
+    *_in("ops/common.py", "swiglu_odd", "elementwise_grid", ("-(-first.numel() // c[\"TILE\"])", "first.numel() // c[\"TILE\"]")),
     *_in("ops/swiglu.py", "swiglu", "swiglu_backward_reference", ("1 - s", "1 + s"), kernels=False),
     *_in("ops/swiglu.py", "mlp", "_MLP.forward",
          ("save_for_backward(x, gate, up", "save_for_backward(x, up, gate"),
@@ -1139,9 +1135,9 @@ OPERATION_MUTANTS = [
          ("lr * weight_decay", "weight_decay"),
          ("1 - beta1, beta2", "1 - beta2, beta2"),
          ("1 - beta2, step_size", "1 - beta1, step_size")),
-    *_in("ops/adamw.py", "adamw", "step_in_place",
-         ("range(0, elements, SLAB)", "range(0, elements - SLAB, SLAB)", "adamw_in_slabs"),
-         ("start : start + SLAB", "0:SLAB", "adamw_in_slabs")),
+    *_in("ops/common.py", "adamw_in_slabs", "launch_elementwise",
+         ("range(0, views[0].shape[0], rows)", "range(0, views[0].shape[0] - rows, rows)"),
+         ("start : start + rows", "0:rows")),
     *_in("optimizer.py", "adamw", "AdamW._step_group",
          ("for _, step in large], 1)", "for _, step in large], 2)"),
          ("by_step[number] = numbers(number,", "by_step[number] = numbers(3.0,"),

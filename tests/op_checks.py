@@ -575,14 +575,20 @@ ADAMW_SHAPES = ((5, 1024), (512,), (3, 77), (1501,), (2, 0))
 
 
 @contextlib.contextmanager
-def small_parameters_too(package):
-    """Kernels take parameters of any size, so that tests may be small."""
-    operation = importlib.import_module(f"{package.__name__}.ops.adamw")
-    before, operation.SMALLEST = operation.SMALLEST, 0
+def limit(package, module, name, value):
+    """Another value of a limit in one of the package's modules of operations, so that tests may be small."""
+    module = importlib.import_module(f"{package.__name__}.ops.{module}")
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        operation.SMALLEST = before
+        setattr(module, name, before)
+
+
+def small_parameters_too(package):
+    """AdamW's kernel takes parameters of any size."""
+    return limit(package, "adamw", "SMALLEST", 0)
 
 
 def check_adamw(package, device, dtype, shapes=ADAMW_SHAPES, offset=0, lr=0.05, betas=(0.7, 0.9), eps=1e-3, weight_decay=0.2):

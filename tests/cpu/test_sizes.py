@@ -102,7 +102,7 @@ def test_more_rows_than_the_largest_grid_go_in_several_launches(interpreted, mon
 
 
 def test_more_elements_than_a_flat_launch_takes_go_in_slabs(interpreted, monkeypatch):
-    names = (f"{interpreted.__name__}.ops.swiglu", f"{interpreted.__name__}.ops.linear_cross_entropy")
+    names = (f"{interpreted.__name__}.ops.common", f"{interpreted.__name__}.ops.linear_cross_entropy")
     ops, target = operations(interpreted), torch.tensor([1, 2, 0])
     gate, up, head = leaf(numbers(3, 1001)), leaf(numbers(3, 1001, seed=1)), leaf(numbers(9, 1001, seed=2))
     results = []

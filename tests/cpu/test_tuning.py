@@ -20,7 +20,7 @@ from tests import op_checks as checks
 from tests.cpu.conftest import assemble_cpu, load
 from tests.interpreter.backend import InterpreterBackend, runtime_of
 
-OPERATIONS = ("column_sum", "rms_norm", "rotary", "qk_norm_rotary", "swiglu", "cross_entropy", "linear_cross_entropy", "scale")
+OPERATIONS = ("column_sum", "rms_norm", "rotary", "qk_norm_rotary", "swiglu", "cross_entropy", "linear_cross_entropy", "scale", "adamw")
 DEFAULT = "rms_norm_backward-bf16.bf16.bf16.bf16.f32.f32-TILE4096-TAIL0-LATENCY3-4096-occupancy2"
 OTHER = DEFAULT.replace("LATENCY3", "LATENCY1")
 MACHINE = "interpreter of sm_90"

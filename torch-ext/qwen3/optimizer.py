@@ -11,10 +11,10 @@ from torch._compile import _disable_dynamo  # what torch's own optimizers use: t
 from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
+from .modeling import PLAIN
 from .ops.adamw import fits, numbers, step_in_place
 
 REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 CPU = torch.device("cpu")
 
 
@@ -61,12 +61,12 @@ class AdamW(torch.optim.AdamW):
         differentiable=False,
         fused=None,
     ):
-        _refuse({"amsgrad": amsgrad, "maximize": maximize, "capturable": capturable, "differentiable": differentiable})
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        refused = {"amsgrad": amsgrad, "maximize": maximize, "capturable": capturable, "differentiable": differentiable}
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **refused)
 
     def add_param_group(self, param_group):
         """As torch's. Raises ValueError for the options that are refused."""
-        _refuse(param_group)
+        _refuse({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @_disable_dynamo

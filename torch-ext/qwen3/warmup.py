@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 import torch
 
+from .ops import adamw
 from .ops.decoder import norm_attention_inputs
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.rms_norm import add_rms_norm, rms_norm
 from .ops.rotary import qk_norm_rotary, rotary
 from .ops.swiglu import mlp, swiglu
-from .optimizer import AdamW
 from .runtime import tuning
 from .runtime.tuning import TOKENS, cache_file, clear_autotune_cache
 
@@ -82,7 +82,7 @@ def warm_up(device, dtype, sizes: Sizes, tokens: int = TOKENS) -> None:
     target = torch.zeros(TOKENS, dtype=torch.int64, device=device)
     head = ones(TOKENS, narrow), ones(sizes.vocabulary, narrow)
     linear_cross_entropy(*head, target).backward()
-    AdamW(head).step()
+    adamw.load(dtype, device)
     with torch.no_grad():
         linear_cross_entropy(*head, target)
 

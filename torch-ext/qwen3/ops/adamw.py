@@ -7,14 +7,14 @@ import torch
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
+from ..runtime.tuning import DTYPES
+from .common import elementwise_grid, launch_elementwise
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Elements of the smallest parameter that a launch of its own is worth: the host needs 8 us for one, in which an H200 steps 2 million.
 SMALLEST = 2**20
-SLAB = 2**30  # elements that one launch reaches over: offsets into an array are 32-bit
-TILE = 512  # elements of one block; sizes that are no multiple of it go to the kernel that checks every index
+TILES = (512,)  # elements of one block; sizes that are no multiple of it go to the kernel that checks every index
 
-_kernel = Kernel("adamw", "adamw_any", grid=lambda c, first, *_: (-(-first.numel() // c["TILE"]),))
+_kernel = Kernel("adamw", "adamw_any", grid=elementwise_grid)
 
 
 def fits(tensors: Sequence[torch.Tensor]) -> bool:
@@ -35,17 +35,11 @@ def numbers(step: float, lr: float, beta1: float, beta2: float, eps: float, weig
 
 def step_in_place(tensors: Sequence[torch.Tensor], floats: Sequence[float]) -> None:
     """tensors: param, grad, exp_avg, exp_avg_sq, for which `fits` holds; floats: of `numbers`."""
-    first = tensors[0]
-    elements = first.numel()
-    if elements == 0:
-        return
-    key = (elements, first.dtype, first.get_device())
-    if _kernel.again(key, [t.data_ptr() for t in tensors], floats):
-        return
-    flat = [t.view(-1) for t in tensors]
-    if elements > SLAB:
-        for start in range(0, elements, SLAB):
-            step_in_place([t[start : start + SLAB] for t in flat], floats)
-        return
-    whole = elements % TILE == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
-    _kernel.first(key, tensors, [t.view(-1, TILE) for t in flat] if whole else flat, *floats)
+    launch_elementwise(_kernel, TILES, tensors, floats)
+
+
+def load(dtype: torch.dtype, device) -> None:
+    """Launches the kernel once. An optimizer would import the compiler with it, as torch's do, which takes a second."""
+    tensors = [torch.ones(SMALLEST, dtype=dtype, device=device) for _ in range(4)]
+    if fits(tensors):
+        step_in_place(tensors, numbers(1.0, 1e-3, 0.9, 0.999, 1e-8, 0.0))

@@ -10,6 +10,7 @@ from .._ops import add_op_namespace_prefix
 from ..runtime.launch import Kernel
 
 TORCH_MIN = (2, 6)
+SLAB = 2**30  # elements that one launch reaches over: offsets into an array are 32-bit
 
 
 class _NoContext:
@@ -106,6 +107,34 @@ def look(*tensors: torch.Tensor) -> tuple:
     for tensor in tensors:
         key += (tensor.dtype, tensor.shape, tensor.stride())
     return tuple(key)
+
+
+def elementwise_grid(c, first, *_):
+    return (-(-first.numel() // c["TILE"]),)
+
+
+def launch_elementwise(kernel: Kernel, tiles: Sequence[int], tensors: Sequence[torch.Tensor], floats: Sequence[float] = ()) -> None:
+    """Launches a kernel on every element of some tensors of one shape and dtype, as rows that one of `tiles` divides, or flat.
+
+    tensors: contiguous, or aligned [rows, columns] whose columns one of `tiles` divides.
+    """
+    first = tensors[0]
+    if first.numel() == 0:
+        return
+    key = (first.get_device(), first.dtype, first.shape, *[tensor.stride() for tensor in tensors])
+    if kernel.again(key, [tensor.data_ptr() for tensor in tensors], floats):
+        return
+    views = tensors
+    if all(tensor.is_contiguous() for tensor in tensors):
+        whole = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        tile = next((tile for tile in tiles if whole and first.numel() % tile == 0), None)
+        views = [tensor.view(-1, tile) if tile else tensor.view(-1) for tensor in tensors]
+    rows = max(1, SLAB // max(view.stride(0) for view in views))
+    if views[0].shape[0] <= rows:
+        kernel.first(key, tensors, views, *floats)
+        return
+    for start in range(0, views[0].shape[0], rows):
+        kernel([view[start : start + rows] for view in views], *floats)
 
 
 def side_by_side(weights: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:

@@ -14,9 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
-from .common import describe, fail, look, wide
+from .common import SLAB, describe, fail, look, wide
 
-SLAB = 2**30  # elements of one launch over a flat array: its offsets are 32-bit
 STATISTICS_TILE = 4096  # of `cross_entropy_statistics`: how many pieces a row of logits has
 LINEAR_TILE = 256  # of `linear_cross_entropy_statistics`: the classes of a tile
 LINEAR_TOKENS = 1024  # and the tokens that share one reading of the weight

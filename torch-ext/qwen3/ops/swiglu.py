@@ -8,42 +8,28 @@ from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import aligned, apply_function, describe, fail, need_floats, new_like, side_by_side, traceable, wide
+from .common import (
+    aligned,
+    apply_function,
+    describe,
+    elementwise_grid,
+    fail,
+    launch_elementwise,
+    need_floats,
+    new_like,
+    side_by_side,
+    traceable,
+    wide,
+)
 
-SLAB = 2**30  # elements that one launch reaches over: offsets into an array are 32-bit
 TILES = (1024, 512)  # elements of one block: rows are a multiple of one of them, else the kernels that check every index run
 
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _grid(c, first, *_):
-    return (-(-first.numel() // c["TILE"]),)
-
-
-_forward_kernel = Kernel("swiglu_forward", "swiglu_any_forward", grid=_grid)
-_backward_kernel = Kernel("swiglu_backward", "swiglu_any_backward", grid=_grid)
-_recompute_kernel = Kernel("swiglu_backward_recompute", "swiglu_any_backward_recompute", grid=_grid)
-
-
-def _launch(kernel: Kernel, *tensors: torch.Tensor) -> None:
-    """All tensors of one shape and dtype: contiguous, or [rows, columns] that `aligned_rows` takes."""
-    first = tensors[0]
-    if first.numel() == 0:
-        return
-    key = (first.get_device(), first.dtype, first.shape, *[tensor.stride() for tensor in tensors])
-    if kernel.again(key, [tensor.data_ptr() for tensor in tensors]):
-        return
-    views = tensors
-    if all(tensor.is_contiguous() for tensor in tensors):
-        whole = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        tile = next((tile for tile in TILES if whole and first.numel() % tile == 0), None)
-        views = [tensor.view(-1, tile) if tile else tensor.view(-1) for tensor in tensors]
-    rows = max(1, SLAB // max(view.stride(0) for view in views))
-    if views[0].shape[0] <= rows:
-        kernel.first(key, tensors, views)
-        return
-    for start in range(0, views[0].shape[0], rows):
-        kernel([view[start : start + rows] for view in views])
+_forward_kernel = Kernel("swiglu_forward", "swiglu_any_forward", grid=elementwise_grid)
+_backward_kernel = Kernel("swiglu_backward", "swiglu_any_backward", grid=elementwise_grid)
+_recompute_kernel = Kernel("swiglu_backward_recompute", "swiglu_any_backward_recompute", grid=elementwise_grid)
 
 
 def aligned_rows(columns: int) -> bool:
@@ -82,7 +68,7 @@ def _forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return swiglu_reference(gate, up)
     gate, up = _inputs(gate, up)
     out = new_like(gate)
-    _launch(_forward_kernel, gate, up, out)
+    launch_elementwise(_forward_kernel, TILES, (gate, up, out))
     return out
 
 
@@ -91,7 +77,7 @@ def _backward(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Tuple
         return swiglu_backward_reference(dout, gate, up)[:2]
     dout, gate, up = _inputs(dout, gate, up)
     dgate, dup = new_like(gate), new_like(gate)
-    _launch(_backward_kernel, dout, gate, up, dgate, dup)
+    launch_elementwise(_backward_kernel, TILES, (dout, gate, up, dgate, dup))
     return dgate, dup
 
 
@@ -106,10 +92,10 @@ def backward_in_place(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) 
     dgate, dup = both[:, :columns], both[:, columns:]
     if _fits(gate) and aligned_rows(columns):
         gate, up = _inputs(gate, up)
-        _launch(_recompute_kernel, dout, gate, up, dgate, dup)
+        launch_elementwise(_recompute_kernel, TILES, (dout, gate, up, dgate, dup))
     elif _fits(gate):
         apart = torch.empty_like(dout), torch.empty_like(dout)
-        _launch(_recompute_kernel, dout, gate.contiguous(), up.contiguous(), *apart)
+        launch_elementwise(_recompute_kernel, TILES, (dout, gate.contiguous(), up.contiguous(), *apart))
         dgate.copy_(apart[0])
         dup.copy_(apart[1])
     else:

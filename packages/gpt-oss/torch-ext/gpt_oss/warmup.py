@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import torch
 
+from .ops import adamw
 from .ops.experts import experts
 from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.rotary import rotary
 from .ops.wide_rms_norm import wide_add_rms_norm, wide_rms_norm
-from .optimizer import AdamW
 from .runtime import tuning
 from .runtime.tuning import TOKENS, cache_file, clear_autotune_cache
 
@@ -71,7 +71,7 @@ def warm_up(device, dtype, sizes: Sizes, tokens: int = TOKENS) -> None:
     target = torch.zeros(TOKENS, dtype=torch.int64, device=device)
     head = ones(TOKENS, narrow), ones(sizes.vocabulary, narrow)
     linear_cross_entropy(*head, target).backward()
-    AdamW(head).step()
+    adamw.load(dtype, device)
     with torch.no_grad():
         linear_cross_entropy(*head, target)
 
