@@ -22,7 +22,7 @@ import inspect
 
 import cuda.tile as ct
 
-from kernel_src.attention_plan import BLOCK
+from kernel_src.attention_plan import BLOCK, KEYS, QUERIES
 from kernel_src.prebuild import FLOAT, INT, Array, Variant
 
 Const = ct.Constant[int]
@@ -51,20 +51,21 @@ def write_rows(array, block, head, tile, ROWS: Const, D: Const):
 
 
 @ct.function
-def walk_of(walks, n, STEP: Const):
-    """(block, first step, the first one without a mask, the one behind those, the end) of the n-th walk."""
-    block, first = ct.gather(walks, (0, n), check_bounds=False), ct.gather(walks, (1, n), check_bounds=False)
-    full, full_end = ct.gather(walks, (2, n), check_bounds=False), ct.gather(walks, (3, n), check_bounds=False)
-    start, end = first // STEP, ct.cdiv(ct.gather(walks, (4, n), check_bounds=False), STEP)
+def walk_of(walks, n, SIDE: Const, STEP: Const):
+    """(block, first step, the first one without a mask, the one behind those, the end) of the n-th walk of the queries or of the keys."""
+    row = SIDE * 5
+    block, first = ct.gather(walks, (row, n), check_bounds=False), ct.gather(walks, (row + 1, n), check_bounds=False)
+    full, full_end = ct.gather(walks, (row + 2, n), check_bounds=False), ct.gather(walks, (row + 3, n), check_bounds=False)
+    start, end = first // STEP, ct.cdiv(ct.gather(walks, (row + 4, n), check_bounds=False), STEP)
     unmasked = ct.minimum(ct.cdiv(full, STEP), end)
     return block, start, unmasked, ct.maximum(full_end // STEP, unmasked), end
 
 
 @ct.function
-def interval_of(limits, block, BLOCK: Const):
+def interval_of(limits, block, SIDE: Const, BLOCK: Const):
     """(first, behind), [BLOCK, 1] each: what each of the block's rows sees, or who sees it."""
     rows = block * BLOCK + ct.arange(BLOCK, dtype=ct.int32)
-    first, behind = ct.gather(limits, (0, rows), check_bounds=False), ct.gather(limits, (1, rows), check_bounds=False)
+    first, behind = ct.gather(limits, (2 * SIDE, rows), check_bounds=False), ct.gather(limits, (2 * SIDE + 1, rows), check_bounds=False)
     return first[:, None], behind[:, None]
 
 
@@ -82,10 +83,10 @@ def products(a, b, M: Const, N: Const):
 
 
 @ct.function
-def attend(q, k, v, sees, block, head, kv_head, start, unmasked, masked, end, scale, BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const):
+def attend(q, k, v, limits, block, head, kv_head, start, unmasked, masked, end, scale, BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const):
     """(sum of p @ v, the largest score, sum of p) of the block's queries: the online softmax, where the scores are scaled to base 2 and
     the sums are relative to the largest one."""
-    first, behind = interval_of(sees, block, BLOCK)
+    first, behind = interval_of(limits, block, QUERIES, BLOCK)
     queries = rows_of(q, block, head, BLOCK, D)
     acc = ct.zeros((BLOCK, D), dtype=ct.float32)
     high = ct.full((BLOCK, 1), LOWEST, dtype=ct.float32)
@@ -119,32 +120,32 @@ def write_attended(out, lse, block, head, acc, high, total, BLOCK: Const, D: Con
 
 @ct.kernel
 def attention_forward(
-    q, k, v, sees, query_walks, out, lse, scale: float, BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const
+    q, k, v, limits, walks, out, lse, scale: float, BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const
 ):
-    """q, out: [tokens, heads, D]; k, v: [tokens, heads / group, D]; sees, query_walks: the plan's; lse: [heads, blocks * BLOCK] fp32, to
+    """q, out: [tokens, heads, D]; k, v: [tokens, heads / group, D]; limits, walks: the plan's; lse: [heads, blocks * BLOCK] fp32, to
     base 2; scale: the softmax's times log2(e), positive. Grid: blocks * heads."""
     heads = q.shape[1]
     head = ct.bid(0) % heads
-    block, start, unmasked, masked, end = walk_of(query_walks, ct.bid(0) // heads, STEP)
+    block, start, unmasked, masked, end = walk_of(walks, ct.bid(0) // heads, QUERIES, STEP)
     kv_head = head // (heads // k.shape[1])
     acc, high, total = attend(
-        q, k, v, sees, block, head, kv_head, start, unmasked, masked, end, scale, BLOCK, STEP, D, LATENCY, MASK
+        q, k, v, limits, block, head, kv_head, start, unmasked, masked, end, scale, BLOCK, STEP, D, LATENCY, MASK
     )
     write_attended(out, lse, block, head, acc, high, total, BLOCK, D)
 
 
 @ct.kernel
 def attention_sink_forward(
-    q, k, v, sinks, sees, query_walks, out, lse, scale: float, BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const
+    q, k, v, sinks, limits, walks, out, lse, scale: float, BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const
 ):
     """As `attention_forward`; sinks: [heads] fp32, one more score of every query, that of a key whose value is zero."""
     heads = q.shape[1]
     head = ct.bid(0) % heads
-    block, start, unmasked, masked, end = walk_of(query_walks, ct.bid(0) // heads, STEP)
+    block, start, unmasked, masked, end = walk_of(walks, ct.bid(0) // heads, QUERIES, STEP)
     sink = ct.gather(sinks, head, check_bounds=False) * LOG2E
     kv_head = head // (heads // k.shape[1])
     acc, high, total = attend(
-        q, k, v, sees, block, head, kv_head, start, unmasked, masked, end, scale, BLOCK, STEP, D, LATENCY, MASK
+        q, k, v, limits, block, head, kv_head, start, unmasked, masked, end, scale, BLOCK, STEP, D, LATENCY, MASK
     )
     higher = ct.maximum(high, sink)
     shrink = ct.exp2(high - higher, flush_to_zero=True)
@@ -154,17 +155,17 @@ def attention_sink_forward(
 
 @ct.kernel
 def attention_backward_dq(
-    q, k, v, out, dout, lse, sees, query_walks, delta, dq, scale: float, plain: float,
+    q, k, v, out, dout, lse, limits, walks, delta, dq, scale: float, plain: float,
     BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const,
 ):  # fmt: skip
     """dout, dq: [tokens, heads, D]; delta: [heads, blocks * BLOCK] fp32, made here for dkv; plain: the softmax's scale; the rest as in
     `attention_forward`."""
     heads = q.shape[1]
     head = ct.bid(0) % heads
-    block, start, unmasked, masked, end = walk_of(query_walks, ct.bid(0) // heads, STEP)
+    block, start, unmasked, masked, end = walk_of(walks, ct.bid(0) // heads, QUERIES, STEP)
     kv_head = head // (heads // k.shape[1])
     rows = block * BLOCK + ct.arange(BLOCK, dtype=ct.int32)
-    first, behind = interval_of(sees, block, BLOCK)
+    first, behind = interval_of(limits, block, QUERIES, BLOCK)
     queries, dqueries = rows_of(q, block, head, BLOCK, D), rows_of(dout, block, head, BLOCK, D)
     attended = ct.astype(rows_of(out, block, head, BLOCK, D), ct.float32)
     row_delta = ct.sum(attended * ct.astype(dqueries, ct.float32), 1)
@@ -206,17 +207,17 @@ def dkv_step(
 
 @ct.kernel
 def attention_backward_dkv(
-    q, k, v, dout, lse, delta, seen, key_walks, dk, dv, scale: float, plain: float,
+    q, k, v, dout, lse, delta, limits, walks, dk, dv, scale: float, plain: float,
     BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const,
 ):  # fmt: skip
-    """dk, dv: [tokens, heads / group, D], sums over the query heads of a group; seen, key_walks: the plan's; the rest as in
+    """dk, dv: [tokens, heads / group, D], sums over the query heads of a group; limits, walks: the plan's; the rest as in
     `attention_backward_dq`. Grid: blocks * key heads."""
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads
     kv_head = ct.bid(0) % kv_heads
-    block, start, unmasked, masked, end = walk_of(key_walks, ct.bid(0) // kv_heads, STEP)
+    block, start, unmasked, masked, end = walk_of(walks, ct.bid(0) // kv_heads, KEYS, STEP)
     head = kv_head * group
-    first, behind = interval_of(seen, block, BLOCK)
+    first, behind = interval_of(limits, block, KEYS, BLOCK)
     keys, values = rows_of(k, block, kv_head, BLOCK, D), rows_of(v, block, kv_head, BLOCK, D)
     dkeys = ct.zeros((BLOCK, D), dtype=ct.float32)
     dvalues = ct.zeros((BLOCK, D), dtype=ct.float32)
@@ -294,7 +295,7 @@ def arrays_of(dtype, head_dim):
     rows, table = Array(dtype, (None, None, head_dim)), Array("int32", (None, None), aligned=False)
     sums, sinks = Array("float32", (None, None), divisible=(1, BLOCK)), Array("float32", (None,), aligned=False)
     arrays = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), rows)
-    arrays |= dict.fromkeys(("sees", "seen", "query_walks", "key_walks"), table)
+    arrays |= dict.fromkeys(("limits", "walks"), table)
     return {**arrays, "lse": sums, "delta": sums, "sinks": sinks, "dsinks": sinks}
 
 

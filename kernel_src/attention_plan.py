@@ -17,8 +17,11 @@ from kernel_src.prebuild import INT, Array, Variant
 
 Const = ct.Constant[int]
 BLOCK = 64  # rows of an attention block, in the forward and in both backward kernels, on every architecture
-TILE = 128  # tokens, or attention blocks, of a block of this kernel
-TOKENS, QUERIES, KEYS = 0, 1, 2  # ct.bid(1): what a block makes
+TILE = 32  # tokens, or attention blocks, of a block of this kernel
+# Rows of `limits`: the first key that each query sees, the one behind its last, the same of the queries that see each key.
+# Rows of `walks`: those of the queries' blocks, then those of the keys' blocks.
+LIMITS, WALKS = 4, 10
+QUERIES, KEYS = 0, 1
 
 
 @ct.function
@@ -28,88 +31,84 @@ def document_of(t, starts, halvings):
     high = low + (starts.shape[0] + 1)
     for _ in range(halvings):
         middle = (low + high) // 2
-        ahead = ct.gather(starts, middle, check_bounds=True, padding_value=0) <= t
-        open_ = high - low > 1
-        low = ct.where(open_ & ahead, middle, low)
-        high = ct.where(open_ & ~ahead, middle, high)
+        ahead = ct.gather(starts, middle, padding_value=0) <= t
+        undecided = high - low > 1
+        low = ct.where(undecided & ahead, middle, low)
+        high = ct.where(undecided & ~ahead, middle, high)
     return low
 
 
 @ct.function
-def interval(t, starts, ends, left, right, halvings, tokens):
-    """(whether t lies in a document, the first token of what it sees, the one behind its end, where its document ends, where the next
-    one starts)."""
+def bounds_of(t, starts, ends, halvings):
+    """(whether t lies in a document, that document's start and end, the start of the next one)."""
     document = document_of(t, starts, halvings)
-    start = ct.gather(starts, document, check_bounds=True, padding_value=0)
-    end = ct.gather(ends, document, check_bounds=True, padding_value=0)
-    following = ct.gather(starts, document + 1, check_bounds=True, padding_value=2147483647)
-    inside = (t < end) & (document >= 0)
-    return inside, ct.maximum(start, t - left), ct.minimum(end, t + right + 1), end, ct.minimum(following, tokens)
+    start, end = ct.gather(starts, document, padding_value=0), ct.gather(ends, document, padding_value=0)
+    following = ct.gather(starts, document + 1, padding_value=2147483647)
+    return (document >= 0) & (t < end), start, end, following
 
 
 @ct.function
-def write_intervals(t, starts, ends, out, left, right, halvings, tokens):
-    inside, first, behind, _end, _following = interval(t, starts, ends, left, right, halvings, tokens)
-    inside = inside & (t < tokens)
-    ct.scatter(out, (0, t), ct.where(inside, first, 0))
-    ct.scatter(out, (1, t), ct.where(inside, behind, 0))
+def write_limits(limits, row, t, inside, start, end, left, right):
+    ct.scatter(limits, (row, t), ct.where(inside, ct.maximum(start, t - left), 0))
+    ct.scatter(limits, (row + 1, t), ct.where(inside, ct.minimum(end, t + right + 1), 0))
 
 
 @ct.function
 def walk(block, starts, ends, left, right, halvings, tokens, BLOCK: Const):
     """(start, start of the part without a mask, its end, end) of the walk of each attention block, in tokens."""
-    top = ct.minimum(block * BLOCK, tokens - 1)
-    bottom = ct.minimum(block * BLOCK + BLOCK, tokens) - 1
-    top_inside, first, full_end, _end, following = interval(top, starts, ends, left, right, halvings, tokens)
-    bottom_inside, full, behind, end, _following = interval(bottom, starts, ends, left, right, halvings, tokens)
-    first = ct.where(top_inside, first, following)
-    behind = ct.where(bottom_inside, behind, end)
+    top, bottom = ct.minimum(block * BLOCK, tokens - 1), ct.minimum(block * BLOCK + BLOCK, tokens) - 1
+    top_inside, top_start, top_end, following = bounds_of(top, starts, ends, halvings)
+    bottom_inside, bottom_start, bottom_end, _following = bounds_of(bottom, starts, ends, halvings)
+    first = ct.where(top_inside, ct.maximum(top_start, top - left), following)
+    behind = ct.where(bottom_inside, ct.minimum(bottom_end, bottom + right + 1), bottom_end)
     some = (first < behind) & (block * BLOCK < tokens)
-    whole = some & top_inside & bottom_inside & (full < full_end)
     first, behind = ct.where(some, first, 0), ct.where(some, behind, 0)
+    full, full_end = ct.maximum(bottom_start, bottom - left), ct.minimum(top_end, top + right + 1)
+    whole = some & top_inside & bottom_inside & (full < full_end)
     return first, ct.where(whole, full, behind), ct.where(whole, full_end, behind), behind
 
 
 @ct.function
-def write_walks(starts, ends, out, left, right, halvings, tokens, TILE: Const, BLOCK: Const):
-    block = ct.bid(0) * TILE + ct.arange(TILE, dtype=ct.int32)
-    first, full, full_end, behind = walk(block, starts, ends, left, right, halvings, tokens, BLOCK)
-    length = (behind - first)[:, None]
+def rank_of(block, length, starts, ends, left, right, halvings, tokens, blocks, TILE: Const, BLOCK: Const):
+    """How many attention blocks have a longer walk than each of these, or as long a one and a lower number."""
     rank = ct.zeros((TILE,), dtype=ct.int32)
-    for i in range(ct.cdiv(out.shape[1], TILE)):
+    for i in range(ct.cdiv(blocks, TILE)):
         other = i * TILE + ct.arange(TILE, dtype=ct.int32)
-        other_first, _full, _full_end, other_behind = walk(other, starts, ends, left, right, halvings, tokens, BLOCK)
-        other_length = (other_behind - other_first)[None, :]
-        earlier = (other_length > length) | ((other_length == length) & (other[None, :] < block[:, None]))
-        earlier = earlier & (other[None, :] < out.shape[1])
-        rank = rank + ct.sum(ct.astype(earlier, ct.int32), 1)
-    mine = block < out.shape[1]
-    ct.scatter(out, (0, rank), block, mask=mine)
-    ct.scatter(out, (1, rank), first, mask=mine)
-    ct.scatter(out, (2, rank), full, mask=mine)
-    ct.scatter(out, (3, rank), full_end, mask=mine)
-    ct.scatter(out, (4, rank), behind, mask=mine)
+        first, _full, _full_end, behind = walk(other, starts, ends, left, right, halvings, tokens, BLOCK)
+        longer = (behind - first)[None, :] > length[:, None]
+        before = ((behind - first)[None, :] == length[:, None]) & (other[None, :] < block[:, None])
+        rank = rank + ct.sum(ct.astype((longer | before) & (other[None, :] < blocks), ct.int32), 1)
+    return rank
 
 
 @ct.kernel
-def attention_plan(starts, ends, sees, seen, query_walks, key_walks, left, right, halvings, tokens, TILE: Const, BLOCK: Const):
-    """starts, ends: [documents] int32, ascending and apart from each other; a document may be empty; sees, seen: [2, blocks * BLOCK]
-    int32, the first key that each query sees and the one behind its last, and the same of the queries that see each key;
-    query_walks, key_walks: [5, blocks] int32, see above; halvings: enough to search all documents; tokens: how many there are.
+def attention_plan(starts, ends, limits, walks, left, right, halvings, tokens, TILE: Const, BLOCK: Const):
+    """starts, ends: [documents] int32, ascending and apart from each other; a document may be empty; limits: [4, blocks * BLOCK] int32 and
+    walks: [10, blocks] int32, see above; halvings: enough to search all documents; tokens: how many there are, one or more.
     Grid (TILEs of tokens, 3)."""
-    if ct.bid(1) == TOKENS:
+    blocks = walks.shape[1]
+    if ct.bid(1) == 2:
         t = ct.bid(0) * TILE + ct.arange(TILE, dtype=ct.int32)
-        write_intervals(t, starts, ends, sees, left, right, halvings, tokens)
-        write_intervals(t, starts, ends, seen, right, left, halvings, tokens)
+        inside, start, end, _following = bounds_of(t, starts, ends, halvings)
+        inside = inside & (t < tokens)
+        write_limits(limits, 0, t, inside, start, end, left, right)
+        write_limits(limits, 2, t, inside, start, end, right, left)
     else:
-        if ct.bid(0) * TILE < query_walks.shape[1]:
-            if ct.bid(1) == QUERIES:
-                write_walks(starts, ends, query_walks, left, right, halvings, tokens, TILE, BLOCK)
-            else:
-                write_walks(starts, ends, key_walks, right, left, halvings, tokens, TILE, BLOCK)
+        if ct.bid(0) * TILE < blocks:
+            block = ct.bid(0) * TILE + ct.arange(TILE, dtype=ct.int32)
+            keys = ct.bid(1) == KEYS
+            left, right = ct.where(keys, right, left), ct.where(keys, left, right)
+            first, full, full_end, behind = walk(block, starts, ends, left, right, halvings, tokens, BLOCK)
+            rank = rank_of(block, behind - first, starts, ends, left, right, halvings, tokens, blocks, TILE, BLOCK)
+            row, mine = ct.bid(1) * 5, block < blocks
+            ct.scatter(walks, (row, rank), block, mask=mine)
+            ct.scatter(walks, (row + 1, rank), first, mask=mine)
+            ct.scatter(walks, (row + 2, rank), full, mask=mine)
+            ct.scatter(walks, (row + 3, rank), full_end, mask=mine)
+            ct.scatter(walks, (row + 4, rank), behind, mask=mine)
 
 
 def variants():
     documents, table = Array("int32", (None,), aligned=False), Array("int32", (None, None), aligned=False)
-    arrays = {"starts": documents, "ends": documents, "sees": table, "seen": table, "query_walks": table, "key_walks": table}
+    arrays = {"starts": documents, "ends": documents, "limits": table, "walks": table}
     yield Variant(attention_plan, {**arrays, "left": INT, "right": INT, "halvings": INT, "tokens": INT, "TILE": TILE, "BLOCK": BLOCK})

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from kernel_src import attention as kernels
-from kernel_src.attention_plan import BLOCK, TILE, attention_plan
+from kernel_src.attention_plan import BLOCK, LIMITS, TILE, WALKS, attention_plan
 from tests.interpreter import interpret
 from tests.tolerances import RELATIVE_ERROR, assert_close
 
@@ -157,8 +157,7 @@ def make_plan(case: Case, run=interpret) -> dict:
     """The plan's arrays by the names of the kernels' parameters."""
     blocks = -(-case.tokens // BLOCK)
     starts, ends = (torch.tensor(x, dtype=torch.int32) for x in zip(*case.documents, strict=True))
-    tables = {n: torch.full((2, blocks * BLOCK), -7, dtype=torch.int32) for n in ("sees", "seen")}
-    tables |= {n: torch.full((5, blocks), -7, dtype=torch.int32) for n in ("query_walks", "key_walks")}
+    tables = {"limits": torch.full((LIMITS, blocks * BLOCK), -7, dtype=torch.int32), "walks": torch.full((WALKS, blocks), -7, dtype=torch.int32)}
     left, right = reach(case)
     numbers = min(left, case.tokens), min(right, case.tokens), len(starts).bit_length(), case.tokens
     grid = (-(-blocks * BLOCK // TILE), 3)
@@ -170,13 +169,15 @@ def check_plan(case: Case, run=interpret) -> None:
     """Intervals are the rows and columns of the mask; walks reach all that is seen, and claim no mask is needed only where all is seen;
     the longest walk comes first."""
     plan, mask = make_plan(case, run), visible(case)
-    for name, walks, rows in (("sees", "query_walks", mask), ("seen", "key_walks", mask.T)):
-        first, behind = plan[name]
+    limits, walks_of = plan["limits"].split(2), plan["walks"].long().split(5)
+    for side, rows in enumerate((mask, mask.T)):
+        name, walks = (("limits of queries", "walks of queries"), ("limits of keys", "walks of keys"))[side]
+        first, behind = limits[side]
         t = torch.arange(case.tokens)
         found = (t >= first[:, None]) & (t < behind[:, None])
         assert (found[: case.tokens] == rows).all(), f"{name} of {case} is wrong"
         assert not (behind > first)[case.tokens :].any(), f"{name} of {case}: rows behind the last token see something"
-        block, start, full, full_end, end = plan[walks].long()
+        block, start, full, full_end, end = walks_of[side]
         assert block.sort().values.tolist() == list(range(len(block))), f"{walks} of {case} are not of each block once"
         lengths = end - start
         assert (lengths[:-1] >= lengths[1:]).all(), f"{walks} of {case} do not begin with the longest"
@@ -214,14 +215,14 @@ def run_kernels(case: Case, x: Inputs, tiles: Tiles, run=interpret) -> dict:
     scale = scale_of(case)
     base2 = scale * kernels.LOG2E
     constants = [(BLOCK, step, case.head_dim, 3, mask) for step, mask in tiles]
-    queries = plan["sees"], plan["query_walks"]
+    tables = plan["limits"], plan["walks"]
     if x.sinks is None:
-        run(kernels.attention_forward, (blocks * case.heads,), (*x[:3], *queries, new["out"], lse, base2, *constants[0]))
+        run(kernels.attention_forward, (blocks * case.heads,), (*x[:3], *tables, new["out"], lse, base2, *constants[0]))
     else:
-        run(kernels.attention_sink_forward, (blocks * case.heads,), (*x[:4], *queries, new["out"], lse, base2, *constants[0]))
-    arrays = (*x[:3], new["out"], x.dout, lse, *queries, delta, new["dq"])
+        run(kernels.attention_sink_forward, (blocks * case.heads,), (*x[:4], *tables, new["out"], lse, base2, *constants[0]))
+    arrays = (*x[:3], new["out"], x.dout, lse, *tables, delta, new["dq"])
     run(kernels.attention_backward_dq, (blocks * case.heads,), (*arrays, base2, scale, *constants[1]))
-    arrays = (*x[:3], x.dout, lse, delta, plan["seen"], plan["key_walks"], new["dk"], new["dv"])
+    arrays = (*x[:3], x.dout, lse, delta, *tables, new["dk"], new["dv"])
     run(kernels.attention_backward_dkv, (blocks * case.kv_heads,), (*arrays, base2, scale, *constants[2]))
     if x.sinks is not None:
         new["dsinks"] = torch.full_like(x.sinks, math.nan)
