@@ -83,7 +83,10 @@ def products(a, b, M: Const, N: Const):
 
 
 @ct.function
-def attend(q, k, v, limits, block, head, kv_head, start, unmasked, masked, end, scale, BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const):
+def attend(
+    q, k, v, limits, block, head, kv_head, start, unmasked, masked, end, scale,
+    BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const,
+):  # fmt: skip
     """(sum of p @ v, the largest score, sum of p) of the block's queries: the online softmax, where the scores are scaled to base 2 and
     the sums are relative to the largest one."""
     first, behind = interval_of(limits, block, QUERIES, BLOCK)
@@ -266,8 +269,8 @@ SINK_TILE = 1024  # tokens of a step of the gradient of the sinks
 HALVES = ("bfloat16", "float16")
 AMPERE, HOPPER, RTX = ("sm_80", "sm_86", "sm_89"), ("sm_90", "sm_100", "sm_103", "sm_110"), ("sm_120", "sm_121")
 PAIR, EIGHT = {"occupancy": 2}, {"num_worker_warps": 8}
-# (head_dim, architectures, STEP, LATENCY, MASK, hints, why it may spill). Those of head_dim 128 on sm_90 are the fastest of 30 on an H200 over 1, 8, 32 and
-# uneven documents; the other entries are the largest steps that compile without spills, and nothing of them is measured.
+# (head_dim, architectures, STEP, LATENCY, MASK, hints, why it may spill). Those of head_dim 128 on sm_90 are the fastest of 30 on an H200
+# over 1, 8, 32 and uneven documents; the other entries are the largest steps that compile without spills, and nothing of them is measured.
 FORWARD = (
     (128, AMPERE, 64, 3, SOME_STEPS, PAIR),
     (128, HOPPER, 128, 3, SOME_STEPS, PAIR),

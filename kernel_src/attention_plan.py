@@ -25,13 +25,13 @@ QUERIES, KEYS = 0, 1
 
 
 @ct.function
-def document_of(t, starts, halvings):
+def document_of(t, documents, halvings):
     """The last document that starts at or before each token t; -1 before the first one."""
     low = t * 0 - 1
-    high = low + (starts.shape[0] + 1)
+    high = low + (documents.shape[1] + 1)
     for _ in range(halvings):
         middle = (low + high) // 2
-        ahead = ct.gather(starts, middle, padding_value=0) <= t
+        ahead = ct.gather(documents, (0, middle), padding_value=0) <= t
         undecided = high - low > 1
         low = ct.where(undecided & ahead, middle, low)
         high = ct.where(undecided & ~ahead, middle, high)
@@ -39,11 +39,12 @@ def document_of(t, starts, halvings):
 
 
 @ct.function
-def bounds_of(t, starts, ends, halvings):
+def bounds_of(t, documents, halvings, tokens):
     """(whether t lies in a document, that document's start and end, the start of the next one)."""
-    document = document_of(t, starts, halvings)
-    start, end = ct.gather(starts, document, padding_value=0), ct.gather(ends, document, padding_value=0)
-    following = ct.gather(starts, document + 1, padding_value=2147483647)
+    document = document_of(t, documents, halvings)
+    start, end = ct.gather(documents, (0, document), padding_value=0), ct.gather(documents, (1, document), padding_value=0)
+    end = ct.minimum(end, tokens)
+    following = ct.gather(documents, (0, document + 1), padding_value=2147483647)
     return (document >= 0) & (t < end), start, end, following
 
 
@@ -54,43 +55,42 @@ def write_limits(limits, row, t, inside, start, end, left, right):
 
 
 @ct.function
-def walk(block, starts, ends, left, right, halvings, tokens, BLOCK: Const):
+def walk(block, documents, left, right, halvings, tokens, BLOCK: Const):
     """(start, start of the part without a mask, its end, end) of the walk of each attention block, in tokens."""
     top, bottom = ct.minimum(block * BLOCK, tokens - 1), ct.minimum(block * BLOCK + BLOCK, tokens) - 1
-    top_inside, top_start, top_end, following = bounds_of(top, starts, ends, halvings)
-    bottom_inside, bottom_start, bottom_end, _following = bounds_of(bottom, starts, ends, halvings)
+    top_inside, top_start, top_end, following = bounds_of(top, documents, halvings, tokens)
+    bottom_inside, bottom_start, bottom_end, _following = bounds_of(bottom, documents, halvings, tokens)
     first = ct.where(top_inside, ct.maximum(top_start, top - left), following)
     behind = ct.where(bottom_inside, ct.minimum(bottom_end, bottom + right + 1), bottom_end)
     some = (first < behind) & (block * BLOCK < tokens)
     first, behind = ct.where(some, first, 0), ct.where(some, behind, 0)
     full, full_end = ct.maximum(bottom_start, bottom - left), ct.minimum(top_end, top + right + 1)
-    whole = some & top_inside & bottom_inside & (full < full_end)
+    whole = some & bottom_inside & (full < full_end)  # of a top that lies in no document, full_end lies before
     return first, ct.where(whole, full, behind), ct.where(whole, full_end, behind), behind
 
 
 @ct.function
-def rank_of(block, length, starts, ends, left, right, halvings, tokens, blocks, TILE: Const, BLOCK: Const):
+def rank_of(block, length, documents, left, right, halvings, tokens, blocks, TILE: Const, BLOCK: Const):
     """How many attention blocks have a longer walk than each of these, or as long a one and a lower number."""
     rank = ct.zeros((TILE,), dtype=ct.int32)
     for i in range(ct.cdiv(blocks, TILE)):
         other = i * TILE + ct.arange(TILE, dtype=ct.int32)
-        first, _full, _full_end, behind = walk(other, starts, ends, left, right, halvings, tokens, BLOCK)
+        first, _full, _full_end, behind = walk(other, documents, left, right, halvings, tokens, BLOCK)
         longer = (behind - first)[None, :] > length[:, None]
         before = ((behind - first)[None, :] == length[:, None]) & (other[None, :] < block[:, None])
-        rank = rank + ct.sum(ct.astype((longer | before) & (other[None, :] < blocks), ct.int32), 1)
+        rank = rank + ct.sum(ct.astype(longer | before, ct.int32), 1)
     return rank
 
 
 @ct.kernel
-def attention_plan(starts, ends, limits, walks, left, right, halvings, tokens, TILE: Const, BLOCK: Const):
-    """starts, ends: [documents] int32, ascending and apart from each other; a document may be empty; limits: [4, blocks * BLOCK] int32 and
-    walks: [10, blocks] int32, see above; halvings: enough to search all documents; tokens: how many there are, one or more.
+def attention_plan(documents, limits, walks, left, right, halvings, tokens, TILE: Const, BLOCK: Const):
+    """documents: [2, documents] int32, where each starts and ends, ascending and apart from each other; one may be empty; limits:
+    [4, blocks * BLOCK] and walks: [10, blocks] int32, see above; halvings: enough to search all documents; tokens: one or more.
     Grid (TILEs of tokens, 3)."""
     blocks = walks.shape[1]
     if ct.bid(1) == 2:
         t = ct.bid(0) * TILE + ct.arange(TILE, dtype=ct.int32)
-        inside, start, end, _following = bounds_of(t, starts, ends, halvings)
-        inside = inside & (t < tokens)
+        inside, start, end, _following = bounds_of(t, documents, halvings, tokens)
         write_limits(limits, 0, t, inside, start, end, left, right)
         write_limits(limits, 2, t, inside, start, end, right, left)
     else:
@@ -98,8 +98,8 @@ def attention_plan(starts, ends, limits, walks, left, right, halvings, tokens, T
             block = ct.bid(0) * TILE + ct.arange(TILE, dtype=ct.int32)
             keys = ct.bid(1) == KEYS
             left, right = ct.where(keys, right, left), ct.where(keys, left, right)
-            first, full, full_end, behind = walk(block, starts, ends, left, right, halvings, tokens, BLOCK)
-            rank = rank_of(block, behind - first, starts, ends, left, right, halvings, tokens, blocks, TILE, BLOCK)
+            first, full, full_end, behind = walk(block, documents, left, right, halvings, tokens, BLOCK)
+            rank = rank_of(block, behind - first, documents, left, right, halvings, tokens, blocks, TILE, BLOCK)
             row, mine = ct.bid(1) * 5, block < blocks
             ct.scatter(walks, (row, rank), block, mask=mine)
             ct.scatter(walks, (row + 1, rank), first, mask=mine)
@@ -109,6 +109,6 @@ def attention_plan(starts, ends, limits, walks, left, right, halvings, tokens, T
 
 
 def variants():
-    documents, table = Array("int32", (None,), aligned=False), Array("int32", (None, None), aligned=False)
-    arrays = {"starts": documents, "ends": documents, "limits": table, "walks": table}
+    table = Array("int32", (None, None), aligned=False)
+    arrays = {"documents": table, "limits": table, "walks": table}
     yield Variant(attention_plan, {**arrays, "left": INT, "right": INT, "halvings": INT, "tokens": INT, "TILE": TILE, "BLOCK": BLOCK})

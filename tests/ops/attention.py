@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 
 from kernel_src import attention as kernels
-from kernel_src.attention_plan import BLOCK, LIMITS, TILE, WALKS, attention_plan
-from tests.interpreter import interpret
+from kernel_src import attention_plan as planner
+from kernel_src.attention_plan import BLOCK, LIMITS, TILE, WALKS
+from tests.interpreter import InterpreterError, interpret
 from tests.tolerances import RELATIVE_ERROR, assert_close
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -40,6 +41,9 @@ def packed(*lengths):
 
 
 CASES = (
+    Case(160, ((0, 90), (95, 159)), heads=4, kv_heads=2, sinks=True),
+    Case(160, packed(90, 69), heads=4, kv_heads=2, dtype=FP16, packed=True),
+    Case(90, ((0, 9), (70, 120)), heads=1, window=33, causal=False),  # a document that reaches past the last token
     Case(64, packed(64)),
     Case(1, packed(1), dtype=FP16),
     Case(200, packed(200), heads=1, head_dim=128),
@@ -105,7 +109,7 @@ def inputs_of(case: Case, device="cpu", seed=0) -> Inputs:
         q, k, v = randn(case.tokens, sum(heads), case.head_dim).split(heads, 1)
     else:
         q, k, v = (randn(case.tokens, n, case.head_dim) for n in heads)
-    sinks = randn(case.heads, dtype=torch.float32) if case.sinks else None
+    sinks = randn(case.heads, dtype=torch.promote_types(case.dtype, torch.float32)) if case.sinks else None
     return Inputs(q, k, v, sinks, randn(case.tokens, case.heads, case.head_dim))
 
 
@@ -153,22 +157,23 @@ def assert_results_close(found: dict, case: Case, x: Inputs) -> None:
 
 
 # ---------------------------------------------------------------- the plan
-def make_plan(case: Case, run=interpret) -> dict:
+def make_plan(case: Case, of=planner) -> dict:
     """The plan's arrays by the names of the kernels' parameters."""
     blocks = -(-case.tokens // BLOCK)
-    starts, ends = (torch.tensor(x, dtype=torch.int32) for x in zip(*case.documents, strict=True))
-    tables = {"limits": torch.full((LIMITS, blocks * BLOCK), -7, dtype=torch.int32), "walks": torch.full((WALKS, blocks), -7, dtype=torch.int32)}
+    documents = torch.tensor(case.documents, dtype=torch.int32).T.contiguous()
+    shapes = {"limits": (LIMITS, blocks * BLOCK), "walks": (WALKS, blocks)}
+    tables = {name: torch.full(shape, -7, dtype=torch.int32) for name, shape in shapes.items()}
     left, right = reach(case)
-    numbers = min(left, case.tokens), min(right, case.tokens), len(starts).bit_length(), case.tokens
+    numbers = min(left, case.tokens), min(right, case.tokens), len(case.documents).bit_length(), case.tokens
     grid = (-(-blocks * BLOCK // TILE), 3)
-    run(attention_plan, grid, (starts, ends, *tables.values(), *numbers, TILE, BLOCK))
+    interpret(of.attention_plan, grid, (documents, *tables.values(), *numbers, TILE, BLOCK))
     return tables
 
 
-def check_plan(case: Case, run=interpret) -> None:
+def check_plan(case: Case, of=planner) -> None:
     """Intervals are the rows and columns of the mask; walks reach all that is seen, and claim no mask is needed only where all is seen;
     the longest walk comes first."""
-    plan, mask = make_plan(case, run), visible(case)
+    plan, mask = make_plan(case, of), visible(case)
     limits, walks_of = plan["limits"].split(2), plan["walks"].long().split(5)
     for side, rows in enumerate((mask, mask.T)):
         name, walks = (("limits of queries", "walks of queries"), ("limits of keys", "walks of keys"))[side]
@@ -188,7 +193,8 @@ def check_plan(case: Case, run=interpret) -> None:
             if all(s < e for s, e in case.documents):
                 assert (ends[0], ends[3]) == bounds, f"{walks} of {case}, block {b}: {ends}, expected {bounds}"
             else:  # a walk may start at an empty document
-                assert not some or (ends[0] <= bounds[0] and ends[3] >= bounds[1]), f"{walks} of {case}, block {b}: {ends}, expected {bounds}"
+                around = ends[0] <= bounds[0] and ends[3] >= bounds[1]
+                assert around or not some, f"{walks} of {case}, block {b}: {ends}, expected {bounds}"
             assert set(range(ends[1], ends[2])) == set(every), f"{walks} of {case}, block {b}: {ends}, all see {every}"
 
 
@@ -207,29 +213,159 @@ TILES = (
 )
 
 
-def run_kernels(case: Case, x: Inputs, tiles: Tiles, run=interpret) -> dict:
+def run_kernels(case: Case, x: Inputs, tiles: Tiles, of=kernels) -> dict:
     """Every result by its name, from the kernels alone."""
     plan, blocks = make_plan(case), -(-case.tokens // BLOCK)
-    new = {n: torch.full_like(t, math.nan, memory_format=torch.contiguous_format) for n, t in zip(("out", "dq", "dk", "dv"), (x.q, *x[:3]), strict=True)}
+    like = {"out": x.q, "dq": x.q, "dk": x.k, "dv": x.v}
+    new = {name: torch.full_like(t, math.nan, memory_format=torch.contiguous_format) for name, t in like.items()}
     lse, delta = (torch.full((case.heads, blocks * BLOCK), math.nan) for _ in range(2))
     scale = scale_of(case)
     base2 = scale * kernels.LOG2E
     constants = [(BLOCK, step, case.head_dim, 3, mask) for step, mask in tiles]
     tables = plan["limits"], plan["walks"]
     if x.sinks is None:
-        run(kernels.attention_forward, (blocks * case.heads,), (*x[:3], *tables, new["out"], lse, base2, *constants[0]))
+        interpret(of.attention_forward, (blocks * case.heads,), (*x[:3], *tables, new["out"], lse, base2, *constants[0]))
     else:
-        run(kernels.attention_sink_forward, (blocks * case.heads,), (*x[:4], *tables, new["out"], lse, base2, *constants[0]))
+        interpret(of.attention_sink_forward, (blocks * case.heads,), (*x[:4], *tables, new["out"], lse, base2, *constants[0]))
     arrays = (*x[:3], new["out"], x.dout, lse, *tables, delta, new["dq"])
-    run(kernels.attention_backward_dq, (blocks * case.heads,), (*arrays, base2, scale, *constants[1]))
+    interpret(of.attention_backward_dq, (blocks * case.heads,), (*arrays, base2, scale, *constants[1]))
     arrays = (*x[:3], x.dout, lse, delta, *tables, new["dk"], new["dv"])
-    run(kernels.attention_backward_dkv, (blocks * case.kv_heads,), (*arrays, base2, scale, *constants[2]))
+    interpret(of.attention_backward_dkv, (blocks * case.kv_heads,), (*arrays, base2, scale, *constants[2]))
     if x.sinks is not None:
         new["dsinks"] = torch.full_like(x.sinks, math.nan)
-        run(kernels.attention_sink_gradient, (case.heads,), (x.sinks, lse, delta, new["dsinks"], case.tokens, kernels.SINK_TILE))
+        interpret(of.attention_sink_gradient, (case.heads,), (x.sinks, lse, delta, new["dsinks"], case.tokens, kernels.SINK_TILE))
     return new
 
 
-def check_kernels(case: Case, tiles: Tiles, run=interpret) -> None:
+def check_kernels(case: Case, tiles: Tiles, of=kernels) -> None:
     x = inputs_of(case)
-    assert_results_close(run_kernels(case, x, tiles, run), case, x)
+    assert_results_close(run_kernels(case, x, tiles, of), case, x)
+
+
+# ---------------------------------------------------------------- the operation
+def results_of(attention, x: Inputs, **options) -> dict:
+    """What `attention`, the public function, gives and what its backward pass does."""
+    leaves = {n: t.detach().requires_grad_() for n, t in zip(("q", "k", "v", "sinks"), x[:4], strict=True) if t is not None}
+    out = attention(leaves["q"], leaves["k"], leaves["v"], sinks=leaves.get("sinks"), **options)
+    out.backward(x.dout)
+    return {"out": out.detach(), **{"d" + name: leaf.grad for name, leaf in leaves.items()}}
+
+
+def plan_of(ops, case: Case, device):
+    documents = torch.tensor(case.documents, dtype=torch.int32, device=device).T.contiguous()
+    return ops.AttentionPlan(documents, case.tokens, case.causal, case.window)
+
+
+def check_operation(ops, case: Case, device="cpu") -> None:
+    x = inputs_of(case, device)
+    assert_results_close(results_of(ops.attention, x, plan=plan_of(ops, case, device), scale=case.scale), case, x)
+
+
+def check_plans(ops, device="cpu") -> None:
+    """The same plan from every form in which a batch says what its documents are."""
+    rows = [[(0, 5), (5, 40)], [(3, 37)], [(0, 1), (1, 30)]]
+    length, documents = 40, []
+    mask, positions = torch.zeros(3, length, dtype=torch.long), torch.zeros(3, length, dtype=torch.long)
+    for i, row in enumerate(rows):
+        for start, end in row:
+            mask[i, start:end], positions[i, start:end] = 1, torch.arange(end - start)
+            documents.append((i * length + start, i * length + end))
+    wanted = visible(Case(3 * length, tuple(documents)))
+
+    def seen(plan):
+        t = torch.arange(plan.tokens, device=device)
+        first, behind = plan.limits[:2, : plan.tokens]
+        return ((t >= first[:, None]) & (t < behind[:, None])).cpu()
+
+    plan = ops.AttentionPlan.from_position_ids(positions.to(device), mask.to(device))
+    assert (seen(plan) == wanted).all(), "position_ids with padding"
+    only = ops.AttentionPlan.from_padding_mask(mask.to(device)[1:])
+    wanted = visible(Case(2 * length, ((3, 37), (length, length + 30))))
+    assert (seen(only) == wanted).all(), "padding alone"
+    cu = torch.tensor([0, 5, 40], device=device)
+    wanted = visible(Case(45, packed(5, 35)))
+    assert (seen(ops.AttentionPlan.from_cu_seqlens(cu, 45)) == wanted).all(), "cu_seqlens"
+    assert (seen(ops.AttentionPlan.from_position_ids(positions.to(device)[:1])) == wanted[:40, :40]).all(), "position_ids"
+
+
+def check_packed_equals_apart(ops, device="cpu") -> None:
+    """Every document of a packed batch as if it were alone, and rows of a batch as if they were packed."""
+    case = Case(120, packed(50, 1, 69), heads=4, kv_heads=2)
+    x = inputs_of(case, device)
+    found = results_of(ops.attention, x, cu_seqlens=torch.tensor([0, 50, 51, 120], device=device))
+    for start, end in case.documents:
+        part = Inputs(*(t if t is None else t[start:end] for t in x))
+        alone = results_of(ops.attention, part)
+        for name, wanted in alone.items():
+            assert_close(found[name][start:end], wanted.double(), case.dtype, f"{name} of one document")
+    batch = Inputs(*(t if t is None else t.unflatten(0, (2, 60)) for t in x))
+    rows = results_of(ops.attention, batch, padding_mask=torch.ones(2, 60, device=device))
+    flat = results_of(ops.attention, x, cu_seqlens=torch.tensor([0, 60, 120], device=device))
+    for name, wanted in flat.items():
+        assert torch.equal(rows[name].flatten(0, 1), wanted), f"{name} of rows and of documents differ"
+
+
+# ---------------------------------------------------------------- planted errors
+# (file, function, what stands there once, what is put there). Caught by `check_kernels` over `CASES`, or, in the plan, by `check_plan`.
+MUTANTS = (
+    ("attention", "within", "tokens >= first", "tokens > first"),
+    ("attention", "within", "tokens < behind", "tokens <= behind"),
+    ("attention", "walk_of", "ct.cdiv(full, STEP)", "full // STEP"),
+    ("attention", "walk_of", "full_end // STEP", "ct.cdiv(full_end, STEP)"),
+    ("attention", "walk_of", "first // STEP", "ct.cdiv(first, STEP)"),
+    ("attention", "interval_of", "block * BLOCK +", "block +"),
+    ("attention", "attend", "ct.max(s, 1, keepdims=True) * scale", "ct.max(s, 1, keepdims=True)"),
+    ("attention", "attend", "total * shrink", "total"),
+    ("attention", "attend", "acc * shrink", "acc"),
+    ("attention", "attend", "(step < unmasked) | (step >= masked)", "step >= masked"),
+    ("attention", "attend", "(step < unmasked) | (step >= masked)", "step < unmasked"),
+    ("attention", "write_attended", "ct.maximum(total, 1e-30)", "total"),
+    ("attention", "write_attended", "high + ct.log2(total)", "high"),
+    ("attention", "attention_forward", "head // (heads // k.shape[1])", "head % k.shape[1]"),
+    ("attention", "attention_sink_forward", "head // (heads // k.shape[1])", "0"),
+    ("attention", "attention_sink_forward", "* LOG2E", "* 1.0"),
+    ("attention", "attention_sink_forward", "total * shrink + ct.exp2(sink - higher, flush_to_zero=True)", "total * shrink"),
+    ("attention", "attention_sink_forward", "acc * shrink", "acc"),
+    ("attention", "attention_backward_dq", "head // (heads // k.shape[1])", "head % k.shape[1]"),
+    ("attention", "attention_backward_dq", "dp - row_delta", "dp"),
+    ("attention", "attention_backward_dq", "acc * plain", "acc"),
+    ("attention", "attention_backward_dq", "(step < unmasked) | (step >= masked)", "step < unmasked"),
+    ("attention", "dkv_step", "if MASKS:", "if 0:"),
+    ("attention", "dkv_step", "s * scale", "s"),
+    ("attention", "attention_backward_dkv", "head = kv_head * group", "head = kv_head"),
+    ("attention", "attention_backward_dkv", "dkeys * plain", "dkeys"),
+    ("attention", "attention_backward_dkv", "range((unmasked - start) * group)", "range(0)"),
+    ("attention", "attention_backward_dkv", "range((masked - unmasked) * group)", "range(masked - unmasked)"),
+    ("attention", "attention_backward_dkv", "range((end - masked) * group)", "range(0)"),
+    ("attention", "attention_sink_gradient", "-ct.sum", "ct.sum"),
+    ("attention", "attention_sink_gradient", "* LOG2E", "* 1.0"),
+    ("attention_plan", "document_of", "<= t", "< t"),
+    ("attention_plan", "document_of", "high - low > 1", "high - low > 2"),
+    ("attention_plan", "bounds_of", "(t < end)", "(t <= end)"),
+    ("attention_plan", "write_limits", "t - left", "t - left + 1"),
+    ("attention_plan", "write_limits", "t + right + 1", "t + right"),
+    ("attention_plan", "write_limits", "ct.maximum(start, t - left)", "t - left"),
+    ("attention_plan", "walk", "+ BLOCK, tokens) - 1", "+ BLOCK, tokens)"),
+    ("attention_plan", "walk", "top - left), following", "top - left), 0"),
+    ("attention_plan", "walk", "some & bottom_inside &", "some &"),
+    ("attention_plan", "walk", "ct.maximum(bottom_start, bottom - left)", "ct.maximum(bottom_start, top - left)"),
+    ("attention_plan", "walk", "ct.minimum(top_end, top + right + 1)", "ct.minimum(top_end, bottom + right + 1)"),
+    ("attention_plan", "rank_of", "other[None, :] < block[:, None]", "other[None, :] <= block[:, None]"),
+    ("attention_plan", "rank_of", "[None, :] > length", "[None, :] < length"),
+    ("attention_plan", "bounds_of", "ct.minimum(end, tokens)", "end"),
+    ("attention_plan", "attention_plan", "ct.where(keys, right, left)", "left"),
+)  # fmt: skip
+
+
+def first_noticed(mutant, module) -> "str | None":
+    """The first case that notices the error in `module`, or None when it survives."""
+    for case in CASES:
+        try:
+            if mutant[0] == "attention":
+                for tiles in TILES:
+                    check_kernels(case, tiles, of=module)
+            else:
+                check_plan(case, of=module)
+        except (AssertionError, InterpreterError):
+            return str(case)
+    return None
