@@ -12,7 +12,6 @@ from pathlib import Path
 from kernels._rust import Build
 from kernels.variants import parse_variant
 
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
