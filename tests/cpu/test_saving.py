@@ -200,6 +200,22 @@ def test_one_weight_is_saved_alone(qwen3, tmp_path):
         assert size(getattr(packed.model.layers[0].self_attn, name).weight) == size(getattr(plain.model.layers[0].self_attn, name).weight)
 
 
+def test_no_two_gradients_share_a_storage(qwen3, tmp_path):
+    from accelerate.utils import save
+    from safetensors.torch import load_file
+
+    model, tokens = qwen3.kernelize(qwen3.pack(tiny_model())), random_tokens(2, 17)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert len(set(storages(gradients.values()))) == len(gradients)
+    state = model.state_dict()
+    state.update(gradients)  # an OrderedDict, of which accelerate keeps one tensor a storage
+    accelerator()
+    save(state, tmp_path / "gradients", safe_serialization=True)
+    assert_equal(load_file(tmp_path / "gradients"), gradients)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=True)
+
+
 def test_a_copy_has_memory_of_its_own(qwen3):
     model = qwen3.pack(tiny_model())
     train(model)

@@ -114,9 +114,9 @@ def test_packed_weights_have_storages_of_their_own(ops, tmp_path):
     ids, model = tokens(2, 301), ops.kernelize(ops.pack(model_of(torch.bfloat16)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(input_ids=ids, labels=ids).loss.backward()
-    tensors = list(model.parameters())
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
-    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
+    for tensors in (list(model.parameters()), [parameter.grad for parameter in model.parameters()]):
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
     optimizer.step()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     save_model(model, tmp_path / "model.safetensors")
