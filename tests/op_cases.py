@@ -16,6 +16,8 @@ TOKENS, HIDDEN, INNER, CLASSES, WIDTH = 3, 1024, 96, 40, 128
 CASES = {
     "rms_norm": {"x": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
     "add_rms_norm": {"x": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
+    "wide_rms_norm": {"x": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
+    "wide_add_rms_norm": {"x": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
     "rotary": {"q": (2, 8, TOKENS, WIDTH), "k": (2, 8, TOKENS, WIDTH), "cos": (1, TOKENS, WIDTH), "sin": (1, TOKENS, WIDTH)},
     "qk_norm_rotary": {
         **{"q": (2, TOKENS, 8, WIDTH), "k": (2, TOKENS, 8, WIDTH), "q_weight": (WIDTH,), "k_weight": (WIDTH,)},
@@ -44,8 +46,9 @@ NOT_DIFFERENTIABLE |= {("linear_cross_entropy", "target"), ("linear_cross_entrop
 
 def operations(package) -> types.SimpleNamespace:
     """Every operation of a loaded package by its name, those of the decoder layer too."""
-    decoder = importlib.import_module(f"{package.__name__}.ops.decoder")
+    decoder, wide = (importlib.import_module(f"{package.__name__}.ops.{name}") for name in ("decoder", "wide_rms_norm"))
     public = {name: getattr(package, name) for name in CASES if hasattr(package, name)}
+    public |= {"wide_rms_norm": wide.wide_rms_norm, "wide_add_rms_norm": wide.wide_add_rms_norm, "experts": package.experts}
     return types.SimpleNamespace(**public, norm_attention_inputs=decoder.norm_attention_inputs, norm_mlp=decoder.norm_mlp)
 
 
@@ -62,6 +65,19 @@ def plain_rms_norm(x, weight):
 
 def plain_add_rms_norm(x, residual, weight):
     return norm(x + residual, weight), x + residual
+
+
+def wide_norm(x, weight, eps=1e-5):
+    wide = x.to(torch.promote_types(x.dtype, FP32))
+    return (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
+
+
+def plain_wide_rms_norm(x, weight):
+    return wide_norm(x, weight)
+
+
+def plain_wide_add_rms_norm(x, residual, weight):
+    return wide_norm(x + residual, weight), x + residual
 
 
 def plain_rotary(q, k, cos, sin):

@@ -11,6 +11,7 @@ import sys
 import torch
 
 from .modeling import LAYER, PLAIN, SAVED, all_are_listened_to, is_silu, original_forward, own_forward, plain_weight
+from .ops.common import autocasts
 from .ops.decoder import norm_attention_inputs, norm_mlp
 from .ops.rms_norm import add_rms_norm, rms_norm
 from .ops.rotary import qk_norm_rotary
@@ -53,7 +54,7 @@ def _parameter(norm):
 
 def fusable(layer, x) -> bool:
     """True when the parts of a layer may be taken apart: nobody listens to them, and they hold what Qwen3's do."""
-    if type(x) not in PLAIN or x.dim() != 3 or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+    if type(x) not in PLAIN or x.dim() != 3 or torch.compiler.is_compiling() or autocasts(x.device):
         return False
     if all_are_listened_to():
         return False
