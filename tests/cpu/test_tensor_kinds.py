@@ -406,3 +406,45 @@ def test_an_elementwise_launch_refuses_another_shape_or_dtype(interpreted):
             common.launch_elementwise(adamw._kernel, adamw.TILES, right, numbers)
             with pytest.raises(ValueError, match=rf"tensor {i} of adamw is .+, expected like the first"):
                 common.launch_elementwise(adamw._kernel, adamw.TILES, [*right[:i], other, *right[i + 1 :]], numbers)
+
+
+# ---------------------------------------------------------------- experts, whose ids decide what is computed
+def experts_call(package, gpt_oss: bool):
+    """(function of hidden, scores and the weights, those in float64): GPT-OSS's experts, or Qwen3's; some ids are no expert's."""
+    tokens, hidden, width, experts, top_k = 5, 32, 16, 6, 3
+    ids = torch.arange(tokens * top_k).view(tokens, top_k) * 5 % (experts + 1)
+    first, second = ((experts, hidden, 2 * width), (experts, width, hidden)) if gpt_oss else ((experts, 2 * width, hidden), (experts, hidden, width))
+    shapes = [(tokens, hidden), (tokens, top_k), first, second] + gpt_oss * [(experts, 2 * width), (experts, hidden)]
+    options = {"transposed": gpt_oss, "interleaved": gpt_oss, "alpha": 1.702 * gpt_oss, "limit": 7.0}
+
+    def call(hidden, scores, *weights):
+        return (package.experts(hidden, ids.to(hidden.device), scores, *weights, **options),)
+
+    return call, tuple(randn(*shape, dtype=torch.float64, device="cpu", seed=i) for i, shape in enumerate(shapes))
+
+
+@pytest.mark.parametrize("gpt_oss", (True, False), ids=("gpt_oss", "qwen3"))
+def test_experts_under_transforms_give_the_gradients_of_the_eager_ones(loaded, gpt_oss):
+    call, tensors = experts_call(loaded, gpt_oss)
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    results = call(*leaves)
+    torch.autograd.backward(results, [g.double() for g in upstream_of(results)])
+    assert_near(by_vjp(call, tensors), [*results, *[leaf.grad for leaf in leaves]], "by_vjp")
+    primal, change = by_jvp(call, tensors)
+    assert_near([primal], results, "by_jvp")
+    small = 1e-6
+    moved = [tensor + small * tangent for tensor, tangent in zip(tensors, tangents_of(tensors), strict=True)]
+    assert relative_error(change, (call(*moved)[0] - results[0]) / small) <= 1e-3
+    assert_near(by_vmap(call, tensors)[0].unbind(), [results[0], call(2 * tensors[0], *tensors[1:])[0]], "by_vmap")
+
+
+@pytest.mark.parametrize("gpt_oss", (True, False), ids=("gpt_oss", "qwen3"))
+def test_experts_of_tensors_without_numbers(loaded, gpt_oss):
+    call, tensors = experts_call(loaded, gpt_oss)
+    leaves = [tensor.to("meta").requires_grad_() for tensor in tensors]
+    call(*leaves)[0].sum().backward()
+    assert_alike([leaf.grad for leaf in leaves], tensors, "meta")
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        call(*leaves)[0].sum().backward()
+    assert_alike([leaf.grad for leaf in leaves], tensors, "cpu")
