@@ -1146,7 +1146,7 @@ OPERATION_MUTANTS = [
          ("eps=eps", "eps=0.0", "adamw_not_taken"),
          ("if changed:", "if not changed:", "adamw_noticed")),
     *_in("shared/hf/optimizer.py", "adamw_of_checkpoints", "AdamW._by_way", ("if not state:", "if True:")),
-    *_in("shared/ops/adamw.py", "adamw_not_taken", "fits", ("not t.is_neg()", "True")),
+    *_in("shared/runtime/device.py", "adamw_not_taken", "kernels_run_on", ("tensor.is_neg()", "False")),
     *_in("shared/hf/optimizer.py", "adamw_sharded", "_held",
          ("tensors = [t.to_local() for t in tensors]", "return None"),
          ("return tensors", "return None"),

@@ -13,17 +13,18 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..ops.common import autocasts
 from ..ops.experts import experts
 from ..ops.linear_cross_entropy import LinearCrossEntropyOutput, cross_entropy_of_logits, linear_cross_entropy
 from ..ops.rms_norm import rms_norm
 from ..ops.rotary import rotary, rotary_reference
 from ..ops.swiglu import mlp, swiglu
+from ..runtime.device import PLAIN
 
 SAVED = "_bastile_"  # prefix of the attribute that keeps what `patching` replaced, on the class or module where it stood
 OFF = SAVED + "off"  # on a causal LM whose forward accelerate wrapped while it was ours: reset() cannot take it out again
 LAYER = SAVED + "layer"  # on a forward of ours: the forward itself, so a wrapper to which functools copies it is told apart
 EXPERTS = "bastile"  # the name of our implementation among transformers' implementations of experts
-PLAIN = (torch.Tensor, nn.Parameter)
 FSDP = "torch.distributed.fsdp"
 LOSS_OPTIONS = SAVED + "loss_options"  # what apply() was told about the loss, on the class of the causal LM
 OPTIONS = (  # of the loss, beside transformers' own ignore_index, num_items_in_batch and shift_labels; see `linear_cross_entropy`
@@ -137,7 +138,7 @@ def mlp_forward(layer, x: torch.Tensor) -> torch.Tensor:
     gate_weight, up_weight, down_weight = plain_weight(gate_proj), plain_weight(up_proj), plain_weight(down_proj)
     if gate_weight is not None and up_weight is not None and down_weight is not None and is_plain(x):
         same = gate_weight.dtype == up_weight.dtype == down_weight.dtype == x.dtype
-        if same and not torch.is_autocast_enabled(x.device.type):
+        if same and not autocasts(x.device):
             return mlp(x, gate_weight, up_weight, down_weight)
     gate, up = gate_proj(x), up_proj(x)
     if is_plain(gate) and is_plain(up) and gate.dtype == up.dtype:
@@ -175,9 +176,8 @@ def _known_experts(layer, hidden, index, scores):
     if not all(type(tensor) in PLAIN for tensor in (hidden, index, scores, *weights)) or any(w.dtype != dtype for w in weights):
         return None
     flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
-    device = hidden.device.type
     # Under autocast transformers' grouped GEMMs run in the dtype of the weights too.
-    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+    with torch.autocast(hidden.device.type, enabled=False) if autocasts(hidden.device) else nullcontext():
         result = experts(flat, index, scores, *weights, transposed=layer.is_transposed, **gate)
     return result.view(hidden.shape).to(hidden.dtype)
 
@@ -244,7 +244,7 @@ def causal_lm_loss(hidden, weight, bias, labels, num_items_in_batch=None, ignore
     nothing, as in transformers. Returns what `linear_cross_entropy` returns.
     """
     device = hidden.device.type
-    autocast = torch.is_autocast_enabled(device)
+    autocast = autocasts(hidden.device)
     if autocast:
         dtype = torch.get_autocast_dtype(device)
         hidden, weight, bias = (None if tensor is None else tensor.to(dtype) for tensor in (hidden, weight, bias))

@@ -12,9 +12,9 @@ from typing import Dict, NamedTuple, Optional, Tuple, Union
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..runtime.device import kernels_run_on, multiprocessors
+from ..runtime.device import is_ordinary, kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
-from .common import SLAB, describe, fail, look, wide
+from .common import SLAB, describe, fail, look, needs_formula, wide
 
 STATISTICS_TILE = 4096  # of `cross_entropy_statistics`: how many pieces a row of logits has
 LINEAR_TILE = 256  # of `linear_cross_entropy_statistics`: the classes of a tile
@@ -128,7 +128,7 @@ class _Chunk:
         self.counted = _counted(self.target, self.classes, self.options.ignore_index)
         self.weights = self.class_weight
         if self.weights is None:
-            self.weights = torch.ones(self.classes, dtype=self.dtype, device=self.target.device)
+            self.weights = self.logits.new_ones(self.classes, dtype=self.dtype)
         self.target_weight = self.weights[torch.where(self.counted, self.target, 0)]
         self.weight_sum = self.weights.sum()
 
@@ -296,7 +296,7 @@ def _run(hidden, weight, bias, target, class_weight, scale, options: Options, ne
     tokens, classes = hidden.shape[0], weight.shape[0]
     acc = wide(hidden.dtype)
     needs = needs if scale is not None else (False, False, False)
-    has_kernels = hidden.dtype != torch.float64 and kernels_run_on(hidden)
+    has_kernels = hidden.dtype != torch.float64 and kernels_run_on(hidden, weight, bias, target, class_weight, scale)
     if has_kernels and not any(needs):
         whole = _WithoutLogits(hidden, weight, bias, target, class_weight, options)
         if whole.fits():
@@ -344,7 +344,7 @@ def _multiply(gradient: torch.Tensor, factor: torch.Tensor) -> None:
     """gradient *= factor, in place; a factor of 1 costs nothing."""
     if gradient.numel() == 0:
         return
-    if gradient.dtype != torch.float64 and kernels_run_on(gradient):
+    if gradient.dtype != torch.float64 and kernels_run_on(gradient, factor):
         flat, factor = gradient.view(-1), factor.to(torch.float32).view(1)
         for start in range(0, flat.shape[0], SLAB):
             _scale_kernel((flat[start : start + SLAB], factor))
@@ -483,7 +483,8 @@ def linear_cross_entropy(
     if class_weight is not None:
         class_weight = class_weight.to(wide(hidden.dtype)).contiguous()
     scale = _scale(target, weight.shape[0], class_weight, options, reduction, num_items, wide(hidden.dtype))
-    if torch.compiler.is_compiling():  # chunks do not exist for a tracer
+    if torch.compiler.is_compiling() or needs_formula(hidden, weight, target, bias, class_weight):
+        # Chunks do not exist for a tracer, nor for tensors that are not ordinary.
         logits = torch.nn.functional.linear(hidden, weight, bias)
         rows = _TorchChunk(logits, target, class_weight, options).rows()
     elif not torch.is_grad_enabled():
@@ -539,7 +540,7 @@ def _scale(target, classes, class_weight, options, reduction, num_items, dtype) 
     elif reduction == "none":
         return None
     elif reduction == "sum":
-        items = torch.ones((), dtype=dtype, device=target.device)
+        items = target.new_ones((), dtype=dtype)
     else:
         counted = _counted(target, classes, options.ignore_index)
         if class_weight is None:
@@ -568,7 +569,7 @@ def _check(hidden, weight, target, bias, class_weight, reduction, ignore_index):
         if tensor is not None and tensor.device != hidden.device:
             fail(name, describe(tensor), f"on the device of hidden, {hidden.device}")
     _check_reduction(reduction)
-    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+    if target.is_cpu and not torch.compiler.is_compiling() and is_ordinary(target):
         wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
         if wrong.any():
             fail("target", f"{int(target[wrong][0])} at one of its places", f"labels from 0 to {classes - 1}, or {ignore_index}")
