@@ -20,6 +20,10 @@ STATISTICS_TILE = 4096  # of `cross_entropy_statistics`: how many pieces a row o
 LINEAR_TILE = 256  # of `linear_cross_entropy_statistics`: the classes of a tile
 LINEAR_TOKENS = 1024  # and the tokens that share one reading of the weight
 LINEAR_BYTES = 48 * 2**20  # of what it leaves of the logits: 10240 tokens at once at Qwen3's vocabulary
+LARGE_CHUNK = 1600 * 2**20  # bytes of a chunk's logits: 5120 tokens of Qwen3's vocabulary in bf16
+SMALL_CHUNK = 600 * 2**20  # 2048 tokens
+FEW_CHUNKS = 4  # whose products are added up in half precision
+SLICE = 8192  # classes of the weight's gradient that are copied at once where a product has to be
 LN2 = 0.6931471805599453
 
 
@@ -86,16 +90,41 @@ class Gradients(NamedTuple):
     bias: Optional[torch.Tensor]
 
 
-def chunk_tokens(tokens: int) -> int:
-    """Tokens in a chunk: 2048, whose logits take 0.6 GB at Qwen3's vocabulary in bf16, and more from 6554 tokens on. Multiples of
-    512 fill the GEMMs' tiles.
+class Chunks(NamedTuple):
+    """How a linear head is walked over: the tokens of a chunk, and the dtype in which the weight's gradient is added up."""
 
-    The gradient of the weight is added up in the model's dtype, and each addition rounds, so there are never more than four
-    chunks, and a smaller one comes first (`_chunks`). Measured on an H200 against float64, at Qwen3's vocabulary: 1.13 times
-    the error of one GEMM at 8192 tokens and 1.24 times at 16384; up to 2 times (four roundings) where rows hold large
-    numbers when the small sums of later chunks arrive.
+    tokens: int
+    accum_dtype: torch.dtype
+
+
+def plan_chunks(
+    tokens: int, classes: int, dtype: torch.dtype, accum_dtype: Optional[torch.dtype] = None, weight_gradient: bool = True
+) -> Chunks:
+    """Chooses the chunks so that their logits take neither more tokens nor more classes than a bounded memory holds.
+
+    Where nothing rounds between chunks (no gradient of the weight, or one that is added up in float32) a chunk has 2048 tokens at most and
+    SMALL_CHUNK bytes of logits. A sum in half precision rounds once a chunk, so there are never more than four chunks then, and a smaller one
+    comes first (`_chunks`): of 2048 tokens, and of 5/16 of all from 6554 tokens on, up to LARGE_CHUNK bytes. Measured on an H200 against
+    float64, at Qwen3's vocabulary in bf16: 1.13 times the error of one GEMM at 8192 tokens and 1.24 times at 16384; up to 2 times (four
+    roundings) where rows hold large numbers when the small sums of later chunks arrive. Where four chunks of LARGE_CHUNK do not hold all
+    tokens (20480 at Qwen3's vocabulary), there are more of them and their sum is float32, which rounds once, at the end, and takes 4 bytes
+    an element of the weight.
+
+    Multiples of 512 tokens fill the GEMMs' tiles.
     """
-    return min(tokens, max(2048, -(-5 * tokens // (16 * 512)) * 512))
+    accum_dtype = accum_dtype or dtype
+    bytes_of_token = max(classes, 1) * dtype.itemsize
+    most = _whole_tiles(LARGE_CHUNK // bytes_of_token)
+    if weight_gradient and accum_dtype.itemsize == 2:
+        if tokens <= FEW_CHUNKS * most:
+            return Chunks(min(tokens, most, max(2048, -(-5 * tokens // (16 * 512)) * 512)), accum_dtype)
+        return Chunks(min(tokens, most), torch.float32)
+    return Chunks(min(tokens, 2048, _whole_tiles(SMALL_CHUNK // bytes_of_token)), accum_dtype)
+
+
+def _whole_tiles(tokens: int) -> int:
+    """As many tokens or fewer, 512 at a time where there are so many, and between one token and as many as a grid has blocks."""
+    return max(1, min(tokens // 512 * 512 or tokens, 2**20))
 
 
 def _chunks(tokens: int, step: int):
@@ -275,7 +304,10 @@ class _WithoutLogits(_Chunk):
 
 
 def _add_product(total, x, y, first: bool, alpha: float) -> None:
-    """total += alpha * x @ y, accumulated in total's dtype; for the first product whatever is in total is forgotten."""
+    """total += alpha * x @ y, accumulated in total's dtype; for the first product whatever is in total is forgotten.
+
+    x: [classes, tokens]; y: [tokens, features].
+    """
     beta = 0.0 if first else 1.0
     if total.dtype == x.dtype and first and alpha == 1.0:
         torch.mm(x, y, out=total)
@@ -283,8 +315,11 @@ def _add_product(total, x, y, first: bool, alpha: float) -> None:
         total.addmm_(x, y, beta=beta, alpha=alpha)
     elif x.is_cuda and "dtype_out" in torch.ops.aten.addmm.overloads():
         torch.ops.aten.addmm.dtype_out(total, x, y, total.dtype, beta=beta, alpha=alpha, out=total)
-    else:
-        total.addmm_(x.to(total.dtype), y.to(total.dtype), beta=beta, alpha=alpha)
+    else:  # PyTorch before 2.8, and CPUs
+        y = y.to(total.dtype)
+        for start in range(0, total.shape[0], SLICE):
+            part = slice(start, start + SLICE)
+            total[part].addmm_(x[part].to(total.dtype), y, beta=beta, alpha=alpha)
 
 
 def _run(hidden, weight, bias, target, class_weight, scale, options: Options, needs, alpha=1.0) -> Tuple[Rows, Gradients]:
@@ -301,9 +336,10 @@ def _run(hidden, weight, bias, target, class_weight, scale, options: Options, ne
         whole = _WithoutLogits(hidden, weight, bias, target, class_weight, options)
         if whole.fits():
             return whole.rows(), Gradients(None, None, None)
+    step, accum_dtype = plan_chunks(tokens, classes, hidden.dtype, options.accum_dtype, needs[1])
     new = {"dtype": hidden.dtype, "device": hidden.device}
     dhidden = torch.empty(hidden.shape, **new) if needs[0] else None
-    dweight = torch.empty(weight.shape, dtype=options.accum_dtype or hidden.dtype, device=hidden.device) if needs[1] else None
+    dweight = torch.empty(weight.shape, dtype=accum_dtype, device=hidden.device) if needs[1] else None
     dbias = torch.zeros(classes, dtype=acc, device=hidden.device) if needs[2] else None
     found = Rows(
         torch.empty(tokens, dtype=acc, device=hidden.device),
@@ -311,8 +347,8 @@ def _run(hidden, weight, bias, target, class_weight, scale, options: Options, ne
         torch.empty(tokens, dtype=torch.int64, device=hidden.device) if options.predicts else None,
     )
     chunk = _KernelChunk if has_kernels else _TorchChunk
-    step = chunk_tokens(tokens)
     buffer = torch.empty((step, classes), dtype=hidden.dtype, device=hidden.device)
+    logits = piece = None
     for rows in _chunks(tokens, step):
         part = hidden[rows]
         logits = buffer[: part.shape[0]]
@@ -333,6 +369,7 @@ def _run(hidden, weight, bias, target, class_weight, scale, options: Options, ne
             _add_product(dweight, logits.t(), part, rows.start == 0, alpha)
         if needs[2]:
             dbias.add_(logits.sum(0, dtype=acc), alpha=alpha)
+    del buffer, logits, piece  # before the gradients are copied into their dtype
     if needs[1] and tokens == 0:
         dweight.zero_()
     return found, Gradients(
@@ -448,7 +485,8 @@ def linear_cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
 ) -> Union[torch.Tensor, LinearCrossEntropyOutput]:
-    """cross_entropy(hidden @ weight.T + bias, target), one chunk of logits at a time.
+    """cross_entropy(hidden @ weight.T + bias, target), one chunk of logits at a time: beyond the inputs and their gradients the memory
+    grows neither with the tokens nor with the classes, but for 4 bytes an element of the weight where `plan_chunks` says so.
 
     hidden: [..., features]; weight: [classes, features]; bias: [classes]; one dtype (bf16, fp16, fp32; float64 runs in
     PyTorch) and device. target: [...] int64, hidden's leading dimensions. Logits are rounded to that dtype, as the layer would
@@ -459,7 +497,8 @@ def linear_cross_entropy(
     (z-loss). num_items: with it the loss is the sum divided by num_items, whatever `reduction` says (gradient accumulation).
     use_token_scaling: each token's loss is multiplied by the probability that the model gives its label, through which no
     gradient flows; "mean" still divides by the counted tokens (arXiv:2508.05629); fp16 is computed in fp32 with it, in copies. accum_dtype: what the weight's gradient is
-    added up in over the chunks, weight.dtype (by default) or torch.float32, which takes 4 bytes an element of the weight.
+    added up in over the chunks: torch.float32, which takes 4 bytes an element of the weight, or by default weight.dtype, as long as that
+    rounds four times at most (`plan_chunks`), and else torch.float32.
 
     Returns a float32 scalar, or [tokens] for "none". With return_z_loss, return_token_accuracy or return_predicted_tokens a
     LinearCrossEntropyOutput: z_loss, the part of the loss that lse_square_scale adds, reduced as the loss is; token_accuracy,

@@ -1,0 +1,110 @@
+"""The fused loss: the memory of its chunks, numbers that half precision cannot hold on their way, and what it counts."""
+
+import importlib
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests import op_checks as checks
+from tests.op_checks import leaf, randn
+from tests.tolerances import assert_close, relative_error
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+QWEN3, GPT_OSS = 151936, 201088  # classes
+GIB = 2**30
+
+
+def loss_module(ops):
+    return importlib.import_module(ops.linear_cross_entropy.__module__)
+
+
+# ---------------------------------------------------------------- the memory of the chunks
+def small_chunks(monkeypatch, ops, bytes_of_large, bytes_of_small):
+    monkeypatch.setattr(loss_module(ops), "LARGE_CHUNK", bytes_of_large)
+    monkeypatch.setattr(loss_module(ops), "SMALL_CHUNK", bytes_of_small)
+
+
+@pytest.mark.parametrize("classes", (17, 32000, QWEN3, GPT_OSS, 10**7))
+@pytest.mark.parametrize("dtype", checks.FLOATS, ids=str)
+def test_the_logits_of_a_chunk_grow_neither_with_the_tokens_nor_with_the_classes(loaded_ops, classes, dtype):
+    plan = loss_module(loaded_ops).plan_chunks
+    for tokens in (1, 2048, 16384, 131072, 2**21, 2**27):
+        for accum_dtype, weight_gradient, bound in ((None, True, 1.6), (FP32, True, 0.6), (None, False, 0.6)):
+            chunk = plan(tokens, classes, dtype, accum_dtype, weight_gradient).tokens
+            assert 1 <= chunk <= tokens and chunk * classes * dtype.itemsize <= bound * GIB
+            assert chunk * -(-classes // 2048) < 2**24, "more blocks than a grid has"
+
+
+def test_up_to_16384_tokens_of_qwen3_the_chunks_are_those_that_were_measured(loaded_ops):
+    plan = loss_module(loaded_ops).plan_chunks
+    for tokens in (1, 1000, 2048, 2049, 6553, 6554, 8192, 10000, 16384):
+        assert plan(tokens, QWEN3, BF16) == (min(tokens, max(2048, -(-5 * tokens // (16 * 512)) * 512)), BF16)
+    assert plan(16384, QWEN3, BF16, weight_gradient=False).tokens == 2048
+    assert plan(16384, QWEN3, BF16, FP32) == (2048, FP32)
+
+
+@pytest.mark.parametrize("classes", (QWEN3, GPT_OSS))
+def test_a_sum_in_half_precision_has_four_chunks_at_most(loaded_ops, classes):
+    plan = loss_module(loaded_ops).plan_chunks
+    wide = set()
+    for tokens in range(512, 65536, 512):
+        chunk, accum_dtype = plan(tokens, classes, BF16)
+        assert accum_dtype == FP32 or -(-tokens // chunk) <= 4
+        wide.add((accum_dtype == FP32, tokens > 16384))
+    assert wide == {(False, False), (False, True), (True, True)} or classes == GPT_OSS
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that is made, of those that are as wide as the logits."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.classes, self.bytes = classes, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor) and self.classes in tensor.shape:
+                self.bytes = max(self.bytes, tensor.numel() * tensor.element_size())
+        return result
+
+
+@pytest.mark.parametrize("options", ({}, {"accum_dtype": FP32}, {"reduction": "none"}, {"label_smoothing": 0.1}), ids=str)
+@pytest.mark.parametrize("frozen", (False, True))
+def test_the_memory_of_a_step_does_not_grow_with_the_tokens(loaded_ops, monkeypatch, options, frozen):
+    classes = 1001
+    small_chunks(monkeypatch, loaded_ops, 40 * classes * 2, 16 * classes * 2)
+    weight = randn(classes, 8, dtype=BF16, device="cpu", seed=1).requires_grad_(not frozen)
+    most = []
+    for tokens in (100, 300, 900):
+        hidden, target = leaf(randn(tokens, 8, dtype=BF16, device="cpu")), torch.arange(tokens) % classes
+        with Largest(classes) as largest:
+            loaded_ops.linear_cross_entropy(hidden, weight, target, **options).sum().backward()
+        most.append(largest.bytes)
+    assert most[0] == most[1] == most[2] <= 2 * 40 * classes * 2
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
+def test_the_gradient_of_the_weight_is_as_exact_in_many_chunks(loaded_ops, monkeypatch, dtype):
+    """All hidden states point one way, so the sums grow with every chunk, and a sum in half precision would round the largest ones
+    most often."""
+    classes, tokens = 40, 1200
+    small_chunks(monkeypatch, loaded_ops, 24 * classes * 2, 24 * classes * 2)
+    assert loss_module(loaded_ops).plan_chunks(tokens, classes, dtype) == (24, FP32)
+    hidden = leaf(randn(tokens, 16, dtype=dtype, device="cpu", scale=0.1) + 1)
+    weight = leaf(randn(classes, 16, dtype=dtype, device="cpu", seed=1, scale=0.2))
+    target = torch.arange(tokens) % 3
+    leaves = [checks.exact(hidden), checks.exact(weight)]
+    checks.cross_entropy_exact(*leaves, target).backward()
+    (loaded_ops.linear_cross_entropy(hidden, weight, target) * 1024).backward()
+    for name, found, wanted in zip(("dhidden", "dweight"), (hidden, weight), leaves):
+        assert_close(found.grad, wanted.grad * 1024, dtype, name)
+    in_fp32 = leaf(weight)
+    loaded_ops.linear_cross_entropy(hidden, in_fp32, target, accum_dtype=FP32).backward()
+    assert relative_error(weight.grad, in_fp32.grad * 1024) <= 1e-3
+
+
+def test_many_classes_are_added_up_in_slices(loaded_ops, monkeypatch):
+    monkeypatch.setattr(loss_module(loaded_ops), "SLICE", 16)
+    checks.check_linear_cross_entropy(loaded_ops, "cpu", BF16, 50, 8, 1001, accum_dtype=FP32)
