@@ -108,3 +108,72 @@ def test_the_gradient_of_the_weight_is_as_exact_in_many_chunks(loaded_ops, monke
 def test_many_classes_are_added_up_in_slices(loaded_ops, monkeypatch):
     monkeypatch.setattr(loss_module(loaded_ops), "SLICE", 16)
     checks.check_linear_cross_entropy(loaded_ops, "cpu", BF16, 50, 8, 1001, accum_dtype=FP32)
+
+
+# ---------------------------------------------------------------- what counts
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+@pytest.mark.parametrize("stray", (False, True))
+def test_a_token_that_does_not_count_is_not_predicted_right(ops, monkeypatch, reduction, stray):
+    """Where its label is -1, as the prediction of such a token is: ignore_index, or on a GPU a label outside the vocabulary."""
+    if stray:
+        monkeypatch.setattr(loss_module(ops), "_check", lambda *_: None)
+    hidden, weight = randn(6, 16, dtype=FP32, device="cpu"), randn(9, 16, dtype=FP32, device="cpu", seed=1)
+    best = (hidden @ weight.t()).argmax(1)
+    target = best.clone()
+    target[:2], target[2:4] = -1, (best[2:4] + 1) % 9
+    found = ops.linear_cross_entropy(
+        hidden, weight, target, ignore_index=-100 if stray else -1, return_token_accuracy=True, reduction=reduction
+    )
+    assert found.token_accuracy.tolist() == (0.5 if reduction == "mean" else [0, 0, 0, 0, 1, 1])
+
+
+def of_logits(ops, hidden, weight, target, **options):
+    return loss_module(ops).cross_entropy_of_logits(hidden @ weight.t(), target, **options)
+
+
+@pytest.mark.parametrize("label", (-1, 9, 2**40))
+@pytest.mark.parametrize("way", ("linear", "logits", "compiled"))
+def test_a_label_outside_the_vocabulary_is_refused_on_a_cpu(loaded_ops, label, way):
+    hidden, weight = randn(3, 8, dtype=FP32, device="cpu"), randn(9, 8, dtype=FP32, device="cpu", seed=1)
+    function = {
+        "linear": loaded_ops.linear_cross_entropy,
+        "logits": lambda *args: of_logits(loaded_ops, *args),
+        "compiled": torch.compile(lambda *args: loaded_ops.linear_cross_entropy(*args), backend="aot_eager", fullgraph=True),
+    }[way]
+    function(hidden, weight, torch.tensor([1, -100, 8]))
+    with pytest.raises(RuntimeError if way == "compiled" else ValueError, match="expected labels from 0 to 8, or -100"):
+        function(hidden, weight, torch.tensor([1, label, 8]))
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP16, torch.float64), ids=str)
+@pytest.mark.parametrize("of", (of_logits, lambda ops, *args, **options: ops.linear_cross_entropy(*args, **options)), ids=("logits", "linear"))
+def test_class_weights_of_any_dtype(loaded_ops, of, dtype):
+    hidden, weight, target = randn(5, 8, dtype=FP32, device="cpu"), randn(9, 8, dtype=FP32, device="cpu", seed=1), torch.arange(5)
+    class_weight = (torch.arange(9) + 1).to(dtype)
+    for options in ({}, {"label_smoothing": 0.1}):
+        found = of(loaded_ops, hidden, weight, target, class_weight=class_weight, **options)
+        assert found.dtype == FP32 and torch.equal(found, of(loaded_ops, hidden, weight, target, class_weight=class_weight.float(), **options))
+
+
+def test_class_weights_of_another_length_are_refused(loaded_ops):
+    hidden, weight, target = torch.zeros(5, 8), torch.zeros(9, 8), torch.arange(5)
+    with pytest.raises(ValueError, match="^class_weight is .* expected .9., one value a class"):
+        of_logits(loaded_ops, hidden, weight, target, class_weight=torch.ones(10))
+
+
+# ---------------------------------------------------------------- the number of items
+class Copies(TorchDispatchMode):
+    """Fails where a tensor is made of memory of the host, which on a GPU waits for the device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name()
+        assert name not in ("aten::_to_copy", "aten::lift_fresh") or isinstance(args[0], torch.Tensor) and args[0].device.type == "meta", name
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("items", (37, 2.5))
+def test_a_number_of_items_is_made_on_the_device(loaded_ops, items):
+    """The meta device stands in for a GPU: what lies on it can come from there alone."""
+    with Copies():
+        assert loss_module(loaded_ops)._on_device(items, torch.device("meta")).device.type == "meta"
+    assert loss_module(loaded_ops)._on_device(items, torch.device("cpu")) == items

@@ -491,7 +491,7 @@ def linear_cross_entropy(
     hidden: [..., features]; weight: [classes, features]; bias: [classes]; one dtype (bf16, fp16, fp32; float64 runs in
     PyTorch) and device. target: [...] int64, hidden's leading dimensions. Logits are rounded to that dtype, as the layer would
     do it, and everything behind them is float32; where no gradient is asked for, no logits are stored and none are rounded.
-    class_weight: [classes] fp32. ignore_index, reduction ("mean", "sum", "none"), label_smoothing and class_weight as in
+    class_weight: [classes], of any dtype. ignore_index, reduction ("mean", "sum", "none"), label_smoothing and class_weight as in
     torch.nn.functional.cross_entropy, except that "mean" over no counted token is 0 with zero gradients. softcap: logits become
     softcap * tanh(logits / softcap). lse_square_scale: adds lse_square_scale * logsumexp(logits)^2 to each counted token's loss
     (z-loss). num_items: with it the loss is the sum divided by num_items, whatever `reduction` says (gradient accumulation).
@@ -500,13 +500,13 @@ def linear_cross_entropy(
     added up in over the chunks: torch.float32, which takes 4 bytes an element of the weight, or by default weight.dtype, as long as that
     rounds four times at most (`plan_chunks`), and else torch.float32.
 
-    Returns a float32 scalar, or [tokens] for "none". With return_z_loss, return_token_accuracy or return_predicted_tokens a
+    Returns a float32 scalar (float64 where hidden is), or [tokens] for "none". With return_z_loss, return_token_accuracy or return_predicted_tokens a
     LinearCrossEntropyOutput: z_loss, the part of the loss that lse_square_scale adds, reduced as the loss is; token_accuracy,
     the part of the counted tokens whose label is the most probable class, for "none" 1.0 or 0.0 a token; predicted_tokens,
     [tokens] int64, that class, -1 for a token that does not count.
 
     Differentiable in hidden, weight and bias; no gradient is computed for one that does not require it. A label outside
-    [0, classes) raises ValueError on a CPU; on a GPU, where looking would wait for the device, it counts like ignore_index.
+    [0, classes) raises ValueError on a CPU (compiled, RuntimeError); on a GPU, where looking would wait for the device, it counts like ignore_index.
     Raises ValueError when shapes, dtypes, devices or options do not fit.
     """
     _check(hidden, weight, target, bias, class_weight, reduction, ignore_index)
@@ -548,7 +548,11 @@ def cross_entropy_of_logits(
     """What `linear_cross_entropy` returns, of logits [tokens, classes] that are there, in PyTorch. There is no gradient of a weight
     to accumulate, so accum_dtype is for nothing."""
     _check_reduction(reduction)
+    _check_one_value_a_class("class_weight", class_weight, logits.shape[1])
+    _check_labels(target, logits.shape[1], ignore_index)
     options = _options(logits.dtype, ignore_index, **options)
+    if class_weight is not None:
+        class_weight = class_weight.to(wide(logits.dtype))
     scale = _scale(target, logits.shape[1], class_weight, options, reduction, num_items, wide(logits.dtype))
     rows = _TorchChunk(logits, target, class_weight, options).rows()
     return _output(_reduced(rows.loss, scale), rows, scale, target, options)
@@ -565,7 +569,8 @@ def _output(loss, rows: Rows, scale, target, options) -> Union[torch.Tensor, Lin
     z_loss = _reduced(rows.z_loss, scale) if options.return_z_loss else None
     accuracy = None
     if options.return_token_accuracy:
-        accuracy = (rows.predicted == target).to(loss.dtype)
+        # A token that does not count has the prediction -1, which its label may be too.
+        accuracy = ((rows.predicted == target) & (rows.predicted >= 0)).to(loss.dtype)
         if scale is not None:
             accuracy = accuracy.sum() / (rows.predicted >= 0).sum().clamp(min=1)
     return LinearCrossEntropyOutput(loss, z_loss, accuracy, rows.predicted if options.return_predicted_tokens else None)
@@ -574,7 +579,7 @@ def _output(loss, rows: Rows, scale, target, options) -> Union[torch.Tensor, Lin
 def _scale(target, classes, class_weight, options, reduction, num_items, dtype) -> Optional[torch.Tensor]:
     """What the sum of the losses is multiplied by, [1] on the device; None where they are not summed."""
     if num_items is not None:
-        items = torch.as_tensor(num_items, device=target.device).to(dtype)
+        items = _on_device(num_items, target.device).to(dtype)
     elif reduction == "none":
         return None
     elif reduction == "sum":
@@ -588,6 +593,13 @@ def _scale(target, classes, class_weight, options, reduction, num_items, dtype) 
     return torch.where(items == 0, 0.0, 1.0 / items).to(dtype).view(1)
 
 
+def _on_device(number: Union[int, float, torch.Tensor], device) -> torch.Tensor:
+    """The number as a tensor there. The host does not wait for the device, as it does to copy memory of its own."""
+    if isinstance(number, torch.Tensor):
+        return number.to(device, non_blocking=True)
+    return torch.full((), number, dtype=torch.float64, device=device)
+
+
 def _check(hidden, weight, target, bias, class_weight, reduction, ignore_index):
     if hidden.dim() == 0:
         fail("hidden", describe(hidden), "[..., features]")
@@ -599,18 +611,31 @@ def _check(hidden, weight, target, bias, class_weight, reduction, ignore_index):
         fail("target", describe(target), f"torch.int64 {list(hidden.shape[:-1])}, one label a token")
     classes = weight.shape[0]
     for name, vector in (("bias", bias), ("class_weight", class_weight)):
-        if vector is not None and vector.shape != (classes,):
-            fail(name, describe(vector), f"[{classes}], one value a class")
+        _check_one_value_a_class(name, vector, classes)
     if bias is not None and bias.dtype != hidden.dtype:
         fail("bias", describe(bias), f"of hidden's dtype, {hidden.dtype}")
     for name, tensor in (("weight", weight), ("target", target), ("bias", bias), ("class_weight", class_weight)):
         if tensor is not None and tensor.device != hidden.device:
             fail(name, describe(tensor), f"on the device of hidden, {hidden.device}")
     _check_reduction(reduction)
-    if target.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
-        if wrong.any():
-            fail("target", f"{int(target[wrong][0])} at one of its places", f"labels from 0 to {classes - 1}, or {ignore_index}")
+    _check_labels(target, classes, ignore_index)
+
+
+def _check_labels(target, classes, ignore_index):
+    """Looks at the labels where that waits for nobody: on a CPU."""
+    if target.device.type != "cpu":
+        return
+    wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
+    expected = f"labels from 0 to {classes - 1}, or {ignore_index}"
+    if torch.compiler.is_compiling():
+        torch._assert_async(~wrong.any(), f"target is another label at one of its places, expected {expected}")
+    elif wrong.any():
+        fail("target", f"{int(target[wrong][0])} at one of its places", expected)
+
+
+def _check_one_value_a_class(name, vector, classes):
+    if vector is not None and vector.shape != (classes,):
+        fail(name, describe(vector), f"[{classes}], one value a class")
 
 
 def _check_reduction(reduction):
