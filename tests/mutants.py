@@ -223,6 +223,13 @@ def check_fp16_gradients_of_many_tokens(ops):
     checks.check_linear_cross_entropy(ops, CPU, FP16, 2000, 4, 1500, upstream=1.0, ignored=0.0)
 
 
+def check_the_range_of_fp16(ops):
+    """Chunks of tokens whose class weights are 10^6 apart, with a bias."""
+    module = importlib.import_module(f"{ops.__name__}.ops.linear_cross_entropy")
+    module.SMALL_CHUNK = 16 * 40 * 2
+    checks.check_fp16_range(ops, CPU, 40, 64, 1.0, lambda target: torch.where(target < 20, 5e3, 5e-3), bias=True)
+
+
 def check_unreduced_loss(ops):
     """Of every token, with all that the backward pass needs again."""
     cases.check_a_second_backward_pass(cases.operations(ops), "linear_cross_entropy", FP32, CPU)
@@ -285,11 +292,6 @@ def check_evaluation_that_is_not_taken(ops):
     target = torch.arange(3)
     loss = ops.linear_cross_entropy(hidden, weight, target, 3 * bias)
     assert_close(loss, checks.cross_entropy_exact(hidden.double(), weight.double(), target, 3 * bias.double()), BF16, "loss", 3)
-
-
-def check_accumulation_of_fp16(ops):
-    """Sums over the tokens are divided by their number on the way, in fp32 as well."""
-    checks.check_linear_cross_entropy(ops, CPU, FP16, 40, 16, 9, upstream=1.0, ignored=0.0, accum_dtype=FP32, reduction="sum")
 
 
 def check_adamw_in_slabs(ops):
@@ -413,6 +415,7 @@ CHECKS = {
     "labels": check_labels_out_of_range,
     "minus_infinity": check_piece_of_minus_infinity,
     "second_backward": check_second_backward_pass,
+    "fp16_range": check_the_range_of_fp16,
     "fp16_loss": check_fp16_gradients_of_many_tokens,
     "rms_norm": _of(checks.check_rms_norm, FP32, (3, 1024), eps=0.5),
     "rms_norm_tail": _of(checks.check_rms_norm, BF16, (3, 2560), eps=0.5),
@@ -464,7 +467,6 @@ CHECKS = {
     ),
     "loss_chunks_accum": _of(checks.check_linear_cross_entropy, BF16, 2100, 4, 9, accum_dtype=FP32),
     "loss_slices": _of(checks.check_linear_cross_entropy, BF16, 4, 8, 9000, accum_dtype=FP32),
-    "fp16_accum": check_accumulation_of_fp16,
     "evaluation": _of(checks.check_evaluation, BF16, 200, 128, 300),
     "evaluation_ignores_3": _of(checks.check_evaluation, BF16, 40, 64, 17, ignore_index=3),
     "evaluation_z_loss": _of(checks.check_evaluation, BF16, 5, 64, 17, lse_square_scale=0.1),
@@ -1053,7 +1055,7 @@ OPERATION_MUTANTS = [
     *_in("ops/linear_cross_entropy.py", "loss_none_weighted", "_PerToken.forward",
          ("ctx.save_for_backward(hidden, weight, bias, target, class_weight)", "ctx.save_for_backward(hidden, weight, bias, target, None)")),
     *_in("ops/linear_cross_entropy.py", "loss_smooth", "_Reduced.forward",
-         ("_Reduced.run(ctx, hidden, weight, bias, target, class_weight, scale)", "_Reduced.run(ctx, hidden, weight, bias, target, None, scale)"),
+         ("_run(hidden, weight, bias, target, class_weight, scale,", "_run(hidden, weight, bias, target, None, scale,"),
          ("rows.loss.sum() * scale.view(())", "rows.loss.sum()")),
     *_in("ops/linear_cross_entropy.py", "loss_nothing_counted", "_scale", ("torch.where(items == 0, 0.0, 1.0 / items)", "(1.0 / items)")),
     *_in("ops/linear_cross_entropy.py", "loss_smooth", "_scale",
@@ -1074,8 +1076,7 @@ OPERATION_MUTANTS = [
          ("self.bias is not None or ", "")),
     *_in("ops/linear_cross_entropy.py", "loss_chunks_accum", "_add_product",
          ("x[part].to(total.dtype), y, beta=beta", "x[part].to(total.dtype), y, beta=0.0"),
-         ("start + SLICE", "start + SLICE // 2", "loss_slices"),
-         ("x[part].to(total.dtype), y, beta=beta, alpha=alpha", "x[part].to(total.dtype), y, beta=beta, alpha=1.0", "fp16_accum"), kernels=False),
+         ("start + SLICE", "start + SLICE // 2", "loss_slices"), kernels=False),
     *_in("ops/experts.py", "experts", "route",
          ("position[order] =", "position[:] ="),
          ("right=True", "right=False"),
@@ -1108,16 +1109,22 @@ OPERATION_MUTANTS = [
     *_in("ops/experts.py", "experts_again", "_Experts.backward", ("ctx.written_over = True", "pass")),
     *_in("ops/linear_cross_entropy.py", "loss_items", "_scale", ("if num_items is not None", "if False")),
     *_in("ops/linear_cross_entropy.py", "loss_ignores_0", "_counted", ("(target != ignore_index) & ", ""), kernels=False),
-    *_in("ops/linear_cross_entropy.py", "loss_bias", "_run", ("dbias.add_(logits.sum(0, dtype=acc), alpha=alpha)", "dbias.add_(logits[0], alpha=alpha)")),
+    *_in("ops/linear_cross_entropy.py", "loss_bias", "_run", ("dbias.add_(logits.sum(0, dtype=acc) if", "dbias.add_(logits[0] if")),
     *_in("ops/linear_cross_entropy.py", "loss_chunks", "_run",
          ("out=dhidden[rows]", "out=dhidden[: part.shape[0]]"),
          ("else scale[rows]", "else scale[: part.shape[0]]", "loss_chunks_none"), kernels=False),
-    *_in("ops/linear_cross_entropy.py", "loss_chunks", "_add_product", ("0.0 if first else 1.0", "0.0"), kernels=False),
+    *_in("ops/linear_cross_entropy.py", "loss_chunks_accum", "_add_product", ("0.0 if first else 1.0", "0.0"), kernels=False),
+    *_in("ops/linear_cross_entropy.py", "loss_chunks", "_add_product", ("total.addmm_(x, y)", "torch.mm(x, y, out=total)"), kernels=False),
     *_in("ops/linear_cross_entropy.py", "loss_softcap", "_TorchChunk.gradient", ("gradient.mul_(slope)", "pass"), kernels=False),
-    *_in("ops/linear_cross_entropy.py", "fp16_loss", "_Reduced.run", ("scale * _fp16_factor(scale)", "scale"), kernels=False),
-    *_in("ops/linear_cross_entropy.py", "fp16_loss", "_Reduced.backward", ("one * _fp16_tokens(hidden.shape[0])", "one"), kernels=False),
+    *_in("ops/linear_cross_entropy.py", "fp16_loss", "_Chunk.in_range", ("t * factor for t", "t for t"), kernels=False),
+    *_in("ops/linear_cross_entropy.py", "fp16_range", "_run",
+         ("hidden_factor[rows] /= factor", "pass"),
+         ("_multiply(dweight, factor / unit)", "pass"),
+         ("weight_factor / unit", "weight_factor"),
+         ("logits.sum(0, dtype=acc) / factor", "logits.sum(0, dtype=acc)"), kernels=False),
+    *_in("ops/linear_cross_entropy.py", "fp16_range", "_into_fp16", ("1 / factor", "factor"), kernels=False),
     *_in("ops/linear_cross_entropy.py", "loss", "_Reduced.backward",
-         ("_multiply(gradient, factor)", "pass"),
+         ("gradients.times(dloss)", "gradients.times()"),
          ("ctx.gradients = None", "pass", "second_backward")),
     *_in("ops/linear_cross_entropy.py", "loss_again", "_Reduced.forward",
          ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(-hidden, weight, bias, target, class_weight, scale)"),

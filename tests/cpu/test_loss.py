@@ -177,3 +177,20 @@ def test_a_number_of_items_is_made_on_the_device(loaded_ops, items):
     with Copies():
         assert loss_module(loaded_ops)._on_device(items, torch.device("meta")).device.type == "meta"
     assert loss_module(loaded_ops)._on_device(items, torch.device("cpu")) == items
+
+
+# ---------------------------------------------------------------- numbers that fp16 cannot hold on their way
+@pytest.mark.parametrize("chunk", (16, 64))
+@pytest.mark.parametrize("case", checks.FP16_CASES, ids=range(len(checks.FP16_CASES)))
+def test_gradients_in_fp16_are_right_where_fp16_can_hold_them(ops, monkeypatch, case, chunk):
+    small_chunks(monkeypatch, ops, chunk * 40 * 2, chunk * 40 * 2)
+    checks.check_fp16_range(ops, "cpu", 40, 64, **{"upstream": 1.0, "class_weight": None, **case})
+
+
+def test_infinity_in_fp16_reaches_the_gradients_of_its_token_alone(ops):
+    """As in PyTorch: what a GradScaler looks for."""
+    hidden, weight = leaf(randn(3, 16, dtype=FP16, device="cpu")), randn(9, 16, dtype=FP16, device="cpu", seed=1)
+    with torch.no_grad():
+        hidden[1, 0] = float("inf")
+    ops.linear_cross_entropy(hidden, leaf(weight), torch.arange(3)).backward()
+    assert torch.isfinite(hidden.grad).all(1).tolist() == [True, False, True]

@@ -85,9 +85,21 @@ class Rows(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    hidden: Optional[torch.Tensor]
-    weight: Optional[torch.Tensor]
-    bias: Optional[torch.Tensor]
+    """Of what was asked for. In fp16 each comes with the fp32 factor that it is still to be multiplied by, which is None elsewhere:
+    [tokens, 1] of the hidden states', [] of the others."""
+
+    hidden: Optional[torch.Tensor] = None
+    weight: Optional[torch.Tensor] = None
+    bias: Optional[torch.Tensor] = None
+    factors: Tuple[Optional[torch.Tensor], ...] = (None, None, None)
+
+    def times(self, number: Optional[torch.Tensor] = None) -> tuple:
+        """(hidden, weight, bias), in place multiplied by a number and by what they are still to be multiplied by."""
+        for gradient, factor in zip(self[:3], self.factors):
+            by = number if factor is None else factor if number is None else factor * number
+            if gradient is not None and by is not None:
+                _multiply(gradient, by)
+        return self[:3]
 
 
 class Chunks(NamedTuple):
@@ -108,11 +120,11 @@ def plan_chunks(
     float64, at Qwen3's vocabulary in bf16: 1.13 times the error of one GEMM at 8192 tokens and 1.24 times at 16384; up to 2 times (four
     roundings) where rows hold large numbers when the small sums of later chunks arrive. Where four chunks of LARGE_CHUNK do not hold all
     tokens (20480 at Qwen3's vocabulary), there are more of them and their sum is float32, which rounds once, at the end, and takes 4 bytes
-    an element of the weight.
+    an element of the weight. So it always is for fp16, whose sums would overflow.
 
     Multiples of 512 tokens fill the GEMMs' tiles.
     """
-    accum_dtype = accum_dtype or dtype
+    accum_dtype = torch.float32 if dtype == torch.float16 else accum_dtype or dtype
     bytes_of_token = max(classes, 1) * dtype.itemsize
     most = _whole_tiles(LARGE_CHUNK // bytes_of_token)
     if weight_gradient and accum_dtype.itemsize == 2:
@@ -141,7 +153,8 @@ def _counted(target: torch.Tensor, classes: int, ignore_index: int) -> torch.Ten
 
 
 class _Chunk:
-    """Cross entropy of one chunk of logits: `rows()`, then `gradient(scale)`, which writes over the logits.
+    """Cross entropy of one chunk of logits: `rows()`, then `gradient(scale)`, which writes over the logits, and returns the power of
+    two by which the gradient was multiplied to be in fp16's range; None in other dtypes.
 
     `loss()` of a class gives the loss without token scaling, and leaves lse (base e) and the negative log likelihood behind.
     """
@@ -191,6 +204,14 @@ class _Chunk:
         a = b + smooth * self.weight_sum + 2 * options.lse_square_scale * self.lse
         return tuple(torch.where(self.counted, t, 0.0) * scale for t in (a, b, torch.full_like(a, smooth)))
 
+    def in_range(self, *coefficients):
+        """(factor, coefficients times factor), so that fp16 holds the gradient, which is not larger than their sum; factor is None in
+        other dtypes."""
+        if self.logits.dtype != torch.float16:
+            return (None, *coefficients)
+        factor = _fp16_factor(sum(t.abs().amax() for t in coefficients))
+        return (factor, *(t * factor for t in coefficients))
+
     def scaled(self, scale):
         """What the gradients are multiplied by, with token scaling."""
         return scale if self.scaling is None else scale * self.scaling
@@ -221,11 +242,15 @@ class _KernelChunk(_Chunk):
     def gradient(self, scale):
         scale = self.scaled(scale)
         if self.plain and scale.numel() == 1:
-            return _gradient_kernel((self.logits, self.target, self.lse2, scale.view(1)), self.options.ignore_index)
+            factor, scale = self.in_range(scale)
+            _gradient_kernel((self.logits, self.target, self.lse2, scale.view(1)), self.options.ignore_index)
+            return factor
         if self.plain:
             self.look_up()
-        a, b, c = (t.contiguous() for t in self.coefficients(scale))
+        factor, a, b, c = self.in_range(*self.coefficients(scale))
+        a, b, c = a.contiguous(), b.contiguous(), c.contiguous()
         _gradient_weighted_kernel((self.logits, self.weights, self.target, self.lse2, a, b, c), self.options.softcap)
+        return factor
 
 
 class _TorchChunk(_Chunk):
@@ -244,7 +269,7 @@ class _TorchChunk(_Chunk):
 
     def gradient(self, scale):
         scale = self.scaled(scale)
-        a, b, c = self.coefficients(scale)
+        factor, a, b, c = self.in_range(*self.coefficients(scale))
         slope = 1 - (self.z / self.options.softcap).square() if self.options.softcap else None
         # Written over z, which is the largest thing here, and in fp32 the logits themselves.
         gradient = self.z.sub_(self.lse[:, None]).exp_().mul_(a[:, None])
@@ -257,6 +282,7 @@ class _TorchChunk(_Chunk):
         gradient.masked_fill_(~self.counted[:, None], 0.0)
         if gradient is not self.logits:
             self.logits.copy_(gradient)
+        return factor
 
 
 class _WithoutLogits(_Chunk):
@@ -303,30 +329,62 @@ class _WithoutLogits(_Chunk):
         return self.weighted(0.0)
 
 
-def _add_product(total, x, y, first: bool, alpha: float) -> None:
-    """total += alpha * x @ y, accumulated in total's dtype; for the first product whatever is in total is forgotten.
+# ---------------------------------------------------------------- fp16
+# What fp16 cannot hold is brought into its range by powers of two, which change no digit, found on the device from the largest number
+# there is: the gradient of a chunk's logits; of the hidden states, each token's; of weight and bias, the whole. What the numbers have to
+# be multiplied by again goes along with them, and meets the gradient from above (a GradScaler's loss scale) in float32, before anything
+# is rounded to fp16 for good.
+FP16_HIGH = 2.0**14
+FP16_POWERS = 2.0**40  # beyond which float32, in which the weight's gradient waits for the next chunk, might overflow
+
+
+def _fp16_factor(largest: torch.Tensor) -> torch.Tensor:
+    """The power of two that brings `largest`, fp32, to between half of FP16_HIGH and all of it; 1 for 0, infinity and NaN."""
+    above = largest / torch.frexp(largest).mantissa  # the next power of two
+    factor = (FP16_HIGH / above).clamp(1 / FP16_POWERS, FP16_POWERS)
+    return torch.where(torch.isfinite(largest) & (largest > 0), factor, 1.0)
+
+
+def _into_fp16(wide_gradient: torch.Tensor, largest: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(fp16, factor), whose product is the gradient, which is written over. largest: of its absolute values."""
+    factor = _fp16_factor(largest)
+    return wide_gradient.mul_(factor).to(torch.float16), 1 / factor
+
+
+def _product_in_float32(x, y) -> torch.Tensor:
+    """x @ y of fp16 matrices [tokens, classes] and [classes, features]."""
+    if x.is_cuda and "dtype" in torch.ops.aten.mm.overloads():
+        return torch.ops.aten.mm.dtype(x, y, torch.float32)
+    product = torch.zeros(x.shape[0], y.shape[1], dtype=torch.float32, device=x.device)
+    for start in range(0, y.shape[0], SLICE):
+        part = slice(start, start + SLICE)
+        product.addmm_(x[:, part].float(), y[part].float())
+    return product
+
+
+def _add_product(total, x, y, first: bool) -> None:
+    """total += x @ y, accumulated in total's dtype; for the first product whatever is in total is forgotten.
 
     x: [classes, tokens]; y: [tokens, features].
     """
     beta = 0.0 if first else 1.0
-    if total.dtype == x.dtype and first and alpha == 1.0:
+    if total.dtype == x.dtype and first:
         torch.mm(x, y, out=total)
     elif total.dtype == x.dtype:
-        total.addmm_(x, y, beta=beta, alpha=alpha)
+        total.addmm_(x, y)
     elif x.is_cuda and "dtype_out" in torch.ops.aten.addmm.overloads():
-        torch.ops.aten.addmm.dtype_out(total, x, y, total.dtype, beta=beta, alpha=alpha, out=total)
+        torch.ops.aten.addmm.dtype_out(total, x, y, total.dtype, beta=beta, out=total)
     else:  # PyTorch before 2.8, and CPUs
         y = y.to(total.dtype)
         for start in range(0, total.shape[0], SLICE):
             part = slice(start, start + SLICE)
-            total[part].addmm_(x[part].to(total.dtype), y, beta=beta, alpha=alpha)
+            total[part].addmm_(x[part].to(total.dtype), y, beta=beta)
 
 
-def _run(hidden, weight, bias, target, class_weight, scale, options: Options, needs, alpha=1.0) -> Tuple[Rows, Gradients]:
+def _run(hidden, weight, bias, target, class_weight, scale, options: Options, needs) -> Tuple[Rows, Gradients]:
     """The loss of every token, and the gradients of sum(loss * scale) that `needs` asks for (hidden, weight, bias).
 
-    scale: fp32 [1] or [tokens]; None for no gradients. alpha: what the gradients of weight and bias, sums over all tokens, are
-    multiplied by before they are rounded.
+    scale: fp32 [1] or [tokens]; None for no gradients.
     """
     tokens, classes = hidden.shape[0], weight.shape[0]
     acc = wide(hidden.dtype)
@@ -335,12 +393,15 @@ def _run(hidden, weight, bias, target, class_weight, scale, options: Options, ne
     if has_kernels and not any(needs):
         whole = _WithoutLogits(hidden, weight, bias, target, class_weight, options)
         if whole.fits():
-            return whole.rows(), Gradients(None, None, None)
+            return whole.rows(), Gradients()
     step, accum_dtype = plan_chunks(tokens, classes, hidden.dtype, options.accum_dtype, needs[1])
     new = {"dtype": hidden.dtype, "device": hidden.device}
     dhidden = torch.empty(hidden.shape, **new) if needs[0] else None
     dweight = torch.empty(weight.shape, dtype=accum_dtype, device=hidden.device) if needs[1] else None
     dbias = torch.zeros(classes, dtype=acc, device=hidden.device) if needs[2] else None
+    fp16 = hidden.dtype == torch.float16
+    hidden_factor = torch.ones((tokens, 1), dtype=acc, device=hidden.device) if fp16 else None
+    unit = None  # of fp16: what the weight's gradient is multiplied by so far
     found = Rows(
         torch.empty(tokens, dtype=acc, device=hidden.device),
         torch.empty(tokens, dtype=acc, device=hidden.device) if options.return_z_loss else None,
@@ -362,48 +423,48 @@ def _run(hidden, weight, bias, target, class_weight, scale, options: Options, ne
                 whole[rows] = mine
         if not any(needs):
             continue
-        piece.gradient(scale if scale.numel() == 1 else scale[rows])
-        if needs[0]:
+        factor = piece.gradient(scale if scale.numel() == 1 else scale[rows])
+        if needs[0] and fp16:
+            product = _product_in_float32(logits, weight)
+            dhidden[rows], hidden_factor[rows] = _into_fp16(product, product.abs().amax(1, keepdim=True))
+            hidden_factor[rows] /= factor
+        elif needs[0]:
             torch.mm(logits, weight, out=dhidden[rows])
         if needs[1]:
-            _add_product(dweight, logits.t(), part, rows.start == 0, alpha)
+            if unit is not None:
+                _multiply(dweight, factor / unit)
+            unit = factor
+            _add_product(dweight, logits.t(), part, rows.start == 0)
         if needs[2]:
-            dbias.add_(logits.sum(0, dtype=acc), alpha=alpha)
+            dbias.add_(logits.sum(0, dtype=acc) if factor is None else logits.sum(0, dtype=acc) / factor)
     del buffer, logits, piece  # before the gradients are copied into their dtype
     if needs[1] and tokens == 0:
         dweight.zero_()
-    return found, Gradients(
-        dhidden, None if dweight is None else dweight.to(weight.dtype), None if dbias is None else dbias.to(bias.dtype)
-    )
+    if not fp16 or tokens == 0:
+        return found, Gradients(
+            dhidden, None if dweight is None else dweight.to(weight.dtype), None if dbias is None else dbias.to(bias.dtype)
+        )
+    weight_factor = bias_factor = None
+    if needs[1]:
+        dweight, weight_factor = _into_fp16(dweight, torch.linalg.vector_norm(dweight, float("inf")))
+        weight_factor = weight_factor / unit
+    if needs[2]:
+        dbias, bias_factor = _into_fp16(dbias, dbias.abs().amax())
+    return found, Gradients(dhidden, dweight, dbias, (hidden_factor, weight_factor, bias_factor))
 
 
 def _multiply(gradient: torch.Tensor, factor: torch.Tensor) -> None:
-    """gradient *= factor, in place; a factor of 1 costs nothing."""
+    """gradient *= factor, in place; one factor of 1 for all costs nothing. factor: of one element, or one a row."""
     if gradient.numel() == 0:
         return
-    if gradient.dtype != torch.float64 and kernels_run_on(gradient):
+    if factor.numel() > 1:
+        gradient.mul_(factor)
+    elif gradient.dtype != torch.float64 and kernels_run_on(gradient):
         flat, factor = gradient.view(-1), factor.to(torch.float32).view(1)
         for start in range(0, flat.shape[0], SLAB):
             _scale_kernel((flat[start : start + SLAB], factor))
     else:
-        gradient.mul_(factor.to(gradient.dtype) if factor.dim() == 0 else factor.view(()).to(gradient.dtype))
-
-
-# fp16 gradients on their way: the loss's scale is brought to this order by a power of two, so that probabilities of 1e-6 stay
-# normal numbers, and sums over tokens are divided by a power of two, so that they do not overflow. The backward pass makes up
-# for both, exactly, where a loss scale (GradScaler) brings the results into fp16's range.
-FP16_HEADROOM = 64.0
-
-
-def _fp16_factor(scale: torch.Tensor) -> torch.Tensor:
-    """The power of two that brings `scale` to between half of FP16_HEADROOM and all of it; computed on the device."""
-    factor = torch.exp2(torch.floor(torch.log2(FP16_HEADROOM / scale)))
-    return torch.where(scale == 0, 1.0, factor)
-
-
-def _fp16_tokens(tokens: int) -> float:
-    """A power of two that is at least the number of tokens."""
-    return 2.0 ** max(tokens - 1, 1).bit_length()
+        gradient.mul_(factor.view(1))  # of one dimension, not rounded to the gradient's dtype
 
 
 class _Reduced(torch.autograd.Function):
@@ -413,16 +474,9 @@ class _Reduced(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, target, class_weight, scale, options):
         ctx.save_for_backward(hidden, weight, bias, target, class_weight, scale)
         ctx.options = options
-        rows, ctx.gradients = _Reduced.run(ctx, hidden, weight, bias, target, class_weight, scale)
+        rows, ctx.gradients = _run(hidden, weight, bias, target, class_weight, scale, options, ctx.needs_input_grad[:3])
         ctx.mark_non_differentiable(*[row for row in rows[1:] if row is not None])
         return (rows.loss.sum() * scale.view(()), *rows[1:])
-
-    @staticmethod
-    def run(ctx, hidden, weight, bias, target, class_weight, scale):
-        alpha = 1.0
-        if hidden.dtype == torch.float16:
-            scale, alpha = scale * _fp16_factor(scale), 1 / _fp16_tokens(hidden.shape[0])
-        return _run(hidden, weight, bias, target, class_weight, scale, ctx.options, ctx.needs_input_grad[:3], alpha)
 
     @staticmethod
     @once_differentiable
@@ -432,16 +486,8 @@ class _Reduced(torch.autograd.Function):
         # They are scaled in place and given away; a second backward pass (retain_graph) computes them anew.
         ctx.gradients = None
         if gradients is None:
-            gradients = _Reduced.run(ctx, hidden, weight, bias, target, class_weight, scale)[1]
-        factors = (dloss, dloss, dloss)
-        if hidden.dtype == torch.float16:
-            one = dloss / _fp16_factor(scale).view(())
-            summed = one * _fp16_tokens(hidden.shape[0])
-            factors = (one, summed, summed)
-        for gradient, factor in zip(gradients, factors):
-            if gradient is not None:
-                _multiply(gradient, factor)
-        return (*gradients, None, None, None, None)
+            gradients = _run(hidden, weight, bias, target, class_weight, scale, ctx.options, ctx.needs_input_grad[:3])[1]
+        return (*gradients.times(dloss), None, None, None, None)
 
 
 class _PerToken(torch.autograd.Function):
@@ -463,7 +509,7 @@ class _PerToken(torch.autograd.Function):
         scale = dlosses.to(wide(hidden.dtype)).contiguous()
         options = ctx.options._replace(return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False)
         gradients = _run(hidden, weight, bias, target, class_weight, scale, options, needs)[1]
-        return (*gradients, None, None, None)
+        return (*gradients.times(), None, None, None)
 
 
 def linear_cross_entropy(
