@@ -15,20 +15,20 @@ QWEN3, GPT_OSS = 151936, 201088  # classes
 GIB = 2**30
 
 
-def loss_module(ops):
-    return importlib.import_module(ops.linear_cross_entropy.__module__)
+def loss_module(ops, name="linear_cross_entropy"):
+    return importlib.import_module(ops.linear_cross_entropy.__module__.rpartition(".")[0] + "." + name)
 
 
 # ---------------------------------------------------------------- the memory of the chunks
 def small_chunks(monkeypatch, ops, bytes_of_large, bytes_of_small):
-    monkeypatch.setattr(loss_module(ops), "LARGE_CHUNK", bytes_of_large)
-    monkeypatch.setattr(loss_module(ops), "SMALL_CHUNK", bytes_of_small)
+    monkeypatch.setattr(loss_module(ops, "linear_head"), "LARGE_CHUNK", bytes_of_large)
+    monkeypatch.setattr(loss_module(ops, "linear_head"), "SMALL_CHUNK", bytes_of_small)
 
 
 @pytest.mark.parametrize("classes", (17, 32000, QWEN3, GPT_OSS, 10**7))
 @pytest.mark.parametrize("dtype", checks.FLOATS, ids=str)
 def test_the_logits_of_a_chunk_grow_neither_with_the_tokens_nor_with_the_classes(loaded_ops, classes, dtype):
-    plan = loss_module(loaded_ops).plan_chunks
+    plan = loss_module(loaded_ops, "linear_head").plan_chunks
     for tokens in (1, 2048, 16384, 131072, 2**21, 2**27):
         for accum_dtype, weight_gradient, bound in ((None, True, 1.6), (FP32, True, 0.6), (None, False, 0.6)):
             chunk = plan(tokens, classes, dtype, accum_dtype, weight_gradient).tokens
@@ -37,7 +37,7 @@ def test_the_logits_of_a_chunk_grow_neither_with_the_tokens_nor_with_the_classes
 
 
 def test_up_to_16384_tokens_of_qwen3_the_chunks_are_those_that_were_measured(loaded_ops):
-    plan = loss_module(loaded_ops).plan_chunks
+    plan = loss_module(loaded_ops, "linear_head").plan_chunks
     for tokens in (1, 1000, 2048, 2049, 6553, 6554, 8192, 10000, 16384):
         assert plan(tokens, QWEN3, BF16) == (min(tokens, max(2048, -(-5 * tokens // (16 * 512)) * 512)), BF16)
     assert plan(16384, QWEN3, BF16, weight_gradient=False).tokens == 2048
@@ -46,7 +46,7 @@ def test_up_to_16384_tokens_of_qwen3_the_chunks_are_those_that_were_measured(loa
 
 @pytest.mark.parametrize("classes", (QWEN3, GPT_OSS))
 def test_a_sum_in_half_precision_has_four_chunks_at_most(loaded_ops, classes):
-    plan = loss_module(loaded_ops).plan_chunks
+    plan = loss_module(loaded_ops, "linear_head").plan_chunks
     wide = set()
     for tokens in range(512, 65536, 512):
         chunk, accum_dtype = plan(tokens, classes, BF16)
@@ -91,7 +91,7 @@ def test_the_gradient_of_the_weight_is_as_exact_in_many_chunks(loaded_ops, monke
     most often."""
     classes, tokens = 40, 1200
     small_chunks(monkeypatch, loaded_ops, 24 * classes * 2, 24 * classes * 2)
-    assert loss_module(loaded_ops).plan_chunks(tokens, classes, dtype) == (24, FP32)
+    assert loss_module(loaded_ops, "linear_head").plan_chunks(tokens, classes, dtype) == (24, FP32)
     hidden = leaf(randn(tokens, 16, dtype=dtype, device="cpu", scale=0.1) + 1)
     weight = leaf(randn(classes, 16, dtype=dtype, device="cpu", seed=1, scale=0.2))
     target = torch.arange(tokens) % 3
@@ -106,7 +106,7 @@ def test_the_gradient_of_the_weight_is_as_exact_in_many_chunks(loaded_ops, monke
 
 
 def test_many_classes_are_added_up_in_slices(loaded_ops, monkeypatch):
-    monkeypatch.setattr(loss_module(loaded_ops), "SLICE", 16)
+    monkeypatch.setattr(loss_module(loaded_ops, "linear_head"), "SLICE", 16)
     checks.check_linear_cross_entropy(loaded_ops, "cpu", BF16, 50, 8, 1001, accum_dtype=FP32)
 
 
@@ -128,7 +128,7 @@ def test_a_token_that_does_not_count_is_not_predicted_right(ops, monkeypatch, re
 
 
 def of_logits(ops, hidden, weight, target, **options):
-    return loss_module(ops).cross_entropy_of_logits(hidden @ weight.t(), target, **options)
+    return loss_module(ops, "cross_entropy").cross_entropy_of_logits(hidden @ weight.t(), target, **options)
 
 
 @pytest.mark.parametrize("label", (-1, 9, 2**40))
@@ -175,8 +175,8 @@ class Copies(TorchDispatchMode):
 def test_a_number_of_items_is_made_on_the_device(loaded_ops, items):
     """The meta device stands in for a GPU: what lies on it can come from there alone."""
     with Copies():
-        assert loss_module(loaded_ops)._on_device(items, torch.device("meta")).device.type == "meta"
-    assert loss_module(loaded_ops)._on_device(items, torch.device("cpu")) == items
+        assert loss_module(loaded_ops, "cross_entropy")._on_device(items, torch.device("meta")).device.type == "meta"
+    assert loss_module(loaded_ops, "cross_entropy")._on_device(items, torch.device("cpu")) == items
 
 
 # ---------------------------------------------------------------- numbers that fp16 cannot hold on their way

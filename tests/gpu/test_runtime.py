@@ -134,13 +134,13 @@ def test_the_gradient_of_the_weight_is_as_exact_with_many_chunks(ops, tokens):
     every row already holds a large number when the small sums of later chunks arrive; benchmark/ has the figures for Qwen3-8B. More
     chunks are added up in float32."""
     classes = 151936
-    loss = sys.modules[f"{ops.__name__}.ops.linear_cross_entropy"]
+    head = sys.modules[f"{ops.__name__}.ops.linear_head"]
     hidden = checks.leaf(checks.randn(tokens, 128, dtype=torch.bfloat16, device="cuda"))
     weight = checks.leaf(checks.randn(classes, 128, dtype=torch.bfloat16, device="cuda", seed=1, scale=0.09))
     target = torch.randint(0, classes, (tokens,), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
     ops.linear_cross_entropy(hidden, weight, target, reduction="sum").backward()
     # The logits as the chunks round them: what is compared is the sum behind them.
-    chunks = list(loss._chunks(tokens, loss.plan_chunks(tokens, classes, torch.bfloat16).tokens))
+    chunks = list(head.chunk_slices(tokens, head.plan_chunks(tokens, classes, torch.bfloat16).tokens))
     logits = torch.cat([hidden.detach()[rows] @ weight.detach().t() for rows in chunks])
     exact = torch.zeros(classes, 128, dtype=torch.float64, device="cuda")
     rounded = torch.empty_like(logits)

@@ -28,9 +28,9 @@ def test_more_than_2_31_logits_in_one_chunk(ops, monkeypatch, options):
     the gradient of the weight against the sum of small steps."""
     needs(12)
     tokens, features, classes = 65536, 64, 151936
-    module = sys.modules[f"{ops.__name__}.ops.linear_cross_entropy"]
+    module = sys.modules[f"{ops.__name__}.ops.linear_head"]
     monkeypatch.setattr(module, "LARGE_CHUNK", 12 * GIB)
-    chunks = list(module._chunks(tokens, module.plan_chunks(tokens, classes, BF16).tokens))
+    chunks = list(module.chunk_slices(tokens, module.plan_chunks(tokens, classes, BF16).tokens))
     assert max(rows.stop - rows.start for rows in chunks) * classes > 2**31
     hidden = checks.leaf(filled(tokens, features, seed=1))
     weight = checks.leaf(filled(classes, features, seed=2) * features**-0.5)

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .ops.cross_entropy import LinearCrossEntropyOutput, Options, cross_entropy_of_logits
 from .ops.experts import experts
-from .ops.linear_cross_entropy import LinearCrossEntropyOutput, cross_entropy_of_logits, linear_cross_entropy
+from .ops.linear_cross_entropy import linear_cross_entropy
 from .ops.rms_norm import rms_norm
 from .ops.rotary import rotary, rotary_reference
 from .ops.swiglu import mlp, swiglu
@@ -26,18 +27,8 @@ EXPERTS = "bastile"  # the name of our implementation among transformers' implem
 PLAIN = (torch.Tensor, nn.Parameter)
 FSDP = "torch.distributed.fsdp"
 LOSS_OPTIONS = SAVED + "loss_options"  # what apply() was told about the loss, on the class of the causal LM
-OPTIONS = (  # of the loss, beside transformers' own ignore_index, num_items_in_batch and shift_labels; see `linear_cross_entropy`
-    "class_weight",
-    "reduction",
-    "label_smoothing",
-    "softcap",
-    "lse_square_scale",
-    "use_token_scaling",
-    "accum_dtype",
-    "return_z_loss",
-    "return_token_accuracy",
-    "return_predicted_tokens",
-)
+# Of the loss, beside transformers' own ignore_index, num_items_in_batch and shift_labels; see `linear_cross_entropy`.
+OPTIONS = ("class_weight", "reduction", *(name for name in Options._fields if name != "ignore_index"))
 
 
 def is_plain(tensor) -> bool:

@@ -1,291 +1,48 @@
 """Cross entropy of a linear layer's output without ever holding all its logits.
 
-The tokens are taken in chunks. For each chunk: one GEMM makes the logits in a buffer, the cross entropy's kernels turn them
-into their own gradient in place, and two GEMMs carry that on to the hidden states and the weight. So the forward pass leaves
-both gradients behind, and the backward pass only multiplies them by what arrives from above.
+The tokens are taken in chunks (linear_head.py), and of each the cross entropy's kernels turn the logits into their own gradient in place
+(cross_entropy.py). So the forward pass leaves both gradients behind, and the backward pass only multiplies them by what arrives from above.
 
 Without gradients one kernel multiplies and joins, and no logits are stored at all (kernel_src/linear_cross_entropy.py).
 """
 
-from typing import Dict, NamedTuple, Optional, Tuple, Union
+from typing import Dict, Optional, Tuple, Union
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..runtime.device import kernels_run_on, multiprocessors
+from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import SLAB, describe, fail, look, wide
+from .common import describe, fail, look, wide
+from .cross_entropy import (
+    Chunk,
+    KernelChunk,
+    LinearCrossEntropyOutput,
+    Options,
+    Rows,
+    TorchChunk,
+    check_labels,
+    check_one_value_a_class,
+    check_reduction,
+    checked_options,
+    output_of,
+    reduced,
+    reduction_scale,
+)
+from .linear_head import Gradients, walk
 
-STATISTICS_TILE = 4096  # of `cross_entropy_statistics`: how many pieces a row of logits has
 LINEAR_TILE = 256  # of `linear_cross_entropy_statistics`: the classes of a tile
 LINEAR_TOKENS = 1024  # and the tokens that share one reading of the weight
 LINEAR_BYTES = 48 * 2**20  # of what it leaves of the logits: 10240 tokens at once at Qwen3's vocabulary
-LARGE_CHUNK = 1600 * 2**20  # bytes of a chunk's logits: 5120 tokens of Qwen3's vocabulary in bf16
-SMALL_CHUNK = 600 * 2**20  # 2048 tokens
-FEW_CHUNKS = 4  # whose products are added up in half precision
-SLICE = 8192  # classes of the weight's gradient that are copied at once where a product has to be
-LN2 = 0.6931471805599453
 
-
-def _pieces_grid(c, logits, *_):
-    return (logits.shape[0] * -(-logits.shape[1] // c["TILE"]),)
-
-
-_statistics_kernel = Kernel("cross_entropy_statistics", grid=_pieces_grid)
-_statistics_weighted_kernel = Kernel("cross_entropy_statistics_weighted", grid=_pieces_grid)
-_combine_kernel = Kernel("cross_entropy_combine", grid=lambda c, logits, *_: (logits.shape[0],))
-_gradient_kernel = Kernel("cross_entropy_gradient", grid=_pieces_grid)
-_gradient_weighted_kernel = Kernel("cross_entropy_gradient_weighted", grid=_pieces_grid)
 _linear_kernel = Kernel(
     "linear_cross_entropy_statistics",
     grid=lambda c, hidden, weight, *_: (-(-hidden.shape[0] // c["TILE_M"]) * -(-weight.shape[0] // c["TILE_N"]),),
 )
 _linear_combine_kernel = Kernel("linear_cross_entropy_combine", grid=lambda c, hidden, *_: (hidden.shape[0],))
-_scale_kernel = Kernel("scale_in_place", grid=lambda c, x, factor: (min(-(-x.shape[0] // c["TILE"]), 8 * multiprocessors(x)),))
 
 
-class Options(NamedTuple):
-    """What the loss is beside plain cross entropy; see `linear_cross_entropy`."""
-
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    softcap: float = 0.0
-    lse_square_scale: float = 0.0
-    use_token_scaling: bool = False
-    accum_dtype: Optional[torch.dtype] = None
-    return_z_loss: bool = False
-    return_token_accuracy: bool = False
-    return_predicted_tokens: bool = False
-
-    @property
-    def predicts(self) -> bool:
-        return self.return_token_accuracy or self.return_predicted_tokens
-
-    @property
-    def plain(self) -> bool:
-        return not (self.label_smoothing or self.softcap or self.lse_square_scale)
-
-
-class LinearCrossEntropyOutput(NamedTuple):
-    """What `linear_cross_entropy` returns when more than the loss is asked for. What was not asked for is None, and only the loss
-    is differentiable."""
-
-    loss: torch.Tensor
-    z_loss: Optional[torch.Tensor] = None
-    token_accuracy: Optional[torch.Tensor] = None
-    predicted_tokens: Optional[torch.Tensor] = None
-
-
-class Rows(NamedTuple):
-    """Of every token: the loss, and where it was asked for the z-loss that is a part of it, and the most probable class."""
-
-    loss: torch.Tensor
-    z_loss: Optional[torch.Tensor] = None
-    predicted: Optional[torch.Tensor] = None
-
-
-class Gradients(NamedTuple):
-    """Of what was asked for. In fp16 each comes with the fp32 factor that it is still to be multiplied by, which is None elsewhere:
-    [tokens, 1] of the hidden states', [] of the others."""
-
-    hidden: Optional[torch.Tensor] = None
-    weight: Optional[torch.Tensor] = None
-    bias: Optional[torch.Tensor] = None
-    factors: Tuple[Optional[torch.Tensor], ...] = (None, None, None)
-
-    def times(self, number: Optional[torch.Tensor] = None) -> tuple:
-        """(hidden, weight, bias), in place multiplied by a number and by what they are still to be multiplied by."""
-        for gradient, factor in zip(self[:3], self.factors):
-            by = number if factor is None else factor if number is None else factor * number
-            if gradient is not None and by is not None:
-                _multiply(gradient, by)
-        return self[:3]
-
-
-class Chunks(NamedTuple):
-    """How a linear head is walked over: the tokens of a chunk, and the dtype in which the weight's gradient is added up."""
-
-    tokens: int
-    accum_dtype: torch.dtype
-
-
-def plan_chunks(
-    tokens: int, classes: int, dtype: torch.dtype, accum_dtype: Optional[torch.dtype] = None, weight_gradient: bool = True
-) -> Chunks:
-    """Chooses the chunks so that their logits take neither more tokens nor more classes than a bounded memory holds.
-
-    Where nothing rounds between chunks (no gradient of the weight, or one that is added up in float32) a chunk has 2048 tokens at most and
-    SMALL_CHUNK bytes of logits. A sum in half precision rounds once a chunk, so there are never more than four chunks then, and a smaller one
-    comes first (`_chunks`): of 2048 tokens, and of 5/16 of all from 6554 tokens on, up to LARGE_CHUNK bytes. Measured on an H200 against
-    float64, at Qwen3's vocabulary in bf16: 1.13 times the error of one GEMM at 8192 tokens and 1.24 times at 16384; up to 2 times (four
-    roundings) where rows hold large numbers when the small sums of later chunks arrive. Where four chunks of LARGE_CHUNK do not hold all
-    tokens (20480 at Qwen3's vocabulary), there are more of them and their sum is float32, which rounds once, at the end, and takes 4 bytes
-    an element of the weight. So it always is for fp16, whose sums would overflow.
-
-    Multiples of 512 tokens fill the GEMMs' tiles.
-    """
-    accum_dtype = torch.float32 if dtype == torch.float16 else accum_dtype or dtype
-    bytes_of_token = max(classes, 1) * dtype.itemsize
-    most = _whole_tiles(LARGE_CHUNK // bytes_of_token)
-    if weight_gradient and accum_dtype.itemsize == 2:
-        if tokens <= FEW_CHUNKS * most:
-            return Chunks(min(tokens, most, max(2048, -(-5 * tokens // (16 * 512)) * 512)), accum_dtype)
-        return Chunks(min(tokens, most), torch.float32)
-    return Chunks(min(tokens, 2048, _whole_tiles(SMALL_CHUNK // bytes_of_token)), accum_dtype)
-
-
-def _whole_tiles(tokens: int) -> int:
-    """As many tokens or fewer, 512 at a time where there are so many, and between one token and as many as a grid has blocks."""
-    return max(1, min(tokens // 512 * 512 or tokens, 2**20))
-
-
-def _chunks(tokens: int, step: int):
-    """Slices that cover the tokens: the rest first, then whole steps. A partial sum that is small has a small rounding error."""
-    stop = tokens - (-(-tokens // step) - 1) * step if tokens else 0
-    start = 0
-    while start < tokens:
-        yield slice(start, stop)
-        start, stop = stop, stop + step
-
-
-def _counted(target: torch.Tensor, classes: int, ignore_index: int) -> torch.Tensor:
-    return (target != ignore_index) & (target >= 0) & (target < classes)
-
-
-class _Chunk:
-    """Cross entropy of one chunk of logits: `rows()`, then `gradient(scale)`, which writes over the logits, and returns the power of
-    two by which the gradient was multiplied to be in fp16's range; None in other dtypes.
-
-    `loss()` of a class gives the loss without token scaling, and leaves lse (base e) and the negative log likelihood behind.
-    """
-
-    def __init__(self, logits, target, class_weight, options):
-        self.logits, self.classes, self.dtype = logits, logits.shape[1], wide(logits.dtype)
-        self.target, self.class_weight, self.options = target, class_weight, options
-        self.plain = options.plain and class_weight is None
-        self.scaling = None
-
-    def look_up(self):
-        """Per token: is it counted, the weight of its label; and the weights of all classes and their sum."""
-        self.counted = _counted(self.target, self.classes, self.options.ignore_index)
-        self.weights = self.class_weight
-        if self.weights is None:
-            self.weights = torch.ones(self.classes, dtype=self.dtype, device=self.target.device)
-        self.target_weight = self.weights[torch.where(self.counted, self.target, 0)]
-        self.weight_sum = self.weights.sum()
-
-    def weighted(self, total):
-        """The loss with every option but token scaling. total: per token, the sum of class_weight * logits."""
-        options = self.options
-        loss = (1 - options.label_smoothing) * self.target_weight * self.likelihood
-        if options.label_smoothing:
-            loss = loss + options.label_smoothing / self.classes * (self.weight_sum * self.lse - total)
-        return torch.where(self.counted, loss + options.lse_square_scale * self.lse.square(), 0.0)
-
-    def rows(self) -> Rows:
-        options = self.options
-        loss, z_loss, predicted = self.loss(), None, None
-        if options.return_z_loss or options.predicts:
-            counted = _counted(self.target, self.classes, options.ignore_index)
-        if options.return_z_loss:
-            z_loss = torch.where(counted, options.lse_square_scale * self.lse.detach().square(), 0.0)
-        if options.predicts:
-            predicted = torch.where(counted, self.logits.detach().argmax(1), -1)
-        if options.use_token_scaling:
-            self.scaling = torch.exp(-self.likelihood.detach())
-            loss, z_loss = loss * self.scaling, None if z_loss is None else z_loss * self.scaling
-        return Rows(loss, z_loss, predicted)
-
-    def coefficients(self, scale):
-        """a, b, c of kernel_src/cross_entropy.py, times the scale, which is that of the reduction or of every token."""
-        options = self.options
-        smooth = options.label_smoothing / self.classes
-        b = (1 - options.label_smoothing) * self.target_weight
-        a = b + smooth * self.weight_sum + 2 * options.lse_square_scale * self.lse
-        return tuple(torch.where(self.counted, t, 0.0) * scale for t in (a, b, torch.full_like(a, smooth)))
-
-    def in_range(self, *coefficients):
-        """(factor, coefficients times factor), so that fp16 holds the gradient, which is not larger than their sum; factor is None in
-        other dtypes."""
-        if self.logits.dtype != torch.float16:
-            return (None, *coefficients)
-        factor = _fp16_factor(sum(t.abs().amax() for t in coefficients))
-        return (factor, *(t * factor for t in coefficients))
-
-    def scaled(self, scale):
-        """What the gradients are multiplied by, with token scaling."""
-        return scale if self.scaling is None else scale * self.scaling
-
-
-class _KernelChunk(_Chunk):
-    def loss(self):
-        logits, options = self.logits, self.options
-        shape = (logits.shape[0], -(-logits.shape[1] // STATISTICS_TILE))
-        new = {"dtype": torch.float32, "device": logits.device}
-        part_max, part_sum = torch.empty(shape, **new), torch.empty(shape, **new)
-        self.lse2, self.likelihood = torch.empty(shape[0], **new), torch.empty(shape[0], **new)  # lse2: in base 2
-        if self.plain:
-            _statistics_kernel((logits, part_max, part_sum))
-        else:
-            self.look_up()
-            part_total = torch.empty(shape, **new)
-            _statistics_weighted_kernel((logits, self.weights, part_max, part_sum, part_total), options.softcap)
-        _combine_kernel((logits, self.target, part_max, part_sum, self.lse2, self.likelihood), options.ignore_index, options.softcap)
-        if self.plain:
-            return self.likelihood
-        return self.weighted(part_total.sum(1))
-
-    @property
-    def lse(self):
-        return self.lse2 * LN2
-
-    def gradient(self, scale):
-        scale = self.scaled(scale)
-        if self.plain and scale.numel() == 1:
-            factor, scale = self.in_range(scale)
-            _gradient_kernel((self.logits, self.target, self.lse2, scale.view(1)), self.options.ignore_index)
-            return factor
-        if self.plain:
-            self.look_up()
-        factor, a, b, c = self.in_range(*self.coefficients(scale))
-        a, b, c = a.contiguous(), b.contiguous(), c.contiguous()
-        _gradient_weighted_kernel((self.logits, self.weights, self.target, self.lse2, a, b, c), self.options.softcap)
-        return factor
-
-
-class _TorchChunk(_Chunk):
-    """The same in PyTorch, for CPUs and GPUs without kernels."""
-
-    def loss(self):
-        self.look_up()
-        z = self.logits.to(wide(self.logits.dtype))
-        if self.options.softcap:
-            z = self.options.softcap * torch.tanh(z / self.options.softcap)
-        self.z = z
-        self.lse = torch.logsumexp(z, 1)
-        label = torch.where(self.counted, self.target, 0)
-        self.likelihood = self.lse - z.gather(1, label[:, None])[:, 0]
-        return self.weighted(z @ self.weights if self.options.label_smoothing else 0.0)
-
-    def gradient(self, scale):
-        scale = self.scaled(scale)
-        factor, a, b, c = self.in_range(*self.coefficients(scale))
-        slope = 1 - (self.z / self.options.softcap).square() if self.options.softcap else None
-        # Written over z, which is the largest thing here, and in fp32 the logits themselves.
-        gradient = self.z.sub_(self.lse[:, None]).exp_().mul_(a[:, None])
-        label = torch.where(self.counted, self.target, 0)
-        gradient.scatter_add_(1, label[:, None], -b[:, None])
-        if self.options.label_smoothing:
-            gradient.addcmul_(c[:, None], self.weights, value=-1)
-        if slope is not None:
-            gradient.mul_(slope)
-        gradient.masked_fill_(~self.counted[:, None], 0.0)
-        if gradient is not self.logits:
-            self.logits.copy_(gradient)
-        return factor
-
-
-class _WithoutLogits(_Chunk):
+class _WithoutLogits(Chunk):
     """All tokens at once, by the kernel that stores no logits: `rows()`, where `fits()` says that it can.
 
     It takes bf16 and fp16, features in multiples of 64, and what follows from lse and the label's logit: no bias, softcap or
@@ -329,142 +86,29 @@ class _WithoutLogits(_Chunk):
         return self.weighted(0.0)
 
 
-# ---------------------------------------------------------------- fp16
-# What fp16 cannot hold is brought into its range by powers of two, which change no digit, found on the device from the largest number
-# there is: the gradient of a chunk's logits; of the hidden states, each token's; of weight and bias, the whole. What the numbers have to
-# be multiplied by again goes along with them, and meets the gradient from above (a GradScaler's loss scale) in float32, before anything
-# is rounded to fp16 for good.
-FP16_HIGH = 2.0**14
-FP16_POWERS = 2.0**40  # beyond which float32, in which the weight's gradient waits for the next chunk, might overflow
-
-
-def _fp16_factor(largest: torch.Tensor) -> torch.Tensor:
-    """The power of two that brings `largest`, fp32, to between half of FP16_HIGH and all of it; 1 for 0, infinity and NaN."""
-    above = largest / torch.frexp(largest).mantissa  # the next power of two
-    factor = (FP16_HIGH / above).clamp(1 / FP16_POWERS, FP16_POWERS)
-    return torch.where(torch.isfinite(largest) & (largest > 0), factor, 1.0)
-
-
-def _into_fp16(wide_gradient: torch.Tensor, largest: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(fp16, factor), whose product is the gradient, which is written over. largest: of its absolute values."""
-    factor = _fp16_factor(largest)
-    return wide_gradient.mul_(factor).to(torch.float16), 1 / factor
-
-
-def _product_in_float32(x, y) -> torch.Tensor:
-    """x @ y of fp16 matrices [tokens, classes] and [classes, features]."""
-    if x.is_cuda and "dtype" in torch.ops.aten.mm.overloads():
-        return torch.ops.aten.mm.dtype(x, y, torch.float32)
-    product = torch.zeros(x.shape[0], y.shape[1], dtype=torch.float32, device=x.device)
-    for start in range(0, y.shape[0], SLICE):
-        part = slice(start, start + SLICE)
-        product.addmm_(x[:, part].float(), y[part].float())
-    return product
-
-
-def _add_product(total, x, y, first: bool) -> None:
-    """total += x @ y, accumulated in total's dtype; for the first product whatever is in total is forgotten.
-
-    x: [classes, tokens]; y: [tokens, features].
-    """
-    beta = 0.0 if first else 1.0
-    if total.dtype == x.dtype and first:
-        torch.mm(x, y, out=total)
-    elif total.dtype == x.dtype:
-        total.addmm_(x, y)
-    elif x.is_cuda and "dtype_out" in torch.ops.aten.addmm.overloads():
-        torch.ops.aten.addmm.dtype_out(total, x, y, total.dtype, beta=beta, out=total)
-    else:  # PyTorch before 2.8, and CPUs
-        y = y.to(total.dtype)
-        for start in range(0, total.shape[0], SLICE):
-            part = slice(start, start + SLICE)
-            total[part].addmm_(x[part].to(total.dtype), y, beta=beta)
-
-
 def _run(hidden, weight, bias, target, class_weight, scale, options: Options, needs) -> Tuple[Rows, Gradients]:
     """The loss of every token, and the gradients of sum(loss * scale) that `needs` asks for (hidden, weight, bias).
 
     scale: fp32 [1] or [tokens]; None for no gradients.
     """
-    tokens, classes = hidden.shape[0], weight.shape[0]
-    acc = wide(hidden.dtype)
+    tokens, acc = hidden.shape[0], wide(hidden.dtype)
     needs = needs if scale is not None else (False, False, False)
     has_kernels = hidden.dtype != torch.float64 and kernels_run_on(hidden)
     if has_kernels and not any(needs):
         whole = _WithoutLogits(hidden, weight, bias, target, class_weight, options)
         if whole.fits():
             return whole.rows(), Gradients()
-    step, accum_dtype = plan_chunks(tokens, classes, hidden.dtype, options.accum_dtype, needs[1])
-    new = {"dtype": hidden.dtype, "device": hidden.device}
-    dhidden = torch.empty(hidden.shape, **new) if needs[0] else None
-    dweight = torch.empty(weight.shape, dtype=accum_dtype, device=hidden.device) if needs[1] else None
-    dbias = torch.zeros(classes, dtype=acc, device=hidden.device) if needs[2] else None
-    fp16 = hidden.dtype == torch.float16
-    hidden_factor = torch.ones((tokens, 1), dtype=acc, device=hidden.device) if fp16 else None
-    unit = None  # of fp16: what the weight's gradient is multiplied by so far
     found = Rows(
         torch.empty(tokens, dtype=acc, device=hidden.device),
         torch.empty(tokens, dtype=acc, device=hidden.device) if options.return_z_loss else None,
         torch.empty(tokens, dtype=torch.int64, device=hidden.device) if options.predicts else None,
     )
-    chunk = _KernelChunk if has_kernels else _TorchChunk
-    buffer = torch.empty((step, classes), dtype=hidden.dtype, device=hidden.device)
-    logits = piece = None
-    for rows in _chunks(tokens, step):
-        part = hidden[rows]
-        logits = buffer[: part.shape[0]]
-        if bias is None:
-            torch.mm(part, weight.t(), out=logits)
-        else:
-            torch.addmm(bias, part, weight.t(), out=logits)
-        piece = chunk(logits, target[rows], class_weight, options)
-        for whole, mine in zip(found, piece.rows()):
-            if whole is not None:
-                whole[rows] = mine
-        if not any(needs):
-            continue
-        factor = piece.gradient(scale if scale.numel() == 1 else scale[rows])
-        if needs[0] and fp16:
-            product = _product_in_float32(logits, weight)
-            dhidden[rows], hidden_factor[rows] = _into_fp16(product, product.abs().amax(1, keepdim=True))
-            hidden_factor[rows] /= factor
-        elif needs[0]:
-            torch.mm(logits, weight, out=dhidden[rows])
-        if needs[1]:
-            if unit is not None:
-                _multiply(dweight, factor / unit)
-            unit = factor
-            _add_product(dweight, logits.t(), part, rows.start == 0)
-        if needs[2]:
-            dbias.add_(logits.sum(0, dtype=acc) if factor is None else logits.sum(0, dtype=acc) / factor)
-    del buffer, logits, piece  # before the gradients are copied into their dtype
-    if needs[1] and tokens == 0:
-        dweight.zero_()
-    if not fp16 or tokens == 0:
-        return found, Gradients(
-            dhidden, None if dweight is None else dweight.to(weight.dtype), None if dbias is None else dbias.to(bias.dtype)
-        )
-    weight_factor = bias_factor = None
-    if needs[1]:
-        dweight, weight_factor = _into_fp16(dweight, torch.linalg.vector_norm(dweight, float("inf")))
-        weight_factor = weight_factor / unit
-    if needs[2]:
-        dbias, bias_factor = _into_fp16(dbias, dbias.abs().amax())
-    return found, Gradients(dhidden, dweight, dbias, (hidden_factor, weight_factor, bias_factor))
+    chunk = KernelChunk if has_kernels else TorchChunk
 
+    def loss_of(logits, rows):
+        return chunk(logits, target[rows], class_weight, options)
 
-def _multiply(gradient: torch.Tensor, factor: torch.Tensor) -> None:
-    """gradient *= factor, in place; one factor of 1 for all costs nothing. factor: of one element, or one a row."""
-    if gradient.numel() == 0:
-        return
-    if factor.numel() > 1:
-        gradient.mul_(factor)
-    elif gradient.dtype != torch.float64 and kernels_run_on(gradient):
-        flat, factor = gradient.view(-1), factor.to(torch.float32).view(1)
-        for start in range(0, flat.shape[0], SLAB):
-            _scale_kernel((flat[start : start + SLAB], factor))
-    else:
-        gradient.mul_(factor.view(1))  # of one dimension, not rounded to the gradient's dtype
+    return found, walk(hidden, weight, bias, loss_of, found, scale, needs, options.accum_dtype)
 
 
 class _Reduced(torch.autograd.Function):
@@ -556,10 +200,18 @@ def linear_cross_entropy(
     Raises ValueError when shapes, dtypes, devices or options do not fit.
     """
     _check(hidden, weight, target, bias, class_weight, reduction, ignore_index)
-    options = _options(
-        weight.dtype, ignore_index, label_smoothing, softcap, lse_square_scale, use_token_scaling, accum_dtype, return_z_loss,
-        return_token_accuracy, return_predicted_tokens,
-    )  # fmt: skip
+    options = checked_options(
+        weight.dtype,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        lse_square_scale=lse_square_scale,
+        use_token_scaling=use_token_scaling,
+        accum_dtype=accum_dtype,
+        return_z_loss=return_z_loss,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+    )
     if use_token_scaling and hidden.dtype == torch.float16:
         # The probability of a label times that of another class is below fp16's smallest number where there are many classes.
         hidden, weight, bias = (None if tensor is None else tensor.float() for tensor in (hidden, weight, bias))
@@ -567,83 +219,18 @@ def linear_cross_entropy(
     target = target.reshape(-1).contiguous()
     if class_weight is not None:
         class_weight = class_weight.to(wide(hidden.dtype)).contiguous()
-    scale = _scale(target, weight.shape[0], class_weight, options, reduction, num_items, wide(hidden.dtype))
+    scale = reduction_scale(target, weight.shape[0], class_weight, options, reduction, num_items, wide(hidden.dtype))
     if torch.compiler.is_compiling():  # chunks do not exist for a tracer
         logits = torch.nn.functional.linear(hidden, weight, bias)
-        rows = _TorchChunk(logits, target, class_weight, options).rows()
+        rows = TorchChunk(logits, target, class_weight, options).rows()
     elif not torch.is_grad_enabled():
         rows = _run(hidden, weight, bias, target, class_weight, None, options, (False,) * 3)[0]
     elif scale is None:
         rows = Rows(*_PerToken.apply(hidden, weight, bias, target, class_weight, options))
     else:
         loss, *others = _Reduced.apply(hidden, weight, bias, target, class_weight, scale, options)
-        return _output(loss, Rows(loss, *others), scale, target, options)
-    return _output(_reduced(rows.loss, scale), rows, scale, target, options)
-
-
-def cross_entropy_of_logits(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    class_weight: Optional[torch.Tensor] = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    num_items: Union[int, float, torch.Tensor, None] = None,
-    accum_dtype: Optional[torch.dtype] = None,
-    **options,
-) -> Union[torch.Tensor, LinearCrossEntropyOutput]:
-    """What `linear_cross_entropy` returns, of logits [tokens, classes] that are there, in PyTorch. There is no gradient of a weight
-    to accumulate, so accum_dtype is for nothing."""
-    _check_reduction(reduction)
-    _check_one_value_a_class("class_weight", class_weight, logits.shape[1])
-    _check_labels(target, logits.shape[1], ignore_index)
-    options = _options(logits.dtype, ignore_index, **options)
-    if class_weight is not None:
-        class_weight = class_weight.to(wide(logits.dtype))
-    scale = _scale(target, logits.shape[1], class_weight, options, reduction, num_items, wide(logits.dtype))
-    rows = _TorchChunk(logits, target, class_weight, options).rows()
-    return _output(_reduced(rows.loss, scale), rows, scale, target, options)
-
-
-def _reduced(rows, scale):
-    return rows if scale is None else rows.sum() * scale.view(())
-
-
-def _output(loss, rows: Rows, scale, target, options) -> Union[torch.Tensor, LinearCrossEntropyOutput]:
-    """What is returned of a reduced loss and of the rows, whose own loss is not looked at."""
-    if not (options.return_z_loss or options.predicts):
-        return loss
-    z_loss = _reduced(rows.z_loss, scale) if options.return_z_loss else None
-    accuracy = None
-    if options.return_token_accuracy:
-        # A token that does not count has the prediction -1, which its label may be too.
-        accuracy = ((rows.predicted == target) & (rows.predicted >= 0)).to(loss.dtype)
-        if scale is not None:
-            accuracy = accuracy.sum() / (rows.predicted >= 0).sum().clamp(min=1)
-    return LinearCrossEntropyOutput(loss, z_loss, accuracy, rows.predicted if options.return_predicted_tokens else None)
-
-
-def _scale(target, classes, class_weight, options, reduction, num_items, dtype) -> Optional[torch.Tensor]:
-    """What the sum of the losses is multiplied by, [1] on the device; None where they are not summed."""
-    if num_items is not None:
-        items = _on_device(num_items, target.device).to(dtype)
-    elif reduction == "none":
-        return None
-    elif reduction == "sum":
-        items = torch.ones((), dtype=dtype, device=target.device)
-    else:
-        counted = _counted(target, classes, options.ignore_index)
-        if class_weight is None:
-            items = counted.sum().to(dtype)
-        else:
-            items = torch.where(counted, class_weight[torch.where(counted, target, 0)], 0.0).sum()
-    return torch.where(items == 0, 0.0, 1.0 / items).to(dtype).view(1)
-
-
-def _on_device(number: Union[int, float, torch.Tensor], device) -> torch.Tensor:
-    """The number as a tensor there. The host does not wait for the device, as it does to copy memory of its own."""
-    if isinstance(number, torch.Tensor):
-        return number.to(device, non_blocking=True)
-    return torch.full((), number, dtype=torch.float64, device=device)
+        return output_of(loss, Rows(loss, *others), scale, target, options)
+    return output_of(reduced(rows.loss, scale), rows, scale, target, options)
 
 
 def _check(hidden, weight, target, bias, class_weight, reduction, ignore_index):
@@ -657,65 +244,11 @@ def _check(hidden, weight, target, bias, class_weight, reduction, ignore_index):
         fail("target", describe(target), f"torch.int64 {list(hidden.shape[:-1])}, one label a token")
     classes = weight.shape[0]
     for name, vector in (("bias", bias), ("class_weight", class_weight)):
-        _check_one_value_a_class(name, vector, classes)
+        check_one_value_a_class(name, vector, classes)
     if bias is not None and bias.dtype != hidden.dtype:
         fail("bias", describe(bias), f"of hidden's dtype, {hidden.dtype}")
     for name, tensor in (("weight", weight), ("target", target), ("bias", bias), ("class_weight", class_weight)):
         if tensor is not None and tensor.device != hidden.device:
             fail(name, describe(tensor), f"on the device of hidden, {hidden.device}")
-    _check_reduction(reduction)
-    _check_labels(target, classes, ignore_index)
-
-
-def _check_labels(target, classes, ignore_index):
-    """Looks at the labels where that waits for nobody: on a CPU."""
-    if target.device.type != "cpu":
-        return
-    wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
-    expected = f"labels from 0 to {classes - 1}, or {ignore_index}"
-    if torch.compiler.is_compiling():
-        torch._assert_async(~wrong.any(), f"target is another label at one of its places, expected {expected}")
-    elif wrong.any():
-        fail("target", f"{int(target[wrong][0])} at one of its places", expected)
-
-
-def _check_one_value_a_class(name, vector, classes):
-    if vector is not None and vector.shape != (classes,):
-        fail(name, describe(vector), f"[{classes}], one value a class")
-
-
-def _check_reduction(reduction):
-    if reduction not in ("mean", "sum", "none"):
-        fail("reduction", repr(reduction), "'mean', 'sum' or 'none'")
-
-
-def _options(
-    dtype,
-    ignore_index=-100,
-    label_smoothing=0.0,
-    softcap=None,
-    lse_square_scale=0.0,
-    use_token_scaling=False,
-    accum_dtype=None,
-    return_z_loss=False,
-    return_token_accuracy=False,
-    return_predicted_tokens=False,
-) -> Options:
-    """dtype: of the weight. Raises ValueError for a number or dtype that makes no sense."""
-    if not 0.0 <= label_smoothing <= 1.0:
-        fail("label_smoothing", label_smoothing, "a number from 0 to 1")
-    if softcap is not None and not 0.0 <= softcap < float("inf"):
-        fail("softcap", softcap, "a positive number, or None for no cap")
-    if accum_dtype not in (None, dtype) and (accum_dtype != torch.float32 or dtype == torch.float64):
-        fail("accum_dtype", accum_dtype, f"None, the weight's dtype {dtype}, or torch.float32")
-    return Options(
-        int(ignore_index),
-        float(label_smoothing),
-        float(softcap or 0.0),
-        float(lse_square_scale),
-        bool(use_token_scaling),
-        accum_dtype,
-        bool(return_z_loss),
-        bool(return_token_accuracy),
-        bool(return_predicted_tokens),
-    )
+    check_reduction(reduction)
+    check_labels(target, classes, ignore_index)
