@@ -55,6 +55,26 @@ def test_more_than_2_31_logits_in_one_chunk(ops, monkeypatch, options):
     assert relative_error(weight.grad, dweight) <= 3 * RELATIVE_ERROR[BF16]  # four chunks, each of which rounds
 
 
+@pytest.mark.parametrize("frozen", (False, True))
+def test_the_memory_of_the_loss_does_not_grow_with_the_tokens(ops, frozen):
+    """Beyond the inputs, their gradients and a few numbers a token; and a grid's second dimension, of 65535 blocks, holds no tokens."""
+    needs(12)
+    features, classes, peaks = 64, 151936, []
+    weight = (filled(classes, features, seed=2) * features**-0.5).requires_grad_(not frozen)
+    for tokens in (32768, 262144):
+        hidden = checks.leaf(filled(tokens, features, seed=1))
+        target = torch.randint(0, classes, (tokens,), device="cuda", generator=torch.Generator("cuda").manual_seed(3))
+        weight.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = ops.linear_cross_entropy(hidden, weight, target)
+        loss.backward()
+        assert torch.isfinite(loss) and torch.isfinite(hidden.grad).all()
+        peaks.append(torch.cuda.max_memory_allocated() - before - hidden.nbytes - 64 * tokens)
+    logits = (0.6 if frozen else 1.6) * GIB
+    assert max(peaks) <= logits + (0 if frozen else 3 * weight.nbytes) + 2**26 and peaks[1] <= peaks[0] + 2**20
+
+
 @pytest.mark.parametrize("length", (4096, 128), ids=("hidden states", "heads"))
 def test_rms_norm_of_a_million_tokens(ops, length):
     """2^20 tokens of 4096, as rows of a model and as heads of 128: 2^25 rows, more than a grid has blocks."""
