@@ -82,11 +82,11 @@ def _fused(x, weight, *others):
 
 def _in_parts(kernel: Kernel, key: tuple, rows: int, originals, tensors, *numbers) -> None:
     """Launches over all rows; past the largest grid in several launches. The weight, of one dimension less, stays whole."""
-    if rows <= GRID_MAX:
+    if rows <= GRID_MAX[0]:
         if rows:
             kernel.first(key, originals, tensors, *numbers)
         return
-    most = GRID_MAX // 64 * 64  # every part starts at an aligned address, of rstd too
+    most = GRID_MAX[0] // 64 * 64  # every part starts at an aligned address, of rstd too
     for start in range(0, rows, most):
         part = slice(start, start + most)
         kernel([t[part] if t.shape[0] == rows else t for t in tensors], *numbers)

@@ -33,7 +33,7 @@ def _fits(x, weight, *others):
     """Kernels exist for x and weight of one dtype, and for an fp32 weight with x in half precision. others: what else a kernel reads."""
     same = x.dtype == weight.dtype and x.dtype != torch.float64
     mixed = weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
-    return (same or mixed) and x.shape[-1] <= LONGEST and 0 < x.numel() <= x.shape[-1] * GRID_MAX and kernels_run_on(x, weight, *others)
+    return (same or mixed) and x.shape[-1] <= LONGEST and 0 < x.numel() <= x.shape[-1] * GRID_MAX[0] and kernels_run_on(x, weight, *others)
 
 
 def wide_rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:

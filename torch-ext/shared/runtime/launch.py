@@ -21,7 +21,7 @@ DTYPES = {
     torch.int64: "int64",
 }
 INT32_MAX = 2**31 - 1
-GRID_MAX = 2**24 - 1
+GRID_MAX = (2**24 - 1, 65535, 65535)  # blocks in each dimension: cuTile's limit of the first, CUDA's of the others
 KEPT = 4096  # prepared launches that one kernel keeps: sequence lengths vary from step to step
 
 # What launches; tests put an interpreter in its place.
@@ -221,6 +221,6 @@ class Kernel:
     def _blocks(self, variant: Variant, tensors) -> tuple:
         grid = tuple(self.grid(variant.constants, *tensors))
         grid += (1,) * (3 - len(grid))
-        if not all(1 <= blocks <= GRID_MAX for blocks in grid):
-            raise PromiseError(f"{self.names[0]} needs a grid of {grid}, expected 1 to {GRID_MAX} blocks in each dimension")
+        if not all(1 <= blocks <= most for blocks, most in zip(grid, GRID_MAX)):
+            raise PromiseError(f"{self.names[0]} needs a grid of {grid}, expected 1 to {GRID_MAX} blocks")
         return grid
