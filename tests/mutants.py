@@ -301,6 +301,74 @@ def check_adamw_in_slabs(ops):
         checks.check_adamw(ops, CPU, FP32, ((5, 512), (1501,), (2048,)))
 
 
+def launched(ops) -> list:
+    """The names of the variants that ran so far."""
+    return runtime_of(ops).launch.backend.launched
+
+
+def check_that_slabs_are_launches(ops):
+    counts = []
+    for slab in (2**30, 1024):
+        with checks.limit(ops, "common", "SLAB", slab):
+            before = len(launched(ops))
+            for kernel in list(runtime_of(ops).launch.tuner.kernels):
+                kernel.forget()
+            checks.check_adamw(ops, CPU, FP32, ((5, 512),))
+            counts.append(len(launched(ops)) - before)
+    assert counts[1] > counts[0]
+
+
+def check_norm_in_parts(ops):
+    """More rows than a grid has blocks, with the bound put low."""
+    with checks.limit(ops, "common", "GRID_MAX", (64, 1, 1)):
+        before = len(launched(ops))
+        checks.check_rms_norm(ops, CPU, FP32, (130, 1024))
+        assert len(launched(ops)) - before >= 4
+
+
+def check_elementwise_shapes(ops):
+    """Tensors that differ are refused before anything is launched."""
+    kernel = importlib.import_module(f"{ops.__name__}.shared.ops.swiglu")._forward_kernel
+    for other in (torch.zeros(2, 512), torch.zeros(4, 512, dtype=BF16)):
+        try:
+            kernel(torch.zeros(4, 512), other, torch.zeros(4, 512))
+        except ValueError:
+            continue
+        raise AssertionError("tensors of two shapes or dtypes were launched on")
+
+
+def check_launch_keys(ops):
+    """Calls that differ from the one before in a single thing that a launch follows from."""
+    weight = randn(1024, dtype=FP32, device=CPU, seed=1)
+
+    def check(x, w=weight):
+        dtype = x.dtype
+        assert_close(ops.rms_norm(x, w.to(dtype), 1e-6), rms_norm_exact(x.double(), w.to(dtype).double(), 1e-6), dtype)
+
+    x = randn(6, 1024, dtype=FP32, device=CPU)
+    wide = randn(6, 2048, dtype=FP32, device=CPU, seed=2)
+    odd = torch.empty(6 * 1024 + 8)[1 + (-x.data_ptr() % 16) // 4 :][: 6 * 1024].view(6, 1024)
+    columns = randn(1024, 6, dtype=FP32, device=CPU, seed=4)
+    for again in range(2):
+        for case in (x.bfloat16(), x.half(), x[:4], x, wide[:, :1024], wide[:, 1024:], odd.copy_(x), columns.t(), -columns.t()):
+            check(case)
+    hidden, head, target = randn(5, 64, dtype=FP32, device=CPU), randn(9, 64, dtype=FP32, device=CPU, seed=3), torch.tensor([1, 2, 3, 4, 5])
+    for ignored in (1, 2, 3):
+        loss = ops.linear_cross_entropy(leaf(hidden), head, target, ignore_index=ignored)
+        wanted = torch.nn.functional.cross_entropy(hidden.double() @ head.double().t(), target, ignore_index=ignored)
+        assert_close(loss, wanted, FP32)
+
+
+def check_that_results_are_never_copies(ops):
+    launch = runtime_of(ops).launch
+    kernel = launch.Kernel("column_sum", grid=lambda c, partial, out: (1,), views=lambda partial, out: (partial, out.clone()), reads=("partial",))
+    try:
+        kernel(torch.ones(2, 4), torch.zeros(4))
+    except launch.PromiseError:
+        return
+    raise AssertionError("a result was written into a copy")
+
+
 def check_adamw_that_is_not_taken(ops):
     """What no kernel takes: float64, a gradient or an average of other strides or another dtype than the parameter's, a gradient that
     is there with its sign turned."""
@@ -496,6 +564,11 @@ CHECKS = {
     "adamw": _of(checks.check_adamw, FP32),
     "adamw_odd": _of(checks.check_adamw, FP32, ((1501,), (1000,))),
     "adamw_in_slabs": check_adamw_in_slabs,
+    "adamw_counts_slabs": check_that_slabs_are_launches,
+    "norm_in_parts": check_norm_in_parts,
+    "elementwise_shapes": check_elementwise_shapes,
+    "launch_keys": check_launch_keys,
+    "launch_copies": check_that_results_are_never_copies,
     "adamw_not_taken": check_adamw_that_is_not_taken,
     "adamw_of_checkpoints": check_adamw_of_a_checkpoint,
     "adamw_sharded": check_adamw_of_shards,
@@ -1147,9 +1220,27 @@ OPERATION_MUTANTS = [
          ("lr * weight_decay", "weight_decay"),
          ("1 - beta1, beta2", "1 - beta2, beta2"),
          ("1 - beta2, step_size", "1 - beta1, step_size")),
-    *_in("shared/ops/common.py", "adamw_in_slabs", "launch_elementwise",
-         ("range(0, views[0].shape[0], rows)", "range(0, views[0].shape[0] - rows, rows)"),
-         ("start : start + rows", "0:rows")),
+    *_in("shared/ops/common.py", "adamw_in_slabs", "ElementwiseKernel._slabs",
+         ("range(0, arrays[0].shape[0], rows)", "range(0, arrays[0].shape[0] - rows, rows)"),
+         ("start : start + rows", "0:rows"),
+         ("arrays[0].shape[0] <= rows", "True", "adamw_counts_slabs")),
+    *_in("shared/ops/common.py", "norm_in_parts", "split_rows",
+         ("start : start + most", "0:most"),
+         ("range(0, rows, most)", "range(0, rows - most, most)"),
+         ("t.shape[0] == rows", "True"),
+         ("0 < rows <= GRID_MAX[0]", "True")),
+    *_in("shared/ops/common.py", "elementwise_shapes", "ElementwiseKernel._rows",
+         ("tensor.shape != first.shape", "False")),
+    *_in("shared/runtime/launch.py", "launch_keys", "Kernel.__call__",
+         ("argument.shape, ", ""),
+         (", argument.stride()", ""),
+         ("argument.dtype, ", ""),
+         ("if low_bits & 15:", "if False:"),
+         ("key.append(argument)", "pass")),
+    *_in("shared/runtime/launch.py", "launch_keys", "Kernel._first",
+         ("if places == addresses:", "if True:")),
+    *_in("shared/runtime/launch.py", "launch_copies", "Kernel._arrays",
+         ("if not self.reads.issuperset(moved):", "if False:")),
     *_in("shared/hf/optimizer.py", "adamw", "AdamW._step_group",
          ("for _, step in large], 1)", "for _, step in large], 2)"),
          ("by_step[number] = numbers(number,", "by_step[number] = numbers(3.0,"),

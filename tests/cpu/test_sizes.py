@@ -88,31 +88,49 @@ def test_logits_beyond_2_31_elements(interpreted, options, monkeypatch):
 
 
 # ---------------------------------------------------------------- more than one launch takes
+def in_parts(package, results_of, limits):
+    """Checks that the same calls give the same bits in whole launches and in parts of them. limits: called with True for the parts."""
+    launch, found, launches = importlib.import_module(f"{package.__name__}.shared.runtime.launch"), [], []
+    for small in (False, True):
+        limits(small)
+        for kernel in list(launch.tuner.kernels):
+            kernel.forget()  # what was prepared without parts
+        before = len(launch.backend.launched)
+        found.append(results_of())
+        launches.append(len(launch.backend.launched) - before)
+    for kernel in list(launch.tuner.kernels):
+        kernel.forget()
+    assert all(map(torch.equal, *found)) and launches[1] > launches[0], launches
+
+
 def test_more_rows_than_the_largest_grid_go_in_several_launches(interpreted, monkeypatch):
-    module, ops = importlib.import_module(f"{interpreted.__name__}.shared.ops.rms_norm"), operations(interpreted)
-    x, weight = leaf(numbers(23, 1024)), leaf(numbers(1024, seed=1))
-    projections, norm, tables = (numbers(128, 1024, seed=2),) * 3, numbers(128, seed=3), (numbers(1, 23, 128, seed=4),) * 2
-    results = []
-    for limit in ((2**24 - 1,), (5,)):
-        monkeypatch.setattr(module, "GRID_MAX", limit)
+    module, ops = importlib.import_module(f"{interpreted.__name__}.shared.ops.common"), operations(interpreted)
+    x, weight = leaf(numbers(150, 1024)), leaf(numbers(1024, seed=1))
+    projections, norm, tables = (numbers(128, 1024, seed=2),) * 3, numbers(128, seed=3), (numbers(1, 150, 128, seed=4),) * 2
+
+    def results():
         y, total = ops.add_rms_norm(x, x, weight)
-        first, *_ = ops.norm_attention_inputs(ops.rms_norm(x, weight), weight, projections, norm, norm, *tables, (1, 23))
-        results.append((y, total, first, *torch.autograd.grad((y.sum() + total.sum() + first.sum()), (x, weight))))
-    assert all(map(torch.equal, *results))
+        first, *_ = ops.norm_attention_inputs(ops.rms_norm(x, weight), weight, projections, norm, norm, *tables, (1, 150))
+        return y, total, first, *torch.autograd.grad((y.sum() + total.sum() + first.sum()), (x, weight))
+
+    in_parts(interpreted, results, lambda small: monkeypatch.setattr(module, "GRID_MAX", (64 if small else 2**24 - 1,)))
 
 
 def test_more_elements_than_a_flat_launch_takes_go_in_slabs(interpreted, monkeypatch):
-    names = (f"{interpreted.__name__}.shared.ops.common", f"{interpreted.__name__}.shared.ops.linear_head")
+    modules = [importlib.import_module(f"{interpreted.__name__}.shared.ops.{name}") for name in ("common", "linear_head")]
     ops, target = operations(interpreted), torch.tensor([1, 2, 0])
     gate, up, head = leaf(numbers(3, 1001)), leaf(numbers(3, 1001, seed=1)), leaf(numbers(9, 1001, seed=2))
-    results = []
-    for slab in (2**30, 1000):
-        for name in names:
-            monkeypatch.setattr(importlib.import_module(name), "SLAB", slab)
+
+    def results():
         hidden = ops.swiglu(gate, up)
         loss = 0.5 * ops.linear_cross_entropy(hidden, head, target)
-        results.append((hidden, loss, *torch.autograd.grad(loss, (gate, up, head))))
-    assert all(map(torch.equal, *results))
+        return hidden, loss, *torch.autograd.grad(loss, (gate, up, head))
+
+    def limits(small):
+        for module in modules:
+            monkeypatch.setattr(module, "SLAB", 1000 if small else 2**30)
+
+    in_parts(interpreted, results, limits)
 
 
 TOKENS, EXPERTS, HEADS = 2**21, 1024, 256

@@ -398,14 +398,14 @@ def test_an_elementwise_launch_refuses_another_shape_or_dtype(interpreted):
     """Also where the first tensor is like that of a launch which is remembered."""
     import importlib
 
-    common, adamw = (importlib.import_module(f"{interpreted.__name__}.shared.ops.{name}") for name in ("common", "adamw"))
+    adamw = importlib.import_module(f"{interpreted.__name__}.shared.ops.adamw")
     numbers = adamw.numbers(1.0, 1e-3, 0.9, 0.999, 1e-8, 0.0)
     right = [torch.ones(4, 512) for _ in range(4)]
     for i in range(1, 4):
         for other in (torch.ones(2, 512), torch.ones(4, 512, dtype=BF16)):
-            common.launch_elementwise(adamw._kernel, adamw.TILES, right, numbers)
+            adamw._kernel(*right, *numbers)
             with pytest.raises(ValueError, match=rf"tensor {i} of adamw is .+, expected like the first"):
-                common.launch_elementwise(adamw._kernel, adamw.TILES, [*right[:i], other, *right[i + 1 :]], numbers)
+                adamw._kernel(*right[:i], other, *right[i + 1 :], *numbers)
 
 
 # ---------------------------------------------------------------- experts, whose ids decide what is computed

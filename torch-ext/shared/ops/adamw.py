@@ -6,15 +6,13 @@ from typing import Sequence, Tuple
 import torch
 
 from ..runtime.device import kernels_run_on
-from ..runtime.launch import Kernel
 from ..runtime.tuning import DTYPES
-from .common import elementwise_grid, launch_elementwise
+from .common import ElementwiseKernel
 
 # Elements of the smallest parameter that a launch of its own is worth: the host needs 8 us for one, in which an H200 steps 2 million.
 SMALLEST = 2**20
-TILES = (512,)  # elements of one block; sizes that are no multiple of it go to the kernel that checks every index
 
-_kernel = Kernel("adamw", "adamw_any", grid=elementwise_grid)
+_kernel = ElementwiseKernel("adamw", "adamw_any")
 
 
 def fits(tensors: Sequence[torch.Tensor]) -> bool:
@@ -35,7 +33,7 @@ def numbers(step: float, lr: float, beta1: float, beta2: float, eps: float, weig
 
 def step_in_place(tensors: Sequence[torch.Tensor], floats: Sequence[float]) -> None:
     """tensors: param, grad, exp_avg, exp_avg_sq, for which `fits` holds; floats: of `numbers`."""
-    launch_elementwise(_kernel, TILES, tensors, floats)
+    _kernel(*tensors, *floats)
 
 
 def load(dtype: torch.dtype, device) -> None:

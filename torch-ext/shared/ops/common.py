@@ -2,13 +2,13 @@
 
 import functools
 import re
-from typing import Callable, Optional, Sequence
+from typing import Callable, Iterator, List, Optional, Sequence
 
 import torch
 
 from ..._ops import add_op_namespace_prefix
 from ..runtime.device import is_ordinary
-from ..runtime.launch import Kernel, overlaps
+from ..runtime.launch import GRID_MAX, Kernel, overlaps
 
 TORCH_MIN = (2, 6)
 SLAB = 2**30  # elements that one launch reaches over: offsets into an array are 32-bit
@@ -102,9 +102,7 @@ column_sum_kernel = Kernel("column_sum", grid=lambda c, partial, out: (-(-partia
 def column_sum(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Sums of the columns of contiguous fp32 partial results, in `dtype`."""
     out = partial.new_empty(partial.shape[1], dtype=dtype)
-    key = (partial.shape, dtype, partial.get_device())
-    if not column_sum_kernel.again(key, (partial.data_ptr(), out.data_ptr())):
-        column_sum_kernel.first(key, (partial, out), (partial, out))
+    column_sum_kernel(partial, out)
     return out
 
 
@@ -113,44 +111,65 @@ def new_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def look(*tensors: torch.Tensor) -> tuple:
-    """What a launch on these tensors follows from, beside their alignment."""
-    key: list = [tensors[0].get_device()]
-    for tensor in tensors:
-        key += (tensor.dtype, tensor.shape, tensor.stride())
-    return tuple(key)
+def as_rows(*vectors: int) -> Callable[..., List[torch.Tensor]]:
+    """Makes the `views` of a kernel on rows: each tensor as [rows, last dimension], but as they are those at the positions `vectors`."""
+
+    def views(*tensors: torch.Tensor) -> List[torch.Tensor]:
+        return [t if i in vectors or t.dim() == 2 else t.reshape(-1, t.shape[-1]) for i, t in enumerate(tensors)]
+
+    return views
 
 
-def elementwise_grid(c, first, *_):
-    return (-(-first.numel() // c["TILE"]),)
+def split_rows(*arrays: torch.Tensor) -> Optional[Iterator[List[torch.Tensor]]]:
+    """Cuts arrays that have a row for each block at the largest grid; those with another first dimension (weights) stay whole.
 
-
-def launch_elementwise(kernel: Kernel, tiles: Sequence[int], tensors: Sequence[torch.Tensor], floats: Sequence[float] = ()) -> None:
-    """Launches a kernel on every element of some tensors of one shape and dtype, as rows that one of `tiles` divides, or flat.
-
-    tensors: contiguous, or aligned [rows, columns] whose columns one of `tiles` divides. Raises ValueError when their shapes or dtypes
-    differ.
+    Without rows there is no part, so nothing is launched.
     """
-    first = tensors[0]
-    if first.numel() == 0:
-        return
-    key = look(*tensors)
-    if kernel.again(key, [tensor.data_ptr() for tensor in tensors], floats):
-        return
-    for i, tensor in enumerate(tensors):
-        if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.device != first.device:
-            fail(f"tensor {i} of {kernel.names[0]}", describe(tensor), f"like the first, which is {describe(first)}")
-    views = tensors
-    if all(tensor.is_contiguous() for tensor in tensors):
-        whole = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        tile = next((tile for tile in tiles if whole and first.numel() % tile == 0), None)
-        views = [tensor.view(-1, tile) if tile else tensor.view(-1) for tensor in tensors]
-    rows = max(1, SLAB // max(view.stride(0) for view in views))
-    if views[0].shape[0] <= rows:
-        kernel.first(key, tensors, views, *floats)
-        return
-    for start in range(0, views[0].shape[0], rows):
-        kernel([view[start : start + rows] for view in views], *floats)
+    rows = arrays[0].shape[0]
+    if 0 < rows <= GRID_MAX[0]:
+        return None
+    most = GRID_MAX[0] // 64 * 64  # every part starts at an aligned address, of one number a row too
+    return ([t[start : start + most] if t.shape[0] == rows else t for t in arrays] for start in range(0, rows, most))
+
+
+class ElementwiseKernel(Kernel):
+    """A kernel on every element of tensors of one shape and dtype.
+
+    exact: takes rows [rows, columns] that a TILE of its variants divides; what is contiguous is looked at as rows of one TILE. checked:
+    takes any number of elements, flat. Tensors are contiguous, or aligned [rows, columns] whose columns a TILE divides. Calling it
+    raises ValueError when their shapes or dtypes differ.
+    """
+
+    def __init__(self, exact: str, checked: str):
+        super().__init__(exact, checked, grid=lambda c, first, *_: (-(-first.numel() // c["TILE"]),), views=self._rows, split=self._slabs)
+
+    def tiles(self) -> tuple:
+        """Lists the lengths that rows of the exact kernel are multiples of, the preferred one first."""
+        return self.constants("TILE", self.names[0])
+
+    def takes_rows_of(self, columns: int) -> bool:
+        """Tells whether rows of so many elements may have a stride of their own."""
+        return columns % min(self.tiles()) == 0
+
+    def _rows(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        first = tensors[0]
+        for i, tensor in enumerate(tensors):
+            if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.device != first.device:
+                fail(f"tensor {i} of {self.names[0]}", describe(tensor), f"like the first, which is {describe(first)}")
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            return tensors
+        aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        tile = next((tile for tile in self.tiles() if aligned and first.numel() and first.numel() % tile == 0), None)
+        return [tensor.view(-1, tile) if tile else tensor.view(-1) for tensor in tensors]
+
+    @staticmethod
+    def _slabs(*arrays: torch.Tensor) -> Optional[Iterator[List[torch.Tensor]]]:
+        if arrays[0].numel() == 0:
+            return iter(())
+        rows = max(1, SLAB // max(array.stride(0) for array in arrays))
+        if arrays[0].shape[0] <= rows:
+            return None
+        return ([array[start : start + rows] for array in arrays] for start in range(0, arrays[0].shape[0], rows))
 
 
 BLOCK = "_bastile_block"  # on the storage of a weight that `lay_side_by_side` placed: the tensor that holds it and its neighbours

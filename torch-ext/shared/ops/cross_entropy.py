@@ -9,7 +9,6 @@ from ..runtime.launch import Kernel
 from .common import describe, fail, wide
 from .linear_head import fp16_factor
 
-STATISTICS_TILE = 4096  # of `cross_entropy_statistics`: how many pieces a row of logits has
 LN2 = 0.6931471805599453
 
 
@@ -151,17 +150,18 @@ class Chunk:
 class KernelChunk(Chunk):
     def loss(self):
         logits, options = self.logits, self.options
-        shape = (logits.shape[0], -(-logits.shape[1] // STATISTICS_TILE))
+        statistics = _statistics_kernel if self.plain else _statistics_weighted_kernel
+        shape = (logits.shape[0], -(-logits.shape[1] // statistics.constant("TILE")))
         new = {"dtype": torch.float32, "device": logits.device}
         part_max, part_sum = torch.empty(shape, **new), torch.empty(shape, **new)
         self.lse2, self.likelihood = torch.empty(shape[0], **new), torch.empty(shape[0], **new)  # lse2: in base 2
         if self.plain:
-            _statistics_kernel((logits, part_max, part_sum))
+            _statistics_kernel(logits, part_max, part_sum)
         else:
             self.look_up()
             part_total = torch.empty(shape, **new)
-            _statistics_weighted_kernel((logits, self.weights, part_max, part_sum, part_total), options.softcap)
-        _combine_kernel((logits, self.target, part_max, part_sum, self.lse2, self.likelihood), options.ignore_index, options.softcap)
+            _statistics_weighted_kernel(logits, self.weights, part_max, part_sum, part_total, options.softcap)
+        _combine_kernel(logits, self.target, part_max, part_sum, self.lse2, self.likelihood, options.ignore_index, options.softcap)
         if self.plain:
             return self.likelihood
         return self.weighted(part_total.sum(1))
@@ -174,13 +174,13 @@ class KernelChunk(Chunk):
         scale = self.scaled(scale)
         if self.plain and scale.numel() == 1:
             factor, scale = self.in_range(scale)
-            _gradient_kernel((self.logits, self.target, self.lse2, scale.view(1)), self.options.ignore_index)
+            _gradient_kernel(self.logits, self.target, self.lse2, scale.view(1), self.options.ignore_index)
             return factor
         if self.plain:
             self.look_up()
         factor, a, b, c = self.in_range(*self.coefficients(scale))
         a, b, c = a.contiguous(), b.contiguous(), c.contiguous()
-        _gradient_weighted_kernel((self.logits, self.weights, self.target, self.lse2, a, b, c), self.options.softcap)
+        _gradient_weighted_kernel(self.logits, self.weights, self.target, self.lse2, a, b, c, self.options.softcap)
         return factor
 
 

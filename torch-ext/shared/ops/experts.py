@@ -14,14 +14,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..runtime import launch
-from ..runtime.artifacts import Variant
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel, PromiseError
 from .common import apply_function, describe, fail, need_floats, needs_formula, traceable, unit_stride, wide
 
-BLOCK_ROWS = 32  # of the kernels of the clamped gate: rows of one expert that a block takes
-COLUMNS = 64  # columns that a block takes
-GEMM_ROWS = 128  # of the grouped GEMM: rows of one expert that a block takes
 # Between so many rows an expert ours beats torch's on compute capability 9.0: by 1, 9 and 10 % with 256 (H200, three shapes). With 1024 it is
 # 2 % slower to 1 % faster, and with few rows the host's part counts, which is larger: ours needs a list of blocks.
 OURS_FROM, OURS_TO = 128, 512
@@ -30,23 +26,6 @@ GEMM_ELEMENTS = 2**31  # a tile's place in an array is counted in 32 bits
 Optionals = Optional[torch.Tensor]
 Five = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Six = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _pieces(width: int) -> int:
-    return -(-width // COLUMNS)
-
-
-class _With(Kernel):
-    """The variants of a kernel in which a constant that the arguments do not tell has this value."""
-
-    def __init__(self, name: str, constant: str, value: int, grid):
-        super().__init__(name, grid=grid)
-        self.constant, self.value = constant, value
-
-    def _unfit(self, variant: Variant, tensors, numbers) -> str:
-        if variant.constants[self.constant] != self.value:
-            return f"is for {self.constant} {variant.constants[self.constant]}"
-        return super()._unfit(variant, tensors, numbers)
 
 
 def _blocks_grid(c, gate_up, bias, scores, blocks, out, *_):
@@ -70,13 +49,13 @@ def _outer_grid(c, x, y, ends, out):
 
 
 _clamped_forward_kernel = Kernel("clamped_gate_forward", grid=_blocks_grid)
-_clamped_backward_kernels = [_With("clamped_gate_backward", "WEIGHTS", weights, _blocks_grid) for weights in (0, 1)]
+_clamped_backward_kernels = [Kernel("clamped_gate_backward", grid=_blocks_grid, where={"WEIGHTS": weights}) for weights in (0, 1)]
 _bias_kernel = Kernel("expert_bias_sum", grid=lambda c, partial, stops, out: (-(-out.shape[1] // c["COLS"]), out.shape[0]))
 _swiglu_forward_kernel = Kernel("swiglu_rows_forward", grid=_rows_grid)
-_swiglu_backward_kernels = [_With("swiglu_rows_backward", "WEIGHTS", weights, _rows_grid) for weights in (0, 1)]
+_swiglu_backward_kernels = [Kernel("swiglu_rows_backward", grid=_rows_grid, where={"WEIGHTS": weights}) for weights in (0, 1)]
 _sum_kernel = Kernel("token_sum", grid=_tokens_grid)
 _sum_bias_kernel = Kernel("token_sum_bias", grid=_tokens_grid)
-_mm_kernels = [_With("grouped_mm", "TRANSPOSED", transposed, _mm_grid) for transposed in (0, 1)]
+_mm_kernels = [Kernel("grouped_mm", grid=_mm_grid, where={"TRANSPOSED": transposed}) for transposed in (0, 1)]
 _outer_kernel = Kernel("grouped_outer", grid=_outer_grid)
 
 
@@ -132,7 +111,7 @@ class Groups:
     @functools.cached_property
     def blocks(self) -> torch.Tensor:
         """Of `_blocks`, made once for all GEMMs of a pass."""
-        return _blocks(self.ends, self.rows, GEMM_ROWS)[0]
+        return _blocks(self.ends, self.rows, _mm_kernels[0].constant("TILE_M"))[0]
 
     def slices(self):
         """(expert, its rows) for the host, which waits for the device here."""
@@ -174,7 +153,7 @@ def _has_kernel(*tensors: torch.Tensor) -> bool:
 def _launched(kernel: Kernel, *tensors: torch.Tensor) -> bool:
     """Launches it where lengths, strides and addresses are of whole 16 bytes; else False."""
     try:
-        kernel(tensors)
+        kernel(*tensors)
     except PromiseError:
         return False
     return True
@@ -310,7 +289,7 @@ def _has_clamped_gate() -> bool:
 def _words(gate_up: torch.Tensor, bias: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
     """In half precision gate and up of a column as one 32-bit word, where the kernels take them so."""
     bias = bias.contiguous()
-    packs = gate_up.element_size() == 2 and gate_up.shape[1] % (2 * COLUMNS) == 0 and (bias.data_ptr() | gate_up.data_ptr()) % 16 == 0
+    packs = gate_up.element_size() == 2 and gate_up.shape[1] % (2 * _clamped_forward_kernel.constant("COLS")) == 0 and (bias.data_ptr() | gate_up.data_ptr()) % 16 == 0
     return (gate_up.view(torch.int32), bias.view(torch.int32)) if packs else (gate_up, bias)
 
 
@@ -321,10 +300,10 @@ def _gate_forward(gate_up, bias, scores, routing: Routing, gate: Gate) -> torch.
         return (gated * scores[:, None]).to(gate_up.dtype)
     out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
     if not gate.alpha:
-        _swiglu_forward_kernel((gate_up, scores, out))
+        _swiglu_forward_kernel(gate_up, scores, out)
     else:
-        blocks, _ = _blocks(routing.ends, gate_up.shape[0], BLOCK_ROWS)
-        _clamped_forward_kernel((*_words(gate_up, bias), scores, blocks, out), gate.alpha, gate.limit)
+        blocks, _ = _blocks(routing.ends, gate_up.shape[0], _clamped_forward_kernel.constant("ROWS"))
+        _clamped_forward_kernel(*_words(gate_up, bias), scores, blocks, out, gate.alpha, gate.limit)
     return out
 
 
@@ -346,18 +325,19 @@ def _gate_backward(dgated, gate_up, bias, scores, routing: Routing, gate: Gate, 
         return dgate_up.to(gate_up.dtype), gated, dscores, dbias
     rows, width = dgated.shape
     new = {"dtype": torch.float32, "device": dgated.device}
-    dscores = torch.empty((rows, _pieces(width)), **new)
+    columns = (_clamped_backward_kernels if gate.alpha else _swiglu_backward_kernels)[weights].constant("COLS")
+    dscores = torch.empty((rows, -(-width // columns)), **new)
     dbias = None
     if not gate.alpha:
-        _swiglu_backward_kernels[weights]((gate_up, scores, dgated, dscores))
+        _swiglu_backward_kernels[weights](gate_up, scores, dgated, dscores)
     else:
-        blocks, stops = _blocks(routing.ends, rows, BLOCK_ROWS)
+        blocks, stops = _blocks(routing.ends, rows, _clamped_forward_kernel.constant("ROWS"))
         partial = torch.empty((blocks.shape[1] if weights else 1, 2 * width), **new)
         tensors = (*_words(gate_up, bias), scores, blocks, dgated, dscores, partial)
-        _clamped_backward_kernels[weights](tensors, gate.alpha, gate.limit)
+        _clamped_backward_kernels[weights](*tensors, gate.alpha, gate.limit)
         if weights:
             dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-            _bias_kernel((partial, stops, dbias))
+            _bias_kernel(partial, stops, dbias)
     return gate_up, dgated if weights else None, dscores.sum(1), dbias
 
 
@@ -370,12 +350,12 @@ def _token_sum(y, position, expert=None, scores=None, bias=None) -> torch.Tensor
         return total.to(y.dtype)
     out = y.new_empty((position.shape[0], y.shape[1]))
     if bias is None:
-        _sum_kernel((y, position, out))
+        _sum_kernel(y, position, out)
     elif not _has_clamped_gate():
-        _sum_kernel((y, position, out))
+        _sum_kernel(y, position, out)
         out.addmm_(_dense(expert, scores, bias.shape[0], y.dtype), bias)
     else:
-        _sum_bias_kernel((y, position, expert.to(torch.int32), scores.to(torch.float32), bias.contiguous(), out))
+        _sum_bias_kernel(y, position, expert.to(torch.int32), scores.to(torch.float32), bias.contiguous(), out)
     return out
 
 

@@ -6,14 +6,14 @@ The tokens are taken in chunks (linear_head.py), and of each the cross entropy's
 Without gradients one kernel multiplies and joins, and no logits are stored at all (kernel_src/linear_cross_entropy.py).
 """
 
-from typing import Dict, Optional, Tuple, Union
+from typing import Optional, Tuple, Union
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import describe, fail, look, needs_formula, wide
+from .common import describe, fail, needs_formula, wide
 from .cross_entropy import (
     Chunk,
     KernelChunk,
@@ -31,9 +31,8 @@ from .cross_entropy import (
 )
 from .linear_head import Gradients, walk
 
-LINEAR_TILE = 256  # of `linear_cross_entropy_statistics`: the classes of a tile
-LINEAR_TOKENS = 1024  # and the tokens that share one reading of the weight
-LINEAR_BYTES = 48 * 2**20  # of what it leaves of the logits: 10240 tokens at once at Qwen3's vocabulary
+TOKENS_A_READING = 1024  # that share one reading of the weight in `linear_cross_entropy_statistics`: TILE_M * GROUP, on every GPU
+PARTIALS_BYTES = 48 * 2**20  # of what it leaves of the logits: 10240 tokens at once at Qwen3's vocabulary
 
 _linear_kernel = Kernel(
     "linear_cross_entropy_statistics",
@@ -49,26 +48,19 @@ class _WithoutLogits(Chunk):
     label smoothing, and no predictions.
     """
 
-    taken: Dict[tuple, bool] = {}  # the manifest is not looked through at every call
-
     def __init__(self, hidden, weight, bias, target, class_weight, options):
         super().__init__(weight.t(), target, class_weight, options)
         self.hidden, self.weight, self.bias = hidden, weight, bias
-        parts = -(-self.classes // LINEAR_TILE)
-        self.step = min(hidden.shape[0], max(LINEAR_BYTES // (8 * parts) // LINEAR_TOKENS, 1) * LINEAR_TOKENS)
-        self.shape = (self.step, parts)
 
     def fits(self) -> bool:
-        options = self.options
-        if self.bias is not None or options.softcap or options.label_smoothing or options.predicts or not self.step:
+        options, tokens = self.options, self.hidden.shape[0]
+        if self.bias is not None or options.softcap or options.label_smoothing or options.predicts or not tokens:
             return False
-        new = {"dtype": torch.float32, "device": self.hidden.device}
-        self.partials = torch.empty(self.shape, **new), torch.empty(self.shape, **new)
-        first = self.hidden[:2]  # whether the kernel takes them does not depend on how many they are
-        key = (*look(first, self.weight), (self.hidden.data_ptr() | self.weight.data_ptr()) & 15)
-        if key not in self.taken:
-            self.taken[key] = _linear_kernel.takes((first, self.weight, *self.partials))
-        return self.taken[key]
+        parts = -(-self.classes // _linear_kernel.constant("TILE_N"))
+        self.step = min(tokens, max(PARTIALS_BYTES // (8 * parts) // TOKENS_A_READING, 1) * TOKENS_A_READING)
+        self.partials = tuple(self.hidden.new_empty((self.step, parts), dtype=torch.float32) for _ in range(2))
+        # Whether the kernel takes them does not depend on how many tokens they are.
+        return _linear_kernel.takes(self.hidden[:2], self.weight, *(partial[:2] for partial in self.partials))
 
     def loss(self):
         tokens = self.hidden.shape[0]
@@ -77,9 +69,9 @@ class _WithoutLogits(Chunk):
             rows = slice(start, min(start + self.step, tokens))
             operands = self.hidden[rows], self.weight
             partials = tuple(partial[: rows.stop - start] for partial in self.partials)
-            _linear_kernel((*operands, *partials))
+            _linear_kernel(*operands, *partials)
             results = self.lse[rows], self.likelihood[rows]
-            _linear_combine_kernel((*operands, self.target[rows], *partials, *results), self.options.ignore_index)
+            _linear_combine_kernel(*operands, self.target[rows], *partials, *results, self.options.ignore_index)
         if self.plain:
             return self.likelihood
         self.look_up()

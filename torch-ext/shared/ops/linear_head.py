@@ -218,6 +218,6 @@ def _multiply(gradient: torch.Tensor, factor: torch.Tensor) -> None:
     elif gradient.dtype != torch.float64 and kernels_run_on(gradient, factor):
         flat, factor = gradient.view(-1), factor.to(torch.float32).view(1)
         for start in range(0, flat.shape[0], SLAB):
-            _scale_kernel((flat[start : start + SLAB], factor))
+            _scale_kernel(flat[start : start + SLAB], factor)
     else:
         gradient.mul_(factor.view(1))  # of one dimension, not rounded to the gradient's dtype

@@ -10,19 +10,18 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on, multiprocessors
-from ..runtime.launch import GRID_MAX, Kernel
+from ..runtime.launch import Kernel
 from .common import (
-    aligned,
     apply_function,
+    as_rows,
     column_sum,
     describe,
     fail,
-    look,
     need_floats,
     needs_formula,
     new_like,
+    split_rows,
     traceable,
-    unit_stride,
     wide,
 )
 
@@ -38,14 +37,22 @@ def one_partial_sum_a_block(c, *tensors):
     return (tensors[-1].shape[0],)
 
 
-_forward_kernel = Kernel("rms_norm_forward", "rms_norm_rows_forward", "rms_norm_any_forward", grid=_one_block_a_row)
-_backward_kernel = Kernel("rms_norm_backward", "rms_norm_rows_backward", "rms_norm_any_backward", grid=one_partial_sum_a_block)
-_apply_kernel = Kernel("rms_norm_apply", grid=_one_block_a_row)
-_add_forward_kernel = Kernel("add_rms_norm_forward", grid=_one_block_a_row)
-_add_backward_kernel = Kernel("add_rms_norm_backward", grid=one_partial_sum_a_block)
+_forward_kernel = Kernel(
+    "rms_norm_forward", "rms_norm_rows_forward", "rms_norm_any_forward",
+    grid=_one_block_a_row, views=as_rows(1, 3), reads=("x", "weight"), split=split_rows,
+)  # fmt: skip
+_backward_kernel = Kernel(
+    "rms_norm_backward", "rms_norm_rows_backward", "rms_norm_any_backward",
+    grid=one_partial_sum_a_block, views=as_rows(3, 4), reads=("dy", "x", "weight", "rstd"),
+)  # fmt: skip
+_apply_kernel = Kernel("rms_norm_apply", grid=_one_block_a_row, views=as_rows(1, 3), reads=("x", "weight"), split=split_rows)
+_add_forward_kernel = Kernel(
+    "add_rms_norm_forward", grid=_one_block_a_row, views=as_rows(2, 5), reads=("x", "residual", "weight"), split=split_rows
+)
+_add_backward_kernel = Kernel(
+    "add_rms_norm_backward", grid=one_partial_sum_a_block, views=as_rows(4, 5), reads=("dy", "dtotal", "x", "weight", "rstd")
+)
 
-# Row lengths that the kernels with the residual are built for, in half precision; others are two operations.
-FUSED_LENGTHS = (1024, 2048, 2560, 4096, 5120)
 # Blocks that an SM holds in the backward pass, by row length (kernel_src/rms_norm.py, swept on an H200).
 BLOCKS_PER_SM = ((256, 8), (1024, 6), (2560, 3))
 
@@ -72,46 +79,21 @@ def _fits(x, weight, *others):
     """Kernels exist for x and weight of one dtype, and for an fp32 weight with x in half precision. others: what else a kernel reads."""
     same = x.dtype == weight.dtype and x.dtype != torch.float64
     mixed = weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
-    return (same or mixed) and kernels_run_on(x, weight, *others)
+    return (same or mixed) and x.shape[-1] > 0 and kernels_run_on(x, weight, *others)
 
 
 def _fused(x, weight, *others):
     half = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
-    return half and x.shape[-1] in FUSED_LENGTHS and _fits(x, weight, *others)
-
-
-def _in_parts(kernel: Kernel, key: tuple, rows: int, originals, tensors, *numbers) -> None:
-    """Launches over all rows; past the largest grid in several launches. The weight, of one dimension less, stays whole."""
-    if rows <= GRID_MAX[0]:
-        if rows:
-            kernel.first(key, originals, tensors, *numbers)
-        return
-    most = GRID_MAX[0] // 64 * 64  # every part starts at an aligned address, of rstd too
-    for start in range(0, rows, most):
-        part = slice(start, start + most)
-        kernel([t[part] if t.shape[0] == rows else t for t in tensors], *numbers)
-
-
-def rows_of(x: torch.Tensor) -> torch.Tensor:
-    return unit_stride(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
+    return half and _fits(x, weight, *others) and x.shape[-1] in _add_forward_kernel.lengths("x", 1)
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
     if not _fits(x, weight):
         y, rstd = rms_norm_reference(x, weight, eps)
         return y, rstd.flatten()
-    contiguous = x.is_contiguous()
-    same = contiguous and x.dtype == weight.dtype
-    y = torch.empty_like(x) if same else torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    y = new_like(x) if x.dtype == weight.dtype else torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
-    key = look(x, weight)
-    if contiguous:
-        addresses = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), rstd.data_ptr())
-        if _forward_kernel.again(key, addresses, (eps,)):
-            return y, rstd
-    rows = rows_of(x)
-    tensors = (rows, unit_stride(weight), y.view(rows.shape), rstd)
-    _in_parts(_forward_kernel, key, rows.shape[0], (x, weight, y, rstd), tensors, eps)
+    _forward_kernel(x, weight, y, rstd, eps)
     return y, rstd
 
 
@@ -129,17 +111,8 @@ def _partial(x: torch.Tensor, rows: int, length: int) -> torch.Tensor:
 def _backward_launch(kernel, grads, x, weight, rstd, need_dweight) -> Pair:
     """grads: the gradients that the kernel reads, in its order."""
     length = x.shape[-1]
-    rows = x.numel() // length
-    dx, partial = new_like(x), _partial(x, rows, length)
-    key = look(x, weight, *grads)
-    originals = (dx, *grads, x, weight, rstd, partial)
-    again = False
-    if x.is_contiguous() and all(g.is_contiguous() for g in grads):
-        again = kernel.again(key, [t.data_ptr() for t in originals])
-    if not again:
-        fit = aligned if kernel is _add_backward_kernel else unit_stride
-        inputs = [fit(rows_of(t)) for t in (*grads, x)]
-        kernel.first(key, originals, (dx.view(rows, length), *inputs, fit(weight), rstd, partial))
+    dx, partial = new_like(x), _partial(x, x.numel() // length, length)
+    kernel(dx, *grads, x, weight, rstd, partial)
     return dx, column_sum(partial, weight.dtype) if need_dweight else weight.new_empty(0)
 
 
@@ -157,9 +130,7 @@ def _again(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor) -> torch.T
     if not _fused(x, weight, rstd):
         return weight * (x.to(wide(x.dtype)) * rstd[:, None]).to(x.dtype)
     y = new_like(x)
-    key, originals = look(x, weight), (x, weight, y, rstd)
-    if not _apply_kernel.again(key, [t.data_ptr() for t in originals]):
-        _in_parts(_apply_kernel, key, x.shape[0], originals, (aligned(x), aligned(weight), y, rstd))
+    _apply_kernel(x, weight, y, rstd)
     return y
 
 
@@ -168,14 +139,10 @@ def _add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     if not _fused(x, weight, residual) or x.numel() == 0:
         total = x + residual
         return (total, *_forward(total, weight, eps))
-    rows, residual, weight = aligned(rows_of(x)), aligned(rows_of(residual)), aligned(weight)
-    total, y = new_like(rows), new_like(rows)
-    rstd = rows.new_empty(rows.shape[0], dtype=torch.float32)
-    tensors = (rows, residual, weight, total, y, rstd)
-    key = look(rows, residual, weight)
-    if not _add_forward_kernel.again(key, [t.data_ptr() for t in tensors], (eps,)):
-        _in_parts(_add_forward_kernel, key, rows.shape[0], tensors, tensors, eps)
-    return total.view(x.shape), y.view(x.shape), rstd
+    total, y = new_like(x), new_like(x)
+    rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+    _add_forward_kernel(x, residual, weight, total, y, rstd, eps)
+    return total, y, rstd
 
 
 def _add_backward(
@@ -193,7 +160,7 @@ def _empty(x, dtype=None):
 
 
 def _fake_forward(x, weight, eps):
-    return _empty(x, torch.promote_types(x.dtype, weight.dtype)), x.new_empty((x.numel() // x.shape[-1],), dtype=wide(x.dtype))
+    return _empty(x, torch.promote_types(x.dtype, weight.dtype)), x.new_empty((x.shape[:-1].numel(),), dtype=wide(x.dtype))
 
 
 def _fake_backward(dy, x, weight, rstd, need_dweight):

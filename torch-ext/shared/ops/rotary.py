@@ -6,25 +6,19 @@ from typing import Tuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..runtime.artifacts import Variant
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
 from .common import (
-    aligned,
     apply_function,
     column_sum,
     describe,
     fail,
-    look,
     need_floats,
     needs_formula,
     new_like,
     traceable,
-    unit_stride,
 )
 from .rms_norm import rms_norm_backward_reference, rms_norm_reference
-
-TOKENS = 4  # that the backward kernel of `qk_norm_rotary` takes at a time, or a part of so many
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 Four = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -34,27 +28,49 @@ def _grid(c, q, k, *_):
     return (q.shape[0], max(-(-(q.shape[1] - c.get("Q_TAIL", 0)) // c["Q_HEADS"]), -(-k.shape[1] // c["K_HEADS"])))
 
 
-class _Directed(Kernel):
-    """Forward and backward are one kernel with another constant."""
-
-    def __init__(self, backward: int):
-        super().__init__("rotary", "rotary_any", grid=_grid)
-        self.backward = backward
-
-    def _unfit(self, variant: Variant, tensors, numbers) -> str:
-        if variant.constants["BACKWARD"] != self.backward:
-            return "is for the other direction"
-        return super()._unfit(variant, tensors, numbers)
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """[batch, tokens, heads, head_dim] -> [batch * tokens, heads, head_dim]."""
+    return x.reshape(-1, x.shape[2], x.shape[3])
 
 
-_kernels = (_Directed(0), _Directed(1))
-_norm_forward_kernel = Kernel("qk_norm_rotary_forward", grid=_grid)
+def _table(angles: torch.Tensor) -> torch.Tensor:
+    """[batch or 1, tokens, width] -> [rows, width]."""
+    return angles.reshape(-1, angles.shape[-1])
+
+
+def _forward_views(q, k, q_out, k_out, *others) -> list:
+    """others: weights [head_dim], then cos and sin."""
+    return [*map(_flat, (q, k, q_out, k_out)), *others[:-2], *map(_table, others[-2:])]
+
+
+def _backward_views(dq_out, dk_out, q, k, dq, dk, q_weight, k_weight, cos, sin, *partials) -> list:
+    tables = _whole_steps(cos, sin, q.shape[0])
+    return [*map(_flat, (dq_out, dk_out, q, k, dq, dk)), q_weight, k_weight, *map(_table, tables), *partials]
+
+
+def _whole_steps(cos: torch.Tensor, sin: torch.Tensor, batch: int) -> Pair:
+    """cos and sin with a row for each token, unless those of one sequence repeat after a whole number of steps of the backward kernel."""
+    if cos.shape[0] == batch or cos.shape[1] % max(_norm_backward_kernel.constants("TOKENS")) == 0:
+        return cos, sin
+    return tuple(table.expand(batch, -1, -1).contiguous() for table in (cos, sin))
+
+
+# Forward and backward are one kernel with another constant.
+_kernels = tuple(
+    Kernel("rotary", "rotary_any", grid=_grid, views=_forward_views, reads=("q", "k", "cos", "sin"), where={"BACKWARD": backward})
+    for backward in (0, 1)
+)
+_norm_forward_kernel = Kernel(
+    "qk_norm_rotary_forward", grid=_grid, views=_forward_views, reads=("q", "k", "q_weight", "k_weight", "cos", "sin")
+)
 _norm_backward_kernel = Kernel(
     "qk_norm_rotary_backward",
     grid=lambda c, dq, dk, q, k, *rest: (
         rest[-1].shape[0] // (k.shape[1] // c["HEADS"]),
         q.shape[1] // c["HEADS"] + k.shape[1] // c["HEADS"],
     ),
+    views=_backward_views,
+    reads=("dq_out", "dk_out", "q", "k", "q_weight", "k_weight", "cos", "sin"),
 )
 _column_sums_kernel = Kernel("column_sum_pair", grid=lambda c, partial, *_: (-(-partial.shape[1] // c["COLS"]), 2))
 
@@ -88,28 +104,20 @@ def qk_norm_rotary_reference(q, k, q_weight, k_weight, cos, sin, eps: float) -> 
 
 
 # ---------------------------------------------------------------- with the kernels
-def _tokens(x: torch.Tensor) -> torch.Tensor:
-    """[batch, tokens, heads, head_dim] -> [batch * tokens, heads, head_dim], a view where the strides allow it."""
-    return unit_stride(x.reshape(-1, x.shape[2], x.shape[3]))
-
-
-def _tables(cos: torch.Tensor, sin: torch.Tensor) -> Pair:
-    """[batch or 1, tokens, width] -> [rows, width]."""
-    return tuple(unit_stride(t.reshape(-1, t.shape[-1])) for t in (cos, sin))
-
-
 def _launch(q, k, cos, sin, heads_dim, backward) -> Pair:
     """Results lie in memory as [batch, tokens, heads, head_dim], whatever the order of the dimensions: what the projections
     write and what attention and the next backward read without a copy."""
     q, k = (x.transpose(1, 2) if heads_dim == 1 else x for x in (q, k))
     outs = new_like(q), new_like(k)
-    if q.numel():
-        _kernels[backward]((_tokens(q), _tokens(k), *map(_tokens, outs), *_tables(cos, sin)))
+    _kernels[backward](q, k, *outs, cos, sin)
     return tuple(x.transpose(1, 2) for x in outs) if heads_dim == 1 else outs
 
 
 def _fits(q, k, cos, sin, *others):
-    return q.dtype != torch.float64 and cos.dtype == q.dtype and kernels_run_on(q, k, cos, sin, *others)
+    """False for empty tensors too: a launch takes both, or there is nothing to launch."""
+    if q.dtype == torch.float64 or cos.dtype != q.dtype or not q.numel() or not k.numel():
+        return False
+    return kernels_run_on(q, k, cos, sin, *others)
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads_dim: int) -> Pair:
@@ -126,8 +134,10 @@ def _backward(dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.
 
 def _fused_heads(q, k, q_weight, k_weight, cos, sin, *others) -> bool:
     """True when `qk_norm_rotary` has kernels for these heads. others: what else a kernel reads."""
-    heads = q.shape[2] % 4 == 0 and k.shape[2] % 4 == 0 and q.shape[3] == cos.shape[-1] == 128
-    return heads and q_weight.dtype == k_weight.dtype == q.dtype and _fits(q, k, cos, sin, q_weight, k_weight, *others)
+    if not (q_weight.dtype == k_weight.dtype == q.dtype and _fits(q, k, cos, sin, q_weight, k_weight, *others)):
+        return False
+    width, heads = 2 * _norm_backward_kernel.constant("HALF"), min(_norm_backward_kernel.constants("HEADS"))
+    return q.shape[3] == cos.shape[-1] == width and q.shape[2] % heads == 0 and k.shape[2] % heads == 0
 
 
 def _norm_forward(
@@ -137,10 +147,7 @@ def _norm_forward(
     if not _fused_heads(q, k, q_weight, k_weight, cos, sin):
         return qk_norm_rotary_reference(q, k, q_weight, k_weight, cos, sin, eps)
     outs = new_like(q), new_like(k)
-    key, tensors = look(q, k, q_weight, k_weight, cos, sin), (q, k, *outs, q_weight, k_weight, cos, sin)
-    if not _norm_forward_kernel.again(key, [t.data_ptr() for t in tensors], (eps,)) and q.numel():
-        flat = (*map(_tokens, tensors[:4]), q_weight, k_weight, *_tables(cos, sin))
-        _norm_forward_kernel.first(key, tensors, list(map(aligned, flat)), eps)
+    _norm_forward_kernel(q, k, *outs, q_weight, k_weight, cos, sin, eps)
     return outs[0].transpose(1, 2), outs[1].transpose(1, 2)
 
 
@@ -175,43 +182,28 @@ def norm_backward_into(outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, e
         outs[0].copy_(dq)
         outs[1].copy_(dk)
         return dq_weight, dk_weight
-    if q.numel() == 0:
-        return tuple(w.new_zeros(w.shape if need else 0) for w, need in ((q_weight, need_q_weight), (k_weight, need_k_weight)))
     q_rows, k_rows = _partial_rows(q.shape, k.shape, multiprocessors(q))
     partials = tuple(torch.empty((rows, q.shape[3]), dtype=torch.float32, device=q.device) for rows in (q_rows, k_rows))
-    key, tensors = look(dq, dk, q, k, *outs, q_weight, k_weight, cos, sin), (dq, dk, q, k, *outs, q_weight, k_weight, cos, sin, *partials)
-    if not _norm_backward_kernel.again(key, [t.data_ptr() for t in tensors], (eps,)):
-        tables = _tables(*_whole_steps(cos, sin, q.shape[0]))
-        flat = (*map(_tokens, tensors[:6]), q_weight, k_weight, *tables, *partials)
-        _norm_backward_kernel.first(key, tensors, list(map(aligned, flat)), eps)
+    _norm_backward_kernel(dq, dk, q, k, *outs, q_weight, k_weight, cos, sin, *partials, eps)
     if need_q_weight and need_k_weight:
         sums = tuple(w.new_empty(w.shape) for w in (q_weight, k_weight))
-        tensors = (*partials, *sums)
-        key = (q_rows, k_rows, q_weight.dtype, q.get_device())
-        if not _column_sums_kernel.again(key, [t.data_ptr() for t in tensors]):
-            _column_sums_kernel.first(key, tensors, tensors)
+        _column_sums_kernel(*partials, *sums)
         return sums
     dq_weight = column_sum(partials[0], q_weight.dtype) if need_q_weight else q_weight.new_empty(0)
     dk_weight = column_sum(partials[1], k_weight.dtype) if need_k_weight else k_weight.new_empty(0)
     return dq_weight, dk_weight
 
 
-def _whole_steps(cos: torch.Tensor, sin: torch.Tensor, batch: int) -> Pair:
-    """cos and sin with a row for each token, unless those of one sequence repeat after a whole number of steps of the backward kernel."""
-    if cos.shape[0] == batch or cos.shape[1] % TOKENS == 0:
-        return cos, sin
-    return tuple(table.expand(batch, -1, -1).contiguous() for table in (cos, sin))
-
-
 @functools.lru_cache(maxsize=None)
 def _partial_rows(q_shape: tuple, k_shape: tuple, processors: int) -> Tuple[int, int]:
     """How many partial sums of q's and k's weight gradients there are: one for each block.
 
-    A block walks over tokens with 8 (or 4) heads. An SM holds two blocks; all groups together fill the GPU once.
+    A block walks over tokens with one group of heads. An SM holds two blocks; all groups together fill the GPU once.
     """
-    heads = 8 if q_shape[2] % 8 == 0 and k_shape[2] % 8 == 0 else 4
+    constants = _norm_backward_kernel.constants
+    heads = next(heads for heads in constants("HEADS") if q_shape[2] % heads == 0 and k_shape[2] % heads == 0)
     q_groups, k_groups = q_shape[2] // heads, k_shape[2] // heads
-    blocks = min(-(-q_shape[0] * q_shape[1] // TOKENS), max(1, 2 * processors // (q_groups + k_groups)))
+    blocks = min(-(-q_shape[0] * q_shape[1] // max(constants("TOKENS"))), max(1, 2 * processors // (q_groups + k_groups)))
     return blocks * q_groups, blocks * k_groups
 
 

@@ -7,14 +7,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
-from ..runtime.launch import Kernel
 from .common import (
+    ElementwiseKernel,
     aligned,
     apply_function,
     describe,
-    elementwise_grid,
     fail,
-    launch_elementwise,
     need_floats,
     needs_formula,
     new_like,
@@ -23,26 +21,19 @@ from .common import (
     wide,
 )
 
-TILES = (1024, 512)  # elements of one block: rows are a multiple of one of them, else the kernels that check every index run
-
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-_forward_kernel = Kernel("swiglu_forward", "swiglu_any_forward", grid=elementwise_grid)
-_backward_kernel = Kernel("swiglu_backward", "swiglu_any_backward", grid=elementwise_grid)
-_recompute_kernel = Kernel("swiglu_backward_recompute", "swiglu_any_backward_recompute", grid=elementwise_grid)
-
-
-def aligned_rows(columns: int) -> bool:
-    """True when rows of so many elements may have a stride of their own."""
-    return columns % TILES[-1] == 0
+_forward_kernel = ElementwiseKernel("swiglu_forward", "swiglu_any_forward")
+_backward_kernel = ElementwiseKernel("swiglu_backward", "swiglu_any_backward")
+_recompute_kernel = ElementwiseKernel("swiglu_backward_recompute", "swiglu_any_backward_recompute")
 
 
 def _inputs(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     """The tensors as the kernels take them; copies only of those that lie oddly in memory."""
     if all(tensor.is_contiguous() for tensor in tensors):
         return tensors
-    if tensors[0].dim() == 2 and aligned_rows(tensors[0].shape[1]):
+    if tensors[0].dim() == 2 and _forward_kernel.takes_rows_of(tensors[0].shape[1]):
         return [aligned(tensor) for tensor in tensors]
     return [tensor.contiguous() for tensor in tensors]
 
@@ -74,7 +65,7 @@ def _forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return swiglu_reference(gate, up)
     gate, up = _inputs(gate, up)
     out = new_like(gate)
-    launch_elementwise(_forward_kernel, TILES, (gate, up, out))
+    _forward_kernel(gate, up, out)
     return out
 
 
@@ -83,7 +74,7 @@ def _backward(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Tuple
         return swiglu_backward_reference(dout, gate, up)[:2]
     dout, gate, up = _inputs(dout, gate, up)
     dgate, dup = new_like(gate), new_like(gate)
-    launch_elementwise(_backward_kernel, TILES, (dout, gate, up, dgate, dup))
+    _backward_kernel(dout, gate, up, dgate, dup)
     return dgate, dup
 
 
@@ -97,12 +88,12 @@ def backward_in_place(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) 
     both = torch.empty((gate.shape[0], 2 * columns), dtype=gate.dtype, device=gate.device)
     dgate, dup = both[:, :columns], both[:, columns:]
     fits = _fits(gate, up, dout)
-    if fits and aligned_rows(columns):
+    if fits and _recompute_kernel.takes_rows_of(columns):
         gate, up = _inputs(gate, up)
-        launch_elementwise(_recompute_kernel, TILES, (dout, gate, up, dgate, dup))
+        _recompute_kernel(dout, gate, up, dgate, dup)
     elif fits:
         apart = torch.empty_like(dout), torch.empty_like(dout)
-        launch_elementwise(_recompute_kernel, TILES, (dout, gate.contiguous(), up.contiguous(), *apart))
+        _recompute_kernel(dout, gate.contiguous(), up.contiguous(), *apart)
         dgate.copy_(apart[0])
         dup.copy_(apart[1])
     else:

@@ -9,13 +9,12 @@ import torch
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import GRID_MAX, Kernel
-from .common import apply_function, column_sum, needs_formula, new_like, traceable, unit_stride, wide
-from .rms_norm import AddRMSNormFunction, RMSNormFunction, check, one_partial_sum_a_block, rms_norm_backward_reference, rows_of
+from .common import apply_function, as_rows, column_sum, needs_formula, new_like, traceable, wide
+from .rms_norm import AddRMSNormFunction, RMSNormFunction, check, one_partial_sum_a_block, rms_norm_backward_reference
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-LONGEST = 4096  # row that the kernels hold in one tile
 BLOCKS_PER_SM = 2  # in the backward pass: what 8 warps of 120 registers leave room for
 
 
@@ -23,17 +22,21 @@ def _one_block_a_row(c, x, *_):
     return (x.shape[0],)
 
 
-_forward_kernel = Kernel("wide_rms_norm_forward", grid=_one_block_a_row)
-_backward_kernel = Kernel("wide_rms_norm_backward", grid=one_partial_sum_a_block)
-_add_forward_kernel = Kernel("wide_add_rms_norm_forward", grid=_one_block_a_row)
-_add_backward_kernel = Kernel("wide_add_rms_norm_backward", grid=one_partial_sum_a_block)
+_forward_kernel = Kernel("wide_rms_norm_forward", grid=_one_block_a_row, views=as_rows(1, 3), reads=("x", "weight"))
+_backward_kernel = Kernel("wide_rms_norm_backward", grid=one_partial_sum_a_block, views=as_rows(3, 4), reads=("dy", "x", "weight", "rstd"))
+_add_forward_kernel = Kernel("wide_add_rms_norm_forward", grid=_one_block_a_row, views=as_rows(2, 5), reads=("x", "residual", "weight"))
+_add_backward_kernel = Kernel(
+    "wide_add_rms_norm_backward", grid=one_partial_sum_a_block, views=as_rows(4, 5), reads=("dy", "dtotal", "x", "weight", "rstd")
+)
 
 
 def _fits(x, weight, *others):
     """Kernels exist for x and weight of one dtype, and for an fp32 weight with x in half precision. others: what else a kernel reads."""
     same = x.dtype == weight.dtype and x.dtype != torch.float64
     mixed = weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
-    return (same or mixed) and x.shape[-1] <= LONGEST and 0 < x.numel() <= x.shape[-1] * GRID_MAX[0] and kernels_run_on(x, weight, *others)
+    if not (same or mixed) or not 0 < x.numel() <= x.shape[-1] * GRID_MAX[0] or not kernels_run_on(x, weight, *others):
+        return False
+    return x.shape[-1] <= _forward_kernel.constant("TILE")
 
 
 def wide_rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
@@ -47,9 +50,8 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
     if not _fits(x, weight):
         y, rstd = wide_rms_norm_reference(x, weight, eps)
         return y, rstd.flatten()
-    rows = rows_of(x)
-    y, rstd = new_like(x), x.new_empty(rows.shape[0], dtype=torch.float32)
-    _forward_kernel((rows, unit_stride(weight), y.view(rows.shape), rstd), eps)
+    y, rstd = new_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+    _forward_kernel(x, weight, y, rstd, eps)
     return y, rstd
 
 
@@ -58,11 +60,10 @@ def _add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     if not _fits(x, weight, residual):
         total = x + residual
         return (total, *_forward(total, weight, eps))
-    rows = rows_of(x)
-    total, y = new_like(rows), new_like(rows)
-    rstd = x.new_empty(rows.shape[0], dtype=torch.float32)
-    _add_forward_kernel((rows, rows_of(residual), unit_stride(weight), total, y, rstd), eps)
-    return total.view(x.shape), y.view(x.shape), rstd
+    total, y = new_like(x), new_like(x)
+    rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+    _add_forward_kernel(x, residual, weight, total, y, rstd, eps)
+    return total, y, rstd
 
 
 def _backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_dweight: bool) -> Pair:
@@ -82,17 +83,16 @@ def _gradients(grads, x, weight, rstd, need_dweight: bool) -> Pair:
         dx, dweight = rms_norm_backward_reference(grads[0], x, weight, rstd, need_dweight)
         dx = dx.to(x.dtype)
         return dx + grads[1] if len(grads) > 1 else dx, dweight
-    rows = rows_of(x)
-    dx = new_like(rows)
-    blocks = min(rows.shape[0], BLOCKS_PER_SM * multiprocessors(x))
-    partial = torch.empty((blocks, rows.shape[1]), dtype=torch.float32, device=x.device)
+    dx, length = new_like(x), x.shape[-1]
+    blocks = min(x.numel() // length, BLOCKS_PER_SM * multiprocessors(x))
+    partial = torch.empty((blocks, length), dtype=torch.float32, device=x.device)
     kernel = _backward_kernel if len(grads) == 1 else _add_backward_kernel
-    kernel((dx, *map(rows_of, grads), rows, unit_stride(weight), rstd, partial))
-    return dx.view(x.shape), column_sum(partial, weight.dtype) if need_dweight else weight.new_empty(0)
+    kernel(dx, *grads, x, weight, rstd, partial)
+    return dx, column_sum(partial, weight.dtype) if need_dweight else weight.new_empty(0)
 
 
 def _fake_forward(x, weight, eps):
-    return x.new_empty(x.shape), x.new_empty((x.numel() // x.shape[-1],), dtype=wide(x.dtype))
+    return x.new_empty(x.shape), x.new_empty((x.shape[:-1].numel(),), dtype=wide(x.dtype))
 
 
 def _fake_backward(dy, x, weight, rstd, need_dweight):

@@ -122,7 +122,7 @@ def _check(index: int) -> None:
         x = torch.ones((2, 4), dtype=torch.float32, device="cuda")
         total = torch.zeros(4, dtype=torch.float32, device="cuda")
         if not torch.cuda.is_current_stream_capturing():
-            _column_sum((x, total))
+            _column_sum(x, total)
             torch.cuda.synchronize(index)
             if total.tolist() != [2.0] * 4:
                 raise KernelsUnavailable("a first launch gave a wrong result")

@@ -5,7 +5,7 @@ lengths): a broken promise corrupts memory in silence. So every promise in the m
 combination of dtypes, shapes, strides and alignment; the outcome is kept and costs one dictionary look-up from then on.
 """
 
-from typing import Callable, List, Sequence
+from typing import Callable, Iterable, List, Mapping, Optional, Sequence
 
 import torch
 
@@ -74,96 +74,153 @@ def broken_promise(parameter: Parameter, dtype: str, shape: Sequence[int], strid
     return ""
 
 
+def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor at an aligned address: the tensor itself where it is one, else a copy."""
+    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 class Kernel:
-    """One or more kernels of the manifest that do the same thing with the same parameters, the preferred one first.
+    """One or more kernels of the manifest that do the same thing with the same parameters; a call launches the one that fits.
 
-    names: their names there. grid: called with a variant's constants and the arguments, returns the numbers of blocks.
+    names: their names there, the preferred one first. grid: called with a variant's constants and the arrays, returns the numbers of
+    blocks. views: called with the tensors of a call, returns the arrays as the kernel takes them, all elements in the same memory
+    (rows, flattened); it runs only when the combination of dtypes, shapes, strides and alignment is new. reads: the parameters that
+    are only read, of which the launcher makes contiguous copies where no variant takes them as they lie. split: called with the arrays
+    of a new combination, returns None, or the arrays of several launches where one cannot reach all elements. where: constants that a
+    variant must have, for what the arguments do not tell.
 
-    Calling it with the tensors and behind them the numbers in the order of the kernel's parameters, constants left out, launches
-    the first variant that takes them, on the current stream of the first tensor's device. Raises PromiseError when none does,
-    DriverError when the launch fails.
+    Calling it with tensors, ints and floats in the order of the kernel's parameters, constants left out, launches the first variant
+    that takes them, on the current stream of the first tensor's device. Everything that the choice of the variant, the lengths and
+    the strides of a launch follow from is in the key under which it is remembered, so no operation keeps one of its own. Raises
+    PromiseError when no variant takes the arguments, DriverError when the launch fails.
     """
 
-    def __init__(self, *names: str, grid: Callable[..., tuple]):
+    def __init__(
+        self,
+        *names: str,
+        grid: Callable[..., tuple],
+        views: Optional[Callable[..., Sequence[torch.Tensor]]] = None,
+        reads: Sequence[str] = (),
+        split: Optional[Callable[..., Optional[Iterable[Sequence[torch.Tensor]]]]] = None,
+        where: Optional[Mapping[str, int]] = None,
+    ):
         self.names = names
         self.grid = grid
+        self.views = views
+        self.reads = frozenset(reads)
+        self.split = split
+        self.where = dict(where or {})
         self._prepared: dict = {}
+        self._constants: dict = {}
+        self._taken: dict = {}
         tuner.kernels.add(self)
 
     def forget(self) -> None:
         """Prepares every launch anew, by the choices that hold now."""
         self._prepared.clear()
+        self._taken.clear()
 
-    def __call__(self, tensors: Sequence[torch.Tensor], *numbers) -> None:
-        key, addresses, low_bits = [tensors[0].get_device(), *[n for n in numbers if type(n) is int]], [], 0
-        for tensor in tensors:
-            key += (tensor.dtype, tensor.shape, tensor.stride())
-            address = tensor.data_ptr()
-            addresses.append(address)
-            low_bits |= address
+    def __call__(self, *arguments) -> None:
+        key: list = [arguments[0].get_device()]
+        addresses, floats, low_bits = [], [], 0
+        for argument in arguments:
+            kind = type(argument)
+            if kind is float:
+                floats.append(argument)
+            elif kind is int:
+                key.append(argument)
+            else:
+                address = argument.data_ptr()
+                addresses.append(address)
+                low_bits |= address
+                key += (argument.dtype, argument.shape, argument.stride())
         if low_bits & 15:
             key += [address & 15 for address in addresses]
-        key = tuple(key)
-        launch = self._prepared.get(key)
+        launch = self._prepared.get(tuple(key))
         if launch is None:
-            launch = self._remember(key, tensors, numbers)
-        launch(addresses, [n for n in numbers if type(n) is float])
+            self._first(tuple(key), arguments, addresses, floats)
+        else:
+            launch(addresses, floats)
 
-    def again(self, key: tuple, addresses: Sequence[int], floats: Sequence[float] = ()) -> bool:
-        """Launches what `first` prepared under this key, on other addresses. False when there is nothing or an address is not
-        aligned to 16 bytes: then call `first`.
-
-        An operation whose launch needs views of its tensors makes them once, for `first`, and not for every call. key: all that
-        the shapes, strides, dtypes, device and integers of the launch follow from.
-        """
-        launch = self._prepared.get(key)
-        if launch is None:
-            return False
-        low_bits = 0
-        for address in addresses:
-            low_bits |= address
-        if low_bits & 15:
-            return False
-        launch(addresses, floats)
-        return True
-
-    def first(self, key: tuple, originals: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], *numbers) -> None:
-        """Launches on the tensors, and remembers under `key` how.
-
-        originals: the tensors whose addresses `again` will get. Nothing is remembered where one of them was copied to make it fit,
-        or is not aligned to 16 bytes.
-        """
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        if any(o.data_ptr() != address or address & 15 for o, address in zip(originals, addresses)):
-            self(tensors, *numbers)
+    def _first(self, key: tuple, arguments: tuple, addresses: List[int], floats: List[float]) -> None:
+        """Launches on a new combination, and remembers it unless something had to be copied for it."""
+        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+        arrays = self._arrays(tensors, arguments)
+        parts = self.split(*arrays) if self.split else None
+        if parts is not None:
+            for part in parts:
+                self(*_with_arrays(part, arguments))
             return
-        launch = self._remember(key, tensors, numbers)
-        launch(addresses, [n for n in numbers if type(n) is float])
+        launch = self._prepare(arrays, arguments, floats)
+        places = [array.data_ptr() for array in arrays]
+        launch(places, floats)
+        if places == addresses:
+            if len(self._prepared) >= KEPT:
+                self._prepared.clear()
+            self._prepared[key] = launch
 
-    def _remember(self, key: tuple, tensors, numbers):
-        launch = self._prepare(tensors, numbers)
-        if len(self._prepared) >= KEPT:
-            self._prepared.clear()
-        self._prepared[key] = launch
-        return launch
+    def _arrays(self, tensors: List[torch.Tensor], arguments: tuple) -> List[torch.Tensor]:
+        """The tensors as the kernel takes them, with contiguous copies of those that it only reads where it needs them."""
+        arrays = list(self.views(*tensors)) if self.views else tensors
+        if self.reads and not self._fits(arrays, arguments):
+            arrays = [contiguous_copy(a) if name in self.reads else a for name, a in zip(self._array_names(), arrays)]
+        moved = [name for name, t, a in zip(self._array_names(), tensors, arrays) if a.data_ptr() != t.data_ptr() and a.numel()]
+        if not self.reads.issuperset(moved):
+            raise PromiseError(f"{self.names[0]} would write {', '.join(sorted(set(moved) - self.reads))} into a copy")
+        return arrays
 
-    def select(self, tensors: Sequence[torch.Tensor], *numbers) -> Variant:
-        """The variant that a call with these arguments launches by default. Raises PromiseError, naming what each variant lacks."""
-        return self.candidates(tensors, *numbers)[0]
+    def _array_names(self) -> List[str]:
+        return [p.name for p in self.variants()[0].parameters if p.kind == "array"]
 
-    def candidates(self, tensors: Sequence[torch.Tensor], *numbers) -> List[Variant]:
-        """The variant that `select` names, and behind it those of the same kernel with the very same promises.
+    def variants(self, kernel: Optional[str] = None) -> List[Variant]:
+        """Lists the variants that a call chooses from, the preferred one first. kernel: those of this one of `names` alone.
+
+        Raises ArtifactError when a kernel is not in the manifest.
+        """
+        found = [variant for name in ([kernel] if kernel else self.names) for variant in backend.artifacts.variants(name)]
+        return [v for v in found if all(v.constants.get(name) == value for name, value in self.where.items())]
+
+    def constants(self, name: str, kernel: Optional[str] = None) -> tuple:
+        """Lists the values that a constant has, in the order of the variants. kernel: of this one of `names` alone."""
+        key = (backend, name, kernel)
+        if key not in self._constants:
+            self._constants[key] = tuple(dict.fromkeys(v.constants[name] for v in self.variants(kernel) if name in v.constants))
+        return self._constants[key]
+
+    def constant(self, name: str) -> int:
+        """Returns the value of a constant that all variants have in common, so that no tile size is written down twice."""
+        values = self.constants(name)
+        if len(values) != 1:
+            raise PromiseError(f"the constant {name} of {self.names[0]} is {values or 'missing'}, expected one value for all variants")
+        return values[0]
+
+    def lengths(self, parameter: str, dimension: int) -> frozenset:
+        """Returns the lengths of one dimension of an array that variants promise, so that no list of them is written down twice."""
+        key = (backend, parameter, dimension)
+        if key not in self._constants:
+            found = [p for v in self.variants() for p in v.parameters if p.name == parameter]
+            self._constants[key] = frozenset(p.shape[dimension] for p in found) - {None}
+        return self._constants[key]
+
+    def select(self, *arguments) -> Variant:
+        """Returns the variant that a call with these arrays and numbers launches by default. Raises PromiseError, naming what each lacks."""
+        return self.candidates(*arguments)[0]
+
+    def candidates(self, *arguments) -> List[Variant]:
+        """Lists the variant that `select` names, and behind it those of the same kernel with the very same promises.
 
         Raises PromiseError when no variant takes these arguments, naming what each one lacks.
         """
         found: List[Variant] = []
         broken = []
-        architecture = backend.architecture(tensors[0].get_device())
-        for variant in (v for name in self.names for v in backend.artifacts.variants(name)):
+        architecture = backend.architecture(arguments[0].get_device())
+        for variant in self.variants():
             if found and (variant.symbol, variant.parameters) != (found[0].symbol, found[0].parameters):
                 continue
             if architecture in variant.images:
-                reason = self._unfit(variant, tensors, numbers)
+                reason = self._unfit(variant, arguments)
             else:
                 reason = f"is not built for {architecture or 'this GPU'}"
             if reason:
@@ -174,19 +231,29 @@ class Kernel:
             raise PromiseError(f"no variant of {self.names[0]} takes these arguments. " + "; ".join(broken))
         return found
 
-    def takes(self, tensors: Sequence[torch.Tensor], *numbers) -> bool:
-        """True when a variant takes these arguments."""
-        try:
-            return bool(self.candidates(tensors, *numbers))
-        except PromiseError:
-            return False
+    def takes(self, *arguments) -> bool:
+        """Tells whether a variant takes these arrays and numbers as they are. The answer is remembered."""
+        key = (backend, *(_described(a) if isinstance(a, torch.Tensor) else a for a in arguments))
+        found = self._taken.get(key)
+        if found is None:
+            if len(self._taken) >= KEPT:
+                self._taken.clear()
+            try:
+                found = self._taken[key] = bool(self.candidates(*arguments))
+            except PromiseError:
+                found = self._taken[key] = False
+        return found
 
-    def _unfit(self, variant: Variant, tensors, numbers) -> str:
-        arguments = (*tensors, *numbers)
+    def _fits(self, arrays: Sequence[torch.Tensor], arguments: tuple) -> bool:
+        return self.takes(*_with_arrays(arrays, arguments))
+
+    def _unfit(self, variant: Variant, arguments) -> str:
         if len(arguments) != len(variant.parameters):
             return f"{len(arguments)} arguments, expected {len(variant.parameters)}"
         for parameter, argument in zip(variant.parameters, arguments):
             if parameter.kind == "array":
+                if not isinstance(argument, torch.Tensor):
+                    return f"{parameter.name} is {argument!r}, expected a tensor"
                 dtype = DTYPES.get(argument.dtype, str(argument.dtype))
                 reason = broken_promise(parameter, dtype, argument.shape, argument.stride(), argument.data_ptr() & 15)
                 if reason:
@@ -197,30 +264,40 @@ class Kernel:
                 return f"{parameter.name} is {argument}, expected 32 bits"
         return ""
 
-    def _prepare(self, tensors, numbers):
-        candidates = self.candidates(tensors, *numbers)
-        devices = {tensor.device for tensor in tensors}
+    def _prepare(self, arrays: Sequence[torch.Tensor], arguments: tuple, floats: List[float]):
+        candidates = self.candidates(*_with_arrays(arrays, arguments))
+        devices = {array.device for array in arrays}
         if len(devices) > 1:
             raise PromiseError(f"{self.names[0]} got tensors on {', '.join(map(str, devices))}, expected one device")
-        device = tensors[0].get_device()
-        arrays = [(tuple(tensor.shape), tensor.stride()) for tensor in tensors]
-        integers = [number for number in numbers if type(number) is int]
+        device = arrays[0].get_device()
+        layouts = [(tuple(array.shape), array.stride()) for array in arrays]
+        integers = [number for number in arguments if type(number) is int]
 
         def launch_of(variant: Variant):
-            return backend.prepare(variant, device, self._blocks(variant, tensors), arrays, integers)
+            return backend.prepare(variant, device, self._blocks(variant, arrays), layouts, integers)
 
         def times() -> List[float]:
-            floats = [number for number in numbers if type(number) is float]
             launches = [launch_of(variant) for variant in candidates]
-            return measure(launches, tensors, floats, lambda work: backend.elapsed(device, work))
+            return measure(launches, arrays, floats, lambda work: backend.elapsed(device, work))
 
         if len(candidates) == 1:
             return launch_of(candidates[0])
         return launch_of(tuner.choose(candidates, lambda: backend.machine(device), times))
 
-    def _blocks(self, variant: Variant, tensors) -> tuple:
-        grid = tuple(self.grid(variant.constants, *tensors))
+    def _blocks(self, variant: Variant, arrays) -> tuple:
+        grid = tuple(self.grid(variant.constants, *arrays))
         grid += (1,) * (3 - len(grid))
         if not all(1 <= blocks <= most for blocks, most in zip(grid, GRID_MAX)):
             raise PromiseError(f"{self.names[0]} needs a grid of {grid}, expected 1 to {GRID_MAX} blocks")
         return grid
+
+
+def _described(array: torch.Tensor) -> tuple:
+    """All of an array that a promise can be about."""
+    return array.dtype, array.shape, array.stride(), array.get_device(), array.data_ptr() & 15
+
+
+def _with_arrays(arrays: Sequence[torch.Tensor], arguments: tuple) -> list:
+    """The arguments with arrays in the places of the tensors."""
+    waiting = iter(arrays)
+    return [next(waiting) if isinstance(a, torch.Tensor) else a for a in arguments]
