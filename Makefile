@@ -78,9 +78,9 @@ bench-adamw: $(READY) ## the optimizer's step
 bench-generate: $(READY) ## prefill and one-token steps of generate()
 	$(BIN)/python -m benchmark.benchmark_generate
 
-bench-plots: $(READY) ## pictures, and the tables of README and cards, from benchmark/results
+bench-plots: $(READY) ## pictures, and the tables of README, docs and cards, from benchmark/results
 	$(BIN)/python -m benchmark.plots
-	$(BIN)/python -m benchmark.tables --write README.md CARD.md $(wildcard packages/*/CARD.md)
+	$(BIN)/python -m benchmark.tables --write README.md CARD.md $(wildcard docs/*.md packages/*/CARD.md)
 
 check: $(READY) ## style and types
 	$(BIN)/ruff check .
