@@ -24,14 +24,14 @@ def part(package, name):
 
 
 def table():
-    """The rows of the README's table of versions: name -> (oldest, newest, the text of what was tested)."""
-    text = (ROOT / "README.md").read_text()
+    """The rows of the table of versions in docs/integrations.md: name -> (oldest, newest, the text of what was tested)."""
+    text = (ROOT / "docs/integrations.md").read_text()
     rows = re.findall(r"^\| (torch|transformers|kernels|Python) \| ([\d.]+) \| ([\d.]+) \| (.+) \|$", text, re.MULTILINE)
     return {name: rest for name, *rest in rows}
 
 
 @pytest.mark.parametrize("name", RANGES)
-def test_the_readme_pyproject_and_the_messages_say_the_same(qwen3, name):
+def test_the_documents_pyproject_and_the_messages_say_the_same(qwen3, name):
     oldest, newest, tested = table()[name]
     tested = [Version(number) for number in re.findall(r"\d+\.\d+\.\d+(?=[, +)]|$| with| and| on)", tested)]
     assert tested and all(RANGES[name].contains(version) for version in tested)
