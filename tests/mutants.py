@@ -349,7 +349,7 @@ def check_launch_keys(ops):
     wide = randn(6, 2048, dtype=FP32, device=CPU, seed=2)
     odd = torch.empty(6 * 1024 + 8)[1 + (-x.data_ptr() % 16) // 4 :][: 6 * 1024].view(6, 1024)
     columns = randn(1024, 6, dtype=FP32, device=CPU, seed=4)
-    for again in range(2):
+    for _ in range(2):
         for case in (x.bfloat16(), x.half(), x[:4], x, wide[:, :1024], wide[:, 1024:], odd.copy_(x), columns.t(), -columns.t()):
             check(case)
     hidden, head, target = randn(5, 64, dtype=FP32, device=CPU), randn(9, 64, dtype=FP32, device=CPU, seed=3), torch.tensor([1, 2, 3, 4, 5])
