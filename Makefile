@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-gpu test-mutants test-multigpu test-sanitizer build upload hub check clean \
+.PHONY: help demo test test-gpu test-mutants test-multigpu test-sanitizer build stage upload hub check clean \
 	bench-ops bench-rmsnorm bench-lce bench-qwen3 bench-gpt-oss bench-fsdp bench-generate bench-adamw bench-plots
 
 help: ## this list
@@ -42,6 +42,9 @@ build: $(READY) ## compile the kernels of every package for every architecture a
 	$(BIN)/python -m tools.compile
 	$(BIN)/python -m tools.assemble
 
+stage: build ## write each package as one self-contained tree for kernel-builder, under build/stage
+	$(BIN)/python -m tools.stage
+
 upload: build ## publish every package's build/ to the Hub (HF_TOKEN, or hf auth login)
 	$(BIN)/python -m tools.publish
 
@@ -61,9 +64,9 @@ bench-qwen3: $(READY) ## whole training steps of Qwen3-8B (needs a 141 GB GPU; -
 	$(BIN)/python -m benchmark.benchmark_qwen3 --rounds 2 --budget-s 560
 
 bench-gpt-oss: $(READY) ## GPT-OSS: the layer of experts, 32 and 128 of them, and training steps of 12 layers (needs a 141 GB GPU)
-	$(BIN)/python -m benchmark.benchmark_gpt_oss experts --budget-s 300
-	$(BIN)/python -m benchmark.benchmark_gpt_oss experts --model gpt_oss_120b --tokens 2048,8192 --budget-s 300
-	$(BIN)/python -m benchmark.benchmark_gpt_oss step --rounds 2 --budget-s 560
+	$(BIN)/python -m benchmark.benchmark_experts --budget-s 300
+	$(BIN)/python -m benchmark.benchmark_experts --model gpt_oss_120b --tokens 2048,8192 --budget-s 300
+	$(BIN)/python -m benchmark.steps --model gpt_oss_20b --rounds 2 --budget-s 560
 
 bench-fsdp: $(READY) ## training steps sharded over two GPUs
 	$(BIN)/python -m benchmark.benchmark_fsdp --gpus 2
@@ -75,9 +78,9 @@ bench-adamw: $(READY) ## the optimizer's step
 bench-generate: $(READY) ## prefill and one-token steps of generate()
 	$(BIN)/python -m benchmark.benchmark_generate
 
-bench-plots: $(READY) ## pictures, and the tables of README and cards, from benchmark/results
+bench-plots: $(READY) ## pictures, and the tables of README, docs and cards, from benchmark/results
 	$(BIN)/python -m benchmark.plots
-	$(BIN)/python -m benchmark.tables --write README.md CARD.md $(wildcard packages/*/CARD.md)
+	$(BIN)/python -m benchmark.tables --write README.md CARD.md $(wildcard docs/*.md packages/*/CARD.md)
 
 check: $(READY) ## style and types
 	$(BIN)/ruff check .

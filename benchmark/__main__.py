@@ -1,28 +1,26 @@
-"""All operations in one run: `python -m benchmark [rms_norm rotary ...] --budget-s 240`, about four minutes on an H200.
+"""Measure all operations of Qwen3 in one run: `python -m benchmark [rms_norm rotary ...] --budget-s 240`, about four minutes on an H200.
 
-Whole training steps: benchmark_qwen3.py and benchmark_fsdp.py. Tables and plots from the results: tables.py and plots.py.
+Operations of other suites take part when they are named. Whole training steps: steps.py and benchmark_fsdp.py; tables and plots from
+the results: tables.py and plots.py.
 """
 
-from .benchmark_add_rms_norm import ADD_RMS_NORM
-from .benchmark_linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from .benchmark_qk_norm_rotary import QK_NORM_ROTARY
-from .benchmark_rms_norm import Q_NORM, RMS_NORM, host_cost
-from .benchmark_rotary import ROTARY
-from .benchmark_swiglu import SWIGLU
-from .harness import parser, run
-
-OPERATIONS = {o.name: o for o in (RMS_NORM, Q_NORM, QK_NORM_ROTARY, ROTARY, ADD_RMS_NORM, SWIGLU, LINEAR_CROSS_ENTROPY)}
+from . import registry
+from .command_line import operation_parser
+from .harness import run
+from .operation import TOKENS
+from .suites import QWEN3
 
 
 def main(arguments=None) -> list:
-    p = parser(__doc__.partition("\n")[0])
-    p.add_argument("operations", nargs="*", metavar="operation", help=f"all of {', '.join(OPERATIONS)}")
-    p.set_defaults(tokens=(1024, 4096, 8192, 16384))
+    operations = registry.operations()
+    p = operation_parser(__doc__.partition("\n")[0], *operations.values())
+    p.add_argument("operations", nargs="*", metavar="operation", help=f"of {', '.join(operations)}; without any, all of Qwen3's")
+    p.set_defaults(tokens=TOKENS)
     args = p.parse_args(arguments)
-    unknown = set(args.operations) - set(OPERATIONS)
+    unknown = set(args.operations) - set(operations)
     if unknown:
-        p.error(f"operation is {', '.join(unknown)}, expected some of {', '.join(OPERATIONS)}")
-    return run([OPERATIONS[name] for name in args.operations or OPERATIONS], args, (host_cost,))
+        p.error(f"operation is {', '.join(sorted(unknown))}, expected some of {', '.join(operations)}")
+    return run([operations[name] for name in args.operations] or registry.of_suite(QWEN3), args)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ copy_ of as many bytes as the step reads and writes: parameters, both averages, 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,30 +15,41 @@ if not __package__:  # run as a file, or by `kernels benchmark`
     import sys
     from pathlib import Path
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    __package__ = Path(__file__).resolve().parent.name
+    sys.path.insert(0, str(Path(__file__).absolute().parents[1]))  # the links of the Hub's cache are not followed
+    __package__ = Path(__file__).absolute().parent.name
 
-from . import models, providers, records, training
-from .harness import DTYPES, WRONG, Benchmark, message, model_parser, save_rows, say, some_of, speed_row
+from . import models, providers, records, rows
+from .command_line import DTYPES, layers_parser, some_of
+from .correctness import check
+from .correctness import relative_error as error_of
+from .families import make_model
+from .floors import copy_call
+from .kernels_cli import Benchmark
+from .markdown import Notes, by_provider, columns_of, markdown, milliseconds, origin, select, share, times_faster
+from .providers import FLOOR
 from .records import Row
-from .timing import Clock, Quantiles, copy_call, relative_error
+from .report import log, message
+from .suites import QWEN3
+from .timing import Clock, Quantiles
 
 PROVIDERS = ("torch", "torch_fused", "bastile")
-OPTIONS = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+OPTIONS: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 RANK = 16
 
 
 def of_model(args, dtype: str) -> list[torch.nn.Parameter]:
-    return list(training.make_model(args.model, args.layers, args.device, DTYPES[dtype]).parameters())
+    """Return the parameters of some layers of the model, with its head and embedding."""
+    return list(make_model(args.model, args.layers, args.device, DTYPES[dtype]).parameters())
 
 
 def of_small_model(args, dtype: str) -> list[torch.nn.Parameter]:
+    """Return the parameters of a whole small model."""
     name = "qwen3_tiny" if args.model.endswith("tiny") else "qwen3_0.6b"
-    return list(training.make_model(name, None, args.device, DTYPES[dtype]).parameters())
+    return list(make_model(name, None, args.device, DTYPES[dtype]).parameters())
 
 
 def of_lora(args, dtype: str) -> list[torch.nn.Parameter]:
-    """Both factors of each projection of every layer."""
+    """Return both factors of each projection of every layer."""
     size = models.size(args.model)
     q, kv = size.heads * size.head_dim, size.kv_heads * size.head_dim
     hidden, inner = size.hidden, size.intermediate
@@ -48,18 +60,21 @@ def of_lora(args, dtype: str) -> list[torch.nn.Parameter]:
 
 @dataclass(frozen=True)
 class Case:
-    """parameters: makes them from the command line and the dtype; dtype: of `DTYPES`; timing: see timing.py."""
+    """What is stepped. title: of its row, with the {model} and the number of {layers}; parameters: makes them from the command line and the
+    dtype; dtype: of `DTYPES`; timing: see timing.py."""
 
+    title: str
     parameters: Callable
     dtype: str
     timing: str
 
 
 CASES = {
-    "bf16": Case(of_model, "bf16", "device"),
-    "fp32": Case(of_model, "fp32", "device"),
-    "small": Case(of_small_model, "bf16", "wall"),
-    "lora": Case(of_lora, "fp32", "wall"),  # fp32 as PEFT has them
+    "bf16": Case("{model} with {layers} layers, bf16", of_model, "bf16", "device"),
+    "fp32": Case("{model} with {layers} layers, fp32", of_model, "fp32", "device"),
+    "small": Case("Qwen3-0.6B, bf16, from an idle GPU", of_small_model, "bf16", "wall"),
+    # fp32 as PEFT has them.
+    "lora": Case("LoRA of rank 16 on {model}, fp32, from an idle GPU", of_lora, "fp32", "wall"),
 }
 
 
@@ -76,44 +91,45 @@ def set_gradients(params, seed: int = 0) -> None:
         param.grad = torch.empty_like(param).normal_(0.0, 1e-3, generator=generator)
 
 
-def check(provider: str, dtype: torch.dtype, device: str) -> None:
-    """Raises ArithmeticError when three steps with options that show do not do what AdamW does, on a parameter of each kind of size."""
+def check_steps(provider: str, dtype: torch.dtype, device: str) -> None:
+    """Raise ArithmeticError when three steps with options that show do not do what AdamW does, on a parameter of each kind of size."""
     changes = {"lr": 0.05, "betas": (0.7, 0.9), "weight_decay": 0.5}
     params = [torch.nn.Parameter(torch.randn(n, device=device).to(dtype)) for n in (2**20, 2**20 + 3, 1000)]
     optimizer = optimizer_of(provider, params, **changes)
-    exact = [{"param": p.detach().double(), "exp_avg": 0.0, "exp_avg_sq": 0.0} for p in params]
+    references: list[dict[str, Any]] = [{"param": p.detach().double(), "exp_avg": 0.0, "exp_avg_sq": 0.0} for p in params]
     for step in (1, 2, 3):
         set_gradients(params, step)
-        for param, wide in zip(params, exact, strict=True):
-            exact_step(wide, param.grad.double(), step, **OPTIONS | changes)
+        for param, reference in zip(params, references, strict=True):
+            assert param.grad is not None
+            step_in_float64(reference, param.grad.double(), step, **OPTIONS | changes)
         optimizer.step()
-    for param, wide in zip(params, exact, strict=True):
-        for name, found in {"param": param.detach(), **optimizer.state[param]}.items():
-            if name in wide and not (error := relative_error(found, wide[name])) <= WRONG[dtype]:
-                raise ArithmeticError(f"wrong result: {name} is off by {error:.1e}, expected at most {WRONG[dtype]:.0e}")
+    for param, reference in zip(params, references, strict=True):
+        found = {"param": param.detach(), **optimizer.state[param]}
+        check({name: error_of(found[name], exact) for name, exact in reference.items()}, dtype)
 
 
 @torch.no_grad()
-def exact_step(wide: dict, grad: torch.Tensor, step: int, lr, betas, eps, weight_decay) -> None:
-    """In float64, in place."""
-    wide["exp_avg"] = betas[0] * wide["exp_avg"] + (1 - betas[0]) * grad
-    wide["exp_avg_sq"] = betas[1] * wide["exp_avg_sq"] + (1 - betas[1]) * grad.square()
-    change = wide["exp_avg"] / (1 - betas[0] ** step) / ((wide["exp_avg_sq"] / (1 - betas[1] ** step)).sqrt() + eps)
-    wide["param"] = wide["param"] * (1 - lr * weight_decay) - lr * change
+def step_in_float64(reference: dict, grad: torch.Tensor, step: int, lr, betas, eps, weight_decay) -> None:
+    """Do AdamW's step in float64, in place. reference: "param", "exp_avg" and "exp_avg_sq"."""
+    reference["exp_avg"] = betas[0] * reference["exp_avg"] + (1 - betas[0]) * grad
+    reference["exp_avg_sq"] = betas[1] * reference["exp_avg_sq"] + (1 - betas[1]) * grad.square()
+    change = reference["exp_avg"] / (1 - betas[0] ** step) / ((reference["exp_avg_sq"] / (1 - betas[1] ** step)).sqrt() + eps)
+    reference["param"] = reference["param"] * (1 - lr * weight_decay) - lr * change
 
 
 def measure(args, name: str) -> list[Row]:
+    """Return the rows of one case: the floor, and one provider after the other."""
     case = CASES[name]
     clock = Clock(args.device, case.timing, args.ms)
     params = case.parameters(args, case.dtype)
     set_gradients(params)
     nbytes = 7 * sum(p.nbytes for p in params)
-    results = clock.measure({"floor": [copy_call(nbytes, args.device)]}, rounds=args.rounds)
+    results = clock.measure({FLOOR: [copy_call(nbytes, args.device)]}, rounds=args.rounds)
     clock.clean()
     for provider in args.providers:  # one after the other: each has a state as large as two models
         optimizer = failure = None
         try:
-            check(provider, DTYPES[case.dtype], args.device)
+            check_steps(provider, DTYPES[case.dtype], args.device)
             optimizer = optimizer_of(provider, params)
             results |= clock.measure({provider: [optimizer.step]}, rounds=args.rounds)
         except Exception as error:
@@ -122,16 +138,32 @@ def measure(args, name: str) -> list[Row]:
             results[provider] = failure
         del optimizer
         clock.clean()
-    floor = results["floor"]
+    floor = results[FLOOR]
     for provider, value in results.items():
         if isinstance(value, Quantiles):
             share = f", {floor.median / value.median:.1%} of the floor" if isinstance(floor, Quantiles) else ""
-            say(f"  {name}, {provider}: {value.median / 1e3:.2f} ms, {nbytes / value.median * 1e-6:.2f} TB/s{share}")
+            log(f"  {name}, {provider}: {value.median / 1e3:.2f} ms, {nbytes / value.median * 1e-6:.2f} TB/s{share}")
         else:
-            say(f"  {name}, {provider}: {message(value)}")
+            log(f"  {name}, {provider}: {message(value)}")
     x = ("parameters", "parameters", name)
     known = {"dtype": case.dtype, "timing": case.timing, "nbytes": nbytes, "tensors": len(params)}
-    return [speed_row(args, "adamw", provider, "full", x, value, **known) for provider, value in results.items()]
+    return [rows.speed_row(args, "adamw", provider, "full", x, value, **known) for provider, value in results.items()]
+
+
+def table(found: list[Row]) -> str:
+    """Return the milliseconds of an optimizer step by what it steps."""
+    found = select(found, kernel_name="adamw", model=QWEN3.model, metric_name="speed")
+    names, notes, body = columns_of(found), Notes(), []
+    for name in dict.fromkeys(row.x_value for row in found):
+        mine = by_provider(select(found, x_value=name))
+        title = CASES[name].title.format(model=models.title(QWEN3.model), layers=found[-1].config["layers"])
+        cells = [notes.cell(mine.get(p), milliseconds) for p in (*names, FLOOR)]
+        body.append([title, *cells, share(mine.get(FLOOR), mine.get("bastile")), times_faster(mine)])
+    head = ["parameters of", *map(providers.title, names), "floor", "Bastile: of the floor", "vs best peer"]
+    return markdown(head, body) + str(notes) + origin(found) if found else ""
+
+
+TABLES = {"adamw": table}
 
 
 class AdamWBenchmark(Benchmark):
@@ -158,17 +190,17 @@ class AdamWBenchmark(Benchmark):
 
 
 def main(arguments=None) -> list[Row]:
-    p = model_parser(__doc__.partition("\n")[0], "adamw", 300.0)
+    p = layers_parser(__doc__.partition("\n")[0], "adamw", 300.0)
     p.add_argument("--cases", type=some_of(*CASES), default=tuple(CASES), help=f"of {', '.join(CASES)}")
     p.add_argument("--providers", type=some_of(*PROVIDERS), default=PROVIDERS, help=f"of {', '.join(PROVIDERS)}")
     args = p.parse_args(arguments)
-    say(f"{models.title(args.model)}, {args.layers} layers, on {records.gpu_name(args.device)}")
-    rows: list[Row] = []
+    log(f"{models.title(args.model)}, {args.layers} layers, on {records.gpu_name(args.device)}")
+    found: list[Row] = []
     for name in args.cases:
-        found = measure(args, name)
-        save_rows(args, "adamw", found)
-        rows += found
-    return rows
+        mine = measure(args, name)
+        rows.save_speeds(args, "adamw", mine)
+        found += mine
+    return found
 
 
 if __name__ == "__main__":

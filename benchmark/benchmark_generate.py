@@ -14,13 +14,19 @@ if not __package__:  # run as a file, or by `kernels benchmark`
     import sys
     from pathlib import Path
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    __package__ = Path(__file__).resolve().parent.name
+    sys.path.insert(0, str(Path(__file__).absolute().parents[1]))  # the links of the Hub's cache are not followed
+    __package__ = Path(__file__).absolute().parent.name
 
-from . import models, providers, records, training
-from .harness import WRONG, Benchmark, integers, model_parser, save_rows, say, speed_row
+from . import models, providers, records, rows
+from .command_line import integers, layers_parser
+from .correctness import BOUNDS, relative_error
+from .families import make_model
+from .kernels_cli import Benchmark
+from .markdown import Notes, by_provider, in_order, markdown, number, origin, select, times_faster
 from .records import Row
-from .timing import TIMINGS, Clock, Quantiles, relative_error
+from .report import log
+from .suites import QWEN3
+from .timing import Call, Clock, Quantiles
 
 PROVIDERS = ("huggingface", "bastile")
 MODES = ("prefill", "decode")
@@ -40,7 +46,7 @@ class Generation:
 
     @torch.no_grad()
     def decode(self) -> torch.Tensor:
-        """Makes the cache one token longer; `forget` makes it as it was."""
+        """Return the logits of one more token. It makes the cache longer; `forget` makes it as it was."""
         return self.model(input_ids=self.ids[:, -1:], past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
 
     def forget(self) -> None:
@@ -52,45 +58,65 @@ class Generation:
 
 
 def generations(args, batch: int) -> dict[str, Generation]:
-    """The same weights and prompt for every provider."""
+    """Return a model of each provider, with the same weights and prompt."""
     generator = torch.Generator().manual_seed(batch)
     ids = torch.randint(models.size(args.model).vocab, (batch, args.tokens), generator=generator).to(args.device)
     found = {}
     for provider in PROVIDERS:
-        model = training.make_model(args.model, args.layers, args.device)
+        model = make_model(args.model, args.layers, args.device)
         found[provider] = Generation(providers.package().kernelize(model) if provider == "bastile" else model, ids)
     return found
 
 
 def check(found: dict[str, Generation]) -> None:
-    """Raises ArithmeticError when the logits are not the same up to rounding."""
+    """Raise ArithmeticError when the logits are not the same up to rounding."""
     for mode in MODES:
         expected, ours = (found[provider].call(mode)() for provider in PROVIDERS)
         error = relative_error(ours, expected)
-        if not error <= WRONG[torch.bfloat16]:
-            raise ArithmeticError(f"wrong result: logits of {mode} are off by {error:.1e}, expected at most {WRONG[torch.bfloat16]:.0e}")
+        if not error <= BOUNDS[torch.bfloat16]:
+            raise ArithmeticError(f"wrong result: logits of {mode} are off by {error:.1e}, expected at most {BOUNDS[torch.bfloat16]:.0e}")
     for generation in found.values():
         generation.forget()
 
 
 def measure(args, batch: int, clock: Clock) -> list[Row]:
+    """Return the rows of one number of sequences."""
     found = generations(args, batch)
     check(found)
 
-    def before() -> None:
+    def forget_all() -> None:
         for generation in found.values():
             generation.forget()
 
-    rows = []
+    made = []
     for mode in MODES:
-        calls = {provider: [generation.call(mode)] for provider, generation in found.items()}
-        timed = clock.measure(calls, before, args.rounds)
+        calls: dict[str, list[Call]] = {provider: [generation.call(mode)] for provider, generation in found.items()}
+        timed = clock.measure(calls, forget_all, args.rounds)
         x, known = ("batch", "sequences in a batch", str(batch)), {"tokens": args.tokens, "dtype": "bf16"}
-        rows += [speed_row(args, "generate", p, mode, x, value, timing=args.timing, **known) for p, value in timed.items()]
+        made += [rows.speed_row(args, "generate", p, mode, x, value, timing=args.timing, **known) for p, value in timed.items()]
         speed = {p: value.median for p, value in timed.items() if isinstance(value, Quantiles)}
         shown = ", ".join(f"{p} {us / 1e3:.3f} ms" for p, us in speed.items())
-        say(f"  batch {batch}, {mode}: {shown}" + (f", {speed['huggingface'] / speed['bastile']:.2f} x" if len(speed) == 2 else ""))
-    return rows
+        log(f"  batch {batch}, {mode}: {shown}" + (f", {speed['huggingface'] / speed['bastile']:.2f} x" if len(speed) == 2 else ""))
+    return made
+
+
+def table(found: list[Row]) -> str:
+    """Return the milliseconds of a prefill and of one more token, by the number of sequences."""
+    found = select(found, kernel_name="generate", model=QWEN3.model, metric_name="speed")
+    notes, body = Notes(), []
+    for mode, title in (("prefill", "prefill"), ("decode", "one token")):
+        for batch in in_order(row.x_value for row in found):
+            mine = by_provider(select(found, kernel_operation_mode=mode, x_value=batch))
+            cells = [notes.cell(mine.get(p), lambda us: number(us / 1e3)) for p in PROVIDERS]
+            body.append([f"{title}, batch {batch}", *cells, times_faster(mine)])
+    if not found:
+        return ""
+    config = found[-1].config
+    head = [f"ms, {config['tokens']} tokens, {config['layers']} layers", *map(providers.title, PROVIDERS), "speed"]
+    return markdown(head, body) + str(notes) + origin(found)
+
+
+TABLES = {"generate": table}
 
 
 class Qwen3GenerateBenchmark(Benchmark):
@@ -102,7 +128,7 @@ class Qwen3GenerateBenchmark(Benchmark):
         name, tokens = ("8b", 2048) if self.device.startswith("cuda") else ("tiny", 32)
         args = argparse.Namespace(model=name, layers=2, tokens=tokens, device=self.device)
         ids = torch.randint(models.size(name).vocab, (1, tokens), device=self.device)
-        make = partial(training.make_model, args.model, args.layers, args.device)
+        make = partial(make_model, args.model, args.layers, args.device)
         self.generation, self.reference = Generation(self.kernel.kernelize(make()), ids), Generation(make(), ids)
 
     def benchmark_prefill(self) -> None:
@@ -121,19 +147,19 @@ class Qwen3GenerateBenchmark(Benchmark):
 
 
 def main(arguments=None) -> list[Row]:
-    p = model_parser(__doc__.partition("\n")[0], "generate", 1000.0)
-    p.add_argument("--timing", choices=TIMINGS[:2], default="wall", help="see timing.py")
+    p = layers_parser(__doc__.partition("\n")[0], "generate", 1000.0)
+    p.add_argument("--timing", choices=("device", "wall"), default="wall", help="see timing.py")
     p.add_argument("--tokens", type=int, default=2048, help="of the prompt")
     p.add_argument("--batches", type=integers, default=(1, 8), help="comma-separated")
     args = p.parse_args(arguments)
-    say(f"{models.title(args.model)}, {args.layers} layers, {args.tokens} tokens, on {records.gpu_name(args.device)}")
-    clock, rows = Clock(args.device, args.timing, args.ms), []
+    log(f"{models.title(args.model)}, {args.layers} layers, {args.tokens} tokens, on {records.gpu_name(args.device)}")
+    clock, found = Clock(args.device, args.timing, args.ms), []
     for batch in args.batches:
-        found = measure(args, batch, clock)
-        save_rows(args, "generate", found)
-        rows += found
+        mine = measure(args, batch, clock)
+        rows.save_speeds(args, "generate", mine)
+        found += mine
         clock.clean()
-    return rows
+    return found
 
 
 if __name__ == "__main__":

@@ -10,18 +10,22 @@ if not __package__:  # run as a file, or by `kernels benchmark`
     import sys
     from pathlib import Path
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    __package__ = Path(__file__).resolve().parent.name
+    sys.path.insert(0, str(Path(__file__).absolute().parents[1]))  # the links of the Hub's cache are not followed
+    __package__ = Path(__file__).absolute().parent.name
 
 from . import eager, providers
-from .harness import Exact, Inputs, Operation, OperationBenchmark, Work, main
-from .timing import relative_error
+from .correctness import relative_error
+from .harness import main
+from .kernels_cli import OperationBenchmark
+from .markdown import Notes, by_provider, columns_of, gibibytes, in_order, joined, markdown, milliseconds, origin, select, share
+from .operation import Inputs, Operation, Reference, Work
+from .suites import QWEN3
 
 CHUNK = 1024  # tokens at a time in float64: 1.2 GB of logits
 
 
 def inputs(size, tokens, random) -> Inputs:
-    """Logits of order 1."""
+    """Draw hidden states and a weight that give logits of order 1."""
     return Inputs(
         leaves=(random.normal(tokens, size.hidden), random.normal(size.vocab, size.hidden, scale=size.hidden**-0.5)),
         others=(random.integers(size.vocab, tokens),),
@@ -29,8 +33,8 @@ def inputs(size, tokens, random) -> Inputs:
 
 
 @torch.no_grad()
-def exact(inputs: Inputs) -> Exact:
-    """In float64, some tokens at a time. Unavoidable in dweight: the error of one product of rounded dlogits and hidden."""
+def reference(inputs: Inputs) -> Reference:
+    """Compute in float64, some tokens at a time. Unavoidable in dweight: the error of one product of rounded dlogits and hidden."""
     hidden, weight = (t.detach().double() for t in inputs.leaves)
     (target,) = inputs.others
     tokens, loss = len(target), hidden.new_zeros(())
@@ -46,11 +50,11 @@ def exact(inputs: Inputs) -> Exact:
         dweight.addmm_(dlogits.t(), hidden[rows])
         rounded[rows] = dlogits
     one_product = relative_error(rounded.t() @ inputs.leaves[0].detach(), dweight)
-    return Exact((loss,), (dhidden, dweight), {"dweight": one_product})
+    return Reference((loss,), (dhidden, dweight), {"dweight": one_product})
 
 
 def products(inputs: Inputs, mode: str):
-    """The bare products of a mode, each into memory of its own."""
+    """Return the bare products of a mode, each into memory of its own."""
     hidden, weight = (t.detach() for t in inputs.leaves)
     logits = (hidden @ weight.t()).normal_()
     dhidden, dweight = torch.empty_like(hidden), torch.empty_like(weight)
@@ -77,36 +81,58 @@ def of_torch():
     return lambda hidden, weight, target: F.cross_entropy(F.linear(hidden, weight), target)
 
 
-def first(function):
-    """Of a function that returns the loss and more."""
+def loss_only(function):
+    """Keep the loss of a function that returns more."""
     return lambda *arguments: function(*arguments)[0]
-
-
-def ours(kernel):
-    return providers.operation(kernel, "linear_cross_entropy")
 
 
 LINEAR_CROSS_ENTROPY = Operation(
     name="linear_cross_entropy",
-    title="Linear + cross entropy",
+    title="linear + cross entropy",
+    suite=QWEN3,
+    position=7,
     outputs=("loss",),
     gradients=("dhidden", "dweight"),
     inputs=inputs,
     formula=eager.linear_cross_entropy,
-    ours=ours,
-    loaders={
+    peers={
         "torch": of_torch,
-        "liger": lambda: first(providers.liger("ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction").apply),
-        "liger_cutedsl": lambda: first(providers.liger_cutedsl("fused_linear_cross_entropy")),
-        "liger_cutile": lambda: first(providers.liger_cutile("LigerFusedLinearCrossEntropyFunction").apply),
+        "liger": lambda: loss_only(providers.liger("ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction").apply),
+        "liger_cutedsl": lambda: loss_only(providers.liger_cutedsl("fused_linear_cross_entropy")),
+        "liger_cutile": lambda: loss_only(providers.liger_cutile("LigerFusedLinearCrossEntropyFunction").apply),
     },
     work=work,
     floor=products,
-    exact=exact,
+    floor_title="bare cuBLAS GEMMs",
+    reference=reference,
     modes=("full", "forward", "no_grad_forward"),
     writes_inputs=False,
+    tokens=(2048, 8192, 16384, 32768),  # one chunk, and so many that adding their gradients up shows what it costs in precision
 )
-TOKENS = (2048, 8192, 16384, 32768)  # one chunk, and so many that adding their gradients up shows what it costs in precision
+
+
+def table(rows: list) -> str:
+    """Return time and memory of the loss with both gradients by tokens, and the error of the weight's gradient."""
+    wanted = {"kernel_operation_mode": "full", "model": QWEN3.model, "x_name": "tokens", "dtype": "bf16"}
+    rows = select(rows, kernel_name=LINEAR_CROSS_ENTROPY.name, **wanted)
+    speed = select(rows, metric_name="speed", timing="device")
+    names, notes, body = columns_of(speed), Notes(), []
+    for tokens in in_order(row.x_value for row in speed):
+        found = by_provider(select(speed, x_value=tokens))
+        memory = by_provider(select(rows, metric_name="memory", x_value=tokens))
+        errors = by_provider(select(rows, metric_name="error_dweight_ratio", x_value=tokens))
+        line = [tokens]
+        for p in names:
+            cells = notes.cell(found.get(p), milliseconds), notes.cell(memory.get(p), gibibytes)
+            line.append(joined(*cells, notes.cell(errors.get(p), lambda ratio: f"{ratio:.2f}")))
+        floor = found.get(providers.FLOOR)
+        body.append([*line, notes.cell(floor, milliseconds), share(found.get("bastile"), floor)])
+    head = ["tokens", *map(providers.title, names), "three GEMMs", "Bastile: of the GEMMs"]
+    text = "\n\nTime, peak memory beyond the inputs, and the error of the weight's gradient relative to that of one bf16 GEMM."
+    return markdown(head, body) + text + str(notes) + origin(speed) if speed else ""
+
+
+TABLES = {"linear_cross_entropy": table}
 
 
 class LinearCrossEntropyBenchmark(OperationBenchmark):
@@ -114,4 +140,4 @@ class LinearCrossEntropyBenchmark(OperationBenchmark):
 
 
 if __name__ == "__main__":
-    main(LINEAR_CROSS_ENTROPY, tokens=TOKENS)
+    main(LINEAR_CROSS_ENTROPY)

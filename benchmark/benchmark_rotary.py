@@ -4,46 +4,52 @@ if not __package__:  # run as a file, or by `kernels benchmark`
     import sys
     from pathlib import Path
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    __package__ = Path(__file__).resolve().parent.name
+    sys.path.insert(0, str(Path(__file__).absolute().parents[1]))  # the links of the Hub's cache are not followed
+    __package__ = Path(__file__).absolute().parent.name
 
 from . import eager, providers
-from .harness import Inputs, Operation, OperationBenchmark, main, passes
+from .harness import main
+from .kernels_cli import OperationBenchmark
+from .operation import Inputs, Operation, bytes_moved
+from .suites import QWEN3
 
 
 def inputs(size, tokens, random) -> Inputs:
-    """Leaves lie as the projections write them, gradients as attention leaves them: [batch, tokens, heads, head_dim]."""
+    """Lay leaves as the projections write them, gradients as attention leaves them: [batch, tokens, heads, head_dim]."""
     shapes = [(1, tokens, heads, size.head_dim) for heads in (size.heads, size.kv_heads)]
     return Inputs(
         leaves=tuple(random.normal(*shape) for shape in shapes),
         others=tuple(t.to(random.device, random.dtype) for t in eager.angles(tokens, size.head_dim)),
-        gradients=tuple(random.normal(*shape).transpose(1, 2) for shape in shapes),
+        output_gradients=tuple(random.normal(*shape).transpose(1, 2) for shape in shapes),
     )
 
 
 def of_views(rotate):
-    """The views that attention makes of what the projections wrote."""
+    """Call `rotate` with the views that attention makes of what the projections wrote."""
     return lambda q, k, cos, sin: rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
 
 
 def bytes_of_q_and_k(inputs: Inputs) -> int:
-    return sum(t.nbytes for t in inputs.gradients)
+    """Return the bytes of q and k together."""
+    return sum(t.nbytes for t in inputs.output_gradients)
 
 
 ROTARY = Operation(
     name="rotary",
-    title="Rotary embedding",
+    title="rotary",
+    suite=QWEN3,
+    position=4,
     outputs=("q", "k"),
     gradients=("dq", "dk"),
     inputs=inputs,
     formula=of_views(eager.rotary),
-    ours=lambda kernel: of_views(providers.operation(kernel, "rotary")),
-    loaders={
+    bastile=lambda package: of_views(providers.operation(package, "rotary")),
+    peers={
         "liger": lambda: of_views(providers.liger("ops.rope", "LigerRopeFunction").apply),
         "liger_cutedsl": lambda: of_views(providers.liger_cutedsl("rope")),
         "liger_cutile": lambda: of_views(providers.liger_cutile("LigerRopeFunction").apply),
     },
-    work=passes(2, 2, of=bytes_of_q_and_k),
+    work=bytes_moved(2, 2, bytes_of_q_and_k),
 )
 
 

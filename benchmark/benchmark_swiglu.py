@@ -4,32 +4,36 @@ if not __package__:  # run as a file, or by `kernels benchmark`
     import sys
     from pathlib import Path
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    __package__ = Path(__file__).resolve().parent.name
+    sys.path.insert(0, str(Path(__file__).absolute().parents[1]))  # the links of the Hub's cache are not followed
+    __package__ = Path(__file__).absolute().parent.name
 
 from . import eager, providers
-from .harness import Inputs, Operation, OperationBenchmark, main, passes
+from .harness import main
+from .kernels_cli import OperationBenchmark
+from .operation import Inputs, Operation, bytes_moved
+from .suites import QWEN3
 
 
 def inputs(size, tokens, random) -> Inputs:
     shape = (1, tokens, size.intermediate)
-    return Inputs(leaves=(random.normal(*shape), random.normal(*shape)), gradients=(random.normal(*shape),))
+    return Inputs(leaves=(random.normal(*shape), random.normal(*shape)), output_gradients=(random.normal(*shape),))
 
 
 SWIGLU = Operation(
     name="swiglu",
     title="SwiGLU",
+    suite=QWEN3,
+    position=6,
     outputs=("y",),
     gradients=("dgate", "dup"),
     inputs=inputs,
     formula=eager.swiglu,
-    ours=lambda kernel: providers.operation(kernel, "swiglu"),
-    loaders={
+    peers={
         "liger": lambda: providers.liger("ops.swiglu", "LigerSiLUMulFunction").apply,
         "liger_cutedsl": lambda: providers.liger_cutedsl("swiglu"),
         "liger_cutile": lambda: providers.liger_cutile("LigerSiLUMulFunction").apply,
     },
-    work=passes(3, 5, of=lambda inputs: inputs.leaves[0].nbytes),  # gate, up, y; dy, gate, up, dgate, dup
+    work=bytes_moved(3, 5),  # gate, up, y; dy, gate, up, dgate, dup
 )
 
 

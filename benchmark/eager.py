@@ -9,18 +9,19 @@ import torch.nn.functional as F
 EPS = 1e-6
 
 
-def _wide(x):
+def _to_float32(x):
+    """Convert half precision; float64, for the reference, stays what it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def rms_norm(x, weight, eps=EPS):
-    """Qwen3RMSNorm: normalised in fp32, rounded, then scaled."""
-    wide = _wide(x)
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    """Compute Qwen3RMSNorm: normalise in fp32, round, then scale. x: [..., n]; weight: [n]."""
+    x32 = _to_float32(x)
+    return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def add_rms_norm(x, residual, weight, eps=EPS):
-    """What a decoder layer does between attention and MLP: the sum, which goes on as the residual, and its norm."""
+    """Compute what a decoder layer does between attention and MLP: the norm of the sum, and the sum, which goes on as the residual."""
     total = residual + x
     return rms_norm(total, weight, eps), total
 
@@ -31,28 +32,28 @@ def _rotate_half(x):
 
 
 def rotary(q, k, cos, sin):
-    """apply_rotary_pos_emb. q, k: [batch, heads, tokens, head_dim]; cos, sin: [batch or 1, tokens, head_dim]."""
+    """Compute apply_rotary_pos_emb. q, k: [batch, heads, tokens, head_dim]; cos, sin: [batch or 1, tokens, head_dim]."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
 
 
 def qk_norm_rotary(q, k, q_weight, k_weight, cos, sin):
-    """q_norm, k_norm and rotary of Qwen3Attention. q, k: [batch, tokens, heads, head_dim]; returns [batch, heads, tokens, head_dim]."""
+    """Compute q_norm, k_norm and rotary of Qwen3Attention. q, k: [batch, tokens, heads, head_dim] -> [batch, heads, tokens, head_dim]."""
     return rotary(rms_norm(q, q_weight).transpose(1, 2), rms_norm(k, k_weight).transpose(1, 2), cos, sin)
 
 
 def swiglu(gate, up):
-    """What Qwen3MLP does between its projections."""
+    """Compute what Qwen3MLP does between its projections."""
     return F.silu(gate) * up
 
 
 def linear_cross_entropy(hidden, weight, target):
-    """lm_head and ForCausalLMLoss (which computes in fp32), for labels that are already shifted."""
-    return F.cross_entropy(_wide(F.linear(hidden, weight)), target)
+    """Compute lm_head and ForCausalLMLoss (which is in fp32), for labels that are already shifted."""
+    return F.cross_entropy(_to_float32(F.linear(hidden, weight)), target)
 
 
 def angles(tokens, head_dim, theta=1e6):
-    """The cos and sin that Qwen3RotaryEmbedding passes, [1, tokens, head_dim] in fp32."""
+    """Return the cos and sin that Qwen3RotaryEmbedding passes, [1, tokens, head_dim] in fp32."""
     frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     angle = torch.arange(tokens).float()[:, None] * frequency
     angle = torch.cat((angle, angle), -1)[None]

@@ -1,24 +1,25 @@
-"""The sizes of Qwen3 and GPT-OSS, from the configurations that Qwen and OpenAI publish."""
+"""The sizes of the models: Qwen3 and GPT-OSS as Qwen and OpenAI publish them, and those that Liger-Kernel's benchmarks name."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Size:
+    """Dimensions of a model. tied: the head shares the embedding's weight; experts: 0 for a dense model."""
+
     hidden: int
     intermediate: int
     layers: int
     heads: int
-    tied: bool = False  # does the head share the embedding's weight
+    tied: bool = False
     kv_heads: int = 8
     head_dim: int = 128
     vocab: int = 151936
-    experts: int = 0  # with experts it is a GPT-OSS
+    experts: int = 0
     top_k: int = 0
 
 
-FAMILIES = {"qwen3": "Qwen3", "gpt_oss": "GPT-OSS"}
-SIZES = {
+QWEN3 = {
     "qwen3_0.6b": Size(1024, 3072, 28, 16, tied=True),
     "qwen3_1.7b": Size(2048, 6144, 28, 16, tied=True),
     "qwen3_4b": Size(2560, 9728, 36, 32, tied=True),
@@ -30,65 +31,50 @@ GPT_OSS = {
     "gpt_oss_20b": Size(2880, 2880, 24, 64, head_dim=64, vocab=201088, experts=32, top_k=4),
     "gpt_oss_120b": Size(2880, 2880, 36, 64, head_dim=64, vocab=201088, experts=128, top_k=4),
 }
+# As Liger-Kernel's benchmarks have them: heads of 128 throughout, the MLP of the dense layers.
+LIGER = {
+    "llama_2_7b": Size(4096, 11008, 32, 32, kv_heads=32, vocab=32000),
+    "llama_3_8b": Size(4096, 14336, 32, 32, vocab=128256),
+    "qwen2.5_7b": Size(3584, 18944, 28, 28, kv_heads=4, vocab=152064),
+    "qwen2.5_14b": Size(5120, 13824, 48, 40, vocab=152064),
+    "qwen2.5_72b": Size(8192, 29568, 80, 64, vocab=152064),
+    "deepseek_v2_lite": Size(2048, 10944, 27, 16, kv_heads=16, vocab=102400),
+    "deepseek_v3": Size(7168, 18432, 61, 128, kv_heads=128, vocab=129280),
+}
 # For smoke runs on a CPU.
 TINY = {
     "qwen3_tiny": Size(64, 160, 2, 4, tied=True, kv_heads=2, head_dim=16, vocab=512),
     "gpt_oss_tiny": Size(64, 48, 2, 4, kv_heads=2, head_dim=16, vocab=512, experts=6, top_k=2),
 }
+SIZES = QWEN3 | GPT_OSS | LIGER
+WITH_TINY = SIZES | TINY
+# How a family's name is written, by how its models' names begin.
+FAMILIES = {"qwen3_": "Qwen3", "gpt_oss_": "GPT-OSS", "llama_": "Llama", "qwen2.5_": "Qwen2.5", "deepseek_": "DeepSeek"}
 
 
 def full_name(name: str) -> str:
-    """`8b` and `qwen3_8b` are the same model. Raises ValueError for one that is not in the table."""
+    """Return the name in the table: `8b` and `qwen3_8b` are the same model. Raise ValueError for one that is not in the table."""
     name = name.lower()
-    found = name if name.startswith(("qwen3_", "gpt_oss_")) else f"qwen3_{name}"
-    if found not in SIZES | GPT_OSS | TINY:
-        raise ValueError(f"model is {name}, expected one of {', '.join(SIZES | GPT_OSS | TINY)}")
+    found = name if name.startswith(tuple(FAMILIES)) else f"qwen3_{name}"
+    if found not in WITH_TINY:
+        raise ValueError(f"model is {name}, expected one of {', '.join(WITH_TINY)}")
     return found
 
 
 def size(name: str) -> Size:
-    return (SIZES | GPT_OSS | TINY)[full_name(name)]
+    """Return the dimensions of a model. Raise ValueError for one that is not in the table."""
+    return WITH_TINY[full_name(name)]
 
 
 def family(name: str) -> str:
-    """One of `FAMILIES`."""
-    return full_name(name).rpartition("_")[0]
+    """Return the family of a model, "qwen3" or "gpt_oss", say."""
+    name = full_name(name)
+    return next(prefix for prefix in FAMILIES if name.startswith(prefix)).rstrip("_")
 
 
 def title(name: str, layers: int | None = None) -> str:
-    """ "GPT-OSS-20B", or "GPT-OSS-20B with 12 of 24 layers"."""
-    found, whole = f"{FAMILIES[family(name)]}-{full_name(name).rpartition('_')[2].upper()}", size(name).layers
+    """Return a model's name as it is written: "GPT-OSS-20B", or "GPT-OSS-20B with 12 of 24 layers"."""
+    prefix, whole = f"{family(name)}_", size(name).layers
+    parts = full_name(name).removeprefix(prefix).split("_")
+    found = "-".join([FAMILIES[prefix], *(part.upper() if part[0].isdigit() else part.capitalize() for part in parts)])
     return found if layers in (None, whole) else f"{found} with {layers} of {whole} layers"
-
-
-def configuration(name: str, layers: int | None = None):
-    """A Qwen3Config or GptOssConfig of transformers."""
-    from transformers import GptOssConfig, Qwen3Config
-
-    s = size(name)
-    if s.experts:
-        return GptOssConfig(
-            vocab_size=s.vocab,
-            hidden_size=s.hidden,
-            intermediate_size=s.intermediate,
-            num_hidden_layers=layers or s.layers,
-            num_attention_heads=s.heads,
-            num_key_value_heads=s.kv_heads,
-            head_dim=s.head_dim,
-            num_local_experts=s.experts,
-            num_experts_per_tok=s.top_k,
-            use_cache=False,
-        )
-    return Qwen3Config(
-        vocab_size=s.vocab,
-        hidden_size=s.hidden,
-        intermediate_size=s.intermediate,
-        num_hidden_layers=layers or s.layers,
-        num_attention_heads=s.heads,
-        num_key_value_heads=s.kv_heads,
-        head_dim=s.head_dim,
-        max_position_embeddings=40960,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=s.tied,
-        use_cache=False,
-    )

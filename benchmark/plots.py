@@ -4,39 +4,25 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from . import models, records
+from . import models, records, registry
+from .families import FAMILIES
+from .markdown import in_order, select
+from .operation import MODE_TITLES
+from .providers import FLOOR, FLOOR_STYLE, PROVIDERS
 from .records import Row
-from .tables import EXPERTS, MODE_TITLES, MODEL, PROVIDERS, TITLES, in_order, select, step_groups
+from .step_tables import step_groups
+from .suites import Suite
 
-# Colours that colour-blind readers tell apart (Okabe and Ito); what is compared is grey or thin, Bastile is not.
-STYLES: dict[str, dict] = {
-    "huggingface": {"color": "#999999", "marker": "s"},
-    "huggingface_flex": {"color": "#999999", "marker": "s", "linestyle": "--"},
-    "torch": {"color": "#56B4E9", "marker": "D"},
-    "torch_fused": {"color": "#56B4E9", "marker": "D", "linestyle": "--"},
-    "torch_compile": {"color": "#CC79A7", "marker": "v"},
-    "liger": {"color": "#E69F00", "marker": "^"},
-    "liger_flex": {"color": "#E69F00", "marker": "^", "linestyle": "--"},
-    "liger_cutedsl": {"color": "#009E73", "marker": "<"},
-    "liger_cutile": {"color": "#0072B2", "marker": ">"},
-    "bastile": {"color": "#D55E00", "marker": "o", "linewidth": 2.5, "zorder": 3},
-    "bastile_adamw": {"color": "#D55E00", "marker": "o", "linewidth": 1.5, "zorder": 3, "linestyle": "--"},
-    "floor": {"color": "black", "linestyle": ":", "linewidth": 1},
-}
-FLOOR = {"linear_cross_entropy": "bare cuBLAS GEMMs"} | dict.fromkeys(EXPERTS, "bare grouped GEMMs")
-OPERATIONS = TITLES | {name: f"experts, {routing} routing" for name, routing in EXPERTS.items()}
-STEPS = {
-    "qwen3_step": "Training step",
-    "qwen3_fsdp": "FSDP2 training step",
-    "gpt_oss_step": "Training step",
-    "gpt_oss_fsdp": "FSDP2 training step",
-}
+
+def style(provider: str) -> dict:
+    """Return how the line of a provider, or of the floor, is drawn."""
+    return PROVIDERS[provider].style if provider in PROVIDERS else FLOOR_STYLE
 
 
 def series(rows: Iterable[Row], scale: float = 1.0) -> dict[str, tuple[list, ...]]:
-    """By provider: x, median, 20 % and 80 % quantiles, of what has a number."""
+    """Return by provider: x, median, 20 % and 80 % quantiles, of what has a number."""
     found = {}
-    for provider in (*PROVIDERS, "floor"):
+    for provider in (*PROVIDERS, FLOOR):
         mine = {r.x_value: r for r in rows if r.kernel_provider == provider and r.y_value_50 is not None}
         x = in_order(mine)
         if x:
@@ -44,8 +30,8 @@ def series(rows: Iterable[Row], scale: float = 1.0) -> dict[str, tuple[list, ...
     return found
 
 
-def draw(axes, rows: list[Row], ylabel: str, floor: str = "copy_ of the same bytes", scale: float = 1.0, log: bool = True) -> None:
-    """One line a provider over the tokens, or over the models; a cross at the bottom where it fails."""
+def draw(axes, rows: list[Row], ylabel: str, floor: str = FLOOR, scale: float = 1.0, log: bool = True) -> None:
+    """Draw one line a provider over the tokens, or over the models; a cross at the bottom where it fails."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     positions = {x: i for i, x in enumerate(in_order(r.x_value for r in rows))}
@@ -54,11 +40,11 @@ def draw(axes, rows: list[Row], ylabel: str, floor: str = "copy_ of the same byt
         if row.error:
             crosses[row.x_value] += 1
             height = 0.05 * crosses[row.x_value]
-            axes.plot(positions[row.x_value], height, "x", color=STYLES[row.kernel_provider]["color"], transform=axes.get_xaxis_transform())
+            axes.plot(positions[row.x_value], height, "x", color=style(row.kernel_provider)["color"], transform=axes.get_xaxis_transform())
     for provider, (x, median, low, high) in series(rows, scale).items():
-        at, label = [positions[v] for v in x], PROVIDERS.get(provider, floor)
-        axes.plot(at, median, label=label, **STYLES[provider])
-        axes.fill_between(at, low, high, color=STYLES[provider]["color"], alpha=0.15, linewidth=0)
+        at, label = [positions[v] for v in x], PROVIDERS[provider].title if provider in PROVIDERS else floor
+        axes.plot(at, median, label=label, **style(provider))
+        axes.fill_between(at, low, high, color=style(provider)["color"], alpha=0.15, linewidth=0)
     axes.set_xticks(list(positions.values()), list(positions), rotation=45 if len("".join(positions)) > 32 else 0)
     axes.set_xlabel(rows[0].x_label)
     axes.set_ylabel(ylabel)
@@ -73,18 +59,19 @@ def draw(axes, rows: list[Row], ylabel: str, floor: str = "copy_ of the same byt
 
 
 def shares(rows: list[Row]) -> list[Row]:
-    """The floor's time over each provider's, in percent."""
-    floors = {r.x_value: r.y_value_50 for r in rows if r.kernel_provider == "floor"}
+    """Return the floor's time over each provider's, in percent."""
+    floors = {r.x_value: r.y_value_50 for r in rows if r.kernel_provider == FLOOR}
     found = []
     for row in rows:
         floor = floors.get(row.x_value)
-        if row.kernel_provider != "floor" and row.y_value_50 and floor:
+        if row.kernel_provider != FLOOR and row.y_value_50 and floor:
             numbers = {name: 100 * floor / getattr(row, name) for name in records.NUMBERS}
             found.append(Row(**{**vars(row), **numbers}))
     return found
 
 
 def finish(figure, path: Path, title: str) -> Path:
+    """Put title and legend on a figure, and write it."""
     import matplotlib.pyplot as plt
 
     handles, labels = figure.axes[0].get_legend_handles_labels()
@@ -97,6 +84,7 @@ def finish(figure, path: Path, title: str) -> Path:
 
 
 def panels(count: int):
+    """Return a figure and its axes side by side."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -106,30 +94,43 @@ def panels(count: int):
 
 
 def plot_operation(rows: list[Row], folder: Path) -> list[Path]:
-    """A picture for each mode, and each model that is not what x varies: time, share of the floor, and memory where it was measured."""
+    """Draw a picture for each mode, and each model or shape that is not what x varies: time, share of the floor, and memory if it was
+    measured."""
     made = []
-    pictures = ((r.kernel_name, r.kernel_operation_mode, r.x_name, r.config["model"] if r.x_name == "tokens" else None) for r in rows)
-    for name, mode, x_name, model in dict.fromkeys(pictures):
-        mine = select(rows, kernel_name=name, kernel_operation_mode=mode, x_name=x_name, **({"model": model} if model else {}))
+
+    def of(r: Row) -> tuple:
+        model = r.config["model"] if r.x_name == "tokens" else None
+        return r.kernel_name, r.kernel_operation_mode, r.x_name, model, r.config.get("shape")
+
+    for picture in dict.fromkeys(map(of, rows)):
+        name, mode, x_name, model, shape = picture
+        mine = [r for r in rows if of(r) == picture]
         speed, memory = select(mine, metric_name="speed"), select(mine, metric_name="memory")
         if not any(r.y_value_50 for r in speed):
             continue
         figure, ((time_axes, share_axes, *rest),) = panels(3 if memory else 2)
-        floor = FLOOR.get(name, "copy_ of the same bytes")
-        draw(time_axes, speed, "ms" if name in FLOOR else "µs", floor, 1e-3 if name in FLOOR else 1.0)
+        operation = registry.operations()[name]
+        unit, scale = ("ms", 1e-3) if operation.floor else ("µs", 1.0)
+        draw(time_axes, speed, unit, operation.floor_title, scale)
         if percent := shares(speed):
-            draw(share_axes, percent, f"% of the speed of {floor}", log=False)
+            draw(share_axes, percent, f"% of the speed of {operation.floor_title}", log=False)
         if memory:
             draw(rest[0], memory, "peak memory of the call, MiB")
-        what = f"{OPERATIONS[name][0].upper()}{OPERATIONS[name][1:]}, {MODE_TITLES.get(mode, mode)}"
-        title = f"{what} - {models.title(model) if model else 'Qwen3'}, {speed[0].gpu_name}"
-        suffix = f"_by_{x_name}" if model is None else "" if model == MODEL else f"_{model}"
-        made.append(finish(figure, folder / f"{name}_{mode}{suffix}.png", title))
+        what = f"{operation.title[0].upper()}{operation.title[1:]}, {MODE_TITLES.get(mode, mode)}"
+        where = " - ".join([what, *([models.title(model)] if model else []), *([shape] if shape else [])])
+        parts = [name, mode]
+        if model is None:
+            parts += ["by", x_name]
+        elif len(shown_models(operation.suite)) > 1:
+            parts.append(model)
+        if shape:
+            parts.append(records.slug(shape))
+        made.append(finish(figure, folder / f"{'_'.join(parts)}.png", f"{where}, {speed[0].gpu_name}"))
     return made
 
 
 def plot_steps(rows: list[Row], folder: Path, title: str) -> list[Path]:
-    """Time, tokens a second and memory of training steps. rows: of one of the groups that can be compared."""
+    """Draw time, tokens a second and memory of training steps. rows: of one of the groups that can be compared."""
     times = select(rows, metric_name="step_time")
     if not any(r.y_value_50 for r in times):
         return []
@@ -145,17 +146,27 @@ def plot_steps(rows: list[Row], folder: Path, title: str) -> list[Path]:
     return [finish(figure, folder / f"{times[0].kernel_name}_{config['model']}{part}{gpus}.png", f"{title}, {times[0].gpu_name}")]
 
 
+def shown_models(suite: Suite) -> tuple[str, ...]:
+    """Return the models whose pictures over tokens are drawn: all of a suite that has two, else its own."""
+    return suite.models if len(suite.models) <= 2 else (suite.model,)
+
+
+def is_shown(row: Row, suite: Suite) -> bool:
+    """Tell whether a row of an operation is in a picture."""
+    return row.config["timing"] == suite.timing and (row.x_name != "tokens" or row.config["model"] in shown_models(suite))
+
+
 def plot_all(folder: Path) -> list[Path]:
-    """Every picture of one GPU's results."""
+    """Draw every picture of one GPU's results."""
     rows = records.read_all(folder)
     plots, made = folder / "plots", []
-    usual = [r for r in rows if r.config.get("dtype") == "bf16" and r.config.get("timing") in (None, "device")]
-    shown = (MODEL, *models.GPT_OSS)
-    of_operations = [r for r in usual if r.kernel_name in OPERATIONS and (r.x_name != "tokens" or r.config["model"] in shown)]
-    made += plot_operation(of_operations, plots)
-    for kernel, what in STEPS.items():
-        for title, mine in step_groups(select(usual, kernel_name=kernel)):
-            made += plot_steps(mine, plots, f"{what} - {title}")
+    usual = [r for r in rows if r.config.get("dtype") == "bf16"]
+    known = registry.operations()
+    made += plot_operation([r for r in usual if r.kernel_name in known and is_shown(r, known[r.kernel_name].suite)], plots)
+    for family in FAMILIES:
+        for kind, what in (("step", "Training step"), ("fsdp", "FSDP2 training step")):
+            for title, mine in step_groups(select(usual, kernel_name=f"{family}_{kind}")):
+                made += plot_steps(mine, plots, f"{what} - {title}")
     return made
 
 

@@ -1,4 +1,7 @@
-"""Rows of results: what they say, where they lie, and what they were measured with."""
+"""Rows of results: their columns, the CSV files they lie in, and what they were measured with.
+
+Two schemas: `Row`, of our own measurements, and `LigerRow`, with the columns of Liger-Kernel's file of all its benchmarks.
+"""
 
 import csv
 import functools
@@ -15,13 +18,63 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).resolve().parent / "results"
+# Links are not followed: in the Hub's cache every file is a link to a blob, which has no neighbours.
+ROOT = Path(__file__).absolute().parents[1]
+RESULTS = Path(__file__).absolute().parent / "results"
+LIGER_FILE = Path("liger") / "all_benchmark_data.csv"  # in a GPU's folder
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+@functools.cache
+def package_version() -> str:
+    """Return the version of the package and git commit, "1.0.0+0123abc"; ".dirty" is added when files differed from the commit."""
+    project = ROOT / "pyproject.toml"
+    number = tomllib.loads(project.read_text())["project"]["version"] if project.is_file() else "unknown"
+    commit, dirty = _output("git", "rev-parse", "HEAD"), bool(_output("git", "status", "--porcelain", "--untracked-files=no"))
+    if not commit:
+        built = ROOT / "build" / "torch-cuda" / "metadata.json"
+        kernel = json.loads(built.read_text()).get("provenance", {}).get("kernel", {}) if built.is_file() else {}
+        commit, dirty = kernel.get("commit", ""), kernel.get("dirty", False)
+    return number + (f"+{commit[:7]}" if commit else "") + (".dirty" if commit and dirty else "")
+
+
+@functools.cache
+def environment() -> dict[str, str]:
+    """Return the versions of everything that a number depends on."""
+    found = {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
+    for name, distribution in (
+        ("triton", "triton"),
+        ("transformers", "transformers"),
+        ("liger", "liger-kernel"),
+        ("kernels", "kernels"),
+        ("cutlass_dsl", "nvidia-cutlass-dsl"),
+        ("cuda_tile", "cuda-tile"),
+    ):
+        try:
+            found[name] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+    return found
+
+
+def now() -> str:
+    """Return the time of a row."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 @dataclass
-class Row:
-    """One number with its 20 % and 80 % quantiles, or no number and the reason under "error" in the configuration."""
+class Measurement:
+    """The columns that both schemas have: one number with its 20 % and 80 % quantiles, or no number and the reason under "error" in the
+    configuration."""
 
     kernel_name: str
     kernel_provider: str
@@ -36,8 +89,7 @@ class Row:
     y_value_80: float | None = None
     extra_benchmark_config_str: str = "{}"
     gpu_name: str = ""
-    timestamp: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
-    version: str = field(default_factory=lambda: package_version())
+    timestamp: str = field(default_factory=now)
 
     @property
     def config(self) -> dict:
@@ -58,21 +110,39 @@ class Row:
             self.metric_name,
             self.x_name,
             self.x_value,
-            *(config.get(name) for name in ("model", "layers", "dtype", "tokens", "gpus", "timing")),
+            *(config.get(name) for name in ("model", "layers", "dtype", "tokens", "gpus", "timing", "shape")),
         )
 
 
-COLUMNS = tuple(f.name for f in fields(Row))
+@dataclass
+class Row(Measurement):
+    """A measurement of ours. version: of Bastile, with its commit."""
+
+    version: str = field(default_factory=package_version)
+
+
+@dataclass
+class LigerRow(Measurement):
+    """A measurement by Liger-Kernel's conventions, in ms and MB. Bastile's version is in the configuration."""
+
+    liger_version: str = field(default_factory=lambda: environment().get("liger", ""))
+
+
+def columns(kind: type[Measurement]) -> tuple[str, ...]:
+    """Return the columns of a schema."""
+    return tuple(f.name for f in fields(kind))
+
+
 NUMBERS = ("y_value_50", "y_value_20", "y_value_80")
 
 
-def read(path: Path) -> list[Row]:
-    """The rows of a CSV file. Raises ValueError when its columns are not ours."""
+def read(path: Path, kind: type[Measurement] = Row) -> list:
+    """Return the rows of a CSV file. Raise ValueError when its columns are not those of the schema."""
     with open(path, newline="") as file:
         reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise ValueError(f"{path} has the columns {reader.fieldnames}, expected {list(COLUMNS)}")
-        return [Row(**{name: _parsed(name, text) for name, text in line.items()}) for line in reader]
+        if tuple(reader.fieldnames or ()) != columns(kind):
+            raise ValueError(f"{path} has the columns {reader.fieldnames}, expected {list(columns(kind))}")
+        return [kind(**{name: _parsed(name, text) for name, text in line.items()}) for line in reader]
 
 
 def _parsed(name: str, text: str):
@@ -81,15 +151,17 @@ def _parsed(name: str, text: str):
     return float(text) if text else None
 
 
-def write(path: Path, rows: Iterable[Row]) -> None:
-    """Adds rows to a CSV file; a row of the same key is replaced. A run that is killed leaves a whole file."""
+def write(path: Path, rows: Iterable[Measurement]) -> None:
+    """Add rows of one schema to a CSV file; a row of the same key is replaced. A run that is killed leaves a whole file."""
     rows = list(rows)
-    new = {row.key for row in rows}
-    kept = [row for row in read(path) if row.key not in new] if path.exists() else []
+    if not rows:
+        return
+    kind, new = type(rows[0]), {row.key for row in rows}
+    kept = [row for row in read(path, kind) if row.key not in new] if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     with open(part, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, columns(kind), lineterminator="\n")
         writer.writeheader()
         for row in kept + rows:
             writer.writerow({name: _written(name, value) for name, value in asdict(row).items()})
@@ -103,56 +175,15 @@ def _written(name: str, value):
 
 
 def read_all(folder: Path) -> list[Row]:
-    """The rows of every CSV file of a GPU's folder."""
+    """Return the rows of every CSV file of a GPU's folder, without those of Liger-Kernel's schema, which lie below it."""
     return [row for path in sorted(folder.glob("*.csv")) for row in read(path)]
 
 
 def slug(gpu_name: str) -> str:
-    """ "NVIDIA H200" -> "nvidia-h200": the name of a GPU's folder."""
+    """Return the name of a GPU's folder: "nvidia-h200" for "NVIDIA H200"."""
     return re.sub(r"[^a-z0-9]+", "-", gpu_name.lower()).strip("-")
 
 
 def gpu_name(device: str) -> str:
+    """Return the name of the GPU that runs have on `device`, or "CPU"."""
     return torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
-
-
-def _output(*command: str) -> str:
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-@functools.cache
-def package_version() -> str:
-    """Version of the package and git commit, "1.0.0+0123abc"; ".dirty" is added when files differed from the commit."""
-    project = ROOT / "pyproject.toml"
-    number = tomllib.loads(project.read_text())["project"]["version"] if project.is_file() else "unknown"
-    commit, dirty = _output("git", "rev-parse", "HEAD"), bool(_output("git", "status", "--porcelain", "--untracked-files=no"))
-    if not commit:
-        built = ROOT / "build" / "torch-cuda" / "metadata.json"
-        kernel = json.loads(built.read_text()).get("provenance", {}).get("kernel", {}) if built.is_file() else {}
-        commit, dirty = kernel.get("commit", ""), kernel.get("dirty", False)
-    return number + (f"+{commit[:7]}" if commit else "") + (".dirty" if commit and dirty else "")
-
-
-@functools.cache
-def environment() -> dict[str, str]:
-    """Versions of everything that a number depends on."""
-    found = {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
-    for name, distribution in (
-        ("triton", "triton"),
-        ("transformers", "transformers"),
-        ("liger", "liger-kernel"),
-        ("kernels", "kernels"),
-        ("cutlass_dsl", "nvidia-cutlass-dsl"),
-        ("cuda_tile", "cuda-tile"),
-    ):
-        try:
-            found[name] = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    if torch.cuda.is_available():
-        found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
-    return found

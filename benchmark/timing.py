@@ -1,7 +1,8 @@
-"""Time and memory of a call on one device.
+"""The time of a call on one device.
 
-Three ways to time, all after an untimed restoring of the buffers that providers write over, and over an L2 that holds none of them:
+Four ways to time, all after an untimed restoring of the buffers that providers write over, and over an L2 that holds none of them:
 - "device" (the default): device events, with a head start for the host, so that what it needs for launching is hidden;
+- "rotated": the same, but over several sets of buffers in turns, larger together than the L2, which is not flushed;
 - "wall": device events around a call that finds the device idle: short operations show what their launches cost;
 - "graph": replays of a CUDA graph over several sets of buffers, larger together than the L2.
 """
@@ -15,7 +16,8 @@ from functools import partial
 import torch
 
 Call = Callable[[], object]
-TIMINGS = ("device", "wall", "graph")
+TIMINGS = ("device", "rotated", "wall", "graph")
+ROTATED = ("rotated", "graph")  # these need several sets of buffers
 FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU
 CYCLES_PER_US = 2000  # of an H200 at its 1.98 GHz; a lower clock makes the head start longer, which does no harm
 HEAD_START_MAX_US = 5000  # a call that waits for the device hides nothing behind a longer one
@@ -27,28 +29,33 @@ class DeviceLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Quantiles:
+    """Of samples: the median, and the 20 % and 80 % quantiles."""
+
     median: float
-    low: float  # 20 %
-    high: float  # 80 %
+    low: float
+    high: float
 
     @classmethod
     def of(cls, samples: list[float]) -> "Quantiles":
+        """Return the quantiles of samples. Raise RuntimeError where there are none."""
         found = torch.tensor(samples, dtype=torch.float64).quantile(torch.tensor((0.5, 0.2, 0.8), dtype=torch.float64))
         return cls(*found.tolist())
 
 
 @dataclass(frozen=True)
 class Plan:
+    """How often to call, and how long the device sleeps before each call so that the host is ahead of it."""
+
     count: int
     head_start_us: float = 0.0
 
 
 def nothing() -> None:
-    pass
+    """Do nothing between two calls."""
 
 
 class Clock:
-    """Times calls on a GPU, or on a CPU for smoke runs."""
+    """Times calls on a GPU, or on a CPU for smoke runs. milliseconds: of calls for each number."""
 
     def __init__(self, device: str, timing: str = "device", milliseconds: float = 50.0):
         self.cuda = device.startswith("cuda")
@@ -59,11 +66,17 @@ class Clock:
             torch.cuda.set_stream(torch.cuda.Stream())
 
     def synchronize(self) -> None:
+        """Wait for the device."""
         if self.cuda:
             torch.cuda.synchronize()
 
+    def flush_cache(self) -> None:
+        """Write so much that the L2 holds nothing else."""
+        if self.flushed is not None:
+            self.flushed.zero_()
+
     def clean(self) -> None:
-        """Gives memory back after a failure. Raises DeviceLost when the device does not answer."""
+        """Give memory back after a failure. Raise DeviceLost when the device does not answer."""
         gc.collect()
         if not self.cuda:
             return
@@ -74,7 +87,7 @@ class Clock:
             raise DeviceLost(str(error)) from error
 
     def plan(self, calls: list[Call], before: Call, rounds: int) -> Plan:
-        """Warms up, and decides how often to call."""
+        """Warm up, and decide how often to call."""
         for call in calls:
             before()
             call()
@@ -89,14 +102,30 @@ class Clock:
         return Plan(min(max(count, 3), 50), min(issued * 1.5e6 + 50, HEAD_START_MAX_US))
 
     def samples(self, calls: list[Call], before: Call, plan: Plan) -> list[float]:
-        """Microseconds of each of `plan.count` calls."""
+        """Return the microseconds of each of `plan.count` calls, which take the sets of buffers in turns."""
+        in_turns = [calls[number % len(calls)] for number in range(plan.count)]
+        if self.timing == "rotated":
+            # Restoring would leave the last buffers in the L2, so they are what providers made of them but for the first time.
+            before()
+            before = nothing
         if not self.cuda:
-            return [self._host_sample(calls[0], before) for _ in range(plan.count)]
+            return [self._host_sample(call, before) for call in in_turns]
         if self.timing == "graph":
             return self._graph_samples(calls, plan.count)
-        pairs = [self._event_pair(calls[0], before, plan) for _ in range(plan.count)]
+        pairs = [self._event_pair(call, before, plan) for call in in_turns]
         torch.cuda.synchronize()
         return [start.elapsed_time(end) * 1e3 for start, end in pairs]
+
+    def unhidden_microseconds(self, call: Call) -> float:
+        """Return the time of one call, with whatever part of the host's time the device waits for."""
+        if not self.cuda:
+            return self._host_sample(call, nothing)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
 
     def _host_sample(self, call: Call, before: Call) -> float:
         before()
@@ -106,11 +135,12 @@ class Clock:
 
     def _event_pair(self, call: Call, before: Call, plan: Plan):
         before()
-        self.flushed.zero_()
-        if self.timing == "device":
-            torch.cuda._sleep(int(plan.head_start_us * CYCLES_PER_US))
-        else:
+        if self.timing != "rotated":
+            self.flush_cache()
+        if self.timing == "wall":
             torch.cuda.synchronize()
+        else:
+            torch.cuda._sleep(int(plan.head_start_us * CYCLES_PER_US))
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         call()
@@ -136,9 +166,9 @@ class Clock:
         return found
 
     def measure(self, calls: dict[str, list[Call]], before: Call = nothing, rounds: int = 2) -> dict[str, Quantiles | Exception]:
-        """Quantiles of the microseconds of every provider's call, taken in turns so that a drift of the clocks meets all of them.
+        """Return quantiles of the microseconds of every provider's call, taken in turns so that a drift of the clocks meets all of them.
 
-        calls: for each provider the same call on every set of buffers (one set unless graphs are timed).
+        calls: for each provider the same call on every set of buffers (one set unless the timing is one of ROTATED).
         A provider that raises has its exception in place of a result.
         """
         failed: dict[str, Exception] = {}
@@ -167,21 +197,8 @@ class Clock:
                     attempt(name, partial(take_samples, name))
         return {name: failed.get(name) or Quantiles.of(samples[name]) for name in calls}
 
-    def peak_bytes(self, call: Call) -> int | None:
-        """The most memory that a call holds beyond what was held before it."""
-        if not self.cuda:
-            return None
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        held = call()
-        torch.cuda.synchronize()
-        del held
-        return torch.cuda.max_memory_allocated() - before
-
     def host_microseconds(self, call: Call, calls: int = 200, repeats: int = 8) -> float:
-        """Host time of one call: the best of several runs of so few calls that the device's queue never fills."""
+        """Return the host time of one call: the best of several runs of so few calls that the device's queue never fills."""
         for _ in range(20):
             call()
         best = float("inf")
@@ -195,20 +212,5 @@ class Clock:
         return best
 
     def l2_bytes(self) -> int:
+        """Return the size of the device's L2; 0 on a CPU."""
         return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size if self.cuda else 0
-
-
-def copy_call(nbytes: int, device: str) -> Call:
-    """copy_ between two buffers that moves `nbytes`: half of them read, half written."""
-    source = torch.empty(max(nbytes // 2, 1), dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
-
-
-def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """||found - exact|| / ||exact|| in float64; infinite for a wrong shape or a value that is not finite."""
-    if found.shape != exact.shape or not torch.isfinite(found).all():
-        return float("inf")
-    scale = exact.norm()
-    difference = (found.detach().double() - exact).norm()
-    return float(difference / scale) if scale > 0 else float(difference)

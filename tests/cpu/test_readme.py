@@ -1,4 +1,4 @@
-"""Every block and command of README.md and CARD.md runs, and what they say of names, GPUs and versions is so.
+"""Every block and command of README.md, docs/*.md and CARD.md runs, and what they say of names, GPUs and versions is so.
 
 Python blocks run on the CPU, each in a process of its own, with the real clients against a local Hub. A tiny checkpoint stands where
 a block says Qwen/Qwen3-8B. Of commands that would build or measure for minutes it is checked that they exist with the flags shown.
@@ -30,9 +30,12 @@ from tools.hub_server import HubServer
 from tools.kernel_package import layer_names, public_names, read_package
 from tools.publish import publish
 
-README = (ROOT / "README.md").read_text()
 CARD = (ROOT / "CARD.md").read_text()
-DOCUMENTS = {"README.md": README, "CARD.md": CARD}
+# The README and what it leads to: what is said is said in one of them.
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+README, ALL_PAGES = PAGES["README.md"], "\n".join(PAGES.values())
+DOCUMENTS = PAGES | {"CARD.md": CARD}
+INTEGRATIONS = "docs/integrations.md"
 MAKEFILE = (ROOT / "Makefile").read_text()
 CHECKPOINT = "Qwen/Qwen3-8B"
 GPU_ONLY = "if torch.cuda.is_available():"
@@ -48,7 +51,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def python_blocks() -> dict[str, str]:
-    """By document and number. A block of the README that takes `qwen3` as given has the block that loads it in front."""
+    """By document and number. A block that takes `qwen3` as given has the README's block that loads it in front."""
     first = blocks(README, "python")[0]
     found = {}
     for name, text in DOCUMENTS.items():
@@ -248,15 +251,50 @@ def test_the_installed_package_is_whole_and_the_one_that_was_imported(package, i
     (name,) = [name for name, block in PYTHON.items() if "import bastile" in block]
     assert f"bastile from {installed}" in assert_ran(results, name)
     sources = package / "torch-ext/qwen3"
-    assert [
-        path for path in sources.rglob("*.*") if path.is_file() and not (installed / "bastile" / path.relative_to(sources)).is_file()
-    ] == []
+    shared = package / "torch-ext/shared"
+    files = {path: path.relative_to(sources) for path in sources.rglob("*.*")} | {
+        path: path.relative_to(shared.parent) for path in shared.rglob("*.*")
+    }
+    assert [path for path, name in files.items() if path.is_file() and not (installed / "bastile" / name).is_file()] == []
 
 
-def test_the_configuration_of_the_readme_reaches_every_layer(results):
-    (name,) = [name for name in ON_A_GPU if name.startswith("README")]
+def test_transformers_configuration_reaches_every_layer(results):
+    (name,) = [name for name in ON_A_GPU if name.startswith(INTEGRATIONS)]
     output = assert_ran(results, name)
     assert [layer for layer in ("RMSNorm", "RotaryPosEmb", "MLP", "DecoderLayer", "CausalLM") if f" {layer}.forward" not in output] == []
+
+
+# With a cache that this process alone knows, where no proxy or other Hub answers: get_kernel(...), then its name or why there is none.
+OFFLINE = """
+import os
+os.environ["HF_HUB_OFFLINE"] = "1"
+from kernels import get_kernel
+try:
+    print("found", get_kernel("bastile/qwen3", version=1, trust_remote_code=True).__name__)
+except Exception as error:
+    print("missing", type(error).__name__)
+"""
+
+
+def offline_after(code: str, endpoint: str, home: Path) -> str:
+    """What a process without a network finds in the cache that `code` filled."""
+    unset = ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "KERNELS_CACHE", "LOCAL_KERNELS")
+    environment = {key: value for key, value in os.environ.items() if key not in unset}
+    environment |= {"HF_HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
+    for each, where in ((code, endpoint), (OFFLINE, "http://127.0.0.1:9")):
+        command = [sys.executable, "-c", each]
+        done = subprocess.run(command, env=environment | {"HF_ENDPOINT": where}, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_cluster_without_a_network_has_what_was_fetched_as_a_whole(package, tmp_path):
+    """And not what `get_kernel` fetched, as the page says: where that has changed, so must the page."""
+    (whole,) = [block for block in blocks(PAGES[INTEGRATIONS], "python") if "snapshot_download" in block]
+    with HubServer(tmp_path / "hub") as hub:
+        publish(package, endpoint=hub.endpoint, token=hub.token, allow_dirty=True)
+        assert offline_after(whole, hub.endpoint, tmp_path / "whole").startswith("found ")
+        assert offline_after(blocks(README, "python")[0], hub.endpoint, tmp_path / "part").startswith("missing ")
 
 
 def test_every_command_is_of_a_kind_that_is_tested():
@@ -301,17 +339,17 @@ def test_what_pip_installs_fits_the_tested_versions(installed, command):
 # What they say
 
 
-def test_the_readme_names_every_make_target():
+def test_the_documents_name_every_make_target():
     targets = set(re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.MULTILINE)) - {"help"}
     named = {word for command in MAKE for word in command.split() if word in targets}
     assert named == targets
 
 
-def test_the_readme_names_every_public_function_with_its_arguments(loaded):
+def test_the_documents_name_every_public_function_with_its_arguments(loaded):
     """In the tables: `name(argument, argument=default)`. What stands for `...` is named in the text."""
-    shown = dict(re.findall(r"^\| `(\w+)\((.*?)\)` \|", README, re.MULTILINE))
+    shown = dict(re.findall(r"^\| `(\w+)\((.*?)\)` \|", ALL_PAGES, re.MULTILINE))
     names = public_names((SOURCES / "__init__.py").read_text(), "__init__.py")
-    assert shown.keys() == set(names) - {"layers"} and "`layers`" in README
+    assert shown.keys() == set(names) - {"layers"} and "`layers`" in ALL_PAGES
     for name, text in shown.items():
         parameters = list(inspect.signature(getattr(loaded, name)).parameters.values())
         arguments, more, _ = text.partition(", ...")
@@ -319,13 +357,20 @@ def test_the_readme_names_every_public_function_with_its_arguments(loaded):
         expected = parameters[: len(given.args)] if more else parameters
         assert [a.arg for a in given.args] == [p.name for p in expected], name
         assert [ast.literal_eval(d) for d in given.defaults] == [p.default for p in expected if p.default is not p.empty], name
-        assert [p.name for p in parameters[len(expected) :] if f"`{p.name}`" not in README] == []
+        assert [p.name for p in parameters[len(expected) :] if f"`{p.name}`" not in ALL_PAGES] == []
 
 
 def test_the_layers_of_the_configuration_are_those_of_the_mapping(loaded):
-    shown = dict(re.findall(r'"(\w+)": "(\w+)"', README))
-    assert shown.items() <= {name: layer.__name__ for name, layer in sys.modules[f"{loaded.__name__}.patching"].HUB_NAMES.items()}.items()
-    assert set(shown.values()) == set(layer_names((SOURCES / "layers.py").read_text(), "layers.py")) - {"Experts", "SwiGLUMLP", "ForCausalLMLoss"}
+    shown = dict(re.findall(r'"(\w+)": "(\w+)"', PAGES[INTEGRATIONS]))
+    assert (
+        shown.items()
+        <= {name: layer.__name__ for name, layer in sys.modules[f"{loaded.__name__}.targets"].TARGETS.hub_names.items()}.items()
+    )
+    assert set(shown.values()) == set(layer_names((SOURCES / "layers.py").read_text(), "layers.py")) - {
+        "Experts",
+        "SwiGLUMLP",
+        "ForCausalLMLoss",
+    }
 
 
 def test_gpus_are_those_that_are_built():
@@ -333,7 +378,7 @@ def test_gpus_are_those_that_are_built():
     for host, names in TARGETS.items():
         for name in names:
             built.setdefault(f"{name[3:-1]}.{name[-1]}", set()).add(host)
-    rows = re.findall(r"^\| (\d+\.\d) \| .+ \| ([^|]+) \|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+\.\d) \| .+ \| ([^|]+) \|$", PAGES[INTEGRATIONS], re.MULTILINE)
     assert {number: set(hosts.split(", ")) for number, hosts in rows} == built
 
 
@@ -351,26 +396,36 @@ def test_tested_versions_are_those_of_the_environment():
     for requirement in project["optional-dependencies"]["dev"]:
         name, _, version = requirement.partition("==")
         if name in ("torch", "transformers", "kernels"):
-            assert re.search(rf"^\| {name} \|.*\b{re.escape(version)}\b", README, re.MULTILINE)
+            assert re.search(rf"^\| {name} \|.*\b{re.escape(version)}\b", PAGES[INTEGRATIONS], re.MULTILINE)
 
 
 def test_tables_show_what_was_measured():
     documents = {path: path.read_text() for path in (*map(ROOT.joinpath, DOCUMENTS), *ROOT.glob("packages/*/CARD.md"))}
     found = [name for text in documents.values() for name in re.findall(r"<!-- table: (\S+) -->", text)]
-    assert {"operations", "linear_cross_entropy", "qwen3_step", "first_step", "host", "gpt_oss_experts"} <= set(found) <= set(tables.TABLES)
+    assert (
+        {"operations", "linear_cross_entropy", "qwen3_step", "first_step", "host", "gpt_oss_experts"}
+        <= set(found)
+        <= set(tables.all_tables())
+    )
+    assert len(found) == len(set(found)), "each table stands in one place"
     assert sum(len(tables.BLOCK.findall(text)) for text in documents.values()) == len(found)
     assert tables.main(["--check", *map(str, documents)]) == 0
 
 
 def test_the_table_of_integrations_is_that_of_the_tests():
-    assert len(integrations.BLOCK.findall(README)) == 1
-    assert integrations.main(["--check", str(ROOT / "README.md")]) == 0
+    assert [name for name, text in PAGES.items() for _ in integrations.BLOCK.findall(text)] == [INTEGRATIONS]
+    assert integrations.main(["--check", str(ROOT / INTEGRATIONS)]) == 0
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_somewhere(name):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", DOCUMENTS[name]):
-        assert target.startswith("https://") or (ROOT / target).exists(), target
+        assert target.startswith("https://") or (ROOT / name).parent.joinpath(target).exists(), target
+
+
+def test_the_readme_is_short_and_leads_to_every_page():
+    assert len(README.splitlines()) <= 150
+    assert set(re.findall(r"\]\((docs/[^)#]+)\)", README)) == PAGES.keys() - {"README.md"}
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

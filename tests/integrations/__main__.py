@@ -1,4 +1,4 @@
-"""The README's table of integrations: `python -m tests.integrations [--check | --write] README.md`.
+"""The table of integrations: `python -m tests.integrations [--check | --write] docs/integrations.md`.
 
 Its rows come from the marks `integration("library: what", ..., on=device)` of the tests that each of the folders runs; the
 versions are those that pyproject.toml installs for the tests. on: the only device where a test has something to test.

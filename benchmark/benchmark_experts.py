@@ -1,0 +1,251 @@
+"""The layer of experts of GPT-OSS.
+
+transformers' `grouped_mm` (its default), Bastile, and as the floor the six grouped GEMMs alone; the experts are chosen uniformly, or so
+that the first ones get most tokens.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+if not __package__:  # run as a file, or by `kernels benchmark`
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).absolute().parents[1]))  # the links of the Hub's cache are not followed
+    __package__ = Path(__file__).absolute().parent.name
+
+from . import models, providers
+from .harness import main
+from .kernels_cli import OperationBenchmark
+from .markdown import (
+    Notes,
+    by_provider,
+    columns_of,
+    gibibytes,
+    in_order,
+    joined,
+    markdown,
+    milliseconds,
+    origin,
+    select,
+    share,
+    times_faster,
+)
+from .operation import MODE_TITLES, Inputs, Operation, Random, Reference, Work
+from .step_tables import step_cells, step_groups
+from .suites import GPT_OSS
+
+ALPHA, LIMIT = 1.702, 7.0
+# transformers adds the gradients of the biases up in bf16: off by 2 to 5 % at 2048 and 8192 tokens of gpt-oss-20b on an H200, growing
+# with the root of their number. What it computes is right, and what most people train with, so it is timed.
+BIAS_BOUNDS = {"dgate_up_bias": 0.15, "ddown_bias": 0.15}
+
+
+def inputs(size: models.Size, tokens: int, random: Random, skew: float = 0.0) -> Inputs:
+    """Draw hidden, scores, the weights and biases, and which experts. skew: the share of the first expert over that of the second, and so
+    on, is a power law with this exponent."""
+    noise = -torch.log(-torch.log(torch.rand(tokens, size.experts, generator=random.generator, device=random.device)))
+    rank = torch.arange(1, size.experts + 1, device=random.device)
+    expert = (noise - skew * rank.log()).topk(size.top_k, -1).indices
+    hidden, width = size.hidden, size.intermediate
+    leaves = (
+        random.normal(tokens, hidden),
+        random.normal(tokens, size.top_k).softmax(-1),
+        random.normal(size.experts, hidden, 2 * width, scale=hidden**-0.5),
+        random.normal(size.experts, width, hidden, scale=width**-0.5),
+        # Gate and up on both sides of each clamp, far from where rounding decides.
+        ((random.integers(3, size.experts, 2 * width) - 1) * 12).to(random.dtype),
+        random.normal(size.experts, hidden),
+    )
+    return Inputs(leaves, (expert,), (random.normal(tokens, hidden),))
+
+
+def gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """Compute what GptOssExperts does between its projections."""
+    g, u = gate_up[..., ::2].clamp(max=LIMIT), gate_up[..., 1::2].clamp(-LIMIT, LIMIT)
+    return (u + 1) * (g * torch.sigmoid(g * ALPHA))
+
+
+def huggingface(hidden, scores, gate_up, down, gate_up_bias, down_bias, expert):
+    """Call transformers' `grouped_mm` implementation, with what it asks of a module."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    module: Any = SimpleNamespace(
+        gate_up_proj=gate_up,
+        gate_up_proj_bias=gate_up_bias,
+        down_proj=down,
+        down_proj_bias=down_bias,
+        num_experts=gate_up.shape[0],
+        has_gate=True,
+        has_bias=True,
+        has_post_expert_norm=False,
+        is_transposed=True,
+        _is_expert_parallel=False,
+        _apply_gate=gate,
+    )
+    return grouped_mm_experts_forward(module, hidden, expert, scores)
+
+
+def reference(given: Inputs) -> Reference:
+    """Compute one expert after the other in float64."""
+    exact = given.to_float64()
+    hidden, scores, gate_up, down, gate_up_bias, down_bias = exact.leaves
+    (expert,) = exact.others
+    out = torch.zeros_like(hidden)
+    for e in range(gate_up.shape[0]):
+        token, k = torch.where(expert == e)
+        y = gate(hidden[token] @ gate_up[e] + gate_up_bias[e]) @ down[e] + down_bias[e]
+        out = out.index_add(0, token, scores[token, k, None] * y)
+    return Reference((out.detach(),), torch.autograd.grad(out, exact.leaves, exact.output_gradients))
+
+
+def of_package(package):
+    """Return the package's function for GPT-OSS's gate and layouts."""
+
+    def experts(hidden, scores, gate_up, down, gate_up_bias, down_bias, expert):
+        options = {"transposed": True, "interleaved": True, "alpha": ALPHA, "limit": LIMIT}
+        return package.experts(hidden, expert, scores, gate_up, down, gate_up_bias, down_bias, **options)
+
+    return experts
+
+
+def work(given: Inputs, mode: str) -> Work:
+    """Count two GEMMs forward and four backward, of three times hidden times width a row."""
+    _, _, gate_up, down, *_ = given.leaves
+    flops = 2 * given.others[0].numel() * (gate_up[0].numel() + down[0].numel())
+    return Work(flops={"forward": 1, "full": 3}[mode] * flops)
+
+
+def floor(given: Inputs, mode: str):
+    """Return the grouped GEMMs alone, on rows that are sorted already."""
+    hidden, _, gate_up, down, *_ = (t.detach() for t in given.leaves)
+    (expert,) = given.others
+    keys, order = torch.sort(expert.flatten())
+    ends = torch.searchsorted(keys, torch.arange(gate_up.shape[0], device=keys.device), right=True).int()
+    x = hidden[order // expert.shape[1]]
+    y = given.output_gradients[0][order // expert.shape[1]]
+    projected = torch._grouped_mm(x, gate_up, offs=ends)
+    gated = projected[:, : down.shape[1]].contiguous()
+    mm = partial(torch._grouped_mm, offs=ends)
+
+    def forward():
+        mm(x, gate_up), mm(gated, down)
+
+    def full():
+        forward()
+        mm(y, down.transpose(1, 2)), mm(gated.t(), y), mm(x.t(), projected), mm(projected, gate_up.transpose(1, 2))
+
+    return {"forward": forward, "full": full}[mode]
+
+
+def operation(position: int, routing: str, skew: float) -> Operation:
+    """Declare the layer with one routing."""
+    return Operation(
+        name=f"experts_{routing}",
+        title=f"experts, {routing} routing",
+        suite=GPT_OSS,
+        position=position,
+        outputs=("y",),
+        gradients=("dhidden", "dscores", "dgate_up", "ddown", "dgate_up_bias", "ddown_bias"),
+        inputs=partial(inputs, skew=skew),
+        formula=huggingface,
+        bastile=of_package,
+        compiled=False,
+        work=work,
+        floor=floor,
+        floor_title="bare grouped GEMMs",
+        reference=reference,
+        modes=("forward", "full"),  # a second backward pass over one forward pass has to do a GEMM again
+        bounds=BIAS_BOUNDS,
+        writes_inputs=False,
+        file="gpt_oss_experts",
+        tokens=(2048, 4096, 8192, 16384),
+    )
+
+
+UNIFORM = operation(1, "uniform", 0.0)
+SKEWED = operation(2, "skewed", 1.0)
+
+
+def layer_rows(rows: list) -> list:
+    """Return the rows of the layer that tables show."""
+    return [row for row in select(rows, dtype="bf16", timing="device") if row.kernel_name in (UNIFORM.name, SKEWED.name)]
+
+
+def cells_of(rows: list, names: list[str], notes: Notes) -> list[str]:
+    """Return of one size and pass: time and memory of each provider, the time of the bare GEMMs, and both comparisons."""
+    found, memory = (by_provider(select(rows, metric_name=name)) for name in ("speed", "memory"))
+    line = [joined(notes.cell(found.get(p), milliseconds), notes.cell(memory.get(p), gibibytes)) for p in names]
+    bare = found.get(providers.FLOOR)
+    return [*line, notes.cell(bare, milliseconds), share(found.get("bastile"), bare), times_faster(found)]
+
+
+def experts_table(rows: list) -> str:
+    """Return the table of the layer by model, pass, routing and tokens."""
+    rows = layer_rows(rows)
+    speed = select(rows, metric_name="speed")
+    names, notes, body = columns_of(speed), Notes(), []
+    for model in in_order(row.config["model"] for row in speed):
+        for mode in UNIFORM.modes:
+            for layer in (UNIFORM, SKEWED):
+                mine = select(rows, kernel_name=layer.name, model=model, kernel_operation_mode=mode)
+                for tokens in in_order(row.x_value for row in select(mine, metric_name="speed")):
+                    title = f"{models.size(model).experts} {layer.title.removesuffix(' routing')}, {MODE_TITLES.get(mode, mode)}"
+                    body.append([title, tokens, *cells_of(select(mine, x_value=tokens), names, notes)])
+    head = ["layer, routing, pass", "tokens", *map(providers.title, names), "bare GEMMs", "Bastile: of the GEMMs", "vs best peer"]
+    return markdown(head, body) + bias_errors(rows) + str(notes) + origin(speed) if speed else ""
+
+
+def bias_errors(rows: list) -> str:
+    """Return what the bounds of the benchmark's own let pass."""
+    errors = [row for name in BIAS_BOUNDS for row in select(rows, metric_name=f"error_{name}")]
+    worst = {p: max(row.y_value_50 or 0 for row in select(errors, kernel_provider=p)) for p in columns_of(errors)}
+    text = ", ".join(f"{providers.title(p)} {error:.1%}" for p, error in worst.items())
+    return f"\n\nThe largest relative error of a bias's gradient, against float64: {text}." if text else ""
+
+
+def summary(rows: list) -> str:
+    """Return GPT-OSS in short: the layer forward and backward, and the steps, at one number of tokens."""
+    tokens = str(GPT_OSS.tokens)
+    rows = select(rows, x_name="tokens", x_value=tokens, kernel_operation_mode="full", dtype="bf16")
+    layer = layer_rows(rows)
+    steps = [row for row in rows if row.kernel_name in ("gpt_oss_step", "gpt_oss_fsdp")]
+    times = select(layer, metric_name="speed") + select(steps, metric_name="step_time")
+    names, notes, body = columns_of(times), Notes(), []
+    for model in in_order(row.config["model"] for row in layer):
+        for each in (UNIFORM, SKEWED):
+            mine = select(layer, kernel_name=each.name, model=model)
+            found, memory = (by_provider(select(mine, metric_name=name)) for name in ("speed", "memory"))
+            cells = [joined(notes.cell(found.get(p), milliseconds), notes.cell(memory.get(p), gibibytes)) for p in names]
+            body.append([f"{models.size(model).experts} {each.title}", *cells, times_faster(found)])
+    for title, mine in step_groups(steps):
+        body.append([f"step of {title}", *step_cells(mine, names, notes), times_faster(by_provider(select(mine, metric_name="step_time")))])
+    head = [f"{tokens} tokens", *map(providers.title, names), "vs best peer"]
+    return markdown(head, body) + str(notes) + origin(times) if times else ""
+
+
+TABLES = {"gpt_oss_experts": experts_table, "gpt_oss": summary}
+
+
+class ExpertsBenchmark(OperationBenchmark):
+    """For `kernels benchmark`."""
+
+    operation = UNIFORM
+
+    def setup(self) -> None:
+        gpu = self.device.startswith("cuda")
+        random = Random(self.device, torch.bfloat16, self.seed or 0)
+        given = inputs(models.size("gpt_oss_20b" if gpu else "gpt_oss_tiny"), 4096 if gpu else 32, random)
+        hidden, scores, gate_up, down, gate_up_bias, down_bias = given.leaves
+        # Small results, of gates that are as large as ever.
+        small = (hidden, scores, gate_up, 0.01 * down, gate_up_bias, 0.01 * down_bias)
+        self.inputs = Inputs(small, given.others, tuple(0.01 * t for t in given.output_gradients)).copy()
+        self.reference_inputs = self.inputs.copy()
+        self.function = self.load()
+
+
+if __name__ == "__main__":
+    main(UNIFORM, SKEWED)

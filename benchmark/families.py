@@ -1,0 +1,177 @@
+"""The families of models that whole training steps are measured of: what each provider does to transformers, and the model.
+
+Every provider runs in a process of its own, because each replaces parts of transformers.
+"""
+
+import os
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from . import models, suites
+from .providers import is_ours, package, require_modules
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between the models.
+
+    name: of models.family, and with _step or _fsdp of the results. package: the folder of its build.toml. providers: those that it is known
+    for, step_providers and fsdp_providers those that take part unless told otherwise. prepare(provider): puts a provider's layers into
+    transformers, before a model is made. new_model(args, device) -> a model in training mode that is not filled; args has child, model,
+    layers and device. tokens: the lengths of a step; layers: of the step on one GPU, None for all; packs: does Bastile train it
+    packed?
+    """
+
+    name: str
+    package: str
+    providers: tuple[str, ...]
+    step_providers: tuple[str, ...]
+    fsdp_providers: tuple[str, ...]
+    prepare: Callable[[str], None]
+    new_model: Callable
+    tokens: tuple[int, ...]
+    layers: int | None = None
+    packs: bool = False
+
+
+def prepare_qwen3(provider: str) -> None:
+    """Put a provider's layers into transformers."""
+    if provider in ("huggingface", "torch_compile"):
+        return
+    if is_ours(provider):
+        package(suites.QWEN3.package).apply()
+        return
+    require_modules("liger_kernel", "triton")
+    # Liger's default is Triton, but where CuTe DSL is installed its dispatcher takes that for some operations.
+    implementations = {"liger": None, "liger_cutedsl": "cutedsl", "liger_cutile": "cutile"}
+    implementation = implementations[provider]
+    if implementation is None:
+        os.environ["LIGER_KERNEL_IMPL_ROPE"] = "nvidia-triton"
+    else:
+        require_modules({"cutedsl": "cutlass", "cutile": "cuda.tile"}[implementation])
+        os.environ["LIGER_KERNEL_IMPL"] = implementation
+    from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+
+    apply_liger_kernel_to_qwen3()
+
+
+def new_qwen3(name: str, layers: int | None, device: str, dtype: torch.dtype = torch.bfloat16):
+    """Return a Qwen3ForCausalLM in training mode, to be filled. layers: None for all."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    s = models.size(name)
+    config = Qwen3Config(
+        vocab_size=s.vocab,
+        hidden_size=s.hidden,
+        intermediate_size=s.intermediate,
+        num_hidden_layers=layers or s.layers,
+        num_attention_heads=s.heads,
+        num_key_value_heads=s.kv_heads,
+        head_dim=s.head_dim,
+        max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=s.tied,
+        use_cache=False,
+    )
+    with torch.device(device):
+        return Qwen3ForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+
+
+def prepare_gpt_oss(provider: str) -> None:
+    """Put a provider's layers into transformers."""
+    if is_ours(provider):
+        package(suites.GPT_OSS.package).apply()
+    elif provider == "liger_flex":
+        require_modules("liger_kernel", "triton")
+        from liger_kernel.transformers import apply_liger_kernel_to_gpt_oss
+
+        apply_liger_kernel_to_gpt_oss()
+
+
+def new_gpt_oss(args, device: str):
+    """Return a GptOssForCausalLM in training mode, to be filled. Eager attention, which is what transformers takes unless told otherwise,
+    for "huggingface" alone; and on a CPU, where flex_attention has no backward pass."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    s = models.size(args.model)
+    config = GptOssConfig(
+        vocab_size=s.vocab,
+        hidden_size=s.hidden,
+        intermediate_size=s.intermediate,
+        num_hidden_layers=args.layers or s.layers,
+        num_attention_heads=s.heads,
+        num_key_value_heads=s.kv_heads,
+        head_dim=s.head_dim,
+        num_local_experts=s.experts,
+        num_experts_per_tok=s.top_k,
+        use_cache=False,
+    )
+    eager = args.child == "huggingface" or not args.device.startswith("cuda")
+    with torch.device(device):
+        attention = "eager" if eager else "flex_attention"
+        return GptOssForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation=attention).train()
+
+
+QWEN3 = Family(
+    name="qwen3",
+    package=suites.QWEN3.package,
+    providers=("huggingface", "torch_compile", "liger", "liger_cutedsl", "liger_cutile", "bastile", "bastile_adamw", "bastile_unpacked"),
+    step_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
+    fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
+    prepare=prepare_qwen3,
+    new_model=lambda args, device: new_qwen3(args.model, args.layers, device),
+    packs=True,
+    tokens=(256, 512, 1024, 2048, 4096, 8192, 16384, 18432, 20480, 24576, 26624),
+)
+GPT_OSS = Family(
+    name="gpt_oss",
+    package=suites.GPT_OSS.package,
+    providers=("huggingface", "huggingface_flex", "liger_flex", "bastile", "bastile_adamw"),
+    step_providers=("huggingface", "huggingface_flex", "liger_flex", "bastile", "bastile_adamw"),
+    fsdp_providers=("huggingface_flex", "liger_flex", "bastile", "bastile_adamw"),  # eager attention fits at the shortest lengths alone
+    prepare=prepare_gpt_oss,
+    new_model=new_gpt_oss,
+    tokens=(2048, 4096, 8192, 16384),
+    layers=12,  # of 24: with AdamW's states as many as fit into 141 GB
+)
+FAMILIES = {family.name: family for family in (QWEN3, GPT_OSS)}
+
+
+def family_of(model: str) -> Family:
+    """Return the family of a model. Raise ValueError for a model whose steps are not measured."""
+    name = models.family(model)
+    if name not in FAMILIES:
+        raise ValueError(f"model is {model}, expected one of {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def make_model(name: str, layers: int | None, device: str, dtype: torch.dtype = torch.bfloat16):
+    """Return a Qwen3ForCausalLM in training mode with random weights that depend on nothing but the parameters' names."""
+    model = new_qwen3(name, layers, device, dtype)
+    fill(model)
+    return model
+
+
+def fill(model) -> None:
+    """Draw all parameters of a model."""
+    for name, parameter in model.named_parameters():
+        fill_parameter(name, parameter)
+
+
+@torch.no_grad()
+def fill_parameter(name: str, parameter: torch.Tensor) -> None:
+    """Draw a weight from its name; make a norm's weight, or a bias, 1."""
+    generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
+    if parameter.dim() == 1:
+        parameter.fill_(1.0)
+    else:
+        parameter.normal_(0.0, 0.02, generator=generator)
+
+
+def make_optimizer(model, device: str, provider: str, folder: str = "."):
+    """Return PyTorch's fused AdamW, or for "bastile_adamw" that of our package. folder: of its build.toml."""
+    adamw = package(folder).AdamW if provider == "bastile_adamw" else torch.optim.AdamW
+    return adamw(model.parameters(), lr=1e-5, fused=device.startswith("cuda"))

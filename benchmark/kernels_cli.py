@@ -1,0 +1,57 @@
+"""What `kernels benchmark` runs: it loads every benchmark*.py by its path, and in it the classes of `Benchmark`."""
+
+import torch
+
+from . import models, providers
+from .operation import Operation, Random, as_tuple, timed_call
+from .providers import NotInstalled
+
+try:
+    from kernels.benchmark import Benchmark
+except ImportError:  # only `kernels benchmark` needs it
+
+    class Benchmark:  # type: ignore[no-redef]
+        """Stands in where `kernels` is not installed."""
+
+        seed: int | None = None
+        device: str = "cpu"
+
+
+class OperationBenchmark(Benchmark):
+    """An operation, forward and with its backward pass. A subclass names it.
+
+    Results are small (inputs are scaled), because they are compared by an absolute tolerance.
+    """
+
+    seed = 0
+    operation: Operation
+    arguments: tuple = ()  # what `Operation.inputs` takes before `random`, where it is not (size, tokens)
+
+    def setup(self) -> None:
+        """Draw inputs, and take the function of the package that the command loaded, or of the operation's own where that has none."""
+        gpu = self.device.startswith("cuda")
+        random = Random(self.device, torch.bfloat16, self.seed or 0)
+        size = models.size(self.operation.suite.model if gpu else "qwen3_tiny")
+        arguments = self.arguments or (size, 4096 if gpu else 32)
+        self.inputs = self.operation.inputs(*arguments, random).scaled(0.1)
+        self.reference_inputs = self.inputs.copy()
+        self.function = self.load()
+
+    def load(self):
+        """Return the function that is measured."""
+        try:
+            return self.operation.of_package(self.kernel)
+        except NotInstalled:
+            return self.operation.of_package(providers.package(self.operation.suite.package))
+
+    def benchmark_forward(self) -> None:
+        self.out = as_tuple(timed_call(self.function, self.inputs, "forward")())[0]
+
+    def verify_forward(self) -> torch.Tensor:
+        return as_tuple(timed_call(self.operation.formula, self.reference_inputs, "forward")())[0]
+
+    def benchmark_full(self) -> None:
+        self.out = timed_call(self.function, self.inputs, "full")()[0]
+
+    def verify_full(self) -> torch.Tensor:
+        return timed_call(self.operation.formula, self.reference_inputs, "full")()[0]

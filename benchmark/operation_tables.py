@@ -1,0 +1,40 @@
+"""The table of a suite: its operations against their peers and the floor."""
+
+from . import providers, registry
+from .markdown import Notes, by_provider, columns_of, markdown, number, origin, select, share, times_faster
+from .operation import MODE_TITLES, MODES, Operation
+from .providers import FLOOR
+from .records import Row
+from .suites import Suite
+
+
+def shown_rows(operation: Operation, rows: list[Row]) -> list[Row]:
+    """Return the rows of the one case that the table shows."""
+    x_name, x_value = operation.shown or ("tokens", str(operation.suite.tokens))
+    wanted = {"metric_name": "speed", "x_name": x_name, "x_value": x_value, "dtype": "bf16", "timing": operation.suite.timing}
+    if x_name == "tokens":
+        wanted["model"] = operation.suite.model
+    return select(rows, kernel_name=operation.name, **wanted)
+
+
+def suite_table(suite: Suite, rows: list[Row]) -> str:
+    """Return the microseconds of each operation of a suite."""
+    mine = {operation: shown_rows(operation, rows) for operation in registry.of_suite(suite)}
+    rows = [row for found in mine.values() for row in found]
+    names, notes, body = columns_of(rows), Notes(), []
+    for operation, shown in mine.items():
+        case = f", {operation.shown[0]} {operation.shown[1]}" if operation.shown else ""
+        for mode in MODES:
+            found = by_provider(select(shown, kernel_operation_mode=mode))
+            if not found:
+                continue
+            line = [f"{operation.title}{case}, {MODE_TITLES.get(mode, mode)}", *(notes.cell(found.get(p), number) for p in names)]
+            floor = found.get(FLOOR)
+            body.append([*line, notes.cell(floor, number), share(floor, found.get("bastile")), times_faster(found)])
+    head = [f"µs, {suite.tokens} tokens", *map(providers.title, names), "floor", "Bastile: of the floor", "vs best peer"]
+    return markdown(head, body) + str(notes) + origin(rows) if rows else ""
+
+
+def suite_tables() -> dict:
+    """Return the tables of all suites that have operations, by name."""
+    return {suite.table: lambda rows, suite=suite: suite_table(suite, rows) for suite in registry.suites()}

@@ -1,0 +1,43 @@
+"""What the files benchmark_*.py of this folder declare: operations, and tables of their own."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from .operation import Operation
+from .suites import SUITES, Suite
+
+
+@functools.cache
+def modules() -> list[ModuleType]:
+    """Return the benchmarks' modules."""
+    paths = sorted(Path(__file__).absolute().parent.glob("benchmark_*.py"))
+    return [importlib.import_module(f".{path.stem}", __package__) for path in paths]
+
+
+@functools.cache
+def operations() -> dict[str, Operation]:
+    """Return all operations by name, by suite and in the order of its table. Raise ValueError for two of one name."""
+    found: dict[str, Operation] = {}
+    for module in modules():
+        for operation in vars(module).values():
+            if isinstance(operation, Operation) and found.setdefault(operation.name, operation) is not operation:
+                raise ValueError(f"{module.__name__} declares {operation.name}, which another file declares as well")
+    return dict(sorted(found.items(), key=lambda item: (SUITES.index(item[1].suite), item[1].position, item[0])))
+
+
+def suites() -> list[Suite]:
+    """Return the suites that have operations."""
+    return list(dict.fromkeys(operation.suite for operation in operations().values()))
+
+
+def of_suite(suite: Suite) -> list[Operation]:
+    """Return the operations of a suite, in the order of its table."""
+    return [operation for operation in operations().values() if operation.suite == suite]
+
+
+def tables() -> dict[str, Callable]:
+    """Return the tables that files declare as TABLES: by name, functions of rows that return Markdown, or "" for no rows."""
+    return {name: table for module in modules() for name, table in getattr(module, "TABLES", {}).items()}

@@ -1,0 +1,120 @@
+"""Whole training steps on one GPU: random weights, batch 1, bf16, fused AdamW, no checkpointing.
+
+    python -m benchmark.steps [--model qwen3_0.6b] [--tokens 4096,8192]
+    python -m benchmark.steps --model gpt_oss_20b [--layers 24]
+
+One process a provider, in turns. Sequences get longer until they do not fit.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+
+if not __package__:  # a measuring process runs this as a file
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
+    __package__ = Path(__file__).absolute().parent.name
+
+from . import families, models, records
+from .command_line import default_device, integers, new_parser, some_of
+from .families import Family
+from .processes import Group
+from .providers import is_ours, package
+from .report import log
+from .step_results import Results
+from .stepping import Stepper, child
+
+
+def known_providers() -> tuple[str, ...]:
+    """Return those of any family."""
+    return tuple(dict.fromkeys(name for family in families.FAMILIES.values() for name in family.providers))
+
+
+def parser(description: str, tokens: tuple[int, ...] | None = None) -> argparse.ArgumentParser:
+    """Return the command line of training steps. tokens: the lengths unless told otherwise, None for those of the model's family."""
+    p = new_parser(description)
+    p.add_argument("--model", default="8b", help=f"sizes: {', '.join((*models.QWEN3, *models.GPT_OSS))}")
+    p.add_argument("--layers", type=int, help="fewer layers than the model has")
+    p.add_argument("--tokens", type=integers, default=tokens, help="lengths of the sequence, comma-separated")
+    p.add_argument("--providers", type=some_of(*known_providers()), help=f"of {', '.join(known_providers())}")
+    p.add_argument("--warmup", type=int, default=3, help="steps before the timed ones, at every length")
+    p.add_argument("--steps", type=int, default=6)
+    p.add_argument("--rounds", type=int, default=1, help="turns that the providers take, each in a new process")
+    p.add_argument("--device", default=default_device())
+    p.add_argument("--budget-s", type=float, default=float("inf"), help="seconds after which everything ends")
+    p.add_argument("--results", type=Path, help="folder for <gpu>/<name>.csv; on a CPU nothing is written without it")
+    p.add_argument("--child", help=argparse.SUPPRESS)
+    return p
+
+
+def check_providers(p: argparse.ArgumentParser, args, family: Family) -> None:
+    """End the program for a provider that the model's family does not have."""
+    if unknown := set(args.providers) - set(family.providers):
+        known = ", ".join(family.providers)
+        p.error(f"argument --providers: {', '.join(sorted(unknown))}, expected some of {known} for {args.model}")
+
+
+def child_arguments(args, provider: str) -> list[str]:
+    """Return the command line of a measuring process."""
+    found = ["--child", provider, "--model", args.model, "--tokens", ",".join(map(str, args.tokens)), "--device", args.device]
+    found += ["--warmup", str(args.warmup), "--steps", str(args.steps)]
+    return found + ["--layers", str(args.layers or models.size(args.model).layers)]
+
+
+def run_all(kernel: str, script: str, args, gpus: int = 1) -> Results:
+    """Run all providers in turns, every second round backwards, and write what they report as it comes."""
+    if args.results is None and args.device.startswith("cuda"):
+        args.results = records.RESULTS
+    args.model = models.full_name(args.model)
+    if args.layers == models.size(args.model).layers:
+        args.layers = None  # as where nobody asked for fewer: the same rows of the results
+    deadline = time.monotonic() + args.budget_s
+    results = Results(kernel, args, gpus)
+    for turn in range(args.rounds):
+        for provider in args.providers[:: -1 if turn % 2 else 1]:
+            if time.monotonic() > deadline:
+                log(f"  {provider}: round {turn + 1} is skipped, the time budget is spent")
+                continue
+            log(f"{provider}, round {turn + 1}")
+            group = Group(script, child_arguments(args, provider), gpus)
+            try:
+                for report in group.reports(deadline):
+                    results.add(provider, report)
+                    results.save()
+            finally:
+                group.end()
+    results.print_table()
+    return results
+
+
+def build(args) -> Stepper:
+    """Return what a measuring process steps."""
+    family = families.family_of(args.model)
+    model = family.new_model(args, args.device)
+    families.fill(model)
+    if family.packs and is_ours(args.child) and args.child != "bastile_unpacked":
+        package(family.package).pack(model)
+    optimizer = families.make_optimizer(model, args.device, args.child, family.package)
+    if args.child == "torch_compile":
+        model.model = torch.compile(model.model)
+    return Stepper(model, optimizer, args.device, model.config.vocab_size)
+
+
+def main(arguments=None):
+    """Measure the steps of a model, or do so in a measuring process."""
+    p = parser("Training steps on one GPU.")
+    args = p.parse_args(arguments)
+    family = families.family_of(args.model)
+    if args.child:
+        return child(args, build, family.prepare)
+    args.tokens, args.layers = args.tokens or family.tokens, args.layers or family.layers
+    args.providers = args.providers or family.step_providers
+    check_providers(p, args, family)
+    return run_all(f"{family.name}_step", __file__, args)
+
+
+if __name__ == "__main__":
+    main()

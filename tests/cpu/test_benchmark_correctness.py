@@ -1,0 +1,90 @@
+"""The benchmark's references, and its check of every provider against them."""
+
+import dataclasses
+import types
+
+import pytest
+import torch
+
+from benchmark import benchmark_experts, benchmark_linear_cross_entropy, benchmark_swiglu, correctness, eager, families, models
+from benchmark.correctness import relative_error
+from benchmark.operation import Random
+
+
+def test_the_formulas_are_those_of_transformers():
+    qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 5, 64).bfloat16(), torch.randn(64).bfloat16()
+    norm = qwen3.Qwen3RMSNorm(64, eager.EPS)
+    norm.weight = torch.nn.Parameter(weight)
+    assert torch.equal(norm(x), eager.rms_norm(x, weight))
+
+    config = families.new_qwen3("tiny", None, "meta").config
+    size, tokens = models.size("tiny"), 7
+    cos, sin = qwen3.Qwen3RotaryEmbedding(config)(x, torch.arange(tokens)[None])
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip((cos, sin), eager.angles(tokens, size.head_dim), strict=True))
+    q, k = (torch.randn(1, heads, tokens, size.head_dim).bfloat16() for heads in (size.heads, size.kv_heads))
+    wanted = qwen3.apply_rotary_pos_emb(q, k, cos, sin)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, eager.rotary(q, k, cos, sin), strict=True))
+
+    mlp = qwen3.Qwen3MLP(config).bfloat16()
+    assert torch.equal(mlp(x), mlp.down_proj(eager.swiglu(mlp.gate_proj(x), mlp.up_proj(x))))
+
+
+def test_the_chunked_reference_is_the_formula_differentiated(monkeypatch):
+    operation = benchmark_linear_cross_entropy.LINEAR_CROSS_ENTROPY
+    inputs = operation.inputs(models.size("tiny"), 13, Random("cpu", torch.float32, 1))
+    monkeypatch.setattr(benchmark_linear_cross_entropy, "CHUNK", 4)
+    chunked, whole = operation.reference(inputs), correctness.reference(dataclasses.replace(operation, reference=None), inputs)
+    for a, b in zip(chunked.outputs + chunked.gradients, whole.outputs + whole.gradients, strict=True):
+        assert relative_error(a, b) < 1e-12
+    assert 0 < chunked.rounding["dweight"] < 1e-5
+
+
+def test_the_gate_of_the_benchmark_is_transformers():
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    experts = types.SimpleNamespace(alpha=benchmark_experts.ALPHA, limit=benchmark_experts.LIMIT)
+    gate_up = 10 * torch.randn(9, 16)
+    assert torch.equal(benchmark_experts.gate(gate_up), GptOssExperts._apply_gate(experts, gate_up))
+
+
+def test_relative_errors():
+    exact = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert relative_error(torch.tensor([3.0, 4.5]), exact) == pytest.approx(0.1)
+    assert relative_error(torch.tensor([3.0, float("nan")]), exact) == relative_error(torch.ones(3), exact) == float("inf")
+    assert relative_error(torch.full((2,), 0.5), torch.zeros(2, dtype=torch.float64)) == pytest.approx(0.5**0.5)
+
+
+def test_the_check_names_the_result_that_is_furthest_beyond_its_bound():
+    correctness.check({"y": 0.02, "dx": 0.029}, torch.bfloat16)
+    with pytest.raises(ArithmeticError, match=r"dx is off by 3.1e-02, expected at most 3e-02"):
+        correctness.check({"y": 0.02, "dx": 0.031}, torch.bfloat16)
+    correctness.check({"y": 0.02, "dx": 0.031}, torch.bfloat16, {"dx": 0.04})
+    with pytest.raises(ArithmeticError, match="y is off by"):
+        correctness.check({"y": 2e-4, "dx": 0.031}, torch.float32, {"dx": 0.04})
+    for unordered in ({"y": 0.001, "dx": float("nan")}, {"dx": float("nan"), "y": 0.001}):
+        with pytest.raises(ArithmeticError, match="dx is off by nan"):
+            correctness.check(unordered, torch.bfloat16)
+
+
+@pytest.mark.parametrize("wrong", range(3))
+def test_each_result_and_gradient_is_looked_at(wrong):
+    operation = benchmark_swiglu.SWIGLU
+    inputs = operation.inputs(models.size("tiny"), 4, Random("cpu", torch.float32, 0)).copy()
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, gate, up):
+            ctx.save_for_backward(gate, up)
+            return eager.swiglu(gate, up) * (1.1 if wrong == 0 else 1.0)
+
+        @staticmethod
+        def backward(ctx, dy):
+            with torch.enable_grad():
+                gate, up = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+                dgate, dup = torch.autograd.grad(eager.swiglu(gate, up), (gate, up), dy)
+            return dgate * (1.1 if wrong == 1 else 1.0), dup * (1.1 if wrong == 2 else 1.0)
+
+    found = correctness.errors(operation, Wrong.apply, inputs, correctness.reference(operation, inputs))
+    assert [name for name, error in found.items() if error > 1e-3] == [("y", "dgate", "dup")[wrong]]

@@ -1,0 +1,84 @@
+"""The benchmark as `kernels benchmark` runs it."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmark import benchmark_fsdp, benchmark_generate, benchmark_swiglu, kernels_cli, records, registry, suites
+from benchmark.operation import Operation
+from tests.benchmark_support import one_thread, sources  # noqa: F401
+
+
+def test_the_generation_benchmark_for_kernels_runs(loaded):
+    bench = benchmark_generate.Qwen3GenerateBenchmark()
+    bench.kernel, bench.device = loaded, "cpu"
+    bench.setup()
+    for name in ("prefill", "decode"):
+        getattr(bench, f"benchmark_{name}")()
+        assert torch.allclose(bench.out, getattr(bench, f"verify_{name}")(), atol=1e-2)
+
+
+def test_every_file_has_a_class_for_kernels_benchmark():
+    """`kernels benchmark` loads each file on its own and ends at the first that defines none."""
+    cli = pytest.importorskip("kernels.cli.benchmark")
+    scripts = cli.discover_benchmark_scripts("bastile", records.ROOT)
+    assert {"benchmark_qwen3.py", "benchmark_fsdp.py", "benchmark_rms_norm.py"} <= {s.name for s in scripts}
+    for script in scripts:
+        (cls,) = cli.discover_benchmark_classes(script, records.ROOT)
+        assert any(name.startswith("benchmark_") for name in vars(cls) | vars(cls.__mro__[1]))
+    assert issubclass(benchmark_fsdp.Qwen3ShardedStepBenchmark, kernels_cli.Benchmark)
+
+
+def test_the_class_for_kernels_benchmark_runs(loaded):
+    bench = type("SwiGLU", (kernels_cli.OperationBenchmark,), {"operation": benchmark_swiglu.SWIGLU})()
+    bench.kernel, bench.device = loaded, "cpu"
+    for name in ("forward", "full"):
+        bench.setup()
+        getattr(bench, f"benchmark_{name}")()
+        assert torch.allclose(bench.out, getattr(bench, f"verify_{name}")(), atol=1e-2)
+
+
+def runs_against_qwen3(path: Path) -> bool:
+    """Is everything that a file measures in the package for Qwen3?"""
+    module = [module for module in registry.modules() if Path(module.__file__).name == path.name]
+    return all(thing.suite is not suites.LIGER for each in module for thing in vars(each).values() if isinstance(thing, Operation))
+
+
+def as_in_the_hubs_cache(folder: Path) -> Path:
+    """Lay the files of benchmark/ as huggingface_hub lays a snapshot: each a link to a blob under another name."""
+    snapshot, blobs = folder / "snapshots" / "0123abc", folder / "blobs"
+    (snapshot / "benchmarks").mkdir(parents=True)
+    blobs.mkdir()
+    for source in filter(runs_against_qwen3, (records.ROOT / "benchmark").glob("*.py")):
+        blob = blobs / hashlib.sha256(source.read_bytes()).hexdigest()
+        blob.write_bytes(source.read_bytes())
+        (snapshot / "benchmarks" / source.name).symlink_to(Path("../../../blobs") / blob.name)
+    return snapshot
+
+
+def test_kernels_benchmark_runs_every_file_of_a_snapshot(package_folder, tmp_path):
+    """The real command, on tiny sizes: it compares each result with the formula's, and ends at the first that differs."""
+    pytest.importorskip("tabulate")
+    snapshot = as_in_the_hubs_cache(tmp_path)
+    (snapshot / "build").symlink_to(package_folder / "build")
+    command = [Path(sys.executable).with_name("kernels"), "benchmark", ".", "--iterations", "1", "--warmup", "0", "--output", "found.json"]
+    done = subprocess.run(command, cwd=snapshot, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": ""})
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = {found["workload"]: found["verified"] for found in json.loads((snapshot / "found.json").read_text())["results"]}
+    assert all(results.values())
+    models_of = {
+        "Qwen3StepBenchmark": ["step"],
+        "Qwen3ShardedStepBenchmark": ["step"],
+        "Qwen3GenerateBenchmark": ["prefill", "decode"],
+        "AdamWBenchmark": ["step"],
+    }
+    whole = {f"{name}.{workload}" for name, workloads in models_of.items() for workload in workloads}
+    assert whole < set(results)
+    assert {name.partition(".")[2] for name in set(results) - whole} == {"forward", "full"}
+    assert len(results.keys() - whole) == 2 * (len(list((snapshot / "benchmarks").glob("benchmark_*.py"))) - len(models_of))

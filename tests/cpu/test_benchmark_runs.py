@@ -1,0 +1,206 @@
+"""Smoke runs of the benchmarks of operations in tiny sizes, and what a provider that fails does to them."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from benchmark import (
+    benchmark_adamw,
+    benchmark_generate,
+    benchmark_swiglu,
+    correctness,
+    eager,
+    harness,
+    models,
+    providers,
+    records,
+    registry,
+    report,
+    steps,
+    suites,
+    tables,
+)
+from benchmark.__main__ import main
+from benchmark.operation import Random
+from tests.benchmark_support import TINY, one_thread, sources  # noqa: F401
+
+QWEN3_OPERATIONS = {operation.name: operation for operation in registry.of_suite(suites.QWEN3)}
+
+
+@pytest.mark.parametrize("name", QWEN3_OPERATIONS)
+def test_each_operation_runs(name, tmp_path):
+    rows = main([name, *TINY, "--results", str(tmp_path)])
+    operation = QWEN3_OPERATIONS[name]
+    saved = records.read(tmp_path / "cpu" / f"{operation.csv_name}.csv")
+    speed = {(r.kernel_provider, r.kernel_operation_mode) for r in rows if r.metric_name == "speed" and r.y_value_50}
+    assert len(saved) == len(rows)
+    for provider in ("huggingface", "bastile", "floor"):
+        assert {(provider, mode) for mode in operation.modes} <= speed
+    found = {r.metric_name: r.y_value_50 for r in rows if r.kernel_provider == "huggingface"}
+    assert all(found[f"error_{n}"] < 1e-2 for n in operation.outputs + operation.gradients)
+    assert {"torch", "model", "dtype", "timing"} <= set(saved[0].config)
+    if name == "rms_norm":
+        assert {r.kernel_provider for r in rows if r.metric_name == "host_time"} >= {"torch", "huggingface", "bastile"}
+
+
+@pytest.mark.parametrize("operation", ("experts_uniform", "experts_skewed"))
+def test_the_experts_of_gpt_oss_run(operation, tmp_path):
+    arguments = [operation, *TINY, "--results", str(tmp_path)]
+    arguments[arguments.index("tiny")] = "gpt_oss_tiny"
+    rows = main(arguments)
+    assert {row.kernel_name for row in rows} == {operation}
+    speed = {(r.kernel_provider, r.kernel_operation_mode) for r in rows if r.metric_name == "speed" and r.y_value_50}
+    assert {(p, mode) for p in ("huggingface", "bastile", "floor") for mode in ("forward", "full")} <= speed
+    errors = [r.y_value_50 for r in rows if r.metric_name.startswith("error_") and r.kernel_provider == "bastile"]
+    assert len(errors) == 7 and max(errors) < 1e-2
+    saved = records.read(tmp_path / "cpu" / "gpt_oss_experts.csv")
+    routing = operation.partition("_")[2]
+    assert f"| 6 experts, {routing}, forward + backward | 16 |" in tables.table("gpt_oss_experts", saved)
+
+
+def test_a_sweep_over_models():
+    rows = main(["swiglu", *TINY, "--sweep-mode", "model_config", "--models", "tiny", "--modes", "forward"])
+    assert {(r.x_name, r.x_value, r.config["tokens"]) for r in rows} == {("model", "qwen3_tiny", 16)}
+
+
+def with_providers(**loaders):
+    return dataclasses.replace(benchmark_swiglu.SWIGLU, peers=loaders)
+
+
+def refuses(*_):
+    raise RuntimeError("only for sm_100\nsecond line")
+
+
+def run(operation, *more):
+    return harness.main(operation, arguments=[*TINY, "--modes", "forward", *more])
+
+
+def test_a_provider_that_refuses_is_shown_as_such(capsys):
+    rows = run(with_providers(liger=lambda: refuses))
+    (failed,) = [r for r in rows if r.kernel_provider == "liger"]
+    assert (failed.metric_name, failed.y_value_50, failed.error) == ("speed", None, "RuntimeError: only for sm_100")
+    assert "liger fails: RuntimeError: only for sm_100" in capsys.readouterr().out
+
+
+def test_a_provider_that_is_wrong_is_not_timed():
+    rows = run(with_providers(liger=lambda: lambda gate, up: eager.swiglu(gate, up) * 1.1))
+    speed, *_ = [r for r in rows if r.kernel_provider == "liger" and r.metric_name == "speed"]
+    assert speed.y_value_50 is None and "wrong result: y is off by 1.0e-01" in speed.error.replace("dup", "y").replace("dgate", "y")
+
+
+def test_a_result_with_a_bound_of_its_own_may_be_off_by_more():
+    operation = dataclasses.replace(with_providers(liger=lambda: lambda gate, up: eager.swiglu(gate, up) * 1.1), bounds={"y": 0.2})
+    speed, *_ = [r for r in run(operation) if r.kernel_provider == "liger" and r.metric_name == "speed"]
+    assert speed.y_value_50 is None and "wrong result: d" in speed.error
+    everything = dict.fromkeys(operation.outputs + operation.gradients, 0.2)
+    speed, *_ = [
+        r for r in run(dataclasses.replace(operation, bounds=everything)) if r.kernel_provider == "liger" and r.metric_name == "speed"
+    ]
+    assert speed.y_value_50
+
+
+def test_a_provider_that_fails_while_it_is_timed_leaves_the_others_alone():
+    calls = []
+
+    def later(gate, up):
+        calls.append(1)
+        return refuses() if len(calls) > 2 else eager.swiglu(gate, up)
+
+    rows = run(with_providers(liger=lambda: later))
+    speed = {r.kernel_provider: r for r in rows if r.metric_name == "speed"}
+    assert speed["liger"].error and speed["huggingface"].y_value_50 and speed["floor"].y_value_50
+
+
+def test_a_provider_that_is_not_installed_is_left_out(capsys):
+    def absent():
+        raise providers.NotInstalled("liger_kernel is not installed")
+
+    rows = run(with_providers(liger=absent))
+    assert "liger" not in {r.kernel_provider for r in rows}
+    assert "liger is left out: liger_kernel is not installed" in capsys.readouterr().out
+
+
+def test_a_provider_that_writes_into_its_inputs_finds_them_restored():
+    class InPlace(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, gate, up):
+            ctx.save_for_backward(gate, up)
+            return eager.swiglu(gate, up)
+
+        @staticmethod
+        def backward(ctx, dy):
+            with torch.enable_grad():
+                gate, up = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+                found = torch.autograd.grad(eager.swiglu(gate, up), (gate, up), dy)
+            for saved, gradient in zip(ctx.saved_tensors, found, strict=True):
+                saved.data.copy_(gradient)
+            return found
+
+    operation = with_providers(liger=lambda: InPlace.apply)
+    inputs = operation.inputs(models.size("tiny"), 4, Random("cpu", torch.bfloat16, 0))
+    work, exact = inputs.copy(), correctness.reference(operation, inputs)
+    for _ in range(2):
+        work.restore(inputs)
+        assert max(correctness.errors(operation, InPlace.apply, work, exact).values()) < 1e-2
+    assert not torch.equal(work.leaves[0], inputs.leaves[0])
+
+
+def test_a_misspelt_provider_ends_the_run_before_it_begins(capsys):
+    for start in (run, lambda *arguments: steps.main(list(arguments[1:]))):
+        with pytest.raises(SystemExit):
+            start(with_providers(), "--providers", "bastille")
+        assert "bastille, expected some of huggingface" in capsys.readouterr().err
+
+
+def test_out_of_memory_and_out_of_time(capsys):
+    assert report.message(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")) == "out of memory"
+    assert run(with_providers(), "--budget-s", "-1") == []
+    assert "time budget is spent" in capsys.readouterr().out
+
+
+def test_the_step_of_the_optimizer(tmp_path):
+    arguments = ["--device", "cpu", "--model", "tiny", "--layers", "1", "--ms", "1"]
+    rows = benchmark_adamw.main([*arguments, "--results", str(tmp_path)])
+    saved = records.read(tmp_path / "cpu" / "adamw.csv")
+    assert len(saved) == len(rows) and all(r.y_value_50 for r in rows), [r.error for r in rows]
+    assert {(r.kernel_provider, r.x_value) for r in saved} == {
+        (p, c) for p in (*benchmark_adamw.PROVIDERS, "floor") for c in benchmark_adamw.CASES
+    }
+
+
+@pytest.mark.parametrize("wrong", ({"weight_decay": 0.0}, {"betas": (0.9, 0.9)}, {"betas": (0.7, 0.999)}, {"lr": 0.02}), ids=str)
+def test_a_wrong_step_of_the_optimizer_is_not_timed(monkeypatch, wrong):
+    right = torch.optim.AdamW
+    monkeypatch.setattr(torch.optim, "AdamW", lambda params, **options: right(params, **options | wrong))
+    arguments = ["--device", "cpu", "--model", "tiny", "--layers", "1", "--ms", "1", "--cases", "bf16", "--providers", "torch"]
+    rows = benchmark_adamw.main(arguments)
+    assert [r.error for r in rows if r.kernel_provider == "torch"][0].startswith("ArithmeticError: wrong result: ")
+
+
+def test_generation(tmp_path):
+    pytest.importorskip("transformers")
+    arguments = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--tokens", "16", "--batches", "1,2", "--ms", "1"]
+    rows = benchmark_generate.main([*arguments, "--results", str(tmp_path)])
+    saved = records.read(tmp_path / "cpu" / "generate.csv")
+    assert len(saved) == len(rows) == 8 and all(r.y_value_50 for r in rows)
+    found = {(r.kernel_provider, r.kernel_operation_mode, r.x_value) for r in saved}
+    assert found == {(p, m, b) for p in ("huggingface", "bastile") for m in ("prefill", "decode") for b in ("1", "2")}
+
+
+def test_a_generation_that_is_wrong_is_not_timed():
+    args = type("Args", (), {"model": "tiny", "layers": 2, "tokens": 16, "device": "cpu"})
+    found = benchmark_generate.generations(args, 1)
+    with torch.no_grad():
+        found["bastile"].model.lm_head.weight.mul_(1.1)
+    with pytest.raises(ArithmeticError, match="logits of prefill are off by"):
+        benchmark_generate.check(found)
+
+
+def test_the_generation_benchmark_for_kernels_runs(loaded):
+    bench = benchmark_generate.Qwen3GenerateBenchmark()
+    bench.kernel, bench.device = loaded, "cpu"
+    bench.setup()
+    for name in ("prefill", "decode"):
+        getattr(bench, f"benchmark_{name}")()
+        assert torch.allclose(bench.out, getattr(bench, f"verify_{name}")(), atol=1e-2)

@@ -1,0 +1,137 @@
+"""The tables and pictures of the results."""
+
+import dataclasses
+
+import pytest
+
+from benchmark import plots, providers, records, registry, step_tables, suites, tables
+from benchmark.markdown import Notes, in_order, number
+from tests.benchmark_support import GPU, made_up_rows, row
+
+
+@pytest.fixture
+def results(tmp_path):
+    for r in made_up_rows():
+        records.write(tmp_path / records.slug(GPU) / f"{r.kernel_name}.csv", [r])
+    return tmp_path
+
+
+def test_tables(results):
+    rows = records.read_all(results / "nvidia-h200")
+    assert "| RMSNorm, forward | 441 | 37.6 | fails [1] | 35.4 | 34 | 96% | 1.06 × |" in tables.table("operations", rows)
+    assert "[1] Liger cuTile: RuntimeError: only for / others" in tables.table("operations", rows)
+    assert "NVIDIA H200, driver 580.159, torch 2.11.0; Bastile 1.0.0, 2026-01-02." in tables.table("operations", rows)
+    assert "| 8192 | 988 ms · 98.8 GiB | 807 ms · 80.7 GiB | 770 ms · 77.0 GiB | 1.05 × | 95% |" in tables.table("qwen3_step", rows)
+    assert "| 16384 | out of memory |" in tables.table("qwen3_step", rows)
+    assert "**4 GPUs**" in tables.table("fsdp", rows)
+    assert "**Qwen3-8B**" in tables.table("qwen3_models", rows)
+    assert "| with gradients | 12.8 | 15.0 | 1.17 × |" in tables.table("host", rows)
+    assert "35.4 ms · 1.20" in tables.table("linear_cross_entropy", rows)
+    assert "| one token, batch 8 | 9 | 4.5 | 2.00 × |" in tables.table("generate", rows)
+    assert "| Bastile | 1.5 | 1.50 | 3.0 |" in tables.table("first_step", rows)
+    for name in tables.all_tables():
+        assert tables.table(name, []) == ("" if name in step_tables.titled_tables() else "*Not measured yet.*")
+
+
+def test_the_table_of_the_optimizer(results):
+    found = tables.table("adamw", records.read_all(results / "nvidia-h200"))
+    assert "| parameters of | PyTorch | PyTorch, fused | Bastile | floor | Bastile: of the floor | vs best peer |" in found
+    assert "| Qwen3-8B with 4 layers, bf16 | 26 ms | 10 ms | 6.8 ms | 6.5 ms | 96% | 1.47 × |" in found
+
+
+def test_steps_with_our_optimizer_have_columns_of_their_own():
+    """And are no peer of those without it."""
+    step = {"gpus": 1, "layers": None, "tokens": 8192, "timing": None}
+    times = (("liger", 807.0), ("bastile", 770.0), ("bastile_adamw", 757.0))
+    rows = [row("qwen3_step", provider, "full", "step_time", y=ms, **step) for provider, ms in times]
+    rows += [row("qwen3_step", provider, "full", "memory", y=ms / 10, **step) for provider, ms in times]
+    found = tables.table("qwen3_step", rows)
+    assert "| tokens | Liger | Bastile | Bastile with its AdamW | speed vs best peer | with its AdamW | memory vs best peer |" in found
+    assert "| 8192 | 807 ms · 80.7 GiB | 770 ms · 77.0 GiB | 757 ms · 75.7 GiB | 1.05 × | 1.07 × | 95% |" in found
+
+
+def test_tables_of_gpt_oss(results):
+    rows = records.read_all(results / "nvidia-h200")
+    experts = tables.table("gpt_oss_experts", rows)
+    assert "| 32 experts, uniform, forward | 8192 | 2 ms · 0.50 GiB | 1.2 ms · 0.50 GiB | 1 ms | 120% | 1.67 × |" in experts
+    assert "| 128 experts, skewed, forward + backward | 8192 | 12 ms · 1.00 GiB | 7.2 ms · 1.00 GiB | 6 ms | 120% | 1.67 × |" in experts
+    assert experts.count("| 8192 |") == 8 and "against float64: Hugging Face 4.0%." in experts
+    step, fsdp = (tables.table(name, rows) for name in ("gpt_oss_step", "gpt_oss_fsdp"))
+    assert step.startswith("**A training step of GPT-OSS-20B with 12 of 24 layers on one GPU**")
+    assert "| 8192 | 750 ms · 150.0 GiB | 625 ms · 125.0 GiB | 500 ms · 100.0 GiB | 1.25 × | 80% |" in step
+    assert fsdp.startswith("**A training step of GPT-OSS-20B on 2 GPUs**") and "900 ms" in fsdp and "500 ms" not in fsdp
+    short = tables.table("gpt_oss", rows)
+    assert "| 128 experts, uniform routing | 12 ms · 1.00 GiB |  |  | 7.2 ms · 1.00 GiB | 1.67 × |" in short
+    assert "| step of GPT-OSS-20B with 12 of 24 layers on one GPU |  | 750 ms · 150.0 GiB | 625 ms" in short
+
+
+def test_steps_that_cannot_be_compared_have_tables_of_their_own():
+    def step(layers, gpus, ms, kernel="gpt_oss_step"):
+        return row(kernel, "bastile", "full", "step_time", y=ms, model="gpt_oss_20b", layers=layers, gpus=gpus, timing=None)
+
+    found = tables.table("gpt_oss_step", [step(12, 1, 100.0), step(6, 1, 50.0), step(24, 2, 200.0), step(None, 2, 201.0)])
+    titles = ("20B with 6 of 24 layers on one GPU", "20B with 12 of 24 layers on one GPU", "20B on 2 GPUs")
+    assert [part.partition("**")[0] for part in found.split("GPT-OSS-")[1:]] == list(titles)
+    assert "201 ms" in found and "200 ms" not in found, "24 layers are all, and the newer row counts"
+
+
+def test_a_document_is_checked_and_written(results, tmp_path, capsys):
+    document = tmp_path / "README.md"
+    document.write_text("before\n<!-- table: host -->\nold\n<!-- /table -->\nafter\n<!-- table: operations -->\n<!-- /table -->\n")
+    arguments = [str(document), "--results", str(results)]
+    assert tables.main([*arguments, "--check"]) == 1
+    assert "not as the results say: host, operations" in capsys.readouterr().out
+    assert tables.main([*arguments, "--write"]) == 0
+    assert tables.main([*arguments, "--check"]) == 0
+    assert "before\n<!-- table: host -->\n| µs of host time |" in document.read_text()
+    document.write_text("<!-- table: gpt_oss_step -->\n<!-- /table -->\n")
+    assert tables.main([*arguments, "--write"]) == 0 and "**A training step of GPT-OSS-20B" in document.read_text()
+    (results / "nvidia-h200" / "gpt_oss_step.csv").unlink()
+    assert tables.main([*arguments, "--write"]) == 0
+    assert document.read_text() == "<!-- table: gpt_oss_step -->\n<!-- /table -->\n", "nothing is shown where nothing was measured"
+    document.write_text("<!-- table: speed -->\n<!-- /table -->\n")
+    with pytest.raises(ValueError, match="table is speed, expected one of operations"):
+        tables.main([*arguments, "--check"])
+
+
+def test_plots(results):
+    pytest.importorskip("matplotlib")
+    made = {path.name for path in plots.main(["--results", str(results)])}
+    names = {"rms_norm_forward", "linear_cross_entropy_full", "qwen3_step_qwen3_8b", "qwen3_fsdp_qwen3_8b_4_gpus"}
+    names |= {"gpt_oss_step_gpt_oss_20b_12_layers", "gpt_oss_fsdp_gpt_oss_20b_2_gpus"}
+    models_of = ("gpt_oss_20b", "gpt_oss_120b")
+    names |= {f"experts_{r}_{mode}_{m}" for r in ("uniform", "skewed") for mode in ("forward", "full") for m in models_of}
+    assert made == {f"{name}.png" for name in names}
+    assert all((results / "nvidia-h200" / "plots" / name).stat().st_size > 10_000 for name in made)
+
+
+def test_parts_of_tables():
+    assert in_order(["8192", "512", "8192"]) == ["512", "8192"]
+    assert in_order(["gpt_oss_20b", "qwen3_8b", "qwen3_0.6b"]) == ["qwen3_0.6b", "qwen3_8b", "gpt_oss_20b"]
+    assert [number(value) for value in (0.1234, 12.345, 99.96, 1234.5)] == ["0.123", "12.3", "100", "1,234"]
+    notes = Notes()
+    cells = [
+        notes.cell(each, str)
+        for each in (None, row(y=2.0), row(y=None, error="out of memory"), row(y=None, error="no"), row(y=None, error="no"))
+    ]
+    assert cells == ["", "2.0", "out of memory", "fails [1]", "fails [1]"] and str(notes) == "\n\n[1] Bastile: no"
+
+
+def test_everything_that_was_measured_is_known():
+    """No provider, operation or step has results under a name that no file declares."""
+    rows = [row for folder in records.RESULTS.iterdir() if folder.is_dir() for row in records.read_all(folder)]
+    assert {r.kernel_provider for r in rows} <= {*providers.PROVIDERS, providers.FLOOR}
+    others = {"adamw", "generate", "qwen3_step", "qwen3_fsdp", "gpt_oss_step", "gpt_oss_fsdp"}
+    assert {r.kernel_name for r in rows} <= {*registry.operations(), *others}
+
+
+def test_the_order_of_a_table_is_that_of_the_declarations():
+    names = [operation.name for operation in registry.of_suite(suites.QWEN3)]
+    assert names == ["rms_norm", "q_norm", "add_rms_norm", "rotary", "qk_norm_rotary", "swiglu", "linear_cross_entropy"]
+
+
+def test_a_picture_for_each_shape_of_a_kind_of_its_own(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [row("swiglu", x=x, y=float(x), shape=f"rows {n}") for n in (2, 4) for x in (8, 16)]
+    made = plots.plot_operation([dataclasses.replace(r, x_name="columns") for r in rows], tmp_path)
+    assert [path.name for path in made] == ["swiglu_forward_by_columns_rows-2.png", "swiglu_forward_by_columns_rows-4.png"]

@@ -1,0 +1,439 @@
+"""Puts a package's layers where they go: on transformers' classes (`patch_classes`), on one model (`kernelize`), or into the Hub's
+mapping (`mapping`). Which layer stands in for what is a package's table of `Targets`; nothing here belongs to one model.
+
+Nothing here is imported before it is needed: the package loads without transformers, and only `mapping` needs `kernels`.
+What a class or a module had before is kept on itself, so any loaded copy of this package can put it back, in any order.
+"""
+
+import gc
+import importlib
+import inspect
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple, Tuple
+
+from torch import nn
+
+from .modeling import EXPERTS, LAYER, LOSS_OPTIONS, OFF, OPTIONS, SAVED, experts_implementation, output_with_metrics, rotary_pos_emb
+
+# From, and up to but not including. From 5.23 on, transformers' gradient checkpointing stands inside a decoder layer's forward, and
+# to replace that would switch it off.
+TRANSFORMERS = (5, 17), (5, 23)
+TRANSFORMERS_EXPECTED = ">=5.17,<5.23"
+KERNELS_EXPECTED = ">=0.16.2,<0.18"
+# Each transformers works with one minor version of kernels only.
+PAIR = "'transformers>=5.18,<5.23' with 'kernels>=0.17.2,<0.18', or transformers 5.17 with kernels 0.16.2"
+CUDA_CAPABILITIES = (80, 121)  # from, to: what kernels are built for
+ROTARY = "apply_rotary_pos_emb"
+WRAPPED = "_original_forward"  # where accelerate keeps the forward that it wrapped for mixed precision
+CALL_BEFORE = (
+    "Call apply() or kernelize() before that: before Accelerator.prepare(), Trainer.train() and the making of a trainer of TRL; "
+    "apply() before from_pretrained() with a tp_plan"
+)
+
+
+class Targets(NamedTuple):
+    """Which layer of a package stands in for what of one model family of transformers.
+
+    model: the family's name in messages. modeling: transformers' module of it. attention: its class whose forward calls the rotary
+    embedding. classes: operation -> (class of that module, layer). rotary: the layer for the rotary embedding. operations: the names
+    of the arguments of `apply`, in its order. hub_names: the name that `kernels` knows a layer by -> layer.
+    """
+
+    model: str
+    modeling: str
+    attention: str
+    classes: Mapping[str, Tuple[str, type]]
+    rotary: type
+    operations: Tuple[str, ...]
+    hub_names: Mapping[str, type]
+
+
+# transformers and kernels
+
+
+def modeling_of_transformers(targets: Targets):
+    """transformers' module of the model. Raises ImportError when it is absent or not as the layers expect it."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"transformers is not installed. Run: pip install 'transformers{TRANSFORMERS_EXPECTED}'") from error
+    version = transformers.__version__
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    advice = f"expected transformers{TRANSFORMERS_EXPECTED}. Run: pip install 'transformers{TRANSFORMERS_EXPECTED}'"
+    if not TRANSFORMERS[0] <= numbers < TRANSFORMERS[1]:
+        raise ImportError(f"transformers is {version}, {advice}")
+    from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+
+    try:
+        modeling = importlib.import_module(targets.modeling)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"transformers {version} has no {targets.model}, {advice}") from error
+    for name, layer in targets.classes.values():
+        cls = getattr(modeling, name, None)
+        if cls is None:
+            raise ImportError(f"transformers {version} has no {name}, {advice}")
+        found, expected = inspect.signature(_original(cls, "forward")), inspect.signature(layer.forward)
+        if [(p.name, p.kind) for p in found.parameters.values()] != [(p.name, p.kind) for p in expected.parameters.values()]:
+            where = _original(cls, "forward").__module__
+            raise ImportError(f"transformers {version} has {name}.forward{found}, defined in {where}, {advice}")
+    if not hasattr(modeling, ROTARY):
+        raise ImportError(f"transformers {version} has no {ROTARY}, {advice}")
+    for cls in (CausalLMOutputWithPast, MoeCausalLMOutputWithPast):
+        output_with_metrics(cls)  # torch.compile traces through no making of classes
+    return modeling
+
+
+def _kernels():
+    """The `kernels` library. Raises ImportError when it is absent or too old."""
+    try:
+        import kernels
+    except ImportError as error:
+        raise ImportError(f"kernels is not installed. Run: pip install 'kernels{KERNELS_EXPECTED}'") from error
+    if not hasattr(kernels, "replace_kernel_forward_from_hub"):
+        raise ImportError(
+            f"kernels is {getattr(kernels, '__version__', 'of an unknown version')}, expected kernels{KERNELS_EXPECTED}. "
+            f"Run: pip install 'kernels{KERNELS_EXPECTED}'"
+        )
+    return kernels
+
+
+# What stands where, and putting it back
+
+
+def _original(owner, attribute):
+    """What an attribute of a class or module is without us."""
+    return vars(owner).get(SAVED + attribute, vars(owner)[attribute])
+
+
+def _target(targets: Targets, modeling, operation):
+    """(class or module, attribute, replacement) of an operation."""
+    if operation != "rope":
+        name, layer = targets.classes[operation]
+        return getattr(modeling, name), "forward", layer.forward
+    function = _original(modeling, ROTARY)
+    if isinstance(function, nn.Module):  # `kernels` made it one, of a class of its own
+        return type(function), "forward", targets.rotary.forward
+    return modeling, ROTARY, rotary_pos_emb
+
+
+def _patch(owner, attribute, replacement):
+    if SAVED + attribute not in vars(owner):
+        setattr(owner, SAVED + attribute, vars(owner)[attribute])
+    setattr(owner, attribute, replacement)
+
+
+def _restore(owner, attribute):
+    if SAVED + attribute in vars(owner):
+        setattr(owner, attribute, vars(owner)[SAVED + attribute])
+        delattr(owner, SAVED + attribute)
+
+
+def _slot(module):
+    """The attribute that hides the class's forward on one module: accelerate's hooks stand in `forward` and call the other."""
+    return "_old_forward" if "_hf_hook" in vars(module) else "forward"
+
+
+def _other_owner(module):
+    """Who gave this one module its forward: accelerate, TRL, transformers' tensor parallelism, the user. "" for nobody, and where
+    that forward calls ours. One of ours in its place would drop what it does."""
+    state = vars(module)
+    if WRAPPED in state:
+        return "" if _calls_ours(state[WRAPPED]) else "accelerate (mixed precision)"
+    function = _function(state.get(_slot(module)))
+    if function is None or _calls_ours(function) or _is_of_a_class(function, module):
+        return ""
+    return getattr(function, "__globals__", {}).get("__name__") or repr(function)
+
+
+def _warn_of_others(modules, stacklevel):
+    """Warns of modules that keep the forward that someone else gave them."""
+    for (name, owner), count in Counter((type(module).__name__, _other_owner(module)) for module in modules).items():
+        what = f"{name} keeps the forward that {owner} gave it ({count} in this process)"
+        warnings.warn(f"{what}. {CALL_BEFORE}", RuntimeWarning, stacklevel=stacklevel + 1)
+
+
+def _bind(module, function):
+    """Gives one module a forward of ours, in front of its class's."""
+    state, slot = vars(module), _slot(module)
+    previous = state.get(slot)
+    state.pop(OFF, None)
+    if WRAPPED in state or (_calls_ours(previous) and not _is_ours(previous)):
+        return  # what is wrapped is ours already
+    if not _is_ours(previous):
+        state.setdefault(SAVED + "replaced", (slot, previous))
+    state[slot] = MethodType(function, module)
+
+
+def _unbind(module):
+    """Takes a forward of ours off one module, whether `_bind` or `kernels` put it there, or accelerate wrapped it."""
+    state = vars(module)
+    bound = SAVED + "replaced" in state
+    slot, previous = state.pop(SAVED + "replaced", (_slot(module), None))
+    forward = state.get(slot)
+    if not _is_ours(forward):  # someone else's by now
+        if bound or _calls_ours(forward) or _calls_ours(state.get(WRAPPED)):
+            state[OFF] = True
+        return
+    if previous is not None:
+        state[slot] = previous
+    elif slot == "forward":
+        del state[slot]
+    else:
+        state[slot] = MethodType(type(module).forward, module)
+
+
+def _function(forward):
+    return getattr(forward, "__func__", forward)
+
+
+def _is_ours(forward):
+    """True for a bound forward of ours, also of another loaded copy of this package."""
+    return forward is not None and getattr(_function(forward), LAYER, None) is _function(forward)
+
+
+def _calls_ours(forward):
+    """True for one of ours, and for a wrapper made with functools.wraps, which copies the mark: TRL's trainers put one on."""
+    return getattr(_function(forward), LAYER, None) is not None
+
+
+def _is_of_a_class(function, module):
+    """True for the forward of a class, the module's or another, as `kernels` binds it; False for what was made for one module."""
+    cls = sys.modules.get(getattr(function, "__module__", None))
+    for name in getattr(function, "__qualname__", "").split(".")[:-1]:
+        cls = getattr(cls, name, None)
+    classes = (*type(module).__mro__, cls) if isinstance(cls, type) else type(module).__mro__
+    return any(function in (vars(c).get("forward"), vars(c).get(SAVED + "forward")) for c in classes)
+
+
+def _live_modules():
+    """Every module there is. A forward of its own hides the one of its class, and nobody else knows which modules have one."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+
+
+def _defines_forward(cls):
+    return next(c for c in cls.__mro__ if "forward" in vars(c))
+
+
+# For every model
+
+
+def patch_classes(targets: Targets, wanted):
+    """Puts the layers on transformers' classes, of which exactly those are active afterwards whose operations are wanted.
+
+    wanted: an entry for each of `targets.operations`, True or False; of `fused_linear_cross_entropy` it may be a mapping of options of the
+    loss, which stands for True. Raises TypeError for an option that does not exist, ImportError when transformers is absent or its
+    version does not fit.
+    """
+    options = _loss_options(wanted["fused_linear_cross_entropy"])
+    modeling = modeling_of_transformers(targets)
+    _register_experts()
+    causal_lm = getattr(modeling, targets.classes["fused_linear_cross_entropy"][0])
+    if options:
+        setattr(causal_lm, LOSS_OPTIONS, options)
+    elif LOSS_OPTIONS in vars(causal_lm):
+        delattr(causal_lm, LOSS_OPTIONS)
+    wanted = {name: isinstance(on, Mapping) or bool(on) for name, on in wanted.items()}
+    modules = _live_modules()
+    for operation, on in wanted.items():
+        owner, attribute, replacement = _target(targets, modeling, operation)
+        if on:
+            _patch(owner, attribute, replacement)
+            _bind_hidden(owner, replacement, modules)
+        else:
+            _restore(owner, attribute)
+            classes = (type(_original(modeling, ROTARY)), getattr(modeling, targets.attention)) if operation == "rope" else owner
+            for module in modules:
+                if isinstance(module, classes):
+                    _unbind(module)
+
+
+def _loss_options(given):
+    """The mapping of `apply`'s `fused_linear_cross_entropy`; empty for True and False."""
+    options = dict(given) if isinstance(given, Mapping) else {}
+    known = ("ignore_index", *OPTIONS, "skip_logits")
+    unknown = [str(name) for name in options if name not in known]
+    if unknown:
+        raise TypeError(f"fused_linear_cross_entropy has no option {', '.join(unknown)}; it has {', '.join(known)}")
+    return options
+
+
+def _bind_hidden(owner, replacement, modules):
+    """The same on modules whose own forward hides their class's, e.g. the former one that `kernels` binds as its fallback."""
+    others = []
+    for module in modules:
+        if not isinstance(owner, type) or not isinstance(module, owner):
+            continue
+        if _slot(module) not in vars(module):
+            vars(module).pop(OFF, None)  # what was around our forward is gone
+        elif _defines_forward(type(module)) is owner:
+            if _other_owner(module):
+                others.append(module)
+            else:
+                _bind(module, replacement)
+    _warn_of_others(others, stacklevel=4)
+
+
+def reset(targets: Targets):
+    """Puts back what a package replaced; see `reset` of a package."""
+    modeling = sys.modules.get(targets.modeling)
+    if modeling is None:
+        return
+    for operation in (*targets.classes, "rope"):
+        owner, attribute, _ = _target(targets, modeling, operation)
+        _restore(owner, attribute)
+        if LOSS_OPTIONS in vars(owner):
+            delattr(owner, LOSS_OPTIONS)
+        if SAVED + "decorated" in vars(owner):
+            for name in ("kernel_layer_name", "kernel_condition", SAVED + "decorated"):
+                if name in vars(owner):
+                    delattr(owner, name)
+        for name in [name for name in vars(owner) if name.startswith(SAVED)]:  # what apply() noted there
+            delattr(owner, name)
+    for module in _live_modules():
+        state = vars(module)
+        if SAVED + "replaced" in state or any(_calls_ours(state.get(name)) for name in (_slot(module), WRAPPED)):
+            _unbind(module)
+        if state.pop(SAVED + "use_kernels", False):
+            state["_use_kernels"] = True
+        attention = state.pop(SAVED + "attention", None)
+        if attention is not None:
+            module.set_attn_implementation(attention)
+    _unregister_experts()
+
+
+def _experts_interface():
+    """transformers' table of implementations of experts, or None where it has none or nobody has imported it."""
+    return getattr(sys.modules.get("transformers.integrations.moe"), "ExpertsInterface", None)
+
+
+def _register_experts():
+    """Makes experts_implementation="bastile" a choice when a model is loaded."""
+    interface = _experts_interface()
+    if interface is not None:
+        interface.register(EXPERTS, experts_implementation)
+
+
+def _unregister_experts():
+    interface = _experts_interface()
+    if interface is not None:
+        interface._global_mapping.pop(EXPERTS, None)
+
+
+def get_patched_ops(targets: Targets):
+    """Lists the operations that are on transformers' classes, by the names of the arguments of `apply`."""
+    modeling = sys.modules.get(targets.modeling)
+    if modeling is None:
+        return []
+    found = {operation: _target(targets, modeling, operation) for operation in targets.operations}
+    return [operation for operation, (owner, attribute, ours) in found.items() if vars(owner)[attribute] is ours]
+
+
+# For one model
+
+
+def _attention_forward(targets: Targets, original):
+    """A copy of the attention's forward that sees our rotary embedding under the global name that it calls.
+
+    That name is all there is to replace: the function behind it serves every model of its kind in the process. Raises RuntimeError when
+    it does not call that name itself.
+    """
+    if ROTARY not in getattr(getattr(original, "__code__", None), "co_names", ()):
+        raise RuntimeError(
+            f"rope cannot be put on one model: {targets.attention}.forward, defined in {original.__module__}, does not call {ROTARY}. "
+            f"Use apply(), or install transformers{TRANSFORMERS_EXPECTED}"
+        )
+    names = {name: value for name, value in original.__globals__.items() if name != "__name__"}  # torch.compile would look it up there
+    copy = FunctionType(
+        original.__code__, {**names, ROTARY: rotary_pos_emb}, original.__name__, original.__defaults__, original.__closure__
+    )
+    copy.__kwdefaults__ = original.__kwdefaults__
+    copy.__module__, copy.__qualname__, copy.__doc__ = original.__module__, original.__qualname__, original.__doc__
+    setattr(copy, LAYER, copy)
+    return copy
+
+
+def kernelize(targets: Targets, model, mode=None):
+    """Puts the layers on one model, in place, and returns it; see `kernelize` of a package."""
+    if mode is not None and getattr(mode, "name", "") == "FALLBACK":
+        raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
+    modeling = modeling_of_transformers(targets)
+    _register_experts()
+    places = {operation: (getattr(modeling, name), layer.forward) for operation, (name, layer) in targets.classes.items()}
+    attention = getattr(modeling, targets.attention)
+    places["rope"] = (attention, _attention_forward(targets, _original(attention, "forward")))
+    chosen = {
+        operation: [module for module in model.modules() if isinstance(module, cls) and _defines_forward(type(module)) is cls]
+        for operation, (cls, _) in places.items()
+    }
+    if not any(chosen.values()):
+        raise TypeError(f"model is a {type(model).__name__} without any of transformers' {targets.model} layers, expected a {targets.model} model")
+    if not any(isinstance(module, places["fused_linear_cross_entropy"][0]) for module in model.modules()):
+        del chosen["fused_linear_cross_entropy"]
+    for module in chosen.get("fused_linear_cross_entropy", ()):
+        if _other_owner(module):
+            raise RuntimeError(f"this {type(module).__name__} has a forward that {_other_owner(module)} gave it. {CALL_BEFORE}")
+    others = [module for modules in chosen.values() for module in modules if _other_owner(module)]
+    chosen = {operation: [module for module in modules if module not in others] for operation, modules in chosen.items()}
+    missing = [operation for operation, modules in chosen.items() if not modules]
+    if missing:
+        import transformers
+
+        names = ", ".join(places[operation][0].__name__ for operation in missing)
+        raise RuntimeError(
+            f"{', '.join(missing)} cannot be put on this {type(model).__name__} (transformers {transformers.__version__}): it has no "
+            f"{names} whose forward is transformers' own. Give it such layers, or install transformers{TRANSFORMERS_EXPECTED}"
+        )
+    _warn_of_others(others, stacklevel=3)
+    for operation, modules in chosen.items():
+        for module in modules:
+            _bind(module, places[operation][1])
+    for module in model.modules():
+        if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
+            vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})
+    return model
+
+
+class LoadedLayer(NamedTuple):
+    """A layer of this copy of the package in the form in which `kernels` asks for one: nothing is downloaded or imported again."""
+
+    layer: Any
+
+    def load(self):
+        return self.layer
+
+    def __str__(self):
+        return f"`{self.layer.__module__}`, layer `{self.layer.__name__}`"
+
+
+def mapping(targets: Targets, mode=None):
+    """Makes the mapping of a package's layers for `kernels`; see `mapping` of a package."""
+    modeling, kernels = modeling_of_transformers(targets), _kernels()
+    _register_experts()
+    for name, _ in targets.classes.values():
+        cls = getattr(modeling, name)
+        if not hasattr(cls, "kernel_layer_name"):
+            kernels.replace_kernel_forward_from_hub(cls, name)
+            setattr(cls, SAVED + "decorated", True)
+    if not isinstance(_original(modeling, ROTARY), nn.Module):
+        import transformers
+
+        warnings.warn(
+            f"transformers {transformers.__version__} does not work with kernels {getattr(kernels, '__version__', '?')}, so "
+            "kernels.kernelize() leaves the rotary embedding as it is. Use this package's apply() or kernelize(model), or install "
+            f"{PAIR}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    low, high = CUDA_CAPABILITIES
+    cuda = kernels.Device("cuda", kernels.CUDAProperties(low, high))
+    found = {}
+    for hub_name, layer in targets.hub_names.items():
+        repository = LoadedLayer(layer)
+        entry = repository if mode is None else {mode: repository}
+        found[hub_name] = {"cpu": entry, cuda: entry}
+    return found

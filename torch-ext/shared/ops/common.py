@@ -1,0 +1,234 @@
+"""What the operations share: checks of arguments, and how a tracer sees a function."""
+
+import functools
+import re
+from typing import Callable, Iterator, List, Optional, Sequence
+
+import torch
+
+from ..._ops import add_op_namespace_prefix
+from ..runtime.device import is_ordinary
+from ..runtime.launch import GRID_MAX, Kernel, overlaps
+
+TORCH_MIN = (2, 6)
+SLAB = 2**30  # elements that one launch reaches over: offsets into an array are 32-bit
+
+
+class _NoContext:
+    """Stands in for autograd's context where no backward pass will ask for it."""
+
+    def save_for_backward(self, *tensors) -> None:
+        pass
+
+
+def apply_function(function, *args):
+    """function.apply(*args), of an autograd function, or where gradients are switched off its forward alone: that is half of what a small
+    operation costs the host, and generating text is made of small operations."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return function.apply(*args)
+    return function.forward(_NoContext(), *args)
+
+
+def needs_formula(*tensors: Optional[torch.Tensor]) -> bool:
+    """True when an operation must be PyTorch's own operations on these arguments, which every kind of tensor and every transform takes:
+    an autograd function of ours works on ordinary tensors alone (`is_ordinary`), and where torch.compile or torch.export traces it."""
+    return not (torch.compiler.is_compiling() or is_ordinary(*tensors))
+
+
+def autocasts(device: torch.device) -> bool:
+    """True when autocast is on for a device. torch.is_autocast_enabled raises for those without autocast, such as meta."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def check_torch(version: str) -> None:
+    """Raises ImportError for a torch that is older than any that the package was tested with."""
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < TORCH_MIN:
+        expected = ".".join(map(str, TORCH_MIN))
+        raise ImportError(f"torch is {version}, expected torch>={expected}. Run: pip install 'torch>={expected}'")
+
+
+check_torch(torch.__version__)
+
+
+def fail(argument: str, found, expected: str, error=ValueError):
+    """Raises the error of a wrong argument."""
+    raise error(f"{argument} is {found}, expected {expected}")
+
+
+def describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that the arithmetic is done in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def traceable(name: str, function: Callable, fake: Callable) -> Callable:
+    """`function`, which a tracer (torch.compile, torch.export) sees as one operator.
+
+    In eager mode the function is called as it is: going through torch.library would cost 25 us a call. fake: the same
+    function on tensors without data. A tracer relies on the strides that it gives, so the operator's results get them.
+    """
+
+    @functools.wraps(function)
+    def operator_function(*args):
+        results = function(*args)
+        expected = fake(*[arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args])
+        if isinstance(results, torch.Tensor):
+            return _with_strides(results, expected)
+        return tuple(map(_with_strides, results, expected))
+
+    operator = torch.library.custom_op(add_op_namespace_prefix(name), operator_function, mutates_args=())
+    operator.register_fake(fake)
+
+    def call(*args):
+        if torch.compiler.is_compiling():
+            return operator(*args)
+        return function(*args)
+
+    return call
+
+
+def _with_strides(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    if found.stride() == expected.stride():
+        return found
+    return torch.empty_strided(expected.shape, expected.stride(), dtype=found.dtype, device=found.device).copy_(found)
+
+
+column_sum_kernel = Kernel("column_sum", grid=lambda c, partial, out: (-(-partial.shape[1] // c["COLS"]),))
+
+
+def column_sum(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Sums of the columns of contiguous fp32 partial results, in `dtype`."""
+    out = partial.new_empty(partial.shape[1], dtype=dtype)
+    column_sum_kernel(partial, out)
+    return out
+
+
+def new_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of the same shape, dtype and device, not filled; 1.5 us cheaper than torch.empty with these as arguments."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def as_rows(*vectors: int) -> Callable[..., List[torch.Tensor]]:
+    """Makes the `views` of a kernel on rows: each tensor as [rows, last dimension], but as they are those at the positions `vectors`."""
+
+    def views(*tensors: torch.Tensor) -> List[torch.Tensor]:
+        return [t if i in vectors or t.dim() == 2 else t.reshape(-1, t.shape[-1]) for i, t in enumerate(tensors)]
+
+    return views
+
+
+def split_rows(*arrays: torch.Tensor) -> Optional[Iterator[List[torch.Tensor]]]:
+    """Cuts arrays that have a row for each block at the largest grid; those with another first dimension (weights) stay whole.
+
+    Without rows there is no part, so nothing is launched.
+    """
+    rows = arrays[0].shape[0]
+    if 0 < rows <= GRID_MAX[0]:
+        return None
+    most = GRID_MAX[0] // 64 * 64  # every part starts at an aligned address, of one number a row too
+    return ([t[start : start + most] if t.shape[0] == rows else t for t in arrays] for start in range(0, rows, most))
+
+
+class ElementwiseKernel(Kernel):
+    """A kernel on every element of tensors of one shape and dtype.
+
+    exact: takes rows [rows, columns] that a TILE of its variants divides; what is contiguous is looked at as rows of one TILE. checked:
+    takes any number of elements, flat. Tensors are contiguous, or aligned [rows, columns] whose columns a TILE divides. Calling it
+    raises ValueError when their shapes or dtypes differ.
+    """
+
+    def __init__(self, exact: str, checked: str):
+        super().__init__(exact, checked, grid=lambda c, first, *_: (-(-first.numel() // c["TILE"]),), views=self._rows, split=self._slabs)
+
+    def tiles(self) -> tuple:
+        """Lists the lengths that rows of the exact kernel are multiples of, the preferred one first."""
+        return self.constants("TILE", self.names[0])
+
+    def takes_rows_of(self, columns: int) -> bool:
+        """Tells whether rows of so many elements may have a stride of their own."""
+        return columns % min(self.tiles()) == 0
+
+    def _rows(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        first = tensors[0]
+        for i, tensor in enumerate(tensors):
+            if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.device != first.device:
+                fail(f"tensor {i} of {self.names[0]}", describe(tensor), f"like the first, which is {describe(first)}")
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            return tensors
+        aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        tile = next((tile for tile in self.tiles() if aligned and first.numel() and first.numel() % tile == 0), None)
+        return [tensor.view(-1, tile) if tile else tensor.view(-1) for tensor in tensors]
+
+    @staticmethod
+    def _slabs(*arrays: torch.Tensor) -> Optional[Iterator[List[torch.Tensor]]]:
+        if arrays[0].numel() == 0:
+            return iter(())
+        rows = max(1, SLAB // max(array.stride(0) for array in arrays))
+        if arrays[0].shape[0] <= rows:
+            return None
+        return ([array[start : start + rows] for array in arrays] for start in range(0, arrays[0].shape[0], rows))
+
+
+BLOCK = "_bastile_block"  # on the storage of a weight that `lay_side_by_side` placed: the tensor that holds it and its neighbours
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def lay_side_by_side(weights: Sequence[torch.Tensor]) -> None:
+    """Moves weights [rows, columns] of one number of columns, dtype and device behind each other in one piece of memory.
+
+    Each gets a storage of its own over its part, because what saves models keeps one of the tensors that share a storage. A slice of
+    a storage is such a one, and keeps the whole piece alive. CUDA's allocator does not know it: `weight.record_stream` does nothing.
+    """
+    block = torch.cat([weight.detach() for weight in weights])
+    start = 0
+    for weight in weights:
+        storage = block.untyped_storage()[start : start + weight.nbytes]
+        setattr(storage, BLOCK, block)  # PyTorch keeps the Python object of a storage, and so the mark, as long as the storage
+        start += weight.nbytes
+        weight.data = block.new_empty(0).set_(storage, 0, weight.shape)
+
+
+def side_by_side(weights: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
+    """The [all rows, columns] tensor whose rows are exactly those of these weights, in this order, where `lay_side_by_side` put them
+    there and nothing has moved them since; else None, and None for a tracer, whose tensors lie nowhere.
+
+    Neighbours by chance do not count: nothing keeps the memory of one alive as long as that of another.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    block = getattr(weights[0].untyped_storage(), BLOCK, None)
+    if block is None:
+        return None
+    address, rows, (all_rows, columns) = block.data_ptr(), 0, block.shape
+    for weight in weights:  # what lies at an address of the block, which is alive, lies in the block
+        if weight.data_ptr() != address or weight.dtype != block.dtype or weight.shape[1] != columns or not weight.is_contiguous():
+            return None
+        address += weight.nbytes
+        rows += weight.shape[0]
+    return block if rows == all_rows else None
+
+
+def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a contiguous copy when its last dimension is strided or two of its elements may be one (expanded, overlapping)."""
+    if tensor.is_contiguous() or (tensor.stride(-1) == 1 and not overlaps(tensor.shape, tensor.stride())):
+        return tensor
+    return tensor.contiguous()
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """As `unit_stride`, and a copy too when the address or a stride is not a multiple of 16 bytes: for kernels that exist only in
+    an aligned form."""
+    tensor = unit_stride(tensor)
+    odd = any(step * tensor.element_size() % 16 for step in tensor.stride()[:-1])
+    return tensor.clone(memory_format=torch.contiguous_format) if odd or tensor.data_ptr() % 16 else tensor
+
+
+def need_floats(**tensors: torch.Tensor) -> None:
+    """Raises ValueError for a tensor that is not of a floating point dtype."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            fail(name, describe(tensor), "a floating point tensor")

@@ -1,0 +1,208 @@
+"""The two halves of a decoder layer around attention, each one autograd node: RMSNorm, the projections to queries, keys and values,
+their RMSNorm and rotary embedding; and the output projection, RMSNorm and the MLP, with both residual connections.
+
+What is saved is small: the residual stream, one number a row, and the projections' outputs. The normalised input and
+silu(gate) * up are computed again in the backward pass, bit for bit. Input gradients of several projections are added by the
+GEMMs, or by one GEMM where the weights lie side by side in memory (`pack`), and the residual's gradient by the RMSNorm's backward
+kernel, so no separate addition is left.
+"""
+
+import functools
+from typing import Optional, Sequence, Tuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from .common import apply_function, describe, fail, need_floats, needs_formula, side_by_side
+from .rms_norm import add_rms_norm_backward, rms_norm_again, rms_norm_forward, rms_norm_reference
+from .rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward, qk_norm_rotary_reference
+from .swiglu import gate_and_up, mlp_backward, mlp_reference, swiglu_forward
+
+
+def _input_gradient(grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """sum of grad @ weight: the first GEMM writes, the others add."""
+    total = torch.mm(grads[0], weights[0])
+    for grad, weight in zip(grads[1:], weights[1:]):
+        total.addmm_(grad, weight)
+    return total
+
+
+def _weight_gradients(grads: Sequence[torch.Tensor], y: torch.Tensor, needs: Sequence[bool]) -> list:
+    """grad.T @ y for each one that is needed, None for the others. One GEMM for all would give parts of one storage: see `gate_and_up`."""
+    return [torch.mm(grad.t(), y) if need else None for grad, need in zip(grads, needs)]
+
+
+def norm_attention_inputs_reference(x, norm_weight, weights, q_norm, k_norm, cos, sin, shape, eps, head_eps):
+    """What `norm_attention_inputs` returns, in PyTorch."""
+    y = rms_norm_reference(x, norm_weight, eps)[0]
+    q, k, v = (linear(y, weight).view(*shape, -1, q_norm.shape[0]) for weight in weights)
+    return (*qk_norm_rotary_reference(q, k, q_norm, k_norm, cos, sin, head_eps), v.transpose(1, 2), x)
+
+
+def norm_mlp_reference(x, norm_weight, gate_weight, up_weight, down_weight, eps, attended, o_weight) -> torch.Tensor:
+    """What `norm_mlp` returns, in PyTorch."""
+    if o_weight is not None:
+        x = x + linear(attended, o_weight).view(x.shape)
+    return x + mlp_reference(rms_norm_reference(x, norm_weight, eps)[0], gate_weight, up_weight, down_weight)
+
+
+class _NormAttentionInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, norm_weight, eps, q_norm, k_norm, head_eps, cos, sin, shape, *weights):
+        y, rstd = rms_norm_forward(x, norm_weight, eps)
+        whole = side_by_side(weights)
+        if whole is None:
+            projected = [linear(y, weight) for weight in weights]
+        else:
+            projected = linear(y, whole).split([weight.shape[0] for weight in weights], 1)
+        head_dim = q_norm.shape[0]
+        q, k, v = [p.view(*shape, p.shape[1] // head_dim, head_dim) for p in projected]
+        ctx.save_for_backward(x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *weights)
+        ctx.head_eps = head_eps
+        return (*qk_norm_rotary_forward(q, k, q_norm, k_norm, cos, sin, head_eps), v.transpose(1, 2), x.view_as(x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq_out, dk_out, dv, dresidual):
+        x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *weights = ctx.saved_tensors
+        needs, tokens, rows = ctx.needs_input_grad, x.shape[0], [weight.shape[0] for weight in weights]
+        whole = side_by_side(weights)
+        dv = dv.transpose(1, 2)
+        saved = dq_out, dk_out, q, k, q_norm, k_norm, cos, sin, ctx.head_eps, needs[3], needs[4]
+        if whole is None:
+            dq, dk, dq_norm, dk_norm = qk_norm_rotary_backward(*saved)
+            grads = [grad.reshape(tokens, count) for grad, count in zip((dq, dk, dv), rows)]
+        else:
+            together = torch.empty((tokens, whole.shape[0]), dtype=x.dtype, device=x.device)
+            grads = together.split(rows, 1)
+            dq, dk, dv_place = [grad.view(t.shape) for grad, t in zip(grads, (q, k, dv))]
+            dv_place.copy_(dv)
+            dq_norm, dk_norm = norm_backward_into((dq, dk), *saved)
+        dweights = [None] * len(weights)
+        if any(needs[9:]):
+            y = rms_norm_again(x, norm_weight, rstd)
+            dweights = _weight_gradients(grads, y, needs[9:])
+            del y
+        dx = dnorm = None
+        if needs[0] or needs[1]:
+            dy = torch.mm(together, whole) if whole is not None else _input_gradient(grads, weights)
+            dx, dnorm = add_rms_norm_backward(dy, dresidual, x, norm_weight, rstd, needs[1])
+        dnorms = [grad if need else None for grad, need in zip((dnorm, dq_norm, dk_norm), (needs[1], needs[3], needs[4]))]
+        return (dx, dnorms[0], None, *dnorms[1:], None, None, None, None, *dweights)
+
+
+class _NormMLP(torch.autograd.Function):
+    """With attention's output and its projection, when there are these, in front: x is the residual stream before or behind it."""
+
+    @staticmethod
+    def forward(ctx, x, attended, o_weight, norm_weight, eps, gate_weight, up_weight, down_weight):
+        ctx.shape, x = x.shape, x.reshape(-1, x.shape[-1])
+        if o_weight is not None:
+            x = torch.addmm(x, attended, o_weight.t())
+        y, rstd = rms_norm_forward(x, norm_weight, eps)
+        gate, up = gate_and_up(y, gate_weight, up_weight)
+        del y
+        ctx.save_for_backward(x, attended, o_weight, norm_weight, rstd, gate, up, gate_weight, up_weight, down_weight)
+        # Not a view of the flat result: FSDP's hooks warn of a module that returns a view.
+        out = torch.empty(ctx.shape, dtype=x.dtype, device=x.device)
+        torch.addmm(x, swiglu_forward(gate, up), down_weight.t(), out=out.view(x.shape))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        x, attended, o_weight, norm_weight, rstd, gate, up, *weights = ctx.saved_tensors
+        dout = dout.reshape(x.shape)
+        need_x, need_attended, need_o, need_norm, _, *need_weights = ctx.needs_input_grad
+        need_total = need_x or need_attended or need_o or need_norm
+        normed = functools.partial(rms_norm_again, x, norm_weight, rstd)
+        dy, *dweights = mlp_backward(dout, normed, gate, up, *weights, (need_total, *need_weights))
+        if not need_total:
+            return (None, None, None, None, None, *dweights)
+        dx, dnorm = add_rms_norm_backward(dy, dout, x, norm_weight, rstd, need_norm)
+        dattended = torch.mm(dx, o_weight) if need_attended else None
+        do_weight = torch.mm(dx.t(), attended) if need_o else None
+        return (dx.view(ctx.shape), dattended, do_weight, dnorm if need_norm else None, None, *dweights)
+
+
+def norm_attention_inputs(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    shape: Tuple[int, int],
+    eps: float = 1e-6,
+    head_eps: float = 1e-6,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values as attention takes them, of RMSNorm(x), and x itself for the residual connection.
+
+    x: [tokens, hidden], of `shape` (batch, tokens of one sequence); norm_weight: [hidden]; weights: of the projections to q, k and v,
+    [heads * head_dim, hidden] each; q_norm, k_norm: [head_dim], with the epsilon head_eps; cos, sin: as in `qk_norm_rotary`; all of
+    one dtype and device. Returns q, k, v [batch, heads, tokens, head_dim] and x. Use the x that is returned behind the projections:
+    its gradient is then added for nothing. Differentiable in all but cos and sin. Raises ValueError when shapes, dtypes or devices
+    do not fit.
+    """
+    if x.dim() != 2 or x.shape[0] != shape[0] * shape[1]:
+        fail("x", describe(x), f"[tokens, hidden] with {shape[0]} * {shape[1]} tokens")
+    if q_norm.dim() != 1:
+        fail("q_norm", describe(q_norm), "[head_dim]")
+    head_dim = q_norm.shape[0]
+    named = {f"weights[{i}]": (w, (None, x.shape[-1])) for i, w in enumerate(weights)}
+    _check(x, norm_weight, {**named, "q_norm": (q_norm, (None,)), "k_norm": (k_norm, (head_dim,))})
+    for name, (weight, _) in named.items():
+        if weight.shape[0] % head_dim:
+            fail(name, describe(weight), f"a multiple of head_dim {head_dim} rows")
+    for name, table in (("cos", cos), ("sin", sin)):
+        fits = table.dim() == 3 and table.shape[0] in (1, shape[0]) and table.shape[1] == shape[1] and table.shape[2] in (head_dim, head_dim // 2)
+        if not fits or table.shape != cos.shape or table.dtype != x.dtype or table.device != x.device:
+            fail(name, describe(table), f"{x.dtype} [{shape[0]} or 1, {shape[1]}, {head_dim} or {head_dim // 2}] on {x.device}")
+    if needs_formula(x, norm_weight, *weights, q_norm, k_norm, cos, sin):
+        return norm_attention_inputs_reference(x, norm_weight, weights, q_norm, k_norm, cos, sin, shape, eps, head_eps)
+    return apply_function(_NormAttentionInputs, x, norm_weight, float(eps), q_norm, k_norm, float(head_eps), cos, sin, tuple(shape), *weights)
+
+
+def norm_mlp(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    eps: float = 1e-6,
+    attended: Optional[torch.Tensor] = None,
+    o_weight: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
+    """x + down(silu(gate(n)) * up(n)) with n = RMSNorm(x), of x + attended @ o_weight.T in x's place where these are given.
+
+    x: [..., hidden]; norm_weight: [hidden]; gate_weight, up_weight: [intermediate, hidden]; down_weight: [hidden, intermediate];
+    attended: [tokens, features], attention's output; o_weight: [hidden, features]; all of one dtype and device. Returns [...,
+    hidden]. Differentiable in all of them. Raises ValueError when shapes, dtypes or devices do not fit.
+    """
+    if x.dim() == 0 or gate_weight.dim() != 2:
+        fail("gate_weight", describe(gate_weight), f"[intermediate, hidden] for x, which is {describe(x)}")
+    hidden, intermediate = x.shape[-1], gate_weight.shape[0]
+    shapes = {
+        "gate_weight": (gate_weight, (intermediate, hidden)),
+        "up_weight": (up_weight, (intermediate, hidden)),
+        "down_weight": (down_weight, (hidden, intermediate)),
+    }
+    if o_weight is not None:
+        features = o_weight.shape[-1]
+        shapes["attended"] = (attended, (x.numel() // hidden if hidden else 0, features))
+        shapes["o_weight"] = (o_weight, (hidden, features))
+    _check(x, norm_weight, shapes)
+    if needs_formula(x, norm_weight, gate_weight, up_weight, down_weight, attended, o_weight):
+        return norm_mlp_reference(x, norm_weight, gate_weight, up_weight, down_weight, eps, attended, o_weight)
+    return apply_function(_NormMLP, x, attended, o_weight, norm_weight, float(eps), gate_weight, up_weight, down_weight)
+
+
+def _check(x: torch.Tensor, norm_weight: torch.Tensor, weights: dict) -> None:
+    need_floats(x=x)
+    expected: Tuple[Optional[int], ...]
+    for name, (weight, expected) in {"norm_weight": (norm_weight, x.shape[-1:]), **weights}.items():
+        fits = weight.dim() == len(expected) and all(e in (None, n) for e, n in zip(expected, weight.shape))
+        if not fits or weight.dtype != x.dtype or weight.device != x.device:
+            fail(name, describe(weight), f"{x.dtype} {[n or 'any' for n in expected]} on {x.device}")

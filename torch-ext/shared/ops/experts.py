@@ -1,0 +1,587 @@
+"""The experts of a mixture of experts: for each token the weighted sum of what its top-k experts make of it.
+
+The (token, expert) pairs are sorted by expert, so each of the six matrix products of a training step is one grouped GEMM, and
+nothing of the routing is known to the host: torch's where that is one kernel, else that of kernel_src/grouped_gemm.py; where
+neither takes the tensors, a loop over the experts. The routing weights multiply the gated rows between the two GEMMs, so the results
+of the second one are only added up, by the token that they belong to, in both directions; its output is not kept. Saved is
+the output of the first GEMM, and its gradient is written over it.
+"""
+
+import functools
+from typing import List, NamedTuple, Optional, Tuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..runtime import launch
+from ..runtime.device import kernels_run_on
+from ..runtime.launch import Kernel, PromiseError
+from .common import apply_function, describe, fail, need_floats, needs_formula, traceable, unit_stride, wide
+
+# Between so many rows an expert ours beats torch's on compute capability 9.0: by 1, 9 and 10 % with 256 (H200, three shapes). With 1024 it is
+# 2 % slower to 1 % faster, and with few rows the host's part counts, which is larger: ours needs a list of blocks.
+OURS_FROM, OURS_TO = 128, 512
+GEMM_ELEMENTS = 2**31  # a tile's place in an array is counted in 32 bits
+
+Optionals = Optional[torch.Tensor]
+Five = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Six = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _blocks_grid(c, gate_up, bias, scores, blocks, out, *_):
+    return (blocks.shape[1], -(-out.shape[1] // c["COLS"]))
+
+
+def _rows_grid(c, gate_up, scores, out, *_):
+    return (-(-out.shape[0] // c["ROWS"]), -(-out.shape[1] // c["COLS"]))
+
+
+def _tokens_grid(c, y, position, *rest):
+    return (position.shape[0], -(-y.shape[1] // c["COLS"]))
+
+
+def _mm_grid(c, x, weight, blocks, out):
+    return (blocks.shape[1] * -(-out.shape[1] // c["TILE_N"]),)
+
+
+def _outer_grid(c, x, y, ends, out):
+    return (-(-out.shape[1] // c["TILE_M"]) * -(-out.shape[2] // c["TILE_N"]), out.shape[0])
+
+
+_clamped_forward_kernel = Kernel("clamped_gate_forward", grid=_blocks_grid)
+_clamped_backward_kernels = [Kernel("clamped_gate_backward", grid=_blocks_grid, where={"WEIGHTS": weights}) for weights in (0, 1)]
+_bias_kernel = Kernel("expert_bias_sum", grid=lambda c, partial, stops, out: (-(-out.shape[1] // c["COLS"]), out.shape[0]))
+_swiglu_forward_kernel = Kernel("swiglu_rows_forward", grid=_rows_grid)
+_swiglu_backward_kernels = [Kernel("swiglu_rows_backward", grid=_rows_grid, where={"WEIGHTS": weights}) for weights in (0, 1)]
+_sum_kernel = Kernel("token_sum", grid=_tokens_grid)
+_sum_bias_kernel = Kernel("token_sum_bias", grid=_tokens_grid)
+_mm_kernels = [Kernel("grouped_mm", grid=_mm_grid, where={"TRANSPOSED": transposed}) for transposed in (0, 1)]
+_outer_kernel = Kernel("grouped_outer", grid=_outer_grid)
+
+
+# ---------------------------------------------------------------- routing
+class Routing(NamedTuple):
+    """Where the rows are. Computed on the device, and the host knows the shapes only.
+
+    order: [rows] int64, the (token, expert) pair of each row, token * top-k + k. position: [tokens, top-k] int32, the row of each
+    pair; the number of rows where the expert is not here. ends: [experts] int32, the row behind each expert's last one.
+    """
+
+    order: torch.Tensor
+    position: torch.Tensor
+    ends: torch.Tensor
+
+
+def route(expert: torch.Tensor, experts: int) -> Routing:
+    """expert: [tokens, top-k]; ids outside [0, experts) belong to no expert here, and their rows come last."""
+    flat = expert.reshape(-1).clamp(-1, experts) % (experts + 1)
+    rows = flat.shape[0]
+    # Two bytes instead of eight are a quarter of the radix sort's passes.
+    keys = flat.to(torch.int16 if experts < 2**15 else torch.int32)
+    keys, order = torch.sort(keys, stable=True)
+    numbers = torch.arange(experts, device=keys.device, dtype=keys.dtype)
+    ends = torch.searchsorted(keys, numbers, right=True, out_int32=True)
+    position = torch.empty(rows, dtype=torch.int32, device=keys.device)
+    position[order] = torch.arange(rows, dtype=torch.int32, device=keys.device)
+    position = torch.where(flat < experts, position, rows)
+    return Routing(order, position.view(expert.shape), ends)
+
+
+def _blocks(ends: torch.Tensor, rows: int, height: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of up to `height` rows of one expert: [3, blocks] int32, each one's expert, first row and end; and [experts]
+    int32, the block behind each expert's last one. There are a few more blocks than needed; they are empty."""
+    experts = ends.shape[0]
+    starts = torch.nn.functional.pad(ends[:-1], (1, 0))
+    count = (ends - starts + (height - 1)) // height
+    stops = torch.cumsum(count, 0, dtype=torch.int32)
+    shift = starts - (stops - count) * height
+    number = torch.arange(-(-rows // height) + experts, dtype=torch.int32, device=ends.device)
+    expert = torch.searchsorted(stops, number, right=True, out_int32=True)
+    expert = expert.clamp(max=experts - 1)  # the surplus blocks begin behind its end
+    return torch.stack((expert, shift[expert] + number * height, ends[expert])), stops
+
+
+# ---------------------------------------------------------------- grouped GEMMs
+class Groups:
+    """The rows of each expert, as the grouped GEMMs want them. ends: [experts] int32, the row behind each expert's last one."""
+
+    def __init__(self, ends: torch.Tensor, rows: int):
+        self.ends, self.rows = ends, rows
+
+    @functools.cached_property
+    def blocks(self) -> torch.Tensor:
+        """Of `_blocks`, made once for all GEMMs of a pass."""
+        return _blocks(self.ends, self.rows, _mm_kernels[0].constant("TILE_M"))[0]
+
+    def slices(self):
+        """(expert, its rows) for the host, which waits for the device here."""
+        start = 0
+        for expert, end in enumerate(self.ends.tolist()):
+            yield expert, slice(start, end)
+            start = end
+
+
+@functools.lru_cache(maxsize=None)
+def _has_grouped_mm(device: int) -> bool:
+    """Whether torch._grouped_mm is a kernel: on compute capability 9.0, and from torch 2.9 on 10.x. Elsewhere it reads the offsets
+    on the host and loops, or raises."""
+    major = torch.cuda.get_device_capability(device)[0]
+    return hasattr(torch, "_grouped_mm") and (major == 9 or major == 10 and torch.__version__ >= (2, 9))
+
+
+@functools.lru_cache(maxsize=None)
+def _beats_torch(device: int) -> bool:
+    """Whether our `grouped_mm` can be faster than torch's where that is a kernel too; see OURS_FROM."""
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _native(*tensors: torch.Tensor) -> bool:
+    """True where torch._grouped_mm runs one kernel: bf16, a GPU that has it, and strides of whole 16 bytes."""
+    first = tensors[0]
+    if not first.is_cuda or first.dtype != torch.bfloat16 or first.shape[0] == 0 or not _has_grouped_mm(first.get_device()):
+        return False
+    return all(t.data_ptr() % 16 == 0 and all(step % 8 == 0 or step == 1 for step in t.stride()) for t in tensors)
+
+
+def _has_kernel(*tensors: torch.Tensor) -> bool:
+    """False where none of our grouped GEMMs is for the dtype, the GPU or so many elements."""
+    first = tensors[0]
+    half = first.dtype in (torch.bfloat16, torch.float16)
+    return half and kernels_run_on(*tensors) and all(t.numel() < GEMM_ELEMENTS for t in tensors)
+
+
+def _launched(kernel: Kernel, *tensors: torch.Tensor) -> bool:
+    """Launches it where lengths, strides and addresses are of whole 16 bytes; else False."""
+    try:
+        kernel(*tensors)
+    except PromiseError:
+        return False
+    return True
+
+
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """[rows, n]: the rows of each expert of x [rows, k] times its weight [experts, k, n]. What rows of no expert hold is
+    undefined on a GPU."""
+    native = _native(x, weight)
+    experts = weight.shape[0]
+    if native and not (OURS_FROM * experts <= x.shape[0] <= OURS_TO * experts and _beats_torch(x.get_device())):
+        return torch._grouped_mm(x, weight, offs=groups.ends)
+    out = x.new_empty((x.shape[0], weight.shape[2]))
+    transposed = weight.stride(2) != 1
+    stored = weight.transpose(1, 2) if transposed else weight
+    if _has_kernel(x, stored, out) and _launched(_mm_kernels[transposed], x, stored, groups.blocks, out):
+        return out
+    if native:
+        return torch._grouped_mm(x, weight, offs=groups.ends)
+    out.zero_()
+    for expert, rows in groups.slices():
+        torch.mm(x[rows], weight[expert], out=out[rows])
+    return out
+
+
+def grouped_outer(x: torch.Tensor, y: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """[experts, m, n]: x.T @ y over the rows of each expert; x: [rows, m], y: [rows, n]. Zero for an expert without rows."""
+    if _native(x, y):
+        return torch._grouped_mm(x.t(), y, offs=groups.ends)
+    out = x.new_empty((groups.ends.shape[0], x.shape[1], y.shape[1]))
+    if not (_has_kernel(x, y, out) and _launched(_outer_kernel, x, y, groups.ends, out)):
+        for expert, rows in groups.slices():
+            torch.mm(x[rows].t(), y[rows], out=out[expert])
+    return out
+
+
+# ---------------------------------------------------------------- the gate, in PyTorch
+class Gate(NamedTuple):
+    """What lies between the GEMMs. interleaved: gate and up of a column side by side, else gate before up. alpha: of GPT-OSS's
+    gate, with its limit; 0 for silu(gate) * up."""
+
+    interleaved: bool
+    alpha: float
+    limit: float
+
+    def split(self, gate_up: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+        if self.interleaved:
+            return gate_up[..., ::2], gate_up[..., 1::2]
+        return gate_up.chunk(2, -1)
+
+    def apply(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[..., 2 * width], its bias added, -> [..., width]."""
+        g, u = self.split(gate_up)
+        if not self.alpha:
+            return torch.nn.functional.silu(g) * u
+        g, u = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit)
+        return (u + 1) * (g * torch.sigmoid(self.alpha * g))
+
+    def join(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return torch.stack((gate, up), -1).flatten(-2) if self.interleaved else torch.cat((gate, up), -1)
+
+
+def _rows_expert(ends: torch.Tensor, rows: int) -> torch.Tensor:
+    """[rows]: the expert of each row; the last one's for rows of none."""
+    number = torch.arange(rows, dtype=ends.dtype, device=ends.device)
+    return torch.searchsorted(ends, number, right=True).clamp(max=ends.shape[0] - 1)
+
+
+def _biased(gate_up, bias, ends):
+    x = gate_up.to(wide(gate_up.dtype))
+    return x if bias is None else x + bias[_rows_expert(ends, x.shape[0])]
+
+
+def gate_reference(gate_up, bias, ends, gate: Gate) -> torch.Tensor:
+    """The gated rows in the wide dtype, before the routing weights."""
+    return gate.apply(_biased(gate_up, bias, ends))
+
+
+def gate_backward_reference(d, gate_up, bias, ends, gate: Gate) -> torch.Tensor:
+    """The gradient of gate_up in the wide dtype; d: that of the gated rows."""
+    g, u = gate.split(_biased(gate_up, bias, ends))
+    if not gate.alpha:
+        s = torch.sigmoid(g)
+        return gate.join(d * u * (s + g * s * (1 - s)), d * g * s)
+    keep_gate, keep_up = g <= gate.limit, u.abs() <= gate.limit
+    g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
+    s = torch.sigmoid(gate.alpha * g)
+    dg = d * (u + 1) * s * (1 + gate.alpha * g * (1 - s))
+    return gate.join(torch.where(keep_gate, dg, 0.0), torch.where(keep_up, d * g * s, 0.0))
+
+
+def token_sum_reference(y: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """[tokens, columns] in the wide dtype: the sum of each token's rows of y."""
+    there = position < y.shape[0]
+    rows = y.to(wide(y.dtype))[torch.where(there, position, 0)]
+    return torch.where(there[..., None], rows, 0.0).sum(1)
+
+
+def experts_reference(
+    hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, transposed, interleaved, alpha, limit
+) -> torch.Tensor:
+    """What `experts` returns, in PyTorch operations whose sizes do not depend on the routing: every expert sees every token, and what
+    it makes of those that do not go to it is left out."""
+    if not transposed:
+        gate_up_weight, down_weight = gate_up_weight.transpose(1, 2), down_weight.transpose(1, 2)
+    acc, count = wide(hidden.dtype), gate_up_weight.shape[0]
+    chosen = torch.stack([expert == number for number in range(count)])  # [experts, tokens, top-k]
+    weight = torch.where(chosen, scores.to(acc), 0.0).sum(2)[..., None]
+    gate_up = torch.matmul(hidden, gate_up_weight).to(acc)
+    if gate_up_bias is not None:
+        gate_up = gate_up + gate_up_bias[:, None]
+    gate_up = torch.where(chosen.any(2)[..., None], gate_up, 0.0)  # so that no expert's overflow reaches another's tokens
+    gated = Gate(interleaved, alpha, limit).apply(gate_up) * weight
+    out = torch.matmul(gated.to(hidden.dtype), down_weight).to(acc)
+    if down_bias is not None:
+        out = out + weight * down_bias[:, None]
+    return out.sum(0).to(hidden.dtype)
+
+
+# ---------------------------------------------------------------- the gate and the sums, where they run best
+def _kernels_for(gate_up: torch.Tensor, bias: Optionals, gate: Gate, *others: torch.Tensor) -> bool:
+    """There are kernels for GPT-OSS's gate (clamped, interleaved, with a bias) and Qwen3-MoE's (neither of them). others: what else a
+    kernel reads."""
+    same = gate.interleaved == bool(gate.alpha) == (bias is not None)
+    return same and gate_up.dtype != torch.float64 and kernels_run_on(gate_up, bias, *others) and (not gate.alpha or _has_clamped_gate())
+
+
+def _has_clamped_gate() -> bool:
+    """Only packages for models that need them ship GPT-OSS's kernels; the others compute its gate in PyTorch."""
+    return "clamped_gate" in launch.backend.artifacts.operations()
+
+
+def _words(gate_up: torch.Tensor, bias: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """In half precision gate and up of a column as one 32-bit word, where the kernels take them so."""
+    bias = bias.contiguous()
+    packs = gate_up.element_size() == 2 and gate_up.shape[1] % (2 * _clamped_forward_kernel.constant("COLS")) == 0 and (bias.data_ptr() | gate_up.data_ptr()) % 16 == 0
+    return (gate_up.view(torch.int32), bias.view(torch.int32)) if packs else (gate_up, bias)
+
+
+def _gate_forward(gate_up, bias, scores, routing: Routing, gate: Gate) -> torch.Tensor:
+    """The gated rows times their scores [rows] fp32."""
+    if not _kernels_for(gate_up, bias, gate, scores, routing.ends):
+        gated = gate_reference(gate_up, bias, routing.ends, gate)
+        return (gated * scores[:, None]).to(gate_up.dtype)
+    out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+    if not gate.alpha:
+        _swiglu_forward_kernel(gate_up, scores, out)
+    else:
+        blocks, _ = _blocks(routing.ends, gate_up.shape[0], _clamped_forward_kernel.constant("ROWS"))
+        _clamped_forward_kernel(*_words(gate_up, bias), scores, blocks, out, gate.alpha, gate.limit)
+    return out
+
+
+def _gate_backward(dgated, gate_up, bias, scores, routing: Routing, gate: Gate, weights: bool) -> tuple:
+    """(dgate_up, gated rows again, dscores [rows], dbias), written over gate_up and dgated where kernels run.
+
+    dgated: the gradient of the gated rows, not yet multiplied by the scores. weights: False when neither the gated rows nor dbias
+    are needed; then they are None.
+    """
+    if not _kernels_for(gate_up, bias, gate, dgated, scores, routing.ends):
+        d = dgated.to(wide(dgated.dtype))
+        gated = gate_reference(gate_up, bias, routing.ends, gate)
+        dscores = (d * gated).sum(1)
+        dgate_up = gate_backward_reference(d * scores[:, None], gate_up, bias, routing.ends, gate)
+        dbias = None
+        if weights and bias is not None:
+            dbias = torch.stack([dgate_up[rows].sum(0) for _, rows in Groups(routing.ends, dgate_up.shape[0]).slices()]).to(bias.dtype)
+        gated = (gated * scores[:, None]).to(gate_up.dtype) if weights else None
+        return dgate_up.to(gate_up.dtype), gated, dscores, dbias
+    rows, width = dgated.shape
+    new = {"dtype": torch.float32, "device": dgated.device}
+    columns = (_clamped_backward_kernels if gate.alpha else _swiglu_backward_kernels)[weights].constant("COLS")
+    dscores = torch.empty((rows, -(-width // columns)), **new)
+    dbias = None
+    if not gate.alpha:
+        _swiglu_backward_kernels[weights](gate_up, scores, dgated, dscores)
+    else:
+        blocks, stops = _blocks(routing.ends, rows, _clamped_forward_kernel.constant("ROWS"))
+        partial = torch.empty((blocks.shape[1] if weights else 1, 2 * width), **new)
+        tensors = (*_words(gate_up, bias), scores, blocks, dgated, dscores, partial)
+        _clamped_backward_kernels[weights](*tensors, gate.alpha, gate.limit)
+        if weights:
+            dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+            _bias_kernel(partial, stops, dbias)
+    return gate_up, dgated if weights else None, dscores.sum(1), dbias
+
+
+def _token_sum(y, position, expert=None, scores=None, bias=None) -> torch.Tensor:
+    """[tokens, columns]: the sum of each token's rows of y; with a bias, of its experts' biases times their scores too."""
+    if y.dtype == torch.float64 or not kernels_run_on(y, position, expert, scores, bias):
+        total = token_sum_reference(y, position)
+        if bias is not None:
+            total = total + _dense(expert, scores, bias.shape[0], total.dtype) @ bias.to(total.dtype)
+        return total.to(y.dtype)
+    out = y.new_empty((position.shape[0], y.shape[1]))
+    if bias is None:
+        _sum_kernel(y, position, out)
+    elif not _has_clamped_gate():
+        _sum_kernel(y, position, out)
+        out.addmm_(_dense(expert, scores, bias.shape[0], y.dtype), bias)
+    else:
+        _sum_bias_kernel(y, position, expert.to(torch.int32), scores.to(torch.float32), bias.contiguous(), out)
+    return out
+
+
+def _dense(expert, scores, experts, dtype) -> torch.Tensor:
+    """[tokens, experts]: the routing weights, zero for the experts that a token does not go to."""
+    numbers = torch.arange(experts, device=expert.device)
+    return torch.where(expert[:, :, None] == numbers, scores[:, :, None].to(wide(dtype)), 0.0).sum(1).to(dtype)
+
+
+# ---------------------------------------------------------------- forward and backward
+def _first(hidden, gate_up_weight, order, groups: Groups, top_k: int, transposed: bool) -> torch.Tensor:
+    """The output of the first GEMM."""
+    weight = gate_up_weight if transposed else gate_up_weight.transpose(1, 2)
+    return grouped_mm(hidden[order // top_k], weight, groups)
+
+
+def _forward(
+    hidden: torch.Tensor,
+    expert: torch.Tensor,
+    scores: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    gate_up_bias: Optional[torch.Tensor],
+    down_bias: Optional[torch.Tensor],
+    transposed: bool,
+    interleaved: bool,
+    alpha: float,
+    limit: float,
+) -> Five:
+    """(result, output of the first GEMM, and the routing: order, position, ends)"""
+    routing, gate = route(expert, gate_up_weight.shape[0]), Gate(interleaved, alpha, limit)
+    groups = Groups(routing.ends, expert.numel())
+    gate_up = _first(hidden, gate_up_weight, routing.order, groups, expert.shape[1], transposed)
+    row_scores = scores.reshape(-1)[routing.order].to(wide(hidden.dtype))
+    if hidden.shape[0] == 0:
+        return torch.empty_like(hidden), gate_up, *routing
+    gated = _gate_forward(gate_up, gate_up_bias, row_scores, routing, gate)
+    y = grouped_mm(gated, down_weight if transposed else down_weight.transpose(1, 2), groups)
+    del gated
+    return _token_sum(y, routing.position, expert, scores, down_bias), gate_up, *routing
+
+
+def _backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, routing: Routing, options: tuple, needs: List[bool]) -> Six:
+    """Gradients of hidden, scores, the two weights and the two biases, empty where `needs` says that nobody wants them. Writes
+    over gate_up, the output of the first GEMM.
+
+    inputs: hidden, expert, scores, the weights and the biases; options: transposed, and what `Gate` holds.
+    """
+    hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias = inputs
+    order, position, ends = routing
+    transposed, gate = options[0], Gate(*options[1:])
+    need_hidden, need_scores, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needs
+    top_k, experts, groups = expert.shape[1], gate_up_weight.shape[0], Groups(ends, expert.numel())
+    nothing = hidden.new_empty(0)
+    dhidden = dscores = dgate_up_weight = ddown_weight = dgate_up_bias = ddown_bias = nothing
+    dout = unit_stride(dout)
+    if need_down_bias:
+        ddown_bias = torch.mm(_dense(expert, scores, experts, dout.dtype).t(), dout)
+    token = order // top_k
+    rows = dout[token]
+    dgated = grouped_mm(rows, down_weight.transpose(1, 2) if transposed else down_weight, groups)
+    row_scores = scores.reshape(-1)[order].to(wide(hidden.dtype))
+    weights = need_down or need_gate_up_bias
+    if hidden.shape[0]:
+        dgate_up, gated, row_dscores, dbias = _gate_backward(dgated, gate_up, gate_up_bias, row_scores, routing, gate, weights)
+    else:
+        dgate_up, gated, row_dscores = gate_up, dgated, row_scores
+        dbias = None if gate_up_bias is None else torch.zeros_like(gate_up_bias)
+    del dgated
+    if need_gate_up_bias:
+        dgate_up_bias = dbias
+    if need_down:
+        ddown_weight = grouped_outer(gated, rows, groups) if transposed else grouped_outer(rows, gated, groups)
+    del gated, rows
+    if need_scores:
+        dscores = row_dscores[torch.where(position < order.shape[0], position, 0)]
+        if down_bias is not None:
+            # What the second GEMM's bias adds to a row's result, times the gradient that arrives there.
+            of_bias = torch.mm(dout, down_bias.t())
+            dscores = dscores + of_bias.gather(1, expert.clamp(0, experts - 1).to(torch.int64))
+        dscores = torch.where(position < order.shape[0], dscores, 0.0).to(scores.dtype)
+    if need_gate_up:
+        inputs = hidden[token]
+        dgate_up_weight = grouped_outer(inputs, dgate_up, groups) if transposed else grouped_outer(dgate_up, inputs, groups)
+        del inputs
+    if need_hidden:
+        if hidden.shape[0]:
+            dx = grouped_mm(dgate_up, gate_up_weight.transpose(1, 2) if transposed else gate_up_weight, groups)
+            dhidden = _token_sum(dx, position)
+        else:
+            dhidden = torch.zeros_like(hidden)
+    return dhidden, dscores, dgate_up_weight, ddown_weight, dgate_up_bias, ddown_bias
+
+
+def _functional_backward(
+    dout: torch.Tensor,
+    hidden: torch.Tensor,
+    expert: torch.Tensor,
+    scores: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    gate_up_bias: Optional[torch.Tensor],
+    down_bias: Optional[torch.Tensor],
+    gate_up: torch.Tensor,
+    order: torch.Tensor,
+    position: torch.Tensor,
+    ends: torch.Tensor,
+    transposed: bool,
+    interleaved: bool,
+    alpha: float,
+    limit: float,
+    needs: List[bool],
+) -> Six:
+    """`_backward` that writes over nothing and returns nothing twice, as a tracer wants it."""
+    inputs, options = (hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias), (transposed, interleaved, alpha, limit)
+    grads = _backward(dout, inputs, gate_up.clone(), Routing(order, position, ends), options, needs)
+    return tuple(grad if need else hidden.new_empty(0) for grad, need in zip(grads, needs))
+
+
+def _fake_forward(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, transposed, interleaved, alpha, limit):
+    rows = expert.numel()
+    width = gate_up_weight.shape[2 if transposed else 1]
+    integers = {"dtype": torch.int32, "device": hidden.device}
+    order = torch.empty(rows, dtype=torch.int64, device=hidden.device)
+    position, ends = torch.empty(expert.shape, **integers), torch.empty(gate_up_weight.shape[0], **integers)
+    return hidden.new_empty(hidden.shape), hidden.new_empty((rows, width)), order, position, ends
+
+
+def _fake_backward(
+    dout, hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias,
+    gate_up, order, position, ends, transposed, interleaved, alpha, limit, needs
+):  # fmt: skip
+    tensors = hidden, scores, gate_up_weight, down_weight, gate_up_bias, down_bias
+    return tuple(t.new_empty(t.shape) if need else hidden.new_empty(0) for t, need in zip(tensors, needs))
+
+
+experts_forward = traceable("experts_forward", _forward, _fake_forward)
+_traced_backward = traceable("experts_backward", _functional_backward, _fake_backward)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, *options):
+        inputs = (hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias)
+        out, *saved = experts_forward(*inputs, *options)
+        ctx.save_for_backward(*inputs, *saved)
+        ctx.options, ctx.written_over = options, False
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        *inputs, gate_up, order, position, ends = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        needs = [needed[i] for i in (0, 2, 3, 4, 5, 6)]
+        if torch.compiler.is_compiling():
+            found = _traced_backward(dout, *inputs, gate_up, order, position, ends, *ctx.options, needs)
+        else:
+            if ctx.written_over:  # a second backward pass (retain_graph)
+                hidden, expert, _, weight, *_ = inputs
+                gate_up = _first(hidden, weight, order, Groups(ends, expert.numel()), expert.shape[1], ctx.options[0])
+            ctx.written_over = True
+            found = _backward(dout, inputs, gate_up, Routing(order, position, ends), ctx.options, needs)
+        dhidden, dscores, *dweights = [gradient if need else None for gradient, need in zip(found, needs)]
+        return (dhidden, None, dscores, *dweights, None, None, None, None)
+
+
+def experts(
+    hidden: torch.Tensor,
+    expert: torch.Tensor,
+    scores: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    gate_up_bias: Optional[torch.Tensor] = None,
+    down_bias: Optional[torch.Tensor] = None,
+    *,
+    transposed: bool = False,
+    interleaved: bool = False,
+    alpha: float = 0.0,
+    limit: float = float("inf"),
+) -> torch.Tensor:
+    """sum over k of scores[:, k] * down(gate(gate_up(hidden))), each with the weights of the expert expert[:, k].
+
+    hidden: [tokens, hidden], bf16, fp16 or fp32 (float64 runs in PyTorch). expert: [tokens, top-k] of an integer dtype; an id
+    outside [0, experts) is no expert: nothing is added for it, and its score has no gradient (transformers' expert parallelism
+    marks the experts of other processes so). scores: [tokens, top-k], the routing weights, of any floating point dtype.
+    gate_up_weight: [experts, 2 * width, hidden] and down_weight: [experts, hidden, width], or with `transposed` [experts,
+    hidden, 2 * width] and [experts, width, hidden]; gate_up_bias: [experts, 2 * width]; down_bias: [experts, hidden]; all of
+    hidden's dtype and device. interleaved: the columns of gate_up alternate between gate and up; else gate comes before up.
+
+    The gate is silu(gate) * up, or with alpha > 0 GPT-OSS's: (up + 1) * gate * sigmoid(alpha * gate), gate clamped to at most
+    `limit` and up to [-limit, limit] before; bastile/gpt-oss has kernels for it, elsewhere it runs in PyTorch. Returns [tokens, hidden]. Differentiable in all but `expert`; nothing is computed for a
+    weight that does not require a gradient. In bf16 and fp16, where hidden and width are multiples of 8, the host does not wait for
+    the device: the GEMMs are torch._grouped_mm where that is a kernel, else our own. Otherwise there is one GEMM an expert.
+    Raises ValueError when shapes, dtypes or devices do not fit.
+    """
+    _check(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, transposed, alpha, limit)
+    options = (bool(transposed), bool(interleaved), float(alpha), float(limit))
+    tensors = (hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias)
+    return experts_reference(*tensors, *options) if needs_formula(*tensors) else apply_function(_Experts, *tensors, *options)
+
+
+def _check(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, transposed, alpha, limit):
+    need_floats(hidden=hidden, scores=scores)
+    if hidden.dim() != 2:
+        fail("hidden", describe(hidden), "[tokens, hidden]")
+    if expert.dim() != 2 or expert.shape[0] != hidden.shape[0] or expert.shape[1] == 0 or expert.is_floating_point():
+        fail("expert", describe(expert), f"[{hidden.shape[0]}, top-k] of an integer dtype")
+    if scores.shape != expert.shape:
+        fail("scores", describe(scores), f"{list(expert.shape)}, one for each entry of expert")
+    if gate_up_weight.dim() != 3 or down_weight.dim() != 3:
+        wrong = "gate_up_weight" if gate_up_weight.dim() != 3 else "down_weight"
+        fail(wrong, describe(gate_up_weight if gate_up_weight.dim() != 3 else down_weight), "three dimensions, the experts first")
+    columns, width = hidden.shape[1], down_weight.shape[1 if transposed else 2]
+    count = gate_up_weight.shape[0]
+    shapes = {
+        "gate_up_weight": (gate_up_weight, (count, columns, 2 * width) if transposed else (count, 2 * width, columns)),
+        "down_weight": (down_weight, (count, width, columns) if transposed else (count, columns, width)),
+        "gate_up_bias": (gate_up_bias, (count, 2 * width)),
+        "down_bias": (down_bias, (count, columns)),
+    }
+    for name, (tensor, shape) in shapes.items():
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != hidden.dtype or tensor.device != hidden.device):
+            fail(name, describe(tensor), f"{hidden.dtype} {list(shape)} on {hidden.device}")
+    for name, tensor in (("expert", expert), ("scores", scores)):
+        if tensor.device != hidden.device:
+            fail(name, describe(tensor), f"on the device of hidden, {hidden.device}")
+    if alpha and not limit > 0:
+        fail("limit", limit, "a positive number")

@@ -1,0 +1,321 @@
+"""Rotary position embedding of queries and keys, in the half-split form (arXiv 2104.09864); alone, and with their RMSNorm."""
+
+import functools
+from typing import Tuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..runtime.device import kernels_run_on, multiprocessors
+from ..runtime.launch import Kernel
+from .common import (
+    apply_function,
+    column_sum,
+    describe,
+    fail,
+    need_floats,
+    needs_formula,
+    new_like,
+    traceable,
+)
+from .rms_norm import rms_norm_backward_reference, rms_norm_reference
+
+Pair = Tuple[torch.Tensor, torch.Tensor]
+Four = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _grid(c, q, k, *_):
+    return (q.shape[0], max(-(-(q.shape[1] - c.get("Q_TAIL", 0)) // c["Q_HEADS"]), -(-k.shape[1] // c["K_HEADS"])))
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """[batch, tokens, heads, head_dim] -> [batch * tokens, heads, head_dim]."""
+    return x.reshape(-1, x.shape[2], x.shape[3])
+
+
+def _table(angles: torch.Tensor) -> torch.Tensor:
+    """[batch or 1, tokens, width] -> [rows, width]."""
+    return angles.reshape(-1, angles.shape[-1])
+
+
+def _forward_views(q, k, q_out, k_out, *others) -> list:
+    """others: weights [head_dim], then cos and sin."""
+    return [*map(_flat, (q, k, q_out, k_out)), *others[:-2], *map(_table, others[-2:])]
+
+
+def _backward_views(dq_out, dk_out, q, k, dq, dk, q_weight, k_weight, cos, sin, *partials) -> list:
+    tables = _whole_steps(cos, sin, q.shape[0])
+    return [*map(_flat, (dq_out, dk_out, q, k, dq, dk)), q_weight, k_weight, *map(_table, tables), *partials]
+
+
+def _whole_steps(cos: torch.Tensor, sin: torch.Tensor, batch: int) -> Pair:
+    """cos and sin with a row for each token, unless those of one sequence repeat after a whole number of steps of the backward kernel."""
+    if cos.shape[0] == batch or cos.shape[1] % max(_norm_backward_kernel.constants("TOKENS")) == 0:
+        return cos, sin
+    return tuple(table.expand(batch, -1, -1).contiguous() for table in (cos, sin))
+
+
+# Forward and backward are one kernel with another constant.
+_kernels = tuple(
+    Kernel("rotary", "rotary_any", grid=_grid, views=_forward_views, reads=("q", "k", "cos", "sin"), where={"BACKWARD": backward})
+    for backward in (0, 1)
+)
+_norm_forward_kernel = Kernel(
+    "qk_norm_rotary_forward", grid=_grid, views=_forward_views, reads=("q", "k", "q_weight", "k_weight", "cos", "sin")
+)
+_norm_backward_kernel = Kernel(
+    "qk_norm_rotary_backward",
+    grid=lambda c, dq, dk, q, k, *rest: (
+        rest[-1].shape[0] // (k.shape[1] // c["HEADS"]),
+        q.shape[1] // c["HEADS"] + k.shape[1] // c["HEADS"],
+    ),
+    views=_backward_views,
+    reads=("dq_out", "dk_out", "q", "k", "q_weight", "k_weight", "cos", "sin"),
+)
+_column_sums_kernel = Kernel("column_sum_pair", grid=lambda c, partial, *_: (-(-partial.shape[1] // c["COLS"]), 2))
+
+
+# ---------------------------------------------------------------- in PyTorch
+def _full_width(table: torch.Tensor, head_dim: int) -> torch.Tensor:
+    return table if table.shape[-1] == head_dim else torch.cat((table, table), -1)
+
+
+def _rotate_half(x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+def rotary_reference(q, k, cos, sin, heads_dim: int) -> Pair:
+    """(q, k) rotated, in PyTorch; heads_dim: the dimension of q that holds the heads (1 or 2)."""
+    cos, sin = (_full_width(t, q.shape[-1]).unsqueeze(heads_dim) for t in (cos, sin))
+    return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
+
+
+def rotary_backward_reference(dq, dk, cos, sin, heads_dim: int) -> Pair:
+    """The transpose of `rotary_reference`, in PyTorch."""
+    cos, sin = (_full_width(t, dq.shape[-1]).unsqueeze(heads_dim) for t in (cos, sin))
+    return dq * cos - _rotate_half(dq * sin), dk * cos - _rotate_half(dk * sin)
+
+
+def qk_norm_rotary_reference(q, k, q_weight, k_weight, cos, sin, eps: float) -> Pair:
+    """(q, k) normalised, rotated and as attention takes them, in PyTorch."""
+    q, k = (rms_norm_reference(x, w, eps)[0] for x, w in ((q, q_weight), (k, k_weight)))
+    return tuple(x.transpose(1, 2) for x in rotary_reference(q, k, cos, sin, 2))
+
+
+# ---------------------------------------------------------------- with the kernels
+def _launch(q, k, cos, sin, heads_dim, backward) -> Pair:
+    """Results lie in memory as [batch, tokens, heads, head_dim], whatever the order of the dimensions: what the projections
+    write and what attention and the next backward read without a copy."""
+    q, k = (x.transpose(1, 2) if heads_dim == 1 else x for x in (q, k))
+    outs = new_like(q), new_like(k)
+    _kernels[backward](q, k, *outs, cos, sin)
+    return tuple(x.transpose(1, 2) for x in outs) if heads_dim == 1 else outs
+
+
+def _fits(q, k, cos, sin, *others):
+    """False for empty tensors too: a launch takes both, or there is nothing to launch."""
+    if q.dtype == torch.float64 or cos.dtype != q.dtype or not q.numel() or not k.numel():
+        return False
+    return kernels_run_on(q, k, cos, sin, *others)
+
+
+def _forward(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads_dim: int) -> Pair:
+    if _fits(q, k, cos, sin):
+        return _launch(q, k, cos, sin, heads_dim, 0)
+    return rotary_reference(q, k, cos, sin, heads_dim)
+
+
+def _backward(dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads_dim: int) -> Pair:
+    if _fits(dq, dk, cos, sin):
+        return _launch(dq, dk, cos, sin, heads_dim, 1)
+    return rotary_backward_reference(dq, dk, cos, sin, heads_dim)
+
+
+def _fused_heads(q, k, q_weight, k_weight, cos, sin, *others) -> bool:
+    """True when `qk_norm_rotary` has kernels for these heads. others: what else a kernel reads."""
+    if not (q_weight.dtype == k_weight.dtype == q.dtype and _fits(q, k, cos, sin, q_weight, k_weight, *others)):
+        return False
+    width, heads = 2 * _norm_backward_kernel.constant("HALF"), min(_norm_backward_kernel.constants("HEADS"))
+    return q.shape[3] == cos.shape[-1] == width and q.shape[2] % heads == 0 and k.shape[2] % heads == 0
+
+
+def _norm_forward(
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
+) -> Pair:
+    """Results as [batch, heads, tokens, head_dim] views of [batch, tokens, heads, head_dim] in memory."""
+    if not _fused_heads(q, k, q_weight, k_weight, cos, sin):
+        return qk_norm_rotary_reference(q, k, q_weight, k_weight, cos, sin, eps)
+    outs = new_like(q), new_like(k)
+    _norm_forward_kernel(q, k, *outs, q_weight, k_weight, cos, sin, eps)
+    return outs[0].transpose(1, 2), outs[1].transpose(1, 2)
+
+
+def _norm_backward(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+    need_q_weight: bool,
+    need_k_weight: bool,
+) -> Four:
+    """(dq, dk, dq_weight, dk_weight); dq, dk as [batch, heads, tokens, head_dim] come in, [batch, tokens, heads, head_dim] go out.
+    A weight's gradient is empty where it is not needed."""
+    outs = new_like(q), new_like(k)
+    return (*outs, *norm_backward_into(outs, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight))
+
+
+def norm_backward_into(outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight) -> Pair:
+    """As `qk_norm_rotary_backward`, with the gradients of q and k written to `outs`; returns those of the weights."""
+    dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
+    if not _fused_heads(q, k, q_weight, k_weight, cos, sin, dq, dk):
+        dq, dk = rotary_backward_reference(dq, dk, cos, sin, 2)
+        (dq, dq_weight), (dk, dk_weight) = (
+            rms_norm_backward_reference(d, x, w, rms_norm_reference(x, w, eps)[1], need)
+            for d, x, w, need in ((dq, q, q_weight, need_q_weight), (dk, k, k_weight, need_k_weight))
+        )
+        outs[0].copy_(dq)
+        outs[1].copy_(dk)
+        return dq_weight, dk_weight
+    q_rows, k_rows = _partial_rows(q.shape, k.shape, multiprocessors(q))
+    partials = tuple(torch.empty((rows, q.shape[3]), dtype=torch.float32, device=q.device) for rows in (q_rows, k_rows))
+    _norm_backward_kernel(dq, dk, q, k, *outs, q_weight, k_weight, cos, sin, *partials, eps)
+    if need_q_weight and need_k_weight:
+        sums = tuple(w.new_empty(w.shape) for w in (q_weight, k_weight))
+        _column_sums_kernel(*partials, *sums)
+        return sums
+    dq_weight = column_sum(partials[0], q_weight.dtype) if need_q_weight else q_weight.new_empty(0)
+    dk_weight = column_sum(partials[1], k_weight.dtype) if need_k_weight else k_weight.new_empty(0)
+    return dq_weight, dk_weight
+
+
+@functools.lru_cache(maxsize=None)
+def _partial_rows(q_shape: tuple, k_shape: tuple, processors: int) -> Tuple[int, int]:
+    """How many partial sums of q's and k's weight gradients there are: one for each block.
+
+    A block walks over tokens with one group of heads. An SM holds two blocks; all groups together fill the GPU once.
+    """
+    constants = _norm_backward_kernel.constants
+    heads = next(heads for heads in constants("HEADS") if q_shape[2] % heads == 0 and k_shape[2] % heads == 0)
+    q_groups, k_groups = q_shape[2] // heads, k_shape[2] // heads
+    blocks = min(-(-q_shape[0] * q_shape[1] // max(constants("TOKENS"))), max(1, 2 * processors // (q_groups + k_groups)))
+    return blocks * q_groups, blocks * k_groups
+
+
+# ---------------------------------------------------------------- for tracers
+def _fake(q, k, cos, sin, heads_dim):
+    if heads_dim == 2:
+        return q.new_empty(q.shape), k.new_empty(k.shape)
+    return tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k))
+
+
+def _fake_norm_forward(q, k, q_weight, k_weight, cos, sin, eps):
+    return q.new_empty(q.shape).transpose(1, 2), k.new_empty(k.shape).transpose(1, 2)
+
+
+def _fake_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight):
+    dweights = [w.new_empty(w.shape if need else 0) for w, need in ((q_weight, need_q_weight), (k_weight, need_k_weight))]
+    return (q.new_empty(q.shape), k.new_empty(k.shape), *dweights)
+
+
+rotary_forward = traceable("rotary_forward", _forward, _fake)
+rotary_backward = traceable("rotary_backward", _backward, _fake)
+qk_norm_rotary_forward = traceable("qk_norm_rotary_forward", _norm_forward, _fake_norm_forward)
+qk_norm_rotary_backward = traceable("qk_norm_rotary_backward", _norm_backward, _fake_norm_backward)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, heads_dim):
+        ctx.save_for_backward(cos, sin)
+        ctx.heads_dim = heads_dim
+        return rotary_forward(q, k, cos, sin, heads_dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk):
+        cos, sin = ctx.saved_tensors
+        return (*rotary_backward(dq, dk, cos, sin, ctx.heads_dim), None, None, None)
+
+
+class _QKNormRotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps):
+        ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
+        ctx.eps = eps
+        return qk_norm_rotary_forward(q, k, q_weight, k_weight, cos, sin, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk):
+        _, _, need_q_weight, need_k_weight = ctx.needs_input_grad[:4]
+        dq, dk, dq_weight, dk_weight = qk_norm_rotary_backward(dq, dk, *ctx.saved_tensors, ctx.eps, need_q_weight, need_k_weight)
+        return dq, dk, dq_weight if need_q_weight else None, dk_weight if need_k_weight else None, None, None, None
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Pair:
+    """Rotates queries and keys by their positions' angles, both in one launch.
+
+    q: [batch, heads, tokens, head_dim] where unsqueeze_dim is 1 (the default), [batch, tokens, heads, head_dim] where it is 2;
+    k: the same with its own number of heads. Any strides. cos, sin: [batch or 1, tokens, head_dim], or half as wide when both
+    halves of a head use the same angles. Returns new tensors of q's and k's shapes. bf16, fp16 and fp32, all of one dtype, run in
+    the kernels; other dtypes, and cos and sin of another dtype than q, in PyTorch with its promotion. Differentiable in q and k,
+    and in PyTorch also in cos and sin. Raises ValueError when shapes, dtypes or devices do not fit.
+    """
+    if unsqueeze_dim % 4 not in (1, 2):
+        fail("unsqueeze_dim", unsqueeze_dim, "1 ([batch, heads, tokens, head_dim]) or 2 ([batch, tokens, heads, head_dim])")
+    heads_dim = unsqueeze_dim % 4
+    _check(q, k, cos, sin, heads_dim)
+    if cos.requires_grad or sin.requires_grad or cos.dtype != q.dtype or needs_formula(q, k, cos, sin):
+        return rotary_reference(q, k, cos, sin, heads_dim)
+    return apply_function(_Rotary, q, k, cos, sin, heads_dim)
+
+
+def qk_norm_rotary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float = 1e-6,
+) -> Pair:
+    """RMSNorm of every head of q and k, then rotary embedding: what lies between Qwen3's projections and its attention.
+
+    q, k: [batch, tokens, heads, head_dim], as the projections write them. q_weight, k_weight: [head_dim]. cos, sin: as in
+    `rotary`. Returns q and k as attention takes them, [batch, heads, tokens, head_dim]. The kernels take head_dim 128 and
+    numbers of heads that are multiples of 4; the rest runs in PyTorch. Differentiable in q, k and the weights.
+    Raises ValueError when shapes, dtypes or devices do not fit.
+    """
+    _check(q, k, cos, sin, 2)
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight.shape != q.shape[-1:] or weight.device != q.device:
+            fail(name, describe(weight), f"[{q.shape[-1]}] on {q.device}")
+    one_dtype = cos.dtype == q_weight.dtype == k_weight.dtype == q.dtype
+    if cos.requires_grad or sin.requires_grad or not one_dtype or needs_formula(q, k, q_weight, k_weight, cos, sin):
+        return qk_norm_rotary_reference(q, k, q_weight, k_weight, cos, sin, eps)
+    return apply_function(_QKNormRotary, q, k, q_weight, k_weight, cos, sin, float(eps))
+
+
+def _check(q, k, cos, sin, heads_dim):
+    need_floats(q=q, k=k, cos=cos, sin=sin)
+    if q.dim() != 4 or q.shape[-1] % 2:
+        fail("q", describe(q), "four dimensions with an even head_dim")
+    batch, tokens, width = q.shape[0], q.shape[3 - heads_dim], q.shape[-1]
+    if k.dim() != 4 or (k.shape[0], k.shape[3 - heads_dim], k.shape[-1]) != (batch, tokens, width):
+        fail("k", describe(k), f"q's batch, tokens and head_dim; q is {describe(q)}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.dim() != 3 or table.shape[0] not in (1, batch) or table.shape[1] != tokens:
+            fail(name, describe(table), f"[{batch} or 1, {tokens}, {width} or {width // 2}]")
+        if table.shape[2] not in (width, width // 2) or table.shape != cos.shape or table.dtype != cos.dtype:
+            fail(name, describe(table), f"[{batch} or 1, {tokens}, {width} or {width // 2}], the same for cos and sin")
+    for name, tensor in (("k", k), ("cos", cos), ("sin", sin)):
+        if tensor.device != q.device:
+            fail(name, describe(tensor), f"on the device of q, {q.device}")
+    if k.dtype != q.dtype:
+        fail("k", describe(k), f"of q's dtype, {q.dtype}")

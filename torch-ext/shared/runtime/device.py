@@ -1,0 +1,131 @@
+"""Whether the prebuilt kernels run where a tensor lives; if not, says once why and what to do about it."""
+
+import os
+import threading
+import warnings
+from typing import Dict, Optional
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from . import launch
+from .artifacts import ArtifactError, host
+from .driver import MIN_DRIVER, DriverError
+
+PLAIN = (torch.Tensor, nn.Parameter)
+_TRACERS = [key for name, key in torch._C._TorchDispatchModeKey.__members__.items() if name in ("FAKE", "PROXY", "FUNCTIONAL")]
+
+_lock = threading.Lock()
+_ready: Dict[int, bool] = {}
+_warned: set = set()
+_multiprocessors: Dict[int, int] = {}
+
+
+class KernelsUnavailable(RuntimeError):
+    """The kernels cannot run on this GPU and BASTILE_STRICT=1 asks for an error."""
+
+
+def is_ordinary(*tensors: Optional[torch.Tensor]) -> bool:
+    """True when tensors of one device are numbers in memory and nothing else, of which only autograd's backward pass wants to know.
+
+    False for DTensor, FakeTensor and all other subclasses, for meta tensors, inside the transforms of torch.func, inside a level of
+    forward-mode AD, and while a mode traces or fakes what PyTorch's operations do. None stands for an argument that was not given.
+    """
+    for tensor in tensors:
+        if type(tensor) not in PLAIN and tensor is not None:
+            return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    if torch._C._len_torch_dispatch_stack() and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS):
+        return False
+    return not tensors[0].is_meta
+
+
+def kernels_run_on(*tensors: Optional[torch.Tensor]) -> bool:
+    """True when an operation on these tensors of one device goes to the prebuilt kernels, False when it goes to PyTorch.
+
+    Tensors that are not ordinary go to PyTorch (`is_ordinary`), and so do those that hold their numbers with the sign turned.
+    CPU tensors do, which is what is documented. A GPU without usable kernels does so with one warning, or raises
+    KernelsUnavailable under BASTILE_STRICT=1.
+    """
+    first = tensors[0]
+    if not (first.is_cuda or launch.backend.runs_on_cpu) or not is_ordinary(*tensors):
+        return False
+    for tensor in tensors:
+        if tensor is not None and tensor.is_neg():
+            return False
+    if not first.is_cuda:
+        return first.is_cpu
+    index = first.get_device()
+    ready = _ready.get(index)
+    if ready is None:
+        with _lock:
+            ready = _ready.get(index)
+            if ready is None:
+                ready = _ready[index] = _probe(index)
+    return ready
+
+
+def multiprocessors(tensor: torch.Tensor) -> int:
+    """Of the device of a tensor."""
+    index = tensor.get_device()
+    count = _multiprocessors.get(index)
+    if count is None:
+        count = _multiprocessors[index] = launch.backend.multiprocessors(index)
+    return count
+
+
+def forget() -> None:
+    """Looks at every device again at its next use; for tests, and after a driver was repaired."""
+    with _lock:
+        _ready.clear()
+        _warned.clear()
+
+
+def _probe(index: int) -> bool:
+    try:
+        _check(index)
+    except (ArtifactError, DriverError, KernelsUnavailable) as error:
+        if os.environ.get("BASTILE_STRICT") == "1":
+            raise KernelsUnavailable(f"Bastile's kernels do not run on cuda:{index}: {error} (BASTILE_STRICT=1 makes this an error)") from error
+        message = f"Bastile's kernels do not run on cuda:{index} and PyTorch's operations take their place: {error}."
+        if message not in _warned:
+            _warned.add(message)
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+        return False
+    return True
+
+
+def _check(index: int) -> None:
+    """Raises what keeps the kernels from running on a device; ends with a real launch, which is where some drivers fail."""
+    backend = launch.backend
+    if torch.version.cuda is None:
+        raise KernelsUnavailable("this build of torch is not for CUDA. Install one that is")
+    major, minor = torch.cuda.get_device_capability(index)
+    name = torch.cuda.get_device_name(index)
+    version = backend.version()
+    if version < MIN_DRIVER:
+        raise KernelsUnavailable(
+            f"the driver supports CUDA {version // 1000}.{version % 1000 // 10}, "
+            f"expected {MIN_DRIVER // 1000}.{MIN_DRIVER % 1000 // 10} or newer. Install driver R580 or newer"
+        )
+    if not backend.artifacts.architectures():
+        raise KernelsUnavailable(f"there are no kernels for {host()} hosts")
+    if not backend.architecture(index):
+        built = ", ".join(backend.artifacts.architectures())
+        raise KernelsUnavailable(
+            f"{name} has compute capability {major}.{minor}, and there are kernels for {built}. A newer version of this package may have it"
+        )
+    backend.artifacts.verify()
+    with torch.cuda.device(index):
+        x = torch.ones((2, 4), dtype=torch.float32, device="cuda")
+        total = torch.zeros(4, dtype=torch.float32, device="cuda")
+        if not torch.cuda.is_current_stream_capturing():
+            _column_sum(x, total)
+            torch.cuda.synchronize(index)
+            if total.tolist() != [2.0] * 4:
+                raise KernelsUnavailable("a first launch gave a wrong result")
+
+
+_column_sum = launch.Kernel("column_sum", grid=lambda c, partial, out: (-(-partial.shape[1] // c["COLS"]),))
