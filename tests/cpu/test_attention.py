@@ -16,7 +16,7 @@ def ops(request, tmp_path_factory):
         if request.param == "kernels":
             runtime = runtime_of(package)
             runtime.launch.backend = InterpreterBackend(runtime, ("attention", "attention_plan"))
-        module = importlib.import_module(f"{package.__name__}.ops.attention")
+        module = importlib.import_module(f"{package.__name__}.shared.ops.attention")
         module.backend = runtime_of(package).launch.backend
         yield module
 

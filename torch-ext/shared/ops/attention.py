@@ -10,9 +10,10 @@ from typing import Optional, Tuple, Union
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..runtime.device import kernels_run_on
+from ..runtime import launch
+from ..runtime.device import is_ordinary, kernels_run_on
 from ..runtime.launch import Kernel
-from .common import aligned, apply_function, describe, fail, need_floats, traceable, wide
+from .common import aligned, apply_function, describe, fail, need_floats, needs_formula, traceable, wide
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 LOG2E = math.log2(math.e)
@@ -26,6 +27,11 @@ INT32_MAX = 2**31 - 1
 def _blocks_of(heads_of: int):
     """The grid of a kernel: a block for each BLOCK tokens and each head of its argument number `heads_of`."""
     return lambda c, *arrays: (-(-arrays[0].shape[0] // c["BLOCK"]) * arrays[heads_of].shape[1],)
+
+
+def _walks_of(device: torch.device, blocks: int) -> int:
+    """The number of columns of a plan's table of walks, which only kernels read."""
+    return blocks if device.type == "cuda" or launch.backend.runs_on_cpu else 0
 
 
 _plan_kernel = Kernel("attention_plan", grid=lambda c, documents, limits, walks: (-(-limits.shape[1] // c["TILE"]), 3))
@@ -48,7 +54,8 @@ def plan_reference(documents: torch.Tensor, tokens: int, left: int, right: int) 
     rows = []
     for before, after in ((left, right), (right, left)):
         rows += [torch.maximum(starts[at], t - before), torch.minimum(ends[at], t + after + 1)]
-    return torch.where(inside, torch.stack(rows), 0).to(torch.int32), documents.new_empty((WALKS, 0))
+    walks = documents.new_zeros((WALKS, _walks_of(documents.device, padded // BLOCK)))
+    return torch.where(inside, torch.stack(rows), 0).to(torch.int32), walks
 
 
 def _plan(documents: torch.Tensor, tokens: int, left: int, right: int) -> Pair:
@@ -57,14 +64,13 @@ def _plan(documents: torch.Tensor, tokens: int, left: int, right: int) -> Pair:
         return plan_reference(documents, tokens, left, right)
     blocks = -(-tokens // BLOCK)
     limits, walks = documents.new_empty((LIMITS, blocks * BLOCK)), documents.new_empty((WALKS, blocks))
-    _plan_kernel((documents, limits, walks), left, right, documents.shape[1].bit_length(), tokens)
+    _plan_kernel(documents, limits, walks, left, right, documents.shape[1].bit_length(), tokens)
     return limits, walks
 
 
 def _fake_plan(documents, tokens, left, right):
     blocks = -(-tokens // BLOCK)
-    walks = blocks if kernels_run_on(documents) else 0
-    return documents.new_empty((LIMITS, blocks * BLOCK)), documents.new_empty((WALKS, walks))
+    return documents.new_empty((LIMITS, blocks * BLOCK)), documents.new_empty((WALKS, _walks_of(documents.device, blocks)))
 
 
 make_plan = traceable("attention_plan", _plan, _fake_plan)
@@ -161,7 +167,7 @@ def _pieces(q, limits):
         rows = slice(start, min(start + ROWS, tokens))
         first, behind = limits[0, rows], limits[1, rows]
         low, high = 0, tokens
-        if not q.is_cuda:
+        if q.is_cpu and is_ordinary(q, limits):
             some = first < behind
             low, high = (int(first[some].min()), int(behind.max())) if some.any() else (0, 1)
         t = torch.arange(low, high, device=q.device)
@@ -180,17 +186,18 @@ def _heads(x: torch.Tensor) -> torch.Tensor:
 
 def attention_reference(q, k, v, sinks, limits, scale) -> Pair:
     """(out, lse [heads, tokens in whole blocks], to base 2)."""
-    out, lse = q.new_zeros(q.shape), torch.zeros((q.shape[1], limits.shape[1]), dtype=wide(q.dtype), device=q.device)
+    outs, sums = [], []
     for rows, keys, mask in _pieces(q, limits):
         s = (_grouped(q[rows], k.shape[1]) @ _heads(k[keys]).mT * scale).masked_fill(~mask, -math.inf)
-        total = torch.logsumexp(s, -1)
+        total = torch.logsumexp(s.masked_fill(~mask.any(1)[:, None], 0.0), -1)
+        total = total.masked_fill(~mask.any(1), -math.inf)
         if sinks is not None:
             total = torch.logaddexp(total, sinks.to(s.dtype).view(k.shape[1], -1, 1))
         total = total.masked_fill(total == -math.inf, 0.0)  # what sees nothing
-        p = torch.exp(s - total[..., None])
-        out[rows] = (p @ _heads(v[keys])).flatten(0, 1).transpose(0, 1).to(q.dtype)
-        lse[:, rows] = total.flatten(0, 1) * LOG2E
-    return out, lse
+        outs.append((torch.exp(s - total[..., None]) @ _heads(v[keys])).flatten(0, 1).transpose(0, 1).to(q.dtype))
+        sums.append(total.flatten(0, 1) * LOG2E)
+    past = sums[0].new_zeros((q.shape[1], limits.shape[1] - q.shape[0]))
+    return torch.cat(outs), torch.cat([*sums, past], 1)
 
 
 def attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale):
@@ -214,11 +221,11 @@ def attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale):
 
 
 # ---------------------------------------------------------------- kernels
-def _fits(q, k, walks, scale) -> bool:
+def _fits(q, k, walks, scale, *others) -> bool:
     """True where the kernels take these arguments. (A largest score times a scale of zero or less is not the largest product.)"""
     halves = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in HEAD_DIMS and scale > 0
     reach = max(x.shape[0] * x.stride(0) for x in (q, k))
-    return halves and walks.shape[1] > 0 and reach <= INT32_MAX and kernels_run_on(q)
+    return halves and walks.shape[1] > 0 and reach <= INT32_MAX and kernels_run_on(q, k, *others)
 
 
 def _forward(
@@ -231,14 +238,14 @@ def _forward(
     scale: float,
 ) -> Pair:
     """(out as q, lse [heads, tokens in whole blocks])."""
-    if not _fits(q, k, walks, scale):
+    if not _fits(q, k, walks, scale, v, sinks, limits):
         return attention_reference(q, k, v, sinks, limits, scale)
     q, k, v = map(aligned, (q, k, v))
     out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], limits.shape[1]), dtype=torch.float32)
     if sinks is None:
-        _forward_kernel((q, k, v, limits, walks, out, lse), scale * LOG2E)
+        _forward_kernel(q, k, v, limits, walks, out, lse, scale * LOG2E)
     else:
-        _sink_forward_kernel((q, k, v, sinks, limits, walks, out, lse), scale * LOG2E)
+        _sink_forward_kernel(q, k, v, sinks, limits, walks, out, lse, scale * LOG2E)
     return out, lse
 
 
@@ -255,15 +262,15 @@ def _backward(
     scale: float,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, dsinks); the last one is empty without sinks."""
-    if not _fits(q, k, walks, scale):
+    if not _fits(q, k, walks, scale, v, sinks, limits, dout):
         return attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale)
     dout, q, k, v = map(aligned, (dout, q, k, v))
     delta, dq, dk, dv = torch.empty_like(lse), q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    _dq_kernel((q, k, v, out, dout, lse, limits, walks, delta, dq), scale * LOG2E, scale)
-    _dkv_kernel((q, k, v, dout, lse, delta, limits, walks, dk, dv), scale * LOG2E, scale)
+    _dq_kernel(q, k, v, out, dout, lse, limits, walks, delta, dq, scale * LOG2E, scale)
+    _dkv_kernel(q, k, v, dout, lse, delta, limits, walks, dk, dv, scale * LOG2E, scale)
     dsinks = lse.new_empty(0 if sinks is None else sinks.shape)
     if sinks is not None:
-        _sink_gradient_kernel((sinks, lse, delta, dsinks), q.shape[0])
+        _sink_gradient_kernel(sinks, lse, delta, dsinks, q.shape[0])
     return dq, dk, dv, dsinks
 
 
@@ -342,6 +349,8 @@ def attention(
     q, k, v = (x.flatten(0, 1) if batched else x for x in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     sinks = None if sinks is None else sinks.to(wide(q.dtype))
+    if needs_formula(q, k, v, sinks, plan.limits):
+        return attention_reference(q, k, v, sinks, plan.limits, scale)[0].view(out_shape)
     return apply_function(_Attention, q, k, v, sinks, plan.limits, plan.walks, scale).view(out_shape)
 
 
