@@ -27,13 +27,14 @@ from tests import op_checks as checks
 from tests.interpreter import InterpreterError
 from tests.interpreter.backend import InterpreterBackend, runtime_of
 from tests.op_checks import exact, leaf, randn, rms_norm_exact
+from tests.ops import attention as attention_checks
 from tests.tolerances import assert_close
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "torch-ext" / "qwen3"
 OPERATIONS = (
     "rms_norm", "wide_rms_norm", "rotary", "qk_norm_rotary", "swiglu", "cross_entropy", "linear_cross_entropy", "column_sum", "scale", "experts",
-    "clamped_gate", "grouped_gemm", "adamw",
+    "clamped_gate", "grouped_gemm", "adamw", "attention", "attention_plan",
 )  # fmt: skip
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = "cpu"
@@ -468,7 +469,15 @@ def check_wide(ops, check, shape, dtype=FP32):
     check(types.SimpleNamespace(rms_norm=wide.wide_rms_norm, add_rms_norm=wide.wide_add_rms_norm), CPU, dtype, shape, eps=0.5)
 
 
+def check_attention(ops):
+    """With sinks, groups and padding, then as parts of one projection."""
+    module = importlib.import_module(f"{ops.__name__}.shared.ops.attention")
+    for case in attention_checks.CASES[:2]:
+        attention_checks.check_operation(module, case)
+
+
 CHECKS = {
+    "attention": check_attention,
     "wide_rms_norm": functools.partial(check_wide, check=checks.check_rms_norm, shape=(3, 40)),
     "wide_rms_norm_many_rows": functools.partial(check_wide, check=checks.check_rms_norm, shape=(19, 40)),
     "wide_add_rms_norm": functools.partial(check_wide, check=checks.check_add_rms_norm, shape=(3, 40)),
@@ -583,7 +592,13 @@ def _in(file, check, function, *pairs, kernels=True):
     return [Mutant(file, function, old, new, *(other or [check]), kernels) for old, new, *other in pairs]
 
 
-KERNEL_MUTANTS = [
+KERNEL_MUTANTS = [  # of attention, one a kernel: tests/ops/attention.py has the others, for its kernels alone
+    *_in("kernel_src/attention.py", "attention", "attention_forward", ("head // (heads // k.shape[1])", "head % k.shape[1]")),
+    *_in("kernel_src/attention.py", "attention", "attention_sink_forward", ("acc * shrink", "acc")),
+    *_in("kernel_src/attention.py", "attention", "attention_backward_dq", ("acc * plain", "acc")),
+    *_in("kernel_src/attention.py", "attention", "attention_backward_dkv", ("head = kv_head * group", "head = kv_head")),
+    *_in("kernel_src/attention.py", "attention", "attention_sink_gradient", ("-ct.sum", "ct.sum")),
+    *_in("kernel_src/attention_plan.py", "attention", "write_limits", ("t + right + 1", "t + right")),
     *_in("kernel_src/column_sum.py", "column_sum", "sum_columns",
          ("i * ROWS + ct", "ct"),
          ("* COLS +", "+"),
@@ -997,6 +1012,21 @@ KERNEL_MUTANTS = [
 
 # ---------------------------------------------------------------- errors in the operations
 OPERATION_MUTANTS = [
+    *_in("shared/ops/attention.py", "attention", "_Attention.forward",
+         ("save_for_backward(q, k, v,", "save_for_backward(q, v, k,"),
+         ("sinks, out, lse,", "sinks, out, 1.01 * lse,"),
+         ("ctx.scale = scale", "ctx.scale = 1.1 * scale")),
+    *_in("shared/ops/attention.py", "attention", "_Attention.backward",
+         ("return dq, dk, dv,", "return dq, dv, dk,"),
+         ("else dsinks", "else -dsinks")),
+    *_in("shared/ops/attention.py", "attention", "_backward", ("_dkv_kernel(q, k, v, dout, lse, delta,", "_dkv_kernel(q, k, v, dout, delta, lse,")),
+    *_in("shared/ops/attention.py", "attention", "attention_backward_reference",
+         (".sum(1).transpose(0, 1)\n        dv", "[:, 0].transpose(0, 1)\n        dv"),
+         ("dsinks -=", "dsinks +="), kernels=False),
+    *_in("shared/ops/attention.py", "attention", "attention_reference",
+         ("torch.logaddexp(total,", "torch.maximum(total,"), kernels=False),
+    *_in("shared/ops/attention.py", "attention", "plan_reference",
+         ("& (t < ends[at])", ""), kernels=False),
     *_in("shared/ops/common.py", "column_sum", "column_sum", ("partial.shape, dtype", "dtype")),
     *_in("shared/ops/rms_norm.py", "rms_norm", "RMSNormFunction.forward",
          ("save_for_backward(x,", "save_for_backward(y,"),
