@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Tuple
 
 from torch import nn
 
+from .attention import give_attention_back, register_attention, unregister_attention
 from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
 from .experts import EXPERTS, experts_implementation
 from .forwards import rotary_pos_emb
@@ -235,6 +236,7 @@ def patch_classes(targets: Targets, wanted):
     options = _loss_options(wanted["fused_linear_cross_entropy"])
     modeling = modeling_of_transformers(targets)
     _register_experts()
+    register_attention()
     causal_lm = getattr(modeling, targets.classes["fused_linear_cross_entropy"][0])
     if options:
         setattr(causal_lm, LOSS_OPTIONS, options)
@@ -253,6 +255,7 @@ def patch_classes(targets: Targets, wanted):
             for module in modules:
                 if isinstance(module, classes):
                     _unbind(module)
+                    give_attention_back(module)
 
 
 def _loss_options(given):
@@ -303,10 +306,9 @@ def reset(targets: Targets):
             _unbind(module)
         if state.pop(SAVED + "use_kernels", False):
             state["_use_kernels"] = True
-        attention = state.pop(SAVED + "attention", None)
-        if attention is not None:
-            module.set_attn_implementation(attention)
+        give_attention_back(module)
     _unregister_experts()
+    unregister_attention()
 
 
 def _experts_interface():
@@ -360,15 +362,18 @@ def _attention_forward(targets: Targets, original):
     return copy
 
 
-def kernelize(targets: Targets, model, mode=None):
+def kernelize(targets: Targets, model, mode=None, attention=True):
     """Puts the layers on one model, in place, and returns it; see `kernelize` of a package."""
     if mode is not None and getattr(mode, "name", "") == "FALLBACK":
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
     modeling = modeling_of_transformers(targets)
     _register_experts()
+    register_attention()
     places = {operation: (getattr(modeling, name), layer.forward) for operation, (name, layer) in targets.classes.items()}
-    attention = getattr(modeling, targets.attention)
-    places["rope"] = (attention, _attention_forward(targets, _original(attention, "forward")))
+    rotated = getattr(modeling, targets.attention)
+    places["rope"] = (rotated, _attention_forward(targets, _original(rotated, "forward")))
+    if not attention or not any(isinstance(module, places["attention"][0]) for module in model.modules()):
+        del places["attention"]
     chosen = {
         operation: [module for module in model.modules() if isinstance(module, cls) and _defines_forward(type(module)) is cls]
         for operation, (cls, _) in places.items()
@@ -417,6 +422,7 @@ def mapping(targets: Targets, mode=None):
     """Makes the mapping of a package's layers for `kernels`; see `mapping` of a package."""
     modeling, kernels = modeling_of_transformers(targets), _kernels()
     _register_experts()
+    register_attention()
     for name, _ in targets.classes.values():
         cls = getattr(modeling, name)
         if not hasattr(cls, "kernel_layer_name"):

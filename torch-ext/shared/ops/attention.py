@@ -128,6 +128,24 @@ class AttentionPlan:
         return cls._from_starts(new.flatten(), None if padding_mask is None else padding_mask.flatten() != 0, causal, window)
 
     @classmethod
+    def from_document_ids(
+        cls,
+        document_ids: torch.Tensor,
+        padding_mask: Optional[torch.Tensor] = None,
+        causal: bool = True,
+        window: Optional[int] = None,
+    ) -> "AttentionPlan":
+        """document_ids: [batch, tokens] integers; a document starts with each row, and wherever the number is another one.
+        padding_mask: as in `from_position_ids`."""
+        if document_ids.dim() != 2 or document_ids.is_floating_point():
+            fail("document_ids", describe(document_ids), "integers [batch, tokens]")
+        if padding_mask is not None and padding_mask.shape != document_ids.shape:
+            fail("padding_mask", describe(padding_mask), f"{list(document_ids.shape)}, the shape of document_ids")
+        new = torch.ones_like(document_ids, dtype=torch.bool)
+        new[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+        return cls._from_starts(new.flatten(), None if padding_mask is None else padding_mask.flatten() != 0, causal, window)
+
+    @classmethod
     def from_padding_mask(cls, padding_mask: torch.Tensor, causal: bool = True, window: Optional[int] = None) -> "AttentionPlan":
         """padding_mask: [batch, tokens], zero (False) where a token is padding, to the left or to the right of its row's tokens. Padding
         between tokens of a row would part it in two documents; on the CPU, where that can be seen at no cost, it raises ValueError."""
