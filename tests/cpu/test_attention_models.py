@@ -4,7 +4,8 @@ import sys
 
 import pytest
 import torch
-import transformers.modeling_utils  # noqa: F401 (its table is what register_attention looks for)
+import transformers
+import transformers.modeling_utils  # its table is what register_attention looks for
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -18,7 +19,7 @@ LENGTHS = (9, 1, 23, 7)
 def hf(loaded):
     """The module under test, registered with transformers."""
     module = sys.modules[f"{loaded.__name__}.shared.hf.attention"]
-    module.register_attention()
+    module.register_attention(transformers.Qwen3Config, transformers.GptOssConfig)
     yield module
     module.unregister_attention()
 
@@ -110,3 +111,114 @@ def test_packed_equals_the_documents_one_by_one(plans):
     together = model(**packed(), use_cache=False).logits[0].split(LENGTHS)
     for logits, tokens in zip(together, documents(), strict=True):
         torch.testing.assert_close(logits, model(tokens[None]).logits[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_collators_batches(plans):
+    flat = DataCollatorWithFlattening(return_flash_attn_kwargs=True)([{"input_ids": tokens.tolist()} for tokens in documents()])
+    flat.pop("labels")
+    wanted = packed()
+    assert torch.equal(flat["input_ids"], wanted["input_ids"])
+    torch.manual_seed(0)
+    model = tiny_model(attn_implementation="sdpa")
+    expected = step(model, wanted)
+    model.set_attn_implementation("bastile")
+    assert_same(step(model, flat), expected)
+    assert len({id(plan) for plan in plans}) == 1
+
+
+def test_cu_seqlens_alone_part_the_documents(plans):
+    """Which SDPA's function ignores."""
+    model = tiny_model(attn_implementation="bastile")
+    cu_seqlens = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
+    ids = packed()["input_ids"]
+    together = model(ids, use_cache=False, cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens).logits[0].split(LENGTHS)
+    positions = packed()["position_ids"]
+    wanted = model(ids, position_ids=positions, use_cache=False).logits[0].split(LENGTHS)
+    # Rotary embeddings are relative, so where a document starts changes nothing but roundings.
+    for found, expected in zip(together, wanted, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_without_padding_go_to_sdpa(plans):
+    ids = torch.stack(documents(lengths=(11, 11)))
+    for batch in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}):
+        assert_same(*both(batch), bound=1e-7)
+    assert not plans
+
+
+@pytest.mark.parametrize("why", ("holes", "dropout", "4d", "output_attentions"))
+def test_what_no_plan_says_goes_to_transformers(plans, why):
+    batch, changes = padded("right"), {}
+    if why == "holes":
+        batch["attention_mask"][2, 4] = 0
+    elif why == "dropout":
+        changes = {"attention_dropout": 0.5}
+    elif why == "4d":
+        batch["attention_mask"] = (torch.rand(4, 1, 23, 23) < 0.5) | torch.eye(23, dtype=torch.bool)
+    elif why == "output_attentions":
+        batch["output_attentions"] = True
+    results = []
+    for implementation in ("sdpa", "bastile"):
+        model = tiny_model(attn_implementation=implementation, **changes)
+        torch.manual_seed(1)
+        results.append(step(model, batch))
+    assert_same(results[1], results[0], bound=1e-6)
+    assert not plans
+
+
+@pytest.mark.parametrize("changes", ({}, SLIDING), ids=("full", "sliding"))
+@pytest.mark.parametrize("cache", (None, "static"))
+def test_generate(plans, changes, cache):
+    batch = padded("left", (4, 9, 7))
+    texts = []
+    for implementation in ("sdpa", "bastile"):
+        model = tiny_model(attn_implementation=implementation, **changes).eval()
+        texts.append(model.generate(**batch, max_new_tokens=8, do_sample=False, cache_implementation=cache))
+    assert torch.equal(*texts) and plans
+
+
+@pytest.mark.parametrize("cache", (DynamicCache, StaticCache))
+def test_prefill_in_two_parts(plans, cache):
+    ids = torch.stack(documents(lengths=(20, 20)))
+    found = []
+    for implementation in ("sdpa", "bastile"):
+        model = tiny_model(attn_implementation=implementation, **SLIDING).eval()
+        kept = cache(config=model.config, **({"max_cache_len": 32} if cache is StaticCache else {}))
+        with torch.no_grad():
+            parts = [model(ids[:, a:b], past_key_values=kept, use_cache=True).logits for a, b in ((0, 12), (12, 19), (19, 20))]
+        found.append(torch.cat(parts, 1))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    assert plans, "the windows of the first part"
+
+
+@pytest.mark.parametrize("reentrant", (True, False))
+def test_gradient_checkpointing(plans, reentrant):
+    model = tiny_model(attn_implementation="bastile")
+    expected = step(model, packed())
+    plans.clear()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    embeddings = model.get_input_embeddings()
+    embeddings.register_forward_hook(lambda module, args, out: out.requires_grad_())
+    assert_same(step(model, packed()), expected, bound=1e-7)
+    assert len(plans) == 4 and len({id(plan) for plan in plans}) == 1
+
+
+@pytest.mark.parametrize("batch", (packed(), padded("left")), ids=("packed", "padded"))
+def test_autocast(plans, batch):
+    seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    model, found = tiny_model(), []
+    for implementation in ("sdpa", "bastile"):
+        model.set_attn_implementation(implementation)
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(model(**batch, use_cache=False).logits[seen].float())
+    assert (found[0] - found[1]).norm() < 0.02 * found[0].norm() and plans
+
+
+@pytest.mark.parametrize("batch", (packed(), padded("left")), ids=("packed", "padded"))
+def test_compile(hf, batch):
+    seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    model = tiny_model(attn_implementation="bastile")
+    expected = step(model, batch, seen)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    logits = compiled(**batch, use_cache=False).logits[seen]
+    torch.testing.assert_close(logits, expected[0], rtol=1e-5, atol=1e-5)

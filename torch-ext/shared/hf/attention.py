@@ -21,6 +21,7 @@ ATTENTION = "bastile"  # the name of our implementation among transformers'
 MASKING = "transformers.masking_utils"
 KEPT = SAVED + "attention"  # on a model: the implementation that it had before `choose_attention`
 PADDING = SAVED + "padding"  # on a padding mask: what `padding_of` read, and the mask's version then
+TRACEABLE: set = set()  # configurations of the models that packages know
 WHOLE, RUNS, HOLES = 0, 1, 2  # no padding; padding beside each row's tokens; padding between them
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -85,11 +86,11 @@ class Visible:
     """Which tokens of a batch see which, as transformers said it to the mask function.
 
     arguments: of the mask function. rule: of `rule_of`, None where no plan can say it. padding: [batch, tokens] bool, or None where no
-    token is padding.
+    token is padding. positions: whether documents start where position_ids do not go on, beside what the rule says.
     """
 
-    def __init__(self, arguments: Dict[str, Any], rule: Optional[Rule], padding: Optional[torch.Tensor]):
-        self.arguments, self.rule, self.padding = arguments, rule, padding
+    def __init__(self, arguments: Dict[str, Any], rule: Optional[Rule], padding: Optional[torch.Tensor], positions: bool = False):
+        self.arguments, self.rule, self.padding, self.positions = arguments, rule, padding, positions
         self.batch, self.tokens, self.keys = arguments["batch_size"], arguments["q_length"], arguments["kv_length"]
         self._plans: dict = {}
         self._masks: dict = {}
@@ -97,7 +98,12 @@ class Visible:
     def is_plain(self) -> bool:
         """True where each row is one document that each query sees up to itself: what SDPA does without a mask."""
         rule = self.rule
-        return rule is not None and rule.packed is None and self.padding is None and (rule.window is None or rule.window > self.tokens)
+        parted = self.positions or rule.packed is not None or self.padding is not None
+        return not parted and (rule.window is None or rule.window >= self.tokens)
+
+    def contiguous(self) -> "Visible":
+        """Returns itself: generate() asks it of every mask."""
+        return self
 
     def plan(self, device: torch.device, cu_seqlens=None, position_ids=None) -> AttentionPlan:
         """The plan, for a device. cu_seqlens, position_ids: of the call, None where they say nothing about documents."""
@@ -138,12 +144,13 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
     arguments.update(kwargs, mask_function=mask_function or masking.causal_mask_function, attention_mask=attention_mask)
     if q_length == 1:
         return masking.sdpa_mask(**arguments)
+    if torch.compiler.is_compiling():
+        return _visible_to_a_tracer(arguments)
+    if isinstance(q_offset, torch.Tensor):  # a static cache's own counter, which goes on before a layer asks for the mask
+        arguments["q_offset"] = q_offset.clone()
     rule = padding = None
-    # Reading a number is no part of a compiled graph, and neither is what a function closes over.
-    traced = torch.compiler.is_compiling()
-    if not kwargs.get("use_vmap") and kv_length >= q_length and not (traced and (attention_mask is not None or isinstance(q_offset, torch.Tensor))):
-        if q_offset == 0 and kv_offset == 0:
-            rule = rule_of(arguments["mask_function"])
+    if not kwargs.get("use_vmap") and kv_length >= q_length and q_offset == 0 and kv_offset == 0:
+        rule = rule_of(arguments["mask_function"])
     if rule is not None and attention_mask is not None:
         padding = masking.prepare_padding_mask(attention_mask, q_length, 0)[:, :q_length]
         kind = padding_of(padding)
@@ -151,7 +158,18 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
     return Visible(arguments, rule, padding)
 
 
-def _takes(module, q, k, v, dropout, kwargs) -> bool:
+def _visible_to_a_tracer(arguments) -> Visible:
+    """As `visible_mask`, of a graph, in which no number is read and nothing is known of a function but which one it is: of a model
+    that a package knows, whose masks are causal, with a window or without, and packed where SDPA may not leave them out."""
+    known = type(arguments.get("config")) in TRACEABLE and not arguments.get("use_vmap")
+    offset, padding = arguments["q_offset"], arguments["attention_mask"]
+    square = isinstance(offset, int) and offset == 0 and arguments["kv_offset"] == 0 and arguments["kv_length"] == arguments["q_length"]
+    if known and square and padding is None:
+        return Visible(arguments, Rule(window=arguments.get("local_size")), None, not arguments.get("allow_is_causal_skip", True))
+    return Visible(arguments, None, None)
+
+
+def _takes(q, k, v, dropout, kwargs) -> bool:
     """True where `attention` does what these arguments ask for, in its kernels if they lie on a GPU."""
     asked = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache")) or kwargs.get("output_attentions")
     if dropout or asked or k.shape != v.shape or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
@@ -180,7 +198,7 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
         return _as_transformers(module, query, key, value, visible, scaling, dropout, s_aux, kwargs)
     tokens = visible.tokens
     usable = visible.rule is not None and query.shape[2] == tokens and key.shape[2] == visible.keys
-    if usable and _takes(module, query, key, value, dropout, kwargs):
+    if usable and _takes(query, key, value, dropout, kwargs):
         cu_seqlens, position_ids = _documents(visible, kwargs, s_aux)
         if s_aux is not None or cu_seqlens is not None or not visible.is_plain():
             if key.shape[2] > tokens:  # a static cache, with room for what comes
@@ -196,8 +214,8 @@ def _documents(visible, kwargs, sinks):
         return None, None
     if cu_seqlens is not None and visible.batch == 1:
         return cu_seqlens, None
-    positions = sinks is not None and visible.rule.packed is None and position_ids is not None and position_ids.dim() == 2
-    return None, position_ids if positions else None
+    asked = visible.positions or (sinks is not None and visible.rule.packed is None)
+    return None, position_ids if asked and position_ids is not None and position_ids.dim() == 2 else None
 
 
 def _attend(plan, q, k, v, sinks, scaling):
@@ -237,8 +255,10 @@ def _interfaces():
     return [(getattr(sys.modules[module], name), ours) for name, module, ours in found if module in sys.modules]
 
 
-def register_attention() -> None:
-    """Makes attn_implementation="bastile" a choice for every model of transformers."""
+def register_attention(*configurations: type) -> None:
+    """Makes attn_implementation="bastile" a choice for every model of transformers. configurations: the classes of those whose masks
+    are known to be causal, so that torch.compile needs not look into them."""
+    TRACEABLE.update(configurations)
     for interface, ours in _interfaces():
         before = interface._global_mapping.get(ATTENTION)
         if before is not ours:

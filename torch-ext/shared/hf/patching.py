@@ -236,7 +236,7 @@ def patch_classes(targets: Targets, wanted):
     options = _loss_options(wanted["fused_linear_cross_entropy"])
     modeling = modeling_of_transformers(targets)
     _register_experts()
-    register_attention()
+    register_attention(getattr(modeling, targets.classes["attention"][0]).config_class)
     causal_lm = getattr(modeling, targets.classes["fused_linear_cross_entropy"][0])
     if options:
         setattr(causal_lm, LOSS_OPTIONS, options)
@@ -368,7 +368,7 @@ def kernelize(targets: Targets, model, mode=None, attention=True):
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
     modeling = modeling_of_transformers(targets)
     _register_experts()
-    register_attention()
+    register_attention(getattr(modeling, targets.classes["attention"][0]).config_class)
     places = {operation: (getattr(modeling, name), layer.forward) for operation, (name, layer) in targets.classes.items()}
     rotated = getattr(modeling, targets.attention)
     places["rope"] = (rotated, _attention_forward(targets, _original(rotated, "forward")))
@@ -422,7 +422,7 @@ def mapping(targets: Targets, mode=None):
     """Makes the mapping of a package's layers for `kernels`; see `mapping` of a package."""
     modeling, kernels = modeling_of_transformers(targets), _kernels()
     _register_experts()
-    register_attention()
+    register_attention(getattr(modeling, targets.classes["attention"][0]).config_class)
     for name, _ in targets.classes.values():
         cls = getattr(modeling, name)
         if not hasattr(cls, "kernel_layer_name"):
