@@ -222,3 +222,109 @@ def test_compile(hf, batch):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     logits = compiled(**batch, use_cache=False).logits[seen]
     torch.testing.assert_close(logits, expected[0], rtol=1e-5, atol=1e-5)
+
+
+# ---------------------------------------------------------------- GPT-OSS
+def gpt_oss_of(**changes):
+    return tiny_gpt_oss(**{"num_hidden_layers": 4, **changes})
+
+
+@pytest.mark.parametrize("side", ("left", "right", "none"))
+def test_gpt_oss(plans, side):
+    """Against eager attention: sinks, and windows of 8 tokens in every second layer."""
+    batch = padded("left" if side == "none" else side)
+    if side == "none":
+        batch = {"input_ids": torch.stack(documents(lengths=(23, 23)))}
+    seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    assert_same(*both(batch, make=gpt_oss_of, seen=seen, before="eager"), bound=1e-4)
+    assert len(plans) == 4 and len({id(plan) for plan in plans}) == 2
+
+
+def test_packed_gpt_oss_equals_the_documents_one_by_one(plans):
+    """Which transformers' eager attention lets see each other."""
+    model = gpt_oss_of(attn_implementation="bastile")
+    together = model(**packed(), use_cache=False).logits[0].split(LENGTHS)
+    assert len({id(plan) for plan in plans}) == 2
+    for logits, tokens in zip(together, documents(), strict=True):
+        torch.testing.assert_close(logits, model(tokens[None]).logits[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cache", (None, "static"))
+def test_gpt_oss_generates(plans, cache):
+    batch, texts = padded("left", (4, 12, 9)), []
+    for implementation in ("eager", "bastile"):
+        model = gpt_oss_of(attn_implementation=implementation).eval()
+        texts.append(model.generate(**batch, max_new_tokens=8, do_sample=False, cache_implementation=cache))
+    assert torch.equal(*texts) and plans
+
+
+@pytest.mark.parametrize("why", ("holes", "dropout", "4d"))
+def test_what_no_plan_says_goes_to_eager_attention_where_there_are_sinks(plans, why):
+    batch, changes = padded("right"), {}
+    if why == "holes":
+        batch["attention_mask"][2, 4] = 0
+    elif why == "dropout":
+        changes = {"attention_dropout": 0.5}
+    else:
+        batch["attention_mask"] = torch.zeros(4, 1, 23, 23).masked_fill(torch.ones(23, 23).triu(1).bool(), -1e9)
+    results = []
+    for implementation in ("eager", "bastile"):
+        model = gpt_oss_of(attn_implementation=implementation, **changes)
+        torch.manual_seed(1)
+        results.append(step(model, batch))
+    assert_same(results[1], results[0], bound=1e-5)
+    assert not plans
+
+
+# ---------------------------------------------------------------- choosing it
+@pytest.fixture
+def kernels(interpreted):
+    """The package whose kernels the interpreter runs, and `launched`: the names of those that ran."""
+    interpreted.launched = runtime_of(interpreted).launch.backend.launched
+    interpreted.launched.clear()
+    yield interpreted
+    interpreted.reset()
+
+
+def half(**changes):
+    return tiny_model(torch.bfloat16, head_dim=64, num_attention_heads=2, num_key_value_heads=1, **changes)
+
+
+@pytest.mark.parametrize("how", ("apply", "kernelize"))
+def test_a_model_whose_kernels_run_gets_it(kernels, how):
+    model, plain = half(), half()
+    expected = step(plain.float(), packed())
+    kernels.apply() if how == "apply" else kernels.kernelize(model)
+    for _ in range(2):
+        found = step(model, packed())
+    assert "attention_forward" in " ".join(kernels.launched) and "attention_backward_dkv" in " ".join(kernels.launched)
+    assert sum("attention_plan" in name for name in kernels.launched) == 2, "one plan a batch"
+    assert model.config._attn_implementation == "bastile"
+    for name, gradient in found[1].items():
+        error = (gradient.float() - expected[1][name]).norm() / expected[1][name].norm()
+        assert error < 0.05, f"{name}: {error:.1e}"
+    kernels.reset()
+    assert model.config._attn_implementation == "sdpa" and "bastile" not in ALL_MASK_ATTENTION_FUNCTIONS
+
+
+@pytest.mark.parametrize("kept", ("eager", "off", "off for one", "head_dim"))
+def test_a_model_that_keeps_its_attention(kernels, kept):
+    model = tiny_model(torch.bfloat16) if kept == "head_dim" else half()
+    if kept == "eager":
+        model.set_attn_implementation("eager")
+    if kept == "off for one":
+        kernels.kernelize(model, attention=False)
+    else:
+        kernels.apply(attention=kept != "off")
+    before = model.config._attn_implementation
+    step(model, packed())
+    assert model.config._attn_implementation == before
+    assert not any("attention" in name for name in kernels.launched)
+
+
+def test_switching_it_off_gives_models_their_attention_back(kernels):
+    model = half()
+    kernels.apply()
+    step(model, packed())
+    kernels.apply(attention=False)
+    assert model.config._attn_implementation == "sdpa"
