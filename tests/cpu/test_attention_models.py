@@ -328,3 +328,94 @@ def test_switching_it_off_gives_models_their_attention_back(kernels):
     step(model, packed())
     kernels.apply(attention=False)
     assert model.config._attn_implementation == "sdpa"
+
+
+# ---------------------------------------------------------------- padding left out of the decoder
+def labels_of(batch):
+    return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+
+
+@pytest.fixture
+def layers_saw(monkeypatch):
+    """How many tokens each decoder layer of a model had."""
+
+    def watch(model):
+        seen = []
+        for layer in model.model.layers:
+            forward = type(layer).forward
+            layer.forward = lambda x, *args, layer=layer, forward=forward, **kwargs: seen.append(x.shape[:2]) or forward(layer, x, *args, **kwargs)
+        return seen
+
+    return watch
+
+
+@pytest.mark.parametrize("family", ("qwen3", "sliding", "gpt_oss"))
+@pytest.mark.parametrize("side", ("left", "right"))
+@pytest.mark.parametrize("checkpointing", (False, True))
+def test_padding_is_left_out(request, hf, layers_saw, family, side, checkpointing):
+    package = request.getfixturevalue("gpt_oss" if family == "gpt_oss" else "qwen3")
+    batch = padded(side)
+    batch["labels"] = labels_of(batch)
+    if side == "left":
+        batch["labels"][batch["input_ids"].ne(0).cumsum(1) == 1] = -100  # which a padded position would predict
+    make = {"qwen3": tiny_model, "sliding": lambda **c: tiny_model(**SLIDING, **c), "gpt_oss": gpt_oss_of}[family]
+    package.apply(unpad=False)
+    results = []
+    for unpad in (False, True):
+        model = make(attn_implementation="bastile")
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        package.apply(unpad=unpad)
+        seen = layers_saw(model)
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        results.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+        assert set(seen) == ({(1, sum(LENGTHS))} if unpad else {tuple(batch["input_ids"].shape)})
+    assert_same(results[1], results[0], bound=1e-4 if family == "gpt_oss" else 2e-5)
+
+
+@pytest.mark.parametrize("who", ("cache", "hook", "hidden states", "label", "logits", "unreduced", "evaluation", "switch", "none padded", "holes"))
+def test_padding_stays_where_someone_could_tell(qwen3, hf, who):
+    batch = padded("right")
+    model = tiny_model(attn_implementation="bastile")
+    batch |= {"labels": labels_of(batch), "use_cache": who == "cache"}
+    shapes = []
+    model.model.norm.forward = lambda x, forward=model.model.norm.forward: shapes.append(tuple(x.shape[:2])) or forward(x)
+    qwen3.apply(unpad=who != "switch")
+    if who == "hook":
+        model.model.layers[0].register_forward_hook(lambda *_: None)
+    elif who == "hidden states":
+        batch["output_hidden_states"] = True
+    elif who == "label":
+        batch["labels"][1, -2] = 5
+    elif who == "logits":
+        batch["skip_logits"] = False
+    elif who == "unreduced":
+        batch["reduction"] = "none"
+    elif who == "evaluation":
+        model.eval()
+    elif who == "none padded":
+        batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    elif who == "holes":
+        batch["attention_mask"][2, 3] = 0
+    model(**batch)
+    assert shapes == [tuple(batch["input_ids"].shape)]
+
+
+def test_a_hook_on_the_embedding_sees_the_whole_batch(qwen3, hf):
+    """NEFTune's, which scales its noise by the length."""
+    batch, shapes = padded("right"), []
+    model = tiny_model(attn_implementation="bastile")
+    model.get_input_embeddings().register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape[:2])))
+    qwen3.apply()
+    model(**batch, labels=labels_of(batch), use_cache=False).loss.backward()
+    assert shapes == [tuple(batch["input_ids"].shape)]
+
+
+def test_the_callers_arguments_are_left_alone(qwen3, hf):
+    batch = padded("right")
+    before = {name: value.clone() for name, value in batch.items()}
+    qwen3.apply()
+    model = tiny_model(attn_implementation="bastile")
+    model(**batch, labels=labels_of(batch), use_cache=False).loss.backward()
+    assert all(torch.equal(batch[name], value) for name, value in before.items())

@@ -158,6 +158,22 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
     return Visible(arguments, rule, padding)
 
 
+WINDOWS = {"full_attention": lambda config: None, "sliding_attention": lambda config: config.sliding_window}  # by the kind of a layer
+
+
+def visible_documents(config, kind: str, document_ids: torch.Tensor, dtype: torch.dtype) -> Visible:
+    """The `Visible` of causal layers of a kind of `WINDOWS`, for one row of tokens. document_ids: [1, tokens], a number for each
+    token's document."""
+    masking, window, tokens = sys.modules[MASKING], WINDOWS[kind](config), document_ids.shape[1]
+    causal = masking.causal_mask_function if window is None else masking.sliding_window_causal_mask_function(window)
+    arguments = {
+        **{"batch_size": 1, "q_length": tokens, "kv_length": tokens, "q_offset": 0, "kv_offset": 0, "attention_mask": None},
+        **{"mask_function": masking.and_masks(causal, masking.packed_sequence_mask_function(document_ids))},
+        **{"allow_is_causal_skip": False, "dtype": dtype, "config": config, "device": document_ids.device},
+    }
+    return Visible(arguments, Rule(window, document_ids), None)
+
+
 def _visible_to_a_tracer(arguments) -> Visible:
     """As `visible_mask`, of a graph, in which no number is read and nothing is known of a function but which one it is: of a model
     that a package knows, whose masks are causal, with a window or without, and packed where SDPA may not leave them out."""

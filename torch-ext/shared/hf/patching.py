@@ -23,6 +23,7 @@ from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
 from .experts import EXPERTS, experts_implementation
 from .forwards import rotary_pos_emb
 from .modules import LAYER, OFF, SAVED
+from .padding import KEEPS
 
 # From, and up to but not including. From 5.23 on, transformers' gradient checkpointing stands inside a decoder layer's forward, and
 # to replace that would switch it off.
@@ -226,7 +227,7 @@ def _defines_forward(cls):
 # For every model
 
 
-def patch_classes(targets: Targets, wanted):
+def patch_classes(targets: Targets, wanted, unpad=True):
     """Puts the layers on transformers' classes, of which exactly those are active afterwards whose operations are wanted.
 
     wanted: an entry for each of `targets.operations`, True or False; of `fused_linear_cross_entropy` it may be a mapping of options of the
@@ -242,6 +243,7 @@ def patch_classes(targets: Targets, wanted):
         setattr(causal_lm, LOSS_OPTIONS, options)
     elif LOSS_OPTIONS in vars(causal_lm):
         delattr(causal_lm, LOSS_OPTIONS)
+    setattr(causal_lm, KEEPS, not unpad)
     wanted = {name: isinstance(on, Mapping) or bool(on) for name, on in wanted.items()}
     modules = _live_modules()
     for operation, on in wanted.items():
@@ -307,6 +309,7 @@ def reset(targets: Targets):
         if state.pop(SAVED + "use_kernels", False):
             state["_use_kernels"] = True
         give_attention_back(module)
+        state.pop(KEEPS, None)
     _unregister_experts()
     unregister_attention()
 
@@ -362,7 +365,7 @@ def _attention_forward(targets: Targets, original):
     return copy
 
 
-def kernelize(targets: Targets, model, mode=None, attention=True):
+def kernelize(targets: Targets, model, mode=None, attention=True, unpad=True):
     """Puts the layers on one model, in place, and returns it; see `kernelize` of a package."""
     if mode is not None and getattr(mode, "name", "") == "FALLBACK":
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
@@ -400,6 +403,8 @@ def kernelize(targets: Targets, model, mode=None, attention=True):
     for operation, modules in chosen.items():
         for module in modules:
             _bind(module, places[operation][1])
+    for module in chosen.get("fused_linear_cross_entropy", ()):
+        vars(module)[KEEPS] = not unpad
     for module in model.modules():
         if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
             vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})

@@ -4,7 +4,7 @@ from .shared.hf import patching
 from .targets import TARGETS
 
 
-def apply(rms_norm=True, experts=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True, attention=True):
+def apply(rms_norm=True, experts=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True, attention=True, unpad=True):
     """Puts the layers on transformers' GPT-OSS classes: models that exist and models made later use them.
 
     After the call exactly the operations given as True are active. With `fused_linear_cross_entropy` a model in training mode
@@ -12,8 +12,9 @@ def apply(rms_norm=True, experts=True, rope=True, fused_linear_cross_entropy=Tru
     it takes effect where `rms_norm` is on. `attention` gives a model on a GPU attn_implementation="bastile" at its next step where it
     has the "eager" that transformers chooses by default: sinks and windows run in kernels of ours, at the cost of the tokens that are
     seen, nothing is compiled, and documents packed into a row (`position_ids` that start again, or cu_seq_lens_q) do not see each
-    other, which they do in transformers' eager attention. Any other implementation is kept. Not thread-safe against a running
-    forward pass.
+    other, which they do in transformers' eager attention. Any other implementation is kept. `unpad` leaves the padding of a batch out
+    of the whole decoder where nobody can tell: with that attention, a loss without logits, no cache (use_cache=False, as Trainer has
+    it), no label at a padded position, and no hooks on the decoder's parts. Not thread-safe against a running forward pass.
 
     Raises ImportError when transformers is absent or its version does not fit.
     """
@@ -27,14 +28,15 @@ def apply(rms_norm=True, experts=True, rope=True, fused_linear_cross_entropy=Tru
             "decoder_layer": decoder_layer and rms_norm,
             "attention": attention,
         },
+        unpad,
     )
 
 
-def kernelize(model, mode=None, attention=True):
+def kernelize(model, mode=None, attention=True, unpad=True):
     """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
 
     model: one of transformers, with or without a head, alone or inside another module (PEFT). mode: a `kernels.Mode`;
-    the layers serve all of them, so it changes nothing. attention: as in `apply`. For torch.nn.DataParallel use `apply`: its replicas would call the
+    the layers serve all of them, so it changes nothing. attention, unpad: as in `apply`. For torch.nn.DataParallel use `apply`: its replicas would call the
     forwards of the model that they were copied from.
 
     A part whose forward someone else replaced (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning.
@@ -43,7 +45,7 @@ def kernelize(model, mode=None, attention=True):
     could be put on it, and
     ImportError when transformers is absent or its version does not fit.
     """
-    return patching.kernelize(TARGETS, model, mode, attention)
+    return patching.kernelize(TARGETS, model, mode, attention, unpad)
 
 
 def mapping(mode=None):
