@@ -14,10 +14,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from kernels._rust import Digest, DigestAlgorithm
-
 from tools.card import fill_card
 from tools.kernel_package import Package, PackageError, package_folders, parse_python, read_package
+from tools.kernels_adapter import hash_files
 
 SHARED = "shared"  # where a build has the files that packages share
 
@@ -137,8 +136,7 @@ def assemble(package: Package, backend: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     described = metadata(package, backend, unique, files)
-    digest = Digest.hash_variant(DigestAlgorithm.SHA256, fresh).files
-    described["digest"] = {"algorithm": "sha256", "files": dict(sorted(digest.items()))}
+    described["digest"] = {"algorithm": "sha256", "files": hash_files(fresh)}
     (fresh / "metadata.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(target, ignore_errors=True)
     fresh.rename(target)

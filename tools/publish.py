@@ -25,13 +25,13 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ge
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-from kernels._rust import Digest, DigestValidationError, Metadata
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tools.kernel_package import Package, PackageError, layer_names, layers_file, package_folders, public_names, read_package
+from tools.kernels_adapter import Digest, DigestValidationError, Metadata
 
 REPO_TYPE = "kernel"
 MAIN = "main"

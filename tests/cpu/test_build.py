@@ -21,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kernels._rust import Build, Digest, DigestAlgorithm, Metadata
 from rich.console import Console
 from rich.progress import Progress
 
@@ -32,6 +31,7 @@ from tools.compile import TARGETS, BuildError, Job
 from tools.elf import _sections as sections
 from tools.elf import resources
 from tools.kernel_package import PackageError, package_folders, read_package
+from tools.kernels_adapter import Build, Digest, DigestAlgorithm, Metadata
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = {"x86_64": ("sm_90",)}

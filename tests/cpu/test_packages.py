@@ -20,6 +20,7 @@ from tools.card import card_values, fill_card, render_card
 from tools.compile import TARGETS, operations
 from tools.hub_server import HubServer
 from tools.kernel_package import PackageError, layer_names, package_folders, public_names, read_package
+from tools.kernels_adapter import TESTED
 
 FOLDERS = {read_package(folder).name: folder for folder in package_folders(root=ROOT)}
 each = pytest.mark.parametrize("name", FOLDERS)
@@ -121,6 +122,30 @@ def test_a_third_package_is_found_by_its_folder(tmp_path, monkeypatch, capsys):
     assert assemble.main(["--backend", "cpu"]) == 0
     assert capsys.readouterr().out == "assembled third: build/torch-cpu\n"
     assert (third / "build/torch-cpu/shared/ops/experts.py").is_file() and "bastile/third" in (third / "build/CARD.md").read_text()
+
+
+ADAPTER = """
+import importlib, sys, types
+sys.modules["kernels"] = types.ModuleType("kernels")
+sys.modules["kernels"].__path__ = []
+if {changed}:
+    sys.modules["kernels._rust"] = types.ModuleType("kernels._rust")
+import tools.publish
+"""
+
+
+@pytest.mark.parametrize(("changed", "reason"), ((False, "No module named 'kernels._rust'"), (True, "cannot import name 'Build'")))
+def test_a_kernels_that_is_absent_or_has_changed_is_named_with_the_cure(changed, reason):
+    done = subprocess.run([sys.executable, "-c", ADAPTER.format(changed=changed)], cwd=ROOT, capture_output=True, text=True)
+    assert reason in done.stderr and "pip install 'kernels==" in done.stderr.splitlines()[-1]
+
+
+def test_the_private_part_of_kernels_is_imported_in_one_place():
+    found = [path for folder in ("tools", "tests", "benchmark", "kernel_src", "torch-ext") for path in (ROOT / folder).rglob("*.py")]
+    users = {path.relative_to(ROOT).as_posix() for path in found if re.search(r"^\s*(from|import) kernels\._rust", path.read_text(), re.M)}
+    assert users == {"tools/kernels_adapter.py"}
+    pinned = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if '"kernels==' in line)
+    assert TESTED in pinned
 
 
 def test_a_repository_without_packages(tmp_path):

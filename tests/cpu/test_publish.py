@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import yaml
 from huggingface_hub import CommitOperationAdd, HfApi
-from kernels._rust import Digest, DigestAlgorithm
 from rich.console import Console
 
 from tools import publish as publish_module
 from tools.card import fill_card, render_card
 from tools.hub_server import MIB, Handler, HubServer
 from tools.kernel_package import PackageError, layer_names, public_names, read_package
+from tools.kernels_adapter import hash_files
 from tools.publish import PublishError, publish
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +104,7 @@ class Mini:
         fill_card(read_package(self.folder))
 
     def metadata(self, folder, backend, version, archs, dirty):
-        files = Digest.hash_variant(DigestAlgorithm.SHA256, folder).files
+        files = hash_files(folder)
         return {
             "name": "mini-kernel",
             "id": f"_mini_kernel_{backend}_{hashlib.sha1(str(sorted(files.items())).encode()).hexdigest()[:7]}",
@@ -343,7 +343,7 @@ def test_an_incomplete_or_dirty_build_is_refused_with_the_reason(hub, package, u
 
 def refresh(package):
     """A digest that fits again, without the card (which would already be refused)."""
-    digest = {"algorithm": "sha256", "files": Digest.hash_variant(DigestAlgorithm.SHA256, package.variant).files}
+    digest = {"algorithm": "sha256", "files": hash_files(package.variant)}
     edit_metadata(lambda metadata: metadata.update(digest=digest))(package)
 
 
