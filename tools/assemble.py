@@ -12,10 +12,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path, PurePosixPath
 
 from tools.card import fill_card
+from tools.compile import BuildError, compiler_identity, operations
 from tools.kernel_package import Package, PackageError, package_folders, parse_python, read_package
+from tools.kernel_sources import SourceError, source_digest
 from tools.kernels_adapter import hash_files
 
 SHARED = "shared"  # where a build has the files that packages share
@@ -78,9 +81,44 @@ def sources(package: Package, backend: str) -> dict[str, bytes]:
         if path.is_file() and "__pycache__" not in name and (backend == "cuda" or not name.startswith("cubins/")):
             files[name] = path.read_bytes()
     files = dict(sorted((files | shared_sources(files, package.shared)).items()))
-    if backend == "cuda" and "cubins/manifest.json" not in files:
-        raise PackageError(f"{folder / 'cubins'} has no manifest.json: compile the kernels first (make build)")
+    if backend == "cuda":
+        check_kernels(package, files)
     return files
+
+
+def check_kernels(package: Package, files: dict[str, bytes]) -> None:
+    """The compiled kernels are whole, and what kernels.toml, kernel_src and the compiler would give now.
+
+    Raises:
+        PackageError: if not; names the operations.
+    """
+    folder = package.sources / "cubins"
+    again = f"compile the kernels first (make build, or python -m tools.compile --package {package.folder})"
+    if "cubins/manifest.json" not in files:
+        raise PackageError(f"{folder} has no manifest.json: {again}")
+    try:
+        manifest = json.loads(files["cubins/manifest.json"])
+        listed, compiled = manifest["files"], manifest.get("sources", {})
+        built = {entry["operation"] for entries in manifest["kernels"].values() for entry in entries}
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise PackageError(f"{folder / 'manifest.json'} is damaged ({type(error).__name__}: {error}); {again}") from None
+    there = {name.removeprefix("cubins/"): hashlib.sha256(data).hexdigest() for name, data in files.items() if name.startswith("cubins/")}
+    del there["manifest.json"]
+    if there != listed:
+        differing = sorted(name for name in there.keys() | listed.keys() if there.get(name) != listed.get(name))
+        raise PackageError(f"{folder}: its manifest.json does not describe {', '.join(differing)}; {again}")
+    wanted = set(operations(package)) if (package.folder / "kernels.toml").is_file() else built
+    if built != wanted:
+        raise PackageError(f"{folder} and kernels.toml differ in {', '.join(sorted(built ^ wanted))}; {again}")
+    stale = sorted(operation for operation in built if compiled.get(operation) != source_digest(operation))
+    if stale:
+        raise PackageError(f"{folder}: the source of {', '.join(stale)} in kernel_src has changed since; {again}")
+    try:
+        identity = compiler_identity()
+    except (BuildError, PackageNotFoundError):
+        return  # assembled where there is no compiler
+    if built and manifest.get("compiler") != identity:
+        raise PackageError(f"{folder} was compiled by {manifest.get('compiler')}, and {identity} is installed; {again}")
 
 
 def architectures(files: dict[str, bytes]) -> list[str]:
@@ -154,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
             for backend in options.backend or package.backends:
                 print(f"assembled {package.name}: {assemble(package, backend).relative_to(package.folder)}")
             fill_card(package)
-    except PackageError as error:
+    except (PackageError, SourceError) as error:
         print(f"Not assembled. {error}", file=sys.stderr)
         return 1
     return 0

@@ -9,6 +9,7 @@ killed goes on where it stopped. One build is byte for byte the next one, wherev
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import importlib
 import io
@@ -38,6 +39,7 @@ from rich.table import Table
 
 from tools.elf import resources
 from tools.kernel_package import Package, PackageError, package_folders, read_package
+from tools.kernel_sources import SourceError, source_digest
 
 if TYPE_CHECKING:
     from kernel_src.prebuild import Variant
@@ -52,6 +54,10 @@ TARGETS = {
     "x86_64": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"),
     "aarch64": ("sm_90", "sm_100", "sm_103", "sm_110", "sm_121"),
 }
+# What the tests compile of every variant: one architecture a generation. `make build` compiles and checks all of them.
+TEST_TARGETS = {"x86_64": ("sm_80", "sm_90", "sm_100", "sm_120")}
+# And of the first variant of each operation, so that the other host and each other architecture are compiled for at all.
+TEST_TARGETS_OF_FIRST = {"x86_64": ("sm_86", "sm_89", "sm_103", "sm_121"), "aarch64": ("sm_90", "sm_110")}
 
 
 class BuildError(Exception):
@@ -91,10 +97,36 @@ def find_tileiras() -> str:
     return found
 
 
+def compiler_files(tileiras: str) -> list[Path]:
+    """The compiler, and the ptxas and the libnvvm that it calls: beside it, in CUDA_HOME or CUDA_PATH, or on the PATH."""
+    folder = Path(tileiras).resolve().parent
+    roots = [folder.parent, *(Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name))]
+    libraries = ("lib/libnvvm.so.4", "nvvm/lib64/libnvvm.so", "nvvm/lib64/libnvvm.so.4")
+    candidates = [Path(tileiras), *(root / name for root in roots for name in ("bin/ptxas", *libraries))]
+    found = [path for path in (folder / "ptxas", *candidates) if path.is_file()]
+    if not any(path.name == "ptxas" for path in found):
+        found += [Path(path) for path in [shutil.which("ptxas")] if path]
+    return list(dict.fromkeys(path.resolve() for path in found))
+
+
+@functools.cache
 def compiler_version(tileiras: str) -> str:
-    """`13.4.92` or the like; a part of every cubin's key."""
+    """`13.4.92-8733d2ef6ae2` or the like, a part of every cubin's key: the version, and a digest of `compiler_files`.
+
+    Each of them is a package of its own, and another ptxas makes other cubins of the same kernels.
+    """
     text = subprocess.run([tileiras, "--version"], capture_output=True, text=True, check=True).stdout
-    return next((word.lstrip("V").rstrip(",") for word in text.split() if word.startswith("V") and word[1:2].isdigit()), text)
+    version = next((word.lstrip("V").rstrip(",") for word in text.split() if word.startswith("V") and word[1:2].isdigit()), text)
+    content = hashlib.sha256()
+    for path in compiler_files(tileiras):
+        with path.open("rb") as file:
+            content.update(hashlib.file_digest(file, "sha256").digest())
+    return f"{version}-{content.hexdigest()[:12]}"
+
+
+def compiler_identity() -> dict[str, str]:
+    """What the manifest says of the front end and of the compiler. Raises BuildError."""
+    return {"cuda-tile": metadata.version("cuda-tile"), "tileiras": compiler_version(find_tileiras())}
 
 
 def operations(package: Package) -> list[str]:
@@ -271,6 +303,8 @@ def pack(package: Package, variants, targets, images: dict[Job, bytes]) -> dict[
     kernels: dict[str, list] = {}
     for operation, variant in variants:
         entry = {**variant.describe(), "operation": operation, "images": {}}
+        if variant.targets:  # so that an image that is missing differs from one that is not wanted
+            entry["targets"] = list(variant.targets)
         for host, architectures in targets.items():
             stored: dict[bytes, list] = {}
             first, base = "", b""  # its image is the dictionary of the others: a third less in all
@@ -291,7 +325,8 @@ def pack(package: Package, variants, targets, images: dict[Job, bytes]) -> dict[
     manifest = {
         "format": MANIFEST_FORMAT,
         "package": package.name,
-        "compiler": {"cuda-tile": metadata.version("cuda-tile"), "tileiras": compiler_version(find_tileiras())},
+        "compiler": compiler_identity(),
+        "sources": {operation: source_digest(operation) for operation in sorted({name for name, _ in variants})},
         "architectures": {host: list(names) for host, names in targets.items()},
         "files": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())},
         "kernels": kernels,
@@ -364,7 +399,7 @@ def main(arguments: list[str] | None = None) -> int:
         targets = targets_here() if options.here else parse_targets(options.targets)
         for folder in package_folders(options.package):
             build(read_package(folder), targets, console, options.workers)
-    except (BuildError, PackageError) as error:
+    except (BuildError, PackageError, SourceError) as error:
         console.print(f"[red]Build failed.[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 1
     return 0

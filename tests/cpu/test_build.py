@@ -31,6 +31,7 @@ from tools.compile import TARGETS, BuildError, Job
 from tools.elf import _sections as sections
 from tools.elf import resources
 from tools.kernel_package import PackageError, package_folders, read_package
+from tools.kernel_sources import source_digest
 from tools.kernels_adapter import Build, Digest, DigestAlgorithm, Metadata
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -241,6 +242,33 @@ def test_another_compiler_compiles_everything_again(cache, called, package, monk
     monkeypatch.setattr(compiler, "compiler_version", lambda tileiras: "99.9")
     compiler.build(package, ONE, **QUIET)
     assert len(called) == 4
+
+
+@pytest.mark.parametrize("changed", ("bin/tileiras", "bin/ptxas", "lib/libnvvm.so.4"))
+def test_another_part_of_the_compiler_compiles_everything_again(cache, called, package, tmp_path, monkeypatch, changed):
+    """tileiras calls ptxas and libnvvm, and each is a package of its own."""
+    toolchain = tmp_path / "toolchain"
+    for name in ("bin/ptxas", "lib/libnvvm.so.4"):
+        (toolchain / name).parent.mkdir(parents=True, exist_ok=True)
+        (toolchain / name).write_text("one")
+    tileiras = toolchain / "bin" / "tileiras"
+    tileiras.write_text(f'#!/bin/sh\nexec {compiler.find_tileiras()} "$@"\n')
+    tileiras.chmod(0o755)
+    monkeypatch.setattr(compiler, "find_tileiras", lambda: str(tileiras))
+    compiler.build(package, ONE, **QUIET)
+    first = json.loads(contents(cubins_folder(package))["manifest.json"])["compiler"]
+    with (toolchain / changed).open("a") as file:
+        file.write("# another\n")
+    compiler.compiler_version.cache_clear()
+    called.clear()
+    compiler.build(package, ONE, **QUIET)
+    assert len(called) == 4
+    assert json.loads(contents(cubins_folder(package))["manifest.json"])["compiler"] != first
+
+
+def test_the_key_names_the_programs_that_the_compiler_calls():
+    names = {path.name for path in compiler.compiler_files(compiler.find_tileiras())}
+    assert "tileiras" in names and "ptxas" in names and any("nvvm" in name for name in names)
 
 
 def test_files_of_an_operation_that_is_gone_are_removed(cache, package):
@@ -514,6 +542,53 @@ def test_a_cuda_variant_without_kernels_is_refused(tmp_path):
     copy_package(tmp_path)
     with pytest.raises(PackageError, match="has no manifest.json: compile the kernels first"):
         assemble(read_package(tmp_path), "cuda")
+
+
+def test_kernels_older_than_their_source_are_not_assembled(cache, package, tmp_path, monkeypatch):
+    """By what they are made of, not by the time of a file: a comment makes no kernel older."""
+    compiler.build(package, ONE, **QUIET)
+    shutil.copytree(ROOT / "torch-ext" / "qwen3", package.sources, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "cubins"))
+    assemble(package, "cuda")
+    write(tmp_path, monkeypatch, "# a comment\n" + KERNELS)
+    assemble(package, "cuda")
+    write(tmp_path, monkeypatch, KERNELS.replace("2.0", "3.0"))
+    with pytest.raises(PackageError, match="source of tiny in kernel_src has changed since; compile the kernels first .make build"):
+        assemble(package, "cuda")
+    compiler.build(package, ONE, **QUIET)
+    assemble(package, "cuda")
+    with monkeypatch.context() as other:
+        other.setattr(compiler, "compiler_version", lambda tileiras: "99.9")
+        with pytest.raises(PackageError, match="was compiled by .*99.9.* is installed; compile"):
+            assemble(package, "cuda")
+    (package.folder / "kernels.toml").write_text('operations = ["tiny", "scale"]\n')
+    with pytest.raises(PackageError, match="kernels.toml differ in scale; compile"):
+        assemble(package, "cuda")
+
+
+def test_a_change_of_what_a_kernel_imports_is_a_change_of_the_kernel(tmp_path, monkeypatch):
+    """swiglu.sigmoid is a part of the experts' kernels, and nothing of the scale's."""
+    operations = ("experts", "clamped_gate", "scale")
+    before = {name: source_digest(name) for name in operations}
+    (tmp_path / "swiglu.py").write_text((ROOT / "kernel_src" / "swiglu.py").read_text() + "\nOTHER = 1\n")
+    spec = importlib.util.spec_from_file_location("kernel_src.swiglu", tmp_path / "swiglu.py")
+    monkeypatch.setitem(sys.modules, "kernel_src.swiglu", importlib.util.module_from_spec(spec))
+    assert [source_digest(name) == before[name] for name in operations] == [False, False, True]
+
+
+@pytest.mark.parametrize("damage", ("another image", "a file more", "a file less", "no manifest", "half a manifest"))
+def test_damaged_kernels_are_not_assembled(assembled, tmp_path, damage):
+    shutil.copytree(assembled.folder, tmp_path / "copy", ignore=shutil.ignore_patterns("build"))
+    cubins = tmp_path / "copy/torch-ext/qwen3/cubins"
+    image = cubins / "x86_64/scale.cubins"
+    {
+        "another image": lambda: image.write_bytes(b"?"),
+        "a file more": lambda: (cubins / "x86_64/other.cubins").write_bytes(b"?"),
+        "a file less": image.unlink,
+        "no manifest": (cubins / "manifest.json").unlink,
+        "half a manifest": lambda: (cubins / "manifest.json").write_text((cubins / "manifest.json").read_text()[:1000]),
+    }[damage]()
+    with pytest.raises(PackageError, match="compile the kernels first"):
+        assemble(read_package(tmp_path / "copy"), "cuda")
 
 
 def test_what_a_former_assembly_left_is_removed(assembled, tmp_path):
