@@ -37,7 +37,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tools.elf import resources
+from tools.elf import code_of, resources
 from tools.kernel_package import Package, PackageError, package_folders, read_package
 from tools.kernel_sources import SourceError, source_digest
 
@@ -54,10 +54,9 @@ TARGETS = {
     "x86_64": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"),
     "aarch64": ("sm_90", "sm_100", "sm_103", "sm_110", "sm_121"),
 }
-# What the tests compile of every variant: one architecture a generation. `make build` compiles and checks all of them.
-TEST_TARGETS = {"x86_64": ("sm_80", "sm_90", "sm_100", "sm_120")}
-# And of the first variant of each operation, so that the other host and each other architecture are compiled for at all.
-TEST_TARGETS_OF_FIRST = {"x86_64": ("sm_86", "sm_89", "sm_103", "sm_121"), "aarch64": ("sm_90", "sm_110")}
+CUDA_MACHINE = 0xBE  # e_machine of a cubin and of the hosts' code in it, ELF's numbers
+HOST_MACHINES = {"x86_64": 0x3E, "aarch64": 0xB7}
+PACKAGE_LIMIT = 20 * 2**20  # bytes of a package's compiled kernels
 
 
 class BuildError(Exception):
@@ -215,6 +214,49 @@ def check_reasons(images: dict[Job, bytes]) -> None:
         raise BuildError("variants that spill nowhere give a reason for spills. Remove it:\n" + "\n".join(sorted(needless)))
 
 
+def check_code(images: dict[Job, bytes]) -> None:
+    """Raises BuildError when an image is code of another architecture or host: one would not load, the other would crash the process."""
+    wrong = []
+    for job, image in images.items():
+        found = code_of(image)
+        if (found.machine, found.architecture, found.host_machine) != (CUDA_MACHINE, job.architecture, HOST_MACHINES[job.host]):
+            wrong.append(f"{job.variant.name} for {job.architecture} on {job.host}: {found}")
+    if wrong:
+        raise BuildError("the compiler made code for something else:\n" + "\n".join(sorted(wrong)))
+
+
+def occupancy(variant: "Variant", architecture: str) -> int:
+    """The hint of a variant, or of its kernel's decorator; 0 where there is none."""
+    hint = variant.hints.get("occupancy")
+    if hint is None:
+        options = variant.hinted_kernel()._compiler_options.hints_by_target()
+        return options.get(architecture, {}).get("occupancy") or options["default"].get("occupancy") or 0
+    if isinstance(hint, int):
+        return hint
+    return hint.value if hint.architecture == architecture else hint.default
+
+
+def check_occupancy(images: dict[Job, bytes]) -> None:
+    """Raises BuildError when kernels have too many registers for the occupancy that they ask for; names them all."""
+    missed = []
+    for job, image in images.items():
+        found, asked = resources(image), occupancy(job.variant, job.architecture)
+        if not job.variant.spills and found.blocks_per_multiprocessor() < asked:
+            missed.append(
+                f"{job.variant.name} for {job.architecture} on {job.host}: {found.registers} registers, "
+                f"{found.blocks_per_multiprocessor()} blocks, asked for {asked}"
+            )
+    if missed:
+        raise BuildError("kernels have more registers than their occupancy allows:\n" + "\n".join(sorted(missed)))
+
+
+def check_size(files: dict[str, bytes]) -> None:
+    """Raises BuildError when the kernels of a package are larger than `PACKAGE_LIMIT`."""
+    size = sum(map(len, files.values()))
+    if size > PACKAGE_LIMIT:
+        raise BuildError(f"the kernels have {size / 2**20:.1f} MiB, expected at most {PACKAGE_LIMIT / 2**20:.0f}. Prebuild fewer variants")
+
+
 UMASK = os.umask(0)  # can only be read by setting it, and threads write files later
 os.umask(UMASK)
 
@@ -292,7 +334,9 @@ def compile_all(jobs: Iterable[Job], progress, workers: int, total: int | None =
                 future.result()
         finally:
             pool.shutdown(cancel_futures=True)
+    check_code(images)
     check_resources(images)
+    check_occupancy(images)
     return images
 
 
@@ -382,6 +426,7 @@ def build(package: Package, targets: dict[str, tuple[str, ...]], console: Consol
     if targets == TARGETS:
         check_reasons(images)
     files = pack(package, variants, targets, images)
+    check_size(files)
     write_folder(package.sources / "cubins", files)
     console.print(summary(variants, images, files, package.name))
     console.print(f"{total} cubins in {time.monotonic() - start:.0f} s")
