@@ -130,9 +130,13 @@ def architectures(files: dict[str, bytes]) -> list[str]:
     return ["8.0+PTX", *[arch for arch in exact if arch != "8.0"]]
 
 
-def git(package: Package, *words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=package.folder, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else ""
+def git(package: Package, *words: str) -> str | None:
+    """What git prints in the package's folder; None when it fails or is not installed."""
+    try:
+        done = subprocess.run(["git", *words], cwd=package.folder, capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def metadata(package: Package, backend: str, unique: str, files: dict[str, bytes]) -> dict:
@@ -153,7 +157,7 @@ def metadata(package: Package, backend: str, unique: str, files: dict[str, bytes
         # `kernels` wants the name of a builder; ours is these tools, of the package's own version.
         found["provenance"] = {
             "kernel-builder": {"version": f"bastile-{package.version}"},
-            "kernel": {"commit": commit, "dirty": bool(git(package, "status", "--porcelain"))},
+            "kernel": {"commit": commit, "dirty": git(package, "status", "--porcelain") != ""},
         }
     return found
 
