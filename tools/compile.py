@@ -24,7 +24,7 @@ import threading
 import time
 import tomllib
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib import metadata
@@ -43,6 +43,10 @@ from tools.kernel_sources import SourceError, source_digest
 
 if TYPE_CHECKING:
     from kernel_src.prebuild import Variant
+
+    Variants = list[tuple[str, Variant]]  # with the operation of each
+
+Targets = Mapping[str, tuple[str, ...]]  # the architectures to build for, by host
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "cubins"
@@ -161,7 +165,7 @@ def without_locations() -> Iterator[None]:
         _compile._get_bytecode = original
 
 
-def export(variant) -> bytes:
+def export(variant: "Variant") -> bytes:
     """Tile IR bytecode of a variant, the same for all architectures. Raises BuildError with the front end's message."""
     from cuda.tile.compilation import export_kernel
 
@@ -295,13 +299,13 @@ def targets_here() -> dict[str, tuple[str, ...]]:
     return {host: tuple(dict.fromkeys(name for name in (own, "sm_100") if name in TARGETS[host]))}
 
 
-def targets_of(variant: "Variant", targets: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
+def targets_of(variant: "Variant", targets: Targets) -> list[tuple[str, str]]:
     """(host, architecture) of each cubin of a variant."""
     pairs = [(host, architecture) for host, architectures in targets.items() for architecture in architectures]
     return [(host, architecture) for host, architecture in pairs if not variant.targets or architecture in variant.targets]
 
 
-def jobs_of(variants, targets, progress) -> Iterator[Job]:
+def jobs_of(variants: "Variants", targets: Targets, progress: Progress) -> Iterator[Job]:
     """The jobs of all variants, each when its bytecode is there: the compiler works while the front end goes on."""
     task = progress.add_task("Tile IR", total=len(variants))
     for operation, variant in variants:
@@ -311,7 +315,7 @@ def jobs_of(variants, targets, progress) -> Iterator[Job]:
         progress.advance(task)
 
 
-def compile_all(jobs: Iterable[Job], progress, workers: int, total: int | None = None) -> dict[Job, bytes]:
+def compile_all(jobs: Iterable[Job], progress: Progress, workers: int, total: int | None = None) -> dict[Job, bytes]:
     """The image of every job, on all cores; the first failure stops the rest. total: how many jobs there will be, where it is known."""
     tileiras = find_tileiras()
     compiler = compiler_version(tileiras)
@@ -340,7 +344,7 @@ def compile_all(jobs: Iterable[Job], progress, workers: int, total: int | None =
     return images
 
 
-def pack(package: Package, variants, targets, images: dict[Job, bytes]) -> dict[str, bytes]:
+def pack(package: Package, variants: "Variants", targets: Targets, images: dict[Job, bytes]) -> dict[str, bytes]:
     """The files of the folder `cubins` by their names, the manifest among them."""
     by_place = {(job.variant.name, job.host, job.architecture): image for job, image in images.items()}
     files: dict[str, bytearray] = {}
@@ -350,7 +354,7 @@ def pack(package: Package, variants, targets, images: dict[Job, bytes]) -> dict[
         if variant.targets:  # so that an image that is missing differs from one that is not wanted
             entry["targets"] = list(variant.targets)
         for host, architectures in targets.items():
-            stored: dict[bytes, list] = {}
+            stored: dict[bytes, list[int | str]] = {}
             first, base = "", b""  # its image is the dictionary of the others: a third less in all
             for architecture in architectures:
                 image = by_place.get((variant.name, host, architecture))
@@ -391,7 +395,7 @@ def write_folder(folder: Path, files: dict[str, bytes]) -> None:
             path.unlink()
 
 
-def summary(variants, images: dict[Job, bytes], files: dict[str, bytes], package: str = "") -> Table:
+def summary(variants: "Variants", images: dict[Job, bytes], files: dict[str, bytes], package: str = "") -> Table:
     """One row an operation: variants, architectures, bytes on disk, the most registers, spills."""
     table = Table(title="Prebuilt kernels" + (f" of {package}" if package else ""))
     for column in ("operation", "variants", "architectures", "KiB", "registers", "spills"):
@@ -415,7 +419,7 @@ def summary(variants, images: dict[Job, bytes], files: dict[str, bytes], package
     return table
 
 
-def build(package: Package, targets: dict[str, tuple[str, ...]], console: Console, workers: int = os.cpu_count() or 1) -> None:
+def build(package: Package, targets: Targets, console: Console, workers: int = os.cpu_count() or 1) -> None:
     """Compiles a package's kernels into torch-ext/<name>/cubins. Raises BuildError."""
     start = time.monotonic()
     variants = read_variants(operations(package))

@@ -5,6 +5,7 @@ It is private and may change with every version of `kernels`; there is no public
 
 from __future__ import annotations
 
+import os
 from importlib import metadata
 
 TESTED = "kernels==0.17.2"
@@ -33,6 +34,6 @@ except ImportError as error:
 __all__ = ["Build", "Digest", "DigestAlgorithm", "DigestValidationError", "KernelsError", "Metadata", "hash_files", "parse_variant"]
 
 
-def hash_files(folder) -> dict[str, str]:
+def hash_files(folder: str | os.PathLike[str]) -> dict[str, str]:
     """The base64 sha256 of every file of a variant, as metadata.json has them, by name in alphabetical order."""
     return dict(sorted(Digest.hash_variant(DigestAlgorithm.SHA256, folder).files.items()))

@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import time
+import tomllib
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -536,7 +537,10 @@ def test_only_the_cuda_variant_has_kernels(assembled):
 
 
 def test_every_file_has_an_extension_that_build_toml_names(assembled):
-    allowed = {".py", ".json", ".cubins"}
+    allowed = {".py", ".json", ".cubins", ".typed"}
+    for folder in package_folders(root=ROOT):
+        pyext = tomllib.loads((folder / "build.toml").read_text())["torch-noarch"]["pyext"]
+        assert {suffix[1:] for suffix in allowed} <= set(pyext)
     assert {Path(name).suffix for name in contents(assembled.build / "torch-cuda")} == allowed
 
 

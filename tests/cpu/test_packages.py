@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,32 @@ def test_all_are_published_at_once_and_their_cards_run(tmp_path):
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "['rms_norm', 'experts', 'rope', 'fused_linear_cross_entropy', 'decoder_layer']" in done.stdout
+
+
+@each
+def test_it_says_that_it_is_typed(name):
+    assert (read_package(FOLDERS[name]).sources / "py.typed").is_file()
+
+
+def test_a_second_wheel_holds_nothing_of_the_first_that_is_gone(tmp_path):
+    """pip builds in the folder of the sources, and setuptools leaves build/lib there."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "torch-ext", tmp_path / "torch-ext", ignore=shutil.ignore_patterns("__pycache__"))
+    gone = tmp_path / "torch-ext/shared/ops/gone.py"
+    gone.write_text("")
+    (tmp_path / "build/torch-cpu").mkdir(parents=True)
+    names = []
+    for folder in ("first", "second"):
+        options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", tmp_path / folder]
+        done = subprocess.run([sys.executable, "-m", "pip", "wheel", *options, tmp_path], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        [wheel] = (tmp_path / folder).glob("*.whl")
+        names.append(set(zipfile.ZipFile(wheel).namelist()))
+        gone.unlink(missing_ok=True)
+    assert names[0] - names[1] == {"bastile/shared/ops/gone.py"} and names[1] <= names[0]
+    assert {"bastile/py.typed", "bastile/shared/runtime/artifacts.py"} <= names[1]
+    assert (tmp_path / "build/torch-cpu").is_dir()
 
 
 def test_a_third_package_is_found_by_its_folder(tmp_path, monkeypatch, capsys):

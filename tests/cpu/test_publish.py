@@ -632,8 +632,8 @@ def test_a_whole_snapshot_serves_a_cluster_without_a_network(kernels_command, pa
 
 def test_kernels_benchmark_runs_what_is_published(kernels_command, package):
     publish(package.folder, endpoint=kernels_command.hub.endpoint, token=TOKEN, console=Console(file=io.StringIO()))
-    arguments = ("benchmark", REPO, "--branch", "v1-benchmarks", "--iterations", "2", "--warmup", "1")
-    assert "DoubleBenchmark" in kernels_command(*arguments)
+    arguments = ("benchmark", REPO, "--branch", "v1-benchmarks", "--iterations", "2", "--warmup", "1", "--json")
+    assert "DoubleBenchmark.double" in kernels_command(*arguments)
     assert kernels_command("versions", REPO).startswith("Version 1:")
 
 

@@ -44,6 +44,7 @@ class Parameter(NamedTuple):
     shape: Tuple[Optional[int], ...] = ()
     shape_divisible: Tuple[int, ...] = ()
     shape_min: Tuple[int, ...] = ()
+    shape_max: Tuple[Optional[int], ...] = ()
     stride: Tuple[Optional[int], ...] = ()
     stride_divisible: Tuple[int, ...] = ()
 
@@ -87,10 +88,11 @@ def _check_parameter(parameter: object, where: str) -> None:
     if parameter["kind"] == "scalar":
         return
     _expect(_is_number(parameter.get("align"), 1), f"{where}.align")
-    lists = [parameter.get(name) for name in ("shape", "stride", "shape_divisible", "stride_divisible", "shape_min")]
-    _expect(all(isinstance(found, list) and len(found) == len(lists[0]) for found in lists), f"{where}'s shapes and strides")
-    for name in ("shape", "stride"):
-        _expect(all(value is None or _is_number(value) for value in parameter[name]), f"{where}.{name}")
+    lists: List[Any] = [parameter.get(name) for name in ("shape", "stride", "shape_divisible", "stride_divisible", "shape_min")]
+    lists.append(parameter.get("shape_max") or parameter.get("shape"))
+    _expect(all(isinstance(found, list) for found in lists) and len(set(map(len, lists))) == 1, f"{where}'s shapes and strides")
+    for name in ("shape", "stride", "shape_max"):
+        _expect(all(value is None or _is_number(value) for value in parameter.get(name) or ()), f"{where}.{name}")
     for name, least in (("shape_divisible", 1), ("stride_divisible", 1), ("shape_min", 0)):
         _expect(all(_is_number(value, least) for value in parameter[name]), f"{where}.{name}")
 
@@ -132,7 +134,8 @@ def _check_manifest(manifest: Dict[str, Any]) -> None:
 
 def _variant(entry: Dict[str, Any]) -> Variant:
     def parameter(found: Dict[str, Any]) -> Parameter:
-        return Parameter(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+        fields: Dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        return Parameter(**fields)
 
     return Variant(
         name=entry["name"],
