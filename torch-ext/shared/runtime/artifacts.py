@@ -9,6 +9,7 @@ a byte of it.
 
 import hashlib
 import json
+import os
 import platform
 import re
 import sys
@@ -232,9 +233,10 @@ class Artifacts:
         for name in self.manifest["files"]:
             if name.startswith(here + "/"):
                 self._file(name)
-        for path in sorted((self.folder / here).glob("*.cubins")):
-            if f"{here}/{path.name}" not in self.manifest["files"]:
-                raise ArtifactError(f"{path} is not listed in {self._path}. {DOWNLOAD}")
+        folder = self.folder / here
+        for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
+            if name.endswith(".cubins") and f"{here}/{name}" not in self.manifest["files"]:
+                raise ArtifactError(f"{folder / name} is not listed in {self._path}. {DOWNLOAD}")
         for entry in self._entries():
             for architecture, (offset, stored, *_) in entry["images"].get(here, {}).items():
                 if offset + stored > len(self._file(f"{here}/{entry['operation']}.cubins")):
