@@ -21,6 +21,7 @@ from tools.kernel_package import Package, PackageError, package_folders, parse_p
 from tools.kernel_sources import SourceError, source_digest
 from tools.kernels_adapter import hash_files
 
+SIZE_LIMIT = 20 * 2**20  # bytes of a variant, which every user downloads
 SHARED = "shared"  # where a build has the files that packages share
 
 OPS = '''"""The name space of this build's custom operators: unique, so that two builds live side by side in one process."""
@@ -83,6 +84,9 @@ def sources(package: Package, backend: str) -> dict[str, bytes]:
     files = dict(sorted((files | shared_sources(files, package.shared)).items()))
     if backend == "cuda":
         check_kernels(package, files)
+    size = sum(map(len, files.values()))
+    if size > SIZE_LIMIT:
+        raise PackageError(f"{folder} has {size / 2**20:.1f} MiB, expected at most {SIZE_LIMIT / 2**20:.0f}. Prebuild fewer variants")
     return files
 
 

@@ -60,7 +60,6 @@ TARGETS = {
 }
 CUDA_MACHINE = 0xBE  # e_machine of a cubin and of the hosts' code in it, ELF's numbers
 HOST_MACHINES = {"x86_64": 0x3E, "aarch64": 0xB7}
-PACKAGE_LIMIT = 20 * 2**20  # bytes of a package's compiled kernels
 
 
 class BuildError(Exception):
@@ -254,13 +253,6 @@ def check_occupancy(images: dict[Job, bytes]) -> None:
         raise BuildError("kernels have more registers than their occupancy allows:\n" + "\n".join(sorted(missed)))
 
 
-def check_size(files: dict[str, bytes]) -> None:
-    """Raises BuildError when the kernels of a package are larger than `PACKAGE_LIMIT`."""
-    size = sum(map(len, files.values()))
-    if size > PACKAGE_LIMIT:
-        raise BuildError(f"the kernels have {size / 2**20:.1f} MiB, expected at most {PACKAGE_LIMIT / 2**20:.0f}. Prebuild fewer variants")
-
-
 UMASK = os.umask(0)  # can only be read by setting it, and threads write files later
 os.umask(UMASK)
 
@@ -430,7 +422,6 @@ def build(package: Package, targets: Targets, console: Console, workers: int = o
     if targets == TARGETS:
         check_reasons(images)
     files = pack(package, variants, targets, images)
-    check_size(files)
     write_folder(package.sources / "cubins", files)
     console.print(summary(variants, images, files, package.name))
     console.print(f"{total} cubins in {time.monotonic() - start:.0f} s")

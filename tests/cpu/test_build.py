@@ -26,7 +26,7 @@ from rich.progress import Progress
 
 from kernel_src.prebuild import UNMEASURED, PerArchitecture
 from tools import compile as compiler
-from tools.assemble import assemble
+from tools.assemble import assemble, sources
 from tools.compile import TARGETS, BuildError, Job
 from tools.elf import resources
 from tools.kernel_package import PackageError, package_folders, read_package
@@ -428,13 +428,6 @@ def test_more_registers_than_the_occupancy_allows_are_named():
     assert [compiler.occupancy(asking, name) for name in ("sm_80", "sm_90")] == [1, 32]
 
 
-def test_kernels_over_the_limit_are_refused(monkeypatch):
-    compiler.check_size({"a": bytes(1000)})
-    monkeypatch.setattr(compiler, "PACKAGE_LIMIT", 999)
-    with pytest.raises(BuildError, match="expected at most"):
-        compiler.check_size({"a": bytes(600), "b": bytes(400)})
-
-
 def test_two_variants_of_one_name_are_refused(package, tmp_path, monkeypatch):
     write(tmp_path, monkeypatch, KERNELS.replace("Variant(second", "Variant(first"))
     with pytest.raises(BuildError, match="two variants are called first-f32-TILE64 .*tiny and tiny"):
@@ -614,6 +607,18 @@ def test_damaged_kernels_are_not_assembled(assembled, tmp_path, damage):
     }[damage]()
     with pytest.raises(PackageError, match="compile the kernels first"):
         assemble(read_package(tmp_path / "copy"), "cuda")
+
+
+def test_a_variant_of_more_than_20_mib_is_refused(assembled, tmp_path):
+    shutil.copytree(assembled.folder, tmp_path / "copy", ignore=shutil.ignore_patterns("build"))
+    package = read_package(tmp_path / "copy")
+    size = sum(map(len, sources(package, "cuda").values()))
+    more = package.sources / "more.py"
+    more.write_bytes(b"#" * (20 * 2**20 - size))
+    assemble(package, "cuda")
+    more.write_bytes(b"#" * (20 * 2**20 - size + 1))
+    with pytest.raises(PackageError, match="has 20.0 MiB, expected at most 20. Prebuild fewer variants"):
+        assemble(package, "cuda")
 
 
 def test_what_a_former_assembly_left_is_removed(assembled, tmp_path):
