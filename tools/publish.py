@@ -4,7 +4,7 @@
 
 `build/<variant>/**` goes to branch `v<version>` in one commit, and nothing else: `kernels download --all-variants` fetches `build/`
 alone, and huggingface_hub then takes a branch that has more for half downloaded. The same and `benchmarks/*.py` go to branch
-`v<version>-benchmarks`, for `kernels benchmark --branch`, and `build/CARD.md` to `main` as README.md. Users of a branch see the old
+`v<version>-bench`, for `kernels benchmark --branch`, and `build/CARD.md` to `main` as README.md. Users of a branch see the old
 package or the new one, never a mixture. A run that was killed is simply repeated: contents that arrived are not sent again, a branch
 that is up to date gets no commit.
 
@@ -469,7 +469,7 @@ def compare(api: HfApi, package: Package, repo_id: str, variants: dict[Path, Met
     plan = make_plan(package.branch, parent, files, published)
     check_promise(api, package, repo_id, variants, plan, published)
     plans = [plan]
-    others = {f"{package.branch}-benchmarks": files | benchmarks} if benchmarks else {}
+    others = {f"{package.branch}-bench": files | benchmarks} if benchmarks else {}
     if is_newest(package, known):
         others[MAIN] = {"README.md": package.build / "CARD.md"}
     for branch, wanted in others.items():

@@ -242,9 +242,9 @@ print("loaded")
 def test_a_published_package_loads_with_get_kernel(hub, package, upload, tmp_path):
     report = upload()
     assert on_hub(hub) == on_disk(package)
-    assert on_hub(hub, "v1-benchmarks") == with_benchmarks(package)
+    assert on_hub(hub, "v1-bench") == with_benchmarks(package)
     assert on_hub(hub, "main") == {".gitattributes": GIT_ATTRIBUTES, "README.md": (package.folder / "build" / "CARD.md").read_bytes()}
-    assert set(report.commits) == {"v1", "v1-benchmarks", "main"}
+    assert set(report.commits) == {"v1", "v1-bench", "main"}
     assert VARIANT in report.text
     result = subprocess.run(
         [sys.executable, "-c", USE], env=client_env(hub, tmp_path), check=False, capture_output=True, text=True, timeout=100
@@ -292,7 +292,7 @@ def test_stale_files_go_in_the_same_commit(hub, package, upload):
     report = upload()
     assert on_hub(hub) == on_disk(package)
     assert len(list(hub.store.history(REPO, "v1"))) == commits + 1
-    assert on_hub(hub, "v1-benchmarks") == with_benchmarks(package)
+    assert on_hub(hub, "v1-bench") == with_benchmarks(package)
     assert report.plans[0].delete == [f"{VARIANT}/data/old.bin", f"{VARIANT}/old.py"]
     assert report.plans[1].delete == ["benchmarks/benchmark_old.py", f"{VARIANT}/data/old.bin", f"{VARIANT}/old.py"]
 
@@ -308,7 +308,7 @@ def test_a_variant_of_another_machine_stays(hub, upload):
 
 def test_results_and_plots_are_no_benchmark_sources(hub, upload):
     upload()
-    found = sorted(path for path in tree(hub, "v1-benchmarks") if "bench" in path)
+    found = sorted(path for path in tree(hub, "v1-bench") if "bench" in path)
     assert found == ["benchmarks/benchmark_double.py", "benchmarks/common.py"]
 
 
@@ -488,7 +488,7 @@ def test_an_older_version_does_not_take_the_page_of_a_newer_one(hub, package, up
     package.build(version=1)
     package.write({"ops.py": OPS + "# repaired\n"})
     package.build(version=1)
-    assert set(upload().commits) == {"v1", "v1-benchmarks"}
+    assert set(upload().commits) == {"v1", "v1-bench"}
     assert content(hub, "README.md", "main") == page
     assert b"mini-kernel 2" in page
 
@@ -632,7 +632,7 @@ def test_a_whole_snapshot_serves_a_cluster_without_a_network(kernels_command, pa
 
 def test_kernels_benchmark_runs_what_is_published(kernels_command, package):
     publish(package.folder, endpoint=kernels_command.hub.endpoint, token=TOKEN, console=Console(file=io.StringIO()))
-    arguments = ("benchmark", REPO, "--branch", "v1-benchmarks", "--iterations", "2", "--warmup", "1", "--json")
+    arguments = ("benchmark", REPO, "--branch", "v1-bench", "--iterations", "2", "--warmup", "1", "--json")
     assert "DoubleBenchmark.double" in kernels_command(*arguments)
     assert kernels_command("versions", REPO).startswith("Version 1:")
 
