@@ -50,7 +50,8 @@ MIB = 1 << 20
 CHUNK = 1 << 16
 JSON_LIMIT = 16 * MIB
 SIGNATURE_SECONDS = 3600
-GIT_ATTRIBUTES = b"*.bin filter=lfs diff=lfs merge=lfs -text\n"  # a new repository of the Hub has such a file, and so do branches made of it
+# A new repository of the Hub has such a file, and so do the branches that are made of it.
+GIT_ATTRIBUTES = b"*.bin filter=lfs diff=lfs merge=lfs -text\n"
 
 HOST = re.compile(r"(?:\[([0-9A-Fa-f:]+)\]|([\w.-]+))(?::\d+)?", re.ASCII)
 

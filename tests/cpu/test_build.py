@@ -565,7 +565,8 @@ def test_a_cuda_variant_without_kernels_is_refused(tmp_path):
 def test_kernels_older_than_their_source_are_not_assembled(cache, package, tmp_path, monkeypatch):
     """By what they are made of, not by the time of a file: a comment makes no kernel older."""
     compiler.build(package, ONE, **QUIET)
-    shutil.copytree(ROOT / "torch-ext" / "qwen3", package.sources, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "cubins"))
+    ignored = shutil.ignore_patterns("__pycache__", "cubins")
+    shutil.copytree(ROOT / "torch-ext" / "qwen3", package.sources, dirs_exist_ok=True, ignore=ignored)
     assemble(package, "cuda")
     write(tmp_path, monkeypatch, "# a comment\n" + KERNELS)
     assemble(package, "cuda")
@@ -778,7 +779,10 @@ def test_every_variant_compiles_for_one_architecture_a_generation_and_every_oper
         assert {(job.host, job.architecture) for job in compiled.images if job.operation == operation} == targets, operation
 
 
-@pytest.mark.parametrize("check", (compiler.check_code, compiler.check_resources, compiler.check_occupancy), ids=lambda check: check.__name__)
+CHECKS = (compiler.check_code, compiler.check_resources, compiler.check_occupancy)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_images_are_code_for_their_target_within_its_registers(compiled, check):
     check(compiled.images)
 

@@ -611,7 +611,8 @@ def test_what_is_locked_and_downloaded_loads_without_a_network(kernels_command, 
     publish(package.folder, **options)
     if version == 1:
         api = HfApi(endpoint=hub.endpoint, token=TOKEN)
-        old = [CommitOperationAdd("benchmarks/benchmark_double.py", b"# old\n"), CommitOperationAdd("README.md", b"---\nlicense: mit\n---\n")]
+        files = {"benchmarks/benchmark_double.py": b"# old\n", "README.md": b"---\nlicense: mit\n---\n"}
+        old = [CommitOperationAdd(path, data) for path, data in files.items()]
         api.create_commit(REPO, old, repo_type="kernel", revision="v1", commit_message="as it was published before")
     package.build(version=version)
     publish(package.folder, **options)

@@ -253,7 +253,8 @@ def parts(value, path=()):
         yield from parts(value[key], (*path, key))
 
 
-OTHERS = (None, True, -1, 0, 7, 10**400, 1e999, 0.5, "", "sm_90", "../x", "\ud800", [], [None], [1, 2, 3], ["x"], {}, {"x": 1}, {"sm_90": [0, 1, 2]})
+NUMBERS, TEXTS = (True, -1, 0, 7, 10**400, 1e999, 0.5), ("", "sm_90", "../x", "\ud800")
+OTHERS = (None, *NUMBERS, *TEXTS, [], [None], [1, 2, 3], ["x"], {}, {"x": 1}, {"sm_90": [0, 1, 2]})
 
 
 def mutated(manifest, random):
