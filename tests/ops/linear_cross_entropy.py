@@ -1,10 +1,8 @@
 """Linear head and cross entropy: the loss, its gradients, its other results, and evaluation."""
 
-import importlib
-
 import torch
 
-from tests.ops.common import BF16, CPU, FP16, FP32, again, errors_in, exact, leaf, on_cpu, randn
+from tests.ops.common import BF16, CPU, FP16, FP32, again, errors_in, exact, leaf, limit, on_cpu, randn
 from tests.tolerances import RELATIVE_ERROR, assert_close
 
 
@@ -205,18 +203,15 @@ LOSS_CASES = (
     dict(accum_dtype=torch.float32),
     dict(accum_dtype=torch.float32, reduction="none", class_weight=True),
 )
-
-
 LOSS_SHAPES = ((5, 32, 4096), (3, 16, 4099), (4, 24, 9001), (1, 8, 17))
 
 
 def check_labels_out_of_range(ops):
     """On a GPU they count like ignore_index: what the CPU's check of the labels keeps from the kernels."""
-    module = importlib.import_module(f"{ops.__name__}.shared.ops.linear_cross_entropy")
-    module._check = lambda *_: None
     hidden, weight = leaf(randn(5, 8, dtype=FP32, device=CPU)), leaf(randn(17, 8, dtype=FP32, device=CPU, seed=1))
     target = torch.tensor([3, -7, 17, 2**40, 16])
-    ops.linear_cross_entropy(hidden, weight, target).backward()
+    with limit(ops, "linear_cross_entropy", "_check", lambda *_: None):
+        ops.linear_cross_entropy(hidden, weight, target).backward()
     hidden64, weight64 = exact(hidden), exact(weight)
     target64 = torch.where((target >= 0) & (target < 17), target, -100)
     torch.nn.functional.cross_entropy(hidden64 @ weight64.t(), target64).backward()
@@ -254,9 +249,8 @@ def check_fp16_gradients_of_many_tokens(ops):
 
 def check_the_range_of_fp16(ops):
     """Chunks of tokens whose class weights are 10^6 apart, with a bias."""
-    module = importlib.import_module(f"{ops.__name__}.shared.ops.linear_head")
-    module.SMALL_CHUNK = 16 * 40 * 2
-    check_fp16_range(ops, CPU, 40, 64, 1.0, lambda target: torch.where(target < 20, 5e3, 5e-3), bias=True)
+    with limit(ops, "linear_head", "SMALL_CHUNK", 16 * 40 * 2):
+        check_fp16_range(ops, CPU, 40, 64, 1.0, lambda target: torch.where(target < 20, 5e3, 5e-3), bias=True)
 
 
 def check_unreduced_loss(ops):
@@ -266,16 +260,14 @@ def check_unreduced_loss(ops):
 
 
 def check_evaluation_in_steps(ops):
-    module = importlib.import_module(f"{ops.__name__}.shared.ops.linear_cross_entropy")
-    module.LINEAR_BYTES, module.LINEAR_TOKENS = 0, 64
-    check_evaluation(ops, CPU, BF16, 100, 64, 40)
+    with limit(ops, "linear_cross_entropy", "PARTIALS_BYTES", 0), limit(ops, "linear_cross_entropy", "TOKENS_A_READING", 64):
+        check_evaluation(ops, CPU, BF16, 100, 64, 40)
 
 
 def check_evaluation_of_labels_out_of_range(ops):
-    module = importlib.import_module(f"{ops.__name__}.shared.ops.linear_cross_entropy")
-    module._check = lambda *_: None
     hidden, weight = randn(5, 64, dtype=BF16, device=CPU), randn(300, 64, dtype=BF16, device=CPU, seed=1)
-    losses = ops.linear_cross_entropy(hidden, weight, torch.tensor([3, -7, 300, 2**40, 299]), reduction="none")
+    with limit(ops, "linear_cross_entropy", "_check", lambda *_: None):
+        losses = ops.linear_cross_entropy(hidden, weight, torch.tensor([3, -7, 300, 2**40, 299]), reduction="none")
     assert_close(losses, cross_entropy_exact(hidden.double(), weight.double(), torch.tensor([3, -100, -100, -100, 299]), reduction="none"), FP32)
 
 
