@@ -5,9 +5,10 @@ import importlib
 import pytest
 import torch
 
-from tests.interpreter.backend import InterpreterBackend, runtime_of
+from interpreter.backend import InterpreterBackend
 from tests.mutants import planted
 from tests.ops import attention as checks
+from tests.ops.common import runtime_of
 
 
 @pytest.fixture(scope="module", params=("kernels", "pytorch"))

@@ -9,8 +9,8 @@ import transformers.modeling_utils  # its table is what register_attention looks
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from tests.interpreter.backend import runtime_of
 from tests.models import tiny_gpt_oss, tiny_model
+from tests.ops.common import runtime_of
 
 LENGTHS = (9, 1, 23, 7)
 
