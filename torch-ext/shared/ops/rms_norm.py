@@ -94,7 +94,7 @@ def _narrows(x, weight, dtype, *others):
 
 
 def _narrows_fused(x, weight, dtype, *others):
-    return dtype == torch.bfloat16 and x.shape[-1] in _add_forward_kernel.lengths("x", 1) and _narrows(x, weight, dtype, *others)
+    return dtype == torch.bfloat16 and _narrows(x, weight, dtype, *others) and x.shape[-1] in _add_forward_kernel.lengths("x", 1)
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: Optional[torch.dtype] = None) -> Pair:
