@@ -39,6 +39,11 @@ def _biases(projections: Sequence[Projection]) -> list:
     return [projection.bias for projection in projections]
 
 
+def _always(tensor: torch.Tensor):
+    """A function that gives the tensor."""
+    return lambda: tensor
+
+
 class _ProjectedAttentionInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm_weight, eps, q_norm, k_norm, head_eps, cos, sin, shape, dtype, numbers, *tensors):
@@ -141,7 +146,7 @@ class _ProjectedMLP(torch.autograd.Function):
             both, *inner_grads = backward_in_place(hidden, gate, up)
         else:
             hidden = swiglu_forward(gate, up)
-        ddown = down.gradients(grads, dlow, lambda: hidden, down_needs)
+        ddown = down.gradients(grads, dlow, _always(hidden), down_needs)
         del hidden
         dx = dattended = dnorm = None
         do: list = [None] * len(o_needs)
@@ -155,7 +160,7 @@ class _ProjectedMLP(torch.autograd.Function):
             if before:
                 grads = (dx.to(ctx.dtype),)
                 dlow = before[0].low_gradient(grads)
-                do = before[0].gradients(grads, dlow, lambda: attended, o_needs)
+                do = before[0].gradients(grads, dlow, _always(attended), o_needs)
                 dattended = before[0].input_gradient(grads, dlow) if need_attended else None
         return (
             dx.view(ctx.shape) if need_x else None, dattended, dnorm if need_norm else None, None, None, None, *do, *found, *ddown
