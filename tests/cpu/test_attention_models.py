@@ -126,6 +126,44 @@ def test_the_collators_batches(plans):
     assert len({id(plan) for plan in plans}) == 1
 
 
+def test_batches_of_trl(plans):
+    """Padding-free ones, and packed ones, whose rows tell where their documents end."""
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    rows = [{"input_ids": torch.cat(documents()).tolist(), "seq_lengths": list(LENGTHS)}]
+    torch.manual_seed(0)
+    model = tiny_model(attn_implementation="sdpa")
+    expected = step(model, packed())
+    model.set_attn_implementation("bastile")
+    for examples in ([{"input_ids": tokens.tolist()} for tokens in documents()], rows):
+        batch = collate(examples)
+        batch.pop("labels")
+        plans.clear()
+        assert_same(step(model, batch), expected)
+        assert len({id(plan) for plan in plans}) == 1
+
+
+@pytest.mark.parametrize("batch", (packed(), padded("right")), ids=("packed", "padded"))
+def test_under_lora(qwen3, plans, batch):
+    from peft import LoraConfig, get_peft_model
+
+    labels, losses = batch["input_ids"].masked_fill(batch["input_ids"] == 0, -100), []
+    for implementation in ("sdpa", "bastile"):
+        model = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj", "v_proj", "up_proj"], r=4, init_lora_weights=False))
+        model.get_base_model().set_attn_implementation(implementation)
+        torch.manual_seed(3)
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                torch.nn.init.normal_(parameter, 0.0, 0.1)
+        qwen3.apply()
+        loss = model(**batch, labels=labels, use_cache=False).loss
+        loss.backward()
+        losses.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    assert_same(losses[1], losses[0])
+    assert plans
+
+
 def test_cu_seqlens_alone_part_the_documents(plans):
     """Which SDPA's function ignores."""
     model = tiny_model(attn_implementation="bastile")

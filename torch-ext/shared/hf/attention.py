@@ -15,7 +15,7 @@ import torch
 from ..ops.attention import HEAD_DIMS, AttentionPlan, attention
 from ..ops.common import autocasts
 from ..runtime.device import kernels_run_on
-from .modules import SAVED, original_forward
+from .modules import SAVED, is_plain, original_forward
 
 ATTENTION = "bastile"  # the name of our implementation among transformers'
 MASKING = "transformers.masking_utils"
@@ -185,9 +185,11 @@ def _visible_to_a_tracer(arguments) -> Visible:
     return Visible(arguments, None, None)
 
 
-def _takes(q, k, v, dropout, kwargs) -> bool:
+def _takes(q, k, v, sinks, dropout, kwargs) -> bool:
     """True where `attention` does what these arguments ask for, in its kernels if they lie on a GPU."""
     asked = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache")) or kwargs.get("output_attentions")
+    if sinks is not None and not is_plain(sinks):  # sharded
+        return False
     if dropout or asked or k.shape != v.shape or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
         return False
     if autocasts(q.device):
@@ -214,7 +216,7 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
         return _as_transformers(module, query, key, value, visible, scaling, dropout, s_aux, kwargs)
     tokens = visible.tokens
     usable = visible.rule is not None and query.shape[2] == tokens and key.shape[2] == visible.keys
-    if usable and _takes(query, key, value, dropout, kwargs):
+    if usable and _takes(query, key, value, s_aux, dropout, kwargs):
         cu_seqlens, position_ids = _documents(visible, kwargs, s_aux)
         if s_aux is not None or cu_seqlens is not None or not visible.is_plain():
             if key.shape[2] > tokens:  # a static cache, with room for what comes

@@ -242,7 +242,7 @@ def attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale):
 def _fits(q, k, walks, scale, *others) -> bool:
     """True where the kernels take these arguments. (A largest score times a scale of zero or less is not the largest product.)"""
     halves = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in HEAD_DIMS and scale > 0
-    reach = max(x.shape[0] * x.stride(0) for x in (q, k))
+    reach = max(x.shape[0] * x.stride(0) for x in (q, k, *others) if x is not None and x.dim() == 3)
     return halves and walks.shape[1] > 0 and reach <= INT32_MAX and kernels_run_on(q, k, *others)
 
 
