@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from .shared.hf.modules import SAVED, all_are_listened_to, is_marked, is_silu, original_forward, own_forward, plain_weight
+from .shared.hf.modules import OwnForwards, all_are_listened_to, is_silu, original_forward, plain_weight
 from .shared.ops.common import autocasts
 from .shared.ops.decoder_nodes import norm_attention_inputs, norm_mlp
 from .shared.ops.rms_norm import add_rms_norm, rms_norm
@@ -20,20 +20,8 @@ from .shared.runtime.device import PLAIN
 MODELING = "transformers.models.qwen3.modeling_qwen3"
 
 
-_known: set = set()
-
-
-def _learn_forwards() -> None:
-    """Fills `_known` with transformers' own forwards of the parts of a layer."""
-    modeling = sys.modules[MODELING]
-    for cls in (modeling.Qwen3RMSNorm, modeling.Qwen3MLP, modeling.Qwen3Attention):
-        _known.add(vars(cls).get(SAVED + "forward", vars(cls)["forward"]))
-
-
-def _untouched(module) -> bool:
-    """True when calling a module does what transformers or this package wrote, and nobody listens."""
-    function = own_forward(module)
-    return function in _known or is_marked(function)
+_own = OwnForwards(MODELING, "Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention")
+_untouched = _own.run_by
 
 
 def _is_norm_of(norm, x) -> bool:
@@ -56,8 +44,6 @@ def fusable(layer, x) -> bool:
         return False
     if all_are_listened_to():
         return False
-    if not _known:
-        _learn_forwards()
     parts = _parts(layer)
     attention, mlp = parts["self_attn"], parts["mlp"]
     inner = _parts(attention)
@@ -69,6 +55,7 @@ def fusable(layer, x) -> bool:
         and _is_norm_of(inner["q_norm"], x)
         and _is_norm_of(inner["k_norm"], x)
         and is_silu(_parts(mlp).get("act_fn"))
+        and _own.rotary("apply_rotary_pos_emb")
     )
 
 

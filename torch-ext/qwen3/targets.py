@@ -25,4 +25,5 @@ TARGETS = Targets(
         "SwiGLUMLP": layers.SwiGLUMLP,
         "ForCausalLMLoss": layers.ForCausalLMLoss,
     },
+    fused=("Qwen3Attention",),
 )
