@@ -158,6 +158,25 @@ def test_a_forward_of_a_class_that_a_user_bound_to_one_module(qwen3, how, part):
         del module.forward, sys.modules[__name__].Mine
 
 
+def test_what_a_user_puts_on_a_class_after_kernelize(qwen3, monkeypatch):
+    """A forward of a module's own hides its class's, and ours must not."""
+    model, plain, calls = tiny_model(), tiny_model(), Calls()
+    qwen3.kernelize(model)
+    for name in PARTS:
+        cls = getattr(modeling_qwen3, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(cls, "forward", calls.around(cls.forward))
+            assert_kept(calls, model, step(plain))
+    rotary = modeling_qwen3.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", lambda q, *args: calls.around(lambda _, *given: rotary(*given))(None, q, *args))
+    for mode in ("fused", "attention alone"):
+        if mode != "fused":
+            model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
+        assert_kept(calls, model, step(plain))
+    with pytest.raises(RuntimeError, match="rope cannot be put on one model: apply_rotary_pos_emb is .*lambda"):
+        qwen3.kernelize(tiny_model())
+
+
 def test_kernelize_names_what_stands_on_a_class(qwen3, monkeypatch):
     model = tiny_model()
     with monkeypatch.context() as patch:

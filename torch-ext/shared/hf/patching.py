@@ -247,7 +247,7 @@ def _unbind(module):
 
 
 def _function(forward):
-    return getattr(forward, "__func__", forward)
+    return getattr(forward, "bound_function", None) or getattr(forward, "__func__", forward)
 
 
 def _is_ours(forward):
@@ -453,9 +453,19 @@ def _attention_forward(targets: Targets, original):
             f"rope cannot be put on one model: {targets.attention}.forward, defined in {_name_of(original)}, {found}. "
             f"Use apply(), or install transformers{TRANSFORMERS_EXPECTED}"
         )
+    modeling = sys.modules[targets.modeling]
+    stranger, found = _stranger(targets, modeling, ROTARY), getattr(modeling, ROTARY)
+    if stranger:
+        raise RuntimeError(f"rope cannot be put on one model: {stranger}, not transformers' own. Use apply(rope=False)")
+
+    def rotary_of_one_model(q, k, cos, sin, unsqueeze_dim=1):
+        current = getattr(modeling, ROTARY)
+        rotate = rotary_pos_emb if current is found or is_marked(current) else current  # else someone else's by now
+        return rotate(q, k, cos, sin, unsqueeze_dim)
+
     names = {name: value for name, value in original.__globals__.items() if name != "__name__"}  # torch.compile would look it up there
     copy = FunctionType(
-        original.__code__, {**names, ROTARY: rotary_pos_emb}, original.__name__, original.__defaults__, original.__closure__
+        original.__code__, {**names, ROTARY: rotary_of_one_model}, original.__name__, original.__defaults__, original.__closure__
     )
     copy.__kwdefaults__ = original.__kwdefaults__
     copy.__module__, copy.__qualname__ = original.__module__, original.__qualname__
