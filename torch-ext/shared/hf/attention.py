@@ -221,7 +221,8 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
         if s_aux is not None or cu_seqlens is not None or not visible.is_plain():
             if key.shape[2] > tokens:  # a static cache, with room for what comes
                 key, value = key[:, :, :tokens], value[:, :, :tokens]
-            return _attend(visible.plan(query.device, cu_seqlens, position_ids), query, key, value, s_aux, scaling), None
+            plan = visible.plan(query.device, cu_seqlens, position_ids)
+            return attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), plan, sinks=s_aux, scale=scaling), None
     return _as_transformers(module, query, key, value, visible, scaling, dropout, s_aux, kwargs)
 
 
@@ -234,18 +235,6 @@ def _documents(visible, kwargs, sinks):
         return cu_seqlens, None
     asked = visible.positions or (sinks is not None and visible.rule.packed is None)
     return None, position_ids if asked and position_ids is not None and position_ids.dim() == 2 else None
-
-
-def _attend(plan, q, k, v, sinks, scaling):
-    if not autocasts(q.device):
-        return _rows(plan, q, k, v, sinks, scaling)
-    dtype = torch.get_autocast_dtype(q.device.type)
-    with torch.autocast(q.device.type, enabled=False):
-        return _rows(plan, q.to(dtype), k.to(dtype), v.to(dtype), sinks, scaling)
-
-
-def _rows(plan, q, k, v, sinks, scaling):
-    return attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), plan, sinks=sinks, scale=scaling)
 
 
 def _as_transformers(module, query, key, value, mask, scaling, dropout, sinks, kwargs):
