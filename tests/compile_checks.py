@@ -19,6 +19,14 @@ def custom_operators(package) -> dict:
     return {name.split("::")[1]: getattr(getattr(torch.ops, namespace), name.split("::")[1]) for name in names}
 
 
+def _plan_of_70_tokens(device) -> tuple:
+    """(limits, walks) of one causal document."""
+    t = torch.arange(128)
+    limits = torch.where(t < 70, torch.stack((0 * t, t + 1, t, 0 * t + 70)), 0)
+    queries, keys = [[1, 0], [0, 0], [0, 0], [65, 1], [70, 64]], [[0, 1], [0, 64], [63, 69], [70, 70], [70, 70]]
+    return limits.to(device, torch.int32), torch.tensor(queries + keys, dtype=torch.int32, device=device)
+
+
 def operator_arguments(device, dtype) -> dict:
     """name -> calls of each operator, in the layouts and with the switches that the operations use."""
 
@@ -37,7 +45,14 @@ def operator_arguments(device, dtype) -> dict:
     ends = torch.tensor([4, 6, 7, 10], dtype=torch.int32, device=device)
     routed = new(5, 64, seed=8), expert, new(5, 2, seed=9), new(4, 256, 64, seed=10), new(4, 64, 128, seed=11), None, None
     silu = False, False, 1.0, float("inf")
+    # One document of 70 tokens, causal, as attention's plan describes it.
+    heads, attended, sinks = (new(70, 4, 64), new(70, 2, 64, seed=1), new(70, 2, 64, seed=2)), new(70, 4, 64, seed=3), new(4, dtype=torch.float32)
+    documents, plan = torch.tensor([[0], [70]], dtype=torch.int32, device=device), _plan_of_70_tokens(device)
+    lse = 9 + new(4, 128, dtype=torch.float32).abs()
     return {
+        "attention_plan": [(documents, 70, 70, 0), (documents, 70, 2, 2)],
+        "attention_forward": [(*heads, each, *plan, 0.125) for each in (None, sinks)],
+        "attention_backward": [(attended, *heads, each, 2 * attended, lse, *plan, 0.125) for each in (None, sinks)],
         "rms_norm_forward": [(x, weight, 1e-6), (x[:, 1:], weight[1:], 1e-6)],
         "rms_norm_backward": [(dy, x, weight, rstd, need) for need in both],
         "rms_norm_again": [(x, weight, rstd)],
