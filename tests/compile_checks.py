@@ -71,6 +71,7 @@ def check_compiled_operation(ops, operation, device, backend, dtype=torch.float3
     """fullgraph, forward and backward, and one more graph at most for all other numbers of tokens."""
     torch._dynamo.reset()
     counters.clear()
+    getattr(ops, operation)  # found before it is traced
     compiled = torch.compile(lambda found: cases.run(ops, operation, found), backend=backend, fullgraph=True)
     tokens = (3, 4, 6, 9, 13, 21)
     for count in tokens:
