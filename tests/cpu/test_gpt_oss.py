@@ -12,12 +12,12 @@ from torch import nn
 from transformers.integrations import moe
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from interpreter.backend import InterpreterBackend, runtime_of
+from interpreter.backend import InterpreterBackend
 from tests.models import Step, random_tokens, tiny_gpt_oss, tiny_model
 from tests.mutants import ROOT
 from tests.ops import experts as experts_checks
 from tests.ops import rms_norm, wide_rms_norm
-from tests.ops.common import FLOATS
+from tests.ops.common import FLOATS, runtime_of
 from tests.tolerances import assert_close
 from tools.compile import operations
 from tools.kernel_package import read_package
