@@ -189,7 +189,8 @@ def test_what_leaves_the_kernels_as_they_are_compiles_nothing_again(cache, calle
     before = contents(cubins_folder(package))
     called.clear()
     if change == "another comment":
-        write(tmp_path, monkeypatch, "# What these kernels are for.\n" + KERNELS.replace("ct.scatter(", "ct.scatter(  # everywhere\n        "))
+        commented = KERNELS.replace("ct.scatter(", "ct.scatter(  # everywhere\n        ")
+        write(tmp_path, monkeypatch, "# What these kernels are for.\n" + commented)
     else:
         (tmp_path / "moved").mkdir()
         write(tmp_path / "moved", monkeypatch, KERNELS)
@@ -384,7 +385,8 @@ def test_a_kernel_that_spills_without_a_reason_is_named_with_its_bytes():
 
 
 def test_a_reason_for_spills_that_is_not_needed_is_named(cache, package, tmp_path, monkeypatch):
-    write(tmp_path, monkeypatch, KERNELS.replace('Variant(second, {"x": x, "TILE": tile})', 'Variant(second, {"x": x, "TILE": tile}, spills="?")'))
+    write(tmp_path, monkeypatch, KERNELS.replace('Variant(second, {"x": x, "TILE": tile})',
+                                                 'Variant(second, {"x": x, "TILE": tile}, spills="?")'))
     compiler.build(package, ONE, **QUIET)  # another architecture may need it
     monkeypatch.setattr(compiler, "TARGETS", ONE)
     with pytest.raises(BuildError, match="spill nowhere give a reason") as error:

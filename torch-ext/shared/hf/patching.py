@@ -374,7 +374,8 @@ def kernelize(targets: Targets, model, mode=None):
         for operation, (cls, _) in places.items()
     }
     if not any(chosen.values()):
-        raise TypeError(f"model is a {type(model).__name__} without any of transformers' {targets.model} layers, expected a {targets.model} model")
+        found = f"a {type(model).__name__} without any of transformers' {targets.model} layers"
+        raise TypeError(f"model is {found}, expected a {targets.model} model")
     if not any(isinstance(module, places["fused_linear_cross_entropy"][0]) for module in model.modules()):
         del chosen["fused_linear_cross_entropy"]
     for module in chosen.get("fused_linear_cross_entropy", ()):

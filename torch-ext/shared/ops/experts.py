@@ -144,7 +144,8 @@ def _has_clamped_gate() -> bool:
 def _words(gate_up: torch.Tensor, bias: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
     """In half precision gate and up of a column as one 32-bit word, where the kernels take them so."""
     bias = bias.contiguous()
-    packs = gate_up.element_size() == 2 and gate_up.shape[1] % (2 * _clamped_forward_kernel.constant("COLS")) == 0 and (bias.data_ptr() | gate_up.data_ptr()) % 16 == 0
+    whole = gate_up.shape[1] % (2 * _clamped_forward_kernel.constant("COLS")) == 0
+    packs = gate_up.element_size() == 2 and whole and (bias.data_ptr() | gate_up.data_ptr()) % 16 == 0
     return (gate_up.view(torch.int32), bias.view(torch.int32)) if packs else (gate_up, bias)
 
 
@@ -325,7 +326,8 @@ def _functional_backward(
     needs: List[bool],
 ) -> Six:
     """`_backward` that writes over nothing and returns nothing twice, as a tracer wants it."""
-    inputs, options = (hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias), (transposed, interleaved, alpha, limit)
+    inputs = hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias
+    options = transposed, interleaved, alpha, limit
     grads = _backward(dout, inputs, gate_up.clone(), Routing(order, position, ends), options, needs)
     return tuple(grad if need else hidden.new_empty(0) for grad, need in zip(grads, needs))
 
@@ -402,10 +404,10 @@ def experts(
     hidden's dtype and device. interleaved: the columns of gate_up alternate between gate and up; else gate comes before up.
 
     The gate is silu(gate) * up, or with alpha > 0 GPT-OSS's: (up + 1) * gate * sigmoid(alpha * gate), gate clamped to at most
-    `limit` and up to [-limit, limit] before; bastile/gpt-oss has kernels for it, elsewhere it runs in PyTorch. Returns [tokens, hidden]. Differentiable in all but `expert`; nothing is computed for a
-    weight that does not require a gradient. In bf16 and fp16, where hidden and width are multiples of 8, the host does not wait for
-    the device: the GEMMs are torch._grouped_mm where that is a kernel, else our own. Otherwise there is one GEMM an expert.
-    Raises ValueError when shapes, dtypes or devices do not fit.
+    `limit` and up to [-limit, limit] before; bastile/gpt-oss has kernels for it, elsewhere it runs in PyTorch. Returns [tokens, hidden].
+    Differentiable in all but `expert`; nothing is computed for a weight that does not require a gradient. In bf16 and fp16, where hidden
+    and width are multiples of 8, the host does not wait for the device: the GEMMs are torch._grouped_mm where that is a kernel, else our
+    own. Otherwise there is one GEMM an expert. Raises ValueError when shapes, dtypes or devices do not fit.
     """
     _check(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, transposed, alpha, limit)
     options = (bool(transposed), bool(interleaved), float(alpha), float(limit))

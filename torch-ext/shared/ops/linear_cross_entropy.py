@@ -178,18 +178,18 @@ def linear_cross_entropy(
     softcap * tanh(logits / softcap). lse_square_scale: adds lse_square_scale * logsumexp(logits)^2 to each counted token's loss
     (z-loss). num_items: with it the loss is the sum divided by num_items, whatever `reduction` says (gradient accumulation).
     use_token_scaling: each token's loss is multiplied by the probability that the model gives its label, through which no
-    gradient flows; "mean" still divides by the counted tokens (arXiv:2508.05629); fp16 is computed in fp32 with it, in copies. accum_dtype: what the weight's gradient is
-    added up in over the chunks: torch.float32, which takes 4 bytes an element of the weight, or by default weight.dtype, as long as that
-    rounds four times at most (`plan_chunks`), and else torch.float32.
+    gradient flows; "mean" still divides by the counted tokens (arXiv:2508.05629); fp16 is computed in fp32 with it, in copies. accum_dtype:
+    what the weight's gradient is added up in over the chunks: torch.float32, which takes 4 bytes an element of the weight, or by default
+    weight.dtype, as long as that rounds four times at most (`plan_chunks`), and else torch.float32.
 
-    Returns a float32 scalar (float64 where hidden is), or [tokens] for "none". With return_z_loss, return_token_accuracy or return_predicted_tokens a
-    LinearCrossEntropyOutput: z_loss, the part of the loss that lse_square_scale adds, reduced as the loss is; token_accuracy,
-    the part of the counted tokens whose label is the most probable class, for "none" 1.0 or 0.0 a token; predicted_tokens,
+    Returns a float32 scalar (float64 where hidden is), or [tokens] for "none". With return_z_loss, return_token_accuracy or
+    return_predicted_tokens a LinearCrossEntropyOutput: z_loss, the part of the loss that lse_square_scale adds, reduced as the loss is;
+    token_accuracy, the part of the counted tokens whose label is the most probable class, for "none" 1.0 or 0.0 a token; predicted_tokens,
     [tokens] int64, that class, -1 for a token that does not count.
 
     Differentiable in hidden, weight and bias; no gradient is computed for one that does not require it. A label outside
-    [0, classes) raises ValueError on a CPU (compiled, RuntimeError); on a GPU, where looking would wait for the device, it counts like ignore_index.
-    Raises ValueError when shapes, dtypes, devices or options do not fit.
+    [0, classes) raises ValueError on a CPU (compiled, RuntimeError); on a GPU, where looking would wait for the device, it counts like
+    ignore_index. Raises ValueError when shapes, dtypes, devices or options do not fit.
     """
     _check(hidden, weight, target, bias, class_weight, reduction, ignore_index)
     options = checked_options(
