@@ -1,6 +1,7 @@
 """The compiler driver and the assembly: what they make, what they refuse, and that a second build is the first one."""
 
 import ast
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -768,7 +769,11 @@ class Compiled:
 
 @pytest.fixture(scope="module", params=package_folders(root=ROOT), ids=lambda folder: read_package(folder).name)
 def compiled(request):
-    return Compiled(request.param)
+    """One process compiles and the others find its images in the cache: tests that run on all cores need the images in several."""
+    compiler.CACHE.mkdir(parents=True, exist_ok=True)
+    with (compiler.CACHE / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return Compiled(request.param)
 
 
 def test_every_variant_compiles_for_one_architecture_a_generation_and_every_operation_for_all(compiled):
