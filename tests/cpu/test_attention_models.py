@@ -343,8 +343,12 @@ def layers_saw(monkeypatch):
         seen = []
         for layer in model.model.layers:
             forward = type(layer).forward
-            layer.forward = lambda x, *args, layer=layer, forward=forward, **kwargs: seen.append(x.shape[:2]) or forward(layer, x, *args,
-                                                                                                                         **kwargs)
+
+            def noting(x, *args, layer=layer, forward=forward, **kwargs):
+                seen.append(x.shape[:2])
+                return forward(layer, x, *args, **kwargs)
+
+            layer.forward = noting
         return seen
 
     return watch
