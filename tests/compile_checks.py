@@ -25,7 +25,8 @@ def operator_arguments(device, dtype) -> dict:
     def new(*shape, seed=0, dtype=dtype):
         return randn(*shape, dtype=dtype, device=device, seed=seed)
 
-    x, other, dy, weight, rstd = new(3, 1024), new(3, 1024, seed=1), new(3, 1024, seed=2), new(1024, seed=3), new(3, dtype=torch.float32).abs()
+    x, other, dy = (new(3, 1024, seed=i) for i in range(3))
+    weight, rstd = new(1024, seed=3), new(3, dtype=torch.float32).abs()
     q, k = new(2, 3, 8, 128), new(2, 3, 4, 128, seed=1)
     dq, dk = (t.transpose(1, 2) for t in (new(2, 3, 8, 128, seed=2), new(2, 3, 4, 128, seed=3)))
     weights, tables = (new(128, seed=4), new(128, seed=5)), (new(1, 3, 128, seed=6), new(1, 3, 128, seed=7))

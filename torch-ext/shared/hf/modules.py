@@ -191,7 +191,8 @@ def call_with(function, layer, x):
 
 
 def is_silu(activation) -> bool:
-    """True for PyTorch's and transformers' SiLU modules whose call does nothing but that: nobody listens to them or replaced their forward."""
+    """True for PyTorch's and transformers' SiLU modules whose call does nothing but that: nobody listens to them or replaced their
+    forward."""
     cls = type(activation)
     if cls is not nn.SiLU and (cls.__name__, cls.__module__) != ("SiLUActivation", "transformers.activations"):
         return False

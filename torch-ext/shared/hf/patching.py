@@ -493,7 +493,8 @@ def kernelize(targets: Targets, model, mode=None, attention=True, unpad=True):
         for operation, (cls, _) in places.items()
     }
     if not any(chosen.values()):
-        raise TypeError(f"model is a {type(model).__name__} without any of transformers' {targets.model} layers, expected a {targets.model} model")
+        found = f"a {type(model).__name__} without any of transformers' {targets.model} layers"
+        raise TypeError(f"model is {found}, expected a {targets.model} model")
     causal_lm = places["fused_linear_cross_entropy"][0]
     if not (causal_lm and any(isinstance(module, causal_lm) for module in model.modules())):
         del chosen["fused_linear_cross_entropy"]
