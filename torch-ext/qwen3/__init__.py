@@ -1,7 +1,7 @@
 """Qwen3 with cuTile kernels: faster training in less memory, the same results."""
 
 from . import layers
-from .api import apply, get_patched_ops, kernelize, mapping, reset
+from .api import apply, capture, get_patched_ops, kernelize, mapping, reset
 from .shared.hf.optimizer import AdamW
 from .shared.hf.packing import pack
 from .shared.ops.experts import experts
@@ -15,6 +15,7 @@ __all__ = [
     "AdamW",
     "add_rms_norm",
     "apply",
+    "capture",
     "clear_autotune_cache",
     "experts",
     "get_patched_ops",

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Tuple
 
 from torch import nn
 
+from . import capture as graphs
 from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
 from .experts import EXPERTS, experts_implementation
 from .forwards import rotary_pos_emb
@@ -299,6 +300,7 @@ def reset(targets: Targets):
             delattr(owner, name)
     for module in _live_modules():
         state = vars(module)
+        graphs.release(module)
         if SAVED + "replaced" in state or any(_calls_ours(state.get(name)) for name in (_slot(module), WRAPPED)):
             _unbind(module)
         if state.pop(SAVED + "use_kernels", False):
@@ -398,6 +400,21 @@ def kernelize(targets: Targets, model, mode=None):
     for module in model.modules():
         if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
             vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})
+    return model
+
+
+def decoder_layers(targets: Targets, model):
+    """Lists the decoder layers of a model, or of what holds it (PEFT). Raises TypeError when it has none."""
+    cls = getattr(modeling_of_transformers(targets), targets.classes["decoder_layer"][0])
+    found = [module for module in model.modules() if isinstance(module, cls)]
+    if not found:
+        raise TypeError(f"model is a {type(model).__name__} without a {cls.__name__}, expected a {targets.model} model")
+    return found
+
+
+def capture(targets: Targets, model, batch, tokens):
+    """Replays the decoder layers of a model as CUDA graphs, and returns it; see `capture` of a package."""
+    graphs.capture(decoder_layers(targets, model), batch, tokens)
     return model
 
 

@@ -1,7 +1,7 @@
 """GPT-OSS with cuTile kernels: faster training in less memory, the same results."""
 
 from . import layers
-from .api import apply, get_patched_ops, kernelize, mapping, reset
+from .api import apply, capture, get_patched_ops, kernelize, mapping, reset
 from .shared.hf.optimizer import AdamW
 from .shared.ops.experts import experts
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
@@ -14,6 +14,7 @@ __all__ = [
     "AdamW",
     "add_rms_norm",
     "apply",
+    "capture",
     "clear_autotune_cache",
     "experts",
     "get_patched_ops",
