@@ -95,6 +95,13 @@ def captured(package, model, shape=SHAPE):
     return model, plain
 
 
+def compare(model, plain, *args, **options):
+    """How many graphs ran in a step of a model whose gradients are those of another one."""
+    before = Rerun.replays
+    assert_equal(gradients(model, *args, **options), gradients(plain, *args, **options))
+    return Rerun.replays - before
+
+
 LAYERS = 2
 WHOLE = 2 * LAYERS  # graphs of a training step
 
@@ -104,7 +111,7 @@ def test_the_second_pass_is_recorded_and_gradients_have_the_same_bits(package):
     package.kernelize(plain)
     assert package.capture(package.kernelize(model), *SHAPE) is model
     for seed, graphs in enumerate((0, WHOLE, WHOLE, WHOLE)):
-        assert replays_of(lambda: assert_equal(gradients(model, seed), gradients(plain, seed))) == graphs
+        assert compare(model, plain, seed) == graphs
 
 
 def test_of_a_model_as_transformers_has_it(package):
@@ -155,7 +162,7 @@ def test_two_forward_passes_before_their_backward_passes(package):
 def test_a_forward_pass_that_nobody_follows_up_blocks_nothing(package):
     model, plain = captured(package, tiny_model())
     loss_of(model)
-    assert replays_of(lambda: assert_equal(gradients(model), gradients(plain))) == WHOLE
+    assert compare(model, plain) == WHOLE
 
 
 def test_a_second_backward_pass_raises(package):
@@ -169,7 +176,7 @@ def test_a_second_backward_pass_raises(package):
 @pytest.mark.parametrize("options", ({"shape": (2, 8)}, {"shape": (1, 9)}), ids=str)
 def test_other_shapes_run_as_before(package, options):
     model, plain = captured(package, tiny_model())
-    assert replays_of(lambda: assert_equal(gradients(model, **options), gradients(plain, **options))) == 0
+    assert compare(model, plain, **options) == 0
 
 
 def test_several_shapes(package):
@@ -187,7 +194,7 @@ def test_evaluation_and_generation_run_as_before(package):
     with torch.no_grad():
         assert replays_of(lambda: torch.equal(loss_of(model), loss_of(plain))) == 0
     model.eval(), plain.eval()
-    assert replays_of(lambda: assert_equal(gradients(model), gradients(plain))) == 0
+    assert compare(model, plain) == 0
     found, expected = (m.generate(ids, max_new_tokens=4, do_sample=False) for m in (model, plain))
     assert torch.equal(found, expected)
     model.train()
@@ -199,9 +206,9 @@ def test_padded_batches_have_graphs_of_their_own(package):
     for seed, length in enumerate((4, 6, 8, 3)):
         mask = torch.ones(SHAPE, dtype=torch.int64)
         mask[1, length:] = 0
-        found = replays_of(lambda: assert_equal(gradients(model, seed, attention_mask=mask), gradients(plain, seed, attention_mask=mask)))
+        found = compare(model, plain, seed, attention_mask=mask)
         assert found == (0 if seed == 0 else WHOLE)
-    assert replays_of(lambda: assert_equal(gradients(model), gradients(plain))) == WHOLE
+    assert compare(model, plain) == WHOLE
 
 
 @pytest.mark.parametrize("items", (7, torch.tensor(7), 7.5))
@@ -209,7 +216,7 @@ def test_the_number_of_items_is_the_losses_alone(package, items):
     model, plain = captured(package, tiny_model())
     for number in (items, items + 1):
         options = {"num_items_in_batch": number}
-        assert replays_of(lambda: assert_equal(gradients(model, **options), gradients(plain, **options))) == WHOLE
+        assert compare(model, plain, **options) == WHOLE
 
 
 def test_a_cache_keeps_it_off_and_says_so(package):
@@ -249,7 +256,9 @@ def test_hooks_are_called(package):
 
 
 CHANGES = {
-    "weights that moved": lambda model: setattr(model.model.layers[0].mlp.up_proj.weight, "data", model.model.layers[0].mlp.up_proj.weight * 2),
+    "weights that moved": lambda model: setattr(
+        model.model.layers[0].mlp.up_proj.weight, "data", model.model.layers[0].mlp.up_proj.weight * 2
+    ),
     "another weight": lambda model: setattr(model.model.layers[1].self_attn.q_norm, "weight", torch.nn.Parameter(torch.full((16,), 3.0))),
     "another epsilon": lambda model: setattr(model.model.layers[1].input_layernorm, "variance_epsilon", 0.5),
     "a frozen weight": lambda model: model.model.layers[0].mlp.up_proj.weight.requires_grad_(False),
@@ -265,7 +274,7 @@ def test_what_changes_is_recorded_anew(package, change):
         torch.manual_seed(2)
         CHANGES[change](m)
     for seed in range(3):
-        found = replays_of(lambda: assert_equal(gradients(model, seed), gradients(plain, seed)))
+        found = compare(model, plain, seed)
         assert found == (0 if seed == 0 else WHOLE)
 
 
@@ -273,7 +282,7 @@ def test_weights_that_are_written_in_place_need_no_new_graphs(package):
     model, plain = captured(package, tiny_model())
     for m in (model, plain):
         m.load_state_dict({name: value * 2 for name, value in m.state_dict().items()})
-    assert replays_of(lambda: assert_equal(gradients(model), gradients(plain))) == WHOLE
+    assert compare(model, plain) == WHOLE
 
 
 def test_lora(package):
@@ -288,7 +297,7 @@ def test_lora(package):
         return model
 
     model, plain = captured(package, adapted(tiny_model()))
-    assert replays_of(lambda: assert_equal(gradients(model), gradients(plain))) == WHOLE
+    assert compare(model, plain) == WHOLE
     for m in (model, plain):
         m.base_model.disable_adapter_layers()
         for parameter in m.parameters():
@@ -305,7 +314,7 @@ def test_frozen_layers(package):
         return model
 
     model, plain = captured(package, frozen())
-    assert replays_of(lambda: assert_equal(gradients(model), gradients(plain))) == WHOLE - 1
+    assert compare(model, plain) == WHOLE - 1
 
 
 def test_autocast_is_a_pass_of_its_own(package):
@@ -319,15 +328,18 @@ def test_autocast_is_a_pass_of_its_own(package):
 def test_saved_tensors_may_be_packed(package):
     model, plain = captured(package, tiny_model())
     packed = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (packed.append(t), t)[1], lambda t: t), pytest.warns(RuntimeWarning, match="offload"):
-        assert replays_of(lambda: assert_equal(gradients(model), gradients(plain))) == 0
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: (packed.append(t), t)[1], lambda t: t),
+        pytest.warns(RuntimeWarning, match="offload"),
+    ):
+        assert compare(model, plain) == 0
     assert packed
 
 
 def test_copies_run_as_before(package, tmp_path):
     model, plain = captured(package, tiny_model())
     for other in (copy.deepcopy(model), copy.deepcopy(copy.deepcopy(model))):
-        assert replays_of(lambda: assert_equal(gradients(other), gradients(plain))) == 0
+        assert compare(other, plain) == 0
     with torch.no_grad():
         other = copy.deepcopy(model)
         other.model.layers[0].mlp.up_proj.weight.mul_(2)
@@ -373,5 +385,3 @@ def test_wrong_arguments(qwen3):
             qwen3.capture(model, batch_size, tokens)
     with pytest.raises(TypeError, match="Qwen3DecoderLayer"):
         qwen3.capture(torch.nn.Linear(2, 2), 1, 16)
-
-

@@ -457,7 +457,9 @@ def capture(layers: List[nn.Module], batch: int, tokens: int) -> None:
             raise ValueError(f"{name} is {number!r}, expected a positive int")
     devices = {parameter.device for layer in layers for parameter in layer.parameters()}
     if len(devices) != 1 or not can_record(*devices):
-        raise ValueError(f"the decoder layers are on {', '.join(sorted(map(str, devices)))}, expected one CUDA device: graphs exist on GPUs only")
+        raise ValueError(
+            f"the decoder layers are on {', '.join(sorted(map(str, devices)))}, expected one CUDA device: graphs exist on GPUs only"
+        )
     place = layers[0].__dict__.get(CAPTURED)
     if place is None or place.model.layers != layers:
         model = _Model(layers)
