@@ -17,8 +17,8 @@ from random import Random
 import pytest
 import torch
 
+from interpreter.backend import InterpreterBackend
 from tests.cpu.conftest import REPOSITORY, assemble_cpu, load
-from tests.interpreter.backend import InterpreterBackend
 from tools import compile as compiler
 from tools.kernel_package import read_package
 

@@ -10,8 +10,8 @@ import types
 
 import torch
 
+from interpreter import interpret
 from kernel_src.prebuild import UNMEASURED
-from tests.interpreter import interpret
 
 ARCHITECTURES = ("sm_90", *UNMEASURED)
 DTYPES = {
