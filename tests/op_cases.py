@@ -58,7 +58,9 @@ class Operations:
     def __getattr__(self, name):
         for package in self.packages:
             with contextlib.suppress(ModuleNotFoundError):
-                return getattr(importlib.import_module(f"{package.__name__}.shared.ops.{MODULES.get(name, name)}"), name)
+                found = getattr(importlib.import_module(f"{package.__name__}.shared.ops.{MODULES.get(name, name)}"), name)
+                setattr(self, name, found)  # a tracer looks up attributes and imports nothing
+                return found
         raise AttributeError(f"none of {self.packages} ships the operation {name}")
 
 

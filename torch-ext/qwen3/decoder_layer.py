@@ -8,8 +8,6 @@ wrote it, on the layers of this package.
 
 import sys
 
-import torch
-
 from .shared.hf.modules import SAVED, all_are_listened_to, is_marked, is_silu, original_forward, own_forward, plain_weight
 from .shared.ops.common import autocasts
 from .shared.ops.decoder_nodes import norm_attention_inputs, norm_mlp
@@ -27,7 +25,7 @@ def _learn_forwards() -> None:
     """Fills `_known` with transformers' own forwards of the parts of a layer."""
     modeling = sys.modules[MODELING]
     for cls in (modeling.Qwen3RMSNorm, modeling.Qwen3MLP, modeling.Qwen3Attention):
-        _known.add(vars(cls).get(SAVED + "forward", vars(cls)["forward"]))
+        _known.add(getattr(cls, SAVED + "forward", None) or cls.forward)  # not vars(cls): torch.compile traces this
 
 
 def _untouched(module) -> bool:
@@ -52,7 +50,7 @@ def _parameter(norm):
 
 def fusable(layer, x) -> bool:
     """True when the parts of a layer may be taken apart: nobody listens to them, and they hold what Qwen3's do."""
-    if type(x) not in PLAIN or x.dim() != 3 or torch.compiler.is_compiling() or autocasts(x.device):
+    if type(x) not in PLAIN or x.dim() != 3 or autocasts(x.device):
         return False
     if all_are_listened_to():
         return False

@@ -4,6 +4,7 @@ Alone, and with the residual stream: total = x + residual, y = RMSNorm(total).
 """
 
 import functools
+import math
 from typing import Optional, Tuple
 
 import torch
@@ -160,7 +161,7 @@ def _empty(x, dtype=None):
 
 
 def _fake_forward(x, weight, eps):
-    return _empty(x, torch.promote_types(x.dtype, weight.dtype)), x.new_empty((x.shape[:-1].numel(),), dtype=wide(x.dtype))
+    return _empty(x, torch.promote_types(x.dtype, weight.dtype)), x.new_empty((math.prod(x.shape[:-1]),), dtype=wide(x.dtype))
 
 
 def _fake_backward(dy, x, weight, rstd, need_dweight):
