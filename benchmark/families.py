@@ -93,7 +93,7 @@ def prepare_gpt_oss(provider: str) -> None:
 
 def new_gpt_oss(args, device: str):
     """Return a GptOssForCausalLM in training mode, to be filled. Eager attention, which is what transformers takes unless told otherwise,
-    for "huggingface" alone; and on a CPU, where flex_attention has no backward pass."""
+    for "huggingface" and for Bastile, which puts its own in the place; and on a CPU, where flex_attention has no backward pass."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     s = models.size(args.model)
@@ -109,7 +109,7 @@ def new_gpt_oss(args, device: str):
         num_experts_per_tok=s.top_k,
         use_cache=False,
     )
-    eager = args.child == "huggingface" or not args.device.startswith("cuda")
+    eager = args.child == "huggingface" or is_ours(args.child) or not args.device.startswith("cuda")
     with torch.device(device):
         attention = "eager" if eager else "flex_attention"
         return GptOssForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation=attention).train()

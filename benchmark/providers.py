@@ -32,6 +32,8 @@ PROVIDERS = {
     "huggingface_flex": Provider("Hugging Face, flex attention", {"color": "#999999", "marker": "s", "linestyle": "--"}),
     "torch": Provider("PyTorch", {"color": "#56B4E9", "marker": "D"}),
     "torch_fused": Provider("PyTorch, fused", {"color": "#56B4E9", "marker": "D", "linestyle": "--"}),
+    "torch_varlen": Provider("varlen_attn", {"color": "#009E73", "marker": "d"}),
+    "torch_flex": Provider("FlexAttention", {"color": "#CC79A7", "marker": "x"}),
     "torch_compile": Provider("torch.compile", {"color": "#CC79A7", "marker": "v"}),
     "liger": Provider("Liger", {"color": "#E69F00", "marker": "^"}),
     "liger_flex": Provider("Liger, flex attention", {"color": "#E69F00", "marker": "^", "linestyle": "--"}),

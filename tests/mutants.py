@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 
 from interpreter import InterpreterError
-from interpreter.backend import InterpreterBackend, runtime_of
+from interpreter.backend import InterpreterBackend
 from tests import ops
+from tests.ops.common import runtime_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "torch-ext" / "qwen3"

@@ -90,3 +90,30 @@ def test_tools_import_no_tests(folder):
         allowed = MAY_IMPORT[folder] | {folder} | ({"kernel_src"} if path.name == "backend.py" else set())
         _, others = imports(path, path.stem, ())
         assert not (others & TOP_LEVEL) - allowed, f"{path.relative_to(ROOT)} imports {(others & TOP_LEVEL) - allowed}"
+
+
+def imported_at_the_top(path: Path) -> set:
+    """The dotted names of what a test module imports when it is imported, absolute ones."""
+    nodes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif not node.level:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_tests_on_a_gpu_need_no_compiler():
+    """A machine with a GPU has neither cuda-tile nor what imports it, and that it works all the same is itself a test."""
+    waiting, seen = [*(ROOT / "tests/gpu").glob("*.py"), *(ROOT / "tests/multigpu").glob("*.py")], set()
+    while waiting:
+        path = waiting.pop()
+        for name in imported_at_the_top(path):
+            assert name.partition(".")[0] not in ("interpreter", "kernel_src", "cuda"), f"{path.relative_to(ROOT)} imports {name}"
+            inside = ROOT.joinpath(*name.split("."))
+            for other in (inside.with_suffix(".py"), inside / "__init__.py"):
+                if other.is_file() and name.startswith("tests") and other not in seen:
+                    seen.add(other)
+                    waiting.append(other)
+    assert len(seen) > 10

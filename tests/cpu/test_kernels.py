@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from interpreter.backend import InterpreterBackend, runtime_of
+from interpreter.backend import InterpreterBackend
 from tests.cpu.conftest import assemble_cpu, load
 from tests.ops import adamw, common, experts, grouped_gemm, linear_cross_entropy, rms_norm, rotary, swiglu
-from tests.ops.common import FLOATS, randn
+from tests.ops.common import FLOATS, randn, runtime_of
 from tools.compile import operations
 from tools.kernel_package import package_folders, read_package
 

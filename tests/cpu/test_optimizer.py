@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from interpreter.backend import runtime_of
 from tests.ops.adamw import (
     adamw_exact,
     check_adamw_in_slabs,
@@ -20,7 +19,7 @@ from tests.ops.adamw import (
     check_that_autograd_notices_adamw,
     small_parameters_too,
 )
-from tests.ops.common import randn
+from tests.ops.common import randn, runtime_of
 from tests.tolerances import assert_close
 
 FP32 = torch.float32

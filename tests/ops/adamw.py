@@ -5,8 +5,7 @@ import functools
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from interpreter.backend import runtime_of
-from tests.ops.common import CPU, FP32, errors_in, launched, limit, mesh_of_one, on_cpu, randn
+from tests.ops.common import CPU, FP32, errors_in, launched, limit, mesh_of_one, on_cpu, randn, runtime_of
 from tests.tolerances import assert_close
 
 

@@ -2,12 +2,18 @@
 
 import contextlib
 import importlib
+import types
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from interpreter.backend import runtime_of
+
+def runtime_of(package) -> types.SimpleNamespace:
+    """The runtime modules of a loaded package."""
+    names = ("artifacts", "launch", "device")
+    return types.SimpleNamespace(**{name: importlib.import_module(f"{package.__name__}.shared.runtime.{name}") for name in names})
+
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 BF16, FP16, FP32 = FLOATS

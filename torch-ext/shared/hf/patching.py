@@ -19,10 +19,12 @@ from typing import Any, NamedTuple, Tuple
 from torch import nn
 
 from . import capture as graphs
+from .attention import give_attention_back, register_attention, unregister_attention
 from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
 from .experts import EXPERTS, experts_implementation
 from .forwards import rotary_pos_emb
 from .modules import LAYER, OFF, SAVED
+from .padding import KEEPS
 
 # From, and up to but not including. From 5.23 on, transformers' gradient checkpointing stands inside a decoder layer's forward, and
 # to replace that would switch it off.
@@ -226,7 +228,7 @@ def _defines_forward(cls):
 # For every model
 
 
-def patch_classes(targets: Targets, wanted):
+def patch_classes(targets: Targets, wanted, unpad=True):
     """Puts the layers on transformers' classes, of which exactly those are active afterwards whose operations are wanted.
 
     wanted: an entry for each of `targets.operations`, True or False; of `fused_linear_cross_entropy` it may be a mapping of options of the
@@ -236,11 +238,13 @@ def patch_classes(targets: Targets, wanted):
     options = _loss_options(wanted["fused_linear_cross_entropy"])
     modeling = modeling_of_transformers(targets)
     _register_experts()
+    register_attention(getattr(modeling, targets.classes["attention"][0]).config_class)
     causal_lm = getattr(modeling, targets.classes["fused_linear_cross_entropy"][0])
     if options:
         setattr(causal_lm, LOSS_OPTIONS, options)
     elif LOSS_OPTIONS in vars(causal_lm):
         delattr(causal_lm, LOSS_OPTIONS)
+    setattr(causal_lm, KEEPS, not unpad)
     wanted = {name: isinstance(on, Mapping) or bool(on) for name, on in wanted.items()}
     modules = _live_modules()
     for operation, on in wanted.items():
@@ -254,6 +258,7 @@ def patch_classes(targets: Targets, wanted):
             for module in modules:
                 if isinstance(module, classes):
                     _unbind(module)
+                    give_attention_back(module)
 
 
 def _loss_options(given):
@@ -305,10 +310,10 @@ def reset(targets: Targets):
             _unbind(module)
         if state.pop(SAVED + "use_kernels", False):
             state["_use_kernels"] = True
-        attention = state.pop(SAVED + "attention", None)
-        if attention is not None:
-            module.set_attn_implementation(attention)
+        give_attention_back(module)
+        state.pop(KEEPS, None)
     _unregister_experts()
+    unregister_attention()
 
 
 def _experts_interface():
@@ -362,15 +367,18 @@ def _attention_forward(targets: Targets, original):
     return copy
 
 
-def kernelize(targets: Targets, model, mode=None):
+def kernelize(targets: Targets, model, mode=None, attention=True, unpad=True):
     """Puts the layers on one model, in place, and returns it; see `kernelize` of a package."""
     if mode is not None and getattr(mode, "name", "") == "FALLBACK":
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
     modeling = modeling_of_transformers(targets)
     _register_experts()
+    register_attention(getattr(modeling, targets.classes["attention"][0]).config_class)
     places = {operation: (getattr(modeling, name), layer.forward) for operation, (name, layer) in targets.classes.items()}
-    attention = getattr(modeling, targets.attention)
-    places["rope"] = (attention, _attention_forward(targets, _original(attention, "forward")))
+    rotated = getattr(modeling, targets.attention)
+    places["rope"] = (rotated, _attention_forward(targets, _original(rotated, "forward")))
+    if not attention or not any(isinstance(module, places["attention"][0]) for module in model.modules()):
+        del places["attention"]
     chosen = {
         operation: [module for module in model.modules() if isinstance(module, cls) and _defines_forward(type(module)) is cls]
         for operation, (cls, _) in places.items()
@@ -397,6 +405,8 @@ def kernelize(targets: Targets, model, mode=None):
     for operation, modules in chosen.items():
         for module in modules:
             _bind(module, places[operation][1])
+    for module in chosen.get("fused_linear_cross_entropy", ()):
+        vars(module)[KEEPS] = not unpad
     for module in model.modules():
         if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
             vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})
@@ -434,6 +444,7 @@ def mapping(targets: Targets, mode=None):
     """Makes the mapping of a package's layers for `kernels`; see `mapping` of a package."""
     modeling, kernels = modeling_of_transformers(targets), _kernels()
     _register_experts()
+    register_attention(getattr(modeling, targets.classes["attention"][0]).config_class)
     for name, _ in targets.classes.values():
         cls = getattr(modeling, name)
         if not hasattr(cls, "kernel_layer_name"):
