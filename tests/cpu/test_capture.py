@@ -211,6 +211,21 @@ def test_padded_batches_have_graphs_of_their_own(package):
     assert compare(model, plain) == WHOLE
 
 
+def test_the_packages_own_attention(package):
+    """Its plan of a padded or packed batch is read from memory that each pass fills."""
+    model, plain = tiny_model(attn_implementation="sdpa"), tiny_model(attn_implementation="sdpa")
+    for m in (model, plain):
+        package.kernelize(m).set_attn_implementation("bastile")
+    package.capture(model, *SHAPE)
+    positions = torch.arange(9).expand(2, 9)
+    for seed in range(4):
+        mask, packed = torch.ones(SHAPE, dtype=torch.int64), positions.clone()
+        mask[1, 3 + seed :] = 0
+        packed[1, 2 + seed :] -= 2 + seed
+        for options in ({}, {"attention_mask": mask}, {"position_ids": packed}):
+            assert compare(model, plain, seed, **options) == (0 if seed == 0 else WHOLE), options
+
+
 @pytest.mark.parametrize("items", (7, torch.tensor(7), 7.5))
 def test_the_number_of_items_is_the_losses_alone(package, items):
     model, plain = captured(package, tiny_model())

@@ -19,16 +19,20 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from ..ops.attention import AttentionPlan
 from ..runtime.device import PLAIN, is_ordinary
+from .attention import Rule, Visible, _documents
 from .modules import LAYER, SAVED, all_are_listened_to
 
 CAPTURED = SAVED + "captured"  # on a layer: its `_Layer`
 UNCAPTURED = SAVED + "uncaptured"  # on a layer: the forward that stood on it before, None where there was none
 OF_THE_LOSS = frozenset(("num_items_in_batch", "num_items", "shift_labels", "ignore_index", "labels"))  # pass through a layer unread
+OF_DOCUMENTS = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))  # what a plan of the attention says already
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
 RECORDINGS = 3  # of one shape with fewer than REPLAYS passes for each, after which a model that changes all the time runs as before
 REPLAYS = 16
+PLANS = 8  # kinds of passes that a model is looked at for: of its shapes, each with and without a mask
 
 
 class Graph:
@@ -133,7 +137,7 @@ class _Input:
     """The memory from which graphs read an argument that many layers get: filled once a pass."""
 
     def __init__(self, like: torch.Tensor):
-        self.buffer = torch.empty_like(like)
+        self.buffer = like.clone()
         self.source: Any = lambda: None
         self.version = -1
 
@@ -228,6 +232,25 @@ class _Replay(torch.autograd.Function):
         return (None, *(None if t is None else t.detach() for t in (unit.dx, *unit.gradients)))
 
 
+class _Planned(Visible):
+    """Stands in a recorded layer for the `Visible` of a pass: the plan is where the graphs read it."""
+
+    def __init__(self, seen: Visible):
+        super().__init__(seen.arguments, Rule(seen.rule.window), None)
+
+    def is_plain(self) -> bool:
+        return False
+
+    def filled(self, limits: torch.Tensor, walks: torch.Tensor) -> "_Planned":
+        self.kept = AttentionPlan.__new__(AttentionPlan)
+        self.kept.tokens, self.kept.causal, self.kept.window = self.batch * self.tokens, True, self.rule.window
+        self.kept.limits, self.kept.walks = limits, walks
+        return self
+
+    def plan(self, device, cu_seqlens=None, position_ids=None) -> AttentionPlan:
+        return self.kept
+
+
 class _Plan:
     """A training pass of one kind, by what its first layer gets: looked at, then recorded, then replayed."""
 
@@ -245,7 +268,7 @@ class _Plan:
         for tensor in tensors:
             number, _ = self.examples.setdefault(id(tensor), (len(self.examples), tensor))
             numbers.append(number)
-        self.seen.append((key, numbers, {name: _without_tensors(value) for name, value in kwargs.items() if name not in OF_THE_LOSS}))
+        self.seen.append((key, numbers, {name: _without_tensors(value) for name, value in _read(kwargs)}))
         if len(self.seen) == len(self.model.layers):
             self.inputs = [_Input(tensor) for _, tensor in self.examples.values()]
             self.examples = {}
@@ -280,6 +303,8 @@ def _without_tensors(value):
         return torch.Tensor
     if type(value) is tuple:
         return tuple(map(_without_tensors, value))
+    if type(value) is Visible:
+        return Visible(value.arguments, value.rule, None) if value.is_plain() else _Planned(value)
     return value
 
 
@@ -288,6 +313,8 @@ def _with_tensors(value, inputs):
         return next(inputs).buffer
     if type(value) is tuple:
         return tuple(_with_tensors(part, inputs) for part in value)
+    if type(value) is _Planned:
+        return value.filled(next(inputs).buffer, next(inputs).buffer)
     if type(value) is dict:
         return {name: _with_tensors(part, inputs) for name, part in value.items()}
     return value
@@ -322,6 +349,9 @@ class _Model:
         self.current, self.next = None, 0
         if self.open:
             return  # an earlier forward pass waits for its backward pass
+        if key not in self.plans and len(self.plans) == PLANS:
+            self.give_up(f"there are more than {PLANS} kinds of passes by shape, mask and arguments")
+            return
         plan = self.plans.setdefault(key, _Plan(self))
         if plan.units and not all(unit.watch.same() for unit in plan.units):
             plan.forget()
@@ -378,11 +408,18 @@ def _described(x, kwargs):
     autocast = torch.is_autocast_enabled(x.device.type)
     key.append(torch.get_autocast_dtype(x.device.type) if autocast else None)
     tensors: list = []
-    for name, value in kwargs.items():
-        if name in OF_THE_LOSS:
-            continue
+    for name, value in _read(kwargs):
         if type(value) in SIMPLE:
             key += (name, value)
+            continue
+        if type(value) is Visible:
+            if value.rule is None:
+                return None, (), "there is padding between the tokens of a row, or another mask of which the attention makes no plan"
+            key += (name, value.rule.window)
+            if not value.is_plain():
+                plan = value.plan(x.device, *_documents(value, kwargs, None))
+                tensors += (plan.limits, plan.walks)
+                key += (plan.limits.shape, plan.walks.shape)
             continue
         parts = value if type(value) is tuple else (value,)
         for part in parts:
@@ -392,6 +429,12 @@ def _described(x, kwargs):
             tensors.append(part)
             key += (name, part.shape, part.dtype, part.device)
     return tuple(key), tensors, ""
+
+
+def _read(kwargs):
+    """The arguments of a layer that it reads."""
+    planned = type(kwargs.get("attention_mask")) is Visible and not kwargs["attention_mask"].is_plain()
+    return [pair for pair in kwargs.items() if not (pair[0] in OF_THE_LOSS or (planned and pair[0] in OF_DOCUMENTS))]
 
 
 def _run(layer, args, kwargs):
