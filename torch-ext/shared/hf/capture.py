@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ..ops.attention import AttentionPlan
 from ..runtime.device import PLAIN, is_ordinary
-from .attention import Rule, Visible, _documents
+from .attention import Rule, Visible, documents_of
 from .modules import LAYER, SAVED, all_are_listened_to
 
 CAPTURED = SAVED + "captured"  # on a layer: its `_Layer`
@@ -417,7 +417,7 @@ def _described(x, kwargs):
                 return None, (), "there is padding between the tokens of a row, or another mask of which the attention makes no plan"
             key += (name, value.rule.window)
             if not value.is_plain():
-                plan = value.plan(x.device, *_documents(value, kwargs, None))
+                plan = value.plan(x.device, *documents_of(value, kwargs, None))
                 tensors += (plan.limits, plan.walks)
                 key += (plan.limits.shape, plan.walks.shape)
             continue

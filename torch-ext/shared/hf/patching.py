@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Tuple
 from torch import nn
 
 from . import capture as graphs
+from . import explain as explanation
 from .attention import give_attention_back, register_attention, unregister_attention
 from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
 from .experts import EXPERTS, experts_implementation
@@ -426,6 +427,13 @@ def capture(targets: Targets, model, batch, tokens):
     """Replays the decoder layers of a model as CUDA graphs, and returns it; see `capture` of a package."""
     graphs.capture(decoder_layers(targets, model), batch, tokens)
     return model
+
+
+def explain(targets: Targets, model, explain_layer):
+    """Says what of a model runs fused; see `explain` of a package. explain_layer: as of `explanation.explain`."""
+    layers = decoder_layers(targets, model)
+    causal_lm = getattr(sys.modules[targets.modeling], targets.classes["fused_linear_cross_entropy"][0])
+    return explanation.explain(model, layers, [module for module in model.modules() if isinstance(module, causal_lm)], explain_layer)
 
 
 class LoadedLayer(NamedTuple):

@@ -1,6 +1,7 @@
 """What a user calls to put the layers on GPT-OSS, to see them there, and to take them off again."""
 
-from .shared.hf import patching
+from .decoder_layer import explain_layer
+from .shared.hf import doctor, patching
 from .targets import TARGETS
 
 
@@ -46,6 +47,25 @@ def kernelize(model, mode=None, attention=True, unpad=True):
     ImportError when transformers is absent or its version does not fit.
     """
     return patching.kernelize(TARGETS, model, mode, attention, unpad)
+
+
+def explain(model):
+    """Says what of a model runs fused, and of the rest why it does not and what to do about it.
+
+    model: alone or inside another module (PEFT). Returns an `Explanation`: printed, a table; its `rows` have the fields `part`, `count`,
+    `fused`, `reason` and `advice`. The answer holds for the state in which the model is now (its adapters, hooks, autocast), so ask where
+    the training step would be. Raises TypeError when the model has no decoder layers of this kind.
+    """
+    return patching.explain(TARGETS, model, explain_layer)
+
+
+def report():
+    """Looks at this machine: the GPUs and which kernels serve them, the driver, and versions that fit or do not, with a line of advice.
+
+    Returns a `Report`: printed, what belongs into a bug report; its `findings` have the fields `name`, `found`, `fits` and `advice`.
+    `python -m bastile` prints it too.
+    """
+    return doctor.report(__package__)
 
 
 def capture(model, batch, tokens):
