@@ -12,7 +12,7 @@ from typing import List, Tuple
 import torch
 
 from .shared.hf.adapters import projection, projection_or_reason
-from .shared.hf.modules import SAVED, all_are_listened_to, is_marked, is_silu, original_forward, own_forward, plain_weight
+from .shared.hf.modules import OwnForwards, all_are_listened_to, is_silu, original_forward, plain_weight
 from .shared.ops.common import autocasts
 from .shared.ops.decoder_nodes import norm_attention_inputs, norm_mlp
 from .shared.ops.projected_nodes import projected_attention_inputs, projected_mlp
@@ -23,20 +23,8 @@ from .shared.runtime.device import PLAIN
 MODELING = "transformers.models.qwen3.modeling_qwen3"
 
 
-_known: set = set()
-
-
-def _learn_forwards() -> None:
-    """Fills `_known` with transformers' own forwards of the parts of a layer."""
-    modeling = sys.modules[MODELING]
-    for cls in (modeling.Qwen3RMSNorm, modeling.Qwen3MLP, modeling.Qwen3Attention):
-        _known.add(getattr(cls, SAVED + "forward", None) or cls.forward)  # not vars(cls): torch.compile traces this
-
-
-def _untouched(module) -> bool:
-    """True when calling a module does what transformers or this package wrote, and nobody listens."""
-    function = own_forward(module)
-    return function in _known or is_marked(function)
+_own = OwnForwards(MODELING, "Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention")
+_untouched = _own.run_by
 
 
 def _is_norm_of(norm, x) -> bool:
@@ -63,8 +51,6 @@ def why_not_fusable(layer, x) -> str:
         return "torch.compile under autocast"
     if x.dtype not in (_product_dtype(x), torch.float32):
         return f"autocast to {_product_dtype(x)} over {x.dtype}"
-    if not _known:
-        _learn_forwards()
     parts = _parts(layer)
     attention, mlp = parts["self_attn"], parts["mlp"]
     inner = _parts(attention)
@@ -76,7 +62,9 @@ def why_not_fusable(layer, x) -> str:
     for norm in norms:
         if not _is_norm_of(norm, x):
             return f"a norm has hooks, a forward that someone else gave it, or a weight that is no ordinary tensor of {x.dtype}"
-    return "" if is_silu(_parts(mlp).get("act_fn")) else "the activation of mlp is not SiLU, or has hooks"
+    if not is_silu(_parts(mlp).get("act_fn")):
+        return "the activation of mlp is not SiLU, or has hooks"
+    return "" if _own.rotary("apply_rotary_pos_emb") else "apply_rotary_pos_emb is one that someone else put there"
 
 
 def fusable(layer, x) -> bool:

@@ -12,7 +12,6 @@ output is where the next one reads its input.
 import operator
 import warnings
 import weakref
-from types import MethodType
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
@@ -22,10 +21,11 @@ from torch.autograd.function import once_differentiable
 from ..ops.attention import AttentionPlan
 from ..runtime.device import PLAIN, is_ordinary
 from .attention import Rule, Visible, documents_of
+from .binding import BoundForward
 from .modules import LAYER, SAVED, all_are_listened_to
 
-CAPTURED = SAVED + "captured"  # on a layer: its `_Layer`
-UNCAPTURED = SAVED + "uncaptured"  # on a layer: the forward that stood on it before, None where there was none
+GRAPHS = SAVED + "graphs"  # on a layer: its `_Layer`; on the causal LM: its `_Model`
+WITHOUT_GRAPHS = SAVED + "without_graphs"  # on a layer: the forward that stood on it before, None where there was none
 OF_THE_LOSS = frozenset(("num_items_in_batch", "num_items", "shift_labels", "ignore_index", "labels"))  # pass through a layer unread
 OF_DOCUMENTS = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))  # what a plan of the attention says already
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -85,7 +85,7 @@ def is_recording(x: torch.Tensor) -> bool:
 class _Watch:
     """Notices what a graph of a module would not: moved or replaced weights, other submodules, hooks, switches."""
 
-    STANDARD = frozenset(nn.Module().__dict__) | {CAPTURED}
+    STANDARD = frozenset(nn.Module().__dict__) | {GRAPHS}
 
     def __init__(self, module: nn.Module):
         owners: List[dict] = []
@@ -269,7 +269,7 @@ class _Plan:
             number, _ = self.examples.setdefault(id(tensor), (len(self.examples), tensor))
             numbers.append(number)
         self.seen.append((key, numbers, {name: _without_tensors(value) for name, value in _read(kwargs)}))
-        if len(self.seen) == len(self.model.layers):
+        if len(self.seen) == len(self.model._layers):
             self.inputs = [_Input(tensor) for _, tensor in self.examples.values()]
             self.examples = {}
 
@@ -324,7 +324,7 @@ class _Model:
     """The layers of a model, the shapes that are wanted, and the passes that were seen of them."""
 
     def __init__(self, layers):
-        self.layers = layers
+        self._layers = [weakref.ref(layer) for layer in layers]
         self.shapes: set = set()
         self.plans: Dict[tuple, _Plan] = {}
         self.current: Optional[_Plan] = None
@@ -332,6 +332,16 @@ class _Model:
         self.open: set = set()
         self.reasons: List[str] = []  # why passes of a wanted shape ran as before
         self._recorder: Optional[Recorder] = None
+
+    def __deepcopy__(self, memo):
+        return None
+
+    def __reduce__(self):
+        return (type(None), ())
+
+    @property
+    def layers(self) -> list:
+        return [layer() for layer in self._layers]
 
     def recorder(self, device) -> Recorder:
         if self._recorder is None:
@@ -356,7 +366,7 @@ class _Model:
         if plan.units and not all(unit.watch.same() for unit in plan.units):
             plan.forget()
         if plan.seen and not plan.units:
-            if len(plan.seen) < len(self.layers):
+            if len(plan.seen) < len(self._layers):
                 plan.forget()  # the last pass came not to its end
             elif plan.recordings >= RECORDINGS + plan.replays // REPLAYS:
                 plan.failure = f"the model changed after each of {plan.recordings} captures (weights moved, adapters or hooks exchanged)"
@@ -439,13 +449,13 @@ def _read(kwargs):
 
 def _run(layer, args, kwargs):
     """Calls the forward that a layer has without its graphs."""
-    before = layer.__dict__.get(UNCAPTURED)
+    before = layer.__dict__.get(WITHOUT_GRAPHS)
     return before(*args, **kwargs) if before is not None else type(layer).forward(layer, *args, **kwargs)
 
 
 def captured_forward(layer, *args, **kwargs):
     """Of a layer under `capture`: replays its graphs where the call is what they were recorded of."""
-    place = layer.__dict__.get(CAPTURED)
+    place = layer.__dict__.get(GRAPHS)
     if place is None or torch.compiler.is_compiling() or not (layer.training and torch.is_grad_enabled()):
         return _run(layer, args, kwargs)
     model, x = place.model, args[0] if args else kwargs["hidden_states"]
@@ -483,18 +493,24 @@ setattr(captured_forward, LAYER, captured_forward)
 def release(module: nn.Module) -> None:
     """Takes the graphs off a layer, and leaves the forward on it that was there before."""
     state = module.__dict__
-    before = state.pop(UNCAPTURED, None)
-    if state.pop(CAPTURED, None) is None and before is None:
+    before = state.pop(WITHOUT_GRAPHS, None)
+    if state.pop(GRAPHS, None) is None and before is None:
         return
-    if getattr(state.get("forward"), "__func__", None) is captured_forward:
+    if getattr(state.get("forward"), "bound_function", None) is captured_forward:
         if before is None:
             del state["forward"]
         else:
             state["forward"] = before
 
 
-def capture(layers: List[nn.Module], batch: int, tokens: int) -> None:
-    """Replays the decoder layers of a model for inputs [batch, tokens]; see `capture` of a package."""
+def is_wanted(causal_lm: nn.Module, shape: torch.Size) -> bool:
+    """Tells whether the layers of a causal LM are to be replayed for a batch of a shape [batch, tokens], which must then keep it."""
+    model = causal_lm.__dict__.get(GRAPHS)
+    return model is not None and tuple(shape) in model.shapes
+
+
+def capture(layers: List[nn.Module], causal_lms: List[nn.Module], batch: int, tokens: int) -> None:
+    """Replays the decoder layers of a model for inputs [batch, tokens]; see `capture` of a package. causal_lms: what holds them."""
     for name, number in (("batch", batch), ("tokens", tokens)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} is {number!r}, expected a positive int")
@@ -503,7 +519,7 @@ def capture(layers: List[nn.Module], batch: int, tokens: int) -> None:
         raise ValueError(
             f"the decoder layers are on {', '.join(sorted(map(str, devices)))}, expected one CUDA device: graphs exist on GPUs only"
         )
-    place = layers[0].__dict__.get(CAPTURED)
+    place = layers[0].__dict__.get(GRAPHS)
     if place is None or place.model.layers != layers:
         model = _Model(layers)
         for index, layer in enumerate(layers):
@@ -511,14 +527,17 @@ def capture(layers: List[nn.Module], batch: int, tokens: int) -> None:
             state = layer.__dict__
             if "_hf_hook" in state:
                 raise RuntimeError("accelerate has put a hook on a decoder layer (device_map, offloading), which a graph would pass by")
-            state[UNCAPTURED], state[CAPTURED] = state.get("forward"), _Layer(model, index)
-            state["forward"] = MethodType(captured_forward, layer)
-    layers[0].__dict__[CAPTURED].model.shapes.add((batch, tokens))
+            state[WITHOUT_GRAPHS], state[GRAPHS] = state.get("forward"), _Layer(model, index)
+            state["forward"] = BoundForward(captured_forward, layer)
+    model = layers[0].__dict__[GRAPHS].model
+    model.shapes.add((batch, tokens))
+    for causal_lm in causal_lms:
+        causal_lm.__dict__[GRAPHS] = model
 
 
 def captured_passes(layer: nn.Module) -> Tuple[List[tuple], List[str]]:
     """([(batch and tokens, whether they are recorded by now)], [why a pass ran as before]) of a layer's model; empty without `capture`."""
-    place = layer.__dict__.get(CAPTURED)
+    place = layer.__dict__.get(GRAPHS)
     if place is None:
         return [], []
     recorded = {tuple(key[0][:-1]) for key, plan in place.model.plans.items() if plan.units}

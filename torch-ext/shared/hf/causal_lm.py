@@ -10,6 +10,7 @@ from torch import nn
 from ..ops.common import autocasts
 from ..ops.cross_entropy import LinearCrossEntropyOutput, Options, cross_entropy_of_logits
 from ..ops.linear_cross_entropy import linear_cross_entropy
+from .capture import is_wanted
 from .modules import OFF, SAVED, all_are_listened_to, call_with, original_forward, plain_weight, sharded_weight, why_not_plain
 from .padding import without_padding
 
@@ -190,7 +191,7 @@ def causal_lm_forward(model, labels, kwargs):
     else:
         return forward(model, labels=labels, **kwargs)
     as_tuple = kwargs.pop("return_dict", None) is False
-    if skip_logits and isinstance(kwargs.get("attention_mask"), torch.Tensor):
+    if skip_logits and isinstance(kwargs.get("attention_mask"), torch.Tensor) and not is_wanted(model, kwargs["attention_mask"].shape):
         ignore_index = kwargs.get("ignore_index", -100)
         target = shift(labels, kwargs.get("shift_labels"), ignore_index)
         kwargs = without_padding(model, target, ignore_index, kwargs, options) or kwargs
