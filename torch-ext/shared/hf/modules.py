@@ -34,8 +34,8 @@ def is_transformers_own(function, modeling: str, name: str) -> bool:
 
     False for what a user, a library or a test put in its place, also where functools.wraps gave that the same name.
     """
-    key = function, modeling, name
-    if key in _own:
+    key, traced = (function, modeling, name), torch.compiler.is_compiling()  # a tracer would guard what is kept, and trace again
+    if not traced and key in _own:
         return True
     while hasattr(function, "__wrapped__"):
         if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
@@ -46,7 +46,8 @@ def is_transformers_own(function, modeling: str, name: str) -> bool:
         return False
     if not code.co_filename.replace("\\", "/").endswith("/".join(modeling.split(".")[-2:]) + ".py"):
         return False  # made there by exec()
-    _own.add(key)
+    if not traced:
+        _own.add(key)
     return True
 
 
