@@ -142,9 +142,13 @@ HALF, FULL = 64, 1  # Qwen3's heads, cos and sin as wide
 TOKENS = 4
 
 
+# Of q and k, and of weights and angles: wider in an fp32 model under autocast.
+DTYPES = (*((dtype, dtype) for dtype in FLOATS), ("bfloat16", "float32"))
+
+
 def variants():
-    for dtype in FLOATS:
-        weight, angle = Array(dtype, (2 * HALF,)), Array(dtype, (None, 2 * HALF))
+    for dtype, wide in DTYPES:
+        weight, angle = Array(wide, (2 * HALF,)), Array(wide, (None, 2 * HALF))
         partial = Array("float32", (None, 2 * HALF))
         shared = {"q_weight": weight, "k_weight": weight, "cos": angle, "sin": angle}
         shape = {"HALF": HALF, "FULL": FULL}
@@ -152,7 +156,7 @@ def variants():
             q, k = grouped(dtype, group, 2 * HALF)
             params = {"q": q, "k": k, "q_out": q, "k_out": k, **shared, "eps": FLOAT, **group, **shape}
             yield Variant(qk_norm_rotary_forward, params)
-            if dtype == "bfloat16" and group["Q_HEADS"] == 32:
+            if dtype == wide == "bfloat16" and group["Q_HEADS"] == 32:
                 # Half the registers a thread for 5120 and more elements a block. The last bit may differ.
                 yield Variant(qk_norm_rotary_forward, params, hints={"num_worker_warps": 8}, targets=UNMEASURED)
         # [8192, 32 and 8 heads] on an H200, whichever of heads and tokens comes first in the gradients: 65 us, 93 % of copy, with 4 tokens of
@@ -165,5 +169,7 @@ def variants():
                 {"dq_out": x, "dk_out": x, "q": x, "k": x, "dq": x, "dk": x, **shared, "dq_weight": partial,
                  "dk_weight": partial, "eps": FLOAT, "TOKENS": 2 if dtype == "float32" else TOKENS, "HEADS": count, **shape},
             )
+        if dtype != wide:
+            continue
         out = Array(dtype, (2 * HALF,))
         yield Variant(column_sum_pair, {"first": partial, "second": partial, "first_out": out, "second_out": out, **TILE})

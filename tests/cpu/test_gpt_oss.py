@@ -25,7 +25,7 @@ from tools.kernel_package import read_package
 TOKENS = random_tokens(2, 33)
 LABELS = TOKENS.clone()
 LABELS[0, :7] = -100
-OPERATIONS = ["rms_norm", "experts", "rope", "fused_linear_cross_entropy", "decoder_layer"]
+OPERATIONS = ["rms_norm", "experts", "rope", "fused_linear_cross_entropy", "decoder_layer", "attention"]
 CLASSES = ["GptOssRMSNorm", "GptOssExperts", "GptOssForCausalLM", "GptOssDecoderLayer", "GptOssAttention", "GptOssModel"]
 # Two fp32 runs of a model differ by more than an operation from float64 where a gradient is a small difference: those of q and k.
 FACTOR = 10
@@ -337,13 +337,13 @@ def test_subsets(gpt_oss, chosen):
     Step(model, input_ids=TOKENS, labels=LABELS).assert_same(expected, FACTOR)
 
 
-@pytest.mark.parametrize("sequence", [["apply"], ["kernelize"], ["mapping"], ["apply", "mapping", "kernelize"], ["attention"]], ids="-".join)
+@pytest.mark.parametrize("sequence", [["apply"], ["kernelize"], ["mapping"], ["apply", "mapping", "kernelize"]], ids="-".join)
 def test_reset_leaves_no_trace(gpt_oss, sequence):
     model = tiny_gpt_oss()
     before = everything()
     expected = Step(model, input_ids=TOKENS, labels=LABELS)
     for how in sequence:
-        gpt_oss.apply(attention=True) if how == "attention" else install(gpt_oss, model, how)
+        install(gpt_oss, model, how)
     assert uses(gpt_oss, model) == ALL
     gpt_oss.reset()
     gpt_oss.reset()
@@ -384,48 +384,7 @@ def test_layers_load_from_a_folder(gpt_oss, gpt_oss_folder, monkeypatch):
         assert {key for key in vars(layer) if not key.startswith("__")} == {"forward", "can_torch_compile"}
 
 
-# ---------------------------------------------------------------- attention
-class OnAGPU:
-    """What `choose_attention` asks a model, which on a CPU has nothing to choose."""
-
-    device = torch.device("cuda")
-
-    def __init__(self):
-        self.config = tiny_gpt_oss().config
-
-    def set_attn_implementation(self, name):
-        self.config._attn_implementation = name
-
-
-def test_a_hint_where_attention_holds_all_scores(gpt_oss, monkeypatch):
-    decoder = sys.modules[f"{gpt_oss.__name__}.decoder_layer"]
-    monkeypatch.setattr(decoder, "_hinted", set())
-    with pytest.warns(RuntimeWarning, match="flex_attention.*apply.attention=True") as caught:
-        decoder.choose_attention(OnAGPU())
-        decoder.choose_attention(OnAGPU())
-    assert len(caught) == 1
-
-
-def test_apply_changes_the_attention(gpt_oss):
-    decoder = sys.modules[f"{gpt_oss.__name__}.decoder_layer"]
-    gpt_oss.apply(attention=True)
-    assert getattr(modeling_gpt_oss.GptOssForCausalLM, decoder.FLEX)
-    model = type("Model", (OnAGPU,), {decoder.FLEX: True})()
-    decoder.choose_attention(model)
-    assert model.config._attn_implementation == "flex_attention" and vars(model)["_bastile_attention"] == "eager"
-    gpt_oss.apply()
-    assert not getattr(modeling_gpt_oss.GptOssForCausalLM, decoder.FLEX)
-    with pytest.raises(ValueError, match="attention is True and fused_linear_cross_entropy is False"):
-        gpt_oss.apply(attention=True, fused_linear_cross_entropy=False)
-
-
-def test_reset_gives_a_model_its_attention_back(gpt_oss):
-    model = tiny_gpt_oss(attn_implementation="flex_attention")
-    vars(model)["_bastile_attention"] = "eager"
-    gpt_oss.reset()
-    assert model.config._attn_implementation == "eager"
-
-
+# ---------------------------------------------------------------- warm-up
 def test_warm_up(gpt_oss):
     model, warmup = tiny_gpt_oss(), sys.modules[gpt_oss.__name__ + ".warmup"]
     state = torch.random.get_rng_state()

@@ -117,7 +117,7 @@ def test_all_are_published_at_once_and_their_cards_run(tmp_path):
         code += "\nqwen3 = get_kernel('bastile/qwen3', version=1, trust_remote_code=True)\nassert qwen3.get_patched_ops() == []\n"
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert "['rms_norm', 'experts', 'rope', 'fused_linear_cross_entropy', 'decoder_layer']" in done.stdout
+        assert "['rms_norm', 'experts', 'rope', 'fused_linear_cross_entropy', 'decoder_layer', 'attention']" in done.stdout
 
 
 @each

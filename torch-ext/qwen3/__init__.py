@@ -4,6 +4,7 @@ from . import layers
 from .api import apply, get_patched_ops, kernelize, mapping, reset
 from .shared.hf.optimizer import AdamW
 from .shared.hf.packing import pack
+from .shared.ops.attention import AttentionPlan, attention
 from .shared.ops.experts import experts
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.rms_norm import add_rms_norm, rms_norm
@@ -13,8 +14,10 @@ from .warmup import clear_autotune_cache, warmup_all_kernels
 
 __all__ = [
     "AdamW",
+    "AttentionPlan",
     "add_rms_norm",
     "apply",
+    "attention",
     "clear_autotune_cache",
     "experts",
     "get_patched_ops",

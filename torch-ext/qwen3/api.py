@@ -4,12 +4,17 @@ from .shared.hf import patching
 from .targets import TARGETS
 
 
-def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True):
+def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True, attention=True, unpad=True):
     """Puts the layers on transformers' Qwen3 classes: models that exist and models made later use them.
 
     After the call exactly the operations given as True are active. With `fused_linear_cross_entropy` a model in training mode
     that gets labels returns the loss and no logits. `decoder_layer` fuses across the others, so it takes effect where `rms_norm`,
-    `swiglu` and `rope` are all on. Not thread-safe against a running forward pass.
+    `swiglu` and `rope` are all on. `attention` gives a model on a GPU attn_implementation="bastile" at its next step where it has
+    the "sdpa" that transformers chooses by default: packed and padded batches and sliding windows run in kernels of ours, at the cost
+    of the tokens that are seen; one sequence a row without padding goes to SDPA as before. Any other implementation is kept. `unpad`
+    leaves the padding of a batch out of the whole decoder where nobody can tell: with that attention, a loss without logits, no
+    cache (use_cache=False, as Trainer has it), no label at a padded position, and no hooks on the decoder's parts.
+    Not thread-safe against a running forward pass.
 
     fused_linear_cross_entropy: True, False, or a mapping of options of the loss, which stands for True: `ignore_index`,
     `class_weight`, `reduction`, `label_smoothing`, `softcap`, `lse_square_scale`, `use_token_scaling`, `accum_dtype`,
@@ -28,15 +33,17 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
             "rope": rope,
             "fused_linear_cross_entropy": fused_linear_cross_entropy,
             "decoder_layer": decoder_layer and rms_norm and swiglu and rope,
+            "attention": attention,
         },
+        unpad,
     )
 
 
-def kernelize(model, mode=None):
+def kernelize(model, mode=None, attention=True, unpad=True):
     """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
 
     model: one of transformers, with or without a head, alone or inside another module (PEFT). mode: a `kernels.Mode`;
-    the layers serve all of them, so it changes nothing. For torch.nn.DataParallel use `apply`: its replicas would call the
+    the layers serve all of them, so it changes nothing. attention, unpad: as in `apply`. For torch.nn.DataParallel use `apply`: its replicas would call the
     forwards of the model that they were copied from.
 
     A part whose forward someone else replaced (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning.
@@ -45,7 +52,7 @@ def kernelize(model, mode=None):
     could be put on it, and
     ImportError when transformers is absent or its version does not fit.
     """
-    return patching.kernelize(TARGETS, model, mode)
+    return patching.kernelize(TARGETS, model, mode, attention, unpad)
 
 
 def mapping(mode=None):

@@ -1,18 +1,20 @@
 """A whole decoder layer of Qwen3 in three autograd nodes: norm, q, k, v with their norms and rotary embedding; attention; the output
 projection, norm and MLP with both residual connections.
 
-A projection that is not exactly torch.nn.Linear (LoRA, quantised, sharded, hooked) is called as the module that it is, and the
-rest is fused around it. A layer with anything else unexpected (hooks on its parts, autocast, a tracer) runs as transformers
-wrote it, on the layers of this package.
+A projection is torch.nn.Linear, bitsandbytes' four bits, or PEFT's LoRA around either; under autocast its weight may be wider than the
+products. One that is anything else (another adapter, sharded, hooked) is called as the module that it is, and the rest is fused around
+it. A layer with anything else unexpected (hooks on its parts, a tracer) runs as transformers wrote it, on the layers of this package.
 """
 
 import sys
 
 import torch
 
+from .shared.hf.adapters import projection
 from .shared.hf.modules import OwnForwards, all_are_listened_to, is_silu, original_forward, plain_weight
 from .shared.ops.common import autocasts
 from .shared.ops.decoder_nodes import norm_attention_inputs, norm_mlp
+from .shared.ops.projected_nodes import projected_attention_inputs, projected_mlp
 from .shared.ops.rms_norm import add_rms_norm, rms_norm
 from .shared.ops.rotary import qk_norm_rotary
 from .shared.runtime.device import PLAIN
@@ -40,9 +42,9 @@ def _parameter(norm):
 
 def fusable(layer, x) -> bool:
     """True when the parts of a layer may be taken apart: nobody listens to them, and they hold what Qwen3's do."""
-    if type(x) not in PLAIN or x.dim() != 3 or torch.compiler.is_compiling() or autocasts(x.device):
+    if type(x) not in PLAIN or x.dim() != 3 or torch.compiler.is_compiling() or all_are_listened_to():
         return False
-    if all_are_listened_to():
+    if x.dtype not in (_product_dtype(x), torch.float32):
         return False
     parts = _parts(layer)
     attention, mlp = parts["self_attn"], parts["mlp"]
@@ -59,10 +61,27 @@ def fusable(layer, x) -> bool:
     )
 
 
+def _product_dtype(x) -> torch.dtype:
+    """The dtype in which linear layers multiply x: autocast's, where it is on."""
+    if not autocasts(x.device) or x.dtype == torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(x.device.type)
+
+
 def _plain_weights(x, *linears):
     """The weights of linear layers that are all plain and of x's dtype, or None."""
     weights = [plain_weight(linear) for linear in linears]
     return weights if all(weight is not None and weight.dtype == x.dtype for weight in weights) else None
+
+
+def _projections(dtype, wider, *linears):
+    """What linear layers multiply by in a dtype, or None where one of them has to be called."""
+    found = []
+    for linear in linears:
+        found.append(projection(linear, dtype, wider))
+        if found[-1] is None:
+            return None
+    return found
 
 
 def _attention_inputs(layer, x, position_embeddings):
@@ -75,9 +94,14 @@ def _attention_inputs(layer, x, position_embeddings):
         raise ValueError(f"q_norm and k_norm have the epsilons {head_eps} and {k_norm.variance_epsilon}, expected one")
     flat, norm_weight = x.view(-1, x.shape[-1]) if x.is_contiguous() else x.reshape(-1, x.shape[-1]), _parameter(norm)
     head_norms, (cos, sin) = (_parameter(q_norm), _parameter(k_norm)), position_embeddings
-    weights = _plain_weights(x, *projections)
-    if weights is not None and cos.dtype == x.dtype and not cos.requires_grad:
-        return norm_attention_inputs(flat, norm_weight, weights, *head_norms, cos, sin, x.shape[:2], eps, head_eps)
+    if cos.dtype == x.dtype and not cos.requires_grad:
+        dtype = _product_dtype(x)
+        weights = _plain_weights(x, *projections) if dtype == x.dtype else None
+        if weights is not None:
+            return norm_attention_inputs(flat, norm_weight, weights, *head_norms, cos, sin, x.shape[:2], eps, head_eps)
+        found = _projections(dtype, autocasts(x.device), *projections)
+        if found is not None:
+            return projected_attention_inputs(flat, norm_weight, found, *head_norms, cos, sin, x.shape[:2], eps, head_eps, dtype)
     normed = rms_norm(x, norm_weight, eps)
     q, k, v = [projection(normed).view(*x.shape[:2], -1, head_norms[0].shape[0]) for projection in projections]
     return (*qk_norm_rotary(q, k, *head_norms, cos, sin, head_eps), v.transpose(1, 2), flat)
@@ -111,14 +135,26 @@ def _finish(layer, attended, residual, shape):
     mlp, norm = parts["mlp"], parts["post_attention_layernorm"]
     eps, norm_weight = norm.variance_epsilon, _parameter(norm)
     o_proj, linears = _parts(parts["self_attn"])["o_proj"], _parts(mlp)
-    o_weight = _plain_weights(attended, o_proj)
-    mlp_weights = _plain_weights(attended, linears["gate_proj"], linears["up_proj"], linears["down_proj"])
-    if mlp_weights is not None and o_weight is not None:
-        return norm_mlp(residual.view(*shape, -1), norm_weight, *mlp_weights, eps, attended, o_weight[0])
-    if mlp_weights is not None:
-        total = o_proj(attended.view(*shape, -1)).reshape(residual.shape) + residual
-        return norm_mlp(total.view(*shape, -1), norm_weight, *mlp_weights, eps)
+    of_mlp = linears["gate_proj"], linears["up_proj"], linears["down_proj"]
+    dtype, x = _product_dtype(residual), residual.view(*shape, -1)
+    if attended.dtype == residual.dtype == dtype:
+        o_weight, mlp_weights = _plain_weights(attended, o_proj), _plain_weights(attended, *of_mlp)
+        if mlp_weights is not None and o_weight is not None:
+            return norm_mlp(x, norm_weight, *mlp_weights, eps, attended, o_weight[0])
+    wider = autocasts(residual.device)
+    mlp_found = _projections(dtype, wider, *of_mlp)
+    o_found = None if mlp_found is None or attended.dtype != dtype else _projections(dtype, wider, o_proj)
+    if o_found is not None:
+        return projected_mlp(x, norm_weight, (*o_found, *mlp_found), eps, attended, dtype)
     output = o_proj(attended.view(*shape, -1))
+    if mlp_found is not None:
+        total = output.reshape(x.shape) + x
+        if all(type(each.weight) in PLAIN and each.weight.dtype == x.dtype and each.a is None for each in mlp_found):
+            return norm_mlp(total, norm_weight, *(each.weight for each in mlp_found), eps)
+        return projected_mlp(total, norm_weight, mlp_found, eps, None, dtype)
+    if output.dtype != residual.dtype:
+        total = x + output
+        return total + mlp(rms_norm(total, norm_weight, eps))
     normed, total = add_rms_norm(output, residual.view(output.shape), norm_weight, eps)
     return mlp(normed) + total
 

@@ -11,6 +11,7 @@ from ..ops.common import autocasts
 from ..ops.cross_entropy import LinearCrossEntropyOutput, Options, cross_entropy_of_logits
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from .modules import OFF, SAVED, all_are_listened_to, call_with, original_forward, plain_weight, sharded_weight
+from .padding import without_padding
 
 LOSS_OPTIONS = SAVED + "loss_options"  # what apply() was told about the loss, on the class of the causal LM
 
@@ -179,6 +180,10 @@ def causal_lm_forward(model, labels, kwargs):
     else:
         return forward(model, labels=labels, **kwargs)
     as_tuple = kwargs.pop("return_dict", None) is False
+    if skip_logits and isinstance(kwargs.get("attention_mask"), torch.Tensor):
+        ignore_index = kwargs.get("ignore_index", -100)
+        target = shift(labels, kwargs.get("shift_labels"), ignore_index)
+        kwargs = without_padding(model, target, ignore_index, kwargs, options) or kwargs
     output = forward(seen, labels=labels, **kwargs)
     cls, fields = type(output), dict(output)
     if skip_logits:

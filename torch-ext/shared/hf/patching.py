@@ -18,11 +18,13 @@ from typing import Any, NamedTuple, Tuple
 
 from torch import nn
 
+from .attention import give_attention_back, register_attention, unregister_attention
 from .binding import BoundForward, bound_modules, remember
 from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
 from .experts import EXPERTS, experts_implementation
 from .forwards import rotary_pos_emb
 from .modules import CAPTURED, LAYER, OFF, SAVED, is_marked, is_own_rotary, is_transformers_own, own_class
+from .padding import KEEPS
 
 # From, and up to but not including. From 5.23 on, transformers' gradient checkpointing stands inside a decoder layer's forward, and
 # to replace that would switch it off.
@@ -272,7 +274,13 @@ def _defines_forward(cls):
 # For every model
 
 
-def patch_classes(targets: Targets, wanted):
+def _register_attention(targets: Targets, modeling):
+    """Makes attn_implementation="bastile" a choice, with what is known of the masks of this family."""
+    whole = own_class(modeling, targets.classes["attention"][0])
+    register_attention(*([whole.config_class] if whole is not None else []))
+
+
+def patch_classes(targets: Targets, wanted, unpad=True):
     """Puts the layers on transformers' classes, of which exactly those are active afterwards whose operations are wanted.
 
     wanted: an entry for each of `targets.operations`, True or False; of `fused_linear_cross_entropy` it may be a mapping of options of the
@@ -282,11 +290,14 @@ def patch_classes(targets: Targets, wanted):
     options = _loss_options(wanted["fused_linear_cross_entropy"])
     modeling = modeling_of_transformers(targets)
     _register_experts()
+    _register_attention(targets, modeling)
     causal_lm = own_class(modeling, targets.classes["fused_linear_cross_entropy"][0])
     if options and causal_lm is not None:
         setattr(causal_lm, LOSS_OPTIONS, options)
     elif causal_lm is not None and LOSS_OPTIONS in vars(causal_lm):
         delattr(causal_lm, LOSS_OPTIONS)
+    if causal_lm is not None:
+        setattr(causal_lm, KEEPS, not unpad)
     wanted = {name: isinstance(on, Mapping) or bool(on) for name, on in wanted.items()}
     for name in targets.fused if wanted.get("decoder_layer") else ():
         stranger = _stranger(targets, modeling, name)
@@ -310,6 +321,7 @@ def patch_classes(targets: Targets, wanted):
             for module in modules:
                 if isinstance(module, classes):
                     _unbind(module)
+                    give_attention_back(module)
 
 
 def _warn_of_stranger(stranger, operation, stacklevel):
@@ -376,10 +388,10 @@ def reset(targets: Targets):
             _unbind(module)
         if state.pop(SAVED + "use_kernels", False):
             state["_use_kernels"] = True
-        attention = state.pop(SAVED + "attention", None)
-        if attention is not None:
-            module.set_attn_implementation(attention)
+        give_attention_back(module)
+        state.pop(KEEPS, None)
     _unregister_experts(modules)
+    unregister_attention()
 
 
 def _experts_interface():
@@ -462,16 +474,20 @@ def _attention_forward(targets: Targets, original):
     return copy
 
 
-def kernelize(targets: Targets, model, mode=None):
+def kernelize(targets: Targets, model, mode=None, attention=True, unpad=True):
     """Puts the layers on one model, in place, and returns it; see `kernelize` of a package."""
     if mode is not None and getattr(mode, "name", "") == "FALLBACK":
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
     modeling = modeling_of_transformers(targets)
     _register_experts()
+    _register_attention(targets, modeling)
     names = {operation: name for operation, (name, _) in targets.classes.items()}
     places = {operation: (own_class(modeling, name), layer.forward) for operation, (name, layer) in targets.classes.items()}
-    attention, names["rope"] = own_class(modeling, targets.attention), targets.attention
-    places["rope"] = attention, attention and _attention_forward(targets, _original(attention, "forward"))
+    rotated, names["rope"] = own_class(modeling, targets.attention), targets.attention
+    places["rope"] = rotated, rotated and _attention_forward(targets, _original(rotated, "forward"))
+    whole = places["attention"][0]
+    if not attention or not (whole and any(isinstance(module, whole) for module in model.modules())):
+        del places["attention"]
     chosen = {
         operation: [module for module in model.modules() if cls and isinstance(module, cls) and _defines_forward(type(module)) is cls]
         for operation, (cls, _) in places.items()
@@ -501,6 +517,8 @@ def kernelize(targets: Targets, model, mode=None):
     for operation, modules in chosen.items():
         for module in modules:
             _bind(module, places[operation][1])
+    for module in chosen.get("fused_linear_cross_entropy", ()):
+        vars(module)[KEEPS] = not unpad
     for module in model.modules():
         if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
             vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})
@@ -524,6 +542,7 @@ def mapping(targets: Targets, mode=None):
     """Makes the mapping of a package's layers for `kernels`; see `mapping` of a package."""
     modeling, kernels = modeling_of_transformers(targets), _kernels()
     _register_experts()
+    _register_attention(targets, modeling)
     for name, _ in targets.classes.values():
         cls = own_class(modeling, name)
         if cls is not None and not hasattr(cls, "kernel_layer_name"):

@@ -3,6 +3,7 @@
 from . import layers
 from .api import apply, get_patched_ops, kernelize, mapping, reset
 from .shared.hf.optimizer import AdamW
+from .shared.ops.attention import AttentionPlan, attention
 from .shared.ops.experts import experts
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.rotary import rotary
@@ -12,8 +13,10 @@ from .warmup import clear_autotune_cache, warmup_all_kernels
 
 __all__ = [
     "AdamW",
+    "AttentionPlan",
     "add_rms_norm",
     "apply",
+    "attention",
     "clear_autotune_cache",
     "experts",
     "get_patched_ops",

@@ -1,23 +1,23 @@
 """What a user calls to put the layers on GPT-OSS, to see them there, and to take them off again."""
 
-from .decoder_layer import FLEX
 from .shared.hf import patching
 from .targets import TARGETS
 
 
-def apply(rms_norm=True, experts=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True, attention=False):
+def apply(rms_norm=True, experts=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True, attention=True, unpad=True):
     """Puts the layers on transformers' GPT-OSS classes: models that exist and models made later use them.
 
     After the call exactly the operations given as True are active. With `fused_linear_cross_entropy` a model in training mode
     that gets labels returns the loss and no logits. `decoder_layer` joins the first residual addition with the norm behind it, so
-    it takes effect where `rms_norm` is on. `attention`: models that train on a GPU with eager attention change to flex_attention, at
-    their next step; it needs `fused_linear_cross_entropy`. Not thread-safe against a running forward pass.
+    it takes effect where `rms_norm` is on. `attention` gives a model on a GPU attn_implementation="bastile" at its next step where it
+    has the "eager" that transformers chooses by default: sinks and windows run in kernels of ours, at the cost of the tokens that are
+    seen, nothing is compiled, and documents packed into a row (`position_ids` that start again, or cu_seq_lens_q) do not see each
+    other, which they do in transformers' eager attention. Any other implementation is kept. `unpad` leaves the padding of a batch out
+    of the whole decoder where nobody can tell: with that attention, a loss without logits, no cache (use_cache=False, as Trainer has
+    it), no label at a padded position, and no hooks on the decoder's parts. Not thread-safe against a running forward pass.
 
-    Raises ImportError when transformers is absent or its version does not fit, ValueError for `attention` without
-    `fused_linear_cross_entropy`.
+    Raises ImportError when transformers is absent or its version does not fit.
     """
-    if attention and not fused_linear_cross_entropy:
-        raise ValueError("attention is True and fused_linear_cross_entropy is False, expected both: the layer of the causal LM changes it")
     patching.patch_classes(
         TARGETS,
         {
@@ -26,16 +26,17 @@ def apply(rms_norm=True, experts=True, rope=True, fused_linear_cross_entropy=Tru
             "rope": rope,
             "fused_linear_cross_entropy": fused_linear_cross_entropy,
             "decoder_layer": decoder_layer and rms_norm,
+            "attention": attention,
         },
+        unpad,
     )
-    setattr(patching.modeling_of_transformers(TARGETS).GptOssForCausalLM, FLEX, bool(attention))
 
 
-def kernelize(model, mode=None):
+def kernelize(model, mode=None, attention=True, unpad=True):
     """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
 
     model: one of transformers, with or without a head, alone or inside another module (PEFT). mode: a `kernels.Mode`;
-    the layers serve all of them, so it changes nothing. For torch.nn.DataParallel use `apply`: its replicas would call the
+    the layers serve all of them, so it changes nothing. attention, unpad: as in `apply`. For torch.nn.DataParallel use `apply`: its replicas would call the
     forwards of the model that they were copied from.
 
     A part whose forward someone else replaced (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning.
@@ -44,7 +45,7 @@ def kernelize(model, mode=None):
     could be put on it, and
     ImportError when transformers is absent or its version does not fit.
     """
-    return patching.kernelize(TARGETS, model, mode)
+    return patching.kernelize(TARGETS, model, mode, attention, unpad)
 
 
 def mapping(mode=None):

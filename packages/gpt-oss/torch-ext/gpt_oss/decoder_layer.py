@@ -1,16 +1,11 @@
-"""What the layers do that are GPT-OSS's own: its norm, its decoder layer, and the choice of its attention."""
-
-import warnings
+"""What the layers do that are GPT-OSS's own: its norm and its decoder layer."""
 
 import torch
 
-from .shared.hf import causal_lm
-from .shared.hf.modules import SAVED, OwnForwards, original_forward
+from .shared.hf.modules import OwnForwards, original_forward
 from .shared.ops.wide_rms_norm import wide_add_rms_norm, wide_rms_norm
 from .shared.runtime.device import PLAIN
 
-FLEX = SAVED + "flex_attention"  # on GptOssForCausalLM: what apply() was told about `attention`
-_hinted: set = set()
 _own = OwnForwards("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssRMSNorm")
 
 
@@ -41,28 +36,3 @@ def decoder_layer_forward(layer, x: torch.Tensor, kwargs) -> torch.Tensor:
         normed = norm(total)
     hidden, _ = layer.mlp(normed)
     return total + hidden
-
-
-def choose_attention(model) -> None:
-    """For a model that trains on a GPU with eager attention: flex_attention instead where apply(attention=True) asked for it, else
-    once a hint that there is such a thing."""
-    if model.config._attn_implementation != "eager" or model.device.type != "cuda":
-        return
-    if getattr(type(model), FLEX, False):
-        vars(model)[SAVED + "attention"] = "eager"
-        model.set_attn_implementation("flex_attention")
-    elif not _hinted:
-        _hinted.add(model.config._attn_implementation)
-        warnings.warn(
-            "this GPT-OSS trains with eager attention, which holds a score for every pair of tokens in memory. "
-            'Load it with attn_implementation="flex_attention", or call apply(attention=True)',
-            RuntimeWarning,
-            stacklevel=4,
-        )
-
-
-def causal_lm_forward(model, labels, kwargs):
-    """Of a GptOssForCausalLM; see `causal_lm.causal_lm_forward`."""
-    if model.training:
-        choose_attention(model)
-    return causal_lm.causal_lm_forward(model, labels, kwargs)
