@@ -34,9 +34,11 @@ def is_transformers_own(function, modeling: str, name: str) -> bool:
 
     False for what a user, a library or a test put in its place, also where functools.wraps gave that the same name.
     """
-    key, traced = (function, modeling, name), torch.compiler.is_compiling()  # a tracer would guard what is kept, and trace again
-    if not traced and key in _own:
+    key = function, modeling, name
+    if key in _own:
         return True
+    if torch.compiler.is_compiling():  # a tracer follows none of this: see `learn_own`
+        return False
     while hasattr(function, "__wrapped__"):
         if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
             return False
@@ -46,9 +48,17 @@ def is_transformers_own(function, modeling: str, name: str) -> bool:
         return False
     if not code.co_filename.replace("\\", "/").endswith("/".join(modeling.split(".")[-2:]) + ".py"):
         return False  # made there by exec()
-    if not traced:
-        _own.add(key)
+    _own.add(key)
     return True
+
+
+def learn_own(*functions) -> None:
+    """Looks at functions of transformers, (module, name) each, before a tracer meets them."""
+    for modeling, name in functions:
+        found = sys.modules.get(modeling)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        is_transformers_own(found, modeling, name)
 
 
 def own_class(modeling, name):
