@@ -1,7 +1,7 @@
 """Attention over documents packed into one row, over lengths and windows; and with the sinks and windows of GPT-OSS.
 
-PyTorch is SDPA as transformers calls it: without a mask for one document, with a [tokens, tokens] mask for more of them, for windows and
-for sinks. What says which tokens see which (mask, BlockMask, plan) is made once, outside the timed part, as all layers of a step share it.
+Hugging Face is SDPA as transformers calls it: without a mask for one document, with a [tokens, tokens] mask for more of them and for
+windows; and with sinks its eager attention, which holds every score. What says which tokens see which (mask, BlockMask, plan) is made once, outside the timed part, as all layers of a step share it.
 """
 
 import inspect
@@ -224,7 +224,6 @@ def declare(name, title, suite, position, documents, windows, sinks, tokens) -> 
         gradients=("dq", "dk", "dv", *(("dsinks",) if sinks else ())),
         inputs=partial(inputs, sinks=sinks),
         formula=sdpa,
-        formula_provider="torch",
         bastile=of_package,
         peers=peers,
         compiled=False,

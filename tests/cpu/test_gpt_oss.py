@@ -132,6 +132,7 @@ def test_sizes(gpt_oss, experts, odd):
     model.set_experts_implementation("eager")
     expected = Step(model, input_ids=TOKENS, labels=LABELS)
     gpt_oss.apply()
+    model.set_experts_implementation("bastile")
     Step(model, input_ids=TOKENS, labels=LABELS).assert_same(expected, FACTOR)
 
 
@@ -273,8 +274,11 @@ def test_an_implementation_of_experts_that_a_model_can_ask_for(gpt_oss, family):
     assert "experts" in uses(gpt_oss, model)
     Step(model, input_ids=TOKENS, labels=LABELS).assert_same(expected, FACTOR)
     gpt_oss.reset()
+    Step(model, input_ids=TOKENS, labels=LABELS).assert_same(expected, FACTOR)  # it goes on asking for them
+    model.set_experts_implementation("grouped_mm")
+    gpt_oss.apply(**dict.fromkeys(OPERATIONS, False))
+    gpt_oss.reset()
     with pytest.raises(ValueError, match="bastile"):
-        model.set_experts_implementation("grouped_mm")
         model.set_experts_implementation("bastile")
 
 

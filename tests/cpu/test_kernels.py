@@ -36,6 +36,15 @@ def backend(package):
     return runtime.launch.backend
 
 
+@pytest.fixture(autouse=True)
+def new_memory_is_nan():
+    """What a kernel leaves unwritten, or reads before it is written, is no number: PyTorch fills new memory so under this setting."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1000).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture
 def ops(package, backend):
     backend.launched.clear()

@@ -49,6 +49,7 @@ def uses_layers(qwen3, model):
     }
     loss = {"linear_cross_entropy": {"fused_linear_cross_entropy"}}
     fused = {"norm_attention_inputs": {"rms_norm", "rope"}, "norm_mlp": {"rms_norm", "swiglu"}, "qk_norm_rotary": {"rms_norm", "rope"}}
+    fused |= {"projected_attention_inputs": {"rms_norm", "rope"}, "projected_mlp": {"rms_norm", "swiglu"}}
     with pytest.MonkeyPatch.context() as patch:
         for module, names in (("shared.hf.forwards", alone), ("shared.hf.causal_lm", loss), ("decoder_layer", fused)):
             functions = sys.modules[f"{qwen3.__name__}.{module}"]
@@ -246,7 +247,8 @@ def test_kernelize_with_another_attention(qwen3, monkeypatch):
     model = tiny_model()
     with pytest.raises(RuntimeError, match=r"rope cannot be put on one model: .*test_patching.* Use apply\(\)"):
         qwen3.kernelize(model)
-    qwen3.apply()
+    with pytest.warns(RuntimeWarning, match="Qwen3Attention.forward is .*test_patching.*, not transformers' own"):
+        qwen3.apply()
     assert uses_layers(qwen3, model) == set(OPERATIONS)
 
 
@@ -479,8 +481,8 @@ def test_absent_and_unfit_libraries(qwen3, monkeypatch):
             with pytest.raises(ImportError, match=r"transformers is 4.57.6, expected transformers>=5.17"):
                 call()
     with monkeypatch.context() as patch:
-        patch.setattr(modeling_qwen3.Qwen3MLP, "forward", lambda self, x, extra: x)
-        with pytest.raises(ImportError, match=r"has Qwen3MLP.forward\(self, x, extra\), defined in .*test_patching, expected"):
+        patch.setattr(qwen3.layers.MLP, "forward", lambda self, x, extra: x)
+        with pytest.raises(ImportError, match=r"has Qwen3MLP.forward\(self, x\), expected Qwen3MLP.forward\(self, x, extra\)"):
             qwen3.apply()
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "kernels", None)

@@ -11,7 +11,7 @@ import sys
 import torch
 
 from .shared.hf.adapters import projection
-from .shared.hf.modules import SAVED, all_are_listened_to, is_marked, is_silu, original_forward, own_forward, plain_weight
+from .shared.hf.modules import OwnForwards, all_are_listened_to, is_silu, original_forward, plain_weight
 from .shared.ops.common import autocasts
 from .shared.ops.decoder_nodes import norm_attention_inputs, norm_mlp
 from .shared.ops.projected_nodes import projected_attention_inputs, projected_mlp
@@ -22,20 +22,8 @@ from .shared.runtime.device import PLAIN
 MODELING = "transformers.models.qwen3.modeling_qwen3"
 
 
-_known: set = set()
-
-
-def _learn_forwards() -> None:
-    """Fills `_known` with transformers' own forwards of the parts of a layer."""
-    modeling = sys.modules[MODELING]
-    for cls in (modeling.Qwen3RMSNorm, modeling.Qwen3MLP, modeling.Qwen3Attention):
-        _known.add(vars(cls).get(SAVED + "forward", vars(cls)["forward"]))
-
-
-def _untouched(module) -> bool:
-    """True when calling a module does what transformers or this package wrote, and nobody listens."""
-    function = own_forward(module)
-    return function in _known or is_marked(function)
+_own = OwnForwards(MODELING, "Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention")
+_untouched = _own.run_by
 
 
 def _is_norm_of(norm, x) -> bool:
@@ -58,8 +46,6 @@ def fusable(layer, x) -> bool:
         return False
     if x.dtype not in (_product_dtype(x), torch.float32):
         return False
-    if not _known:
-        _learn_forwards()
     parts = _parts(layer)
     attention, mlp = parts["self_attn"], parts["mlp"]
     inner = _parts(attention)
@@ -71,6 +57,7 @@ def fusable(layer, x) -> bool:
         and _is_norm_of(inner["q_norm"], x)
         and _is_norm_of(inner["k_norm"], x)
         and is_silu(_parts(mlp).get("act_fn"))
+        and _own.rotary("apply_rotary_pos_emb")
     )
 
 

@@ -27,4 +27,5 @@ TARGETS = Targets(
         "SwiGLUMLP": layers.SwiGLUMLP,
         "ForCausalLMLoss": layers.ForCausalLMLoss,
     },
+    fused=("Qwen3Attention",),
 )

@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import describe, fail, needs_formula, wide
+from .autocast import as_autocast
+from .common import autocasts, describe, fail, needs_formula, wide
 from .cross_entropy import (
     Chunk,
     KernelChunk,
@@ -171,7 +172,7 @@ def linear_cross_entropy(
     grows neither with the tokens nor with the classes, but for 4 bytes an element of the weight where `plan_chunks` says so.
 
     hidden: [..., features]; weight: [classes, features]; bias: [classes]; one dtype (bf16, fp16, fp32; float64 runs in
-    PyTorch) and device. target: [...] int64, hidden's leading dimensions. Logits are rounded to that dtype, as the layer would
+    PyTorch) and device; under autocast cast to its dtype. target: [...] int64, hidden's leading dimensions. Logits are rounded to that dtype, as the layer would
     do it, and everything behind them is float32; where no gradient is asked for, no logits are stored and none are rounded.
     class_weight: [classes], of any dtype. ignore_index, reduction ("mean", "sum", "none"), label_smoothing and class_weight as in
     torch.nn.functional.cross_entropy, except that "mean" over no counted token is 0 with zero gradients. softcap: logits become
@@ -191,6 +192,8 @@ def linear_cross_entropy(
     [0, classes) raises ValueError on a CPU (compiled, RuntimeError); on a GPU, where looking would wait for the device, it counts like ignore_index.
     Raises ValueError when shapes, dtypes, devices or options do not fit.
     """
+    if autocasts(hidden.device):
+        hidden, weight, bias = as_autocast(hidden.device, hidden, weight, bias)
     _check(hidden, weight, target, bias, class_weight, reduction, ignore_index)
     options = checked_options(
         weight.dtype,

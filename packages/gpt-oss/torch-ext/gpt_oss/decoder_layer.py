@@ -1,12 +1,12 @@
 """What the layers do that are GPT-OSS's own: its norm and its decoder layer."""
 
-import sys
-
 import torch
 
-from .shared.hf.modules import SAVED, is_marked, original_forward, own_forward
+from .shared.hf.modules import OwnForwards, original_forward
 from .shared.ops.wide_rms_norm import wide_add_rms_norm, wide_rms_norm
 from .shared.runtime.device import PLAIN
+
+_own = OwnForwards("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssRMSNorm")
 
 
 def rms_norm_forward(layer, x: torch.Tensor) -> torch.Tensor:
@@ -20,9 +20,7 @@ def rms_norm_forward(layer, x: torch.Tensor) -> torch.Tensor:
 
 def _norm_is_plain(norm) -> bool:
     """True when calling this norm does what transformers or this package wrote, and nobody listens."""
-    norms, function = sys.modules["transformers.models.gpt_oss.modeling_gpt_oss"].GptOssRMSNorm, own_forward(norm)
-    untouched = is_marked(function) or function is vars(norms).get(SAVED + "forward", vars(norms)["forward"])
-    return untouched and type(norm.__dict__["_parameters"].get("weight")) in PLAIN
+    return _own.run_by(norm) and type(norm.__dict__["_parameters"].get("weight")) in PLAIN
 
 
 def decoder_layer_forward(layer, x: torch.Tensor, kwargs) -> torch.Tensor:
