@@ -1,6 +1,7 @@
 """torch.compile, torch.export and torch.library's own checks, on any device."""
 
 import importlib
+import types
 
 import torch
 from torch._dynamo.utils import counters
@@ -25,7 +26,8 @@ def operator_arguments(device, dtype) -> dict:
     def new(*shape, seed=0, dtype=dtype):
         return randn(*shape, dtype=dtype, device=device, seed=seed)
 
-    x, other, dy, weight, rstd = new(3, 1024), new(3, 1024, seed=1), new(3, 1024, seed=2), new(1024, seed=3), new(3, dtype=torch.float32).abs()
+    x, other, dy = (new(3, 1024, seed=i) for i in range(3))
+    weight, rstd = new(1024, seed=3), new(3, dtype=torch.float32).abs()
     q, k = new(2, 3, 8, 128), new(2, 3, 4, 128, seed=1)
     dq, dk = (t.transpose(1, 2) for t in (new(2, 3, 8, 128, seed=2), new(2, 3, 4, 128, seed=3)))
     weights, tables = (new(128, seed=4), new(128, seed=5)), (new(1, 3, 128, seed=6), new(1, 3, 128, seed=7))
@@ -81,6 +83,7 @@ def check_compiled_operation(ops, operation, device, backend, dtype=torch.float3
     """fullgraph, forward and backward, and one more graph at most for all other numbers of tokens."""
     torch._dynamo.reset()
     counters.clear()
+    ops = types.SimpleNamespace(**{operation: getattr(ops, operation)})  # found outside of the trace, which imports nothing
     compiled = torch.compile(lambda found: cases.run(ops, operation, found), backend=backend, fullgraph=True)
     tokens = (3, 4, 6, 9, 13, 21)
     for count in tokens:

@@ -89,7 +89,9 @@ def test_options_of_lora_are_fused(qwen3, device, fused, options, packed):
 
 
 @pytest.mark.integration("PEFT: LoRA on the projections")
-@pytest.mark.parametrize("names, asked", [(["q_proj", "v_proj"], 6), (["gate_proj"], 8), (["o_proj", "down_proj"], 8), (["k_proj", "up_proj"], 14)])
+@pytest.mark.parametrize(
+    "names, asked", [(["q_proj", "v_proj"], 6), (["gate_proj"], 8), (["o_proj", "down_proj"], 8), (["k_proj", "up_proj"], 14)]
+)
 def test_projections_without_an_adapter_are_fused_too(qwen3, device, fused, names, asked):
     expected, found = steps(qwen3, lora(model_on(device), target_modules=names, lora_dropout=0.2), device, seed=2)
     found.assert_same(expected, 2 * FACTOR[device])

@@ -30,7 +30,8 @@ def _library_forward(cls, module: str, name: str):
             return None
         forward = vars(cls).get("forward")
         code = getattr(forward, "__code__", None)
-        if code is None or getattr(forward, "__module__", None) != module or forward.__qualname__ != f"{name}.forward" or code.co_name != "forward":
+        named = getattr(forward, "__module__", None), getattr(forward, "__qualname__", None)
+        if code is None or named != (module, f"{name}.forward") or code.co_name != "forward":
             return None
         if code.co_filename != getattr(found, "__file__", None):
             return None

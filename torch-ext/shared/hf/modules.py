@@ -37,6 +37,8 @@ def is_transformers_own(function, modeling: str, name: str) -> bool:
     key = function, modeling, name
     if key in _own:
         return True
+    if torch.compiler.is_compiling():  # a tracer follows none of this: see `learn_own`
+        return False
     while hasattr(function, "__wrapped__"):
         if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
             return False
@@ -51,6 +53,15 @@ def is_transformers_own(function, modeling: str, name: str) -> bool:
         return False  # made there by exec()
     _own.add(key)
     return True
+
+
+def learn_own(*functions) -> None:
+    """Looks at functions of transformers, (module, name) each, before a tracer meets them."""
+    for modeling, name in functions:
+        found = sys.modules.get(modeling)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        is_transformers_own(found, modeling, name)
 
 
 def own_class(modeling, name):
@@ -204,7 +215,8 @@ def call_with(function, layer, x):
 
 
 def is_silu(activation) -> bool:
-    """True for PyTorch's and transformers' SiLU modules whose call does nothing but that: nobody listens to them or replaced their forward."""
+    """True for PyTorch's and transformers' SiLU modules whose call does nothing but that: nobody listens to them or replaced their
+    forward."""
     cls = type(activation)
     if cls is not nn.SiLU and (cls.__name__, cls.__module__) != ("SiLUActivation", "transformers.activations"):
         return False

@@ -240,7 +240,7 @@ def side_by_side(weights: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
 
 
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a contiguous copy when its last dimension is strided or two of its elements may be one (expanded, overlapping)."""
+    """The tensor itself, or a contiguous copy: when its last dimension is strided, or two elements may be one (expanded, overlapping)."""
     if tensor.is_contiguous() or (tensor.stride(-1) == 1 and not overlaps(tensor.shape, tensor.stride())):
         return tensor
     return tensor.contiguous()

@@ -299,25 +299,25 @@ def linear_cross_entropy(
     grows neither with the tokens nor with the classes, but for 4 bytes an element of the weight where `plan_chunks` says so.
 
     hidden: [..., features]; weight: [classes, features]; bias: [classes]; one dtype (bf16, fp16, fp32; float64 runs in
-    PyTorch) and device; under autocast cast to its dtype. target: [...] int64, hidden's leading dimensions. Logits are rounded to that dtype, as the layer would
-    do it, and everything behind them is float32; where no gradient is asked for, no logits are stored and none are rounded.
-    class_weight: [classes], of any dtype. ignore_index, reduction ("mean", "sum", "none"), label_smoothing and class_weight as in
-    torch.nn.functional.cross_entropy, except that "mean" over no counted token is 0 with zero gradients. softcap: logits become
+    PyTorch) and device; under autocast cast to its dtype. target: [...] int64, hidden's leading dimensions. Logits are rounded to that
+    dtype, as the layer would do it, and everything behind them is float32; where no gradient is asked for, no logits are stored and none
+    are rounded. class_weight: [classes], of any dtype. ignore_index, reduction ("mean", "sum", "none"), label_smoothing and class_weight as
+    in torch.nn.functional.cross_entropy, except that "mean" over no counted token is 0 with zero gradients. softcap: logits become
     softcap * tanh(logits / softcap). lse_square_scale: adds lse_square_scale * logsumexp(logits)^2 to each counted token's loss
     (z-loss). num_items: with it the loss is the sum divided by num_items, whatever `reduction` says (gradient accumulation).
     use_token_scaling: each token's loss is multiplied by the probability that the model gives its label, through which no
-    gradient flows; "mean" still divides by the counted tokens (arXiv:2508.05629); fp16 is computed in fp32 with it, in copies. accum_dtype: what the weight's gradient is
-    added up in over the chunks: torch.float32, which takes 4 bytes an element of the weight, or by default weight.dtype, as long as that
-    rounds four times at most (`plan_chunks`), and else torch.float32.
+    gradient flows; "mean" still divides by the counted tokens (arXiv:2508.05629); fp16 is computed in fp32 with it, in copies. accum_dtype:
+    what the weight's gradient is added up in over the chunks: torch.float32, which takes 4 bytes an element of the weight, or by default
+    weight.dtype, as long as that rounds four times at most (`plan_chunks`), and else torch.float32.
 
-    Returns a float32 scalar (float64 where hidden is), or [tokens] for "none". With return_z_loss, return_token_accuracy or return_predicted_tokens a
-    LinearCrossEntropyOutput: z_loss, the part of the loss that lse_square_scale adds, reduced as the loss is; token_accuracy,
-    the part of the counted tokens whose label is the most probable class, for "none" 1.0 or 0.0 a token; predicted_tokens,
+    Returns a float32 scalar (float64 where hidden is), or [tokens] for "none". With return_z_loss, return_token_accuracy or
+    return_predicted_tokens a LinearCrossEntropyOutput: z_loss, the part of the loss that lse_square_scale adds, reduced as the loss is;
+    token_accuracy, the part of the counted tokens whose label is the most probable class, for "none" 1.0 or 0.0 a token; predicted_tokens,
     [tokens] int64, that class, -1 for a token that does not count.
 
     Differentiable in hidden, weight and bias; no gradient is computed for one that does not require it. A label outside
-    [0, classes) raises ValueError on a CPU (compiled, RuntimeError); on a GPU, where looking would wait for the device, it counts like ignore_index.
-    Raises ValueError when shapes, dtypes, devices or options do not fit.
+    [0, classes) raises ValueError on a CPU (compiled, RuntimeError); on a GPU, where looking would wait for the device, it counts like
+    ignore_index. Raises ValueError when shapes, dtypes, devices or options do not fit.
     """
     if autocasts(hidden.device):
         hidden, weight, bias = as_autocast(hidden.device, hidden, weight, bias)

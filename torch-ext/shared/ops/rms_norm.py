@@ -196,7 +196,7 @@ rms_norm_again = traceable("rms_norm_again", _again, lambda x, weight, rstd, dty
 add_rms_norm_forward = traceable(
     "add_rms_norm_forward",
     _add_forward,
-    lambda x, residual, weight, eps: (_empty(residual), *_fake_forward(residual, weight, eps, x.dtype if x.dtype != residual.dtype else None)),
+    lambda x, residual, *rest: (_empty(residual), *_fake_forward(residual, *rest, x.dtype if x.dtype != residual.dtype else None)),
 )
 add_rms_norm_backward = traceable(
     "add_rms_norm_backward", _add_backward, lambda dy, dtotal, *rest: _fake_backward(dy, *rest)

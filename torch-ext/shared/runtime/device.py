@@ -99,7 +99,8 @@ def _probe(index: int) -> bool:
         _check(index)
     except (ArtifactError, DriverError, KernelsUnavailable) as error:
         if os.environ.get("BASTILE_STRICT") == "1":
-            raise KernelsUnavailable(f"Bastile's kernels do not run on cuda:{index}: {error} (BASTILE_STRICT=1 makes this an error)") from error
+            why = f"{error} (BASTILE_STRICT=1 makes this an error)"
+            raise KernelsUnavailable(f"Bastile's kernels do not run on cuda:{index}: {why}") from error
         message = f"Bastile's kernels do not run on cuda:{index} and PyTorch's operations take their place: {error}."
         if message not in _warned:
             _warned.add(message)
