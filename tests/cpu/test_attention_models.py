@@ -343,7 +343,12 @@ def layers_saw(monkeypatch):
         seen = []
         for layer in model.model.layers:
             forward = type(layer).forward
-            layer.forward = lambda x, *args, layer=layer, forward=forward, **kwargs: seen.append(x.shape[:2]) or forward(layer, x, *args, **kwargs)
+
+            def noting(x, *args, layer=layer, forward=forward, **kwargs):
+                seen.append(x.shape[:2])
+                return forward(layer, x, *args, **kwargs)
+
+            layer.forward = noting
         return seen
 
     return watch
@@ -374,7 +379,8 @@ def test_padding_is_left_out(request, hf, layers_saw, family, side, checkpointin
     assert_same(results[1], results[0], bound=1e-4 if family == "gpt_oss" else 2e-5)
 
 
-@pytest.mark.parametrize("who", ("cache", "hook", "hidden states", "label", "logits", "unreduced", "evaluation", "switch", "none padded", "holes"))
+@pytest.mark.parametrize("who", ("cache", "hook", "hidden states", "label", "logits", "unreduced", "evaluation", "switch", "none padded",
+                                 "holes"))
 def test_padding_stays_where_someone_could_tell(qwen3, hf, who):
     batch = padded("right")
     model = tiny_model(attn_implementation="bastile")

@@ -128,7 +128,8 @@ def test_packed_and_padded_batches(form):
     else:
         assert batch["input_ids"].shape == (4, 12) and torch.equal(labelled, batch["attention_mask"] == 1)
         assert 0.1 < 1 - labelled.float().mean() < 0.3 and len(set(labelled.sum(1).tolist())) > 1
-    args = argparse.Namespace(child="huggingface", model="tiny", layers=1, device="cpu", documents=form.documents, rows=form.rows, padding=form.padding)
+    args = argparse.Namespace(child="huggingface", model="tiny", layers=1, device="cpu", documents=form.documents, rows=form.rows,
+                              padding=form.padding)
     assert all(map(math.isfinite, steps.build(args).run(tokens=48, warmup=1, steps=1)["losses"]))
 
 
