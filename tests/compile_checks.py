@@ -107,7 +107,8 @@ LOSSES = {
     "every token": {"reduction": "none"},
     "a counted number of items": {"num_items": torch.tensor(3)},
     "a number of items that is no whole one": {"num_items": torch.tensor(2.5)},
-    "every option": {"label_smoothing": 0.1, "softcap": 20.0, "lse_square_scale": 0.01, "return_z_loss": True, "return_predicted_tokens": True},
+    "every option": {"label_smoothing": 0.1, "softcap": 20.0, "lse_square_scale": 0.01, "return_z_loss": True,
+                     "return_predicted_tokens": True},
     "token scaling": {"use_token_scaling": True},
 }
 

@@ -126,6 +126,44 @@ def test_the_collators_batches(plans):
     assert len({id(plan) for plan in plans}) == 1
 
 
+def test_batches_of_trl(plans):
+    """Padding-free ones, and packed ones, whose rows tell where their documents end."""
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    rows = [{"input_ids": torch.cat(documents()).tolist(), "seq_lengths": list(LENGTHS)}]
+    torch.manual_seed(0)
+    model = tiny_model(attn_implementation="sdpa")
+    expected = step(model, packed())
+    model.set_attn_implementation("bastile")
+    for examples in ([{"input_ids": tokens.tolist()} for tokens in documents()], rows):
+        batch = collate(examples)
+        batch.pop("labels")
+        plans.clear()
+        assert_same(step(model, batch), expected)
+        assert len({id(plan) for plan in plans}) == 1
+
+
+@pytest.mark.parametrize("batch", (packed(), padded("right")), ids=("packed", "padded"))
+def test_under_lora(qwen3, plans, batch):
+    from peft import LoraConfig, get_peft_model
+
+    labels, losses = batch["input_ids"].masked_fill(batch["input_ids"] == 0, -100), []
+    for implementation in ("sdpa", "bastile"):
+        model = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj", "v_proj", "up_proj"], r=4, init_lora_weights=False))
+        model.get_base_model().set_attn_implementation(implementation)
+        torch.manual_seed(3)
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                torch.nn.init.normal_(parameter, 0.0, 0.1)
+        qwen3.apply()
+        loss = model(**batch, labels=labels, use_cache=False).loss
+        loss.backward()
+        losses.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    assert_same(losses[1], losses[0])
+    assert plans
+
+
 def test_cu_seqlens_alone_part_the_documents(plans):
     """Which SDPA's function ignores."""
     model = tiny_model(attn_implementation="bastile")
@@ -331,62 +369,56 @@ def test_switching_it_off_gives_models_their_attention_back(kernels):
 
 
 # ---------------------------------------------------------------- padding left out of the decoder
+def tokens_of(package, monkeypatch):
+    """The tokens of each plan that attention was called with."""
+    module, found = sys.modules[f"{package.__name__}.shared.hf.attention"], []
+    original = module.attention
+
+    def attention(q, k, v, plan, **options):
+        found.append(plan.tokens)
+        return original(q, k, v, plan, **options)
+
+    monkeypatch.setattr(module, "attention", attention)
+    return found
+
+
 def labels_of(batch):
     return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-
-
-@pytest.fixture
-def layers_saw(monkeypatch):
-    """How many tokens each decoder layer of a model had."""
-
-    def watch(model):
-        seen = []
-        for layer in model.model.layers:
-            forward = type(layer).forward
-
-            def noting(x, *args, layer=layer, forward=forward, **kwargs):
-                seen.append(x.shape[:2])
-                return forward(layer, x, *args, **kwargs)
-
-            layer.forward = noting
-        return seen
-
-    return watch
 
 
 @pytest.mark.parametrize("family", ("qwen3", "sliding", "gpt_oss"))
 @pytest.mark.parametrize("side", ("left", "right"))
 @pytest.mark.parametrize("checkpointing", (False, True))
-def test_padding_is_left_out(request, hf, layers_saw, family, side, checkpointing):
+def test_padding_is_left_out(request, family, side, checkpointing, monkeypatch):
     package = request.getfixturevalue("gpt_oss" if family == "gpt_oss" else "qwen3")
+    tokens = tokens_of(package, monkeypatch)
+    package.apply()
     batch = padded(side)
     batch["labels"] = labels_of(batch)
     if side == "left":
         batch["labels"][batch["input_ids"].ne(0).cumsum(1) == 1] = -100  # which a padded position would predict
     make = {"qwen3": tiny_model, "sliding": lambda **c: tiny_model(**SLIDING, **c), "gpt_oss": gpt_oss_of}[family]
-    package.apply(unpad=False)
     results = []
     for unpad in (False, True):
         model = make(attn_implementation="bastile")
         if checkpointing:
             model.gradient_checkpointing_enable()
         package.apply(unpad=unpad)
-        seen = layers_saw(model)
+        tokens.clear()
         loss = model(**batch, use_cache=False).loss
         loss.backward()
         results.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
-        assert set(seen) == ({(1, sum(LENGTHS))} if unpad else {tuple(batch["input_ids"].shape)})
+        assert set(tokens) == {sum(LENGTHS) if unpad else batch["input_ids"].numel()}
     assert_same(results[1], results[0], bound=1e-4 if family == "gpt_oss" else 2e-5)
 
 
-@pytest.mark.parametrize("who", ("cache", "hook", "hidden states", "label", "logits", "unreduced", "evaluation", "switch", "none padded",
-                                 "holes"))
-def test_padding_stays_where_someone_could_tell(qwen3, hf, who):
+@pytest.mark.parametrize("who", ("cache", "hook", "hidden states", "label", "logits", "unreduced", "evaluation", "switch", "own forward"))
+def test_padding_stays_where_someone_could_tell(qwen3, who, monkeypatch):
+    tokens = tokens_of(qwen3, monkeypatch)
+    qwen3.apply()
     batch = padded("right")
     model = tiny_model(attn_implementation="bastile")
     batch |= {"labels": labels_of(batch), "use_cache": who == "cache"}
-    shapes = []
-    model.model.norm.forward = lambda x, forward=model.model.norm.forward: shapes.append(tuple(x.shape[:2])) or forward(x)
     qwen3.apply(unpad=who != "switch")
     if who == "hook":
         model.model.layers[0].register_forward_hook(lambda *_: None)
@@ -400,12 +432,10 @@ def test_padding_stays_where_someone_could_tell(qwen3, hf, who):
         batch["reduction"] = "none"
     elif who == "evaluation":
         model.eval()
-    elif who == "none padded":
-        batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
-    elif who == "holes":
-        batch["attention_mask"][2, 3] = 0
+    elif who == "own forward":
+        model.model.norm.forward = lambda x, forward=model.model.norm.forward: forward(x)
     model(**batch)
-    assert shapes == [tuple(batch["input_ids"].shape)]
+    assert set(tokens) == {batch["input_ids"].numel()}
 
 
 def test_a_hook_on_the_embedding_sees_the_whole_batch(qwen3, hf):

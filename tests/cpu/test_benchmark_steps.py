@@ -34,7 +34,8 @@ def test_training_steps_in_a_process_of_their_own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "name"), ((["--lora", "2", "--layers", "2"], "lora_2"), (["--lora", "0", "--autocast", "--weights", "fp32"], "autocast_fp32"))
+    ("arguments", "name"), ((["--lora", "2", "--layers", "2"], "lora_2"), (["--lora", "0", "--autocast", "--weights", "fp32"],
+                                                                           "autocast_fp32"))
 )
 def test_steps_of_adapters_and_under_autocast(arguments, name, tmp_path, monkeypatch):
     """Every provider steps the same weights: their first losses are the same."""

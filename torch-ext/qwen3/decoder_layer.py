@@ -42,7 +42,8 @@ def _parameter(norm):
 
 
 def why_not_fusable(layer, x) -> str:
-    """Why the parts of a layer may not be taken apart: somebody listens to them, or they hold other things than Qwen3's. "" when they may."""
+    """Why the parts of a layer may not be taken apart: somebody listens to them, or they hold other things than Qwen3's. "" when they
+    may."""
     if type(x) not in PLAIN or x.dim() != 3:
         return "the input is no ordinary tensor [batch, tokens, hidden]"
     if all_are_listened_to():

@@ -15,7 +15,7 @@ import torch
 from ..ops.attention import HEAD_DIMS, AttentionPlan, attention
 from ..ops.common import autocasts
 from ..runtime.device import kernels_run_on
-from .modules import SAVED, original_forward
+from .modules import SAVED, is_plain, original_forward
 
 ATTENTION = "bastile"  # the name of our implementation among transformers'
 MASKING = "transformers.masking_utils"
@@ -185,9 +185,11 @@ def _visible_to_a_tracer(arguments) -> Visible:
     return Visible(arguments, None, None)
 
 
-def _takes(q, k, v, dropout, kwargs) -> bool:
+def _takes(q, k, v, sinks, dropout, kwargs) -> bool:
     """True where `attention` does what these arguments ask for, in its kernels if they lie on a GPU."""
     asked = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache")) or kwargs.get("output_attentions")
+    if sinks is not None and not is_plain(sinks):  # sharded
+        return False
     if dropout or asked or k.shape != v.shape or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
         return False
     if autocasts(q.device):
@@ -214,12 +216,13 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
         return _as_transformers(module, query, key, value, visible, scaling, dropout, s_aux, kwargs)
     tokens = visible.tokens
     usable = visible.rule is not None and query.shape[2] == tokens and key.shape[2] == visible.keys
-    if usable and _takes(query, key, value, dropout, kwargs):
+    if usable and _takes(query, key, value, s_aux, dropout, kwargs):
         cu_seqlens, position_ids = documents_of(visible, kwargs, s_aux)
         if s_aux is not None or cu_seqlens is not None or not visible.is_plain():
             if key.shape[2] > tokens:  # a static cache, with room for what comes
                 key, value = key[:, :, :tokens], value[:, :, :tokens]
-            return _attend(visible.plan(query.device, cu_seqlens, position_ids), query, key, value, s_aux, scaling), None
+            plan = visible.plan(query.device, cu_seqlens, position_ids)
+            return attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), plan, sinks=s_aux, scale=scaling), None
     return _as_transformers(module, query, key, value, visible, scaling, dropout, s_aux, kwargs)
 
 
@@ -232,18 +235,6 @@ def documents_of(visible, kwargs, sinks):
         return cu_seqlens, None
     asked = visible.positions or (sinks is not None and visible.rule.packed is None)
     return None, position_ids if asked and position_ids is not None and position_ids.dim() == 2 else None
-
-
-def _attend(plan, q, k, v, sinks, scaling):
-    if not autocasts(q.device):
-        return _rows(plan, q, k, v, sinks, scaling)
-    dtype = torch.get_autocast_dtype(q.device.type)
-    with torch.autocast(q.device.type, enabled=False):
-        return _rows(plan, q.to(dtype), k.to(dtype), v.to(dtype), sinks, scaling)
-
-
-def _rows(plan, q, k, v, sinks, scaling):
-    return attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), plan, sinks=sinks, scale=scaling)
 
 
 def _as_transformers(module, query, key, value, mask, scaling, dropout, sinks, kwargs):

@@ -11,7 +11,7 @@ import torch
 from ..ops.attention import HEAD_DIMS
 from ..ops.common import autocasts
 from .attention import ATTENTION, HALVES, RUNS, WINDOWS, padding_of, visible_documents
-from .modules import FSDP, SAVED
+from .modules import CAPTURING, FSDP, SAVED, is_marked
 
 KEEPS = SAVED + "keeps_padding"  # on a causal LM or its class: what apply() or kernelize() was told about `unpad`
 ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")  # what has a number for each token
@@ -19,13 +19,16 @@ UNREDUCED = ("reduction", "return_predicted_tokens")  # options of the loss with
 
 
 def _is_listened_to(modules) -> bool:
-    """True where a hook that is not FSDP's waits for one of the modules, or accelerate moves tensors around it."""
+    """True where a hook waits for one of the modules that is not FSDP's or, with nothing to capture, transformers' own; where accelerate
+    moves tensors around one, or someone gave one a forward of its own."""
     for module in modules:
         state = module.__dict__
         if state["_backward_hooks"] or state["_backward_pre_hooks"] or "_hf_hook" in state:
             return True
+        if "forward" in state and not is_marked(getattr(state["forward"], "__func__", None)):
+            return True
         for hook in (*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()):
-            if not (getattr(hook, "__module__", None) or "").startswith(FSDP):
+            if not (getattr(hook, "__module__", None) or "").startswith((FSDP, CAPTURING)):
                 return True
     return False
 

@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 from ..runtime import launch
 from ..runtime.device import is_ordinary, kernels_run_on
 from ..runtime.launch import Kernel
-from .common import aligned, apply_function, describe, fail, need_floats, needs_formula, traceable, wide
+from .autocast import as_autocast, outside_autocast, without_autocast
+from .common import aligned, apply_function, autocasts, describe, fail, need_floats, needs_formula, traceable, wide
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 LOG2E = math.log2(math.e)
@@ -242,7 +243,7 @@ def attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale):
 def _fits(q, k, walks, scale, *others) -> bool:
     """True where the kernels take these arguments. (A largest score times a scale of zero or less is not the largest product.)"""
     halves = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in HEAD_DIMS and scale > 0
-    reach = max(x.shape[0] * x.stride(0) for x in (q, k))
+    reach = max(x.shape[0] * x.stride(0) for x in (q, k, *others) if x is not None and x.dim() == 3)
     return halves and walks.shape[1] > 0 and reach <= INT32_MAX and kernels_run_on(q, k, *others)
 
 
@@ -314,6 +315,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @outside_autocast
     def backward(ctx, dout):
         q, k, v, sinks, out, lse, limits, walks = ctx.saved_tensors
         dq, dk, dv, dsinks = attention_backward(dout, q, k, v, sinks, out, lse, limits, walks, ctx.scale)
@@ -343,9 +345,15 @@ def attention(
     whose value is zero; differentiable. scale: head_dim ** -0.5 if None. Returns a new contiguous tensor of q's shape; the rows
     of padding are zero.
 
-    bf16 and fp16 with a head_dim of 64 or 128 run in the kernels, the rest in PyTorch. Two runs give the same bits in the kernels.
-    Raises ValueError when shapes, dtypes or devices do not fit, or when a plan comes with what it is made of.
+    Under autocast q, k and v are cast to its dtype, as those of SDPA are. bf16 and fp16 with a head_dim of 64 or 128 run in the kernels,
+    the rest in PyTorch. Two runs give the same bits in the kernels. Raises ValueError when shapes, dtypes or devices do not fit, or when a
+    plan comes with what it is made of.
     """
+    if autocasts(q.device):
+        options = {"cu_seqlens": cu_seqlens, "position_ids": position_ids, "padding_mask": padding_mask, "causal": causal, "window": window}
+        q, k, v = as_autocast(q.device, q, k, v)
+        with without_autocast(q.device):
+            return attention(q, k, v, plan, sinks=sinks, scale=scale, **options)
     _check(q, k, v, sinks)
     batched = q.dim() == 4
     batch, length = q.shape[:2] if batched else (1, q.shape[0])
