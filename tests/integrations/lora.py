@@ -157,9 +157,9 @@ def test_two_active_adapters_are_called(qwen3, device, fused):
     assert {projection is None for layer, projection in fused if hasattr(layer, "r") and "other" not in layer.r} == {False}
 
 
-def _hooked(model):
+def _hooked(model, of="q_proj"):
     for name, module in model.named_modules():
-        if name.endswith("q_proj.lora_A.default"):
+        if name.endswith(f"{of}.lora_A.default"):
             module.register_forward_hook(lambda module, args, result: result * 1.5)
 
 
@@ -320,10 +320,12 @@ def test_saved_tensor_hooks_see_what_adapters_keep(qwen3, device):
 
 
 @pytest.mark.integration("PyTorch: autocast in bf16 and fp16 over fp32 weights, GradScaler")
-def test_under_autocast_a_module_that_is_called_is_called(qwen3, device, fused):
-    """fp32 model, bf16 products, and one projection that has to be called in each half of a layer."""
-    model = lora(model_on(device), target_modules=["q_proj", "o_proj", "up_proj"])
-    _hooked(model)
+@pytest.mark.parametrize("of", [["q_proj"], ["o_proj"], ["q_proj", "o_proj", "up_proj"], ["up_proj"]], ids="-".join)
+def test_under_autocast_a_module_that_is_called_is_called(qwen3, device, fused, of):
+    """fp32 model, bf16 products, and a projection that has to be called in one half of a layer or in both."""
+    model = lora(model_on(device), target_modules=of)
+    for name in of:
+        _hooked(model, name)
     others, mine = mean_errors(qwen3, model, copy.deepcopy(model).double(), device, torch.bfloat16)
     assert mine <= 1.1 * others
     assert None in {projection for _, projection in fused}
