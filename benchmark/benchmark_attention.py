@@ -1,7 +1,8 @@
 """Attention over documents packed into one row, over lengths and windows; and with the sinks and windows of GPT-OSS.
 
 Hugging Face is SDPA as transformers calls it: without a mask for one document, with a [tokens, tokens] mask for more of them and for
-windows; and with sinks its eager attention, which holds every score. What says which tokens see which (mask, BlockMask, plan) is made once, outside the timed part, as all layers of a step share it.
+windows; and with sinks its eager attention, which holds every score. What says which tokens see which (mask, BlockMask, plan) is made once,
+outside the timed part, as all layers of a step share it.
 """
 
 import inspect
@@ -105,7 +106,7 @@ def of_varlen():
     def call(q, k, v, cu_seqlens, window):
         longest = once(cu_seqlens, "longest", lambda: int(cu_seqlens.diff().max()))
         if "window_size" in named:
-            options = {"window_size": (int(window) - 1 if window else -1, 0)}
+            options: dict = {"window_size": (int(window) - 1 if window else -1, 0)}
         elif not window:
             options = {"is_causal": True}
         else:
@@ -138,7 +139,7 @@ def of_flex():
         options = {"block_mask": once(cu_seqlens, "blocks", lambda: blocks(cu_seqlens, window)), "enable_gqa": True}
         if not sinks:
             return flex(q, k, v, **options)[0].transpose(0, 1)
-        out, lse = flex(q, k, v, return_lse=True, **options)
+        out, lse = flex(q, k, v, return_lse=True, **options)  # type: ignore[arg-type]
         return (out * torch.sigmoid(lse - sinks[0][None, :, None])[..., None].to(out.dtype))[0].transpose(0, 1)
 
     return call

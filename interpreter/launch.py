@@ -92,7 +92,8 @@ def bind(kernel: ct.kernel, args: tuple, launch: Launch, signature: KernelSignat
     if signature is not None:
         check_signature(signature, names, args)
         constraints = signature.parameters
-    launch.cover([tensor for arg in args for tensor in (arg if isinstance(arg, (tuple, list)) else (arg,)) if isinstance(tensor, torch.Tensor)])
+    flat = [element for arg in args for element in (arg if isinstance(arg, (tuple, list)) else (arg,))]
+    launch.cover([element for element in flat if isinstance(element, torch.Tensor)])
     arrays: list[tuple[Array, torch.Tensor, tuple[str, ...]]] = []
     nodes = annotated.parameter_annotations
     values = [

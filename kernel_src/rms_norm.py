@@ -231,7 +231,8 @@ def rms_norm_any_forward(x, weight, y, rstd, eps: float, TILE: Const):
     for i in range(ct.cdiv(length, TILE)):
         cols = ct.arange(TILE, dtype=ct.int32) + i * TILE
         xf = read_padded(x, (row, cols))
-        ct.scatter(y, (row, cols), scaled(xf * r, ct.gather(weight, cols, check_bounds=True, padding_value=0), x.dtype, y.dtype), check_bounds=True)
+        ct.scatter(y, (row, cols),
+                   scaled(xf * r, ct.gather(weight, cols, check_bounds=True, padding_value=0), x.dtype, y.dtype), check_bounds=True)
     ct.scatter(rstd, row, r, check_bounds=False)
 
 

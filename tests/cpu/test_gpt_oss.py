@@ -60,7 +60,8 @@ def uses(gpt_oss, model, step=lambda model: model.train()(input_ids=TOKENS, labe
     """The operations of ours that a step of the model calls."""
     called = set()
     with pytest.MonkeyPatch.context() as patch:
-        for where, names in (("shared.hf.experts", ("experts",)), ("shared.hf.forwards", ("rotary",)), ("shared.hf.causal_lm", ("linear_cross_entropy",)), ("decoder_layer", ("wide_rms_norm", "wide_add_rms_norm"))):
+        for where, names in (("shared.hf.experts", ("experts",)), ("shared.hf.forwards", ("rotary",)),
+                             ("shared.hf.causal_lm", ("linear_cross_entropy",)), ("decoder_layer", ("wide_rms_norm", "wide_add_rms_norm"))):
             module = sys.modules[f"{gpt_oss.__name__}.{where}"]
             for name in names:
                 original = getattr(module, name)
@@ -124,7 +125,7 @@ def test_arguments(gpt_oss, inputs):
         assert len(found.output.router_logits) == 2
 
 
-@pytest.mark.parametrize("experts", [{"num_local_experts": 40, "num_experts_per_tok": 1}, {"num_local_experts": 8, "num_experts_per_tok": 8}])
+@pytest.mark.parametrize("experts", [{"num_local_experts": count, "num_experts_per_tok": top_k} for count, top_k in ((40, 1), (8, 8))])
 @pytest.mark.parametrize("odd", [{"hidden_size": 72, "intermediate_size": 41}, {"swiglu_limit": 3.0, "swiglu_alpha": 1.1}])
 def test_sizes(gpt_oss, experts, odd):
     """transformers' grouped GEMMs do not take odd sizes on a CPU."""
@@ -413,7 +414,8 @@ def test_a_step_runs_the_kernels_of_this_package_and_no_others(gpt_oss, monkeypa
     else:
         found.assert_as_exact_as(before, exact)
     kernels_run = {name.partition("-")[0] for name in backend.launched}
-    assert kernels_run >= {"wide_rms_norm_forward", "wide_add_rms_norm_backward", "clamped_gate_forward", "clamped_gate_backward", "token_sum"}
+    assert kernels_run >= {"wide_rms_norm_forward", "wide_add_rms_norm_backward", "clamped_gate_forward", "clamped_gate_backward",
+                           "token_sum"}
     assert any(name.startswith("rotary") for name in kernels_run) and "cross_entropy_gradient" in kernels_run
 
 

@@ -148,7 +148,8 @@ def test_a_second_wheel_holds_nothing_of_the_first_that_is_gone(tmp_path):
 
 def test_a_third_package_is_found_by_its_folder(tmp_path, monkeypatch, capsys):
     third = tmp_path / "packages/third"
-    shutil.copytree(FOLDERS["gpt-oss"] / "torch-ext/gpt_oss", third / "torch-ext/third", ignore=shutil.ignore_patterns("__pycache__", "cubins"))
+    shutil.copytree(FOLDERS["gpt-oss"] / "torch-ext/gpt_oss", third / "torch-ext/third",
+                    ignore=shutil.ignore_patterns("__pycache__", "cubins"))
     for file in ("build.toml", "CARD.md", "kernels.toml"):
         text = (FOLDERS["gpt-oss"] / file).read_text().replace('"gpt-oss"', '"third"').replace("bastile/gpt-oss", "bastile/third")
         (third / file).write_text(text)

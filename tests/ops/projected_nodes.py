@@ -13,7 +13,8 @@ from tests.tolerances import assert_close
 
 
 def _projections(ops, shapes, wide, dropout, seed=2):
-    """Projections with adapters of several ranks, scalings and dtypes, one with a bias and one without an adapter; and the same in float64."""
+    """Projections with adapters of several ranks, scalings and dtypes, one with a bias and one without an adapter; and the same in
+    float64."""
     projection = importlib.import_module(f"{ops.__name__}.shared.ops.projection").Projection
     found, wanted = [], []
     for i, (rows, columns) in enumerate(shapes):
@@ -143,7 +144,8 @@ MUTANTS = [
     *errors_in("shared/ops/projection.py", "projected_inputs", "Projections._low",
          ("self.a[span].t(), beta=0, alpha=self.scalings[i]", "self.a[span].t(), beta=0"),
          ("self.states[i] = _generator(x.device).get_state()\n                dropped = dropout(x, self.dropouts[i])",
-          "dropped = dropout(x, self.dropouts[i])\n                self.states[i] = _generator(x.device).get_state()", "projected_inputs_dropout"),
+          "dropped = dropout(x, self.dropouts[i])\n                self.states[i] = _generator(x.device).get_state()",
+          "projected_inputs_dropout"),
          ("beta=0, alpha=scalings.pop()", "beta=0", "projected_mlp_attended")),
     *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.saved",
          ("[self.a, self.low, *self.weights, *self.b]", "[self.a, 2 * self.low, *self.weights, *self.b]"),
@@ -172,7 +174,8 @@ MUTANTS = [
          ("generator.set_state(state)", "pass"),
          ("generator.set_state(now)", "pass")),
     *errors_in("shared/ops/projected_nodes.py", "projected_inputs", "_ProjectedAttentionInputs.forward",
-         ("(x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *group", "(2 * x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *group"),
+         ("(x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *group",
+          "(2 * x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *group"),
          ("rstd, q, k, q_norm, k_norm, cos, sin, *group", "rstd, q, k, k_norm, q_norm, cos, sin, *group"),
          ("rstd, q, k, q_norm, k_norm, cos, sin, *group", "rstd, 2 + q, k, q_norm, k_norm, cos, sin, *group"),
          ("rms_norm_forward(x, norm_weight, eps, dtype)", "rms_norm_forward(x, norm_weight, 2 * eps, dtype)", "projected_inputs_wide")),
@@ -190,7 +193,8 @@ MUTANTS = [
     *errors_in("shared/ops/projected_nodes.py", "projected_mlp", "_ProjectedMLP.backward",
          ("add_rms_norm_backward(dy, dout", "add_rms_norm_backward(dy, torch.zeros_like(dout)"),
          ("before[0].input_gradient(grads, dlow) if", "before[0].input_gradient(grads, None) if", "projected_mlp_attended"),
-         ("before[0].gradients(grads, dlow, _always(attended), o_needs)", "before[0].gradients((dout.to(ctx.dtype),), dlow, _always(attended), o_needs)",
+         ("before[0].gradients(grads, dlow, _always(attended), o_needs)",
+          "before[0].gradients((dout.to(ctx.dtype),), dlow, _always(attended), o_needs)",
           "projected_mlp_attended"),
          ("hidden = swiglu_forward(gate, up)", "hidden = swiglu_forward(up, gate)", "projected_mlp_frozen")),
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Qwen3 with cuTile kernels: faster training in less memory, the same results."""
 
 from . import layers
-from .api import apply, get_patched_ops, kernelize, mapping, reset
+from .api import apply, capture, explain, get_patched_ops, kernelize, mapping, report, reset
 from .shared.hf.optimizer import AdamW
 from .shared.hf.packing import pack
 from .shared.ops.attention import AttentionPlan, attention
@@ -18,8 +18,10 @@ __all__ = [
     "add_rms_norm",
     "apply",
     "attention",
+    "capture",
     "clear_autotune_cache",
     "experts",
+    "explain",
     "get_patched_ops",
     "kernelize",
     "layers",
@@ -28,6 +30,7 @@ __all__ = [
     "mlp",
     "pack",
     "qk_norm_rotary",
+    "report",
     "reset",
     "rms_norm",
     "rotary",

@@ -7,10 +7,11 @@ it. A layer with anything else unexpected (hooks on its parts, a tracer) runs as
 """
 
 import sys
+from typing import List, Tuple
 
 import torch
 
-from .shared.hf.adapters import projection
+from .shared.hf.adapters import projection, projection_or_reason
 from .shared.hf.modules import OwnForwards, all_are_listened_to, is_silu, original_forward, plain_weight
 from .shared.ops.common import autocasts
 from .shared.ops.decoder_nodes import norm_attention_inputs, norm_mlp
@@ -40,25 +41,50 @@ def _parameter(norm):
     return norm.__dict__["_parameters"]["weight"]
 
 
-def fusable(layer, x) -> bool:
-    """True when the parts of a layer may be taken apart: nobody listens to them, and they hold what Qwen3's do."""
-    if type(x) not in PLAIN or x.dim() != 3 or torch.compiler.is_compiling() or all_are_listened_to():
-        return False
+def why_not_fusable(layer, x) -> str:
+    """Why the parts of a layer may not be taken apart: somebody listens to them, or they hold other things than Qwen3's. "" when they
+    may."""
+    if type(x) not in PLAIN or x.dim() != 3:
+        return "the input is no ordinary tensor [batch, tokens, hidden]"
+    if all_are_listened_to():
+        return "hooks listen to all modules of the process"
+    if torch.compiler.is_compiling() and autocasts(x.device):
+        return "torch.compile under autocast"
     if x.dtype not in (_product_dtype(x), torch.float32):
-        return False
+        return f"autocast to {_product_dtype(x)} over {x.dtype}"
     parts = _parts(layer)
     attention, mlp = parts["self_attn"], parts["mlp"]
     inner = _parts(attention)
-    return (
-        _untouched(attention)
-        and _untouched(mlp)
-        and _is_norm_of(parts["input_layernorm"], x)
-        and _is_norm_of(parts["post_attention_layernorm"], x)
-        and _is_norm_of(inner["q_norm"], x)
-        and _is_norm_of(inner["k_norm"], x)
-        and is_silu(_parts(mlp).get("act_fn"))
-        and _own.rotary("apply_rotary_pos_emb")
-    )
+    if not _untouched(attention):
+        return "self_attn has hooks, or a forward that someone else gave it"
+    if not _untouched(mlp):
+        return "mlp has hooks, or a forward that someone else gave it"
+    norms = parts["input_layernorm"], parts["post_attention_layernorm"], inner["q_norm"], inner["k_norm"]
+    for norm in norms:
+        if not _is_norm_of(norm, x):
+            return f"a norm has hooks, a forward that someone else gave it, or a weight that is no ordinary tensor of {x.dtype}"
+    if not is_silu(_parts(mlp).get("act_fn")):
+        return "the activation of mlp is not SiLU, or has hooks"
+    return "" if _own.rotary("apply_rotary_pos_emb") else "apply_rotary_pos_emb is one that someone else put there"
+
+
+def fusable(layer, x) -> bool:
+    return not why_not_fusable(layer, x)
+
+
+def explain_layer(layer, x) -> List[Tuple[str, str]]:
+    """[(part, "" or why it is not fused)] of a layer for an input [batch, tokens, hidden], as `decoder_layer_forward` decides it."""
+    reason = why_not_fusable(layer, x)
+    if reason:
+        return [("decoder layer", reason)]
+    inner, mlp = _parts(_parts(layer)["self_attn"]), _parts(_parts(layer)["mlp"])
+    dtype, wider = _product_dtype(x), autocasts(x.device)
+    rows = []
+    for part, names in (("norm, q_proj, k_proj, v_proj, rotary", ("q_proj", "k_proj", "v_proj")), ("o_proj", ("o_proj",)),
+                        ("norm, gate_proj, up_proj, down_proj", ("gate_proj", "up_proj", "down_proj"))):  # fmt: skip
+        reasons = ((name, projection_or_reason((inner if name in inner else mlp)[name], dtype, wider)) for name in names)
+        rows.append((part, next((f"{name}: {found}" for name, found in reasons if isinstance(found, str)), "")))
+    return rows
 
 
 def _product_dtype(x) -> torch.dtype:
@@ -77,6 +103,8 @@ def _plain_weights(x, *linears):
 def _projections(dtype, wider, *linears):
     """What linear layers multiply by in a dtype, or None where one of them has to be called."""
     found = []
+    if torch.compiler.is_compiling():
+        return None
     for linear in linears:
         found.append(projection(linear, dtype, wider))
         if found[-1] is None:
@@ -149,7 +177,7 @@ def _finish(layer, attended, residual, shape):
     output = o_proj(attended.view(*shape, -1))
     if mlp_found is not None:
         total = output.reshape(x.shape) + x
-        if all(type(each.weight) in PLAIN and each.weight.dtype == x.dtype and each.a is None for each in mlp_found):
+        if dtype == x.dtype and all(type(each.weight) in PLAIN and each.weight.dtype == dtype and each.a is None for each in mlp_found):
             return norm_mlp(total, norm_weight, *(each.weight for each in mlp_found), eps)
         return projected_mlp(total, norm_weight, mlp_found, eps, None, dtype)
     if output.dtype != residual.dtype:

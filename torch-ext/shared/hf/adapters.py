@@ -6,13 +6,13 @@ once they are. Everything is read from `__dict__`: a look-up of an attribute on 
 """
 
 import sys
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 from torch import nn
 
 from ..ops.projection import FourBitWeight, Projection
-from .modules import is_plain, own_forward, plain_weight
+from .modules import is_plain, own_forward, plain_weight, why_not_plain
 
 LORA = {"peft.tuners.lora.layer": "Linear", "peft.tuners.lora.bnb": "Linear4bit"}  # by module: the class whose sum is `Projection`'s
 FOUR_BIT = ("bitsandbytes.nn.modules", "Linear4bit")
@@ -30,7 +30,8 @@ def _library_forward(cls, module: str, name: str):
             return None
         forward = vars(cls).get("forward")
         code = getattr(forward, "__code__", None)
-        if code is None or getattr(forward, "__module__", None) != module or forward.__qualname__ != f"{name}.forward" or code.co_name != "forward":
+        named = getattr(forward, "__module__", None), getattr(forward, "__qualname__", None)
+        if code is None or named != (module, f"{name}.forward") or code.co_name != "forward":
             return None
         if code.co_filename != getattr(found, "__file__", None):
             return None
@@ -86,48 +87,73 @@ def projection(layer, dtype: torch.dtype, wider: bool = False) -> Optional[Proje
 
     wider: whether a weight may be in fp32 where dtype is not, as under autocast.
     """
+    found = projection_or_reason(layer, dtype, wider)
+    return found if type(found) is Projection else None
+
+
+def _why_no_base(layer, dtype: torch.dtype, wider: bool) -> str:
+    weight = plain_weight(layer)
+    if weight is None:
+        return why_not_plain(layer)
+    return f"its weight is {weight.dtype} where the products are {dtype}"
+
+
+def projection_or_reason(layer, dtype: torch.dtype, wider: bool = False) -> Union[Projection, str]:
+    """As `projection`, with the reason in the place of None."""
     cls = type(layer)
     if cls is nn.Linear:
         weight = plain_weight(layer)
-        return None if weight is None or not (weight.dtype == dtype or (wider and weight.dtype == FP32)) else Projection(weight)
+        if weight is None or not (weight.dtype == dtype or (wider and weight.dtype == FP32)):
+            return _why_no_base(layer, dtype, wider)
+        return Projection(weight)
     name = LORA.get(cls.__module__)
     if name is None:
         weight = four_bit_weight(layer, dtype)
-        return None if weight is None else Projection(weight)
-    if cls.__name__ != name or not _is_untouched(layer, cls.__module__, name):
-        return None
+        return why_not_plain(layer) if weight is None else Projection(weight)
+    if cls.__name__ != name:
+        return f"PEFT's {cls.__name__} is called as it is"
+    if not _is_untouched(layer, cls.__module__, name):
+        return "hooks listen to the LoRA layer, or its forward was replaced"
     state = layer.__dict__
     modules, merged, disabled = state["_modules"], state.get("merged_adapters"), state.get("_disable_adapters")
     variants, scalings = state.get("lora_variant"), state.get("scaling")
-    if merged is None or disabled is None or variants is None or scalings is None or (disabled and merged):
-        return None  # of another version; or to be unmerged by this call
+    if merged is None or disabled is None or variants is None or scalings is None:
+        return "this version of PEFT keeps its adapters otherwise"
+    if disabled and merged:
+        return "merged adapters are disabled: the next call takes them out of the weight"
     weight = _base(modules.get("base_layer"), dtype, wider)
     if weight is None:
-        return None
+        return "below the adapter: " + _why_no_base(modules.get("base_layer"), dtype, wider)
     if disabled or merged:
         return Projection(weight)
     active, adapters = state.get("_active_adapter"), modules["lora_A"].__dict__["_modules"]
     if type(active) is not str:
         named = [name for name in active if name in adapters]
         if len(named) > 1:
-            return None
+            return f"{len(named)} adapters are active at once"
         active = named[0] if named else None
     if active not in adapters:
         return Projection(weight)
     if active in variants:
-        return None
+        return f"the adapter is a variant of LoRA ({type(variants[active]).__name__})"
     a = plain_weight(adapters[active])
     b = _plain_linear(modules["lora_B"].__dict__["_modules"].get(active), state["lora_bias"].get(active, False))
     probability = _dropout(modules["lora_dropout"].__dict__["_modules"].get(active))
     scaling = scalings.get(active)
-    if a is None or b is None or probability is None or type(scaling) not in (float, int):
-        return None
+    if a is None or b is None:
+        return "lora_A or lora_B is no plain torch.nn.Linear"
+    if probability is None:
+        return "the adapter's dropout is not torch.nn.Dropout"
+    if type(scaling) not in (float, int):
+        return f"the adapter's scaling is a {type(scaling).__name__}"
     b, bias = b
     for tensor in (a, b, bias):
-        if tensor is not None and (tensor.dtype not in (dtype, FP32) or tensor.device != weight.device):
-            return None
+        if tensor is not None and tensor.dtype not in (dtype, FP32):
+            return f"the adapter is {tensor.dtype} where the products are {dtype}"
+        if tensor is not None and tensor.device != weight.device:
+            return f"the adapter is on {tensor.device}, the weight on {weight.device}"
     if a.dtype != dtype and not state.get("cast_input_dtype_enabled", True):
-        return None
+        return "PEFT was told not to cast the adapter's input"
     return Projection(weight, a, b, bias, float(scaling), probability)
 
 

@@ -217,7 +217,7 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     tokens = visible.tokens
     usable = visible.rule is not None and query.shape[2] == tokens and key.shape[2] == visible.keys
     if usable and _takes(query, key, value, s_aux, dropout, kwargs):
-        cu_seqlens, position_ids = _documents(visible, kwargs, s_aux)
+        cu_seqlens, position_ids = documents_of(visible, kwargs, s_aux)
         if s_aux is not None or cu_seqlens is not None or not visible.is_plain():
             if key.shape[2] > tokens:  # a static cache, with room for what comes
                 key, value = key[:, :, :tokens], value[:, :, :tokens]
@@ -226,7 +226,7 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     return _as_transformers(module, query, key, value, visible, scaling, dropout, s_aux, kwargs)
 
 
-def _documents(visible, kwargs, sinks):
+def documents_of(visible, kwargs, sinks):
     """(cu_seqlens, position_ids) of a call, None where the mask has said what documents there are."""
     cu_seqlens, position_ids = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
     if visible.padding is not None:

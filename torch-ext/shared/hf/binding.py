@@ -6,6 +6,8 @@ import sys
 import weakref
 from types import MethodType
 
+import torch
+
 from .modules import is_marked, original_forward
 
 BOUND = "_bastile_bound_modules"  # in every loaded copy of this file: the modules that hold a forward that it bound
@@ -61,6 +63,16 @@ class BoundForward:
 
     def __reduce__(self):  # as a bound method's: a process that lacks this package loads the module with its class's forward
         return getattr, (self.__self__, "forward")
+
+
+_frames = torch._C._dynamo.eval_frame
+# A graph of torch.compile begins behind these, where arguments have names: by **kwargs it would not learn which sizes vary.
+for function in (BoundForward.__call__, BoundForward.__func__.fget, BoundForward.__self__.fget):
+    if hasattr(_frames, "skip_code"):  # older torch
+        _frames.skip_code(function.__code__)
+    elif hasattr(_frames, "set_code_exec_strategy"):
+        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(_frames._FrameAction.SKIP,
+                                                                                     _frames._FrameAction.DEFAULT))
 
 
 def remember(module) -> None:

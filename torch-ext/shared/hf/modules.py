@@ -37,17 +37,31 @@ def is_transformers_own(function, modeling: str, name: str) -> bool:
     key = function, modeling, name
     if key in _own:
         return True
+    if torch.compiler.is_compiling():  # a tracer follows none of this: see `learn_own`
+        return False
     while hasattr(function, "__wrapped__"):
         if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
             return False
         function = function.__wrapped__
     code = getattr(function, "__code__", None)
-    if code is None or function.__globals__.get("__name__") != modeling or function.__qualname__ != name:
+    if code is None or function.__globals__.get("__name__") != modeling:
+        return False
+    # Dynamo reads no __qualname__ of a function; before Python 3.11 it has to take the last part of the name for the whole.
+    if (getattr(code, "co_qualname", name) if torch.compiler.is_compiling() else function.__qualname__) != name or code.co_name != name.rpartition(".")[2]:
         return False
     if not code.co_filename.replace("\\", "/").endswith("/".join(modeling.split(".")[-2:]) + ".py"):
         return False  # made there by exec()
     _own.add(key)
     return True
+
+
+def learn_own(*functions) -> None:
+    """Looks at functions of transformers, (module, name) each, before a tracer meets them."""
+    for modeling, name in functions:
+        found = sys.modules.get(modeling)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        is_transformers_own(found, modeling, name)
 
 
 def own_class(modeling, name):
@@ -151,20 +165,30 @@ def own_forward(module):
     return type(module).forward if forward is None else getattr(forward, "__func__", None)
 
 
-def plain_weight(layer):
-    """The weight of a torch.nn.Linear whose call does nothing but multiply by it, an ordinary tensor; None for all else.
+def why_not_plain(layer) -> str:
+    """Why a call of a layer does more or other than multiply by the ordinary weight of a torch.nn.Linear; "" when it does just that.
 
     Everything is read from `__dict__`: a look-up of an attribute on a module costs 0.3 us.
     """
     if type(layer) is not nn.Linear:
-        return None
+        return f"a {type(layer).__module__}.{type(layer).__name__} is called as it is"
     state = layer.__dict__
     parameters = state["_parameters"]
+    if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
+        return "hooks listen to it"
+    if "forward" in state:
+        return f"its forward was replaced by {getattr(state['forward'], '__module__', 'someone')}"
+    if parameters.get("bias") is not None:
+        return "it has a bias"
     weight = parameters.get("weight")
-    listened_to = state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]
-    if listened_to or "forward" in state or parameters.get("bias") is not None or not is_plain(weight):
-        return None
-    return weight if nn.Linear.forward is _linear_forward else None
+    if not is_plain(weight):
+        return f"its weight is a {type(weight).__name__}"
+    return "" if nn.Linear.forward is _linear_forward else "torch.nn.Linear.forward was replaced"
+
+
+def plain_weight(layer):
+    """The weight of a torch.nn.Linear whose call does nothing but multiply by it, an ordinary tensor; None for all else."""
+    return None if why_not_plain(layer) else layer.__dict__["_parameters"]["weight"]
 
 
 def sharded_weight(layer):
@@ -191,7 +215,8 @@ def call_with(function, layer, x):
 
 
 def is_silu(activation) -> bool:
-    """True for PyTorch's and transformers' SiLU modules whose call does nothing but that: nobody listens to them or replaced their forward."""
+    """True for PyTorch's and transformers' SiLU modules whose call does nothing but that: nobody listens to them or replaced their
+    forward."""
     cls = type(activation)
     if cls is not nn.SiLU and (cls.__name__, cls.__module__) != ("SiLUActivation", "transformers.activations"):
         return False

@@ -57,7 +57,8 @@ def _kernels_take(model, device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" or (device.type == "cuda" and dtype in HALVES and getattr(model.config, "head_dim", None) in HEAD_DIMS)
 
 
-def without_padding(model, target: torch.Tensor, ignore_index: int, kwargs: Dict[str, Any], options: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+def without_padding(model, target: torch.Tensor, ignore_index: int, kwargs: Dict[str, Any],
+                    options: Dict[str, Any]) -> Optional[Dict[str, Any]]:
     """The arguments of a causal LM's forward for the same loss of one row of tokens, none of them padding; None where there is no
     padding or someone could tell. Waits for the device.
 
@@ -72,7 +73,8 @@ def without_padding(model, target: torch.Tensor, ignore_index: int, kwargs: Dict
     embedding, decoder, device = model.get_input_embeddings(), model.model, mask.device
     weight = next(embedding.parameters(), given)
     kinds = set(getattr(model.config, "layer_types", None) or ["unknown"])
-    if not kinds <= WINDOWS.keys() or {given.device, weight.device, target.device} != {device} or not _kernels_take(model, device, weight.dtype):
+    elsewhere = {given.device, weight.device, target.device} != {device}
+    if elsewhere or not kinds <= WINDOWS.keys() or not _kernels_take(model, device, weight.dtype):
         return None
     parts = [decoder, *(module for part in decoder.children() if part is not embedding for module in part.modules())]
     if _is_listened_to(parts):

@@ -18,12 +18,14 @@ from typing import Any, NamedTuple, Tuple
 
 from torch import nn
 
+from . import capture as graphs
+from . import explain as explanation
 from .attention import give_attention_back, register_attention, unregister_attention
 from .binding import BoundForward, bound_modules, remember
 from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
-from .experts import EXPERTS, experts_implementation
+from .experts import EXPERTS, MOE, experts_implementation
 from .forwards import rotary_pos_emb
-from .modules import CAPTURED, LAYER, OFF, SAVED, is_marked, is_own_rotary, is_transformers_own, own_class
+from .modules import CAPTURED, LAYER, OFF, SAVED, is_marked, is_own_rotary, is_transformers_own, learn_own, own_class
 from .padding import KEEPS
 
 # From, and up to but not including. From 5.23 on, transformers' gradient checkpointing stands inside a decoder layer's forward, and
@@ -94,6 +96,7 @@ def modeling_of_transformers(targets: Targets):
         _describe(layer.forward, original)
     if not hasattr(modeling, ROTARY):
         raise ImportError(f"transformers {version} has no {ROTARY}, {advice}")
+    learn_own(("transformers.activations", "SiLUActivation.forward"), (MOE, "grouped_mm_experts_forward"))
     for cls in (CausalLMOutputWithPast, MoeCausalLMOutputWithPast):
         output_with_metrics(cls)  # torch.compile traces through no making of classes
     return modeling
@@ -383,6 +386,7 @@ def reset(targets: Targets):
     modules = _live_modules()
     for module in modules:
         state = vars(module)
+        graphs.release(module)
         state.pop(CAPTURED, None)
         if SAVED + "replaced" in state or any(_calls_ours(state.get(name)) for name in (_slot(module), WRAPPED)):
             _unbind(module)
@@ -493,7 +497,8 @@ def kernelize(targets: Targets, model, mode=None, attention=True, unpad=True):
         for operation, (cls, _) in places.items()
     }
     if not any(chosen.values()):
-        raise TypeError(f"model is a {type(model).__name__} without any of transformers' {targets.model} layers, expected a {targets.model} model")
+        found = f"a {type(model).__name__} without any of transformers' {targets.model} layers"
+        raise TypeError(f"model is {found}, expected a {targets.model} model")
     causal_lm = places["fused_linear_cross_entropy"][0]
     if not (causal_lm and any(isinstance(module, causal_lm) for module in model.modules())):
         del chosen["fused_linear_cross_entropy"]
@@ -524,6 +529,32 @@ def kernelize(targets: Targets, model, mode=None, attention=True, unpad=True):
             vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})
             remember(module)
     return model
+
+
+def decoder_layers(targets: Targets, model):
+    """Lists the decoder layers of a model, or of what holds it (PEFT). Raises TypeError when it has none."""
+    cls = getattr(modeling_of_transformers(targets), targets.classes["decoder_layer"][0])
+    found = [module for module in model.modules() if isinstance(module, cls)]
+    if not found:
+        raise TypeError(f"model is a {type(model).__name__} without a {cls.__name__}, expected a {targets.model} model")
+    return found
+
+
+def causal_lms(targets: Targets, model):
+    """Lists the causal LMs of a family in a model, itself among them."""
+    cls = getattr(modeling_of_transformers(targets), targets.classes["fused_linear_cross_entropy"][0])
+    return [module for module in model.modules() if isinstance(module, cls)]
+
+
+def capture(targets: Targets, model, batch, tokens):
+    """Replays the decoder layers of a model as CUDA graphs, and returns it; see `capture` of a package."""
+    graphs.capture(decoder_layers(targets, model), causal_lms(targets, model), batch, tokens)
+    return model
+
+
+def explain(targets: Targets, model, explain_layer):
+    """Says what of a model runs fused; see `explain` of a package. explain_layer: as of `explanation.explain`."""
+    return explanation.explain(model, decoder_layers(targets, model), causal_lms(targets, model), explain_layer)
 
 
 class LoadedLayer(NamedTuple):

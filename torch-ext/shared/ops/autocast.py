@@ -1,4 +1,5 @@
-"""Autocast and the operations: their products in autocast's dtype where PyTorch's would be, and never something else in the backward pass."""
+"""Autocast and the operations: their products in autocast's dtype where PyTorch's would be, and never something else in the backward
+pass."""
 
 import functools
 from typing import List, Optional

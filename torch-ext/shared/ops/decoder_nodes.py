@@ -160,12 +160,14 @@ def norm_attention_inputs(
         if weight.shape[0] % head_dim:
             fail(name, describe(weight), f"a multiple of head_dim {head_dim} rows")
     for name, table in (("cos", cos), ("sin", sin)):
-        fits = table.dim() == 3 and table.shape[0] in (1, shape[0]) and table.shape[1] == shape[1] and table.shape[2] in (head_dim, head_dim // 2)
+        fits = table.dim() == 3 and table.shape[0] in (1, shape[0]) and table.shape[1] == shape[1]
+        fits = fits and table.shape[2] in (head_dim, head_dim // 2)
         if not fits or table.shape != cos.shape or table.dtype != x.dtype or table.device != x.device:
             fail(name, describe(table), f"{x.dtype} [{shape[0]} or 1, {shape[1]}, {head_dim} or {head_dim // 2}] on {x.device}")
     if autocasts(x.device) or needs_formula(x, norm_weight, *weights, q_norm, k_norm, cos, sin):
         return norm_attention_inputs_reference(x, norm_weight, weights, q_norm, k_norm, cos, sin, shape, eps, head_eps)
-    return apply_function(_NormAttentionInputs, x, norm_weight, float(eps), q_norm, k_norm, float(head_eps), cos, sin, tuple(shape), *weights)
+    return apply_function(_NormAttentionInputs, x, norm_weight, float(eps), q_norm, k_norm, float(head_eps), cos, sin, tuple(shape),
+                          *weights)
 
 
 def norm_mlp(

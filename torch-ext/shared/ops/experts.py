@@ -145,7 +145,8 @@ def _has_clamped_gate() -> bool:
 def _words(gate_up: torch.Tensor, bias: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
     """In half precision gate and up of a column as one 32-bit word, where the kernels take them so."""
     bias = bias.contiguous()
-    packs = gate_up.element_size() == 2 and gate_up.shape[1] % (2 * _clamped_forward_kernel.constant("COLS")) == 0 and (bias.data_ptr() | gate_up.data_ptr()) % 16 == 0
+    whole = gate_up.shape[1] % (2 * _clamped_forward_kernel.constant("COLS")) == 0
+    packs = gate_up.element_size() == 2 and whole and (bias.data_ptr() | gate_up.data_ptr()) % 16 == 0
     return (gate_up.view(torch.int32), bias.view(torch.int32)) if packs else (gate_up, bias)
 
 
@@ -326,7 +327,8 @@ def _functional_backward(
     needs: List[bool],
 ) -> Six:
     """`_backward` that writes over nothing and returns nothing twice, as a tracer wants it."""
-    inputs, options = (hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias), (transposed, interleaved, alpha, limit)
+    inputs = hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias
+    options = transposed, interleaved, alpha, limit
     grads = _backward(dout, inputs, gate_up.clone(), Routing(order, position, ends), options, needs)
     return tuple(grad if need else hidden.new_empty(0) for grad, need in zip(grads, needs))
 
@@ -397,17 +399,18 @@ def experts(
     """sum over k of scores[:, k] * down(gate(gate_up(hidden))), each with the weights of the expert expert[:, k].
 
     hidden: [tokens, hidden], bf16, fp16 or fp32 (float64 runs in PyTorch). expert: [tokens, top-k] of an integer dtype; an id
-    outside [0, experts), however far, is no expert: nothing is added for it, and its score has no gradient (transformers' expert parallelism
-    marks the experts of other processes so). scores: [tokens, top-k], the routing weights, of any floating point dtype.
+    outside [0, experts), however far, is no expert: nothing is added for it, and its score has no gradient (transformers' expert
+    parallelism marks the experts of other processes so). scores: [tokens, top-k], the routing weights, of any floating point dtype.
     gate_up_weight: [experts, 2 * width, hidden] and down_weight: [experts, hidden, width], or with `transposed` [experts,
     hidden, 2 * width] and [experts, width, hidden]; gate_up_bias: [experts, 2 * width]; down_bias: [experts, hidden]; all of
     hidden's dtype and device. interleaved: the columns of gate_up alternate between gate and up; else gate comes before up.
 
     The gate is silu(gate) * up, or with alpha > 0 GPT-OSS's: (up + 1) * gate * sigmoid(alpha * gate), gate clamped to at most
-    `limit` and up to [-limit, limit] before; bastile/gpt-oss has kernels for it, elsewhere it runs in PyTorch. Returns [tokens, hidden]. Differentiable in all but `expert`; nothing is computed for a
-    weight that does not require a gradient. In bf16 and fp16, where hidden and width are multiples of 8, the host does not wait for
-    the device, and autocast changes nothing, as with torch's grouped GEMMs: the GEMMs are torch._grouped_mm where that is a kernel, else our own. Otherwise there is one GEMM an expert.
-    Raises ValueError when shapes, dtypes or devices do not fit.
+    `limit` and up to [-limit, limit] before; bastile/gpt-oss has kernels for it, elsewhere it runs in PyTorch. Returns [tokens, hidden].
+    Differentiable in all but `expert`; nothing is computed for a weight that does not require a gradient. In bf16 and fp16, where hidden
+    and width are multiples of 8, the host does not wait for the device, and autocast changes nothing, as with torch's grouped GEMMs: the
+    GEMMs are torch._grouped_mm where that is a kernel, else our own. Otherwise there is one GEMM an expert. Raises ValueError when shapes,
+    dtypes or devices do not fit.
     """
     _check(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, transposed, alpha, limit)
     options = (bool(transposed), bool(interleaved), float(alpha), float(limit))

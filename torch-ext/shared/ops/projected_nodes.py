@@ -201,7 +201,8 @@ def projected_attention_inputs(
         if projection.weight.shape[0] % head_dim:
             fail(f"projections[{i}].weight", list(projection.weight.shape), f"a multiple of head_dim {head_dim} rows")
     for name, table in (("cos", cos), ("sin", sin)):
-        fits = table.dim() == 3 and table.shape[0] in (1, shape[0]) and table.shape[1] == shape[1] and table.shape[2] in (head_dim, head_dim // 2)
+        fits = table.dim() == 3 and table.shape[0] in (1, shape[0]) and table.shape[1] == shape[1]
+        fits = fits and table.shape[2] in (head_dim, head_dim // 2)
         if not fits or table.shape != cos.shape or table.dtype != x.dtype or table.device != x.device:
             fail(name, describe(table), f"{x.dtype} [{shape[0]} or 1, {shape[1]}, {head_dim} or {head_dim // 2}] on {x.device}")
     if needs_formula(x, norm_weight, q_norm, k_norm, cos, sin, *_dense_tensors(projections)):

@@ -228,8 +228,10 @@ class Projections:
             low[:, span].addmm_(grads[i], b, beta=0, alpha=self.scalings[i])
         return low
 
-    def input_gradient(self, grads: Sequence[torch.Tensor], dlow: Optional[torch.Tensor], together: Optional[torch.Tensor] = None) -> torch.Tensor:
-        """The gradient of x, [tokens, in]. dlow: of `low_gradient`. together: where the grads lie side by side, the matrix that they are in."""
+    def input_gradient(self, grads: Sequence[torch.Tensor], dlow: Optional[torch.Tensor],
+                       together: Optional[torch.Tensor] = None) -> torch.Tensor:
+        """The gradient of x, [tokens, in]. dlow: of `low_gradient`. together: where the grads lie side by side, the matrix that they are
+        in."""
         if self.whole is not None and together is not None:
             dx = torch.mm(together, self.whole)
         else:

@@ -4,6 +4,7 @@ Alone, and with the residual stream: total = x + residual, y = RMSNorm(total).
 """
 
 import functools
+import math
 from typing import Optional, Tuple
 
 import torch
@@ -182,7 +183,7 @@ def _empty(x, dtype=None):
 
 
 def _fake_forward(x, weight, eps, dtype=None):
-    return _empty(x, dtype or torch.promote_types(x.dtype, weight.dtype)), x.new_empty((x.shape[:-1].numel(),), dtype=wide(x.dtype))
+    return _empty(x, dtype or torch.promote_types(x.dtype, weight.dtype)), x.new_empty((math.prod(x.shape[:-1]),), dtype=wide(x.dtype))
 
 
 def _fake_backward(dy, x, weight, rstd, need_dweight):
@@ -195,7 +196,7 @@ rms_norm_again = traceable("rms_norm_again", _again, lambda x, weight, rstd, dty
 add_rms_norm_forward = traceable(
     "add_rms_norm_forward",
     _add_forward,
-    lambda x, residual, weight, eps: (_empty(residual), *_fake_forward(residual, weight, eps, x.dtype if x.dtype != residual.dtype else None)),
+    lambda x, residual, *rest: (_empty(residual), *_fake_forward(residual, *rest, x.dtype if x.dtype != residual.dtype else None)),
 )
 add_rms_norm_backward = traceable(
     "add_rms_norm_backward", _add_backward, lambda dy, dtotal, *rest: _fake_backward(dy, *rest)

@@ -1,7 +1,7 @@
 """GPT-OSS with cuTile kernels: faster training in less memory, the same results."""
 
 from . import layers
-from .api import apply, get_patched_ops, kernelize, mapping, reset
+from .api import apply, capture, explain, get_patched_ops, kernelize, mapping, report, reset
 from .shared.hf.optimizer import AdamW
 from .shared.ops.attention import AttentionPlan, attention
 from .shared.ops.experts import experts
@@ -17,13 +17,16 @@ __all__ = [
     "add_rms_norm",
     "apply",
     "attention",
+    "capture",
     "clear_autotune_cache",
     "experts",
+    "explain",
     "get_patched_ops",
     "kernelize",
     "layers",
     "linear_cross_entropy",
     "mapping",
+    "report",
     "reset",
     "rms_norm",
     "rotary",

@@ -1,5 +1,7 @@
 """What the layers do that are GPT-OSS's own: its norm and its decoder layer."""
 
+from typing import List, Tuple
+
 import torch
 
 from .shared.hf.modules import OwnForwards, original_forward
@@ -23,10 +25,26 @@ def _norm_is_plain(norm) -> bool:
     return _own.run_by(norm) and type(norm.__dict__["_parameters"].get("weight")) in PLAIN
 
 
+def why_not_fusable(layer, x) -> str:
+    """Why a layer runs as transformers wrote it; "" where its residual connection and norm are one."""
+    if torch.compiler.is_compiling():
+        return "torch.compile"
+    if type(x) not in PLAIN:
+        return "the input is no ordinary tensor"
+    if not _norm_is_plain(layer.post_attention_layernorm):
+        return "post_attention_layernorm has hooks, or a forward that someone else gave it"
+    return ""
+
+
+def explain_layer(layer, x) -> List[Tuple[str, str]]:
+    """[(part, "" or why it is not fused)] of a layer, as `decoder_layer_forward` decides it."""
+    return [("residual and norm", why_not_fusable(layer, x))]
+
+
 def decoder_layer_forward(layer, x: torch.Tensor, kwargs) -> torch.Tensor:
     """Of a GptOssDecoderLayer. kwargs: what its forward gets beside the hidden states."""
     norm = layer.post_attention_layernorm
-    if torch.compiler.is_compiling() or type(x) not in PLAIN or not _norm_is_plain(norm):
+    if why_not_fusable(layer, x):
         return original_forward(layer)(layer, x, **kwargs)
     attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs)
     if attended.dtype == x.dtype and type(attended) in PLAIN:
