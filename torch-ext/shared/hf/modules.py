@@ -47,7 +47,8 @@ def is_transformers_own(function, modeling: str, name: str) -> bool:
     if code is None or function.__globals__.get("__name__") != modeling:
         return False
     # Dynamo reads no __qualname__ of a function; before Python 3.11 it has to take the last part of the name for the whole.
-    if (getattr(code, "co_qualname", name) if torch.compiler.is_compiling() else function.__qualname__) != name or code.co_name != name.rpartition(".")[2]:
+    qualified = getattr(code, "co_qualname", name) if torch.compiler.is_compiling() else function.__qualname__
+    if qualified != name or code.co_name != name.rpartition(".")[2]:
         return False
     if not code.co_filename.replace("\\", "/").endswith("/".join(modeling.split(".")[-2:]) + ".py"):
         return False  # made there by exec()
