@@ -13,9 +13,21 @@ if not __package__:  # run as a file
     __package__ = Path(__file__).absolute().parent.name
 
 from . import steps
+from .benchmark_qwen3 import Qwen3StepBenchmark
 
 RANK, LAYERS = 16, 12
 TOKENS = (512, 1024, 2048, 4096, 8192)
+
+
+class Qwen3LoRAStepBenchmark(Qwen3StepBenchmark):
+    """The same with PEFT's adapters, for `kernels benchmark`."""
+
+    def setup(self) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        super().setup()
+        config = LoraConfig(r=RANK, target_modules="all-linear", init_lora_weights=True)
+        self.model, self.reference = (get_peft_model(model, config) for model in (self.model, self.reference))
 
 
 def main(arguments=None):

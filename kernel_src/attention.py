@@ -290,7 +290,8 @@ DQ = (
 )
 DKV = (
     (128, AMPERE + RTX, 32, 2, EVERY_STEP, EIGHT, "8 bytes on sm_8x; steps of 16 spill nothing, at half the work a step"),
-    (128, HOPPER, 64, 3, SOME_STEPS, PAIR),
+    (128, H100, 64, 3, SOME_STEPS, PAIR),
+    (128, BLACKWELL, 64, 3, SOME_STEPS, {}),  # 255 registers: one block, whatever is asked for
     (64, AMPERE + RTX, 32, 2, EVERY_STEP, EIGHT),
     (64, HOPPER, 64, 4, SOME_STEPS, PAIR),
 )

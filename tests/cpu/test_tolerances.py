@@ -17,7 +17,7 @@ def test_rounding_passes(dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("wrong", [1, 3])
+@pytest.mark.parametrize("wrong", [1, 2])
 def test_a_few_wrong_numbers_in_a_large_tensor(dtype, wrong):
     """One norm over the whole does not see them."""
     torch.manual_seed(0)
