@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from .shared.hf.attention import head_dim_of
 from .shared.ops import adamw
 from .shared.ops.attention import attention
 from .shared.ops.decoder_nodes import norm_attention_inputs
@@ -47,7 +48,7 @@ FAMILY = (
 
 def sizes_of(model) -> Sizes:
     """From the configuration of a model or of the first of its modules that has one. Raises TypeError when there is none."""
-    config = next((module.config for module in model.modules() if hasattr(getattr(module, "config", None), "head_dim")), None)
+    config = next((module.config for module in model.modules() if hasattr(getattr(module, "config", None), "num_key_value_heads")), None)
     if config is None:
         raise TypeError(f"model is a {type(model).__name__} without a Qwen3 configuration, expected a Qwen3 model")
     return Sizes(
@@ -55,7 +56,7 @@ def sizes_of(model) -> Sizes:
         config.intermediate_size,
         config.num_attention_heads,
         config.num_key_value_heads,
-        config.head_dim,
+        head_dim_of(config) or 0,
         config.vocab_size,
         *((config.moe_intermediate_size, config.num_experts_per_tok) if hasattr(config, "moe_intermediate_size") else ()),
     )

@@ -301,11 +301,17 @@ def give_attention_back(module) -> None:
         module.set_attn_implementation(kept)
 
 
+def head_dim_of(config) -> Optional[int]:
+    """The size of a head by a model's configuration, None where it says nothing of heads."""
+    found, heads = getattr(config, "head_dim", None), getattr(config, "num_attention_heads", 0)
+    return config.hidden_size // heads if found is None and heads else found
+
+
 def choose_attention(model, replaces: str) -> None:
     """Gives a model on a GPU whose kernels run our implementation in the place of `replaces`, which it got by default; any other that
     it has, it keeps."""
     config = model.config
-    if config._attn_implementation != replaces or getattr(config, "head_dim", None) not in HEAD_DIMS:
+    if config._attn_implementation != replaces or head_dim_of(config) not in HEAD_DIMS:
         return
     weight = next(model.parameters(), None)
     if weight is None or weight.is_meta or not kernels_run_on(torch.empty(0, device=weight.device)):

@@ -10,7 +10,7 @@ import torch
 
 from ..ops.attention import HEAD_DIMS
 from ..ops.common import autocasts
-from .attention import ATTENTION, HALVES, RUNS, TRACEABLE, WINDOWS, padding_of, visible_documents
+from .attention import ATTENTION, HALVES, RUNS, TRACEABLE, WINDOWS, head_dim_of, padding_of, visible_documents
 from .modules import CAPTURING, FSDP, SAVED, is_marked
 
 KEEPS = SAVED + "keeps_padding"  # on a causal LM or its class: what apply() or kernelize() was told about `unpad`
@@ -61,7 +61,7 @@ def _kinds_of_layers(config) -> set:
 def _kernels_take(model, device: torch.device, dtype: torch.dtype) -> bool:
     if autocasts(device):
         dtype = torch.get_autocast_dtype(device.type)
-    return device.type == "cpu" or (device.type == "cuda" and dtype in HALVES and getattr(model.config, "head_dim", None) in HEAD_DIMS)
+    return device.type == "cpu" or (device.type == "cuda" and dtype in HALVES and head_dim_of(model.config) in HEAD_DIMS)
 
 
 def without_padding(model, target: torch.Tensor, ignore_index: int, kwargs: Dict[str, Any],
