@@ -46,7 +46,8 @@ def check_fsdp_of_moe(here, how, units):
 
 
 def check_plan_of_moe(here, folder, how, plan):
-    """Every process has all of the batch; the gradients are those of the plain model under the same plan, and the loss that of one process."""
+    """Every process has all of the batch; the gradients are those of the plain model under the same plan, and the loss is that of one
+    process."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
