@@ -12,7 +12,7 @@ from tests.ops.rotary import rotary_exact
 from tests.tolerances import assert_close
 
 
-def _projections(ops, shapes, autocast, dropout, seed=2):
+def projections_of(ops, shapes, autocast, dropout, seed=2):
     """Projections with adapters of several ranks, scalings and dtypes, one with a bias and one without an adapter; and the same in
     float64."""
     projection = importlib.import_module(f"{ops.__name__}.shared.ops.projection").Projection
@@ -31,7 +31,7 @@ def _projections(ops, shapes, autocast, dropout, seed=2):
     return found, wanted
 
 
-def _projected(x, projection):
+def projected(x, projection):
     """In float64; the mask is the one that the generator draws now."""
     y = x @ projection.weight.t()
     if projection.a is None:
@@ -57,7 +57,7 @@ def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=
     nodes = importlib.import_module(f"{ops.__name__}.shared.ops.projected_nodes")
     shape, kind = (2, 3), FP32 if autocast else BF16
     x, norm = leaf(randn(6, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
-    projections, projections64 = _projections(ops, [(n * 128, 1024) for n in (8, 4, 4)], autocast, dropout)
+    projections, projections64 = projections_of(ops, [(n * 128, 1024) for n in (8, 4, 4)], autocast, dropout)
     if packed:
         lay_side_by_side(ops, [projection.weight for projection in projections])
     norms = [leaf(randn(128, dtype=kind, device=CPU, seed=5 + i) + 1) for i in range(2)]
@@ -73,7 +73,7 @@ def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=
     x64, norm64, norms64 = exact(x), exact(norm), [exact(n) for n in norms]
     normed = rms_norm_exact(x64, norm64, 0.5)
     torch.manual_seed(3)
-    q64, k64, v64 = (_projected(normed, projection).view(*shape, -1, 128) for projection in projections64)
+    q64, k64, v64 = (projected(normed, projection).view(*shape, -1, 128) for projection in projections64)
     heads = [rms_norm_exact(t, w, 0.25).transpose(1, 2) for t, w in zip((q64, k64), norms64, strict=True)]
     results64 = [*rotary_exact(*heads, cos.double(), sin.double(), 1), v64.transpose(1, 2), x64 * 1]
     torch.autograd.backward(results64, [g.double() for g in grads])
@@ -90,7 +90,7 @@ def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropo
     kind = FP32 if autocast else BF16
     x, norm = leaf(randn(3, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
     shapes = [(1024, 64)] * attended + [(inner, 1024), (inner, 1024), (1024, inner)]
-    projections, projections64 = _projections(ops, shapes, autocast, dropout, 2 + (not attended))
+    projections, projections64 = projections_of(ops, shapes, autocast, dropout, 2 + (not attended))
     if packed:
         lay_side_by_side(ops, [projection.weight for projection in projections[-3:-1]])
     before = leaf(randn(3, 64, dtype=BF16, device=CPU, seed=7)) if attended else None
@@ -104,10 +104,10 @@ def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropo
     y.backward(dy)
     x64, norm64, before64 = exact(x), exact(norm), exact(before) if attended else None
     torch.manual_seed(3)
-    total = x64 + _projected(before64, projections64[0]) if attended else x64
+    total = x64 + projected(before64, projections64[0]) if attended else x64
     normed = rms_norm_exact(total, norm64, 0.5)
-    gate, up = (_projected(normed, projection) for projection in projections64[-3:-1])
-    y64 = total + _projected(torch.nn.functional.silu(gate) * up, projections64[-1])
+    gate, up = (projected(normed, projection) for projection in projections64[-3:-1])
+    y64 = total + projected(torch.nn.functional.silu(gate) * up, projections64[-1])
     y64.backward(dy.double())
     assert y.dtype == kind
     assert_close(y, y64, BF16, "norm and projected MLP", 2)
