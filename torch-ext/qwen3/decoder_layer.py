@@ -16,6 +16,7 @@ from .shared.hf.modules import OwnForwards, all_are_listened_to, is_silu, origin
 from .shared.ops.common import autocasts
 from .shared.ops.decoder_nodes import norm_attention_inputs, norm_mlp
 from .shared.ops.projected_nodes import projected_attention_inputs, projected_mlp
+from .shared.ops.projection import is_traceable
 from .shared.ops.rms_norm import add_rms_norm, rms_norm
 from .shared.ops.rotary import qk_norm_rotary
 from .shared.ops.sparse_nodes import norm_experts
@@ -50,8 +51,6 @@ def why_not_fusable(own: OwnForwards, layer, x) -> str:
         return "the input is no ordinary tensor [batch, tokens, hidden]"
     if all_are_listened_to():
         return "hooks listen to all modules of the process"
-    if torch.compiler.is_compiling() and autocasts(x.device):
-        return "torch.compile under autocast"
     if x.dtype not in (_product_dtype(x), torch.float32):
         return f"autocast to {_product_dtype(x)} over {x.dtype}"
     parts = _parts(layer)
@@ -107,11 +106,9 @@ def _plain_weights(x, *linears):
 def _projections(dtype, wider, *linears):
     """What linear layers multiply by in a dtype, or None where one of them has to be called."""
     found = []
-    if torch.compiler.is_compiling():
-        return None
     for linear in linears:
         found.append(projection(linear, dtype, wider))
-        if found[-1] is None:
+        if found[-1] is None or (torch.compiler.is_compiling() and not is_traceable(found[-1])):
             return None
     return found
 
