@@ -79,8 +79,8 @@ def test_after_out_of_memory_an_operation_gives_the_same_as_ever(loaded_ops, ope
 @pytest.mark.parametrize("reduction", ("mean", "none"))
 def test_out_of_memory_inside_a_chunk_keeps_nothing_and_a_smaller_batch_goes_on(loaded_ops, monkeypatch, reduction):
     """The buffer of the chunk is free again, and the gradients of an earlier step are untouched."""
-    module = importlib.import_module(loaded_ops.linear_cross_entropy.__module__)
-    monkeypatch.setattr(module, "chunk_tokens", lambda tokens: 4)
+    module = importlib.import_module(loaded_ops.linear_cross_entropy.__module__.replace("linear_cross_entropy", "linear_head"))
+    monkeypatch.setattr(module, "plan_chunks", lambda *_: module.Chunks(4, FP32))
     hidden, weight = randn(11, 8, dtype=FP32, device="cpu"), leaf(randn(50, 8, dtype=FP32, device="cpu", seed=1))
     target = torch.arange(11)
     buffers = []
@@ -168,7 +168,7 @@ def test_a_killed_assembly_leaves_the_old_build_the_new_one_or_none(tmp_path, mo
 
 def test_a_killed_write_of_the_kernels_leaves_files_that_are_whole_or_refused(tmp_path, qwen3):
     """The manifest comes last: until then the files that changed do not fit it, and the runtime says so."""
-    artifacts = importlib.import_module(f"{qwen3.__name__}.runtime.artifacts")
+    artifacts = importlib.import_module(f"{qwen3.__name__}.shared.runtime.artifacts")
     variants = compiler.read_variants(("scale", "column_sum"))
     targets = {artifacts.host(): ("sm_90",)}
 
@@ -300,7 +300,7 @@ def test_forked_workers_of_a_dataloader_use_the_package_that_the_parent_loaded(q
 def copy_of_the_sources(name):
     """The package, loaded once more under another name."""
     folder = REPOSITORY / "torch-ext/qwen3"
-    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder), str(folder.parent)])
     sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]

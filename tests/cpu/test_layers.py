@@ -55,7 +55,7 @@ def test_training_step(qwen3, how, tied):
 @pytest.mark.parametrize("how", ["apply", "kernelize", "mapping"])
 def test_a_decoder_layer_is_fused(qwen3, how, monkeypatch):
     """Both halves of each of the two layers, whoever put the layers there."""
-    calls, decoder = [], sys.modules[f"{qwen3.__name__}.decoder"]
+    calls, decoder = [], sys.modules[f"{qwen3.__name__}.decoder_layer"]
     for half in (decoder.norm_attention_inputs, decoder.norm_mlp):
         monkeypatch.setattr(decoder, half.__name__, lambda *a, f=half: calls.append(f.__name__) or f(*a))
     model = tiny_model()
@@ -150,6 +150,31 @@ def test_options_of_the_loss(qwen3, options, way):
     assert (found.output.logits is None) == (way not in ("eval", "hooked head"))
     assert type(found.output).__name__ == "CausalLMOutputWithPast"
     found.assert_same(expected)
+
+
+@pytest.mark.parametrize("way", ["training", "eval", "eval with options", "hooked head"])
+def test_num_items_is_num_items_in_batch(qwen3, way):
+    """The option of the operation, by its own name."""
+    model = tiny_model()
+    expected = Step(model, input_ids=TOKENS, labels=LABELS, num_items_in_batch=37)
+    qwen3.apply(fused_linear_cross_entropy={"label_smoothing": 0.0} if way == "eval with options" else True)
+    if way == "hooked head":
+        model.lm_head.register_forward_hook(lambda *_: None)
+    model.train(not way.startswith("eval"))
+    Step(model, input_ids=TOKENS, labels=LABELS, num_items=37).assert_same(expected)
+    with pytest.raises(ValueError, match="num_items and num_items_in_batch are both given, expected one"):
+        model(input_ids=TOKENS, labels=LABELS, num_items=37, num_items_in_batch=38)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_z_loss": True, "lse_square_scale": 0.1}], ids=str)
+def test_the_loss_of_a_float64_model_is_float32(qwen3, options):
+    """As transformers', which makes the logits float32."""
+    model = tiny_model().double()
+    assert model(input_ids=TOKENS, labels=LABELS).loss.dtype == torch.float32
+    qwen3.apply()
+    for training in (True, False):
+        output = model.train(training)(input_ids=TOKENS, labels=LABELS, **options)
+        assert output.loss.dtype == torch.float32 and (not options or output.z_loss.dtype == torch.float32)
 
 
 def test_an_option_of_a_call_stands_before_that_of_apply(qwen3):

@@ -28,6 +28,7 @@ def tensor_at(address: int, dtype: torch.dtype, shape, stride) -> torch.Tensor:
     other."""
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
+    assert address, f"an array {list(shape)} of {dtype} starts at address 0"
     extent = 1 + sum((length - 1) * step for length, step in zip(shape, stride))
     memory = (ctypes.c_char * (extent * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)
@@ -114,4 +115,4 @@ class InterpreterBackend:
 def runtime_of(package) -> types.SimpleNamespace:
     """The runtime modules of a loaded package."""
     names = ("artifacts", "launch", "device")
-    return types.SimpleNamespace(**{name: importlib.import_module(f"{package.__name__}.runtime.{name}") for name in names})
+    return types.SimpleNamespace(**{name: importlib.import_module(f"{package.__name__}.shared.runtime.{name}") for name in names})

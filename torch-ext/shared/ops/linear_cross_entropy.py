@@ -1,0 +1,255 @@
+"""Cross entropy of a linear layer's output without ever holding all its logits.
+
+The tokens are taken in chunks (linear_head.py), and of each the cross entropy's kernels turn the logits into their own gradient in place
+(cross_entropy.py). So the forward pass leaves both gradients behind, and the backward pass only multiplies them by what arrives from above.
+
+Without gradients one kernel multiplies and joins, and no logits are stored at all (kernel_src/linear_cross_entropy.py).
+"""
+
+from typing import Dict, Optional, Tuple, Union
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..runtime.device import kernels_run_on
+from ..runtime.launch import Kernel
+from .common import describe, fail, look, needs_formula, wide
+from .cross_entropy import (
+    Chunk,
+    KernelChunk,
+    LinearCrossEntropyOutput,
+    Options,
+    Rows,
+    TorchChunk,
+    check_labels,
+    check_one_value_a_class,
+    check_reduction,
+    checked_options,
+    output_of,
+    reduced,
+    reduction_scale,
+)
+from .linear_head import Gradients, walk
+
+LINEAR_TILE = 256  # of `linear_cross_entropy_statistics`: the classes of a tile
+LINEAR_TOKENS = 1024  # and the tokens that share one reading of the weight
+LINEAR_BYTES = 48 * 2**20  # of what it leaves of the logits: 10240 tokens at once at Qwen3's vocabulary
+
+_linear_kernel = Kernel(
+    "linear_cross_entropy_statistics",
+    grid=lambda c, hidden, weight, *_: (-(-hidden.shape[0] // c["TILE_M"]) * -(-weight.shape[0] // c["TILE_N"]),),
+)
+_linear_combine_kernel = Kernel("linear_cross_entropy_combine", grid=lambda c, hidden, *_: (hidden.shape[0],))
+
+
+class _WithoutLogits(Chunk):
+    """All tokens at once, by the kernel that stores no logits: `rows()`, where `fits()` says that it can.
+
+    It takes bf16 and fp16, features in multiples of 64, and what follows from lse and the label's logit: no bias, softcap or
+    label smoothing, and no predictions.
+    """
+
+    taken: Dict[tuple, bool] = {}  # the manifest is not looked through at every call
+
+    def __init__(self, hidden, weight, bias, target, class_weight, options):
+        super().__init__(weight.t(), target, class_weight, options)
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        parts = -(-self.classes // LINEAR_TILE)
+        self.step = min(hidden.shape[0], max(LINEAR_BYTES // (8 * parts) // LINEAR_TOKENS, 1) * LINEAR_TOKENS)
+        self.shape = (self.step, parts)
+
+    def fits(self) -> bool:
+        options = self.options
+        if self.bias is not None or options.softcap or options.label_smoothing or options.predicts or not self.step:
+            return False
+        new = {"dtype": torch.float32, "device": self.hidden.device}
+        self.partials = torch.empty(self.shape, **new), torch.empty(self.shape, **new)
+        first = self.hidden[:2]  # whether the kernel takes them does not depend on how many they are
+        key = (*look(first, self.weight), (self.hidden.data_ptr() | self.weight.data_ptr()) & 15)
+        if key not in self.taken:
+            self.taken[key] = _linear_kernel.takes((first, self.weight, *self.partials))
+        return self.taken[key]
+
+    def loss(self):
+        tokens = self.hidden.shape[0]
+        self.lse, self.likelihood = (torch.empty(tokens, dtype=torch.float32, device=self.hidden.device) for _ in range(2))
+        for start in range(0, tokens, self.step):
+            rows = slice(start, min(start + self.step, tokens))
+            operands = self.hidden[rows], self.weight
+            partials = tuple(partial[: rows.stop - start] for partial in self.partials)
+            _linear_kernel((*operands, *partials))
+            results = self.lse[rows], self.likelihood[rows]
+            _linear_combine_kernel((*operands, self.target[rows], *partials, *results), self.options.ignore_index)
+        if self.plain:
+            return self.likelihood
+        self.look_up()
+        return self.weighted(0.0)
+
+
+def _run(hidden, weight, bias, target, class_weight, scale, options: Options, needs) -> Tuple[Rows, Gradients]:
+    """The loss of every token, and the gradients of sum(loss * scale) that `needs` asks for (hidden, weight, bias).
+
+    scale: fp32 [1] or [tokens]; None for no gradients.
+    """
+    tokens, acc = hidden.shape[0], wide(hidden.dtype)
+    needs = needs if scale is not None else (False, False, False)
+    has_kernels = hidden.dtype != torch.float64 and kernels_run_on(hidden, weight, bias, target, class_weight, scale)
+    if has_kernels and not any(needs):
+        whole = _WithoutLogits(hidden, weight, bias, target, class_weight, options)
+        if whole.fits():
+            return whole.rows(), Gradients()
+    found = Rows(
+        torch.empty(tokens, dtype=acc, device=hidden.device),
+        torch.empty(tokens, dtype=acc, device=hidden.device) if options.return_z_loss else None,
+        torch.empty(tokens, dtype=torch.int64, device=hidden.device) if options.predicts else None,
+    )
+    chunk = KernelChunk if has_kernels else TorchChunk
+
+    def loss_of(logits, rows):
+        return chunk(logits, target[rows], class_weight, options)
+
+    return found, walk(hidden, weight, bias, loss_of, found, scale, needs, options.accum_dtype)
+
+
+class _Reduced(torch.autograd.Function):
+    """sum(loss * scale) over the tokens, and the other rows; scale: fp32 [1] on the device, known before the loss is."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target, class_weight, scale, options):
+        ctx.save_for_backward(hidden, weight, bias, target, class_weight, scale)
+        ctx.options = options
+        rows, ctx.gradients = _run(hidden, weight, bias, target, class_weight, scale, options, ctx.needs_input_grad[:3])
+        ctx.mark_non_differentiable(*[row for row in rows[1:] if row is not None])
+        return (rows.loss.sum() * scale.view(()), *rows[1:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss, *_):
+        hidden, weight, bias, target, class_weight, scale = ctx.saved_tensors
+        gradients = ctx.gradients
+        # They are scaled in place and given away; a second backward pass (retain_graph) computes them anew.
+        ctx.gradients = None
+        if gradients is None:
+            gradients = _run(hidden, weight, bias, target, class_weight, scale, ctx.options, ctx.needs_input_grad[:3])[1]
+        return (*gradients.times(dloss), None, None, None, None)
+
+
+class _PerToken(torch.autograd.Function):
+    """The rows. What the gradient of their losses is multiplied by is known only in the backward pass, which does the work."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target, class_weight, options):
+        ctx.save_for_backward(hidden, weight, bias, target, class_weight)
+        ctx.options = options
+        rows = _run(hidden, weight, bias, target, class_weight, None, options, (False,) * 3)[0]
+        ctx.mark_non_differentiable(*[row for row in rows[1:] if row is not None])
+        return tuple(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dlosses, *_):
+        hidden, weight, bias, target, class_weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        scale = dlosses.to(wide(hidden.dtype)).contiguous()
+        options = ctx.options._replace(return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False)
+        gradients = _run(hidden, weight, bias, target, class_weight, scale, options, needs)[1]
+        return (*gradients.times(), None, None, None)
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: Optional[torch.Tensor] = None,
+    *,
+    class_weight: Optional[torch.Tensor] = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: Optional[float] = None,
+    lse_square_scale: float = 0.0,
+    num_items: Union[int, float, torch.Tensor, None] = None,
+    use_token_scaling: bool = False,
+    accum_dtype: Optional[torch.dtype] = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Union[torch.Tensor, LinearCrossEntropyOutput]:
+    """cross_entropy(hidden @ weight.T + bias, target), one chunk of logits at a time: beyond the inputs and their gradients the memory
+    grows neither with the tokens nor with the classes, but for 4 bytes an element of the weight where `plan_chunks` says so.
+
+    hidden: [..., features]; weight: [classes, features]; bias: [classes]; one dtype (bf16, fp16, fp32; float64 runs in
+    PyTorch) and device. target: [...] int64, hidden's leading dimensions. Logits are rounded to that dtype, as the layer would
+    do it, and everything behind them is float32; where no gradient is asked for, no logits are stored and none are rounded.
+    class_weight: [classes], of any dtype. ignore_index, reduction ("mean", "sum", "none"), label_smoothing and class_weight as in
+    torch.nn.functional.cross_entropy, except that "mean" over no counted token is 0 with zero gradients. softcap: logits become
+    softcap * tanh(logits / softcap). lse_square_scale: adds lse_square_scale * logsumexp(logits)^2 to each counted token's loss
+    (z-loss). num_items: with it the loss is the sum divided by num_items, whatever `reduction` says (gradient accumulation).
+    use_token_scaling: each token's loss is multiplied by the probability that the model gives its label, through which no
+    gradient flows; "mean" still divides by the counted tokens (arXiv:2508.05629); fp16 is computed in fp32 with it, in copies. accum_dtype: what the weight's gradient is
+    added up in over the chunks: torch.float32, which takes 4 bytes an element of the weight, or by default weight.dtype, as long as that
+    rounds four times at most (`plan_chunks`), and else torch.float32.
+
+    Returns a float32 scalar (float64 where hidden is), or [tokens] for "none". With return_z_loss, return_token_accuracy or return_predicted_tokens a
+    LinearCrossEntropyOutput: z_loss, the part of the loss that lse_square_scale adds, reduced as the loss is; token_accuracy,
+    the part of the counted tokens whose label is the most probable class, for "none" 1.0 or 0.0 a token; predicted_tokens,
+    [tokens] int64, that class, -1 for a token that does not count.
+
+    Differentiable in hidden, weight and bias; no gradient is computed for one that does not require it. A label outside
+    [0, classes) raises ValueError on a CPU (compiled, RuntimeError); on a GPU, where looking would wait for the device, it counts like ignore_index.
+    Raises ValueError when shapes, dtypes, devices or options do not fit.
+    """
+    _check(hidden, weight, target, bias, class_weight, reduction, ignore_index)
+    options = checked_options(
+        weight.dtype,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        lse_square_scale=lse_square_scale,
+        use_token_scaling=use_token_scaling,
+        accum_dtype=accum_dtype,
+        return_z_loss=return_z_loss,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+    )
+    if use_token_scaling and hidden.dtype == torch.float16:
+        # The probability of a label times that of another class is below fp16's smallest number where there are many classes.
+        hidden, weight, bias = (None if tensor is None else tensor.float() for tensor in (hidden, weight, bias))
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    target = target.reshape(-1).contiguous()
+    if class_weight is not None:
+        class_weight = class_weight.to(wide(hidden.dtype)).contiguous()
+    scale = reduction_scale(target, weight.shape[0], class_weight, options, reduction, num_items, wide(hidden.dtype))
+    if torch.compiler.is_compiling() or needs_formula(hidden, weight, target, bias, class_weight):
+        # Chunks do not exist for a tracer, nor for tensors that are not ordinary.
+        logits = torch.nn.functional.linear(hidden, weight, bias)
+        rows = TorchChunk(logits, target, class_weight, options).rows()
+    elif not torch.is_grad_enabled():
+        rows = _run(hidden, weight, bias, target, class_weight, None, options, (False,) * 3)[0]
+    elif scale is None:
+        rows = Rows(*_PerToken.apply(hidden, weight, bias, target, class_weight, options))
+    else:
+        loss, *others = _Reduced.apply(hidden, weight, bias, target, class_weight, scale, options)
+        return output_of(loss, Rows(loss, *others), scale, target, options)
+    return output_of(reduced(rows.loss, scale), rows, scale, target, options)
+
+
+def _check(hidden, weight, target, bias, class_weight, reduction, ignore_index):
+    if hidden.dim() == 0:
+        fail("hidden", describe(hidden), "[..., features]")
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        fail("weight", describe(weight), f"[classes, {hidden.shape[-1]}] for hidden, which is {describe(hidden)}")
+    if hidden.dtype != weight.dtype or not hidden.is_floating_point():
+        fail("weight", describe(weight), f"of hidden's dtype; hidden is {describe(hidden)}")
+    if target.shape != hidden.shape[:-1] or target.dtype != torch.int64:
+        fail("target", describe(target), f"torch.int64 {list(hidden.shape[:-1])}, one label a token")
+    classes = weight.shape[0]
+    for name, vector in (("bias", bias), ("class_weight", class_weight)):
+        check_one_value_a_class(name, vector, classes)
+    if bias is not None and bias.dtype != hidden.dtype:
+        fail("bias", describe(bias), f"of hidden's dtype, {hidden.dtype}")
+    for name, tensor in (("weight", weight), ("target", target), ("bias", bias), ("class_weight", class_weight)):
+        if tensor is not None and tensor.device != hidden.device:
+            fail(name, describe(tensor), f"on the device of hidden, {hidden.device}")
+    check_reduction(reduction)
+    check_labels(target, classes, ignore_index)
