@@ -173,10 +173,11 @@ def variants():
     for x, w in SAME:
         for piece, at_least in WHOLE.get(x, ()):
             yield from pair(
-                poly_norm_forward, poly_norm_backward, x, w, SEGMENT, piece, (at_least, piece), {"occupancy": 5}, {"num_worker_warps": 8, "occupancy": 3}
+                poly_norm_forward, poly_norm_backward, x, w, SEGMENT, piece, (at_least, piece), {"occupancy": 5}, {"num_worker_warps": 8, "occupancy": 2}
             )
     for x, w in SAME + MIXED:
         for segment in (SEGMENT, 1):
             half = x != "float32"
-            hints = {"occupancy": 8 if half else 6}, {"num_worker_warps": 8, "occupancy": 3 if half else 2}
-            yield from pair(poly_norm_long_forward, poly_norm_long_backward, x, w, segment, LONG_PIECE[segment], (), *hints)
+            hints = {"occupancy": 6}, {"num_worker_warps": 8, "occupancy": 3}
+            piece = LONG_PIECE[segment] if half or segment == 1 else LONG_PIECE[segment] // 2
+            yield from pair(poly_norm_long_forward, poly_norm_long_backward, x, w, segment, piece, (), *hints)

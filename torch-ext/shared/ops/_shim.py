@@ -1,7 +1,6 @@
 """Stands in for the coming launcher."""
 import torch
 
-from ..runtime.device import kernels_run_on as old_runs
 from ..runtime.launch import Kernel as Old
 
 
@@ -14,6 +13,3 @@ class Kernel:
         if self.views:
             tensors = self.views(*tensors)
         self.old(tensors, *numbers)
-
-def kernels_run_on(*tensors):
-    return old_runs(tensors[0])

@@ -5,8 +5,9 @@ from typing import Optional, Tuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._shim import Kernel, multiprocessors
-from .common import apply_function, describe, fail, need_floats, new_like, traceable, wide
+from ..runtime.device import multiprocessors
+from ._shim import Kernel
+from .common import apply_function, describe, fail, need_floats, needs_formula, new_like, traceable, wide
 from .rows import kernels_take, per_row, rows_of, segments, slabs
 
 BLOCKS_PER_SM = 4  # in the backward pass (kernel_src/dyt.py)
@@ -127,4 +128,6 @@ def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: Optiona
         if parameter.dtype != gamma.dtype:
             fail(name, describe(parameter), f"of the dtype of gamma, {gamma.dtype}")
     beta = torch.zeros_like(gamma) if beta is None else beta
+    if needs_formula(x, alpha, gamma, beta):
+        return dyt_reference(x, alpha, gamma, beta)
     return apply_function(DyTFunction, x, alpha.reshape(1), gamma, beta)

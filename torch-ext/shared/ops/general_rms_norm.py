@@ -5,8 +5,9 @@ from typing import Optional, Tuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._shim import Kernel, multiprocessors
-from .common import apply_function, column_sum, describe, fail, need_floats, new_like, traceable, wide
+from ..runtime.device import multiprocessors
+from ._shim import Kernel
+from .common import apply_function, column_sum, describe, fail, need_floats, needs_formula, new_like, traceable, wide
 from .rows import kernels_take, per_row, rows_of, segments, slabs
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
@@ -46,8 +47,8 @@ def _row_means_views(dy, x, weight, rstd, means):
 
 def _columns_views(*tensors):
     *arrays, rstd, means, partial = tensors
-    n = x_length = partial.shape[-1]
-    return (*[segments(x_length, t) for t in arrays], rstd, means, segments(n, partial))
+    n = partial.shape[-1]
+    return (*[segments(n, t) for t in arrays], rstd, means, segments(n, partial))
 
 
 def _groups_of_columns(c, *tensors):
@@ -252,6 +253,8 @@ def general_rms_norm(
     """
     offset = 0.0 if weight is None else float(offset)
     weight = _checked(x, weight, casting)
+    if needs_formula(x, weight):
+        return general_rms_norm_reference(x, weight, float(eps), offset, CASTING[casting])[0]
     return apply_function(GeneralRMSNormFunction, x, weight, float(eps), offset, CASTING[casting])
 
 
@@ -269,4 +272,7 @@ def general_add_rms_norm(
     """
     offset = 0.0 if weight is None else float(offset)
     weight = _checked(x, weight, casting, residual)
+    if needs_formula(x, residual, weight):
+        total = x + residual
+        return general_rms_norm_reference(total, weight, float(eps), offset, CASTING[casting])[0], total
     return apply_function(GeneralAddRMSNormFunction, x, residual, weight, float(eps), offset, CASTING[casting])

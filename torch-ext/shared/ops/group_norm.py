@@ -7,8 +7,9 @@ from typing import Iterator, NamedTuple, Optional, Tuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._shim import Kernel, multiprocessors
-from .common import SLAB, aligned, apply_function, describe, fail, need_floats, new_like, traceable, wide
+from ..runtime.device import multiprocessors
+from ._shim import Kernel
+from .common import SLAB, aligned, apply_function, describe, fail, need_floats, needs_formula, new_like, traceable, wide
 from .rows import SEGMENT, kernels_take, one_block_a_row, per_row
 
 # Segments of 64 of the longest group that the kernels hold in registers (kernel_src/group_norm.py).
@@ -226,4 +227,6 @@ def group_norm(
     like = given[0][1] if given else x.new_empty(0)
     weight = like.new_ones(channels) if weight is None else weight
     bias = like.new_zeros(channels) if bias is None else bias
+    if needs_formula(x, weight, bias):
+        return group_norm_reference(x, weight, bias, int(num_groups), float(eps))[0]
     return apply_function(GroupNormFunction, x, weight, bias, int(num_groups), float(eps))

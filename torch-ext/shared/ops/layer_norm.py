@@ -5,8 +5,9 @@ from typing import Optional, Tuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._shim import Kernel, multiprocessors
-from .common import apply_function, column_sum, describe, fail, need_floats, new_like, traceable, wide
+from ..runtime.device import multiprocessors
+from ._shim import Kernel
+from .common import apply_function, column_sum, describe, fail, need_floats, needs_formula, new_like, traceable, wide
 from .rows import kernels_take, one_block_a_row, per_row, rows_of, segments, slabs
 
 # Blocks that an SM holds in the backward pass of rows in registers, by the longest row; longer ones take the two kernels for any length
@@ -171,4 +172,6 @@ def layer_norm(
     if len(shape) > 1:
         flat = layer_norm(x.flatten(-len(shape)), weight.flatten(), bias.flatten(), eps)
         return flat.view(x.shape)
+    if needs_formula(x, weight, bias):
+        return layer_norm_reference(x, weight, bias, float(eps))[0]
     return apply_function(LayerNormFunction, x, weight, bias, float(eps))

@@ -5,8 +5,9 @@ from typing import Tuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._shim import Kernel, multiprocessors
-from .common import apply_function, column_sum, describe, fail, need_floats, new_like, traceable, wide
+from ..runtime.device import multiprocessors
+from ._shim import Kernel
+from .common import apply_function, column_sum, describe, fail, need_floats, needs_formula, new_like, traceable, wide
 from .rows import kernels_take, one_block_a_row, per_row, rows_of, segments, slabs
 
 BLOCKS_PER_SM = 3  # in the backward pass (kernel_src/poly_norm.py)
@@ -124,4 +125,6 @@ def poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: fl
             fail(name, describe(parameter), f"{count} element{'s' * (count > 1)} on {x.device}")
     if bias.dtype != weight.dtype:
         fail("bias", describe(bias), f"of the dtype of weight, {weight.dtype}")
+    if needs_formula(x, weight, bias):
+        return poly_norm_reference(x, weight, bias.reshape(1), float(eps))[0]
     return apply_function(PolyNormFunction, x, weight, bias.reshape(1), float(eps))

@@ -4,7 +4,7 @@ from typing import Iterator, Tuple
 
 import torch
 
-from ._shim import kernels_run_on
+from ..runtime.device import kernels_run_on
 from .common import SLAB, aligned, unit_stride
 
 SEGMENT = 64  # of kernel_src/segments.py
