@@ -178,6 +178,5 @@ def variants():
     for x, w in SAME + MIXED:
         for segment in (SEGMENT, 1):
             half = x != "float32"
-            hints = {"occupancy": 6}, {"num_worker_warps": 8, "occupancy": 3}
-            piece = LONG_PIECE[segment] if half or segment == 1 else LONG_PIECE[segment] // 2
-            yield from pair(poly_norm_long_forward, poly_norm_long_backward, x, w, segment, piece, (), *hints)
+            hints = {"occupancy": 6 if half else 5}, {"num_worker_warps": 8, "occupancy": 3 if half else 1}
+            yield from pair(poly_norm_long_forward, poly_norm_long_backward, x, w, segment, LONG_PIECE[segment], (), *hints)
