@@ -40,6 +40,7 @@ class Parameter(NamedTuple):
     shape: tuple = ()
     shape_divisible: tuple = ()
     shape_min: tuple = ()
+    shape_max: tuple = ()
     stride: tuple = ()
     stride_divisible: tuple = ()
 

@@ -1,0 +1,49 @@
+"""What the checks of operations share: random tensors, float64 leaves, and the bounds of a whole tensor and of each of its rows."""
+
+import torch
+
+from tests.op_checks import exact, leaf, randn
+from tests.tolerances import RELATIVE_ERROR, assert_close
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+BF16, FP16, FP32 = FLOATS
+# An element's rounding error is bounded, not only the norm's: in a short row one badly rounded element may be the largest.
+ROW_FACTOR = 2.0
+
+
+def assert_rows_close(found, wanted, dtype, what, factor=1.0):
+    """As `assert_close`, and for each row of the last dimension with a bound of ROW_FACTOR times the table's."""
+    assert found.dtype == dtype, f"{what} is {found.dtype}, expected {dtype}"
+    assert_close(found, wanted, dtype, what, factor)
+    if found.dim() < 2 or found.numel() == 0:
+        return
+    found, wanted = found.detach().double().cpu(), wanted.detach().double()
+    scale = wanted.norm(dim=-1)
+    # A row of zeros, or one in which the terms of a gradient cancel, is judged by the size of a typical row.
+    scale = torch.maximum(scale, 1e-2 * scale.square().mean().sqrt()).clamp_min(1e-30)
+    worst = ((found - wanted).norm(dim=-1) / scale).max().item()
+    bound = RELATIVE_ERROR[dtype] * factor * ROW_FACTOR
+    assert worst <= bound, f"{what} in {dtype}: a row's relative error is {worst:.2e}, expected at most {bound:.1e}"
+
+
+def unchanged(*tensors):
+    """A function that fails when one of the tensors has other bits than now."""
+    before = [(t, t.detach().clone()) for t in tensors if t is not None]
+
+    def check():
+        for tensor, copy in before:
+            assert torch.equal(tensor.detach(), copy), "an argument was overwritten"
+
+    return check
+
+
+def backward_twice(result, dy, leaves):
+    """The gradients, which a second backward pass must give again, bit for bit."""
+    first = torch.autograd.grad(result, leaves, dy, retain_graph=True, allow_unused=False)
+    second = torch.autograd.grad(result, leaves, dy)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b), "the second backward pass gives something else"
+    return first
+
+
+__all__ = ["BF16", "FLOATS", "FP16", "FP32", "assert_close", "assert_rows_close", "backward_twice", "exact", "leaf", "randn", "unchanged"]
