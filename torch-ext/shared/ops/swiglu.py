@@ -147,9 +147,10 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return apply_function(_SwiGLU, gate, up)
 
 
-# Up to so many tokens one GEMM over gate's and up's weights side by side beats two, in the forward pass and for the weights' gradients
-# (H200, [12288, 4096] each: 1 % to 7 %; with more tokens it loses as much). For the input's gradient it always does: nothing is added up.
-ONE_GEMM_FORWARD, ONE_GEMM_GRADIENT = 512, 4096
+# Up to so many tokens one GEMM over gate's and up's weights side by side beats two in the forward pass (H200, [12288, 4096] each: 1 % to
+# 7 %; with more tokens it loses as much). For the input's gradient it always does: nothing is added up. The weights' gradients are two:
+# as parts of one result they would share its storage, of which accelerate saves one tensor, and be freed only together.
+ONE_GEMM_FORWARD = 512
 
 
 def gate_and_up(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -178,16 +179,14 @@ def mlp_backward(dy, x, gate, up, gate_weight, up_weight, down_weight, needs) ->
     if need_down:
         ddown_weight = torch.mm(dy.t(), hidden)
     del hidden
-    whole = side_by_side((gate_weight, up_weight))
-    if need_gate and need_up and whole is not None and dy.shape[0] <= ONE_GEMM_GRADIENT:
-        dgate_weight, dup_weight = torch.mm(both.t(), x()).split(gate_weight.shape[0])
-    elif need_gate or need_up:
+    if need_gate or need_up:
         normed = x()
         dgate_weight = torch.mm(dgate.t(), normed) if need_gate else None
         dup_weight = torch.mm(dup.t(), normed) if need_up else None
         del normed
     dx = None
     if need_x:
+        whole = side_by_side((gate_weight, up_weight))
         dx = torch.mm(both, whole) if whole is not None else torch.mm(dgate, gate_weight).addmm_(dup, up_weight)
     return dx, dgate_weight, dup_weight, ddown_weight
 

@@ -6,7 +6,7 @@ from typing import Callable, Optional, Sequence
 
 import torch
 
-from .._ops import add_op_namespace_prefix
+from ..._ops import add_op_namespace_prefix
 from ..runtime.launch import Kernel
 
 TORCH_MIN = (2, 6)
@@ -137,21 +137,44 @@ def launch_elementwise(kernel: Kernel, tiles: Sequence[int], tensors: Sequence[t
         kernel([view[start : start + rows] for view in views], *floats)
 
 
+BLOCK = "_bastile_block"  # on the storage of a weight that `lay_side_by_side` placed: the tensor that holds it and its neighbours
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def lay_side_by_side(weights: Sequence[torch.Tensor]) -> None:
+    """Moves weights [rows, columns] of one number of columns, dtype and device behind each other in one piece of memory.
+
+    Each gets a storage of its own over its part, because what saves models keeps one of the tensors that share a storage. A slice of
+    a storage is such a one, and keeps the whole piece alive. CUDA's allocator does not know it: `weight.record_stream` does nothing.
+    """
+    block = torch.cat([weight.detach() for weight in weights])
+    start = 0
+    for weight in weights:
+        storage = block.untyped_storage()[start : start + weight.nbytes]
+        setattr(storage, BLOCK, block)  # PyTorch keeps the Python object of a storage, and so the mark, as long as the storage
+        start += weight.nbytes
+        weight.data = block.new_empty(0).set_(storage, 0, weight.shape)
+
+
 def side_by_side(weights: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
-    """Weights [rows, columns] that lie behind each other in one piece of memory, as one [all rows, columns] view; else None, and
-    None for a tracer, whose tensors lie nowhere."""
+    """The [all rows, columns] tensor whose rows are exactly those of these weights, in this order, where `lay_side_by_side` put them
+    there and nothing has moved them since; else None, and None for a tracer, whose tensors lie nowhere.
+
+    Neighbours by chance do not count: nothing keeps the memory of one alive as long as that of another.
+    """
     if torch.compiler.is_compiling():
         return None
-    first = weights[0]
-    address, storage, rows, columns = first.data_ptr(), first.untyped_storage().data_ptr(), 0, first.shape[1]
-    for weight in weights:
-        if weight.data_ptr() != address or not weight.is_contiguous() or weight.shape[1] != columns:
+    block = getattr(weights[0].untyped_storage(), BLOCK, None)
+    if block is None:
+        return None
+    address, rows, (all_rows, columns) = block.data_ptr(), 0, block.shape
+    for weight in weights:  # what lies at an address of the block, which is alive, lies in the block
+        if weight.data_ptr() != address or weight.dtype != block.dtype or weight.shape[1] != columns or not weight.is_contiguous():
             return None
-        if weight.untyped_storage().data_ptr() != storage:  # neighbours by chance
-            return None
-        address += weight.numel() * weight.element_size()
+        address += weight.nbytes
         rows += weight.shape[0]
-    return first.as_strided((rows, columns), (columns, 1))
+    return block if rows == all_rows else None
 
 
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ def _input_gradient(grads: Sequence[torch.Tensor], weights: Sequence[torch.Tenso
 
 
 def _weight_gradients(grads: Sequence[torch.Tensor], y: torch.Tensor, needs: Sequence[bool]) -> list:
-    """grad.T @ y for each one that is needed, None for the others."""
+    """grad.T @ y for each one that is needed, None for the others. One GEMM for all would give parts of one storage: see `gate_and_up`."""
     return [torch.mm(grad.t(), y) if need else None for grad, need in zip(grads, needs)]
 
 
@@ -68,10 +68,7 @@ class _NormAttentionInputs(torch.autograd.Function):
         dweights = [None] * len(weights)
         if any(needs[9:]):
             y = rms_norm_again(x, norm_weight, rstd)
-            if whole is not None and all(needs[9:]):
-                dweights = torch.mm(together.t(), y).split(rows)
-            else:
-                dweights = _weight_gradients(grads, y, needs[9:])
+            dweights = _weight_gradients(grads, y, needs[9:])
             del y
         dx = dnorm = None
         if needs[0] or needs[1]:
