@@ -110,16 +110,16 @@ def gated_activation_backward(
 
 
 @ct.kernel
-def gated_activation_backward_recompute(
-    dout, gate, up, dgate, dup, linear: float, cubic: float, gate_multiplier: float, down_multiplier: float,
-    TILE: Const, EXACT: Const, ERF: Const
-):  # fmt: skip
-    """As `gated_activation_backward`, and writes the forward's `out` over dout, for the weight gradient of the projection behind it."""
+def gated_activation_backward_in_place(
+    dout, gate, up, linear: float, cubic: float, gate_multiplier: float, down_multiplier: float, TILE: Const, EXACT: Const, ERF: Const
+):
+    """As `gated_activation_backward`, with dgate over gate and dup over up, and over dout the forward's `out`, for the weight gradient of
+    the projection behind it: an MLP that computes gate and up again has no other use for them."""
     at = place(gate.shape[1], TILE, EXACT)
     d, g, u = read_rows(dout, at, EXACT), read_rows(gate, at, EXACT), read_rows(up, at, EXACT)
     dg, du = backward(d, g, u, linear, cubic, gate_multiplier, down_multiplier, ERF)
-    write_rows(dgate, at, dg, EXACT)
-    write_rows(dup, at, du, EXACT)
+    write_rows(gate, at, dg, EXACT)
+    write_rows(up, at, du, EXACT)
     write_rows(dout, at, forward(g, u, linear, cubic, gate_multiplier, down_multiplier, dout.dtype, ERF), EXACT)
 
 
@@ -139,4 +139,4 @@ def variants():
                 constants = {**scalars, "TILE": TILE, "EXACT": exact, "ERF": erf}
                 yield Variant(gated_activation_forward, {**dict.fromkeys(FORWARD, rows), **constants})
                 yield Variant(gated_activation_backward, {**dict.fromkeys(BACKWARD, rows), **constants})
-                yield Variant(gated_activation_backward_recompute, {**dict.fromkeys(BACKWARD, rows), **constants})
+                yield Variant(gated_activation_backward_in_place, {**dict.fromkeys(BACKWARD[:3], rows), **constants})
