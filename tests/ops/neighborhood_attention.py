@@ -81,7 +81,7 @@ MUTANTS = (
 )
 CHECKS = {
     "once": lambda ops: check_neighborhood_attention(ops, "cpu", torch.bfloat16, dilation=2),
-    "causal": lambda ops: check_neighborhood_attention(ops, "cpu", torch.bfloat16, causal=True),
+    "causal": lambda ops: check_neighborhood_attention(ops, "cpu", torch.bfloat16, kernel_size=33, causal=True),
     "wide": lambda ops: check_neighborhood_attention(ops, "cpu", torch.bfloat16, (1, 1, 150, 16), 81),
     "fp32": lambda ops: check_neighborhood_attention(ops, "cpu", torch.float32),
     "fp32 causal": lambda ops: check_neighborhood_attention(ops, "cpu", torch.float32, causal=True),
