@@ -29,6 +29,14 @@ MINUS_INFINITY = -float("inf")
 
 
 @ct.function
+def piece(logits, TILE: Const):
+    """The row of this block and its piece of the row. Blocks are counted in one dimension, the pieces of a row behind each other: a
+    grid has 65535 blocks in its others, and a chunk may have more tokens."""
+    pieces = ct.cdiv(logits.shape[1], TILE)
+    return ct.bid(0) // pieces, ct.bid(0) % pieces
+
+
+@ct.function
 def read_logits(logits, row, cols):
     """A piece of a row as float32; -inf past its end."""
     return ct.astype(ct.gather(logits, (row, cols), check_bounds=True, padding_value=MINUS_INFINITY), ct.float32)
@@ -69,7 +77,7 @@ def join_partials(part_max, part_sum, row, PARTS: Const):
 @ct.kernel
 def cross_entropy_statistics(logits, part_max, part_sum, TILE: Const):
     """logits: [tokens, vocabulary]; part_max, part_sum: [tokens, pieces] fp32, pieces = ceil(vocabulary / TILE)."""
-    part, row = ct.bid(0), ct.bid(1)
+    row, part = piece(logits, TILE)
     v = read_logits(logits, row, part * TILE + ct.arange(TILE, dtype=ct.int32)) * LOG2E
     write_partial(part_max, part_sum, row, part, v)
 
@@ -77,7 +85,7 @@ def cross_entropy_statistics(logits, part_max, part_sum, TILE: Const):
 @ct.kernel
 def cross_entropy_statistics_weighted(logits, class_weight, part_max, part_sum, part_total, softcap: float, TILE: Const):
     """As `cross_entropy_statistics`, with softcap (0: none), and part_total: [tokens, pieces], sums of class_weight * logits."""
-    part, row = ct.bid(0), ct.bid(1)
+    row, part = piece(logits, TILE)
     cols = part * TILE + ct.arange(TILE, dtype=ct.int32)
     z = read_logits(logits, row, cols)
     inside = cols < logits.shape[1]
@@ -105,7 +113,7 @@ def cross_entropy_combine(logits, target, part_max, part_sum, lse, loss, ignore_
 @ct.kernel
 def cross_entropy_gradient(logits, target, lse, scale, ignore_index: int, TILE: Const):
     """Writes the gradient over logits. scale: [1] fp32, what every counted token's gradient is multiplied by."""
-    part, row = ct.bid(0), ct.bid(1)
+    row, part = piece(logits, TILE)
     cols = part * TILE + ct.arange(TILE, dtype=ct.int32)
     t = ct.gather(target, row, check_bounds=False)
     counted = (t != ignore_index) & (t >= 0) & (t < logits.shape[1])
@@ -119,7 +127,7 @@ def cross_entropy_gradient(logits, target, lse, scale, ignore_index: int, TILE: 
 def cross_entropy_gradient_weighted(logits, class_weight, target, lse, a, b, c, softcap: float, TILE: Const):
     """Writes softmax * a - [j == target] * b - class_weight * c over logits. a, b, c: [tokens] fp32; a == 0 marks a token
     whose gradient is 0 whatever its logits are."""
-    part, row = ct.bid(0), ct.bid(1)
+    row, part = piece(logits, TILE)
     cols = part * TILE + ct.arange(TILE, dtype=ct.int32)
     t = ct.gather(target, row, check_bounds=False)
     row_a = ct.gather(a, row, check_bounds=False)

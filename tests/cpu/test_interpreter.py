@@ -878,8 +878,9 @@ class TestArguments:
                 interpret(copy_checked, (1,), (x, y, 4))
         with pytest.raises(InterpreterError, match="expected 3 arguments"):
             interpret(copy_checked, (1,), (y, y))
-        with pytest.raises(InterpreterError, match="grid"):
-            interpret(copy_checked, (0,), (y, y.clone(), 4))
+        for grid in ((0,), (2**24,), (1, 2**16), (1, 1, 2**16)):
+            with pytest.raises(InterpreterError, match="the grid must be"):
+                interpret(copy_checked, grid, (y, y.clone(), 4))
 
     def test_string_annotations(self, tmp_path):
         source = "from __future__ import annotations\nimport cuda.tile as ct\n\n@ct.kernel\ndef kernel(N: ct.Constant[int]):\n    pass\n"

@@ -410,17 +410,17 @@ def test_an_integer_that_needs_more_than_32_bits_is_named(runtime, backend):
         kernel.select(combine_arguments(), 2**31, 0.0)
 
 
-@pytest.mark.parametrize("grid", ((2**24,), (0,), (1, 2**24), (1, 1, 0)), ids=str)
+@pytest.mark.parametrize("grid", ((2**24,), (0,), (1, 2**16), (1, 1, 2**16), (1, 1, 0)), ids=str)
 def test_a_grid_that_no_gpu_takes_is_refused(runtime, backend, grid):
     kernel = runtime.launch.Kernel("column_sum", grid=lambda *_: grid)
-    with pytest.raises(runtime.launch.PromiseError, match="column_sum needs a grid of .* expected 1 to 16777215 blocks"):
+    with pytest.raises(runtime.launch.PromiseError, match="column_sum needs a grid of .* expected 1 to .16777215, 65535, 65535. blocks"):
         kernel((torch.zeros(2, 4), torch.zeros(4)))
     assert not backend.prepared
 
 
 def test_the_largest_grid_is_taken(runtime, backend):
-    runtime.launch.Kernel("column_sum", grid=lambda *_: (2**24 - 1, 1))((torch.zeros(2, 4), torch.zeros(4)))
-    assert backend.prepared[0][1] == (2**24 - 1, 1, 1)
+    runtime.launch.Kernel("column_sum", grid=lambda *_: (2**24 - 1, 65535, 65535))((torch.zeros(2, 4), torch.zeros(4)))
+    assert backend.prepared[0][1] == (2**24 - 1, 65535, 65535)
 
 
 def test_tensors_on_two_devices_are_refused(runtime, backend):
@@ -775,7 +775,10 @@ def no_library(name):
 class OnTheGPU:
     """As much of a CUDA tensor as is asked for."""
 
-    is_cuda = True
+    is_cuda, is_meta = True, False
+
+    def is_neg(self):
+        return False
 
     def __init__(self, index=0):
         self.index = index
@@ -807,6 +810,7 @@ def device(runtime, cubins, gpu, monkeypatch):
     driver = driver_with(runtime, cubins)
     driver._cuda = AddingCuda()
     monkeypatch.setattr(runtime.launch, "backend", driver)
+    monkeypatch.setattr(runtime.device, "PLAIN", (*runtime.device.PLAIN, OnTheGPU))
     monkeypatch.delenv("BASTILE_STRICT", raising=False)
     runtime.device.forget()
     runtime.device._column_sum._prepared.clear()

@@ -75,12 +75,12 @@ def test_logits_beyond_2_31_elements(interpreted, options, monkeypatch):
     """The chunk's kernels, on a buffer of logits with gaps: the loss of every row, and the gradient in their place."""
     # To look for races it would keep a number for each element of the gaps.
     monkeypatch.setattr(backend, "interpret", functools.partial(backend.interpret, races=False))
-    module = importlib.import_module(f"{interpreted.__name__}.shared.ops.linear_cross_entropy")
+    module = importlib.import_module(f"{interpreted.__name__}.shared.ops.cross_entropy")
     logits, target = numbers(3, 4099), torch.tensor([4098, -100, 7])
     found = []
     for layout in (far_apart, torch.clone):
         buffer = layout(logits)
-        chunk = module._KernelChunk(buffer, target, None, module.Options(**options))
+        chunk = module.KernelChunk(buffer, target, None, module.Options(**options))
         loss = chunk.loss()
         chunk.gradient(torch.tensor([0.5]))
         found.append((loss, buffer))
@@ -93,7 +93,7 @@ def test_more_rows_than_the_largest_grid_go_in_several_launches(interpreted, mon
     x, weight = leaf(numbers(23, 1024)), leaf(numbers(1024, seed=1))
     projections, norm, tables = (numbers(128, 1024, seed=2),) * 3, numbers(128, seed=3), (numbers(1, 23, 128, seed=4),) * 2
     results = []
-    for limit in (2**24 - 1, 5):
+    for limit in ((2**24 - 1,), (5,)):
         monkeypatch.setattr(module, "GRID_MAX", limit)
         y, total = ops.add_rms_norm(x, x, weight)
         first, *_ = ops.norm_attention_inputs(ops.rms_norm(x, weight), weight, projections, norm, norm, *tables, (1, 23))
@@ -102,7 +102,7 @@ def test_more_rows_than_the_largest_grid_go_in_several_launches(interpreted, mon
 
 
 def test_more_elements_than_a_flat_launch_takes_go_in_slabs(interpreted, monkeypatch):
-    names = (f"{interpreted.__name__}.shared.ops.common", f"{interpreted.__name__}.shared.ops.linear_cross_entropy")
+    names = (f"{interpreted.__name__}.shared.ops.common", f"{interpreted.__name__}.shared.ops.linear_head")
     ops, target = operations(interpreted), torch.tensor([1, 2, 0])
     gate, up, head = leaf(numbers(3, 1001)), leaf(numbers(3, 1001, seed=1)), leaf(numbers(9, 1001, seed=2))
     results = []
@@ -113,3 +113,40 @@ def test_more_elements_than_a_flat_launch_takes_go_in_slabs(interpreted, monkeyp
         loss = 0.5 * ops.linear_cross_entropy(hidden, head, target)
         results.append((hidden, loss, *torch.autograd.grad(loss, (gate, up, head))))
     assert all(map(torch.equal, *results))
+
+
+TOKENS, EXPERTS, HEADS = 2**21, 1024, 256
+LENGTHS = {  # of arrays whose first dimension does not count tokens, or a second one that does
+    "blocks": (3, TOKENS),
+    ("expert_bias_sum", "out"): (EXPERTS, 8192),
+    ("grouped_mm", "weight"): (EXPERTS, 8192, 8192),
+    ("grouped_outer", "out"): (EXPERTS, 8192, 8192),
+    "bias": (EXPERTS, 8192),
+    "logits": (TOKENS, 2**18),
+}
+
+
+def of_many_tokens(kernel, parameter):
+    """An array of two million tokens as a parameter of a kernel takes it, without memory."""
+    default = (TOKENS, HEADS, 128) if len(parameter.shape) == 3 else (TOKENS, 8192)
+    lengths = LENGTHS.get((kernel, parameter.name), LENGTHS.get(parameter.name, default))
+    shape = [constant or length for constant, length in zip(parameter.shape, lengths)]
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def test_two_million_tokens_lie_in_the_first_dimension_of_every_grid(interpreted):
+    """The others end at 65535 blocks."""
+    launch = backend.runtime_of(interpreted).launch
+    importlib.import_module(f"{interpreted.__name__}.shared.ops.wide_rms_norm")  # this package has no use for it
+    grids, kernels = [], set()
+    for kernel in launch.tuner.kernels:
+        for name in kernel.names:
+            for variant in launch.backend.artifacts.variants(name):
+                arrays = [of_many_tokens(name, parameter) for parameter in variant.parameters if parameter.kind == "array"]
+                grids.append((variant.name, tuple(kernel.grid(variant.constants, *arrays))))
+                kernels.add(name)
+    assert kernels == set(launch.backend.artifacts.by_kernel)
+    assert [(name, grid) for name, grid in grids if max((*grid, 1, 1)[1:3]) > 65535] == []
+    assert max(grid[0] for _, grid in grids) >= TOKENS
+
+

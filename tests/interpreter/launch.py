@@ -19,7 +19,7 @@ from .signature import check_signature, overlap
 from .tiles import RANGES, TILE_DTYPES, InterpreterError, Tile, convert, scalar, tile_of
 
 IMPLEMENTED = {inspect.unwrap(stub): fn for stub, fn in {**ops.OPS, **memory.OPS}.items()}
-MAX_GRID = (1 << 24) - 1
+MAX_GRID = ((1 << 24) - 1, 65535, 65535)  # cuTile's limit, and CUDA's of the dimensions behind the first
 
 
 def interpret(
@@ -52,8 +52,8 @@ def interpret(
         raise InterpreterError(
             f"kernel {name}: the annotations are strings (from __future__ import annotations?), so a ct.Constant may go unseen"
         )
-    if not isinstance(grid, tuple) or not 1 <= len(grid) <= 3 or not all(1 <= n <= MAX_GRID for n in grid):
-        raise InterpreterError(f"kernel {name}: the grid must be one to three sizes from 1 to {MAX_GRID}, got {grid}")
+    if not isinstance(grid, tuple) or not 1 <= len(grid) <= 3 or not all(1 <= n <= most for n, most in zip(grid, MAX_GRID)):
+        raise InterpreterError(f"kernel {name}: the grid must be one to three sizes from 1 to those of {MAX_GRID}, got {grid}")
     x, y, z = (*grid, 1, 1)[:3]
     launch = Launch((x, y, z), races)
     try:

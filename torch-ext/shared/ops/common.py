@@ -7,7 +7,8 @@ from typing import Callable, Optional, Sequence
 import torch
 
 from ..._ops import add_op_namespace_prefix
-from ..runtime.launch import Kernel
+from ..runtime.device import is_ordinary
+from ..runtime.launch import Kernel, overlaps
 
 TORCH_MIN = (2, 6)
 SLAB = 2**30  # elements that one launch reaches over: offsets into an array are 32-bit
@@ -26,6 +27,17 @@ def apply_function(function, *args):
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return function.apply(*args)
     return function.forward(_NoContext(), *args)
+
+
+def needs_formula(*tensors: Optional[torch.Tensor]) -> bool:
+    """True when an operation must be PyTorch's own operations on these arguments, which every kind of tensor and every transform takes:
+    an autograd function of ours works on ordinary tensors alone (`is_ordinary`), and where torch.compile or torch.export traces it."""
+    return not (torch.compiler.is_compiling() or is_ordinary(*tensors))
+
+
+def autocasts(device: torch.device) -> bool:
+    """True when autocast is on for a device. torch.is_autocast_enabled raises for those without autocast, such as meta."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def check_torch(version: str) -> None:
@@ -116,14 +128,18 @@ def elementwise_grid(c, first, *_):
 def launch_elementwise(kernel: Kernel, tiles: Sequence[int], tensors: Sequence[torch.Tensor], floats: Sequence[float] = ()) -> None:
     """Launches a kernel on every element of some tensors of one shape and dtype, as rows that one of `tiles` divides, or flat.
 
-    tensors: contiguous, or aligned [rows, columns] whose columns one of `tiles` divides.
+    tensors: contiguous, or aligned [rows, columns] whose columns one of `tiles` divides. Raises ValueError when their shapes or dtypes
+    differ.
     """
     first = tensors[0]
     if first.numel() == 0:
         return
-    key = (first.get_device(), first.dtype, first.shape, *[tensor.stride() for tensor in tensors])
+    key = look(*tensors)
     if kernel.again(key, [tensor.data_ptr() for tensor in tensors], floats):
         return
+    for i, tensor in enumerate(tensors):
+        if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.device != first.device:
+            fail(f"tensor {i} of {kernel.names[0]}", describe(tensor), f"like the first, which is {describe(first)}")
     views = tensors
     if all(tensor.is_contiguous() for tensor in tensors):
         whole = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
@@ -178,8 +194,8 @@ def side_by_side(weights: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
 
 
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a contiguous copy when its last dimension is strided or any dimension is expanded."""
-    if tensor.is_contiguous() or (tensor.stride(-1) == 1 and 0 not in tensor.stride()):
+    """The tensor itself, or a contiguous copy when its last dimension is strided or two of its elements may be one (expanded, overlapping)."""
+    if tensor.is_contiguous() or (tensor.stride(-1) == 1 and not overlaps(tensor.shape, tensor.stride())):
         return tensor
     return tensor.contiguous()
 

@@ -21,7 +21,7 @@ DTYPES = {
     torch.int64: "int64",
 }
 INT32_MAX = 2**31 - 1
-GRID_MAX = 2**24 - 1
+GRID_MAX = (2**24 - 1, 65535, 65535)  # blocks in each dimension: cuTile's limit of the first, CUDA's of the others
 KEPT = 4096  # prepared launches that one kernel keeps: sequence lengths vary from step to step
 
 # What launches; tests put an interpreter in its place.
@@ -30,6 +30,16 @@ backend = Driver(Artifacts(folder_of_package(__name__)))
 
 class PromiseError(ValueError):
     """No variant of a kernel takes these arguments. The message names the argument and the promise that it breaks."""
+
+
+def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """True when two elements of an array may have one address: a dimension steps over less than those inside of it reach."""
+    reach = 1
+    for step, length in sorted(zip(stride, shape)):
+        if length > 1 and step < reach:
+            return True
+        reach += (length - 1) * step
+    return False
 
 
 def broken_promise(parameter: Parameter, dtype: str, shape: Sequence[int], stride: Sequence[int], misalignment: int) -> str:
@@ -59,6 +69,8 @@ def broken_promise(parameter: Parameter, dtype: str, shape: Sequence[int], strid
             return f"has stride {step} in dimension {i}, expected a multiple of {parameter.stride_divisible[i]}"
         if not (0 <= length <= INT32_MAX and 0 <= step <= INT32_MAX):
             return f"has length {length} and stride {step} in dimension {i}, expected both within 0 and 2^31 - 1"
+    if 0 not in shape and overlaps(shape, stride):
+        return f"has shape {list(shape)} with strides {list(stride)}, in which elements overlap, expected an address for each"
     return ""
 
 
@@ -209,6 +221,6 @@ class Kernel:
     def _blocks(self, variant: Variant, tensors) -> tuple:
         grid = tuple(self.grid(variant.constants, *tensors))
         grid += (1,) * (3 - len(grid))
-        if not all(1 <= blocks <= GRID_MAX for blocks in grid):
-            raise PromiseError(f"{self.names[0]} needs a grid of {grid}, expected 1 to {GRID_MAX} blocks in each dimension")
+        if not all(1 <= blocks <= most for blocks, most in zip(grid, GRID_MAX)):
+            raise PromiseError(f"{self.names[0]} needs a grid of {grid}, expected 1 to {GRID_MAX} blocks")
         return grid
