@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import SLAB, apply_function, describe, fail, need_floats, new_like, traceable, wide
+from .common import SLAB, apply_function, describe, fail, need_floats, needs_formula, new_like, traceable, wide
 from .swiglu import swiglu as plain_swiglu
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
@@ -208,6 +208,18 @@ def _halves(gate_up):
         fail("gate_up", describe(gate_up), "[..., 2 * intermediate]")
 
 
+def _apply(gate, up, *options):
+    if needs_formula(gate, up):
+        return forward_reference(gate, up, *options)
+    return apply_function(_GatedActivation, gate, up, *options)
+
+
+def _apply_packed(gate_up, activation):
+    if needs_formula(gate_up):
+        return forward_reference(*gate_up.chunk(2, -1), activation, 1.0, 1.0)
+    return apply_function(_PackedGatedActivation, gate_up, activation)
+
+
 def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
     """Computes gelu(gate) * up; the backward recomputes gelu instead of storing it.
 
@@ -215,7 +227,7 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh") -> to
     the GELU with erf. Differentiable in both. Raises ValueError when they differ, or for another approximation.
     """
     _check(gate, up)
-    return apply_function(_GatedActivation, gate, up, _gelu(approximate), 1.0, 1.0)
+    return _apply(gate, up, _gelu(approximate), 1.0, 1.0)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> torch.Tensor:
@@ -227,7 +239,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, gate_multiplier: float = 1.0, d
     if gate_multiplier == 1 and down_multiplier == 1:
         return plain_swiglu(gate, up)
     _check(gate, up)
-    return apply_function(_GatedActivation, gate, up, "silu", float(gate_multiplier), float(down_multiplier))
+    return _apply(gate, up, "silu", float(gate_multiplier), float(down_multiplier))
 
 
 def swiglu_packed(gate_up: torch.Tensor) -> torch.Tensor:
@@ -236,10 +248,10 @@ def swiglu_packed(gate_up: torch.Tensor) -> torch.Tensor:
     Returns [..., intermediate]. Dtypes as in `swiglu`. Raises ValueError where the last dimension is odd.
     """
     _halves(gate_up)
-    return apply_function(_PackedGatedActivation, gate_up, "silu")
+    return _apply_packed(gate_up, "silu")
 
 
 def geglu_packed(gate_up: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:
     """Computes gelu(gate) * up of [..., 2 * intermediate], as `swiglu_packed`."""
     _halves(gate_up)
-    return apply_function(_PackedGatedActivation, gate_up, _gelu(approximate))
+    return _apply_packed(gate_up, _gelu(approximate))

@@ -7,7 +7,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import apply_function, describe, fail, need_floats, new_like, traceable, unit_stride
+from .common import apply_function, describe, fail, need_floats, needs_formula, new_like, traceable, unit_stride
 from .mrope import heads_grid, token_slabs
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
@@ -107,6 +107,6 @@ def rotary_complex(q: torch.Tensor, k: torch.Tensor, freqs: torch.Tensor) -> Pai
         fail("freqs", describe(freqs), f"complex [{batch} or 1, {tokens}, {width // 2}]")
     if freqs.device != q.device:
         fail("freqs", describe(freqs), f"on the device of q, {q.device}")
-    if freqs.requires_grad:
+    if freqs.requires_grad or needs_formula(q, k, freqs):
         return rotary_complex_reference(q, k, found)
     return apply_function(_RotaryComplex, q, k, torch.view_as_real(found.resolve_conj()))

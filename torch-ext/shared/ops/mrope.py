@@ -7,7 +7,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import SLAB, apply_function, describe, fail, need_floats, new_like, traceable
+from .common import SLAB, apply_function, describe, fail, need_floats, needs_formula, new_like, traceable
 from .rotary import rotary
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
@@ -116,7 +116,7 @@ class _MRoPE(torch.autograd.Function):
 
 
 def _apply(q, k, cos, sin, half, sections, interleaved, heads_dim) -> Pair:
-    if cos.requires_grad or sin.requires_grad or cos.dtype != q.dtype:
+    if cos.requires_grad or sin.requires_grad or cos.dtype != q.dtype or needs_formula(q, k, cos, sin):
         q, k = (x.transpose(1, 2) if heads_dim == 1 else x for x in (q, k))
         outs = mrope_reference(q, k, cos, sin, half, sections, interleaved, False)
         return tuple(x.transpose(1, 2) for x in outs) if heads_dim == 1 else outs

@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import SLAB, apply_function, describe, fail, need_floats, traceable, wide
+from .common import SLAB, apply_function, describe, fail, need_floats, needs_formula, traceable, wide
 
 LN2 = 0.6931471805599453
 GRID_YZ = 65535  # blocks of a grid in its second and third dimension
@@ -43,25 +43,33 @@ def _family(q: torch.Tensor, left: int, right: int, dilation: int) -> Tuple[str,
 
 
 # ---------------------------------------------------------------- in PyTorch
-def _neighbours(tokens: int, left: int, right: int, dilation: int) -> Iterator[Tuple[int, slice, slice]]:
-    """(column, queries, keys) of each neighbour that somebody has."""
-    for m in range(-left, right + 1):
-        step = m * dilation
+def _shifted(x: torch.Tensor, step: int) -> torch.Tensor:
+    """x at the tokens `step` further on, and zeros where there are none."""
+    kept = x[:, :, step:] if step >= 0 else x[:, :, :step]
+    return torch.nn.functional.pad(kept, (0, 0, max(0, -step), max(0, step)))
+
+
+def _steps(tokens: int, left: int, right: int, dilation: int) -> Iterator[Tuple[int, slice, slice]]:
+    """(tokens further on, queries, keys) of each neighbour that somebody has."""
+    for step in range(-left * dilation, right * dilation + 1, dilation):
         if abs(step) < tokens:
-            yield m + left, slice(max(0, -step), tokens - max(0, step)), slice(max(0, step), tokens + min(0, step))
+            yield step, slice(max(0, -step), tokens - max(0, step)), slice(max(0, step), tokens + min(0, step))
 
 
 def forward_reference(q, k, v, left: int, right: int, dilation: int, scale: float) -> Pair:
-    """(out, log2-sum-exp2 of the scores [batch * heads, tokens]) in PyTorch."""
+    """(out, log2-sum-exp2 of the scores [batch * heads, tokens]) in PyTorch, of any kind of tensor."""
     qw, kw, vw = (x.to(wide(q.dtype)) for x in (q, k, v))
-    scores = qw.new_full((*q.shape[:3], left + right + 1), float("-inf"))
-    for m, queries, keys in _neighbours(q.shape[2], left, right, dilation):
-        scores[:, :, queries, m] = (qw[:, :, queries] * kw[:, :, keys]).sum(-1) * scale
-    lse = scores.logsumexp(-1, keepdim=True)
-    out = torch.zeros_like(qw)
-    for m, queries, keys in _neighbours(q.shape[2], left, right, dilation):
-        out[:, :, queries] += (scores[:, :, queries, m, None] - lse[:, :, queries]).exp() * vw[:, :, keys]
-    return _like(q).copy_(out), lse.flatten(0, 1).squeeze(-1) / LN2
+    places = torch.arange(q.shape[2], device=q.device)
+    steps = [step for step, _, _ in _steps(q.shape[2], left, right, dilation)]
+    if not steps:
+        return q * v, qw.sum(-1).flatten(0, 1)  # no tokens
+    scores = [
+        ((qw * _shifted(kw, step)).sum(-1) * scale).masked_fill((places + step < 0) | (places + step >= q.shape[2]), float("-inf"))
+        for step in steps
+    ]
+    lse = torch.stack(scores).logsumexp(0)
+    out = sum((score - lse).exp().unsqueeze(-1) * _shifted(vw, step) for score, step in zip(scores, steps))
+    return out.to(q.dtype), lse.flatten(0, 1) / LN2
 
 
 def backward_reference(q, k, v, out, dout, lse, left: int, right: int, dilation: int, scale: float) -> Triple:
@@ -70,7 +78,7 @@ def backward_reference(q, k, v, out, dout, lse, left: int, right: int, dilation:
     lse = lse.view(*q.shape[:3], 1) * LN2
     delta = (ow * dw).sum(-1, keepdim=True)
     dq, dk, dv = map(torch.zeros_like, (qw, kw, vw))
-    for _, queries, keys in _neighbours(q.shape[2], left, right, dilation):
+    for _, queries, keys in _steps(q.shape[2], left, right, dilation):
         score = (qw[:, :, queries] * kw[:, :, keys]).sum(-1, keepdim=True) * scale
         p = (score - lse[:, :, queries]).exp()
         ds = p * ((dw[:, :, queries] * vw[:, :, keys]).sum(-1, keepdim=True) - delta[:, :, queries]) * scale
@@ -120,7 +128,8 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, left: int, right: int, dilation: int, scale: float) -> Pair:
     if not _fits(q, k, v, dilation):
-        return forward_reference(q, k, v, left, right, dilation, scale)
+        out, lse = forward_reference(q, k, v, left, right, dilation, scale)
+        return _like(q).copy_(out), lse
     q, k, v = map(_dense, (q, k, v))
     out, lse = _like(q), q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)
     if q.numel():
@@ -210,4 +219,7 @@ def neighborhood_attention(
     dilation = min(dilation, tokens)  # from there on nobody has a neighbour
     left = min(kernel_size // 2, -(-tokens // dilation) - 1)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return apply_function(_NeighborhoodAttention, q, k, v, left, 0 if causal else left, dilation, scale)
+    band = left, 0 if causal else left, dilation, scale
+    if needs_formula(q, k, v):
+        return forward_reference(q, k, v, *band)[0]
+    return apply_function(_NeighborhoodAttention, q, k, v, *band)

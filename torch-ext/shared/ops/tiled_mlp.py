@@ -10,9 +10,10 @@ from typing import List, Optional, Tuple
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 
-from .common import apply_function, describe, fail, need_floats, traceable
-from .gated_activation import APPROXIMATE, backward_in_place, forward_into
+from .common import apply_function, describe, fail, need_floats, needs_formula, traceable
+from .gated_activation import APPROXIMATE, backward_in_place, forward_into, forward_reference
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
@@ -121,6 +122,9 @@ def tiled_mlp(
         fail("activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
     if shards is not None and (not isinstance(shards, int) or shards < 1):
         fail("shards", shards, "a positive int, or None")
+    if needs_formula(x, gate_weight, up_weight, down_weight):
+        hidden = forward_reference(linear(x, gate_weight), linear(x, up_weight), activation, 1.0, 1.0)
+        return linear(hidden, down_weight)
     flat = x.reshape(-1, x.shape[-1])
     shards = shards or max(1, -(-flat.shape[0] // max(1, x.shape[-1])))
     return apply_function(_TiledMLP, flat, gate_weight, up_weight, down_weight, activation, shards).view(x.shape)
