@@ -323,9 +323,9 @@ BACKWARD_KEYS = ("q", "k", "v", "dout", "lse", "delta", "dk", "dv")
 # The tile of the kernels without a loop, by the width of its rows.
 ONCE = {"M": 16, "N": 32}
 ONCE_WIDTHS = (64, 128)
-# sm_80 and sm_120 spill with the tiles of wgmma and tcgen05.
-LARGE = ("sm_90", "sm_100", "sm_103", "sm_110")
-SMALL = ("sm_80", "sm_86", "sm_89", "sm_120", "sm_121")
+# sm_80, sm_110 and sm_120 spill with the tiles of wgmma and tcgen05.
+LARGE = ("sm_90", "sm_100", "sm_103")
+SMALL = ("sm_80", "sm_86", "sm_89", "sm_110", "sm_120", "sm_121")
 ROWWISE = {"M": 8, "D": 256}
 
 
