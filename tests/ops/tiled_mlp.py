@@ -1,0 +1,66 @@
+"""The MLP over shards of its tokens: the formula in float64, what must hold, and errors that must be noticed."""
+
+import torch
+
+from tests.op_checks import exact, leaf, randn
+from tests.ops.gated_activation import gated_exact
+from tests.tolerances import assert_close
+
+NAMES = ("x", "gate", "up", "down")
+
+
+def inputs(dtype, device, tokens, hidden, intermediate):
+    x = leaf(randn(*tokens, hidden, dtype=dtype, device=device))
+    shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
+    return x, *[leaf(randn(*s, dtype=dtype, device=device, seed=1 + i, scale=s[1] ** -0.5)) for i, s in enumerate(shapes)]
+
+
+def mlp_exact(x, gate, up, down, activation):
+    return gated_exact(x @ gate.t(), x @ up.t(), activation) @ down.t()
+
+
+def check_tiled_mlp(ops, device, dtype, tokens, hidden=64, intermediate=96, activation="silu", shards=None, needs=(True,) * 4):
+    """The GEMMs round their results, and the weights' gradients are rounded once a shard. needs: whose gradients are asked for."""
+    leaves = inputs(dtype, device, tokens, hidden, intermediate)
+    for tensor, need in zip(leaves, needs):
+        tensor.requires_grad_(need)
+    if activation == "silu":
+        y = ops.tiled_swiglu(*leaves, shards=shards)
+    else:
+        y = ops.tiled_geglu(*leaves, shards=shards, approximate=activation)
+    dy = randn(*y.shape, dtype=dtype, device=device, seed=7)
+    y.backward(dy, retain_graph=True)
+    first = [t.grad.clone() if t.grad is not None else None for t in leaves]
+    leaves64 = [exact(t) for t in leaves]
+    y64 = mlp_exact(*leaves64, activation)
+    y64.backward(dy.double().cpu())
+    assert_close(y, y64, dtype, "tiled MLP y", 1.25)
+    for name, found, wanted, need in zip(NAMES, leaves, leaves64, needs):
+        assert (found.grad is not None) == need, f"the gradient of {name}"
+        if need:
+            assert_close(found.grad, wanted.grad, dtype, f"tiled MLP d{name}", 1.25 if name == "x" or shards == 1 else 2)
+    y.backward(dy)
+    for name, tensor, once in zip(NAMES, leaves, first):
+        assert once is None or torch.equal(tensor.grad, once + once), f"the second backward of {name}"
+
+
+CASES = (
+    {"tokens": (5,), "shards": 2},
+    {"tokens": (2, 9), "shards": 3},
+    {"tokens": (3,), "shards": 8},
+    {"tokens": (1, 70)},
+    {"tokens": (1, 70), "activation": "tanh", "shards": 4},
+    {"tokens": (6,), "activation": "none", "shards": 2},
+    {"tokens": (0,)},
+)
+NEEDS = tuple(tuple(i != j for j in range(4)) for i in range(4)) + ((False, True, False, False), (True, False, False, False))
+
+OPERATION = "ops/tiled_mlp.py"
+MUTANTS = (
+    (OPERATION, "_shards", "min(start + length, tokens)", "start + 1", "shards"),
+    (OPERATION, "_add_product", "total.addmm_(a, b)", "torch.mm(a, b)", "shards"),
+    (OPERATION, "_backward", "dgate.t(), x[part]", "dup.t(), x[part]", "shards"),
+    (OPERATION, "_backward", ".addmm_(dup, up_weight)", "", "shards"),
+    (OPERATION, "_backward", "dy[part].t(), hidden", "dy[part].t(), dgate", "shards"),
+)
+CHECKS = {"shards": lambda ops: check_tiled_mlp(ops, "cpu", torch.float32, (2, 9), shards=3)}
