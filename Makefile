@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-gpu test-mutants test-multigpu test-sanitizer build upload hub check clean \
+.PHONY: help demo test test-gpu test-mutants test-multigpu test-sanitizer build stage upload hub check clean \
 	bench-ops bench-rmsnorm bench-lce bench-qwen3 bench-gpt-oss bench-fsdp bench-generate bench-adamw bench-plots
 
 help: ## this list
@@ -41,6 +41,9 @@ test-sanitizer: $(READY) build ## compute-sanitizer's memcheck, racecheck and in
 build: $(READY) ## compile the kernels of every package for every architecture and assemble their build/
 	$(BIN)/python -m tools.compile
 	$(BIN)/python -m tools.assemble
+
+stage: build ## write each package as one self-contained tree for kernel-builder, under build/stage
+	$(BIN)/python -m tools.stage
 
 upload: build ## publish every package's build/ to the Hub (HF_TOKEN, or hf auth login)
 	$(BIN)/python -m tools.publish

@@ -5,7 +5,9 @@
     kernel-builder.url = "github:huggingface/kernels";
   };
 
-  # The kernels are compiled ahead of time (make build) into torch-ext/qwen3/cubins, so this build needs no GPU and no compiler.
+  # Build it in build/stage/qwen3, which `make stage` writes: kernel-builder sees the folder of this flake alone, and there
+  # torch-ext/qwen3 holds what packages share too. The kernels are compiled ahead of time (make build) into torch-ext/qwen3/cubins, so
+  # this build needs no GPU and no compiler.
   outputs =
     { self, kernel-builder }:
     kernel-builder.lib.genKernelFlakeOutputs {

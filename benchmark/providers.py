@@ -82,7 +82,8 @@ def package(folder: str = "."):
 def _sources(folder, name):
     if not folder.is_dir():
         raise NotInstalled("neither build/ nor an installed bastile is here; run make build")
-    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
+    where = [str(folder), str(ROOT / "torch-ext")]  # the second for what packages share
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=where)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -93,7 +94,7 @@ def operation(kernel, name: str):
     found = getattr(kernel, name, None)
     if found is None:
         try:
-            found = getattr(importlib.import_module(f"{kernel.__name__}.ops.{name}"), name, None)
+            found = getattr(importlib.import_module(f"{kernel.__name__}.shared.ops.{name}"), name, None)
         except ModuleNotFoundError:
             found = None
     if found is None:

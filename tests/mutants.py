@@ -86,7 +86,9 @@ def kernel_module(mutant: Mutant) -> types.ModuleType:
 @contextlib.contextmanager
 def planted(folder: Path, name: str, mutant: Mutant | None, kernels: bool = True):
     """A copy of the package, imported from `folder` as `name`, with the error in it. kernels: whether the interpreter runs them."""
-    shutil.copytree(SOURCES, folder / name, ignore=shutil.ignore_patterns("__pycache__", "cubins"))
+    leave_out = shutil.ignore_patterns("__pycache__", "cubins")
+    shutil.copytree(SOURCES, folder / name, ignore=leave_out)
+    shutil.copytree(SOURCES.parent / "shared", folder / name / "shared", ignore=leave_out)
     replaced = {}
     if mutant is not None and mutant.file.startswith("kernel_src/"):
         module = kernel_module(mutant)
@@ -119,7 +121,7 @@ def planted(folder: Path, name: str, mutant: Mutant | None, kernels: bool = True
 # ---------------------------------------------------------------- checks that op_checks has no need of
 def check_column_sum(ops):
     """More rows than a block takes in one step, columns that fill no tile; then other rows."""
-    common = importlib.import_module(f"{ops.__name__}.ops.common")
+    common = importlib.import_module(f"{ops.__name__}.shared.ops.common")
     for rows in (600, 3):
         partial = randn(rows, 37, dtype=FP32, device=CPU)
         assert_close(common.column_sum(partial, FP32), partial.double().sum(0), FP32, f"column sum of {rows} rows")
@@ -133,7 +135,7 @@ def lay_side_by_side(weights):
 
 
 def check_norm_attention_inputs(ops, packed=False):
-    decoder = importlib.import_module(f"{ops.__name__}.ops.decoder")
+    decoder = importlib.import_module(f"{ops.__name__}.shared.ops.decoder_nodes")
     shape = (2, 3)
     x, norm = leaf(randn(6, 1024, dtype=BF16, device=CPU)), leaf(randn(1024, dtype=BF16, device=CPU, seed=1) + 1)
     weights = [leaf(randn(n * 128, 1024, dtype=BF16, device=CPU, seed=2 + i, scale=1 / 32)) for i, n in enumerate((8, 4, 4))]
@@ -159,7 +161,7 @@ def check_norm_attention_inputs(ops, packed=False):
 
 
 def check_norm_mlp(ops, packed=False, attended=False, inner=48):
-    decoder = importlib.import_module(f"{ops.__name__}.ops.decoder")
+    decoder = importlib.import_module(f"{ops.__name__}.shared.ops.decoder_nodes")
     x, norm = leaf(randn(3, 1024, dtype=BF16, device=CPU)), leaf(randn(1024, dtype=BF16, device=CPU, seed=1) + 1)
     shapes = (inner, 1024), (inner, 1024), (1024, inner)
     weights = [leaf(randn(*s, dtype=BF16, device=CPU, seed=2 + i, scale=s[1] ** -0.5)) for i, s in enumerate(shapes)]
@@ -183,7 +185,7 @@ def check_norm_mlp(ops, packed=False, attended=False, inner=48):
 
 def check_labels_out_of_range(ops):
     """On a GPU they count like ignore_index: what the CPU's check of the labels keeps from the kernels."""
-    module = importlib.import_module(f"{ops.__name__}.ops.linear_cross_entropy")
+    module = importlib.import_module(f"{ops.__name__}.shared.ops.linear_cross_entropy")
     module._check = lambda *_: None
     hidden, weight = leaf(randn(5, 8, dtype=FP32, device=CPU)), leaf(randn(17, 8, dtype=FP32, device=CPU, seed=1))
     target = torch.tensor([3, -7, 17, 2**40, 16])
@@ -242,13 +244,13 @@ def _alone(operation):
 
 
 def check_evaluation_in_steps(ops):
-    module = importlib.import_module(f"{ops.__name__}.ops.linear_cross_entropy")
+    module = importlib.import_module(f"{ops.__name__}.shared.ops.linear_cross_entropy")
     module.LINEAR_BYTES, module.LINEAR_TOKENS = 0, 64
     checks.check_evaluation(ops, CPU, BF16, 100, 64, 40)
 
 
 def check_evaluation_of_labels_out_of_range(ops):
-    module = importlib.import_module(f"{ops.__name__}.ops.linear_cross_entropy")
+    module = importlib.import_module(f"{ops.__name__}.shared.ops.linear_cross_entropy")
     module._check = lambda *_: None
     hidden, weight = randn(5, 64, dtype=BF16, device=CPU), randn(300, 64, dtype=BF16, device=CPU, seed=1)
     losses = ops.linear_cross_entropy(hidden, weight, torch.tensor([3, -7, 300, 2**40, 299]), reduction="none")
@@ -393,7 +395,7 @@ def _of(check, *arguments, **options):
 
 def check_wide(ops, check, shape, dtype=FP32):
     """GPT-OSS's norms, by the names of Qwen3's."""
-    wide = importlib.import_module(f"{ops.__name__}.ops.wide_rms_norm")
+    wide = importlib.import_module(f"{ops.__name__}.shared.ops.wide_rms_norm")
     check(types.SimpleNamespace(rms_norm=wide.wide_rms_norm, add_rms_norm=wide.wide_add_rms_norm), CPU, dtype, shape, eps=0.5)
 
 
@@ -920,85 +922,85 @@ KERNEL_MUTANTS = [
 
 # ---------------------------------------------------------------- errors in the operations
 OPERATION_MUTANTS = [
-    *_in("ops/common.py", "column_sum", "column_sum", ("partial.shape, dtype", "dtype")),
-    *_in("ops/rms_norm.py", "rms_norm", "RMSNormFunction.forward",
+    *_in("shared/ops/common.py", "column_sum", "column_sum", ("partial.shape, dtype", "dtype")),
+    *_in("shared/ops/rms_norm.py", "rms_norm", "RMSNormFunction.forward",
          ("save_for_backward(x,", "save_for_backward(y,"),
          ("x, weight, rstd)", "x, torch.ones_like(weight), rstd)"),
          ("x, weight, rstd)", "x, weight, 1.01 * rstd)")),
-    *_in("ops/rms_norm.py", "rms_norm", "RMSNormFunction.backward",
+    *_in("shared/ops/rms_norm.py", "rms_norm", "RMSNormFunction.backward",
          ("dweight if need", "torch.zeros_like(dweight) if need"),
          ("return dx,", "return dy,")),
-    *_in("ops/rms_norm.py", "rms_norm_many_rows", "_backward_launch", ("column_sum(partial, weight.dtype)", "partial[0].to(weight.dtype)")),
-    *_in("ops/rms_norm.py", "add_rms_norm", "AddRMSNormFunction.forward",
+    *_in("shared/ops/rms_norm.py", "rms_norm_many_rows", "_backward_launch", ("column_sum(partial, weight.dtype)", "partial[0].to(weight.dtype)")),
+    *_in("shared/ops/rms_norm.py", "add_rms_norm", "AddRMSNormFunction.forward",
          ("save_for_backward(total,", "save_for_backward(x,"),
          ("total, weight, rstd)", "total, torch.ones_like(weight), rstd)"),
          ("total, weight, rstd)", "total, weight, 1.01 * rstd)"),
          ("return y, total", "return y, x + 0 * total")),
-    *_in("ops/rms_norm.py", "add_rms_norm", "AddRMSNormFunction.backward",
+    *_in("shared/ops/rms_norm.py", "add_rms_norm", "AddRMSNormFunction.backward",
          ("return dx, dx,", "return dx, torch.zeros_like(dx),"),
          ("(dy, dtotal, total", "(dtotal, dy, total")),
-    *_in("ops/rms_norm.py", "add_rms_norm_odd", "_add_backward", ("return dx + dtotal", "return dx")),
-    *_in("ops/rms_norm.py", "rms_norm", "rms_norm_backward_reference",
+    *_in("shared/ops/rms_norm.py", "add_rms_norm_odd", "_add_backward", ("return dx + dtotal", "return dx")),
+    *_in("shared/ops/rms_norm.py", "rms_norm", "rms_norm_backward_reference",
          ("g - n *", "g + n *"),
          (".flatten(0, -2).sum(0)", "[0]"),
          ("d * weight.to(acc)", "d"), kernels=False),
-    *_in("ops/rotary.py", "rotary", "_Rotary.forward",
+    *_in("shared/ops/rotary.py", "rotary", "_Rotary.forward",
          ("save_for_backward(cos, sin)", "save_for_backward(sin, cos)"),
          ("ctx.heads_dim = heads_dim", "ctx.heads_dim = 3 - heads_dim", "rotary_square")),
-    *_in("ops/rotary.py", "rotary", "_Rotary.backward", ("return (*rotary_backward(dq, dk,", "return (*rotary_forward(dq, dk,")),
-    *_in("ops/rotary.py", "rotary", "_launch", ("_kernels[backward]", "_kernels[0]")),
-    *_in("ops/rotary.py", "rotary_many_k", "_grid", (", -(-k.shape[1] // c[\"K_HEADS\"]))", ", 0)")),
-    *_in("ops/rotary.py", "rotary", "rotary_backward_reference",
+    *_in("shared/ops/rotary.py", "rotary", "_Rotary.backward", ("return (*rotary_backward(dq, dk,", "return (*rotary_forward(dq, dk,")),
+    *_in("shared/ops/rotary.py", "rotary", "_launch", ("_kernels[backward]", "_kernels[0]")),
+    *_in("shared/ops/rotary.py", "rotary_many_k", "_grid", (", -(-k.shape[1] // c[\"K_HEADS\"]))", ", 0)")),
+    *_in("shared/ops/rotary.py", "rotary", "rotary_backward_reference",
          ("dk * cos - _rotate_half(dk * sin)", "dk * cos + _rotate_half(dk * sin)"),
          ("_rotate_half(dq * sin)", "_rotate_half(dq) * sin"), kernels=False),
-    *_in("ops/rotary.py", "rotary_odd_half", "_full_width", ("torch.cat((table, table), -1)", "table.repeat_interleave(2, -1)"), kernels=False),
-    *_in("ops/rotary.py", "qk_norm_rotary", "_QKNormRotary.forward",
+    *_in("shared/ops/rotary.py", "rotary_odd_half", "_full_width", ("torch.cat((table, table), -1)", "table.repeat_interleave(2, -1)"), kernels=False),
+    *_in("shared/ops/rotary.py", "qk_norm_rotary", "_QKNormRotary.forward",
          ("save_for_backward(q, k, q_weight, k_weight", "save_for_backward(q, k, k_weight, q_weight"),
          ("save_for_backward(q, k,", "save_for_backward(k, q,", "qk_norm_rotary_many_k"),
          ("k_weight, cos, sin)\n", "k_weight, sin, cos)\n"),
          ("ctx.eps = eps", "ctx.eps = 0.0", "qk_norm_rotary_eps")),
-    *_in("ops/rotary.py", "qk_norm_rotary_alone", "_QKNormRotary.backward",
+    *_in("shared/ops/rotary.py", "qk_norm_rotary_alone", "_QKNormRotary.backward",
          ("ctx.needs_input_grad[:4]", "ctx.needs_input_grad[1:5]"),
          ("dq_weight if need_q_weight", "dk_weight if need_q_weight", "qk_norm_rotary"),
          ("dk_weight if need_k_weight", "dk_weight if need_q_weight")),
-    *_in("ops/rotary.py", "qk_norm_rotary", "_whole_steps",
+    *_in("shared/ops/rotary.py", "qk_norm_rotary", "_whole_steps",
          ("table.expand(batch, -1, -1).contiguous()", "table")),
-    *_in("ops/rotary.py", "qk_norm_rotary", "norm_backward_into",
+    *_in("shared/ops/rotary.py", "qk_norm_rotary", "norm_backward_into",
          ("outs[1].copy_(dk)", "pass"), kernels=False),
-    *_in("ops/rotary.py", "qk_norm_rotary_alone", "norm_backward_into",
+    *_in("shared/ops/rotary.py", "qk_norm_rotary_alone", "norm_backward_into",
          ("column_sum(partials[1], k_weight.dtype)", "column_sum(partials[0], k_weight.dtype)"),
          ("column_sum(partials[0], q_weight.dtype)", "partials[0][0].to(q_weight.dtype)")),
-    *_in("ops/rotary.py", "qk_norm_rotary", "norm_backward_into",
+    *_in("shared/ops/rotary.py", "qk_norm_rotary", "norm_backward_into",
          ("(*partials, *sums)", "(*partials, *sums[::-1])"),
          ("(*partials, *sums)", "(*partials[::-1], *sums)")),
-    *_in("ops/swiglu.py", "swiglu", "_SwiGLU.forward", ("save_for_backward(gate, up)", "save_for_backward(up, gate)")),
-    *_in("ops/swiglu.py", "swiglu", "_SwiGLU.backward", ("(dout, *ctx.saved_tensors)", "(dout, *ctx.saved_tensors[::-1])")),
-    *_in("ops/common.py", "swiglu_odd", "elementwise_grid", ("-(-first.numel() // c[\"TILE\"])", "first.numel() // c[\"TILE\"]")),
-    *_in("ops/swiglu.py", "swiglu", "swiglu_backward_reference", ("1 - s", "1 + s"), kernels=False),
-    *_in("ops/swiglu.py", "mlp", "_MLP.forward",
+    *_in("shared/ops/swiglu.py", "swiglu", "_SwiGLU.forward", ("save_for_backward(gate, up)", "save_for_backward(up, gate)")),
+    *_in("shared/ops/swiglu.py", "swiglu", "_SwiGLU.backward", ("(dout, *ctx.saved_tensors)", "(dout, *ctx.saved_tensors[::-1])")),
+    *_in("shared/ops/common.py", "swiglu_odd", "elementwise_grid", ("-(-first.numel() // c[\"TILE\"])", "first.numel() // c[\"TILE\"]")),
+    *_in("shared/ops/swiglu.py", "swiglu", "swiglu_backward_reference", ("1 - s", "1 + s"), kernels=False),
+    *_in("shared/ops/swiglu.py", "mlp", "_MLP.forward",
          ("save_for_backward(x, gate, up", "save_for_backward(x, up, gate"),
          ("save_for_backward(x,", "save_for_backward(2 * x,"),
          ("up, gate_weight, up_weight, down_weight)", "up, up_weight, gate_weight, down_weight)"),
          ("up, gate_weight, up_weight, down_weight)", "up, gate_weight, up_weight, 2 * down_weight)")),
-    *_in("ops/swiglu.py", "mlp_alone", "mlp_backward",
+    *_in("shared/ops/swiglu.py", "mlp_alone", "mlp_backward",
          ("torch.mm(dy.t(), swiglu_forward(gate, up))", "torch.mm(dy.t(), swiglu_forward(up, gate))"),
          ("(need_x or need_gate or need_up)", "(need_gate or need_up)")),
-    *_in("ops/swiglu.py", "mlp", "mlp_backward",
+    *_in("shared/ops/swiglu.py", "mlp", "mlp_backward",
          (".addmm_(dup, up_weight)", ""),
          ("torch.mm(dgate.t(), normed)", "torch.mm(dup.t(), normed)"),
          ("torch.mm(dy.t(), hidden)", "torch.mm(dy.t(), gate)"),
          ("dgate_weight, dup_weight = torch.mm", "dup_weight, dgate_weight = torch.mm", "norm_mlp_packed"),
          ("torch.mm(both, whole)", "torch.mm(dgate, gate_weight)", "norm_mlp_packed")),
-    *_in("ops/swiglu.py", "mlp_apart", "backward_in_place",
+    *_in("shared/ops/swiglu.py", "mlp_apart", "backward_in_place",
          ("dgate.copy_(apart[0])", "pass"),
          ("dup.copy_(apart[1])", "dup.copy_(apart[0])")),
-    *_in("ops/swiglu.py", "mlp", "backward_in_place",
+    *_in("shared/ops/swiglu.py", "mlp", "backward_in_place",
          ("both[:, :columns], both[:, columns:]", "both[:, columns:], both[:, :columns]", "norm_mlp_packed")),
-    *_in("ops/swiglu.py", "mlp", "backward_in_place", ("target.copy_(value)", "pass"), kernels=False),
-    *_in("ops/swiglu.py", "norm_mlp_packed", "gate_and_up", ("both[:, : gate_weight.shape[0]]", "both[:, gate_weight.shape[0] :]")),
-    *_in("ops/decoder.py", "attention_inputs", "_input_gradient", ("total.addmm_(grad, weight)", "pass")),
-    *_in("ops/decoder.py", "attention_inputs", "_weight_gradients", ("torch.mm(grad.t(), y)", "torch.mm(-grad.t(), y)")),
-    *_in("ops/decoder.py", "attention_inputs", "_NormAttentionInputs.forward",
+    *_in("shared/ops/swiglu.py", "mlp", "backward_in_place", ("target.copy_(value)", "pass"), kernels=False),
+    *_in("shared/ops/swiglu.py", "norm_mlp_packed", "gate_and_up", ("both[:, : gate_weight.shape[0]]", "both[:, gate_weight.shape[0] :]")),
+    *_in("shared/ops/decoder_nodes.py", "attention_inputs", "_input_gradient", ("total.addmm_(grad, weight)", "pass")),
+    *_in("shared/ops/decoder_nodes.py", "attention_inputs", "_weight_gradients", ("torch.mm(grad.t(), y)", "torch.mm(-grad.t(), y)")),
+    *_in("shared/ops/decoder_nodes.py", "attention_inputs", "_NormAttentionInputs.forward",
          ("k, q_norm, k_norm, cos, sin, *weights)\n", "k, k_norm, q_norm, cos, sin, *weights)\n"),
          ("k_norm, cos, sin, *weights)\n", "k_norm, sin, cos, *weights)\n"),
          ("save_for_backward(x, norm_weight, rstd", "save_for_backward(2 * x, norm_weight, rstd"),
@@ -1007,11 +1009,11 @@ OPERATION_MUTANTS = [
          ("rstd, q, k, q_norm", "rstd, 2 + q, k, q_norm"),
          ("rstd, q, k, q_norm", "rstd, q, 2 + k, q_norm"),
          ("cos, sin, *weights)\n", "cos, sin, *[2 * w for w in weights])\n")),
-    *_in("ops/decoder.py", "attention_inputs_alone", "_NormAttentionInputs.backward",
+    *_in("shared/ops/decoder_nodes.py", "attention_inputs_alone", "_NormAttentionInputs.backward",
          ("ctx.head_eps, needs[3], needs[4]", "ctx.head_eps, needs[4], needs[3]"),
          ("if needs[0] or needs[1]:", "if needs[0]:"),
          ("_weight_gradients(grads, y, needs[9:])", "_weight_gradients(grads, y, needs[8:])")),
-    *_in("ops/decoder.py", "norm_mlp", "_NormMLP.forward",
+    *_in("shared/ops/decoder_nodes.py", "norm_mlp", "_NormMLP.forward",
          ("save_for_backward(x, attended", "save_for_backward(2 * x, attended"),
          ("o_weight, norm_weight, rstd, gate", "o_weight, torch.ones_like(norm_weight), rstd, gate"),
          ("norm_weight, rstd, gate, up", "norm_weight, 2 * rstd, gate, up"),
@@ -1019,130 +1021,130 @@ OPERATION_MUTANTS = [
          ("up, gate_weight, up_weight, down_weight)\n", "up, up_weight, gate_weight, down_weight)\n"),
          ("up_weight, down_weight)\n        #", "up_weight, 2 * down_weight)\n        #"),
          ("torch.addmm(x, swiglu_forward", "torch.addmm(0 * x, swiglu_forward")),
-    *_in("ops/decoder.py", "norm_mlp_alone", "_NormMLP.backward",
+    *_in("shared/ops/decoder_nodes.py", "norm_mlp_alone", "_NormMLP.backward",
          ("need_x or need_attended or need_o or need_norm", "need_x"),
          ("dnorm if need_norm", "dx[0] if need_norm", "norm_mlp")),
-    *_in("ops/decoder.py", "attention_inputs", "_NormAttentionInputs.backward",
+    *_in("shared/ops/decoder_nodes.py", "attention_inputs", "_NormAttentionInputs.backward",
          ("add_rms_norm_backward(dy, dresidual", "add_rms_norm_backward(dy, torch.zeros_like(dresidual)"),
          ("rms_norm_again(x, norm_weight, rstd)", "x"),
          ("(dnorm, dq_norm, dk_norm)", "(dnorm, dk_norm, dq_norm)"),
          ("dv_place.copy_(dv)", "dv_place.zero_()", "attention_inputs_packed"),
          ("torch.mm(together.t(), y)", "torch.mm(together.t(), x)", "attention_inputs_packed"),
          ("torch.mm(together, whole)", "_input_gradient(grads[:2], weights[:2])", "attention_inputs_packed")),
-    *_in("ops/decoder.py", "norm_mlp", "_NormMLP.backward",
+    *_in("shared/ops/decoder_nodes.py", "norm_mlp", "_NormMLP.backward",
          ("add_rms_norm_backward(dy, dout", "add_rms_norm_backward(dy, torch.zeros_like(dout)"),
          ("torch.mm(dx.t(), attended)", "torch.mm(dout.t(), attended)", "norm_mlp_attended"),
          ("torch.mm(dx, o_weight)", "torch.mm(dout, o_weight)", "norm_mlp_attended")),
-    *_in("ops/linear_cross_entropy.py", "loss_smooth", "_Chunk.coefficients",
+    *_in("shared/ops/linear_cross_entropy.py", "loss_smooth", "_Chunk.coefficients",
          ("b + smooth * self.weight_sum", "b + smooth"),
          ("* self.target_weight", ""),
          ("torch.where(self.counted, t, 0.0) * scale", "t * scale", "loss_smooth_ignored"),
          ("2 * options.lse_square_scale", "options.lse_square_scale", "loss_returns")),
-    *_in("ops/linear_cross_entropy.py", "loss_smooth", "_Chunk.weighted",
+    *_in("shared/ops/linear_cross_entropy.py", "loss_smooth", "_Chunk.weighted",
          ("self.weight_sum * self.lse - total", "self.weight_sum * self.lse"),
          ("torch.where(self.counted, loss + options.lse_square_scale * self.lse.square(), 0.0)", "loss", "loss_returns")),
-    *_in("ops/linear_cross_entropy.py", "loss_returns", "_Chunk.rows",
+    *_in("shared/ops/linear_cross_entropy.py", "loss_returns", "_Chunk.rows",
          ("torch.where(counted, options.lse_square_scale * self.lse.detach().square(), 0.0)", "options.lse_square_scale * self.lse.detach().square()"),
          ("torch.where(counted, self.logits.detach().argmax(1), -1)", "self.logits.detach().argmax(1)"),
          ("self.logits.detach().argmax(1)", "self.logits.detach().argmin(1)"),
          ("loss, z_loss = loss * self.scaling", "loss, z_loss = loss"),
          ("z_loss * self.scaling", "z_loss"),
          ("torch.exp(-self.likelihood.detach())", "torch.exp(self.likelihood.detach())")),
-    *_in("ops/linear_cross_entropy.py", "loss_returns", "_KernelChunk.lse", ("self.lse2 * LN2", "self.lse2")),
-    *_in("ops/linear_cross_entropy.py", "loss_none_weighted", "_PerToken.forward",
+    *_in("shared/ops/linear_cross_entropy.py", "loss_returns", "_KernelChunk.lse", ("self.lse2 * LN2", "self.lse2")),
+    *_in("shared/ops/linear_cross_entropy.py", "loss_none_weighted", "_PerToken.forward",
          ("ctx.save_for_backward(hidden, weight, bias, target, class_weight)", "ctx.save_for_backward(hidden, weight, bias, target, None)")),
-    *_in("ops/linear_cross_entropy.py", "loss_smooth", "_Reduced.forward",
+    *_in("shared/ops/linear_cross_entropy.py", "loss_smooth", "_Reduced.forward",
          ("_Reduced.run(ctx, hidden, weight, bias, target, class_weight, scale)", "_Reduced.run(ctx, hidden, weight, bias, target, None, scale)"),
          ("rows.loss.sum() * scale.view(())", "rows.loss.sum()")),
-    *_in("ops/linear_cross_entropy.py", "loss_nothing_counted", "_scale", ("torch.where(items == 0, 0.0, 1.0 / items)", "(1.0 / items)")),
-    *_in("ops/linear_cross_entropy.py", "loss_smooth", "_scale",
+    *_in("shared/ops/linear_cross_entropy.py", "loss_nothing_counted", "_scale", ("torch.where(items == 0, 0.0, 1.0 / items)", "(1.0 / items)")),
+    *_in("shared/ops/linear_cross_entropy.py", "loss_smooth", "_scale",
          ("torch.where(counted, class_weight[torch.where(counted, target, 0)], 0.0).sum()", "counted.sum()")),
-    *_in("ops/linear_cross_entropy.py", "loss_returns", "_Chunk.scaled", ("scale * self.scaling", "scale")),
-    *_in("ops/linear_cross_entropy.py", "loss_returns", "_output",
+    *_in("shared/ops/linear_cross_entropy.py", "loss_returns", "_Chunk.scaled", ("scale * self.scaling", "scale")),
+    *_in("shared/ops/linear_cross_entropy.py", "loss_returns", "_output",
          (".clamp(min=1)", ".clamp(min=1) * 2"),
          ("(rows.predicted >= 0).sum()", "(rows.predicted >= -1).sum()"),
          ("_reduced(rows.z_loss, scale)", "rows.z_loss.sum()")),
-    *_in("ops/linear_cross_entropy.py", "evaluation_steps", "_WithoutLogits.loss",
+    *_in("shared/ops/linear_cross_entropy.py", "evaluation_steps", "_WithoutLogits.loss",
          ("self.hidden[rows]", "self.hidden[: rows.stop - start]"),
          ("self.target[rows]", "self.target[: rows.stop - start]"),
          ("self.likelihood[rows]", "self.likelihood[: rows.stop - start]"),
          ("return self.weighted(0.0)", "return self.likelihood", "evaluation_z_loss")),
-    *_in("ops/linear_cross_entropy.py", "evaluation_not_taken", "_WithoutLogits.fits",
+    *_in("shared/ops/linear_cross_entropy.py", "evaluation_not_taken", "_WithoutLogits.fits",
          ("options.softcap or ", ""),
          ("options.label_smoothing or ", ""),
          ("self.bias is not None or ", "")),
-    *_in("ops/linear_cross_entropy.py", "loss_chunks_accum", "_add_product",
+    *_in("shared/ops/linear_cross_entropy.py", "loss_chunks_accum", "_add_product",
          ("x.to(total.dtype), y.to(total.dtype), beta=beta", "x.to(total.dtype), y.to(total.dtype), beta=0.0"),
          ("y.to(total.dtype), beta=beta, alpha=alpha", "y.to(total.dtype), beta=beta, alpha=1.0", "fp16_accum"), kernels=False),
-    *_in("ops/experts.py", "experts", "route",
+    *_in("shared/ops/experts.py", "experts", "route",
          ("position[order] =", "position[:] ="),
          ("right=True", "right=False"),
          ("flat < experts, position", "flat <= experts, position", "experts_wide")),
-    *_in("ops/experts.py", "experts", "_blocks",
+    *_in("shared/ops/experts.py", "experts", "_blocks",
          ("(stops - count) * height", "stops * height"),
          ("+ (height - 1)", "")),
-    *_in("ops/experts.py", "grouped", "Groups.blocks", ("GEMM_ROWS", "2 * GEMM_ROWS")),
-    *_in("ops/experts.py", "experts", "_dense", ("expert[:, :, None] == numbers", "expert[:, :, None] >= numbers")),
-    *_in("ops/experts.py", "experts", "gate_backward_reference",
+    *_in("shared/ops/experts.py", "grouped", "Groups.blocks", ("GEMM_ROWS", "2 * GEMM_ROWS")),
+    *_in("shared/ops/experts.py", "experts", "_dense", ("expert[:, :, None] == numbers", "expert[:, :, None] >= numbers")),
+    *_in("shared/ops/experts.py", "experts", "gate_backward_reference",
          ("torch.where(keep_gate, dg, 0.0)", "dg"),
          ("u.abs() <= gate.limit", "u <= gate.limit"),
          ("1 + gate.alpha * g * (1 - s)", "1 + g * (1 - s)"), kernels=False),
-    *_in("ops/experts.py", "experts_silu", "gate_backward_reference", ("d * u * (s + g * s * (1 - s))", "d * u * s"), kernels=False),
-    *_in("ops/experts.py", "experts_wide", "token_sum_reference", ("torch.where(there[..., None], rows, 0.0)", "rows"), kernels=False),
-    *_in("ops/experts.py", "experts", "_gate_backward", ("d * scores[:, None], gate_up", "d, gate_up"), kernels=False),
-    *_in("ops/experts.py", "experts_wide", "_backward",
+    *_in("shared/ops/experts.py", "experts_silu", "gate_backward_reference", ("d * u * (s + g * s * (1 - s))", "d * u * s"), kernels=False),
+    *_in("shared/ops/experts.py", "experts_wide", "token_sum_reference", ("torch.where(there[..., None], rows, 0.0)", "rows"), kernels=False),
+    *_in("shared/ops/experts.py", "experts", "_gate_backward", ("d * scores[:, None], gate_up", "d, gate_up"), kernels=False),
+    *_in("shared/ops/experts.py", "experts_wide", "_backward",
          ("dscores = torch.where(position < order.shape[0], dscores, 0.0)", "dscores = dscores"),
          ("dscores = dscores + of_bias", "of_bias = of_bias"),
          ("_token_sum(dx, position)", "_token_sum(dx, position, expert, scores, down_bias)"),
          ("_dense(expert, scores", "_dense(expert, scores.abs() + 1")),
-    *_in("ops/experts.py", "experts", "_Experts.forward", ("save_for_backward(*inputs, *saved)", "save_for_backward(*inputs[:2], *inputs[2:3], *inputs[3:], *saved[:1], saved[1].flip(0), *saved[2:])")),
-    *_in("ops/wide_rms_norm.py", "wide_rms_norm_many_rows", "_gradients", ("column_sum(partial, weight.dtype)", "partial[0].to(weight.dtype)")),
-    *_in("ops/wide_rms_norm.py", "wide_add_rms_norm", "_gradients",
+    *_in("shared/ops/experts.py", "experts", "_Experts.forward", ("save_for_backward(*inputs, *saved)", "save_for_backward(*inputs[:2], *inputs[2:3], *inputs[3:], *saved[:1], saved[1].flip(0), *saved[2:])")),
+    *_in("shared/ops/wide_rms_norm.py", "wide_rms_norm_many_rows", "_gradients", ("column_sum(partial, weight.dtype)", "partial[0].to(weight.dtype)")),
+    *_in("shared/ops/wide_rms_norm.py", "wide_add_rms_norm", "_gradients",
          ("*map(rows_of, grads)", "*map(rows_of, grads[::-1])")),
-    *_in("ops/wide_rms_norm.py", "wide_add_rms_norm", "_gradients", ("return dx + grads[1] if len(grads) > 1 else dx", "return dx"), kernels=False),
-    *_in("ops/wide_rms_norm.py", "wide_rms_norm_rounded", "wide_rms_norm_reference",
+    *_in("shared/ops/wide_rms_norm.py", "wide_add_rms_norm", "_gradients", ("return dx + grads[1] if len(grads) > 1 else dx", "return dx"), kernels=False),
+    *_in("shared/ops/wide_rms_norm.py", "wide_rms_norm_rounded", "wide_rms_norm_reference",
          ("weight * (xf * rstd)", "weight * (xf * rstd).to(x.dtype)"),
          ("x.to(wide(x.dtype))", "x"), kernels=False),
-    *_in("ops/experts.py", "experts_again", "_Experts.backward", ("ctx.written_over = True", "pass")),
-    *_in("ops/linear_cross_entropy.py", "loss_items", "_scale", ("if num_items is not None", "if False")),
-    *_in("ops/linear_cross_entropy.py", "loss_ignores_0", "_counted", ("(target != ignore_index) & ", ""), kernels=False),
-    *_in("ops/linear_cross_entropy.py", "loss_bias", "_run", ("dbias.add_(logits.sum(0, dtype=acc), alpha=alpha)", "dbias.add_(logits[0], alpha=alpha)")),
-    *_in("ops/linear_cross_entropy.py", "loss_chunks", "_run",
+    *_in("shared/ops/experts.py", "experts_again", "_Experts.backward", ("ctx.written_over = True", "pass")),
+    *_in("shared/ops/linear_cross_entropy.py", "loss_items", "_scale", ("if num_items is not None", "if False")),
+    *_in("shared/ops/linear_cross_entropy.py", "loss_ignores_0", "_counted", ("(target != ignore_index) & ", ""), kernels=False),
+    *_in("shared/ops/linear_cross_entropy.py", "loss_bias", "_run", ("dbias.add_(logits.sum(0, dtype=acc), alpha=alpha)", "dbias.add_(logits[0], alpha=alpha)")),
+    *_in("shared/ops/linear_cross_entropy.py", "loss_chunks", "_run",
          ("out=dhidden[rows]", "out=dhidden[: part.shape[0]]"),
          ("else scale[rows]", "else scale[: part.shape[0]]", "loss_chunks_none"), kernels=False),
-    *_in("ops/linear_cross_entropy.py", "loss_chunks", "_add_product", ("0.0 if first else 1.0", "0.0"), kernels=False),
-    *_in("ops/linear_cross_entropy.py", "loss_softcap", "_TorchChunk.gradient", ("gradient.mul_(slope)", "pass"), kernels=False),
-    *_in("ops/linear_cross_entropy.py", "fp16_loss", "_Reduced.run", ("scale * _fp16_factor(scale)", "scale"), kernels=False),
-    *_in("ops/linear_cross_entropy.py", "fp16_loss", "_Reduced.backward", ("one * _fp16_tokens(hidden.shape[0])", "one"), kernels=False),
-    *_in("ops/linear_cross_entropy.py", "loss", "_Reduced.backward",
+    *_in("shared/ops/linear_cross_entropy.py", "loss_chunks", "_add_product", ("0.0 if first else 1.0", "0.0"), kernels=False),
+    *_in("shared/ops/linear_cross_entropy.py", "loss_softcap", "_TorchChunk.gradient", ("gradient.mul_(slope)", "pass"), kernels=False),
+    *_in("shared/ops/linear_cross_entropy.py", "fp16_loss", "_Reduced.run", ("scale * _fp16_factor(scale)", "scale"), kernels=False),
+    *_in("shared/ops/linear_cross_entropy.py", "fp16_loss", "_Reduced.backward", ("one * _fp16_tokens(hidden.shape[0])", "one"), kernels=False),
+    *_in("shared/ops/linear_cross_entropy.py", "loss", "_Reduced.backward",
          ("_multiply(gradient, factor)", "pass"),
          ("ctx.gradients = None", "pass", "second_backward")),
-    *_in("ops/linear_cross_entropy.py", "loss_again", "_Reduced.forward",
+    *_in("shared/ops/linear_cross_entropy.py", "loss_again", "_Reduced.forward",
          ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(-hidden, weight, bias, target, class_weight, scale)"),
          ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, -weight, bias, target, class_weight, scale)"),
          ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, weight, -bias, target, class_weight, scale)"),
          ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, weight, bias, target + 1, class_weight, scale)"),
          ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, weight, bias, target, None, scale)"),
          ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, weight, bias, target, class_weight, 2 * scale)")),
-    *_in("ops/linear_cross_entropy.py", "loss_unreduced", "_PerToken.forward",
+    *_in("shared/ops/linear_cross_entropy.py", "loss_unreduced", "_PerToken.forward",
          ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(-hidden, weight, bias, target, class_weight)"),
          ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(hidden, -weight, bias, target, class_weight)"),
          ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(hidden, weight, -bias, target, class_weight)"),
          ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(hidden, weight, bias, target.clamp(max=0), class_weight)"),
          ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(hidden, weight, bias, target, None)")),
-    *_in("ops/linear_cross_entropy.py", "loss_unreduced", "_PerToken.backward",
+    *_in("shared/ops/linear_cross_entropy.py", "loss_unreduced", "_PerToken.backward",
          ("scale = dlosses.to(", "scale = torch.ones_like(dlosses).to(")),
-    *_in("ops/adamw.py", "adamw", "numbers",
+    *_in("shared/ops/adamw.py", "adamw", "numbers",
          ("lr / (1 - beta1**step)", "lr"),
          ("1 / math.sqrt(1 - beta2**step)", "1.0"),
          ("1 - beta2**step", "1 - beta1**step"),
          ("lr * weight_decay", "weight_decay"),
          ("1 - beta1, beta2", "1 - beta2, beta2"),
          ("1 - beta2, step_size", "1 - beta1, step_size")),
-    *_in("ops/common.py", "adamw_in_slabs", "launch_elementwise",
+    *_in("shared/ops/common.py", "adamw_in_slabs", "launch_elementwise",
          ("range(0, views[0].shape[0], rows)", "range(0, views[0].shape[0] - rows, rows)"),
          ("start : start + rows", "0:rows")),
-    *_in("optimizer.py", "adamw", "AdamW._step_group",
+    *_in("shared/hf/optimizer.py", "adamw", "AdamW._step_group",
          ("for _, step in large], 1)", "for _, step in large], 2)"),
          ("by_step[number] = numbers(number,", "by_step[number] = numbers(3.0,"),
          ("lr=lr", "lr=2 * lr", "adamw_not_taken"),
@@ -1150,9 +1152,9 @@ OPERATION_MUTANTS = [
          ("weight_decay=weight_decay", "weight_decay=0.0", "adamw_not_taken"),
          ("eps=eps", "eps=0.0", "adamw_not_taken"),
          ("if changed:", "if not changed:", "adamw_noticed")),
-    *_in("optimizer.py", "adamw_of_checkpoints", "AdamW._by_way", ("if not state:", "if True:")),
-    *_in("ops/adamw.py", "adamw_not_taken", "fits", ("not t.is_neg()", "True")),
-    *_in("optimizer.py", "adamw_sharded", "_held",
+    *_in("shared/hf/optimizer.py", "adamw_of_checkpoints", "AdamW._by_way", ("if not state:", "if True:")),
+    *_in("shared/ops/adamw.py", "adamw_not_taken", "fits", ("not t.is_neg()", "True")),
+    *_in("shared/hf/optimizer.py", "adamw_sharded", "_held",
          ("tensors = [t.to_local() for t in tensors]", "return None"),
          ("return tensors", "return None"),
          ("any(getattr", "all(getattr", "adamw_replicated")),

@@ -44,7 +44,7 @@ NOT_DIFFERENTIABLE |= {("linear_cross_entropy", "target"), ("linear_cross_entrop
 
 def operations(package) -> types.SimpleNamespace:
     """Every operation of a loaded package by its name, those of the decoder layer too."""
-    decoder = importlib.import_module(f"{package.__name__}.ops.decoder")
+    decoder = importlib.import_module(f"{package.__name__}.shared.ops.decoder_nodes")
     public = {name: getattr(package, name) for name in CASES if hasattr(package, name)}
     return types.SimpleNamespace(**public, norm_attention_inputs=decoder.norm_attention_inputs, norm_mlp=decoder.norm_mlp)
 

@@ -512,7 +512,7 @@ def check_nan_in_experts(ops, device, gpt_oss):
 def check_grouped_gemm(ops, device, dtype, counts, k, n, absent=0):
     """Both grouped GEMMs, with both orders of the weight in memory. counts: the rows of each expert; behind them lie `absent` rows
     of none, all NaN."""
-    module = importlib.import_module(f"{ops.__name__}.ops.experts")
+    module = importlib.import_module(f"{ops.__name__}.shared.ops.experts")
     ends = torch.tensor(counts, device=device).cumsum(0, dtype=torch.int32)
     here = sum(counts)
     x, y = (randn(here + absent, columns, dtype=dtype, device=device, seed=i) for i, columns in enumerate((k, n)))
@@ -577,7 +577,7 @@ ADAMW_SHAPES = ((5, 1024), (512,), (3, 77), (1501,), (2, 0))
 @contextlib.contextmanager
 def limit(package, module, name, value):
     """Another value of a limit in one of the package's modules of operations, so that tests may be small."""
-    module = importlib.import_module(f"{package.__name__}.ops.{module}")
+    module = importlib.import_module(f"{package.__name__}.shared.ops.{module}")
     before = getattr(module, name)
     setattr(module, name, value)
     try:

@@ -1,22 +1,25 @@
 """Puts a package into the form that `kernels` loads: `python -m tools.assemble`, the second part of `make build`.
 
-torch-ext/<name> -> build/torch-<backend>, with `_ops.py` (the name space of the custom operators, unique to this build) and
+torch-ext/<name>, and of torch-ext/shared what it imports -> build/torch-<backend>, with `_ops.py` (the name space of the custom operators, unique to this build) and
 metadata.json (what the package is, its architectures and the digests of its files). The cubins go into the CUDA variant only.
 """
 
 import argparse
+import ast
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 from kernels._rust import Digest, DigestAlgorithm
 
 from tools.card import fill_card
-from tools.kernel_package import Package, PackageError, package_folders, read_package
+from tools.kernel_package import Package, PackageError, package_folders, parse_python, read_package
+
+SHARED = "shared"  # where a build has the files that packages share
 
 OPS = '''"""The name space of this build's custom operators: unique, so that two builds live side by side in one process."""
 
@@ -32,17 +35,50 @@ def add_op_namespace_prefix(op_name: str) -> str:
 '''
 
 
+def imported(name: str, source: bytes) -> Iterator[str]:
+    """The modules that a file imports relatively, anywhere in it, as paths without ending from the package's root.
+
+    name: the file's path from there. `from .a import b` gives `a` and `a/b`: b may be a module.
+    """
+    for node in ast.walk(parse_python(source.decode(), name)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            parents = PurePosixPath(name).parts[: -node.level]
+            module = PurePosixPath(*parents, *(node.module or "").split("."))
+            yield str(module)
+            yield from (str(module / alias.name) for alias in node.names)
+
+
+def shared_sources(files: dict[str, bytes], folder: Path) -> dict[str, bytes]:
+    """The files of `folder` that a package's own files import, directly or through others of them, by their names in the build.
+
+    So an edit of what a package does not use leaves its build, and its digest, as they were.
+    """
+    found: dict[str, bytes] = {}
+    waiting = [(name, data) for name, data in files.items() if name.endswith(".py")]
+    while waiting:
+        for module in imported(*waiting.pop()):
+            parts = PurePosixPath(module).parts
+            if parts[:1] != (SHARED,):
+                continue
+            # A package's own __init__ runs when a module of it is imported.
+            names = ["/".join((*parts[:i], "__init__.py")) for i in range(1, len(parts) + 1)] + [f"{module}.py"]
+            for name in names:
+                path = folder.joinpath(*PurePosixPath(name).parts[1:])
+                if name not in found and path.is_file():
+                    found[name] = path.read_bytes()
+                    waiting.append((name, found[name]))
+    return found
+
+
 def sources(package: Package, backend: str) -> dict[str, bytes]:
     """The files of a variant by their names. Raises PackageError when the CUDA variant has no kernels."""
     folder = package.sources
     files = {}
-    # What packages share is linked into their sources, and copied into each build.
-    for parent, _, names in os.walk(folder, followlinks=True):
-        for path in (Path(parent) / name for name in names):
-            name = path.relative_to(folder).as_posix()
-            if "__pycache__" not in name and (backend == "cuda" or not name.startswith("cubins/")):
-                files[name] = path.read_bytes()
-    files = dict(sorted(files.items()))
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and "__pycache__" not in name and (backend == "cuda" or not name.startswith("cubins/")):
+            files[name] = path.read_bytes()
+    files = dict(sorted((files | shared_sources(files, package.shared)).items()))
     if backend == "cuda" and "cubins/manifest.json" not in files:
         raise PackageError(f"{folder / 'cubins'} has no manifest.json: compile the kernels first (make build)")
     return files

@@ -12,6 +12,8 @@ from pathlib import Path
 from kernels._rust import Build
 from kernels.variants import parse_variant
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 class PackageError(Exception):
     """The package cannot be used as it is; the text says what was found, what was expected and what to do."""
@@ -36,6 +38,12 @@ class Package:
     @property
     def sources(self) -> Path:
         return self.folder / "torch-ext" / self.module
+
+    @property
+    def shared(self) -> Path:
+        """What all packages share: in its own torch-ext where it has a copy (a staged package), else in the repository's."""
+        own = self.folder / "torch-ext" / "shared"
+        return own if own.is_dir() else ROOT / "torch-ext" / "shared"
 
     @property
     def build(self) -> Path:

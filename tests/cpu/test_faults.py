@@ -168,7 +168,7 @@ def test_a_killed_assembly_leaves_the_old_build_the_new_one_or_none(tmp_path, mo
 
 def test_a_killed_write_of_the_kernels_leaves_files_that_are_whole_or_refused(tmp_path, qwen3):
     """The manifest comes last: until then the files that changed do not fit it, and the runtime says so."""
-    artifacts = importlib.import_module(f"{qwen3.__name__}.runtime.artifacts")
+    artifacts = importlib.import_module(f"{qwen3.__name__}.shared.runtime.artifacts")
     variants = compiler.read_variants(("scale", "column_sum"))
     targets = {artifacts.host(): ("sm_90",)}
 
@@ -300,7 +300,7 @@ def test_forked_workers_of_a_dataloader_use_the_package_that_the_parent_loaded(q
 def copy_of_the_sources(name):
     """The package, loaded once more under another name."""
     folder = REPOSITORY / "torch-ext/qwen3"
-    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder), str(folder.parent)])
     sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]

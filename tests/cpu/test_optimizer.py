@@ -53,7 +53,7 @@ def test_shards_of_parameters(interpreted, replicated):
 
 
 def test_small_parameters_are_not_worth_a_launch(interpreted):
-    backend, module = runtime_of(interpreted).launch.backend, sys.modules[f"{interpreted.__name__}.ops.adamw"]
+    backend, module = runtime_of(interpreted).launch.backend, sys.modules[f"{interpreted.__name__}.shared.ops.adamw"]
     params = [parameter(module.SMALLEST // 512, 512), parameter(module.SMALLEST - 1)]
     backend.launched.clear()
     interpreted.AdamW(params).step()

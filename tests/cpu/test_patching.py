@@ -50,7 +50,7 @@ def uses_layers(qwen3, model):
     }
     fused = {"norm_attention_inputs": {"rms_norm", "rope"}, "norm_mlp": {"rms_norm", "swiglu"}, "qk_norm_rotary": {"rms_norm", "rope"}}
     with pytest.MonkeyPatch.context() as patch:
-        for module, names in (("modeling", alone), ("decoder", fused)):
+        for module, names in (("shared.hf.modeling", alone), ("decoder_layer", fused)):
             functions = sys.modules[f"{qwen3.__name__}.{module}"]
             for name, operations in names.items():
                 original = getattr(functions, name)
@@ -106,7 +106,7 @@ def hub_kernelize(qwen3, model, mapping=None):
 def test_every_way_fuses_the_decoder_layer(qwen3, how, monkeypatch):
     model, layers = tiny_model(), []
     {"apply": lambda _: qwen3.apply(), "kernelize": qwen3.kernelize, "hub": functools.partial(hub_kernelize, qwen3)}[how](model)
-    decoder = sys.modules[f"{qwen3.__name__}.decoder"]
+    decoder = sys.modules[f"{qwen3.__name__}.decoder_layer"]
     original = decoder.norm_mlp
     monkeypatch.setattr(decoder, "norm_mlp", lambda *args: layers.append(1) or original(*args))
     model(input_ids=TOKENS, labels=TOKENS)
@@ -504,10 +504,10 @@ def test_without_active_decorators(package_folder):
         from tests.models import Step, random_tokens, tiny_model
         model, tokens = tiny_model(), random_tokens(2, 17)
         expected = Step(model, input_ids=tokens, labels=tokens)
-        calls, rotary = [], sys.modules["package.modeling"].rotary
-        sys.modules["package.modeling"].rotary = lambda *args: calls.append(1) or rotary(*args)
-        fused = sys.modules["package.decoder"].norm_attention_inputs
-        sys.modules["package.decoder"].norm_attention_inputs = lambda *args: calls.append(1) or fused(*args)
+        calls, rotary = [], sys.modules["package.shared.hf.modeling"].rotary
+        sys.modules["package.shared.hf.modeling"].rotary = lambda *args: calls.append(1) or rotary(*args)
+        fused = sys.modules["package.decoder_layer"].norm_attention_inputs
+        sys.modules["package.decoder_layer"].norm_attention_inputs = lambda *args: calls.append(1) or fused(*args)
         for install in (qwen3.apply, lambda: qwen3.apply(decoder_layer=False), lambda: qwen3.kernelize(model)):
             install()
             found = Step(model, input_ids=tokens, labels=tokens)

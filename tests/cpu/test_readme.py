@@ -248,9 +248,9 @@ def test_the_installed_package_is_whole_and_the_one_that_was_imported(package, i
     (name,) = [name for name, block in PYTHON.items() if "import bastile" in block]
     assert f"bastile from {installed}" in assert_ran(results, name)
     sources = package / "torch-ext/qwen3"
-    assert [
-        path for path in sources.rglob("*.*") if path.is_file() and not (installed / "bastile" / path.relative_to(sources)).is_file()
-    ] == []
+    shared = package / "torch-ext/shared"
+    files = {path: path.relative_to(sources) for path in sources.rglob("*.*")} | {path: path.relative_to(shared.parent) for path in shared.rglob("*.*")}
+    assert [path for path, name in files.items() if path.is_file() and not (installed / "bastile" / name).is_file()] == []
 
 
 def test_the_configuration_of_the_readme_reaches_every_layer(results):
@@ -324,7 +324,7 @@ def test_the_readme_names_every_public_function_with_its_arguments(loaded):
 
 def test_the_layers_of_the_configuration_are_those_of_the_mapping(loaded):
     shown = dict(re.findall(r'"(\w+)": "(\w+)"', README))
-    assert shown.items() <= {name: layer.__name__ for name, layer in sys.modules[f"{loaded.__name__}.patching"].HUB_NAMES.items()}.items()
+    assert shown.items() <= {name: layer.__name__ for name, layer in sys.modules[f"{loaded.__name__}.targets"].TARGETS.hub_names.items()}.items()
     assert set(shown.values()) == set(layer_names((SOURCES / "layers.py").read_text(), "layers.py")) - {"Experts", "SwiGLUMLP", "ForCausalLMLoss"}
 
 

@@ -31,7 +31,7 @@ def runtime(tmp_path_factory):
     """The modules of the runtime, of a build that no other test loads."""
     package = load(assemble_cpu(tmp_path_factory.mktemp("runtime"), "\n# without a driver\n"))
     names = ("artifacts", "driver", "launch", "device")
-    return types.SimpleNamespace(**{name: importlib.import_module(f"{package.__name__}.runtime.{name}") for name in names})
+    return types.SimpleNamespace(**{name: importlib.import_module(f"{package.__name__}.shared.runtime.{name}") for name in names})
 
 
 @pytest.fixture(autouse=True)

@@ -75,7 +75,7 @@ def test_logits_beyond_2_31_elements(interpreted, options, monkeypatch):
     """The chunk's kernels, on a buffer of logits with gaps: the loss of every row, and the gradient in their place."""
     # To look for races it would keep a number for each element of the gaps.
     monkeypatch.setattr(backend, "interpret", functools.partial(backend.interpret, races=False))
-    module = importlib.import_module(f"{interpreted.__name__}.ops.linear_cross_entropy")
+    module = importlib.import_module(f"{interpreted.__name__}.shared.ops.linear_cross_entropy")
     logits, target = numbers(3, 4099), torch.tensor([4098, -100, 7])
     found = []
     for layout in (far_apart, torch.clone):
@@ -89,7 +89,7 @@ def test_logits_beyond_2_31_elements(interpreted, options, monkeypatch):
 
 # ---------------------------------------------------------------- more than one launch takes
 def test_more_rows_than_the_largest_grid_go_in_several_launches(interpreted, monkeypatch):
-    module, ops = importlib.import_module(f"{interpreted.__name__}.ops.rms_norm"), operations(interpreted)
+    module, ops = importlib.import_module(f"{interpreted.__name__}.shared.ops.rms_norm"), operations(interpreted)
     x, weight = leaf(numbers(23, 1024)), leaf(numbers(1024, seed=1))
     projections, norm, tables = (numbers(128, 1024, seed=2),) * 3, numbers(128, seed=3), (numbers(1, 23, 128, seed=4),) * 2
     results = []
@@ -102,7 +102,7 @@ def test_more_rows_than_the_largest_grid_go_in_several_launches(interpreted, mon
 
 
 def test_more_elements_than_a_flat_launch_takes_go_in_slabs(interpreted, monkeypatch):
-    names = (f"{interpreted.__name__}.ops.common", f"{interpreted.__name__}.ops.linear_cross_entropy")
+    names = (f"{interpreted.__name__}.shared.ops.common", f"{interpreted.__name__}.shared.ops.linear_cross_entropy")
     ops, target = operations(interpreted), torch.tensor([1, 2, 0])
     gate, up, head = leaf(numbers(3, 1001)), leaf(numbers(3, 1001, seed=1)), leaf(numbers(9, 1001, seed=2))
     results = []

@@ -86,8 +86,8 @@ def test_its_operations_open_nothing_else(folder):
 def test_of_its_kernels_it_opens_its_own_files_and_the_drivers_library(folder):
     script = """
         import watched
-        from watched.runtime.driver import DriverError
-        from watched.runtime.launch import backend
+        from watched.shared.runtime.driver import DriverError
+        from watched.shared.runtime.launch import backend
         backend.artifacts.verify()
         [variant] = [v for v in backend.artifacts.variants("column_sum")][:1]
         assert backend.artifacts.image(variant, "sm_90") == b"an image"

@@ -37,22 +37,22 @@ def test_the_readme_pyproject_and_the_messages_say_the_same(qwen3, name):
     assert tested and all(RANGES[name].contains(version) for version in tested)
     assert {".".join(str(v).split(".")[: oldest.count(".") + 1]) for v in tested} >= {oldest}
     if name == "torch":
-        minimum = part(qwen3, "ops.common").TORCH_MIN
+        minimum = part(qwen3, "shared.ops.common").TORCH_MIN
         assert RANGES[name] == SpecifierSet(f">={minimum[0]}.{minimum[1]}") and oldest == f"{minimum[0]}.{minimum[1]}"
     else:
-        assert RANGES[name] == SpecifierSet(getattr(part(qwen3, "patching"), f"{name.upper()}_EXPECTED"))
+        assert RANGES[name] == SpecifierSet(getattr(part(qwen3, "shared.hf.patching"), f"{name.upper()}_EXPECTED"))
         assert RANGES[name].contains(newest)
 
 
 @pytest.mark.parametrize("version", ("2.5.1", "2.5.1+cu121", "1.13.0", "2.0.0a0+git1234"))
 def test_an_old_torch_is_refused_with_the_one_to_install(qwen3, version):
     with pytest.raises(ImportError, match=rf"^torch is {re.escape(version)}, expected torch>=2.6. Run: pip install 'torch>=2.6'$"):
-        part(qwen3, "ops.common").check_torch(version)
+        part(qwen3, "shared.ops.common").check_torch(version)
 
 
 @pytest.mark.parametrize("version", ("2.6.0", "2.15.0+cu132", "2.16.0.dev20261101", "3.0.0"))
 def test_a_torch_of_the_range_is_taken(qwen3, version):
-    part(qwen3, "ops.common").check_torch(version)
+    part(qwen3, "shared.ops.common").check_torch(version)
 
 
 @pytest.mark.parametrize("version", ("4.57.6", "5.0.0", "5.16.1", "5.23.0", "5.23.0.dev0", "6.0.0"))
@@ -105,8 +105,8 @@ INACTIVE = """
 
     def used(model):
         "The layers that a step goes through, and the rotary embedding."
-        seen, places = set(), {"rotary": "package.modeling", "norm_attention_inputs": "package.decoder", "norm_mlp": "package.decoder"}
-        places |= {"rms_norm": "package.modeling", "mlp": "package.modeling", "linear_cross_entropy": "package.modeling"}
+        seen, places = set(), {"rotary": "package.shared.hf.modeling", "norm_attention_inputs": "package.decoder_layer", "norm_mlp": "package.decoder_layer"}
+        places |= {"rms_norm": "package.shared.hf.modeling", "mlp": "package.shared.hf.modeling", "linear_cross_entropy": "package.shared.hf.modeling"}
         originals = {name: getattr(sys.modules[place], name) for name, place in places.items()}
         for name, place in places.items():
             setattr(sys.modules[place], name, lambda *a, name=name, **k: seen.add(name) or originals[name](*a, **k))

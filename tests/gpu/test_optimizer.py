@@ -21,7 +21,7 @@ def kernels_run(ops, monkeypatch):
     def fail(*args, **options):
         raise AssertionError("the step ran in PyTorch")
 
-    monkeypatch.setattr(sys.modules[f"{ops.__name__}.optimizer"], "adamw", fail)
+    monkeypatch.setattr(sys.modules[f"{ops.__name__}.shared.hf.optimizer"], "adamw", fail)
     with small_parameters_too(ops):
         yield
 
@@ -78,8 +78,8 @@ def test_a_checkpoint_of_the_fused_one(ops):
 
 @pytest.mark.parametrize("smallest", (0, 2**20), ids=("in kernels", "small ones in PyTorch"))
 def test_it_does_not_wait_for_the_device(ops, monkeypatch, smallest):
-    monkeypatch.setattr(sys.modules[f"{ops.__name__}.ops.adamw"], "SMALLEST", smallest)
-    monkeypatch.setattr(sys.modules[f"{ops.__name__}.optimizer"], "adamw", adamw)
+    monkeypatch.setattr(sys.modules[f"{ops.__name__}.shared.ops.adamw"], "SMALLEST", smallest)
+    monkeypatch.setattr(sys.modules[f"{ops.__name__}.shared.hf.optimizer"], "adamw", adamw)
     params = parameters(torch.bfloat16)
     optimizer = ops.AdamW(params)
     train(optimizer, params, 1, 0)
@@ -93,8 +93,8 @@ def test_it_does_not_wait_for_the_device(ops, monkeypatch, smallest):
 @dtypes
 def test_small_parameters_and_what_no_kernel_takes_go_through_the_fused_one(ops, monkeypatch, dtype):
     """Bit for bit; one parameter is large, one is not contiguous."""
-    monkeypatch.setattr(sys.modules[f"{ops.__name__}.ops.adamw"], "SMALLEST", 2**20)
-    monkeypatch.setattr(sys.modules[f"{ops.__name__}.optimizer"], "adamw", adamw)
+    monkeypatch.setattr(sys.modules[f"{ops.__name__}.shared.ops.adamw"], "SMALLEST", 2**20)
+    monkeypatch.setattr(sys.modules[f"{ops.__name__}.shared.hf.optimizer"], "adamw", adamw)
     found = []
     for maker in (ops.AdamW, torch.optim.AdamW):
         params = [*parameters(dtype), torch.nn.Parameter(randn(2048, 1024, dtype=dtype, device="cuda").t())]

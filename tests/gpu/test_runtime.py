@@ -133,7 +133,7 @@ def test_the_gradient_of_the_weight_is_as_exact_with_many_chunks(ops, tokens):
     """At most twice the error of one bf16 GEMM over all tokens, however many there are: four chunks, four roundings. That is where
     every row already holds a large number when the small sums of later chunks arrive; benchmark/ has the figures for Qwen3-8B."""
     classes = 151936
-    loss = sys.modules[f"{ops.__name__}.ops.linear_cross_entropy"]
+    loss = sys.modules[f"{ops.__name__}.shared.ops.linear_cross_entropy"]
     hidden = checks.leaf(checks.randn(tokens, 128, dtype=torch.bfloat16, device="cuda"))
     weight = checks.leaf(checks.randn(classes, 128, dtype=torch.bfloat16, device="cuda", seed=1, scale=0.09))
     target = torch.randint(0, classes, (tokens,), device="cuda", generator=torch.Generator("cuda").manual_seed(2))

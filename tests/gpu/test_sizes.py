@@ -28,7 +28,7 @@ def test_more_than_2_31_logits_in_one_chunk(ops, options):
     the gradient of the weight against the sum of small steps."""
     needs(12)
     tokens, features, classes = 65536, 64, 151936
-    module = sys.modules[f"{ops.__name__}.ops.linear_cross_entropy"]
+    module = sys.modules[f"{ops.__name__}.shared.ops.linear_cross_entropy"]
     chunks = list(module._chunks(tokens, module.chunk_tokens(tokens)))
     assert max(rows.stop - rows.start for rows in chunks) * classes > 2**31
     hidden = checks.leaf(filled(tokens, features, seed=1))

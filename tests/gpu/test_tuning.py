@@ -29,13 +29,13 @@ def cache(ops, tmp_path, monkeypatch):
 
 
 def warm_up(ops):
-    warmup, tuning = (sys.modules[f"{ops.__name__}.{name}"] for name in ("warmup", "runtime.tuning"))
+    warmup, tuning = (sys.modules[f"{ops.__name__}.{name}"] for name in ("warmup", "shared.runtime.tuning"))
     tuning.warm_up(partial(warmup.warm_up, "cuda", torch.bfloat16, warmup.Sizes(*QWEN3_8B)), "cuda")
 
 
 def launched(ops):
     """(the variant that RMSNorm's backward launches, both gradients)"""
-    kernel = sys.modules[f"{ops.__name__}.ops.rms_norm"]._backward_kernel
+    kernel = sys.modules[f"{ops.__name__}.shared.ops.rms_norm"]._backward_kernel
     kernel.forget()
     x, weight, dy = (checks.leaf(checks.randn(*shape, dtype=torch.bfloat16, device="cuda", seed=len(shape))) for shape in ((333, 4096), (4096,), (333, 4096)))
     gradients = torch.autograd.grad(ops.rms_norm(x, weight), (x, weight), dy)
@@ -66,7 +66,7 @@ def test_the_warm_up_times_the_candidates_and_the_next_process_reads_its_choice(
         ops = get_local_kernel(Path({str(ROOT)!r}), backend="cuda")
         def measured(*_):
             raise AssertionError("a kernel was timed that is in the file")
-        sys.modules[ops.__name__ + ".runtime.driver"].Driver.elapsed = measured
+        sys.modules[ops.__name__ + ".shared.runtime.driver"].Driver.elapsed = measured
         sys.path.insert(0, {str(ROOT)!r})
         from tests.gpu.test_tuning import launched, warm_up
         warm_up(ops)

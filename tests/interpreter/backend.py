@@ -114,4 +114,4 @@ class InterpreterBackend:
 def runtime_of(package) -> types.SimpleNamespace:
     """The runtime modules of a loaded package."""
     names = ("artifacts", "launch", "device")
-    return types.SimpleNamespace(**{name: importlib.import_module(f"{package.__name__}.runtime.{name}") for name in names})
+    return types.SimpleNamespace(**{name: importlib.import_module(f"{package.__name__}.shared.runtime.{name}") for name in names})

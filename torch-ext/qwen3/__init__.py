@@ -1,15 +1,14 @@
 """Qwen3 with cuTile kernels: faster training in less memory, the same results."""
 
 from . import layers
-from .ops.experts import experts
-from .ops.linear_cross_entropy import linear_cross_entropy
-from .ops.rms_norm import add_rms_norm, rms_norm
-from .ops.rotary import qk_norm_rotary, rotary
-from .ops.swiglu import mlp, swiglu
-from .optimizer import AdamW
-from .packing import pack
-from .patching import get_patched_ops, kernelize, mapping, reset
-from .places import apply
+from .api import apply, get_patched_ops, kernelize, mapping, reset
+from .shared.hf.optimizer import AdamW
+from .shared.hf.packing import pack
+from .shared.ops.experts import experts
+from .shared.ops.linear_cross_entropy import linear_cross_entropy
+from .shared.ops.rms_norm import add_rms_norm, rms_norm
+from .shared.ops.rotary import qk_norm_rotary, rotary
+from .shared.ops.swiglu import mlp, swiglu
 from .warmup import clear_autotune_cache, warmup_all_kernels
 
 __all__ = [

@@ -2,12 +2,13 @@
 
 from torch import nn
 
-from .decoder import decoder_layer_forward
-from .modeling import (
+from .decoder_layer import decoder_layer_forward
+from .shared.hf.modeling import (
     causal_lm_forward,
     causal_lm_loss,
     causal_lm_loss_of_logits,
     experts_forward,
+    mark_forwards,
     mlp_forward,
     rms_norm_forward,
     rotary_pos_emb,
@@ -138,3 +139,6 @@ class ForCausalLMLoss(nn.Module):
         if hidden_states is None or lm_head_weight is None:
             return causal_lm_loss_of_logits(logits, labels, vocab_size, **options, **kwargs)
         return causal_lm_loss(hidden_states, lm_head_weight, lm_head_bias, labels, **options, **kwargs)
+
+
+mark_forwards(RMSNorm, RotaryPosEmb, MLP, Experts, SwiGLUMLP, DecoderLayer, CausalLM, ForCausalLMLoss)

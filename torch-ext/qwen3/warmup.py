@@ -4,14 +4,14 @@ from typing import NamedTuple
 
 import torch
 
-from .ops import adamw
-from .ops.decoder import norm_attention_inputs
-from .ops.linear_cross_entropy import linear_cross_entropy
-from .ops.rms_norm import add_rms_norm, rms_norm
-from .ops.rotary import qk_norm_rotary, rotary
-from .ops.swiglu import mlp, swiglu
-from .runtime import tuning
-from .runtime.tuning import TOKENS, cache_file, clear_autotune_cache
+from .shared.ops import adamw
+from .shared.ops.decoder_nodes import norm_attention_inputs
+from .shared.ops.linear_cross_entropy import linear_cross_entropy
+from .shared.ops.rms_norm import add_rms_norm, rms_norm
+from .shared.ops.rotary import qk_norm_rotary, rotary
+from .shared.ops.swiglu import mlp, swiglu
+from .shared.runtime import tuning
+from .shared.runtime.tuning import TOKENS, cache_file, clear_autotune_cache
 
 __all__ = ["cache_file", "clear_autotune_cache", "warmup_all_kernels"]
 

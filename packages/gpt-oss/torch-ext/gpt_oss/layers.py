@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from .decoder import causal_lm_forward, decoder_layer_forward, rms_norm_forward
-from .modeling import experts_forward, rotary_pos_emb
+from .decoder_layer import causal_lm_forward, decoder_layer_forward, rms_norm_forward
+from .shared.hf.modeling import experts_forward, mark_forwards, rotary_pos_emb
 
 
 class RMSNorm(nn.Module):
@@ -87,3 +87,6 @@ class CausalLM(nn.Module):
             logits_to_keep=logits_to_keep,
         )
         return causal_lm_forward(self, labels, kwargs)
+
+
+mark_forwards(RMSNorm, RotaryPosEmb, Experts, DecoderLayer, CausalLM)

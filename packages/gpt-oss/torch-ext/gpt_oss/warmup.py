@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 import torch
 
-from .ops import adamw
-from .ops.experts import experts
-from .ops.linear_cross_entropy import linear_cross_entropy
-from .ops.rotary import rotary
-from .ops.wide_rms_norm import wide_add_rms_norm, wide_rms_norm
-from .runtime import tuning
-from .runtime.tuning import TOKENS, cache_file, clear_autotune_cache
+from .shared.ops import adamw
+from .shared.ops.experts import experts
+from .shared.ops.linear_cross_entropy import linear_cross_entropy
+from .shared.ops.rotary import rotary
+from .shared.ops.wide_rms_norm import wide_add_rms_norm, wide_rms_norm
+from .shared.runtime import tuning
+from .shared.runtime.tuning import TOKENS, cache_file, clear_autotune_cache
 
 __all__ = ["cache_file", "clear_autotune_cache", "warmup_all_kernels"]
 

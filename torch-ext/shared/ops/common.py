@@ -6,7 +6,7 @@ from typing import Callable, Optional, Sequence
 
 import torch
 
-from .._ops import add_op_namespace_prefix
+from ..._ops import add_op_namespace_prefix
 from ..runtime.launch import Kernel
 
 TORCH_MIN = (2, 6)

@@ -10,6 +10,7 @@ a byte of it.
 import hashlib
 import json
 import platform
+import sys
 import threading
 import zlib
 from pathlib import Path
@@ -17,7 +18,12 @@ from typing import Dict, List, NamedTuple, Optional
 
 FORMAT = 1
 DICTIONARY = 2**15  # bytes of another architecture's image that an image may be packed with
-FOLDER = Path(__file__).absolute().parent.parent / "cubins"  # not resolved: packages share this file by a link
+
+
+def folder_of_package(module: str) -> Path:
+    """Where a build puts the kernels of the package whose `shared` a module belongs to; packages may share this very file."""
+    package = sys.modules[module.rpartition(".shared.")[0]]
+    return Path(package.__path__[0]).absolute() / "cubins"
 
 
 class ArtifactError(RuntimeError):
@@ -66,7 +72,7 @@ class Artifacts:
     Raises ArtifactError when the manifest is missing, is no manifest of this format, or disagrees with the files.
     """
 
-    def __init__(self, folder: Path = FOLDER):
+    def __init__(self, folder: Path):
         self.folder = folder
         self._lock = threading.Lock()
         self._manifest: Optional[dict] = None

@@ -9,7 +9,7 @@ from typing import Callable, List, Sequence
 
 import torch
 
-from .artifacts import Artifacts, Parameter, Variant
+from .artifacts import Artifacts, Parameter, Variant, folder_of_package
 from .driver import Driver
 from .tuning import measure, tuner
 
@@ -25,7 +25,7 @@ GRID_MAX = (2**24 - 1, 65535, 65535)  # blocks in each dimension: cuTile's limit
 KEPT = 4096  # prepared launches that one kernel keeps: sequence lengths vary from step to step
 
 # What launches; tests put an interpreter in its place.
-backend = Driver(Artifacts())
+backend = Driver(Artifacts(folder_of_package(__name__)))
 
 
 class PromiseError(ValueError):

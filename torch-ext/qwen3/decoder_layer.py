@@ -10,10 +10,10 @@ import sys
 
 import torch
 
-from .modeling import LAYER, PLAIN, SAVED, all_are_listened_to, is_silu, original_forward, own_forward, plain_weight
-from .ops.decoder import norm_attention_inputs, norm_mlp
-from .ops.rms_norm import add_rms_norm, rms_norm
-from .ops.rotary import qk_norm_rotary
+from .shared.hf.modeling import PLAIN, SAVED, all_are_listened_to, is_marked, is_silu, original_forward, own_forward, plain_weight
+from .shared.ops.decoder_nodes import norm_attention_inputs, norm_mlp
+from .shared.ops.rms_norm import add_rms_norm, rms_norm
+from .shared.ops.rotary import qk_norm_rotary
 
 MODELING = "transformers.models.qwen3.modeling_qwen3"
 
@@ -22,19 +22,16 @@ _known: set = set()
 
 
 def _learn_forwards() -> None:
-    """Fills `_known` with the forwards that the parts of a layer may have: transformers' own and those of this package."""
-    from . import layers
-
+    """Fills `_known` with transformers' own forwards of the parts of a layer."""
     modeling = sys.modules[MODELING]
     for cls in (modeling.Qwen3RMSNorm, modeling.Qwen3MLP, modeling.Qwen3Attention):
         _known.add(vars(cls).get(SAVED + "forward", vars(cls)["forward"]))
-    _known.update((layers.RMSNorm.forward, layers.MLP.forward))
 
 
 def _untouched(module) -> bool:
     """True when calling a module does what transformers or this package wrote, and nobody listens."""
     function = own_forward(module)
-    return function in _known or (function is not None and getattr(function, LAYER, None) is function)
+    return function in _known or is_marked(function)
 
 
 def _is_norm_of(norm, x) -> bool:

@@ -2,8 +2,8 @@
 
 import torch
 
+from ..ops.common import side_by_side
 from .modeling import plain_weight
-from .ops.common import side_by_side
 
 # The layers of a module whose outputs are computed from one input, in the order of their rows.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

@@ -11,8 +11,8 @@ from torch._compile import _disable_dynamo  # what torch's own optimizers use: t
 from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
+from ..ops.adamw import fits, numbers, step_in_place
 from .modeling import PLAIN
-from .ops.adamw import fits, numbers, step_in_place
 
 REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
 CPU = torch.device("cpu")

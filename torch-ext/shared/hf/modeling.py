@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .ops.experts import experts
-from .ops.linear_cross_entropy import LinearCrossEntropyOutput, cross_entropy_of_logits, linear_cross_entropy
-from .ops.rms_norm import rms_norm
-from .ops.rotary import rotary, rotary_reference
-from .ops.swiglu import mlp, swiglu
+from ..ops.experts import experts
+from ..ops.linear_cross_entropy import LinearCrossEntropyOutput, cross_entropy_of_logits, linear_cross_entropy
+from ..ops.rms_norm import rms_norm
+from ..ops.rotary import rotary, rotary_reference
+from ..ops.swiglu import mlp, swiglu
 
 SAVED = "_bastile_"  # prefix of the attribute that keeps what `patching` replaced, on the class or module where it stood
 OFF = SAVED + "off"  # on a causal LM whose forward accelerate wrapped while it was ours: reset() cannot take it out again
@@ -197,6 +197,17 @@ def experts_implementation(layer, hidden, index, scores):
     if found is not None:
         return found
     return sys.modules["transformers.integrations.moe"].grouped_mm_experts_forward(layer, hidden, index, scores)
+
+
+def mark_forwards(*layers) -> None:
+    """Marks the forwards of layer classes as this package's own, so that they are told from what others put on a module."""
+    for layer in layers:
+        setattr(layer.forward, LAYER, layer.forward)
+
+
+def is_marked(function) -> bool:
+    """Tells whether a function is a forward of this package; a wrapper to which functools copied the mark is not."""
+    return function is not None and getattr(function, LAYER, None) is function
 
 
 def original_forward(layer):

@@ -1,5 +1,5 @@
-"""Putting the layers where they go: on transformers' classes (`apply`), on one model (`kernelize`), or into the Hub's mapping
-(`mapping`). Which layer stands in for what is in places.py; nothing here belongs to one model.
+"""Puts a package's layers where they go: on transformers' classes (`patch_classes`), on one model (`kernelize`), or into the Hub's
+mapping (`mapping`). Which layer stands in for what is a package's table of `Targets`; nothing here belongs to one model.
 
 Nothing here is imported before it is needed: the package loads without transformers, and only `mapping` needs `kernels`.
 What a class or a module had before is kept on itself, so any loaded copy of this package can put it back, in any order.
@@ -14,15 +14,11 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from types import FunctionType, MethodType
-from typing import NamedTuple
+from typing import Any, NamedTuple, Tuple
 
 from torch import nn
 
-from . import layers
 from .modeling import EXPERTS, LAYER, LOSS_OPTIONS, OFF, OPTIONS, SAVED, experts_implementation, output_with_metrics, rotary_pos_emb
-from .places import ATTENTION, CLASSES, HUB_NAMES, MODEL, MODELING, OPERATIONS
-
-__all__ = ["get_patched_ops", "kernelize", "mapping", "put", "reset"]
 
 # From, and up to but not including. From 5.23 on, transformers' gradient checkpointing stands inside a decoder layer's forward, and
 # to replace that would switch it off.
@@ -40,10 +36,27 @@ CALL_BEFORE = (
 )
 
 
+class Targets(NamedTuple):
+    """Which layer of a package stands in for what of one model family of transformers.
+
+    model: the family's name in messages. modeling: transformers' module of it. attention: its class whose forward calls the rotary
+    embedding. classes: operation -> (class of that module, layer). rotary: the layer for the rotary embedding. operations: the names
+    of the arguments of `apply`, in its order. hub_names: the name that `kernels` knows a layer by -> layer.
+    """
+
+    model: str
+    modeling: str
+    attention: str
+    classes: Mapping[str, Tuple[str, type]]
+    rotary: type
+    operations: Tuple[str, ...]
+    hub_names: Mapping[str, type]
+
+
 # transformers and kernels
 
 
-def modeling_of_transformers():
+def modeling_of_transformers(targets: Targets):
     """transformers' module of the model. Raises ImportError when it is absent or not as the layers expect it."""
     try:
         import transformers
@@ -57,10 +70,10 @@ def modeling_of_transformers():
     from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
     try:
-        modeling = importlib.import_module(MODELING)
+        modeling = importlib.import_module(targets.modeling)
     except ModuleNotFoundError as error:
-        raise ImportError(f"transformers {version} has no {MODEL}, {advice}") from error
-    for name, layer in CLASSES.values():
+        raise ImportError(f"transformers {version} has no {targets.model}, {advice}") from error
+    for name, layer in targets.classes.values():
         cls = getattr(modeling, name, None)
         if cls is None:
             raise ImportError(f"transformers {version} has no {name}, {advice}")
@@ -97,14 +110,14 @@ def _original(owner, attribute):
     return vars(owner).get(SAVED + attribute, vars(owner)[attribute])
 
 
-def _target(modeling, operation):
+def _target(targets: Targets, modeling, operation):
     """(class or module, attribute, replacement) of an operation."""
     if operation != "rope":
-        name, layer = CLASSES[operation]
+        name, layer = targets.classes[operation]
         return getattr(modeling, name), "forward", layer.forward
     function = _original(modeling, ROTARY)
     if isinstance(function, nn.Module):  # `kernels` made it one, of a class of its own
-        return type(function), "forward", layers.RotaryPosEmb.forward
+        return type(function), "forward", targets.rotary.forward
     return modeling, ROTARY, rotary_pos_emb
 
 
@@ -197,10 +210,6 @@ def _is_of_a_class(function, module):
     return any(function in (vars(c).get("forward"), vars(c).get(SAVED + "forward")) for c in classes)
 
 
-for _layer in HUB_NAMES.values():
-    setattr(_layer.forward, LAYER, _layer.forward)
-
-
 def _live_modules():
     """Every module there is. A forward of its own hides the one of its class, and nobody else knows which modules have one."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
@@ -213,17 +222,17 @@ def _defines_forward(cls):
 # For every model
 
 
-def put(wanted):
+def patch_classes(targets: Targets, wanted):
     """Puts the layers on transformers' classes, of which exactly those are active afterwards whose operations are wanted.
 
-    wanted: an entry for each of `OPERATIONS`, True or False; of `fused_linear_cross_entropy` it may be a mapping of options of the
+    wanted: an entry for each of `targets.operations`, True or False; of `fused_linear_cross_entropy` it may be a mapping of options of the
     loss, which stands for True. Raises TypeError for an option that does not exist, ImportError when transformers is absent or its
     version does not fit.
     """
     options = _loss_options(wanted["fused_linear_cross_entropy"])
-    modeling = modeling_of_transformers()
+    modeling = modeling_of_transformers(targets)
     _register_experts()
-    causal_lm = getattr(modeling, CLASSES["fused_linear_cross_entropy"][0])
+    causal_lm = getattr(modeling, targets.classes["fused_linear_cross_entropy"][0])
     if options:
         setattr(causal_lm, LOSS_OPTIONS, options)
     elif LOSS_OPTIONS in vars(causal_lm):
@@ -231,13 +240,13 @@ def put(wanted):
     wanted = {name: isinstance(on, Mapping) or bool(on) for name, on in wanted.items()}
     modules = _live_modules()
     for operation, on in wanted.items():
-        owner, attribute, replacement = _target(modeling, operation)
+        owner, attribute, replacement = _target(targets, modeling, operation)
         if on:
             _patch(owner, attribute, replacement)
             _bind_hidden(owner, replacement, modules)
         else:
             _restore(owner, attribute)
-            classes = (type(_original(modeling, ROTARY)), getattr(modeling, ATTENTION)) if operation == "rope" else owner
+            classes = (type(_original(modeling, ROTARY)), getattr(modeling, targets.attention)) if operation == "rope" else owner
             for module in modules:
                 if isinstance(module, classes):
                     _unbind(module)
@@ -269,16 +278,13 @@ def _bind_hidden(owner, replacement, modules):
     _warn_of_others(others, stacklevel=4)
 
 
-def reset():
-    """Puts everything back: transformers' classes and functions, and every module that has a forward of ours.
-
-    Also undoes what `kernelize`, `mapping` and `kernels.kernelize` with our mapping did. Does nothing where nobody imported them.
-    """
-    modeling = sys.modules.get(MODELING)
+def reset(targets: Targets):
+    """Puts back what a package replaced; see `reset` of a package."""
+    modeling = sys.modules.get(targets.modeling)
     if modeling is None:
         return
-    for operation in (*CLASSES, "rope"):
-        owner, attribute, _ = _target(modeling, operation)
+    for operation in (*targets.classes, "rope"):
+        owner, attribute, _ = _target(targets, modeling, operation)
         _restore(owner, attribute)
         if LOSS_OPTIONS in vars(owner):
             delattr(owner, LOSS_OPTIONS)
@@ -318,19 +324,19 @@ def _unregister_experts():
         interface._global_mapping.pop(EXPERTS, None)
 
 
-def get_patched_ops():
-    """The operations that `apply` has put on transformers' classes, by the names of its arguments."""
-    modeling = sys.modules.get(MODELING)
+def get_patched_ops(targets: Targets):
+    """Lists the operations that are on transformers' classes, by the names of the arguments of `apply`."""
+    modeling = sys.modules.get(targets.modeling)
     if modeling is None:
         return []
-    targets = {operation: _target(modeling, operation) for operation in OPERATIONS}
-    return [operation for operation, (owner, attribute, ours) in targets.items() if vars(owner)[attribute] is ours]
+    found = {operation: _target(targets, modeling, operation) for operation in targets.operations}
+    return [operation for operation, (owner, attribute, ours) in found.items() if vars(owner)[attribute] is ours]
 
 
 # For one model
 
 
-def _attention_forward(original):
+def _attention_forward(targets: Targets, original):
     """A copy of the attention's forward that sees our rotary embedding under the global name that it calls.
 
     That name is all there is to replace: the function behind it serves every model of its kind in the process. Raises RuntimeError when
@@ -338,7 +344,7 @@ def _attention_forward(original):
     """
     if ROTARY not in getattr(getattr(original, "__code__", None), "co_names", ()):
         raise RuntimeError(
-            f"rope cannot be put on one model: {ATTENTION}.forward, defined in {original.__module__}, does not call {ROTARY}. "
+            f"rope cannot be put on one model: {targets.attention}.forward, defined in {original.__module__}, does not call {ROTARY}. "
             f"Use apply(), or install transformers{TRANSFORMERS_EXPECTED}"
         )
     names = {name: value for name, value in original.__globals__.items() if name != "__name__"}  # torch.compile would look it up there
@@ -351,33 +357,22 @@ def _attention_forward(original):
     return copy
 
 
-def kernelize(model, mode=None):
-    """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
-
-    model: one of transformers, with or without a head, alone or inside another module (PEFT). mode: a `kernels.Mode`;
-    the layers serve all of them, so it changes nothing. For torch.nn.DataParallel use `apply`: its replicas would call the
-    forwards of the model that they were copied from.
-
-    A part whose forward someone else replaced (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning.
-
-    Raises TypeError when the model has none of the layers that this package stands in for, RuntimeError when not all operations
-    could be put on it, and
-    ImportError when transformers is absent or its version does not fit.
-    """
+def kernelize(targets: Targets, model, mode=None):
+    """Puts the layers on one model, in place, and returns it; see `kernelize` of a package."""
     if mode is not None and getattr(mode, "name", "") == "FALLBACK":
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
-    modeling = modeling_of_transformers()
+    modeling = modeling_of_transformers(targets)
     _register_experts()
-    targets = {operation: (getattr(modeling, name), layer.forward) for operation, (name, layer) in CLASSES.items()}
-    attention = getattr(modeling, ATTENTION)
-    targets["rope"] = (attention, _attention_forward(_original(attention, "forward")))
+    places = {operation: (getattr(modeling, name), layer.forward) for operation, (name, layer) in targets.classes.items()}
+    attention = getattr(modeling, targets.attention)
+    places["rope"] = (attention, _attention_forward(targets, _original(attention, "forward")))
     chosen = {
         operation: [module for module in model.modules() if isinstance(module, cls) and _defines_forward(type(module)) is cls]
-        for operation, (cls, _) in targets.items()
+        for operation, (cls, _) in places.items()
     }
     if not any(chosen.values()):
-        raise TypeError(f"model is a {type(model).__name__} without any of transformers' {MODEL} layers, expected a {MODEL} model")
-    if not any(isinstance(module, targets["fused_linear_cross_entropy"][0]) for module in model.modules()):
+        raise TypeError(f"model is a {type(model).__name__} without any of transformers' {targets.model} layers, expected a {targets.model} model")
+    if not any(isinstance(module, places["fused_linear_cross_entropy"][0]) for module in model.modules()):
         del chosen["fused_linear_cross_entropy"]
     for module in chosen.get("fused_linear_cross_entropy", ()):
         if _other_owner(module):
@@ -388,15 +383,15 @@ def kernelize(model, mode=None):
     if missing:
         import transformers
 
-        names = ", ".join(targets[operation][0].__name__ for operation in missing)
+        names = ", ".join(places[operation][0].__name__ for operation in missing)
         raise RuntimeError(
             f"{', '.join(missing)} cannot be put on this {type(model).__name__} (transformers {transformers.__version__}): it has no "
             f"{names} whose forward is transformers' own. Give it such layers, or install transformers{TRANSFORMERS_EXPECTED}"
         )
-    _warn_of_others(others, stacklevel=2)
+    _warn_of_others(others, stacklevel=3)
     for operation, modules in chosen.items():
         for module in modules:
-            _bind(module, targets[operation][1])
+            _bind(module, places[operation][1])
     for module in model.modules():
         if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
             vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})
@@ -406,28 +401,20 @@ def kernelize(model, mode=None):
 class LoadedLayer(NamedTuple):
     """A layer of this copy of the package in the form in which `kernels` asks for one: nothing is downloaded or imported again."""
 
-    package: str
-    layer_name: str
+    layer: Any
 
     def load(self):
-        return getattr(layers, self.layer_name)
+        return self.layer
 
     def __str__(self):
-        return f"`{self.package}`, layer `{self.layer_name}`"
+        return f"`{self.layer.__module__}`, layer `{self.layer.__name__}`"
 
 
-def mapping(mode=None):
-    """The layers for `kernels.use_kernel_mapping` or `kernels.register_kernel_mapping`, for CPUs and for GPUs of compute
-    capability 8.0 to 12.1. mode: the only `kernels.Mode` that they are for; by default they are for all.
-
-    Also gives the Hub's names to those of transformers' classes that have none, so `kernels.kernelize` finds them.
-    Warns when it cannot find all: where transformers and `kernels` do not fit, it passes the rotary embedding by.
-
-    Raises ImportError when transformers or `kernels` is absent or its version does not fit.
-    """
-    modeling, kernels = modeling_of_transformers(), _kernels()
+def mapping(targets: Targets, mode=None):
+    """Makes the mapping of a package's layers for `kernels`; see `mapping` of a package."""
+    modeling, kernels = modeling_of_transformers(targets), _kernels()
     _register_experts()
-    for name, _ in CLASSES.values():
+    for name, _ in targets.classes.values():
         cls = getattr(modeling, name)
         if not hasattr(cls, "kernel_layer_name"):
             kernels.replace_kernel_forward_from_hub(cls, name)
@@ -440,13 +427,13 @@ def mapping(mode=None):
             "kernels.kernelize() leaves the rotary embedding as it is. Use this package's apply() or kernelize(model), or install "
             f"{PAIR}",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
     low, high = CUDA_CAPABILITIES
     cuda = kernels.Device("cuda", kernels.CUDAProperties(low, high))
     found = {}
-    for hub_name, layer in HUB_NAMES.items():
-        repository = LoadedLayer(layers.__name__, layer.__name__)
+    for hub_name, layer in targets.hub_names.items():
+        repository = LoadedLayer(layer)
         entry = repository if mode is None else {mode: repository}
         found[hub_name] = {"cpu": entry, cuda: entry}
     return found

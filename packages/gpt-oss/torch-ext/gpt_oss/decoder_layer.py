@@ -5,9 +5,9 @@ import warnings
 
 import torch
 
-from . import modeling
-from .modeling import PLAIN, SAVED, original_forward, own_forward
-from .ops.wide_rms_norm import wide_add_rms_norm, wide_rms_norm
+from .shared.hf import modeling
+from .shared.hf.modeling import PLAIN, SAVED, is_marked, original_forward, own_forward
+from .shared.ops.wide_rms_norm import wide_add_rms_norm, wide_rms_norm
 
 FLEX = SAVED + "flex_attention"  # on GptOssForCausalLM: what apply() was told about `attention`
 _hinted: set = set()
@@ -24,11 +24,9 @@ def rms_norm_forward(layer, x: torch.Tensor) -> torch.Tensor:
 
 def _norm_is_plain(norm) -> bool:
     """True when calling this norm does what transformers or this package wrote, and nobody listens."""
-    from . import layers
-
-    norms = sys.modules["transformers.models.gpt_oss.modeling_gpt_oss"].GptOssRMSNorm
-    known = layers.RMSNorm.forward, vars(norms).get(SAVED + "forward", vars(norms)["forward"])
-    return own_forward(norm) in known and type(norm.__dict__["_parameters"].get("weight")) in PLAIN
+    norms, function = sys.modules["transformers.models.gpt_oss.modeling_gpt_oss"].GptOssRMSNorm, own_forward(norm)
+    untouched = is_marked(function) or function is vars(norms).get(SAVED + "forward", vars(norms)["forward"])
+    return untouched and type(norm.__dict__["_parameters"].get("weight")) in PLAIN
 
 
 def decoder_layer_forward(layer, x: torch.Tensor, kwargs) -> torch.Tensor:

@@ -1,1 +1,0 @@
-../../../../torch-ext/qwen3/optimizer.py
