@@ -171,8 +171,8 @@ def cross_entropy_backward_weighted(logits, class_weight, target, lse, a, b, c, 
 
 
 def variants():
-    vector, matrix = Array("float32", (None,)), Array("float32", (None, None), aligned=False)
-    target, number = Array("int64", (None,), aligned=False), Array("float32", (None,), aligned=False)
+    vector, matrix = (Array("float32", (None,) * dims, aligned=False) for dims in (1, 2))
+    target = Array("int64", (None,), aligned=False)
     for dtype in FLOATS:
         aligned = Array(dtype, (None, None), divisible=(1, 16))
         for logits in (aligned, Array(dtype, (None, None), aligned=False)):
@@ -196,7 +196,7 @@ def variants():
             )
             yield Variant(
                 cross_entropy_backward,
-                {"logits": logits, "target": target, "lse": vector, "dloss": number, "scale": number, "dlogits": logits,
+                {"logits": logits, "target": target, "lse": vector, "dloss": vector, "scale": vector, "dlogits": logits,
                  "ignore_index": INT, "TILE": 2048},
             )
             yield Variant(

@@ -34,14 +34,19 @@ REDUCTIONS = ("none", "mean", "batchmean", "sum")
 
 class Options(NamedTuple):
     """kind: "kl" (target: probabilities), "js" (target: log-probabilities) or "tv". scale: what the sum of the losses is multiplied
-    by, beside one over the counted rows if there are labels. parameter: beta of "js", eps of "kl". temperature: of logits; None for
+    by, beside one over the counted rows if `averages`. parameter: beta of "js", eps of "kl". temperature: of logits; None for
     distributions."""
 
     kind: str
     scale: float
+    averages: bool
     parameter: float
     ignore_index: int
     temperature: Optional[float]
+
+    @property
+    def of_distributions(self) -> tuple:
+        return self[:-1]
 
 
 # ---------------------------------------------------------------- in PyTorch
@@ -164,15 +169,16 @@ def _with_kernels(x, y, labels, options: Options, factor, writes: bool) -> Tuple
 
 
 def _forward(
-    x: torch.Tensor, y: torch.Tensor, labels: Optional[torch.Tensor], kind: str, scale: float, parameter: float, ignore_index: int, writes: bool
+    x: torch.Tensor, y: torch.Tensor, labels: Optional[torch.Tensor], kind: str, scale: float, averages: bool, parameter: float,
+    ignore_index: int, writes: bool
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """(loss, gradient or nothing) of distributions."""
-    options = Options(kind, scale, parameter, ignore_index, None)
+    options = Options(kind, scale, averages, parameter, ignore_index, None)
     if not _takes(x):
-        factor = None if labels is None else _inverse(labels, ignore_index, wide(x.dtype))
+        factor = _inverse(labels, ignore_index, wide(x.dtype)) if averages else None
         loss, gradient = _reference(x, y, labels, options, factor)
         return loss, gradient if writes else x.new_empty(0)
-    factor = None if labels is None else inverse_count(labels, ignore_index)
+    factor = inverse_count(labels, ignore_index) if averages else None
     loss, gradient = _with_kernels(x, y, labels, options, factor, writes)
     return loss, gradient.view(x.shape) if writes else x.new_empty(0)
 
@@ -184,14 +190,15 @@ def _backward(
     labels: Optional[torch.Tensor],
     kind: str,
     scale: float,
+    averages: bool,
     parameter: float,
     ignore_index: int,
 ) -> torch.Tensor:
     """The gradient, multiplied by dloss before it is rounded."""
-    options = Options(kind, scale, parameter, ignore_index, None)
+    options = Options(kind, scale, averages, parameter, ignore_index, None)
     factor = dloss.to(wide(x.dtype)).view(1)
     kernels = _takes(x)
-    if labels is not None:
+    if averages:
         factor = factor * (inverse_count(labels, ignore_index) if kernels else _inverse(labels, ignore_index, wide(x.dtype)))
     gradient = (_with_kernels(x, y, labels, options, factor, True) if kernels else _reference(x, y, labels, options, factor))[1]
     return gradient.view(x.shape)
@@ -204,7 +211,7 @@ def _scalar(x):
 divergence_forward = traceable(
     "divergence_forward",
     _forward,
-    lambda x, y, labels, kind, scale, parameter, ignore_index, writes: (_scalar(x), x.new_empty(x.shape if writes else 0)),
+    lambda x, y, labels, kind, scale, averages, parameter, ignore_index, writes: (_scalar(x), x.new_empty(x.shape if writes else 0)),
 )
 divergence_backward = traceable("divergence_backward", _backward, lambda dloss, x, *_: x.new_empty(x.shape))
 
@@ -214,7 +221,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, y, labels, options: Options):
-        ctx.options, ctx.gradient = options[:4], None
+        ctx.options, ctx.gradient = options.of_distributions, None
         keeps = x.dtype != torch.float16 and not torch.compiler.is_compiling()
         ctx.save_for_backward(x, y, labels)
         loss, gradient = divergence_forward(x, y, labels, *ctx.options, keeps)
@@ -241,14 +248,15 @@ def _logits_forward(
     labels: Optional[torch.Tensor],
     kind: str,
     scale: float,
+    averages: bool,
     parameter: float,
     ignore_index: int,
     temperature: float,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(loss, lse of x, lse of y, sum of g): a number, and three of a row; see kernel_src/divergence.py."""
-    options = Options(kind, scale, parameter, ignore_index, temperature)
+    options = Options(kind, scale, averages, parameter, ignore_index, temperature)
     if not _takes(x):
-        factor = None if labels is None else _inverse(labels, ignore_index, wide(x.dtype))
+        factor = _inverse(labels, ignore_index, wide(x.dtype)) if averages else None
         empty = x.new_empty(0, dtype=wide(x.dtype))
         return _reference(x, y, labels, options, factor)[0], empty, empty.clone(), empty.clone()
     a, b = as_rows(x), as_rows(y)
@@ -261,7 +269,7 @@ def _logits_forward(
     for slab in slabs(shape[1], a, b, lse_x, lse_y, part_loss, part_slope, *per_row):
         kernel(*slab[:4], slab[6] if per_row else nothing(x.device, torch.int64), *slab[4:6], *numbers)
     loss = total(part_loss) * scale
-    if labels is not None:
+    if averages:
         loss = loss * inverse_count(labels, ignore_index).view(())
     return loss, lse_x, lse_y, row_sum(part_slope)
 
@@ -276,17 +284,18 @@ def _logits_backward(
     slope: torch.Tensor,
     kind: str,
     scale: float,
+    averages: bool,
     parameter: float,
     ignore_index: int,
     temperature: float,
 ) -> torch.Tensor:
-    options = Options(kind, scale, parameter, ignore_index, temperature)
+    options = Options(kind, scale, averages, parameter, ignore_index, temperature)
     factor = dloss.to(wide(x.dtype)).view(1)
     if not _takes(x):
-        if labels is not None:
+        if averages:
             factor = factor * _inverse(labels, ignore_index, wide(x.dtype))
         return _reference(x, y, labels, options, factor)[1]
-    if labels is not None:
+    if averages:
         factor = factor * inverse_count(labels, ignore_index)
     factor = factor * scale
     a, b, dx = as_rows(x), as_rows(y), new_like(x)
@@ -405,18 +414,19 @@ def _divergence(kind, x, y, reduction, parameter, labels, ignore_index, from_log
     labels = None if labels is None else labels.reshape(-1).contiguous()
     rows = 1 if labels is not None else batch or x.shape[0]
     scale = {"mean": 1.0 / max(rows * classes if batch is None else x.numel(), 1), "batchmean": 1.0 / max(rows, 1)}.get(reduction, 1.0)
-    options = Options(kind, scale, parameter, int(ignore_index), float(temperature) if from_logits else None)
+    averages = labels is not None and reduction != "sum"
+    options = Options(kind, scale, averages, parameter, int(ignore_index), float(temperature) if from_logits else None)
     differentiable = torch.is_grad_enabled()
     if reduction == "none" or (differentiable and y.requires_grad):
         losses = _losses(x, y, labels, options)
         if reduction == "none":
             return losses.view(shape)
-        return losses.sum() * (scale if labels is None else scale * _inverse(labels, options.ignore_index, losses.dtype).view(()))
+        return losses.sum() * scale * (_inverse(labels, options.ignore_index, losses.dtype).view(()) if averages else 1.0)
     if differentiable and x.requires_grad:
         return (_DivergenceOfLogits if from_logits else _Divergence).apply(x, y, labels, options)
     if from_logits:
         return divergence_of_logits_forward(x, y, labels, *options)[0]
-    return divergence_forward(x, y, labels, *options[:4], False)[0]
+    return divergence_forward(x, y, labels, *options.of_distributions, False)[0]
 
 
 def _check(x, y, labels, reduction, from_logits, temperature):
