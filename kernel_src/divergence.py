@@ -15,7 +15,8 @@ Of logits z / temperature, Q = softmax, with g = dX, or Q * dQ for TVD, the grad
 for the loss and sum(g), one for the gradient, after the statistics of kernel_src/softmax.py.
 
 A probability of 0 contributes nothing, whatever its logarithm or the other distribution's. Instructions bound these kernels in half
-precision, so log2 is a polynomial (15 instructions; cuTile's takes 26) and M keeps away from 0 by a maximum, not by a shift.
+precision, so log2 is a polynomial (15 instructions; cuTile's takes 26), and nothing is shifted by a maximum. Past a row's end the
+inputs are such that every term is 0.
 """
 
 import cuda.tile as ct
@@ -33,7 +34,7 @@ KINDS = {"js": 0, "tv": 1}
 
 @ct.function
 def fast_log2(x):
-    """log2 of a normal, positive x, to 3e-7 of its value.
+    """log2 of a normal, positive x, to 3e-7 of its value; something finite of 0 and of subnormal numbers.
 
     x = 2^e * (1 + f) with f from -1/3 to 1/3, so that it stays exact around x = 1. log2(1 + f) / f is a polynomial of degree 7,
     fitted for the least relative error (1.7e-7).
@@ -69,8 +70,8 @@ def js_terms(x, y, beta):
     else:
         p, mine = p * beta, q * (1.0 - beta)
         m = p + mine
-        # m * 0: a NaN is no number whose bits may be taken apart.
-        log_m = fast_log2(ct.maximum(m, SMALLEST)) + m * 0.0
+        # Where m is 0, so are p and mine. m * 0: a NaN's bits may not be taken apart.
+        log_m = fast_log2(m) + m * 0.0
         dx = mine * (finite(x) - log_m)
         loss = dx + p * (finite(y) - log_m)
     return loss, dx, q
@@ -96,9 +97,9 @@ def row_scale(factor, scale, factored):
 
 
 @ct.function
-def finish(gradient, partial, row, part, cols, loss, slope, scale, writes, inside):
+def finish(gradient, partial, row, part, cols, loss, slope, scale, writes):
     """Writes the sum of a piece's losses and, if `writes`, its gradients."""
-    ct.scatter(partial, (row, part), ct.sum(ct.where(inside, loss, 0.0), 0) * scale, check_bounds=False)
+    ct.scatter(partial, (row, part), ct.sum(loss, 0) * scale, check_bounds=False)
     if writes > 0:
         write(gradient, (row, cols), slope * scale)
 
@@ -124,7 +125,7 @@ def kl_divergence(
         loss = p * (fast_log2(ct.maximum(p, ct.maximum(eps, SMALLEST))) * LN2 - a)
         # torch's: nothing at 0, no number below.
         loss = ct.where(p == 0.0, 0.0, ct.where(p > 0.0, loss, float("nan")))
-        finish(gradient, partial, row, part, cols, loss, -p, row_scale(factor, scale, factored), writes, cols < x.shape[1])
+        finish(gradient, partial, row, part, cols, loss, -p, row_scale(factor, scale, factored), writes)
     else:
         skip(gradient, partial, row, part, cols, writes)
 
@@ -141,8 +142,7 @@ def js_divergence(
         slope = dx * LN2
         if beta == 1.0:
             slope = slope + q
-        inside = cols < x.shape[1]
-        finish(gradient, partial, row, part, cols, loss * LN2, slope, row_scale(factor, scale, factored), writes, inside)
+        finish(gradient, partial, row, part, cols, loss * LN2, slope, row_scale(factor, scale, factored), writes)
     else:
         skip(gradient, partial, row, part, cols, writes)
 
@@ -155,7 +155,7 @@ def tv_distance(
     row, part, cols = piece(x, TILE)
     if counted(labels, row, ignore_index, masked):
         loss, slope = tv_terms(read(x, (row, cols), 0), read(y, (row, cols), 0))
-        finish(gradient, partial, row, part, cols, loss, slope, row_scale(factor, scale, factored), writes, cols < x.shape[1])
+        finish(gradient, partial, row, part, cols, loss, slope, row_scale(factor, scale, factored), writes)
     else:
         skip(gradient, partial, row, part, cols, writes)
 
@@ -182,10 +182,9 @@ def divergence_of_logits(
     [rows, pieces] fp32, sums of the losses and of g. temperature: its inverse; KIND: of `KINDS`."""
     row, part, cols = piece(x, TILE)
     if counted(labels, row, ignore_index, masked):
-        inside = cols < x.shape[1]
         loss, g, _ = logit_terms(x, y, lse_x, lse_y, row, cols, beta, temperature, KIND)
-        ct.scatter(part_loss, (row, part), ct.sum(ct.where(inside, loss, 0.0), 0), check_bounds=False)
-        ct.scatter(part_slope, (row, part), ct.sum(ct.where(inside, g, 0.0), 0), check_bounds=False)
+        ct.scatter(part_loss, (row, part), ct.sum(loss, 0), check_bounds=False)
+        ct.scatter(part_slope, (row, part), ct.sum(g, 0), check_bounds=False)
     else:
         ct.scatter(part_loss, (row, part), 0.0, check_bounds=False)
         ct.scatter(part_slope, (row, part), 0.0, check_bounds=False)

@@ -26,7 +26,7 @@ def span_sum(values, out, SPAN: Const):
 
 @ct.kernel
 def inverse_count(labels, out, ignore_index: int, classes: int, TILE: Const):
-    """labels: [n] int64; out: [1] fp32, one over the number of labels that are not ignore_index and lie in [0, classes), or 0
+    """labels: [n] int64; out: [1] fp32, one over the number of labels that are not ignore_index and lie in [0, classes), or 1
     where there are none. classes: -1 where any label will do."""
     acc = ct.zeros((TILE,), dtype=ct.float32)
     n = labels.shape[0]
@@ -35,8 +35,7 @@ def inverse_count(labels, out, ignore_index: int, classes: int, TILE: Const):
         label = ct.gather(labels, at, check_bounds=True, padding_value=0)
         counted = (at < n) & (label != ignore_index) & ((classes < 0) | ((label >= 0) & (label < classes)))
         acc = acc + ct.where(counted, 1.0, 0.0)
-    count = ct.sum(acc, 0)
-    ct.scatter(out, 0, ct.where(count > 0.0, 1.0 / ct.maximum(count, 1.0), 0.0), check_bounds=False)
+    ct.scatter(out, 0, 1.0 / ct.maximum(ct.sum(acc, 0), 1.0), check_bounds=False)
 
 
 def variants():

@@ -38,8 +38,8 @@ def check_sparsemax(ops, device, dtype, shape, dim=-1, scale=1.0, view=lambda x:
 
 
 def hard_rows(columns):
-    """Rows whose support is everything, one element, a tie with tau; a slow one for Newton's method; large and tiny numbers; -inf."""
-    rows = torch.zeros(9, columns)
+    """Rows whose support is everything, one element, a tie with tau; a slow one for Newton's method; large, tiny and negative numbers; -inf."""
+    rows = torch.zeros(10, columns)
     rows[1] = torch.linspace(0, 1e-6, columns)
     rows[2, columns // 2] = 5.0
     rows[3, :3] = torch.tensor([0.5, 0.0, -0.25])  # the sum of two is 0.5: tau = -0.25 is the third
@@ -50,6 +50,7 @@ def hard_rows(columns):
     rows[7] = -float("inf")
     rows[7, 1 : columns // 2 : 3] = torch.linspace(-0.9, 0, len(range(1, columns // 2, 3)))
     rows[8] = -torch.arange(columns) / columns
+    rows[9] = rows[6] / 100 - 50
     return rows
 
 
@@ -108,7 +109,7 @@ PLANTED = (
     (_KERNELS, "support", "+ 1.0", "+ 0.5", "sparsemax"),
     (_KERNELS, "probability", "(total - 1.0)", "total", "sparsemax"),
     (_KERNELS, "probability", "ct.where(ct.isnan(v), v, 0.0)", "0.0", "sparsemax_nan"),
-    (_KERNELS, "sparsemax_forward", "v = v - ct.max(v, 1, keepdims=True)", "v = v", "sparsemax"),
+    (_KERNELS, "sparsemax_forward", "v = v - ct.max(v, 1, keepdims=True)", "v = v", "sparsemax_hard"),
     (_KERNELS, "sparsemax_forward", "shrinks = ct.max(ct.where(smaller, 1, 0)) > 0", "shrinks = False", "sparsemax"),
     (_KERNELS, "sparsemax_forward", "ct.max(ct.where(smaller, 1, 0)) > 0", "ct.min(ct.where(smaller, 1, 0)) > 0", "sparsemax"),
     (_KERNELS, "sparsemax_backward", "d - mean", "d", "sparsemax"),
@@ -116,7 +117,7 @@ PLANTED = (
     (_KERNELS, "sparsemax_maxima", "i * WIDTH + lanes", "lanes", "sparsemax_long"),
     (_KERNELS, "sparsemax_maxima", "ct.maximum(top, more)", "more", "sparsemax_long"),
     (_KERNELS, "sparsemax_maxima", "block * WIDTH + lanes", "lanes", "sparsemax_long"),
-    (_KERNELS, "count_maxima", "count = count +", "count =", "sparsemax_long"),
+    (_KERNELS, "count_maxima", "amount = amount +", "amount =", "sparsemax_long"),
     (_KERNELS, "count_elements", "j * WIDTH", "j", "sparsemax_long"),
     (_KERNELS, "count_elements", "chunks // WIDTH * (CHUNK * WIDTH)", "chunks // WIDTH", "sparsemax_long"),
     (_KERNELS, "count_elements", "amount = amount +", "amount =", "sparsemax_hard_long"),

@@ -59,7 +59,7 @@ def _terms(kind: str, x: torch.Tensor, y: torch.Tensor, parameter: float) -> Tup
     x, y = x.to(wide(x.dtype)), y.to(wide(y.dtype))
     if kind == "tv":
         d = x - y
-        return 0.5 * d.abs(), 0.5 * d.sign()
+        return 0.5 * d.abs(), 0.5 * torch.where(d.isnan(), d, d.sign())
     if kind == "kl":
         some = y != 0
         p = torch.where(some, y, 1.0)
@@ -88,9 +88,8 @@ def _counted(labels, ignore_index) -> torch.Tensor:
 
 
 def _inverse(labels, ignore_index, dtype) -> torch.Tensor:
-    """One over the number of counted rows, or 0 where there are none; [1]."""
-    count = _counted(labels, ignore_index).sum().to(dtype)
-    return torch.where(count > 0, 1.0 / count.clamp(min=1), 0.0).view(1)
+    """One over the number of counted rows, or 1 where there are none; [1]."""
+    return 1.0 / _counted(labels, ignore_index).sum().clamp(min=1).to(dtype).view(1)
 
 
 def _losses(x, y, labels, options: Options) -> torch.Tensor:
@@ -145,7 +144,7 @@ def total(values: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_count(labels: torch.Tensor, ignore_index: int, classes: int = -1) -> torch.Tensor:
-    """One over the number of labels that count, or 0 where none does; fp32 [1]. classes: labels from there on count neither."""
+    """One over the number of labels that count, or 1 where none does; fp32 [1]. classes: labels from there on count neither."""
     out = torch.empty(1, dtype=torch.float32, device=labels.device)
     _inverse_count(labels, out, ignore_index, classes)
     return out
