@@ -1,5 +1,7 @@
 """kl_div, jsd and tvd, of distributions and of logits, against float64: the oracle, shapes, checks and planted errors."""
 
+from functools import partial
+
 import torch
 
 from tests.ops.common import assert_rows_close, check_kept, leaf, randn
@@ -232,34 +234,32 @@ def all_cases(ops, device):
     """(name, function) of every check in every dtype."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for shape in SHAPES:
-            yield f"jsd {dtype} {shape}", lambda: check_divergence(ops, device, dtype, "jsd", shape)
-            yield f"kl {dtype} {shape}", lambda: check_divergence(ops, device, dtype, "kl_div", shape, reduction="batchmean")
-            yield f"tvd {dtype} {shape}", lambda: check_divergence(ops, device, dtype, "tvd", shape)
+            yield f"jsd {dtype} {shape}", partial(check_divergence, ops, device, dtype, "jsd", shape)
+            yield f"kl {dtype} {shape}", partial(check_divergence, ops, device, dtype, "kl_div", shape, reduction="batchmean")
+            yield f"tvd {dtype} {shape}", partial(check_divergence, ops, device, dtype, "tvd", shape)
             for op in ("jsd", "kl_div", "tvd"):
                 options = {"from_logits": True, "temperature": 2.0, "reduction": "batchmean"}
-                yield f"{op} of logits {dtype} {shape}", lambda: check_divergence(ops, device, dtype, op, shape, **options)
+                yield f"{op} of logits {dtype} {shape}", partial(check_divergence, ops, device, dtype, op, shape, **options)
         for beta in BETAS:
             for options in ({}, {"from_logits": True}, {"reduction": "none"}, {"similar": True}):
                 # Of nearly equal distributions both are differences of nearly equal numbers, the loss of the second order.
                 factors = {"factor": 8.0 if dtype == torch.float32 else 1.0, "loss_factor": 16.0} if "similar" in options else {}
-                yield f"jsd {beta} {options} {dtype}", lambda: check_divergence(
-                    ops, device, dtype, "jsd", (3, 300), beta=beta, **factors, **options
-                )
+                yield f"jsd {beta} {options} {dtype}", partial(check_divergence, ops, device, dtype, "jsd", (3, 300), beta=beta, **factors, **options)
         for op in ("jsd", "kl_div", "tvd"):
-            yield f"{op} scaled {dtype}", lambda: check_scaled(ops, device, dtype, op)
-            yield f"{op}, teacher's gradient {dtype}", lambda: check_target_gradient(ops, device, dtype, op)
-            yield f"{op} strided {dtype}", lambda: check_strided(ops, device, dtype, op)
+            yield f"{op} scaled {dtype}", partial(check_scaled, ops, device, dtype, op)
+            yield f"{op}, teacher's gradient {dtype}", partial(check_target_gradient, ops, device, dtype, op)
+            yield f"{op} strided {dtype}", partial(check_strided, ops, device, dtype, op)
         scale = {"upstream": torch.tensor(2.0**20, device=device)} if dtype == torch.float16 else {}
-        yield f"kl, mean {dtype}", lambda: check_divergence(ops, device, dtype, "kl_div", (3, 300), **scale)
-        yield f"kl, log_target {dtype}", lambda: check_divergence(ops, device, dtype, "kl_div", (3, 300), log_target=True, reduction="sum")
-        yield f"kl, eps {dtype}", lambda: check_divergence(ops, device, dtype, "kl_div", (3, 300), eps=1e-3, reduction="sum")
+        yield f"kl, mean {dtype}", partial(check_divergence, ops, device, dtype, "kl_div", (3, 300), **scale)
+        yield f"kl, log_target {dtype}", partial(check_divergence, ops, device, dtype, "kl_div", (3, 300), log_target=True, reduction="sum")
+        yield f"kl, eps {dtype}", partial(check_divergence, ops, device, dtype, "kl_div", (3, 300), eps=1e-3, reduction="sum")
         for columns in (96, 2100):
-            yield f"zeros {dtype} {columns}", lambda: check_zeros(ops, device, dtype, columns)
-            yield f"NaN {dtype} {columns}", lambda: check_nan(ops, device, dtype, columns)
-        yield f"far apart {dtype}", lambda: check_far_apart(ops, device, dtype)
-        yield f"labels {dtype}", lambda: check_labels(ops, device, dtype, (2, 3, 96))
-        yield f"empty {dtype}", lambda: check_empty(ops, device, dtype)
-    yield "total", lambda: check_total(ops, device)
+            yield f"zeros {dtype} {columns}", partial(check_zeros, ops, device, dtype, columns)
+            yield f"NaN {dtype} {columns}", partial(check_nan, ops, device, dtype, columns)
+        yield f"far apart {dtype}", partial(check_far_apart, ops, device, dtype)
+        yield f"labels {dtype}", partial(check_labels, ops, device, dtype, (2, 3, 96))
+        yield f"empty {dtype}", partial(check_empty, ops, device, dtype)
+    yield "total", partial(check_total, ops, device)
 
 
 F32 = torch.float32

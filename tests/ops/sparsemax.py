@@ -1,5 +1,7 @@
 """sparsemax against float64: the oracle, shapes, checks and planted errors."""
 
+from functools import partial
+
 import torch
 
 from tests.ops.common import assert_rows_close, check_kept, exact, gradient_twice, leaf, randn
@@ -133,10 +135,10 @@ def all_cases(ops, device):
     """(name, function) of every check in every dtype."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for shape in SHAPES:
-            yield f"sparsemax {dtype} {shape}", lambda: check_sparsemax(ops, device, dtype, shape)
+            yield f"sparsemax {dtype} {shape}", partial(check_sparsemax, ops, device, dtype, shape)
         for columns in (96, 3000, 9000):
-            yield f"sparsemax, hard rows {dtype} {columns}", lambda: check_sparsemax_hard_rows(ops, device, dtype, columns)
-            yield f"sparsemax, NaN {dtype} {columns}", lambda: check_sparsemax_nan(ops, device, dtype, columns)
-        yield f"sparsemax, ties {dtype}", lambda: check_sparsemax_ties(ops, device, dtype, 300)
-        yield f"sparsemax, ties in long rows {dtype}", lambda: check_sparsemax_ties(ops, device, dtype, 9000, 2)
-        yield f"sparsemax of nothing {dtype}", lambda: check_sparsemax_empty(ops, device, dtype)
+            yield f"sparsemax, hard rows {dtype} {columns}", partial(check_sparsemax_hard_rows, ops, device, dtype, columns)
+            yield f"sparsemax, NaN {dtype} {columns}", partial(check_sparsemax_nan, ops, device, dtype, columns)
+        yield f"sparsemax, ties {dtype}", partial(check_sparsemax_ties, ops, device, dtype, 300)
+        yield f"sparsemax, ties in long rows {dtype}", partial(check_sparsemax_ties, ops, device, dtype, 9000, 2)
+        yield f"sparsemax of nothing {dtype}", partial(check_sparsemax_empty, ops, device, dtype)

@@ -1,7 +1,5 @@
 """Sparsemax over any dimension, of rows of any length, without sorting."""
 
-from typing import Tuple
-
 import torch
 from torch.autograd.function import once_differentiable
 
