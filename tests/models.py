@@ -1,5 +1,7 @@
 """Small Qwen3 models, and the comparison of their training steps. Tests of the layers and of patching use them on any device."""
 
+import importlib
+
 import torch
 
 from tests.tolerances import assert_close, relative_error
@@ -74,6 +76,14 @@ def tiny_gpt_oss(dtype=torch.float32, cls=None, attn_implementation="eager", **c
         else:
             torch.nn.init.normal_(parameter)
     return model.to(dtype).train()
+
+
+def packed_groups(package, layer):
+    """Whether one matrix holds the weights of q, k and v of a decoder layer, and whether one holds those of gate and up."""
+    side_by_side = importlib.import_module(f"{package.__name__}.shared.ops.common").side_by_side
+    attention, mlp = layer.self_attn, layer.mlp
+    groups = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+    return [side_by_side([next(linear.parameters()) for linear in group]) is not None for group in groups]
 
 
 class Step:

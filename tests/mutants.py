@@ -127,11 +127,10 @@ def check_column_sum(ops):
         assert_close(common.column_sum(partial, FP32), partial.double().sum(0), FP32, f"column sum of {rows} rows")
 
 
-def lay_side_by_side(weights):
-    """Makes the weights views of one piece of memory, as `pack` does."""
-    places = torch.cat([w.detach() for w in weights]).split([w.shape[0] for w in weights])
-    for weight, place in zip(weights, places, strict=True):
-        weight.data = place
+def lay_side_by_side(ops, weights):
+    common = importlib.import_module(f"{ops.__name__}.shared.ops.common")
+    common.lay_side_by_side(weights)
+    assert common.side_by_side(weights) is not None
 
 
 def check_norm_attention_inputs(ops, packed=False):
@@ -140,7 +139,7 @@ def check_norm_attention_inputs(ops, packed=False):
     x, norm = leaf(randn(6, 1024, dtype=BF16, device=CPU)), leaf(randn(1024, dtype=BF16, device=CPU, seed=1) + 1)
     weights = [leaf(randn(n * 128, 1024, dtype=BF16, device=CPU, seed=2 + i, scale=1 / 32)) for i, n in enumerate((8, 4, 4))]
     if packed:
-        lay_side_by_side(weights)
+        lay_side_by_side(ops, weights)
     norms = [leaf(randn(128, dtype=BF16, device=CPU, seed=5 + i) + 1) for i in range(2)]
     angles = randn(1, 3, 128, dtype=FP32, device=CPU, seed=7)
     cos, sin = angles.cos().to(BF16), angles.sin().to(BF16)
@@ -166,7 +165,7 @@ def check_norm_mlp(ops, packed=False, attended=False, inner=48):
     shapes = (inner, 1024), (inner, 1024), (1024, inner)
     weights = [leaf(randn(*s, dtype=BF16, device=CPU, seed=2 + i, scale=s[1] ** -0.5)) for i, s in enumerate(shapes)]
     if packed:
-        lay_side_by_side(weights[:2])
+        lay_side_by_side(ops, weights[:2])
     before = [leaf(randn(3, 64, dtype=BF16, device=CPU, seed=7)), leaf(randn(1024, 64, dtype=BF16, device=CPU, seed=8, scale=1 / 8))]
     before = before if attended else []
     y = decoder.norm_mlp(x, norm, *weights, 1e-6, *before)
@@ -223,6 +222,13 @@ def check_second_backward_pass(ops):
 def check_fp16_gradients_of_many_tokens(ops):
     """A probability of 1 / 1500 divided by 2000 tokens is among the last numbers above zero that fp16 has."""
     checks.check_linear_cross_entropy(ops, CPU, FP16, 2000, 4, 1500, upstream=1.0, ignored=0.0)
+
+
+def check_the_range_of_fp16(ops):
+    """Chunks of tokens whose class weights are 10^6 apart, with a bias."""
+    module = importlib.import_module(f"{ops.__name__}.shared.ops.linear_head")
+    module.SMALL_CHUNK = 16 * 40 * 2
+    checks.check_fp16_range(ops, CPU, 40, 64, 1.0, lambda target: torch.where(target < 20, 5e3, 5e-3), bias=True)
 
 
 def check_unreduced_loss(ops):
@@ -287,11 +293,6 @@ def check_evaluation_that_is_not_taken(ops):
     target = torch.arange(3)
     loss = ops.linear_cross_entropy(hidden, weight, target, 3 * bias)
     assert_close(loss, checks.cross_entropy_exact(hidden.double(), weight.double(), target, 3 * bias.double()), BF16, "loss", 3)
-
-
-def check_accumulation_of_fp16(ops):
-    """Sums over the tokens are divided by their number on the way, in fp32 as well."""
-    checks.check_linear_cross_entropy(ops, CPU, FP16, 40, 16, 9, upstream=1.0, ignored=0.0, accum_dtype=FP32, reduction="sum")
 
 
 def check_adamw_in_slabs(ops):
@@ -415,6 +416,7 @@ CHECKS = {
     "labels": check_labels_out_of_range,
     "minus_infinity": check_piece_of_minus_infinity,
     "second_backward": check_second_backward_pass,
+    "fp16_range": check_the_range_of_fp16,
     "fp16_loss": check_fp16_gradients_of_many_tokens,
     "rms_norm": _of(checks.check_rms_norm, FP32, (3, 1024), eps=0.5),
     "rms_norm_tail": _of(checks.check_rms_norm, BF16, (3, 2560), eps=0.5),
@@ -465,7 +467,7 @@ CHECKS = {
         return_z_loss=True, return_token_accuracy=True, return_predicted_tokens=True,
     ),
     "loss_chunks_accum": _of(checks.check_linear_cross_entropy, BF16, 2100, 4, 9, accum_dtype=FP32),
-    "fp16_accum": check_accumulation_of_fp16,
+    "loss_slices": _of(checks.check_linear_cross_entropy, BF16, 4, 8, 9000, accum_dtype=FP32),
     "evaluation": _of(checks.check_evaluation, BF16, 200, 128, 300),
     "evaluation_ignores_3": _of(checks.check_evaluation, BF16, 40, 64, 17, ignore_index=3),
     "evaluation_z_loss": _of(checks.check_evaluation, BF16, 5, 64, 17, lse_square_scale=0.1),
@@ -989,7 +991,6 @@ OPERATION_MUTANTS = [
          (".addmm_(dup, up_weight)", ""),
          ("torch.mm(dgate.t(), normed)", "torch.mm(dup.t(), normed)"),
          ("torch.mm(dy.t(), hidden)", "torch.mm(dy.t(), gate)"),
-         ("dgate_weight, dup_weight = torch.mm", "dup_weight, dgate_weight = torch.mm", "norm_mlp_packed"),
          ("torch.mm(both, whole)", "torch.mm(dgate, gate_weight)", "norm_mlp_packed")),
     *_in("shared/ops/swiglu.py", "mlp_apart", "backward_in_place",
          ("dgate.copy_(apart[0])", "pass"),
@@ -1029,41 +1030,40 @@ OPERATION_MUTANTS = [
          ("rms_norm_again(x, norm_weight, rstd)", "x"),
          ("(dnorm, dq_norm, dk_norm)", "(dnorm, dk_norm, dq_norm)"),
          ("dv_place.copy_(dv)", "dv_place.zero_()", "attention_inputs_packed"),
-         ("torch.mm(together.t(), y)", "torch.mm(together.t(), x)", "attention_inputs_packed"),
          ("torch.mm(together, whole)", "_input_gradient(grads[:2], weights[:2])", "attention_inputs_packed")),
     *_in("shared/ops/decoder_nodes.py", "norm_mlp", "_NormMLP.backward",
          ("add_rms_norm_backward(dy, dout", "add_rms_norm_backward(dy, torch.zeros_like(dout)"),
          ("torch.mm(dx.t(), attended)", "torch.mm(dout.t(), attended)", "norm_mlp_attended"),
          ("torch.mm(dx, o_weight)", "torch.mm(dout, o_weight)", "norm_mlp_attended")),
-    *_in("shared/ops/linear_cross_entropy.py", "loss_smooth", "_Chunk.coefficients",
+    *_in("shared/ops/cross_entropy.py", "loss_smooth", "Chunk.coefficients",
          ("b + smooth * self.weight_sum", "b + smooth"),
          ("* self.target_weight", ""),
          ("torch.where(self.counted, t, 0.0) * scale", "t * scale", "loss_smooth_ignored"),
          ("2 * options.lse_square_scale", "options.lse_square_scale", "loss_returns")),
-    *_in("shared/ops/linear_cross_entropy.py", "loss_smooth", "_Chunk.weighted",
+    *_in("shared/ops/cross_entropy.py", "loss_smooth", "Chunk.weighted",
          ("self.weight_sum * self.lse - total", "self.weight_sum * self.lse"),
          ("torch.where(self.counted, loss + options.lse_square_scale * self.lse.square(), 0.0)", "loss", "loss_returns")),
-    *_in("shared/ops/linear_cross_entropy.py", "loss_returns", "_Chunk.rows",
+    *_in("shared/ops/cross_entropy.py", "loss_returns", "Chunk.rows",
          ("torch.where(counted, options.lse_square_scale * self.lse.detach().square(), 0.0)", "options.lse_square_scale * self.lse.detach().square()"),
          ("torch.where(counted, self.logits.detach().argmax(1), -1)", "self.logits.detach().argmax(1)"),
          ("self.logits.detach().argmax(1)", "self.logits.detach().argmin(1)"),
          ("loss, z_loss = loss * self.scaling", "loss, z_loss = loss"),
          ("z_loss * self.scaling", "z_loss"),
          ("torch.exp(-self.likelihood.detach())", "torch.exp(self.likelihood.detach())")),
-    *_in("shared/ops/linear_cross_entropy.py", "loss_returns", "_KernelChunk.lse", ("self.lse2 * LN2", "self.lse2")),
+    *_in("shared/ops/cross_entropy.py", "loss_returns", "KernelChunk.lse", ("self.lse2 * LN2", "self.lse2")),
     *_in("shared/ops/linear_cross_entropy.py", "loss_none_weighted", "_PerToken.forward",
          ("ctx.save_for_backward(hidden, weight, bias, target, class_weight)", "ctx.save_for_backward(hidden, weight, bias, target, None)")),
     *_in("shared/ops/linear_cross_entropy.py", "loss_smooth", "_Reduced.forward",
-         ("_Reduced.run(ctx, hidden, weight, bias, target, class_weight, scale)", "_Reduced.run(ctx, hidden, weight, bias, target, None, scale)"),
+         ("_run(hidden, weight, bias, target, class_weight, scale,", "_run(hidden, weight, bias, target, None, scale,"),
          ("rows.loss.sum() * scale.view(())", "rows.loss.sum()")),
-    *_in("shared/ops/linear_cross_entropy.py", "loss_nothing_counted", "_scale", ("torch.where(items == 0, 0.0, 1.0 / items)", "(1.0 / items)")),
-    *_in("shared/ops/linear_cross_entropy.py", "loss_smooth", "_scale",
+    *_in("shared/ops/cross_entropy.py", "loss_nothing_counted", "reduction_scale", ("torch.where(items == 0, 0.0, 1.0 / items)", "(1.0 / items)")),
+    *_in("shared/ops/cross_entropy.py", "loss_smooth", "reduction_scale",
          ("torch.where(counted, class_weight[torch.where(counted, target, 0)], 0.0).sum()", "counted.sum()")),
-    *_in("shared/ops/linear_cross_entropy.py", "loss_returns", "_Chunk.scaled", ("scale * self.scaling", "scale")),
-    *_in("shared/ops/linear_cross_entropy.py", "loss_returns", "_output",
+    *_in("shared/ops/cross_entropy.py", "loss_returns", "Chunk.scaled", ("scale * self.scaling", "scale")),
+    *_in("shared/ops/cross_entropy.py", "loss_returns", "output_of",
          (".clamp(min=1)", ".clamp(min=1) * 2"),
          ("(rows.predicted >= 0).sum()", "(rows.predicted >= -1).sum()"),
-         ("_reduced(rows.z_loss, scale)", "rows.z_loss.sum()")),
+         ("reduced(rows.z_loss, scale)", "rows.z_loss.sum()")),
     *_in("shared/ops/linear_cross_entropy.py", "evaluation_steps", "_WithoutLogits.loss",
          ("self.hidden[rows]", "self.hidden[: rows.stop - start]"),
          ("self.target[rows]", "self.target[: rows.stop - start]"),
@@ -1073,9 +1073,9 @@ OPERATION_MUTANTS = [
          ("options.softcap or ", ""),
          ("options.label_smoothing or ", ""),
          ("self.bias is not None or ", "")),
-    *_in("shared/ops/linear_cross_entropy.py", "loss_chunks_accum", "_add_product",
-         ("x.to(total.dtype), y.to(total.dtype), beta=beta", "x.to(total.dtype), y.to(total.dtype), beta=0.0"),
-         ("y.to(total.dtype), beta=beta, alpha=alpha", "y.to(total.dtype), beta=beta, alpha=1.0", "fp16_accum"), kernels=False),
+    *_in("shared/ops/linear_head.py", "loss_chunks_accum", "_add_product",
+         ("x[part].to(total.dtype), y, beta=beta", "x[part].to(total.dtype), y, beta=0.0"),
+         ("start + SLICE", "start + SLICE // 2", "loss_slices"), kernels=False),
     *_in("shared/ops/experts.py", "experts", "route",
          ("position[order] =", "position[:] ="),
          ("right=True", "right=False"),
@@ -1106,18 +1106,24 @@ OPERATION_MUTANTS = [
          ("weight * (xf * rstd)", "weight * (xf * rstd).to(x.dtype)"),
          ("x.to(wide(x.dtype))", "x"), kernels=False),
     *_in("shared/ops/experts.py", "experts_again", "_Experts.backward", ("ctx.written_over = True", "pass")),
-    *_in("shared/ops/linear_cross_entropy.py", "loss_items", "_scale", ("if num_items is not None", "if False")),
-    *_in("shared/ops/linear_cross_entropy.py", "loss_ignores_0", "_counted", ("(target != ignore_index) & ", ""), kernels=False),
-    *_in("shared/ops/linear_cross_entropy.py", "loss_bias", "_run", ("dbias.add_(logits.sum(0, dtype=acc), alpha=alpha)", "dbias.add_(logits[0], alpha=alpha)")),
-    *_in("shared/ops/linear_cross_entropy.py", "loss_chunks", "_run",
+    *_in("shared/ops/cross_entropy.py", "loss_items", "reduction_scale", ("if num_items is not None", "if False")),
+    *_in("shared/ops/cross_entropy.py", "loss_ignores_0", "is_counted", ("(target != ignore_index) & ", ""), kernels=False),
+    *_in("shared/ops/linear_head.py", "loss_bias", "walk", ("dbias.add_(logits.sum(0, dtype=acc) if", "dbias.add_(logits[0] if")),
+    *_in("shared/ops/linear_head.py", "loss_chunks", "walk",
          ("out=dhidden[rows]", "out=dhidden[: part.shape[0]]"),
          ("else scale[rows]", "else scale[: part.shape[0]]", "loss_chunks_none"), kernels=False),
-    *_in("shared/ops/linear_cross_entropy.py", "loss_chunks", "_add_product", ("0.0 if first else 1.0", "0.0"), kernels=False),
-    *_in("shared/ops/linear_cross_entropy.py", "loss_softcap", "_TorchChunk.gradient", ("gradient.mul_(slope)", "pass"), kernels=False),
-    *_in("shared/ops/linear_cross_entropy.py", "fp16_loss", "_Reduced.run", ("scale * _fp16_factor(scale)", "scale"), kernels=False),
-    *_in("shared/ops/linear_cross_entropy.py", "fp16_loss", "_Reduced.backward", ("one * _fp16_tokens(hidden.shape[0])", "one"), kernels=False),
+    *_in("shared/ops/linear_head.py", "loss_chunks_accum", "_add_product", ("0.0 if first else 1.0", "0.0"), kernels=False),
+    *_in("shared/ops/linear_head.py", "loss_chunks", "_add_product", ("total.addmm_(x, y)", "torch.mm(x, y, out=total)"), kernels=False),
+    *_in("shared/ops/cross_entropy.py", "loss_softcap", "TorchChunk.gradient", ("gradient.mul_(slope)", "pass"), kernels=False),
+    *_in("shared/ops/cross_entropy.py", "fp16_loss", "Chunk.in_range", ("t * factor for t", "t for t"), kernels=False),
+    *_in("shared/ops/linear_head.py", "fp16_range", "walk",
+         ("hidden_factor[rows] /= factor", "pass"),
+         ("_multiply(dweight, factor / unit)", "pass"),
+         ("weight_factor / unit", "weight_factor"),
+         ("logits.sum(0, dtype=acc) / factor", "logits.sum(0, dtype=acc)"), kernels=False),
+    *_in("shared/ops/linear_head.py", "fp16_range", "_into_fp16", ("1 / factor", "factor"), kernels=False),
     *_in("shared/ops/linear_cross_entropy.py", "loss", "_Reduced.backward",
-         ("_multiply(gradient, factor)", "pass"),
+         ("gradients.times(dloss)", "gradients.times()"),
          ("ctx.gradients = None", "pass", "second_backward")),
     *_in("shared/ops/linear_cross_entropy.py", "loss_again", "_Reduced.forward",
          ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(-hidden, weight, bias, target, class_weight, scale)"),
@@ -1153,7 +1159,7 @@ OPERATION_MUTANTS = [
          ("eps=eps", "eps=0.0", "adamw_not_taken"),
          ("if changed:", "if not changed:", "adamw_noticed")),
     *_in("shared/hf/optimizer.py", "adamw_of_checkpoints", "AdamW._by_way", ("if not state:", "if True:")),
-    *_in("shared/ops/adamw.py", "adamw_not_taken", "fits", ("not t.is_neg()", "True")),
+    *_in("shared/runtime/device.py", "adamw_not_taken", "kernels_run_on", ("tensor.is_neg()", "False")),
     *_in("shared/hf/optimizer.py", "adamw_sharded", "_held",
          ("tensors = [t.to_local() for t in tensors]", "return None"),
          ("return tensors", "return None"),

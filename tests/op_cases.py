@@ -1,8 +1,8 @@
 """Every operation by name: its arguments at a size where kernels exist, what it computes in plain PyTorch, and the layouts that
 an argument may have in memory."""
 
+import contextlib
 import importlib
-import types
 
 import torch
 from torch.nn.functional import linear, silu
@@ -16,6 +16,8 @@ TOKENS, HIDDEN, INNER, CLASSES, WIDTH = 3, 1024, 96, 40, 128
 CASES = {
     "rms_norm": {"x": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
     "add_rms_norm": {"x": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
+    "wide_rms_norm": {"x": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
+    "wide_add_rms_norm": {"x": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
     "rotary": {"q": (2, 8, TOKENS, WIDTH), "k": (2, 8, TOKENS, WIDTH), "cos": (1, TOKENS, WIDTH), "sin": (1, TOKENS, WIDTH)},
     "qk_norm_rotary": {
         **{"q": (2, TOKENS, 8, WIDTH), "k": (2, TOKENS, 8, WIDTH), "q_weight": (WIDTH,), "k_weight": (WIDTH,)},
@@ -42,11 +44,26 @@ NOT_DIFFERENTIABLE |= {("norm_attention_inputs", "cos"), ("norm_attention_inputs
 NOT_DIFFERENTIABLE |= {("linear_cross_entropy", "target"), ("linear_cross_entropy", "class_weight")}
 
 
-def operations(package) -> types.SimpleNamespace:
-    """Every operation of a loaded package by its name, those of the decoder layer too."""
-    decoder = importlib.import_module(f"{package.__name__}.shared.ops.decoder_nodes")
-    public = {name: getattr(package, name) for name in CASES if hasattr(package, name)}
-    return types.SimpleNamespace(**public, norm_attention_inputs=decoder.norm_attention_inputs, norm_mlp=decoder.norm_mlp)
+# Where an operation lies that has not the name of its module.
+MODULES = {"wide_add_rms_norm": "wide_rms_norm", "add_rms_norm": "rms_norm", "qk_norm_rotary": "rotary", "mlp": "swiglu"}
+MODULES |= {"norm_attention_inputs": "decoder_nodes", "norm_mlp": "decoder_nodes"}
+
+
+class Operations:
+    """The operations of loaded packages as attributes, public ones and others; each from the first package that ships it."""
+
+    def __init__(self, *packages):
+        self.packages = packages
+
+    def __getattr__(self, name):
+        for package in self.packages:
+            with contextlib.suppress(ModuleNotFoundError):
+                return getattr(importlib.import_module(f"{package.__name__}.shared.ops.{MODULES.get(name, name)}"), name)
+        raise AttributeError(f"none of {self.packages} ships the operation {name}")
+
+
+def operations(*packages) -> Operations:
+    return Operations(*packages)
 
 
 # ---------------------------------------------------------------- what each computes
@@ -62,6 +79,19 @@ def plain_rms_norm(x, weight):
 
 def plain_add_rms_norm(x, residual, weight):
     return norm(x + residual, weight), x + residual
+
+
+def wide_norm(x, weight, eps=1e-5):
+    wide = x.to(torch.promote_types(x.dtype, FP32))
+    return (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
+
+
+def plain_wide_rms_norm(x, weight):
+    return wide_norm(x, weight)
+
+
+def plain_wide_add_rms_norm(x, residual, weight):
+    return wide_norm(x + residual, weight), x + residual
 
 
 def plain_rotary(q, k, cos, sin):

@@ -372,6 +372,45 @@ def check_evaluation(ops, device, dtype, tokens, features, classes, *, class_wei
     assert_close(total, exact_rows.sum(), bound, "evaluation, sum", factor)
 
 
+def check_fp16_range(ops, device, classes, tokens, upstream, class_weight, *, bias=False, large=1.0, one_label=False, **options):
+    """Gradients of the loss that fp16 holds at the end, of what it may not hold on the way. upstream: a loss scale. class_weight: of
+    labels. large: a factor of the first feature. Labels rise with the tokens, so chunks differ in their weights."""
+    fp16 = torch.float16
+    hidden = randn(tokens, 16, dtype=fp16, device=device, scale=0.5)
+    hidden[:, 0] = hidden[:, 0].abs() * large  # of one sign: the gradient of the weight is a sum over the tokens
+    hidden = leaf(hidden)
+    weight = randn(classes, 16, dtype=fp16, device=device, seed=1, scale=0.25)
+    weight[:, 0] /= large
+    weight = leaf(weight)
+    leaves = [hidden, weight] + ([leaf(randn(classes, dtype=fp16, device=device, seed=2))] if bias else [])
+    target = torch.full((tokens,), 3) if one_label else torch.arange(tokens) * classes // tokens
+    weights = None if class_weight is None else class_weight(torch.arange(classes)).float()
+    exact_leaves = [exact(x) for x in leaves]
+    wanted = cross_entropy_exact(*exact_leaves[:2], target, *exact_leaves[2:], class_weight=weights, **options)
+    (wanted * upstream).sum().backward()
+    weights = None if weights is None else weights.to(device)
+    found = ops.linear_cross_entropy(*leaves[:2], target.to(device), *leaves[2:], class_weight=weights, **options)
+    assert_close(found, wanted, fp16, "loss", 3)
+    (found * upstream).sum().backward()
+    for name, mine, theirs in zip(("dhidden", "dweight", "dbias"), leaves, exact_leaves):
+        assert theirs.grad.abs().max() < torch.finfo(fp16).max
+        assert_close(mine.grad, theirs.grad, fp16, f"fp16 {name} {options}", 3)
+
+
+# Class weights, or hidden states, that take the gradient of the logits or their sums out of fp16's range.
+FP16_CASES = (
+    dict(class_weight=lambda label: torch.where(label % 2 == 0, 5000.0, 1.0)),
+    dict(class_weight=lambda label: torch.full(label.shape, 5000.0), reduction="sum", upstream=2.0**-10),
+    dict(class_weight=lambda label: torch.full(label.shape, 1e-8)),
+    dict(class_weight=lambda label: torch.full(label.shape, 1e-8), label_smoothing=0.1),
+    dict(class_weight=lambda label: torch.full(label.shape, 1e-8), reduction="sum", upstream=2.0**24),
+    dict(class_weight=lambda label: torch.where(label < 20, 5e3, 5e-3), bias=True),
+    dict(large=2.0**13, one_label=True),
+    dict(large=2.0**13, one_label=True, reduction="none", upstream=2.0**-8),
+    dict(large=2.0**-8, one_label=True, reduction="sum"),
+)
+
+
 # Numbers of tokens, features and classes that fill no tile, one tile, and some.
 EVALUATION_SHAPES = ((1, 64, 17), (3, 1088, 40), (5, 64, 256), (200, 128, 513), (130, 192, 1000))
 EVALUATION_CASES = (

@@ -70,28 +70,38 @@ def other_build(tmp_path_factory):
     return load(assemble_cpu(tmp_path_factory.mktemp("other"), "\n# another build\n"))
 
 
+# Every operation that packages share, also those that Qwen3's does not ship.
+ALL_OPERATIONS = "".join(f"from .shared.ops import {path.stem} as _  # noqa\n" for path in sorted((REPOSITORY / "torch-ext/shared/ops").glob("[a-z]*.py")))
+
+
+@pytest.fixture(scope="session")
+def all_operations(tmp_path_factory):
+    """A build of its own that holds every operation."""
+    return load(assemble_cpu(tmp_path_factory.mktemp("all"), "\n" + ALL_OPERATIONS))
+
+
 @pytest.fixture(scope="session")
 def interpreted(tmp_path_factory):
     """A build of its own whose kernels the interpreter runs."""
     from tests.interpreter.backend import InterpreterBackend, runtime_of
     from tests.mutants import OPERATIONS
 
-    package = load(assemble_cpu(tmp_path_factory.mktemp("interpreted"), "\n# run by the interpreter, for all tests\n"))
+    package = load(assemble_cpu(tmp_path_factory.mktemp("interpreted"), "\n# run by the interpreter\n" + ALL_OPERATIONS))
     runtime = runtime_of(package)
     runtime.launch.backend = InterpreterBackend(runtime, OPERATIONS)
     return package
 
 
 @pytest.fixture
-def loaded_ops(loaded):
+def loaded_ops(all_operations):
     """Every operation by its name, in PyTorch."""
-    return operations(loaded)
+    return operations(all_operations)
 
 
 @pytest.fixture(params=("pytorch", "kernels"))
-def ops(request, loaded):
+def ops(request, all_operations):
     """Every operation by its name, in PyTorch and in the interpreted kernels."""
-    return operations(loaded if request.param == "pytorch" else request.getfixturevalue("interpreted"))
+    return operations(all_operations if request.param == "pytorch" else request.getfixturevalue("interpreted"))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 are right, and every run gives the same bits. In PyTorch and in the interpreted kernels."""
 
 import contextlib
+import types
 from collections import Counter
 
 import pytest
@@ -173,7 +174,7 @@ def derivative_cases(ops, new):
     }
 
 
-NAMES = list(derivative_cases(cases.types.SimpleNamespace(**dict.fromkeys(cases.CASES)), double))
+NAMES = list(derivative_cases(types.SimpleNamespace(**dict.fromkeys(cases.CASES)), double))
 
 
 @pytest.mark.parametrize("name", NAMES)

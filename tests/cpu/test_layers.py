@@ -152,6 +152,31 @@ def test_options_of_the_loss(qwen3, options, way):
     found.assert_same(expected)
 
 
+@pytest.mark.parametrize("way", ["training", "eval", "eval with options", "hooked head"])
+def test_num_items_is_num_items_in_batch(qwen3, way):
+    """The option of the operation, by its own name."""
+    model = tiny_model()
+    expected = Step(model, input_ids=TOKENS, labels=LABELS, num_items_in_batch=37)
+    qwen3.apply(fused_linear_cross_entropy={"label_smoothing": 0.0} if way == "eval with options" else True)
+    if way == "hooked head":
+        model.lm_head.register_forward_hook(lambda *_: None)
+    model.train(not way.startswith("eval"))
+    Step(model, input_ids=TOKENS, labels=LABELS, num_items=37).assert_same(expected)
+    with pytest.raises(ValueError, match="num_items and num_items_in_batch are both given, expected one"):
+        model(input_ids=TOKENS, labels=LABELS, num_items=37, num_items_in_batch=38)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_z_loss": True, "lse_square_scale": 0.1}], ids=str)
+def test_the_loss_of_a_float64_model_is_float32(qwen3, options):
+    """As transformers', which makes the logits float32."""
+    model = tiny_model().double()
+    assert model(input_ids=TOKENS, labels=LABELS).loss.dtype == torch.float32
+    qwen3.apply()
+    for training in (True, False):
+        output = model.train(training)(input_ids=TOKENS, labels=LABELS, **options)
+        assert output.loss.dtype == torch.float32 and (not options or output.z_loss.dtype == torch.float32)
+
+
 def test_an_option_of_a_call_stands_before_that_of_apply(qwen3):
     model = tiny_model()
     expected = StepByFormula(model, TOKENS, LABELS, label_smoothing=0.3, lse_square_scale=1e-2)

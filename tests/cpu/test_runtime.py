@@ -775,7 +775,10 @@ def no_library(name):
 class OnTheGPU:
     """As much of a CUDA tensor as is asked for."""
 
-    is_cuda = True
+    is_cuda, is_meta = True, False
+
+    def is_neg(self):
+        return False
 
     def __init__(self, index=0):
         self.index = index
@@ -807,6 +810,7 @@ def device(runtime, cubins, gpu, monkeypatch):
     driver = driver_with(runtime, cubins)
     driver._cuda = AddingCuda()
     monkeypatch.setattr(runtime.launch, "backend", driver)
+    monkeypatch.setattr(runtime.device, "PLAIN", (*runtime.device.PLAIN, OnTheGPU))
     monkeypatch.delenv("BASTILE_STRICT", raising=False)
     runtime.device.forget()
     runtime.device._column_sum._prepared.clear()

@@ -75,12 +75,12 @@ def test_logits_beyond_2_31_elements(interpreted, options, monkeypatch):
     """The chunk's kernels, on a buffer of logits with gaps: the loss of every row, and the gradient in their place."""
     # To look for races it would keep a number for each element of the gaps.
     monkeypatch.setattr(backend, "interpret", functools.partial(backend.interpret, races=False))
-    module = importlib.import_module(f"{interpreted.__name__}.shared.ops.linear_cross_entropy")
+    module = importlib.import_module(f"{interpreted.__name__}.shared.ops.cross_entropy")
     logits, target = numbers(3, 4099), torch.tensor([4098, -100, 7])
     found = []
     for layout in (far_apart, torch.clone):
         buffer = layout(logits)
-        chunk = module._KernelChunk(buffer, target, None, module.Options(**options))
+        chunk = module.KernelChunk(buffer, target, None, module.Options(**options))
         loss = chunk.loss()
         chunk.gradient(torch.tensor([0.5]))
         found.append((loss, buffer))
@@ -102,7 +102,7 @@ def test_more_rows_than_the_largest_grid_go_in_several_launches(interpreted, mon
 
 
 def test_more_elements_than_a_flat_launch_takes_go_in_slabs(interpreted, monkeypatch):
-    names = (f"{interpreted.__name__}.shared.ops.common", f"{interpreted.__name__}.shared.ops.linear_cross_entropy")
+    names = (f"{interpreted.__name__}.shared.ops.common", f"{interpreted.__name__}.shared.ops.linear_head")
     ops, target = operations(interpreted), torch.tensor([1, 2, 0])
     gate, up, head = leaf(numbers(3, 1001)), leaf(numbers(3, 1001, seed=1)), leaf(numbers(9, 1001, seed=2))
     results = []
@@ -137,7 +137,7 @@ def of_many_tokens(kernel, parameter):
 def test_two_million_tokens_lie_in_the_first_dimension_of_every_grid(interpreted):
     """The others end at 65535 blocks."""
     launch = backend.runtime_of(interpreted).launch
-    importlib.import_module(f"{interpreted.__name__}.ops.wide_rms_norm")  # this package has no use for it
+    importlib.import_module(f"{interpreted.__name__}.shared.ops.wide_rms_norm")  # this package has no use for it
     grids, kernels = [], set()
     for kernel in launch.tuner.kernels:
         for name in kernel.names:

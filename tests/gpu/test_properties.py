@@ -9,8 +9,8 @@ from tests import properties
 
 
 @pytest.mark.parametrize("operation", cases.CASES)
-def test_any_call_is_right_and_touches_nothing_else(ops, operation):
-    loaded = cases.operations(ops)
+def test_any_call_is_right_and_touches_nothing_else(ops, gpt_oss, operation):
+    loaded = cases.operations(ops, gpt_oss)
 
     @properties.budget(300)
     @given(st.data())

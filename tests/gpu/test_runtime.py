@@ -128,18 +128,19 @@ def test_a_label_outside_the_vocabulary_counts_like_ignore_index(ops):
     assert all(torch.equal(a, b) and torch.isfinite(a).all() for a, b in zip(*losses))
 
 
-@pytest.mark.parametrize("tokens", (2048, 5000, 8192, 16384))
+@pytest.mark.parametrize("tokens", (2048, 5000, 8192, 16384, 20480, 32768))
 def test_the_gradient_of_the_weight_is_as_exact_with_many_chunks(ops, tokens):
     """At most twice the error of one bf16 GEMM over all tokens, however many there are: four chunks, four roundings. That is where
-    every row already holds a large number when the small sums of later chunks arrive; benchmark/ has the figures for Qwen3-8B."""
+    every row already holds a large number when the small sums of later chunks arrive; benchmark/ has the figures for Qwen3-8B. More
+    chunks are added up in float32."""
     classes = 151936
-    loss = sys.modules[f"{ops.__name__}.shared.ops.linear_cross_entropy"]
+    head = sys.modules[f"{ops.__name__}.shared.ops.linear_head"]
     hidden = checks.leaf(checks.randn(tokens, 128, dtype=torch.bfloat16, device="cuda"))
     weight = checks.leaf(checks.randn(classes, 128, dtype=torch.bfloat16, device="cuda", seed=1, scale=0.09))
     target = torch.randint(0, classes, (tokens,), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
     ops.linear_cross_entropy(hidden, weight, target, reduction="sum").backward()
     # The logits as the chunks round them: what is compared is the sum behind them.
-    chunks = list(loss._chunks(tokens, loss.chunk_tokens(tokens)))
+    chunks = list(head.chunk_slices(tokens, head.plan_chunks(tokens, classes, torch.bfloat16).tokens))
     logits = torch.cat([hidden.detach()[rows] @ weight.detach().t() for rows in chunks])
     exact = torch.zeros(classes, 128, dtype=torch.float64, device="cuda")
     rounded = torch.empty_like(logits)
@@ -150,7 +151,8 @@ def test_the_gradient_of_the_weight_is_as_exact_with_many_chunks(ops, tokens):
         del dlogits
         exact += rounded[rows].double().t() @ hidden.detach()[rows].double()
     error, one = ((g.double() - exact).norm() / exact.norm() for g in (weight.grad, rounded.t() @ hidden.detach()))
-    assert len(chunks) <= 4 and error <= 2.0 * one, f"error {error:.2e} in {len(chunks)} chunks, one GEMM {one:.2e}"
+    few = tokens <= 20480
+    assert (len(chunks) <= 4) == few and error <= (2.0 if few else 1.1) * one, f"error {error:.2e} in {len(chunks)} chunks, one GEMM {one:.2e}"
 
 
 def test_added_up_in_fp32_the_gradient_of_the_weight_is_as_exact_as_one_product(ops):

@@ -23,13 +23,14 @@ def filled(*shape, seed):
 
 
 @pytest.mark.parametrize("options", ({}, {"softcap": 5.0, "lse_square_scale": 1e-3}), ids=("plain", "options"))
-def test_more_than_2_31_logits_in_one_chunk(ops, options):
-    """65536 tokens of Qwen3's vocabulary: 10^10 logits, 3.1 * 10^9 in a chunk. The rows at the ends of each chunk against float64,
+def test_more_than_2_31_logits_in_one_chunk(ops, monkeypatch, options):
+    """65536 tokens of Qwen3's vocabulary: 10^10 logits, 3.1 * 10^9 in a chunk, which takes more memory than ours may. The rows at the ends of each chunk against float64,
     the gradient of the weight against the sum of small steps."""
     needs(12)
     tokens, features, classes = 65536, 64, 151936
-    module = sys.modules[f"{ops.__name__}.shared.ops.linear_cross_entropy"]
-    chunks = list(module._chunks(tokens, module.chunk_tokens(tokens)))
+    module = sys.modules[f"{ops.__name__}.shared.ops.linear_head"]
+    monkeypatch.setattr(module, "LARGE_CHUNK", 12 * GIB)
+    chunks = list(module.chunk_slices(tokens, module.plan_chunks(tokens, classes, BF16).tokens))
     assert max(rows.stop - rows.start for rows in chunks) * classes > 2**31
     hidden = checks.leaf(filled(tokens, features, seed=1))
     weight = checks.leaf(filled(classes, features, seed=2) * features**-0.5)
@@ -52,6 +53,26 @@ def test_more_than_2_31_logits_in_one_chunk(ops, options):
         dweight += small.grad.float()
     assert abs(loss.item() - total) <= 1e-4 * total
     assert relative_error(weight.grad, dweight) <= 3 * RELATIVE_ERROR[BF16]  # four chunks, each of which rounds
+
+
+@pytest.mark.parametrize("frozen", (False, True))
+def test_the_memory_of_the_loss_does_not_grow_with_the_tokens(ops, frozen):
+    """Beyond the inputs, their gradients and a few numbers a token; and a grid's second dimension, of 65535 blocks, holds no tokens."""
+    needs(12)
+    features, classes, peaks = 64, 151936, []
+    weight = (filled(classes, features, seed=2) * features**-0.5).requires_grad_(not frozen)
+    for tokens in (32768, 262144):
+        hidden = checks.leaf(filled(tokens, features, seed=1))
+        target = torch.randint(0, classes, (tokens,), device="cuda", generator=torch.Generator("cuda").manual_seed(3))
+        weight.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = ops.linear_cross_entropy(hidden, weight, target)
+        loss.backward()
+        assert torch.isfinite(loss) and torch.isfinite(hidden.grad).all()
+        peaks.append(torch.cuda.max_memory_allocated() - before - hidden.nbytes - 64 * tokens)
+    logits = (0.6 if frozen else 1.6) * GIB
+    assert max(peaks) <= logits + (0 if frozen else 3 * weight.nbytes) + 2**26 and peaks[1] <= peaks[0] + 2**20
 
 
 @pytest.mark.parametrize("length", (4096, 128), ids=("hidden states", "heads"))

@@ -1,9 +1,13 @@
 """Training on the GPU: the losses of the kernelized model are those of the model as it is."""
 
+import gc
+import importlib
+import weakref
+
 import pytest
 import torch
 
-from tests.models import Step, tiny_model
+from tests.models import Step, packed_groups, tiny_model
 
 STEPS = 20
 
@@ -101,3 +105,39 @@ def test_packed_weights_give_the_same_step(ops, dtype):
     plain = Step(model_of(dtype), input_ids=ids, labels=ids)
     packed = Step(ops.kernelize(ops.pack(model_of(dtype))), input_ids=ids, labels=ids)
     packed.assert_as_exact_as(plain, exact)
+
+
+def test_packed_weights_have_storages_of_their_own(ops, tmp_path):
+    """tests/cpu/test_saving.py has every way to save; here is what CUDA's memory adds."""
+    from safetensors.torch import load_model, save_model
+
+    ids, model = tokens(2, 301), ops.kernelize(ops.pack(model_of(torch.bfloat16)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(input_ids=ids, labels=ids).loss.backward()
+    for tensors in (list(model.parameters()), [parameter.grad for parameter in model.parameters()]):
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
+    optimizer.step()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    save_model(model, tmp_path / "model.safetensors")
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    for load in (lambda m: load_model(m, tmp_path / "model.safetensors"), lambda m: m.load_state_dict(torch.load(tmp_path / "state.pt"))):
+        other = ops.pack(model_of(torch.bfloat16))
+        load(other)
+        assert all(all(packed_groups(ops, layer)) for layer in other.model.layers)
+        assert all(torch.equal(value, expected[name]) for name, value in other.state_dict().items())
+
+
+def test_packed_memory_lives_as_long_as_one_of_its_weights(ops):
+    model = ops.pack(model_of(torch.bfloat16))
+    side_by_side, attention = importlib.import_module(f"{ops.__name__}.shared.ops.common").side_by_side, model.model.layers[0].self_attn
+    weights = [linear.weight for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    block, weight = weakref.ref(side_by_side(weights)), weights[1].detach()
+    expected = weight.clone()
+    del model, attention, weights
+    gc.collect()
+    noise = torch.full((2**26,), torch.nan, device="cuda")
+    assert torch.equal(weight, expected) and noise.isnan().all()
+    allocated = torch.cuda.memory_allocated()
+    del weight
+    assert block() is None and torch.cuda.memory_allocated() <= allocated - 4096 * 1024 * 2  # q, k and v: [4096, 1024] in bf16

@@ -28,6 +28,7 @@ def tensor_at(address: int, dtype: torch.dtype, shape, stride) -> torch.Tensor:
     other."""
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
+    assert address, f"an array {list(shape)} of {dtype} starts at address 0"
     extent = 1 + sum((length - 1) * step for length, step in zip(shape, stride))
     memory = (ctypes.c_char * (extent * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)

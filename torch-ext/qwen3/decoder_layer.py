@@ -11,6 +11,7 @@ import sys
 import torch
 
 from .shared.hf.modeling import PLAIN, SAVED, all_are_listened_to, is_marked, is_silu, original_forward, own_forward, plain_weight
+from .shared.ops.common import autocasts
 from .shared.ops.decoder_nodes import norm_attention_inputs, norm_mlp
 from .shared.ops.rms_norm import add_rms_norm, rms_norm
 from .shared.ops.rotary import qk_norm_rotary
@@ -50,7 +51,7 @@ def _parameter(norm):
 
 def fusable(layer, x) -> bool:
     """True when the parts of a layer may be taken apart: nobody listens to them, and they hold what Qwen3's do."""
-    if type(x) not in PLAIN or x.dim() != 3 or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+    if type(x) not in PLAIN or x.dim() != 3 or torch.compiler.is_compiling() or autocasts(x.device):
         return False
     if all_are_listened_to():
         return False

@@ -13,31 +13,23 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..ops.common import autocasts
+from ..ops.cross_entropy import LinearCrossEntropyOutput, Options, cross_entropy_of_logits
 from ..ops.experts import experts
-from ..ops.linear_cross_entropy import LinearCrossEntropyOutput, cross_entropy_of_logits, linear_cross_entropy
+from ..ops.linear_cross_entropy import linear_cross_entropy
 from ..ops.rms_norm import rms_norm
 from ..ops.rotary import rotary, rotary_reference
 from ..ops.swiglu import mlp, swiglu
+from ..runtime.device import PLAIN
 
 SAVED = "_bastile_"  # prefix of the attribute that keeps what `patching` replaced, on the class or module where it stood
 OFF = SAVED + "off"  # on a causal LM whose forward accelerate wrapped while it was ours: reset() cannot take it out again
 LAYER = SAVED + "layer"  # on a forward of ours: the forward itself, so a wrapper to which functools copies it is told apart
 EXPERTS = "bastile"  # the name of our implementation among transformers' implementations of experts
-PLAIN = (torch.Tensor, nn.Parameter)
 FSDP = "torch.distributed.fsdp"
 LOSS_OPTIONS = SAVED + "loss_options"  # what apply() was told about the loss, on the class of the causal LM
-OPTIONS = (  # of the loss, beside transformers' own ignore_index, num_items_in_batch and shift_labels; see `linear_cross_entropy`
-    "class_weight",
-    "reduction",
-    "label_smoothing",
-    "softcap",
-    "lse_square_scale",
-    "use_token_scaling",
-    "accum_dtype",
-    "return_z_loss",
-    "return_token_accuracy",
-    "return_predicted_tokens",
-)
+# Of the loss, beside transformers' own ignore_index, num_items_in_batch and shift_labels; see `linear_cross_entropy`.
+OPTIONS = ("class_weight", "reduction", *(name for name in Options._fields if name != "ignore_index"))
 
 
 def is_plain(tensor) -> bool:
@@ -137,7 +129,7 @@ def mlp_forward(layer, x: torch.Tensor) -> torch.Tensor:
     gate_weight, up_weight, down_weight = plain_weight(gate_proj), plain_weight(up_proj), plain_weight(down_proj)
     if gate_weight is not None and up_weight is not None and down_weight is not None and is_plain(x):
         same = gate_weight.dtype == up_weight.dtype == down_weight.dtype == x.dtype
-        if same and not torch.is_autocast_enabled(x.device.type):
+        if same and not autocasts(x.device):
             return mlp(x, gate_weight, up_weight, down_weight)
     gate, up = gate_proj(x), up_proj(x)
     if is_plain(gate) and is_plain(up) and gate.dtype == up.dtype:
@@ -175,9 +167,8 @@ def _known_experts(layer, hidden, index, scores):
     if not all(type(tensor) in PLAIN for tensor in (hidden, index, scores, *weights)) or any(w.dtype != dtype for w in weights):
         return None
     flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
-    device = hidden.device.type
     # Under autocast transformers' grouped GEMMs run in the dtype of the weights too.
-    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+    with torch.autocast(hidden.device.type, enabled=False) if autocasts(hidden.device) else nullcontext():
         result = experts(flat, index, scores, *weights, transposed=layer.is_transposed, **gate)
     return result.view(hidden.shape).to(hidden.dtype)
 
@@ -228,6 +219,15 @@ def _on(device, options):
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
 
 
+def _items(num_items_in_batch, kwargs):
+    """The number of items under transformers' name, `num_items_in_batch`, or under that of `linear_cross_entropy`, `num_items`. Raises
+    ValueError when it is given under both."""
+    num_items = kwargs.get("num_items")
+    if num_items is None or num_items_in_batch is None:
+        return num_items_in_batch if num_items is None else num_items
+    raise ValueError("num_items and num_items_in_batch are both given, expected one of them: they are two names of the same number")
+
+
 def _like_items(found, num_items):
     """The result of a loss whose items are counted: DataParallel does it in a tensor of one element, and so is the loss then."""
     if not isinstance(num_items, torch.Tensor):
@@ -238,13 +238,14 @@ def _like_items(found, num_items):
 
 
 def causal_lm_loss(hidden, weight, bias, labels, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
-    """transformers' `ForCausalLMLoss`, of what goes into the head instead of what comes out of it.
+    """transformers' `ForCausalLMLoss`, of what goes into the head instead of what comes out of it; float32 as that is.
 
-    hidden: [..., features]; weight: [classes, features]; bias: [classes] or None. kwargs: `OPTIONS`, and others that are for
-    nothing, as in transformers. Returns what `linear_cross_entropy` returns.
+    hidden: [..., features]; weight: [classes, features]; bias: [classes] or None. kwargs: `OPTIONS`, `num_items`, which
+    is num_items_in_batch, and others, which are ignored, as in transformers. Returns what `linear_cross_entropy` returns.
     """
+    num_items = _items(num_items_in_batch, kwargs)
     device = hidden.device.type
-    autocast = torch.is_autocast_enabled(device)
+    autocast = autocasts(hidden.device)
     if autocast:
         dtype = torch.get_autocast_dtype(device)
         hidden, weight, bias = (None if tensor is None else tensor.to(dtype) for tensor in (hidden, weight, bias))
@@ -252,24 +253,31 @@ def causal_lm_loss(hidden, weight, bias, labels, num_items_in_batch=None, ignore
     target = shift(labels, shift_labels, ignore_index).to(hidden.device)
     options = _on(hidden.device, {name: kwargs[name] for name in OPTIONS if name in kwargs})
     with torch.autocast(device, enabled=False) if autocast else nullcontext():
-        found = linear_cross_entropy(
-            hidden, weight, target, bias, ignore_index=ignore_index, num_items=num_items_in_batch, **options
-        )
-    return _like_items(found, num_items_in_batch)
+        found = linear_cross_entropy(hidden, weight, target, bias, ignore_index=ignore_index, num_items=num_items, **options)
+    return _like_items(_in_float32(found) if hidden.dtype == torch.float64 else found, num_items)
+
+
+def _in_float32(found):
+    """A loss in the dtype that transformers' is in, whatever the model's."""
+    if isinstance(found, LinearCrossEntropyOutput):
+        floats = {name: value.float() for name, value in found._asdict().items() if value is not None and value.is_floating_point()}
+        return found._replace(**floats)
+    return found.float()
 
 
 def causal_lm_loss_of_logits(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
     """The same of logits [..., vocab_size], in PyTorch and in float32."""
+    num_items = _items(num_items_in_batch, kwargs)
     logits = logits.float().view(-1, vocab_size)
     target = shift(labels, shift_labels, ignore_index).to(logits.device)
     options = _on(logits.device, {name: kwargs[name] for name in OPTIONS if name in kwargs})
     if options:
-        found = cross_entropy_of_logits(logits, target, ignore_index=ignore_index, num_items=num_items_in_batch, **options)
-        return _like_items(found, num_items_in_batch)
-    if num_items_in_batch is None:
+        found = cross_entropy_of_logits(logits, target, ignore_index=ignore_index, num_items=num_items, **options)
+        return _like_items(found, num_items)
+    if num_items is None:
         return nn.functional.cross_entropy(logits, target, ignore_index=ignore_index)
     loss = nn.functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
-    return loss / torch.as_tensor(num_items_in_batch, device=loss.device)
+    return loss / (num_items.to(loss.device) if isinstance(num_items, torch.Tensor) else num_items)
 
 
 class _WithLoss:
@@ -341,6 +349,9 @@ def causal_lm_forward(model, labels, kwargs):
     forward = original_forward(model)
     if labels is None or OFF in model.__dict__ or not loss_is_standard(model):
         return forward(model, labels=labels, **kwargs)
+    if "num_items" in kwargs:
+        kwargs["num_items_in_batch"] = _items(kwargs.get("num_items_in_batch"), kwargs)
+        del kwargs["num_items"]
     options = dict(getattr(model, LOSS_OPTIONS, ()))
     for name in (*OPTIONS, "skip_logits"):
         if name in kwargs:

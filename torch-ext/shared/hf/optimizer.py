@@ -12,7 +12,8 @@ from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
 from ..ops.adamw import fits, numbers, step_in_place
-from .modeling import PLAIN
+from ..ops.common import fail
+from ..runtime.device import PLAIN
 
 REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
 CPU = torch.device("cpu")
@@ -74,7 +75,8 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure=None):
         """One step on every parameter that has a gradient. closure: computes the loss anew; its result is returned.
 
-        Raises RuntimeError for a sparse gradient, and while a CUDA graph is captured.
+        Raises RuntimeError for a sparse gradient, and while a CUDA graph is captured; ValueError for a gradient or an average of another
+        shape than its parameter.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("AdamW cannot be captured in a CUDA graph: it counts its steps on the host. Use torch.optim.AdamW(capturable=True)")
@@ -130,7 +132,9 @@ class AdamW(torch.optim.AdamW):
             if held is not None and fits(held):
                 large.append((held, _on(state, CPU)))
                 changed += (param, held[0])
-            elif held is not None and held[0].is_cuda and param.is_floating_point() and len({t.dtype for t in held}) == 1:
+                continue
+            _check_shapes(tensors)
+            if held is not None and held[0].is_cuda and param.is_floating_point() and len({t.dtype for t in held}) == 1:
                 fused.append((*held, _on(state, held[0].device)))
                 changed.append(param)
             else:
@@ -142,6 +146,14 @@ def _refuse(options) -> None:
     for name in REFUSED:
         if options.get(name):
             raise ValueError(f"{name} is {options[name]}, expected False: use torch.optim.AdamW for it")
+
+
+def _check_shapes(tensors) -> None:
+    """Raises ValueError for a gradient or an average of another shape than its parameter."""
+    shape = tensors[0].shape
+    for name, tensor in zip(("gradient", "exp_avg", "exp_avg_sq"), tensors[1:]):
+        if tensor.shape != shape:
+            fail(f"the {name} of a parameter", f"of shape {list(tensor.shape)}", f"the parameter's shape {list(shape)}")
 
 
 def _on(state, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..ops.common import side_by_side
+from ..ops.common import lay_side_by_side, side_by_side
 from .modeling import plain_weight
 
 # The layers of a module whose outputs are computed from one input, in the order of their rows.
@@ -13,10 +13,15 @@ def pack(model):
     """Lays the weights of q, k and v, and those of gate and up, of every layer side by side in memory, and returns the model.
 
     The fused layers then multiply by them at once: fewer and larger GEMMs, most of all with few tokens. Parameters keep their
-    names, shapes, values, gradients and optimiser state; each only becomes a view of a piece of memory that it shares with its
-    neighbours, as `save_pretrained` and `torch.save` know it. Needs memory for a copy of one layer's weights while it runs. Call it
-    when the model is on its device and of its dtype: `model.to(...)` and a deep copy lay the weights apart again, which costs speed
-    and nothing else. Layers that are not plain `torch.nn.Linear` (LoRA, quantised, sharded, with biases) stay as they are. Raises TypeError when model is no module.
+    names, shapes, values, gradients and optimiser state, and each has a storage of its own, so whatever saves, loads or counts a
+    model's tensors finds what it would find without `pack`. Only the memory of a group is freed as one, when the last of its weights
+    goes. Needs memory for a copy of one layer's weights while it runs.
+
+    Call it when the model is on its device and of its dtype, before DDP, FSDP or DeepSpeed take the model. Loading a state dict keeps
+    the weights together; `model.to(...)` that changes something, `share_memory()`, `load_state_dict(assign=True)` and a copy of the
+    model lay them apart again, which costs speed and nothing else: call it again. Layers that are not plain `torch.nn.Linear` (LoRA,
+    quantised, sharded, with biases), weights that two modules hold or that are views of a larger storage, and those on the meta device
+    stay as they are. Raises TypeError when model is no module.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is {model!r}, expected a torch.nn.Module")
@@ -28,7 +33,7 @@ def pack(model):
             if any(weight is None or id(weight) in shared for weight in weights) or not _alike(weights):
                 continue
             if side_by_side(weights) is None:
-                _lay(weights)
+                lay_side_by_side(weights)
     return model
 
 
@@ -43,12 +48,8 @@ def _shared(model):
 
 
 def _alike(weights) -> bool:
+    """Whether one matrix can hold the weights, and each is all that its storage holds: what is a view of a larger one, as a parameter
+    in DeepSpeed's flat buffer, is written and read through that."""
     first = weights[0]
-    return all(w.dtype == first.dtype and w.device == first.device and w.shape[1] == first.shape[1] for w in weights)
-
-
-@torch.no_grad()
-def _lay(weights) -> None:
-    together = torch.cat([weight.detach() for weight in weights])
-    for weight, place in zip(weights, together.split([weight.shape[0] for weight in weights])):
-        weight.data = place
+    alone = (w.dim() == 2 and w.untyped_storage().nbytes() == w.nbytes and w.device.type != "meta" for w in weights)
+    return all(alone) and all(w.dtype == first.dtype and w.device == first.device and w.shape[1] == first.shape[1] for w in weights)

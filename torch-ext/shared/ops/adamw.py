@@ -19,12 +19,12 @@ _kernel = Kernel("adamw", "adamw_any", grid=elementwise_grid)
 
 def fits(tensors: Sequence[torch.Tensor]) -> bool:
     """True when a kernel takes a parameter, its gradient and its two averages, and they are worth a launch: large contiguous tensors
-    of one dtype on one GPU with kernels."""
+    of one shape and dtype on one GPU with kernels."""
     first = tensors[0]
-    dtype, device = first.dtype, first.get_device()
-    if first.numel() < SMALLEST or dtype not in DTYPES or not kernels_run_on(first):
+    dtype, device, shape = first.dtype, first.get_device(), first.shape
+    if first.numel() < SMALLEST or dtype not in DTYPES or not kernels_run_on(*tensors):
         return False
-    return all(t.is_contiguous() and t.dtype == dtype and t.get_device() == device and not t.is_neg() for t in tensors)
+    return all(t.is_contiguous() and t.dtype == dtype and t.get_device() == device and t.shape == shape for t in tensors)
 
 
 def numbers(step: float, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> Tuple[float, ...]:

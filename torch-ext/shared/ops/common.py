@@ -7,7 +7,8 @@ from typing import Callable, Optional, Sequence
 import torch
 
 from ..._ops import add_op_namespace_prefix
-from ..runtime.launch import Kernel
+from ..runtime.device import is_ordinary
+from ..runtime.launch import Kernel, overlaps
 
 TORCH_MIN = (2, 6)
 SLAB = 2**30  # elements that one launch reaches over: offsets into an array are 32-bit
@@ -26,6 +27,17 @@ def apply_function(function, *args):
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return function.apply(*args)
     return function.forward(_NoContext(), *args)
+
+
+def needs_formula(*tensors: Optional[torch.Tensor]) -> bool:
+    """True when an operation must be PyTorch's own operations on these arguments, which every kind of tensor and every transform takes:
+    an autograd function of ours works on ordinary tensors alone (`is_ordinary`), and where torch.compile or torch.export traces it."""
+    return not (torch.compiler.is_compiling() or is_ordinary(*tensors))
+
+
+def autocasts(device: torch.device) -> bool:
+    """True when autocast is on for a device. torch.is_autocast_enabled raises for those without autocast, such as meta."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def check_torch(version: str) -> None:
@@ -116,14 +128,18 @@ def elementwise_grid(c, first, *_):
 def launch_elementwise(kernel: Kernel, tiles: Sequence[int], tensors: Sequence[torch.Tensor], floats: Sequence[float] = ()) -> None:
     """Launches a kernel on every element of some tensors of one shape and dtype, as rows that one of `tiles` divides, or flat.
 
-    tensors: contiguous, or aligned [rows, columns] whose columns one of `tiles` divides.
+    tensors: contiguous, or aligned [rows, columns] whose columns one of `tiles` divides. Raises ValueError when their shapes or dtypes
+    differ.
     """
     first = tensors[0]
     if first.numel() == 0:
         return
-    key = (first.get_device(), first.dtype, first.shape, *[tensor.stride() for tensor in tensors])
+    key = look(*tensors)
     if kernel.again(key, [tensor.data_ptr() for tensor in tensors], floats):
         return
+    for i, tensor in enumerate(tensors):
+        if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.device != first.device:
+            fail(f"tensor {i} of {kernel.names[0]}", describe(tensor), f"like the first, which is {describe(first)}")
     views = tensors
     if all(tensor.is_contiguous() for tensor in tensors):
         whole = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
@@ -137,26 +153,49 @@ def launch_elementwise(kernel: Kernel, tiles: Sequence[int], tensors: Sequence[t
         kernel([view[start : start + rows] for view in views], *floats)
 
 
+BLOCK = "_bastile_block"  # on the storage of a weight that `lay_side_by_side` placed: the tensor that holds it and its neighbours
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def lay_side_by_side(weights: Sequence[torch.Tensor]) -> None:
+    """Moves weights [rows, columns] of one number of columns, dtype and device behind each other in one piece of memory.
+
+    Each gets a storage of its own over its part, because what saves models keeps one of the tensors that share a storage. A slice of
+    a storage is such a one, and keeps the whole piece alive. CUDA's allocator does not know it: `weight.record_stream` does nothing.
+    """
+    block = torch.cat([weight.detach() for weight in weights])
+    start = 0
+    for weight in weights:
+        storage = block.untyped_storage()[start : start + weight.nbytes]
+        setattr(storage, BLOCK, block)  # PyTorch keeps the Python object of a storage, and so the mark, as long as the storage
+        start += weight.nbytes
+        weight.data = block.new_empty(0).set_(storage, 0, weight.shape)
+
+
 def side_by_side(weights: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
-    """Weights [rows, columns] that lie behind each other in one piece of memory, as one [all rows, columns] view; else None, and
-    None for a tracer, whose tensors lie nowhere."""
+    """The [all rows, columns] tensor whose rows are exactly those of these weights, in this order, where `lay_side_by_side` put them
+    there and nothing has moved them since; else None, and None for a tracer, whose tensors lie nowhere.
+
+    Neighbours by chance do not count: nothing keeps the memory of one alive as long as that of another.
+    """
     if torch.compiler.is_compiling():
         return None
-    first = weights[0]
-    address, storage, rows, columns = first.data_ptr(), first.untyped_storage().data_ptr(), 0, first.shape[1]
-    for weight in weights:
-        if weight.data_ptr() != address or not weight.is_contiguous() or weight.shape[1] != columns:
+    block = getattr(weights[0].untyped_storage(), BLOCK, None)
+    if block is None:
+        return None
+    address, rows, (all_rows, columns) = block.data_ptr(), 0, block.shape
+    for weight in weights:  # what lies at an address of the block, which is alive, lies in the block
+        if weight.data_ptr() != address or weight.dtype != block.dtype or weight.shape[1] != columns or not weight.is_contiguous():
             return None
-        if weight.untyped_storage().data_ptr() != storage:  # neighbours by chance
-            return None
-        address += weight.numel() * weight.element_size()
+        address += weight.nbytes
         rows += weight.shape[0]
-    return first.as_strided((rows, columns), (columns, 1))
+    return block if rows == all_rows else None
 
 
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a contiguous copy when its last dimension is strided or any dimension is expanded."""
-    if tensor.is_contiguous() or (tensor.stride(-1) == 1 and 0 not in tensor.stride()):
+    """The tensor itself, or a contiguous copy when its last dimension is strided or two of its elements may be one (expanded, overlapping)."""
+    if tensor.is_contiguous() or (tensor.stride(-1) == 1 and not overlaps(tensor.shape, tensor.stride())):
         return tensor
     return tensor.contiguous()
 

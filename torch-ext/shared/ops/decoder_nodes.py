@@ -14,10 +14,10 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from .common import apply_function, describe, fail, need_floats, side_by_side
-from .rms_norm import add_rms_norm_backward, rms_norm_again, rms_norm_forward
-from .rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward
-from .swiglu import gate_and_up, mlp_backward, swiglu_forward
+from .common import apply_function, describe, fail, need_floats, needs_formula, side_by_side
+from .rms_norm import add_rms_norm_backward, rms_norm_again, rms_norm_forward, rms_norm_reference
+from .rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward, qk_norm_rotary_reference
+from .swiglu import gate_and_up, mlp_backward, mlp_reference, swiglu_forward
 
 
 def _input_gradient(grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -29,8 +29,22 @@ def _input_gradient(grads: Sequence[torch.Tensor], weights: Sequence[torch.Tenso
 
 
 def _weight_gradients(grads: Sequence[torch.Tensor], y: torch.Tensor, needs: Sequence[bool]) -> list:
-    """grad.T @ y for each one that is needed, None for the others."""
+    """grad.T @ y for each one that is needed, None for the others. One GEMM for all would give parts of one storage: see `gate_and_up`."""
     return [torch.mm(grad.t(), y) if need else None for grad, need in zip(grads, needs)]
+
+
+def norm_attention_inputs_reference(x, norm_weight, weights, q_norm, k_norm, cos, sin, shape, eps, head_eps):
+    """What `norm_attention_inputs` returns, in PyTorch."""
+    y = rms_norm_reference(x, norm_weight, eps)[0]
+    q, k, v = (linear(y, weight).view(*shape, -1, q_norm.shape[0]) for weight in weights)
+    return (*qk_norm_rotary_reference(q, k, q_norm, k_norm, cos, sin, head_eps), v.transpose(1, 2), x)
+
+
+def norm_mlp_reference(x, norm_weight, gate_weight, up_weight, down_weight, eps, attended, o_weight) -> torch.Tensor:
+    """What `norm_mlp` returns, in PyTorch."""
+    if o_weight is not None:
+        x = x + linear(attended, o_weight).view(x.shape)
+    return x + mlp_reference(rms_norm_reference(x, norm_weight, eps)[0], gate_weight, up_weight, down_weight)
 
 
 class _NormAttentionInputs(torch.autograd.Function):
@@ -68,10 +82,7 @@ class _NormAttentionInputs(torch.autograd.Function):
         dweights = [None] * len(weights)
         if any(needs[9:]):
             y = rms_norm_again(x, norm_weight, rstd)
-            if whole is not None and all(needs[9:]):
-                dweights = torch.mm(together.t(), y).split(rows)
-            else:
-                dweights = _weight_gradients(grads, y, needs[9:])
+            dweights = _weight_gradients(grads, y, needs[9:])
             del y
         dx = dnorm = None
         if needs[0] or needs[1]:
@@ -149,6 +160,8 @@ def norm_attention_inputs(
         fits = table.dim() == 3 and table.shape[0] in (1, shape[0]) and table.shape[1] == shape[1] and table.shape[2] in (head_dim, head_dim // 2)
         if not fits or table.shape != cos.shape or table.dtype != x.dtype or table.device != x.device:
             fail(name, describe(table), f"{x.dtype} [{shape[0]} or 1, {shape[1]}, {head_dim} or {head_dim // 2}] on {x.device}")
+    if needs_formula(x, norm_weight, *weights, q_norm, k_norm, cos, sin):
+        return norm_attention_inputs_reference(x, norm_weight, weights, q_norm, k_norm, cos, sin, shape, eps, head_eps)
     return apply_function(_NormAttentionInputs, x, norm_weight, float(eps), q_norm, k_norm, float(head_eps), cos, sin, tuple(shape), *weights)
 
 
@@ -181,6 +194,8 @@ def norm_mlp(
         shapes["attended"] = (attended, (x.numel() // hidden if hidden else 0, features))
         shapes["o_weight"] = (o_weight, (hidden, features))
     _check(x, norm_weight, shapes)
+    if needs_formula(x, norm_weight, gate_weight, up_weight, down_weight, attended, o_weight):
+        return norm_mlp_reference(x, norm_weight, gate_weight, up_weight, down_weight, eps, attended, o_weight)
     return apply_function(_NormMLP, x, attended, o_weight, norm_weight, float(eps), gate_weight, up_weight, down_weight)
 
 

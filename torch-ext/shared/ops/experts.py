@@ -17,7 +17,7 @@ from ..runtime import launch
 from ..runtime.artifacts import Variant
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel, PromiseError
-from .common import apply_function, describe, fail, need_floats, traceable, unit_stride, wide
+from .common import apply_function, describe, fail, need_floats, needs_formula, traceable, unit_stride, wide
 
 BLOCK_ROWS = 32  # of the kernels of the clamped gate: rows of one expert that a block takes
 COLUMNS = 64  # columns that a block takes
@@ -168,7 +168,7 @@ def _has_kernel(*tensors: torch.Tensor) -> bool:
     """False where none of our grouped GEMMs is for the dtype, the GPU or so many elements."""
     first = tensors[0]
     half = first.dtype in (torch.bfloat16, torch.float16)
-    return half and kernels_run_on(first) and all(t.numel() < GEMM_ELEMENTS for t in tensors)
+    return half and kernels_run_on(*tensors) and all(t.numel() < GEMM_ELEMENTS for t in tensors)
 
 
 def _launched(kernel: Kernel, *tensors: torch.Tensor) -> bool:
@@ -225,6 +225,14 @@ class Gate(NamedTuple):
             return gate_up[..., ::2], gate_up[..., 1::2]
         return gate_up.chunk(2, -1)
 
+    def apply(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[..., 2 * width], its bias added, -> [..., width]."""
+        g, u = self.split(gate_up)
+        if not self.alpha:
+            return torch.nn.functional.silu(g) * u
+        g, u = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit)
+        return (u + 1) * (g * torch.sigmoid(self.alpha * g))
+
     def join(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return torch.stack((gate, up), -1).flatten(-2) if self.interleaved else torch.cat((gate, up), -1)
 
@@ -242,11 +250,7 @@ def _biased(gate_up, bias, ends):
 
 def gate_reference(gate_up, bias, ends, gate: Gate) -> torch.Tensor:
     """The gated rows in the wide dtype, before the routing weights."""
-    g, u = gate.split(_biased(gate_up, bias, ends))
-    if not gate.alpha:
-        return torch.nn.functional.silu(g) * u
-    g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
-    return (u + 1) * (g * torch.sigmoid(gate.alpha * g))
+    return gate.apply(_biased(gate_up, bias, ends))
 
 
 def gate_backward_reference(d, gate_up, bias, ends, gate: Gate) -> torch.Tensor:
@@ -269,11 +273,33 @@ def token_sum_reference(y: torch.Tensor, position: torch.Tensor) -> torch.Tensor
     return torch.where(there[..., None], rows, 0.0).sum(1)
 
 
+def experts_reference(
+    hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, transposed, interleaved, alpha, limit
+) -> torch.Tensor:
+    """What `experts` returns, in PyTorch operations whose sizes do not depend on the routing: every expert sees every token, and what
+    it makes of those that do not go to it is left out."""
+    if not transposed:
+        gate_up_weight, down_weight = gate_up_weight.transpose(1, 2), down_weight.transpose(1, 2)
+    acc, count = wide(hidden.dtype), gate_up_weight.shape[0]
+    chosen = torch.stack([expert == number for number in range(count)])  # [experts, tokens, top-k]
+    weight = torch.where(chosen, scores.to(acc), 0.0).sum(2)[..., None]
+    gate_up = torch.matmul(hidden, gate_up_weight).to(acc)
+    if gate_up_bias is not None:
+        gate_up = gate_up + gate_up_bias[:, None]
+    gate_up = torch.where(chosen.any(2)[..., None], gate_up, 0.0)  # so that no expert's overflow reaches another's tokens
+    gated = Gate(interleaved, alpha, limit).apply(gate_up) * weight
+    out = torch.matmul(gated.to(hidden.dtype), down_weight).to(acc)
+    if down_bias is not None:
+        out = out + weight * down_bias[:, None]
+    return out.sum(0).to(hidden.dtype)
+
+
 # ---------------------------------------------------------------- the gate and the sums, where they run best
-def _kernels_for(gate_up: torch.Tensor, bias: Optionals, gate: Gate) -> bool:
-    """There are kernels for GPT-OSS's gate (clamped, interleaved, with a bias) and Qwen3-MoE's (neither of them)."""
+def _kernels_for(gate_up: torch.Tensor, bias: Optionals, gate: Gate, *others: torch.Tensor) -> bool:
+    """There are kernels for GPT-OSS's gate (clamped, interleaved, with a bias) and Qwen3-MoE's (neither of them). others: what else a
+    kernel reads."""
     same = gate.interleaved == bool(gate.alpha) == (bias is not None)
-    return same and gate_up.dtype != torch.float64 and kernels_run_on(gate_up) and (not gate.alpha or _has_clamped_gate())
+    return same and gate_up.dtype != torch.float64 and kernels_run_on(gate_up, bias, *others) and (not gate.alpha or _has_clamped_gate())
 
 
 def _has_clamped_gate() -> bool:
@@ -290,7 +316,7 @@ def _words(gate_up: torch.Tensor, bias: torch.Tensor) -> Tuple[torch.Tensor, tor
 
 def _gate_forward(gate_up, bias, scores, routing: Routing, gate: Gate) -> torch.Tensor:
     """The gated rows times their scores [rows] fp32."""
-    if not _kernels_for(gate_up, bias, gate):
+    if not _kernels_for(gate_up, bias, gate, scores, routing.ends):
         gated = gate_reference(gate_up, bias, routing.ends, gate)
         return (gated * scores[:, None]).to(gate_up.dtype)
     out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
@@ -308,7 +334,7 @@ def _gate_backward(dgated, gate_up, bias, scores, routing: Routing, gate: Gate, 
     dgated: the gradient of the gated rows, not yet multiplied by the scores. weights: False when neither the gated rows nor dbias
     are needed; then they are None.
     """
-    if not _kernels_for(gate_up, bias, gate):
+    if not _kernels_for(gate_up, bias, gate, dgated, scores, routing.ends):
         d = dgated.to(wide(dgated.dtype))
         gated = gate_reference(gate_up, bias, routing.ends, gate)
         dscores = (d * gated).sum(1)
@@ -337,7 +363,7 @@ def _gate_backward(dgated, gate_up, bias, scores, routing: Routing, gate: Gate, 
 
 def _token_sum(y, position, expert=None, scores=None, bias=None) -> torch.Tensor:
     """[tokens, columns]: the sum of each token's rows of y; with a bias, of its experts' biases times their scores too."""
-    if y.dtype == torch.float64 or not kernels_run_on(y):
+    if y.dtype == torch.float64 or not kernels_run_on(y, position, expert, scores, bias):
         total = token_sum_reference(y, position)
         if bias is not None:
             total = total + _dense(expert, scores, bias.shape[0], total.dtype) @ bias.to(total.dtype)
@@ -548,7 +574,8 @@ def experts(
     """
     _check(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, transposed, alpha, limit)
     options = (bool(transposed), bool(interleaved), float(alpha), float(limit))
-    return apply_function(_Experts, hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, *options)
+    tensors = (hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias)
+    return experts_reference(*tensors, *options) if needs_formula(*tensors) else apply_function(_Experts, *tensors, *options)
 
 
 def _check(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, transposed, alpha, limit):

@@ -11,7 +11,20 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import GRID_MAX, Kernel
-from .common import aligned, apply_function, column_sum, describe, fail, look, need_floats, new_like, traceable, unit_stride, wide
+from .common import (
+    aligned,
+    apply_function,
+    column_sum,
+    describe,
+    fail,
+    look,
+    need_floats,
+    needs_formula,
+    new_like,
+    traceable,
+    unit_stride,
+    wide,
+)
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -38,10 +51,10 @@ BLOCKS_PER_SM = ((256, 8), (1024, 6), (2560, 3))
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
-    """(y, rstd) in PyTorch."""
+    """(y, rstd [..., 1]) in PyTorch, which can differentiate it."""
     xf = x.to(wide(x.dtype))
     rstd = torch.rsqrt(xf.square().mean(-1, keepdim=True) + eps)
-    return weight * (xf * rstd).to(x.dtype), rstd.flatten()
+    return weight * (xf * rstd).to(x.dtype), rstd
 
 
 def rms_norm_backward_reference(dy, x, weight, rstd, need_dweight=True) -> Pair:
@@ -55,16 +68,16 @@ def rms_norm_backward_reference(dy, x, weight, rstd, need_dweight=True) -> Pair:
     return dx, (d * n).flatten(0, -2).sum(0).to(weight.dtype) if need_dweight else weight.new_empty(0)
 
 
-def _fits(x, weight):
-    """Kernels exist for x and weight of one dtype, and for an fp32 weight with x in half precision."""
+def _fits(x, weight, *others):
+    """Kernels exist for x and weight of one dtype, and for an fp32 weight with x in half precision. others: what else a kernel reads."""
     same = x.dtype == weight.dtype and x.dtype != torch.float64
     mixed = weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
-    return (same or mixed) and kernels_run_on(x)
+    return (same or mixed) and kernels_run_on(x, weight, *others)
 
 
-def _fused(x, weight):
+def _fused(x, weight, *others):
     half = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
-    return half and x.shape[-1] in FUSED_LENGTHS and _fits(x, weight)
+    return half and x.shape[-1] in FUSED_LENGTHS and _fits(x, weight, *others)
 
 
 def _in_parts(kernel: Kernel, key: tuple, rows: int, originals, tensors, *numbers) -> None:
@@ -85,7 +98,8 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
     if not _fits(x, weight):
-        return rms_norm_reference(x, weight, eps)
+        y, rstd = rms_norm_reference(x, weight, eps)
+        return y, rstd.flatten()
     contiguous = x.is_contiguous()
     same = contiguous and x.dtype == weight.dtype
     y = torch.empty_like(x) if same else torch.empty(x.shape, dtype=weight.dtype, device=x.device)
@@ -130,7 +144,7 @@ def _backward_launch(kernel, grads, x, weight, rstd, need_dweight) -> Pair:
 
 
 def _backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_dweight: bool) -> Pair:
-    if not _fits(x, weight):
+    if not _fits(x, weight, dy, rstd):
         dx, dweight = rms_norm_backward_reference(dy, x, weight, rstd, need_dweight)
         return dx.to(x.dtype), dweight
     if x.numel() == 0:
@@ -140,7 +154,7 @@ def _backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: tor
 
 def _again(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
     """y of [rows, length] from what the forward pass saved, bit for bit."""
-    if not _fused(x, weight):
+    if not _fused(x, weight, rstd):
         return weight * (x.to(wide(x.dtype)) * rstd[:, None]).to(x.dtype)
     y = new_like(x)
     key, originals = look(x, weight), (x, weight, y, rstd)
@@ -151,7 +165,7 @@ def _again(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor) -> torch.T
 
 def _add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Triple:
     """(total, y, rstd)"""
-    if not _fused(x, weight) or x.numel() == 0:
+    if not _fused(x, weight, residual) or x.numel() == 0:
         total = x + residual
         return (total, *_forward(total, weight, eps))
     rows, residual, weight = aligned(rows_of(x)), aligned(rows_of(residual)), aligned(weight)
@@ -168,7 +182,7 @@ def _add_backward(
     dy: torch.Tensor, dtotal: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_dweight: bool
 ) -> Pair:
     """(dx + dtotal, dweight), x: what was normalised."""
-    if not _fused(x, weight) or x.numel() == 0:
+    if not _fused(x, weight, dy, dtotal, rstd) or x.numel() == 0:
         dx, dweight = _backward(dy, x, weight, rstd, need_dweight)
         return dx + dtotal, dweight
     return _backward_launch(_add_backward_kernel, (dy, dtotal), x, weight, rstd, need_dweight)
@@ -242,6 +256,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.
     of the two dtypes. Differentiable in x and weight. Raises ValueError when shapes, dtypes or devices do not fit.
     """
     check(x, weight)
+    if needs_formula(x, weight):
+        return rms_norm_reference(x, weight, eps)[0]
     return apply_function(RMSNormFunction, x, weight, float(eps), rms_norm_forward, rms_norm_backward)
 
 
@@ -251,6 +267,9 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     x, residual: [..., n], one dtype. weight and the rest: as in `rms_norm`.
     """
     check(x, weight, residual)
+    if needs_formula(x, residual, weight):
+        total = x + residual
+        return rms_norm_reference(total, weight, eps)[0], total
     return apply_function(AddRMSNormFunction, x, residual, weight, float(eps), add_rms_norm_forward, add_rms_norm_backward)
 
 

@@ -9,7 +9,19 @@ from torch.autograd.function import once_differentiable
 from ..runtime.artifacts import Variant
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
-from .common import aligned, apply_function, column_sum, describe, fail, look, need_floats, new_like, traceable, unit_stride
+from .common import (
+    aligned,
+    apply_function,
+    column_sum,
+    describe,
+    fail,
+    look,
+    need_floats,
+    needs_formula,
+    new_like,
+    traceable,
+    unit_stride,
+)
 from .rms_norm import rms_norm_backward_reference, rms_norm_reference
 
 TOKENS = 4  # that the backward kernel of `qk_norm_rotary` takes at a time, or a part of so many
@@ -69,6 +81,12 @@ def rotary_backward_reference(dq, dk, cos, sin, heads_dim: int) -> Pair:
     return dq * cos - _rotate_half(dq * sin), dk * cos - _rotate_half(dk * sin)
 
 
+def qk_norm_rotary_reference(q, k, q_weight, k_weight, cos, sin, eps: float) -> Pair:
+    """(q, k) normalised, rotated and as attention takes them, in PyTorch."""
+    q, k = (rms_norm_reference(x, w, eps)[0] for x, w in ((q, q_weight), (k, k_weight)))
+    return tuple(x.transpose(1, 2) for x in rotary_reference(q, k, cos, sin, 2))
+
+
 # ---------------------------------------------------------------- with the kernels
 def _tokens(x: torch.Tensor) -> torch.Tensor:
     """[batch, tokens, heads, head_dim] -> [batch * tokens, heads, head_dim], a view where the strides allow it."""
@@ -90,35 +108,34 @@ def _launch(q, k, cos, sin, heads_dim, backward) -> Pair:
     return tuple(x.transpose(1, 2) for x in outs) if heads_dim == 1 else outs
 
 
-def _fits(q, cos):
-    return q.dtype != torch.float64 and cos.dtype == q.dtype and kernels_run_on(q)
+def _fits(q, k, cos, sin, *others):
+    return q.dtype != torch.float64 and cos.dtype == q.dtype and kernels_run_on(q, k, cos, sin, *others)
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads_dim: int) -> Pair:
-    if _fits(q, cos):
+    if _fits(q, k, cos, sin):
         return _launch(q, k, cos, sin, heads_dim, 0)
     return rotary_reference(q, k, cos, sin, heads_dim)
 
 
 def _backward(dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads_dim: int) -> Pair:
-    if _fits(dq, cos):
+    if _fits(dq, dk, cos, sin):
         return _launch(dq, dk, cos, sin, heads_dim, 1)
     return rotary_backward_reference(dq, dk, cos, sin, heads_dim)
 
 
-def fused_heads(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor) -> bool:
-    """True when `qk_norm_rotary` has kernels for these heads."""
+def _fused_heads(q, k, q_weight, k_weight, cos, sin, *others) -> bool:
+    """True when `qk_norm_rotary` has kernels for these heads. others: what else a kernel reads."""
     heads = q.shape[2] % 4 == 0 and k.shape[2] % 4 == 0 and q.shape[3] == cos.shape[-1] == 128
-    return heads and _fits(q, cos)
+    return heads and q_weight.dtype == k_weight.dtype == q.dtype and _fits(q, k, cos, sin, q_weight, k_weight, *others)
 
 
 def _norm_forward(
     q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
 ) -> Pair:
     """Results as [batch, heads, tokens, head_dim] views of [batch, tokens, heads, head_dim] in memory."""
-    if not (fused_heads(q, k, cos) and q_weight.dtype == k_weight.dtype == q.dtype):
-        q, k = (rms_norm_reference(x, w, eps)[0] for x, w in ((q, q_weight), (k, k_weight)))
-        return tuple(x.transpose(1, 2) for x in rotary_reference(q, k, cos, sin, 2))
+    if not _fused_heads(q, k, q_weight, k_weight, cos, sin):
+        return qk_norm_rotary_reference(q, k, q_weight, k_weight, cos, sin, eps)
     outs = new_like(q), new_like(k)
     key, tensors = look(q, k, q_weight, k_weight, cos, sin), (q, k, *outs, q_weight, k_weight, cos, sin)
     if not _norm_forward_kernel.again(key, [t.data_ptr() for t in tensors], (eps,)) and q.numel():
@@ -149,7 +166,7 @@ def _norm_backward(
 def norm_backward_into(outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight) -> Pair:
     """As `qk_norm_rotary_backward`, with the gradients of q and k written to `outs`; returns those of the weights."""
     dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
-    if not (fused_heads(q, k, cos) and q_weight.dtype == k_weight.dtype == q.dtype):
+    if not _fused_heads(q, k, q_weight, k_weight, cos, sin, dq, dk):
         dq, dk = rotary_backward_reference(dq, dk, cos, sin, 2)
         (dq, dq_weight), (dk, dk_weight) = (
             rms_norm_backward_reference(d, x, w, rms_norm_reference(x, w, eps)[1], need)
@@ -262,7 +279,7 @@ def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
         fail("unsqueeze_dim", unsqueeze_dim, "1 ([batch, heads, tokens, head_dim]) or 2 ([batch, tokens, heads, head_dim])")
     heads_dim = unsqueeze_dim % 4
     _check(q, k, cos, sin, heads_dim)
-    if cos.requires_grad or sin.requires_grad or cos.dtype != q.dtype:
+    if cos.requires_grad or sin.requires_grad or cos.dtype != q.dtype or needs_formula(q, k, cos, sin):
         return rotary_reference(q, k, cos, sin, heads_dim)
     return apply_function(_Rotary, q, k, cos, sin, heads_dim)
 
@@ -287,9 +304,9 @@ def qk_norm_rotary(
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight.shape != q.shape[-1:] or weight.device != q.device:
             fail(name, describe(weight), f"[{q.shape[-1]}] on {q.device}")
-    if cos.requires_grad or sin.requires_grad or not cos.dtype == q_weight.dtype == k_weight.dtype == q.dtype:
-        q, k = (rms_norm_reference(x, w, eps)[0] for x, w in ((q, q_weight), (k, k_weight)))
-        return tuple(x.transpose(1, 2) for x in rotary_reference(q, k, cos, sin, 2))
+    one_dtype = cos.dtype == q_weight.dtype == k_weight.dtype == q.dtype
+    if cos.requires_grad or sin.requires_grad or not one_dtype or needs_formula(q, k, q_weight, k_weight, cos, sin):
+        return qk_norm_rotary_reference(q, k, q_weight, k_weight, cos, sin, eps)
     return apply_function(_QKNormRotary, q, k, q_weight, k_weight, cos, sin, float(eps))
 
 

@@ -16,6 +16,7 @@ from .common import (
     fail,
     launch_elementwise,
     need_floats,
+    needs_formula,
     new_like,
     side_by_side,
     traceable,
@@ -59,12 +60,17 @@ def swiglu_backward_reference(dout: torch.Tensor, gate: torch.Tensor, up: torch.
     return (d * u * (s + silu * (1 - s))).to(gate.dtype), (d * silu).to(up.dtype), swiglu_reference(gate, up)
 
 
-def _fits(gate):
-    return gate.dtype != torch.float64 and kernels_run_on(gate)
+def mlp_reference(x, gate_weight, up_weight, down_weight) -> torch.Tensor:
+    """down(silu(gate(x)) * up(x)) in PyTorch."""
+    return linear(swiglu_reference(linear(x, gate_weight), linear(x, up_weight)), down_weight)
+
+
+def _fits(*tensors):
+    return tensors[0].dtype != torch.float64 and kernels_run_on(*tensors)
 
 
 def _forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    if not _fits(gate):
+    if not _fits(gate, up):
         return swiglu_reference(gate, up)
     gate, up = _inputs(gate, up)
     out = new_like(gate)
@@ -73,7 +79,7 @@ def _forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def _backward(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    if not _fits(gate):
+    if not _fits(gate, up, dout):
         return swiglu_backward_reference(dout, gate, up)[:2]
     dout, gate, up = _inputs(dout, gate, up)
     dgate, dup = new_like(gate), new_like(gate)
@@ -90,10 +96,11 @@ def backward_in_place(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) 
     columns = gate.shape[1]
     both = torch.empty((gate.shape[0], 2 * columns), dtype=gate.dtype, device=gate.device)
     dgate, dup = both[:, :columns], both[:, columns:]
-    if _fits(gate) and aligned_rows(columns):
+    fits = _fits(gate, up, dout)
+    if fits and aligned_rows(columns):
         gate, up = _inputs(gate, up)
         launch_elementwise(_recompute_kernel, TILES, (dout, gate, up, dgate, dup))
-    elif _fits(gate):
+    elif fits:
         apart = torch.empty_like(dout), torch.empty_like(dout)
         launch_elementwise(_recompute_kernel, TILES, (dout, gate.contiguous(), up.contiguous(), *apart))
         dgate.copy_(apart[0])
@@ -144,12 +151,15 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device:
         fail("up", describe(up), f"like gate, which is {describe(gate)}")
     need_floats(gate=gate)
+    if needs_formula(gate, up):
+        return swiglu_reference(gate, up)
     return apply_function(_SwiGLU, gate, up)
 
 
-# Up to so many tokens one GEMM over gate's and up's weights side by side beats two, in the forward pass and for the weights' gradients
-# (H200, [12288, 4096] each: 1 % to 7 %; with more tokens it loses as much). For the input's gradient it always does: nothing is added up.
-ONE_GEMM_FORWARD, ONE_GEMM_GRADIENT = 512, 4096
+# Up to so many tokens one GEMM over gate's and up's weights side by side beats two in the forward pass (H200, [12288, 4096] each: 1 % to
+# 7 %; with more tokens it loses as much). For the input's gradient it always does: nothing is added up. The weights' gradients are two:
+# as parts of one result they would share its storage, of which accelerate saves one tensor, and be freed only together.
+ONE_GEMM_FORWARD = 512
 
 
 def gate_and_up(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -178,16 +188,14 @@ def mlp_backward(dy, x, gate, up, gate_weight, up_weight, down_weight, needs) ->
     if need_down:
         ddown_weight = torch.mm(dy.t(), hidden)
     del hidden
-    whole = side_by_side((gate_weight, up_weight))
-    if need_gate and need_up and whole is not None and dy.shape[0] <= ONE_GEMM_GRADIENT:
-        dgate_weight, dup_weight = torch.mm(both.t(), x()).split(gate_weight.shape[0])
-    elif need_gate or need_up:
+    if need_gate or need_up:
         normed = x()
         dgate_weight = torch.mm(dgate.t(), normed) if need_gate else None
         dup_weight = torch.mm(dup.t(), normed) if need_up else None
         del normed
     dx = None
     if need_x:
+        whole = side_by_side((gate_weight, up_weight))
         dx = torch.mm(both, whole) if whole is not None else torch.mm(dgate, gate_weight).addmm_(dup, up_weight)
     return dx, dgate_weight, dup_weight, ddown_weight
 
@@ -226,4 +234,6 @@ def mlp(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, dow
     ):
         if weight.shape != shape or weight.dtype != x.dtype or weight.device != x.device:
             fail(name, describe(weight), f"{x.dtype} {list(shape)} on {x.device}")
+    if needs_formula(x, gate_weight, up_weight, down_weight):
+        return mlp_reference(x, gate_weight, up_weight, down_weight)
     return apply_function(_MLP, x.reshape(-1, x.shape[-1]), gate_weight, up_weight, down_weight).view(x.shape)

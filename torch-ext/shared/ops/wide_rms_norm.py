@@ -9,7 +9,7 @@ import torch
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import GRID_MAX, Kernel
-from .common import apply_function, column_sum, new_like, traceable, unit_stride, wide
+from .common import apply_function, column_sum, needs_formula, new_like, traceable, unit_stride, wide
 from .rms_norm import AddRMSNormFunction, RMSNormFunction, check, one_partial_sum_a_block, rms_norm_backward_reference, rows_of
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
@@ -29,23 +29,24 @@ _add_forward_kernel = Kernel("wide_add_rms_norm_forward", grid=_one_block_a_row)
 _add_backward_kernel = Kernel("wide_add_rms_norm_backward", grid=one_partial_sum_a_block)
 
 
-def _fits(x, weight):
-    """Kernels exist for x and weight of one dtype, and for an fp32 weight with x in half precision."""
+def _fits(x, weight, *others):
+    """Kernels exist for x and weight of one dtype, and for an fp32 weight with x in half precision. others: what else a kernel reads."""
     same = x.dtype == weight.dtype and x.dtype != torch.float64
     mixed = weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
-    return (same or mixed) and x.shape[-1] <= LONGEST and 0 < x.numel() <= x.shape[-1] * GRID_MAX[0] and kernels_run_on(x)
+    return (same or mixed) and x.shape[-1] <= LONGEST and 0 < x.numel() <= x.shape[-1] * GRID_MAX[0] and kernels_run_on(x, weight, *others)
 
 
 def wide_rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
-    """(y, rstd) in PyTorch."""
+    """(y, rstd [..., 1]) in PyTorch, which can differentiate it."""
     xf = x.to(wide(x.dtype))
     rstd = torch.rsqrt(xf.square().mean(-1, keepdim=True) + eps)
-    return (weight * (xf * rstd)).to(x.dtype), rstd.flatten()
+    return (weight * (xf * rstd)).to(x.dtype), rstd
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
     if not _fits(x, weight):
-        return wide_rms_norm_reference(x, weight, eps)
+        y, rstd = wide_rms_norm_reference(x, weight, eps)
+        return y, rstd.flatten()
     rows = rows_of(x)
     y, rstd = new_like(x), x.new_empty(rows.shape[0], dtype=torch.float32)
     _forward_kernel((rows, unit_stride(weight), y.view(rows.shape), rstd), eps)
@@ -54,7 +55,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
 
 def _add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Triple:
     """(total, y, rstd)"""
-    if not _fits(x, weight):
+    if not _fits(x, weight, residual):
         total = x + residual
         return (total, *_forward(total, weight, eps))
     rows = rows_of(x)
@@ -77,7 +78,7 @@ def _add_backward(
 
 def _gradients(grads, x, weight, rstd, need_dweight: bool) -> Pair:
     """(dx, dweight); dweight is empty where nobody needs it. grads: dy, and dtotal where there is one."""
-    if not _fits(x, weight):
+    if not _fits(x, weight, rstd, *grads):
         dx, dweight = rms_norm_backward_reference(grads[0], x, weight, rstd, need_dweight)
         dx = dx.to(x.dtype)
         return dx + grads[1] if len(grads) > 1 else dx, dweight
@@ -115,6 +116,8 @@ def wide_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> t
     Returns [..., n] in x's dtype. Differentiable in x and weight. Raises ValueError when shapes, dtypes or devices do not fit.
     """
     check(x, weight)
+    if needs_formula(x, weight):
+        return wide_rms_norm_reference(x, weight, eps)[0]
     return apply_function(RMSNormFunction, x, weight, float(eps), wide_rms_norm_forward, wide_rms_norm_backward)
 
 
@@ -124,4 +127,7 @@ def wide_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Ten
     x, residual: [..., n], one dtype. weight and the rest: as in `wide_rms_norm`.
     """
     check(x, weight, residual)
+    if needs_formula(x, residual, weight):
+        total = x + residual
+        return wide_rms_norm_reference(total, weight, eps)[0], total
     return apply_function(AddRMSNormFunction, x, residual, weight, float(eps), wide_add_rms_norm_forward, wide_add_rms_norm_backward)

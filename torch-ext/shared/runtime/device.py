@@ -3,13 +3,18 @@
 import os
 import threading
 import warnings
-from typing import Dict
+from typing import Dict, Optional
 
 import torch
+from torch import nn
+from torch.autograd import forward_ad
 
 from . import launch
 from .artifacts import ArtifactError, host
 from .driver import MIN_DRIVER, DriverError
+
+PLAIN = (torch.Tensor, nn.Parameter)
+_TRACERS = [key for name, key in torch._C._TorchDispatchModeKey.__members__.items() if name in ("FAKE", "PROXY", "FUNCTIONAL")]
 
 _lock = threading.Lock()
 _ready: Dict[int, bool] = {}
@@ -21,15 +26,38 @@ class KernelsUnavailable(RuntimeError):
     """The kernels cannot run on this GPU and BASTILE_STRICT=1 asks for an error."""
 
 
-def kernels_run_on(tensor: torch.Tensor) -> bool:
-    """True when operations on this tensor go to the prebuilt kernels, False when they go to PyTorch.
+def is_ordinary(*tensors: Optional[torch.Tensor]) -> bool:
+    """True when tensors of one device are numbers in memory and nothing else, of which only autograd's backward pass wants to know.
 
-    A CPU tensor goes to PyTorch, which is what is documented. A GPU without usable kernels does so with one warning, or raises
+    False for DTensor, FakeTensor and all other subclasses, for meta tensors, inside the transforms of torch.func, inside a level of
+    forward-mode AD, and while a mode traces or fakes what PyTorch's operations do. None stands for an argument that was not given.
+    """
+    for tensor in tensors:
+        if type(tensor) not in PLAIN and tensor is not None:
+            return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    if torch._C._len_torch_dispatch_stack() and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS):
+        return False
+    return not tensors[0].is_meta
+
+
+def kernels_run_on(*tensors: Optional[torch.Tensor]) -> bool:
+    """True when an operation on these tensors of one device goes to the prebuilt kernels, False when it goes to PyTorch.
+
+    Tensors that are not ordinary go to PyTorch (`is_ordinary`), and so do those that hold their numbers with the sign turned.
+    CPU tensors do, which is what is documented. A GPU without usable kernels does so with one warning, or raises
     KernelsUnavailable under BASTILE_STRICT=1.
     """
-    if not tensor.is_cuda:
-        return launch.backend.runs_on_cpu
-    index = tensor.get_device()
+    first = tensors[0]
+    if not (first.is_cuda or launch.backend.runs_on_cpu) or not is_ordinary(*tensors):
+        return False
+    for tensor in tensors:
+        if tensor is not None and tensor.is_neg():
+            return False
+    if not first.is_cuda:
+        return first.is_cpu
+    index = first.get_device()
     ready = _ready.get(index)
     if ready is None:
         with _lock:

@@ -32,6 +32,16 @@ class PromiseError(ValueError):
     """No variant of a kernel takes these arguments. The message names the argument and the promise that it breaks."""
 
 
+def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """True when two elements of an array may have one address: a dimension steps over less than those inside of it reach."""
+    reach = 1
+    for step, length in sorted(zip(stride, shape)):
+        if length > 1 and step < reach:
+            return True
+        reach += (length - 1) * step
+    return False
+
+
 def broken_promise(parameter: Parameter, dtype: str, shape: Sequence[int], stride: Sequence[int], misalignment: int) -> str:
     """What keeps an array out of a parameter, or '' when it keeps every promise.
 
@@ -59,6 +69,8 @@ def broken_promise(parameter: Parameter, dtype: str, shape: Sequence[int], strid
             return f"has stride {step} in dimension {i}, expected a multiple of {parameter.stride_divisible[i]}"
         if not (0 <= length <= INT32_MAX and 0 <= step <= INT32_MAX):
             return f"has length {length} and stride {step} in dimension {i}, expected both within 0 and 2^31 - 1"
+    if 0 not in shape and overlaps(shape, stride):
+        return f"has shape {list(shape)} with strides {list(stride)}, in which elements overlap, expected an address for each"
     return ""
 
 

@@ -1,0 +1,303 @@
+"""Cross entropy of logits: what it may be beside the plain one, its statistics and its gradient, in the kernels and in PyTorch."""
+
+from typing import NamedTuple, Optional, Union
+
+import torch
+
+from ..runtime.device import is_ordinary
+from ..runtime.launch import Kernel
+from .common import describe, fail, wide
+from .linear_head import fp16_factor
+
+STATISTICS_TILE = 4096  # of `cross_entropy_statistics`: how many pieces a row of logits has
+LN2 = 0.6931471805599453
+
+
+def _pieces_grid(c, logits, *_):
+    return (logits.shape[0] * -(-logits.shape[1] // c["TILE"]),)
+
+
+_statistics_kernel = Kernel("cross_entropy_statistics", grid=_pieces_grid)
+_statistics_weighted_kernel = Kernel("cross_entropy_statistics_weighted", grid=_pieces_grid)
+_combine_kernel = Kernel("cross_entropy_combine", grid=lambda c, logits, *_: (logits.shape[0],))
+_gradient_kernel = Kernel("cross_entropy_gradient", grid=_pieces_grid)
+_gradient_weighted_kernel = Kernel("cross_entropy_gradient_weighted", grid=_pieces_grid)
+
+
+class Options(NamedTuple):
+    """What the loss is beside plain cross entropy; see `linear_cross_entropy`."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    softcap: float = 0.0
+    lse_square_scale: float = 0.0
+    use_token_scaling: bool = False
+    accum_dtype: Optional[torch.dtype] = None
+    return_z_loss: bool = False
+    return_token_accuracy: bool = False
+    return_predicted_tokens: bool = False
+
+    @property
+    def predicts(self) -> bool:
+        return self.return_token_accuracy or self.return_predicted_tokens
+
+    @property
+    def plain(self) -> bool:
+        return not (self.label_smoothing or self.softcap or self.lse_square_scale)
+
+
+def checked_options(dtype: torch.dtype, **given) -> Options:
+    """The options with numbers of one type each. dtype: of the weight. Raises ValueError for a number or dtype that makes no sense,
+    TypeError for an option that does not exist."""
+    options = Options(**given)
+    if not 0.0 <= options.label_smoothing <= 1.0:
+        fail("label_smoothing", options.label_smoothing, "a number from 0 to 1")
+    if options.softcap is not None and not 0.0 <= options.softcap < float("inf"):
+        fail("softcap", options.softcap, "a positive number, or None for no cap")
+    accum_dtype = options.accum_dtype
+    if accum_dtype not in (None, dtype) and (accum_dtype != torch.float32 or dtype == torch.float64):
+        fail("accum_dtype", accum_dtype, f"None, the weight's dtype {dtype}, or torch.float32")
+    types = {name: type(default) for name, default in Options._field_defaults.items() if default is not None}
+    return options._replace(**{name: kind(getattr(options, name) or 0) for name, kind in types.items()})
+
+
+class LinearCrossEntropyOutput(NamedTuple):
+    """What `linear_cross_entropy` returns when more than the loss is asked for. What was not asked for is None, and only the loss
+    is differentiable."""
+
+    loss: torch.Tensor
+    z_loss: Optional[torch.Tensor] = None
+    token_accuracy: Optional[torch.Tensor] = None
+    predicted_tokens: Optional[torch.Tensor] = None
+
+
+class Rows(NamedTuple):
+    """Of every token: the loss, and where it was asked for the z-loss that is a part of it, and the most probable class."""
+
+    loss: torch.Tensor
+    z_loss: Optional[torch.Tensor] = None
+    predicted: Optional[torch.Tensor] = None
+
+
+def is_counted(target: torch.Tensor, classes: int, ignore_index: int) -> torch.Tensor:
+    return (target != ignore_index) & (target >= 0) & (target < classes)
+
+
+class Chunk:
+    """Cross entropy of one chunk of logits: `rows()`, then `gradient(scale)`, which writes over the logits, and returns the power of
+    two by which the gradient was multiplied to be in fp16's range; None in other dtypes.
+
+    `loss()` of a class gives the loss without token scaling, and leaves lse (base e) and the negative log likelihood behind.
+    """
+
+    def __init__(self, logits, target, class_weight, options):
+        self.logits, self.classes, self.dtype = logits, logits.shape[1], wide(logits.dtype)
+        self.target, self.class_weight, self.options = target, class_weight, options
+        self.plain = options.plain and class_weight is None
+        self.scaling = None
+
+    def look_up(self):
+        """Per token: is it counted, the weight of its label; and the weights of all classes and their sum."""
+        self.counted = is_counted(self.target, self.classes, self.options.ignore_index)
+        self.weights = self.class_weight
+        if self.weights is None:
+            self.weights = self.logits.new_ones(self.classes, dtype=self.dtype)
+        self.target_weight = self.weights[torch.where(self.counted, self.target, 0)]
+        self.weight_sum = self.weights.sum()
+
+    def weighted(self, total):
+        """The loss with every option but token scaling. total: per token, the sum of class_weight * logits."""
+        options = self.options
+        loss = (1 - options.label_smoothing) * self.target_weight * self.likelihood
+        if options.label_smoothing:
+            loss = loss + options.label_smoothing / self.classes * (self.weight_sum * self.lse - total)
+        return torch.where(self.counted, loss + options.lse_square_scale * self.lse.square(), 0.0)
+
+    def rows(self) -> Rows:
+        options = self.options
+        loss, z_loss, predicted = self.loss(), None, None
+        if options.return_z_loss or options.predicts:
+            counted = is_counted(self.target, self.classes, options.ignore_index)
+        if options.return_z_loss:
+            z_loss = torch.where(counted, options.lse_square_scale * self.lse.detach().square(), 0.0)
+        if options.predicts:
+            predicted = torch.where(counted, self.logits.detach().argmax(1), -1)
+        if options.use_token_scaling:
+            self.scaling = torch.exp(-self.likelihood.detach())
+            loss, z_loss = loss * self.scaling, None if z_loss is None else z_loss * self.scaling
+        return Rows(loss, z_loss, predicted)
+
+    def coefficients(self, scale):
+        """a, b, c of kernel_src/cross_entropy.py, times the scale, which is that of the reduction or of every token."""
+        options = self.options
+        smooth = options.label_smoothing / self.classes
+        b = (1 - options.label_smoothing) * self.target_weight
+        a = b + smooth * self.weight_sum + 2 * options.lse_square_scale * self.lse
+        return tuple(torch.where(self.counted, t, 0.0) * scale for t in (a, b, torch.full_like(a, smooth)))
+
+    def in_range(self, *coefficients):
+        """(factor, coefficients times factor), so that fp16 holds the gradient, which is not larger than their sum; factor is None in
+        other dtypes."""
+        if self.logits.dtype != torch.float16:
+            return (None, *coefficients)
+        factor = fp16_factor(sum(t.abs().amax() for t in coefficients))
+        return (factor, *(t * factor for t in coefficients))
+
+    def scaled(self, scale):
+        """What the gradients are multiplied by, with token scaling."""
+        return scale if self.scaling is None else scale * self.scaling
+
+
+class KernelChunk(Chunk):
+    def loss(self):
+        logits, options = self.logits, self.options
+        shape = (logits.shape[0], -(-logits.shape[1] // STATISTICS_TILE))
+        new = {"dtype": torch.float32, "device": logits.device}
+        part_max, part_sum = torch.empty(shape, **new), torch.empty(shape, **new)
+        self.lse2, self.likelihood = torch.empty(shape[0], **new), torch.empty(shape[0], **new)  # lse2: in base 2
+        if self.plain:
+            _statistics_kernel((logits, part_max, part_sum))
+        else:
+            self.look_up()
+            part_total = torch.empty(shape, **new)
+            _statistics_weighted_kernel((logits, self.weights, part_max, part_sum, part_total), options.softcap)
+        _combine_kernel((logits, self.target, part_max, part_sum, self.lse2, self.likelihood), options.ignore_index, options.softcap)
+        if self.plain:
+            return self.likelihood
+        return self.weighted(part_total.sum(1))
+
+    @property
+    def lse(self):
+        return self.lse2 * LN2
+
+    def gradient(self, scale):
+        scale = self.scaled(scale)
+        if self.plain and scale.numel() == 1:
+            factor, scale = self.in_range(scale)
+            _gradient_kernel((self.logits, self.target, self.lse2, scale.view(1)), self.options.ignore_index)
+            return factor
+        if self.plain:
+            self.look_up()
+        factor, a, b, c = self.in_range(*self.coefficients(scale))
+        a, b, c = a.contiguous(), b.contiguous(), c.contiguous()
+        _gradient_weighted_kernel((self.logits, self.weights, self.target, self.lse2, a, b, c), self.options.softcap)
+        return factor
+
+
+class TorchChunk(Chunk):
+    """The same in PyTorch, for CPUs and GPUs without kernels."""
+
+    def loss(self):
+        self.look_up()
+        z = self.logits.to(wide(self.logits.dtype))
+        if self.options.softcap:
+            z = self.options.softcap * torch.tanh(z / self.options.softcap)
+        self.z = z
+        self.lse = torch.logsumexp(z, 1)
+        label = torch.where(self.counted, self.target, 0)
+        self.likelihood = self.lse - z.gather(1, label[:, None])[:, 0]
+        return self.weighted(z @ self.weights if self.options.label_smoothing else 0.0)
+
+    def gradient(self, scale):
+        scale = self.scaled(scale)
+        factor, a, b, c = self.in_range(*self.coefficients(scale))
+        slope = 1 - (self.z / self.options.softcap).square() if self.options.softcap else None
+        # Written over z, which is the largest thing here, and in fp32 the logits themselves.
+        gradient = self.z.sub_(self.lse[:, None]).exp_().mul_(a[:, None])
+        label = torch.where(self.counted, self.target, 0)
+        gradient.scatter_add_(1, label[:, None], -b[:, None])
+        if self.options.label_smoothing:
+            gradient.addcmul_(c[:, None], self.weights, value=-1)
+        if slope is not None:
+            gradient.mul_(slope)
+        gradient.masked_fill_(~self.counted[:, None], 0.0)
+        if gradient is not self.logits:
+            self.logits.copy_(gradient)
+        return factor
+
+
+def cross_entropy_of_logits(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: Optional[torch.Tensor] = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items: Union[int, float, torch.Tensor, None] = None,
+    accum_dtype: Optional[torch.dtype] = None,
+    **options,
+) -> Union[torch.Tensor, LinearCrossEntropyOutput]:
+    """What `linear_cross_entropy` returns, of logits [tokens, classes] that are there, in PyTorch. There is no gradient of a weight
+    to accumulate, so accum_dtype is for nothing."""
+    check_reduction(reduction)
+    check_one_value_a_class("class_weight", class_weight, logits.shape[1])
+    check_labels(target, logits.shape[1], ignore_index)
+    options = checked_options(logits.dtype, ignore_index=ignore_index, **options)
+    if class_weight is not None:
+        class_weight = class_weight.to(wide(logits.dtype))
+    scale = reduction_scale(target, logits.shape[1], class_weight, options, reduction, num_items, wide(logits.dtype))
+    rows = TorchChunk(logits, target, class_weight, options).rows()
+    return output_of(reduced(rows.loss, scale), rows, scale, target, options)
+
+
+def reduced(rows, scale):
+    return rows if scale is None else rows.sum() * scale.view(())
+
+
+def output_of(loss, rows: Rows, scale, target, options) -> Union[torch.Tensor, LinearCrossEntropyOutput]:
+    """What is returned of a reduced loss and of the rows, whose own loss is not looked at."""
+    if not (options.return_z_loss or options.predicts):
+        return loss
+    z_loss = reduced(rows.z_loss, scale) if options.return_z_loss else None
+    accuracy = None
+    if options.return_token_accuracy:
+        # A token that does not count has the prediction -1, which its label may be too.
+        accuracy = ((rows.predicted == target) & (rows.predicted >= 0)).to(loss.dtype)
+        if scale is not None:
+            accuracy = accuracy.sum() / (rows.predicted >= 0).sum().clamp(min=1)
+    return LinearCrossEntropyOutput(loss, z_loss, accuracy, rows.predicted if options.return_predicted_tokens else None)
+
+
+def reduction_scale(target, classes, class_weight, options, reduction, num_items, dtype) -> Optional[torch.Tensor]:
+    """What the sum of the losses is multiplied by, [1] on the device; None where they are not summed."""
+    if num_items is not None:
+        items = _on_device(num_items, target.device).to(dtype)
+    elif reduction == "none":
+        return None
+    elif reduction == "sum":
+        items = target.new_ones((), dtype=dtype)
+    else:
+        counted = is_counted(target, classes, options.ignore_index)
+        if class_weight is None:
+            items = counted.sum().to(dtype)
+        else:
+            items = torch.where(counted, class_weight[torch.where(counted, target, 0)], 0.0).sum()
+    return torch.where(items == 0, 0.0, 1.0 / items).to(dtype).view(1)
+
+
+def _on_device(number: Union[int, float, torch.Tensor], device) -> torch.Tensor:
+    """The number as a tensor there. The host does not wait for the device, as it does to copy memory of its own."""
+    if isinstance(number, torch.Tensor):
+        return number.to(device, non_blocking=True)
+    return torch.full((), number, dtype=torch.float64, device=device)
+
+
+def check_labels(target, classes, ignore_index):
+    """Looks at the labels where that waits for nobody: on a CPU."""
+    if not target.is_cpu or not (torch.compiler.is_compiling() or is_ordinary(target)):
+        return
+    wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
+    expected = f"labels from 0 to {classes - 1}, or {ignore_index}"
+    if torch.compiler.is_compiling():
+        torch._assert_async(~wrong.any(), f"target is another label at one of its places, expected {expected}")
+    elif wrong.any():
+        fail("target", f"{int(target[wrong][0])} at one of its places", expected)
+
+
+def check_one_value_a_class(name, vector, classes):
+    if vector is not None and vector.shape != (classes,):
+        fail(name, describe(vector), f"[{classes}], one value a class")
+
+
+def check_reduction(reduction):
+    if reduction not in ("mean", "sum", "none"):
+        fail("reduction", repr(reduction), "'mean', 'sum' or 'none'")

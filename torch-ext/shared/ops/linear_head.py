@@ -1,0 +1,223 @@
+"""A linear head whose logits are never all there: the walk over its tokens in chunks, and the products behind the logits.
+
+For each chunk one GEMM makes the logits in a buffer, a loss turns them into their own gradient in place, and two GEMMs carry that on to the
+hidden states and the weight. What the loss is, the walk does not know.
+"""
+
+from typing import Callable, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+
+from ..runtime.device import kernels_run_on, multiprocessors
+from ..runtime.launch import Kernel
+from .common import SLAB, wide
+
+LARGE_CHUNK = 1600 * 2**20  # bytes of a chunk's logits: 5120 tokens of Qwen3's vocabulary in bf16
+SMALL_CHUNK = 600 * 2**20  # 2048 tokens
+FEW_CHUNKS = 4  # whose products are added up in half precision
+SLICE = 8192  # classes of the weight's gradient that are copied at once where a product has to be
+
+_scale_kernel = Kernel("scale_in_place", grid=lambda c, x, factor: (min(-(-x.shape[0] // c["TILE"]), 8 * multiprocessors(x)),))
+
+
+class Gradients(NamedTuple):
+    """Of what was asked for. In fp16 each comes with the fp32 factor that it is still to be multiplied by, which is None elsewhere:
+    [tokens, 1] of the hidden states', [] of the others."""
+
+    hidden: Optional[torch.Tensor] = None
+    weight: Optional[torch.Tensor] = None
+    bias: Optional[torch.Tensor] = None
+    factors: Tuple[Optional[torch.Tensor], ...] = (None, None, None)
+
+    def times(self, number: Optional[torch.Tensor] = None) -> tuple:
+        """(hidden, weight, bias), in place multiplied by a number and by what they are still to be multiplied by."""
+        for gradient, factor in zip(self[:3], self.factors):
+            by = number if factor is None else factor if number is None else factor * number
+            if gradient is not None and by is not None:
+                _multiply(gradient, by)
+        return self[:3]
+
+
+class Chunks(NamedTuple):
+    """How a linear head is walked over: the tokens of a chunk, and the dtype in which the weight's gradient is added up."""
+
+    tokens: int
+    accum_dtype: torch.dtype
+
+
+def plan_chunks(
+    tokens: int, classes: int, dtype: torch.dtype, accum_dtype: Optional[torch.dtype] = None, weight_gradient: bool = True
+) -> Chunks:
+    """Chooses the chunks so that their logits take neither more tokens nor more classes than a bounded memory holds.
+
+    Where nothing rounds between chunks (no gradient of the weight, or one that is added up in float32) a chunk has 2048 tokens at most and
+    SMALL_CHUNK bytes of logits. A sum in half precision rounds once a chunk, so there are never more than four chunks then, and a smaller one
+    comes first (`chunk_slices`): of 2048 tokens, and of 5/16 of all from 6554 tokens on, up to LARGE_CHUNK bytes. Measured on an H200 against
+    float64, at Qwen3's vocabulary in bf16: 1.13 times the error of one GEMM at 8192 tokens and 1.24 times at 16384; up to 2 times (four
+    roundings) where rows hold large numbers when the small sums of later chunks arrive. Where four chunks of LARGE_CHUNK do not hold all
+    tokens (20480 at Qwen3's vocabulary), there are more of them and their sum is float32, which rounds once, at the end, and takes 4 bytes
+    an element of the weight. So it always is for fp16, whose sums would overflow.
+
+    Multiples of 512 tokens fill the GEMMs' tiles.
+    """
+    accum_dtype = torch.float32 if dtype == torch.float16 else accum_dtype or dtype
+    bytes_of_token = max(classes, 1) * dtype.itemsize
+    most = _whole_tiles(LARGE_CHUNK // bytes_of_token)
+    if weight_gradient and accum_dtype.itemsize == 2:
+        if tokens <= FEW_CHUNKS * most:
+            return Chunks(min(tokens, most, max(2048, -(-5 * tokens // (16 * 512)) * 512)), accum_dtype)
+        return Chunks(min(tokens, most), torch.float32)
+    return Chunks(min(tokens, 2048, _whole_tiles(SMALL_CHUNK // bytes_of_token)), accum_dtype)
+
+
+def _whole_tiles(tokens: int) -> int:
+    """As many tokens or fewer, 512 at a time where there are so many, and between one token and as many as a grid has blocks."""
+    return max(1, min(tokens // 512 * 512 or tokens, 2**20))
+
+
+def chunk_slices(tokens: int, step: int):
+    """Slices that cover the tokens: the rest first, then whole steps. A partial sum that is small has a small rounding error."""
+    stop = tokens - (-(-tokens // step) - 1) * step if tokens else 0
+    start = 0
+    while start < tokens:
+        yield slice(start, stop)
+        start, stop = stop, stop + step
+
+
+# ---------------------------------------------------------------- fp16
+# What fp16 cannot hold is brought into its range by powers of two, which change no digit, found on the device from the largest number
+# there is: the gradient of a chunk's logits; of the hidden states, each token's; of weight and bias, the whole. What the numbers have to
+# be multiplied by again goes along with them, and meets the gradient from above (a GradScaler's loss scale) in float32, before anything
+# is rounded to fp16 for good.
+FP16_HIGH = 2.0**14
+FP16_POWERS = 2.0**40  # beyond which float32, in which the weight's gradient waits for the next chunk, might overflow
+
+
+def fp16_factor(largest: torch.Tensor) -> torch.Tensor:
+    """The power of two that brings `largest`, fp32, to between half of FP16_HIGH and all of it; 1 for 0, infinity and NaN."""
+    above = largest / torch.frexp(largest).mantissa  # the next power of two
+    factor = (FP16_HIGH / above).clamp(1 / FP16_POWERS, FP16_POWERS)
+    return torch.where(torch.isfinite(largest) & (largest > 0), factor, 1.0)
+
+
+def _into_fp16(wide_gradient: torch.Tensor, largest: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(fp16, factor), whose product is the gradient, which is written over. largest: of its absolute values."""
+    factor = fp16_factor(largest)
+    return wide_gradient.mul_(factor).to(torch.float16), 1 / factor
+
+
+def _product_in_float32(x, y) -> torch.Tensor:
+    """x @ y of fp16 matrices [tokens, classes] and [classes, features]."""
+    if x.is_cuda and "dtype" in torch.ops.aten.mm.overloads():
+        return torch.ops.aten.mm.dtype(x, y, torch.float32)
+    product = torch.zeros(x.shape[0], y.shape[1], dtype=torch.float32, device=x.device)
+    for start in range(0, y.shape[0], SLICE):
+        part = slice(start, start + SLICE)
+        product.addmm_(x[:, part].float(), y[part].float())
+    return product
+
+
+def _add_product(total, x, y, first: bool) -> None:
+    """total += x @ y, accumulated in total's dtype; for the first product whatever is in total is forgotten.
+
+    x: [classes, tokens]; y: [tokens, features].
+    """
+    beta = 0.0 if first else 1.0
+    if total.dtype == x.dtype and first:
+        torch.mm(x, y, out=total)
+    elif total.dtype == x.dtype:
+        total.addmm_(x, y)
+    elif x.is_cuda and "dtype_out" in torch.ops.aten.addmm.overloads():
+        torch.ops.aten.addmm.dtype_out(total, x, y, total.dtype, beta=beta, out=total)
+    else:  # PyTorch before 2.8, and CPUs
+        y = y.to(total.dtype)
+        for start in range(0, total.shape[0], SLICE):
+            part = slice(start, start + SLICE)
+            total[part].addmm_(x[part].to(total.dtype), y, beta=beta)
+
+
+# ---------------------------------------------------------------- the walk
+def walk(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    loss_of: Callable,
+    results: Sequence[Optional[torch.Tensor]],
+    scale: Optional[torch.Tensor],
+    needs: Tuple[bool, bool, bool],
+    accum_dtype: Optional[torch.dtype] = None,
+) -> Gradients:
+    """Writes the results of a loss for every token, and returns the gradients of sum(loss * scale) that `needs` asks for.
+
+    hidden: [tokens, features]; weight: [classes, features]; bias: [classes] or None. loss_of: called with the logits of a chunk
+    [chunk, classes] and the slice of its tokens, returns what has rows(), a tuple of [chunk] or None for each of `results`, [tokens] or
+    None; and gradient(scale), which writes over the logits and returns the power of two that they were multiplied by in fp16, else None.
+    scale: [1] or [tokens], fp32. needs: whether the gradients of hidden, weight and bias are wanted. accum_dtype: as `plan_chunks`.
+    """
+    tokens, classes = hidden.shape[0], weight.shape[0]
+    acc = wide(hidden.dtype)
+    step, accum_dtype = plan_chunks(tokens, classes, hidden.dtype, accum_dtype, needs[1])
+    new = {"dtype": hidden.dtype, "device": hidden.device}
+    dhidden = torch.empty(hidden.shape, **new) if needs[0] else None
+    dweight = torch.empty(weight.shape, dtype=accum_dtype, device=hidden.device) if needs[1] else None
+    dbias = torch.zeros(classes, dtype=acc, device=hidden.device) if needs[2] else None
+    fp16 = hidden.dtype == torch.float16
+    hidden_factor = torch.ones((tokens, 1), dtype=acc, device=hidden.device) if fp16 else None
+    unit = None  # of fp16: what the weight's gradient is multiplied by so far
+    buffer = torch.empty((step, classes), dtype=hidden.dtype, device=hidden.device)
+    logits = piece = None
+    for rows in chunk_slices(tokens, step):
+        part = hidden[rows]
+        logits = buffer[: part.shape[0]]
+        if bias is None:
+            torch.mm(part, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, part, weight.t(), out=logits)
+        piece = loss_of(logits, rows)
+        for whole, mine in zip(results, piece.rows()):
+            if whole is not None:
+                whole[rows] = mine
+        if not any(needs):
+            continue
+        factor = piece.gradient(scale if scale.numel() == 1 else scale[rows])
+        if needs[0] and fp16:
+            product = _product_in_float32(logits, weight)
+            dhidden[rows], hidden_factor[rows] = _into_fp16(product, product.abs().amax(1, keepdim=True))
+            hidden_factor[rows] /= factor
+        elif needs[0]:
+            torch.mm(logits, weight, out=dhidden[rows])
+        if needs[1]:
+            if unit is not None:
+                _multiply(dweight, factor / unit)
+            unit = factor
+            _add_product(dweight, logits.t(), part, rows.start == 0)
+        if needs[2]:
+            dbias.add_(logits.sum(0, dtype=acc) if factor is None else logits.sum(0, dtype=acc) / factor)
+    del buffer, logits, piece  # before the gradients are copied into their dtype
+    if needs[1] and tokens == 0:
+        dweight.zero_()
+    if not fp16 or tokens == 0:
+        return Gradients(
+            dhidden, None if dweight is None else dweight.to(weight.dtype), None if dbias is None else dbias.to(bias.dtype)
+        )
+    weight_factor = bias_factor = None
+    if needs[1]:
+        dweight, weight_factor = _into_fp16(dweight, torch.linalg.vector_norm(dweight, float("inf")))
+        weight_factor = weight_factor / unit
+    if needs[2]:
+        dbias, bias_factor = _into_fp16(dbias, dbias.abs().amax())
+    return Gradients(dhidden, dweight, dbias, (hidden_factor, weight_factor, bias_factor))
+
+
+def _multiply(gradient: torch.Tensor, factor: torch.Tensor) -> None:
+    """gradient *= factor, in place; one factor of 1 for all costs nothing. factor: of one element, or one a row."""
+    if gradient.numel() == 0:
+        return
+    if factor.numel() > 1:
+        gradient.mul_(factor)
+    elif gradient.dtype != torch.float64 and kernels_run_on(gradient, factor):
+        flat, factor = gradient.view(-1), factor.to(torch.float32).view(1)
+        for start in range(0, flat.shape[0], SLAB):
+            _scale_kernel((flat[start : start + SLAB], factor))
+    else:
+        gradient.mul_(factor.view(1))  # of one dimension, not rounded to the gradient's dtype
