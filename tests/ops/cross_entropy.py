@@ -194,7 +194,7 @@ PLANTED = (
     (_KERNELS, "write_gradient_weighted", "ct.where(row_a == 0.0, 0.0, g)", "g", "loss_nothing"),
     (_SUMS, "inverse_count", "(label < classes)", "(label < 1)", "loss"),
     (_OPERATION, "_CrossEntropy.forward", "ctx.save_for_backward(logits, target", "ctx.save_for_backward(-logits, target", "loss"),
-    (_OPERATION, "_CrossEntropy.forward", "lse, scale if ctx.reduced", "lse * 0, scale if ctx.reduced", "loss"),
+    (_OPERATION, "_CrossEntropy.forward", "class_weight, lse,", "class_weight, lse * 0,", "loss"),
     (_OPERATION, "_CrossEntropy.backward", "dloss.view(1) if ctx.reduced", "torch.ones_like(dloss).view(1) if ctx.reduced", "loss"),
     (_OPERATION, "_backward", "chunk.coefficients(dloss * scale)", "chunk.coefficients(scale)", "loss_smooth"),
     (_OPERATION, "_forward", "weighted(part_total.sum(1))", "weighted(part_total[:, 0])", "loss_smooth"),

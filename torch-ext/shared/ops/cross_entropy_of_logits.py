@@ -12,19 +12,22 @@ from torch.autograd.function import once_differentiable
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .common import describe, fail, new_like, traceable, wide
-from .divergence import inverse_count, total
-from .linear_cross_entropy import (
+from .cross_entropy import (
     LN2,
+    Chunk,
     LinearCrossEntropyOutput,
     Options,
     Rows,
-    _check_reduction,
-    _counted,
-    _options,
-    _output,
-    _scale,
-    _TorchChunk,
+    TorchChunk,
+    check_labels,
+    check_one_value_a_class,
+    check_reduction,
+    checked_options,
+    is_counted,
+    output_of,
+    reduction_scale,
 )
+from .divergence import inverse_count, total
 from .softmax import as_rows, one_a_row, pieces, pieces_grid, slabs
 
 _statistics = Kernel("cross_entropy_statistics", grid=pieces_grid)
@@ -34,15 +37,15 @@ _gradient = Kernel("cross_entropy_backward", grid=pieces_grid)
 _gradient_weighted = Kernel("cross_entropy_backward_weighted", grid=pieces_grid)
 
 
-def _takes(logits: torch.Tensor) -> bool:
-    return logits.dtype != torch.float64 and logits.numel() > 0 and kernels_run_on(logits)
+def _takes(logits: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:
+    return logits.dtype != torch.float64 and logits.numel() > 0 and kernels_run_on(logits, *others)
 
 
 def _plain(options: Options, class_weight) -> bool:
     return options.plain and class_weight is None
 
 
-class _Chunk(_TorchChunk):
+class _Chunk(Chunk):
     """The losses of logits whose statistics kernels have found."""
 
     def __init__(self, logits, target, class_weight, options, lse2, likelihood):
@@ -62,8 +65,8 @@ def _forward(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """(losses, lse in base 2), [tokens] each."""
     options = Options(ignore_index, label_smoothing, softcap, lse_square_scale)
-    if not _takes(logits):
-        chunk = _TorchChunk(logits, target, class_weight, options)
+    if not _takes(logits, target, class_weight):
+        chunk = TorchChunk(logits, target, class_weight, options)
         return chunk.loss(), chunk.lse / LN2
     rows = as_rows(logits)
     new = {"dtype": torch.float32, "device": logits.device}
@@ -100,11 +103,12 @@ def _backward(
 ) -> torch.Tensor:
     """The gradient of sum(losses * dloss * scale). dloss: [1] or [tokens]; scale: [1]."""
     options = Options(ignore_index, label_smoothing, softcap, lse_square_scale)
-    if not _takes(logits):
-        chunk = _TorchChunk(logits.clone(), target, class_weight, options)
+    if not _takes(logits, target, class_weight, dloss, scale, lse):
+        # A copy, which becomes the gradient; in float32, where TorchChunk does not bring it into fp16's range.
+        chunk = TorchChunk(logits.to(wide(logits.dtype), copy=True), target, class_weight, options)
         chunk.loss()
         chunk.gradient(dloss * scale)
-        return chunk.logits
+        return chunk.logits.to(logits.dtype)
     rows, out = as_rows(logits), new_like(logits)
     dlogits = out.view(rows.shape)
     if _plain(options, class_weight):
@@ -184,16 +188,16 @@ def cross_entropy(
     """
     _check(input, target, weight, reduction, ignore_index)
     classes = input.shape[-1]
-    options = _options(
-        input.dtype, ignore_index, label_smoothing, softcap, lse_square_scale, return_z_loss=return_z_loss,
-        return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens,
+    options = checked_options(
+        input.dtype, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap, lse_square_scale=lse_square_scale,
+        return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens,
     )  # fmt: skip
     logits, target = input.reshape(-1, classes), target.reshape(-1).contiguous()
     weight = None if weight is None else weight.detach().to(wide(input.dtype)).contiguous()
-    if reduction == "mean" and weight is None and num_items is None and _takes(logits) and not torch.compiler.is_compiling():
+    if reduction == "mean" and weight is None and num_items is None and _takes(logits, target) and not torch.compiler.is_compiling():
         scale = inverse_count(target, options.ignore_index, classes)
     else:
-        scale = _scale(target, classes, weight, options, reduction, num_items, wide(input.dtype))
+        scale = reduction_scale(target, classes, weight, options, reduction, num_items, wide(input.dtype))
     if torch.is_grad_enabled() and logits.requires_grad:
         loss, lse = _CrossEntropy.apply(logits, target, weight, scale, options)
     else:
@@ -201,10 +205,10 @@ def cross_entropy(
         loss = loss if scale is None else _sum(loss, scale)
     if not (return_z_loss or options.predicts):
         return loss
-    counted = _counted(target, classes, options.ignore_index)
+    counted = is_counted(target, classes, options.ignore_index)
     z_loss = torch.where(counted, options.lse_square_scale * (lse * LN2).square(), 0.0) if return_z_loss else None
     predicted = torch.where(counted, logits.detach().argmax(1), -1) if options.predicts else None
-    return _output(loss, Rows(loss, z_loss, predicted), scale, target, options)
+    return output_of(loss, Rows(loss, z_loss, predicted), scale, target, options)
 
 
 def _check(logits, target, weight, reduction, ignore_index):
@@ -213,10 +217,8 @@ def _check(logits, target, weight, reduction, ignore_index):
     if target.shape != logits.shape[:-1] or target.dtype != torch.int64 or target.device != logits.device:
         fail("target", describe(target), f"torch.int64 {list(logits.shape[:-1])} on {logits.device}, one label a token")
     classes = logits.shape[-1]
-    if weight is not None and (weight.shape != (classes,) or weight.device != logits.device):
-        fail("weight", describe(weight), f"[{classes}] on {logits.device}, one value a class")
-    _check_reduction(reduction)
-    if target.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
-        if wrong.any():
-            fail("target", f"{int(target[wrong][0])} at one of its places", f"labels from 0 to {classes - 1}, or {ignore_index}")
+    check_one_value_a_class("weight", weight, classes)
+    if weight is not None and weight.device != logits.device:
+        fail("weight", describe(weight), f"on the device of input, {logits.device}")
+    check_reduction(reduction)
+    check_labels(target, classes, ignore_index)

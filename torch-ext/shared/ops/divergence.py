@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .common import describe, fail, new_like, traceable, wide
-from .linear_cross_entropy import _multiply as multiply
+from .linear_head import _multiply as multiply
 from .softmax import as_rows, log_sum_exp2, pieces, pieces_grid, row_sum, slabs
 
 _kernels = {
@@ -127,8 +127,8 @@ def nothing(device: torch.device, dtype: torch.dtype, dims: int = 1) -> torch.Te
     return _nothing[key]
 
 
-def _takes(x: torch.Tensor) -> bool:
-    return x.dtype != torch.float64 and x.numel() > 0 and kernels_run_on(x)
+def _takes(x: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:
+    return x.dtype != torch.float64 and x.numel() > 0 and kernels_run_on(x, *others)
 
 
 def total(values: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ def _forward(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """(loss, gradient or nothing) of distributions."""
     options = Options(kind, scale, averages, parameter, ignore_index, None)
-    if not _takes(x):
+    if not _takes(x, y, labels):
         factor = _inverse(labels, ignore_index, wide(x.dtype)) if averages else None
         loss, gradient = _reference(x, y, labels, options, factor)
         return loss, gradient if writes else x.new_empty(0)
@@ -196,7 +196,7 @@ def _backward(
     """The gradient, multiplied by dloss before it is rounded."""
     options = Options(kind, scale, averages, parameter, ignore_index, None)
     factor = dloss.to(wide(x.dtype)).view(1)
-    kernels = _takes(x)
+    kernels = _takes(x, y, labels)
     if averages:
         factor = factor * (inverse_count(labels, ignore_index) if kernels else _inverse(labels, ignore_index, wide(x.dtype)))
     gradient = (_with_kernels(x, y, labels, options, factor, True) if kernels else _reference(x, y, labels, options, factor))[1]
@@ -254,7 +254,7 @@ def _logits_forward(
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(loss, lse of x, lse of y, sum of g): a number, and three of a row; see kernel_src/divergence.py."""
     options = Options(kind, scale, averages, parameter, ignore_index, temperature)
-    if not _takes(x):
+    if not _takes(x, y, labels):
         factor = _inverse(labels, ignore_index, wide(x.dtype)) if averages else None
         empty = x.new_empty(0, dtype=wide(x.dtype))
         return _reference(x, y, labels, options, factor)[0], empty, empty.clone(), empty.clone()
@@ -290,7 +290,7 @@ def _logits_backward(
 ) -> torch.Tensor:
     options = Options(kind, scale, averages, parameter, ignore_index, temperature)
     factor = dloss.to(wide(x.dtype)).view(1)
-    if not _takes(x):
+    if not _takes(x, y, labels):
         if averages:
             factor = factor * _inverse(labels, ignore_index, wide(x.dtype))
         return _reference(x, y, labels, options, factor)[1]

@@ -44,8 +44,8 @@ def sparsemax_backward_reference(dy: torch.Tensor, y: torch.Tensor) -> torch.Ten
     return torch.where(inside, d - mean, 0.0).to(y.dtype)
 
 
-def _takes(x: torch.Tensor) -> bool:
-    return x.dtype != torch.float64 and x.numel() > 0 and kernels_run_on(x)
+def _takes(*tensors: torch.Tensor) -> bool:
+    return tensors[0].dtype != torch.float64 and tensors[0].numel() > 0 and kernels_run_on(*tensors)
 
 
 def _forward(x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def _forward(x: torch.Tensor) -> torch.Tensor:
 def _backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if y.numel() == 0:
         return torch.empty_like(y)
-    if not _takes(y):
+    if not _takes(y, dy):
         return sparsemax_backward_reference(dy, y)
     p, d, out = as_rows(y), as_rows(dy), new_like(y)
     dx, columns = out.view(p.shape), p.shape[1]
