@@ -11,7 +11,7 @@ BF16, FP16, FP32 = FLOATS
 ROW_FACTOR = 2.0
 
 
-def assert_rows_close(found, wanted, dtype, what, factor=1.0):
+def assert_rows_close(found, wanted, dtype, what="result", factor=1.0):
     """As `assert_close`, and for each row of the last dimension with a bound of ROW_FACTOR times the table's."""
     assert found.dtype == dtype, f"{what} is {found.dtype}, expected {dtype}"
     assert_close(found, wanted, dtype, what, factor)
@@ -37,6 +37,21 @@ def unchanged(*tensors):
     return check
 
 
+def check_kept(tensors, before, what):
+    """The caller's tensors hold what they held."""
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor.detach(), old), f"{what} writes into a tensor of the caller's"
+
+
+def gradient_twice(loss, leaf, upstream=None):
+    """The gradient, and that of a second backward pass, which must be the same numbers; upstream: of loss."""
+    (first,) = torch.autograd.grad(loss, leaf, upstream, retain_graph=True)
+    kept = first.clone()
+    (second,) = torch.autograd.grad(loss, leaf, upstream)
+    assert torch.equal(first, kept), "the second backward pass writes into what the first one gave"
+    return first, second
+
+
 def backward_twice(result, dy, leaves):
     """The gradients, which a second backward pass must give again, bit for bit."""
     first = torch.autograd.grad(result, leaves, dy, retain_graph=True, allow_unused=False)
@@ -46,4 +61,18 @@ def backward_twice(result, dy, leaves):
     return first
 
 
-__all__ = ["BF16", "FLOATS", "FP16", "FP32", "assert_close", "assert_rows_close", "backward_twice", "exact", "leaf", "randn", "unchanged"]
+__all__ = [
+    "BF16",
+    "FLOATS",
+    "FP16",
+    "FP32",
+    "assert_close",
+    "assert_rows_close",
+    "backward_twice",
+    "check_kept",
+    "exact",
+    "gradient_twice",
+    "leaf",
+    "randn",
+    "unchanged",
+]
