@@ -33,7 +33,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "torch-ext" / "qwen3"
 OPERATIONS = (
     "rms_norm", "wide_rms_norm", "rotary", "qk_norm_rotary", "swiglu", "cross_entropy", "linear_cross_entropy", "column_sum", "scale", "experts",
-    "clamped_gate", "grouped_gemm", "adamw",
+    "clamped_gate", "grouped_gemm", "adamw", "general_rms_norm", "layer_norm", "group_norm", "poly_norm", "dyt", "softmax", "sparsemax", "sums",
+    "gated_activation", "llama4_rope", "mrope", "divergence", "neighborhood_attention",
 )  # fmt: skip
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = "cpu"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.op_cases import operations
+from tests.ops import suite
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -102,6 +103,12 @@ def loaded_ops(all_operations):
 def ops(request, all_operations):
     """Every operation by its name, in PyTorch and in the interpreted kernels."""
     return operations(all_operations if request.param == "pytorch" else request.getfixturevalue("interpreted"))
+
+
+@pytest.fixture(params=("pytorch", "kernels"))
+def suite_ops(request, all_operations):
+    """The operations of the package for Liger's users, in PyTorch and in the interpreted kernels."""
+    return suite(all_operations if request.param == "pytorch" else request.getfixturevalue("interpreted"))
 
 
 @pytest.fixture

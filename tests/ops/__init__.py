@@ -1,0 +1,43 @@
+"""One file for each operation of the package for Liger's users: its formula in float64, its checks, and errors that these must notice.
+
+A file has `all_cases(ops, device, dtypes)`, which gives (name, function) of every check; `CHECKS`, cheap ones by name, for planted errors;
+and `MUTANTS`: (file, function, text there, the error in its place, check).
+"""
+
+import importlib
+
+from tests.op_cases import Operations
+
+NAMES = (
+    "general_rms_norm", "layer_norm", "group_norm", "poly_norm", "dyt", "softmax", "sparsemax", "gated_activation", "tiled_mlp", "llama4_rope",
+    "mrope", "cross_entropy", "divergence", "neighborhood_attention",
+)  # fmt: skip
+# Where an operation lies that has not the name of its module.
+MODULES = {
+    "general_add_rms_norm": "general_rms_norm",
+    **dict.fromkeys(("swiglu", "swiglu_packed", "geglu", "geglu_packed"), "gated_activation"),
+    **dict.fromkeys(("tiled_swiglu", "tiled_geglu"), "tiled_mlp"),
+    "rotary_complex": "llama4_rope",
+    **dict.fromkeys(("rotary_multimodal", "partial_rotary"), "mrope"),
+    "cross_entropy": "cross_entropy_of_logits",
+    **dict.fromkeys(("kl_div", "jsd", "tvd"), "divergence"),
+}
+
+
+class SuiteOperations(Operations):
+    """The operations of the suite as attributes, with the arguments that they have there, and `<module>_module` for what lies beside one."""
+
+    def __getattr__(self, name):
+        module = name.removesuffix("_module")
+        found = importlib.import_module(f"{self.packages[0].__name__}.shared.ops.{MODULES.get(name, module)}")
+        return found if module != name else getattr(found, name)
+
+
+def suite(package) -> SuiteOperations:
+    """The operations of a loaded package that ships them all."""
+    return SuiteOperations(package)
+
+
+def module_of(name: str):
+    """The file of an operation here."""
+    return importlib.import_module(f"tests.ops.{name}")

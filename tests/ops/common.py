@@ -11,16 +11,16 @@ BF16, FP16, FP32 = FLOATS
 ROW_FACTOR = 2.0
 
 
-def assert_rows_close(found, wanted, dtype, what="result", factor=1.0):
-    """As `assert_close`, and for each row of the last dimension with a bound of ROW_FACTOR times the table's."""
+def assert_rows_close(found, wanted, dtype, what="result", factor=1.0, floor=1e-2):
+    """As `assert_close`, and for each row of the last dimension with a bound of ROW_FACTOR times the table's. floor: of a typical row's size:
+    smaller ones (zeros, or terms of a gradient that cancel) are judged by that."""
     assert found.dtype == dtype, f"{what} is {found.dtype}, expected {dtype}"
     assert_close(found, wanted, dtype, what, factor)
     if found.dim() < 2 or found.numel() == 0:
         return
     found, wanted = found.detach().double().cpu(), wanted.detach().double()
     scale = wanted.norm(dim=-1)
-    # A row of zeros, or one in which the terms of a gradient cancel, is judged by the size of a typical row.
-    scale = torch.maximum(scale, 1e-2 * scale.square().mean().sqrt()).clamp_min(1e-30)
+    scale = torch.maximum(scale, floor * scale.square().mean().sqrt()).clamp_min(1e-30)
     worst = ((found - wanted).norm(dim=-1) / scale).max().item()
     bound = RELATIVE_ERROR[dtype] * factor * ROW_FACTOR
     assert worst <= bound, f"{what} in {dtype}: a row's relative error is {worst:.2e}, expected at most {bound:.1e}"

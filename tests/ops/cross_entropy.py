@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from tests.ops.common import assert_rows_close, check_kept, exact, leaf, randn
+from tests.ops.common import FLOATS, assert_rows_close, check_kept, exact, leaf, randn
 from tests.tolerances import assert_close
 
 # Rows of several pieces and of a part of one, aligned and not, of more dimensions.
@@ -137,9 +137,9 @@ def check_empty(ops, device, dtype):
         assert x.grad.shape == (0, 7)
 
 
-def all_cases(ops, device):
-    """(name, function) of every check in every dtype."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
         for shape in SHAPES:
             for reduction in ("mean", "none"):
                 yield f"{shape} {reduction} {dtype}", partial(check_cross_entropy, ops, device, dtype, shape, reduction)
@@ -182,7 +182,7 @@ CHECKS = {
     "loss_slabs": check_slabs,
 }
 _KERNELS, _OPERATION, _SUMS = "kernel_src/cross_entropy.py", "ops/cross_entropy_of_logits.py", "kernel_src/sums.py"
-PLANTED = (
+MUTANTS = (
     (_KERNELS, "write_gradient", "* LOG2E", "", "loss"),
     (_KERNELS, "write_gradient", "ct.astype(cols, ct.int64) == t, 1.0", "ct.astype(cols, ct.int64) == t, 0.5", "loss"),
     (_KERNELS, "write_gradient", "ct.where(counted, g, 0.0)", "g", "loss"),

@@ -1,8 +1,10 @@
 """Dynamic tanh against float64."""
 
+from functools import partial
+
 import torch
 
-from tests.ops.common import BF16, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
+from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
 
 
 def dyt_exact(x, alpha, gamma, beta):
@@ -75,3 +77,12 @@ CHECKS = {
     "small": lambda ops: check_dyt(ops, "cpu", FP32, (3, 64), scale=1e-3),
     "many": lambda ops: check_dyt(ops, "cpu", BF16, (1, 257 * 1024 + 64)),
 }
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for shape in SHAPES:
+            yield f"{shape} {dtype}", partial(check_dyt, ops, device, dtype, shape)
+        yield f"options {dtype}", partial(check_options, ops, device, dtype)
+    yield "empty", partial(check_empty, ops, device)

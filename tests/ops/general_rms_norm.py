@@ -1,8 +1,10 @@
 """RMSNorm with every option, alone and with the residual, against float64."""
 
+from functools import partial
+
 import torch
 
-from tests.ops.common import BF16, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
+from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
 
 
 def rms_norm_exact(x, weight, eps, offset):
@@ -116,3 +118,15 @@ CHECKS = {
     "residual": lambda ops: check_rms_norm(ops, "cpu", BF16, (3, 768), residual=True),
     "odd_residual": lambda ops: check_rms_norm(ops, "cpu", FP16, (3, 77), residual=True),
 }
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for shape in SHAPES:
+            yield f"{shape} {dtype}", partial(check_rms_norm, ops, device, dtype, shape)
+        yield f"options {dtype}", partial(check_options, ops, device, dtype)
+        yield f"residual {dtype}", partial(check_residual, ops, device, dtype)
+        if dtype != FP32:
+            yield f"rounding {dtype}", partial(check_rounding, ops, device, dtype)
+    yield "empty", partial(check_empty, ops, device)

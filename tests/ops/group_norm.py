@@ -1,8 +1,10 @@
 """GroupNorm against float64."""
 
+from functools import partial
+
 import torch
 
-from tests.ops.common import BF16, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
+from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
 
 
 def group_norm_exact(x, groups, weight, bias, eps):
@@ -94,3 +96,14 @@ CHECKS = {
     "parts": lambda ops: check_group_norm(ops, "cpu", BF16, (2, 4, 33, 128), 2, trend=6.0),
     "odd": lambda ops: check_group_norm(ops, "cpu", FP16, (2, 6, 7, 7), 3),
 }
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for shape, groups in CASES:
+            yield f"{shape} in {groups} {dtype}", partial(check_group_norm, ops, device, dtype, shape, groups)
+        yield f"options {dtype}", partial(check_options, ops, device, dtype)
+    if FP32 in dtypes:
+        yield "large mean", partial(check_large_mean, ops, device)
+    yield "empty", partial(check_empty, ops, device)

@@ -1,8 +1,10 @@
 """LayerNorm against float64."""
 
+from functools import partial
+
 import torch
 
-from tests.ops.common import BF16, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
+from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
 
 
 def layer_norm_exact(x, weight, bias, eps):
@@ -100,3 +102,16 @@ CHECKS = {
     "long": lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 8256), trend=2.0),
     "odd": lambda ops: check_layer_norm(ops, "cpu", FP16, (19, 77)),
 }
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for shape in SHAPES:
+            yield f"{shape} {dtype}", partial(check_layer_norm, ops, device, dtype, shape)
+        yield f"options {dtype}", partial(check_options, ops, device, dtype)
+        yield f"layouts {dtype}", partial(check_layouts, ops, device, dtype)
+    if FP32 in dtypes:
+        yield "large mean", partial(check_large_mean, ops, device)
+        yield "odd", partial(check_layer_norm, ops, device, FP32, (13, 65))
+    yield "empty", partial(check_empty, ops, device)

@@ -1,9 +1,10 @@
 """Rotary embedding by complex numbers: the formula in float64, what must hold, and errors that must be noticed."""
 
+from functools import partial
+
 import torch
 
-from tests.op_checks import exact, leaf, randn
-from tests.tolerances import assert_close
+from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
 
 
 def rotary_complex_exact(x, freqs):
@@ -31,8 +32,8 @@ def check_rotary_complex(ops, device, dtype, batch=2, tokens=3, heads=(8, 8), he
         y64 = rotary_complex_exact(view(x64), freqs.to(torch.complex128).cpu())
         y64.backward(upstream[i].double().cpu())
         assert results[i].dtype == dtype
-        assert_close(results[i], y64, dtype, f"{name} rotated")
-        assert_close(base[i].grad, x64.grad, dtype, f"d{name}")
+        assert_rows_close(results[i], y64, dtype, f"{name} rotated")
+        assert_rows_close(base[i].grad, x64.grad, dtype, f"d{name}")
     assert all(map(torch.equal, given, (*base, *upstream))), "something of the caller's is overwritten"
 
 
@@ -65,3 +66,10 @@ CHECKS = {
     "many key heads": lambda ops: check_rotary_complex(ops, "cpu", torch.bfloat16, heads=(2, 9)),
     "PyTorch": lambda ops: check_rotary_complex(ops, "cpu", torch.float32),
 }
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for i, options in enumerate(CASES):
+            yield f"case {i} {dtype}", partial(check_rotary_complex, ops, device, dtype, **options)

@@ -1,9 +1,10 @@
 """Multimodal and partial rotary embedding: the models' own formulas in float64, what must hold, and errors that must be noticed."""
 
+from functools import partial
+
 import torch
 
-from tests.op_checks import exact, leaf, randn
-from tests.tolerances import assert_close
+from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
 
 
 def chosen_exact(table, sections, interleaved):
@@ -42,8 +43,8 @@ def check(run, device, dtype, batch, tokens, heads, head_dim, heads_dim, tables,
         y64 = y64 if heads_dim == 1 else y64.transpose(1, 2)
         y64.backward(upstream[i].double().cpu())
         assert results[i].dtype == dtype
-        assert_close(results[i], y64, dtype, f"{name} rotated")
-        assert_close(base[i].grad, x64.grad, dtype, f"d{name}")
+        assert_rows_close(results[i], y64, dtype, f"{name} rotated")
+        assert_rows_close(base[i].grad, x64.grad, dtype, f"d{name}")
     assert all(map(torch.equal, given, (*base, *tables, *upstream))), "something of the caller's is overwritten"
 
 
@@ -109,3 +110,12 @@ CHECKS = {
     "partial": lambda ops: check_partial(ops, "cpu", torch.float32),
     "PyTorch": lambda ops: check_multimodal(ops, "cpu", torch.float32),
 }
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for i, options in enumerate(MULTIMODAL_CASES):
+            yield f"multimodal {i} {dtype}", partial(check_multimodal, ops, device, dtype, **options)
+        for i, options in enumerate(PARTIAL_CASES):
+            yield f"partial {i} {dtype}", partial(check_partial, ops, device, dtype, **options)

@@ -1,11 +1,11 @@
 """Neighborhood attention: softmax with a mask in float64, what must hold, and errors that must be noticed."""
 
 import math
+from functools import partial
 
 import torch
 
-from tests.op_checks import exact, leaf, randn
-from tests.tolerances import assert_close
+from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
 
 
 def neighborhood_exact(q, k, v, kernel_size, dilation, scale, causal):
@@ -33,9 +33,10 @@ def check_neighborhood_attention(
     out64.backward(dout.double().cpu())
     what = f"neighborhood attention {shape}"
     assert out.dtype == dtype and (not same_memory or out.stride() == q.stride())
-    assert_close(out, out64, dtype, f"{what} out")
+    assert_rows_close(out, out64, dtype, f"{what} out")
     for name, found, wanted in zip("qkv", base, base64):
-        assert_close(found.grad, wanted.grad, dtype, f"{what} d{name}")
+        # The terms of one token's gradient cancel where it sees few others; dq of one that sees itself alone is 0.
+        assert_rows_close(found.grad, wanted.grad, dtype, f"{what} d{name}", floor=2.0)
     assert all(map(torch.equal, given, (*base, dout))), f"{what} overwrites what is the caller's"
 
 
@@ -88,3 +89,10 @@ CHECKS = {
     "far": lambda ops: check_neighborhood_attention(ops, "cpu", torch.float32, (1, 1, 5, 8), dilation=9),
     "PyTorch": lambda ops: check_neighborhood_attention(ops, "cpu", torch.float32),
 }
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for i, options in enumerate(CASES):
+            yield f"case {i} {dtype}", partial(check_neighborhood_attention, ops, device, dtype, **options)

@@ -1,8 +1,10 @@
 """PolyNorm against float64."""
 
+from functools import partial
+
 import torch
 
-from tests.ops.common import BF16, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
+from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
 
 
 def poly_norm_exact(x, weight, bias, eps):
@@ -77,3 +79,14 @@ CHECKS = {
     "long": lambda ops: check_poly_norm(ops, "cpu", BF16, (2, 4160)),
     "odd": lambda ops: check_poly_norm(ops, "cpu", FP16, (19, 77)),
 }
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for shape in SHAPES:
+            yield f"{shape} {dtype}", partial(check_poly_norm, ops, device, dtype, shape)
+        yield f"options {dtype}", partial(check_options, ops, device, dtype)
+    if FP16 in dtypes:
+        yield "largest fp16", partial(check_largest_fp16, ops, device)
+    yield "empty", partial(check_empty, ops, device)

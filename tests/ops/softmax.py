@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from tests.ops.common import assert_rows_close, check_kept, exact, gradient_twice, leaf, randn
+from tests.ops.common import FLOATS, assert_rows_close, check_kept, exact, gradient_twice, leaf, randn
 from tests.tolerances import assert_close
 
 # Every tile, whole and not; several rows a block that do not fill it; odd rows; rows in pieces, aligned and not.
@@ -73,7 +73,7 @@ CHECKS = {
 }
 _KERNELS, _OPERATION = "kernel_src/softmax.py", "ops/softmax.py"
 # file, function, its text, the error, the check that must notice
-PLANTED = (
+MUTANTS = (
     (_KERNELS, "rows_of_block", "ct.bid(0) * ROWS", "ct.bid(0)", "softmax"),
     (_KERNELS, "softmax_forward", "MINUS_INFINITY", "0", "softmax"),
     (_KERNELS, "softmax_forward", "* LOG2E", "", "softmax"),
@@ -115,9 +115,9 @@ CHECKS["softmax_many_parts"] = lambda ops: check_softmax(ops, "cpu", torch.float
 CHECKS["softmax_slabs"] = check_softmax_slabs
 
 
-def all_cases(ops, device):
-    """(name, function) of every check in every dtype."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
         for shape in SHAPES:
             yield f"softmax {dtype} {shape}", partial(check_softmax, ops, device, dtype, shape)
         for columns in (100, 3000, 17000):

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from tests.ops.common import assert_rows_close, check_kept, exact, gradient_twice, leaf, randn
+from tests.ops.common import FLOATS, assert_rows_close, check_kept, exact, gradient_twice, leaf, randn
 
 SHAPES = ((5, 128), (17, 96), (3, 7, 64), (2, 1024), (5, 1000), (3, 4096), (2, 3001), (2, 8192), (2, 10000), (1, 40003), (3, 1), (7,))
 
@@ -106,7 +106,7 @@ def check_sparsemax_fp16(ops, device):
 
 
 _KERNELS, _OPERATION = "kernel_src/sparsemax.py", "ops/sparsemax.py"
-PLANTED = (
+MUTANTS = (
     (_KERNELS, "support", "size * v + 1.0 > total", "size * v + 1.0 >= total", "sparsemax_ties"),
     (_KERNELS, "support", "+ 1.0", "+ 0.5", "sparsemax"),
     (_KERNELS, "probability", "(total - 1.0)", "total", "sparsemax"),
@@ -131,9 +131,9 @@ PLANTED = (
 )
 
 
-def all_cases(ops, device):
-    """(name, function) of every check in every dtype."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
         for shape in SHAPES:
             yield f"sparsemax {dtype} {shape}", partial(check_sparsemax, ops, device, dtype, shape)
         for columns in (96, 3000, 9000):

@@ -1,10 +1,11 @@
 """The MLP over shards of its tokens: the formula in float64, what must hold, and errors that must be noticed."""
 
+from functools import partial
+
 import torch
 
-from tests.op_checks import exact, leaf, randn
+from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
 from tests.ops.gated_activation import gated_exact
-from tests.tolerances import assert_close
 
 NAMES = ("x", "gate", "up", "down")
 
@@ -34,11 +35,11 @@ def check_tiled_mlp(ops, device, dtype, tokens, hidden=64, intermediate=96, acti
     leaves64 = [exact(t) for t in leaves]
     y64 = mlp_exact(*leaves64, activation)
     y64.backward(dy.double().cpu())
-    assert_close(y, y64, dtype, "tiled MLP y", 1.25)
+    assert_rows_close(y, y64, dtype, "tiled MLP y", 1.25)
     for name, found, wanted, need in zip(NAMES, leaves, leaves64, needs):
         assert (found.grad is not None) == need, f"the gradient of {name}"
         if need:
-            assert_close(found.grad, wanted.grad, dtype, f"tiled MLP d{name}", 1.25 if name == "x" or shards == 1 else 2)
+            assert_rows_close(found.grad, wanted.grad, dtype, f"tiled MLP d{name}", 1.25 if name == "x" or shards == 1 else 2, floor=1.0)
     y.backward(dy)
     for name, tensor, once in zip(NAMES, leaves, first):
         assert once is None or torch.equal(tensor.grad, once + once), f"the second backward of {name}"
@@ -64,3 +65,12 @@ MUTANTS = (
     (OPERATION, "_backward", "dy[part].t(), hidden", "dy[part].t(), dgate", "shards"),
 )
 CHECKS = {"shards": lambda ops: check_tiled_mlp(ops, "cpu", torch.float32, (2, 9), shards=3)}
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for i, options in enumerate(CASES):
+            yield f"case {i} {dtype}", partial(check_tiled_mlp, ops, device, dtype, **options)
+        for needs in NEEDS:
+            yield f"gradients of {needs} {dtype}", partial(check_tiled_mlp, ops, device, dtype, (6,), shards=2, needs=needs)

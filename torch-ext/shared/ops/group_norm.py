@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..runtime.device import multiprocessors
-from ._shim import Kernel
+from ..runtime.launch import Kernel
 from .common import SLAB, aligned, apply_function, describe, fail, need_floats, needs_formula, new_like, traceable, wide
 from .rows import SEGMENT, kernels_take, one_block_a_row, per_row
 

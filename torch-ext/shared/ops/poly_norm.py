@@ -6,7 +6,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..runtime.device import multiprocessors
-from ._shim import Kernel
+from ..runtime.launch import Kernel
 from .common import apply_function, column_sum, describe, fail, need_floats, needs_formula, new_like, traceable, wide
 from .rows import kernels_take, one_block_a_row, per_row, rows_of, segments, slabs
 
