@@ -119,7 +119,7 @@ PLANTED = (
     (_KERNELS, "sparsemax_maxima", "i * WIDTH + lanes", "lanes", "sparsemax_long"),
     (_KERNELS, "sparsemax_maxima", "ct.maximum(top, more)", "more", "sparsemax_long"),
     (_KERNELS, "sparsemax_maxima", "block * WIDTH + lanes", "lanes", "sparsemax_long"),
-    (_KERNELS, "count_maxima", "amount = amount +", "amount =", "sparsemax_hard_long"),
+    (_KERNELS, "count_maxima", "ct.where(inside, 1.0, 0.0)", "ct.where(inside, 2.0, 0.0)", "sparsemax_hard_long"),
     (_KERNELS, "count_elements", "j * WIDTH", "j", "sparsemax_long"),
     (_KERNELS, "count_elements", "chunks // WIDTH * (CHUNK * WIDTH)", "chunks // WIDTH", "sparsemax_long"),
     (_KERNELS, "count_elements", "amount = amount +", "amount =", "sparsemax_hard_long"),
