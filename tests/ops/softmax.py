@@ -17,6 +17,7 @@ def check_softmax(ops, device, dtype, shape, dim=-1, scale=3.0, view=lambda x: x
     x = view(base)
     before = base.detach().clone()
     y = ops.softmax(x, dim)
+    assert y.dtype == dtype and y.shape == x.shape
     dy = randn(*y.shape, dtype=dtype, device=device, seed=1)
     kept = dy.clone()
     dx, again = gradient_twice(y, base, dy)
@@ -26,7 +27,6 @@ def check_softmax(ops, device, dtype, shape, dim=-1, scale=3.0, view=lambda x: x
     # The gradient is made from y as it is rounded, as PyTorch's is; where dy - sum(dy * y) cancels, that is not the exact one.
     p, d = y.detach().double().cpu(), dy.double().cpu()
     (of_rounded,) = torch.autograd.grad(view(base64), base64, p * (d - (p * d).sum(dim, keepdim=True)))
-    assert y.dtype == dtype and y.shape == x.shape
     assert_rows_close(y, y64, dtype, f"softmax {tuple(shape)} y")
     assert_rows_close(dx, of_rounded, dtype, f"softmax {tuple(shape)} dx")
     assert_close(dx, dx64, dtype, f"softmax {tuple(shape)} dx", 4)

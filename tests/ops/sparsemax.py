@@ -24,6 +24,7 @@ def check_sparsemax(ops, device, dtype, shape, dim=-1, scale=1.0, view=lambda x:
     given = view(base)
     before = base.detach().clone()
     y = ops.sparsemax(given, dim)
+    assert y.dtype == dtype and y.shape == given.shape
     dy = randn(*y.shape, dtype=dtype, device=device, seed=1)
     kept = dy.clone()
     dx, again = gradient_twice(y, base, dy)
@@ -31,7 +32,6 @@ def check_sparsemax(ops, device, dtype, shape, dim=-1, scale=1.0, view=lambda x:
     y64 = sparsemax_exact(view(base64).transpose(dim, -1)).transpose(dim, -1)
     (dx64,) = torch.autograd.grad(y64, base64, dy.double().cpu())
     what = f"sparsemax {tuple(shape)}"
-    assert y.dtype == dtype and y.shape == given.shape
     assert torch.equal(y.cpu() > 0, y64 > 0), f"{what}: the support differs"
     assert_rows_close(y, y64, dtype, f"{what} y")
     assert_rows_close(dx, dx64, dtype, f"{what} dx")
@@ -90,7 +90,7 @@ CHECKS = {
     "sparsemax": lambda ops: [check_sparsemax(ops, "cpu", torch.float32, shape) for shape in ((5, 128), (17, 96), (5, 1000))],
     "sparsemax_long": lambda ops: [check_sparsemax(ops, "cpu", torch.float32, shape) for shape in ((3, 10000), (2, 34001))],
     "sparsemax_hard": lambda ops: check_sparsemax_hard_rows(ops, "cpu", torch.float32, 500),
-    "sparsemax_hard_long": lambda ops: check_sparsemax_hard_rows(ops, "cpu", torch.float32, 9000),
+    "sparsemax_hard_long": lambda ops: check_sparsemax_hard_rows(ops, "cpu", torch.float32, 34001),
     "sparsemax_ties": lambda ops: check_sparsemax_ties(ops, "cpu", torch.bfloat16, 300),
     "sparsemax_nan": lambda ops: check_sparsemax_nan(ops, "cpu", torch.float32, 300),
     "sparsemax_fp16": lambda ops: check_sparsemax_fp16(ops, "cpu"),
@@ -119,7 +119,7 @@ MUTANTS = (
     (_KERNELS, "sparsemax_maxima", "i * WIDTH + lanes", "lanes", "sparsemax_long"),
     (_KERNELS, "sparsemax_maxima", "ct.maximum(top, more)", "more", "sparsemax_long"),
     (_KERNELS, "sparsemax_maxima", "block * WIDTH + lanes", "lanes", "sparsemax_long"),
-    (_KERNELS, "count_maxima", "amount = amount +", "amount =", "sparsemax_long"),
+    (_KERNELS, "count_maxima", "ct.where(inside, 1.0, 0.0)", "ct.where(inside, 2.0, 0.0)", "sparsemax_hard_long"),
     (_KERNELS, "count_elements", "j * WIDTH", "j", "sparsemax_long"),
     (_KERNELS, "count_elements", "chunks // WIDTH * (CHUNK * WIDTH)", "chunks // WIDTH", "sparsemax_long"),
     (_KERNELS, "count_elements", "amount = amount +", "amount =", "sparsemax_hard_long"),
