@@ -551,7 +551,7 @@ def check_nan_in_experts(ops, device, gpt_oss):
 def check_grouped_gemm(ops, device, dtype, counts, k, n, absent=0):
     """Both grouped GEMMs, with both orders of the weight in memory. counts: the rows of each expert; behind them lie `absent` rows
     of none, all NaN."""
-    module = importlib.import_module(f"{ops.__name__}.shared.ops.experts")
+    module = importlib.import_module(f"{ops.__name__}.shared.ops.grouped_gemm")
     ends = torch.tensor(counts, device=device).cumsum(0, dtype=torch.int32)
     here = sum(counts)
     x, y = (randn(here + absent, columns, dtype=dtype, device=device, seed=i) for i, columns in enumerate((k, n)))

@@ -58,7 +58,7 @@ def uses(gpt_oss, model, step=lambda model: model.train()(input_ids=TOKENS, labe
     """The operations of ours that a step of the model calls."""
     called = set()
     with pytest.MonkeyPatch.context() as patch:
-        for where, names in (("shared.hf.modeling", ("experts", "rotary", "linear_cross_entropy")), ("decoder_layer", ("wide_rms_norm", "wide_add_rms_norm"))):
+        for where, names in (("shared.hf.experts", ("experts",)), ("shared.hf.forwards", ("rotary",)), ("shared.hf.causal_lm", ("linear_cross_entropy",)), ("decoder_layer", ("wide_rms_norm", "wide_add_rms_norm"))):
             module = sys.modules[f"{gpt_oss.__name__}.{where}"]
             for name in names:
                 original = getattr(module, name)
@@ -317,7 +317,7 @@ def test_other_gates_stay_transformers_own(gpt_oss):
     assert torch.equal(own(hidden, index, scores), expected)
     moe_experts = tiny_qwen3_moe().model.layers[0].mlp.experts
     moe_experts.act_fn = nn.GELU()
-    function = sys.modules[f"{gpt_oss.__name__}.shared.hf.modeling"].experts_implementation
+    function = sys.modules[f"{gpt_oss.__name__}.shared.hf.experts"].experts_implementation
     assert torch.equal(function(moe_experts, hidden, index, scores), moe_experts(hidden, index, scores))
 
 

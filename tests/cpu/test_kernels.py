@@ -230,7 +230,7 @@ def test_grouped_gemms_that_the_kernels_do_not_take(package, backend, dtype, k, 
 
 def test_more_elements_than_a_kernel_counts_go_elsewhere(package, backend, monkeypatch):
     """The weight and the result of grouped_outer are the largest arrays of all."""
-    monkeypatch.setattr(sys.modules[f"{package.__name__}.shared.ops.experts"], "GEMM_ELEMENTS", 4 * 24 * 40)
+    monkeypatch.setattr(sys.modules[f"{package.__name__}.shared.ops.grouped_gemm"], "GEMM_ELEMENTS", 4 * 24 * 40)
     backend.launched.clear()
     checks.check_grouped_gemm(package, DEVICE, torch.bfloat16, [3, 0, 5, 1], 24, 40)
     assert not backend.launched
@@ -249,7 +249,7 @@ def test_more_elements_than_a_kernel_counts_go_elsewhere(package, backend, monke
     ),
 )
 def test_where_pytorchs_grouped_gemm_is_a_kernel(package, monkeypatch, capability, version, expected):
-    has = sys.modules[f"{package.__name__}.shared.ops.experts"]._has_grouped_mm
+    has = sys.modules[f"{package.__name__}.shared.ops.grouped_gemm"]._has_grouped_mm
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     has.cache_clear()

@@ -46,11 +46,11 @@ def uses_layers(qwen3, model):
         "mlp": {"swiglu"},
         "swiglu": {"swiglu"},
         "rotary": {"rope"},
-        "linear_cross_entropy": {"fused_linear_cross_entropy"},
     }
+    loss = {"linear_cross_entropy": {"fused_linear_cross_entropy"}}
     fused = {"norm_attention_inputs": {"rms_norm", "rope"}, "norm_mlp": {"rms_norm", "swiglu"}, "qk_norm_rotary": {"rms_norm", "rope"}}
     with pytest.MonkeyPatch.context() as patch:
-        for module, names in (("shared.hf.modeling", alone), ("decoder_layer", fused)):
+        for module, names in (("shared.hf.forwards", alone), ("shared.hf.causal_lm", loss), ("decoder_layer", fused)):
             functions = sys.modules[f"{qwen3.__name__}.{module}"]
             for name, operations in names.items():
                 original = getattr(functions, name)
@@ -504,8 +504,8 @@ def test_without_active_decorators(package_folder):
         from tests.models import Step, random_tokens, tiny_model
         model, tokens = tiny_model(), random_tokens(2, 17)
         expected = Step(model, input_ids=tokens, labels=tokens)
-        calls, rotary = [], sys.modules["package.shared.hf.modeling"].rotary
-        sys.modules["package.shared.hf.modeling"].rotary = lambda *args: calls.append(1) or rotary(*args)
+        calls, rotary = [], sys.modules["package.shared.hf.forwards"].rotary
+        sys.modules["package.shared.hf.forwards"].rotary = lambda *args: calls.append(1) or rotary(*args)
         fused = sys.modules["package.decoder_layer"].norm_attention_inputs
         sys.modules["package.decoder_layer"].norm_attention_inputs = lambda *args: calls.append(1) or fused(*args)
         for install in (qwen3.apply, lambda: qwen3.apply(decoder_layer=False), lambda: qwen3.kernelize(model)):

@@ -105,8 +105,8 @@ INACTIVE = """
 
     def used(model):
         "The layers that a step goes through, and the rotary embedding."
-        seen, places = set(), {"rotary": "package.shared.hf.modeling", "norm_attention_inputs": "package.decoder_layer", "norm_mlp": "package.decoder_layer"}
-        places |= {"rms_norm": "package.shared.hf.modeling", "mlp": "package.shared.hf.modeling", "linear_cross_entropy": "package.shared.hf.modeling"}
+        seen, places = set(), {"rotary": "package.shared.hf.forwards", "norm_attention_inputs": "package.decoder_layer", "norm_mlp": "package.decoder_layer"}
+        places |= {"rms_norm": "package.shared.hf.forwards", "mlp": "package.shared.hf.forwards", "linear_cross_entropy": "package.shared.hf.causal_lm"}
         originals = {name: getattr(sys.modules[place], name) for name, place in places.items()}
         for name, place in places.items():
             setattr(sys.modules[place], name, lambda *a, name=name, **k: seen.add(name) or originals[name](*a, **k))

@@ -37,9 +37,9 @@ def ours(gpt_oss, monkeypatch):
     def slices(self):
         raise AssertionError("the GEMMs run in a loop")
 
-    experts = sys.modules[f"{gpt_oss.__name__}.shared.ops.experts"]
-    monkeypatch.setattr(experts, "_native", lambda *tensors: False)
-    monkeypatch.setattr(experts.Groups, "slices", slices)
+    gemms = sys.modules[f"{gpt_oss.__name__}.shared.ops.grouped_gemm"]
+    monkeypatch.setattr(gemms, "_native", lambda *tensors: False)
+    monkeypatch.setattr(gemms.Groups, "slices", slices)
     return gpt_oss
 
 

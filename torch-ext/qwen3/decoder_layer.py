@@ -10,11 +10,12 @@ import sys
 
 import torch
 
-from .shared.hf.modeling import PLAIN, SAVED, all_are_listened_to, is_marked, is_silu, original_forward, own_forward, plain_weight
+from .shared.hf.modules import SAVED, all_are_listened_to, is_marked, is_silu, original_forward, own_forward, plain_weight
 from .shared.ops.common import autocasts
 from .shared.ops.decoder_nodes import norm_attention_inputs, norm_mlp
 from .shared.ops.rms_norm import add_rms_norm, rms_norm
 from .shared.ops.rotary import qk_norm_rotary
+from .shared.runtime.device import PLAIN
 
 MODELING = "transformers.models.qwen3.modeling_qwen3"
 

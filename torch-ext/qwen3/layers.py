@@ -3,16 +3,10 @@
 from torch import nn
 
 from .decoder_layer import decoder_layer_forward
-from .shared.hf.modeling import (
-    causal_lm_forward,
-    causal_lm_loss,
-    causal_lm_loss_of_logits,
-    experts_forward,
-    mark_forwards,
-    mlp_forward,
-    rms_norm_forward,
-    rotary_pos_emb,
-)
+from .shared.hf.causal_lm import causal_lm_forward, causal_lm_loss, causal_lm_loss_of_logits
+from .shared.hf.experts import experts_forward
+from .shared.hf.forwards import mlp_forward, rms_norm_forward, rotary_pos_emb
+from .shared.hf.modules import mark_forwards
 
 
 class RMSNorm(nn.Module):

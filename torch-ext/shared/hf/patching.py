@@ -18,7 +18,10 @@ from typing import Any, NamedTuple, Tuple
 
 from torch import nn
 
-from .modeling import EXPERTS, LAYER, LOSS_OPTIONS, OFF, OPTIONS, SAVED, experts_implementation, output_with_metrics, rotary_pos_emb
+from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
+from .experts import EXPERTS, experts_implementation
+from .forwards import rotary_pos_emb
+from .modules import LAYER, OFF, SAVED
 
 # From, and up to but not including. From 5.23 on, transformers' gradient checkpointing stands inside a decoder layer's forward, and
 # to replace that would switch it off.

@@ -7,7 +7,6 @@ of the second one are only added up, by the token that they belong to, in both d
 the output of the first GEMM, and its gradient is written over it.
 """
 
-import functools
 from typing import List, NamedTuple, Optional, Tuple
 
 import torch
@@ -15,13 +14,10 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime import launch
 from ..runtime.device import kernels_run_on
-from ..runtime.launch import Kernel, PromiseError
+from ..runtime.launch import Kernel
 from .common import apply_function, describe, fail, need_floats, needs_formula, traceable, unit_stride, wide
-
-# Between so many rows an expert ours beats torch's on compute capability 9.0: by 1, 9 and 10 % with 256 (H200, three shapes). With 1024 it is
-# 2 % slower to 1 % faster, and with few rows the host's part counts, which is larger: ours needs a list of blocks.
-OURS_FROM, OURS_TO = 128, 512
-GEMM_ELEMENTS = 2**31  # a tile's place in an array is counted in 32 bits
+from .grouped_gemm import Groups, grouped_mm, grouped_outer
+from .routing import Routing, route, row_blocks
 
 Optionals = Optional[torch.Tensor]
 Five = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -40,14 +36,6 @@ def _tokens_grid(c, y, position, *rest):
     return (position.shape[0], -(-y.shape[1] // c["COLS"]))
 
 
-def _mm_grid(c, x, weight, blocks, out):
-    return (blocks.shape[1] * -(-out.shape[1] // c["TILE_N"]),)
-
-
-def _outer_grid(c, x, y, ends, out):
-    return (-(-out.shape[1] // c["TILE_M"]) * -(-out.shape[2] // c["TILE_N"]), out.shape[0])
-
-
 _clamped_forward_kernel = Kernel("clamped_gate_forward", grid=_blocks_grid)
 _clamped_backward_kernels = [Kernel("clamped_gate_backward", grid=_blocks_grid, where={"WEIGHTS": weights}) for weights in (0, 1)]
 _bias_kernel = Kernel("expert_bias_sum", grid=lambda c, partial, stops, out: (-(-out.shape[1] // c["COLS"]), out.shape[0]))
@@ -55,139 +43,6 @@ _swiglu_forward_kernel = Kernel("swiglu_rows_forward", grid=_rows_grid)
 _swiglu_backward_kernels = [Kernel("swiglu_rows_backward", grid=_rows_grid, where={"WEIGHTS": weights}) for weights in (0, 1)]
 _sum_kernel = Kernel("token_sum", grid=_tokens_grid)
 _sum_bias_kernel = Kernel("token_sum_bias", grid=_tokens_grid)
-_mm_kernels = [Kernel("grouped_mm", grid=_mm_grid, where={"TRANSPOSED": transposed}) for transposed in (0, 1)]
-_outer_kernel = Kernel("grouped_outer", grid=_outer_grid)
-
-
-# ---------------------------------------------------------------- routing
-class Routing(NamedTuple):
-    """Where the rows are. Computed on the device, and the host knows the shapes only.
-
-    order: [rows] int64, the (token, expert) pair of each row, token * top-k + k. position: [tokens, top-k] int32, the row of each
-    pair; the number of rows where the expert is not here. ends: [experts] int32, the row behind each expert's last one.
-    """
-
-    order: torch.Tensor
-    position: torch.Tensor
-    ends: torch.Tensor
-
-
-def route(expert: torch.Tensor, experts: int) -> Routing:
-    """expert: [tokens, top-k]; ids outside [0, experts) belong to no expert here, and their rows come last."""
-    flat = expert.reshape(-1).clamp(-1, experts) % (experts + 1)
-    rows = flat.shape[0]
-    # Two bytes instead of eight are a quarter of the radix sort's passes.
-    keys = flat.to(torch.int16 if experts < 2**15 else torch.int32)
-    keys, order = torch.sort(keys, stable=True)
-    numbers = torch.arange(experts, device=keys.device, dtype=keys.dtype)
-    ends = torch.searchsorted(keys, numbers, right=True, out_int32=True)
-    position = torch.empty(rows, dtype=torch.int32, device=keys.device)
-    position[order] = torch.arange(rows, dtype=torch.int32, device=keys.device)
-    position = torch.where(flat < experts, position, rows)
-    return Routing(order, position.view(expert.shape), ends)
-
-
-def _blocks(ends: torch.Tensor, rows: int, height: int) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Blocks of up to `height` rows of one expert: [3, blocks] int32, each one's expert, first row and end; and [experts]
-    int32, the block behind each expert's last one. There are a few more blocks than needed; they are empty."""
-    experts = ends.shape[0]
-    starts = torch.nn.functional.pad(ends[:-1], (1, 0))
-    count = (ends - starts + (height - 1)) // height
-    stops = torch.cumsum(count, 0, dtype=torch.int32)
-    shift = starts - (stops - count) * height
-    number = torch.arange(-(-rows // height) + experts, dtype=torch.int32, device=ends.device)
-    expert = torch.searchsorted(stops, number, right=True, out_int32=True)
-    expert = expert.clamp(max=experts - 1)  # the surplus blocks begin behind its end
-    return torch.stack((expert, shift[expert] + number * height, ends[expert])), stops
-
-
-# ---------------------------------------------------------------- grouped GEMMs
-class Groups:
-    """The rows of each expert, as the grouped GEMMs want them. ends: [experts] int32, the row behind each expert's last one."""
-
-    def __init__(self, ends: torch.Tensor, rows: int):
-        self.ends, self.rows = ends, rows
-
-    @functools.cached_property
-    def blocks(self) -> torch.Tensor:
-        """Of `_blocks`, made once for all GEMMs of a pass."""
-        return _blocks(self.ends, self.rows, _mm_kernels[0].constant("TILE_M"))[0]
-
-    def slices(self):
-        """(expert, its rows) for the host, which waits for the device here."""
-        start = 0
-        for expert, end in enumerate(self.ends.tolist()):
-            yield expert, slice(start, end)
-            start = end
-
-
-@functools.lru_cache(maxsize=None)
-def _has_grouped_mm(device: int) -> bool:
-    """Whether torch._grouped_mm is a kernel: on compute capability 9.0, and from torch 2.9 on 10.x. Elsewhere it reads the offsets
-    on the host and loops, or raises."""
-    major = torch.cuda.get_device_capability(device)[0]
-    return hasattr(torch, "_grouped_mm") and (major == 9 or major == 10 and torch.__version__ >= (2, 9))
-
-
-@functools.lru_cache(maxsize=None)
-def _beats_torch(device: int) -> bool:
-    """Whether our `grouped_mm` can be faster than torch's where that is a kernel too; see OURS_FROM."""
-    return torch.cuda.get_device_capability(device)[0] == 9
-
-
-def _native(*tensors: torch.Tensor) -> bool:
-    """True where torch._grouped_mm runs one kernel: bf16, a GPU that has it, and strides of whole 16 bytes."""
-    first = tensors[0]
-    if not first.is_cuda or first.dtype != torch.bfloat16 or first.shape[0] == 0 or not _has_grouped_mm(first.get_device()):
-        return False
-    return all(t.data_ptr() % 16 == 0 and all(step % 8 == 0 or step == 1 for step in t.stride()) for t in tensors)
-
-
-def _has_kernel(*tensors: torch.Tensor) -> bool:
-    """False where none of our grouped GEMMs is for the dtype, the GPU or so many elements."""
-    first = tensors[0]
-    half = first.dtype in (torch.bfloat16, torch.float16)
-    return half and kernels_run_on(*tensors) and all(t.numel() < GEMM_ELEMENTS for t in tensors)
-
-
-def _launched(kernel: Kernel, *tensors: torch.Tensor) -> bool:
-    """Launches it where lengths, strides and addresses are of whole 16 bytes; else False."""
-    try:
-        kernel(*tensors)
-    except PromiseError:
-        return False
-    return True
-
-
-def grouped_mm(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """[rows, n]: the rows of each expert of x [rows, k] times its weight [experts, k, n]. What rows of no expert hold is
-    undefined on a GPU."""
-    native = _native(x, weight)
-    experts = weight.shape[0]
-    if native and not (OURS_FROM * experts <= x.shape[0] <= OURS_TO * experts and _beats_torch(x.get_device())):
-        return torch._grouped_mm(x, weight, offs=groups.ends)
-    out = x.new_empty((x.shape[0], weight.shape[2]))
-    transposed = weight.stride(2) != 1
-    stored = weight.transpose(1, 2) if transposed else weight
-    if _has_kernel(x, stored, out) and _launched(_mm_kernels[transposed], x, stored, groups.blocks, out):
-        return out
-    if native:
-        return torch._grouped_mm(x, weight, offs=groups.ends)
-    out.zero_()
-    for expert, rows in groups.slices():
-        torch.mm(x[rows], weight[expert], out=out[rows])
-    return out
-
-
-def grouped_outer(x: torch.Tensor, y: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """[experts, m, n]: x.T @ y over the rows of each expert; x: [rows, m], y: [rows, n]. Zero for an expert without rows."""
-    if _native(x, y):
-        return torch._grouped_mm(x.t(), y, offs=groups.ends)
-    out = x.new_empty((groups.ends.shape[0], x.shape[1], y.shape[1]))
-    if not (_has_kernel(x, y, out) and _launched(_outer_kernel, x, y, groups.ends, out)):
-        for expert, rows in groups.slices():
-            torch.mm(x[rows].t(), y[rows], out=out[expert])
-    return out
 
 
 # ---------------------------------------------------------------- the gate, in PyTorch
@@ -302,7 +157,7 @@ def _gate_forward(gate_up, bias, scores, routing: Routing, gate: Gate) -> torch.
     if not gate.alpha:
         _swiglu_forward_kernel(gate_up, scores, out)
     else:
-        blocks, _ = _blocks(routing.ends, gate_up.shape[0], _clamped_forward_kernel.constant("ROWS"))
+        blocks, _ = row_blocks(routing.ends, gate_up.shape[0], _clamped_forward_kernel.constant("ROWS"))
         _clamped_forward_kernel(*_words(gate_up, bias), scores, blocks, out, gate.alpha, gate.limit)
     return out
 
@@ -331,7 +186,7 @@ def _gate_backward(dgated, gate_up, bias, scores, routing: Routing, gate: Gate, 
     if not gate.alpha:
         _swiglu_backward_kernels[weights](gate_up, scores, dgated, dscores)
     else:
-        blocks, stops = _blocks(routing.ends, rows, _clamped_forward_kernel.constant("ROWS"))
+        blocks, stops = row_blocks(routing.ends, rows, _clamped_forward_kernel.constant("ROWS"))
         partial = torch.empty((blocks.shape[1] if weights else 1, 2 * width), **new)
         tensors = (*_words(gate_up, bias), scores, blocks, dgated, dscores, partial)
         _clamped_backward_kernels[weights](*tensors, gate.alpha, gate.limit)

@@ -5,9 +5,10 @@ import warnings
 
 import torch
 
-from .shared.hf import modeling
-from .shared.hf.modeling import PLAIN, SAVED, is_marked, original_forward, own_forward
+from .shared.hf import causal_lm
+from .shared.hf.modules import SAVED, is_marked, original_forward, own_forward
 from .shared.ops.wide_rms_norm import wide_add_rms_norm, wide_rms_norm
+from .shared.runtime.device import PLAIN
 
 FLEX = SAVED + "flex_attention"  # on GptOssForCausalLM: what apply() was told about `attention`
 _hinted: set = set()
@@ -63,7 +64,7 @@ def choose_attention(model) -> None:
 
 
 def causal_lm_forward(model, labels, kwargs):
-    """Of a GptOssForCausalLM; see `modeling.causal_lm_forward`."""
+    """Of a GptOssForCausalLM; see `causal_lm.causal_lm_forward`."""
     if model.training:
         choose_attention(model)
-    return modeling.causal_lm_forward(model, labels, kwargs)
+    return causal_lm.causal_lm_forward(model, labels, kwargs)

@@ -3,7 +3,9 @@
 from torch import nn
 
 from .decoder_layer import causal_lm_forward, decoder_layer_forward, rms_norm_forward
-from .shared.hf.modeling import experts_forward, mark_forwards, rotary_pos_emb
+from .shared.hf.experts import experts_forward
+from .shared.hf.forwards import rotary_pos_emb
+from .shared.hf.modules import mark_forwards
 
 
 class RMSNorm(nn.Module):

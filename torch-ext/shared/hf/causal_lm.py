@@ -1,0 +1,190 @@
+"""The forward of a causal LM, whose loss needs no logits, and its loss in the forms that transformers asks for."""
+
+import dataclasses
+from contextlib import nullcontext
+from typing import Optional
+
+import torch
+from torch import nn
+
+from ..ops.common import autocasts
+from ..ops.cross_entropy import LinearCrossEntropyOutput, Options, cross_entropy_of_logits
+from ..ops.linear_cross_entropy import linear_cross_entropy
+from .modules import OFF, SAVED, all_are_listened_to, call_with, original_forward, plain_weight, sharded_weight
+
+LOSS_OPTIONS = SAVED + "loss_options"  # what apply() was told about the loss, on the class of the causal LM
+
+
+# Of the loss, beside transformers' own ignore_index, num_items_in_batch and shift_labels; see `linear_cross_entropy`.
+OPTIONS = ("class_weight", "reduction", *(name for name in Options._fields if name != "ignore_index"))
+
+
+def shift(labels, shift_labels, ignore_index):
+    """[tokens]: for each token the label of the next one, or what the caller has shifted."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return shift_labels.reshape(-1)
+
+
+def _on(device, options):
+    """The options with their tensors on a device."""
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+
+
+def _items(num_items_in_batch, kwargs):
+    """The number of items under transformers' name, `num_items_in_batch`, or under that of `linear_cross_entropy`, `num_items`. Raises
+    ValueError when it is given under both."""
+    num_items = kwargs.get("num_items")
+    if num_items is None or num_items_in_batch is None:
+        return num_items_in_batch if num_items is None else num_items
+    raise ValueError("num_items and num_items_in_batch are both given, expected one of them: they are two names of the same number")
+
+
+def _like_items(found, num_items):
+    """The result of a loss whose items are counted: DataParallel does it in a tensor of one element, and so is the loss then."""
+    if not isinstance(num_items, torch.Tensor):
+        return found
+    if isinstance(found, LinearCrossEntropyOutput):
+        return found._replace(loss=found.loss.view(num_items.shape))
+    return found.view(num_items.shape)
+
+
+def causal_lm_loss(hidden, weight, bias, labels, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
+    """transformers' `ForCausalLMLoss`, of what goes into the head instead of what comes out of it; float32 as that is.
+
+    hidden: [..., features]; weight: [classes, features]; bias: [classes] or None. kwargs: `OPTIONS`, `num_items`, which
+    is num_items_in_batch, and others, which are ignored, as in transformers. Returns what `linear_cross_entropy` returns.
+    """
+    num_items = _items(num_items_in_batch, kwargs)
+    device = hidden.device.type
+    autocast = autocasts(hidden.device)
+    if autocast:
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight, bias = (None if tensor is None else tensor.to(dtype) for tensor in (hidden, weight, bias))
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    target = shift(labels, shift_labels, ignore_index).to(hidden.device)
+    options = _on(hidden.device, {name: kwargs[name] for name in OPTIONS if name in kwargs})
+    with torch.autocast(device, enabled=False) if autocast else nullcontext():
+        found = linear_cross_entropy(hidden, weight, target, bias, ignore_index=ignore_index, num_items=num_items, **options)
+    return _like_items(_in_float32(found) if hidden.dtype == torch.float64 else found, num_items)
+
+
+def _in_float32(found):
+    """A loss in the dtype that transformers' is in, whatever the model's."""
+    if isinstance(found, LinearCrossEntropyOutput):
+        floats = {name: value.float() for name, value in found._asdict().items() if value is not None and value.is_floating_point()}
+        return found._replace(**floats)
+    return found.float()
+
+
+def causal_lm_loss_of_logits(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
+    """The same of logits [..., vocab_size], in PyTorch and in float32."""
+    num_items = _items(num_items_in_batch, kwargs)
+    logits = logits.float().view(-1, vocab_size)
+    target = shift(labels, shift_labels, ignore_index).to(logits.device)
+    options = _on(logits.device, {name: kwargs[name] for name in OPTIONS if name in kwargs})
+    if options:
+        found = cross_entropy_of_logits(logits, target, ignore_index=ignore_index, num_items=num_items, **options)
+        return _like_items(found, num_items)
+    if num_items is None:
+        return nn.functional.cross_entropy(logits, target, ignore_index=ignore_index)
+    loss = nn.functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
+    return loss / (num_items.to(loss.device) if isinstance(num_items, torch.Tensor) else num_items)
+
+
+class _WithLoss:
+    """A causal LM as its own forward sees it, except for the loss, which is ours, with options. found: what it returned."""
+
+    def __init__(self, model, options):
+        self.whole, self.options, self.found = model, options, None
+
+    def __getattr__(self, name):
+        return getattr(self.whole, name)
+
+    def loss_function(self, logits, labels, vocab_size, **kwargs):
+        self.found = self.loss(logits, labels, vocab_size, kwargs)
+        return self.found.loss if isinstance(self.found, LinearCrossEntropyOutput) else self.found
+
+    def loss(self, logits, labels, vocab_size, kwargs):
+        return causal_lm_loss_of_logits(logits, labels, vocab_size, **kwargs, **self.options)
+
+
+class _Headless(_WithLoss):
+    """The same, and the hidden states pass the head by and the loss takes both."""
+
+    def lm_head(self, hidden):
+        return hidden
+
+    def loss(self, logits, labels, vocab_size, kwargs):
+        head = self.whole.lm_head
+        weight = plain_weight(head)
+        if weight is not None:
+            return causal_lm_loss(logits, weight, None, labels, **kwargs, **self.options)
+        return call_with(lambda hidden: causal_lm_loss(hidden, head.weight, None, labels, **kwargs, **self.options), head, logits)
+
+
+OUTPUTS = {}  # by the class of a model's output: the same with metrics
+
+
+def output_with_metrics(cls):
+    """The class of a model's output, with a field for each of what `linear_cross_entropy` returns beside the loss."""
+    if cls not in OUTPUTS:
+        fields = [(name, Optional[torch.Tensor], None) for name in LinearCrossEntropyOutput._fields[1:]]
+        made = OUTPUTS[cls] = dataclasses.make_dataclass(f"{cls.__name__}AndMetrics", fields, bases=(cls,))
+        made.__module__ = __name__  # where pickle finds it
+        globals()[made.__name__] = made
+    return OUTPUTS[cls]
+
+
+def loss_is_standard(model) -> bool:
+    """True when transformers' causal LM loss stands behind the logits, in transformers' own forward."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return model.loss_function is ForCausalLMLoss and original_forward(model).__module__.startswith("transformers.")
+
+
+def head_is_plain(model) -> bool:
+    """True when nothing but PyTorch's own layer, sharded or not, stands between the hidden states and the logits."""
+    weight = plain_weight(model.lm_head)
+    if weight is None:
+        weight = sharded_weight(model.lm_head)
+    return weight is not None and not all_are_listened_to() and weight.shape[0] == model.config.vocab_size
+
+
+def causal_lm_forward(model, labels, kwargs):
+    """Of a causal LM. Training with labels gives the loss without logits; everything else is the model's own forward.
+
+    That forward runs in both cases: nothing of it is copied here, and every version of it keeps its own arguments. kwargs: those
+    and `OPTIONS`, which stand before what `apply` was given, and `skip_logits`: whether a loss comes without logits, in training
+    mode by default.
+    """
+    forward = original_forward(model)
+    if labels is None or OFF in model.__dict__ or not loss_is_standard(model):
+        return forward(model, labels=labels, **kwargs)
+    if "num_items" in kwargs:
+        kwargs["num_items_in_batch"] = _items(kwargs.get("num_items_in_batch"), kwargs)
+        del kwargs["num_items"]
+    options = dict(getattr(model, LOSS_OPTIONS, ()))
+    for name in (*OPTIONS, "skip_logits"):
+        if name in kwargs:
+            options[name] = kwargs.pop(name)
+    if "ignore_index" in options:
+        kwargs.setdefault("ignore_index", options.pop("ignore_index"))
+    skip_logits = options.pop("skip_logits", None)
+    skip_logits = model.training if skip_logits is None else skip_logits
+    if skip_logits and head_is_plain(model):
+        seen = _Headless(model, options)
+    elif options:
+        skip_logits, seen = False, _WithLoss(model, options)
+    else:
+        return forward(model, labels=labels, **kwargs)
+    as_tuple = kwargs.pop("return_dict", None) is False
+    output = forward(seen, labels=labels, **kwargs)
+    cls, fields = type(output), dict(output)
+    if skip_logits:
+        fields["logits"] = None
+    if isinstance(seen.found, LinearCrossEntropyOutput):
+        cls = output_with_metrics(cls)
+        fields.update(seen.found._asdict())
+    output = cls(**fields)
+    return output.to_tuple() if as_tuple else output

@@ -1,0 +1,66 @@
+"""The forward of a layer of experts, and the same as an implementation that transformers lets a user choose."""
+
+import sys
+from contextlib import nullcontext
+
+import torch
+
+from ..ops.common import autocasts
+from ..ops.experts import experts
+from ..runtime.device import PLAIN
+from .modules import is_silu, original_forward
+
+EXPERTS = "bastile"  # the name of our implementation among transformers' implementations of experts
+
+
+def _experts_gate(layer):
+    """The gate of a module of experts as `experts` takes it, or None for one that it does not know.
+
+    `_apply_gate` is what transformers' implementations call between the two projections: its own default one for gate before up,
+    and GPT-OSS's, which is told by its two constants.
+    """
+    gate = getattr(type(layer), "_apply_gate", None)
+    module = getattr(gate, "__module__", "")
+    if gate is None or not getattr(layer, "has_gate", False) or getattr(layer, "has_post_expert_norm", False):
+        return None
+    if module == "transformers.integrations.moe":
+        known = layer.is_concatenated and is_silu(layer.act_fn)
+        return {"interleaved": False, "alpha": 0.0, "limit": float("inf")} if known else None
+    if module.startswith("transformers.models.gpt_oss.") and not layer.is_concatenated:
+        return {"interleaved": True, "alpha": layer.alpha, "limit": layer.limit}
+    return None
+
+
+def _known_experts(layer, hidden, index, scores):
+    """The result of `experts` for a module of transformers' with `gate_up_proj` and `down_proj`; None when it is not for it."""
+    gate = _experts_gate(layer)
+    if gate is None or index is None or scores is None:
+        return None
+    weights = [layer.gate_up_proj, layer.down_proj]
+    if layer.has_bias:
+        weights += [layer.gate_up_proj_bias, layer.down_proj_bias]
+    dtype = weights[0].dtype
+    if not all(type(tensor) in PLAIN for tensor in (hidden, index, scores, *weights)) or any(w.dtype != dtype for w in weights):
+        return None
+    flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+    # Under autocast transformers' grouped GEMMs run in the dtype of the weights too.
+    with torch.autocast(hidden.device.type, enabled=False) if autocasts(hidden.device) else nullcontext():
+        result = experts(flat, index, scores, *weights, transposed=layer.is_transposed, **gate)
+    return result.view(hidden.shape).to(hidden.dtype)
+
+
+def experts_forward(layer, hidden, index, scores):
+    """Of a class that transformers' `use_experts_implementation` decorates.
+
+    hidden: [..., hidden]; index: [tokens, top-k], in which an id from the number of experts on is none of them; scores: [tokens, top-k].
+    """
+    found = _known_experts(layer, hidden, index, scores)
+    return original_forward(layer)(layer, hidden, index, scores) if found is None else found
+
+
+def experts_implementation(layer, hidden, index, scores):
+    """The same as one of transformers' implementations of experts: what it does not know, transformers' grouped_mm does."""
+    found = _known_experts(layer, hidden, index, scores)
+    if found is not None:
+        return found
+    return sys.modules["transformers.integrations.moe"].grouped_mm_experts_forward(layer, hidden, index, scores)

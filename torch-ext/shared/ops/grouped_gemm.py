@@ -1,0 +1,119 @@
+"""One matrix product for all experts: the rows of each times its own weight.
+
+torch's grouped GEMM where that is one kernel, else that of kernel_src/grouped_gemm.py; where neither takes the tensors, a loop over the experts,
+for which alone the host waits.
+"""
+
+import functools
+
+import torch
+
+from ..runtime.device import kernels_run_on
+from ..runtime.launch import Kernel, PromiseError
+from .routing import row_blocks
+
+# Between so many rows an expert ours beats torch's on compute capability 9.0: by 1, 9 and 10 % with 256 (H200, three shapes). With 1024 it is
+# 2 % slower to 1 % faster, and with few rows the host's part counts, which is larger: ours needs a list of blocks.
+OURS_FROM, OURS_TO = 128, 512
+GEMM_ELEMENTS = 2**31  # a tile's place in an array is counted in 32 bits
+
+
+
+def _mm_grid(c, x, weight, blocks, out):
+    return (blocks.shape[1] * -(-out.shape[1] // c["TILE_N"]),)
+
+
+def _outer_grid(c, x, y, ends, out):
+    return (-(-out.shape[1] // c["TILE_M"]) * -(-out.shape[2] // c["TILE_N"]), out.shape[0])
+
+
+_mm_kernels = [Kernel("grouped_mm", grid=_mm_grid, where={"TRANSPOSED": transposed}) for transposed in (0, 1)]
+_outer_kernel = Kernel("grouped_outer", grid=_outer_grid)
+
+
+class Groups:
+    """The rows of each expert, as the grouped GEMMs want them. ends: [experts] int32, the row behind each expert's last one."""
+
+    def __init__(self, ends: torch.Tensor, rows: int):
+        self.ends, self.rows = ends, rows
+
+    @functools.cached_property
+    def blocks(self) -> torch.Tensor:
+        """Of `row_blocks`, made once for all GEMMs of a pass."""
+        return row_blocks(self.ends, self.rows, _mm_kernels[0].constant("TILE_M"))[0]
+
+    def slices(self):
+        """(expert, its rows) for the host, which waits for the device here."""
+        start = 0
+        for expert, end in enumerate(self.ends.tolist()):
+            yield expert, slice(start, end)
+            start = end
+
+
+@functools.lru_cache(maxsize=None)
+def _has_grouped_mm(device: int) -> bool:
+    """Whether torch._grouped_mm is a kernel: on compute capability 9.0, and from torch 2.9 on 10.x. Elsewhere it reads the offsets
+    on the host and loops, or raises."""
+    major = torch.cuda.get_device_capability(device)[0]
+    return hasattr(torch, "_grouped_mm") and (major == 9 or major == 10 and torch.__version__ >= (2, 9))
+
+
+@functools.lru_cache(maxsize=None)
+def _beats_torch(device: int) -> bool:
+    """Whether our `grouped_mm` can be faster than torch's where that is a kernel too; see OURS_FROM."""
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _native(*tensors: torch.Tensor) -> bool:
+    """True where torch._grouped_mm runs one kernel: bf16, a GPU that has it, and strides of whole 16 bytes."""
+    first = tensors[0]
+    if not first.is_cuda or first.dtype != torch.bfloat16 or first.shape[0] == 0 or not _has_grouped_mm(first.get_device()):
+        return False
+    return all(t.data_ptr() % 16 == 0 and all(step % 8 == 0 or step == 1 for step in t.stride()) for t in tensors)
+
+
+def _has_kernel(*tensors: torch.Tensor) -> bool:
+    """False where none of our grouped GEMMs is for the dtype, the GPU or so many elements."""
+    first = tensors[0]
+    half = first.dtype in (torch.bfloat16, torch.float16)
+    return half and kernels_run_on(*tensors) and all(t.numel() < GEMM_ELEMENTS for t in tensors)
+
+
+def _launched(kernel: Kernel, *tensors: torch.Tensor) -> bool:
+    """Launches it where lengths, strides and addresses are of whole 16 bytes; else False."""
+    try:
+        kernel(*tensors)
+    except PromiseError:
+        return False
+    return True
+
+
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """[rows, n]: the rows of each expert of x [rows, k] times its weight [experts, k, n]. What rows of no expert hold is
+    undefined on a GPU."""
+    native = _native(x, weight)
+    experts = weight.shape[0]
+    if native and not (OURS_FROM * experts <= x.shape[0] <= OURS_TO * experts and _beats_torch(x.get_device())):
+        return torch._grouped_mm(x, weight, offs=groups.ends)
+    out = x.new_empty((x.shape[0], weight.shape[2]))
+    transposed = weight.stride(2) != 1
+    stored = weight.transpose(1, 2) if transposed else weight
+    if _has_kernel(x, stored, out) and _launched(_mm_kernels[transposed], x, stored, groups.blocks, out):
+        return out
+    if native:
+        return torch._grouped_mm(x, weight, offs=groups.ends)
+    out.zero_()
+    for expert, rows in groups.slices():
+        torch.mm(x[rows], weight[expert], out=out[rows])
+    return out
+
+
+def grouped_outer(x: torch.Tensor, y: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """[experts, m, n]: x.T @ y over the rows of each expert; x: [rows, m], y: [rows, n]. Zero for an expert without rows."""
+    if _native(x, y):
+        return torch._grouped_mm(x.t(), y, offs=groups.ends)
+    out = x.new_empty((groups.ends.shape[0], x.shape[1], y.shape[1]))
+    if not (_has_kernel(x, y, out) and _launched(_outer_kernel, x, y, groups.ends, out)):
+        for expert, rows in groups.slices():
+            torch.mm(x[rows].t(), y[rows], out=out[expert])
+    return out
