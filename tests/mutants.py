@@ -27,6 +27,7 @@ from tests import op_checks as checks
 from tests.interpreter import InterpreterError
 from tests.interpreter.backend import InterpreterBackend, runtime_of
 from tests.op_checks import exact, leaf, randn, rms_norm_exact
+from tests.ops import NAMES, module_of, suite
 from tests.tolerances import assert_close
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -851,14 +852,16 @@ KERNEL_MUTANTS = [
          (" & (t >= 0)", "", "labels"),
          ("z = cap(z, softcap)", "z = z", "loss_softcap")),
     *_in("kernel_src/cross_entropy.py", "loss", "cross_entropy_gradient",
+         ("ct.gather(scale, 0, check_bounds=False)", "1.0")),
+    *_in("kernel_src/cross_entropy.py", "loss", "write_gradient",
          ("1.0, 0.0", "-1.0, 0.0"),
-         (" * ct.gather(scale, 0, check_bounds=False)", ""),
+         ("1.0, 0.0)) * scale", "1.0, 0.0))"),
          ("ct.where(counted, g, 0.0)", "g", "loss_ignores_0"),
          ("part * TILE +", ""),
          ("(t != ignore_index) & ", "", "loss_ignores_0"),
          ("v - ct.gather(lse, row, check_bounds=False)", "v"),
-         ("logits.dtype), check_bounds=True", "logits.dtype), check_bounds=False")),
-    *_in("kernel_src/cross_entropy.py", "loss_softcap", "cross_entropy_gradient_weighted",
+         ("out.dtype), check_bounds=True", "out.dtype), check_bounds=False")),
+    *_in("kernel_src/cross_entropy.py", "loss_softcap", "write_gradient_weighted",
          (") * slope", ")"),
          ("1.0 - ratio * ratio", "1.0 + ratio * ratio"),
          ("z = ratio * softcap", "pass"),
@@ -1256,6 +1259,19 @@ OPERATION_MUTANTS = [
          ("return tensors", "return None"),
          ("any(getattr", "all(getattr", "adamw_replicated")),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- of the suite, beside its checks
+def suite_check(name: str, check: str):
+    return lambda package: module_of(name).CHECKS[check](suite(package))
+
+
+for _name in NAMES:
+    CHECKS |= {f"{_name}: {check}": suite_check(_name, check) for check in module_of(_name).CHECKS}
+    for _file, _function, _old, _new, _check in module_of(_name).MUTANTS:
+        _of_kernels = _file.startswith("kernel_src/")
+        _mutant = Mutant(_file if _of_kernels else f"shared/{_file}", _function, _old, _new, f"{_name}: {_check}", "PyTorch" not in _check)
+        (KERNEL_MUTANTS if _of_kernels else OPERATION_MUTANTS).append(_mutant)
 
 
 # ---------------------------------------------------------------- python -m tests.mutants

@@ -277,6 +277,9 @@ CHECKS = {
     "far_apart": lambda ops: check_far_apart(ops, "cpu", F32),
     "nan": lambda ops: check_nan(ops, "cpu", F32, 64),
     "scaled": lambda ops: [check_scaled(ops, "cpu", F32, op) for op in ("jsd", "kl_div", "tvd")],
+    "scaled_logits": lambda ops: check_divergence(
+        ops, "cpu", F32, "jsd", (3, 300), from_logits=True, upstream=torch.tensor(3.7), reduction="batchmean"
+    ),
     "fp16": lambda ops: check_scaled(ops, "cpu", torch.float16, "jsd", (3, 3000)),
     "slabs": check_slabs,
     "total": lambda ops: check_total(ops, "cpu"),
@@ -327,4 +330,5 @@ MUTANTS = (
     (_OPERATION, "_backward", "factor = factor * (inverse_count", "factor = (inverse_count", "labels"),
     (_OPERATION, "_logits_backward", "factor = factor * scale", "factor = factor", "logits"),
     (_OPERATION, "_logits_forward", "total(part_loss) * scale", "total(part_loss)", "logits"),
+    (_OPERATION, "_DivergenceOfLogits.backward", "divergence_of_logits_backward(dloss, ", "divergence_of_logits_backward(dloss * 0 + 1, ", "scaled_logits"),
 )

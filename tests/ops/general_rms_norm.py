@@ -107,6 +107,10 @@ MUTANTS = (
     ("kernel_src/general_rms_norm.py", "backward_columns", "gradient = gradient + read(dtotal, index)", "gradient = gradient", "odd_residual"),
     ("kernel_src/general_rms_norm.py", "general_rms_norm_rows_forward", "(1.0 / TILE)", "(2.0 / TILE)", "rows"),
     ("kernel_src/general_rms_norm.py", "general_rms_norm_rows_backward", "ct.where(valid[:, None], d * n, 0.0)", "d * n", "rows"),
+    ("ops/general_rms_norm.py", "GeneralRMSNormFunction.forward", "ctx.save_for_backward(x, weight, rstd)", "ctx.save_for_backward(-x, weight, rstd)", "whole"),
+    ("ops/general_rms_norm.py", "GeneralRMSNormFunction.backward", "*ctx.saved_tensors, ctx.offset", "*ctx.saved_tensors, 0.0", "offset"),
+    ("ops/general_rms_norm.py", "GeneralAddRMSNormFunction.forward", "ctx.save_for_backward(total, weight, rstd)", "ctx.save_for_backward(x, weight, rstd)", "residual"),
+    ("ops/general_rms_norm.py", "GeneralAddRMSNormFunction.backward", "dtotal is None:", "True:", "residual"),
 )
 CHECKS = {
     "whole": lambda ops: check_rms_norm(ops, "cpu", BF16, (3, 768)),

@@ -95,6 +95,8 @@ MUTANTS = (
     ("kernel_src/layer_norm.py", "layer_norm_row_means", "sum_g = sum_g + g", "sum_g = g", "long"),
     ("kernel_src/layer_norm.py", "layer_norm_columns_backward", "dweight = dweight + d * n", "dweight = d * n", "long"),
     ("kernel_src/layer_norm.py", "layer_norm_columns_backward", "- n * mean_gn", "", "odd"),
+    ("ops/layer_norm.py", "LayerNormFunction.forward", "ctx.save_for_backward(x, weight, mean, rstd)", "ctx.save_for_backward(x, weight, rstd, mean)", "whole"),
+    ("ops/layer_norm.py", "LayerNormFunction.backward", "dweight, dbias = parameters", "dbias, dweight = parameters", "whole"),
 )
 CHECKS = {
     "whole": lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 768)),

@@ -102,6 +102,8 @@ MUTANTS = (
     (KERNEL, "copy_part", "ct.gather(x, at, check_bounds=False)", "ct.gather(y, at, check_bounds=False)", "partial"),
     (KERNEL, "rotate_part", "x.shape[1] - 1", "x.shape[1] - 2", "odd"),
     (OPERATION, "mrope_reference", "_rotate_half(turned * sin) if backward", "_rotate_half(turned) * sin if backward", "PyTorch"),
+    (OPERATION, "_MRoPE.forward", "ctx.save_for_backward(cos, sin)", "ctx.save_for_backward(sin, cos)", "multimodal"),
+    (OPERATION, "_MRoPE.backward", "*ctx.options, True", "*ctx.options, False", "multimodal"),
 )
 CHECKS = {
     "multimodal": lambda ops: check_multimodal(ops, "cpu", torch.bfloat16),

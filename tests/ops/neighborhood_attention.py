@@ -79,6 +79,8 @@ MUTANTS = (
     (OPERATION, "neighborhood_attention", "0 if causal else left", "left", "causal"),
     (OPERATION, "backward_reference", "dk[:, :, keys]", "dk[:, :, queries]", "PyTorch"),
     (OPERATION, "neighborhood_attention", "min(dilation, tokens)", "dilation", "far"),
+    (OPERATION, "_NeighborhoodAttention.forward", "save_for_backward(q, k, v, out, lse)", "save_for_backward(q, k, out, v, lse)", "once"),
+    (OPERATION, "_NeighborhoodAttention.backward", "q, k, v, out, dout, lse, *ctx.band)", "q, k, v, dout, out, lse, *ctx.band)", "once"),
 )
 CHECKS = {
     "once": lambda ops: check_neighborhood_attention(ops, "cpu", torch.bfloat16, dilation=2),

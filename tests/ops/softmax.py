@@ -99,6 +99,7 @@ MUTANTS = (
     (_OPERATION, "as_rows", "rows.stride(1) == 1", "True", "softmax_layouts"),
     (_OPERATION, "as_rows", "rows.stride(0) >= rows.shape[1]", "True", "softmax_layouts"),
     (_OPERATION, "slabs", "min(SLAB // max(stride, 1), MOST_BLOCKS // blocks_a_row)", "SLAB", "softmax_slabs"),
+    (_OPERATION, "_Softmax.backward", "softmax_backward(dy, ", "softmax_backward(-dy, ", "softmax"),
 )
 
 

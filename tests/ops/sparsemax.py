@@ -128,6 +128,7 @@ MUTANTS = (
     (_KERNELS, "sparsemax_gradient", "- mean", "", "sparsemax_long"),
     (_OPERATION, "_Sparsemax.forward", "ctx.save_for_backward(y)", "ctx.save_for_backward(x)", "sparsemax"),
     (_OPERATION, "sparsemax", "y.transpose(dim, -1)", "y", "sparsemax_layouts"),
+    (_OPERATION, "_Sparsemax.backward", "sparsemax_backward(dy, ", "sparsemax_backward(-dy, ", "sparsemax"),
 )
 
 
