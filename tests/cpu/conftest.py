@@ -66,6 +66,12 @@ def gpt_oss(gpt_oss_folder):
 
 
 @pytest.fixture(scope="session")
+def liger(tmp_path_factory):
+    """The package for Liger's users, loaded."""
+    return load(assemble_cpu(tmp_path_factory.mktemp("liger"), package="packages/liger"))
+
+
+@pytest.fixture(scope="session")
 def other_build(tmp_path_factory):
     """Another build of the package, loaded beside the first."""
     return load(assemble_cpu(tmp_path_factory.mktemp("other"), "\n# another build\n"))

@@ -27,6 +27,10 @@ MODULES = {
 class SuiteOperations(Operations):
     """The operations of the suite as attributes, with the arguments that they have there, and `<module>_module` for what lies beside one."""
 
+    def launched(self) -> int:
+        """How many kernels the interpreter has run."""
+        return len(importlib.import_module(f"{self.packages[0].__name__}.shared.runtime.launch").backend.launched)
+
     def __getattr__(self, name):
         module = name.removesuffix("_module")
         found = importlib.import_module(f"{self.packages[0].__name__}.shared.ops.{MODULES.get(name, module)}")

@@ -11,8 +11,8 @@ BF16, FP16, FP32 = FLOATS
 ROW_FACTOR = 2.0
 
 
-def assert_rows_close(found, wanted, dtype, what="result", factor=1.0, floor=1e-2):
-    """As `assert_close`, and for each row of the last dimension with a bound of ROW_FACTOR times the table's. floor: of a typical row's size:
+def assert_rows_close(found, wanted, dtype, what="result", factor=1.0, floor=1e-2, row_factor=ROW_FACTOR):
+    """As `assert_close`, and for each row of the last dimension with a bound of row_factor times the table's. floor: of a typical row's size:
     smaller ones (zeros, or terms of a gradient that cancel) are judged by that."""
     assert found.dtype == dtype, f"{what} is {found.dtype}, expected {dtype}"
     assert_close(found, wanted, dtype, what, factor)
@@ -22,7 +22,7 @@ def assert_rows_close(found, wanted, dtype, what="result", factor=1.0, floor=1e-
     scale = wanted.norm(dim=-1)
     scale = torch.maximum(scale, floor * scale.square().mean().sqrt()).clamp_min(1e-30)
     worst = ((found - wanted).norm(dim=-1) / scale).max().item()
-    bound = RELATIVE_ERROR[dtype] * factor * ROW_FACTOR
+    bound = RELATIVE_ERROR[dtype] * factor * row_factor
     assert worst <= bound, f"{what} in {dtype}: a row's relative error is {worst:.2e}, expected at most {bound:.1e}"
 
 

@@ -96,8 +96,6 @@ MUTANTS = (
     ("kernel_src/sums.py", "row_sum", "ct.bid(0)", "0", "softmax_long"),
     (_OPERATION, "_Softmax.forward", "ctx.save_for_backward(y)", "ctx.save_for_backward(x)", "softmax"),
     (_OPERATION, "softmax", "y.transpose(dim, -1)", "y", "softmax_layouts"),
-    (_OPERATION, "as_rows", "rows.stride(1) == 1", "True", "softmax_layouts"),
-    (_OPERATION, "as_rows", "rows.stride(0) >= rows.shape[1]", "True", "softmax_layouts"),
     (_OPERATION, "slabs", "min(SLAB // max(stride, 1), MOST_BLOCKS // blocks_a_row)", "SLAB", "softmax_slabs"),
     (_OPERATION, "_Softmax.backward", "softmax_backward(dy, ", "softmax_backward(-dy, ", "softmax"),
 )
@@ -106,8 +104,10 @@ MUTANTS = (
 def check_softmax_slabs(ops, elements=40):
     """More than a launch's 32-bit offsets reach over, at a small size."""
     before, ops.softmax_module.SLAB = ops.softmax_module.SLAB, elements
+    launched = ops.launched()
     try:
         check_softmax(ops, "cpu", torch.float32, (7, 20))
+        assert ops.launched() - launched == 3 * -(-7 * 20 // elements), "a pass is not launched slab by slab"
     finally:
         ops.softmax_module.SLAB = before
 
