@@ -91,7 +91,7 @@ def use_in_liger() -> list:
         warnings.warn(
             f"liger-kernel is {version}, expected {' or '.join(TESTED)}: it keeps its own {', '.join(missing)}", RuntimeWarning, stacklevel=2
         )
-    print(f"Liger {version} runs on the kernels of {__package__}: {', '.join(taken)}; by its dispatcher also {', '.join(dispatched) or 'nothing'}")
+    print(f"Liger {version} runs on the kernels of bastile/liger: {', '.join(taken)}; by its dispatcher also {', '.join(dispatched) or 'nothing'}")
     return list(taken)
 
 

@@ -561,6 +561,9 @@ class LigerDyT(nn.Module):
 
 
 class LigerSoftmax(nn.Module):
+    def __init__(self):
+        super().__init__()
+
     def forward(self, x):
         return LigerSoftmaxFunction.apply(x)
 
@@ -588,12 +591,14 @@ class LigerCrossEntropyLoss(nn.Module):
         return_predicted_tokens=False,
     ):
         super().__init__()
-        self.weight = weight
-        self.options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap
-        self.returns = return_z_loss, return_token_accuracy, return_predicted_tokens
+        self.weight, self.ignore_index, self.lse_square_scale, self.label_smoothing = weight, ignore_index, lse_square_scale, label_smoothing
+        self.reduction, self.softcap, self.return_z_loss = reduction, softcap, return_z_loss
+        self.return_token_accuracy, self.return_predicted_tokens = return_token_accuracy, return_predicted_tokens
 
     def forward(self, _input, target):
-        return _output(LigerCrossEntropyFunction.apply(_input, target, self.weight, *self.options, *self.returns))
+        options = self.ignore_index, self.lse_square_scale, self.label_smoothing, self.reduction, self.softcap, self.return_z_loss
+        more = self.return_token_accuracy, self.return_predicted_tokens
+        return _output(LigerCrossEntropyFunction.apply(_input, target, self.weight, *options, *more))
 
 
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
@@ -612,13 +617,15 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         return_predicted_tokens=False,
     ):
         super().__init__()
-        self.ce_weight = ce_weight
-        self.options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype, use_token_scaling
-        self.returns = return_token_accuracy, return_predicted_tokens
+        self.ce_weight, self.ignore_index, self.lse_square_scale = ce_weight, ignore_index, lse_square_scale
+        self.label_smoothing, self.reduction, self.softcap, self.return_z_loss = label_smoothing, reduction, softcap, return_z_loss
+        self.accum_dtype, self.use_token_scaling = accum_dtype, use_token_scaling
+        self.return_token_accuracy, self.return_predicted_tokens = return_token_accuracy, return_predicted_tokens
 
     def forward(self, lin_weight, _input, target, bias=None):
-        found = LigerFusedLinearCrossEntropyFunction.apply(_input, lin_weight, target, bias, self.ce_weight, *self.options, *self.returns)
-        return _output(found)
+        options = self.ignore_index, self.lse_square_scale, self.label_smoothing, self.reduction, self.softcap, self.return_z_loss
+        more = self.accum_dtype, self.use_token_scaling, self.return_token_accuracy, self.return_predicted_tokens
+        return _output(LigerFusedLinearCrossEntropyFunction.apply(_input, lin_weight, target, bias, self.ce_weight, *options, *more))
 
 
 class LigerKLDIVLoss(nn.KLDivLoss):
