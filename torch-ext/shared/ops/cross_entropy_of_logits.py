@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import describe, fail, new_like, traceable, wide
+from .common import describe, fail, needs_formula, new_like, traceable, wide
 from .cross_entropy import (
     LN2,
     Chunk,
@@ -25,6 +25,7 @@ from .cross_entropy import (
     checked_options,
     is_counted,
     output_of,
+    reduced,
     reduction_scale,
 )
 from .divergence import inverse_count, total
@@ -198,6 +199,9 @@ def cross_entropy(
         scale = inverse_count(target, options.ignore_index, classes)
     else:
         scale = reduction_scale(target, classes, weight, options, reduction, num_items, wide(input.dtype))
+    if needs_formula(logits, target, weight):
+        rows = TorchChunk(logits, target, weight, options).rows()
+        return output_of(reduced(rows.loss, scale), rows, scale, target, options)
     if torch.is_grad_enabled() and logits.requires_grad:
         loss, lse = _CrossEntropy.apply(logits, target, weight, scale, options)
     else:

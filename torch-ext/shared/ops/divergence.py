@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import describe, fail, new_like, traceable, wide
+from .common import describe, fail, needs_formula, new_like, traceable, wide
 from .linear_head import _multiply as multiply
 from .softmax import as_rows, log_sum_exp2, pieces, pieces_grid, row_sum, slabs
 
@@ -416,7 +416,7 @@ def _divergence(kind, x, y, reduction, parameter, labels, ignore_index, from_log
     averages = labels is not None and reduction != "sum"
     options = Options(kind, scale, averages, parameter, int(ignore_index), float(temperature) if from_logits else None)
     differentiable = torch.is_grad_enabled()
-    if reduction == "none" or (differentiable and y.requires_grad):
+    if reduction == "none" or (differentiable and y.requires_grad) or needs_formula(x, y, labels):
         losses = _losses(x, y, labels, options)
         if reduction == "none":
             return losses.view(shape)

@@ -5,7 +5,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import apply_function, new_like, traceable, wide
+from .common import apply_function, needs_formula, new_like, traceable, wide
 from .softmax import _rows_grid, as_rows, check_rows, last_dimension, one_a_row, pieces, pieces_grid, row_sum, row_tile, slabs
 
 TILES, TILES_UNALIGNED = (128, 1024, 4096, 8192), (1024, 4096)
@@ -126,6 +126,6 @@ def sparsemax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     check_rows(x)
     moved, dim = last_dimension(x, dim)
     if x.dim() == 0:
-        return apply_function(_Sparsemax, x.view(1)).view(())
-    y = apply_function(_Sparsemax, moved)
+        return sparsemax(x.view(1)).view(())
+    y = sparsemax_reference(moved) if needs_formula(x) and x.numel() else apply_function(_Sparsemax, moved)
     return y if moved is x else y.transpose(dim, -1)
