@@ -145,6 +145,12 @@ def cases(n):
     jsd = 0.3 * (t.exp() * (t - m)).sum(-1) + 0.7 * (p.exp() * (p - m)).sum(-1)
     yield "jsd", n.liger_jsd(p, t, beta=0.3), jsd.mean()
     yield "jsd, labels", n.liger_jsd(p, t, target.int(), 0.3), jsd[target != -100].mean()
+    heads = hidden, weight, r(6, 4, seed=9), r(16, 4, seed=10)
+    student, teacher = ((heads[i] @ heads[i + 1].t() / 2).log_softmax(-1) for i in (0, 2))
+    m = torch.log(0.3 * teacher.exp() + 0.7 * student.exp())
+    jsd = 0.3 * (teacher.exp() * (teacher - m)).sum(-1) + 0.7 * (student.exp() * (student - m)).sum(-1)
+    yield "linear jsd", n.liger_fused_linear_jsd(*heads, jsd_beta=0.3, temperature=2.0), jsd.mean()
+    yield "linear jsd, labels", n.LigerFusedLinearJSD(0.3, 0, 2.0)(*heads, target), jsd[target != 0].mean()
     distance = (p.exp() - t.exp()).abs().sum(-1) / 2
     yield "tvd", n.LigerTVDLoss()(p.exp(), t.exp(), target), distance[target != -100].mean()
     yield "tvd, mean", n.liger_tvd(p.exp(), t.exp()), distance.mean() / 16

@@ -24,6 +24,7 @@ LARGE = {
     "mrope": lambda m, ops: m.check_multimodal(ops, DEVICE, BF16, 2, 1025, (28, 4)),
     "cross_entropy": lambda m, ops: m.check_cross_entropy(ops, DEVICE, BF16, (129, 128256)),
     "divergence": lambda m, ops: [m.check_divergence(ops, DEVICE, BF16, op, (129, 128256), reduction="batchmean") for op in ("jsd", "kl_div", "tvd")],
+    "linear_jsd": lambda m, ops: m.check_linear_jsd(ops, DEVICE, BF16, (515,), 512, 384, 20000, labels=True),
     "neighborhood_attention": lambda m, ops: m.check_neighborhood_attention(ops, DEVICE, BF16, (2, 4, 1030, 128)),
 }
 

@@ -8,7 +8,7 @@ from tests.ops.common import BF16, FP32, leaf, randn
 
 OPERATIONS = (
     "general_rms_norm", "general_add_rms_norm", "layer_norm", "group_norm", "poly_norm", "dyt", "softmax", "sparsemax", "swiglu", "geglu",
-    "tiled_swiglu", "partial_rotary", "rotary_complex", "rotary_multimodal", "cross_entropy", "kl_div", "jsd", "tvd", "neighborhood_attention",
+    "tiled_swiglu", "partial_rotary", "rotary_complex", "rotary_multimodal", "cross_entropy", "kl_div", "jsd", "tvd", "linear_jsd", "neighborhood_attention",
 )  # fmt: skip
 
 
@@ -50,6 +50,7 @@ def calls(ops, device, dtype=BF16) -> dict:
         "kl_div": (lambda p: ops.kl_div(p, teacher, "batchmean"), (p,)),
         "jsd": (lambda p: ops.jsd(p, t), (p,)),
         "tvd": (lambda p: ops.tvd(p.exp(), teacher), (p,)),
+        "linear_jsd": (lambda x, w: ops.linear_jsd(x, w, y.detach(), weights[1].detach()), (x, weights[0])),
         "neighborhood_attention": (lambda q, k, v: ops.neighborhood_attention(q, k, v), (q, k, v)),
     }
 

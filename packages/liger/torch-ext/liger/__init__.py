@@ -12,6 +12,7 @@ from .shared.ops.general_rms_norm import general_rms_norm as rms_norm
 from .shared.ops.group_norm import group_norm
 from .shared.ops.layer_norm import layer_norm
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
+from .shared.ops.linear_jsd import linear_jsd
 from .shared.ops.llama4_rope import rotary_complex
 from .shared.ops.mrope import partial_rotary as rotary
 from .shared.ops.mrope import rotary_multimodal
@@ -35,6 +36,7 @@ __all__ = [
     "layers",
     "liger_names",
     "linear_cross_entropy",
+    "linear_jsd",
     "neighborhood_attention",
     "poly_norm",
     "reset",

@@ -22,6 +22,7 @@ from .shared.ops.general_rms_norm import general_add_rms_norm, general_rms_norm
 from .shared.ops.group_norm import group_norm
 from .shared.ops.layer_norm import layer_norm
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
+from .shared.ops.linear_jsd import linear_jsd
 from .shared.ops.llama4_rope import rotary_complex
 from .shared.ops.mrope import partial_rotary, rotary_multimodal
 from .shared.ops.neighborhood_attention import neighborhood_attention
@@ -290,6 +291,32 @@ class LigerTVDLossFunction:
         return divergence.tvd(p, q, _labels(shift_labels), reduction=reduction, ignore_index=ignore_index)
 
 
+class LigerFusedLinearJSDFunction:
+    """student_input [tokens, hidden], student_weight [classes, hidden], the teacher's with its own hidden size, shift_labels [tokens] or None ->
+    the loss, fp32. The teacher gets no gradient."""
+
+    @staticmethod
+    def apply(
+        student_input,
+        student_weight,
+        teacher_input,
+        teacher_weight,
+        shift_labels=None,
+        jsd_beta=0.5,
+        ignore_index=-100,
+        temperature=1.0,
+        accum_dtype=None,
+        jsd_impl=None,
+        jsd_mode=None,
+    ):
+        device = student_input.device.type
+        tensors = student_input, student_weight, teacher_input, teacher_weight
+        if torch.is_autocast_enabled(device):
+            tensors = [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+        options = {"beta": jsd_beta, "ignore_index": ignore_index, "temperature": temperature, "accum_dtype": accum_dtype}
+        return linear_jsd(*tensors, _labels(shift_labels), **options)
+
+
 class LigerFusedNeighborhoodAttentionFunction:
     """query, key, value [batch, heads, tokens, head_dim] -> a tensor like query."""
 
@@ -464,6 +491,21 @@ def liger_jsd(input, target, shift_labels=None, beta=0.5, ignore_index=-100):
 
 def liger_tvd(input, target, shift_labels=None, reduction="mean", ignore_index=-100):
     return LigerTVDLossFunction.apply(input, target, shift_labels, reduction, ignore_index)
+
+
+def liger_fused_linear_jsd(
+    student_input,
+    student_weight,
+    teacher_input,
+    teacher_weight,
+    shift_labels=None,
+    jsd_beta=0.5,
+    ignore_index=-100,
+    temperature=1.0,
+    accum_dtype=None,
+):
+    tensors = student_input, student_weight, teacher_input, teacher_weight, shift_labels
+    return LigerFusedLinearJSDFunction.apply(*tensors, jsd_beta, ignore_index, temperature, accum_dtype)
 
 
 def liger_fused_neighborhood_attention(query, key, value, kernel_size=7, dilation=1, scale=None):
@@ -653,6 +695,16 @@ class LigerTVDLoss(nn.Module):
 
     def forward(self, p, q, shift_labels=None):
         return LigerTVDLossFunction.apply(p, q, shift_labels, self.reduction, self.ignore_index)
+
+
+class LigerFusedLinearJSD(nn.Module):
+    def __init__(self, jsd_beta=0.5, ignore_index=-100, temperature=1.0, accum_dtype=None):
+        super().__init__()
+        self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype = jsd_beta, ignore_index, temperature, accum_dtype
+
+    def forward(self, student_input, student_weight, teacher_input, teacher_weight, shift_labels):
+        tensors = student_input, student_weight, teacher_input, teacher_weight, shift_labels
+        return LigerFusedLinearJSDFunction.apply(*tensors, self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype)
 
 
 class _GatedMLP(nn.Module):
