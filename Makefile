@@ -24,7 +24,7 @@ demo: $(READY) ## build, publish to a local Hub, load back, and fine-tune a Qwen
 
 # One process a core with one thread each: the tests are many and small, and threads that outnumber the cores wait for each other.
 test: $(READY) ## everything that needs no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cpu -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cpu interpreter/tests -n auto --dist worksteal
 
 test-mutants: $(READY) ## plant an error in every mask, scale and saved tensor, and count those that the tests catch
 	$(BIN)/python -m tests.mutants

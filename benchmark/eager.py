@@ -1,4 +1,4 @@
-"""Qwen3's formulas as transformers computes them in eager mode; tests/cpu/test_benchmark.py holds them equal bit for bit.
+"""Qwen3's formulas as transformers computes them in eager mode; tests/cpu/test_benchmark_correctness.py holds them equal bit for bit.
 
 In float64 they are the reference that every provider is checked against.
 """

@@ -16,7 +16,7 @@ partial sums of an expert's blocks are added in their order.
 import cuda.tile as ct
 
 from kernel_src.experts import BLOCK_ROWS, COLUMNS, MATRIX, POSITION, SCORES, read, read_scores, sum_arrays, write
-from kernel_src.prebuild import FLOAT, FLOATS, Array, Variant
+from kernel_src.prebuild import FLOAT, FLOATS, Array, Params, Variant
 from kernel_src.swiglu import sigmoid
 
 Const = ct.Constant[int]
@@ -207,7 +207,7 @@ def variants():
             forms.insert(0, (words, exact, {"PACKED": 1, "MASKED": 0}))
         for gate_up, out, form in forms:
             inputs = {"gate_up": gate_up, "bias": gate_up, "scores": SCORES, "blocks": POSITION}
-            numbers = {"alpha": FLOAT, "limit": FLOAT, **tile, **form}
+            numbers: Params = {"alpha": FLOAT, "limit": FLOAT, **tile, **form}
             yield Variant(clamped_gate_forward, {**inputs, "out": out, **numbers})
             for weights in (1, 0):
                 outputs = {"dout": out, "dscores": MATRIX, "dbias": MATRIX}

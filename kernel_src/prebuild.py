@@ -107,6 +107,9 @@ FLOAT = Scalar("float32")
 INT = Scalar("int32")
 
 
+Params = dict[str, Array | Scalar | int]  # what a variant's parameters are, by name
+
+
 @dataclass(frozen=True)
 class PerArchitecture:
     """A hint that depends on the architecture: `default`, and another value on one."""

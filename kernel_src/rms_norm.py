@@ -320,6 +320,7 @@ def variants():
     for dtype in FLOATS:
         for tile, tail, occupancy, latency in ROW_TILES:
             a, constants = arrays(dtype, dtype, tile + tail), {"TILE": tile, "TAIL": tail}
+            hints: dict[str, int | PerArchitecture]
             if dtype == "float32":
                 # Twice the bytes a row. The fused kernels are for half precision; fp32 takes them as two operations.
                 hints = {"occupancy": max(1, occupancy // 2)}

@@ -11,7 +11,7 @@ reads as zero and is not written.
 
 import cuda.tile as ct
 
-from kernel_src.prebuild import FLOAT, FLOATS, Array, Variant
+from kernel_src.prebuild import FLOAT, FLOATS, Array, Params, Variant
 from kernel_src.rms_norm import RSTD
 
 Const = ct.Constant[int]
@@ -97,9 +97,9 @@ def variants():
             x, w = Array(x_dtype, (None, length), aligned=aligned), Array(w_dtype, (length,), aligned=aligned)
             dweight = Array("float32", (None, length), aligned=aligned)
             yield Variant(wide_rms_norm_forward, {"x": x, "weight": w, "y": x, "rstd": RSTD, "eps": FLOAT, "TILE": TILE})
-            sums = {"x": x, "residual": x, "weight": w, "total": x, "y": x, "rstd": RSTD, "eps": FLOAT, "TILE": TILE}
+            sums: Params = {"x": x, "residual": x, "weight": w, "total": x, "y": x, "rstd": RSTD, "eps": FLOAT, "TILE": TILE}
             yield Variant(wide_add_rms_norm_forward, sums)
             hints = {"num_worker_warps": 8}
-            inputs = {"x": x, "weight": w, "rstd": RSTD, "dweight": dweight, "TILE": TILE}
+            inputs: Params = {"x": x, "weight": w, "rstd": RSTD, "dweight": dweight, "TILE": TILE}
             yield Variant(wide_rms_norm_backward, {"dx": x, "dy": x, **inputs}, hints=hints)
             yield Variant(wide_add_rms_norm_backward, {"dx": x, "dy": x, "dtotal": x, **inputs}, hints=hints)

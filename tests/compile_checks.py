@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 
 from tests import op_cases as cases
 from tests.models import Step, random_tokens, tiny_model
-from tests.op_checks import randn
+from tests.ops.common import randn
 from tests.tolerances import assert_close
 
 

@@ -7,8 +7,8 @@ import importlib
 import torch
 from torch.nn.functional import linear, silu
 
-from tests import op_checks as checks
-from tests.op_checks import randn
+from tests.ops import linear_cross_entropy, rotary
+from tests.ops.common import randn
 from tests.tolerances import RELATIVE_ERROR, relative_error
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -95,11 +95,11 @@ def plain_wide_add_rms_norm(x, residual, weight):
 
 
 def plain_rotary(q, k, cos, sin):
-    return checks.rotary_exact(q, k, cos, sin, 1)
+    return rotary.rotary_exact(q, k, cos, sin, 1)
 
 
 def plain_qk_norm_rotary(q, k, q_weight, k_weight, cos, sin):
-    return checks.rotary_exact(norm(q, q_weight).transpose(1, 2), norm(k, k_weight).transpose(1, 2), cos, sin, 1)
+    return rotary.rotary_exact(norm(q, q_weight).transpose(1, 2), norm(k, k_weight).transpose(1, 2), cos, sin, 1)
 
 
 def plain_swiglu(gate, up):
@@ -111,7 +111,7 @@ def plain_mlp(x, gate_weight, up_weight, down_weight):
 
 
 def plain_linear_cross_entropy(hidden, weight, target, bias=None, class_weight=None, **options):
-    return checks.cross_entropy_exact(hidden.flatten(0, -2), weight, target.flatten(), bias, class_weight=class_weight, **options)
+    return linear_cross_entropy.cross_entropy_exact(hidden.flatten(0, -2), weight, target.flatten(), bias, class_weight=class_weight, **options)
 
 
 def plain_norm_attention_inputs(x, norm_weight, q_rows, k_rows, v_rows, q_norm, k_norm, cos, sin):

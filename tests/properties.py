@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from tests import op_cases as cases
-from tests.op_checks import FLOATS, randn
+from tests.ops.common import FLOATS, randn
 from tests.tolerances import RELATIVE_ERROR
 
 FEW_TOKENS = st.sampled_from((0, 1, 2, 3, 5, 7, 17))

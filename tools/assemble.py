@@ -12,13 +12,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path, PurePosixPath
 
-from kernels._rust import Digest, DigestAlgorithm
-
 from tools.card import fill_card
+from tools.compile import BuildError, compiler_identity, operations
 from tools.kernel_package import Package, PackageError, package_folders, parse_python, read_package
+from tools.kernel_sources import SourceError, source_digest
+from tools.kernels_adapter import hash_files
 
+SIZE_LIMIT = 20 * 2**20  # bytes of a variant, which every user downloads
 SHARED = "shared"  # where a build has the files that packages share
 
 OPS = '''"""The name space of this build's custom operators: unique, so that two builds live side by side in one process."""
@@ -79,9 +82,47 @@ def sources(package: Package, backend: str) -> dict[str, bytes]:
         if path.is_file() and "__pycache__" not in name and (backend == "cuda" or not name.startswith("cubins/")):
             files[name] = path.read_bytes()
     files = dict(sorted((files | shared_sources(files, package.shared)).items()))
-    if backend == "cuda" and "cubins/manifest.json" not in files:
-        raise PackageError(f"{folder / 'cubins'} has no manifest.json: compile the kernels first (make build)")
+    if backend == "cuda":
+        check_kernels(package, files)
+    size = sum(map(len, files.values()))
+    if size > SIZE_LIMIT:
+        raise PackageError(f"{folder} has {size / 2**20:.1f} MiB, expected at most {SIZE_LIMIT / 2**20:.0f}. Prebuild fewer variants")
     return files
+
+
+def check_kernels(package: Package, files: dict[str, bytes]) -> None:
+    """The compiled kernels are whole, and what kernels.toml, kernel_src and the compiler would give now.
+
+    Raises:
+        PackageError: if not; names the operations.
+    """
+    folder = package.sources / "cubins"
+    again = f"compile the kernels first (make build, or python -m tools.compile --package {package.folder})"
+    if "cubins/manifest.json" not in files:
+        raise PackageError(f"{folder} has no manifest.json: {again}")
+    try:
+        manifest = json.loads(files["cubins/manifest.json"])
+        listed, compiled = manifest["files"], manifest.get("sources", {})
+        built = {entry["operation"] for entries in manifest["kernels"].values() for entry in entries}
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise PackageError(f"{folder / 'manifest.json'} is damaged ({type(error).__name__}: {error}); {again}") from None
+    there = {name.removeprefix("cubins/"): hashlib.sha256(data).hexdigest() for name, data in files.items() if name.startswith("cubins/")}
+    del there["manifest.json"]
+    if there != listed:
+        differing = sorted(name for name in there.keys() | listed.keys() if there.get(name) != listed.get(name))
+        raise PackageError(f"{folder}: its manifest.json does not describe {', '.join(differing)}; {again}")
+    wanted = set(operations(package)) if (package.folder / "kernels.toml").is_file() else built
+    if built != wanted:
+        raise PackageError(f"{folder} and kernels.toml differ in {', '.join(sorted(built ^ wanted))}; {again}")
+    stale = sorted(operation for operation in built if compiled.get(operation) != source_digest(operation))
+    if stale:
+        raise PackageError(f"{folder}: the source of {', '.join(stale)} in kernel_src has changed since; {again}")
+    try:
+        identity = compiler_identity()
+    except (BuildError, PackageNotFoundError):
+        return  # assembled where there is no compiler
+    if built and manifest.get("compiler") != identity:
+        raise PackageError(f"{folder} was compiled by {manifest.get('compiler')}, and {identity} is installed; {again}")
 
 
 def architectures(files: dict[str, bytes]) -> list[str]:
@@ -93,9 +134,13 @@ def architectures(files: dict[str, bytes]) -> list[str]:
     return ["8.0+PTX", *[arch for arch in exact if arch != "8.0"]]
 
 
-def git(package: Package, *words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=package.folder, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else ""
+def git(package: Package, *words: str) -> str | None:
+    """What git prints in the package's folder; None when it fails or is not installed."""
+    try:
+        done = subprocess.run(["git", *words], cwd=package.folder, capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def metadata(package: Package, backend: str, unique: str, files: dict[str, bytes]) -> dict:
@@ -116,7 +161,7 @@ def metadata(package: Package, backend: str, unique: str, files: dict[str, bytes
         # `kernels` wants the name of a builder; ours is these tools, of the package's own version.
         found["provenance"] = {
             "kernel-builder": {"version": f"bastile-{package.version}"},
-            "kernel": {"commit": commit, "dirty": bool(git(package, "status", "--porcelain"))},
+            "kernel": {"commit": commit, "dirty": git(package, "status", "--porcelain") != ""},
         }
     return found
 
@@ -137,8 +182,7 @@ def assemble(package: Package, backend: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     described = metadata(package, backend, unique, files)
-    digest = Digest.hash_variant(DigestAlgorithm.SHA256, fresh).files
-    described["digest"] = {"algorithm": "sha256", "files": dict(sorted(digest.items()))}
+    described["digest"] = {"algorithm": "sha256", "files": hash_files(fresh)}
     (fresh / "metadata.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(target, ignore_errors=True)
     fresh.rename(target)
@@ -156,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
             for backend in options.backend or package.backends:
                 print(f"assembled {package.name}: {assemble(package, backend).relative_to(package.folder)}")
             fill_card(package)
-    except PackageError as error:
+    except (PackageError, SourceError) as error:
         print(f"Not assembled. {error}", file=sys.stderr)
         return 1
     return 0

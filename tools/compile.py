@@ -9,6 +9,7 @@ killed goes on where it stopped. One build is byte for byte the next one, wherev
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import importlib
 import io
@@ -23,7 +24,7 @@ import threading
 import time
 import tomllib
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib import metadata
@@ -36,11 +37,16 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tools.elf import resources
+from tools.elf import code_of, resources
 from tools.kernel_package import Package, PackageError, package_folders, read_package
+from tools.kernel_sources import SourceError, source_digest
 
 if TYPE_CHECKING:
     from kernel_src.prebuild import Variant
+
+    Variants = list[tuple[str, Variant]]  # with the operation of each
+
+Targets = Mapping[str, tuple[str, ...]]  # the architectures to build for, by host
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "cubins"
@@ -52,6 +58,8 @@ TARGETS = {
     "x86_64": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"),
     "aarch64": ("sm_90", "sm_100", "sm_103", "sm_110", "sm_121"),
 }
+CUDA_MACHINE = 0xBE  # e_machine of a cubin and of the hosts' code in it, ELF's numbers
+HOST_MACHINES = {"x86_64": 0x3E, "aarch64": 0xB7}
 
 
 class BuildError(Exception):
@@ -91,10 +99,36 @@ def find_tileiras() -> str:
     return found
 
 
+def compiler_files(tileiras: str) -> list[Path]:
+    """The compiler, and the ptxas and the libnvvm that it calls: beside it, in CUDA_HOME or CUDA_PATH, or on the PATH."""
+    folder = Path(tileiras).resolve().parent
+    roots = [folder.parent, *(Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name))]
+    libraries = ("lib/libnvvm.so.4", "nvvm/lib64/libnvvm.so", "nvvm/lib64/libnvvm.so.4")
+    candidates = [Path(tileiras), *(root / name for root in roots for name in ("bin/ptxas", *libraries))]
+    found = [path for path in (folder / "ptxas", *candidates) if path.is_file()]
+    if not any(path.name == "ptxas" for path in found):
+        found += [Path(path) for path in [shutil.which("ptxas")] if path]
+    return list(dict.fromkeys(path.resolve() for path in found))
+
+
+@functools.cache
 def compiler_version(tileiras: str) -> str:
-    """`13.4.92` or the like; a part of every cubin's key."""
+    """`13.4.92-8733d2ef6ae2` or the like, a part of every cubin's key: the version, and a digest of `compiler_files`.
+
+    Each of them is a package of its own, and another ptxas makes other cubins of the same kernels.
+    """
     text = subprocess.run([tileiras, "--version"], capture_output=True, text=True, check=True).stdout
-    return next((word.lstrip("V").rstrip(",") for word in text.split() if word.startswith("V") and word[1:2].isdigit()), text)
+    version = next((word.lstrip("V").rstrip(",") for word in text.split() if word.startswith("V") and word[1:2].isdigit()), text)
+    content = hashlib.sha256()
+    for path in compiler_files(tileiras):
+        with path.open("rb") as file:
+            content.update(hashlib.file_digest(file, "sha256").digest())
+    return f"{version}-{content.hexdigest()[:12]}"
+
+
+def compiler_identity() -> dict[str, str]:
+    """What the manifest says of the front end and of the compiler. Raises BuildError."""
+    return {"cuda-tile": metadata.version("cuda-tile"), "tileiras": compiler_version(find_tileiras())}
 
 
 def operations(package: Package) -> list[str]:
@@ -130,7 +164,7 @@ def without_locations() -> Iterator[None]:
         _compile._get_bytecode = original
 
 
-def export(variant) -> bytes:
+def export(variant: "Variant") -> bytes:
     """Tile IR bytecode of a variant, the same for all architectures. Raises BuildError with the front end's message."""
     from cuda.tile.compilation import export_kernel
 
@@ -183,6 +217,42 @@ def check_reasons(images: dict[Job, bytes]) -> None:
         raise BuildError("variants that spill nowhere give a reason for spills. Remove it:\n" + "\n".join(sorted(needless)))
 
 
+def check_code(images: dict[Job, bytes]) -> None:
+    """Raises BuildError when an image is code of another architecture or host: one would not load, the other would crash the process."""
+    wrong = []
+    for job, image in images.items():
+        found = code_of(image)
+        if (found.machine, found.architecture, found.host_machine) != (CUDA_MACHINE, job.architecture, HOST_MACHINES[job.host]):
+            wrong.append(f"{job.variant.name} for {job.architecture} on {job.host}: {found}")
+    if wrong:
+        raise BuildError("the compiler made code for something else:\n" + "\n".join(sorted(wrong)))
+
+
+def occupancy(variant: "Variant", architecture: str) -> int:
+    """The hint of a variant, or of its kernel's decorator; 0 where there is none."""
+    hint = variant.hints.get("occupancy")
+    if hint is None:
+        options = variant.hinted_kernel()._compiler_options.hints_by_target()
+        return options.get(architecture, {}).get("occupancy") or options["default"].get("occupancy") or 0
+    if isinstance(hint, int):
+        return hint
+    return hint.value if hint.architecture == architecture else hint.default
+
+
+def check_occupancy(images: dict[Job, bytes]) -> None:
+    """Raises BuildError when kernels have too many registers for the occupancy that they ask for; names them all."""
+    missed = []
+    for job, image in images.items():
+        found, asked = resources(image), occupancy(job.variant, job.architecture)
+        if not job.variant.spills and found.blocks_per_multiprocessor() < asked:
+            missed.append(
+                f"{job.variant.name} for {job.architecture} on {job.host}: {found.registers} registers, "
+                f"{found.blocks_per_multiprocessor()} blocks, asked for {asked}"
+            )
+    if missed:
+        raise BuildError("kernels have more registers than their occupancy allows:\n" + "\n".join(sorted(missed)))
+
+
 UMASK = os.umask(0)  # can only be read by setting it, and threads write files later
 os.umask(UMASK)
 
@@ -221,13 +291,13 @@ def targets_here() -> dict[str, tuple[str, ...]]:
     return {host: tuple(dict.fromkeys(name for name in (own, "sm_100") if name in TARGETS[host]))}
 
 
-def targets_of(variant: "Variant", targets: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
+def targets_of(variant: "Variant", targets: Targets) -> list[tuple[str, str]]:
     """(host, architecture) of each cubin of a variant."""
     pairs = [(host, architecture) for host, architectures in targets.items() for architecture in architectures]
     return [(host, architecture) for host, architecture in pairs if not variant.targets or architecture in variant.targets]
 
 
-def jobs_of(variants, targets, progress) -> Iterator[Job]:
+def jobs_of(variants: "Variants", targets: Targets, progress: Progress) -> Iterator[Job]:
     """The jobs of all variants, each when its bytecode is there: the compiler works while the front end goes on."""
     task = progress.add_task("Tile IR", total=len(variants))
     for operation, variant in variants:
@@ -237,7 +307,7 @@ def jobs_of(variants, targets, progress) -> Iterator[Job]:
         progress.advance(task)
 
 
-def compile_all(jobs: Iterable[Job], progress, workers: int, total: int | None = None) -> dict[Job, bytes]:
+def compile_all(jobs: Iterable[Job], progress: Progress, workers: int, total: int | None = None) -> dict[Job, bytes]:
     """The image of every job, on all cores; the first failure stops the rest. total: how many jobs there will be, where it is known."""
     tileiras = find_tileiras()
     compiler = compiler_version(tileiras)
@@ -260,19 +330,23 @@ def compile_all(jobs: Iterable[Job], progress, workers: int, total: int | None =
                 future.result()
         finally:
             pool.shutdown(cancel_futures=True)
+    check_code(images)
     check_resources(images)
+    check_occupancy(images)
     return images
 
 
-def pack(package: Package, variants, targets, images: dict[Job, bytes]) -> dict[str, bytes]:
+def pack(package: Package, variants: "Variants", targets: Targets, images: dict[Job, bytes]) -> dict[str, bytes]:
     """The files of the folder `cubins` by their names, the manifest among them."""
     by_place = {(job.variant.name, job.host, job.architecture): image for job, image in images.items()}
     files: dict[str, bytearray] = {}
     kernels: dict[str, list] = {}
     for operation, variant in variants:
         entry = {**variant.describe(), "operation": operation, "images": {}}
+        if variant.targets:  # so that an image that is missing differs from one that is not wanted
+            entry["targets"] = list(variant.targets)
         for host, architectures in targets.items():
-            stored: dict[bytes, list] = {}
+            stored: dict[bytes, list[int | str]] = {}
             first, base = "", b""  # its image is the dictionary of the others: a third less in all
             for architecture in architectures:
                 image = by_place.get((variant.name, host, architecture))
@@ -291,7 +365,8 @@ def pack(package: Package, variants, targets, images: dict[Job, bytes]) -> dict[
     manifest = {
         "format": MANIFEST_FORMAT,
         "package": package.name,
-        "compiler": {"cuda-tile": metadata.version("cuda-tile"), "tileiras": compiler_version(find_tileiras())},
+        "compiler": compiler_identity(),
+        "sources": {operation: source_digest(operation) for operation in sorted({name for name, _ in variants})},
         "architectures": {host: list(names) for host, names in targets.items()},
         "files": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())},
         "kernels": kernels,
@@ -312,7 +387,7 @@ def write_folder(folder: Path, files: dict[str, bytes]) -> None:
             path.unlink()
 
 
-def summary(variants, images: dict[Job, bytes], files: dict[str, bytes], package: str = "") -> Table:
+def summary(variants: "Variants", images: dict[Job, bytes], files: dict[str, bytes], package: str = "") -> Table:
     """One row an operation: variants, architectures, bytes on disk, the most registers, spills."""
     table = Table(title="Prebuilt kernels" + (f" of {package}" if package else ""))
     for column in ("operation", "variants", "architectures", "KiB", "registers", "spills"):
@@ -336,7 +411,7 @@ def summary(variants, images: dict[Job, bytes], files: dict[str, bytes], package
     return table
 
 
-def build(package: Package, targets: dict[str, tuple[str, ...]], console: Console, workers: int = os.cpu_count() or 1) -> None:
+def build(package: Package, targets: Targets, console: Console, workers: int = os.cpu_count() or 1) -> None:
     """Compiles a package's kernels into torch-ext/<name>/cubins. Raises BuildError."""
     start = time.monotonic()
     variants = read_variants(operations(package))
@@ -364,7 +439,7 @@ def main(arguments: list[str] | None = None) -> int:
         targets = targets_here() if options.here else parse_targets(options.targets)
         for folder in package_folders(options.package):
             build(read_package(folder), targets, console, options.workers)
-    except (BuildError, PackageError) as error:
+    except (BuildError, PackageError, SourceError) as error:
         console.print(f"[red]Build failed.[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 1
     return 0

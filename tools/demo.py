@@ -125,7 +125,7 @@ def demo(model: str | None, steps: int, device: str, console: Console) -> int:
     """Returns the exit status. Raises DemoError or PublishError."""
     with tempfile.TemporaryDirectory(prefix="bastile-demo-") as folder, HubServer(Path(folder) / "hub") as hub:
         console.print(f"A local Hub listens on {hub.endpoint}")
-        publish(ROOT, endpoint=hub.endpoint, token=hub.token, allow_dirty=True, console=console)
+        publish(ROOT, endpoint=hub.endpoint, token=hub.token, allow_dirty=True, allow_partial=True, console=console)
         columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console) as progress:
             runs = [Run(kernelized, device, steps, model) for kernelized in (False, True)]

@@ -1,8 +1,10 @@
 """What the compiler reports of a cubin: registers, spilled bytes, threads and shared memory of its kernel."""
 
 import struct
+from collections.abc import Iterator
 from typing import NamedTuple
 
+MARK = b"\x7fELF"
 # Attributes of the section .nv.info of a cubin.
 FRAME_SIZE = 0x11
 MIN_STACK_SIZE = 0x12
@@ -25,7 +27,15 @@ class Resources(NamedTuple):
         return registers // (max(self.registers, 1) * self.threads)
 
 
-def _sections(elf: bytes):
+class Code(NamedTuple):
+    """machine: e_machine of the cubin; architecture: sm_90 or the like; host_machine: e_machine of the host's code in it, 0 without."""
+
+    machine: int
+    architecture: str
+    host_machine: int
+
+
+def _sections(elf: bytes) -> Iterator[tuple[str, tuple[int, ...], bytes]]:
     (offset,) = struct.unpack_from("<Q", elf, 0x28)
     size, count, names = struct.unpack_from("<HHH", elf, 0x3A)
     headers = [struct.unpack_from("<IIQQQQIIQQ", elf, offset + i * size) for i in range(count)]
@@ -36,7 +46,7 @@ def _sections(elf: bytes):
         yield name, header, elf[header[4] : header[4] + header[5]] if header[1] != 8 else b""
 
 
-def _attributes(section: bytes):
+def _attributes(section: bytes) -> Iterator[tuple[int, bytes]]:
     at = 0
     while at + 4 <= len(section):
         kind, attribute, size = struct.unpack_from("<BBH", section, at)
@@ -46,10 +56,24 @@ def _attributes(section: bytes):
         yield attribute, value
 
 
+def _check(cubin: bytes) -> None:
+    if cubin[:4] != MARK:
+        raise ValueError("not a cubin: it does not start with the mark of an ELF file")
+
+
+def code_of(cubin: bytes) -> Code:
+    """Reads from the ELF file what its code is for. Raises ValueError when it is none."""
+    _check(cubin)
+    (machine,), (flags,) = struct.unpack_from("<H", cubin, 0x12), struct.unpack_from("<I", cubin, 0x30)
+    host = next((section for name, _, section in _sections(cubin) if name == ".nv.host"), b"")
+    start = host.find(MARK)
+    host_machine = struct.unpack_from("<H", host, start + 0x12)[0] if start >= 0 else 0
+    return Code(machine, f"sm_{flags >> 8 & 0xFF}", host_machine)
+
+
 def resources(cubin: bytes) -> Resources:
     """Reads them from the ELF file. Raises ValueError when it is none."""
-    if cubin[:4] != b"\x7fELF":
-        raise ValueError("not a cubin: it does not start with the mark of an ELF file")
+    _check(cubin)
     registers = stack = shared = 0
     threads = 128
     for name, header, section in _sections(cubin):

@@ -50,6 +50,8 @@ MIB = 1 << 20
 CHUNK = 1 << 16
 JSON_LIMIT = 16 * MIB
 SIGNATURE_SECONDS = 3600
+# A new repository of the Hub has such a file, and so do the branches that are made of it.
+GIT_ATTRIBUTES = b"*.bin filter=lfs diff=lfs merge=lfs -text\n"
 
 HOST = re.compile(r"(?:\[([0-9A-Fa-f:]+)\]|([\w.-]+))(?::\d+)?", re.ASCII)
 
@@ -87,6 +89,8 @@ def is_loopback(host: str) -> bool:
 REPO = r"/api/kernels/(?P<owner>[^/]+)/(?P<name>[^/]+)"
 GIT = r"/kernels/(?P<owner>[^/]+)/(?P<name>[^/]+)\.git/info/lfs/objects"
 REV = r"/(?P<revision>[^/]+)"
+# `kernels benchmark` (0.17) names no kind of repository, so it asks for a model of that name.
+MODEL = r"/api/models/(?P<owner>[^/]+)/(?P<name>[^/]+)"
 ROUTES: list[tuple[str, re.Pattern[str], str]] = [
     (method, re.compile(pattern), action)
     for method, pattern, action in [
@@ -107,6 +111,12 @@ ROUTES: list[tuple[str, re.Pattern[str], str]] = [
         ("POST", rf"{GIT}/verify", "lfs_verify"),
         ("PUT", rf"{GIT}/(?P<oid>[^/]+)", "lfs_put"),
         ("GET", rf"/kernels/(?P<owner>[^/]+)/(?P<name>[^/]+)/resolve{REV}/(?P<path>.+)", "download"),
+        ("GET", MODEL, "info"),
+        ("GET", rf"{MODEL}/revision{REV}", "info"),
+        ("GET", rf"{MODEL}/refs", "refs"),
+        ("GET", rf"{MODEL}/tree{REV}(?:/(?P<path>.+))?", "tree"),
+        ("POST", rf"{MODEL}/paths-info{REV}", "paths_info"),
+        ("GET", rf"/(?P<owner>[^/]+)/(?P<name>[^/]+)/resolve{REV}/(?P<path>.+)", "download"),
     ]
 ]
 # These POSTs store nothing, and a signed URL carries its own permission (the clients send no token with it).
@@ -129,16 +139,23 @@ class Handler(BaseHTTPRequestHandler):
         return self.server.hub.store
 
     def do_GET(self) -> None:
-        self._unread = self._body_length()
+        self._unread, self._answered = self._body_length(), False
         try:
             try:
                 self._answer()
             except HubError as error:
                 self._send_error(error)
-            except (KeyError, ValueError, TypeError, AttributeError) as error:
+            except (ConnectionError, TimeoutError):
+                raise
+            except Exception as error:
                 if self.hub.verbose:
                     traceback.print_exc()
-                self._send_error(HubError(400, f"malformed request: {type(error).__name__}: {error}"))
+                if self._answered:  # in the middle of a file: the client sees that it is too short
+                    self.close_connection = True
+                    return
+                malformed = isinstance(error, (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError))
+                what = "malformed request" if malformed else "this local Hub failed"
+                self._send_error(HubError(400 if malformed else 500, f"{what}: {type(error).__name__}: {error}"))
             self._drop_body()
         except (ConnectionError, TimeoutError):
             self.close_connection = True  # the client is gone; nothing was stored
@@ -235,7 +252,7 @@ class Handler(BaseHTTPRequestHandler):
         data = b"".join(self.body(min(JSON_LIMIT, self.hub.max_body))) or b"{}"
         try:
             value = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise HubError(400, f"the body is not JSON: {error}") from None
         if not isinstance(value, dict):
             raise HubError(400, f"the body is a JSON {type(value).__name__}; expected an object")
@@ -267,6 +284,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def _send_head(self, status: int, headers: dict[str, str]) -> None:
+        self._answered = True
         self.send_response(status)
         for key, value in headers.items():
             self.send_header(key, value)
@@ -301,7 +319,7 @@ class Handler(BaseHTTPRequestHandler):
             raise HubError(400, "this local Hub has public repositories only")
         repo = check_repo_id(request.get("organization") or "local", str(request.get("name")))
         url = {"url": f"{self.base}/kernels/{repo}", "name": repo}
-        if not self.store.create_repo(repo):
+        if not self.store.create_repo(repo, {".gitattributes": GIT_ATTRIBUTES}):
             raise HubError(409, "You already created this repo", body={"error": "You already created this repo", **url})
         self.send_json(url)
 
@@ -344,7 +362,7 @@ class Handler(BaseHTTPRequestHandler):
         commit = self.store.resolve(repo, revision)
         recursive = self.query.get("recursive", "").lower() in ("true", "1")
         entries = listing(self.store.tree(commit), path, recursive)
-        limit = min(positive(self.query.get("limit"), self.hub.page_size), self.hub.page_size)
+        limit = max(1, min(positive(self.query.get("limit"), self.hub.page_size), self.hub.page_size))  # 0 would page for ever
         start = positive(self.query.get("cursor"), 0)
         if self.query.get("expand", "").lower() in ("true", "1"):
             last = {key: commit[key] for key in ("id", "title", "date")}
@@ -480,7 +498,7 @@ class Handler(BaseHTTPRequestHandler):
                     header = {**value, "summary": str(value["summary"])}
                 else:
                     operations.append((key, check_path(value["path"].rstrip("/")), self._entry(key, value)))
-            except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError, binascii.Error) as error:
                 raise HubError(400, f"not a line of a commit: {type(error).__name__}: {error}") from None
         if not header:
             raise HubError(400, "the commit has no header line")
@@ -503,7 +521,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def positive(text: str | None, default: int) -> int:
-    return int(text) if text and text.isascii() and text.isdigit() else default
+    """The number; default where there is none. One of more digits than a size has is as good as infinite."""
+    return int(text[:20]) if text and text.isascii() and text.isdigit() else default
 
 
 class _HTTPServer(ThreadingHTTPServer):

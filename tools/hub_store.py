@@ -169,12 +169,13 @@ class Store:
         except FileNotFoundError:
             raise HubError(404, f"repository {repo} not found", "RepoNotFound") from None
 
-    def create_repo(self, repo: str) -> bool:
-        """Make `repo` with an empty `main`; False if it exists."""
+    def create_repo(self, repo: str, files: dict[str, bytes] | None = None) -> bool:
+        """Make `repo` with a `main` that has these files; False if it exists."""
+        tree = {path: file_entry(data, self.add_blob([data])) for path, data in (files or {}).items()}
         with self.lock:
             if self.exists(repo):
                 return False
-            self._set_ref(repo, {}, "main", self._add_commit(repo, {}, None, "initial commit", ""))
+            self._set_ref(repo, {}, "main", self._add_commit(repo, tree, None, "initial commit", ""))
             return True
 
     def create_branch(self, repo: str, branch: str, start: str = "main") -> bool:

@@ -9,8 +9,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernels._rust import Build
-from kernels.variants import parse_variant
+from tools.kernels_adapter import Build, parse_variant
 
 ROOT = Path(__file__).resolve().parent.parent
 

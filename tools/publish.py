@@ -1,20 +1,24 @@
 """Upload a built kernel package to the Hub.
 
-    python -m tools.publish [--package DIR] [--repo-id ID] [--endpoint URL] [--token T] [--dry-run] [--allow-dirty]
+    python -m tools.publish [--package DIR] [--repo-id ID] [--endpoint URL] [--token T] [--dry-run] [--allow-dirty] [--allow-partial]
 
-`build/<variant>/**` and `benchmarks/*.py` go to branch `v<version>` in one commit, `build/CARD.md` to `main` as
-README.md. Users of the branch see the old package or the new one, never a mixture. A run that was killed is simply
-repeated: contents that arrived are not sent again, a branch that is up to date gets no commit.
+`build/<variant>/**` goes to branch `v<version>` in one commit, and nothing else: `kernels download --all-variants` fetches `build/`
+alone, and huggingface_hub then takes a branch that has more for half downloaded. The same and `benchmarks/*.py` go to branch
+`v<version>-bench`, for `kernels benchmark --branch`, and `build/CARD.md` to `main` as README.md. Users of a branch see the old
+package or the new one, never a mixture. A run that was killed is simply repeated: contents that arrived are not sent again, a branch
+that is up to date gets no commit.
 
-A version is a promise: what `v1` offers (public names, layers, GPU architectures) every later upload to `v1` offers too.
+A version is a promise: what `v1` offers (public names, layers, GPU architectures, and compiled kernels by host and architecture)
+every later upload to `v1` offers too. The first one offers kernels for every target of tools.compile.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha1, sha256
@@ -25,16 +29,18 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ge
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-from kernels._rust import Digest, DigestValidationError, Metadata
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tools.compile import TARGETS
 from tools.kernel_package import Package, PackageError, layer_names, layers_file, package_folders, public_names, read_package
+from tools.kernels_adapter import Digest, DigestValidationError, Metadata
 
 REPO_TYPE = "kernel"
 MAIN = "main"
+MANIFEST = "cubins/manifest.json"
 FILES_A_REQUEST = 32
 NOT_IN_DIGEST = ("metadata.json", "metadata.json.sigstore")
 
@@ -50,11 +56,17 @@ class Promise:
     names: frozenset[str] = frozenset()
     layers: frozenset[str] = frozenset()
     archs: frozenset[str] = frozenset()
+    kernels: frozenset[str] = frozenset()  # `x86_64 sm_90`: the host and architecture of a whole set of compiled kernels
 
     def missing_from(self, new: Promise) -> list[str]:
         """What `new` no longer offers, in words."""
         archs = self.archs.difference(*(covered(arch) for arch in new.archs))
-        kinds = (("public name", self.names - new.names), ("layer", self.layers - new.layers), ("architecture", archs))
+        kinds = (
+            ("public name", self.names - new.names),
+            ("layer", self.layers - new.layers),
+            ("architecture", archs),
+            ("kernels for", self.kernels - new.kernels),
+        )
         return [f"{kind} {item}" for kind, gone in kinds for item in sorted(gone)]
 
 
@@ -79,7 +91,8 @@ class Plan:
 
     @property
     def empty(self) -> bool:
-        return not self.add and not self.delete
+        """A .gitattributes alone is no reason for a commit: a Hub may write it anew with each."""
+        return not self.add and set(self.delete) <= {".gitattributes"}
 
 
 @dataclass
@@ -112,13 +125,47 @@ def read_variant(folder: Path, package: Package, allow_dirty: bool) -> Metadata:
         wanted = f"{package.name}, version {package.version}, one of {', '.join(package.backends)}"
         raise PublishError(f"{path} is for {found[0]}, version {found[1]}, {found[2]}; build.toml says {wanted}; build again")
     check_digest(folder, metadata)
+    if not (folder / "__init__.py").is_file():
+        raise PublishError(f"{folder / '__init__.py'} is missing; expected the module with the public names; build again")
     git = metadata.provenance and metadata.provenance.kernel
-    if git and git.dirty and not allow_dirty:
+    if not allow_dirty and (git is None or metadata.provenance.dirty):
+        tree = f"a tree with uncommitted changes (on top of {git.commit})" if git else "no git repository (it has no provenance)"
         raise PublishError(
-            f"{path}: built from a tree with uncommitted changes (on top of {git.commit}), so nobody could build it again; "
+            f"{path}: built from {tree}, so nobody could build it again; "
             "commit, build and publish again, or pass --allow-dirty for a local trial"
         )
     return metadata
+
+
+def kernels_of(manifest: dict) -> frozenset[str]:
+    """`x86_64 sm_90` for every host and architecture of which a manifest has all images: those of each variant that is not for others
+    only, and one of each operation at least."""
+    entries = [entry for found in manifest["kernels"].values() for entry in found]
+    pairs = {(host, name) for entry in entries for host, images in entry["images"].items() for name in images}
+    built: dict[str, set[tuple[str, str]]] = {}
+    for entry in entries:
+        mine = {(host, name) for host, images in entry["images"].items() for name in images}
+        built.setdefault(entry["operation"], set()).update(mine)
+        targets = entry.get("targets")
+        pairs -= {(host, name) for host, name in pairs - mine if not targets or name in targets}
+    for found in built.values():
+        pairs &= found
+    return frozenset(f"{host} {name}" for host, name in pairs)
+
+
+def check_complete(variant: Path, allow_partial: bool) -> None:
+    """A variant with compiled kernels has them for every host and architecture.
+
+    Raises:
+        PublishError: naming those it lacks, unless a partial build is allowed.
+    """
+    wanted = {f"{host} {name}" for host, names in TARGETS.items() for name in names}
+    lacking = sorted(wanted - read_kernels(variant)) if (variant / MANIFEST).is_file() and not allow_partial else []
+    if lacking:
+        raise PublishError(
+            f"{variant} has not all kernels for {', '.join(lacking)}; build for all of them (make build), "
+            "or pass --allow-partial for a trial of your own"
+        )
 
 
 def check_digest(folder: Path, metadata: Metadata) -> None:
@@ -138,11 +185,21 @@ def check_digest(folder: Path, metadata: Metadata) -> None:
         raise PublishError(f"{folder} is not what its metadata.json describes: {text}{more}; build again") from error
 
 
-def read_build(package: Package, allow_dirty: bool = False) -> dict[Path, Metadata]:
+def read_kernels(folder: Path) -> frozenset[str]:
+    """`kernels_of` of a variant's manifest; empty without one. Raises PublishError when it cannot be read."""
+    path = folder / MANIFEST
+    try:
+        return kernels_of(json.loads(path.read_bytes())) if path.is_file() else frozenset()
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise PublishError(f"{path} cannot be read ({type(error).__name__}: {error}); build again") from error
+
+
+def read_build(package: Package, allow_dirty: bool = False, allow_partial: bool = False) -> dict[Path, Metadata]:
     """The variants to upload.
 
     Raises:
-        PublishError: if the build is incomplete, does not fit build.toml, or is dirty (and `allow_dirty` is not set).
+        PublishError: if the build is incomplete, does not fit build.toml, is not of a clean commit (and `allow_dirty` is not set), or
+            lacks kernels for an architecture (and `allow_partial` is not set).
     """
     variants = {folder: read_variant(folder, package, allow_dirty) for folder in package.variants()}
     built = {str(metadata.backend.backend_type) for metadata in variants.values()}
@@ -154,28 +211,36 @@ def read_build(package: Package, allow_dirty: bool = False) -> dict[Path, Metada
         )
     if not (package.build / "CARD.md").is_file():
         raise PublishError(f"{package.build / 'CARD.md'} is missing; fill it with: python -m tools.card")
+    for folder in variants:
+        check_complete(folder, allow_partial)
     return variants
 
 
-def files_to_upload(package: Package, variants: dict[Path, Metadata]) -> dict[str, Path]:
+def files_to_upload(variants: dict[Path, Metadata]) -> dict[str, Path]:
     """{path in the repository: file} for the version branch."""
     files = {}
     for folder, metadata in variants.items():
         names = [*metadata.digest.files, *(name for name in NOT_IN_DIGEST if (folder / name).is_file())]
         files.update({f"build/{folder.name}/{name}": folder / name for name in names})
-    # A result, a plot or a subfolder is not a source: `kernels benchmark` reads the scripts beside each other only.
-    files.update({f"benchmarks/{path.name}": path for path in sorted((package.folder / "benchmarks").glob("*.py")) if path.is_file()})
     return files
 
 
-def promise(folder: Path, archs: list[str] | None) -> Promise:
-    init, layers = folder / "__init__.py", layers_file(folder)
-    if not init.is_file():
-        raise PublishError(f"{init} is missing; expected the module with the public names")
+def benchmark_files(package: Package) -> dict[str, Path]:
+    """{path in the repository: file} for the branch of the benchmarks, beside those of the version.
+
+    A result, a plot or a subfolder is not a source: `kernels benchmark` reads the scripts beside each other only.
+    """
+    return {f"benchmarks/{path.name}": path for path in sorted((package.folder / "benchmarks").glob("*.py")) if path.is_file()}
+
+
+def promise(folder: Path) -> Promise:
+    """What the files of a variant offer; a file that is not there offers nothing."""
+    init, layers, metadata = folder / "__init__.py", layers_file(folder), folder / "metadata.json"
     return Promise(
-        frozenset(public_names(init.read_text(encoding="utf-8"), str(init))),
+        frozenset(public_names(init.read_text(encoding="utf-8"), str(init)) if init.is_file() else ()),
         frozenset(layer_names(layers.read_text(encoding="utf-8"), str(layers)) if layers else ()),
-        frozenset(archs or ()),
+        frozenset((Metadata.read_from_file(metadata).backend.archs or ()) if metadata.is_file() else ()),
+        read_kernels(folder),
     )
 
 
@@ -228,30 +293,45 @@ def is_same(path: Path, published: RepoFile) -> bool:
     return published.blob_id == sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
-def make_plan(branch: str, parent: str | None, files: dict[str, Path], published: dict[str, RepoFile], owned: tuple[str, ...]) -> Plan:
-    """Compare `files` with what is `published`; what lies under a folder of `owned` and is not in `files` is stale."""
+def make_plan(branch: str, parent: str | None, files: dict[str, Path], published: dict[str, RepoFile]) -> Plan:
+    """Compare `files` with what is `published`.
+
+    On `main` nothing is stale. On other branches what is not in `files` is, but for variants that this build does not have.
+    """
+    owned = tuple({"/".join(path.split("/")[:2]) + "/" for path in files if path.startswith("build/")})
     same = [path for path in files if path in published and is_same(files[path], published[path])]
     add = {path: file for path, file in sorted(files.items()) if path not in same}
-    stale = sorted(path for path in published if path.startswith(owned) and path not in files)
+    stale = sorted(path for path in published if path not in files and (path.startswith(owned) or not path.startswith("build/")))
+    stale = [] if branch == MAIN else stale
     kept = sorted(path for path in published if path.startswith("build/") and not path.startswith(owned))
     return Plan(branch, add, stale, same, kept, parent)
 
 
 def published_promise(api: HfApi, repo_id: str, commit: str, variant: str, published: dict[str, RepoFile]) -> Promise | None:
-    """What `variant` offers at `commit`; None if it is not there."""
-    names = [name for name in ("__init__.py", "metadata.json", "layers.py", "layers/__init__.py") if f"build/{variant}/{name}" in published]
-    if not {"__init__.py", "metadata.json"} <= set(names):
+    """What `variant` offers at `commit`; None if nothing that says so is there.
+
+    Raises:
+        PublishError: if it cannot be read, so that nobody knows what was promised.
+    """
+    described = ("__init__.py", "metadata.json", "layers.py", "layers/__init__.py", MANIFEST)
+    names = [name for name in described if f"build/{variant}/{name}" in published]
+    if not names:
         return None
     with tempfile.TemporaryDirectory() as cache:
         for name in names:
             filename = f"build/{variant}/{name}"
             api.hf_hub_download(repo_id, filename, repo_type=REPO_TYPE, revision=commit, local_dir=cache)
-        folder = Path(cache) / "build" / variant
-        return promise(folder, Metadata.read_from_file(folder / "metadata.json").backend.archs)
+        try:
+            return promise(Path(cache) / "build" / variant)
+        except (PackageError, PublishError, ValueError) as error:
+            raise PublishError(
+                f"build/{variant} of {repo_id} at {commit} cannot be read, so what it promises is not known ({error}); "
+                "raise `version` in build.toml and build again"
+            ) from error
 
 
 def check_promise(
-    api: HfApi, package: Package, repo_id: str, variants: dict[Path, Metadata], plan: Plan, published: dict[str, RepoFile]
+    api: HfApi, package: Package, repo_id: str, variants: Iterable[Path], plan: Plan, published: dict[str, RepoFile]
 ) -> None:
     """What the branch offers now, the new variants offer too.
 
@@ -259,8 +339,8 @@ def check_promise(
         PublishError: naming every public name, layer and architecture that would go.
     """
     broken = []
-    for folder, metadata in variants.items():
-        new = promise(folder, metadata.backend.archs)
+    for folder in variants:
+        new = promise(folder)
         old = published_promise(api, repo_id, plan.parent, folder.name, published) if plan.parent else None
         broken += [f"{folder.name}: {gone}" for gone in (old.missing_from(new) if old else [])]
     if broken:
@@ -318,9 +398,11 @@ def prepare_branch(api: HfApi, repo_id: str, plan: Plan) -> Plan:
     if plan.parent:
         return plan
     head = (hub_branches(api, repo_id) or {})[MAIN]
-    if plan.branch != MAIN:
-        api.create_branch(repo_id, branch=plan.branch, repo_type=REPO_TYPE, revision=head)
-    return replace(plan, parent=head)
+    if plan.branch == MAIN:
+        return replace(plan, parent=head)
+    api.create_branch(repo_id, branch=plan.branch, repo_type=REPO_TYPE, revision=head)
+    inherited = sorted(path for path in hub_files(api, repo_id, head) if path not in plan.add)
+    return replace(plan, parent=head, delete=inherited)
 
 
 def require_token(token: str | None, endpoint: str) -> str:
@@ -338,6 +420,7 @@ def publish(
     *,
     dry_run: bool = False,
     allow_dirty: bool = False,
+    allow_partial: bool = False,
     console: Console | None = None,
 ) -> Report:
     """Upload the package in `folder`.
@@ -348,10 +431,11 @@ def publish(
         endpoint: by default HF_ENDPOINT, else the public Hub.
         token: by default HF_TOKEN or what `hf auth login` stored.
         dry_run: check everything and say what would be uploaded, but write nothing.
-        allow_dirty: upload a build of uncommitted sources.
+        allow_dirty: upload a build of uncommitted sources, or of sources outside any repository.
+        allow_partial: upload a build that lacks kernels for some hosts or architectures.
 
     Raises:
-        PublishError: if the build is incomplete or dirty, breaks the version's promise, or the Hub refuses.
+        PublishError: if the build is incomplete, partial or dirty, breaks the version's promise, or the Hub refuses.
     """
     console = console or Console()
     try:
@@ -359,7 +443,7 @@ def publish(
         repo_id = repo_id or package.repo_id
         if not repo_id:
             raise PublishError(f"{package.folder / 'build.toml'} has no repo-id under [general.hub]; add it or pass --repo-id")
-        variants = read_build(package, allow_dirty)
+        variants = read_build(package, allow_dirty, allow_partial)
         api = HfApi(endpoint=endpoint, token=token)
         if not dry_run:
             api = HfApi(endpoint=endpoint, token=require_token(token, api.endpoint))
@@ -381,16 +465,16 @@ def compare(api: HfApi, package: Package, repo_id: str, variants: dict[Path, Met
     known = branches or {}
     parent = known.get(package.branch)
     published = hub_files(api, repo_id, parent) if parent else {}
-    owned = tuple(f"build/{folder.name}/" for folder in variants)
-    if (package.folder / "benchmarks").is_dir():
-        owned += ("benchmarks/",)
-    plan = make_plan(package.branch, parent, files_to_upload(package, variants), published, owned)
+    files, benchmarks = files_to_upload(variants), benchmark_files(package)
+    plan = make_plan(package.branch, parent, files, published)
     check_promise(api, package, repo_id, variants, plan, published)
     plans = [plan]
+    others = {f"{package.branch}-bench": files | benchmarks} if benchmarks else {}
     if is_newest(package, known):
-        head = known.get(MAIN)
-        card = {"README.md": package.build / "CARD.md"}
-        plans.append(make_plan(MAIN, head, card, hub_files(api, repo_id, head) if head else {}, ()))
+        others[MAIN] = {"README.md": package.build / "CARD.md"}
+    for branch, wanted in others.items():
+        head = known.get(branch)
+        plans.append(make_plan(branch, head, wanted, hub_files(api, repo_id, head) if head else {}))
     return plans, branches is None
 
 
@@ -441,6 +525,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--token", help="default: HF_TOKEN or what `hf auth login` stored")
     parser.add_argument("--dry-run", action="store_true", help="check and compare, but write nothing")
     parser.add_argument("--allow-dirty", action="store_true", help="upload a build of uncommitted sources, for a local trial")
+    parser.add_argument("--allow-partial", action="store_true", help="upload a build without kernels for every target, for a local trial")
     options = parser.parse_args(arguments)
     try:
         folders = package_folders(options.package)
@@ -454,6 +539,7 @@ def main(arguments: list[str] | None = None) -> int:
                 options.token,
                 dry_run=options.dry_run,
                 allow_dirty=options.allow_dirty,
+                allow_partial=options.allow_partial,
             )
     except (PackageError, PublishError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tools.assemble import sources
 from tools.kernel_package import ROOT, Package, PackageError, package_folders, read_package
+from tools.kernel_sources import SourceError
 
 
 def stage(package: Package, root: Path = ROOT) -> Path:
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         for folder in package_folders(options.package):
             package = read_package(folder)
             print(f"staged {package.name}: {stage(package).relative_to(ROOT)}")
-    except PackageError as error:
+    except (PackageError, SourceError) as error:
         print(f"Not staged. {error}", file=sys.stderr)
         return 1
     return 0

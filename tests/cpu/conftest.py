@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.op_cases import operations
-from tests.ops import suite
+from tests.ops.suite import suite
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -90,8 +90,9 @@ def all_operations(tmp_path_factory):
 @pytest.fixture(scope="session")
 def interpreted(tmp_path_factory):
     """A build of its own whose kernels the interpreter runs."""
-    from tests.interpreter.backend import InterpreterBackend, runtime_of
+    from interpreter.backend import InterpreterBackend
     from tests.mutants import OPERATIONS
+    from tests.ops.common import runtime_of
 
     package = load(assemble_cpu(tmp_path_factory.mktemp("interpreted"), "\n# run by the interpreter\n" + ALL_OPERATIONS))
     runtime = runtime_of(package)

@@ -10,9 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import op_cases as cases
-from tests.interpreter.backend import runtime_of
 from tests.models import Step, random_tokens, tiny_model
-from tests.op_checks import leaf, randn
+from tests.ops.common import leaf, randn, runtime_of
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 CPU = "cpu"

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import op_cases as cases
 from tests.cpu.conftest import REPOSITORY, assemble_cpu, load
 from tests.models import Step, random_tokens, tiny_model
-from tests.op_checks import leaf, randn
+from tests.ops.common import leaf, randn
 from tools import compile as compiler
 from tools.assemble import assemble
 from tools.kernel_package import read_package

@@ -12,10 +12,12 @@ from torch import nn
 from transformers.integrations import moe
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from tests import op_checks as checks
-from tests.interpreter.backend import InterpreterBackend, runtime_of
+from interpreter.backend import InterpreterBackend
 from tests.models import Step, random_tokens, tiny_gpt_oss, tiny_model
 from tests.mutants import ROOT
+from tests.ops import experts as experts_checks
+from tests.ops import rms_norm, wide_rms_norm
+from tests.ops.common import FLOATS, runtime_of
 from tests.tolerances import assert_close
 from tools.compile import operations
 from tools.kernel_package import read_package
@@ -246,7 +248,7 @@ def test_the_sentinel_of_expert_parallelism(gpt_oss):
         setattr(experts, name, nn.Parameter(getattr(experts, name)[:4].detach().clone()))
     experts.num_experts, experts._is_expert_parallel = 4, True
     hidden = torch.randn(7, 64, requires_grad=True)
-    index = checks.routing(7, 6, 3).clamp(max=4)
+    index = experts_checks.routing(7, 6, 3).clamp(max=4)
     scores = torch.rand(7, 3).masked_fill(index == 4, 0.0).requires_grad_()
     inputs = hidden, scores, *experts.parameters()
     expected = experts(hidden, index, scores)
@@ -293,7 +295,7 @@ def test_qwen3s_package_has_the_layer_for_qwen3_moe(qwen3):
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
     experts = tiny_qwen3_moe().model.layers[0].mlp.experts
-    hidden, index, scores = torch.randn(9, 64), checks.routing(9, 6, 3), torch.rand(9, 3)
+    hidden, index, scores = torch.randn(9, 64), experts_checks.routing(9, 6, 3), torch.rand(9, 3)
     assert_close(qwen3.layers.Experts.forward(experts, hidden, index, scores), experts(hidden, index, scores), torch.float32)
     assert qwen3.mapping()["Qwen3MoeExperts"]["cpu"].load() is qwen3.layers.Experts
     from kernels.layer.layer import _validate_layer
@@ -309,7 +311,7 @@ def test_other_gates_stay_transformers_own(gpt_oss):
             return gate_up[..., ::2] * gate_up[..., 1::2]
 
     model = tiny_gpt_oss()
-    hidden, index, scores = torch.randn(9, 64), checks.routing(9, 6, 3), torch.rand(9, 3)
+    hidden, index, scores = torch.randn(9, 64), experts_checks.routing(9, 6, 3), torch.rand(9, 3)
     own = model.model.layers[0].mlp.experts
     own.__class__ = Own
     expected = own(hidden, index, scores)
@@ -473,22 +475,22 @@ def test_a_package_without_the_kernels_of_this_gate(qwen3, monkeypatch):
     runtime = runtime_of(qwen3)
     backend = InterpreterBackend(runtime, operations(read_package(ROOT)))
     monkeypatch.setattr(runtime.launch, "backend", backend)
-    checks.check_experts(qwen3, "cpu", torch.float32, 37, 24, 64, 4, 2)
+    experts_checks.check_experts(qwen3, "cpu", torch.float32, 37, 24, 64, 4, 2)
     assert {name.partition("-")[0] for name in backend.launched} == {"token_sum"}
 
 
 @pytest.mark.parametrize("interpreted", [False, True], ids=["pytorch", "kernels"])
-@pytest.mark.parametrize("dtype", checks.FLOATS, ids=str)
-@pytest.mark.parametrize("shape", checks.WIDE_RMS_NORM_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", wide_rms_norm.WIDE_RMS_NORM_SHAPES, ids=str)
 def test_norms(gpt_oss, monkeypatch, interpreted, dtype, shape):
     if interpreted:
         runtime = runtime_of(gpt_oss)
         monkeypatch.setattr(runtime.launch, "backend", InterpreterBackend(runtime, ["wide_rms_norm", "column_sum"]))
-    checks.check_rms_norm(gpt_oss, "cpu", dtype, shape, eps=1e-5)
-    checks.check_add_rms_norm(gpt_oss, "cpu", dtype, shape, eps=1e-5)
+    rms_norm.check_rms_norm(gpt_oss, "cpu", dtype, shape, eps=1e-5)
+    rms_norm.check_add_rms_norm(gpt_oss, "cpu", dtype, shape, eps=1e-5)
     if dtype != torch.float32:
-        checks.check_wide_rms_norm_weight(gpt_oss, "cpu", dtype, shape)
-        checks.check_that_wide_rms_norm_rounds_once(gpt_oss, "cpu", dtype, shape)
+        wide_rms_norm.check_wide_rms_norm_weight(gpt_oss, "cpu", dtype, shape)
+        wide_rms_norm.check_that_wide_rms_norm_rounds_once(gpt_oss, "cpu", dtype, shape)
 
 
 def test_the_norm_rounds_once(gpt_oss):

@@ -128,10 +128,10 @@ def test_tree_listing_by_folder_recursion_and_page(tmp_path):
         api.create_branch(REPO, branch="v1", repo_type="kernel")
         commit(api, {f"build/torch-cpu/{i}.py": b"%d" % i for i in range(7)} | {"README.md": b"---\nlicense: mit\n---\n"})
         options = {"repo_type": "kernel", "revision": "refs/heads/v1"}
-        assert [entry.path for entry in api.list_repo_tree(REPO, **options)] == ["README.md", "build"]
+        assert [entry.path for entry in api.list_repo_tree(REPO, **options)] == [".gitattributes", "README.md", "build"]
         assert [entry.path for entry in api.list_repo_tree(REPO, "build", **options)] == ["build/torch-cpu"]
         every = [entry.path for entry in api.list_repo_tree(REPO, recursive=True, expand=True, **options)]
-        assert every == ["README.md", "build", "build/torch-cpu", *(f"build/torch-cpu/{i}.py" for i in range(7))]
+        assert every == [".gitattributes", "README.md", "build", "build/torch-cpu", *(f"build/torch-cpu/{i}.py" for i in range(7))]
         with pytest.raises(RemoteEntryNotFoundError):
             list(api.list_repo_tree(REPO, "nothing", **options))
 
@@ -449,6 +449,82 @@ def test_a_malformed_request_is_answered_400(hub, body):
     assert ask(hub, "GET", f"/api/kernels/{REPO}/tree/v1/%ff")[0].status == 400
     assert ask(hub, "GET", f"/api/kernels/{REPO}/xet-write-token/v1")[0].status == 404
     assert ask(hub, "GET", "/api/agent-harnesses")[0].status == 404
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+HUGE = b'{"path": "a", "size": 1e999}'
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (f"/api/kernels/{REPO}/preupload/v1", b'{"files": [' + HUGE + b"]}"),
+        (f"/api/kernels/{REPO}/preupload/v1", b'{"files": ' + DEEP + b"}"),
+        (f"/api/kernels/{REPO}/preupload/v1", b'{"files": [{"path": "a", "size": ' + b"9" * 5000 + b"}]}"),
+        (f"/api/kernels/{REPO}/preupload/v1", b'{"files": 7}'),
+        (f"/api/kernels/{REPO}/commit/v1", DEEP + b"\n"),
+        (f"/api/kernels/{REPO}/commit/v1", b'{"key": "header", "value": {"summary": ' + DEEP + b"}}\n"),
+        (f"/api/kernels/{REPO}/branch/v2", DEEP),
+        ("/api/repos/create", DEEP),
+        ("/api/validate-yaml", DEEP),
+        (f"/kernels/{REPO}.git/info/lfs/objects/batch", b'{"operation": "upload", "objects": [{"oid": "0", "size": 1e999}]}'),
+        (f"/kernels/{REPO}.git/info/lfs/objects/batch", b'{"operation": "upload", "objects": [7]}'),
+    ],
+)
+def test_what_no_client_sends_is_answered_400_and_not_by_silence(hub, path, body):
+    answer, data = ask(hub, "POST", path, body)
+    assert answer.status == 400 and json.loads(data)["error"]
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "9" * 21])
+def test_a_length_of_any_number_of_digits_is_answered(hub, length):
+    head = f"POST /api/kernels/{REPO}/preupload/v1 HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {length}"
+    with socket.create_connection(("127.0.0.1", hub.port), timeout=10) as connection:
+        connection.sendall(f"{head}\r\n\r\n".encode())
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("limit", ["0", "1", "-1", "x", "9" * 5000])
+def test_pages_of_any_size_come_to_an_end(hub, api, limit):
+    commit(api, {f"file{i}": b"1" for i in range(3)})
+    path, seen = f"/api/kernels/{REPO}/tree/v1?limit={limit}", []
+    for _ in range(4):
+        answer, data = ask(hub, "GET", path)
+        seen += [entry["path"] for entry in json.loads(data)]
+        if not answer.headers["Link"]:
+            break
+        path = answer.headers["Link"].split(">")[0].removeprefix(f"<{hub.endpoint}")
+    assert seen == ["file0", "file1", "file2"]
+
+
+def test_a_range_of_any_number_of_digits_is_answered(hub, api):
+    commit(api, {"a.bin": b"12345"})
+    for header in (f"bytes=0-{'9' * 5000}", f"bytes=-{'9' * 5000}", f"bytes={'9' * 5000}-"):
+        assert ask(hub, "GET", f"{RESOLVE}/v1/a.bin", headers={"Range": header})[0].status in (206, 400, 416)
+
+
+def test_a_fault_of_the_server_is_answered_500(hub, monkeypatch):
+    def fail(self, repo):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Handler, "refs", fail)
+    answer, data = ask(hub, "GET", f"/api/kernels/{REPO}/refs")
+    assert answer.status == 500 and "No space left" in json.loads(data)["error"]
+
+
+def test_a_new_repository_has_the_hubs_own_file_and_so_have_its_branches(hub, api):
+    api.create_repo("some-org/new", repo_type="kernel")
+    api.create_branch("some-org/new", branch="v1", repo_type="kernel")
+    for revision in ("main", "v1"):
+        assert list(hub.store.tree(hub.store.resolve("some-org/new", revision))) == [".gitattributes"]
+
+
+def test_a_client_that_names_no_kind_of_repository_reads_it_too(api, tmp_path):
+    """As `kernels benchmark` does."""
+    commit(api, {"benchmarks/benchmark.py": b"1"})
+    folder = api.snapshot_download(REPO, revision="v1", cache_dir=tmp_path)
+    assert (Path(folder) / "benchmarks/benchmark.py").read_bytes() == b"1"
 
 
 # At the same time, and killed

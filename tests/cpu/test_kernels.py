@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests import op_checks as checks
+from interpreter.backend import InterpreterBackend
 from tests.cpu.conftest import assemble_cpu, load
-from tests.interpreter.backend import InterpreterBackend, runtime_of
+from tests.ops import adamw, common, experts, grouped_gemm, linear_cross_entropy, rms_norm, rotary, swiglu
+from tests.ops.common import FLOATS, randn, runtime_of
 from tools.compile import operations
 from tools.kernel_package import package_folders, read_package
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = {name for folder in package_folders(root=ROOT) for name in operations(read_package(folder))}
-dtypes = pytest.mark.parametrize("dtype", checks.FLOATS, ids=str)
+dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 DEVICE = "cpu"
 
 
@@ -43,15 +44,15 @@ def ops(package, backend):
 
 
 @dtypes
-@pytest.mark.parametrize("shape", checks.RMS_NORM_SHAPES, ids=str)
+@pytest.mark.parametrize("shape", rms_norm.RMS_NORM_SHAPES, ids=str)
 def test_rms_norm(ops, dtype, shape):
-    checks.check_rms_norm(ops, DEVICE, dtype, shape)
+    rms_norm.check_rms_norm(ops, DEVICE, dtype, shape)
 
 
-@pytest.mark.parametrize("dtype", checks.FLOATS[:2], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
 @pytest.mark.parametrize("shape", ((3, 5, 128), (4, 1000)), ids=str)
 def test_rms_norm_with_an_fp32_weight(ops, dtype, shape):
-    checks.check_rms_norm(ops, DEVICE, dtype, shape, weight_dtype=torch.float32)
+    rms_norm.check_rms_norm(ops, DEVICE, dtype, shape, weight_dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -59,54 +60,54 @@ def test_rms_norm_with_an_fp32_weight(ops, dtype, shape):
     (lambda x: x.transpose(0, 1), lambda x: x[:, ::2], lambda x: x[1:, 1:], lambda x: x[..., :-8], lambda x: x[..., 1:], lambda x: x[..., ::2]),
 )
 def test_rms_norm_of_views(ops, view):
-    checks.check_rms_norm(ops, DEVICE, torch.bfloat16, (3, 4, 1032), view=view)
+    rms_norm.check_rms_norm(ops, DEVICE, torch.bfloat16, (3, 4, 1032), view=view)
 
 
-@pytest.mark.parametrize("dtype", checks.FLOATS[:2], ids=str)
-@pytest.mark.parametrize("shape", checks.ADD_RMS_NORM_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
+@pytest.mark.parametrize("shape", rms_norm.ADD_RMS_NORM_SHAPES, ids=str)
 def test_add_rms_norm(ops, dtype, shape):
-    checks.check_add_rms_norm(ops, DEVICE, dtype, shape)
+    rms_norm.check_add_rms_norm(ops, DEVICE, dtype, shape)
 
 
 @dtypes
-@pytest.mark.parametrize("case", checks.ROTARY_CASES, ids=str)
+@pytest.mark.parametrize("case", rotary.ROTARY_CASES, ids=str)
 def test_rotary(ops, dtype, case):
-    checks.check_rotary(ops, DEVICE, dtype, **case)
+    rotary.check_rotary(ops, DEVICE, dtype, **case)
 
 
 @dtypes
-@pytest.mark.parametrize("case", [c for c in checks.QK_NORM_ROTARY_CASES if c["heads"] % 4 == 0 and c["head_dim"] == 128 and not c.get("half")], ids=str)
+@pytest.mark.parametrize("case", [c for c in rotary.QK_NORM_ROTARY_CASES if c["heads"] % 4 == 0 and c["head_dim"] == 128 and not c.get("half")], ids=str)
 def test_qk_norm_rotary(ops, dtype, case):
-    checks.check_qk_norm_rotary(ops, DEVICE, dtype, **case)
+    rotary.check_qk_norm_rotary(ops, DEVICE, dtype, **case)
 
 
 @dtypes
-@pytest.mark.parametrize("shape", checks.SWIGLU_SHAPES, ids=str)
+@pytest.mark.parametrize("shape", swiglu.SWIGLU_SHAPES, ids=str)
 def test_swiglu(ops, dtype, shape):
-    checks.check_swiglu(ops, DEVICE, dtype, shape)
+    swiglu.check_swiglu(ops, DEVICE, dtype, shape)
 
 
 @dtypes
 @pytest.mark.parametrize("offset", (0, 1, 8))
 def test_adamw(ops, dtype, offset):
-    checks.check_adamw(ops, DEVICE, dtype, offset=offset)
+    adamw.check_adamw(ops, DEVICE, dtype, offset=offset)
 
 
 @dtypes
 def test_mlp(ops, dtype):
-    checks.check_mlp(ops, DEVICE, dtype, 33, 64, 160)
+    swiglu.check_mlp(ops, DEVICE, dtype, 33, 64, 160)
 
 
 @dtypes
-@pytest.mark.parametrize("case", checks.LOSS_CASES, ids=str)
+@pytest.mark.parametrize("case", linear_cross_entropy.LOSS_CASES, ids=str)
 def test_linear_cross_entropy_options(ops, dtype, case):
-    checks.check_linear_cross_entropy(ops, DEVICE, dtype, 3, 16, 4107, upstream=1.0, **case)
+    linear_cross_entropy.check_linear_cross_entropy(ops, DEVICE, dtype, 3, 16, 4107, upstream=1.0, **case)
 
 
 @dtypes
-@pytest.mark.parametrize("shape", checks.LOSS_SHAPES, ids=str)
+@pytest.mark.parametrize("shape", linear_cross_entropy.LOSS_SHAPES, ids=str)
 def test_linear_cross_entropy_sizes(ops, dtype, shape):
-    checks.check_linear_cross_entropy(ops, DEVICE, dtype, *shape, upstream=1.0)
+    linear_cross_entropy.check_linear_cross_entropy(ops, DEVICE, dtype, *shape, upstream=1.0)
 
 
 def forget_launches(package):
@@ -128,31 +129,31 @@ def assert_no_logits(backend):
     assert {name.split("-")[0] for name in backend.launched} == {"linear_cross_entropy_statistics", "linear_cross_entropy_combine"}
 
 
-@pytest.mark.parametrize("dtype", checks.FLOATS[:2], ids=str)
-@pytest.mark.parametrize("shape", checks.EVALUATION_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
+@pytest.mark.parametrize("shape", linear_cross_entropy.EVALUATION_SHAPES, ids=str)
 def test_evaluation_stores_no_logits(ops, backend, gpu, dtype, shape):
-    checks.check_evaluation(ops, DEVICE, dtype, *shape)
+    linear_cross_entropy.check_evaluation(ops, DEVICE, dtype, *shape)
     assert_no_logits(backend)
 
 
-@pytest.mark.parametrize("case", checks.EVALUATION_CASES, ids=str)
+@pytest.mark.parametrize("case", linear_cross_entropy.EVALUATION_CASES, ids=str)
 def test_evaluation_options(ops, backend, case):
-    checks.check_evaluation(ops, DEVICE, torch.bfloat16, 7, 64, 300, **case)
+    linear_cross_entropy.check_evaluation(ops, DEVICE, torch.bfloat16, 7, 64, 300, **case)
     assert_no_logits(backend)
 
 
 def test_evaluation_of_more_tokens_than_share_a_tile_of_the_weight(ops, backend, gpu):
     """The last group is lower than the others."""
-    checks.check_evaluation(ops, DEVICE, torch.bfloat16, 1100, 64, 257)
+    linear_cross_entropy.check_evaluation(ops, DEVICE, torch.bfloat16, 1100, 64, 257)
     assert_no_logits(backend)
 
 
 def test_evaluation_in_steps(ops, backend, monkeypatch):
     """What is kept of the logits stays bounded, so many tokens take several launches."""
     loss = sys.modules[f"{ops.__name__}.shared.ops.linear_cross_entropy"]
-    monkeypatch.setattr(loss, "LINEAR_BYTES", 0)
-    monkeypatch.setattr(loss, "LINEAR_TOKENS", 64)
-    checks.check_evaluation(ops, DEVICE, torch.bfloat16, 150, 64, 300)
+    monkeypatch.setattr(loss, "PARTIALS_BYTES", 0)
+    monkeypatch.setattr(loss, "TOKENS_A_READING", 64)
+    linear_cross_entropy.check_evaluation(ops, DEVICE, torch.bfloat16, 150, 64, 300)
     assert_no_logits(backend)
     assert len(backend.launched) == 2 * 2 * 3
 
@@ -168,12 +169,12 @@ def test_evaluation_in_steps(ops, backend, monkeypatch):
     ids=str,
 )
 def test_evaluation_that_the_kernel_does_not_take(ops, backend, dtype, features, options):
-    checks.check_evaluation(ops, DEVICE, dtype, 3, features, 300, bound=dtype, **options)
+    linear_cross_entropy.check_evaluation(ops, DEVICE, dtype, 3, features, 300, bound=dtype, **options)
     assert not any(name.startswith("linear_cross_entropy") for name in backend.launched)
 
 
 def test_a_frozen_head_and_hidden_states_store_no_logits(ops, backend):
-    hidden, weight = (checks.randn(n, 64, dtype=torch.bfloat16, device=DEVICE, seed=n) for n in (5, 40))
+    hidden, weight = (randn(n, 64, dtype=torch.bfloat16, device=DEVICE, seed=n) for n in (5, 40))
     assert not ops.linear_cross_entropy(hidden, weight, torch.arange(5)).requires_grad
     assert_no_logits(backend)
 
@@ -181,39 +182,39 @@ def test_a_frozen_head_and_hidden_states_store_no_logits(ops, backend):
 @dtypes
 @pytest.mark.parametrize("classes", (17, 64), ids=str)
 def test_gradients_of_the_loss_are_scaled_by_what_arrives(ops, dtype, classes):
-    checks.check_linear_cross_entropy(ops, DEVICE, dtype, 5, 32, classes, upstream=0.25)
+    linear_cross_entropy.check_linear_cross_entropy(ops, DEVICE, dtype, 5, 32, classes, upstream=0.25)
 
 
 @dtypes
-@pytest.mark.parametrize("case", checks.EXPERTS_CASES, ids=str)
+@pytest.mark.parametrize("case", experts.EXPERTS_CASES, ids=str)
 def test_experts(ops, dtype, case):
-    checks.check_experts(ops, DEVICE, dtype, **case)
+    experts.check_experts(ops, DEVICE, dtype, **case)
 
 
-@pytest.mark.parametrize("frozen", checks.EXPERTS_FROZEN, ids="-".join)
+@pytest.mark.parametrize("frozen", experts.EXPERTS_FROZEN, ids="-".join)
 def test_experts_with_frozen_parts(ops, frozen):
-    checks.check_experts(ops, DEVICE, torch.bfloat16, 19, 24, 64, 4, 2, frozen=frozen)
+    experts.check_experts(ops, DEVICE, torch.bfloat16, 19, 24, 64, 4, 2, frozen=frozen)
 
 
 @pytest.mark.parametrize("gpt_oss", (True, False))
 def test_experts_that_are_not_here(ops, gpt_oss):
-    checks.check_experts(ops, DEVICE, torch.float32, 7, 24, 64, 4, 2, absent=1.1, gpt_oss=gpt_oss)
+    experts.check_experts(ops, DEVICE, torch.float32, 7, 24, 64, 4, 2, absent=1.1, gpt_oss=gpt_oss)
 
 
 @pytest.mark.parametrize("gpt_oss", (True, False))
 def test_nan_reaches_the_result_of_the_experts(ops, gpt_oss):
     """As through torch.clamp, and only its token's."""
-    checks.check_nan_in_experts(ops, DEVICE, gpt_oss)
+    experts.check_nan_in_experts(ops, DEVICE, gpt_oss)
 
 
 def test_a_second_backward_pass_of_the_experts_gives_the_same(ops):
-    checks.check_second_backward_of_experts(ops, DEVICE)
+    experts.check_second_backward_of_experts(ops, DEVICE)
 
 
-@pytest.mark.parametrize("dtype", checks.FLOATS[:2], ids=str)
-@pytest.mark.parametrize("case", checks.GROUPED_CASES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
+@pytest.mark.parametrize("case", grouped_gemm.GROUPED_CASES, ids=str)
 def test_grouped_gemms(ops, backend, gpu, dtype, case):
-    checks.check_grouped_gemm(ops, DEVICE, dtype, **case)
+    grouped_gemm.check_grouped_gemm(ops, DEVICE, dtype, **case)
     assert {name.partition("-")[0] for name in backend.launched} == {"grouped_mm", "grouped_outer"}
 
 
@@ -224,7 +225,7 @@ def test_grouped_gemms(ops, backend, gpu, dtype, case):
 )
 def test_grouped_gemms_that_the_kernels_do_not_take(package, backend, dtype, k, n):
     backend.launched.clear()
-    checks.check_grouped_gemm(package, DEVICE, dtype, [3, 0, 5, 1], k, n)
+    grouped_gemm.check_grouped_gemm(package, DEVICE, dtype, [3, 0, 5, 1], k, n)
     assert not backend.launched
 
 
@@ -232,7 +233,7 @@ def test_more_elements_than_a_kernel_counts_go_elsewhere(package, backend, monke
     """The weight and the result of grouped_outer are the largest arrays of all."""
     monkeypatch.setattr(sys.modules[f"{package.__name__}.shared.ops.grouped_gemm"], "GEMM_ELEMENTS", 4 * 24 * 40)
     backend.launched.clear()
-    checks.check_grouped_gemm(package, DEVICE, torch.bfloat16, [3, 0, 5, 1], 24, 40)
+    grouped_gemm.check_grouped_gemm(package, DEVICE, torch.bfloat16, [3, 0, 5, 1], 24, 40)
     assert not backend.launched
 
 
@@ -259,7 +260,7 @@ def test_where_pytorchs_grouped_gemm_is_a_kernel(package, monkeypatch, capabilit
         has.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", checks.FLOATS[:2], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
 @pytest.mark.parametrize("gpt_oss", (True, False))
 def test_the_host_does_not_wait_for_the_routing(package, backend, monkeypatch, dtype, gpt_oss):
     """Kernels that do nothing, and an error where a number of a tensor is asked for."""
@@ -267,7 +268,7 @@ def test_the_host_does_not_wait_for_the_routing(package, backend, monkeypatch, d
     def waits(*_):
         raise AssertionError("the host waits for the device")
 
-    leaves, run = checks.experts_run(package, DEVICE, dtype, 37, 24, 64, 4, 2, gpt_oss=gpt_oss)
+    leaves, run = experts.experts_run(package, DEVICE, dtype, 37, 24, 64, 4, 2, gpt_oss=gpt_oss)
     launched = set()
     monkeypatch.setattr(backend, "prepare", lambda variant, *_: lambda *_: launched.add(variant.name.partition("-")[0]))
     forget_launches(package)
@@ -281,11 +282,11 @@ def test_the_host_does_not_wait_for_the_routing(package, backend, monkeypatch, d
 
 def test_results_do_not_depend_on_the_order_of_blocks(ops, backend):
     """Blocks of a launch run in any order on a GPU."""
-    x, weight = checks.randn(9, 1024, dtype=torch.bfloat16, device=DEVICE), torch.ones(1024, dtype=torch.bfloat16)
+    x, weight = randn(9, 1024, dtype=torch.bfloat16, device=DEVICE), torch.ones(1024, dtype=torch.bfloat16)
     results = []
     for order in ("forward", "reverse", "random"):
         backend.order = order
-        leaves = checks.leaf(x), checks.leaf(weight)
+        leaves = common.leaf(x), common.leaf(weight)
         ops.rms_norm(*leaves).backward(x)
         results.append([leaf.grad for leaf in leaves])
     backend.order = "forward"

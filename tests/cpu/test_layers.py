@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.models import VOCABULARY, Step, random_tokens, tiny_model
-from tests.op_checks import cross_entropy_exact
+from tests.ops.linear_cross_entropy import cross_entropy_exact
 from tests.tolerances import assert_close
 
 TOKENS = random_tokens(2, 33)
@@ -116,7 +116,7 @@ LOSS_OPTIONS = (
 
 
 class StepByFormula:
-    """What `Step` gives, of a model as it is and the formula of tests/op_checks.py."""
+    """What `Step` gives, of a model as it is and the formula of tests/ops/linear_cross_entropy.py."""
 
     def __init__(self, model, input_ids, labels, **options):
         model.zero_grad()

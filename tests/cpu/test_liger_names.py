@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.op_checks import randn
+from tests.ops.common import randn
 
 FUNCTIONS = "liger_kernel.ops"
 WRAPPERS = {"liger_kernel.transformers.functional": "liger_", "liger_kernel.transformers": "liger_"}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import op_checks as checks
-from tests.op_checks import leaf, randn
+from tests.ops import linear_cross_entropy as checks
+from tests.ops.common import FLOATS, exact, leaf, randn
 from tests.tolerances import assert_close, relative_error
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -26,7 +26,7 @@ def small_chunks(monkeypatch, ops, bytes_of_large, bytes_of_small):
 
 
 @pytest.mark.parametrize("classes", (17, 32000, QWEN3, GPT_OSS, 10**7))
-@pytest.mark.parametrize("dtype", checks.FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_logits_of_a_chunk_grow_neither_with_the_tokens_nor_with_the_classes(loaded_ops, classes, dtype):
     plan = loss_module(loaded_ops, "linear_head").plan_chunks
     for tokens in (1, 2048, 16384, 131072, 2**21, 2**27):
@@ -95,7 +95,7 @@ def test_the_gradient_of_the_weight_is_as_exact_in_many_chunks(loaded_ops, monke
     hidden = leaf(randn(tokens, 16, dtype=dtype, device="cpu", scale=0.1) + 1)
     weight = leaf(randn(classes, 16, dtype=dtype, device="cpu", seed=1, scale=0.2))
     target = torch.arange(tokens) % 3
-    leaves = [checks.exact(hidden), checks.exact(weight)]
+    leaves = [exact(hidden), exact(weight)]
     checks.cross_entropy_exact(*leaves, target).backward()
     (loaded_ops.linear_cross_entropy(hidden, weight, target) * 1024).backward()
     for name, found, wanted in zip(("dhidden", "dweight"), (hidden, weight), leaves):

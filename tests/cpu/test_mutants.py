@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.interpreter import InterpreterError
+from interpreter import InterpreterError
 from tests.mutants import CHECKS, KERNEL_MUTANTS, MUTANTS, OPERATION_MUTANTS, OPERATIONS, ROOT, planted
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.ops import NAMES, module_of, suite
 from tests.ops.calls import OPERATIONS, calls, run
 from tests.ops.common import FLOATS, FP32
+from tests.ops.suite import NAMES, module_of, suite
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

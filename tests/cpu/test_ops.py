@@ -3,91 +3,92 @@
 import pytest
 import torch
 
-from tests import op_checks as checks
+from tests.ops import adamw, common, experts, linear_cross_entropy, rms_norm, rotary, swiglu
+from tests.ops.common import FLOATS, randn
 
 DEVICE = "cpu"
-dtypes = pytest.mark.parametrize("dtype", checks.FLOATS, ids=str)
+dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 
 @dtypes
-@pytest.mark.parametrize("shape", checks.RMS_NORM_SHAPES, ids=str)
+@pytest.mark.parametrize("shape", rms_norm.RMS_NORM_SHAPES, ids=str)
 def test_rms_norm(qwen3, dtype, shape):
-    checks.check_rms_norm(qwen3, DEVICE, dtype, shape)
+    rms_norm.check_rms_norm(qwen3, DEVICE, dtype, shape)
 
 
-@pytest.mark.parametrize("dtype", checks.FLOATS[:2], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
 def test_rms_norm_with_an_fp32_weight(qwen3, dtype):
-    checks.check_rms_norm(qwen3, DEVICE, dtype, (3, 5, 128), weight_dtype=torch.float32)
+    rms_norm.check_rms_norm(qwen3, DEVICE, dtype, (3, 5, 128), weight_dtype=torch.float32)
 
 
 @dtypes
-@pytest.mark.parametrize("case", checks.ROTARY_CASES, ids=str)
+@pytest.mark.parametrize("case", rotary.ROTARY_CASES, ids=str)
 def test_rotary(qwen3, dtype, case):
-    checks.check_rotary(qwen3, DEVICE, dtype, **case)
+    rotary.check_rotary(qwen3, DEVICE, dtype, **case)
 
 
 @dtypes
-@pytest.mark.parametrize("shape", checks.ADD_RMS_NORM_SHAPES, ids=str)
+@pytest.mark.parametrize("shape", rms_norm.ADD_RMS_NORM_SHAPES, ids=str)
 def test_add_rms_norm(qwen3, dtype, shape):
-    checks.check_add_rms_norm(qwen3, DEVICE, dtype, shape)
+    rms_norm.check_add_rms_norm(qwen3, DEVICE, dtype, shape)
 
 
 @dtypes
-@pytest.mark.parametrize("case", checks.QK_NORM_ROTARY_CASES, ids=str)
+@pytest.mark.parametrize("case", rotary.QK_NORM_ROTARY_CASES, ids=str)
 def test_qk_norm_rotary(qwen3, dtype, case):
-    checks.check_qk_norm_rotary(qwen3, DEVICE, dtype, **case)
+    rotary.check_qk_norm_rotary(qwen3, DEVICE, dtype, **case)
 
 
 @dtypes
-@pytest.mark.parametrize("shape", checks.SWIGLU_SHAPES, ids=str)
+@pytest.mark.parametrize("shape", swiglu.SWIGLU_SHAPES, ids=str)
 def test_swiglu(qwen3, dtype, shape):
-    checks.check_swiglu(qwen3, DEVICE, dtype, shape)
+    swiglu.check_swiglu(qwen3, DEVICE, dtype, shape)
 
 
-@pytest.mark.parametrize("dtype", (*checks.FLOATS, torch.float64), ids=str)
+@pytest.mark.parametrize("dtype", (*FLOATS, torch.float64), ids=str)
 def test_adamw(qwen3, dtype):
-    checks.check_adamw(qwen3, DEVICE, dtype)
+    adamw.check_adamw(qwen3, DEVICE, dtype)
 
 
 @dtypes
 def test_mlp(qwen3, dtype):
-    checks.check_mlp(qwen3, DEVICE, dtype, 33, 64, 160)
+    swiglu.check_mlp(qwen3, DEVICE, dtype, 33, 64, 160)
 
 
 @dtypes
-@pytest.mark.parametrize("case", checks.LOSS_CASES, ids=str)
+@pytest.mark.parametrize("case", linear_cross_entropy.LOSS_CASES, ids=str)
 def test_linear_cross_entropy_options(qwen3, dtype, case):
-    checks.check_linear_cross_entropy(qwen3, DEVICE, dtype, 60, 32, 1001, **case)
+    linear_cross_entropy.check_linear_cross_entropy(qwen3, DEVICE, dtype, 60, 32, 1001, **case)
 
 
 @dtypes
-@pytest.mark.parametrize("case", checks.EVALUATION_CASES, ids=str)
+@pytest.mark.parametrize("case", linear_cross_entropy.EVALUATION_CASES, ids=str)
 def test_evaluation(qwen3, dtype, case):
-    checks.check_evaluation(qwen3, DEVICE, dtype, 60, 32, 1001, bound=dtype, **case)
+    linear_cross_entropy.check_evaluation(qwen3, DEVICE, dtype, 60, 32, 1001, bound=dtype, **case)
 
 
 @dtypes
-@pytest.mark.parametrize("case", checks.EXPERTS_CASES, ids=str)
+@pytest.mark.parametrize("case", experts.EXPERTS_CASES, ids=str)
 def test_experts(qwen3, dtype, case):
-    checks.check_experts(qwen3, DEVICE, dtype, **case)
+    experts.check_experts(qwen3, DEVICE, dtype, **case)
 
 
-@pytest.mark.parametrize("frozen", checks.EXPERTS_FROZEN, ids="-".join)
+@pytest.mark.parametrize("frozen", experts.EXPERTS_FROZEN, ids="-".join)
 def test_experts_with_frozen_parts(qwen3, frozen):
-    checks.check_experts(qwen3, DEVICE, torch.float32, 19, 24, 64, 4, 2, frozen=frozen)
+    experts.check_experts(qwen3, DEVICE, torch.float32, 19, 24, 64, 4, 2, frozen=frozen)
 
 
 def test_experts_of_no_tokens(qwen3):
-    checks.check_experts(qwen3, DEVICE, torch.float32, 0, 24, 64, 4, 2)
+    experts.check_experts(qwen3, DEVICE, torch.float32, 0, 24, 64, 4, 2)
 
 
 def test_no_expert_is_here(qwen3):
     """All ids belong to other processes: nothing is added, and everything has a gradient of zero."""
-    checks.check_experts(qwen3, DEVICE, torch.float32, 7, 24, 64, 4, 2, absent=1.1)
+    experts.check_experts(qwen3, DEVICE, torch.float32, 7, 24, 64, 4, 2, absent=1.1)
 
 
 def test_a_second_derivative_is_refused(qwen3):
-    x = checks.leaf(checks.randn(3, 8, dtype=torch.float64, device=DEVICE))
+    x = common.leaf(randn(3, 8, dtype=torch.float64, device=DEVICE))
     (gradient,) = torch.autograd.grad(qwen3.rms_norm(x, torch.ones(8, dtype=torch.float64)).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         gradient.sum().backward()
@@ -97,14 +98,14 @@ def test_gradients_in_float64(qwen3):
     """The analytic gradients against finite differences."""
 
     def leaf(*shape, seed=0):
-        return checks.leaf(checks.randn(*shape, dtype=torch.float64, device=DEVICE, seed=seed))
+        return common.leaf(randn(*shape, dtype=torch.float64, device=DEVICE, seed=seed))
 
     check = torch.autograd.gradcheck
     assert check(lambda x, w: qwen3.rms_norm(x, w), (leaf(2, 3, 8), leaf(8, seed=1)))
     assert check(lambda x, r, w: qwen3.add_rms_norm(x, r, w), (leaf(3, 8), leaf(3, 8, seed=1), leaf(8, seed=2)))
     assert check(qwen3.swiglu, (leaf(3, 5), leaf(3, 5, seed=1)))
     assert check(qwen3.mlp, (leaf(3, 4), leaf(6, 4, seed=1), leaf(6, 4, seed=2), leaf(4, 6, seed=3)))
-    cos, sin = (checks.randn(1, 3, 8, dtype=torch.float64, device=DEVICE, seed=i) for i in (7, 8))
+    cos, sin = (randn(1, 3, 8, dtype=torch.float64, device=DEVICE, seed=i) for i in (7, 8))
     assert check(lambda q, k: qwen3.rotary(q, k, cos, sin), (leaf(2, 4, 3, 8), leaf(2, 2, 3, 8, seed=1)))
     weights = leaf(8, seed=3), leaf(8, seed=4)
     assert check(lambda q, k, a, b: qwen3.qk_norm_rotary(q, k, a, b, cos, sin), (leaf(2, 3, 4, 8), leaf(2, 3, 2, 8, seed=1), *weights))
@@ -128,7 +129,7 @@ def test_gradients_in_float64(qwen3):
 
 def test_a_second_backward_pass_gives_the_same(qwen3):
     """retain_graph: the loss gives its gradients away and computes them anew."""
-    hidden, weight = (checks.leaf(checks.randn(n, 8, dtype=torch.float32, device=DEVICE, seed=n)) for n in (6, 11))
+    hidden, weight = (common.leaf(randn(n, 8, dtype=torch.float32, device=DEVICE, seed=n)) for n in (6, 11))
     loss = qwen3.linear_cross_entropy(hidden, weight, torch.arange(6))
     first = torch.autograd.grad(loss, (hidden, weight), torch.tensor(0.5), retain_graph=True)
     kept = [g.clone() for g in first]
@@ -137,4 +138,4 @@ def test_a_second_backward_pass_gives_the_same(qwen3):
 
 
 def test_a_second_backward_pass_of_the_experts_gives_the_same(qwen3):
-    checks.check_second_backward_of_experts(qwen3, DEVICE)
+    experts.check_second_backward_of_experts(qwen3, DEVICE)

@@ -1,4 +1,4 @@
-"""AdamW as an optimizer: what PyTorch's one promises beside its results, which tests/op_checks.py compares."""
+"""AdamW as an optimizer: what PyTorch's one promises beside its results, which tests/ops/adamw.py compares."""
 
 import copy
 import inspect
@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from tests.interpreter.backend import runtime_of
-from tests.mutants import (
+from tests.ops.adamw import (
+    adamw_exact,
     check_adamw_in_slabs,
     check_adamw_of_a_checkpoint,
     check_adamw_of_shards,
     check_adamw_that_is_not_taken,
     check_that_autograd_notices_adamw,
+    small_parameters_too,
 )
-from tests.op_checks import adamw_exact, randn, small_parameters_too
+from tests.ops.common import randn, runtime_of
 from tests.tolerances import assert_close
 
 FP32 = torch.float32

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tools.card import card_values, fill_card, render_card
 from tools.compile import TARGETS, operations
 from tools.hub_server import HubServer
 from tools.kernel_package import PackageError, layer_names, package_folders, public_names, read_package
+from tools.kernels_adapter import TESTED
 
 FOLDERS = {read_package(folder).name: folder for folder in package_folders(root=ROOT)}
 each = pytest.mark.parametrize("name", FOLDERS)
@@ -98,11 +100,18 @@ def test_all_are_published_at_once_and_their_cards_run(tmp_path):
     with HubServer(tmp_path / "hub") as hub:
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "LOCAL_KERNELS", "BASTILE"))}
         environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-m", "tools.publish", "--allow-dirty", "--token", hub.token]
+        command = [sys.executable, "-m", "tools.publish", "--allow-dirty", "--allow-partial", "--token", hub.token]
         done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "bastile/qwen3" in done.stdout and "bastile/gpt-oss" in done.stdout
-        again = publish.publish(built_at["gpt-oss"], endpoint=hub.endpoint, token=hub.token, allow_dirty=True, console=Console(file=io.StringIO()))
+        again = publish.publish(
+            built_at["gpt-oss"],
+            endpoint=hub.endpoint,
+            token=hub.token,
+            allow_dirty=True,
+            allow_partial=True,
+            console=Console(file=io.StringIO()),
+        )
         assert not again.commits
         code = "\n".join(blocks((built_at["gpt-oss"] / "build/CARD.md").read_text(), "python"))
         code += "\nqwen3 = get_kernel('bastile/qwen3', version=1, trust_remote_code=True)\nassert qwen3.get_patched_ops() == []\n"
@@ -112,6 +121,32 @@ def test_all_are_published_at_once_and_their_cards_run(tmp_path):
         code = "\n".join(blocks((built_at["liger"] / "build/CARD.md").read_text(), "python"))
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+
+
+@each
+def test_it_says_that_it_is_typed(name):
+    assert (read_package(FOLDERS[name]).sources / "py.typed").is_file()
+
+
+def test_a_second_wheel_holds_nothing_of_the_first_that_is_gone(tmp_path):
+    """pip builds in the folder of the sources, and setuptools leaves build/lib there."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "torch-ext", tmp_path / "torch-ext", ignore=shutil.ignore_patterns("__pycache__"))
+    gone = tmp_path / "torch-ext/shared/ops/gone.py"
+    gone.write_text("")
+    (tmp_path / "build/torch-cpu").mkdir(parents=True)
+    names = []
+    for folder in ("first", "second"):
+        options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", tmp_path / folder]
+        done = subprocess.run([sys.executable, "-m", "pip", "wheel", *options, tmp_path], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        [wheel] = (tmp_path / folder).glob("*.whl")
+        names.append(set(zipfile.ZipFile(wheel).namelist()))
+        gone.unlink(missing_ok=True)
+    assert names[0] - names[1] == {"bastile/shared/ops/gone.py"} and names[1] <= names[0]
+    assert {"bastile/py.typed", "bastile/shared/runtime/artifacts.py"} <= names[1]
+    assert (tmp_path / "build/torch-cpu").is_dir()
 
 
 def test_a_third_package_is_found_by_its_folder(tmp_path, monkeypatch, capsys):
@@ -124,6 +159,30 @@ def test_a_third_package_is_found_by_its_folder(tmp_path, monkeypatch, capsys):
     assert assemble.main(["--backend", "cpu"]) == 0
     assert capsys.readouterr().out == "assembled third: build/torch-cpu\n"
     assert (third / "build/torch-cpu/shared/ops/experts.py").is_file() and "bastile/third" in (third / "build/CARD.md").read_text()
+
+
+ADAPTER = """
+import importlib, sys, types
+sys.modules["kernels"] = types.ModuleType("kernels")
+sys.modules["kernels"].__path__ = []
+if {changed}:
+    sys.modules["kernels._rust"] = types.ModuleType("kernels._rust")
+import tools.publish
+"""
+
+
+@pytest.mark.parametrize(("changed", "reason"), ((False, "No module named 'kernels._rust'"), (True, "cannot import name 'Build'")))
+def test_a_kernels_that_is_absent_or_has_changed_is_named_with_the_cure(changed, reason):
+    done = subprocess.run([sys.executable, "-c", ADAPTER.format(changed=changed)], cwd=ROOT, capture_output=True, text=True)
+    assert reason in done.stderr and "pip install 'kernels==" in done.stderr.splitlines()[-1]
+
+
+def test_the_private_part_of_kernels_is_imported_in_one_place():
+    found = [path for folder in ("tools", "tests", "benchmark", "kernel_src", "torch-ext") for path in (ROOT / folder).rglob("*.py")]
+    users = {path.relative_to(ROOT).as_posix() for path in found if re.search(r"^\s*(from|import) kernels\._rust", path.read_text(), re.M)}
+    assert users == {"tools/kernels_adapter.py"}
+    pinned = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if '"kernels==' in line)
+    assert TESTED in pinned
 
 
 def test_a_repository_without_packages(tmp_path):

@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from huggingface_hub import CommitOperationAdd, HfApi
-from kernels._rust import Digest, DigestAlgorithm
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from rich.console import Console
 
 from tools import publish as publish_module
 from tools.card import fill_card, render_card
-from tools.hub_server import MIB, Handler, HubServer
+from tools.compile import TARGETS
+from tools.hub_server import GIT_ATTRIBUTES, MIB, Handler, HubServer
 from tools.kernel_package import PackageError, layer_names, public_names, read_package
+from tools.kernels_adapter import hash_files
 from tools.publish import PublishError, publish
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +62,26 @@ FACTOR = json.loads((Path(__file__).parent / "data" / "factor.json").read_text()
 def double(x):
     return FACTOR * x
 """
+BENCHMARK = """import sys
+from pathlib import Path
+
+import torch
+from kernels.benchmark import Benchmark
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import SIZE
+
+
+class DoubleBenchmark(Benchmark):
+    def setup(self):
+        self.x = torch.ones(SIZE)
+
+    def benchmark_double(self):
+        self.out = self.kernel.double(self.x)
+
+    def verify_double(self):
+        return 2 * self.x
+"""
 CARD = """---
 license: {{ license }}
 ---
@@ -71,6 +92,17 @@ license: {{ license }}
 """
 
 
+def manifest_of(kernels):
+    """Of two operations: `add`, in two variants, one of which is for sm_90 alone, and `scale`."""
+
+    def entry(operation, images, targets=()):
+        found = {host: {name: [0, 1, 1] for name in names if not targets or name in targets} for host, names in images.items()}
+        return {"operation": operation, "images": found, **({"targets": list(targets)} if targets else {})}
+
+    add, scale = kernels if isinstance(kernels, tuple) else (kernels, kernels)
+    return {"kernels": {"add": [entry("add", add), entry("add", add, ("sm_90",))], "scale": [entry("scale", scale)]}}
+
+
 class Mini:
     """A package with one CPU variant that a test changes and builds again."""
 
@@ -78,8 +110,8 @@ class Mini:
         self.folder = folder
         self.variant = folder / VARIANT
         (folder / "benchmark" / "results").mkdir(parents=True)
-        (folder / "benchmark" / "benchmark_double.py").write_text("# benchmark\n")
-        (folder / "benchmark" / "common.py").write_text("# helper\n")
+        (folder / "benchmark" / "benchmark_double.py").write_text(BENCHMARK)
+        (folder / "benchmark" / "common.py").write_text("SIZE = 3\n")
         (folder / "benchmark" / "results" / "h200.py").write_text("# not a source\n")
         (folder / "benchmark" / "plot.png").write_bytes(b"png")
         (folder / "benchmarks").symlink_to("benchmark")
@@ -93,7 +125,10 @@ class Mini:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text if isinstance(text, bytes) else text.encode())
 
-    def build(self, version=1, archs=("8.0", "9.0"), dirty=False, backends=("cpu",), variants=("cpu",)):
+    def build(self, version=1, archs=("8.0", "9.0"), dirty=False, backends=("cpu",), variants=("cpu",), kernels=None):
+        """kernels: the images of its two compiled operations, by host; None for a package without any."""
+        if kernels is not None:
+            self.write({"cubins/manifest.json": json.dumps(manifest_of(kernels))})
         hub = f'[general.hub]\nrepo-id = "{REPO}"\n'
         general = f'name = "mini-kernel"\nversion = {version}\nedition = 5\nlicense = "MIT"\nbackends = {json.dumps(list(backends))}\n'
         (self.folder / "build.toml").write_text(f"[general]\n{general}\n{hub}\n[torch-noarch]\n")
@@ -104,7 +139,7 @@ class Mini:
         fill_card(read_package(self.folder))
 
     def metadata(self, folder, backend, version, archs, dirty):
-        files = Digest.hash_variant(DigestAlgorithm.SHA256, folder).files
+        files = hash_files(folder)
         return {
             "name": "mini-kernel",
             "id": f"_mini_kernel_{backend}_{hashlib.sha1(str(sorted(files.items())).encode()).hexdigest()[:7]}",
@@ -152,9 +187,13 @@ def content(hub, path, revision="v1"):
 
 def on_disk(package):
     """What the version branch has to hold."""
-    files = {f"{VARIANT}/{p.relative_to(package.variant)}": p for p in package.variant.rglob("*") if p.is_file()}
-    files |= {f"benchmarks/{name}": package.folder / "benchmark" / name for name in ("benchmark_double.py", "common.py")}
-    return {path: file.read_bytes() for path, file in files.items()}
+    return {f"{VARIANT}/{p.relative_to(package.variant)}": p.read_bytes() for p in package.variant.rglob("*") if p.is_file()}
+
+
+def with_benchmarks(package):
+    """What the branch of the benchmarks has to hold."""
+    found = {name: package.folder / "benchmark" / name for name in ("benchmark_double.py", "common.py")}
+    return on_disk(package) | {f"benchmarks/{name}": file.read_bytes() for name, file in found.items()}
 
 
 def on_hub(hub, revision="v1"):
@@ -203,8 +242,9 @@ print("loaded")
 def test_a_published_package_loads_with_get_kernel(hub, package, upload, tmp_path):
     report = upload()
     assert on_hub(hub) == on_disk(package)
-    assert on_hub(hub, "main") == {"README.md": (package.folder / "build" / "CARD.md").read_bytes()}
-    assert set(report.commits) == {"v1", "main"}
+    assert on_hub(hub, "v1-bench") == with_benchmarks(package)
+    assert on_hub(hub, "main") == {".gitattributes": GIT_ATTRIBUTES, "README.md": (package.folder / "build" / "CARD.md").read_bytes()}
+    assert set(report.commits) == {"v1", "v1-bench", "main"}
     assert VARIANT in report.text
     result = subprocess.run(
         [sys.executable, "-c", USE], env=client_env(hub, tmp_path), check=False, capture_output=True, text=True, timeout=100
@@ -252,7 +292,9 @@ def test_stale_files_go_in_the_same_commit(hub, package, upload):
     report = upload()
     assert on_hub(hub) == on_disk(package)
     assert len(list(hub.store.history(REPO, "v1"))) == commits + 1
-    assert report.plans[0].delete == ["benchmarks/benchmark_old.py", f"{VARIANT}/data/old.bin", f"{VARIANT}/old.py"]
+    assert on_hub(hub, "v1-bench") == with_benchmarks(package)
+    assert report.plans[0].delete == [f"{VARIANT}/data/old.bin", f"{VARIANT}/old.py"]
+    assert report.plans[1].delete == ["benchmarks/benchmark_old.py", f"{VARIANT}/data/old.bin", f"{VARIANT}/old.py"]
 
 
 def test_a_variant_of_another_machine_stays(hub, upload):
@@ -266,7 +308,8 @@ def test_a_variant_of_another_machine_stays(hub, upload):
 
 def test_results_and_plots_are_no_benchmark_sources(hub, upload):
     upload()
-    assert sorted(path for path in tree(hub) if "bench" in path) == ["benchmarks/benchmark_double.py", "benchmarks/common.py"]
+    found = sorted(path for path in tree(hub, "v1-bench") if "bench" in path)
+    assert found == ["benchmarks/benchmark_double.py", "benchmarks/common.py"]
 
 
 def test_what_a_killed_build_left_behind_is_not_uploaded(hub, package, upload):
@@ -322,6 +365,11 @@ def edit_metadata(change):
         (lambda package: package.write({"ops.py": OPS + "#"}), "ops.py"),
         (lambda package: package.write({"extra.bin": b"1"}), "extra.bin"),
         (edit_metadata(lambda metadata: metadata.pop("digest")), "no digest"),
+        (edit_metadata(lambda metadata: metadata.pop("provenance")), "no git repository (it has no provenance)"),
+        (edit_metadata(lambda metadata: metadata["provenance"].pop("kernel")), "or pass --allow-dirty"),
+        (lambda package: ((package.variant / "__init__.py").unlink(), refresh(package)), "__init__.py is missing"),
+        (lambda package: (package.write({"cubins/manifest.json": "{}"}), refresh(package)), "manifest.json cannot be read"),
+        (lambda package: (package.write({"cubins/manifest.json": "[" * 100_000}), refresh(package)), "manifest.json cannot be read"),
         (edit_metadata(lambda metadata: metadata.update(version=2)), "build.toml says mini-kernel, version 1"),
         (edit_metadata(lambda metadata: metadata.update(name="other")), "build.toml says mini-kernel, version 1"),
         (edit_metadata(lambda metadata: metadata["backend"].update(type="xpu")), "is for mini-kernel, version 1, xpu"),
@@ -343,7 +391,7 @@ def test_an_incomplete_or_dirty_build_is_refused_with_the_reason(hub, package, u
 
 def refresh(package):
     """A digest that fits again, without the card (which would already be refused)."""
-    digest = {"algorithm": "sha256", "files": Digest.hash_variant(DigestAlgorithm.SHA256, package.variant).files}
+    digest = {"algorithm": "sha256", "files": hash_files(package.variant)}
     edit_metadata(lambda metadata: metadata.update(digest=digest))(package)
 
 
@@ -419,7 +467,7 @@ def test_an_upload_that_drops_something_is_refused_unless_the_version_is_raised(
     package.build(version=2, archs=archs)
     upload()
     assert on_hub(hub) == published
-    assert {path: data for path, data in on_hub(hub, "v2").items() if path != "README.md"} == on_disk(package)
+    assert on_hub(hub, "v2") == on_disk(package)
 
 
 def test_an_upload_that_adds_keeps_the_promise(hub, package, upload):
@@ -440,9 +488,154 @@ def test_an_older_version_does_not_take_the_page_of_a_newer_one(hub, package, up
     package.build(version=1)
     package.write({"ops.py": OPS + "# repaired\n"})
     package.build(version=1)
-    assert set(upload().commits) == {"v1"}
+    assert set(upload().commits) == {"v1", "v1-bench"}
     assert content(hub, "README.md", "main") == page
     assert b"mini-kernel 2" in page
+
+
+def without(host, *names):
+    return {**TARGETS, host: tuple(name for name in TARGETS[host] if name not in names)}
+
+
+ALL = {f"{host} {name}" for host, names in TARGETS.items() for name in names}
+PARTIAL = [
+    (without("x86_64", "sm_80"), {"x86_64 sm_80"}),
+    (TARGETS | {"aarch64": ("sm_110",)}, {"aarch64 sm_90", "aarch64 sm_100", "aarch64 sm_103", "aarch64 sm_121"}),
+    ({"x86_64": TARGETS["x86_64"]}, {f"aarch64 {name}" for name in TARGETS["aarch64"]}),
+    ({"x86_64": ("sm_90",)}, ALL - {"x86_64 sm_90"}),
+    ((TARGETS, without("x86_64", "sm_120")), {"x86_64 sm_120"}),  # of one operation alone
+    ({}, ALL),
+]
+
+
+@pytest.mark.parametrize(("kernels", "lacking"), PARTIAL)
+def test_a_build_without_the_kernels_of_a_target_is_refused_unless_it_is_meant(hub, package, upload, kernels, lacking):
+    """Whatever metadata.json says of architectures: by the images, for each host."""
+    package.build(archs=("8.0+PTX", "9.0a"), kernels=kernels)
+    for dry_run in (True, False):
+        with pytest.raises(PublishError, match="or pass --allow-partial") as refusal:
+            upload(dry_run=dry_run)
+        assert set(re.findall(r"(?:x86_64|aarch64) sm_\d+", str(refusal.value))) == lacking
+    assert not hub.store.exists(REPO)
+    upload(allow_partial=True)
+    assert on_hub(hub) == on_disk(package)
+
+
+def test_kernels_for_one_target_less_break_the_promise_even_if_partial_is_meant(hub, package, upload):
+    package.build(kernels=TARGETS)
+    upload()
+    for kernels in (without("aarch64", "sm_121"), (TARGETS, without("aarch64", "sm_121"))):
+        package.build(kernels=kernels)
+        with pytest.raises(PublishError, match="drops: torch-cpu: kernels for aarch64 sm_121. .*raise `version`"):
+            upload(allow_partial=True)
+    package.build(kernels=TARGETS)
+    package.write({"ops.py": OPS + "# new\n"})
+    package.build(kernels=TARGETS)
+    upload()
+    assert on_hub(hub) == on_disk(package)
+
+
+def test_what_was_tried_for_one_gpu_may_grow(hub, package, upload):
+    package.build(kernels={"x86_64": ("sm_90",)})
+    upload(allow_partial=True)
+    package.build(kernels=TARGETS)
+    upload()
+    assert on_hub(hub) == on_disk(package)
+
+
+def test_the_command_takes_the_two_flags_that_its_errors_name(hub, package, tmp_path):
+    package.build(kernels={"x86_64": ("sm_90",)}, dirty=True)
+    for flags, code in ((["--allow-dirty"], 1), (["--allow-partial"], 1), (["--allow-dirty", "--allow-partial"], 0)):
+        process = command(package, hub, tmp_path, *flags, HF_TOKEN=TOKEN)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == code, errors
+
+
+@pytest.mark.parametrize("gone", ("metadata.json", "__init__.py", "layers.py"))
+def test_a_published_variant_that_lost_a_file_keeps_the_rest_of_its_promise(hub, package, upload, gone):
+    package.build(kernels=TARGETS)
+    upload()
+    api = HfApi(endpoint=hub.endpoint, token=TOKEN)
+    api.create_commit(
+        REPO, [CommitOperationDelete(f"{VARIANT}/{gone}")], repo_type="kernel", revision="v1", commit_message="lost", num_threads=1
+    )
+    drop_name(package) if gone != "__init__.py" else drop_layer(package)
+    with pytest.raises(PublishError, match="public name triple" if gone != "__init__.py" else "layer Quadrupler"):
+        upload(allow_partial=True)
+
+
+@pytest.mark.parametrize("damaged", ("metadata.json", "__init__.py", "cubins/manifest.json"))
+def test_a_published_variant_that_cannot_be_read_is_no_excuse(hub, package, upload, damaged):
+    package.build(kernels=TARGETS)
+    upload()
+    api = HfApi(endpoint=hub.endpoint, token=TOKEN)
+    broken = CommitOperationAdd(f"{VARIANT}/{damaged}", b"{ not what it was")
+    api.create_commit(REPO, [broken], repo_type="kernel", revision="v1", commit_message="damage")
+    with pytest.raises(PublishError, match="what it promises is not known .*raise `version`"):
+        upload()
+
+
+# What `kernels` offers beside get_kernel
+
+
+KERNELS = "import sys; from kernels.cli import main; sys.argv[0] = 'kernels'; main()"
+LOCKED = f"""
+from pathlib import Path
+from kernels import load_kernel
+mini = load_kernel("{REPO}", lockfile=Path("project/kernels.lock"), backend="cpu")
+assert mini.triple(1) == 3
+print("loaded")
+"""
+
+
+@pytest.fixture
+def kernels_command(tmp_path):
+    """Runs a Python script, by default `kernels` with arguments, as a user of a Hub that trusts the publisher."""
+    with HubServer(tmp_path / "trusting", token=TOKEN, trusted_publishers=("some-org",)) as hub:
+
+        def run(*arguments, script=KERNELS, **env):
+            env = client_env(hub, tmp_path, HF_HUB_DISABLE_PROGRESS_BARS="1", **env)
+            done = subprocess.run([sys.executable, "-c", script, *arguments], cwd=tmp_path, env=env, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+
+        run.hub = hub
+        yield run
+
+
+@pytest.mark.parametrize("version", (1, 2))
+def test_what_is_locked_and_downloaded_loads_without_a_network(kernels_command, package, tmp_path, version):
+    """The second version's branch is made of a main that has a page, and the first one's had benchmarks once."""
+    hub = kernels_command.hub
+    options = {"endpoint": hub.endpoint, "token": TOKEN, "console": Console(file=io.StringIO())}
+    publish(package.folder, **options)
+    if version == 1:
+        api = HfApi(endpoint=hub.endpoint, token=TOKEN)
+        files = {"benchmarks/benchmark_double.py": b"# old\n", "README.md": b"---\nlicense: mit\n---\n"}
+        old = [CommitOperationAdd(path, data) for path, data in files.items()]
+        api.create_commit(REPO, old, repo_type="kernel", revision="v1", commit_message="as it was published before")
+    package.build(version=version)
+    publish(package.folder, **options)
+    assert on_hub(hub, f"v{version}") == on_disk(package)
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project/pyproject.toml").write_text(f'[tool.kernels.dependencies]\n"{REPO}" = {version}\n')
+    kernels_command("lock", "project")
+    kernels_command("download", "project", "--all-variants")
+    for offline in ("0", "1"):
+        assert kernels_command(script=LOCKED, HF_HUB_OFFLINE=offline) == "loaded\n"
+
+
+def test_a_whole_snapshot_serves_a_cluster_without_a_network(kernels_command, package):
+    publish(package.folder, endpoint=kernels_command.hub.endpoint, token=TOKEN, console=Console(file=io.StringIO()))
+    kernels_command(script=f'from huggingface_hub import snapshot_download; snapshot_download("{REPO}", repo_type="kernel", revision="v1")')
+    assert kernels_command(script=USE, HF_HUB_OFFLINE="1") == "loaded\n"
+
+
+def test_kernels_benchmark_runs_what_is_published(kernels_command, package):
+    publish(package.folder, endpoint=kernels_command.hub.endpoint, token=TOKEN, console=Console(file=io.StringIO()))
+    arguments = ("benchmark", REPO, "--branch", "v1-bench", "--iterations", "2", "--warmup", "1", "--json")
+    assert "DoubleBenchmark.double" in kernels_command(*arguments)
+    assert kernels_command("versions", REPO).startswith("Version 1:")
 
 
 # Killed, and at the same time
@@ -471,7 +664,7 @@ def test_a_killed_upload_is_finished_by_running_it_again(hub, package, upload, t
     assert process.returncode == -signal.SIGKILL
     refs = hub.store.refs(REPO) if hub.store.exists(REPO) else {}
     if "v1" in refs:  # nothing, or everything
-        assert on_hub(hub) in ({}, on_disk(package))
+        assert on_hub(hub) in ({".gitattributes": GIT_ATTRIBUTES}, on_disk(package))
     monkeypatch.setattr(Handler, wanted, original)
     again = command(package, hub, tmp_path, HF_TOKEN=TOKEN, HF_HUB_DISABLE_XET="1")
     _, errors = again.communicate(timeout=60)

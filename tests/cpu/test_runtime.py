@@ -12,12 +12,13 @@ import types
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from random import Random
 
 import pytest
 import torch
 
+from interpreter.backend import InterpreterBackend
 from tests.cpu.conftest import REPOSITORY, assemble_cpu, load
-from tests.interpreter.backend import InterpreterBackend
 from tools import compile as compiler
 from tools.kernel_package import read_package
 
@@ -198,6 +199,121 @@ def test_an_image_of_another_size_than_the_manifest_says_is_refused(runtime, cub
 def test_an_unknown_kernel_is_answered_with_those_there_are(runtime, cubins):
     with pytest.raises(runtime.artifacts.ArtifactError, match="no kernel 'attention'; it has .*column_sum.*swiglu_forward"):
         runtime.artifacts.Artifacts(cubins).variants("attention")
+
+
+def test_an_unlisted_file_of_kernels_is_refused(runtime, cubins):
+    (cubins / "x86_64" / "attention.cubins").write_bytes(b"from somewhere else")
+    with pytest.raises(runtime.artifacts.ArtifactError, match=f"attention.cubins is not listed in .*manifest.json. .*{CURE}"):
+        runtime.artifacts.Artifacts(cubins).verify()
+
+
+def nested(depth):
+    return "[" * depth + "]" * depth
+
+
+MANIFESTS = (
+    lambda text: text[: len(text) // 2],
+    lambda text: nested(100_000),
+    lambda text: '{"format": 1, "kernels": ' + nested(100_000) + "}",
+    lambda text: text.replace('"format":1', '"format":' + "9" * 400),
+    lambda text: text.replace('"format":1', '"format":' + "9" * 5000),
+    lambda text: text.replace('"format":1', '"format":1e999'),
+    lambda text: text.replace('"format":1', '"format":true'),
+    lambda text: text.replace('"align":4', '"align":' + "9" * 400),
+    lambda text: text.replace('"align":4', '"align":0'),
+    lambda text: text.replace("x86_64/column_sum", "../../etc/passwd"),
+    lambda text: text.replace("bastile_column_sum", "bastile\\ud800"),
+)
+
+
+@pytest.mark.parametrize("change", MANIFESTS)
+def test_a_manifest_that_no_build_writes_is_refused_by_name_with_the_cure(runtime, cubins, change):
+    path = cubins / "manifest.json"
+    text = change(path.read_text())
+    assert text != path.read_text()
+    path.write_text(text)
+    assert CURE in manifest_error(runtime, cubins)
+
+
+@pytest.mark.parametrize("name", ("manifest.json", "x86_64", "x86_64/swiglu.cubins"))
+@pytest.mark.parametrize("as_file", (False, True), ids=("folder", "file"))
+def test_a_file_in_place_of_a_folder_or_a_folder_in_place_of_a_file_is_refused(runtime, cubins, name, as_file):
+    path = cubins / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path.write_bytes(b"") if as_file else path.mkdir()
+    with pytest.raises(runtime.artifacts.ArtifactError, match=CURE) as error:
+        runtime.artifacts.Artifacts(cubins).verify()
+    assert str(path) in str(error.value)
+
+
+def parts(value, path=()):
+    """The path of every part of a JSON value."""
+    yield path
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from parts(value[key], (*path, key))
+
+
+NUMBERS, TEXTS = (True, -1, 0, 7, 10**400, 1e999, 0.5), ("", "sm_90", "../x", "\ud800")
+OTHERS = (None, *NUMBERS, *TEXTS, [], [None], [1, 2, 3], ["x"], {}, {"x": 1}, {"sm_90": [0, 1, 2]})
+
+
+def mutated(manifest, random):
+    """A copy with one part taken out, replaced, doubled, renamed or swapped with another."""
+    manifest = json.loads(json.dumps(manifest))
+    paths = list(parts(manifest))[1:]
+    *above, key = random.choice(paths)
+    parent = manifest
+    for step in above:
+        parent = parent[step]
+    kind = random.choice(("delete", "replace", "replace", "rename", "swap"))
+    if kind == "delete":
+        del parent[key]
+    elif kind == "rename" and isinstance(parent, dict):
+        parent[random.choice(("", "other", "sm_90", "x86_64", "../x"))] = parent.pop(key)
+    elif kind == "swap":
+        value = manifest
+        for step in random.choice(paths):
+            value = value[step]
+        parent[key] = json.loads(json.dumps(value))
+    else:
+        parent[key] = random.choice(OTHERS)
+    return manifest
+
+
+def use_everything(runtime, cubins):
+    """What a process does with the artifacts, from the first question to each image."""
+    artifacts = runtime.artifacts.Artifacts(cubins)
+    artifacts.architectures(), artifacts.operations(), artifacts.digest
+    artifacts.verify()
+    for kernel in artifacts.manifest["kernels"]:
+        for variant in artifacts.variants(kernel):
+            assert all(hash(parameter) for parameter in variant.parameters) and variant.symbol.encode()
+            for architecture in variant.images:
+                artifacts.image(variant, architecture)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_is_wrong_with_a_manifest_is_one_kind_of_error_that_names_file_and_cure(runtime, tmp_path, seed):
+    """Mutations of a small real one: each is refused with an ArtifactError, or does no harm."""
+    folder = tmp_path / "cubins"
+    variants = compiler.read_variants(("column_sum", "scale"))
+    variants = [next(v for v in variants if v[0] == operation) for operation in ("column_sum", "scale")]
+    jobs = [compiler.Job(operation, v, b"", host, a) for operation, v in variants for host, names in TARGETS.items() for a in names]
+    images = {job: 40 * image_text(job.variant, job.host, job.architecture) for job in jobs}
+    compiler.write_folder(folder, compiler.pack(read_package(REPOSITORY), variants, TARGETS, images))
+    use_everything(runtime, folder)
+    manifest, random, refused = json.loads((folder / "manifest.json").read_text()), Random(seed), 0
+    for _ in range(300):
+        found = mutated(manifest, random)
+        if random.random() < 0.2:
+            found = mutated(found, random)
+        (folder / "manifest.json").write_text(json.dumps(found))
+        try:
+            use_everything(runtime, folder)
+        except runtime.artifacts.ArtifactError as error:
+            assert str(folder) in str(error) and CURE in str(error) and len(str(error)) < 1000
+            refused += 1
+    assert 100 < refused < 300
 
 
 # ---------------------------------------------------------------- promises

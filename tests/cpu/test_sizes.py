@@ -9,9 +9,9 @@ import importlib
 import pytest
 import torch
 
-from tests.interpreter import backend
+from interpreter import backend
 from tests.op_cases import operations
-from tests.op_checks import leaf, randn
+from tests.ops.common import leaf, randn
 
 BF16, FP32 = torch.bfloat16, torch.float32
 APART = 2**31 - 8  # elements: the longest stride that a launch takes, and a multiple of 8

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import op_checks as checks
+from interpreter.backend import InterpreterBackend
 from tests.cpu.conftest import assemble_cpu, load
-from tests.interpreter.backend import InterpreterBackend, runtime_of
+from tests.ops import rms_norm, rotary
+from tests.ops.common import runtime_of
 
 OPERATIONS = ("column_sum", "rms_norm", "rotary", "qk_norm_rotary", "swiglu", "cross_entropy", "linear_cross_entropy", "scale", "adamw")
 DEFAULT = "rms_norm_backward-bf16.bf16.bf16.bf16.f32.f32-TILE4096-TAIL0-LATENCY3-4096-occupancy2"
@@ -85,7 +86,7 @@ def warm_up(runtime, run=None):
 def launched(runtime, package):
     """The variant that RMSNorm's backward launches; its results are right."""
     runtime.launch.backend.launched.clear()
-    checks.check_rms_norm(package, "cpu", torch.bfloat16, (3, 4096))
+    rms_norm.check_rms_norm(package, "cpu", torch.bfloat16, (3, 4096))
     (name,) = (name for name in runtime.launch.backend.launched if name.startswith("rms_norm_backward"))
     return name
 
@@ -155,11 +156,11 @@ def test_every_candidate_is_right(runtime, package):
     put(runtime, json.dumps({"format": 1, "machines": {"interpreter of sm_100": times}}))
     assert warm_up(runtime) == [] and not runtime.timed
     for length in (1024, 2048, 2560, 4096, 5120):
-        checks.check_rms_norm(package, "cpu", torch.bfloat16, (3, length))
-        checks.check_add_rms_norm(package, "cpu", torch.bfloat16, (3, length))
+        rms_norm.check_rms_norm(package, "cpu", torch.bfloat16, (3, length))
+        rms_norm.check_add_rms_norm(package, "cpu", torch.bfloat16, (3, length))
     for heads in (32, 40):
-        checks.check_qk_norm_rotary(package, "cpu", torch.bfloat16, 1, 3, heads, 8, 128)
-    checks.check_rms_norm(package, "cpu", torch.bfloat16, (37, 128))
+        rotary.check_qk_norm_rotary(package, "cpu", torch.bfloat16, 1, 3, heads, 8, 128)
+    rms_norm.check_rms_norm(package, "cpu", torch.bfloat16, (37, 128))
     assert {name for others in candidates.values() for name in others} <= set(runtime.launch.backend.launched)
 
 
@@ -209,6 +210,11 @@ DAMAGED = {
     "not a number": machines({DEFAULT: 1.0, OTHER: float("nan")}),
     "a negative time": machines({DEFAULT: 1.0, OTHER: -1.0}),
     "a truth": machines({DEFAULT: 1.0, OTHER: True}),
+    "a number of 400 digits": machines({DEFAULT: 10**400, OTHER: 1.0}),
+    "a time that overflows": machines({DEFAULT: 1.0, OTHER: 1e308}),
+    "a number of 5000 digits": '{"format": 1, "machines": {"a": {"b": {"c": ' + "9" * 5000 + "}}}}",
+    "deeply nested": "[" * 100_000,
+    "a number for measurements": json.dumps({"format": 1, "machines": {MACHINE: {DEFAULT: 1.0}}}),
     "other candidates": machines({DEFAULT: 2.0, "of another build": 1.0}),
     "one candidate": machines({OTHER: 1.0}),
     "a folder": None,

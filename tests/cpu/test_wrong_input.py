@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 
-from tests import op_checks as checks
 from tests.op_cases import (
     BF16,
     CASES,
@@ -26,7 +25,8 @@ from tests.op_cases import (
     plain,
     run,
 )
-from tests.op_checks import randn
+from tests.ops import linear_cross_entropy as checks
+from tests.ops.common import exact, randn
 from tests.tolerances import RELATIVE_ERROR, relative_error
 
 INTEGERS = torch.int64
@@ -234,7 +234,7 @@ def test_fp16_gradients_of_the_loss_are_right_where_fp16_can_hold_them(loaded_op
     target = torch.arange(tokens) % CLASSES
     target[::2] = 3
     (loaded_ops.linear_cross_entropy(hidden, weight, target, **options) * upstream).backward()
-    leaves = [checks.exact(hidden), checks.exact(weight)]
+    leaves = [exact(hidden), exact(weight)]
     (checks.cross_entropy_exact(*leaves, target, **options) * upstream).backward()
     for found, wanted in zip((hidden, weight), leaves, strict=True):
         assert wanted.grad.abs().max() < torch.finfo(torch.float16).max

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ops import suite
+from tests.ops.suite import suite
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,7 @@ import torch
 
 from tests import op_cases as cases
 from tests.gpu.conftest import ROOT
-from tests.op_checks import FLOATS
+from tests.ops.common import FLOATS
 
 DETERMINISTIC = """
 import sys

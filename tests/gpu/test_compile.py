@@ -6,7 +6,7 @@ import torch
 from tests import compile_checks as checks
 from tests.models import tiny_model
 from tests.op_cases import CASES, operations
-from tests.op_checks import FLOATS
+from tests.ops.common import FLOATS
 
 DEVICE = "cuda"
 SIZES = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}

@@ -11,8 +11,8 @@ import textwrap
 import pytest
 import torch
 
-from tests import op_checks as checks
 from tests.gpu.conftest import ROOT
+from tests.ops.common import leaf, randn
 
 BUILD = ROOT / "build/torch-cuda"
 
@@ -42,8 +42,8 @@ x, weight = torch.ones(8, 1024, device="cuda", dtype=torch.bfloat16), torch.ones
 def test_out_of_memory_inside_a_chunk_is_caught_and_a_smaller_batch_goes_on(ops):
     """The process may take a little more than what there is. Until it fits, the batch is halved; then the step is right."""
     classes, features = 151936, 256
-    weight = checks.leaf(checks.randn(classes, features, dtype=torch.bfloat16, device="cuda", seed=1, scale=features**-0.5))
-    hidden = checks.randn(8192, features, dtype=torch.bfloat16, device="cuda")
+    weight = leaf(randn(classes, features, dtype=torch.bfloat16, device="cuda", seed=1, scale=features**-0.5))
+    hidden = randn(8192, features, dtype=torch.bfloat16, device="cuda")
     target = torch.arange(8192, device="cuda")
     ops.linear_cross_entropy(hidden[:512], weight, target[:512]).backward()  # the kernels and cuBLAS's workspace are there
     # With gradients: without them no logits are rounded, and the loss differs in the fifth digit.

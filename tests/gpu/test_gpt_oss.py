@@ -6,14 +6,15 @@ import sys
 import pytest
 import torch
 
-from tests import op_checks as checks
 from tests.models import Step, random_tokens, tiny_gpt_oss
+from tests.ops import experts, grouped_gemm, rms_norm, rotary, wide_rms_norm
+from tests.ops.common import FLOATS
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DEVICE = "cuda"
 TOKENS = random_tokens(2, 129)
-dtypes = pytest.mark.parametrize("dtype", checks.FLOATS, ids=str)
-halves = pytest.mark.parametrize("dtype", checks.FLOATS[:2], ids=str)
+dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+halves = pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
 
 EXPERTS_LARGE = (
     dict(tokens=515, hidden=2880, width=2880, experts=4, top_k=2, skew=1.0),
@@ -50,47 +51,47 @@ def skip_without_kernel(dtype):
 
 
 @halves
-@pytest.mark.parametrize("case", (*checks.GROUPED_CASES, *GROUPED_LARGE), ids=str)
+@pytest.mark.parametrize("case", (*grouped_gemm.GROUPED_CASES, *GROUPED_LARGE), ids=str)
 def test_grouped_gemms(ours, dtype, case):
     skip_without_kernel(dtype)
-    checks.check_grouped_gemm(ours, DEVICE, dtype, **case)
+    grouped_gemm.check_grouped_gemm(ours, DEVICE, dtype, **case)
 
 
 @halves
 @pytest.mark.parametrize("case", EXPERTS_LARGE, ids=str)
 def test_experts_in_our_grouped_gemms(ours, dtype, case):
     skip_without_kernel(dtype)
-    checks.check_experts(ours, DEVICE, dtype, **case)
+    experts.check_experts(ours, DEVICE, dtype, **case)
 
 
 @dtypes
-@pytest.mark.parametrize("case", (*checks.EXPERTS_CASES, *EXPERTS_LARGE), ids=str)
+@pytest.mark.parametrize("case", (*experts.EXPERTS_CASES, *EXPERTS_LARGE), ids=str)
 def test_experts(gpt_oss, dtype, case):
-    checks.check_experts(gpt_oss, DEVICE, dtype, **case)
+    experts.check_experts(gpt_oss, DEVICE, dtype, **case)
 
 
-@pytest.mark.parametrize("frozen", checks.EXPERTS_FROZEN, ids="-".join)
+@pytest.mark.parametrize("frozen", experts.EXPERTS_FROZEN, ids="-".join)
 def test_experts_with_frozen_parts(gpt_oss, frozen):
-    checks.check_experts(gpt_oss, DEVICE, torch.bfloat16, 190, 64, 128, 4, 2, frozen=frozen)
+    experts.check_experts(gpt_oss, DEVICE, torch.bfloat16, 190, 64, 128, 4, 2, frozen=frozen)
 
 
 @pytest.mark.parametrize("clamped", (True, False))
 def test_experts_that_are_not_here(gpt_oss, clamped):
-    checks.check_experts(gpt_oss, DEVICE, torch.bfloat16, 70, 64, 128, 4, 2, absent=1.1, gpt_oss=clamped)
+    experts.check_experts(gpt_oss, DEVICE, torch.bfloat16, 70, 64, 128, 4, 2, absent=1.1, gpt_oss=clamped)
 
 
 @pytest.mark.parametrize("clamped", (True, False))
 def test_nan_reaches_the_result_of_the_experts(gpt_oss, clamped):
-    checks.check_nan_in_experts(gpt_oss, DEVICE, clamped)
+    experts.check_nan_in_experts(gpt_oss, DEVICE, clamped)
 
 
 def test_a_second_backward_pass_of_the_experts_gives_the_same(gpt_oss):
-    checks.check_second_backward_of_experts(gpt_oss, DEVICE)
+    experts.check_second_backward_of_experts(gpt_oss, DEVICE)
 
 
 @halves
 def test_the_host_does_not_wait_for_the_routing(gpt_oss, dtype):
-    leaves, run = checks.experts_run(gpt_oss, DEVICE, dtype, 300, 256, 128, 8, 4)
+    leaves, run = experts.experts_run(gpt_oss, DEVICE, dtype, 300, 256, 128, 8, 4)
     run().backward(leaves["hidden"].detach())
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -101,7 +102,7 @@ def test_the_host_does_not_wait_for_the_routing(gpt_oss, dtype):
 
 @halves
 def test_two_runs_of_the_experts_give_the_same_bits(gpt_oss, dtype):
-    leaves, run = checks.experts_run(gpt_oss, DEVICE, dtype, 3000, 256, 128, 8, 4)
+    leaves, run = experts.experts_run(gpt_oss, DEVICE, dtype, 3000, 256, 128, 8, 4)
     results = []
     for _ in range(2):
         out = run()
@@ -110,18 +111,18 @@ def test_two_runs_of_the_experts_give_the_same_bits(gpt_oss, dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("shape", (*checks.WIDE_RMS_NORM_SHAPES, (4099, 2880)), ids=str)
+@pytest.mark.parametrize("shape", (*wide_rms_norm.WIDE_RMS_NORM_SHAPES, (4099, 2880)), ids=str)
 def test_norms(gpt_oss, dtype, shape):
-    checks.check_rms_norm(gpt_oss, DEVICE, dtype, shape, eps=1e-5)
-    checks.check_add_rms_norm(gpt_oss, DEVICE, dtype, shape, eps=1e-5)
+    rms_norm.check_rms_norm(gpt_oss, DEVICE, dtype, shape, eps=1e-5)
+    rms_norm.check_add_rms_norm(gpt_oss, DEVICE, dtype, shape, eps=1e-5)
     if dtype != torch.float32:
-        checks.check_wide_rms_norm_weight(gpt_oss, DEVICE, dtype, shape)
-        checks.check_that_wide_rms_norm_rounds_once(gpt_oss, DEVICE, dtype, shape)
+        wide_rms_norm.check_wide_rms_norm_weight(gpt_oss, DEVICE, dtype, shape)
+        wide_rms_norm.check_that_wide_rms_norm_rounds_once(gpt_oss, DEVICE, dtype, shape)
 
 
 @dtypes
 def test_rotary(gpt_oss, dtype):
-    checks.check_rotary(gpt_oss, DEVICE, dtype, batch=2, tokens=257, heads=64, kv_heads=8, head_dim=64, half=True)
+    rotary.check_rotary(gpt_oss, DEVICE, dtype, batch=2, tokens=257, heads=64, kv_heads=8, head_dim=64, half=True)
 
 
 def model_of(dtype, **changes):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.ops import NAMES, module_of
 from tests.ops.calls import OPERATIONS, calls, run
 from tests.ops.common import BF16, FLOATS
+from tests.ops.suite import NAMES, module_of
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DEVICE = "cuda"

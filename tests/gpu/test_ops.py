@@ -3,23 +3,24 @@
 import pytest
 import torch
 
-from tests import op_checks as checks
+from tests.ops import adamw, experts, linear_cross_entropy, rms_norm, rotary, swiglu
+from tests.ops.common import FLOATS
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DEVICE = "cuda"
-dtypes = pytest.mark.parametrize("dtype", checks.FLOATS, ids=str)
+dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 
 @dtypes
-@pytest.mark.parametrize("shape", (*checks.RMS_NORM_SHAPES, (8192, 4096), (2048, 32, 128), (4099, 5120)), ids=str)
+@pytest.mark.parametrize("shape", (*rms_norm.RMS_NORM_SHAPES, (8192, 4096), (2048, 32, 128), (4099, 5120)), ids=str)
 def test_rms_norm(ops, dtype, shape):
-    checks.check_rms_norm(ops, DEVICE, dtype, shape)
+    rms_norm.check_rms_norm(ops, DEVICE, dtype, shape)
 
 
-@pytest.mark.parametrize("dtype", checks.FLOATS[:2], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
 @pytest.mark.parametrize("shape", ((3, 5, 128), (4, 1000), (4, 4096)), ids=str)
 def test_rms_norm_with_an_fp32_weight(ops, dtype, shape):
-    checks.check_rms_norm(ops, DEVICE, dtype, shape, weight_dtype=torch.float32)
+    rms_norm.check_rms_norm(ops, DEVICE, dtype, shape, weight_dtype=torch.float32)
 
 
 @dtypes
@@ -28,81 +29,81 @@ def test_rms_norm_with_an_fp32_weight(ops, dtype, shape):
     (lambda x: x.transpose(0, 1), lambda x: x[:, ::2], lambda x: x[1:, 1:], lambda x: x[..., :-8], lambda x: x[..., 1:], lambda x: x[..., ::2]),
 )
 def test_rms_norm_of_views(ops, dtype, view):
-    checks.check_rms_norm(ops, DEVICE, dtype, (6, 4, 1032), view=view)
+    rms_norm.check_rms_norm(ops, DEVICE, dtype, (6, 4, 1032), view=view)
 
 
 @dtypes
-@pytest.mark.parametrize("case", (*checks.ROTARY_CASES, dict(batch=2, tokens=1025, heads=32, kv_heads=8, head_dim=128)), ids=str)
+@pytest.mark.parametrize("case", (*rotary.ROTARY_CASES, dict(batch=2, tokens=1025, heads=32, kv_heads=8, head_dim=128)), ids=str)
 def test_rotary(ops, dtype, case):
-    checks.check_rotary(ops, DEVICE, dtype, **case)
+    rotary.check_rotary(ops, DEVICE, dtype, **case)
 
 
 @dtypes
-@pytest.mark.parametrize("shape", (*checks.ADD_RMS_NORM_SHAPES, (4099, 4096)), ids=str)
+@pytest.mark.parametrize("shape", (*rms_norm.ADD_RMS_NORM_SHAPES, (4099, 4096)), ids=str)
 def test_add_rms_norm(ops, dtype, shape):
-    checks.check_add_rms_norm(ops, DEVICE, dtype, shape)
+    rms_norm.check_add_rms_norm(ops, DEVICE, dtype, shape)
 
 
 @dtypes
-@pytest.mark.parametrize("case", (*checks.QK_NORM_ROTARY_CASES, dict(batch=2, tokens=1025, heads=32, kv_heads=8, head_dim=128)), ids=str)
+@pytest.mark.parametrize("case", (*rotary.QK_NORM_ROTARY_CASES, dict(batch=2, tokens=1025, heads=32, kv_heads=8, head_dim=128)), ids=str)
 def test_qk_norm_rotary(ops, dtype, case):
-    checks.check_qk_norm_rotary(ops, DEVICE, dtype, **case)
+    rotary.check_qk_norm_rotary(ops, DEVICE, dtype, **case)
 
 
 @dtypes
-@pytest.mark.parametrize("shape", (*checks.SWIGLU_SHAPES, (1025, 12288), (333, 9728)), ids=str)
+@pytest.mark.parametrize("shape", (*swiglu.SWIGLU_SHAPES, (1025, 12288), (333, 9728)), ids=str)
 def test_swiglu(ops, dtype, shape):
-    checks.check_swiglu(ops, DEVICE, dtype, shape)
+    swiglu.check_swiglu(ops, DEVICE, dtype, shape)
 
 
 @dtypes
 @pytest.mark.parametrize("offset", (0, 1, 8))
 def test_adamw(ops, dtype, offset):
-    checks.check_adamw(ops, DEVICE, dtype, (*checks.ADAMW_SHAPES, (1031, 4096)), offset=offset)
+    adamw.check_adamw(ops, DEVICE, dtype, (*adamw.ADAMW_SHAPES, (1031, 4096)), offset=offset)
 
 
 @dtypes
 def test_mlp(ops, dtype):
-    checks.check_mlp(ops, DEVICE, dtype, 65, 128, 384)
+    swiglu.check_mlp(ops, DEVICE, dtype, 65, 128, 384)
 
 
 @dtypes
-@pytest.mark.parametrize("case", [case for case in checks.EXPERTS_CASES if not case.get("gpt_oss", True)], ids=str)
+@pytest.mark.parametrize("case", [case for case in experts.EXPERTS_CASES if not case.get("gpt_oss", True)], ids=str)
 def test_experts_of_qwen3_moe(ops, dtype, case):
-    checks.check_experts(ops, DEVICE, dtype, **case)
+    experts.check_experts(ops, DEVICE, dtype, **case)
 
 
 @dtypes
 def test_experts_of_another_package(ops, dtype):
     """GPT-OSS's gate, of which this package has no kernels."""
-    checks.check_experts(ops, DEVICE, dtype, 37, 24, 64, 4, 2)
+    experts.check_experts(ops, DEVICE, dtype, 37, 24, 64, 4, 2)
 
 
 @dtypes
-@pytest.mark.parametrize("case", checks.LOSS_CASES, ids=str)
+@pytest.mark.parametrize("case", linear_cross_entropy.LOSS_CASES, ids=str)
 def test_linear_cross_entropy_options(ops, dtype, case):
-    checks.check_linear_cross_entropy(ops, DEVICE, dtype, 300, 64, 9001, **case)
+    linear_cross_entropy.check_linear_cross_entropy(ops, DEVICE, dtype, 300, 64, 9001, **case)
 
 
 @dtypes
-@pytest.mark.parametrize("shape", (*checks.LOSS_SHAPES, (2500, 256, 32000), (64, 128, 151936)), ids=str)
+@pytest.mark.parametrize("shape", (*linear_cross_entropy.LOSS_SHAPES, (2500, 256, 32000), (64, 128, 151936)), ids=str)
 def test_linear_cross_entropy_sizes(ops, dtype, shape):
     # Without a loss scale the gradients of fp16 would be below its smallest normal number, as they are in every model.
     upstream = 1024.0 if dtype == torch.float16 else 0.5
-    checks.check_linear_cross_entropy(ops, DEVICE, dtype, *shape, upstream=upstream)
+    linear_cross_entropy.check_linear_cross_entropy(ops, DEVICE, dtype, *shape, upstream=upstream)
 
 
-@pytest.mark.parametrize("dtype", checks.FLOATS[:2], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
 @pytest.mark.parametrize(
-    "shape", (*checks.EVALUATION_SHAPES, (1100, 64, 257), (1025, 4096, 151936), (2050, 1024, 32001), (11000, 64, 151936)), ids=str
+    "shape", (*linear_cross_entropy.EVALUATION_SHAPES, (1100, 64, 257), (1025, 4096, 151936), (2050, 1024, 32001), (11000, 64, 151936)), ids=str
 )
 def test_evaluation_stores_no_logits(ops, dtype, shape):
-    checks.check_evaluation(ops, DEVICE, dtype, *shape)
+    linear_cross_entropy.check_evaluation(ops, DEVICE, dtype, *shape)
 
 
 @dtypes
-@pytest.mark.parametrize("case", checks.EVALUATION_CASES, ids=str)
+@pytest.mark.parametrize("case", linear_cross_entropy.EVALUATION_CASES, ids=str)
 @pytest.mark.parametrize("features", (64, 72), ids=str)
 def test_evaluation_options(ops, dtype, features, case):
     exact = dtype != torch.float32 and features == 64  # by the kernel that rounds no logits
-    checks.check_evaluation(ops, DEVICE, dtype, 300, features, 9001, bound=torch.float32 if exact else dtype, **case)
+    linear_cross_entropy.check_evaluation(ops, DEVICE, dtype, 300, features, 9001, bound=torch.float32 if exact else dtype, **case)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.optim.adamw import adamw
 
-from tests.op_checks import FLOATS, randn, small_parameters_too
+from tests.ops.adamw import small_parameters_too
+from tests.ops.common import FLOATS, randn
 from tests.tolerances import RELATIVE_ERROR, assert_close, relative_error
 
 dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=str)

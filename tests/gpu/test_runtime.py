@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import op_checks as checks
+from tests.ops import common
+from tests.ops import rms_norm as checks
+from tests.ops.common import randn
 from tests.tolerances import assert_close
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,15 +19,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def norm_step(ops, x, weight):
     """y and both gradients."""
-    x, weight = checks.leaf(x), checks.leaf(weight)
+    x, weight = common.leaf(x), common.leaf(weight)
     y = ops.rms_norm(x, weight)
     y.backward(torch.ones_like(y))
     return y.detach(), x.grad, weight.grad
 
 
 def inputs(rows=64, columns=1024, device="cuda", seed=0):
-    x = checks.randn(rows, columns, dtype=torch.bfloat16, device=device, seed=seed)
-    return x, checks.randn(columns, dtype=torch.bfloat16, device=device, seed=seed + 1)
+    x = randn(rows, columns, dtype=torch.bfloat16, device=device, seed=seed)
+    return x, randn(columns, dtype=torch.bfloat16, device=device, seed=seed + 1)
 
 
 def test_runs_on_the_current_stream(ops):
@@ -43,10 +45,10 @@ def test_runs_on_the_current_stream(ops):
 
 def test_a_training_step_is_captured_in_a_cuda_graph(ops):
     """After a warm-up. Replaying computes anew from what stands in the inputs then."""
-    x, weight = checks.leaf(inputs()[0]), checks.leaf(inputs()[1])
-    gate = checks.leaf(inputs(seed=3)[0])
+    x, weight = common.leaf(inputs()[0]), common.leaf(inputs()[1])
+    gate = common.leaf(inputs(seed=3)[0])
     target = torch.randint(0, 512, (64,), device="cuda")
-    head = checks.leaf(checks.randn(512, 1024, dtype=torch.bfloat16, device="cuda", seed=9, scale=0.03))
+    head = common.leaf(randn(512, 1024, dtype=torch.bfloat16, device="cuda", seed=9, scale=0.03))
     leaves = (x, weight, gate, head)
 
     def step():
@@ -103,11 +105,11 @@ def test_two_runs_give_the_same_bits(ops):
     x, weight = inputs(3001, 4096)
     first, second = norm_step(ops, x, weight), norm_step(ops, x, weight)
     assert all(torch.equal(a, b) for a, b in zip(first, second))
-    q, k = (checks.randn(2, 513, h, 128, dtype=torch.bfloat16, device="cuda") for h in (32, 8))
-    cos = checks.randn(1, 513, 128, dtype=torch.bfloat16, device="cuda", seed=4)
+    q, k = (randn(2, 513, h, 128, dtype=torch.bfloat16, device="cuda") for h in (32, 8))
+    cos = randn(1, 513, 128, dtype=torch.bfloat16, device="cuda", seed=4)
     runs = []
     for _ in range(2):
-        leaves = [checks.leaf(t) for t in (q, k, weight[:128].clone(), weight[128:256].clone())]
+        leaves = [common.leaf(t) for t in (q, k, weight[:128].clone(), weight[128:256].clone())]
         results = ops.qk_norm_rotary(*leaves, cos, cos)
         torch.autograd.backward(results, [torch.ones_like(r) for r in results])
         runs.append([*results, *[leaf.grad for leaf in leaves]])
@@ -116,7 +118,7 @@ def test_two_runs_give_the_same_bits(ops):
 
 def test_a_label_outside_the_vocabulary_counts_like_ignore_index(ops):
     """Nothing is read or written outside, nothing is NaN, and no one waits for the device to find out."""
-    hidden, weight = (checks.leaf(checks.randn(n, 64, dtype=torch.bfloat16, device="cuda", seed=n, scale=0.1)) for n in (7, 33))
+    hidden, weight = (common.leaf(randn(n, 64, dtype=torch.bfloat16, device="cuda", seed=n, scale=0.1)) for n in (7, 33))
     target = torch.tensor([1, 2, 33, -5, 10**12, 5, -100], device="cuda")
     kept = torch.where((target >= 0) & (target < 33), target, -100)
     losses = []
@@ -135,8 +137,8 @@ def test_the_gradient_of_the_weight_is_as_exact_with_many_chunks(ops, tokens):
     chunks are added up in float32."""
     classes = 151936
     head = sys.modules[f"{ops.__name__}.shared.ops.linear_head"]
-    hidden = checks.leaf(checks.randn(tokens, 128, dtype=torch.bfloat16, device="cuda"))
-    weight = checks.leaf(checks.randn(classes, 128, dtype=torch.bfloat16, device="cuda", seed=1, scale=0.09))
+    hidden = common.leaf(randn(tokens, 128, dtype=torch.bfloat16, device="cuda"))
+    weight = common.leaf(randn(classes, 128, dtype=torch.bfloat16, device="cuda", seed=1, scale=0.09))
     target = torch.randint(0, classes, (tokens,), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
     ops.linear_cross_entropy(hidden, weight, target, reduction="sum").backward()
     # The logits as the chunks round them: what is compared is the sum behind them.
@@ -158,8 +160,8 @@ def test_the_gradient_of_the_weight_is_as_exact_with_many_chunks(ops, tokens):
 def test_added_up_in_fp32_the_gradient_of_the_weight_is_as_exact_as_one_product(ops):
     """Four chunks, and one rounding at the end."""
     classes, tokens = 32000, 16384
-    hidden = checks.leaf(checks.randn(tokens, 128, dtype=torch.bfloat16, device="cuda"))
-    weight = checks.leaf(checks.randn(classes, 128, dtype=torch.bfloat16, device="cuda", seed=1, scale=0.09))
+    hidden = common.leaf(randn(tokens, 128, dtype=torch.bfloat16, device="cuda"))
+    weight = common.leaf(randn(classes, 128, dtype=torch.bfloat16, device="cuda", seed=1, scale=0.09))
     target = torch.randint(0, classes, (tokens,), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
     ops.linear_cross_entropy(hidden, weight, target, reduction="sum", accum_dtype=torch.float32).backward()
     logits = hidden.detach() @ weight.detach().t()
@@ -173,8 +175,8 @@ def test_added_up_in_fp32_the_gradient_of_the_weight_is_as_exact_as_one_product(
 
 @pytest.mark.parametrize("tokens", (8192, 20000))
 def test_evaluation_takes_little_memory_whatever_the_number_of_tokens(ops, tokens):
-    hidden = checks.randn(tokens, 256, dtype=torch.bfloat16, device="cuda")
-    weight = checks.randn(151936, 256, dtype=torch.bfloat16, device="cuda", seed=1, scale=0.06)
+    hidden = randn(tokens, 256, dtype=torch.bfloat16, device="cuda")
+    weight = randn(151936, 256, dtype=torch.bfloat16, device="cuda", seed=1, scale=0.06)
     target = torch.zeros(tokens, dtype=torch.int64, device="cuda")
     losses = []
     for _ in range(2):
@@ -189,7 +191,7 @@ def test_evaluation_takes_little_memory_whatever_the_number_of_tokens(ops, token
 
 
 def test_evaluation_counts_a_label_outside_the_vocabulary_like_ignore_index(ops):
-    hidden, weight = (checks.randn(n, 64, dtype=torch.bfloat16, device="cuda", seed=n, scale=0.1) for n in (7, 33))
+    hidden, weight = (randn(n, 64, dtype=torch.bfloat16, device="cuda", seed=n, scale=0.1) for n in (7, 33))
     target = torch.tensor([1, 2, 33, -5, 10**12, 5, -100], device="cuda")
     kept = torch.where((target >= 0) & (target < 33), target, -100)
     found, expected = (ops.linear_cross_entropy(hidden, weight, labels, reduction="none") for labels in (target, kept))

@@ -5,7 +5,8 @@ import sys
 import pytest
 import torch
 
-from tests import op_checks as checks
+from tests.ops import adamw, common, linear_cross_entropy, rms_norm
+from tests.ops.common import leaf
 from tests.tolerances import RELATIVE_ERROR, assert_close, relative_error
 
 BF16 = torch.bfloat16
@@ -32,21 +33,21 @@ def test_more_than_2_31_logits_in_one_chunk(ops, monkeypatch, options):
     monkeypatch.setattr(module, "LARGE_CHUNK", 12 * GIB)
     chunks = list(module.chunk_slices(tokens, module.plan_chunks(tokens, classes, BF16).tokens))
     assert max(rows.stop - rows.start for rows in chunks) * classes > 2**31
-    hidden = checks.leaf(filled(tokens, features, seed=1))
-    weight = checks.leaf(filled(classes, features, seed=2) * features**-0.5)
+    hidden = leaf(filled(tokens, features, seed=1))
+    weight = leaf(filled(classes, features, seed=2) * features**-0.5)
     target = torch.randint(0, classes, (tokens,), device="cuda", generator=torch.Generator("cuda").manual_seed(3))
     loss = ops.linear_cross_entropy(hidden, weight, target, reduction="sum", **options)
     loss.backward()
 
     ends = sorted({row for rows in chunks for row in (rows.start, rows.stop - 1)})
     exact = hidden.detach()[ends].double().requires_grad_()
-    checks.cross_entropy_exact(exact, weight.detach().double(), target[ends], reduction="sum", **options).backward()
+    linear_cross_entropy.cross_entropy_exact(exact, weight.detach().double(), target[ends], reduction="sum", **options).backward()
     assert_close(hidden.grad[ends], exact.grad, BF16, "dhidden at the ends of the chunks", 2)
 
     total, dweight = 0.0, torch.zeros(classes, features, device="cuda")
     for start in range(0, tokens, 2048):
         part = slice(start, start + 2048)
-        small = checks.leaf(weight)
+        small = leaf(weight)
         step = ops.linear_cross_entropy(hidden.detach()[part], small, target[part], reduction="sum", **options)
         step.backward()
         total += step.item()
@@ -62,7 +63,7 @@ def test_the_memory_of_the_loss_does_not_grow_with_the_tokens(ops, frozen):
     features, classes, peaks = 64, 151936, []
     weight = (filled(classes, features, seed=2) * features**-0.5).requires_grad_(not frozen)
     for tokens in (32768, 262144):
-        hidden = checks.leaf(filled(tokens, features, seed=1))
+        hidden = leaf(filled(tokens, features, seed=1))
         target = torch.randint(0, classes, (tokens,), device="cuda", generator=torch.Generator("cuda").manual_seed(3))
         weight.grad = None
         torch.cuda.reset_peak_memory_stats()
@@ -80,7 +81,7 @@ def test_rms_norm_of_a_million_tokens(ops, length):
     """2^20 tokens of 4096, as rows of a model and as heads of 128: 2^25 rows, more than a grid has blocks."""
     needs(60)
     rows = 2**32 // length
-    x, weight = checks.leaf(filled(rows, length, seed=1)), checks.leaf(filled(length, seed=2) + 1)
+    x, weight = leaf(filled(rows, length, seed=1)), leaf(filled(length, seed=2) + 1)
     dy = filled(rows, length, seed=3)
     y = ops.rms_norm(x, weight)
     y.backward(dy)
@@ -92,8 +93,8 @@ def test_rms_norm_of_a_million_tokens(ops, length):
         n = n * torch.rsqrt(n.square().mean(-1, keepdim=True) + 1e-6)
         dweight += (dy[part].double() * n).sum(0)
         if i % 21 == 0:  # the first, the last, and two between
-            exact = checks.exact(x[part][-4096:]).cuda().detach().requires_grad_()
-            y64 = checks.rms_norm_exact(exact, weight.detach().double(), 1e-6)
+            exact = common.exact(x[part][-4096:]).cuda().detach().requires_grad_()
+            y64 = rms_norm.rms_norm_exact(exact, weight.detach().double(), 1e-6)
             y64.backward(dy[part][-4096:].double())
             assert_close(y[part][-4096:], y64, BF16, f"y of rows before {part.stop}")
             assert_close(x.grad[part][-4096:], exact.grad, BF16, f"dx of rows before {part.stop}")
@@ -112,7 +113,7 @@ def test_adamw_of_more_elements_than_one_launch_reaches(ops, dtype, count):
     optimizer = ops.AdamW([param], lr=0.05, weight_decay=0.2)
     optimizer.step()
     zero = torch.zeros_like(grad)
-    wanted = checks.adamw_exact(before, grad, zero, zero, 1, 0.05, (0.9, 0.999), 1e-8, 0.2)
+    wanted = adamw.adamw_exact(before, grad, zero, zero, 1, 0.05, (0.9, 0.999), 1e-8, 0.2)
     state = optimizer.state[param]
     for name, found, exact in zip(("param", "exp_avg", "exp_avg_sq"), (param, state["exp_avg"], state["exp_avg_sq"]), wanted, strict=True):
         assert_close(found[ends], exact, dtype, name)

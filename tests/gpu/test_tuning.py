@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import op_checks as checks
+from tests.ops import rms_norm as checks
+from tests.ops.common import leaf, randn
 from tests.tolerances import assert_close
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +38,7 @@ def launched(ops):
     """(the variant that RMSNorm's backward launches, both gradients)"""
     kernel = sys.modules[f"{ops.__name__}.shared.ops.rms_norm"]._backward_kernel
     kernel.forget()
-    x, weight, dy = (checks.leaf(checks.randn(*shape, dtype=torch.bfloat16, device="cuda", seed=len(shape))) for shape in ((333, 4096), (4096,), (333, 4096)))
+    x, weight, dy = (leaf(randn(*shape, dtype=torch.bfloat16, device="cuda", seed=len(shape))) for shape in ((333, 4096), (4096,), (333, 4096)))
     gradients = torch.autograd.grad(ops.rms_norm(x, weight), (x, weight), dy)
     (launch,) = kernel._prepared.values()
     return launch.name, gradients

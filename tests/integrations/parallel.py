@@ -12,7 +12,7 @@ from torch import nn
 from tests.integrations.common import FACTOR, WAYS, batch, install, model_on
 from tests.integrations.ranks import WORLD
 from tests.models import Step
-from tests.op_checks import small_parameters_too
+from tests.ops.adamw import small_parameters_too
 from tests.tolerances import assert_close, relative_error
 
 HOWS = pytest.mark.parametrize("how", WAYS)

@@ -10,7 +10,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, T
 
 from tests.integrations.common import FACTOR, WAYS, batch, install, layers_run, model_on  # noqa: F401
 from tests.models import VOCABULARY, random_tokens
-from tests.op_checks import small_parameters_too
+from tests.ops.adamw import small_parameters_too
 from tests.tolerances import assert_close, relative_error
 
 ROWS = 24

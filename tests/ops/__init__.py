@@ -1,47 +1,21 @@
-"""One file for each operation of the package for Liger's users: its formula in float64, its checks, and errors that these must notice.
+"""One file an operation: its formula in float64, the shapes that matter, its checks, and errors that the checks must notice.
 
-A file has `all_cases(ops, device, dtypes)`, which gives (name, function) of every check; `CHECKS`, cheap ones by name, for planted errors;
-and `MUTANTS`: (file, function, text there, the error in its place, check).
+A file has functions `check_<operation>(ops, device, dtype, ...)`, which tests/cpu runs in PyTorch and through the interpreter and tests/gpu with
+the real cubins, and two tables for planted errors:
+
+- `CHECKS`: name -> function(package). The cheapest check that notices an error, on the CPU.
+- `MUTANTS`: (file, function, old, new, check) or (file, function, old, new, check, kernels). In `function` of `file` (kernel_src/x.py, or a file of
+  torch-ext: shared/ops/x.py) the text `old`, which occurs there once, becomes `new`; `check`, one of the file's own `CHECKS`, must fail. kernels:
+  False to run in PyTorch; True, the default, to run the kernels in the interpreter.
+
+tests/mutants.py collects both from every file here and plants the errors.
 """
 
 import importlib
-
-from tests.op_cases import Operations
-
-NAMES = (
-    "general_rms_norm", "layer_norm", "group_norm", "poly_norm", "dyt", "softmax", "sparsemax", "gated_activation", "tiled_mlp", "llama4_rope",
-    "mrope", "cross_entropy", "divergence", "linear_jsd", "neighborhood_attention",
-)  # fmt: skip
-# Where an operation lies that has not the name of its module.
-MODULES = {
-    "general_add_rms_norm": "general_rms_norm",
-    **dict.fromkeys(("swiglu", "swiglu_packed", "geglu", "geglu_packed"), "gated_activation"),
-    **dict.fromkeys(("tiled_swiglu", "tiled_geglu"), "tiled_mlp"),
-    "rotary_complex": "llama4_rope",
-    **dict.fromkeys(("rotary_multimodal", "partial_rotary"), "mrope"),
-    "cross_entropy": "cross_entropy_of_logits",
-    **dict.fromkeys(("kl_div", "jsd", "tvd"), "divergence"),
-}
+import pkgutil
 
 
-class SuiteOperations(Operations):
-    """The operations of the suite as attributes, with the arguments that they have there, and `<module>_module` for what lies beside one."""
-
-    def launched(self) -> int:
-        """How many kernels the interpreter has run."""
-        return len(importlib.import_module(f"{self.packages[0].__name__}.shared.runtime.launch").backend.launched)
-
-    def __getattr__(self, name):
-        module = name.removesuffix("_module")
-        found = importlib.import_module(f"{self.packages[0].__name__}.shared.ops.{MODULES.get(name, module)}")
-        return found if module != name else getattr(found, name)
-
-
-def suite(package) -> SuiteOperations:
-    """The operations of a loaded package that ships them all."""
-    return SuiteOperations(package)
-
-
-def module_of(name: str):
-    """The file of an operation here."""
-    return importlib.import_module(f"tests.ops.{name}")
+def modules() -> dict:
+    """The files that have planted errors, by the name of their operation."""
+    found = {info.name: importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)}
+    return {name: module for name, module in sorted(found.items()) if hasattr(module, "CHECKS") and hasattr(module, "MUTANTS")}

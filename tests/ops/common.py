@@ -1,12 +1,43 @@
-"""What the checks of operations share: random tensors, float64 leaves, and the bounds of a whole tensor and of each of its rows."""
+"""What the checks of every operation share: random tensors, their copies in float64, the package's limits, and the form of planted errors."""
+
+import contextlib
+import importlib
+import types
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.op_checks import exact, leaf, randn
 from tests.tolerances import RELATIVE_ERROR, assert_close
+
+
+def runtime_of(package) -> types.SimpleNamespace:
+    """The runtime modules of a loaded package."""
+    names = ("artifacts", "launch", "device")
+    return types.SimpleNamespace(**{name: importlib.import_module(f"{package.__name__}.shared.runtime.{name}") for name in names})
+
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 BF16, FP16, FP32 = FLOATS
+CPU = "cpu"
+
+
+def randn(*shape, dtype, device, seed=0, scale=1.0):
+    """Normal random numbers that are the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
+
+
+def leaf(tensor):
+    return tensor.detach().requires_grad_()
+
+
+def exact(tensor):
+    """The same numbers in float64, to differentiate."""
+    return tensor.detach().double().cpu().requires_grad_()
+
+
+# ---------------------------------------------------------------- bounds, and what is the caller's
 # An element's rounding error is bounded, not only the norm's: in a short row one badly rounded element may be the largest.
 ROW_FACTOR = 2.0
 
@@ -61,18 +92,63 @@ def backward_twice(result, dy, leaves):
     return first
 
 
-__all__ = [
-    "BF16",
-    "FLOATS",
-    "FP16",
-    "FP32",
-    "assert_close",
-    "assert_rows_close",
-    "backward_twice",
-    "check_kept",
-    "exact",
-    "gradient_twice",
-    "leaf",
-    "randn",
-    "unchanged",
-]
+@contextlib.contextmanager
+def limit(package, module, name, value):
+    """Another value of a limit in one of the package's modules of operations, so that tests may be small."""
+    module = importlib.import_module(f"{package.__name__}.shared.ops.{module}")
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def launched(ops) -> list:
+    """The names of the variants that ran so far."""
+    return runtime_of(ops).launch.backend.launched
+
+
+@contextlib.contextmanager
+def mesh_of_one():
+    """A device mesh of this process alone."""
+    alone = not dist.is_initialized()
+    if alone:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh(CPU, (1,))
+    finally:
+        if alone:
+            dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------- for CHECKS and MUTANTS
+def on_cpu(check, *arguments, **options):
+    """A check, on CPU tensors, with these arguments behind the device."""
+    return lambda ops: check(ops, CPU, *arguments, **options)
+
+
+def _autograd(check, operation):
+    def checked(ops):
+        cases = importlib.import_module("tests.op_cases")  # which takes formulas from the files beside this one
+        try:
+            getattr(cases, check)(cases.operations(ops), operation, FP32, CPU)
+        except RuntimeError as error:  # that autograd refuses a gradient is as good as a difference
+            raise AssertionError(f"{operation}: {error}") from error
+
+    return checked
+
+
+def alone(operation):
+    """Each gradient of an operation, asked for alone."""
+    return _autograd("check_that_one_gradient_alone_is_the_same", operation)
+
+
+def again(operation):
+    """A second backward pass of an operation."""
+    return _autograd("check_a_second_backward_pass", operation)
+
+
+def errors_in(file, check, function, *pairs, kernels=True):
+    """Planted errors of one function, (old, new) each or (old, new, another check), in the form of `MUTANTS`."""
+    return [(file, function, old, new, *(other or [check]), kernels) for old, new, *other in pairs]

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, check_kept, exact, leaf, randn
+from tests.ops.suite import of_suite
 from tests.tolerances import assert_close
 
 # Rows of several pieces and of a part of one, aligned and not, of more dimensions.
@@ -171,7 +172,7 @@ def check_slabs(ops, elements=200):
         module.SLAB = before
 
 
-CHECKS = {
+CHECKS = of_suite({
     "loss": lambda ops: check_cross_entropy(ops, "cpu", F32, (3, 5000)),
     "loss_none": lambda ops: check_cross_entropy(ops, "cpu", F32, (3, 300), "none"),
     "loss_smooth": lambda ops: [check_cross_entropy(ops, "cpu", F32, (3, 5000), "none", **OPTIONS[4]), check_cross_entropy(ops, "cpu", F32, (3, 300), **OPTIONS[4])],
@@ -180,8 +181,8 @@ CHECKS = {
     "loss_returns": lambda ops: check_returns(ops, "cpu", F32),
     "loss_nothing": lambda ops: check_nothing_counted(ops, "cpu", F32),
     "loss_slabs": check_slabs,
-}
-_KERNELS, _OPERATION, _SUMS = "kernel_src/cross_entropy.py", "ops/cross_entropy_of_logits.py", "kernel_src/sums.py"
+})
+_KERNELS, _OPERATION, _SUMS = "kernel_src/cross_entropy.py", "shared/ops/cross_entropy_of_logits.py", "kernel_src/sums.py"
 MUTANTS = (
     (_KERNELS, "write_gradient", "* LOG2E", "", "loss"),
     (_KERNELS, "write_gradient", "ct.astype(cols, ct.int64) == t, 1.0", "ct.astype(cols, ct.int64) == t, 0.5", "loss"),

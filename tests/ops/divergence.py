@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, check_kept, leaf, randn
+from tests.ops.suite import of_suite
 from tests.tolerances import assert_close
 
 ROW_FACTOR = 4.0  # the gradient of a row's logits is a difference of sums over the row
@@ -266,7 +267,7 @@ def all_cases(ops, device, dtypes=FLOATS):
 
 
 F32 = torch.float32
-CHECKS = {
+CHECKS = of_suite({
     "jsd": lambda ops: [check_divergence(ops, "cpu", F32, "jsd", (3, 1100), beta=beta) for beta in (0.1, 0.0, 1.0)],
     "kl": lambda ops: check_divergence(ops, "cpu", F32, "kl_div", (3, 2304), eps=1e-3),
     "tvd": lambda ops: check_divergence(ops, "cpu", F32, "tvd", (3, 2304)),
@@ -287,8 +288,8 @@ CHECKS = {
     "fp16": lambda ops: check_divergence(ops, "cpu", torch.float16, "jsd", (3, 3000), upstream=torch.tensor(1.1 * 2.0**20), reduction="mean"),
     "slabs": check_slabs,
     "total": lambda ops: check_total(ops, "cpu"),
-}
-_KERNELS, _OPERATION, _SUMS = "kernel_src/divergence.py", "ops/divergence.py", "kernel_src/sums.py"
+})
+_KERNELS, _OPERATION, _SUMS = "kernel_src/divergence.py", "shared/ops/divergence.py", "kernel_src/sums.py"
 MUTANTS = (
     (_KERNELS, "fast_log2", "0.4809654951095581", "0.49", "jsd"),
     (_KERNELS, "fast_log2", "0x3F2AAAAB", "0x3F000000", "jsd"),

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
+from tests.ops.suite import of_suite
 
 
 def dyt_exact(x, alpha, gamma, beta):
@@ -81,14 +82,14 @@ MUTANTS = (
     ("kernel_src/dyt.py", "dyt_backward", "ct.where(valid[:, None], dalpha, 0.0)", "dalpha", "whole"),
     ("kernel_src/dyt.py", "dyt_backward", "a * dz)", "dz)", "whole"),
     ("kernel_src/dyt.py", "dyt_parameter_sums", "acc = acc + ct.gather(partial_alpha", "acc = ct.gather(partial_alpha", "many"),
-    ("ops/dyt.py", "DyTFunction.forward", "ctx.save_for_backward(x, alpha, gamma)", "ctx.save_for_backward(-x, alpha, gamma)", "whole"),
-    ("ops/dyt.py", "DyTFunction.backward", "parameters[:n] if need[2]", "parameters[n:] if need[2]", "whole"),
+    ("shared/ops/dyt.py", "DyTFunction.forward", "ctx.save_for_backward(x, alpha, gamma)", "ctx.save_for_backward(-x, alpha, gamma)", "whole"),
+    ("shared/ops/dyt.py", "DyTFunction.backward", "parameters[:n] if need[2]", "parameters[n:] if need[2]", "whole"),
 )
-CHECKS = {
+CHECKS = of_suite({
     "whole": lambda ops: check_dyt(ops, "cpu", BF16, (5, 768)),
     "small": lambda ops: check_dyt(ops, "cpu", FP32, (3, 64), scale=1e-3),
     "many": lambda ops: check_parameter_sums(ops, "cpu"),
-}
+})
 
 
 def all_cases(ops, device, dtypes=FLOATS):

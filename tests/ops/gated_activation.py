@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
+from tests.ops.suite import of_suite
 
 
 def gated_exact(gate, up, activation, gate_multiplier=1.0, down_multiplier=1.0):
@@ -73,7 +74,7 @@ SHAPES = ((2, 1024), (3, 3072), (1, 2056), (5, 777), (1, 1), (7,), (2, 3, 520), 
 VIEWS = (lambda x: x.transpose(0, 1), lambda x: x[:, :1024], lambda x: x[:, ::2], lambda x: x[1:, 1:1025], lambda x: x[:1].expand(x.shape))
 MULTIPLIERS = (0.7, 1.3)
 
-KERNEL, OPERATION = "kernel_src/gated_activation.py", "ops/gated_activation.py"
+KERNEL, OPERATION = "kernel_src/gated_activation.py", "shared/ops/gated_activation.py"
 # (file, function, what stands there, what is planted, the check that must notice)
 MUTANTS = (
     (KERNEL, "act", "3.0 * cubic", "2.0 * cubic", "tanh"),
@@ -90,15 +91,15 @@ MUTANTS = (
     (KERNEL, "place", "ct.bid(0) // pieces", "0", "packed"),
     (KERNEL, "gated_activation_backward", "write_rows(dup, at, du, EXACT)", "write_rows(dup, at, dg, EXACT)", "tanh"),
     (OPERATION, "swiglu", "float(gate_multiplier), float(down_multiplier)", "float(down_multiplier), float(gate_multiplier)", "multipliers"),
-    (OPERATION, "_packed_backward", "zip((dgate, dup)", "zip((dup, dgate)", "packed in PyTorch"),
-    (OPERATION, "backward_reference", "3 * cubic", "2 * cubic", "tanh in PyTorch"),
+    (OPERATION, "_packed_backward", "zip((dgate, dup)", "zip((dup, dgate)", "packed in PyTorch", False),
+    (OPERATION, "backward_reference", "3 * cubic", "2 * cubic", "tanh in PyTorch", False),
     (OPERATION, "_GatedActivation.forward", "ctx.save_for_backward(gate, up)", "ctx.save_for_backward(up, gate)", "tanh"),
     (OPERATION, "_GatedActivation.backward", "backward(dout, ", "backward(-dout, ", "tanh"),
     (OPERATION, "_PackedGatedActivation.forward", "ctx.save_for_backward(gate_up)", "ctx.save_for_backward(-gate_up)", "packed"),
     (OPERATION, "_PackedGatedActivation.backward", "packed_backward(dout, ", "packed_backward(-dout, ", "packed"),
 )
 FP32 = torch.float32
-CHECKS = {
+CHECKS = of_suite({
     "tanh": lambda ops: check_gated_activation(ops, "cpu", FP32, (3, 1024)),
     "tanh in PyTorch": lambda ops: check_gated_activation(ops, "cpu", FP32, (3, 77)),
     "erf": lambda ops: check_gated_activation(ops, "cpu", FP32, (3, 77), "none"),
@@ -107,7 +108,7 @@ CHECKS = {
     "odd": lambda ops: check_gated_activation(ops, "cpu", FP32, (1, 2056)),
     "packed": lambda ops: check_packed(ops, "cpu", FP32, (3, 77)),
     "packed in PyTorch": lambda ops: check_packed(ops, "cpu", FP32, (3, 77)),
-}
+})
 
 
 def all_cases(ops, device, dtypes=FLOATS):

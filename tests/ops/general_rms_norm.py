@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
+from tests.ops.suite import of_suite
 
 
 def rms_norm_exact(x, weight, eps, offset):
@@ -107,12 +108,12 @@ MUTANTS = (
     ("kernel_src/general_rms_norm.py", "backward_columns", "gradient = gradient + read(dtotal, index)", "gradient = gradient", "odd_residual"),
     ("kernel_src/general_rms_norm.py", "general_rms_norm_rows_forward", "(1.0 / TILE)", "(2.0 / TILE)", "rows"),
     ("kernel_src/general_rms_norm.py", "general_rms_norm_rows_backward", "ct.where(valid[:, None], d * n, 0.0)", "d * n", "rows"),
-    ("ops/general_rms_norm.py", "GeneralRMSNormFunction.forward", "ctx.save_for_backward(x, weight, rstd)", "ctx.save_for_backward(-x, weight, rstd)", "whole"),
-    ("ops/general_rms_norm.py", "GeneralRMSNormFunction.backward", "*ctx.saved_tensors, ctx.offset", "*ctx.saved_tensors, 0.0", "offset"),
-    ("ops/general_rms_norm.py", "GeneralAddRMSNormFunction.forward", "ctx.save_for_backward(total, weight, rstd)", "ctx.save_for_backward(x, weight, rstd)", "residual"),
-    ("ops/general_rms_norm.py", "GeneralAddRMSNormFunction.backward", "dtotal is None:", "True:", "residual"),
+    ("shared/ops/general_rms_norm.py", "GeneralRMSNormFunction.forward", "ctx.save_for_backward(x, weight, rstd)", "ctx.save_for_backward(-x, weight, rstd)", "whole"),
+    ("shared/ops/general_rms_norm.py", "GeneralRMSNormFunction.backward", "*ctx.saved_tensors, ctx.offset", "*ctx.saved_tensors, 0.0", "offset"),
+    ("shared/ops/general_rms_norm.py", "GeneralAddRMSNormFunction.forward", "ctx.save_for_backward(total, weight, rstd)", "ctx.save_for_backward(x, weight, rstd)", "residual"),
+    ("shared/ops/general_rms_norm.py", "GeneralAddRMSNormFunction.backward", "dtotal is None:", "True:", "residual"),
 )
-CHECKS = {
+CHECKS = of_suite({
     "whole": lambda ops: check_rms_norm(ops, "cpu", BF16, (3, 768)),
     "offset": lambda ops: check_rms_norm(ops, "cpu", BF16, (3, 768), offset=1.0),
     "rounding": lambda ops: check_rounding(ops, "cpu", BF16),
@@ -121,7 +122,7 @@ CHECKS = {
     "rows": lambda ops: check_rms_norm(ops, "cpu", FP16, (19, 128)),
     "residual": lambda ops: check_rms_norm(ops, "cpu", BF16, (3, 768), residual=True),
     "odd_residual": lambda ops: check_rms_norm(ops, "cpu", FP16, (3, 77), residual=True),
-}
+})
 
 
 def all_cases(ops, device, dtypes=FLOATS):

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
+from tests.ops.suite import of_suite
 
 
 def group_norm_exact(x, groups, weight, bias, eps):
@@ -90,14 +91,14 @@ MUTANTS = (
     ("kernel_src/group_norm.py", "group_norm_apply_backward", "at // (of_group // in_group)", "at * 0", "odd"),
     ("kernel_src/group_norm.py", "group_norm_apply_backward", "row % (weight.shape[0] // in_group) * in_group", "0", "odd"),
     ("kernel_src/group_norm.py", "group_norm_parameter_sums", "ct.where(valid[:, None], found, 0.0)", "found", "whole"),
-    ("ops/group_norm.py", "GroupNormFunction.forward", "ctx.save_for_backward(x, weight, mean, rstd)", "ctx.save_for_backward(x, weight, rstd, mean)", "whole"),
-    ("ops/group_norm.py", "GroupNormFunction.backward", "dweight, dbias = parameters", "dbias, dweight = parameters", "whole"),
+    ("shared/ops/group_norm.py", "GroupNormFunction.forward", "ctx.save_for_backward(x, weight, mean, rstd)", "ctx.save_for_backward(x, weight, rstd, mean)", "whole"),
+    ("shared/ops/group_norm.py", "GroupNormFunction.backward", "dweight, dbias = parameters", "dbias, dweight = parameters", "whole"),
 )
-CHECKS = {
+CHECKS = of_suite({
     "whole": lambda ops: check_group_norm(ops, "cpu", BF16, (2, 12, 320), 3),
     "parts": lambda ops: check_group_norm(ops, "cpu", BF16, (2, 4, 33, 128), 2, trend=6.0),
     "odd": lambda ops: check_group_norm(ops, "cpu", FP16, (2, 6, 7, 7), 3),
-}
+})
 
 
 def all_cases(ops, device, dtypes=FLOATS):

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
+from tests.ops.suite import of_suite
 
 
 def layer_norm_exact(x, weight, bias, eps):
@@ -95,15 +96,15 @@ MUTANTS = (
     ("kernel_src/layer_norm.py", "layer_norm_row_means", "sum_g = sum_g + g", "sum_g = g", "long"),
     ("kernel_src/layer_norm.py", "layer_norm_columns_backward", "dweight = dweight + d * n", "dweight = d * n", "long"),
     ("kernel_src/layer_norm.py", "layer_norm_columns_backward", "- n * mean_gn", "", "odd"),
-    ("ops/layer_norm.py", "LayerNormFunction.forward", "ctx.save_for_backward(x, weight, mean, rstd)", "ctx.save_for_backward(x, weight, rstd, mean)", "whole"),
-    ("ops/layer_norm.py", "LayerNormFunction.backward", "dweight, dbias = parameters", "dbias, dweight = parameters", "whole"),
+    ("shared/ops/layer_norm.py", "LayerNormFunction.forward", "ctx.save_for_backward(x, weight, mean, rstd)", "ctx.save_for_backward(x, weight, rstd, mean)", "whole"),
+    ("shared/ops/layer_norm.py", "LayerNormFunction.backward", "dweight, dbias = parameters", "dbias, dweight = parameters", "whole"),
 )
-CHECKS = {
+CHECKS = of_suite({
     "whole": lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 768)),
     "many": lambda ops: check_layer_norm(ops, "cpu", BF16, (13, 1024)),
     "long": lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 8256), trend=2.0),
     "odd": lambda ops: check_layer_norm(ops, "cpu", FP16, (19, 77)),
-}
+})
 
 
 def all_cases(ops, device, dtypes=FLOATS):

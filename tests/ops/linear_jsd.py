@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_close, assert_rows_close, check_kept, exact, leaf, randn
+from tests.ops.suite import of_suite
 
 CASES = (
     {},
@@ -104,7 +105,7 @@ def all_cases(ops, device, dtypes=FLOATS):
         yield f"all ignored {dtype}", partial(check_all_ignored, ops, device, dtype)
 
 
-OPERATION = "ops/linear_jsd.py"
+OPERATION = "shared/ops/linear_jsd.py"
 F32 = torch.float32
 MUTANTS = (
     (OPERATION, "_LinearJSD.forward", "save_for_backward(hidden, weight, bias,", "save_for_backward(-hidden, weight, bias,", "loss"),
@@ -118,13 +119,13 @@ MUTANTS = (
     (OPERATION, "_KernelPiece.gradient", "slope, factor,", "slope, factor * 2,", "loss"),
     (OPERATION, "_Piece.factor", "return scale * power, power", "return scale, power", "fp16"),
     (OPERATION, "_scale", "inverse_count(labels, ignore_index) if kernels", "inverse_count(labels, -100) if kernels", "labels"),
-    (OPERATION, "_TorchPiece.gradient", "self.labels, self.options, factor", "None, self.options, factor", "PyTorch"),
+    (OPERATION, "_TorchPiece.gradient", "self.labels, self.options, factor", "None, self.options, factor", "PyTorch", False),
 )
-CHECKS = {
+CHECKS = of_suite({
     "loss": lambda ops: check_linear_jsd(ops, "cpu", F32, temperature=2.0, upstream=3.7),
     "chunks": lambda ops: check_linear_jsd(ops, "cpu", F32, (11,), chunk=4, labels=True),
     "wide": lambda ops: check_linear_jsd(ops, "cpu", F32, (3,), classes=2500),
     "labels": lambda ops: check_linear_jsd(ops, "cpu", F32, labels=True),
     "fp16": lambda ops: check_linear_jsd(ops, "cpu", torch.float16),
     "PyTorch": lambda ops: check_linear_jsd(ops, "cpu", F32, labels=True),
-}
+})

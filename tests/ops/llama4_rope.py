@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
+from tests.ops.suite import of_suite
 
 
 def rotary_complex_exact(x, freqs):
@@ -50,7 +51,7 @@ CASES = (
     {"view": lambda x: x[..., 1:127]},
     {"tokens": 0},
 )
-KERNEL, OPERATION = "kernel_src/llama4_rope.py", "ops/llama4_rope.py"
+KERNEL, OPERATION = "kernel_src/llama4_rope.py", "shared/ops/llama4_rope.py"
 MUTANTS = (
     (KERNEL, "turn_heads", "pack(a * cos + b * sin", "pack(a * cos - b * sin", "bf16"),
     (KERNEL, "turn_heads", "b * cos + a * sin", "b * cos - a * sin", "bf16"),
@@ -58,16 +59,16 @@ MUTANTS = (
     (KERNEL, "join_float32", "b << 32", "b << 31", "fp32"),
     (KERNEL, "llama4_rope", "token % table.shape[0]", "0", "bf16"),
     (KERNEL, "llama4_rope", "group < ct.cdiv(k.shape[1], K_HEADS)", "group < 1", "many key heads"),
-    (OPERATION, "_rotate", "freqs.conj() if backward else freqs", "freqs", "PyTorch"),
+    (OPERATION, "_rotate", "freqs.conj() if backward else freqs", "freqs", "PyTorch", False),
     (OPERATION, "_RotaryComplex.forward", "ctx.save_for_backward(table)", "ctx.save_for_backward(-table)", "bf16"),
     (OPERATION, "_RotaryComplex.backward", "*ctx.saved_tensors, True", "*ctx.saved_tensors, False", "bf16"),
 )
-CHECKS = {
+CHECKS = of_suite({
     "bf16": lambda ops: check_rotary_complex(ops, "cpu", torch.bfloat16),
     "fp32": lambda ops: check_rotary_complex(ops, "cpu", torch.float32),
     "many key heads": lambda ops: check_rotary_complex(ops, "cpu", torch.bfloat16, heads=(2, 9)),
     "PyTorch": lambda ops: check_rotary_complex(ops, "cpu", torch.float32),
-}
+})
 
 
 def all_cases(ops, device, dtypes=FLOATS):

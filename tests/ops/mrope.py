@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
+from tests.ops.suite import of_suite
 
 
 def chosen_exact(table, sections, interleaved):
@@ -89,7 +90,7 @@ PARTIAL_CASES = (
     {"head_dim": 130, "rotary_dim": 2, "table": lambda t: t.unsqueeze(1)},
     {"head_dim": 64, "rotary_dim": 64},
 )
-KERNEL, OPERATION = "kernel_src/mrope.py", "ops/mrope.py"
+KERNEL, OPERATION = "kernel_src/mrope.py", "shared/ops/mrope.py"
 MUTANTS = (
     (KERNEL, "part_of", "j < time + height", "j < height", "multimodal"),
     (KERNEL, "part_of", "j < 3 * width", "j <= 3 * width + 2", "interleaved"),
@@ -101,17 +102,17 @@ MUTANTS = (
     (KERNEL, "mrope_any", "q.shape[2] - 2 * half", "0 * half", "partial"),
     (KERNEL, "copy_part", "ct.gather(x, at, check_bounds=False)", "ct.gather(y, at, check_bounds=False)", "partial"),
     (KERNEL, "rotate_part", "x.shape[1] - 1", "x.shape[1] - 2", "odd"),
-    (OPERATION, "mrope_reference", "_rotate_half(turned * sin) if backward", "_rotate_half(turned) * sin if backward", "PyTorch"),
+    (OPERATION, "mrope_reference", "_rotate_half(turned * sin) if backward", "_rotate_half(turned) * sin if backward", "PyTorch", False),
     (OPERATION, "_MRoPE.forward", "ctx.save_for_backward(cos, sin)", "ctx.save_for_backward(sin, cos)", "multimodal"),
     (OPERATION, "_MRoPE.backward", "*ctx.options, True", "*ctx.options, False", "multimodal"),
 )
-CHECKS = {
+CHECKS = of_suite({
     "multimodal": lambda ops: check_multimodal(ops, "cpu", torch.bfloat16),
     "interleaved": lambda ops: check_multimodal(ops, "cpu", torch.bfloat16, interleaved=True, sections=(24, 20, 20)),
     "odd": lambda ops: check_multimodal(ops, "cpu", torch.float32, head_dim=96, sections=(8, 12, 12)),
     "partial": lambda ops: check_partial(ops, "cpu", torch.float32),
     "PyTorch": lambda ops: check_multimodal(ops, "cpu", torch.float32),
-}
+})
 
 
 def all_cases(ops, device, dtypes=FLOATS):

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
+from tests.ops.suite import of_suite
 
 
 def neighborhood_exact(q, k, v, kernel_size, dilation, scale, causal):
@@ -58,7 +59,7 @@ CASES = (
     {"shape": (0, 2, 20, 16)},
     {"shape": (1, 2, 0, 16)},
 )
-KERNEL, OPERATION = "kernel_src/neighborhood_attention.py", "ops/neighborhood_attention.py"
+KERNEL, OPERATION = "kernel_src/neighborhood_attention.py", "shared/ops/neighborhood_attention.py"
 MUTANTS = (
     (KERNEL, "tile_of", "ct.bid(2) % dilation", "0", "once"),
     (KERNEL, "tile_of", "ct.bid(0) * M", "0", "once"),
@@ -77,12 +78,12 @@ MUTANTS = (
     (KERNEL, "rowwise_neighborhood_backward_queries", "- sums) * kt", ") * kt", "fp32"),
     (KERNEL, "rowwise_neighborhood_backward_keys", "m - right", "m - left", "fp32 causal"),
     (OPERATION, "neighborhood_attention", "0 if causal else left", "left", "causal"),
-    (OPERATION, "backward_reference", "dk[:, :, keys]", "dk[:, :, queries]", "PyTorch"),
+    (OPERATION, "backward_reference", "dk[:, :, keys]", "dk[:, :, queries]", "PyTorch", False),
     (OPERATION, "neighborhood_attention", "min(dilation, tokens)", "dilation", "far"),
     (OPERATION, "_NeighborhoodAttention.forward", "save_for_backward(q, k, v, out, lse)", "save_for_backward(q, k, out, v, lse)", "once"),
     (OPERATION, "_NeighborhoodAttention.backward", "q, k, v, out, dout, lse, *ctx.band)", "q, k, v, dout, out, lse, *ctx.band)", "once"),
 )
-CHECKS = {
+CHECKS = of_suite({
     "once": lambda ops: check_neighborhood_attention(ops, "cpu", torch.bfloat16, dilation=2),
     "causal": lambda ops: check_neighborhood_attention(ops, "cpu", torch.bfloat16, kernel_size=33, causal=True),
     "wide": lambda ops: check_neighborhood_attention(ops, "cpu", torch.bfloat16, (1, 1, 150, 16), 81),
@@ -90,7 +91,7 @@ CHECKS = {
     "fp32 causal": lambda ops: check_neighborhood_attention(ops, "cpu", torch.float32, causal=True),
     "far": lambda ops: check_neighborhood_attention(ops, "cpu", torch.float32, (1, 1, 5, 8), dilation=9),
     "PyTorch": lambda ops: check_neighborhood_attention(ops, "cpu", torch.float32),
-}
+})
 
 
 def all_cases(ops, device, dtypes=FLOATS):

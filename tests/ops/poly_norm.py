@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
+from tests.ops.suite import of_suite
 
 
 def poly_norm_exact(x, weight, bias, eps):
@@ -73,14 +74,14 @@ MUTANTS = (
     ("kernel_src/poly_norm.py", "poly_norm_long_forward", "sum4 = sum4 + square * square", "sum4 = square * square", "long"),
     ("kernel_src/poly_norm.py", "poly_norm_long_backward", "dw0 + s3", "s3", "odd"),
     ("kernel_src/poly_norm.py", "write_sums", "s3, check", "s2, check", "odd"),
-    ("ops/poly_norm.py", "PolyNormFunction.forward", "ctx.save_for_backward(x, weight, rstd)", "ctx.save_for_backward(-x, weight, rstd)", "whole"),
-    ("ops/poly_norm.py", "PolyNormFunction.backward", "parameters[:3]", "parameters[1:]", "whole"),
+    ("shared/ops/poly_norm.py", "PolyNormFunction.forward", "ctx.save_for_backward(x, weight, rstd)", "ctx.save_for_backward(-x, weight, rstd)", "whole"),
+    ("shared/ops/poly_norm.py", "PolyNormFunction.backward", "parameters[:3]", "parameters[1:]", "whole"),
 )
-CHECKS = {
+CHECKS = of_suite({
     "whole": lambda ops: check_poly_norm(ops, "cpu", BF16, (3, 2112)),
     "long": lambda ops: check_poly_norm(ops, "cpu", BF16, (2, 4160)),
     "odd": lambda ops: check_poly_norm(ops, "cpu", FP16, (19, 77)),
-}
+})
 
 
 def all_cases(ops, device, dtypes=FLOATS):

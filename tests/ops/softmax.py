@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, check_kept, exact, gradient_twice, leaf, randn
+from tests.ops.suite import of_suite
 from tests.tolerances import assert_close
 
 # Every tile, whole and not; several rows a block that do not fill it; odd rows; rows in pieces, aligned and not.
@@ -61,7 +62,7 @@ def check_softmax_empty(ops, device, dtype):
     assert y.shape == () and y == 1
 
 
-CHECKS = {
+CHECKS = of_suite({
     "softmax": lambda ops: [check_softmax(ops, "cpu", torch.float32, shape) for shape in ((5, 128), (40, 96), (5, 1000))],
     "softmax_long": lambda ops: [check_softmax(ops, "cpu", torch.float32, shape) for shape in ((2, 20480), (2, 5001))],
     "softmax_infinities": lambda ops: [check_softmax_infinities(ops, "cpu", torch.float32, columns) for columns in (100, 17000)],
@@ -70,8 +71,8 @@ CHECKS = {
         check_softmax(ops, "cpu", torch.float32, (3, 64), view=lambda x: x[:, ::2]),
         check_softmax(ops, "cpu", torch.float32, (1, 64), view=lambda x: x.expand(3, 64)),
     ],
-}
-_KERNELS, _OPERATION = "kernel_src/softmax.py", "ops/softmax.py"
+})
+_KERNELS, _OPERATION = "kernel_src/softmax.py", "shared/ops/softmax.py"
 # file, function, its text, the error, the check that must notice
 MUTANTS = (
     (_KERNELS, "rows_of_block", "ct.bid(0) * ROWS", "ct.bid(0)", "softmax"),
@@ -112,8 +113,8 @@ def check_softmax_slabs(ops, elements=40):
         ops.softmax_module.SLAB = before
 
 
-CHECKS["softmax_many_parts"] = lambda ops: check_softmax(ops, "cpu", torch.float32, (1, 66 * 4096 + 5), view=lambda x: x.sort(-1).values)
-CHECKS["softmax_slabs"] = check_softmax_slabs
+CHECKS |= of_suite({"softmax_many_parts": lambda ops: check_softmax(ops, "cpu", torch.float32, (1, 66 * 4096 + 5), view=lambda x: x.sort(-1).values)})
+CHECKS |= of_suite({"softmax_slabs": check_softmax_slabs})
 
 
 def all_cases(ops, device, dtypes=FLOATS):

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, check_kept, exact, gradient_twice, leaf, randn
+from tests.ops.suite import of_suite
 
 SHAPES = ((5, 128), (17, 96), (3, 7, 64), (2, 1024), (5, 1000), (3, 4096), (2, 3001), (2, 8192), (2, 10000), (1, 40003), (3, 1), (7,))
 
@@ -86,7 +87,7 @@ def check_sparsemax_empty(ops, device, dtype):
     assert ops.sparsemax(torch.tensor(3.0, dtype=dtype, device=device)) == 1
 
 
-CHECKS = {
+CHECKS = of_suite({
     "sparsemax": lambda ops: [check_sparsemax(ops, "cpu", torch.float32, shape) for shape in ((5, 128), (17, 96), (5, 1000))],
     "sparsemax_long": lambda ops: [check_sparsemax(ops, "cpu", torch.float32, shape) for shape in ((3, 10000), (2, 34001))],
     "sparsemax_hard": lambda ops: check_sparsemax_hard_rows(ops, "cpu", torch.float32, 500),
@@ -95,7 +96,7 @@ CHECKS = {
     "sparsemax_nan": lambda ops: check_sparsemax_nan(ops, "cpu", torch.float32, 300),
     "sparsemax_fp16": lambda ops: check_sparsemax_fp16(ops, "cpu"),
     "sparsemax_layouts": lambda ops: check_sparsemax(ops, "cpu", torch.float32, (3, 5, 32), 1),
-}
+})
 
 
 def check_sparsemax_fp16(ops, device):
@@ -105,7 +106,7 @@ def check_sparsemax_fp16(ops, device):
     check_sparsemax(ops, device, torch.float16, x.shape, x=x)
 
 
-_KERNELS, _OPERATION = "kernel_src/sparsemax.py", "ops/sparsemax.py"
+_KERNELS, _OPERATION = "kernel_src/sparsemax.py", "shared/ops/sparsemax.py"
 MUTANTS = (
     (_KERNELS, "support", "size * v + 1.0 > total", "size * v + 1.0 >= total", "sparsemax_ties"),
     (_KERNELS, "support", "+ 1.0", "+ 0.5", "sparsemax"),

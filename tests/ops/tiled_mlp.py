@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
+from tests.ops.suite import of_suite
 from tests.ops.gated_activation import gated_exact
 
 NAMES = ("x", "gate", "up", "down")
@@ -56,7 +57,7 @@ CASES = (
 )
 NEEDS = tuple(tuple(i != j for j in range(4)) for i in range(4)) + ((False, True, False, False), (True, False, False, False))
 
-OPERATION = "ops/tiled_mlp.py"
+OPERATION = "shared/ops/tiled_mlp.py"
 MUTANTS = (
     (OPERATION, "_shards", "min(start + length, tokens)", "start + 1", "shards"),
     (OPERATION, "_add_product", "total.addmm_(a, b)", "torch.mm(a, b)", "shards"),
@@ -66,7 +67,7 @@ MUTANTS = (
     (OPERATION, "_TiledMLP.forward", "save_for_backward(x, gate_weight, up_weight,", "save_for_backward(x, up_weight, gate_weight,", "shards"),
     (OPERATION, "_TiledMLP.backward", "tiled_mlp_backward(dy, ", "tiled_mlp_backward(-dy, ", "shards"),
 )
-CHECKS = {"shards": lambda ops: check_tiled_mlp(ops, "cpu", torch.float32, (2, 9), shards=3)}
+CHECKS = of_suite({"shards": lambda ops: check_tiled_mlp(ops, "cpu", torch.float32, (2, 9), shards=3)})
 
 
 def all_cases(ops, device, dtypes=FLOATS):

@@ -9,15 +9,20 @@ a byte of it.
 
 import hashlib
 import json
+import os
 import platform
+import re
 import sys
 import threading
 import zlib
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional
+from typing import Any, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Tuple
 
 FORMAT = 1
 DICTIONARY = 2**15  # bytes of another architecture's image that an image may be packed with
+LARGEST = 2**62  # no number of a manifest reaches it
+DOWNLOAD = "Delete the package and download it again"
+FILE_NAME = re.compile(r"\w+/\w+\.cubins", re.ASCII)  # host and operation
 
 
 def folder_of_package(module: str) -> Path:
@@ -37,12 +42,12 @@ class Parameter(NamedTuple):
     kind: str
     dtype: str
     align: int = 1
-    shape: tuple = ()
-    shape_divisible: tuple = ()
-    shape_min: tuple = ()
-    shape_max: tuple = ()
-    stride: tuple = ()
-    stride_divisible: tuple = ()
+    shape: Tuple[Optional[int], ...] = ()
+    shape_divisible: Tuple[int, ...] = ()
+    shape_min: Tuple[int, ...] = ()
+    shape_max: Tuple[Optional[int], ...] = ()
+    stride: Tuple[Optional[int], ...] = ()
+    stride_divisible: Tuple[int, ...] = ()
 
 
 class Variant(NamedTuple):
@@ -52,9 +57,9 @@ class Variant(NamedTuple):
     name: str
     operation: str
     symbol: str
-    parameters: tuple
-    constants: dict
-    images: dict
+    parameters: Tuple[Parameter, ...]
+    constants: Dict[str, int]
+    images: Dict[str, Any]
 
 
 def host() -> str:
@@ -63,45 +68,132 @@ def host() -> str:
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
 
 
-def _tuples(value):
-    return tuple(value) if isinstance(value, list) else value
+class _Wrong(ValueError):
+    """A part of the manifest is not as it should be; the text says which."""
+
+
+def _expect(right: bool, where: str) -> None:
+    if not right:
+        raise _Wrong(where)
+
+
+def _is_number(value: object, least: int = 0) -> bool:
+    return type(value) is int and least <= value < LARGEST
+
+
+def _check_parameter(parameter: object, where: str) -> None:
+    _expect(isinstance(parameter, dict) and set(parameter) <= set(Parameter._fields), where)
+    assert isinstance(parameter, dict)
+    _expect(all(isinstance(parameter.get(name), str) for name in ("name", "dtype")), where)
+    _expect(parameter.get("kind") in ("array", "scalar"), f"{where}.kind")
+    if parameter["kind"] == "scalar":
+        return
+    _expect(_is_number(parameter.get("align"), 1), f"{where}.align")
+    lists: List[Any] = [parameter.get(name) for name in ("shape", "stride", "shape_divisible", "stride_divisible", "shape_min")]
+    lists.append(parameter.get("shape_max") or parameter.get("shape"))
+    _expect(all(isinstance(found, list) for found in lists) and len(set(map(len, lists))) == 1, f"{where}'s shapes and strides")
+    for name in ("shape", "stride", "shape_max"):
+        _expect(all(value is None or _is_number(value) for value in parameter.get(name) or ()), f"{where}.{name}")
+    for name, least in (("shape_divisible", 1), ("stride_divisible", 1), ("shape_min", 0)):
+        _expect(all(_is_number(value, least) for value in parameter[name]), f"{where}.{name}")
+
+
+def _check_images(images: object, file: str, files: Dict[str, str], where: str) -> None:
+    _expect(isinstance(images, dict) and bool(images) and file in files, where)
+    assert isinstance(images, dict)
+    for architecture, place in images.items():
+        _expect(isinstance(place, list) and len(place) in (3, 4) and all(map(_is_number, place[:3])), f"{where}.{architecture}")
+        if len(place) == 4:  # its dictionary is an image that has none itself
+            _expect(isinstance(place[3], str) and len(images.get(place[3], ())) == 3, f"{where}.{architecture}")
+
+
+def _check_manifest(manifest: Dict[str, Any]) -> None:
+    """Raises _Wrong where anything that this module or the launcher reads is not there or of another kind."""
+    for name in ("architectures", "files", "kernels"):
+        _expect(isinstance(manifest.get(name), dict), name)
+    for host_name, names in manifest["architectures"].items():
+        _expect(isinstance(names, list) and all(isinstance(name, str) for name in names), f"architectures.{host_name}")
+    for name, digest in manifest["files"].items():
+        _expect(FILE_NAME.fullmatch(name) is not None and isinstance(digest, str), f"files.{name}")
+    for kernel, entries in manifest["kernels"].items():
+        _expect(isinstance(entries, list), f"kernels.{kernel}")
+        for number, entry in enumerate(entries):
+            where = f"kernels.{kernel}[{number}]"
+            _expect(isinstance(entry, dict), where)
+            _expect(all(isinstance(entry.get(name), str) for name in ("name", "operation", "symbol")), where)
+            _expect(entry["symbol"].isascii() and entry["symbol"].isidentifier(), f"{where}.symbol")
+            _expect(isinstance(entry.get("parameters"), list), f"{where}.parameters")
+            for i, parameter in enumerate(entry["parameters"]):
+                _check_parameter(parameter, f"{where}.parameters[{i}]")
+            constants, images = entry.get("constants"), entry.get("images")
+            _expect(isinstance(constants, dict), f"{where}.constants")
+            _expect(all(isinstance(value, int) and abs(value) < LARGEST for value in constants.values()), f"{where}.constants")
+            _expect(isinstance(images, dict), f"{where}.images")
+            for host_name, found in images.items():
+                _check_images(found, f"{host_name}/{entry['operation']}.cubins", manifest["files"], f"{where}.images.{host_name}")
+
+
+def _variant(entry: Dict[str, Any]) -> Variant:
+    def parameter(found: Dict[str, Any]) -> Parameter:
+        fields: Dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        return Parameter(**fields)
+
+    return Variant(
+        name=entry["name"],
+        operation=entry["operation"],
+        symbol=entry["symbol"],
+        parameters=tuple(map(parameter, entry["parameters"])),
+        constants=entry["constants"],
+        images=entry["images"].get(host(), {}),
+    )
 
 
 class Artifacts:
     """The kernels in one folder. Thread-safe; nothing is read before it is asked for.
 
-    Raises ArtifactError when the manifest is missing, is no manifest of this format, or disagrees with the files.
+    Raises ArtifactError, which names the file and the cure, when the manifest is missing, is no manifest of this format, or disagrees
+    with the files.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock = threading.Lock()
-        self._manifest: Optional[dict] = None
+        self._manifest: Optional[Dict[str, Any]] = None
         self._files: Dict[str, bytes] = {}
         self._variants: Dict[str, List[Variant]] = {}
         self._digest = ""
-        self._operations: Optional[frozenset] = None
+        self._operations: Optional[FrozenSet[str]] = None
 
     @property
-    def manifest(self) -> dict:
+    def _path(self) -> Path:
+        return self.folder / "manifest.json"
+
+    @property
+    def manifest(self) -> Dict[str, Any]:
         if self._manifest is None:
-            path = self.folder / "manifest.json"
-            try:
-                data = path.read_bytes()
-                manifest = json.loads(data.decode("utf-8"))
-            except FileNotFoundError:
-                raise ArtifactError(f"{path} is missing: this copy of the package was built without GPU kernels") from None
-            except ValueError as error:
-                raise ArtifactError(f"{path} is damaged ({error}). Delete the package and download it again") from None
-            if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-                found = manifest.get("format") if isinstance(manifest, dict) else manifest
-                raise ArtifactError(f"{path} has format {found!r}, expected {FORMAT}. Delete the package and download it again")
-            missing = [name for name in ("architectures", "files", "kernels") if not isinstance(manifest.get(name), dict)]
-            if missing:
-                raise ArtifactError(f"{path} is damaged (no {', '.join(missing)}). Delete the package and download it again")
-            self._digest = hashlib.sha256(data).hexdigest()
-            self._manifest = manifest
+            self._manifest = self._read_manifest()
         return self._manifest
+
+    def _read_manifest(self) -> Dict[str, Any]:
+        try:
+            data = self._path.read_bytes()
+        except FileNotFoundError:
+            raise ArtifactError(f"{self._path} is missing: this copy of the package was built without GPU kernels") from None
+        except OSError as error:
+            raise ArtifactError(f"{self._path} cannot be read ({error.strerror}). {DOWNLOAD}") from None
+        try:
+            manifest = json.loads(data.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ArtifactError(f"{self._path} is damaged ({error}). {DOWNLOAD}") from None
+        found = manifest.get("format") if isinstance(manifest, dict) else manifest
+        if type(found) is not int or found != FORMAT:
+            raise ArtifactError(f"{self._path} has format {str(found)[:80]}, expected {FORMAT}. {DOWNLOAD}")
+        try:
+            _check_manifest(manifest)
+        except _Wrong as wrong:
+            raise ArtifactError(f"{self._path} is damaged (at {str(wrong)[:200]}). {DOWNLOAD}") from None
+        self._digest = hashlib.sha256(data).hexdigest()
+        return manifest
 
     @property
     def digest(self) -> str:
@@ -112,47 +204,58 @@ class Artifacts:
         """What this host has images for, e.g. ['sm_80', 'sm_90']."""
         return list(self.manifest["architectures"].get(host(), ()))
 
-    def operations(self) -> frozenset:
+    def operations(self) -> FrozenSet[str]:
         """The operations whose kernels this package has."""
         if self._operations is None:
-            self._operations = frozenset(entry["operation"] for entries in self.manifest["kernels"].values() for entry in entries)
+            self._operations = frozenset(entry["operation"] for entry in self._entries())
         return self._operations
+
+    def _entries(self) -> Iterator[Dict[str, Any]]:
+        """The entry of every variant of every kernel."""
+        return (entry for entries in self.manifest["kernels"].values() for entry in entries)
 
     def variants(self, kernel: str) -> List[Variant]:
         """The variants of a kernel, the preferred one first."""
         if kernel not in self._variants:
-            self._variants[kernel] = self._read_variants(kernel)
+            entries = self.manifest["kernels"].get(kernel)
+            if entries is None:
+                known = ", ".join(sorted(self.manifest["kernels"]))
+                raise ArtifactError(f"{self._path} has no kernel {kernel!r}; it has {known}. {DOWNLOAD}")
+            self._variants[kernel] = [_variant(entry) for entry in entries]
         return self._variants[kernel]
 
-    def _read_variants(self, kernel: str) -> List[Variant]:
-        entries = self.manifest["kernels"].get(kernel)
-        if entries is None:
-            raise ArtifactError(f"the manifest has no kernel {kernel!r}; it has {', '.join(sorted(self.manifest['kernels']))}")
-        return [
-            Variant(
-                name=entry["name"],
-                operation=entry["operation"],
-                symbol=entry["symbol"],
-                parameters=tuple(Parameter(**{k: _tuples(v) for k, v in p.items()}) for p in entry["parameters"]),
-                constants=entry["constants"],
-                images=entry["images"].get(host(), {}),
-            )
-            for entry in entries
-        ]
-
     def verify(self) -> None:
-        """Reads this host's files and compares their digests with the manifest. Raises ArtifactError at the first that differs."""
+        """Reads this host's files, compares their digests with the manifest and its images' places with their lengths.
+
+        Raises ArtifactError at the first that differs, and when there is a file of kernels that the manifest does not list.
+        """
+        here = host()
         for name in self.manifest["files"]:
-            if name.startswith(host() + "/"):
+            if name.startswith(here + "/"):
                 self._file(name)
+        folder = self.folder / here
+        for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
+            if name.endswith(".cubins") and f"{here}/{name}" not in self.manifest["files"]:
+                raise ArtifactError(f"{folder / name} is not listed in {self._path}. {DOWNLOAD}")
+        for entry in self._entries():
+            for architecture, (offset, stored, *_) in entry["images"].get(here, {}).items():
+                if offset + stored > len(self._file(f"{here}/{entry['operation']}.cubins")):
+                    raise ArtifactError(f"{self._path} is damaged (the image of {entry['name']} for {architecture}). {DOWNLOAD}")
 
     def image(self, variant: Variant, architecture: str) -> bytes:
         """The cubin of a variant for one architecture, from a file whose digest was right."""
         offset, stored, size, *base = variant.images[architecture]
-        unpacker = zlib.decompressobj(zdict=self.image(variant, base[0])[-DICTIONARY:]) if base else zlib.decompressobj()
-        data = unpacker.decompress(self._file(f"{host()}/{variant.operation}.cubins")[offset : offset + stored])
+        name = f"{host()}/{variant.operation}.cubins"
+        try:
+            unpacker = zlib.decompressobj(zdict=self.image(variant, base[0])[-DICTIONARY:]) if base else zlib.decompressobj()
+            data = unpacker.decompress(self._file(name)[offset : offset + stored], size + 1)
+        except zlib.error as error:
+            raise ArtifactError(f"{self.folder / name}: the image of {variant.name} for {architecture}: {error}. {DOWNLOAD}") from None
         if len(data) != size:
-            raise ArtifactError(f"the image of {variant.name} for {architecture} has {len(data)} bytes, expected {size}")
+            raise ArtifactError(
+                f"{self.folder / name}: the image of {variant.name} for {architecture} has not the {size} bytes that {self._path} "
+                f"gives it. {DOWNLOAD}"
+            )
         return data
 
     def _file(self, name: str) -> bytes:
@@ -162,11 +265,9 @@ class Artifacts:
                 try:
                     data = path.read_bytes()
                 except OSError as error:
-                    raise ArtifactError(f"{path} cannot be read ({error.strerror}). Delete the package and download it again") from None
+                    raise ArtifactError(f"{path} cannot be read ({error.strerror}). {DOWNLOAD}") from None
                 found, expected = hashlib.sha256(data).hexdigest(), self.manifest["files"][name]
                 if found != expected:
-                    raise ArtifactError(
-                        f"{path} is damaged: sha256 {found[:16]}..., expected {expected[:16]}.... Delete the package and download it again"
-                    )
+                    raise ArtifactError(f"{path} is damaged: sha256 {found[:16]}..., expected {expected[:16]}.... {DOWNLOAD}")
                 self._files[name] = data
             return self._files[name]

@@ -8,7 +8,6 @@ timed at any other moment. So the same calls, with the same file, launch the sam
 
 import contextlib
 import json
-import math
 import os
 import threading
 import uuid
@@ -26,6 +25,7 @@ FORMAT = 1
 ROUNDS = 9
 WORKING_SET = 2**28  # bytes that a round goes through, so that nothing is found in a cache: the largest L2 (B200) has 126 MB
 GAIN = 0.02  # a candidate that is faster by less does not displace the default: measurements of one kernel differ by 1 %
+LONGEST = 1e12  # microseconds: no launch takes eleven days, and what is longer is no time
 MACHINES = 32  # that the file keeps, the latest ones
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that there are kernels for
 TOKENS = 256  # enough to load every kernel
@@ -46,8 +46,8 @@ def cache_file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bastile" / "tuning.json"
 
 
-def _valid(times) -> bool:
-    return isinstance(times, dict) and all(type(us) in (int, float) and 0 < us < math.inf for us in times.values())
+def _valid(times: object) -> bool:
+    return isinstance(times, dict) and all(type(us) in (int, float) and 0 < us < LONGEST for us in times.values())
 
 
 def _read(path: Path) -> Dict[str, Dict[str, Times]]:

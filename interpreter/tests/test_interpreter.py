@@ -13,7 +13,7 @@ import pytest
 import torch
 from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, ScalarConstraint, export_kernel
 
-from tests.interpreter import InterpreterError, interpret
+from interpreter import InterpreterError, interpret
 
 Const = ct.Constant[int]
 NAN, INF = math.nan, math.inf
@@ -822,7 +822,7 @@ class TestRaces:
             interpret(last_block_sums, (8,), (x, part, count, total, 0))
 
     def test_a_block_that_waits_for_a_later_one(self, monkeypatch):
-        monkeypatch.setattr("tests.interpreter.memory.ATOMICS_A_BLOCK", 50)
+        monkeypatch.setattr("interpreter.memory.ATOMICS_A_BLOCK", 50)
 
         @ct.kernel
         def kernel(flag):

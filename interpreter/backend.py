@@ -6,12 +6,11 @@ promises in the manifest, its grid, and the kernel itself.
 
 import ctypes
 import importlib
-import types
 
 import torch
 
+from interpreter import interpret
 from kernel_src.prebuild import UNMEASURED
-from tests.interpreter import interpret
 
 ARCHITECTURES = ("sm_90", *UNMEASURED)
 DTYPES = {
@@ -110,9 +109,3 @@ class InterpreterBackend:
         if parameter.describe()["kind"] == "array":
             return tensor_at(next(addresses), DTYPES[parameter.dtype], *next(arrays))
         return next(floats) if parameter.dtype == "float32" else next(integers)
-
-
-def runtime_of(package) -> types.SimpleNamespace:
-    """The runtime modules of a loaded package."""
-    names = ("artifacts", "launch", "device")
-    return types.SimpleNamespace(**{name: importlib.import_module(f"{package.__name__}.shared.runtime.{name}") for name in names})

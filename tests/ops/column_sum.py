@@ -1,0 +1,28 @@
+"""The sum of a weight gradient's parts."""
+
+import importlib
+
+from tests.ops.common import CPU, FP32, errors_in, randn
+from tests.tolerances import assert_close
+
+
+def check_column_sum(ops):
+    """More rows than a block takes in one step, columns that fill no tile; then other rows."""
+    common = importlib.import_module(f"{ops.__name__}.shared.ops.common")
+    for rows in (600, 3):
+        partial = randn(rows, 37, dtype=FP32, device=CPU)
+        assert_close(common.column_sum(partial, FP32), partial.double().sum(0), FP32, f"column sum of {rows} rows")
+
+
+# ---------------------------------------------------------------- planted errors
+CHECKS = {
+    "column_sum": check_column_sum,
+}
+MUTANTS = [
+    *errors_in("kernel_src/column_sum.py", "column_sum", "sum_columns",
+         ("i * ROWS + ct", "ct"),
+         ("* COLS +", "+"),
+         ("padding_value=0", "padding_value=1"),
+         ("acc + ct.gather", "ct.gather"),
+         ("out.dtype), check_bounds=True", "out.dtype), check_bounds=False")),
+]  # fmt: skip

@@ -1,0 +1,116 @@
+"""The decoder layer's two nodes: attention's inputs, and the MLP."""
+
+import functools
+import importlib
+
+import torch
+
+from tests.ops.common import BF16, CPU, FP32, alone, errors_in, exact, leaf, randn
+from tests.ops.rms_norm import rms_norm_exact
+from tests.ops.rotary import rotary_exact
+from tests.tolerances import assert_close
+
+
+def lay_side_by_side(ops, weights):
+    common = importlib.import_module(f"{ops.__name__}.shared.ops.common")
+    common.lay_side_by_side(weights)
+    assert common.side_by_side(weights) is not None
+
+
+def check_norm_attention_inputs(ops, packed=False):
+    decoder = importlib.import_module(f"{ops.__name__}.shared.ops.decoder_nodes")
+    shape = (2, 3)
+    x, norm = leaf(randn(6, 1024, dtype=BF16, device=CPU)), leaf(randn(1024, dtype=BF16, device=CPU, seed=1) + 1)
+    weights = [leaf(randn(n * 128, 1024, dtype=BF16, device=CPU, seed=2 + i, scale=1 / 32)) for i, n in enumerate((8, 4, 4))]
+    if packed:
+        lay_side_by_side(ops, weights)
+    norms = [leaf(randn(128, dtype=BF16, device=CPU, seed=5 + i) + 1) for i in range(2)]
+    angles = randn(1, 3, 128, dtype=FP32, device=CPU, seed=7)
+    cos, sin = angles.cos().to(BF16), angles.sin().to(BF16)
+    results = decoder.norm_attention_inputs(x, norm, weights, *norms, cos, sin, shape)
+    grads = [randn(*r.shape, dtype=BF16, device=CPU, seed=9 + i) for i, r in enumerate(results)]
+    torch.autograd.backward(results, grads)
+    x64, norm64, weights64, norms64 = exact(x), exact(norm), [exact(w) for w in weights], [exact(n) for n in norms]
+    normed = rms_norm_exact(x64, norm64, 1e-6)
+    q64, k64, v64 = ((normed @ w.t()).view(*shape, -1, 128) for w in weights64)
+    heads = [rms_norm_exact(t, w, 1e-6).transpose(1, 2) for t, w in zip((q64, k64), norms64, strict=True)]
+    results64 = [*rotary_exact(*heads, cos.double(), sin.double(), 1), v64.transpose(1, 2), x64 * 1]
+    torch.autograd.backward(results64, [g.double() for g in grads])
+    for found, wanted in zip(results, results64, strict=True):
+        assert_close(found, wanted, BF16, "attention's inputs", 2)
+    leaves, leaves64 = (x, norm, *weights, *norms), (x64, norm64, *weights64, *norms64)
+    for found, wanted in zip(leaves, leaves64, strict=True):
+        assert_close(found.grad, wanted.grad, BF16, "gradient of attention's inputs", 2)
+
+
+def check_norm_mlp(ops, packed=False, attended=False, inner=48):
+    decoder = importlib.import_module(f"{ops.__name__}.shared.ops.decoder_nodes")
+    x, norm = leaf(randn(3, 1024, dtype=BF16, device=CPU)), leaf(randn(1024, dtype=BF16, device=CPU, seed=1) + 1)
+    shapes = (inner, 1024), (inner, 1024), (1024, inner)
+    weights = [leaf(randn(*s, dtype=BF16, device=CPU, seed=2 + i, scale=s[1] ** -0.5)) for i, s in enumerate(shapes)]
+    if packed:
+        lay_side_by_side(ops, weights[:2])
+    before = [leaf(randn(3, 64, dtype=BF16, device=CPU, seed=7)), leaf(randn(1024, 64, dtype=BF16, device=CPU, seed=8, scale=1 / 8))]
+    before = before if attended else []
+    y = decoder.norm_mlp(x, norm, *weights, 1e-6, *before)
+    dy = randn(*y.shape, dtype=BF16, device=CPU, seed=9)
+    y.backward(dy)
+    x64, norm64, weights64, before64 = exact(x), exact(norm), [exact(w) for w in weights], [exact(t) for t in before]
+    total = x64 + before64[0] @ before64[1].t() if attended else x64
+    normed = rms_norm_exact(total, norm64, 1e-6)
+    gate, up = normed @ weights64[0].t(), normed @ weights64[1].t()
+    y64 = total + (torch.nn.functional.silu(gate) * up) @ weights64[2].t()
+    y64.backward(dy.double())
+    assert_close(y, y64, BF16, "norm and MLP", 2)
+    for found, wanted in zip((x, norm, *weights, *before), (x64, norm64, *weights64, *before64), strict=True):
+        assert_close(found.grad, wanted.grad, BF16, "gradient of norm and MLP", 2)
+
+
+# ---------------------------------------------------------------- planted errors
+CHECKS = {
+    "attention_inputs": check_norm_attention_inputs,
+    "attention_inputs_packed": functools.partial(check_norm_attention_inputs, packed=True),
+    "norm_mlp": check_norm_mlp,
+    "norm_mlp_attended": functools.partial(check_norm_mlp, attended=True),
+    "attention_inputs_alone": alone("norm_attention_inputs"),
+    "norm_mlp_alone": alone("norm_mlp"),
+}
+MUTANTS = [
+    *errors_in("kernel_src/rms_norm.py", "norm_mlp", "rms_norm_apply", ("read(x, (row, cols)) * r", "read(x, (row, cols))")),
+    *errors_in("shared/ops/decoder_nodes.py", "attention_inputs", "_input_gradient", ("total.addmm_(grad, weight)", "pass")),
+    *errors_in("shared/ops/decoder_nodes.py", "attention_inputs", "_weight_gradients", ("torch.mm(grad.t(), y)", "torch.mm(-grad.t(), y)")),
+    *errors_in("shared/ops/decoder_nodes.py", "attention_inputs", "_NormAttentionInputs.forward",
+         ("k, q_norm, k_norm, cos, sin, *weights)\n", "k, k_norm, q_norm, cos, sin, *weights)\n"),
+         ("k_norm, cos, sin, *weights)\n", "k_norm, sin, cos, *weights)\n"),
+         ("save_for_backward(x, norm_weight, rstd", "save_for_backward(2 * x, norm_weight, rstd"),
+         ("save_for_backward(x, norm_weight, rstd", "save_for_backward(x, torch.ones_like(norm_weight), rstd"),
+         ("save_for_backward(x, norm_weight, rstd", "save_for_backward(x, norm_weight, 2 * rstd"),
+         ("rstd, q, k, q_norm", "rstd, 2 + q, k, q_norm"),
+         ("rstd, q, k, q_norm", "rstd, q, 2 + k, q_norm"),
+         ("cos, sin, *weights)\n", "cos, sin, *[2 * w for w in weights])\n")),
+    *errors_in("shared/ops/decoder_nodes.py", "attention_inputs_alone", "_NormAttentionInputs.backward",
+         ("ctx.head_eps, needs[3], needs[4]", "ctx.head_eps, needs[4], needs[3]"),
+         ("if needs[0] or needs[1]:", "if needs[0]:"),
+         ("_weight_gradients(grads, y, needs[9:])", "_weight_gradients(grads, y, needs[8:])")),
+    *errors_in("shared/ops/decoder_nodes.py", "norm_mlp", "_NormMLP.forward",
+         ("save_for_backward(x, attended", "save_for_backward(2 * x, attended"),
+         ("o_weight, norm_weight, rstd, gate", "o_weight, torch.ones_like(norm_weight), rstd, gate"),
+         ("norm_weight, rstd, gate, up", "norm_weight, 2 * rstd, gate, up"),
+         ("rstd, gate, up, gate_weight", "rstd, up, gate, gate_weight"),
+         ("up, gate_weight, up_weight, down_weight)\n", "up, up_weight, gate_weight, down_weight)\n"),
+         ("up_weight, down_weight)\n        #", "up_weight, 2 * down_weight)\n        #"),
+         ("torch.addmm(x, swiglu_forward", "torch.addmm(0 * x, swiglu_forward")),
+    *errors_in("shared/ops/decoder_nodes.py", "norm_mlp_alone", "_NormMLP.backward",
+         ("need_x or need_attended or need_o or need_norm", "need_x"),
+         ("dnorm if need_norm", "dx[0] if need_norm", "norm_mlp")),
+    *errors_in("shared/ops/decoder_nodes.py", "attention_inputs", "_NormAttentionInputs.backward",
+         ("add_rms_norm_backward(dy, dresidual", "add_rms_norm_backward(dy, torch.zeros_like(dresidual)"),
+         ("rms_norm_again(x, norm_weight, rstd)", "x"),
+         ("(dnorm, dq_norm, dk_norm)", "(dnorm, dk_norm, dq_norm)"),
+         ("dv_place.copy_(dv)", "dv_place.zero_()", "attention_inputs_packed"),
+         ("torch.mm(together, whole)", "_input_gradient(grads[:2], weights[:2])", "attention_inputs_packed")),
+    *errors_in("shared/ops/decoder_nodes.py", "norm_mlp", "_NormMLP.backward",
+         ("add_rms_norm_backward(dy, dout", "add_rms_norm_backward(dy, torch.zeros_like(dout)"),
+         ("torch.mm(dx.t(), attended)", "torch.mm(dout.t(), attended)", "norm_mlp_attended"),
+         ("torch.mm(dx, o_weight)", "torch.mm(dout, o_weight)", "norm_mlp_attended")),
+]  # fmt: skip

@@ -1,0 +1,500 @@
+"""Linear head and cross entropy: the loss, its gradients, its other results, and evaluation."""
+
+import torch
+
+from tests.ops.common import BF16, CPU, FP16, FP32, again, errors_in, exact, leaf, limit, on_cpu, randn
+from tests.tolerances import RELATIVE_ERROR, assert_close
+
+
+def cross_entropy_exact(hidden, weight, target, bias=None, *, softcap=0.0, lse_square_scale=0.0, num_items=None, class_weight=None,
+                        ignore_index=-100, reduction="mean", label_smoothing=0.0, use_token_scaling=False, accum_dtype=None, part="loss",
+                        rounded=False):
+    """part: "loss", or "z_loss" for what lse_square_scale adds to it. rounded: logits are made in hidden's dtype, as a model makes
+    them, and only what lies behind them is float64."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    if rounded:
+        logits = logits.double()
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    class_weight = None if class_weight is None else class_weight.double()
+    options = {"ignore_index": ignore_index, "reduction": "none"}
+    loss = torch.nn.functional.cross_entropy(logits, target, class_weight, label_smoothing=label_smoothing, **options)
+    counted = target != ignore_index
+    z_loss = torch.where(counted, lse_square_scale * torch.logsumexp(logits, -1).square(), 0.0)
+    loss = z_loss if part == "z_loss" else loss + z_loss
+    if use_token_scaling:
+        loss = loss * torch.exp(-torch.nn.functional.cross_entropy(logits, target, **options)).detach()
+    if num_items is not None:
+        return loss.sum() / num_items
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    items = counted.sum() if class_weight is None else class_weight[target[counted]].sum()
+    return loss.sum() / items if counted.any() else loss.sum() * 0
+
+
+def token_scaling_factor(options) -> float:
+    """By how much the tolerance grows: tokens with large logits of their labels dominate, and those are the ones with the largest
+    rounding errors, 2^-7 in the exponent for a logit of 3 in bf16."""
+    return 3.0 if options.get("use_token_scaling") else 1.0
+
+
+RETURNS = ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")
+
+
+def labels(tokens, classes, ignored, ignore_index=-100):
+    """Random ones, a part of them ignored."""
+    generator = torch.Generator().manual_seed(2)
+    target = torch.randint(0, classes, (tokens,), generator=generator)
+    target[torch.rand(tokens, generator=generator) < ignored] = ignore_index
+    return target, torch.rand(classes, generator=generator) + 0.5
+
+
+def check_linear_cross_entropy(ops, device, dtype, tokens, features, classes, *, bias=False, class_weight=False, ignored=0.2, upstream=0.5, **options):
+    """hidden and weight are scaled so that logits are of order 1. upstream: the gradient that reaches a scalar loss."""
+    hidden = leaf(randn(tokens, features, dtype=dtype, device=device))
+    weight = leaf(randn(classes, features, dtype=dtype, device=device, seed=1, scale=features**-0.5))
+    target, weights = labels(tokens, classes, ignored, options.get("ignore_index", -100))
+    b = leaf(randn(classes, dtype=dtype, device=device, seed=3)) if bias else None
+    leaves = [hidden, weight] + ([b] if bias else [])
+    leaves64 = [exact(x) for x in leaves]
+    weights = weights if class_weight else None
+    asked = {name: options.pop(name) for name in RETURNS if name in options}
+    if asked:  # every other counted token is predicted right
+        best = torch.nn.functional.linear(*leaves64).argmax(-1)
+        right = (target != options.get("ignore_index", -100)) & (torch.arange(tokens) % 2 == 0)
+        target = torch.where(right, best, target)
+    found = ops.linear_cross_entropy(
+        hidden, weight, target.to(device), b, class_weight=None if weights is None else weights.to(device), **options, **asked
+    )
+    loss = found.loss if asked else found
+    dloss = randn(*loss.shape, dtype=torch.float32, device=device, seed=4) if loss.dim() else torch.tensor(upstream, device=device)
+    if dtype == torch.float16 and options.get("use_token_scaling"):
+        dloss = dloss * 1024  # a loss scale, without which these gradients are below fp16's smallest normal number
+    loss.backward(dloss)
+    loss64 = cross_entropy_exact(*leaves64[:2], target, *leaves64[2:], class_weight=weights, **options)
+    loss64.backward(dloss.double().cpu())
+    # Logits of order 1 are rounded to the model's dtype, which is an error of 2^-9 in the exponent of each probability.
+    factor = token_scaling_factor(options)
+    assert loss.dtype == torch.float32
+    assert_close(loss, loss64, dtype, "loss", factor)
+    for name, mine, wanted in zip(("dhidden", "dweight", "dbias"), leaves, leaves64):
+        assert mine.grad.dtype == dtype
+        assert_close(mine.grad, wanted.grad, dtype, f"linear cross entropy {name} {options}", factor)
+    if asked:
+        check_what_else_the_loss_returns(found, asked, leaves64, target, weights, dtype, options)
+
+
+def check_what_else_the_loss_returns(found, asked, leaves64, target, weights, dtype, options):
+    """The z-loss, the predictions, which are right to the rounding of the logits, and their accuracy. None of them has a gradient."""
+    assert not any(x.requires_grad for x in found[1:] if x is not None)
+    assert [x is not None for x in found[1:]] == [asked.get(name, False) for name in RETURNS]
+    with torch.no_grad():
+        if asked.get("return_z_loss"):
+            z_loss64 = cross_entropy_exact(*leaves64[:2], target, *leaves64[2:], class_weight=weights, part="z_loss", **options)
+            assert_close(found.z_loss, z_loss64, dtype, "z-loss", token_scaling_factor(options))
+        counted = target != options.get("ignore_index", -100)
+        if asked.get("return_predicted_tokens"):
+            predicted = found.predicted_tokens.cpu()
+            assert predicted.dtype == torch.int64 and (predicted[~counted] == -1).all() and (predicted[counted] >= 0).all()
+            logits = torch.nn.functional.linear(*leaves64)[counted]
+            gap = logits.amax(-1) - logits.gather(1, predicted[counted, None])[:, 0]
+            assert (gap <= 2 * RELATIVE_ERROR[dtype] * logits.abs().amax(-1)).all(), "a predicted token is not the most probable one"
+            if asked.get("return_token_accuracy"):
+                right = (predicted == target).float()
+                if found.loss.dim() == 0:
+                    right = right[counted].mean() if counted.any() else torch.tensor(0.0)
+                    assert 0.4 <= right <= 0.8 or not counted.any() or len(target) < 10
+                assert_close(found.token_accuracy, right, torch.float32, "token accuracy")
+
+
+def check_evaluation(ops, device, dtype, tokens, features, classes, *, class_weight=False, bound=None, **options):
+    """Without gradients, the loss of every token, where the logits are not rounded. bound: the dtype of the tolerance."""
+    hidden = randn(tokens, features, dtype=dtype, device=device)
+    weight = randn(classes, features, dtype=dtype, device=device, seed=1, scale=features**-0.5)
+    target, weights = labels(tokens, classes, 0.2, options.get("ignore_index", -100))
+    target, weights = target.to(device), weights.to(device) if class_weight else None
+    weight64, rows64 = weight.double(), []
+    for rows in torch.arange(tokens, device=device).split(512):
+        rows64.append(cross_entropy_exact(hidden[rows].double(), weight64, target[rows], class_weight=weights, **{**options, "reduction": "none"}))
+    exact_rows, bound = torch.cat(rows64), bound or torch.float32
+    loss = ops.linear_cross_entropy(hidden, weight, target, class_weight=weights, **{**options, "reduction": "none"})
+    assert loss.dtype == torch.float32 and (loss[target == options.get("ignore_index", -100)] == 0).all()
+    factor = token_scaling_factor(options)
+    assert_close(loss, exact_rows, bound, f"evaluation of {tokens} tokens {options}", factor)
+    # Parameters of a model require gradients all the same.
+    with torch.no_grad():
+        total = ops.linear_cross_entropy(leaf(hidden), leaf(weight), target, class_weight=weights, **{**options, "reduction": "sum"})
+    assert_close(total, exact_rows.sum(), bound, "evaluation, sum", factor)
+
+
+def check_fp16_range(ops, device, classes, tokens, upstream, class_weight, *, bias=False, large=1.0, one_label=False, **options):
+    """Gradients of the loss that fp16 holds at the end, of what it may not hold on the way. upstream: a loss scale. class_weight: of
+    labels. large: a factor of the first feature. Labels rise with the tokens, so chunks differ in their weights."""
+    fp16 = torch.float16
+    hidden = randn(tokens, 16, dtype=fp16, device=device, scale=0.5)
+    hidden[:, 0] = hidden[:, 0].abs() * large  # of one sign: the gradient of the weight is a sum over the tokens
+    hidden = leaf(hidden)
+    weight = randn(classes, 16, dtype=fp16, device=device, seed=1, scale=0.25)
+    weight[:, 0] /= large
+    weight = leaf(weight)
+    leaves = [hidden, weight] + ([leaf(randn(classes, dtype=fp16, device=device, seed=2))] if bias else [])
+    target = torch.full((tokens,), 3) if one_label else torch.arange(tokens) * classes // tokens
+    weights = None if class_weight is None else class_weight(torch.arange(classes)).float()
+    exact_leaves = [exact(x) for x in leaves]
+    wanted = cross_entropy_exact(*exact_leaves[:2], target, *exact_leaves[2:], class_weight=weights, **options)
+    (wanted * upstream).sum().backward()
+    weights = None if weights is None else weights.to(device)
+    found = ops.linear_cross_entropy(*leaves[:2], target.to(device), *leaves[2:], class_weight=weights, **options)
+    assert_close(found, wanted, fp16, "loss", 3)
+    (found * upstream).sum().backward()
+    for name, mine, theirs in zip(("dhidden", "dweight", "dbias"), leaves, exact_leaves):
+        assert theirs.grad.abs().max() < torch.finfo(fp16).max
+        assert_close(mine.grad, theirs.grad, fp16, f"fp16 {name} {options}", 3)
+
+
+# Class weights, or hidden states, that take the gradient of the logits or their sums out of fp16's range.
+FP16_CASES = (
+    dict(class_weight=lambda label: torch.where(label % 2 == 0, 5000.0, 1.0)),
+    dict(class_weight=lambda label: torch.full(label.shape, 5000.0), reduction="sum", upstream=2.0**-10),
+    dict(class_weight=lambda label: torch.full(label.shape, 1e-8)),
+    dict(class_weight=lambda label: torch.full(label.shape, 1e-8), label_smoothing=0.1),
+    dict(class_weight=lambda label: torch.full(label.shape, 1e-8), reduction="sum", upstream=2.0**24),
+    dict(class_weight=lambda label: torch.where(label < 20, 5e3, 5e-3), bias=True),
+    dict(large=2.0**13, one_label=True),
+    dict(large=2.0**13, one_label=True, reduction="none", upstream=2.0**-8),
+    dict(large=2.0**-8, one_label=True, reduction="sum"),
+)
+
+
+# Numbers of tokens, features and classes that fill no tile, one tile, and some.
+EVALUATION_SHAPES = ((1, 64, 17), (3, 1088, 40), (5, 64, 256), (200, 128, 513), (130, 192, 1000))
+
+
+EVALUATION_CASES = (
+    dict(),
+    dict(ignore_index=3),
+    dict(class_weight=True),
+    dict(lse_square_scale=1e-2, use_token_scaling=True),
+)
+
+
+LOSS_CASES = (
+    dict(),
+    dict(reduction="sum"),
+    dict(reduction="none"),
+    dict(num_items=37),
+    dict(ignore_index=0),
+    dict(ignored=1.0),
+    dict(label_smoothing=0.1),
+    dict(class_weight=True),
+    dict(class_weight=True, label_smoothing=0.2, reduction="none"),
+    dict(softcap=3.0),
+    dict(lse_square_scale=1e-2),
+    dict(bias=True, softcap=5.0, lse_square_scale=1e-3, label_smoothing=0.05, class_weight=True),
+    dict(use_token_scaling=True),
+    dict(use_token_scaling=True, reduction="none", lse_square_scale=1e-2),
+    dict(use_token_scaling=True, ignored=1.0, lse_square_scale=1e-2, return_z_loss=True, return_token_accuracy=True, return_predicted_tokens=True),
+    dict(return_z_loss=True, lse_square_scale=1e-2),
+    dict(return_predicted_tokens=True, return_token_accuracy=True),
+    dict(return_token_accuracy=True, return_predicted_tokens=True, return_z_loss=True, reduction="none", lse_square_scale=1e-2, bias=True),
+    dict(return_z_loss=True, lse_square_scale=1e-2, use_token_scaling=True, num_items=37, label_smoothing=0.1, softcap=4.0),
+    dict(accum_dtype=torch.float32),
+    dict(accum_dtype=torch.float32, reduction="none", class_weight=True),
+)
+LOSS_SHAPES = ((5, 32, 4096), (3, 16, 4099), (4, 24, 9001), (1, 8, 17))
+
+
+def check_labels_out_of_range(ops):
+    """On a GPU they count like ignore_index: what the CPU's check of the labels keeps from the kernels."""
+    hidden, weight = leaf(randn(5, 8, dtype=FP32, device=CPU)), leaf(randn(17, 8, dtype=FP32, device=CPU, seed=1))
+    target = torch.tensor([3, -7, 17, 2**40, 16])
+    with limit(ops, "linear_cross_entropy", "_check", lambda *_: None):
+        ops.linear_cross_entropy(hidden, weight, target).backward()
+    hidden64, weight64 = exact(hidden), exact(weight)
+    target64 = torch.where((target >= 0) & (target < 17), target, -100)
+    torch.nn.functional.cross_entropy(hidden64 @ weight64.t(), target64).backward()
+    assert_close(hidden.grad, hidden64.grad, FP32, "labels out of range, dhidden")
+    assert_close(weight.grad, weight64.grad, FP32, "labels out of range, dweight")
+
+
+def check_piece_of_minus_infinity(ops):
+    """A bias of -inf over all classes of one tile, as a mask of the vocabulary makes it."""
+    hidden, weight = leaf(randn(2, 4, dtype=FP32, device=CPU)), leaf(randn(4100, 4, dtype=FP32, device=CPU, seed=1))
+    bias = torch.zeros(4100)
+    bias[4096:] = -float("inf")
+    loss = ops.linear_cross_entropy(hidden, weight, torch.tensor([1, 2]), bias)
+    loss.backward()
+    hidden64 = exact(hidden)
+    loss64 = torch.nn.functional.cross_entropy(hidden64 @ weight.detach().double().t() + bias, torch.tensor([1, 2]))
+    loss64.backward()
+    assert_close(loss, loss64, FP32, "loss")
+    assert_close(hidden.grad, hidden64.grad, FP32, "dhidden")
+
+
+def check_second_backward_pass(ops):
+    hidden, weight = leaf(randn(3, 8, dtype=FP32, device=CPU)), leaf(randn(17, 8, dtype=FP32, device=CPU, seed=1))
+    loss = ops.linear_cross_entropy(hidden, weight, torch.tensor([1, 2, 3]))
+    (first,) = torch.autograd.grad(loss, hidden, torch.tensor(0.5), retain_graph=True)
+    first = first.clone()
+    (second,) = torch.autograd.grad(loss, hidden, torch.tensor(0.5))
+    assert_close(second, first.double(), FP32, "second backward pass")
+
+
+def check_fp16_gradients_of_many_tokens(ops):
+    """A probability of 1 / 1500 divided by 2000 tokens is among the last numbers above zero that fp16 has."""
+    check_linear_cross_entropy(ops, CPU, FP16, 2000, 4, 1500, upstream=1.0, ignored=0.0)
+
+
+def check_the_range_of_fp16(ops):
+    """Chunks of tokens whose class weights are 10^6 apart, with a bias."""
+    with limit(ops, "linear_head", "SMALL_CHUNK", 16 * 40 * 2):
+        check_fp16_range(ops, CPU, 40, 64, 1.0, lambda target: torch.where(target < 20, 5e3, 5e-3), bias=True)
+
+
+def check_unreduced_loss(ops):
+    """Of every token, with all that the backward pass needs again."""
+    again("linear_cross_entropy")(ops)
+    check_linear_cross_entropy(ops, CPU, FP32, 5, 16, 40, reduction="none", bias=True, class_weight=True)
+
+
+def check_evaluation_in_steps(ops):
+    with limit(ops, "linear_cross_entropy", "PARTIALS_BYTES", 0), limit(ops, "linear_cross_entropy", "TOKENS_A_READING", 64):
+        check_evaluation(ops, CPU, BF16, 100, 64, 40)
+
+
+def check_evaluation_of_labels_out_of_range(ops):
+    hidden, weight = randn(5, 64, dtype=BF16, device=CPU), randn(300, 64, dtype=BF16, device=CPU, seed=1)
+    with limit(ops, "linear_cross_entropy", "_check", lambda *_: None):
+        losses = ops.linear_cross_entropy(hidden, weight, torch.tensor([3, -7, 300, 2**40, 299]), reduction="none")
+    assert_close(losses, cross_entropy_exact(hidden.double(), weight.double(), torch.tensor([3, -100, -100, -100, 299]), reduction="none"), FP32)
+
+
+def check_evaluation_of_infinities(ops):
+    """Logits of -inf in a whole tile of the vocabulary, as a weight that overflowed makes them."""
+    hidden, weight = randn(3, 64, dtype=BF16, device=CPU).abs(), randn(300, 64, dtype=BF16, device=CPU, seed=1)
+    weight[256:, 0] = -float("inf")
+    losses = ops.linear_cross_entropy(hidden, weight, torch.arange(3), reduction="none")
+    assert_close(losses, cross_entropy_exact(hidden.double(), weight.double(), torch.arange(3), reduction="none"), FP32)
+
+
+def check_evaluation_of_large_logits(ops):
+    """Of which 2 to the power of one overflows, and almost any other distance from the largest too."""
+    hidden, weight = 100 * randn(3, 64, dtype=BF16, device=CPU), randn(40, 64, dtype=BF16, device=CPU, seed=1)
+    losses = ops.linear_cross_entropy(hidden, weight, torch.arange(3), reduction="none")
+    assert_close(losses, cross_entropy_exact(hidden.double(), weight.double(), torch.arange(3), reduction="none"), FP32)
+
+
+def check_evaluation_of_certain_labels(ops):
+    """The label's logit is by far the largest: the loss is 0 but for roundings, and never below."""
+    hidden = 10 * randn(40, 256, dtype=BF16, device=CPU)
+    weight = torch.cat([hidden, randn(20, 256, dtype=BF16, device=CPU, seed=1)])
+    losses = ops.linear_cross_entropy(hidden, weight, torch.arange(40), reduction="none")
+    assert (losses >= 0).all() and (losses < 1e-2).all()
+
+
+def check_evaluation_that_is_not_taken(ops):
+    for options in ({"softcap": 2.0}, {"label_smoothing": 0.3}):
+        check_evaluation(ops, CPU, BF16, 3, 64, 40, bound=BF16, **options)
+    hidden, weight, bias = (randn(*s, dtype=BF16, device=CPU, seed=i) for i, s in enumerate(((3, 64), (40, 64), (40,))))
+    target = torch.arange(3)
+    loss = ops.linear_cross_entropy(hidden, weight, target, 3 * bias)
+    assert_close(loss, cross_entropy_exact(hidden.double(), weight.double(), target, 3 * bias.double()), BF16, "loss", 3)
+
+
+# ---------------------------------------------------------------- planted errors
+CHECKS = {
+    "labels": check_labels_out_of_range,
+    "minus_infinity": check_piece_of_minus_infinity,
+    "second_backward": check_second_backward_pass,
+    "fp16_range": check_the_range_of_fp16,
+    "fp16_loss": check_fp16_gradients_of_many_tokens,
+    "loss_again": again("linear_cross_entropy"),
+    "loss_unreduced": check_unreduced_loss,
+    "loss": on_cpu(check_linear_cross_entropy, FP32, 3, 16, 4107),
+    "loss_ignores_0": on_cpu(check_linear_cross_entropy, FP32, 8, 16, 17, ignore_index=0),
+    "loss_pieces": on_cpu(check_linear_cross_entropy, FP32, 2, 8, 65 * 4096 + 5, ignored=0.0),
+    "loss_none": on_cpu(check_linear_cross_entropy, FP32, 5, 16, 1003, reduction="none"),
+    "loss_items": on_cpu(check_linear_cross_entropy, FP32, 5, 16, 40, num_items=37),
+    "loss_smooth": on_cpu(check_linear_cross_entropy, FP32, 4, 16, 4107, label_smoothing=0.2, class_weight=True),
+    "loss_softcap": on_cpu(check_linear_cross_entropy, FP32, 3, 16, 4107, softcap=3.0),
+    "loss_bias": on_cpu(check_linear_cross_entropy, FP32, 5, 16, 40, bias=True),
+    "loss_chunks": on_cpu(check_linear_cross_entropy, FP32, 2100, 4, 9),
+    "loss_chunks_none": on_cpu(check_linear_cross_entropy, FP32, 2100, 4, 9, reduction="none"),
+    "loss_none_weighted": on_cpu(check_linear_cross_entropy, FP32, 5, 16, 40, reduction="none", class_weight=True),
+    "loss_nothing_counted": on_cpu(check_linear_cross_entropy, FP32, 5, 16, 40, ignored=1.0),
+    "loss_smooth_ignored": on_cpu(check_linear_cross_entropy, FP32, 8, 16, 17, label_smoothing=0.2, ignore_index=0),
+    "loss_returns": on_cpu(
+        check_linear_cross_entropy, FP32, 20, 16, 17, lse_square_scale=0.1, use_token_scaling=True,
+        return_z_loss=True, return_token_accuracy=True, return_predicted_tokens=True,
+    ),
+    "loss_chunks_accum": on_cpu(check_linear_cross_entropy, BF16, 2100, 4, 9, accum_dtype=FP32),
+    "loss_slices": on_cpu(check_linear_cross_entropy, BF16, 4, 8, 9000, accum_dtype=FP32),
+    "evaluation": on_cpu(check_evaluation, BF16, 200, 128, 300),
+    "evaluation_ignores_3": on_cpu(check_evaluation, BF16, 40, 64, 17, ignore_index=3),
+    "evaluation_z_loss": on_cpu(check_evaluation, BF16, 5, 64, 17, lse_square_scale=0.1),
+    "evaluation_groups": on_cpu(check_evaluation, FP16, 1100, 64, 257),
+    "evaluation_labels": check_evaluation_of_labels_out_of_range,
+    "evaluation_of_infinities": check_evaluation_of_infinities,
+    "evaluation_of_certain_labels": check_evaluation_of_certain_labels,
+    "evaluation_of_wide_hidden_states": on_cpu(check_evaluation, BF16, 3, 1088, 40),
+    "evaluation_of_large_logits": check_evaluation_of_large_logits,
+    "evaluation_steps": check_evaluation_in_steps,
+    "evaluation_not_taken": check_evaluation_that_is_not_taken,
+}  # fmt: skip
+MUTANTS = [
+    *errors_in("kernel_src/cross_entropy.py", "loss", "piece",
+         ("ct.bid(0) // pieces", "0"),
+         ("ct.bid(0) % pieces", "0"),
+         ("// pieces", "// (pieces + 1)")),
+    *errors_in("kernel_src/cross_entropy.py", "loss", "read_logits", ("padding_value=MINUS_INFINITY", "padding_value=0")),
+    *errors_in("kernel_src/cross_entropy.py", "loss_softcap", "cap", ("softcap * ct.tanh", "ct.tanh")),
+    *errors_in("kernel_src/cross_entropy.py", "minus_infinity", "write_partial", ("ct.where(m == MINUS_INFINITY, 0.0, m)", "m")),
+    *errors_in("kernel_src/cross_entropy.py", "loss", "cross_entropy_statistics",
+         ("part * TILE +", ""),
+         (" * LOG2E", "")),
+    *errors_in("kernel_src/cross_entropy.py", "loss_softcap", "cross_entropy_statistics_weighted",
+         ("ct.where(inside, cap(z, softcap), MINUS_INFINITY)", "cap(z, softcap)"),
+         ("ct.where(inside, z * w, 0.0)", "z * w", "loss_smooth"),
+         ("ct.where(inside, z * w, 0.0)", "ct.where(inside, z, 0.0)", "loss_smooth")),
+    *errors_in("kernel_src/cross_entropy.py", "loss", "join_partials",
+         ("ps * ct.exp2(pm - shift)", "ps"),
+         ("m + ct.log2(s)", "ct.log2(s)"),
+         ("s = s * ct.exp2(m - shift) +", "s =", "loss_pieces"),
+         ("i * PARTS +", "", "loss_pieces"),
+         ("padding_value=MINUS_INFINITY", "padding_value=1e4")),
+    *errors_in("kernel_src/cross_entropy.py", "loss", "cross_entropy_combine",
+         ("total * LN2 - z", "total - z"),
+         ("(t != ignore_index) & ", "", "loss_ignores_0"),
+         (" & (t < logits.shape[1])", "", "labels"),
+         (" & (t >= 0)", "", "labels"),
+         ("z = cap(z, softcap)", "z = z", "loss_softcap")),
+    *errors_in("kernel_src/cross_entropy.py", "loss", "cross_entropy_gradient", ("ct.gather(scale, 0, check_bounds=False)", "1.0")),
+    *errors_in("kernel_src/cross_entropy.py", "loss", "write_gradient",
+         ("1.0, 0.0", "-1.0, 0.0"),
+         ("1.0, 0.0)) * scale", "1.0, 0.0))"),
+         ("ct.where(counted, g, 0.0)", "g", "loss_ignores_0"),
+         ("part * TILE +", ""),
+         ("(t != ignore_index) & ", "", "loss_ignores_0"),
+         ("v - ct.gather(lse, row, check_bounds=False)", "v"),
+         ("out.dtype), check_bounds=True", "out.dtype), check_bounds=False")),
+    *errors_in("kernel_src/cross_entropy.py", "loss_softcap", "write_gradient_weighted",
+         (") * slope", ")"),
+         ("1.0 - ratio * ratio", "1.0 + ratio * ratio"),
+         ("z = ratio * softcap", "pass"),
+         ("- hit", "+ hit"),
+         (" - w * ct.gather(c, row, check_bounds=False)", "", "loss_smooth"),
+         ("w * ct.gather(c, row, check_bounds=False)", "ct.gather(c, row, check_bounds=False)", "loss_smooth"),
+         ("ct.gather(b, row, check_bounds=False)", "1.0", "loss_none"),
+         ("p * row_a", "p", "loss_none")),
+    *errors_in("kernel_src/linear_cross_entropy.py", "evaluation", "linear_cross_entropy_statistics",
+         ("m * TILE_M + ct.arange", "ct.arange"),
+         ("n * TILE_N + ct.arange", "ct.arange"),
+         ("n == tiles_n - 1", "n == 0"),
+         ("n == tiles_n - 1", "n == tiles_n"),
+         ("index=(m, k)", "index=(m, 0)"),
+         ("index=(n, k)", "index=(n, 0)"),
+         ("hidden.shape[1] // TILE_K", "1"),
+         ("first + within % height", "within % height", "evaluation_groups"),
+         ("ct.minimum(tiles_m - first, GROUP)", "ct.minimum(tiles_m, GROUP)", "evaluation_groups"),
+         ("// (GROUP * tiles_n) * GROUP", "// (GROUP * tiles_n)", "evaluation_groups"),
+         ("within // height", "within % height"),
+         ("ct.where((cols < weight.shape[0])[None, :], z, MINUS_INFINITY)", "z"),
+         ("(cols < weight.shape[0])", "(cols <= weight.shape[0])"),
+         ("ct.max(z, 1) * LOG2E", "ct.max(z, 1)", "evaluation_of_large_logits"),
+         ("z * LOG2E - shift[:, None]", "z * LOG2E"),
+         ("ct.scatter(part_max, (rows, n), high", "ct.scatter(part_max, (rows, 0), high"),
+         ("(part_sum, (rows, n), total, check_bounds=True", "(part_sum, (rows, n), total, check_bounds=False"),
+         ("part_sum, (rows, n), total", "part_sum, (rows, n), total * total"),
+         ("ct.where(high == MINUS_INFINITY, 0.0, high)", "high", "evaluation_of_infinities")),
+    *errors_in("kernel_src/linear_cross_entropy.py", "evaluation", "linear_cross_entropy_combine",
+         ("row, PARTS) * LN2", "row, PARTS)"),
+         ("total - ct.sum", "total + ct.sum"),
+         ("ct.where(counted, distance, 0.0)", "distance"),
+         ("ct.where(distance < 0.0, 0.0, distance)", "distance", "evaluation_of_certain_labels"),
+         ("ct.where(counted, t, 0)", "0"),
+         ("products + read_padded", "read_padded", "evaluation_of_wide_hidden_states"),
+         ("i * TILE +", "", "evaluation_of_wide_hidden_states"),
+         ("ct.cdiv(hidden.shape[1], TILE)", "hidden.shape[1] // TILE"),
+         ("(t != ignore_index) & ", "", "evaluation_ignores_3"),
+         (" & (t < weight.shape[0])", "", "evaluation_labels"),
+         (" & (t >= 0)", "", "evaluation_labels"),
+         ("ct.scatter(lse, row, total", "ct.scatter(lse, row, total / LN2", "evaluation_z_loss")),
+    *errors_in("kernel_src/linear_cross_entropy.py", "evaluation", "read_padded", ("padding_value=0", "padding_value=1")),
+    *errors_in("shared/ops/cross_entropy.py", "loss_smooth", "Chunk.coefficients",
+         ("b + smooth * self.weight_sum", "b + smooth"),
+         ("* self.target_weight", ""),
+         ("torch.where(self.counted, t, 0.0) * scale", "t * scale", "loss_smooth_ignored"),
+         ("2 * options.lse_square_scale", "options.lse_square_scale", "loss_returns")),
+    *errors_in("shared/ops/cross_entropy.py", "loss_smooth", "Chunk.weighted",
+         ("self.weight_sum * self.lse - total", "self.weight_sum * self.lse"),
+         ("torch.where(self.counted, loss + options.lse_square_scale * self.lse.square(), 0.0)", "loss", "loss_returns")),
+    *errors_in("shared/ops/cross_entropy.py", "loss_returns", "Chunk.rows",
+         ("torch.where(counted, options.lse_square_scale * self.lse.detach().square(), 0.0)", "options.lse_square_scale * self.lse.detach().square()"),
+         ("torch.where(counted, self.logits.detach().argmax(1), -1)", "self.logits.detach().argmax(1)"),
+         ("self.logits.detach().argmax(1)", "self.logits.detach().argmin(1)"),
+         ("loss, z_loss = loss * self.scaling", "loss, z_loss = loss"),
+         ("z_loss * self.scaling", "z_loss"),
+         ("torch.exp(-self.likelihood.detach())", "torch.exp(self.likelihood.detach())")),
+    *errors_in("shared/ops/cross_entropy.py", "loss_returns", "KernelChunk.lse", ("self.lse2 * LN2", "self.lse2")),
+    *errors_in("shared/ops/linear_cross_entropy.py", "loss_none_weighted", "_PerToken.forward",
+         ("ctx.save_for_backward(hidden, weight, bias, target, class_weight)", "ctx.save_for_backward(hidden, weight, bias, target, None)")),
+    *errors_in("shared/ops/linear_cross_entropy.py", "loss_smooth", "_Reduced.forward",
+         ("_run(hidden, weight, bias, target, class_weight, scale,", "_run(hidden, weight, bias, target, None, scale,"),
+         ("rows.loss.sum() * scale.view(())", "rows.loss.sum()")),
+    *errors_in("shared/ops/cross_entropy.py", "loss_nothing_counted", "reduction_scale", ("torch.where(items == 0, 0.0, 1.0 / items)", "(1.0 / items)")),
+    *errors_in("shared/ops/cross_entropy.py", "loss_smooth", "reduction_scale",
+         ("torch.where(counted, class_weight[torch.where(counted, target, 0)], 0.0).sum()", "counted.sum()")),
+    *errors_in("shared/ops/cross_entropy.py", "loss_returns", "Chunk.scaled", ("scale * self.scaling", "scale")),
+    *errors_in("shared/ops/cross_entropy.py", "loss_returns", "output_of",
+         (".clamp(min=1)", ".clamp(min=1) * 2"),
+         ("(rows.predicted >= 0).sum()", "(rows.predicted >= -1).sum()"),
+         ("reduced(rows.z_loss, scale)", "rows.z_loss.sum()")),
+    *errors_in("shared/ops/linear_cross_entropy.py", "evaluation_steps", "_WithoutLogits.loss",
+         ("self.hidden[rows]", "self.hidden[: rows.stop - start]"),
+         ("self.target[rows]", "self.target[: rows.stop - start]"),
+         ("self.likelihood[rows]", "self.likelihood[: rows.stop - start]"),
+         ("return self.weighted(0.0)", "return self.likelihood", "evaluation_z_loss")),
+    *errors_in("shared/ops/linear_cross_entropy.py", "evaluation_not_taken", "_WithoutLogits.fits",
+         ("options.softcap or ", ""),
+         ("options.label_smoothing or ", ""),
+         ("self.bias is not None or ", "")),
+    *errors_in("shared/ops/linear_head.py", "loss_chunks_accum", "_add_product",
+         ("x[part].to(total.dtype), y, beta=beta", "x[part].to(total.dtype), y, beta=0.0"),
+         ("start + SLICE", "start + SLICE // 2", "loss_slices"), kernels=False),
+    *errors_in("shared/ops/cross_entropy.py", "loss_items", "reduction_scale", ("if num_items is not None", "if False")),
+    *errors_in("shared/ops/cross_entropy.py", "loss_ignores_0", "is_counted", ("(target != ignore_index) & ", ""), kernels=False),
+    *errors_in("shared/ops/linear_head.py", "loss_bias", "walk", ("dbias.add_(logits.sum(0, dtype=acc) if", "dbias.add_(logits[0] if")),
+    *errors_in("shared/ops/linear_head.py", "loss_chunks", "walk",
+         ("out=dhidden[rows]", "out=dhidden[: part.shape[0]]"),
+         ("else scale[rows]", "else scale[: part.shape[0]]", "loss_chunks_none"), kernels=False),
+    *errors_in("shared/ops/linear_head.py", "loss_chunks_accum", "_add_product", ("0.0 if first else 1.0", "0.0"), kernels=False),
+    *errors_in("shared/ops/linear_head.py", "loss_chunks", "_add_product", ("total.addmm_(x, y)", "torch.mm(x, y, out=total)"), kernels=False),
+    *errors_in("shared/ops/cross_entropy.py", "loss_softcap", "TorchChunk.gradient", ("gradient.mul_(slope)", "pass"), kernels=False),
+    *errors_in("shared/ops/cross_entropy.py", "fp16_loss", "Chunk.in_range", ("t * factor for t", "t for t"), kernels=False),
+    *errors_in("shared/ops/linear_head.py", "fp16_range", "walk",
+         ("hidden_factor[rows] /= factor", "pass"),
+         ("_multiply(dweight, factor / unit)", "pass"),
+         ("weight_factor / unit", "weight_factor"),
+         ("logits.sum(0, dtype=acc) / factor", "logits.sum(0, dtype=acc)"), kernels=False),
+    *errors_in("shared/ops/linear_head.py", "fp16_range", "_into_fp16", ("1 / factor", "factor"), kernels=False),
+    *errors_in("shared/ops/linear_cross_entropy.py", "loss", "_Reduced.backward",
+         ("gradients.times(dloss)", "gradients.times()"),
+         ("ctx.gradients = None", "pass", "second_backward")),
+    *errors_in("shared/ops/linear_cross_entropy.py", "loss_again", "_Reduced.forward",
+         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(-hidden, weight, bias, target, class_weight, scale)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, -weight, bias, target, class_weight, scale)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, weight, -bias, target, class_weight, scale)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, weight, bias, target + 1, class_weight, scale)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, weight, bias, target, None, scale)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, weight, bias, target, class_weight, 2 * scale)")),
+    *errors_in("shared/ops/linear_cross_entropy.py", "loss_unreduced", "_PerToken.forward",
+         ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(-hidden, weight, bias, target, class_weight)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(hidden, -weight, bias, target, class_weight)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(hidden, weight, -bias, target, class_weight)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(hidden, weight, bias, target.clamp(max=0), class_weight)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(hidden, weight, bias, target, None)")),
+    *errors_in("shared/ops/linear_cross_entropy.py", "loss_unreduced", "_PerToken.backward",
+         ("scale = dlosses.to(", "scale = torch.ones_like(dlosses).to(")),
+]  # fmt: skip

@@ -1,0 +1,174 @@
+"""RMSNorm, alone and behind a residual's addition."""
+
+import torch
+
+from tests.ops.common import BF16, CPU, FP16, FP32, errors_in, exact, launched, leaf, limit, on_cpu, randn
+from tests.tolerances import assert_close
+
+
+def rms_norm_exact(x, weight, eps):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def check_rms_norm(ops, device, dtype, shape, weight_dtype=None, eps=1e-6, view=lambda x: x):
+    """view: makes the operation's input out of a contiguous tensor (a transpose, a slice)."""
+    weight_dtype = weight_dtype or dtype
+    base = leaf(randn(*shape, dtype=dtype, device=device))
+    x = view(base)
+    weight = leaf(randn(x.shape[-1], dtype=weight_dtype, device=device, seed=1) + 1)
+    y = ops.rms_norm(x, weight, eps)
+    dy = randn(*y.shape, dtype=y.dtype, device=device, seed=2)
+    y.backward(dy)
+    base64, weight64 = exact(base), exact(weight)
+    y64 = rms_norm_exact(view(base64), weight64, eps)
+    y64.backward(dy.double().cpu())
+    what = f"RMSNorm {tuple(shape)}"
+    assert y.dtype == torch.promote_types(dtype, weight_dtype)
+    assert_close(y, y64, dtype, f"{what} y")
+    assert_close(base.grad, base64.grad, dtype, f"{what} dx")
+    assert_close(weight.grad, weight64.grad, weight_dtype if weight_dtype == dtype else torch.float32, f"{what} dweight", 2)
+
+
+# Whole rows of Qwen3, short rows, and rows that fit nothing; numbers of rows that fill no tile.
+RMS_NORM_SHAPES = (
+    (3, 1024),
+    (5, 2048),
+    (2, 2560),
+    (7, 4096),
+    (1, 5120),
+    (2, 3, 5, 128),
+    (33, 64),
+    (9, 256),
+    (17, 128),
+    (4, 1000),
+    (3, 77),
+    (2, 3),
+    (3, 6000),
+    (2, 1025),
+)
+
+
+def check_add_rms_norm(ops, device, dtype, shape, eps=1e-6):
+    """The sum is rounded to the model's dtype before it is normalised, which is one rounding more."""
+    x, residual = (leaf(randn(*shape, dtype=dtype, device=device, seed=i)) for i in range(2))
+    weight = leaf(randn(shape[-1], dtype=dtype, device=device, seed=2) + 1)
+    y, total = ops.add_rms_norm(x, residual, weight, eps)
+    dy, dtotal = (randn(*shape, dtype=dtype, device=device, seed=3 + i) for i in range(2))
+    torch.autograd.backward((y, total), (dy, dtotal))
+    x64, residual64, weight64 = exact(x), exact(residual), exact(weight)
+    total64 = x64 + residual64
+    y64 = rms_norm_exact(total64, weight64, eps)
+    torch.autograd.backward((y64, total64), (dy.double().cpu(), dtotal.double().cpu()))
+    assert_close(total, total64, dtype, "total")
+    assert_close(y, y64, dtype, "add + RMSNorm y", 1.5)
+    for name, found, wanted in (("x", x, x64), ("residual", residual, residual64), ("weight", weight, weight64)):
+        assert_close(found.grad, wanted.grad, dtype, f"add + RMSNorm d{name}", 1.5)
+
+
+ADD_RMS_NORM_SHAPES = ((3, 1024), (2, 2, 2048), (5, 2560), (2, 4096), (3, 5120), (4, 999), (7, 128))
+
+
+def check_norm_in_parts(ops):
+    """More rows than a grid has blocks, with the bound put low."""
+    with limit(ops, "common", "GRID_MAX", (64, 1, 1)):
+        before = len(launched(ops))
+        check_rms_norm(ops, CPU, FP32, (130, 1024))
+        assert len(launched(ops)) - before >= 4
+
+
+# ---------------------------------------------------------------- planted errors
+CHECKS = {
+    "rms_norm": on_cpu(check_rms_norm, FP32, (3, 1024), eps=0.5),
+    "rms_norm_tail": on_cpu(check_rms_norm, BF16, (3, 2560), eps=0.5),
+    "rms_norm_many_rows": on_cpu(check_rms_norm, FP32, (19, 1024)),
+    "rms_norm_short": on_cpu(check_rms_norm, FP32, (81, 64), eps=0.5),
+    "rms_norm_odd": on_cpu(check_rms_norm, FP32, (19, 1030), eps=0.5),
+    "add_rms_norm": on_cpu(check_add_rms_norm, FP16, (3, 1024), eps=0.5),
+    "add_rms_norm_tail": on_cpu(check_add_rms_norm, FP16, (3, 2560), eps=0.5),
+    "add_rms_norm_odd": on_cpu(check_add_rms_norm, FP32, (3, 77)),
+}
+MUTANTS = [
+    *errors_in("kernel_src/rms_norm.py", "rms_norm_odd", "read_padded", ("padding_value=0", "padding_value=1")),
+    *errors_in("kernel_src/rms_norm.py", "rms_norm", "scaled", (" * weight", "")),
+    *errors_in("kernel_src/rms_norm.py", "rms_norm", "rms_norm_forward",
+         (" + eps", ""),
+         ("scaled(xf * r,", "scaled(xf,"),
+         ("1.0 / (TILE + TAIL)", "1.0 / TILE", "rms_norm_tail"),
+         ("total = total + ct.sum(tail * tail, axis=0, keepdims=False)", "pass", "rms_norm_tail"),
+         ("dtype=ct.int32) + TILE", "dtype=ct.int32)", "rms_norm_tail"),
+         ("scaled(tail * r", "scaled(tail", "rms_norm_tail")),
+    *errors_in("kernel_src/rms_norm.py", "rms_norm", "backward_rows",
+         ("(g - n * mean) * r", "(g + n * mean) * r"),
+         ("(g - n * mean) * r", "g - n * mean"),
+         ("ct.sum(g * n)", "ct.sum(d * n)"),
+         ("acc = acc + d * n", "acc = acc + g * n"),
+         ("        n = n * r", "        pass"),
+         ("        acc = acc + d * n", "        acc = d * n", "rms_norm_many_rows"),
+         ("range(block, x.shape[0]", "range(0, x.shape[0]", "rms_norm_many_rows"),
+         ("x.shape[0], ct.num_blocks(0)", "x.shape[0], ct.num_blocks(0) + 1", "rms_norm_many_rows"),
+         ("total = total + ct.sum(tail_g", "total = total - ct.sum(tail_g", "rms_norm_tail"),
+         ("tail_n * mean) * r", "tail_n * mean)", "rms_norm_tail"),
+         ("tail_acc + tail_d", "tail_acc - tail_d", "rms_norm_tail"),
+         ("1.0 / (TILE + TAIL)", "1.0 / TILE", "rms_norm_tail"),
+         ("gradient + past if PAST", "gradient if PAST", "add_rms_norm"),
+         ("read_tile(dtotal, row, 0, TILE, LATENCY)", "read_tile(dy, row, 0, TILE, LATENCY)", "add_rms_norm"),
+         ("(g - n * mean)", "(g - mean)", "add_rms_norm"),
+         ("tail_gradient + tail_past if PAST", "tail_gradient if PAST", "add_rms_norm_tail"),
+         ("read_tile(dtotal, row, TILE, TAIL, LATENCY)", "read_tile(dtotal, row, 0, TAIL, LATENCY)", "add_rms_norm_tail")),
+    *errors_in("kernel_src/rms_norm.py", "rms_norm", "rms_norm_backward", ("LATENCY, False)", "LATENCY, True)"), ("(dx, dy, dy, x,", "(dx, x, dy, x,")),
+    *errors_in("kernel_src/rms_norm.py", "add_rms_norm", "add", ("read(x, index) + read(residual, index)", "read(x, index)")),
+    *errors_in("kernel_src/rms_norm.py", "add_rms_norm", "add_rms_norm_forward",
+         ("ct.scatter(total, (row, cols), ct.astype(s,", "ct.scatter(total, (row, cols), ct.astype(s * s,"),
+         ("squares + ct.sum(tail * tail", "squares + ct.sum(tail", "add_rms_norm_tail"),
+         ("ct.scatter(total, (row, tail_cols)", "ct.scatter(total, (row, tail_cols - 1)", "add_rms_norm_tail")),
+    *errors_in("kernel_src/rms_norm.py", "add_rms_norm", "add_rms_norm_backward",
+         ("LATENCY, True)", "LATENCY, False)"),
+         ("backward_rows(dx, dy, dtotal, x", "backward_rows(dx, dtotal, dy, x")),
+    *errors_in("kernel_src/rms_norm.py", "rms_norm_tail", "read_tile", ("start // WIDTH", "start")),
+    *errors_in("kernel_src/rms_norm.py", "rms_norm_tail", "read_weight", ("start // WIDTH", "0")),
+    *errors_in("kernel_src/rms_norm.py", "rms_norm_tail", "write_tile", ("start // WIDTH", "0")),
+    *errors_in("kernel_src/rms_norm.py", "rms_norm_short", "rms_norm_rows_forward",
+         ("ct.minimum(ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32), x.shape[0] - 1)",
+          "ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32)"),
+         ("ct.bid(0) * ROWS +", ""),
+         ("axis=1, keepdims=True) * (1.0 / TILE)", "axis=1, keepdims=True) * (1.0 / ROWS)"),
+         (" + eps", "")),
+    *errors_in("kernel_src/rms_norm.py", "rms_norm_short", "rms_norm_rows_backward",
+         ("ct.where((wanted < x.shape[0])[:, None], d * n, 0.0)", "d * n"),
+         ("ct.minimum(wanted, x.shape[0] - 1)", "wanted"),
+         ("i * ROWS +", ""),
+         ("g - n * mean", "g - mean"),
+         ("ct.cdiv(x.shape[0], ROWS)", "x.shape[0] // ROWS")),
+    *errors_in("kernel_src/rms_norm.py", "rms_norm_odd", "rms_norm_any_forward",
+         ("acc + xf * xf", "xf * xf"),
+         ("ct.astype(length, ct.float32)", "TILE"),
+         ("        cols = ct.arange(TILE, dtype=ct.int32) + i * TILE", "        cols = ct.arange(TILE, dtype=ct.int32)"),
+         ("y.dtype), check_bounds=True", "y.dtype), check_bounds=False")),
+    *errors_in("kernel_src/rms_norm.py", "rms_norm_odd", "rms_norm_any_backward",
+         ("read_padded(dweight, (block, cols)))", "0.0)"),
+         ("g - n * mean", "g - n"),
+         ("dx.dtype), check_bounds=True", "dx.dtype), check_bounds=False"),
+         ("* read_padded(weight, cols) * read_padded(x, (row, cols)) * r", "* read_padded(x, (row, cols)) * r"),
+         ("row == block", "row != block")),
+    *errors_in("shared/ops/rms_norm.py", "rms_norm", "RMSNormFunction.forward",
+         ("save_for_backward(x,", "save_for_backward(y,"),
+         ("x, weight, rstd)", "x, torch.ones_like(weight), rstd)"),
+         ("x, weight, rstd)", "x, weight, 1.01 * rstd)")),
+    *errors_in("shared/ops/rms_norm.py", "rms_norm", "RMSNormFunction.backward",
+         ("dweight if need", "torch.zeros_like(dweight) if need"),
+         ("return dx,", "return dy,")),
+    *errors_in("shared/ops/rms_norm.py", "rms_norm_many_rows", "_backward_launch", ("column_sum(partial, weight.dtype)", "partial[0].to(weight.dtype)")),
+    *errors_in("shared/ops/rms_norm.py", "add_rms_norm", "AddRMSNormFunction.forward",
+         ("save_for_backward(total,", "save_for_backward(x,"),
+         ("total, weight, rstd)", "total, torch.ones_like(weight), rstd)"),
+         ("total, weight, rstd)", "total, weight, 1.01 * rstd)"),
+         ("return y, total", "return y, x + 0 * total")),
+    *errors_in("shared/ops/rms_norm.py", "add_rms_norm", "AddRMSNormFunction.backward",
+         ("return dx, dx,", "return dx, torch.zeros_like(dx),"),
+         ("(dy, dtotal, total", "(dtotal, dy, total")),
+    *errors_in("shared/ops/rms_norm.py", "add_rms_norm_odd", "_add_backward", ("return dx + dtotal", "return dx")),
+    *errors_in("shared/ops/rms_norm.py", "rms_norm", "rms_norm_backward_reference",
+         ("g - n *", "g + n *"),
+         (".flatten(0, -2).sum(0)", "[0]"),
+         ("d * weight.to(acc)", "d"), kernels=False),
+]  # fmt: skip

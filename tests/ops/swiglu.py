@@ -1,0 +1,105 @@
+"""SwiGLU, and the MLP around it."""
+
+import functools
+
+import torch
+
+from tests.ops.common import FP32, alone, errors_in, exact, leaf, on_cpu, randn
+from tests.ops.decoder_nodes import check_norm_mlp
+from tests.tolerances import assert_close
+
+
+def check_swiglu(ops, device, dtype, shape, view=lambda x: x):
+    base = [leaf(randn(*shape, dtype=dtype, device=device, seed=i, scale=2.0)) for i in range(2)]
+    gate, up = map(view, base)
+    out = ops.swiglu(gate, up)
+    dout = randn(*out.shape, dtype=dtype, device=device, seed=3)
+    out.backward(dout)
+    base64 = [exact(x) for x in base]
+    gate64, up64 = map(view, base64)
+    out64 = torch.nn.functional.silu(gate64) * up64
+    out64.backward(dout.double().cpu())
+    assert_close(out, out64, dtype, f"SwiGLU {shape}")
+    for name, found, wanted in zip(("dgate", "dup"), base, base64):
+        assert_close(found.grad, wanted.grad, dtype, f"SwiGLU {shape} {name}")
+
+
+SWIGLU_SHAPES = ((2, 1024), (3, 3072), (1, 2056), (5, 777), (1, 1), (7,), (2, 3, 520), (1, 1023))
+
+
+def check_mlp(ops, device, dtype, tokens, hidden, intermediate):
+    """The GEMMs round their results, so the errors are those of four roundings in a row."""
+    x = leaf(randn(1, tokens, hidden, dtype=dtype, device=device))
+    shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
+    weights = [leaf(randn(*s, dtype=dtype, device=device, seed=1 + i, scale=s[1] ** -0.5)) for i, s in enumerate(shapes)]
+    y = ops.mlp(x, *weights)
+    dy = randn(*y.shape, dtype=dtype, device=device, seed=7)
+    y.backward(dy)
+    x64, weights64 = exact(x), [exact(w) for w in weights]
+    gate, up = (x64 @ w.t() for w in weights64[:2])
+    y64 = (torch.nn.functional.silu(gate) * up) @ weights64[2].t()
+    y64.backward(dy.double().cpu())
+    assert_close(y, y64, dtype, "MLP y")
+    for name, found, wanted in zip(("x", "gate", "up", "down"), (x, *weights), (x64, *weights64)):
+        assert_close(found.grad, wanted.grad, dtype, f"MLP d{name}")
+
+
+# ---------------------------------------------------------------- planted errors
+CHECKS = {
+    "norm_mlp_packed": functools.partial(check_norm_mlp, packed=True, inner=512),
+    "norm_mlp_rows": functools.partial(check_norm_mlp, packed=True, inner=2048),
+    "mlp_alone": alone("mlp"),
+    "swiglu": on_cpu(check_swiglu, FP32, (3, 1536)),
+    "swiglu_odd": on_cpu(check_swiglu, FP32, (2, 1501)),
+    "mlp": on_cpu(check_mlp, FP32, 33, 64, 512),
+    "mlp_apart": on_cpu(check_mlp, FP32, 32, 64, 160),
+    "mlp_odd": on_cpu(check_mlp, FP32, 33, 64, 33),
+}
+MUTANTS = [
+    *errors_in("kernel_src/swiglu.py", "swiglu", "sigmoid", ("a * (-LOG2E)", "a * LOG2E"), ("a * (-LOG2E)", "-a")),
+    *errors_in("kernel_src/swiglu.py", "swiglu", "piece",
+         ("ct.bid(0) // pieces", "0"),
+         ("* TILE +", "+", "norm_mlp_rows"),
+         ("% pieces", "% (pieces + 1)", "norm_mlp_rows"),
+         ("ct.bid(0) % pieces * TILE", "0", "norm_mlp_rows")),
+    *errors_in("kernel_src/swiglu.py", "swiglu", "forward",
+         ("gate * sigmoid(gate)", "sigmoid(gate)"),
+         (" * up, dtype", ", dtype")),
+    *errors_in("kernel_src/swiglu.py", "swiglu", "backward",
+         ("1.0 - s", "1.0 + s"),
+         ("s + silu", "s - silu"),
+         ("dout * up", "dout"),
+         ("dout * silu, silu", "dout * s, silu")),
+    *errors_in("kernel_src/swiglu.py", "swiglu", "swiglu_backward",
+         ("dg, du, _", "du, dg, _"),
+         ("ct.scatter(dup, at, ct.astype(du", "ct.scatter(dup, at, ct.astype(dg")),
+    *errors_in("kernel_src/swiglu.py", "mlp", "swiglu_backward_recompute", ("forward(g, u", "forward(u, g")),
+    *errors_in("kernel_src/swiglu.py", "mlp_odd", "swiglu_any_backward_recompute", ("forward(g, u", "forward(u, g")),
+    *errors_in("kernel_src/swiglu.py", "swiglu_odd", "swiglu_any_forward",
+         ("ct.bid(0) * TILE +", ""),
+         ("out.dtype), check_bounds=True", "out.dtype), check_bounds=False")),
+    *errors_in("kernel_src/swiglu.py", "swiglu_odd", "swiglu_any_backward", ("read_padded(gate, o), read_padded(up, o)", "read_padded(up, o), read_padded(gate, o)")),
+    *errors_in("shared/ops/swiglu.py", "swiglu", "_SwiGLU.forward", ("save_for_backward(gate, up)", "save_for_backward(up, gate)")),
+    *errors_in("shared/ops/swiglu.py", "swiglu", "_SwiGLU.backward", ("(dout, *ctx.saved_tensors)", "(dout, *ctx.saved_tensors[::-1])")),
+    *errors_in("shared/ops/swiglu.py", "swiglu", "swiglu_backward_reference", ("1 - s", "1 + s"), kernels=False),
+    *errors_in("shared/ops/swiglu.py", "mlp", "_MLP.forward",
+         ("save_for_backward(x, gate, up", "save_for_backward(x, up, gate"),
+         ("save_for_backward(x,", "save_for_backward(2 * x,"),
+         ("up, gate_weight, up_weight, down_weight)", "up, up_weight, gate_weight, down_weight)"),
+         ("up, gate_weight, up_weight, down_weight)", "up, gate_weight, up_weight, 2 * down_weight)")),
+    *errors_in("shared/ops/swiglu.py", "mlp_alone", "mlp_backward",
+         ("torch.mm(dy.t(), swiglu_forward(gate, up))", "torch.mm(dy.t(), swiglu_forward(up, gate))"),
+         ("(need_x or need_gate or need_up)", "(need_gate or need_up)")),
+    *errors_in("shared/ops/swiglu.py", "mlp", "mlp_backward",
+         (".addmm_(dup, up_weight)", ""),
+         ("torch.mm(dgate.t(), normed)", "torch.mm(dup.t(), normed)"),
+         ("torch.mm(dy.t(), hidden)", "torch.mm(dy.t(), gate)"),
+         ("torch.mm(both, whole)", "torch.mm(dgate, gate_weight)", "norm_mlp_packed")),
+    *errors_in("shared/ops/swiglu.py", "mlp_apart", "backward_in_place",
+         ("dgate.copy_(apart[0])", "pass"),
+         ("dup.copy_(apart[1])", "dup.copy_(apart[0])")),
+    *errors_in("shared/ops/swiglu.py", "mlp", "backward_in_place",
+         ("both[:, :columns], both[:, columns:]", "both[:, columns:], both[:, :columns]", "norm_mlp_packed")),
+    *errors_in("shared/ops/swiglu.py", "mlp", "backward_in_place", ("target.copy_(value)", "pass"), kernels=False),
+    *errors_in("shared/ops/swiglu.py", "norm_mlp_packed", "gate_and_up", ("both[:, : gate_weight.shape[0]]", "both[:, gate_weight.shape[0] :]")),
+]  # fmt: skip

@@ -1,0 +1,55 @@
+"""What the kernels of an operation are made of: a digest by which an assembly knows compiled kernels that are older than their source."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+from pathlib import Path
+
+PACKAGE = "kernel_src"
+
+
+class SourceError(Exception):
+    """A source of kernels is missing or is not Python; the text names it."""
+
+
+def _tree(module: str) -> ast.Module:
+    """The syntax of a module of kernel_src: without comments and line numbers, which are no part of a kernel."""
+    spec = importlib.util.find_spec(f"{PACKAGE}.{module}")
+    if spec is None or spec.origin is None:
+        raise SourceError(f"{PACKAGE} has no {module}.py")
+    try:
+        return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise SourceError(f"{spec.origin}: {error}") from error
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    """The modules of kernel_src that a module imports, by their names there."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names if node.module == PACKAGE)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        found |= {name.split(".")[1] for name in names if name.startswith(f"{PACKAGE}.")}
+    return found
+
+
+def source_digest(operation: str) -> str:
+    """sha256 of the module of an operation and of what it imports of kernel_src, directly or through others.
+
+    Raises:
+        SourceError: if one of them cannot be read.
+    """
+    trees: dict[str, ast.Module] = {}
+    waiting = {operation}
+    while waiting:
+        module = waiting.pop()
+        trees[module] = _tree(module)
+        waiting |= _imported(trees[module]) - trees.keys()
+    content = "\0".join(f"{module}\0{ast.dump(tree)}" for module, tree in sorted(trees.items()))
+    return hashlib.sha256(content.encode()).hexdigest()
