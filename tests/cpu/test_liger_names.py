@@ -209,3 +209,16 @@ def test_nothing_given_is_ignored(liger):
         n.liger_group_norm(r(2, 4, 3), None, None, 6, 2, 1e-5)
     with pytest.raises(NotImplementedError, match="attention_mask"):
         n.LigerFusedNeighborhoodAttention(32, 4).double()(r(1, 5, 32), torch.ones(5, 5))
+
+
+def test_autocast(liger):
+    """The linear losses compute in autocast's dtype, and their gradients are in the parameters'."""
+    n = liger.liger_names
+    hidden, weight = r(6, 8).float().requires_grad_(), r(16, 8, seed=1).float().requires_grad_()
+    target = torch.arange(6)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = n.liger_fused_linear_cross_entropy(hidden, weight, target), n.liger_fused_linear_jsd(hidden, weight, hidden.detach(), -weight.detach())
+    wanted = functional.cross_entropy(hidden @ weight.t(), target)
+    torch.testing.assert_close(losses[0], wanted, rtol=2e-2, atol=2e-2)
+    for loss in losses:
+        assert all(g.dtype == torch.float32 and g.abs().sum() > 0 for g in torch.autograd.grad(loss, (hidden, weight)))

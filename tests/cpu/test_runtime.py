@@ -351,6 +351,7 @@ def test_an_array_that_keeps_every_promise_is_taken(runtime):
         ({"shape": (9, 128)}, {}, "has length 9 in dimension 0, expected a multiple of 4"),
         ({"shape": (4, 128)}, {}, "has length 4 in dimension 0, expected at least 8"),
         ({"shape": (0, 128)}, {"shape_min": (1, 1)}, "has length 0 in dimension 0, expected at least 1"),
+        ({"shape": (12, 128)}, {"shape_max": (8, None)}, "has length 12 in dimension 0, expected at most 8"),
         ({"stride": (128, 2)}, {}, "has stride 2 in dimension 1, expected 1"),
         ({"stride": (132, 1)}, {}, "has stride 132 in dimension 0, expected a multiple of 8"),
         ({"stride": (0, 1)}, {}, "is expanded in dimension 0 (stride 0), expected elements of its own"),

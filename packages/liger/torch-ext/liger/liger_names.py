@@ -61,6 +61,14 @@ def _labels(labels):
     return None if labels is None else labels.to(torch.int64)
 
 
+def _autocast(*tensors):
+    """The tensors in the dtype of autocast, where it is on: Liger's linear losses do so, and its other operations do not."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(None if tensor is None else tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+
+
 def _like(tensors, *given):
     """Rotated heads in the dtype that they came in: tables of a wider one promote them."""
     return tuple(tensor.to(x.dtype) for tensor, x in zip(tensors, given))
@@ -247,6 +255,7 @@ class LigerFusedLinearCrossEntropyFunction:
         ce_mode=None,
         chunk_mem_const=1,
     ):
+        _input, weight, bias = _autocast(_input, weight, bias)
         found = linear_cross_entropy(
             _input,
             weight,
@@ -309,10 +318,7 @@ class LigerFusedLinearJSDFunction:
         jsd_impl=None,
         jsd_mode=None,
     ):
-        device = student_input.device.type
-        tensors = student_input, student_weight, teacher_input, teacher_weight
-        if torch.is_autocast_enabled(device):
-            tensors = [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+        tensors = _autocast(student_input, student_weight, teacher_input, teacher_weight)
         options = {"beta": jsd_beta, "ignore_index": ignore_index, "temperature": temperature, "accum_dtype": accum_dtype}
         return linear_jsd(*tensors, _labels(shift_labels), **options)
 
