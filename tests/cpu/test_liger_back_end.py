@@ -1,13 +1,16 @@
 """An unmodified Liger-Kernel 0.8.5 on our operations, and back. On a CPU Liger's own kernels cannot run, so what runs there is ours."""
 
 import importlib
+import json
+import os
+import subprocess
 import sys
 
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.cpu.conftest import assemble_cpu, load
+from tests.cpu.conftest import REPOSITORY, assemble_cpu, load
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
@@ -173,3 +176,15 @@ def test_two_builds_of_the_package(liger, ops, tmp_path):
     assert ops.LigerRMSNormFunction is other.liger_names.LigerRMSNormFunction
     liger.restore_liger()
     assert all(vars(m)["LigerRMSNormFunction"] is own("LigerRMSNormFunction") for m in holders("LigerRMSNormFunction"))
+
+
+def test_where_liger_is_wrong(tmp_path):
+    """Liger's own kernels in Triton's interpreter beside ours: cases that the card names, and some that both have right."""
+    folder = assemble_cpu(tmp_path, package="packages/liger")
+    command = [sys.executable, "-m", "tests.liger_reference", str(folder), "cpu"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)]), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 10 and all(results["ours"] is True for results in found.values()), found
+    assert {name for name, results in found.items() if results["liger"] is True} == {name for name in found if name.startswith("both_")}

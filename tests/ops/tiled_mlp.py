@@ -5,8 +5,8 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
-from tests.ops.suite import of_suite
 from tests.ops.gated_activation import gated_exact
+from tests.ops.suite import of_suite
 
 NAMES = ("x", "gate", "up", "down")
 
