@@ -81,7 +81,7 @@ def build(args) -> Stepper:
     family = families.family_of(args.model)
     model = shard(family.new_model(args, "meta"), args.device)
     optimizer = families.make_optimizer(model, args.device, args.child, family.package)
-    return ShardedStepper(model, optimizer, args.device, model.config.vocab_size, rank)
+    return ShardedStepper(model, optimizer, args.device, model.config.vocab_size, rank, steps.form_of(args))
 
 
 class Qwen3ShardedStepBenchmark(Qwen3StepBenchmark):
@@ -103,7 +103,7 @@ def main(arguments=None):
     if not args.child:
         args.providers = args.providers or family.fsdp_providers
         steps.check_providers(p, args, family)
-        return steps.run_all(f"{family.name}_fsdp", __file__, args, args.gpus)
+        return steps.run_all(f"{family.name}_fsdp{steps.form_of(args).name}", __file__, args, args.gpus)
     if not child(args, build, family.prepare):
         os._exit(1)  # leaving in order would wait for the other processes, which wait for this one
     if dist.is_initialized():

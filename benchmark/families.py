@@ -42,7 +42,7 @@ def prepare_qwen3(provider: str) -> None:
     if provider in ("huggingface", "torch_compile"):
         return
     if is_ours(provider):
-        package(suites.QWEN3.package).apply()
+        package(suites.QWEN3.package).apply(attention=provider != "bastile_sdpa")
         return
     require_modules("liger_kernel", "triton")
     # Liger's default is Triton, but where CuTe DSL is installed its dispatcher takes that for some operations.
@@ -93,7 +93,7 @@ def prepare_gpt_oss(provider: str) -> None:
 
 def new_gpt_oss(args, device: str):
     """Return a GptOssForCausalLM in training mode, to be filled. Eager attention, which is what transformers takes unless told otherwise,
-    for "huggingface" alone; and on a CPU, where flex_attention has no backward pass."""
+    for "huggingface" and for Bastile, which puts its own in the place; and on a CPU, where flex_attention has no backward pass."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     s = models.size(args.model)
@@ -109,7 +109,7 @@ def new_gpt_oss(args, device: str):
         num_experts_per_tok=s.top_k,
         use_cache=False,
     )
-    eager = args.child == "huggingface" or not args.device.startswith("cuda")
+    eager = args.child in ("huggingface", "bastile", "bastile_adamw") or not args.device.startswith("cuda")
     with torch.device(device):
         attention = "eager" if eager else "flex_attention"
         return GptOssForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation=attention).train()
@@ -118,7 +118,8 @@ def new_gpt_oss(args, device: str):
 QWEN3 = Family(
     name="qwen3",
     package=suites.QWEN3.package,
-    providers=("huggingface", "torch_compile", "liger", "liger_cutedsl", "liger_cutile", "bastile", "bastile_adamw", "bastile_unpacked"),
+    providers=("huggingface", "torch_compile", "liger", "liger_cutedsl", "liger_cutile", "bastile", "bastile_adamw", "bastile_sdpa",
+               "bastile_unpacked"),
     step_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     prepare=prepare_qwen3,
@@ -129,7 +130,7 @@ QWEN3 = Family(
 GPT_OSS = Family(
     name="gpt_oss",
     package=suites.GPT_OSS.package,
-    providers=("huggingface", "huggingface_flex", "liger_flex", "bastile", "bastile_adamw"),
+    providers=("huggingface", "huggingface_flex", "liger_flex", "bastile", "bastile_adamw", "bastile_flex"),
     step_providers=("huggingface", "huggingface_flex", "liger_flex", "bastile", "bastile_adamw"),
     fsdp_providers=("huggingface_flex", "liger_flex", "bastile", "bastile_adamw"),  # eager attention fits at the shortest lengths alone
     prepare=prepare_gpt_oss,

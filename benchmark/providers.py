@@ -32,6 +32,8 @@ PROVIDERS = {
     "huggingface_flex": Provider("Hugging Face, flex attention", {"color": "#999999", "marker": "s", "linestyle": "--"}),
     "torch": Provider("PyTorch", {"color": "#56B4E9", "marker": "D"}),
     "torch_fused": Provider("PyTorch, fused", {"color": "#56B4E9", "marker": "D", "linestyle": "--"}),
+    "torch_varlen": Provider("varlen_attn", {"color": "#009E73", "marker": "d"}),
+    "torch_flex": Provider("FlexAttention", {"color": "#CC79A7", "marker": "x"}),
     "torch_compile": Provider("torch.compile", {"color": "#CC79A7", "marker": "v"}),
     "liger": Provider("Liger", {"color": "#E69F00", "marker": "^"}),
     "liger_flex": Provider("Liger, flex attention", {"color": "#E69F00", "marker": "^", "linestyle": "--"}),
@@ -41,6 +43,8 @@ PROVIDERS = {
     "bastile_adamw": Provider(
         "Bastile with its AdamW", {"color": "#D55E00", "marker": "o", "linewidth": 1.5, "zorder": 3, "linestyle": "--"}
     ),
+    "bastile_sdpa": Provider("Bastile with SDPA", {"color": "#D55E00", "marker": "x", "linestyle": ":"}),
+    "bastile_flex": Provider("Bastile with flex attention", {"color": "#D55E00", "marker": "+", "linestyle": ":"}),
     "bastile_unpacked": Provider("Bastile without pack()", {"color": "#D55E00", "marker": "o", "linestyle": ":"}),
 }
 FLOOR = "floor"  # no provider: what the bytes or the FLOPs alone take

@@ -18,14 +18,46 @@ MARK = "@result "
 LOSSES = 5  # of the first steps, compared between providers
 
 
-def training_step(model, optimizer, ids) -> torch.Tensor:
+def training_step(model, optimizer, batch: dict) -> torch.Tensor:
     """Do one step of next-token prediction, and return the loss."""
     # Only the loss is kept, so that logits that a provider returns do not live until the end of the backward pass.
-    loss = model(input_ids=ids, labels=ids).loss
+    loss = model(**batch).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss.detach()
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a batch looks like. documents: so many of equal length lie behind each other, and position_ids start again with each; rows: so
+    many, of which the share `padding` is padding behind their tokens, spread unevenly. Tokens are those of the whole batch."""
+
+    documents: int = 1
+    rows: int = 1
+    padding: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Return what tells the results of this form from those of one sequence: "" for that one."""
+        found = f"_{self.documents}_documents" if self.documents > 1 else ""
+        return found + (f"_{self.rows}_rows_padding_{self.padding:g}" if self.rows > 1 or self.padding else "")
+
+    def batch(self, ids: torch.Tensor) -> dict:
+        """Return the arguments of a causal LM. ids: [1, tokens]."""
+        tokens, device = ids.shape[1], ids.device
+        if self.documents > 1:
+            length = -(-tokens // self.documents)
+            labels = ids.masked_fill(torch.arange(tokens, device=device) % length == 0, -100)  # of another document's first token
+            return {"input_ids": ids, "labels": labels, "position_ids": (torch.arange(tokens, device=device) % length)[None]}
+        if self.rows == 1 and not self.padding:
+            return {"input_ids": ids, "labels": ids}
+        length = tokens // self.rows
+        ids = ids[:, : self.rows * length].view(self.rows, length)
+        share = torch.linspace(0, 2 * self.padding, self.rows) if self.rows > 1 else torch.tensor([self.padding])
+        real = (length * (1 - share)).round().long().clamp(min=2).to(device)
+        mask = (torch.arange(length, device=device) < real[:, None]).long()
+        return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
 
 
 @dataclass
@@ -37,6 +69,7 @@ class Stepper:
     device: str
     vocab: int
     rank: int = 0
+    form: Form = Form()
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -48,11 +81,11 @@ class Stepper:
         generator = torch.Generator().manual_seed(1000 * self.rank + tokens)
         return torch.randint(self.vocab, (1, tokens), generator=generator).to(self.device)
 
-    def timed(self, ids) -> tuple[float, torch.Tensor]:
+    def timed(self, batch: dict) -> tuple[float, torch.Tensor]:
         """Return the milliseconds of one step from an idle device to an idle device, and its loss."""
         self.synchronize()
         start = time.perf_counter()
-        loss = training_step(self.model, self.optimizer, ids)
+        loss = training_step(self.model, self.optimizer, batch)
         self.synchronize()
         return (time.perf_counter() - start) * 1e3, loss
 
@@ -62,11 +95,11 @@ class Stepper:
         cuda = self.device.startswith("cuda")
         if cuda:
             torch.cuda.empty_cache()
-        ids = self.ids(tokens)
-        timed = [self.timed(ids) for _ in range(warmup)]
+        batch = self.form.batch(self.ids(tokens))
+        timed = [self.timed(batch) for _ in range(warmup)]
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        timed += [self.timed(ids) for _ in range(steps)]
+        timed += [self.timed(batch) for _ in range(steps)]
         peak = torch.cuda.max_memory_allocated() / GiB if cuda else None
         milliseconds, losses = zip(*timed, strict=True)
         return {

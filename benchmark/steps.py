@@ -1,7 +1,9 @@
-"""Whole training steps on one GPU: random weights, batch 1, bf16, fused AdamW, no checkpointing.
+"""Whole training steps on one GPU: random weights, batch 1, bf16, fused AdamW, no checkpointing; or a packed or padded batch.
 
     python -m benchmark.steps [--model qwen3_0.6b] [--tokens 4096,8192]
     python -m benchmark.steps --model gpt_oss_20b [--layers 24]
+    python -m benchmark.steps --layers 12 --tokens 8192 --documents 8
+    python -m benchmark.steps --layers 12 --tokens 8192 --rows 4 --padding 0.2
 
 One process a provider, in turns. Sequences get longer until they do not fit.
 """
@@ -25,7 +27,7 @@ from .processes import Group
 from .providers import is_ours, package
 from .report import log
 from .step_results import Results
-from .stepping import Stepper, child
+from .stepping import Form, Stepper, child
 
 
 def known_providers() -> tuple[str, ...]:
@@ -40,6 +42,9 @@ def parser(description: str, tokens: tuple[int, ...] | None = None) -> argparse.
     p.add_argument("--layers", type=int, help="fewer layers than the model has")
     p.add_argument("--tokens", type=integers, default=tokens, help="lengths of the sequence, comma-separated")
     p.add_argument("--providers", type=some_of(*known_providers()), help=f"of {', '.join(known_providers())}")
+    p.add_argument("--documents", type=int, default=1, help="so many documents, packed into one row")
+    p.add_argument("--rows", type=int, default=1, help="so many rows, which the tokens are spread over")
+    p.add_argument("--padding", type=float, default=0.0, help="the share of the rows that is padding")
     p.add_argument("--warmup", type=int, default=3, help="steps before the timed ones, at every length")
     p.add_argument("--steps", type=int, default=6)
     p.add_argument("--rounds", type=int, default=1, help="turns that the providers take, each in a new process")
@@ -61,6 +66,7 @@ def child_arguments(args, provider: str) -> list[str]:
     """Return the command line of a measuring process."""
     found = ["--child", provider, "--model", args.model, "--tokens", ",".join(map(str, args.tokens)), "--device", args.device]
     found += ["--warmup", str(args.warmup), "--steps", str(args.steps)]
+    found += ["--documents", str(args.documents), "--rows", str(args.rows), "--padding", str(args.padding)]
     return found + ["--layers", str(args.layers or models.size(args.model).layers)]
 
 
@@ -90,6 +96,11 @@ def run_all(kernel: str, script: str, args, gpus: int = 1) -> Results:
     return results
 
 
+def form_of(args) -> Form:
+    """Return the form of the batches that the command line asks for."""
+    return Form(args.documents, args.rows, args.padding)
+
+
 def build(args) -> Stepper:
     """Return what a measuring process steps."""
     family = families.family_of(args.model)
@@ -100,7 +111,7 @@ def build(args) -> Stepper:
     optimizer = families.make_optimizer(model, args.device, args.child, family.package)
     if args.child == "torch_compile":
         model.model = torch.compile(model.model)
-    return Stepper(model, optimizer, args.device, model.config.vocab_size)
+    return Stepper(model, optimizer, args.device, model.config.vocab_size, form=form_of(args))
 
 
 def main(arguments=None):
@@ -113,7 +124,7 @@ def main(arguments=None):
     args.tokens, args.layers = args.tokens or family.tokens, args.layers or family.layers
     args.providers = args.providers or family.step_providers
     check_providers(p, args, family)
-    return run_all(f"{family.name}_step", __file__, args)
+    return run_all(f"{family.name}_step{form_of(args).name}", __file__, args)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,8 @@ def bind(kernel: ct.kernel, args: tuple, launch: Launch, signature: KernelSignat
     if signature is not None:
         check_signature(signature, names, args)
         constraints = signature.parameters
+    flat = [element for arg in args for element in (arg if isinstance(arg, (tuple, list)) else (arg,))]
+    launch.cover([element for element in flat if isinstance(element, torch.Tensor)])
     arrays: list[tuple[Array, torch.Tensor, tuple[str, ...]]] = []
     nodes = annotated.parameter_annotations
     values = [
@@ -167,8 +169,9 @@ def array_of(name: str, tensor: torch.Tensor, node: LeafAnnotationNode, constrai
             if not v <= RANGES[index_dtype][1]:
                 raise InterpreterError(f"argument {name} has {what} {tuple(values)}, too large for {index_dtype}")
         seen[what] = [v if d in fixed[what] else scalar(v, index_dtype) for d, v in enumerate(values)]
+    memory, offset = launch.memory(tensor, dtype)
     return Array(
-        launch.memory(tensor, dtype), name, dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), seen["shape"],
+        memory, name, dtype, offset, tensor.shape, tensor.stride(), seen["shape"],
         seen["strides"], index_dtype,
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ which says which block made it and when: tags grow with time, and a block's tags
 access conflicts when it meets an older tag, unless the writer released and this block acquired it through an atomic.
 """
 
+import ctypes
 import math
 from collections import defaultdict
 from typing import Any
@@ -56,6 +57,7 @@ class Launch:
         self.released: dict[Any, dict[int, int]] = defaultdict(dict)  # by the address of the atomic
         self.atomics = 0
         self.memories: dict[Any, Memory] = {}
+        self.regions: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by a storage's address: of the memory that holds it, and that
 
     def begin(self, block: tuple[int, int, int]) -> None:
         self.block = block
@@ -64,12 +66,31 @@ class Launch:
         self.seen = {}
         self.atomics = 0
 
-    def memory(self, tensor: torch.Tensor, dtype: ct.DType) -> "Memory":
+    def cover(self, tensors: list[torch.Tensor]) -> None:
+        """Makes one memory of storages that lie over each other, so that a race between two arguments in it is seen."""
+        storages = sorted({(s.data_ptr(), s.nbytes()): s for t in tensors if (s := t.untyped_storage()).nbytes()}.items())
+        while storages:
+            (start, size), storage = storages.pop(0)
+            end, group = start + size, [start]
+            while storages and storages[0][0][0] < end:
+                (other, size), _ = storages.pop(0)
+                end = max(end, other + size)
+                group.append(other)
+            if len(group) > 1:
+                storage = torch.frombuffer((ctypes.c_char * (end - start)).from_address(start), dtype=torch.uint8).untyped_storage()
+            self.regions.update((address, (start, storage)) for address in group)
+
+    def memory(self, tensor: torch.Tensor, dtype: ct.DType) -> tuple["Memory", int]:
+        """The memory that holds a tensor, and the offset of its first element there."""
         storage = tensor.untyped_storage()
-        key = (storage.data_ptr(), native_dtype(dtype))
+        start, whole = self.regions.get(storage.data_ptr(), (storage.data_ptr(), storage))
+        first = tensor.storage_offset() * tensor.itemsize + storage.data_ptr() - start
+        if first % tensor.itemsize:  # an array of wider elements that starts between two of them: alone in its memory
+            start, whole, first = storage.data_ptr(), storage, tensor.storage_offset() * tensor.itemsize
+        key = (start, native_dtype(dtype))
         if key not in self.memories:
-            self.memories[key] = Memory(self, storage, native_dtype(dtype))
-        return self.memories[key]
+            self.memories[key] = Memory(self, whole, native_dtype(dtype))
+        return self.memories[key], first // tensor.itemsize
 
     def synchronize(self, place: Any, order: MemoryOrder, scope: MemoryScope) -> None:
         """What an atomic at one address makes visible."""

@@ -1,5 +1,6 @@
 """The promises of a KernelSignature against the arguments of a launch. Nothing checks them on a GPU."""
 
+import math
 from typing import Any
 
 import cuda.tile as ct
@@ -97,8 +98,8 @@ def element_offsets(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors share at least one byte."""
-    if not a.numel() or not b.numel() or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+    """Whether two tensors share at least one byte, by their addresses: each may have a storage of its own over one memory."""
+    if not a.numel() or not b.numel():
         return False
     ends = []
     for t in (a, b):
@@ -106,6 +107,10 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
         ends.append((t.data_ptr(), t.data_ptr() + extent * t.itemsize))
     if ends[0][0] >= ends[1][1] or ends[1][0] >= ends[0][1]:
         return False
-    unit = min(a.itemsize, b.itemsize)
-    bytes_of = [(element_offsets(t)[:, None] * (t.itemsize // unit) + torch.arange(t.itemsize // unit)).reshape(-1) for t in (a, b)]
-    return bool(torch.isin(*bytes_of).any())
+    base = min(a.data_ptr(), b.data_ptr())
+    units = []
+    unit = math.gcd(a.itemsize, b.itemsize, abs(a.data_ptr() - b.data_ptr()))
+    for t in (a, b):
+        elements = (element_offsets(t) - t.storage_offset()) * (t.itemsize // unit) + (t.data_ptr() - base) // unit
+        units.append((elements[:, None] + torch.arange(t.itemsize // unit)).reshape(-1))
+    return bool(torch.isin(*units).any())

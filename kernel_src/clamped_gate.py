@@ -68,7 +68,8 @@ def clamped(gate, up, limit: float):
 
 
 @ct.function
-def clamped_forward_tile(gate_up, bias, scores, out, expert, rows, last, alpha: float, limit: float, COLS: Const, PACKED: Const, MASKED: Const):
+def clamped_forward_tile(gate_up, bias, scores, out, expert, rows, last, alpha: float, limit: float, COLS: Const, PACKED: Const,
+                         MASKED: Const):
     cols = (ct.bid(1) * COLS + ct.arange(COLS, dtype=ct.int32))[None, :]
     rows = rows[:, None]
     columns = cols < out.shape[1]
@@ -183,8 +184,8 @@ def expert_bias_sum(partial, stops, out, ROWS: Const, COLS: Const):
 # ---------------------------------------------------------------- with the second GEMM's bias
 @ct.kernel
 def token_sum_bias(y, position, expert, scores, bias, out, COLS: Const):
-    """As `token_sum` of experts.py, with each row's bias: [experts, columns] times its score. expert: [tokens, top-k] int32; scores: the same
-    in fp32. An expert that is not there has no bias."""
+    """As `token_sum` of experts.py, with each row's bias: [experts, columns] times its score. expert: [tokens, top-k] int32; scores: the
+    same in fp32. An expert that is not there has no bias."""
     token = ct.bid(0)
     cols = ct.bid(1) * COLS + ct.arange(COLS, dtype=ct.int32)
     acc = ct.zeros((COLS,), dtype=ct.float32)

@@ -46,8 +46,8 @@ def forward(x, y, weight, token, group, c1, s1, c2, s2, eps, HEADS: Const, HALF:
 def qk_norm_rotary_forward(
     q, k, q_out, k_out, q_weight, k_weight, cos, sin, eps: float, Q_HEADS: Const, Q_TAIL: Const, K_HEADS: Const, HALF: Const, FULL: Const
 ):
-    """q, q_out: [tokens, heads, 2 * HALF], heads a multiple of Q_HEADS, or Q_HEADS + Q_TAIL; k, k_out: the same with a multiple of K_HEADS heads;
-    q_weight, k_weight: [2 * HALF]; cos, sin: [rows, 2 * HALF if FULL else HALF].
+    """q, q_out: [tokens, heads, 2 * HALF], heads a multiple of Q_HEADS, or Q_HEADS + Q_TAIL; k, k_out: the same with a multiple of K_HEADS
+    heads; q_weight, k_weight: [2 * HALF]; cos, sin: [rows, 2 * HALF if FULL else HALF].
 
     Block (token, g) works on group g of q's heads and, while there are any, group g of k's."""
     token, group = ct.bid(0), ct.bid(1)
@@ -130,8 +130,8 @@ def qk_norm_rotary_backward(
 
 @ct.kernel
 def column_sum_pair(first, second, first_out, second_out, ROWS: Const, COLS: Const):
-    """The second step of both weights' gradients, in one launch, which costs more than the sums. first, second: [rows, columns] fp32, each with
-    its own number of rows; first_out, second_out: [columns] of any dtype. Grid (blocks of COLS columns, 2)."""
+    """The second step of both weights' gradients, in one launch, which costs more than the sums. first, second: [rows, columns] fp32, each
+    with its own number of rows; first_out, second_out: [columns] of any dtype. Grid (blocks of COLS columns, 2)."""
     if ct.bid(1) == 0:
         sum_columns(first, first_out, ROWS, COLS)
     else:
@@ -142,9 +142,13 @@ HALF, FULL = 64, 1  # Qwen3's heads, cos and sin as wide
 TOKENS = 4
 
 
+# Of q and k, and of weights and angles: wider in an fp32 model under autocast.
+DTYPES = (*((dtype, dtype) for dtype in FLOATS), ("bfloat16", "float32"))
+
+
 def variants():
-    for dtype in FLOATS:
-        weight, angle = Array(dtype, (2 * HALF,)), Array(dtype, (None, 2 * HALF))
+    for dtype, wide in DTYPES:
+        weight, angle = Array(wide, (2 * HALF,)), Array(wide, (None, 2 * HALF))
         partial = Array("float32", (None, 2 * HALF))
         shared = {"q_weight": weight, "k_weight": weight, "cos": angle, "sin": angle}
         shape = {"HALF": HALF, "FULL": FULL}
@@ -152,12 +156,12 @@ def variants():
             q, k = grouped(dtype, group, 2 * HALF)
             params = {"q": q, "k": k, "q_out": q, "k_out": k, **shared, "eps": FLOAT, **group, **shape}
             yield Variant(qk_norm_rotary_forward, params)
-            if dtype == "bfloat16" and group["Q_HEADS"] == 32:
+            if dtype == wide == "bfloat16" and group["Q_HEADS"] == 32:
                 # Half the registers a thread for 5120 and more elements a block. The last bit may differ.
                 yield Variant(qk_norm_rotary_forward, params, hints={"num_worker_warps": 8}, targets=UNMEASURED)
-        # [8192, 32 and 8 heads] on an H200, whichever of heads and tokens comes first in the gradients: 65 us, 93 % of copy, with 4 tokens of
-        # 8 heads, two blocks an SM and three steps under way. 72 at best without tile copies of the heads (1 token, eight blocks); 68 with
-        # tile copies of the angles, and 123 where their loads check bounds.
+        # [8192, 32 and 8 heads] on an H200, whichever of heads and tokens comes first in the gradients: 65 us, 93 % of copy, with 4 tokens
+        # of 8 heads, two blocks an SM and three steps under way. 72 at best without tile copies of the heads (1 token, eight blocks); 68
+        # with tile copies of the angles, and 123 where their loads check bounds.
         for count in (8, 4):
             x = heads(dtype, count, 2 * HALF)
             yield Variant(
@@ -165,5 +169,7 @@ def variants():
                 {"dq_out": x, "dk_out": x, "q": x, "k": x, "dq": x, "dk": x, **shared, "dq_weight": partial,
                  "dk_weight": partial, "eps": FLOAT, "TOKENS": 2 if dtype == "float32" else TOKENS, "HEADS": count, **shape},
             )
+        if dtype != wide:
+            continue
         out = Array(dtype, (2 * HALF,))
         yield Variant(column_sum_pair, {"first": partial, "second": partial, "first_out": out, "second_out": out, **TILE})

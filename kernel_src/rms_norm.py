@@ -153,13 +153,14 @@ def rms_norm_apply(x, weight, y, rstd, TILE: Const, TAIL: Const):
 # ---------------------------------------------------------------- with the residual
 @ct.function
 def add(x, residual, index):
-    """round(x + residual), as the model's residual stream holds it."""
-    return ct.astype(ct.astype(read(x, index) + read(residual, index), x.dtype), ct.float32)
+    """round(x + residual), as the model's residual stream holds it, of residual's dtype."""
+    return ct.astype(ct.astype(read(x, index) + read(residual, index), residual.dtype), ct.float32)
 
 
 @ct.kernel
 def add_rms_norm_forward(x, residual, weight, total, y, rstd, eps: float, TILE: Const, TAIL: Const):
-    """total = x + residual; y = RMSNorm(total). All [rows, TILE + TAIL], rstd: [rows] fp32. One row a block."""
+    """total = x + residual; y = RMSNorm(total). All [rows, TILE + TAIL], rstd: [rows] fp32. One row a block. An fp32 residual stream has
+    an x and a y in half precision under autocast."""
     row = ct.bid(0)
     cols = ct.arange(TILE, dtype=ct.int32)
     s = add(x, residual, (row, cols))
@@ -171,9 +172,9 @@ def add_rms_norm_forward(x, residual, weight, total, y, rstd, eps: float, TILE: 
         squares = squares + ct.sum(tail * tail, axis=0, keepdims=False)
         ct.scatter(total, (row, tail_cols), ct.astype(tail, total.dtype), check_bounds=False)
     r = ct.rsqrt(squares * (1.0 / (TILE + TAIL)) + eps)
-    ct.scatter(y, (row, cols), scaled(s * r, read_raw(weight, cols), x.dtype, y.dtype), check_bounds=False)
+    ct.scatter(y, (row, cols), scaled(s * r, read_raw(weight, cols), total.dtype, y.dtype), check_bounds=False)
     if TAIL > 0:
-        ct.scatter(y, (row, tail_cols), scaled(tail * r, read_raw(weight, tail_cols), x.dtype, y.dtype), check_bounds=False)
+        ct.scatter(y, (row, tail_cols), scaled(tail * r, read_raw(weight, tail_cols), total.dtype, y.dtype), check_bounds=False)
     ct.scatter(rstd, row, r, check_bounds=False)
 
 
@@ -230,7 +231,8 @@ def rms_norm_any_forward(x, weight, y, rstd, eps: float, TILE: Const):
     for i in range(ct.cdiv(length, TILE)):
         cols = ct.arange(TILE, dtype=ct.int32) + i * TILE
         xf = read_padded(x, (row, cols))
-        ct.scatter(y, (row, cols), scaled(xf * r, ct.gather(weight, cols, check_bounds=True, padding_value=0), x.dtype, y.dtype), check_bounds=True)
+        ct.scatter(y, (row, cols),
+                   scaled(xf * r, ct.gather(weight, cols, check_bounds=True, padding_value=0), x.dtype, y.dtype), check_bounds=True)
     ct.scatter(rstd, row, r, check_bounds=False)
 
 
@@ -275,16 +277,18 @@ SHORT_ROWS = ((16, 64), (8, 128), (4, 256))
 # x in half precision and an fp32 weight: q_norm and k_norm under autocast. Their y is fp32, as PyTorch promotes it.
 MIXED_ROWS = ((4, 128),)
 MIXED = (("bfloat16", "float32"), ("float16", "float32"))
+# x and weight in fp32 and y in half precision: the norms of an fp32 model's layers under autocast, whose y goes into products.
+NARROWED = ("bfloat16", "float16")
 RSTD = Array("float32", (None,))
 
 
-def arrays(x, w, length, **promises):
-    """The arrays that the kernels share. length: of a row, None for any."""
+def arrays(x, w, length, y=None, **promises):
+    """The arrays that the kernels share. length: of a row, None for any; y: its dtype, w by default."""
     row = (None, length)
     return {
         "x": Array(x, row, **promises),
         "weight": Array(w, row[1:], **promises),
-        "y": Array(w, row, **promises),
+        "y": Array(y or w, row, **promises),
         "dweight": Array("float32", row, **promises),
     }
 
@@ -301,7 +305,7 @@ def fused(a, constants, latency, **options):
     """The kernels of the decoder layer: y again, and both directions with the residual."""
     x, w, y, dweight = a["x"], a["weight"], a["y"], a["dweight"]
     yield Variant(rms_norm_apply, {"x": x, "weight": w, "y": y, "rstd": RSTD, **constants})
-    sums = {"x": x, "residual": x, "weight": w, "total": x, "y": y, "rstd": RSTD, "eps": FLOAT, **constants}
+    sums = {"x": y, "residual": x, "weight": w, "total": x, "y": y, "rstd": RSTD, "eps": FLOAT, **constants}
     yield Variant(add_rms_norm_forward, sums)
     grads = {"dx": x, "dy": y, "dtotal": x, "x": x, "weight": w, "rstd": RSTD, "dweight": dweight, **constants, "LATENCY": latency}
     yield Variant(add_rms_norm_backward, grads, **options)
@@ -343,3 +347,10 @@ def variants():
             forward, _ = pair(rms_norm_rows_forward, rms_norm_rows_backward, arrays(x, w, tile), {"ROWS": rows, "TILE": tile})
             yield replace(forward, targets=UNMEASURED)
         yield from pair(rms_norm_any_forward, rms_norm_any_backward, arrays(x, w, None, aligned=False), {"TILE": 1024})
+    for y in NARROWED:
+        yield from pair(rms_norm_any_forward, rms_norm_any_backward, arrays("float32", "float32", None, y, aligned=False), {"TILE": 1024})
+    for tile, tail, occupancy, latency in ROW_TILES:
+        a, constants = arrays("float32", "float32", tile + tail, "bfloat16"), {"TILE": tile, "TAIL": tail}
+        hints = {"occupancy": max(1, occupancy // 2)}
+        yield from pair(rms_norm_forward, rms_norm_backward, a, constants, latency, hints=hints)
+        yield from fused(a, constants, latency, hints=hints)

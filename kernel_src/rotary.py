@@ -64,8 +64,8 @@ def rotate_group(x, y, token, group, c1, s1, c2, s2, HEADS: Const, HALF: Const, 
 def rotary(
     q, k, q_out, k_out, cos, sin, Q_HEADS: Const, Q_TAIL: Const, K_HEADS: Const, HALF: Const, FULL: Const, BACKWARD: Const
 ):
-    """q, q_out: [tokens, heads, 2 * HALF], heads a multiple of Q_HEADS, or Q_HEADS + Q_TAIL; k, k_out: the same with a multiple of K_HEADS heads;
-    cos, sin: [rows, 2 * HALF if FULL else HALF].
+    """q, q_out: [tokens, heads, 2 * HALF], heads a multiple of Q_HEADS, or Q_HEADS + Q_TAIL; k, k_out: the same with a multiple of K_HEADS
+    heads; cos, sin: [rows, 2 * HALF if FULL else HALF].
 
     Block (token, g) rotates group g of q's heads and, while there are any, group g of k's.
     """

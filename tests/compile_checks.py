@@ -1,9 +1,11 @@
 """torch.compile, torch.export and torch.library's own checks, on any device."""
 
 import importlib
+import types
 
 import torch
 from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_leaves
 
 from tests import op_cases as cases
 from tests.models import Step, random_tokens, tiny_model
@@ -24,7 +26,8 @@ def operator_arguments(device, dtype) -> dict:
     def new(*shape, seed=0, dtype=dtype):
         return randn(*shape, dtype=dtype, device=device, seed=seed)
 
-    x, other, dy, weight, rstd = new(3, 1024), new(3, 1024, seed=1), new(3, 1024, seed=2), new(1024, seed=3), new(3, dtype=torch.float32).abs()
+    x, other, dy = (new(3, 1024, seed=i) for i in range(3))
+    weight, rstd = new(1024, seed=3), new(3, dtype=torch.float32).abs()
     q, k = new(2, 3, 8, 128), new(2, 3, 4, 128, seed=1)
     dq, dk = (t.transpose(1, 2) for t in (new(2, 3, 8, 128, seed=2), new(2, 3, 4, 128, seed=3)))
     weights, tables = (new(128, seed=4), new(128, seed=5)), (new(1, 3, 128, seed=6), new(1, 3, 128, seed=7))
@@ -36,7 +39,16 @@ def operator_arguments(device, dtype) -> dict:
     ends = torch.tensor([4, 6, 7, 10], dtype=torch.int32, device=device)
     routed = new(5, 64, seed=8), expert, new(5, 2, seed=9), new(4, 256, 64, seed=10), new(4, 64, 128, seed=11), None, None
     silu = False, False, 1.0, float("inf")
+    hidden, head, target = new(5, 64, seed=14), new(40, 64, seed=15), torch.tensor([3, 39, -100, 0, 7], device=device)
+    scale, of_loss = new(1, dtype=torch.float32, seed=16).abs(), (-100, [0.0, 0.0, 0.0], [False] * 4, None)
+    every_option = (-100, [0.1, 20.0, 0.01], [False, True, True, True], torch.float32)
+    vectors = new(40, seed=17), new(40, dtype=torch.float32, seed=18).abs()
     return {
+        "linear_cross_entropy_run": [
+            (hidden, head, None, target, None, None, [False] * 3, *of_loss),
+            (hidden, head, None, target, None, scale, [True, False, False], *of_loss),
+            (hidden, head, vectors[0], target, vectors[1], scale.expand(5).contiguous(), [True] * 3, *every_option),
+        ],
         "rms_norm_forward": [(x, weight, 1e-6), (x[:, 1:], weight[1:], 1e-6)],
         "rms_norm_backward": [(dy, x, weight, rstd, need) for need in both],
         "rms_norm_again": [(x, weight, rstd)],
@@ -71,6 +83,7 @@ def check_compiled_operation(ops, operation, device, backend, dtype=torch.float3
     """fullgraph, forward and backward, and one more graph at most for all other numbers of tokens."""
     torch._dynamo.reset()
     counters.clear()
+    ops = types.SimpleNamespace(**{operation: getattr(ops, operation)})  # found outside of the trace, which imports nothing
     compiled = torch.compile(lambda found: cases.run(ops, operation, found), backend=backend, fullgraph=True)
     tokens = (3, 4, 6, 9, 13, 21)
     for count in tokens:
@@ -86,6 +99,57 @@ def check_compiled_operation(ops, operation, device, backend, dtype=torch.float3
             assert_close(leaves[name].grad, expected[name], dtype, f"{operation}, {count} tokens, {name}", 2)
     graphs = counters["stats"]["unique_graphs"]
     assert graphs <= 2, f"{graphs} graphs for {len(tokens)} numbers of tokens"
+
+
+LOSSES = {
+    "the mean": {},
+    "the sum": {"reduction": "sum"},
+    "every token": {"reduction": "none"},
+    "a counted number of items": {"num_items": torch.tensor(3)},
+    "a number of items that is no whole one": {"num_items": torch.tensor(2.5)},
+    "every option": {"label_smoothing": 0.1, "softcap": 20.0, "lse_square_scale": 0.01, "return_z_loss": True, "return_predicted_tokens": True},
+    "token scaling": {"use_token_scaling": True},
+}
+
+
+def check_compiled_loss(ops, options, device, backend, dtype):
+    """The loss and the gradients are those of eager mode, whatever the gradient from above and whoever needs one, in one graph more than
+    one for all lengths."""
+    torch._dynamo.reset()
+    counters.clear()
+    options = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    compiled = torch.compile(ops.linear_cross_entropy, backend=backend, fullgraph=True)
+    for seed, tokens in enumerate((5, 8, 13, 21)):
+        target = torch.arange(tokens, device=device) * 7 % 40
+        target[1] = -100
+        results = []
+        for function in (ops.linear_cross_entropy, compiled):
+            hidden, weight = (randn(*shape, dtype=dtype, device=device, seed=seed).requires_grad_() for shape in ((tokens, 64), (40, 64)))
+            found = function(hidden, weight, target, **options)
+            loss = found if isinstance(found, torch.Tensor) else found.loss
+            loss.backward(torch.linspace(0.3, 0.7, loss.numel(), device=device).view(loss.shape))
+            others = [] if loss is found else [value.float() for value in found[1:] if value is not None]
+            results.append((loss, hidden.grad, weight.grad, *others))
+        for number, (mine, expected) in enumerate(zip(*reversed(results), strict=True)):
+            assert_close(mine, expected, dtype, f"result {number} of {tokens} tokens", 2)
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+def largest_tensors(function, *args) -> list:
+    """The largest number of elements of a tensor in each graph, forward and backward, that torch.compile makes of a function."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    found = []
+
+    def look(graph, examples):
+        values = [value for node in graph.graph.nodes for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+        found.append(max(value.numel() for value in values))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=look, bw_compiler=look))(*args).backward()
+    return found
 
 
 def graphs_of(model, inputs, **options):
@@ -142,4 +206,5 @@ def check_exported_model(package, device, strict, step=1):
             assert_close(program.module()(ids, use_cache=False).logits, expected, torch.float32, f"{tokens} tokens")
     namespace = importlib.import_module(f"{package.__name__}._ops").NAMESPACE
     called = {str(node.target).split(".")[1] for node in program.graph.nodes if str(node.target).startswith(namespace + ".")}
-    assert called == {"rms_norm_forward", "rotary_forward", "swiglu_forward"}
+    rotary = "qk_norm_rotary_forward" if strict else "rotary_forward"  # strict, the decoder layer is traced as it is compiled: fused
+    assert called == {"rms_norm_forward", rotary, "swiglu_forward"}

@@ -60,7 +60,8 @@ def tiny_gpt_oss(dtype=torch.float32, cls=None, attn_implementation="eager", **c
         "head_dim": 16,
         "sliding_window": 8,
         "max_position_embeddings": 1024,
-        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256, "truncate": False},
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256,
+                            "truncate": False},
         "pad_token_id": 0,
         "eos_token_id": None,
     }

@@ -26,7 +26,8 @@ from tests.ops.common import runtime_of
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "torch-ext" / "qwen3"
 # Every file of kernel_src that lists what to prebuild.
-OPERATIONS = tuple(path.stem for path in sorted((ROOT / "kernel_src").glob("*.py")) if "\ndef variants(" in path.read_text(encoding="utf-8"))
+KERNEL_FILES = sorted((ROOT / "kernel_src").glob("*.py"))
+OPERATIONS = tuple(path.stem for path in KERNEL_FILES if "\ndef variants(" in path.read_text(encoding="utf-8"))
 
 
 class Mutant(NamedTuple):

@@ -58,7 +58,9 @@ class Operations:
     def __getattr__(self, name):
         for package in self.packages:
             with contextlib.suppress(ModuleNotFoundError):
-                return getattr(importlib.import_module(f"{package.__name__}.shared.ops.{MODULES.get(name, name)}"), name)
+                found = getattr(importlib.import_module(f"{package.__name__}.shared.ops.{MODULES.get(name, name)}"), name)
+                setattr(self, name, found)  # so that torch.compile need not trace an import
+                return found
         raise AttributeError(f"none of {self.packages} ships the operation {name}")
 
 
@@ -111,7 +113,8 @@ def plain_mlp(x, gate_weight, up_weight, down_weight):
 
 
 def plain_linear_cross_entropy(hidden, weight, target, bias=None, class_weight=None, **options):
-    return linear_cross_entropy.cross_entropy_exact(hidden.flatten(0, -2), weight, target.flatten(), bias, class_weight=class_weight, **options)
+    return linear_cross_entropy.cross_entropy_exact(hidden.flatten(0, -2), weight, target.flatten(), bias, class_weight=class_weight,
+                                                    **options)
 
 
 def plain_norm_attention_inputs(x, norm_weight, q_rows, k_rows, v_rows, q_norm, k_norm, cos, sin):
@@ -148,7 +151,8 @@ def run(ops, operation, found, **options):
     if operation == "norm_attention_inputs":
         weights = [tensor for name, tensor in found.items() if name.startswith("weights")]
         rest = [found[name] for name in ("q_norm", "k_norm", "cos", "sin")]
-        results = function(found["x"], found["norm_weight"], weights, *rest, (1, found["cos"].shape[1] if found["cos"].dim() == 3 else TOKENS))
+        results = function(found["x"], found["norm_weight"], weights, *rest,
+                           (1, found["cos"].shape[1] if found["cos"].dim() == 3 else TOKENS))
     elif operation == "linear_cross_entropy":
         tensors = {name: found[name] for name in ("bias", "class_weight") if name in found}
         results = function(found["hidden"], found["weight"], found["target"], **tensors, **options)

@@ -122,7 +122,8 @@ def step(function, call: Call, found: dict, dtype=None, upstream=None):
     needed = [leaves[name].requires_grad_() for name in call.needed]
     results = function(call.operation, leaves, **call.options)
     if upstream is None:
-        upstream = [randn(*r.shape, dtype=r.dtype, device=r.device, seed=call.seed + 7 + i, scale=loss_scale(call)) for i, r in enumerate(results)]
+        upstream = [randn(*r.shape, dtype=r.dtype, device=r.device, seed=call.seed + 7 + i, scale=loss_scale(call)) for i,
+                    r in enumerate(results)]
     pairs = [(r, g.to(r.dtype)) for r, g in zip(results, upstream) if r.requires_grad]
     if not needed or not pairs:
         return results, upstream, {}

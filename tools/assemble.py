@@ -1,7 +1,8 @@
 """Puts a package into the form that `kernels` loads: `python -m tools.assemble`, the second part of `make build`.
 
-torch-ext/<name>, and of torch-ext/shared what it imports -> build/torch-<backend>, with `_ops.py` (the name space of the custom operators, unique to this build) and
-metadata.json (what the package is, its architectures and the digests of its files). The cubins go into the CUDA variant only.
+torch-ext/<name>, and of torch-ext/shared what it imports -> build/torch-<backend>, with `_ops.py` (the name space of the custom operators,
+unique to this build) and metadata.json (what the package is, its architectures and the digests of its files). The cubins go into the CUDA
+variant only.
 """
 
 import argparse

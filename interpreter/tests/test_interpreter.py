@@ -14,6 +14,7 @@ import torch
 from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, ScalarConstraint, export_kernel
 
 from interpreter import InterpreterError, interpret
+from interpreter.backend import tensor_at
 
 Const = ct.Constant[int]
 NAN, INF = math.nan, math.inf
@@ -744,6 +745,19 @@ class TestRaces:
         with pytest.raises(InterpreterError, match="race: another block (wrote|read)"):
             interpret(shift, (4,), (torch.arange(5.0),), order=order)
 
+    def test_a_race_between_arguments_whose_storages_start_at_different_addresses(self, monkeypatch):
+        """Where they may share memory, and each block reads what the one before it writes."""
+        monkeypatch.setattr("interpreter.launch.overlap", lambda a, b: False)
+
+        @ct.kernel
+        def shift(x, y):
+            ct.scatter(y, ct.bid(0), ct.gather(x, ct.bid(0)))
+
+        whole = torch.arange(6.0)
+        x, y = (tensor_at(whole.data_ptr() + 4 * first, torch.float32, (5,), (1,)) for first in (0, 1))
+        with pytest.raises(InterpreterError, match="race: another block (wrote|read)"):
+            interpret(shift, (5,), (x, y))
+
     def test_in_place_is_no_race(self):
         @ct.kernel
         def double(x):
@@ -850,6 +864,22 @@ class TestArguments:
             interpret(copy_checked, (2,), (x, x, 4))
         with pytest.raises(InterpreterError, match="shares memory"):
             interpret(copy_checked, (1,), (x[:5], x[3:], 4))
+
+    @pytest.mark.parametrize("start", [0, 1, 3, 4])
+    def test_aliases_whose_storages_start_at_different_addresses(self, start):
+        """As the runtime's arguments are, which the interpreter makes of addresses."""
+        whole = torch.zeros(16)
+        x, y = (tensor_at(whole.data_ptr() + 4 * first, torch.float32, (8,), (1,)) for first in (start, 5))
+        with pytest.raises(InterpreterError, match="y is written and shares memory with x"):
+            interpret(copy_checked, (2,), (x, y, 4))
+        apart = tensor_at(whole.data_ptr() + 32, torch.float32, (8,), (1,))
+        interpret(copy_checked, (2,), (tensor_at(whole.data_ptr(), torch.float32, (8,), (1,)), apart, 4))
+
+    def test_arrays_that_interleave_share_nothing(self):
+        whole = torch.arange(32.0)
+        x, y = (tensor_at(whole.data_ptr() + 4 * first, torch.float32, (4, 4), (8, 1)) for first in (0, 4))
+        interpret(copy_tiles, (2, 1), (x, y, 2, 4))
+        assert torch.equal(x, y)
 
     def test_views_of_one_tensor_that_do_not_meet(self):
         whole = torch.randn(4, 8)

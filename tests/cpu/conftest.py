@@ -78,7 +78,8 @@ def other_build(tmp_path_factory):
 
 
 # Every operation that packages share, also those that Qwen3's does not ship.
-ALL_OPERATIONS = "".join(f"from .shared.ops import {path.stem} as _  # noqa\n" for path in sorted((REPOSITORY / "torch-ext/shared/ops").glob("[a-z]*.py")))
+OPERATION_FILES = sorted((REPOSITORY / "torch-ext/shared/ops").glob("[a-z]*.py"))
+ALL_OPERATIONS = "".join(f"from .shared.ops import {path.stem} as _  # noqa\n" for path in OPERATION_FILES)
 
 
 @pytest.fixture(scope="session")

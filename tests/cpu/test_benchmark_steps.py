@@ -64,7 +64,7 @@ def test_a_provider_of_another_model_is_refused(capsys):
     with pytest.raises(SystemExit):
         benchmark_fsdp.main(["--model", "gpt_oss_20b", "--providers", "bastile,liger"])
     assert (
-        "liger, expected some of huggingface, huggingface_flex, liger_flex, bastile, bastile_adamw for gpt_oss_20b"
+        "liger, expected some of huggingface, huggingface_flex, liger_flex, bastile, bastile_adamw, bastile_flex for gpt_oss_20b"
         in capsys.readouterr().err
     )
 
@@ -88,9 +88,23 @@ def test_a_process_that_dies_says_why(tmp_path):
 
 
 def test_a_training_step_of_gpt_oss():
-    args = argparse.Namespace(child="huggingface", model="gpt_oss_tiny", layers=1, device="cpu")
+    args = argparse.Namespace(child="huggingface", model="gpt_oss_tiny", layers=1, device="cpu", documents=1, rows=1, padding=0.0)
     found = steps.build(args).run(tokens=16, warmup=1, steps=1)
     assert len(found["ms"]) == 1 and len(found["losses"]) == 2 and all(map(math.isfinite, found["losses"]))
+
+
+@pytest.mark.parametrize("form", (stepping.Form(documents=3), stepping.Form(rows=4, padding=0.2)), ids=lambda form: form.name)
+def test_packed_and_padded_batches(form):
+    batch = form.batch(torch.arange(1, 49)[None])
+    labelled = batch["labels"] != -100
+    if form.documents > 1:
+        assert batch["position_ids"].eq(0).sum() == 3 and labelled.sum() == 45
+    else:
+        assert batch["input_ids"].shape == (4, 12) and torch.equal(labelled, batch["attention_mask"] == 1)
+        assert 0.1 < 1 - labelled.float().mean() < 0.3 and len(set(labelled.sum(1).tolist())) > 1
+    args = argparse.Namespace(child="huggingface", model="tiny", layers=1, device="cpu", documents=form.documents, rows=form.rows,
+                              padding=form.padding)
+    assert all(map(math.isfinite, steps.build(args).run(tokens=48, warmup=1, steps=1)["losses"]))
 
 
 def test_a_model_without_steps_is_refused():

@@ -127,7 +127,7 @@ def test_everything_that_was_measured_is_known():
 
 def test_the_order_of_a_table_is_that_of_the_declarations():
     names = [operation.name for operation in registry.of_suite(suites.QWEN3)]
-    assert names == ["rms_norm", "q_norm", "add_rms_norm", "rotary", "qk_norm_rotary", "swiglu", "linear_cross_entropy"]
+    assert names == ["rms_norm", "q_norm", "add_rms_norm", "rotary", "qk_norm_rotary", "swiglu", "linear_cross_entropy", "attention"]
 
 
 def test_a_picture_for_each_shape_of_a_kind_of_its_own(tmp_path):

@@ -1,6 +1,7 @@
 """The compiler driver and the assembly: what they make, what they refuse, and that a second build is the first one."""
 
 import ast
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -189,7 +190,8 @@ def test_what_leaves_the_kernels_as_they_are_compiles_nothing_again(cache, calle
     before = contents(cubins_folder(package))
     called.clear()
     if change == "another comment":
-        write(tmp_path, monkeypatch, "# What these kernels are for.\n" + KERNELS.replace("ct.scatter(", "ct.scatter(  # everywhere\n        "))
+        commented = KERNELS.replace("ct.scatter(", "ct.scatter(  # everywhere\n        ")
+        write(tmp_path, monkeypatch, "# What these kernels are for.\n" + commented)
     else:
         (tmp_path / "moved").mkdir()
         write(tmp_path / "moved", monkeypatch, KERNELS)
@@ -384,7 +386,8 @@ def test_a_kernel_that_spills_without_a_reason_is_named_with_its_bytes():
 
 
 def test_a_reason_for_spills_that_is_not_needed_is_named(cache, package, tmp_path, monkeypatch):
-    write(tmp_path, monkeypatch, KERNELS.replace('Variant(second, {"x": x, "TILE": tile})', 'Variant(second, {"x": x, "TILE": tile}, spills="?")'))
+    write(tmp_path, monkeypatch, KERNELS.replace('Variant(second, {"x": x, "TILE": tile})',
+                                                 'Variant(second, {"x": x, "TILE": tile}, spills="?")'))
     compiler.build(package, ONE, **QUIET)  # another architecture may need it
     monkeypatch.setattr(compiler, "TARGETS", ONE)
     with pytest.raises(BuildError, match="spill nowhere give a reason") as error:
@@ -766,7 +769,11 @@ class Compiled:
 
 @pytest.fixture(scope="module", params=package_folders(root=ROOT), ids=lambda folder: read_package(folder).name)
 def compiled(request):
-    return Compiled(request.param)
+    """One process compiles and the others find its images in the cache: tests that run on all cores need the images in several."""
+    compiler.CACHE.mkdir(parents=True, exist_ok=True)
+    with (compiler.CACHE / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return Compiled(request.param)
 
 
 def test_every_variant_compiles_for_one_architecture_a_generation_and_every_operation_for_all(compiled):

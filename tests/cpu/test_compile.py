@@ -1,5 +1,8 @@
 """torch.compile, torch.export and opcheck in PyTorch's CPU path; tests/gpu has the same through Inductor and CUDA graphs."""
 
+import importlib
+import shutil
+
 import pytest
 import torch
 
@@ -29,6 +32,41 @@ def test_operators_with_kernels(interpreted, name):
 @pytest.mark.parametrize("operation", CASES)
 def test_operations_compile_whole_and_once_for_all_lengths(loaded_ops, operation):
     checks.check_compiled_operation(loaded_ops, operation, "cpu", BACKEND)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("options", checks.LOSSES)
+def test_the_loss_compiles_whole(loaded_ops, options, dtype):
+    checks.check_compiled_loss(loaded_ops, checks.LOSSES[options], "cpu", BACKEND, dtype)
+
+
+def test_a_compiled_model_makes_no_logits(qwen3):
+    model, ids = qwen3.kernelize(tiny_model(num_hidden_layers=1, vocab_size=8192)), random_tokens(2, 200)
+
+    def loss(ids):
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    largest = checks.largest_tensors(loss, ids)
+    assert len(largest) == 2 and max(largest) == 8192 * 64, "the embeddings are the largest, not logits [400, 8192]"
+
+
+def test_the_decoder_layer_is_fused_when_compiled(qwen3):
+    model, ids, called = qwen3.kernelize(tiny_model(num_hidden_layers=1)), random_tokens(2, 17), []
+    namespace = importlib.import_module(f"{qwen3.__name__}._ops").NAMESPACE
+
+    def backend(graph, examples):
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, backend=backend, fullgraph=True)(input_ids=ids, labels=ids, use_cache=False)
+    assert any(f"{namespace}.qk_norm_rotary_forward" in name for name in called)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_a_model_compiles_with_inductor(qwen3):
+    assert checks.check_compiled_model(qwen3, "cpu", lengths=(17, 18, 40)) == 2
 
 
 def test_a_model_compiles_a_second_time_when_lengths_vary_and_then_no_more(qwen3):

@@ -73,7 +73,8 @@ def test_after_out_of_memory_an_operation_gives_the_same_as_ever(loaded_ops, ope
     assert failures > 5
     again, _, gradients_again = cases.step(loaded_ops, operation, found)
     assert all(map(torch.equal, again, results))
-    assert all(gradients_again[name] is gradient is None or torch.equal(gradients_again[name], gradient) for name, gradient in gradients.items())
+    for name, gradient in gradients.items():
+        assert gradients_again[name] is gradient is None or torch.equal(gradients_again[name], gradient), name
 
 
 @pytest.mark.parametrize("reduction", ("mean", "none"))
@@ -300,7 +301,8 @@ def test_forked_workers_of_a_dataloader_use_the_package_that_the_parent_loaded(q
 def copy_of_the_sources(name):
     """The package, loaded once more under another name."""
     folder = REPOSITORY / "torch-ext/qwen3"
-    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder), str(folder.parent)])
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py",
+                                                  submodule_search_locations=[str(folder), str(folder.parent)])
     sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]

@@ -25,7 +25,7 @@ from tools.kernel_package import read_package
 TOKENS = random_tokens(2, 33)
 LABELS = TOKENS.clone()
 LABELS[0, :7] = -100
-OPERATIONS = ["rms_norm", "experts", "rope", "fused_linear_cross_entropy", "decoder_layer"]
+OPERATIONS = ["rms_norm", "experts", "rope", "fused_linear_cross_entropy", "decoder_layer", "attention"]
 CLASSES = ["GptOssRMSNorm", "GptOssExperts", "GptOssForCausalLM", "GptOssDecoderLayer", "GptOssAttention", "GptOssModel"]
 # Two fp32 runs of a model differ by more than an operation from float64 where a gradient is a small difference: those of q and k.
 FACTOR = 10
@@ -60,7 +60,8 @@ def uses(gpt_oss, model, step=lambda model: model.train()(input_ids=TOKENS, labe
     """The operations of ours that a step of the model calls."""
     called = set()
     with pytest.MonkeyPatch.context() as patch:
-        for where, names in (("shared.hf.experts", ("experts",)), ("shared.hf.forwards", ("rotary",)), ("shared.hf.causal_lm", ("linear_cross_entropy",)), ("decoder_layer", ("wide_rms_norm", "wide_add_rms_norm"))):
+        for where, names in (("shared.hf.experts", ("experts",)), ("shared.hf.forwards", ("rotary",)),
+                             ("shared.hf.causal_lm", ("linear_cross_entropy",)), ("decoder_layer", ("wide_rms_norm", "wide_add_rms_norm"))):
             module = sys.modules[f"{gpt_oss.__name__}.{where}"]
             for name in names:
                 original = getattr(module, name)
@@ -124,7 +125,7 @@ def test_arguments(gpt_oss, inputs):
         assert len(found.output.router_logits) == 2
 
 
-@pytest.mark.parametrize("experts", [{"num_local_experts": 40, "num_experts_per_tok": 1}, {"num_local_experts": 8, "num_experts_per_tok": 8}])
+@pytest.mark.parametrize("experts", [{"num_local_experts": count, "num_experts_per_tok": top_k} for count, top_k in ((40, 1), (8, 8))])
 @pytest.mark.parametrize("odd", [{"hidden_size": 72, "intermediate_size": 41}, {"swiglu_limit": 3.0, "swiglu_alpha": 1.1}])
 def test_sizes(gpt_oss, experts, odd):
     """transformers' grouped GEMMs do not take odd sizes on a CPU."""
@@ -132,6 +133,7 @@ def test_sizes(gpt_oss, experts, odd):
     model.set_experts_implementation("eager")
     expected = Step(model, input_ids=TOKENS, labels=LABELS)
     gpt_oss.apply()
+    model.set_experts_implementation("bastile")
     Step(model, input_ids=TOKENS, labels=LABELS).assert_same(expected, FACTOR)
 
 
@@ -273,8 +275,11 @@ def test_an_implementation_of_experts_that_a_model_can_ask_for(gpt_oss, family):
     assert "experts" in uses(gpt_oss, model)
     Step(model, input_ids=TOKENS, labels=LABELS).assert_same(expected, FACTOR)
     gpt_oss.reset()
+    Step(model, input_ids=TOKENS, labels=LABELS).assert_same(expected, FACTOR)  # it goes on asking for them
+    model.set_experts_implementation("grouped_mm")
+    gpt_oss.apply(**dict.fromkeys(OPERATIONS, False))
+    gpt_oss.reset()
     with pytest.raises(ValueError, match="bastile"):
-        model.set_experts_implementation("grouped_mm")
         model.set_experts_implementation("bastile")
 
 
@@ -333,13 +338,13 @@ def test_subsets(gpt_oss, chosen):
     Step(model, input_ids=TOKENS, labels=LABELS).assert_same(expected, FACTOR)
 
 
-@pytest.mark.parametrize("sequence", [["apply"], ["kernelize"], ["mapping"], ["apply", "mapping", "kernelize"], ["attention"]], ids="-".join)
+@pytest.mark.parametrize("sequence", [["apply"], ["kernelize"], ["mapping"], ["apply", "mapping", "kernelize"]], ids="-".join)
 def test_reset_leaves_no_trace(gpt_oss, sequence):
     model = tiny_gpt_oss()
     before = everything()
     expected = Step(model, input_ids=TOKENS, labels=LABELS)
     for how in sequence:
-        gpt_oss.apply(attention=True) if how == "attention" else install(gpt_oss, model, how)
+        install(gpt_oss, model, how)
     assert uses(gpt_oss, model) == ALL
     gpt_oss.reset()
     gpt_oss.reset()
@@ -380,48 +385,7 @@ def test_layers_load_from_a_folder(gpt_oss, gpt_oss_folder, monkeypatch):
         assert {key for key in vars(layer) if not key.startswith("__")} == {"forward", "can_torch_compile"}
 
 
-# ---------------------------------------------------------------- attention
-class OnAGPU:
-    """What `choose_attention` asks a model, which on a CPU has nothing to choose."""
-
-    device = torch.device("cuda")
-
-    def __init__(self):
-        self.config = tiny_gpt_oss().config
-
-    def set_attn_implementation(self, name):
-        self.config._attn_implementation = name
-
-
-def test_a_hint_where_attention_holds_all_scores(gpt_oss, monkeypatch):
-    decoder = sys.modules[f"{gpt_oss.__name__}.decoder_layer"]
-    monkeypatch.setattr(decoder, "_hinted", set())
-    with pytest.warns(RuntimeWarning, match="flex_attention.*apply.attention=True") as caught:
-        decoder.choose_attention(OnAGPU())
-        decoder.choose_attention(OnAGPU())
-    assert len(caught) == 1
-
-
-def test_apply_changes_the_attention(gpt_oss):
-    decoder = sys.modules[f"{gpt_oss.__name__}.decoder_layer"]
-    gpt_oss.apply(attention=True)
-    assert getattr(modeling_gpt_oss.GptOssForCausalLM, decoder.FLEX)
-    model = type("Model", (OnAGPU,), {decoder.FLEX: True})()
-    decoder.choose_attention(model)
-    assert model.config._attn_implementation == "flex_attention" and vars(model)["_bastile_attention"] == "eager"
-    gpt_oss.apply()
-    assert not getattr(modeling_gpt_oss.GptOssForCausalLM, decoder.FLEX)
-    with pytest.raises(ValueError, match="attention is True and fused_linear_cross_entropy is False"):
-        gpt_oss.apply(attention=True, fused_linear_cross_entropy=False)
-
-
-def test_reset_gives_a_model_its_attention_back(gpt_oss):
-    model = tiny_gpt_oss(attn_implementation="flex_attention")
-    vars(model)["_bastile_attention"] = "eager"
-    gpt_oss.reset()
-    assert model.config._attn_implementation == "eager"
-
-
+# ---------------------------------------------------------------- warm-up
 def test_warm_up(gpt_oss):
     model, warmup = tiny_gpt_oss(), sys.modules[gpt_oss.__name__ + ".warmup"]
     state = torch.random.get_rng_state()
@@ -450,7 +414,8 @@ def test_a_step_runs_the_kernels_of_this_package_and_no_others(gpt_oss, monkeypa
     else:
         found.assert_as_exact_as(before, exact)
     kernels_run = {name.partition("-")[0] for name in backend.launched}
-    assert kernels_run >= {"wide_rms_norm_forward", "wide_add_rms_norm_backward", "clamped_gate_forward", "clamped_gate_backward", "token_sum"}
+    assert kernels_run >= {"wide_rms_norm_forward", "wide_add_rms_norm_backward", "clamped_gate_forward", "clamped_gate_backward",
+                           "token_sum"}
     assert any(name.startswith("rotary") for name in kernels_run) and "cross_entropy_gradient" in kernels_run
 
 

@@ -117,7 +117,7 @@ def test_all_are_published_at_once_and_their_cards_run(tmp_path):
         code += "\nqwen3 = get_kernel('bastile/qwen3', version=1, trust_remote_code=True)\nassert qwen3.get_patched_ops() == []\n"
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert "['rms_norm', 'experts', 'rope', 'fused_linear_cross_entropy', 'decoder_layer']" in done.stdout
+        assert "['rms_norm', 'experts', 'rope', 'fused_linear_cross_entropy', 'decoder_layer', 'attention']" in done.stdout
         code = "\n".join(blocks((built_at["liger"] / "build/CARD.md").read_text(), "python"))
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -151,7 +151,8 @@ def test_a_second_wheel_holds_nothing_of_the_first_that_is_gone(tmp_path):
 
 def test_a_third_package_is_found_by_its_folder(tmp_path, monkeypatch, capsys):
     third = tmp_path / "packages/third"
-    shutil.copytree(FOLDERS["gpt-oss"] / "torch-ext/gpt_oss", third / "torch-ext/third", ignore=shutil.ignore_patterns("__pycache__", "cubins"))
+    shutil.copytree(FOLDERS["gpt-oss"] / "torch-ext/gpt_oss", third / "torch-ext/third",
+                    ignore=shutil.ignore_patterns("__pycache__", "cubins"))
     for file in ("build.toml", "CARD.md", "kernels.toml"):
         text = (FOLDERS["gpt-oss"] / file).read_text().replace('"gpt-oss"', '"third"').replace("bastile/gpt-oss", "bastile/third")
         (third / file).write_text(text)

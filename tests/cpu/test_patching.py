@@ -49,6 +49,7 @@ def uses_layers(qwen3, model):
     }
     loss = {"linear_cross_entropy": {"fused_linear_cross_entropy"}}
     fused = {"norm_attention_inputs": {"rms_norm", "rope"}, "norm_mlp": {"rms_norm", "swiglu"}, "qk_norm_rotary": {"rms_norm", "rope"}}
+    fused |= {"projected_attention_inputs": {"rms_norm", "rope"}, "projected_mlp": {"rms_norm", "swiglu"}}
     with pytest.MonkeyPatch.context() as patch:
         for module, names in (("shared.hf.forwards", alone), ("shared.hf.causal_lm", loss), ("decoder_layer", fused)):
             functions = sys.modules[f"{qwen3.__name__}.{module}"]
@@ -78,7 +79,7 @@ def test_subsets(qwen3, chosen):
     model = tiny_model()
     expected = Step(model, input_ids=TOKENS, labels=TOKENS)
     qwen3.apply(swiglu=False)  # a call says what is active after it, whatever was before
-    qwen3.apply(**{operation: operation in chosen for operation in OPERATIONS}, decoder_layer=False)
+    qwen3.apply(**{operation: operation in chosen for operation in OPERATIONS}, decoder_layer=False, attention=False)
     assert qwen3.get_patched_ops() == chosen
     for operation, cls in CLASSES.items():
         ours = getattr(qwen3.layers, LAYERS[operation]).forward
@@ -90,7 +91,7 @@ def test_subsets(qwen3, chosen):
 def test_the_decoder_layer_is_fused_where_all_that_it_fuses_is_on(qwen3):
     layer = modeling_qwen3.Qwen3DecoderLayer
     qwen3.apply()
-    assert qwen3.get_patched_ops() == [*OPERATIONS, "decoder_layer"]
+    assert qwen3.get_patched_ops() == [*OPERATIONS, "decoder_layer", "attention"]
     assert vars(layer)["forward"] is qwen3.layers.DecoderLayer.forward
     for off in ("rms_norm", "swiglu", "rope", "decoder_layer"):
         qwen3.apply(**{off: False})
@@ -246,7 +247,8 @@ def test_kernelize_with_another_attention(qwen3, monkeypatch):
     model = tiny_model()
     with pytest.raises(RuntimeError, match=r"rope cannot be put on one model: .*test_patching.* Use apply\(\)"):
         qwen3.kernelize(model)
-    qwen3.apply()
+    with pytest.warns(RuntimeWarning, match="Qwen3Attention.forward is .*test_patching.*, not transformers' own"):
+        qwen3.apply()
     assert uses_layers(qwen3, model) == set(OPERATIONS)
 
 
@@ -448,7 +450,7 @@ def test_two_builds_in_one_process(qwen3, other_build):
     for first, second in ((qwen3, other_build), (other_build, qwen3)):
         first.apply()
         second.apply()
-        assert second.get_patched_ops() == [*OPERATIONS, "decoder_layer"] and first.get_patched_ops() == []
+        assert second.get_patched_ops() == [*OPERATIONS, "decoder_layer", "attention"] and first.get_patched_ops() == []
         Step(model, input_ids=TOKENS, labels=TOKENS).assert_same(expected)
         model.eval()(input_ids=TOKENS)
         model.train()
@@ -479,8 +481,8 @@ def test_absent_and_unfit_libraries(qwen3, monkeypatch):
             with pytest.raises(ImportError, match=r"transformers is 4.57.6, expected transformers>=5.17"):
                 call()
     with monkeypatch.context() as patch:
-        patch.setattr(modeling_qwen3.Qwen3MLP, "forward", lambda self, x, extra: x)
-        with pytest.raises(ImportError, match=r"has Qwen3MLP.forward\(self, x, extra\), defined in .*test_patching, expected"):
+        patch.setattr(qwen3.layers.MLP, "forward", lambda self, x, extra: x)
+        with pytest.raises(ImportError, match=r"has Qwen3MLP.forward\(self, x\), expected Qwen3MLP.forward\(self, x, extra\)"):
             qwen3.apply()
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "kernels", None)

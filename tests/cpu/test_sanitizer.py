@@ -8,7 +8,7 @@ from tests import sanitizer
 
 PASSED = "3 passed, 5 deselected in 1.20s"
 FAILED = "1 failed, 2 passed in 3.00s"
-HAZARD = "========= Error: Race reported between Write access at bastile_rms_norm_forward+0x10 and Read access at bastile_rms_norm_forward+0x20"
+HAZARD = "========= Error: Race reported between Write access at {0}+0x10 and Read access at {0}+0x20".format("bastile_rms_norm_forward")
 READ = "========= Uninitialized __global__ memory read of size 4 bytes\n=========     at {}+0x570"
 
 

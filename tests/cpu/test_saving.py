@@ -152,7 +152,8 @@ class DistributedCheckpoint:
 
 
 SAVERS = (
-    TorchSave, SafetensorsFile, SafetensorsModel, Pretrained, AccelerateState, AccelerateStatePickled, AccelerateModel, HubModel, HubStateDict,
+    TorchSave, SafetensorsFile, SafetensorsModel, Pretrained, AccelerateState, AccelerateStatePickled, AccelerateModel, HubModel,
+    HubStateDict,
     DistributedCheckpoint,
 )  # fmt: skip
 

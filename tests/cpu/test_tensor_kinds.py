@@ -155,7 +155,8 @@ def test_distributed_tensors(kernels, mesh, operation, placement):
     found = arguments(operation, FP32)
 
     def distributed(call):
-        change = {"change": lambda name, t: distribute_tensor(t, mesh, [placement]), "upstream": lambda g: distribute_tensor(g, mesh, [Replicate()])}
+        change = {"change": lambda name, t: distribute_tensor(t, mesh, [placement]),
+                  "upstream": lambda g: distribute_tensor(g, mesh, [Replicate()])}
         return step(call, operation, found, **change)
 
     try:
@@ -388,7 +389,8 @@ def test_adamw_refuses_a_state_or_a_gradient_of_another_shape(interpreted, wrong
         else:
             state[wrong] = torch.zeros(rows, 512)
         before, number = param.detach().clone(), state["step"].item()
-        with pytest.raises(ValueError, match=rf"the {wrong} of a parameter is of shape \[{rows}, 512\], expected the parameter's shape \[16, 512\]"):
+        with pytest.raises(ValueError,
+                           match=rf"the {wrong} of a parameter is of shape \[{rows}, 512\], expected the parameter's shape \[16, 512\]"):
             optimizer.step()
     assert torch.equal(param, before) and state["step"].item() == number
 
@@ -412,7 +414,9 @@ def experts_call(package, gpt_oss: bool):
     """(function of hidden, scores and the weights, those in float64): GPT-OSS's experts, or Qwen3's; some ids are no expert's."""
     tokens, hidden, width, experts, top_k = 5, 32, 16, 6, 3
     ids = torch.arange(tokens * top_k).view(tokens, top_k) * 5 % (experts + 1)
-    first, second = ((experts, hidden, 2 * width), (experts, width, hidden)) if gpt_oss else ((experts, 2 * width, hidden), (experts, hidden, width))
+    first, second = (experts, 2 * width, hidden), (experts, hidden, width)
+    if gpt_oss:
+        first, second = (experts, hidden, 2 * width), (experts, width, hidden)
     shapes = [(tokens, hidden), (tokens, top_k), first, second] + gpt_oss * [(experts, 2 * width), (experts, hidden)]
     options = {"transposed": gpt_oss, "interleaved": gpt_oss, "alpha": 1.702 * gpt_oss, "limit": 7.0}
 

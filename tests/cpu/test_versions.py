@@ -74,7 +74,7 @@ def test_a_transformers_of_the_range_is_taken(qwen3, monkeypatch, version):
 
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
     qwen3.apply()
-    assert len(qwen3.get_patched_ops()) == 5
+    assert len(qwen3.get_patched_ops()) == 6
 
 
 def test_an_old_kernels_is_refused_with_the_one_to_install(qwen3, monkeypatch):
@@ -105,8 +105,9 @@ INACTIVE = """
 
     def used(model):
         "The layers that a step goes through, and the rotary embedding."
-        seen, places = set(), {"rotary": "package.shared.hf.forwards", "norm_attention_inputs": "package.decoder_layer", "norm_mlp": "package.decoder_layer"}
-        places |= {"rms_norm": "package.shared.hf.forwards", "mlp": "package.shared.hf.forwards", "linear_cross_entropy": "package.shared.hf.causal_lm"}
+        seen, places = set(), {"rotary": "package.shared.hf.forwards", "mlp": "package.shared.hf.forwards"}
+        places |= {"norm_attention_inputs": "package.decoder_layer", "norm_mlp": "package.decoder_layer"}
+        places |= {"rms_norm": "package.shared.hf.forwards", "linear_cross_entropy": "package.shared.hf.causal_lm"}
         originals = {name: getattr(sys.modules[place], name) for name, place in places.items()}
         for name, place in places.items():
             setattr(sys.modules[place], name, lambda *a, name=name, **k: seen.add(name) or originals[name](*a, **k))

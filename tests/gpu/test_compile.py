@@ -9,7 +9,8 @@ from tests.op_cases import CASES, operations
 from tests.ops.common import FLOATS
 
 DEVICE = "cuda"
-SIZES = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+SIZES = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
+         "head_dim": 128}
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

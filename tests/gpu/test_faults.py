@@ -99,7 +99,9 @@ def without_digests(folder):
 
 def image_of_another_gpu(manifest, data):
     major, minor = torch.cuda.get_device_capability()
-    other = next(name for name in manifest["architectures"]["x86_64"] if name not in (f"sm_{major}{minor}", "sm_80"))
+    other = next((name for name in manifest["architectures"]["x86_64"] if name not in (f"sm_{major}{minor}", "sm_80")), None)
+    if other is None:
+        pytest.skip("the build is for this GPU alone: make build")
     for variant in manifest["kernels"]["column_sum"]:
         images = variant["images"]["x86_64"]
         images[f"sm_{major}{minor}"] = images[other]

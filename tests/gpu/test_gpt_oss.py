@@ -140,13 +140,13 @@ def test_gradients_of_a_step_in_fp32(gpt_oss, how):
     Step(model, input_ids=ids, labels=ids, output_router_logits=True).assert_same(expected, 20)
 
 
-@pytest.mark.parametrize("attention", ("eager", "flex_attention"))
+@pytest.mark.parametrize("attention", ("eager", "bastile"))
 def test_a_step_in_bf16_is_as_exact_as_before(gpt_oss, attention):
     ids, model = TOKENS.cuda(), model_of(torch.bfloat16)
     exact = Step(copy.deepcopy(model).float(), input_ids=ids, labels=ids)
     exact.gradients = {name: gradient for name, gradient in exact.gradients.items() if gradient.numel() > 16}
     before = Step(model, input_ids=ids, labels=ids)
-    gpt_oss.apply(attention=attention == "flex_attention")
+    gpt_oss.apply(attention=attention == "bastile")
     found = Step(model, input_ids=ids, labels=ids)
     assert model.config._attn_implementation == attention
     found.assert_as_exact_as(before, exact)

@@ -26,7 +26,8 @@ def test_rms_norm_with_an_fp32_weight(ops, dtype, shape):
 @dtypes
 @pytest.mark.parametrize(
     "view",
-    (lambda x: x.transpose(0, 1), lambda x: x[:, ::2], lambda x: x[1:, 1:], lambda x: x[..., :-8], lambda x: x[..., 1:], lambda x: x[..., ::2]),
+    (lambda x: x.transpose(0, 1), lambda x: x[:, ::2], lambda x: x[1:, 1:], lambda x: x[..., :-8], lambda x: x[..., 1:],
+     lambda x: x[..., ::2]),
 )
 def test_rms_norm_of_views(ops, dtype, view):
     rms_norm.check_rms_norm(ops, DEVICE, dtype, (6, 4, 1032), view=view)
@@ -95,7 +96,8 @@ def test_linear_cross_entropy_sizes(ops, dtype, shape):
 
 @pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
 @pytest.mark.parametrize(
-    "shape", (*linear_cross_entropy.EVALUATION_SHAPES, (1100, 64, 257), (1025, 4096, 151936), (2050, 1024, 32001), (11000, 64, 151936)), ids=str
+    "shape", (*linear_cross_entropy.EVALUATION_SHAPES, (1100, 64, 257), (1025, 4096, 151936), (2050, 1024, 32001), (11000, 64, 151936)),
+    ids=str
 )
 def test_evaluation_stores_no_logits(ops, dtype, shape):
     linear_cross_entropy.check_evaluation(ops, DEVICE, dtype, *shape)

@@ -153,8 +153,9 @@ def test_the_gradient_of_the_weight_is_as_exact_with_many_chunks(ops, tokens):
         del dlogits
         exact += rounded[rows].double().t() @ hidden.detach()[rows].double()
     error, one = ((g.double() - exact).norm() / exact.norm() for g in (weight.grad, rounded.t() @ hidden.detach()))
-    few = tokens <= 20480
-    assert (len(chunks) <= 4) == few and error <= (2.0 if few else 1.1) * one, f"error {error:.2e} in {len(chunks)} chunks, one GEMM {one:.2e}"
+    few = tokens <= 17920
+    assert len(chunks) <= 4 or not few, f"{len(chunks)} chunks"
+    assert error <= (2.0 if few else 1.1) * one, f"error {error:.2e} in {len(chunks)} chunks, one GEMM {one:.2e}"
 
 
 def test_added_up_in_fp32_the_gradient_of_the_weight_is_as_exact_as_one_product(ops):

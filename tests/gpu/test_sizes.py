@@ -25,8 +25,8 @@ def filled(*shape, seed):
 
 @pytest.mark.parametrize("options", ({}, {"softcap": 5.0, "lse_square_scale": 1e-3}), ids=("plain", "options"))
 def test_more_than_2_31_logits_in_one_chunk(ops, monkeypatch, options):
-    """65536 tokens of Qwen3's vocabulary: 10^10 logits, 3.1 * 10^9 in a chunk, which takes more memory than ours may. The rows at the ends of each chunk against float64,
-    the gradient of the weight against the sum of small steps."""
+    """65536 tokens of Qwen3's vocabulary: 10^10 logits, 3.1 * 10^9 in a chunk, which takes more memory than ours may. The rows at the ends
+    of each chunk against float64, the gradient of the weight against the sum of small steps."""
     needs(12)
     tokens, features, classes = 65536, 64, 151936
     module = sys.modules[f"{ops.__name__}.shared.ops.linear_head"]

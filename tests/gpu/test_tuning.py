@@ -38,7 +38,8 @@ def launched(ops):
     """(the variant that RMSNorm's backward launches, both gradients)"""
     kernel = sys.modules[f"{ops.__name__}.shared.ops.rms_norm"]._backward_kernel
     kernel.forget()
-    x, weight, dy = (leaf(randn(*shape, dtype=torch.bfloat16, device="cuda", seed=len(shape))) for shape in ((333, 4096), (4096,), (333, 4096)))
+    shapes = (333, 4096), (4096,), (333, 4096)
+    x, weight, dy = (leaf(randn(*shape, dtype=torch.bfloat16, device="cuda", seed=len(shape))) for shape in shapes)
     gradients = torch.autograd.grad(ops.rms_norm(x, weight), (x, weight), dy)
     (launch,) = kernel._prepared.values()
     return launch.name, gradients

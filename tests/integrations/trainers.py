@@ -81,7 +81,8 @@ def make_trainer(kind, model, folder, device, data=None, gradients=None, **optio
     """A Trainer ("hf") or SFTTrainer ("trl") of the same arguments. What only one of them takes goes into `options`."""
     of_trainer = {
         name: options.pop(name)
-        for name in ("compute_metrics", "preprocess_logits_for_metrics", "data_collator", "compute_loss_func", "peft_config", "optimizer_cls_and_kwargs")
+        for name in ("compute_metrics", "preprocess_logits_for_metrics", "data_collator", "compute_loss_func", "peft_config",
+                     "optimizer_cls_and_kwargs")
         if name in options
     }
     arguments = {

@@ -52,7 +52,8 @@ def check_adamw(package, device, dtype, shapes=ADAMW_SHAPES, offset=0, lr=0.05, 
             assert optimizer.step() is None
         for param, wanted in expected:
             state = optimizer.state[param]
-            for name, found, exactly in zip(("param", "exp_avg", "exp_avg_sq"), (param, state["exp_avg"], state["exp_avg_sq"]), wanted, strict=True):
+            for name, found, exactly in zip(("param", "exp_avg", "exp_avg_sq"), (param, state["exp_avg"], state["exp_avg_sq"]), wanted,
+                                            strict=True):
                 assert_close(found, exactly, dtype, f"AdamW {name} of {list(param.shape)} after step {step}")
     assert [optimizer.state[param]["step"].item() for param in params] == [3.0 - i % 2 for i in range(len(params))]
 

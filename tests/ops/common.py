@@ -1,4 +1,5 @@
-"""What the checks of every operation share: random tensors, their copies in float64, the package's limits, and the form of planted errors."""
+"""What the checks of every operation share: random tensors, their copies in float64, the package's limits, and the form of planted
+errors."""
 
 import contextlib
 import importlib

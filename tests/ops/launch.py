@@ -46,7 +46,8 @@ def check_launch_keys(ops):
 
 def check_that_results_are_never_copies(ops):
     launch = runtime_of(ops).launch
-    kernel = launch.Kernel("column_sum", grid=lambda c, partial, out: (1,), views=lambda partial, out: (partial, out.clone()), reads=("partial",))
+    kernel = launch.Kernel("column_sum", grid=lambda c, partial, out: (1,), views=lambda partial, out: (partial, out.clone()),
+                           reads=("partial",))
     try:
         kernel(torch.ones(2, 4), torch.zeros(4))
     except launch.PromiseError:
@@ -65,7 +66,8 @@ CHECKS = {
     "launch_copies": check_that_results_are_never_copies,
 }
 MUTANTS = [
-    *errors_in("shared/ops/common.py", "swiglu_odd", "ElementwiseKernel.__init__", ("-(-first.numel() // c[\"TILE\"])", "first.numel() // c[\"TILE\"]")),
+    *errors_in("shared/ops/common.py", "swiglu_odd", "ElementwiseKernel.__init__",
+               ("-(-first.numel() // c[\"TILE\"])", "first.numel() // c[\"TILE\"]")),
     *errors_in("shared/ops/common.py", "adamw_in_slabs", "ElementwiseKernel._slabs",
          ("range(0, arrays[0].shape[0], rows)", "range(0, arrays[0].shape[0] - rows, rows)"),
          ("start : start + rows", "0:rows"),

@@ -51,7 +51,8 @@ def labels(tokens, classes, ignored, ignore_index=-100):
     return target, torch.rand(classes, generator=generator) + 0.5
 
 
-def check_linear_cross_entropy(ops, device, dtype, tokens, features, classes, *, bias=False, class_weight=False, ignored=0.2, upstream=0.5, **options):
+def check_linear_cross_entropy(ops, device, dtype, tokens, features, classes, *, bias=False, class_weight=False, ignored=0.2, upstream=0.5,
+                               **options):
     """hidden and weight are scaled so that logits are of order 1. upstream: the gradient that reaches a scalar loss."""
     hidden = leaf(randn(tokens, features, dtype=dtype, device=device))
     weight = leaf(randn(classes, features, dtype=dtype, device=device, seed=1, scale=features**-0.5))
@@ -117,7 +118,8 @@ def check_evaluation(ops, device, dtype, tokens, features, classes, *, class_wei
     target, weights = target.to(device), weights.to(device) if class_weight else None
     weight64, rows64 = weight.double(), []
     for rows in torch.arange(tokens, device=device).split(512):
-        rows64.append(cross_entropy_exact(hidden[rows].double(), weight64, target[rows], class_weight=weights, **{**options, "reduction": "none"}))
+        rows64.append(cross_entropy_exact(hidden[rows].double(), weight64, target[rows], class_weight=weights,
+                                          **{**options, "reduction": "none"}))
     exact_rows, bound = torch.cat(rows64), bound or torch.float32
     loss = ops.linear_cross_entropy(hidden, weight, target, class_weight=weights, **{**options, "reduction": "none"})
     assert loss.dtype == torch.float32 and (loss[target == options.get("ignore_index", -100)] == 0).all()
@@ -195,7 +197,8 @@ LOSS_CASES = (
     dict(bias=True, softcap=5.0, lse_square_scale=1e-3, label_smoothing=0.05, class_weight=True),
     dict(use_token_scaling=True),
     dict(use_token_scaling=True, reduction="none", lse_square_scale=1e-2),
-    dict(use_token_scaling=True, ignored=1.0, lse_square_scale=1e-2, return_z_loss=True, return_token_accuracy=True, return_predicted_tokens=True),
+    dict(use_token_scaling=True, ignored=1.0, lse_square_scale=1e-2, return_z_loss=True, return_token_accuracy=True,
+         return_predicted_tokens=True),
     dict(return_z_loss=True, lse_square_scale=1e-2),
     dict(return_predicted_tokens=True, return_token_accuracy=True),
     dict(return_token_accuracy=True, return_predicted_tokens=True, return_z_loss=True, reduction="none", lse_square_scale=1e-2, bias=True),
@@ -268,7 +271,8 @@ def check_evaluation_of_labels_out_of_range(ops):
     hidden, weight = randn(5, 64, dtype=BF16, device=CPU), randn(300, 64, dtype=BF16, device=CPU, seed=1)
     with limit(ops, "linear_cross_entropy", "_check", lambda *_: None):
         losses = ops.linear_cross_entropy(hidden, weight, torch.tensor([3, -7, 300, 2**40, 299]), reduction="none")
-    assert_close(losses, cross_entropy_exact(hidden.double(), weight.double(), torch.tensor([3, -100, -100, -100, 299]), reduction="none"), FP32)
+    assert_close(losses, cross_entropy_exact(hidden.double(), weight.double(), torch.tensor([3, -100, -100, -100, 299]), reduction="none"),
+                 FP32)
 
 
 def check_evaluation_of_infinities(ops):
@@ -431,7 +435,8 @@ MUTANTS = [
          ("self.weight_sum * self.lse - total", "self.weight_sum * self.lse"),
          ("torch.where(self.counted, loss + options.lse_square_scale * self.lse.square(), 0.0)", "loss", "loss_returns")),
     *errors_in("shared/ops/cross_entropy.py", "loss_returns", "Chunk.rows",
-         ("torch.where(counted, options.lse_square_scale * self.lse.detach().square(), 0.0)", "options.lse_square_scale * self.lse.detach().square()"),
+         ("torch.where(counted, options.lse_square_scale * self.lse.detach().square(), 0.0)",
+          "options.lse_square_scale * self.lse.detach().square()"),
          ("torch.where(counted, self.logits.detach().argmax(1), -1)", "self.logits.detach().argmax(1)"),
          ("self.logits.detach().argmax(1)", "self.logits.detach().argmin(1)"),
          ("loss, z_loss = loss * self.scaling", "loss, z_loss = loss"),
@@ -439,11 +444,13 @@ MUTANTS = [
          ("torch.exp(-self.likelihood.detach())", "torch.exp(self.likelihood.detach())")),
     *errors_in("shared/ops/cross_entropy.py", "loss_returns", "KernelChunk.lse", ("self.lse2 * LN2", "self.lse2")),
     *errors_in("shared/ops/linear_cross_entropy.py", "loss_none_weighted", "_PerToken.forward",
-         ("ctx.save_for_backward(hidden, weight, bias, target, class_weight)", "ctx.save_for_backward(hidden, weight, bias, target, None)")),
+         ("ctx.save_for_backward(hidden, weight, bias, target, class_weight)",
+          "ctx.save_for_backward(hidden, weight, bias, target, None)")),
     *errors_in("shared/ops/linear_cross_entropy.py", "loss_smooth", "_Reduced.forward",
          ("_run(hidden, weight, bias, target, class_weight, scale,", "_run(hidden, weight, bias, target, None, scale,"),
          ("rows.loss.sum() * scale.view(())", "rows.loss.sum()")),
-    *errors_in("shared/ops/cross_entropy.py", "loss_nothing_counted", "reduction_scale", ("torch.where(items == 0, 0.0, 1.0 / items)", "(1.0 / items)")),
+    *errors_in("shared/ops/cross_entropy.py", "loss_nothing_counted", "reduction_scale",
+               ("torch.where(items == 0, 0.0, 1.0 / items)", "(1.0 / items)")),
     *errors_in("shared/ops/cross_entropy.py", "loss_smooth", "reduction_scale",
          ("torch.where(counted, class_weight[torch.where(counted, target, 0)], 0.0).sum()", "counted.sum()")),
     *errors_in("shared/ops/cross_entropy.py", "loss_returns", "Chunk.scaled", ("scale * self.scaling", "scale")),
@@ -470,7 +477,8 @@ MUTANTS = [
          ("out=dhidden[rows]", "out=dhidden[: part.shape[0]]"),
          ("else scale[rows]", "else scale[: part.shape[0]]", "loss_chunks_none"), kernels=False),
     *errors_in("shared/ops/linear_head.py", "loss_chunks_accum", "_add_product", ("0.0 if first else 1.0", "0.0"), kernels=False),
-    *errors_in("shared/ops/linear_head.py", "loss_chunks", "_add_product", ("total.addmm_(x, y)", "torch.mm(x, y, out=total)"), kernels=False),
+    *errors_in("shared/ops/linear_head.py", "loss_chunks", "_add_product", ("total.addmm_(x, y)", "torch.mm(x, y, out=total)"),
+               kernels=False),
     *errors_in("shared/ops/cross_entropy.py", "loss_softcap", "TorchChunk.gradient", ("gradient.mul_(slope)", "pass"), kernels=False),
     *errors_in("shared/ops/cross_entropy.py", "fp16_loss", "Chunk.in_range", ("t * factor for t", "t for t"), kernels=False),
     *errors_in("shared/ops/linear_head.py", "fp16_range", "walk",
@@ -483,17 +491,27 @@ MUTANTS = [
          ("gradients.times(dloss)", "gradients.times()"),
          ("ctx.gradients = None", "pass", "second_backward")),
     *errors_in("shared/ops/linear_cross_entropy.py", "loss_again", "_Reduced.forward",
-         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(-hidden, weight, bias, target, class_weight, scale)"),
-         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, -weight, bias, target, class_weight, scale)"),
-         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, weight, -bias, target, class_weight, scale)"),
-         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, weight, bias, target + 1, class_weight, scale)"),
-         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, weight, bias, target, None, scale)"),
-         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)", "save_for_backward(hidden, weight, bias, target, class_weight, 2 * scale)")),
+         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)",
+          "save_for_backward(-hidden, weight, bias, target, class_weight, scale)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)",
+          "save_for_backward(hidden, -weight, bias, target, class_weight, scale)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)",
+          "save_for_backward(hidden, weight, -bias, target, class_weight, scale)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)",
+          "save_for_backward(hidden, weight, bias, target + 1, class_weight, scale)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)",
+          "save_for_backward(hidden, weight, bias, target, None, scale)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight, scale)",
+          "save_for_backward(hidden, weight, bias, target, class_weight, 2 * scale)")),
     *errors_in("shared/ops/linear_cross_entropy.py", "loss_unreduced", "_PerToken.forward",
-         ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(-hidden, weight, bias, target, class_weight)"),
-         ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(hidden, -weight, bias, target, class_weight)"),
-         ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(hidden, weight, -bias, target, class_weight)"),
-         ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(hidden, weight, bias, target.clamp(max=0), class_weight)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight)",
+          "save_for_backward(-hidden, weight, bias, target, class_weight)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight)",
+          "save_for_backward(hidden, -weight, bias, target, class_weight)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight)",
+          "save_for_backward(hidden, weight, -bias, target, class_weight)"),
+         ("save_for_backward(hidden, weight, bias, target, class_weight)",
+          "save_for_backward(hidden, weight, bias, target.clamp(max=0), class_weight)"),
          ("save_for_backward(hidden, weight, bias, target, class_weight)", "save_for_backward(hidden, weight, bias, target, None)")),
     *errors_in("shared/ops/linear_cross_entropy.py", "loss_unreduced", "_PerToken.backward",
          ("scale = dlosses.to(", "scale = torch.ones_like(dlosses).to(")),

@@ -78,7 +78,8 @@ MUTANTS = [
     *errors_in("kernel_src/swiglu.py", "swiglu_odd", "swiglu_any_forward",
          ("ct.bid(0) * TILE +", ""),
          ("out.dtype), check_bounds=True", "out.dtype), check_bounds=False")),
-    *errors_in("kernel_src/swiglu.py", "swiglu_odd", "swiglu_any_backward", ("read_padded(gate, o), read_padded(up, o)", "read_padded(up, o), read_padded(gate, o)")),
+    *errors_in("kernel_src/swiglu.py", "swiglu_odd", "swiglu_any_backward",
+               ("read_padded(gate, o), read_padded(up, o)", "read_padded(up, o), read_padded(gate, o)")),
     *errors_in("shared/ops/swiglu.py", "swiglu", "_SwiGLU.forward", ("save_for_backward(gate, up)", "save_for_backward(up, gate)")),
     *errors_in("shared/ops/swiglu.py", "swiglu", "_SwiGLU.backward", ("(dout, *ctx.saved_tensors)", "(dout, *ctx.saved_tensors[::-1])")),
     *errors_in("shared/ops/swiglu.py", "swiglu", "swiglu_backward_reference", ("1 - s", "1 + s"), kernels=False),
@@ -101,5 +102,6 @@ MUTANTS = [
     *errors_in("shared/ops/swiglu.py", "mlp", "backward_in_place",
          ("both[:, :columns], both[:, columns:]", "both[:, columns:], both[:, :columns]", "norm_mlp_packed")),
     *errors_in("shared/ops/swiglu.py", "mlp", "backward_in_place", ("target.copy_(value)", "pass"), kernels=False),
-    *errors_in("shared/ops/swiglu.py", "norm_mlp_packed", "gate_and_up", ("both[:, : gate_weight.shape[0]]", "both[:, gate_weight.shape[0] :]")),
+    *errors_in("shared/ops/swiglu.py", "norm_mlp_packed", "gate_and_up",
+               ("both[:, : gate_weight.shape[0]]", "both[:, gate_weight.shape[0] :]")),
 ]  # fmt: skip

@@ -1,9 +1,10 @@
 """Qwen3 with cuTile kernels: faster training in less memory, the same results."""
 
 from . import layers
-from .api import apply, get_patched_ops, kernelize, mapping, reset
+from .api import apply, capture, explain, get_patched_ops, kernelize, mapping, report, reset
 from .shared.hf.optimizer import AdamW
 from .shared.hf.packing import pack
+from .shared.ops.attention import AttentionPlan, attention
 from .shared.ops.experts import experts
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.rms_norm import add_rms_norm, rms_norm
@@ -13,10 +14,14 @@ from .warmup import clear_autotune_cache, warmup_all_kernels
 
 __all__ = [
     "AdamW",
+    "AttentionPlan",
     "add_rms_norm",
     "apply",
+    "attention",
+    "capture",
     "clear_autotune_cache",
     "experts",
+    "explain",
     "get_patched_ops",
     "kernelize",
     "layers",
@@ -25,6 +30,7 @@ __all__ = [
     "mlp",
     "pack",
     "qk_norm_rotary",
+    "report",
     "reset",
     "rms_norm",
     "rotary",

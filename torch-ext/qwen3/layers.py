@@ -3,6 +3,7 @@
 from torch import nn
 
 from .decoder_layer import decoder_layer_forward
+from .shared.hf.attention import model_forward
 from .shared.hf.causal_lm import causal_lm_forward, causal_lm_loss, causal_lm_loss_of_logits
 from .shared.hf.experts import experts_forward
 from .shared.hf.forwards import mlp_forward, rms_norm_forward, rotary_pos_emb
@@ -73,6 +74,32 @@ class DecoderLayer(nn.Module):
         return decoder_layer_forward(self, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs)
 
 
+class Model(nn.Module):
+    """For Qwen3Model: the same, with attention of ours where it has the one that transformers chooses by default."""
+
+    can_torch_compile = True
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+        **kwargs,
+    ):
+        kwargs.update(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+        )
+        return model_forward(self, "sdpa", kwargs)
+
+
 class CausalLM(nn.Module):
     """For Qwen3ForCausalLM. With labels in training mode the logits are never all in memory, and `logits` is None.
 
@@ -135,4 +162,4 @@ class ForCausalLMLoss(nn.Module):
         return causal_lm_loss(hidden_states, lm_head_weight, lm_head_bias, labels, **options, **kwargs)
 
 
-mark_forwards(RMSNorm, RotaryPosEmb, MLP, Experts, SwiGLUMLP, DecoderLayer, CausalLM, ForCausalLMLoss)
+mark_forwards(RMSNorm, RotaryPosEmb, Model, MLP, Experts, SwiGLUMLP, DecoderLayer, CausalLM, ForCausalLMLoss)

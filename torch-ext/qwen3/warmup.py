@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from .shared.ops import adamw
+from .shared.ops.attention import attention
 from .shared.ops.decoder_nodes import norm_attention_inputs
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.rms_norm import add_rms_norm, rms_norm
@@ -78,6 +79,8 @@ def warm_up(device, dtype, sizes: Sizes, tokens: int = TOKENS) -> None:
     sum(x.sum() for x in inputs).backward()
     q, k = (ones(1, tokens, heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads))
     sum(x.sum() for x in qk_norm_rotary(q, k, *norms, cos, cos)).backward()
+    heads = ones(1, tokens, sizes.heads, sizes.head_dim), *(ones(1, tokens, sizes.kv_heads, sizes.head_dim) for _ in range(2))
+    attention(*heads).sum().backward()
     # So many classes that a few tokens make large logits.
     target = torch.zeros(TOKENS, dtype=torch.int64, device=device)
     head = ones(TOKENS, narrow), ones(sizes.vocabulary, narrow)

@@ -10,7 +10,9 @@ from torch import nn
 from ..ops.common import autocasts
 from ..ops.cross_entropy import LinearCrossEntropyOutput, Options, cross_entropy_of_logits
 from ..ops.linear_cross_entropy import linear_cross_entropy
-from .modules import OFF, SAVED, all_are_listened_to, call_with, original_forward, plain_weight, sharded_weight
+from .capture import is_wanted
+from .modules import OFF, SAVED, all_are_listened_to, call_with, original_forward, plain_weight, sharded_weight, why_not_plain
+from .padding import without_padding
 
 LOSS_OPTIONS = SAVED + "loss_options"  # what apply() was told about the loss, on the class of the causal LM
 
@@ -136,19 +138,29 @@ def output_with_metrics(cls):
     return OUTPUTS[cls]
 
 
-def loss_is_standard(model) -> bool:
-    """True when transformers' causal LM loss stands behind the logits, in transformers' own forward."""
+def why_loss_is_not_standard(model) -> str:
+    """Why transformers' causal LM loss in transformers' own forward is not what stands behind the logits; "" when it is."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    return model.loss_function is ForCausalLMLoss and original_forward(model).__module__.startswith("transformers.")
+    if OFF in model.__dict__:
+        return "accelerate wrapped the model's forward, and reset() was called"
+    if model.loss_function is not ForCausalLMLoss:
+        return "model.loss_function is not transformers' own"
+    module = original_forward(model).__module__
+    return "" if module.startswith("transformers.") else f"the model's forward is defined in {module}"
 
 
-def head_is_plain(model) -> bool:
-    """True when nothing but PyTorch's own layer, sharded or not, stands between the hidden states and the logits."""
+def why_head_is_not_plain(model) -> str:
+    """Why something other than PyTorch's own layer, sharded or not, stands between the hidden states and the logits; "" when it is that."""
     weight = plain_weight(model.lm_head)
     if weight is None:
         weight = sharded_weight(model.lm_head)
-    return weight is not None and not all_are_listened_to() and weight.shape[0] == model.config.vocab_size
+    if weight is None:
+        return f"lm_head: {why_not_plain(model.lm_head)}"
+    if all_are_listened_to():
+        return "hooks listen to all modules of the process"
+    expected = model.config.vocab_size
+    return "" if weight.shape[0] == expected else f"lm_head has {weight.shape[0]} rows, and config.vocab_size is {expected}"
 
 
 def causal_lm_forward(model, labels, kwargs):
@@ -159,7 +171,7 @@ def causal_lm_forward(model, labels, kwargs):
     mode by default.
     """
     forward = original_forward(model)
-    if labels is None or OFF in model.__dict__ or not loss_is_standard(model):
+    if labels is None or why_loss_is_not_standard(model):
         return forward(model, labels=labels, **kwargs)
     if "num_items" in kwargs:
         kwargs["num_items_in_batch"] = _items(kwargs.get("num_items_in_batch"), kwargs)
@@ -172,13 +184,17 @@ def causal_lm_forward(model, labels, kwargs):
         kwargs.setdefault("ignore_index", options.pop("ignore_index"))
     skip_logits = options.pop("skip_logits", None)
     skip_logits = model.training if skip_logits is None else skip_logits
-    if skip_logits and head_is_plain(model):
+    if skip_logits and not why_head_is_not_plain(model):
         seen = _Headless(model, options)
     elif options:
         skip_logits, seen = False, _WithLoss(model, options)
     else:
         return forward(model, labels=labels, **kwargs)
     as_tuple = kwargs.pop("return_dict", None) is False
+    if skip_logits and isinstance(kwargs.get("attention_mask"), torch.Tensor) and not is_wanted(model, kwargs["attention_mask"].shape):
+        ignore_index = kwargs.get("ignore_index", -100)
+        target = shift(labels, kwargs.get("shift_labels"), ignore_index)
+        kwargs = without_padding(model, target, ignore_index, kwargs, options) or kwargs
     output = forward(seen, labels=labels, **kwargs)
     cls, fields = type(output), dict(output)
     if skip_logits:

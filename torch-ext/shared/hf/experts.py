@@ -8,8 +8,9 @@ import torch
 from ..ops.common import autocasts
 from ..ops.experts import experts
 from ..runtime.device import PLAIN
-from .modules import is_silu, original_forward
+from .modules import is_silu, is_transformers_own, original_forward
 
+MOE = "transformers.integrations.moe"
 EXPERTS = "bastile"  # the name of our implementation among transformers' implementations of experts
 
 
@@ -23,7 +24,7 @@ def _experts_gate(layer):
     module = getattr(gate, "__module__", "")
     if gate is None or not getattr(layer, "has_gate", False) or getattr(layer, "has_post_expert_norm", False):
         return None
-    if module == "transformers.integrations.moe":
+    if module == MOE:
         known = layer.is_concatenated and is_silu(layer.act_fn)
         return {"interleaved": False, "alpha": 0.0, "limit": float("inf")} if known else None
     if module.startswith("transformers.models.gpt_oss.") and not layer.is_concatenated:
@@ -49,12 +50,22 @@ def _known_experts(layer, hidden, index, scores):
     return result.view(hidden.shape).to(hidden.dtype)
 
 
+def _is_default(layer) -> bool:
+    """True where transformers would run its default, grouped_mm, or ours: any other implementation of experts is someone's choice."""
+    name = getattr(getattr(layer, "config", None), "_experts_implementation", None)
+    if name is None or name == EXPERTS:
+        return True
+    moe = sys.modules[MOE]
+    chosen = moe.ALL_EXPERTS_FUNCTIONS.get(name) if name == "grouped_mm" else None
+    return is_transformers_own(chosen, MOE, "grouped_mm_experts_forward")
+
+
 def experts_forward(layer, hidden, index, scores):
-    """Of a class that transformers' `use_experts_implementation` decorates.
+    """Of a class that transformers' `use_experts_implementation` decorates, where its model has transformers' default implementation.
 
     hidden: [..., hidden]; index: [tokens, top-k], in which an id from the number of experts on is none of them; scores: [tokens, top-k].
     """
-    found = _known_experts(layer, hidden, index, scores)
+    found = _known_experts(layer, hidden, index, scores) if _is_default(layer) else None
     return original_forward(layer)(layer, hidden, index, scores) if found is None else found
 
 
@@ -63,4 +74,4 @@ def experts_implementation(layer, hidden, index, scores):
     found = _known_experts(layer, hidden, index, scores)
     if found is not None:
         return found
-    return sys.modules["transformers.integrations.moe"].grouped_mm_experts_forward(layer, hidden, index, scores)
+    return sys.modules[MOE].grouped_mm_experts_forward(layer, hidden, index, scores)

@@ -10,7 +10,7 @@ from ..ops.common import autocasts
 from ..ops.rms_norm import rms_norm
 from ..ops.rotary import rotary, rotary_reference
 from ..ops.swiglu import mlp, swiglu
-from .modules import all_are_listened_to, is_plain, is_silu, plain_weight
+from .modules import LAYER, all_are_listened_to, is_plain, is_silu, plain_weight
 
 
 def rms_norm_forward(layer, x: torch.Tensor) -> torch.Tensor:
@@ -27,6 +27,9 @@ def rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     if is_plain(q) and is_plain(k) and q.dtype == k.dtype == cos.dtype:
         return rotary(q, k, cos, sin, unsqueeze_dim)
     return rotary_reference(q, k, cos, sin, unsqueeze_dim)  # of different dtypes the wider one is the result's
+
+
+setattr(rotary_pos_emb, LAYER, rotary_pos_emb)
 
 
 def mlp_forward(layer, x: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,8 @@ A layer takes the place of one of transformers' classes whose submodules may be 
 is exactly PyTorch's own goes to the operations; everything else is called as transformers would call it.
 """
 
+import sys
+
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -20,6 +22,95 @@ LAYER = SAVED + "layer"  # on a forward of ours: the forward itself, so a wrappe
 
 
 FSDP = "torch.distributed.fsdp"
+CAPTURING = "transformers.utils.output_capturing"
+CAPTURED = SAVED + "captured"  # on a module: its last forward pass outside of a backward pass was one whose outputs were captured
+_linear_forward = nn.Linear.forward
+_silu_forward = nn.SiLU.forward
+_own: set = set()  # what is_transformers_own found to be so
+
+
+def is_transformers_own(function, modeling: str, name: str) -> bool:
+    """Tells whether a function is what transformers' module `modeling` defines as `name`, maybe inside of transformers' own decorators.
+
+    False for what a user, a library or a test put in its place, also where functools.wraps gave that the same name.
+    """
+    key = function, modeling, name
+    if key in _own:
+        return True
+    if torch.compiler.is_compiling():  # a tracer follows none of this: see `learn_own`
+        return False
+    while hasattr(function, "__wrapped__"):
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            return False
+        function = function.__wrapped__
+    code = getattr(function, "__code__", None)
+    if code is None or function.__globals__.get("__name__") != modeling or function.__qualname__ != name:
+        return False
+    if not code.co_filename.replace("\\", "/").endswith("/".join(modeling.split(".")[-2:]) + ".py"):
+        return False  # made there by exec()
+    _own.add(key)
+    return True
+
+
+def learn_own(*functions) -> None:
+    """Looks at functions of transformers, (module, name) each, before a tracer meets them."""
+    for modeling, name in functions:
+        found = sys.modules.get(modeling)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        is_transformers_own(found, modeling, name)
+
+
+def own_class(modeling, name):
+    """The class that transformers' module defines as `name`, also where someone put another one there; None where it is gone."""
+    cls = getattr(modeling, name, None)
+    if isinstance(cls, type) and (cls.__module__, cls.__qualname__) == (modeling.__name__, name):
+        return cls
+    found, seen = [nn.Module], set()
+    while found:
+        cls = found.pop()
+        if (cls.__module__, cls.__qualname__) == (modeling.__name__, name):
+            return cls
+        found += [sub for sub in type.__subclasses__(cls) if sub not in seen]
+        seen.update(found)
+    return None
+
+
+def is_own_rotary(rotary, modeling: str, name: str) -> bool:
+    """Tells whether a function for the rotary embedding, or the class of the module that `kernels` makes of one, is transformers' own."""
+    if isinstance(rotary, nn.Module):
+        forward = type(rotary).forward
+        of_kernels = getattr(forward, "__globals__", {}).get("__name__", "").startswith("kernels.")
+        cells = (forward.__closure__ or ()) if of_kernels else ()
+        return any(is_transformers_own(cell.cell_contents, modeling, name) for cell in cells)
+    return is_transformers_own(rotary, modeling, name)
+
+
+class OwnForwards:
+    """Tells the modules of one of transformers' model families that run what it or this package wrote, at 0.3 us a look."""
+
+    def __init__(self, modeling: str, *classes: str):
+        self.modeling, self.names, self.known = modeling, [f"{name}.forward" for name in classes], set()
+
+    def run_by(self, module) -> bool:
+        """True when calling a module of one of the classes does only that, and nobody listens."""
+        function = own_forward(module)
+        if function in self.known or is_marked(function):
+            return True
+        return any(is_transformers_own(function, self.modeling, name) for name in self.names) and self._learn(function)
+
+    def rotary(self, name: str) -> bool:
+        """True when the family's function for the rotary embedding does only that."""
+        rotary = getattr(sys.modules[self.modeling], name)
+        function = own_forward(rotary) if isinstance(rotary, nn.Module) else rotary
+        if function in self.known or is_marked(function):
+            return True
+        of_class = not isinstance(rotary, nn.Module) or function is type(rotary).forward
+        return of_class and is_own_rotary(rotary, self.modeling, name) and self._learn(function)
+
+    def _learn(self, function) -> bool:
+        self.known.add(function)
+        return True
 
 
 def is_plain(tensor) -> bool:
@@ -36,29 +127,65 @@ def all_are_listened_to() -> bool:
     )
 
 
+def _is_captured(module, hooks) -> bool:
+    """Tells whether forward hooks of a module have something to do. Those with which transformers captures outputs stay on a module
+    once a caller has asked for hidden states or attentions, and do nothing until the next one asks."""
+    capturing, captured = sys.modules.get(CAPTURING), False
+    collector = getattr(capturing, "_active_collector", None)
+    if collector is None:
+        return True
+    collected = collector.get() or {}
+    for hook in hooks.values():
+        if getattr(hook, "__module__", None) != CAPTURING:
+            return True
+        closed_over = dict(zip(hook.__code__.co_freevars, hook.__closure__ or ()))
+        captured |= "key" not in closed_over or closed_over["key"].cell_contents in collected
+    # Gradient checkpointing runs the forward pass again inside the backward pass, when nothing is captured, and must do the same as before.
+    state = module.__dict__
+    if torch._C._current_graph_task_id() != -1:
+        return captured or CAPTURED in state
+    if captured:
+        state[CAPTURED] = True
+    else:
+        state.pop(CAPTURED, None)
+    return captured
+
+
 def own_forward(module):
     """The function that is all a call of a module runs, its class's or the one that was put on it; None while someone listens to it."""
     state = module.__dict__
-    if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
+    if state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
+        return None
+    if state["_forward_hooks"] and (torch.compiler.is_compiling() or _is_captured(module, state["_forward_hooks"])):
         return None
     forward = state.get("forward")
     return type(module).forward if forward is None else getattr(forward, "__func__", None)
 
 
-def plain_weight(layer):
-    """The weight of a torch.nn.Linear whose call does nothing but multiply by it, an ordinary tensor; None for all else.
+def why_not_plain(layer) -> str:
+    """Why a call of a layer does more or other than multiply by the ordinary weight of a torch.nn.Linear; "" when it does just that.
 
     Everything is read from `__dict__`: a look-up of an attribute on a module costs 0.3 us.
     """
     if type(layer) is not nn.Linear:
-        return None
+        return f"a {type(layer).__module__}.{type(layer).__name__} is called as it is"
     state = layer.__dict__
     parameters = state["_parameters"]
+    if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
+        return "hooks listen to it"
+    if "forward" in state:
+        return f"its forward was replaced by {getattr(state['forward'], '__module__', 'someone')}"
+    if parameters.get("bias") is not None:
+        return "it has a bias"
     weight = parameters.get("weight")
-    listened_to = state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]
-    if listened_to or "forward" in state or parameters.get("bias") is not None or not is_plain(weight):
-        return None
-    return weight
+    if not is_plain(weight):
+        return f"its weight is a {type(weight).__name__}"
+    return "" if nn.Linear.forward is _linear_forward else "torch.nn.Linear.forward was replaced"
+
+
+def plain_weight(layer):
+    """The weight of a torch.nn.Linear whose call does nothing but multiply by it, an ordinary tensor; None for all else."""
+    return None if why_not_plain(layer) else layer.__dict__["_parameters"]["weight"]
 
 
 def sharded_weight(layer):
@@ -85,12 +212,13 @@ def call_with(function, layer, x):
 
 
 def is_silu(activation) -> bool:
-    """True for PyTorch's and transformers' SiLU modules, unless someone listens to them."""
+    """True for PyTorch's and transformers' SiLU modules whose call does nothing but that: nobody listens to them or replaced their
+    forward."""
     cls = type(activation)
-    if cls is not nn.SiLU and cls.__name__ != "SiLUActivation":
+    if cls is not nn.SiLU and (cls.__name__, cls.__module__) != ("SiLUActivation", "transformers.activations"):
         return False
-    state = activation.__dict__
-    return not (state["_forward_hooks"] or state["_forward_pre_hooks"])
+    function = own_forward(activation)
+    return function is _silu_forward or is_transformers_own(function, "transformers.activations", "SiLUActivation.forward")
 
 
 def mark_forwards(*layers) -> None:

@@ -79,7 +79,8 @@ class AdamW(torch.optim.AdamW):
         shape than its parameter.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("AdamW cannot be captured in a CUDA graph: it counts its steps on the host. Use torch.optim.AdamW(capturable=True)")
+            cure = "Use torch.optim.AdamW(capturable=True)"
+            raise RuntimeError(f"AdamW cannot be captured in a CUDA graph: it counts its steps on the host. {cure}")
         for group in self.param_groups:
             _refuse(group)
         loss = None

@@ -18,10 +18,15 @@ from typing import Any, NamedTuple, Tuple
 
 from torch import nn
 
+from . import capture as graphs
+from . import explain as explanation
+from .attention import give_attention_back, register_attention, unregister_attention
+from .binding import BoundForward, bound_modules, remember
 from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
-from .experts import EXPERTS, experts_implementation
+from .experts import EXPERTS, MOE, experts_implementation
 from .forwards import rotary_pos_emb
-from .modules import LAYER, OFF, SAVED
+from .modules import CAPTURED, LAYER, OFF, SAVED, is_marked, is_own_rotary, is_transformers_own, learn_own, own_class
+from .padding import KEEPS
 
 # From, and up to but not including. From 5.23 on, transformers' gradient checkpointing stands inside a decoder layer's forward, and
 # to replace that would switch it off.
@@ -44,7 +49,8 @@ class Targets(NamedTuple):
 
     model: the family's name in messages. modeling: transformers' module of it. attention: its class whose forward calls the rotary
     embedding. classes: operation -> (class of that module, layer). rotary: the layer for the rotary embedding. operations: the names
-    of the arguments of `apply`, in its order. hub_names: the name that `kernels` knows a layer by -> layer.
+    of the arguments of `apply`, in its order. hub_names: the name that `kernels` knows a layer by -> layer. fused: classes that
+    the fused decoder layer takes apart, beside those that have a layer.
     """
 
     model: str
@@ -54,6 +60,7 @@ class Targets(NamedTuple):
     rotary: type
     operations: Tuple[str, ...]
     hub_names: Mapping[str, type]
+    fused: Tuple[str, ...] = ()
 
 
 # transformers and kernels
@@ -77,15 +84,19 @@ def modeling_of_transformers(targets: Targets):
     except ModuleNotFoundError as error:
         raise ImportError(f"transformers {version} has no {targets.model}, {advice}") from error
     for name, layer in targets.classes.values():
-        cls = getattr(modeling, name, None)
-        if cls is None:
+        if getattr(modeling, name, None) is None:
             raise ImportError(f"transformers {version} has no {name}, {advice}")
-        found, expected = inspect.signature(_original(cls, "forward")), inspect.signature(layer.forward)
+        cls = own_class(modeling, name)
+        original = None if cls is None else _original(cls, "forward")
+        if not is_transformers_own(original, targets.modeling, f"{name}.forward"):
+            continue  # someone else's, which is kept
+        found, expected = inspect.signature(original), inspect.signature(layer.forward)
         if [(p.name, p.kind) for p in found.parameters.values()] != [(p.name, p.kind) for p in expected.parameters.values()]:
-            where = _original(cls, "forward").__module__
-            raise ImportError(f"transformers {version} has {name}.forward{found}, defined in {where}, {advice}")
+            raise ImportError(f"transformers {version} has {name}.forward{found}, expected {name}.forward{expected}, {advice}")
+        _describe(layer.forward, original)
     if not hasattr(modeling, ROTARY):
         raise ImportError(f"transformers {version} has no {ROTARY}, {advice}")
+    learn_own(("transformers.activations", "SiLUActivation.forward"), (MOE, "grouped_mm_experts_forward"))
     for cls in (CausalLMOutputWithPast, MoeCausalLMOutputWithPast):
         output_with_metrics(cls)  # torch.compile traces through no making of classes
     return modeling
@@ -113,15 +124,55 @@ def _original(owner, attribute):
     return vars(owner).get(SAVED + attribute, vars(owner)[attribute])
 
 
+def _describe(function, original):
+    """Gives a forward of ours the annotations and the docstring of the one in whose place it stands: transformers reads them."""
+    function.__annotations__, function.__doc__ = dict(original.__annotations__), original.__doc__
+
+
+def _own_rotary(modeling):
+    """What stands for the rotary embedding without us: a function, or the module that `kernels` makes of one."""
+    return vars(modeling).get(SAVED + "rotary", _original(modeling, ROTARY))
+
+
 def _target(targets: Targets, modeling, operation):
-    """(class or module, attribute, replacement) of an operation."""
+    """(class or module, attribute, replacement) of an operation; None for a class that is gone."""
     if operation != "rope":
         name, layer = targets.classes[operation]
-        return getattr(modeling, name), "forward", layer.forward
-    function = _original(modeling, ROTARY)
+        return own_class(modeling, name), "forward", layer.forward
+    function = _own_rotary(modeling)
     if isinstance(function, nn.Module):  # `kernels` made it one, of a class of its own
         return type(function), "forward", targets.rotary.forward
     return modeling, ROTARY, rotary_pos_emb
+
+
+def _stranger(targets: Targets, modeling, name):
+    """What stands where a class's forward was transformers' or ours, as text for a warning; "" for nothing. name: of the class, or
+    that of the function for the rotary embedding."""
+    current = vars(modeling)[name]
+    if name == ROTARY:
+        forward = type(current).forward if isinstance(current, nn.Module) else current
+        return "" if is_marked(forward) or is_own_rotary(current, targets.modeling, ROTARY) else f"{name} is {_name_of(current)}"
+    if current is not own_class(modeling, name):
+        return f"{name} is {_name_of(current)}"
+    return _class_stranger(current)
+
+
+def _class_stranger(cls):
+    """The same of the forward of a class of transformers'."""
+    forward = vars(cls).get("forward")
+    if is_marked(forward) or is_transformers_own(forward, cls.__module__, f"{cls.__qualname__}.forward"):
+        return ""
+    return f"{cls.__name__}.forward is {_name_of(forward)}"
+
+
+def _name_of(thing):
+    """Where a function, class or module comes from. functools.wraps copies names, but not the code."""
+    if isinstance(thing, nn.Module):
+        thing = type(thing)
+    module = getattr(thing, "__globals__", {}).get("__name__") or getattr(thing, "__module__", None)
+    code = getattr(thing, "__code__", None)
+    name = getattr(code, "co_qualname", None) or getattr(code, "co_name", None) or getattr(thing, "__qualname__", None) or repr(thing)
+    return f"{module}.{name}" if module else name
 
 
 def _patch(owner, attribute, replacement):
@@ -131,8 +182,10 @@ def _patch(owner, attribute, replacement):
 
 
 def _restore(owner, attribute):
-    if SAVED + attribute in vars(owner):
-        setattr(owner, attribute, vars(owner)[SAVED + attribute])
+    """Puts back what `_patch` replaced, except where someone has put a thing of theirs over ours since."""
+    state = vars(owner)
+    if SAVED + attribute in state and (is_marked(state[attribute]) or state[attribute] is state[SAVED + attribute]):
+        setattr(owner, attribute, state[SAVED + attribute])
         delattr(owner, SAVED + attribute)
 
 
@@ -148,9 +201,15 @@ def _other_owner(module):
     if WRAPPED in state:
         return "" if _calls_ours(state[WRAPPED]) else "accelerate (mixed precision)"
     function = _function(state.get(_slot(module)))
-    if function is None or _calls_ours(function) or _is_of_a_class(function, module):
-        return ""
-    return getattr(function, "__globals__", {}).get("__name__") or repr(function)
+    cls = _defines_forward(type(module))
+    if function is None or function in (vars(cls)["forward"], vars(cls).get(SAVED + "forward")):  # `kernels` binds it so
+        return "" if SAVED + "forward" in vars(cls) and function is vars(cls)[SAVED + "forward"] else _of(_class_stranger(cls))
+    return "" if _calls_ours(function) else getattr(function, "__globals__", {}).get("__name__") or repr(function)
+
+
+def _of(stranger):
+    """Who is behind what `_class_stranger` says."""
+    return stranger.partition(" is ")[2]
 
 
 def _warn_of_others(modules, stacklevel):
@@ -169,7 +228,7 @@ def _bind(module, function):
         return  # what is wrapped is ours already
     if not _is_ours(previous):
         state.setdefault(SAVED + "replaced", (slot, previous))
-    state[slot] = MethodType(function, module)
+    state[slot] = BoundForward(function, module)
 
 
 def _unbind(module):
@@ -191,7 +250,7 @@ def _unbind(module):
 
 
 def _function(forward):
-    return getattr(forward, "__func__", forward)
+    return getattr(forward, "bound_function", None) or getattr(forward, "__func__", forward)
 
 
 def _is_ours(forward):
@@ -204,18 +263,11 @@ def _calls_ours(forward):
     return getattr(_function(forward), LAYER, None) is not None
 
 
-def _is_of_a_class(function, module):
-    """True for the forward of a class, the module's or another, as `kernels` binds it; False for what was made for one module."""
-    cls = sys.modules.get(getattr(function, "__module__", None))
-    for name in getattr(function, "__qualname__", "").split(".")[:-1]:
-        cls = getattr(cls, name, None)
-    classes = (*type(module).__mro__, cls) if isinstance(cls, type) else type(module).__mro__
-    return any(function in (vars(c).get("forward"), vars(c).get(SAVED + "forward")) for c in classes)
-
-
 def _live_modules():
     """Every module there is. A forward of its own hides the one of its class, and nobody else knows which modules have one."""
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    found = {id(module): module for module in bound_modules()}  # gc.freeze() hides modules from the next line
+    found.update((id(thing), thing) for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
+    return list(found.values())
 
 
 def _defines_forward(cls):
@@ -225,7 +277,13 @@ def _defines_forward(cls):
 # For every model
 
 
-def patch_classes(targets: Targets, wanted):
+def _register_attention(targets: Targets, modeling):
+    """Makes attn_implementation="bastile" a choice, with what is known of the masks of this family."""
+    whole = own_class(modeling, targets.classes["attention"][0])
+    register_attention(*([whole.config_class] if whole is not None else []))
+
+
+def patch_classes(targets: Targets, wanted, unpad=True):
     """Puts the layers on transformers' classes, of which exactly those are active afterwards whose operations are wanted.
 
     wanted: an entry for each of `targets.operations`, True or False; of `fused_linear_cross_entropy` it may be a mapping of options of the
@@ -235,24 +293,48 @@ def patch_classes(targets: Targets, wanted):
     options = _loss_options(wanted["fused_linear_cross_entropy"])
     modeling = modeling_of_transformers(targets)
     _register_experts()
-    causal_lm = getattr(modeling, targets.classes["fused_linear_cross_entropy"][0])
-    if options:
+    _register_attention(targets, modeling)
+    causal_lm = own_class(modeling, targets.classes["fused_linear_cross_entropy"][0])
+    if options and causal_lm is not None:
         setattr(causal_lm, LOSS_OPTIONS, options)
-    elif LOSS_OPTIONS in vars(causal_lm):
+    elif causal_lm is not None and LOSS_OPTIONS in vars(causal_lm):
         delattr(causal_lm, LOSS_OPTIONS)
+    if causal_lm is not None:
+        setattr(causal_lm, KEEPS, not unpad)
     wanted = {name: isinstance(on, Mapping) or bool(on) for name, on in wanted.items()}
+    for name in targets.fused if wanted.get("decoder_layer") else ():
+        stranger = _stranger(targets, modeling, name)
+        if stranger:
+            _warn_of_stranger(stranger, "decoder_layer", stacklevel=3)
     modules = _live_modules()
     for operation, on in wanted.items():
         owner, attribute, replacement = _target(targets, modeling, operation)
         if on:
-            _patch(owner, attribute, replacement)
-            _bind_hidden(owner, replacement, modules)
-        else:
+            stranger = _stranger(targets, modeling, ROTARY if operation == "rope" else targets.classes[operation][0])
+            if stranger:
+                _warn_of_stranger(stranger, operation, stacklevel=3)
+            if owner is not None and not (stranger if owner is modeling or operation == "rope" else _class_stranger(owner)):
+                if operation == "rope" and owner is not modeling:  # or nobody finds it again behind a function of someone else's
+                    setattr(modeling, SAVED + "rotary", _own_rotary(modeling))
+                _patch(owner, attribute, replacement)
+                _bind_hidden(owner, replacement, modules)
+        elif owner is not None:
             _restore(owner, attribute)
-            classes = (type(_original(modeling, ROTARY)), getattr(modeling, targets.attention)) if operation == "rope" else owner
+            classes = (type(_own_rotary(modeling)), *_found(own_class(modeling, targets.attention))) if operation == "rope" else owner
             for module in modules:
                 if isinstance(module, classes):
                     _unbind(module)
+                    give_attention_back(module)
+
+
+def _warn_of_stranger(stranger, operation, stacklevel):
+    """Warns that what someone has put on transformers' module or class stays there."""
+    what = f"{stranger}, not transformers' own: it is kept, and {operation} leaves it alone"
+    warnings.warn(what, RuntimeWarning, stacklevel=stacklevel + 1)
+
+
+def _found(*things):
+    return [thing for thing in things if thing is not None]
 
 
 def _loss_options(given):
@@ -288,6 +370,8 @@ def reset(targets: Targets):
         return
     for operation in (*targets.classes, "rope"):
         owner, attribute, _ = _target(targets, modeling, operation)
+        if owner is None:
+            continue
         _restore(owner, attribute)
         if LOSS_OPTIONS in vars(owner):
             delattr(owner, LOSS_OPTIONS)
@@ -295,18 +379,23 @@ def reset(targets: Targets):
             for name in ("kernel_layer_name", "kernel_condition", SAVED + "decorated"):
                 if name in vars(owner):
                     delattr(owner, name)
-        for name in [name for name in vars(owner) if name.startswith(SAVED)]:  # what apply() noted there
+        kept = SAVED + attribute  # stays where someone's forward, which may call ours, is on top
+        for name in [name for name in vars(owner) if name.startswith(SAVED) and name != kept]:  # what apply() noted there
             delattr(owner, name)
-    for module in _live_modules():
+    vars(modeling).pop(SAVED + "rotary", None)
+    modules = _live_modules()
+    for module in modules:
         state = vars(module)
+        graphs.release(module)
+        state.pop(CAPTURED, None)
         if SAVED + "replaced" in state or any(_calls_ours(state.get(name)) for name in (_slot(module), WRAPPED)):
             _unbind(module)
         if state.pop(SAVED + "use_kernels", False):
             state["_use_kernels"] = True
-        attention = state.pop(SAVED + "attention", None)
-        if attention is not None:
-            module.set_attn_implementation(attention)
-    _unregister_experts()
+        give_attention_back(module)
+        state.pop(KEEPS, None)
+    _unregister_experts(modules)
+    unregister_attention()
 
 
 def _experts_interface():
@@ -318,13 +407,29 @@ def _register_experts():
     """Makes experts_implementation="bastile" a choice when a model is loaded."""
     interface = _experts_interface()
     if interface is not None:
+        registered = vars(interface).get(SAVED + "experts", {})
+        setattr(interface, SAVED + "experts", {**registered, __name__: experts_implementation})  # of every loaded package that did so
         interface.register(EXPERTS, experts_implementation)
 
 
-def _unregister_experts():
+def _unregister_experts(modules):
+    """Takes the choice back, unless another package offers it too or a model has been given it: that goes on asking for it."""
     interface = _experts_interface()
-    if interface is not None:
+    registered = {} if interface is None else dict(vars(interface).get(SAVED + "experts", {}))
+    if registered.pop(__name__, None) is None:
+        return
+    if not registered and any(_asks_for_our_experts(module) for module in modules):
+        return
+    if registered:
+        setattr(interface, SAVED + "experts", registered)
+        interface.register(EXPERTS, list(registered.values())[-1])
+    else:
+        delattr(interface, SAVED + "experts")
         interface._global_mapping.pop(EXPERTS, None)
+
+
+def _asks_for_our_experts(module) -> bool:
+    return getattr(vars(module).get("config"), "_experts_implementation", None) == EXPERTS
 
 
 def get_patched_ops(targets: Targets):
@@ -333,7 +438,7 @@ def get_patched_ops(targets: Targets):
     if modeling is None:
         return []
     found = {operation: _target(targets, modeling, operation) for operation in targets.operations}
-    return [operation for operation, (owner, attribute, ours) in found.items() if vars(owner)[attribute] is ours]
+    return [operation for operation, (owner, attribute, ours) in found.items() if owner is not None and vars(owner)[attribute] is ours]
 
 
 # For one model
@@ -345,37 +450,57 @@ def _attention_forward(targets: Targets, original):
     That name is all there is to replace: the function behind it serves every model of its kind in the process. Raises RuntimeError when
     it does not call that name itself.
     """
-    if ROTARY not in getattr(getattr(original, "__code__", None), "co_names", ()):
+    own = is_transformers_own(original, targets.modeling, f"{targets.attention}.forward")
+    if not own or ROTARY not in original.__code__.co_names:
+        found = "is not transformers' own" if not own else f"does not call {ROTARY}"
         raise RuntimeError(
-            f"rope cannot be put on one model: {targets.attention}.forward, defined in {original.__module__}, does not call {ROTARY}. "
+            f"rope cannot be put on one model: {targets.attention}.forward, defined in {_name_of(original)}, {found}. "
             f"Use apply(), or install transformers{TRANSFORMERS_EXPECTED}"
         )
+    modeling = sys.modules[targets.modeling]
+    stranger, found = _stranger(targets, modeling, ROTARY), getattr(modeling, ROTARY)
+    if stranger:
+        raise RuntimeError(f"rope cannot be put on one model: {stranger}, not transformers' own. Use apply(rope=False)")
+
+    def rotary_of_one_model(q, k, cos, sin, unsqueeze_dim=1):
+        current = getattr(modeling, ROTARY)
+        rotate = rotary_pos_emb if current is found or is_marked(current) else current  # else someone else's by now
+        return rotate(q, k, cos, sin, unsqueeze_dim)
+
     names = {name: value for name, value in original.__globals__.items() if name != "__name__"}  # torch.compile would look it up there
     copy = FunctionType(
-        original.__code__, {**names, ROTARY: rotary_pos_emb}, original.__name__, original.__defaults__, original.__closure__
+        original.__code__, {**names, ROTARY: rotary_of_one_model}, original.__name__, original.__defaults__, original.__closure__
     )
     copy.__kwdefaults__ = original.__kwdefaults__
-    copy.__module__, copy.__qualname__, copy.__doc__ = original.__module__, original.__qualname__, original.__doc__
+    copy.__module__, copy.__qualname__ = original.__module__, original.__qualname__
+    _describe(copy, original)
     setattr(copy, LAYER, copy)
     return copy
 
 
-def kernelize(targets: Targets, model, mode=None):
+def kernelize(targets: Targets, model, mode=None, attention=True, unpad=True):
     """Puts the layers on one model, in place, and returns it; see `kernelize` of a package."""
     if mode is not None and getattr(mode, "name", "") == "FALLBACK":
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
     modeling = modeling_of_transformers(targets)
     _register_experts()
-    places = {operation: (getattr(modeling, name), layer.forward) for operation, (name, layer) in targets.classes.items()}
-    attention = getattr(modeling, targets.attention)
-    places["rope"] = (attention, _attention_forward(targets, _original(attention, "forward")))
+    _register_attention(targets, modeling)
+    names = {operation: name for operation, (name, _) in targets.classes.items()}
+    places = {operation: (own_class(modeling, name), layer.forward) for operation, (name, layer) in targets.classes.items()}
+    rotated, names["rope"] = own_class(modeling, targets.attention), targets.attention
+    places["rope"] = rotated, rotated and _attention_forward(targets, _original(rotated, "forward"))
+    whole = places["attention"][0]
+    if not attention or not (whole and any(isinstance(module, whole) for module in model.modules())):
+        del places["attention"]
     chosen = {
-        operation: [module for module in model.modules() if isinstance(module, cls) and _defines_forward(type(module)) is cls]
+        operation: [module for module in model.modules() if cls and isinstance(module, cls) and _defines_forward(type(module)) is cls]
         for operation, (cls, _) in places.items()
     }
     if not any(chosen.values()):
-        raise TypeError(f"model is a {type(model).__name__} without any of transformers' {targets.model} layers, expected a {targets.model} model")
-    if not any(isinstance(module, places["fused_linear_cross_entropy"][0]) for module in model.modules()):
+        found = f"a {type(model).__name__} without any of transformers' {targets.model} layers"
+        raise TypeError(f"model is {found}, expected a {targets.model} model")
+    causal_lm = places["fused_linear_cross_entropy"][0]
+    if not (causal_lm and any(isinstance(module, causal_lm) for module in model.modules())):
         del chosen["fused_linear_cross_entropy"]
     for module in chosen.get("fused_linear_cross_entropy", ()):
         if _other_owner(module):
@@ -386,19 +511,50 @@ def kernelize(targets: Targets, model, mode=None):
     if missing:
         import transformers
 
-        names = ", ".join(places[operation][0].__name__ for operation in missing)
+        classes = ", ".join(names[operation] for operation in missing)
+        strangers = _found(*(_stranger(targets, modeling, names[operation]) or None for operation in missing))
         raise RuntimeError(
             f"{', '.join(missing)} cannot be put on this {type(model).__name__} (transformers {transformers.__version__}): it has no "
-            f"{names} whose forward is transformers' own. Give it such layers, or install transformers{TRANSFORMERS_EXPECTED}"
+            f"{classes} whose forward is transformers' own{''.join(f' ({text})' for text in strangers)}. Give it such layers, or "
+            f"install transformers{TRANSFORMERS_EXPECTED}"
         )
     _warn_of_others(others, stacklevel=3)
     for operation, modules in chosen.items():
         for module in modules:
             _bind(module, places[operation][1])
+    for module in chosen.get("fused_linear_cross_entropy", ()):
+        vars(module)[KEEPS] = not unpad
     for module in model.modules():
         if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
             vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})
+            remember(module)
     return model
+
+
+def decoder_layers(targets: Targets, model):
+    """Lists the decoder layers of a model, or of what holds it (PEFT). Raises TypeError when it has none."""
+    cls = getattr(modeling_of_transformers(targets), targets.classes["decoder_layer"][0])
+    found = [module for module in model.modules() if isinstance(module, cls)]
+    if not found:
+        raise TypeError(f"model is a {type(model).__name__} without a {cls.__name__}, expected a {targets.model} model")
+    return found
+
+
+def causal_lms(targets: Targets, model):
+    """Lists the causal LMs of a family in a model, itself among them."""
+    cls = getattr(modeling_of_transformers(targets), targets.classes["fused_linear_cross_entropy"][0])
+    return [module for module in model.modules() if isinstance(module, cls)]
+
+
+def capture(targets: Targets, model, batch, tokens):
+    """Replays the decoder layers of a model as CUDA graphs, and returns it; see `capture` of a package."""
+    graphs.capture(decoder_layers(targets, model), causal_lms(targets, model), batch, tokens)
+    return model
+
+
+def explain(targets: Targets, model, explain_layer):
+    """Says what of a model runs fused; see `explain` of a package. explain_layer: as of `explanation.explain`."""
+    return explanation.explain(model, decoder_layers(targets, model), causal_lms(targets, model), explain_layer)
 
 
 class LoadedLayer(NamedTuple):
@@ -417,12 +573,13 @@ def mapping(targets: Targets, mode=None):
     """Makes the mapping of a package's layers for `kernels`; see `mapping` of a package."""
     modeling, kernels = modeling_of_transformers(targets), _kernels()
     _register_experts()
+    _register_attention(targets, modeling)
     for name, _ in targets.classes.values():
-        cls = getattr(modeling, name)
-        if not hasattr(cls, "kernel_layer_name"):
+        cls = own_class(modeling, name)
+        if cls is not None and not hasattr(cls, "kernel_layer_name"):
             kernels.replace_kernel_forward_from_hub(cls, name)
             setattr(cls, SAVED + "decorated", True)
-    if not isinstance(_original(modeling, ROTARY), nn.Module):
+    if not isinstance(_own_rotary(modeling), nn.Module):
         import transformers
 
         warnings.warn(

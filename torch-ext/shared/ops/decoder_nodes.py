@@ -14,7 +14,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from .common import apply_function, describe, fail, need_floats, needs_formula, side_by_side
+from .autocast import outside_autocast
+from .common import apply_function, autocasts, describe, fail, need_floats, needs_formula, side_by_side
 from .rms_norm import add_rms_norm_backward, rms_norm_again, rms_norm_forward, rms_norm_reference
 from .rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward, qk_norm_rotary_reference
 from .swiglu import gate_and_up, mlp_backward, mlp_reference, swiglu_forward
@@ -64,6 +65,7 @@ class _NormAttentionInputs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @outside_autocast
     def backward(ctx, dq_out, dk_out, dv, dresidual):
         x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *weights = ctx.saved_tensors
         needs, tokens, rows = ctx.needs_input_grad, x.shape[0], [weight.shape[0] for weight in weights]
@@ -111,6 +113,7 @@ class _NormMLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @outside_autocast
     def backward(ctx, dout):
         x, attended, o_weight, norm_weight, rstd, gate, up, *weights = ctx.saved_tensors
         dout = dout.reshape(x.shape)
@@ -157,12 +160,14 @@ def norm_attention_inputs(
         if weight.shape[0] % head_dim:
             fail(name, describe(weight), f"a multiple of head_dim {head_dim} rows")
     for name, table in (("cos", cos), ("sin", sin)):
-        fits = table.dim() == 3 and table.shape[0] in (1, shape[0]) and table.shape[1] == shape[1] and table.shape[2] in (head_dim, head_dim // 2)
+        fits = table.dim() == 3 and table.shape[0] in (1, shape[0]) and table.shape[1] == shape[1]
+        fits = fits and table.shape[2] in (head_dim, head_dim // 2)
         if not fits or table.shape != cos.shape or table.dtype != x.dtype or table.device != x.device:
             fail(name, describe(table), f"{x.dtype} [{shape[0]} or 1, {shape[1]}, {head_dim} or {head_dim // 2}] on {x.device}")
-    if needs_formula(x, norm_weight, *weights, q_norm, k_norm, cos, sin):
+    if autocasts(x.device) or needs_formula(x, norm_weight, *weights, q_norm, k_norm, cos, sin):
         return norm_attention_inputs_reference(x, norm_weight, weights, q_norm, k_norm, cos, sin, shape, eps, head_eps)
-    return apply_function(_NormAttentionInputs, x, norm_weight, float(eps), q_norm, k_norm, float(head_eps), cos, sin, tuple(shape), *weights)
+    return apply_function(_NormAttentionInputs, x, norm_weight, float(eps), q_norm, k_norm, float(head_eps), cos, sin, tuple(shape),
+                          *weights)
 
 
 def norm_mlp(
@@ -194,7 +199,7 @@ def norm_mlp(
         shapes["attended"] = (attended, (x.numel() // hidden if hidden else 0, features))
         shapes["o_weight"] = (o_weight, (hidden, features))
     _check(x, norm_weight, shapes)
-    if needs_formula(x, norm_weight, gate_weight, up_weight, down_weight, attended, o_weight):
+    if autocasts(x.device) or needs_formula(x, norm_weight, gate_weight, up_weight, down_weight, attended, o_weight):
         return norm_mlp_reference(x, norm_weight, gate_weight, up_weight, down_weight, eps, attended, o_weight)
     return apply_function(_NormMLP, x, attended, o_weight, norm_weight, float(eps), gate_weight, up_weight, down_weight)
 

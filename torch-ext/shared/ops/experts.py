@@ -15,7 +15,8 @@ from torch.autograd.function import once_differentiable
 from ..runtime import launch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import apply_function, describe, fail, need_floats, needs_formula, traceable, unit_stride, wide
+from .autocast import outside_autocast, without_autocast
+from .common import apply_function, autocasts, describe, fail, need_floats, needs_formula, traceable, unit_stride, wide
 from .grouped_gemm import Groups, grouped_mm, grouped_outer
 from .routing import Routing, route, row_blocks
 
@@ -144,7 +145,8 @@ def _has_clamped_gate() -> bool:
 def _words(gate_up: torch.Tensor, bias: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
     """In half precision gate and up of a column as one 32-bit word, where the kernels take them so."""
     bias = bias.contiguous()
-    packs = gate_up.element_size() == 2 and gate_up.shape[1] % (2 * _clamped_forward_kernel.constant("COLS")) == 0 and (bias.data_ptr() | gate_up.data_ptr()) % 16 == 0
+    whole = gate_up.shape[1] % (2 * _clamped_forward_kernel.constant("COLS")) == 0
+    packs = gate_up.element_size() == 2 and whole and (bias.data_ptr() | gate_up.data_ptr()) % 16 == 0
     return (gate_up.view(torch.int32), bias.view(torch.int32)) if packs else (gate_up, bias)
 
 
@@ -210,7 +212,7 @@ def _token_sum(y, position, expert=None, scores=None, bias=None) -> torch.Tensor
         _sum_kernel(y, position, out)
         out.addmm_(_dense(expert, scores, bias.shape[0], y.dtype), bias)
     else:
-        _sum_bias_kernel(y, position, expert.to(torch.int32), scores.to(torch.float32), bias.contiguous(), out)
+        _sum_bias_kernel(y, position, expert.clamp(-1, bias.shape[0]).to(torch.int32), scores.to(torch.float32), bias.contiguous(), out)
     return out
 
 
@@ -325,7 +327,8 @@ def _functional_backward(
     needs: List[bool],
 ) -> Six:
     """`_backward` that writes over nothing and returns nothing twice, as a tracer wants it."""
-    inputs, options = (hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias), (transposed, interleaved, alpha, limit)
+    inputs = hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias
+    options = transposed, interleaved, alpha, limit
     grads = _backward(dout, inputs, gate_up.clone(), Routing(order, position, ends), options, needs)
     return tuple(grad if need else hidden.new_empty(0) for grad, need in zip(grads, needs))
 
@@ -362,6 +365,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @outside_autocast
     def backward(ctx, dout):
         *inputs, gate_up, order, position, ends = ctx.saved_tensors
         needed = ctx.needs_input_grad
@@ -395,29 +399,38 @@ def experts(
     """sum over k of scores[:, k] * down(gate(gate_up(hidden))), each with the weights of the expert expert[:, k].
 
     hidden: [tokens, hidden], bf16, fp16 or fp32 (float64 runs in PyTorch). expert: [tokens, top-k] of an integer dtype; an id
-    outside [0, experts) is no expert: nothing is added for it, and its score has no gradient (transformers' expert parallelism
-    marks the experts of other processes so). scores: [tokens, top-k], the routing weights, of any floating point dtype.
+    outside [0, experts), however far, is no expert: nothing is added for it, and its score has no gradient (transformers' expert
+    parallelism marks the experts of other processes so). scores: [tokens, top-k], the routing weights, of any floating point dtype.
     gate_up_weight: [experts, 2 * width, hidden] and down_weight: [experts, hidden, width], or with `transposed` [experts,
     hidden, 2 * width] and [experts, width, hidden]; gate_up_bias: [experts, 2 * width]; down_bias: [experts, hidden]; all of
     hidden's dtype and device. interleaved: the columns of gate_up alternate between gate and up; else gate comes before up.
 
     The gate is silu(gate) * up, or with alpha > 0 GPT-OSS's: (up + 1) * gate * sigmoid(alpha * gate), gate clamped to at most
-    `limit` and up to [-limit, limit] before; bastile/gpt-oss has kernels for it, elsewhere it runs in PyTorch. Returns [tokens, hidden]. Differentiable in all but `expert`; nothing is computed for a
-    weight that does not require a gradient. In bf16 and fp16, where hidden and width are multiples of 8, the host does not wait for
-    the device: the GEMMs are torch._grouped_mm where that is a kernel, else our own. Otherwise there is one GEMM an expert.
-    Raises ValueError when shapes, dtypes or devices do not fit.
+    `limit` and up to [-limit, limit] before; bastile/gpt-oss has kernels for it, elsewhere it runs in PyTorch. Returns [tokens, hidden].
+    Differentiable in all but `expert`; nothing is computed for a weight that does not require a gradient. In bf16 and fp16, where hidden
+    and width are multiples of 8, the host does not wait for the device, and autocast changes nothing, as with torch's grouped GEMMs: the
+    GEMMs are torch._grouped_mm where that is a kernel, else our own. Otherwise there is one GEMM an expert. Raises ValueError when shapes,
+    dtypes or devices do not fit.
     """
     _check(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, transposed, alpha, limit)
     options = (bool(transposed), bool(interleaved), float(alpha), float(limit))
+    expert = expert.to(torch.int64)  # one byte holds neither -1 and 255 nor the number of experts
     tensors = (hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias)
+    if autocasts(hidden.device):
+        with without_autocast(hidden.device):
+            return experts_reference(*tensors, *options) if needs_formula(*tensors) else apply_function(_Experts, *tensors, *options)
     return experts_reference(*tensors, *options) if needs_formula(*tensors) else apply_function(_Experts, *tensors, *options)
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _check(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, transposed, alpha, limit):
     need_floats(hidden=hidden, scores=scores)
     if hidden.dim() != 2:
         fail("hidden", describe(hidden), "[tokens, hidden]")
-    if expert.dim() != 2 or expert.shape[0] != hidden.shape[0] or expert.shape[1] == 0 or expert.is_floating_point():
+    if expert.dim() != 2 or expert.shape[0] != hidden.shape[0] or expert.shape[1] == 0 or not _is_integer(expert.dtype):
         fail("expert", describe(expert), f"[{hidden.shape[0]}, top-k] of an integer dtype")
     if scores.shape != expert.shape:
         fail("scores", describe(scores), f"{list(expert.shape)}, one for each entry of expert")

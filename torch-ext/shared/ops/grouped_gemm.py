@@ -1,7 +1,7 @@
 """One matrix product for all experts: the rows of each times its own weight.
 
-torch's grouped GEMM where that is one kernel, else that of kernel_src/grouped_gemm.py; where neither takes the tensors, a loop over the experts,
-for which alone the host waits.
+torch's grouped GEMM where that is one kernel, else that of kernel_src/grouped_gemm.py; where neither takes the tensors, a loop over the
+experts, for which alone the host waits.
 """
 
 import functools
@@ -12,8 +12,8 @@ from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel, PromiseError
 from .routing import row_blocks
 
-# Between so many rows an expert ours beats torch's on compute capability 9.0: by 1, 9 and 10 % with 256 (H200, three shapes). With 1024 it is
-# 2 % slower to 1 % faster, and with few rows the host's part counts, which is larger: ours needs a list of blocks.
+# Between so many rows an expert ours beats torch's on compute capability 9.0: by 1, 9 and 10 % with 256 (H200, three shapes). With 1024 it
+# is 2 % slower to 1 % faster, and with few rows the host's part counts, which is larger: ours needs a list of blocks.
 OURS_FROM, OURS_TO = 128, 512
 GEMM_ELEMENTS = 2**31  # a tile's place in an array is counted in 32 bits
 

@@ -6,14 +6,15 @@ The tokens are taken in chunks (linear_head.py), and of each the cross entropy's
 Without gradients one kernel multiplies and joins, and no logits are stored at all (kernel_src/linear_cross_entropy.py).
 """
 
-from typing import Optional, Tuple, Union
+from typing import List, Optional, Tuple, Union
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import describe, fail, needs_formula, wide
+from .autocast import as_autocast
+from .common import autocasts, describe, fail, needs_formula, traceable, wide
 from .cross_entropy import (
     Chunk,
     KernelChunk,
@@ -148,6 +149,133 @@ class _PerToken(torch.autograd.Function):
         return (*gradients.times(), None, None, None)
 
 
+# ---------------------------------------------------------------- for tracers
+# One operator, whose results are a list without gaps: a tracer sees neither the chunks nor the logits. What is absent is empty.
+def _run_whole(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    target: torch.Tensor,
+    class_weight: Optional[torch.Tensor],
+    scale: Optional[torch.Tensor],
+    needs: List[bool],
+    ignore_index: int,
+    numbers: List[float],
+    switches: List[bool],
+    accum_dtype: Optional[torch.dtype],
+) -> List[torch.Tensor]:
+    """The rows, the gradients and the factors that those are still to be multiplied by, of `_run`."""
+    options = _options(ignore_index, numbers, switches, accum_dtype)
+    rows, gradients = _run(hidden, weight, bias, target, class_weight, scale, options, tuple(needs))
+    factors = [factor if gradient is not None else None for gradient, factor in zip(gradients[:3], gradients.factors)]
+    return [hidden.new_empty(0) if t is None else t for t in (*rows, *gradients[:3], *factors)]
+
+
+def _options(ignore_index, numbers, switches, accum_dtype) -> Options:
+    return Options(ignore_index, *numbers, switches[0], accum_dtype, *switches[1:])
+
+
+def _operator_options(options: Options) -> tuple:
+    """The last arguments of the operator: `_options` makes the options of them again."""
+    numbers = [options.label_smoothing, options.softcap, options.lse_square_scale]
+    switches = [options.use_token_scaling, options.return_z_loss, options.return_token_accuracy, options.return_predicted_tokens]
+    return options.ignore_index, numbers, switches, options.accum_dtype
+
+
+def _fake_run(hidden, weight, bias, target, class_weight, scale, needs, ignore_index, numbers, switches, accum_dtype):
+    tokens, acc, options = hidden.shape[0], wide(hidden.dtype), _options(ignore_index, numbers, switches, accum_dtype)
+
+    def new(wanted, shape, dtype):
+        return hidden.new_empty(shape, dtype=dtype) if wanted else hidden.new_empty(0)
+
+    need_hidden, need_weight, need_bias = needs if scale is not None else (False, False, False)
+    fp16 = hidden.dtype == torch.float16
+    return [
+        new(True, (tokens,), acc),
+        new(options.return_z_loss, (tokens,), acc),
+        new(options.predicts, (tokens,), torch.int64),
+        new(need_hidden, hidden.shape, hidden.dtype),
+        new(need_weight, weight.shape, weight.dtype),
+        new(need_bias, (weight.shape[0],), hidden.dtype),
+        new(fp16 and need_hidden, (tokens, 1), acc),
+        new(fp16 and need_weight, (), acc),
+        new(fp16 and need_bias, (), acc),
+    ]
+
+
+_traced_run = traceable("linear_cross_entropy_run", _run_whole, _fake_run)
+
+
+def _traced_rows(found, options: Options) -> Rows:
+    return Rows(found[0], found[1] if options.return_z_loss else None, found[2] if options.predicts else None)
+
+
+def _scaled(gradient, factor, number):
+    """gradient * factor * number, rounded once; factor: of one element or one a row, empty for none; number: [] or None."""
+    by = number if factor.numel() == 0 else factor if number is None else factor * number
+    if by is None:
+        return gradient
+    return (gradient * (by if by.dim() else by.view(1))).to(gradient.dtype)  # what has no dimension would be rounded first
+
+
+class _TracedReduced(torch.autograd.Function):
+    """`_Reduced` in a graph, which cannot write over what it saved. needs: as of `_run`."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target, class_weight, scale, options, needs):
+        found = _traced_run(hidden, weight, bias, target, class_weight, scale, list(needs), *_operator_options(options))
+        ctx.save_for_backward(*found[3:])
+        ctx.needs = needs
+        rows = _traced_rows(found, options)
+        others = [row for row in rows[1:] if row is not None]
+        ctx.mark_non_differentiable(*others)
+        return (rows.loss.sum() * scale.view(()), *others)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss, *_):
+        saved = ctx.saved_tensors
+        gradients = [_scaled(*pair, dloss) if need else None for need, pair in zip(ctx.needs, zip(saved[:3], saved[3:]))]
+        return (*gradients, None, None, None, None, None)
+
+
+class _TracedPerToken(torch.autograd.Function):
+    """`_PerToken` in a graph."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target, class_weight, options, needs):
+        found = _traced_run(hidden, weight, bias, target, class_weight, None, [False] * 3, *_operator_options(options))
+        ctx.save_for_backward(hidden, weight, bias, target, class_weight)
+        ctx.options, ctx.needs = options, needs
+        rows = _traced_rows(found, options)
+        others = [row for row in rows[1:] if row is not None]
+        ctx.mark_non_differentiable(*others)
+        return (rows.loss, *others)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dlosses, *_):
+        hidden, weight, bias, target, class_weight = ctx.saved_tensors
+        scale = dlosses.to(wide(hidden.dtype)).contiguous()
+        options = ctx.options._replace(return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False)
+        found = _traced_run(hidden, weight, bias, target, class_weight, scale, list(ctx.needs), *_operator_options(options))
+        gradients = [_scaled(*pair, None) if need else None for need, pair in zip(ctx.needs, zip(found[3:6], found[6:]))]
+        return (*gradients, None, None, None, None)
+
+
+def _traced(hidden, weight, bias, target, class_weight, scale, options: Options) -> Tuple[torch.Tensor, Rows]:
+    """(the loss, reduced where there is a scale, the rows), in a graph."""
+    tensors = hidden, weight, bias, target, class_weight
+    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias))
+    if not any(needs):
+        rows = _traced_rows(_traced_run(*tensors, None, [False] * 3, *_operator_options(options)), options)
+        return reduced(rows.loss, scale), rows
+    found = _TracedPerToken.apply(*tensors, options, needs) if scale is None else _TracedReduced.apply(*tensors, scale, options, needs)
+    others = list(found[1:])
+    z_loss = others.pop(0) if options.return_z_loss else None
+    return found[0], Rows(found[0], z_loss, others.pop(0) if options.predicts else None)
+
+
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -171,26 +299,28 @@ def linear_cross_entropy(
     grows neither with the tokens nor with the classes, but for 4 bytes an element of the weight where `plan_chunks` says so.
 
     hidden: [..., features]; weight: [classes, features]; bias: [classes]; one dtype (bf16, fp16, fp32; float64 runs in
-    PyTorch) and device. target: [...] int64, hidden's leading dimensions. Logits are rounded to that dtype, as the layer would
-    do it, and everything behind them is float32; where no gradient is asked for, no logits are stored and none are rounded.
-    class_weight: [classes], of any dtype. ignore_index, reduction ("mean", "sum", "none"), label_smoothing and class_weight as in
-    torch.nn.functional.cross_entropy, except that "mean" over no counted token is 0 with zero gradients. softcap: logits become
+    PyTorch) and device; under autocast cast to its dtype. target: [...] int64, hidden's leading dimensions. Logits are rounded to that
+    dtype, as the layer would do it, and everything behind them is float32; where no gradient is asked for, no logits are stored and none
+    are rounded. class_weight: [classes], of any dtype. ignore_index, reduction ("mean", "sum", "none"), label_smoothing and class_weight as
+    in torch.nn.functional.cross_entropy, except that "mean" over no counted token is 0 with zero gradients. softcap: logits become
     softcap * tanh(logits / softcap). lse_square_scale: adds lse_square_scale * logsumexp(logits)^2 to each counted token's loss
     (z-loss). num_items: with it the loss is the sum divided by num_items, whatever `reduction` says (gradient accumulation).
     use_token_scaling: each token's loss is multiplied by the probability that the model gives its label, through which no
-    gradient flows; "mean" still divides by the counted tokens (arXiv:2508.05629); fp16 is computed in fp32 with it, in copies. accum_dtype: what the weight's gradient is
-    added up in over the chunks: torch.float32, which takes 4 bytes an element of the weight, or by default weight.dtype, as long as that
-    rounds four times at most (`plan_chunks`), and else torch.float32.
+    gradient flows; "mean" still divides by the counted tokens (arXiv:2508.05629); fp16 is computed in fp32 with it, in copies. accum_dtype:
+    what the weight's gradient is added up in over the chunks: torch.float32, which takes 4 bytes an element of the weight, or by default
+    weight.dtype, as long as that rounds four times at most (`plan_chunks`), and else torch.float32.
 
-    Returns a float32 scalar (float64 where hidden is), or [tokens] for "none". With return_z_loss, return_token_accuracy or return_predicted_tokens a
-    LinearCrossEntropyOutput: z_loss, the part of the loss that lse_square_scale adds, reduced as the loss is; token_accuracy,
-    the part of the counted tokens whose label is the most probable class, for "none" 1.0 or 0.0 a token; predicted_tokens,
+    Returns a float32 scalar (float64 where hidden is), or [tokens] for "none". With return_z_loss, return_token_accuracy or
+    return_predicted_tokens a LinearCrossEntropyOutput: z_loss, the part of the loss that lse_square_scale adds, reduced as the loss is;
+    token_accuracy, the part of the counted tokens whose label is the most probable class, for "none" 1.0 or 0.0 a token; predicted_tokens,
     [tokens] int64, that class, -1 for a token that does not count.
 
     Differentiable in hidden, weight and bias; no gradient is computed for one that does not require it. A label outside
-    [0, classes) raises ValueError on a CPU (compiled, RuntimeError); on a GPU, where looking would wait for the device, it counts like ignore_index.
-    Raises ValueError when shapes, dtypes, devices or options do not fit.
+    [0, classes) raises ValueError on a CPU (compiled, RuntimeError); on a GPU, where looking would wait for the device, it counts like
+    ignore_index. Raises ValueError when shapes, dtypes, devices or options do not fit.
     """
+    if autocasts(hidden.device):
+        hidden, weight, bias = as_autocast(hidden.device, hidden, weight, bias)
     _check(hidden, weight, target, bias, class_weight, reduction, ignore_index)
     options = checked_options(
         weight.dtype,
@@ -212,8 +342,10 @@ def linear_cross_entropy(
     if class_weight is not None:
         class_weight = class_weight.to(wide(hidden.dtype)).contiguous()
     scale = reduction_scale(target, weight.shape[0], class_weight, options, reduction, num_items, wide(hidden.dtype))
-    if torch.compiler.is_compiling() or needs_formula(hidden, weight, target, bias, class_weight):
-        # Chunks do not exist for a tracer, nor for tensors that are not ordinary.
+    if torch.compiler.is_compiling():
+        loss, rows = _traced(hidden, weight, bias, target, class_weight, scale, options)
+        return output_of(loss, rows, scale, target, options)
+    if needs_formula(hidden, weight, target, bias, class_weight):  # there are no chunks of tensors that are not ordinary
         logits = torch.nn.functional.linear(hidden, weight, bias)
         rows = TorchChunk(logits, target, class_weight, options).rows()
     elif not torch.is_grad_enabled():

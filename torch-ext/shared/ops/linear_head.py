@@ -51,12 +51,12 @@ def plan_chunks(
     """Chooses the chunks so that their logits take neither more tokens nor more classes than a bounded memory holds.
 
     Where nothing rounds between chunks (no gradient of the weight, or one that is added up in float32) a chunk has 2048 tokens at most and
-    SMALL_CHUNK bytes of logits. A sum in half precision rounds once a chunk, so there are never more than four chunks then, and a smaller one
-    comes first (`chunk_slices`): of 2048 tokens, and of 5/16 of all from 6554 tokens on, up to LARGE_CHUNK bytes. Measured on an H200 against
-    float64, at Qwen3's vocabulary in bf16: 1.13 times the error of one GEMM at 8192 tokens and 1.24 times at 16384; up to 2 times (four
-    roundings) where rows hold large numbers when the small sums of later chunks arrive. Where four chunks of LARGE_CHUNK do not hold all
-    tokens (20480 at Qwen3's vocabulary), there are more of them and their sum is float32, which rounds once, at the end, and takes 4 bytes
-    an element of the weight. So it always is for fp16, whose sums would overflow.
+    SMALL_CHUNK bytes of logits. A sum in half precision rounds once a chunk, so there are never more than four chunks then, and a smaller
+    one comes first (`chunk_slices`): of 2048 tokens, and of 5/16 of all from 6554 tokens on, up to LARGE_CHUNK bytes. Measured on an H200
+    against float64, at Qwen3's vocabulary in bf16: 1.13 times the error of one GEMM at 8192 tokens and 1.24 times at 16384; up to 2 times
+    (four roundings) where rows hold large numbers when the small sums of later chunks arrive. Where three and a half chunks of
+    LARGE_CHUNK do not hold all tokens (17920 at Qwen3's vocabulary), their sum is float32, which rounds once, at the end, and takes 4
+    bytes an element of the weight. So it always is for fp16, whose sums would overflow.
 
     Multiples of 512 tokens fill the GEMMs' tiles.
     """
@@ -64,7 +64,7 @@ def plan_chunks(
     bytes_of_token = max(classes, 1) * dtype.itemsize
     most = _whole_tiles(LARGE_CHUNK // bytes_of_token)
     if weight_gradient and accum_dtype.itemsize == 2:
-        if tokens <= FEW_CHUNKS * most:
+        if tokens <= (2 * FEW_CHUNKS - 1) * most // 2:  # the first of four chunks is at most half of one: with four equal ones, 2.1 times
             return Chunks(min(tokens, most, max(2048, -(-5 * tokens // (16 * 512)) * 512)), accum_dtype)
         return Chunks(min(tokens, most), torch.float32)
     return Chunks(min(tokens, 2048, _whole_tiles(SMALL_CHUNK // bytes_of_token)), accum_dtype)

@@ -4,6 +4,7 @@ Alone, and with the residual stream: total = x + residual, y = RMSNorm(total).
 """
 
 import functools
+import math
 from typing import Optional, Tuple
 
 import torch
@@ -53,6 +54,7 @@ _add_backward_kernel = Kernel(
     "add_rms_norm_backward", grid=one_partial_sum_a_block, views=as_rows(4, 5), reads=("dy", "dtotal", "x", "weight", "rstd")
 )
 
+HALF = (torch.bfloat16, torch.float16)
 # Blocks that an SM holds in the backward pass, by row length (kernel_src/rms_norm.py, swept on an H200).
 BLOCKS_PER_SM = ((256, 8), (1024, 6), (2560, 3))
 
@@ -87,11 +89,25 @@ def _fused(x, weight, *others):
     return half and _fits(x, weight, *others) and x.shape[-1] in _add_forward_kernel.lengths("x", 1)
 
 
-def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
+def _narrows(x, weight, dtype, *others):
+    """Kernels exist for x and weight in fp32 with a y in half precision, as autocast makes it of fp32 models."""
+    return x.dtype == weight.dtype == torch.float32 and dtype in HALF and x.shape[-1] > 0 and kernels_run_on(x, weight, *others)
+
+
+def _narrows_fused(x, weight, dtype, *others):
+    return dtype == torch.bfloat16 and _narrows(x, weight, dtype, *others) and x.shape[-1] in _add_forward_kernel.lengths("x", 1)
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: Optional[torch.dtype] = None) -> Pair:
+    """dtype: of y, the wider one of x and weight where it is None."""
     if not _fits(x, weight):
         y, rstd = rms_norm_reference(x, weight, eps)
-        return y, rstd.flatten()
-    y = new_like(x) if x.dtype == weight.dtype else torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+        return y if dtype is None else y.to(dtype), rstd.flatten()
+    if dtype is not None and dtype != torch.promote_types(x.dtype, weight.dtype) and not _narrows(x, weight, dtype):
+        y, rstd = _forward(x, weight, eps)
+        return y.to(dtype), rstd
+    dtype = dtype or weight.dtype
+    y = new_like(x) if x.dtype == dtype else torch.empty(x.shape, dtype=dtype, device=x.device)
     rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
     _forward_kernel(x, weight, y, rstd, eps)
     return y, rstd
@@ -122,24 +138,30 @@ def _backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: tor
         return dx.to(x.dtype), dweight
     if x.numel() == 0:
         return torch.empty_like(x), torch.zeros_like(weight) if need_dweight else weight.new_empty(0)
+    if dy.dtype != torch.promote_types(x.dtype, weight.dtype) and not _narrows(x, weight, dy.dtype):
+        dy = dy.to(torch.promote_types(x.dtype, weight.dtype))
     return _backward_launch(_backward_kernel, (dy,), x, weight, rstd, need_dweight)
 
 
-def _again(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
+def _again(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
     """y of [rows, length] from what the forward pass saved, bit for bit."""
-    if not _fused(x, weight, rstd):
-        return weight * (x.to(wide(x.dtype)) * rstd[:, None]).to(x.dtype)
-    y = new_like(x)
+    if dtype == x.dtype == weight.dtype:
+        dtype = None
+    if not (_fused(x, weight, rstd) if dtype is None else _narrows_fused(x, weight, dtype, rstd)):
+        y = weight * (x.to(wide(x.dtype)) * rstd[:, None]).to(x.dtype)
+        return y if dtype is None else y.to(dtype)
+    y = new_like(x) if dtype is None else torch.empty(x.shape, dtype=dtype, device=x.device)
     _apply_kernel(x, weight, y, rstd)
     return y
 
 
 def _add_forward(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Triple:
-    """(total, y, rstd)"""
-    if not _fused(x, weight, residual) or x.numel() == 0:
+    """(total, y, rstd); an fp32 residual with x in half precision gives an fp32 total and a y of x's dtype."""
+    fused = _fused(x, weight, residual) if x.dtype == residual.dtype else _narrows_fused(residual, weight, x.dtype, x)
+    if not fused or x.numel() == 0:
         total = x + residual
-        return (total, *_forward(total, weight, eps))
-    total, y = new_like(x), new_like(x)
+        return (total, *_forward(total, weight, eps, x.dtype if x.dtype != residual.dtype else None))
+    total, y = new_like(residual), new_like(x)
     rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
     _add_forward_kernel(x, residual, weight, total, y, rstd, eps)
     return total, y, rstd
@@ -149,7 +171,8 @@ def _add_backward(
     dy: torch.Tensor, dtotal: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_dweight: bool
 ) -> Pair:
     """(dx + dtotal, dweight), x: what was normalised."""
-    if not _fused(x, weight, dy, dtotal, rstd) or x.numel() == 0:
+    fused = _fused(x, weight, dy, dtotal, rstd) if dy.dtype == x.dtype else _narrows_fused(x, weight, dy.dtype, dy, dtotal, rstd)
+    if not fused or x.numel() == 0:
         dx, dweight = _backward(dy, x, weight, rstd, need_dweight)
         return dx + dtotal, dweight
     return _backward_launch(_add_backward_kernel, (dy, dtotal), x, weight, rstd, need_dweight)
@@ -159,8 +182,8 @@ def _empty(x, dtype=None):
     return x.new_empty(x.shape, dtype=dtype)
 
 
-def _fake_forward(x, weight, eps):
-    return _empty(x, torch.promote_types(x.dtype, weight.dtype)), x.new_empty((x.shape[:-1].numel(),), dtype=wide(x.dtype))
+def _fake_forward(x, weight, eps, dtype=None):
+    return _empty(x, dtype or torch.promote_types(x.dtype, weight.dtype)), x.new_empty((math.prod(x.shape[:-1]),), dtype=wide(x.dtype))
 
 
 def _fake_backward(dy, x, weight, rstd, need_dweight):
@@ -169,9 +192,11 @@ def _fake_backward(dy, x, weight, rstd, need_dweight):
 
 rms_norm_forward = traceable("rms_norm_forward", _forward, _fake_forward)
 rms_norm_backward = traceable("rms_norm_backward", _backward, _fake_backward)
-rms_norm_again = traceable("rms_norm_again", _again, lambda x, weight, rstd: torch.empty_like(x))
+rms_norm_again = traceable("rms_norm_again", _again, lambda x, weight, rstd, dtype=None: torch.empty_like(x, dtype=dtype))
 add_rms_norm_forward = traceable(
-    "add_rms_norm_forward", _add_forward, lambda x, residual, weight, eps: (_empty(x), *_fake_forward(x, weight, eps))
+    "add_rms_norm_forward",
+    _add_forward,
+    lambda x, residual, *rest: (_empty(residual), *_fake_forward(residual, *rest, x.dtype if x.dtype != residual.dtype else None)),
 )
 add_rms_norm_backward = traceable(
     "add_rms_norm_backward", _add_backward, lambda dy, dtotal, *rest: _fake_backward(dy, *rest)

@@ -21,6 +21,7 @@ from .common import (
 from .rms_norm import rms_norm_backward_reference, rms_norm_reference
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
+NARROWED = (torch.bfloat16,)  # half precision with kernels for weights and angles in fp32
 Four = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -115,7 +116,13 @@ def _launch(q, k, cos, sin, heads_dim, backward) -> Pair:
 
 def _fits(q, k, cos, sin, *others):
     """False for empty tensors too: a launch takes both, or there is nothing to launch."""
-    if q.dtype == torch.float64 or cos.dtype != q.dtype or not q.numel() or not k.numel():
+    if q.dtype == torch.float64 or cos.dtype != q.dtype:
+        return False
+    return _launches(q, k, cos, sin, *others)
+
+
+def _launches(q, k, cos, sin, *others):
+    if not q.numel() or not k.numel():
         return False
     return kernels_run_on(q, k, cos, sin, *others)
 
@@ -133,8 +140,12 @@ def _backward(dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.
 
 
 def _fused_heads(q, k, q_weight, k_weight, cos, sin, *others) -> bool:
-    """True when `qk_norm_rotary` has kernels for these heads. others: what else a kernel reads."""
-    if not (q_weight.dtype == k_weight.dtype == q.dtype and _fits(q, k, cos, sin, q_weight, k_weight, *others)):
+    """True when `qk_norm_rotary` has kernels for these heads, with weights and angles of q's dtype, or in fp32 with q in half precision,
+    as autocast has it over an fp32 model. others: what else a kernel reads."""
+    one = q_weight.dtype == k_weight.dtype == cos.dtype
+    if not one or q.dtype == torch.float64 or q_weight.dtype not in ((q.dtype,) if q.dtype not in NARROWED else (q.dtype, torch.float32)):
+        return False
+    if not _launches(q, k, cos, sin, q_weight, k_weight, *others):
         return False
     width, heads = 2 * _norm_backward_kernel.constant("HALF"), min(_norm_backward_kernel.constants("HEADS"))
     return q.shape[3] == cos.shape[-1] == width and q.shape[2] % heads == 0 and k.shape[2] % heads == 0
@@ -143,9 +154,10 @@ def _fused_heads(q, k, q_weight, k_weight, cos, sin, *others) -> bool:
 def _norm_forward(
     q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
 ) -> Pair:
-    """Results as [batch, heads, tokens, head_dim] views of [batch, tokens, heads, head_dim] in memory."""
+    """Results as [batch, heads, tokens, head_dim] views of [batch, tokens, heads, head_dim] in memory, of q's dtype."""
     if not _fused_heads(q, k, q_weight, k_weight, cos, sin):
-        return qk_norm_rotary_reference(q, k, q_weight, k_weight, cos, sin, eps)
+        q_out, k_out = qk_norm_rotary_reference(q, k, q_weight, k_weight, cos, sin, eps)
+        return q_out.to(q.dtype), k_out.to(k.dtype)
     outs = new_like(q), new_like(k)
     _norm_forward_kernel(q, k, *outs, q_weight, k_weight, cos, sin, eps)
     return outs[0].transpose(1, 2), outs[1].transpose(1, 2)

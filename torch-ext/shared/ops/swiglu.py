@@ -7,10 +7,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
+from .autocast import as_autocast, outside_autocast, without_autocast
 from .common import (
     ElementwiseKernel,
     aligned,
     apply_function,
+    autocasts,
     describe,
     fail,
     need_floats,
@@ -203,6 +205,7 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @outside_autocast
     def backward(ctx, dy):
         x, gate, up, *weights = ctx.saved_tensors
         return mlp_backward(dy, lambda: x, gate, up, *weights, ctx.needs_input_grad)
@@ -212,9 +215,13 @@ def mlp(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, dow
     """down(silu(gate(x)) * up(x)) without biases, storing only x, gate(x) and up(x) for the backward pass.
 
     x: [..., hidden]; gate_weight, up_weight: [intermediate, hidden]; down_weight: [hidden, intermediate], all of one dtype and
-    device. Returns [..., hidden]. Differentiable in all four. Raises ValueError when shapes, dtypes or devices do not fit.
+    device. Returns [..., hidden]; under autocast all four are cast to its dtype, as torch.nn.functional.linear casts them. Differentiable
+    in all four. Raises ValueError when shapes, dtypes or devices do not fit.
     """
     need_floats(x=x)
+    if autocasts(x.device):
+        with without_autocast(x.device):
+            return mlp(*as_autocast(x.device, x, gate_weight, up_weight, down_weight))
     if x.dim() == 0 or gate_weight.dim() != 2:
         fail("gate_weight", describe(gate_weight), f"[intermediate, hidden] for x, which is {describe(x)}")
     expected = (gate_weight.shape[0], x.shape[-1])

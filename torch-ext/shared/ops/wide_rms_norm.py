@@ -3,6 +3,7 @@
 Alone, and with the residual stream: total = x + residual, y = RMSNorm(total). The one of rms_norm.py rounds before it multiplies.
 """
 
+import math
 from typing import Tuple
 
 import torch
@@ -92,7 +93,7 @@ def _gradients(grads, x, weight, rstd, need_dweight: bool) -> Pair:
 
 
 def _fake_forward(x, weight, eps):
-    return x.new_empty(x.shape), x.new_empty((x.shape[:-1].numel(),), dtype=wide(x.dtype))
+    return x.new_empty(x.shape), x.new_empty((math.prod(x.shape[:-1]),), dtype=wide(x.dtype))
 
 
 def _fake_backward(dy, x, weight, rstd, need_dweight):

@@ -1,10 +1,10 @@
 """The prebuilt kernels on disk: the manifest, the files of compiled images, and their digests.
 
 `cubins/manifest.json` says of every variant of every kernel which promises its arguments must keep, and where its image for
-each host and architecture lies. An image file, `cubins/<host>/<operation>.cubins`, is a row of zlib streams; those of a variant after its first have the end
-of the first image as their dictionary. An image holds machine code for the host's processor too, which the driver runs: an image of
-another host would crash the process, so a host reads only the files of its own folder, and a file is hashed before the driver sees
-a byte of it.
+each host and architecture lies. An image file, `cubins/<host>/<operation>.cubins`, is a row of zlib streams; those of a variant after its
+first have the end of the first image as their dictionary. An image holds machine code for the host's processor too, which the driver runs:
+an image of another host would crash the process, so a host reads only the files of its own folder, and a file is hashed before the driver
+sees a byte of it.
 """
 
 import hashlib

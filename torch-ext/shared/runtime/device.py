@@ -67,6 +67,17 @@ def kernels_run_on(*tensors: Optional[torch.Tensor]) -> bool:
     return ready
 
 
+def why_no_kernels(device: torch.device) -> str:
+    """Why the prebuilt kernels do not run on a device; "" where they do. Raises nothing and remembers nothing."""
+    if device.type != "cuda":
+        return f"{device.type} is not on a GPU: PyTorch's operations run there"
+    try:
+        _check(torch.cuda.current_device() if device.index is None else device.index)
+    except (ArtifactError, DriverError, KernelsUnavailable) as error:
+        return str(error)
+    return ""
+
+
 def multiprocessors(tensor: torch.Tensor) -> int:
     """Of the device of a tensor."""
     index = tensor.get_device()
@@ -88,7 +99,8 @@ def _probe(index: int) -> bool:
         _check(index)
     except (ArtifactError, DriverError, KernelsUnavailable) as error:
         if os.environ.get("BASTILE_STRICT") == "1":
-            raise KernelsUnavailable(f"Bastile's kernels do not run on cuda:{index}: {error} (BASTILE_STRICT=1 makes this an error)") from error
+            why = f"{error} (BASTILE_STRICT=1 makes this an error)"
+            raise KernelsUnavailable(f"Bastile's kernels do not run on cuda:{index}: {why}") from error
         message = f"Bastile's kernels do not run on cuda:{index} and PyTorch's operations take their place: {error}."
         if message not in _warned:
             _warned.add(message)

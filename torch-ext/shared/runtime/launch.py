@@ -207,7 +207,8 @@ class Kernel:
         return self._constants[key]
 
     def select(self, *arguments) -> Variant:
-        """Returns the variant that a call with these arrays and numbers launches by default. Raises PromiseError, naming what each lacks."""
+        """Returns the variant that a call with these arrays and numbers launches by default. Raises PromiseError, naming what each
+        lacks."""
         return self.candidates(*arguments)[0]
 
     def candidates(self, *arguments) -> List[Variant]:

@@ -1,8 +1,9 @@
 """GPT-OSS with cuTile kernels: faster training in less memory, the same results."""
 
 from . import layers
-from .api import apply, get_patched_ops, kernelize, mapping, reset
+from .api import apply, capture, explain, get_patched_ops, kernelize, mapping, report, reset
 from .shared.hf.optimizer import AdamW
+from .shared.ops.attention import AttentionPlan, attention
 from .shared.ops.experts import experts
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.rotary import rotary
@@ -12,15 +13,20 @@ from .warmup import clear_autotune_cache, warmup_all_kernels
 
 __all__ = [
     "AdamW",
+    "AttentionPlan",
     "add_rms_norm",
     "apply",
+    "attention",
+    "capture",
     "clear_autotune_cache",
     "experts",
+    "explain",
     "get_patched_ops",
     "kernelize",
     "layers",
     "linear_cross_entropy",
     "mapping",
+    "report",
     "reset",
     "rms_norm",
     "rotary",

@@ -1,23 +1,24 @@
 """What a user calls to put the layers on GPT-OSS, to see them there, and to take them off again."""
 
-from .decoder_layer import FLEX
-from .shared.hf import patching
+from .decoder_layer import explain_layer
+from .shared.hf import doctor, patching
 from .targets import TARGETS
 
 
-def apply(rms_norm=True, experts=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True, attention=False):
+def apply(rms_norm=True, experts=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True, attention=True, unpad=True):
     """Puts the layers on transformers' GPT-OSS classes: models that exist and models made later use them.
 
     After the call exactly the operations given as True are active. With `fused_linear_cross_entropy` a model in training mode
     that gets labels returns the loss and no logits. `decoder_layer` joins the first residual addition with the norm behind it, so
-    it takes effect where `rms_norm` is on. `attention`: models that train on a GPU with eager attention change to flex_attention, at
-    their next step; it needs `fused_linear_cross_entropy`. Not thread-safe against a running forward pass.
+    it takes effect where `rms_norm` is on. `attention` gives a model on a GPU attn_implementation="bastile" at its next step where it
+    has the "eager" that transformers chooses by default: sinks and windows run in kernels of ours, at the cost of the tokens that are
+    seen, nothing is compiled, and documents packed into a row (`position_ids` that start again, or cu_seq_lens_q) do not see each
+    other, which they do in transformers' eager attention. Any other implementation is kept. `unpad` leaves the padding of a batch out
+    of the whole decoder where nobody can tell: with that attention, a loss without logits, no cache (use_cache=False, as Trainer has
+    it), no label at a padded position, and no hooks on the decoder's parts. Not thread-safe against a running forward pass.
 
-    Raises ImportError when transformers is absent or its version does not fit, ValueError for `attention` without
-    `fused_linear_cross_entropy`.
+    Raises ImportError when transformers is absent or its version does not fit.
     """
-    if attention and not fused_linear_cross_entropy:
-        raise ValueError("attention is True and fused_linear_cross_entropy is False, expected both: the layer of the causal LM changes it")
     patching.patch_classes(
         TARGETS,
         {
@@ -26,17 +27,18 @@ def apply(rms_norm=True, experts=True, rope=True, fused_linear_cross_entropy=Tru
             "rope": rope,
             "fused_linear_cross_entropy": fused_linear_cross_entropy,
             "decoder_layer": decoder_layer and rms_norm,
+            "attention": attention,
         },
+        unpad,
     )
-    setattr(patching.modeling_of_transformers(TARGETS).GptOssForCausalLM, FLEX, bool(attention))
 
 
-def kernelize(model, mode=None):
+def kernelize(model, mode=None, attention=True, unpad=True):
     """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
 
     model: one of transformers, with or without a head, alone or inside another module (PEFT). mode: a `kernels.Mode`;
-    the layers serve all of them, so it changes nothing. For torch.nn.DataParallel use `apply`: its replicas would call the
-    forwards of the model that they were copied from.
+    the layers serve all of them, so it changes nothing. attention, unpad: as in `apply`. For torch.nn.DataParallel use `apply`: its
+    replicas would call the forwards of the model that they were copied from.
 
     A part whose forward someone else replaced (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning.
 
@@ -44,7 +46,47 @@ def kernelize(model, mode=None):
     could be put on it, and
     ImportError when transformers is absent or its version does not fit.
     """
-    return patching.kernelize(TARGETS, model, mode)
+    return patching.kernelize(TARGETS, model, mode, attention, unpad)
+
+
+def explain(model):
+    """Says what of a model runs fused, and of the rest why it does not and what to do about it.
+
+    model: alone or inside another module (PEFT). Returns an `Explanation`: printed, a table; its `rows` have the fields `part`, `count`,
+    `fused`, `reason` and `advice`. The answer holds for the state in which the model is now (its adapters, hooks, autocast), so ask where
+    the training step would be. Raises TypeError when the model has no decoder layers of this kind.
+    """
+    return patching.explain(TARGETS, model, explain_layer)
+
+
+def report():
+    """Looks at this machine: the GPUs and which kernels serve them, the driver, and versions that fit or do not, with a line of advice.
+
+    Returns a `Report`: printed, what belongs into a bug report; its `findings` have the fields `name`, `found`, `fits` and `advice`.
+    `python -m bastile` prints it too.
+    """
+    return doctor.report(__package__)
+
+
+def capture(model, batch, tokens):
+    """Replays the decoder layers as CUDA graphs in training, for inputs of [batch, tokens], and returns the model.
+
+    With few tokens or a small model the host cannot start kernels as fast as the GPU finishes them; a replayed layer costs it two
+    launches. Results are the same bit for bit. The first training pass of that shape (labels, gradients on) runs as before and is looked at,
+    the second one is recorded, in less than a second. Call it again for further shapes. Pad every batch to one of them
+    (`pad_to_multiple_of`, `padding="max_length"`), keep to `use_cache=False`, and call it last: behind `apply` or `kernelize`, `pack`, PEFT and
+    the move to the GPU. Trainer, autocast, gradient accumulation, LoRA and every optimizer work as without it.
+
+    Other shapes, evaluation, generation, layers with hooks and gradient checkpointing run as before, with a warning where a shape was asked for
+    and could not be recorded. When weights move or adapters change it is recorded anew. The gradients of the layers' weights lie in memory that
+    the next backward pass writes: clone one to keep it beyond. That memory, and one layer's input for each layer, is held until
+    `reset()`.
+
+    model: with this package's layers or without, alone or inside another module (PEFT), on one GPU; DDP may be put around it afterwards.
+    batch, tokens: the sequences of a batch and their length. Raises TypeError when the model has no decoder layers of this kind,
+    ValueError when it is not on a GPU or a number is not positive, RuntimeError when accelerate holds its layers.
+    """
+    return patching.capture(TARGETS, model, batch, tokens)
 
 
 def mapping(mode=None):

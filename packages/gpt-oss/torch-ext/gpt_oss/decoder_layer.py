@@ -1,17 +1,14 @@
-"""What the layers do that are GPT-OSS's own: its norm, its decoder layer, and the choice of its attention."""
+"""What the layers do that are GPT-OSS's own: its norm and its decoder layer."""
 
-import sys
-import warnings
+from typing import List, Tuple
 
 import torch
 
-from .shared.hf import causal_lm
-from .shared.hf.modules import SAVED, is_marked, original_forward, own_forward
+from .shared.hf.modules import OwnForwards, original_forward
 from .shared.ops.wide_rms_norm import wide_add_rms_norm, wide_rms_norm
 from .shared.runtime.device import PLAIN
 
-FLEX = SAVED + "flex_attention"  # on GptOssForCausalLM: what apply() was told about `attention`
-_hinted: set = set()
+_own = OwnForwards("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssRMSNorm")
 
 
 def rms_norm_forward(layer, x: torch.Tensor) -> torch.Tensor:
@@ -25,15 +22,27 @@ def rms_norm_forward(layer, x: torch.Tensor) -> torch.Tensor:
 
 def _norm_is_plain(norm) -> bool:
     """True when calling this norm does what transformers or this package wrote, and nobody listens."""
-    norms, function = sys.modules["transformers.models.gpt_oss.modeling_gpt_oss"].GptOssRMSNorm, own_forward(norm)
-    untouched = is_marked(function) or function is vars(norms).get(SAVED + "forward", vars(norms)["forward"])
-    return untouched and type(norm.__dict__["_parameters"].get("weight")) in PLAIN
+    return _own.run_by(norm) and type(norm.__dict__["_parameters"].get("weight")) in PLAIN
+
+
+def why_not_fusable(layer, x) -> str:
+    """Why a layer runs as transformers wrote it; "" where its residual connection and norm are one."""
+    if torch.compiler.is_compiling():
+        return "torch.compile"
+    if type(x) not in PLAIN:
+        return "the input is no ordinary tensor"
+    return "" if _norm_is_plain(layer.post_attention_layernorm) else "post_attention_layernorm has hooks, or a forward that someone else gave it"
+
+
+def explain_layer(layer, x) -> List[Tuple[str, str]]:
+    """[(part, "" or why it is not fused)] of a layer, as `decoder_layer_forward` decides it."""
+    return [("residual and norm", why_not_fusable(layer, x))]
 
 
 def decoder_layer_forward(layer, x: torch.Tensor, kwargs) -> torch.Tensor:
     """Of a GptOssDecoderLayer. kwargs: what its forward gets beside the hidden states."""
     norm = layer.post_attention_layernorm
-    if torch.compiler.is_compiling() or type(x) not in PLAIN or not _norm_is_plain(norm):
+    if why_not_fusable(layer, x):
         return original_forward(layer)(layer, x, **kwargs)
     attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs)
     if attended.dtype == x.dtype and type(attended) in PLAIN:
@@ -43,28 +52,3 @@ def decoder_layer_forward(layer, x: torch.Tensor, kwargs) -> torch.Tensor:
         normed = norm(total)
     hidden, _ = layer.mlp(normed)
     return total + hidden
-
-
-def choose_attention(model) -> None:
-    """For a model that trains on a GPU with eager attention: flex_attention instead where apply(attention=True) asked for it, else
-    once a hint that there is such a thing."""
-    if model.config._attn_implementation != "eager" or model.device.type != "cuda":
-        return
-    if getattr(type(model), FLEX, False):
-        vars(model)[SAVED + "attention"] = "eager"
-        model.set_attn_implementation("flex_attention")
-    elif not _hinted:
-        _hinted.add(model.config._attn_implementation)
-        warnings.warn(
-            "this GPT-OSS trains with eager attention, which holds a score for every pair of tokens in memory. "
-            'Load it with attn_implementation="flex_attention", or call apply(attention=True)',
-            RuntimeWarning,
-            stacklevel=4,
-        )
-
-
-def causal_lm_forward(model, labels, kwargs):
-    """Of a GptOssForCausalLM; see `causal_lm.causal_lm_forward`."""
-    if model.training:
-        choose_attention(model)
-    return causal_lm.causal_lm_forward(model, labels, kwargs)

@@ -2,7 +2,9 @@
 
 from torch import nn
 
-from .decoder_layer import causal_lm_forward, decoder_layer_forward, rms_norm_forward
+from .decoder_layer import decoder_layer_forward, rms_norm_forward
+from .shared.hf.attention import model_forward
+from .shared.hf.causal_lm import causal_lm_forward
 from .shared.hf.experts import experts_forward
 from .shared.hf.forwards import rotary_pos_emb
 from .shared.hf.modules import mark_forwards
@@ -60,6 +62,32 @@ class DecoderLayer(nn.Module):
         return decoder_layer_forward(self, hidden_states, kwargs)
 
 
+class Model(nn.Module):
+    """For GptOssModel: the same, with attention of ours where it has the one that transformers chooses by default."""
+
+    can_torch_compile = True
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+        **kwargs,
+    ):
+        kwargs.update(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+        )
+        return model_forward(self, "eager", kwargs)
+
+
 class CausalLM(nn.Module):
     """For GptOssForCausalLM. With labels in training mode the logits are never all in memory, and `logits` is None."""
 
@@ -91,4 +119,4 @@ class CausalLM(nn.Module):
         return causal_lm_forward(self, labels, kwargs)
 
 
-mark_forwards(RMSNorm, RotaryPosEmb, Experts, DecoderLayer, CausalLM)
+mark_forwards(RMSNorm, RotaryPosEmb, Model, Experts, DecoderLayer, CausalLM)

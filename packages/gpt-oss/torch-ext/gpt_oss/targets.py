@@ -12,14 +12,16 @@ TARGETS = Targets(
         "experts": ("GptOssExperts", layers.Experts),
         "fused_linear_cross_entropy": ("GptOssForCausalLM", layers.CausalLM),
         "decoder_layer": ("GptOssDecoderLayer", layers.DecoderLayer),
+        "attention": ("GptOssModel", layers.Model),
     },
     rotary=layers.RotaryPosEmb,
-    operations=("rms_norm", "experts", "rope", "fused_linear_cross_entropy", "decoder_layer"),
+    operations=("rms_norm", "experts", "rope", "fused_linear_cross_entropy", "decoder_layer", "attention"),
     hub_names={  # of the layers
         "RMSNorm": layers.RMSNorm,
         "rotary_pos_emb": layers.RotaryPosEmb,
         "GptOssExperts": layers.Experts,
         "GptOssDecoderLayer": layers.DecoderLayer,
+        "GptOssModel": layers.Model,
         "GptOssForCausalLM": layers.CausalLM,
     },
 )

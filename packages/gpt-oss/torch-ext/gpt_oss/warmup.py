@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from .shared.ops import adamw
+from .shared.ops.attention import attention
 from .shared.ops.experts import experts
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.rotary import rotary
@@ -59,6 +60,8 @@ def warm_up(device, dtype, sizes: Sizes, tokens: int = TOKENS) -> None:
     q, k = (ones(1, tokens, heads, sizes.head_dim).transpose(1, 2) for heads in (sizes.heads, sizes.kv_heads))
     cos = torch.ones(1, tokens, sizes.head_dim // 2, dtype=dtype, device=device)
     sum(x.sum() for x in rotary(q, k, cos, cos)).backward()
+    heads = ones(1, tokens, sizes.heads, sizes.head_dim), *(ones(1, tokens, sizes.kv_heads, sizes.head_dim) for _ in range(2))
+    attention(*heads, sinks=ones(sizes.heads)).sum().backward()
     # The kernels do not see the number of experts.
     count = sizes.top_k
     expert = torch.arange(count, device=device).expand(tokens, count)

@@ -1,0 +1,18 @@
+"""Attention's kernels, run by the tile interpreter, against float64."""
+
+import pytest
+
+from tests.ops import attention_kernels as checks
+
+cases = pytest.mark.parametrize("case", checks.CASES, ids=str)
+
+
+@cases
+def test_plan(case):
+    checks.check_plan(case)
+
+
+@cases
+@pytest.mark.parametrize("tiles", checks.TILES, ids=("large", "small"))
+def test_kernels(case, tiles):
+    checks.check_kernels(case, tiles)

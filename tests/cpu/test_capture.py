@@ -1,0 +1,402 @@
+"""Which passes `capture` replays and which run as before. CUDA graphs exist on GPUs only (tests/gpu/test_capture.py): here a stand-in runs the
+function again where a graph would replay it, on the same inputs, and writes the results to where the first ones are."""
+
+import copy
+import importlib
+import pickle
+import warnings
+
+import pytest
+import torch
+
+from tests.models import tiny_model
+
+SHAPE = 2, 9
+
+
+class Rerun:
+    """A graph on the CPU."""
+
+    replays = 0
+
+    def record(self, function):
+        self.function = function
+        self.results = function()
+        return self.results
+
+    def replay(self):
+        Rerun.replays += 1
+        with torch.enable_grad():
+            new = self.function()
+        for old, result in zip(*(found if isinstance(found, tuple) else (found,) for found in (self.results, new)), strict=True):
+            if old is not None:
+                old.data.copy_(result)
+
+
+class Recorder:
+    def __init__(self, device):
+        pass
+
+    graph = staticmethod(Rerun)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+
+@pytest.fixture
+def package(qwen3, monkeypatch):
+    module = importlib.import_module(f"{qwen3.__name__}.shared.hf.capture")
+    monkeypatch.setattr(module, "Recorder", Recorder)
+    monkeypatch.setattr(module, "can_record", lambda device: True)
+    Rerun.replays = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        yield qwen3
+
+
+def replays_of(call):
+    """How many graphs ran during a call."""
+    before = Rerun.replays
+    call()
+    return Rerun.replays - before
+
+
+def batch(seed, shape=SHAPE):
+    return torch.randint(1, 199, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model, seed=0, shape=SHAPE, **options):
+    ids = batch(seed, shape)
+    return model(input_ids=ids, labels=ids, use_cache=False, **options).loss
+
+
+def gradients(model, seed=0, **options):
+    model.zero_grad()
+    loss_of(model, seed, **options).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys() and found
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def captured(package, model, shape=SHAPE):
+    """Both, with their graphs recorded. The other is the same model without."""
+    plain = copy.deepcopy(model)
+    package.kernelize(plain)
+    package.capture(package.kernelize(model), *shape)
+    for seed in range(2):
+        gradients(model, seed, shape=shape)
+    return model, plain
+
+
+def compare(model, plain, *args, **options):
+    """How many graphs ran in a step of a model whose gradients are those of another one."""
+    before = Rerun.replays
+    assert_equal(gradients(model, *args, **options), gradients(plain, *args, **options))
+    return Rerun.replays - before
+
+
+LAYERS = 2
+WHOLE = 2 * LAYERS  # graphs of a training step
+
+
+def test_the_second_pass_is_recorded_and_gradients_have_the_same_bits(package):
+    model, plain = tiny_model(), tiny_model()
+    package.kernelize(plain)
+    assert package.capture(package.kernelize(model), *SHAPE) is model
+    for seed, graphs in enumerate((0, WHOLE, WHOLE, WHOLE)):
+        assert compare(model, plain, seed) == graphs
+
+
+def test_of_a_model_as_transformers_has_it(package):
+    model, plain = tiny_model(), tiny_model()
+    package.capture(model, *SHAPE)
+    for seed in range(3):
+        assert_equal(gradients(model, seed), gradients(plain, seed))
+    assert Rerun.replays == 2 * WHOLE
+
+
+@pytest.mark.parametrize("set_to_none", (True, False))
+def test_gradients_accumulate(package, set_to_none):
+    model, plain = captured(package, tiny_model())
+    for m in (model, plain):
+        m.zero_grad()
+        for step in range(2):
+            for seed in range(3):
+                (loss_of(m, 3 * step + seed) / 3).backward()
+            if step == 0:
+                m.zero_grad(set_to_none=set_to_none)
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad), name
+
+
+def test_training_with_an_optimizer(package):
+    model, plain = captured(package, tiny_model())
+    for m in (model, plain):
+        optimizer = package.AdamW(m.parameters(), lr=1e-2)
+        for seed in range(4):
+            optimizer.zero_grad()
+            loss_of(m, seed).backward()
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            optimizer.step()
+    assert_equal(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_two_forward_passes_before_their_backward_passes(package):
+    model, plain = captured(package, tiny_model())
+    for m in (model, plain):
+        m.zero_grad()
+        losses = [loss_of(m, seed) for seed in (5, 6)]
+        sum(losses).backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
+    assert replays_of(lambda: gradients(model)) == WHOLE
+
+
+def test_a_forward_pass_that_nobody_follows_up_blocks_nothing(package):
+    model, plain = captured(package, tiny_model())
+    loss_of(model)
+    assert compare(model, plain) == WHOLE
+
+
+def test_a_second_backward_pass_raises(package):
+    model, _ = captured(package, tiny_model())
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="retain_graph"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("options", ({"shape": (2, 8)}, {"shape": (1, 9)}), ids=str)
+def test_other_shapes_run_as_before(package, options):
+    model, plain = captured(package, tiny_model())
+    assert compare(model, plain, **options) == 0
+
+
+def test_several_shapes(package):
+    model, plain = captured(package, tiny_model())
+    package.capture(model, 3, 5)
+    for seed in range(3):
+        for shape in (SHAPE, (3, 5)):
+            assert_equal(gradients(model, seed, shape=shape), gradients(plain, seed, shape=shape))
+    assert replays_of(lambda: gradients(model, shape=(3, 5))) == replays_of(lambda: gradients(model)) == WHOLE
+
+
+def test_evaluation_and_generation_run_as_before(package):
+    model, plain = captured(package, tiny_model())
+    ids = batch(0)
+    with torch.no_grad():
+        assert replays_of(lambda: torch.equal(loss_of(model), loss_of(plain))) == 0
+    model.eval(), plain.eval()
+    assert compare(model, plain) == 0
+    found, expected = (m.generate(ids, max_new_tokens=4, do_sample=False) for m in (model, plain))
+    assert torch.equal(found, expected)
+    model.train()
+    assert replays_of(lambda: gradients(model)) == WHOLE
+
+
+def test_padded_batches_have_graphs_of_their_own(package):
+    model, plain = captured(package, tiny_model())
+    for seed, length in enumerate((4, 6, 8, 3)):
+        mask = torch.ones(SHAPE, dtype=torch.int64)
+        mask[1, length:] = 0
+        found = compare(model, plain, seed, attention_mask=mask)
+        assert found == (0 if seed == 0 else WHOLE)
+    assert compare(model, plain) == WHOLE
+
+
+def test_the_packages_own_attention(package):
+    """Its plan of a padded or packed batch is read from memory that each pass fills."""
+    model, plain = tiny_model(attn_implementation="sdpa"), tiny_model(attn_implementation="sdpa")
+    for m in (model, plain):
+        package.kernelize(m).set_attn_implementation("bastile")
+    package.capture(model, *SHAPE)
+    positions = torch.arange(9).expand(2, 9)
+    for seed in range(4):
+        mask, packed = torch.ones(SHAPE, dtype=torch.int64), positions.clone()
+        mask[1, 3 + seed :] = 0
+        packed[1, 2 + seed :] -= 2 + seed
+        for options in ({}, {"attention_mask": mask}, {"position_ids": packed}):
+            assert compare(model, plain, seed, **options) == (0 if seed == 0 else WHOLE), options
+
+
+@pytest.mark.parametrize("items", (7, torch.tensor(7), 7.5))
+def test_the_number_of_items_is_the_losses_alone(package, items):
+    model, plain = captured(package, tiny_model())
+    for number in (items, items + 1):
+        options = {"num_items_in_batch": number}
+        assert compare(model, plain, **options) == WHOLE
+
+
+def test_a_cache_keeps_it_off_and_says_so(package):
+    model = package.capture(package.kernelize(tiny_model()), *SHAPE)
+    ids = batch(0)
+    with pytest.warns(RuntimeWarning, match="use_cache=False"):
+        model(input_ids=ids, labels=ids, use_cache=True).loss.backward()
+
+
+def test_gradient_checkpointing_keeps_it_off_and_says_so(package):
+    model, plain = captured(package, tiny_model())
+    for m in (model, plain):
+        m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    expected = gradients(plain)
+    with pytest.warns(RuntimeWarning, match="gradient checkpointing"):
+        assert replays_of(lambda: assert_equal(gradients(model), expected)) == 0
+    model.gradient_checkpointing_disable()
+    gradients(model)  # looked at anew: the layers have attributes now that they did not have
+    assert replays_of(lambda: assert_equal(gradients(model), expected)) == WHOLE
+
+
+def test_hooks_are_called(package):
+    model, plain = captured(package, tiny_model())
+    seen = []
+    handle = model.model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output.clone()))
+    with pytest.warns(RuntimeWarning, match="hooks on a layer"):
+        gradients(model)
+    assert len(seen) == 1
+    handle.remove()
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: seen.append(output.clone()))
+    for _ in range(2):
+        gradients(model)
+    assert len(seen) >= 2, "a hook on a part of a layer"
+    handle.remove()
+    for _ in range(3):
+        assert_equal(gradients(model), gradients(plain))
+
+
+CHANGES = {
+    "weights that moved": lambda model: setattr(
+        model.model.layers[0].mlp.up_proj.weight, "data", model.model.layers[0].mlp.up_proj.weight * 2
+    ),
+    "another weight": lambda model: setattr(model.model.layers[1].self_attn.q_norm, "weight", torch.nn.Parameter(torch.full((16,), 3.0))),
+    "another epsilon": lambda model: setattr(model.model.layers[1].input_layernorm, "variance_epsilon", 0.5),
+    "a frozen weight": lambda model: model.model.layers[0].mlp.up_proj.weight.requires_grad_(False),
+    "another layer": lambda model: setattr(model.model.layers[0].mlp, "up_proj", torch.nn.Linear(64, 96)),
+    "a loaded state": lambda model: model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_is_recorded_anew(package, change):
+    model, plain = captured(package, tiny_model())
+    for m in (model, plain):
+        torch.manual_seed(2)
+        CHANGES[change](m)
+    for seed in range(3):
+        found = compare(model, plain, seed)
+        assert found == (0 if seed == 0 else WHOLE)
+
+
+def test_weights_that_are_written_in_place_need_no_new_graphs(package):
+    model, plain = captured(package, tiny_model())
+    for m in (model, plain):
+        m.load_state_dict({name: value * 2 for name, value in m.state_dict().items()})
+    assert compare(model, plain) == WHOLE
+
+
+def test_lora(package):
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(model):
+        torch.manual_seed(3)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, 0, 0.1)
+        return model
+
+    model, plain = captured(package, adapted(tiny_model()))
+    assert compare(model, plain) == WHOLE
+    for m in (model, plain):
+        m.base_model.disable_adapter_layers()
+        for parameter in m.parameters():
+            parameter.requires_grad_(True)
+    for seed in range(3):
+        assert_equal(gradients(model, seed), gradients(plain, seed))
+
+
+def test_frozen_layers(package):
+    def frozen():
+        model = tiny_model()
+        for module in (model.model.embed_tokens, model.model.layers[0]):
+            module.requires_grad_(False)
+        return model
+
+    model, plain = captured(package, frozen())
+    assert compare(model, plain) == WHOLE - 1
+
+
+def test_autocast_is_a_pass_of_its_own(package):
+    model, plain = captured(package, tiny_model())
+    with torch.autocast("cpu", torch.bfloat16):
+        for seed in range(3):
+            assert_equal(gradients(model, seed), gradients(plain, seed))
+    assert_equal(gradients(model), gradients(plain))
+
+
+def test_saved_tensors_may_be_packed(package):
+    model, plain = captured(package, tiny_model())
+    packed = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: (packed.append(t), t)[1], lambda t: t),
+        pytest.warns(RuntimeWarning, match="offload"),
+    ):
+        assert compare(model, plain) == 0
+    assert packed
+
+
+def test_copies_run_as_before(package, tmp_path):
+    model, plain = captured(package, tiny_model())
+    for other in (copy.deepcopy(model), copy.deepcopy(copy.deepcopy(model))):
+        assert compare(other, plain) == 0
+    with torch.no_grad():
+        other = copy.deepcopy(model)
+        other.model.layers[0].mlp.up_proj.weight.mul_(2)
+    assert not torch.equal(loss_of(other), loss_of(plain)), "a copy reads its own weights"
+    state = pickle.loads(pickle.dumps(model.state_dict()))
+    assert_equal(state, dict(plain.state_dict()))
+
+
+def test_a_failing_capture_leaves_the_model_as_it_is(package, monkeypatch):
+    def fail(self, function):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Rerun, "record", fail)
+    model, plain = package.kernelize(tiny_model()), package.kernelize(tiny_model())
+    package.capture(model, *SHAPE)
+    gradients(model)
+    with pytest.warns(RuntimeWarning, match="cannot be captured .*not permitted"):
+        assert_equal(gradients(model), gradients(plain))
+    for _ in range(3):
+        assert_equal(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("kernelized", (True, False))
+def test_reset_takes_it_off(package, kernelized):
+    model = tiny_model()
+    if kernelized:
+        package.kernelize(model)
+    names = {name: set(vars(module)) for name, module in tiny_model().named_modules()}
+    package.capture(model, *SHAPE)
+    gradients(model)
+    gradients(model)
+    package.reset()
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == names
+    assert replays_of(lambda: assert_equal(gradients(model), gradients(tiny_model()))) == 0
+
+
+def test_wrong_arguments(qwen3):
+    model = tiny_model()
+    with pytest.raises(ValueError, match="cpu.*expected one CUDA device"):
+        qwen3.capture(model, 1, 16)
+    for batch_size, tokens in ((0, 16), (1, -1), (1.0, 16), (True, 16)):
+        with pytest.raises(ValueError, match="positive int"):
+            qwen3.capture(model, batch_size, tokens)
+    with pytest.raises(TypeError, match="Qwen3DecoderLayer"):
+        qwen3.capture(torch.nn.Linear(2, 2), 1, 16)

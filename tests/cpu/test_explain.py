@@ -1,0 +1,152 @@
+"""`explain` and `report`: what they say is what runs."""
+
+import copy
+import importlib
+import runpy
+import sys
+
+import pytest
+import torch
+
+from tests.models import random_tokens, tiny_gpt_oss, tiny_model
+
+FUSED = {"norm, q_proj, k_proj, v_proj, rotary", "o_proj", "norm, gate_proj, up_proj, down_proj", "loss without logits"}
+
+
+def reasons(package, model) -> dict:
+    """part -> why it is not fused."""
+    found = package.explain(model)
+    assert all(bool(row.reason) != row.fused for row in found.rows)
+    return {row.part: row.reason for row in found.rows}
+
+
+def test_a_kernelized_model_is_fused(qwen3):
+    found = reasons(qwen3, qwen3.kernelize(tiny_model()))
+    assert FUSED <= {part for part, reason in found.items() if not reason}
+    assert "not on a GPU" in found["kernels on cpu"]
+
+
+def test_a_model_without_layers_of_ours(qwen3):
+    rows = qwen3.explain(tiny_model()).rows
+    assert {(row.part, row.count, row.advice) for row in rows[:2]} == {
+        ("loss without logits", 1, "call apply(), or kernelize(model)"),
+        ("decoder layer", 2, "call apply(), or kernelize(model)"),
+    }
+
+
+def test_packed_weights(qwen3):
+    model = qwen3.kernelize(tiny_model())
+    assert reasons(qwen3, model)["gate_proj, up_proj as one GEMM"] == "the weights are separate in memory"
+    assert reasons(qwen3, qwen3.pack(model))["gate_proj, up_proj as one GEMM"] == ""
+
+
+def lora(**options):
+    from peft import LoraConfig, get_peft_model
+
+    return lambda model: get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **options))
+
+
+def with_hook(name):
+    def change(model):
+        model.get_submodule(name).register_forward_hook(lambda *args: None)
+        return model
+
+    return change
+
+
+def changed(function):
+    def change(model):
+        function(model)
+        return model
+
+    return change
+
+
+Q, MLP, LAYER, LOSS = "norm, q_proj, k_proj, v_proj, rotary", "norm, gate_proj, up_proj, down_proj", "decoder layer", "loss without logits"
+CASES = {
+    "LoRA": (lora(target_modules=["q_proj"]), None, None),
+    "DoRA": (lora(target_modules=["q_proj"], use_dora=True), Q, "q_proj: the adapter is a variant of LoRA"),
+    "a hook on a linear layer": (with_hook("model.layers.0.mlp.up_proj"), MLP, "up_proj: hooks"),
+    "a hook on the MLP": (with_hook("model.layers.1.mlp"), LAYER, "mlp has hooks"),
+    "a hook on a norm": (with_hook("model.layers.1.input_layernorm"), LAYER, "a norm has hooks"),
+    "a hook on the head": (with_hook("lm_head"), LOSS, "lm_head: hooks"),
+    "a loss of the user's": (changed(lambda m: setattr(m, "loss_function", lambda *a, **k: None)), LOSS, "loss_function"),
+    "a bias": (changed(lambda m: setattr(m.model.layers[0].self_attn, "v_proj", torch.nn.Linear(64, 32))), Q, "v_proj: it has a bias"),
+    "another dtype": (changed(lambda m: m.model.layers[0].mlp.down_proj.to(torch.bfloat16)), MLP, "down_proj: its weight is torch.bfloat16"),
+    "another activation": (changed(lambda m: setattr(m.model.layers[0].mlp, "act_fn", torch.nn.GELU())), LAYER, "not SiLU"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reasons(qwen3, name):
+    change, part, reason = CASES[name]
+    model = change(qwen3.kernelize(tiny_model()))
+    found = qwen3.explain(model)
+    if part is None:
+        assert FUSED <= {row.part for row in found.rows if row.fused}
+        return
+    row = next(row for row in found.rows if not row.fused and row.part == part)
+    assert reason in row.reason and row.advice, row
+    assert reason in str(found) and row.advice in str(found)
+
+
+def test_what_is_said_is_what_runs(qwen3, monkeypatch):
+    """The nodes of a layer are called exactly where `explain` says that it is fused."""
+    package = importlib.import_module(f"{qwen3.__name__}.decoder_layer")
+    called = []
+
+    def counted(name, run):
+        return lambda *args: called.append(name) or run(*args)
+
+    for name in ("norm_attention_inputs", "norm_mlp"):
+        monkeypatch.setattr(package, name, counted(name, getattr(package, name)))
+    for change, part, _ in CASES.values():
+        if part not in (Q, MLP, LAYER):
+            continue
+        plain = qwen3.kernelize(tiny_model(num_hidden_layers=2))
+        model = change(copy.deepcopy(plain))
+        called.clear()
+        try:
+            model(input_ids=random_tokens(1, 5), use_cache=False)
+        except RuntimeError:  # of two dtypes: transformers cannot run it either
+            continue
+        missing = {"norm_attention_inputs": 2 - called.count("norm_attention_inputs"), "norm_mlp": 2 - called.count("norm_mlp")}
+        rows = {row.part: row.count for row in qwen3.explain(model).rows if not row.fused and row.part in (Q, MLP, LAYER)}
+        whole = rows.get(LAYER, 0)
+        if "peft" not in type(model).__module__:
+            assert missing == {"norm_attention_inputs": rows.get(Q, 0) + whole, "norm_mlp": rows.get(MLP, 0) + whole}
+
+
+def test_gpt_oss(gpt_oss):
+    model = gpt_oss.kernelize(tiny_gpt_oss())
+    assert reasons(gpt_oss, model)["residual and norm"] == ""
+    model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda *args: None)
+    assert [(row.count, row.fused) for row in gpt_oss.explain(model).rows if row.part == "residual and norm"] == [(1, False), (1, True)]
+
+
+def test_a_model_of_another_kind(qwen3):
+    with pytest.raises(TypeError, match="Qwen3DecoderLayer"):
+        qwen3.explain(torch.nn.Linear(2, 2))
+
+
+def test_report(qwen3):
+    found = {finding.name: finding for finding in qwen3.report().findings}
+    assert found["torch"].found == torch.__version__ and found["torch"].fits
+    assert found["transformers"].fits and found["kernels"].fits
+    if not torch.cuda.is_available():
+        assert not found["GPU"].fits
+    assert all(name in str(qwen3.report()) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"), (("5.16.9", False), ("5.17", True), ("5.22.2", True), ("5.23.0", False), ("6.0.0.dev0", False), ("5.17.0+cu130", True))
+)
+def test_versions_that_fit(qwen3, version, fits):
+    doctor = importlib.import_module(f"{qwen3.__name__}.shared.hf.doctor")
+    assert doctor.version_fits(version, ">=5.17,<5.23") is fits
+
+
+def test_it_runs_as_a_module(qwen3, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x"])
+    runpy.run_module(f"{qwen3.__name__}.__main__", run_name="__main__")
+    assert torch.__version__ in capsys.readouterr().out

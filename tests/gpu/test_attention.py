@@ -1,0 +1,238 @@
+"""Attention with the real cubins: against float64 and SDPA, and whole models through attn_implementation="bastile"."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from tests.models import tiny_gpt_oss, tiny_model
+from tests.ops import attention as checks
+from tests.ops.attention import Case, packed
+from tests.tolerances import assert_close
+
+from .conftest import ROOT
+
+BF16, FP16 = torch.bfloat16, torch.float16
+LENGTHS = (300, 1, 64, 513, 146)
+LARGE = (
+    Case(1500, packed(700, 1, 300, 499), heads=8, kv_heads=2, head_dim=128, packed=True),
+    Case(1500, packed(700, 1, 300, 499), heads=16, kv_heads=2, window=128, sinks=True, dtype=FP16),
+    Case(1333, ((3, 800), (900, 1333)), heads=8, kv_heads=8, head_dim=128, dtype=FP16, causal=False),
+    Case(1111, packed(1111), heads=8, kv_heads=1, sinks=True),
+    Case(2049, packed(2049), heads=4, kv_heads=1, head_dim=128, window=1000),
+)
+
+
+@pytest.fixture(scope="module")
+def operation(ops):
+    return importlib.import_module(f"{ops.__name__}.shared.ops.attention")
+
+
+@pytest.fixture
+def qwen3(ops):
+    yield ops
+    ops.reset()
+
+
+# ---------------------------------------------------------------- the operation
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("case", checks.CASES, ids=str)
+def test_attention(operation, case):
+    checks.check_operation(operation, case, "cuda")
+
+
+def test_plans(operation):
+    checks.check_plans(operation, "cuda")
+
+
+def test_packed_equals_apart(operation):
+    checks.check_packed_equals_apart(operation, "cuda")
+
+
+def worst(found, exact):
+    """The largest error of a row of a head, and the error of all."""
+    error = (found.double().cpu() - exact).flatten(0, -2).norm(dim=-1) if exact.dim() > 1 else (found.double().cpu() - exact).abs()
+    return error.max(), error.norm()
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_errors_are_no_larger_than_those_of_sdpa(operation, case):
+    """Row by row too: the gradient of a query that sees few keys is a small difference, of which any bf16 attention rounds the terms."""
+    x = checks.inputs_of(case, "cuda")
+    exact = checks.exact_results(case, x)
+    plan = checks.plan_of(operation, case, "cuda")
+    found, again = (checks.results_of(operation.attention, x, plan=plan, scale=case.scale) for _ in range(2))
+    assert all(torch.equal(found[name], again[name]) for name in found), "two runs"
+    for name, wanted in exact.items():
+        assert_close(found[name], wanted, case.dtype, f"{name} of {case}")
+    if case.sinks:
+        return
+    mask = checks.visible(case).cuda()
+    real = mask.any(1)
+    leaves = [t.detach()[real].requires_grad_() for t in x[:3]]
+    wide = [t.repeat_interleave(case.heads // t.shape[1], 1).transpose(0, 1)[None] for t in leaves]
+    out = scaled_dot_product_attention(*wide, attn_mask=mask[real][:, real])[0].transpose(0, 1)
+    gradients = torch.autograd.grad(out, leaves, x.dout[real])
+    for name, theirs in zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True):
+        (row, every), (their_row, their_every) = worst(found[name][real], exact[name][real.cpu()]), worst(theirs, exact[name][real.cpu()])
+        found_beside = f"{name}: {every:.2e} {row:.2e}, SDPA's {their_every:.2e} {their_row:.2e}"
+        assert every <= 1.1 * their_every and row <= 1.5 * their_row, found_beside
+
+
+def test_a_cuda_graph(operation):
+    case = Case(700, packed(300, 400), heads=4, kv_heads=2, head_dim=128)
+    x = checks.inputs_of(case, "cuda")
+    cu_seqlens = torch.tensor([0, 300, 700], dtype=torch.int32, device="cuda")
+
+    def run():
+        return checks.results_of(operation.attention, x, cu_seqlens=cu_seqlens)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    graph.replay()
+    expected = run()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# ---------------------------------------------------------------- models
+def qwen3_of(**changes):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return tiny_model(BF16, **{**sizes, "num_hidden_layers": 3, **changes}).cuda()
+
+
+def gpt_oss_of(**changes):
+    return tiny_gpt_oss(BF16, **{"head_dim": 64, "hidden_size": 128, "sliding_window": 100, **changes}).cuda()
+
+
+def documents():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(1, 199, (n,), generator=generator).cuda() for n in LENGTHS]
+
+
+def packed_batch():
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None].cuda()
+    return {"input_ids": torch.cat(documents())[None], "position_ids": positions}
+
+
+def padded_batch(side="right"):
+    width = max(LENGTHS)
+    ids, mask = (torch.zeros(len(LENGTHS), width, dtype=torch.long, device="cuda") for _ in range(2))
+    for row, tokens in enumerate(documents()):
+        place = slice(width - len(tokens), None) if side == "left" else slice(0, len(tokens))
+        ids[row, place], mask[row, place] = tokens, 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def gradients_of(model, batch, seen=None):
+    model.zero_grad(set_to_none=True)
+    logits = model(**batch, use_cache=False).logits
+    logits = (logits if seen is None else logits[seen]).float()
+    (logits * torch.sin(torch.arange(logits.numel(), device="cuda")).view(logits.shape)).sum().backward()
+    return logits.detach(), torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
+
+
+def error(found, exact):
+    return float((found - exact).norm() / exact.norm())
+
+
+SLIDING = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize("how", ("packed", "left", "right"))
+@pytest.mark.parametrize("changes", ({}, SLIDING), ids=("full", "sliding"))
+def test_a_model_is_as_exact_as_with_sdpa(qwen3, how, changes):
+    batch = packed_batch() if how == "packed" else padded_batch(how)
+    seen = batch["attention_mask"].bool() if "attention_mask" in batch else None
+    model, exact = qwen3_of(**changes), qwen3_of(**changes).float()
+    expected = gradients_of(exact, batch, seen)
+    before = gradients_of(model, batch, seen)
+    qwen3.apply()
+    after = gradients_of(model, batch, seen)
+    assert model.config._attn_implementation == "bastile"
+    for mine, theirs, wanted in zip(after, before, expected, strict=True):
+        assert error(mine, wanted) <= 1.3 * error(theirs, wanted)
+    qwen3.reset()
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", ("qwen3", "gpt_oss"))
+def test_packed_equals_the_documents_one_by_one(request, family):
+    package = request.getfixturevalue(family)
+    model = (qwen3_of if family == "qwen3" else gpt_oss_of)()
+    package.apply()
+    model.eval()
+    with torch.no_grad():
+        model(documents()[0][None])
+        together = model(**packed_batch(), use_cache=False).logits[0].split(LENGTHS)
+        for found, tokens in zip(together, documents(), strict=True):
+            apart = model(tokens[None], use_cache=False).logits[0]
+            assert error(found.float(), apart.float()) < 0.03
+    assert model.config._attn_implementation == "bastile"
+
+
+@pytest.mark.parametrize("family", ("qwen3", "gpt_oss"))
+def test_padding_left_out_is_the_same_loss(request, family):
+    package = request.getfixturevalue(family)
+    batch = padded_batch()
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    found = []
+    for unpad in (False, True):
+        model = (qwen3_of if family == "qwen3" else gpt_oss_of)()
+        package.apply(unpad=unpad)
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            loss = model(**batch, use_cache=False).loss
+            loss.backward()
+        found.append((loss.detach(), torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])))
+    assert error(found[1][0], found[0][0]) < 1e-3 and error(found[1][1], found[0][1]) < 0.05
+
+
+@pytest.mark.parametrize("cache", (None, "static"))
+def test_generation(qwen3, cache):
+    batch = padded_batch("left")
+    model = qwen3_of().eval()
+    options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": cache, "disable_compile": True, "output_logits": True}
+    expected = model.generate(**batch, **options, return_dict_in_generate=True)
+    qwen3.apply()
+    found = model.generate(**batch, **options, return_dict_in_generate=True)
+    assert error(found.logits[0].float(), expected.logits[0].float()) < 0.03
+
+
+def test_compile(qwen3):
+    model = qwen3.kernelize(qwen3_of())
+    batch = packed_batch()
+    expected = gradients_of(model, batch)
+    compiled = torch.compile(model, backend="aot_eager")
+    logits = compiled(**batch, use_cache=False).logits.float()
+    assert error(logits, expected[0]) < 0.02
+
+
+NOTHING_IS_COMPILED = """
+import sys, torch
+from pathlib import Path
+from kernels import get_local_kernel
+sys.path.insert(0, sys.argv[1])
+package = get_local_kernel(Path(sys.argv[1]) / "packages/gpt-oss", backend="cuda")
+from tests.models import tiny_gpt_oss
+package.apply()
+model = tiny_gpt_oss(torch.bfloat16, head_dim=64, hidden_size=128).cuda()
+ids = torch.randint(1, 199, (2, 300), device="cuda")
+model(input_ids=ids, labels=ids).loss.backward()
+assert model.config._attn_implementation == "bastile"
+print("triton" if "triton" in sys.modules else "nothing")
+"""
+
+
+def test_gpt_oss_compiles_nothing():
+    done = subprocess.run([sys.executable, "-c", NOTHING_IS_COMPILED, str(ROOT)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "nothing"

@@ -1,0 +1,169 @@
+"""`capture` with real CUDA graphs: the same bits, in a Trainer too. Which passes are replayed at all: tests/cpu/test_capture.py."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+from tests.models import tiny_model
+
+SIZES = {
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+SHAPE = 2, 256
+
+
+def batch(seed, shape=SHAPE):
+    return torch.randint(1, 8192, shape, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def gradients(model, seed, shape=SHAPE, passes=1, **options):
+    model.zero_grad()
+    for number in range(passes):
+        ids = batch(seed + number, shape)
+        model(input_ids=ids, labels=ids, use_cache=False, **options).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys() and found
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.fixture
+def pair(ops):
+    """A model whose passes of SHAPE are replayed by now, and the same without."""
+    model = ops.pack(ops.kernelize(tiny_model(torch.bfloat16, **SIZES).cuda()))
+    plain = ops.pack(copy.deepcopy(model))
+    ops.capture(model, *SHAPE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for seed in range(2):
+            gradients(model, seed)
+        yield model, plain
+    ops.reset()
+
+
+def launches_of_graphs(call):
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.count for event in found.key_averages() if event.key == "cudaGraphLaunch")
+
+
+def test_gradients_have_the_same_bits(pair):
+    model, plain = pair
+    for seed in range(3):
+        assert_equal(gradients(model, seed), gradients(plain, seed))
+    assert launches_of_graphs(lambda: gradients(model, 0)) == 2 * SIZES["num_hidden_layers"]
+    assert launches_of_graphs(lambda: gradients(model, 0, (1, 100))) == 0
+
+
+def test_accumulated_gradients_have_the_same_bits(pair):
+    model, plain = pair
+    for seed in (3, 7):
+        assert_equal(gradients(model, seed, passes=3), gradients(plain, seed, passes=3))
+
+
+def test_padded_and_unpadded_batches_in_turn(pair):
+    model, plain = pair
+    for seed in range(6):
+        mask = torch.ones(SHAPE, dtype=torch.int64, device="cuda")
+        mask[1, 100 + 20 * seed :] = 0
+        for options in ({"attention_mask": mask}, {}):
+            assert_equal(gradients(model, seed, **options), gradients(plain, seed, **options))
+
+
+def test_two_forward_passes_before_their_backward_passes(pair):
+    for model in pair:
+        model.zero_grad()
+        sum(model(input_ids=ids, labels=ids, use_cache=False).loss for ids in (batch(1), batch(2))).backward()
+    for found, expected in zip(*(model.parameters() for model in pair), strict=True):
+        assert torch.equal(found.grad, expected.grad)
+
+
+def test_two_shapes_share_the_memory(ops, pair):
+    model, plain = pair
+    ops.capture(model, 1, 128)
+    for seed in range(4):
+        for shape in ((1, 128), SHAPE):
+            assert_equal(gradients(model, seed, shape), gradients(plain, seed, shape))
+
+
+def test_a_training_in_the_same_bits(ops, pair):
+    losses = []
+    for model in pair:
+        optimizer, found = ops.AdamW(model.parameters(), lr=1e-3), []
+        for step in range(12):
+            ids = batch(step % 4)
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
+
+
+def test_dropout_draws_new_numbers(ops):
+    model = ops.kernelize(tiny_model(torch.bfloat16, attention_dropout=0.3, **SIZES).cuda())
+    ops.capture(model, *SHAPE)
+    found = [gradients(model, 0)["model.layers.0.mlp.up_proj.weight"] for _ in range(4)]
+    assert not torch.equal(found[2], found[3])
+    ops.reset()
+
+
+def test_autocast_over_float32_weights(ops):
+    model = ops.kernelize(tiny_model(**SIZES).cuda())
+    plain = copy.deepcopy(model)
+    ops.capture(model, *SHAPE)
+    for seed in range(4):
+        with torch.autocast("cuda", torch.bfloat16):
+            expected = gradients(plain, seed)
+            found = gradients(model, seed)
+        assert_equal(found, expected)
+    ops.reset()
+
+
+def test_memory_of_a_reset_model_is_free_again(ops, pair):
+    import gc
+
+    model, _ = pair
+    gradients(model, 0)
+    model.zero_grad()
+    held = torch.cuda.memory_allocated()
+    ops.reset()
+    gc.collect()
+    weights = sum(parameter.nbytes for parameter in model.model.layers.parameters())
+    assert torch.cuda.memory_allocated() <= held - weights
+
+
+def test_trainer(ops, tmp_path):
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    def trained(captures):
+        model = ops.kernelize(tiny_model(**SIZES).cuda())
+        if captures:
+            ops.capture(model, 4, 128)
+        ids = [batch(seed, (128,)).cpu() for seed in range(64)]
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=6, bf16=True, logging_steps=1,
+            save_strategy="no", report_to=[], dataloader_pin_memory=False,
+        )  # fmt: skip
+        trainer = Trainer(model=model, args=arguments, train_dataset=[{"input_ids": i, "labels": i} for i in ids])
+        trainer.train()
+        ops.reset()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    assert trained(True) == trained(False)

@@ -1,0 +1,328 @@
+"""What of PEFT is fused with the decoder layer, with every option that keeps an adapter linear, and what stays the module that it is."""
+
+import copy
+import importlib
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integrations import adapters
+from tests.integrations.adapters import PROJECTIONS
+from tests.integrations.common import FACTOR, batch, install, layers_run, model_on  # noqa: F401
+from tests.models import Step
+from tests.tolerances import assert_close, relative_error
+
+ATTENTION = PROJECTIONS[:3]
+
+
+def lora(model, **options):
+    """As `adapters.lora`, with adapters that are small beside the weights, as training makes them: large ones make two layers so steep
+    that errors say nothing about the layers any more."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a bias of an adapter without one of its layer cannot be merged
+        model = adapters.lora(model, **options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(0.1)
+    return model
+
+
+@pytest.fixture
+def fused(qwen3, monkeypatch):
+    """What the decoder layer asked for: (a linear layer, whether it was taken apart)."""
+    decoder = importlib.import_module(f"{qwen3.__name__}.decoder_layer")
+    asked, original = [], decoder.projection
+
+    def projection(layer, *args):
+        found = original(layer, *args)
+        asked.append((layer, found))
+        return found
+
+    monkeypatch.setattr(decoder, "projection", projection)
+    return asked
+
+
+def assert_all_fused(fused, adapters, asked=14):
+    """adapters: how many projections have one. asked: how many were asked for; plain ones of one half of a layer are not."""
+    found = {id(layer): projection for layer, projection in fused}
+    assert len(found) == asked and None not in found.values()
+    assert sum(projection.a is not None for projection in found.values()) == adapters
+
+
+def steps(qwen3, model, device, seed=None):
+    """The plain model's step and that with the layers."""
+    inputs = batch(device, 2, 33)
+    if seed is not None:
+        torch.manual_seed(seed)
+    expected = Step(model, **inputs)
+    install(qwen3, model)
+    if seed is not None:
+        torch.manual_seed(seed)
+    return expected, Step(model, **inputs)
+
+
+RANKS = {"rank_pattern": {"k_proj": 2, "up_proj": 7, "o_proj": 1}, "alpha_pattern": {"v_proj": 3, "down_proj": 1}}
+OPTIONS = {
+    "plain": {},
+    "rank and alpha by layer": RANKS,
+    "rsLoRA": {"use_rslora": True, **RANKS},
+    "biases": {"lora_bias": True},
+    "dropout": {"lora_dropout": 0.3},
+    "dropout, biases, ranks": {"lora_dropout": 0.5, "lora_bias": True, **RANKS},
+}
+
+
+@pytest.mark.integration("PEFT: LoRA on the projections")
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_options_of_lora_are_fused(qwen3, device, fused, options, packed):
+    """Exactly as PEFT has it: in fp32, the dropout's masks included."""
+    model = lora(model_on(device), target_modules=PROJECTIONS, **options)
+    if packed:
+        qwen3.pack(model)
+    expected, found = steps(qwen3, model, device, seed=2)
+    found.assert_same(expected, 2 * FACTOR[device])
+    assert_all_fused(fused, adapters=14)
+
+
+@pytest.mark.integration("PEFT: LoRA on the projections")
+@pytest.mark.parametrize(
+    "names, asked", [(["q_proj", "v_proj"], 6), (["gate_proj"], 8), (["o_proj", "down_proj"], 8), (["k_proj", "up_proj"], 14)]
+)
+def test_projections_without_an_adapter_are_fused_too(qwen3, device, fused, names, asked):
+    expected, found = steps(qwen3, lora(model_on(device), target_modules=names, lora_dropout=0.2), device, seed=2)
+    found.assert_same(expected, 2 * FACTOR[device])
+    assert_all_fused(fused, 2 * len(names), asked)
+
+
+@pytest.mark.integration("PEFT: LoRA on the projections")
+def test_what_is_trained_beside_the_adapters(qwen3, device):
+    """Base weights and norms that need gradients, and halves of adapters that do not."""
+    model = lora(model_on(device), target_modules=PROJECTIONS)
+    for name, parameter in model.named_parameters():
+        trained = ("norm", "q_proj.base_layer", "up_proj.base_layer", "down_proj", "lora_B")
+        parameter.requires_grad = any(part in name for part in trained) and "v_proj" not in name
+    expected, found = steps(qwen3, model, device)
+    found.assert_same(expected, 2 * FACTOR[device])
+    assert any("base_layer" in name for name in found.gradients) and not any("q_proj.lora_A" in name for name in found.gradients)
+
+
+@pytest.mark.integration("PEFT: several adapters, disable_adapter, merged")
+def test_adapters_by_name(qwen3, device, fused):
+    """One of several at a time; none; and after each of these the other again."""
+    from peft import LoraConfig
+
+    tokens = batch(device, 2, 17)["input_ids"]
+    model = lora(model_on(device), target_modules=PROJECTIONS)
+    model.add_adapter("other", LoraConfig(r=3, init_lora_weights=False, target_modules=ATTENTION, task_type="CAUSAL_LM"))
+    plain = copy.deepcopy(model).eval()
+    install(qwen3, model.eval())
+    for name, count, asked in (("default", 14, 14), ("other", 6, 14), ("default", 14, 14)):
+        model.set_adapter(name)
+        plain.set_adapter(name)
+        fused.clear()
+        with torch.no_grad():
+            assert_close(model(tokens).logits, plain(tokens).logits, torch.float32, name, FACTOR[device])
+        assert_all_fused(fused, count, asked)
+    fused.clear()
+    with model.disable_adapter(), plain.disable_adapter(), torch.no_grad():
+        assert_close(model(tokens).logits, plain(tokens).logits, torch.float32, "disabled", FACTOR[device])
+    assert_all_fused(fused, adapters=0)
+    fused.clear()
+    model.merge_adapter(["default"])
+    plain.merge_adapter(["default"])
+    with torch.no_grad():
+        assert_close(model(tokens).logits, plain(tokens).logits, torch.float32, "merged", FACTOR[device])
+    assert_all_fused(fused, adapters=0)
+    with model.disable_adapter(), plain.disable_adapter(), torch.no_grad():
+        assert_close(model(tokens).logits, plain(tokens).logits, torch.float32, "unmerged by a call", 2 * FACTOR[device])
+    assert not model.base_model.model.model.layers[0].self_attn.q_proj.merged
+
+
+@pytest.mark.integration("PEFT: several adapters, disable_adapter, merged")
+def test_two_active_adapters_are_called(qwen3, device, fused):
+    from peft import LoraConfig
+
+    model = lora(model_on(device), target_modules=["q_proj", "down_proj"])
+    model.add_adapter("other", LoraConfig(r=3, init_lora_weights=False, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.base_model.set_adapter(["default", "other"])
+    expected, found = steps(qwen3, model, device)
+    found.assert_same(expected, 2 * FACTOR[device])
+    assert any("other" in name for name in found.gradients)
+    assert {projection is None for layer, projection in fused if "other" in getattr(layer, "r", ())} == {True}
+    assert {projection is None for layer, projection in fused if hasattr(layer, "r") and "other" not in layer.r} == {False}
+
+
+def _hooked(model):
+    for name, module in model.named_modules():
+        if name.endswith("q_proj.lora_A.default"):
+            module.register_forward_hook(lambda module, args, result: result * 1.5)
+
+
+def _patched(model):
+    for name, module in model.named_modules():
+        if name.endswith("q_proj.lora_B.default"):
+            module.forward = lambda x, weight=module.weight: nn.functional.linear(x, 2 * weight)
+
+
+def _of_another_class(model):
+    from peft.tuners.lora.layer import Linear
+
+    class Mine(Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    for name, module in model.named_modules():
+        if name.endswith("q_proj"):
+            module.__class__ = Mine
+
+
+def _with_another_dropout(model):
+    for name, module in model.named_modules():
+        if name.endswith("q_proj"):
+            module.lora_dropout["default"] = nn.ReLU()
+
+
+def _parametrized(model):
+    for name, module in model.named_modules():
+        if name.endswith("q_proj.lora_A.default"):
+            nn.utils.parametrizations.weight_norm(module)
+
+
+CHANGES = (_hooked, _patched, _of_another_class, _with_another_dropout, _parametrized)
+
+
+@pytest.mark.integration("PEFT: LoRA that somebody changed")
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+def test_what_somebody_changed_is_called(qwen3, device, fused, change):
+    model = lora(model_on(device), target_modules=["q_proj", "o_proj", "up_proj"])
+    change(model)
+    expected, found = steps(qwen3, model, device)
+    found.assert_same(expected, 2 * FACTOR[device])
+    assert {projection for layer, projection in fused if layer is model.base_model.model.model.layers[0].self_attn.q_proj} == {None}
+    assert any(projection is not None and projection.a is not None for _, projection in fused)  # o_proj
+
+
+@pytest.mark.integration("PEFT: LoRA that somebody changed")
+def test_a_class_that_somebody_patched_is_called(qwen3, device, fused, monkeypatch):
+    """As other libraries that speed PEFT up do it."""
+    from peft.tuners.lora.layer import Linear
+
+    model = lora(model_on(device), target_modules=PROJECTIONS)
+    original, calls = Linear.forward, []
+    monkeypatch.setattr(Linear, "forward", lambda self, x: calls.append(self) or original(self, x) * 1.25)
+    expected, found = steps(qwen3, model, device)
+    found.assert_same(expected, 2 * FACTOR[device])
+    assert {projection for _, projection in fused} == {None} and len(calls) == 28
+
+
+@pytest.mark.integration("PEFT: adapters of each sample (adapter_names)")
+def test_adapters_of_each_sample(qwen3, device):
+    from peft import LoraConfig
+
+    tokens = batch(device, 2, 9)["input_ids"]
+    model = lora(model_on(device), target_modules=PROJECTIONS)
+    model.add_adapter("other", LoraConfig(r=3, init_lora_weights=False, target_modules=ATTENTION, task_type="CAUSAL_LM"))
+    model.eval()
+    with torch.no_grad():
+        expected = model(input_ids=tokens, adapter_names=["other", "__base__"]).logits
+        found = install(qwen3, model)(input_ids=tokens, adapter_names=["other", "__base__"]).logits
+    assert_close(found, expected, torch.float32, "logits", FACTOR[device])
+
+
+@pytest.mark.integration("PEFT: DoRA, rsLoRA and dropout")
+def test_dora_is_called(qwen3, device, fused):
+    model = lora(model_on(device), target_modules=["q_proj", "up_proj"], use_dora=True)
+    expected, found = steps(qwen3, model, device)
+    found.assert_same(expected, 3 * FACTOR[device])
+    assert {projection for layer, projection in fused if hasattr(layer, "lora_A")} == {None}
+
+
+def mean_errors(qwen3, model, exact_model, device, autocast, as_others=None):
+    """The relative error of all gradients, averaged over batches: plain, and with the layers. as_others: autocast of the plain model."""
+
+    def gradients(model, dtype):
+        model.zero_grad()
+        with torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = model(**inputs).loss
+        loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    errors = []
+    for length in (15, 23, 31, 39):
+        inputs = batch(device, 2, length)
+        exact = gradients(exact_model, None)
+        others = gradients(model, autocast or as_others)
+        qwen3.apply()
+        found = gradients(model, autocast)
+        qwen3.reset()
+        assert found.keys() == others.keys() == exact.keys()
+        assert all(found[name].dtype == others[name].dtype for name in found)
+        errors.append([[relative_error(each[name], gradient) for name, gradient in exact.items()] for each in (others, found)])
+    return torch.tensor(errors).mean((0, 2)).tolist()
+
+
+@pytest.mark.integration("PyTorch: autocast in bf16 and fp16 over fp32 weights, GradScaler")
+@pytest.mark.parametrize("adapter", [None, {}, {"lora_bias": True, **RANKS}], ids=["full", "LoRA", "LoRA with biases and ranks"])
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize(
+    "base, autocast",
+    [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, None)],
+    ids=["fp32 to bf16", "fp32 to fp16", "bf16 to bf16", "bf16 without"],
+)
+def test_autocast_and_adapters_are_fused_and_as_exact(qwen3, device, fused, base, autocast, adapter, packed):
+    """Gradients are on average as near to float64's as PEFT's under autocast, whose products are in half precision as well."""
+    model = model_on(device, base)
+    if packed:
+        qwen3.pack(model)
+    if adapter is not None:
+        model = lora(model, target_modules=PROJECTIONS, **adapter)
+    others, mine = mean_errors(qwen3, model, copy.deepcopy(model).double(), device, autocast, as_others=torch.bfloat16)
+    assert mine <= 1.1 * others, f"relative error {mine:.2e}, without the layers {others:.2e}"
+    if adapter is not None or base != autocast and autocast is not None:
+        assert_all_fused(fused, adapters=14 if adapter is not None else 0)
+
+
+@pytest.mark.integration("PEFT: LoRA on the projections")
+def test_adapters_in_half_precision(qwen3, device, fused):
+    """PEFT makes adapters of half precision models fp32 unless it is told not to."""
+    model = lora(model_on(device, torch.bfloat16), target_modules=PROJECTIONS)
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            parameter.data = parameter.data.bfloat16()
+    others, mine = mean_errors(qwen3, model, copy.deepcopy(model).double(), device, None)
+    assert mine <= 1.25 * others
+    assert_all_fused(fused, adapters=14)
+
+
+@pytest.mark.integration("transformers: gradient checkpointing, reentrant and not")
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_dropout_under_gradient_checkpointing(qwen3, device, reentrant):
+    """The masks of the recomputed layer are those of the first pass, and the generator goes on as without the layers."""
+    model = lora(model_on(device), target_modules=PROJECTIONS, lora_dropout=0.3)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    expected, found = steps(qwen3, model, device, seed=2)
+    found.assert_same(expected, 2 * FACTOR[device])
+
+
+@pytest.mark.integration("PyTorch: hooks on saved tensors (save_on_cpu)")
+def test_saved_tensor_hooks_see_what_adapters_keep(qwen3, device):
+    model = lora(model_on(device), target_modules=PROJECTIONS)
+    expected, _ = steps(qwen3, model, device)
+    with torch.autograd.graph.save_on_cpu():
+        found = Step(model, **batch(device, 2, 33))
+    found.assert_same(expected, 2 * FACTOR[device])
+
+
+@pytest.mark.integration("PyTorch: autocast in bf16 and fp16 over fp32 weights, GradScaler")
+def test_under_autocast_a_module_that_is_called_is_called(qwen3, device, fused):
+    """fp32 model, bf16 products, and one projection that has to be called in each half of a layer."""
+    model = lora(model_on(device), target_modules=["q_proj", "o_proj", "up_proj"])
+    _hooked(model)
+    others, mine = mean_errors(qwen3, model, copy.deepcopy(model).double(), device, torch.bfloat16)
+    assert mine <= 1.1 * others
+    assert None in {projection for _, projection in fused}

@@ -1,0 +1,246 @@
+"""Attention over documents: what it is in float64, cases of documents, and its checks. Those of single kernels: attention_kernels.py."""
+
+import importlib
+import math
+from typing import NamedTuple
+
+import torch
+
+from tests.ops.common import errors_in
+from tests.tolerances import RELATIVE_ERROR, assert_close
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+class Case(NamedTuple):
+    """documents: (start, end) of each, in tokens; what no document holds is padding. window: keys that a query sees, its own among
+    them. split: whether q, k and v are parts of one projection's rows."""
+
+    tokens: int
+    documents: tuple
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 64
+    dtype: torch.dtype = BF16
+    causal: bool = True
+    window: "int | None" = None
+    sinks: bool = False
+    scale: "float | None" = None
+    packed: bool = False
+
+    def __str__(self):
+        return "-".join(str(x).replace("torch.", "") for x in self if x is not None).replace(" ", "")
+
+
+def packed(*lengths):
+    """Documents of these lengths behind each other."""
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+
+CASES = (
+    Case(160, ((0, 90), (95, 159)), heads=4, kv_heads=2, sinks=True),
+    Case(160, packed(90, 69), heads=4, kv_heads=2, dtype=FP16, packed=True),
+    Case(90, ((0, 9), (70, 120)), heads=1, window=33, causal=False),  # a document that reaches past the last token
+    Case(64, packed(64)),
+    Case(1, packed(1), dtype=FP16),
+    Case(200, packed(200), heads=1, head_dim=128),
+    Case(200, packed(200), dtype=FP16, causal=False, scale=0.3),
+    Case(151, packed(37, 1, 64, 2, 47), heads=4, head_dim=128, packed=True),
+    Case(193, packed(65, 127, 1), dtype=FP16, causal=False, packed=True),
+    Case(150, ((0, 70), (90, 150)), sinks=True, heads=8),  # right padding, then left
+    Case(140, ((70, 140),), heads=1, dtype=FP16),  # a block of padding alone, then one that begins with it
+    Case(330, ((0, 9), (200, 330)), heads=1, sinks=True, window=33),
+    Case(210, packed(130, 80), window=17, sinks=True, dtype=FP16),
+    Case(260, packed(260), heads=1, window=64),
+    Case(150, packed(100, 50), heads=1, window=20, causal=False),
+    Case(129, packed(129), heads=4, kv_heads=4, sinks=True, head_dim=128, dtype=FP16),
+    Case(64, ((3, 3), (5, 60), (60, 60))),  # documents without tokens
+)
+
+
+# ---------------------------------------------------------------- exact
+def reach(case: Case) -> "tuple[int, int]":
+    """How many keys before and behind itself a query sees at most, in its document."""
+    left = case.tokens if case.window is None else case.window - 1
+    return left, 0 if case.causal else left
+
+
+def visible(case: Case) -> torch.Tensor:
+    """[queries, keys]: which sees which, from the definition."""
+    t = torch.arange(case.tokens)
+    document = torch.full((case.tokens,), -1)
+    for number, (start, end) in enumerate(case.documents):
+        document[start:end] = number
+    distance = t[:, None] - t[None, :]
+    left, right = reach(case)
+    return (document[:, None] == document[None, :]) & (document[:, None] >= 0) & (distance <= left) & (-distance <= right)
+
+
+def exact_attention(q, k, v, mask, scale, sinks=None):
+    """[tokens, heads, head_dim] in float64, differentiable; rows that see nothing are zero."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    s = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~mask, -math.inf)
+    column = s.new_full((s.shape[0], s.shape[1], 1), -1e4 if sinks is None else 0.0)
+    column = column if sinks is None else column + sinks[:, None, None]
+    p = torch.cat([s, column], 2).softmax(2)[:, :, :-1] * mask.any(1)[:, None]
+    return torch.einsum("hqk,khd->qhd", p, v)
+
+
+class Inputs(NamedTuple):
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sinks: "torch.Tensor | None"
+    dout: torch.Tensor
+
+
+def inputs_of(case: Case, device="cpu", seed=0) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape, dtype=case.dtype):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    heads = case.heads, case.kv_heads, case.kv_heads
+    if case.packed:
+        q, k, v = randn(case.tokens, sum(heads), case.head_dim).split(heads, 1)
+    else:
+        q, k, v = (randn(case.tokens, n, case.head_dim) for n in heads)
+    sinks = randn(case.heads, dtype=torch.promote_types(case.dtype, torch.float32)) if case.sinks else None
+    return Inputs(q, k, v, sinks, randn(case.tokens, case.heads, case.head_dim))
+
+
+def scale_of(case: Case) -> float:
+    return case.head_dim**-0.5 if case.scale is None else case.scale
+
+
+def exact_results(case: Case, x: Inputs) -> dict:
+    leaves = {n: t.double().cpu().requires_grad_() for n, t in zip("qkv", x[:3], strict=True)}
+    if x.sinks is not None:
+        leaves["sinks"] = x.sinks.double().cpu().requires_grad_()
+    out = exact_attention(leaves["q"], leaves["k"], leaves["v"], visible(case), scale_of(case), leaves.get("sinks"))
+    out.backward(x.dout.double().cpu())
+    return {"out": out.detach(), **{"d" + name: leaf.grad for name, leaf in leaves.items()}}
+
+
+# ---------------------------------------------------------------- checks
+def assert_rows_close(found, exact, dtype, what):
+    """As `assert_close`, and every row of every head on its own: within 4 times the table's bound of its own norm, or of a typical
+    row's where it is shorter (the gradient of a query that sees one key is zero, made of terms that are not)."""
+    assert_close(found, exact, dtype, what)
+    error = (found.double().cpu() - exact).norm(dim=-1)
+    norms = exact.norm(dim=-1)
+    typical = norms.square().mean().sqrt()
+    bound = 4 * RELATIVE_ERROR[dtype] * torch.maximum(norms, typical) + 1e-5
+    if (error > bound).any():
+        row = int((error - bound).flatten().argmax())
+        token, head = divmod(row, found.shape[1])
+        raise AssertionError(
+            f"{what} in {dtype}: the row of token {token}, head {head} is off by {error.flatten()[row]:.2e}, "
+            f"expected at most {bound.flatten()[row]:.2e} (its norm is {norms.flatten()[row]:.2e})"
+        )
+
+
+def assert_results_close(found: dict, case: Case, x: Inputs) -> None:
+    exact = exact_results(case, x)
+    assert found.keys() >= exact.keys(), f"results {sorted(found)}, expected {sorted(exact)}"
+    for name, wanted in exact.items():
+        if name == "dsinks":
+            assert_close(found[name], wanted, case.dtype, f"{name} of {case}")
+        else:
+            assert_rows_close(found[name], wanted, case.dtype, f"{name} of {case}")
+    nothing = ~visible(case).any(1)
+    assert not found["out"][nothing].any(), f"rows of {case} that see nothing are not zero"
+
+
+# ---------------------------------------------------------------- the operation
+def results_of(attention, x: Inputs, **options) -> dict:
+    """What `attention`, the public function, gives and what its backward pass does."""
+    leaves = {n: t.detach().requires_grad_() for n, t in zip(("q", "k", "v", "sinks"), x[:4], strict=True) if t is not None}
+    out = attention(leaves["q"], leaves["k"], leaves["v"], sinks=leaves.get("sinks"), **options)
+    out.backward(x.dout)
+    return {"out": out.detach(), **{"d" + name: leaf.grad for name, leaf in leaves.items()}}
+
+
+def plan_of(ops, case: Case, device):
+    documents = torch.tensor(case.documents, dtype=torch.int32, device=device).T.contiguous()
+    return ops.AttentionPlan(documents, case.tokens, case.causal, case.window)
+
+
+def check_operation(ops, case: Case, device="cpu") -> None:
+    x = inputs_of(case, device)
+    assert_results_close(results_of(ops.attention, x, plan=plan_of(ops, case, device), scale=case.scale), case, x)
+
+
+def check_plans(ops, device="cpu") -> None:
+    """The same plan from every form in which a batch says what its documents are."""
+    rows = [[(0, 5), (5, 40)], [(3, 37)], [(0, 1), (1, 30)]]
+    length, documents = 40, []
+    mask, positions = torch.zeros(3, length, dtype=torch.long), torch.zeros(3, length, dtype=torch.long)
+    for i, row in enumerate(rows):
+        for start, end in row:
+            mask[i, start:end], positions[i, start:end] = 1, torch.arange(end - start)
+            documents.append((i * length + start, i * length + end))
+    wanted = visible(Case(3 * length, tuple(documents)))
+
+    def seen(plan):
+        t = torch.arange(plan.tokens, device=device)
+        first, behind = plan.limits[:2, : plan.tokens]
+        return ((t >= first[:, None]) & (t < behind[:, None])).cpu()
+
+    plan = ops.AttentionPlan.from_position_ids(positions.to(device), mask.to(device))
+    assert (seen(plan) == wanted).all(), "position_ids with padding"
+    only = ops.AttentionPlan.from_padding_mask(mask.to(device)[1:])
+    wanted = visible(Case(2 * length, ((3, 37), (length, length + 30))))
+    assert (seen(only) == wanted).all(), "padding alone"
+    cu = torch.tensor([0, 5, 40], device=device)
+    wanted = visible(Case(45, packed(5, 35)))
+    assert (seen(ops.AttentionPlan.from_cu_seqlens(cu, 45)) == wanted).all(), "cu_seqlens"
+    assert (seen(ops.AttentionPlan.from_position_ids(positions.to(device)[:1])) == wanted[:40, :40]).all(), "position_ids"
+
+
+def check_packed_equals_apart(ops, device="cpu") -> None:
+    """Every document of a packed batch as if it were alone, and rows of a batch as if they were packed."""
+    case = Case(120, packed(50, 1, 69), heads=4, kv_heads=2)
+    x = inputs_of(case, device)
+    found = results_of(ops.attention, x, cu_seqlens=torch.tensor([0, 50, 51, 120], device=device))
+    for start, end in case.documents:
+        part = Inputs(*(t if t is None else t[start:end] for t in x))
+        alone = results_of(ops.attention, part)
+        for name, wanted in alone.items():
+            assert_close(found[name][start:end], wanted.double(), case.dtype, f"{name} of one document")
+    batch = Inputs(*(t if t is None else t.unflatten(0, (2, 60)) for t in x))
+    rows = results_of(ops.attention, batch, padding_mask=torch.ones(2, 60, device=device))
+    flat = results_of(ops.attention, x, cu_seqlens=torch.tensor([0, 60, 120], device=device))
+    for name, wanted in flat.items():
+        assert torch.equal(rows[name].flatten(0, 1), wanted), f"{name} of rows and of documents differ"
+
+
+# ---------------------------------------------------------------- planted errors
+def check_attention(package):
+    """With sinks, groups and padding, then as parts of one projection."""
+    module = importlib.import_module(f"{package.__name__}.shared.ops.attention")
+    for case in CASES[:2]:
+        check_operation(module, case)
+
+
+CHECKS = {"attention": check_attention}
+MUTANTS = [
+    *errors_in("shared/ops/attention.py", "attention", "_Attention.forward",
+         ("save_for_backward(q, k, v,", "save_for_backward(q, v, k,"),
+         ("sinks, out, lse,", "sinks, out, 1.01 * lse,"),
+         ("ctx.scale = scale", "ctx.scale = 1.1 * scale")),
+    *errors_in("shared/ops/attention.py", "attention", "_Attention.backward",
+         ("return dq, dk, dv,", "return dq, dv, dk,"),
+         ("else dsinks", "else -dsinks")),
+    *errors_in("shared/ops/attention.py", "attention", "_backward",
+         ("_dkv_kernel(q, k, v, dout, lse, delta,", "_dkv_kernel(q, k, v, dout, delta, lse,")),
+    *errors_in("shared/ops/attention.py", "attention", "attention_backward_reference",
+         (".sum(1).transpose(0, 1)\n        dv", "[:, 0].transpose(0, 1)\n        dv"),
+         ("dsinks -=", "dsinks +="), kernels=False),
+    *errors_in("shared/ops/attention.py", "attention", "attention_reference",
+         ("torch.logaddexp(total,", "torch.maximum(total,"), kernels=False),
+    *errors_in("shared/ops/attention.py", "attention", "plan_reference",
+         ("& (t < ends[at])", ""), kernels=False),
+]  # fmt: skip

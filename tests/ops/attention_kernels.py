@@ -1,0 +1,172 @@
+"""Attention's kernels one by one, run by the interpreter, against float64; with other tiles than those that one GPU gets."""
+
+import importlib
+import math
+from typing import NamedTuple
+
+import torch
+
+from interpreter import interpret
+from kernel_src import attention as kernels
+from kernel_src.attention_plan import BLOCK, LIMITS, TILE, WALKS
+from tests.ops.attention import CASES, Case, Inputs, assert_results_close, inputs_of, reach, scale_of, visible
+
+
+def module_of(name):
+    """A file of kernel_src as it is now: the one with a planted error while there is one."""
+    return importlib.import_module(f"kernel_src.{name}")
+
+
+# ---------------------------------------------------------------- the plan
+def make_plan(case: Case) -> dict:
+    """The plan's arrays by the names of the kernels' parameters."""
+    of = module_of("attention_plan")
+    blocks = -(-case.tokens // BLOCK)
+    documents = torch.tensor(case.documents, dtype=torch.int32).T.contiguous()
+    shapes = {"limits": (LIMITS, blocks * BLOCK), "walks": (WALKS, blocks)}
+    tables = {name: torch.full(shape, -7, dtype=torch.int32) for name, shape in shapes.items()}
+    left, right = reach(case)
+    numbers = min(left, case.tokens), min(right, case.tokens), len(case.documents).bit_length(), case.tokens
+    grid = (-(-blocks * BLOCK // TILE), 3)
+    interpret(of.attention_plan, grid, (documents, *tables.values(), *numbers, TILE, BLOCK))
+    return tables
+
+
+def check_plan(case: Case) -> None:
+    """Intervals are the rows and columns of the mask; walks reach all that is seen, and claim no mask is needed only where all is seen;
+    the longest walk comes first."""
+    plan, mask = make_plan(case), visible(case)
+    limits, walks_of = plan["limits"].split(2), plan["walks"].long().split(5)
+    for side, rows in enumerate((mask, mask.T)):
+        name, walks = (("limits of queries", "walks of queries"), ("limits of keys", "walks of keys"))[side]
+        first, behind = limits[side]
+        t = torch.arange(case.tokens)
+        found = (t >= first[:, None]) & (t < behind[:, None])
+        assert (found[: case.tokens] == rows).all(), f"{name} of {case} is wrong"
+        assert not (behind > first)[case.tokens :].any(), f"{name} of {case}: rows behind the last token see something"
+        block, start, full, full_end, end = walks_of[side]
+        assert block.sort().values.tolist() == list(range(len(block))), f"{walks} of {case} are not of each block once"
+        lengths = end - start
+        assert (lengths[:-1] >= lengths[1:]).all(), f"{walks} of {case} do not begin with the longest"
+        for b, *ends in zip(block.tolist(), start.tolist(), full.tolist(), full_end.tolist(), end.tolist(), strict=True):
+            mine = rows[b * BLOCK : (b + 1) * BLOCK]
+            some, every = mine.any(0).nonzero().flatten().tolist(), mine.all(0).nonzero().flatten().tolist()
+            bounds = (some[0], some[-1] + 1) if some else (0, 0)
+            if all(s < e for s, e in case.documents):
+                assert (ends[0], ends[3]) == bounds, f"{walks} of {case}, block {b}: {ends}, expected {bounds}"
+            else:  # a walk may start at an empty document
+                around = ends[0] <= bounds[0] and ends[3] >= bounds[1]
+                assert around or not some, f"{walks} of {case}, block {b}: {ends}, expected {bounds}"
+            assert set(range(ends[1], ends[2])) == set(every), f"{walks} of {case}, block {b}: {ends}, all see {every}"
+
+
+# ---------------------------------------------------------------- the kernels
+class Tiles(NamedTuple):
+    """STEP and MASK of the forward, dq and dkv kernels."""
+
+    forward: tuple
+    dq: tuple
+    dkv: tuple
+
+
+TILES = (
+    Tiles((128, kernels.SOME_STEPS), (64, kernels.SOME_STEPS), (64, kernels.SOME_STEPS)),
+    Tiles((64, kernels.SOME_STEPS), (32, kernels.EVERY_STEP), (32, kernels.EVERY_STEP)),
+)
+
+
+def run_kernels(case: Case, x: Inputs, tiles: Tiles) -> dict:
+    """Every result by its name, from the kernels alone."""
+    of = module_of("attention")
+    plan, blocks = make_plan(case), -(-case.tokens // BLOCK)
+    like = {"out": x.q, "dq": x.q, "dk": x.k, "dv": x.v}
+    new = {name: torch.full_like(t, math.nan, memory_format=torch.contiguous_format) for name, t in like.items()}
+    lse, delta = (torch.full((case.heads, blocks * BLOCK), math.nan) for _ in range(2))
+    scale = scale_of(case)
+    base2 = scale * kernels.LOG2E
+    constants = [(BLOCK, step, case.head_dim, 3, mask) for step, mask in tiles]
+    tables = plan["limits"], plan["walks"]
+    if x.sinks is None:
+        interpret(of.attention_forward, (blocks * case.heads,), (*x[:3], *tables, new["out"], lse, base2, *constants[0]))
+    else:
+        interpret(of.attention_sink_forward, (blocks * case.heads,), (*x[:4], *tables, new["out"], lse, base2, *constants[0]))
+    arrays = (*x[:3], new["out"], x.dout, lse, *tables, delta, new["dq"])
+    interpret(of.attention_backward_dq, (blocks * case.heads,), (*arrays, base2, scale, *constants[1]))
+    arrays = (*x[:3], x.dout, lse, delta, *tables, new["dk"], new["dv"])
+    interpret(of.attention_backward_dkv, (blocks * case.kv_heads,), (*arrays, base2, scale, *constants[2]))
+    if x.sinks is not None:
+        new["dsinks"] = torch.full_like(x.sinks, math.nan)
+        interpret(of.attention_sink_gradient, (case.heads,), (x.sinks, lse, delta, new["dsinks"], case.tokens, kernels.SINK_TILE))
+    return new
+
+
+def check_kernels(case: Case, tiles: Tiles) -> None:
+    x = inputs_of(case)
+    assert_results_close(run_kernels(case, x, tiles), case, x)
+
+
+# ---------------------------------------------------------------- planted errors
+def check_every_kernel(_package):
+    for case in CASES:
+        for tiles in TILES:
+            check_kernels(case, tiles)
+
+
+def check_every_plan(_package):
+    for case in CASES:
+        check_plan(case)
+
+
+CHECKS = {"attention_kernels": check_every_kernel, "attention_plan": check_every_plan}
+MUTANTS = [
+    ("kernel_src/attention.py", "within", "tokens >= first", "tokens > first", "attention_kernels"),
+    ("kernel_src/attention.py", "within", "tokens < behind", "tokens <= behind", "attention_kernels"),
+    ("kernel_src/attention.py", "walk_of", "ct.cdiv(full, STEP)", "full // STEP", "attention_kernels"),
+    ("kernel_src/attention.py", "walk_of", "full_end // STEP", "ct.cdiv(full_end, STEP)", "attention_kernels"),
+    ("kernel_src/attention.py", "walk_of", "first // STEP", "ct.cdiv(first, STEP)", "attention_kernels"),
+    ("kernel_src/attention.py", "interval_of", "block * BLOCK +", "block +", "attention_kernels"),
+    ("kernel_src/attention.py", "attend", "ct.max(s, 1, keepdims=True) * scale", "ct.max(s, 1, keepdims=True)", "attention_kernels"),
+    ("kernel_src/attention.py", "attend", "total * shrink", "total", "attention_kernels"),
+    ("kernel_src/attention.py", "attend", "acc * shrink", "acc", "attention_kernels"),
+    ("kernel_src/attention.py", "attend", "(step < unmasked) | (step >= masked)", "step >= masked", "attention_kernels"),
+    ("kernel_src/attention.py", "attend", "(step < unmasked) | (step >= masked)", "step < unmasked", "attention_kernels"),
+    ("kernel_src/attention.py", "write_attended", "ct.maximum(total, 1e-30)", "total", "attention_kernels"),
+    ("kernel_src/attention.py", "write_attended", "high + ct.log2(total)", "high", "attention_kernels"),
+    ("kernel_src/attention.py", "attention_forward", "head // (heads // k.shape[1])", "head % k.shape[1]", "attention_kernels"),
+    ("kernel_src/attention.py", "attention_sink_forward", "head // (heads // k.shape[1])", "0", "attention_kernels"),
+    ("kernel_src/attention.py", "attention_sink_forward", "* LOG2E", "* 1.0", "attention_kernels"),
+    ("kernel_src/attention.py", "attention_sink_forward", "total * shrink + ct.exp2(sink - higher, flush_to_zero=True)", "total * shrink",
+     "attention_kernels"),
+    ("kernel_src/attention.py", "attention_sink_forward", "acc * shrink", "acc", "attention_kernels"),
+    ("kernel_src/attention.py", "attention_backward_dq", "head // (heads // k.shape[1])", "head % k.shape[1]", "attention_kernels"),
+    ("kernel_src/attention.py", "attention_backward_dq", "dp - row_delta", "dp", "attention_kernels"),
+    ("kernel_src/attention.py", "attention_backward_dq", "acc * plain", "acc", "attention_kernels"),
+    ("kernel_src/attention.py", "attention_backward_dq", "(step < unmasked) | (step >= masked)", "step < unmasked", "attention_kernels"),
+    ("kernel_src/attention.py", "dkv_step", "if MASKS:", "if 0:", "attention_kernels"),
+    ("kernel_src/attention.py", "dkv_step", "s * scale", "s", "attention_kernels"),
+    ("kernel_src/attention.py", "attention_backward_dkv", "head = kv_head * group", "head = kv_head", "attention_kernels"),
+    ("kernel_src/attention.py", "attention_backward_dkv", "dkeys * plain", "dkeys", "attention_kernels"),
+    ("kernel_src/attention.py", "attention_backward_dkv", "range((unmasked - start) * group)", "range(0)", "attention_kernels"),
+    ("kernel_src/attention.py", "attention_backward_dkv", "range((masked - unmasked) * group)", "range(masked - unmasked)",
+     "attention_kernels"),
+    ("kernel_src/attention.py", "attention_backward_dkv", "range((end - masked) * group)", "range(0)", "attention_kernels"),
+    ("kernel_src/attention.py", "attention_sink_gradient", "-ct.sum", "ct.sum", "attention_kernels"),
+    ("kernel_src/attention.py", "attention_sink_gradient", "* LOG2E", "* 1.0", "attention_kernels"),
+    ("kernel_src/attention_plan.py", "document_of", "<= t", "< t", "attention_plan"),
+    ("kernel_src/attention_plan.py", "document_of", "high - low > 1", "high - low > 2", "attention_plan"),
+    ("kernel_src/attention_plan.py", "bounds_of", "(t < end)", "(t <= end)", "attention_plan"),
+    ("kernel_src/attention_plan.py", "write_limits", "t - left", "t - left + 1", "attention_plan"),
+    ("kernel_src/attention_plan.py", "write_limits", "t + right + 1", "t + right", "attention_plan"),
+    ("kernel_src/attention_plan.py", "write_limits", "ct.maximum(start, t - left)", "t - left", "attention_plan"),
+    ("kernel_src/attention_plan.py", "walk", "+ BLOCK, tokens) - 1", "+ BLOCK, tokens)", "attention_plan"),
+    ("kernel_src/attention_plan.py", "walk", "top - left), following", "top - left), 0", "attention_plan"),
+    ("kernel_src/attention_plan.py", "walk", "some & bottom_inside &", "some &", "attention_plan"),
+    ("kernel_src/attention_plan.py", "walk", "ct.maximum(bottom_start, bottom - left)", "ct.maximum(bottom_start, top - left)",
+     "attention_plan"),
+    ("kernel_src/attention_plan.py", "walk", "ct.minimum(top_end, top + right + 1)", "ct.minimum(top_end, bottom + right + 1)",
+     "attention_plan"),
+    ("kernel_src/attention_plan.py", "rank_of", "other[None, :] < block[:, None]", "other[None, :] <= block[:, None]", "attention_plan"),
+    ("kernel_src/attention_plan.py", "rank_of", "[None, :] > length", "[None, :] < length", "attention_plan"),
+    ("kernel_src/attention_plan.py", "bounds_of", "ct.minimum(end, tokens)", "end", "attention_plan"),
+    ("kernel_src/attention_plan.py", "attention_plan", "ct.where(keys, right, left)", "left", "attention_plan"),
+]  # fmt: skip

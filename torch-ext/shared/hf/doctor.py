@@ -1,0 +1,121 @@
+"""What one pastes into a bug report: the GPUs, the driver, which kernels serve them, and the versions that fit or do not."""
+
+import platform
+import re
+from importlib import metadata
+from typing import List, NamedTuple, Tuple
+
+import torch
+
+from ..ops.common import TORCH_MIN
+from ..runtime import launch
+from ..runtime.artifacts import ArtifactError
+from ..runtime.device import why_no_kernels
+from ..runtime.driver import MIN_DRIVER, DriverError
+from .patching import KERNELS_EXPECTED, PAIR, TRANSFORMERS_EXPECTED
+
+# By library: the versions that are taken, and what to run where another is found. None: any.
+LIBRARIES = (
+    ("torch", f">={TORCH_MIN[0]}.{TORCH_MIN[1]}", f"pip install 'torch>={TORCH_MIN[0]}.{TORCH_MIN[1]}'"),
+    ("transformers", TRANSFORMERS_EXPECTED, f"pip install {PAIR}"),
+    ("kernels", KERNELS_EXPECTED, f"pip install {PAIR}"),
+    ("accelerate", None, ""),
+    ("peft", None, ""),
+    ("trl", None, ""),
+    ("bitsandbytes", None, ""),
+    ("deepspeed", None, ""),
+)
+
+
+class Finding(NamedTuple):
+    """name: of what was looked at; found: its version or state; fits: whether this package works with it; advice: one line."""
+
+    name: str
+    found: str
+    fits: bool
+    advice: str = ""
+
+
+class Report(NamedTuple):
+    """What `report` found: printed, a line for each."""
+
+    findings: Tuple[Finding, ...]
+
+    def __str__(self) -> str:
+        width = max(len(finding.name) for finding in self.findings)
+        lines = []
+        for name, found, fits, advice in self.findings:
+            lines.append(f"{'ok ' if fits else 'NO '} {name.ljust(width)}  {found}" + (f"  -> {advice}" if advice else ""))
+        return "\n".join(lines)
+
+
+def _numbers(version: str) -> Tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def version_fits(version: str, expected: str) -> bool:
+    """Tells whether a version is within `expected`, such as ">=5.17,<5.23"."""
+    found = _numbers(version)
+    for bound in expected.split(","):
+        limit = _numbers(bound)
+        if bound.startswith("<"):
+            if found[: len(limit)] >= limit:
+                return False
+        elif found < limit:
+            return False
+    return True
+
+
+def _libraries() -> List[Finding]:
+    findings = []
+    for name, expected, advice in LIBRARIES:
+        try:
+            version = torch.__version__ if name == "torch" else metadata.version(name)
+        except metadata.PackageNotFoundError:
+            findings.append(Finding(name, "not installed", expected is None, advice))
+            continue
+        fits = expected is None or version_fits(version, expected)
+        findings.append(Finding(name, version, fits, "" if fits else f"expected {expected}: {advice}"))
+    return findings
+
+
+def _driver() -> Finding:
+    expected = f"CUDA {MIN_DRIVER // 1000}.{MIN_DRIVER % 1000 // 10}"
+    try:
+        version = launch.backend.version()
+    except DriverError as error:
+        return Finding("driver", str(error), False, f"install driver R580 ({expected}) or newer")
+    fits = version >= MIN_DRIVER
+    return Finding("driver", f"CUDA {version // 1000}.{version % 1000 // 10}", fits, "" if fits else f"expected {expected} or newer: install driver R580")
+
+
+def _gpus() -> List[Finding]:
+    if not torch.cuda.is_available():
+        build = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}" if torch.version.cuda else "this torch is not built for CUDA"
+        return [Finding("GPU", f"none ({build})", False, "every operation runs in PyTorch")]
+    findings = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        what = f"{properties.name}, compute capability {properties.major}.{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
+        reason = why_no_kernels(torch.device("cuda", index))
+        served = f"{what}: {reason}" if reason else f"{what}, kernels of {launch.backend.architecture(index)}"
+        findings.append(Finding(f"cuda:{index}", served, not reason, "PyTorch's operations run there instead" if reason else ""))
+    return findings
+
+
+def report(package: str) -> Report:
+    """Looks at this machine; see `report` of a package. package: its name, as it was imported."""
+    try:
+        architectures = ", ".join(launch.backend.artifacts.architectures()) or "none"
+        kernels = Finding("prebuilt kernels", architectures, architectures != "none", "" if architectures != "none" else "this build is for CPUs")
+    except ArtifactError as error:
+        kernels = Finding("prebuilt kernels", str(error), False, "install the package again")
+    findings = [
+        Finding("package", package, True),
+        Finding("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}", platform.system() == "Linux"),
+        *_libraries(),
+        kernels,
+    ]
+    if torch.cuda.is_available():
+        findings.append(_driver())
+    return Report((*findings, *_gpus()))

@@ -1,0 +1,99 @@
+"""Says of a model what runs fused, and of the rest why it does not and what to do. The reasons are those of the functions that decide."""
+
+from collections import Counter
+from typing import Callable, List, NamedTuple, Tuple
+
+import torch
+
+from ..ops.common import side_by_side
+from ..runtime.device import why_no_kernels
+from .capture import captured_passes
+from .causal_lm import why_head_is_not_plain, why_loss_is_not_standard
+from .modules import is_marked, plain_weight
+from .packing import GROUPS
+
+# By a part of a reason: what to do about it. The first that is found counts.
+ADVICE = (
+    ("not on a GPU", "move the model to a CUDA device"),
+    ("transformers' own forward", "call apply(), or kernelize(model)"),
+    ("hooks", "remove the hooks, or accept that these parts are called one by one"),
+    ("gradient checkpointing", "captured layers need gradient_checkpointing_disable()"),
+    ("use_cache=False", "set model.config.use_cache = False for training"),
+    ("it has a bias", "nothing: a linear layer with a bias is called as it is"),
+    ("adapters are active at once", "activate one adapter, or merge the others"),
+    ("variant of LoRA", "plain LoRA (no DoRA) is fused"),
+    ("autocast to", "train in the dtype of the weights, or in float32 weights under autocast"),
+    ("products are", "load the model in one dtype"),
+    ("loss_function", "leave model.loss_function as it is, or pass the options of the loss to apply()"),
+    ("separate in memory", "call pack(model)"),
+    ("forward was replaced", "call apply() or kernelize() before accelerate, TRL or others wrap the model"),
+    ("a forward that someone else gave it", "call apply() or kernelize() before accelerate, TRL or others wrap the model"),
+    ("is called as it is", "nothing: what lies around it is fused"),
+)
+
+
+class Row(NamedTuple):
+    """part: of a model; count: how many of it there are; fused: does it run fused; reason: why not, or what holds it back; advice."""
+
+    part: str
+    count: int
+    fused: bool
+    reason: str
+    advice: str
+
+
+class Explanation(NamedTuple):
+    """What `explain` found: printed, a table."""
+
+    rows: Tuple[Row, ...]
+
+    def __str__(self) -> str:
+        table = [("part", "layers", "fused", "why not", "what to do")]
+        table += [(row.part, str(row.count), "yes" if row.fused else "no", row.reason, row.advice) for row in self.rows]
+        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table)
+
+
+def advice_of(reason: str) -> str:
+    return next((advice for part, advice in ADVICE if part in reason), "")
+
+
+def _runs_ours(module) -> bool:
+    return is_marked(getattr(module.forward, "__func__", None))
+
+
+def _why_apart(layer) -> List[Tuple[str, str]]:
+    """[(group of weights, "" or why one GEMM cannot read it as one matrix)] of a layer whose groups are plain."""
+    found = []
+    for group in GROUPS:
+        owner = next((module for module in layer.modules() if all(hasattr(module, name) for name in group)), None)
+        weights = [plain_weight(getattr(owner, name)) for name in group] if owner is not None else [None]
+        if all(weight is not None for weight in weights):
+            together = side_by_side(weights) is not None
+            found.append((f"{', '.join(group)} as one GEMM", "" if together else "the weights are separate in memory"))
+    return found
+
+
+def explain(model, layers: List[torch.nn.Module], causal_lms: List[torch.nn.Module], explain_layer: Callable) -> Explanation:
+    """Makes the table of `explain` of a package. explain_layer: of a layer and an input, [(part, "" or why it is not fused)]."""
+    found: Counter = Counter()
+    for causal_lm in causal_lms:
+        reason = "transformers' own forward" if not _runs_ours(causal_lm) else why_loss_is_not_standard(causal_lm) or why_head_is_not_plain(causal_lm)
+        found["loss without logits", reason] += 1
+    for layer in layers:
+        if not _runs_ours(layer):
+            found["decoder layer", "transformers' own forward"] += 1
+            continue
+        weight = next(layer.parameters())
+        norm = next((p for name, p in layer.named_parameters() if "norm" in name), weight)
+        x = torch.empty((1, 1, norm.shape[-1]), dtype=norm.dtype, device=norm.device)
+        for pair in (*explain_layer(layer, x), *_why_apart(layer)):
+            found[pair] += 1
+    devices = sorted({str(parameter.device) for layer in layers for parameter in layer.parameters()})
+    for device in devices:
+        reason = why_no_kernels(torch.device(device))
+        found[f"kernels on {device}", reason] += 1
+    passes, reasons = captured_passes(layers[0])
+    for shape, recorded in passes:
+        found[f"captured [{shape[0]}, {shape[1]}]", "" if recorded else "; ".join(reasons) or "no training pass of this shape was seen twice"] += len(layers)
+    return Explanation(tuple(Row(part, count, not reason, reason, advice_of(reason) if reason else "") for (part, reason), count in found.items()))

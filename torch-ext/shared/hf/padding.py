@@ -1,0 +1,100 @@
+"""Leaves the padding of a batch out of a causal LM that trains: its decoder sees one row of all other tokens.
+
+Only where nobody can tell: the loss comes without logits, no padded position has a label, nobody listens to a part of the model, and
+no cache is returned. The embedding runs on the whole batch, so hooks on it (NEFTune, PEFT's) see what they always see.
+"""
+
+from typing import Any, Dict, Optional
+
+import torch
+
+from ..ops.attention import HEAD_DIMS
+from ..ops.common import autocasts
+from .attention import ATTENTION, HALVES, RUNS, WINDOWS, padding_of, visible_documents
+from .modules import CAPTURING, FSDP, SAVED, is_marked
+
+KEEPS = SAVED + "keeps_padding"  # on a causal LM or its class: what apply() or kernelize() was told about `unpad`
+ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")  # what has a number for each token
+UNREDUCED = ("reduction", "return_predicted_tokens")  # options of the loss with which its results may have one, too
+
+
+def _is_listened_to(modules) -> bool:
+    """True where a hook waits for one of the modules that is not FSDP's or, with nothing to capture, transformers' own; where accelerate
+    moves tensors around one, or someone gave one a forward of its own."""
+    for module in modules:
+        state = module.__dict__
+        if state["_backward_hooks"] or state["_backward_pre_hooks"] or "_hf_hook" in state:
+            return True
+        if "forward" in state and not is_marked(getattr(state["forward"], "__func__", None)):
+            return True
+        for hook in (*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()):
+            if not (getattr(hook, "__module__", None) or "").startswith((FSDP, CAPTURING)):
+                return True
+    return False
+
+
+def _decoder_takes_rows(model, kwargs, options) -> bool:
+    """True where the decoder of a causal LM may see other rows than the caller's."""
+    config = model.config
+    if getattr(model, KEEPS, False) or config._attn_implementation != ATTENTION or torch.compiler.is_compiling():
+        return False
+    use_cache = kwargs.get("use_cache")
+    cached = config.use_cache if use_cache is None else use_cache
+    checkpoints = getattr(model.model, "gradient_checkpointing", False) and model.training  # which switches the cache off
+    if (cached and not checkpoints) or kwargs.get("past_key_values") is not None or any(options.get(name) for name in UNREDUCED):
+        return False
+    if any(kwargs.get(name, getattr(config, name, False)) for name in ASKED) or (model.training and config.attention_dropout):
+        return False
+    if isinstance(kwargs.get("logits_to_keep", 0), torch.Tensor) or kwargs.get("logits_to_keep", 0):
+        return False
+    known = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "shift_labels"}
+    return not any(isinstance(value, torch.Tensor) and value.dim() for name, value in kwargs.items() if name not in known)
+
+
+def _kernels_take(model, device: torch.device, dtype: torch.dtype) -> bool:
+    if autocasts(device):
+        dtype = torch.get_autocast_dtype(device.type)
+    return device.type == "cpu" or (device.type == "cuda" and dtype in HALVES and getattr(model.config, "head_dim", None) in HEAD_DIMS)
+
+
+def without_padding(model, target: torch.Tensor, ignore_index: int, kwargs: Dict[str, Any],
+                    options: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+    """The arguments of a causal LM's forward for the same loss of one row of tokens, none of them padding; None where there is no
+    padding or someone could tell. Waits for the device.
+
+    target: [batch * tokens], for each token the label of the next one; kwargs: the arguments of the forward; options: of the loss.
+    """
+    mask, ids, embeds = kwargs.get("attention_mask"), kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    given = ids if embeds is None else embeds
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or given is None or given.shape[:2] != mask.shape:
+        return None
+    if not _decoder_takes_rows(model, kwargs, options):
+        return None
+    embedding, decoder, device = model.get_input_embeddings(), model.model, mask.device
+    weight = next(embedding.parameters(), given)
+    kinds = set(getattr(model.config, "layer_types", None) or ["unknown"])
+    elsewhere = {given.device, weight.device, target.device} != {device}
+    if elsewhere or not kinds <= WINDOWS.keys() or not _kernels_take(model, device, weight.dtype):
+        return None
+    parts = [decoder, *(module for part in decoder.children() if part is not embedding for module in part.modules())]
+    if _is_listened_to(parts):
+        return None
+    mask = mask.bool()
+    if padding_of(mask) != RUNS or bool(((target != ignore_index) & ~mask.flatten()).any()):
+        return None
+    seen = mask.flatten().nonzero()[:, 0]
+    if not seen.numel():
+        return None
+    batch, tokens = mask.shape
+    positions = kwargs.get("position_ids")
+    positions = torch.arange(tokens, device=device)[None] if positions is None else positions
+    embeds = embedding(ids) if embeds is None else embeds
+    row = (seen // tokens)[None]
+    return {
+        **kwargs,
+        "input_ids": None,
+        "inputs_embeds": embeds.flatten(0, 1).index_select(0, seen)[None],
+        "position_ids": positions.expand(batch, -1).flatten()[seen][None],
+        "attention_mask": {kind: visible_documents(model.config, kind, row, embeds.dtype) for kind in kinds},
+        "shift_labels": target[seen][None],
+    }

@@ -1,0 +1,411 @@
+"""Attention over documents that lie behind each other in one row of tokens, padding left out; kernel_src/attention.py has the formulas.
+
+Which tokens see which is an `AttentionPlan`, made once a batch on the device and shared by every layer's `attention`. Nothing waits for
+the device.
+"""
+
+import math
+from typing import Optional, Tuple, Union
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..runtime import launch
+from ..runtime.device import is_ordinary, kernels_run_on
+from ..runtime.launch import Kernel
+from .autocast import as_autocast, outside_autocast, without_autocast
+from .common import aligned, apply_function, autocasts, describe, fail, need_floats, needs_formula, traceable, wide
+
+Pair = Tuple[torch.Tensor, torch.Tensor]
+LOG2E = math.log2(math.e)
+BLOCK = 64  # rows of a block of every kernel
+LIMITS, WALKS = 4, 10  # rows of a plan's tables
+HEAD_DIMS = (64, 128)
+ROWS = 512  # queries that the PyTorch path looks at at once
+INT32_MAX = 2**31 - 1
+
+
+def _blocks_of(heads_of: int):
+    """The grid of a kernel: a block for each BLOCK tokens and each head of its argument number `heads_of`."""
+    return lambda c, *arrays: (-(-arrays[0].shape[0] // c["BLOCK"]) * arrays[heads_of].shape[1],)
+
+
+def _walks_of(device: torch.device, blocks: int) -> int:
+    """The number of columns of a plan's table of walks, which only kernels read."""
+    return blocks if device.type == "cuda" or launch.backend.runs_on_cpu else 0
+
+
+_plan_kernel = Kernel("attention_plan", grid=lambda c, documents, limits, walks: (-(-limits.shape[1] // c["TILE"]), 3))
+_forward_kernel = Kernel("attention_forward", grid=_blocks_of(0))
+_sink_forward_kernel = Kernel("attention_sink_forward", grid=_blocks_of(0))
+_dq_kernel = Kernel("attention_backward_dq", grid=_blocks_of(0))
+_dkv_kernel = Kernel("attention_backward_dkv", grid=_blocks_of(1))
+_sink_gradient_kernel = Kernel("attention_sink_gradient", grid=lambda c, sinks, *_: (sinks.shape[0],))
+
+
+# ---------------------------------------------------------------- the plan
+def plan_reference(documents: torch.Tensor, tokens: int, left: int, right: int) -> Pair:
+    """The tables of a plan in PyTorch; the walks, which only kernels need, are empty."""
+    padded = -(-tokens // BLOCK) * BLOCK
+    t = torch.arange(padded, dtype=torch.int32, device=documents.device)
+    starts, ends = documents[0], documents[1].clamp(max=tokens)
+    number = torch.searchsorted(starts.contiguous(), t, right=True) - 1
+    at = number.clamp(min=0)
+    inside = (number >= 0) & (t < ends[at])
+    rows = []
+    for before, after in ((left, right), (right, left)):
+        rows += [torch.maximum(starts[at], t - before), torch.minimum(ends[at], t + after + 1)]
+    walks = documents.new_zeros((WALKS, _walks_of(documents.device, padded // BLOCK)))
+    return torch.where(inside, torch.stack(rows), 0).to(torch.int32), walks
+
+
+def _plan(documents: torch.Tensor, tokens: int, left: int, right: int) -> Pair:
+    """(limits [4, tokens in whole blocks], walks [10, blocks]), int32, as kernel_src/attention_plan.py describes them."""
+    if not kernels_run_on(documents):
+        return plan_reference(documents, tokens, left, right)
+    blocks = -(-tokens // BLOCK)
+    limits, walks = documents.new_empty((LIMITS, blocks * BLOCK)), documents.new_empty((WALKS, blocks))
+    _plan_kernel(documents, limits, walks, left, right, documents.shape[1].bit_length(), tokens)
+    return limits, walks
+
+
+def _fake_plan(documents, tokens, left, right):
+    blocks = -(-tokens // BLOCK)
+    return documents.new_empty((LIMITS, blocks * BLOCK)), documents.new_empty((WALKS, _walks_of(documents.device, blocks)))
+
+
+make_plan = traceable("attention_plan", _plan, _fake_plan)
+
+
+class AttentionPlan:
+    """Which tokens of a batch see which: made once, used by the attention of every layer.
+
+    tokens: of the whole batch, behind each other. documents: [2, documents] int32 on the device of the batch, the first token of each and
+    the one behind its last; ascending, none reaches into the next, empty ones are
+    allowed, and what lies past the last token does not count. A token of no document is padding: it
+    sees nothing, and nothing sees it. causal: a query sees no key behind itself. window: how many keys a query sees at most to its left,
+    itself among them (and to its right where it is not causal); None for all of its document.
+
+    `from_cu_seqlens`, `from_position_ids` and `from_padding_mask` make one from what models pass around.
+    """
+
+    __slots__ = ("tokens", "causal", "window", "limits", "walks")
+
+    def __init__(self, documents: torch.Tensor, tokens: int, causal: bool = True, window: Optional[int] = None):
+        if documents.dim() != 2 or documents.shape[0] != 2 or documents.dtype != torch.int32 or documents.shape[1] == 0:
+            fail("documents", describe(documents), "torch.int32 [2, documents]")
+        if not 0 < tokens <= INT32_MAX // 2:
+            fail("tokens", tokens, "1 to 2^30")
+        if window is not None and window < 1:
+            fail("window", window, "None or at least 1, the query's own key")
+        self.tokens, self.causal, self.window = tokens, bool(causal), window
+        left = tokens if window is None else min(window - 1, tokens)
+        self.limits, self.walks = make_plan(documents, tokens, left, 0 if causal else left)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, tokens: int, causal: bool = True, window: Optional[int] = None) -> "AttentionPlan":
+        """cu_seqlens: [documents + 1], ascending: document i is made of the tokens from cu_seqlens[i] to cu_seqlens[i + 1]. Tokens in
+        front of the first and behind the last one are padding."""
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            fail("cu_seqlens", describe(cu_seqlens), "int32 or int64 [documents + 1]")
+        return cls(torch.stack((cu_seqlens[:-1], cu_seqlens[1:])).to(torch.int32), tokens, causal, window)
+
+    @classmethod
+    def from_position_ids(
+        cls,
+        position_ids: torch.Tensor,
+        padding_mask: Optional[torch.Tensor] = None,
+        causal: bool = True,
+        window: Optional[int] = None,
+    ) -> "AttentionPlan":
+        """position_ids: [batch, tokens] integers; a document starts with each row, and wherever a position is not the one before it plus
+        1. padding_mask: [batch, tokens], zero (False) where a token is padding; None for none."""
+        if position_ids.dim() != 2 or position_ids.is_floating_point():
+            fail("position_ids", describe(position_ids), "integers [batch, tokens]")
+        if padding_mask is not None and padding_mask.shape != position_ids.shape:
+            fail("padding_mask", describe(padding_mask), f"{list(position_ids.shape)}, the shape of position_ids")
+        new = torch.ones_like(position_ids, dtype=torch.bool)
+        new[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        return cls._from_starts(new.flatten(), None if padding_mask is None else padding_mask.flatten() != 0, causal, window)
+
+    @classmethod
+    def from_document_ids(
+        cls,
+        document_ids: torch.Tensor,
+        padding_mask: Optional[torch.Tensor] = None,
+        causal: bool = True,
+        window: Optional[int] = None,
+    ) -> "AttentionPlan":
+        """document_ids: [batch, tokens] integers; a document starts with each row, and wherever the number is another one.
+        padding_mask: as in `from_position_ids`."""
+        if document_ids.dim() != 2 or document_ids.is_floating_point():
+            fail("document_ids", describe(document_ids), "integers [batch, tokens]")
+        if padding_mask is not None and padding_mask.shape != document_ids.shape:
+            fail("padding_mask", describe(padding_mask), f"{list(document_ids.shape)}, the shape of document_ids")
+        new = torch.ones_like(document_ids, dtype=torch.bool)
+        new[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+        return cls._from_starts(new.flatten(), None if padding_mask is None else padding_mask.flatten() != 0, causal, window)
+
+    @classmethod
+    def from_padding_mask(cls, padding_mask: torch.Tensor, causal: bool = True, window: Optional[int] = None) -> "AttentionPlan":
+        """padding_mask: [batch, tokens], zero (False) where a token is padding, to the left or to the right of its row's tokens. Padding
+        between tokens of a row would part it in two documents; on the CPU, where that can be seen at no cost, it raises ValueError."""
+        if padding_mask.dim() != 2:
+            fail("padding_mask", describe(padding_mask), "[batch, tokens]")
+        real = padding_mask != 0
+        if not real.is_cuda and (real[:, 1:] & ~real[:, :-1]).sum(1).add(real[:, 0]).gt(1).any():
+            fail("padding_mask", "padding between tokens of a row", "padding to the left or to the right of a row's tokens")
+        new = torch.zeros_like(real)
+        new[:, 0] = True
+        return cls._from_starts(new.flatten(), real.flatten(), causal, window)
+
+    @classmethod
+    def _from_starts(cls, new: torch.Tensor, real: Optional[torch.Tensor], causal: bool, window: Optional[int]) -> "AttentionPlan":
+        """new: [tokens], where a document starts; real: [tokens], what is no padding. There is room for a document a token: how many there
+        are is known to the device alone."""
+        tokens = new.shape[0]
+        if real is not None:
+            before = torch.nn.functional.pad(real[:-1], (1, 0))
+            new = torch.where(real, new | ~before, before)  # a run of padding is one document, without tokens
+            new[:1] = True
+        t = torch.arange(tokens, dtype=torch.int32, device=new.device)
+        place = torch.where(new, new.cumsum(0) - 1, tokens + 1)
+        starts = torch.full((tokens + 2,), tokens, dtype=torch.int32, device=new.device).scatter_(0, place, t)
+        starts, ends = starts[:tokens], starts[1 : tokens + 1]
+        if real is not None:
+            ends = torch.where(real[starts.clamp(max=tokens - 1)], ends, starts)
+        return cls(torch.stack((starts, ends)), tokens, causal, window)
+
+
+# ---------------------------------------------------------------- PyTorch
+def _pieces(q, limits):
+    """(rows, keys, mask [rows, keys]) of a few queries at a time. Where reading a number does not wait for a device, keys are only
+    those that some query sees."""
+    tokens = q.shape[0]
+    for start in range(0, tokens, ROWS):
+        rows = slice(start, min(start + ROWS, tokens))
+        first, behind = limits[0, rows], limits[1, rows]
+        low, high = 0, tokens
+        if q.is_cpu and is_ordinary(q, limits):
+            some = first < behind
+            low, high = (int(first[some].min()), int(behind.max())) if some.any() else (0, 1)
+        t = torch.arange(low, high, device=q.device)
+        yield rows, slice(low, high), (t >= first[:, None]) & (t < behind[:, None])
+
+
+def _grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[rows, heads, head_dim] as [kv_heads, group, rows, head_dim] in the dtype of the arithmetic."""
+    return x.to(wide(x.dtype)).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+
+
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, head_dim] as [heads, 1, tokens, head_dim] in the dtype of the arithmetic."""
+    return x.to(wide(x.dtype)).transpose(0, 1)[:, None]
+
+
+def attention_reference(q, k, v, sinks, limits, scale) -> Pair:
+    """(out, lse [heads, tokens in whole blocks], to base 2)."""
+    outs, sums = [], []
+    for rows, keys, mask in _pieces(q, limits):
+        s = (_grouped(q[rows], k.shape[1]) @ _heads(k[keys]).mT * scale).masked_fill(~mask, -math.inf)
+        total = torch.logsumexp(s.masked_fill(~mask.any(1)[:, None], 0.0), -1)
+        total = total.masked_fill(~mask.any(1), -math.inf)
+        if sinks is not None:
+            total = torch.logaddexp(total, sinks.to(s.dtype).view(k.shape[1], -1, 1))
+        total = total.masked_fill(total == -math.inf, 0.0)  # what sees nothing
+        outs.append((torch.exp(s - total[..., None]) @ _heads(v[keys])).flatten(0, 1).transpose(0, 1).to(q.dtype))
+        sums.append(total.flatten(0, 1) * LOG2E)
+    past = sums[0].new_zeros((q.shape[1], limits.shape[1] - q.shape[0]))
+    return torch.cat(outs), torch.cat([*sums, past], 1)
+
+
+def attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale):
+    """(dq, dk, dv, dsinks); the last one is empty without sinks."""
+    dq = q.new_zeros(q.shape)
+    dk, dv = (torch.zeros(k.shape, dtype=wide(k.dtype), device=k.device) for _ in range(2))
+    dsinks = torch.zeros(0 if sinks is None else q.shape[1], dtype=lse.dtype, device=q.device)
+    for rows, keys, mask in _pieces(q, limits):
+        queries, gradient = _grouped(q[rows], k.shape[1]), _grouped(dout[rows], k.shape[1])
+        s = (queries @ _heads(k[keys]).mT * scale).masked_fill(~mask, -math.inf)
+        total = lse[:, rows].unflatten(0, (k.shape[1], -1)) / LOG2E
+        p = torch.exp(s - total[..., None])
+        delta = (gradient * _grouped(out[rows], k.shape[1])).sum(-1)
+        ds = p * (gradient @ _heads(v[keys]).mT - delta[..., None]) * scale
+        dq[rows] = (ds @ _heads(k[keys])).flatten(0, 1).transpose(0, 1).to(q.dtype)
+        dk[keys] += (ds.mT @ queries).sum(1).transpose(0, 1)
+        dv[keys] += (p.mT @ gradient).sum(1).transpose(0, 1)
+        if sinks is not None:
+            dsinks -= (torch.exp(sinks.to(s.dtype).view(k.shape[1], -1, 1) - total) * delta).sum(-1).flatten()
+    return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
+
+
+# ---------------------------------------------------------------- kernels
+def _fits(q, k, walks, scale, *others) -> bool:
+    """True where the kernels take these arguments. (A largest score times a scale of zero or less is not the largest product.)"""
+    halves = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in HEAD_DIMS and scale > 0
+    reach = max(x.shape[0] * x.stride(0) for x in (q, k, *others) if x is not None and x.dim() == 3)
+    return halves and walks.shape[1] > 0 and reach <= INT32_MAX and kernels_run_on(q, k, *others)
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: Optional[torch.Tensor],
+    limits: torch.Tensor,
+    walks: torch.Tensor,
+    scale: float,
+) -> Pair:
+    """(out as q, lse [heads, tokens in whole blocks])."""
+    if not _fits(q, k, walks, scale, v, sinks, limits):
+        return attention_reference(q, k, v, sinks, limits, scale)
+    q, k, v = map(aligned, (q, k, v))
+    out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], limits.shape[1]), dtype=torch.float32)
+    if sinks is None:
+        _forward_kernel(q, k, v, limits, walks, out, lse, scale * LOG2E)
+    else:
+        _sink_forward_kernel(q, k, v, sinks, limits, walks, out, lse, scale * LOG2E)
+    return out, lse
+
+
+def _backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: Optional[torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    limits: torch.Tensor,
+    walks: torch.Tensor,
+    scale: float,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv, dsinks); the last one is empty without sinks."""
+    if not _fits(q, k, walks, scale, v, sinks, limits, dout):
+        return attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale)
+    dout, q, k, v = map(aligned, (dout, q, k, v))
+    delta, dq, dk, dv = torch.empty_like(lse), q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    _dq_kernel(q, k, v, out, dout, lse, limits, walks, delta, dq, scale * LOG2E, scale)
+    _dkv_kernel(q, k, v, dout, lse, delta, limits, walks, dk, dv, scale * LOG2E, scale)
+    dsinks = lse.new_empty(0 if sinks is None else sinks.shape)
+    if sinks is not None:
+        _sink_gradient_kernel(sinks, lse, delta, dsinks, q.shape[0])
+    return dq, dk, dv, dsinks
+
+
+def _fake_forward(q, k, v, sinks, limits, walks, scale):
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], limits.shape[1]), dtype=wide(q.dtype))
+
+
+def _fake_backward(dout, q, k, v, sinks, out, lse, limits, walks, scale):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), lse.new_empty(0 if sinks is None else sinks.shape)
+
+
+attention_forward = traceable("attention_forward", _forward, _fake_forward)
+attention_backward = traceable("attention_backward", _backward, _fake_backward)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, limits, walks, scale):
+        out, lse = attention_forward(q, k, v, sinks, limits, walks, scale)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, limits, walks)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    @outside_autocast
+    def backward(ctx, dout):
+        q, k, v, sinks, out, lse, limits, walks = ctx.saved_tensors
+        dq, dk, dv, dsinks = attention_backward(dout, q, k, v, sinks, out, lse, limits, walks, ctx.scale)
+        return dq, dk, dv, None if sinks is None else dsinks, None, None, None
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Union[AttentionPlan, None] = None,
+    *,
+    cu_seqlens: Optional[torch.Tensor] = None,
+    position_ids: Optional[torch.Tensor] = None,
+    padding_mask: Optional[torch.Tensor] = None,
+    causal: bool = True,
+    window: Optional[int] = None,
+    sinks: Optional[torch.Tensor] = None,
+    scale: Optional[float] = None,
+) -> torch.Tensor:
+    """Computes softmax(scale * q @ k.T) @ v, where each query sees the keys of its own document.
+
+    q: [tokens, heads, head_dim] or [batch, tokens, heads, head_dim]; k, v: the same with their own number of heads, which divides q's.
+    Parts of one projection's rows are read where they lie. plan: which tokens see which, for all layers of a batch; without one it is made
+    here, of cu_seqlens, or of position_ids [batch, tokens] and padding_mask, or of padding_mask, each as `AttentionPlan` takes
+    them, or with every row a document, and of causal and window. sinks: [heads], one more score for every query of a head, of a key
+    whose value is zero; differentiable. scale: head_dim ** -0.5 if None. Returns a new contiguous tensor of q's shape; the rows
+    of padding are zero.
+
+    Under autocast q, k and v are cast to its dtype, as those of SDPA are. bf16 and fp16 with a head_dim of 64 or 128 run in the kernels, the rest in PyTorch. Two runs give the same bits in the kernels.
+    Raises ValueError when shapes, dtypes or devices do not fit, or when a plan comes with what it is made of.
+    """
+    if autocasts(q.device):
+        options = {"cu_seqlens": cu_seqlens, "position_ids": position_ids, "padding_mask": padding_mask, "causal": causal, "window": window}
+        q, k, v = as_autocast(q.device, q, k, v)
+        with without_autocast(q.device):
+            return attention(q, k, v, plan, sinks=sinks, scale=scale, **options)
+    _check(q, k, v, sinks)
+    batched = q.dim() == 4
+    batch, length = q.shape[:2] if batched else (1, q.shape[0])
+    tokens = batch * length
+    if plan is not None:
+        made_of = {"cu_seqlens": cu_seqlens, "position_ids": position_ids, "padding_mask": padding_mask, "window": window}
+        for name, value in made_of.items():
+            if value is not None:
+                fail(name, "given beside a plan", "None: a plan was made of it")
+        if not causal:
+            fail("causal", causal, "the default beside a plan, which was made for causal attention or not")
+        if plan.tokens != tokens or plan.limits.device != q.device:
+            fail("plan", f"for {plan.tokens} tokens on {plan.limits.device}", f"one for {tokens} tokens on {q.device}")
+    out_shape = q.shape
+    if tokens == 0:
+        return q * 1
+    if plan is None:
+        plan = _plan_of(batch, length, q.device, cu_seqlens, position_ids, padding_mask, causal, window)
+    q, k, v = (x.flatten(0, 1) if batched else x for x in (q, k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    sinks = None if sinks is None else sinks.to(wide(q.dtype))
+    if needs_formula(q, k, v, sinks, plan.limits):
+        return attention_reference(q, k, v, sinks, plan.limits, scale)[0].view(out_shape)
+    return apply_function(_Attention, q, k, v, sinks, plan.limits, plan.walks, scale).view(out_shape)
+
+
+def _plan_of(batch, length, device, cu_seqlens, position_ids, padding_mask, causal, window):
+    if cu_seqlens is not None:
+        for name, value in (("position_ids", position_ids), ("padding_mask", padding_mask)):
+            if value is not None:
+                fail(name, "given beside cu_seqlens", "one of them")
+        return AttentionPlan.from_cu_seqlens(cu_seqlens, batch * length, causal, window)
+    for name, value in (("position_ids", position_ids), ("padding_mask", padding_mask)):
+        if value is not None and value.shape != (batch, length):
+            fail(name, describe(value), f"[{batch}, {length}]")
+    if position_ids is not None:
+        return AttentionPlan.from_position_ids(position_ids, padding_mask, causal, window)
+    if padding_mask is not None:
+        return AttentionPlan.from_padding_mask(padding_mask, causal, window)
+    cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
+    return AttentionPlan.from_cu_seqlens(cu_seqlens, batch * length, causal, window)
+
+
+def _check(q, k, v, sinks) -> None:
+    need_floats(q=q, k=k, v=v)
+    if q.dim() not in (3, 4):
+        fail("q", describe(q), "[tokens, heads, head_dim] or [batch, tokens, heads, head_dim]")
+    for name, x in (("k", k), ("v", v)):
+        if x.dim() != q.dim() or x.shape[:-2] != q.shape[:-2] or x.shape[-1] != q.shape[-1] or x.shape != k.shape:
+            fail(name, describe(x), f"q's tokens and head_dim, and as many heads in k as in v; q is {describe(q)}")
+        if x.dtype != q.dtype or x.device != q.device:
+            fail(name, describe(x), f"of q's dtype and device, {q.dtype} on {q.device}")
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        fail("k", describe(k), f"a number of heads that divides q's, {q.shape[-2]}")
+    if sinks is not None and (sinks.shape != q.shape[-2:-1] or sinks.device != q.device or not sinks.is_floating_point()):
+        fail("sinks", describe(sinks), f"floats [{q.shape[-2]}] on {q.device}")

@@ -1,0 +1,35 @@
+"""Autocast and the operations: their products in autocast's dtype where PyTorch's would be, and never something else in the backward
+pass."""
+
+import functools
+from typing import List, Optional
+
+import torch
+
+from .common import autocasts
+
+
+def without_autocast(device: torch.device):
+    """Makes a context in which products are computed in the dtypes of their tensors."""
+    return torch.autocast(device.type, enabled=False)
+
+
+def as_autocast(device: torch.device, *tensors: Optional[torch.Tensor]) -> List[Optional[torch.Tensor]]:
+    """Casts tensors as autocast casts those of a matrix product: to its dtype, but for float64 and what is not floating point."""
+    dtype = torch.get_autocast_dtype(device.type)
+    return [t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+
+
+def outside_autocast(backward):
+    """Decorates the backward pass of an autograd function: it computes in the dtypes of what was saved, also where someone calls
+    `backward()` under autocast, whose products would be of another dtype than the tensors that they are added to."""
+
+    @functools.wraps(backward)
+    def run(ctx, *grads):
+        device = next(grad.device for grad in grads if grad is not None)
+        if not autocasts(device):
+            return backward(ctx, *grads)
+        with without_autocast(device):
+            return backward(ctx, *grads)
+
+    return run

@@ -1,0 +1,280 @@
+"""Linear projections of one input inside an autograd node, each with a low-rank adapter beside its weight where it has one:
+
+    y = x @ weight.T + scaling * (dropout(x) @ a.T @ b.T + bias)          (LoRA, arXiv 2106.09685)
+
+The adapter is added to the product by a GEMM, so nothing as wide as y is made for it, and what is kept for the backward pass is
+`scaling * dropout(x) @ a.T`, as narrow as the rank. Where no weight needs a gradient the input is not asked for either. Dropout keeps
+no mask: the generator's state before it is kept, and the backward pass draws the same numbers again.
+"""
+
+import copy
+from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
+
+import torch
+from torch.nn.functional import dropout, linear
+
+from .common import side_by_side
+
+FP32 = torch.float32
+# A product of half precision numbers with a result in fp32, which the GEMM has anyway, needs no second kernel to widen it.
+_MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()
+
+
+class FourBitWeight:
+    """A weight [out, in] that another library keeps in four bits and makes dense for one product at a time. dequantize: the
+    library's function of the weight and its state."""
+
+    __slots__ = ("weight", "dequantize")
+    requires_grad = False
+
+    def __init__(self, weight: torch.Tensor, dequantize):
+        self.weight, self.dequantize = weight, dequantize
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.weight.quant_state.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.dequantize(self.weight.data, self.weight.quant_state).to(dtype)
+
+
+class Projection(NamedTuple):
+    """One linear layer.
+
+    weight: [out, in]. a: [rank, in] and b: [out, rank] of its adapter, or None for both; bias: [out], the adapter's, or None. Of the
+    dtype in which products are made, or wider: then they are rounded to it, once a forward pass, and their gradients are of their own
+    dtype. scaling: of the adapter, its bias included. dropout: the probability with which an element of the adapter's input is zeroed.
+    """
+
+    weight: Union[torch.Tensor, FourBitWeight]
+    a: Optional[torch.Tensor] = None
+    b: Optional[torch.Tensor] = None
+    bias: Optional[torch.Tensor] = None
+    scaling: float = 1.0
+    dropout: float = 0.0
+
+
+OF_ONE = 4  # tensors of a projection among the arguments of an autograd function
+
+
+def tensors_of(projections: Sequence[Projection]) -> list:
+    """Lists weight, a, b and bias of each, as an autograd function takes them."""
+    return [part for projection in projections for part in projection[:OF_ONE]]
+
+
+def numbers_of(projections: Sequence[Projection]) -> tuple:
+    """The scaling and dropout of each."""
+    return tuple(projection[OF_ONE:] for projection in projections)
+
+
+def from_parts(tensors: Sequence, numbers: Sequence[tuple]) -> List[Projection]:
+    """The projections that `tensors_of` and `numbers_of` took apart."""
+    return [Projection(*tensors[OF_ONE * i : OF_ONE * i + OF_ONE], *number) for i, number in enumerate(numbers)]
+
+
+def projection_reference(x: torch.Tensor, projection: Projection) -> torch.Tensor:
+    """A projection in PyTorch, which can differentiate it. x: [..., in], of the dtype in which products are made."""
+    weight, a, b, bias, scaling, probability = projection
+    dtype = x.dtype
+    y = linear(x, weight.dense(dtype) if isinstance(weight, FourBitWeight) else weight.to(dtype))
+    if a is None:
+        return y
+    low = linear(dropout(x, probability) if probability else x, a.to(dtype))
+    return y + linear(low, b.to(dtype), None if bias is None else bias.to(dtype)) * scaling
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return torch.default_generator
+
+
+def _dropped_again(x: torch.Tensor, probability: float, state: torch.Tensor) -> torch.Tensor:
+    """dropout(x) with the numbers that follow a state of the generator, which is left as it was."""
+    generator = _generator(x.device)
+    now = generator.get_state()
+    generator.set_state(state)
+    try:
+        return dropout(x, probability)
+    finally:
+        generator.set_state(now)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """left @ right in a dtype."""
+    if dtype == left.dtype:
+        return torch.mm(left, right)
+    if _MM_WIDENS and dtype == FP32 and left.is_cuda:
+        return torch.mm(left, right, out_dtype=FP32)
+    return torch.mm(left, right).to(dtype)
+
+
+def _rows_in_one(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """All rows of matrices in one of a dtype; the matrix itself where it is the only one and has it."""
+    if len(tensors) == 1:
+        return tensors[0].to(dtype)
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    return torch.cat([t.detach() for t in tensors], out=torch.empty((rows, tensors[0].shape[1]), dtype=dtype, device=tensors[0].device))
+
+
+class Projections:
+    """The projections of one input, between the forward and the backward pass of an autograd node.
+
+    `forward` leaves the tensors that the backward pass needs in the object; `saved` hands them over, for `save_for_backward`, and
+    `loaded` makes an object that has them again. The other attributes are numbers and names.
+    """
+
+    def __init__(self, projections: Sequence[Projection], dtype: torch.dtype):
+        """dtype: of the products."""
+        self.dtype = dtype
+        self.rows = [projection.weight.shape[0] for projection in projections]
+        self.four_bit = {i: p.weight for i, p in enumerate(projections) if isinstance(p.weight, FourBitWeight)}
+        self.dtypes = [None if i in self.four_bit else p.weight.dtype for i, p in enumerate(projections)]
+        self.spans: dict = {}  # of the projections with an adapter, by their place: its columns in `low`
+        start = 0
+        for i, projection in enumerate(projections):
+            if projection.a is not None:
+                self.spans[i] = slice(start, start + projection.a.shape[0])
+                start = self.spans[i].stop
+        self.rank = start
+        self.scalings = [projection.scaling for projection in projections]
+        self.dropouts = [projection.dropout for projection in projections]
+        self.drops = any(self.dropouts[i] for i in self.spans)
+        self.adapter_dtypes = [tuple(None if t is None else t.dtype for t in projection[1:OF_ONE]) for projection in projections]
+        self.states: dict = {}
+        weights = [None if i in self.four_bit else projection.weight for i, projection in enumerate(projections)]
+        self.whole = None if self.four_bit or len(weights) == 1 else side_by_side(weights)
+        self.rounded_whole = self.whole is not None and self.whole.dtype != dtype
+        if self.rounded_whole:
+            self.whole = self.whole.to(dtype)
+            weights = self.whole.split(self.rows)
+        self.weights = [None if weight is None else weight.to(dtype) for weight in weights]
+        self.a = self.low = None
+        self.b: list = []
+        if self.spans:
+            self.a = _rows_in_one([projections[i].a for i in self.spans], dtype)
+            self.b = [projections[i].b.to(dtype) for i in self.spans]
+
+    def _weight(self, i: int) -> torch.Tensor:
+        return self.four_bit[i].dense(self.dtype) if i in self.four_bit else self.weights[i]
+
+    def forward(self, x: torch.Tensor, biases: Sequence[Optional[torch.Tensor]], in_one: bool = True, onto=None, out=None) -> list:
+        """What each projection makes of x [tokens, in]: [tokens, out].
+
+        biases: of the adapters. in_one: whether weights that lie side by side are one product. onto: [tokens, out], added to the only
+        projection's result, which is written to `out`.
+        """
+        if onto is not None:
+            results = [torch.addmm(onto, x, self._weight(0).t(), out=out) if out is not None else torch.addmm(onto, x, self._weight(0).t())]
+        elif self.whole is not None and in_one:
+            results = list(linear(x, self.whole).split(self.rows, 1))
+        else:
+            results = [linear(x, self._weight(i)) for i in range(len(self.rows))]
+        if self.spans:
+            self.low = self._low(x)
+            for (i, span), b in zip(self.spans.items(), self.b):
+                results[i].addmm_(self.low[:, span], b.t())
+                if biases[i] is not None:
+                    results[i].add_(biases[i].to(self.dtype), alpha=self.scalings[i])
+        return results
+
+    def _low(self, x: torch.Tensor) -> torch.Tensor:
+        """scaling * dropout(x) @ a.T of all adapters, side by side."""
+        low = x.new_empty((x.shape[0], self.rank))
+        scalings = {self.scalings[i] for i in self.spans}
+        if not self.drops and len(scalings) == 1:
+            return low.addmm_(x, self.a.t(), beta=0, alpha=scalings.pop())
+        for i, span in self.spans.items():
+            dropped = x
+            if self.dropouts[i]:
+                self.states[i] = _generator(x.device).get_state()
+                dropped = dropout(x, self.dropouts[i])
+            low[:, span].addmm_(dropped, self.a[span].t(), beta=0, alpha=self.scalings[i])
+        return low
+
+    def saved(self) -> list:
+        """Hands over the tensors that the backward pass needs."""
+        if self.rounded_whole:
+            tensors = [self.a, self.low, self.whole, *self.b]
+        else:  # the weights themselves, of which autograd notices when they are written to before the backward pass
+            tensors = [self.a, self.low, *self.weights, *self.b]
+        self.whole = self.a = self.low = None
+        self.weights, self.b = [], []
+        return tensors
+
+    def loaded(self, tensors: Sequence[Optional[torch.Tensor]]) -> Tuple["Projections", Sequence[Optional[torch.Tensor]]]:
+        """An object like this one with the tensors that `saved` handed over, and those that are left."""
+        new, start = copy.copy(self), 3 if self.rounded_whole else 2 + len(self.rows)
+        new.a, new.low = tensors[:2]
+        if self.rounded_whole:
+            new.whole = tensors[2]
+        else:
+            new.weights = tensors[2:start]
+            new.whole = None if self.four_bit or start == 3 else side_by_side(new.weights)
+        end = start + len(self.spans)
+        new.b = tensors[start:end]
+        return new, tensors[end:]
+
+    def low_gradient(self, grads: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
+        """The gradient of dropout(x) @ a.T of all adapters, side by side; grads: of the results, [tokens, out] each."""
+        if not self.spans:
+            return None
+        low = grads[0].new_empty((grads[0].shape[0], self.rank))
+        for (i, span), b in zip(self.spans.items(), self.b):
+            low[:, span].addmm_(grads[i], b, beta=0, alpha=self.scalings[i])
+        return low
+
+    def input_gradient(self, grads: Sequence[torch.Tensor], dlow: Optional[torch.Tensor],
+                       together: Optional[torch.Tensor] = None) -> torch.Tensor:
+        """The gradient of x, [tokens, in]. dlow: of `low_gradient`. together: where the grads lie side by side, the matrix that they are
+        in."""
+        if self.whole is not None and together is not None:
+            dx = torch.mm(together, self.whole)
+        else:
+            dx = torch.mm(grads[0], self._weight(0))
+            for i in range(1, len(grads)):
+                dx.addmm_(grads[i], self._weight(i))
+        if dlow is None:
+            return dx
+        if not self.drops:
+            return dx.addmm_(dlow, self.a)
+        for i, span in self.spans.items():
+            if self.dropouts[i]:
+                dx += _dropped_again(torch.mm(dlow[:, span], self.a[span]), self.dropouts[i], self.states[i])
+            else:
+                dx.addmm_(dlow[:, span], self.a[span])
+        return dx
+
+    def gradients(self, grads: Sequence[torch.Tensor], dlow: Optional[torch.Tensor], x, needs: Sequence[bool]) -> list:
+        """The gradients of weight, a, b and bias of each projection, None for those that `needs` leaves out.
+
+        x: a function that gives the input [tokens, in]; called once, and only when a weight or an a needs it.
+        """
+        found: list = [None] * len(needs)
+        y = x() if any(needs[OF_ONE * i] or needs[OF_ONE * i + 1] for i in range(len(grads))) else None
+        for i, grad in enumerate(grads):
+            at = OF_ONE * i
+            if needs[at]:
+                found[at] = _product(grad.t(), y, self.dtypes[i])
+            if i not in self.spans:
+                continue
+            a_dtype, b_dtype, bias_dtype = self.adapter_dtypes[i]
+            if needs[at + 2]:
+                found[at + 2] = _product(grad.t(), self.low[:, self.spans[i]], b_dtype)
+            if needs[at + 3]:
+                found[at + 3] = (grad.sum(0, dtype=torch.promote_types(grad.dtype, FP32)) * self.scalings[i]).to(bias_dtype)
+        wanted = [i for i in self.spans if needs[OF_ONE * i + 1]]
+        # One product for all, and each gradient in a storage of its own: of several in one, accelerate would save one.
+        if len(wanted) > 1 and len(wanted) == len(self.spans) and not self.drops and self.adapter_dtypes[wanted[0]][0] != self.dtype:
+            together = torch.mm(dlow.t(), y)
+            for i in wanted:
+                found[OF_ONE * i + 1] = together[self.spans[i]].to(self.adapter_dtypes[i][0], copy=True)
+            return found
+        for i in wanted:
+            dropped = _dropped_again(y, self.dropouts[i], self.states[i]) if self.dropouts[i] else y
+            found[OF_ONE * i + 1] = _product(dlow[:, self.spans[i]].t(), dropped, self.adapter_dtypes[i][0])
+        return found
