@@ -1,6 +1,7 @@
 """Liger-Kernel 0.8.5's own kernels beside ours: `python -m tests.liger_reference <package folder> cpu` in Triton's interpreter, or `cuda`.
 
-Run as a process of its own, because TRITON_INTERPRET must be set before Triton is imported. Half of the cases need a GPU: Triton's interpreter
+Run as a process of its own, because TRITON_INTERPRET must be set before Triton is imported. Half of the cases need a GPU: Triton's
+interpreter
 does not know what those kernels call. Prints one line of JSON: for each case in which Liger is
 wrong, by name, whether it still is, and whether ours is right.
 """

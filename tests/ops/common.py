@@ -44,7 +44,8 @@ ROW_FACTOR = 2.0
 
 
 def assert_rows_close(found, wanted, dtype, what="result", factor=1.0, floor=1e-2, row_factor=ROW_FACTOR):
-    """As `assert_close`, and for each row of the last dimension with a bound of row_factor times the table's. floor: of a typical row's size:
+    """As `assert_close`, and for each row of the last dimension with a bound of row_factor times the table's. floor: of a typical row's
+    size:
     smaller ones (zeros, or terms of a gradient that cancel) are judged by that."""
     assert found.dtype == dtype, f"{what} is {found.dtype}, expected {dtype}"
     assert_close(found, wanted, dtype, what, factor)

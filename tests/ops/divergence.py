@@ -71,7 +71,8 @@ def labels_of(shape, device, ignore_index=-100):
 
 
 def check_divergence(ops, device, dtype, op, shape, *, factor=1.0, loss_factor=1.0, floor=1e-2, upstream=None, pair=None, labels=None, ignore_index=-100, **options):
-    """factor, loss_factor: of the bounds of the gradient and of the loss. floor: as of `assert_rows_close`. upstream: the gradient of a scalar loss; pair: (student's, teacher's) to take."""
+    """factor, loss_factor: of the bounds of the gradient and of the loss. floor: as of `assert_rows_close`. upstream: the gradient of a
+    scalar loss; pair: (student's, teacher's) to take."""
     from_logits, reduction = options.get("from_logits", False), options.get("reduction", "mean" if op == "kl_div" else "batchmean")
     kinds = {k: options[k] for k in ("beta", "log_target", "eps") if k in options}
     x, y = pair or inputs(op, dtype, device, shape, from_logits, options.get("log_target", False), options.pop("similar", False))

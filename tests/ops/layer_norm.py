@@ -21,7 +21,8 @@ def layer_norm_exact(x, weight, bias, eps):
 def check_layer_norm(
     ops, device, dtype, shape, *, parameters="both", weight_dtype=None, dims=1, eps=1e-5, mean=0.5, trend=0.0, view=lambda x: x, factor=1.0
 ):
-    """parameters: "both", "weight", "bias" or "none". dims: to normalise over. mean: of x; trend: how far it changes to either side along a row. view: makes the argument out of a contiguous
+    """parameters: "both", "weight", "bias" or "none". dims: to normalise over. mean: of x; trend: how far it changes to either side along
+    a row. view: makes the argument out of a contiguous
     tensor."""
     weight_dtype = weight_dtype or dtype
     base = randn(*shape, dtype=FP32, device=device) + mean

@@ -14,7 +14,8 @@ def rotary_complex_exact(x, freqs):
 
 
 def frequencies(rows, tokens, pairs, device):
-    """Complex numbers whose length is not 1, other ones for each row: neither a conjugate nor an inverse nor another row passes for them."""
+    """Complex numbers whose length is not 1, other ones for each row: neither a conjugate nor an inverse nor another row passes for
+    them."""
     angle, length = randn(rows, tokens, pairs, dtype=torch.float32, device="cpu", seed=8), 1 + torch.arange(pairs) / pairs
     return torch.polar(length.expand(rows, tokens, pairs).contiguous(), 3 * angle).to(device)
 

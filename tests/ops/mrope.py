@@ -53,7 +53,8 @@ def check_multimodal(
     ops, device, dtype, batch=2, tokens=3, heads=(12, 2), head_dim=128, sections=(16, 24, 24), rows=None, interleaved=False, unsqueeze_dim=1,
     narrow=False, view=lambda x: x,
 ):  # fmt: skip
-    """rows: of the batch in cos and sin; narrow: tables half as wide. Both halves of the tables differ otherwise, and are no cosines: each is seen."""
+    """rows: of the batch in cos and sin; narrow: tables half as wide. Both halves of the tables differ otherwise, and are no cosines:
+    each is seen."""
     half = sum(sections)
     shape = (3, batch if rows is None else rows, tokens, half if narrow else 2 * half)
     tables = [randn(*shape, dtype=dtype, device=device, seed=6 + i) for i in range(2)]

@@ -41,7 +41,8 @@ def check_sparsemax(ops, device, dtype, shape, dim=-1, scale=1.0, view=lambda x:
 
 
 def hard_rows(columns):
-    """Rows whose support is everything, one element, a tie with tau; a slow one for Newton's method; large, tiny and negative numbers; -inf."""
+    """Rows whose support is everything, one element, a tie with tau; a slow one for Newton's method; large, tiny and negative numbers;
+    -inf."""
     rows = torch.zeros(10, columns)
     rows[1] = torch.linspace(0, 1e-6, columns)
     rows[2, columns // 2] = 5.0

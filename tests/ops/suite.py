@@ -1,4 +1,5 @@
-"""The operations of the package for Liger's users. Their files here have `all_cases(ops, device, dtypes)` too, (name, function) of every check."""
+"""The operations of the package for Liger's users. Their files here have `all_cases(ops, device, dtypes)` too, (name, function) of every
+check."""
 
 import importlib
 
@@ -22,7 +23,8 @@ MODULES = {
 
 
 class SuiteOperations(Operations):
-    """The operations of the suite as attributes, with the arguments that they have there, and `<module>_module` for what lies beside one."""
+    """The operations of the suite as attributes, with the arguments that they have there, and `<module>_module` for what lies beside
+    one."""
 
     def launched(self) -> int:
         """How many kernels the interpreter has run."""

@@ -248,7 +248,8 @@ def general_rms_norm(
     """RMSNorm over the last dimension, in fp32.
 
     x: [..., n], bf16, fp16 or fp32 (float64 runs in PyTorch). weight: [n], of x's dtype or fp32; None for 1 (the offset is then left out).
-    casting: "llama" rounds the normalised x to its dtype before it is multiplied by weight + offset; "gemma" rounds the product alone, and so
+    casting: "llama" rounds the normalised x to its dtype before it is multiplied by weight + offset; "gemma" rounds the product alone,
+    and so
     does "none". Returns [..., n] in x's dtype. Differentiable in x and weight. Raises ValueError when arguments do not fit.
     """
     offset = 0.0 if weight is None else float(offset)

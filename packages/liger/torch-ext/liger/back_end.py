@@ -1,8 +1,11 @@
 """Makes an unmodified Liger-Kernel run on the kernels of this package.
 
-Liger knows two ways to its operations. Its dispatcher (`liger_kernel.backends`) takes back ends by a public call. Everything else, and with it
-RMSNorm, the MLPs and the fused linear cross entropy of every patched model, holds its autograd functions by names bound at import, so those names are
-set in every module of Liger that has them, and set back by `restore_liger`. The modules that define the functions, `liger_kernel.ops.x`, and
+Liger knows two ways to its operations. Its dispatcher (`liger_kernel.backends`) takes back ends by a public call. Everything else, and
+with it
+RMSNorm, the MLPs and the fused linear cross entropy of every patched model, holds its autograd functions by names bound at import, so
+those names are
+set in every module of Liger that has them, and set back by `restore_liger`. The modules that define the functions, `liger_kernel.ops.x`,
+and
 Liger's own back ends stay as they are: `impl="nvidia-triton"` still means Liger's.
 """
 
@@ -96,7 +99,8 @@ def use_in_liger() -> list:
 
 
 def restore_liger() -> None:
-    """Gives Liger its own operations back, also where modules of it were imported meanwhile. Does nothing where `use_in_liger` did nothing."""
+    """Gives Liger its own operations back, also where modules of it were imported meanwhile. Does nothing where `use_in_liger` did
+    nothing."""
     ops = sys.modules.get("liger_kernel.ops")
     taken = vars(ops).pop(TAKEN, None) if ops is not None else None
     if not taken:

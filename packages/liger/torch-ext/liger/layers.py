@@ -90,7 +90,8 @@ class RotaryPosEmb(nn.Module):
 
 
 class ComplexRotaryEmb(nn.Module):
-    """For Llama 4's `apply_rotary_emb`: xq, xk [batch, tokens, heads, head_dim] and complex freqs_cis [batch, tokens, head_dim / 2] -> xq, xk."""
+    """For Llama 4's `apply_rotary_emb`: xq, xk [batch, tokens, heads, head_dim] and complex freqs_cis [batch, tokens, head_dim / 2] ->
+    xq, xk."""
 
     can_torch_compile = True
 

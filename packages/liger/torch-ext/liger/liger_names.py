@@ -3,7 +3,8 @@
 `from liger_kernel.transformers import LigerRMSNorm` becomes an import from here, and Liger need not be installed. Three kinds of names:
 `LigerXFunction` with `.apply` (Liger's autograd functions), `liger_x` (its functions), and `LigerX` (its modules).
 
-What Liger's arguments `in_place`, `row_mode`, `BLOCK_SIZE`, `impl`, `mode`, `backend` and `compute_params` choose does not exist here: nothing of
+What Liger's arguments `in_place`, `row_mode`, `BLOCK_SIZE`, `impl`, `mode`, `backend` and `compute_params` choose does not exist here:
+nothing of
 the caller's is ever overwritten, and there is one implementation. They are accepted and have no effect.
 """
 
@@ -166,7 +167,8 @@ class LigerGELUMulFunction:
 
 
 class LigerRopeFunction:
-    """q [batch, heads, tokens, head_dim], k the same with its heads, cos, sin [batch or 1, tokens, rotary_dim] -> new q, k. position_ids has
+    """q [batch, heads, tokens, head_dim], k the same with its heads, cos, sin [batch or 1, tokens, rotary_dim] -> new q, k. position_ids
+    has
     no effect, as in Liger; unsqueeze_dim is the dimension of 1 in tables of four dimensions."""
 
     @staticmethod
@@ -176,7 +178,8 @@ class LigerRopeFunction:
 
 
 class LigerLlama4RopeFunction:
-    """q [batch, tokens, heads, head_dim], k the same with its heads, freqs_cis complex, or its parts interleaved -> new q, k. Every batch row
+    """q [batch, tokens, heads, head_dim], k the same with its heads, freqs_cis complex, or its parts interleaved -> new q, k. Every batch
+    row
     has its own positions, where freqs_cis has them: Liger gives all rows those of the first."""
 
     @staticmethod
@@ -187,7 +190,8 @@ class LigerLlama4RopeFunction:
 
 
 class LigerQwen2VLMRopeFunction:
-    """q [batch, heads, tokens, head_dim], k the same with its heads, cos, sin [3, batch, tokens, head_dim] -> new q, k. unsqueeze_dim has no
+    """q [batch, heads, tokens, head_dim], k the same with its heads, cos, sin [3, batch, tokens, head_dim] -> new q, k. unsqueeze_dim has
+    no
     effect, as in Liger."""
 
     @staticmethod
@@ -196,7 +200,8 @@ class LigerQwen2VLMRopeFunction:
 
 
 class LigerCrossEntropyFunction:
-    """_input [tokens, classes], target [tokens] -> (loss, z_loss, token_accuracy, predicted_tokens), None for what is not asked for; losses in
+    """_input [tokens, classes], target [tokens] -> (loss, z_loss, token_accuracy, predicted_tokens), None for what is not asked for;
+    losses in
     _input's dtype."""
 
     @staticmethod
@@ -301,7 +306,8 @@ class LigerTVDLossFunction:
 
 
 class LigerFusedLinearJSDFunction:
-    """student_input [tokens, hidden], student_weight [classes, hidden], the teacher's with its own hidden size, shift_labels [tokens] or None ->
+    """student_input [tokens, hidden], student_weight [classes, hidden], the teacher's with its own hidden size, shift_labels [tokens] or
+    None ->
     the loss, fp32. The teacher gets no gradient."""
 
     @staticmethod
@@ -332,7 +338,8 @@ class LigerFusedNeighborhoodAttentionFunction:
 
 
 class LigerTiledMLPFunction:
-    """fn(mlp_module, x) over shards of x's tokens, each computed again in the backward pass. Weights get their gradients from autograd, once,
+    """fn(mlp_module, x) over shards of x's tokens, each computed again in the backward pass. Weights get their gradients from autograd,
+    once,
     whatever requires a gradient beside them: Liger's writes .grad itself, once a shard, and not at all where x requires none."""
 
     @staticmethod
@@ -342,7 +349,8 @@ class LigerTiledMLPFunction:
 
 
 def apply_tiled_mlp(fn, mlp_module, x, num_shards=None, compute_params=None):
-    """`LigerTiledMLPFunction` with ceil(tokens / hidden) shards where none are given. The MLPs of Liger's own tiled modules go to the operation,
+    """`LigerTiledMLPFunction` with ceil(tokens / hidden) shards where none are given. The MLPs of Liger's own tiled modules go to the
+    operation,
     where their projections are torch.nn.Linear and nobody listens to them."""
     shards = max(1, math.ceil(x.shape[-2] / x.shape[-1]) if num_shards is None else num_shards)
     activation = TILED.get(type(mlp_module).__name__) if getattr(fn, "__name__", "") == "_mlp_forward" else None
@@ -420,7 +428,8 @@ def liger_llama4_text_rotary_pos_emb(xq, xk, freqs_cis):
 
 
 def liger_llama4_vision_rotary_pos_emb(query, key, freqs_ci):
-    """freqs_ci: complex [tokens, head_dim / 2], with dimensions of 1 before and behind the tokens; or real, for a complex buffer that a cast
+    """freqs_ci: complex [tokens, head_dim / 2], with dimensions of 1 before and behind the tokens; or real, for a complex buffer that a
+    cast
     has taken the imaginary part of: then it multiplies."""
     freqs = freqs_ci.to(query.device)
     freqs = freqs.reshape(-1, query.shape[-1] // 2)
