@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .PHONY: help demo test test-gpu test-mutants test-multigpu test-sanitizer build stage upload hub check clean \
-	bench-ops bench-rmsnorm bench-lce bench-qwen3 bench-gpt-oss bench-fsdp bench-generate bench-adamw bench-plots
+	bench-ops bench-rmsnorm bench-lce bench-qwen3 bench-lora bench-gpt-oss bench-fsdp bench-generate bench-adamw bench-plots
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -62,6 +62,11 @@ bench-lce: $(READY) ## linear + cross entropy alone
 
 bench-qwen3: $(READY) ## whole training steps of Qwen3-8B (needs a 141 GB GPU; --model for smaller ones)
 	$(BIN)/python -m benchmark.benchmark_qwen3 --rounds 2 --budget-s 560
+
+bench-lora: $(READY) ## training steps of LoRA, and under autocast over bf16 and fp32 weights
+	$(BIN)/python -m benchmark.benchmark_lora
+	$(BIN)/python -m benchmark.steps --autocast --layers 12 --tokens 512,4096
+	$(BIN)/python -m benchmark.steps --autocast --weights fp32 --layers 12 --tokens 4096
 
 bench-gpt-oss: $(READY) ## GPT-OSS: the layer of experts, 32 and 128 of them, and training steps of 12 layers (needs a 141 GB GPU)
 	$(BIN)/python -m benchmark.benchmark_experts --budget-s 300

@@ -13,6 +13,8 @@ import torch
 from . import models, suites
 from .providers import is_ours, package, require_modules
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -123,7 +125,7 @@ QWEN3 = Family(
     step_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     prepare=prepare_qwen3,
-    new_model=lambda args, device: new_qwen3(args.model, args.layers, device),
+    new_model=lambda args, device: new_qwen3(args.model, args.layers, device, DTYPES[getattr(args, "weights", "bf16")]),
     packs=True,
     tokens=(256, 512, 1024, 2048, 4096, 8192, 16384, 18432, 20480, 24576, 26624),
 )
@@ -156,10 +158,11 @@ def make_model(name: str, layers: int | None, device: str, dtype: torch.dtype = 
     return model
 
 
-def fill(model) -> None:
-    """Draw all parameters of a model."""
+def fill(model, part: str = "") -> None:
+    """Draw all parameters of a model. part: those alone whose name has it."""
     for name, parameter in model.named_parameters():
-        fill_parameter(name, parameter)
+        if part in name:
+            fill_parameter(name, parameter)
 
 
 @torch.no_grad()
@@ -175,4 +178,4 @@ def fill_parameter(name: str, parameter: torch.Tensor) -> None:
 def make_optimizer(model, device: str, provider: str, folder: str = "."):
     """Return PyTorch's fused AdamW, or for "bastile_adamw" that of our package. folder: of its build.toml."""
     adamw = package(folder).AdamW if provider == "bastile_adamw" else torch.optim.AdamW
-    return adamw(model.parameters(), lr=1e-5, fused=device.startswith("cuda"))
+    return adamw([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-5, fused=device.startswith("cuda"))

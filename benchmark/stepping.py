@@ -11,17 +11,18 @@ import torch
 
 from . import records
 from .memory import GiB
-from .providers import NotInstalled
+from .providers import NotInstalled, require_modules
 from .report import message
 
 MARK = "@result "
 LOSSES = 5  # of the first steps, compared between providers
 
 
-def training_step(model, optimizer, batch: dict) -> torch.Tensor:
-    """Do one step of next-token prediction, and return the loss."""
+def training_step(model, optimizer, batch: dict, autocast: bool = False) -> torch.Tensor:
+    """Do one step of next-token prediction, its forward pass under autocast to bf16 where that is asked for, and return the loss."""
     # Only the loss is kept, so that logits that a provider returns do not live until the end of the backward pass.
-    loss = model(**batch).loss
+    with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=autocast):
+        loss = model(**batch).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -60,6 +61,31 @@ class Form:
         return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, and how. lora: the rank of PEFT's adapters on all projections, which alone are trained then; 0 for all weights.
+    autocast: to bf16, as `bf16=True` of a Trainer does it. weights: their dtype."""
+
+    lora: int = 0
+    autocast: bool = False
+    weights: str = "bf16"
+
+    @property
+    def name(self) -> str:
+        """Return what tells the results of this recipe from those of bf16 weights that are all trained: "" for that one."""
+        return f"_lora_{self.lora}" * bool(self.lora) + "_autocast" * self.autocast + "_fp32" * (self.weights == "fp32")
+
+    def adapt(self, model):
+        """Return the model as it is trained: itself, or a PEFT model whose adapters are drawn."""
+        if not self.lora:
+            return model
+        require_modules("peft")
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=self.lora, lora_alpha=2 * self.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+        return get_peft_model(model, config).train()
+
+
 @dataclass
 class Stepper:
     """A model in training, and the means to measure it."""
@@ -70,6 +96,7 @@ class Stepper:
     vocab: int
     rank: int = 0
     form: Form = Form()
+    autocast: bool = False
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -85,7 +112,7 @@ class Stepper:
         """Return the milliseconds of one step from an idle device to an idle device, and its loss."""
         self.synchronize()
         start = time.perf_counter()
-        loss = training_step(self.model, self.optimizer, batch)
+        loss = training_step(self.model, self.optimizer, batch, self.autocast)
         self.synchronize()
         return (time.perf_counter() - start) * 1e3, loss
 

@@ -2,6 +2,7 @@
 
     python -m benchmark.steps [--model qwen3_0.6b] [--tokens 4096,8192]
     python -m benchmark.steps --model gpt_oss_20b [--layers 24]
+    python -m benchmark.steps --autocast [--weights fp32] [--lora 16]
     python -m benchmark.steps --layers 12 --tokens 8192 --documents 8
     python -m benchmark.steps --layers 12 --tokens 8192 --rows 4 --padding 0.2
 
@@ -27,7 +28,7 @@ from .processes import Group
 from .providers import is_ours, package
 from .report import log
 from .step_results import Results
-from .stepping import Form, Stepper, child
+from .stepping import Form, Recipe, Stepper, child
 
 
 def known_providers() -> tuple[str, ...]:
@@ -67,6 +68,9 @@ def child_arguments(args, provider: str) -> list[str]:
     found = ["--child", provider, "--model", args.model, "--tokens", ",".join(map(str, args.tokens)), "--device", args.device]
     found += ["--warmup", str(args.warmup), "--steps", str(args.steps)]
     found += ["--documents", str(args.documents), "--rows", str(args.rows), "--padding", str(args.padding)]
+    recipe = recipe_of(args)
+    if recipe.name:
+        found += ["--lora", str(recipe.lora), "--weights", recipe.weights, *(["--autocast"] * recipe.autocast)]
     return found + ["--layers", str(args.layers or models.size(args.model).layers)]
 
 
@@ -101,30 +105,49 @@ def form_of(args) -> Form:
     return Form(args.documents, args.rows, args.padding)
 
 
+def add_recipe(p: argparse.ArgumentParser, lora: int = 0) -> None:
+    """Add the options of what is trained, and how. lora: the rank unless told otherwise."""
+    p.add_argument("--lora", type=int, default=lora, help="the rank of PEFT's adapters on all projections; 0 trains all weights")
+    p.add_argument("--autocast", action="store_true", help="to bf16, as bf16=True of a Trainer does it")
+    p.add_argument("--weights", choices=("bf16", "fp32"), default="bf16", help="the dtype of the weights")
+
+
+def recipe_of(args) -> Recipe:
+    """Return what the command line says of what is trained, and how."""
+    return Recipe(args.lora, args.autocast, args.weights) if hasattr(args, "lora") else Recipe()
+
+
 def build(args) -> Stepper:
     """Return what a measuring process steps."""
-    family = families.family_of(args.model)
+    family, recipe = families.family_of(args.model), recipe_of(args)
     model = family.new_model(args, args.device)
     families.fill(model)
+    model = recipe.adapt(model)
+    families.fill(model, "lora_")
     if family.packs and is_ours(args.child) and args.child != "bastile_unpacked":
         package(family.package).pack(model)
     optimizer = families.make_optimizer(model, args.device, args.child, family.package)
     if args.child == "torch_compile":
         model.model = torch.compile(model.model)
-    return Stepper(model, optimizer, args.device, model.config.vocab_size, form=form_of(args))
+    return Stepper(model, optimizer, args.device, model.config.vocab_size, form=form_of(args), autocast=recipe.autocast)
 
 
-def main(arguments=None):
-    """Measure the steps of a model, or do so in a measuring process."""
-    p = parser("Training steps on one GPU.")
+def main(arguments=None, lora: int = 0, tokens: tuple[int, ...] | None = None, layers: int | None = None):
+    """Measure the steps of a model, or do so in a measuring process. lora, tokens, layers: what is taken unless told otherwise."""
+    p = parser("Training steps on one GPU.", tokens)
+    add_recipe(p, lora)
     args = p.parse_args(arguments)
-    family = families.family_of(args.model)
+    family, recipe = families.family_of(args.model), recipe_of(args)
     if args.child:
         return child(args, build, family.prepare)
-    args.tokens, args.layers = args.tokens or family.tokens, args.layers or family.layers
+    args.tokens, args.layers = args.tokens or family.tokens, args.layers or layers or family.layers
     args.providers = args.providers or family.step_providers
     check_providers(p, args, family)
-    return run_all(f"{family.name}_step{form_of(args).name}", __file__, args)
+    if recipe.lora and "torch_compile" in args.providers:
+        p.error("argument --providers: torch_compile compiles no adapters; leave it out, or --lora")
+    if recipe.weights == "fp32" and family.name != "qwen3":
+        p.error(f"argument --weights: fp32 is for Qwen3, and the model is {args.model}")
+    return run_all(f"{family.name}_step{recipe.name}{form_of(args).name}", __file__, args)
 
 
 if __name__ == "__main__":

@@ -269,6 +269,7 @@ SINK_TILE = 1024  # tokens of a step of the gradient of the sinks
 HALVES = ("bfloat16", "float16")
 AMPERE, HOPPER, RTX = ("sm_80", "sm_86", "sm_89"), ("sm_90", "sm_100", "sm_103", "sm_110"), ("sm_120", "sm_121")
 H100, BLACKWELL = HOPPER[:1], HOPPER[1:]
+NO_HINTS: dict[str, int] = {}
 PAIR, THREE, FOUR, EIGHT = {"occupancy": 2}, {"occupancy": 3}, {"occupancy": 4}, {"num_worker_warps": 8}
 # (head_dim, architectures, STEP, LATENCY, MASK, hints, why it may spill). Those of sm_90 are the fastest of 33 on an H200: of head_dim
 # 128 over 1, 8, 32 and uneven documents, of head_dim 64 over windows of 128 tokens with sinks, all of a document, and 8 documents. The
@@ -290,7 +291,8 @@ DQ = (
 )
 DKV = (
     (128, AMPERE + RTX, 32, 2, EVERY_STEP, EIGHT, "8 bytes on sm_8x; steps of 16 spill nothing, at half the work a step"),
-    (128, HOPPER, 64, 3, SOME_STEPS, PAIR),
+    (128, H100, 64, 3, SOME_STEPS, PAIR),
+    (128, BLACKWELL, 64, 3, SOME_STEPS, NO_HINTS),  # 255 registers: one block, whatever is asked for
     (64, AMPERE + RTX, 32, 2, EVERY_STEP, EIGHT),
     (64, HOPPER, 64, 4, SOME_STEPS, PAIR),
 )

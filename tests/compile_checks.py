@@ -20,6 +20,14 @@ def custom_operators(package) -> dict:
     return {name.split("::")[1]: getattr(getattr(torch.ops, namespace), name.split("::")[1]) for name in names}
 
 
+def _plan_of_70_tokens(device) -> tuple:
+    """(limits, walks) of one causal document."""
+    t = torch.arange(128)
+    limits = torch.where(t < 70, torch.stack((0 * t, t + 1, t, 0 * t + 70)), 0)
+    queries, keys = [[1, 0], [0, 0], [0, 0], [65, 1], [70, 64]], [[0, 1], [0, 64], [63, 69], [70, 70], [70, 70]]
+    return limits.to(device, torch.int32), torch.tensor(queries + keys, dtype=torch.int32, device=device)
+
+
 def operator_arguments(device, dtype) -> dict:
     """name -> calls of each operator, in the layouts and with the switches that the operations use."""
 
@@ -39,11 +47,19 @@ def operator_arguments(device, dtype) -> dict:
     ends = torch.tensor([4, 6, 7, 10], dtype=torch.int32, device=device)
     routed = new(5, 64, seed=8), expert, new(5, 2, seed=9), new(4, 256, 64, seed=10), new(4, 64, 128, seed=11), None, None
     silu = False, False, 1.0, float("inf")
+    # One document of 70 tokens, causal, as attention's plan describes it.
+    heads, attended = (new(70, 4, 64), new(70, 2, 64, seed=1), new(70, 2, 64, seed=2)), new(70, 4, 64, seed=3)
+    sinks = new(4, dtype=torch.float32)
+    documents, plan = torch.tensor([[0], [70]], dtype=torch.int32, device=device), _plan_of_70_tokens(device)
+    lse = 9 + new(4, 128, dtype=torch.float32).abs()
     hidden, head, target = new(5, 64, seed=14), new(40, 64, seed=15), torch.tensor([3, 39, -100, 0, 7], device=device)
     scale, of_loss = new(1, dtype=torch.float32, seed=16).abs(), (-100, [0.0, 0.0, 0.0], [False] * 4, None)
     every_option = (-100, [0.1, 20.0, 0.01], [False, True, True, True], torch.float32)
     vectors = new(40, seed=17), new(40, dtype=torch.float32, seed=18).abs()
     return {
+        "attention_plan": [(documents, 70, 70, 0), (documents, 70, 2, 2)],
+        "attention_forward": [(*heads, each, *plan, 0.125) for each in (None, sinks)],
+        "attention_backward": [(attended, *heads, each, 2 * attended, lse, *plan, 0.125) for each in (None, sinks)],
         "linear_cross_entropy_run": [
             (hidden, head, None, target, None, None, [False] * 3, *of_loss),
             (hidden, head, None, target, None, scale, [True, False, False], *of_loss),
@@ -107,7 +123,8 @@ LOSSES = {
     "every token": {"reduction": "none"},
     "a counted number of items": {"num_items": torch.tensor(3)},
     "a number of items that is no whole one": {"num_items": torch.tensor(2.5)},
-    "every option": {"label_smoothing": 0.1, "softcap": 20.0, "lse_square_scale": 0.01, "return_z_loss": True, "return_predicted_tokens": True},
+    "every option": {"label_smoothing": 0.1, "softcap": 20.0, "lse_square_scale": 0.01, "return_z_loss": True,
+                     "return_predicted_tokens": True},
     "token scaling": {"use_token_scaling": True},
 }
 

@@ -6,7 +6,19 @@ import math
 import pytest
 import torch
 
-from benchmark import benchmark_fsdp, benchmark_qwen3, families, models, processes, providers, records, step_results, stepping, steps
+from benchmark import (
+    benchmark_fsdp,
+    benchmark_lora,
+    benchmark_qwen3,
+    families,
+    models,
+    processes,
+    providers,
+    records,
+    step_results,
+    stepping,
+    steps,
+)
 from tests.benchmark_support import GPU, one_thread, sources  # noqa: F401
 
 STEPS = ["--device", "cpu", "--model", "tiny", "--tokens", "8,16", "--warmup", "1", "--steps", "2"]
@@ -19,6 +31,21 @@ def test_training_steps_in_a_process_of_their_own(tmp_path, monkeypatch):
     saved = records.read(tmp_path / "cpu" / "qwen3_step.csv")
     assert {r.metric_name for r in saved} == {"step_time", "throughput", "loss", "first_step", "until_ready"}
     assert len(found.steps["huggingface", 8].ms) == 2 and len(found.steps["huggingface", 16].losses) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"), ((["--lora", "2", "--layers", "2"], "lora_2"), (["--lora", "0", "--autocast", "--weights", "fp32"],
+                                                                           "autocast_fp32"))
+)
+def test_steps_of_adapters_and_under_autocast(arguments, name, tmp_path, monkeypatch):
+    """Every provider steps the same weights: their first losses are the same."""
+    pytest.importorskip("peft")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = benchmark_lora.main([*STEPS, *arguments, "--providers", "huggingface,bastile", "--results", str(tmp_path)])
+    saved = records.read(tmp_path / "cpu" / f"qwen3_step_{name}.csv")
+    assert {r.kernel_provider for r in saved} == {"huggingface", "bastile"}
+    theirs, ours = (found.steps[provider, 16].losses for provider in ("huggingface", "bastile"))
+    assert ours == pytest.approx(theirs, rel=2e-3)
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""Which passes `capture` replays and which run as before. CUDA graphs exist on GPUs only (tests/gpu/test_capture.py): here a stand-in runs the
-function again where a graph would replay it, on the same inputs, and writes the results to where the first ones are."""
+"""Which passes `capture` replays and which run as before. CUDA graphs exist on GPUs only (tests/gpu/test_capture.py): here a stand-in runs
+the function again where a graph would replay it, on the same inputs, and writes the results to where the first ones are."""
 
 import copy
 import importlib

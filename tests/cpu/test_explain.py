@@ -72,7 +72,8 @@ CASES = {
     "a hook on the head": (with_hook("lm_head"), LOSS, "lm_head: hooks"),
     "a loss of the user's": (changed(lambda m: setattr(m, "loss_function", lambda *a, **k: None)), LOSS, "loss_function"),
     "a bias": (changed(lambda m: setattr(m.model.layers[0].self_attn, "v_proj", torch.nn.Linear(64, 32))), Q, "v_proj: it has a bias"),
-    "another dtype": (changed(lambda m: m.model.layers[0].mlp.down_proj.to(torch.bfloat16)), MLP, "down_proj: its weight is torch.bfloat16"),
+    "another dtype": (changed(lambda m: m.model.layers[0].mlp.down_proj.to(torch.bfloat16)), MLP,
+                      "down_proj: its weight is torch.bfloat16"),
     "another activation": (changed(lambda m: setattr(m.model.layers[0].mlp, "act_fn", torch.nn.GELU())), LAYER, "not SiLU"),
 }
 
@@ -139,7 +140,8 @@ def test_report(qwen3):
 
 
 @pytest.mark.parametrize(
-    ("version", "fits"), (("5.16.9", False), ("5.17", True), ("5.22.2", True), ("5.23.0", False), ("6.0.0.dev0", False), ("5.17.0+cu130", True))
+    ("version", "fits"), (("5.16.9", False), ("5.17", True), ("5.22.2", True), ("5.23.0", False), ("6.0.0.dev0", False), ("5.17.0+cu130",
+                                                                                                                          True))
 )
 def test_versions_that_fit(qwen3, version, fits):
     doctor = importlib.import_module(f"{qwen3.__name__}.shared.hf.doctor")

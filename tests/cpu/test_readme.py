@@ -319,7 +319,11 @@ def test_a_make_command_exists(results, command):
 
 @pytest.mark.parametrize("command", MODULES)
 def test_a_python_command_exists(results, command):
-    assert ours(command.split()[2])
+    module = command.split()[2]
+    if module == "bastile":  # the package itself, whose report test_explain reads
+        assert (SOURCES / "__main__.py").is_file()
+        return
+    assert ours(module)
     check_modules(results, command)
 
 

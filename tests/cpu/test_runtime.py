@@ -608,7 +608,7 @@ def test_views_are_made_for_the_first_call_of_a_kind(runtime, backend):
 
 
 # What a launch follows from of each of its tensors: another of it must not run what was prepared for the first.
-OTHERS = {
+CHANGES = {
     "shape": lambda x: torch.zeros(x.shape[0] + 1, *x.shape[1:], dtype=x.dtype),
     "strides": lambda x: torch.zeros(*x.shape[:-1], x.shape[-1] + 8, dtype=x.dtype)[..., :-8],
     "dtype": lambda x: x.to(torch.float16 if x.dtype != torch.float16 else torch.bfloat16),
@@ -616,14 +616,14 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.parametrize("place", range(5))
 def test_every_property_of_every_tensor_is_in_the_key(runtime, backend, monkeypatch, place, what):
     """A kernel that takes anything, so that only the key tells two launches apart."""
     kernel = runtime.launch.Kernel("swiglu_any_backward", grid=lambda *_: (1,))
     monkeypatch.setattr(kernel, "candidates", lambda *_: [backend.artifacts.variants("swiglu_any_backward")[0]])
     tensors = [torch.zeros(4, 64) for _ in range(5)]
-    for wanted in (tensors, [*tensors[:place], OTHERS[what](tensors[place]), *tensors[place + 1 :]]):
+    for wanted in (tensors, [*tensors[:place], CHANGES[what](tensors[place]), *tensors[place + 1 :]]):
         for _ in range(2):
             kernel(*wanted)
     assert len(backend.prepared) == 2 and len(backend.launched) == 4

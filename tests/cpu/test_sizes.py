@@ -11,7 +11,7 @@ import torch
 
 from interpreter import backend
 from tests.op_cases import operations
-from tests.ops.common import leaf, randn
+from tests.ops.common import leaf, randn, runtime_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
 APART = 2**31 - 8  # elements: the longest stride that a launch takes, and a multiple of 8
@@ -154,7 +154,7 @@ def of_many_tokens(kernel, parameter):
 
 def test_two_million_tokens_lie_in_the_first_dimension_of_every_grid(interpreted):
     """The others end at 65535 blocks."""
-    launch = backend.runtime_of(interpreted).launch
+    launch = runtime_of(interpreted).launch
     importlib.import_module(f"{interpreted.__name__}.shared.ops.wide_rms_norm")  # this package has no use for it
     grids, kernels = [], set()
     for kernel in launch.tuner.kernels:

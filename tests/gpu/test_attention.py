@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tests.models import tiny_gpt_oss, tiny_model
 from tests.ops import attention as checks
 from tests.ops.attention import Case, packed
-from tests.tolerances import assert_close
+from tests.tolerances import RELATIVE_ERROR, assert_close, relative_error
 
 from .conftest import ROOT
 
@@ -68,7 +68,9 @@ def test_errors_are_no_larger_than_those_of_sdpa(operation, case):
     found, again = (checks.results_of(operation.attention, x, plan=plan, scale=case.scale) for _ in range(2))
     assert all(torch.equal(found[name], again[name]) for name in found), "two runs"
     for name, wanted in exact.items():
-        assert_close(found[name], wanted, case.dtype, f"{name} of {case}")
+        if case.sinks:  # which SDPA has not
+            assert_close(found[name], wanted, case.dtype, f"{name} of {case}")
+        assert relative_error(found[name], wanted) <= RELATIVE_ERROR[case.dtype], f"{name} of {case}"
     if case.sinks:
         return
     mask = checks.visible(case).cuda()
@@ -181,19 +183,28 @@ def test_packed_equals_the_documents_one_by_one(request, family):
 
 @pytest.mark.parametrize("family", ("qwen3", "gpt_oss"))
 def test_padding_left_out_is_the_same_loss(request, family):
+    """As far from float32 as with the padding; two bf16 runs of GPT-OSS, whose router turns roundings into other experts, are further
+    apart."""
     package = request.getfixturevalue(family)
     batch = padded_batch()
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    found = []
-    for unpad in (False, True):
-        model = (qwen3_of if family == "qwen3" else gpt_oss_of)()
-        package.apply(unpad=unpad)
+
+    def step(model):
         for _ in range(2):
             model.zero_grad(set_to_none=True)
             loss = model(**batch, use_cache=False).loss
             loss.backward()
-        found.append((loss.detach(), torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])))
-    assert error(found[1][0], found[0][0]) < 1e-3 and error(found[1][1], found[0][1]) < 0.05
+        return loss.detach().float(), torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
+
+    make = qwen3_of if family == "qwen3" else gpt_oss_of
+    exact, found = step(make().float()), []
+    for unpad in (False, True):
+        model = make()
+        package.apply(unpad=unpad)
+        found.append(step(model))
+        package.reset()
+    (loss, gradient), (their_loss, their_gradient) = ([error(a, b) for a, b in zip(of, exact)] for of in reversed(found))
+    assert loss < 1e-3 and their_loss < 1e-3 and gradient < 1.1 * their_gradient, (loss, their_loss, gradient, their_gradient)
 
 
 @pytest.mark.parametrize("cache", (None, "static"))

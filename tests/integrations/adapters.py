@@ -194,26 +194,6 @@ def test_a_replaced_head(qwen3, device):
     assert compare(qwen3, model, device).output.logits is not None
 
 
-@pytest.mark.integration("bitsandbytes: LoRA over 4-bit layers (QLoRA)", on="cpu")
-def test_bitsandbytes(qwen3, device):
-    bnb = pytest.importorskip("bitsandbytes")
-    torch.manual_seed(0)
-    model = model_on(device, torch.bfloat16)
-    for layer in model.model.layers:
-        for part in (layer.self_attn, layer.mlp):
-            for name, child in list(part.named_children()):
-                if isinstance(child, nn.Linear):
-                    linear = bnb.nn.Linear4bit(child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16)
-                    linear.weight = bnb.nn.Params4bit(child.weight.detach(), requires_grad=False, quant_type="nf4")
-                    setattr(part, name, linear.to(device))
-    model = lora(model, target_modules=PROJECTIONS)
-    before = Step(model, **batch(device, 2, 33))
-    found = Step(install(qwen3, model), **batch(device, 2, 33))
-    assert_close(found.loss, before.loss, torch.bfloat16, "loss", 2)
-    for name, gradient in before.gradients.items():
-        assert_close(found.gradients[name], gradient, torch.bfloat16, name, 8)
-
-
 @pytest.mark.integration("transformers: gradient checkpointing, reentrant and not")
 @HOWS
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])

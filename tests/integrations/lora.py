@@ -11,7 +11,7 @@ from torch import nn
 from tests.integrations import adapters
 from tests.integrations.adapters import PROJECTIONS
 from tests.integrations.common import FACTOR, batch, install, layers_run, model_on  # noqa: F401
-from tests.models import Step
+from tests.models import Step, packed_groups
 from tests.tolerances import assert_close, relative_error
 
 ATTENTION = PROJECTIONS[:3]
@@ -83,6 +83,7 @@ def test_options_of_lora_are_fused(qwen3, device, fused, options, packed):
     model = lora(model_on(device), target_modules=PROJECTIONS, **options)
     if packed:
         qwen3.pack(model)
+    assert packed_groups(qwen3, model.base_model.model.model.layers[1]) == [packed, packed]
     expected, found = steps(qwen3, model, device, seed=2)
     found.assert_same(expected, 2 * FACTOR[device])
     assert_all_fused(fused, adapters=14)
@@ -156,9 +157,9 @@ def test_two_active_adapters_are_called(qwen3, device, fused):
     assert {projection is None for layer, projection in fused if hasattr(layer, "r") and "other" not in layer.r} == {False}
 
 
-def _hooked(model):
+def _hooked(model, of="q_proj"):
     for name, module in model.named_modules():
-        if name.endswith("q_proj.lora_A.default"):
+        if name.endswith(f"{of}.lora_A.default"):
             module.register_forward_hook(lambda module, args, result: result * 1.5)
 
 
@@ -319,10 +320,51 @@ def test_saved_tensor_hooks_see_what_adapters_keep(qwen3, device):
 
 
 @pytest.mark.integration("PyTorch: autocast in bf16 and fp16 over fp32 weights, GradScaler")
-def test_under_autocast_a_module_that_is_called_is_called(qwen3, device, fused):
-    """fp32 model, bf16 products, and one projection that has to be called in each half of a layer."""
-    model = lora(model_on(device), target_modules=["q_proj", "o_proj", "up_proj"])
-    _hooked(model)
+@pytest.mark.parametrize("of", [["q_proj"], ["o_proj"], ["q_proj", "o_proj", "up_proj"], ["up_proj"]], ids="-".join)
+def test_under_autocast_a_module_that_is_called_is_called(qwen3, device, fused, of):
+    """fp32 model, bf16 products, and a projection that has to be called in one half of a layer or in both."""
+    model = lora(model_on(device), target_modules=of)
+    for name in of:
+        _hooked(model, name)
     others, mine = mean_errors(qwen3, model, copy.deepcopy(model).double(), device, torch.bfloat16)
     assert mine <= 1.1 * others
     assert None in {projection for _, projection in fused}
+
+
+def four_bit(model, device):
+    """The model with its projections in bitsandbytes' four bits, and the same in float64 with what these bits stand for."""
+    bnb = pytest.importorskip("bitsandbytes")
+    exact = copy.deepcopy(model).double()
+    for name, child in list(model.model.layers.named_modules()):
+        if isinstance(child, nn.Linear):
+            linear = bnb.nn.Linear4bit(child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16)
+            linear.weight = bnb.nn.Params4bit(child.weight.detach(), requires_grad=False, quant_type="nf4")
+            linear.compute_type_is_set = True
+            linear = linear.to(device)
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.model.layers.get_submodule(parent), leaf, linear)
+            dense = bnb.functional.dequantize_4bit(linear.weight.data, linear.weight.quant_state)
+            exact.model.layers.get_submodule(name).weight.data.copy_(dense)
+    return model, exact
+
+
+@pytest.mark.integration("bitsandbytes: LoRA over 4-bit layers (QLoRA)", on="cpu")
+@pytest.mark.parametrize("kind", ["bf16", "prepared for training", "no adapters"])
+def test_bitsandbytes(qwen3, device, fused, kind):
+    """As the model is loaded, and as peft.prepare_model_for_kbit_training leaves it: all that is not in four bits in fp32."""
+    model, exact = four_bit(model_on(device, torch.bfloat16), device)
+    if kind == "prepared for training":
+        for parameter in model.parameters():
+            if parameter.dtype == torch.bfloat16:
+                parameter.data = parameter.data.float()
+    if kind == "no adapters":
+        for each in (model, exact):
+            for name, parameter in each.named_parameters():
+                parameter.requires_grad = "norm" in name
+    else:
+        model, exact = (lora(each, target_modules=PROJECTIONS) for each in (model, exact))
+        exact.load_state_dict({n: p for n, p in model.state_dict().items() if "lora" in n}, strict=False)
+    autocast = torch.bfloat16 if kind == "prepared for training" else None
+    others, mine = mean_errors(qwen3, model, exact, device, autocast, as_others=torch.bfloat16)
+    assert mine <= 1.1 * others, f"relative error {mine:.2e}, without the layers {others:.2e}"
+    assert_all_fused(fused, 0 if kind == "no adapters" else 14)

@@ -307,8 +307,26 @@ def check_evaluation_that_is_not_taken(ops):
     assert_close(loss, cross_entropy_exact(hidden.double(), weight.double(), target, 3 * bias.double()), BF16, "loss", 3)
 
 
+def check_loss_in_a_graph(ops):
+    """Reduced and a token, traced: the loss and its gradients, with one from above that is not 1."""
+    hidden, weight = randn(5, 32, dtype=FP32, device=CPU), randn(9, 32, dtype=FP32, device=CPU, seed=1)
+    target, above = torch.tensor([3, 8, -100, 0, 7]), {"mean": torch.tensor(3.0), "none": torch.arange(1.0, 6.0)}
+    function = ops.linear_cross_entropy
+    for reduction, upstream in above.items():
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda h, w, how=reduction: function(h, w, target, reduction=how), backend="aot_eager", fullgraph=True)
+        leaves, exact_leaves = [leaf(hidden), leaf(weight)], [exact(hidden), exact(weight)]
+        loss = compiled(*leaves)
+        wanted = torch.nn.functional.cross_entropy(exact_leaves[0] @ exact_leaves[1].t(), target, reduction=reduction)
+        assert_close(loss, wanted, FP32, f"loss {reduction}")
+        gradients, wanted = torch.autograd.grad(loss, leaves, upstream), torch.autograd.grad(wanted, exact_leaves, upstream.double())
+        for found, expected in zip(gradients, wanted, strict=True):
+            assert_close(found, expected, FP32, f"gradient {reduction}", 2)
+
+
 # ---------------------------------------------------------------- planted errors
 CHECKS = {
+    "loss_in_a_graph": check_loss_in_a_graph,
     "labels": check_labels_out_of_range,
     "minus_infinity": check_piece_of_minus_infinity,
     "second_backward": check_second_backward_pass,
@@ -446,6 +464,15 @@ MUTANTS = [
     *errors_in("shared/ops/linear_cross_entropy.py", "loss_none_weighted", "_PerToken.forward",
          ("ctx.save_for_backward(hidden, weight, bias, target, class_weight)",
           "ctx.save_for_backward(hidden, weight, bias, target, None)")),
+    *errors_in("shared/ops/linear_cross_entropy.py", "loss_in_a_graph", "_TracedReduced.forward",
+         ("rows.loss.sum() * scale.view(())", "rows.loss.sum()"), kernels=False),
+    *errors_in("shared/ops/linear_cross_entropy.py", "loss_in_a_graph", "_TracedReduced.backward",
+         ("_scaled(*pair, dloss)", "_scaled(*pair, None)"), kernels=False),
+    *errors_in("shared/ops/linear_cross_entropy.py", "loss_in_a_graph", "_TracedPerToken.forward",
+         ("ctx.save_for_backward(hidden, weight, bias, target, class_weight)",
+          "ctx.save_for_backward(-hidden, weight, bias, target, class_weight)"), kernels=False),
+    *errors_in("shared/ops/linear_cross_entropy.py", "loss_in_a_graph", "_TracedPerToken.backward",
+         ("scale = dlosses.to(", "scale = torch.ones_like(dlosses).to("), kernels=False),
     *errors_in("shared/ops/linear_cross_entropy.py", "loss_smooth", "_Reduced.forward",
          ("_run(hidden, weight, bias, target, class_weight, scale,", "_run(hidden, weight, bias, target, None, scale,"),
          ("rows.loss.sum() * scale.view(())", "rows.loss.sum()")),

@@ -42,7 +42,8 @@ def _parameter(norm):
 
 
 def why_not_fusable(layer, x) -> str:
-    """Why the parts of a layer may not be taken apart: somebody listens to them, or they hold other things than Qwen3's. "" when they may."""
+    """Why the parts of a layer may not be taken apart: somebody listens to them, or they hold other things than Qwen3's. "" when they
+    may."""
     if type(x) not in PLAIN or x.dim() != 3:
         return "the input is no ordinary tensor [batch, tokens, hidden]"
     if all_are_listened_to():
@@ -176,7 +177,7 @@ def _finish(layer, attended, residual, shape):
     output = o_proj(attended.view(*shape, -1))
     if mlp_found is not None:
         total = output.reshape(x.shape) + x
-        if all(type(each.weight) in PLAIN and each.weight.dtype == x.dtype and each.a is None for each in mlp_found):
+        if dtype == x.dtype and all(type(each.weight) in PLAIN and each.weight.dtype == dtype and each.a is None for each in mlp_found):
             return norm_mlp(total, norm_weight, *(each.weight for each in mlp_found), eps)
         return projected_mlp(total, norm_weight, mlp_found, eps, None, dtype)
     if output.dtype != residual.dtype:

@@ -71,7 +71,8 @@ for function in (BoundForward.__call__, BoundForward.__func__.fget, BoundForward
     if hasattr(_frames, "skip_code"):  # older torch
         _frames.skip_code(function.__code__)
     elif hasattr(_frames, "set_code_exec_strategy"):
-        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT))
+        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(_frames._FrameAction.SKIP,
+                                                                                     _frames._FrameAction.DEFAULT))
 
 
 def remember(module) -> None:

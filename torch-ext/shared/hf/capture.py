@@ -354,11 +354,22 @@ class _Model:
             self.reasons.append(reason)
             warnings.warn(f"captured layers run as before: {reason}", RuntimeWarning, stacklevel=2)
 
+    def release_gradients(self) -> None:
+        """Moves all gradients that parameters still have from earlier passes out of the memory that graphs write.
+
+        A gradient may lie where the forward graph of another layer, or of another shape, keeps what it computes: all of them share a
+        pool, in which a backward pass takes what the ones before it have read. So it happens before anything of a pass is replayed.
+        """
+        for plan in self.plans.values():
+            for unit in plan.units:
+                unit.release_gradients()
+
     def begin(self, key, x) -> None:
         """Chooses what is done with a pass, at its first layer."""
         self.current, self.next = None, 0
         if self.open:
             return  # an earlier forward pass waits for its backward pass
+        self.release_gradients()
         if key not in self.plans and len(self.plans) == PLANS:
             self.give_up(f"there are more than {PLANS} kinds of passes by shape, mask and arguments")
             return

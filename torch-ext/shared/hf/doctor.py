@@ -86,12 +86,14 @@ def _driver() -> Finding:
     except DriverError as error:
         return Finding("driver", str(error), False, f"install driver R580 ({expected}) or newer")
     fits = version >= MIN_DRIVER
-    return Finding("driver", f"CUDA {version // 1000}.{version % 1000 // 10}", fits, "" if fits else f"expected {expected} or newer: install driver R580")
+    return Finding("driver", f"CUDA {version // 1000}.{version % 1000 // 10}", fits,
+                   "" if fits else f"expected {expected} or newer: install driver R580")
 
 
 def _gpus() -> List[Finding]:
     if not torch.cuda.is_available():
-        build = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}" if torch.version.cuda else "this torch is not built for CUDA"
+        cuda = torch.version.cuda
+        build = f"torch {torch.__version__} is built for CUDA {cuda}" if cuda else "this torch is not built for CUDA"
         return [Finding("GPU", f"none ({build})", False, "every operation runs in PyTorch")]
     findings = []
     for index in range(torch.cuda.device_count()):
@@ -107,7 +109,8 @@ def report(package: str) -> Report:
     """Looks at this machine; see `report` of a package. package: its name, as it was imported."""
     try:
         architectures = ", ".join(launch.backend.artifacts.architectures()) or "none"
-        kernels = Finding("prebuilt kernels", architectures, architectures != "none", "" if architectures != "none" else "this build is for CPUs")
+        kernels = Finding("prebuilt kernels", architectures, architectures != "none",
+                          "" if architectures != "none" else "this build is for CPUs")
     except ArtifactError as error:
         kernels = Finding("prebuilt kernels", str(error), False, "install the package again")
     findings = [

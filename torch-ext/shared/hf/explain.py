@@ -78,7 +78,9 @@ def explain(model, layers: List[torch.nn.Module], causal_lms: List[torch.nn.Modu
     """Makes the table of `explain` of a package. explain_layer: of a layer and an input, [(part, "" or why it is not fused)]."""
     found: Counter = Counter()
     for causal_lm in causal_lms:
-        reason = "transformers' own forward" if not _runs_ours(causal_lm) else why_loss_is_not_standard(causal_lm) or why_head_is_not_plain(causal_lm)
+        reason = "transformers' own forward"
+        if _runs_ours(causal_lm):
+            reason = why_loss_is_not_standard(causal_lm) or why_head_is_not_plain(causal_lm)
         found["loss without logits", reason] += 1
     for layer in layers:
         if not _runs_ours(layer):
@@ -95,5 +97,7 @@ def explain(model, layers: List[torch.nn.Module], causal_lms: List[torch.nn.Modu
         found[f"kernels on {device}", reason] += 1
     passes, reasons = captured_passes(layers[0])
     for shape, recorded in passes:
-        found[f"captured [{shape[0]}, {shape[1]}]", "" if recorded else "; ".join(reasons) or "no training pass of this shape was seen twice"] += len(layers)
-    return Explanation(tuple(Row(part, count, not reason, reason, advice_of(reason) if reason else "") for (part, reason), count in found.items()))
+        found[f"captured [{shape[0]}, {shape[1]}]",
+              "" if recorded else "; ".join(reasons) or "no training pass of this shape was seen twice"] += len(layers)
+    return Explanation(tuple(Row(part, count, not reason, reason, advice_of(reason) if reason else "") for (part, reason),
+                             count in found.items()))

@@ -13,14 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..runtime.device import PLAIN
 
 SAVED = "_bastile_"  # prefix of the attribute that keeps what `patching` replaced, on the class or module where it stood
-
-
 OFF = SAVED + "off"  # on a causal LM whose forward accelerate wrapped while it was ours: reset() cannot take it out again
-
-
 LAYER = SAVED + "layer"  # on a forward of ours: the forward itself, so a wrapper to which functools copies it is told apart
-
-
 FSDP = "torch.distributed.fsdp"
 CAPTURING = "transformers.utils.output_capturing"
 CAPTURED = SAVED + "captured"  # on a module: its last forward pass outside of a backward pass was one whose outputs were captured
@@ -44,7 +38,9 @@ def is_transformers_own(function, modeling: str, name: str) -> bool:
             return False
         function = function.__wrapped__
     code = getattr(function, "__code__", None)
-    if code is None or function.__globals__.get("__name__") != modeling or function.__qualname__ != name:
+    if code is None or function.__globals__.get("__name__") != modeling:
+        return False
+    if function.__qualname__ != name or code.co_name != name.rpartition(".")[2]:
         return False
     if not code.co_filename.replace("\\", "/").endswith("/".join(modeling.split(".")[-2:]) + ".py"):
         return False  # made there by exec()

@@ -19,9 +19,9 @@ def pack(model):
 
     Call it when the model is on its device and of its dtype, before DDP, FSDP or DeepSpeed take the model. Loading a state dict keeps
     the weights together; `model.to(...)` that changes something, `share_memory()`, `load_state_dict(assign=True)` and a copy of the
-    model lay them apart again, which costs speed and nothing else: call it again. Layers that are not plain `torch.nn.Linear` (LoRA,
-    quantised, sharded, with biases), weights that two modules hold or that are views of a larger storage, and those on the meta device
-    stay as they are. Raises TypeError when model is no module.
+    model lay them apart again, which costs speed and nothing else: call it again. Layers that are not plain `torch.nn.Linear`, alone or
+    inside of an adapter of PEFT (quantised, sharded, with biases), weights that two modules hold or that are views of a larger storage, and
+    those on the meta device stay as they are. Raises TypeError when model is no module.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is {model!r}, expected a torch.nn.Module")
@@ -29,12 +29,17 @@ def pack(model):
     shared = _shared(model)
     for module in owners:
         for group in GROUPS:
-            weights = [plain_weight(getattr(module, name, None)) for name in group]
+            weights = [_weight(getattr(module, name, None)) for name in group]
             if any(weight is None or id(weight) in shared for weight in weights) or not _alike(weights):
                 continue
             if side_by_side(weights) is None:
                 lay_side_by_side(weights)
     return model
+
+
+def _weight(layer):
+    """The weight of a plain linear layer, or of the one that an adapter of PEFT stands around; None for all else."""
+    return plain_weight(getattr(layer, "base_layer", layer))
 
 
 def _shared(model):

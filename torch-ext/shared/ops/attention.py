@@ -345,8 +345,9 @@ def attention(
     whose value is zero; differentiable. scale: head_dim ** -0.5 if None. Returns a new contiguous tensor of q's shape; the rows
     of padding are zero.
 
-    Under autocast q, k and v are cast to its dtype, as those of SDPA are. bf16 and fp16 with a head_dim of 64 or 128 run in the kernels, the rest in PyTorch. Two runs give the same bits in the kernels.
-    Raises ValueError when shapes, dtypes or devices do not fit, or when a plan comes with what it is made of.
+    Under autocast q, k and v are cast to its dtype, as those of SDPA are. bf16 and fp16 with a head_dim of 64 or 128 run in the kernels,
+    the rest in PyTorch. Two runs give the same bits in the kernels. Raises ValueError when shapes, dtypes or devices do not fit, or when a
+    plan comes with what it is made of.
     """
     if autocasts(q.device):
         options = {"cu_seqlens": cu_seqlens, "position_ids": position_ids, "padding_mask": padding_mask, "causal": causal, "window": window}

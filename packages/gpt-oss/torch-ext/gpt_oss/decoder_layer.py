@@ -31,7 +31,9 @@ def why_not_fusable(layer, x) -> str:
         return "torch.compile"
     if type(x) not in PLAIN:
         return "the input is no ordinary tensor"
-    return "" if _norm_is_plain(layer.post_attention_layernorm) else "post_attention_layernorm has hooks, or a forward that someone else gave it"
+    if not _norm_is_plain(layer.post_attention_layernorm):
+        return "post_attention_layernorm has hooks, or a forward that someone else gave it"
+    return ""
 
 
 def explain_layer(layer, x) -> List[Tuple[str, str]]:
