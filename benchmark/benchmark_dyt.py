@@ -18,7 +18,8 @@ from .suites import LIGER
 
 def inputs(size, tokens, random) -> Inputs:
     shape = (tokens, size.hidden)
-    return Inputs((random.normal(*shape), random.normal(1, scale=0.1, shift=0.5), random.normal(size.hidden, scale=0.1, shift=1.0), random.normal(size.hidden)), output_gradients=(random.normal(*shape),))
+    return Inputs((random.normal(*shape), random.normal(1, scale=0.1, shift=0.5), random.normal(size.hidden, scale=0.1, shift=1.0),
+                   random.normal(size.hidden)), output_gradients=(random.normal(*shape),))
 
 
 DYT = Operation(

@@ -18,7 +18,8 @@ from .suites import LIGER
 
 def inputs(size, tokens, random) -> Inputs:
     shape = (tokens, size.hidden)
-    return Inputs((random.normal(*shape, shift=1.0), random.normal(size.hidden, scale=0.1, shift=1.0), random.normal(size.hidden)), output_gradients=(random.normal(*shape),))
+    return Inputs((random.normal(*shape, shift=1.0), random.normal(size.hidden, scale=0.1, shift=1.0), random.normal(size.hidden)),
+                  output_gradients=(random.normal(*shape),))
 
 
 def of_liger():

@@ -114,7 +114,8 @@ def skip(gradient, partial, row, part, cols, writes):
 
 @ct.kernel
 def kl_divergence(
-    x, y, labels, factor, gradient, partial, scale: float, eps: float, ignore_index: int, masked: int, factored: int, writes: int, TILE: Const
+    x, y, labels, factor, gradient, partial, scale: float, eps: float, ignore_index: int, masked: int, factored: int, writes: int,
+    TILE: Const
 ):
     """x: log-probabilities, y: probabilities, gradient: all [rows, columns]; labels: [rows] int64; factor: [1] fp32; partial:
     [rows, pieces] fp32. log y is taken of max(y, eps). masked, factored, writes: 1 where labels and factor are read, and gradient is
@@ -132,7 +133,8 @@ def kl_divergence(
 
 @ct.kernel
 def js_divergence(
-    x, y, labels, factor, gradient, partial, scale: float, beta: float, ignore_index: int, masked: int, factored: int, writes: int, TILE: Const
+    x, y, labels, factor, gradient, partial, scale: float, beta: float, ignore_index: int, masked: int, factored: int, writes: int,
+    TILE: Const
 ):
     """x, y: log-probabilities; otherwise as `kl_divergence`."""
     row, part, cols = piece(x, TILE)
@@ -176,7 +178,8 @@ def logit_terms(x, y, lse_x, lse_y, row, cols, beta, temperature, KIND: Const):
 
 @ct.kernel
 def divergence_of_logits(
-    x, y, lse_x, lse_y, labels, part_loss, part_slope, beta: float, temperature: float, ignore_index: int, masked: int, KIND: Const, TILE: Const
+    x, y, lse_x, lse_y, labels, part_loss, part_slope, beta: float, temperature: float, ignore_index: int, masked: int, KIND: Const,
+    TILE: Const
 ):
     """x, y: logits [rows, columns]; lse_x, lse_y: [rows] fp32, base 2, of the logits over the temperature; part_loss, part_slope:
     [rows, pieces] fp32, sums of the losses and of g. temperature: its inverse; KIND: of `KINDS`."""

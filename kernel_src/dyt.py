@@ -104,8 +104,10 @@ def variants():
         for segment in (SEGMENT, 1):
             a, p, alpha = rows(x, segment), columns(w, segment), Array(w, (1,), aligned=False)
             constants = {"SEGMENT": segment, "PIECE": PIECE[segment]}
-            yield Variant(dyt_forward, {"x": a, "alpha": alpha, "gamma": p, "beta": p, "y": a, "ROWS": ROWS, **constants}, hints={"occupancy": 6})
-            partial, partial_alpha = Array("float32", (None, 2, None, segment), aligned=segment > 1), Array("float32", (None, None), aligned=False)
+            yield Variant(dyt_forward, {"x": a, "alpha": alpha, "gamma": p, "beta": p, "y": a, "ROWS": ROWS, **constants},
+                          hints={"occupancy": 6})
+            partial, partial_alpha = Array("float32", (None, 2, None, segment), aligned=segment > 1), Array("float32", (None, None),
+                                                                                                            aligned=False)
             sums = {"partial": partial, "partial_alpha": partial_alpha}
             yield Variant(dyt_backward, {"dx": a, "dy": a, "x": a, "alpha": alpha, "gamma": p, **sums, **constants}, hints={"occupancy": 4})
     for w in FLOATS:

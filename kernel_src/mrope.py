@@ -36,7 +36,8 @@ def angle_tile(table, part, row, half, HALF: Const):
 def chosen_angles(table, parts, token, half, HALF: Const):
     """HALF values of cos or sin, each from its own table, as [1, 1, HALF] in float32."""
     row = token % table.shape[1]
-    time, height, width = angle_tile(table, 0, row, half, HALF), angle_tile(table, 1, row, half, HALF), angle_tile(table, 2, row, half, HALF)
+    time, height, width = angle_tile(table, 0, row, half, HALF), angle_tile(table, 1, row, half, HALF), angle_tile(table, 2, row, half,
+                                                                                                                   HALF)
     return ct.astype(ct.where(parts == 2, width, ct.where(parts == 1, height, time)), ct.float32)
 
 

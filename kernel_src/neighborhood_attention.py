@@ -115,7 +115,8 @@ def probabilities(s, z, mask, scale):
 def neighborhood_backward_queries(
     q, k, v, dout, lse, delta, dq, left: int, right: int, dilation: int, scale: float, M: Const, N: Const, D: Const
 ):
-    """dq, and delta: [batch * heads, tokens] float32 for the other kernel: a row of p and of dout v^T is whole here, and its product's sum."""
+    """dq, and delta: [batch * heads, tokens] float32 for the other kernel: a row of p and of dout v^T is whole here, and its product's
+    sum."""
     at, line = batch_and_head(q, dilation)
     residue, first, count = tile_of(q.shape[2], dilation, M)
     queries, keys = positions(first, M), positions(first - left, N)

@@ -173,7 +173,8 @@ def variants():
     for x, w in SAME:
         for piece, at_least in WHOLE.get(x, ()):
             yield from pair(
-                poly_norm_forward, poly_norm_backward, x, w, SEGMENT, piece, (at_least, piece), {"occupancy": 5}, {"num_worker_warps": 8, "occupancy": 2}
+                poly_norm_forward, poly_norm_backward, x, w, SEGMENT, piece, (at_least, piece), {"occupancy": 5},
+                {"num_worker_warps": 8, "occupancy": 2}
             )
     for x, w in SAME + MIXED:
         for segment in (SEGMENT, 1):

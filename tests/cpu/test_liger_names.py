@@ -67,7 +67,8 @@ def test_modules_have_the_arguments_and_parameters_of_liger(liger):
         one = ours(*given)
         torch.manual_seed(0)
         other = theirs(*given)
-        assert {k: (v.shape, v.dtype) for k, v in one.state_dict().items()} == {k: (v.shape, v.dtype) for k, v in other.state_dict().items()}, name
+        assert {k: (v.shape, v.dtype) for k, v in one.state_dict().items()} == {k: (v.shape, v.dtype) for k,
+                                                                                v in other.state_dict().items()}, name
         if "MLP" not in name and "Attention" not in name:
             assert all(torch.equal(v, other.state_dict()[k]) for k, v in one.state_dict().items()), name
         one.load_state_dict(other.state_dict())
@@ -137,7 +138,8 @@ def cases(n):
     yield "linear cross entropy", found.loss, functional.cross_entropy(logits, target, reduction="sum")
     yield "its accuracy", found.token_accuracy, (logits.argmax(-1) == target).double().sum() / 5
     module = n.LigerFusedLinearCrossEntropyLoss(ignore_index=0, softcap=2.0)
-    yield "its module", module(weight, hidden, target.clamp(min=0), bias), functional.cross_entropy(2 * torch.tanh(logits / 2), target.clamp(min=0), ignore_index=0)
+    yield "its module", module(weight, hidden, target.clamp(min=0), bias), functional.cross_entropy(2 * torch.tanh(logits / 2),
+                                                                                                    target.clamp(min=0), ignore_index=0)
     p, t = rows.log_softmax(-1), r(6, 16, seed=8).log_softmax(-1)
     yield "kl", n.LigerKLDivLossFunction.apply(p, t.exp()), functional.kl_div(p, t.exp(), reduction="batchmean")
     yield "kl, log", n.liger_kl_div(p, t, log_target=True), functional.kl_div(p, t, reduction="mean", log_target=True)
@@ -217,7 +219,8 @@ def test_autocast(liger):
     hidden, weight = r(6, 8).float().requires_grad_(), r(16, 8, seed=1).float().requires_grad_()
     target = torch.arange(6)
     with torch.autocast("cpu", torch.bfloat16):
-        losses = n.liger_fused_linear_cross_entropy(hidden, weight, target), n.liger_fused_linear_jsd(hidden, weight, hidden.detach(), -weight.detach())
+        losses = n.liger_fused_linear_cross_entropy(hidden, weight, target), n.liger_fused_linear_jsd(hidden, weight, hidden.detach(),
+                                                                                                      -weight.detach())
     wanted = functional.cross_entropy(hidden @ weight.t(), target)
     torch.testing.assert_close(losses[0], wanted, rtol=2e-2, atol=2e-2)
     for loss in losses:

@@ -19,4 +19,5 @@ def test_where_liger_is_wrong():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert all(results["ours"] is True for results in found.values()), found
-    assert {name for name, results in found.items() if results["liger"] is True} == {name for name in found if name.startswith("both_")}, found
+    assert {name for name,
+            results in found.items() if results["liger"] is True} == {name for name in found if name.startswith("both_")}, found

@@ -11,7 +11,8 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 DEVICE = "cuda"
 # Many blocks for each multiprocessor, and a last one that is not full.
 LARGE = {
-    "general_rms_norm": lambda m, ops: (m.check_rms_norm(ops, DEVICE, BF16, (2049, 4096)), m.check_rms_norm(ops, DEVICE, BF16, (65537, 128))),
+    "general_rms_norm": lambda m, ops: (m.check_rms_norm(ops, DEVICE, BF16, (2049, 4096)), m.check_rms_norm(ops, DEVICE, BF16, (65537,
+                                                                                                                                128))),
     "layer_norm": lambda m, ops: (m.check_layer_norm(ops, DEVICE, BF16, (2049, 4096)), m.check_layer_norm(ops, DEVICE, BF16, (513, 12288))),
     "group_norm": lambda m, ops: m.check_group_norm(ops, DEVICE, BF16, (4, 320, 64, 64), 32),
     "poly_norm": lambda m, ops: m.check_poly_norm(ops, DEVICE, BF16, (2049, 4096)),
@@ -23,7 +24,9 @@ LARGE = {
     "llama4_rope": lambda m, ops: m.check_rotary_complex(ops, DEVICE, BF16, 2, 1025, (40, 8)),
     "mrope": lambda m, ops: m.check_multimodal(ops, DEVICE, BF16, 2, 1025, (28, 4)),
     "cross_entropy": lambda m, ops: m.check_cross_entropy(ops, DEVICE, BF16, (129, 128256)),
-    "divergence": lambda m, ops: [m.check_divergence(ops, DEVICE, BF16, op, (129, 128256), reduction="batchmean") for op in ("jsd", "kl_div", "tvd")],
+    "divergence": lambda m, ops: [m.check_divergence(ops, DEVICE, BF16, op, (129, 128256), reduction="batchmean") for op in ("jsd",
+                                                                                                                             "kl_div",
+                                                                                                                             "tvd")],
     "linear_jsd": lambda m, ops: m.check_linear_jsd(ops, DEVICE, BF16, (515,), 512, 384, 20000, labels=True),
     "neighborhood_attention": lambda m, ops: m.check_neighborhood_attention(ops, DEVICE, BF16, (2, 4, 1030, 128)),
 }

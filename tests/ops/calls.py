@@ -8,7 +8,8 @@ from tests.ops.common import BF16, FP32, leaf, randn
 
 OPERATIONS = (
     "general_rms_norm", "general_add_rms_norm", "layer_norm", "group_norm", "poly_norm", "dyt", "softmax", "sparsemax", "swiglu", "geglu",
-    "tiled_swiglu", "partial_rotary", "rotary_complex", "rotary_multimodal", "cross_entropy", "kl_div", "jsd", "tvd", "linear_jsd", "neighborhood_attention",
+    "tiled_swiglu", "partial_rotary", "rotary_complex", "rotary_multimodal", "cross_entropy", "kl_div", "jsd", "tvd", "linear_jsd",
+    "neighborhood_attention",
 )  # fmt: skip
 
 

@@ -55,7 +55,8 @@ def targets(shape, device, ignore_index=-100):
     return target.view(shape[:-1]).to(device)
 
 
-def check_cross_entropy(ops, device, dtype, shape, reduction="mean", weighted=False, num_items=None, ignore_index=-100, upstream=1.7, view=None, **options):
+def check_cross_entropy(ops, device, dtype, shape, reduction="mean", weighted=False, num_items=None, ignore_index=-100, upstream=1.7,
+                        view=None, **options):
     base = leaf(randn(*shape, dtype=dtype, device=device, scale=3.0))
     x = base if view is None else view(base)
     target = targets(x.shape, device, ignore_index)
@@ -71,7 +72,8 @@ def check_cross_entropy(ops, device, dtype, shape, reduction="mean", weighted=Fa
     assert_close(loss, loss64, torch.float32, f"{what} loss")
     # What arrives from above is multiplied in before anything is rounded, so that any number will do.
     upstream = upstream * (2.0**10 if dtype == torch.float16 else 1.0)
-    dloss = randn(*loss.shape, dtype=torch.float32, device=device, seed=2) * upstream if loss.dim() else torch.tensor(upstream, device=device)
+    dloss = randn(*loss.shape, dtype=torch.float32, device=device, seed=2) * upstream if loss.dim() else torch.tensor(upstream,
+                                                                                                                      device=device)
     (dx,) = torch.autograd.grad(loss, base, dloss, retain_graph=True)
     (again,) = torch.autograd.grad(loss, base, dloss)
     (dx64,) = torch.autograd.grad(loss64, base64, dloss.double().cpu())
@@ -175,7 +177,8 @@ def check_slabs(ops, elements=200):
 CHECKS = of_suite({
     "loss": lambda ops: check_cross_entropy(ops, "cpu", F32, (3, 5000)),
     "loss_none": lambda ops: check_cross_entropy(ops, "cpu", F32, (3, 300), "none"),
-    "loss_smooth": lambda ops: [check_cross_entropy(ops, "cpu", F32, (3, 5000), "none", **OPTIONS[4]), check_cross_entropy(ops, "cpu", F32, (3, 300), **OPTIONS[4])],
+    "loss_smooth": lambda ops: [check_cross_entropy(ops, "cpu", F32, (3, 5000), "none", **OPTIONS[4]),
+                                check_cross_entropy(ops, "cpu", F32, (3, 300), **OPTIONS[4])],
     "loss_softcap": lambda ops: check_cross_entropy(ops, "cpu", F32, (3, 300), softcap=5.0),
     "loss_minus_infinity": lambda ops: check_infinities(ops, "cpu", F32, 9000),
     "loss_returns": lambda ops: check_returns(ops, "cpu", F32),

@@ -70,7 +70,8 @@ def labels_of(shape, device, ignore_index=-100):
     return labels
 
 
-def check_divergence(ops, device, dtype, op, shape, *, factor=1.0, loss_factor=1.0, floor=1e-2, upstream=None, pair=None, labels=None, ignore_index=-100, **options):
+def check_divergence(ops, device, dtype, op, shape, *, factor=1.0, loss_factor=1.0, floor=1e-2, upstream=None, pair=None, labels=None,
+                     ignore_index=-100, **options):
     """factor, loss_factor: of the bounds of the gradient and of the loss. floor: as of `assert_rows_close`. upstream: the gradient of a
     scalar loss; pair: (student's, teacher's) to take."""
     from_logits, reduction = options.get("from_logits", False), options.get("reduction", "mean" if op == "kl_div" else "batchmean")
@@ -184,7 +185,8 @@ def check_labels(ops, device, dtype, shape):
 def check_scaled(ops, device, dtype, op, shape=(3, 300)):
     """An upstream gradient that is not 1: once more rounded where the forward pass wrote the gradient, and right both times."""
     upstream = torch.tensor(3.7 if dtype != torch.float16 else 3000.7, dtype=torch.float32, device=device)
-    check_divergence(ops, device, dtype, op, shape, upstream=upstream, factor=1.5 if dtype == torch.bfloat16 else 1.0, reduction="batchmean")
+    check_divergence(ops, device, dtype, op, shape, upstream=upstream, factor=1.5 if dtype == torch.bfloat16 else 1.0,
+                     reduction="batchmean")
 
 
 def check_target_gradient(ops, device, dtype, op):
@@ -249,7 +251,8 @@ def all_cases(ops, device, dtypes=FLOATS):
             for options in ({}, {"from_logits": True}, {"reduction": "none"}, {"similar": True}):
                 # Of nearly equal distributions both are differences of nearly equal numbers, the loss of the second order.
                 factors = {"factor": 8.0 if dtype == torch.float32 else 1.0, "loss_factor": 16.0} if "similar" in options else {}
-                yield f"jsd {beta} {options} {dtype}", partial(check_divergence, ops, device, dtype, "jsd", (3, 300), beta=beta, **factors, **options)
+                yield f"jsd {beta} {options} {dtype}", partial(check_divergence, ops, device, dtype, "jsd", (3, 300), beta=beta, **factors,
+                                                               **options)
         for op in ("jsd", "kl_div", "tvd"):
             yield f"{op} scaled {dtype}", partial(check_scaled, ops, device, dtype, op)
             yield f"{op}, teacher's gradient {dtype}", partial(check_target_gradient, ops, device, dtype, op)
@@ -286,7 +289,8 @@ CHECKS = of_suite({
     "scaled_labels": lambda ops: check_divergence(
         ops, "cpu", torch.float16, "jsd", (3, 300), labels=labels_of((3, 300), "cpu"), upstream=torch.tensor(3000.7), reduction="batchmean"
     ),
-    "fp16": lambda ops: check_divergence(ops, "cpu", torch.float16, "jsd", (3, 3000), upstream=torch.tensor(1.1 * 2.0**20), reduction="mean"),
+    "fp16": lambda ops: check_divergence(ops, "cpu", torch.float16, "jsd", (3, 3000), upstream=torch.tensor(1.1 * 2.0**20),
+                                         reduction="mean"),
     "slabs": check_slabs,
     "total": lambda ops: check_total(ops, "cpu"),
 })
@@ -332,9 +336,11 @@ MUTANTS = (
     (_OPERATION, "_Divergence.forward", "ctx.save_for_backward(x, y, labels)", "ctx.save_for_backward(y, x, labels)", "jsd"),
     (_OPERATION, "_Divergence.backward", "gradient, ctx.gradient = ctx.gradient, None", "gradient = ctx.gradient", "scaled"),
     (_OPERATION, "_Divergence.backward", "multiply(gradient, dloss)", "pass", "scaled"),
-    (_OPERATION, "_DivergenceOfLogits.forward", "ctx.save_for_backward(x, y, labels, *rows)", "ctx.save_for_backward(y, x, labels, *rows)", "logits"),
+    (_OPERATION, "_DivergenceOfLogits.forward", "ctx.save_for_backward(x, y, labels, *rows)", "ctx.save_for_backward(y, x, labels, *rows)",
+     "logits"),
     (_OPERATION, "_backward", "factor = factor * (inverse_count", "factor = (inverse_count", "scaled_labels"),
     (_OPERATION, "_logits_backward", "factor = factor * scale", "factor = factor", "logits"),
     (_OPERATION, "_logits_forward", "total(part_loss) * scale", "total(part_loss)", "logits"),
-    (_OPERATION, "_DivergenceOfLogits.backward", "divergence_of_logits_backward(dloss, ", "divergence_of_logits_backward(dloss * 0 + 1, ", "scaled_logits"),
+    (_OPERATION, "_DivergenceOfLogits.backward", "divergence_of_logits_backward(dloss, ", "divergence_of_logits_backward(dloss * 0 + 1, ",
+     "scaled_logits"),
 )

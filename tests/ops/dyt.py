@@ -82,7 +82,8 @@ MUTANTS = (
     ("kernel_src/dyt.py", "dyt_backward", "ct.where(valid[:, None], dalpha, 0.0)", "dalpha", "whole"),
     ("kernel_src/dyt.py", "dyt_backward", "a * dz)", "dz)", "whole"),
     ("kernel_src/dyt.py", "dyt_parameter_sums", "acc = acc + ct.gather(partial_alpha", "acc = ct.gather(partial_alpha", "many"),
-    ("shared/ops/dyt.py", "DyTFunction.forward", "ctx.save_for_backward(x, alpha, gamma)", "ctx.save_for_backward(-x, alpha, gamma)", "whole"),
+    ("shared/ops/dyt.py", "DyTFunction.forward", "ctx.save_for_backward(x, alpha, gamma)", "ctx.save_for_backward(-x, alpha, gamma)",
+     "whole"),
     ("shared/ops/dyt.py", "DyTFunction.backward", "parameters[:n] if need[2]", "parameters[n:] if need[2]", "whole"),
 )
 CHECKS = of_suite({

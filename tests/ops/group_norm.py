@@ -91,7 +91,8 @@ MUTANTS = (
     ("kernel_src/group_norm.py", "group_norm_apply_backward", "at // (of_group // in_group)", "at * 0", "odd"),
     ("kernel_src/group_norm.py", "group_norm_apply_backward", "row % (weight.shape[0] // in_group) * in_group", "0", "odd"),
     ("kernel_src/group_norm.py", "group_norm_parameter_sums", "ct.where(valid[:, None], found, 0.0)", "found", "whole"),
-    ("shared/ops/group_norm.py", "GroupNormFunction.forward", "ctx.save_for_backward(x, weight, mean, rstd)", "ctx.save_for_backward(x, weight, rstd, mean)", "whole"),
+    ("shared/ops/group_norm.py", "GroupNormFunction.forward", "ctx.save_for_backward(x, weight, mean, rstd)",
+     "ctx.save_for_backward(x, weight, rstd, mean)", "whole"),
     ("shared/ops/group_norm.py", "GroupNormFunction.backward", "dweight, dbias = parameters", "dbias, dweight = parameters", "whole"),
 )
 CHECKS = of_suite({

@@ -48,7 +48,8 @@ def check_layer_norm(
 
 
 # Rows in registers of each size, longer ones, and rows of whole segments that fill no piece; odd lengths.
-SHAPES = ((3, 1024), (5, 768), (2, 1280), (3, 2048), (2, 3, 2560), (3, 4096), (2, 5120), (2, 8192), (2, 8256), (2, 64), (7, 128), (3, 77), (2, 1), (1, 1537))
+SHAPES = ((3, 1024), (5, 768), (2, 1280), (3, 2048), (2, 3, 2560), (3, 4096), (2, 5120), (2, 8192), (2, 8256), (2, 64), (7, 128), (3, 77),
+          (2, 1), (1, 1537))
 LAYOUTS = {
     "transposed": ((1024, 4), lambda x: x.t()),
     "sliced": ((6, 2048), lambda x: x[::2, :1024]),
@@ -88,7 +89,8 @@ def check_empty(ops, device):
 # (file, function, old, new, name of the check that must notice it)
 MUTANTS = (
     ("kernel_src/layer_norm.py", "layer_norm_forward", "ct.where(valid[:, None], xf, 0.0)", "xf", "whole"),
-    ("kernel_src/layer_norm.py", "layer_norm_forward", "ct.where(valid[:, None], deviation * deviation, 0.0)", "deviation * deviation", "whole"),
+    ("kernel_src/layer_norm.py", "layer_norm_forward", "ct.where(valid[:, None], deviation * deviation, 0.0)", "deviation * deviation",
+     "whole"),
     ("kernel_src/layer_norm.py", "layer_norm_long_forward", "- mu) * r", "- mu)", "odd"),
     ("kernel_src/layer_norm.py", "row_statistics", "seen * (mean - mu) * (mean - mu)", "(mean - mu) * (mean - mu)", "long"),
     ("kernel_src/layer_norm.py", "row_statistics", "(first + segment)[:, None]", "segment[:, None] * 0", "long"),
@@ -97,7 +99,8 @@ MUTANTS = (
     ("kernel_src/layer_norm.py", "layer_norm_row_means", "sum_g = sum_g + g", "sum_g = g", "long"),
     ("kernel_src/layer_norm.py", "layer_norm_columns_backward", "dweight = dweight + d * n", "dweight = d * n", "long"),
     ("kernel_src/layer_norm.py", "layer_norm_columns_backward", "- n * mean_gn", "", "odd"),
-    ("shared/ops/layer_norm.py", "LayerNormFunction.forward", "ctx.save_for_backward(x, weight, mean, rstd)", "ctx.save_for_backward(x, weight, rstd, mean)", "whole"),
+    ("shared/ops/layer_norm.py", "LayerNormFunction.forward", "ctx.save_for_backward(x, weight, mean, rstd)",
+     "ctx.save_for_backward(x, weight, rstd, mean)", "whole"),
     ("shared/ops/layer_norm.py", "LayerNormFunction.backward", "dweight, dbias = parameters", "dbias, dweight = parameters", "whole"),
 )
 CHECKS = of_suite({

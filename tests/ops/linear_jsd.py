@@ -39,8 +39,10 @@ def check_linear_jsd(
     reduction="batchmean", upstream=1.0, needs=(True, True, True), chunk=None,
 ):  # fmt: skip
     """needs: whether the gradients of hidden, weight and bias are asked for. chunk: tokens of a chunk, instead of all."""
-    hidden, weight = randn(*shape, features, dtype=dtype, device=device), randn(classes, features, dtype=dtype, device=device, seed=1, scale=0.2)
-    teacher = randn(*shape, teacher_features, dtype=dtype, device=device, seed=2), randn(classes, teacher_features, dtype=dtype, device=device, seed=3, scale=0.2)
+    hidden, weight = randn(*shape, features, dtype=dtype, device=device), randn(classes, features, dtype=dtype, device=device, seed=1,
+                                                                                scale=0.2)
+    teacher = randn(*shape, teacher_features, dtype=dtype, device=device, seed=2), randn(classes, teacher_features, dtype=dtype,
+                                                                                         device=device, seed=3, scale=0.2)
     vectors = [randn(classes, dtype=dtype, device=device, seed=4 + i) if bias else None for i in range(2)]
     student = [leaf(t).requires_grad_(need) if t is not None else None for t, need in zip((hidden, weight, vectors[0]), needs)]
     target = (torch.arange(hidden[..., 0].numel(), device=device) % 3 - 1).view(shape) if labels else None

@@ -10,7 +10,8 @@ from tests.ops.suite import of_suite
 
 def rotary_complex_exact(x, freqs):
     """x: [batch, tokens, heads, head_dim] float64; freqs: [batch or 1, tokens, head_dim / 2]."""
-    return torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).contiguous()) * freqs.unsqueeze(2)).flatten(3)
+    return torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], x.shape[-1] // 2,
+                                                              2).contiguous()) * freqs.unsqueeze(2)).flatten(3)
 
 
 def frequencies(rows, tokens, pairs, device):

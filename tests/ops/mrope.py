@@ -50,7 +50,8 @@ def check(run, device, dtype, batch, tokens, heads, head_dim, heads_dim, tables,
 
 
 def check_multimodal(
-    ops, device, dtype, batch=2, tokens=3, heads=(12, 2), head_dim=128, sections=(16, 24, 24), rows=None, interleaved=False, unsqueeze_dim=1,
+    ops, device, dtype, batch=2, tokens=3, heads=(12, 2), head_dim=128, sections=(16, 24, 24), rows=None, interleaved=False,
+    unsqueeze_dim=1,
     narrow=False, view=lambda x: x,
 ):  # fmt: skip
     """rows: of the batch in cos and sin; narrow: tables half as wide. Both halves of the tables differ otherwise, and are no cosines:
@@ -64,7 +65,8 @@ def check_multimodal(
     check(run, device, dtype, batch, tokens, heads, head_dim, unsqueeze_dim, tables, tables64, view)
 
 
-def check_partial(ops, device, dtype, batch=2, tokens=3, heads=(5, 2), head_dim=80, rotary_dim=32, rows=None, unsqueeze_dim=1, table=lambda t: t):
+def check_partial(ops, device, dtype, batch=2, tokens=3, heads=(5, 2), head_dim=80, rotary_dim=32, rows=None, unsqueeze_dim=1,
+                  table=lambda t: t):
     shape = (batch if rows is None else rows, tokens, rotary_dim)
     tables = [randn(*shape, dtype=dtype, device=device, seed=6 + i) for i in range(2)]
     tables64 = [t.double().cpu() for t in tables]

@@ -74,7 +74,8 @@ MUTANTS = (
     ("kernel_src/poly_norm.py", "poly_norm_long_forward", "sum4 = sum4 + square * square", "sum4 = square * square", "long"),
     ("kernel_src/poly_norm.py", "poly_norm_long_backward", "dw0 + s3", "s3", "odd"),
     ("kernel_src/poly_norm.py", "write_sums", "s3, check", "s2, check", "odd"),
-    ("shared/ops/poly_norm.py", "PolyNormFunction.forward", "ctx.save_for_backward(x, weight, rstd)", "ctx.save_for_backward(-x, weight, rstd)", "whole"),
+    ("shared/ops/poly_norm.py", "PolyNormFunction.forward", "ctx.save_for_backward(x, weight, rstd)",
+     "ctx.save_for_backward(-x, weight, rstd)", "whole"),
     ("shared/ops/poly_norm.py", "PolyNormFunction.backward", "parameters[:3]", "parameters[1:]", "whole"),
 )
 CHECKS = of_suite({

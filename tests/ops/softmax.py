@@ -9,7 +9,8 @@ from tests.ops.suite import of_suite
 from tests.tolerances import assert_close
 
 # Every tile, whole and not; several rows a block that do not fill it; odd rows; rows in pieces, aligned and not.
-SHAPES = ((5, 128), (17, 96), (3, 7, 64), (2, 1024), (5, 1000), (3, 4096), (2, 3001), (2, 8192), (1, 16000), (2, 20480), (2, 5001), (3, 1), (7,))
+SHAPES = ((5, 128), (17, 96), (3, 7, 64), (2, 1024), (5, 1000), (3, 4096), (2, 3001), (2, 8192), (1, 16000), (2, 20480), (2, 5001), (3, 1),
+          (7,))
 
 
 def check_softmax(ops, device, dtype, shape, dim=-1, scale=3.0, view=lambda x: x):
@@ -113,7 +114,8 @@ def check_softmax_slabs(ops, elements=40):
         ops.softmax_module.SLAB = before
 
 
-CHECKS |= of_suite({"softmax_many_parts": lambda ops: check_softmax(ops, "cpu", torch.float32, (1, 66 * 4096 + 5), view=lambda x: x.sort(-1).values)})
+CHECKS |= of_suite({"softmax_many_parts": lambda ops: check_softmax(ops, "cpu", torch.float32, (1, 66 * 4096 + 5),
+                                                                    view=lambda x: x.sort(-1).values)})
 CHECKS |= of_suite({"softmax_slabs": check_softmax_slabs})
 
 

@@ -7,7 +7,8 @@ from tests.op_cases import Operations
 from tests.ops.common import launched
 
 NAMES = (
-    "general_rms_norm", "layer_norm", "group_norm", "poly_norm", "dyt", "softmax", "sparsemax", "gated_activation", "tiled_mlp", "llama4_rope",
+    "general_rms_norm", "layer_norm", "group_norm", "poly_norm", "dyt", "softmax", "sparsemax", "gated_activation", "tiled_mlp",
+    "llama4_rope",
     "mrope", "cross_entropy", "divergence", "linear_jsd", "neighborhood_attention",
 )  # fmt: skip
 # Where an operation lies that has not the name of its module.

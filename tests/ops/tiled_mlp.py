@@ -64,7 +64,8 @@ MUTANTS = (
     (OPERATION, "_backward", "dgate.t(), x[part]", "dup.t(), x[part]", "shards"),
     (OPERATION, "_backward", ".addmm_(dup, up_weight)", "", "shards"),
     (OPERATION, "_backward", "dy[part].t(), hidden", "dy[part].t(), dgate", "shards"),
-    (OPERATION, "_TiledMLP.forward", "save_for_backward(x, gate_weight, up_weight,", "save_for_backward(x, up_weight, gate_weight,", "shards"),
+    (OPERATION, "_TiledMLP.forward", "save_for_backward(x, gate_weight, up_weight,", "save_for_backward(x, up_weight, gate_weight,",
+     "shards"),
     (OPERATION, "_TiledMLP.backward", "tiled_mlp_backward(dy, ", "tiled_mlp_backward(-dy, ", "shards"),
 )
 CHECKS = of_suite({"shards": lambda ops: check_tiled_mlp(ops, "cpu", torch.float32, (2, 9), shards=3)})

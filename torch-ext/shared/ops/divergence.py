@@ -355,7 +355,8 @@ def kl_div(
         fail("eps", eps, "a number from 0 to 1")
     kind = "js" if log_target or from_logits else "kl"  # KL is the JSD of beta = 0
     batch = input.shape[0] if input.dim() > 1 and labels is None else None
-    return _divergence(kind, input, target, reduction, float(eps) if kind == "kl" else 0.0, labels, ignore_index, from_logits, temperature, batch)
+    return _divergence(kind, input, target, reduction, float(eps) if kind == "kl" else 0.0, labels, ignore_index, from_logits, temperature,
+                       batch)
 
 
 def jsd(

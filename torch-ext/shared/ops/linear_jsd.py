@@ -189,7 +189,8 @@ def _check(hidden, weight, teacher_hidden, teacher_weight, labels, bias, teacher
             fail(name, describe(vector), f"[{weight.shape[0]}], one value a class")
     if labels is not None and (labels.shape != hidden.shape[:-1] or labels.dtype != torch.int64):
         fail("labels", describe(labels), f"torch.int64 {list(hidden.shape[:-1])}, one label a token")
-    others = {"weight": weight, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight, "bias": bias, "teacher_bias": teacher_bias}
+    others = {"weight": weight, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight, "bias": bias,
+              "teacher_bias": teacher_bias}
     for name, tensor in others.items():
         if tensor is not None and (tensor.dtype != hidden.dtype or tensor.device != hidden.device):
             fail(name, describe(tensor), f"of the dtype and on the device of hidden, which is {describe(hidden)}")

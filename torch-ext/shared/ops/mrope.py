@@ -171,7 +171,8 @@ def rotary_multimodal(
     if interleaved and (3 * sections[1] > half + 1 or 3 * sections[2] > half):
         fail("sections", sections, f"at most every third of the {half} frequencies for height and width where they are interleaved")
     expected = f"[3, {batch} or 1, {tokens}, {2 * half} or {half}]"
-    if cos.dim() != 4 or cos.shape[0] != 3 or cos.shape[1] not in (1, batch) or cos.shape[2] != tokens or cos.shape[3] not in (half, 2 * half):
+    if cos.dim() != 4 or cos.shape[0] != 3 or cos.shape[1] not in (1, batch) or cos.shape[2] != tokens or cos.shape[3] not in (half,
+                                                                                                                               2 * half):
         fail("cos", describe(cos), expected)
     return _apply(q, k, cos, sin, half, sections, bool(interleaved), heads_dim)
 

@@ -92,7 +92,8 @@ def use_in_liger() -> list:
     dispatched = _register(taken)
     if missing:
         warnings.warn(
-            f"liger-kernel is {version}, expected {' or '.join(TESTED)}: it keeps its own {', '.join(missing)}", RuntimeWarning, stacklevel=2
+            f"liger-kernel is {version}, expected {' or '.join(TESTED)}: it keeps its own {', '.join(missing)}", RuntimeWarning,
+            stacklevel=2
         )
     print(f"Liger {version} runs on the kernels of bastile/liger: {', '.join(taken)}; "
           f"by its dispatcher also {', '.join(dispatched) or 'nothing'}")

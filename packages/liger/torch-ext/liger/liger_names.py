@@ -433,7 +433,8 @@ def liger_llama4_vision_rotary_pos_emb(query, key, freqs_ci):
     has taken the imaginary part of: then it multiplies."""
     freqs = freqs_ci.to(query.device)
     freqs = freqs.reshape(-1, query.shape[-1] // 2)
-    return rotary_complex(query, key, freqs if freqs.is_complex() else torch.complex(freqs.float(), torch.zeros_like(freqs, dtype=torch.float32)))
+    return rotary_complex(query, key, freqs if freqs.is_complex() else torch.complex(freqs.float(), torch.zeros_like(freqs,
+                                                                                                                     dtype=torch.float32)))
 
 
 def liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
@@ -461,8 +462,9 @@ def liger_cross_entropy(
 ):
     """Raises ValueError for size_average or reduce, which Liger ignores: say it with `reduction`."""
     _refuse_legacy(size_average, reduce, None)
-    options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens
-    return _output(LigerCrossEntropyFunction.apply(input, target, weight, *options))
+    options = ignore_index, lse_square_scale, label_smoothing, reduction, softcap
+    results = return_z_loss, return_token_accuracy, return_predicted_tokens
+    return _output(LigerCrossEntropyFunction.apply(input, target, weight, *options, *results))
 
 
 def _refuse_legacy(size_average, reduce, default):
@@ -536,7 +538,8 @@ def _initial(size, init_fn):
 
 class LigerRMSNorm(nn.Module):
     def __init__(
-        self, hidden_size, eps=1e-06, offset=0.0, casting_mode="llama", init_fn="ones", in_place=True, row_mode=None, elementwise_affine=True
+        self, hidden_size, eps=1e-06, offset=0.0, casting_mode="llama", init_fn="ones", in_place=True, row_mode=None,
+        elementwise_affine=True
     ):
         super().__init__()
         self.weight = _initial(hidden_size, init_fn) if elementwise_affine else None
@@ -590,7 +593,8 @@ class LigerGroupNorm(nn.Module):
         self.bias = nn.Parameter(torch.randn(num_channels) if bias else torch.zeros(num_channels))
 
     def forward(self, hidden_states):
-        return LigerGroupNormFunction.apply(hidden_states, self.weight, self.bias, self.num_channels, self.num_groups, self.variance_epsilon)
+        return LigerGroupNormFunction.apply(hidden_states, self.weight, self.bias, self.num_channels, self.num_groups,
+                                            self.variance_epsilon)
 
     def extra_repr(self):
         return f"num_channels={self.num_channels}, num_groups={self.num_groups}, eps={self.eps}"
@@ -648,7 +652,8 @@ class LigerCrossEntropyLoss(nn.Module):
         return_predicted_tokens=False,
     ):
         super().__init__()
-        self.weight, self.ignore_index, self.lse_square_scale, self.label_smoothing = weight, ignore_index, lse_square_scale, label_smoothing
+        self.weight, self.ignore_index = weight, ignore_index
+        self.lse_square_scale, self.label_smoothing = lse_square_scale, label_smoothing
         self.reduction, self.softcap, self.return_z_loss = reduction, softcap, return_z_loss
         self.return_token_accuracy, self.return_predicted_tokens = return_token_accuracy, return_predicted_tokens
 
@@ -832,7 +837,8 @@ class LigerFusedNeighborhoodAttention(nn.Module):
     def forward(self, hidden_states, attention_mask=None):
         if attention_mask is not None:
             raise NotImplementedError("attention_mask is given, expected None: a token sees its neighbours")
-        heads = [p(hidden_states).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)]
+        heads = [p(hidden_states).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj,
+                                                                                                           self.v_proj)]
         found = LigerFusedNeighborhoodAttentionFunction.apply(*heads, self.kernel_size, self.dilation, self.scale)
         found = found.transpose(1, 2).flatten(2)
         return self.out_proj(found if self.dropout is None else self.dropout(found))
