@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from . import liger_names, liger_pieces
+from . import liger_functions, liger_pieces
 from .shared.runtime.device import kernels_run_on
 
 TESTED = ("0.8.5",)
@@ -32,34 +32,11 @@ SHORT_NAME = "bastile"  # as LIGER_KERNEL_IMPL may call it: the dispatcher takes
 RANK = 0  # the lowest is chosen where the user named none; Liger's are 2 and up
 ONLY_BY_NAME = 1000
 TAKEN = "_bastile_takes"  # on `liger_kernel.ops`: name there -> Liger's own
+STANDS_FOR = "_bastile_stands_for"  # on what stands for Liger's `dispatch`: that
+NAMES = liger_functions.__all__
 VARIABLE = "LIGER_KERNEL_IMPL"
 REGISTRY = "liger_kernel.ops.backends.registry"
 
-NAMES = (
-    "LigerRMSNormFunction",
-    "LigerFusedAddRMSNormFunction",
-    "LigerLayerNormFunction",
-    "LigerGroupNormFunction",
-    "LigerPolyNormFunction",
-    "LigerDyTFunction",
-    "LigerSoftmaxFunction",
-    "LigerSparsemaxFunction",
-    "LigerSiLUMulFunction",
-    "LigerFusedGateUpSiLUMulFunction",
-    "LigerGELUMulFunction",
-    "LigerRopeFunction",
-    "LigerLlama4RopeFunction",
-    "LigerQwen2VLMRopeFunction",
-    "LigerCrossEntropyFunction",
-    "LigerKLDivLossFunction",
-    "LigerJSDFunction",
-    "LigerTVDLossFunction",
-    "LigerFusedLinearCrossEntropyFunction",
-    "LigerFusedLinearJSDFunction",
-    "LigerFusedNeighborhoodAttentionFunction",
-    "LigerTiledMLPFunction",
-    "apply_tiled_mlp",
-)
 # Of the dispatcher.
 DISPATCHED = {
     "rms_norm": "LigerRMSNormFunction",
@@ -96,14 +73,14 @@ def use_in_liger() -> list:
     taken = dict(vars(ops).get(TAKEN, {}))
     missing = []
     for name in NAMES:
-        ours, theirs = getattr(liger_names, name, None), taken.get(name, getattr(ops, name, None))
-        if ours is None or theirs is None or not _fits(theirs, ours):
+        ours, theirs = getattr(liger_functions, name), taken.get(name, getattr(ops, name, None))
+        if theirs is None or not _fits(theirs, ours):
             missing.append(name)
         else:
             taken[name] = theirs
     setattr(ops, TAKEN, taken)
     # What stands there is Liger's, or what another copy of this package put there.
-    changed = _sweep({name: ((theirs, vars(ops)[name]), getattr(liger_names, name)) for name, theirs in taken.items()})
+    changed = _sweep({name: ((theirs, vars(ops)[name]), getattr(liger_functions, name)) for name, theirs in taken.items()})
     dispatched, elsewhere = _register(taken)
     if missing:
         warnings.warn(
@@ -219,7 +196,7 @@ def _register(taken) -> tuple:
         register, dispatch = backends.register_impl, backends.dispatch
     except (ImportError, AttributeError):
         return [], []
-    ours = {operation: _implementation(getattr(liger_names, name)) for operation, name in DISPATCHED.items() if name in taken}
+    ours = {operation: _implementation(getattr(liger_functions, name)) for operation, name in DISPATCHED.items() if name in taken}
     pieces = {operation: getattr(liger_pieces, operation) for operation in PIECES}
     for rank, functions in ((RANK, ours), (ONLY_BY_NAME, pieces)):
         for operation, function in functions.items():
@@ -239,14 +216,14 @@ def _shortcut(dispatch, ours):
             return dispatch(op_name, *args, impl=impl, backend=backend, **options)
         return function(*args, **options)
 
-    shortcut.bastile_stands_for = dispatch
+    vars(shortcut)[STANDS_FOR] = dispatch
     return shortcut
 
 
 def _take_shortcut_out():
     for name, module in list(sys.modules.items()):
         if module is not None and _holds_names(name):
-            dispatch = getattr(vars(module).get("dispatch"), "bastile_stands_for", None)
+            dispatch = getattr(vars(module).get("dispatch"), STANDS_FOR, None)
             if dispatch is not None:
                 vars(module)["dispatch"] = dispatch
 

@@ -12,7 +12,7 @@ from . import back_end
 __all__: list = []
 
 # As the import of a submodule does, which it was spared.
-importlib.import_module("liger_kernel.ops.backends").registry = sys.modules[back_end.REGISTRY]
+vars(importlib.import_module("liger_kernel.ops.backends"))["registry"] = sys.modules[back_end.REGISTRY]
 
 if not back_end.use_in_liger():
     raise ImportError(f"{back_end.VARIABLE} asks for bastile/liger, which has no kernels that run on this GPU")
