@@ -204,6 +204,22 @@ def cases(n):
     module = n.LigerFusedLinearCrossEntropyLoss(ignore_index=0, softcap=2.0)
     yield "its module", module(weight, hidden, target.clamp(min=0), bias), functional.cross_entropy(2 * torch.tanh(logits / 2),
                                                                                                     target.clamp(min=0), ignore_index=0)
+    # The z-loss is an average over the tokens, the rest over the sum of their classes' weights.
+    z = 0.1 * torch.where(target != -100, rows.logsumexp(-1).square(), 0.0)
+    loss = functional.cross_entropy(rows, target, w.abs())
+    found = n.LigerCrossEntropyLoss(w.abs(), lse_square_scale=0.1, return_z_loss=True)(rows, target)
+    yield "cross entropy with z-loss and weights", found.loss, loss + z.sum() / 5
+    yield "its z-loss", found.z_loss, z.sum() / 5
+    z = 0.1 * torch.where(target != -100, logits.logsumexp(-1).square(), 0.0)
+    wanted = functional.cross_entropy(logits, target, w.abs(), label_smoothing=0.2) + z.sum() / 5
+    options = {"ce_weight": w.abs(), "lse_square_scale": 0.1, "label_smoothing": 0.2}
+    found = n.liger_fused_linear_cross_entropy(hidden, weight, target, bias, **options)
+    yield "linear cross entropy with z-loss and weights", found, wanted
+    wanted = functional.cross_entropy(logits, target, w.abs(), label_smoothing=0.2, reduction="sum") + z.sum()
+    found = n.liger_fused_linear_cross_entropy(hidden, weight, target, bias, reduction="sum", **options)
+    yield "the sum of it", found, wanted
+    found = n.liger_fused_linear_cross_entropy(hidden, weight, torch.full_like(target, -100), bias, **options)
+    yield "of nothing", found, torch.zeros((), dtype=torch.float64)
     p, t = rows.log_softmax(-1), r(6, 16, seed=8).log_softmax(-1)
     yield "kl", n.LigerKLDivLossFunction.apply(p, t.exp()), functional.kl_div(p, t.exp(), reduction="batchmean")
     yield "kl, log", n.liger_kl_div(p, t, log_target=True), functional.kl_div(p, t, reduction="mean", log_target=True)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .shared.ops import cross_entropy_of_logits, divergence
 from .shared.ops.common import fail
+from .shared.ops.cross_entropy import is_counted
 from .shared.ops.dyt import dyt
 from .shared.ops.gated_activation import geglu, swiglu, swiglu_packed
 from .shared.ops.general_rms_norm import general_add_rms_norm, general_rms_norm
@@ -62,6 +63,17 @@ def _four(found, dtype):
         return found.to(dtype), None, None, None
     z_loss = None if found.z_loss is None else found.z_loss.to(dtype)
     return found.loss.to(dtype), z_loss, found.token_accuracy, found.predicted_tokens
+
+
+def _class_weight(weight, target, ignore_index, reduction, lse_square_scale):
+    """The class weights, for a mean with z-loss times what makes those of the counted tokens 1 on average: Liger divides the z-loss by
+    the number of these tokens, and all else by the sum of their weights."""
+    if weight is None or reduction != "mean" or not lse_square_scale:
+        return weight
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    counted = is_counted(target, weight.shape[0], ignore_index)
+    total = torch.where(counted, weight[torch.where(counted, target, 0)], 0.0).sum()
+    return weight * torch.where(total == 0, 1.0, counted.sum() / total)
 
 
 def _labels(labels):
@@ -230,7 +242,7 @@ class LigerCrossEntropyFunction:
         found = cross_entropy_of_logits.cross_entropy(
             _input,
             target,
-            weight,
+            _class_weight(weight, target, ignore_index, reduction, lse_square_scale),
             ignore_index=ignore_index,
             lse_square_scale=lse_square_scale,
             label_smoothing=label_smoothing,
@@ -275,7 +287,7 @@ class LigerFusedLinearCrossEntropyFunction:
             weight,
             target,
             bias,
-            class_weight=ce_weight,
+            class_weight=_class_weight(ce_weight, target, ignore_index, reduction, lse_square_scale),
             ignore_index=ignore_index,
             lse_square_scale=lse_square_scale,
             label_smoothing=label_smoothing,
