@@ -249,7 +249,10 @@ def side_by_side(weights: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
 
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or a contiguous copy: when its last dimension is strided, or two elements may be one (expanded, overlapping)."""
-    if tensor.is_contiguous() or (tensor.stride(-1) == 1 and not overlaps(tensor.shape, tensor.stride())):
+    shape, steps = tensor.shape, tensor.stride()
+    if len(shape) == 2 and steps[1] == 1 and steps[0] >= shape[1]:  # rows, each behind the one before: what is asked for most
+        return tensor
+    if tensor.is_contiguous() or (steps[-1] == 1 and not overlaps(shape, steps)):
         return tensor
     return tensor.contiguous()
 
@@ -258,8 +261,10 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """As `unit_stride`, and a copy too when the address or a stride is not a multiple of 16 bytes: for kernels that exist only in
     an aligned form."""
     tensor = unit_stride(tensor)
-    odd = any(step * tensor.element_size() % 16 for step in tensor.stride()[:-1])
-    return tensor.clone(memory_format=torch.contiguous_format) if odd or tensor.data_ptr() % 16 else tensor
+    size, odd = tensor.element_size(), tensor.data_ptr()
+    for step in tensor.stride()[:-1]:
+        odd |= step * size
+    return tensor.clone(memory_format=torch.contiguous_format) if odd & 15 else tensor
 
 
 def need_floats(**tensors: torch.Tensor) -> None:
