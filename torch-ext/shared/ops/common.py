@@ -64,7 +64,7 @@ def describe(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that the arithmetic is done in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
