@@ -22,6 +22,9 @@ class _NoContext:
     def save_for_backward(self, *tensors) -> None:
         pass
 
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
 
 def apply_function(function, *args):
     """function.apply(*args), of an autograd function, or where gradients are switched off its forward alone: that is half of what a small
