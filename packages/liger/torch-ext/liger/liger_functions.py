@@ -27,6 +27,7 @@ from .shared.ops.poly_norm import poly_norm
 from .shared.ops.softmax import softmax
 from .shared.ops.sparsemax import sparsemax
 from .shared.ops.tiled_mlp import tiled_mlp
+from .shared.runtime.device import is_ordinary
 
 __all__ = [
     "LigerRMSNormFunction",
@@ -74,6 +75,24 @@ def _class_weight(weight, target, ignore_index, reduction, lse_square_scale):
     counted = is_counted(target, weight.shape[0], ignore_index)
     total = torch.where(counted, weight[torch.where(counted, target, 0)], 0.0).sum()
     return weight * torch.where(total == 0, 1.0, counted.sum() / total)
+
+
+def _check_bounds(target, classes, ignore_index):
+    """Raises AssertionError for a label outside [0, classes), as Liger does: the only look at a GPU here that waits for it. There is none
+    while a graph is captured or compiled, where such a label counts like ignore_index."""
+    if torch.compiler.is_compiling() or not is_ordinary(target) or target.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    if wrong.any():
+        raise AssertionError(f"target {int(target[wrong][0])} is out of bounds, expected labels from 0 to {classes - 1} or {ignore_index}")
+
+
+def _one_dtype(x, y):
+    """Two distributions in the wider one's dtype."""
+    if x.dtype == y.dtype:
+        return x, y
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    return x.to(dtype), y.to(dtype)
 
 
 def _labels(labels):
@@ -186,12 +205,17 @@ class LigerGELUMulFunction:
 class LigerRopeFunction:
     """q [batch, heads, tokens, head_dim], k the same with its heads, cos, sin [batch or 1, tokens, rotary_dim] -> new q, k.
 
-    position_ids has no effect, as in Liger; unsqueeze_dim is the dimension of 1 in tables of four dimensions.
+    position_ids has no effect, as in Liger; unsqueeze_dim is the dimension of 1 in tables of four dimensions. rotary_dim is by default
+    the tables' width, at most head_dim; the last column of an odd one stays as it is. The tables' left rotary_dim / 2 columns are read.
     """
 
     @staticmethod
     def apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
         cos, sin = (t.squeeze(unsqueeze_dim) if t.dim() == 4 else t for t in (cos, sin))
+        if rotary_dim is None:
+            rotary_dim = min(cos.shape[-1], q.shape[-1]) // 2 * 2
+        if cos.shape[-1] not in (rotary_dim, rotary_dim // 2):
+            cos, sin = cos[..., : rotary_dim // 2], sin[..., : rotary_dim // 2]
         return _like(partial_rotary(q, k, cos, sin, rotary_dim), q, k)
 
 
@@ -239,6 +263,7 @@ class LigerCrossEntropyFunction:
         return_token_accuracy=False,
         return_predicted_tokens=False,
     ):
+        _check_bounds(target, _input.shape[-1], ignore_index)
         found = cross_entropy_of_logits.cross_entropy(
             _input,
             target,
@@ -307,7 +332,7 @@ class LigerKLDivLossFunction:
 
     @staticmethod
     def apply(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):
-        return divergence.kl_div(y_pred, y_true, reduction, log_target, eps=0.0 if log_target else eps)
+        return divergence.kl_div(*_one_dtype(y_pred, y_true), reduction, log_target, eps=0.0 if log_target else eps)
 
 
 class LigerJSDFunction:
@@ -315,7 +340,8 @@ class LigerJSDFunction:
 
     @staticmethod
     def apply(_input, target, shift_labels=None, beta=0.5, ignore_index=-100, jsd_impl=None, jsd_mode=None):
-        return divergence.jsd(_input, target, _labels(shift_labels), beta=beta, ignore_index=ignore_index).to(_input.dtype)
+        found = divergence.jsd(*_one_dtype(_input, target), _labels(shift_labels), beta=beta, ignore_index=ignore_index)
+        return found.to(_input.dtype)
 
 
 class LigerTVDLossFunction:
@@ -323,7 +349,7 @@ class LigerTVDLossFunction:
 
     @staticmethod
     def apply(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100):
-        return divergence.tvd(p, q, _labels(shift_labels), reduction=reduction, ignore_index=ignore_index)
+        return divergence.tvd(*_one_dtype(p, q), _labels(shift_labels), reduction=reduction, ignore_index=ignore_index)
 
 
 class LigerFusedLinearJSDFunction:
