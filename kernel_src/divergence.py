@@ -21,7 +21,7 @@ inputs are such that every term is 0.
 
 import cuda.tile as ct
 
-from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Variant
+from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Params, Variant
 from kernel_src.softmax import MINUS_INFINITY, piece, read, write
 
 Const = ct.Constant[int]
@@ -228,17 +228,17 @@ TILES = {"kl": 2048, "js": 1024, "tv": 2048}
 def variants():
     vector, matrix = Array("float32", (None,), aligned=False), Array("float32", (None, None), aligned=False)
     labels = Array("int64", (None,), aligned=False)
-    masks = {"ignore_index": INT, "masked": INT}
+    masks: Params = {"ignore_index": INT, "masked": INT}
     for dtype in FLOATS:
         for x in (Array(dtype, (None, None), divisible=(1, 16)), Array(dtype, (None, None), aligned=False)):
-            arrays = {"x": x, "y": x, "labels": labels, "factor": vector, "gradient": x, "partial": matrix, "scale": FLOAT}
-            flags = {**masks, "factored": INT, "writes": INT}
+            arrays: Params = {"x": x, "y": x, "labels": labels, "factor": vector, "gradient": x, "partial": matrix, "scale": FLOAT}
+            flags: Params = {**masks, "factored": INT, "writes": INT}
             yield Variant(kl_divergence, {**arrays, "eps": FLOAT, **flags, "TILE": TILES["kl"]})
             yield Variant(js_divergence, {**arrays, "beta": FLOAT, **flags, "TILE": TILES["js"]})
             yield Variant(tv_distance, {**arrays, **flags, "TILE": TILES["tv"]})
-            logits = {"x": x, "y": x, "lse_x": vector, "lse_y": vector, "labels": labels}
+            logits: Params = {"x": x, "y": x, "lse_x": vector, "lse_y": vector, "labels": labels}
             for kind, number in KINDS.items():
-                rest = {"beta": FLOAT, "temperature": FLOAT, **masks, "KIND": number, "TILE": TILES["js"]}
+                rest: Params = {"beta": FLOAT, "temperature": FLOAT, **masks, "KIND": number, "TILE": TILES["js"]}
                 yield Variant(divergence_of_logits, {**logits, "part_loss": matrix, "part_slope": matrix, **rest})
                 yield Variant(divergence_of_logits_gradient, {**logits, "slope": vector, "scale": vector, "dx": x, **rest})
                 if kind == "js":

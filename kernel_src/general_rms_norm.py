@@ -13,7 +13,7 @@ fit into the registers are read once, several short ones by one block. kernel_sr
 
 import cuda.tile as ct
 
-from kernel_src.prebuild import FLOAT, INT, Array, Variant
+from kernel_src.prebuild import FLOAT, INT, Array, Params, Variant
 from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, columns, place, read, rows, sum_of, write
 
 Const = ct.Constant[int]
@@ -207,7 +207,7 @@ WHOLE_BACKWARD = {
 ROWS = {"bfloat16": ((8, 128),), "float16": ((8, 128),), "float32": ((4, 128),)}
 LONG_PIECE = {SEGMENT: 32, 1: 1024}
 COLUMNS_PIECE = {SEGMENT: 16, 1: 512}
-OPTIONS = {"eps": FLOAT, "offset": FLOAT, "rounded": INT}
+OPTIONS: Params = {"eps": FLOAT, "offset": FLOAT, "rounded": INT}
 
 
 def variants():
@@ -217,11 +217,12 @@ def variants():
             wide = piece > 64 or x == "float32"
             hints = {"occupancy": 4, "num_worker_warps": 8} if wide else {"occupancy": 8}
             yield Variant(general_rms_norm_forward, {"x": a, "weight": p, "y": a, "rstd": PER_ROW, **OPTIONS, **constants}, hints=hints)
-            sums = {"x": a, "residual": a, "weight": p, "total": a, "y": a, "rstd": PER_ROW}
+            sums: Params = {"x": a, "residual": a, "weight": p, "total": a, "y": a, "rstd": PER_ROW}
             yield Variant(general_add_rms_norm_forward, {**sums, **OPTIONS, **constants}, hints=hints)
         for tile, occupancy, latency in WHOLE_BACKWARD[x]:
             a, constants = Array(x, (None, None), at_most=(None, tile)), {"TILE": tile, "LATENCY": latency}
-            found = {"x": a, "weight": Array(w, (None,)), "rstd": PER_ROW, "partial": Array("float32", (None, None)), "offset": FLOAT}
+            partial = Array("float32", (None, None))
+            found: Params = {"x": a, "weight": Array(w, (None,)), "rstd": PER_ROW, "partial": partial, "offset": FLOAT}
             hints = {"occupancy": occupancy, **({"num_worker_warps": 8} if tile > 4096 else {})}
             yield Variant(general_rms_norm_backward, {"dx": a, "dy": a, **found, **constants}, hints=hints)
             yield Variant(general_add_rms_norm_backward, {"dx": a, "dy": a, "dtotal": a, **found, **constants}, hints=hints)
@@ -233,7 +234,7 @@ def variants():
     for x, w in SAME + MIXED:
         for segment in (SEGMENT, 1):
             a, p, constants = rows(x, segment), columns(w, segment), {"SEGMENT": segment, "PIECE": LONG_PIECE[segment]}
-            inputs = {"x": a, "weight": p, "y": a, "rstd": PER_ROW, **OPTIONS, **constants}
+            inputs: Params = {"x": a, "weight": p, "y": a, "rstd": PER_ROW, **OPTIONS, **constants}
             yield Variant(general_rms_norm_long_forward, inputs, hints={"occupancy": 8})
             found = {"dy": a, "x": a, "weight": p, "rstd": PER_ROW, "means": PER_ROW}
             yield Variant(general_rms_norm_row_means, {**found, "offset": FLOAT, **constants})

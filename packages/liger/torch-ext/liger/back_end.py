@@ -1,12 +1,9 @@
 """Makes an unmodified Liger-Kernel run on the kernels of this package.
 
 Liger knows two ways to its operations. Its dispatcher (`liger_kernel.backends`) takes back ends by a public call. Everything else, and
-with it
-RMSNorm, the MLPs and the fused linear cross entropy of every patched model, holds its autograd functions by names bound at import, so
-those names are
-set in every module of Liger that has them, and set back by `restore_liger`. The modules that define the functions, `liger_kernel.ops.x`,
-and
-Liger's own back ends stay as they are: `impl="nvidia-triton"` still means Liger's.
+with it RMSNorm, the MLPs and the fused linear cross entropy of every patched model, holds its autograd functions by names bound at
+import, so those names are set in every module of Liger that has them, and set back by `restore_liger`. The modules that define the
+functions, `liger_kernel.ops.x`, and Liger's own back ends stay as they are: `impl="nvidia-triton"` still means Liger's.
 """
 
 import importlib
@@ -126,12 +123,10 @@ def _liger():
 
 def _parameters(function) -> list:
     """(name, default) of what callers pass: of `.apply`, or of an autograd function's forward without its context."""
+    skipped = 0
     if isinstance(function, type):
-        is_autograd = issubclass(function, torch.autograd.Function)
-        function = function.forward if is_autograd else function.apply
-        skipped = 1 if is_autograd else 0
-    else:
-        skipped = 0
+        skipped = 1 if issubclass(function, torch.autograd.Function) else 0
+        function = getattr(function, "forward" if skipped else "apply")
     return [(p.name, p.default) for p in list(inspect.signature(function).parameters.values())[skipped:]]
 
 

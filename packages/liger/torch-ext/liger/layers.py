@@ -1,12 +1,15 @@
 """Layers that take the place of torch.nn's and transformers'. They have no state: `self` is the module whose forward they become."""
 
 from torch import nn
-from torch.nn import functional
 
-from .forwards import gated, packed, rms_norm_forward, takes
-from .shared.ops.general_rms_norm import general_rms_norm
-from .shared.ops.group_norm import group_norm
-from .shared.ops.layer_norm import layer_norm
+from .forwards import (
+    gated_mlp_forward,
+    group_norm_forward,
+    layer_norm_forward,
+    packed_mlp_forward,
+    rms_norm_forward,
+    torch_rms_norm_forward,
+)
 from .shared.ops.llama4_rope import rotary_complex
 from .shared.ops.mrope import partial_rotary, rotary_multimodal
 
@@ -35,9 +38,7 @@ class TorchRMSNorm(nn.Module):
     can_torch_compile = True
 
     def forward(self, x):
-        if len(self.normalized_shape) != 1 or self.eps is None or not takes(x, self.weight):
-            return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
-        return general_rms_norm(x, self.weight, self.eps, 0.0, "gemma")
+        return torch_rms_norm_forward(self, x)
 
 
 class LayerNorm(nn.Module):
@@ -46,9 +47,7 @@ class LayerNorm(nn.Module):
     can_torch_compile = True
 
     def forward(self, input):
-        if not takes(input, self.weight, self.bias):
-            return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-        return layer_norm(input, self.weight, self.bias, self.eps, self.normalized_shape)
+        return layer_norm_forward(self, input)
 
 
 class GroupNorm(nn.Module):
@@ -57,9 +56,7 @@ class GroupNorm(nn.Module):
     can_torch_compile = True
 
     def forward(self, input):
-        if not takes(input, self.weight, self.bias):
-            return functional.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
-        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+        return group_norm_forward(self, input)
 
 
 class GatedMLP(nn.Module):
@@ -68,7 +65,7 @@ class GatedMLP(nn.Module):
     can_torch_compile = True
 
     def forward(self, x):
-        return self.down_proj(gated(self, self.gate_proj(x), self.up_proj(x)))
+        return gated_mlp_forward(self, x)
 
 
 class PackedMLP(nn.Module):
@@ -77,7 +74,7 @@ class PackedMLP(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states):
-        return self.down_proj(packed(self, self.gate_up_proj(hidden_states)))
+        return packed_mlp_forward(self, hidden_states)
 
 
 class RotaryPosEmb(nn.Module):

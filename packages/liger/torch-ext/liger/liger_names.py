@@ -9,7 +9,7 @@ the caller's is ever overwritten, and there is one implementation. They are acce
 """
 
 import math
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -730,7 +730,7 @@ class LigerFusedLinearJSD(nn.Module):
 class _GatedMLP(nn.Module):
     """gate_proj, up_proj and down_proj without biases, of a configuration's sizes."""
 
-    activations = SILU
+    activations: Tuple[Optional[str], ...] = SILU
 
     def __init__(self, config, intermediate_size=None):
         super().__init__()
@@ -837,9 +837,9 @@ class LigerFusedNeighborhoodAttention(nn.Module):
     def forward(self, hidden_states, attention_mask=None):
         if attention_mask is not None:
             raise NotImplementedError("attention_mask is given, expected None: a token sees its neighbours")
-        heads = [p(hidden_states).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj,
-                                                                                                           self.v_proj)]
-        found = LigerFusedNeighborhoodAttentionFunction.apply(*heads, self.kernel_size, self.dilation, self.scale)
+        projections = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = (p(hidden_states).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for p in projections)
+        found = LigerFusedNeighborhoodAttentionFunction.apply(q, k, v, self.kernel_size, self.dilation, self.scale)
         found = found.transpose(1, 2).flatten(2)
         return self.out_proj(found if self.dropout is None else self.dropout(found))
 
