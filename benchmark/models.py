@@ -44,6 +44,7 @@ LIGER = {
 # For smoke runs on a CPU.
 TINY = {
     "qwen3_tiny": Size(64, 160, 2, 4, tied=True, kv_heads=2, head_dim=16, vocab=512),
+    "qwen3_host": Size(64, 512, 1, 4, tied=True, kv_heads=4, vocab=512),
     "gpt_oss_tiny": Size(64, 48, 2, 4, kv_heads=2, head_dim=16, vocab=512, experts=6, top_k=2),
 }
 SIZES = QWEN3 | GPT_OSS | LIGER

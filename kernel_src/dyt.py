@@ -14,7 +14,7 @@ import cuda.tile as ct
 
 from kernel_src.column_sum import TILE as SUM_TILE
 from kernel_src.column_sum import sum_columns
-from kernel_src.prebuild import FLOATS, Array, Variant
+from kernel_src.prebuild import FLOATS, Array, Params, PerArchitecture, Variant
 from kernel_src.segments import MIXED, SAME, SEGMENT, columns, place, read, rows, sum_of, write
 
 Const = ct.Constant[int]
@@ -125,8 +125,10 @@ def variants():
         for segment in (SEGMENT, 1):
             a, p, alpha = rows(x, segment), columns(w, segment), Array(w, (1,), aligned=False)
             constants = {"SEGMENT": segment, "PIECE": PIECE[segment]}
-            yield Variant(dyt_forward, {"x": a, "alpha": alpha, "gamma": p, "beta": p, "y": a, "ROWS": ROWS, **constants},
-                          hints={"occupancy": 6})
+            # Parameters in fp32 beside x in half precision need more registers than 6 blocks an SM leave on sm_80 and sm_120.
+            blocks = 6 if x == w else PerArchitecture(5, "sm_90", 6)
+            inputs: Params = {"x": a, "alpha": alpha, "gamma": p, "beta": p, "y": a, "ROWS": ROWS}
+            yield Variant(dyt_forward, {**inputs, **constants}, hints={"occupancy": blocks})
             partial, partial_alpha = Array("float32", (None, 2, None, segment), aligned=segment > 1), Array("float32", (None, None),
                                                                                                             aligned=False)
             sums = {"partial": partial, "partial_alpha": partial_alpha}

@@ -1,5 +1,6 @@
 """torch.compile, torch.export and opcheck in PyTorch's CPU path; tests/gpu has the same through Inductor and CUDA graphs."""
 
+import functools
 import importlib
 import shutil
 
@@ -71,6 +72,33 @@ def test_a_model_compiles_with_inductor(qwen3):
 
 def test_a_model_compiles_a_second_time_when_lengths_vary_and_then_no_more(qwen3):
     assert checks.check_compiled_model(qwen3, "cpu", backend=BACKEND) == 2
+
+
+def test_nothing_that_the_first_step_learns_makes_the_second_one_compile(qwen3):
+    """A graph must not depend on what was found out while it was made: that costs as much again as the first compilation."""
+    model, ids = qwen3.kernelize(tiny_model(num_hidden_layers=2)), random_tokens(2, 17)
+    modules = importlib.import_module(f"{qwen3.__name__}.shared.hf.modules")
+    for known in (modules._own, importlib.import_module(f"{qwen3.__name__}.decoder_layer")._own.known):
+        known.clear()  # as in a process that has not run a model yet
+    assert checks.graphs_of(model, [ids, ids, ids], backend=BACKEND) == 1
+    model(input_ids=ids, labels=ids)
+    assert checks.graphs_of(model, [ids], backend=BACKEND) == 1
+
+
+@pytest.mark.parametrize("wrapped", (False, True), ids=("by a function", "by a function that looks like it"))
+def test_a_replaced_forward_runs_when_compiled(qwen3, wrapped):
+    torch._dynamo.reset()
+    model, ids = qwen3.kernelize(tiny_model(num_hidden_layers=1)), random_tokens(2, 17)
+    attention = model.model.layers[0].self_attn
+    forward = attention.forward
+
+    def other(*args, **kwargs):
+        output, weights = forward(*args, **kwargs)
+        return 2 * output, weights
+
+    attention.forward = functools.wraps(forward)(other) if wrapped else other
+    compiled = torch.compile(model, backend=BACKEND, fullgraph=True)
+    assert_close(compiled(input_ids=ids, labels=ids).loss, model(input_ids=ids, labels=ids).loss, torch.float32)
 
 
 def test_a_compiled_model_evaluates_in_training_mode_without_gradients(qwen3):

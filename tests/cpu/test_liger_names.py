@@ -11,9 +11,35 @@ from torch.nn import functional
 
 from tests.ops.common import randn
 
-FUNCTIONS = "liger_kernel.ops"
-WRAPPERS = {"liger_kernel.transformers.functional": "liger_", "liger_kernel.transformers": "liger_"}
-CONFIG = types.SimpleNamespace(hidden_size=32, intermediate_size=48, hidden_act="silu")
+CONFIG = types.SimpleNamespace(
+    hidden_size=32, intermediate_size=48, hidden_act="silu", mlp_multipliers=(0.5, 2.0), num_hidden_layers=4, num_kv_shared_layers=2
+)
+OPERATIONS = (
+    "rms_norm fused_add_rms_norm layer_norm group_norm poly_norm dyt softmax sparsemax swiglu geglu rope llama4_rope qwen2vl_mrope "
+    "cross_entropy kl_div jsd tvd fused_linear_cross_entropy fused_linear_jsd tiled_mlp fused_neighborhood_attention"
+).split()
+# In Liger's modules of these operations, and none of the 22.
+BEYOND = {"LigerExperts"}
+BEYOND_FUNCTIONS = {
+    "liger_attn_res", "liger_fused_linear_kl_div", "liger_fused_linear_scaled_cross_entropy_tp", "liger_mhc_apply", "liger_mhc_coeffs",
+    "liger_mhc_forward", "liger_mhc_post_res", "liger_mhc_pre", "liger_modulated_rms_norm", "liger_multi_token_attention",
+    "liger_relu_squared",
+}  # fmt: skip
+
+
+@pytest.fixture
+def theirs():
+    """Finds what Liger has under a name: in `liger_kernel.ops`, its functions, or the modules of the 22 operations."""
+    reason = "liger-kernel 0.8.5 is not installed, so nothing is compared with it (pip install -e '.[dev]')"
+    pytest.importorskip("liger_kernel", reason=reason)
+    modules = [importlib.import_module(f"liger_kernel.{name}") for name in ("transformers.functional", "ops")]
+    modules += [importlib.import_module(f"liger_kernel.transformers.{name}") for name in OPERATIONS]
+
+    def find(name):
+        return next(getattr(module, name) for module in modules if hasattr(module, name))
+
+    find.modules = modules
+    return find
 
 
 def parameters(function, skip=()):
@@ -23,56 +49,91 @@ def parameters(function, skip=()):
 
 def names(liger, kind):
     """Ours of a kind: Liger's have the same names."""
-    found = [name for name, value in vars(liger.liger_names).items() if name.startswith(("Liger", "liger_")) and kind(name, value)]
-    assert found
+    found = [name for name, value in vars(liger.liger_names).items() if name.lower().startswith(("liger", "apply_")) and kind(name, value)]
+    assert len(found) > 20
     return found
 
 
-def test_functions_have_the_arguments_of_liger(liger):
-    ops = importlib.import_module("liger_kernel.ops")
-    for name in names(liger, lambda name, _: name.endswith("Function")):
-        assert parameters(getattr(liger.liger_names, name).apply) == parameters(getattr(ops, name).forward), name
-    assert parameters(liger.liger_names.apply_tiled_mlp) == parameters(ops.apply_tiled_mlp)
+def test_every_name_of_the_operations(liger, theirs):
+    """Whatever Liger defines in the modules of the 22 operations, and beside it its functions."""
+    functional, ops, *modules = theirs.modules
+    wanted = {name for module in modules for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    wanted = {name for name in wanted if name.lower().startswith(("liger", "apply_"))} - BEYOND
+    wanted |= {name for name in vars(functional) if name.startswith("liger_")} - BEYOND_FUNCTIONS
+    wanted |= {name for module in modules for name in vars(module) if name.startswith("Liger") and name.endswith("Function")}
+    wanted -= {"LigerFusedMoEFunction"}
+    assert len(wanted) > 70 and not {name for name in wanted if not hasattr(liger.liger_names, name)}
+    assert not {name for name in BEYOND | BEYOND_FUNCTIONS if hasattr(liger.liger_names, name)}
 
 
-def test_wrappers_have_the_arguments_of_liger(liger):
-    modules = [importlib.import_module(name) for name in WRAPPERS]
-    modules.append(importlib.import_module("liger_kernel.transformers.qwen2vl_mrope"))
-    for name in names(liger, lambda name, _: name.startswith("liger_")):
-        theirs = next(getattr(module, name) for module in modules if hasattr(module, name))
-        assert parameters(getattr(liger.liger_names, name)) == parameters(theirs), name
+def test_functions_have_the_arguments_of_liger(liger, theirs):
+    found = names(liger, lambda name, _: name.endswith("Function"))
+    assert sorted(found) == sorted(set(liger.back_end.NAMES) - {"apply_tiled_mlp"}) and len(found) == 22
+    for name in found:
+        assert parameters(getattr(liger.liger_names, name).apply) == parameters(theirs(name).forward), name
 
 
-def liger_module(name):
-    for module in ("", ".rms_norm", ".group_norm", ".fused_neighborhood_attention", ".geglu", ".tiled_mlp"):
-        found = importlib.import_module(f"liger_kernel.transformers{module}")
-        if hasattr(found, name):
-            return getattr(found, name)
-    raise AttributeError(name)
+def test_wrappers_have_the_arguments_of_liger(liger, theirs):
+    for name in names(liger, lambda name, _: name.islower()):
+        assert parameters(getattr(liger.liger_names, name)) == parameters(theirs(name)), name
 
 
-def test_modules_have_the_arguments_and_parameters_of_liger(liger):
-    arguments = {
+def arguments_of(name):
+    given = {
         "LigerGroupNorm": (8, 2),
         "LigerFusedNeighborhoodAttention": (32, 4),
+        "LigerFusedNeighborhoodAttentionLayer": (32, 4),
         **dict.fromkeys(("LigerLayerNorm", "LigerDyT", "LigerFusedAddRMSNorm"), (16,)),
     }
+    config = types.SimpleNamespace(**{**vars(CONFIG), "hidden_act": "gelu_pytorch_tanh"}) if "GEGLU" in name else CONFIG
+    return given.get(name, (16,) if "RMSNorm" in name else (config,) if "MLP" in name else ())
+
+
+def test_modules_have_the_arguments_and_parameters_of_liger(liger, theirs):
     for name in names(liger, lambda _, value: isinstance(value, type) and issubclass(value, nn.Module)):
-        ours, theirs = getattr(liger.liger_names, name), liger_module(name)
-        assert parameters(ours.__init__) == parameters(theirs.__init__), name
-        assert [p[:2] for p in parameters(ours.forward)] == [p[:2] for p in parameters(theirs.forward)], name
-        config = types.SimpleNamespace(**{**vars(CONFIG), "hidden_act": "gelu"}) if "GEGLU" in name else CONFIG
-        given = arguments.get(name, (16,) if "RMSNorm" in name else (config,) if "MLP" in name else ())
+        ours, other = getattr(liger.liger_names, name), theirs(name)
+        assert parameters(ours.__init__) == parameters(other.__init__), name
+        assert [p[:2] for p in parameters(ours.forward)] == [p[:2] for p in parameters(other.forward)], name
         torch.manual_seed(0)
-        one = ours(*given)
+        one = ours(*arguments_of(name))
         torch.manual_seed(0)
-        other = theirs(*given)
-        assert {k: (v.shape, v.dtype) for k, v in one.state_dict().items()} == {k: (v.shape, v.dtype) for k,
-                                                                                v in other.state_dict().items()}, name
+        other = other(*arguments_of(name))
+        sizes = [{k: (v.shape, v.dtype) for k, v in module.state_dict().items()} for module in (one, other)]
+        assert sizes[0] == sizes[1], name
         if "MLP" not in name and "Attention" not in name:
             assert all(torch.equal(v, other.state_dict()[k]) for k, v in one.state_dict().items()), name
         one.load_state_dict(other.state_dict())
         assert repr(one)
+
+
+def test_modules_by_their_configuration(liger, theirs):
+    """What Liger's modules make of a configuration beside its sizes."""
+    n = liger.liger_names
+    wide = types.SimpleNamespace(**{**vars(CONFIG), "hidden_act": "gelu_pytorch_tanh", "use_double_wide_mlp": True})
+    for layer in (None, 1, 2, 3):
+        found, wanted = n.LigerGEGLUMLPForGemma4(wide, layer), theirs("LigerGEGLUMLPForGemma4")(wide, layer)
+        assert found.up_proj.weight.shape == wanted.up_proj.weight.shape and found.intermediate_size == wanted.intermediate_size
+        assert (found.intermediate_size == 96) == (layer in (2, 3))
+    biased = types.SimpleNamespace(**vars(CONFIG), mlp_bias=True)
+    assert n.LigerFalconH1SwiGLUMLP(biased).down_proj.bias is not None
+    named = types.SimpleNamespace(hidden_size=8, intermediate_size=8, hidden_activation="silu")
+    assert n.LigerSwiGLUMLPForMuseGlimmer(named).hidden_size == 8
+    with pytest.raises(ValueError, match="config.hidden_activation is 'gelu', expected one of silu, swish"):
+        n.LigerSwiGLUMLPForMuseGlimmer(types.SimpleNamespace(**{**vars(named), "hidden_activation": "gelu"}))
+    for name in ("LigerRMSNormForGemma4", "LigerRMSNormForMuseGlimmer"):
+        found, wanted = getattr(n, name)(8, with_scale=False), theirs(name)(8, with_scale=False)
+        x = r(3, 8).to(torch.bfloat16)
+        assert found.weight is None and torch.equal(found(x), wanted(x))
+    name = "LigerFusedNeighborhoodAttentionConfig"
+    assert getattr(n, name)(bias=False).to_dict() == theirs(name)(bias=False).to_dict()
+    modeling = types.SimpleNamespace()
+    n.apply_liger_llama4_rope_full(modeling)
+    assert vars(modeling) == {
+        "apply_rotary_emb": n.liger_llama4_text_rotary_pos_emb, "vision_apply_rotary_emb": n.liger_llama4_vision_rotary_pos_emb
+    }
+    for given, message in (((32, 5), "a multiple of num_heads"), ((32, 4, 6), "an odd number"), ((32, 4, 7, 0), "1 or more")):
+        with pytest.raises(ValueError, match=message):
+            n.LigerFusedNeighborhoodAttention(*given)
 
 
 def rms(x, weight, eps):
@@ -111,6 +172,9 @@ def cases(n):
         assert given.shape[1] == heads
         wanted = turned(given, cos.unsqueeze(1), sin.unsqueeze(1))
         yield f"rope {i}", n.liger_rope(q, k, cos, sin)[i], wanted
+        yield f"rope of GPT-OSS {i}", n.liger_rotary_pos_emb_gpt_oss(q, k, cos[..., :8], sin[..., :8])[i], wanted
+        tokens_first = [x[0].transpose(0, 1) for x in (q, k)]
+        yield f"rope of vision {i}", n.liger_rotary_pos_emb_vision(*tokens_first, cos[0], sin[0])[i].transpose(0, 1), wanted[0]
         yield f"rope, 4-D tables {i}", n.liger_rotary_pos_emb(q, k, cos.unsqueeze(1), sin.unsqueeze(1))[i], wanted
         yield f"rope, narrow tables {i}", n.liger_rope(q, k, cos[..., :8], sin[..., :8], rotary_dim=16)[i], wanted
         same = [torch.cat((t[..., 4:8], t[..., 4:8]), -1) for t in (cos, sin)]
@@ -140,6 +204,22 @@ def cases(n):
     module = n.LigerFusedLinearCrossEntropyLoss(ignore_index=0, softcap=2.0)
     yield "its module", module(weight, hidden, target.clamp(min=0), bias), functional.cross_entropy(2 * torch.tanh(logits / 2),
                                                                                                     target.clamp(min=0), ignore_index=0)
+    # The z-loss is an average over the tokens, the rest over the sum of their classes' weights.
+    z = 0.1 * torch.where(target != -100, rows.logsumexp(-1).square(), 0.0)
+    loss = functional.cross_entropy(rows, target, w.abs())
+    found = n.LigerCrossEntropyLoss(w.abs(), lse_square_scale=0.1, return_z_loss=True)(rows, target)
+    yield "cross entropy with z-loss and weights", found.loss, loss + z.sum() / 5
+    yield "its z-loss", found.z_loss, z.sum() / 5
+    z = 0.1 * torch.where(target != -100, logits.logsumexp(-1).square(), 0.0)
+    wanted = functional.cross_entropy(logits, target, w.abs(), label_smoothing=0.2) + z.sum() / 5
+    options = {"ce_weight": w.abs(), "lse_square_scale": 0.1, "label_smoothing": 0.2}
+    found = n.liger_fused_linear_cross_entropy(hidden, weight, target, bias, **options)
+    yield "linear cross entropy with z-loss and weights", found, wanted
+    wanted = functional.cross_entropy(logits, target, w.abs(), label_smoothing=0.2, reduction="sum") + z.sum()
+    found = n.liger_fused_linear_cross_entropy(hidden, weight, target, bias, reduction="sum", **options)
+    yield "the sum of it", found, wanted
+    found = n.liger_fused_linear_cross_entropy(hidden, weight, torch.full_like(target, -100), bias, **options)
+    yield "of nothing", found, torch.zeros((), dtype=torch.float64)
     p, t = rows.log_softmax(-1), r(6, 16, seed=8).log_softmax(-1)
     yield "kl", n.LigerKLDivLossFunction.apply(p, t.exp()), functional.kl_div(p, t.exp(), reduction="batchmean")
     yield "kl, log", n.liger_kl_div(p, t, log_target=True), functional.kl_div(p, t, reduction="mean", log_target=True)
@@ -160,6 +240,19 @@ def cases(n):
     seen = (apart <= 4) & (apart % 2 == 0)
     scores = (q @ q.transpose(-1, -2) * 0.3).masked_fill(~seen, -torch.inf).softmax(-1)
     yield "neighborhood attention", n.liger_fused_neighborhood_attention(q, q, q, 5, 2, 0.3), scores @ q
+    torch.manual_seed(0)
+    layer = n.LigerFusedNeighborhoodAttentionLayer(16, 1, 5, 2, scale=0.3).double()
+    one, a = x[:, :6], layer.attention
+    normed = functional.layer_norm(one, (16,), eps=1e-5)
+    q, k, v = a.q_proj(normed), a.k_proj(normed), a.v_proj(normed)
+    scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(~seen, -torch.inf).softmax(-1)
+    yield "neighborhood attention layer", layer(one), one + a.out_proj(scores @ v)
+    mlp = n.LigerFalconH1SwiGLUMLP(CONFIG).double()
+    hidden = r(3, 32)
+    wanted = mlp.down_proj(functional.silu(mlp.gate_proj(hidden) / 2) * mlp.up_proj(hidden) * 2)
+    yield "Falcon-H1's MLP", mlp(hidden), wanted
+    mlp = n.LigerHunyuanV1SwiGLUMLP(CONFIG).double()
+    yield "Hunyuan's MLP", mlp(hidden), mlp.down_proj(functional.silu(mlp.gate_proj(hidden)) * mlp.up_proj(hidden))
 
 
 def test_what_each_computes(liger):

@@ -23,9 +23,9 @@ from . import explain as explanation
 from .attention import give_attention_back, register_attention, unregister_attention
 from .binding import BoundForward, bound_modules, remember
 from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
-from .experts import EXPERTS, MOE, experts_implementation
+from .experts import EXPERTS, experts_implementation
 from .forwards import rotary_pos_emb
-from .modules import CAPTURED, LAYER, OFF, SAVED, is_marked, is_own_rotary, is_transformers_own, learn_own, own_class
+from .modules import CAPTURED, LAYER, OFF, SAVED, is_marked, is_own_rotary, is_transformers_own, own_class
 from .padding import KEEPS
 
 # From, and up to but not including. From 5.23 on, transformers' gradient checkpointing stands inside a decoder layer's forward, and
@@ -96,7 +96,6 @@ def modeling_of_transformers(targets: Targets):
         _describe(layer.forward, original)
     if not hasattr(modeling, ROTARY):
         raise ImportError(f"transformers {version} has no {ROTARY}, {advice}")
-    learn_own(("transformers.activations", "SiLUActivation.forward"), (MOE, "grouped_mm_experts_forward"))
     for cls in (CausalLMOutputWithPast, MoeCausalLMOutputWithPast):
         output_with_metrics(cls)  # torch.compile traces through no making of classes
     return modeling

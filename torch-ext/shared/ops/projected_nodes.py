@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from .common import apply_function, describe, fail, need_floats, needs_formula
 from .projection import OF_ONE, FourBitWeight, Projection, Projections, from_parts, numbers_of, projection_reference, tensors_of
-from .rms_norm import add_rms_norm_backward, add_rms_norm_forward, rms_norm_again, rms_norm_forward, rms_norm_reference
+from .rms_norm import add_rms_norm_backward, add_rms_norm_forward, rms_norm_forward, rms_norm_recompute, rms_norm_reference
 from .rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward, qk_norm_rotary_reference
 from .swiglu import ONE_GEMM_FORWARD, backward_in_place, swiglu_forward, swiglu_reference
 
@@ -75,7 +75,7 @@ class _ProjectedAttentionInputs(torch.autograd.Function):
             dv_place.copy_(dv)
             dq_norm, dk_norm = norm_backward_into((dq, dk), *of_heads)
         dlow = group.low_gradient(grads)
-        dprojections = group.gradients(grads, dlow, lambda: rms_norm_again(x, norm_weight, rstd, ctx.dtype), needs[11:])
+        dprojections = group.gradients(grads, dlow, lambda: rms_norm_recompute(x, norm_weight, rstd, ctx.dtype), needs[11:])
         dx = dnorm = None
         if needs[0] or needs[1]:
             dy = group.input_gradient(grads, dlow, together)
@@ -152,7 +152,7 @@ class _ProjectedMLP(torch.autograd.Function):
         do: list = [None] * len(o_needs)
         if need_total or any(inner_needs):
             dlow = inner.low_gradient(inner_grads)
-            normed = functools.partial(rms_norm_again, x, norm_weight, rstd, ctx.dtype)
+            normed = functools.partial(rms_norm_recompute, x, norm_weight, rstd, ctx.dtype)
             found = inner.gradients(inner_grads, dlow, normed, inner_needs)
         if need_total:
             dy = inner.input_gradient(inner_grads, dlow, both)

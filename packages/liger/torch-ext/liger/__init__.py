@@ -2,7 +2,7 @@
 
 from . import layers, liger_names
 from .api import kernelize, reset
-from .back_end import restore_liger, use_in_liger
+from .back_end import announce, restore_liger, use_in_liger
 from .shared.ops.cross_entropy_of_logits import cross_entropy
 from .shared.ops.divergence import jsd, kl_div, tvd
 from .shared.ops.dyt import dyt
@@ -55,3 +55,5 @@ __all__ = [
     "tvd",
     "use_in_liger",
 ]
+
+announce()

@@ -1,38 +1,46 @@
 """Liger-Kernel's names, with the arguments, order and defaults of its version 0.8.5, over the operations of this package.
 
 `from liger_kernel.transformers import LigerRMSNorm` becomes an import from here, and Liger need not be installed. Three kinds of names:
-`LigerXFunction` with `.apply` (Liger's autograd functions), `liger_x` (its functions), and `LigerX` (its modules).
+`LigerXFunction` with `.apply` (Liger's autograd functions, in `liger_functions`), `liger_x` (its functions), and `LigerX` (its modules).
 
 What Liger's arguments `in_place`, `row_mode`, `BLOCK_SIZE`, `impl`, `mode`, `backend` and `compute_params` choose does not exist here:
-nothing of
-the caller's is ever overwritten, and there is one implementation. They are accepted and have no effect.
+nothing of the caller's is ever overwritten, and there is one implementation. They are accepted and have no effect. What Liger has beyond
+the 22 operations (LigerExperts, its fused mixture of experts, among it) is not here.
 """
 
-import math
 from typing import NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from .shared.ops import cross_entropy_of_logits, divergence
+from .liger_functions import (
+    LigerCrossEntropyFunction,
+    LigerDyTFunction,
+    LigerFusedAddRMSNormFunction,
+    LigerFusedGateUpSiLUMulFunction,
+    LigerFusedLinearCrossEntropyFunction,
+    LigerFusedLinearJSDFunction,
+    LigerFusedNeighborhoodAttentionFunction,
+    LigerGELUMulFunction,
+    LigerGroupNormFunction,
+    LigerJSDFunction,
+    LigerKLDivLossFunction,
+    LigerLayerNormFunction,
+    LigerLlama4RopeFunction,
+    LigerPolyNormFunction,
+    LigerQwen2VLMRopeFunction,
+    LigerRMSNormFunction,
+    LigerRopeFunction,
+    LigerSiLUMulFunction,
+    LigerSoftmaxFunction,
+    LigerSparsemaxFunction,
+    LigerTiledMLPFunction,  # noqa: F401
+    LigerTVDLossFunction,
+    apply_tiled_mlp,
+)
 from .shared.ops.common import fail
-from .shared.ops.dyt import dyt
-from .shared.ops.gated_activation import geglu, swiglu, swiglu_packed
-from .shared.ops.general_rms_norm import general_add_rms_norm, general_rms_norm
-from .shared.ops.group_norm import group_norm
-from .shared.ops.layer_norm import layer_norm
-from .shared.ops.linear_cross_entropy import linear_cross_entropy
-from .shared.ops.linear_jsd import linear_jsd
 from .shared.ops.llama4_rope import rotary_complex
-from .shared.ops.mrope import partial_rotary, rotary_multimodal
-from .shared.ops.neighborhood_attention import neighborhood_attention
-from .shared.ops.poly_norm import poly_norm
-from .shared.ops.softmax import softmax
-from .shared.ops.sparsemax import sparsemax
-from .shared.ops.tiled_mlp import tiled_mlp
 
-CASTING = {0: "llama", 1: "gemma", -1: "none"}
 SILU = ("silu", "swish")
 GELU = ("gelu", "gelu_new", "gelu_pytorch_tanh")
 
@@ -46,332 +54,8 @@ class CrossEntropyOutput(NamedTuple):
     predicted_tokens: Optional[torch.Tensor] = None
 
 
-def _four(found, dtype):
-    """(loss, z_loss, token_accuracy, predicted_tokens), losses in Liger's dtype."""
-    if isinstance(found, torch.Tensor):
-        return found.to(dtype), None, None, None
-    z_loss = None if found.z_loss is None else found.z_loss.to(dtype)
-    return found.loss.to(dtype), z_loss, found.token_accuracy, found.predicted_tokens
-
-
 def _output(four):
     return four[0] if four[1:] == (None, None, None) else CrossEntropyOutput(*four)
-
-
-def _labels(labels):
-    return None if labels is None else labels.to(torch.int64)
-
-
-def _autocast(*tensors):
-    """The tensors in the dtype of autocast, where it is on: Liger's linear losses do so, and its other operations do not."""
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(None if tensor is None else tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
-
-
-def _like(tensors, *given):
-    """Rotated heads in the dtype that they came in: tables of a wider one promote them."""
-    return tuple(tensor.to(x.dtype) for tensor, x in zip(tensors, given))
-
-
-# ---------------------------------------------------------------- Functions
-class LigerRMSNormFunction:
-    """X [..., n], W [n] or None -> [..., n]. casting_mode: "llama", "gemma", "none", or Liger's numbers for them."""
-
-    @staticmethod
-    def apply(X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
-        return general_rms_norm(X, W, eps, offset, CASTING.get(casting_mode, casting_mode))
-
-
-class LigerFusedAddRMSNormFunction:
-    """X, R [..., n], W [n] -> (the norm of X + R, X + R)."""
-
-    @staticmethod
-    def apply(X, R, W, eps, offset=0.0, casting_mode="llama", in_place=False):
-        return general_add_rms_norm(X, R, W, eps, offset, CASTING.get(casting_mode, casting_mode))
-
-
-class LigerLayerNormFunction:
-    """X [..., n], W, B [n] -> [..., n]."""
-
-    @staticmethod
-    def apply(X, W, B, eps):
-        return layer_norm(X, W, B, eps)
-
-
-class LigerGroupNormFunction:
-    """X [batch, num_channels, ...], weights [num_channels] -> a tensor like X."""
-
-    @staticmethod
-    def apply(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
-        if X.dim() < 2 or X.shape[1] != num_channels:
-            fail("X", list(X.shape), f"[batch, {num_channels}, ...]")
-        return group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
-
-
-class LigerPolyNormFunction:
-    """X [..., n], W [3], B one element -> [..., n]."""
-
-    @staticmethod
-    def apply(X, W, B, eps=1e-06, in_place=True):
-        return poly_norm(X, W, B, eps)
-
-
-class LigerDyTFunction:
-    """x [..., n], alpha [1], gamma, beta [n] (beta or None) -> [..., n]."""
-
-    @staticmethod
-    def apply(x, alpha, gamma, beta):
-        return dyt(x, alpha, gamma, beta)
-
-
-class LigerSoftmaxFunction:
-    """Over the last dimension."""
-
-    @staticmethod
-    def apply(input_):
-        return softmax(input_)
-
-
-class LigerSparsemaxFunction:
-    """Over dimension dim."""
-
-    @staticmethod
-    def apply(x, dim):
-        return sparsemax(x, dim)
-
-
-class LigerSiLUMulFunction:
-    """down_multiplier * silu(gate_multiplier * a) * b."""
-
-    @staticmethod
-    def apply(a, b, gate_multiplier=1.0, down_multiplier=1.0):
-        return swiglu(a, b, gate_multiplier, down_multiplier)
-
-
-class LigerFusedGateUpSiLUMulFunction:
-    """silu of y's first half, times its second half."""
-
-    @staticmethod
-    def apply(y, in_place=False):
-        return swiglu_packed(y)
-
-
-class LigerGELUMulFunction:
-    """gelu(a) * b, with tanh."""
-
-    @staticmethod
-    def apply(a, b):
-        return geglu(a, b)
-
-
-class LigerRopeFunction:
-    """q [batch, heads, tokens, head_dim], k the same with its heads, cos, sin [batch or 1, tokens, rotary_dim] -> new q, k. position_ids
-    has
-    no effect, as in Liger; unsqueeze_dim is the dimension of 1 in tables of four dimensions."""
-
-    @staticmethod
-    def apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
-        cos, sin = (t.squeeze(unsqueeze_dim) if t.dim() == 4 else t for t in (cos, sin))
-        return _like(partial_rotary(q, k, cos, sin, rotary_dim), q, k)
-
-
-class LigerLlama4RopeFunction:
-    """q [batch, tokens, heads, head_dim], k the same with its heads, freqs_cis complex, or its parts interleaved -> new q, k. Every batch
-    row
-    has its own positions, where freqs_cis has them: Liger gives all rows those of the first."""
-
-    @staticmethod
-    def apply(q, k, freqs_cis, BLOCK_SIZE=None):
-        if not freqs_cis.is_complex():
-            freqs_cis = torch.view_as_complex(freqs_cis.float().unflatten(-1, (-1, 2)).contiguous())
-        return rotary_complex(q, k, freqs_cis)
-
-
-class LigerQwen2VLMRopeFunction:
-    """q [batch, heads, tokens, head_dim], k the same with its heads, cos, sin [3, batch, tokens, head_dim] -> new q, k. unsqueeze_dim has
-    no
-    effect, as in Liger."""
-
-    @staticmethod
-    def apply(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
-        return _like(rotary_multimodal(q, k, cos, sin, mrope_section), q, k)
-
-
-class LigerCrossEntropyFunction:
-    """_input [tokens, classes], target [tokens] -> (loss, z_loss, token_accuracy, predicted_tokens), None for what is not asked for;
-    losses in
-    _input's dtype."""
-
-    @staticmethod
-    def apply(
-        _input,
-        target,
-        weight,
-        ignore_index=-100,
-        lse_square_scale=0.0,
-        label_smoothing=0.0,
-        reduction="mean",
-        softcap=None,
-        return_z_loss=False,
-        return_token_accuracy=False,
-        return_predicted_tokens=False,
-    ):
-        found = cross_entropy_of_logits.cross_entropy(
-            _input,
-            target,
-            weight,
-            ignore_index=ignore_index,
-            lse_square_scale=lse_square_scale,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-            softcap=softcap,
-            return_z_loss=return_z_loss,
-            return_token_accuracy=return_token_accuracy,
-            return_predicted_tokens=return_predicted_tokens,
-        )
-        return _four(found, _input.dtype)
-
-
-class LigerFusedLinearCrossEntropyFunction:
-    """_input [tokens, hidden], weight [classes, hidden], target [tokens] -> as LigerCrossEntropyFunction, losses in fp32."""
-
-    supports_inner_impl_dispatch = True  # Liger then hands chunk_mem_const over
-
-    @staticmethod
-    def apply(
-        _input,
-        weight,
-        target,
-        bias=None,
-        ce_weight=None,
-        ignore_index=-100,
-        lse_square_scale=0.0,
-        label_smoothing=0.0,
-        reduction="mean",
-        softcap=None,
-        return_z_loss=False,
-        accum_dtype=None,
-        use_token_scaling=False,
-        return_token_accuracy=False,
-        return_predicted_tokens=False,
-        ce_impl=None,
-        ce_mode=None,
-        chunk_mem_const=1,
-    ):
-        _input, weight, bias = _autocast(_input, weight, bias)
-        found = linear_cross_entropy(
-            _input,
-            weight,
-            target,
-            bias,
-            class_weight=ce_weight,
-            ignore_index=ignore_index,
-            lse_square_scale=lse_square_scale,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-            softcap=softcap,
-            accum_dtype=accum_dtype,
-            use_token_scaling=use_token_scaling,
-            return_z_loss=return_z_loss,
-            return_token_accuracy=return_token_accuracy,
-            return_predicted_tokens=return_predicted_tokens,
-        )
-        return _four(found, torch.float64 if _input.dtype == torch.float64 else torch.float32)
-
-
-class LigerKLDivLossFunction:
-    """y_pred log-probabilities, y_true probabilities (log_target: their logarithms) [tokens, classes] -> the loss, fp32."""
-
-    @staticmethod
-    def apply(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):
-        return divergence.kl_div(y_pred, y_true, reduction, log_target, eps=0.0 if log_target else eps)
-
-
-class LigerJSDFunction:
-    """_input, target log-probabilities [tokens, classes], shift_labels [tokens] or None -> the loss in _input's dtype."""
-
-    @staticmethod
-    def apply(_input, target, shift_labels=None, beta=0.5, ignore_index=-100, jsd_impl=None, jsd_mode=None):
-        return divergence.jsd(_input, target, _labels(shift_labels), beta=beta, ignore_index=ignore_index).to(_input.dtype)
-
-
-class LigerTVDLossFunction:
-    """p, q probabilities [tokens, classes], shift_labels [tokens] or None -> the loss, fp32."""
-
-    @staticmethod
-    def apply(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100):
-        return divergence.tvd(p, q, _labels(shift_labels), reduction=reduction, ignore_index=ignore_index)
-
-
-class LigerFusedLinearJSDFunction:
-    """student_input [tokens, hidden], student_weight [classes, hidden], the teacher's with its own hidden size, shift_labels [tokens] or
-    None ->
-    the loss, fp32. The teacher gets no gradient."""
-
-    @staticmethod
-    def apply(
-        student_input,
-        student_weight,
-        teacher_input,
-        teacher_weight,
-        shift_labels=None,
-        jsd_beta=0.5,
-        ignore_index=-100,
-        temperature=1.0,
-        accum_dtype=None,
-        jsd_impl=None,
-        jsd_mode=None,
-    ):
-        tensors = _autocast(student_input, student_weight, teacher_input, teacher_weight)
-        options = {"beta": jsd_beta, "ignore_index": ignore_index, "temperature": temperature, "accum_dtype": accum_dtype}
-        return linear_jsd(*tensors, _labels(shift_labels), **options)
-
-
-class LigerFusedNeighborhoodAttentionFunction:
-    """query, key, value [batch, heads, tokens, head_dim] -> a tensor like query."""
-
-    @staticmethod
-    def apply(query, key, value, kernel_size=7, dilation=1, scale=None):
-        return neighborhood_attention(query, key, value, kernel_size, dilation, scale)
-
-
-class LigerTiledMLPFunction:
-    """fn(mlp_module, x) over shards of x's tokens, each computed again in the backward pass. Weights get their gradients from autograd,
-    once,
-    whatever requires a gradient beside them: Liger's writes .grad itself, once a shard, and not at all where x requires none."""
-
-    @staticmethod
-    def apply(fn, mlp_module, x, shards, compute_params=None):
-        parts = torch.chunk(x, max(1, shards), dim=-2)
-        return torch.cat([checkpoint(fn, mlp_module, part, use_reentrant=False) for part in parts], dim=-2)
-
-
-def apply_tiled_mlp(fn, mlp_module, x, num_shards=None, compute_params=None):
-    """`LigerTiledMLPFunction` with ceil(tokens / hidden) shards where none are given. The MLPs of Liger's own tiled modules go to the
-    operation,
-    where their projections are torch.nn.Linear and nobody listens to them."""
-    shards = max(1, math.ceil(x.shape[-2] / x.shape[-1]) if num_shards is None else num_shards)
-    activation = TILED.get(type(mlp_module).__name__) if getattr(fn, "__name__", "") == "_mlp_forward" else None
-    weights = _plain_weights(mlp_module) if activation else None
-    if weights is None or any(weight.dtype != x.dtype for weight in weights) or torch.is_autocast_enabled(x.device.type):
-        return LigerTiledMLPFunction.apply(fn, mlp_module, x, shards, compute_params)
-    return tiled_mlp(x, *weights, activation, shards)
-
-
-TILED = {"LigerTiledSwiGLUMLP": "silu", "LigerTiledGEGLUMLP": "gelu_tanh"}
-
-
-def _plain_weights(module):
-    """The weights of gate_proj, up_proj and down_proj, or None where a call of one does more than multiply by it."""
-    projections = [module.gate_proj, module.up_proj, module.down_proj]
-    for p in projections:
-        if type(p) is not nn.Linear or p.bias is not None or "forward" in vars(p) or type(p.weight) not in (torch.Tensor, nn.Parameter):
-            return None
-        if p._forward_hooks or p._forward_pre_hooks or p._backward_hooks or p._backward_pre_hooks:
-            return None
-    return [p.weight for p in projections]
 
 
 # ---------------------------------------------------------------- functions
@@ -423,18 +107,35 @@ def liger_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rot
     return LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim)
 
 
+def liger_rotary_pos_emb_gpt_oss(q, k, cos, sin):
+    """cos, sin: [batch or 1, tokens, head_dim / 2], for whole heads."""
+    return LigerRopeFunction.apply(q, k, cos, sin, None, 1, q.shape[-1])
+
+
+def liger_rotary_pos_emb_vision(q, k, cos, sin):
+    """q, k: [tokens, heads, head_dim]; cos, sin: [tokens, head_dim]."""
+    q, k = (x.unsqueeze(0).transpose(1, 2) for x in (q, k))
+    turned = LigerRopeFunction.apply(q, k, cos, sin)
+    return tuple(x.transpose(1, 2).squeeze(0) for x in turned)
+
+
+def apply_liger_llama4_rope_full(modeling_module):
+    """Puts the two functions below into a module that has transformers' names for them."""
+    modeling_module.apply_rotary_emb = liger_llama4_text_rotary_pos_emb
+    modeling_module.vision_apply_rotary_emb = liger_llama4_vision_rotary_pos_emb
+
+
 def liger_llama4_text_rotary_pos_emb(xq, xk, freqs_cis):
     return LigerLlama4RopeFunction.apply(xq, xk, freqs_cis)
 
 
 def liger_llama4_vision_rotary_pos_emb(query, key, freqs_ci):
     """freqs_ci: complex [tokens, head_dim / 2], with dimensions of 1 before and behind the tokens; or real, for a complex buffer that a
-    cast
-    has taken the imaginary part of: then it multiplies."""
-    freqs = freqs_ci.to(query.device)
-    freqs = freqs.reshape(-1, query.shape[-1] // 2)
-    return rotary_complex(query, key, freqs if freqs.is_complex() else torch.complex(freqs.float(), torch.zeros_like(freqs,
-                                                                                                                     dtype=torch.float32)))
+    cast has taken the imaginary part of: then it multiplies."""
+    freqs = freqs_ci.to(query.device).reshape(-1, query.shape[-1] // 2)
+    if not freqs.is_complex():
+        freqs = torch.complex(freqs.float(), torch.zeros_like(freqs, dtype=torch.float32))
+    return rotary_complex(query, key, freqs)
 
 
 def liger_qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
@@ -727,21 +428,28 @@ class LigerFusedLinearJSD(nn.Module):
         return LigerFusedLinearJSDFunction.apply(*tensors, self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype)
 
 
+def _check_activation(config, activations, name="hidden_act"):
+    activation = getattr(config, name, None)
+    if activation not in activations:
+        fail(f"config.{name}", repr(activation), f"one of {', '.join(filter(None, activations))}")
+
+
 class _GatedMLP(nn.Module):
-    """gate_proj, up_proj and down_proj without biases, of a configuration's sizes."""
+    """gate_proj, up_proj and down_proj, of a configuration's sizes."""
 
     activations: Tuple[Optional[str], ...] = SILU
 
-    def __init__(self, config, intermediate_size=None):
+    def __init__(self, config, intermediate_size=None, bias=False):
         super().__init__()
         self.config, self.hidden_size = config, config.hidden_size
         self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
-        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
-        activation = getattr(config, "hidden_act", None)
-        if activation not in self.activations:
-            fail("config.hidden_act", repr(activation), f"one of {', '.join(filter(None, self.activations))}")
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
+        self._check_config(config)
+
+    def _check_config(self, config):
+        _check_activation(config, self.activations)
 
 
 class LigerSwiGLUMLP(_GatedMLP):
@@ -756,14 +464,41 @@ class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
     pass
 
 
+class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
+    """For configurations that say hidden_activation."""
+
+    def __init__(self, config):
+        super().__init__(config)
+
+    def _check_config(self, config):
+        _check_activation(config, SILU, "hidden_activation" if getattr(config, "hidden_activation", None) else "hidden_act")
+
+
+class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
+    def __init__(self, config, layer_idx=None, is_shared_mlp=False):
+        super().__init__(config)
+        self.layer_idx = layer_idx
+
+
+class LigerFalconH1SwiGLUMLP(_GatedMLP):
+    """With the configuration's `mlp_multipliers`, of the gate before its activation and of the activation's product."""
+
+    def __init__(self, config):
+        super().__init__(config, bias=getattr(config, "mlp_bias", False))
+        self.gate_multiplier, self.down_multiplier = map(float, config.mlp_multipliers)
+
+    def forward(self, x):
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(LigerSiLUMulFunction.apply(gate, up, self.gate_multiplier, self.down_multiplier))
+
+
 class LigerPhi3SwiGLUMLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config, self.hidden_size, self.intermediate_size = config, config.hidden_size, config.intermediate_size
         self.gate_up_proj = nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
-        if config.hidden_act not in SILU:
-            fail("config.hidden_act", repr(config.hidden_act), f"one of {', '.join(SILU)}")
+        _check_activation(config, SILU)
 
     def forward(self, x):
         return self.down_proj(LigerFusedGateUpSiLUMulFunction.apply(self.gate_up_proj(x)))
@@ -776,8 +511,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
         self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
         self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
         self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
-        if config.hidden_act not in SILU:
-            fail("config.hidden_act", repr(config.hidden_act), f"one of {', '.join(SILU)}")
+        _check_activation(config, SILU)
 
     def forward(self, x):
         return self.w2(LigerSiLUMulFunction.apply(self.w1(x), self.w3(x)))
@@ -793,6 +527,16 @@ class LigerGEGLUMLP(_GatedMLP):
 
     def forward(self, x):
         return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
+    """Twice as wide in the layers that share keys and values, where the configuration says use_double_wide_mlp."""
+
+    def __init__(self, config, layer_idx=None):
+        shared = getattr(config, "num_kv_shared_layers", 0)
+        first = getattr(config, "num_hidden_layers", 0) - shared
+        doubles = getattr(config, "use_double_wide_mlp", False) and shared > 0 and layer_idx is not None and layer_idx >= first
+        _GatedMLP.__init__(self, config, config.intermediate_size * (2 if doubles else 1))
 
 
 class LigerTiledSwiGLUMLP(_GatedMLP):
@@ -828,6 +572,10 @@ class LigerFusedNeighborhoodAttention(nn.Module):
         super().__init__()
         if hidden_size % num_heads:
             fail("hidden_size", hidden_size, f"a multiple of num_heads, {num_heads}")
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            fail("kernel_size", kernel_size, "an odd number")
+        if dilation < 1:
+            fail("dilation", dilation, "1 or more")
         self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, hidden_size // num_heads
         self.kernel_size, self.dilation, self.dropout_p = kernel_size, dilation, dropout
         self.scale = self.head_dim**-0.5 if scale is None else scale
@@ -842,6 +590,34 @@ class LigerFusedNeighborhoodAttention(nn.Module):
         found = LigerFusedNeighborhoodAttentionFunction.apply(q, k, v, self.kernel_size, self.dilation, self.scale)
         found = found.transpose(1, 2).flatten(2)
         return self.out_proj(found if self.dropout is None else self.dropout(found))
+
+
+class LigerFusedNeighborhoodAttentionLayer(nn.Module):
+    """LigerFusedNeighborhoodAttention of a LayerNorm's output, added to the input."""
+
+    def __init__(self, hidden_size, num_heads, kernel_size=7, dilation=1, bias=True, dropout=0.0, layer_norm_eps=1e-5, scale=None):
+        super().__init__()
+        self.attention = LigerFusedNeighborhoodAttention(hidden_size, num_heads, kernel_size, dilation, bias, dropout, scale)
+        self.layer_norm = nn.LayerNorm(hidden_size, eps=layer_norm_eps)
+        self.dropout = nn.Dropout(dropout) if dropout > 0 else None
+
+    def forward(self, hidden_states, attention_mask=None):
+        norm = self.layer_norm
+        found = self.attention(LigerLayerNormFunction.apply(hidden_states, norm.weight, norm.bias, norm.eps), attention_mask)
+        return hidden_states + (found if self.dropout is None else self.dropout(found))
+
+
+class LigerFusedNeighborhoodAttentionConfig:
+    """The arguments of LigerFusedNeighborhoodAttentionLayer."""
+
+    def __init__(
+        self, hidden_size=768, num_heads=12, kernel_size=7, dilation=1, bias=True, dropout=0.0, layer_norm_eps=1e-05, scale=None
+    ):
+        self.hidden_size, self.num_heads, self.kernel_size, self.dilation = hidden_size, num_heads, kernel_size, dilation
+        self.bias, self.dropout, self.layer_norm_eps, self.scale = bias, dropout, layer_norm_eps, scale
+
+    def to_dict(self):
+        return dict(vars(self))
 
 
 class LigerRMSNormForGemma(LigerRMSNorm):
@@ -863,6 +639,17 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
     def __init__(self, dim, eps=1e-06, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, with_scale=True):
         super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
         self.with_scale = with_scale
+
+
+class LigerRMSNormForMuseGlimmer(LigerRMSNorm):
+    def __init__(self, dim=None, eps=1e-06, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, with_scale=True):
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
+        self.with_scale = with_scale
+
+
+class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNorm):
+    def __init__(self, hidden_size, eps=1e-06, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False, row_mode=None):
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
 
 class LigerRMSNormForOlmo2(LigerRMSNorm):
