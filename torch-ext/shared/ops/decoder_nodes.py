@@ -16,9 +16,11 @@ from torch.nn.functional import linear
 
 from .autocast import casts_products_of, outside_autocast
 from .common import apply_function, describe, fail, need_floats, needs_formula, side_by_side
+from .projection import Projection, tensors_of
 from .rms_norm import add_rms_norm_backward, rms_norm_forward, rms_norm_recompute, rms_norm_reference
 from .rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward, qk_norm_rotary_reference
 from .swiglu import gate_and_up, mlp_backward, mlp_reference, swiglu_forward
+from .traced_nodes import traced_attention_inputs, traced_mlp
 
 
 def _input_gradient(grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -165,6 +167,9 @@ def norm_attention_inputs(
     check_angles(cos, sin, shape, head_dim)
     if casts_products_of(x) or needs_formula(x, norm_weight, *weights, q_norm, k_norm, cos, sin):
         return norm_attention_inputs_reference(x, norm_weight, weights, q_norm, k_norm, cos, sin, shape, eps, head_eps)
+    if torch.compiler.is_compiling():
+        arguments = x, norm_weight, float(eps), q_norm, k_norm, float(head_eps), cos, sin, tuple(shape), x.dtype
+        return traced_attention_inputs(*arguments, _without_adapters(weights), [1.0] * len(weights))
     return apply_function(_NormAttentionInputs, x, norm_weight, float(eps), q_norm, k_norm, float(head_eps), cos, sin, tuple(shape),
                           *weights)
 
@@ -202,7 +207,15 @@ def norm_mlp(
         _check_shape("o_weight", o_weight, (hidden, features))
     if casts_products_of(x) or needs_formula(x, norm_weight, gate_weight, up_weight, down_weight, attended, o_weight):
         return norm_mlp_reference(x, norm_weight, gate_weight, up_weight, down_weight, eps, attended, o_weight)
+    if torch.compiler.is_compiling():
+        weights = [*([] if o_weight is None else [o_weight]), gate_weight, up_weight, down_weight]
+        return traced_mlp(x, attended, norm_weight, float(eps), x.dtype, _without_adapters(weights), [1.0] * len(weights))
     return apply_function(_NormMLP, x, attended, o_weight, norm_weight, float(eps), gate_weight, up_weight, down_weight)
+
+
+def _without_adapters(weights: Sequence[torch.Tensor]) -> list:
+    """Weights as `tensors_of` lists the tensors of projections."""
+    return tensors_of([Projection(weight) for weight in weights])
 
 
 def _check_like(x: torch.Tensor, tensors: Dict[str, torch.Tensor]) -> None:
