@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .PHONY: help demo test test-gpu test-mutants test-multigpu test-sanitizer build stage upload hub check clean \
-	bench-ops bench-rmsnorm bench-lce bench-qwen3 bench-lora bench-qwen3-moe bench-gpt-oss bench-fsdp bench-generate bench-adamw bench-plots
+	bench-ops bench-liger bench-rmsnorm bench-lce bench-qwen3 bench-lora bench-qwen3-moe bench-gpt-oss bench-fsdp bench-generate \
+	bench-adamw bench-plots
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -53,6 +54,9 @@ hub: $(READY) ## a local Hub on http://127.0.0.1:8765
 
 bench-ops: $(READY) ## every operation against its peers and the floor (needs a GPU, about 5 minutes)
 	$(BIN)/python -m benchmark --budget-s 300
+
+bench-liger: $(READY) ## Liger's operations at the sizes whose limits are declared (about 5 minutes)
+	$(BIN)/python -m benchmark.limits --budget-s 280
 
 bench-rmsnorm: $(READY) ## RMSNorm alone
 	$(BIN)/python -m benchmark.benchmark_rms_norm

@@ -17,9 +17,8 @@ from .linear_head import _multiply as multiply
 from .softmax import as_rows, log_sum_exp2, pieces, pieces_grid, row_sum, slabs
 
 _kernels = {
-    "kl": Kernel("kl_divergence", grid=pieces_grid),
-    "js": Kernel("js_divergence", grid=pieces_grid),
-    "tv": Kernel("tv_distance", grid=pieces_grid),
+    kind: Kernel(name, grid=lambda c, x, y, labels, factor, gradient, partial, *_: (partial.numel(),))
+    for kind, name in (("kl", "kl_divergence"), ("js", "js_divergence"), ("tv", "tv_distance"))
 }
 KINDS = {"js": 0, "tv": 1}
 _logits_loss = {kind: Kernel("divergence_of_logits", grid=pieces_grid, where={"KIND": n}) for kind, n in KINDS.items()}
@@ -154,7 +153,7 @@ def _with_kernels(x, y, labels, options: Options, factor, writes: bool) -> Tuple
     """As `_reference`, of rows; the gradient only if `writes`."""
     x, y = as_rows(x), as_rows(y)
     kernel = _kernels[options.kind]
-    parts = pieces(kernel, x.shape[1])
+    parts = -(-x.shape[1] // (kernel.constant("TILE") * kernel.constant("STEPS")))
     partial = torch.empty((x.shape[0], parts), dtype=torch.float32, device=x.device)
     gradient = torch.empty(x.shape, dtype=x.dtype, device=x.device) if writes else nothing(x.device, x.dtype, 2)
     parameter = () if options.kind == "tv" else (options.parameter,)
