@@ -23,6 +23,7 @@ from . import explain as explanation
 from .attention import give_attention_back, register_attention, unregister_attention
 from .binding import BoundForward, bound_modules, remember
 from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
+from .checkpointing import KEEPS_ATTENTION
 from .experts import EXPERTS, experts_implementation
 from .forwards import rotary_pos_emb
 from .modules import CAPTURED, LAYER, OFF, SAVED, is_marked, is_own_rotary, is_transformers_own, own_class
@@ -282,7 +283,7 @@ def _register_attention(targets: Targets, modeling):
     register_attention(*([whole.config_class] if whole is not None else []))
 
 
-def patch_classes(targets: Targets, wanted, unpad=True):
+def patch_classes(targets: Targets, wanted, unpad=True, keep_attention=False):
     """Puts the layers on transformers' classes, of which exactly those are active afterwards whose operations are wanted.
 
     wanted: an entry for each of `targets.operations`, True or False; of `fused_linear_cross_entropy` it may be a mapping of options of the
@@ -300,6 +301,9 @@ def patch_classes(targets: Targets, wanted, unpad=True):
         delattr(causal_lm, LOSS_OPTIONS)
     if causal_lm is not None:
         setattr(causal_lm, KEEPS, not unpad)
+    layer = own_class(modeling, targets.classes["decoder_layer"][0]) if "decoder_layer" in targets.classes else None
+    if layer is not None:
+        setattr(layer, KEEPS_ATTENTION, bool(keep_attention))
     wanted = {name: isinstance(on, Mapping) or bool(on) for name, on in wanted.items()}
     for name in targets.fused if wanted.get("decoder_layer") else ():
         stranger = _stranger(targets, modeling, name)
@@ -393,6 +397,7 @@ def reset(targets: Targets):
             state["_use_kernels"] = True
         give_attention_back(module)
         state.pop(KEEPS, None)
+        state.pop(KEEPS_ATTENTION, None)
     _unregister_experts(modules)
     unregister_attention()
 
@@ -477,7 +482,7 @@ def _attention_forward(targets: Targets, original):
     return copy
 
 
-def kernelize(targets: Targets, model, mode=None, attention=True, unpad=True):
+def kernelize(targets: Targets, model, mode=None, attention=True, unpad=True, keep_attention=False):
     """Puts the layers on one model, in place, and returns it; see `kernelize` of a package."""
     if mode is not None and getattr(mode, "name", "") == "FALLBACK":
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
@@ -523,6 +528,8 @@ def kernelize(targets: Targets, model, mode=None, attention=True, unpad=True):
             _bind(module, places[operation][1])
     for module in chosen.get("fused_linear_cross_entropy", ()):
         vars(module)[KEEPS] = not unpad
+    for module in chosen.get("decoder_layer", ()):
+        vars(module)[KEEPS_ATTENTION] = bool(keep_attention)
     for module in model.modules():
         if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
             vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})
