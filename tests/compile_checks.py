@@ -121,7 +121,7 @@ def operator_arguments(device, dtype) -> dict:
         ],
         "rms_norm_forward": [(x, weight, 1e-6), (x[:, 1:], weight[1:], 1e-6)],
         "rms_norm_backward": [(dy, x, weight, rstd, need) for need in both],
-        "rms_norm_again": [(x, weight, rstd)],
+        "rms_norm_recompute": [(x, weight, rstd)],
         "add_rms_norm_forward": [(x, other, weight, 1e-6)],
         "add_rms_norm_backward": [(dy, other, x, weight, rstd, need) for need in both],
         "rotary_forward": [(q.transpose(1, 2), k.transpose(1, 2), *tables, 1), (q, k, *tables, 2)],

@@ -22,6 +22,9 @@ class _NoContext:
     def save_for_backward(self, *tensors) -> None:
         pass
 
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
 
 def apply_function(function, *args):
     """function.apply(*args), of an autograd function, or where gradients are switched off its forward alone: that is half of what a small
@@ -61,7 +64,7 @@ def describe(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that the arithmetic is done in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from .autocast import casts_products_of, outside_autocast
 from .common import apply_function, describe, fail, need_floats, needs_formula, side_by_side
 from .projection import Projection, tensors_of
-from .rms_norm import add_rms_norm_backward, rms_norm_again, rms_norm_forward, rms_norm_reference
+from .rms_norm import add_rms_norm_backward, rms_norm_forward, rms_norm_recompute, rms_norm_reference
 from .rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward, qk_norm_rotary_reference
 from .swiglu import gate_and_up, mlp_backward, mlp_reference, swiglu_forward
 from .traced_nodes import traced_attention_inputs, traced_mlp
@@ -85,7 +85,7 @@ class _NormAttentionInputs(torch.autograd.Function):
             dq_norm, dk_norm = norm_backward_into((dq, dk), *saved)
         dweights = [None] * len(weights)
         if any(needs[9:]):
-            y = rms_norm_again(x, norm_weight, rstd)
+            y = rms_norm_recompute(x, norm_weight, rstd)
             dweights = _weight_gradients(grads, y, needs[9:])
             del y
         dx = dnorm = None
@@ -121,7 +121,7 @@ class _NormMLP(torch.autograd.Function):
         dout = dout.reshape(x.shape)
         need_x, need_attended, need_o, need_norm, _, *need_weights = ctx.needs_input_grad
         need_total = need_x or need_attended or need_o or need_norm
-        normed = functools.partial(rms_norm_again, x, norm_weight, rstd)
+        normed = functools.partial(rms_norm_recompute, x, norm_weight, rstd)
         dy, *dweights = mlp_backward(dout, normed, gate, up, *weights, (need_total, *need_weights))
         if not need_total:
             return (None, None, None, None, None, *dweights)

@@ -122,7 +122,7 @@ def projected_attention_inputs(
         if norm.shape != (head_dim,) or norm.dtype != x.dtype or norm.device != x.device:
             fail(name, describe(norm), f"{x.dtype} [{head_dim}] on {x.device}")
     for i, projection in enumerate(projections):
-        _check_projection(f"projections[{i}]", projection, None, x.shape[-1], dtype, x.device)
+        check_projection(f"projections[{i}]", projection, None, x.shape[-1], dtype, x.device)
         if projection.weight.shape[0] % head_dim:
             fail(f"projections[{i}].weight", list(projection.weight.shape), f"a multiple of head_dim {head_dim} rows")
     for name, table in (("cos", cos), ("sin", sin)):
@@ -161,10 +161,10 @@ def projected_mlp(
     for name, projection, rows, columns in zip(
         ("gate", "up", "down"), projections[-3:], (intermediate, intermediate, hidden), (hidden, hidden, intermediate)
     ):
-        _check_projection(name, projection, rows, columns, dtype, x.device)
+        check_projection(name, projection, rows, columns, dtype, x.device)
     if attended is not None:
         features = projections[0].weight.shape[-1]
-        _check_projection("o", projections[0], hidden, features, dtype, x.device)
+        check_projection("o", projections[0], hidden, features, dtype, x.device)
         if attended.shape != (x.numel() // hidden if hidden else 0, features) or attended.dtype != dtype or attended.device != x.device:
             fail("attended", describe(attended), f"{dtype} [tokens, {features}] on {x.device}")
     if needs_formula(x, norm_weight, attended, *_dense_tensors(projections)):
@@ -188,7 +188,7 @@ def _check(x: torch.Tensor, norm_weight: torch.Tensor, dtype: torch.dtype) -> No
         fail("norm_weight", describe(norm_weight), f"{x.dtype} [{x.shape[-1]}] on {x.device}")
 
 
-def _check_projection(name: str, projection: Projection, rows: Optional[int], columns: int, dtype: torch.dtype, device) -> None:
+def check_projection(name: str, projection: Projection, rows: Optional[int], columns: int, dtype: torch.dtype, device) -> None:
     weight, a, b, bias, *_ = projection
     if len(weight.shape) != 2 or rows not in (None, weight.shape[0]) or weight.shape[1] != columns or weight.device != device:
         fail(f"{name}.weight", f"{list(weight.shape)} on {weight.device}", f"[{rows or 'any'}, {columns}] on {device}")

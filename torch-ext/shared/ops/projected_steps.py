@@ -7,7 +7,7 @@ from typing import List, Optional, Sequence
 import torch
 
 from .projection import OF_ONE, Projection, Projections
-from .rms_norm import add_rms_norm_backward, add_rms_norm_forward, rms_norm_again, rms_norm_forward
+from .rms_norm import add_rms_norm_backward, add_rms_norm_forward, rms_norm_forward, rms_norm_recompute
 from .rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward
 from .swiglu import ONE_GEMM_FORWARD, backward_in_place, swiglu_forward
 
@@ -48,7 +48,7 @@ def attention_inputs_backward(grads, x, norm_weight, rstd, q, k, q_norm, k_norm,
         dv_place.copy_(dv)
         dq_norm, dk_norm = norm_backward_into((dq, dk), *of_heads)
     dlow = group.low_gradient(grads)
-    dprojections = group.gradients(grads, dlow, lambda: rms_norm_again(x, norm_weight, rstd, group.dtype), needs[4:])
+    dprojections = group.gradients(grads, dlow, lambda: rms_norm_recompute(x, norm_weight, rstd, group.dtype), needs[4:])
     dx = dnorm = None
     if needs[0] or needs[1]:
         dy = group.input_gradient(grads, dlow, together)
@@ -118,7 +118,7 @@ def mlp_backward(dout, x, attended, norm_weight, rstd, gate, up, groups: Sequenc
     do: list = [None] * len(o_needs)
     if need_total or any(inner_needs):
         dlow = inner.low_gradient(inner_grads)
-        normed = functools.partial(rms_norm_again, x, norm_weight, rstd, dtype)
+        normed = functools.partial(rms_norm_recompute, x, norm_weight, rstd, dtype)
         found = inner.gradients(inner_grads, dlow, normed, inner_needs)
     if need_total:
         dy = inner.input_gradient(inner_grads, dlow, both)
