@@ -12,7 +12,7 @@ if not __package__:  # run as a file, or by `kernels benchmark`
 from . import providers
 from .harness import main
 from .kernels_cli import OperationBenchmark
-from .operation import Inputs, LigerConvention, Operation, bytes_moved
+from .operation import Inputs, LigerConvention, Limit, Operation, bytes_moved
 from .suites import LIGER
 
 
@@ -35,6 +35,7 @@ DYT = Operation(
     peers={"liger": lambda: providers.liger("ops", "LigerDyTFunction").apply},
     work=bytes_moved(2, 3),  # x, y; dy, x, dx
     bounds={"y": 1e-2, "dx": 1e-2, "dalpha": 5e-2, "dgamma": 1e-2},  # PyTorch rounds the tanh and each product
+    limits=(Limit(8192, 0.84, peer=1.9),),
     liger=LigerConvention(x_name="T", x_label="sequence length"),
 )
 

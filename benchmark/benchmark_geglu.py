@@ -12,7 +12,7 @@ if not __package__:  # run as a file, or by `kernels benchmark`
 from . import providers
 from .harness import main
 from .kernels_cli import OperationBenchmark
-from .operation import Inputs, LigerConvention, Operation, bytes_moved
+from .operation import Inputs, LigerConvention, Limit, Operation, bytes_moved
 from .suites import LIGER
 
 
@@ -33,6 +33,7 @@ GEGLU = Operation(
     formula_provider="torch",
     peers={"liger": lambda: providers.liger("ops", "LigerGELUMulFunction").apply},
     work=bytes_moved(3, 5),  # gate, up, y; dy, gate, up, dgate, dup
+    limits=(Limit(8192, 0.98, peer=0.97, liger=1.3),),
     liger=LigerConvention(x_name="T", x_label="sequence length"),
 )
 

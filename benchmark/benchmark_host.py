@@ -59,7 +59,7 @@ class StandIn:
         files = sorted((records.ROOT / "kernel_src").glob("*.py"))
         operations = [path.stem for path in files if "\ndef variants(" in path.read_text(encoding="utf-8")]
         self.artifacts: Any = InterpretedArtifacts(runtime, operations)
-        for variants in self.artifacts.by_kernel.values():
+        for variants in map(self.artifacts.variants, self.artifacts.kernels()):
             variants[:] = [variant._replace(parameters=tuple(map(_shortened, variant.parameters))) for variant in variants]
         runtime.driver.raw_stream = lambda device: 0
         # A function of C that takes whatever it is given and returns 0, which is CUDA_SUCCESS.

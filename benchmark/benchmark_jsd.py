@@ -12,7 +12,7 @@ if not __package__:  # run as a file, or by `kernels benchmark`
 from . import providers
 from .harness import main
 from .kernels_cli import OperationBenchmark
-from .operation import Inputs, LigerConvention, Operation, bytes_moved
+from .operation import Inputs, LigerConvention, Limit, Operation, bytes_moved
 from .suites import LIGER
 
 
@@ -27,8 +27,13 @@ def before(x):
     return x.log_softmax(-1)
 
 
+def wide(t):
+    """Return t in float32, or as it is if that is narrower."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
 def formula(x, y):
-    x, y = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (x, y))
+    x, y = wide(x), wide(y)
     log_m = torch.log((x.exp() + y.exp()) / 2)
     return (y.exp() * (y - log_m) + x.exp() * (x - log_m)).sum() / (2 * x.shape[0])
 
@@ -45,6 +50,7 @@ JSD = Operation(
     formula_provider="torch",
     peers={"liger": lambda: providers.liger("ops", "LigerJSDFunction").apply},
     work=bytes_moved(2, 1),  # x, y; dx
+    limits=(Limit(4096, 0.88, peer=1.4, dtype="fp32"), Limit(2048, 0.75, {"vocab": 151936}, liger=3.5)),
     liger=LigerConvention(x_name="BT", x_label="B * T", dtype="fp32", before=before),
 )
 

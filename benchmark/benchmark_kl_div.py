@@ -13,7 +13,7 @@ if not __package__:  # run as a file, or by `kernels benchmark`
 from . import providers
 from .harness import main
 from .kernels_cli import OperationBenchmark
-from .operation import Inputs, LigerConvention, Operation, bytes_moved
+from .operation import Inputs, LigerConvention, Limit, Operation, bytes_moved
 from .suites import LIGER
 
 
@@ -51,6 +51,7 @@ KL_DIV = Operation(
     formula_provider="torch",
     peers={"liger": lambda: providers.liger("ops", "LigerKLDivLossFunction").apply},
     work=bytes_moved(2, 1),  # x, y; dx
+    limits=(Limit(4096, 0.88, peer=1.15, dtype="fp32"), Limit(2048, 0.85, {"vocab": 151936}, liger=2.1)),
     liger=LigerConvention(name="kl_div", x_name="BT", x_label="B * T", dtype="fp32", before=before),
 )
 

@@ -12,7 +12,7 @@ if not __package__:  # run as a file, or by `kernels benchmark`
 from . import providers
 from .harness import main
 from .kernels_cli import OperationBenchmark
-from .operation import Inputs, LigerConvention, Operation, bytes_moved
+from .operation import Inputs, LigerConvention, Limit, Operation, bytes_moved
 from .suites import LIGER
 
 
@@ -45,6 +45,7 @@ POLY_NORM = Operation(
     formula_provider="torch",
     peers={"liger": of_liger},
     work=bytes_moved(2, 3),  # x, y; dy, x, dx
+    limits=(Limit(8192, 0.84, peer=2.0),),
     liger=LigerConvention(x_name="T", x_label="sequence length"),
 )
 

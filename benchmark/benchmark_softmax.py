@@ -10,7 +10,7 @@ if not __package__:  # run as a file, or by `kernels benchmark`
 from . import providers
 from .harness import main
 from .kernels_cli import OperationBenchmark
-from .operation import Inputs, LigerConvention, Operation, bytes_moved
+from .operation import Inputs, LigerConvention, Limit, Operation, bytes_moved
 from .suites import LIGER
 
 
@@ -31,6 +31,11 @@ SOFTMAX = Operation(
     formula_provider="torch",
     peers={"liger": lambda: providers.liger("ops", "LigerSoftmaxFunction").apply},
     work=bytes_moved(2, 3),  # x, y; dy, y, dx
+    limits=(
+        Limit(8192, 0.95, peer=0.98),
+        Limit(2048, 0.95, {"hidden": 32768}, peer=0.98),
+        Limit(2048, 0.75, {"hidden": 151936}, peer=1.7),
+    ),
     liger=LigerConvention(x_name="T", x_label="sequence length"),
 )
 

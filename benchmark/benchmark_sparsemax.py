@@ -12,7 +12,7 @@ if not __package__:  # run as a file, or by `kernels benchmark`
 from . import providers
 from .harness import main
 from .kernels_cli import OperationBenchmark
-from .operation import Inputs, LigerConvention, Operation, bytes_moved
+from .operation import Inputs, LigerConvention, Limit, Operation, bytes_moved
 from .suites import LIGER
 
 
@@ -50,6 +50,11 @@ SPARSEMAX = Operation(
     peers={"liger": of_liger},
     work=bytes_moved(2, 3),  # x, y; dy, y, dx
     bounds={"dx": 0.3},  # Liger decides ties with tau by a rounded division
+    limits=(
+        Limit(8192, 0.65, peer=9.0),
+        Limit(2048, 0.50, {"hidden": 32768}, peer=15.0),
+        Limit(1024, 0.40, {"hidden": 128256}, peer=20.0),
+    ),
     liger=LigerConvention(x_name="T", x_label="sequence length"),
 )
 

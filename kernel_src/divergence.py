@@ -59,21 +59,38 @@ def finite(x):
 
 
 @ct.function
-def js_terms(x, y, beta):
-    """(loss, dX, Q) of log-probabilities x, y in base 2, elementwise; loss and dX in units of ln 2, and dX without the + Q of b = 1."""
+def at_end(x, y, ENDS: Const):
+    """(loss, dX, Q) as `js_terms`, for beta = 0 (ENDS -1) or 1 (ENDS 1)."""
     q, p = ct.exp2(x, flush_to_zero=True), ct.exp2(y, flush_to_zero=True)
-    if beta == 0.0:
-        loss, dx = ct.where(p == 0.0, 0.0, p * (y - x)), p * (-1.0 / LN2)
-    elif beta == 1.0:
+    if ENDS == 1:
         loss = ct.where(q == 0.0, 0.0, q * (x - y))
         dx = loss
     else:
-        p, mine = p * beta, q * (1.0 - beta)
-        m = p + mine
-        # Where m is 0, so are p and mine. m * 0: a NaN's bits may not be taken apart.
-        log_m = fast_log2(m) + m * 0.0
-        dx = mine * (finite(x) - log_m)
-        loss = dx + p * (finite(y) - log_m)
+        loss, dx = ct.where(p == 0.0, 0.0, p * (y - x)), p * (-1.0 / LN2)
+    return loss, dx, q
+
+
+@ct.function
+def between(x, y, beta):
+    """(loss, dX, Q) as `js_terms`, for 0 < beta < 1."""
+    q, p = ct.exp2(x, flush_to_zero=True), ct.exp2(y, flush_to_zero=True) * beta
+    mine = q * (1.0 - beta)
+    m = p + mine
+    # Where m is 0, so are p and mine. m * 0: a NaN's bits may not be taken apart.
+    log_m = fast_log2(m) + m * 0.0
+    dx = mine * (finite(x) - log_m)
+    return dx + p * (finite(y) - log_m), dx, q
+
+
+@ct.function
+def js_terms(x, y, beta):
+    """(loss, dX, Q) of log-probabilities x, y in base 2, elementwise; loss and dX in units of ln 2, and dX without the + Q of b = 1."""
+    if beta == 0.0:
+        loss, dx, q = at_end(x, y, -1)
+    elif beta == 1.0:
+        loss, dx, q = at_end(x, y, 1)
+    else:
+        loss, dx, q = between(x, y, beta)
     return loss, dx, q
 
 
@@ -97,69 +114,108 @@ def row_scale(factor, scale, factored):
 
 
 @ct.function
-def finish(gradient, partial, row, part, cols, loss, slope, scale, writes):
-    """Writes the sum of a piece's losses and, if `writes`, its gradients."""
-    ct.scatter(partial, (row, part), ct.sum(loss, 0) * scale, check_bounds=False)
-    if writes > 0:
-        write(gradient, (row, cols), slope * scale)
+def span(x, partial, TILE: Const, STEPS: Const):
+    """(row, piece) of this block, the columns of its first tile, and how many tiles it has. A piece is STEPS tiles, the last one of a row
+    fewer. Blocks are counted in one dimension: the others end at 65535."""
+    pieces = partial.shape[1]
+    part = ct.bid(0) % pieces
+    first = part * (TILE * STEPS)
+    tiles = ct.minimum(STEPS, ct.cdiv(x.shape[1] - first, TILE))
+    return ct.bid(0) // pieces, part, first + ct.arange(TILE, dtype=ct.int32), tiles
 
 
 @ct.function
-def skip(gradient, partial, row, part, cols, writes):
+def skip(gradient, partial, row, part, first, tiles, writes, TILE: Const):
     """A piece of a row that does not count."""
     ct.scatter(partial, (row, part), 0.0, check_bounds=False)
     if writes > 0:
-        write(gradient, (row, cols), ct.zeros(cols.shape, dtype=ct.float32))
+        for i in range(tiles):
+            write(gradient, (row, first + i * TILE), ct.zeros((TILE,), dtype=ct.float32))
 
 
 @ct.kernel
 def kl_divergence(
     x, y, labels, factor, gradient, partial, scale: float, eps: float, ignore_index: int, masked: int, factored: int, writes: int,
-    TILE: Const
-):
+    TILE: Const, STEPS: Const
+):  # fmt: skip
     """x: log-probabilities, y: probabilities, gradient: all [rows, columns]; labels: [rows] int64; factor: [1] fp32; partial:
-    [rows, pieces] fp32. log y is taken of max(y, eps). masked, factored, writes: 1 where labels and factor are read, and gradient is
-    written; else 0."""
-    row, part, cols = piece(x, TILE)
+    [rows, pieces] fp32, a piece is TILE * STEPS columns. log y is taken of max(y, eps). masked, factored, writes: 1 where labels and factor
+    are read, and gradient is written; else 0."""
+    row, part, first, tiles = span(x, partial, TILE, STEPS)
     if counted(labels, row, ignore_index, masked):
-        a, p = read(x, (row, cols), 0), read(y, (row, cols), 0)
-        loss = p * (fast_log2(ct.maximum(p, ct.maximum(eps, SMALLEST))) * LN2 - a)
-        # torch's: nothing at 0, no number below.
-        loss = ct.where(p == 0.0, 0.0, ct.where(p > 0.0, loss, float("nan")))
-        finish(gradient, partial, row, part, cols, loss, -p, row_scale(factor, scale, factored), writes)
+        k = row_scale(factor, scale, factored)
+        least = ct.maximum(eps, SMALLEST)
+        total = ct.zeros((TILE,), dtype=ct.float32)
+        for i in range(tiles):
+            cols = first + i * TILE
+            a, p = read(x, (row, cols), 0), read(y, (row, cols), 0)
+            loss = p * (fast_log2(ct.maximum(p, least)) * LN2 - a)
+            # torch's: nothing at 0, no number below.
+            total = total + ct.where(p == 0.0, 0.0, ct.where(p > 0.0, loss, float("nan")))
+            if writes > 0:
+                write(gradient, (row, cols), p * -k)
+        ct.scatter(partial, (row, part), ct.sum(total, 0) * k, check_bounds=False)
     else:
-        skip(gradient, partial, row, part, cols, writes)
+        skip(gradient, partial, row, part, first, tiles, writes, TILE)
+
+
+@ct.function
+def js_piece(x, y, gradient, partial, row, part, first, tiles, k, beta, writes, ENDS: Const, TILE: Const):
+    """A piece of a row. ENDS: 0 for 0 < beta < 1, -1 for beta = 0, 1 for beta = 1. k: what losses and gradients are multiplied by."""
+    total = ct.zeros((TILE,), dtype=ct.float32)
+    for i in range(tiles):
+        cols = first + i * TILE
+        a, b = read(x, (row, cols), MINUS_INFINITY) * LOG2E, read(y, (row, cols), MINUS_INFINITY) * LOG2E
+        if ENDS == 0:
+            loss, dx, _ = between(a, b, beta)
+        else:
+            loss, dx, q = at_end(a, b, ENDS)
+            if ENDS == 1:
+                dx = dx + q * (1.0 / LN2)
+        total = total + loss
+        if writes > 0:
+            write(gradient, (row, cols), dx * (k * LN2))
+    ct.scatter(partial, (row, part), ct.sum(total, 0) * (k * LN2), check_bounds=False)
 
 
 @ct.kernel
 def js_divergence(
     x, y, labels, factor, gradient, partial, scale: float, beta: float, ignore_index: int, masked: int, factored: int, writes: int,
-    TILE: Const
-):
+    TILE: Const, STEPS: Const
+):  # fmt: skip
     """x, y: log-probabilities; otherwise as `kl_divergence`."""
-    row, part, cols = piece(x, TILE)
+    row, part, first, tiles = span(x, partial, TILE, STEPS)
     if counted(labels, row, ignore_index, masked):
-        a, b = read(x, (row, cols), MINUS_INFINITY), read(y, (row, cols), MINUS_INFINITY)
-        loss, dx, q = js_terms(a * LOG2E, b * LOG2E, beta)
-        slope = dx * LN2
-        if beta == 1.0:
-            slope = slope + q
-        finish(gradient, partial, row, part, cols, loss * LN2, slope, row_scale(factor, scale, factored), writes)
+        k = row_scale(factor, scale, factored)
+        if beta == 0.0:
+            js_piece(x, y, gradient, partial, row, part, first, tiles, k, beta, writes, -1, TILE)
+        elif beta == 1.0:
+            js_piece(x, y, gradient, partial, row, part, first, tiles, k, beta, writes, 1, TILE)
+        else:
+            js_piece(x, y, gradient, partial, row, part, first, tiles, k, beta, writes, 0, TILE)
     else:
-        skip(gradient, partial, row, part, cols, writes)
+        skip(gradient, partial, row, part, first, tiles, writes, TILE)
 
 
 @ct.kernel
 def tv_distance(
-    x, y, labels, factor, gradient, partial, scale: float, ignore_index: int, masked: int, factored: int, writes: int, TILE: Const
-):
+    x, y, labels, factor, gradient, partial, scale: float, ignore_index: int, masked: int, factored: int, writes: int, TILE: Const,
+    STEPS: Const
+):  # fmt: skip
     """x, y: probabilities; otherwise as `kl_divergence`."""
-    row, part, cols = piece(x, TILE)
+    row, part, first, tiles = span(x, partial, TILE, STEPS)
     if counted(labels, row, ignore_index, masked):
-        loss, slope = tv_terms(read(x, (row, cols), 0), read(y, (row, cols), 0))
-        finish(gradient, partial, row, part, cols, loss, slope, row_scale(factor, scale, factored), writes)
+        k = row_scale(factor, scale, factored)
+        total = ct.zeros((TILE,), dtype=ct.float32)
+        for i in range(tiles):
+            cols = first + i * TILE
+            loss, slope = tv_terms(read(x, (row, cols), 0), read(y, (row, cols), 0))
+            total = total + loss
+            if writes > 0:
+                write(gradient, (row, cols), slope * k)
+        ct.scatter(partial, (row, part), ct.sum(total, 0) * k, check_bounds=False)
     else:
-        skip(gradient, partial, row, part, cols, writes)
+        skip(gradient, partial, row, part, first, tiles, writes, TILE)
 
 
 # ---------------------------------------------------------------- of logits
@@ -221,24 +277,27 @@ def divergence_of_logits_in_place(
     logit_gradient(x, y, lse_x, lse_y, labels, slope, scale, x, beta, temperature, ignore_index, masked, KIND, TILE)
 
 
-# Elements of a piece. The JSD's terms take twice the registers of the others'.
-TILES = {"kl": 2048, "js": 1024, "tv": 2048}
+# Elements that a block takes at once, and how often, of distributions: what it does once, the sum and the indices, is then little beside
+# the elements. Instructions bound these kernels in half precision.
+TILES = {"kl": (1024, 8), "js": (1024, 8), "tv": (2048, 1)}
+LOGITS_TILE = 1024
 
 
 def variants():
     vector, matrix = Array("float32", (None,), aligned=False), Array("float32", (None, None), aligned=False)
     labels = Array("int64", (None,), aligned=False)
-    masks: Params = {"ignore_index": INT, "masked": INT}
+    masks = {"ignore_index": INT, "masked": INT}
+    steps = {kind: {"TILE": tile, "STEPS": steps} for kind, (tile, steps) in TILES.items()}
     for dtype in FLOATS:
         for x in (Array(dtype, (None, None), divisible=(1, 16)), Array(dtype, (None, None), aligned=False)):
             arrays: Params = {"x": x, "y": x, "labels": labels, "factor": vector, "gradient": x, "partial": matrix, "scale": FLOAT}
             flags: Params = {**masks, "factored": INT, "writes": INT}
-            yield Variant(kl_divergence, {**arrays, "eps": FLOAT, **flags, "TILE": TILES["kl"]})
-            yield Variant(js_divergence, {**arrays, "beta": FLOAT, **flags, "TILE": TILES["js"]})
-            yield Variant(tv_distance, {**arrays, **flags, "TILE": TILES["tv"]})
+            yield Variant(kl_divergence, {**arrays, "eps": FLOAT, **flags, **steps["kl"]}, hints={"occupancy": 8})
+            yield Variant(js_divergence, {**arrays, "beta": FLOAT, **flags, **steps["js"]}, hints={"occupancy": 8})
+            yield Variant(tv_distance, {**arrays, **flags, **steps["tv"]})
             logits: Params = {"x": x, "y": x, "lse_x": vector, "lse_y": vector, "labels": labels}
             for kind, number in KINDS.items():
-                rest: Params = {"beta": FLOAT, "temperature": FLOAT, **masks, "KIND": number, "TILE": TILES["js"]}
+                rest: Params = {"beta": FLOAT, "temperature": FLOAT, **masks, "KIND": number, "TILE": LOGITS_TILE}
                 yield Variant(divergence_of_logits, {**logits, "part_loss": matrix, "part_slope": matrix, **rest})
                 yield Variant(divergence_of_logits_gradient, {**logits, "slope": vector, "scale": vector, "dx": x, **rest})
                 if kind == "js":

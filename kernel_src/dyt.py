@@ -57,23 +57,45 @@ def dyt_forward(x, alpha, gamma, beta, y, ROWS: Const, SEGMENT: Const, PIECE: Co
         write(y, (row, segment, column), t * scale + shift)
 
 
+@ct.function
+def gradients(xf, d, a, scale):
+    """(dx, dz * x, dy * t), elementwise."""
+    t, slope = tanh(a * xf)
+    dz = slope * d * scale
+    return a * dz, xf * dz, d * t
+
+
 @ct.kernel
-def dyt_backward(dx, dy, x, alpha, gamma, partial, partial_alpha, SEGMENT: Const, PIECE: Const):
+def dyt_backward(dx, dy, x, alpha, gamma, partial, partial_alpha, ROWS: Const, SEGMENT: Const, PIECE: Const):
     """dx, dy, x: [rows, segments, SEGMENT]; partial: [groups, 2, segments, SEGMENT] fp32, the sums for dgamma and dbeta over the rows
-    of a group; partial_alpha: [groups, pieces] fp32. A block has PIECE segments and walks over the rows of one group."""
+    of a group; partial_alpha: [groups, pieces] fp32. A block has PIECE segments and walks over the rows of one group, ROWS neighbours at a
+    time, which are all loaded before the first is used."""
     groups = partial.shape[0]
     group, segment, column = columns_of_block(x.shape[1], PIECE, SEGMENT)
     a, scale = read(alpha, 0), read(gamma, (segment, column))
     dgamma = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
     dbeta = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
     dalpha = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
-    for row in range(group, x.shape[0], groups):
+    whole = x.shape[0] // ROWS
+    for step in range(group, whole, groups):
+        loaded = ()
+        for i in ct.static_iter(range(ROWS)):
+            index = (step * ROWS + i, segment, column)
+            pair = ct.gather(x, index, check_bounds=False, latency=1), ct.gather(dy, index, check_bounds=False, latency=1)
+            loaded = (*loaded, *pair)  # type: ignore[assignment]
+        for i in ct.static_iter(range(ROWS)):
+            xf, d = ct.astype(loaded[2 * i], ct.float32), ct.astype(loaded[2 * i + 1], ct.float32)
+            gradient, of_alpha, of_gamma = gradients(xf, d, a, scale)
+            write(dx, (step * ROWS + i, segment, column), gradient)
+            dalpha = dalpha + of_alpha
+            dgamma = dgamma + of_gamma
+            dbeta = dbeta + d
+    for row in range(whole * ROWS + group, x.shape[0], groups):
         xf, d = read(x, (row, segment, column)), read(dy, (row, segment, column))
-        t, slope = tanh(a * xf)
-        dz = slope * d * scale
-        write(dx, (row, segment, column), a * dz)
-        dalpha = dalpha + xf * dz
-        dgamma = dgamma + d * t
+        gradient, of_alpha, of_gamma = gradients(xf, d, a, scale)
+        write(dx, (row, segment, column), gradient)
+        dalpha = dalpha + of_alpha
+        dgamma = dgamma + of_gamma
         dbeta = dbeta + d
     ct.scatter(partial, (group, 0, segment, column), dgamma, check_bounds=False)
     ct.scatter(partial, (group, 1, segment, column), dbeta, check_bounds=False)
@@ -96,7 +118,7 @@ def dyt_parameter_sums(partial, partial_alpha, dparameters, dalpha, ROWS: Const,
 
 # ---------------------------------------------------------------- what is prebuilt
 PIECE = {SEGMENT: 16, 1: 512}
-ROWS = 4
+ROWS, BACKWARD_ROWS = 4, 2  # of a block, and of a step of the backward pass
 
 
 def variants():
@@ -111,7 +133,8 @@ def variants():
             partial, partial_alpha = Array("float32", (None, 2, None, segment), aligned=segment > 1), Array("float32", (None, None),
                                                                                                             aligned=False)
             sums = {"partial": partial, "partial_alpha": partial_alpha}
-            yield Variant(dyt_backward, {"dx": a, "dy": a, "x": a, "alpha": alpha, "gamma": p, **sums, **constants}, hints={"occupancy": 4})
+            yield Variant(dyt_backward, {"dx": a, "dy": a, "x": a, "alpha": alpha, "gamma": p, **sums, "ROWS": BACKWARD_ROWS, **constants},
+                          hints={"occupancy": 4})
     for w in FLOATS:
         for aligned in (True, False):
             sums = {"partial": Array("float32", (None, None), aligned=aligned), "partial_alpha": Array("float32", (None,), aligned=False)}

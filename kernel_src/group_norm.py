@@ -17,7 +17,7 @@ import cuda.tile as ct
 
 from kernel_src.layer_norm import row_statistics
 from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Variant
-from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, place, read, rows, sum_of, write
+from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, place, read, rows, sum_of, two_sums, write
 
 Const = ct.Constant[int]
 
@@ -62,8 +62,8 @@ def group_norm_backward(dx, dy, x, weight, mean, rstd, sums, per_channel: int, S
     ct.scatter(sums, (0, row, segment), dweight, check_bounds=False)
     ct.scatter(sums, (1, row, segment), dbias, check_bounds=False)
     w = read(weight, channels_of(row, segment, count, weight.shape[0], per_channel))
-    mean_g = ct.sum(ct.where(valid, w * dbias, 0.0), axis=0, keepdims=False) * one
-    mean_gn = ct.sum(ct.where(valid, w * dweight, 0.0), axis=0, keepdims=False) * one
+    sum_g, sum_gn = two_sums(ct.where(valid, w * dbias, 0.0), ct.where(valid, w * dweight, 0.0), PIECE)
+    mean_g, mean_gn = sum_g * one, sum_gn * one
     write(dx, index, (d * w[:, None] - mean_g - n * mean_gn) * r)
 
 
@@ -83,9 +83,11 @@ def group_norm_statistics(x, parts, chunk: int, SEGMENT: Const, PIECE: Const):
 def group_norm_apply(
     x, weight, bias, y, parts, mean, rstd, eps: float, per_channel: int, chunk: int, SEGMENT: Const, PIECE: Const, PARTS: Const
 ):
-    """y, mean and rstd from the parts, of which there are at most PARTS in a row. A block has `chunk` segments."""
+    """y, mean and rstd from the parts, of which there are at most PARTS in a row. A block has `chunk` segments; the last part comes first,
+    because what the statistics read last is still in the L2."""
     number, count = parts.shape[1], x.shape[1]
-    row, part = ct.bid(0) // number, ct.bid(0) % number
+    block = ct.num_blocks(0) - 1 - ct.bid(0)
+    row, part = block // number, block % number
     at = ct.minimum(ct.arange(PARTS, dtype=ct.int32), number - 1)
     size = ct.astype(ct.minimum(chunk, count - at * chunk) * SEGMENT, ct.float32)
     size = ct.where(ct.arange(PARTS, dtype=ct.int32) < number, size, 0.0)
@@ -126,31 +128,46 @@ def group_norm_channel_sums(dy, x, mean, rstd, sums, chunk: int, SEGMENT: Const,
         d = ct.where(valid[:, None], read(dy, index), 0.0)
         dweight = dweight + d * (read(x, index) - mu)
         dbias = dbias + d
-    ct.scatter(sums, (0, row, part), sum_of(dweight, PIECE, SEGMENT) * r, check_bounds=False)
-    ct.scatter(sums, (1, row, part), sum_of(dbias, PIECE, SEGMENT), check_bounds=False)
+    total_w, total_b = two_sums(dweight, dbias, PIECE * SEGMENT)
+    ct.scatter(sums, (0, row, part), total_w * r, check_bounds=False)
+    ct.scatter(sums, (1, row, part), total_b, check_bounds=False)
 
 
-@ct.kernel
-def group_norm_apply_backward(
-    dx, dy, x, weight, mean, rstd, sums, per_channel: int, chunk: int, SEGMENT: Const, PIECE: Const, PARTS: Const
-):
-    """dx from the sums, as [2, batch * groups, those of a group], PARTS of them at a time. A block has `chunk` segments."""
+@ct.function
+def sum_parameters(sums, dparameters, block, ROWS: Const, COLS: Const):
+    """sums: [2, batch, channels, parts] fp32; dparameters: [2, channels], dweight and dbias; block: of COLS channels of one of them."""
+    batch, channels, parts = sums.shape[1], sums.shape[2], sums.shape[3]
+    blocks = ct.cdiv(channels, COLS)
+    which = block // blocks
+    channel = ct.minimum(block % blocks * COLS + ct.arange(COLS, dtype=ct.int32), channels - 1)
+    acc = ct.zeros((ROWS, COLS), dtype=ct.float32)
+    for i in range(ct.cdiv(batch * parts, ROWS)):
+        at, valid = place(i, batch * parts, ROWS)
+        found = read(sums, (which, (at // parts)[:, None], channel[None, :], (at % parts)[:, None]))
+        acc = acc + ct.where(valid[:, None], found, 0.0)
+    write(dparameters, (which, channel), ct.sum(acc, axis=0))
+
+
+@ct.function
+def apply_part(dx, dy, x, weight, mean, rstd, sums, per_channel, chunk, block, PIECE: Const, SEGMENT: Const, PARTS: Const):
     count = x.shape[1]
     number = ct.cdiv(count, chunk)
-    row, part = ct.bid(0) // number, ct.bid(0) % number
-    of_group = sums.shape[2]
+    row, part = block // number, block % number
+    of_channel, channels = sums.shape[3], sums.shape[2]
     in_group = count // per_channel
-    first_channel = row % (weight.shape[0] // in_group) * in_group
+    groups = channels // in_group
+    sample, first_channel = row // groups, row % groups * in_group
     sum_g = ct.zeros((PARTS,), dtype=ct.float32)
     sum_gn = ct.zeros((PARTS,), dtype=ct.float32)
-    for i in range(ct.cdiv(of_group, PARTS)):
-        at, valid = place(i, of_group, PARTS)
-        w = ct.where(valid, read(weight, first_channel + at // (of_group // in_group)), 0.0)
-        sum_gn = sum_gn + w * read(sums, (0, row, at))
-        sum_g = sum_g + w * read(sums, (1, row, at))
+    for i in range(ct.cdiv(in_group * of_channel, PARTS)):
+        at, valid = place(i, in_group * of_channel, PARTS)
+        channel = first_channel + at // of_channel
+        w = ct.where(valid, read(weight, channel), 0.0)
+        sum_gn = sum_gn + w * read(sums, (0, sample, channel, at % of_channel))
+        sum_g = sum_g + w * read(sums, (1, sample, channel, at % of_channel))
     one = 1.0 / ct.astype(count * SEGMENT, ct.float32)
-    mean_g = ct.sum(sum_g, axis=0, keepdims=False) * one
-    mean_gn = ct.sum(sum_gn, axis=0, keepdims=False) * one
+    total_g, total_gn = two_sums(sum_g, sum_gn, PARTS)
+    mean_g, mean_gn = total_g * one, total_gn * one
     mu, r = ct.gather(mean, row, check_bounds=False), ct.gather(rstd, row, check_bounds=False)
     first = part * chunk
     mine = ct.minimum(chunk, count - first)
@@ -158,25 +175,29 @@ def group_norm_apply_backward(
     for i in range(ct.cdiv(mine, PIECE)):
         segment, _ = place(i, mine, PIECE)
         segment = first + segment
-        w = read(weight, channels_of(row, segment, count, weight.shape[0], per_channel))[:, None]
+        w = read(weight, channels_of(row, segment, count, channels, per_channel))[:, None]
         index = (row, segment[:, None], column)
         write(dx, index, (read(dy, index) * w - mean_g - (read(x, index) - mu) * (r * mean_gn)) * r)
 
 
 @ct.kernel
+def group_norm_apply_backward(
+    dx, dy, x, weight, mean, rstd, sums, dparameters, per_channel: int, chunk: int, SEGMENT: Const, PIECE: Const, PARTS: Const, ROWS: Const,
+    COLS: Const
+):  # fmt: skip
+    """dx from the sums, [2, batch, channels, parts], PARTS of those of a group at a time. A block has `chunk` segments, the last ones
+    first, which the sums' kernel has left in the L2. Blocks behind those sum up dweight and dbias, [2, channels]."""
+    blocks = x.shape[0] * ct.cdiv(x.shape[1], chunk)
+    if ct.bid(0) < blocks:
+        apply_part(dx, dy, x, weight, mean, rstd, sums, per_channel, chunk, blocks - 1 - ct.bid(0), PIECE, SEGMENT, PARTS)
+    else:
+        sum_parameters(sums, dparameters, ct.bid(0) - blocks, ROWS, COLS)
+
+
+@ct.kernel
 def group_norm_parameter_sums(sums, dparameters, ROWS: Const, COLS: Const):
-    """sums: [2, batch, channels, parts] fp32; dparameters: [2, channels], dweight and dbias. COLS channels of one of them a block."""
-    batch, channels, parts = sums.shape[1], sums.shape[2], sums.shape[3]
-    blocks = ct.cdiv(channels, COLS)
-    which = ct.bid(0) // blocks
-    channel = ct.bid(0) % blocks * COLS + ct.arange(COLS, dtype=ct.int32)
-    column = ct.minimum(channel, channels - 1)[None, :]
-    acc = ct.zeros((ROWS, COLS), dtype=ct.float32)
-    for i in range(ct.cdiv(batch * parts, ROWS)):
-        at, valid = place(i, batch * parts, ROWS)
-        found = read(sums, (which, (at // parts)[:, None], column, (at % parts)[:, None]))
-        acc = acc + ct.where(valid[:, None], found, 0.0)
-    write(dparameters, (which, ct.minimum(channel, channels - 1)), ct.sum(acc, axis=0))
+    """As `sum_parameters`."""
+    sum_parameters(sums, dparameters, ct.bid(0), ROWS, COLS)
 
 
 # ---------------------------------------------------------------- what is prebuilt
@@ -202,12 +223,15 @@ def variants():
             statistics = {"mean": PER_ROW, "rstd": PER_ROW}
             if x == w:
                 yield Variant(group_norm_statistics, {"x": a, "parts": parts, "chunk": INT, **constants}, hints={"occupancy": 8})
-                found = {"dy": a, "x": a, **statistics, "sums": sums, "chunk": INT}
-                yield Variant(group_norm_channel_sums, {**found, **constants}, hints={"occupancy": 6 if x != "float32" else 4})
+                per_part = {"dy": a, "x": a, **statistics, "sums": sums, "chunk": INT}
+                yield Variant(group_norm_channel_sums, {**per_part, **constants}, hints={"occupancy": 6 if x != "float32" else 4})
             inputs = {"x": a, "weight": p, "bias": p, "y": a, "parts": parts, **statistics, "eps": FLOAT, "per_channel": INT, "chunk": INT}
             yield Variant(group_norm_apply, {**inputs, **constants, "PARTS": PARTS}, hints={"occupancy": 8})
-            grads = {"dx": a, "dy": a, "x": a, "weight": p, **statistics, "sums": sums, "per_channel": INT, "chunk": INT}
-            yield Variant(group_norm_apply_backward, {**grads, **constants, "PARTS": PARTS}, hints={"occupancy": 6 if x == w else 4})
+            found, out = Array("float32", (2, None, None, None), aligned=False), Array(w, (2, None), aligned=False)
+            grads = {"dx": a, "dy": a, "x": a, "weight": p, **statistics, "sums": found, "dparameters": out, "per_channel": INT,
+                     "chunk": INT}
+            yield Variant(group_norm_apply_backward, {**grads, **constants, "PARTS": PARTS, **SUMS},
+                          hints={"occupancy": 6 if x == w else 4})
     for w in FLOATS:
         sums, out = Array("float32", (2, None, None, None), aligned=False), Array(w, (2, None), aligned=False)
         yield Variant(group_norm_parameter_sums, {"sums": sums, "dparameters": out, **SUMS})

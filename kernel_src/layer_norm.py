@@ -17,7 +17,7 @@ two runs give the same bits.
 import cuda.tile as ct
 
 from kernel_src.prebuild import FLOAT, Array, Variant
-from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, columns, place, read, rows, sum_of, write
+from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, columns, place, read, rows, sum_of, two_sums, write
 
 Const = ct.Constant[int]
 
@@ -98,7 +98,9 @@ def layer_norm_backward(dx, dy, x, weight, mean, rstd, partial, TILE: Const, LAT
         r = ct.gather(rstd, row, check_bounds=False)
         n = (read_row(x, row, TILE, LATENCY) - ct.gather(mean, row, check_bounds=False)) * r
         g = d * w
-        gradient = (g - ct.sum(g) * one - n * (ct.sum(g * n) * one)) * r
+        sum_g, sum_gn = two_sums(g, g * n, TILE)
+        # (g - mean(g) - n * mean(g * n)) * r, with r on the scalars' side.
+        gradient = g * r - (n * (sum_gn * one * r) + sum_g * one * r)
         ct.store(dx, index=(row, 0), tile=ct.astype(gradient, dx.dtype))
         dweight = dweight + d * n
         dbias = dbias + d
@@ -121,8 +123,9 @@ def layer_norm_row_means(dy, x, weight, mean, rstd, means, SEGMENT: Const, PIECE
         sum_g = sum_g + g
         sum_gn = sum_gn + g * (read(x, index) - mu)
     length = ct.astype(count * SEGMENT, ct.float32)
-    ct.scatter(means, (row, 0), sum_of(sum_g, PIECE, SEGMENT) / length, check_bounds=False)
-    ct.scatter(means, (row, 1), sum_of(sum_gn, PIECE, SEGMENT) * r / length, check_bounds=False)
+    total_g, total_gn = two_sums(sum_g, sum_gn, PIECE * SEGMENT)
+    ct.scatter(means, (row, 0), total_g / length, check_bounds=False)
+    ct.scatter(means, (row, 1), total_gn * r / length, check_bounds=False)
 
 
 @ct.kernel

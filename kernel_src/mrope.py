@@ -11,6 +11,8 @@ Partial (GPT-NeoX, GLM): half of the frequencies are fewer than half of the head
 Rows of the tables: as in rotary.py.
 """
 
+from dataclasses import replace
+
 import cuda.tile as ct
 
 from kernel_src.prebuild import FLOATS, INT, Array, PerArchitecture, Variant
@@ -20,11 +22,15 @@ Const = ct.Constant[int]
 
 
 @ct.function
-def part_of(j, time, height, width, interleaved):
-    """0, 1 or 2 for the frequencies j: whose angle each takes."""
-    third = ct.where((j % 3 == 1) & (j < 3 * height), 1, ct.where((j % 3 == 2) & (j < 3 * width), 2, 0))
-    section = ct.where(j < time, 0, ct.where(j < time + height, 1, 2))
-    return ct.where(interleaved > 0, third, section)
+def part_of(j, time, height, width, interleaved, SHORT: Const):
+    """0, 1 or 2 for the frequencies j: whose angle each takes. SHORT: is j below 2^15? Each of a block's threads works this out for its
+    columns, and with both arrangements and a division it was a third of all instructions."""
+    if interleaved > 0:
+        third = j - ((j * 43691) >> 17) * 3 if SHORT else j % 3
+        part = ct.where((third == 1) & (j < 3 * height), 1, ct.where((third == 2) & (j < 3 * width), 2, 0))
+    else:
+        part = ct.where(j < time, 0, ct.where(j < time + height, 1, 2))
+    return part
 
 
 @ct.function
@@ -33,25 +39,35 @@ def angle_tile(table, part, row, half, HALF: Const):
 
 
 @ct.function
-def chosen_angles(table, parts, token, half, HALF: Const):
-    """HALF values of cos or sin, each from its own table, as [1, 1, HALF] in float32."""
-    row = token % table.shape[1]
+def chosen_angles(table, parts, row, half, HALF: Const):
+    """HALF values of cos or sin, each from its own table, as [1, HALF] in float32."""
     time, height, width = angle_tile(table, 0, row, half, HALF), angle_tile(table, 1, row, half, HALF), angle_tile(table, 2, row, half,
                                                                                                                    HALF)
-    return ct.astype(ct.where(parts == 2, width, ct.where(parts == 1, height, time)), ct.float32)
+    chosen = ct.where(parts == 2, width, ct.where(parts == 1, height, time))
+    return ct.astype(ct.reshape(chosen, (1, HALF)), ct.float32)
 
 
 @ct.function
-def rotate_heads(x, y, token, group, c1, s1, c2, s2, HEADS: Const, HALF: Const, BACKWARD: Const):
-    """A group of a token's heads; heads past the last one are left out."""
-    x1 = ct.astype(ct.load(x, index=(token, group, 0), shape=(1, HEADS, HALF), allow_tma=False, check_bounds=True), ct.float32)
-    x2 = ct.astype(ct.load(x, index=(token, group, 1), shape=(1, HEADS, HALF), allow_tma=False, check_bounds=True), ct.float32)
+def heads_of(x, group, HEADS: Const):
+    """(the heads of a group, which of them exist): [HEADS, 1] each. Past the last one, it is meant again: no load is checked."""
+    wanted = (group * HEADS + ct.arange(HEADS, dtype=ct.int32))[:, None]
+    return ct.minimum(wanted, x.shape[1] - 1), wanted < x.shape[1]
+
+
+@ct.function
+def read_halves(x, token, heads, cols, HALF: Const):
+    return ct.gather(x, (token, heads, cols), check_bounds=False), ct.gather(x, (token, heads, cols + HALF), check_bounds=False)
+
+
+@ct.function
+def write_rotated(y, token, heads, exist, cols, x1, x2, c1, s1, c2, s2, HALF: Const, BACKWARD: Const):
+    x1, x2 = ct.astype(x1, ct.float32), ct.astype(x2, ct.float32)
     if BACKWARD:
         y1, y2 = rotate_back(x1, x2, c1, s1, c2, s2)
     else:
         y1, y2 = rotate(x1, x2, c1, s1, c2, s2)
-    ct.store(y, index=(token, group, 0), tile=ct.astype(y1, y.dtype), allow_tma=False, check_bounds=True)
-    ct.store(y, index=(token, group, 1), tile=ct.astype(y2, y.dtype), allow_tma=False, check_bounds=True)
+    ct.scatter(y, (token, heads, cols), ct.astype(y1, y.dtype), mask=exist, check_bounds=False)
+    ct.scatter(y, (token, heads, cols + HALF), ct.astype(y2, y.dtype), mask=exist, check_bounds=False)
 
 
 @ct.kernel
@@ -64,13 +80,19 @@ def mrope(
     Block (token, g) rotates group g of Q_HEADS of q's heads and, while there are any, group g of K_HEADS of k's.
     """
     token, group = ct.bid(0), ct.bid(1)
-    parts = ct.reshape(part_of(ct.arange(HALF, dtype=ct.int32), time, height, width, interleaved), (1, 1, HALF))
-    c1, s1 = chosen_angles(cos, parts, token, 0, HALF), chosen_angles(sin, parts, token, 0, HALF)
-    c2, s2 = chosen_angles(cos, parts, token, 1, HALF), chosen_angles(sin, parts, token, 1, HALF)
-    if group < ct.cdiv(q.shape[1], Q_HEADS):
-        rotate_heads(q, q_out, token, group, c1, s1, c2, s2, Q_HEADS, HALF, BACKWARD)
+    cols = ct.arange(HALF, dtype=ct.int32)[None, :]
+    q_heads, q_exist = heads_of(q, group, Q_HEADS)
+    q1, q2 = read_halves(q, token, q_heads, cols, HALF)
+    row = token % cos.shape[1]
+    parts = part_of(ct.arange(HALF, dtype=ct.int32), time, height, width, interleaved, True)
+    parts = ct.reshape(parts, (1, 1, HALF))
+    c1, s1 = chosen_angles(cos, parts, row, 0, HALF), chosen_angles(sin, parts, row, 0, HALF)
+    c2, s2 = chosen_angles(cos, parts, row, 1, HALF), chosen_angles(sin, parts, row, 1, HALF)
     if group < ct.cdiv(k.shape[1], K_HEADS):
-        rotate_heads(k, k_out, token, group, c1, s1, c2, s2, K_HEADS, HALF, BACKWARD)
+        k_heads, k_exist = heads_of(k, group, K_HEADS)
+        k1, k2 = read_halves(k, token, k_heads, cols, HALF)
+        write_rotated(k_out, token, k_heads, k_exist, cols, k1, k2, c1, s1, c2, s2, HALF, BACKWARD)
+    write_rotated(q_out, token, q_heads, q_exist, cols, q1, q2, c1, s1, c2, s2, HALF, BACKWARD)
 
 
 @ct.function
@@ -107,7 +129,7 @@ def mrope_any(
     has_q, has_k = group < ct.cdiv(q.shape[1], Q_HEADS), group < ct.cdiv(k.shape[1], K_HEADS)
     for i in range(ct.cdiv(half, HALF)):
         cols = ct.minimum(i * HALF + ct.arange(HALF, dtype=ct.int32), half - 1)
-        part = part_of(cols, time, height, width, interleaved)
+        part = part_of(cols, time, height, width, interleaved, False)
         c1, s1 = read(cos, (part, row, cols))[None, :], read(sin, (part, row, cols))[None, :]
         c2, s2 = read(cos, (part, row, cols + second))[None, :], read(sin, (part, row, cols + second))[None, :]
         if has_q:
@@ -123,17 +145,19 @@ def mrope_any(
 
 
 SCALARS = dict.fromkeys(("half", "time", "height", "width", "interleaved"), INT)
-# Heads that one block takes: Qwen2-VL and Qwen2.5-VL have 28 and 4 (7B), 12 and 2, 16 and 2, 40 and 8, 64 and 8 of them.
-GROUPS = ((16, 4),)
+# The most heads of q, and the heads of q and of k that one block takes: Qwen2-VL and Qwen2.5-VL have 28 and 4 (7B), 12 and 2, 16 and 2,
+# 40 and 8, 64 and 8 of them. With 16 of k's a thread has the same columns of k as of q, and the angles are chosen once.
+GROUPS = ((16, 16, 16), (None, 32, 16))
 
 
 def variants():
     for backward in (0, 1):
         for dtype in FLOATS:
-            for q_heads, k_heads in GROUPS if dtype != "float32" else ():
+            for most, q_heads, k_heads in GROUPS if dtype != "float32" else ():
                 x, angle = Array(dtype, (None, None, 128)), Array(dtype, (3, None, 128))
+                q = replace(x, at_most=(None, most, None)) if most else x
                 constants = {"Q_HEADS": q_heads, "K_HEADS": k_heads, "HALF": 64, "BACKWARD": backward}
-                arrays = {"q": x, "k": x, "q_out": x, "k_out": x, "cos": angle, "sin": angle}
+                arrays = {"q": q, "k": x, "q_out": q, "k_out": x, "cos": angle, "sin": angle}
                 yield Variant(mrope, {**arrays, **SCALARS, **constants}, hints={"occupancy": PerArchitecture(4, "sm_90", 6)})
             x, angle = Array(dtype, (None, None, None), aligned=False), Array(dtype, (None, None, None), aligned=False)
             constants = {"Q_HEADS": 8, "K_HEADS": 8, "HALF": 64, "BACKWARD": backward}

@@ -28,10 +28,39 @@ def polynomial(x, r1, r2, r3, w0, w1, w2, bias):
 
 @ct.function
 def gradient(x, d, r1, r2, r3, m1, m2, m3, w0, w1, w2):
-    square = x * x
-    linear = (w2 * r1) * (d - x * r1 * m1)
-    quadratic = (2.0 * w1 * r2) * x * (d - square * r2 * m2)
-    return linear + quadratic + (3.0 * w0 * r3) * square * (d - square * x * r3 * m3)
+    """dx as d * P'(t) - t * R(t^2) with t = x * r_1, both in Horner's form: half of the instructions of the sum over p. Of t, not of x,
+    whose coefficients r_p^2 underflow where x is large."""
+    k2, k3 = r2 / (r1 * r1), r3 / (r1 * r1 * r1)
+    c1, c2, c3 = w2 * r1, 2.0 * w1 * r1 * k2, 3.0 * w0 * r1 * k3
+    e1, e2, e3 = c1 * m1, c2 * k2 * m2, c3 * k3 * m3
+    t = x * r1
+    square = t * t
+    return d * (c1 + t * (c2 + t * c3)) - t * (e1 + square * (e2 + square * e3))
+
+
+def add3(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+def add4(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@ct.function
+def sums_of_powers(square, count: Const):
+    """Sums of x^2, x^4 and x^6, from x^2. In one reduction, so that no power is kept for a later one."""
+    square = ct.reshape(square, (count,))
+    fourth = square * square
+    return ct.reduce((square, fourth, fourth * square), 0, add3, (0.0, 0.0, 0.0))
+
+
+@ct.function
+def sums_with_powers(d, x, count: Const):
+    """Sums of d, d * x, d * x^2 and d * x^3."""
+    d, x = ct.reshape(d, (count,)), ct.reshape(x, (count,))
+    d1 = d * x
+    d2 = d1 * x
+    return ct.reduce((d, d1, d2, d2 * x), 0, add4, (0.0, 0.0, 0.0, 0.0))
 
 
 @ct.function
@@ -51,9 +80,8 @@ def poly_norm_forward(x, weight, bias, y, rstd, eps: float, SEGMENT: Const, PIEC
     length = ct.astype(count * SEGMENT, ct.float32)
     xf = read(x, index)
     square = ct.where(valid[:, None], xf * xf, 0.0)
-    r1 = ct.rsqrt(sum_of(square, PIECE, SEGMENT) / length + eps)
-    r2 = ct.rsqrt(sum_of(square * square, PIECE, SEGMENT) / length + eps)
-    r3 = ct.rsqrt(sum_of(square * square * square, PIECE, SEGMENT) / length + eps)
+    s1, s2, s3 = sums_of_powers(square, PIECE * SEGMENT)
+    r1, r2, r3 = ct.rsqrt(s1 / length + eps), ct.rsqrt(s2 / length + eps), ct.rsqrt(s3 / length + eps)
     write(y, index, polynomial(xf, r1, r2, r3, read(weight, 0), read(weight, 1), read(weight, 2), read(bias, 0)))
     save(rstd, row, r1, r2, r3)
 
@@ -102,20 +130,17 @@ def poly_norm_backward(dx, dy, x, weight, rstd, partial, SEGMENT: Const, PIECE: 
     segment, valid, column = segment[:, None], valid[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :]
     w0, w1, w2 = read(weight, 0), read(weight, 1), read(weight, 2)
     one = 1.0 / ct.astype(count * SEGMENT, ct.float32)
-    dw0, dw1, dw2 = ct.zeros((), dtype=ct.float32), ct.zeros((), dtype=ct.float32), ct.zeros((), dtype=ct.float32)
-    dbias = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
+    zero = ct.zeros((), dtype=ct.float32)
+    dw0, dw1, dw2, dbias = zero, zero, zero, zero
     for row in range(block, x.shape[0], ct.num_blocks(0)):
         r1, r2, r3 = read(rstd, (row, 0)), read(rstd, (row, 1)), read(rstd, (row, 2))
         xf = read(x, (row, segment, column))
         d = read(dy, (row, segment, column))
-        dx1 = ct.where(valid, d * xf, 0.0)
-        s1 = sum_of(dx1, PIECE, SEGMENT) * r1
-        s2 = sum_of(dx1 * xf, PIECE, SEGMENT) * r2
-        s3 = sum_of(dx1 * xf * xf, PIECE, SEGMENT) * r3
+        s0, s1, s2, s3 = sums_with_powers(ct.where(valid, d, 0.0), xf, PIECE * SEGMENT)
+        s1, s2, s3 = s1 * r1, s2 * r2, s3 * r3
         write(dx, (row, segment, column), gradient(xf, d, r1, r2, r3, s1 * one, s2 * one, s3 * one, w0, w1, w2))
-        dw0, dw1, dw2 = dw0 + s3, dw1 + s2, dw2 + s1
-        dbias = dbias + ct.where(valid, d, 0.0)
-    write_sums(partial, block, dw0, dw1, dw2, sum_of(dbias, PIECE, SEGMENT))
+        dw0, dw1, dw2, dbias = dw0 + s3, dw1 + s2, dw2 + s1, dbias + s0
+    write_sums(partial, block, dw0, dw1, dw2, dbias)
 
 
 @ct.kernel

@@ -43,6 +43,16 @@ def sum_of(tile, PIECE: Const, SEGMENT: Const):
     return ct.sum(ct.reshape(tile, (PIECE * SEGMENT,)), axis=0, keepdims=False)
 
 
+def add_pairs(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@ct.function
+def two_sums(a, b, COUNT: Const):
+    """The sums of two tiles of COUNT elements, scalars, in one reduction: its waiting for other warps is paid once."""
+    return ct.reduce((ct.reshape(a, (COUNT,)), ct.reshape(b, (COUNT,))), 0, add_pairs, (0.0, 0.0))
+
+
 def rows(dtype, segment, at_most=None):
     """[rows, segments, segment]. at_most: segments."""
     return Array(dtype, (None, None, segment), aligned=segment > 1, at_most=(None, at_most, None) if at_most else ())

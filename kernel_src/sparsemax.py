@@ -19,7 +19,8 @@ block, sets tau from the maxima alone, which is never too large, and reads only 
 import cuda.tile as ct
 
 from kernel_src.prebuild import FLOATS, Array, Variant
-from kernel_src.softmax import MINUS_INFINITY, PIECE, WRITTEN_PIECE, piece, read, rows_of_block, whole_rows, write
+from kernel_src.segments import two_sums
+from kernel_src.softmax import MINUS_INFINITY, PIECE, WRITTEN_PIECE, piece, read, rows_of_block, tile_columns, whole_rows, write
 
 Const = ct.Constant[int]
 
@@ -70,6 +71,25 @@ def sparsemax_backward(y, dy, dx, ROWS: Const, TILE: Const):
     write(dx, at, ct.where(inside, d - mean, 0.0))
 
 
+# ---------------------------------------------------------------- rows that are read twice
+@ct.kernel
+def sparsemax_row_backward(y, dy, dx, TILE: Const):
+    """y, dy, dx: [rows, columns]; as `softmax_row_forward`."""
+    row = ct.bid(0)
+    tiles = ct.cdiv(y.shape[1], TILE)
+    size, total = ct.zeros((TILE,), dtype=ct.float32), ct.zeros((TILE,), dtype=ct.float32)
+    for i in range(tiles):
+        cols = tile_columns(i, TILE)
+        inside = read(y, (row, cols), 0) > 0.0
+        size = size + ct.where(inside, 1.0, 0.0)
+        total = total + ct.where(inside, read(dy, (row, cols), 0), 0.0)
+    count, amount = two_sums(size, total, TILE)
+    mean = amount / ct.maximum(count, 1.0)
+    for i in range(tiles):
+        cols = tile_columns(tiles - 1 - i, TILE)
+        write(dx, (row, cols), ct.where(read(y, (row, cols), 0) > 0.0, read(dy, (row, cols), 0) - mean, 0.0))
+
+
 # ---------------------------------------------------------------- rows in pieces
 # Element i of a row belongs to block i // (CHUNK * WIDTH) and there to chunk i % WIDTH: a chunk's elements lie WIDTH apart, so taking
 # the maxima of all chunks of a block is elementwise.
@@ -100,19 +120,24 @@ def count_maxima(maxima, row, m, size, total, TILE: Const):
 
 @ct.function
 def count_elements(x, maxima, row, m, size, total, CHUNK: Const, WIDTH: Const, TILE: Const):
-    """Size and sum of the elements that belong to a support, read only from the chunks whose maximum does."""
+    """Size and sum of the elements that belong to a support, read only from the chunks whose maximum does. All loads of some chunks are
+    under way together: one after the other they would wait CHUNK times as long."""
     count, amount = ct.zeros((TILE,), dtype=ct.float32), ct.zeros((TILE,), dtype=ct.float32)
     for i in range(ct.cdiv(maxima.shape[1], TILE)):
-        chunks = i * TILE + ct.arange(TILE, dtype=ct.int32)
+        chunks = tile_columns(i, TILE)
         reaches = support(read(maxima, (row, chunks), MINUS_INFINITY) - m, size, total)
-        first = chunks // WIDTH * (CHUNK * WIDTH) + chunks % WIDTH
-        for j in range(CHUNK):
-            raw = ct.gather(x, (row, first + j * WIDTH), mask=reaches, check_bounds=True, padding_value=MINUS_INFINITY, latency=1)
-            v = ct.astype(raw, ct.float32) - m
-            inside = support(v, size, total)
-            count = count + ct.where(inside, 1.0, 0.0)
-            amount = amount + ct.where(inside, v, 0.0)
-    return ct.sum(count, 0), ct.sum(amount, 0)
+        if ct.max(ct.where(reaches, 1, 0)) > 0:
+            first = chunks // WIDTH * (CHUNK * WIDTH) + chunks % WIDTH
+            found = ()
+            for j in ct.static_iter(range(CHUNK)):
+                raw = ct.gather(x, (row, first + j * WIDTH), mask=reaches, check_bounds=True, padding_value=MINUS_INFINITY, latency=1)
+                found = (*found, raw)  # type: ignore[assignment]
+            for j in ct.static_iter(range(CHUNK)):
+                v = ct.astype(found[j], ct.float32) - m
+                inside = support(v, size, total)
+                count = count + ct.where(inside, 1.0, 0.0)
+                amount = amount + ct.where(inside, v, 0.0)
+    return two_sums(count, amount, TILE)
 
 
 @ct.kernel

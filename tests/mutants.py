@@ -6,9 +6,12 @@ driver's place, or in plain PyTorch, and the check compares it with float64. A m
 
 import argparse
 import ast
+import compileall
 import concurrent.futures
 import contextlib
+import functools
 import importlib
+import py_compile
 import shutil
 import sys
 import tempfile
@@ -74,12 +77,22 @@ def kernel_module(mutant: Mutant) -> types.ModuleType:
     return module
 
 
+@functools.cache
+def compiled_copy() -> tempfile.TemporaryDirectory:
+    """A copy of the package with its bytecode, which Python takes for every source that is still the same: most of what importing a copy
+    costs is compiling it."""
+    folder = tempfile.TemporaryDirectory()
+    leave_out = shutil.ignore_patterns("__pycache__", "cubins")
+    shutil.copytree(SOURCES, folder.name, ignore=leave_out, dirs_exist_ok=True)
+    shutil.copytree(SOURCES.parent / "shared", Path(folder.name) / "shared", ignore=leave_out)
+    compileall.compile_dir(folder.name, quiet=1, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
+    return folder
+
+
 @contextlib.contextmanager
 def planted(folder: Path, name: str, mutant: Mutant | None, kernels: bool = True):
     """A copy of the package, imported from `folder` as `name`, with the error in it. kernels: whether the interpreter runs them."""
-    leave_out = shutil.ignore_patterns("__pycache__", "cubins")
-    shutil.copytree(SOURCES, folder / name, ignore=leave_out)
-    shutil.copytree(SOURCES.parent / "shared", folder / name / "shared", ignore=leave_out)
+    shutil.copytree(compiled_copy().name, folder / name)
     replaced = {}
     if mutant is not None and mutant.file.startswith("kernel_src/"):
         module = kernel_module(mutant)

@@ -16,8 +16,8 @@ TOKENS, HIDDEN, INNER, CLASSES, WIDTH = 3, 1024, 96, 40, 128
 CASES = {
     "rms_norm": {"x": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
     "add_rms_norm": {"x": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
-    "wide_rms_norm": {"x": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
-    "wide_add_rms_norm": {"x": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
+    "round_last_rms_norm": {"x": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
+    "round_last_add_rms_norm": {"x": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
     "rotary": {"q": (2, 8, TOKENS, WIDTH), "k": (2, 8, TOKENS, WIDTH), "cos": (1, TOKENS, WIDTH), "sin": (1, TOKENS, WIDTH)},
     "qk_norm_rotary": {
         **{"q": (2, TOKENS, 8, WIDTH), "k": (2, TOKENS, 8, WIDTH), "q_weight": (WIDTH,), "k_weight": (WIDTH,)},
@@ -45,7 +45,7 @@ NOT_DIFFERENTIABLE |= {("linear_cross_entropy", "target"), ("linear_cross_entrop
 
 
 # Where an operation lies that has not the name of its module.
-MODULES = {"wide_add_rms_norm": "wide_rms_norm", "add_rms_norm": "rms_norm", "qk_norm_rotary": "rotary", "mlp": "swiglu"}
+MODULES = {"round_last_add_rms_norm": "round_last_rms_norm", "add_rms_norm": "rms_norm", "qk_norm_rotary": "rotary", "mlp": "swiglu"}
 MODULES |= {"norm_attention_inputs": "decoder_nodes", "norm_mlp": "decoder_nodes"}
 
 
@@ -71,8 +71,8 @@ def operations(*packages) -> Operations:
 # ---------------------------------------------------------------- what each computes
 def norm(x, weight, eps=1e-6):
     """Normalised in float32 or wider, as the model does it."""
-    wide = x.to(torch.promote_types(x.dtype, FP32))
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    xf = x.to(torch.promote_types(x.dtype, FP32))
+    return weight * (xf * torch.rsqrt(xf.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def plain_rms_norm(x, weight):
@@ -83,17 +83,17 @@ def plain_add_rms_norm(x, residual, weight):
     return norm(x + residual, weight), x + residual
 
 
-def wide_norm(x, weight, eps=1e-5):
-    wide = x.to(torch.promote_types(x.dtype, FP32))
-    return (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
+def round_last_norm(x, weight, eps=1e-5):
+    xf = x.to(torch.promote_types(x.dtype, FP32))
+    return (weight * (xf * torch.rsqrt(xf.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
 
 
-def plain_wide_rms_norm(x, weight):
-    return wide_norm(x, weight)
+def plain_round_last_rms_norm(x, weight):
+    return round_last_norm(x, weight)
 
 
-def plain_wide_add_rms_norm(x, residual, weight):
-    return wide_norm(x + residual, weight), x + residual
+def plain_round_last_add_rms_norm(x, residual, weight):
+    return round_last_norm(x + residual, weight), x + residual
 
 
 def plain_rotary(q, k, cos, sin):

@@ -45,9 +45,9 @@ def shapes(draw, operation):
     """(shapes of the arguments, options) of one operation."""
     tokens, length = draw(FEW_TOKENS), draw(LENGTHS)
     rows = draw(st.sampled_from(((tokens,), (2, tokens), (tokens, 1, 3))))
-    if operation in ("rms_norm", "wide_rms_norm"):
+    if operation in ("rms_norm", "round_last_rms_norm"):
         return {"x": (*rows, length), "weight": (length,)}, {}
-    if operation in ("add_rms_norm", "wide_add_rms_norm"):
+    if operation in ("add_rms_norm", "round_last_add_rms_norm"):
         return {"x": (*rows, length), "residual": (*rows, length), "weight": (length,)}, {}
     if operation == "swiglu":
         return {"gate": (*rows, length), "up": (*rows, length)}, {}

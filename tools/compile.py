@@ -38,6 +38,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from tools.build_record import record
 from tools.elf import code_of, resources
 from tools.kernel_package import Package, PackageError, package_folders, read_package
 from tools.kernel_sources import SourceError, source_digest
@@ -443,13 +444,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--package", help="the folder that holds build.toml and kernels.toml; default: every package of this repository")
     parser.add_argument("--targets", help="only these, e.g. 'x86_64:sm_90,sm_100'; default: all")
     parser.add_argument("--here", action="store_true", help="only for this machine's GPU, and one Blackwell target")
+    parser.add_argument("--record", action="store_true", help="note for the tests that these kernels compile for every target")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
+    if options.record and (options.targets or options.here):
+        parser.error("--record is for a build for every target")
     console = Console()
     try:
         targets = targets_here() if options.here else parse_targets(options.targets)
-        for folder in package_folders(options.package):
-            build(read_package(folder), targets, console, options.workers)
+        packages = [read_package(folder) for folder in package_folders(options.package)]
+        for package in packages:
+            build(package, targets, console, options.workers)
+        if options.record:
+            record({operation for package in packages for operation in operations(package)}, compiler_identity())
     except (BuildError, PackageError, SourceError) as error:
         console.print(f"[red]Build failed.[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 1

@@ -31,7 +31,7 @@ def test_attention(ops, case):
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
-def test_wide_dtypes_and_other_heads_run_in_pytorch(ops, dtype):
+def test_fp32_float64_and_other_heads_run_in_pytorch(ops, dtype):
     checks.check_operation(ops, checks.Case(70, checks.packed(30, 40), head_dim=16, dtype=dtype, sinks=True))
     checks.check_operation(ops, checks.Case(9, ((2, 7),), dtype=dtype))
 

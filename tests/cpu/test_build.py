@@ -27,6 +27,7 @@ from rich.progress import Progress
 from kernel_src.prebuild import UNMEASURED, PerArchitecture
 from tools import compile as compiler
 from tools.assemble import assemble, sources
+from tools.build_record import changed, read_record, record
 from tools.compile import TARGETS, BuildError, Job
 from tools.elf import resources
 from tools.kernel_package import PackageError, package_folders, read_package
@@ -713,9 +714,10 @@ def test_it_works_where_nothing_else_can_be_imported(package_folder):
     assert "pip install" in done.stdout
 
 
-# ---------------------------------------------------------------- the kernels: minutes with an empty cache, so it comes last
-# Every variant for one architecture a generation; for every other target the first variant of each operation that it gets.
-# `make build` compiles every variant for all of them, with the same checks.
+# ---------------------------------------------------------------- the kernels: minutes where many changed, so it comes last
+# Of an operation that has changed since it was last compiled whole (tools/build_record.py), every variant for one architecture a
+# generation; of every operation, for all targets, the first variant that it gets. `make build` compiles every variant for all of them,
+# with the same checks.
 TEST_TARGETS = {"x86_64": ("sm_80", "sm_90", "sm_100", "sm_120")}
 
 
@@ -725,15 +727,49 @@ def test_a_generation_has_one_test_target():
     assert set(TEST_TARGETS["x86_64"]) <= set(TARGETS["x86_64"])
 
 
-def targets_here(variants):
-    """variant -> its (host, architecture)s here."""
-    found = {variant.name: compiler.targets_of(variant, TEST_TARGETS) for _, variant in variants}
+def targets_here(variants, changed):
+    """variant -> its (host, architecture)s here. changed: the operations to compile every variant of."""
+    found = {v.name: compiler.targets_of(v, TEST_TARGETS) if operation in changed else [] for operation, v in variants}
     for host, names in TARGETS.items():
-        for architecture in set(names) - set(TEST_TARGETS.get(host, ())):
+        for architecture in names:
             firsts = {operation: v for operation, v in reversed(variants) if not v.targets or architecture in v.targets}
             for variant in firsts.values():
-                found[variant.name].append((host, architecture))
+                if (host, architecture) not in found[variant.name]:
+                    found[variant.name].append((host, architecture))
     return found
+
+
+def test_every_variant_of_what_changed_is_compiled_and_the_first_of_what_did_not():
+    variants = compiler.read_variants(["scale", "column_sum"])
+    found = targets_here(variants, {"scale"})
+    everywhere = {(host, name) for host, names in TARGETS.items() for name in names}
+    for operation in ("scale", "column_sum"):
+        first, *others = (set(found[v.name]) for name, v in variants if name == operation)
+        assert first == everywhere and others
+        tested = {("x86_64", name) for name in TEST_TARGETS["x86_64"]} if operation == "scale" else set()
+        assert all(targets == tested for targets in others)
+
+
+def test_what_was_compiled_whole_is_known_by_its_source_and_the_compiler(tmp_path, monkeypatch):
+    path, identity = tmp_path / "compiled.json", {"tileiras": "1"}
+    assert changed({"scale", "adamw"}, identity, path) == {"scale", "adamw"}
+    record(["scale"], identity, path)
+    record(["adamw"], identity, path)
+    assert changed({"scale", "adamw", "swiglu"}, identity, path) == {"swiglu"}
+    assert changed({"scale"}, {"tileiras": "2"}, path) == {"scale"}
+    (tmp_path / "scale.py").write_text((ROOT / "kernel_src" / "scale.py").read_text() + "\nOTHER = 1\n")
+    spec = importlib.util.spec_from_file_location("kernel_src.scale", tmp_path / "scale.py")
+    monkeypatch.setitem(sys.modules, "kernel_src.scale", importlib.util.module_from_spec(spec))
+    assert changed({"scale", "adamw"}, identity, path) == {"scale"}
+    record(["swiglu"], {"tileiras": "2"}, path)
+    assert read_record(path) == {"compiler": {"tileiras": "2"}, "sources": {"swiglu": source_digest("swiglu")}}
+
+
+def test_only_a_build_for_every_target_is_recorded(capsys):
+    for options in (["--here"], ["--targets", "x86_64:sm_90"]):
+        with pytest.raises(SystemExit):
+            compiler.main(["--record", *options])
+        assert "--record is for a build for every target" in capsys.readouterr().err
 
 
 class Compiled:
@@ -742,11 +778,13 @@ class Compiled:
     def __init__(self, folder):
         self.package = read_package(folder)
         self.variants = compiler.read_variants(compiler.operations(self.package))
-        self.targets = targets_here(self.variants)
+        self.targets = targets_here(self.variants, changed(compiler.operations(self.package), compiler.compiler_identity()))
         tileiras = compiler.find_tileiras()
         version = compiler.compiler_version(tileiras)
         self.failures, self.images, jobs = [], {}, []
         for operation, variant in self.variants:
+            if not self.targets[variant.name]:
+                continue
             try:
                 bytecode = compiler.export(variant)
             except BuildError as error:
@@ -775,11 +813,11 @@ def compiled(request):
         return Compiled(request.param)
 
 
-def test_every_variant_compiles_for_one_architecture_a_generation_and_every_operation_for_all(compiled):
+def test_what_changed_compiles_for_one_architecture_a_generation_and_every_operation_for_all(compiled):
     assert not compiled.failures, "\n".join(compiled.failures)
     for _, variant in compiled.variants:
         found = {(job.host, job.architecture) for job in compiled.images if job.variant is variant}
-        assert found == set(compiled.targets[variant.name]) and found, variant.name
+        assert found == set(compiled.targets[variant.name]), variant.name
     targets = {(host, architecture) for host, names in TARGETS.items() for architecture in names}
     for operation in compiler.operations(compiled.package):
         assert {(job.host, job.architecture) for job in compiled.images if job.operation == operation} == targets, operation

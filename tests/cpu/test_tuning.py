@@ -143,7 +143,8 @@ def candidates_of(runtime):
     """default -> the others, of a B200, which is the GPU from then on."""
     runtime.launch.backend = backend_of(runtime, "sm_100")
     found: dict = {}
-    for variant in (v for variants in runtime.launch.backend.artifacts.by_kernel.values() for v in variants):
+    artifacts = runtime.launch.backend.artifacts
+    for variant in (v for kernel in artifacts.kernels() for v in artifacts.variants(kernel)):
         if "sm_100" not in variant.images:
             continue
         found.setdefault((variant.symbol, variant.parameters, variant.constants.get("BACKWARD")), []).append(variant.name)

@@ -120,6 +120,19 @@ def test_what_comes_between_layers_of_one_graph(pair):
         assert_equal(*(gradients_with_kept(model, seed, used) for model in pair))
 
 
+def test_weights_that_moved_are_recorded_anew(pair):
+    """While gradients lie in the memory of the graphs that were, and that of another shape's."""
+    model, plain = pair
+    for seed in range(6):
+        for m in pair:
+            if seed in (1, 3):
+                weight = m.model.layers[seed].mlp.up_proj.weight
+                weight.data = weight.data * 2
+        kept = dict(model.named_parameters())["model.layers.0.mlp.up_proj.weight"].grad
+        assert_equal(gradients(model, seed), gradients(plain, seed))
+        del kept
+
+
 def test_two_shapes_share_the_memory(ops, pair):
     model, plain = pair
     ops.capture(model, 1, 128)

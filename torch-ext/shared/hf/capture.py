@@ -496,7 +496,8 @@ class _Model:
         return [layer() for layer in self._layers]
 
     def recorder(self, device) -> Recorder:
-        if self._recorder is None:
+        """What makes the next graphs: with the pool of those that there are. A pool that no graph uses any more cannot be used again."""
+        if self._recorder is None or not any(plan.units for plan in self.plans.values()):
             self._recorder = Recorder(device)
         return self._recorder
 

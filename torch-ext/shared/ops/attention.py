@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from ..runtime.device import is_ordinary, kernels_run_on
 from ..runtime.launch import Kernel
 from .autocast import as_autocast, outside_autocast, without_autocast
-from .common import aligned, apply_function, autocasts, describe, fail, need_floats, needs_formula, traceable, wide
+from .common import accumulation_dtype, aligned, apply_function, autocasts, describe, fail, need_floats, needs_formula, traceable
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 LOG2E = math.log2(math.e)
@@ -203,12 +203,12 @@ def _pieces(q, limits):
 
 def _grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """[rows, heads, head_dim] as [kv_heads, group, rows, head_dim] in the dtype of the arithmetic."""
-    return x.to(wide(x.dtype)).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    return x.to(accumulation_dtype(x.dtype)).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:
     """[tokens, heads, head_dim] as [heads, 1, tokens, head_dim] in the dtype of the arithmetic."""
-    return x.to(wide(x.dtype)).transpose(0, 1)[:, None]
+    return x.to(accumulation_dtype(x.dtype)).transpose(0, 1)[:, None]
 
 
 def attention_reference(q, k, v, sinks, limits, scale) -> Pair:
@@ -230,7 +230,7 @@ def attention_reference(q, k, v, sinks, limits, scale) -> Pair:
 def attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale):
     """(dq, dk, dv, dsinks); the last one is empty without sinks."""
     dq = q.new_zeros(q.shape)
-    dk, dv = (torch.zeros(k.shape, dtype=wide(k.dtype), device=k.device) for _ in range(2))
+    dk, dv = (torch.zeros(k.shape, dtype=accumulation_dtype(k.dtype), device=k.device) for _ in range(2))
     dsinks = torch.zeros(0 if sinks is None else q.shape[1], dtype=lse.dtype, device=q.device)
     for rows, keys, mask in _pieces(q, limits):
         queries, gradient = _grouped(q[rows], k.shape[1]), _grouped(dout[rows], k.shape[1])
@@ -302,7 +302,7 @@ def _backward(
 
 
 def _fake_forward(q, k, v, sinks, limits, walks, scale):
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], limits.shape[1]), dtype=wide(q.dtype))
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], limits.shape[1]), dtype=accumulation_dtype(q.dtype))
 
 
 def _fake_backward(dout, q, k, v, sinks, out, lse, limits, walks, scale):
@@ -382,7 +382,7 @@ def attention(
         plan = _plan_of(batch, length, q.device, cu_seqlens, position_ids, padding_mask, causal, window)
     q, k, v = (x.flatten(0, 1) if batched else x for x in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    sinks = None if sinks is None else sinks.to(wide(q.dtype))
+    sinks = None if sinks is None else sinks.to(accumulation_dtype(q.dtype))
     if needs_formula(q, k, v, sinks, plan.limits):
         return attention_reference(q, k, v, sinks, plan.limits, scale)[0].view(out_shape)
     return apply_function(_Attention, q, k, v, sinks, plan.limits, plan.walks, scale).view(out_shape)

@@ -64,7 +64,7 @@ def describe(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that the arithmetic is done in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -96,7 +96,7 @@ def traceable(name: str, function: Callable, fake: Callable) -> Callable:
             return _laid_out(name, results, layouts(args)[0])
         return tuple(_laid_out(name, *each) for each in zip(results, layouts(args)))
 
-    operator = _operator(name, operator_function, fake)
+    operator = operator_of(name, operator_function, fake)
 
     def call(*args):
         if torch.compiler.is_compiling():
@@ -106,7 +106,7 @@ def traceable(name: str, function: Callable, fake: Callable) -> Callable:
     return call
 
 
-def _operator(name: str, function: Callable, fake: Callable) -> Callable:
+def operator_of(name: str, function: Callable, fake: Callable) -> Callable:
     """The operator of this build that calls `function` and looks like `fake`; the one that exists where this build is loaded twice."""
     namespace, _, _ = add_op_namespace_prefix(name).partition("::")
     operators = getattr(torch.ops, namespace)

@@ -14,11 +14,13 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from .autocast import outside_autocast
-from .common import apply_function, autocasts, describe, fail, need_floats, needs_formula, side_by_side
-from .rms_norm import add_rms_norm_backward, rms_norm_again, rms_norm_forward, rms_norm_reference
+from .autocast import casts_products_of, outside_autocast
+from .common import apply_function, describe, fail, need_floats, needs_formula, side_by_side
+from .projection import Projection, tensors_of
+from .rms_norm import add_rms_norm_backward, rms_norm_forward, rms_norm_recompute, rms_norm_reference
 from .rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward, qk_norm_rotary_reference
 from .swiglu import gate_and_up, mlp_backward, mlp_reference, swiglu_forward
+from .traced_nodes import traced_attention_inputs, traced_mlp
 
 
 def _input_gradient(grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -83,7 +85,7 @@ class _NormAttentionInputs(torch.autograd.Function):
             dq_norm, dk_norm = norm_backward_into((dq, dk), *saved)
         dweights = [None] * len(weights)
         if any(needs[9:]):
-            y = rms_norm_again(x, norm_weight, rstd)
+            y = rms_norm_recompute(x, norm_weight, rstd)
             dweights = _weight_gradients(grads, y, needs[9:])
             del y
         dx = dnorm = None
@@ -119,7 +121,7 @@ class _NormMLP(torch.autograd.Function):
         dout = dout.reshape(x.shape)
         need_x, need_attended, need_o, need_norm, _, *need_weights = ctx.needs_input_grad
         need_total = need_x or need_attended or need_o or need_norm
-        normed = functools.partial(rms_norm_again, x, norm_weight, rstd)
+        normed = functools.partial(rms_norm_recompute, x, norm_weight, rstd)
         dy, *dweights = mlp_backward(dout, normed, gate, up, *weights, (need_total, *need_weights))
         if not need_total:
             return (None, None, None, None, None, *dweights)
@@ -163,8 +165,11 @@ def norm_attention_inputs(
         if weight.dim() != 2 or weight.shape[1] != hidden or weight.shape[0] % head_dim:
             fail(f"weights[{i}]", describe(weight), f"[a multiple of head_dim {head_dim}, {hidden}]")
     check_angles(cos, sin, shape, head_dim)
-    if autocasts(x.device) or needs_formula(x, norm_weight, *weights, q_norm, k_norm, cos, sin):
+    if casts_products_of(x) or needs_formula(x, norm_weight, *weights, q_norm, k_norm, cos, sin):
         return norm_attention_inputs_reference(x, norm_weight, weights, q_norm, k_norm, cos, sin, shape, eps, head_eps)
+    if torch.compiler.is_compiling():
+        arguments = x, norm_weight, float(eps), q_norm, k_norm, float(head_eps), cos, sin, tuple(shape), x.dtype
+        return traced_attention_inputs(*arguments, _without_adapters(weights), [1.0] * len(weights))
     return apply_function(_NormAttentionInputs, x, norm_weight, float(eps), q_norm, k_norm, float(head_eps), cos, sin, tuple(shape),
                           *weights)
 
@@ -200,9 +205,17 @@ def norm_mlp(
         features = o_weight.shape[-1]
         _check_shape("attended", attended, (x.numel() // hidden if hidden else 0, features))
         _check_shape("o_weight", o_weight, (hidden, features))
-    if autocasts(x.device) or needs_formula(x, norm_weight, gate_weight, up_weight, down_weight, attended, o_weight):
+    if casts_products_of(x) or needs_formula(x, norm_weight, gate_weight, up_weight, down_weight, attended, o_weight):
         return norm_mlp_reference(x, norm_weight, gate_weight, up_weight, down_weight, eps, attended, o_weight)
+    if torch.compiler.is_compiling():
+        weights = [*([] if o_weight is None else [o_weight]), gate_weight, up_weight, down_weight]
+        return traced_mlp(x, attended, norm_weight, float(eps), x.dtype, _without_adapters(weights), [1.0] * len(weights))
     return apply_function(_NormMLP, x, attended, o_weight, norm_weight, float(eps), gate_weight, up_weight, down_weight)
+
+
+def _without_adapters(weights: Sequence[torch.Tensor]) -> list:
+    """Weights as `tensors_of` lists the tensors of projections."""
+    return tensors_of([Projection(weight) for weight in weights])
 
 
 def _check_like(x: torch.Tensor, tensors: Dict[str, torch.Tensor]) -> None:

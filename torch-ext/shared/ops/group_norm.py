@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .common import SLAB, aligned, apply_function, describe, fail, need_floats, needs_formula, new_like, traceable, wide
+from .common import SLAB, accumulation_dtype, aligned, apply_function, describe, fail, need_floats, needs_formula, new_like, traceable
 from .rows import SEGMENT, kernels_take, one_block_a_row, per_row
 
 # Segments of 64 of the longest group that the kernels hold in registers (kernel_src/group_norm.py).
@@ -57,7 +57,13 @@ _backward_kernel = Kernel("group_norm_backward", grid=one_block_a_row)
 _statistics_kernel = Kernel("group_norm_statistics", grid=lambda c, x, parts: (parts.shape[0] * parts.shape[1],))
 _apply_kernel = Kernel("group_norm_apply", grid=lambda c, x, weight, bias, y, parts, *_: (parts.shape[0] * parts.shape[1],))
 _channel_sums_kernel = Kernel("group_norm_channel_sums", grid=lambda c, *tensors: (tensors[-1][0].numel(),))
-_apply_backward_kernel = Kernel("group_norm_apply_backward", grid=lambda c, x, *_: (x.shape[0] * _parts(x),))
+
+
+def _parts_and_parameters(c, dx, dy, x, weight, mean, rstd, sums, out):
+    return (x.shape[0] * _parts(x) + (2 * -(-out.shape[1] // c["COLS"]) if out.shape[1] == sums.shape[2] else 0),)
+
+
+_apply_backward_kernel = Kernel("group_norm_apply_backward", grid=_parts_and_parameters)
 _parameter_sums_kernel = Kernel("group_norm_parameter_sums", grid=lambda c, sums, out: (2 * -(-out.shape[1] // c["COLS"]),))
 
 
@@ -67,7 +73,7 @@ def _channel_shape(x):
 
 def group_norm_reference(x, weight, bias, groups, eps) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, mean, rstd) in PyTorch, mean and rstd [batch * groups]."""
-    xf = x.to(wide(x.dtype)).reshape(x.shape[0] * groups, math.prod(x.shape[1:]) // groups)
+    xf = x.to(accumulation_dtype(x.dtype)).reshape(x.shape[0] * groups, math.prod(x.shape[1:]) // groups)
     mean = xf.mean(-1, keepdim=True)
     deviation = xf - mean
     rstd = torch.rsqrt(deviation.square().mean(-1, keepdim=True) + eps)
@@ -78,7 +84,7 @@ def group_norm_reference(x, weight, bias, groups, eps) -> Tuple[torch.Tensor, to
 
 def group_norm_backward_reference(dy, x, weight, mean, rstd) -> Tuple[torch.Tensor, torch.Tensor]:
     """(dx, [dweight, dbias]) in PyTorch."""
-    acc, number = wide(x.dtype), mean.shape[0]
+    acc, number = accumulation_dtype(x.dtype), mean.shape[0]
     mean, rstd = mean[:, None], rstd[:, None]
     of_groups = number, x.numel() // max(1, number)
     n, d = (x.to(acc).reshape(of_groups) - mean) * rstd, dy.to(acc)
@@ -143,39 +149,43 @@ def _backward(
         dx, parameters = group_norm_backward_reference(dy, x, weight, mean, rstd)
         return dx, parameters if need_parameters else weight.new_empty(0)
     dy, x, weight = _in_memory(dy), _in_memory(x), weight.contiguous()
-    dx, groups, sums = new_like(x), mean.shape[0] // x.shape[0], []
-    for samples in _samples(x):
+    dx, groups = new_like(x), mean.shape[0] // x.shape[0]
+    parameters, all_samples = weight.new_empty((2, x.shape[1]) if need_parameters else 0), list(_samples(x))
+    # The gradients of the parameters are summed up in the launch that writes dx, where that is the only one.
+    once = need_parameters and len(all_samples) == 1
+    out, sums, summed = parameters if once else weight.new_empty((2, 1)), [], False
+    for samples in all_samples:
         part = slice(samples.start * groups, samples.stop * groups)
-        sums.append(_backward_launch(dx[samples], dy[samples], x[samples], weight, mean[part], rstd[part], groups))
-    if not need_parameters:
-        return dx, weight.new_empty(0)
-    parameters = weight.new_empty((2, x.shape[1]))
-    # Slabs of another size may have other parts; they are few, and their sums are added up in PyTorch.
-    found = sums[0] if len(sums) == 1 else torch.stack([s.sum((1, 3)) for s in sums], 1)[..., None]
-    _parameter_sums_kernel(found, parameters)
+        found, summed = _backward_launch(dx[samples], dy[samples], x[samples], weight, mean[part], rstd[part], groups, out)
+        sums.append(found)
+    if need_parameters and not (once and summed):
+        # Slabs of another size may have other parts; they are few, and their sums are added up in PyTorch.
+        found = sums[0] if len(sums) == 1 else torch.stack([s.sum((1, 3)) for s in sums], 1)[..., None]
+        _parameter_sums_kernel(found, parameters)
     return dx, parameters
 
 
-def _backward_launch(dx, dy, x, weight, mean, rstd, groups) -> torch.Tensor:
-    """Writes dx, and returns the sums of dy * n and of dy, [2, batch, channels, parts]."""
+def _backward_launch(dx, dy, x, weight, mean, rstd, groups, out) -> Tuple[torch.Tensor, bool]:
+    """Writes dx. Returns the sums of dy * n and of dy, [2, batch, channels, parts], and whether `out`, if it is as wide as the channels,
+    has been given their sums over batch and parts."""
     batch, channels = x.shape[:2]
     layout = layout_of(x, groups)
     of_groups = [t.view(batch * groups, layout.per_group, layout.segment) for t in (dx, dy, x)]
     if _whole(x, weight, layout):
         sums = per_row(x, 2, batch * groups, layout.per_group)
         _backward_kernel(*of_groups, weight, mean, rstd, sums, layout.per_channel)
-        return sums.view(2, batch, channels, layout.per_channel)
+        return sums.view(2, batch, channels, layout.per_channel), False
     dy, x = (t.view(batch * channels, layout.per_channel, layout.segment) for t in (dy, x))
     sums = per_row(x, 2, batch * channels, _parts(x))
     _channel_sums_kernel(dy, x, mean, rstd, sums, _chunk(x))
-    by_group = sums.view(2, batch * groups, -1)
-    _apply_backward_kernel(*of_groups, weight, mean, rstd, by_group, layout.per_channel, _chunk(of_groups[0]))
-    return sums.view(2, batch, channels, sums.shape[2])
+    sums = sums.view(2, batch, channels, sums.shape[2])
+    _apply_backward_kernel(*of_groups, weight, mean, rstd, sums, out, layout.per_channel, _chunk(of_groups[0]))
+    return sums, True
 
 
 def _fake_forward(x, weight, bias, groups, eps):
     rows = x.shape[0] * groups
-    return x.new_empty(x.shape), *[x.new_empty((rows,), dtype=wide(x.dtype)) for _ in range(2)]
+    return x.new_empty(x.shape), *[x.new_empty((rows,), dtype=accumulation_dtype(x.dtype)) for _ in range(2)]
 
 
 def _fake_backward(dy, x, weight, mean, rstd, need_parameters):

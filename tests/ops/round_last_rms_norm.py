@@ -11,7 +11,7 @@ from tests.ops.rms_norm import check_add_rms_norm, check_rms_norm, rms_norm_exac
 from tests.tolerances import assert_close
 
 
-def check_wide_rms_norm_weight(ops, device, dtype, shape, eps=1e-5):
+def check_round_last_rms_norm_weight(ops, device, dtype, shape, eps=1e-5):
     """An fp32 weight, and a result of x's dtype."""
     x, weight = leaf(randn(*shape, dtype=dtype, device=device)), leaf(randn(shape[-1], dtype=torch.float32, device=device, seed=1) + 1)
     y, dy = ops.rms_norm(x, weight, eps), randn(*shape, dtype=dtype, device=device, seed=2)
@@ -25,7 +25,7 @@ def check_wide_rms_norm_weight(ops, device, dtype, shape, eps=1e-5):
     assert_close(weight.grad, weight64.grad, torch.float32, "RMSNorm with an fp32 weight, dweight")
 
 
-def check_that_wide_rms_norm_rounds_once(ops, device, dtype, shape, eps=1e-5):
+def check_that_round_last_rms_norm_rounds_once(ops, device, dtype, shape, eps=1e-5):
     """In half precision, with a weight of it and one in fp32: y, and the gradient of x of the norm alone, are the exact ones rounded;
     with a residual those of the rounded sum. A result that is a little off in fp32 falls on the other side of a tie once in thousands,
     one that was made from something rounded every third or fourth time."""
@@ -49,52 +49,53 @@ def _assert_rounded_once(found, wanted, what):
 
 
 # GPT-OSS's hidden size, rows that are anything, and one that is too long for the kernels.
-WIDE_RMS_NORM_SHAPES = ((3, 2880), (2, 3, 77), (19, 64), (2, 4096), (1, 4097))
+ROUND_LAST_RMS_NORM_SHAPES = ((3, 2880), (2, 3, 77), (19, 64), (2, 4096), (1, 4097))
 
 
-def check_wide(ops, check, shape, dtype=FP32):
+def check_by_qwen3s_names(ops, check, shape, dtype=FP32):
     """GPT-OSS's norms, by the names of Qwen3's."""
-    wide = importlib.import_module(f"{ops.__name__}.shared.ops.wide_rms_norm")
-    check(types.SimpleNamespace(rms_norm=wide.wide_rms_norm, add_rms_norm=wide.wide_add_rms_norm), CPU, dtype, shape, eps=0.5)
+    norms = importlib.import_module(f"{ops.__name__}.shared.ops.round_last_rms_norm")
+    names = types.SimpleNamespace(rms_norm=norms.round_last_rms_norm, add_rms_norm=norms.round_last_add_rms_norm)
+    check(names, CPU, dtype, shape, eps=0.5)
 
 
 # ---------------------------------------------------------------- planted errors
 CHECKS = {
-    "wide_rms_norm": functools.partial(check_wide, check=check_rms_norm, shape=(3, 40)),
-    "wide_rms_norm_many_rows": functools.partial(check_wide, check=check_rms_norm, shape=(19, 40)),
-    "wide_add_rms_norm": functools.partial(check_wide, check=check_add_rms_norm, shape=(3, 40)),
-    "wide_add_rms_norm_many_rows": functools.partial(check_wide, check=check_add_rms_norm, shape=(19, 40)),
-    "wide_rms_norm_rounded": functools.partial(check_wide, check=check_that_wide_rms_norm_rounds_once, shape=(19, 77), dtype=BF16),
+    "round_last_rms_norm": functools.partial(check_by_qwen3s_names, check=check_rms_norm, shape=(3, 40)),
+    "round_last_rms_norm_many_rows": functools.partial(check_by_qwen3s_names, check=check_rms_norm, shape=(19, 40)),
+    "round_last_add_rms_norm": functools.partial(check_by_qwen3s_names, check=check_add_rms_norm, shape=(3, 40)),
+    "round_last_add_rms_norm_many_rows": functools.partial(check_by_qwen3s_names, check=check_add_rms_norm, shape=(19, 40)),
+    "rounded_once": functools.partial(check_by_qwen3s_names, check=check_that_round_last_rms_norm_rounds_once, shape=(19, 77), dtype=BF16),
 }
 MUTANTS = [
-    *errors_in("kernel_src/wide_rms_norm.py", "wide_rms_norm", "read", ("check_bounds=True", "check_bounds=False"),
+    *errors_in("kernel_src/round_last_rms_norm.py", "round_last_rms_norm", "read", ("check_bounds=True", "check_bounds=False"),
                ("padding_value=0", "padding_value=1")),
-    *errors_in("kernel_src/wide_rms_norm.py", "wide_rms_norm", "read_once", ("check_bounds=True", "check_bounds=False")),
-    *errors_in("kernel_src/wide_rms_norm.py", "wide_rms_norm", "write", ("check_bounds=True", "check_bounds=False")),
-    *errors_in("kernel_src/wide_rms_norm.py", "wide_rms_norm", "normalise",
+    *errors_in("kernel_src/round_last_rms_norm.py", "round_last_rms_norm", "read_once", ("check_bounds=True", "check_bounds=False")),
+    *errors_in("kernel_src/round_last_rms_norm.py", "round_last_rms_norm", "write", ("check_bounds=True", "check_bounds=False")),
+    *errors_in("kernel_src/round_last_rms_norm.py", "round_last_rms_norm", "normalise",
          (" + eps", ""),
          ("v * v", "v"),
          ("ct.astype(y.shape[1], ct.float32)", "4096"),
          ("v * r * read(weight, cols)", "v * read(weight, cols)"),
          ("v * r * read(weight, cols)", "v * r"),
          ("rstd, row, r,", "rstd, row, r * r,"),
-         ("v * r * read(weight, cols)", "ct.astype(ct.astype(v * r, y.dtype), ct.float32) * read(weight, cols)", "wide_rms_norm_rounded"),
-         ("v * r * read(weight, cols)", "v * r * ct.astype(ct.astype(read(weight, cols), y.dtype), ct.float32)", "wide_rms_norm_rounded"),
+         ("v * r * read(weight, cols)", "ct.astype(ct.astype(v * r, y.dtype), ct.float32) * read(weight, cols)", "rounded_once"),
+         ("v * r * read(weight, cols)", "v * r * ct.astype(ct.astype(read(weight, cols), y.dtype), ct.float32)", "rounded_once"),
          ("write(y, (row, cols)", "write(y, (0, cols)"),
          ("rstd, row, r,", "rstd, 0, r,")),
-    *errors_in("kernel_src/wide_rms_norm.py", "wide_rms_norm", "wide_rms_norm_forward",
+    *errors_in("kernel_src/round_last_rms_norm.py", "round_last_rms_norm", "round_last_rms_norm_forward",
          ("ct.bid(0)", "0"),
          ("read(x, (row, cols))", "read(x, (0, cols))")),
-    *errors_in("kernel_src/wide_rms_norm.py", "wide_add_rms_norm", "wide_add_rms_norm_forward",
+    *errors_in("kernel_src/round_last_rms_norm.py", "round_last_add_rms_norm", "round_last_add_rms_norm_forward",
          (" + read(residual, (row, cols))", ""),
          ("read(residual, (row, cols))", "read(residual, (0, cols))"),
          ("read(x, (row, cols))", "read(x, (0, cols))"),
          ("(row, cols), s, check_bounds=True", "(row, cols), s * s, check_bounds=True"),
          ("(row, cols), s, check_bounds=True", "(row, cols), s, check_bounds=False"),
          ("normalise(ct.astype(s, ct.float32)", "normalise(read(x, (row, cols))"),
-         ("normalise(ct.astype(s, ct.float32)", "normalise(read(x, (row, cols)) + read(residual, (row, cols))", "wide_rms_norm_rounded")),
-    *errors_in("kernel_src/wide_rms_norm.py", "wide_rms_norm", "backward_rows",
-         ("w = read(weight, cols)", "w = ct.astype(ct.astype(read(weight, cols), dx.dtype), ct.float32)", "wide_rms_norm_rounded"),
+         ("normalise(ct.astype(s, ct.float32)", "normalise(read(x, (row, cols)) + read(residual, (row, cols))", "rounded_once")),
+    *errors_in("kernel_src/round_last_rms_norm.py", "round_last_rms_norm", "backward_rows",
+         ("w = read(weight, cols)", "w = ct.astype(ct.astype(read(weight, cols), dx.dtype), ct.float32)", "rounded_once"),
          ("(g - n * mean) * r", "(g + n * mean) * r"),
          ("(g - n * mean) * r", "(g - mean) * r"),
          ("(g - n * mean) * r", "(g - n) * r"),
@@ -104,30 +105,30 @@ MUTANTS = [
          ("g = d * w", "g = d"),
          ("read_once(x, (row, cols)) * r", "read_once(x, (row, cols))"),
          ("acc + d * n", "acc + g * n"),
-         ("read_once(x, (row, cols))", "read_once(x, (block, cols))", "wide_rms_norm_many_rows"),
-         ("read_once(dy, (row, cols))", "read_once(dy, (block, cols))", "wide_rms_norm_many_rows"),
-         ("ct.gather(rstd, row", "ct.gather(rstd, block", "wide_rms_norm_many_rows"),
-         ("acc + d * n", "d * n", "wide_rms_norm_many_rows"),
-         ("write(dx, (row, cols)", "write(dx, (block, cols)", "wide_rms_norm_many_rows"),
-         ("range(block, x.shape[0]", "range(0, x.shape[0]", "wide_rms_norm_many_rows"),
-         ("x.shape[0], ct.num_blocks(0)", "x.shape[0], ct.num_blocks(0) + 1", "wide_rms_norm_many_rows"),
-         ("write(dweight, (block, cols)", "write(dweight, (0, cols)", "wide_rms_norm_many_rows"),
-         ("gradient + read_once(dtotal, (row, cols)) if PAST", "gradient if PAST", "wide_add_rms_norm"),
-         ("read_once(dtotal, (row, cols))", "read_once(dy, (row, cols))", "wide_add_rms_norm"),
-         ("read_once(dtotal, (row, cols))", "read_once(dtotal, (block, cols))", "wide_add_rms_norm_many_rows")),
-    *errors_in("kernel_src/wide_rms_norm.py", "wide_rms_norm", "wide_rms_norm_backward",
+         ("read_once(x, (row, cols))", "read_once(x, (block, cols))", "round_last_rms_norm_many_rows"),
+         ("read_once(dy, (row, cols))", "read_once(dy, (block, cols))", "round_last_rms_norm_many_rows"),
+         ("ct.gather(rstd, row", "ct.gather(rstd, block", "round_last_rms_norm_many_rows"),
+         ("acc + d * n", "d * n", "round_last_rms_norm_many_rows"),
+         ("write(dx, (row, cols)", "write(dx, (block, cols)", "round_last_rms_norm_many_rows"),
+         ("range(block, x.shape[0]", "range(0, x.shape[0]", "round_last_rms_norm_many_rows"),
+         ("x.shape[0], ct.num_blocks(0)", "x.shape[0], ct.num_blocks(0) + 1", "round_last_rms_norm_many_rows"),
+         ("write(dweight, (block, cols)", "write(dweight, (0, cols)", "round_last_rms_norm_many_rows"),
+         ("gradient + read_once(dtotal, (row, cols)) if PAST", "gradient if PAST", "round_last_add_rms_norm"),
+         ("read_once(dtotal, (row, cols))", "read_once(dy, (row, cols))", "round_last_add_rms_norm"),
+         ("read_once(dtotal, (row, cols))", "read_once(dtotal, (block, cols))", "round_last_add_rms_norm_many_rows")),
+    *errors_in("kernel_src/round_last_rms_norm.py", "round_last_rms_norm", "round_last_rms_norm_backward",
          ("TILE, False)", "TILE, True)"),
          ("(dx, dy, dy, x,", "(dx, x, dy, x,")),
-    *errors_in("kernel_src/wide_rms_norm.py", "wide_add_rms_norm", "wide_add_rms_norm_backward",
+    *errors_in("kernel_src/round_last_rms_norm.py", "round_last_add_rms_norm", "round_last_add_rms_norm_backward",
          ("TILE, True)", "TILE, False)"),
          ("backward_rows(dx, dy, dtotal, x", "backward_rows(dx, dtotal, dy, x")),
-    *errors_in("shared/ops/wide_rms_norm.py", "wide_rms_norm_many_rows", "_gradients",
+    *errors_in("shared/ops/round_last_rms_norm.py", "round_last_rms_norm_many_rows", "_gradients",
                ("column_sum(partial, weight.dtype)", "partial[0].to(weight.dtype)")),
-    *errors_in("shared/ops/wide_rms_norm.py", "wide_add_rms_norm", "_gradients",
+    *errors_in("shared/ops/round_last_rms_norm.py", "round_last_add_rms_norm", "_gradients",
          ("kernel(dx, *grads, x", "kernel(dx, *grads[::-1], x")),
-    *errors_in("shared/ops/wide_rms_norm.py", "wide_add_rms_norm", "_gradients",
+    *errors_in("shared/ops/round_last_rms_norm.py", "round_last_add_rms_norm", "_gradients",
                ("return dx + grads[1] if len(grads) > 1 else dx", "return dx"), kernels=False),
-    *errors_in("shared/ops/wide_rms_norm.py", "wide_rms_norm_rounded", "wide_rms_norm_reference",
+    *errors_in("shared/ops/round_last_rms_norm.py", "rounded_once", "round_last_rms_norm_reference",
          ("weight * (xf * rstd)", "weight * (xf * rstd).to(x.dtype)"),
-         ("x.to(wide(x.dtype))", "x"), kernels=False),
+         ("x.to(accumulation_dtype(x.dtype))", "x"), kernels=False),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""RMSNorm in the order of GPT-OSS (and T5): the weight multiplies in fp32, and the result is rounded once.
+"""RMSNorm that rounds last, as GPT-OSS does: the weight multiplies in fp32, and the result is rounded once.
 
     rstd = 1 / sqrt(mean(x^2) + eps)          y = round(weight * x * rstd)
 
@@ -42,14 +42,14 @@ def normalise(v, weight, y, rstd, row, cols, eps: float):
 
 
 @ct.kernel
-def wide_rms_norm_forward(x, weight, y, rstd, eps: float, TILE: Const):
+def round_last_rms_norm_forward(x, weight, y, rstd, eps: float, TILE: Const):
     """x, y: [rows, length], length at most TILE; weight: [length]; rstd: [rows] fp32."""
     row, cols = ct.bid(0), ct.arange(TILE, dtype=ct.int32)
     normalise(read(x, (row, cols)), weight, y, rstd, row, cols, eps)
 
 
 @ct.kernel
-def wide_add_rms_norm_forward(x, residual, weight, total, y, rstd, eps: float, TILE: Const):
+def round_last_add_rms_norm_forward(x, residual, weight, total, y, rstd, eps: float, TILE: Const):
     """total = x + residual, rounded as the model's residual stream holds it; y: its RMSNorm. Shapes as above."""
     row, cols = ct.bid(0), ct.arange(TILE, dtype=ct.int32)
     s = ct.astype(read(x, (row, cols)) + read(residual, (row, cols)), total.dtype)
@@ -75,18 +75,18 @@ def backward_rows(dx, dy, dtotal, x, weight, rstd, dweight, TILE: Const, PAST: C
 
 
 @ct.kernel
-def wide_rms_norm_backward(dx, dy, x, weight, rstd, dweight, TILE: Const):
+def round_last_rms_norm_backward(dx, dy, x, weight, rstd, dweight, TILE: Const):
     """dx, dy, x: [rows, length]; dweight: [blocks, length] fp32, one partial sum a block, which walks over rows."""
     backward_rows(dx, dy, dy, x, weight, rstd, dweight, TILE, False)
 
 
 @ct.kernel
-def wide_add_rms_norm_backward(dx, dy, dtotal, x, weight, rstd, dweight, TILE: Const):
-    """As `wide_rms_norm_backward` with dx += dtotal, the gradient that reaches x past the norm. x: what was normalised."""
+def round_last_add_rms_norm_backward(dx, dy, dtotal, x, weight, rstd, dweight, TILE: Const):
+    """As `round_last_rms_norm_backward` with dx += dtotal, the gradient that reaches x past the norm. x: what was normalised."""
     backward_rows(dx, dy, dtotal, x, weight, rstd, dweight, TILE, True)
 
 
-TILE = 4096  # the longest row; ops/wide_rms_norm.py sends longer ones to PyTorch
+TILE = 4096  # the longest row; ops/round_last_rms_norm.py sends longer ones to PyTorch
 LENGTHS = (2880, None)  # of a row: GPT-OSS's hidden size, and any
 
 
@@ -96,10 +96,10 @@ def variants():
             aligned = length is not None
             x, w = Array(x_dtype, (None, length), aligned=aligned), Array(w_dtype, (length,), aligned=aligned)
             dweight = Array("float32", (None, length), aligned=aligned)
-            yield Variant(wide_rms_norm_forward, {"x": x, "weight": w, "y": x, "rstd": RSTD, "eps": FLOAT, "TILE": TILE})
+            yield Variant(round_last_rms_norm_forward, {"x": x, "weight": w, "y": x, "rstd": RSTD, "eps": FLOAT, "TILE": TILE})
             sums: Params = {"x": x, "residual": x, "weight": w, "total": x, "y": x, "rstd": RSTD, "eps": FLOAT, "TILE": TILE}
-            yield Variant(wide_add_rms_norm_forward, sums)
+            yield Variant(round_last_add_rms_norm_forward, sums)
             hints = {"num_worker_warps": 8}
             inputs: Params = {"x": x, "weight": w, "rstd": RSTD, "dweight": dweight, "TILE": TILE}
-            yield Variant(wide_rms_norm_backward, {"dx": x, "dy": x, **inputs}, hints=hints)
-            yield Variant(wide_add_rms_norm_backward, {"dx": x, "dy": x, "dtotal": x, **inputs}, hints=hints)
+            yield Variant(round_last_rms_norm_backward, {"dx": x, "dy": x, **inputs}, hints=hints)
+            yield Variant(round_last_add_rms_norm_backward, {"dx": x, "dy": x, "dtotal": x, **inputs}, hints=hints)
