@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import importlib.util
 import json
+import lzma
 import os
 import random
 import re
@@ -15,8 +16,6 @@ import subprocess
 import sys
 import time
 import tomllib
-import zlib
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -838,36 +837,40 @@ def test_what_was_not_measured_is_every_other_architecture():
 
 def test_the_manifest_names_every_file_with_its_digest(compiled):
     manifest = compiled.manifest
-    assert (manifest["format"], manifest["package"]) == (1, compiled.package.name)
+    assert (manifest["format"], manifest["package"]) == (2, compiled.package.name)
     assert manifest["architectures"] == {host: list(names) for host, names in TARGETS.items()}
     found = {name: hashlib.sha256(data).hexdigest() for name, data in compiled.files.items() if name != "manifest.json"}
     assert manifest["files"] == found
     names = compiler.operations(compiled.package)
-    assert set(found) == {f"{host}/{operation}.cubins" for host in TARGETS for operation in names}
+    assert set(found) == {f"{host}/{operation}.cubins" for host in TARGETS for operation in names} == set(manifest["streams"])
     assert manifest["sources"] == {name: source_digest(name) for name in names}
 
 
-def test_every_image_is_found_where_the_manifest_says(compiled):
-    used, by_place = Counter(), {(job.variant.name, job.host, job.architecture): image for job, image in compiled.images.items()}
+def test_the_streams_fill_their_files_and_the_images_their_streams(compiled):
+    by_place = {(job.variant.name, job.host, job.architecture): image for job, image in compiled.images.items()}
+    unpacked, used = {}, {}
+    for name, streams in compiled.manifest["streams"].items():
+        file, end = compiled.files[name], 0
+        for architecture, (offset, stored, size) in sorted(streams.items(), key=lambda item: item[1]):
+            assert offset == end, name
+            end = offset + stored
+            unpacked[name, architecture] = lzma.decompress(file[offset:end])
+            assert len(unpacked[name, architecture]) == size, name
+        assert end == len(file), name
     for entries in compiled.manifest["kernels"].values():
         for entry in entries:
             places = [(host, architecture) for host, images in entry["images"].items() for architecture in images]
             assert sorted(places) == sorted(compiled.targets[entry["name"]]), entry["name"]
-            for host, images in entry["images"].items():
-                assert list(images) == sorted(images)
-                file = compiled.files[f"{host}/{entry['operation']}.cubins"]
-                unpacked: dict[str, bytes] = {}
-                for architecture, (offset, stored, size, *base) in sorted(images.items(), key=lambda item: len(item[1])):
-                    where = f"{entry['name']} for {architecture} on {host}"
-                    assert 0 <= offset and offset + stored <= len(file), where
-                    unpacker = zlib.decompressobj(zdict=unpacked[base[0]][-compiler.DICTIONARY :]) if base else zlib.decompressobj()
-                    image = unpacked[architecture] = unpacker.decompress(file[offset : offset + stored])
-                    assert len(image) == size and image == by_place[entry["name"], host, architecture], where
-                    assert entry["symbol"].encode() in image, where
-                    used[host, entry["operation"]] = max(used[host, entry["operation"]], offset + stored)
-    assert {f"{host}/{operation}.cubins": end for (host, operation), end in used.items()} == {
-        name: len(data) for name, data in compiled.files.items() if name != "manifest.json"
-    }
+            for host, architecture in places:
+                key = f"{host}/{entry['operation']}.cubins", architecture
+                offset, size = entry["images"][host][architecture]
+                image = unpacked[key][offset : offset + size]
+                assert image == by_place[entry["name"], host, architecture], (entry["name"], host, architecture)
+                assert entry["symbol"].encode() in image, entry["name"]
+                used.setdefault(key, set()).add((offset, size))
+    for key, found in used.items():  # each image once, and nothing between them
+        assert sum(size for _, size in found) == len(unpacked[key]), key
+    assert used.keys() == unpacked.keys()
 
 
 def test_the_runtime_reads_what_the_build_wrote(compiled, tmp_path):

@@ -13,7 +13,7 @@ from transformers.integrations import moe
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from interpreter.backend import InterpreterBackend
-from tests.models import Step, random_tokens, tiny_gpt_oss, tiny_model
+from tests.models import Step, random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_moe
 from tests.mutants import ROOT
 from tests.ops import experts as experts_checks
 from tests.ops import rms_norm, round_last_rms_norm
@@ -284,31 +284,6 @@ def test_an_implementation_of_experts_that_a_model_can_ask_for(gpt_oss, family):
         model.set_experts_implementation("bastile")
 
 
-def tiny_qwen3_moe():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    sizes = {"vocab_size": 199, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 40, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3}
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads)).train()
-    for name, parameter in model.named_parameters():
-        if "experts" in name:
-            nn.init.normal_(parameter, 0.0, 0.2)
-    return model
-
-
-def test_qwen3s_package_has_the_layer_for_qwen3_moe(qwen3):
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
-    experts = tiny_qwen3_moe().model.layers[0].mlp.experts
-    hidden, index, scores = torch.randn(9, 64), experts_checks.routing(9, 6, 3), torch.rand(9, 3)
-    assert_close(qwen3.layers.Experts.forward(experts, hidden, index, scores), experts(hidden, index, scores), torch.float32)
-    assert qwen3.mapping()["Qwen3MoeExperts"]["cpu"].load() is qwen3.layers.Experts
-    from kernels.layer.layer import _validate_layer
-
-    _validate_layer(check_cls=Qwen3MoeExperts, cls=qwen3.layers.Experts, repo=None)
-
-
 def test_other_gates_stay_transformers_own(gpt_oss):
     """A subclass with a gate of its own, and another activation."""
 
@@ -367,7 +342,7 @@ def test_both_packages_in_one_process(gpt_oss, qwen3):
     Step(other, input_ids=TOKENS, labels=LABELS).assert_same(others)
     qwen3.reset()
     assert gpt_oss.get_patched_ops() == OPERATIONS and uses(gpt_oss, model) == ALL
-    with pytest.raises(TypeError, match="expected a Qwen3 model"):
+    with pytest.raises(TypeError, match="expected a Qwen3 or Qwen3-MoE model"):
         qwen3.kernelize(model)
     with pytest.raises(TypeError, match="expected a GPT-OSS model"):
         gpt_oss.kernelize(other)

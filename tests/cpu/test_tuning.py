@@ -355,7 +355,8 @@ def test_a_measurement_holds_for_one_gpu_driver_and_build(runtime, tmp_path, mon
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA B{index}00")
     names = []
     for kernels in ({}, {"a": []}):
-        (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "architectures": {}, "files": {}, "kernels": kernels}))
+        manifest = {"format": 2, "architectures": {}, "files": {}, "streams": {}, "kernels": kernels}
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
         for version in (13000, 13010):
             found = driver.Driver(runtime.artifacts.Artifacts(tmp_path))
             monkeypatch.setattr(found, "version", lambda version=version: version)

@@ -1,20 +1,22 @@
-"""What a user calls to put the layers on Qwen3, to see them there, and to take them off again."""
+"""What a user calls to put the layers on Qwen3 and Qwen3-MoE, to see them there, and to take them off again."""
 
-from .decoder_layer import explain_layer
 from .shared.hf import doctor, patching
-from .targets import TARGETS
+from .targets import FAMILIES
 
 
-def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True, attention=True, unpad=True):
-    """Puts the layers on transformers' Qwen3 classes: models that exist and models made later use them.
+def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True, attention=True, unpad=True,
+          experts=True):
+    """Puts the layers on transformers' Qwen3 and Qwen3-MoE classes: models that exist and models made later use them.
 
     After the call exactly the operations given as True are active. With `fused_linear_cross_entropy` a model in training mode
     that gets labels returns the loss and no logits. `decoder_layer` fuses across the others, so it takes effect where `rms_norm`,
-    `swiglu` and `rope` are all on. `attention` gives a model on a GPU attn_implementation="bastile" at its next step where it has
-    the "sdpa" that transformers chooses by default: packed and padded batches and sliding windows run in kernels of ours, at the cost
-    of the tokens that are seen; one sequence a row without padding goes to SDPA as before. Any other implementation is kept. `unpad`
-    leaves the padding of a batch out of the whole decoder where nobody can tell: with that attention, a loss without logits, no
-    cache (use_cache=False, as Trainer has it), no label at a padded position, and no hooks on the decoder's parts.
+    `swiglu` and `rope` are all on. `experts` is for Qwen3-MoE: experts in grouped GEMMs, which the fused decoder layer joins with the
+    router and the norm in front of it; an implementation that the user chose (`set_experts_implementation`) runs in their place.
+    `attention` gives a model on a GPU attn_implementation="bastile" at its next step where it has the "sdpa" that transformers chooses
+    by default: packed and padded batches and sliding windows run in kernels of ours, at the cost of the tokens that are seen; one
+    sequence a row without padding goes to SDPA as before. Any other implementation is kept. `unpad` leaves the padding of a batch out of
+    the whole decoder where nobody can tell: with that attention, a loss without logits, no cache (use_cache=False, as Trainer has it),
+    no label at a padded position, and no hooks on the decoder's parts.
     Not thread-safe against a running forward pass.
 
     fused_linear_cross_entropy: True, False, or a mapping of options of the loss, which stands for True: `ignore_index`,
@@ -27,7 +29,7 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
     Raises TypeError for an option that does not exist, ImportError when transformers is absent or its version does not fit.
     """
     patching.patch_classes(
-        TARGETS,
+        FAMILIES,
         {
             "rms_norm": rms_norm,
             "swiglu": swiglu,
@@ -35,6 +37,7 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
             "fused_linear_cross_entropy": fused_linear_cross_entropy,
             "decoder_layer": decoder_layer and rms_norm and swiglu and rope,
             "attention": attention,
+            "experts": experts,
         },
         unpad,
     )
@@ -53,7 +56,7 @@ def kernelize(model, mode=None, attention=True, unpad=True):
     could be put on it, and
     ImportError when transformers is absent or its version does not fit.
     """
-    return patching.kernelize(TARGETS, model, mode, attention, unpad)
+    return patching.kernelize(FAMILIES, model, mode, attention, unpad)
 
 
 def explain(model):
@@ -63,7 +66,7 @@ def explain(model):
     `fused`, `reason` and `advice`. The answer holds for the state in which the model is now (its adapters, hooks, autocast), so ask where
     the training step would be. Raises TypeError when the model has no decoder layers of this kind.
     """
-    return patching.explain(TARGETS, model, explain_layer)
+    return patching.explain(FAMILIES, model)
 
 
 def report():
@@ -94,7 +97,7 @@ def capture(model, batch, tokens):
     batch, tokens: the sequences of a batch and their length. Raises TypeError when the model has no decoder layers of this kind,
     ValueError when it is not on a GPU or a number is not positive, RuntimeError when accelerate holds its layers.
     """
-    return patching.capture(TARGETS, model, batch, tokens)
+    return patching.capture(FAMILIES, model, batch, tokens)
 
 
 def mapping(mode=None):
@@ -106,12 +109,12 @@ def mapping(mode=None):
 
     Raises ImportError when transformers or `kernels` is absent or its version does not fit.
     """
-    return patching.mapping(TARGETS, mode)
+    return patching.mapping(FAMILIES, mode)
 
 
 def get_patched_ops():
     """Lists the operations that `apply` has put on transformers' classes, by the names of its arguments."""
-    return patching.get_patched_ops(TARGETS)
+    return patching.get_patched_ops(FAMILIES)
 
 
 def reset():
@@ -119,4 +122,4 @@ def reset():
 
     Also undoes what `kernelize`, `mapping` and `kernels.kernelize` with our mapping did. Does nothing where nobody imported them.
     """
-    patching.reset(TARGETS)
+    patching.reset(FAMILIES)

@@ -74,15 +74,16 @@ def _why_apart(layer) -> List[Tuple[str, str]]:
     return found
 
 
-def explain(model, layers: List[torch.nn.Module], causal_lms: List[torch.nn.Module], explain_layer: Callable) -> Explanation:
-    """Makes the table of `explain` of a package. explain_layer: of a layer and an input, [(part, "" or why it is not fused)]."""
+def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: List[torch.nn.Module]) -> Explanation:
+    """Makes the table of `explain` of a package. layers: each with its function of a layer and an input that returns
+    [(part, "" or why it is not fused)]."""
     found: Counter = Counter()
     for causal_lm in causal_lms:
         reason = "transformers' own forward"
         if _runs_ours(causal_lm):
             reason = why_loss_is_not_standard(causal_lm) or why_head_is_not_plain(causal_lm)
         found["loss without logits", reason] += 1
-    for layer in layers:
+    for layer, explain_layer in layers:
         if not _runs_ours(layer):
             found["decoder layer", "transformers' own forward"] += 1
             continue
@@ -91,11 +92,11 @@ def explain(model, layers: List[torch.nn.Module], causal_lms: List[torch.nn.Modu
         x = torch.empty((1, 1, norm.shape[-1]), dtype=norm.dtype, device=norm.device)
         for pair in (*explain_layer(layer, x), *_why_apart(layer)):
             found[pair] += 1
-    devices = sorted({str(parameter.device) for layer in layers for parameter in layer.parameters()})
+    devices = sorted({str(parameter.device) for layer, _ in layers for parameter in layer.parameters()})
     for device in devices:
         reason = why_no_kernels(torch.device(device))
         found[f"kernels on {device}", reason] += 1
-    passes, reasons = captured_passes(layers[0])
+    passes, reasons = captured_passes(layers[0][0])
     for shape, recorded in passes:
         found[f"captured [{shape[0]}, {shape[1]}]",
               "" if recorded else "; ".join(reasons) or "no training pass of this shape was seen twice"] += len(layers)

@@ -22,6 +22,9 @@ class _NoContext:
     def save_for_backward(self, *tensors) -> None:
         pass
 
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
 
 def apply_function(function, *args):
     """function.apply(*args), of an autograd function, or where gradients are switched off its forward alone: that is half of what a small
@@ -93,7 +96,7 @@ def traceable(name: str, function: Callable, fake: Callable) -> Callable:
             return _laid_out(name, results, layouts(args)[0])
         return tuple(_laid_out(name, *each) for each in zip(results, layouts(args)))
 
-    operator = _operator(name, operator_function, fake)
+    operator = operator_of(name, operator_function, fake)
 
     def call(*args):
         if torch.compiler.is_compiling():
@@ -103,7 +106,7 @@ def traceable(name: str, function: Callable, fake: Callable) -> Callable:
     return call
 
 
-def _operator(name: str, function: Callable, fake: Callable) -> Callable:
+def operator_of(name: str, function: Callable, fake: Callable) -> Callable:
     """The operator of this build that calls `function` and looks like `fake`; the one that exists where this build is loaded twice."""
     namespace, _, _ = add_op_namespace_prefix(name).partition("::")
     operators = getattr(torch.ops, namespace)
@@ -246,7 +249,10 @@ def side_by_side(weights: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
 
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or a contiguous copy: when its last dimension is strided, or two elements may be one (expanded, overlapping)."""
-    if tensor.is_contiguous() or (tensor.stride(-1) == 1 and not overlaps(tensor.shape, tensor.stride())):
+    shape, steps = tensor.shape, tensor.stride()
+    if len(shape) == 2 and steps[1] == 1 and steps[0] >= shape[1]:  # rows, each behind the one before: what is asked for most
+        return tensor
+    if tensor.is_contiguous() or (steps[-1] == 1 and not overlaps(shape, steps)):
         return tensor
     return tensor.contiguous()
 
@@ -255,8 +261,10 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """As `unit_stride`, and a copy too when the address or a stride is not a multiple of 16 bytes: for kernels that exist only in
     an aligned form."""
     tensor = unit_stride(tensor)
-    odd = any(step * tensor.element_size() % 16 for step in tensor.stride()[:-1])
-    return tensor.clone(memory_format=torch.contiguous_format) if odd or tensor.data_ptr() % 16 else tensor
+    size, odd = tensor.element_size(), tensor.data_ptr()
+    for step in tensor.stride()[:-1]:
+        odd |= step * size
+    return tensor.clone(memory_format=torch.contiguous_format) if odd & 15 else tensor
 
 
 def need_floats(**tensors: torch.Tensor) -> None:

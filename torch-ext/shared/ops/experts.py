@@ -223,7 +223,7 @@ def _dense(expert, scores, experts, dtype) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------- forward and backward
-def _first(hidden, gate_up_weight, order, groups: Groups, top_k: int, transposed: bool) -> torch.Tensor:
+def first_gemm(hidden, gate_up_weight, order, groups: Groups, top_k: int, transposed: bool) -> torch.Tensor:
     """The output of the first GEMM."""
     weight = gate_up_weight if transposed else gate_up_weight.transpose(1, 2)
     return grouped_mm(hidden[order // top_k], weight, groups)
@@ -245,7 +245,7 @@ def _forward(
     """(result, output of the first GEMM, and the routing: order, position, ends)"""
     routing, gate = route(expert, gate_up_weight.shape[0]), Gate(interleaved, alpha, limit)
     groups = Groups(routing.ends, expert.numel())
-    gate_up = _first(hidden, gate_up_weight, routing.order, groups, expert.shape[1], transposed)
+    gate_up = first_gemm(hidden, gate_up_weight, routing.order, groups, expert.shape[1], transposed)
     row_scores = scores.reshape(-1)[routing.order].to(accumulation_dtype(hidden.dtype))
     if hidden.shape[0] == 0:
         return torch.empty_like(hidden), gate_up, *routing
@@ -255,7 +255,7 @@ def _forward(
     return _token_sum(y, routing.position, expert, scores, down_bias), gate_up, *routing
 
 
-def _backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, routing: Routing, options: tuple, needs: List[bool]) -> Six:
+def experts_backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, routing: Routing, options: tuple, needs: List[bool]) -> Six:
     """Gradients of hidden, scores, the two weights and the two biases, empty where `needs` says that nobody wants them. Writes
     over gate_up, the output of the first GEMM.
 
@@ -326,10 +326,10 @@ def _functional_backward(
     limit: float,
     needs: List[bool],
 ) -> Six:
-    """`_backward` that writes over nothing and returns nothing twice, as a tracer wants it."""
+    """`experts_backward` that writes over nothing and returns nothing twice, as a tracer wants it."""
     inputs = hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias
     options = transposed, interleaved, alpha, limit
-    grads = _backward(dout, inputs, gate_up.clone(), Routing(order, position, ends), options, needs)
+    grads = experts_backward(dout, inputs, gate_up.clone(), Routing(order, position, ends), options, needs)
     return tuple(grad if need else hidden.new_empty(0) for grad, need in zip(grads, needs))
 
 
@@ -375,9 +375,9 @@ class _Experts(torch.autograd.Function):
         else:
             if ctx.written_over:  # a second backward pass (retain_graph)
                 hidden, expert, _, weight, *_ = inputs
-                gate_up = _first(hidden, weight, order, Groups(ends, expert.numel()), expert.shape[1], ctx.options[0])
+                gate_up = first_gemm(hidden, weight, order, Groups(ends, expert.numel()), expert.shape[1], ctx.options[0])
             ctx.written_over = True
-            found = _backward(dout, inputs, gate_up, Routing(order, position, ends), ctx.options, needs)
+            found = experts_backward(dout, inputs, gate_up, Routing(order, position, ends), ctx.options, needs)
         dhidden, dscores, *dweights = [gradient if need else None for gradient, need in zip(found, needs)]
         return (dhidden, None, dscores, *dweights, None, None, None, None)
 

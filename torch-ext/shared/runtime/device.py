@@ -129,7 +129,7 @@ def _check(index: int) -> None:
         raise KernelsUnavailable(
             f"{name} has compute capability {major}.{minor}, and there are kernels for {built}. A newer version of this package may have it"
         )
-    backend.artifacts.verify()
+    backend.artifacts.verify(backend.architecture(index))
     with torch.cuda.device(index):
         x = torch.ones((2, 4), dtype=torch.float32, device="cuda")
         total = torch.zeros(4, dtype=torch.float32, device="cuda")
