@@ -81,7 +81,8 @@ def dyt_backward(dx, dy, x, alpha, gamma, partial, partial_alpha, ROWS: Const, S
         loaded = ()
         for i in ct.static_iter(range(ROWS)):
             index = (step * ROWS + i, segment, column)
-            loaded = (*loaded, ct.gather(x, index, check_bounds=False, latency=1), ct.gather(dy, index, check_bounds=False, latency=1))
+            pair = ct.gather(x, index, check_bounds=False, latency=1), ct.gather(dy, index, check_bounds=False, latency=1)
+            loaded = (*loaded, *pair)  # type: ignore[assignment]
         for i in ct.static_iter(range(ROWS)):
             xf, d = ct.astype(loaded[2 * i], ct.float32), ct.astype(loaded[2 * i + 1], ct.float32)
             gradient, of_alpha, of_gamma = gradients(xf, d, a, scale)

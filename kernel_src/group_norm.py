@@ -185,8 +185,8 @@ def group_norm_apply_backward(
     dx, dy, x, weight, mean, rstd, sums, dparameters, per_channel: int, chunk: int, SEGMENT: Const, PIECE: Const, PARTS: Const, ROWS: Const,
     COLS: Const
 ):  # fmt: skip
-    """dx from the sums, [2, batch, channels, parts], PARTS of those of a group at a time. A block has `chunk` segments, the last ones first,
-    which the sums' kernel has left in the L2. Blocks behind those sum up dweight and dbias, [2, channels]."""
+    """dx from the sums, [2, batch, channels, parts], PARTS of those of a group at a time. A block has `chunk` segments, the last ones
+    first, which the sums' kernel has left in the L2. Blocks behind those sum up dweight and dbias, [2, channels]."""
     blocks = x.shape[0] * ct.cdiv(x.shape[1], chunk)
     if ct.bid(0) < blocks:
         apply_part(dx, dy, x, weight, mean, rstd, sums, per_channel, chunk, blocks - 1 - ct.bid(0), PIECE, SEGMENT, PARTS)
@@ -223,13 +223,15 @@ def variants():
             statistics = {"mean": PER_ROW, "rstd": PER_ROW}
             if x == w:
                 yield Variant(group_norm_statistics, {"x": a, "parts": parts, "chunk": INT, **constants}, hints={"occupancy": 8})
-                found = {"dy": a, "x": a, **statistics, "sums": sums, "chunk": INT}
-                yield Variant(group_norm_channel_sums, {**found, **constants}, hints={"occupancy": 6 if x != "float32" else 4})
+                per_part = {"dy": a, "x": a, **statistics, "sums": sums, "chunk": INT}
+                yield Variant(group_norm_channel_sums, {**per_part, **constants}, hints={"occupancy": 6 if x != "float32" else 4})
             inputs = {"x": a, "weight": p, "bias": p, "y": a, "parts": parts, **statistics, "eps": FLOAT, "per_channel": INT, "chunk": INT}
             yield Variant(group_norm_apply, {**inputs, **constants, "PARTS": PARTS}, hints={"occupancy": 8})
             found, out = Array("float32", (2, None, None, None), aligned=False), Array(w, (2, None), aligned=False)
-            grads = {"dx": a, "dy": a, "x": a, "weight": p, **statistics, "sums": found, "dparameters": out, "per_channel": INT, "chunk": INT}
-            yield Variant(group_norm_apply_backward, {**grads, **constants, "PARTS": PARTS, **SUMS}, hints={"occupancy": 6 if x == w else 4})
+            grads = {"dx": a, "dy": a, "x": a, "weight": p, **statistics, "sums": found, "dparameters": out, "per_channel": INT,
+                     "chunk": INT}
+            yield Variant(group_norm_apply_backward, {**grads, **constants, "PARTS": PARTS, **SUMS},
+                          hints={"occupancy": 6 if x == w else 4})
     for w in FLOATS:
         sums, out = Array("float32", (2, None, None, None), aligned=False), Array(w, (2, None), aligned=False)
         yield Variant(group_norm_parameter_sums, {"sums": sums, "dparameters": out, **SUMS})

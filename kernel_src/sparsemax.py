@@ -131,7 +131,7 @@ def count_elements(x, maxima, row, m, size, total, CHUNK: Const, WIDTH: Const, T
             found = ()
             for j in ct.static_iter(range(CHUNK)):
                 raw = ct.gather(x, (row, first + j * WIDTH), mask=reaches, check_bounds=True, padding_value=MINUS_INFINITY, latency=1)
-                found = (*found, raw)
+                found = (*found, raw)  # type: ignore[assignment]
             for j in ct.static_iter(range(CHUNK)):
                 v = ct.astype(found[j], ct.float32) - m
                 inside = support(v, size, total)

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import describe, fail, needs_formula, new_like, traceable, wide
+from .common import accumulation_dtype, describe, fail, needs_formula, new_like, traceable
 from .cross_entropy import (
     LN2,
     Chunk,
@@ -106,7 +106,7 @@ def _backward(
     options = Options(ignore_index, label_smoothing, softcap, lse_square_scale)
     if not _takes(logits, target, class_weight, dloss, scale, lse):
         # A copy, which becomes the gradient; in float32, where TorchChunk does not bring it into fp16's range.
-        chunk = TorchChunk(logits.to(wide(logits.dtype), copy=True), target, class_weight, options)
+        chunk = TorchChunk(logits.to(accumulation_dtype(logits.dtype), copy=True), target, class_weight, options)
         chunk.loss()
         chunk.gradient(dloss * scale)
         return chunk.logits.to(logits.dtype)
@@ -125,7 +125,7 @@ def _backward(
 
 
 def _forward_fake(logits, *_):
-    losses = logits.new_empty(logits.shape[0], dtype=wide(logits.dtype))
+    losses = logits.new_empty(logits.shape[0], dtype=accumulation_dtype(logits.dtype))
     return losses, torch.empty_like(losses)
 
 
@@ -194,11 +194,11 @@ def cross_entropy(
         return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens,
     )  # fmt: skip
     logits, target = input.reshape(-1, classes), target.reshape(-1).contiguous()
-    weight = None if weight is None else weight.detach().to(wide(input.dtype)).contiguous()
+    weight = None if weight is None else weight.detach().to(accumulation_dtype(input.dtype)).contiguous()
     if reduction == "mean" and weight is None and num_items is None and _takes(logits, target) and not torch.compiler.is_compiling():
         scale = inverse_count(target, options.ignore_index, classes)
     else:
-        scale = reduction_scale(target, classes, weight, options, reduction, num_items, wide(input.dtype))
+        scale = reduction_scale(target, classes, weight, options, reduction, num_items, accumulation_dtype(input.dtype))
     if needs_formula(logits, target, weight):
         rows = TorchChunk(logits, target, weight, options).rows()
         return output_of(reduced(rows.loss, scale), rows, scale, target, options)

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import describe, fail, needs_formula, new_like, traceable, wide
+from .common import accumulation_dtype, describe, fail, needs_formula, new_like, traceable
 from .linear_head import _multiply as multiply
 from .softmax import as_rows, log_sum_exp2, pieces, pieces_grid, row_sum, slabs
 
@@ -55,7 +55,7 @@ def _finite(log2):
 
 def _terms(kind: str, x: torch.Tensor, y: torch.Tensor, parameter: float) -> Tuple[torch.Tensor, torch.Tensor]:
     """(loss, its derivative by x), elementwise and in float32 or wider. The loss can be differentiated in both x and y."""
-    x, y = x.to(wide(x.dtype)), y.to(wide(y.dtype))
+    x, y = x.to(accumulation_dtype(x.dtype)), y.to(accumulation_dtype(y.dtype))
     if kind == "tv":
         d = x - y
         return 0.5 * d.abs(), 0.5 * torch.where(d.isnan(), d, d.sign())
@@ -79,7 +79,7 @@ def _terms(kind: str, x: torch.Tensor, y: torch.Tensor, parameter: float) -> Tup
 def _distributions(kind: str, x, y, temperature):
     """The student's and the teacher's distributions of logits as `_terms` takes them."""
     softmax = torch.softmax if kind == "tv" else torch.log_softmax
-    return tuple(softmax(z.to(wide(z.dtype)) / temperature, -1) for z in (x, y))
+    return tuple(softmax(z.to(accumulation_dtype(z.dtype)) / temperature, -1) for z in (x, y))
 
 
 def _counted(labels, ignore_index) -> torch.Tensor:
@@ -173,7 +173,7 @@ def _forward(
     """(loss, gradient or nothing) of distributions."""
     options = Options(kind, scale, averages, parameter, ignore_index, None)
     if not _takes(x, y, labels):
-        factor = _inverse(labels, ignore_index, wide(x.dtype)) if averages else None
+        factor = _inverse(labels, ignore_index, accumulation_dtype(x.dtype)) if averages else None
         loss, gradient = _reference(x, y, labels, options, factor)
         return loss, gradient if writes else x.new_empty(0)
     factor = inverse_count(labels, ignore_index) if averages else None
@@ -194,16 +194,16 @@ def _backward(
 ) -> torch.Tensor:
     """The gradient, multiplied by dloss before it is rounded."""
     options = Options(kind, scale, averages, parameter, ignore_index, None)
-    factor = dloss.to(wide(x.dtype)).view(1)
+    factor = dloss.to(accumulation_dtype(x.dtype)).view(1)
     kernels = _takes(x, y, labels)
     if averages:
-        factor = factor * (inverse_count(labels, ignore_index) if kernels else _inverse(labels, ignore_index, wide(x.dtype)))
+        factor = factor * (inverse_count(labels, ignore_index) if kernels else _inverse(labels, ignore_index, accumulation_dtype(x.dtype)))
     gradient = (_with_kernels(x, y, labels, options, factor, True) if kernels else _reference(x, y, labels, options, factor))[1]
     return gradient.view(x.shape)
 
 
 def _scalar(x):
-    return x.new_empty((), dtype=wide(x.dtype))
+    return x.new_empty((), dtype=accumulation_dtype(x.dtype))
 
 
 divergence_forward = traceable(
@@ -254,8 +254,8 @@ def _logits_forward(
     """(loss, lse of x, lse of y, sum of g): a number, and three of a row; see kernel_src/divergence.py."""
     options = Options(kind, scale, averages, parameter, ignore_index, temperature)
     if not _takes(x, y, labels):
-        factor = _inverse(labels, ignore_index, wide(x.dtype)) if averages else None
-        empty = x.new_empty(0, dtype=wide(x.dtype))
+        factor = _inverse(labels, ignore_index, accumulation_dtype(x.dtype)) if averages else None
+        empty = x.new_empty(0, dtype=accumulation_dtype(x.dtype))
         return _reference(x, y, labels, options, factor)[0], empty, empty.clone(), empty.clone()
     a, b = as_rows(x), as_rows(y)
     lse_x, lse_y = log_sum_exp2(a, 1 / temperature), log_sum_exp2(b, 1 / temperature)
@@ -288,10 +288,10 @@ def _logits_backward(
     temperature: float,
 ) -> torch.Tensor:
     options = Options(kind, scale, averages, parameter, ignore_index, temperature)
-    factor = dloss.to(wide(x.dtype)).view(1)
+    factor = dloss.to(accumulation_dtype(x.dtype)).view(1)
     if not _takes(x, y, labels):
         if averages:
-            factor = factor * _inverse(labels, ignore_index, wide(x.dtype))
+            factor = factor * _inverse(labels, ignore_index, accumulation_dtype(x.dtype))
         return _reference(x, y, labels, options, factor)[1]
     if averages:
         factor = factor * inverse_count(labels, ignore_index)
@@ -307,7 +307,7 @@ def _logits_backward(
 
 
 def _logits_forward_fake(x, *_):
-    rows = x.new_empty(x.shape[0], dtype=wide(x.dtype))
+    rows = x.new_empty(x.shape[0], dtype=accumulation_dtype(x.dtype))
     return _scalar(x), rows, torch.empty_like(rows), torch.empty_like(rows)
 
 

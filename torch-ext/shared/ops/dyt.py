@@ -7,7 +7,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .common import apply_function, describe, fail, need_floats, needs_formula, new_like, traceable, wide
+from .common import accumulation_dtype, apply_function, describe, fail, need_floats, needs_formula, new_like, traceable
 from .rows import kernels_take, per_row, rows_of, segments, slabs
 
 BLOCKS_PER_SM = 4  # in the backward pass (kernel_src/dyt.py)
@@ -35,13 +35,13 @@ COLUMNS = {True: 1024, False: 512}  # of a block, by whether a row consists of s
 
 def dyt_reference(x, alpha, gamma, beta):
     """y in PyTorch."""
-    acc = wide(x.dtype)
+    acc = accumulation_dtype(x.dtype)
     return (torch.tanh(alpha.to(acc) * x.to(acc)) * gamma + beta).to(x.dtype)
 
 
 def dyt_backward_reference(dy, x, alpha, gamma):
     """(dx, [dgamma, dbeta] side by side, dalpha) in PyTorch."""
-    acc = wide(x.dtype)
+    acc = accumulation_dtype(x.dtype)
     a, xf, d = alpha.to(acc), x.to(acc), dy.to(acc)
     t = torch.tanh(a * xf)
     dz = (1 - t.square()) * d * gamma.to(acc)

@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import SLAB, apply_function, describe, fail, need_floats, needs_formula, new_like, traceable, wide
+from .common import SLAB, accumulation_dtype, apply_function, describe, fail, need_floats, needs_formula, new_like, traceable
 from .swiglu import swiglu as plain_swiglu
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
@@ -74,14 +74,14 @@ def activation_reference(a: torch.Tensor, activation: str) -> torch.Tensor:
 
 def forward_reference(gate, up, activation, gate_multiplier, down_multiplier):
     """down_multiplier * act(gate_multiplier * gate) * up in PyTorch; the activation is rounded as a model rounds it."""
-    precise = wide(gate.dtype)
+    precise = accumulation_dtype(gate.dtype)
     act = activation_reference(gate.to(precise) * gate_multiplier, activation).to(gate.dtype)
     return (act.to(precise) * up.to(precise) * down_multiplier).to(gate.dtype)
 
 
 def backward_reference(dout, gate, up, activation, gate_multiplier, down_multiplier) -> Pair:
-    """(dgate, dup) in PyTorch, rounded where the kernels round: the activation, and in bf16 its gradient."""
-    d, a, u = (t.to(wide(gate.dtype)) for t in (dout, gate, up))
+    """(dgate, dup) in PyTorch."""
+    d, a, u = (t.to(accumulation_dtype(gate.dtype)) for t in (dout, gate, up))
     d, a = d * down_multiplier, a * gate_multiplier
     if activation == "gelu":
         s = 0.5 * torch.erfc(-a / math.sqrt(2))
@@ -91,10 +91,7 @@ def backward_reference(dout, gate, up, activation, gate_multiplier, down_multipl
         square = a.square().clamp_max(4096)  # beyond it the sigmoid is 0 or 1, and infinity times 0 would be NaN
         s = torch.sigmoid(a * (linear + cubic * square))
         slope = s + a * s * (1 - s) * (linear + 3 * cubic * square)
-    act, dact = (a * s).to(gate.dtype).to(d.dtype), d * u
-    if gate.dtype == torch.bfloat16:
-        dact = dact.to(gate.dtype).to(d.dtype)
-    return (dact * slope * gate_multiplier).to(gate.dtype), (d * act).to(up.dtype)
+    return (d * u * slope * gate_multiplier).to(gate.dtype), (d * a * s).to(up.dtype)
 
 
 # ---------------------------------------------------------------- with the kernels

@@ -7,7 +7,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .common import apply_function, column_sum, describe, fail, need_floats, needs_formula, new_like, traceable, wide
+from .common import accumulation_dtype, apply_function, column_sum, describe, fail, need_floats, needs_formula, new_like, traceable
 from .rows import kernels_take, per_row, rows_of, segments, slabs
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
@@ -72,7 +72,7 @@ _add_columns_kernel = Kernel("general_add_rms_norm_columns_backward", grid=_grou
 
 def general_rms_norm_reference(x, weight, eps, offset, rounded) -> Pair:
     """(y, rstd) in PyTorch."""
-    acc = wide(x.dtype)
+    acc = accumulation_dtype(x.dtype)
     xf = x.to(acc)
     rstd = torch.rsqrt(xf.square().mean(-1, keepdim=True) + eps)
     n = xf * rstd
@@ -81,8 +81,8 @@ def general_rms_norm_reference(x, weight, eps, offset, rounded) -> Pair:
 
 
 def general_rms_norm_backward_reference(dy, x, weight, rstd, offset) -> Pair:
-    """(dx in the wide dtype, dweight) in PyTorch."""
-    acc = wide(x.dtype)
+    """(dx in the dtype of the arithmetic, dweight) in PyTorch."""
+    acc = accumulation_dtype(x.dtype)
     rstd = rstd.reshape(x.shape[:-1] + (1,))
     n, d = x.to(acc) * rstd, dy.to(acc)
     g = d * (weight.to(acc) + offset)
@@ -166,7 +166,7 @@ def _gradients(gradients, x, weight, rstd, offset, need_dweight) -> Pair:
 
 
 def _fake_forward(x, weight, *options):
-    return x.new_empty(x.shape), x.new_empty((x.numel() // x.shape[-1],), dtype=wide(x.dtype))
+    return x.new_empty(x.shape), x.new_empty((x.numel() // x.shape[-1],), dtype=accumulation_dtype(x.dtype))
 
 
 def _fake_backward(dy, x, weight, rstd, offset, need_dweight):

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .common import SLAB, aligned, apply_function, describe, fail, need_floats, needs_formula, new_like, traceable, wide
+from .common import SLAB, accumulation_dtype, aligned, apply_function, describe, fail, need_floats, needs_formula, new_like, traceable
 from .rows import SEGMENT, kernels_take, one_block_a_row, per_row
 
 # Segments of 64 of the longest group that the kernels hold in registers (kernel_src/group_norm.py).
@@ -73,7 +73,7 @@ def _channel_shape(x):
 
 def group_norm_reference(x, weight, bias, groups, eps) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, mean, rstd) in PyTorch, mean and rstd [batch * groups]."""
-    xf = x.to(wide(x.dtype)).reshape(x.shape[0] * groups, math.prod(x.shape[1:]) // groups)
+    xf = x.to(accumulation_dtype(x.dtype)).reshape(x.shape[0] * groups, math.prod(x.shape[1:]) // groups)
     mean = xf.mean(-1, keepdim=True)
     deviation = xf - mean
     rstd = torch.rsqrt(deviation.square().mean(-1, keepdim=True) + eps)
@@ -84,7 +84,7 @@ def group_norm_reference(x, weight, bias, groups, eps) -> Tuple[torch.Tensor, to
 
 def group_norm_backward_reference(dy, x, weight, mean, rstd) -> Tuple[torch.Tensor, torch.Tensor]:
     """(dx, [dweight, dbias]) in PyTorch."""
-    acc, number = wide(x.dtype), mean.shape[0]
+    acc, number = accumulation_dtype(x.dtype), mean.shape[0]
     mean, rstd = mean[:, None], rstd[:, None]
     of_groups = number, x.numel() // max(1, number)
     n, d = (x.to(acc).reshape(of_groups) - mean) * rstd, dy.to(acc)
@@ -185,7 +185,7 @@ def _backward_launch(dx, dy, x, weight, mean, rstd, groups, out) -> Tuple[torch.
 
 def _fake_forward(x, weight, bias, groups, eps):
     rows = x.shape[0] * groups
-    return x.new_empty(x.shape), *[x.new_empty((rows,), dtype=wide(x.dtype)) for _ in range(2)]
+    return x.new_empty(x.shape), *[x.new_empty((rows,), dtype=accumulation_dtype(x.dtype)) for _ in range(2)]
 
 
 def _fake_backward(dy, x, weight, mean, rstd, need_parameters):

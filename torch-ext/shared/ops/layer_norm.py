@@ -7,7 +7,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .common import apply_function, column_sum, describe, fail, need_floats, needs_formula, new_like, traceable, wide
+from .common import accumulation_dtype, apply_function, column_sum, describe, fail, need_floats, needs_formula, new_like, traceable
 from .rows import kernels_take, one_block_a_row, per_row, rows_of, segments, slabs
 
 # Blocks that an SM holds in the backward pass of rows in registers, by the longest row; longer ones take the two kernels for any length
@@ -47,7 +47,7 @@ _columns_kernel = Kernel("layer_norm_columns_backward", grid=_groups_of_columns,
 
 def layer_norm_reference(x, weight, bias, eps) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(y, mean, rstd) in PyTorch."""
-    xf = x.to(wide(x.dtype))
+    xf = x.to(accumulation_dtype(x.dtype))
     mean = xf.mean(-1, keepdim=True)
     deviation = xf - mean
     rstd = torch.rsqrt(deviation.square().mean(-1, keepdim=True) + eps)
@@ -56,7 +56,7 @@ def layer_norm_reference(x, weight, bias, eps) -> Tuple[torch.Tensor, torch.Tens
 
 def layer_norm_backward_reference(dy, x, weight, mean, rstd) -> Tuple[torch.Tensor, torch.Tensor]:
     """(dx, [dweight, dbias]) in PyTorch."""
-    acc = wide(x.dtype)
+    acc = accumulation_dtype(x.dtype)
     mean, rstd = (t.reshape(x.shape[:-1] + (1,)) for t in (mean, rstd))
     n, d = (x.to(acc) - mean) * rstd, dy.to(acc)
     g = d * weight.to(acc)
@@ -116,7 +116,7 @@ def _blocks_per_sm(x_dtype, weight_dtype, length: int) -> int:
 
 def _fake_forward(x, weight, bias, eps):
     rows = x.numel() // x.shape[-1]
-    return x.new_empty(x.shape), *[x.new_empty((rows,), dtype=wide(x.dtype)) for _ in range(2)]
+    return x.new_empty(x.shape), *[x.new_empty((rows,), dtype=accumulation_dtype(x.dtype)) for _ in range(2)]
 
 
 def _fake_backward(dy, x, weight, mean, rstd, need_parameters):

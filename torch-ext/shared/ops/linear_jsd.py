@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import describe, fail, needs_formula, wide
+from .common import accumulation_dtype, describe, fail, needs_formula
 from .divergence import KINDS, Options, _inverse, _losses, _reference, inverse_count, jsd, nothing
 from .divergence import _logits_loss as _loss_kernels
 from .linear_head import fp16_factor, walk
@@ -84,7 +84,7 @@ def _run(student, teacher, labels, scale, options: Options, needs, accum_dtype):
     (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias) = student, teacher
     tensors = [t for t in (*student, *teacher, labels) if t is not None]
     kernels = hidden.dtype != torch.float64 and weight.shape[0] > 0 and kernels_run_on(*tensors)
-    losses = torch.empty(hidden.shape[0], dtype=wide(hidden.dtype), device=hidden.device)
+    losses = torch.empty(hidden.shape[0], dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
     piece = _KernelPiece if kernels else _TorchPiece
 
     def loss_of(logits, rows):
@@ -167,7 +167,7 @@ def linear_jsd(
 
 def _scale(hidden, labels, ignore_index, reduction) -> torch.Tensor:
     """What the sum of the losses is multiplied by, [1], found without waiting for the device."""
-    acc, tokens = wide(hidden.dtype), hidden.shape[0]
+    acc, tokens = accumulation_dtype(hidden.dtype), hidden.shape[0]
     if reduction == "sum" or labels is None:
         number = 1.0 if reduction == "sum" else 1.0 / max(tokens, 1)
         return torch.full((1,), number, dtype=acc, device=hidden.device)

@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import SLAB, apply_function, describe, fail, need_floats, needs_formula, traceable, wide
+from .common import SLAB, accumulation_dtype, apply_function, describe, fail, need_floats, needs_formula, traceable
 
 LN2 = 0.6931471805599453
 GRID_YZ = 65535  # blocks of a grid in its second and third dimension
@@ -58,7 +58,7 @@ def _steps(tokens: int, left: int, right: int, dilation: int) -> Iterator[Tuple[
 
 def forward_reference(q, k, v, left: int, right: int, dilation: int, scale: float) -> Pair:
     """(out, log2-sum-exp2 of the scores [batch * heads, tokens]) in PyTorch, of any kind of tensor."""
-    qw, kw, vw = (x.to(wide(q.dtype)) for x in (q, k, v))
+    qw, kw, vw = (x.to(accumulation_dtype(q.dtype)) for x in (q, k, v))
     places = torch.arange(q.shape[2], device=q.device)
     steps = [step for step, _, _ in _steps(q.shape[2], left, right, dilation)]
     if not steps:
@@ -74,7 +74,7 @@ def forward_reference(q, k, v, left: int, right: int, dilation: int, scale: floa
 
 def backward_reference(q, k, v, out, dout, lse, left: int, right: int, dilation: int, scale: float) -> Triple:
     """(dq, dk, dv) in PyTorch."""
-    qw, kw, vw, ow, dw = (x.to(wide(q.dtype)) for x in (q, k, v, out, dout))
+    qw, kw, vw, ow, dw = (x.to(accumulation_dtype(q.dtype)) for x in (q, k, v, out, dout))
     lse = lse.view(*q.shape[:3], 1) * LN2
     delta = (ow * dw).sum(-1, keepdim=True)
     dq, dk, dv = map(torch.zeros_like, (qw, kw, vw))
@@ -164,7 +164,7 @@ def _backward(
 
 
 def _fake_forward(q, k, v, *_):
-    return _like(q), q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=wide(q.dtype))
+    return _like(q), q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=accumulation_dtype(q.dtype))
 
 
 neighborhood_attention_forward = traceable("neighborhood_attention_forward", _forward, _fake_forward)

@@ -7,7 +7,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .common import apply_function, column_sum, describe, fail, need_floats, needs_formula, new_like, traceable, wide
+from .common import accumulation_dtype, apply_function, column_sum, describe, fail, need_floats, needs_formula, new_like, traceable
 from .rows import kernels_take, one_block_a_row, per_row, rows_of, segments, slabs
 
 BLOCKS_PER_SM = 3  # in the backward pass (kernel_src/poly_norm.py)
@@ -31,7 +31,7 @@ _backward_kernel = Kernel(
 
 def poly_norm_reference(x, weight, bias, eps) -> Tuple[torch.Tensor, torch.Tensor]:
     """(y, rstd [rows, 3]) in PyTorch."""
-    acc = wide(x.dtype)
+    acc = accumulation_dtype(x.dtype)
     xf, w = x.to(acc), weight.to(acc)
     powers = (xf, xf * xf, xf * xf * xf)
     rstd = torch.stack([torch.rsqrt(p.square().mean(-1) + eps) for p in powers], -1)
@@ -41,7 +41,7 @@ def poly_norm_reference(x, weight, bias, eps) -> Tuple[torch.Tensor, torch.Tenso
 
 def poly_norm_backward_reference(dy, x, weight, rstd) -> Tuple[torch.Tensor, torch.Tensor]:
     """(dx, [dw0, dw1, dw2, dbias]) in PyTorch."""
-    acc = wide(x.dtype)
+    acc = accumulation_dtype(x.dtype)
     xf, d, w = x.to(acc), dy.to(acc), weight.to(acc)
     rstd = rstd.view(*x.shape[:-1], 3)
     dx, gradients = torch.zeros_like(xf), []
@@ -84,7 +84,7 @@ def _backward(
 
 
 def _fake_forward(x, weight, bias, eps):
-    return x.new_empty(x.shape), x.new_empty((x.numel() // x.shape[-1], 3), dtype=wide(x.dtype))
+    return x.new_empty(x.shape), x.new_empty((x.numel() // x.shape[-1], 3), dtype=accumulation_dtype(x.dtype))
 
 
 def _fake_backward(dy, x, weight, rstd, need_parameters):

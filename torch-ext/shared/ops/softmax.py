@@ -7,7 +7,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import SLAB, apply_function, describe, fail, needs_formula, new_like, traceable, wide
+from .common import SLAB, accumulation_dtype, apply_function, describe, fail, needs_formula, new_like, traceable
 
 # Rows of at most so many elements stay in registers: the kernel's tiles, and those of them that take rows at any address.
 TILES, TILES_UNALIGNED = (128, 1024, 4096, 8192, 16384), (1024, 4096)
@@ -107,11 +107,11 @@ def check_rows(x: torch.Tensor) -> None:
 
 # ---------------------------------------------------------------- the operation
 def softmax_reference(x: torch.Tensor) -> torch.Tensor:
-    return torch.softmax(x.to(wide(x.dtype)), -1).to(x.dtype)
+    return torch.softmax(x.to(accumulation_dtype(x.dtype)), -1).to(x.dtype)
 
 
 def softmax_backward_reference(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    p, d = y.to(wide(y.dtype)), dy.to(wide(y.dtype))
+    p, d = y.to(accumulation_dtype(y.dtype)), dy.to(accumulation_dtype(y.dtype))
     return (p * (d - (p * d).sum(-1, keepdim=True))).to(y.dtype)
 
 

@@ -5,7 +5,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import apply_function, needs_formula, new_like, traceable, wide
+from .common import accumulation_dtype, apply_function, needs_formula, new_like, traceable
 from .softmax import _rows_grid, as_rows, check_rows, last_dimension, one_a_row, pieces, pieces_grid, row_sum, row_tile, slabs
 
 TILES, TILES_UNALIGNED = (128, 1024, 4096, 8192), (1024, 4096)
@@ -26,7 +26,7 @@ _gradient = Kernel("sparsemax_gradient", grid=pieces_grid)
 
 def sparsemax_reference(x: torch.Tensor) -> torch.Tensor:
     """Sparsemax by sorting (Martins and Astudillo 2016, algorithm 1)."""
-    v = x.to(wide(x.dtype))
+    v = x.to(accumulation_dtype(x.dtype))
     v = v - v.amax(-1, keepdim=True)
     z = v.sort(-1, descending=True).values
     k = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=v.dtype)
@@ -39,7 +39,7 @@ def sparsemax_reference(x: torch.Tensor) -> torch.Tensor:
 
 
 def sparsemax_backward_reference(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    inside, d = y > 0, dy.to(wide(y.dtype))
+    inside, d = y > 0, dy.to(accumulation_dtype(y.dtype))
     mean = torch.where(inside, d, 0.0).sum(-1, keepdim=True) / inside.sum(-1, keepdim=True).clamp(min=1)
     return torch.where(inside, d - mean, 0.0).to(y.dtype)
 
