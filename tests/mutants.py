@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+import kernel_src
 from interpreter import InterpreterError
 from interpreter.backend import InterpreterBackend
 from tests import ops
@@ -78,6 +79,16 @@ def kernel_module(mutant: Mutant) -> types.ModuleType:
 
 
 @functools.cache
+def importers(module: str) -> frozenset[str]:
+    """The modules of kernel_src that import something of another one, directly or through others: they hold its functions."""
+    found: set[str] = set()
+    for path in KERNEL_FILES:
+        if f"from kernel_src.{module} import" in path.read_text(encoding="utf-8"):
+            found |= {f"kernel_src.{path.stem}", *importers(path.stem)}
+    return frozenset(found)
+
+
+@functools.cache
 def compiled_copy() -> tempfile.TemporaryDirectory:
     """A copy of the package with its bytecode, which Python takes for every source that is still the same: most of what importing a copy
     costs is compiling it."""
@@ -96,7 +107,7 @@ def planted(folder: Path, name: str, mutant: Mutant | None, kernels: bool = True
     replaced = {}
     if mutant is not None and mutant.file.startswith("kernel_src/"):
         module = kernel_module(mutant)
-        replaced = {module.__name__: sys.modules.get(module.__name__)}
+        replaced = {name: sys.modules.pop(name, None) for name in (module.__name__, *importers(Path(mutant.file).stem))}
         sys.modules[module.__name__] = module
     elif mutant is not None:
         path = folder / name / mutant.file
@@ -117,9 +128,10 @@ def planted(folder: Path, name: str, mutant: Mutant | None, kernels: bool = True
         for module in [m for m in sys.modules if m == name or m.startswith(name + ".")]:
             del sys.modules[module]
         for module, original in replaced.items():
-            del sys.modules[module]
+            sys.modules.pop(module, None)
             if original is not None:
                 sys.modules[module] = original
+                setattr(kernel_src, module.rpartition(".")[2], original)
 
 
 # ---------------------------------------------------------------- what tests/ops has
