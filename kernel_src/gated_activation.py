@@ -50,18 +50,11 @@ def forward(gate, up, linear, cubic, gate_multiplier, down_multiplier, dtype, ER
 
 
 @ct.function
-def backward(dout, gate, up, linear, cubic, gate_multiplier, down_multiplier, dtype, ERF: Const):
-    """(dgate, dup) in float32.
-
-    The activation is what the forward pass multiplied by. In bf16 its gradient is rounded too, as the models' own operators do it: then
-    the gradients of an MLP's weights are theirs to the bit, and Liger's tests ask for that. fp16 has not the range for it.
-    """
+def backward(dout, gate, up, linear, cubic, gate_multiplier, down_multiplier, ERF: Const):
+    """(dgate, dup) in float32."""
     value, slope = act(gate * gate_multiplier, linear, cubic, ERF)
     d = dout * down_multiplier
-    dact = d * up
-    if dtype == ct.bfloat16:
-        dact = ct.astype(ct.astype(dact, dtype), ct.float32)
-    return dact * slope * gate_multiplier, d * ct.astype(ct.astype(value, dtype), ct.float32)
+    return d * up * slope * gate_multiplier, d * value
 
 
 @ct.function
@@ -112,7 +105,7 @@ def gated_activation_backward(
     """All [rows, columns], as in the forward."""
     at = place(gate.shape[1], TILE, EXACT)
     d, g, u = read_rows(dout, at, EXACT), read_rows(gate, at, EXACT), read_rows(up, at, EXACT)
-    dg, du = backward(d, g, u, linear, cubic, gate_multiplier, down_multiplier, gate.dtype, ERF)
+    dg, du = backward(d, g, u, linear, cubic, gate_multiplier, down_multiplier, ERF)
     write_rows(dgate, at, dg, EXACT)
     write_rows(dup, at, du, EXACT)
 
@@ -125,7 +118,7 @@ def gated_activation_backward_in_place(
     the projection behind it: an MLP that computes gate and up again has no other use for them."""
     at = place(gate.shape[1], TILE, EXACT)
     d, g, u = read_rows(dout, at, EXACT), read_rows(gate, at, EXACT), read_rows(up, at, EXACT)
-    dg, du = backward(d, g, u, linear, cubic, gate_multiplier, down_multiplier, gate.dtype, ERF)
+    dg, du = backward(d, g, u, linear, cubic, gate_multiplier, down_multiplier, ERF)
     write_rows(gate, at, dg, EXACT)
     write_rows(up, at, du, EXACT)
     write_rows(dout, at, forward(g, u, linear, cubic, gate_multiplier, down_multiplier, dout.dtype, ERF), EXACT)
