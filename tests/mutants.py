@@ -146,9 +146,21 @@ OPERATION_MUTANTS = [mutant for mutant in MUTANTS if not mutant.file.startswith(
 
 
 # ---------------------------------------------------------------- python -m tests.mutants
+def fits(mutant: Mutant) -> bool:
+    """Whether the source still has the text that the error replaces."""
+    folder = ROOT if mutant.file.startswith("kernel_src/") else SOURCES.parent if mutant.file.startswith("shared/") else SOURCES
+    try:
+        plant((folder / mutant.file).read_text(encoding="utf-8"), mutant)
+    except ValueError:
+        return False
+    return True
+
+
 def caught(number: int) -> bool:
-    """Plants one of `MUTANTS` and says whether its check notices."""
+    """Plants one of `MUTANTS` and says whether its check notices. False where the error does not fit the source any more."""
     mutant = MUTANTS[number]
+    if not fits(mutant):
+        return False
     with tempfile.TemporaryDirectory() as folder, planted(Path(folder), f"mutant_{number}", mutant, mutant.kernels) as package:
         try:
             CHECKS[mutant.check](package)
@@ -171,7 +183,7 @@ def main(arguments=None) -> int:
     for mutant, was_caught in zip((MUTANTS[i] for i in wanted), found, strict=True):
         places.setdefault(mutant.file, []).append(was_caught)
         if not was_caught:
-            print(f"survived: {mutant} (check {mutant.check})")
+            print(f"{'survived' if fits(mutant) else 'not in the source'}: {mutant} (check {mutant.check})")
     for place, results in places.items():
         print(f"{place:40} {sum(results):4} of {len(results)} caught")
     print(f"{sum(found)} of {len(found)} planted errors caught: {'all of them' if all(found) else 'the others are holes in the tests'}")
