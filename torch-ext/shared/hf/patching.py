@@ -26,17 +26,13 @@ from .binding import BoundForward, bound_modules, remember
 from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
 from .experts import EXPERTS, experts_implementation
 from .forwards import rotary_pos_emb
+from .hub import PAIR, TRANSFORMERS_EXPECTED, kernels_library, mapping_of
 from .modules import CAPTURED, LAYER, OFF, SAVED, is_marked, is_own_rotary, is_transformers_own, own_class
 from .padding import KEEPS
 
 # From, and up to but not including. From 5.23 on, transformers' gradient checkpointing stands inside a decoder layer's forward, and
 # to replace that would switch it off.
 TRANSFORMERS = (5, 17), (5, 23)
-TRANSFORMERS_EXPECTED = ">=5.17,<5.23"
-KERNELS_EXPECTED = ">=0.16.2,<0.18"
-# Each transformers works with one minor version of kernels only.
-PAIR = "'transformers>=5.18,<5.23' with 'kernels>=0.17.2,<0.18', or transformers 5.17 with kernels 0.16.2"
-CUDA_CAPABILITIES = (80, 121)  # from, to: what kernels are built for
 ROTARY = "apply_rotary_pos_emb"
 WRAPPED = "_original_forward"  # where accelerate keeps the forward that it wrapped for mixed precision
 CALL_BEFORE = (
@@ -120,20 +116,6 @@ def modeling_of_transformers(targets: Targets):
     for cls in (CausalLMOutputWithPast, MoeCausalLMOutputWithPast):
         output_with_metrics(cls)  # torch.compile traces through no making of classes
     return modeling
-
-
-def _kernels():
-    """The `kernels` library. Raises ImportError when it is absent or too old."""
-    try:
-        import kernels
-    except ImportError as error:
-        raise ImportError(f"kernels is not installed. Run: pip install 'kernels{KERNELS_EXPECTED}'") from error
-    if not hasattr(kernels, "replace_kernel_forward_from_hub"):
-        raise ImportError(
-            f"kernels is {getattr(kernels, '__version__', 'of an unknown version')}, expected kernels{KERNELS_EXPECTED}. "
-            f"Run: pip install 'kernels{KERNELS_EXPECTED}'"
-        )
-    return kernels
 
 
 # What stands where, and putting it back
@@ -638,21 +620,9 @@ def explain(families: Families, model):
     return explanation.explain(model, layers, _causal_lms(families, model))
 
 
-class LoadedLayer(NamedTuple):
-    """A layer of this copy of the package in the form in which `kernels` asks for one: nothing is downloaded or imported again."""
-
-    layer: Any
-
-    def load(self):
-        return self.layer
-
-    def __str__(self):
-        return f"`{self.layer.__module__}`, layer `{self.layer.__name__}`"
-
-
 def mapping(families: Families, mode=None):
     """Makes the mapping of a package's layers for `kernels`; see `mapping` of a package."""
-    modelings, kernels = [modeling_of_transformers(targets) for targets in families], _kernels()
+    modelings, kernels = [modeling_of_transformers(targets) for targets in families], kernels_library()
     _register_experts()
     for targets, modeling in zip(families, modelings):
         _register_attention(targets, modeling)
@@ -671,11 +641,4 @@ def mapping(families: Families, mode=None):
             RuntimeWarning,
             stacklevel=3,
         )
-    low, high = CUDA_CAPABILITIES
-    cuda = kernels.Device("cuda", kernels.CUDAProperties(low, high))
-    found = {}
-    for hub_name, layer in hub_names_of(families).items():
-        repository = LoadedLayer(layer)
-        entry = repository if mode is None else {mode: repository}
-        found[hub_name] = {"cpu": entry, cuda: entry}
-    return found
+    return mapping_of(hub_names_of(families), mode)
