@@ -239,12 +239,13 @@ def test_metrics_beside_the_auxiliary_loss(qwen3):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("router_logits", [False, True])
-def test_gradient_checkpointing(qwen3, reentrant, router_logits):
+@pytest.mark.parametrize("keep_attention", [False, True])
+def test_gradient_checkpointing(qwen3, reentrant, router_logits, keep_attention):
     model = tiny_qwen3_moe(router_aux_loss_coef=0.3)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
     expected = Step(model, input_ids=TOKENS, labels=LABELS, output_router_logits=router_logits)
-    qwen3.apply()
+    qwen3.apply(keep_attention=keep_attention)
     Step(model, input_ids=TOKENS, labels=LABELS, output_router_logits=router_logits).assert_same(expected, FACTOR)
 
 
