@@ -14,8 +14,9 @@ The multipliers of gate and output are those of Falcon-H1. Layout and tiles: as 
 
 import cuda.tile as ct
 
+from kernel_src.elements import read, read_padded, write, write_within
 from kernel_src.prebuild import FLOAT, FLOATS, Array, Variant
-from kernel_src.swiglu import piece, read, sigmoid
+from kernel_src.swiglu import piece, sigmoid
 
 Const = ct.Constant[int]
 
@@ -49,18 +50,11 @@ def forward(gate, up, linear, cubic, gate_multiplier, down_multiplier, dtype, ER
 
 
 @ct.function
-def backward(dout, gate, up, linear, cubic, gate_multiplier, down_multiplier, dtype, ERF: Const):
-    """(dgate, dup) in float32.
-
-    The activation is what the forward pass multiplied by. In bf16 its gradient is rounded too, as the models' own operators do it: then
-    the gradients of an MLP's weights are theirs to the bit, and Liger's tests ask for that. fp16 has not the range for it.
-    """
+def backward(dout, gate, up, linear, cubic, gate_multiplier, down_multiplier, ERF: Const):
+    """(dgate, dup) in float32."""
     value, slope = act(gate * gate_multiplier, linear, cubic, ERF)
     d = dout * down_multiplier
-    dact = d * up
-    if dtype == ct.bfloat16:
-        dact = ct.astype(ct.astype(dact, dtype), ct.float32)
-    return dact * slope * gate_multiplier, d * ct.astype(ct.astype(value, dtype), ct.float32)
+    return d * up * slope * gate_multiplier, d * value
 
 
 @ct.function
@@ -68,16 +62,16 @@ def read_rows(array, at, EXACT: Const):
     if EXACT:
         tile = read(array, at)
     else:
-        tile = ct.astype(ct.gather(array, at, check_bounds=True, padding_value=0), ct.float32)
+        tile = read_padded(array, at)
     return tile
 
 
 @ct.function
 def write_rows(array, at, tile, EXACT: Const):
     if EXACT:
-        ct.scatter(array, at, ct.astype(tile, array.dtype), check_bounds=False)
+        write(array, at, tile)
     else:
-        ct.scatter(array, at, ct.astype(tile, array.dtype), check_bounds=True)
+        write_within(array, at, tile)
 
 
 @ct.function
@@ -111,7 +105,7 @@ def gated_activation_backward(
     """All [rows, columns], as in the forward."""
     at = place(gate.shape[1], TILE, EXACT)
     d, g, u = read_rows(dout, at, EXACT), read_rows(gate, at, EXACT), read_rows(up, at, EXACT)
-    dg, du = backward(d, g, u, linear, cubic, gate_multiplier, down_multiplier, gate.dtype, ERF)
+    dg, du = backward(d, g, u, linear, cubic, gate_multiplier, down_multiplier, ERF)
     write_rows(dgate, at, dg, EXACT)
     write_rows(dup, at, du, EXACT)
 
@@ -124,7 +118,7 @@ def gated_activation_backward_in_place(
     the projection behind it: an MLP that computes gate and up again has no other use for them."""
     at = place(gate.shape[1], TILE, EXACT)
     d, g, u = read_rows(dout, at, EXACT), read_rows(gate, at, EXACT), read_rows(up, at, EXACT)
-    dg, du = backward(d, g, u, linear, cubic, gate_multiplier, down_multiplier, gate.dtype, ERF)
+    dg, du = backward(d, g, u, linear, cubic, gate_multiplier, down_multiplier, ERF)
     write_rows(gate, at, dg, EXACT)
     write_rows(up, at, du, EXACT)
     write_rows(dout, at, forward(g, u, linear, cubic, gate_multiplier, down_multiplier, dout.dtype, ERF), EXACT)

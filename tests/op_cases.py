@@ -12,7 +12,8 @@ from tests.ops.common import randn
 from tests.tolerances import RELATIVE_ERROR, relative_error
 
 BF16, FP32 = torch.bfloat16, torch.float32
-TOKENS, HIDDEN, INNER, CLASSES, WIDTH = 3, 1024, 96, 40, 128
+TOKENS, HIDDEN, INNER, CLASSES, WIDTH, EXPERTS, TOP_K = 3, 1024, 96, 40, 128, 4, 2
+GPT_OSS = {"transposed": True, "interleaved": True, "alpha": 1.702, "limit": 7.0}  # the experts' options
 CASES = {
     "rms_norm": {"x": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
     "add_rms_norm": {"x": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
@@ -29,6 +30,11 @@ CASES = {
         **{"hidden": (TOKENS, HIDDEN), "weight": (CLASSES, HIDDEN), "target": (TOKENS,)},
         **{"bias": (CLASSES,), "class_weight": (CLASSES,)},
     },
+    "experts": {
+        **{"hidden": (TOKENS, INNER), "expert": (TOKENS, TOP_K), "scores": (TOKENS, TOP_K)},
+        **{"gate_up_weight": (EXPERTS, INNER, 2 * WIDTH), "down_weight": (EXPERTS, WIDTH, INNER)},
+        **{"gate_up_bias": (EXPERTS, 2 * WIDTH), "down_bias": (EXPERTS, INNER)},
+    },
     "norm_attention_inputs": {
         **{"x": (TOKENS, HIDDEN), "norm_weight": (HIDDEN,)},
         **{f"weights[{i}]": (4 * WIDTH, HIDDEN) for i in range(3)},
@@ -42,6 +48,7 @@ CASES = {
 NOT_DIFFERENTIABLE = {("rotary", "cos"), ("rotary", "sin"), ("qk_norm_rotary", "cos"), ("qk_norm_rotary", "sin")}
 NOT_DIFFERENTIABLE |= {("norm_attention_inputs", "cos"), ("norm_attention_inputs", "sin")}
 NOT_DIFFERENTIABLE |= {("linear_cross_entropy", "target"), ("linear_cross_entropy", "class_weight")}
+NOT_DIFFERENTIABLE |= {("experts", "expert")}
 
 
 # Where an operation lies that has not the name of its module.
@@ -128,6 +135,17 @@ def plain_norm_mlp(x, norm_weight, gate_weight, up_weight, down_weight):
     return x + plain_mlp(norm(x, norm_weight), gate_weight, up_weight, down_weight)
 
 
+def plain_experts(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias):
+    """GPT-OSS's, every expert on every token, which works under every transform."""
+    alpha, limit, out = GPT_OSS["alpha"], GPT_OSS["limit"], 0
+    for e in range(gate_up_weight.shape[0]):
+        gate, up = (hidden @ gate_up_weight[e] + gate_up_bias[e]).unflatten(-1, (-1, 2)).unbind(-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        y = ((up + 1) * gate * torch.sigmoid(alpha * gate)) @ down_weight[e] + down_bias[e]
+        out = out + (scores * (expert == e)).sum(-1, keepdim=True) * y
+    return out.to(hidden.dtype)
+
+
 PLAIN = {name.removeprefix("plain_"): function for name, function in list(globals().items()) if name.startswith("plain_")}
 
 
@@ -137,12 +155,20 @@ def arguments(operation, dtype=BF16, tokens=TOKENS, device="cpu"):
     found = {}
     for i, (name, shape) in enumerate(CASES[operation].items()):
         shape = tuple(tokens if n == TOKENS else n for n in shape)
-        scale = shape[-1] ** -0.5 if len(shape) == 2 and "weight" in name else 1.0
+        scale = shape[1] ** -0.5 if len(shape) > 1 and "weight" in name else 1.0
         found[name] = randn(*shape, dtype=dtype, device=device, seed=i, scale=scale)
     if operation == "linear_cross_entropy":
         found["target"] = torch.arange(tokens, device=device) % CLASSES
         found["class_weight"] = found["class_weight"].float().abs() + 0.5
+    if operation == "experts":
+        found["expert"] = expert_ids(tokens, device)
     return found
+
+
+def expert_ids(tokens, device):
+    """[tokens, TOP_K]: different experts for each token; every fifth entry is no expert."""
+    number = torch.arange(tokens * TOP_K, device=device).view(tokens, TOP_K)
+    return torch.where(number % 5 == 4, EXPERTS, number * 3 % EXPERTS)
 
 
 def run(ops, operation, found, **options):
@@ -156,6 +182,8 @@ def run(ops, operation, found, **options):
     elif operation == "linear_cross_entropy":
         tensors = {name: found[name] for name in ("bias", "class_weight") if name in found}
         results = function(found["hidden"], found["weight"], found["target"], **tensors, **options)
+    elif operation == "experts":
+        results = function(**found, **GPT_OSS, **options)
     else:
         results = function(**found, **options)
     return results if isinstance(results, tuple) else (results,)

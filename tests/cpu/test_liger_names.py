@@ -260,6 +260,50 @@ def test_what_each_computes(liger):
         torch.testing.assert_close(found.double(), wanted, msg=name, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)], ids=str)
+def test_distributions_of_two_dtypes(liger, dtypes):
+    """A student in half precision beside a teacher in float32, and the other way round: both computed in float32."""
+    n = liger.liger_names
+    x, y = (r(6, 16, seed=i).log_softmax(-1) for i in range(2))
+    for probabilities, function, formula in (
+        ((False, True), n.LigerKLDIVLoss(reduction="batchmean"), lambda p, t: functional.kl_div(p, t, reduction="batchmean")),
+        ((True, True), n.LigerTVDLoss(), lambda p, q: (p - q).abs().sum() / 12),
+        ((False, False), n.LigerJSD(0.0), lambda q, p: (p.exp() * (p - q)).sum() / 6),
+    ):
+        given = [(t.exp() if exp else t).to(dtype) for t, exp, dtype in zip((x, y), probabilities, dtypes)]
+        student = given[0].clone().requires_grad_()
+        loss = function(student, given[1])
+        loss.backward()
+        exact = given[0].double().requires_grad_()
+        wanted = formula(exact, given[1].double())
+        wanted.backward()
+        torch.testing.assert_close(loss.double(), wanted, rtol=1e-2 if loss.dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+        assert student.grad.dtype == dtypes[0]
+        torch.testing.assert_close(student.grad.double(), exact.grad, rtol=1e-2, atol=1e-6)
+
+
+def test_rope_of_an_odd_width(liger):
+    """Heads of 9 with tables of 9 or 10: eight columns turn, by the tables' left four, and the last stays."""
+    n = liger.liger_names
+    q, k, angle = r(2, 3, 5, 9), r(2, 1, 5, 9, seed=1), r(1, 5, 5, seed=2)
+    for width in (9, 10):
+        table = torch.cat((angle, angle), -1)[..., :width]
+        wanted = n.liger_rope(q[..., :8], k[..., :8], angle.cos()[..., :4], angle.sin()[..., :4], rotary_dim=8)
+        for found, x, turned in zip(n.liger_rope(q, k, table.cos(), table.sin()), (q, k), wanted):
+            torch.testing.assert_close(found, torch.cat((turned, x[..., 8:]), -1))
+
+
+@pytest.mark.parametrize("label", (5, -1, 1000))
+def test_a_label_out_of_bounds(liger, label):
+    """Liger's error, by which its users find a tokenizer that does not go with the model."""
+    n = liger.liger_names
+    rows, target = r(3, 5), torch.tensor([0, label, -100])
+    with pytest.raises(AssertionError, match=f"target {label} is out of bounds, expected labels from 0 to 4 or -100"):
+        n.liger_cross_entropy(rows, target)
+    assert n.liger_cross_entropy(rows, torch.tensor([0, 4, -100])).isfinite()
+    assert n.liger_cross_entropy(rows, torch.tensor([0, label, 4]), ignore_index=label).isfinite()
+
+
 @pytest.mark.parametrize("name, activation", [("SwiGLU", functional.silu), ("GEGLU", lambda x: functional.gelu(x, approximate="tanh"))])
 def test_mlps(liger, name, activation):
     config = types.SimpleNamespace(**{**vars(CONFIG), "hidden_act": "silu" if name == "SwiGLU" else "gelu_pytorch_tanh"})

@@ -1,7 +1,7 @@
 """Says of a model what runs fused, and of the rest why it does not and what to do. The reasons are those of the functions that decide."""
 
 from collections import Counter
-from typing import Callable, List, NamedTuple, Tuple
+from typing import Callable, List, Tuple
 
 import torch
 
@@ -9,6 +9,7 @@ from ..ops.common import side_by_side
 from ..runtime.device import why_no_kernels
 from .capture import captured_passes
 from .causal_lm import why_head_is_not_plain, why_loss_is_not_standard
+from .explanation import Explanation, explanation_of
 from .modules import is_marked, plain_weight
 from .packing import GROUPS
 
@@ -30,32 +31,6 @@ ADVICE = (
     ("a forward that someone else gave it", "call apply() or kernelize() before accelerate, TRL or others wrap the model"),
     ("is called as it is", "nothing: what lies around it is fused"),
 )
-
-
-class Row(NamedTuple):
-    """part: of a model; count: how many of it there are; fused: does it run fused; reason: why not, or what holds it back; advice."""
-
-    part: str
-    count: int
-    fused: bool
-    reason: str
-    advice: str
-
-
-class Explanation(NamedTuple):
-    """What `explain` found: printed, a table."""
-
-    rows: Tuple[Row, ...]
-
-    def __str__(self) -> str:
-        table = [("part", "layers", "fused", "why not", "what to do")]
-        table += [(row.part, str(row.count), "yes" if row.fused else "no", row.reason, row.advice) for row in self.rows]
-        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table)
-
-
-def advice_of(reason: str) -> str:
-    return next((advice for part, advice in ADVICE if part in reason), "")
 
 
 def _runs_ours(module) -> bool:
@@ -100,5 +75,4 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
     for shape, recorded in passes:
         found[f"captured [{shape[0]}, {shape[1]}]",
               "" if recorded else "; ".join(reasons) or "no training pass of this shape was seen twice"] += len(layers)
-    return Explanation(tuple(Row(part, count, not reason, reason, advice_of(reason) if reason else "") for (part, reason),
-                             count in found.items()))
+    return explanation_of(found, ADVICE)

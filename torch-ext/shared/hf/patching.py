@@ -24,19 +24,16 @@ from . import explain as explanation
 from .attention import give_attention_back, register_attention, unregister_attention
 from .binding import BoundForward, bound_modules, remember
 from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
+from .checkpointing import KEEPS_ATTENTION
 from .experts import EXPERTS, experts_implementation
 from .forwards import rotary_pos_emb
+from .hub import PAIR, TRANSFORMERS_EXPECTED, kernels_library, mapping_of
 from .modules import CAPTURED, LAYER, OFF, SAVED, is_marked, is_own_rotary, is_transformers_own, own_class
 from .padding import KEEPS
 
 # From, and up to but not including. From 5.23 on, transformers' gradient checkpointing stands inside a decoder layer's forward, and
 # to replace that would switch it off.
 TRANSFORMERS = (5, 17), (5, 23)
-TRANSFORMERS_EXPECTED = ">=5.17,<5.23"
-KERNELS_EXPECTED = ">=0.16.2,<0.18"
-# Each transformers works with one minor version of kernels only.
-PAIR = "'transformers>=5.18,<5.23' with 'kernels>=0.17.2,<0.18', or transformers 5.17 with kernels 0.16.2"
-CUDA_CAPABILITIES = (80, 121)  # from, to: what kernels are built for
 ROTARY = "apply_rotary_pos_emb"
 WRAPPED = "_original_forward"  # where accelerate keeps the forward that it wrapped for mixed precision
 CALL_BEFORE = (
@@ -120,20 +117,6 @@ def modeling_of_transformers(targets: Targets):
     for cls in (CausalLMOutputWithPast, MoeCausalLMOutputWithPast):
         output_with_metrics(cls)  # torch.compile traces through no making of classes
     return modeling
-
-
-def _kernels():
-    """The `kernels` library. Raises ImportError when it is absent or too old."""
-    try:
-        import kernels
-    except ImportError as error:
-        raise ImportError(f"kernels is not installed. Run: pip install 'kernels{KERNELS_EXPECTED}'") from error
-    if not hasattr(kernels, "replace_kernel_forward_from_hub"):
-        raise ImportError(
-            f"kernels is {getattr(kernels, '__version__', 'of an unknown version')}, expected kernels{KERNELS_EXPECTED}. "
-            f"Run: pip install 'kernels{KERNELS_EXPECTED}'"
-        )
-    return kernels
 
 
 # What stands where, and putting it back
@@ -303,7 +286,7 @@ def _register_attention(targets: Targets, modeling):
     register_attention(*([whole.config_class] if whole is not None else []))
 
 
-def patch_classes(families: Families, wanted, unpad=True):
+def patch_classes(families: Families, wanted, unpad=True, keep_attention=False):
     """Puts the layers on transformers' classes, of which exactly those are active afterwards whose operations are wanted.
 
     wanted: an entry for each operation of the families, True or False; of `fused_linear_cross_entropy` it may be a mapping of options of
@@ -317,6 +300,9 @@ def patch_classes(families: Families, wanted, unpad=True):
     for targets, modeling in zip(families, modelings):
         _register_attention(targets, modeling)
         _tell_causal_lm(own_class(modeling, targets.classes["fused_linear_cross_entropy"][0]), options, unpad)
+        layer = own_class(modeling, targets.classes["decoder_layer"][0]) if "decoder_layer" in targets.classes else None
+        if layer is not None:
+            setattr(layer, KEEPS_ATTENTION, bool(keep_attention))
         on = {name: isinstance(wanted[name], Mapping) or bool(wanted[name]) for name in targets.operations}
         _patch_family(targets, modeling, on, modules)
 
@@ -412,6 +398,7 @@ def reset(families: Families):
             state["_use_kernels"] = True
         give_attention_back(module)
         state.pop(KEEPS, None)
+        state.pop(KEEPS_ATTENTION, None)
     _unregister_experts(modules)
     unregister_attention()
 
@@ -579,7 +566,7 @@ def _without_others(chosen: _Chosen, model) -> Tuple[_Chosen, List[nn.Module]]:
     return chosen._replace(modules=modules), others
 
 
-def kernelize(families: Families, model, mode=None, attention=True, unpad=True):
+def kernelize(families: Families, model, mode=None, attention=True, unpad=True, keep_attention=False):
     """Puts the layers on one model, in place, and returns it; see `kernelize` of a package."""
     if mode is not None and getattr(mode, "name", "") == "FALLBACK":
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
@@ -600,6 +587,8 @@ def kernelize(families: Families, model, mode=None, attention=True, unpad=True):
                 _bind(module, each.forwards[operation])
         for module in each.modules.get("fused_linear_cross_entropy", ()):
             vars(module)[KEEPS] = not unpad
+        for module in each.modules.get("decoder_layer", ()):
+            vars(module)[KEEPS_ATTENTION] = bool(keep_attention)
     for module in model.modules():
         if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
             vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})
@@ -638,21 +627,9 @@ def explain(families: Families, model):
     return explanation.explain(model, layers, _causal_lms(families, model))
 
 
-class LoadedLayer(NamedTuple):
-    """A layer of this copy of the package in the form in which `kernels` asks for one: nothing is downloaded or imported again."""
-
-    layer: Any
-
-    def load(self):
-        return self.layer
-
-    def __str__(self):
-        return f"`{self.layer.__module__}`, layer `{self.layer.__name__}`"
-
-
 def mapping(families: Families, mode=None):
     """Makes the mapping of a package's layers for `kernels`; see `mapping` of a package."""
-    modelings, kernels = [modeling_of_transformers(targets) for targets in families], _kernels()
+    modelings, kernels = [modeling_of_transformers(targets) for targets in families], kernels_library()
     _register_experts()
     for targets, modeling in zip(families, modelings):
         _register_attention(targets, modeling)
@@ -671,11 +648,4 @@ def mapping(families: Families, mode=None):
             RuntimeWarning,
             stacklevel=3,
         )
-    low, high = CUDA_CAPABILITIES
-    cuda = kernels.Device("cuda", kernels.CUDAProperties(low, high))
-    found = {}
-    for hub_name, layer in hub_names_of(families).items():
-        repository = LoadedLayer(layer)
-        entry = repository if mode is None else {mode: repository}
-        found[hub_name] = {"cpu": entry, cuda: entry}
-    return found
+    return mapping_of(hub_names_of(families), mode)

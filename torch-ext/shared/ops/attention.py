@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 from ..runtime.device import is_ordinary, kernels_run_on
 from ..runtime.launch import Kernel
 from .autocast import as_autocast, outside_autocast, without_autocast
-from .common import accumulation_dtype, aligned, apply_function, autocasts, describe, fail, need_floats, needs_formula, traceable
+from .common import accumulation_dtype, apply_function, autocasts, describe, fail, need_floats, needs_formula, traceable
+from .recorded import recorded
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 LOG2E = math.log2(math.e)
@@ -30,10 +31,11 @@ def _blocks_of(heads_of: int):
 
 
 _plan_kernel = Kernel("attention_plan", grid=lambda c, documents, limits, walks: (-(-limits.shape[1] // c["TILE"]), 3))
-_forward_kernel = Kernel("attention_forward", grid=_blocks_of(0))
-_sink_forward_kernel = Kernel("attention_sink_forward", grid=_blocks_of(0))
-_dq_kernel = Kernel("attention_backward_dq", grid=_blocks_of(0))
-_dkv_kernel = Kernel("attention_backward_dkv", grid=_blocks_of(1))
+READS = ("q", "k", "v", "dout")  # what comes from outside, in whatever strides
+_forward_kernel = Kernel("attention_forward", grid=_blocks_of(0), reads=READS[:3])
+_sink_forward_kernel = Kernel("attention_sink_forward", grid=_blocks_of(0), reads=READS[:3])
+_dq_kernel = Kernel("attention_backward_dq", grid=_blocks_of(0), reads=READS)
+_dkv_kernel = Kernel("attention_backward_dkv", grid=_blocks_of(1), reads=READS)
 _sink_gradient_kernel = Kernel("attention_sink_gradient", grid=lambda c, sinks, *_: (sinks.shape[0],))
 
 
@@ -267,7 +269,6 @@ def _forward(
     """(out as q, lse [heads, tokens in whole blocks])."""
     if not _fits(q, k, scale, v, sinks, limits, walks):
         return attention_reference(q, k, v, sinks, limits, scale)
-    q, k, v = map(aligned, (q, k, v))
     out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], limits.shape[1]), dtype=torch.float32)
     if sinks is None:
         _forward_kernel(q, k, v, limits, walks, out, lse, scale * LOG2E)
@@ -291,7 +292,6 @@ def _backward(
     """(dq, dk, dv, dsinks); the last one is empty without sinks."""
     if not _fits(q, k, scale, v, sinks, limits, walks, dout):
         return attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale)
-    dout, q, k, v = map(aligned, (dout, q, k, v))
     delta, dq, dk, dv = torch.empty_like(lse), q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     _dq_kernel(q, k, v, out, dout, lse, limits, walks, delta, dq, scale * LOG2E, scale)
     _dkv_kernel(q, k, v, dout, lse, delta, limits, walks, dk, dv, scale * LOG2E, scale)
@@ -316,7 +316,7 @@ attention_backward = traceable("attention_backward", _backward, _fake_backward)
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, limits, walks, scale):
-        out, lse = attention_forward(q, k, v, sinks, limits, walks, scale)
+        out, lse = recorded(attention_forward, q, k, v, sinks, limits, walks, scale)
         ctx.save_for_backward(q, k, v, sinks, out, lse, limits, walks)
         ctx.scale = scale
         return out

@@ -43,7 +43,7 @@ _bias_kernel = Kernel("expert_bias_sum", grid=lambda c, partial, stops, out: (-(
 _swiglu_forward_kernel = Kernel("swiglu_rows_forward", grid=_rows_grid)
 _swiglu_backward_kernels = [Kernel("swiglu_rows_backward", grid=_rows_grid, where={"WEIGHTS": weights}) for weights in (0, 1)]
 _sum_kernel = Kernel("token_sum", grid=_tokens_grid)
-_sum_bias_kernel = Kernel("token_sum_bias", grid=_tokens_grid)
+_sum_bias_kernel = Kernel("token_sum_bias", grid=_tokens_grid, reads=("expert", "scores", "bias"))
 
 
 # ---------------------------------------------------------------- the gate, in PyTorch
@@ -212,7 +212,7 @@ def _token_sum(y, position, expert=None, scores=None, bias=None) -> torch.Tensor
         _sum_kernel(y, position, out)
         out.addmm_(_dense(expert, scores, bias.shape[0], y.dtype), bias)
     else:
-        _sum_bias_kernel(y, position, expert.clamp(-1, bias.shape[0]).to(torch.int32), scores.to(torch.float32), bias.contiguous(), out)
+        _sum_bias_kernel(y, position, expert.clamp(-1, bias.shape[0]).to(torch.int32), scores.to(torch.float32), bias, out)
     return out
 
 

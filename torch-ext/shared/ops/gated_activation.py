@@ -80,7 +80,7 @@ def forward_reference(gate, up, activation, gate_multiplier, down_multiplier):
 
 
 def backward_reference(dout, gate, up, activation, gate_multiplier, down_multiplier) -> Pair:
-    """(dgate, dup) in PyTorch, rounded where the kernels round: the activation, and in bf16 its gradient."""
+    """(dgate, dup) in PyTorch."""
     d, a, u = (t.to(accumulation_dtype(gate.dtype)) for t in (dout, gate, up))
     d, a = d * down_multiplier, a * gate_multiplier
     if activation == "gelu":
@@ -91,10 +91,7 @@ def backward_reference(dout, gate, up, activation, gate_multiplier, down_multipl
         square = a.square().clamp_max(4096)  # beyond it the sigmoid is 0 or 1, and infinity times 0 would be NaN
         s = torch.sigmoid(a * (linear + cubic * square))
         slope = s + a * s * (1 - s) * (linear + 3 * cubic * square)
-    act, dact = (a * s).to(gate.dtype).to(d.dtype), d * u
-    if gate.dtype == torch.bfloat16:
-        dact = dact.to(gate.dtype).to(d.dtype)
-    return (dact * slope * gate_multiplier).to(gate.dtype), (d * act).to(up.dtype)
+    return (d * u * slope * gate_multiplier).to(gate.dtype), (d * a * s).to(up.dtype)
 
 
 # ---------------------------------------------------------------- with the kernels

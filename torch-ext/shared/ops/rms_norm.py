@@ -89,8 +89,8 @@ def _fits(x, weight, *others):
 
 
 def _fused(x, weight, *others):
-    half = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
-    return half and _fits(x, weight, *others) and x.shape[-1] in _add_forward_kernel.lengths("x", 1)
+    half = x.dtype == weight.dtype and x.dtype in HALF
+    return half and kernels_run_on(x, weight, *others) and x.shape[-1] in _add_forward_kernel.lengths("x", 1)
 
 
 def _narrows(x, weight, dtype, *others):

@@ -70,12 +70,11 @@ def report():
 def capture(model, batch, tokens):
     """Replays the decoder layers as CUDA graphs in training, for inputs of [batch, tokens], and returns the model.
 
-    With few tokens or a small model the host cannot start kernels as fast as the GPU finishes them; a replayed layer costs it two
-    launches. Results are the same bit for bit. The first training pass of that shape (labels, gradients on) runs as before and is looked
-    at, the second one is recorded, in less than a second. Call it again for further shapes. Pad every batch to one of them
-    (`pad_to_multiple_of`, `padding="max_length"`), keep to `use_cache=False`, and call it last: behind `apply` or `kernelize`, `pack`, PEFT
-    and the move to the GPU. Trainer, autocast, LoRA and every optimizer work as without it.
-    Accumulating gradients over several passes has not been seen right on a GPU yet: clear them between passes, or compare first.
+    With few tokens or a small model the host cannot start kernels as fast as the GPU finishes them; several layers that follow each other
+    are replayed with two launches. Results are the same bit for bit. The first training pass of that shape (labels, gradients on) runs as
+    before and is looked at, the second one is recorded, in less than a second. Call it again for further shapes. Pad every batch to one of
+    them (`pad_to_multiple_of`, `padding="max_length"`), keep to `use_cache=False`, and call it last: behind `apply` or `kernelize`, `pack`,
+    PEFT and the move to the GPU. Trainer, autocast, LoRA and every optimizer work as without it.
 
     Other shapes, evaluation, generation, layers with hooks and gradient checkpointing run as before, with a warning where a shape was asked
     for and could not be recorded. When weights move or adapters change it is recorded anew. The gradients of the layers' weights lie in

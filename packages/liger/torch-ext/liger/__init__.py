@@ -1,7 +1,7 @@
 """The 22 operations of Liger-Kernel in cuTile, compiled ahead of time; and, in `use_in_liger`, a back end inside Liger itself."""
 
 from . import layers, liger_names
-from .api import kernelize, reset
+from .api import explain, kernelize, mapping, report, reset
 from .back_end import announce, restore_liger, use_in_liger
 from .shared.ops.cross_entropy_of_logits import cross_entropy
 from .shared.ops.divergence import jsd, kl_div, tvd
@@ -21,11 +21,14 @@ from .shared.ops.poly_norm import poly_norm
 from .shared.ops.softmax import softmax
 from .shared.ops.sparsemax import sparsemax
 from .shared.ops.tiled_mlp import tiled_geglu, tiled_mlp, tiled_swiglu
+from .warmup import clear_autotune_cache, warmup_all_kernels
 
 __all__ = [
     "add_rms_norm",
+    "clear_autotune_cache",
     "cross_entropy",
     "dyt",
+    "explain",
     "geglu",
     "geglu_packed",
     "group_norm",
@@ -37,8 +40,10 @@ __all__ = [
     "liger_names",
     "linear_cross_entropy",
     "linear_jsd",
+    "mapping",
     "neighborhood_attention",
     "poly_norm",
+    "report",
     "reset",
     "restore_liger",
     "rms_norm",
@@ -54,6 +59,7 @@ __all__ = [
     "tiled_swiglu",
     "tvd",
     "use_in_liger",
+    "warmup_all_kernels",
 ]
 
 announce()

@@ -10,6 +10,7 @@ from .forwards import (
     rms_norm_forward,
     torch_rms_norm_forward,
 )
+from .shared.hf.modules import mark_forwards
 from .shared.ops.llama4_rope import rotary_complex
 from .shared.ops.mrope import partial_rotary, rotary_multimodal
 
@@ -103,3 +104,7 @@ class MultimodalRotaryPosEmb(nn.Module):
 
     def forward(self, q, k, cos, sin, mrope_section, unsqueeze_dim=1):
         return rotary_multimodal(q, k, cos, sin, mrope_section, unsqueeze_dim)
+
+
+mark_forwards(RMSNorm, GemmaRMSNorm, TorchRMSNorm, LayerNorm, GroupNorm, GatedMLP, PackedMLP)
+mark_forwards(RotaryPosEmb, ComplexRotaryEmb, MultimodalRotaryPosEmb)
