@@ -12,7 +12,7 @@ from typing import List, Tuple
 import torch
 
 from .shared.hf.adapters import projection, projection_or_reason
-from .shared.hf.modules import OwnForwards, all_are_listened_to, is_silu, original_forward, plain_weight
+from .shared.hf.modules import OwnForwards, all_are_listened_to, is_silu, original_forward, plain_weight, why_not_own
 from .shared.ops.common import autocasts
 from .shared.ops.decoder_nodes import norm_attention_inputs, norm_mlp
 from .shared.ops.projected_nodes import projected_attention_inputs, projected_mlp
@@ -56,9 +56,9 @@ def why_not_fusable(layer, x) -> str:
     attention, mlp = parts["self_attn"], parts["mlp"]
     inner = _parts(attention)
     if not _untouched(attention):
-        return "self_attn has hooks, or a forward that someone else gave it"
+        return why_not_own(attention, "self_attn")
     if not _untouched(mlp):
-        return "mlp has hooks, or a forward that someone else gave it"
+        return why_not_own(mlp, "mlp")
     norms = parts["input_layernorm"], parts["post_attention_layernorm"], inner["q_norm"], inner["k_norm"]
     for norm in norms:
         if not _is_norm_of(norm, x):
