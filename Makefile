@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .PHONY: help demo test test-gpu test-mutants test-transformers test-multigpu test-sanitizer build stage upload hub check clean \
-	bench-ops bench-rmsnorm bench-lce bench-qwen3 bench-lora bench-gpt-oss bench-fsdp bench-generate bench-adamw bench-plots
+	bench-ops bench-liger bench-rmsnorm bench-lce bench-qwen3 bench-lora bench-qwen3-moe bench-gpt-oss bench-fsdp bench-generate \
+	bench-adamw bench-plots
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -57,6 +58,9 @@ hub: $(READY) ## a local Hub on http://127.0.0.1:8765
 bench-ops: $(READY) ## every operation against its peers and the floor (needs a GPU, about 5 minutes)
 	$(BIN)/python -m benchmark --budget-s 300
 
+bench-liger: $(READY) ## Liger's operations at the sizes whose limits are declared (about 5 minutes)
+	$(BIN)/python -m benchmark.limits --budget-s 280
+
 bench-rmsnorm: $(READY) ## RMSNorm alone
 	$(BIN)/python -m benchmark.benchmark_rms_norm
 
@@ -70,6 +74,10 @@ bench-lora: $(READY) ## training steps of LoRA, and under autocast over bf16 and
 	$(BIN)/python -m benchmark.benchmark_lora
 	$(BIN)/python -m benchmark.steps --autocast --layers 12 --tokens 512,4096
 	$(BIN)/python -m benchmark.steps --autocast --weights fp32 --layers 12 --tokens 4096
+
+bench-qwen3-moe: $(READY) ## Qwen3-30B-A3B: the layer of experts, and training steps of 12 layers (needs a 141 GB GPU)
+	$(BIN)/python -m benchmark.benchmark_qwen3_experts --budget-s 300
+	$(BIN)/python -m benchmark.steps --model qwen3_moe_30b_a3b --rounds 2 --budget-s 560
 
 bench-gpt-oss: $(READY) ## GPT-OSS: the layer of experts, 32 and 128 of them, and training steps of 12 layers (needs a 141 GB GPU)
 	$(BIN)/python -m benchmark.benchmark_experts --budget-s 300

@@ -1,4 +1,4 @@
-"""The layer of experts of GPT-OSS.
+"""The layer of experts of GPT-OSS; that of Qwen3-MoE is in benchmark_qwen3_experts.py.
 
 transformers' `grouped_mm` (its default), Bastile, and as the floor the six grouped GEMMs alone; the experts are chosen uniformly, or so
 that the first ones get most tokens.
@@ -44,12 +44,17 @@ ALPHA, LIMIT = 1.702, 7.0
 BIAS_BOUNDS = {"dgate_up_bias": 0.15, "ddown_bias": 0.15}
 
 
-def inputs(size: models.Size, tokens: int, random: Random, skew: float = 0.0) -> Inputs:
-    """Draw hidden, scores, the weights and biases, and which experts. skew: the share of the first expert over that of the second, and so
-    on, is a power law with this exponent."""
+def choice(size: models.Size, tokens: int, random: Random, skew: float) -> torch.Tensor:
+    """Draw which experts each token goes to, [tokens, top-k]. skew: the share of the first expert over that of the second, and so on, is a
+    power law with this exponent."""
     noise = -torch.log(-torch.log(torch.rand(tokens, size.experts, generator=random.generator, device=random.device)))
     rank = torch.arange(1, size.experts + 1, device=random.device)
-    expert = (noise - skew * rank.log()).topk(size.top_k, -1).indices
+    return (noise - skew * rank.log()).topk(size.top_k, -1).indices
+
+
+def inputs(size: models.Size, tokens: int, random: Random, skew: float = 0.0) -> Inputs:
+    """Draw hidden, scores, the weights and biases, and which experts. skew: of `choice`."""
+    expert = choice(size, tokens, random, skew)
     hidden, width = size.hidden, size.intermediate
     leaves = (
         random.normal(tokens, hidden),
@@ -119,10 +124,12 @@ def work(given: Inputs, mode: str) -> Work:
     return Work(flops={"forward": 1, "full": 3}[mode] * flops)
 
 
-def floor(given: Inputs, mode: str):
-    """Return the grouped GEMMs alone, on rows that are sorted already."""
+def floor(given: Inputs, mode: str, transposed: bool = True):
+    """Return the grouped GEMMs alone, on rows that are sorted already. transposed: whether the weights are [experts, in, out]."""
     hidden, _, gate_up, down, *_ = (t.detach() for t in given.leaves)
     (expert,) = given.others
+    if not transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     keys, order = torch.sort(expert.flatten())
     ends = torch.searchsorted(keys, torch.arange(gate_up.shape[0], device=keys.device), right=True).int()
     x = hidden[order // expert.shape[1]]

@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -55,9 +56,10 @@ def prepare_qwen3(provider: str) -> None:
     else:
         require_modules({"cutedsl": "cutlass", "cutile": "cuda.tile"}[implementation])
         os.environ["LIGER_KERNEL_IMPL"] = implementation
-    from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+    from liger_kernel.transformers import apply_liger_kernel_to_qwen3, apply_liger_kernel_to_qwen3_moe
 
     apply_liger_kernel_to_qwen3()
+    apply_liger_kernel_to_qwen3_moe()
 
 
 def new_qwen3(name: str, layers: int | None, device: str, dtype: torch.dtype = torch.bfloat16):
@@ -80,6 +82,31 @@ def new_qwen3(name: str, layers: int | None, device: str, dtype: torch.dtype = t
     )
     with torch.device(device):
         return Qwen3ForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+
+
+def new_qwen3_moe(args, device: str):
+    """Return a Qwen3MoeForCausalLM in training mode, to be filled."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    s = models.size(args.model)
+    head: dict[str, Any] = {"head_dim": s.head_dim}  # which the class reads and does not name
+    config = Qwen3MoeConfig(
+        vocab_size=s.vocab,
+        hidden_size=s.hidden,
+        moe_intermediate_size=s.intermediate,
+        num_hidden_layers=args.layers or s.layers,
+        num_attention_heads=s.heads,
+        num_key_value_heads=s.kv_heads,
+        num_experts=s.experts,
+        num_experts_per_tok=s.top_k,
+        norm_topk_prob=True,
+        max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        use_cache=False,
+        **head,
+    )
+    with torch.device(device):
+        return Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
 
 
 def prepare_gpt_oss(provider: str) -> None:
@@ -129,6 +156,18 @@ QWEN3 = Family(
     packs=True,
     tokens=(256, 512, 1024, 2048, 4096, 8192, 16384, 18432, 20480, 24576, 26624),
 )
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    package=suites.QWEN3_MOE.package,
+    providers=("huggingface", "liger", "bastile", "bastile_adamw", "bastile_sdpa", "bastile_unpacked"),
+    step_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
+    fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
+    prepare=prepare_qwen3,
+    new_model=new_qwen3_moe,
+    packs=True,
+    tokens=(2048, 4096, 8192, 16384),
+    layers=12,  # of 48: with AdamW's states as many as fit into 141 GB beside the activations
+)
 GPT_OSS = Family(
     name="gpt_oss",
     package=suites.GPT_OSS.package,
@@ -140,7 +179,7 @@ GPT_OSS = Family(
     tokens=(2048, 4096, 8192, 16384),
     layers=12,  # of 24: with AdamW's states as many as fit into 141 GB
 )
-FAMILIES = {family.name: family for family in (QWEN3, GPT_OSS)}
+FAMILIES = {family.name: family for family in (QWEN3, QWEN3_MOE, GPT_OSS)}
 
 
 def family_of(model: str) -> Family:

@@ -1,11 +1,12 @@
-"""The sizes of the models: Qwen3 and GPT-OSS as Qwen and OpenAI publish them, and those that Liger-Kernel's benchmarks name."""
+"""The sizes of the models: Qwen3, Qwen3-MoE and GPT-OSS as Qwen and OpenAI publish them, and those that Liger-Kernel's benchmarks name."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Size:
-    """Dimensions of a model. tied: the head shares the embedding's weight; experts: 0 for a dense model."""
+    """Dimensions of a model. intermediate: of the MLP, or of one expert; tied: the head shares the embedding's weight; experts: 0 for a
+    dense model."""
 
     hidden: int
     intermediate: int
@@ -27,6 +28,10 @@ QWEN3 = {
     "qwen3_14b": Size(5120, 17408, 40, 40),
     "qwen3_32b": Size(5120, 25600, 64, 64),
 }
+QWEN3_MOE = {
+    "qwen3_moe_30b_a3b": Size(2048, 768, 48, 32, kv_heads=4, experts=128, top_k=8),
+    "qwen3_moe_235b_a22b": Size(4096, 1536, 94, 64, kv_heads=4, experts=128, top_k=8),
+}
 GPT_OSS = {
     "gpt_oss_20b": Size(2880, 2880, 24, 64, head_dim=64, vocab=201088, experts=32, top_k=4),
     "gpt_oss_120b": Size(2880, 2880, 36, 64, head_dim=64, vocab=201088, experts=128, top_k=4),
@@ -44,12 +49,15 @@ LIGER = {
 # For smoke runs on a CPU.
 TINY = {
     "qwen3_tiny": Size(64, 160, 2, 4, tied=True, kv_heads=2, head_dim=16, vocab=512),
+    "qwen3_moe_tiny": Size(64, 48, 2, 4, kv_heads=2, head_dim=16, vocab=512, experts=6, top_k=2),
+    "qwen3_host": Size(64, 512, 1, 4, tied=True, kv_heads=4, vocab=512),
     "gpt_oss_tiny": Size(64, 48, 2, 4, kv_heads=2, head_dim=16, vocab=512, experts=6, top_k=2),
 }
-SIZES = QWEN3 | GPT_OSS | LIGER
+SIZES = QWEN3 | QWEN3_MOE | GPT_OSS | LIGER
 WITH_TINY = SIZES | TINY
-# How a family's name is written, by how its models' names begin.
-FAMILIES = {"qwen3_": "Qwen3", "gpt_oss_": "GPT-OSS", "llama_": "Llama", "qwen2.5_": "Qwen2.5", "deepseek_": "DeepSeek"}
+# How a family's name is written, by how its models' names begin; the first that fits counts.
+FAMILIES = {"qwen3_moe_": "Qwen3", "qwen3_": "Qwen3"}
+FAMILIES |= {"gpt_oss_": "GPT-OSS", "llama_": "Llama", "qwen2.5_": "Qwen2.5", "deepseek_": "DeepSeek"}
 
 
 def full_name(name: str) -> str:
@@ -67,14 +75,14 @@ def size(name: str) -> Size:
 
 
 def family(name: str) -> str:
-    """Return the family of a model, "qwen3" or "gpt_oss", say."""
+    """Return the family of a model, "qwen3", "qwen3_moe" or "gpt_oss", say."""
     name = full_name(name)
     return next(prefix for prefix in FAMILIES if name.startswith(prefix)).rstrip("_")
 
 
 def title(name: str, layers: int | None = None) -> str:
-    """Return a model's name as it is written: "GPT-OSS-20B", or "GPT-OSS-20B with 12 of 24 layers"."""
+    """Return a model's name as it is written: "GPT-OSS-20B", "Qwen3-30B-A3B", or "GPT-OSS-20B with 12 of 24 layers"."""
     prefix, whole = f"{family(name)}_", size(name).layers
     parts = full_name(name).removeprefix(prefix).split("_")
-    found = "-".join([FAMILIES[prefix], *(part.upper() if part[0].isdigit() else part.capitalize() for part in parts)])
+    found = "-".join([FAMILIES[prefix], *(part.upper() if any(map(str.isdigit, part)) else part.capitalize() for part in parts)])
     return found if layers in (None, whole) else f"{found} with {layers} of {whole} layers"

@@ -6,8 +6,10 @@ A file benchmark_<operation>.py that holds such a declaration is all that a new 
 line, the CSV files, the tables and the plots take everything from it.
 """
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -89,6 +91,11 @@ class Work:
             return f"{self.flops / microseconds * 1e-6:.0f} TFLOP/s"
         return f"{self.nbytes / microseconds * 1e-3:.0f} GB/s"
 
+    @classmethod
+    def of_products(cls, products: Iterable[tuple[int, int, int]]) -> "Work":
+        """Return the work of matrix products [m, k] x [k, n], given as (m, n, k)."""
+        return cls(flops=sum(2 * m * n * k for m, n, k in products))
+
 
 def bytes_moved(forward: int, backward: int, tensor: Callable[[Inputs], int] | None = None) -> Callable[[Inputs, str], Work]:
     """Return the work of an operation that reads or writes each of some equally large tensors once.
@@ -164,6 +171,36 @@ class LigerConvention:
     differentiated: int | None = None
 
 
+@dataclass(frozen=True)
+class Limit:
+    """What an operation should reach at one shape, forward and backward (limits.py measures it).
+
+    tokens, and size, the dimensions that differ from those of the suite's model; or inputs, instead of the operation's, and a label for
+    them. share: of the floor; peer, liger: how many times as fast as the fastest peer and as Liger. checked: tokens of the inputs that are
+    checked against float64, few where float64 of the whole would not fit.
+    """
+
+    tokens: int
+    share: float
+    size: Mapping[str, Any] = field(default_factory=dict)
+    peer: float = 0.0
+    liger: float = 0.0
+    dtype: str = "bf16"
+    checked: int = 64
+    label: str = ""
+    inputs: Callable | None = None
+
+    @property
+    def title(self) -> str:
+        found = self.label or ", ".join([f"{self.tokens} tokens", *(f"{name} {number}" for name, number in self.size.items())])
+        return f"{found}, {self.dtype}"
+
+    def draw(self, operation: "Operation", tokens: int, random: Random) -> Inputs:
+        """Return inputs of this shape with so many tokens."""
+        size = dataclasses.replace(models.size(operation.suite.model), **self.size)
+        return (self.inputs or operation.inputs)(size, tokens, random)
+
+
 @dataclass(frozen=True, eq=False)
 class Operation:
     """What is compared.
@@ -180,6 +217,7 @@ class Operation:
     writes_inputs: does some provider write into its inputs or into the gradients of the outputs? file: the CSV file, if not `name`.
     sweeps: by --sweep-mode, functions (operation, args) -> [Case]. shown: x_name and x_value of the suite's table, if not its tokens.
     extra(settings, args) -> rows of a measurement of the operation's own. liger: how Liger's script measures it; None: not at all.
+    limits: what it should reach.
     """
 
     name: str
@@ -207,6 +245,7 @@ class Operation:
     shown: tuple[str, str] | None = None
     extra: Callable | None = None
     liger: LigerConvention | None = None
+    limits: tuple[Limit, ...] = ()
 
     def __post_init__(self):
         for what, names, known in (

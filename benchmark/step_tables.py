@@ -8,6 +8,14 @@ from .records import Row
 from .suites import QWEN3 as QWEN3_SUITE
 
 ADAMW = "bastile_adamw"
+# What people fine-tune with, and what it is called in the results.
+AS_TRAINED = {
+    "LoRA, rank 16": "_lora_16",
+    "autocast over bf16 weights": "_autocast",
+    "autocast over fp32 weights": "_autocast_fp32",
+    "8 documents, packed": "_8_documents",
+    "4 rows, a fifth padding": "_4_rows_padding_0.2",
+}
 HOW = "one sequence a GPU, bf16, PyTorch's fused AdamW unless a column says otherwise, no checkpointing: time, and peak memory of a GPU"
 
 
@@ -49,6 +57,23 @@ def whole_models(rows: list[Row]) -> str:
     rows = select(rows, kernel_name=f"{QWEN3.name}_step", layers=None)
     found = in_order({row.config["model"] for row in rows})
     return "\n\n".join(f"**{models.title(name)}**\n\n{steps(select(rows, model=name))}" for name in found)
+
+
+def as_trained(rows: list[Row]) -> str:
+    """Return the steps of what people fine-tune with: adapters, autocast, packed and padded batches."""
+    names, notes, body = ["huggingface", "liger", "bastile"], Notes(), []
+    shown: list[Row] = []
+    for what, kernel in AS_TRAINED.items():
+        of_kernel = select(rows, kernel_name=f"{QWEN3.name}_step{kernel}")
+        for tokens in in_order(row.x_value for row in select(of_kernel, metric_name="step_time")):
+            mine = select(of_kernel, x_value=tokens)
+            found, memory = (by_provider(select(mine, metric_name=name)) for name in ("step_time", "memory"))
+            leanest = min((row for p, row in memory.items() if not is_ours(p)), key=lambda row: row.y_value_50 or 0, default=None)
+            cells = step_cells(mine, names, notes)
+            body.append([what, tokens, *cells, times_faster(found), share(memory.get("bastile"), leanest)])
+            shown += found.values()
+    head = ["", "tokens", *map(providers.title, names), "speed vs best peer", "memory vs best peer"]
+    return markdown(head, body) + str(notes) + origin(shown) if body else ""
 
 
 def sharded(rows: list[Row]) -> str:
@@ -99,4 +124,4 @@ def titled_tables() -> dict:
     return {kernel: lambda rows, kernel=kernel: titled(rows, kernel) for kernel in kernels}
 
 
-TABLES = {"qwen3_step": whole_model, "qwen3_models": whole_models, "first_step": first_step, "fsdp": sharded}
+TABLES = {"qwen3_step": whole_model, "qwen3_models": whole_models, "as_trained": as_trained, "first_step": first_step, "fsdp": sharded}

@@ -2,6 +2,7 @@
 
     python -m benchmark.steps [--model qwen3_0.6b] [--tokens 4096,8192]
     python -m benchmark.steps --model gpt_oss_20b [--layers 24]
+    python -m benchmark.steps --model qwen3_moe_30b_a3b [--layers 12]
     python -m benchmark.steps --autocast [--weights fp32] [--lora 16]
     python -m benchmark.steps --layers 12 --tokens 8192 --documents 8
     python -m benchmark.steps --layers 12 --tokens 8192 --rows 4 --padding 0.2
@@ -39,7 +40,7 @@ def known_providers() -> tuple[str, ...]:
 def parser(description: str, tokens: tuple[int, ...] | None = None) -> argparse.ArgumentParser:
     """Return the command line of training steps. tokens: the lengths unless told otherwise, None for those of the model's family."""
     p = new_parser(description)
-    p.add_argument("--model", default="8b", help=f"sizes: {', '.join((*models.QWEN3, *models.GPT_OSS))}")
+    p.add_argument("--model", default="8b", help=f"sizes: {', '.join((*models.QWEN3, *models.QWEN3_MOE, *models.GPT_OSS))}")
     p.add_argument("--layers", type=int, help="fewer layers than the model has")
     p.add_argument("--tokens", type=integers, default=tokens, help="lengths of the sequence, comma-separated")
     p.add_argument("--providers", type=some_of(*known_providers()), help=f"of {', '.join(known_providers())}")

@@ -29,6 +29,13 @@ QWEN3 = Suite(
     model="qwen3_8b",
     models=("qwen3_0.6b", "qwen3_1.7b", "qwen3_4b", "qwen3_8b", "qwen3_14b", "qwen3_32b"),
 )
+QWEN3_MOE = Suite(
+    name="qwen3_moe",
+    table="qwen3_moe_operations",
+    package=".",
+    model="qwen3_moe_30b_a3b",
+    models=("qwen3_moe_30b_a3b", "qwen3_moe_235b_a22b"),
+)
 GPT_OSS = Suite(
     name="gpt_oss",
     table="gpt_oss_operations",
@@ -45,4 +52,4 @@ LIGER = Suite(
     conventions=("alone", "liger"),
     timing="rotated",
 )
-SUITES = (QWEN3, GPT_OSS, LIGER)
+SUITES = (QWEN3, QWEN3_MOE, GPT_OSS, LIGER)

@@ -5,7 +5,9 @@ promises in the manifest, its grid, and the kernel itself.
 """
 
 import ctypes
+import functools
 import importlib
+import types
 
 import torch
 
@@ -33,30 +35,45 @@ def tensor_at(address: int, dtype: torch.dtype, shape, stride) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)
 
 
+@functools.lru_cache(maxsize=256)
+def described(module: types.ModuleType) -> list:
+    """Lists (variant, its name, its entry in the manifest) of what a module of kernel_src prebuilds. Many packages are loaded in one
+    process, and their kernels are the same."""
+    return [(source, source.name, source.describe()) for source in module.variants()]
+
+
 class InterpretedArtifacts:
     """The manifest's entries, straight from kernel_src. replace: kernel functions to run instead, by name (mutants)."""
 
     def __init__(self, runtime, operations, replace=None):
-        self.by_kernel: dict[str, list] = {}
+        self.runtime = runtime
         self.sources = {}
-        for operation in operations:
-            for source in importlib.import_module(f"kernel_src.{operation}").variants():
-                entry = source.describe()
-                parameters = tuple(
-                    runtime.artifacts.Parameter(**{k: tuple(v) if isinstance(v, list) else v for k, v in p.items()})
-                    for p in entry["parameters"]
-                )
-                images = dict.fromkeys(source.targets or ARCHITECTURES)
-                variant = runtime.artifacts.Variant(entry["name"], operation, entry["symbol"], parameters, entry["constants"], images)
-                self.by_kernel.setdefault(source.kernel_name, []).append(variant)
-                self.sources[source.name] = source
         self.replace = replace or {}
+        self._entries: dict[str, list] = {}  # by kernel
+        self._variants: dict[str, list] = {}
+        for operation in operations:
+            for source, name, entry in described(importlib.import_module(f"kernel_src.{operation}")):
+                self._entries.setdefault(source.kernel_name, []).append((operation, source, entry))
+                self.sources[name] = source
 
     def operations(self):
-        return {variant.operation for variants in self.by_kernel.values() for variant in variants}
+        return {operation for entries in self._entries.values() for operation, _, _ in entries}
+
+    def kernels(self):
+        return self._entries.keys()
 
     def variants(self, kernel: str):
-        return self.by_kernel[kernel]
+        if kernel not in self._variants:
+            self._variants[kernel] = [self._variant(*entry) for entry in self._entries[kernel]]
+        return self._variants[kernel]
+
+    def _variant(self, operation, source, entry):
+        artifacts = self.runtime.artifacts
+        parameters = tuple(
+            artifacts.Parameter(**{k: tuple(v) if isinstance(v, list) else v for k, v in p.items()}) for p in entry["parameters"]
+        )
+        images = dict.fromkeys(source.targets or ARCHITECTURES)
+        return artifacts.Variant(entry["name"], operation, entry["symbol"], parameters, entry["constants"], images)
 
     def kernel(self, source):
         return self.replace.get(source.kernel_name, source.kernel)

@@ -1,4 +1,4 @@
-"""Cross entropy of a chunk of logits, and its gradient written over the logits.
+"""Cross entropy of logits, and its gradient: over the logits, where they are a chunk of a linear layer's, or beside them.
 
 With z the logits of one token (softcapped where the model does that), t its label and lse = log(sum(exp(z))):
 
@@ -110,23 +110,22 @@ def cross_entropy_combine(logits, target, part_max, part_sum, lse, loss, ignore_
     ct.scatter(lse, row, total, check_bounds=False)
 
 
-@ct.kernel
-def cross_entropy_gradient(logits, target, lse, scale, ignore_index: int, TILE: Const):
-    """Writes the gradient over logits. scale: [1] fp32, what every counted token's gradient is multiplied by."""
+@ct.function
+def write_gradient(logits, out, target, lse, scale, ignore_index, TILE: Const):
+    """(softmax - [j == target]) * scale of a piece of a row; 0 for an ignored token."""
     row, part = piece(logits, TILE)
     cols = part * TILE + ct.arange(TILE, dtype=ct.int32)
     t = ct.gather(target, row, check_bounds=False)
     counted = (t != ignore_index) & (t >= 0) & (t < logits.shape[1])
     v = read_logits(logits, row, cols) * LOG2E
     p = ct.exp2(v - ct.gather(lse, row, check_bounds=False), flush_to_zero=True)
-    g = (p - ct.where(ct.astype(cols, ct.int64) == t, 1.0, 0.0)) * ct.gather(scale, 0, check_bounds=False)
-    ct.scatter(logits, (row, cols), ct.astype(ct.where(counted, g, 0.0), logits.dtype), check_bounds=True)
+    g = (p - ct.where(ct.astype(cols, ct.int64) == t, 1.0, 0.0)) * scale
+    ct.scatter(out, (row, cols), ct.astype(ct.where(counted, g, 0.0), out.dtype), check_bounds=True)
 
 
-@ct.kernel
-def cross_entropy_gradient_weighted(logits, class_weight, target, lse, a, b, c, softcap: float, TILE: Const):
-    """Writes softmax * a - [j == target] * b - class_weight * c over logits. a, b, c: [tokens] fp32; a == 0 marks a token
-    whose gradient is 0 whatever its logits are."""
+@ct.function
+def write_gradient_weighted(logits, out, class_weight, target, lse, a, b, c, softcap, TILE: Const):
+    """softmax * a - [j == target] * b - class_weight * c of a piece of a row."""
     row, part = piece(logits, TILE)
     cols = part * TILE + ct.arange(TILE, dtype=ct.int32)
     t = ct.gather(target, row, check_bounds=False)
@@ -141,11 +140,38 @@ def cross_entropy_gradient_weighted(logits, class_weight, target, lse, a, b, c, 
     hit = ct.where(ct.astype(cols, ct.int64) == t, ct.gather(b, row, check_bounds=False), 0.0)
     w = ct.gather(class_weight, cols, check_bounds=True, padding_value=0)
     g = (p * row_a - hit - w * ct.gather(c, row, check_bounds=False)) * slope
-    ct.scatter(logits, (row, cols), ct.astype(ct.where(row_a == 0.0, 0.0, g), logits.dtype), check_bounds=True)
+    ct.scatter(out, (row, cols), ct.astype(ct.where(row_a == 0.0, 0.0, g), out.dtype), check_bounds=True)
+
+
+@ct.kernel
+def cross_entropy_gradient(logits, target, lse, scale, ignore_index: int, TILE: Const):
+    """Writes the gradient over logits. scale: [1] fp32, what every counted token's gradient is multiplied by."""
+    write_gradient(logits, logits, target, lse, ct.gather(scale, 0, check_bounds=False), ignore_index, TILE)
+
+
+@ct.kernel
+def cross_entropy_gradient_weighted(logits, class_weight, target, lse, a, b, c, softcap: float, TILE: Const):
+    """Writes softmax * a - [j == target] * b - class_weight * c over logits. a, b, c: [tokens] fp32; a == 0 marks a token
+    whose gradient is 0 whatever its logits are."""
+    write_gradient_weighted(logits, logits, class_weight, target, lse, a, b, c, softcap, TILE)
+
+
+@ct.kernel
+def cross_entropy_backward(logits, target, lse, dloss, scale, dlogits, ignore_index: int, TILE: Const):
+    """As `cross_entropy_gradient`, into dlogits. dloss: fp32, [1] or [tokens]; scale: [1] fp32; both multiply the gradient."""
+    row = ct.bid(0) // ct.cdiv(logits.shape[1], TILE)
+    factor = ct.gather(dloss, ct.where(dloss.shape[0] == 1, 0, row), check_bounds=False) * ct.gather(scale, 0, check_bounds=False)
+    write_gradient(logits, dlogits, target, lse, factor, ignore_index, TILE)
+
+
+@ct.kernel
+def cross_entropy_backward_weighted(logits, class_weight, target, lse, a, b, c, dlogits, softcap: float, TILE: Const):
+    """As `cross_entropy_gradient_weighted`, into dlogits."""
+    write_gradient_weighted(logits, dlogits, class_weight, target, lse, a, b, c, softcap, TILE)
 
 
 def variants():
-    vector, matrix = Array("float32", (None,)), Array("float32", (None, None), aligned=False)
+    vector, matrix = (Array("float32", (None,) * dims, aligned=False) for dims in (1, 2))
     target = Array("int64", (None,), aligned=False)
     for dtype in FLOATS:
         aligned = Array(dtype, (None, None), divisible=(1, 16))
@@ -167,6 +193,16 @@ def variants():
                 cross_entropy_gradient_weighted,
                 {"logits": logits, "class_weight": weight, "target": target, "lse": vector, "a": vector, "b": vector,
                  "c": vector, "softcap": FLOAT, "TILE": 2048},
+            )
+            yield Variant(
+                cross_entropy_backward,
+                {"logits": logits, "target": target, "lse": vector, "dloss": vector, "scale": vector, "dlogits": logits,
+                 "ignore_index": INT, "TILE": 2048},
+            )
+            yield Variant(
+                cross_entropy_backward_weighted,
+                {"logits": logits, "class_weight": weight, "target": target, "lse": vector, "a": vector, "b": vector,
+                 "c": vector, "dlogits": logits, "softcap": FLOAT, "TILE": 2048},
             )
         yield Variant(
             cross_entropy_combine,

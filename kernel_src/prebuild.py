@@ -41,7 +41,8 @@ class Array:
     aligned: the address and every stride but the last are divisible by 16 bytes, and the last stride is 1.
         Without it only the last stride is promised (1), which every tensor that the operations pass has.
     divisible: one entry a dimension: the length is promised to be a multiple of it.
-    at_least: one entry a dimension: the shortest length. The compiler does not need it, the kernel's own indices do.
+    at_least, at_most: one entry a dimension: the shortest and the longest length (None for any). The compiler does not need them, the
+        kernel's own indices do.
     """
 
     dtype: str
@@ -49,6 +50,7 @@ class Array:
     aligned: bool = True
     divisible: tuple[int, ...] = ()
     at_least: tuple[int, ...] = ()
+    at_most: tuple[int | None, ...] = ()
 
     @property
     def vector(self) -> int:
@@ -66,6 +68,7 @@ class Array:
             "shape": list(self.shape),
             "shape_divisible": list(self.divisible or (1,) * ndim),
             "shape_min": list(self.at_least or (1,) * ndim),
+            **({"shape_max": list(self.at_most)} if self.at_most else {}),
             "stride": [None] * (ndim - 1) + [1],
             "stride_divisible": [step] * (ndim - 1) + [1],
         }

@@ -147,8 +147,8 @@ DTYPES = (*((dtype, dtype) for dtype in FLOATS), ("bfloat16", "float32"))
 
 
 def variants():
-    for dtype, wide in DTYPES:
-        weight, angle = Array(wide, (2 * HALF,)), Array(wide, (None, 2 * HALF))
+    for dtype, weight_dtype in DTYPES:
+        weight, angle = Array(weight_dtype, (2 * HALF,)), Array(weight_dtype, (None, 2 * HALF))
         partial = Array("float32", (None, 2 * HALF))
         shared = {"q_weight": weight, "k_weight": weight, "cos": angle, "sin": angle}
         shape = {"HALF": HALF, "FULL": FULL}
@@ -156,7 +156,7 @@ def variants():
             q, k = grouped(dtype, group, 2 * HALF)
             params = {"q": q, "k": k, "q_out": q, "k_out": k, **shared, "eps": FLOAT, **group, **shape}
             yield Variant(qk_norm_rotary_forward, params)
-            if dtype == wide == "bfloat16" and group["Q_HEADS"] == 32:
+            if dtype == weight_dtype == "bfloat16" and group["Q_HEADS"] == 32:
                 # Half the registers a thread for 5120 and more elements a block. The last bit may differ.
                 yield Variant(qk_norm_rotary_forward, params, hints={"num_worker_warps": 8}, targets=UNMEASURED)
         # [8192, 32 and 8 heads] on an H200, whichever of heads and tokens comes first in the gradients: 65 us, 93 % of copy, with 4 tokens
@@ -169,7 +169,7 @@ def variants():
                 {"dq_out": x, "dk_out": x, "q": x, "k": x, "dq": x, "dk": x, **shared, "dq_weight": partial,
                  "dk_weight": partial, "eps": FLOAT, "TOKENS": 2 if dtype == "float32" else TOKENS, "HEADS": count, **shape},
             )
-        if dtype != wide:
+        if dtype != weight_dtype:
             continue
         out = Array(dtype, (2 * HALF,))
         yield Variant(column_sum_pair, {"first": partial, "second": partial, "first_out": out, "second_out": out, **TILE})

@@ -4,6 +4,8 @@ import importlib
 import types
 
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +28,57 @@ def _plan_of_70_tokens(device) -> tuple:
     limits = torch.where(t < 70, torch.stack((0 * t, t + 1, t, 0 * t + 70)), 0)
     queries, keys = [[1, 0], [0, 0], [0, 0], [65, 1], [70, 64]], [[0, 1], [0, 64], [63, 69], [70, 70], [70, 70]]
     return limits.to(device, torch.int32), torch.tensor(queries + keys, dtype=torch.int32, device=device)
+
+
+def _projection_tensors(new, shapes, dtype, of_weights, adapters) -> tuple:
+    """(weight, a, b, bias of each projection, what the backward pass finds made): of every second one with adapters, of all dtypes."""
+    tensors, made, tokens, rows_of_a = [], [], 6, []
+    for i, (rows, columns) in enumerate(shapes):
+        weight = new(rows, columns, seed=20 + i, dtype=of_weights)
+        if adapters and i % 2 == 0:
+            kind = (torch.float32, dtype)[i % 4 // 2]
+            a, b = new(4 + i, columns, seed=30 + i, dtype=kind), new(rows, 4 + i, seed=40 + i, dtype=kind)
+            tensors += [weight, a, b, None if i else new(rows, seed=50, dtype=kind)]
+            rows_of_a.append(a)
+            made += [b.to(dtype)] if kind != dtype else []
+        else:
+            tensors += [weight, None, None, None]
+    before = []
+    if rows_of_a:
+        rank = sum(a.shape[0] for a in rows_of_a)
+        before.append(new(tokens, rank, seed=60))
+        if len(rows_of_a) > 1 or rows_of_a[0].dtype != dtype:
+            before.append(torch.cat([a.to(dtype) for a in rows_of_a]))
+    if of_weights != dtype:
+        before.append(torch.cat([weight.to(dtype) for weight in tensors[::4]]))
+    return tensors, before + made
+
+
+def _decoder_arguments(new, dtype) -> dict:
+    """Of the operators of a decoder layer: plain, with adapters beside frozen weights, and over fp32 as under autocast."""
+    forward, backward, mlp, mlp_backward = [], [], [], []
+    for kind, adapters, frozen in ((dtype, False, False), (dtype, True, True), (torch.float32, True, False)):
+        x, norm = new(6, 1024, dtype=kind), new(1024, seed=1, dtype=kind)
+        heads, tables = ([new(*shape, 128, seed=2 + i, dtype=kind) for i in range(2)] for shape in ((), (1, 3)))
+        inputs, of_inputs = _projection_tensors(new, [(512, 1024)] * 3, dtype, kind, adapters)
+        grads = [new(2, 3, 4, 128, seed=70 + i).transpose(1, 2) for i in range(3)]
+        rstd = new(6, dtype=torch.float32, seed=75).abs()
+        forward.append((x, norm, 1e-6, *heads, 1e-6, *tables, [2, 3], dtype, inputs, [2.0, 1.0, 0.5]))
+        needs = [tensor is not None and not (frozen and i % 4 == 0) for i, tensor in enumerate(inputs)]
+        backward.append((*grads, new(6, 1024, seed=73, dtype=kind), x, norm, *heads, 1e-6, *tables, dtype, inputs, [2.0, 1.0, 0.5],
+                         new(6, 1536, seed=74), rstd, of_inputs, [True, not frozen, not frozen, True, *needs]))  # fmt: skip
+        for attended in (None, new(6, 256, seed=76)):
+            groups = [[(1024, 256)]] * (attended is not None) + [[(96, 1024)] * 2, [(1024, 96)]]
+            found = [_projection_tensors(new, group, dtype, kind, adapters) for group in groups]
+            tensors, made = ([tensor for pair in found for tensor in pair[i]] for i in range(2))
+            scalings = [0.5] * (len(tensors) // 4)
+            mlp.append((x.view(2, 3, 1024), attended, norm, 1e-6, dtype, tensors, scalings))
+            total = x.view(2, 3, 1024) if attended is None else x
+            needs = [tensor is not None and not (frozen and i % 4 == 0) for i, tensor in enumerate(tensors)]
+            mlp_backward.append((new(2, 3, 1024, seed=77, dtype=kind), total, attended, norm, dtype, tensors, scalings, rstd,
+                                 new(6, 192, seed=78), made, [True, attended is not None, not frozen, *needs]))  # fmt: skip
+    inputs = {"norm_attention_inputs": forward, "norm_attention_inputs_backward": backward}
+    return {**inputs, "norm_mlp": mlp, "norm_mlp_backward": mlp_backward}
 
 
 def operator_arguments(device, dtype) -> dict:
@@ -60,6 +113,7 @@ def operator_arguments(device, dtype) -> dict:
         "attention_plan": [(documents, 70, 70, 0), (documents, 70, 2, 2)],
         "attention_forward": [(*heads, each, *plan, 0.125) for each in (None, sinks)],
         "attention_backward": [(attended, *heads, each, 2 * attended, lse, *plan, 0.125) for each in (None, sinks)],
+        **_decoder_arguments(new, dtype),
         "linear_cross_entropy_run": [
             (hidden, head, None, target, None, None, [False] * 3, *of_loss),
             (hidden, head, None, target, None, scale, [True, False, False], *of_loss),
@@ -67,7 +121,7 @@ def operator_arguments(device, dtype) -> dict:
         ],
         "rms_norm_forward": [(x, weight, 1e-6), (x[:, 1:], weight[1:], 1e-6)],
         "rms_norm_backward": [(dy, x, weight, rstd, need) for need in both],
-        "rms_norm_again": [(x, weight, rstd)],
+        "rms_norm_recompute": [(x, weight, rstd)],
         "add_rms_norm_forward": [(x, other, weight, 1e-6)],
         "add_rms_norm_backward": [(dy, other, x, weight, rstd, need) for need in both],
         "rotary_forward": [(q.transpose(1, 2), k.transpose(1, 2), *tables, 1), (q, k, *tables, 2)],
@@ -154,9 +208,6 @@ def check_compiled_loss(ops, options, device, backend, dtype):
 
 def largest_tensors(function, *args) -> list:
     """The largest number of elements of a tensor in each graph, forward and backward, that torch.compile makes of a function."""
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-
     found = []
 
     def look(graph, examples):
@@ -202,6 +253,67 @@ def check_compiled_model(package, device, dtype=torch.float32, lengths=(17, 18, 
     return counters["stats"]["unique_graphs"]
 
 
+def with_adapters(model, **options):
+    """A model with PEFT's LoRA on every linear layer, whose B is not zero."""
+    from peft import LoraConfig, get_peft_model
+
+    options = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
+    model = get_peft_model(model, LoraConfig(**options))
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.05)
+    return model
+
+
+# What people train: (the model's dtype, whether under autocast, options of LoRA or None)
+FORMS = {
+    "plain": (torch.bfloat16, False, None),
+    "LoRA": (torch.bfloat16, False, {}),
+    "rsLoRA on attention": (torch.bfloat16, False, {"use_rslora": True, "target_modules": ["q_proj", "v_proj", "o_proj"]}),
+    "autocast": (torch.bfloat16, True, None),
+    "autocast over float32": (torch.float32, True, None),
+    "autocast over float32 with LoRA": (torch.float32, True, {}),
+}
+
+
+def check_compiled_form(package, form, device, backend, lengths, sizes=None):
+    """A training step of what people train, fullgraph: losses and gradients are eager mode's, in two graphs for all lengths.
+
+    Returns the names of the package's operators in the graphs.
+    """
+    dtype, autocast, lora = FORMS[form]
+    model = tiny_model(dtype, num_hidden_layers=2, **(sizes or {})).to(device)
+    model = package.kernelize(model if lora is None else with_adapters(model, **lora))
+    called, namespace = [], importlib.import_module(f"{package.__name__}._ops").NAMESPACE
+
+    def look(graph, examples):
+        called.extend(str(node.target).split(".")[1] for node in graph.graph.nodes if str(node.target).startswith(namespace + "."))
+        return make_boxed_func(graph.forward)
+
+
+    torch._dynamo.reset()
+    counters.clear()
+    backend = aot_autograd(fw_compiler=look, bw_compiler=look) if backend == "look" else backend
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for length in lengths:
+        ids, found = random_tokens(2, length).to(device), []
+        for run in (model, compiled):
+            model.zero_grad()
+            with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
+                loss = run(input_ids=ids, labels=ids).loss
+            loss.backward()
+            found.append((loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+        (expected, wanted), (loss, gradients) = found
+        assert_close(loss, expected, torch.bfloat16, f"loss of {length} tokens")
+        assert gradients.keys() == wanted.keys()
+        for name, gradient in gradients.items():
+            assert gradient.dtype == wanted[name].dtype
+            assert_close(gradient, wanted[name], torch.bfloat16, f"{form}: {name}, {length} tokens", 5)
+    assert counters["stats"]["unique_graphs"] <= 2
+    return called
+
+
 def check_exported_model(package, device, strict, step=1):
     """torch.export of the model as it generates, with a dynamic length: our operators are in the graph, and give the same.
 
@@ -223,5 +335,5 @@ def check_exported_model(package, device, strict, step=1):
             assert_close(program.module()(ids, use_cache=False).logits, expected, torch.float32, f"{tokens} tokens")
     namespace = importlib.import_module(f"{package.__name__}._ops").NAMESPACE
     called = {str(node.target).split(".")[1] for node in program.graph.nodes if str(node.target).startswith(namespace + ".")}
-    rotary = "qk_norm_rotary_forward" if strict else "rotary_forward"  # strict, the decoder layer is traced as it is compiled: fused
-    assert called == {"rms_norm_forward", rotary, "swiglu_forward"}
+    fused = {"norm_attention_inputs", "norm_mlp"}  # strict, the decoder layer is traced as it is compiled
+    assert called == {"rms_norm_forward", *(fused if strict else {"rotary_forward", "swiglu_forward"})}

@@ -1,4 +1,4 @@
-"""Small Qwen3 models, and the comparison of their training steps. Tests of the layers and of patching use them on any device."""
+"""Small models, and the comparison of their training steps. Tests of the layers and of patching use them on any device."""
 
 import importlib
 
@@ -76,6 +76,37 @@ def tiny_gpt_oss(dtype=torch.float32, cls=None, attn_implementation="eager", **c
             torch.nn.init.normal_(parameter, 0.0, 0.2)
         else:
             torch.nn.init.normal_(parameter)
+    return model.to(dtype).train()
+
+
+def tiny_qwen3_moe(dtype=torch.float32, cls=None, **changes):
+    """A Qwen3-MoE in training mode, always with the same weights: two layers of experts and between them one without."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    torch.manual_seed(0)
+    model = (cls or Qwen3MoeForCausalLM)(Qwen3MoeConfig(**{**sizes, **changes}))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif "experts" in name or "gate.weight" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
     return model.to(dtype).train()
 
 

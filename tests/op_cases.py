@@ -12,12 +12,13 @@ from tests.ops.common import randn
 from tests.tolerances import RELATIVE_ERROR, relative_error
 
 BF16, FP32 = torch.bfloat16, torch.float32
-TOKENS, HIDDEN, INNER, CLASSES, WIDTH = 3, 1024, 96, 40, 128
+TOKENS, HIDDEN, INNER, CLASSES, WIDTH, EXPERTS, TOP_K = 3, 1024, 96, 40, 128, 4, 2
+GPT_OSS = {"transposed": True, "interleaved": True, "alpha": 1.702, "limit": 7.0}  # the experts' options
 CASES = {
     "rms_norm": {"x": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
     "add_rms_norm": {"x": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
-    "wide_rms_norm": {"x": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
-    "wide_add_rms_norm": {"x": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
+    "round_last_rms_norm": {"x": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
+    "round_last_add_rms_norm": {"x": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
     "rotary": {"q": (2, 8, TOKENS, WIDTH), "k": (2, 8, TOKENS, WIDTH), "cos": (1, TOKENS, WIDTH), "sin": (1, TOKENS, WIDTH)},
     "qk_norm_rotary": {
         **{"q": (2, TOKENS, 8, WIDTH), "k": (2, TOKENS, 8, WIDTH), "q_weight": (WIDTH,), "k_weight": (WIDTH,)},
@@ -28,6 +29,11 @@ CASES = {
     "linear_cross_entropy": {
         **{"hidden": (TOKENS, HIDDEN), "weight": (CLASSES, HIDDEN), "target": (TOKENS,)},
         **{"bias": (CLASSES,), "class_weight": (CLASSES,)},
+    },
+    "experts": {
+        **{"hidden": (TOKENS, INNER), "expert": (TOKENS, TOP_K), "scores": (TOKENS, TOP_K)},
+        **{"gate_up_weight": (EXPERTS, INNER, 2 * WIDTH), "down_weight": (EXPERTS, WIDTH, INNER)},
+        **{"gate_up_bias": (EXPERTS, 2 * WIDTH), "down_bias": (EXPERTS, INNER)},
     },
     "norm_attention_inputs": {
         **{"x": (TOKENS, HIDDEN), "norm_weight": (HIDDEN,)},
@@ -42,10 +48,11 @@ CASES = {
 NOT_DIFFERENTIABLE = {("rotary", "cos"), ("rotary", "sin"), ("qk_norm_rotary", "cos"), ("qk_norm_rotary", "sin")}
 NOT_DIFFERENTIABLE |= {("norm_attention_inputs", "cos"), ("norm_attention_inputs", "sin")}
 NOT_DIFFERENTIABLE |= {("linear_cross_entropy", "target"), ("linear_cross_entropy", "class_weight")}
+NOT_DIFFERENTIABLE |= {("experts", "expert")}
 
 
 # Where an operation lies that has not the name of its module.
-MODULES = {"wide_add_rms_norm": "wide_rms_norm", "add_rms_norm": "rms_norm", "qk_norm_rotary": "rotary", "mlp": "swiglu"}
+MODULES = {"round_last_add_rms_norm": "round_last_rms_norm", "add_rms_norm": "rms_norm", "qk_norm_rotary": "rotary", "mlp": "swiglu"}
 MODULES |= {"norm_attention_inputs": "decoder_nodes", "norm_mlp": "decoder_nodes"}
 
 
@@ -71,8 +78,8 @@ def operations(*packages) -> Operations:
 # ---------------------------------------------------------------- what each computes
 def norm(x, weight, eps=1e-6):
     """Normalised in float32 or wider, as the model does it."""
-    wide = x.to(torch.promote_types(x.dtype, FP32))
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    xf = x.to(torch.promote_types(x.dtype, FP32))
+    return weight * (xf * torch.rsqrt(xf.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def plain_rms_norm(x, weight):
@@ -83,17 +90,17 @@ def plain_add_rms_norm(x, residual, weight):
     return norm(x + residual, weight), x + residual
 
 
-def wide_norm(x, weight, eps=1e-5):
-    wide = x.to(torch.promote_types(x.dtype, FP32))
-    return (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
+def round_last_norm(x, weight, eps=1e-5):
+    xf = x.to(torch.promote_types(x.dtype, FP32))
+    return (weight * (xf * torch.rsqrt(xf.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
 
 
-def plain_wide_rms_norm(x, weight):
-    return wide_norm(x, weight)
+def plain_round_last_rms_norm(x, weight):
+    return round_last_norm(x, weight)
 
 
-def plain_wide_add_rms_norm(x, residual, weight):
-    return wide_norm(x + residual, weight), x + residual
+def plain_round_last_add_rms_norm(x, residual, weight):
+    return round_last_norm(x + residual, weight), x + residual
 
 
 def plain_rotary(q, k, cos, sin):
@@ -128,6 +135,17 @@ def plain_norm_mlp(x, norm_weight, gate_weight, up_weight, down_weight):
     return x + plain_mlp(norm(x, norm_weight), gate_weight, up_weight, down_weight)
 
 
+def plain_experts(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias):
+    """GPT-OSS's, every expert on every token, which works under every transform."""
+    alpha, limit, out = GPT_OSS["alpha"], GPT_OSS["limit"], 0
+    for e in range(gate_up_weight.shape[0]):
+        gate, up = (hidden @ gate_up_weight[e] + gate_up_bias[e]).unflatten(-1, (-1, 2)).unbind(-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        y = ((up + 1) * gate * torch.sigmoid(alpha * gate)) @ down_weight[e] + down_bias[e]
+        out = out + (scores * (expert == e)).sum(-1, keepdim=True) * y
+    return out.to(hidden.dtype)
+
+
 PLAIN = {name.removeprefix("plain_"): function for name, function in list(globals().items()) if name.startswith("plain_")}
 
 
@@ -137,12 +155,20 @@ def arguments(operation, dtype=BF16, tokens=TOKENS, device="cpu"):
     found = {}
     for i, (name, shape) in enumerate(CASES[operation].items()):
         shape = tuple(tokens if n == TOKENS else n for n in shape)
-        scale = shape[-1] ** -0.5 if len(shape) == 2 and "weight" in name else 1.0
+        scale = shape[1] ** -0.5 if len(shape) > 1 and "weight" in name else 1.0
         found[name] = randn(*shape, dtype=dtype, device=device, seed=i, scale=scale)
     if operation == "linear_cross_entropy":
         found["target"] = torch.arange(tokens, device=device) % CLASSES
         found["class_weight"] = found["class_weight"].float().abs() + 0.5
+    if operation == "experts":
+        found["expert"] = expert_ids(tokens, device)
     return found
+
+
+def expert_ids(tokens, device):
+    """[tokens, TOP_K]: different experts for each token; every fifth entry is no expert."""
+    number = torch.arange(tokens * TOP_K, device=device).view(tokens, TOP_K)
+    return torch.where(number % 5 == 4, EXPERTS, number * 3 % EXPERTS)
 
 
 def run(ops, operation, found, **options):
@@ -156,6 +182,8 @@ def run(ops, operation, found, **options):
     elif operation == "linear_cross_entropy":
         tensors = {name: found[name] for name in ("bias", "class_weight") if name in found}
         results = function(found["hidden"], found["weight"], found["target"], **tensors, **options)
+    elif operation == "experts":
+        results = function(**found, **GPT_OSS, **options)
     else:
         results = function(**found, **options)
     return results if isinstance(results, tuple) else (results,)

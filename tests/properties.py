@@ -45,9 +45,9 @@ def shapes(draw, operation):
     """(shapes of the arguments, options) of one operation."""
     tokens, length = draw(FEW_TOKENS), draw(LENGTHS)
     rows = draw(st.sampled_from(((tokens,), (2, tokens), (tokens, 1, 3))))
-    if operation in ("rms_norm", "wide_rms_norm"):
+    if operation in ("rms_norm", "round_last_rms_norm"):
         return {"x": (*rows, length), "weight": (length,)}, {}
-    if operation in ("add_rms_norm", "wide_add_rms_norm"):
+    if operation in ("add_rms_norm", "round_last_add_rms_norm"):
         return {"x": (*rows, length), "residual": (*rows, length), "weight": (length,)}, {}
     if operation == "swiglu":
         return {"gate": (*rows, length), "up": (*rows, length)}, {}
@@ -60,6 +60,11 @@ def shapes(draw, operation):
         found |= draw(st.sampled_from(({}, {"bias": (classes,)}))) | draw(st.sampled_from(({}, {"class_weight": (classes,)})))
         options = {name: draw(values) for name, values in LOSS_OPTIONS.items() if draw(st.booleans())}
         return found, options
+    if operation == "experts":
+        count, width = draw(st.sampled_from((1, 2, 5, 8))), draw(st.sampled_from((8, 33, 64)))
+        found = {"hidden": (tokens, inner), "expert": (tokens, count), "scores": (tokens, count)}
+        found |= {"gate_up_weight": (count, inner, 2 * width), "down_weight": (count, width, inner)}
+        return {**found, "gate_up_bias": (count, 2 * width), "down_bias": (count, inner)}, {}
     if operation == "norm_attention_inputs":
         width, heads_of = draw(st.sampled_from((2, 16, 128, 128))), draw(st.sampled_from(((8, 4, 4), (4, 4, 4), (3, 1, 1))))
         weights = {f"weights[{i}]": (count * width, length) for i, count in enumerate(heads_of)}
@@ -104,7 +109,7 @@ def tensors_of(call: Call, device) -> dict:
     """The arguments, of order 1, products of order 1."""
     found = {}
     for i, (name, shape) in enumerate(call.shapes.items()):
-        scale = shape[-1] ** -0.5 if len(shape) == 2 and "weight" in name else 1.0
+        scale = shape[1] ** -0.5 if len(shape) > 1 and "weight" in name else 1.0
         found[name] = randn(*shape, dtype=call.dtype, device=device, seed=100 * call.seed + i, scale=scale)
     if "target" in found:
         classes, generator = call.shapes["weight"][0], torch.Generator().manual_seed(call.seed)
@@ -113,6 +118,10 @@ def tensors_of(call: Call, device) -> dict:
         found["target"] = target.masked_fill(ignored, call.options.get("ignore_index", -100)).to(device)
     if "class_weight" in found:
         found["class_weight"] = found["class_weight"].float().abs() + 0.5
+    if "expert" in found:  # some of them none
+        count, generator = call.shapes["gate_up_weight"][0], torch.Generator().manual_seed(call.seed)
+        found["expert"] = torch.argsort(torch.rand(found["expert"].shape, generator=generator), -1).to(device)
+        found["expert"][:, :1] = torch.where(found["expert"][:, :1] % 3 == 1, count, found["expert"][:, :1])
     return {name: call.layouts[name](tensor) for name, tensor in found.items()}
 
 

@@ -39,6 +39,14 @@ def _imported(tree: ast.Module) -> set[str]:
     return found
 
 
+def _text(node: object) -> str:
+    """The syntax as text. ast.dump's differs between versions of Python, which name other fields that are empty."""
+    if isinstance(node, ast.AST):
+        fields = [f"{name}={_text(value)}" for name, value in ast.iter_fields(node) if value is not None and value != []]
+        return f"{type(node).__name__}({', '.join(fields)})"
+    return f"[{', '.join(map(_text, node))}]" if isinstance(node, list) else repr(node)
+
+
 def source_digest(operation: str) -> str:
     """sha256 of the module of an operation and of what it imports of kernel_src, directly or through others.
 
@@ -51,5 +59,5 @@ def source_digest(operation: str) -> str:
         module = waiting.pop()
         trees[module] = _tree(module)
         waiting |= _imported(trees[module]) - trees.keys()
-    content = "\0".join(f"{module}\0{ast.dump(tree)}" for module, tree in sorted(trees.items()))
+    content = "\0".join(f"{module}\0{_text(tree)}" for module, tree in sorted(trees.items()))
     return hashlib.sha256(content.encode()).hexdigest()

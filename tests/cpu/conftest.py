@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.op_cases import operations
+from tests.ops.suite import suite
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -65,6 +66,12 @@ def gpt_oss(gpt_oss_folder):
 
 
 @pytest.fixture(scope="session")
+def liger(tmp_path_factory):
+    """The package for Liger's users, loaded."""
+    return load(assemble_cpu(tmp_path_factory.mktemp("liger"), package="packages/liger"))
+
+
+@pytest.fixture(scope="session")
 def other_build(tmp_path_factory):
     """Another build of the package, loaded beside the first."""
     return load(assemble_cpu(tmp_path_factory.mktemp("other"), "\n# another build\n"))
@@ -104,6 +111,12 @@ def loaded_ops(all_operations):
 def ops(request, all_operations):
     """Every operation by its name, in PyTorch and in the interpreted kernels."""
     return operations(all_operations if request.param == "pytorch" else request.getfixturevalue("interpreted"))
+
+
+@pytest.fixture(params=("pytorch", "kernels"))
+def suite_ops(request, all_operations):
+    """The operations of the package for Liger's users, in PyTorch and in the interpreted kernels."""
+    return suite(all_operations if request.param == "pytorch" else request.getfixturevalue("interpreted"))
 
 
 @pytest.fixture

@@ -31,13 +31,18 @@ def test_attention(ops, case):
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
-def test_wide_dtypes_and_other_heads_run_in_pytorch(ops, dtype):
+def test_fp32_float64_and_other_heads_run_in_pytorch(ops, dtype):
     checks.check_operation(ops, checks.Case(70, checks.packed(30, 40), head_dim=16, dtype=dtype, sinks=True))
     checks.check_operation(ops, checks.Case(9, ((2, 7),), dtype=dtype))
 
 
 def test_a_scale_below_zero_runs_in_pytorch(ops):
     checks.check_operation(ops, checks.Case(70, checks.packed(70), scale=-0.2))
+
+
+@pytest.mark.parametrize("case", checks.CASES, ids=str)
+def test_kernels_read_a_plan_of_the_pytorch_path(ops, case):
+    checks.check_plan_reference(ops, case)
 
 
 def test_plans(ops):
@@ -71,9 +76,13 @@ def test_compiles_as_one_operator(ops):
     def twice(q, k, v):
         return ops.attention(q, k, v, plan) * 2
 
-    compiled = torch.compile(twice, backend="aot_eager", fullgraph=True)
-    found, wanted = (torch.autograd.grad((function(q, k, v) ** 2).sum(), (q, k, v)) for function in (compiled, twice))
-    assert all(map(torch.equal, found, wanted))
+    def planned(q, k, v):
+        return ops.attention(q, k, v, cu_seqlens=torch.tensor([0, 30, 70])) * 2
+
+    for function in (twice, planned):
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        found, wanted = (torch.autograd.grad((each(q, k, v) ** 2).sum(), (q, k, v)) for each in (compiled, function))
+        assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize(

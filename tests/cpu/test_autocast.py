@@ -112,3 +112,16 @@ def test_forward_and_backward_on_either_side_of_autocast(ops, name, dtype):
         reference = run(formula, inputs_of(shapes, dtype), True, False)
         for a, b, c in zip((*found, *grads), (*exact[0], *exact[1]), (*reference[0], *reference[1]), strict=True):
             assert relative_error(a, b) <= 1.5 * relative_error(c, b) + 1e-3
+
+
+@pytest.mark.parametrize("name", ["norm_mlp", "norm_attention_inputs"])
+def test_autocast_to_the_weights_dtype_changes_nothing(ops, name):
+    """The fused nodes take part: same bits, and nothing but the node behind its results."""
+    shapes, call, _ = OPERATIONS[name]
+    operation = getattr(ops, name)
+    outside = run(lambda *args: call(operation, *args), inputs_of(shapes, torch.bfloat16), False, False)
+    found, grads = run(lambda *args: call(operation, *args), inputs_of(shapes, torch.bfloat16), True, False)
+    for a, b in zip((*found, *grads), (*outside[0], *outside[1]), strict=True):
+        assert torch.equal(a, b)
+    assert [type(result.grad_fn) for result in found] == [type(result.grad_fn) for result in outside[0]]
+    assert type(found[0].grad_fn).__name__.startswith("_Norm")

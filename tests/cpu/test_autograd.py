@@ -41,7 +41,7 @@ class Multiplications(TorchDispatchMode):
 def launches(interpreted):
     """What a block of code launches: `with launches() as found` fills (a Counter of kernels, the number of matrix products)."""
     backend = runtime_of(interpreted).launch.backend
-    names = {variant.name: kernel for kernel, variants in backend.artifacts.by_kernel.items() for variant in variants}
+    names = {variant.name: kernel for kernel in backend.artifacts.kernels() for variant in backend.artifacts.variants(kernel)}
 
     @contextlib.contextmanager
     def counted():

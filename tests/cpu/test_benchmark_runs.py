@@ -1,6 +1,7 @@
 """Smoke runs of the benchmarks of operations in tiny sizes, and what a provider that fails does to them."""
 
 import dataclasses
+import importlib
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from benchmark import (
     benchmark_adamw,
     benchmark_generate,
+    benchmark_host,
     benchmark_swiglu,
     correctness,
     eager,
@@ -24,6 +26,7 @@ from benchmark import (
 from benchmark.__main__ import main
 from benchmark.operation import Random
 from tests.benchmark_support import TINY, one_thread, sources  # noqa: F401
+from tests.ops.common import runtime_of
 
 QWEN3_OPERATIONS = {operation.name: operation for operation in registry.of_suite(suites.QWEN3)}
 
@@ -176,6 +179,25 @@ def test_a_wrong_step_of_the_optimizer_is_not_timed(monkeypatch, wrong):
     arguments = ["--device", "cpu", "--model", "tiny", "--layers", "1", "--ms", "1", "--cases", "bf16", "--providers", "torch"]
     rows = benchmark_adamw.main(arguments)
     assert [r.error for r in rows if r.kernel_provider == "torch"][0].startswith("ArithmeticError: wrong result: ")
+
+
+def test_the_hosts_time(tmp_path, monkeypatch, loaded):
+    pytest.importorskip("peft")
+    runtime = runtime_of(loaded)
+    monkeypatch.setattr(runtime.launch, "backend", runtime.launch.backend)
+    driver = importlib.import_module(f"{loaded.__name__}.shared.runtime.driver")
+    monkeypatch.setattr(driver, "raw_stream", driver.raw_stream)
+    rows = benchmark_host.main(["--device", "cpu", "--layers", "1", "--results", str(tmp_path)])
+    kernels = list(runtime.launch.tuner.kernels)
+    launched = {kernel.names[0] for kernel in kernels if kernel._prepared}
+    for kernel in kernels:
+        kernel.forget()
+    expected = {"rms_norm_forward", "rms_norm_apply", "add_rms_norm_backward", "qk_norm_rotary_backward", "swiglu_backward_recompute"}
+    assert {*expected, "adamw"} <= launched, "with the kernels' launches"
+    saved = records.read(tmp_path / "cpu" / "host.csv")
+    assert len(saved) == len(rows) and all(r.y_value_50 for r in rows), [r.error for r in rows]
+    assert {(r.kernel_provider, r.x_value) for r in saved} == {(p, c) for c, case in benchmark_host.CASES.items() for p in case.providers}
+    assert all(title in benchmark_host.table(rows) for title in ("RMSNorm, without", "decoder layer with LoRA", "LoRA of 1 layers"))
 
 
 def test_generation(tmp_path):

@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import importlib.util
 import json
+import lzma
 import os
 import random
 import re
@@ -15,8 +16,6 @@ import subprocess
 import sys
 import time
 import tomllib
-import zlib
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from rich.progress import Progress
 from kernel_src.prebuild import UNMEASURED, PerArchitecture
 from tools import compile as compiler
 from tools.assemble import assemble, sources
+from tools.build_record import changed, read_record, record
 from tools.compile import TARGETS, BuildError, Job
 from tools.elf import resources
 from tools.kernel_package import PackageError, package_folders, read_package
@@ -652,7 +652,7 @@ def test_the_commit_and_whether_it_was_clean_are_recorded(tmp_path):
 
 # ---------------------------------------------------------------- what ships
 SHIPPED = sorted([*(ROOT / "torch-ext").rglob("*.py"), *ROOT.glob("packages/*/torch-ext/**/*.py")])
-LATER = {"transformers", "kernels"}  # what patching looks for when it is called
+LATER = {"transformers", "kernels", "liger_kernel"}  # what patching, and the back end inside Liger, look for when they are called
 shipped = pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.relative_to(ROOT).as_posix())
 
 
@@ -714,9 +714,10 @@ def test_it_works_where_nothing_else_can_be_imported(package_folder):
     assert "pip install" in done.stdout
 
 
-# ---------------------------------------------------------------- the kernels: minutes with an empty cache, so it comes last
-# Every variant for one architecture a generation; for every other target the first variant of each operation that it gets.
-# `make build` compiles every variant for all of them, with the same checks.
+# ---------------------------------------------------------------- the kernels: minutes where many changed, so it comes last
+# Of an operation that has changed since it was last compiled whole (tools/build_record.py), every variant for one architecture a
+# generation; of every operation, for all targets, the first variant that it gets. `make build` compiles every variant for all of them,
+# with the same checks.
 TEST_TARGETS = {"x86_64": ("sm_80", "sm_90", "sm_100", "sm_120")}
 
 
@@ -726,15 +727,49 @@ def test_a_generation_has_one_test_target():
     assert set(TEST_TARGETS["x86_64"]) <= set(TARGETS["x86_64"])
 
 
-def targets_here(variants):
-    """variant -> its (host, architecture)s here."""
-    found = {variant.name: compiler.targets_of(variant, TEST_TARGETS) for _, variant in variants}
+def targets_here(variants, changed):
+    """variant -> its (host, architecture)s here. changed: the operations to compile every variant of."""
+    found = {v.name: compiler.targets_of(v, TEST_TARGETS) if operation in changed else [] for operation, v in variants}
     for host, names in TARGETS.items():
-        for architecture in set(names) - set(TEST_TARGETS.get(host, ())):
+        for architecture in names:
             firsts = {operation: v for operation, v in reversed(variants) if not v.targets or architecture in v.targets}
             for variant in firsts.values():
-                found[variant.name].append((host, architecture))
+                if (host, architecture) not in found[variant.name]:
+                    found[variant.name].append((host, architecture))
     return found
+
+
+def test_every_variant_of_what_changed_is_compiled_and_the_first_of_what_did_not():
+    variants = compiler.read_variants(["scale", "column_sum"])
+    found = targets_here(variants, {"scale"})
+    everywhere = {(host, name) for host, names in TARGETS.items() for name in names}
+    for operation in ("scale", "column_sum"):
+        first, *others = (set(found[v.name]) for name, v in variants if name == operation)
+        assert first == everywhere and others
+        tested = {("x86_64", name) for name in TEST_TARGETS["x86_64"]} if operation == "scale" else set()
+        assert all(targets == tested for targets in others)
+
+
+def test_what_was_compiled_whole_is_known_by_its_source_and_the_compiler(tmp_path, monkeypatch):
+    path, identity = tmp_path / "compiled.json", {"tileiras": "1"}
+    assert changed({"scale", "adamw"}, identity, path) == {"scale", "adamw"}
+    record(["scale"], identity, path)
+    record(["adamw"], identity, path)
+    assert changed({"scale", "adamw", "swiglu"}, identity, path) == {"swiglu"}
+    assert changed({"scale"}, {"tileiras": "2"}, path) == {"scale"}
+    (tmp_path / "scale.py").write_text((ROOT / "kernel_src" / "scale.py").read_text() + "\nOTHER = 1\n")
+    spec = importlib.util.spec_from_file_location("kernel_src.scale", tmp_path / "scale.py")
+    monkeypatch.setitem(sys.modules, "kernel_src.scale", importlib.util.module_from_spec(spec))
+    assert changed({"scale", "adamw"}, identity, path) == {"scale"}
+    record(["swiglu"], {"tileiras": "2"}, path)
+    assert read_record(path) == {"compiler": {"tileiras": "2"}, "sources": {"swiglu": source_digest("swiglu")}}
+
+
+def test_only_a_build_for_every_target_is_recorded(capsys):
+    for options in (["--here"], ["--targets", "x86_64:sm_90"]):
+        with pytest.raises(SystemExit):
+            compiler.main(["--record", *options])
+        assert "--record is for a build for every target" in capsys.readouterr().err
 
 
 class Compiled:
@@ -743,11 +778,13 @@ class Compiled:
     def __init__(self, folder):
         self.package = read_package(folder)
         self.variants = compiler.read_variants(compiler.operations(self.package))
-        self.targets = targets_here(self.variants)
+        self.targets = targets_here(self.variants, changed(compiler.operations(self.package), compiler.compiler_identity()))
         tileiras = compiler.find_tileiras()
         version = compiler.compiler_version(tileiras)
         self.failures, self.images, jobs = [], {}, []
         for operation, variant in self.variants:
+            if not self.targets[variant.name]:
+                continue
             try:
                 bytecode = compiler.export(variant)
             except BuildError as error:
@@ -776,11 +813,11 @@ def compiled(request):
         return Compiled(request.param)
 
 
-def test_every_variant_compiles_for_one_architecture_a_generation_and_every_operation_for_all(compiled):
+def test_what_changed_compiles_for_one_architecture_a_generation_and_every_operation_for_all(compiled):
     assert not compiled.failures, "\n".join(compiled.failures)
     for _, variant in compiled.variants:
         found = {(job.host, job.architecture) for job in compiled.images if job.variant is variant}
-        assert found == set(compiled.targets[variant.name]) and found, variant.name
+        assert found == set(compiled.targets[variant.name]), variant.name
     targets = {(host, architecture) for host, names in TARGETS.items() for architecture in names}
     for operation in compiler.operations(compiled.package):
         assert {(job.host, job.architecture) for job in compiled.images if job.operation == operation} == targets, operation
@@ -800,36 +837,40 @@ def test_what_was_not_measured_is_every_other_architecture():
 
 def test_the_manifest_names_every_file_with_its_digest(compiled):
     manifest = compiled.manifest
-    assert (manifest["format"], manifest["package"]) == (1, compiled.package.name)
+    assert (manifest["format"], manifest["package"]) == (2, compiled.package.name)
     assert manifest["architectures"] == {host: list(names) for host, names in TARGETS.items()}
     found = {name: hashlib.sha256(data).hexdigest() for name, data in compiled.files.items() if name != "manifest.json"}
     assert manifest["files"] == found
     names = compiler.operations(compiled.package)
-    assert set(found) == {f"{host}/{operation}.cubins" for host in TARGETS for operation in names}
+    assert set(found) == {f"{host}/{operation}.cubins" for host in TARGETS for operation in names} == set(manifest["streams"])
     assert manifest["sources"] == {name: source_digest(name) for name in names}
 
 
-def test_every_image_is_found_where_the_manifest_says(compiled):
-    used, by_place = Counter(), {(job.variant.name, job.host, job.architecture): image for job, image in compiled.images.items()}
+def test_the_streams_fill_their_files_and_the_images_their_streams(compiled):
+    by_place = {(job.variant.name, job.host, job.architecture): image for job, image in compiled.images.items()}
+    unpacked, used = {}, {}
+    for name, streams in compiled.manifest["streams"].items():
+        file, end = compiled.files[name], 0
+        for architecture, (offset, stored, size) in sorted(streams.items(), key=lambda item: item[1]):
+            assert offset == end, name
+            end = offset + stored
+            unpacked[name, architecture] = lzma.decompress(file[offset:end])
+            assert len(unpacked[name, architecture]) == size, name
+        assert end == len(file), name
     for entries in compiled.manifest["kernels"].values():
         for entry in entries:
             places = [(host, architecture) for host, images in entry["images"].items() for architecture in images]
             assert sorted(places) == sorted(compiled.targets[entry["name"]]), entry["name"]
-            for host, images in entry["images"].items():
-                assert list(images) == sorted(images)
-                file = compiled.files[f"{host}/{entry['operation']}.cubins"]
-                unpacked: dict[str, bytes] = {}
-                for architecture, (offset, stored, size, *base) in sorted(images.items(), key=lambda item: len(item[1])):
-                    where = f"{entry['name']} for {architecture} on {host}"
-                    assert 0 <= offset and offset + stored <= len(file), where
-                    unpacker = zlib.decompressobj(zdict=unpacked[base[0]][-compiler.DICTIONARY :]) if base else zlib.decompressobj()
-                    image = unpacked[architecture] = unpacker.decompress(file[offset : offset + stored])
-                    assert len(image) == size and image == by_place[entry["name"], host, architecture], where
-                    assert entry["symbol"].encode() in image, where
-                    used[host, entry["operation"]] = max(used[host, entry["operation"]], offset + stored)
-    assert {f"{host}/{operation}.cubins": end for (host, operation), end in used.items()} == {
-        name: len(data) for name, data in compiled.files.items() if name != "manifest.json"
-    }
+            for host, architecture in places:
+                key = f"{host}/{entry['operation']}.cubins", architecture
+                offset, size = entry["images"][host][architecture]
+                image = unpacked[key][offset : offset + size]
+                assert image == by_place[entry["name"], host, architecture], (entry["name"], host, architecture)
+                assert entry["symbol"].encode() in image, entry["name"]
+                used.setdefault(key, set()).add((offset, size))
+    for key, found in used.items():  # each image once, and nothing between them
+        assert sum(size for _, size in found) == len(unpacked[key]), key
+    assert used.keys() == unpacked.keys()
 
 
 def test_the_runtime_reads_what_the_build_wrote(compiled, tmp_path):

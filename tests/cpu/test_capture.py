@@ -18,6 +18,7 @@ class Rerun:
     """A graph on the CPU."""
 
     replays = 0
+    together = 1
 
     def record(self, function):
         self.function = function
@@ -46,9 +47,11 @@ class Recorder:
         pass
 
 
-@pytest.fixture
-def package(qwen3, monkeypatch):
+@pytest.fixture(params=(1, 2), ids="layers_a_graph={}".format)
+def package(qwen3, monkeypatch, request):
     module = importlib.import_module(f"{qwen3.__name__}.shared.hf.capture")
+    monkeypatch.setattr(module, "TOGETHER", request.param)
+    monkeypatch.setattr(Rerun, "together", request.param)
     monkeypatch.setattr(module, "Recorder", Recorder)
     monkeypatch.setattr(module, "can_record", lambda device: True)
     Rerun.replays = 0
@@ -103,14 +106,18 @@ def compare(model, plain, *args, **options):
 
 
 LAYERS = 2
-WHOLE = 2 * LAYERS  # graphs of a training step
+
+
+def whole(layers=LAYERS):
+    """The number of graphs of a training step."""
+    return 2 * -(-layers // Rerun.together)
 
 
 def test_the_second_pass_is_recorded_and_gradients_have_the_same_bits(package):
     model, plain = tiny_model(), tiny_model()
     package.kernelize(plain)
     assert package.capture(package.kernelize(model), *SHAPE) is model
-    for seed, graphs in enumerate((0, WHOLE, WHOLE, WHOLE)):
+    for seed, graphs in enumerate((0, whole(), whole(), whole())):
         assert compare(model, plain, seed) == graphs
 
 
@@ -119,7 +126,7 @@ def test_of_a_model_as_transformers_has_it(package):
     package.capture(model, *SHAPE)
     for seed in range(3):
         assert_equal(gradients(model, seed), gradients(plain, seed))
-    assert Rerun.replays == 2 * WHOLE
+    assert Rerun.replays == 2 * whole()
 
 
 @pytest.mark.parametrize("set_to_none", (True, False))
@@ -156,13 +163,13 @@ def test_two_forward_passes_before_their_backward_passes(package):
         sum(losses).backward()
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(found.grad, expected.grad)
-    assert replays_of(lambda: gradients(model)) == WHOLE
+    assert replays_of(lambda: gradients(model)) == whole()
 
 
 def test_a_forward_pass_that_nobody_follows_up_blocks_nothing(package):
     model, plain = captured(package, tiny_model())
     loss_of(model)
-    assert compare(model, plain) == WHOLE
+    assert compare(model, plain) == whole()
 
 
 def test_a_second_backward_pass_raises(package):
@@ -185,7 +192,7 @@ def test_several_shapes(package):
     for seed in range(3):
         for shape in (SHAPE, (3, 5)):
             assert_equal(gradients(model, seed, shape=shape), gradients(plain, seed, shape=shape))
-    assert replays_of(lambda: gradients(model, shape=(3, 5))) == replays_of(lambda: gradients(model)) == WHOLE
+    assert replays_of(lambda: gradients(model, shape=(3, 5))) == replays_of(lambda: gradients(model)) == whole()
 
 
 def test_evaluation_and_generation_run_as_before(package):
@@ -198,7 +205,7 @@ def test_evaluation_and_generation_run_as_before(package):
     found, expected = (m.generate(ids, max_new_tokens=4, do_sample=False) for m in (model, plain))
     assert torch.equal(found, expected)
     model.train()
-    assert replays_of(lambda: gradients(model)) == WHOLE
+    assert replays_of(lambda: gradients(model)) == whole()
 
 
 def test_padded_batches_have_graphs_of_their_own(package):
@@ -207,8 +214,8 @@ def test_padded_batches_have_graphs_of_their_own(package):
         mask = torch.ones(SHAPE, dtype=torch.int64)
         mask[1, length:] = 0
         found = compare(model, plain, seed, attention_mask=mask)
-        assert found == (0 if seed == 0 else WHOLE)
-    assert compare(model, plain) == WHOLE
+        assert found == (0 if seed == 0 else whole())
+    assert compare(model, plain) == whole()
 
 
 def test_the_packages_own_attention(package):
@@ -223,7 +230,7 @@ def test_the_packages_own_attention(package):
         mask[1, 3 + seed :] = 0
         packed[1, 2 + seed :] -= 2 + seed
         for options in ({}, {"attention_mask": mask}, {"position_ids": packed}):
-            assert compare(model, plain, seed, **options) == (0 if seed == 0 else WHOLE), options
+            assert compare(model, plain, seed, **options) == (0 if seed == 0 else whole()), options
 
 
 @pytest.mark.parametrize("items", (7, torch.tensor(7), 7.5))
@@ -231,7 +238,7 @@ def test_the_number_of_items_is_the_losses_alone(package, items):
     model, plain = captured(package, tiny_model())
     for number in (items, items + 1):
         options = {"num_items_in_batch": number}
-        assert compare(model, plain, **options) == WHOLE
+        assert compare(model, plain, **options) == whole()
 
 
 def test_a_cache_keeps_it_off_and_says_so(package):
@@ -250,7 +257,7 @@ def test_gradient_checkpointing_keeps_it_off_and_says_so(package):
         assert replays_of(lambda: assert_equal(gradients(model), expected)) == 0
     model.gradient_checkpointing_disable()
     gradients(model)  # looked at anew: the layers have attributes now that they did not have
-    assert replays_of(lambda: assert_equal(gradients(model), expected)) == WHOLE
+    assert replays_of(lambda: assert_equal(gradients(model), expected)) == whole()
 
 
 def test_hooks_are_called(package):
@@ -290,14 +297,14 @@ def test_what_changes_is_recorded_anew(package, change):
         CHANGES[change](m)
     for seed in range(3):
         found = compare(model, plain, seed)
-        assert found == (0 if seed == 0 else WHOLE)
+        assert found == (0 if seed == 0 else whole())
 
 
 def test_weights_that_are_written_in_place_need_no_new_graphs(package):
     model, plain = captured(package, tiny_model())
     for m in (model, plain):
         m.load_state_dict({name: value * 2 for name, value in m.state_dict().items()})
-    assert compare(model, plain) == WHOLE
+    assert compare(model, plain) == whole()
 
 
 def test_lora(package):
@@ -312,7 +319,7 @@ def test_lora(package):
         return model
 
     model, plain = captured(package, adapted(tiny_model()))
-    assert compare(model, plain) == WHOLE
+    assert compare(model, plain) == whole()
     for m in (model, plain):
         m.base_model.disable_adapter_layers()
         for parameter in m.parameters():
@@ -329,7 +336,130 @@ def test_frozen_layers(package):
         return model
 
     model, plain = captured(package, frozen())
-    assert compare(model, plain) == WHOLE - 1
+    assert compare(model, plain) == whole() - (Rerun.together == 1), "a frozen layer alone has no backward pass"
+
+
+class Between(torch.nn.Module):
+    """A decoder layer that changes what it hands on, or keeps it, or is left out, as a model's own forward may between its layers."""
+
+    def __init__(self, layer, what):
+        super().__init__()
+        self.layer, self.what, self.kept = layer, what, None
+
+    def forward(self, x, **kwargs):
+        if self.what == "left out":
+            return x
+        output = self.layer(x, **kwargs)
+        self.kept = output if self.what == "kept" else None
+        if self.what == "changed":
+            return output * 2
+        if self.what == "changed in place":
+            return output.mul_(2)
+        return output
+
+
+def between(model, number, what):
+    """Puts a `Between` in a layer's place, or tells the one that is there."""
+    if isinstance(model.model.layers[number], Between):
+        model.model.layers[number].what = what
+    else:
+        model.model.layers[number] = Between(model.model.layers[number], what)
+
+
+def gradients_with_kept(model, seed):
+    """Those of the loss and of what each `Between` keeps."""
+    model.zero_grad()
+    loss = loss_of(model, seed)
+    for layer in model.model.layers:
+        if isinstance(layer, Between) and layer.kept is not None:
+            loss = loss + layer.kept.square().mean()
+            layer.kept = None
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+WHATS = "changed", "changed in place", "kept", "left out"
+
+
+@pytest.mark.parametrize("what", WHATS)
+@pytest.mark.parametrize("number", range(4))
+def test_what_stands_between_layers_when_they_are_looked_at(package, what, number):
+    """Layers that do not follow each other at once share no graph."""
+    model, plain = (package.kernelize(tiny_model(num_hidden_layers=5)) for _ in range(2))
+    package.capture(model, *SHAPE)
+    for m in (model, plain):
+        between(m, number, what)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for seed in range(5):
+            assert_equal(gradients_with_kept(model, seed), gradients_with_kept(plain, seed))
+
+
+@pytest.mark.parametrize("what", WHATS)
+@pytest.mark.parametrize("number", range(4))
+def test_what_comes_between_captured_layers(package, what, number):
+    """A model whose forward does something between its layers at some steps only: LayerDrop, say."""
+    model, plain = (package.kernelize(tiny_model(num_hidden_layers=5)) for _ in range(2))
+    package.capture(model, *SHAPE)
+    for m in (model, plain):
+        between(m, number, "")
+    for seed in range(3):
+        found = replays_of(lambda seed=seed: assert_equal(gradients_with_kept(model, seed), gradients_with_kept(plain, seed)))
+    assert found == whole(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for seed, now in enumerate(("", what, "", "", what, what, "", "", "")):
+            for m in (model, plain):
+                between(m, number, now)
+            assert_equal(gradients_with_kept(model, seed), gradients_with_kept(plain, seed))
+
+
+def test_random_numbers_between_layers_share_no_graph(package):
+    """With dropout in the attention a layer cannot run again to give the same."""
+    model = package.capture(package.kernelize(tiny_model(attention_dropout=0.5)), *SHAPE)
+    for seed in range(2):
+        gradients(model, seed)
+    assert replays_of(lambda: gradients(model)) == 2 * LAYERS
+
+
+@pytest.mark.parametrize("name", ("position_embeddings", "attention_mask"))
+def test_layers_with_arguments_of_their_own_share_no_graph(package, name):
+    def own(model):
+        class Own(torch.nn.Module):
+            def __init__(self, layer):
+                super().__init__()
+                self.layer = layer
+
+            def forward(self, x, **kwargs):
+                cos, sin = kwargs["position_embeddings"]
+                mask = torch.zeros(SHAPE[0], 1, SHAPE[1], SHAPE[1])
+                mask[..., 0, 1:] = -100.0
+                kwargs[name] = {"position_embeddings": (cos * 0.5, sin), "attention_mask": mask}[name]
+                return self.layer(x, **kwargs)
+
+        model = package.kernelize(model)
+        captured = package.capture(copy.deepcopy(model), *SHAPE)
+        for m in (captured, model):
+            m.model.layers[1] = Own(m.model.layers[1])
+        return captured, model
+
+    model, plain = own(tiny_model())
+    for seed in range(3):
+        assert_equal(gradients(model, seed), gradients(plain, seed))
+    assert replays_of(lambda: gradients(model)) == 2 * LAYERS
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_change_of_a_later_layer(package, number):
+    """The layers in front of it are replayed, those behind run as before, and the next passes are looked at and recorded anew."""
+    model, plain = (package.kernelize(tiny_model(num_hidden_layers=5)) for _ in range(2))
+    package.capture(model, *SHAPE)
+    for seed in range(3):
+        gradients(model, seed)
+    for m in (model, plain):
+        m.model.layers[number].input_layernorm.variance_epsilon = 0.5
+    counts = [compare(model, plain, seed) for seed in range(4)]
+    assert counts[0] < whole(5) and counts[-1] == whole(5)
 
 
 def test_autocast_is_a_pass_of_its_own(package):

@@ -1,5 +1,6 @@
 """torch.compile, torch.export and opcheck in PyTorch's CPU path; tests/gpu has the same through Inductor and CUDA graphs."""
 
+import functools
 import importlib
 import shutil
 
@@ -50,20 +51,6 @@ def test_a_compiled_model_makes_no_logits(qwen3):
     assert len(largest) == 2 and max(largest) == 8192 * 64, "the embeddings are the largest, not logits [400, 8192]"
 
 
-def test_the_decoder_layer_is_fused_when_compiled(qwen3):
-    model, ids, called = qwen3.kernelize(tiny_model(num_hidden_layers=1)), random_tokens(2, 17), []
-    namespace = importlib.import_module(f"{qwen3.__name__}._ops").NAMESPACE
-
-    def backend(graph, examples):
-        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return graph.forward
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        torch.compile(model, backend=backend, fullgraph=True)(input_ids=ids, labels=ids, use_cache=False)
-    assert any(f"{namespace}.qk_norm_rotary_forward" in name for name in called)
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 def test_a_model_compiles_with_inductor(qwen3):
     assert checks.check_compiled_model(qwen3, "cpu", lengths=(17, 18, 40)) == 2
@@ -71,6 +58,71 @@ def test_a_model_compiles_with_inductor(qwen3):
 
 def test_a_model_compiles_a_second_time_when_lengths_vary_and_then_no_more(qwen3):
     assert checks.check_compiled_model(qwen3, "cpu", backend=BACKEND) == 2
+
+
+def test_nothing_that_the_first_step_learns_makes_the_second_one_compile(qwen3):
+    """A graph must not depend on what was found out while it was made: that costs as much again as the first compilation."""
+    model, ids = qwen3.kernelize(tiny_model(num_hidden_layers=2)), random_tokens(2, 17)
+    modules = importlib.import_module(f"{qwen3.__name__}.shared.hf.modules")
+    for known in (modules._own, importlib.import_module(f"{qwen3.__name__}.decoder_layer").QWEN3.known):
+        known.clear()  # as in a process that has not run a model yet
+    assert checks.graphs_of(model, [ids, ids, ids], backend=BACKEND) == 1
+    model(input_ids=ids, labels=ids)
+    assert checks.graphs_of(model, [ids], backend=BACKEND) == 1
+
+
+@pytest.mark.parametrize("wrapped", (False, True), ids=("by a function", "by a function that looks like it"))
+def test_a_replaced_forward_runs_when_compiled(qwen3, wrapped):
+    torch._dynamo.reset()
+    model, ids = qwen3.kernelize(tiny_model(num_hidden_layers=1)), random_tokens(2, 17)
+    attention = model.model.layers[0].self_attn
+    forward = attention.forward
+
+    def other(*args, **kwargs):
+        output, weights = forward(*args, **kwargs)
+        return 2 * output, weights
+
+    attention.forward = functools.wraps(forward)(other) if wrapped else other
+    compiled = torch.compile(model, backend=BACKEND, fullgraph=True)
+    assert_close(compiled(input_ids=ids, labels=ids).loss, model(input_ids=ids, labels=ids).loss, torch.float32)
+
+
+@pytest.mark.parametrize("form", checks.FORMS)
+def test_what_people_train_is_fused_when_compiled(qwen3, form):
+    """Two operators a layer and pass, and nothing else of a layer but attention."""
+    called = checks.check_compiled_form(qwen3, form, "cpu", "look", (17, 18, 40))
+    of_layer = [name for name in called if name.startswith("norm_")]
+    assert len(of_layer) == 2 * 2 * 4, "2 graphs of 2 layers, each with 2 operators forward and 2 backward"
+    assert set(called) - set(of_layer) == {"rms_norm_forward", "rms_norm_backward", "linear_cross_entropy_run"}
+
+
+def test_dropout_of_an_adapter_is_drawn_when_compiled(qwen3):
+    """By PEFT's own layers: what an operator draws, a graph would not know of."""
+    torch._dynamo.reset()
+    model, ids = qwen3.kernelize(checks.with_adapters(tiny_model(num_hidden_layers=1), lora_dropout=0.5)), random_tokens(2, 17)
+    compiled = torch.compile(model, backend=BACKEND, fullgraph=True)
+    losses = {compiled(input_ids=ids, labels=ids).loss.item() for _ in range(3)}
+    assert len(losses) == 3
+    model.eval()
+    assert_close(compiled(input_ids=ids, labels=ids).loss, model(input_ids=ids, labels=ids).loss, torch.float32)
+
+
+def test_adapters_that_are_switched_compile_again(qwen3):
+    torch._dynamo.reset()
+    model, ids = qwen3.kernelize(checks.with_adapters(tiny_model(num_hidden_layers=1))), random_tokens(2, 17)
+    compiled = torch.compile(model, backend=BACKEND, fullgraph=True)
+
+    def both():
+        found, expected = (run(input_ids=ids, labels=ids).loss for run in (compiled, model))
+        assert_close(found, expected, torch.float32)
+        return found.item()
+
+    before = both()
+    with model.disable_adapter():
+        assert both() != pytest.approx(before, rel=1e-4)
+    assert both() == before
+    model.base_model.merge_adapter()
+    assert both() == pytest.approx(before, rel=1e-4)
 
 
 def test_a_compiled_model_evaluates_in_training_mode_without_gradients(qwen3):

@@ -13,10 +13,10 @@ from transformers.integrations import moe
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from interpreter.backend import InterpreterBackend
-from tests.models import Step, random_tokens, tiny_gpt_oss, tiny_model
+from tests.models import Step, random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_moe
 from tests.mutants import ROOT
 from tests.ops import experts as experts_checks
-from tests.ops import rms_norm, wide_rms_norm
+from tests.ops import rms_norm, round_last_rms_norm
 from tests.ops.common import FLOATS, runtime_of
 from tests.tolerances import assert_close
 from tools.compile import operations
@@ -61,7 +61,8 @@ def uses(gpt_oss, model, step=lambda model: model.train()(input_ids=TOKENS, labe
     called = set()
     with pytest.MonkeyPatch.context() as patch:
         for where, names in (("shared.hf.experts", ("experts",)), ("shared.hf.forwards", ("rotary",)),
-                             ("shared.hf.causal_lm", ("linear_cross_entropy",)), ("decoder_layer", ("wide_rms_norm", "wide_add_rms_norm"))):
+                             ("shared.hf.causal_lm", ("linear_cross_entropy",)),
+                             ("decoder_layer", ("round_last_rms_norm", "round_last_add_rms_norm"))):
             module = sys.modules[f"{gpt_oss.__name__}.{where}"]
             for name in names:
                 original = getattr(module, name)
@@ -75,7 +76,7 @@ def uses(gpt_oss, model, step=lambda model: model.train()(input_ids=TOKENS, labe
     return called
 
 
-ALL = {"experts", "rotary", "linear_cross_entropy", "wide_rms_norm", "wide_add_rms_norm"}
+ALL = {"experts", "rotary", "linear_cross_entropy", "round_last_rms_norm", "round_last_add_rms_norm"}
 
 
 @pytest.mark.parametrize("how", ["apply", "kernelize", "mapping"])
@@ -283,31 +284,6 @@ def test_an_implementation_of_experts_that_a_model_can_ask_for(gpt_oss, family):
         model.set_experts_implementation("bastile")
 
 
-def tiny_qwen3_moe():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    sizes = {"vocab_size": 199, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 40, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3}
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads)).train()
-    for name, parameter in model.named_parameters():
-        if "experts" in name:
-            nn.init.normal_(parameter, 0.0, 0.2)
-    return model
-
-
-def test_qwen3s_package_has_the_layer_for_qwen3_moe(qwen3):
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
-    experts = tiny_qwen3_moe().model.layers[0].mlp.experts
-    hidden, index, scores = torch.randn(9, 64), experts_checks.routing(9, 6, 3), torch.rand(9, 3)
-    assert_close(qwen3.layers.Experts.forward(experts, hidden, index, scores), experts(hidden, index, scores), torch.float32)
-    assert qwen3.mapping()["Qwen3MoeExperts"]["cpu"].load() is qwen3.layers.Experts
-    from kernels.layer.layer import _validate_layer
-
-    _validate_layer(check_cls=Qwen3MoeExperts, cls=qwen3.layers.Experts, repo=None)
-
-
 def test_other_gates_stay_transformers_own(gpt_oss):
     """A subclass with a gate of its own, and another activation."""
 
@@ -366,7 +342,7 @@ def test_both_packages_in_one_process(gpt_oss, qwen3):
     Step(other, input_ids=TOKENS, labels=LABELS).assert_same(others)
     qwen3.reset()
     assert gpt_oss.get_patched_ops() == OPERATIONS and uses(gpt_oss, model) == ALL
-    with pytest.raises(TypeError, match="expected a Qwen3 model"):
+    with pytest.raises(TypeError, match="expected a Qwen3 or Qwen3-MoE model"):
         qwen3.kernelize(model)
     with pytest.raises(TypeError, match="expected a GPT-OSS model"):
         gpt_oss.kernelize(other)
@@ -414,8 +390,8 @@ def test_a_step_runs_the_kernels_of_this_package_and_no_others(gpt_oss, monkeypa
     else:
         found.assert_as_exact_as(before, exact)
     kernels_run = {name.partition("-")[0] for name in backend.launched}
-    assert kernels_run >= {"wide_rms_norm_forward", "wide_add_rms_norm_backward", "clamped_gate_forward", "clamped_gate_backward",
-                           "token_sum"}
+    assert kernels_run >= {"round_last_rms_norm_forward", "round_last_add_rms_norm_backward", "clamped_gate_forward",
+                           "clamped_gate_backward", "token_sum"}
     assert any(name.startswith("rotary") for name in kernels_run) and "cross_entropy_gradient" in kernels_run
 
 
@@ -446,16 +422,16 @@ def test_a_package_without_the_kernels_of_this_gate(qwen3, monkeypatch):
 
 @pytest.mark.parametrize("interpreted", [False, True], ids=["pytorch", "kernels"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("shape", wide_rms_norm.WIDE_RMS_NORM_SHAPES, ids=str)
+@pytest.mark.parametrize("shape", round_last_rms_norm.ROUND_LAST_RMS_NORM_SHAPES, ids=str)
 def test_norms(gpt_oss, monkeypatch, interpreted, dtype, shape):
     if interpreted:
         runtime = runtime_of(gpt_oss)
-        monkeypatch.setattr(runtime.launch, "backend", InterpreterBackend(runtime, ["wide_rms_norm", "column_sum"]))
+        monkeypatch.setattr(runtime.launch, "backend", InterpreterBackend(runtime, ["round_last_rms_norm", "column_sum"]))
     rms_norm.check_rms_norm(gpt_oss, "cpu", dtype, shape, eps=1e-5)
     rms_norm.check_add_rms_norm(gpt_oss, "cpu", dtype, shape, eps=1e-5)
     if dtype != torch.float32:
-        wide_rms_norm.check_wide_rms_norm_weight(gpt_oss, "cpu", dtype, shape)
-        wide_rms_norm.check_that_wide_rms_norm_rounds_once(gpt_oss, "cpu", dtype, shape)
+        round_last_rms_norm.check_round_last_rms_norm_weight(gpt_oss, "cpu", dtype, shape)
+        round_last_rms_norm.check_that_round_last_rms_norm_rounds_once(gpt_oss, "cpu", dtype, shape)
 
 
 def test_the_norm_rounds_once(gpt_oss):

@@ -118,6 +118,9 @@ def test_all_are_published_at_once_and_their_cards_run(tmp_path):
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "['rms_norm', 'experts', 'rope', 'fused_linear_cross_entropy', 'decoder_layer', 'attention']" in done.stdout
+        code = "\n".join(blocks((built_at["liger"] / "build/CARD.md").read_text(), "python"))
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 @each
@@ -193,4 +196,4 @@ def test_one_repository_cannot_be_named_for_several_packages(monkeypatch, capsys
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit):
         publish.main(["--repo-id", "some-org/other"])
-    assert "--repo-id is for one package, and there are 2; pass --package" in capsys.readouterr().err
+    assert f"--repo-id is for one package, and there are {len(FOLDERS)}; pass --package" in capsys.readouterr().err

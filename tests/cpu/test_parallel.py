@@ -3,6 +3,7 @@
 import pytest
 
 from tests.integrations.parallel import *  # noqa: F403
+from tests.integrations.parallel_qwen3_moe import *  # noqa: F403
 from tests.integrations.ranks import Ranks
 
 

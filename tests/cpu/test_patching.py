@@ -79,7 +79,8 @@ def test_subsets(qwen3, chosen):
     model = tiny_model()
     expected = Step(model, input_ids=TOKENS, labels=TOKENS)
     qwen3.apply(swiglu=False)  # a call says what is active after it, whatever was before
-    qwen3.apply(**{operation: operation in chosen for operation in OPERATIONS}, decoder_layer=False, attention=False)
+    qwen3.apply(**{operation: operation in chosen for operation in OPERATIONS}, decoder_layer=False, attention=False,
+                experts=False)
     assert qwen3.get_patched_ops() == chosen
     for operation, cls in CLASSES.items():
         ours = getattr(qwen3.layers, LAYERS[operation]).forward
@@ -91,7 +92,7 @@ def test_subsets(qwen3, chosen):
 def test_the_decoder_layer_is_fused_where_all_that_it_fuses_is_on(qwen3):
     layer = modeling_qwen3.Qwen3DecoderLayer
     qwen3.apply()
-    assert qwen3.get_patched_ops() == [*OPERATIONS, "decoder_layer", "attention"]
+    assert qwen3.get_patched_ops() == [*OPERATIONS, "decoder_layer", "attention", "experts"]
     assert vars(layer)["forward"] is qwen3.layers.DecoderLayer.forward
     for off in ("rms_norm", "swiglu", "rope", "decoder_layer"):
         qwen3.apply(**{off: False})
@@ -206,7 +207,7 @@ def test_kernelize_says_what_it_cannot_do(qwen3):
             return super().forward(x)
 
     llama = LlamaForCausalLM(LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9))
-    with pytest.raises(TypeError, match="LlamaForCausalLM.*expected a Qwen3 model"):
+    with pytest.raises(TypeError, match="LlamaForCausalLM.*expected a Qwen3 or Qwen3-MoE model"):
         qwen3.kernelize(llama)
     model = tiny_model()
     for layer in model.model.layers:
@@ -450,7 +451,7 @@ def test_two_builds_in_one_process(qwen3, other_build):
     for first, second in ((qwen3, other_build), (other_build, qwen3)):
         first.apply()
         second.apply()
-        assert second.get_patched_ops() == [*OPERATIONS, "decoder_layer", "attention"] and first.get_patched_ops() == []
+        assert second.get_patched_ops() == [*OPERATIONS, "decoder_layer", "attention", "experts"] and first.get_patched_ops() == []
         Step(model, input_ids=TOKENS, labels=TOKENS).assert_same(expected)
         model.eval()(input_ids=TOKENS)
         model.train()

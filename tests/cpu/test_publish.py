@@ -96,7 +96,7 @@ def manifest_of(kernels):
     """Of two operations: `add`, in two variants, one of which is for sm_90 alone, and `scale`."""
 
     def entry(operation, images, targets=()):
-        found = {host: {name: [0, 1, 1] for name in names if not targets or name in targets} for host, names in images.items()}
+        found = {host: {name: [0, 1] for name in names if not targets or name in targets} for host, names in images.items()}
         return {"operation": operation, "images": found, **({"targets": list(targets)} if targets else {})}
 
     add, scale = kernels if isinstance(kernels, tuple) else (kernels, kernels)

@@ -6,12 +6,15 @@ import json
 import platform
 import shutil
 import struct
+import subprocess
+import sys
 import threading
 import time
 import types
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -165,7 +168,7 @@ def test_a_missing_manifest_says_that_there_are_no_kernels(runtime, cubins):
 
 @pytest.mark.parametrize(
     "text",
-    ("", '{"format": 1', "[]", "7", '{"format": 1}', "\0\1"),
+    ("", '{"format": 2', "[]", "7", '{"format": 2}', "\0\1"),
     ids=("empty", "truncated", "list", "number", "no entries", "binary"),
 )
 def test_a_damaged_manifest_is_refused_by_name(runtime, cubins, text):
@@ -179,21 +182,71 @@ def test_a_manifest_that_is_not_text_is_refused_by_name(runtime, cubins):
 
 
 def test_a_manifest_of_another_format_is_refused_with_both_numbers(runtime, cubins):
-    change_manifest(cubins, lambda m: m.update(format=2))
+    change_manifest(cubins, lambda m: m.update(format=1))
     message = manifest_error(runtime, cubins)
-    assert "format 2, expected 1" in message
+    assert "format 1, expected 2" in message
     assert CURE in message or "Install" in message
 
 
-def test_an_image_of_another_size_than_the_manifest_says_is_refused(runtime, cubins):
+@pytest.mark.parametrize("number", (0, 1, 2), ids=("offset", "stored", "size"))
+@pytest.mark.parametrize("change", (-1, 1))
+def test_a_stream_that_is_not_what_the_manifest_says_is_refused(runtime, cubins, number, change):
+    def move(manifest):
+        manifest["streams"]["x86_64/column_sum.cubins"]["sm_90"][number] += change
+
+    change_manifest(cubins, move)
+    artifacts = runtime.artifacts.Artifacts(cubins)
+    with pytest.raises(runtime.artifacts.ArtifactError, match=CURE) as error:
+        artifacts.image(first_variant(artifacts), "sm_90")
+    assert str(cubins) in str(error.value)
+
+
+def test_an_image_beyond_the_end_of_its_stream_is_refused(runtime, cubins):
     def change(manifest):
         for entry in manifest["kernels"]["column_sum"]:
-            entry["images"]["x86_64"]["sm_90"][2] += 1
+            entry["images"]["x86_64"]["sm_90"][0] += manifest["streams"]["x86_64/column_sum.cubins"]["sm_90"][2]
 
     change_manifest(cubins, change)
+    assert "kernels.column_sum[0].images.x86_64.sm_90" in manifest_error(runtime, cubins)
+
+
+def test_what_one_gpu_needs_is_read_once_and_little_of_it_stays_unpacked(runtime, cubins, monkeypatch):
     artifacts = runtime.artifacts.Artifacts(cubins)
-    with pytest.raises(runtime.artifacts.ArtifactError, match="column_sum.* for sm_90"):
-        artifacts.image(first_variant(artifacts), "sm_90")
+    artifacts.verify("sm_90")
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"reads {path}"))
+    artifacts.verify("sm_90")
+    assert {architecture for _, architecture in artifacts._streams} == {"sm_90"}
+    variants = {kernel: artifacts.variants(kernel) for kernel in artifacts.manifest["kernels"]}
+    monkeypatch.setattr(runtime.artifacts, "UNPACKED", 6000)
+    for found in (variants, dict(reversed(variants.items()))):
+        for variant in (variant for kernel in found.values() for variant in kernel):
+            assert artifacts.image(variant, "sm_90") == image_text(variant, "x86_64", "sm_90")
+            assert len(artifacts._unpacked) == 1 or sum(map(len, artifacts._unpacked.values())) <= 6000
+
+
+def test_a_stream_is_unpacked_once_for_the_images_that_are_asked_for_together(runtime, cubins, monkeypatch):
+    artifacts = runtime.artifacts.Artifacts(cubins)
+    calls, unpack = [], artifacts._unpack
+    monkeypatch.setattr(artifacts, "_unpack", lambda *key: calls.append(key) or unpack(*key))
+    for variant in artifacts.variants("column_sum"):
+        artifacts.image(variant, "sm_90")
+    in_threads(6, lambda _: artifacts.image(first_variant(artifacts), "sm_90"))
+    assert calls == [("x86_64/column_sum.cubins", "sm_90")]
+
+
+def test_a_python_without_lzma_is_named_with_the_cure(runtime, cubins, monkeypatch):
+    monkeypatch.setattr(runtime.artifacts, "lzma", None)
+    artifacts = runtime.artifacts.Artifacts(cubins)
+    assert artifacts.architectures() == ["sm_80", "sm_90"]
+    for use in (artifacts.verify, lambda: artifacts.image(first_variant(artifacts), "sm_90")):
+        with pytest.raises(runtime.artifacts.ArtifactError, match="no module lzma.*liblzma-dev"):
+            use()
+
+
+def test_it_is_imported_by_a_python_without_lzma(runtime):
+    script = "import sys; sys.modules['_lzma'] = None; import runpy; print(runpy.run_path(sys.argv[1])['lzma'])"
+    done = subprocess.run([sys.executable, "-c", script, runtime.artifacts.__file__], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("None\n", "")
 
 
 def test_an_unknown_kernel_is_answered_with_those_there_are(runtime, cubins):
@@ -214,11 +267,11 @@ def nested(depth):
 MANIFESTS = (
     lambda text: text[: len(text) // 2],
     lambda text: nested(100_000),
-    lambda text: '{"format": 1, "kernels": ' + nested(100_000) + "}",
-    lambda text: text.replace('"format":1', '"format":' + "9" * 400),
-    lambda text: text.replace('"format":1', '"format":' + "9" * 5000),
-    lambda text: text.replace('"format":1', '"format":1e999'),
-    lambda text: text.replace('"format":1', '"format":true'),
+    lambda text: '{"format": 2, "kernels": ' + nested(100_000) + "}",
+    lambda text: text.replace('"format":2', '"format":' + "9" * 400),
+    lambda text: text.replace('"format":2', '"format":' + "9" * 5000),
+    lambda text: text.replace('"format":2', '"format":1e999'),
+    lambda text: text.replace('"format":2', '"format":true'),
     lambda text: text.replace('"align":4', '"align":' + "9" * 400),
     lambda text: text.replace('"align":4', '"align":0'),
     lambda text: text.replace("x86_64/column_sum", "../../etc/passwd"),
@@ -351,6 +404,7 @@ def test_an_array_that_keeps_every_promise_is_taken(runtime):
         ({"shape": (9, 128)}, {}, "has length 9 in dimension 0, expected a multiple of 4"),
         ({"shape": (4, 128)}, {}, "has length 4 in dimension 0, expected at least 8"),
         ({"shape": (0, 128)}, {"shape_min": (1, 1)}, "has length 0 in dimension 0, expected at least 1"),
+        ({"shape": (12, 128)}, {"shape_max": (8, None)}, "has length 12 in dimension 0, expected at most 8"),
         ({"stride": (128, 2)}, {}, "has stride 2 in dimension 1, expected 1"),
         ({"stride": (132, 1)}, {}, "has stride 132 in dimension 0, expected a multiple of 8"),
         ({"stride": (0, 1)}, {}, "is expanded in dimension 0 (stride 0), expected elements of its own"),
@@ -1132,13 +1186,15 @@ def test_the_driver_sees_no_image_before_every_file_has_the_right_digest(device,
 
 
 def test_what_was_hashed_is_what_the_driver_gets(device, runtime, cubins, gpu):
-    """A file that changes after it was verified is not read again."""
-    runtime.launch.backend.artifacts.verify()
+    """A file that changes after it was verified is not read again, for a second GPU neither."""
+    assert answers(device, OnTheGPU()) == ([True], [])
     for path in (cubins / "x86_64").iterdir():
         path.write_bytes(b"something else")
+    driver = runtime.launch.backend
+    driver.function(first_variant(driver.artifacts, "rms_norm_forward"), "sm_90")
+    device.forget()
     assert answers(device, OnTheGPU()) == ([True], [])
-    [image] = runtime.launch.backend.cuda.loaded
-    assert image.startswith(b"column_sum")
+    assert [image.split(b"-")[0] for image in driver.cuda.loaded] == [b"column_sum", b"rms_norm_forward"]
 
 
 @pytest.mark.parametrize("value", ("", "0"))

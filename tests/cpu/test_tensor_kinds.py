@@ -3,6 +3,7 @@ that is not an ordinary one. An operation takes part by being in tests/op_cases.
 
 import contextlib
 import copy
+import importlib
 import re
 
 import pytest
@@ -13,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.models import random_tokens, tiny_gpt_oss, tiny_model
-from tests.op_cases import BF16, CASES, FP32, arguments, differentiable, exact_arguments, operations, plain, run
+from tests.op_cases import BF16, CASES, FP32, LAYOUTS, arguments, differentiable, exact_arguments, operations, plain, run
 from tests.ops.adamw import small_parameters_too
 from tests.ops.common import mesh_of_one, randn, runtime_of
 from tests.tolerances import RELATIVE_ERROR, relative_error
@@ -451,3 +452,19 @@ def test_experts_of_tensors_without_numbers(loaded, gpt_oss):
     with FakeTensorMode(allow_non_fake_inputs=True):
         call(*leaves)[0].sum().backward()
     assert_alike([leaf.grad for leaf in leaves], tensors, "cpu")
+
+
+# ---------------------------------------------------------------- the column sum, which takes what operations have made
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("rows", (0, 1, 600))
+def test_a_column_sum_of_any_layout_is_right_or_refused(interpreted, rows, layout):
+    common = importlib.import_module(f"{interpreted.__name__}.shared.ops.common")
+    partial = layout(randn(rows, 37, dtype=FP32, device="cpu"))
+    for dtype in (FP32, BF16, torch.float16):
+        try:
+            found = common.column_sum(partial, dtype)
+        except runtime_of(interpreted).launch.PromiseError as error:
+            assert re.search("partial (has stride|is expanded|has length 0 in dimension 0, expected at least 1)", str(error))
+            assert rows == 0 or not partial.is_contiguous()
+        else:
+            assert_near([found], [partial.double().sum(0)], f"{rows} rows", dtype)

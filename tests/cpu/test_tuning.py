@@ -143,7 +143,8 @@ def candidates_of(runtime):
     """default -> the others, of a B200, which is the GPU from then on."""
     runtime.launch.backend = backend_of(runtime, "sm_100")
     found: dict = {}
-    for variant in (v for variants in runtime.launch.backend.artifacts.by_kernel.values() for v in variants):
+    artifacts = runtime.launch.backend.artifacts
+    for variant in (v for kernel in artifacts.kernels() for v in artifacts.variants(kernel)):
         if "sm_100" not in variant.images:
             continue
         found.setdefault((variant.symbol, variant.parameters, variant.constants.get("BACKWARD")), []).append(variant.name)
@@ -354,7 +355,8 @@ def test_a_measurement_holds_for_one_gpu_driver_and_build(runtime, tmp_path, mon
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA B{index}00")
     names = []
     for kernels in ({}, {"a": []}):
-        (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "architectures": {}, "files": {}, "kernels": kernels}))
+        manifest = {"format": 2, "architectures": {}, "files": {}, "streams": {}, "kernels": kernels}
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
         for version in (13000, 13010):
             found = driver.Driver(runtime.artifacts.Artifacts(tmp_path))
             monkeypatch.setattr(found, "version", lambda version=version: version)

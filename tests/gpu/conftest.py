@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.ops.suite import suite
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -26,6 +28,18 @@ def load(folder: Path):
 @pytest.fixture(scope="session")
 def ops():
     return load(ROOT)
+
+
+@pytest.fixture(scope="session")
+def liger():
+    """The package for Liger's users."""
+    return load(ROOT / "packages" / "liger")
+
+
+@pytest.fixture(scope="session")
+def suite_ops(liger):
+    """Its operations by name."""
+    return suite(liger)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ SIZES = {
     "vocab_size": 8192,
     "hidden_size": 1024,
     "intermediate_size": 3072,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 9,
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "head_dim": 128,
@@ -48,6 +48,7 @@ def pair(ops):
         warnings.simplefilter("error", RuntimeWarning)
         for seed in range(2):
             gradients(model, seed)
+        model.zero_grad()
         yield model, plain
     ops.reset()
 
@@ -65,7 +66,7 @@ def test_gradients_have_the_same_bits(pair):
     model, plain = pair
     for seed in range(3):
         assert_equal(gradients(model, seed), gradients(plain, seed))
-    assert launches_of_graphs(lambda: gradients(model, 0)) == 2 * SIZES["num_hidden_layers"]
+    assert launches_of_graphs(lambda: gradients(model, 0)) == 2 * 2, "five layers and four, forward and backward"
     assert launches_of_graphs(lambda: gradients(model, 0, (1, 100))) == 0
 
 
@@ -90,6 +91,46 @@ def test_two_forward_passes_before_their_backward_passes(pair):
         sum(model(input_ids=ids, labels=ids, use_cache=False).loss for ids in (batch(1), batch(2))).backward()
     for found, expected in zip(*(model.parameters() for model in pair), strict=True):
         assert torch.equal(found.grad, expected.grad)
+
+
+def test_what_comes_between_layers_of_one_graph(pair):
+    """A loss of what a layer in the middle of a graph has returned: its layers run again, in the same bits."""
+    kept = []
+
+    class Keeps(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x, **kwargs):
+            kept.append(self.layer(x, **kwargs))
+            return kept[-1]
+
+    def gradients_with_kept(model, seed, used):
+        model.zero_grad()
+        ids = batch(seed)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        (loss + kept.pop().float().square().mean() if used else loss).backward()
+        kept.clear()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+    for model in pair:
+        model.model.layers[2] = Keeps(model.model.layers[2])
+    for seed, used in enumerate((False, False, True, True, True, False)):
+        assert_equal(*(gradients_with_kept(model, seed, used) for model in pair))
+
+
+def test_weights_that_moved_are_recorded_anew(pair):
+    """While gradients lie in the memory of the graphs that were, and that of another shape's."""
+    model, plain = pair
+    for seed in range(6):
+        for m in pair:
+            if seed in (1, 3):
+                weight = m.model.layers[seed].mlp.up_proj.weight
+                weight.data = weight.data * 2
+        kept = dict(model.named_parameters())["model.layers.0.mlp.up_proj.weight"].grad
+        assert_equal(gradients(model, seed), gradients(plain, seed))
+        del kept
 
 
 def test_two_shapes_share_the_memory(ops, pair):

@@ -102,9 +102,9 @@ def image_of_another_gpu(manifest, data):
     other = next((name for name in manifest["architectures"]["x86_64"] if name not in (f"sm_{major}{minor}", "sm_80")), None)
     if other is None:
         pytest.skip("the build is for this GPU alone: make build")
-    for variant in manifest["kernels"]["column_sum"]:
-        images = variant["images"]["x86_64"]
-        images[f"sm_{major}{minor}"] = images[other]
+    streams = manifest["streams"]["x86_64/column_sum.cubins"]
+    for places in (streams, *(variant["images"]["x86_64"] for variant in manifest["kernels"]["column_sum"])):
+        places[f"sm_{major}{minor}"] = places[other]
     return data
 
 

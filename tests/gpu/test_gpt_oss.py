@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.models import Step, random_tokens, tiny_gpt_oss
-from tests.ops import experts, grouped_gemm, rms_norm, rotary, wide_rms_norm
+from tests.ops import experts, grouped_gemm, rms_norm, rotary, round_last_rms_norm
 from tests.ops.common import FLOATS
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -111,13 +111,13 @@ def test_two_runs_of_the_experts_give_the_same_bits(gpt_oss, dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("shape", (*wide_rms_norm.WIDE_RMS_NORM_SHAPES, (4099, 2880)), ids=str)
+@pytest.mark.parametrize("shape", (*round_last_rms_norm.ROUND_LAST_RMS_NORM_SHAPES, (4099, 2880)), ids=str)
 def test_norms(gpt_oss, dtype, shape):
     rms_norm.check_rms_norm(gpt_oss, DEVICE, dtype, shape, eps=1e-5)
     rms_norm.check_add_rms_norm(gpt_oss, DEVICE, dtype, shape, eps=1e-5)
     if dtype != torch.float32:
-        wide_rms_norm.check_wide_rms_norm_weight(gpt_oss, DEVICE, dtype, shape)
-        wide_rms_norm.check_that_wide_rms_norm_rounds_once(gpt_oss, DEVICE, dtype, shape)
+        round_last_rms_norm.check_round_last_rms_norm_weight(gpt_oss, DEVICE, dtype, shape)
+        round_last_rms_norm.check_that_round_last_rms_norm_rounds_once(gpt_oss, DEVICE, dtype, shape)
 
 
 @dtypes

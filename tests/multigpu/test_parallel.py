@@ -1,3 +1,4 @@
 """Two processes with a GPU each, with NCCL."""
 
 from tests.integrations.parallel import *  # noqa: F403
+from tests.integrations.parallel_qwen3_moe import *  # noqa: F403

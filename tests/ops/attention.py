@@ -173,6 +173,20 @@ def check_operation(ops, case: Case, device="cpu") -> None:
     assert_results_close(results_of(ops.attention, x, plan=plan_of(ops, case, device), scale=case.scale), case, x)
 
 
+def check_plan_reference(ops, case: Case, device="cpu") -> None:
+    """The plan of the PyTorch path beside that of the kernel: the same tokens see each other, and kernels walk by either."""
+    x, plan = inputs_of(case, device), plan_of(ops, case, device)
+    found = results_of(ops.attention, x, plan=plan, scale=case.scale)
+    left, right = reach(case)
+    documents = torch.tensor(case.documents, dtype=torch.int32, device=device).T.contiguous()
+    limits, walks = ops.plan_reference(documents, case.tokens, min(left, case.tokens), min(right, case.tokens))
+    seen = plan.limits[1::2] > plan.limits[::2]
+    assert torch.equal(limits[1::2] > limits[::2], seen) and torch.equal(limits[:, seen.any(0)], plan.limits[:, seen.any(0)])
+    plan.limits, plan.walks = limits, walks
+    again = results_of(ops.attention, x, plan=plan, scale=case.scale)
+    assert all(torch.equal(found[name], again[name]) for name in found)
+
+
 def check_plans(ops, device="cpu") -> None:
     """The same plan from every form in which a batch says what its documents are."""
     rows = [[(0, 5), (5, 40)], [(3, 37)], [(0, 1), (1, 30)]]

@@ -105,7 +105,7 @@ MUTANTS = [
          ("dnorm if need_norm", "dx[0] if need_norm", "norm_mlp")),
     *errors_in("shared/ops/decoder_nodes.py", "attention_inputs", "_NormAttentionInputs.backward",
          ("add_rms_norm_backward(dy, dresidual", "add_rms_norm_backward(dy, torch.zeros_like(dresidual)"),
-         ("rms_norm_again(x, norm_weight, rstd)", "x"),
+         ("rms_norm_recompute(x, norm_weight, rstd)", "x"),
          ("(dnorm, dq_norm, dk_norm)", "(dnorm, dk_norm, dq_norm)"),
          ("dv_place.copy_(dv)", "dv_place.zero_()", "attention_inputs_packed"),
          ("torch.mm(together, whole)", "_input_gradient(grads[:2], weights[:2])", "attention_inputs_packed")),

@@ -226,7 +226,7 @@ MUTANTS = [
     *errors_in("shared/ops/experts.py", "experts_wide", "token_sum_reference", ("torch.where(there[..., None], rows, 0.0)", "rows"),
                kernels=False),
     *errors_in("shared/ops/experts.py", "experts", "_gate_backward", ("d * scores[:, None], gate_up", "d, gate_up"), kernels=False),
-    *errors_in("shared/ops/experts.py", "experts_wide", "_backward",
+    *errors_in("shared/ops/experts.py", "experts_wide", "experts_backward",
          ("dscores = torch.where(position < order.shape[0], dscores, 0.0)", "dscores = dscores"),
          ("dscores = dscores + of_bias", "of_bias = of_bias"),
          ("_token_sum(dx, position)", "_token_sum(dx, position, expert, scores, down_bias)"),

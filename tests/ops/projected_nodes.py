@@ -12,14 +12,14 @@ from tests.ops.rotary import rotary_exact
 from tests.tolerances import assert_close
 
 
-def _projections(ops, shapes, wide, dropout, seed=2):
+def projections_of(ops, shapes, autocast, dropout, seed=2):
     """Projections with adapters of several ranks, scalings and dtypes, one with a bias and one without an adapter; and the same in
     float64."""
     projection = importlib.import_module(f"{ops.__name__}.shared.ops.projection").Projection
     found, wanted = [], []
     for i, (rows, columns) in enumerate(shapes):
         rank, dtype = (0, 5, 3, 4)[(i + 1) % 4], FP32 if i % 2 else BF16
-        parts = [leaf(randn(rows, columns, dtype=FP32 if wide else BF16, device=CPU, seed=seed + i, scale=columns**-0.5))]
+        parts = [leaf(randn(rows, columns, dtype=FP32 if autocast else BF16, device=CPU, seed=seed + i, scale=columns**-0.5))]
         if rank:
             parts.append(leaf(randn(rank, columns, dtype=dtype, device=CPU, seed=20 + i, scale=columns**-0.5)))
             parts.append(leaf(randn(rows, rank, dtype=dtype, device=CPU, seed=30 + i, scale=rank**-0.5 / 4)))
@@ -31,7 +31,7 @@ def _projections(ops, shapes, wide, dropout, seed=2):
     return found, wanted
 
 
-def _projected(x, projection):
+def projected(x, projection):
     """In float64; the mask is the one that the generator draws now."""
     y = x @ projection.weight.t()
     if projection.a is None:
@@ -52,12 +52,12 @@ def _leaves(projections):
     return [part for projection in projections for part in projection[:4]]
 
 
-def check_projected_attention_inputs(ops, wide=False, packed=False, dropout=0.0):
-    """wide: x, norms and weights in fp32 with products in bf16, as under autocast."""
+def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=0.0):
+    """autocast: x, norms and weights in fp32 with products in bf16, as under autocast."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.ops.projected_nodes")
-    shape, kind = (2, 3), FP32 if wide else BF16
+    shape, kind = (2, 3), FP32 if autocast else BF16
     x, norm = leaf(randn(6, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
-    projections, projections64 = _projections(ops, [(n * 128, 1024) for n in (8, 4, 4)], wide, dropout)
+    projections, projections64 = projections_of(ops, [(n * 128, 1024) for n in (8, 4, 4)], autocast, dropout)
     if packed:
         lay_side_by_side(ops, [projection.weight for projection in projections])
     norms = [leaf(randn(128, dtype=kind, device=CPU, seed=5 + i) + 1) for i in range(2)]
@@ -73,7 +73,7 @@ def check_projected_attention_inputs(ops, wide=False, packed=False, dropout=0.0)
     x64, norm64, norms64 = exact(x), exact(norm), [exact(n) for n in norms]
     normed = rms_norm_exact(x64, norm64, 0.5)
     torch.manual_seed(3)
-    q64, k64, v64 = (_projected(normed, projection).view(*shape, -1, 128) for projection in projections64)
+    q64, k64, v64 = (projected(normed, projection).view(*shape, -1, 128) for projection in projections64)
     heads = [rms_norm_exact(t, w, 0.25).transpose(1, 2) for t, w in zip((q64, k64), norms64, strict=True)]
     results64 = [*rotary_exact(*heads, cos.double(), sin.double(), 1), v64.transpose(1, 2), x64 * 1]
     torch.autograd.backward(results64, [g.double() for g in grads])
@@ -84,13 +84,13 @@ def check_projected_attention_inputs(ops, wide=False, packed=False, dropout=0.0)
     _assert_gradients(_leaves(projections), _leaves(projections64), "gradient of a projection")
 
 
-def check_projected_mlp(ops, wide=False, packed=False, attended=False, dropout=0.0, inner=48, frozen=False):
+def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropout=0.0, inner=48, frozen=False):
     """frozen: only the adapters of the projection to `down` need gradients."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.ops.projected_nodes")
-    kind = FP32 if wide else BF16
+    kind = FP32 if autocast else BF16
     x, norm = leaf(randn(3, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
     shapes = [(1024, 64)] * attended + [(inner, 1024), (inner, 1024), (1024, inner)]
-    projections, projections64 = _projections(ops, shapes, wide, dropout, 2 + (not attended))
+    projections, projections64 = projections_of(ops, shapes, autocast, dropout, 2 + (not attended))
     if packed:
         lay_side_by_side(ops, [projection.weight for projection in projections[-3:-1]])
     before = leaf(randn(3, 64, dtype=BF16, device=CPU, seed=7)) if attended else None
@@ -104,10 +104,10 @@ def check_projected_mlp(ops, wide=False, packed=False, attended=False, dropout=0
     y.backward(dy)
     x64, norm64, before64 = exact(x), exact(norm), exact(before) if attended else None
     torch.manual_seed(3)
-    total = x64 + _projected(before64, projections64[0]) if attended else x64
+    total = x64 + projected(before64, projections64[0]) if attended else x64
     normed = rms_norm_exact(total, norm64, 0.5)
-    gate, up = (_projected(normed, projection) for projection in projections64[-3:-1])
-    y64 = total + _projected(torch.nn.functional.silu(gate) * up, projections64[-1])
+    gate, up = (projected(normed, projection) for projection in projections64[-3:-1])
+    y64 = total + projected(torch.nn.functional.silu(gate) * up, projections64[-1])
     y64.backward(dy.double())
     assert y.dtype == kind
     assert_close(y, y64, BF16, "norm and projected MLP", 2)
@@ -120,26 +120,27 @@ def check_projected_mlp(ops, wide=False, packed=False, attended=False, dropout=0
 CHECKS = {
     "projected_inputs": check_projected_attention_inputs,
     "projected_inputs_packed": functools.partial(check_projected_attention_inputs, packed=True),
-    "projected_inputs_wide": functools.partial(check_projected_attention_inputs, wide=True),
-    "projected_inputs_wide_packed": functools.partial(check_projected_attention_inputs, wide=True, packed=True),
+    "projected_inputs_autocast": functools.partial(check_projected_attention_inputs, autocast=True),
+    "projected_inputs_autocast_packed": functools.partial(check_projected_attention_inputs, autocast=True, packed=True),
     "projected_inputs_dropout": functools.partial(check_projected_attention_inputs, dropout=0.25),
     "projected_mlp": check_projected_mlp,
     "projected_mlp_attended": functools.partial(check_projected_mlp, attended=True),
     "projected_mlp_packed": functools.partial(check_projected_mlp, attended=True, packed=True, inner=512),
-    "projected_mlp_wide": functools.partial(check_projected_mlp, attended=True, wide=True),
-    "projected_mlp_wide_packed": functools.partial(check_projected_mlp, wide=True, packed=True, inner=512),
+    "projected_mlp_autocast": functools.partial(check_projected_mlp, attended=True, autocast=True),
+    "projected_mlp_autocast_packed": functools.partial(check_projected_mlp, autocast=True, packed=True, inner=512),
     "projected_mlp_dropout": functools.partial(check_projected_mlp, attended=True, dropout=0.25),
     "projected_mlp_frozen": functools.partial(check_projected_mlp, frozen=True),
 }
 MUTANTS = [
     *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.__init__",
-         ("[projections[i].b.to(dtype) for i in self.spans]", "[2 * projections[i].b.to(dtype) for i in self.spans]"),
-         ("self.whole = self.whole.to(dtype)", "self.whole = 2 * self.whole.to(dtype)", "projected_inputs_wide_packed")),
+         ("[a.b.to(dtype) if", "[2 * a.b.to(dtype) if"),
+         ("else self.whole.to(dtype)", "else 2 * self.whole.to(dtype)", "projected_inputs_autocast_packed"),
+         ("_rows_in_one(weights, dtype) if", "2 * _rows_in_one(weights, dtype) if", "projected_inputs_autocast")),
     *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.forward",
          ("self.low[:, span], b.t())", "-self.low[:, span], b.t())"),
          (", alpha=self.scalings[i])", ")"),
          ("if biases[i] is not None", "if False"),
-         ("linear(x, self.whole).split(self.rows, 1)", "linear(-x, self.whole).split(self.rows, 1)", "projected_inputs_packed"),
+         ("linear(x, self.whole) if", "linear(-x, self.whole) if", "projected_inputs_packed"),
          ("torch.addmm(onto, x, self._weight(0).t(), out=out)", "torch.mm(x, self._weight(0).t(), out=out)", "projected_mlp")),
     *errors_in("shared/ops/projection.py", "projected_inputs", "Projections._low",
          ("self.a[span].t(), beta=0, alpha=self.scalings[i]", "self.a[span].t(), beta=0"),
@@ -150,8 +151,9 @@ MUTANTS = [
     *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.saved",
          ("[self.a, self.low, *self.weights, *self.b]", "[self.a, 2 * self.low, *self.weights, *self.b]"),
          ("[self.a, self.low, *self.weights, *self.b]", "[self.a, self.low, *self.weights, *[-b for b in self.b]]"),
-         ("[self.a, self.low, self.whole, *self.b]", "[self.a, self.low, 2 * self.whole, *self.b]", "projected_inputs_wide_packed")),
+         ("[self.a, self.low, self.whole, *self.b]", "[self.a, self.low, 2 * self.whole, *self.b]", "projected_inputs_autocast_packed")),
     *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.loaded",
+         ("list(new.whole.split(self.rows))", "list((2 * new.whole).split(self.rows))", "projected_mlp_autocast"),
          ("side_by_side(new.weights)", "torch.zeros_like(side_by_side(new.weights))", "projected_inputs_packed"),
          ("new.a, new.low = tensors[:2]", "new.a, new.low = tensors[0], -tensors[1]")),
     *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.low_gradient",
@@ -177,24 +179,27 @@ MUTANTS = [
          ("(x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *group",
           "(2 * x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *group"),
          ("rstd, q, k, q_norm, k_norm, cos, sin, *group", "rstd, q, k, k_norm, q_norm, cos, sin, *group"),
-         ("rstd, q, k, q_norm, k_norm, cos, sin, *group", "rstd, 2 + q, k, q_norm, k_norm, cos, sin, *group"),
-         ("rms_norm_forward(x, norm_weight, eps, dtype)", "rms_norm_forward(x, norm_weight, 2 * eps, dtype)", "projected_inputs_wide")),
-    *errors_in("shared/ops/projected_nodes.py", "projected_inputs", "_ProjectedAttentionInputs.backward",
+         ("rstd, q, k, q_norm, k_norm, cos, sin, *group", "rstd, 2 + q, k, q_norm, k_norm, cos, sin, *group")),
+    *errors_in("shared/ops/projected_steps.py", "projected_inputs", "attention_inputs_forward",
+         ("rms_norm_forward(x, norm_weight, eps, group.dtype)", "rms_norm_forward(x, norm_weight, 2 * eps, group.dtype)",
+          "projected_inputs_autocast")),
+    *errors_in("shared/ops/projected_steps.py", "projected_inputs", "attention_inputs_backward",
          ("add_rms_norm_backward(dy, dresidual", "add_rms_norm_backward(dy, torch.zeros_like(dresidual)"),
-         ("rms_norm_again(x, norm_weight, rstd, ctx.dtype)", "x"),
-         ("(dnorm, dq_norm, dk_norm)", "(dnorm, dk_norm, dq_norm)"),
+         ("rms_norm_recompute(x, norm_weight, rstd, group.dtype)", "x"),
+         ("(dx, dnorm, dq_norm, dk_norm, *", "(dx, dnorm, dk_norm, dq_norm, *"),
          ("dv_place.copy_(dv)", "dv_place.zero_()", "projected_inputs_packed")),
     *errors_in("shared/ops/projected_nodes.py", "projected_mlp", "_ProjectedMLP.forward",
-         ("save_for_backward(x, attended, norm_weight, rstd", "save_for_backward(x, attended, norm_weight, 2 * rstd"),
-         ("rstd, gate, up, *saved", "rstd, up, gate, *saved"),
-         ("save_for_backward(x, attended", "save_for_backward(x, 2 * attended", "projected_mlp_attended"),
-         ("torch.add(x, down", "torch.add(0 * x, down", "projected_mlp_wide"),
-         ("onto=x)\n", "onto=0 * x)\n", "projected_mlp_attended")),
-    *errors_in("shared/ops/projected_nodes.py", "projected_mlp", "_ProjectedMLP.backward",
+         ("save_for_backward(total, attended, norm_weight, rstd", "save_for_backward(total, attended, norm_weight, 2 * rstd"),
+         ("rstd, gate, up, *[", "rstd, up, gate, *["),
+         ("save_for_backward(total, attended", "save_for_backward(total, 2 * attended", "projected_mlp_attended")),
+    *errors_in("shared/ops/projected_steps.py", "projected_mlp", "mlp_forward",
+         ("torch.add(x, down", "torch.add(0 * x, down", "projected_mlp_autocast"),
+         ("o_bias, onto=x)\n", "o_bias, onto=0 * x)\n", "projected_mlp_attended")),
+    *errors_in("shared/ops/projected_steps.py", "projected_mlp", "mlp_backward",
          ("add_rms_norm_backward(dy, dout", "add_rms_norm_backward(dy, torch.zeros_like(dout)"),
          ("before[0].input_gradient(grads, dlow) if", "before[0].input_gradient(grads, None) if", "projected_mlp_attended"),
          ("before[0].gradients(grads, dlow, _always(attended), o_needs)",
-          "before[0].gradients((dout.to(ctx.dtype),), dlow, _always(attended), o_needs)",
+          "before[0].gradients((dout.to(dtype),), dlow, _always(attended), o_needs)",
           "projected_mlp_attended"),
          ("hidden = swiglu_forward(gate, up)", "hidden = swiglu_forward(up, gate)", "projected_mlp_frozen")),
 ]  # fmt: skip

@@ -1,20 +1,25 @@
-"""What a user calls to put the layers on Qwen3, to see them there, and to take them off again."""
+"""What a user calls to put the layers on Qwen3 and Qwen3-MoE, to see them there, and to take them off again."""
 
-from .decoder_layer import explain_layer
 from .shared.hf import doctor, patching
-from .targets import TARGETS
+from .targets import FAMILIES
 
 
-def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True, attention=True, unpad=True):
-    """Puts the layers on transformers' Qwen3 classes: models that exist and models made later use them.
+def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True, attention=True, unpad=True,
+          experts=True, keep_attention=False):
+    """Puts the layers on transformers' Qwen3 and Qwen3-MoE classes: models that exist and models made later use them.
 
     After the call exactly the operations given as True are active. With `fused_linear_cross_entropy` a model in training mode
     that gets labels returns the loss and no logits. `decoder_layer` fuses across the others, so it takes effect where `rms_norm`,
-    `swiglu` and `rope` are all on. `attention` gives a model on a GPU attn_implementation="bastile" at its next step where it has
-    the "sdpa" that transformers chooses by default: packed and padded batches and sliding windows run in kernels of ours, at the cost
-    of the tokens that are seen; one sequence a row without padding goes to SDPA as before. Any other implementation is kept. `unpad`
-    leaves the padding of a batch out of the whole decoder where nobody can tell: with that attention, a loss without logits, no
-    cache (use_cache=False, as Trainer has it), no label at a padded position, and no hooks on the decoder's parts.
+    `swiglu` and `rope` are all on. `experts` is for Qwen3-MoE: experts in grouped GEMMs, which the fused decoder layer joins with the
+    router and the norm in front of it; an implementation that the user chose (`set_experts_implementation`) runs in their place.
+    `attention` gives a model on a GPU attn_implementation="bastile" at its next step where it has the "sdpa" that transformers chooses
+    by default: packed and padded batches and sliding windows run in kernels of ours, at the cost of the tokens that are seen; one
+    sequence a row without padding goes to SDPA as before. Any other implementation is kept. `unpad` leaves the padding of a batch out of
+    the whole decoder where nobody can tell: with that attention, a loss without logits, no cache (use_cache=False, as Trainer has it),
+    no label at a padded position, and no hooks on the decoder's parts. `keep_attention` is for gradient checkpointing: each decoder
+    layer's attention runs once, and the backward pass computes the rest of the layer again. It takes the memory of attention's output, for
+    each token and layer heads * head_dim numbers and a float32 a head, and serves the attention of ours and PyTorch's ("sdpa") without
+    dropout.
     Not thread-safe against a running forward pass.
 
     fused_linear_cross_entropy: True, False, or a mapping of options of the loss, which stands for True: `ignore_index`,
@@ -27,7 +32,7 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
     Raises TypeError for an option that does not exist, ImportError when transformers is absent or its version does not fit.
     """
     patching.patch_classes(
-        TARGETS,
+        FAMILIES,
         {
             "rms_norm": rms_norm,
             "swiglu": swiglu,
@@ -35,17 +40,19 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
             "fused_linear_cross_entropy": fused_linear_cross_entropy,
             "decoder_layer": decoder_layer and rms_norm and swiglu and rope,
             "attention": attention,
+            "experts": experts,
         },
         unpad,
+        keep_attention,
     )
 
 
-def kernelize(model, mode=None, attention=True, unpad=True):
+def kernelize(model, mode=None, attention=True, unpad=True, keep_attention=False):
     """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
 
     model: one of transformers, with or without a head, alone or inside another module (PEFT). mode: a `kernels.Mode`;
-    the layers serve all of them, so it changes nothing. attention, unpad: as in `apply`. For torch.nn.DataParallel use `apply`: its
-    replicas would call the forwards of the model that they were copied from.
+    the layers serve all of them, so it changes nothing. attention, unpad, keep_attention: as in `apply`. For torch.nn.DataParallel use
+    `apply`: its replicas would call the forwards of the model that they were copied from.
 
     A part whose forward someone else replaced (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning.
 
@@ -53,7 +60,7 @@ def kernelize(model, mode=None, attention=True, unpad=True):
     could be put on it, and
     ImportError when transformers is absent or its version does not fit.
     """
-    return patching.kernelize(TARGETS, model, mode, attention, unpad)
+    return patching.kernelize(FAMILIES, model, mode, attention, unpad, keep_attention)
 
 
 def explain(model):
@@ -63,7 +70,7 @@ def explain(model):
     `fused`, `reason` and `advice`. The answer holds for the state in which the model is now (its adapters, hooks, autocast), so ask where
     the training step would be. Raises TypeError when the model has no decoder layers of this kind.
     """
-    return patching.explain(TARGETS, model, explain_layer)
+    return patching.explain(FAMILIES, model)
 
 
 def report():
@@ -78,12 +85,11 @@ def report():
 def capture(model, batch, tokens):
     """Replays the decoder layers as CUDA graphs in training, for inputs of [batch, tokens], and returns the model.
 
-    With few tokens or a small model the host cannot start kernels as fast as the GPU finishes them; a replayed layer costs it two
-    launches. Results are the same bit for bit. The first training pass of that shape (labels, gradients on) runs as before and is looked
-    at, the second one is recorded, in less than a second. Call it again for further shapes. Pad every batch to one of them
-    (`pad_to_multiple_of`, `padding="max_length"`), keep to `use_cache=False`, and call it last: behind `apply` or `kernelize`, `pack`, PEFT
-    and the move to the GPU. Trainer, autocast, LoRA and every optimizer work as without it.
-    Accumulating gradients over several passes has not been seen right on a GPU yet: clear them between passes, or compare first.
+    With few tokens or a small model the host cannot start kernels as fast as the GPU finishes them; several layers that follow each other
+    are replayed with two launches. Results are the same bit for bit. The first training pass of that shape (labels, gradients on) runs as
+    before and is looked at, the second one is recorded, in less than a second. Call it again for further shapes. Pad every batch to one of
+    them (`pad_to_multiple_of`, `padding="max_length"`), keep to `use_cache=False`, and call it last: behind `apply` or `kernelize`, `pack`,
+    PEFT and the move to the GPU. Trainer, autocast, LoRA and every optimizer work as without it.
 
     Other shapes, evaluation, generation, layers with hooks and gradient checkpointing run as before, with a warning where a shape was asked
     for and could not be recorded. When weights move or adapters change it is recorded anew. The gradients of the layers' weights lie in
@@ -94,7 +100,7 @@ def capture(model, batch, tokens):
     batch, tokens: the sequences of a batch and their length. Raises TypeError when the model has no decoder layers of this kind,
     ValueError when it is not on a GPU or a number is not positive, RuntimeError when accelerate holds its layers.
     """
-    return patching.capture(TARGETS, model, batch, tokens)
+    return patching.capture(FAMILIES, model, batch, tokens)
 
 
 def mapping(mode=None):
@@ -106,12 +112,12 @@ def mapping(mode=None):
 
     Raises ImportError when transformers or `kernels` is absent or its version does not fit.
     """
-    return patching.mapping(TARGETS, mode)
+    return patching.mapping(FAMILIES, mode)
 
 
 def get_patched_ops():
     """Lists the operations that `apply` has put on transformers' classes, by the names of its arguments."""
-    return patching.get_patched_ops(TARGETS)
+    return patching.get_patched_ops(FAMILIES)
 
 
 def reset():
@@ -119,4 +125,4 @@ def reset():
 
     Also undoes what `kernelize`, `mapping` and `kernels.kernelize` with our mapping did. Does nothing where nobody imported them.
     """
-    patching.reset(TARGETS)
+    patching.reset(FAMILIES)

@@ -1,5 +1,5 @@
-"""A whole decoder layer of Qwen3 in three autograd nodes: norm, q, k, v with their norms and rotary embedding; attention; the output
-projection, norm and MLP with both residual connections.
+"""A whole decoder layer of Qwen3 and Qwen3-MoE in three autograd nodes: norm, q, k, v with their norms and rotary embedding; attention; the
+output projection, norm and MLP, or router and experts, with both residual connections.
 
 A projection is torch.nn.Linear, bitsandbytes' four bits, or PEFT's LoRA around either; under autocast its weight may be wider than the
 products. One that is anything else (another adapter, sharded, hooked) is called as the module that it is, and the rest is fused around
@@ -12,24 +12,28 @@ from typing import List, Tuple
 import torch
 
 from .shared.hf.adapters import projection, projection_or_reason
+from .shared.hf.checkpointing import attend_once, keeps_attention
 from .shared.hf.modules import OwnForwards, all_are_listened_to, is_silu, original_forward, plain_weight, why_not_own
 from .shared.ops.common import autocasts
 from .shared.ops.decoder_nodes import norm_attention_inputs, norm_mlp
 from .shared.ops.projected_nodes import projected_attention_inputs, projected_mlp
+from .shared.ops.projection import is_traceable
 from .shared.ops.rms_norm import add_rms_norm, rms_norm
 from .shared.ops.rotary import qk_norm_rotary
+from .shared.ops.sparse_nodes import norm_experts
 from .shared.runtime.device import PLAIN
+from .sparse_block import is_sparse, sparse_block_or_reason
 
-MODELING = "transformers.models.qwen3.modeling_qwen3"
+QWEN3 = OwnForwards("transformers.models.qwen3.modeling_qwen3", "Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention")
+QWEN3_MOE = OwnForwards(
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    *("Qwen3MoeRMSNorm", "Qwen3MoeMLP", "Qwen3MoeAttention", "Qwen3MoeSparseMoeBlock", "Qwen3MoeTopKRouter"),
+)
 
 
-_own = OwnForwards(MODELING, "Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention")
-_untouched = _own.run_by
-
-
-def _is_norm_of(norm, x) -> bool:
+def _is_norm_of(own: OwnForwards, norm, x) -> bool:
     weight = norm.__dict__["_parameters"].get("weight")
-    return type(weight) in PLAIN and weight.dtype == x.dtype and _untouched(norm)
+    return type(weight) in PLAIN and weight.dtype == x.dtype and own.run_by(norm)
 
 
 def _parts(layer):
@@ -41,49 +45,49 @@ def _parameter(norm):
     return norm.__dict__["_parameters"]["weight"]
 
 
-def why_not_fusable(layer, x) -> str:
+def why_not_fusable(own: OwnForwards, layer, x) -> str:
     """Why the parts of a layer may not be taken apart: somebody listens to them, or they hold other things than Qwen3's. "" when they
-    may."""
+    may. own: QWEN3 or QWEN3_MOE."""
     if type(x) not in PLAIN or x.dim() != 3:
         return "the input is no ordinary tensor [batch, tokens, hidden]"
     if all_are_listened_to():
         return "hooks listen to all modules of the process"
-    if torch.compiler.is_compiling() and autocasts(x.device):
-        return "torch.compile under autocast"
     if x.dtype not in (_product_dtype(x), torch.float32):
         return f"autocast to {_product_dtype(x)} over {x.dtype}"
     parts = _parts(layer)
     attention, mlp = parts["self_attn"], parts["mlp"]
     inner = _parts(attention)
-    if not _untouched(attention):
+    if not own.run_by(attention):
         return why_not_own(attention, "self_attn")
-    if not _untouched(mlp):
+    if not own.run_by(mlp):
         return why_not_own(mlp, "mlp")
     norms = parts["input_layernorm"], parts["post_attention_layernorm"], inner["q_norm"], inner["k_norm"]
     for norm in norms:
-        if not _is_norm_of(norm, x):
+        if not _is_norm_of(own, norm, x):
             return f"a norm has hooks, a forward that someone else gave it, or a weight that is no ordinary tensor of {x.dtype}"
-    if not is_silu(_parts(mlp).get("act_fn")):
+    if not is_sparse(mlp) and not is_silu(_parts(mlp).get("act_fn")):
         return "the activation of mlp is not SiLU, or has hooks"
-    return "" if _own.rotary("apply_rotary_pos_emb") else "apply_rotary_pos_emb is one that someone else put there"
+    return "" if own.rotary("apply_rotary_pos_emb") else "apply_rotary_pos_emb is one that someone else put there"
 
 
-def fusable(layer, x) -> bool:
-    return not why_not_fusable(layer, x)
-
-
-def explain_layer(layer, x) -> List[Tuple[str, str]]:
+def explain_layer(own: OwnForwards, layer, x) -> List[Tuple[str, str]]:
     """[(part, "" or why it is not fused)] of a layer for an input [batch, tokens, hidden], as `decoder_layer_forward` decides it."""
-    reason = why_not_fusable(layer, x)
+    reason = why_not_fusable(own, layer, x)
     if reason:
         return [("decoder layer", reason)]
-    inner, mlp = _parts(_parts(layer)["self_attn"]), _parts(_parts(layer)["mlp"])
+    block = _parts(layer)["mlp"]
+    inner, mlp = _parts(_parts(layer)["self_attn"]), _parts(block)
     dtype, wider = _product_dtype(x), autocasts(x.device)
+    groups = [("norm, q_proj, k_proj, v_proj, rotary", ("q_proj", "k_proj", "v_proj")), ("o_proj", ("o_proj",))]
+    if not is_sparse(block):
+        groups.append(("norm, gate_proj, up_proj, down_proj", ("gate_proj", "up_proj", "down_proj")))
     rows = []
-    for part, names in (("norm, q_proj, k_proj, v_proj, rotary", ("q_proj", "k_proj", "v_proj")), ("o_proj", ("o_proj",)),
-                        ("norm, gate_proj, up_proj, down_proj", ("gate_proj", "up_proj", "down_proj"))):  # fmt: skip
+    for part, names in groups:
         reasons = ((name, projection_or_reason((inner if name in inner else mlp)[name], dtype, wider)) for name in names)
         rows.append((part, next((f"{name}: {found}" for name, found in reasons if isinstance(found, str)), "")))
+    if is_sparse(block):
+        found = sparse_block_or_reason(own, block, x, dtype)
+        rows.append(("norm, router, experts", found if isinstance(found, str) else ""))
     return rows
 
 
@@ -103,11 +107,9 @@ def _plain_weights(x, *linears):
 def _projections(dtype, wider, *linears):
     """What linear layers multiply by in a dtype, or None where one of them has to be called."""
     found = []
-    if torch.compiler.is_compiling():
-        return None
     for linear in linears:
         found.append(projection(linear, dtype, wider))
-        if found[-1] is None:
+        if found[-1] is None or (torch.compiler.is_compiling() and not is_traceable(found[-1])):
             return None
     return found
 
@@ -135,9 +137,9 @@ def _attention_inputs(layer, x, position_embeddings):
     return (*qk_norm_rotary(q, k, *head_norms, cos, sin, head_eps), v.transpose(1, 2), flat)
 
 
-def _attend(attention, q, k, v, attention_mask, past_key_values, kwargs):
+def _attend(own: OwnForwards, attention, q, k, v, attention_mask, past_key_values, kwargs):
     """Attention's output as [tokens, heads * head_dim]."""
-    modeling = sys.modules[MODELING]
+    modeling = sys.modules[own.modeling]
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, attention.layer_idx)
     interface = modeling.ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -157,39 +159,63 @@ def _attend(attention, q, k, v, attention_mask, past_key_values, kwargs):
     return output.reshape(q.shape[0] * q.shape[2], -1)
 
 
-def _finish(layer, attended, residual, shape):
-    """The output projection and the MLP, with both residual connections."""
+def _finish(own: OwnForwards, layer, attended, residual, shape):
+    """The output projection and the MLP or the experts, with both residual connections."""
     parts = _parts(layer)
-    mlp, norm = parts["mlp"], parts["post_attention_layernorm"]
-    eps, norm_weight = norm.variance_epsilon, _parameter(norm)
-    o_proj, linears = _parts(parts["self_attn"])["o_proj"], _parts(mlp)
+    o_proj, mlp, norm = _parts(parts["self_attn"])["o_proj"], parts["mlp"], parts["post_attention_layernorm"]
+    x, of_norm = residual.view(*shape, -1), (_parameter(norm), norm.variance_epsilon)
+    if is_sparse(mlp):
+        return _finish_experts(own, mlp, o_proj, attended, x, *of_norm)
+    return _finish_mlp(mlp, o_proj, attended, x, *of_norm)
+
+
+def _finish_mlp(mlp, o_proj, attended, x, norm_weight, eps):
+    linears, dtype = _parts(mlp), _product_dtype(x)
     of_mlp = linears["gate_proj"], linears["up_proj"], linears["down_proj"]
-    dtype, x = _product_dtype(residual), residual.view(*shape, -1)
-    if attended.dtype == residual.dtype == dtype:
+    if attended.dtype == x.dtype == dtype:
         o_weight, mlp_weights = _plain_weights(attended, o_proj), _plain_weights(attended, *of_mlp)
         if mlp_weights is not None and o_weight is not None:
             return norm_mlp(x, norm_weight, *mlp_weights, eps, attended, o_weight[0])
-    wider = autocasts(residual.device)
+    wider = autocasts(x.device)
     mlp_found = _projections(dtype, wider, *of_mlp)
     o_found = None if mlp_found is None or attended.dtype != dtype else _projections(dtype, wider, o_proj)
     if o_found is not None:
         return projected_mlp(x, norm_weight, (*o_found, *mlp_found), eps, attended, dtype)
-    output = o_proj(attended.view(*shape, -1))
-    if mlp_found is not None:
-        total = output.reshape(x.shape) + x
-        if dtype == x.dtype and all(type(each.weight) in PLAIN and each.weight.dtype == dtype and each.a is None for each in mlp_found):
-            return norm_mlp(total, norm_weight, *(each.weight for each in mlp_found), eps)
-        return projected_mlp(total, norm_weight, mlp_found, eps, None, dtype)
-    if output.dtype != residual.dtype:
+    output = o_proj(attended.view(*x.shape[:-1], -1))
+    if mlp_found is None:
+        return _finish_apart(mlp, output, x, norm_weight, eps)
+    total = output.reshape(x.shape) + x
+    if dtype == x.dtype and all(type(each.weight) in PLAIN and each.weight.dtype == dtype and each.a is None for each in mlp_found):
+        return norm_mlp(total, norm_weight, *(each.weight for each in mlp_found), eps)
+    return projected_mlp(total, norm_weight, mlp_found, eps, None, dtype)
+
+
+def _finish_experts(own: OwnForwards, block, o_proj, attended, x, norm_weight, eps):
+    dtype = _product_dtype(x)
+    found = sparse_block_or_reason(own, block, x, dtype)
+    if not isinstance(found, str) and attended.dtype == dtype:
+        projections = _projections(dtype, autocasts(x.device), o_proj)
+        if projections is not None:
+            return norm_experts(x, norm_weight, *found, eps, attended, *projections)
+    output = o_proj(attended.view(*x.shape[:-1], -1))
+    if isinstance(found, str) or output.dtype != dtype:
+        return _finish_apart(block, output, x, norm_weight, eps)
+    return norm_experts(output.reshape(x.shape) + x, norm_weight, *found, eps)
+
+
+def _finish_apart(mlp, output, x, norm_weight, eps):
+    """The norm with its residual connection, and what follows called as the module that it is."""
+    if output.dtype != x.dtype:
         total = x + output
         return total + mlp(rms_norm(total, norm_weight, eps))
-    normed, total = add_rms_norm(output, residual.view(output.shape), norm_weight, eps)
+    normed, total = add_rms_norm(output, x.view(output.shape), norm_weight, eps)
     return mlp(normed) + total
 
 
-def decoder_layer_forward(layer, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs):
-    """Of a Qwen3DecoderLayer. kwargs: what its forward passes on, position_ids and use_cache among them."""
-    if not fusable(layer, hidden_states):
+def decoder_layer_forward(own: OwnForwards, layer, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs):
+    """Of a Qwen3DecoderLayer or, with QWEN3_MOE as `own`, of a Qwen3MoeDecoderLayer. kwargs: what its forward passes on, position_ids and
+    use_cache among them."""
+    if why_not_fusable(own, layer, hidden_states):
         return original_forward(layer)(
             layer,
             hidden_states,
@@ -199,5 +225,10 @@ def decoder_layer_forward(layer, hidden_states, attention_mask, past_key_values,
             **kwargs,
         )
     q, k, v, residual = _attention_inputs(layer, hidden_states, position_embeddings)
-    attended = _attend(_parts(layer)["self_attn"], q, k, v, attention_mask, past_key_values, kwargs)
-    return _finish(layer, attended, residual, hidden_states.shape[:-1])
+    attention = _parts(layer)["self_attn"]
+    if past_key_values is None and keeps_attention(layer) and not attention.attention_dropout:
+        conditions = attention_mask, *position_embeddings, *kwargs.values()
+        attended = attend_once(layer, hidden_states, conditions, lambda: _attend(own, attention, q, k, v, attention_mask, None, kwargs))
+    else:
+        attended = _attend(own, attention, q, k, v, attention_mask, past_key_values, kwargs)
+    return _finish(own, layer, attended, residual, hidden_states.shape[:-1])

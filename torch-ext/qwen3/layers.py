@@ -1,8 +1,8 @@
-"""The layers that take the place of Qwen3's. They have no state: `self` is the module whose forward they become."""
+"""The layers that take the place of Qwen3's and Qwen3-MoE's. They have no state: `self` is the module whose forward they become."""
 
 from torch import nn
 
-from .decoder_layer import decoder_layer_forward
+from .decoder_layer import QWEN3, QWEN3_MOE, decoder_layer_forward
 from .shared.hf.attention import model_forward
 from .shared.hf.causal_lm import causal_lm_forward, causal_lm_loss, causal_lm_loss_of_logits
 from .shared.hf.experts import experts_forward
@@ -11,7 +11,7 @@ from .shared.hf.modules import mark_forwards
 
 
 class RMSNorm(nn.Module):
-    """For Qwen3RMSNorm: hidden_states [..., n] -> [..., n]."""
+    """For Qwen3RMSNorm and Qwen3MoeRMSNorm: hidden_states [..., n] -> [..., n]."""
 
     can_torch_compile = True
 
@@ -29,7 +29,7 @@ class RotaryPosEmb(nn.Module):
 
 
 class MLP(nn.Module):
-    """For Qwen3MLP: x [..., hidden] -> [..., hidden]. Recomputes its activations in the backward pass."""
+    """For Qwen3MLP and Qwen3MoeMLP: x [..., hidden] -> [..., hidden]. Recomputes its activations in the backward pass."""
 
     can_torch_compile = True
 
@@ -71,7 +71,7 @@ class DecoderLayer(nn.Module):
         **kwargs,
     ):
         kwargs.update(position_ids=position_ids, use_cache=use_cache)
-        return decoder_layer_forward(self, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs)
+        return decoder_layer_forward(QWEN3, self, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs)
 
 
 class Model(nn.Module):
@@ -133,6 +133,82 @@ class CausalLM(nn.Module):
         return causal_lm_forward(self, labels, kwargs)
 
 
+class MoeDecoderLayer(nn.Module):
+    """For Qwen3MoeDecoderLayer: hidden_states [batch, tokens, hidden] -> the same, in three autograd nodes."""
+
+    can_torch_compile = True
+
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        use_cache=False,
+        position_embeddings=None,
+        **kwargs,
+    ):
+        kwargs.update(position_ids=position_ids, use_cache=use_cache)
+        return decoder_layer_forward(QWEN3_MOE, self, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs)
+
+
+class MoeModel(nn.Module):
+    """For Qwen3MoeModel: the same, with attention of ours where it has the one that transformers chooses by default."""
+
+    can_torch_compile = True
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+        **kwargs,
+    ):
+        kwargs.update(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+        )
+        return model_forward(self, "sdpa", kwargs)
+
+
+class MoeCausalLM(nn.Module):
+    """For Qwen3MoeForCausalLM: as `CausalLM`, with the router's auxiliary loss and its logits where they are asked for."""
+
+    can_torch_compile = True
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        output_router_logits=None,
+        logits_to_keep=0,
+        **kwargs,
+    ):
+        kwargs.update(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_router_logits=output_router_logits,
+            logits_to_keep=logits_to_keep,
+        )
+        return causal_lm_forward(self, labels, kwargs)
+
+
 class ForCausalLMLoss(nn.Module):
     """For the layer name that transformers reserves for the loss of a causal LM.
 
@@ -163,3 +239,4 @@ class ForCausalLMLoss(nn.Module):
 
 
 mark_forwards(RMSNorm, RotaryPosEmb, Model, MLP, Experts, SwiGLUMLP, DecoderLayer, CausalLM, ForCausalLMLoss)
+mark_forwards(MoeModel, MoeDecoderLayer, MoeCausalLM)

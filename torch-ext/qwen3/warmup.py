@@ -4,12 +4,14 @@ from typing import NamedTuple
 
 import torch
 
+from .shared.hf.attention import head_dim_of
 from .shared.ops import adamw
 from .shared.ops.attention import attention
 from .shared.ops.decoder_nodes import norm_attention_inputs
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.rms_norm import add_rms_norm, rms_norm
 from .shared.ops.rotary import qk_norm_rotary, rotary
+from .shared.ops.sparse_nodes import Router, norm_experts
 from .shared.ops.swiglu import mlp, swiglu
 from .shared.runtime import tuning
 from .shared.runtime.tuning import TOKENS, cache_file, clear_autotune_cache
@@ -18,7 +20,8 @@ __all__ = ["cache_file", "clear_autotune_cache", "warmup_all_kernels"]
 
 
 class Sizes(NamedTuple):
-    """What the kernels of a Qwen3 depend on."""
+    """What the kernels of a Qwen3 depend on. expert: the intermediate size of an expert, and top_k: experts a token goes to; 0 for a dense
+    model."""
 
     hidden: int
     intermediate: int
@@ -26,9 +29,11 @@ class Sizes(NamedTuple):
     kv_heads: int
     head_dim: int
     vocabulary: int
+    expert: int = 0
+    top_k: int = 0
 
 
-# Qwen3 0.6B, 1.7B, 4B, 8B, 14B, 32B.
+# Qwen3 0.6B, 1.7B, 4B, 8B, 14B, 32B, 30B-A3B, 235B-A22B.
 FAMILY = (
     Sizes(1024, 3072, 16, 8, 128, 151936),
     Sizes(2048, 6144, 16, 8, 128, 151936),
@@ -36,12 +41,14 @@ FAMILY = (
     Sizes(4096, 12288, 32, 8, 128, 151936),
     Sizes(5120, 17408, 40, 8, 128, 151936),
     Sizes(5120, 25600, 64, 8, 128, 151936),
+    Sizes(2048, 6144, 32, 4, 128, 151936, 768, 8),
+    Sizes(4096, 12288, 64, 4, 128, 151936, 1536, 8),
 )
 
 
 def sizes_of(model) -> Sizes:
     """From the configuration of a model or of the first of its modules that has one. Raises TypeError when there is none."""
-    config = next((module.config for module in model.modules() if hasattr(getattr(module, "config", None), "head_dim")), None)
+    config = next((module.config for module in model.modules() if hasattr(getattr(module, "config", None), "num_key_value_heads")), None)
     if config is None:
         raise TypeError(f"model is a {type(model).__name__} without a Qwen3 configuration, expected a Qwen3 model")
     return Sizes(
@@ -49,8 +56,9 @@ def sizes_of(model) -> Sizes:
         config.intermediate_size,
         config.num_attention_heads,
         config.num_key_value_heads,
-        config.head_dim,
+        head_dim_of(config) or 0,
         config.vocab_size,
+        *((config.moe_intermediate_size, config.num_experts_per_tok) if hasattr(config, "moe_intermediate_size") else ()),
     )
 
 
@@ -79,6 +87,10 @@ def warm_up(device, dtype, sizes: Sizes, tokens: int = TOKENS) -> None:
     sum(x.sum() for x in inputs).backward()
     q, k = (ones(1, tokens, heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads))
     sum(x.sum() for x in qk_norm_rotary(q, k, *norms, cos, cos)).backward()
+    if sizes.top_k:  # the kernels do not see the number of experts
+        router = Router(ones(sizes.top_k, sizes.hidden), sizes.top_k, True)
+        weights = ones(sizes.top_k, 2 * sizes.expert, sizes.hidden), ones(sizes.top_k, sizes.hidden, sizes.expert)
+        norm_experts(ones(*hidden), ones(sizes.hidden), router, *weights).sum().backward()
     heads = ones(1, tokens, sizes.heads, sizes.head_dim), *(ones(1, tokens, sizes.kv_heads, sizes.head_dim) for _ in range(2))
     attention(*heads).sum().backward()
     # So many classes that a few tokens make large logits.

@@ -6,6 +6,7 @@ once they are. Everything is read from `__dict__`: a look-up of an attribute on 
 """
 
 import sys
+from types import FunctionType
 from typing import Optional, Union
 
 import torch
@@ -39,9 +40,16 @@ def _library_forward(cls, module: str, name: str):
     return forward
 
 
+@torch.compiler.assume_constant_result  # guarded by what it is asked about
+def _is_library_forward(function, cls, module: str, name: str) -> bool:
+    return function is _library_forward(cls, module, name)
+
+
 def _is_untouched(layer, module: str, name: str) -> bool:
-    forward = _library_forward(type(layer), module, name)
-    return forward is not None and own_forward(layer) is forward
+    function = own_forward(layer)
+    if torch.compiler.is_compiling():
+        return type(function) is FunctionType and _is_library_forward(function, type(layer), module, name)
+    return function is not None and function is _library_forward(type(layer), module, name)
 
 
 def four_bit_weight(layer, dtype: torch.dtype) -> Optional[FourBitWeight]:

@@ -8,7 +8,7 @@ transformers makes for these.
 """
 
 import sys
-from typing import Any, Dict, NamedTuple, Optional
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -95,6 +95,13 @@ class Visible:
         self._plans: dict = {}
         self._masks: dict = {}
 
+    @property
+    def shape(self) -> Tuple[int, int, int, int]:
+        """Of the mask that this stands for: what transformers asks of one that a caller has prepared."""
+        return self.batch, 1, self.tokens, self.keys
+
+    ndim = 4
+
     def is_plain(self) -> bool:
         """True where each row is one document that each query sees up to itself: what SDPA does without a mask."""
         rule = self.rule
@@ -138,7 +145,10 @@ class Visible:
 
 
 def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, **kwargs):
-    """transformers' mask function of ours: a `Visible`, or, for one query a row, what the function for SDPA returns."""
+    """transformers' mask function of ours: a `Visible`, or, for one query a row, what the function for SDPA returns. attention_mask: of
+    transformers, or a `Visible` that was made already."""
+    if isinstance(attention_mask, Visible):
+        return attention_mask
     masking = sys.modules[MASKING]
     arguments = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
     arguments.update(kwargs, mask_function=mask_function or masking.causal_mask_function, attention_mask=attention_mask)
@@ -291,11 +301,17 @@ def give_attention_back(module) -> None:
         module.set_attn_implementation(kept)
 
 
+def head_dim_of(config) -> Optional[int]:
+    """The size of a head by a model's configuration, None where it says nothing of heads."""
+    found, heads = getattr(config, "head_dim", None), getattr(config, "num_attention_heads", 0)
+    return config.hidden_size // heads if found is None and heads else found
+
+
 def choose_attention(model, replaces: str) -> None:
     """Gives a model on a GPU whose kernels run our implementation in the place of `replaces`, which it got by default; any other that
     it has, it keeps."""
     config = model.config
-    if config._attn_implementation != replaces or getattr(config, "head_dim", None) not in HEAD_DIMS:
+    if config._attn_implementation != replaces or head_dim_of(config) not in HEAD_DIMS:
         return
     weight = next(model.parameters(), None)
     if weight is None or weight.is_meta or not kernels_run_on(torch.empty(0, device=weight.device)):

@@ -1,18 +1,20 @@
-"""Replays a model's decoder layers as CUDA graphs in training: two launches a layer instead of about forty, for batches of one shape.
+"""Replays a model's decoder layers as CUDA graphs in training, for batches of one shape: two launches for several layers instead of about
+forty for each.
 
-With few tokens the host cannot start a layer's kernels as fast as the GPU finishes them. Each layer's forward and backward pass is
+With few tokens the host cannot start a layer's kernels as fast as the GPU finishes them. The layers' forward and backward passes are
 therefore recorded once (torch.cuda.CUDAGraph) and replayed. Everything that is not exactly what was recorded runs as before: other shapes,
 evaluation, generation, hooks, gradient checkpointing, a second forward pass ahead of the first one's backward pass.
 
-The first training pass of a shape runs as before and is looked at, the second one is recorded at its first layer. The graphs of all layers
-share a pool of memory. They are recorded in the order in which they are replayed, so what one leaves free the next one uses, and a layer's
-output is where the next one reads its input.
+The first training pass of a shape runs as before and is looked at, the second one is recorded at its first layer. Layers of which each
+takes what the one before it returned, and no other tensors than that one, share a graph: the call of the first one replays it, and those
+of the others return what it has computed for them. The graphs share a pool of memory. They are recorded in the order in which they are
+replayed, so what one leaves free the next one uses, and the output of one is where the next one reads its input.
 """
 
 import operator
 import warnings
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -32,6 +34,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
 RECORDINGS = 3  # of one shape with fewer than REPLAYS passes for each, after which a model that changes all the time runs as before
 REPLAYS = 16
+TOGETHER = 7  # layers of one graph, at most: so few that the host starts a graph while the GPU still works on the one before
 PLANS = 8  # kinds of passes that a model is looked at for: of its shapes, each with and without a mask
 
 
@@ -82,49 +85,56 @@ def is_recording(x: torch.Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+_NEEDS_GRAD = operator.attrgetter("requires_grad")
+
+
 class _Watch:
-    """Notices what a graph of a module would not: moved or replaced weights, other submodules, hooks, switches."""
+    """Notices what a graph of modules would not: moved or replaced weights, other submodules, hooks, switches. A look takes 10 us a
+    decoder layer: everything is compared by functions that are no Python."""
 
     STANDARD = frozenset(nn.Module().__dict__) | {GRAPHS}
 
-    def __init__(self, module: nn.Module):
-        owners: List[dict] = []
-        keys: List[str] = []
-        values: List[Any] = []
-        self.sizes, self.hooks, self.equal, self.tensors = [], [], [], []
-        for part in module.modules():
+    def __init__(self, modules: Iterable[nn.Module]):
+        self.hooks: List[dict] = []
+        self.sized: List[dict] = []
+        self.tensors: List[torch.Tensor] = []
+        identical: List[Tuple[dict, str, Any]] = []
+        equal: List[Tuple[dict, str, Any]] = []
+        for part in (part for module in modules for part in module.modules()):
             state = part.__dict__
             self.hooks += [state[name] for name in HOOKS]
             for held in (state, state["_modules"], state["_parameters"], state["_buffers"]):
-                self.sizes.append((held, len(held)))
+                self.sized.append(held)
                 for key, value in held.items():
                     if held is state and key in self.STANDARD and key != "training":
                         continue
                     if isinstance(value, torch.Tensor):
-                        self.tensors.append((value, value.data_ptr(), value.requires_grad))
+                        self.tensors.append(value)
                     if isinstance(value, (list, tuple, set, dict)) and _is_simple(value):
-                        self.equal.append((held, key, value if isinstance(value, tuple) else value.copy()))
+                        equal.append((held, key, value if isinstance(value, tuple) else value.copy()))
                     elif type(value) in SIMPLE and type(value) is not bool or key == "forward":
-                        self.equal.append((held, key, value))
+                        equal.append((held, key, value))
                     else:
-                        owners.append(held)
-                        keys.append(key)
-                        values.append(value)
-        self.identical = owners, keys, values
+                        identical.append((held, key, value))
+        self.identical, self.equal = (tuple(zip(*found)) or ((), (), ()) for found in (identical, equal))
+        self.sizes = self._sizes()
+        self.facts = self._facts()
+
+    def _sizes(self) -> List[int]:
+        return list(map(len, self.sized))
+
+    def _facts(self) -> list:
+        """Where the tensors lie and whether they need a gradient."""
+        return [*map(torch.Tensor.data_ptr, self.tensors), *map(_NEEDS_GRAD, self.tensors)]
 
     def same(self) -> bool:
-        if any(self.hooks) or any(len(held) != size for held, size in self.sizes):
+        if any(self.hooks) or self._sizes() != self.sizes:
             return False
         owners, keys, values = self.identical
-        if not all(map(operator.is_, map(dict.get, owners, keys), values)):
+        if not all(map(operator.is_, map(dict.get, owners, keys), values)) or self._facts() != self.facts:
             return False
-        for tensor, address, needs_grad in self.tensors:
-            if tensor.data_ptr() != address or tensor.requires_grad is not needs_grad:
-                return False
-        for held, key, value in self.equal:
-            if held.get(key) != value:
-                return False
-        return True
+        owners, keys, values = self.equal
+        return all(map(operator.eq, map(dict.get, owners, keys), values))
 
 
 def _is_simple(container) -> bool:
@@ -162,36 +172,52 @@ class _Ticket:
 
 
 class _Unit:
-    """One layer's graphs, and the memory that they read and write."""
+    """The graphs of layers that follow each other, and the memory that they read and write."""
 
-    def __init__(self, plan, layer, key, kwargs, slots):
-        self.plan, self.key, self.kwargs, self.slots = plan, key, kwargs, slots
-        self.watch = _Watch(layer)
-        self.parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    def __init__(self, plan, first: int, layers, seen, key):
+        """first: the number of the first layer; seen: what each of `layers` got; key: of the first one."""
+        self.plan, self.first, self.key, self.autocast = plan, first, key, seen[0].autocast
+        slots = [[plan.inputs[number] for number in layer.numbers] for layer in seen]
+        self.kwargs = [_with_tensors(layer.kwargs, iter(mine)) for layer, mine in zip(seen, slots)]
+        self.slots = slots[0]
+        self.watch = _Watch(layers)
+        self.parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters() if p.requires_grad))
         self.gradients: List[Optional[torch.Tensor]] = []
+        self.computed: List[torch.Tensor] = []
+        self.outputs: List[torch.Tensor] = []
+        self.frozen: List[bool] = []  # of each layer: whether its output needs no gradient
         self.dx: Optional[torch.Tensor] = None
         self.dout: Optional[torch.Tensor] = None
-        self.number = 0
 
-    def record_forward(self, recorder, call, x: torch.Tensor) -> None:
+    def layers(self) -> list:
+        return self.plan.model.layers[self.first : self.first + len(self.kwargs)]
+
+    def record_forward(self, recorder, layers, x: torch.Tensor) -> None:
         self.x = x
         self.forward = recorder.graph()
 
         def function():
-            self.computed = call(self.x, self.kwargs)
-            return self.computed
+            self.computed = _run_all(layers, self.x, self.kwargs)
+            return tuple(self.computed)
 
-        self.output = self.forward.record(function).detach()
+        self.outputs = [output.detach() for output in self.forward.record(function)]
+        self.frozen = [not output.requires_grad for output in self.computed]
 
     def record_backward(self, recorder, next_dx: Optional[torch.Tensor]) -> None:
-        if not self.computed.requires_grad:
+        if self.frozen[-1]:
             return
-        self.dout = torch.empty_like(self.output) if next_dx is None else next_dx
-        wanted = [*([self.x] if self.x.requires_grad else []), *self.parameters]
+        self.dout = torch.empty_like(self.outputs[-1]) if next_dx is None else next_dx
+        wanted = self._wanted(self.x)
         self.backward = recorder.graph()
-        found = list(self.backward.record(lambda: torch.autograd.grad(self.computed, wanted, self.dout, allow_unused=True)))
-        self.dx = found.pop(0) if self.x.requires_grad else None
-        self.gradients = found
+        found = self.backward.record(lambda: torch.autograd.grad(self.computed[-1], wanted, self.dout, allow_unused=True))
+        self.dx, self.gradients = self._sorted(found)
+
+    def _wanted(self, x) -> list:
+        return [*([x] if x.requires_grad else []), *self.parameters]
+
+    def _sorted(self, found: Sequence) -> Tuple[Optional[torch.Tensor], list]:
+        """(the gradient of x, those of the parameters)"""
+        return (found[0], list(found[1:])) if self.x.requires_grad else (None, list(found))
 
     def release_gradients(self) -> None:
         """Moves the gradients that parameters still have from the last backward pass out of the memory that this one writes."""
@@ -199,6 +225,38 @@ class _Unit:
             kept = parameter.grad
             if kept is not None and gradient is not None and kept.data_ptr() == gradient.data_ptr():
                 parameter.grad = kept.clone()
+
+    def gradients_of_some(self, douts: Sequence[Optional[torch.Tensor]], versions: Sequence[int]) -> tuple:
+        """(the gradient of x, those of the parameters) where others than the last layer's output have one: somebody has used or changed
+        what a layer returned before the next one got it, which happened not when the pass was looked at. The layers run again, and from
+        the next pass on each has graphs of its own.
+
+        versions: of the outputs when they were returned.
+        """
+        self.plan.apart = self.plan.stale = True
+        behind = 1 + max(i for i, dout in enumerate(douts) if dout is not None)
+        device, dtype = self.x.device.type, self.autocast
+        with torch.enable_grad(), torch.autocast(device, dtype, enabled=dtype is not None):
+            x = self.x.detach().requires_grad_(self.x.requires_grad)
+            outputs = _run_all(self.layers()[:behind], x, self.kwargs)
+            for again, output, version in zip(outputs, self.outputs, versions):
+                if output._version == version and not torch.equal(again, output):
+                    raise RuntimeError(
+                        "the output of a captured layer was used beside the next layer, for which the layers ran again, and drew other "
+                        "random numbers. Call reset() to run the model without graphs"
+                    )
+            used = [(output, dout) for output, dout in zip(outputs, douts) if dout is not None]
+            roots, gradients = map(list, zip(*used))
+            return self._sorted(torch.autograd.grad(roots, self._wanted(x), gradients, allow_unused=True))
+
+
+def _run_all(layers, x: torch.Tensor, kwargs: Sequence[dict]) -> List[torch.Tensor]:
+    """What each of layers behind each other returns."""
+    outputs = []
+    for layer, mine in zip(layers, kwargs):
+        x = _run(layer, (x,), mine)
+        outputs.append(x)
+    return outputs
 
 
 class _Replay(torch.autograd.Function):
@@ -210,11 +268,14 @@ class _Replay(torch.autograd.Function):
         if x.data_ptr() != unit.x.data_ptr():
             unit.x.copy_(x)
         unit.forward.replay()
-        return unit.output.detach()
+        outputs = [output.detach() for output in unit.outputs]
+        ctx.versions = [output._version for output in outputs]
+        ctx.mark_non_differentiable(*(output for output, frozen in zip(outputs, unit.frozen) if frozen))
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout):
+    def backward(ctx, *douts):
         unit, ticket = ctx.unit, ctx.ticket
         if ticket is None:
             raise RuntimeError(
@@ -223,6 +284,10 @@ class _Replay(torch.autograd.Function):
             )
         ctx.ticket = None
         ticket.close()
+        *inner, dout = douts
+        if any(gradient is not None for gradient in inner):
+            dx, gradients = unit.gradients_of_some(douts, ctx.versions)
+            return (None, dx, *gradients)
         if dout is None:
             return (None,) * (2 + len(unit.parameters))
         unit.release_gradients()
@@ -230,6 +295,49 @@ class _Replay(torch.autograd.Function):
             unit.dout.copy_(dout)
         unit.backward.replay()
         return (None, *(None if t is None else t.detach() for t in (unit.dx, *unit.gradients)))
+
+
+class _Before:
+    """A layer's output as it was returned, and the arguments that the layer got."""
+
+    __slots__ = ("output", "version", "kwargs")
+
+    def __init__(self, output: torch.Tensor, kwargs: dict):
+        self.output, self.version, self.kwargs = output, output._version, kwargs
+
+    def leads_to(self, x: torch.Tensor, kwargs: dict) -> bool:
+        """Tells whether that output, unchanged, and those very arguments are what another layer gets."""
+        mine = self.kwargs
+        if x is not self.output or x._version != self.version or kwargs.keys() != mine.keys():
+            return False
+        return all(map(operator.is_, map(kwargs.get, mine), mine.values()))
+
+
+class _Ahead:
+    """What a graph has computed for layers behind its first one, whose calls are still to come."""
+
+    def __init__(self, unit: _Unit, outputs: Sequence[torch.Tensor], kwargs: dict, tensors: Sequence[torch.Tensor]):
+        """kwargs: what the first layer got; tensors: those of them that were copied."""
+        self.outputs, self.tensors, self.autocast = outputs, tensors, unit.autocast
+        self.versions = [tensor._version for tensor in tensors]
+        self.first, self.next, self.behind = unit.first, unit.first + 1, unit.first + len(outputs)
+        self.before = _Before(outputs[0], kwargs)
+
+    def take(self, index: int, x: torch.Tensor, args, kwargs) -> Optional[torch.Tensor]:
+        """The output of a layer, where its call is the recorded one; None where it is another."""
+        if index != self.next or len(args) != 1 or not self.before.leads_to(x, kwargs):
+            return None
+        if [tensor._version for tensor in self.tensors] != self.versions or _autocast_dtype(x.device.type) != self.autocast:
+            return None
+        output = self.outputs[index - self.first]
+        self.next += 1
+        self.before = _Before(output, kwargs)
+        return output
+
+
+def _autocast_dtype(device: str) -> Optional[torch.dtype]:
+    """The dtype of autocast where it is on."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 class _Planned(Visible):
@@ -251,51 +359,93 @@ class _Planned(Visible):
         return self.kept
 
 
+class _Seen(NamedTuple):
+    """What a layer got. key: of `_described`; numbers: of its tensors among all that the layers get; kwargs: without the tensors; joins:
+    whether it got the very output and the very arguments of the layer before it, and neither of them drew random numbers."""
+
+    key: tuple
+    numbers: List[int]
+    kwargs: dict
+    autocast: Optional[torch.dtype]
+    joins: bool
+
+
 class _Plan:
     """A training pass of one kind, by what its first layer gets: looked at, then recorded, then replayed."""
 
     def __init__(self, model):
         self.model = model
-        self.seen: List[tuple] = []  # of each layer: its key, and its arguments with the numbers of shared tensors in them
+        self.seen: List[_Seen] = []  # of each layer
         self.examples: Dict[int, Tuple[int, torch.Tensor]] = {}  # by id, while the pass lasts: the number of a tensor, and itself
-        self.units: List[_Unit] = []
+        self.units: Dict[int, _Unit] = {}  # by the number of their first layer
         self.inputs: List[_Input] = []
         self.recordings = self.replays = 0
         self.failure = ""
+        self.apart = False  # whether each layer has to have graphs of its own
+        self.stale = False  # whether the graphs are of no use any more
 
-    def look(self, key, x, tensors, kwargs) -> None:
+    def look(self, layer, key, x, tensors, kwargs) -> torch.Tensor:
+        """Runs a layer as before, and remembers what it got."""
         numbers = []
         for tensor in tensors:
             number, _ = self.examples.setdefault(id(tensor), (len(self.examples), tensor))
             numbers.append(number)
-        self.seen.append((key, numbers, {name: _without_tensors(value) for name, value in _read(kwargs)}))
+        joins = self.model.before is not None and self.model.before.leads_to(x, kwargs)
+        state = _random_state(x.device)
+        read = {name: _without_tensors(value) for name, value in _read(kwargs)}
+        output = _run(layer, (x,), kwargs)
+        drew = not torch.equal(state, _random_state(x.device))
+        self.seen.append(_Seen(key, numbers, read, _autocast_dtype(x.device.type), joins and not drew))
+        self.model.before = None if drew else _Before(output, kwargs)
         if len(self.seen) == len(self.model._layers):
             self.inputs = [_Input(tensor) for _, tensor in self.examples.values()]
-            self.examples = {}
+            self.examples, self.model.before = {}, None
+        return output
 
     def forget(self) -> None:
         """Begins again with looking."""
-        self.seen, self.examples, self.units, self.inputs = [], {}, [], []
+        self.seen, self.examples, self.units, self.inputs, self.stale = [], {}, {}, [], False
+
+    def _groups(self) -> List[slice]:
+        """The layers that have a graph in common."""
+        runs: List[list] = []  # of layers that may be in one
+        for number, seen in enumerate(self.seen):
+            first = self.seen[runs[-1][0]] if runs else None
+            follows = first is not None and seen.joins and not self.apart and seen.autocast == first.autocast
+            if follows:
+                runs[-1].append(number)
+            else:
+                runs.append([number])
+        groups = []
+        for run in runs:
+            parts = -(-len(run) // TOGETHER)
+            ends = [run[0] + len(run) * part // parts for part in range(parts + 1)]
+            groups += map(slice, ends, ends[1:])
+        return groups
 
     def record(self, x: torch.Tensor) -> None:
-        """Records every layer, forward in order and backward in reverse."""
-        model, units = self.model, []
-        for layer, (key, numbers, kwargs) in zip(model.layers, self.seen):
-            slots = [self.inputs[number] for number in numbers]
-            units.append(_Unit(self, layer, key, _with_tensors(kwargs, iter(slots)), slots))
+        """Records all layers, forward in order and backward in reverse."""
+        model, layers, units = self.model, self.model.layers, []
+        for group in self._groups():
+            units.append(_Unit(self, group.start, layers[group], self.seen[group], self.seen[group.start].key))
         with model.recorder(x.device) as recorder:
             here = torch.empty_like(x).requires_grad_(x.requires_grad)
-            for layer, unit in zip(model.layers, units):
-                unit.record_forward(recorder, lambda x, kwargs, layer=layer: _run(layer, (x,), kwargs), here)
-                here = unit.output.detach().requires_grad_(unit.computed.requires_grad)
+            for unit in units:
+                unit.record_forward(recorder, unit.layers(), here)
+                here = unit.outputs[-1].detach().requires_grad_(not unit.frozen[-1])
             after = None
             for unit in reversed(units):
                 unit.record_backward(recorder, after)
                 after = unit.dx
         for unit in units:
-            unit.computed = None
-        self.units = units
+            unit.computed = []
+        self.units = {unit.first: unit for unit in units}
         self.recordings += 1
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    """What changes when random numbers are drawn."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _without_tensors(value):
@@ -329,6 +479,8 @@ class _Model:
         self.plans: Dict[tuple, _Plan] = {}
         self.current: Optional[_Plan] = None
         self.next = -1  # the layer that the current pass comes to next
+        self.before: Optional[_Before] = None  # of the layer that the current pass was at last, while it is looked at
+        self.ahead: Optional[_Ahead] = None  # while it is replayed
         self.open: set = set()
         self.reasons: List[str] = []  # why passes of a wanted shape ran as before
         self._recorder: Optional[Recorder] = None
@@ -344,12 +496,13 @@ class _Model:
         return [layer() for layer in self._layers]
 
     def recorder(self, device) -> Recorder:
-        if self._recorder is None:
+        """What makes the next graphs: with the pool of those that there are. A pool that no graph uses any more cannot be used again."""
+        if self._recorder is None or not any(plan.units for plan in self.plans.values()):
             self._recorder = Recorder(device)
         return self._recorder
 
     def give_up(self, reason: str) -> None:
-        self.current = None
+        self.current = self.before = self.ahead = None
         if reason not in self.reasons:
             self.reasons.append(reason)
             warnings.warn(f"captured layers run as before: {reason}", RuntimeWarning, stacklevel=2)
@@ -361,12 +514,13 @@ class _Model:
         pool, in which a backward pass takes what the ones before it have read. So it happens before anything of a pass is replayed.
         """
         for plan in self.plans.values():
-            for unit in plan.units:
+            for unit in plan.units.values():
                 unit.release_gradients()
 
     def begin(self, key, x) -> None:
         """Chooses what is done with a pass, at its first layer."""
-        self.current, self.next = None, 0
+        self.current = self.before = self.ahead = None
+        self.next = 0
         if self.open:
             return  # an earlier forward pass waits for its backward pass
         self.release_gradients()
@@ -374,7 +528,7 @@ class _Model:
             self.give_up(f"there are more than {PLANS} kinds of passes by shape, mask and arguments")
             return
         plan = self.plans.setdefault(key, _Plan(self))
-        if plan.units and not all(unit.watch.same() for unit in plan.units):
+        if plan.units and (plan.stale or not plan.units[0].watch.same()):  # of the others, when the pass comes to them
             plan.forget()
         if plan.seen and not plan.units:
             if len(plan.seen) < len(self._layers):
@@ -426,8 +580,7 @@ def _obstacle(layer, x, args) -> str:
 def _described(x, kwargs):
     """(key, tensors, reason) of a layer's arguments: what has to be equal for a replay, and the tensors that are copied for it."""
     key: list = [x.shape, x.dtype, x.device, x.requires_grad]
-    autocast = torch.is_autocast_enabled(x.device.type)
-    key.append(torch.get_autocast_dtype(x.device.type) if autocast else None)
+    key.append(_autocast_dtype(x.device.type))
     tensors: list = []
     for name, value in _read(kwargs):
         if type(value) in SIMPLE:
@@ -472,6 +625,15 @@ def captured_forward(layer, *args, **kwargs):
     model, x = place.model, args[0] if args else kwargs["hidden_states"]
     if tuple(x.shape[:-1]) not in model.shapes or is_recording(x):
         return _run(layer, args, kwargs)
+    ahead = model.ahead
+    if ahead is not None:
+        output = ahead.take(place.index, x, args, kwargs)
+        if output is not None:
+            model.next = ahead.next
+            if ahead.next == ahead.behind:
+                model.ahead = None
+            return output
+        model.ahead = model.current = None  # from here on the pass is another one than that which was recorded
     reason = _obstacle(layer, x, args)
     key, tensors = None, ()
     if not reason:
@@ -485,17 +647,23 @@ def captured_forward(layer, *args, **kwargs):
     if plan is None or model.next != place.index:
         model.current = None
         return _run(layer, args, kwargs)
-    model.next += 1
     if not plan.units:
-        plan.look(key, x, tensors, kwargs)
-        return _run(layer, args, kwargs)
+        model.next += 1
+        return plan.look(layer, key, x, tensors, kwargs)
     unit = plan.units[place.index]
     if unit.key != key:
         model.give_up("the layers got other arguments than when they were captured")
         return _run(layer, args, kwargs)
+    if place.index and not unit.watch.same():
+        plan.stale, model.current = True, None
+        return _run(layer, args, kwargs)
     for slot, tensor in zip(unit.slots, tensors):
         slot.load(tensor)
-    return _Replay.apply(unit, x, *unit.parameters)
+    outputs = _Replay.apply(unit, x, *unit.parameters)
+    model.next += 1
+    if len(outputs) > 1:
+        model.ahead = _Ahead(unit, outputs, kwargs, tensors)
+    return outputs[0]
 
 
 setattr(captured_forward, LAYER, captured_forward)

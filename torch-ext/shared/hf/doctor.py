@@ -3,7 +3,7 @@
 import platform
 import re
 from importlib import metadata
-from typing import List, NamedTuple, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -12,11 +12,13 @@ from ..runtime import launch
 from ..runtime.artifacts import ArtifactError
 from ..runtime.device import why_no_kernels
 from ..runtime.driver import MIN_DRIVER, DriverError
-from .patching import KERNELS_EXPECTED, PAIR, TRANSFORMERS_EXPECTED
+from .hub import KERNELS_EXPECTED, PAIR, TRANSFORMERS_EXPECTED
 
-# By library: the versions that are taken, and what to run where another is found. None: any.
-LIBRARIES = (
-    ("torch", f">={TORCH_MIN[0]}.{TORCH_MIN[1]}", f"pip install 'torch>={TORCH_MIN[0]}.{TORCH_MIN[1]}'"),
+# By library: the versions that are taken, and what to run where another is found. None: any, or none at all.
+Libraries = Sequence[Tuple[str, Optional[str], str]]
+TORCH = ("torch", f">={TORCH_MIN[0]}.{TORCH_MIN[1]}", f"pip install 'torch>={TORCH_MIN[0]}.{TORCH_MIN[1]}'")
+LIBRARIES: Libraries = (
+    TORCH,
     ("transformers", TRANSFORMERS_EXPECTED, f"pip install {PAIR}"),
     ("kernels", KERNELS_EXPECTED, f"pip install {PAIR}"),
     ("accelerate", None, ""),
@@ -66,9 +68,9 @@ def version_fits(version: str, expected: str) -> bool:
     return True
 
 
-def _libraries() -> List[Finding]:
+def _libraries(libraries: Libraries) -> List[Finding]:
     findings = []
-    for name, expected, advice in LIBRARIES:
+    for name, expected, advice in libraries:
         try:
             version = torch.__version__ if name == "torch" else metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -105,8 +107,8 @@ def _gpus() -> List[Finding]:
     return findings
 
 
-def report(package: str) -> Report:
-    """Looks at this machine; see `report` of a package. package: its name, as it was imported."""
+def report(package: str, libraries: Libraries = LIBRARIES) -> Report:
+    """Looks at this machine; see `report` of a package. package: its name, as it was imported. libraries: whose versions matter to it."""
     try:
         architectures = ", ".join(launch.backend.artifacts.architectures()) or "none"
         kernels = Finding("prebuilt kernels", architectures, architectures != "none",
@@ -116,7 +118,7 @@ def report(package: str) -> Report:
     findings = [
         Finding("package", package, True),
         Finding("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}", platform.system() == "Linux"),
-        *_libraries(),
+        *_libraries(libraries),
         kernels,
     ]
     if torch.cuda.is_available():

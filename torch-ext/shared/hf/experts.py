@@ -32,25 +32,34 @@ def _experts_gate(layer):
     return None
 
 
-def _known_experts(layer, hidden, index, scores):
-    """The result of `experts` for a module of transformers' with `gate_up_proj` and `down_proj`; None when it is not for it."""
+def experts_or_reason(layer):
+    """(weights and biases, gate) of a module of transformers' with `gate_up_proj` and `down_proj`, as `experts` takes them; or as text, why
+    `experts` is not for it."""
     gate = _experts_gate(layer)
-    if gate is None or index is None or scores is None:
-        return None
+    if gate is None:
+        return "the gate of experts is one that is not known"
     weights = [layer.gate_up_proj, layer.down_proj]
     if layer.has_bias:
         weights += [layer.gate_up_proj_bias, layer.down_proj_bias]
-    dtype = weights[0].dtype
-    if not all(type(tensor) in PLAIN for tensor in (hidden, index, scores, *weights)) or any(w.dtype != dtype for w in weights):
+    if not all(type(weight) in PLAIN and weight.dtype == weights[0].dtype for weight in weights):
+        return "a weight of experts is no ordinary tensor, or one is of another dtype than the others"
+    return weights, {**gate, "transposed": layer.is_transposed}
+
+
+def _known_experts(layer, hidden, index, scores):
+    """The result of `experts` for a module that it is for; else None."""
+    found = None if index is None or scores is None else experts_or_reason(layer)
+    if found is None or isinstance(found, str) or not all(type(tensor) in PLAIN for tensor in (hidden, index, scores)):
         return None
-    flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+    weights, options = found
+    flat = hidden.reshape(-1, hidden.shape[-1]).to(weights[0].dtype)
     # Under autocast transformers' grouped GEMMs run in the dtype of the weights too.
     with torch.autocast(hidden.device.type, enabled=False) if autocasts(hidden.device) else nullcontext():
-        result = experts(flat, index, scores, *weights, transposed=layer.is_transposed, **gate)
+        result = experts(flat, index, scores, *weights, **options)
     return result.view(hidden.shape).to(hidden.dtype)
 
 
-def _is_default(layer) -> bool:
+def is_default(layer) -> bool:
     """True where transformers would run its default, grouped_mm, or ours: any other implementation of experts is someone's choice."""
     name = getattr(getattr(layer, "config", None), "_experts_implementation", None)
     if name is None or name == EXPERTS:
@@ -65,7 +74,7 @@ def experts_forward(layer, hidden, index, scores):
 
     hidden: [..., hidden]; index: [tokens, top-k], in which an id from the number of experts on is none of them; scores: [tokens, top-k].
     """
-    found = _known_experts(layer, hidden, index, scores) if _is_default(layer) else None
+    found = _known_experts(layer, hidden, index, scores) if is_default(layer) else None
     return original_forward(layer)(layer, hidden, index, scores) if found is None else found
 
 

@@ -1,7 +1,7 @@
 """Says of a model what runs fused, and of the rest why it does not and what to do. The reasons are those of the functions that decide."""
 
 from collections import Counter
-from typing import Callable, List, NamedTuple, Tuple
+from typing import Callable, List, Tuple
 
 import torch
 
@@ -9,6 +9,7 @@ from ..ops.common import side_by_side
 from ..runtime.device import why_no_kernels
 from .capture import captured_passes
 from .causal_lm import why_head_is_not_plain, why_loss_is_not_standard
+from .explanation import Explanation, explanation_of
 from .modules import is_marked, plain_weight
 from .packing import GROUPS
 
@@ -33,32 +34,6 @@ ADVICE = (
 )
 
 
-class Row(NamedTuple):
-    """part: of a model; count: how many of it there are; fused: does it run fused; reason: why not, or what holds it back; advice."""
-
-    part: str
-    count: int
-    fused: bool
-    reason: str
-    advice: str
-
-
-class Explanation(NamedTuple):
-    """What `explain` found: printed, a table."""
-
-    rows: Tuple[Row, ...]
-
-    def __str__(self) -> str:
-        table = [("part", "layers", "fused", "why not", "what to do")]
-        table += [(row.part, str(row.count), "yes" if row.fused else "no", row.reason, row.advice) for row in self.rows]
-        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table)
-
-
-def advice_of(reason: str) -> str:
-    return next((advice for part, advice in ADVICE if part in reason), "")
-
-
 def _runs_ours(module) -> bool:
     return is_marked(getattr(module.forward, "__func__", None))
 
@@ -75,15 +50,16 @@ def _why_apart(layer) -> List[Tuple[str, str]]:
     return found
 
 
-def explain(model, layers: List[torch.nn.Module], causal_lms: List[torch.nn.Module], explain_layer: Callable) -> Explanation:
-    """Makes the table of `explain` of a package. explain_layer: of a layer and an input, [(part, "" or why it is not fused)]."""
+def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: List[torch.nn.Module]) -> Explanation:
+    """Makes the table of `explain` of a package. layers: each with its function of a layer and an input that returns
+    [(part, "" or why it is not fused)]."""
     found: Counter = Counter()
     for causal_lm in causal_lms:
         reason = "transformers' own forward"
         if _runs_ours(causal_lm):
             reason = why_loss_is_not_standard(causal_lm) or why_head_is_not_plain(causal_lm)
         found["loss without logits", reason] += 1
-    for layer in layers:
+    for layer, explain_layer in layers:
         if not _runs_ours(layer):
             found["decoder layer", "transformers' own forward"] += 1
             continue
@@ -92,13 +68,12 @@ def explain(model, layers: List[torch.nn.Module], causal_lms: List[torch.nn.Modu
         x = torch.empty((1, 1, norm.shape[-1]), dtype=norm.dtype, device=norm.device)
         for pair in (*explain_layer(layer, x), *_why_apart(layer)):
             found[pair] += 1
-    devices = sorted({str(parameter.device) for layer in layers for parameter in layer.parameters()})
+    devices = sorted({str(parameter.device) for layer, _ in layers for parameter in layer.parameters()})
     for device in devices:
         reason = why_no_kernels(torch.device(device))
         found[f"kernels on {device}", reason] += 1
-    passes, reasons = captured_passes(layers[0])
+    passes, reasons = captured_passes(layers[0][0])
     for shape, recorded in passes:
         found[f"captured [{shape[0]}, {shape[1]}]",
               "" if recorded else "; ".join(reasons) or "no training pass of this shape was seen twice"] += len(layers)
-    return Explanation(tuple(Row(part, count, not reason, reason, advice_of(reason) if reason else "") for (part, reason),
-                             count in found.items()))
+    return explanation_of(found, ADVICE)

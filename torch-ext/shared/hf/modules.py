@@ -5,6 +5,7 @@ is exactly PyTorch's own goes to the operations; everything else is called as tr
 """
 
 import sys
+from types import FunctionType
 
 import torch
 from torch import nn
@@ -29,11 +30,15 @@ def is_transformers_own(function, modeling: str, name: str) -> bool:
 
     False for what a user, a library or a test put in its place, also where functools.wraps gave that the same name.
     """
+    return type(function) is FunctionType and _is_transformers_own(function, modeling, name)
+
+
+# A graph depends on which function it is, and has a guard on that; not on what was looked at before.
+@torch.compiler.assume_constant_result
+def _is_transformers_own(function, modeling: str, name: str) -> bool:
     key = function, modeling, name
     if key in _own:
         return True
-    if torch.compiler.is_compiling():  # a tracer follows none of this: see `learn_own`
-        return False
     while hasattr(function, "__wrapped__"):
         if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
             return False
@@ -47,15 +52,6 @@ def is_transformers_own(function, modeling: str, name: str) -> bool:
         return False  # made there by exec()
     _own.add(key)
     return True
-
-
-def learn_own(*functions) -> None:
-    """Looks at functions of transformers, (module, name) each, before a tracer meets them."""
-    for modeling, name in functions:
-        found = sys.modules.get(modeling)
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        is_transformers_own(found, modeling, name)
 
 
 def own_class(modeling, name):
@@ -92,7 +88,7 @@ class OwnForwards:
     def run_by(self, module) -> bool:
         """True when calling a module of one of the classes does only that, and nobody listens."""
         function = own_forward(module)
-        if function in self.known or is_marked(function):
+        if self._knows(function):
             return True
         return any(is_transformers_own(function, self.modeling, name) for name in self.names) and self._learn(function)
 
@@ -100,13 +96,18 @@ class OwnForwards:
         """True when the family's function for the rotary embedding does only that."""
         rotary = getattr(sys.modules[self.modeling], name)
         function = own_forward(rotary) if isinstance(rotary, nn.Module) else rotary
-        if function in self.known or is_marked(function):
+        if self._knows(function):
             return True
         of_class = not isinstance(rotary, nn.Module) or function is type(rotary).forward
         return of_class and is_own_rotary(rotary, self.modeling, name) and self._learn(function)
 
+    def _knows(self, function) -> bool:
+        # A graph that looked into the set would be compiled again whenever something is learned.
+        return is_marked(function) or (not torch.compiler.is_compiling() and function in self.known)
+
     def _learn(self, function) -> bool:
-        self.known.add(function)
+        if not torch.compiler.is_compiling():
+            self.known.add(function)
         return True
 
 

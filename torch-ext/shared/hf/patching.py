@@ -1,5 +1,6 @@
 """Puts a package's layers where they go: on transformers' classes (`patch_classes`), on one model (`kernelize`), or into the Hub's
-mapping (`mapping`). Which layer stands in for what is a package's table of `Targets`; nothing here belongs to one model.
+mapping (`mapping`). Which layer stands in for what is a package's table of `Targets`, one for each model family that it serves; nothing
+here belongs to one model.
 
 Nothing here is imported before it is needed: the package loads without transformers, and only `mapping` needs `kernels`.
 What a class or a module had before is kept on itself, so any loaded copy of this package can put it back, in any order.
@@ -14,7 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple, Tuple
+from typing import Any, Callable, List, NamedTuple, Sequence, Tuple
 
 from torch import nn
 
@@ -23,19 +24,16 @@ from . import explain as explanation
 from .attention import give_attention_back, register_attention, unregister_attention
 from .binding import BoundForward, bound_modules, remember
 from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
-from .experts import EXPERTS, MOE, experts_implementation
+from .checkpointing import KEEPS_ATTENTION
+from .experts import EXPERTS, experts_implementation
 from .forwards import rotary_pos_emb
-from .modules import CAPTURED, LAYER, OFF, SAVED, is_marked, is_own_rotary, is_transformers_own, learn_own, own_class
+from .hub import PAIR, TRANSFORMERS_EXPECTED, kernels_library, mapping_of
+from .modules import CAPTURED, LAYER, OFF, SAVED, is_marked, is_own_rotary, is_transformers_own, own_class
 from .padding import KEEPS
 
 # From, and up to but not including. From 5.23 on, transformers' gradient checkpointing stands inside a decoder layer's forward, and
 # to replace that would switch it off.
 TRANSFORMERS = (5, 17), (5, 23)
-TRANSFORMERS_EXPECTED = ">=5.17,<5.23"
-KERNELS_EXPECTED = ">=0.16.2,<0.18"
-# Each transformers works with one minor version of kernels only.
-PAIR = "'transformers>=5.18,<5.23' with 'kernels>=0.17.2,<0.18', or transformers 5.17 with kernels 0.16.2"
-CUDA_CAPABILITIES = (80, 121)  # from, to: what kernels are built for
 ROTARY = "apply_rotary_pos_emb"
 WRAPPED = "_original_forward"  # where accelerate keeps the forward that it wrapped for mixed precision
 CALL_BEFORE = (
@@ -49,8 +47,9 @@ class Targets(NamedTuple):
 
     model: the family's name in messages. modeling: transformers' module of it. attention: its class whose forward calls the rotary
     embedding. classes: operation -> (class of that module, layer). rotary: the layer for the rotary embedding. operations: the names
-    of the arguments of `apply`, in its order. hub_names: the name that `kernels` knows a layer by -> layer. fused: classes that
-    the fused decoder layer takes apart, beside those that have a layer.
+    of the arguments of `apply` that are for this family, in its order. hub_names: the name that `kernels` knows a layer by -> layer.
+    explain_layer: of a decoder layer and an input, [(part, "" or why it is not fused)]. fused: classes that the fused decoder layer
+    takes apart, beside those that have a layer. optional: operations that a model of the family may have no module for.
     """
 
     model: str
@@ -60,7 +59,26 @@ class Targets(NamedTuple):
     rotary: type
     operations: Tuple[str, ...]
     hub_names: Mapping[str, type]
+    explain_layer: Callable[[nn.Module, Any], List[Tuple[str, str]]]
     fused: Tuple[str, ...] = ()
+    optional: Tuple[str, ...] = ()
+
+
+Families = Sequence[Targets]  # of a package
+
+
+def operations_of(families: Families) -> Tuple[str, ...]:
+    """The names of the arguments of `apply` of a package."""
+    return tuple(dict.fromkeys(operation for targets in families for operation in targets.operations))
+
+
+def hub_names_of(families: Families) -> Mapping[str, type]:
+    """Each layer of a package by the name that `kernels` knows it by."""
+    return {name: layer for targets in families for name, layer in targets.hub_names.items()}
+
+
+def names_of(families: Families) -> str:
+    return " or ".join(targets.model for targets in families)
 
 
 # transformers and kernels
@@ -96,24 +114,9 @@ def modeling_of_transformers(targets: Targets):
         _describe(layer.forward, original)
     if not hasattr(modeling, ROTARY):
         raise ImportError(f"transformers {version} has no {ROTARY}, {advice}")
-    learn_own(("transformers.activations", "SiLUActivation.forward"), (MOE, "grouped_mm_experts_forward"))
     for cls in (CausalLMOutputWithPast, MoeCausalLMOutputWithPast):
         output_with_metrics(cls)  # torch.compile traces through no making of classes
     return modeling
-
-
-def _kernels():
-    """The `kernels` library. Raises ImportError when it is absent or too old."""
-    try:
-        import kernels
-    except ImportError as error:
-        raise ImportError(f"kernels is not installed. Run: pip install 'kernels{KERNELS_EXPECTED}'") from error
-    if not hasattr(kernels, "replace_kernel_forward_from_hub"):
-        raise ImportError(
-            f"kernels is {getattr(kernels, '__version__', 'of an unknown version')}, expected kernels{KERNELS_EXPECTED}. "
-            f"Run: pip install 'kernels{KERNELS_EXPECTED}'"
-        )
-    return kernels
 
 
 # What stands where, and putting it back
@@ -283,36 +286,50 @@ def _register_attention(targets: Targets, modeling):
     register_attention(*([whole.config_class] if whole is not None else []))
 
 
-def patch_classes(targets: Targets, wanted, unpad=True):
+def patch_classes(families: Families, wanted, unpad=True, keep_attention=False):
     """Puts the layers on transformers' classes, of which exactly those are active afterwards whose operations are wanted.
 
-    wanted: an entry for each of `targets.operations`, True or False; of `fused_linear_cross_entropy` it may be a mapping of options of the
-    loss, which stands for True. Raises TypeError for an option that does not exist, ImportError when transformers is absent or its
+    wanted: an entry for each operation of the families, True or False; of `fused_linear_cross_entropy` it may be a mapping of options of
+    the loss, which stands for True. Raises TypeError for an option that does not exist, ImportError when transformers is absent or its
     version does not fit.
     """
     options = _loss_options(wanted["fused_linear_cross_entropy"])
-    modeling = modeling_of_transformers(targets)
+    modelings = [modeling_of_transformers(targets) for targets in families]
     _register_experts()
-    _register_attention(targets, modeling)
-    causal_lm = own_class(modeling, targets.classes["fused_linear_cross_entropy"][0])
-    if options and causal_lm is not None:
+    modules = _live_modules()
+    for targets, modeling in zip(families, modelings):
+        _register_attention(targets, modeling)
+        _tell_causal_lm(own_class(modeling, targets.classes["fused_linear_cross_entropy"][0]), options, unpad)
+        layer = own_class(modeling, targets.classes["decoder_layer"][0]) if "decoder_layer" in targets.classes else None
+        if layer is not None:
+            setattr(layer, KEEPS_ATTENTION, bool(keep_attention))
+        on = {name: isinstance(wanted[name], Mapping) or bool(wanted[name]) for name in targets.operations}
+        _patch_family(targets, modeling, on, modules)
+
+
+def _tell_causal_lm(causal_lm, options, unpad):
+    """Notes on the class of a causal LM, None where it is gone, what `apply` was told about it."""
+    if causal_lm is None:
+        return
+    if options:
         setattr(causal_lm, LOSS_OPTIONS, options)
-    elif causal_lm is not None and LOSS_OPTIONS in vars(causal_lm):
+    elif LOSS_OPTIONS in vars(causal_lm):
         delattr(causal_lm, LOSS_OPTIONS)
-    if causal_lm is not None:
-        setattr(causal_lm, KEEPS, not unpad)
-    wanted = {name: isinstance(on, Mapping) or bool(on) for name, on in wanted.items()}
+    setattr(causal_lm, KEEPS, not unpad)
+
+
+def _patch_family(targets: Targets, modeling, wanted, modules):
+    """Puts the layers of one family on its classes, and takes those off that are not wanted. modules: of the process."""
     for name in targets.fused if wanted.get("decoder_layer") else ():
         stranger = _stranger(targets, modeling, name)
         if stranger:
-            _warn_of_stranger(stranger, "decoder_layer", stacklevel=3)
-    modules = _live_modules()
+            _warn_of_stranger(stranger, "decoder_layer", stacklevel=4)
     for operation, on in wanted.items():
         owner, attribute, replacement = _target(targets, modeling, operation)
         if on:
             stranger = _stranger(targets, modeling, ROTARY if operation == "rope" else targets.classes[operation][0])
             if stranger:
-                _warn_of_stranger(stranger, operation, stacklevel=3)
+                _warn_of_stranger(stranger, operation, stacklevel=4)
             if owner is not None and not (stranger if owner is modeling or operation == "rope" else _class_stranger(owner)):
                 if operation == "rope" and owner is not modeling:  # or nobody finds it again behind a function of someone else's
                     setattr(modeling, SAVED + "rotary", _own_rotary(modeling))
@@ -360,14 +377,34 @@ def _bind_hidden(owner, replacement, modules):
                 others.append(module)
             else:
                 _bind(module, replacement)
-    _warn_of_others(others, stacklevel=4)
+    _warn_of_others(others, stacklevel=5)
 
 
-def reset(targets: Targets):
+def reset(families: Families):
     """Puts back what a package replaced; see `reset` of a package."""
-    modeling = sys.modules.get(targets.modeling)
-    if modeling is None:
+    imported = [targets for targets in families if targets.modeling in sys.modules]
+    if not imported:
         return
+    for targets in imported:
+        _reset_classes(targets, sys.modules[targets.modeling])
+    modules = _live_modules()
+    for module in modules:
+        state = vars(module)
+        graphs.release(module)
+        state.pop(CAPTURED, None)
+        if SAVED + "replaced" in state or any(_calls_ours(state.get(name)) for name in (_slot(module), WRAPPED)):
+            _unbind(module)
+        if state.pop(SAVED + "use_kernels", False):
+            state["_use_kernels"] = True
+        give_attention_back(module)
+        state.pop(KEEPS, None)
+        state.pop(KEEPS_ATTENTION, None)
+    _unregister_experts(modules)
+    unregister_attention()
+
+
+def _reset_classes(targets: Targets, modeling):
+    """Puts back what was on the classes and functions of one family."""
     for operation in (*targets.classes, "rope"):
         owner, attribute, _ = _target(targets, modeling, operation)
         if owner is None:
@@ -383,19 +420,6 @@ def reset(targets: Targets):
         for name in [name for name in vars(owner) if name.startswith(SAVED) and name != kept]:  # what apply() noted there
             delattr(owner, name)
     vars(modeling).pop(SAVED + "rotary", None)
-    modules = _live_modules()
-    for module in modules:
-        state = vars(module)
-        graphs.release(module)
-        state.pop(CAPTURED, None)
-        if SAVED + "replaced" in state or any(_calls_ours(state.get(name)) for name in (_slot(module), WRAPPED)):
-            _unbind(module)
-        if state.pop(SAVED + "use_kernels", False):
-            state["_use_kernels"] = True
-        give_attention_back(module)
-        state.pop(KEEPS, None)
-    _unregister_experts(modules)
-    unregister_attention()
 
 
 def _experts_interface():
@@ -432,13 +456,15 @@ def _asks_for_our_experts(module) -> bool:
     return getattr(vars(module).get("config"), "_experts_implementation", None) == EXPERTS
 
 
-def get_patched_ops(targets: Targets):
-    """Lists the operations that are on transformers' classes, by the names of the arguments of `apply`."""
-    modeling = sys.modules.get(targets.modeling)
-    if modeling is None:
-        return []
-    found = {operation: _target(targets, modeling, operation) for operation in targets.operations}
-    return [operation for operation, (owner, attribute, ours) in found.items() if owner is not None and vars(owner)[attribute] is ours]
+def get_patched_ops(families: Families):
+    """Lists the operations that are on transformers' classes, of every family that has them, by the names of the arguments of `apply`."""
+    found = {}
+    for targets in families:
+        modeling = sys.modules.get(targets.modeling)
+        for operation in targets.operations:
+            owner, attribute, ours = (None, "", None) if modeling is None else _target(targets, modeling, operation)
+            found[operation] = found.get(operation, True) and owner is not None and vars(owner)[attribute] is ours
+    return [operation for operation, on in found.items() if on]
 
 
 # For one model
@@ -478,52 +504,91 @@ def _attention_forward(targets: Targets, original):
     return copy
 
 
-def kernelize(targets: Targets, model, mode=None, attention=True, unpad=True):
-    """Puts the layers on one model, in place, and returns it; see `kernelize` of a package."""
-    if mode is not None and getattr(mode, "name", "") == "FALLBACK":
-        raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
-    modeling = modeling_of_transformers(targets)
-    _register_experts()
-    _register_attention(targets, modeling)
-    names = {operation: name for operation, (name, _) in targets.classes.items()}
-    places = {operation: (own_class(modeling, name), layer.forward) for operation, (name, layer) in targets.classes.items()}
-    rotated, names["rope"] = own_class(modeling, targets.attention), targets.attention
-    places["rope"] = rotated, rotated and _attention_forward(targets, _original(rotated, "forward"))
-    whole = places["attention"][0]
-    if not attention or not (whole and any(isinstance(module, whole) for module in model.modules())):
-        del places["attention"]
-    chosen = {
+class _Chosen(NamedTuple):
+    """What of one model a family's layers go on. forwards, modules: by operation."""
+
+    targets: Targets
+    modeling: Any
+    forwards: Mapping[str, Callable]
+    modules: Mapping[str, List[nn.Module]]
+
+
+def _choose(targets: Targets, modeling, model, attention) -> _Chosen:
+    """Finds the modules of a model that a family's layers go on, which may be none. Raises RuntimeError when the rotary embedding cannot be
+    put on one model."""
+    classes = {operation: own_class(modeling, name) for operation, (name, _) in targets.classes.items()}
+    classes["rope"] = own_class(modeling, targets.attention)
+    if not (attention and _has_any(model, classes["attention"])):
+        del classes["attention"]
+    modules = {
         operation: [module for module in model.modules() if cls and isinstance(module, cls) and _defines_forward(type(module)) is cls]
-        for operation, (cls, _) in places.items()
+        for operation, cls in classes.items()
     }
-    if not any(chosen.values()):
-        found = f"a {type(model).__name__} without any of transformers' {targets.model} layers"
-        raise TypeError(f"model is {found}, expected a {targets.model} model")
-    causal_lm = places["fused_linear_cross_entropy"][0]
-    if not (causal_lm and any(isinstance(module, causal_lm) for module in model.modules())):
-        del chosen["fused_linear_cross_entropy"]
-    for module in chosen.get("fused_linear_cross_entropy", ()):
+    if not any(modules.values()):
+        return _Chosen(targets, modeling, {}, {})
+    causal_lm = classes["fused_linear_cross_entropy"]
+    if not _has_any(model, causal_lm):
+        del modules["fused_linear_cross_entropy"]
+    for operation in targets.optional:
+        if not _has_any(model, classes[operation]):
+            del modules[operation]
+    forwards = {operation: targets.classes[operation][1].forward for operation in modules if operation != "rope"}
+    forwards["rope"] = classes["rope"] and _attention_forward(targets, _original(classes["rope"], "forward"))
+    return _Chosen(targets, modeling, forwards, modules)
+
+
+def _has_any(model, cls) -> bool:
+    return cls is not None and any(isinstance(module, cls) for module in model.modules())
+
+
+def _without_others(chosen: _Chosen, model) -> Tuple[_Chosen, List[nn.Module]]:
+    """The same without modules that someone else gave a forward, and these. Raises RuntimeError where that leaves out a whole operation."""
+    for module in chosen.modules.get("fused_linear_cross_entropy", ()):
         if _other_owner(module):
             raise RuntimeError(f"this {type(module).__name__} has a forward that {_other_owner(module)} gave it. {CALL_BEFORE}")
-    others = [module for modules in chosen.values() for module in modules if _other_owner(module)]
-    chosen = {operation: [module for module in modules if module not in others] for operation, modules in chosen.items()}
-    missing = [operation for operation, modules in chosen.items() if not modules]
+    targets, modeling = chosen.targets, chosen.modeling
+    others = [module for modules in chosen.modules.values() for module in modules if _other_owner(module)]
+    modules = {operation: [module for module in found if module not in others] for operation, found in chosen.modules.items()}
+    for operation in targets.optional:  # tensor parallelism gives every module of experts a forward
+        if operation in modules and chosen.modules[operation] and not modules[operation]:
+            del modules[operation]
+    missing = [operation for operation, found in modules.items() if not found]
     if missing:
         import transformers
 
-        classes = ", ".join(names[operation] for operation in missing)
-        strangers = _found(*(_stranger(targets, modeling, names[operation]) or None for operation in missing))
+        names = [targets.attention if operation == "rope" else targets.classes[operation][0] for operation in missing]
+        strangers = _found(*(_stranger(targets, modeling, name) or None for name in names))
         raise RuntimeError(
             f"{', '.join(missing)} cannot be put on this {type(model).__name__} (transformers {transformers.__version__}): it has no "
-            f"{classes} whose forward is transformers' own{''.join(f' ({text})' for text in strangers)}. Give it such layers, or "
+            f"{', '.join(names)} whose forward is transformers' own{''.join(f' ({text})' for text in strangers)}. Give it such layers, or "
             f"install transformers{TRANSFORMERS_EXPECTED}"
         )
-    _warn_of_others(others, stacklevel=3)
-    for operation, modules in chosen.items():
-        for module in modules:
-            _bind(module, places[operation][1])
-    for module in chosen.get("fused_linear_cross_entropy", ()):
-        vars(module)[KEEPS] = not unpad
+    return chosen._replace(modules=modules), others
+
+
+def kernelize(families: Families, model, mode=None, attention=True, unpad=True, keep_attention=False):
+    """Puts the layers on one model, in place, and returns it; see `kernelize` of a package."""
+    if mode is not None and getattr(mode, "name", "") == "FALLBACK":
+        raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
+    modelings = [modeling_of_transformers(targets) for targets in families]
+    _register_experts()
+    for targets, modeling in zip(families, modelings):
+        _register_attention(targets, modeling)
+    chosen = [_choose(targets, modeling, model, attention) for targets, modeling in zip(families, modelings)]
+    chosen = [each for each in chosen if each.modules]
+    if not chosen:
+        found = f"a {type(model).__name__} without any of transformers' {names_of(families)} layers"
+        raise TypeError(f"model is {found}, expected a {names_of(families)} model")
+    pairs = [_without_others(each, model) for each in chosen]
+    _warn_of_others([module for _, others in pairs for module in others], stacklevel=3)
+    for each, _ in pairs:
+        for operation, modules in each.modules.items():
+            for module in modules:
+                _bind(module, each.forwards[operation])
+        for module in each.modules.get("fused_linear_cross_entropy", ()):
+            vars(module)[KEEPS] = not unpad
+        for module in each.modules.get("decoder_layer", ()):
+            vars(module)[KEEPS_ATTENTION] = bool(keep_attention)
     for module in model.modules():
         if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
             vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})
@@ -531,55 +596,49 @@ def kernelize(targets: Targets, model, mode=None, attention=True, unpad=True):
     return model
 
 
-def decoder_layers(targets: Targets, model):
-    """Lists the decoder layers of a model, or of what holds it (PEFT). Raises TypeError when it has none."""
-    cls = getattr(modeling_of_transformers(targets), targets.classes["decoder_layer"][0])
-    found = [module for module in model.modules() if isinstance(module, cls)]
+def _modules_of(families: Families, model, operation):
+    """[(family, module)] for the modules of a model that an operation has a layer for."""
+    classes = [(targets, getattr(modeling_of_transformers(targets), targets.classes[operation][0])) for targets in families]
+    return [(targets, module) for module in model.modules() for targets, cls in classes if isinstance(module, cls)]
+
+
+def _decoder_layers(families: Families, model):
+    """[(family, decoder layer)] of a model, or of what holds it (PEFT). Raises TypeError when it has none."""
+    found = _modules_of(families, model, "decoder_layer")
     if not found:
-        raise TypeError(f"model is a {type(model).__name__} without a {cls.__name__}, expected a {targets.model} model")
+        names = " or ".join(targets.classes["decoder_layer"][0] for targets in families)
+        raise TypeError(f"model is a {type(model).__name__} without a {names}, expected a {names_of(families)} model")
     return found
 
 
-def causal_lms(targets: Targets, model):
-    """Lists the causal LMs of a family in a model, itself among them."""
-    cls = getattr(modeling_of_transformers(targets), targets.classes["fused_linear_cross_entropy"][0])
-    return [module for module in model.modules() if isinstance(module, cls)]
+def _causal_lms(families: Families, model):
+    return [module for _, module in _modules_of(families, model, "fused_linear_cross_entropy")]
 
 
-def capture(targets: Targets, model, batch, tokens):
+def capture(families: Families, model, batch, tokens):
     """Replays the decoder layers of a model as CUDA graphs, and returns it; see `capture` of a package."""
-    graphs.capture(decoder_layers(targets, model), causal_lms(targets, model), batch, tokens)
+    graphs.capture([layer for _, layer in _decoder_layers(families, model)], _causal_lms(families, model), batch, tokens)
     return model
 
 
-def explain(targets: Targets, model, explain_layer):
-    """Says what of a model runs fused; see `explain` of a package. explain_layer: as of `explanation.explain`."""
-    return explanation.explain(model, decoder_layers(targets, model), causal_lms(targets, model), explain_layer)
+def explain(families: Families, model):
+    """Says what of a model runs fused; see `explain` of a package."""
+    layers = [(layer, targets.explain_layer) for targets, layer in _decoder_layers(families, model)]
+    return explanation.explain(model, layers, _causal_lms(families, model))
 
 
-class LoadedLayer(NamedTuple):
-    """A layer of this copy of the package in the form in which `kernels` asks for one: nothing is downloaded or imported again."""
-
-    layer: Any
-
-    def load(self):
-        return self.layer
-
-    def __str__(self):
-        return f"`{self.layer.__module__}`, layer `{self.layer.__name__}`"
-
-
-def mapping(targets: Targets, mode=None):
+def mapping(families: Families, mode=None):
     """Makes the mapping of a package's layers for `kernels`; see `mapping` of a package."""
-    modeling, kernels = modeling_of_transformers(targets), _kernels()
+    modelings, kernels = [modeling_of_transformers(targets) for targets in families], kernels_library()
     _register_experts()
-    _register_attention(targets, modeling)
-    for name, _ in targets.classes.values():
-        cls = own_class(modeling, name)
-        if cls is not None and not hasattr(cls, "kernel_layer_name"):
-            kernels.replace_kernel_forward_from_hub(cls, name)
-            setattr(cls, SAVED + "decorated", True)
-    if not isinstance(_own_rotary(modeling), nn.Module):
+    for targets, modeling in zip(families, modelings):
+        _register_attention(targets, modeling)
+        for name, _ in targets.classes.values():
+            cls = own_class(modeling, name)
+            if cls is not None and not hasattr(cls, "kernel_layer_name"):
+                kernels.replace_kernel_forward_from_hub(cls, name)
+                setattr(cls, SAVED + "decorated", True)
+    if not all(isinstance(_own_rotary(modeling), nn.Module) for modeling in modelings):
         import transformers
 
         warnings.warn(
@@ -589,11 +648,4 @@ def mapping(targets: Targets, mode=None):
             RuntimeWarning,
             stacklevel=3,
         )
-    low, high = CUDA_CAPABILITIES
-    cuda = kernels.Device("cuda", kernels.CUDAProperties(low, high))
-    found = {}
-    for hub_name, layer in targets.hub_names.items():
-        repository = LoadedLayer(layer)
-        entry = repository if mode is None else {mode: repository}
-        found[hub_name] = {"cpu": entry, cuda: entry}
-    return found
+    return mapping_of(hub_names_of(families), mode)

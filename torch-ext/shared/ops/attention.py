@@ -10,11 +10,11 @@ from typing import Optional, Tuple, Union
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..runtime import launch
 from ..runtime.device import is_ordinary, kernels_run_on
 from ..runtime.launch import Kernel
 from .autocast import as_autocast, outside_autocast, without_autocast
-from .common import aligned, apply_function, autocasts, describe, fail, need_floats, needs_formula, traceable, wide
+from .common import accumulation_dtype, apply_function, autocasts, describe, fail, need_floats, needs_formula, traceable
+from .recorded import recorded
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 LOG2E = math.log2(math.e)
@@ -30,22 +30,18 @@ def _blocks_of(heads_of: int):
     return lambda c, *arrays: (-(-arrays[0].shape[0] // c["BLOCK"]) * arrays[heads_of].shape[1],)
 
 
-def _walks_of(device: torch.device, blocks: int) -> int:
-    """The number of columns of a plan's table of walks, which only kernels read."""
-    return blocks if device.type == "cuda" or launch.backend.runs_on_cpu else 0
-
-
 _plan_kernel = Kernel("attention_plan", grid=lambda c, documents, limits, walks: (-(-limits.shape[1] // c["TILE"]), 3))
-_forward_kernel = Kernel("attention_forward", grid=_blocks_of(0))
-_sink_forward_kernel = Kernel("attention_sink_forward", grid=_blocks_of(0))
-_dq_kernel = Kernel("attention_backward_dq", grid=_blocks_of(0))
-_dkv_kernel = Kernel("attention_backward_dkv", grid=_blocks_of(1))
+READS = ("q", "k", "v", "dout")  # what comes from outside, in whatever strides
+_forward_kernel = Kernel("attention_forward", grid=_blocks_of(0), reads=READS[:3])
+_sink_forward_kernel = Kernel("attention_sink_forward", grid=_blocks_of(0), reads=READS[:3])
+_dq_kernel = Kernel("attention_backward_dq", grid=_blocks_of(0), reads=READS)
+_dkv_kernel = Kernel("attention_backward_dkv", grid=_blocks_of(1), reads=READS)
 _sink_gradient_kernel = Kernel("attention_sink_gradient", grid=lambda c, sinks, *_: (sinks.shape[0],))
 
 
 # ---------------------------------------------------------------- the plan
 def plan_reference(documents: torch.Tensor, tokens: int, left: int, right: int) -> Pair:
-    """The tables of a plan in PyTorch; the walks, which only kernels need, are empty."""
+    """The tables of a plan in PyTorch. The walks are there too: kernels may read a plan that no kernel made."""
     padded = -(-tokens // BLOCK) * BLOCK
     t = torch.arange(padded, dtype=torch.int32, device=documents.device)
     starts, ends = documents[0], documents[1].clamp(max=tokens)
@@ -55,8 +51,22 @@ def plan_reference(documents: torch.Tensor, tokens: int, left: int, right: int) 
     rows = []
     for before, after in ((left, right), (right, left)):
         rows += [torch.maximum(starts[at], t - before), torch.minimum(ends[at], t + after + 1)]
-    walks = documents.new_zeros((WALKS, _walks_of(documents.device, padded // BLOCK)))
-    return torch.where(inside, torch.stack(rows), 0).to(torch.int32), walks
+    walks = [_walks_reference(*rows[at : at + 2], inside) for at in (0, 2)]
+    return torch.where(inside, torch.stack(rows), 0).to(torch.int32), torch.cat(walks).to(torch.int32)
+
+
+def _walks_reference(first: torch.Tensor, behind: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """[5, blocks]: each block of tokens, the longest walk first, and where its walk and the part of it without a mask start and end. first,
+    behind, inside: [tokens in whole blocks], what each token sees and whether it lies in a document."""
+    first, behind, inside = (x.view(-1, BLOCK) for x in (first, behind, inside))
+    some = inside.any(1)
+    start = torch.where(some, first.masked_fill(~inside, INT32_MAX).amin(1), 0)
+    end = behind.masked_fill(~inside, 0).amax(1)
+    full, full_end = first.amax(1), behind.amin(1)
+    whole = inside.all(1) & (full < full_end)
+    number = torch.arange(inside.shape[0], dtype=torch.int32, device=inside.device)
+    table = torch.stack((number, start, torch.where(whole, full, end), torch.where(whole, full_end, end), end))
+    return table[:, (start - end).argsort(stable=True)]
 
 
 def _plan(documents: torch.Tensor, tokens: int, left: int, right: int) -> Pair:
@@ -71,7 +81,7 @@ def _plan(documents: torch.Tensor, tokens: int, left: int, right: int) -> Pair:
 
 def _fake_plan(documents, tokens, left, right):
     blocks = -(-tokens // BLOCK)
-    return documents.new_empty((LIMITS, blocks * BLOCK)), documents.new_empty((WALKS, _walks_of(documents.device, blocks)))
+    return documents.new_empty((LIMITS, blocks * BLOCK)), documents.new_empty((WALKS, blocks))
 
 
 make_plan = traceable("attention_plan", _plan, _fake_plan)
@@ -195,12 +205,12 @@ def _pieces(q, limits):
 
 def _grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """[rows, heads, head_dim] as [kv_heads, group, rows, head_dim] in the dtype of the arithmetic."""
-    return x.to(wide(x.dtype)).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    return x.to(accumulation_dtype(x.dtype)).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:
     """[tokens, heads, head_dim] as [heads, 1, tokens, head_dim] in the dtype of the arithmetic."""
-    return x.to(wide(x.dtype)).transpose(0, 1)[:, None]
+    return x.to(accumulation_dtype(x.dtype)).transpose(0, 1)[:, None]
 
 
 def attention_reference(q, k, v, sinks, limits, scale) -> Pair:
@@ -222,7 +232,7 @@ def attention_reference(q, k, v, sinks, limits, scale) -> Pair:
 def attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale):
     """(dq, dk, dv, dsinks); the last one is empty without sinks."""
     dq = q.new_zeros(q.shape)
-    dk, dv = (torch.zeros(k.shape, dtype=wide(k.dtype), device=k.device) for _ in range(2))
+    dk, dv = (torch.zeros(k.shape, dtype=accumulation_dtype(k.dtype), device=k.device) for _ in range(2))
     dsinks = torch.zeros(0 if sinks is None else q.shape[1], dtype=lse.dtype, device=q.device)
     for rows, keys, mask in _pieces(q, limits):
         queries, gradient = _grouped(q[rows], k.shape[1]), _grouped(dout[rows], k.shape[1])
@@ -240,11 +250,11 @@ def attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale):
 
 
 # ---------------------------------------------------------------- kernels
-def _fits(q, k, walks, scale, *others) -> bool:
+def _fits(q, k, scale, *others) -> bool:
     """True where the kernels take these arguments. (A largest score times a scale of zero or less is not the largest product.)"""
     halves = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in HEAD_DIMS and scale > 0
     reach = max(x.shape[0] * x.stride(0) for x in (q, k, *others) if x is not None and x.dim() == 3)
-    return halves and walks.shape[1] > 0 and reach <= INT32_MAX and kernels_run_on(q, k, *others)
+    return halves and reach <= INT32_MAX and kernels_run_on(q, k, *others)
 
 
 def _forward(
@@ -257,9 +267,8 @@ def _forward(
     scale: float,
 ) -> Pair:
     """(out as q, lse [heads, tokens in whole blocks])."""
-    if not _fits(q, k, walks, scale, v, sinks, limits):
+    if not _fits(q, k, scale, v, sinks, limits, walks):
         return attention_reference(q, k, v, sinks, limits, scale)
-    q, k, v = map(aligned, (q, k, v))
     out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], limits.shape[1]), dtype=torch.float32)
     if sinks is None:
         _forward_kernel(q, k, v, limits, walks, out, lse, scale * LOG2E)
@@ -281,9 +290,8 @@ def _backward(
     scale: float,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, dsinks); the last one is empty without sinks."""
-    if not _fits(q, k, walks, scale, v, sinks, limits, dout):
+    if not _fits(q, k, scale, v, sinks, limits, walks, dout):
         return attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale)
-    dout, q, k, v = map(aligned, (dout, q, k, v))
     delta, dq, dk, dv = torch.empty_like(lse), q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     _dq_kernel(q, k, v, out, dout, lse, limits, walks, delta, dq, scale * LOG2E, scale)
     _dkv_kernel(q, k, v, dout, lse, delta, limits, walks, dk, dv, scale * LOG2E, scale)
@@ -294,7 +302,7 @@ def _backward(
 
 
 def _fake_forward(q, k, v, sinks, limits, walks, scale):
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], limits.shape[1]), dtype=wide(q.dtype))
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], limits.shape[1]), dtype=accumulation_dtype(q.dtype))
 
 
 def _fake_backward(dout, q, k, v, sinks, out, lse, limits, walks, scale):
@@ -308,7 +316,7 @@ attention_backward = traceable("attention_backward", _backward, _fake_backward)
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, limits, walks, scale):
-        out, lse = attention_forward(q, k, v, sinks, limits, walks, scale)
+        out, lse = recorded(attention_forward, q, k, v, sinks, limits, walks, scale)
         ctx.save_for_backward(q, k, v, sinks, out, lse, limits, walks)
         ctx.scale = scale
         return out
@@ -374,7 +382,7 @@ def attention(
         plan = _plan_of(batch, length, q.device, cu_seqlens, position_ids, padding_mask, causal, window)
     q, k, v = (x.flatten(0, 1) if batched else x for x in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    sinks = None if sinks is None else sinks.to(wide(q.dtype))
+    sinks = None if sinks is None else sinks.to(accumulation_dtype(q.dtype))
     if needs_formula(q, k, v, sinks, plan.limits):
         return attention_reference(q, k, v, sinks, plan.limits, scale)[0].view(out_shape)
     return apply_function(_Attention, q, k, v, sinks, plan.limits, plan.walks, scale).view(out_shape)

@@ -20,6 +20,11 @@ def as_autocast(device: torch.device, *tensors: Optional[torch.Tensor]) -> List[
     return [t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
 
 
+def casts_products_of(x: torch.Tensor) -> bool:
+    """True when autocast would compute a product of x in another dtype than x's."""
+    return autocasts(x.device) and x.dtype not in (torch.get_autocast_dtype(x.device.type), torch.float64)
+
+
 def outside_autocast(backward):
     """Decorates the backward pass of an autograd function: it computes in the dtypes of what was saved, also where someone calls
     `backward()` under autocast, whose products would be of another dtype than the tensors that they are added to."""

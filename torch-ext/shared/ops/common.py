@@ -22,6 +22,9 @@ class _NoContext:
     def save_for_backward(self, *tensors) -> None:
         pass
 
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
 
 def apply_function(function, *args):
     """function.apply(*args), of an autograd function, or where gradients are switched off its forward alone: that is half of what a small
@@ -61,7 +64,7 @@ def describe(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that the arithmetic is done in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -75,24 +78,25 @@ def traceable(name: str, function: Callable, fake: Callable) -> Callable:
     """
     expected: dict = {}
 
-    def strides(args) -> tuple:
+    def layouts(args) -> tuple:
         key = tuple([(a.dtype, a.shape, a.stride()) if isinstance(a, torch.Tensor) else tuple(a) if type(a) is list else a for a in args])
         found = expected.get(key)
         if found is None:
             results = fake(*[arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args])
             if len(expected) >= KEPT:
                 expected.clear()
-            found = expected[key] = tuple(t.stride() for t in ((results,) if isinstance(results, torch.Tensor) else results))
+            results = (results,) if isinstance(results, torch.Tensor) else results
+            found = expected[key] = tuple((t.shape, t.stride()) for t in results)
         return found
 
     @functools.wraps(function)
     def operator_function(*args):
         results = function(*args)
         if isinstance(results, torch.Tensor):
-            return _with_strides(results, strides(args)[0])
-        return tuple(map(_with_strides, results, strides(args)))
+            return _laid_out(name, results, layouts(args)[0])
+        return tuple(_laid_out(name, *each) for each in zip(results, layouts(args)))
 
-    operator = _operator(name, operator_function, fake)
+    operator = operator_of(name, operator_function, fake)
 
     def call(*args):
         if torch.compiler.is_compiling():
@@ -102,7 +106,7 @@ def traceable(name: str, function: Callable, fake: Callable) -> Callable:
     return call
 
 
-def _operator(name: str, function: Callable, fake: Callable) -> Callable:
+def operator_of(name: str, function: Callable, fake: Callable) -> Callable:
     """The operator of this build that calls `function` and looks like `fake`; the one that exists where this build is loaded twice."""
     namespace, _, _ = add_op_namespace_prefix(name).partition("::")
     operators = getattr(torch.ops, namespace)
@@ -117,10 +121,14 @@ def _operator(name: str, function: Callable, fake: Callable) -> Callable:
     return getattr(operators, name).default
 
 
-def _with_strides(found: torch.Tensor, expected: tuple) -> torch.Tensor:
-    if found.stride() == expected:
+def _laid_out(name: str, found: torch.Tensor, expected: tuple) -> torch.Tensor:
+    """`found` with the strides of the fake result, whose shape it must have: (shape, strides)."""
+    shape, strides = expected
+    if found.shape != shape:
+        raise RuntimeError(f"{name} gave {list(found.shape)} where its fake function gave {list(shape)}: please report this")
+    if found.stride() == strides:
         return found
-    return torch.empty_strided(found.shape, expected, dtype=found.dtype, device=found.device).copy_(found)
+    return torch.empty_strided(shape, strides, dtype=found.dtype, device=found.device).copy_(found)
 
 
 column_sum_kernel = Kernel("column_sum", grid=lambda c, partial, out: (-(-partial.shape[1] // c["COLS"]),))
@@ -241,7 +249,10 @@ def side_by_side(weights: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
 
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or a contiguous copy: when its last dimension is strided, or two elements may be one (expanded, overlapping)."""
-    if tensor.is_contiguous() or (tensor.stride(-1) == 1 and not overlaps(tensor.shape, tensor.stride())):
+    shape, steps = tensor.shape, tensor.stride()
+    if len(shape) == 2 and steps[1] == 1 and steps[0] >= shape[1]:  # rows, each behind the one before: what is asked for most
+        return tensor
+    if tensor.is_contiguous() or (steps[-1] == 1 and not overlaps(shape, steps)):
         return tensor
     return tensor.contiguous()
 
@@ -250,8 +261,10 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """As `unit_stride`, and a copy too when the address or a stride is not a multiple of 16 bytes: for kernels that exist only in
     an aligned form."""
     tensor = unit_stride(tensor)
-    odd = any(step * tensor.element_size() % 16 for step in tensor.stride()[:-1])
-    return tensor.clone(memory_format=torch.contiguous_format) if odd or tensor.data_ptr() % 16 else tensor
+    size, odd = tensor.element_size(), tensor.data_ptr()
+    for step in tensor.stride()[:-1]:
+        odd |= step * size
+    return tensor.clone(memory_format=torch.contiguous_format) if odd & 15 else tensor
 
 
 def need_floats(**tensors: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from ..runtime.device import is_ordinary
 from ..runtime.launch import Kernel
-from .common import describe, fail, wide
+from .common import accumulation_dtype, describe, fail
 from .linear_head import fp16_factor
 
 LN2 = 0.6931471805599453
@@ -90,7 +90,7 @@ class Chunk:
     """
 
     def __init__(self, logits, target, class_weight, options):
-        self.logits, self.classes, self.dtype = logits, logits.shape[1], wide(logits.dtype)
+        self.logits, self.classes, self.dtype = logits, logits.shape[1], accumulation_dtype(logits.dtype)
         self.target, self.class_weight, self.options = target, class_weight, options
         self.plain = options.plain and class_weight is None
         self.scaling = None
@@ -189,7 +189,7 @@ class TorchChunk(Chunk):
 
     def loss(self):
         self.look_up()
-        z = self.logits.to(wide(self.logits.dtype))
+        z = self.logits.to(accumulation_dtype(self.logits.dtype))
         if self.options.softcap:
             z = self.options.softcap * torch.tanh(z / self.options.softcap)
         self.z = z
@@ -233,8 +233,8 @@ def cross_entropy_of_logits(
     check_labels(target, logits.shape[1], ignore_index)
     options = checked_options(logits.dtype, ignore_index=ignore_index, **options)
     if class_weight is not None:
-        class_weight = class_weight.to(wide(logits.dtype))
-    scale = reduction_scale(target, logits.shape[1], class_weight, options, reduction, num_items, wide(logits.dtype))
+        class_weight = class_weight.to(accumulation_dtype(logits.dtype))
+    scale = reduction_scale(target, logits.shape[1], class_weight, options, reduction, num_items, accumulation_dtype(logits.dtype))
     rows = TorchChunk(logits, target, class_weight, options).rows()
     return output_of(reduced(rows.loss, scale), rows, scale, target, options)
 

@@ -8,17 +8,19 @@ kernel, so no separate addition is left.
 """
 
 import functools
-from typing import Optional, Sequence, Tuple
+from typing import Dict, Optional, Sequence, Tuple
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from .autocast import outside_autocast
-from .common import apply_function, autocasts, describe, fail, need_floats, needs_formula, side_by_side
-from .rms_norm import add_rms_norm_backward, rms_norm_again, rms_norm_forward, rms_norm_reference
+from .autocast import casts_products_of, outside_autocast
+from .common import apply_function, describe, fail, need_floats, needs_formula, side_by_side
+from .projection import Projection, tensors_of
+from .rms_norm import add_rms_norm_backward, rms_norm_forward, rms_norm_recompute, rms_norm_reference
 from .rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward, qk_norm_rotary_reference
 from .swiglu import gate_and_up, mlp_backward, mlp_reference, swiglu_forward
+from .traced_nodes import traced_attention_inputs, traced_mlp
 
 
 def _input_gradient(grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -83,7 +85,7 @@ class _NormAttentionInputs(torch.autograd.Function):
             dq_norm, dk_norm = norm_backward_into((dq, dk), *saved)
         dweights = [None] * len(weights)
         if any(needs[9:]):
-            y = rms_norm_again(x, norm_weight, rstd)
+            y = rms_norm_recompute(x, norm_weight, rstd)
             dweights = _weight_gradients(grads, y, needs[9:])
             del y
         dx = dnorm = None
@@ -119,7 +121,7 @@ class _NormMLP(torch.autograd.Function):
         dout = dout.reshape(x.shape)
         need_x, need_attended, need_o, need_norm, _, *need_weights = ctx.needs_input_grad
         need_total = need_x or need_attended or need_o or need_norm
-        normed = functools.partial(rms_norm_again, x, norm_weight, rstd)
+        normed = functools.partial(rms_norm_recompute, x, norm_weight, rstd)
         dy, *dweights = mlp_backward(dout, normed, gate, up, *weights, (need_total, *need_weights))
         if not need_total:
             return (None, None, None, None, None, *dweights)
@@ -154,18 +156,20 @@ def norm_attention_inputs(
     if q_norm.dim() != 1:
         fail("q_norm", describe(q_norm), "[head_dim]")
     head_dim = q_norm.shape[0]
-    named = {f"weights[{i}]": (w, (None, x.shape[-1])) for i, w in enumerate(weights)}
-    _check(x, norm_weight, {**named, "q_norm": (q_norm, (None,)), "k_norm": (k_norm, (head_dim,))})
-    for name, (weight, _) in named.items():
-        if weight.shape[0] % head_dim:
-            fail(name, describe(weight), f"a multiple of head_dim {head_dim} rows")
-    for name, table in (("cos", cos), ("sin", sin)):
-        fits = table.dim() == 3 and table.shape[0] in (1, shape[0]) and table.shape[1] == shape[1]
-        fits = fits and table.shape[2] in (head_dim, head_dim // 2)
-        if not fits or table.shape != cos.shape or table.dtype != x.dtype or table.device != x.device:
-            fail(name, describe(table), f"{x.dtype} [{shape[0]} or 1, {shape[1]}, {head_dim} or {head_dim // 2}] on {x.device}")
-    if autocasts(x.device) or needs_formula(x, norm_weight, *weights, q_norm, k_norm, cos, sin):
+    known = {"norm_weight": norm_weight, "q_norm": q_norm, "k_norm": k_norm, "cos": cos, "sin": sin}
+    _check_like(x, {**known, **{f"weights[{i}]": weight for i, weight in enumerate(weights)}})
+    hidden = x.shape[1]
+    _check_shape("norm_weight", norm_weight, (hidden,))
+    _check_shape("k_norm", k_norm, (head_dim,))
+    for i, weight in enumerate(weights):
+        if weight.dim() != 2 or weight.shape[1] != hidden or weight.shape[0] % head_dim:
+            fail(f"weights[{i}]", describe(weight), f"[a multiple of head_dim {head_dim}, {hidden}]")
+    check_angles(cos, sin, shape, head_dim)
+    if casts_products_of(x) or needs_formula(x, norm_weight, *weights, q_norm, k_norm, cos, sin):
         return norm_attention_inputs_reference(x, norm_weight, weights, q_norm, k_norm, cos, sin, shape, eps, head_eps)
+    if torch.compiler.is_compiling():
+        arguments = x, norm_weight, float(eps), q_norm, k_norm, float(head_eps), cos, sin, tuple(shape), x.dtype
+        return traced_attention_inputs(*arguments, _without_adapters(weights), [1.0] * len(weights))
     return apply_function(_NormAttentionInputs, x, norm_weight, float(eps), q_norm, k_norm, float(head_eps), cos, sin, tuple(shape),
                           *weights)
 
@@ -189,25 +193,49 @@ def norm_mlp(
     if x.dim() == 0 or gate_weight.dim() != 2:
         fail("gate_weight", describe(gate_weight), f"[intermediate, hidden] for x, which is {describe(x)}")
     hidden, intermediate = x.shape[-1], gate_weight.shape[0]
-    shapes = {
-        "gate_weight": (gate_weight, (intermediate, hidden)),
-        "up_weight": (up_weight, (intermediate, hidden)),
-        "down_weight": (down_weight, (hidden, intermediate)),
-    }
+    known = {"norm_weight": norm_weight, "gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
+    if o_weight is not None:
+        known.update(attended=attended, o_weight=o_weight)
+    _check_like(x, known)
+    _check_shape("norm_weight", norm_weight, (hidden,))
+    _check_shape("gate_weight", gate_weight, (intermediate, hidden))
+    _check_shape("up_weight", up_weight, (intermediate, hidden))
+    _check_shape("down_weight", down_weight, (hidden, intermediate))
     if o_weight is not None:
         features = o_weight.shape[-1]
-        shapes["attended"] = (attended, (x.numel() // hidden if hidden else 0, features))
-        shapes["o_weight"] = (o_weight, (hidden, features))
-    _check(x, norm_weight, shapes)
-    if autocasts(x.device) or needs_formula(x, norm_weight, gate_weight, up_weight, down_weight, attended, o_weight):
+        _check_shape("attended", attended, (x.numel() // hidden if hidden else 0, features))
+        _check_shape("o_weight", o_weight, (hidden, features))
+    if casts_products_of(x) or needs_formula(x, norm_weight, gate_weight, up_weight, down_weight, attended, o_weight):
         return norm_mlp_reference(x, norm_weight, gate_weight, up_weight, down_weight, eps, attended, o_weight)
+    if torch.compiler.is_compiling():
+        weights = [*([] if o_weight is None else [o_weight]), gate_weight, up_weight, down_weight]
+        return traced_mlp(x, attended, norm_weight, float(eps), x.dtype, _without_adapters(weights), [1.0] * len(weights))
     return apply_function(_NormMLP, x, attended, o_weight, norm_weight, float(eps), gate_weight, up_weight, down_weight)
 
 
-def _check(x: torch.Tensor, norm_weight: torch.Tensor, weights: dict) -> None:
+def _without_adapters(weights: Sequence[torch.Tensor]) -> list:
+    """Weights as `tensors_of` lists the tensors of projections."""
+    return tensors_of([Projection(weight) for weight in weights])
+
+
+def _check_like(x: torch.Tensor, tensors: Dict[str, torch.Tensor]) -> None:
+    """Raises ValueError for a tensor of another dtype or device than x."""
     need_floats(x=x)
-    expected: Tuple[Optional[int], ...]
-    for name, (weight, expected) in {"norm_weight": (norm_weight, x.shape[-1:]), **weights}.items():
-        fits = weight.dim() == len(expected) and all(e in (None, n) for e, n in zip(expected, weight.shape))
-        if not fits or weight.dtype != x.dtype or weight.device != x.device:
-            fail(name, describe(weight), f"{x.dtype} {[n or 'any' for n in expected]} on {x.device}")
+    dtype, device = x.dtype, x.device
+    for name, tensor in tensors.items():
+        if tensor.dtype != dtype or tensor.device != device:
+            fail(name, describe(tensor), f"{dtype} on {device}")
+
+
+def _check_shape(name: str, tensor: torch.Tensor, shape: Tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        fail(name, describe(tensor), f"{list(shape)}")
+
+
+def check_angles(cos: torch.Tensor, sin: torch.Tensor, shape: Tuple[int, int], head_dim: int) -> None:
+    """Raises ValueError for angles that are not those of tokens of a shape (batch, tokens of one sequence)."""
+    found = cos.shape
+    fits = len(found) == 3 and found[0] in (1, shape[0]) and found[1] == shape[1] and found[2] in (head_dim, head_dim // 2)
+    if not fits or sin.shape != found:
+        name, table = ("sin", sin) if fits else ("cos", cos)
+        fail(name, describe(table), f"[{shape[0]} or 1, {shape[1]}, {head_dim} or {head_dim // 2}], cos and sin alike")

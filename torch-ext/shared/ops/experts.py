@@ -16,7 +16,7 @@ from ..runtime import launch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .autocast import outside_autocast, without_autocast
-from .common import apply_function, autocasts, describe, fail, need_floats, needs_formula, traceable, unit_stride, wide
+from .common import accumulation_dtype, apply_function, autocasts, describe, fail, need_floats, needs_formula, traceable, unit_stride
 from .grouped_gemm import Groups, grouped_mm, grouped_outer
 from .routing import Routing, route, row_blocks
 
@@ -43,7 +43,7 @@ _bias_kernel = Kernel("expert_bias_sum", grid=lambda c, partial, stops, out: (-(
 _swiglu_forward_kernel = Kernel("swiglu_rows_forward", grid=_rows_grid)
 _swiglu_backward_kernels = [Kernel("swiglu_rows_backward", grid=_rows_grid, where={"WEIGHTS": weights}) for weights in (0, 1)]
 _sum_kernel = Kernel("token_sum", grid=_tokens_grid)
-_sum_bias_kernel = Kernel("token_sum_bias", grid=_tokens_grid)
+_sum_bias_kernel = Kernel("token_sum_bias", grid=_tokens_grid, reads=("expert", "scores", "bias"))
 
 
 # ---------------------------------------------------------------- the gate, in PyTorch
@@ -79,17 +79,17 @@ def _rows_expert(ends: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _biased(gate_up, bias, ends):
-    x = gate_up.to(wide(gate_up.dtype))
+    x = gate_up.to(accumulation_dtype(gate_up.dtype))
     return x if bias is None else x + bias[_rows_expert(ends, x.shape[0])]
 
 
 def gate_reference(gate_up, bias, ends, gate: Gate) -> torch.Tensor:
-    """The gated rows in the wide dtype, before the routing weights."""
+    """The gated rows in the accumulation dtype, before the routing weights."""
     return gate.apply(_biased(gate_up, bias, ends))
 
 
 def gate_backward_reference(d, gate_up, bias, ends, gate: Gate) -> torch.Tensor:
-    """The gradient of gate_up in the wide dtype; d: that of the gated rows."""
+    """The gradient of gate_up in the accumulation dtype; d: that of the gated rows."""
     g, u = gate.split(_biased(gate_up, bias, ends))
     if not gate.alpha:
         s = torch.sigmoid(g)
@@ -102,9 +102,9 @@ def gate_backward_reference(d, gate_up, bias, ends, gate: Gate) -> torch.Tensor:
 
 
 def token_sum_reference(y: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """[tokens, columns] in the wide dtype: the sum of each token's rows of y."""
+    """[tokens, columns] in the accumulation dtype: the sum of each token's rows of y."""
     there = position < y.shape[0]
-    rows = y.to(wide(y.dtype))[torch.where(there, position, 0)]
+    rows = y.to(accumulation_dtype(y.dtype))[torch.where(there, position, 0)]
     return torch.where(there[..., None], rows, 0.0).sum(1)
 
 
@@ -115,7 +115,7 @@ def experts_reference(
     it makes of those that do not go to it is left out."""
     if not transposed:
         gate_up_weight, down_weight = gate_up_weight.transpose(1, 2), down_weight.transpose(1, 2)
-    acc, count = wide(hidden.dtype), gate_up_weight.shape[0]
+    acc, count = accumulation_dtype(hidden.dtype), gate_up_weight.shape[0]
     chosen = torch.stack([expert == number for number in range(count)])  # [experts, tokens, top-k]
     weight = torch.where(chosen, scores.to(acc), 0.0).sum(2)[..., None]
     gate_up = torch.matmul(hidden, gate_up_weight).to(acc)
@@ -171,7 +171,7 @@ def _gate_backward(dgated, gate_up, bias, scores, routing: Routing, gate: Gate, 
     are needed; then they are None.
     """
     if not _kernels_for(gate_up, bias, gate, dgated, scores, routing.ends):
-        d = dgated.to(wide(dgated.dtype))
+        d = dgated.to(accumulation_dtype(dgated.dtype))
         gated = gate_reference(gate_up, bias, routing.ends, gate)
         dscores = (d * gated).sum(1)
         dgate_up = gate_backward_reference(d * scores[:, None], gate_up, bias, routing.ends, gate)
@@ -212,18 +212,18 @@ def _token_sum(y, position, expert=None, scores=None, bias=None) -> torch.Tensor
         _sum_kernel(y, position, out)
         out.addmm_(_dense(expert, scores, bias.shape[0], y.dtype), bias)
     else:
-        _sum_bias_kernel(y, position, expert.clamp(-1, bias.shape[0]).to(torch.int32), scores.to(torch.float32), bias.contiguous(), out)
+        _sum_bias_kernel(y, position, expert.clamp(-1, bias.shape[0]).to(torch.int32), scores.to(torch.float32), bias, out)
     return out
 
 
 def _dense(expert, scores, experts, dtype) -> torch.Tensor:
     """[tokens, experts]: the routing weights, zero for the experts that a token does not go to."""
     numbers = torch.arange(experts, device=expert.device)
-    return torch.where(expert[:, :, None] == numbers, scores[:, :, None].to(wide(dtype)), 0.0).sum(1).to(dtype)
+    return torch.where(expert[:, :, None] == numbers, scores[:, :, None].to(accumulation_dtype(dtype)), 0.0).sum(1).to(dtype)
 
 
 # ---------------------------------------------------------------- forward and backward
-def _first(hidden, gate_up_weight, order, groups: Groups, top_k: int, transposed: bool) -> torch.Tensor:
+def first_gemm(hidden, gate_up_weight, order, groups: Groups, top_k: int, transposed: bool) -> torch.Tensor:
     """The output of the first GEMM."""
     weight = gate_up_weight if transposed else gate_up_weight.transpose(1, 2)
     return grouped_mm(hidden[order // top_k], weight, groups)
@@ -245,8 +245,8 @@ def _forward(
     """(result, output of the first GEMM, and the routing: order, position, ends)"""
     routing, gate = route(expert, gate_up_weight.shape[0]), Gate(interleaved, alpha, limit)
     groups = Groups(routing.ends, expert.numel())
-    gate_up = _first(hidden, gate_up_weight, routing.order, groups, expert.shape[1], transposed)
-    row_scores = scores.reshape(-1)[routing.order].to(wide(hidden.dtype))
+    gate_up = first_gemm(hidden, gate_up_weight, routing.order, groups, expert.shape[1], transposed)
+    row_scores = scores.reshape(-1)[routing.order].to(accumulation_dtype(hidden.dtype))
     if hidden.shape[0] == 0:
         return torch.empty_like(hidden), gate_up, *routing
     gated = _gate_forward(gate_up, gate_up_bias, row_scores, routing, gate)
@@ -255,7 +255,7 @@ def _forward(
     return _token_sum(y, routing.position, expert, scores, down_bias), gate_up, *routing
 
 
-def _backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, routing: Routing, options: tuple, needs: List[bool]) -> Six:
+def experts_backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, routing: Routing, options: tuple, needs: List[bool]) -> Six:
     """Gradients of hidden, scores, the two weights and the two biases, empty where `needs` says that nobody wants them. Writes
     over gate_up, the output of the first GEMM.
 
@@ -274,7 +274,7 @@ def _backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, routing:
     token = order // top_k
     rows = dout[token]
     dgated = grouped_mm(rows, down_weight.transpose(1, 2) if transposed else down_weight, groups)
-    row_scores = scores.reshape(-1)[order].to(wide(hidden.dtype))
+    row_scores = scores.reshape(-1)[order].to(accumulation_dtype(hidden.dtype))
     weights = need_down or need_gate_up_bias
     if hidden.shape[0]:
         dgate_up, gated, row_dscores, dbias = _gate_backward(dgated, gate_up, gate_up_bias, row_scores, routing, gate, weights)
@@ -326,10 +326,10 @@ def _functional_backward(
     limit: float,
     needs: List[bool],
 ) -> Six:
-    """`_backward` that writes over nothing and returns nothing twice, as a tracer wants it."""
+    """`experts_backward` that writes over nothing and returns nothing twice, as a tracer wants it."""
     inputs = hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias
     options = transposed, interleaved, alpha, limit
-    grads = _backward(dout, inputs, gate_up.clone(), Routing(order, position, ends), options, needs)
+    grads = experts_backward(dout, inputs, gate_up.clone(), Routing(order, position, ends), options, needs)
     return tuple(grad if need else hidden.new_empty(0) for grad, need in zip(grads, needs))
 
 
@@ -375,9 +375,9 @@ class _Experts(torch.autograd.Function):
         else:
             if ctx.written_over:  # a second backward pass (retain_graph)
                 hidden, expert, _, weight, *_ = inputs
-                gate_up = _first(hidden, weight, order, Groups(ends, expert.numel()), expert.shape[1], ctx.options[0])
+                gate_up = first_gemm(hidden, weight, order, Groups(ends, expert.numel()), expert.shape[1], ctx.options[0])
             ctx.written_over = True
-            found = _backward(dout, inputs, gate_up, Routing(order, position, ends), ctx.options, needs)
+            found = experts_backward(dout, inputs, gate_up, Routing(order, position, ends), ctx.options, needs)
         dhidden, dscores, *dweights = [gradient if need else None for gradient, need in zip(found, needs)]
         return (dhidden, None, dscores, *dweights, None, None, None, None)
 

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .autocast import as_autocast
-from .common import autocasts, describe, fail, needs_formula, traceable, wide
+from .common import accumulation_dtype, autocasts, describe, fail, needs_formula, traceable
 from .cross_entropy import (
     Chunk,
     KernelChunk,
@@ -84,7 +84,7 @@ def _run(hidden, weight, bias, target, class_weight, scale, options: Options, ne
 
     scale: fp32 [1] or [tokens]; None for no gradients.
     """
-    tokens, acc = hidden.shape[0], wide(hidden.dtype)
+    tokens, acc = hidden.shape[0], accumulation_dtype(hidden.dtype)
     needs = needs if scale is not None else (False, False, False)
     has_kernels = hidden.dtype != torch.float64 and kernels_run_on(hidden, weight, bias, target, class_weight, scale)
     if has_kernels and not any(needs):
@@ -143,7 +143,7 @@ class _PerToken(torch.autograd.Function):
     def backward(ctx, dlosses, *_):
         hidden, weight, bias, target, class_weight = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
-        scale = dlosses.to(wide(hidden.dtype)).contiguous()
+        scale = dlosses.to(accumulation_dtype(hidden.dtype)).contiguous()
         options = ctx.options._replace(return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False)
         gradients = _run(hidden, weight, bias, target, class_weight, scale, options, needs)[1]
         return (*gradients.times(), None, None, None)
@@ -183,7 +183,7 @@ def _operator_options(options: Options) -> tuple:
 
 
 def _fake_run(hidden, weight, bias, target, class_weight, scale, needs, ignore_index, numbers, switches, accum_dtype):
-    tokens, acc, options = hidden.shape[0], wide(hidden.dtype), _options(ignore_index, numbers, switches, accum_dtype)
+    tokens, acc, options = hidden.shape[0], accumulation_dtype(hidden.dtype), _options(ignore_index, numbers, switches, accum_dtype)
 
     def new(wanted, shape, dtype):
         return hidden.new_empty(shape, dtype=dtype) if wanted else hidden.new_empty(0)
@@ -256,7 +256,7 @@ class _TracedPerToken(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dlosses, *_):
         hidden, weight, bias, target, class_weight = ctx.saved_tensors
-        scale = dlosses.to(wide(hidden.dtype)).contiguous()
+        scale = dlosses.to(accumulation_dtype(hidden.dtype)).contiguous()
         options = ctx.options._replace(return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False)
         found = _traced_run(hidden, weight, bias, target, class_weight, scale, list(ctx.needs), *_operator_options(options))
         gradients = [_scaled(*pair, None) if need else None for need, pair in zip(ctx.needs, zip(found[3:6], found[6:]))]
@@ -340,8 +340,8 @@ def linear_cross_entropy(
     hidden = hidden.reshape(-1, hidden.shape[-1])
     target = target.reshape(-1).contiguous()
     if class_weight is not None:
-        class_weight = class_weight.to(wide(hidden.dtype)).contiguous()
-    scale = reduction_scale(target, weight.shape[0], class_weight, options, reduction, num_items, wide(hidden.dtype))
+        class_weight = class_weight.to(accumulation_dtype(hidden.dtype)).contiguous()
+    scale = reduction_scale(target, weight.shape[0], class_weight, options, reduction, num_items, accumulation_dtype(hidden.dtype))
     if torch.compiler.is_compiling():
         loss, rows = _traced(hidden, weight, bias, target, class_weight, scale, options)
         return output_of(loss, rows, scale, target, options)

@@ -10,7 +10,7 @@ import torch
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
-from .common import SLAB, wide
+from .common import SLAB, accumulation_dtype
 
 LARGE_CHUNK = 1600 * 2**20  # bytes of a chunk's logits: 5120 tokens of Qwen3's vocabulary in bf16
 SMALL_CHUNK = 600 * 2**20  # 2048 tokens
@@ -155,7 +155,7 @@ def walk(
     scale: [1] or [tokens], fp32. needs: whether the gradients of hidden, weight and bias are wanted. accum_dtype: as `plan_chunks`.
     """
     tokens, classes = hidden.shape[0], weight.shape[0]
-    acc = wide(hidden.dtype)
+    acc = accumulation_dtype(hidden.dtype)
     step, accum_dtype = plan_chunks(tokens, classes, hidden.dtype, accum_dtype, needs[1])
     new = {"dtype": hidden.dtype, "device": hidden.device}
     dhidden = torch.empty(hidden.shape, **new) if needs[0] else None

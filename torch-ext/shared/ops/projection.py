@@ -7,13 +7,12 @@ The adapter is added to the product by a GEMM, so nothing as wide as y is made f
 no mask: the generator's state before it is kept, and the backward pass draws the same numbers again.
 """
 
-import copy
 from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch.nn.functional import dropout, linear
 
-from .common import side_by_side
+from .common import fail, side_by_side
 
 FP32 = torch.float32
 # A product of half precision numbers with a result in fp32, which the GEMM has anyway, needs no second kernel to widen it.
@@ -71,6 +70,19 @@ def numbers_of(projections: Sequence[Projection]) -> tuple:
     return tuple(projection[OF_ONE:] for projection in projections)
 
 
+def scalings_without_dropout(projections: Sequence[Projection]) -> List[float]:
+    """The scaling of each. Raises ValueError for what a graph has no operator for: `is_traceable` says so first."""
+    for i, projection in enumerate(projections):
+        if not is_traceable(projection):
+            fail(f"projections[{i}]", "with dropout, or a weight in four bits", "neither, where torch.compile or torch.export traces")
+    return [projection.scaling for projection in projections]
+
+
+def is_traceable(projection: Projection) -> bool:
+    """Whether a graph may contain a projection: nothing is drawn from a generator, and the weight is a tensor."""
+    return not projection.dropout and not isinstance(projection.weight, FourBitWeight)
+
+
 def from_parts(tensors: Sequence, numbers: Sequence[tuple]) -> List[Projection]:
     """The projections that `tensors_of` and `numbers_of` took apart."""
     return [Projection(*tensors[OF_ONE * i : OF_ONE * i + OF_ONE], *number) for i, number in enumerate(numbers)]
@@ -113,12 +125,52 @@ def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> tor
     return torch.mm(left, right).to(dtype)
 
 
+def _rounded_adapters(adapters: Sequence[Projection], dtype: torch.dtype) -> Tuple[torch.Tensor, List[torch.Tensor]]:
+    """(all rows of the adapters' a in one matrix, each b) in a dtype; a matrix itself where nothing has to be done for it.
+
+    All copies are one launch: PEFT's adapters are in fp32, and a launch for each would be 14 of a layer's about hundred.
+    """
+    rows, others = [adapter.a for adapter in adapters], [adapter.b for adapter in adapters]
+    sources: list = []
+    targets: list = []
+    a = rows[0]
+    if _makes_rows(rows, dtype):
+        ranks = [tensor.shape[0] for tensor in rows]
+        a = torch.empty((sum(ranks), a.shape[1]), dtype=dtype, device=a.device)
+        sources, targets = list(rows), [a] if len(rows) == 1 else list(torch.split_with_sizes(a, ranks))
+    rounded = [b if b.dtype == dtype else torch.empty_like(b, dtype=dtype, memory_format=torch.contiguous_format) for b in others]
+    sources += [b for b, new in zip(others, rounded) if new is not b]
+    targets += [new for b, new in zip(others, rounded) if new is not b]
+    if sources:
+        torch._foreach_copy_(targets, sources)
+    return a, rounded
+
+
+def _makes_rows(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+    """Whether `_rows_in_one` makes a new matrix of these."""
+    return len(tensors) > 1 or tensors[0].dtype != dtype
+
+
 def _rows_in_one(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """All rows of matrices in one of a dtype; the matrix itself where it is the only one and has it."""
     if len(tensors) == 1:
         return tensors[0].to(dtype)
     rows = sum(tensor.shape[0] for tensor in tensors)
     return torch.cat([t.detach() for t in tensors], out=torch.empty((rows, tensors[0].shape[1]), dtype=dtype, device=tensors[0].device))
+
+
+def shapes_made(projections: Sequence[Projection], dtype: torch.dtype, tokens: int) -> List[Sequence[int]]:
+    """The shapes of what `Projections.made` lists, all of `dtype`."""
+    adapters = [projection for projection in projections if projection.a is not None]
+    rank, shapes = sum(adapter.a.shape[0] for adapter in adapters), []
+    if adapters:
+        shapes.append((tokens, rank))
+        if _makes_rows([adapter.a for adapter in adapters], dtype):
+            shapes.append((rank, adapters[0].a.shape[1]))
+    weights = [projection.weight for projection in projections]
+    if any(weight.dtype != dtype for weight in weights):
+        shapes.append((sum(weight.shape[0] for weight in weights), weights[0].shape[1]))
+    return shapes + [adapter.b.shape for adapter in adapters if adapter.b.dtype != dtype]
 
 
 class Projections:
@@ -128,8 +180,8 @@ class Projections:
     `loaded` makes an object that has them again. The other attributes are numbers and names.
     """
 
-    def __init__(self, projections: Sequence[Projection], dtype: torch.dtype):
-        """dtype: of the products."""
+    def __init__(self, projections: Sequence[Projection], dtype: torch.dtype, made: Optional[Sequence[torch.Tensor]] = None):
+        """dtype: of the products. made: in the backward pass of an operator, what `made` gave in its forward pass."""
         self.dtype = dtype
         self.rows = [projection.weight.shape[0] for projection in projections]
         self.four_bit = {i: p.weight for i, p in enumerate(projections) if isinstance(p.weight, FourBitWeight)}
@@ -148,16 +200,37 @@ class Projections:
         self.states: dict = {}
         weights = [None if i in self.four_bit else projection.weight for i, projection in enumerate(projections)]
         self.whole = None if self.four_bit or len(weights) == 1 else side_by_side(weights)
-        self.rounded_whole = self.whole is not None and self.whole.dtype != dtype
-        if self.rounded_whole:
-            self.whole = self.whole.to(dtype)
-            weights = self.whole.split(self.rows)
-        self.weights = [None if weight is None else weight.to(dtype) for weight in weights]
+        self.rounded_whole = not self.four_bit and any(weight.dtype != dtype for weight in weights)
+        found = None if made is None else list(made)
         self.a = self.low = None
         self.b: list = []
         if self.spans:
-            self.a = _rows_in_one([projections[i].a for i in self.spans], dtype)
-            self.b = [projections[i].b.to(dtype) for i in self.spans]
+            adapters = [projections[i] for i in self.spans]
+            if found is None:
+                self.a, self.b = _rounded_adapters(adapters, dtype)
+            else:
+                rows, self.low = [adapter.a for adapter in adapters], found.pop(0)
+                self.a = found.pop(0) if _makes_rows(rows, dtype) else rows[0]
+        if self.rounded_whole:
+            if found is not None:
+                self.whole = found.pop(0)
+            else:
+                self.whole = _rows_in_one(weights, dtype) if self.whole is None else self.whole.to(dtype)
+            weights = self.whole.split(self.rows)
+        self.weights = [None if weight is None else weight.to(dtype) for weight in weights]
+        if self.spans and found is not None:
+            self.b = [adapter.b if adapter.b.dtype == dtype else found.pop(0) for adapter in adapters]
+
+    def made(self, projections: Sequence[Projection]) -> list:
+        """Lists those of the tensors for the backward pass that are not the projections' own, behind `forward`: their shapes are
+        those of `shapes_made`, and no two share memory."""
+        adapters = [projections[i] for i in self.spans]
+        tensors = [self.low] if adapters else []
+        if adapters and _makes_rows([adapter.a for adapter in adapters], self.dtype):
+            tensors.append(self.a)
+        if self.rounded_whole:
+            tensors.append(self.whole)
+        return tensors + [b for b, adapter in zip(self.b, adapters) if adapter.b.dtype != self.dtype]
 
     def _weight(self, i: int) -> torch.Tensor:
         return self.four_bit[i].dense(self.dtype) if i in self.four_bit else self.weights[i]
@@ -166,14 +239,16 @@ class Projections:
         """What each projection makes of x [tokens, in]: [tokens, out].
 
         biases: of the adapters. in_one: whether weights that lie side by side are one product. onto: [tokens, out], added to the only
-        projection's result, which is written to `out`.
+        projection's result. out: [tokens, all rows], where the results go side by side.
         """
         if onto is not None:
             results = [torch.addmm(onto, x, self._weight(0).t(), out=out) if out is not None else torch.addmm(onto, x, self._weight(0).t())]
         elif self.whole is not None and in_one:
-            results = list(linear(x, self.whole).split(self.rows, 1))
-        else:
+            results = list((linear(x, self.whole) if out is None else torch.mm(x, self.whole.t(), out=out)).split(self.rows, 1))
+        elif out is None:
             results = [linear(x, self._weight(i)) for i in range(len(self.rows))]
+        else:
+            results = [torch.mm(x, self._weight(i).t(), out=part) for i, part in enumerate(out.split(self.rows, 1))]
         if self.spans:
             self.low = self._low(x)
             for (i, span), b in zip(self.spans.items(), self.b):
@@ -208,10 +283,12 @@ class Projections:
 
     def loaded(self, tensors: Sequence[Optional[torch.Tensor]]) -> Tuple["Projections", Sequence[Optional[torch.Tensor]]]:
         """An object like this one with the tensors that `saved` handed over, and those that are left."""
-        new, start = copy.copy(self), 3 if self.rounded_whole else 2 + len(self.rows)
+        new, start = object.__new__(Projections), 3 if self.rounded_whole else 2 + len(self.rows)
+        new.__dict__.update(self.__dict__)
         new.a, new.low = tensors[:2]
         if self.rounded_whole:
             new.whole = tensors[2]
+            new.weights = list(new.whole.split(self.rows))
         else:
             new.weights = tensors[2:start]
             new.whole = None if self.four_bit or start == 3 else side_by_side(new.weights)

@@ -5,7 +5,7 @@ Alone, and with the residual stream: total = x + residual, y = RMSNorm(total).
 
 import functools
 import math
-from typing import Optional, Tuple
+from typing import Callable, Optional, Tuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
 from .common import (
+    accumulation_dtype,
     apply_function,
     as_rows,
     column_sum,
@@ -23,7 +24,6 @@ from .common import (
     new_like,
     split_rows,
     traceable,
-    wide,
 )
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
@@ -61,14 +61,18 @@ BLOCKS_PER_SM = ((256, 8), (1024, 6), (2560, 3))
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
     """(y, rstd [..., 1]) in PyTorch, which can differentiate it."""
-    xf = x.to(wide(x.dtype))
-    rstd = torch.rsqrt(xf.square().mean(-1, keepdim=True) + eps)
-    return weight * (xf * rstd).to(x.dtype), rstd
+    rstd = torch.rsqrt(x.to(accumulation_dtype(x.dtype)).square().mean(-1, keepdim=True) + eps)
+    return _scaled(x, weight, rstd), rstd
+
+
+def _scaled(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
+    """y in PyTorch; rstd: [..., 1]."""
+    return weight * (x.to(accumulation_dtype(x.dtype)) * rstd).to(x.dtype)
 
 
 def rms_norm_backward_reference(dy, x, weight, rstd, need_dweight=True) -> Pair:
-    """(dx, dweight) in PyTorch; dx still in the wide dtype, dweight empty where it is not needed."""
-    acc = wide(x.dtype)
+    """(dx, dweight) in PyTorch; dx still in the accumulation dtype, dweight empty where it is not needed."""
+    acc = accumulation_dtype(x.dtype)
     rstd = rstd.reshape(x.shape[:-1] + (1,))
     n = x.to(acc) * rstd
     d = dy.to(acc)
@@ -85,8 +89,8 @@ def _fits(x, weight, *others):
 
 
 def _fused(x, weight, *others):
-    half = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
-    return half and _fits(x, weight, *others) and x.shape[-1] in _add_forward_kernel.lengths("x", 1)
+    half = x.dtype == weight.dtype and x.dtype in HALF
+    return half and kernels_run_on(x, weight, *others) and x.shape[-1] in _add_forward_kernel.lengths("x", 1)
 
 
 def _narrows(x, weight, dtype, *others):
@@ -143,12 +147,12 @@ def _backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: tor
     return _backward_launch(_backward_kernel, (dy,), x, weight, rstd, need_dweight)
 
 
-def _again(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
-    """y of [rows, length] from what the forward pass saved, bit for bit."""
+def _recompute(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+    """The y of [rows, length] that the forward pass gave, from what it saved, bit for bit."""
     if dtype == x.dtype == weight.dtype:
         dtype = None
     if not (_fused(x, weight, rstd) if dtype is None else _narrows_fused(x, weight, dtype, rstd)):
-        y = weight * (x.to(wide(x.dtype)) * rstd[:, None]).to(x.dtype)
+        y = _scaled(x, weight, rstd[:, None])
         return y if dtype is None else y.to(dtype)
     y = new_like(x) if dtype is None else torch.empty(x.shape, dtype=dtype, device=x.device)
     _apply_kernel(x, weight, y, rstd)
@@ -183,24 +187,36 @@ def _empty(x, dtype=None):
 
 
 def _fake_forward(x, weight, eps, dtype=None):
-    return _empty(x, dtype or torch.promote_types(x.dtype, weight.dtype)), x.new_empty((math.prod(x.shape[:-1]),), dtype=wide(x.dtype))
+    y = _empty(x, dtype or torch.promote_types(x.dtype, weight.dtype))
+    return y, x.new_empty((math.prod(x.shape[:-1]),), dtype=accumulation_dtype(x.dtype))
 
 
-def _fake_backward(dy, x, weight, rstd, need_dweight):
-    return _empty(x), torch.empty_like(weight) if need_dweight else weight.new_empty(0)
+def register(order: str, forward: Callable, backward: Callable, add_forward: Callable, add_backward: Callable, fake_forward: Callable):
+    """Registers the operators of one order of multiplying and rounding (`traceable`), and returns them: (rms_norm's forward and backward,
+    add_rms_norm's forward and backward). order: what their names begin with. fake_forward: `forward` on tensors without data."""
+
+    def fake_backward(dy, x, weight, rstd, need_dweight):
+        return _empty(x), torch.empty_like(weight) if need_dweight else weight.new_empty(0)
+
+    def fake_add_forward(x, residual, *rest):
+        narrowed = () if x.dtype == residual.dtype else (x.dtype,)
+        return (_empty(residual), *fake_forward(residual, *rest, *narrowed))
+
+    def fake_add_backward(dy, dtotal, *rest):
+        return fake_backward(dy, *rest)
+
+    return (
+        traceable(f"{order}rms_norm_forward", forward, fake_forward),
+        traceable(f"{order}rms_norm_backward", backward, fake_backward),
+        traceable(f"{order}add_rms_norm_forward", add_forward, fake_add_forward),
+        traceable(f"{order}add_rms_norm_backward", add_backward, fake_add_backward),
+    )
 
 
-rms_norm_forward = traceable("rms_norm_forward", _forward, _fake_forward)
-rms_norm_backward = traceable("rms_norm_backward", _backward, _fake_backward)
-rms_norm_again = traceable("rms_norm_again", _again, lambda x, weight, rstd, dtype=None: torch.empty_like(x, dtype=dtype))
-add_rms_norm_forward = traceable(
-    "add_rms_norm_forward",
-    _add_forward,
-    lambda x, residual, *rest: (_empty(residual), *_fake_forward(residual, *rest, x.dtype if x.dtype != residual.dtype else None)),
+rms_norm_forward, rms_norm_backward, add_rms_norm_forward, add_rms_norm_backward = register(
+    "", _forward, _backward, _add_forward, _add_backward, _fake_forward
 )
-add_rms_norm_backward = traceable(
-    "add_rms_norm_backward", _add_backward, lambda dy, dtotal, *rest: _fake_backward(dy, *rest)
-)
+rms_norm_recompute = traceable("rms_norm_recompute", _recompute, lambda x, weight, rstd, dtype=None: torch.empty_like(x, dtype=dtype))
 
 
 class RMSNormFunction(torch.autograd.Function):

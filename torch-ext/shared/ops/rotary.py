@@ -6,6 +6,7 @@ from typing import Tuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..runtime import launch
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
 from .common import (
@@ -142,13 +143,22 @@ def _backward(dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.
 def _fused_heads(q, k, q_weight, k_weight, cos, sin, *others) -> bool:
     """True when `qk_norm_rotary` has kernels for these heads, with weights and angles of q's dtype, or in fp32 with q in half precision,
     as autocast has it over an fp32 model. others: what else a kernel reads."""
-    one = q_weight.dtype == k_weight.dtype == cos.dtype
-    if not one or q.dtype == torch.float64 or q_weight.dtype not in ((q.dtype,) if q.dtype not in NARROWED else (q.dtype, torch.float32)):
+    dtype, of_weight = q.dtype, q_weight.dtype
+    if not of_weight == k_weight.dtype == cos.dtype or dtype == torch.float64:
+        return False
+    if of_weight != dtype and not (of_weight == torch.float32 and dtype in NARROWED):
         return False
     if not _launches(q, k, cos, sin, q_weight, k_weight, *others):
         return False
-    width, heads = 2 * _norm_backward_kernel.constant("HALF"), min(_norm_backward_kernel.constants("HEADS"))
-    return q.shape[3] == cos.shape[-1] == width and q.shape[2] % heads == 0 and k.shape[2] % heads == 0
+    shape = q.shape
+    return shape[3] == cos.shape[-1] and _takes_heads(launch.backend, shape[3], shape[2], k.shape[2])
+
+
+@functools.lru_cache(maxsize=None)
+def _takes_heads(backend, head_dim: int, q_heads: int, k_heads: int) -> bool:
+    """Tells whether a backend has kernels of `qk_norm_rotary` for heads of a length and these numbers of them."""
+    heads = min(_norm_backward_kernel.constants("HEADS"))
+    return head_dim == 2 * _norm_backward_kernel.constant("HALF") and q_heads % heads == 0 and k_heads % heads == 0
 
 
 def _norm_forward(

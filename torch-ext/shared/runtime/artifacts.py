@@ -1,10 +1,11 @@
 """The prebuilt kernels on disk: the manifest, the files of compiled images, and their digests.
 
 `cubins/manifest.json` says of every variant of every kernel which promises its arguments must keep, and where its image for
-each host and architecture lies. An image file, `cubins/<host>/<operation>.cubins`, is a row of zlib streams; those of a variant after its
-first have the end of the first image as their dictionary. An image holds machine code for the host's processor too, which the driver runs:
-an image of another host would crash the process, so a host reads only the files of its own folder, and a file is hashed before the driver
-sees a byte of it.
+each host and architecture lies. An image file, `cubins/<host>/<operation>.cubins`, is a row of xz streams, one for each architecture, with
+the images of all variants behind one another: they are much alike, and packed together take a third of what they take one by one. A GPU
+has use for one stream of a file, which is unpacked when the first of its images is asked for: 7 ms for each MB of images, on one core of a
+server. An image holds machine code for the host's processor too, which the driver runs: an image of another host would crash the process,
+so a host reads only the files of its own folder, and a file is hashed before the driver sees a byte of it.
 """
 
 import hashlib
@@ -14,14 +15,23 @@ import platform
 import re
 import sys
 import threading
-import zlib
 from pathlib import Path
 from typing import Any, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Tuple
 
-FORMAT = 1
-DICTIONARY = 2**15  # bytes of another architecture's image that an image may be packed with
+try:
+    import lzma
+except ImportError:  # torch runs on such a Python, so the package must be importable too
+    lzma = None  # type: ignore[assignment]
+
+FORMAT = 2
+UNPACKED = 2**23  # bytes of unpacked streams that stay in memory: the kernels of a training step are loaded in its first pass
+UNPACKER_MEMORY = 2**26  # bytes that unpacking a stream may take
 LARGEST = 2**62  # no number of a manifest reaches it
 DOWNLOAD = "Delete the package and download it again"
+NO_LZMA = (
+    "this Python has no module lzma, which unpacks the kernels: it was built where liblzma's headers were not. Install them (liblzma-dev "
+    "or xz-devel) and build Python again, or take a Python that has it (conda's, uv's, a Linux distribution's)"
+)
 FILE_NAME = re.compile(r"\w+/\w+\.cubins", re.ASCII)  # host and operation
 
 
@@ -51,8 +61,8 @@ class Parameter(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """One compiled form of a kernel. images: architecture -> (offset, stored size, size) in this
-    host's file of the operation, and where its dictionary is another image, that one's architecture."""
+    """One compiled form of a kernel. images: architecture -> (offset, size) in the unpacked stream of that architecture, of this host's
+    file of the operation."""
 
     name: str
     operation: str
@@ -98,23 +108,30 @@ def _check_parameter(parameter: object, where: str) -> None:
         _expect(all(_is_number(value, least) for value in parameter[name]), f"{where}.{name}")
 
 
-def _check_images(images: object, file: str, files: Dict[str, str], where: str) -> None:
-    _expect(isinstance(images, dict) and bool(images) and file in files, where)
-    assert isinstance(images, dict)
-    for architecture, place in images.items():
-        _expect(isinstance(place, list) and len(place) in (3, 4) and all(map(_is_number, place[:3])), f"{where}.{architecture}")
-        if len(place) == 4:  # its dictionary is an image that has none itself
-            _expect(isinstance(place[3], str) and len(images.get(place[3], ())) == 3, f"{where}.{architecture}")
+def _check_places(places: object, numbers: int, where: str) -> Dict[str, List[int]]:
+    """Expects by architecture a list of so many numbers, and returns it."""
+    _expect(isinstance(places, dict) and bool(places), where)
+    assert isinstance(places, dict)
+    for architecture, place in places.items():
+        _expect(isinstance(place, list) and len(place) == numbers and all(map(_is_number, place)), f"{where}.{architecture}")
+    return places
+
+
+def _check_images(images: object, streams: Dict[str, List[int]], where: str) -> None:
+    """Expects the images of a variant to lie within the streams of its file."""
+    for architecture, (offset, size) in _check_places(images, 2, where).items():
+        _expect(architecture in streams and offset + size <= streams[architecture][2], f"{where}.{architecture}")
 
 
 def _check_manifest(manifest: Dict[str, Any]) -> None:
     """Raises _Wrong where anything that this module or the launcher reads is not there or of another kind."""
-    for name in ("architectures", "files", "kernels"):
+    for name in ("architectures", "files", "streams", "kernels"):
         _expect(isinstance(manifest.get(name), dict), name)
     for host_name, names in manifest["architectures"].items():
         _expect(isinstance(names, list) and all(isinstance(name, str) for name in names), f"architectures.{host_name}")
     for name, digest in manifest["files"].items():
         _expect(FILE_NAME.fullmatch(name) is not None and isinstance(digest, str), f"files.{name}")
+        _check_places(manifest["streams"].get(name), 3, f"streams.{name}")
     for kernel, entries in manifest["kernels"].items():
         _expect(isinstance(entries, list), f"kernels.{kernel}")
         for number, entry in enumerate(entries):
@@ -130,7 +147,9 @@ def _check_manifest(manifest: Dict[str, Any]) -> None:
             _expect(all(isinstance(value, int) and abs(value) < LARGEST for value in constants.values()), f"{where}.constants")
             _expect(isinstance(images, dict), f"{where}.images")
             for host_name, found in images.items():
-                _check_images(found, f"{host_name}/{entry['operation']}.cubins", manifest["files"], f"{where}.images.{host_name}")
+                file = f"{host_name}/{entry['operation']}.cubins"
+                _expect(file in manifest["files"], f"{where}.images.{host_name}")
+                _check_images(found, manifest["streams"][file], f"{where}.images.{host_name}")
 
 
 def _variant(entry: Dict[str, Any]) -> Variant:
@@ -159,7 +178,9 @@ class Artifacts:
         self.folder = folder
         self._lock = threading.Lock()
         self._manifest: Optional[Dict[str, Any]] = None
-        self._files: Dict[str, bytes] = {}
+        self._verified: set = set()
+        self._streams: Dict[Tuple[str, str], bytes] = {}  # by file and architecture, packed
+        self._unpacked: Dict[Tuple[str, str], bytes] = {}  # the latest ones, the last used at the end
         self._variants: Dict[str, List[Variant]] = {}
         self._digest = ""
         self._operations: Optional[FrozenSet[str]] = None
@@ -224,50 +245,85 @@ class Artifacts:
             self._variants[kernel] = [_variant(entry) for entry in entries]
         return self._variants[kernel]
 
-    def verify(self) -> None:
-        """Reads this host's files, compares their digests with the manifest and its images' places with their lengths.
+    def verify(self, architecture: str = "") -> None:
+        """Reads this host's files, compares their digests with the manifest and their streams' places with their lengths.
 
-        Raises ArtifactError at the first that differs, and when there is a file of kernels that the manifest does not list.
+        architecture: whose images this process will ask for. They come from what is read here, also where a file changes later, and
+        asking again reads nothing. Raises ArtifactError at the first file that differs, when there is a file of kernels that the
+        manifest does not list, and where this Python cannot unpack them.
         """
-        here = host()
-        for name in self.manifest["files"]:
+        here, files = host(), self.manifest["files"]
+        if architecture and architecture in self._verified:
+            return
+        if lzma is None and files:
+            raise ArtifactError(NO_LZMA)
+        for name in files:
             if name.startswith(here + "/"):
-                self._file(name)
+                data = self._read(name)
+                for place in self.manifest["streams"][name].values():
+                    self._cut(data, name, place)
+                if architecture in self.manifest["streams"][name]:
+                    self._packed(name, architecture, data)
         folder = self.folder / here
         for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
-            if name.endswith(".cubins") and f"{here}/{name}" not in self.manifest["files"]:
+            if name.endswith(".cubins") and f"{here}/{name}" not in files:
                 raise ArtifactError(f"{folder / name} is not listed in {self._path}. {DOWNLOAD}")
-        for entry in self._entries():
-            for architecture, (offset, stored, *_) in entry["images"].get(here, {}).items():
-                if offset + stored > len(self._file(f"{here}/{entry['operation']}.cubins")):
-                    raise ArtifactError(f"{self._path} is damaged (the image of {entry['name']} for {architecture}). {DOWNLOAD}")
+        self._verified.add(architecture)
 
     def image(self, variant: Variant, architecture: str) -> bytes:
         """The cubin of a variant for one architecture, from a file whose digest was right."""
-        offset, stored, size, *base = variant.images[architecture]
-        name = f"{host()}/{variant.operation}.cubins"
+        offset, size = variant.images[architecture]
+        return self._stream(f"{host()}/{variant.operation}.cubins", architecture)[offset : offset + size]
+
+    def _stream(self, name: str, architecture: str) -> bytes:
+        """The images of an operation for one architecture, one behind the other."""
+        key = name, architecture
+        with self._lock:
+            data = self._unpacked.pop(key, None)
+            if data is None:
+                data = self._unpack(name, architecture)
+            self._unpacked[key] = data
+            while len(self._unpacked) > 1 and sum(map(len, self._unpacked.values())) > UNPACKED:
+                del self._unpacked[next(iter(self._unpacked))]
+            return data
+
+    def _unpack(self, name: str, architecture: str) -> bytes:
+        if lzma is None:
+            raise ArtifactError(NO_LZMA)
+        packed = self._streams.get((name, architecture))
+        if packed is None:
+            packed = self._packed(name, architecture, self._read(name))
+        size = self.manifest["streams"][name][architecture][2]
+        unpacker = lzma.LZMADecompressor(lzma.FORMAT_XZ, UNPACKER_MEMORY)
         try:
-            unpacker = zlib.decompressobj(zdict=self.image(variant, base[0])[-DICTIONARY:]) if base else zlib.decompressobj()
-            data = unpacker.decompress(self._file(name)[offset : offset + stored], size + 1)
-        except zlib.error as error:
-            raise ArtifactError(f"{self.folder / name}: the image of {variant.name} for {architecture}: {error}. {DOWNLOAD}") from None
-        if len(data) != size:
+            data = unpacker.decompress(packed, size + 1)
+        except (lzma.LZMAError, EOFError) as error:
+            raise ArtifactError(f"{self.folder / name}: the images for {architecture}: {error}. {DOWNLOAD}") from None
+        if len(data) != size or not unpacker.eof or unpacker.unused_data:
             raise ArtifactError(
-                f"{self.folder / name}: the image of {variant.name} for {architecture} has not the {size} bytes that {self._path} "
-                f"gives it. {DOWNLOAD}"
+                f"{self.folder / name}: the images for {architecture} have not the {size} bytes that {self._path} gives them. {DOWNLOAD}"
             )
         return data
 
-    def _file(self, name: str) -> bytes:
-        with self._lock:
-            if name not in self._files:
-                path = self.folder / name
-                try:
-                    data = path.read_bytes()
-                except OSError as error:
-                    raise ArtifactError(f"{path} cannot be read ({error.strerror}). {DOWNLOAD}") from None
-                found, expected = hashlib.sha256(data).hexdigest(), self.manifest["files"][name]
-                if found != expected:
-                    raise ArtifactError(f"{path} is damaged: sha256 {found[:16]}..., expected {expected[:16]}.... {DOWNLOAD}")
-                self._files[name] = data
-            return self._files[name]
+    def _packed(self, name: str, architecture: str, data: bytes) -> bytes:
+        """One stream of a file that was read, which stays in memory."""
+        stream = self._streams[name, architecture] = self._cut(data, name, self.manifest["streams"][name][architecture])
+        return stream
+
+    def _cut(self, data: bytes, name: str, place: List[int]) -> bytes:
+        offset, stored, _ = place
+        if offset + stored > len(data):
+            raise ArtifactError(f"{self._path} is damaged (the streams of {name}). {DOWNLOAD}")
+        return data[offset : offset + stored]
+
+    def _read(self, name: str) -> bytes:
+        """A file of images. Raises ArtifactError unless its digest is the manifest's."""
+        path = self.folder / name
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ArtifactError(f"{path} cannot be read ({error.strerror}). {DOWNLOAD}") from None
+        found, expected = hashlib.sha256(data).hexdigest(), self.manifest["files"][name]
+        if found != expected:
+            raise ArtifactError(f"{path} is damaged: sha256 {found[:16]}..., expected {expected[:16]}.... {DOWNLOAD}")
+        return data

@@ -35,11 +35,14 @@ def is_ordinary(*tensors: Optional[torch.Tensor]) -> bool:
     for tensor in tensors:
         if type(tensor) not in PLAIN and tensor is not None:
             return False
+    return not (_is_transformed() or tensors[0].is_meta)
+
+
+def _is_transformed() -> bool:
+    """True inside the transforms of torch.func and a level of forward-mode AD, and while a mode traces or fakes PyTorch's operations."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return False
-    if torch._C._len_torch_dispatch_stack() and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS):
-        return False
-    return not tensors[0].is_meta
+        return True
+    return bool(torch._C._len_torch_dispatch_stack()) and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
 def kernels_run_on(*tensors: Optional[torch.Tensor]) -> bool:
@@ -50,12 +53,15 @@ def kernels_run_on(*tensors: Optional[torch.Tensor]) -> bool:
     KernelsUnavailable under BASTILE_STRICT=1.
     """
     first = tensors[0]
-    if not (first.is_cuda or launch.backend.runs_on_cpu) or not is_ordinary(*tensors):
+    on_gpu = first.is_cuda
+    if not (on_gpu or launch.backend.runs_on_cpu):
         return False
-    for tensor in tensors:
-        if tensor is not None and tensor.is_neg():
+    for tensor in tensors:  # as is_ordinary, in one loop
+        if tensor is not None and (type(tensor) not in PLAIN or tensor.is_neg()):
             return False
-    if not first.is_cuda:
+    if _is_transformed():
+        return False
+    if not on_gpu:
         return first.is_cpu
     index = first.get_device()
     ready = _ready.get(index)
@@ -129,7 +135,7 @@ def _check(index: int) -> None:
         raise KernelsUnavailable(
             f"{name} has compute capability {major}.{minor}, and there are kernels for {built}. A newer version of this package may have it"
         )
-    backend.artifacts.verify()
+    backend.artifacts.verify(backend.architecture(index))
     with torch.cuda.device(index):
         x = torch.ones((2, 4), dtype=torch.float32, device="cuda")
         total = torch.zeros(4, dtype=torch.float32, device="cuda")

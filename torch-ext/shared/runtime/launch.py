@@ -5,7 +5,7 @@ lengths): a broken promise corrupts memory in silence. So every promise in the m
 combination of dtypes, shapes, strides and alignment; the outcome is kept and costs one dictionary look-up from then on.
 """
 
-from typing import Callable, Iterable, List, Mapping, Optional, Sequence
+from typing import Callable, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
@@ -60,6 +60,8 @@ def broken_promise(parameter: Parameter, dtype: str, shape: Sequence[int], strid
             return f"has length {length} in dimension {i}, expected a multiple of {parameter.shape_divisible[i]}"
         if length < parameter.shape_min[i]:
             return f"has length {length} in dimension {i}, expected at least {parameter.shape_min[i]}"
+        if parameter.shape_max and parameter.shape_max[i] is not None and length > parameter.shape_max[i]:
+            return f"has length {length} in dimension {i}, expected at most {parameter.shape_max[i]}"
         # Where there is one element or none, its stride is never used.
         if parameter.stride[i] not in (None, step) and length > 1:
             return f"has stride {step} in dimension {i}, expected {parameter.stride[i]}"
@@ -147,13 +149,13 @@ class Kernel:
     def _first(self, key: tuple, arguments: tuple, addresses: List[int], floats: List[float]) -> None:
         """Launches on a new combination, and remembers it unless something had to be copied for it."""
         tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
-        arrays = self._arrays(tensors, arguments)
+        arrays, candidates = self._arrays(tensors, arguments)
         parts = self.split(*arrays) if self.split else None
         if parts is not None:
             for part in parts:
                 self(*_with_arrays(part, arguments))
             return
-        launch = self._prepare(arrays, arguments, floats)
+        launch = self._prepare(arrays, arguments, floats, candidates)
         places = [array.data_ptr() for array in arrays]
         launch(places, floats)
         if places == addresses:
@@ -161,15 +163,18 @@ class Kernel:
                 self._prepared.clear()
             self._prepared[key] = launch
 
-    def _arrays(self, tensors: List[torch.Tensor], arguments: tuple) -> List[torch.Tensor]:
-        """The tensors as the kernel takes them, with contiguous copies of those that it only reads where it needs them."""
-        arrays = list(self.views(*tensors)) if self.views else tensors
-        if self.reads and not self._fits(arrays, arguments):
+    def _arrays(self, tensors: List[torch.Tensor], arguments: tuple) -> Tuple[List[torch.Tensor], Optional[List[Variant]]]:
+        """The tensors as the kernel takes them, with contiguous copies of those that it only reads where it needs them; and the
+        variants that take them, or None where nobody has looked yet."""
+        arrays, candidates = list(self.views(*tensors)) if self.views else tensors, None
+        if self.reads:
+            candidates = self._found(_with_arrays(arrays, arguments))
+        if self.reads and not candidates:
             arrays = [contiguous_copy(a) if name in self.reads else a for name, a in zip(self._array_names(), arrays)]
         moved = [name for name, t, a in zip(self._array_names(), tensors, arrays) if a.data_ptr() != t.data_ptr() and a.numel()]
         if not self.reads.issuperset(moved):
             raise PromiseError(f"{self.names[0]} would write {', '.join(sorted(set(moved) - self.reads))} into a copy")
-        return arrays
+        return arrays, candidates
 
     def _array_names(self) -> List[str]:
         return [p.name for p in self.variants()[0].parameters if p.kind == "array"]
@@ -234,19 +239,20 @@ class Kernel:
 
     def takes(self, *arguments) -> bool:
         """Tells whether a variant takes these arrays and numbers as they are. The answer is remembered."""
+        return bool(self._found(arguments))
+
+    def _found(self, arguments: Sequence) -> List[Variant]:
+        """The `candidates` for arguments, none where there are none. The answer is remembered."""
         key = (backend, *(_described(a) if isinstance(a, torch.Tensor) else a for a in arguments))
         found = self._taken.get(key)
         if found is None:
             if len(self._taken) >= KEPT:
                 self._taken.clear()
             try:
-                found = self._taken[key] = bool(self.candidates(*arguments))
+                found = self._taken[key] = self.candidates(*arguments)
             except PromiseError:
-                found = self._taken[key] = False
+                found = self._taken[key] = []
         return found
-
-    def _fits(self, arrays: Sequence[torch.Tensor], arguments: tuple) -> bool:
-        return self.takes(*_with_arrays(arrays, arguments))
 
     def _unfit(self, variant: Variant, arguments) -> str:
         if len(arguments) != len(variant.parameters):
@@ -265,8 +271,8 @@ class Kernel:
                 return f"{parameter.name} is {argument}, expected 32 bits"
         return ""
 
-    def _prepare(self, arrays: Sequence[torch.Tensor], arguments: tuple, floats: List[float]):
-        candidates = self.candidates(*_with_arrays(arrays, arguments))
+    def _prepare(self, arrays: Sequence[torch.Tensor], arguments: tuple, floats: List[float], candidates: Optional[List[Variant]]):
+        candidates = candidates or self.candidates(*_with_arrays(arrays, arguments))
         devices = {array.device for array in arrays}
         if len(devices) > 1:
             raise PromiseError(f"{self.names[0]} got tensors on {', '.join(map(str, devices))}, expected one device")

@@ -7,8 +7,8 @@ from .shared.ops.attention import AttentionPlan, attention
 from .shared.ops.experts import experts
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.rotary import rotary
-from .shared.ops.wide_rms_norm import wide_add_rms_norm as add_rms_norm
-from .shared.ops.wide_rms_norm import wide_rms_norm as rms_norm
+from .shared.ops.round_last_rms_norm import round_last_add_rms_norm as add_rms_norm
+from .shared.ops.round_last_rms_norm import round_last_rms_norm as rms_norm
 from .warmup import clear_autotune_cache, warmup_all_kernels
 
 __all__ = [

@@ -1,8 +1,7 @@
 """What a user calls to put the layers on GPT-OSS, to see them there, and to take them off again."""
 
-from .decoder_layer import explain_layer
 from .shared.hf import doctor, patching
-from .targets import TARGETS
+from .targets import FAMILIES
 
 
 def apply(rms_norm=True, experts=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True, attention=True, unpad=True):
@@ -20,7 +19,7 @@ def apply(rms_norm=True, experts=True, rope=True, fused_linear_cross_entropy=Tru
     Raises ImportError when transformers is absent or its version does not fit.
     """
     patching.patch_classes(
-        TARGETS,
+        FAMILIES,
         {
             "rms_norm": rms_norm,
             "experts": experts,
@@ -46,7 +45,7 @@ def kernelize(model, mode=None, attention=True, unpad=True):
     could be put on it, and
     ImportError when transformers is absent or its version does not fit.
     """
-    return patching.kernelize(TARGETS, model, mode, attention, unpad)
+    return patching.kernelize(FAMILIES, model, mode, attention, unpad)
 
 
 def explain(model):
@@ -56,7 +55,7 @@ def explain(model):
     `fused`, `reason` and `advice`. The answer holds for the state in which the model is now (its adapters, hooks, autocast), so ask where
     the training step would be. Raises TypeError when the model has no decoder layers of this kind.
     """
-    return patching.explain(TARGETS, model, explain_layer)
+    return patching.explain(FAMILIES, model)
 
 
 def report():
@@ -71,12 +70,11 @@ def report():
 def capture(model, batch, tokens):
     """Replays the decoder layers as CUDA graphs in training, for inputs of [batch, tokens], and returns the model.
 
-    With few tokens or a small model the host cannot start kernels as fast as the GPU finishes them; a replayed layer costs it two
-    launches. Results are the same bit for bit. The first training pass of that shape (labels, gradients on) runs as before and is looked
-    at, the second one is recorded, in less than a second. Call it again for further shapes. Pad every batch to one of them
-    (`pad_to_multiple_of`, `padding="max_length"`), keep to `use_cache=False`, and call it last: behind `apply` or `kernelize`, `pack`, PEFT
-    and the move to the GPU. Trainer, autocast, LoRA and every optimizer work as without it.
-    Accumulating gradients over several passes has not been seen right on a GPU yet: clear them between passes, or compare first.
+    With few tokens or a small model the host cannot start kernels as fast as the GPU finishes them; several layers that follow each other
+    are replayed with two launches. Results are the same bit for bit. The first training pass of that shape (labels, gradients on) runs as
+    before and is looked at, the second one is recorded, in less than a second. Call it again for further shapes. Pad every batch to one of
+    them (`pad_to_multiple_of`, `padding="max_length"`), keep to `use_cache=False`, and call it last: behind `apply` or `kernelize`, `pack`,
+    PEFT and the move to the GPU. Trainer, autocast, LoRA and every optimizer work as without it.
 
     Other shapes, evaluation, generation, layers with hooks and gradient checkpointing run as before, with a warning where a shape was asked
     for and could not be recorded. When weights move or adapters change it is recorded anew. The gradients of the layers' weights lie in
@@ -87,7 +85,7 @@ def capture(model, batch, tokens):
     batch, tokens: the sequences of a batch and their length. Raises TypeError when the model has no decoder layers of this kind,
     ValueError when it is not on a GPU or a number is not positive, RuntimeError when accelerate holds its layers.
     """
-    return patching.capture(TARGETS, model, batch, tokens)
+    return patching.capture(FAMILIES, model, batch, tokens)
 
 
 def mapping(mode=None):
@@ -99,12 +97,12 @@ def mapping(mode=None):
 
     Raises ImportError when transformers or `kernels` is absent or its version does not fit.
     """
-    return patching.mapping(TARGETS, mode)
+    return patching.mapping(FAMILIES, mode)
 
 
 def get_patched_ops():
     """Lists the operations that `apply` has put on transformers' classes, by the names of its arguments."""
-    return patching.get_patched_ops(TARGETS)
+    return patching.get_patched_ops(FAMILIES)
 
 
 def reset():
@@ -112,4 +110,4 @@ def reset():
 
     Also undoes what `kernelize`, `mapping` and `kernels.kernelize` with our mapping did. Does nothing where nobody imported them.
     """
-    patching.reset(TARGETS)
+    patching.reset(FAMILIES)

@@ -1,6 +1,7 @@
 """Which layer stands in for what of transformers' GPT-OSS."""
 
 from . import layers
+from .decoder_layer import explain_layer
 from .shared.hf.patching import Targets
 
 TARGETS = Targets(
@@ -24,4 +25,6 @@ TARGETS = Targets(
         "GptOssModel": layers.Model,
         "GptOssForCausalLM": layers.CausalLM,
     },
+    explain_layer=explain_layer,
 )
+FAMILIES = (TARGETS,)

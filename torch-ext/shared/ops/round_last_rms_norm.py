@@ -1,4 +1,4 @@
-"""RMSNorm in the order of GPT-OSS and T5: y = round(weight * x / sqrt(mean(x^2) + eps)), the product in fp32 (arXiv 1910.07467).
+"""RMSNorm that rounds last, as GPT-OSS does: y = round(weight * x / sqrt(mean(x^2) + eps)), the product in fp32 (arXiv 1910.07467).
 
 Alone, and with the residual stream: total = x + residual, y = RMSNorm(total). The one of rms_norm.py rounds before it multiplies.
 """
@@ -10,8 +10,8 @@ import torch
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import GRID_MAX, Kernel
-from .common import apply_function, as_rows, column_sum, needs_formula, new_like, traceable, wide
-from .rms_norm import AddRMSNormFunction, RMSNormFunction, check, one_partial_sum_a_block, rms_norm_backward_reference
+from .common import accumulation_dtype, apply_function, as_rows, column_sum, needs_formula, new_like
+from .rms_norm import AddRMSNormFunction, RMSNormFunction, check, one_partial_sum_a_block, register, rms_norm_backward_reference
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -23,11 +23,15 @@ def _one_block_a_row(c, x, *_):
     return (x.shape[0],)
 
 
-_forward_kernel = Kernel("wide_rms_norm_forward", grid=_one_block_a_row, views=as_rows(1, 3), reads=("x", "weight"))
-_backward_kernel = Kernel("wide_rms_norm_backward", grid=one_partial_sum_a_block, views=as_rows(3, 4), reads=("dy", "x", "weight", "rstd"))
-_add_forward_kernel = Kernel("wide_add_rms_norm_forward", grid=_one_block_a_row, views=as_rows(2, 5), reads=("x", "residual", "weight"))
+_forward_kernel = Kernel("round_last_rms_norm_forward", grid=_one_block_a_row, views=as_rows(1, 3), reads=("x", "weight"))
+_backward_kernel = Kernel(
+    "round_last_rms_norm_backward", grid=one_partial_sum_a_block, views=as_rows(3, 4), reads=("dy", "x", "weight", "rstd")
+)
+_add_forward_kernel = Kernel(
+    "round_last_add_rms_norm_forward", grid=_one_block_a_row, views=as_rows(2, 5), reads=("x", "residual", "weight")
+)
 _add_backward_kernel = Kernel(
-    "wide_add_rms_norm_backward", grid=one_partial_sum_a_block, views=as_rows(4, 5), reads=("dy", "dtotal", "x", "weight", "rstd")
+    "round_last_add_rms_norm_backward", grid=one_partial_sum_a_block, views=as_rows(4, 5), reads=("dy", "dtotal", "x", "weight", "rstd")
 )
 
 
@@ -40,16 +44,16 @@ def _fits(x, weight, *others):
     return x.shape[-1] <= _forward_kernel.constant("TILE")
 
 
-def wide_rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
+def round_last_rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
     """(y, rstd [..., 1]) in PyTorch, which can differentiate it."""
-    xf = x.to(wide(x.dtype))
+    xf = x.to(accumulation_dtype(x.dtype))
     rstd = torch.rsqrt(xf.square().mean(-1, keepdim=True) + eps)
     return (weight * (xf * rstd)).to(x.dtype), rstd
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
     if not _fits(x, weight):
-        y, rstd = wide_rms_norm_reference(x, weight, eps)
+        y, rstd = round_last_rms_norm_reference(x, weight, eps)
         return y, rstd.flatten()
     y, rstd = new_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
     _forward_kernel(x, weight, y, rstd, eps)
@@ -93,24 +97,15 @@ def _gradients(grads, x, weight, rstd, need_dweight: bool) -> Pair:
 
 
 def _fake_forward(x, weight, eps):
-    return x.new_empty(x.shape), x.new_empty((math.prod(x.shape[:-1]),), dtype=wide(x.dtype))
+    return x.new_empty(x.shape), x.new_empty((math.prod(x.shape[:-1]),), dtype=accumulation_dtype(x.dtype))
 
 
-def _fake_backward(dy, x, weight, rstd, need_dweight):
-    return x.new_empty(x.shape), torch.empty_like(weight) if need_dweight else weight.new_empty(0)
-
-
-wide_rms_norm_forward = traceable("wide_rms_norm_forward", _forward, _fake_forward)
-wide_rms_norm_backward = traceable("wide_rms_norm_backward", _backward, _fake_backward)
-wide_add_rms_norm_forward = traceable(
-    "wide_add_rms_norm_forward", _add_forward, lambda x, residual, *rest: (x.new_empty(x.shape), *_fake_forward(x, *rest))
-)
-wide_add_rms_norm_backward = traceable(
-    "wide_add_rms_norm_backward", _add_backward, lambda dy, dtotal, *rest: _fake_backward(dy, *rest)
+forward, backward, add_forward, add_backward = register(
+    "round_last_", _forward, _backward, _add_forward, _add_backward, _fake_forward
 )
 
 
-def wide_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
+def round_last_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
     """RMSNorm over the last dimension, multiplied by the weight in fp32 and then rounded to x's dtype.
 
     x: [..., n], bf16, fp16 or fp32 (float64, and rows longer than 4096, run in PyTorch). weight: [n], of x's dtype or fp32.
@@ -118,17 +113,17 @@ def wide_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> t
     """
     check(x, weight)
     if needs_formula(x, weight):
-        return wide_rms_norm_reference(x, weight, eps)[0]
-    return apply_function(RMSNormFunction, x, weight, float(eps), wide_rms_norm_forward, wide_rms_norm_backward)
+        return round_last_rms_norm_reference(x, weight, eps)[0]
+    return apply_function(RMSNormFunction, x, weight, float(eps), forward, backward)
 
 
-def wide_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> Pair:
+def round_last_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> Pair:
     """(RMSNorm(x + residual), x + residual), the sum rounded to x's dtype as the residual stream holds it.
 
-    x, residual: [..., n], one dtype. weight and the rest: as in `wide_rms_norm`.
+    x, residual: [..., n], one dtype. weight and the rest: as in `round_last_rms_norm`.
     """
     check(x, weight, residual)
     if needs_formula(x, residual, weight):
         total = x + residual
-        return wide_rms_norm_reference(total, weight, eps)[0], total
-    return apply_function(AddRMSNormFunction, x, residual, weight, float(eps), wide_add_rms_norm_forward, wide_add_rms_norm_backward)
+        return round_last_rms_norm_reference(total, weight, eps)[0], total
+    return apply_function(AddRMSNormFunction, x, residual, weight, float(eps), add_forward, add_backward)

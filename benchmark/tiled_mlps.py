@@ -1,0 +1,98 @@
+"""What the benchmarks of the tiled MLPs share. The floor is their matrix products: eleven, since the backward pass computes two again."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+
+from . import providers
+from .floors import product_calls
+from .operation import Inputs, LigerConvention, Limit, Operation, Work
+from .suites import LIGER
+
+SHARDS = 4
+
+
+def inputs(size, tokens, random) -> Inputs:
+    hidden, wide = size.hidden, size.intermediate
+    shapes = (wide, hidden), (wide, hidden), (hidden, wide)
+    weights = (random.normal(*shape, scale=shape[1] ** -0.5) for shape in shapes)
+    return Inputs((random.normal(1, tokens, hidden), *weights), output_gradients=(random.normal(1, tokens, hidden),))
+
+
+def products(inputs: Inputs, mode: str) -> list[tuple[int, int, int]]:
+    """Return the (m, n, k) of the matrix products over all tokens at once."""
+    (_, tokens, hidden), wide = inputs.leaves[0].shape, inputs.leaves[1].shape[0]
+    up, down = (tokens, wide, hidden), (tokens, hidden, wide)
+    back = [up] * 3 + [down] * 2 + [(wide, hidden, tokens)] * 2 + [(hidden, wide, tokens)]
+    return {"backward": [], "full": back}.get(mode, []) + ([up, up, down] if mode != "backward" else back)
+
+
+class OfModule(torch.autograd.Function):
+    """A module whose parameters get their gradients in `.grad`, as a function of x and its weights."""
+
+    @staticmethod
+    def forward(ctx, x, module, *weights):
+        ctx.module, ctx.x = module, x.detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.y = module(ctx.x)
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx, dy):
+        parameters = list(ctx.module.parameters())
+        for parameter in parameters:
+            parameter.grad = None
+        ctx.y.backward(dy)
+        return ctx.x.grad, None, *[parameter.grad for parameter in parameters]
+
+
+def of_liger(name: str, activation: str):
+    """Return Liger's module as a function of x and the three weights. One module is kept for each set of weights."""
+    kind, kept = providers.liger("transformers.tiled_mlp", name), {}
+
+    def call(x, *weights):
+        key = tuple(weight.data_ptr() for weight in weights)
+        if key not in kept:
+            config = SimpleNamespace(hidden_size=x.shape[-1], intermediate_size=weights[0].shape[0], hidden_act=activation)
+            with torch.device("meta"):
+                kept[key] = kind(config, num_shards=SHARDS)
+            for linear, weight in zip(kept[key].children(), weights, strict=True):
+                linear.weight = torch.nn.Parameter(weight.detach())
+        return OfModule.apply(x, kept[key], *weights)
+
+    return call
+
+
+def tiled_mlp(name: str, title: str, position: int, gate: Callable, activation: str, of_ligers: str) -> Operation:
+    """Return the operation. gate(gate, up): the activation; activation, of_ligers: its name and the module's in Liger-Kernel."""
+
+    def formula(x, gate_weight, up_weight, down_weight):
+        return F.linear(gate(F.linear(x, gate_weight), F.linear(x, up_weight)), down_weight)
+
+    def of_package(package):
+        function = providers.operation(package, name)
+        return lambda *leaves: function(*leaves, shards=SHARDS)
+
+    return Operation(
+        name=name,
+        title=title,
+        suite=LIGER,
+        position=position,
+        outputs=("y",),
+        gradients=("dx", "dgate_weight", "dup_weight", "ddown_weight"),
+        inputs=inputs,
+        formula=formula,
+        bastile=of_package,
+        formula_provider="torch",
+        peers={"liger": lambda: of_liger(of_ligers, activation)},
+        work=lambda inputs, mode: Work.of_products(products(inputs, mode)),
+        floor=product_calls(products),
+        floor_title="bare cuBLAS GEMMs",
+        modes=("full", "forward"),
+        writes_inputs=False,
+        tokens=(2048, 8192, 16384),
+        limits=(Limit(16384, 0.94, liger=1.02), Limit(2048, 0.94, liger=1.4)),
+        liger=LigerConvention(x_name="T", x_label="sequence length"),
+    )

@@ -1,0 +1,238 @@
+"""GroupNorm (Wu and He 2018, arXiv 1803.08494): the channels of a group, with all their positions, share a mean and a deviation.
+
+    n = (x - mean) * rstd        rstd = 1 / sqrt(mean((x - mean)^2) + eps)        y = weight[channel] * n + bias[channel]
+
+Backward, with g = dy * weight[channel], and means over the group:
+
+    dx = (g - mean(g) - n * mean(g * n)) * rstd        dweight = sum of dy * n        dbias = sum of dy        (batch and positions)
+
+A group lies in one piece of memory: a row of channels * positions elements, as segments that do not cross a channel. A row that fits into
+the registers is read once, by one block. A longer one is divided among blocks: a first kernel writes what it finds about each part,
+the second joins the parts of its row, in a fixed order, and applies them. Forward those are mean and squared deviations, joined by
+Chan's formula; backward the sums of dy * n and dy for each channel, which give the means of the group (weighted) as well as the
+gradients of the parameters.
+"""
+
+import cuda.tile as ct
+
+from kernel_src.elements import read_once, write
+from kernel_src.layer_norm import row_statistics
+from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Variant
+from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, place, rows, sum_of, two_sums
+
+Const = ct.Constant[int]
+
+
+@ct.function
+def channels_of(row, segment, segments, channels, per_channel):
+    """The channel of each segment. segments: of a row; per_channel: of them, those of one channel."""
+    in_group = segments // per_channel
+    return row % (channels // in_group) * in_group + segment // per_channel
+
+
+# ---------------------------------------------------------------- rows in registers
+@ct.kernel
+def group_norm_forward(x, weight, bias, y, mean, rstd, eps: float, per_channel: int, SEGMENT: Const, PIECE: Const):
+    """x, y: [batch * groups, segments, SEGMENT], at most PIECE segments; weight, bias: [channels]; mean, rstd: [batch * groups] fp32;
+    per_channel: segments of one channel."""
+    row, count = ct.bid(0), x.shape[1]
+    segment, valid = place(0, count, PIECE)
+    index = (row, segment[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :])
+    length = ct.astype(count * SEGMENT, ct.float32)
+    xf = read_once(x, index)
+    mu = sum_of(ct.where(valid[:, None], xf, 0.0), PIECE, SEGMENT) / length
+    deviation = xf - mu
+    r = ct.rsqrt(sum_of(ct.where(valid[:, None], deviation * deviation, 0.0), PIECE, SEGMENT) / length + eps)
+    channel = channels_of(row, segment, count, weight.shape[0], per_channel)
+    write(y, index, deviation * (r * read_once(weight, channel))[:, None] + read_once(bias, channel)[:, None])
+    ct.scatter(mean, row, mu, check_bounds=False)
+    ct.scatter(rstd, row, r, check_bounds=False)
+
+
+@ct.kernel
+def group_norm_backward(dx, dy, x, weight, mean, rstd, sums, per_channel: int, SEGMENT: Const, PIECE: Const):
+    """As above; sums: [2, batch * groups, segments] fp32, of dy * n and of dy in each segment."""
+    row, count = ct.bid(0), x.shape[1]
+    segment, valid = place(0, count, PIECE)
+    index = (row, segment[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :])
+    one = 1.0 / ct.astype(count * SEGMENT, ct.float32)
+    r = ct.gather(rstd, row, check_bounds=False)
+    n = (read_once(x, index) - ct.gather(mean, row, check_bounds=False)) * r
+    d = read_once(dy, index)
+    dweight, dbias = ct.sum(d * n, axis=1), ct.sum(d, axis=1)
+    ct.scatter(sums, (0, row, segment), dweight, check_bounds=False)
+    ct.scatter(sums, (1, row, segment), dbias, check_bounds=False)
+    w = read_once(weight, channels_of(row, segment, count, weight.shape[0], per_channel))
+    sum_g, sum_gn = two_sums(ct.where(valid, w * dbias, 0.0), ct.where(valid, w * dweight, 0.0), PIECE)
+    mean_g, mean_gn = sum_g * one, sum_gn * one
+    write(dx, index, (d * w[:, None] - mean_g - n * mean_gn) * r)
+
+
+# ---------------------------------------------------------------- rows in parts
+@ct.kernel
+def group_norm_statistics(x, parts, chunk: int, SEGMENT: Const, PIECE: Const):
+    """parts: [batch * groups, number, 2] fp32, the mean and the sum of squared deviations of every `chunk` segments."""
+    number = parts.shape[1]
+    row, part = ct.bid(0) // number, ct.bid(0) % number
+    first = part * chunk
+    mu, squares = row_statistics(x, row, first, ct.minimum(chunk, x.shape[1] - first), PIECE, SEGMENT)
+    ct.scatter(parts, (row, part, 0), mu, check_bounds=False)
+    ct.scatter(parts, (row, part, 1), squares, check_bounds=False)
+
+
+@ct.kernel
+def group_norm_apply(
+    x, weight, bias, y, parts, mean, rstd, eps: float, per_channel: int, chunk: int, SEGMENT: Const, PIECE: Const, PARTS: Const
+):
+    """y, mean and rstd from the parts, of which there are at most PARTS in a row. A block has `chunk` segments; the last part comes first,
+    because what the statistics read last is still in the L2."""
+    number, count = parts.shape[1], x.shape[1]
+    block = ct.num_blocks(0) - 1 - ct.bid(0)
+    row, part = block // number, block % number
+    at = ct.minimum(ct.arange(PARTS, dtype=ct.int32), number - 1)
+    size = ct.astype(ct.minimum(chunk, count - at * chunk) * SEGMENT, ct.float32)
+    size = ct.where(ct.arange(PARTS, dtype=ct.int32) < number, size, 0.0)
+    length = ct.astype(count * SEGMENT, ct.float32)
+    means = read_once(parts, (row, at, 0))
+    mu = ct.sum(means * size, axis=0, keepdims=False) / length
+    squares = ct.where(size > 0.0, read_once(parts, (row, at, 1)), 0.0) + size * (means - mu) * (means - mu)
+    r = ct.rsqrt(ct.sum(squares, axis=0, keepdims=False) / length + eps)
+    first = part * chunk
+    mine = ct.minimum(chunk, count - first)
+    column = ct.arange(SEGMENT, dtype=ct.int32)[None, :]
+    for i in range(ct.cdiv(mine, PIECE)):
+        segment, _ = place(i, mine, PIECE)
+        segment = first + segment
+        channel = channels_of(row, segment, count, weight.shape[0], per_channel)
+        index = (row, segment[:, None], column)
+        write(y, index, (read_once(x, index) - mu) * (r * read_once(weight, channel))[:, None] + read_once(bias, channel)[:, None])
+    if part == 0:
+        ct.scatter(mean, row, mu, check_bounds=False)
+        ct.scatter(rstd, row, r, check_bounds=False)
+
+
+@ct.kernel
+def group_norm_channel_sums(dy, x, mean, rstd, sums, chunk: int, SEGMENT: Const, PIECE: Const):
+    """dy, x: [batch * channels, segments, SEGMENT]; sums: [2, batch * channels, parts] fp32, of dy * n and of dy over `chunk` segments."""
+    channels, number = sums.shape[1], sums.shape[2]
+    row, part = ct.bid(0) // number, ct.bid(0) % number
+    group = row // (channels // mean.shape[0])
+    mu, r = ct.gather(mean, group, check_bounds=False), ct.gather(rstd, group, check_bounds=False)
+    first = part * chunk
+    mine = ct.minimum(chunk, x.shape[1] - first)
+    column = ct.arange(SEGMENT, dtype=ct.int32)[None, :]
+    dweight = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
+    dbias = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
+    for i in range(ct.cdiv(mine, PIECE)):
+        segment, valid = place(i, mine, PIECE)
+        index = (row, (first + segment)[:, None], column)
+        d = ct.where(valid[:, None], read_once(dy, index), 0.0)
+        dweight = dweight + d * (read_once(x, index) - mu)
+        dbias = dbias + d
+    total_w, total_b = two_sums(dweight, dbias, PIECE * SEGMENT)
+    ct.scatter(sums, (0, row, part), total_w * r, check_bounds=False)
+    ct.scatter(sums, (1, row, part), total_b, check_bounds=False)
+
+
+@ct.function
+def sum_parameters(sums, dparameters, block, ROWS: Const, COLS: Const):
+    """sums: [2, batch, channels, parts] fp32; dparameters: [2, channels], dweight and dbias; block: of COLS channels of one of them."""
+    batch, channels, parts = sums.shape[1], sums.shape[2], sums.shape[3]
+    blocks = ct.cdiv(channels, COLS)
+    which = block // blocks
+    channel = ct.minimum(block % blocks * COLS + ct.arange(COLS, dtype=ct.int32), channels - 1)
+    acc = ct.zeros((ROWS, COLS), dtype=ct.float32)
+    for i in range(ct.cdiv(batch * parts, ROWS)):
+        at, valid = place(i, batch * parts, ROWS)
+        found = read_once(sums, (which, (at // parts)[:, None], channel[None, :], (at % parts)[:, None]))
+        acc = acc + ct.where(valid[:, None], found, 0.0)
+    write(dparameters, (which, channel), ct.sum(acc, axis=0))
+
+
+@ct.function
+def apply_part(dx, dy, x, weight, mean, rstd, sums, per_channel, chunk, block, PIECE: Const, SEGMENT: Const, PARTS: Const):
+    count = x.shape[1]
+    number = ct.cdiv(count, chunk)
+    row, part = block // number, block % number
+    of_channel, channels = sums.shape[3], sums.shape[2]
+    in_group = count // per_channel
+    groups = channels // in_group
+    sample, first_channel = row // groups, row % groups * in_group
+    sum_g = ct.zeros((PARTS,), dtype=ct.float32)
+    sum_gn = ct.zeros((PARTS,), dtype=ct.float32)
+    for i in range(ct.cdiv(in_group * of_channel, PARTS)):
+        at, valid = place(i, in_group * of_channel, PARTS)
+        channel = first_channel + at // of_channel
+        w = ct.where(valid, read_once(weight, channel), 0.0)
+        sum_gn = sum_gn + w * read_once(sums, (0, sample, channel, at % of_channel))
+        sum_g = sum_g + w * read_once(sums, (1, sample, channel, at % of_channel))
+    one = 1.0 / ct.astype(count * SEGMENT, ct.float32)
+    total_g, total_gn = two_sums(sum_g, sum_gn, PARTS)
+    mean_g, mean_gn = total_g * one, total_gn * one
+    mu, r = ct.gather(mean, row, check_bounds=False), ct.gather(rstd, row, check_bounds=False)
+    first = part * chunk
+    mine = ct.minimum(chunk, count - first)
+    column = ct.arange(SEGMENT, dtype=ct.int32)[None, :]
+    for i in range(ct.cdiv(mine, PIECE)):
+        segment, _ = place(i, mine, PIECE)
+        segment = first + segment
+        w = read_once(weight, channels_of(row, segment, count, channels, per_channel))[:, None]
+        index = (row, segment[:, None], column)
+        write(dx, index, (read_once(dy, index) * w - mean_g - (read_once(x, index) - mu) * (r * mean_gn)) * r)
+
+
+@ct.kernel
+def group_norm_apply_backward(
+    dx, dy, x, weight, mean, rstd, sums, dparameters, per_channel: int, chunk: int, SEGMENT: Const, PIECE: Const, PARTS: Const, ROWS: Const,
+    COLS: Const
+):  # fmt: skip
+    """dx from the sums, [2, batch, channels, parts], PARTS of those of a group at a time. A block has `chunk` segments, the last ones
+    first, which the sums' kernel has left in the L2. Blocks behind those sum up dweight and dbias, [2, channels]."""
+    blocks = x.shape[0] * ct.cdiv(x.shape[1], chunk)
+    if ct.bid(0) < blocks:
+        apply_part(dx, dy, x, weight, mean, rstd, sums, per_channel, chunk, blocks - 1 - ct.bid(0), PIECE, SEGMENT, PARTS)
+    else:
+        sum_parameters(sums, dparameters, ct.bid(0) - blocks, ROWS, COLS)
+
+
+@ct.kernel
+def group_norm_parameter_sums(sums, dparameters, ROWS: Const, COLS: Const):
+    """As `sum_parameters`."""
+    sum_parameters(sums, dparameters, ct.bid(0), ROWS, COLS)
+
+
+# ---------------------------------------------------------------- what is prebuilt
+WHOLE = {"bfloat16": (32, 64), "float16": (64,), "float32": (32,)}  # rows in registers: segments of 64, the shortest first
+PIECE = {SEGMENT: 32, 1: 1024}
+PARTS = 128  # of a row at most, forward
+SUMS = {"ROWS": 32, "COLS": 16}
+
+
+def variants():
+    for x, w in SAME:
+        for piece in WHOLE[x]:
+            a, p, constants = rows(x, SEGMENT, piece), Array(w, (None,), aligned=False), {"SEGMENT": SEGMENT, "PIECE": piece}
+            inputs = {"x": a, "weight": p, "bias": p, "y": a, "mean": PER_ROW, "rstd": PER_ROW, "eps": FLOAT, "per_channel": INT}
+            yield Variant(group_norm_forward, {**inputs, **constants}, hints={"occupancy": 6 if piece > 32 else 8})
+            sums = Array("float32", (2, None, None), aligned=False)
+            grads = {"dx": a, "dy": a, "x": a, "weight": p, "mean": PER_ROW, "rstd": PER_ROW, "sums": sums, "per_channel": INT}
+            yield Variant(group_norm_backward, {**grads, **constants}, hints={"occupancy": 4})
+    for x, w in SAME + MIXED:
+        for segment in (SEGMENT, 1):
+            a, p, constants = rows(x, segment), Array(w, (None,), aligned=False), {"SEGMENT": segment, "PIECE": PIECE[segment]}
+            parts, sums = Array("float32", (None, None, 2), aligned=False), Array("float32", (2, None, None), aligned=False)
+            statistics = {"mean": PER_ROW, "rstd": PER_ROW}
+            if x == w:
+                yield Variant(group_norm_statistics, {"x": a, "parts": parts, "chunk": INT, **constants}, hints={"occupancy": 8})
+                per_part = {"dy": a, "x": a, **statistics, "sums": sums, "chunk": INT}
+                yield Variant(group_norm_channel_sums, {**per_part, **constants}, hints={"occupancy": 6 if x != "float32" else 4})
+            inputs = {"x": a, "weight": p, "bias": p, "y": a, "parts": parts, **statistics, "eps": FLOAT, "per_channel": INT, "chunk": INT}
+            yield Variant(group_norm_apply, {**inputs, **constants, "PARTS": PARTS}, hints={"occupancy": 8})
+            found, out = Array("float32", (2, None, None, None), aligned=False), Array(w, (2, None), aligned=False)
+            grads = {"dx": a, "dy": a, "x": a, "weight": p, **statistics, "sums": found, "dparameters": out, "per_channel": INT,
+                     "chunk": INT}
+            yield Variant(group_norm_apply_backward, {**grads, **constants, "PARTS": PARTS, **SUMS},
+                          hints={"occupancy": 6 if x == w else 4})
+    for w in FLOATS:
+        sums, out = Array("float32", (2, None, None, None), aligned=False), Array(w, (2, None), aligned=False)
+        yield Variant(group_norm_parameter_sums, {"sums": sums, "dparameters": out, **SUMS})

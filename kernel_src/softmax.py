@@ -1,0 +1,192 @@
+"""Softmax over the last dimension: y[j] = exp(x[j] - max(x)) / sum(exp(x - max(x))).
+
+    dx[j] = y[j] * (dy[j] - sum(dy * y))
+
+Rows of up to 16384 elements stay in registers, one or several of them a block: 2 passes over memory forward, 3 backward. Longer rows
+(a vocabulary has 128256 or 151936) are cut into pieces: the maximum and the sum of every piece, the logarithm of a row's sum from
+them, and a second reading that writes. There the sum of dy * y is one more pass of the backward, too.
+
+Exponentials are taken in base 2; lse is log2(sum(2^(x * log2(e)))).
+"""
+
+import cuda.tile as ct
+
+from kernel_src.elements import write_within
+from kernel_src.prebuild import FLOAT, FLOATS, Array, Variant
+
+Const = ct.Constant[int]
+LOG2E = 1.4426950408889634
+MINUS_INFINITY = -float("inf")
+
+
+@ct.function
+def piece(array, TILE: Const):
+    """(row, piece) of this block, and the piece's columns. Blocks are counted in one dimension: the others end at 65535."""
+    pieces = ct.cdiv(array.shape[1], TILE)
+    part = ct.bid(0) % pieces
+    return ct.bid(0) // pieces, part, part * TILE + ct.arange(TILE, dtype=ct.int32)
+
+
+@ct.function
+def read(array, index, padding):
+    return ct.astype(ct.gather(array, index, check_bounds=True, padding_value=padding), ct.float32)
+
+
+# ---------------------------------------------------------------- whole rows
+@ct.function
+def rows_of_block(ROWS: Const, TILE: Const):
+    """Indices [ROWS, TILE] of the rows and columns of this block."""
+    rows = ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32)
+    return rows[:, None], ct.arange(TILE, dtype=ct.int32)[None, :]
+
+
+@ct.kernel
+def softmax_forward(x, y, ROWS: Const, TILE: Const):
+    """x, y: [rows, columns], columns at most TILE. ROWS rows a block."""
+    at = rows_of_block(ROWS, TILE)
+    v = read(x, at, MINUS_INFINITY) * LOG2E
+    p = ct.exp2(v - ct.max(v, 1, keepdims=True), flush_to_zero=True)
+    write_within(y, at, p * (1.0 / ct.sum(p, 1, keepdims=True)))
+
+
+@ct.kernel
+def softmax_backward(y, dy, dx, ROWS: Const, TILE: Const):
+    """y, dy, dx: [rows, columns], columns at most TILE. ROWS rows a block."""
+    at = rows_of_block(ROWS, TILE)
+    p, d = read(y, at, 0), read(dy, at, 0)
+    write_within(dx, at, p * (d - ct.sum(p * d, 1, keepdims=True)))
+
+
+# ---------------------------------------------------------------- rows that are read twice
+@ct.function
+def tile_columns(i, TILE: Const):
+    return i * TILE + ct.arange(TILE, dtype=ct.int32)
+
+
+@ct.kernel
+def softmax_row_forward(x, y, TILE: Const):
+    """x, y: [rows, columns]. One row a block, which goes over it twice, backwards the second time: that reads from the caches."""
+    row = ct.bid(0)
+    tiles = ct.cdiv(x.shape[1], TILE)
+    top = ct.full((TILE,), MINUS_INFINITY, dtype=ct.float32)
+    total = ct.zeros((TILE,), dtype=ct.float32)
+    for i in range(tiles):
+        v = read(x, (row, tile_columns(i, TILE)), MINUS_INFINITY) * LOG2E
+        new = ct.maximum(top, v)
+        # A lane that has seen nothing but -inf has the sum 0, not the NaN of -inf - -inf.
+        shift = ct.where(new == MINUS_INFINITY, 0.0, new)
+        total = total * ct.exp2(top - shift, flush_to_zero=True) + ct.exp2(v - shift, flush_to_zero=True)
+        top = new
+    m = ct.max(top, 0)
+    shift = ct.where(m == MINUS_INFINITY, 0.0, m)
+    lse = m + ct.log2(ct.sum(total * ct.exp2(top - shift, flush_to_zero=True), 0))
+    for i in range(tiles):
+        cols = tile_columns(tiles - 1 - i, TILE)
+        write_within(y, (row, cols), ct.exp2(read(x, (row, cols), MINUS_INFINITY) * LOG2E - lse, flush_to_zero=True))
+
+
+@ct.kernel
+def softmax_row_backward(y, dy, dx, TILE: Const):
+    """y, dy, dx: [rows, columns]; as `softmax_row_forward`."""
+    row = ct.bid(0)
+    tiles = ct.cdiv(y.shape[1], TILE)
+    total = ct.zeros((TILE,), dtype=ct.float32)
+    for i in range(tiles):
+        cols = tile_columns(i, TILE)
+        total = total + read(y, (row, cols), 0) * read(dy, (row, cols), 0)
+    dot = ct.sum(total, 0)
+    for i in range(tiles):
+        cols = tile_columns(tiles - 1 - i, TILE)
+        write_within(dx, (row, cols), read(y, (row, cols), 0) * (read(dy, (row, cols), 0) - dot))
+
+
+# ---------------------------------------------------------------- rows in pieces
+@ct.function
+def write_partial(part_max, part_sum, row, part, v):
+    """The maximum of v, in base 2, and the sum of 2^(v - maximum)."""
+    m = ct.max(v, 0)
+    # A piece that is -inf everywhere has the sum 0, not the NaN of -inf - -inf.
+    s = ct.sum(ct.exp2(v - ct.where(m == MINUS_INFINITY, 0.0, m), flush_to_zero=True), 0)
+    ct.scatter(part_max, (row, part), m, check_bounds=False)
+    ct.scatter(part_sum, (row, part), s, check_bounds=False)
+
+
+@ct.function
+def join_partials(part_max, part_sum, row, PARTS: Const):
+    """The base-2 logarithm of the sum over a whole row, from the maxima and sums of its pieces."""
+    m = ct.full((), MINUS_INFINITY, dtype=ct.float32)
+    s = ct.zeros((), dtype=ct.float32)
+    for i in range(ct.cdiv(part_max.shape[1], PARTS)):
+        parts = i * PARTS + ct.arange(PARTS, dtype=ct.int32)
+        pm = ct.gather(part_max, (row, parts), check_bounds=True, padding_value=MINUS_INFINITY)
+        ps = ct.gather(part_sum, (row, parts), check_bounds=True, padding_value=0)
+        new = ct.maximum(m, ct.max(pm, 0))
+        shift = ct.where(new == MINUS_INFINITY, 0.0, new)
+        s = s * ct.exp2(m - shift) + ct.sum(ps * ct.exp2(pm - shift), 0)
+        m = new
+    return m + ct.log2(s)
+
+
+@ct.kernel
+def softmax_statistics(x, part_max, part_sum, scale: float, TILE: Const):
+    """Of x * scale. x: [rows, columns]; part_max, part_sum: [rows, pieces] fp32, pieces = ceil(columns / TILE)."""
+    row, part, cols = piece(x, TILE)
+    write_partial(part_max, part_sum, row, part, read(x, (row, cols), MINUS_INFINITY) * (scale * LOG2E))
+
+
+@ct.kernel
+def softmax_combine(part_max, part_sum, lse, PARTS: Const):
+    """lse: [rows] fp32, base 2. One row a block."""
+    row = ct.bid(0)
+    ct.scatter(lse, row, join_partials(part_max, part_sum, row, PARTS), check_bounds=False)
+
+
+@ct.kernel
+def softmax_apply(x, lse, y, TILE: Const):
+    """x, y: [rows, columns]; lse: [rows] fp32, base 2."""
+    row, _, cols = piece(x, TILE)
+    v = read(x, (row, cols), MINUS_INFINITY) * LOG2E
+    write_within(y, (row, cols), ct.exp2(v - ct.gather(lse, row, check_bounds=False), flush_to_zero=True))
+
+
+@ct.kernel
+def softmax_dot(y, dy, partial, TILE: Const):
+    """partial: [rows, pieces] fp32, the sums of y * dy over the pieces."""
+    row, part, cols = piece(y, TILE)
+    dot = ct.sum(read(y, (row, cols), 0) * read(dy, (row, cols), 0), 0)
+    ct.scatter(partial, (row, part), dot, check_bounds=False)
+
+
+@ct.kernel
+def softmax_gradient(y, dy, dot, dx, TILE: Const):
+    """dot: [rows] fp32, the sum of y * dy over a row."""
+    row, _, cols = piece(y, TILE)
+    p, d = read(y, (row, cols), 0), read(dy, (row, cols), 0)
+    write_within(dx, (row, cols), p * (d - ct.gather(dot, row, check_bounds=False)))
+
+
+# ROWS, TILE, warps. A block holds a whole row in registers, so the shortest tile that a row fits in is the one to take.
+ROW_TILES = ((16, 128, 4), (4, 1024, 4), (1, 4096, 4), (1, 8192, 8), (1, 16384, 8))
+PIECE, WRITTEN_PIECE, PARTS = 4096, 2048, 64
+
+
+def whole_rows(dtype, forward, backward):
+    """Variants of two kernels, forward(a, b) and backward(a, b, c), for rows of every length up to the longest tile."""
+    for rows, tile, warps in ROW_TILES:
+        arrays = (Array(dtype, (None, None), divisible=(1, 16)), Array(dtype, (None, None), aligned=False))
+        for x in arrays if tile in (1024, 4096) else arrays[:1]:
+            hints = {} if warps == 4 else {"num_worker_warps": warps}
+            for kernel, names in (forward, backward):
+                yield Variant(kernel, {**dict.fromkeys(names, x), "ROWS": rows, "TILE": tile}, hints=hints)
+
+
+def variants():
+    vector, matrix = Array("float32", (None,), aligned=False), Array("float32", (None, None), aligned=False)
+    for dtype in FLOATS:
+        yield from whole_rows(dtype, (softmax_forward, ("x", "y")), (softmax_backward, ("y", "dy", "dx")))
+        for x in (Array(dtype, (None, None), divisible=(1, 16)), Array(dtype, (None, None), aligned=False)):
+            yield Variant(softmax_statistics, {"x": x, "part_max": matrix, "part_sum": matrix, "scale": FLOAT, "TILE": PIECE})
+            yield Variant(softmax_apply, {"x": x, "lse": vector, "y": x, "TILE": WRITTEN_PIECE})
+            yield Variant(softmax_dot, {"y": x, "dy": x, "partial": matrix, "TILE": PIECE})
+            yield Variant(softmax_gradient, {"y": x, "dy": x, "dot": vector, "dx": x, "TILE": WRITTEN_PIECE})
+    yield Variant(softmax_combine, {"part_max": matrix, "part_sum": matrix, "lse": vector, "PARTS": PARTS})

@@ -1,0 +1,218 @@
+"""Sparsemax over the last dimension (Martins and Astudillo 2016, arXiv 1602.02068): y[j] = max(x[j] - tau, 0) with sum(y) = 1.
+
+With the support S = {j: x[j] > tau}:
+
+    tau = (sum over S of x - 1) / |S|           dx[j] = dy[j] - mean over S of dy  in S, 0 elsewhere
+
+Nothing is sorted. From S = {x > max - 1}, which holds every possible support, tau of S and S of tau are taken in turns (Newton's
+method on a convex, piecewise linear function): S only shrinks, and ends exactly. The excess times the size of S falls to a quarter or
+less at each turn, so there are never more than some 30; normal numbers take 3 to 6.
+
+x belongs to S where |S| * x + 1 > sum of S, multiplied and not divided: in half precision an x that equals tau is common, and an
+error of one ulp in tau would change its gradient by all of it. All sums are of x - max. y is at least the smallest number of its
+dtype in S, and 0 elsewhere, so the backward pass knows S from y.
+
+Rows of up to 8192 elements stay in registers. Of longer ones, one kernel takes the maxima of every CHUNK elements; another, one row a
+block, sets tau from the maxima alone, which is never too large, and reads only the chunks that reach above it; a third writes y.
+"""
+
+import cuda.tile as ct
+
+from kernel_src.elements import write_within
+from kernel_src.prebuild import FLOATS, Array, Variant
+from kernel_src.segments import two_sums
+from kernel_src.softmax import MINUS_INFINITY, PIECE, WRITTEN_PIECE, piece, read, rows_of_block, tile_columns, whole_rows
+
+Const = ct.Constant[int]
+
+
+@ct.function
+def support(v, size, total):
+    """Where v belongs to a support of `size` elements whose sum is `total`."""
+    return size * v + 1.0 > total
+
+
+@ct.function
+def probability(v, size, total, dtype):
+    """y of a support, in float32. v: x - max."""
+    smallest = 2.0**-24 if dtype == ct.float16 else 2.0**-126
+    p = ct.maximum(v - (total - 1.0) / size, smallest)
+    # A NaN of the input must not end as a probability of 0.
+    return ct.where(support(v, size, total), p, ct.where(ct.isnan(v), v, 0.0))
+
+
+# ---------------------------------------------------------------- whole rows
+@ct.kernel
+def sparsemax_forward(x, y, ROWS: Const, TILE: Const):
+    """x, y: [rows, columns], columns at most TILE. ROWS rows a block."""
+    at = rows_of_block(ROWS, TILE)
+    v = read(x, at, MINUS_INFINITY)
+    v = v - ct.max(v, 1, keepdims=True)
+    inside = v > -1.0
+    size = ct.sum(ct.where(inside, 1.0, 0.0), 1, keepdims=True)
+    total = ct.sum(ct.where(inside, v, 0.0), 1, keepdims=True)
+    shrinks = True
+    while shrinks:
+        inside = support(v, size, total)
+        new = ct.sum(ct.where(inside, 1.0, 0.0), 1, keepdims=True)
+        smaller = new < size
+        total = ct.where(smaller, ct.sum(ct.where(inside, v, 0.0), 1, keepdims=True), total)
+        size = ct.where(smaller, new, size)
+        shrinks = ct.max(ct.where(smaller, 1, 0)) > 0
+    write_within(y, at, probability(v, size, total, y.dtype))
+
+
+@ct.kernel
+def sparsemax_backward(y, dy, dx, ROWS: Const, TILE: Const):
+    """y, dy, dx: [rows, columns], columns at most TILE. ROWS rows a block."""
+    at = rows_of_block(ROWS, TILE)
+    inside, d = read(y, at, 0) > 0.0, read(dy, at, 0)
+    size = ct.sum(ct.where(inside, 1.0, 0.0), 1, keepdims=True)
+    mean = ct.sum(ct.where(inside, d, 0.0), 1, keepdims=True) / ct.maximum(size, 1.0)
+    write_within(dx, at, ct.where(inside, d - mean, 0.0))
+
+
+# ---------------------------------------------------------------- rows that are read twice
+@ct.kernel
+def sparsemax_row_backward(y, dy, dx, TILE: Const):
+    """y, dy, dx: [rows, columns]; as `softmax_row_forward`."""
+    row = ct.bid(0)
+    tiles = ct.cdiv(y.shape[1], TILE)
+    size, total = ct.zeros((TILE,), dtype=ct.float32), ct.zeros((TILE,), dtype=ct.float32)
+    for i in range(tiles):
+        cols = tile_columns(i, TILE)
+        inside = read(y, (row, cols), 0) > 0.0
+        size = size + ct.where(inside, 1.0, 0.0)
+        total = total + ct.where(inside, read(dy, (row, cols), 0), 0.0)
+    count, amount = two_sums(size, total, TILE)
+    mean = amount / ct.maximum(count, 1.0)
+    for i in range(tiles):
+        cols = tile_columns(tiles - 1 - i, TILE)
+        write_within(dx, (row, cols), ct.where(read(y, (row, cols), 0) > 0.0, read(dy, (row, cols), 0) - mean, 0.0))
+
+
+# ---------------------------------------------------------------- rows in pieces
+# Element i of a row belongs to block i // (CHUNK * WIDTH) and there to chunk i % WIDTH: a chunk's elements lie WIDTH apart, so taking
+# the maxima of all chunks of a block is elementwise.
+@ct.kernel
+def sparsemax_maxima(x, maxima, CHUNK: Const, WIDTH: Const):
+    """x: [rows, columns]; maxima: [rows, chunks] like x, chunks = WIDTH * ceil(columns / (CHUNK * WIDTH))."""
+    blocks = ct.cdiv(x.shape[1], CHUNK * WIDTH)
+    row, block = ct.bid(0) // blocks, ct.bid(0) % blocks
+    lanes = ct.arange(WIDTH, dtype=ct.int32)
+    top = ct.gather(x, (row, block * (CHUNK * WIDTH) + lanes), check_bounds=True, padding_value=MINUS_INFINITY)
+    for i in ct.static_iter(range(1, CHUNK)):
+        more = ct.gather(x, (row, block * (CHUNK * WIDTH) + i * WIDTH + lanes), check_bounds=True, padding_value=MINUS_INFINITY)
+        top = ct.maximum(top, more)
+    ct.scatter(maxima, (row, block * WIDTH + lanes), top, check_bounds=False)
+
+
+@ct.function
+def count_maxima(maxima, row, m, size, total, TILE: Const):
+    """Size and sum of the chunks' maxima that belong to a support."""
+    count, amount = ct.zeros((TILE,), dtype=ct.float32), ct.zeros((TILE,), dtype=ct.float32)
+    for i in range(ct.cdiv(maxima.shape[1], TILE)):
+        v = read(maxima, (row, i * TILE + ct.arange(TILE, dtype=ct.int32)), MINUS_INFINITY) - m
+        inside = support(v, size, total)
+        count = count + ct.where(inside, 1.0, 0.0)
+        amount = amount + ct.where(inside, v, 0.0)
+    return ct.sum(count, 0), ct.sum(amount, 0)
+
+
+@ct.function
+def count_elements(x, maxima, row, m, size, total, CHUNK: Const, WIDTH: Const, TILE: Const):
+    """Size and sum of the elements that belong to a support, read only from the chunks whose maximum does. All loads of some chunks are
+    under way together: one after the other they would wait CHUNK times as long."""
+    count, amount = ct.zeros((TILE,), dtype=ct.float32), ct.zeros((TILE,), dtype=ct.float32)
+    for i in range(ct.cdiv(maxima.shape[1], TILE)):
+        chunks = tile_columns(i, TILE)
+        reaches = support(read(maxima, (row, chunks), MINUS_INFINITY) - m, size, total)
+        if ct.max(ct.where(reaches, 1, 0)) > 0:
+            first = chunks // WIDTH * (CHUNK * WIDTH) + chunks % WIDTH
+            found = ()
+            for j in ct.static_iter(range(CHUNK)):
+                raw = ct.gather(x, (row, first + j * WIDTH), mask=reaches, check_bounds=True, padding_value=MINUS_INFINITY, latency=1)
+                found = (*found, raw)  # type: ignore[assignment]
+            for j in ct.static_iter(range(CHUNK)):
+                v = ct.astype(found[j], ct.float32) - m
+                inside = support(v, size, total)
+                count = count + ct.where(inside, 1.0, 0.0)
+                amount = amount + ct.where(inside, v, 0.0)
+    return two_sums(count, amount, TILE)
+
+
+@ct.kernel
+def sparsemax_threshold(x, maxima, top, size, total, CHUNK: Const, WIDTH: Const, TILE: Const):
+    """top, size, total: [rows] fp32, the maximum of a row, and how many of its elements are in the support and their sum, of
+    x - top. One row a block; TILE: the chunks that are looked at at once."""
+    row = ct.bid(0)
+    highest = ct.full((TILE,), MINUS_INFINITY, dtype=ct.float32)
+    for i in range(ct.cdiv(maxima.shape[1], TILE)):
+        highest = ct.maximum(highest, read(maxima, (row, i * TILE + ct.arange(TILE, dtype=ct.int32)), MINUS_INFINITY))
+    m = ct.max(highest, 0)
+    # A "support" of one element whose sum is 0: v > -1.
+    n, s = count_maxima(maxima, row, m, 1.0, 0.0, TILE)
+    shrinks = True
+    while shrinks:
+        fewer, less = count_maxima(maxima, row, m, n, s, TILE)
+        shrinks = fewer < n
+        n, s = ct.where(shrinks, fewer, n), ct.where(shrinks, less, s)
+    n, s = count_elements(x, maxima, row, m, n, s, CHUNK, WIDTH, TILE)
+    shrinks = True
+    while shrinks:
+        fewer, less = count_elements(x, maxima, row, m, n, s, CHUNK, WIDTH, TILE)
+        shrinks = fewer < n
+        n, s = ct.where(shrinks, fewer, n), ct.where(shrinks, less, s)
+    ct.scatter(top, row, m, check_bounds=False)
+    ct.scatter(size, row, n, check_bounds=False)
+    ct.scatter(total, row, s, check_bounds=False)
+
+
+@ct.kernel
+def sparsemax_apply(x, top, size, total, y, TILE: Const):
+    """x, y: [rows, columns]; top, size, total: as `sparsemax_threshold` leaves them."""
+    row, _, cols = piece(x, TILE)
+    v = read(x, (row, cols), MINUS_INFINITY) - ct.gather(top, row, check_bounds=False)
+    n, s = ct.gather(size, row, check_bounds=False), ct.gather(total, row, check_bounds=False)
+    write_within(y, (row, cols), probability(v, n, s, y.dtype))
+
+
+@ct.kernel
+def sparsemax_sums(y, dy, part_size, part_sum, TILE: Const):
+    """part_size, part_sum: [rows, pieces] fp32, how many elements of a piece are in the support, and the sum of their dy."""
+    row, part, cols = piece(y, TILE)
+    inside = read(y, (row, cols), 0) > 0.0
+    ct.scatter(part_size, (row, part), ct.sum(ct.where(inside, 1.0, 0.0), 0), check_bounds=False)
+    ct.scatter(part_sum, (row, part), ct.sum(ct.where(inside, read(dy, (row, cols), 0), 0.0), 0), check_bounds=False)
+
+
+@ct.kernel
+def sparsemax_gradient(y, dy, size, total, dx, TILE: Const):
+    """size, total: [rows] fp32, the sums over a row of what `sparsemax_sums` leaves."""
+    row, _, cols = piece(y, TILE)
+    mean = ct.gather(total, row, check_bounds=False) / ct.maximum(ct.gather(size, row, check_bounds=False), 1.0)
+    write_within(dx, (row, cols), ct.where(read(y, (row, cols), 0) > 0.0, read(dy, (row, cols), 0) - mean, 0.0))
+
+
+# At most one element in 16 is read again; a block of sparsemax_maxima has so many loads under way.
+CHUNKS = {"CHUNK": 16, "WIDTH": 1024}
+LONGEST = 8192  # elements of a row that stays in registers
+
+
+def variants():
+    vector, matrix = Array("float32", (None,), aligned=False), Array("float32", (None, None), aligned=False)
+    row_sums = {"top": vector, "size": vector, "total": vector}
+    for dtype in FLOATS:
+        for variant in whole_rows(dtype, (sparsemax_forward, ("x", "y")), (sparsemax_backward, ("y", "dy", "dx"))):
+            if variant.params["TILE"] <= LONGEST:
+                yield variant
+        maxima = Array(dtype, (None, None), divisible=(1, CHUNKS["WIDTH"]))
+        for x in (Array(dtype, (None, None), divisible=(1, 16)), Array(dtype, (None, None), aligned=False)):
+            yield Variant(sparsemax_maxima, {"x": x, "maxima": maxima, **CHUNKS})
+            yield Variant(sparsemax_apply, {"x": x, **row_sums, "y": x, "TILE": WRITTEN_PIECE})
+            yield Variant(sparsemax_sums, {"y": x, "dy": x, "part_size": matrix, "part_sum": matrix, "TILE": PIECE})
+            yield Variant(sparsemax_gradient, {"y": x, "dy": x, "size": vector, "total": vector, "dx": x, "TILE": WRITTEN_PIECE})
+        x = Array(dtype, (None, None), aligned=False)
+        # With four warps the fp32 one spills on sm_100.
+        hints = {"num_worker_warps": 8} if dtype == "float32" else {}
+        yield Variant(sparsemax_threshold, {"x": x, "maxima": maxima, **row_sums, **CHUNKS, "TILE": 2048}, hints=hints)

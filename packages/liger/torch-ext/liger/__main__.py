@@ -1,0 +1,5 @@
+"""`python -m <this package>`: what `report` finds."""
+
+from .api import report
+
+print(report())

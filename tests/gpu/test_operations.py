@@ -1,0 +1,92 @@
+"""The operations of the package for Liger's users with the real cubins, against float64; and what only a GPU shows."""
+
+import pytest
+import torch
+
+from tests.ops.calls import OPERATIONS, calls, run
+from tests.ops.common import BF16, FLOATS
+from tests.ops.suite import NAMES, module_of
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+DEVICE = "cuda"
+# Many blocks for each multiprocessor, and a last one that is not full.
+LARGE = {
+    "general_rms_norm": lambda m, ops: (m.check_rms_norm(ops, DEVICE, BF16, (2049, 4096)), m.check_rms_norm(ops, DEVICE, BF16, (65537,
+                                                                                                                                128))),
+    "layer_norm": lambda m, ops: (m.check_layer_norm(ops, DEVICE, BF16, (2049, 4096)), m.check_layer_norm(ops, DEVICE, BF16, (513, 12288))),
+    "group_norm": lambda m, ops: m.check_group_norm(ops, DEVICE, BF16, (4, 320, 64, 64), 32),
+    "poly_norm": lambda m, ops: m.check_poly_norm(ops, DEVICE, BF16, (2049, 4096)),
+    "dyt": lambda m, ops: m.check_dyt(ops, DEVICE, BF16, (2049, 4096)),
+    "softmax": lambda m, ops: (m.check_softmax(ops, DEVICE, BF16, (2049, 4096)), m.check_softmax(ops, DEVICE, BF16, (65, 151936))),
+    "sparsemax": lambda m, ops: (m.check_sparsemax(ops, DEVICE, BF16, (2049, 4096)), m.check_sparsemax(ops, DEVICE, BF16, (65, 128256))),
+    "gated_activation": lambda m, ops: m.check_gated_activation(ops, DEVICE, BF16, (1025, 14336)),
+    "tiled_mlp": lambda m, ops: m.check_tiled_mlp(ops, DEVICE, BF16, (2, 515), 512, 1408, shards=4),
+    "llama4_rope": lambda m, ops: m.check_rotary_complex(ops, DEVICE, BF16, 2, 1025, (40, 8)),
+    "mrope": lambda m, ops: m.check_multimodal(ops, DEVICE, BF16, 2, 1025, (28, 4)),
+    "cross_entropy": lambda m, ops: m.check_cross_entropy(ops, DEVICE, BF16, (129, 128256)),
+    "divergence": lambda m, ops: [m.check_divergence(ops, DEVICE, BF16, op, (129, 128256), reduction="batchmean") for op in ("jsd",
+                                                                                                                             "kl_div",
+                                                                                                                             "tvd")],
+    "linear_jsd": lambda m, ops: m.check_linear_jsd(ops, DEVICE, BF16, (515,), 512, 384, 20000, labels=True),
+    "neighborhood_attention": lambda m, ops: m.check_neighborhood_attention(ops, DEVICE, BF16, (2, 4, 1030, 128)),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_operation(suite_ops, name, dtype):
+    failures = []
+    for case, check in module_of(name).all_cases(suite_ops, DEVICE, (dtype,)):
+        try:
+            check()
+        except AssertionError as error:
+            failures.append(f"{case}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_shapes(suite_ops, name):
+    LARGE[name](module_of(name), suite_ops)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_host_never_waits_and_every_run_gives_the_same_bits(suite_ops, name):
+    call, leaves = calls(suite_ops, DEVICE)[name]
+    first = run(call, leaves)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = run(call, leaves)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for a, b in zip(first, again, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_cuda_graph(suite_ops, name):
+    call, leaves = calls(suite_ops, DEVICE)[name]
+    wanted = run(call, leaves)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(call, leaves)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(call, leaves)
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(wanted, found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_torch_compile(suite_ops, name):
+    """One graph, without a break, and the same numbers but for rounding."""
+    call, leaves = calls(suite_ops, DEVICE)[name]
+    wanted = run(call, leaves)
+    torch._dynamo.reset()
+    found = run(torch.compile(call, fullgraph=True, backend="aot_eager"), leaves)
+    for a, b in zip(wanted, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)

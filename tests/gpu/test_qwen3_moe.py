@@ -1,0 +1,233 @@
+"""Qwen3-MoE on a real GPU: its node against float64, and models against the same models without the layers."""
+
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+
+from tests.models import Step, random_tokens, tiny_qwen3_moe
+from tests.ops import sparse_nodes
+from tests.ops.common import FLOATS
+
+DEVICE = "cuda"
+TOKENS = random_tokens(2, 129)
+BF16 = torch.bfloat16
+dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+halves = pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
+
+# Where all experts are chosen, rounding decides nothing; elsewhere only fp32 chooses as float64 does.
+ALL_CHOSEN = (
+    dict(tokens=300, hidden=2048, width=768, experts=8, top_k=8),
+    dict(tokens=70, hidden=1024, width=20, experts=6, top_k=6, normalised=False),
+    dict(tokens=515, hidden=256, width=128, experts=4, top_k=4, attended=True),
+    dict(tokens=1, hidden=2048, width=64, experts=3, top_k=3),
+)
+CHOSEN = (
+    dict(tokens=200, hidden=1024, width=128, experts=16, top_k=4),
+    dict(tokens=200, hidden=1024, width=41, experts=12, top_k=1, normalised=False),
+    dict(tokens=33, hidden=1024, width=64, experts=6, top_k=2, frozen=("gate_up", "down")),
+    dict(tokens=33, hidden=1024, width=64, experts=6, top_k=2, frozen=("x", "norm_weight", "gate_up", "down")),
+    dict(tokens=33, hidden=1024, width=64, experts=6, top_k=2, again=True),
+)
+
+
+@pytest.fixture
+def qwen3(ops):
+    yield ops
+    ops.reset()
+
+
+@dtypes
+@pytest.mark.parametrize("case", ALL_CHOSEN, ids=str)
+@pytest.mark.usefixtures("poisoned")
+def test_the_node(qwen3, dtype, case):
+    sparse_nodes.check_norm_experts(qwen3, DEVICE, dtype, **case)
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=str)
+@pytest.mark.usefixtures("poisoned")
+def test_the_node_where_experts_are_chosen(qwen3, case):
+    sparse_nodes.check_norm_experts(qwen3, DEVICE, torch.float32, **case)
+
+
+def model_of(dtype, **changes):
+    """Two layers of experts and one without, in sizes that every kernel takes."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128, "num_attention_heads": 8, "head_dim": 128,
+             "num_experts": 16, "num_experts_per_tok": 4}  # fmt: skip
+    return tiny_qwen3_moe(dtype, **{**sizes, **changes}).to(DEVICE)
+
+
+def exact_step(model, **inputs):
+    model = copy.deepcopy(model).double()
+    model.set_experts_implementation("eager")
+    step = Step(model, **inputs)
+    step.gradients = {name: gradient for name, gradient in step.gradients.items() if gradient.numel() > 16}
+    return step
+
+
+def lora(model, **options):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(r=8, init_lora_weights=False, task_type="CAUSAL_LM", **options)).train()
+
+
+@pytest.mark.parametrize("how", ("apply", "kernelize"))
+@pytest.mark.parametrize("normalised", (True, False))
+@pytest.mark.parametrize("router_logits", (False, True))
+def test_gradients_of_a_step_in_fp32(qwen3, how, normalised, router_logits):
+    ids, model = TOKENS.to(DEVICE), model_of(torch.float32, norm_topk_prob=normalised, router_aux_loss_coef=0.3)
+    model.set_experts_implementation("eager")
+    expected = Step(model, input_ids=ids, labels=ids, output_router_logits=router_logits)
+    model.set_experts_implementation("grouped_mm")
+    qwen3.apply() if how == "apply" else qwen3.kernelize(model)
+    Step(model, input_ids=ids, labels=ids, output_router_logits=router_logits).assert_same(expected, 20)
+
+
+@halves
+@pytest.mark.parametrize("normalised", (True, False))
+def test_a_step_in_half_precision_is_as_exact_as_before(qwen3, dtype, normalised):
+    ids, model = TOKENS.to(DEVICE), model_of(dtype, norm_topk_prob=normalised, num_experts=8, num_experts_per_tok=8)
+    exact = exact_step(model, input_ids=ids, labels=ids)
+    if dtype == torch.float16:
+        model.set_experts_implementation("eager")
+    before = Step(model, input_ids=ids, labels=ids)
+    model.set_experts_implementation("grouped_mm")
+    qwen3.pack(model)
+    qwen3.apply()
+    Step(model, input_ids=ids, labels=ids).assert_as_exact_as(before, exact)
+
+
+def test_twenty_steps(qwen3):
+    def losses():
+        model, found = model_of(torch.float32), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        for step in range(20):
+            ids = random_tokens(2, 100 + 8 * step).to(DEVICE)
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return torch.tensor(found)
+
+    expected = losses()
+    qwen3.apply()
+    found = losses()
+    assert (found / expected - 1).abs().max() < 5e-3 and found[-1] < found[0]
+
+
+def test_two_steps_give_the_same_bits(qwen3):
+    ids, model = TOKENS.to(DEVICE), qwen3.kernelize(model_of(BF16))
+    first, second = (Step(model, input_ids=ids, labels=ids) for _ in range(2))
+    assert all(torch.equal(first.gradients[name], second.gradients[name]) for name in first.gradients)
+
+
+@pytest.mark.parametrize("adapter", (False, True), ids=("full", "LoRA"))
+def test_the_host_does_not_wait_in_a_step(qwen3, adapter):
+    ids, model = TOKENS.to(DEVICE), qwen3.kernelize(model_of(BF16))
+    model = lora(model, target_modules=["q_proj", "o_proj"]) if adapter else model
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("side", ("left", "right"))
+def test_padded_batches(qwen3, side):
+    ids, model = TOKENS.to(DEVICE), model_of(BF16, num_experts=4, num_experts_per_tok=4)
+    lengths = torch.tensor([[129], [77]])
+    mask = (torch.arange(129) < lengths if side == "right" else torch.arange(129) >= 129 - lengths).to(DEVICE)
+    inputs = {"input_ids": ids, "labels": ids.where(mask & mask.roll(1, 1), -100), "attention_mask": mask.long(), "use_cache": False}
+    exact = exact_step(model, **inputs)
+    before = Step(model, **inputs)
+    qwen3.apply()
+    found = Step(model, **inputs)
+    assert model.config._attn_implementation == "bastile"
+    found.assert_as_exact_as(before, exact)
+
+
+def test_packed_documents(qwen3):
+    model = model_of(BF16, num_experts=4, num_experts_per_tok=4)
+    ids = TOKENS.reshape(1, -1).to(DEVICE)
+    positions = torch.cat([torch.arange(n) for n in (100, 31, 127)])[None].to(DEVICE)
+    inputs = {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": False}
+    exact = exact_step(model, **inputs)
+    before = Step(model, **inputs)
+    qwen3.apply()
+    Step(model, **inputs).assert_as_exact_as(before, exact)
+
+
+@pytest.mark.parametrize("options", ({"target_modules": ["q_proj", "v_proj", "o_proj"]},
+                                     {"target_modules": ["q_proj"],
+                                      "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+                         ids=("attention", "experts"))  # fmt: skip
+def test_lora(qwen3, options):
+    ids, model = TOKENS.to(DEVICE), lora(model_of(torch.float32), **options)
+    model.get_base_model().set_experts_implementation("eager")
+    expected = Step(model, input_ids=ids, labels=ids)
+    model.get_base_model().set_experts_implementation("grouped_mm")
+    qwen3.kernelize(model)
+    found = Step(model, input_ids=ids, labels=ids)
+    found.assert_same(expected, 20)
+    assert all("lora" in name for name in found.gradients)
+
+
+@pytest.mark.parametrize("reentrant", (True, False))
+def test_gradient_checkpointing_gives_the_same_bits(qwen3, reentrant):
+    ids, model = TOKENS.to(DEVICE), qwen3.kernelize(model_of(BF16))
+    expected = Step(model, input_ids=ids, labels=ids, use_cache=False)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    found = Step(model, input_ids=ids, labels=ids, use_cache=False)
+    assert all(torch.equal(found.gradients[name], gradient) for name, gradient in expected.gradients.items())
+
+
+def test_captured_layers_give_the_same_bits(qwen3):
+    model = qwen3.pack(qwen3.kernelize(model_of(BF16)))
+    plain = qwen3.pack(copy.deepcopy(model))
+    qwen3.capture(model, *TOKENS.shape)
+    for seed in range(5):
+        ids = torch.randint(1, 199, TOKENS.shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            found, expected = (Step(each, input_ids=ids, labels=ids, use_cache=False) for each in (model, plain))
+        assert torch.equal(found.loss, expected.loss)
+        assert all(torch.equal(found.gradients[name], gradient) for name, gradient in expected.gradients.items())
+    assert any(row.part.startswith("captured") and row.fused for row in qwen3.explain(model).rows)
+
+
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+def test_torch_compile(qwen3, backend):
+    ids, model = TOKENS.to(DEVICE), qwen3.kernelize(model_of(BF16, num_experts=4, num_experts_per_tok=4))
+    exact = exact_step(model, input_ids=ids, labels=ids)
+    before = Step(model, input_ids=ids, labels=ids)
+    torch._dynamo.reset()
+    found = Step(model, input_ids=ids, labels=ids)
+    compiled = torch.compile(model, backend=backend)
+    model.zero_grad()
+    found.loss = compiled(input_ids=ids, labels=ids).loss
+    found.loss.backward()
+    found.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    found.assert_as_exact_as(before, exact)
+
+
+def test_generation(qwen3):
+    ids, model = TOKENS[:, :9].to(DEVICE), model_of(torch.float32).eval()
+    generate = functools.partial(model.generate, ids, max_new_tokens=12, do_sample=False)
+    model.set_experts_implementation("eager")
+    expected = generate()
+    model.set_experts_implementation("grouped_mm")
+    qwen3.apply()
+    assert torch.equal(generate(), expected)
+
+
+def test_warm_up_loads_what_a_step_needs(qwen3):
+    model = qwen3.kernelize(model_of(BF16))
+    qwen3.warmup_all_kernels(model)
+    ids = TOKENS.to(DEVICE)
+    assert torch.isfinite(model(input_ids=ids, labels=ids).loss)

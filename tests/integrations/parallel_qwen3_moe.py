@@ -1,0 +1,98 @@
+"""Qwen3-MoE in two processes: FSDP2 with experts sharded on their own, transformers' tensor parallelism and expert parallelism."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+from tests.integrations.common import FACTOR, WAYS, batch, install
+from tests.integrations.parallel import HOWS, LENGTH, ROWS, assert_gradients, gradients_of, rows_of, whole
+from tests.integrations.qwen3_moe import moe_on
+from tests.integrations.ranks import WORLD
+from tests.models import Step
+from tests.tolerances import assert_close
+
+TP_EP = {"tp_size": WORLD, "ep_size": WORLD, "tp_plan": {}}
+PLANS = {
+    "tp_plan": {"tp_size": WORLD, "tp_plan": "auto"},
+    "token dispatch": TP_EP,
+    "router masking": {**TP_EP, "ep_plan": {"model.layers.*.mlp.gate": "ep_router", "model.layers.*.mlp.experts": "moe_tp_experts"}},
+}
+
+
+def check_fsdp_of_moe(here, how, units):
+    from torch.distributed.fsdp import fully_shard
+
+    inputs = batch(here.own_device, ROWS, LENGTH)
+    expected = Step(moe_on(here.own_device), **inputs)
+    mine = rows_of(inputs, here.rank)
+    for first in ("install", "shard"):
+        model = moe_on(here.own_device)
+        model = install(here.qwen3, model, how) if first == "install" else model
+        for layer in model.model.layers:
+            if units == "experts" and hasattr(layer.mlp, "experts"):
+                fully_shard(layer.mlp.experts, mesh=here.mesh)
+            fully_shard(layer, mesh=here.mesh)
+        fully_shard(model, mesh=here.mesh)
+        model = install(here.qwen3, model, how) if first == "shard" else model
+        for _ in range(2):
+            model.zero_grad()
+            output = model(**mine)
+            assert output.logits is None
+            (2 * output.loss).backward()
+            assert_gradients(gradients_of(model), expected.gradients, here.device, 10)
+        here.qwen3.reset()
+
+
+def check_plan_of_moe(here, folder, how, plan):
+    """Every process has all of the batch; the gradients are those of the plain model under the same plan, and the loss is that of one
+    process."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    inputs = batch(here.own_device, ROWS, LENGTH)
+    one = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(here.own_device).train()
+
+    def step(install_before, install_after):
+        install_before()
+        config = DistributedConfig(**copy.deepcopy(PLANS[plan]))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config).train()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of modules that keep the forward of the plan
+            install_after(model)
+        found = model(**inputs)
+        whole(found.loss).backward()
+        here.qwen3.reset()
+        return whole(found.loss).detach(), gradients_of(model)
+
+    def nothing(*_):
+        pass
+
+    loss, gradients = step(nothing, nothing)
+    before = how == "apply before"
+    found, ours = step(here.qwen3.apply if before else nothing, nothing if before else lambda model: install(here.qwen3, model, how))
+    assert_close(found, loss, torch.float32, "loss", FACTOR[here.device])
+    assert_close(found, Step(one, **inputs).loss, torch.float32, "loss of one process", 10 * FACTOR[here.device])
+    assert_gradients(ours, gradients, here.device, 10)
+
+
+@pytest.mark.integration("FSDP2: Qwen3-MoE, also with experts sharded on their own")
+@HOWS
+@pytest.mark.parametrize("units", ["layers", "experts"])
+def test_fsdp_of_moe(ranks, how, units):
+    ranks.run(check_fsdp_of_moe, how, units)
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of_moe(tmp_path_factory, device_type):
+    folder = tmp_path_factory.mktemp("moe")
+    moe_on(device_type, vocab_size=200).save_pretrained(folder)  # two processes share it evenly
+    return str(folder)
+
+
+@pytest.mark.integration("transformers: tensor and expert parallelism of Qwen3-MoE (tp_plan, ep_plan)")
+@pytest.mark.parametrize("how", ["apply before", *WAYS])
+@pytest.mark.parametrize("plan", PLANS)
+def test_plans_of_moe(ranks, checkpoint_of_moe, how, plan):
+    ranks.run(check_plan_of_moe, checkpoint_of_moe, how, plan)

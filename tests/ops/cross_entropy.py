@@ -1,0 +1,206 @@
+"""cross_entropy of logits against float64: the oracle, shapes, checks and planted errors."""
+
+from functools import partial
+
+import torch
+
+from tests.ops.common import FLOATS, assert_rows_close, check_kept, exact, leaf, randn
+from tests.ops.suite import of_suite
+from tests.tolerances import assert_close
+
+# Rows of several pieces and of a part of one, aligned and not, of more dimensions.
+SHAPES = ((5, 64), (3, 4096), (3, 77), (2, 3, 5000), (2, 10001), (1, 2))
+OPTIONS = (
+    {},
+    {"label_smoothing": 0.1},
+    {"softcap": 5.0},
+    {"lse_square_scale": 0.01},
+    {"label_smoothing": 0.2, "softcap": 3.0, "lse_square_scale": 0.1, "weighted": True},
+    {"weighted": True},
+    {"num_items": 7},
+)
+
+
+def cross_entropy_exact(z, target, weight=None, ignore_index=-100, label_smoothing=0.0, softcap=None, lse_square_scale=0.0):
+    """(loss, z-loss, counted, weight of the label), of every token, in float64. The formula of kernel_src/cross_entropy.py."""
+    if softcap:
+        z = softcap * torch.tanh(z / softcap)
+    classes = z.shape[-1]
+    w = torch.ones(classes, dtype=torch.float64) if weight is None else weight.double()
+    counted = (target != ignore_index) & (target >= 0) & (target < classes)
+    label = torch.where(counted, target, 0)
+    lse = torch.logsumexp(z, -1)
+    loss = (1 - label_smoothing) * w[label] * (lse - z.gather(-1, label[..., None])[..., 0])
+    loss = loss + label_smoothing / classes * (w * (lse[..., None] - z)).sum(-1)
+    z_loss = lse_square_scale * lse.square()
+    return torch.where(counted, loss + z_loss, 0.0), torch.where(counted, z_loss, 0.0), counted, torch.where(counted, w[label], 0.0)
+
+
+def reduced(losses, reduction, counted_weight, num_items=None):
+    losses = losses.flatten()
+    if num_items is not None:
+        return losses.sum() / num_items
+    if reduction == "none":
+        return losses
+    total = counted_weight.sum()
+    return losses.sum() * (1.0 if reduction == "sum" else 0.0 if total == 0 else 1 / total)
+
+
+def targets(shape, device, ignore_index=-100):
+    """Labels from the first class to the last, one of them ignored where there is more than one."""
+    rows, classes = torch.Size(shape[:-1]).numel(), shape[-1]
+    target = (torch.arange(rows) * 7919 + classes - 1) % classes
+    if rows > 1:
+        target[1] = ignore_index
+    return target.view(shape[:-1]).to(device)
+
+
+def check_cross_entropy(ops, device, dtype, shape, reduction="mean", weighted=False, num_items=None, ignore_index=-100, upstream=1.7,
+                        view=None, **options):
+    base = leaf(randn(*shape, dtype=dtype, device=device, scale=3.0))
+    x = base if view is None else view(base)
+    target = targets(x.shape, device, ignore_index)
+    weight = randn(x.shape[-1], dtype=torch.float32, device=device, seed=1).abs() + 0.5 if weighted else None
+    before = base.detach().clone()
+    loss = ops.cross_entropy(x, target, weight, reduction=reduction, num_items=num_items, ignore_index=ignore_index, **options)
+    base64 = exact(base)
+    x64 = base64 if view is None else view(base64)
+    losses, _, _, weights = cross_entropy_exact(x64, target.cpu(), None if weight is None else weight.cpu(), ignore_index, **options)
+    loss64 = reduced(losses, reduction, weights, num_items)
+    what = f"cross_entropy {tuple(shape)} {reduction} {options}"
+    assert loss.dtype == torch.float32 and loss.shape == loss64.shape, what
+    assert_close(loss, loss64, torch.float32, f"{what} loss")
+    # What arrives from above is multiplied in before anything is rounded, so that any number will do.
+    upstream = upstream * (2.0**10 if dtype == torch.float16 else 1.0)
+    dloss = randn(*loss.shape, dtype=torch.float32, device=device, seed=2) * upstream if loss.dim() else torch.tensor(upstream,
+                                                                                                                      device=device)
+    (dx,) = torch.autograd.grad(loss, base, dloss, retain_graph=True)
+    (again,) = torch.autograd.grad(loss, base, dloss)
+    (dx64,) = torch.autograd.grad(loss64, base64, dloss.double().cpu())
+    assert_rows_close(dx, dx64, dtype, f"{what} gradient")
+    assert torch.equal(dx, again), f"{what}: another gradient in the second backward pass"
+    check_kept((base,), (before,), what)
+    with torch.no_grad():
+        same = ops.cross_entropy(x, target, weight, reduction=reduction, num_items=num_items, ignore_index=ignore_index, **options)
+    assert torch.equal(same, loss), f"{what}: other bits without gradients"
+    check_kept((base,), (before,), what)
+
+
+def check_returns(ops, device, dtype, shape=(2, 3, 300)):
+    """z-loss, accuracy and predictions, for every reduction."""
+    x = leaf(randn(*shape, dtype=dtype, device=device, scale=3.0))
+    target = targets(shape, device)
+    target[0, 0] = x[0, 0].argmax()
+    wanted = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
+    for reduction in ("mean", "sum", "none"):
+        found = ops.cross_entropy(x, target, reduction=reduction, lse_square_scale=0.02, **wanted)
+        losses, z_loss, counted, weights = cross_entropy_exact(x.detach().double().cpu(), target.cpu(), lse_square_scale=0.02)
+        assert_close(found.loss, reduced(losses, reduction, weights), torch.float32, "loss")
+        assert_close(found.z_loss, reduced(z_loss, reduction, weights), torch.float32, "z-loss")
+        predicted = torch.where(counted, x.detach().cpu().argmax(-1), -1).flatten()
+        assert torch.equal(found.predicted_tokens.cpu(), predicted)
+        right = ((predicted == target.cpu().flatten()) & counted.flatten()).float()
+        assert_close(found.token_accuracy, right if reduction == "none" else right.sum() / counted.sum(), torch.float32, "accuracy")
+        assert found.loss.requires_grad and not found.z_loss.requires_grad
+
+
+def check_nothing_counted(ops, device, dtype):
+    x = randn(3, 50, dtype=dtype, device=device)
+    x[1] = float("nan")  # what a token that does not count holds does not matter
+    x = leaf(x)
+    for options in ({}, {"label_smoothing": 0.1, "lse_square_scale": 0.1}):
+        loss = ops.cross_entropy(x, torch.full((3,), -100, device=device), **options)
+        (dx,) = torch.autograd.grad(loss, x)
+        assert loss == 0 and not dx.any(), options
+
+
+def check_infinities(ops, device, dtype, columns):
+    """Classes that are ruled out by -inf, whole pieces of them."""
+    x = randn(3, columns, dtype=dtype, device=device)
+    x[0, 1:] = -float("inf")
+    x[1, columns // 3 :] = -float("inf")
+    x = leaf(x)
+    target = torch.zeros(3, dtype=torch.int64, device=device)
+    loss = ops.cross_entropy(x, target)
+    (dx,) = torch.autograd.grad(loss, x)
+    x64 = exact(x)
+    loss64 = torch.nn.functional.cross_entropy(x64, target.cpu())
+    (dx64,) = torch.autograd.grad(loss64, x64)
+    assert_close(loss, loss64, torch.float32, "loss with -inf")
+    assert_close(dx, dx64, dtype, "gradient with -inf")
+
+
+def check_empty(ops, device, dtype):
+    x = leaf(torch.empty(0, 7, dtype=dtype, device=device))
+    target = torch.empty(0, dtype=torch.int64, device=device)
+    for reduction, shape in (("mean", ()), ("sum", ()), ("none", (0,))):
+        loss = ops.cross_entropy(x, target, reduction=reduction)
+        assert loss.shape == shape and loss.sum() == 0
+        loss.sum().backward()
+        assert x.grad.shape == (0, 7)
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for shape in SHAPES:
+            for reduction in ("mean", "none"):
+                yield f"{shape} {reduction} {dtype}", partial(check_cross_entropy, ops, device, dtype, shape, reduction)
+        for options in OPTIONS:
+            for reduction in ("mean", "sum", "none"):
+                yield f"{options} {reduction} {dtype}", partial(check_cross_entropy, ops, device, dtype, (4, 300), reduction, **options)
+            yield f"{options} long {dtype}", partial(check_cross_entropy, ops, device, dtype, (2, 5001), **options)
+        yield f"ignore_index 3 {dtype}", partial(check_cross_entropy, ops, device, dtype, (4, 300), ignore_index=3)
+        yield f"strided {dtype}", partial(check_cross_entropy, ops, device, dtype, (6, 90), view=lambda x: x[::2, 1:81])
+        yield f"transposed {dtype}", partial(check_cross_entropy, ops, device, dtype, (80, 6), view=lambda x: x.t())
+        yield f"returns {dtype}", partial(check_returns, ops, device, dtype)
+        yield f"nothing counted {dtype}", partial(check_nothing_counted, ops, device, dtype)
+        yield f"-inf {dtype}", partial(check_infinities, ops, device, dtype, 9000)
+        yield f"empty {dtype}", partial(check_empty, ops, device, dtype)
+
+
+F32 = torch.float32
+
+
+def check_slabs(ops, elements=200):
+    """More than a launch's 32-bit offsets reach over, at a small size."""
+    module = ops.softmax_module
+    before, module.SLAB = module.SLAB, elements
+    try:
+        for reduction in ("mean", "none"):
+            check_cross_entropy(ops, "cpu", F32, (7, 77), reduction)
+            check_cross_entropy(ops, "cpu", F32, (7, 77), reduction, label_smoothing=0.1)
+    finally:
+        module.SLAB = before
+
+
+CHECKS = of_suite({
+    "loss": lambda ops: check_cross_entropy(ops, "cpu", F32, (3, 5000)),
+    "loss_none": lambda ops: check_cross_entropy(ops, "cpu", F32, (3, 300), "none"),
+    "loss_smooth": lambda ops: [check_cross_entropy(ops, "cpu", F32, (3, 5000), "none", **OPTIONS[4]),
+                                check_cross_entropy(ops, "cpu", F32, (3, 300), **OPTIONS[4])],
+    "loss_softcap": lambda ops: check_cross_entropy(ops, "cpu", F32, (3, 300), softcap=5.0),
+    "loss_minus_infinity": lambda ops: check_infinities(ops, "cpu", F32, 9000),
+    "loss_returns": lambda ops: check_returns(ops, "cpu", F32),
+    "loss_nothing": lambda ops: check_nothing_counted(ops, "cpu", F32),
+    "loss_slabs": check_slabs,
+})
+_KERNELS, _OPERATION, _SUMS = "kernel_src/cross_entropy.py", "shared/ops/cross_entropy_of_logits.py", "kernel_src/sums.py"
+MUTANTS = (
+    (_KERNELS, "write_gradient", "* LOG2E", "", "loss"),
+    (_KERNELS, "write_gradient", "ct.astype(cols, ct.int64) == t, 1.0", "ct.astype(cols, ct.int64) == t, 0.5", "loss"),
+    (_KERNELS, "write_gradient", "ct.where(counted, g, 0.0)", "g", "loss"),
+    (_KERNELS, "cross_entropy_backward", "ct.where(dloss.shape[0] == 1, 0, row)", "0", "loss_none"),
+    (_KERNELS, "cross_entropy_backward", "* ct.gather(scale, 0, check_bounds=False)", "", "loss"),
+    (_KERNELS, "write_gradient_weighted", "1.0 - ratio * ratio", "1.0", "loss_softcap"),
+    (_KERNELS, "write_gradient_weighted", "- w * ct.gather(c, row, check_bounds=False)", "", "loss_smooth"),
+    (_KERNELS, "write_gradient_weighted", "p * row_a", "p", "loss_smooth"),
+    (_KERNELS, "write_gradient_weighted", "ct.where(row_a == 0.0, 0.0, g)", "g", "loss_nothing"),
+    (_SUMS, "inverse_count", "(label < classes)", "(label < 1)", "loss"),
+    (_OPERATION, "_CrossEntropy.forward", "ctx.save_for_backward(logits, target", "ctx.save_for_backward(-logits, target", "loss"),
+    (_OPERATION, "_CrossEntropy.forward", "class_weight, lse,", "class_weight, lse * 0,", "loss"),
+    (_OPERATION, "_CrossEntropy.backward", "dloss.view(1) if ctx.reduced", "torch.ones_like(dloss).view(1) if ctx.reduced", "loss"),
+    (_OPERATION, "_backward", "chunk.coefficients(dloss * scale)", "chunk.coefficients(scale)", "loss_smooth"),
+    (_OPERATION, "_forward", "weighted(part_total.sum(1))", "weighted(part_total[:, 0])", "loss_smooth"),
+    (_OPERATION, "_sum", "* scale.view(())", "", "loss"),
+)

@@ -1,0 +1,141 @@
+"""RMSNorm with every option, alone and with the residual, against float64."""
+
+from functools import partial
+
+import torch
+
+from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
+from tests.ops.suite import of_suite
+
+
+def rms_norm_exact(x, weight, eps, offset):
+    n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return n if weight is None else n * (weight + offset)
+
+
+def check_rms_norm(
+    ops, device, dtype, shape, *, residual=False, weight=True, weight_dtype=None, offset=0.0, casting="llama", used=("y", "total"),
+    eps=1e-6, view=lambda x: x,
+):  # fmt: skip
+    """residual: whether there is one; used: which of its two results. view: makes the arguments out of contiguous tensors."""
+    weight_dtype = weight_dtype or dtype
+    base, other = (leaf(randn(*shape, dtype=dtype, device=device, seed=i)) for i in (0, 4))
+    x = view(base)
+    w = leaf(randn(x.shape[-1], dtype=weight_dtype, device=device, seed=1) + 1 - offset) if weight else None
+    dy, dtotal = (randn(*x.shape, dtype=dtype, device=device, seed=2 + i) for i in range(2))
+    leaves = [t for t in (base, other if residual else None, w) if t is not None]
+    leaves64 = {id(t): exact(t) for t in leaves}
+    x64, w64 = view(leaves64[id(base)]), None if w is None else leaves64[id(w)]
+    untouched = unchanged(*leaves, dy, dtotal)
+    if residual:
+        y, total = ops.general_add_rms_norm(x, view(other), w, eps, offset, casting)
+        assert torch.equal(total, x + view(other)), "total is not the rounded sum"
+        x64 = x64 + view(leaves64[id(other)])
+        # The norm of the rounded sum: what the model's residual stream holds.
+        total64 = x64 + (total.detach().double().cpu() - x64.detach())
+    else:
+        y, total64 = ops.general_rms_norm(x, w, eps, offset, casting), x64
+    y64 = rms_norm_exact(total64, w64, eps, offset)
+    what, factor = f"RMSNorm {tuple(shape)} {casting} offset {offset}", 1.5 if casting == "llama" else 1.0
+    assert_rows_close(y, y64, dtype, f"{what} y", factor)
+    results, given, results64, given64 = [y], [dy], [y64], [dy.double().cpu()]
+    if residual:
+        chosen = [i for i, name in enumerate(("y", "total")) if name in used]
+        results, given = [(y, total)[i] for i in chosen], [(dy, dtotal)[i] for i in chosen]
+        results64, given64 = [(y64, total64)[i] for i in chosen], [g.double().cpu() for g in given]
+    wanted = torch.autograd.grad(results64, list(leaves64.values()), given64, allow_unused=True)
+    if "y" not in used:
+        leaves, wanted = leaves[:2], wanted[:2]
+    for name, tensor, found, gradient in zip("xrw", leaves, backward_twice(results, given, leaves), wanted):
+        assert_rows_close(found, gradient, tensor.dtype, f"{what} d{name}")
+    untouched()
+
+
+# Rows in registers of each size, several a block, longer ones, odd ones.
+SHAPES = ((3, 1024), (5, 768), (2, 3, 2560), (3, 4096), (2, 5120), (2, 8256), (2, 64), (19, 128), (3, 77), (2, 3), (1, 1537))
+
+
+def check_options(ops, device, dtype):
+    for casting in ("llama", "gemma", "none"):
+        for offset in (0.0, 1.0):
+            check_rms_norm(ops, device, dtype, (3, 192), casting=casting, offset=offset)
+            check_rms_norm(ops, device, dtype, (3, 128), casting=casting, offset=offset)
+        check_rms_norm(ops, device, dtype, (3, 192), casting=casting, weight=False, offset=1.0)
+    check_rms_norm(ops, device, dtype, (2, 8256), casting="gemma", offset=1.0)
+    if dtype != FP32:
+        check_rms_norm(ops, device, dtype, (3, 320), weight_dtype=FP32, offset=1.0)
+        check_rms_norm(ops, device, dtype, (3, 33), weight_dtype=FP32)
+        check_rms_norm(ops, device, dtype, (3, 128), weight_dtype=FP32)
+    check_rms_norm(ops, device, dtype, (256, 4), view=lambda x: x.t())
+    check_rms_norm(ops, device, dtype, (3, 1025), view=lambda x: x[:, 1:])
+
+
+def check_residual(ops, device, dtype):
+    for shape in ((3, 768), (3, 4096), (2, 8256), (3, 77), (5, 128)):
+        check_rms_norm(ops, device, dtype, shape, residual=True)
+    check_rms_norm(ops, device, dtype, (3, 192), residual=True, casting="gemma", offset=1.0)
+    check_rms_norm(ops, device, dtype, (3, 192), residual=True, weight=False)
+    check_rms_norm(ops, device, dtype, (3, 192), residual=True, used=("y",))
+    check_rms_norm(ops, device, dtype, (3, 192), residual=True, used=("total",))
+    check_rms_norm(ops, device, dtype, (256, 4), residual=True, view=lambda x: x.t())
+    if dtype != FP32:
+        check_rms_norm(ops, device, dtype, (3, 192), residual=True, weight_dtype=FP32)
+
+
+def check_rounding(ops, device, dtype):
+    """In half precision "gemma" rounds once: y is the exact result, rounded, but for ties. "llama" is not."""
+    x, w = randn(4, 2048, dtype=dtype, device=device), randn(2048, dtype=dtype, device=device, seed=1)
+    wanted = rms_norm_exact(exact(x), exact(w), 1e-6, 1.0).detach().to(dtype)
+    off = {c: (ops.general_rms_norm(x, w, 1e-6, 1.0, c).cpu() != wanted).double().mean().item() for c in ("llama", "gemma", "none")}
+    assert off["gemma"] < 0.01 and off["none"] < 0.01 and off["llama"] > 0.1, off
+
+
+def check_empty(ops, device):
+    x, weight = leaf(torch.zeros(0, 64, device=device, dtype=BF16)), leaf(torch.ones(64, device=device, dtype=BF16))
+    dx, dweight = torch.autograd.grad(ops.general_rms_norm(x, weight), (x, weight), torch.zeros_like(x))
+    assert dx.shape == (0, 64) and not dweight.any()
+
+
+MUTANTS = (
+    ("kernel_src/general_rms_norm.py", "scaled", "(weight + offset)", "weight", "offset"),
+    ("kernel_src/general_rms_norm.py", "scaled", "rounded != 0", "rounded == 0", "rounding"),
+    ("kernel_src/general_rms_norm.py", "general_rms_norm_forward", "ct.where(valid[:, None], xf * xf, 0.0)", "xf * xf", "whole"),
+    ("kernel_src/general_rms_norm.py", "general_rms_norm_long_forward", "acc = acc + xf * xf", "acc = xf * xf", "long"),
+    ("kernel_src/general_rms_norm.py", "general_add_rms_norm_forward", " + read_once(residual, index)", "", "residual"),
+    ("kernel_src/general_rms_norm.py", "backward_rows", "ct.float32) + offset", "ct.float32)", "offset"),
+    ("kernel_src/general_rms_norm.py", "backward_rows", "acc = acc + d * n", "acc = d * n", "many"),
+    ("kernel_src/general_rms_norm.py", "general_rms_norm_row_means", "acc = acc + ct", "acc = ct", "long"),
+    ("kernel_src/general_rms_norm.py", "backward_columns", "gradient = gradient + read_once(dtotal, index)", "gradient = gradient",
+     "odd_residual"),
+    ("kernel_src/general_rms_norm.py", "general_rms_norm_rows_forward", "(1.0 / TILE)", "(2.0 / TILE)", "rows"),
+    ("kernel_src/general_rms_norm.py", "general_rms_norm_rows_backward", "ct.where(valid[:, None], d * n, 0.0)", "d * n", "rows"),
+    ("shared/ops/general_rms_norm.py", "GeneralRMSNormFunction.forward", "ctx.save_for_backward(x, weight, rstd)",
+     "ctx.save_for_backward(-x, weight, rstd)", "whole"),
+    ("shared/ops/general_rms_norm.py", "GeneralRMSNormFunction.backward", "*ctx.saved_tensors, ctx.offset", "*ctx.saved_tensors, 0.0",
+     "offset"),
+    ("shared/ops/general_rms_norm.py", "GeneralAddRMSNormFunction.forward", "ctx.save_for_backward(total, weight, rstd)",
+     "ctx.save_for_backward(x, weight, rstd)", "residual"),
+    ("shared/ops/general_rms_norm.py", "GeneralAddRMSNormFunction.backward", "dtotal is None:", "True:", "residual"),
+)
+CHECKS = of_suite({
+    "whole": lambda ops: check_rms_norm(ops, "cpu", BF16, (3, 768)),
+    "offset": lambda ops: check_rms_norm(ops, "cpu", BF16, (3, 768), offset=1.0),
+    "rounding": lambda ops: check_rounding(ops, "cpu", BF16),
+    "many": lambda ops: check_rms_norm(ops, "cpu", BF16, (29, 1024)),
+    "long": lambda ops: check_rms_norm(ops, "cpu", BF16, (3, 8256)),
+    "rows": lambda ops: check_rms_norm(ops, "cpu", FP16, (19, 128)),
+    "residual": lambda ops: check_rms_norm(ops, "cpu", BF16, (3, 768), residual=True),
+    "odd_residual": lambda ops: check_rms_norm(ops, "cpu", FP16, (3, 77), residual=True),
+})
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for shape in SHAPES:
+            yield f"{shape} {dtype}", partial(check_rms_norm, ops, device, dtype, shape)
+        yield f"options {dtype}", partial(check_options, ops, device, dtype)
+        yield f"residual {dtype}", partial(check_residual, ops, device, dtype)
+        if dtype != FP32:
+            yield f"rounding {dtype}", partial(check_rounding, ops, device, dtype)
+    yield "empty", partial(check_empty, ops, device)

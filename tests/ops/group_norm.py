@@ -1,0 +1,113 @@
+"""GroupNorm against float64."""
+
+from functools import partial
+
+import torch
+
+from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
+from tests.ops.suite import of_suite
+
+
+def group_norm_exact(x, groups, weight, bias, eps):
+    grouped = x.reshape(x.shape[0], groups, -1)
+    deviation = grouped - grouped.mean(-1, keepdim=True)
+    n = (deviation * torch.rsqrt(deviation.square().mean(-1, keepdim=True) + eps)).view(x.shape)
+    channels = (1, -1, *[1] * (x.dim() - 2))
+    n = n if weight is None else n * weight.view(channels)
+    return n if bias is None else n + bias.view(channels)
+
+
+def check_group_norm(
+    ops, device, dtype, shape, groups, *, parameters="both", weight_dtype=None, eps=1e-5, mean=0.5, trend=0.0, view=lambda x: x, factor=1.0
+):
+    """parameters, mean, view: as of LayerNorm. trend: how far x changes to either side along a sample."""
+    weight_dtype = weight_dtype or dtype
+    base = randn(*shape, dtype=FP32, device=device) + mean
+    base = leaf((base + torch.linspace(-trend, trend, base[0].numel(), device=device).view(base.shape[1:])).to(dtype))
+    x = view(base)
+    channels = x.shape[1]
+    weight = leaf(randn(channels, dtype=weight_dtype, device=device, seed=1) + 1) if parameters in ("both", "weight") else None
+    bias = leaf(randn(channels, dtype=weight_dtype, device=device, seed=2)) if parameters in ("both", "bias") else None
+    dy = randn(*x.shape, dtype=dtype, device=device, seed=3)
+    leaves = [t for t in (base, weight, bias) if t is not None]
+    leaves64 = {id(t): exact(t) for t in leaves}
+    weight64, bias64 = (None if t is None else leaves64[id(t)] for t in (weight, bias))
+    untouched = unchanged(base, weight, bias, dy)
+    y = ops.group_norm(x, groups, weight, bias, eps)
+    y64 = group_norm_exact(view(leaves64[id(base)]), groups, weight64, bias64, eps)
+    what = f"GroupNorm {tuple(shape)} in {groups}"
+    by_group = x.shape[0] * groups
+    assert_rows_close(y.reshape(by_group, -1), y64.reshape(by_group, -1), dtype, f"{what} y", factor)
+    y64.backward(dy.double().cpu())
+    names = [name for name, t in (("x", base), ("weight", weight), ("bias", bias)) if t is not None]
+    for name, tensor, found in zip(names, leaves, backward_twice(y, dy, leaves), strict=True):
+        wanted = leaves64[id(tensor)].grad
+        if name == "x":
+            found, wanted = (view(t).reshape(by_group, -1) for t in (found, wanted))
+        assert_rows_close(found, wanted, tensor.dtype, f"{what} d{name}", factor)
+    untouched()
+
+
+# (shape, groups): groups in registers, groups in parts, positions that are no segments, 2-D to 5-D, one group, one channel a group.
+CASES = (
+    ((2, 8, 64), 2), ((2, 4, 512), 1), ((1, 6, 8, 8), 2), ((2, 12, 320), 3), ((2, 8, 16, 32), 2), ((1, 4, 40, 64), 2), ((2, 3, 2, 4, 8), 3),
+    ((3, 10), 2), ((2, 6, 7, 7), 3), ((1, 2, 51, 53), 1), ((2, 5, 3, 2, 4), 1), ((4, 6, 1), 6),
+)  # fmt: skip
+
+
+def check_options(ops, device, dtype):
+    for parameters in ("weight", "bias", "none"):
+        check_group_norm(ops, device, dtype, (2, 4, 64), 2, parameters=parameters)
+    if dtype != FP32:
+        check_group_norm(ops, device, dtype, (2, 4, 64), 2, weight_dtype=FP32)
+        check_group_norm(ops, device, dtype, (2, 4, 5, 5), 2, weight_dtype=FP32)
+    check_group_norm(ops, device, dtype, (2, 8, 8, 4), 2, view=lambda x: x.permute(0, 3, 1, 2))  # channels_last
+    check_group_norm(ops, device, dtype, (2, 4, 65), 2, view=lambda x: x[:, :, 1:])
+
+
+def check_large_mean(ops, device):
+    """As of LayerNorm. What fp32 can hold of the mean itself, 3e-5, shifts all of a group's n alike, and dweight adds that up."""
+    for shape in ((2, 4, 512), (1, 4, 33, 64), (1, 4, 33, 33)):
+        check_group_norm(ops, device, FP32, shape, 2, mean=1000.0, factor=30)
+
+
+def check_empty(ops, device):
+    for shape in ((0, 4, 8), (2, 4, 0)):
+        x, weight = leaf(torch.zeros(shape, device=device, dtype=BF16)), leaf(torch.ones(4, device=device, dtype=BF16))
+        y = ops.group_norm(x, 2, weight)
+        dx, dweight = torch.autograd.grad(y, (x, weight), torch.zeros_like(y))
+        assert y.shape == dx.shape == shape and not dweight.any()
+
+
+MUTANTS = (
+    ("kernel_src/group_norm.py", "channels_of", "segment // per_channel", "segment * 0", "whole"),
+    ("kernel_src/group_norm.py", "channels_of", "row % (channels // in_group) * in_group", "0", "whole"),
+    ("kernel_src/group_norm.py", "group_norm_forward", "ct.where(valid[:, None], xf, 0.0)", "xf", "whole"),
+    ("kernel_src/group_norm.py", "group_norm_backward", "ct.where(valid, w * dbias, 0.0)", "w * dbias", "whole"),
+    ("kernel_src/group_norm.py", "group_norm_backward", "- n * mean_gn", "", "whole"),
+    ("kernel_src/group_norm.py", "group_norm_statistics", "x.shape[1] - first", "x.shape[1]", "parts"),
+    ("kernel_src/group_norm.py", "group_norm_apply", "size * (means - mu) * (means - mu)", "0.0", "parts"),
+    ("kernel_src/group_norm.py", "group_norm_channel_sums", "row // (channels // mean.shape[0])", "row * 0", "parts"),
+    ("kernel_src/group_norm.py", "group_norm_apply_backward", "at // (of_group // in_group)", "at * 0", "odd"),
+    ("kernel_src/group_norm.py", "group_norm_apply_backward", "row % (weight.shape[0] // in_group) * in_group", "0", "odd"),
+    ("kernel_src/group_norm.py", "group_norm_parameter_sums", "ct.where(valid[:, None], found, 0.0)", "found", "whole"),
+    ("shared/ops/group_norm.py", "GroupNormFunction.forward", "ctx.save_for_backward(x, weight, mean, rstd)",
+     "ctx.save_for_backward(x, weight, rstd, mean)", "whole"),
+    ("shared/ops/group_norm.py", "GroupNormFunction.backward", "dweight, dbias = parameters", "dbias, dweight = parameters", "whole"),
+)
+CHECKS = of_suite({
+    "whole": lambda ops: check_group_norm(ops, "cpu", BF16, (2, 12, 320), 3),
+    "parts": lambda ops: check_group_norm(ops, "cpu", BF16, (2, 4, 33, 128), 2, trend=6.0),
+    "odd": lambda ops: check_group_norm(ops, "cpu", FP16, (2, 6, 7, 7), 3),
+})
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for shape, groups in CASES:
+            yield f"{shape} in {groups} {dtype}", partial(check_group_norm, ops, device, dtype, shape, groups)
+        yield f"options {dtype}", partial(check_options, ops, device, dtype)
+    if FP32 in dtypes:
+        yield "large mean", partial(check_large_mean, ops, device)
+    yield "empty", partial(check_empty, ops, device)

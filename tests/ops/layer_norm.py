@@ -1,0 +1,124 @@
+"""LayerNorm against float64."""
+
+from functools import partial
+
+import torch
+
+from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
+from tests.ops.suite import of_suite
+
+
+def layer_norm_exact(x, weight, bias, eps):
+    """weight, bias: of the dimensions to normalise over, or None for both."""
+    shape = weight.shape if weight is not None else bias.shape if bias is not None else x.shape[-1:]
+    dims = tuple(range(-len(shape), 0))
+    deviation = x - x.mean(dims, keepdim=True)
+    n = deviation * torch.rsqrt(deviation.square().mean(dims, keepdim=True) + eps)
+    n = n if weight is None else n * weight
+    return n if bias is None else n + bias
+
+
+def check_layer_norm(
+    ops, device, dtype, shape, *, parameters="both", weight_dtype=None, dims=1, eps=1e-5, mean=0.5, trend=0.0, view=lambda x: x, factor=1.0
+):
+    """parameters: "both", "weight", "bias" or "none". dims: to normalise over. mean: of x; trend: how far it changes to either side along
+    a row. view: makes the argument out of a contiguous
+    tensor."""
+    weight_dtype = weight_dtype or dtype
+    base = randn(*shape, dtype=FP32, device=device) + mean
+    base = leaf((base + torch.linspace(-trend, trend, shape[-1], device=device)).to(dtype))
+    x = view(base)
+    normalised = x.shape[-dims:]
+    weight = leaf(randn(*normalised, dtype=weight_dtype, device=device, seed=1) + 1) if parameters in ("both", "weight") else None
+    bias = leaf(randn(*normalised, dtype=weight_dtype, device=device, seed=2)) if parameters in ("both", "bias") else None
+    dy = randn(*x.shape, dtype=dtype, device=device, seed=3)
+    leaves = [t for t in (base, weight, bias) if t is not None]
+    leaves64 = {id(t): exact(t) for t in leaves}
+    weight64, bias64 = (None if t is None else leaves64[id(t)] for t in (weight, bias))
+    untouched = unchanged(base, weight, bias, dy)
+    y = ops.layer_norm(x, weight, bias, eps)
+    y64 = layer_norm_exact(view(leaves64[id(base)]), weight64, bias64, eps)
+    what = f"LayerNorm {tuple(shape)} {parameters}"
+    assert_rows_close(y, y64, dtype, f"{what} y", factor)
+    y64.backward(dy.double().cpu())
+    names = [name for name, t in (("x", base), ("weight", weight), ("bias", bias)) if t is not None]
+    for name, tensor, found in zip(names, leaves, backward_twice(y, dy, leaves), strict=True):
+        assert_rows_close(found, leaves64[id(tensor)].grad, tensor.dtype, f"{what} d{name}", factor)
+    untouched()
+
+
+# Rows in registers of each size, longer ones, and rows of whole segments that fill no piece; odd lengths.
+SHAPES = ((3, 1024), (5, 768), (2, 1280), (3, 2048), (2, 3, 2560), (3, 4096), (2, 5120), (2, 8192), (2, 8256), (2, 64), (7, 128), (3, 77),
+          (2, 1), (1, 1537))
+LAYOUTS = {
+    "transposed": ((1024, 4), lambda x: x.t()),
+    "sliced": ((6, 2048), lambda x: x[::2, :1024]),
+    "misaligned": ((3, 1025), lambda x: x[:, 1:]),
+    "expanded": ((1, 256), lambda x: x.expand(4, 256)),
+}
+
+
+def check_large_mean(ops, device):
+    """A variance that is a difference of squares loses every digit of a deviation of 1 beside a mean of 1000."""
+    for shape in ((3, 2048), (2, 9024)):
+        check_layer_norm(ops, device, FP32, shape, mean=1000.0, factor=10)
+
+
+def check_layouts(ops, device, dtype):
+    for shape, view in LAYOUTS.values():
+        check_layer_norm(ops, device, dtype, shape, view=view)
+
+
+def check_options(ops, device, dtype):
+    for parameters in ("weight", "bias", "none"):
+        check_layer_norm(ops, device, dtype, (3, 192), parameters=parameters)
+    check_layer_norm(ops, device, dtype, (3, 4, 32), dims=2)
+    if dtype != FP32:
+        check_layer_norm(ops, device, dtype, (3, 320), weight_dtype=FP32)
+        check_layer_norm(ops, device, dtype, (3, 33), weight_dtype=FP32)
+
+
+def check_empty(ops, device):
+    for shape in ((0, 64), (2, 0, 64)):
+        x, weight = leaf(torch.zeros(shape, device=device, dtype=BF16)), leaf(torch.ones(64, device=device, dtype=BF16))
+        y = ops.layer_norm(x, weight)
+        dx, dweight = torch.autograd.grad(y, (x, weight), torch.zeros_like(y))
+        assert y.shape == dx.shape == shape and torch.equal(dweight, torch.zeros_like(weight))
+
+
+# (file, function, old, new, name of the check that must notice it)
+MUTANTS = (
+    ("kernel_src/layer_norm.py", "layer_norm_forward", "ct.where(valid[:, None], xf, 0.0)", "xf", "whole"),
+    ("kernel_src/layer_norm.py", "layer_norm_forward", "ct.where(valid[:, None], deviation * deviation, 0.0)", "deviation * deviation",
+     "whole"),
+    ("kernel_src/layer_norm.py", "layer_norm_long_forward", "- mu) * r", "- mu)", "odd"),
+    ("kernel_src/layer_norm.py", "row_statistics", "seen * (mean - mu) * (mean - mu)", "(mean - mu) * (mean - mu)", "long"),
+    ("kernel_src/layer_norm.py", "row_statistics", "(first + segment)[:, None]", "segment[:, None] * 0", "long"),
+    ("kernel_src/layer_norm.py", "layer_norm_backward", "g - ct.sum(g) * one", "g", "whole"),
+    ("kernel_src/layer_norm.py", "layer_norm_backward", "dbias = dbias + d\n", "dbias = d\n", "many"),
+    ("kernel_src/layer_norm.py", "layer_norm_row_means", "sum_g = sum_g + g", "sum_g = g", "long"),
+    ("kernel_src/layer_norm.py", "layer_norm_columns_backward", "dweight = dweight + d * n", "dweight = d * n", "long"),
+    ("kernel_src/layer_norm.py", "layer_norm_columns_backward", "- n * mean_gn", "", "odd"),
+    ("shared/ops/layer_norm.py", "LayerNormFunction.forward", "ctx.save_for_backward(x, weight, mean, rstd)",
+     "ctx.save_for_backward(x, weight, rstd, mean)", "whole"),
+    ("shared/ops/layer_norm.py", "LayerNormFunction.backward", "dweight, dbias = parameters", "dbias, dweight = parameters", "whole"),
+)
+CHECKS = of_suite({
+    "whole": lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 768)),
+    "many": lambda ops: check_layer_norm(ops, "cpu", BF16, (13, 1024)),
+    "long": lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 8256), trend=2.0),
+    "odd": lambda ops: check_layer_norm(ops, "cpu", FP16, (19, 77)),
+})
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for shape in SHAPES:
+            yield f"{shape} {dtype}", partial(check_layer_norm, ops, device, dtype, shape)
+        yield f"options {dtype}", partial(check_options, ops, device, dtype)
+        yield f"layouts {dtype}", partial(check_layouts, ops, device, dtype)
+    if FP32 in dtypes:
+        yield "large mean", partial(check_large_mean, ops, device)
+        yield "odd", partial(check_layer_norm, ops, device, FP32, (13, 65))
+    yield "empty", partial(check_empty, ops, device)

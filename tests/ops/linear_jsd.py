@@ -1,0 +1,133 @@
+"""linear_jsd against float64: the oracle, shapes, checks and planted errors."""
+
+from functools import partial
+
+import torch
+
+from tests.ops.common import FLOATS, assert_close, assert_rows_close, check_kept, exact, leaf, randn
+from tests.ops.suite import of_suite
+
+CASES = (
+    {},
+    {"shape": (2, 5), "labels": True},
+    {"beta": 0.0, "temperature": 2.0},
+    {"beta": 1.0, "labels": True},
+    {"beta": 0.1, "bias": True},
+    {"classes": 77, "bias": True, "labels": True, "temperature": 0.7},
+    {"reduction": "sum", "upstream": 0.25},
+    {"upstream": 3.7, "labels": True},
+    {"shape": (0,)},
+)
+
+
+def jsd_exact(z, t, beta, temperature):
+    """Of every row, in float64. z, t: logits."""
+    x, y = (v.div(temperature).log_softmax(-1) for v in (z, t))
+    if beta in (0.0, 1.0):
+        return ((y - x) * y.exp() if beta == 0.0 else (x - y) * x.exp()).sum(-1)
+    m = torch.log(beta * y.exp() + (1 - beta) * x.exp())
+    return (beta * y.exp() * (y - m) + (1 - beta) * x.exp() * (x - m)).sum(-1)
+
+
+def rounded(logits, dtype):
+    """As the layers round them; for autograd, as they are."""
+    return logits + (logits.detach().to(dtype).double() - logits.detach())
+
+
+def check_linear_jsd(
+    ops, device, dtype, shape=(9,), features=64, teacher_features=48, classes=300, labels=False, bias=False, beta=0.5, temperature=1.0,
+    reduction="batchmean", upstream=1.0, needs=(True, True, True), chunk=None,
+):  # fmt: skip
+    """needs: whether the gradients of hidden, weight and bias are asked for. chunk: tokens of a chunk, instead of all."""
+    hidden, weight = randn(*shape, features, dtype=dtype, device=device), randn(classes, features, dtype=dtype, device=device, seed=1,
+                                                                                scale=0.2)
+    teacher = randn(*shape, teacher_features, dtype=dtype, device=device, seed=2), randn(classes, teacher_features, dtype=dtype,
+                                                                                         device=device, seed=3, scale=0.2)
+    vectors = [randn(classes, dtype=dtype, device=device, seed=4 + i) if bias else None for i in range(2)]
+    student = [leaf(t).requires_grad_(need) if t is not None else None for t, need in zip((hidden, weight, vectors[0]), needs)]
+    target = (torch.arange(hidden[..., 0].numel(), device=device) % 3 - 1).view(shape) if labels else None
+    given = [t for t in (*student, *teacher, *vectors) if t is not None]
+    before = [t.detach().clone() for t in given]
+    options = {"beta": beta, "temperature": temperature, "reduction": reduction, "ignore_index": -1}
+    arguments = {"bias": student[2], "teacher_bias": vectors[1], **options}
+    head = ops.linear_head_module
+    kept, head.plan_chunks = head.plan_chunks, head.plan_chunks if chunk is None else lambda *a: kept_chunks(kept, chunk, *a)
+    try:
+        loss = ops.linear_jsd(student[0], student[1], *teacher, target, **arguments)
+        with torch.no_grad():
+            alone = ops.linear_jsd(student[0], student[1], *teacher, target, **arguments)
+    finally:
+        head.plan_chunks = kept
+    student64 = [None if t is None else exact(t) for t in student]
+    teacher64 = [None if t is None else t.double().cpu() for t in (*teacher, vectors[1])]
+    z, t = (rounded(h @ w.t() + (0.0 if b is None else b), dtype) for h, w, b in (student64, teacher64))
+    losses = jsd_exact(z, t, beta, temperature).flatten()
+    counted = torch.ones_like(losses, dtype=torch.bool) if target is None else target.flatten().cpu() != -1
+    loss64 = torch.where(counted, losses, 0.0).sum() / (1 if reduction == "sum" else max(int(counted.sum()), 1))
+    what = f"linear JSD {tuple(shape)} {options}"
+    assert loss.dtype == torch.float32 and loss.shape == ()
+    bound = torch.float32 if dtype == torch.float32 else dtype  # a logit next to a tie may be rounded the other way
+    assert_close(loss, loss64, bound, f"{what} loss")
+    assert_close(alone, loss64, bound, f"{what} loss without gradients")
+    leaves = [t for t, need in zip(student, needs) if t is not None and need]
+    leaves64 = [t for t, need in zip(student64, needs) if t is not None and need]
+    dloss = torch.tensor(upstream * (2.0**8 if dtype == torch.float16 else 1.0), device=device)
+    found = torch.autograd.grad(loss, leaves, dloss, retain_graph=True)
+    again = torch.autograd.grad(loss, leaves, dloss)
+    wanted = torch.autograd.grad(loss64, leaves64, dloss.double().cpu())
+    for i, (a, b, gradient) in enumerate(zip(found, again, wanted, strict=True)):
+        assert_rows_close(a, gradient, dtype, f"{what} gradient {i}", 1.5 if chunk else 1, floor=0.3)
+        assert_rows_close(b, gradient, dtype, f"{what} gradient {i} again", 1.5 if chunk else 1, floor=0.3)
+    check_kept(given, before, what)
+
+
+def kept_chunks(plan, tokens, *arguments):
+    return plan(*arguments)._replace(tokens=tokens)
+
+
+def check_all_ignored(ops, device, dtype):
+    hidden, weight = leaf(randn(4, 32, dtype=dtype, device=device)), leaf(randn(50, 32, dtype=dtype, device=device))
+    loss = ops.linear_jsd(hidden, weight, hidden.detach(), weight.detach(), torch.full((4,), -100, device=device))
+    loss.backward()
+    assert loss == 0 and not hidden.grad.any() and not weight.grad.any()
+
+
+def check_needs(ops, device, dtype):
+    for needs in ((True, False, False), (False, True, False), (False, False, True)):
+        check_linear_jsd(ops, device, dtype, bias=True, needs=needs)
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for i, options in enumerate(CASES):
+            yield f"case {i} {dtype}", partial(check_linear_jsd, ops, device, dtype, **options)
+        yield f"chunks {dtype}", partial(check_linear_jsd, ops, device, dtype, (11,), chunk=4, labels=True, bias=True)
+        yield f"needs {dtype}", partial(check_needs, ops, device, dtype)
+        yield f"all ignored {dtype}", partial(check_all_ignored, ops, device, dtype)
+
+
+OPERATION = "shared/ops/linear_jsd.py"
+F32 = torch.float32
+MUTANTS = (
+    (OPERATION, "_LinearJSD.forward", "save_for_backward(hidden, weight, bias,", "save_for_backward(-hidden, weight, bias,", "loss"),
+    (OPERATION, "_LinearJSD.backward", "gradients.times(dloss)", "gradients.times()", "loss"),
+    (OPERATION, "_LinearJSD.backward", "gradients, ctx.gradients = ctx.gradients, None", "gradients = ctx.gradients", "loss"),
+    (OPERATION, "_run", "teacher_hidden[rows]", "teacher_hidden[: logits.shape[0]]", "chunks"),
+    (OPERATION, "_run", "labels[rows]", "labels[: logits.shape[0]]", "chunks"),
+    (OPERATION, "_KernelPiece.rows", "log_sum_exp2(y, temperature)", "log_sum_exp2(y)", "loss"),
+    (OPERATION, "_KernelPiece.rows", "row_sum(part_loss)", "part_loss[:, 0]", "wide"),
+    (OPERATION, "_KernelPiece.rows", "self.slope = row_sum(part_slope)", "self.slope = part_slope[:, 0].contiguous()", "wide"),
+    (OPERATION, "_KernelPiece.gradient", "slope, factor,", "slope, factor * 2,", "loss"),
+    (OPERATION, "_Piece.factor", "return scale * power, power", "return scale, power", "fp16"),
+    (OPERATION, "_scale", "inverse_count(labels, ignore_index) if kernels", "inverse_count(labels, -100) if kernels", "labels"),
+    (OPERATION, "_TorchPiece.gradient", "self.labels, self.options, factor", "None, self.options, factor", "PyTorch", False),
+)
+CHECKS = of_suite({
+    "loss": lambda ops: check_linear_jsd(ops, "cpu", F32, temperature=2.0, upstream=3.7),
+    "chunks": lambda ops: check_linear_jsd(ops, "cpu", F32, (11,), chunk=4, labels=True),
+    "wide": lambda ops: check_linear_jsd(ops, "cpu", F32, (3,), classes=2500),
+    "labels": lambda ops: check_linear_jsd(ops, "cpu", F32, labels=True),
+    "fp16": lambda ops: check_linear_jsd(ops, "cpu", torch.float16),
+    "PyTorch": lambda ops: check_linear_jsd(ops, "cpu", F32, labels=True),
+})

@@ -1,0 +1,80 @@
+"""Rotary embedding by complex numbers: the formula in float64, what must hold, and errors that must be noticed."""
+
+from functools import partial
+
+import torch
+
+from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
+from tests.ops.suite import of_suite
+
+
+def rotary_complex_exact(x, freqs):
+    """x: [batch, tokens, heads, head_dim] float64; freqs: [batch or 1, tokens, head_dim / 2]."""
+    return torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], x.shape[-1] // 2,
+                                                              2).contiguous()) * freqs.unsqueeze(2)).flatten(3)
+
+
+def frequencies(rows, tokens, pairs, device):
+    """Complex numbers whose length is not 1, other ones for each row: neither a conjugate nor an inverse nor another row passes for
+    them."""
+    angle, length = randn(rows, tokens, pairs, dtype=torch.float32, device="cpu", seed=8), 1 + torch.arange(pairs) / pairs
+    return torch.polar(length.expand(rows, tokens, pairs).contiguous(), 3 * angle).to(device)
+
+
+def check_rotary_complex(ops, device, dtype, batch=2, tokens=3, heads=(8, 8), head_dim=128, rows=None, view=lambda x: x, table=lambda f: f):
+    """rows: of the batch in freqs; view: makes q and k out of contiguous tensors; table: another shape of freqs."""
+    base = [leaf(randn(batch, tokens, n, head_dim, dtype=dtype, device=device, seed=i)) for i, n in enumerate(heads)]
+    q, k = map(view, base)
+    freqs = frequencies(batch if rows is None else rows, q.shape[1], q.shape[3] // 2, device)
+    results = ops.rotary_complex(q, k, table(freqs))
+    upstream = [randn(*r.shape, dtype=dtype, device=device, seed=4 + i) for i, r in enumerate(results)]
+    given = [t.detach().clone() for t in (*base, *upstream)]
+    torch.autograd.backward(results, upstream)
+    for i, name in enumerate("qk"):
+        x64 = exact(base[i])
+        y64 = rotary_complex_exact(view(x64), freqs.to(torch.complex128).cpu())
+        y64.backward(upstream[i].double().cpu())
+        assert results[i].dtype == dtype
+        assert_rows_close(results[i], y64, dtype, f"{name} rotated")
+        assert_rows_close(base[i].grad, x64.grad, dtype, f"d{name}")
+    assert all(map(torch.equal, given, (*base, *upstream))), "something of the caller's is overwritten"
+
+
+CASES = (
+    {},
+    {"rows": 1},
+    {"heads": (40, 8)},
+    {"heads": (5, 1), "head_dim": 88},
+    {"heads": (3, 2), "head_dim": 2},
+    {"heads": (2, 9), "head_dim": 256, "rows": 1, "table": lambda f: f[0]},
+    {"table": lambda f: f.unsqueeze(2)},
+    {"view": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)},
+    {"view": lambda x: x[:, :, ::2]},
+    {"view": lambda x: x[..., 1:127]},
+    {"tokens": 0},
+)
+KERNEL, OPERATION = "kernel_src/llama4_rope.py", "shared/ops/llama4_rope.py"
+MUTANTS = (
+    (KERNEL, "turn_heads", "pack(a * cos + b * sin", "pack(a * cos - b * sin", "bf16"),
+    (KERNEL, "turn_heads", "b * cos + a * sin", "b * cos - a * sin", "bf16"),
+    (KERNEL, "split_float32", "word >> 32", "word >> 31", "bf16"),
+    (KERNEL, "join_float32", "b << 32", "b << 31", "fp32"),
+    (KERNEL, "llama4_rope", "token % table.shape[0]", "0", "bf16"),
+    (KERNEL, "llama4_rope", "group < ct.cdiv(k.shape[1], K_HEADS)", "group < 1", "many key heads"),
+    (OPERATION, "_rotate", "freqs.conj() if backward else freqs", "freqs", "PyTorch", False),
+    (OPERATION, "_RotaryComplex.forward", "ctx.save_for_backward(table)", "ctx.save_for_backward(-table)", "bf16"),
+    (OPERATION, "_RotaryComplex.backward", "*ctx.saved_tensors, True", "*ctx.saved_tensors, False", "bf16"),
+)
+CHECKS = of_suite({
+    "bf16": lambda ops: check_rotary_complex(ops, "cpu", torch.bfloat16),
+    "fp32": lambda ops: check_rotary_complex(ops, "cpu", torch.float32),
+    "many key heads": lambda ops: check_rotary_complex(ops, "cpu", torch.bfloat16, heads=(2, 9)),
+    "PyTorch": lambda ops: check_rotary_complex(ops, "cpu", torch.float32),
+})
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for i, options in enumerate(CASES):
+            yield f"case {i} {dtype}", partial(check_rotary_complex, ops, device, dtype, **options)

@@ -1,0 +1,127 @@
+"""Multimodal and partial rotary embedding: the models' own formulas in float64, what must hold, and errors that must be noticed."""
+
+from functools import partial
+
+import torch
+
+from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
+from tests.ops.suite import of_suite
+
+
+def chosen_exact(table, sections, interleaved):
+    """[3, batch, tokens, 2 * half] -> [batch, tokens, 2 * half], as transformers does it for Qwen2-VL and for Qwen3-VL."""
+    if not interleaved:
+        pieces = table.split(list(sections) * 2, dim=-1)
+        return torch.cat([piece[i % 3] for i, piece in enumerate(pieces)], -1)
+    halves = []
+    for half in table.chunk(2, -1):
+        chosen = half[0].clone()
+        for part in (1, 2):
+            places = slice(part, 3 * sections[part], 3)
+            chosen[..., places] = half[part, ..., places]
+        halves.append(chosen)
+    return torch.cat(halves, -1)
+
+
+def rotary_exact(x, cos, sin):
+    """x: [batch, heads, tokens, head_dim]; cos, sin: [batch or 1, tokens, rotary_dim]."""
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    a, b = turned.chunk(2, -1)
+    return torch.cat((turned * cos.unsqueeze(1) + torch.cat((-b, a), -1) * sin.unsqueeze(1), rest), -1)
+
+
+def check(run, device, dtype, batch, tokens, heads, head_dim, heads_dim, tables, tables64, view):
+    shape = lambda n: (batch, n, tokens, head_dim) if heads_dim == 1 else (batch, tokens, n, head_dim)  # noqa: E731
+    base = [leaf(randn(*shape(n), dtype=dtype, device=device, seed=i)) for i, n in enumerate(heads)]
+    results = run(*map(view, base), *tables)
+    upstream = [randn(*r.shape, dtype=dtype, device=device, seed=4 + i) for i, r in enumerate(results)]
+    given = [t.detach().clone() for t in (*base, *tables, *upstream)]
+    torch.autograd.backward(results, upstream)
+    for i, name in enumerate("qk"):
+        x64 = exact(base[i])
+        x = view(x64) if heads_dim == 1 else view(x64).transpose(1, 2)
+        y64 = rotary_exact(x, *tables64)
+        y64 = y64 if heads_dim == 1 else y64.transpose(1, 2)
+        y64.backward(upstream[i].double().cpu())
+        assert results[i].dtype == dtype
+        assert_rows_close(results[i], y64, dtype, f"{name} rotated")
+        assert_rows_close(base[i].grad, x64.grad, dtype, f"d{name}")
+    assert all(map(torch.equal, given, (*base, *tables, *upstream))), "something of the caller's is overwritten"
+
+
+def check_multimodal(
+    ops, device, dtype, batch=2, tokens=3, heads=(12, 2), head_dim=128, sections=(16, 24, 24), rows=None, interleaved=False,
+    unsqueeze_dim=1,
+    narrow=False, view=lambda x: x,
+):  # fmt: skip
+    """rows: of the batch in cos and sin; narrow: tables half as wide. Both halves of the tables differ otherwise, and are no cosines:
+    each is seen."""
+    half = sum(sections)
+    shape = (3, batch if rows is None else rows, tokens, half if narrow else 2 * half)
+    tables = [randn(*shape, dtype=dtype, device=device, seed=6 + i) for i in range(2)]
+    wide = [torch.cat((t, t), -1) if narrow else t for t in tables]
+    tables64 = [chosen_exact(t.double().cpu(), sections, interleaved) for t in wide]
+    run = lambda q, k, cos, sin: ops.rotary_multimodal(q, k, cos, sin, sections, unsqueeze_dim, interleaved)  # noqa: E731
+    check(run, device, dtype, batch, tokens, heads, head_dim, unsqueeze_dim, tables, tables64, view)
+
+
+def check_partial(ops, device, dtype, batch=2, tokens=3, heads=(5, 2), head_dim=80, rotary_dim=32, rows=None, unsqueeze_dim=1,
+                  table=lambda t: t):
+    shape = (batch if rows is None else rows, tokens, rotary_dim)
+    tables = [randn(*shape, dtype=dtype, device=device, seed=6 + i) for i in range(2)]
+    tables64 = [t.double().cpu() for t in tables]
+    run = lambda q, k, cos, sin: ops.partial_rotary(q, k, table(cos), table(sin), None, unsqueeze_dim)  # noqa: E731
+    check(run, device, dtype, batch, tokens, heads, head_dim, unsqueeze_dim, tables, tables64, lambda x: x)
+
+
+MULTIMODAL_CASES = (
+    {},
+    {"rows": 1, "heads": (28, 4)},
+    {"interleaved": True, "sections": (24, 20, 20)},
+    {"unsqueeze_dim": 2},
+    {"narrow": True},
+    {"head_dim": 96, "sections": (8, 12, 12)},
+    {"head_dim": 18, "sections": (3, 3, 3), "interleaved": True, "heads": (3, 9)},
+    {"head_dim": 160, "sections": (0, 40, 40)},
+    {"view": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)},
+    {"tokens": 0},
+)
+PARTIAL_CASES = (
+    {},
+    {"head_dim": 64, "rotary_dim": 16, "rows": 1, "table": lambda t: t[0]},
+    {"head_dim": 256, "rotary_dim": 64, "unsqueeze_dim": 2},
+    {"head_dim": 130, "rotary_dim": 2, "table": lambda t: t.unsqueeze(1)},
+    {"head_dim": 64, "rotary_dim": 64},
+)
+KERNEL, OPERATION = "kernel_src/mrope.py", "shared/ops/mrope.py"
+MUTANTS = (
+    (KERNEL, "part_of", "j < time + height", "j < height", "multimodal"),
+    (KERNEL, "part_of", "j < 3 * width", "j <= 3 * width + 2", "interleaved"),
+    (KERNEL, "part_of", "j % 3 == 1", "j % 3 == 0", "interleaved"),
+    (KERNEL, "chosen_angles", "token % table.shape[1]", "0", "multimodal"),
+    (KERNEL, "chosen_angles", "parts == 2", "parts == 1", "multimodal"),
+    (KERNEL, "mrope", "chosen_angles(sin, parts, token, 1, HALF)", "chosen_angles(sin, parts, token, 0, HALF)", "multimodal"),
+    (KERNEL, "mrope_any", "cos.shape[2] - half", "0", "odd"),
+    (KERNEL, "mrope_any", "q.shape[2] - 2 * half", "0 * half", "partial"),
+    (KERNEL, "copy_part", "ct.gather(x, at, check_bounds=False)", "ct.gather(y, at, check_bounds=False)", "partial"),
+    (KERNEL, "rotate_part", "x.shape[1] - 1", "x.shape[1] - 2", "odd"),
+    (OPERATION, "mrope_reference", "_rotate_half(turned * sin) if backward", "_rotate_half(turned) * sin if backward", "PyTorch", False),
+    (OPERATION, "_MRoPE.forward", "ctx.save_for_backward(cos, sin)", "ctx.save_for_backward(sin, cos)", "multimodal"),
+    (OPERATION, "_MRoPE.backward", "*ctx.options, True", "*ctx.options, False", "multimodal"),
+)
+CHECKS = of_suite({
+    "multimodal": lambda ops: check_multimodal(ops, "cpu", torch.bfloat16),
+    "interleaved": lambda ops: check_multimodal(ops, "cpu", torch.bfloat16, interleaved=True, sections=(24, 20, 20)),
+    "odd": lambda ops: check_multimodal(ops, "cpu", torch.float32, head_dim=96, sections=(8, 12, 12)),
+    "partial": lambda ops: check_partial(ops, "cpu", torch.float32),
+    "PyTorch": lambda ops: check_multimodal(ops, "cpu", torch.float32),
+})
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for i, options in enumerate(MULTIMODAL_CASES):
+            yield f"multimodal {i} {dtype}", partial(check_multimodal, ops, device, dtype, **options)
+        for i, options in enumerate(PARTIAL_CASES):
+            yield f"partial {i} {dtype}", partial(check_partial, ops, device, dtype, **options)

@@ -1,0 +1,101 @@
+"""Neighborhood attention: softmax with a mask in float64, what must hold, and errors that must be noticed."""
+
+import math
+from functools import partial
+
+import torch
+
+from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
+from tests.ops.suite import of_suite
+
+
+def neighborhood_exact(q, k, v, kernel_size, dilation, scale, causal):
+    places = torch.arange(q.shape[2])
+    apart = places[None, :] - places[:, None]
+    seen = (apart.abs() <= kernel_size // 2 * dilation) & (apart % dilation == 0)
+    if causal:
+        seen &= apart <= 0
+    return torch.softmax((q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -math.inf), -1) @ v
+
+
+def check_neighborhood_attention(
+    ops, device, dtype, shape=(2, 2, 37, 16), kernel_size=7, dilation=1, scale=None, causal=False, view=lambda x: x, same_memory=False
+):
+    """view: makes q, k and v out of contiguous tensors; same_memory: the result lies in memory as q does."""
+    base = [leaf(randn(*shape, dtype=dtype, device=device, seed=i)) for i in range(3)]
+    q, k, v = map(view, base)
+    out = ops.neighborhood_attention(q, k, v, kernel_size, dilation, scale, causal)
+    dout = randn(*out.shape, dtype=dtype, device=device, seed=4)
+    given = [t.detach().clone() for t in (*base, dout)]
+    out.backward(dout)
+    base64 = [exact(x) for x in base]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out64 = neighborhood_exact(*map(view, base64), kernel_size, dilation, scale, causal)
+    out64.backward(dout.double().cpu())
+    what = f"neighborhood attention {shape}"
+    assert out.dtype == dtype and (not same_memory or out.stride() == q.stride())
+    assert_rows_close(out, out64, dtype, f"{what} out")
+    for name, found, wanted in zip("qkv", base, base64):
+        # The terms of one token's gradient cancel where it sees few others; dq of one that sees itself alone is 0.
+        assert_rows_close(found.grad, wanted.grad, dtype, f"{what} d{name}", floor=2.0)
+    assert all(map(torch.equal, given, (*base, dout))), f"{what} overwrites what is the caller's"
+
+
+transposed = lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)  # noqa: E731
+CASES = (
+    {},
+    {"shape": (1, 2, 50, 64), "dilation": 3},
+    {"shape": (1, 1, 33, 72), "kernel_size": 13, "causal": True},
+    {"shape": (1, 1, 40, 128), "kernel_size": 17, "scale": 0.3},
+    {"shape": (1, 2, 90, 32), "kernel_size": 65},
+    {"shape": (1, 1, 90, 80), "kernel_size": 41, "dilation": 2, "causal": True},
+    {"shape": (1, 1, 21, 5), "kernel_size": 3, "dilation": 2},
+    {"shape": (1, 1, 19, 136), "kernel_size": 5},
+    {"shape": (1, 2, 5, 8), "kernel_size": 7, "dilation": 9},
+    {"shape": (2, 1, 1, 8), "kernel_size": 1},
+    {"shape": (1, 2, 20, 16), "view": transposed, "same_memory": True},
+    {"shape": (1, 2, 20, 16), "view": lambda x: x[..., 1:9]},
+    {"shape": (1, 2, 20, 16), "view": lambda x: x.transpose(2, 3)},
+    {"shape": (0, 2, 20, 16)},
+    {"shape": (1, 2, 0, 16)},
+)
+KERNEL, OPERATION = "kernel_src/neighborhood_attention.py", "shared/ops/neighborhood_attention.py"
+MUTANTS = (
+    (KERNEL, "tile_of", "ct.bid(2) % dilation", "0", "once"),
+    (KERNEL, "tile_of", "ct.bid(0) * M", "0", "once"),
+    (KERNEL, "seen", "keys >= queries - left", "keys > queries - left", "once"),
+    (KERNEL, "seen", "keys <= queries + right", "keys < queries + right", "once"),
+    (KERNEL, "seen", "(keys >= 0)", "(keys >= -1)", "once"),
+    (KERNEL, "neighborhood_forward", "high + ct.log2(total)", "high", "once"),
+    (KERNEL, "neighborhood_backward_queries", "p * (dp - sums)", "p * dp", "once"),
+    (KERNEL, "neighborhood_backward_keys", "first - right", "first - left", "causal"),
+    (KERNEL, "neighborhood_backward_keys", "acc * scale", "acc", "once"),
+    (KERNEL, "wide_neighborhood_forward", "acc * keep", "acc", "wide"),
+    (KERNEL, "wide_neighborhood_forward", "first + M + right", "first + right", "wide"),
+    (KERNEL, "wide_neighborhood_backward_queries", "dp - sums[:, None]", "dp", "wide"),
+    (KERNEL, "wide_neighborhood_backward_keys", "first + M + left", "first + left", "wide"),
+    (KERNEL, "rowwise_neighborhood_forward", "range(left + right + 1)", "range(left + right)", "fp32"),
+    (KERNEL, "rowwise_neighborhood_backward_queries", "- sums) * kt", ") * kt", "fp32"),
+    (KERNEL, "rowwise_neighborhood_backward_keys", "m - right", "m - left", "fp32 causal"),
+    (OPERATION, "neighborhood_attention", "0 if causal else left", "left", "causal"),
+    (OPERATION, "backward_reference", "dk[:, :, keys]", "dk[:, :, queries]", "PyTorch", False),
+    (OPERATION, "neighborhood_attention", "min(dilation, tokens)", "dilation", "far"),
+    (OPERATION, "_NeighborhoodAttention.forward", "save_for_backward(q, k, v, out, lse)", "save_for_backward(q, k, out, v, lse)", "once"),
+    (OPERATION, "_NeighborhoodAttention.backward", "q, k, v, out, dout, lse, *ctx.band)", "q, k, v, dout, out, lse, *ctx.band)", "once"),
+)
+CHECKS = of_suite({
+    "once": lambda ops: check_neighborhood_attention(ops, "cpu", torch.bfloat16, dilation=2),
+    "causal": lambda ops: check_neighborhood_attention(ops, "cpu", torch.bfloat16, kernel_size=33, causal=True),
+    "wide": lambda ops: check_neighborhood_attention(ops, "cpu", torch.bfloat16, (1, 1, 150, 16), 81),
+    "fp32": lambda ops: check_neighborhood_attention(ops, "cpu", torch.float32),
+    "fp32 causal": lambda ops: check_neighborhood_attention(ops, "cpu", torch.float32, causal=True),
+    "far": lambda ops: check_neighborhood_attention(ops, "cpu", torch.float32, (1, 1, 5, 8), dilation=9),
+    "PyTorch": lambda ops: check_neighborhood_attention(ops, "cpu", torch.float32),
+})
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for i, options in enumerate(CASES):
+            yield f"case {i} {dtype}", partial(check_neighborhood_attention, ops, device, dtype, **options)

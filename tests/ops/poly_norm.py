@@ -1,0 +1,96 @@
+"""PolyNorm against float64."""
+
+from functools import partial
+
+import torch
+
+from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
+from tests.ops.suite import of_suite
+
+
+def poly_norm_exact(x, weight, bias, eps):
+    terms = [x**p * torch.rsqrt((x**p).square().mean(-1, keepdim=True) + eps) for p in (3, 2, 1)]
+    return sum(w * term for w, term in zip(weight, terms)) + bias
+
+
+def check_poly_norm(ops, device, dtype, shape, *, parameter_dtype=None, bias_shape=(), scale=1.0, eps=1e-6, view=lambda x: x):
+    """scale: of x; in fp16 the sixth power of x passes the largest number from 6 on, the sum of a row's sooner."""
+    parameter_dtype = parameter_dtype or dtype
+    base = leaf(randn(*shape, dtype=FP32, device=device, scale=scale).to(dtype))
+    x = view(base)
+    weight = leaf(torch.tensor([0.5, -0.75, 1.25], dtype=parameter_dtype, device=device))
+    bias = leaf(torch.full(bias_shape, 0.3, dtype=parameter_dtype, device=device))
+    dy = randn(*x.shape, dtype=dtype, device=device, seed=3) + 0.25
+    leaves = (base, weight, bias)
+    base64, weight64, bias64 = map(exact, leaves)
+    untouched = unchanged(*leaves, dy)
+    y = ops.poly_norm(x, weight, bias, eps)
+    y64 = poly_norm_exact(view(base64), weight64, bias64, eps)
+    what = f"PolyNorm {tuple(shape)}"
+    assert_rows_close(y, y64, dtype, f"{what} y")
+    y64.backward(dy.double().cpu())
+    dx, dweight, dbias = backward_twice(y, dy, leaves)
+    assert dbias.shape == bias.shape
+    # For a row of one element every n_p is about 1 and dx is what eps leaves of it: fp32 holds none of its digits.
+    if x.shape[-1] > 1:
+        assert_rows_close(dx, base64.grad, dtype, f"{what} dx")
+    for name, found, wanted in (("dweight", dweight, weight64.grad), ("dbias", dbias, bias64.grad)):
+        assert_rows_close(found, wanted, parameter_dtype, f"{what} {name}")
+    untouched()
+
+
+# Rows in registers (bf16, more than 2048), longer and shorter ones, rows that fill no piece, odd lengths.
+SHAPES = ((3, 4096), (2, 2112), (2, 3, 1024), (2, 4160), (2, 6208), (5, 64), (3, 77), (2, 1537))
+
+
+def check_options(ops, device, dtype):
+    check_poly_norm(ops, device, dtype, (3, 192), bias_shape=(1,))
+    for scale in (1e-2, 100.0):
+        check_poly_norm(ops, device, dtype, (3, 256), scale=scale, eps=1e-12 if dtype == FP32 else 1e-6)
+    if dtype != FP32:
+        check_poly_norm(ops, device, dtype, (3, 320), parameter_dtype=FP32)
+        check_poly_norm(ops, device, dtype, (3, 33), parameter_dtype=FP32)
+    check_poly_norm(ops, device, dtype, (128, 4), view=lambda x: x.t())
+
+
+def check_largest_fp16(ops, device):
+    """The cube of fp16's largest numbers is 2.8e14, its sixth power 8e28: fp32 holds both, and a published r^3 would underflow."""
+    check_poly_norm(ops, device, FP16, (3, 256), scale=15000.0)
+
+
+def check_empty(ops, device):
+    x, weight, bias = (leaf(torch.ones(s, device=device, dtype=BF16)) for s in ((0, 64), (3,), ()))
+    y = ops.poly_norm(x, weight, bias)
+    dx, dweight, dbias = torch.autograd.grad(y, (x, weight, bias), torch.zeros_like(y))
+    assert dx.shape == (0, 64) and not dweight.any() and dbias.item() == 0
+
+
+MUTANTS = (
+    ("kernel_src/poly_norm.py", "polynomial", "w1 * r2", "w1 * r3", "odd"),
+    ("kernel_src/poly_norm.py", "gradient", "2.0 * w1", "w1", "odd"),
+    ("kernel_src/poly_norm.py", "poly_norm_forward", "ct.where(valid[:, None], xf * xf, 0.0)", "xf * xf", "whole"),
+    ("kernel_src/poly_norm.py", "poly_norm_backward", "ct.where(valid, d * xf, 0.0)", "d * xf", "whole"),
+    ("kernel_src/poly_norm.py", "poly_norm_backward", "ct.where(valid, d, 0.0)", "d", "whole"),
+    ("kernel_src/poly_norm.py", "poly_norm_long_forward", "sum4 = sum4 + square * square", "sum4 = square * square", "long"),
+    ("kernel_src/poly_norm.py", "poly_norm_long_backward", "dw0 + s3", "s3", "odd"),
+    ("kernel_src/poly_norm.py", "write_sums", "s3, check", "s2, check", "odd"),
+    ("shared/ops/poly_norm.py", "PolyNormFunction.forward", "ctx.save_for_backward(x, weight, rstd)",
+     "ctx.save_for_backward(-x, weight, rstd)", "whole"),
+    ("shared/ops/poly_norm.py", "PolyNormFunction.backward", "parameters[:3]", "parameters[1:]", "whole"),
+)
+CHECKS = of_suite({
+    "whole": lambda ops: check_poly_norm(ops, "cpu", BF16, (3, 2112)),
+    "long": lambda ops: check_poly_norm(ops, "cpu", BF16, (2, 4160)),
+    "odd": lambda ops: check_poly_norm(ops, "cpu", FP16, (19, 77)),
+})
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for shape in SHAPES:
+            yield f"{shape} {dtype}", partial(check_poly_norm, ops, device, dtype, shape)
+        yield f"options {dtype}", partial(check_options, ops, device, dtype)
+    if FP16 in dtypes:
+        yield "largest fp16", partial(check_largest_fp16, ops, device)
+    yield "empty", partial(check_empty, ops, device)

@@ -1,0 +1,129 @@
+"""softmax against float64: shapes, checks and planted errors."""
+
+from functools import partial
+
+import torch
+
+from tests.ops.common import FLOATS, assert_rows_close, check_kept, exact, gradient_twice, leaf, randn
+from tests.ops.suite import of_suite
+from tests.tolerances import assert_close
+
+# Every tile, whole and not; several rows a block that do not fill it; odd rows; rows in pieces, aligned and not.
+SHAPES = ((5, 128), (17, 96), (3, 7, 64), (2, 1024), (5, 1000), (3, 4096), (2, 3001), (2, 8192), (1, 16000), (2, 20480), (2, 5001), (3, 1),
+          (7,))
+
+
+def check_softmax(ops, device, dtype, shape, dim=-1, scale=3.0, view=lambda x: x):
+    """view: makes the operation's input out of a contiguous tensor."""
+    base = leaf(randn(*shape, dtype=dtype, device=device, scale=scale))
+    x = view(base)
+    before = base.detach().clone()
+    y = ops.softmax(x, dim)
+    assert y.dtype == dtype and y.shape == x.shape
+    dy = randn(*y.shape, dtype=dtype, device=device, seed=1)
+    kept = dy.clone()
+    dx, again = gradient_twice(y, base, dy)
+    base64 = exact(base)
+    y64 = torch.softmax(view(base64), dim)
+    (dx64,) = torch.autograd.grad(y64, base64, dy.double().cpu(), retain_graph=True)
+    # The gradient is made from y as it is rounded, as PyTorch's is; where dy - sum(dy * y) cancels, that is not the exact one.
+    p, d = y.detach().double().cpu(), dy.double().cpu()
+    (of_rounded,) = torch.autograd.grad(view(base64), base64, p * (d - (p * d).sum(dim, keepdim=True)))
+    assert_rows_close(y, y64, dtype, f"softmax {tuple(shape)} y")
+    assert_rows_close(dx, of_rounded, dtype, f"softmax {tuple(shape)} dx")
+    assert_close(dx, dx64, dtype, f"softmax {tuple(shape)} dx", 4)
+    assert torch.equal(dx, again)
+    check_kept((base, dy), (before, kept), "softmax")
+
+
+def check_softmax_infinities(ops, device, dtype, columns):
+    """-inf is a probability of 0, whole pieces of it too; a row of nothing else is NaN, as in PyTorch; large numbers do not overflow."""
+    x = randn(4, columns, dtype=dtype, device=device)
+    x[0, : columns - 1] = -float("inf")
+    x[1, columns // 3 :] = -float("inf")
+    x[2] = -float("inf")
+    x[3] *= 1e4
+    y = ops.softmax(x)
+    y64 = torch.softmax(x.double().cpu(), -1)
+    assert y[2].isnan().all()
+    rows = [0, 1, 3]
+    assert_rows_close(y[rows], y64[rows], dtype, "softmax with -inf")
+    assert (y[1, columns // 3 :] == 0).all()
+
+
+def check_softmax_empty(ops, device, dtype):
+    for shape in ((0, 5), (3, 0), (0,)):
+        x = leaf(torch.empty(shape, dtype=dtype, device=device))
+        y = ops.softmax(x)
+        assert y.shape == shape
+        y.sum().backward()
+        assert x.grad.shape == shape
+    x = leaf(torch.tensor(3.0, dtype=dtype, device=device))
+    y = ops.softmax(x)
+    assert y.shape == () and y == 1
+
+
+CHECKS = of_suite({
+    "softmax": lambda ops: [check_softmax(ops, "cpu", torch.float32, shape) for shape in ((5, 128), (40, 96), (5, 1000))],
+    "softmax_long": lambda ops: [check_softmax(ops, "cpu", torch.float32, shape) for shape in ((2, 20480), (2, 5001))],
+    "softmax_infinities": lambda ops: [check_softmax_infinities(ops, "cpu", torch.float32, columns) for columns in (100, 17000)],
+    "softmax_layouts": lambda ops: [
+        check_softmax(ops, "cpu", torch.float32, (3, 5, 32), 1),
+        check_softmax(ops, "cpu", torch.float32, (3, 64), view=lambda x: x[:, ::2]),
+        check_softmax(ops, "cpu", torch.float32, (1, 64), view=lambda x: x.expand(3, 64)),
+    ],
+})
+_KERNELS, _OPERATION = "kernel_src/softmax.py", "shared/ops/softmax.py"
+# file, function, its text, the error, the check that must notice
+MUTANTS = (
+    (_KERNELS, "rows_of_block", "ct.bid(0) * ROWS", "ct.bid(0)", "softmax"),
+    (_KERNELS, "softmax_forward", "MINUS_INFINITY", "0", "softmax"),
+    (_KERNELS, "softmax_forward", "* LOG2E", "", "softmax"),
+    (_KERNELS, "softmax_forward", "v - ct.max(v, 1, keepdims=True)", "v", "softmax_infinities"),
+    (_KERNELS, "softmax_backward", "p * d, 1", "d, 1", "softmax"),
+    (_KERNELS, "softmax_backward", "d - ct.sum", "d + ct.sum", "softmax"),
+    (_KERNELS, "piece", "part * TILE", "part", "softmax_long"),
+    (_KERNELS, "piece", "ct.bid(0) // pieces", "0", "softmax_long"),
+    (_KERNELS, "write_partial", "ct.where(m == MINUS_INFINITY, 0.0, m)", "m", "softmax_infinities"),
+    (_KERNELS, "join_partials", "s * ct.exp2(m - shift) +", "s +", "softmax_many_parts"),
+    (_KERNELS, "join_partials", "ps * ct.exp2(pm - shift)", "ps", "softmax_long"),
+    (_KERNELS, "join_partials", "i * PARTS", "0", "softmax_many_parts"),
+    (_KERNELS, "softmax_statistics", "scale * LOG2E", "scale", "softmax_long"),
+    (_KERNELS, "softmax_statistics", "MINUS_INFINITY", "0", "softmax_long"),
+    (_KERNELS, "softmax_combine", "ct.bid(0)", "0", "softmax_long"),
+    (_KERNELS, "softmax_apply", "* LOG2E", "", "softmax_long"),
+    (_KERNELS, "softmax_dot", "* read(dy, (row, cols), 0)", "", "softmax_long"),
+    (_KERNELS, "softmax_gradient", "d - ct.gather", "d + ct.gather", "softmax_long"),
+    ("kernel_src/sums.py", "row_sum", "acc = acc +", "acc =", "softmax_many_parts"),
+    ("kernel_src/sums.py", "row_sum", "ct.bid(0)", "0", "softmax_long"),
+    (_OPERATION, "_Softmax.forward", "ctx.save_for_backward(y)", "ctx.save_for_backward(x)", "softmax"),
+    (_OPERATION, "softmax", "y.transpose(dim, -1)", "y", "softmax_layouts"),
+    (_OPERATION, "slabs", "min(SLAB // max(stride, 1), MOST_BLOCKS // blocks_a_row)", "SLAB", "softmax_slabs"),
+    (_OPERATION, "_Softmax.backward", "softmax_backward(dy, ", "softmax_backward(-dy, ", "softmax"),
+)
+
+
+def check_softmax_slabs(ops, elements=40):
+    """More than a launch's 32-bit offsets reach over, at a small size."""
+    before, ops.softmax_module.SLAB = ops.softmax_module.SLAB, elements
+    launched = ops.launched()
+    try:
+        check_softmax(ops, "cpu", torch.float32, (7, 20))
+        assert ops.launched() - launched == 3 * -(-7 * 20 // elements), "a pass is not launched slab by slab"
+    finally:
+        ops.softmax_module.SLAB = before
+
+
+CHECKS |= of_suite({"softmax_many_parts": lambda ops: check_softmax(ops, "cpu", torch.float32, (1, 66 * 4096 + 5),
+                                                                    view=lambda x: x.sort(-1).values)})
+CHECKS |= of_suite({"softmax_slabs": check_softmax_slabs})
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for shape in SHAPES:
+            yield f"softmax {dtype} {shape}", partial(check_softmax, ops, device, dtype, shape)
+        for columns in (100, 3000, 17000):
+            yield f"softmax with -inf {dtype} {columns}", partial(check_softmax_infinities, ops, device, dtype, columns)
+        yield f"softmax of nothing {dtype}", partial(check_softmax_empty, ops, device, dtype)

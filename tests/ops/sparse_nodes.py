@@ -1,0 +1,116 @@
+"""The decoder layer's node of a mixture of experts: projection, RMSNorm, router and experts with both residual connections."""
+
+import importlib
+
+import torch
+
+from tests.ops.common import BF16, FP32, errors_in, exact, leaf, on_cpu, randn
+from tests.ops.experts import experts_exact
+from tests.ops.projected_nodes import projected, projections_of
+from tests.ops.rms_norm import rms_norm_exact
+from tests.tolerances import assert_close
+
+FEATURES = 64
+
+
+def _inputs(dtype, device, tokens, hidden, width, experts):
+    """The node's tensors by name."""
+    made = {
+        "x": randn(tokens, hidden, dtype=dtype, device=device),
+        "norm_weight": randn(hidden, dtype=dtype, device=device, seed=1) + 1,
+        "router": randn(experts, hidden, dtype=dtype, device=device, seed=2, scale=hidden**-0.5),
+        "gate_up": randn(experts, 2 * width, hidden, dtype=dtype, device=device, seed=3, scale=hidden**-0.5),
+        "down": randn(experts, hidden, width, dtype=dtype, device=device, seed=4, scale=width**-0.5),
+    }
+    return {name: leaf(tensor) for name, tensor in made.items()}
+
+
+def norm_experts_exact(x, norm_weight, router, gate_up, down, top_k, normalised, eps):
+    """In float64, one expert after the other."""
+    y = rms_norm_exact(x, norm_weight, eps)
+    scores, expert = torch.softmax(y @ router.t(), -1).topk(top_k, -1)
+    scores = scores / scores.sum(-1, keepdim=True) if normalised else scores
+    return x + experts_exact(y, expert, scores, gate_up, down)
+
+
+def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attended=False, dropout=0.0, frozen=(), again=False, tokens=7,
+                       hidden=1024, width=20, experts=6):
+    """attended: with attention's output and its projection, which has an adapter, in front. frozen: names that need no gradient. again: a
+    second backward pass. In half precision the sizes must leave no choice of experts to rounding."""
+    nodes = importlib.import_module(f"{ops.__name__}.shared.ops.sparse_nodes")
+    leaves = _inputs(dtype, device, tokens, hidden, width, experts)
+    exacts = {name: exact(tensor) for name, tensor in leaves.items()}
+    before, o = (None, None), (None, None)
+    if attended:
+        before = [leaf(randn(tokens, FEATURES, dtype=dtype, device=device, seed=7))]
+        before.append(exact(before[0]))
+        (o, *_), (o64, *_) = projections_of(ops, [(hidden, FEATURES)], dtype == FP32, dropout)
+        kind = FP32 if dtype == FP32 else None
+        o = type(o)(*(None if part is None else leaf(part.to(device, kind)) for part in o[:4]), *o[4:]), o64
+    for name in frozen:
+        leaves[name].requires_grad_(False)
+    x, norm_weight, router, *weights = leaves.values()
+    torch.manual_seed(3)
+    y = nodes.norm_experts(x, norm_weight, nodes.Router(router, top_k, normalised), *weights, 0.5, before[0], o[0])
+    dy = randn(*y.shape, dtype=dtype, device=device, seed=9)
+    if again:
+        y.backward(dy, retain_graph=True)
+        for tensor in leaves.values():
+            tensor.grad = None
+    y.backward(dy)
+    torch.manual_seed(3)
+    x64, *rest = exacts.values()
+    total = x64 + projected(before[1], o[1]) if attended else x64
+    y64 = norm_experts_exact(total, *rest, top_k, normalised, 0.5)
+    y64.backward(dy.double().cpu())
+    assert_close(y, y64, dtype, "norm and experts", 2)
+    for name, tensor in leaves.items():
+        if name in frozen:
+            assert tensor.grad is None
+            continue
+        assert tensor.grad.dtype == tensor.dtype
+        assert_close(tensor.grad, exacts[name].grad, dtype, f"gradient of norm and experts: {name}", 3)
+    for found, wanted in zip((before[0], *(o[0] or ())[:4]), (before[1], *(o[1] or ())[:4]), strict=True):
+        if found is not None:
+            assert_close(found.grad, wanted.grad, dtype, "gradient of attention's output or its projection", 3)
+
+
+def check_parts_of_norm_experts_that_are_frozen(ops, device):
+    """Those that are trained get the gradients that they have among the others."""
+    check_norm_experts(ops, device, frozen=("x", "norm_weight", "gate_up", "down"))
+    check_norm_experts(ops, device, frozen=("x", "norm_weight", "router", "gate_up"))
+
+
+# ---------------------------------------------------------------- planted errors
+CHECKS = {
+    "norm_experts": on_cpu(check_norm_experts),
+    "norm_experts_half": on_cpu(check_norm_experts, BF16),
+    "norm_experts_plain": on_cpu(check_norm_experts, top_k=3, normalised=False),
+    "norm_experts_attended": on_cpu(check_norm_experts, BF16, attended=True),
+    "norm_experts_dropout": on_cpu(check_norm_experts, BF16, attended=True, dropout=0.25),
+    "norm_experts_frozen": on_cpu(check_parts_of_norm_experts_that_are_frozen),
+    "norm_experts_again": on_cpu(check_norm_experts, again=True, frozen=("gate_up", "router")),
+}
+MUTANTS = [
+    *errors_in("shared/ops/sparse_nodes.py", "norm_experts", "choose_experts",
+         ("scores = scores / scores.sum(-1, keepdim=True)", "pass"),
+         ("if normalised:", "if True:", "norm_experts_plain")),
+    *errors_in("shared/ops/sparse_nodes.py", "norm_experts", "router_backward",
+         ("of_scores - scores * total", "of_scores"),
+         ("mul_(-total)", "mul_(0 * total)", "norm_experts_plain"),
+         ("scatter_add_(1, expert, of_scores)", "scatter_add_(1, expert, dscores)", "norm_experts_plain")),
+    *errors_in("shared/ops/sparse_nodes.py", "norm_experts", "_NormExperts.forward",
+         ("(x, attended, norm_weight, rstd, router_weight", "(x, attended, norm_weight, 2 * rstd, router_weight"),
+         ("torch.add(x, found", "torch.add(0 * x, found"),
+         ("onto=x)", "onto=0 * x)", "norm_experts_attended"),
+         ("(x, attended, norm", "(x, 2 * attended, norm", "norm_experts_attended")),
+    *errors_in("shared/ops/sparse_nodes.py", "norm_experts", "_NormExperts.backward",
+         ("need_gate_up or need_router or ctx.written_over", "need_gate_up or ctx.written_over", "norm_experts_frozen"),
+         ("need_gate_up or need_router or ctx.written_over", "need_gate_up or need_router", "norm_experts_again"),
+         ("ctx.written_over = True", "pass", "norm_experts_again"),
+         ("dy.addmm_(dlogits, router_weight)", "pass"),
+         ("torch.mm(dlogits.t(), y)", "torch.mm(dlogits.t(), x)"),
+         ("add_rms_norm_backward(dy, dout", "add_rms_norm_backward(dy, torch.zeros_like(dout)"),
+         ("o.input_gradient((dx,), dlow)", "o.input_gradient((dx,), None)", "norm_experts_attended"),
+         ("o.gradients((dx,)", "o.gradients((dout,)", "norm_experts_attended")),
+]  # fmt: skip

@@ -1,0 +1,147 @@
+"""sparsemax against float64: the oracle, shapes, checks and planted errors."""
+
+from functools import partial
+
+import torch
+
+from tests.ops.common import FLOATS, assert_rows_close, check_kept, exact, gradient_twice, leaf, randn
+from tests.ops.suite import of_suite
+
+SHAPES = ((5, 128), (17, 96), (3, 7, 64), (2, 1024), (5, 1000), (3, 4096), (2, 3001), (2, 8192), (2, 10000), (1, 40003), (3, 1), (7,))
+
+
+def sparsemax_exact(x):
+    """By sorting, in float64; differentiable. The support is decided by whole multiples, as the definition has it."""
+    z = x.detach().sort(-1, descending=True).values
+    k = torch.arange(1, x.shape[-1] + 1, dtype=z.dtype)
+    size = (1 + k * z > z.cumsum(-1)).sum(-1, keepdim=True)
+    inside = x.detach() * size + 1 > (z.cumsum(-1)).gather(-1, size - 1)
+    tau = (torch.where(inside, x, 0.0).sum(-1, keepdim=True) - 1) / inside.sum(-1, keepdim=True)
+    return torch.where(inside, x - tau, 0.0)
+
+
+def check_sparsemax(ops, device, dtype, shape, dim=-1, scale=1.0, view=lambda x: x, x=None):
+    base = leaf(randn(*shape, dtype=dtype, device=device, scale=scale) if x is None else x.to(device=device, dtype=dtype))
+    given = view(base)
+    before = base.detach().clone()
+    y = ops.sparsemax(given, dim)
+    assert y.dtype == dtype and y.shape == given.shape
+    dy = randn(*y.shape, dtype=dtype, device=device, seed=1)
+    kept = dy.clone()
+    dx, again = gradient_twice(y, base, dy)
+    base64 = exact(base)
+    y64 = sparsemax_exact(view(base64).transpose(dim, -1)).transpose(dim, -1)
+    (dx64,) = torch.autograd.grad(y64, base64, dy.double().cpu())
+    what = f"sparsemax {tuple(shape)}"
+    assert torch.equal(y.cpu() > 0, y64 > 0), f"{what}: the support differs"
+    assert_rows_close(y, y64, dtype, f"{what} y")
+    assert_rows_close(dx, dx64, dtype, f"{what} dx")
+    assert torch.equal(dx, again)
+    check_kept((base, dy), (before, kept), "sparsemax")
+
+
+def hard_rows(columns):
+    """Rows whose support is everything, one element, a tie with tau; a slow one for Newton's method; large, tiny and negative numbers;
+    -inf."""
+    rows = torch.zeros(10, columns)
+    rows[1] = torch.linspace(0, 1e-6, columns)
+    rows[2, columns // 2] = 5.0
+    rows[3, :3] = torch.tensor([0.5, 0.0, -0.25])  # the sum of two is 0.5: tau = -0.25 is the third
+    rows[3, 3:] = -4.0
+    rows[4] = -torch.logspace(-6, 0, columns)
+    rows[5] = torch.randn(columns, generator=torch.Generator().manual_seed(5)) * 1e-3 + 100
+    rows[6] = torch.randn(columns, generator=torch.Generator().manual_seed(6)) * 100
+    rows[7] = -float("inf")
+    rows[7, 1 : columns // 2 : 3] = torch.linspace(-0.9, 0, len(range(1, columns // 2, 3)))
+    rows[8] = -torch.arange(columns) / columns
+    rows[9] = rows[6] / 100 - 50
+    return rows
+
+
+def check_sparsemax_hard_rows(ops, device, dtype, columns):
+    x = hard_rows(columns)
+    if dtype != torch.float32:
+        x = x[[0, 2, 3, 6, 7]]  # 100 + 1e-3 is 100 there
+    check_sparsemax(ops, device, dtype, x.shape, x=x)
+
+
+def check_sparsemax_ties(ops, device, dtype, columns, rows=8):
+    """Half precision, where an element that equals tau is common: the support must be exact."""
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(3)).mul(8).round().div(8)
+    check_sparsemax(ops, device, dtype, x.shape, x=x)
+
+
+def check_sparsemax_nan(ops, device, dtype, columns):
+    x = randn(2, columns, dtype=dtype, device=device)
+    x[0, columns // 2] = float("nan")
+    y = ops.sparsemax(x)
+    assert y[0].isnan().any() and not y[1].isnan().any()
+
+
+def check_sparsemax_empty(ops, device, dtype):
+    for shape in ((0, 5), (3, 0), (0,)):
+        x = leaf(torch.empty(shape, dtype=dtype, device=device))
+        y = ops.sparsemax(x)
+        assert y.shape == shape
+        y.sum().backward()
+        assert x.grad.shape == shape
+    assert ops.sparsemax(torch.tensor(3.0, dtype=dtype, device=device)) == 1
+
+
+CHECKS = of_suite({
+    "sparsemax": lambda ops: [check_sparsemax(ops, "cpu", torch.float32, shape) for shape in ((5, 128), (17, 96), (5, 1000))],
+    "sparsemax_long": lambda ops: [check_sparsemax(ops, "cpu", torch.float32, shape) for shape in ((3, 10000), (2, 34001))],
+    "sparsemax_hard": lambda ops: check_sparsemax_hard_rows(ops, "cpu", torch.float32, 500),
+    "sparsemax_hard_long": lambda ops: check_sparsemax_hard_rows(ops, "cpu", torch.float32, 34001),
+    "sparsemax_ties": lambda ops: check_sparsemax_ties(ops, "cpu", torch.bfloat16, 300),
+    "sparsemax_nan": lambda ops: check_sparsemax_nan(ops, "cpu", torch.float32, 300),
+    "sparsemax_fp16": lambda ops: check_sparsemax_fp16(ops, "cpu"),
+    "sparsemax_layouts": lambda ops: check_sparsemax(ops, "cpu", torch.float32, (3, 5, 32), 1),
+})
+
+
+def check_sparsemax_fp16(ops, device):
+    """A probability below fp16's smallest number stays in the support, and so in the gradient's mean."""
+    x = torch.full((1, 64), -2.0)
+    x[0, :2] = torch.tensor([0.5, -0.5 + 2.0**-12])
+    check_sparsemax(ops, device, torch.float16, x.shape, x=x)
+
+
+_KERNELS, _OPERATION = "kernel_src/sparsemax.py", "shared/ops/sparsemax.py"
+MUTANTS = (
+    (_KERNELS, "support", "size * v + 1.0 > total", "size * v + 1.0 >= total", "sparsemax_ties"),
+    (_KERNELS, "support", "+ 1.0", "+ 0.5", "sparsemax"),
+    (_KERNELS, "probability", "(total - 1.0)", "total", "sparsemax"),
+    (_KERNELS, "probability", "ct.where(ct.isnan(v), v, 0.0)", "0.0", "sparsemax_nan"),
+    (_KERNELS, "sparsemax_forward", "v = v - ct.max(v, 1, keepdims=True)", "v = v", "sparsemax_hard"),
+    (_KERNELS, "sparsemax_forward", "shrinks = ct.max(ct.where(smaller, 1, 0)) > 0", "shrinks = False", "sparsemax"),
+    (_KERNELS, "sparsemax_forward", "ct.max(ct.where(smaller, 1, 0)) > 0", "ct.min(ct.where(smaller, 1, 0)) > 0", "sparsemax"),
+    (_KERNELS, "sparsemax_backward", "d - mean", "d", "sparsemax"),
+    (_KERNELS, "sparsemax_backward", "ct.sum(ct.where(inside, d, 0.0), 1, keepdims=True)", "ct.sum(d, 1, keepdims=True)", "sparsemax"),
+    (_KERNELS, "sparsemax_maxima", "i * WIDTH + lanes", "lanes", "sparsemax_long"),
+    (_KERNELS, "sparsemax_maxima", "ct.maximum(top, more)", "more", "sparsemax_long"),
+    (_KERNELS, "sparsemax_maxima", "block * WIDTH + lanes", "lanes", "sparsemax_long"),
+    (_KERNELS, "count_maxima", "ct.where(inside, 1.0, 0.0)", "ct.where(inside, 2.0, 0.0)", "sparsemax_hard_long"),
+    (_KERNELS, "count_elements", "j * WIDTH", "j", "sparsemax_long"),
+    (_KERNELS, "count_elements", "chunks // WIDTH * (CHUNK * WIDTH)", "chunks // WIDTH", "sparsemax_long"),
+    (_KERNELS, "count_elements", "amount = amount +", "amount =", "sparsemax_hard_long"),
+    (_KERNELS, "sparsemax_apply", "- ct.gather(top, row, check_bounds=False)", "", "sparsemax_long"),
+    (_KERNELS, "sparsemax_sums", "ct.where(inside, read(dy, (row, cols), 0), 0.0)", "read(dy, (row, cols), 0)", "sparsemax_long"),
+    (_KERNELS, "sparsemax_gradient", "- mean", "", "sparsemax_long"),
+    (_OPERATION, "_Sparsemax.forward", "ctx.save_for_backward(y)", "ctx.save_for_backward(x)", "sparsemax"),
+    (_OPERATION, "sparsemax", "y.transpose(dim, -1)", "y", "sparsemax_layouts"),
+    (_OPERATION, "_Sparsemax.backward", "sparsemax_backward(dy, ", "sparsemax_backward(-dy, ", "sparsemax"),
+)
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for shape in SHAPES:
+            yield f"sparsemax {dtype} {shape}", partial(check_sparsemax, ops, device, dtype, shape)
+        for columns in (96, 3000, 9000):
+            yield f"sparsemax, hard rows {dtype} {columns}", partial(check_sparsemax_hard_rows, ops, device, dtype, columns)
+            yield f"sparsemax, NaN {dtype} {columns}", partial(check_sparsemax_nan, ops, device, dtype, columns)
+        yield f"sparsemax, ties {dtype}", partial(check_sparsemax_ties, ops, device, dtype, 300)
+        yield f"sparsemax, ties in long rows {dtype}", partial(check_sparsemax_ties, ops, device, dtype, 9000, 2)
+        yield f"sparsemax of nothing {dtype}", partial(check_sparsemax_empty, ops, device, dtype)

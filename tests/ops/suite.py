@@ -1,0 +1,52 @@
+"""The operations of the package for Liger's users. Their files here have `all_cases(ops, device, dtypes)` too, (name, function) of every
+check."""
+
+import importlib
+
+from tests.op_cases import Operations
+from tests.ops.common import launched
+
+NAMES = (
+    "general_rms_norm", "layer_norm", "group_norm", "poly_norm", "dyt", "softmax", "sparsemax", "gated_activation", "tiled_mlp",
+    "llama4_rope",
+    "mrope", "cross_entropy", "divergence", "linear_jsd", "neighborhood_attention",
+)  # fmt: skip
+# Where an operation lies that has not the name of its module.
+MODULES = {
+    "general_add_rms_norm": "general_rms_norm",
+    **dict.fromkeys(("swiglu", "swiglu_packed", "geglu", "geglu_packed"), "gated_activation"),
+    **dict.fromkeys(("tiled_swiglu", "tiled_geglu"), "tiled_mlp"),
+    "rotary_complex": "llama4_rope",
+    **dict.fromkeys(("rotary_multimodal", "partial_rotary"), "mrope"),
+    "cross_entropy": "cross_entropy_of_logits",
+    **dict.fromkeys(("kl_div", "jsd", "tvd"), "divergence"),
+}
+
+
+class SuiteOperations(Operations):
+    """The operations of the suite as attributes, with the arguments that they have there, and `<module>_module` for what lies beside
+    one."""
+
+    def launched(self) -> int:
+        """How many kernels the interpreter has run."""
+        return len(launched(self.packages[0]))
+
+    def __getattr__(self, name):
+        module = name.removesuffix("_module")
+        found = importlib.import_module(f"{self.packages[0].__name__}.shared.ops.{MODULES.get(name, module)}")
+        return found if module != name else getattr(found, name)
+
+
+def suite(package) -> SuiteOperations:
+    """The operations of a loaded package that ships them all."""
+    return SuiteOperations(package)
+
+
+def module_of(name: str):
+    """The file of an operation here."""
+    return importlib.import_module(f"tests.ops.{name}")
+
+
+def of_suite(checks: dict) -> dict:
+    """Checks of the suite's operations as `CHECKS` has them, functions of a package."""
+    return {name: lambda package, check=check: check(suite(package)) for name, check in checks.items()}

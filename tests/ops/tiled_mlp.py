@@ -1,0 +1,80 @@
+"""The MLP over shards of its tokens: the formula in float64, what must hold, and errors that must be noticed."""
+
+from functools import partial
+
+import torch
+
+from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
+from tests.ops.gated_activation import gated_exact
+from tests.ops.suite import of_suite
+
+NAMES = ("x", "gate", "up", "down")
+
+
+def inputs(dtype, device, tokens, hidden, intermediate):
+    x = leaf(randn(*tokens, hidden, dtype=dtype, device=device))
+    shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
+    return x, *[leaf(randn(*s, dtype=dtype, device=device, seed=1 + i, scale=s[1] ** -0.5)) for i, s in enumerate(shapes)]
+
+
+def mlp_exact(x, gate, up, down, activation):
+    return gated_exact(x @ gate.t(), x @ up.t(), activation) @ down.t()
+
+
+def check_tiled_mlp(ops, device, dtype, tokens, hidden=64, intermediate=96, activation="silu", shards=None, needs=(True,) * 4):
+    """The GEMMs round their results, and the weights' gradients are rounded once a shard. needs: whose gradients are asked for."""
+    leaves = inputs(dtype, device, tokens, hidden, intermediate)
+    for tensor, need in zip(leaves, needs):
+        tensor.requires_grad_(need)
+    if activation == "silu":
+        y = ops.tiled_swiglu(*leaves, shards=shards)
+    else:
+        y = ops.tiled_geglu(*leaves, shards=shards, approximate=activation)
+    dy = randn(*y.shape, dtype=dtype, device=device, seed=7)
+    y.backward(dy, retain_graph=True)
+    first = [t.grad.clone() if t.grad is not None else None for t in leaves]
+    leaves64 = [exact(t) for t in leaves]
+    y64 = mlp_exact(*leaves64, activation)
+    y64.backward(dy.double().cpu())
+    assert_rows_close(y, y64, dtype, "tiled MLP y", 1.25)
+    for name, found, wanted, need in zip(NAMES, leaves, leaves64, needs):
+        assert (found.grad is not None) == need, f"the gradient of {name}"
+        if need:
+            assert_rows_close(found.grad, wanted.grad, dtype, f"tiled MLP d{name}", 1.25 if name == "x" or shards == 1 else 2, floor=1.0)
+    y.backward(dy)
+    for name, tensor, once in zip(NAMES, leaves, first):
+        assert once is None or torch.equal(tensor.grad, once + once), f"the second backward of {name}"
+
+
+CASES = (
+    {"tokens": (5,), "shards": 2},
+    {"tokens": (2, 9), "shards": 3},
+    {"tokens": (3,), "shards": 8},
+    {"tokens": (1, 70)},
+    {"tokens": (1, 70), "activation": "tanh", "shards": 4},
+    {"tokens": (6,), "activation": "none", "shards": 2},
+    {"tokens": (0,)},
+)
+NEEDS = tuple(tuple(i != j for j in range(4)) for i in range(4)) + ((False, True, False, False), (True, False, False, False))
+
+OPERATION = "shared/ops/tiled_mlp.py"
+MUTANTS = (
+    (OPERATION, "_shards", "min(start + length, tokens)", "start + 1", "shards"),
+    (OPERATION, "_add_product", "total.addmm_(a, b)", "torch.mm(a, b)", "shards"),
+    (OPERATION, "_backward", "dgate.t(), x[part]", "dup.t(), x[part]", "shards"),
+    (OPERATION, "_backward", ".addmm_(dup, up_weight)", "", "shards"),
+    (OPERATION, "_backward", "dy[part].t(), hidden", "dy[part].t(), dgate", "shards"),
+    (OPERATION, "_TiledMLP.forward", "save_for_backward(x, gate_weight, up_weight,", "save_for_backward(x, up_weight, gate_weight,",
+     "shards"),
+    (OPERATION, "_TiledMLP.backward", "tiled_mlp_backward(dy, ", "tiled_mlp_backward(-dy, ", "shards"),
+)
+CHECKS = of_suite({"shards": lambda ops: check_tiled_mlp(ops, "cpu", torch.float32, (2, 9), shards=3)})
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        for i, options in enumerate(CASES):
+            yield f"case {i} {dtype}", partial(check_tiled_mlp, ops, device, dtype, **options)
+        for needs in NEEDS:
+            yield f"gradients of {needs} {dtype}", partial(check_tiled_mlp, ops, device, dtype, (6,), shards=2, needs=needs)

@@ -1,0 +1,228 @@
+"""Cross entropy of logits that the caller keeps: nothing is written over them, and their gradient takes memory in the backward pass only.
+
+The forward pass reads the logits once and leaves one number of a token, its lse; the backward pass reads them again and writes the
+gradient. So it may run twice, and what arrives from above is multiplied in before the gradient is rounded.
+"""
+
+from typing import Optional, Tuple, Union
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..runtime.device import kernels_run_on
+from ..runtime.launch import Kernel
+from .common import accumulation_dtype, describe, fail, needs_formula, new_like, traceable
+from .cross_entropy import (
+    LN2,
+    Chunk,
+    LinearCrossEntropyOutput,
+    Options,
+    Rows,
+    TorchChunk,
+    check_labels,
+    check_one_value_a_class,
+    check_reduction,
+    checked_options,
+    is_counted,
+    output_of,
+    reduced,
+    reduction_scale,
+)
+from .divergence import inverse_count, total
+from .softmax import as_rows, one_a_row, pieces, pieces_grid, slabs
+
+_statistics = Kernel("cross_entropy_statistics", grid=pieces_grid)
+_statistics_weighted = Kernel("cross_entropy_statistics_weighted", grid=pieces_grid)
+_combine = Kernel("cross_entropy_combine", grid=one_a_row)
+_gradient = Kernel("cross_entropy_backward", grid=pieces_grid)
+_gradient_weighted = Kernel("cross_entropy_backward_weighted", grid=pieces_grid)
+
+
+def _takes(logits: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:
+    return logits.dtype != torch.float64 and logits.numel() > 0 and kernels_run_on(logits, *others)
+
+
+def _plain(options: Options, class_weight) -> bool:
+    return options.plain and class_weight is None
+
+
+class _Chunk(Chunk):
+    """The losses of logits whose statistics kernels have found."""
+
+    def __init__(self, logits, target, class_weight, options, lse2, likelihood):
+        super().__init__(logits, target, class_weight, options)
+        self.lse, self.likelihood = lse2 * LN2, likelihood
+        self.look_up()
+
+
+def _forward(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: Optional[torch.Tensor],
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    lse_square_scale: float,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(losses, lse in base 2), [tokens] each."""
+    options = Options(ignore_index, label_smoothing, softcap, lse_square_scale)
+    if not _takes(logits, target, class_weight):
+        chunk = TorchChunk(logits, target, class_weight, options)
+        return chunk.loss(), chunk.lse / LN2
+    rows = as_rows(logits)
+    new = {"dtype": torch.float32, "device": logits.device}
+    shape = (rows.shape[0], pieces(_statistics, rows.shape[1]))
+    part_max, part_sum = torch.empty(shape, **new), torch.empty(shape, **new)
+    lse, likelihood = torch.empty(shape[0], **new), torch.empty(shape[0], **new)
+    plain = _plain(options, class_weight)
+    if plain:
+        for slab in slabs(shape[1], rows, part_max, part_sum):
+            _statistics(*slab)
+    else:
+        weights = class_weight if class_weight is not None else torch.ones(rows.shape[1], **new)
+        part_total = torch.empty(shape, **new)
+        for z, *partials in slabs(shape[1], rows, part_max, part_sum, part_total):
+            _statistics_weighted(z, weights, *partials, softcap)
+    for slab in slabs(1, rows, target, part_max, part_sum, lse, likelihood):
+        _combine(*slab, ignore_index, softcap)
+    if plain:
+        return likelihood, lse
+    return _Chunk(logits, target, class_weight, options, lse, likelihood).weighted(part_total.sum(1)), lse
+
+
+def _backward(
+    dloss: torch.Tensor,
+    scale: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weight: Optional[torch.Tensor],
+    lse: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    lse_square_scale: float,
+) -> torch.Tensor:
+    """The gradient of sum(losses * dloss * scale). dloss: [1] or [tokens]; scale: [1]."""
+    options = Options(ignore_index, label_smoothing, softcap, lse_square_scale)
+    if not _takes(logits, target, class_weight, dloss, scale, lse):
+        # A copy, which becomes the gradient; in float32, where TorchChunk does not bring it into fp16's range.
+        chunk = TorchChunk(logits.to(accumulation_dtype(logits.dtype), copy=True), target, class_weight, options)
+        chunk.loss()
+        chunk.gradient(dloss * scale)
+        return chunk.logits.to(logits.dtype)
+    rows, out = as_rows(logits), new_like(logits)
+    dlogits = out.view(rows.shape)
+    if _plain(options, class_weight):
+        per_token = dloss.shape[0] > 1
+        for z, t, row_lse, dz, *d in slabs(pieces(_gradient, rows.shape[1]), rows, target, lse, dlogits, *((dloss,) if per_token else ())):
+            _gradient(z, t, row_lse, d[0] if per_token else dloss, scale, dz, ignore_index)
+        return out
+    chunk = _Chunk(logits, target, class_weight, options, lse, lse)
+    coefficients = [t.contiguous() for t in chunk.coefficients(dloss * scale)]
+    for z, dz, t, row_lse, a, b, c in slabs(pieces(_gradient_weighted, rows.shape[1]), rows, dlogits, target, lse, *coefficients):
+        _gradient_weighted(z, chunk.weights, t, row_lse, a, b, c, dz, softcap)
+    return out
+
+
+def _forward_fake(logits, *_):
+    losses = logits.new_empty(logits.shape[0], dtype=accumulation_dtype(logits.dtype))
+    return losses, torch.empty_like(losses)
+
+
+cross_entropy_forward = traceable("cross_entropy_forward", _forward, _forward_fake)
+cross_entropy_backward = traceable("cross_entropy_backward", _backward, lambda dloss, scale, logits, *_: logits.new_empty(logits.shape))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The losses and lse of every token; or with scale, [1], the sum of the losses times scale, and lse."""
+
+    @staticmethod
+    def forward(ctx, logits, target, class_weight, scale, options: Options):
+        ctx.options = options[:4]
+        losses, lse = cross_entropy_forward(logits, target, class_weight, *ctx.options)
+        ctx.reduced = scale is not None
+        ctx.save_for_backward(logits, target, class_weight, lse, scale if ctx.reduced else torch.ones_like(lse[:1]))
+        ctx.mark_non_differentiable(lse)
+        return _sum(losses, scale) if ctx.reduced else losses, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss, _):
+        logits, target, class_weight, lse, scale = ctx.saved_tensors
+        dloss = dloss.view(1) if ctx.reduced else dloss.contiguous()
+        return cross_entropy_backward(dloss, scale, logits, target, class_weight, lse, *ctx.options), None, None, None, None
+
+
+def _sum(losses: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    kernels = not torch.compiler.is_compiling() and losses.dtype == torch.float32 and losses.numel() > 0 and kernels_run_on(losses)
+    return (total(losses) if kernels else losses.sum()) * scale.view(())
+
+
+def cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: Optional[torch.Tensor] = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: Optional[float] = None,
+    lse_square_scale: float = 0.0,
+    num_items: Union[int, float, torch.Tensor, None] = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Union[torch.Tensor, LinearCrossEntropyOutput]:
+    """Computes the cross entropy of logits and labels as torch.nn.functional.cross_entropy does, and leaves the logits as they are.
+
+    input: logits [..., classes], bf16, fp16 or fp32 (float64 runs in PyTorch), of any row stride; target: [...] int64, input's
+    leading dimensions. weight: [classes], of the classes. ignore_index, reduction ("mean", "sum", "none") and label_smoothing as
+    in torch, except that "mean" over no counted token is 0 with zero gradients. softcap: logits become
+    softcap * tanh(logits / softcap). lse_square_scale: adds lse_square_scale * logsumexp(logits)^2 to each counted token's loss
+    (z-loss). num_items: with it the loss is the sum divided by num_items, whatever `reduction` says.
+
+    Returns a float32 scalar, or [tokens] for "none". With return_z_loss, return_token_accuracy or return_predicted_tokens a
+    LinearCrossEntropyOutput, as `linear_cross_entropy` describes it.
+
+    Differentiable in input. A label outside [0, classes) raises ValueError on a CPU; on a GPU, where looking would wait for the
+    device, it counts like ignore_index. Raises ValueError where shapes, dtypes, devices or options do not fit.
+    """
+    _check(input, target, weight, reduction, ignore_index)
+    classes = input.shape[-1]
+    options = checked_options(
+        input.dtype, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap, lse_square_scale=lse_square_scale,
+        return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens,
+    )  # fmt: skip
+    logits, target = input.reshape(-1, classes), target.reshape(-1).contiguous()
+    weight = None if weight is None else weight.detach().to(accumulation_dtype(input.dtype)).contiguous()
+    if reduction == "mean" and weight is None and num_items is None and _takes(logits, target) and not torch.compiler.is_compiling():
+        scale = inverse_count(target, options.ignore_index, classes)
+    else:
+        scale = reduction_scale(target, classes, weight, options, reduction, num_items, accumulation_dtype(input.dtype))
+    if needs_formula(logits, target, weight):
+        rows = TorchChunk(logits, target, weight, options).rows()
+        return output_of(reduced(rows.loss, scale), rows, scale, target, options)
+    if torch.is_grad_enabled() and logits.requires_grad:
+        loss, lse = _CrossEntropy.apply(logits, target, weight, scale, options)
+    else:
+        loss, lse = cross_entropy_forward(logits, target, weight, *options[:4])
+        loss = loss if scale is None else _sum(loss, scale)
+    if not (return_z_loss or options.predicts):
+        return loss
+    counted = is_counted(target, classes, options.ignore_index)
+    z_loss = torch.where(counted, options.lse_square_scale * (lse * LN2).square(), 0.0) if return_z_loss else None
+    predicted = torch.where(counted, logits.detach().argmax(1), -1) if options.predicts else None
+    return output_of(loss, Rows(loss, z_loss, predicted), scale, target, options)
+
+
+def _check(logits, target, weight, reduction, ignore_index):
+    if logits.dim() == 0 or not logits.is_floating_point():
+        fail("input", describe(logits), "a floating point tensor [..., classes]")
+    if target.shape != logits.shape[:-1] or target.dtype != torch.int64 or target.device != logits.device:
+        fail("target", describe(target), f"torch.int64 {list(logits.shape[:-1])} on {logits.device}, one label a token")
+    classes = logits.shape[-1]
+    check_one_value_a_class("weight", weight, classes)
+    if weight is not None and weight.device != logits.device:
+        fail("weight", describe(weight), f"on the device of input, {logits.device}")
+    check_reduction(reduction)
+    check_labels(target, classes, ignore_index)

@@ -1,0 +1,443 @@
+"""Kullback-Leibler divergence, Jensen-Shannon divergence and total variation distance, of distributions or of logits.
+
+The gradient by the student is written by the forward pass and handed over to the first backward pass, which multiplies it in place by
+what arrives from above. A second backward pass finds it gone and computes it anew; so does every one in fp16, where a gradient that is
+not yet multiplied by the loss scale would be rounded to 0. Of logits nothing is kept but one number or two a row.
+"""
+
+from typing import NamedTuple, Optional, Tuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..runtime.device import kernels_run_on
+from ..runtime.launch import Kernel
+from .common import accumulation_dtype, describe, fail, needs_formula, new_like, traceable
+from .linear_head import _multiply as multiply
+from .softmax import as_rows, log_sum_exp2, pieces, pieces_grid, row_sum, slabs
+
+_kernels = {
+    kind: Kernel(name, grid=lambda c, x, y, labels, factor, gradient, partial, *_: (partial.numel(),))
+    for kind, name in (("kl", "kl_divergence"), ("js", "js_divergence"), ("tv", "tv_distance"))
+}
+KINDS = {"js": 0, "tv": 1}
+_logits_loss = {kind: Kernel("divergence_of_logits", grid=pieces_grid, where={"KIND": n}) for kind, n in KINDS.items()}
+_logits_gradient = {kind: Kernel("divergence_of_logits_gradient", grid=pieces_grid, where={"KIND": n}) for kind, n in KINDS.items()}
+_span_sum = Kernel("span_sum", grid=lambda c, values, out: (out.shape[0],))
+_inverse_count = Kernel("inverse_count", grid=lambda c, *_: (1,))
+
+LEAST_LOG = -1000.0  # stands in for log2(0), as in kernel_src/divergence.py
+LN2 = 0.6931471805599453
+REDUCTIONS = ("none", "mean", "batchmean", "sum")
+
+
+class Options(NamedTuple):
+    """kind: "kl" (target: probabilities), "js" (target: log-probabilities) or "tv". scale: what the sum of the losses is multiplied
+    by, beside one over the counted rows if `averages`. parameter: beta of "js", eps of "kl". temperature: of logits; None for
+    distributions."""
+
+    kind: str
+    scale: float
+    averages: bool
+    parameter: float
+    ignore_index: int
+    temperature: Optional[float]
+
+    @property
+    def of_distributions(self) -> tuple:
+        return self[:-1]
+
+
+# ---------------------------------------------------------------- in PyTorch
+def _finite(log2):
+    return torch.where(log2 == -float("inf"), LEAST_LOG, log2)
+
+
+def _terms(kind: str, x: torch.Tensor, y: torch.Tensor, parameter: float) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(loss, its derivative by x), elementwise and in float32 or wider. The loss can be differentiated in both x and y."""
+    x, y = x.to(accumulation_dtype(x.dtype)), y.to(accumulation_dtype(y.dtype))
+    if kind == "tv":
+        d = x - y
+        return 0.5 * d.abs(), 0.5 * torch.where(d.isnan(), d, d.sign())
+    if kind == "kl":
+        some = y != 0
+        p = torch.where(some, y, 1.0)
+        loss = p * (p.clamp(min=parameter).log() - x) if parameter else p * (p.log() - x)
+        return torch.where(some, loss, 0.0), -y
+    p, q = y.exp(), x.exp()
+    if parameter in (0.0, 1.0):
+        weight, mine, other = (p, y, x) if parameter == 0.0 else (q, x, y)
+        some = weight != 0
+        loss = torch.where(some, torch.where(some, weight, 0.0) * (torch.where(some, mine, 0.0) - torch.where(some, other, 0.0)), 0.0)
+        return loss, -p if parameter == 0.0 else loss + q
+    p, q = parameter * p, (1 - parameter) * q
+    log_m = (p + q).clamp(min=torch.finfo(x.dtype).tiny).log()
+    loss = p * (_finite(y) - log_m) + q * (_finite(x) - log_m)
+    return loss, q * (_finite(x) - log_m)
+
+
+def _distributions(kind: str, x, y, temperature):
+    """The student's and the teacher's distributions of logits as `_terms` takes them."""
+    softmax = torch.softmax if kind == "tv" else torch.log_softmax
+    return tuple(softmax(z.to(accumulation_dtype(z.dtype)) / temperature, -1) for z in (x, y))
+
+
+def _counted(labels, ignore_index) -> torch.Tensor:
+    return labels != ignore_index
+
+
+def _inverse(labels, ignore_index, dtype) -> torch.Tensor:
+    """One over the number of counted rows, or 1 where there are none; [1]."""
+    return 1.0 / _counted(labels, ignore_index).sum().clamp(min=1).to(dtype).view(1)
+
+
+def _losses(x, y, labels, options: Options) -> torch.Tensor:
+    """Elementwise losses, differentiable in x and y; rows that do not count are 0."""
+    if options.temperature is not None:
+        x, y = _distributions(options.kind, x, y, options.temperature)
+    loss = _terms(options.kind, x, y, options.parameter)[0]
+    return loss if labels is None else torch.where(_counted(labels, options.ignore_index)[:, None], loss, 0.0)
+
+
+def _reference(x, y, labels, options: Options, factor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(sum of the losses * scale * factor, its gradient by x)."""
+    u, v = (x, y) if options.temperature is None else _distributions(options.kind, x, y, options.temperature)
+    loss, slope = _terms(options.kind, u, v, options.parameter)
+    if options.temperature is not None:
+        q = u if options.kind == "tv" else u.exp()
+        g = slope * q if options.kind == "tv" else slope
+        slope = (g - q * g.sum(-1, keepdim=True)) / options.temperature
+    scale = options.scale if factor is None else factor.to(loss.dtype) * options.scale
+    if labels is not None:
+        counted = _counted(labels, options.ignore_index)[:, None]
+        loss, slope = torch.where(counted, loss, 0.0), torch.where(counted, slope, 0.0)
+    return (loss.sum() * scale).view(()), (slope * scale).to(x.dtype)
+
+
+# ---------------------------------------------------------------- by kernels
+_nothing: dict = {}
+
+
+def nothing(device: torch.device, dtype: torch.dtype, dims: int = 1) -> torch.Tensor:
+    """What is passed for an array that a kernel will not look at."""
+    key = (device, dtype, dims)
+    if key not in _nothing:
+        _nothing[key] = torch.zeros((1, 16) if dims == 2 else 16, dtype=dtype, device=device)
+    return _nothing[key]
+
+
+def _takes(x: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:
+    return x.dtype != torch.float64 and x.numel() > 0 and kernels_run_on(x, *others)
+
+
+def total(values: torch.Tensor) -> torch.Tensor:
+    """The sum of contiguous fp32 numbers, [], in an order that follows from their number alone."""
+    values = values.view(-1)
+    span = _span_sum.constant("SPAN")
+    while True:
+        out = values.new_empty(-(-values.shape[0] // span))
+        _span_sum(values, out)
+        if out.shape[0] == 1:
+            return out.view(())
+        values = out
+
+
+def inverse_count(labels: torch.Tensor, ignore_index: int, classes: int = -1) -> torch.Tensor:
+    """One over the number of labels that count, or 1 where none does; fp32 [1]. classes: labels from there on count neither."""
+    out = torch.empty(1, dtype=torch.float32, device=labels.device)
+    _inverse_count(labels, out, ignore_index, classes)
+    return out
+
+
+def _with_kernels(x, y, labels, options: Options, factor, writes: bool) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+    """As `_reference`, of rows; the gradient only if `writes`."""
+    x, y = as_rows(x), as_rows(y)
+    kernel = _kernels[options.kind]
+    parts = -(-x.shape[1] // (kernel.constant("TILE") * kernel.constant("STEPS")))
+    partial = torch.empty((x.shape[0], parts), dtype=torch.float32, device=x.device)
+    gradient = torch.empty(x.shape, dtype=x.dtype, device=x.device) if writes else nothing(x.device, x.dtype, 2)
+    parameter = () if options.kind == "tv" else (options.parameter,)
+    numbers = (options.scale, *parameter, options.ignore_index, int(labels is not None), int(factor is not None), int(writes))
+    factor = nothing(x.device, torch.float32) if factor is None else factor
+    for slab in slabs(parts, x, y, partial, *(() if labels is None else (labels,)), *((gradient,) if writes else ())):
+        a, b, c, *rest = slab
+        of_labels = nothing(x.device, torch.int64) if labels is None else rest[0]
+        kernel(a, b, of_labels, factor, rest[-1] if writes else gradient, c, *numbers)
+    return total(partial), gradient if writes else None
+
+
+def _forward(
+    x: torch.Tensor, y: torch.Tensor, labels: Optional[torch.Tensor], kind: str, scale: float, averages: bool, parameter: float,
+    ignore_index: int, writes: bool
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(loss, gradient or nothing) of distributions."""
+    options = Options(kind, scale, averages, parameter, ignore_index, None)
+    if not _takes(x, y, labels):
+        factor = _inverse(labels, ignore_index, accumulation_dtype(x.dtype)) if averages else None
+        loss, gradient = _reference(x, y, labels, options, factor)
+        return loss, gradient if writes else x.new_empty(0)
+    factor = inverse_count(labels, ignore_index) if averages else None
+    loss, gradient = _with_kernels(x, y, labels, options, factor, writes)
+    return loss, gradient.view(x.shape) if writes else x.new_empty(0)
+
+
+def _backward(
+    dloss: torch.Tensor,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    labels: Optional[torch.Tensor],
+    kind: str,
+    scale: float,
+    averages: bool,
+    parameter: float,
+    ignore_index: int,
+) -> torch.Tensor:
+    """The gradient, multiplied by dloss before it is rounded."""
+    options = Options(kind, scale, averages, parameter, ignore_index, None)
+    factor = dloss.to(accumulation_dtype(x.dtype)).view(1)
+    kernels = _takes(x, y, labels)
+    if averages:
+        factor = factor * (inverse_count(labels, ignore_index) if kernels else _inverse(labels, ignore_index, accumulation_dtype(x.dtype)))
+    gradient = (_with_kernels(x, y, labels, options, factor, True) if kernels else _reference(x, y, labels, options, factor))[1]
+    return gradient.view(x.shape)
+
+
+def _scalar(x):
+    return x.new_empty((), dtype=accumulation_dtype(x.dtype))
+
+
+divergence_forward = traceable(
+    "divergence_forward",
+    _forward,
+    lambda x, y, labels, kind, scale, averages, parameter, ignore_index, writes: (_scalar(x), x.new_empty(x.shape if writes else 0)),
+)
+divergence_backward = traceable("divergence_backward", _backward, lambda dloss, x, *_: x.new_empty(x.shape))
+
+
+class _Divergence(torch.autograd.Function):
+    """Hands the forward pass's gradient over once; see the head of this file."""
+
+    @staticmethod
+    def forward(ctx, x, y, labels, options: Options):
+        ctx.options, ctx.gradient = options.of_distributions, None
+        keeps = x.dtype != torch.float16 and not torch.compiler.is_compiling()
+        ctx.save_for_backward(x, y, labels)
+        loss, gradient = divergence_forward(x, y, labels, *ctx.options, keeps)
+        if keeps:
+            ctx.gradient = gradient
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss):
+        x, y, labels = ctx.saved_tensors
+        gradient, ctx.gradient = ctx.gradient, None
+        if gradient is None:
+            gradient = divergence_backward(dloss, x, y, labels, *ctx.options)
+        else:
+            multiply(gradient, dloss)
+        return gradient, None, None, None
+
+
+# ---------------------------------------------------------------- of logits
+def _logits_forward(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    labels: Optional[torch.Tensor],
+    kind: str,
+    scale: float,
+    averages: bool,
+    parameter: float,
+    ignore_index: int,
+    temperature: float,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss, lse of x, lse of y, sum of g): a number, and three of a row; see kernel_src/divergence.py."""
+    options = Options(kind, scale, averages, parameter, ignore_index, temperature)
+    if not _takes(x, y, labels):
+        factor = _inverse(labels, ignore_index, accumulation_dtype(x.dtype)) if averages else None
+        empty = x.new_empty(0, dtype=accumulation_dtype(x.dtype))
+        return _reference(x, y, labels, options, factor)[0], empty, empty.clone(), empty.clone()
+    a, b = as_rows(x), as_rows(y)
+    lse_x, lse_y = log_sum_exp2(a, 1 / temperature), log_sum_exp2(b, 1 / temperature)
+    kernel = _logits_loss[kind]
+    shape = (a.shape[0], pieces(kernel, a.shape[1]))
+    part_loss, part_slope = (torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(2))
+    numbers = (parameter, 1 / temperature, ignore_index, int(labels is not None))
+    per_row = () if labels is None else (labels,)
+    for slab in slabs(shape[1], a, b, lse_x, lse_y, part_loss, part_slope, *per_row):
+        kernel(*slab[:4], slab[6] if per_row else nothing(x.device, torch.int64), *slab[4:6], *numbers)
+    loss = total(part_loss) * scale
+    if averages:
+        loss = loss * inverse_count(labels, ignore_index).view(())
+    return loss, lse_x, lse_y, row_sum(part_slope)
+
+
+def _logits_backward(
+    dloss: torch.Tensor,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    labels: Optional[torch.Tensor],
+    lse_x: torch.Tensor,
+    lse_y: torch.Tensor,
+    slope: torch.Tensor,
+    kind: str,
+    scale: float,
+    averages: bool,
+    parameter: float,
+    ignore_index: int,
+    temperature: float,
+) -> torch.Tensor:
+    options = Options(kind, scale, averages, parameter, ignore_index, temperature)
+    factor = dloss.to(accumulation_dtype(x.dtype)).view(1)
+    if not _takes(x, y, labels):
+        if averages:
+            factor = factor * _inverse(labels, ignore_index, accumulation_dtype(x.dtype))
+        return _reference(x, y, labels, options, factor)[1]
+    if averages:
+        factor = factor * inverse_count(labels, ignore_index)
+    factor = factor * scale
+    a, b, dx = as_rows(x), as_rows(y), new_like(x)
+    kernel = _logits_gradient[kind]
+    numbers = (parameter, 1 / temperature, ignore_index, int(labels is not None))
+    per_row = () if labels is None else (labels,)
+    for slab in slabs(pieces(kernel, a.shape[1]), a, b, lse_x, lse_y, slope, dx.view(a.shape), *per_row):
+        of_labels = slab[6] if per_row else nothing(x.device, torch.int64)
+        kernel(*slab[:4], of_labels, slab[4], factor, slab[5], *numbers)
+    return dx
+
+
+def _logits_forward_fake(x, *_):
+    rows = x.new_empty(x.shape[0], dtype=accumulation_dtype(x.dtype))
+    return _scalar(x), rows, torch.empty_like(rows), torch.empty_like(rows)
+
+
+divergence_of_logits_forward = traceable("divergence_of_logits_forward", _logits_forward, _logits_forward_fake)
+divergence_of_logits_backward = traceable("divergence_of_logits_backward", _logits_backward, lambda dloss, x, *_: x.new_empty(x.shape))
+
+
+class _DivergenceOfLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, labels, options: Options):
+        ctx.options = tuple(options)
+        loss, *rows = divergence_of_logits_forward(x, y, labels, *options)
+        ctx.save_for_backward(x, y, labels, *rows)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss):
+        return divergence_of_logits_backward(dloss, *ctx.saved_tensors, *ctx.options), None, None, None
+
+
+# ---------------------------------------------------------------- public
+def kl_div(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    reduction: str = "mean",
+    log_target: bool = False,
+    *,
+    eps: float = 0.0,
+    labels: Optional[torch.Tensor] = None,
+    ignore_index: int = -100,
+    from_logits: bool = False,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Computes the Kullback-Leibler divergence of input from target, target * (log(target) - input), as torch.nn.functional.kl_div.
+
+    input: log-probabilities [..., classes]; target: probabilities like it, or with `log_target` log-probabilities. A probability of
+    0 contributes nothing. eps: the logarithm is taken of max(target, eps).
+    The rest as in `jsd`, except that "batchmean" divides by input.shape[0], where there are no labels.
+    """
+    if from_logits and (log_target or eps):
+        fail("log_target" if log_target else "eps", log_target or eps, "its default for logits: both distributions come from them")
+    if not 0.0 <= eps < 1.0:
+        fail("eps", eps, "a number from 0 to 1")
+    kind = "js" if log_target or from_logits else "kl"  # KL is the JSD of beta = 0
+    batch = input.shape[0] if input.dim() > 1 and labels is None else None
+    return _divergence(kind, input, target, reduction, float(eps) if kind == "kl" else 0.0, labels, ignore_index, from_logits, temperature,
+                       batch)
+
+
+def jsd(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    labels: Optional[torch.Tensor] = None,
+    *,
+    beta: float = 0.5,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    from_logits: bool = False,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Computes the generalised Jensen-Shannon divergence of a student and a teacher (arXiv 2306.13649).
+
+    beta * KL(P || M) + (1 - beta) * KL(Q || M), M = beta * P + (1 - beta) * Q; beta 0 gives KL(P || Q) and 1 KL(Q || P).
+
+    input: the student's log-probabilities log Q, [..., classes]; target: the teacher's, log P, like it: one shape, dtype (bf16, fp16
+    or fp32; float64 runs in PyTorch) and device. -inf is the logarithm of 0, which contributes nothing. from_logits: both are
+    logits, of which log_softmax(logits / temperature) is taken.
+    labels: input's leading dimensions, int64; rows whose label is ignore_index count for nothing.
+    reduction: "batchmean" divides the sum by the number of rows, or of those that count; "mean" also by classes; "sum"; "none"
+    gives a loss for every element, and is computed by PyTorch.
+
+    Returns a float32 scalar, the same bits on every run; 0 where no row counts. Differentiable in input; in target too, by
+    PyTorch's own operators, where it requires a gradient. Raises ValueError where shapes, dtypes, devices or options do not fit.
+    """
+    if not 0.0 <= beta <= 1.0:
+        fail("beta", beta, "a number from 0 to 1")
+    return _divergence("js", input, target, reduction, float(beta), labels, ignore_index, from_logits, temperature)
+
+
+def tvd(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    labels: Optional[torch.Tensor] = None,
+    *,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    from_logits: bool = False,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Computes the total variation distance, half the sum of |input - target|, of probabilities; where they are equal the gradient is 0.
+
+    input, target: probabilities [..., classes], or with `from_logits` logits. The rest as in `jsd`.
+    """
+    return _divergence("tv", input, target, reduction, 0.0, labels, ignore_index, from_logits, temperature)
+
+
+def _divergence(kind, x, y, reduction, parameter, labels, ignore_index, from_logits, temperature, batch=None) -> torch.Tensor:
+    """batch: what "batchmean" divides by; by default the rows."""
+    _check(x, y, labels, reduction, from_logits, temperature)
+    shape, classes = x.shape, x.shape[-1]
+    x, y = x.reshape(-1, classes), y.reshape(-1, classes)
+    labels = None if labels is None else labels.reshape(-1).contiguous()
+    rows = 1 if labels is not None else batch or x.shape[0]
+    scale = {"mean": 1.0 / max(rows * classes if batch is None else x.numel(), 1), "batchmean": 1.0 / max(rows, 1)}.get(reduction, 1.0)
+    averages = labels is not None and reduction != "sum"
+    options = Options(kind, scale, averages, parameter, int(ignore_index), float(temperature) if from_logits else None)
+    differentiable = torch.is_grad_enabled()
+    if reduction == "none" or (differentiable and y.requires_grad) or needs_formula(x, y, labels):
+        losses = _losses(x, y, labels, options)
+        if reduction == "none":
+            return losses.view(shape)
+        return losses.sum() * scale * (_inverse(labels, options.ignore_index, losses.dtype).view(()) if averages else 1.0)
+    if differentiable and x.requires_grad:
+        return (_DivergenceOfLogits if from_logits else _Divergence).apply(x, y, labels, options)
+    if from_logits:
+        return divergence_of_logits_forward(x, y, labels, *options)[0]
+    return divergence_forward(x, y, labels, *options.of_distributions, False)[0]
+
+
+def _check(x, y, labels, reduction, from_logits, temperature):
+    if not x.is_floating_point() or x.dim() == 0:
+        fail("input", describe(x), "a floating point tensor [..., classes]")
+    if y.shape != x.shape or y.dtype != x.dtype or y.device != x.device:
+        fail("target", describe(y), f"like input, which is {describe(x)}")
+    if labels is not None and (labels.shape != x.shape[:-1] or labels.dtype != torch.int64 or labels.device != x.device):
+        fail("labels", describe(labels), f"torch.int64 {list(x.shape[:-1])} on {x.device}, one a row")
+    if reduction not in REDUCTIONS:
+        fail("reduction", repr(reduction), "'none', 'mean', 'batchmean' or 'sum'")
+    if not temperature > 0:
+        fail("temperature", temperature, "a positive number")
+    if temperature != 1 and not from_logits:
+        fail("temperature", temperature, "1 without from_logits: it divides logits")

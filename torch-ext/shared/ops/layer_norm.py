@@ -1,0 +1,177 @@
+"""LayerNorm: y = weight * (x - mean) * rstd + bias over the last dimensions (arXiv 1607.06450)."""
+
+from typing import Optional, Tuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..runtime.device import multiprocessors
+from ..runtime.launch import Kernel
+from .common import accumulation_dtype, apply_function, column_sum, describe, fail, need_floats, needs_formula, new_like, traceable
+from .rows import kernels_take, one_block_a_row, per_row, rows_of, segments, slabs
+
+# Blocks that an SM holds in the backward pass of rows in registers, by the longest row; longer ones take the two kernels for any length
+# (kernel_src/layer_norm.py).
+BLOCKS_PER_SM = {
+    torch.bfloat16: ((1024, 4), (2048, 3), (4096, 2), (8192, 1)),
+    torch.float16: ((4096, 2),),
+    torch.float32: ((2048, 2),),
+}
+GROUPS_PER_SM = 8  # blocks that walk over the rows of some columns
+
+
+def _rows_and_columns(x, weight, bias, y, *statistics):
+    n = weight.shape[0]
+    return (segments(n, x), segments(n, weight), segments(n, bias), segments(n, y), *statistics)
+
+
+def _row_means_views(dy, x, weight, *rest):
+    n = weight.shape[0]
+    return (segments(n, dy), segments(n, x), segments(n, weight), *rest)
+
+
+def _columns_views(dx, dy, x, weight, mean, rstd, means, partial):
+    n = weight.shape[0]
+    return (*[segments(n, t) for t in (dx, dy, x, weight)], mean, rstd, means, segments(n, partial))
+
+
+def _groups_of_columns(c, dx, dy, x, weight, mean, rstd, means, partial):
+    return (-(-partial.shape[2] // c["PIECE"]) * partial.shape[0],)
+
+
+_forward_kernel = Kernel("layer_norm_forward", "layer_norm_long_forward", grid=one_block_a_row, views=_rows_and_columns)
+_backward_kernel = Kernel("layer_norm_backward", grid=lambda c, *tensors: (tensors[-1].shape[0],))
+_row_means_kernel = Kernel("layer_norm_row_means", grid=one_block_a_row, views=_row_means_views)
+_columns_kernel = Kernel("layer_norm_columns_backward", grid=_groups_of_columns, views=_columns_views)
+
+
+def layer_norm_reference(x, weight, bias, eps) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(y, mean, rstd) in PyTorch."""
+    xf = x.to(accumulation_dtype(x.dtype))
+    mean = xf.mean(-1, keepdim=True)
+    deviation = xf - mean
+    rstd = torch.rsqrt(deviation.square().mean(-1, keepdim=True) + eps)
+    return (weight * (deviation * rstd) + bias).to(x.dtype), mean.flatten(), rstd.flatten()
+
+
+def layer_norm_backward_reference(dy, x, weight, mean, rstd) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(dx, [dweight, dbias]) in PyTorch."""
+    acc = accumulation_dtype(x.dtype)
+    mean, rstd = (t.reshape(x.shape[:-1] + (1,)) for t in (mean, rstd))
+    n, d = (x.to(acc) - mean) * rstd, dy.to(acc)
+    g = d * weight.to(acc)
+    dx = (g - g.mean(-1, keepdim=True) - n * (g * n).mean(-1, keepdim=True)) * rstd
+    return dx.to(x.dtype), torch.stack([t.flatten(0, -2).sum(0) for t in (d * n, d)]).to(weight.dtype)
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if not kernels_take(x, weight, bias):
+        return layer_norm_reference(x, weight, bias, eps)
+    n = x.shape[-1]
+    rows, weight, bias = rows_of(x, n), rows_of(weight, n)[0], rows_of(bias, n)[0]
+    y, mean, rstd = new_like(rows), per_row(x, rows.shape[0]), per_row(x, rows.shape[0])
+    for part in slabs(rows):
+        _forward_kernel(rows[part], weight, bias, y[part], mean[part], rstd[part], eps)
+    return y.view(x.shape), mean, rstd
+
+
+def _backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, need_parameters: bool
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(dx, [dweight, dbias]); the second is empty where nobody needs it."""
+    nothing = weight.new_empty(0)
+    if not kernels_take(x, weight):
+        dx, parameters = layer_norm_backward_reference(dy, x, weight, mean, rstd)
+        return dx, parameters if need_parameters else nothing
+    n = x.shape[-1]
+    dy, x_rows, weight = rows_of(dy, n), rows_of(x, n), rows_of(weight, n)[0]
+    dx = new_like(x_rows)
+    blocks = _blocks_per_sm(x.dtype, weight.dtype, n)
+    parts = list(slabs(dy, x_rows))
+    partials = []
+    for part in parts:
+        arguments = dx[part], dy[part], x_rows[part], weight, mean[part], rstd[part]
+        count = part.stop - part.start
+        if blocks:
+            partial = per_row(x, min(count, blocks * multiprocessors(x)), 2, n)
+            _backward_kernel(*arguments, partial)
+        else:
+            partial = per_row(x, min(count, max(1, GROUPS_PER_SM * multiprocessors(x) * 1024 // n)), 2, n)
+            means = per_row(x, count, 2)
+            _row_means_kernel(*arguments[1:], means)
+            _columns_kernel(*arguments, means, partial)
+        partials.append(partial)
+    if not need_parameters:
+        return dx.view(x.shape), nothing
+    partial = partials[0] if len(partials) == 1 else torch.cat(partials)
+    return dx.view(x.shape), column_sum(partial.view(-1, 2 * n), weight.dtype).view(2, n)
+
+
+def _blocks_per_sm(x_dtype, weight_dtype, length: int) -> int:
+    """Of the kernel for rows in registers, 0 where none takes such rows."""
+    if x_dtype != weight_dtype or length * x_dtype.itemsize % 16:
+        return 0
+    return next((blocks for longest, blocks in BLOCKS_PER_SM[x_dtype] if length <= longest), 0)
+
+
+def _fake_forward(x, weight, bias, eps):
+    rows = x.numel() // x.shape[-1]
+    return x.new_empty(x.shape), *[x.new_empty((rows,), dtype=accumulation_dtype(x.dtype)) for _ in range(2)]
+
+
+def _fake_backward(dy, x, weight, mean, rstd, need_parameters):
+    return x.new_empty(x.shape), weight.new_empty((2, x.shape[-1]) if need_parameters else (0,))
+
+
+layer_norm_forward = traceable("layer_norm_forward", _forward, _fake_forward)
+layer_norm_backward = traceable("layer_norm_backward", _backward, _fake_backward)
+
+
+class LayerNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        y, mean, rstd = layer_norm_forward(x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        need = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        dx, parameters = layer_norm_backward(dy, *ctx.saved_tensors, need)
+        dweight, dbias = parameters if need else (None, None)
+        return dx, dweight if ctx.needs_input_grad[1] else None, dbias if ctx.needs_input_grad[2] else None, None
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: Optional[torch.Tensor] = None,
+    bias: Optional[torch.Tensor] = None,
+    eps: float = 1e-5,
+    normalized_shape: Optional[Tuple[int, ...]] = None,
+) -> torch.Tensor:
+    """LayerNorm over the last dimensions, in fp32, rounded once.
+
+    x: [..., *normalized_shape], bf16, fp16 or fp32 (float64 runs in PyTorch). weight, bias: [*normalized_shape], of x's dtype or fp32; None
+    for 1 and 0. normalized_shape: by default the shape of weight or bias, or the last dimension. Returns a tensor like x. Differentiable
+    in x, weight and bias. Raises ValueError when shapes, dtypes or devices do not fit.
+    """
+    given = [(name, p) for name, p in (("weight", weight), ("bias", bias)) if p is not None]
+    shape = tuple(normalized_shape) if normalized_shape is not None else tuple(given[0][1].shape) if given else tuple(x.shape[-1:])
+    if not shape or tuple(x.shape[-len(shape) :]) != shape:
+        fail("x", describe(x), f"a tensor whose last dimensions are {list(shape)}")
+    need_floats(x=x, **dict(given))
+    for name, parameter in given:
+        if tuple(parameter.shape) != shape or parameter.device != x.device:
+            fail(name, describe(parameter), f"one value for each of the last dimensions {list(shape)} of x, on {x.device}")
+    if len(given) == 2 and weight.dtype != bias.dtype:
+        fail("bias", describe(bias), f"of the dtype of weight, {weight.dtype}")
+    like = given[0][1] if given else x.new_empty(0)
+    weight = like.new_ones(shape) if weight is None else weight
+    bias = like.new_zeros(shape) if bias is None else bias
+    if len(shape) > 1:
+        flat = layer_norm(x.flatten(-len(shape)), weight.flatten(), bias.flatten(), eps)
+        return flat.view(x.shape)
+    if needs_formula(x, weight, bias):
+        return layer_norm_reference(x, weight, bias, float(eps))[0]
+    return apply_function(LayerNormFunction, x, weight, bias, float(eps))

@@ -1,0 +1,198 @@
+"""The generalised Jensen-Shannon divergence of two linear heads, a student's and a teacher's, without ever holding all their logits.
+
+The student's tokens are taken in chunks (linear_head.py); of each, the teacher's logits are made beside the student's, and the divergence's
+kernels turn the student's into their own gradient in place (divergence.py). So the forward pass leaves the gradients behind, and the
+backward pass only multiplies them by what arrives from above.
+"""
+
+from typing import Optional
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from ..runtime.device import kernels_run_on
+from ..runtime.launch import Kernel
+from .common import accumulation_dtype, describe, fail, needs_formula
+from .divergence import KINDS, Options, _inverse, _losses, _reference, inverse_count, jsd, nothing
+from .divergence import _logits_loss as _loss_kernels
+from .linear_head import fp16_factor, walk
+from .softmax import log_sum_exp2, pieces_grid, row_sum, slabs
+from .softmax import pieces as pieces_of
+
+REDUCTIONS = ("batchmean", "sum")
+# In fp16 the gradient of a chunk's logits is multiplied by a power of two. Where both distributions are far apart it is up to so many times
+# as large as what the loss is multiplied by; fp16 has room for twice as much.
+ROOM = 128.0
+
+_in_place_kernel = Kernel("divergence_of_logits_in_place", grid=pieces_grid, where={"KIND": KINDS["js"]})
+
+
+class _Piece:
+    """A chunk: what the walk asks for. x, y: the student's and the teacher's logits [chunk, classes]."""
+
+    def __init__(self, x, y, labels, options: Options):
+        self.x, self.y, self.labels, self.options = x, y, labels, options
+
+    def factor(self, scale):
+        """(what the gradient is multiplied by, the power of two in it or None)."""
+        if self.x.dtype != torch.float16:
+            return scale, None
+        power = fp16_factor(ROOM * scale.abs().max())
+        return scale * power, power
+
+
+class _TorchPiece(_Piece):
+    def rows(self):
+        return (_losses(self.x, self.y, self.labels, self.options).sum(-1),)
+
+    def gradient(self, scale):
+        factor, power = self.factor(scale)
+        self.x.copy_(_reference(self.x, self.y, self.labels, self.options, factor)[1])
+        return power
+
+
+class _KernelPiece(_Piece):
+    def rows(self):
+        x, y, kernel, options = self.x, self.y, _loss_kernels["js"], self.options
+        temperature = 1 / options.temperature
+        self.lse = log_sum_exp2(x, temperature), log_sum_exp2(y, temperature)
+        self.numbers = (options.parameter, temperature, options.ignore_index, int(self.labels is not None))
+        shape = x.shape[0], pieces_of(kernel, x.shape[1])
+        part_loss, part_slope = (torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(2))
+        for a, b, lse_x, lse_y, loss, slope, *labels in self._slabs(x, y, *self.lse, part_loss, part_slope):
+            kernel(a, b, lse_x, lse_y, *labels, loss, slope, *self.numbers)
+        self.slope = row_sum(part_slope)
+        return (row_sum(part_loss),)
+
+    def gradient(self, scale):
+        factor, power = self.factor(scale)
+        for a, b, lse_x, lse_y, slope, *labels in self._slabs(self.x, self.y, *self.lse, self.slope):
+            _in_place_kernel(a, b, lse_x, lse_y, *labels, slope, factor, *self.numbers)
+        return power
+
+    def _slabs(self, *tensors):
+        """Rows that a launch reaches over, with their labels or what is passed for none behind them."""
+        given = () if self.labels is None else (self.labels,)
+        none = () if given else (nothing(self.x.device, torch.int64),)
+        for slab in slabs(pieces_of(_in_place_kernel, self.x.shape[1]), *tensors, *given):
+            yield (*slab, *none)
+
+
+def _run(student, teacher, labels, scale, options: Options, needs, accum_dtype):
+    """(the loss of every token, the gradients of sum(loss * scale)). student, teacher: (hidden, weight, bias)."""
+    (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias) = student, teacher
+    tensors = [t for t in (*student, *teacher, labels) if t is not None]
+    kernels = hidden.dtype != torch.float64 and weight.shape[0] > 0 and kernels_run_on(*tensors)
+    losses = torch.empty(hidden.shape[0], dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
+    piece = _KernelPiece if kernels else _TorchPiece
+
+    def loss_of(logits, rows):
+        of_teacher = linear(teacher_hidden[rows], teacher_weight, teacher_bias)
+        return piece(logits, of_teacher, None if labels is None else labels[rows], options)
+
+    return losses, walk(hidden, weight, bias, loss_of, (losses,), scale, needs, accum_dtype)
+
+
+class _LinearJSD(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, labels, scale, options, accum_dtype):
+        ctx.save_for_backward(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, labels, scale)
+        ctx.options = options, accum_dtype
+        student, teacher = (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias)
+        losses, ctx.gradients = _run(student, teacher, labels, scale, options, ctx.needs_input_grad[:3], accum_dtype)
+        return losses.sum() * scale.view(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss):
+        # They are scaled in place and given away; a second backward pass (retain_graph) computes them anew.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            *tensors, labels, scale = ctx.saved_tensors
+            options, accum_dtype = ctx.options
+            gradients = _run(tensors[:3], tensors[3:], labels, scale, options, ctx.needs_input_grad[:3], accum_dtype)[1]
+        return (*gradients.times(dloss), *[None] * 7)
+
+
+def linear_jsd(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    labels: Optional[torch.Tensor] = None,
+    *,
+    bias: Optional[torch.Tensor] = None,
+    teacher_bias: Optional[torch.Tensor] = None,
+    beta: float = 0.5,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    accum_dtype: Optional[torch.dtype] = None,
+) -> torch.Tensor:
+    """Computes `jsd` of the logits of two linear heads, one chunk of logits at a time.
+
+    hidden: the student's [..., features]; weight: [classes, features]; bias: [classes] or None. teacher_hidden: [..., other features],
+    hidden's leading dimensions; teacher_weight: [classes, other features]; teacher_bias: [classes] or None. All of one dtype (bf16, fp16 or
+    fp32; float64 runs in PyTorch) and device. labels, beta, ignore_index, temperature: as in `jsd`. reduction: "batchmean" (the mean over
+    the
+    tokens that count) or "sum". accum_dtype: in which the weight's gradient is added up over the chunks, as in `linear_cross_entropy`.
+
+    Returns a scalar in float32. Differentiable in hidden, weight and bias; the teacher gets no gradient. Raises ValueError when shapes,
+    dtypes,
+    devices or options do not fit.
+    """
+    _check(hidden, weight, teacher_hidden, teacher_weight, labels, bias, teacher_bias)
+    if not 0.0 <= beta <= 1.0:
+        fail("beta", beta, "a number from 0 to 1")
+    if reduction not in REDUCTIONS:
+        fail("reduction", repr(reduction), "'batchmean' or 'sum'")
+    if not temperature > 0:
+        fail("temperature", temperature, "a positive number")
+    teacher_hidden, teacher_weight = teacher_hidden.detach(), teacher_weight.detach()
+    teacher_bias = None if teacher_bias is None else teacher_bias.detach()
+    if torch.compiler.is_compiling() or needs_formula(hidden, weight, teacher_hidden, teacher_weight, labels, bias, teacher_bias):
+        logits, of_teacher = linear(hidden, weight, bias), linear(teacher_hidden, teacher_weight, teacher_bias)
+        options = {"beta": beta, "reduction": reduction, "ignore_index": ignore_index, "temperature": temperature}
+        return jsd(logits, of_teacher, labels, from_logits=True, **options)
+    hidden, teacher_hidden = hidden.reshape(-1, hidden.shape[-1]), teacher_hidden.reshape(-1, teacher_hidden.shape[-1])
+    labels = None if labels is None else labels.reshape(-1).contiguous()
+    options = Options("js", 1.0, False, float(beta), int(ignore_index), float(temperature))
+    scale = _scale(hidden, labels, ignore_index, reduction)
+    student, teacher = (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in student):
+        return _LinearJSD.apply(*student, *teacher, labels, scale, options, accum_dtype)
+    return _run(student, teacher, labels, None, options, (False,) * 3, accum_dtype)[0].sum() * scale.view(())
+
+
+def _scale(hidden, labels, ignore_index, reduction) -> torch.Tensor:
+    """What the sum of the losses is multiplied by, [1], found without waiting for the device."""
+    acc, tokens = accumulation_dtype(hidden.dtype), hidden.shape[0]
+    if reduction == "sum" or labels is None:
+        number = 1.0 if reduction == "sum" else 1.0 / max(tokens, 1)
+        return torch.full((1,), number, dtype=acc, device=hidden.device)
+    kernels = hidden.dtype != torch.float64 and tokens > 0 and kernels_run_on(hidden, labels)
+    return inverse_count(labels, ignore_index) if kernels else _inverse(labels, ignore_index, acc)
+
+
+def _check(hidden, weight, teacher_hidden, teacher_weight, labels, bias, teacher_bias) -> None:
+    if hidden.dim() == 0 or not hidden.is_floating_point():
+        fail("hidden", describe(hidden), "a floating point tensor [..., features]")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        fail("weight", describe(weight), f"[classes, {hidden.shape[-1]}] for hidden, which is {describe(hidden)}")
+    if teacher_hidden.dim() == 0 or teacher_hidden.shape[:-1] != hidden.shape[:-1]:
+        fail("teacher_hidden", describe(teacher_hidden), f"{list(hidden.shape[:-1])} and features, as hidden, which is {describe(hidden)}")
+    if teacher_weight.shape != (weight.shape[0], teacher_hidden.shape[-1]):
+        fail("teacher_weight", describe(teacher_weight), f"{[weight.shape[0], teacher_hidden.shape[-1]]}")
+    for name, vector in (("bias", bias), ("teacher_bias", teacher_bias)):
+        if vector is not None and vector.shape != weight.shape[:1]:
+            fail(name, describe(vector), f"[{weight.shape[0]}], one value a class")
+    if labels is not None and (labels.shape != hidden.shape[:-1] or labels.dtype != torch.int64):
+        fail("labels", describe(labels), f"torch.int64 {list(hidden.shape[:-1])}, one label a token")
+    others = {"weight": weight, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight, "bias": bias,
+              "teacher_bias": teacher_bias}
+    for name, tensor in others.items():
+        if tensor is not None and (tensor.dtype != hidden.dtype or tensor.device != hidden.device):
+            fail(name, describe(tensor), f"of the dtype and on the device of hidden, which is {describe(hidden)}")
+    if labels is not None and labels.device != hidden.device:
+        fail("labels", describe(labels), f"on the device of hidden, {hidden.device}")

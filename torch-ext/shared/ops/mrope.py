@@ -1,0 +1,204 @@
+"""Rotary position embedding with several positions a token (Qwen2-VL, arXiv 2409.12191), or over a part of the head."""
+
+from typing import Iterator, Sequence, Tuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..runtime.device import kernels_run_on
+from ..runtime.launch import Kernel
+from .common import SLAB, apply_function, describe, fail, need_floats, needs_formula, new_like, traceable
+from .rotary import rotary
+
+Pair = Tuple[torch.Tensor, torch.Tensor]
+
+
+def heads_grid(c, q, k, *_):
+    """Blocks (token, group of heads)."""
+    return q.shape[0], max(-(-q.shape[1] // c["Q_HEADS"]), -(-k.shape[1] // c["K_HEADS"]))
+
+
+_kernels = tuple(
+    Kernel("mrope", "mrope_any", grid=heads_grid, reads=("q", "k", "cos", "sin"), where={"BACKWARD": backward}) for backward in (0, 1)
+)
+
+
+def token_slabs(tensors: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]) -> Iterator[Tuple[list, list]]:
+    """(tensors, tables) for each launch: [all tokens, heads, head_dim] and [..., rows, width], views where the strides allow it.
+
+    tensors: [batch, tokens, heads, head_dim]; tables: [..., batch or 1, tokens, width]. One launch where each tensor lies within SLAB
+    elements; else a batch row, or a part of it, at a time.
+    """
+    batch, tokens = tensors[0].shape[:2]
+    reach = max(max(x.stride(1), x.shape[2] * x.shape[3]) for x in tensors)
+    if batch * tokens * reach <= SLAB:
+        yield [x.reshape(-1, *x.shape[2:]) for x in tensors], [t.reshape(*t.shape[:-3], -1, t.shape[-1]) for t in tables]
+        return
+    step = max(1, SLAB // reach)
+    for row in range(batch):
+        for start in range(0, tokens, step):
+            part = slice(start, start + step)
+            yield [x[row, part] for x in tensors], [t.select(-3, row % t.shape[-3])[..., part, :] for t in tables]
+
+
+# ---------------------------------------------------------------- in PyTorch
+def _parts(half: int, sections: Sequence[int], interleaved: bool, device) -> torch.Tensor:
+    """Of each frequency, which of the tables it takes."""
+    time, height, width = sections
+    j = torch.arange(half, device=device)
+    if interleaved:
+        return ((j % 3 == 1) & (j < 3 * height)).long() + 2 * ((j % 3 == 2) & (j < 3 * width)).long()
+    return (j >= time).long() + (j >= time + height).long()
+
+
+def _chosen(table: torch.Tensor, half: int, sections: Sequence[int], interleaved: bool) -> torch.Tensor:
+    """[parts, batch or 1, tokens, half or 2 * half] -> [batch or 1, tokens, 2 * half]."""
+    if table.shape[-1] == half:
+        table = torch.cat((table, table), -1)
+    part = _parts(half, sections, interleaved, table.device).repeat(2)
+    return table.gather(0, part.expand(1, *table.shape[1:]))[0]
+
+
+def _rotate_half(x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+def mrope_reference(q, k, cos, sin, half: int, sections: Sequence[int], interleaved: bool, backward: bool) -> Pair:
+    """(q, k) rotated, or with backward by the transpose, in PyTorch; q, k: [batch, tokens, heads, head_dim]."""
+    cos, sin = (_chosen(t, half, sections, interleaved).unsqueeze(2) for t in (cos, sin))
+
+    def rotated(x):
+        turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+        turned = turned * cos - _rotate_half(turned * sin) if backward else turned * cos + _rotate_half(turned) * sin
+        return torch.cat((turned, rest.to(turned.dtype)), -1)
+
+    return rotated(q), rotated(k)
+
+
+# ---------------------------------------------------------------- with the kernels
+def _rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, half: int, time: int, height: int, width: int,
+    interleaved: bool, heads_dim: int, backward: bool,
+) -> Pair:  # fmt: skip
+    """Results lie in memory as [batch, tokens, heads, head_dim], whatever the order of the dimensions."""
+    q, k = (x.transpose(1, 2) if heads_dim == 1 else x for x in (q, k))
+    if q.dtype != torch.float64 and cos.dtype == q.dtype and kernels_run_on(q, k, cos, sin):
+        outs = new_like(q), new_like(k)
+        if q.numel() or k.numel():
+            for tensors, tables in token_slabs((q, k, *outs), (cos, sin)):
+                _kernels[int(backward)](*tensors, *tables, half, time, height, width, int(interleaved))
+    else:
+        outs = mrope_reference(q, k, cos, sin, half, (time, height, width), interleaved, backward)
+    return tuple(x.transpose(1, 2) for x in outs) if heads_dim == 1 else outs
+
+
+def _fake(q, k, cos, sin, half, time, height, width, interleaved, heads_dim, backward):
+    if heads_dim == 2:
+        return q.new_empty(q.shape), k.new_empty(k.shape)
+    return tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k))
+
+
+mrope_rotate = traceable("mrope", _rotate, _fake)
+
+
+class _MRoPE(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, *options):
+        ctx.save_for_backward(cos, sin)
+        ctx.options = options
+        return mrope_rotate(q, k, cos, sin, *options, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk):
+        return (*mrope_rotate(dq, dk, *ctx.saved_tensors, *ctx.options, True), *[None] * 8)
+
+
+def _apply(q, k, cos, sin, half, sections, interleaved, heads_dim) -> Pair:
+    if cos.requires_grad or sin.requires_grad or cos.dtype != q.dtype or needs_formula(q, k, cos, sin):
+        q, k = (x.transpose(1, 2) if heads_dim == 1 else x for x in (q, k))
+        outs = mrope_reference(q, k, cos, sin, half, sections, interleaved, False)
+        return tuple(x.transpose(1, 2) for x in outs) if heads_dim == 1 else outs
+    return apply_function(_MRoPE, q, k, cos, sin, half, *sections, interleaved, heads_dim)
+
+
+def _check(q, k, cos, sin, unsqueeze_dim) -> int:
+    """The dimension of the heads."""
+    need_floats(q=q, k=k, cos=cos, sin=sin)
+    if unsqueeze_dim % 4 not in (1, 2):
+        fail("unsqueeze_dim", unsqueeze_dim, "1 ([batch, heads, tokens, head_dim]) or 2 ([batch, tokens, heads, head_dim])")
+    heads_dim = unsqueeze_dim % 4
+    tokens_dim = 3 - heads_dim
+    if q.dim() != 4:
+        fail("q", describe(q), "four dimensions")
+    same = k.dim() == 4 and all(k.shape[i] == q.shape[i] for i in (0, tokens_dim, 3))
+    if not same or k.dtype != q.dtype or k.device != q.device:
+        fail("k", describe(k), f"q's batch, tokens, head_dim, dtype and device; q is {describe(q)}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.device != q.device:
+            fail(name, describe(table), f"on the device of q, {q.device}")
+    if sin.shape != cos.shape or sin.dtype != cos.dtype:
+        fail("sin", describe(sin), f"like cos, which is {describe(cos)}")
+    return heads_dim
+
+
+def rotary_multimodal(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    sections: Sequence[int],
+    unsqueeze_dim: int = 1,
+    interleaved: bool = False,
+) -> Pair:
+    """Rotates queries and keys by angles of a time, a height and a width for each token, both in one launch.
+
+    q: [batch, heads, tokens, head_dim] where unsqueeze_dim is 1 (the default), [batch, tokens, heads, head_dim] where it is 2; k: the same
+    with its own number of heads; any strides. sections: (time, height, width), how many frequencies each has; their sum is half of the
+    columns that are rotated, the first ones of a head, and the others are copied. cos, sin: [3, batch or 1, tokens, twice the sum], or the
+    sum wide when both halves of a head use the same angles. interleaved: frequencies 1, 4, 7, ... belong to the height and 2, 5, 8, ... to
+    the width, as in Qwen3-VL, and not in three pieces. Returns new tensors. bf16, fp16 and fp32, all of one dtype, run in the kernels;
+    other dtypes, and cos and sin of another dtype than q, in PyTorch with its promotion. Differentiable in q and k, and in PyTorch
+    also in cos and sin. Raises ValueError when shapes, dtypes or devices do not fit.
+    """
+    heads_dim = _check(q, k, cos, sin, unsqueeze_dim)
+    batch, tokens, width = q.shape[0], q.shape[3 - heads_dim], q.shape[3]
+    sections = tuple(int(n) for n in sections)
+    half = sum(sections)
+    if len(sections) != 3 or min(sections) < 0 or not 0 < 2 * half <= width:
+        fail("sections", sections, f"three numbers (time, height, width) whose sum is at most {width // 2}")
+    if interleaved and (3 * sections[1] > half + 1 or 3 * sections[2] > half):
+        fail("sections", sections, f"at most every third of the {half} frequencies for height and width where they are interleaved")
+    expected = f"[3, {batch} or 1, {tokens}, {2 * half} or {half}]"
+    if cos.dim() != 4 or cos.shape[0] != 3 or cos.shape[1] not in (1, batch) or cos.shape[2] != tokens or cos.shape[3] not in (half,
+                                                                                                                               2 * half):
+        fail("cos", describe(cos), expected)
+    return _apply(q, k, cos, sin, half, sections, bool(interleaved), heads_dim)
+
+
+def partial_rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim=None, unsqueeze_dim: int = 1) -> Pair:
+    """Rotates the first rotary_dim columns of every head of queries and keys, and copies the others, in one launch.
+
+    q, k, unsqueeze_dim, dtypes and gradients: as in `rotary_multimodal`. cos, sin: [batch or 1, tokens, rotary_dim], or half as wide; also
+    [tokens, width], or with a dimension of 1 at unsqueeze_dim. rotary_dim: by default the tables' width.
+    """
+    heads_dim = _check(q, k, cos, sin, unsqueeze_dim)
+    batch, tokens, width = q.shape[0], q.shape[3 - heads_dim], q.shape[3]
+    tables = []
+    for name, table in (("cos", cos), ("sin", sin)):
+        found = table.squeeze(heads_dim) if table.dim() == 4 and table.shape[heads_dim] == 1 else table
+        found = found.unsqueeze(0) if found.dim() == 2 else found
+        if found.dim() != 3 or found.shape[0] not in (1, batch) or found.shape[1] != tokens:
+            fail(name, describe(table), f"[{batch} or 1, {tokens}, rotary_dim]")
+        tables.append(found)
+    cos, sin = tables
+    rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
+    if not 0 < rotary_dim <= width or rotary_dim % 2:
+        fail("rotary_dim", rotary_dim, f"an even number up to the head_dim, {width}")
+    if cos.shape[-1] not in (rotary_dim, rotary_dim // 2):
+        fail("cos", describe(cos), f"[{batch} or 1, {tokens}, {rotary_dim} or {rotary_dim // 2}]")
+    if rotary_dim == width:
+        return rotary(q, k, cos, sin, unsqueeze_dim)
+    half = rotary_dim // 2
+    return _apply(q, k, cos.unsqueeze(0), sin.unsqueeze(0), half, (half, 0, 0), False, heads_dim)

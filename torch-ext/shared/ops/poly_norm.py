@@ -1,0 +1,130 @@
+"""PolyNorm: y = w0 * n_3 + w1 * n_2 + w2 * n_1 + bias, n_p = x^p / sqrt(mean(x^2p) + eps), over the last dimension (arXiv 2411.03884)."""
+
+from typing import Tuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..runtime.device import multiprocessors
+from ..runtime.launch import Kernel
+from .common import accumulation_dtype, apply_function, column_sum, describe, fail, need_floats, needs_formula, new_like, traceable
+from .rows import kernels_take, one_block_a_row, per_row, rows_of, segments, slabs
+
+BLOCKS_PER_SM = 3  # in the backward pass (kernel_src/poly_norm.py)
+
+
+def _forward_views(x, weight, bias, y, rstd):
+    n = x.shape[1]
+    return segments(n, x), weight, bias, segments(n, y), rstd
+
+
+def _backward_views(dx, dy, x, *rest):
+    n = x.shape[1]
+    return (*[segments(n, t) for t in (dx, dy, x)], *rest)
+
+
+_forward_kernel = Kernel("poly_norm_forward", "poly_norm_long_forward", grid=one_block_a_row, views=_forward_views)
+_backward_kernel = Kernel(
+    "poly_norm_backward", "poly_norm_long_backward", grid=lambda c, *tensors: (tensors[-1].shape[0],), views=_backward_views
+)
+
+
+def poly_norm_reference(x, weight, bias, eps) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(y, rstd [rows, 3]) in PyTorch."""
+    acc = accumulation_dtype(x.dtype)
+    xf, w = x.to(acc), weight.to(acc)
+    powers = (xf, xf * xf, xf * xf * xf)
+    rstd = torch.stack([torch.rsqrt(p.square().mean(-1) + eps) for p in powers], -1)
+    y = sum(w[2 - i] * powers[i] * rstd[..., i, None] for i in range(3)) + bias.to(acc)
+    return y.to(x.dtype), rstd.reshape(-1, 3)
+
+
+def poly_norm_backward_reference(dy, x, weight, rstd) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(dx, [dw0, dw1, dw2, dbias]) in PyTorch."""
+    acc = accumulation_dtype(x.dtype)
+    xf, d, w = x.to(acc), dy.to(acc), weight.to(acc)
+    rstd = rstd.view(*x.shape[:-1], 3)
+    dx, gradients = torch.zeros_like(xf), []
+    for power in (1, 2, 3):
+        r = rstd[..., power - 1, None]
+        n = xf**power * r
+        m = (d * n).mean(-1, keepdim=True)
+        dx = dx + w[3 - power] * power * xf ** (power - 1) * r * (d - n * m)
+        gradients.append(m.sum() * x.shape[-1])
+    return dx.to(x.dtype), torch.stack((*gradients[::-1], d.sum())).to(weight.dtype)
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Tuple[torch.Tensor, torch.Tensor]:
+    if not kernels_take(x, weight, bias):
+        return poly_norm_reference(x, weight, bias, eps)
+    rows, weight = rows_of(x, x.shape[-1]), weight.contiguous()
+    y, rstd = new_like(rows), per_row(x, rows.shape[0], 3)
+    for part in slabs(rows):
+        _forward_kernel(rows[part], weight, bias, y[part], rstd[part], eps)
+    return y.view(x.shape), rstd
+
+
+def _backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_parameters: bool
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(dx, [dw0, dw1, dw2, dbias]); the second is empty where nobody needs it."""
+    if not kernels_take(x, weight):
+        dx, parameters = poly_norm_backward_reference(dy, x, weight, rstd)
+        return dx, parameters if need_parameters else weight.new_empty(0)
+    dy, rows, weight = rows_of(dy, x.shape[-1]), rows_of(x, x.shape[-1]), weight.contiguous()
+    dx = new_like(rows)
+    partials = []
+    for part in slabs(dy, rows):
+        partials.append(per_row(x, min(part.stop - part.start, BLOCKS_PER_SM * multiprocessors(x)), 4))
+        _backward_kernel(dx[part], dy[part], rows[part], weight, rstd[part], partials[-1])
+    if not need_parameters:
+        return dx.view(x.shape), weight.new_empty(0)
+    partial = partials[0] if len(partials) == 1 else torch.cat(partials)
+    return dx.view(x.shape), column_sum(partial, weight.dtype)
+
+
+def _fake_forward(x, weight, bias, eps):
+    return x.new_empty(x.shape), x.new_empty((x.numel() // x.shape[-1], 3), dtype=accumulation_dtype(x.dtype))
+
+
+def _fake_backward(dy, x, weight, rstd, need_parameters):
+    return x.new_empty(x.shape), weight.new_empty(4 if need_parameters else 0)
+
+
+poly_norm_forward = traceable("poly_norm_forward", _forward, _fake_forward)
+poly_norm_backward = traceable("poly_norm_backward", _backward, _fake_backward)
+
+
+class PolyNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        y, rstd = poly_norm_forward(x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        _, need_weight, need_bias, _ = ctx.needs_input_grad
+        dx, parameters = poly_norm_backward(dy, *ctx.saved_tensors, need_weight or need_bias)
+        return dx, parameters[:3] if need_weight else None, parameters[3:] if need_bias else None, None
+
+
+def poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """PolyNorm over the last dimension, in fp32, rounded once.
+
+    x: [..., n], bf16, fp16 or fp32 (float64 runs in PyTorch); |x| up to 2.6e6, whose sixth power fp32 can hold. weight: [3], first the
+    cube's; bias: one element in any shape; both of x's dtype or fp32. Returns [..., n] in x's dtype. Differentiable in x, weight and bias.
+    Raises ValueError when shapes, dtypes or devices do not fit.
+    """
+    need_floats(x=x, weight=weight, bias=bias)
+    if x.dim() == 0:
+        fail("x", describe(x), "a tensor with a last dimension")
+    for name, parameter, count in (("weight", weight, 3), ("bias", bias, 1)):
+        if parameter.numel() != count or (name == "weight" and parameter.dim() != 1) or parameter.device != x.device:
+            fail(name, describe(parameter), f"{count} element{'s' * (count > 1)} on {x.device}")
+    if bias.dtype != weight.dtype:
+        fail("bias", describe(bias), f"of the dtype of weight, {weight.dtype}")
+    if needs_formula(x, weight, bias):
+        return poly_norm_reference(x, weight, bias.reshape(1), float(eps))[0]
+    return apply_function(PolyNormFunction, x, weight, bias.reshape(1), float(eps))

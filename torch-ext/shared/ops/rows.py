@@ -1,0 +1,50 @@
+"""Rows and parameters as the kernels of kernel_src/segments.py take them."""
+
+from typing import Iterator, Tuple
+
+import torch
+
+from ..runtime.device import kernels_run_on
+from .common import SLAB, aligned, unit_stride
+
+SEGMENT = 64  # of kernel_src/segments.py
+HALF = (torch.bfloat16, torch.float16)
+
+
+def kernels_take(x: torch.Tensor, *parameters: torch.Tensor) -> bool:
+    """Whether kernels exist for these dtypes, x and its parameters of one or the parameters in fp32 with x in half precision, and run
+    where the tensors live."""
+    dtype = parameters[0].dtype
+    same = dtype == x.dtype and (dtype in HALF or dtype == torch.float32)
+    if not (same or (dtype == torch.float32 and x.dtype in HALF)) or x.numel() == 0:
+        return False
+    return all(p.dtype == dtype for p in parameters) and kernels_run_on(x, *parameters)
+
+
+def rows_of(x: torch.Tensor, length: int) -> torch.Tensor:
+    """x as [rows, length]; a copy where its elements do not lie side by side, or, of whole segments, are not aligned."""
+    rows = x if x.dim() == 2 and x.shape[1] == length else x.reshape(-1, length)
+    return unit_stride(rows) if length % SEGMENT else aligned(rows)
+
+
+def segments(length: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The last dimension of a tensor, of `length` elements, as segments."""
+    segment = 1 if length % SEGMENT else SEGMENT
+    return tensor.unflatten(-1, (length // segment, segment))
+
+
+def slabs(*rows: torch.Tensor) -> Iterator[slice]:
+    """The rows, in parts that one launch reaches over: a kernel's offsets are 32-bit, and so many blocks fit into a grid."""
+    count = rows[0].shape[0]
+    most = max(1, SLAB // max(1, *[r.stride(0) for r in rows]))
+    for start in range(0, count, most):
+        yield slice(start, min(count, start + most))
+
+
+def one_block_a_row(c, x, *_) -> Tuple[int]:
+    return (x.shape[0],)
+
+
+def per_row(x: torch.Tensor, rows: int, *more: int) -> torch.Tensor:
+    """An fp32 tensor with numbers of each row, not filled."""
+    return torch.empty((rows, *more), dtype=torch.float32, device=x.device)

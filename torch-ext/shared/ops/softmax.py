@@ -1,0 +1,191 @@
+"""Softmax over any dimension, of rows of any length."""
+
+from typing import Iterator, Optional, Tuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..runtime.device import kernels_run_on
+from ..runtime.launch import Kernel
+from .common import SLAB, accumulation_dtype, apply_function, describe, fail, needs_formula, new_like, traceable
+
+# Rows of at most so many elements stay in registers: the kernel's tiles, and those of them that take rows at any address.
+TILES, TILES_UNALIGNED = (128, 1024, 4096, 8192, 16384), (1024, 4096)
+MOST_BLOCKS = 2**24 - 1
+
+
+def _rows_grid(c, x, *_):
+    return (-(-x.shape[0] // c["ROWS"]),)
+
+
+def pieces_grid(c, x, *_):
+    """One block for every TILE elements of a row."""
+    return (x.shape[0] * -(-x.shape[1] // c["TILE"]),)
+
+
+def one_a_row(c, x, *_):
+    return (x.shape[0],)
+
+
+_forward_rows = {tile: Kernel("softmax_forward", grid=_rows_grid, where={"TILE": tile}) for tile in TILES}
+_backward_rows = {tile: Kernel("softmax_backward", grid=_rows_grid, where={"TILE": tile}) for tile in TILES}
+_statistics = Kernel("softmax_statistics", grid=pieces_grid)
+_combine = Kernel("softmax_combine", grid=one_a_row)
+_apply = Kernel("softmax_apply", grid=pieces_grid)
+_dot = Kernel("softmax_dot", grid=pieces_grid)
+_gradient = Kernel("softmax_gradient", grid=pieces_grid)
+_row_sum = Kernel("row_sum", grid=one_a_row)
+
+
+# ---------------------------------------------------------------- what operations on rows share
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """[rows, columns] with dense, not expanded rows; a copy only where x does not lie so."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.is_contiguous() or (rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1]) else rows.contiguous()
+
+
+def slabs(blocks_a_row: int, *tensors: torch.Tensor) -> Iterator[Tuple[torch.Tensor, ...]]:
+    """The tensors in slices of so many rows that a launch's 32-bit offsets and its grid reach over them."""
+    rows, stride = tensors[0].shape[0], max(tensor.stride(0) for tensor in tensors)
+    if stride > SLAB:
+        fail("a row", f"{stride} elements long", f"at most 2^30, {SLAB}")
+    step = max(1, min(SLAB // max(stride, 1), MOST_BLOCKS // blocks_a_row))
+    if rows <= step:
+        yield tensors
+        return
+    for start in range(0, rows, step):
+        yield tuple(tensor[start : start + step] for tensor in tensors)
+
+
+def pieces(kernel: Kernel, columns: int) -> int:
+    return -(-columns // kernel.constant("TILE"))
+
+
+def row_tile(columns: int, tiles, tiles_unaligned, *rows: torch.Tensor) -> Optional[int]:
+    """The shortest tile that takes these rows; None where they do not fit into registers."""
+    low_bits = columns
+    for tensor in rows:
+        low_bits |= tensor.data_ptr() | (tensor.stride(0) * tensor.element_size())
+    return next((tile for tile in (tiles_unaligned if low_bits & 15 else tiles) if columns <= tile), None)
+
+
+def row_sum(partial: torch.Tensor) -> torch.Tensor:
+    """The sums of fp32 [rows, pieces] over a row's pieces, [rows]."""
+    if partial.shape[1] == 1:
+        return partial[:, 0]
+    out = partial.new_empty(partial.shape[0])
+    for slab in slabs(1, partial, out):
+        _row_sum(*slab)
+    return out
+
+
+def log_sum_exp2(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """log2(sum(exp(x * scale))) of every row, [rows] fp32. x: [rows, columns], as `as_rows` gives it."""
+    parts = pieces(_statistics, x.shape[1])
+    part_max, part_sum = (torch.empty((x.shape[0], parts), dtype=torch.float32, device=x.device) for _ in range(2))
+    lse = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    for slab in slabs(parts, x, part_max, part_sum):
+        _statistics(*slab, scale)
+    for slab in slabs(1, part_max, part_sum, lse):
+        _combine(*slab)
+    return lse
+
+
+def last_dimension(x: torch.Tensor, dim: int) -> Tuple[torch.Tensor, int]:
+    """(x with `dim` as its last dimension, dim from 0 on). Raises IndexError as torch does."""
+    dims = max(x.dim(), 1)
+    if not -dims <= dim < dims:
+        fail("dim", dim, f"from {-dims} to {dims - 1}", IndexError)
+    dim %= dims
+    return (x if dim >= x.dim() - 1 else x.transpose(dim, -1)), dim
+
+
+def check_rows(x: torch.Tensor) -> None:
+    if not x.is_floating_point():
+        fail("x", describe(x), "a floating point tensor")
+
+
+# ---------------------------------------------------------------- the operation
+def softmax_reference(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x.to(accumulation_dtype(x.dtype)), -1).to(x.dtype)
+
+
+def softmax_backward_reference(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    p, d = y.to(accumulation_dtype(y.dtype)), dy.to(accumulation_dtype(y.dtype))
+    return (p * (d - (p * d).sum(-1, keepdim=True))).to(y.dtype)
+
+
+def _takes(*tensors: torch.Tensor) -> bool:
+    return tensors[0].dtype != torch.float64 and tensors[0].numel() > 0 and kernels_run_on(*tensors)
+
+
+def _forward(x: torch.Tensor) -> torch.Tensor:
+    if not _takes(x):
+        return softmax_reference(x)
+    rows, out = as_rows(x), new_like(x)
+    y = out.view(rows.shape)
+    tile = row_tile(rows.shape[1], TILES, TILES_UNALIGNED, rows, y)
+    if tile is not None:
+        for slab in slabs(1, rows, y):
+            _forward_rows[tile](*slab)
+        return out
+    lse = log_sum_exp2(rows)
+    for x_slab, lse_slab, y_slab in slabs(pieces(_apply, rows.shape[1]), rows, lse, y):
+        _apply(x_slab, lse_slab, y_slab)
+    return out
+
+
+def _backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if not _takes(y, dy):
+        return softmax_backward_reference(dy, y)
+    p, d, out = as_rows(y), as_rows(dy), new_like(y)
+    dx, columns = out.view(p.shape), p.shape[1]
+    tile = row_tile(columns, TILES, TILES_UNALIGNED, p, d, dx)
+    if tile is not None:
+        for slab in slabs(1, p, d, dx):
+            _backward_rows[tile](*slab)
+        return out
+    partial = torch.empty((p.shape[0], pieces(_dot, columns)), dtype=torch.float32, device=p.device)
+    for slab in slabs(partial.shape[1], p, d, partial):
+        _dot(*slab)
+    for slab in slabs(pieces(_gradient, columns), p, d, row_sum(partial), dx):
+        _gradient(*slab)
+    return out
+
+
+def _like(*tensors: torch.Tensor) -> torch.Tensor:
+    return tensors[0].new_empty(tensors[0].shape)
+
+
+softmax_forward = traceable("softmax_forward", _forward, _like)
+softmax_backward = traceable("softmax_backward", _backward, _like)
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = softmax_forward(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return softmax_backward(dy, *ctx.saved_tensors)
+
+
+def softmax(x: torch.Tensor, dim: int = -1, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+    """Computes exp(x) / sum(exp(x)) over one dimension, in float32 or wider, and rounds once.
+
+    x: any shape, bf16, fp16 or fp32 (float64 runs in PyTorch). dim: of the sum; one that is not the last goes through transposed
+    copies. dtype: what x is converted to first. Returns x's shape. Raises ValueError for a dtype that is not floating point and
+    IndexError for a dimension that x does not have.
+    """
+    if dtype is not None:
+        x = x.to(dtype)
+    check_rows(x)
+    moved, dim = last_dimension(x, dim)
+    if x.dim() == 0:
+        return softmax(x.view(1)).view(())
+    y = softmax_reference(moved) if needs_formula(x) else apply_function(_Softmax, moved)
+    return y if moved is x else y.transpose(dim, -1)

@@ -1,0 +1,131 @@
+"""Sparsemax over any dimension, of rows of any length, without sorting."""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..runtime.device import kernels_run_on
+from ..runtime.launch import Kernel
+from .common import accumulation_dtype, apply_function, needs_formula, new_like, traceable
+from .softmax import _rows_grid, as_rows, check_rows, last_dimension, one_a_row, pieces, pieces_grid, row_sum, row_tile, slabs
+
+TILES, TILES_UNALIGNED = (128, 1024, 4096, 8192), (1024, 4096)
+
+
+def _chunk_blocks(c, x, *_):
+    return (x.shape[0] * -(-x.shape[1] // (c["CHUNK"] * c["WIDTH"])),)
+
+
+_forward_rows = {tile: Kernel("sparsemax_forward", grid=_rows_grid, where={"TILE": tile}) for tile in TILES}
+_backward_rows = {tile: Kernel("sparsemax_backward", grid=_rows_grid, where={"TILE": tile}) for tile in TILES}
+_maxima = Kernel("sparsemax_maxima", grid=_chunk_blocks)
+_threshold = Kernel("sparsemax_threshold", grid=one_a_row)
+_apply = Kernel("sparsemax_apply", grid=pieces_grid)
+_sums = Kernel("sparsemax_sums", grid=pieces_grid)
+_gradient = Kernel("sparsemax_gradient", grid=pieces_grid)
+
+
+def sparsemax_reference(x: torch.Tensor) -> torch.Tensor:
+    """Sparsemax by sorting (Martins and Astudillo 2016, algorithm 1)."""
+    v = x.to(accumulation_dtype(x.dtype))
+    v = v - v.amax(-1, keepdim=True)
+    z = v.sort(-1, descending=True).values
+    k = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=v.dtype)
+    total = z.cumsum(-1)
+    size = (1 + k * z > total).sum(-1, keepdim=True).clamp(min=1)
+    total = total.gather(-1, size - 1)
+    smallest = torch.finfo(x.dtype).tiny if x.dtype != torch.float16 else torch.finfo(x.dtype).smallest_normal * 2**-10
+    p = (v - (total - 1) / size).clamp(min=smallest)
+    return torch.where(1 + size * v > total, p, torch.where(v.isnan(), v, 0.0)).to(x.dtype)
+
+
+def sparsemax_backward_reference(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    inside, d = y > 0, dy.to(accumulation_dtype(y.dtype))
+    mean = torch.where(inside, d, 0.0).sum(-1, keepdim=True) / inside.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(inside, d - mean, 0.0).to(y.dtype)
+
+
+def _takes(*tensors: torch.Tensor) -> bool:
+    return tensors[0].dtype != torch.float64 and tensors[0].numel() > 0 and kernels_run_on(*tensors)
+
+
+def _forward(x: torch.Tensor) -> torch.Tensor:
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    if not _takes(x):
+        return sparsemax_reference(x)
+    rows, out = as_rows(x), new_like(x)
+    y, columns = out.view(rows.shape), rows.shape[1]
+    tile = row_tile(columns, TILES, TILES_UNALIGNED, rows, y)
+    if tile is not None:
+        for slab in slabs(1, rows, y):
+            _forward_rows[tile](*slab)
+        return out
+    width = _maxima.constant("WIDTH")
+    blocks = -(-columns // (_maxima.constant("CHUNK") * width))
+    maxima = rows.new_empty((rows.shape[0], blocks * width))
+    top, size, total = torch.empty((3, rows.shape[0]), dtype=torch.float32, device=x.device)
+    for slab in slabs(blocks, rows, maxima):
+        _maxima(*slab)
+    for slab in slabs(1, rows, maxima, top, size, total):
+        _threshold(*slab)
+    for slab in slabs(pieces(_apply, columns), rows, top, size, total, y):
+        _apply(*slab)
+    return out
+
+
+def _backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if y.numel() == 0:
+        return torch.empty_like(y)
+    if not _takes(y, dy):
+        return sparsemax_backward_reference(dy, y)
+    p, d, out = as_rows(y), as_rows(dy), new_like(y)
+    dx, columns = out.view(p.shape), p.shape[1]
+    tile = row_tile(columns, TILES, TILES_UNALIGNED, p, d, dx)
+    if tile is not None:
+        for slab in slabs(1, p, d, dx):
+            _backward_rows[tile](*slab)
+        return out
+    shape = (p.shape[0], pieces(_sums, columns))
+    part_size, part_sum = (torch.empty(shape, dtype=torch.float32, device=p.device) for _ in range(2))
+    for slab in slabs(shape[1], p, d, part_size, part_sum):
+        _sums(*slab)
+    for slab in slabs(pieces(_gradient, columns), p, d, row_sum(part_size), row_sum(part_sum), dx):
+        _gradient(*slab)
+    return out
+
+
+def _like(*tensors: torch.Tensor) -> torch.Tensor:
+    return tensors[0].new_empty(tensors[0].shape)
+
+
+sparsemax_forward = traceable("sparsemax_forward", _forward, _like)
+sparsemax_backward = traceable("sparsemax_backward", _backward, _like)
+
+
+class _Sparsemax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = sparsemax_forward(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return sparsemax_backward(dy, *ctx.saved_tensors)
+
+
+def sparsemax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """Projects x onto the probability simplex along one dimension: max(x - tau, 0), which sums to 1 (arXiv 1602.02068).
+
+    x: any shape, bf16, fp16 or fp32 (float64 runs in PyTorch). dim: of the sum; one that is not the last goes through transposed
+    copies. Returns x's shape and dtype. The gradient is that of the support, which is decided without a division: an element that
+    equals tau is outside, and its probability and gradient are 0. Raises ValueError for a dtype that is not floating point and
+    IndexError for a dimension that x does not have.
+    """
+    check_rows(x)
+    moved, dim = last_dimension(x, dim)
+    if x.dim() == 0:
+        return sparsemax(x.view(1)).view(())
+    y = sparsemax_reference(moved) if needs_formula(x) and x.numel() else apply_function(_Sparsemax, moved)
+    return y if moved is x else y.transpose(dim, -1)

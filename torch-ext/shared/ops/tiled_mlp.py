@@ -1,0 +1,142 @@
+"""A gated MLP over shards of its tokens: of what is as wide as the intermediate layer, only one shard's exists at a time.
+
+The forward saves x and the weights alone. The backward computes each shard's activations again (two GEMMs more than an MLP that
+keeps them: eleven), and adds the weights' gradients up in place, by the GEMMs themselves. The weights are inputs of the autograd
+function and get their gradients once, so DDP, FSDP, ZeRO, `autograd.grad`, a frozen x and frozen weights work as with any other
+operation. (Liger's writes .grad from inside the backward, once a shard.)
+"""
+
+from typing import List, Optional, Tuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from .common import apply_function, describe, fail, need_floats, needs_formula, traceable
+from .gated_activation import APPROXIMATE, backward_in_place, forward_into, forward_reference
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+
+
+def _shards(tokens: int, count: int) -> List[slice]:
+    """At most `count` slices of equal length, the last one shorter."""
+    length = max(1, -(-tokens // count))
+    return [slice(start, min(start + length, tokens)) for start in range(0, tokens, length)]
+
+
+def _forward(
+    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor, activation: str, shards: int
+) -> torch.Tensor:
+    """x: [tokens, hidden]."""
+    y = x.new_empty((x.shape[0], down_weight.shape[0]))
+    for part in _shards(x.shape[0], shards):
+        gate, up = torch.mm(x[part], gate_weight.t()), torch.mm(x[part], up_weight.t())
+        hidden = torch.empty_like(gate)
+        forward_into(gate, up, hidden, activation)
+        torch.mm(hidden, down_weight.t(), out=y[part])
+    return y
+
+
+def _add_product(total: Optional[torch.Tensor], a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """total + a b, in place where there is a total."""
+    return torch.mm(a, b) if total is None else total.addmm_(a, b)
+
+
+def _backward(
+    dy: torch.Tensor, x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor,
+    activation: str, shards: int, need_x: bool, need_gate: bool, need_up: bool, need_down: bool,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dx, dgate_weight, dup_weight, ddown_weight), empty where they are not needed."""
+    dx = torch.empty_like(x) if need_x else x.new_empty(0)
+    dgate_weight = dup_weight = ddown_weight = None
+    for part in _shards(x.shape[0], shards):
+        gate, up = torch.mm(x[part], gate_weight.t()), torch.mm(x[part], up_weight.t())
+        hidden = torch.mm(dy[part], down_weight)  # its gradient
+        backward_in_place(hidden, gate, up, activation)
+        dgate, dup = gate, up  # and hidden is itself
+        if need_down:
+            ddown_weight = _add_product(ddown_weight, dy[part].t(), hidden)
+        if need_gate:
+            dgate_weight = _add_product(dgate_weight, dgate.t(), x[part])
+        if need_up:
+            dup_weight = _add_product(dup_weight, dup.t(), x[part])
+        if need_x:
+            torch.mm(dgate, gate_weight, out=dx[part]).addmm_(dup, up_weight)
+    found = zip((dgate_weight, dup_weight, ddown_weight), (gate_weight, up_weight, down_weight), (need_gate, need_up, need_down))
+    # Without tokens there was no shard.
+    return (dx, *[d if d is not None else torch.zeros_like(w) if need else w.new_empty(0) for d, w, need in found])
+
+
+def _fake_backward(dy, x, gate_weight, up_weight, down_weight, activation, shards, *needs):
+    return tuple(t.new_empty(t.shape if need else 0) for t, need in zip((x, gate_weight, up_weight, down_weight), needs))
+
+
+tiled_mlp_forward = traceable(
+    "tiled_mlp_forward", _forward, lambda x, gate, up, down, activation, shards: x.new_empty((x.shape[0], down.shape[0]))
+)
+tiled_mlp_backward = traceable("tiled_mlp_backward", _backward, _fake_backward)
+
+
+class _TiledMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gate_weight, up_weight, down_weight, activation, shards):
+        ctx.save_for_backward(x, gate_weight, up_weight, down_weight)
+        ctx.options = activation, shards
+        return tiled_mlp_forward(x, gate_weight, up_weight, down_weight, activation, shards)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        needs = ctx.needs_input_grad[:4]
+        results = tiled_mlp_backward(dy, *ctx.saved_tensors, *ctx.options, *needs)
+        return (*[result if need else None for result, need in zip(results, needs)], None, None)
+
+
+def tiled_mlp(
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    activation: str = "silu",
+    shards: Optional[int] = None,
+) -> torch.Tensor:
+    """Computes down(act(gate(x)) * up(x)) without biases, shard by shard of the tokens, storing only x for the backward pass.
+
+    x: [..., hidden]; gate_weight, up_weight: [intermediate, hidden]; down_weight: [hidden, intermediate], all of one dtype and device.
+    activation: "silu", "gelu_tanh" or "gelu". shards: how many; by default tokens / hidden, rounded up. The result does not depend on it
+    but for rounding: a weight's gradient is rounded to its dtype once a shard. Returns [..., hidden]. Differentiable in all four
+    tensors. Raises ValueError when shapes, dtypes, devices or options do not fit.
+    """
+    need_floats(x=x)
+    if x.dim() == 0 or gate_weight.dim() != 2:
+        fail("gate_weight", describe(gate_weight), f"[intermediate, hidden] for x, which is {describe(x)}")
+    expected = (gate_weight.shape[0], x.shape[-1])
+    for name, weight, shape in (
+        ("gate_weight", gate_weight, expected),
+        ("up_weight", up_weight, expected),
+        ("down_weight", down_weight, expected[::-1]),
+    ):
+        if weight.shape != shape or weight.dtype != x.dtype or weight.device != x.device:
+            fail(name, describe(weight), f"{x.dtype} {list(shape)} on {x.device}")
+    if activation not in ACTIVATIONS:
+        fail("activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
+    if shards is not None and (not isinstance(shards, int) or shards < 1):
+        fail("shards", shards, "a positive int, or None")
+    if needs_formula(x, gate_weight, up_weight, down_weight):
+        hidden = forward_reference(linear(x, gate_weight), linear(x, up_weight), activation, 1.0, 1.0)
+        return linear(hidden, down_weight)
+    flat = x.reshape(-1, x.shape[-1])
+    shards = shards or max(1, -(-flat.shape[0] // max(1, x.shape[-1])))
+    return apply_function(_TiledMLP, flat, gate_weight, up_weight, down_weight, activation, shards).view(x.shape)
+
+
+def tiled_swiglu(x, gate_weight, up_weight, down_weight, shards: Optional[int] = None) -> torch.Tensor:
+    """`tiled_mlp` with SiLU."""
+    return tiled_mlp(x, gate_weight, up_weight, down_weight, "silu", shards)
+
+
+def tiled_geglu(x, gate_weight, up_weight, down_weight, shards: Optional[int] = None, approximate: str = "tanh") -> torch.Tensor:
+    """`tiled_mlp` with GELU; approximate: "tanh", or "none" for the one with erf."""
+    if approximate not in APPROXIMATE:
+        fail("approximate", repr(approximate), "'tanh' or 'none'")
+    return tiled_mlp(x, gate_weight, up_weight, down_weight, APPROXIMATE[approximate], shards)
