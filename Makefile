@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-gpu test-mutants test-multigpu test-sanitizer build stage upload hub check clean \
+.PHONY: help demo test test-gpu test-mutants test-transformers test-multigpu test-sanitizer build stage upload hub check clean \
 	bench-ops bench-liger bench-rmsnorm bench-lce bench-qwen3 bench-lora bench-qwen3-moe bench-gpt-oss bench-fsdp bench-generate \
 	bench-adamw bench-plots
 
@@ -32,6 +32,9 @@ test-mutants: $(READY) ## plant an error in every mask, scale and saved tensor, 
 
 test-gpu: $(READY) build ## the numerics with the real cubins, on this machine's GPU
 	$(BIN)/python -m pytest tests/gpu
+
+test-transformers: $(READY) ## transformers' own tests with the packages in force and without (TESTS=path of a checkout at the installed version)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.upstream $(TESTS)
 
 test-multigpu: $(READY) build ## parallel training and device_map on two GPUs
 	$(BIN)/python -m pytest tests/multigpu
