@@ -14,8 +14,9 @@ import cuda.tile as ct
 
 from kernel_src.column_sum import TILE as SUM_TILE
 from kernel_src.column_sum import sum_columns
+from kernel_src.elements import read_once, write
 from kernel_src.prebuild import FLOATS, Array, Params, PerArchitecture, Variant
-from kernel_src.segments import MIXED, SAME, SEGMENT, columns, place, read, rows, sum_of, write
+from kernel_src.segments import MIXED, SAME, SEGMENT, columns, place, rows, sum_of
 
 Const = ct.Constant[int]
 TWO_LOG2E = 2.8853900817779268
@@ -49,11 +50,11 @@ def dyt_forward(x, alpha, gamma, beta, y, ROWS: Const, SEGMENT: Const, PIECE: Co
     """x, y: [rows, segments, SEGMENT]; alpha: [1]; gamma, beta: [segments, SEGMENT]. PIECE segments of ROWS rows a block; the last
     blocks write the last row again instead of leaving the array."""
     block, segment, column = columns_of_block(x.shape[1], PIECE, SEGMENT)
-    a = read(alpha, 0)
-    scale, shift = read(gamma, (segment, column)), read(beta, (segment, column))
+    a = read_once(alpha, 0)
+    scale, shift = read_once(gamma, (segment, column)), read_once(beta, (segment, column))
     for i in ct.static_iter(range(ROWS)):
         row = ct.minimum(block * ROWS + i, x.shape[0] - 1)
-        t, _ = tanh(a * read(x, (row, segment, column)))
+        t, _ = tanh(a * read_once(x, (row, segment, column)))
         write(y, (row, segment, column), t * scale + shift)
 
 
@@ -72,7 +73,7 @@ def dyt_backward(dx, dy, x, alpha, gamma, partial, partial_alpha, ROWS: Const, S
     time, which are all loaded before the first is used."""
     groups = partial.shape[0]
     group, segment, column = columns_of_block(x.shape[1], PIECE, SEGMENT)
-    a, scale = read(alpha, 0), read(gamma, (segment, column))
+    a, scale = read_once(alpha, 0), read_once(gamma, (segment, column))
     dgamma = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
     dbeta = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
     dalpha = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
@@ -91,7 +92,7 @@ def dyt_backward(dx, dy, x, alpha, gamma, partial, partial_alpha, ROWS: Const, S
             dgamma = dgamma + of_gamma
             dbeta = dbeta + d
     for row in range(whole * ROWS + group, x.shape[0], groups):
-        xf, d = read(x, (row, segment, column)), read(dy, (row, segment, column))
+        xf, d = read_once(x, (row, segment, column)), read_once(dy, (row, segment, column))
         gradient, of_alpha, of_gamma = gradients(xf, d, a, scale)
         write(dx, (row, segment, column), gradient)
         dalpha = dalpha + of_alpha

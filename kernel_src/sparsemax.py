@@ -18,9 +18,10 @@ block, sets tau from the maxima alone, which is never too large, and reads only 
 
 import cuda.tile as ct
 
+from kernel_src.elements import write_within
 from kernel_src.prebuild import FLOATS, Array, Variant
 from kernel_src.segments import two_sums
-from kernel_src.softmax import MINUS_INFINITY, PIECE, WRITTEN_PIECE, piece, read, rows_of_block, tile_columns, whole_rows, write
+from kernel_src.softmax import MINUS_INFINITY, PIECE, WRITTEN_PIECE, piece, read, rows_of_block, tile_columns, whole_rows
 
 Const = ct.Constant[int]
 
@@ -58,7 +59,7 @@ def sparsemax_forward(x, y, ROWS: Const, TILE: Const):
         total = ct.where(smaller, ct.sum(ct.where(inside, v, 0.0), 1, keepdims=True), total)
         size = ct.where(smaller, new, size)
         shrinks = ct.max(ct.where(smaller, 1, 0)) > 0
-    write(y, at, probability(v, size, total, y.dtype))
+    write_within(y, at, probability(v, size, total, y.dtype))
 
 
 @ct.kernel
@@ -68,7 +69,7 @@ def sparsemax_backward(y, dy, dx, ROWS: Const, TILE: Const):
     inside, d = read(y, at, 0) > 0.0, read(dy, at, 0)
     size = ct.sum(ct.where(inside, 1.0, 0.0), 1, keepdims=True)
     mean = ct.sum(ct.where(inside, d, 0.0), 1, keepdims=True) / ct.maximum(size, 1.0)
-    write(dx, at, ct.where(inside, d - mean, 0.0))
+    write_within(dx, at, ct.where(inside, d - mean, 0.0))
 
 
 # ---------------------------------------------------------------- rows that are read twice
@@ -87,7 +88,7 @@ def sparsemax_row_backward(y, dy, dx, TILE: Const):
     mean = amount / ct.maximum(count, 1.0)
     for i in range(tiles):
         cols = tile_columns(tiles - 1 - i, TILE)
-        write(dx, (row, cols), ct.where(read(y, (row, cols), 0) > 0.0, read(dy, (row, cols), 0) - mean, 0.0))
+        write_within(dx, (row, cols), ct.where(read(y, (row, cols), 0) > 0.0, read(dy, (row, cols), 0) - mean, 0.0))
 
 
 # ---------------------------------------------------------------- rows in pieces
@@ -173,7 +174,7 @@ def sparsemax_apply(x, top, size, total, y, TILE: Const):
     row, _, cols = piece(x, TILE)
     v = read(x, (row, cols), MINUS_INFINITY) - ct.gather(top, row, check_bounds=False)
     n, s = ct.gather(size, row, check_bounds=False), ct.gather(total, row, check_bounds=False)
-    write(y, (row, cols), probability(v, n, s, y.dtype))
+    write_within(y, (row, cols), probability(v, n, s, y.dtype))
 
 
 @ct.kernel
@@ -190,7 +191,7 @@ def sparsemax_gradient(y, dy, size, total, dx, TILE: Const):
     """size, total: [rows] fp32, the sums over a row of what `sparsemax_sums` leaves."""
     row, _, cols = piece(y, TILE)
     mean = ct.gather(total, row, check_bounds=False) / ct.maximum(ct.gather(size, row, check_bounds=False), 1.0)
-    write(dx, (row, cols), ct.where(read(y, (row, cols), 0) > 0.0, read(dy, (row, cols), 0) - mean, 0.0))
+    write_within(dx, (row, cols), ct.where(read(y, (row, cols), 0) > 0.0, read(dy, (row, cols), 0) - mean, 0.0))
 
 
 # At most one element in 16 is read again; a block of sparsemax_maxima has so many loads under way.
