@@ -118,7 +118,12 @@ def dyt_parameter_sums(partial, partial_alpha, dparameters, dalpha, ROWS: Const,
 
 # ---------------------------------------------------------------- what is prebuilt
 PIECE = {SEGMENT: 16, 1: 512}
-ROWS, BACKWARD_ROWS = 4, 2  # of a block, and of a step of the backward pass
+ROWS = 4  # of a block of the forward pass
+
+
+def backward_rows(x, w, segment):
+    """Rows that a step of the backward pass loads at once: two where the registers of 4 blocks an SM hold them on every architecture."""
+    return 2 if x == w != "float32" and segment > 1 else 1
 
 
 def variants():
@@ -133,8 +138,8 @@ def variants():
             partial, partial_alpha = Array("float32", (None, 2, None, segment), aligned=segment > 1), Array("float32", (None, None),
                                                                                                             aligned=False)
             sums = {"partial": partial, "partial_alpha": partial_alpha}
-            yield Variant(dyt_backward, {"dx": a, "dy": a, "x": a, "alpha": alpha, "gamma": p, **sums, "ROWS": BACKWARD_ROWS, **constants},
-                          hints={"occupancy": 4})
+            found: Params = {"dx": a, "dy": a, "x": a, "alpha": alpha, "gamma": p, **sums, "ROWS": backward_rows(x, w, segment)}
+            yield Variant(dyt_backward, {**found, **constants}, hints={"occupancy": 4})
     for w in FLOATS:
         for aligned in (True, False):
             sums = {"partial": Array("float32", (None, None), aligned=aligned), "partial_alpha": Array("float32", (None,), aligned=False)}
