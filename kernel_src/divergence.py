@@ -21,8 +21,9 @@ inputs are such that every term is 0.
 
 import cuda.tile as ct
 
+from kernel_src.elements import write_within
 from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Params, Variant
-from kernel_src.softmax import MINUS_INFINITY, piece, read, write
+from kernel_src.softmax import MINUS_INFINITY, piece, read
 
 Const = ct.Constant[int]
 LOG2E = 1.4426950408889634
@@ -130,7 +131,7 @@ def skip(gradient, partial, row, part, first, tiles, writes, TILE: Const):
     ct.scatter(partial, (row, part), 0.0, check_bounds=False)
     if writes > 0:
         for i in range(tiles):
-            write(gradient, (row, first + i * TILE), ct.zeros((TILE,), dtype=ct.float32))
+            write_within(gradient, (row, first + i * TILE), ct.zeros((TILE,), dtype=ct.float32))
 
 
 @ct.kernel
@@ -153,7 +154,7 @@ def kl_divergence(
             # torch's: nothing at 0, no number below.
             total = total + ct.where(p == 0.0, 0.0, ct.where(p > 0.0, loss, float("nan")))
             if writes > 0:
-                write(gradient, (row, cols), p * -k)
+                write_within(gradient, (row, cols), p * -k)
         ct.scatter(partial, (row, part), ct.sum(total, 0) * k, check_bounds=False)
     else:
         skip(gradient, partial, row, part, first, tiles, writes, TILE)
@@ -174,7 +175,7 @@ def js_piece(x, y, gradient, partial, row, part, first, tiles, k, beta, writes, 
                 dx = dx + q * (1.0 / LN2)
         total = total + loss
         if writes > 0:
-            write(gradient, (row, cols), dx * (k * LN2))
+            write_within(gradient, (row, cols), dx * (k * LN2))
     ct.scatter(partial, (row, part), ct.sum(total, 0) * (k * LN2), check_bounds=False)
 
 
@@ -212,7 +213,7 @@ def tv_distance(
             loss, slope = tv_terms(read(x, (row, cols), 0), read(y, (row, cols), 0))
             total = total + loss
             if writes > 0:
-                write(gradient, (row, cols), slope * k)
+                write_within(gradient, (row, cols), slope * k)
         ct.scatter(partial, (row, part), ct.sum(total, 0) * k, check_bounds=False)
     else:
         skip(gradient, partial, row, part, first, tiles, writes, TILE)
@@ -255,9 +256,9 @@ def logit_gradient(x, y, lse_x, lse_y, labels, slope, scale, dx, beta, temperatu
     if counted(labels, row, ignore_index, masked):
         _, g, q = logit_terms(x, y, lse_x, lse_y, row, cols, beta, temperature, KIND)
         factor = ct.gather(scale, ct.where(scale.shape[0] == 1, 0, row), check_bounds=False) * temperature
-        write(dx, (row, cols), (g - q * ct.gather(slope, row, check_bounds=False)) * factor)
+        write_within(dx, (row, cols), (g - q * ct.gather(slope, row, check_bounds=False)) * factor)
     else:
-        write(dx, (row, cols), ct.zeros(cols.shape, dtype=ct.float32))
+        write_within(dx, (row, cols), ct.zeros(cols.shape, dtype=ct.float32))
 
 
 @ct.kernel

@@ -14,8 +14,9 @@ The multipliers of gate and output are those of Falcon-H1. Layout and tiles: as 
 
 import cuda.tile as ct
 
+from kernel_src.elements import read, read_padded, write, write_within
 from kernel_src.prebuild import FLOAT, FLOATS, Array, Variant
-from kernel_src.swiglu import piece, read, sigmoid
+from kernel_src.swiglu import piece, sigmoid
 
 Const = ct.Constant[int]
 
@@ -61,16 +62,16 @@ def read_rows(array, at, EXACT: Const):
     if EXACT:
         tile = read(array, at)
     else:
-        tile = ct.astype(ct.gather(array, at, check_bounds=True, padding_value=0), ct.float32)
+        tile = read_padded(array, at)
     return tile
 
 
 @ct.function
 def write_rows(array, at, tile, EXACT: Const):
     if EXACT:
-        ct.scatter(array, at, ct.astype(tile, array.dtype), check_bounds=False)
+        write(array, at, tile)
     else:
-        ct.scatter(array, at, ct.astype(tile, array.dtype), check_bounds=True)
+        write_within(array, at, tile)
 
 
 @ct.function

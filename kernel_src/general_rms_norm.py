@@ -15,8 +15,9 @@ from typing import Any
 
 import cuda.tile as ct
 
+from kernel_src.elements import read_once, write
 from kernel_src.prebuild import FLOAT, INT, Array, Params, PerArchitecture, Variant
-from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, columns, place, read, rows, sum_of, write
+from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, columns, place, rows, sum_of
 
 Const = ct.Constant[int]
 
@@ -34,10 +35,10 @@ def general_rms_norm_forward(x, weight, y, rstd, eps: float, offset: float, roun
     row, count = ct.bid(0), x.shape[1]
     segment, valid = place(0, count, PIECE)
     segment, column = segment[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :]
-    xf = read(x, (row, segment, column))
+    xf = read_once(x, (row, segment, column))
     squares = sum_of(ct.where(valid[:, None], xf * xf, 0.0), PIECE, SEGMENT)
     r = ct.rsqrt(squares / ct.astype(count * SEGMENT, ct.float32) + eps)
-    write(y, (row, segment, column), scaled(xf * r, read(weight, (segment, column)), offset, rounded, x.dtype))
+    write(y, (row, segment, column), scaled(xf * r, read_once(weight, (segment, column)), offset, rounded, x.dtype))
     ct.scatter(rstd, row, r, check_bounds=False)
 
 
@@ -49,13 +50,13 @@ def general_rms_norm_long_forward(x, weight, y, rstd, eps: float, offset: float,
     acc = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
     for i in range(ct.cdiv(count, PIECE)):
         segment, valid = place(i, count, PIECE)
-        xf = ct.where(valid[:, None], read(x, (row, segment[:, None], column)), 0.0)
+        xf = ct.where(valid[:, None], read_once(x, (row, segment[:, None], column)), 0.0)
         acc = acc + xf * xf
     r = ct.rsqrt(sum_of(acc, PIECE, SEGMENT) / ct.astype(count * SEGMENT, ct.float32) + eps)
     for i in range(ct.cdiv(count, PIECE)):
         segment, _ = place(i, count, PIECE)
         index = (row, segment[:, None], column)
-        write(y, index, scaled(read(x, index) * r, read(weight, (segment[:, None], column)), offset, rounded, x.dtype))
+        write(y, index, scaled(read_once(x, index) * r, read_once(weight, (segment[:, None], column)), offset, rounded, x.dtype))
     ct.scatter(rstd, row, r, check_bounds=False)
 
 
@@ -68,12 +69,12 @@ def general_add_rms_norm_forward(
     segment, valid = place(0, count, PIECE)
     segment, column = segment[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :]
     index = (row, segment, column)
-    s = ct.astype(read(x, index) + read(residual, index), total.dtype)
+    s = ct.astype(read_once(x, index) + read_once(residual, index), total.dtype)
     ct.scatter(total, index, s, check_bounds=False)
     xf = ct.astype(s, ct.float32)
     squares = sum_of(ct.where(valid[:, None], xf * xf, 0.0), PIECE, SEGMENT)
     r = ct.rsqrt(squares / ct.astype(count * SEGMENT, ct.float32) + eps)
-    write(y, index, scaled(xf * r, read(weight, (segment, column)), offset, rounded, x.dtype))
+    write(y, index, scaled(xf * r, read_once(weight, (segment, column)), offset, rounded, x.dtype))
     ct.scatter(rstd, row, r, check_bounds=False)
 
 
@@ -127,8 +128,8 @@ def general_rms_norm_row_means(dy, x, weight, rstd, means, offset: float, SEGMEN
     for i in range(ct.cdiv(count, PIECE)):
         segment, valid = place(i, count, PIECE)
         index = (row, segment[:, None], column)
-        g = read(dy, index) * (read(weight, (segment[:, None], column)) + offset)
-        acc = acc + ct.where(valid[:, None], g * read(x, index), 0.0)
+        g = read_once(dy, index) * (read_once(weight, (segment[:, None], column)) + offset)
+        acc = acc + ct.where(valid[:, None], g * read_once(x, index), 0.0)
     r = ct.gather(rstd, row, check_bounds=False)
     ct.scatter(means, row, sum_of(acc, PIECE, SEGMENT) * r / ct.astype(count * SEGMENT, ct.float32), check_bounds=False)
 
@@ -141,15 +142,15 @@ def backward_columns(dx, dy, dtotal, x, weight, rstd, means, partial, offset, SE
     group = ct.bid(0) // pieces
     segment, _ = place(ct.bid(0) % pieces, count, PIECE)
     segment, column = segment[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :]
-    w = read(weight, (segment, column)) + offset
+    w = read_once(weight, (segment, column)) + offset
     acc = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
     for row in range(group, x.shape[0], groups):
         index = (row, segment, column)
         r = ct.gather(rstd, row, check_bounds=False)
-        n, d = read(x, index) * r, read(dy, index)
+        n, d = read_once(x, index) * r, read_once(dy, index)
         gradient = (d * w - n * ct.gather(means, row, check_bounds=False)) * r
         if PAST:
-            gradient = gradient + read(dtotal, index)
+            gradient = gradient + read_once(dtotal, index)
         write(dx, index, gradient)
         acc = acc + d * n
     ct.scatter(partial, (group, segment, column), acc, check_bounds=False)
@@ -173,9 +174,9 @@ def general_rms_norm_rows_forward(x, weight, y, rstd, eps: float, offset: float,
     """x, y: [rows, TILE]; ROWS rows a block. The last block reads and writes the last row again instead of leaving the array."""
     row, _ = place(ct.bid(0), x.shape[0], ROWS)
     column = ct.arange(TILE, dtype=ct.int32)
-    xf = read(x, (row[:, None], column[None, :]))
+    xf = read_once(x, (row[:, None], column[None, :]))
     r = ct.rsqrt(ct.sum(xf * xf, axis=1, keepdims=True) * (1.0 / TILE) + eps)
-    write(y, (row[:, None], column[None, :]), scaled(xf * r, read(weight, column)[None, :], offset, rounded, x.dtype))
+    write(y, (row[:, None], column[None, :]), scaled(xf * r, read_once(weight, column)[None, :], offset, rounded, x.dtype))
     ct.scatter(rstd, row, ct.reshape(r, (ROWS,)), check_bounds=False)
 
 
@@ -184,13 +185,13 @@ def general_rms_norm_rows_backward(dx, dy, x, weight, rstd, partial, offset: flo
     """dx, dy, x: [rows, TILE]; partial: [blocks, TILE] fp32. A block walks over the rows, ROWS at a time."""
     block = ct.bid(0)
     column = ct.arange(TILE, dtype=ct.int32)
-    w = read(weight, column)[None, :] + offset
+    w = read_once(weight, column)[None, :] + offset
     acc = ct.zeros((ROWS, TILE), dtype=ct.float32)
     for i in range(block, ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
         row, valid = place(i, x.shape[0], ROWS)
         index = (row[:, None], column[None, :])
         r = ct.gather(rstd, row, check_bounds=False)[:, None]
-        n, d = read(x, index) * r, read(dy, index)
+        n, d = read_once(x, index) * r, read_once(dy, index)
         g = d * w
         write(dx, index, (g - n * (ct.sum(g * n, axis=1, keepdims=True) * (1.0 / TILE))) * r)
         acc = acc + ct.where(valid[:, None], d * n, 0.0)

@@ -15,9 +15,10 @@ gradients of the parameters.
 
 import cuda.tile as ct
 
+from kernel_src.elements import read_once, write
 from kernel_src.layer_norm import row_statistics
 from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Variant
-from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, place, read, rows, sum_of, two_sums, write
+from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, place, rows, sum_of, two_sums
 
 Const = ct.Constant[int]
 
@@ -38,12 +39,12 @@ def group_norm_forward(x, weight, bias, y, mean, rstd, eps: float, per_channel: 
     segment, valid = place(0, count, PIECE)
     index = (row, segment[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :])
     length = ct.astype(count * SEGMENT, ct.float32)
-    xf = read(x, index)
+    xf = read_once(x, index)
     mu = sum_of(ct.where(valid[:, None], xf, 0.0), PIECE, SEGMENT) / length
     deviation = xf - mu
     r = ct.rsqrt(sum_of(ct.where(valid[:, None], deviation * deviation, 0.0), PIECE, SEGMENT) / length + eps)
     channel = channels_of(row, segment, count, weight.shape[0], per_channel)
-    write(y, index, deviation * (r * read(weight, channel))[:, None] + read(bias, channel)[:, None])
+    write(y, index, deviation * (r * read_once(weight, channel))[:, None] + read_once(bias, channel)[:, None])
     ct.scatter(mean, row, mu, check_bounds=False)
     ct.scatter(rstd, row, r, check_bounds=False)
 
@@ -56,12 +57,12 @@ def group_norm_backward(dx, dy, x, weight, mean, rstd, sums, per_channel: int, S
     index = (row, segment[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :])
     one = 1.0 / ct.astype(count * SEGMENT, ct.float32)
     r = ct.gather(rstd, row, check_bounds=False)
-    n = (read(x, index) - ct.gather(mean, row, check_bounds=False)) * r
-    d = read(dy, index)
+    n = (read_once(x, index) - ct.gather(mean, row, check_bounds=False)) * r
+    d = read_once(dy, index)
     dweight, dbias = ct.sum(d * n, axis=1), ct.sum(d, axis=1)
     ct.scatter(sums, (0, row, segment), dweight, check_bounds=False)
     ct.scatter(sums, (1, row, segment), dbias, check_bounds=False)
-    w = read(weight, channels_of(row, segment, count, weight.shape[0], per_channel))
+    w = read_once(weight, channels_of(row, segment, count, weight.shape[0], per_channel))
     sum_g, sum_gn = two_sums(ct.where(valid, w * dbias, 0.0), ct.where(valid, w * dweight, 0.0), PIECE)
     mean_g, mean_gn = sum_g * one, sum_gn * one
     write(dx, index, (d * w[:, None] - mean_g - n * mean_gn) * r)
@@ -92,9 +93,9 @@ def group_norm_apply(
     size = ct.astype(ct.minimum(chunk, count - at * chunk) * SEGMENT, ct.float32)
     size = ct.where(ct.arange(PARTS, dtype=ct.int32) < number, size, 0.0)
     length = ct.astype(count * SEGMENT, ct.float32)
-    means = read(parts, (row, at, 0))
+    means = read_once(parts, (row, at, 0))
     mu = ct.sum(means * size, axis=0, keepdims=False) / length
-    squares = ct.where(size > 0.0, read(parts, (row, at, 1)), 0.0) + size * (means - mu) * (means - mu)
+    squares = ct.where(size > 0.0, read_once(parts, (row, at, 1)), 0.0) + size * (means - mu) * (means - mu)
     r = ct.rsqrt(ct.sum(squares, axis=0, keepdims=False) / length + eps)
     first = part * chunk
     mine = ct.minimum(chunk, count - first)
@@ -104,7 +105,7 @@ def group_norm_apply(
         segment = first + segment
         channel = channels_of(row, segment, count, weight.shape[0], per_channel)
         index = (row, segment[:, None], column)
-        write(y, index, (read(x, index) - mu) * (r * read(weight, channel))[:, None] + read(bias, channel)[:, None])
+        write(y, index, (read_once(x, index) - mu) * (r * read_once(weight, channel))[:, None] + read_once(bias, channel)[:, None])
     if part == 0:
         ct.scatter(mean, row, mu, check_bounds=False)
         ct.scatter(rstd, row, r, check_bounds=False)
@@ -125,8 +126,8 @@ def group_norm_channel_sums(dy, x, mean, rstd, sums, chunk: int, SEGMENT: Const,
     for i in range(ct.cdiv(mine, PIECE)):
         segment, valid = place(i, mine, PIECE)
         index = (row, (first + segment)[:, None], column)
-        d = ct.where(valid[:, None], read(dy, index), 0.0)
-        dweight = dweight + d * (read(x, index) - mu)
+        d = ct.where(valid[:, None], read_once(dy, index), 0.0)
+        dweight = dweight + d * (read_once(x, index) - mu)
         dbias = dbias + d
     total_w, total_b = two_sums(dweight, dbias, PIECE * SEGMENT)
     ct.scatter(sums, (0, row, part), total_w * r, check_bounds=False)
@@ -143,7 +144,7 @@ def sum_parameters(sums, dparameters, block, ROWS: Const, COLS: Const):
     acc = ct.zeros((ROWS, COLS), dtype=ct.float32)
     for i in range(ct.cdiv(batch * parts, ROWS)):
         at, valid = place(i, batch * parts, ROWS)
-        found = read(sums, (which, (at // parts)[:, None], channel[None, :], (at % parts)[:, None]))
+        found = read_once(sums, (which, (at // parts)[:, None], channel[None, :], (at % parts)[:, None]))
         acc = acc + ct.where(valid[:, None], found, 0.0)
     write(dparameters, (which, channel), ct.sum(acc, axis=0))
 
@@ -162,9 +163,9 @@ def apply_part(dx, dy, x, weight, mean, rstd, sums, per_channel, chunk, block, P
     for i in range(ct.cdiv(in_group * of_channel, PARTS)):
         at, valid = place(i, in_group * of_channel, PARTS)
         channel = first_channel + at // of_channel
-        w = ct.where(valid, read(weight, channel), 0.0)
-        sum_gn = sum_gn + w * read(sums, (0, sample, channel, at % of_channel))
-        sum_g = sum_g + w * read(sums, (1, sample, channel, at % of_channel))
+        w = ct.where(valid, read_once(weight, channel), 0.0)
+        sum_gn = sum_gn + w * read_once(sums, (0, sample, channel, at % of_channel))
+        sum_g = sum_g + w * read_once(sums, (1, sample, channel, at % of_channel))
     one = 1.0 / ct.astype(count * SEGMENT, ct.float32)
     total_g, total_gn = two_sums(sum_g, sum_gn, PARTS)
     mean_g, mean_gn = total_g * one, total_gn * one
@@ -175,9 +176,9 @@ def apply_part(dx, dy, x, weight, mean, rstd, sums, per_channel, chunk, block, P
     for i in range(ct.cdiv(mine, PIECE)):
         segment, _ = place(i, mine, PIECE)
         segment = first + segment
-        w = read(weight, channels_of(row, segment, count, channels, per_channel))[:, None]
+        w = read_once(weight, channels_of(row, segment, count, channels, per_channel))[:, None]
         index = (row, segment[:, None], column)
-        write(dx, index, (read(dy, index) * w - mean_g - (read(x, index) - mu) * (r * mean_gn)) * r)
+        write(dx, index, (read_once(dy, index) * w - mean_g - (read_once(x, index) - mu) * (r * mean_gn)) * r)
 
 
 @ct.kernel

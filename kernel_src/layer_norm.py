@@ -16,8 +16,9 @@ two runs give the same bits.
 
 import cuda.tile as ct
 
+from kernel_src.elements import read_once, write
 from kernel_src.prebuild import FLOAT, Array, Variant
-from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, columns, place, read, rows, sum_of, two_sums, write
+from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, columns, place, rows, sum_of, two_sums
 
 Const = ct.Constant[int]
 
@@ -30,12 +31,12 @@ def layer_norm_forward(x, weight, bias, y, mean, rstd, eps: float, SEGMENT: Cons
     segment, valid = place(0, count, PIECE)
     column = ct.arange(SEGMENT, dtype=ct.int32)[None, :]
     length = ct.astype(count * SEGMENT, ct.float32)
-    xf = read(x, (row, segment[:, None], column))
+    xf = read_once(x, (row, segment[:, None], column))
     mu = sum_of(ct.where(valid[:, None], xf, 0.0), PIECE, SEGMENT) / length
     deviation = xf - mu
     r = ct.rsqrt(sum_of(ct.where(valid[:, None], deviation * deviation, 0.0), PIECE, SEGMENT) / length + eps)
     index = (segment[:, None], column)
-    write(y, (row, segment[:, None], column), deviation * r * read(weight, index) + read(bias, index))
+    write(y, (row, segment[:, None], column), deviation * r * read_once(weight, index) + read_once(bias, index))
     ct.scatter(mean, row, mu, check_bounds=False)
     ct.scatter(rstd, row, r, check_bounds=False)
 
@@ -48,7 +49,7 @@ def row_statistics(x, row, first, count, PIECE: Const, SEGMENT: Const):
     squares = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
     for i in range(ct.cdiv(count, PIECE)):
         segment, valid = place(i, count, PIECE)
-        xf = read(x, (row, (first + segment)[:, None], column))
+        xf = read_once(x, (row, (first + segment)[:, None], column))
         deviation = ct.where(valid[:, None], xf - mean, 0.0)
         mean = mean + deviation * (1.0 / ct.astype(i + 1, ct.float32))
         squares = squares + deviation * (xf - mean)
@@ -69,8 +70,8 @@ def layer_norm_long_forward(x, weight, bias, y, mean, rstd, eps: float, SEGMENT:
     for i in range(ct.cdiv(count, PIECE)):
         segment, _ = place(i, count, PIECE)
         index = (segment[:, None], column)
-        n = (read(x, (row, segment[:, None], column)) - mu) * r
-        write(y, (row, segment[:, None], column), n * read(weight, index) + read(bias, index))
+        n = (read_once(x, (row, segment[:, None], column)) - mu) * r
+        write(y, (row, segment[:, None], column), n * read_once(weight, index) + read_once(bias, index))
     ct.scatter(mean, row, mu, check_bounds=False)
     ct.scatter(rstd, row, r, check_bounds=False)
 
@@ -119,9 +120,9 @@ def layer_norm_row_means(dy, x, weight, mean, rstd, means, SEGMENT: Const, PIECE
     for i in range(ct.cdiv(count, PIECE)):
         segment, valid = place(i, count, PIECE)
         index = (row, segment[:, None], column)
-        g = ct.where(valid[:, None], read(dy, index) * read(weight, (segment[:, None], column)), 0.0)
+        g = ct.where(valid[:, None], read_once(dy, index) * read_once(weight, (segment[:, None], column)), 0.0)
         sum_g = sum_g + g
-        sum_gn = sum_gn + g * (read(x, index) - mu)
+        sum_gn = sum_gn + g * (read_once(x, index) - mu)
     length = ct.astype(count * SEGMENT, ct.float32)
     total_g, total_gn = two_sums(sum_g, sum_gn, PIECE * SEGMENT)
     ct.scatter(means, (row, 0), total_g / length, check_bounds=False)
@@ -137,13 +138,13 @@ def layer_norm_columns_backward(dx, dy, x, weight, mean, rstd, means, partial, S
     group = ct.bid(0) // pieces
     segment, _ = place(ct.bid(0) % pieces, count, PIECE)
     segment, column = segment[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :]
-    w = read(weight, (segment, column))
+    w = read_once(weight, (segment, column))
     dweight = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
     dbias = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
     for row in range(group, x.shape[0], groups):
         r = ct.gather(rstd, row, check_bounds=False)
-        n = (read(x, (row, segment, column)) - ct.gather(mean, row, check_bounds=False)) * r
-        d = read(dy, (row, segment, column))
+        n = (read_once(x, (row, segment, column)) - ct.gather(mean, row, check_bounds=False)) * r
+        d = read_once(dy, (row, segment, column))
         mean_g, mean_gn = ct.gather(means, (row, 0), check_bounds=False), ct.gather(means, (row, 1), check_bounds=False)
         write(dx, (row, segment, column), (d * w - mean_g - n * mean_gn) * r)
         dweight = dweight + d * n

@@ -15,12 +15,8 @@ once for GROUP tiles of tokens, and those tokens stay in the L2 cache.
 import cuda.tile as ct
 
 from kernel_src.cross_entropy import LN2, LOG2E, MINUS_INFINITY, Const, join_partials
+from kernel_src.elements import read_padded
 from kernel_src.prebuild import INT, Array, Variant
-
-
-@ct.function
-def read_padded(array, index):
-    return ct.astype(ct.gather(array, index, check_bounds=True, padding_value=0), ct.float32)
 
 
 @ct.kernel

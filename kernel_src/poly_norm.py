@@ -14,8 +14,9 @@ from dataclasses import replace
 
 import cuda.tile as ct
 
+from kernel_src.elements import read_once, write
 from kernel_src.prebuild import FLOAT, Array, Variant
-from kernel_src.segments import MIXED, SAME, SEGMENT, place, read, rows, sum_of, write
+from kernel_src.segments import MIXED, SAME, SEGMENT, place, rows, sum_of
 
 Const = ct.Constant[int]
 
@@ -78,11 +79,11 @@ def poly_norm_forward(x, weight, bias, y, rstd, eps: float, SEGMENT: Const, PIEC
     segment, valid = place(0, count, PIECE)
     index = (row, segment[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :])
     length = ct.astype(count * SEGMENT, ct.float32)
-    xf = read(x, index)
+    xf = read_once(x, index)
     square = ct.where(valid[:, None], xf * xf, 0.0)
     s1, s2, s3 = sums_of_powers(square, PIECE * SEGMENT)
     r1, r2, r3 = ct.rsqrt(s1 / length + eps), ct.rsqrt(s2 / length + eps), ct.rsqrt(s3 / length + eps)
-    write(y, index, polynomial(xf, r1, r2, r3, read(weight, 0), read(weight, 1), read(weight, 2), read(bias, 0)))
+    write(y, index, polynomial(xf, r1, r2, r3, read_once(weight, 0), read_once(weight, 1), read_once(weight, 2), read_once(bias, 0)))
     save(rstd, row, r1, r2, r3)
 
 
@@ -96,7 +97,7 @@ def poly_norm_long_forward(x, weight, bias, y, rstd, eps: float, SEGMENT: Const,
     sum6 = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
     for i in range(ct.cdiv(count, PIECE)):
         segment, valid = place(i, count, PIECE)
-        xf = ct.where(valid[:, None], read(x, (row, segment[:, None], column)), 0.0)
+        xf = ct.where(valid[:, None], read_once(x, (row, segment[:, None], column)), 0.0)
         square = xf * xf
         sum2 = sum2 + square
         sum4 = sum4 + square * square
@@ -105,11 +106,11 @@ def poly_norm_long_forward(x, weight, bias, y, rstd, eps: float, SEGMENT: Const,
     r1 = ct.rsqrt(sum_of(sum2, PIECE, SEGMENT) / length + eps)
     r2 = ct.rsqrt(sum_of(sum4, PIECE, SEGMENT) / length + eps)
     r3 = ct.rsqrt(sum_of(sum6, PIECE, SEGMENT) / length + eps)
-    w0, w1, w2, b = read(weight, 0), read(weight, 1), read(weight, 2), read(bias, 0)
+    w0, w1, w2, b = read_once(weight, 0), read_once(weight, 1), read_once(weight, 2), read_once(bias, 0)
     for i in range(ct.cdiv(count, PIECE)):
         segment, _ = place(i, count, PIECE)
         index = (row, segment[:, None], column)
-        write(y, index, polynomial(read(x, index), r1, r2, r3, w0, w1, w2, b))
+        write(y, index, polynomial(read_once(x, index), r1, r2, r3, w0, w1, w2, b))
     save(rstd, row, r1, r2, r3)
 
 
@@ -128,14 +129,14 @@ def poly_norm_backward(dx, dy, x, weight, rstd, partial, SEGMENT: Const, PIECE: 
     block, count = ct.bid(0), x.shape[1]
     segment, valid = place(0, count, PIECE)
     segment, valid, column = segment[:, None], valid[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :]
-    w0, w1, w2 = read(weight, 0), read(weight, 1), read(weight, 2)
+    w0, w1, w2 = read_once(weight, 0), read_once(weight, 1), read_once(weight, 2)
     one = 1.0 / ct.astype(count * SEGMENT, ct.float32)
     zero = ct.zeros((), dtype=ct.float32)
     dw0, dw1, dw2, dbias = zero, zero, zero, zero
     for row in range(block, x.shape[0], ct.num_blocks(0)):
-        r1, r2, r3 = read(rstd, (row, 0)), read(rstd, (row, 1)), read(rstd, (row, 2))
-        xf = read(x, (row, segment, column))
-        d = read(dy, (row, segment, column))
+        r1, r2, r3 = read_once(rstd, (row, 0)), read_once(rstd, (row, 1)), read_once(rstd, (row, 2))
+        xf = read_once(x, (row, segment, column))
+        d = read_once(dy, (row, segment, column))
         s0, s1, s2, s3 = sums_with_powers(ct.where(valid, d, 0.0), xf, PIECE * SEGMENT)
         s1, s2, s3 = s1 * r1, s2 * r2, s3 * r3
         write(dx, (row, segment, column), gradient(xf, d, r1, r2, r3, s1 * one, s2 * one, s3 * one, w0, w1, w2))
@@ -148,19 +149,19 @@ def poly_norm_long_backward(dx, dy, x, weight, rstd, partial, SEGMENT: Const, PI
     """As `poly_norm_backward` for rows of any number of segments, which are read twice."""
     block, count = ct.bid(0), x.shape[1]
     column = ct.arange(SEGMENT, dtype=ct.int32)[None, :]
-    w0, w1, w2 = read(weight, 0), read(weight, 1), read(weight, 2)
+    w0, w1, w2 = read_once(weight, 0), read_once(weight, 1), read_once(weight, 2)
     one = 1.0 / ct.astype(count * SEGMENT, ct.float32)
     dw0, dw1, dw2 = ct.zeros((), dtype=ct.float32), ct.zeros((), dtype=ct.float32), ct.zeros((), dtype=ct.float32)
     dbias = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
     for row in range(block, x.shape[0], ct.num_blocks(0)):
-        r1, r2, r3 = read(rstd, (row, 0)), read(rstd, (row, 1)), read(rstd, (row, 2))
+        r1, r2, r3 = read_once(rstd, (row, 0)), read_once(rstd, (row, 1)), read_once(rstd, (row, 2))
         sum1 = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
         sum2 = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
         sum3 = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
         for i in range(ct.cdiv(count, PIECE)):
             segment, valid = place(i, count, PIECE)
             index = (row, segment[:, None], column)
-            xf, d = read(x, index), ct.where(valid[:, None], read(dy, index), 0.0)
+            xf, d = read_once(x, index), ct.where(valid[:, None], read_once(dy, index), 0.0)
             dx1 = d * xf
             sum1 = sum1 + dx1
             sum2 = sum2 + dx1 * xf
@@ -172,7 +173,7 @@ def poly_norm_long_backward(dx, dy, x, weight, rstd, partial, SEGMENT: Const, PI
         for i in range(ct.cdiv(count, PIECE)):
             segment, _ = place(i, count, PIECE)
             index = (row, segment[:, None], column)
-            write(dx, index, gradient(read(x, index), read(dy, index), r1, r2, r3, s1 * one, s2 * one, s3 * one, w0, w1, w2))
+            write(dx, index, gradient(read_once(x, index), read_once(dy, index), r1, r2, r3, s1 * one, s2 * one, s3 * one, w0, w1, w2))
         dw0, dw1, dw2 = dw0 + s3, dw1 + s2, dw2 + s1
     write_sums(partial, block, dw0, dw1, dw2, sum_of(dbias, PIECE, SEGMENT))
 

@@ -22,27 +22,10 @@ from itertools import chain
 
 import cuda.tile as ct
 
+from kernel_src.elements import read, read_once, read_padded
 from kernel_src.prebuild import FLOAT, FLOATS, UNMEASURED, Array, PerArchitecture, Variant
 
 Const = ct.Constant[int]
-
-
-@ct.function
-def read(array, index):
-    """Elements at `index`, which the caller knows to be inside, as float32."""
-    return ct.astype(ct.gather(array, index, check_bounds=False), ct.float32)
-
-
-@ct.function
-def read_once(array, index):
-    """As `read`, in a loop: `latency=1` keeps the loads of the next turn out of shared memory."""
-    return ct.astype(ct.gather(array, index, check_bounds=False, latency=1), ct.float32)
-
-
-@ct.function
-def read_padded(array, index):
-    """As `read` where the index may lie outside: zero there."""
-    return ct.astype(ct.gather(array, index, check_bounds=True, padding_value=0), ct.float32)
 
 
 @ct.function

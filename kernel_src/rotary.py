@@ -14,6 +14,7 @@ all sequences share them. They may be half as wide as a head (GPT-OSS): then bot
 
 import cuda.tile as ct
 
+from kernel_src.elements import read
 from kernel_src.prebuild import FLOATS, Array, PerArchitecture, Variant
 
 Const = ct.Constant[int]
@@ -78,11 +79,6 @@ def rotary(
         rotate_group(q, q_out, token, Q_HEADS // Q_TAIL, c1, s1, c2, s2, Q_TAIL, HALF, BACKWARD)
     if group < k.shape[1] // K_HEADS:
         rotate_group(k, k_out, token, group, c1, s1, c2, s2, K_HEADS, HALF, BACKWARD)
-
-
-@ct.function
-def read(array, index):
-    return ct.astype(ct.gather(array, index, check_bounds=False), ct.float32)
 
 
 @ct.function

@@ -11,6 +11,7 @@ reads as zero and is not written.
 
 import cuda.tile as ct
 
+from kernel_src.elements import read_padded, read_padded_once, write_within
 from kernel_src.prebuild import FLOAT, FLOATS, Array, Params, Variant
 from kernel_src.rms_norm import RSTD
 
@@ -18,26 +19,9 @@ Const = ct.Constant[int]
 
 
 @ct.function
-def read(array, index):
-    """Elements in float32, zero past the end of a row."""
-    return ct.astype(ct.gather(array, index, check_bounds=True, padding_value=0), ct.float32)
-
-
-@ct.function
-def read_once(array, index):
-    """As `read`, in a loop: `latency=1` keeps the loads of the next turn out of shared memory."""
-    return ct.astype(ct.gather(array, index, check_bounds=True, padding_value=0, latency=1), ct.float32)
-
-
-@ct.function
-def write(array, index, value):
-    ct.scatter(array, index, ct.astype(value, array.dtype), check_bounds=True)
-
-
-@ct.function
 def normalise(v, weight, y, rstd, row, cols, eps: float):
     r = ct.rsqrt(ct.sum(v * v, axis=0, keepdims=False) / ct.astype(y.shape[1], ct.float32) + eps)
-    write(y, (row, cols), v * r * read(weight, cols))
+    write_within(y, (row, cols), v * r * read_padded(weight, cols))
     ct.scatter(rstd, row, r, check_bounds=False)
 
 
@@ -45,14 +29,14 @@ def normalise(v, weight, y, rstd, row, cols, eps: float):
 def round_last_rms_norm_forward(x, weight, y, rstd, eps: float, TILE: Const):
     """x, y: [rows, length], length at most TILE; weight: [length]; rstd: [rows] fp32."""
     row, cols = ct.bid(0), ct.arange(TILE, dtype=ct.int32)
-    normalise(read(x, (row, cols)), weight, y, rstd, row, cols, eps)
+    normalise(read_padded(x, (row, cols)), weight, y, rstd, row, cols, eps)
 
 
 @ct.kernel
 def round_last_add_rms_norm_forward(x, residual, weight, total, y, rstd, eps: float, TILE: Const):
     """total = x + residual, rounded as the model's residual stream holds it; y: its RMSNorm. Shapes as above."""
     row, cols = ct.bid(0), ct.arange(TILE, dtype=ct.int32)
-    s = ct.astype(read(x, (row, cols)) + read(residual, (row, cols)), total.dtype)
+    s = ct.astype(read_padded(x, (row, cols)) + read_padded(residual, (row, cols)), total.dtype)
     ct.scatter(total, (row, cols), s, check_bounds=True)
     normalise(ct.astype(s, ct.float32), weight, y, rstd, row, cols, eps)
 
@@ -61,17 +45,17 @@ def round_last_add_rms_norm_forward(x, residual, weight, total, y, rstd, eps: fl
 def backward_rows(dx, dy, dtotal, x, weight, rstd, dweight, TILE: Const, PAST: Const):
     """The rows that a block walks over. PAST: whether dtotal is added to dx; else it is not read."""
     block, cols = ct.bid(0), ct.arange(TILE, dtype=ct.int32)
-    w = read(weight, cols)
+    w = read_padded(weight, cols)
     acc = ct.zeros((TILE,), dtype=ct.float32)
     for row in range(block, x.shape[0], ct.num_blocks(0)):
         r = ct.gather(rstd, row, check_bounds=False)
-        n, d = read_once(x, (row, cols)) * r, read_once(dy, (row, cols))
+        n, d = read_padded_once(x, (row, cols)) * r, read_padded_once(dy, (row, cols))
         g = d * w
         mean = ct.sum(g * n, axis=0, keepdims=False) / ct.astype(x.shape[1], ct.float32)
         gradient = (g - n * mean) * r
-        write(dx, (row, cols), gradient + read_once(dtotal, (row, cols)) if PAST else gradient)
+        write_within(dx, (row, cols), gradient + read_padded_once(dtotal, (row, cols)) if PAST else gradient)
         acc = acc + d * n
-    write(dweight, (block, cols), acc)
+    write_within(dweight, (block, cols), acc)
 
 
 @ct.kernel

@@ -26,18 +26,6 @@ def place(i, count, PIECE: Const):
 
 
 @ct.function
-def read(array, index):
-    """Elements at `index`, which the caller knows to be inside, as float32. latency=1 keeps the loads of a loop's next turn out of
-    shared memory."""
-    return ct.astype(ct.gather(array, index, check_bounds=False, latency=1), ct.float32)
-
-
-@ct.function
-def write(array, index, value):
-    ct.scatter(array, index, ct.astype(value, array.dtype), check_bounds=False)
-
-
-@ct.function
 def sum_of(tile, PIECE: Const, SEGMENT: Const):
     """The sum of a [PIECE, SEGMENT] tile, a scalar. As one axis: two axes are added up one after the other, through shared memory."""
     return ct.sum(ct.reshape(tile, (PIECE * SEGMENT,)), axis=0, keepdims=False)

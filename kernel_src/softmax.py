@@ -11,6 +11,7 @@ Exponentials are taken in base 2; lse is log2(sum(2^(x * log2(e)))).
 
 import cuda.tile as ct
 
+from kernel_src.elements import write_within
 from kernel_src.prebuild import FLOAT, FLOATS, Array, Variant
 
 Const = ct.Constant[int]
@@ -31,11 +32,6 @@ def read(array, index, padding):
     return ct.astype(ct.gather(array, index, check_bounds=True, padding_value=padding), ct.float32)
 
 
-@ct.function
-def write(array, index, value):
-    ct.scatter(array, index, ct.astype(value, array.dtype), check_bounds=True)
-
-
 # ---------------------------------------------------------------- whole rows
 @ct.function
 def rows_of_block(ROWS: Const, TILE: Const):
@@ -50,7 +46,7 @@ def softmax_forward(x, y, ROWS: Const, TILE: Const):
     at = rows_of_block(ROWS, TILE)
     v = read(x, at, MINUS_INFINITY) * LOG2E
     p = ct.exp2(v - ct.max(v, 1, keepdims=True), flush_to_zero=True)
-    write(y, at, p * (1.0 / ct.sum(p, 1, keepdims=True)))
+    write_within(y, at, p * (1.0 / ct.sum(p, 1, keepdims=True)))
 
 
 @ct.kernel
@@ -58,50 +54,7 @@ def softmax_backward(y, dy, dx, ROWS: Const, TILE: Const):
     """y, dy, dx: [rows, columns], columns at most TILE. ROWS rows a block."""
     at = rows_of_block(ROWS, TILE)
     p, d = read(y, at, 0), read(dy, at, 0)
-    write(dx, at, p * (d - ct.sum(p * d, 1, keepdims=True)))
-
-
-# ---------------------------------------------------------------- rows that are read twice
-@ct.function
-def tile_columns(i, TILE: Const):
-    return i * TILE + ct.arange(TILE, dtype=ct.int32)
-
-
-@ct.kernel
-def softmax_row_forward(x, y, TILE: Const):
-    """x, y: [rows, columns]. One row a block, which goes over it twice, backwards the second time: that reads from the caches."""
-    row = ct.bid(0)
-    tiles = ct.cdiv(x.shape[1], TILE)
-    top = ct.full((TILE,), MINUS_INFINITY, dtype=ct.float32)
-    total = ct.zeros((TILE,), dtype=ct.float32)
-    for i in range(tiles):
-        v = read(x, (row, tile_columns(i, TILE)), MINUS_INFINITY) * LOG2E
-        new = ct.maximum(top, v)
-        # A lane that has seen nothing but -inf has the sum 0, not the NaN of -inf - -inf.
-        shift = ct.where(new == MINUS_INFINITY, 0.0, new)
-        total = total * ct.exp2(top - shift, flush_to_zero=True) + ct.exp2(v - shift, flush_to_zero=True)
-        top = new
-    m = ct.max(top, 0)
-    shift = ct.where(m == MINUS_INFINITY, 0.0, m)
-    lse = m + ct.log2(ct.sum(total * ct.exp2(top - shift, flush_to_zero=True), 0))
-    for i in range(tiles):
-        cols = tile_columns(tiles - 1 - i, TILE)
-        write(y, (row, cols), ct.exp2(read(x, (row, cols), MINUS_INFINITY) * LOG2E - lse, flush_to_zero=True))
-
-
-@ct.kernel
-def softmax_row_backward(y, dy, dx, TILE: Const):
-    """y, dy, dx: [rows, columns]; as `softmax_row_forward`."""
-    row = ct.bid(0)
-    tiles = ct.cdiv(y.shape[1], TILE)
-    total = ct.zeros((TILE,), dtype=ct.float32)
-    for i in range(tiles):
-        cols = tile_columns(i, TILE)
-        total = total + read(y, (row, cols), 0) * read(dy, (row, cols), 0)
-    dot = ct.sum(total, 0)
-    for i in range(tiles):
-        cols = tile_columns(tiles - 1 - i, TILE)
-        write(dx, (row, cols), read(y, (row, cols), 0) * (read(dy, (row, cols), 0) - dot))
+    write_within(dx, at, p * (d - ct.sum(p * d, 1, keepdims=True)))
 
 
 # ---------------------------------------------------------------- rows in pieces
@@ -150,7 +103,7 @@ def softmax_apply(x, lse, y, TILE: Const):
     """x, y: [rows, columns]; lse: [rows] fp32, base 2."""
     row, _, cols = piece(x, TILE)
     v = read(x, (row, cols), MINUS_INFINITY) * LOG2E
-    write(y, (row, cols), ct.exp2(v - ct.gather(lse, row, check_bounds=False), flush_to_zero=True))
+    write_within(y, (row, cols), ct.exp2(v - ct.gather(lse, row, check_bounds=False), flush_to_zero=True))
 
 
 @ct.kernel
@@ -166,7 +119,7 @@ def softmax_gradient(y, dy, dot, dx, TILE: Const):
     """dot: [rows] fp32, the sum of y * dy over a row."""
     row, _, cols = piece(y, TILE)
     p, d = read(y, (row, cols), 0), read(dy, (row, cols), 0)
-    write(dx, (row, cols), p * (d - ct.gather(dot, row, check_bounds=False)))
+    write_within(dx, (row, cols), p * (d - ct.gather(dot, row, check_bounds=False)))
 
 
 # ROWS, TILE, warps. A block holds a whole row in registers, so the shortest tile that a row fits in is the one to take.

@@ -9,6 +9,7 @@ the `any` kernels, with checks, take the rest.
 
 import cuda.tile as ct
 
+from kernel_src.elements import read, read_padded
 from kernel_src.prebuild import FLOATS, Array, Variant
 
 Const = ct.Constant[int]
@@ -42,16 +43,6 @@ def backward(dout, gate, up):
     s = sigmoid(gate)
     silu = gate * s
     return dout * up * (s + silu * (1.0 - s)), dout * silu, silu * up
-
-
-@ct.function
-def read(array, index):
-    return ct.astype(ct.gather(array, index, check_bounds=False), ct.float32)
-
-
-@ct.function
-def read_padded(array, index):
-    return ct.astype(ct.gather(array, index, check_bounds=True, padding_value=0), ct.float32)
 
 
 @ct.kernel

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+import kernel_src
 from interpreter import InterpreterError
 from interpreter.backend import InterpreterBackend
 from tests import ops
@@ -78,6 +79,16 @@ def kernel_module(mutant: Mutant) -> types.ModuleType:
 
 
 @functools.cache
+def importers(module: str) -> frozenset[str]:
+    """The modules of kernel_src that import something of another one, directly or through others: they hold its functions."""
+    found: set[str] = set()
+    for path in KERNEL_FILES:
+        if f"from kernel_src.{module} import" in path.read_text(encoding="utf-8"):
+            found |= {f"kernel_src.{path.stem}", *importers(path.stem)}
+    return frozenset(found)
+
+
+@functools.cache
 def compiled_copy() -> tempfile.TemporaryDirectory:
     """A copy of the package with its bytecode, which Python takes for every source that is still the same: most of what importing a copy
     costs is compiling it."""
@@ -96,7 +107,7 @@ def planted(folder: Path, name: str, mutant: Mutant | None, kernels: bool = True
     replaced = {}
     if mutant is not None and mutant.file.startswith("kernel_src/"):
         module = kernel_module(mutant)
-        replaced = {module.__name__: sys.modules.get(module.__name__)}
+        replaced = {name: sys.modules.pop(name, None) for name in (module.__name__, *importers(Path(mutant.file).stem))}
         sys.modules[module.__name__] = module
     elif mutant is not None:
         path = folder / name / mutant.file
@@ -117,9 +128,10 @@ def planted(folder: Path, name: str, mutant: Mutant | None, kernels: bool = True
         for module in [m for m in sys.modules if m == name or m.startswith(name + ".")]:
             del sys.modules[module]
         for module, original in replaced.items():
-            del sys.modules[module]
+            sys.modules.pop(module, None)
             if original is not None:
                 sys.modules[module] = original
+                setattr(kernel_src, module.rpartition(".")[2], original)
 
 
 # ---------------------------------------------------------------- what tests/ops has
@@ -134,9 +146,21 @@ OPERATION_MUTANTS = [mutant for mutant in MUTANTS if not mutant.file.startswith(
 
 
 # ---------------------------------------------------------------- python -m tests.mutants
+def fits(mutant: Mutant) -> bool:
+    """Whether the source still has the text that the error replaces."""
+    folder = ROOT if mutant.file.startswith("kernel_src/") else SOURCES.parent if mutant.file.startswith("shared/") else SOURCES
+    try:
+        plant((folder / mutant.file).read_text(encoding="utf-8"), mutant)
+    except ValueError:
+        return False
+    return True
+
+
 def caught(number: int) -> bool:
-    """Plants one of `MUTANTS` and says whether its check notices."""
+    """Plants one of `MUTANTS` and says whether its check notices. False where the error does not fit the source any more."""
     mutant = MUTANTS[number]
+    if not fits(mutant):
+        return False
     with tempfile.TemporaryDirectory() as folder, planted(Path(folder), f"mutant_{number}", mutant, mutant.kernels) as package:
         try:
             CHECKS[mutant.check](package)
@@ -159,7 +183,7 @@ def main(arguments=None) -> int:
     for mutant, was_caught in zip((MUTANTS[i] for i in wanted), found, strict=True):
         places.setdefault(mutant.file, []).append(was_caught)
         if not was_caught:
-            print(f"survived: {mutant} (check {mutant.check})")
+            print(f"{'survived' if fits(mutant) else 'not in the source'}: {mutant} (check {mutant.check})")
     for place, results in places.items():
         print(f"{place:40} {sum(results):4} of {len(results)} caught")
     print(f"{sum(found)} of {len(found)} planted errors caught: {'all of them' if all(found) else 'the others are holes in the tests'}")

@@ -443,7 +443,7 @@ MUTANTS = [
          (" & (t < weight.shape[0])", "", "evaluation_labels"),
          (" & (t >= 0)", "", "evaluation_labels"),
          ("ct.scatter(lse, row, total", "ct.scatter(lse, row, total / LN2", "evaluation_z_loss")),
-    *errors_in("kernel_src/linear_cross_entropy.py", "evaluation", "read_padded", ("padding_value=0", "padding_value=1")),
+    *errors_in("kernel_src/elements.py", "evaluation", "read_padded", ("padding_value=0", "padding_value=1")),
     *errors_in("shared/ops/cross_entropy.py", "loss_smooth", "Chunk.coefficients",
          ("b + smooth * self.weight_sum", "b + smooth"),
          ("* self.target_weight", ""),

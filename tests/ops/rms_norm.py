@@ -88,7 +88,7 @@ CHECKS = {
     "add_rms_norm_odd": on_cpu(check_add_rms_norm, FP32, (3, 77)),
 }
 MUTANTS = [
-    *errors_in("kernel_src/rms_norm.py", "rms_norm_odd", "read_padded", ("padding_value=0", "padding_value=1")),
+    *errors_in("kernel_src/elements.py", "rms_norm_odd", "read_padded", ("padding_value=0", "padding_value=1")),
     *errors_in("kernel_src/rms_norm.py", "rms_norm", "scaled", (" * weight", "")),
     *errors_in("kernel_src/rms_norm.py", "rms_norm", "rms_norm_forward",
          (" + eps", ""),
