@@ -74,7 +74,7 @@ def test_a_transformers_of_the_range_is_taken(qwen3, monkeypatch, version):
 
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
     qwen3.apply()
-    assert len(qwen3.get_patched_ops()) == 6
+    assert len(qwen3.get_patched_ops()) == 7
 
 
 def test_an_old_kernels_is_refused_with_the_one_to_install(qwen3, monkeypatch):
