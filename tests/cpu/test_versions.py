@@ -40,7 +40,7 @@ def test_the_documents_pyproject_and_the_messages_say_the_same(qwen3, name):
         minimum = part(qwen3, "shared.ops.common").TORCH_MIN
         assert RANGES[name] == SpecifierSet(f">={minimum[0]}.{minimum[1]}") and oldest == f"{minimum[0]}.{minimum[1]}"
     else:
-        assert RANGES[name] == SpecifierSet(getattr(part(qwen3, "shared.hf.patching"), f"{name.upper()}_EXPECTED"))
+        assert RANGES[name] == SpecifierSet(getattr(part(qwen3, "shared.hf.hub"), f"{name.upper()}_EXPECTED"))
         assert RANGES[name].contains(newest)
 
 

@@ -1,5 +1,6 @@
 """Liger-Kernel's own kernels beside ours, where it is installed."""
 
+import copy
 import importlib.util
 import json
 import os
@@ -7,6 +8,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
 
 from tests.gpu.conftest import ROOT
 from tests.liger_families import FAMILIES, check_family
@@ -32,3 +35,44 @@ def test_where_liger_is_wrong():
     assert all(results["ours"] is True for results in found.values()), found
     assert {name for name,
             results in found.items() if results["liger"] is True} == {name for name in found if name.startswith("both_")}, found
+
+
+def network(dtype):
+    torch.manual_seed(0)
+    blocks = nn.Conv2d(3, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.SiLU(), nn.LayerNorm((32, 32)), nn.RMSNorm(32, eps=1e-5)
+    model = nn.Sequential(*blocks).to("cuda", dtype)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.5, 0.1)
+    return model
+
+
+def step(model, x):
+    x = x.clone().requires_grad_()
+    y = model(x)
+    return [y, *torch.autograd.grad(y.float().square().mean(), (x, *model.parameters()))]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), ((torch.bfloat16, 4e-2), (torch.float16, 6e-3), (torch.float32, 1e-4)), ids=str)
+def test_the_norms_of_torch_nn(liger, dtype, bound):
+    """Against float64, no worse than torch's own by more than a rounding; the bound is of a chain of five layers."""
+    model, x = network(dtype), torch.randn(4, 3, 32, 32, device="cuda", dtype=dtype)
+    exact = step(copy.deepcopy(model).double(), x.double())
+    found = step(liger.kernelize(model), x)
+    assert {row.part for row in liger.explain(model).rows if row.fused} >= {"GroupNorm", "LayerNorm", "RMSNorm", "kernels on cuda:0"}
+    for a, b in zip(found, exact, strict=True):
+        assert (a.double() - b).norm() <= bound * b.norm()
+
+
+def test_autocast_computes_the_norms_as_torch_does(liger):
+    model, x = network(torch.float32), torch.randn(4, 3, 32, 32, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        wanted = model(x)
+        found = liger.kernelize(model)(x)
+    assert torch.equal(found, wanted) and found.dtype == wanted.dtype
+
+
+def test_warm_up_loads_the_kernels_of_a_language_model(liger):
+    before = torch.cuda.get_rng_state()
+    liger.warmup_all_kernels()
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert all(finding.fits for finding in liger.report().findings if finding.name.startswith("cuda:"))
