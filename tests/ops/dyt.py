@@ -80,7 +80,7 @@ MUTANTS = (
     ("kernel_src/dyt.py", "dyt_forward", "ct.minimum(block * ROWS + i, x.shape[0] - 1)", "block * ROWS + i", "whole"),
     ("kernel_src/dyt.py", "dyt_forward", "t * scale + shift", "t * scale", "whole"),
     ("kernel_src/dyt.py", "dyt_backward", "ct.where(valid[:, None], dalpha, 0.0)", "dalpha", "whole"),
-    ("kernel_src/dyt.py", "dyt_backward", "a * dz)", "dz)", "whole"),
+    ("kernel_src/dyt.py", "gradients", "return a * dz", "return dz", "whole"),
     ("kernel_src/dyt.py", "dyt_parameter_sums", "acc = acc + ct.gather(partial_alpha", "acc = ct.gather(partial_alpha", "many"),
     ("shared/ops/dyt.py", "DyTFunction.forward", "ctx.save_for_backward(x, alpha, gamma)", "ctx.save_for_backward(-x, alpha, gamma)",
      "whole"),

@@ -97,10 +97,10 @@ KERNEL, OPERATION = "kernel_src/mrope.py", "shared/ops/mrope.py"
 MUTANTS = (
     (KERNEL, "part_of", "j < time + height", "j < height", "multimodal"),
     (KERNEL, "part_of", "j < 3 * width", "j <= 3 * width + 2", "interleaved"),
-    (KERNEL, "part_of", "j % 3 == 1", "j % 3 == 0", "interleaved"),
-    (KERNEL, "chosen_angles", "token % table.shape[1]", "0", "multimodal"),
+    (KERNEL, "part_of", "third == 1", "third == 0", "interleaved"),
+    (KERNEL, "mrope", "token % cos.shape[1]", "0", "multimodal"),
     (KERNEL, "chosen_angles", "parts == 2", "parts == 1", "multimodal"),
-    (KERNEL, "mrope", "chosen_angles(sin, parts, token, 1, HALF)", "chosen_angles(sin, parts, token, 0, HALF)", "multimodal"),
+    (KERNEL, "mrope", "chosen_angles(sin, parts, row, 1, HALF)", "chosen_angles(sin, parts, row, 0, HALF)", "multimodal"),
     (KERNEL, "mrope_any", "cos.shape[2] - half", "0", "odd"),
     (KERNEL, "mrope_any", "q.shape[2] - 2 * half", "0 * half", "partial"),
     (KERNEL, "copy_part", "ct.gather(x, at, check_bounds=False)", "ct.gather(y, at, check_bounds=False)", "partial"),

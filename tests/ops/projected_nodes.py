@@ -132,8 +132,9 @@ CHECKS = {
     "projected_mlp_frozen": functools.partial(check_projected_mlp, frozen=True),
 }
 MUTANTS = [
+    *errors_in("shared/ops/projection.py", "projected_inputs", "_rounded_adapters",
+         ("sources += [b for", "sources += [2 * b for")),
     *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.__init__",
-         ("[a.b.to(dtype) if", "[2 * a.b.to(dtype) if"),
          ("else self.whole.to(dtype)", "else 2 * self.whole.to(dtype)", "projected_inputs_autocast_packed"),
          ("_rows_in_one(weights, dtype) if", "2 * _rows_in_one(weights, dtype) if", "projected_inputs_autocast")),
     *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.forward",
