@@ -37,6 +37,13 @@ def test_a_model_compiles_whole_and_once_for_all_lengths(ops, options):
     assert checks.check_compiled_model(ops, DEVICE, lengths=lengths, model=model, recompiles=plain > 1, **options) <= plain
 
 
+@pytest.mark.parametrize("form", checks.FORMS)
+def test_what_people_train_compiles_whole_and_once_for_all_lengths(ops, form):
+    if checks.FORMS[form][2] is not None:
+        pytest.importorskip("peft")
+    checks.check_compiled_form(ops, form, DEVICE, "inductor", (64, 128, 200), SIZES)
+
+
 @pytest.mark.parametrize("strict", (False, True), ids=("as it runs", "strict"))
 def test_export(ops, strict):
     checks.check_exported_model(ops, DEVICE, strict, step=8)

@@ -5,7 +5,7 @@ from .targets import FAMILIES
 
 
 def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True, attention=True, unpad=True,
-          experts=True):
+          experts=True, keep_attention=False):
     """Puts the layers on transformers' Qwen3 and Qwen3-MoE classes: models that exist and models made later use them.
 
     After the call exactly the operations given as True are active. With `fused_linear_cross_entropy` a model in training mode
@@ -16,7 +16,10 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
     by default: packed and padded batches and sliding windows run in kernels of ours, at the cost of the tokens that are seen; one
     sequence a row without padding goes to SDPA as before. Any other implementation is kept. `unpad` leaves the padding of a batch out of
     the whole decoder where nobody can tell: with that attention, a loss without logits, no cache (use_cache=False, as Trainer has it),
-    no label at a padded position, and no hooks on the decoder's parts.
+    no label at a padded position, and no hooks on the decoder's parts. `keep_attention` is for gradient checkpointing: each decoder
+    layer's attention runs once, and the backward pass computes the rest of the layer again. It takes the memory of attention's output, for
+    each token and layer heads * head_dim numbers and a float32 a head, and serves the attention of ours and PyTorch's ("sdpa") without
+    dropout.
     Not thread-safe against a running forward pass.
 
     fused_linear_cross_entropy: True, False, or a mapping of options of the loss, which stands for True: `ignore_index`,
@@ -40,15 +43,16 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
             "experts": experts,
         },
         unpad,
+        keep_attention,
     )
 
 
-def kernelize(model, mode=None, attention=True, unpad=True):
+def kernelize(model, mode=None, attention=True, unpad=True, keep_attention=False):
     """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
 
     model: one of transformers, with or without a head, alone or inside another module (PEFT). mode: a `kernels.Mode`;
-    the layers serve all of them, so it changes nothing. attention, unpad: as in `apply`. For torch.nn.DataParallel use `apply`: its
-    replicas would call the forwards of the model that they were copied from.
+    the layers serve all of them, so it changes nothing. attention, unpad, keep_attention: as in `apply`. For torch.nn.DataParallel use
+    `apply`: its replicas would call the forwards of the model that they were copied from.
 
     A part whose forward someone else replaced (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning.
 
@@ -56,7 +60,7 @@ def kernelize(model, mode=None, attention=True, unpad=True):
     could be put on it, and
     ImportError when transformers is absent or its version does not fit.
     """
-    return patching.kernelize(FAMILIES, model, mode, attention, unpad)
+    return patching.kernelize(FAMILIES, model, mode, attention, unpad, keep_attention)
 
 
 def explain(model):

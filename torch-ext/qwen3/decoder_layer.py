@@ -12,6 +12,7 @@ from typing import List, Tuple
 import torch
 
 from .shared.hf.adapters import projection, projection_or_reason
+from .shared.hf.checkpointing import attend_once, keeps_attention
 from .shared.hf.modules import OwnForwards, all_are_listened_to, is_silu, original_forward, plain_weight
 from .shared.ops.common import autocasts
 from .shared.ops.decoder_nodes import norm_attention_inputs, norm_mlp
@@ -224,5 +225,10 @@ def decoder_layer_forward(own: OwnForwards, layer, hidden_states, attention_mask
             **kwargs,
         )
     q, k, v, residual = _attention_inputs(layer, hidden_states, position_embeddings)
-    attended = _attend(own, _parts(layer)["self_attn"], q, k, v, attention_mask, past_key_values, kwargs)
+    attention = _parts(layer)["self_attn"]
+    if past_key_values is None and keeps_attention(layer) and not attention.attention_dropout:
+        conditions = attention_mask, *position_embeddings, *kwargs.values()
+        attended = attend_once(layer, hidden_states, conditions, lambda: _attend(own, attention, q, k, v, attention_mask, None, kwargs))
+    else:
+        attended = _attend(own, attention, q, k, v, attention_mask, past_key_values, kwargs)
     return _finish(own, layer, attended, residual, hidden_states.shape[:-1])

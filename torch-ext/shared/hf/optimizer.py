@@ -22,15 +22,18 @@ CPU = torch.device("cpu")
 def _held(tensors: Sequence[torch.Tensor]) -> Optional[Sequence[torch.Tensor]]:
     """The ordinary tensors behind a parameter, its gradient and its averages: they themselves, or what this process holds of them where
     FSDP2 or tensor parallelism spread them over several in one way. None where there are others."""
-    if hasattr(tensors[0], "to_local"):
-        placements = getattr(tensors[0], "placements", None)
-        if any(getattr(t, "placements", None) != placements for t in tensors):
-            return None
-        tensors = [t.to_local() for t in tensors]
     for tensor in tensors:  # a loop, for all() over a generator costs the host twice as much, for each of hundreds of parameters
         if type(tensor) not in PLAIN:
-            return None
-    return tensors
+            break
+    else:
+        return tensors
+    if not hasattr(tensors[0], "to_local"):
+        return None
+    placements = getattr(tensors[0], "placements", None)
+    if any(getattr(t, "placements", None) != placements for t in tensors):
+        return None
+    local = [t.to_local() for t in tensors]
+    return local if all(type(t) in PLAIN for t in local) else None
 
 
 class AdamW(torch.optim.AdamW):
@@ -135,7 +138,7 @@ class AdamW(torch.optim.AdamW):
                 changed += (param, held[0])
                 continue
             _check_shapes(tensors)
-            if held is not None and held[0].is_cuda and param.is_floating_point() and len({t.dtype for t in held}) == 1:
+            if held is not None and held[0].is_cuda and param.is_floating_point() and _of_one_dtype(held):
                 fused.append((*held, _on(state, held[0].device)))
                 changed.append(param)
             else:
@@ -149,9 +152,17 @@ def _refuse(options) -> None:
             raise ValueError(f"{name} is {options[name]}, expected False: use torch.optim.AdamW for it")
 
 
+def _of_one_dtype(tensors) -> bool:
+    param, grad, exp_avg, exp_avg_sq = tensors
+    return param.dtype == grad.dtype == exp_avg.dtype == exp_avg_sq.dtype
+
+
 def _check_shapes(tensors) -> None:
     """Raises ValueError for a gradient or an average of another shape than its parameter."""
-    shape = tensors[0].shape
+    param, grad, exp_avg, exp_avg_sq = tensors
+    shape = param.shape
+    if grad.shape == exp_avg.shape == exp_avg_sq.shape == shape:
+        return
     for name, tensor in zip(("gradient", "exp_avg", "exp_avg_sq"), tensors[1:]):
         if tensor.shape != shape:
             fail(f"the {name} of a parameter", f"of shape {list(tensor.shape)}", f"the parameter's shape {list(shape)}")

@@ -22,7 +22,10 @@ def fits(tensors: Sequence[torch.Tensor]) -> bool:
     dtype, device, shape = first.dtype, first.get_device(), first.shape
     if first.numel() < SMALLEST or dtype not in DTYPES or not kernels_run_on(*tensors):
         return False
-    return all(t.is_contiguous() and t.dtype == dtype and t.get_device() == device and t.shape == shape for t in tensors)
+    for tensor in tensors:
+        if not (tensor.is_contiguous() and tensor.dtype == dtype and tensor.get_device() == device and tensor.shape == shape):
+            return False
+    return True
 
 
 def numbers(step: float, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> Tuple[float, ...]:

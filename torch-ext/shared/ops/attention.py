@@ -14,6 +14,7 @@ from ..runtime.device import is_ordinary, kernels_run_on
 from ..runtime.launch import Kernel
 from .autocast import as_autocast, outside_autocast, without_autocast
 from .common import accumulation_dtype, apply_function, autocasts, describe, fail, need_floats, needs_formula, traceable
+from .recorded import recorded
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 LOG2E = math.log2(math.e)
@@ -315,7 +316,7 @@ attention_backward = traceable("attention_backward", _backward, _fake_backward)
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, limits, walks, scale):
-        out, lse = attention_forward(q, k, v, sinks, limits, walks, scale)
+        out, lse = recorded(attention_forward, q, k, v, sinks, limits, walks, scale)
         ctx.save_for_backward(q, k, v, sinks, out, lse, limits, walks)
         ctx.scale = scale
         return out

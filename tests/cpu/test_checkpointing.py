@@ -1,0 +1,185 @@
+"""Gradient checkpointing of transformers that keeps attention: the same gradients bit for bit, and attention runs once."""
+
+import gc
+import importlib
+import warnings
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.compile_checks import with_adapters
+from tests.models import random_tokens, tiny_model
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+class Count(TorchDispatchMode):
+    """Counts the runs of an operator."""
+
+    def __init__(self, operator):
+        super().__init__()
+        self.operator, self.count = operator, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is self.operator
+        return function(*args, **(kwargs or {}))
+
+
+def model_of(package, keep, reentrant=False, lora=False, implementation="sdpa", **changes):
+    model = tiny_model(num_hidden_layers=3, **changes)
+    model = package.kernelize(with_adapters(model, lora_dropout=0.1) if lora else model, keep_attention=keep)
+    model.set_attn_implementation(implementation)  # ours is known once the model is kernelized
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    return model
+
+
+def gradients(model, **inputs):
+    model.zero_grad()
+    torch.manual_seed(0)
+    loss = model(**inputs, use_cache=False).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def assert_equal(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def kept_of(*tensors):
+    return [kept for tensor in tensors for kept in getattr(tensor.untyped_storage(), "_bastile_kept_attention", ())]
+
+
+@pytest.mark.parametrize("lora", (False, True), ids=("plain", "LoRA with dropout"))
+@pytest.mark.parametrize("reentrant", (False, True), ids=("not reentrant", "reentrant"))
+def test_gradients_are_those_of_full_checkpointing_and_attention_runs_once(qwen3, reentrant, lora):
+    ids = random_tokens(2, 17)
+    inputs = {"input_ids": ids, "labels": ids}
+    expected = gradients(model_of(qwen3, False, reentrant, lora), **inputs)
+    model = model_of(qwen3, True, reentrant, lora)
+    with Count(FLASH) as runs:
+        found = gradients(model, **inputs)
+    assert_equal(found, expected)
+    assert len(found) > 10 and runs.count == 3, "layers"
+    assert_equal(gradients(model, **inputs), expected)
+
+
+@pytest.mark.parametrize("reentrant", (False, True), ids=("not reentrant", "reentrant"))
+def test_attention_of_ours_runs_once(qwen3, monkeypatch, reentrant):
+    ids = random_tokens(2, 17)
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    inputs = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    expected = gradients(model_of(qwen3, False, reentrant, implementation="bastile"), **inputs)
+    operations, runs = importlib.import_module(f"{qwen3.__name__}.shared.ops.attention"), []
+    forward = operations.attention_forward
+    monkeypatch.setattr(operations, "attention_forward", lambda *args: runs.append(1) or forward(*args))
+    assert_equal(gradients(model_of(qwen3, True, reentrant, implementation="bastile"), **inputs), expected)
+    assert len(runs) == 3
+
+
+def test_without_checkpointing_nothing_is_kept(qwen3):
+    ids = random_tokens(2, 17)
+    model = model_of(qwen3, True)
+    model.gradient_checkpointing_disable()
+    seen = []
+    model.model.layers[1].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    gradients(model, input_ids=ids, labels=ids)
+    assert not kept_of(*seen)
+
+
+def test_what_is_kept_goes_with_the_checkpoint(qwen3):
+    ids = random_tokens(2, 17)
+    model, seen = model_of(qwen3, True), []
+    hook = model.model.layers[1].register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    assert len(kept_of(*seen)) == 1
+    loss.backward()
+    assert not kept_of(*seen), "the backward pass has used it"
+    hook.remove()
+    seen.clear()
+    gc.collect()
+    outputs = [model(input_ids=ids, labels=ids, use_cache=False).loss for _ in range(2)]
+    expected = gradients(model_of(qwen3, False), input_ids=ids, labels=ids)
+    model.zero_grad()
+    for loss in outputs:  # two forward passes, then two backward passes
+        loss.backward(retain_graph=True)
+    for a, b in zip((p.grad for p in model.parameters()), expected[1:], strict=True):
+        torch.testing.assert_close(a, 2 * b)
+
+
+@pytest.mark.parametrize("reentrant", (False, True), ids=("not reentrant", "reentrant"))
+def test_two_passes_over_the_same_input_with_other_masks_do_not_meet(qwen3, reentrant):
+    """The first layer's input is one tensor in both."""
+    ids = random_tokens(2, 17)
+
+    def passes(keep):
+        model = model_of(qwen3, keep, reentrant)
+        embedded = model.model.embed_tokens(ids).detach().requires_grad_()
+        losses = []
+        for start in (0, 5):
+            mask = torch.ones_like(ids)
+            mask[:, :start] = 0
+            losses.append(model(inputs_embeds=embedded, labels=ids, attention_mask=mask, use_cache=False).loss)
+        (losses[0] + 2 * losses[1]).backward()
+        return [embedded.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    assert_equal(passes(True), passes(False))
+
+
+def test_a_second_backward_pass_and_an_outer_checkpoint_are_right(qwen3):
+    ids = random_tokens(2, 17)
+    found = []
+    for keep in (False, True):
+        model = model_of(qwen3, keep)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        embedded = model.model.embed_tokens(ids)
+        hidden = torch.utils.checkpoint.checkpoint(
+            lambda x, model=model: model.model(inputs_embeds=x, use_cache=False).last_hidden_state, embedded, use_reentrant=False
+        )
+        hidden.sum().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert_equal(*found)
+
+
+def test_dropout_in_attention_computes_it_again(qwen3):
+    ids = random_tokens(2, 17)
+    inputs = {"input_ids": ids, "labels": ids}
+    found, expected = (gradients(model_of(qwen3, keep, attention_dropout=0.2), **inputs) for keep in (True, False))
+    assert_equal(found, expected)
+
+
+def test_an_attention_that_cannot_be_kept_is_warned_of_once(qwen3):
+    ids = random_tokens(2, 17)
+    inputs = {"input_ids": ids, "labels": ids}
+    expected = gradients(model_of(qwen3, False, implementation="eager"), **inputs)
+    model = model_of(qwen3, True, implementation="eager")
+    with pytest.warns(RuntimeWarning, match="keep_attention: attn_implementation='eager'") as warned:
+        assert_equal(gradients(model, **inputs), expected)
+    assert len([w for w in warned if "keep_attention" in str(w.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        gradients(model, **inputs)
+
+
+def test_apply_and_reset(qwen3):
+    ids = random_tokens(2, 17)
+    inputs = {"input_ids": ids, "labels": ids}
+    qwen3.apply(keep_attention=True)
+    try:
+        model = tiny_model(num_hidden_layers=2)
+        model.gradient_checkpointing_enable()
+        counts = []
+        for keep in (True, False):
+            qwen3.apply(keep_attention=keep)
+            with Count(FLASH) as runs:
+                gradients(model, **inputs)
+            counts.append(runs.count)
+        assert counts == [2, 4]
+    finally:
+        qwen3.reset()
+    assert not [name for cls in type(model.model.layers[0]).__mro__ for name in vars(cls) if name == "_bastile_keeps_attention"]

@@ -1,0 +1,49 @@
+"""Gradient checkpointing of transformers that keeps attention, with the attention that PyTorch chooses on a GPU and with ours."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.models import tiny_model
+from tests.tolerances import assert_close
+
+SIZES = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
+         "head_dim": 128}
+
+
+class Attentions(TorchDispatchMode):
+    """Counts the runs of PyTorch's kernels for attention, backward ones left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        self.count += "_attention" in name and "scaled_dot_product" in name and "backward" not in name
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("padded", (False, True), ids=("SDPA", "ours"))
+@pytest.mark.parametrize("reentrant", (False, True), ids=("not reentrant", "reentrant"))
+def test_attention_is_kept(ops, reentrant, padded):
+    """Losses are the same bits, gradients what attention's backward pass leaves of that; nothing of it is left behind."""
+    ids = torch.randint(1, 8192, (2, 200), device="cuda")
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, 150:] = 0
+    found, counts = [], []
+    for keep in (False, True):
+        model = ops.kernelize(tiny_model(torch.bfloat16, num_hidden_layers=2, **SIZES).to("cuda"), keep_attention=keep, unpad=False)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        with Attentions() as attentions:
+            loss = model(input_ids=ids, labels=ids, attention_mask=mask, use_cache=False).loss
+            loss.backward()
+        counts.append(attentions.count)
+        found.append((loss, {name: parameter.grad for name, parameter in model.named_parameters()}))
+    (expected, wanted), (loss, gradients) = found
+    assert torch.equal(loss, expected)
+    for name, gradient in gradients.items():
+        assert_close(gradient, wanted[name], torch.bfloat16, name)
+    assert counts == ([0, 0] if padded else [4, 2])
