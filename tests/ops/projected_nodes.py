@@ -203,4 +203,8 @@ MUTANTS = [
           "before[0].gradients((dout.to(dtype),), dlow, _always(attended), o_needs)",
           "projected_mlp_attended"),
          ("hidden = swiglu_forward(gate, up)", "hidden = swiglu_forward(up, gate)", "projected_mlp_frozen")),
+    *errors_in("shared/ops/projected_nodes.py", "projected_inputs", "_ProjectedAttentionInputs.backward",
+         ("(dx, dnorm, None, dq_norm, dk_norm,", "(dx, dnorm, None, dk_norm, dq_norm,")),
+    *errors_in("shared/ops/projected_nodes.py", "projected_mlp_attended", "_ProjectedMLP.backward",
+         ("dx.view(ctx.shape), dattended, dnorm", "dx.view(ctx.shape), -dattended, dnorm")),
 ]  # fmt: skip
