@@ -119,7 +119,7 @@ def dyt_parameter_sums(partial, partial_alpha, dparameters, dalpha, ROWS: Const,
 
 # ---------------------------------------------------------------- what is prebuilt
 PIECE = {SEGMENT: 16, 1: 512}
-ROWS, BACKWARD_ROWS = 4, 2  # of a block, and of a step of the backward pass
+ROWS = 4
 
 
 def variants():
@@ -134,7 +134,8 @@ def variants():
             partial, partial_alpha = Array("float32", (None, 2, None, segment), aligned=segment > 1), Array("float32", (None, None),
                                                                                                             aligned=False)
             sums = {"partial": partial, "partial_alpha": partial_alpha}
-            yield Variant(dyt_backward, {"dx": a, "dy": a, "x": a, "alpha": alpha, "gamma": p, **sums, "ROWS": BACKWARD_ROWS, **constants},
+            rows_at_once = 2 if x == w and segment > 1 else 1  # more registers than there are, elsewhere
+            yield Variant(dyt_backward, {"dx": a, "dy": a, "x": a, "alpha": alpha, "gamma": p, **sums, "ROWS": rows_at_once, **constants},
                           hints={"occupancy": 4})
     for w in FLOATS:
         for aligned in (True, False):

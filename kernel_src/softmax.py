@@ -57,49 +57,6 @@ def softmax_backward(y, dy, dx, ROWS: Const, TILE: Const):
     write_within(dx, at, p * (d - ct.sum(p * d, 1, keepdims=True)))
 
 
-# ---------------------------------------------------------------- rows that are read twice
-@ct.function
-def tile_columns(i, TILE: Const):
-    return i * TILE + ct.arange(TILE, dtype=ct.int32)
-
-
-@ct.kernel
-def softmax_row_forward(x, y, TILE: Const):
-    """x, y: [rows, columns]. One row a block, which goes over it twice, backwards the second time: that reads from the caches."""
-    row = ct.bid(0)
-    tiles = ct.cdiv(x.shape[1], TILE)
-    top = ct.full((TILE,), MINUS_INFINITY, dtype=ct.float32)
-    total = ct.zeros((TILE,), dtype=ct.float32)
-    for i in range(tiles):
-        v = read(x, (row, tile_columns(i, TILE)), MINUS_INFINITY) * LOG2E
-        new = ct.maximum(top, v)
-        # A lane that has seen nothing but -inf has the sum 0, not the NaN of -inf - -inf.
-        shift = ct.where(new == MINUS_INFINITY, 0.0, new)
-        total = total * ct.exp2(top - shift, flush_to_zero=True) + ct.exp2(v - shift, flush_to_zero=True)
-        top = new
-    m = ct.max(top, 0)
-    shift = ct.where(m == MINUS_INFINITY, 0.0, m)
-    lse = m + ct.log2(ct.sum(total * ct.exp2(top - shift, flush_to_zero=True), 0))
-    for i in range(tiles):
-        cols = tile_columns(tiles - 1 - i, TILE)
-        write_within(y, (row, cols), ct.exp2(read(x, (row, cols), MINUS_INFINITY) * LOG2E - lse, flush_to_zero=True))
-
-
-@ct.kernel
-def softmax_row_backward(y, dy, dx, TILE: Const):
-    """y, dy, dx: [rows, columns]; as `softmax_row_forward`."""
-    row = ct.bid(0)
-    tiles = ct.cdiv(y.shape[1], TILE)
-    total = ct.zeros((TILE,), dtype=ct.float32)
-    for i in range(tiles):
-        cols = tile_columns(i, TILE)
-        total = total + read(y, (row, cols), 0) * read(dy, (row, cols), 0)
-    dot = ct.sum(total, 0)
-    for i in range(tiles):
-        cols = tile_columns(tiles - 1 - i, TILE)
-        write_within(dx, (row, cols), read(y, (row, cols), 0) * (read(dy, (row, cols), 0) - dot))
-
-
 # ---------------------------------------------------------------- rows in pieces
 @ct.function
 def write_partial(part_max, part_sum, row, part, v):

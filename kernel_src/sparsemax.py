@@ -21,7 +21,7 @@ import cuda.tile as ct
 from kernel_src.elements import write_within
 from kernel_src.prebuild import FLOATS, Array, Variant
 from kernel_src.segments import two_sums
-from kernel_src.softmax import MINUS_INFINITY, PIECE, WRITTEN_PIECE, piece, read, rows_of_block, tile_columns, whole_rows
+from kernel_src.softmax import MINUS_INFINITY, PIECE, WRITTEN_PIECE, piece, read, rows_of_block, whole_rows
 
 Const = ct.Constant[int]
 
@@ -72,25 +72,6 @@ def sparsemax_backward(y, dy, dx, ROWS: Const, TILE: Const):
     write_within(dx, at, ct.where(inside, d - mean, 0.0))
 
 
-# ---------------------------------------------------------------- rows that are read twice
-@ct.kernel
-def sparsemax_row_backward(y, dy, dx, TILE: Const):
-    """y, dy, dx: [rows, columns]; as `softmax_row_forward`."""
-    row = ct.bid(0)
-    tiles = ct.cdiv(y.shape[1], TILE)
-    size, total = ct.zeros((TILE,), dtype=ct.float32), ct.zeros((TILE,), dtype=ct.float32)
-    for i in range(tiles):
-        cols = tile_columns(i, TILE)
-        inside = read(y, (row, cols), 0) > 0.0
-        size = size + ct.where(inside, 1.0, 0.0)
-        total = total + ct.where(inside, read(dy, (row, cols), 0), 0.0)
-    count, amount = two_sums(size, total, TILE)
-    mean = amount / ct.maximum(count, 1.0)
-    for i in range(tiles):
-        cols = tile_columns(tiles - 1 - i, TILE)
-        write_within(dx, (row, cols), ct.where(read(y, (row, cols), 0) > 0.0, read(dy, (row, cols), 0) - mean, 0.0))
-
-
 # ---------------------------------------------------------------- rows in pieces
 # Element i of a row belongs to block i // (CHUNK * WIDTH) and there to chunk i % WIDTH: a chunk's elements lie WIDTH apart, so taking
 # the maxima of all chunks of a block is elementwise.
@@ -125,7 +106,7 @@ def count_elements(x, maxima, row, m, size, total, CHUNK: Const, WIDTH: Const, T
     under way together: one after the other they would wait CHUNK times as long."""
     count, amount = ct.zeros((TILE,), dtype=ct.float32), ct.zeros((TILE,), dtype=ct.float32)
     for i in range(ct.cdiv(maxima.shape[1], TILE)):
-        chunks = tile_columns(i, TILE)
+        chunks = i * TILE + ct.arange(TILE, dtype=ct.int32)
         reaches = support(read(maxima, (row, chunks), MINUS_INFINITY) - m, size, total)
         if ct.max(ct.where(reaches, 1, 0)) > 0:
             first = chunks // WIDTH * (CHUNK * WIDTH) + chunks % WIDTH
@@ -196,6 +177,7 @@ def sparsemax_gradient(y, dy, size, total, dx, TILE: Const):
 
 # At most one element in 16 is read again; a block of sparsemax_maxima has so many loads under way.
 CHUNKS = {"CHUNK": 16, "WIDTH": 1024}
+CHUNKS_AT_ONCE = 256  # of those that are read again; all their elements are under way together
 LONGEST = 8192  # elements of a row that stays in registers
 
 
@@ -213,6 +195,4 @@ def variants():
             yield Variant(sparsemax_sums, {"y": x, "dy": x, "part_size": matrix, "part_sum": matrix, "TILE": PIECE})
             yield Variant(sparsemax_gradient, {"y": x, "dy": x, "size": vector, "total": vector, "dx": x, "TILE": WRITTEN_PIECE})
         x = Array(dtype, (None, None), aligned=False)
-        # With four warps the fp32 one spills on sm_100.
-        hints = {"num_worker_warps": 8} if dtype == "float32" else {}
-        yield Variant(sparsemax_threshold, {"x": x, "maxima": maxima, **row_sums, **CHUNKS, "TILE": 2048}, hints=hints)
+        yield Variant(sparsemax_threshold, {"x": x, "maxima": maxima, **row_sums, **CHUNKS, "TILE": CHUNKS_AT_ONCE})

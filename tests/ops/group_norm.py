@@ -90,6 +90,7 @@ MUTANTS = (
     ("kernel_src/group_norm.py", "group_norm_channel_sums", "row // (channels // mean.shape[0])", "row * 0", "parts"),
     ("kernel_src/group_norm.py", "apply_part", "first_channel + at // of_channel", "first_channel", "odd"),
     ("kernel_src/group_norm.py", "apply_part", "row % groups * in_group", "0", "odd"),
+    ("kernel_src/group_norm.py", "group_norm_apply_backward", "ct.bid(0) - blocks", "0", "odd"),
     ("kernel_src/group_norm.py", "sum_parameters", "ct.where(valid[:, None], found, 0.0)", "found", "whole"),
     ("shared/ops/group_norm.py", "GroupNormFunction.forward", "ctx.save_for_backward(x, weight, mean, rstd)",
      "ctx.save_for_backward(x, weight, rstd, mean)", "whole"),

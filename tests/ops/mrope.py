@@ -98,6 +98,8 @@ MUTANTS = (
     (KERNEL, "part_of", "j < time + height", "j < height", "multimodal"),
     (KERNEL, "part_of", "j < 3 * width", "j <= 3 * width + 2", "interleaved"),
     (KERNEL, "part_of", "third == 1", "third == 0", "interleaved"),
+    (KERNEL, "part_of", ">> 17", ">> 16", "interleaved"),
+    (KERNEL, "heads_of", "x.shape[1] - 1", "x.shape[1]", "multimodal"),
     (KERNEL, "mrope", "token % cos.shape[1]", "0", "multimodal"),
     (KERNEL, "chosen_angles", "parts == 2", "parts == 1", "multimodal"),
     (KERNEL, "mrope", "chosen_angles(sin, parts, row, 1, HALF)", "chosen_angles(sin, parts, row, 0, HALF)", "multimodal"),

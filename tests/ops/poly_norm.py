@@ -70,6 +70,8 @@ MUTANTS = (
     ("kernel_src/poly_norm.py", "gradient", "2.0 * w1", "w1", "odd"),
     ("kernel_src/poly_norm.py", "poly_norm_forward", "ct.where(valid[:, None], xf * xf, 0.0)", "xf * xf", "whole"),
     ("kernel_src/poly_norm.py", "poly_norm_backward", "ct.where(valid, d, 0.0)", "d", "whole"),
+    ("kernel_src/poly_norm.py", "gradient", "c2 * k2 * m2", "c2 * m2", "whole"),
+    ("kernel_src/poly_norm.py", "poly_norm_backward", "ct.where(valid, d, 0.0)", "d", "whole"),
     ("kernel_src/poly_norm.py", "poly_norm_long_forward", "sum4 = sum4 + square * square", "sum4 = square * square", "long"),
     ("kernel_src/poly_norm.py", "poly_norm_long_backward", "dw0 + s3", "s3", "odd"),
     ("kernel_src/poly_norm.py", "write_sums", "s3, check", "s2, check", "odd"),
