@@ -4,9 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-gpu test-mutants test-multigpu test-sanitizer build stage upload hub check clean \
+.PHONY: help demo test test-gpu test-mutants test-transformers test-multigpu test-sanitizer build stage upload hub check clean \
 	bench-ops bench-liger bench-rmsnorm bench-lce bench-qwen3 bench-lora bench-qwen3-moe bench-gpt-oss bench-fsdp bench-generate \
-	bench-adamw bench-plots
+	bench-adamw bench-host bench-plots
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,6 +32,9 @@ test-mutants: $(READY) ## plant an error in every mask, scale and saved tensor, 
 
 test-gpu: $(READY) build ## the numerics with the real cubins, on this machine's GPU
 	$(BIN)/python -m pytest tests/gpu
+
+test-transformers: $(READY) ## transformers' own tests with the packages in force and without (TESTS=path of a checkout at the installed version)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.upstream $(TESTS)
 
 test-multigpu: $(READY) build ## parallel training and device_map on two GPUs
 	$(BIN)/python -m pytest tests/multigpu
@@ -87,6 +90,9 @@ bench-fsdp: $(READY) ## training steps sharded over two GPUs
 
 bench-adamw: $(READY) ## the optimizer's step
 	$(BIN)/python -m benchmark.benchmark_adamw
+
+bench-host: $(READY) ## what the host needs: a norm, a decoder layer, an optimizer's step (without a GPU: with a driver that does nothing)
+	$(BIN)/python -m benchmark.benchmark_host
 
 bench-generate: $(READY) ## prefill and one-token steps of generate()
 	$(BIN)/python -m benchmark.benchmark_generate

@@ -295,9 +295,9 @@ def test_what_changes_is_recorded_anew(package, change):
     for m in (model, plain):
         torch.manual_seed(2)
         CHANGES[change](m)
-    for seed in range(3):
-        found = compare(model, plain, seed)
-        assert found == (0 if seed == 0 else whole())
+    counts = [compare(model, plain, seed) for seed in range(4)]
+    assert 0 in counts[:2], "a pass is looked at: this one, or the next where graphs in front of the changed layer were replayed"
+    assert counts[0] < whole() and counts[2:] == [whole()] * 2
 
 
 def test_weights_that_are_written_in_place_need_no_new_graphs(package):

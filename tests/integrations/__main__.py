@@ -21,6 +21,7 @@ DISTRIBUTIONS = {
     "PyTorch": "torch",
     "DDP": "torch",
     "FSDP2": "torch",
+    "DeepSpeed": "deepspeed",
     "transformers": "transformers",
     "generate": "transformers",
     "accelerate": "accelerate",

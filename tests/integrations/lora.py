@@ -244,6 +244,11 @@ def test_dora_is_called(qwen3, device, fused):
 
 def mean_errors(qwen3, model, exact_model, device, autocast, as_others=None):
     """The relative error of all gradients, averaged over batches: plain, and with the layers. as_others: autocast of the plain model."""
+    return errors_of_batches(qwen3, model, exact_model, device, autocast, as_others).mean(0).tolist()
+
+
+def errors_of_batches(qwen3, model, exact_model, device, autocast, as_others=None, lengths=(15, 23, 31, 39)):
+    """[batches, 2]: the same of each batch."""
 
     def gradients(model, dtype):
         model.zero_grad()
@@ -253,7 +258,7 @@ def mean_errors(qwen3, model, exact_model, device, autocast, as_others=None):
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     errors = []
-    for length in (15, 23, 31, 39):
+    for length in lengths:
         inputs = batch(device, 2, length)
         exact = gradients(exact_model, None)
         others = gradients(model, autocast or as_others)
@@ -263,7 +268,7 @@ def mean_errors(qwen3, model, exact_model, device, autocast, as_others=None):
         assert found.keys() == others.keys() == exact.keys()
         assert all(found[name].dtype == others[name].dtype for name in found)
         errors.append([[relative_error(each[name], gradient) for name, gradient in exact.items()] for each in (others, found)])
-    return torch.tensor(errors).mean((0, 2)).tolist()
+    return torch.tensor(errors).mean(2)
 
 
 @pytest.mark.integration("PyTorch: autocast in bf16 and fp16 over fp32 weights, GradScaler")
@@ -346,6 +351,36 @@ def four_bit(model, device):
             dense = bnb.functional.dequantize_4bit(linear.weight.data, linear.weight.quant_state)
             exact.model.layers.get_submodule(name).weight.data.copy_(dense)
     return model, exact
+
+
+@pytest.mark.integration("bitsandbytes: LoRA over 4-bit layers (QLoRA)", on="cpu")
+@pytest.mark.parametrize("double", [False, True], ids=["", "constants quantised too"])
+@pytest.mark.parametrize("prepared", [False, True], ids=["", "prepared for training"])
+def test_a_model_loaded_in_four_bits(qwen3, device, fused, tmp_path, double, prepared):
+    """As from_pretrained makes it and PEFT wraps it: with its own class for these layers, which casts otherwise than that for others."""
+    bnb = pytest.importorskip("bitsandbytes")
+    from peft import prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    model_on(device, torch.bfloat16).save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double, bnb_4bit_compute_dtype=torch.bfloat16
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=config, device_map=device)
+    exact = model_on(device, torch.bfloat16).double()
+    for name, layer in model.named_modules():
+        if isinstance(layer, bnb.nn.Linear4bit):
+            exact.get_submodule(name).weight.data.copy_(bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state))
+    if prepared:
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    model, exact = (lora(each, target_modules=PROJECTIONS) for each in (model, exact))
+    exact.load_state_dict({n: p for n, p in model.state_dict().items() if "lora" in n}, strict=False)
+    assert {type(module).__module__ for module in model.modules() if hasattr(module, "lora_A")} == {"peft.tuners.lora.bnb"}
+    autocast, lengths = torch.bfloat16 if prepared else None, range(12, 57, 4)
+    errors = errors_of_batches(qwen3, model, exact, device, autocast, torch.bfloat16, lengths)
+    others, mine = errors.median(0).values.tolist()  # of few batches either one's error is several times that of the others
+    assert mine <= 1.1 * others, f"relative error {mine:.2e}, without the layers {others:.2e}"
+    assert_all_fused(fused, adapters=14)
 
 
 @pytest.mark.integration("bitsandbytes: LoRA over 4-bit layers (QLoRA)", on="cpu")

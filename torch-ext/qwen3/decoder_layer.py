@@ -13,7 +13,7 @@ import torch
 
 from .shared.hf.adapters import projection, projection_or_reason
 from .shared.hf.checkpointing import attend_once, keeps_attention
-from .shared.hf.modules import OwnForwards, all_are_listened_to, is_silu, original_forward, plain_weight
+from .shared.hf.modules import OwnForwards, all_are_listened_to, is_silu, original_forward, plain_weight, why_not_own
 from .shared.ops.common import autocasts
 from .shared.ops.decoder_nodes import norm_attention_inputs, norm_mlp
 from .shared.ops.projected_nodes import projected_attention_inputs, projected_mlp
@@ -58,9 +58,9 @@ def why_not_fusable(own: OwnForwards, layer, x) -> str:
     attention, mlp = parts["self_attn"], parts["mlp"]
     inner = _parts(attention)
     if not own.run_by(attention):
-        return "self_attn has hooks, or a forward that someone else gave it"
+        return why_not_own(attention, "self_attn")
     if not own.run_by(mlp):
-        return "mlp has hooks, or a forward that someone else gave it"
+        return why_not_own(mlp, "mlp")
     norms = parts["input_layernorm"], parts["post_attention_layernorm"], inner["q_norm"], inner["k_norm"]
     for norm in norms:
         if not _is_norm_of(own, norm, x):

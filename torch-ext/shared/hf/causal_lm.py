@@ -11,7 +11,17 @@ from ..ops.common import autocasts
 from ..ops.cross_entropy import LinearCrossEntropyOutput, Options, cross_entropy_of_logits
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from .capture import is_wanted
-from .modules import OFF, SAVED, all_are_listened_to, call_with, original_forward, plain_weight, sharded_weight, why_not_plain
+from .modules import (
+    OFF,
+    SAVED,
+    all_are_listened_to,
+    call_with,
+    original_forward,
+    plain_weight,
+    sharded_weight,
+    whole_shape,
+    why_not_plain,
+)
 from .padding import without_padding
 
 LOSS_OPTIONS = SAVED + "loss_options"  # what apply() was told about the loss, on the class of the causal LM
@@ -160,7 +170,8 @@ def why_head_is_not_plain(model) -> str:
     if all_are_listened_to():
         return "hooks listen to all modules of the process"
     expected = model.config.vocab_size
-    return "" if weight.shape[0] == expected else f"lm_head has {weight.shape[0]} rows, and config.vocab_size is {expected}"
+    rows = whole_shape(weight)[0]
+    return "" if rows == expected else f"lm_head has {rows} rows, and config.vocab_size is {expected}"
 
 
 def causal_lm_forward(model, labels, kwargs):

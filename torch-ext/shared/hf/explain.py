@@ -17,6 +17,7 @@ from .packing import GROUPS
 ADVICE = (
     ("not on a GPU", "move the model to a CUDA device"),
     ("transformers' own forward", "call apply(), or kernelize(model)"),
+    ("ZeRO-3", "make whole decoder layers its unit: deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])"),
     ("hooks", "remove the hooks, or accept that these parts are called one by one"),
     ("gradient checkpointing", "captured layers need gradient_checkpointing_disable()"),
     ("use_cache=False", "set model.config.use_cache = False for training"),

@@ -17,6 +17,7 @@ SAVED = "_bastile_"  # prefix of the attribute that keeps what `patching` replac
 OFF = SAVED + "off"  # on a causal LM whose forward accelerate wrapped while it was ours: reset() cannot take it out again
 LAYER = SAVED + "layer"  # on a forward of ours: the forward itself, so a wrapper to which functools copies it is told apart
 FSDP = "torch.distributed.fsdp"
+DEEPSPEED = ("deepspeed.runtime.zero", "deepspeed.utils.nvtx")  # the second around hooks of the first
 CAPTURING = "transformers.utils.output_capturing"
 CAPTURED = SAVED + "captured"  # on a module: its last forward pass outside of a backward pass was one whose outputs were captured
 _linear_forward = nn.Linear.forward
@@ -186,17 +187,32 @@ def plain_weight(layer):
 
 
 def sharded_weight(layer):
-    """The weight of a torch.nn.Linear that FSDP2 shards as a unit of its own, with which nobody else does anything; None for all
-    else. It is whole while the layer is called, and only then."""
+    """The weight of a torch.nn.Linear that FSDP2 or DeepSpeed's ZeRO-3 shards as a unit of its own, with which nobody else does
+    anything; None for all else. It is whole while the layer is called, and only then."""
     classes, state = type(layer).__mro__, layer.__dict__
-    if len(classes) < 3 or classes[2] is not nn.Linear or not classes[1].__module__.startswith(FSDP):
-        return None
+    by_fsdp = len(classes) > 2 and classes[2] is nn.Linear and classes[1].__module__.startswith(FSDP)
     hooks = [*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()]
-    of_fsdp = all((getattr(hook, "__module__", None) or "").startswith(FSDP) for hook in hooks)
-    listened_to = not of_fsdp or state["_backward_hooks"] or state["_backward_pre_hooks"]
-    if listened_to or "forward" in state or layer.bias is not None or torch.compiler.is_compiling():
+    owner = FSDP if by_fsdp else DEEPSPEED if type(layer) is nn.Linear and hooks else None
+    if owner is None or not all((getattr(hook, "__module__", None) or "").startswith(owner) for hook in hooks):
         return None
-    return layer.weight
+    parameters = state["_parameters"]  # of ZeRO-3, whose own look-up gathers what it is asked for
+    listened_to = state["_backward_hooks"] or state["_backward_pre_hooks"]
+    if listened_to or "forward" in state or parameters.get("bias") is not None or torch.compiler.is_compiling():
+        return None
+    return parameters.get("weight")
+
+
+def whole_shape(weight) -> torch.Size:
+    """The shape of a weight, also of one of which ZeRO-3 keeps only this process's part here."""
+    return getattr(weight, "ds_shape", weight.shape)
+
+
+def why_not_own(module, name: str) -> str:
+    """Says why a module, by a name for it, is not one that runs what transformers or this package wrote and nothing else."""
+    hooks = [*module.__dict__["_forward_hooks"].values(), *module.__dict__["_forward_pre_hooks"].values()]
+    if any((getattr(hook, "__module__", None) or "").startswith(DEEPSPEED) for hook in hooks):
+        return f"DeepSpeed's ZeRO-3 gathers the weights of {name} on their own"
+    return f"{name} has hooks, or a forward that someone else gave it"
 
 
 def call_with(function, layer, x):

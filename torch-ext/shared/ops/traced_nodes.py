@@ -27,8 +27,9 @@ def _projections(tensors: Sequence[Optional[torch.Tensor]], scalings: Sequence[f
     return from_parts(tensors, [(scaling, 0.0) for scaling in scalings])
 
 
-def _needed(gradients: Sequence[Optional[torch.Tensor]], needs: Sequence[bool]) -> List[torch.Tensor]:
-    return [gradient.contiguous() for gradient, need in zip(gradients, needs) if need and gradient is not None]
+def _needed(gradients: Sequence[Optional[torch.Tensor]]) -> List[torch.Tensor]:
+    """Those that were computed, as the fake functions promise them."""
+    return [gradient.contiguous() for gradient in gradients if gradient is not None]
 
 
 def _place(found: Sequence[torch.Tensor], needs: Sequence[bool]) -> list:
@@ -109,7 +110,7 @@ def _attention_inputs_gradients(
     group = Projections(_projections(tensors, scalings), dtype, made)
     q, k, _ = _parts(projected, group.rows, (dq.shape[0], dq.shape[2]), q_norm.shape[0])
     saved = x, norm_weight, rstd, q, k, q_norm, k_norm, head_eps, cos, sin
-    return _needed(attention_inputs_backward((dq, dk, dv, dresidual), *saved, group, needs), needs)
+    return _needed(attention_inputs_backward((dq, dk, dv, dresidual), *saved, group, needs))
 
 
 def _fake_attention_inputs_gradients(dq, dk, dv, dresidual, x, norm_weight, q_norm, k_norm, head_eps, cos, sin, dtype, tensors, *rest):
@@ -220,7 +221,7 @@ def _mlp_gradients(
     groups = groups_of(projections, dtype, of_groups)
     gate, up = both.split(groups[-2].rows, 1)
     dx, *found = mlp_backward(dout, flat, attended, norm_weight, rstd, gate, up, groups, needs)
-    return _needed((None if dx is None else dx.view(dout.shape), *found), needs)
+    return _needed((None if dx is None else dx.view(dout.shape), *found))
 
 
 def _fake_mlp_gradients(dout, total, attended, norm_weight, dtype, tensors, *rest):

@@ -4,7 +4,7 @@ from typing import List, Tuple
 
 import torch
 
-from .shared.hf.modules import OwnForwards, original_forward
+from .shared.hf.modules import OwnForwards, original_forward, why_not_own
 from .shared.ops.round_last_rms_norm import round_last_add_rms_norm, round_last_rms_norm
 from .shared.runtime.device import PLAIN
 
@@ -32,7 +32,7 @@ def why_not_fusable(layer, x) -> str:
     if type(x) not in PLAIN:
         return "the input is no ordinary tensor"
     if not _norm_is_plain(layer.post_attention_layernorm):
-        return "post_attention_layernorm has hooks, or a forward that someone else gave it"
+        return why_not_own(layer.post_attention_layernorm, "post_attention_layernorm")
     return ""
 
 

@@ -18,6 +18,7 @@ import inspect
 import os
 import sys
 import warnings
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
@@ -235,10 +236,20 @@ def _chooses_ours(operation) -> bool:
     return chosen is None or chosen in (NAME, SHORT_NAME)
 
 
+@lru_cache(maxsize=None)
+def _variables(operation) -> tuple:
+    """Of the environment, in the order in which Liger's dispatcher looks for a choice."""
+    suffix = operation.upper()
+    return f"{VARIABLE}_{suffix}", f"LIGER_KERNEL_BACKEND_{suffix}", VARIABLE, "LIGER_KERNEL_BACKEND"
+
+
 def _chosen(operation) -> str:
-    """What the environment chooses for an operation of the dispatcher, in the order that it looks."""
-    names = (f"{VARIABLE}_{operation.upper()}", f"LIGER_KERNEL_BACKEND_{operation.upper()}", VARIABLE, "LIGER_KERNEL_BACKEND")
-    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+    """What the environment chooses for an operation of the dispatcher."""
+    for name in _variables(operation):
+        found = os.environ.get(name)
+        if found:
+            return found
+    return ""
 
 
 def _implementation(function):

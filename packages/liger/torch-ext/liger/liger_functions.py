@@ -61,7 +61,7 @@ CASTING = {0: "llama", 1: "gemma", -1: "none"}
 def _four(found, dtype):
     """(loss, z_loss, token_accuracy, predicted_tokens), losses in Liger's dtype."""
     if isinstance(found, torch.Tensor):
-        return found.to(dtype), None, None, None
+        return found if found.dtype == dtype else found.to(dtype), None, None, None
     z_loss = None if found.z_loss is None else found.z_loss.to(dtype)
     return found.loss.to(dtype), z_loss, found.token_accuracy, found.predicted_tokens
 
@@ -109,7 +109,7 @@ def _autocast(*tensors):
 
 def _like(tensors, *given):
     """Rotated heads in the dtype that they came in: tables of a wider one promote them."""
-    return tuple(tensor.to(x.dtype) for tensor, x in zip(tensors, given))
+    return tuple(tensor if tensor.dtype == x.dtype else tensor.to(x.dtype) for tensor, x in zip(tensors, given))
 
 
 class LigerRMSNormFunction:
@@ -211,10 +211,12 @@ class LigerRopeFunction:
 
     @staticmethod
     def apply(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
-        cos, sin = (t.squeeze(unsqueeze_dim) if t.dim() == 4 else t for t in (cos, sin))
+        if cos.dim() == 4:
+            cos, sin = cos.squeeze(unsqueeze_dim), sin.squeeze(unsqueeze_dim)
+        width = cos.shape[-1]
         if rotary_dim is None:
-            rotary_dim = min(cos.shape[-1], q.shape[-1]) // 2 * 2
-        if cos.shape[-1] not in (rotary_dim, rotary_dim // 2):
+            rotary_dim = min(width, q.shape[-1]) // 2 * 2
+        if width != rotary_dim and width != rotary_dim // 2:
             cos, sin = cos[..., : rotary_dim // 2], sin[..., : rotary_dim // 2]
         return _like(partial_rotary(q, k, cos, sin, rotary_dim), q, k)
 

@@ -1,0 +1,3 @@
+"""Two GPUs under DeepSpeed."""
+
+from tests.integrations.zero import *  # noqa: F403
