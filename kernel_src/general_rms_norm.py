@@ -2,7 +2,7 @@
 
     n = x * rstd        rstd = 1 / sqrt(mean(x^2) + eps)        y = (weight + offset) * n, n rounded to x's dtype first where `rounded`
 
-Llama and Qwen round n before the product, Gemma (offset 1), T5 and GPT-OSS round the product alone. Backward, where g = dy * (weight +
+Llama and Qwen round n before the product, Gemma (offset 1) and GPT-OSS round the product alone. Backward, where g = dy * (weight +
 offset):
 
     dx = (g - n * mean(g * n)) * rstd        dweight = sum over rows of dy * n

@@ -207,7 +207,7 @@ MUTANTS = [
     *errors_in("shared/hf/optimizer.py", "adamw_of_checkpoints", "AdamW._by_way", ("if not state:", "if True:")),
     *errors_in("shared/runtime/device.py", "adamw_not_taken", "kernels_run_on", ("tensor.is_neg()", "False")),
     *errors_in("shared/hf/optimizer.py", "adamw_sharded", "_held",
-         ("tensors = [t.to_local() for t in tensors]", "return None"),
-         ("return tensors", "return None"),
+         ("[t.to_local() for t in tensors]", "list(tensors)"),
+         ("return local if all", "return None if all"),
          ("any(getattr", "all(getattr", "adamw_replicated")),
 ]  # fmt: skip

@@ -132,8 +132,9 @@ CHECKS = {
     "projected_mlp_frozen": functools.partial(check_projected_mlp, frozen=True),
 }
 MUTANTS = [
+    *errors_in("shared/ops/projection.py", "projected_inputs", "_rounded_adapters",
+         ("sources += [b for", "sources += [2 * b for")),
     *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.__init__",
-         ("[a.b.to(dtype) if", "[2 * a.b.to(dtype) if"),
          ("else self.whole.to(dtype)", "else 2 * self.whole.to(dtype)", "projected_inputs_autocast_packed"),
          ("_rows_in_one(weights, dtype) if", "2 * _rows_in_one(weights, dtype) if", "projected_inputs_autocast")),
     *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.forward",
@@ -202,4 +203,8 @@ MUTANTS = [
           "before[0].gradients((dout.to(dtype),), dlow, _always(attended), o_needs)",
           "projected_mlp_attended"),
          ("hidden = swiglu_forward(gate, up)", "hidden = swiglu_forward(up, gate)", "projected_mlp_frozen")),
+    *errors_in("shared/ops/projected_nodes.py", "projected_inputs", "_ProjectedAttentionInputs.backward",
+         ("(dx, dnorm, None, dq_norm, dk_norm,", "(dx, dnorm, None, dk_norm, dq_norm,")),
+    *errors_in("shared/ops/projected_nodes.py", "projected_mlp_attended", "_ProjectedMLP.backward",
+         ("dx.view(ctx.shape), dattended, dnorm", "dx.view(ctx.shape), -dattended, dnorm")),
 ]  # fmt: skip

@@ -2,9 +2,11 @@
 
 import functools
 import importlib
+from unittest import mock
 
 import torch
 
+from tests.ops import projected_nodes
 from tests.ops.common import BF16, CPU, FP32, errors_in, leaf, randn
 from tests.ops.projected_nodes import projections_of
 from tests.tolerances import assert_close
@@ -76,8 +78,20 @@ def check_traced_mlp(ops, autocast=False, attended=True):
         _check_gradients(traced._mlp_gradients, traced._fake_mlp_gradients, saved, leaves, needs)
 
 
+def as_in_a_graph(check):
+    """The check of the nodes of eager mode on those of a graph, as they are where a graph is traced."""
+
+    def checked(ops):
+        with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
+            check(ops)
+
+    return checked
+
+
 # ---------------------------------------------------------------- planted errors
 CHECKS = {
+    "inputs_of_a_graph": as_in_a_graph(projected_nodes.check_projected_attention_inputs),
+    "mlp_of_a_graph": as_in_a_graph(functools.partial(projected_nodes.check_projected_mlp, attended=True)),
     "traced_inputs": check_traced_attention_inputs,
     "traced_inputs_autocast": functools.partial(check_traced_attention_inputs, autocast=True),
     "traced_mlp": check_traced_mlp,
@@ -104,4 +118,10 @@ MUTANTS = [
     *errors_in("shared/ops/projection.py", "traced_inputs", "Projections.made",
          ("[self.low] if", "[2 * self.low] if"),
          ("if adapter.b.dtype != self.dtype", "if adapter.b.dtype == self.dtype")),
+    *errors_in("shared/ops/traced_nodes.py", "inputs_of_a_graph", "_AttentionInputs.forward",
+         ("save_for_backward(x, norm_weight, q_norm, k_norm", "save_for_backward(x, norm_weight, k_norm, q_norm")),
+    *errors_in("shared/ops/traced_nodes.py", "inputs_of_a_graph", "_AttentionInputs.backward",
+         ("(dx, dnorm, None, dq_norm, dk_norm,", "(dx, dnorm, None, dk_norm, dq_norm,")),
+    *errors_in("shared/ops/traced_nodes.py", "mlp_of_a_graph", "_MLP.forward", ("(rest[0], rest[1:])", "(x, rest[1:])")),
+    *errors_in("shared/ops/traced_nodes.py", "mlp_of_a_graph", "_MLP.backward", ("(dx, dattended, dnorm,", "(dx, -dattended, dnorm,")),
 ]  # fmt: skip
