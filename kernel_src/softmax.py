@@ -3,10 +3,11 @@
     dx[j] = y[j] * (dy[j] - sum(dy * y))
 
 Rows of up to 16384 elements stay in registers, one or several of them a block: 2 passes over memory forward, 3 backward. Longer rows
-(a vocabulary has 128256 or 151936) are cut into pieces: the maximum and the sum of every piece, the logarithm of a row's sum from
-them, and a second reading that writes. There the sum of dy * y is one more pass of the backward, too.
+(a vocabulary has 128256 or 151936) are cut into pieces: the maximum and the sum of every piece, those of a row from them, and a second
+reading that writes. There the sum of dy * y is one more pass of the backward, too.
 
-Exponentials are taken in base 2; lse is log2(sum(2^(x * log2(e)))).
+Exponentials are taken in base 2, of differences to the maximum: x * log2(e) - max * log2(e) instead would be off by the rounding of the
+products, 6e-4 where x is 1e4. lse is log2(sum(2^(x * log2(e)))).
 """
 
 import cuda.tile as ct
@@ -44,8 +45,8 @@ def rows_of_block(ROWS: Const, TILE: Const):
 def softmax_forward(x, y, ROWS: Const, TILE: Const):
     """x, y: [rows, columns], columns at most TILE. ROWS rows a block."""
     at = rows_of_block(ROWS, TILE)
-    v = read(x, at, MINUS_INFINITY) * LOG2E
-    p = ct.exp2(v - ct.max(v, 1, keepdims=True), flush_to_zero=True)
+    v = read(x, at, MINUS_INFINITY)
+    p = ct.exp2((v - ct.max(v, 1, keepdims=True)) * LOG2E, flush_to_zero=True)
     write_within(y, at, p * (1.0 / ct.sum(p, 1, keepdims=True)))
 
 
@@ -59,18 +60,14 @@ def softmax_backward(y, dy, dx, ROWS: Const, TILE: Const):
 
 # ---------------------------------------------------------------- rows in pieces
 @ct.function
-def write_partial(part_max, part_sum, row, part, v):
-    """The maximum of v, in base 2, and the sum of 2^(v - maximum)."""
-    m = ct.max(v, 0)
-    # A piece that is -inf everywhere has the sum 0, not the NaN of -inf - -inf.
-    s = ct.sum(ct.exp2(v - ct.where(m == MINUS_INFINITY, 0.0, m), flush_to_zero=True), 0)
-    ct.scatter(part_max, (row, part), m, check_bounds=False)
-    ct.scatter(part_sum, (row, part), s, check_bounds=False)
+def finite(m):
+    """A maximum to subtract. What is -inf everywhere has the sum 0, not the NaN of -inf - -inf."""
+    return ct.where(m == MINUS_INFINITY, 0.0, m)
 
 
 @ct.function
-def join_partials(part_max, part_sum, row, PARTS: Const):
-    """The base-2 logarithm of the sum over a whole row, from the maxima and sums of its pieces."""
+def join_partials(part_max, part_sum, row, scale, PARTS: Const):
+    """The maximum of a whole row, and its sum of 2^((v - maximum) * scale), from those of its pieces."""
     m = ct.full((), MINUS_INFINITY, dtype=ct.float32)
     s = ct.zeros((), dtype=ct.float32)
     for i in range(ct.cdiv(part_max.shape[1], PARTS)):
@@ -78,32 +75,46 @@ def join_partials(part_max, part_sum, row, PARTS: Const):
         pm = ct.gather(part_max, (row, parts), check_bounds=True, padding_value=MINUS_INFINITY)
         ps = ct.gather(part_sum, (row, parts), check_bounds=True, padding_value=0)
         new = ct.maximum(m, ct.max(pm, 0))
-        shift = ct.where(new == MINUS_INFINITY, 0.0, new)
-        s = s * ct.exp2(m - shift) + ct.sum(ps * ct.exp2(pm - shift), 0)
+        s = s * ct.exp2((m - finite(new)) * scale) + ct.sum(ps * ct.exp2((pm - finite(new)) * scale), 0)
         m = new
-    return m + ct.log2(s)
+    return m, s
 
 
 @ct.kernel
 def softmax_statistics(x, part_max, part_sum, scale: float, TILE: Const):
-    """Of x * scale. x: [rows, columns]; part_max, part_sum: [rows, pieces] fp32, pieces = ceil(columns / TILE)."""
+    """The maximum of each piece, and the sum of exp((x - maximum) * scale). x: [rows, columns]; part_max, part_sum: [rows, pieces] fp32,
+    pieces = ceil(columns / TILE); scale: above 0."""
     row, part, cols = piece(x, TILE)
-    write_partial(part_max, part_sum, row, part, read(x, (row, cols), MINUS_INFINITY) * (scale * LOG2E))
+    v = read(x, (row, cols), MINUS_INFINITY)
+    m = ct.max(v, 0)
+    s = ct.sum(ct.exp2((v - finite(m)) * (scale * LOG2E), flush_to_zero=True), 0)
+    ct.scatter(part_max, (row, part), m, check_bounds=False)
+    ct.scatter(part_sum, (row, part), s, check_bounds=False)
 
 
 @ct.kernel
-def softmax_combine(part_max, part_sum, lse, PARTS: Const):
-    """lse: [rows] fp32, base 2. One row a block."""
+def softmax_combine(part_max, part_sum, lse, scale: float, PARTS: Const):
+    """lse: [rows] fp32, base 2, of x * scale. One row a block."""
     row = ct.bid(0)
-    ct.scatter(lse, row, join_partials(part_max, part_sum, row, PARTS), check_bounds=False)
+    m, s = join_partials(part_max, part_sum, row, scale * LOG2E, PARTS)
+    ct.scatter(lse, row, m * (scale * LOG2E) + ct.log2(s), check_bounds=False)
 
 
 @ct.kernel
-def softmax_apply(x, lse, y, TILE: Const):
-    """x, y: [rows, columns]; lse: [rows] fp32, base 2."""
+def softmax_totals(part_max, part_sum, maximum, total, PARTS: Const):
+    """maximum, total: [rows] fp32, the largest x of a row and its sum of exp(x - maximum). One row a block."""
+    row = ct.bid(0)
+    m, s = join_partials(part_max, part_sum, row, LOG2E, PARTS)
+    ct.scatter(maximum, row, m, check_bounds=False)
+    ct.scatter(total, row, s, check_bounds=False)
+
+
+@ct.kernel
+def softmax_apply(x, maximum, total, y, TILE: Const):
+    """x, y: [rows, columns]; maximum, total: [rows] fp32, as softmax_totals writes them."""
     row, _, cols = piece(x, TILE)
-    v = read(x, (row, cols), MINUS_INFINITY) * LOG2E
-    write_within(y, (row, cols), ct.exp2(v - ct.gather(lse, row, check_bounds=False), flush_to_zero=True))
+    v = (read(x, (row, cols), MINUS_INFINITY) - ct.gather(maximum, row, check_bounds=False)) * LOG2E
+    write_within(y, (row, cols), ct.exp2(v, flush_to_zero=True) * (1.0 / ct.gather(total, row, check_bounds=False)))
 
 
 @ct.kernel
@@ -143,7 +154,9 @@ def variants():
         yield from whole_rows(dtype, (softmax_forward, ("x", "y")), (softmax_backward, ("y", "dy", "dx")))
         for x in (Array(dtype, (None, None), divisible=(1, 16)), Array(dtype, (None, None), aligned=False)):
             yield Variant(softmax_statistics, {"x": x, "part_max": matrix, "part_sum": matrix, "scale": FLOAT, "TILE": PIECE})
-            yield Variant(softmax_apply, {"x": x, "lse": vector, "y": x, "TILE": WRITTEN_PIECE})
+            yield Variant(softmax_apply, {"x": x, "maximum": vector, "total": vector, "y": x, "TILE": WRITTEN_PIECE})
             yield Variant(softmax_dot, {"y": x, "dy": x, "partial": matrix, "TILE": PIECE})
             yield Variant(softmax_gradient, {"y": x, "dy": x, "dot": vector, "dx": x, "TILE": WRITTEN_PIECE})
-    yield Variant(softmax_combine, {"part_max": matrix, "part_sum": matrix, "lse": vector, "PARTS": PARTS})
+    parts = {"part_max": matrix, "part_sum": matrix}
+    yield Variant(softmax_combine, {**parts, "lse": vector, "scale": FLOAT, "PARTS": PARTS})
+    yield Variant(softmax_totals, {**parts, "maximum": vector, "total": vector, "PARTS": PARTS})

@@ -37,16 +37,18 @@ def check_softmax(ops, device, dtype, shape, dim=-1, scale=3.0, view=lambda x: x
 
 
 def check_softmax_infinities(ops, device, dtype, columns):
-    """-inf is a probability of 0, whole pieces of it too; a row of nothing else is NaN, as in PyTorch; large numbers do not overflow."""
-    x = randn(4, columns, dtype=dtype, device=device)
+    """-inf is a probability of 0, whole pieces of it too; a row of nothing else is NaN, as in PyTorch; large numbers do not overflow, and
+    their differences count as exactly as those of small ones."""
+    x = randn(5, columns, dtype=dtype, device=device)
     x[0, : columns - 1] = -float("inf")
     x[1, columns // 3 :] = -float("inf")
     x[2] = -float("inf")
     x[3] *= 1e4
+    x[4] += 1e4
     y = ops.softmax(x)
     y64 = torch.softmax(x.double().cpu(), -1)
     assert y[2].isnan().all()
-    rows = [0, 1, 3]
+    rows = [0, 1, 3, 4]
     assert_rows_close(y[rows], y64[rows], dtype, "softmax with -inf")
     assert (y[1, columns // 3 :] == 0).all()
 
@@ -79,19 +81,23 @@ MUTANTS = (
     (_KERNELS, "rows_of_block", "ct.bid(0) * ROWS", "ct.bid(0)", "softmax"),
     (_KERNELS, "softmax_forward", "MINUS_INFINITY", "0", "softmax"),
     (_KERNELS, "softmax_forward", "* LOG2E", "", "softmax"),
-    (_KERNELS, "softmax_forward", "v - ct.max(v, 1, keepdims=True)", "v", "softmax_infinities"),
+    (_KERNELS, "softmax_forward", "(v - ct.max(v, 1, keepdims=True))", "v", "softmax_infinities"),
+    (_KERNELS, "softmax_forward", "(v - ct.max(v, 1, keepdims=True)) * LOG2E", "v * LOG2E - ct.max(v * LOG2E, 1, keepdims=True)",
+     "softmax_infinities"),
     (_KERNELS, "softmax_backward", "p * d, 1", "d, 1", "softmax"),
     (_KERNELS, "softmax_backward", "d - ct.sum", "d + ct.sum", "softmax"),
     (_KERNELS, "piece", "part * TILE", "part", "softmax_long"),
     (_KERNELS, "piece", "ct.bid(0) // pieces", "0", "softmax_long"),
-    (_KERNELS, "write_partial", "ct.where(m == MINUS_INFINITY, 0.0, m)", "m", "softmax_infinities"),
-    (_KERNELS, "join_partials", "s * ct.exp2(m - shift) +", "s +", "softmax_many_parts"),
-    (_KERNELS, "join_partials", "ps * ct.exp2(pm - shift)", "ps", "softmax_long"),
+    (_KERNELS, "finite", "ct.where(m == MINUS_INFINITY, 0.0, m)", "m", "softmax_infinities"),
+    (_KERNELS, "join_partials", "s * ct.exp2((m - finite(new)) * scale) +", "s +", "softmax_many_parts"),
+    (_KERNELS, "join_partials", "ps * ct.exp2((pm - finite(new)) * scale)", "ps", "softmax_long"),
     (_KERNELS, "join_partials", "i * PARTS", "0", "softmax_many_parts"),
     (_KERNELS, "softmax_statistics", "scale * LOG2E", "scale", "softmax_long"),
-    (_KERNELS, "softmax_statistics", "MINUS_INFINITY", "0", "softmax_long"),
-    (_KERNELS, "softmax_combine", "ct.bid(0)", "0", "softmax_long"),
+    (_KERNELS, "softmax_statistics", "MINUS_INFINITY", "0", "softmax_infinities"),
+    (_KERNELS, "softmax_statistics", "v - finite(m)", "v", "softmax_infinities"),
+    (_KERNELS, "softmax_totals", "ct.bid(0)", "0", "softmax_long"),
     (_KERNELS, "softmax_apply", "* LOG2E", "", "softmax_long"),
+    (_KERNELS, "softmax_apply", "* (1.0 / ", "* (2.0 / ", "softmax_long"),
     (_KERNELS, "softmax_dot", "* read(dy, (row, cols), 0)", "", "softmax_long"),
     (_KERNELS, "softmax_gradient", "d - ct.gather", "d + ct.gather", "softmax_long"),
     ("kernel_src/sums.py", "row_sum", "acc = acc +", "acc =", "softmax_many_parts"),

@@ -255,8 +255,8 @@ def _logits_forward(
     options = Options(kind, scale, averages, parameter, ignore_index, temperature)
     if not _takes(x, y, labels):
         factor = _inverse(labels, ignore_index, accumulation_dtype(x.dtype)) if averages else None
-        empty = x.new_empty(0, dtype=accumulation_dtype(x.dtype))
-        return _reference(x, y, labels, options, factor)[0], empty, empty.clone(), empty.clone()
+        unused = [x.new_zeros(x.shape[0], dtype=accumulation_dtype(x.dtype)) for _ in range(3)]
+        return _reference(x, y, labels, options, factor)[0], *unused
     a, b = as_rows(x), as_rows(y)
     lse_x, lse_y = log_sum_exp2(a, 1 / temperature), log_sum_exp2(b, 1 / temperature)
     kernel = _logits_loss[kind]

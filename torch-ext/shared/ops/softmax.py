@@ -31,6 +31,7 @@ _forward_rows = {tile: Kernel("softmax_forward", grid=_rows_grid, where={"TILE":
 _backward_rows = {tile: Kernel("softmax_backward", grid=_rows_grid, where={"TILE": tile}) for tile in TILES}
 _statistics = Kernel("softmax_statistics", grid=pieces_grid)
 _combine = Kernel("softmax_combine", grid=one_a_row)
+_totals = Kernel("softmax_totals", grid=one_a_row)
 _apply = Kernel("softmax_apply", grid=pieces_grid)
 _dot = Kernel("softmax_dot", grid=pieces_grid)
 _gradient = Kernel("softmax_gradient", grid=pieces_grid)
@@ -79,15 +80,21 @@ def row_sum(partial: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def log_sum_exp2(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """log2(sum(exp(x * scale))) of every row, [rows] fp32. x: [rows, columns], as `as_rows` gives it."""
+def _partials(x: torch.Tensor, scale: float) -> Tuple[torch.Tensor, torch.Tensor]:
+    """The maximum of every piece of a row and its sum of exp((x - maximum) * scale), fp32 [rows, pieces]."""
     parts = pieces(_statistics, x.shape[1])
     part_max, part_sum = (torch.empty((x.shape[0], parts), dtype=torch.float32, device=x.device) for _ in range(2))
-    lse = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     for slab in slabs(parts, x, part_max, part_sum):
         _statistics(*slab, scale)
+    return part_max, part_sum
+
+
+def log_sum_exp2(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """log2(sum(exp(x * scale))) of every row, [rows] fp32. x: [rows, columns], as `as_rows` gives it; scale: above 0."""
+    part_max, part_sum = _partials(x, scale)
+    lse = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     for slab in slabs(1, part_max, part_sum, lse):
-        _combine(*slab)
+        _combine(*slab, scale)
     return lse
 
 
@@ -129,9 +136,12 @@ def _forward(x: torch.Tensor) -> torch.Tensor:
         for slab in slabs(1, rows, y):
             _forward_rows[tile](*slab)
         return out
-    lse = log_sum_exp2(rows)
-    for x_slab, lse_slab, y_slab in slabs(pieces(_apply, rows.shape[1]), rows, lse, y):
-        _apply(x_slab, lse_slab, y_slab)
+    part_max, part_sum = _partials(rows, 1.0)
+    maximum, total = (part_max.new_empty(rows.shape[0]) for _ in range(2))
+    for slab in slabs(1, part_max, part_sum, maximum, total):
+        _totals(*slab)
+    for slab in slabs(pieces(_apply, rows.shape[1]), rows, maximum, total, y):
+        _apply(*slab)
     return out
 
 
