@@ -27,6 +27,7 @@ if not __package__:  # run as a file
 from . import models, providers, records, rows
 from .command_line import layers_parser, some_of
 from .families import fill, new_qwen3
+from .kernels_cli import Benchmark
 from .markdown import Notes, by_provider, columns_of, markdown, origin, select, times_faster
 from .operation import Random
 from .records import Row
@@ -237,6 +238,22 @@ def table(found: list[Row]) -> str:
 
 
 TABLES = {"host_time": table}
+
+
+class CallBenchmark(Benchmark):
+    """For `kernels benchmark`: a call so small that the host sets its time."""
+
+    seed = 0
+
+    def setup(self) -> None:
+        self.x = torch.randn(1, 1024, device=self.device)
+        self.weight = torch.randn(1024, device=self.device)
+
+    def benchmark_rms_norm(self) -> None:
+        self.out = self.kernel.rms_norm(self.x, self.weight, 1e-6)
+
+    def verify_rms_norm(self) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(self.x, (1024,), self.weight, 1e-6)
 
 
 def main(arguments=None) -> list[Row]:

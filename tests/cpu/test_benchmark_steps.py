@@ -135,7 +135,7 @@ def test_packed_and_padded_batches(form):
 
 
 def test_a_model_without_steps_is_refused():
-    with pytest.raises(ValueError, match="model is llama_3_8b, expected one of qwen3, gpt_oss"):
+    with pytest.raises(ValueError, match="model is llama_3_8b, expected one of qwen3, qwen3_moe, gpt_oss"):
         steps.main(["--model", "llama_3_8b"])
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 import sys
 
 import kernels
@@ -440,3 +441,10 @@ def test_the_norm_rounds_once(gpt_oss):
     nn.init.normal_(norm.weight, 1.0, 0.3)
     x = torch.randn(50, 64, dtype=torch.bfloat16)
     assert torch.equal(gpt_oss.rms_norm(x, norm.weight, 1e-5), norm(x))
+
+
+def test_which_strides_torchs_grouped_gemm_takes(loaded):
+    gemms = importlib.import_module(f"{loaded.__name__}.shared.ops.grouped_gemm")
+    taken = ((64, 1), (1, 64), (2048, 64, 1), (2048, 1, 64))
+    refused = ((1, 1), (8, 8), (12, 1), (1, 12), (2044, 64, 1), (8, 1, 1), (1, 8, 8))
+    assert all(map(gemms._begins_at_16_bytes, taken)) and not any(map(gemms._begins_at_16_bytes, refused))

@@ -12,6 +12,7 @@ from typing import Optional, Union
 import torch
 from torch import nn
 
+from ..ops.common import constant_when_traced
 from ..ops.projection import FourBitWeight, Projection
 from .modules import is_plain, own_forward, plain_weight, why_not_plain
 
@@ -40,7 +41,7 @@ def _library_forward(cls, module: str, name: str):
     return forward
 
 
-@torch.compiler.assume_constant_result  # guarded by what it is asked about
+@constant_when_traced  # guarded by what it is asked about
 def _is_library_forward(function, cls, module: str, name: str) -> bool:
     return function is _library_forward(cls, module, name)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..ops.common import constant_when_traced
 from ..runtime.device import PLAIN
 
 SAVED = "_bastile_"  # prefix of the attribute that keeps what `patching` replaced, on the class or module where it stood
@@ -34,7 +35,7 @@ def is_transformers_own(function, modeling: str, name: str) -> bool:
 
 
 # A graph depends on which function it is, and has a guard on that; not on what was looked at before.
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _is_transformers_own(function, modeling: str, name: str) -> bool:
     key = function, modeling, name
     if key in _own:

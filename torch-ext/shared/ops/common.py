@@ -69,6 +69,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def constant_when_traced(function: Callable) -> Callable:
+    """Marks a function whose result torch.compile takes as a constant, as torch.compiler.assume_constant_result does; that one imports
+    the compiler to set the mark."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def traceable(name: str, function: Callable, fake: Callable) -> Callable:
     """`function`, which a tracer (torch.compile, torch.export) sees as one operator.
 

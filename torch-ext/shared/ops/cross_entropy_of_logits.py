@@ -195,7 +195,8 @@ def cross_entropy(
     )  # fmt: skip
     logits, target = input.reshape(-1, classes), target.reshape(-1).contiguous()
     weight = None if weight is None else weight.detach().to(accumulation_dtype(input.dtype)).contiguous()
-    if reduction == "mean" and weight is None and num_items is None and _takes(logits, target) and not torch.compiler.is_compiling():
+    plain_mean = reduction == "mean" and weight is None and num_items is None
+    if plain_mean and not torch.compiler.is_compiling() and _takes(logits, target):
         scale = inverse_count(target, options.ignore_index, classes)
     else:
         scale = reduction_scale(target, classes, weight, options, reduction, num_items, accumulation_dtype(input.dtype))

@@ -5,6 +5,7 @@ experts, for which alone the host waits.
 """
 
 import functools
+from typing import Sequence
 
 import torch
 
@@ -65,11 +66,17 @@ def _beats_torch(device: int) -> bool:
 
 
 def _native(*tensors: torch.Tensor) -> bool:
-    """True where torch._grouped_mm runs one kernel: bf16, a GPU that has it, and strides of whole 16 bytes."""
+    """True where torch._grouped_mm runs one kernel: bf16, a GPU that has it, and rows or columns that begin at whole 16 bytes."""
     first = tensors[0]
     if not first.is_cuda or first.dtype != torch.bfloat16 or first.shape[0] == 0 or not _has_grouped_mm(first.get_device()):
         return False
-    return all(t.data_ptr() % 16 == 0 and all(step % 8 == 0 or step == 1 for step in t.stride()) for t in tensors)
+    return all(t.data_ptr() % 16 == 0 and _begins_at_16_bytes(t.stride()) for t in tensors)
+
+
+def _begins_at_16_bytes(stride: Sequence[int]) -> bool:
+    """Whether a bf16 matrix, or each of several, lies in rows or in columns that begin at whole 16 bytes."""
+    *outer, row, column = stride
+    return all(step % 8 == 0 for step in outer) and ((column == 1 and row % 8 == 0) or (row == 1 and column % 8 == 0))
 
 
 def _has_kernel(*tensors: torch.Tensor) -> bool:

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from . import liger_functions, liger_pieces
+from .shared.ops.common import constant_when_traced
 from .shared.runtime.device import kernels_run_on
 
 TESTED = ("0.8.5",)
@@ -229,7 +230,7 @@ def _take_shortcut_out():
                 vars(module)["dispatch"] = dispatch
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _chooses_ours(operation) -> bool:
     """Whether neither the environment nor `set_impl` chooses another implementation; under torch.compile, when it compiles."""
     chosen = _chosen(operation) or sys.modules["liger_kernel.backends"].get_impl()
