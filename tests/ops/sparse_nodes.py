@@ -45,7 +45,7 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
         before = [leaf(randn(tokens, FEATURES, dtype=dtype, device=device, seed=7))]
         before.append(exact(before[0]))
         (o, *_), (o64, *_) = projections_of(ops, [(hidden, FEATURES)], dtype == FP32, dropout)
-        kind = FP32 if dtype == FP32 else None
+        kind = None if dtype == BF16 else dtype
         o = type(o)(*(None if part is None else leaf(part.to(device, kind)) for part in o[:4]), *o[4:]), o64
     for name in frozen:
         leaves[name].requires_grad_(False)
