@@ -7,7 +7,7 @@ from typing import Callable, Iterator, List, Optional, Sequence
 import torch
 
 from ..._ops import add_op_namespace_prefix
-from ..runtime.device import is_ordinary
+from ..runtime.device import is_ordinary, kernels_run_on
 from ..runtime.launch import GRID_MAX, Kernel, overlaps
 
 TORCH_MIN = (2, 6)
@@ -67,6 +67,11 @@ def describe(tensor: torch.Tensor) -> str:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that the arithmetic is done in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def kernels_compute(x: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:
+    """Whether kernels run on these tensors and have something to do: x is neither in float64 nor empty."""
+    return x.dtype != torch.float64 and x.numel() > 0 and kernels_run_on(x, *others)
 
 
 def constant_when_traced(function: Callable) -> Callable:

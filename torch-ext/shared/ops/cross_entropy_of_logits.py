@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, describe, fail, needs_formula, new_like, traceable
+from .common import accumulation_dtype, describe, fail, kernels_compute, needs_formula, new_like, traceable
 from .cross_entropy import (
     LN2,
     Chunk,
@@ -38,10 +38,6 @@ _gradient = Kernel("cross_entropy_backward", grid=pieces_grid)
 _gradient_weighted = Kernel("cross_entropy_backward_weighted", grid=pieces_grid)
 
 
-def _takes(logits: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:
-    return logits.dtype != torch.float64 and logits.numel() > 0 and kernels_run_on(logits, *others)
-
-
 def _plain(options: Options, class_weight) -> bool:
     return options.plain and class_weight is None
 
@@ -66,7 +62,7 @@ def _forward(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """(losses, lse in base 2), [tokens] each."""
     options = Options(ignore_index, label_smoothing, softcap, lse_square_scale)
-    if not _takes(logits, target, class_weight):
+    if not kernels_compute(logits, target, class_weight):
         chunk = TorchChunk(logits, target, class_weight, options)
         return chunk.loss(), chunk.lse / LN2
     rows = as_rows(logits)
@@ -104,7 +100,7 @@ def _backward(
 ) -> torch.Tensor:
     """The gradient of sum(losses * dloss * scale). dloss: [1] or [tokens]; scale: [1]."""
     options = Options(ignore_index, label_smoothing, softcap, lse_square_scale)
-    if not _takes(logits, target, class_weight, dloss, scale, lse):
+    if not kernels_compute(logits, target, class_weight, dloss, scale, lse):
         # A copy, which becomes the gradient; in float32, where TorchChunk does not bring it into fp16's range.
         chunk = TorchChunk(logits.to(accumulation_dtype(logits.dtype), copy=True), target, class_weight, options)
         chunk.loss()
@@ -196,7 +192,7 @@ def cross_entropy(
     logits, target = input.reshape(-1, classes), target.reshape(-1).contiguous()
     weight = None if weight is None else weight.detach().to(accumulation_dtype(input.dtype)).contiguous()
     plain_mean = reduction == "mean" and weight is None and num_items is None
-    if plain_mean and not torch.compiler.is_compiling() and _takes(logits, target):
+    if plain_mean and not torch.compiler.is_compiling() and kernels_compute(logits, target):
         scale = inverse_count(target, options.ignore_index, classes)
     else:
         scale = reduction_scale(target, classes, weight, options, reduction, num_items, accumulation_dtype(input.dtype))

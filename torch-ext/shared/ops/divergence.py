@@ -10,9 +10,8 @@ from typing import NamedTuple, Optional, Tuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, describe, fail, needs_formula, new_like, traceable
+from .common import accumulation_dtype, describe, fail, kernels_compute, needs_formula, new_like, traceable
 from .linear_head import _multiply as multiply
 from .softmax import as_rows, log_sum_exp2, pieces, pieces_grid, row_sum, slabs
 
@@ -126,10 +125,6 @@ def nothing(device: torch.device, dtype: torch.dtype, dims: int = 1) -> torch.Te
     return _nothing[key]
 
 
-def _takes(x: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:
-    return x.dtype != torch.float64 and x.numel() > 0 and kernels_run_on(x, *others)
-
-
 def total(values: torch.Tensor) -> torch.Tensor:
     """The sum of contiguous fp32 numbers, [], in an order that follows from their number alone."""
     values = values.view(-1)
@@ -172,7 +167,7 @@ def _forward(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """(loss, gradient or nothing) of distributions."""
     options = Options(kind, scale, averages, parameter, ignore_index, None)
-    if not _takes(x, y, labels):
+    if not kernels_compute(x, y, labels):
         factor = _inverse(labels, ignore_index, accumulation_dtype(x.dtype)) if averages else None
         loss, gradient = _reference(x, y, labels, options, factor)
         return loss, gradient if writes else x.new_empty(0)
@@ -195,7 +190,7 @@ def _backward(
     """The gradient, multiplied by dloss before it is rounded."""
     options = Options(kind, scale, averages, parameter, ignore_index, None)
     factor = dloss.to(accumulation_dtype(x.dtype)).view(1)
-    kernels = _takes(x, y, labels)
+    kernels = kernels_compute(x, y, labels)
     if averages:
         factor = factor * (inverse_count(labels, ignore_index) if kernels else _inverse(labels, ignore_index, accumulation_dtype(x.dtype)))
     gradient = (_with_kernels(x, y, labels, options, factor, True) if kernels else _reference(x, y, labels, options, factor))[1]
@@ -253,7 +248,7 @@ def _logits_forward(
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(loss, lse of x, lse of y, sum of g): a number, and three of a row; see kernel_src/divergence.py."""
     options = Options(kind, scale, averages, parameter, ignore_index, temperature)
-    if not _takes(x, y, labels):
+    if not kernels_compute(x, y, labels):
         factor = _inverse(labels, ignore_index, accumulation_dtype(x.dtype)) if averages else None
         unused = [x.new_zeros(x.shape[0], dtype=accumulation_dtype(x.dtype)) for _ in range(3)]
         return _reference(x, y, labels, options, factor)[0], *unused
@@ -289,7 +284,7 @@ def _logits_backward(
 ) -> torch.Tensor:
     options = Options(kind, scale, averages, parameter, ignore_index, temperature)
     factor = dloss.to(accumulation_dtype(x.dtype)).view(1)
-    if not _takes(x, y, labels):
+    if not kernels_compute(x, y, labels):
         if averages:
             factor = factor * _inverse(labels, ignore_index, accumulation_dtype(x.dtype))
         return _reference(x, y, labels, options, factor)[1]

@@ -5,9 +5,8 @@ from typing import Iterator, Optional, Tuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import SLAB, accumulation_dtype, apply_function, describe, fail, needs_formula, new_like, traceable
+from .common import SLAB, accumulation_dtype, apply_function, describe, fail, kernels_compute, needs_formula, new_like, traceable
 
 # Rows of at most so many elements stay in registers: the kernel's tiles, and those of them that take rows at any address.
 TILES, TILES_UNALIGNED = (128, 1024, 4096, 8192, 16384), (1024, 4096)
@@ -122,12 +121,8 @@ def softmax_backward_reference(dy: torch.Tensor, y: torch.Tensor) -> torch.Tenso
     return (p * (d - (p * d).sum(-1, keepdim=True))).to(y.dtype)
 
 
-def _takes(*tensors: torch.Tensor) -> bool:
-    return tensors[0].dtype != torch.float64 and tensors[0].numel() > 0 and kernels_run_on(*tensors)
-
-
 def _forward(x: torch.Tensor) -> torch.Tensor:
-    if not _takes(x):
+    if not kernels_compute(x):
         return softmax_reference(x)
     rows, out = as_rows(x), new_like(x)
     y = out.view(rows.shape)
@@ -146,7 +141,7 @@ def _forward(x: torch.Tensor) -> torch.Tensor:
 
 
 def _backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    if not _takes(y, dy):
+    if not kernels_compute(y, dy):
         return softmax_backward_reference(dy, y)
     p, d, out = as_rows(y), as_rows(dy), new_like(y)
     dx, columns = out.view(p.shape), p.shape[1]
@@ -163,12 +158,13 @@ def _backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _like(*tensors: torch.Tensor) -> torch.Tensor:
+def like_the_first(*tensors: torch.Tensor) -> torch.Tensor:
+    """The fake result of an operator: contiguous, of the first tensor's shape."""
     return tensors[0].new_empty(tensors[0].shape)
 
 
-softmax_forward = traceable("softmax_forward", _forward, _like)
-softmax_backward = traceable("softmax_backward", _backward, _like)
+softmax_forward = traceable("softmax_forward", _forward, like_the_first)
+softmax_backward = traceable("softmax_backward", _backward, like_the_first)
 
 
 class _Softmax(torch.autograd.Function):

@@ -3,10 +3,21 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, apply_function, needs_formula, new_like, traceable
-from .softmax import _rows_grid, as_rows, check_rows, last_dimension, one_a_row, pieces, pieces_grid, row_sum, row_tile, slabs
+from .common import accumulation_dtype, apply_function, kernels_compute, needs_formula, new_like, traceable
+from .softmax import (
+    _rows_grid,
+    as_rows,
+    check_rows,
+    last_dimension,
+    like_the_first,
+    one_a_row,
+    pieces,
+    pieces_grid,
+    row_sum,
+    row_tile,
+    slabs,
+)
 
 TILES, TILES_UNALIGNED = (128, 1024, 4096, 8192), (1024, 4096)
 
@@ -44,14 +55,10 @@ def sparsemax_backward_reference(dy: torch.Tensor, y: torch.Tensor) -> torch.Ten
     return torch.where(inside, d - mean, 0.0).to(y.dtype)
 
 
-def _takes(*tensors: torch.Tensor) -> bool:
-    return tensors[0].dtype != torch.float64 and tensors[0].numel() > 0 and kernels_run_on(*tensors)
-
-
 def _forward(x: torch.Tensor) -> torch.Tensor:
     if x.numel() == 0:
         return torch.empty_like(x)
-    if not _takes(x):
+    if not kernels_compute(x):
         return sparsemax_reference(x)
     rows, out = as_rows(x), new_like(x)
     y, columns = out.view(rows.shape), rows.shape[1]
@@ -76,7 +83,7 @@ def _forward(x: torch.Tensor) -> torch.Tensor:
 def _backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if y.numel() == 0:
         return torch.empty_like(y)
-    if not _takes(y, dy):
+    if not kernels_compute(y, dy):
         return sparsemax_backward_reference(dy, y)
     p, d, out = as_rows(y), as_rows(dy), new_like(y)
     dx, columns = out.view(p.shape), p.shape[1]
@@ -94,12 +101,8 @@ def _backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _like(*tensors: torch.Tensor) -> torch.Tensor:
-    return tensors[0].new_empty(tensors[0].shape)
-
-
-sparsemax_forward = traceable("sparsemax_forward", _forward, _like)
-sparsemax_backward = traceable("sparsemax_backward", _backward, _like)
+sparsemax_forward = traceable("sparsemax_forward", _forward, like_the_first)
+sparsemax_backward = traceable("sparsemax_backward", _backward, like_the_first)
 
 
 class _Sparsemax(torch.autograd.Function):
