@@ -507,6 +507,34 @@ def test_a_failing_capture_leaves_the_model_as_it_is(package, monkeypatch):
         assert_equal(gradients(model), gradients(plain))
 
 
+def test_the_recording_is_no_gradient_to_the_hooks_of_a_parameter(package):
+    """And does not touch autograd's nodes of the parameters, which an earlier pass may have made for another stream."""
+    model = package.kernelize(tiny_model())
+    weight, seen = model.model.layers[0].mlp.up_proj.weight, []
+    weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    package.capture(model, *SHAPE)
+    for seed in range(4):
+        found = gradients(model, seed)
+        assert len(seen) == seed + 1 and torch.equal(seen[-1], found["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_parameters_that_no_module_holds_are_not_recorded(package):
+    """Their gradients would be missing."""
+    model = package.kernelize(tiny_model())
+    mlp = model.model.layers[1].mlp
+
+    def forward(x, held=(mlp.down_proj.weight,)):
+        return torch.nn.functional.linear(torch.nn.functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x), *held)
+
+    mlp.forward = forward
+    plain = gradients(model)
+    package.capture(model, *SHAPE)
+    assert_equal(gradients(model), plain)
+    with pytest.warns(RuntimeWarning, match="cannot be captured .*no module holds"):
+        assert_equal(gradients(model), plain)
+    assert_equal(gradients(model), plain)
+
+
 @pytest.mark.parametrize("kernelized", (True, False))
 def test_reset_takes_it_off(package, kernelized):
     model = tiny_model()

@@ -70,6 +70,24 @@ def test_gradients_have_the_same_bits(pair):
     assert launches_of_graphs(lambda: gradients(model, 0, (1, 100))) == 0
 
 
+def test_losses_that_the_caller_holds(ops):
+    """Autograd's nodes of the parameters live on with them, and remember the default stream."""
+    model = ops.kernelize(tiny_model(torch.bfloat16, **SIZES).cuda())
+    plain, held = ops.kernelize(copy.deepcopy(model)), []
+    ops.capture(model, *SHAPE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for seed in range(4):
+            for each in (model, plain):
+                each.zero_grad()
+                held.append(each(input_ids=batch(seed), labels=batch(seed), use_cache=False).loss)
+                held[-1].backward()
+            for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(found.grad, expected.grad)
+    assert launches_of_graphs(lambda: gradients(model, 0)) == 2 * 2
+    ops.reset()
+
+
 def test_accumulated_gradients_have_the_same_bits(pair):
     model, plain = pair
     for seed in (3, 7):

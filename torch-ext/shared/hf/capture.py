@@ -11,6 +11,7 @@ of the others return what it has computed for them. The graphs share a pool of m
 replayed, so what one leaves free the next one uses, and the output of one is where the next one reads its input.
 """
 
+import contextlib
 import operator
 import warnings
 import weakref
@@ -182,6 +183,7 @@ class _Unit:
         self.slots = slots[0]
         self.watch = _Watch(layers)
         self.parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters() if p.requires_grad))
+        self.recorded: List[torch.Tensor] = []  # what stood for each of them while the graphs were recorded
         self.gradients: List[Optional[torch.Tensor]] = []
         self.computed: List[torch.Tensor] = []
         self.outputs: List[torch.Tensor] = []
@@ -195,25 +197,30 @@ class _Unit:
     def record_forward(self, recorder, layers, x: torch.Tensor) -> None:
         self.x = x
         self.forward = recorder.graph()
+        twins = {id(p): _twin(p) for p in self.parameters}
+        self.recorded = list(twins.values())
 
         def function():
-            self.computed = _run_all(layers, self.x, self.kwargs)
+            with _exchanged(layers, twins):
+                self.computed = _run_all(layers, self.x, self.kwargs)
             return tuple(self.computed)
 
         self.outputs = [output.detach() for output in self.forward.record(function)]
         self.frozen = [not output.requires_grad for output in self.computed]
+        for output in self.computed:
+            _refuse_leaves(output, self.parameters)
 
     def record_backward(self, recorder, next_dx: Optional[torch.Tensor]) -> None:
         if self.frozen[-1]:
             return
         self.dout = torch.empty_like(self.outputs[-1]) if next_dx is None else next_dx
-        wanted = self._wanted(self.x)
+        wanted = self._wanted(self.x, self.recorded)
         self.backward = recorder.graph()
         found = self.backward.record(lambda: torch.autograd.grad(self.computed[-1], wanted, self.dout, allow_unused=True))
         self.dx, self.gradients = self._sorted(found)
 
-    def _wanted(self, x) -> list:
-        return [*([x] if x.requires_grad else []), *self.parameters]
+    def _wanted(self, x, parameters) -> list:
+        return [*([x] if x.requires_grad else []), *parameters]
 
     def _sorted(self, found: Sequence) -> Tuple[Optional[torch.Tensor], list]:
         """(the gradient of x, those of the parameters)"""
@@ -247,7 +254,48 @@ class _Unit:
                     )
             used = [(output, dout) for output, dout in zip(outputs, douts) if dout is not None]
             roots, gradients = map(list, zip(*used))
-            return self._sorted(torch.autograd.grad(roots, self._wanted(x), gradients, allow_unused=True))
+            return self._sorted(torch.autograd.grad(roots, self._wanted(x, self.parameters), gradients, allow_unused=True))
+
+
+def _twin(parameter: nn.Parameter) -> nn.Parameter:
+    """A leaf over the memory of a parameter, to record with.
+
+    Autograd's node of the parameter itself remembers the stream of the pass that made it, and lives as long as somebody holds a loss or an
+    output of that pass: a recording through it would wait for that stream, which CUDA refuses. And hooks of the parameter see the
+    gradient that a replay returns, not the one of the recording.
+    """
+    twin = type(parameter)(parameter.detach())
+    twin.__dict__.update((name, value) for name, value in parameter.__dict__.items() if not name.startswith("_"))
+    return twin
+
+
+@contextlib.contextmanager
+def _exchanged(layers, twins: Dict[int, nn.Parameter]):
+    """Has modules hold the twins of their parameters, by the parameters' id."""
+    held = [module._parameters for layer in layers for module in layer.modules()]
+    before = [(owner, name, value) for owner in held for name, value in owner.items() if id(value) in twins]
+    for owner, name, value in before:
+        owner[name] = twins[id(value)]
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            owner[name] = value
+
+
+def _refuse_leaves(output: torch.Tensor, parameters: Iterable[nn.Parameter]) -> None:
+    """Raises RuntimeError where an output depends on one of the parameters themselves: a layer that keeps them elsewhere than as the
+    parameters of its modules would be recorded without their gradients."""
+    refused = {id(parameter) for parameter in parameters}
+    seen, ahead = set(), [output.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in refused:
+            raise RuntimeError(f"a parameter of shape {list(node.variable.shape)} is used that no module holds under a name of its own")
+        ahead += [following for following, _ in node.next_functions]
 
 
 def _run_all(layers, x: torch.Tensor, kwargs: Sequence[dict]) -> List[torch.Tensor]:
@@ -438,7 +486,7 @@ class _Plan:
                 unit.record_backward(recorder, after)
                 after = unit.dx
         for unit in units:
-            unit.computed = []
+            unit.computed, unit.recorded = [], []
         self.units = {unit.first: unit for unit in units}
         self.recordings += 1
 
