@@ -304,7 +304,10 @@ def test_rows_without_position_ids_go_to_sdpa_in_a_graph(qwen3):
 
     def backend(graph, inputs):
         parts = (part for part in graph.modules() if isinstance(part, torch.fx.GraphModule))
-        called.extend(str(node.target) for part in parts for node in part.graph.nodes)
+        for node in (node for part in parts for node in part.graph.nodes):
+            called.append(str(node.target))
+            if "scaled_dot_product_attention" in called[-1]:
+                assert node.kwargs["attn_mask"] is None and node.kwargs["is_causal"]
         return graph
 
     for batch, ours in (({"input_ids": packed()["input_ids"]}, False), (packed(), True)):

@@ -278,7 +278,9 @@ def _as_transformers(module, query, key, value, mask, scaling, dropout, sinks, k
     made."""
     kind = "sdpa" if sinks is None else "eager"
     if isinstance(mask, Visible):
-        mask = mask.mask(kind, query.dtype, query.device)
+        # SDPA needs no mask there: what transformers knows too, but not inside a graph.
+        needless = sinks is None and mask.rule is not None and mask.is_plain() and query.shape[2] == key.shape[2]
+        mask = None if needless else mask.mask(kind, query.dtype, query.device)
     if sinks is None:
         function = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS["sdpa"]
         return function(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
