@@ -8,10 +8,9 @@ not yet multiplied by the loss scale would be rounded to 0. Of logits nothing is
 from typing import NamedTuple, Optional, Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, describe, fail, kernels_compute, needs_formula, new_like, traceable
+from .common import accumulation_dtype, describe, fail, kernels_compute, needs_formula, new_like, once_differentiable, traceable
 from .linear_head import _multiply as multiply
 from .softmax import as_rows, log_sum_exp2, pieces, pieces_grid, row_sum, slabs
 

@@ -125,24 +125,25 @@ class Kernel:
         self._taken.clear()
 
     def __call__(self, *arguments) -> None:
-        key: list = [arguments[0].get_device()]
+        parts: list = [arguments[0].get_device()]
         addresses, floats, low_bits = [], [], 0
         for argument in arguments:
             kind = type(argument)
             if kind is float:
                 floats.append(argument)
             elif kind is int:
-                key.append(argument)
+                parts.append(argument)
             else:
                 address = argument.data_ptr()
                 addresses.append(address)
                 low_bits |= address
-                key += (argument.dtype, argument.shape, argument.stride())
+                parts += (argument.dtype, argument.shape, argument.stride())
         if low_bits & 15:
-            key += [address & 15 for address in addresses]
-        launch = self._prepared.get(tuple(key))
+            parts += [address & 15 for address in addresses]
+        key = tuple(parts)
+        launch = self._prepared.get(key)
         if launch is None:
-            self._first(tuple(key), arguments, addresses, floats)
+            self._first(key, arguments, addresses, floats)
         else:
             launch(addresses, floats)
 
