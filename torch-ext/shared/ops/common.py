@@ -9,6 +9,7 @@ import torch
 from ..._ops import add_op_namespace_prefix
 from ..runtime.device import PLAIN, is_ordinary, kernels_run_on
 from ..runtime.launch import GRID_MAX, Kernel, overlaps
+from ..runtime.replay import replayed
 
 TORCH_MIN = (2, 6)
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
@@ -126,12 +127,12 @@ def traceable(name: str, function: Callable, fake: Callable) -> Callable:
             return _laid_out(name, results, layouts(args)[0])
         return tuple(_laid_out(name, *each) for each in zip(results, layouts(args)))
 
-    operator = operator_of(name, operator_function, fake)
+    operator, again = operator_of(name, operator_function, fake), replayed(function)
 
     def call(*args):
         if torch.compiler.is_compiling():
             return operator(*args)
-        return function(*args)
+        return again(*args)
 
     return call
 
