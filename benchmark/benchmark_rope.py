@@ -14,7 +14,6 @@ from .kernels_cli import OperationBenchmark
 from .operation import LigerConvention, Limit, Operation, bytes_moved
 from .suites import LIGER
 
-
 ROPE = Operation(
     name="rope",
     title="rotary",
