@@ -4,7 +4,7 @@ from torch import nn
 
 from .decoder_layer import QWEN3, QWEN3_MOE, decoder_layer_forward
 from .shared.hf.attention import model_forward
-from .shared.hf.causal_lm import causal_lm_forward, causal_lm_loss, causal_lm_loss_of_logits, sparse_causal_lm_forward
+from .shared.hf.causal_lm import causal_lm_forward, causal_lm_loss, causal_lm_loss_of_logits
 from .shared.hf.experts import experts_forward
 from .shared.hf.forwards import mlp_forward, rms_norm_forward, rotary_pos_emb
 from .shared.hf.modules import mark_forwards
@@ -78,7 +78,18 @@ class Model(nn.Module):
     """For Qwen3Model: the same, with attention of ours where it has the one that transformers chooses by default."""
 
     can_torch_compile = True
-    forward = model_forward
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+        **kwargs,
+    ):
+        return model_forward(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
 
 
 class CausalLM(nn.Module):
@@ -89,7 +100,22 @@ class CausalLM(nn.Module):
     """
 
     can_torch_compile = True
-    forward = causal_lm_forward
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        logits_to_keep=0,
+        **kwargs,
+    ):
+        return causal_lm_forward(
+            self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache, logits_to_keep, **kwargs
+        )
 
 
 class MoeDecoderLayer(nn.Module):
@@ -115,14 +141,42 @@ class MoeModel(nn.Module):
     """For Qwen3MoeModel: the same, with attention of ours where it has the one that transformers chooses by default."""
 
     can_torch_compile = True
-    forward = model_forward
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+        **kwargs,
+    ):
+        return model_forward(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
 
 
 class MoeCausalLM(nn.Module):
     """For Qwen3MoeForCausalLM: as `CausalLM`, with the router's auxiliary loss and its logits where they are asked for."""
 
     can_torch_compile = True
-    forward = sparse_causal_lm_forward
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        output_router_logits=None,
+        logits_to_keep=0,
+        **kwargs,
+    ):
+        return causal_lm_forward(
+            self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache, logits_to_keep,
+            output_router_logits=output_router_logits, **kwargs,
+        )
 
 
 class ForCausalLMLoss(nn.Module):

@@ -235,32 +235,3 @@ def causal_lm_forward(
         fields.update(seen.found._asdict())
     output = cls(**fields)
     return output.to_tuple() if as_tuple else output
-
-
-def sparse_causal_lm_forward(
-    self,
-    input_ids=None,
-    attention_mask=None,
-    position_ids=None,
-    past_key_values=None,
-    inputs_embeds=None,
-    labels=None,
-    use_cache=None,
-    output_router_logits=None,
-    logits_to_keep=0,
-    **kwargs,
-):
-    """Serves as the forward of a causal LM whose router has logits, and a loss of its own for those who ask."""
-    return causal_lm_forward(
-        self,
-        input_ids,
-        attention_mask,
-        position_ids,
-        past_key_values,
-        inputs_embeds,
-        labels,
-        use_cache,
-        logits_to_keep,
-        output_router_logits=output_router_logits,
-        **kwargs,
-    )

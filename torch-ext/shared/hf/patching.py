@@ -266,9 +266,11 @@ def _calls_ours(forward):
     return getattr(_function(forward), LAYER, None) is not None
 
 
-def _live_modules():
+def _live_modules(families: Families):
     """Every module there is. A forward of its own hides the one of its class, and nobody else knows which modules have one."""
-    found = {id(module): module for module in bound_modules()}  # gc.freeze() hides modules from the next line
+    rotaries = [_own_rotary(sys.modules[targets.modeling]) for targets in families if targets.modeling in sys.modules]
+    known = [*bound_modules(), *(rotary for rotary in rotaries if isinstance(rotary, nn.Module))]
+    found = {id(module): module for module in known}  # gc.freeze() hides modules from the next line
     found.update((id(thing), thing) for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
     return list(found.values())
 
@@ -296,7 +298,7 @@ def patch_classes(families: Families, wanted, unpad=True, keep_attention=False):
     options = _loss_options(wanted["fused_linear_cross_entropy"])
     modelings = [modeling_of_transformers(targets) for targets in families]
     _register_experts()
-    modules = _live_modules()
+    modules = _live_modules(families)
     for targets, modeling in zip(families, modelings):
         _register_attention(targets, modeling)
         _tell_causal_lm(own_class(modeling, targets.classes["fused_linear_cross_entropy"][0]), options, unpad)
@@ -385,9 +387,9 @@ def reset(families: Families):
     imported = [targets for targets in families if targets.modeling in sys.modules]
     if not imported:
         return
+    modules = _live_modules(imported)
     for targets in imported:
         _reset_classes(targets, sys.modules[targets.modeling])
-    modules = _live_modules()
     for module in modules:
         state = vars(module)
         graphs.release(module)

@@ -4,7 +4,7 @@ from torch import nn
 
 from .decoder_layer import decoder_layer_forward, rms_norm_forward
 from .shared.hf.attention import model_forward
-from .shared.hf.causal_lm import sparse_causal_lm_forward
+from .shared.hf.causal_lm import causal_lm_forward
 from .shared.hf.experts import experts_forward
 from .shared.hf.forwards import rotary_pos_emb
 from .shared.hf.modules import mark_forwards
@@ -66,14 +66,42 @@ class Model(nn.Module):
     """For GptOssModel: the same, with attention of ours where it has the one that transformers chooses by default."""
 
     can_torch_compile = True
-    forward = model_forward
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+        **kwargs,
+    ):
+        return model_forward(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
 
 
 class CausalLM(nn.Module):
     """For GptOssForCausalLM. With labels in training mode the logits are never all in memory, and `logits` is None."""
 
     can_torch_compile = True
-    forward = sparse_causal_lm_forward
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        output_router_logits=None,
+        logits_to_keep=0,
+        **kwargs,
+    ):
+        return causal_lm_forward(
+            self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache, logits_to_keep,
+            output_router_logits=output_router_logits, **kwargs,
+        )
 
 
 mark_forwards(RMSNorm, RotaryPosEmb, Model, Experts, DecoderLayer, CausalLM)
