@@ -103,7 +103,7 @@ def test_launches_on_the_device_of_the_tensor(ops):
 
 def test_a_call_that_is_replayed_looks_at_the_device_of_every_tensor(ops):
     """A weight on the host has an address too, which a kernel cannot read."""
-    x, weight = randn(64, 512, device="cuda"), randn(512, device="cuda")
+    x, weight = (randn(*shape, dtype=torch.float32, device="cuda") for shape in ((64, 512), (512,)))
     for _ in range(4):
         expected = ops.rms_norm(x, weight)
     with pytest.raises((ValueError, RuntimeError)):
