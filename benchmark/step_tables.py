@@ -61,7 +61,7 @@ def whole_models(rows: list[Row]) -> str:
 
 def as_trained(rows: list[Row]) -> str:
     """Return the steps of what people fine-tune with: adapters, autocast, packed and padded batches."""
-    names, notes, body = ["huggingface", "liger", "bastile"], Notes(), []
+    names, notes, body = ["huggingface", "liger", "unsloth", "bastile"], Notes(), []
     shown: list[Row] = []
     for what, kernel in AS_TRAINED.items():
         of_kernel = select(rows, kernel_name=f"{QWEN3.name}_step{kernel}")

@@ -4,11 +4,21 @@ import math
 from typing import Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import SLAB, accumulation_dtype, apply_function, describe, fail, need_floats, needs_formula, new_like, traceable
+from .common import (
+    SLAB,
+    accumulation_dtype,
+    apply_function,
+    describe,
+    fail,
+    need_floats,
+    needs_formula,
+    new_like,
+    once_differentiable,
+    traceable,
+)
 from .swiglu import swiglu as plain_swiglu
 
 Pair = Tuple[torch.Tensor, torch.Tensor]

@@ -4,7 +4,6 @@ import functools
 from typing import Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime import launch
 from ..runtime.device import kernels_run_on, multiprocessors
@@ -17,6 +16,7 @@ from .common import (
     need_floats,
     needs_formula,
     new_like,
+    once_differentiable,
     traceable,
 )
 from .rms_norm import rms_norm_backward_reference, rms_norm_reference

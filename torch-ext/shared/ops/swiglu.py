@@ -3,7 +3,6 @@
 from typing import Optional, Sequence, Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
@@ -19,6 +18,7 @@ from .common import (
     need_floats,
     needs_formula,
     new_like,
+    once_differentiable,
     side_by_side,
     traceable,
 )
