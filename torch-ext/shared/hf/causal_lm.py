@@ -135,7 +135,7 @@ class _Headless(_WithLoss):
         return call_with(lambda hidden: causal_lm_loss(hidden, head.weight, None, labels, **kwargs, **self.options), head, logits)
 
 
-OUTPUTS = {}  # by the class of a model's output: the same with metrics
+OUTPUTS: dict = {}  # by the class of a model's output: the same with metrics
 
 
 def output_with_metrics(cls):
@@ -216,7 +216,7 @@ def causal_lm_forward(
     skip_logits = options.pop("skip_logits", None)
     skip_logits = self.training if skip_logits is None else skip_logits
     if skip_logits and not why_head_is_not_plain(self):
-        seen = _Headless(self, options)
+        seen: _WithLoss = _Headless(self, options)
     elif options:
         skip_logits, seen = False, _WithLoss(self, options)
     else:

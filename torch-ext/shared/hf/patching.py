@@ -15,7 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from types import FunctionType, MethodType
-from typing import Any, Callable, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple, Type
 
 from torch import nn
 
@@ -55,10 +55,10 @@ class Targets(NamedTuple):
     model: str
     modeling: str
     attention: str
-    classes: Mapping[str, Tuple[str, type]]
-    rotary: type
+    classes: Mapping[str, Tuple[str, Type[nn.Module]]]
+    rotary: Type[nn.Module]
     operations: Tuple[str, ...]
-    hub_names: Mapping[str, type]
+    hub_names: Mapping[str, Type[nn.Module]]
     explain_layer: Callable[[nn.Module, Any], List[Tuple[str, str]]]
     fused: Tuple[str, ...] = ()
     optional: Tuple[str, ...] = ()
@@ -106,7 +106,7 @@ def modeling_of_transformers(targets: Targets):
             raise ImportError(f"transformers {version} has no {name}, {advice}")
         cls = own_class(modeling, name)
         original = None if cls is None else _original(cls, "forward")
-        if not is_transformers_own(original, targets.modeling, f"{name}.forward"):
+        if original is None or not is_transformers_own(original, targets.modeling, f"{name}.forward"):
             continue  # someone else's, which is kept
         found, expected = inspect.signature(original), inspect.signature(layer.forward)
         if [(p.name, p.kind) for p in found.parameters.values()] != [(p.name, p.kind) for p in expected.parameters.values()]:
@@ -460,7 +460,7 @@ def _asks_for_our_experts(module) -> bool:
 
 def get_patched_ops(families: Families):
     """Lists the operations that are on transformers' classes, of every family that has them, by the names of the arguments of `apply`."""
-    found = {}
+    found: Dict[str, bool] = {}
     for targets in families:
         modeling = sys.modules.get(targets.modeling)
         for operation in targets.operations:
