@@ -63,13 +63,10 @@ class StandIn:
         for variants in map(self.artifacts.variants, self.artifacts.kernels()):
             variants[:] = [variant._replace(parameters=tuple(map(_shortened, variant.parameters))) for variant in variants]
         runtime.driver.raw_stream = lambda device: 0
+        runtime.driver.current_device = lambda: -1  # what a CPU tensor's get_device() gives
         # A function of C that takes whatever it is given and returns 0, which is CUDA_SUCCESS.
         self.cuda = types.SimpleNamespace(cuLaunchKernelEx=ctypes.CDLL("libm.so.6").fegetround)
-
-        class Launch(runtime.driver.Launch):  # type: ignore[name-defined, misc]
-            __call__ = runtime.driver.Launch._launch  # without a look at the current device
-
-        self.launch = Launch
+        self.launch = runtime.driver.Launch
         runtime.launch.backend = self
 
     def architecture(self, device: int) -> str:

@@ -186,7 +186,8 @@ def test_the_hosts_time(tmp_path, monkeypatch, loaded):
     runtime = runtime_of(loaded)
     monkeypatch.setattr(runtime.launch, "backend", runtime.launch.backend)
     driver = importlib.import_module(f"{loaded.__name__}.shared.runtime.driver")
-    monkeypatch.setattr(driver, "raw_stream", driver.raw_stream)
+    for name in ("raw_stream", "current_device"):
+        monkeypatch.setattr(driver, name, getattr(driver, name))
     rows = benchmark_host.main(["--device", "cpu", "--layers", "1", "--results", str(tmp_path)])
     kernels = list(runtime.launch.tuner.kernels)
     launched = {kernel.names[0] for kernel in kernels if kernel._prepared}

@@ -818,9 +818,10 @@ def gpu(runtime, monkeypatch):
 
         def __enter__(self):
             found.switched.append(self.index)
+            self.before, found.current = found.current, self.index
 
         def __exit__(self, *_):
-            pass
+            found.current = self.before
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: found.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "NVIDIA H200")
@@ -828,7 +829,7 @@ def gpu(runtime, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", found.synchronized.append)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: found.current, raising=False)
+    monkeypatch.setattr(runtime.driver, "current_device", lambda: found.current)
     monkeypatch.setattr(runtime.driver, "raw_stream", lambda device: 7000 + device)
     return found
 

@@ -335,10 +335,10 @@ def head_dim_of(config) -> Optional[int]:
     return config.hidden_size // heads if found is None and heads else found
 
 
-def choose_attention(model, replaces: str) -> None:
-    """Gives a model on a GPU whose kernels run our implementation in the place of `replaces`, which it got by default; any other that
-    it has, it keeps."""
-    config = model.config
+def choose_attention(model) -> None:
+    """Gives a model on a GPU whose kernels run our implementation in the place of the one that transformers chooses by default; any other
+    that it has, it keeps."""
+    config, replaces = model.config, "sdpa" if model._supports_sdpa else "eager"
     if config._attn_implementation != replaces or head_dim_of(config) not in HEAD_DIMS:
         return
     weight = next(model.parameters(), None)
@@ -365,8 +365,25 @@ def _without_looking_for_documents(model, kwargs):
     return {**kwargs, "attention_mask": masks_of_layers(config, lambda kind: visible_rows(config, kind, given))}
 
 
-def model_forward(model, replaces, kwargs):
-    """Of a model without a head: chooses the attention, then is the model's own forward."""
+def model_forward(
+    self,
+    input_ids=None,
+    attention_mask=None,
+    position_ids=None,
+    past_key_values=None,
+    inputs_embeds=None,
+    use_cache=None,
+    **kwargs,
+):
+    """Serves as the forward of a model without a head: chooses its attention, and runs the model's own forward."""
     if not torch.compiler.is_compiling():
-        choose_attention(model, replaces)
-    return original_forward(model)(model, **_without_looking_for_documents(model, kwargs))
+        choose_attention(self)
+    kwargs.update(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        use_cache=use_cache,
+    )
+    return original_forward(self)(self, **_without_looking_for_documents(self, kwargs))

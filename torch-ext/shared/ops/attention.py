@@ -8,12 +8,21 @@ import math
 from typing import Optional, Tuple, Union
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime.device import is_ordinary, kernels_run_on
 from ..runtime.launch import Kernel
 from .autocast import as_autocast, outside_autocast, without_autocast
-from .common import accumulation_dtype, apply_function, autocasts, describe, fail, need_floats, needs_formula, traceable
+from .common import (
+    accumulation_dtype,
+    apply_function,
+    autocasts,
+    describe,
+    fail,
+    need_floats,
+    needs_formula,
+    once_differentiable,
+    traceable,
+)
 from .recorded import recorded
 
 Pair = Tuple[torch.Tensor, torch.Tensor]

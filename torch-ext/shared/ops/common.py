@@ -7,10 +7,12 @@ from typing import Callable, Iterator, List, Optional, Sequence
 import torch
 
 from ..._ops import add_op_namespace_prefix
-from ..runtime.device import is_ordinary, kernels_run_on
+from ..runtime.device import PLAIN, is_ordinary, kernels_run_on
 from ..runtime.launch import GRID_MAX, Kernel, overlaps
+from ..runtime.replay import replayed
 
 TORCH_MIN = (2, 6)
+_unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 KEPT = 1024  # combinations of shapes and strides that an operator remembers its results' strides of
 LIBRARY = "_bastile_library"  # on the namespace of this build's operators
 SLAB = 2**30  # elements that one launch reaches over: offsets into an array are 32-bit
@@ -26,12 +28,29 @@ class _NoContext:
         pass
 
 
-def apply_function(function, *args):
-    """function.apply(*args), of an autograd function, or where gradients are switched off its forward alone: that is half of what a small
-    operation costs the host, and generating text is made of small operations."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return function.apply(*args)
-    return function.forward(_NoContext(), *args)
+def apply_function(function, *arguments):
+    """function.apply(*arguments), of an autograd function without setup_context, on ordinary tensors (`needs_formula`).
+
+    What torch's own `apply` would ask is known of those, so this calls what that calls in the end. Where gradients are switched off it is
+    the forward alone: that is half of what a small operation costs the host, and generating text is made of small operations.
+    """
+    if torch.compiler.is_compiling():
+        return function.apply(*arguments)
+    if not torch.is_grad_enabled():
+        return function.forward(_NoContext(), *arguments)
+    # A tensor that a transform of torch.func left behind still has its wrapper around it, and looks like any other.
+    return super(torch.autograd.Function, function).apply(*[_unwrap_if_dead(a) if type(a) in PLAIN else a for a in arguments])
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """torch's decorator of that name, which costs a backward pass nothing unless it is differentiated itself."""
+    checked = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def call(ctx, *grads):
+        return checked(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return call
 
 
 def needs_formula(*tensors: Optional[torch.Tensor]) -> bool:
@@ -108,12 +127,12 @@ def traceable(name: str, function: Callable, fake: Callable) -> Callable:
             return _laid_out(name, results, layouts(args)[0])
         return tuple(_laid_out(name, *each) for each in zip(results, layouts(args)))
 
-    operator = operator_of(name, operator_function, fake)
+    operator, again = operator_of(name, operator_function, fake), replayed(function)
 
     def call(*args):
         if torch.compiler.is_compiling():
             return operator(*args)
-        return function(*args)
+        return again(*args)
 
     return call
 

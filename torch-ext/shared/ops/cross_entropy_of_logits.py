@@ -7,11 +7,10 @@ gradient. So it may run twice, and what arrives from above is multiplied in befo
 from typing import Optional, Tuple, Union
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, describe, fail, kernels_compute, needs_formula, new_like, traceable
+from .common import accumulation_dtype, describe, fail, kernels_compute, needs_formula, new_like, once_differentiable, traceable
 from .cross_entropy import (
     LN2,
     Chunk,

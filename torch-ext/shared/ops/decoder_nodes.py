@@ -11,11 +11,10 @@ import functools
 from typing import Dict, Optional, Sequence, Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from .autocast import casts_products_of, outside_autocast
-from .common import apply_function, describe, fail, need_floats, needs_formula, side_by_side
+from .common import apply_function, describe, fail, need_floats, needs_formula, once_differentiable, side_by_side
 from .projection import Projection, tensors_of
 from .rms_norm import add_rms_norm_backward, rms_norm_forward, rms_norm_recompute, rms_norm_reference
 from .rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward, qk_norm_rotary_reference

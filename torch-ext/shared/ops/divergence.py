@@ -8,10 +8,10 @@ not yet multiplied by the loss scale would be rounded to 0. Of logits nothing is
 from typing import NamedTuple, Optional, Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, describe, fail, kernels_compute, needs_formula, new_like, traceable
+from ..runtime.replay import constant
+from .common import accumulation_dtype, describe, fail, kernels_compute, needs_formula, new_like, once_differentiable, traceable
 from .linear_head import _multiply as multiply
 from .softmax import as_rows, log_sum_exp2, pieces, pieces_grid, row_sum, slabs
 
@@ -121,7 +121,7 @@ def nothing(device: torch.device, dtype: torch.dtype, dims: int = 1) -> torch.Te
     """What is passed for an array that a kernel will not look at."""
     key = (device, dtype, dims)
     if key not in _nothing:
-        _nothing[key] = torch.zeros((1, 16) if dims == 2 else 16, dtype=dtype, device=device)
+        _nothing[key] = constant(torch.zeros((1, 16) if dims == 2 else 16, dtype=dtype, device=device))
     return _nothing[key]
 
 

@@ -3,11 +3,10 @@
 from typing import Optional, Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, apply_function, describe, fail, need_floats, needs_formula, new_like, traceable
+from .common import accumulation_dtype, apply_function, describe, fail, need_floats, needs_formula, new_like, once_differentiable, traceable
 from .rows import SEGMENT, kernels_take, per_row, rows_of, segments, slabs
 
 # Blocks that an SM holds in the backward pass (kernel_src/dyt.py); bf16 throughout, in whole segments, takes more rows at once.

@@ -10,13 +10,23 @@ the output of the first GEMM, and its gradient is written over it.
 from typing import List, NamedTuple, Optional, Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime import launch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .autocast import outside_autocast, without_autocast
-from .common import accumulation_dtype, apply_function, autocasts, describe, fail, need_floats, needs_formula, traceable, unit_stride
+from .common import (
+    accumulation_dtype,
+    apply_function,
+    autocasts,
+    describe,
+    fail,
+    need_floats,
+    needs_formula,
+    once_differentiable,
+    traceable,
+    unit_stride,
+)
 from .grouped_gemm import Groups, grouped_mm, grouped_outer
 from .routing import Routing, route, row_blocks
 

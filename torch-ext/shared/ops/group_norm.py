@@ -5,11 +5,22 @@ import math
 from typing import Iterator, NamedTuple, Optional, Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .common import SLAB, accumulation_dtype, aligned, apply_function, describe, fail, need_floats, needs_formula, new_like, traceable
+from .common import (
+    SLAB,
+    accumulation_dtype,
+    aligned,
+    apply_function,
+    describe,
+    fail,
+    need_floats,
+    needs_formula,
+    new_like,
+    once_differentiable,
+    traceable,
+)
 from .rows import SEGMENT, kernels_take, one_block_a_row, per_row
 
 # Segments of 64 of the longest group that the kernels hold in registers (kernel_src/group_norm.py).

@@ -3,11 +3,21 @@
 from typing import Optional, Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, apply_function, column_sum, describe, fail, need_floats, needs_formula, new_like, traceable
+from .common import (
+    accumulation_dtype,
+    apply_function,
+    column_sum,
+    describe,
+    fail,
+    need_floats,
+    needs_formula,
+    new_like,
+    once_differentiable,
+    traceable,
+)
 from .rows import kernels_take, one_block_a_row, per_row, rows_of, segments, slabs
 
 # Blocks that an SM holds in the backward pass of rows in registers, by the longest row; longer ones take the two kernels for any length

@@ -9,12 +9,11 @@ Without gradients one kernel multiplies and joins, and no logits are stored at a
 from typing import List, Optional, Tuple, Union
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .autocast import as_autocast
-from .common import accumulation_dtype, autocasts, describe, fail, needs_formula, traceable
+from .common import accumulation_dtype, autocasts, describe, fail, needs_formula, once_differentiable, traceable
 from .cross_entropy import (
     Chunk,
     KernelChunk,

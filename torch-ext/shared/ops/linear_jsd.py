@@ -8,12 +8,11 @@ backward pass only multiplies them by what arrives from above.
 from typing import Optional
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, describe, fail, needs_formula
+from .common import accumulation_dtype, describe, fail, needs_formula, once_differentiable
 from .divergence import KINDS, Options, _inverse, _losses, _reference, inverse_count, jsd, nothing
 from .divergence import _logits_loss as _loss_kernels
 from .linear_head import fp16_factor, walk

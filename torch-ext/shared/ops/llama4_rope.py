@@ -3,11 +3,10 @@
 from typing import Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import apply_function, describe, fail, need_floats, needs_formula, new_like, traceable, unit_stride
+from .common import apply_function, describe, fail, need_floats, needs_formula, new_like, once_differentiable, traceable, unit_stride
 from .mrope import heads_grid, token_slabs
 
 Pair = Tuple[torch.Tensor, torch.Tensor]

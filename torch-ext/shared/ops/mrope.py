@@ -3,11 +3,10 @@
 from typing import Iterator, Sequence, Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import SLAB, apply_function, describe, fail, need_floats, needs_formula, new_like, traceable
+from .common import SLAB, apply_function, describe, fail, need_floats, needs_formula, new_like, once_differentiable, traceable
 from .rotary import rotary
 
 Pair = Tuple[torch.Tensor, torch.Tensor]

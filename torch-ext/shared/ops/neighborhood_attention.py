@@ -4,11 +4,10 @@ import functools
 from typing import Iterator, Optional, Sequence, Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import SLAB, accumulation_dtype, apply_function, describe, fail, need_floats, needs_formula, traceable
+from .common import SLAB, accumulation_dtype, apply_function, describe, fail, need_floats, needs_formula, once_differentiable, traceable
 
 LN2 = 0.6931471805599453
 GRID_YZ = 65535  # blocks of a grid in its second and third dimension

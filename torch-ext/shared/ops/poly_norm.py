@@ -3,11 +3,21 @@
 from typing import Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, apply_function, column_sum, describe, fail, need_floats, needs_formula, new_like, traceable
+from .common import (
+    accumulation_dtype,
+    apply_function,
+    column_sum,
+    describe,
+    fail,
+    need_floats,
+    needs_formula,
+    new_like,
+    once_differentiable,
+    traceable,
+)
 from .rows import SEGMENT, kernels_take, one_block_a_row, per_row, rows_of, segments, slabs
 
 BLOCKS_PER_SM = 3  # that fit in the backward pass (kernel_src/poly_norm.py): with more, the last would start when the first have ended

@@ -8,9 +8,8 @@ rounded to that once a forward pass, whose result the backward pass uses again. 
 from typing import Optional, Sequence, Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from .common import apply_function, describe, fail, need_floats, needs_formula
+from .common import apply_function, describe, fail, need_floats, needs_formula, once_differentiable
 from .projected_steps import attention_inputs_backward, attention_inputs_forward, biases_of, groups_of, mlp_backward, mlp_forward
 from .projection import (
     FourBitWeight,

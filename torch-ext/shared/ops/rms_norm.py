@@ -8,7 +8,6 @@ import math
 from typing import Callable, Optional, Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
@@ -22,6 +21,7 @@ from .common import (
     need_floats,
     needs_formula,
     new_like,
+    once_differentiable,
     split_rows,
     traceable,
 )

@@ -3,10 +3,20 @@
 from typing import Iterator, Optional, Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime.launch import Kernel
-from .common import SLAB, accumulation_dtype, apply_function, describe, fail, kernels_compute, needs_formula, new_like, traceable
+from .common import (
+    SLAB,
+    accumulation_dtype,
+    apply_function,
+    describe,
+    fail,
+    kernels_compute,
+    needs_formula,
+    new_like,
+    once_differentiable,
+    traceable,
+)
 
 # Rows of at most so many elements stay in registers: the kernel's tiles, and those of them that take rows at any address.
 TILES, TILES_UNALIGNED = (128, 1024, 4096, 8192, 16384), (1024, 4096)

@@ -13,11 +13,10 @@ from contextlib import nullcontext
 from typing import NamedTuple, Optional, Sequence, Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from .autocast import outside_autocast, without_autocast
-from .common import accumulation_dtype, apply_function, autocasts, describe, fail, need_floats, needs_formula
+from .common import accumulation_dtype, apply_function, autocasts, describe, fail, need_floats, needs_formula, once_differentiable
 from .experts import experts_backward, experts_forward, experts_reference, first_gemm
 from .grouped_gemm import Groups
 from .projected_nodes import check_projection

@@ -1,10 +1,9 @@
 """Sparsemax over any dimension, of rows of any length, without sorting."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, apply_function, kernels_compute, needs_formula, new_like, traceable
+from .common import accumulation_dtype, apply_function, kernels_compute, needs_formula, new_like, once_differentiable, traceable
 from .softmax import (
     _rows_grid,
     as_rows,

@@ -3,10 +3,10 @@
 from typing import Optional, Sequence, Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
+from ..runtime.replay import replayed
 from .autocast import as_autocast, outside_autocast, without_autocast
 from .common import (
     ElementwiseKernel,
@@ -19,6 +19,7 @@ from .common import (
     need_floats,
     needs_formula,
     new_like,
+    once_differentiable,
     side_by_side,
     traceable,
 )
@@ -83,6 +84,7 @@ def _backward(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Tuple
     return dgate, dup
 
 
+@replayed
 def backward_in_place(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Triple:
     """([dgate | dup], dgate, dup), and silu(gate) * up over dout.
 

@@ -9,10 +9,9 @@ operation. (Liger's writes .grad from inside the backward, once a shard.)
 from typing import List, Optional, Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from .common import apply_function, describe, fail, need_floats, needs_formula, traceable
+from .common import apply_function, describe, fail, need_floats, needs_formula, once_differentiable, traceable
 from .gated_activation import APPROXIMATE, backward_in_place, forward_into, forward_reference
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")

@@ -5,7 +5,7 @@ lengths): a broken promise corrupts memory in silence. So every promise in the m
 combination of dtypes, shapes, strides and alignment; the outcome is kept and costs one dictionary look-up from then on.
 """
 
-from typing import Callable, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
@@ -26,6 +26,7 @@ KEPT = 4096  # prepared launches that one kernel keeps: sequence lengths vary fr
 
 # What launches; tests put an interpreter in its place.
 backend = Driver(Artifacts(folder_of_package(__name__)))
+recorder: Any = None  # is told of every launch: see replay.py
 
 
 class PromiseError(ValueError):
@@ -125,26 +126,30 @@ class Kernel:
         self._taken.clear()
 
     def __call__(self, *arguments) -> None:
-        key: list = [arguments[0].get_device()]
+        parts: list = [arguments[0].get_device()]
         addresses, floats, low_bits = [], [], 0
         for argument in arguments:
             kind = type(argument)
             if kind is float:
                 floats.append(argument)
             elif kind is int:
-                key.append(argument)
+                parts.append(argument)
             else:
                 address = argument.data_ptr()
                 addresses.append(address)
                 low_bits |= address
-                key += (argument.dtype, argument.shape, argument.stride())
+                parts += (argument.dtype, argument.shape, argument.stride())
         if low_bits & 15:
-            key += [address & 15 for address in addresses]
-        launch = self._prepared.get(tuple(key))
+            parts += [address & 15 for address in addresses]
+        key = tuple(parts)
+        launch = self._prepared.get(key)
         if launch is None:
-            self._first(tuple(key), arguments, addresses, floats)
-        else:
-            launch(addresses, floats)
+            self._first(key, arguments, addresses, floats)
+            return
+        launch(addresses, floats)
+        watching = recorder
+        if watching is not None:
+            watching.launched(launch, arguments, floats)
 
     def _first(self, key: tuple, arguments: tuple, addresses: List[int], floats: List[float]) -> None:
         """Launches on a new combination, and remembers it unless something had to be copied for it."""
@@ -155,6 +160,9 @@ class Kernel:
             for part in parts:
                 self(*_with_arrays(part, arguments))
             return
+        watching = recorder
+        if watching is not None:
+            watching.launched(None, (), ())
         launch = self._prepare(arrays, arguments, floats, candidates)
         places = [array.data_ptr() for array in arrays]
         launch(places, floats)
