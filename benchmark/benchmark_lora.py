@@ -2,7 +2,8 @@
 
     python -m benchmark.benchmark_lora [--model qwen3_0.6b] [--tokens 512,4096] [--lora 64] [--autocast]
 
-The command line is that of steps.py.
+The command line is that of steps.py. Unsloth takes part where it is installed. It wants a version of transformers of its own: with
+another one, run `--providers unsloth` alone in its environment; its rows join the others.
 """
 
 if not __package__:  # run as a file
@@ -32,7 +33,7 @@ class Qwen3LoRAStepBenchmark(Qwen3StepBenchmark):
 
 def main(arguments=None):
     """Measure the steps of a model with adapters."""
-    return steps.main(arguments, RANK, TOKENS, LAYERS)
+    return steps.main(arguments, RANK, TOKENS, LAYERS, peers=("unsloth",))
 
 
 if __name__ == "__main__":

@@ -8,31 +8,11 @@ if not __package__:  # run as a file, or by `kernels benchmark`
     __package__ = Path(__file__).absolute().parent.name
 
 from . import eager, providers
+from .benchmark_rotary import bytes_of_q_and_k, inputs, of_views
 from .harness import main
 from .kernels_cli import OperationBenchmark
-from .operation import Inputs, LigerConvention, Limit, Operation, bytes_moved
+from .operation import LigerConvention, Limit, Operation, bytes_moved
 from .suites import LIGER
-
-
-def inputs(size, tokens, random) -> Inputs:
-    """Lay leaves as the projections write them, gradients as attention leaves them: [batch, tokens, heads, head_dim]."""
-    shapes = [(1, tokens, heads, size.head_dim) for heads in (size.heads, size.kv_heads)]
-    return Inputs(
-        leaves=tuple(random.normal(*shape) for shape in shapes),
-        others=tuple(t.to(random.device, random.dtype) for t in eager.angles(tokens, size.head_dim)),
-        output_gradients=tuple(random.normal(*shape).transpose(1, 2) for shape in shapes),
-    )
-
-
-def of_views(rotate):
-    """Call `rotate` with the views that attention makes of what the projections wrote."""
-    return lambda q, k, cos, sin: rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-
-
-def bytes_of_q_and_k(inputs: Inputs) -> int:
-    """Return the bytes of q and k together."""
-    return sum(t.nbytes for t in inputs.output_gradients)
-
 
 ROPE = Operation(
     name="rope",

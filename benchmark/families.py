@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import models, suites
+from . import models, suites, unsloth_peer
 from .providers import is_ours, package, require_modules
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -43,6 +43,9 @@ class Family:
 def prepare_qwen3(provider: str) -> None:
     """Put a provider's layers into transformers."""
     if provider in ("huggingface", "torch_compile"):
+        return
+    if provider == "unsloth":
+        unsloth_peer.prepare()
         return
     if is_ours(provider):
         package(suites.QWEN3.package).apply(attention=provider != "bastile_sdpa")
@@ -148,7 +151,7 @@ QWEN3 = Family(
     name="qwen3",
     package=suites.QWEN3.package,
     providers=("huggingface", "torch_compile", "liger", "liger_cutedsl", "liger_cutile", "bastile", "bastile_adamw", "bastile_sdpa",
-               "bastile_unpacked"),
+               "bastile_unpacked", "bastile_captured", "unsloth"),
     step_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     prepare=prepare_qwen3,

@@ -39,10 +39,12 @@ PROVIDERS = {
     "liger_flex": Provider("Liger, flex attention", {"color": "#E69F00", "marker": "^", "linestyle": "--"}),
     "liger_cutedsl": Provider("Liger CuTe DSL", {"color": "#009E73", "marker": "<"}),
     "liger_cutile": Provider("Liger cuTile", {"color": "#0072B2", "marker": ">"}, last=True),
+    "unsloth": Provider("Unsloth", {"color": "#0072B2", "marker": "P"}),
     "bastile": Provider("Bastile", {"color": "#D55E00", "marker": "o", "linewidth": 2.5, "zorder": 3}),
     "bastile_adamw": Provider(
         "Bastile with its AdamW", {"color": "#D55E00", "marker": "o", "linewidth": 1.5, "zorder": 3, "linestyle": "--"}
     ),
+    "bastile_captured": Provider("Bastile, captured", {"color": "#D55E00", "marker": "^", "linewidth": 1.5, "zorder": 3}),
     "bastile_sdpa": Provider("Bastile with SDPA", {"color": "#D55E00", "marker": "x", "linestyle": ":"}),
     "bastile_flex": Provider("Bastile with flex attention", {"color": "#D55E00", "marker": "+", "linestyle": ":"}),
     "bastile_unpacked": Provider("Bastile without pack()", {"color": "#D55E00", "marker": "o", "linestyle": ":"}),

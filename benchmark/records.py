@@ -37,11 +37,11 @@ def package_version() -> str:
     """Return the version of the package and git commit, "1.0.0+0123abc"; ".dirty" is added when files differed from the commit."""
     project = ROOT / "pyproject.toml"
     number = tomllib.loads(project.read_text())["project"]["version"] if project.is_file() else "unknown"
-    commit, dirty = _output("git", "rev-parse", "HEAD"), bool(_output("git", "status", "--porcelain", "--untracked-files=no"))
+    built = ROOT / "build" / "torch-cuda" / "metadata.json"  # what is measured, whatever has been checked out since
+    kernel = json.loads(built.read_text()).get("provenance", {}).get("kernel", {}) if built.is_file() else {}
+    commit, dirty = kernel.get("commit", ""), kernel.get("dirty", False)
     if not commit:
-        built = ROOT / "build" / "torch-cuda" / "metadata.json"
-        kernel = json.loads(built.read_text()).get("provenance", {}).get("kernel", {}) if built.is_file() else {}
-        commit, dirty = kernel.get("commit", ""), kernel.get("dirty", False)
+        commit, dirty = _output("git", "rev-parse", "HEAD"), bool(_output("git", "status", "--porcelain", "--untracked-files=no"))
     return number + (f"+{commit[:7]}" if commit else "") + (".dirty" if commit and dirty else "")
 
 

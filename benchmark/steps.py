@@ -22,11 +22,11 @@ if not __package__:  # a measuring process runs this as a file
     sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
     __package__ = Path(__file__).absolute().parent.name
 
-from . import families, models, records
+from . import families, models, records, unsloth_peer
 from .command_line import default_device, integers, new_parser, some_of
 from .families import Family
 from .processes import Group
-from .providers import is_ours, package
+from .providers import in_order, is_ours, package
 from .report import log
 from .step_results import Results
 from .stepping import Form, Recipe, Stepper, child
@@ -123,18 +123,24 @@ def build(args) -> Stepper:
     family, recipe = families.family_of(args.model), recipe_of(args)
     model = family.new_model(args, args.device)
     families.fill(model)
-    model = recipe.adapt(model)
+    model = unsloth_peer.adapted(model, recipe.lora) if args.child == "unsloth" else recipe.adapt(model)
     families.fill(model, "lora_")
     if family.packs and is_ours(args.child) and args.child != "bastile_unpacked":
         package(family.package).pack(model)
     optimizer = families.make_optimizer(model, args.device, args.child, family.package)
     if args.child == "torch_compile":
         model.model = torch.compile(model.model)
-    return Stepper(model, optimizer, args.device, model.config.vocab_size, form=form_of(args), autocast=recipe.autocast)
+    capture = package(family.package).capture if args.child == "bastile_captured" else None
+    return Stepper(model, optimizer, args.device, model.config.vocab_size, 0, form_of(args), recipe.autocast, capture)
 
 
-def main(arguments=None, lora: int = 0, tokens: tuple[int, ...] | None = None, layers: int | None = None):
-    """Measure the steps of a model, or do so in a measuring process. lora, tokens, layers: what is taken unless told otherwise."""
+def main(
+    arguments=None, lora: int = 0, tokens: tuple[int, ...] | None = None, layers: int | None = None, peers: tuple[str, ...] = ()
+):
+    """Measure the steps of a model, or do so in a measuring process.
+
+    lora, tokens, layers: what is taken unless told otherwise. peers: providers beside those of the model's family.
+    """
     p = parser("Training steps on one GPU.", tokens)
     add_recipe(p, lora)
     args = p.parse_args(arguments)
@@ -142,10 +148,12 @@ def main(arguments=None, lora: int = 0, tokens: tuple[int, ...] | None = None, l
     if args.child:
         return child(args, build, family.prepare)
     args.tokens, args.layers = args.tokens or family.tokens, args.layers or layers or family.layers
-    args.providers = args.providers or family.step_providers
+    args.providers = args.providers or in_order({*family.step_providers, *(set(peers) & set(family.providers))})
     check_providers(p, args, family)
     if recipe.lora and "torch_compile" in args.providers:
         p.error("argument --providers: torch_compile compiles no adapters; leave it out, or --lora")
+    if "unsloth" in args.providers and (not recipe.lora or recipe.weights != "bf16"):
+        p.error("argument --providers: unsloth trains adapters over bf16 weights; leave it out, or ask for --lora")
     if recipe.weights == "fp32" and family.name != "qwen3":
         p.error(f"argument --weights: fp32 is for Qwen3, and the model is {args.model}")
     return run_all(f"{family.name}_step{recipe.name}{form_of(args).name}", __file__, args)

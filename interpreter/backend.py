@@ -36,10 +36,13 @@ def tensor_at(address: int, dtype: torch.dtype, shape, stride) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def described(module: types.ModuleType) -> list:
-    """Lists (variant, its name, its entry in the manifest) of what a module of kernel_src prebuilds. Many packages are loaded in one
-    process, and their kernels are the same."""
-    return [(source, source.name, source.describe()) for source in module.variants()]
+def described(module: types.ModuleType) -> tuple[dict[str, list], dict]:
+    """Lists what a module of kernel_src prebuilds: kernel -> [(variant, its entry in the manifest)], and variants by their names. Many
+    packages are loaded in one process, and their kernels are the same."""
+    by_kernel: dict[str, list] = {}
+    for source in module.variants():
+        by_kernel.setdefault(source.kernel_name, []).append((source, source.describe()))
+    return by_kernel, {entry["name"]: source for found in by_kernel.values() for source, entry in found}
 
 
 class InterpretedArtifacts:
@@ -52,19 +55,21 @@ class InterpretedArtifacts:
         self._entries: dict[str, list] = {}  # by kernel
         self._variants: dict[str, list] = {}
         for operation in operations:
-            for source, name, entry in described(importlib.import_module(f"kernel_src.{operation}")):
-                self._entries.setdefault(source.kernel_name, []).append((operation, source, entry))
-                self.sources[name] = source
+            by_kernel, by_name = described(importlib.import_module(f"kernel_src.{operation}"))
+            for kernel, entries in by_kernel.items():
+                self._entries.setdefault(kernel, []).append((operation, entries))
+            self.sources.update(by_name)
 
     def operations(self):
-        return {operation for entries in self._entries.values() for operation, _, _ in entries}
+        return {operation for found in self._entries.values() for operation, _ in found}
 
     def kernels(self):
         return self._entries.keys()
 
     def variants(self, kernel: str):
         if kernel not in self._variants:
-            self._variants[kernel] = [self._variant(*entry) for entry in self._entries[kernel]]
+            found = self._entries[kernel]
+            self._variants[kernel] = [self._variant(operation, *entry) for operation, entries in found for entry in entries]
         return self._variants[kernel]
 
     def _variant(self, operation, source, entry):

@@ -23,17 +23,21 @@ TWO_LOG2E = 2.8853900817779268
 
 
 @ct.function
-def tanh(z):
+def tanh(z, SHORT: Const):
     """(tanh(z), 1 - tanh(z)^2) with a relative error of 5e-7: by exp2, and by Taylor's series where that would cancel.
 
-    With v = 1 / (1 + e^(2|z|)), tanh(|z|) is 1 - 2v and 1 - tanh^2 is 4v * (1 - v).
+    With v = 1 / (1 + e^(2|z|)), tanh(|z|) is 1 - 2v and 1 - tanh^2 is 4v * (1 - v). SHORT: tanh is the hardware's, with a relative error of
+    5e-4, a quarter of what rounding to bf16 adds; 1 - tanh^2 is as above, and does not cancel.
     """
     size = ct.abs(z)
     v = ct.truediv(1.0, 1.0 + ct.exp2(size * TWO_LOG2E, flush_to_zero=True), flush_to_zero=True, rounding_mode=ct.RoundingMode.APPROX)
-    square = z * z
-    series = z + z * square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0)))
-    large = 1.0 - 2.0 * v
-    t = ct.where(size < 0.25, series, ct.where(z < 0.0, -large, large))
+    if SHORT:
+        t = ct.tanh(z, rounding_mode=ct.RoundingMode.APPROX)
+    else:
+        square = z * z
+        series = z + z * square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0)))
+        large = 1.0 - 2.0 * v
+        t = ct.where(size < 0.25, series, ct.where(z < 0.0, -large, large))
     return t, 4.0 * v * (1.0 - v)
 
 
@@ -46,7 +50,7 @@ def columns_of_block(count, PIECE: Const, SEGMENT: Const):
 
 
 @ct.kernel
-def dyt_forward(x, alpha, gamma, beta, y, ROWS: Const, SEGMENT: Const, PIECE: Const):
+def dyt_forward(x, alpha, gamma, beta, y, ROWS: Const, SHORT: Const, SEGMENT: Const, PIECE: Const):
     """x, y: [rows, segments, SEGMENT]; alpha: [1]; gamma, beta: [segments, SEGMENT]. PIECE segments of ROWS rows a block; the last
     blocks write the last row again instead of leaving the array."""
     block, segment, column = columns_of_block(x.shape[1], PIECE, SEGMENT)
@@ -54,20 +58,20 @@ def dyt_forward(x, alpha, gamma, beta, y, ROWS: Const, SEGMENT: Const, PIECE: Co
     scale, shift = read_once(gamma, (segment, column)), read_once(beta, (segment, column))
     for i in ct.static_iter(range(ROWS)):
         row = ct.minimum(block * ROWS + i, x.shape[0] - 1)
-        t, _ = tanh(a * read_once(x, (row, segment, column)))
+        t, _ = tanh(a * read_once(x, (row, segment, column)), SHORT)
         write(y, (row, segment, column), t * scale + shift)
 
 
 @ct.function
-def gradients(xf, d, a, scale):
+def gradients(xf, d, a, scale, SHORT: Const):
     """(dx, dz * x, dy * t), elementwise."""
-    t, slope = tanh(a * xf)
+    t, slope = tanh(a * xf, SHORT)
     dz = slope * d * scale
     return a * dz, xf * dz, d * t
 
 
 @ct.kernel
-def dyt_backward(dx, dy, x, alpha, gamma, partial, partial_alpha, ROWS: Const, SEGMENT: Const, PIECE: Const):
+def dyt_backward(dx, dy, x, alpha, gamma, partial, partial_alpha, ROWS: Const, SHORT: Const, SEGMENT: Const, PIECE: Const):
     """dx, dy, x: [rows, segments, SEGMENT]; partial: [groups, 2, segments, SEGMENT] fp32, the sums for dgamma and dbeta over the rows
     of a group; partial_alpha: [groups, pieces] fp32. A block has PIECE segments and walks over the rows of one group, ROWS neighbours at a
     time, which are all loaded before the first is used."""
@@ -86,14 +90,14 @@ def dyt_backward(dx, dy, x, alpha, gamma, partial, partial_alpha, ROWS: Const, S
             loaded = (*loaded, *pair)  # type: ignore[assignment]
         for i in ct.static_iter(range(ROWS)):
             xf, d = ct.astype(loaded[2 * i], ct.float32), ct.astype(loaded[2 * i + 1], ct.float32)
-            gradient, of_alpha, of_gamma = gradients(xf, d, a, scale)
+            gradient, of_alpha, of_gamma = gradients(xf, d, a, scale, SHORT)
             write(dx, (step * ROWS + i, segment, column), gradient)
             dalpha = dalpha + of_alpha
             dgamma = dgamma + of_gamma
             dbeta = dbeta + d
     for row in range(whole * ROWS + group, x.shape[0], groups):
         xf, d = read_once(x, (row, segment, column)), read_once(dy, (row, segment, column))
-        gradient, of_alpha, of_gamma = gradients(xf, d, a, scale)
+        gradient, of_alpha, of_gamma = gradients(xf, d, a, scale, SHORT)
         write(dx, (row, segment, column), gradient)
         dalpha = dalpha + of_alpha
         dgamma = dgamma + of_gamma
@@ -120,23 +124,26 @@ def dyt_parameter_sums(partial, partial_alpha, dparameters, dalpha, ROWS: Const,
 # ---------------------------------------------------------------- what is prebuilt
 PIECE = {SEGMENT: 16, 1: 512}
 ROWS = 4  # of a block of the forward pass
+BACKWARD_ROWS, BACKWARD_BLOCKS = 3, PerArchitecture(5, "sm_110", 4)  # with the short tanh: rows at once, and blocks that an SM holds
 
 
 def variants():
     for x, w in SAME + MIXED:
         for segment in (SEGMENT, 1):
             a, p, alpha = rows(x, segment), columns(w, segment), Array(w, (1,), aligned=False)
-            constants = {"SEGMENT": segment, "PIECE": PIECE[segment]}
+            short = int(x == w == "bfloat16")
+            constants = {"SHORT": short, "SEGMENT": segment, "PIECE": PIECE[segment]}
             # Parameters in fp32 beside x in half precision need more registers than 6 blocks an SM leave on sm_80 and sm_120.
             blocks = 6 if x == w else PerArchitecture(5, "sm_90", 6)
             inputs: Params = {"x": a, "alpha": alpha, "gamma": p, "beta": p, "y": a, "ROWS": ROWS}
-            yield Variant(dyt_forward, {**inputs, **constants}, hints={"occupancy": blocks})
+            yield Variant(dyt_forward, {**inputs, **constants}, hints={} if short else {"occupancy": blocks})
             partial, partial_alpha = Array("float32", (None, 2, None, segment), aligned=segment > 1), Array("float32", (None, None),
                                                                                                             aligned=False)
             sums = {"partial": partial, "partial_alpha": partial_alpha}
-            # On an H200 two rows at once and 4 blocks an SM were the fastest; elsewhere there are not so many registers.
-            rows_at_once = 2 if x == w and segment > 1 else 1
-            blocks = PerArchitecture(3, "sm_90", 4) if x == "float32" else 4
+            # Several rows at once were the fastest on an H200; the long tanh and fp32 leave fewer registers for them.
+            many = short and segment > 1
+            rows_at_once = BACKWARD_ROWS if many else 2 if x == w and segment > 1 else 1
+            blocks = BACKWARD_BLOCKS if many else PerArchitecture(3, "sm_90", 4) if x == "float32" else 4
             found: Params = {"dx": a, "dy": a, "x": a, "alpha": alpha, "gamma": p, **sums, "ROWS": rows_at_once}
             yield Variant(dyt_backward, {**found, **constants}, hints={"occupancy": blocks})
     for w in FLOATS:

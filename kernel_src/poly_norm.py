@@ -15,6 +15,7 @@ from dataclasses import replace
 import cuda.tile as ct
 
 from kernel_src.elements import read_once, write
+from kernel_src.layer_norm import read_row
 from kernel_src.prebuild import FLOAT, Array, Variant
 from kernel_src.segments import MIXED, SAME, SEGMENT, place, rows, sum_of
 
@@ -78,11 +79,11 @@ def poly_norm_forward(x, weight, bias, y, rstd, eps: float, SEGMENT: Const, PIEC
     row, count = ct.bid(0), x.shape[1]
     segment, valid = place(0, count, PIECE)
     index = (row, segment[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :])
-    length = ct.astype(count * SEGMENT, ct.float32)
+    one = 1.0 / ct.astype(count * SEGMENT, ct.float32)
     xf = read_once(x, index)
     square = ct.where(valid[:, None], xf * xf, 0.0)
     s1, s2, s3 = sums_of_powers(square, PIECE * SEGMENT)
-    r1, r2, r3 = ct.rsqrt(s1 / length + eps), ct.rsqrt(s2 / length + eps), ct.rsqrt(s3 / length + eps)
+    r1, r2, r3 = ct.rsqrt(s1 * one + eps), ct.rsqrt(s2 * one + eps), ct.rsqrt(s3 * one + eps)
     write(y, index, polynomial(xf, r1, r2, r3, read_once(weight, 0), read_once(weight, 1), read_once(weight, 2), read_once(bias, 0)))
     save(rstd, row, r1, r2, r3)
 
@@ -123,23 +124,21 @@ def write_sums(partial, block, s0, s1, s2, s3):
 
 
 @ct.kernel
-def poly_norm_backward(dx, dy, x, weight, rstd, partial, SEGMENT: Const, PIECE: Const):
-    """dx, dy, x: [rows, segments, SEGMENT], at most PIECE segments; partial: [blocks, 4] fp32, a block's sums for the three weights and
-    the bias. A block walks over rows."""
-    block, count = ct.bid(0), x.shape[1]
-    segment, valid = place(0, count, PIECE)
-    segment, valid, column = segment[:, None], valid[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :]
+def poly_norm_backward(dx, dy, x, weight, rstd, partial, TILE: Const, LATENCY: Const):
+    """dx, dy, x: [rows, length], length at most TILE; partial: [blocks, 4] fp32, a block's sums for the three weights and the bias. A
+    block walks over rows."""
+    block = ct.bid(0)
     w0, w1, w2 = read_once(weight, 0), read_once(weight, 1), read_once(weight, 2)
-    one = 1.0 / ct.astype(count * SEGMENT, ct.float32)
+    one = 1.0 / ct.astype(x.shape[1], ct.float32)
     zero = ct.zeros((), dtype=ct.float32)
     dw0, dw1, dw2, dbias = zero, zero, zero, zero
     for row in range(block, x.shape[0], ct.num_blocks(0)):
         r1, r2, r3 = read_once(rstd, (row, 0)), read_once(rstd, (row, 1)), read_once(rstd, (row, 2))
-        xf = read_once(x, (row, segment, column))
-        d = read_once(dy, (row, segment, column))
-        s0, s1, s2, s3 = sums_with_powers(ct.where(valid, d, 0.0), xf, PIECE * SEGMENT)
+        d, xf = read_row(dy, row, TILE, LATENCY), read_row(x, row, TILE, LATENCY)  # zero past the end, and so is all that is summed
+        s0, s1, s2, s3 = sums_with_powers(d, xf, TILE)
         s1, s2, s3 = s1 * r1, s2 * r2, s3 * r3
-        write(dx, (row, segment, column), gradient(xf, d, r1, r2, r3, s1 * one, s2 * one, s3 * one, w0, w1, w2))
+        found = gradient(xf, d, r1, r2, r3, s1 * one, s2 * one, s3 * one, w0, w1, w2)
+        ct.store(dx, index=(row, 0), tile=ct.astype(found, dx.dtype))
         dw0, dw1, dw2, dbias = dw0 + s3, dw1 + s2, dw2 + s1, dbias + s0
     write_sums(partial, block, dw0, dw1, dw2, dbias)
 
@@ -179,31 +178,39 @@ def poly_norm_long_backward(dx, dy, x, weight, rstd, partial, SEGMENT: Const, PI
 
 
 # ---------------------------------------------------------------- what is prebuilt
-WHOLE = {"bfloat16": ((64, 33),)}  # rows in registers: segments of 64, and the fewest of a row; shorter rows would leave lanes idle
+# Rows in registers: segments of 64, the fewest and the most of a row; shorter rows would leave lanes idle.
+WHOLE = {"bfloat16": (33, 64)}
+WHOLE_BLOCKS, WHOLE_LATENCY = 3, 2  # of the backward pass: blocks that an SM holds, and rows that each has under way
 LONG_PIECE = {SEGMENT: 32, 1: 1024}
 
 
-def pair(forward, backward, x, w, segment, piece, lengths=(), forward_hints=None, backward_hints=None):
-    """lengths: the fewest and the most segments of a row, where not every row will do."""
-    promises = {"at_least": (1, lengths[0], 1), "at_most": (None, lengths[1], None)} if lengths else {}
+def forward(kernel, x, w, segment, piece, at_least=None, **options):
+    promises = {"at_least": (1, at_least, 1), "at_most": (None, piece, None)} if at_least else {}
     a, parameters = replace(rows(x, segment), **promises), Array(w, (3,), aligned=False)
-    rstd, constants = Array("float32", (None, 3), aligned=False), {"SEGMENT": segment, "PIECE": piece}
-    inputs = {"x": a, "weight": parameters, "bias": Array(w, (1,), aligned=False), "y": a, "rstd": rstd, "eps": FLOAT}
-    yield Variant(forward, {**inputs, **constants}, hints=forward_hints or {})
-    partial = Array("float32", (None, 4), aligned=False)
-    grads = {"dx": a, "dy": a, "x": a, "weight": parameters, "rstd": rstd, "partial": partial}
-    yield Variant(backward, {**grads, **constants}, hints=backward_hints or {})
+    inputs = {"x": a, "weight": parameters, "bias": Array(w, (1,), aligned=False), "y": a, "rstd": RSTD, "eps": FLOAT}
+    return Variant(kernel, {**inputs, "SEGMENT": segment, "PIECE": piece}, **options)
+
+
+def backward(kernel, array, w, constants, **options):
+    grads = {"dx": array, "dy": array, "x": array, "weight": Array(w, (3,), aligned=False), "rstd": RSTD, "partial": PARTIAL}
+    return Variant(kernel, {**grads, **constants}, **options)
+
+
+RSTD, PARTIAL = Array("float32", (None, 3), aligned=False), Array("float32", (None, 4), aligned=False)
 
 
 def variants():
     for x, w in SAME:
-        for piece, at_least in WHOLE.get(x, ()):
-            yield from pair(
-                poly_norm_forward, poly_norm_backward, x, w, SEGMENT, piece, (at_least, piece), {"occupancy": 5},
-                {"num_worker_warps": 8, "occupancy": 2}
-            )
+        if x in WHOLE:
+            fewest, most = WHOLE[x]
+            yield forward(poly_norm_forward, x, w, SEGMENT, most, fewest, hints={"occupancy": 5})
+            a = Array(x, (None, None), divisible=(1, SEGMENT), at_least=(1, fewest * SEGMENT), at_most=(None, most * SEGMENT))
+            constants = {"TILE": most * SEGMENT, "LATENCY": WHOLE_LATENCY}
+            yield backward(poly_norm_backward, a, w, constants, hints={"occupancy": WHOLE_BLOCKS})
     for x, w in SAME + MIXED:
         for segment in (SEGMENT, 1):
             half = x != "float32"
-            hints = {"occupancy": 6 if half else 5}, {"num_worker_warps": 8, "occupancy": 3 if half else 1}
-            yield from pair(poly_norm_long_forward, poly_norm_long_backward, x, w, segment, LONG_PIECE[segment], (), *hints)
+            constants = {"SEGMENT": segment, "PIECE": LONG_PIECE[segment]}
+            yield forward(poly_norm_long_forward, x, w, segment, LONG_PIECE[segment], hints={"occupancy": 6 if half else 5})
+            hints = {"num_worker_warps": 8, "occupancy": 3 if half else 1}
+            yield backward(poly_norm_long_backward, rows(x, segment), w, constants, hints=hints)

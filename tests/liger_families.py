@@ -29,7 +29,7 @@ FAMILIES = {
     "smollm3": ("smollm3", "SmolLM3", {}),
     "exaone4": ("exaone4", "Exaone4", {}),
     "gpt_oss": ("gpt_oss", "GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "falcon_h1": ("falcon_h1", "FalconH1", {}),
+    "falcon_h1": ("falcon_h1", "FalconH1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", "HunYuanDenseV1", {}),
 }
 

@@ -1,7 +1,8 @@
 """Plants errors in the kernels and in the operations, and runs the cheapest check that must notice each; tests/ops has both.
 
-A mutant replaces one piece of text inside one function of a copy of the package. The copy runs with the interpreter in the
-driver's place, or in plain PyTorch, and the check compares it with float64. A mutant that survives is a hole in the checks.
+A mutant replaces one piece of text inside one function of the package, imported under a name of its own, or of a kernel. The package runs
+with the interpreter in the driver's place, or in plain PyTorch, and the check compares it with float64. A mutant that survives is a hole
+in the checks.
 """
 
 import argparse
@@ -11,11 +12,15 @@ import concurrent.futures
 import contextlib
 import functools
 import importlib
+import importlib.util
+import itertools
 import py_compile
 import shutil
 import sys
 import tempfile
 import types
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,48 +95,120 @@ def importers(module: str) -> frozenset[str]:
 
 @functools.cache
 def compiled_copy() -> tempfile.TemporaryDirectory:
-    """A copy of the package with its bytecode, which Python takes for every source that is still the same: most of what importing a copy
-    costs is compiling it."""
+    """A copy of the package with its bytecode, which nobody writes to: most of what importing the package costs is compiling it."""
     folder = tempfile.TemporaryDirectory()
     leave_out = shutil.ignore_patterns("__pycache__", "cubins")
     shutil.copytree(SOURCES, folder.name, ignore=leave_out, dirs_exist_ok=True)
     shutil.copytree(SOURCES.parent / "shared", Path(folder.name) / "shared", ignore=leave_out)
-    compileall.compile_dir(folder.name, quiet=1, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
+    compileall.compile_dir(folder.name, quiet=1, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
     return folder
 
 
+class PlantedFile(SourceFileLoader):
+    """Finds and loads one module of a package from a text in the place of its file."""
+
+    def __init__(self, name: str, path: Path, text: str):
+        super().__init__(name, str(path))
+        self.text = text
+
+    def find_spec(self, fullname, path=None, target=None):
+        return importlib.util.spec_from_file_location(fullname, self.path, loader=self) if fullname == self.name else None
+
+    def get_code(self, fullname):
+        return compile(self.text, self.path, "exec")
+
+
+_names = (f"planted_{number}" for number in itertools.count())
+
+
+def import_package(mutant: Mutant | None = None) -> types.ModuleType:
+    """The package, under a name that no other one has, with the error in it."""
+    name, folder, planted_files = next(_names), Path(compiled_copy().name), []
+    if mutant is not None:
+        path = folder / mutant.file
+        module = ".".join((name, *Path(mutant.file).with_suffix("").parts))
+        planted_files.append(PlantedFile(module, path, plant(path.read_text(encoding="utf-8"), mutant)))
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
+    package = sys.modules[name] = importlib.util.module_from_spec(spec)
+    sys.meta_path[:0] = planted_files
+    try:
+        spec.loader.exec_module(package)
+        if mutant is not None:
+            importlib.import_module(module)  # which the package itself may leave for later
+    except BaseException:
+        forget_package(package)
+        raise
+    finally:
+        for file in planted_files:
+            sys.meta_path.remove(file)
+    return package
+
+
+def forget_package(package: types.ModuleType) -> None:
+    """Takes a package out of what is imported."""
+    name = package.__name__
+    for module in [m for m in sys.modules if m == name or m.startswith(name + ".")]:
+        del sys.modules[module]
+
+
+_shared: dict[str, types.ModuleType] = {}  # the last kernel file that had an error, and a package whose kernels it is one of
+
+
 @contextlib.contextmanager
-def planted(folder: Path, name: str, mutant: Mutant | None, kernels: bool = True):
-    """A copy of the package, imported from `folder` as `name`, with the error in it. kernels: whether the interpreter runs them."""
-    shutil.copytree(compiled_copy().name, folder / name)
-    replaced = {}
-    if mutant is not None and mutant.file.startswith("kernel_src/"):
-        module = kernel_module(mutant)
-        replaced = {name: sys.modules.pop(name, None) for name in (module.__name__, *importers(Path(mutant.file).stem))}
-        sys.modules[module.__name__] = module
-    elif mutant is not None:
-        path = folder / name / mutant.file
-        path.write_text(plant(path.read_text(encoding="utf-8"), mutant), encoding="utf-8")
-    sys.path.insert(0, str(folder))
+def package_of(mutant: Mutant | None) -> Iterator[types.ModuleType]:
+    """A package for one mutant. Those of one kernel file follow each other in one package, whose own files are as they should be: what it
+    remembers follows from what is prebuilt, which an error in a kernel's code leaves alone, and `planted` has it forget its launches."""
+    if mutant is None or not mutant.file.startswith("kernel_src/"):
+        package = import_package(mutant)
+        try:
+            yield package
+        finally:
+            forget_package(package)
+        return
+    if mutant.file not in _shared:
+        while _shared:
+            forget_package(_shared.popitem()[1])
+        _shared[mutant.file] = import_package()
+    yield _shared[mutant.file]
+
+
+@contextlib.contextmanager
+def planted_kernels(mutant: Mutant | None) -> Iterator[None]:
+    """kernel_src with the error in it."""
+    if mutant is None or not mutant.file.startswith("kernel_src/"):
+        yield
+        return
+    module = kernel_module(mutant)
+    replaced = {name: sys.modules.pop(name, None) for name in (module.__name__, *importers(Path(mutant.file).stem))}
+    sys.modules[module.__name__] = module
+    try:
+        yield
+    finally:
+        for name, original in replaced.items():
+            sys.modules.pop(name, None)
+            if original is not None:
+                sys.modules[name] = original
+                setattr(kernel_src, name.rpartition(".")[2], original)
+
+
+@contextlib.contextmanager
+def planted(mutant: Mutant | None, kernels: bool = True) -> Iterator[types.ModuleType]:
+    """The package with the error in it, or in its kernels. kernels: whether the interpreter runs them."""
     # A result that was never written must not be what an earlier test left in memory: new memory is NaN.
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        package = importlib.import_module(name)
-        if kernels:
-            runtime = runtime_of(package)
-            runtime.launch.backend = InterpreterBackend(runtime, OPERATIONS)
-        yield package
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        sys.path.remove(str(folder))
-        for module in [m for m in sys.modules if m == name or m.startswith(name + ".")]:
-            del sys.modules[module]
-        for module, original in replaced.items():
-            sys.modules.pop(module, None)
-            if original is not None:
-                sys.modules[module] = original
-                setattr(kernel_src, module.rpartition(".")[2], original)
+    with planted_kernels(mutant), package_of(mutant) as package:
+        runtime = runtime_of(package)
+        driver = runtime.launch.backend
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            if kernels:
+                runtime.launch.backend = InterpreterBackend(runtime, OPERATIONS)
+                for kernel in list(runtime.launch.tuner.kernels):
+                    kernel.forget()
+            yield package
+        finally:
+            runtime.launch.backend = driver
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 # ---------------------------------------------------------------- what tests/ops has
@@ -161,7 +238,7 @@ def caught(number: int) -> bool:
     mutant = MUTANTS[number]
     if not fits(mutant):
         return False
-    with tempfile.TemporaryDirectory() as folder, planted(Path(folder), f"mutant_{number}", mutant, mutant.kernels) as package:
+    with planted(mutant, mutant.kernels) as package:
         try:
             CHECKS[mutant.check](package)
         except (AssertionError, InterpreterError):

@@ -21,9 +21,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.ops import suite
+
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("tests/gpu/test_ops.py", "tests/gpu/test_gpt_oss.py")
+# The files, and the test functions of each that launch the operations' kernels in all their variants.
+FILES = {
+    "tests/gpu/test_ops.py": r"test_\w+",
+    "tests/gpu/test_gpt_oss.py": r"test_\w+",
+    "tests/gpu/test_attention.py": r"test_(?:attention|kernels_read_a_plan_of_the_pytorch_path|plans|packed_equals_apart)",
+    "tests/gpu/test_operations.py": r"test_(?:operation|large_shapes)",
+    "tests/gpu/test_qwen3_moe.py": r"test_the_node\w*",
+}
+# Functions whose cases are many, each a process of its own by the first part of its name.
+APART = {"tests/gpu/test_operations.py::test_operation": suite.NAMES}
 TOOLS = ("memcheck", "racecheck", "initcheck")
+DTYPES = ("torch.bfloat16", "torch.float32")  # that are checked
 OURS = "bastile_"
 # The kernels that write with TMA stores what another kernel reads as partial sums.
 AFTER_TMA = {"initcheck": {"bastile_column_sum", "bastile_column_sum_pair"}}
@@ -40,8 +52,13 @@ class Outcome:
 
 
 def functions() -> list[str]:
-    """file::function of every test."""
-    return [f"{file}::{name}" for file in FILES for name in re.findall(r"^def (test_\w+)", (ROOT / file).read_text(), re.M)]
+    """file::function of every test, and file::function[case] of those whose cases are apart."""
+    found = []
+    for file, names in FILES.items():
+        for name in re.findall(rf"^def ({names})\(", (ROOT / file).read_text(), re.M):
+            test = f"{file}::{name}"
+            found += [f"{test}[{part}-{dtype}]" for part in APART.get(test, ()) for dtype in DTYPES] or [test]
+    return found
 
 
 def sanitize(tool: str, test: str, keyword: str, limit: float) -> Outcome:

@@ -5,10 +5,23 @@ from pathlib import Path
 
 import pytest
 
+from tests import heap
+from tests.integrations.ranks import Ranks
 from tests.op_cases import operations
 from tests.ops.suite import suite
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+_file_of_last_test = None
+
+
+def pytest_runtest_setup(item):
+    global _file_of_last_test
+    heap.settle(always=item.path != _file_of_last_test)
+    _file_of_last_test = item.path
+
+
+def pytest_unconfigure():
+    heap.unsettle()
 
 
 def assemble_cpu(folder: Path, extra: str = "", package: str = ".") -> Path:
@@ -123,3 +136,16 @@ def suite_ops(request, all_operations):
 def device():
     """Where tests.integrations put their models."""
     return "cpu"
+
+
+@pytest.fixture(scope="session")
+def device_type():
+    return "cpu"
+
+
+@pytest.fixture(scope="session")
+def ranks(package_folder):
+    """Two processes on the CPU, with gloo."""
+    found = Ranks("cpu", package_folder)
+    yield found
+    found.close()

@@ -12,8 +12,8 @@ from tests.ops.common import runtime_of
 
 
 @pytest.fixture(scope="module", params=("kernels", "pytorch"))
-def ops(request, tmp_path_factory):
-    with planted(tmp_path_factory.mktemp("attention"), f"attention_{request.param}", None, kernels=False) as package:
+def ops(request):
+    with planted(None, kernels=False) as package:
         if request.param == "kernels":
             runtime = runtime_of(package)
             runtime.launch.backend = InterpreterBackend(runtime, ("attention", "attention_plan"))

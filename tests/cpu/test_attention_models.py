@@ -9,7 +9,7 @@ import transformers.modeling_utils  # its table is what register_attention looks
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from tests.models import tiny_gpt_oss, tiny_model
+from tests.models import tiny_gpt_oss, tiny_model, tiny_qwen3_moe
 from tests.ops.common import runtime_of
 
 LENGTHS = (9, 1, 23, 7)
@@ -263,6 +263,62 @@ def test_compile(hf, batch):
 
 
 # ---------------------------------------------------------------- GPT-OSS
+@pytest.fixture
+def looks(monkeypatch):
+    """How often transformers looked for documents in position_ids: on a GPU it waits for the answer."""
+    calls = []
+
+    def find(position_ids):
+        calls.append(position_ids)
+        return original(position_ids)
+
+    original = transformers.masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", find)
+    return calls
+
+
+@pytest.mark.parametrize("family", ("qwen3", "sliding", "qwen3_moe", "gpt_oss"))
+@pytest.mark.parametrize("given", ("input_ids", "inputs_embeds"))
+def test_nobody_looks_for_documents_in_position_ids_that_were_not_given(request, family, given, looks):
+    make = {"gpt_oss": gpt_oss_of, "qwen3_moe": tiny_qwen3_moe}.get(family, tiny_model)
+    package = request.getfixturevalue("gpt_oss" if family == "gpt_oss" else "qwen3")
+    model, ids = make(**(SLIDING if family == "sliding" else {})), torch.stack(documents(lengths=(17, 17)))
+    batch = {"input_ids": ids} if given == "input_ids" else {"inputs_embeds": model.get_input_embeddings()(ids).detach()}
+    expected = step(model, batch)
+    assert looks or family == "gpt_oss"  # whose plan reads them on the device
+    package.kernelize(model)
+    model.set_attn_implementation("bastile")
+    looks.clear()
+    found = step(model, batch)
+    assert not looks
+    assert_same(found, expected)
+    parted = {**batch, "position_ids": torch.cat((torch.arange(9), torch.arange(8)))[None]}
+    assert not torch.allclose(step(model, parted)[0], found[0])
+    assert looks or family == "gpt_oss"
+
+
+def test_rows_without_position_ids_go_to_sdpa_in_a_graph(qwen3):
+    """Where documents might be, a graph has the operator of ours."""
+    model, called = qwen3.kernelize(tiny_model()), []
+    model.set_attn_implementation("bastile")
+
+    def backend(graph, inputs):
+        parts = (part for part in graph.modules() if isinstance(part, torch.fx.GraphModule))
+        for node in (node for part in parts for node in part.graph.nodes):
+            called.append(str(node.target))
+            if "scaled_dot_product_attention" in called[-1]:
+                assert node.kwargs["attn_mask"] is None and node.kwargs["is_causal"]
+        return graph
+
+    for batch, ours in (({"input_ids": packed()["input_ids"]}, False), (packed(), True)):
+        torch._dynamo.reset()
+        called.clear()
+        torch.compile(model, backend=backend, fullgraph=True)(**batch, use_cache=False)
+        names = " ".join(called)
+        assert ("scaled_dot_product_attention" in names) is not ours
+        assert (".attention_forward" in names) is ours
+
+
 def gpt_oss_of(**changes):
     return tiny_gpt_oss(**{"num_hidden_layers": 4, **changes})
 

@@ -372,3 +372,18 @@ def test_reset_reaches_what_gc_froze(qwen3):
         assert not [module for module in model.modules() if "forward" in vars(module)]
     finally:
         gc.unfreeze()
+
+
+def test_the_rotary_embedding_is_reached_where_gc_froze_it(qwen3):
+    """It is a module of transformers', made when that is imported, and `kernels` leaves it with a forward of its own."""
+    rotary = modeling_qwen3.apply_rotary_pos_emb
+    vars(rotary)["forward"] = MethodType(type(rotary).forward, rotary)
+    gc.freeze()
+    try:
+        qwen3.apply()
+        assert rotary.forward.__func__ is qwen3.layers.RotaryPosEmb.forward
+        qwen3.reset()
+        assert rotary.forward.__func__ is type(rotary).forward
+    finally:
+        gc.unfreeze()
+        vars(rotary).pop("forward")

@@ -1,6 +1,7 @@
 """How `make test-sanitizer` reads what compute-sanitizer and pytest print."""
 
 import subprocess
+import sys
 
 import pytest
 
@@ -44,3 +45,14 @@ def test_a_test_that_does_not_end_fails(monkeypatch):
 def test_every_test_function_of_the_operations_is_run():
     names = sanitizer.functions()
     assert "tests/gpu/test_ops.py::test_swiglu" in names and "tests/gpu/test_gpt_oss.py::test_experts" in names
+    assert "tests/gpu/test_attention.py::test_attention" in names and "tests/gpu/test_qwen3_moe.py::test_the_node" in names
+    assert "tests/gpu/test_operations.py::test_operation[softmax-torch.float32]" in names
+    assert not any(name.startswith("tests/gpu/test_operations.py::test_a_cuda_graph") for name in names)
+    assert {name.split("::")[0] for name in names} == set(sanitizer.FILES)
+
+
+def test_cases_that_are_apart_are_those_of_the_tests():
+    """A name that no test has would pass as one that was left out."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "tests/gpu/test_operations.py"]
+    known = subprocess.run(command, cwd=sanitizer.ROOT, capture_output=True, text=True, check=False).stdout.split()
+    assert {name for name in sanitizer.functions() if "[" in name} <= set(known)

@@ -101,6 +101,17 @@ def test_launches_on_the_device_of_the_tensor(ops):
     assert all(torch.equal(a, b.to("cuda:0")) for a, b in zip(expected, found))
 
 
+def test_a_call_that_is_replayed_looks_at_the_device_of_every_tensor(ops):
+    """A weight on the host has an address too, which a kernel cannot read."""
+    x, weight = (randn(*shape, dtype=torch.float32, device="cuda") for shape in ((64, 512), (512,)))
+    for _ in range(4):
+        expected = ops.rms_norm(x, weight)
+    with pytest.raises((ValueError, RuntimeError)):
+        ops.rms_norm(x, weight.cpu())
+    torch.cuda.synchronize()
+    assert torch.equal(ops.rms_norm(x, weight), expected)
+
+
 def test_two_runs_give_the_same_bits(ops):
     x, weight = inputs(3001, 4096)
     first, second = norm_step(ops, x, weight), norm_step(ops, x, weight)

@@ -15,6 +15,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
 
+from tests.heap import settle
+
 WORLD = 2
 TIMEOUT_S = 120  # of one check
 
@@ -62,7 +64,9 @@ def _work(rank: int, device: str, package: Path, port: int, connection) -> None:
             dist.destroy_process_group()
             return
         try:
-            getattr(importlib.import_module(module), name)(here, *arguments)
+            check = getattr(importlib.import_module(module), name)
+            settle()
+            check(here, *arguments)
             connection.send("")
         except BaseException:
             connection.send(traceback.format_exc())

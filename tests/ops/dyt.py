@@ -76,7 +76,8 @@ def check_parameter_sums(ops, device):
 
 MUTANTS = (
     ("kernel_src/dyt.py", "tanh", "size < 0.25", "size < 0.0", "small"),
-    ("kernel_src/dyt.py", "tanh", "-large, large", "large, large", "whole"),
+    ("kernel_src/dyt.py", "tanh", "-large, large", "large, large", "long"),
+    ("kernel_src/dyt.py", "tanh", "4.0 * v * (1.0 - v)", "1.0 - t", "whole"),
     ("kernel_src/dyt.py", "dyt_forward", "ct.minimum(block * ROWS + i, x.shape[0] - 1)", "block * ROWS + i", "whole"),
     ("kernel_src/dyt.py", "dyt_forward", "t * scale + shift", "t * scale", "whole"),
     ("kernel_src/dyt.py", "dyt_backward", "ct.where(valid[:, None], dalpha, 0.0)", "dalpha", "whole"),
@@ -89,6 +90,7 @@ MUTANTS = (
 )
 CHECKS = of_suite({
     "whole": lambda ops: check_dyt(ops, "cpu", BF16, (5, 768)),
+    "long": lambda ops: check_dyt(ops, "cpu", FP32, (3, 64)),
     "small": lambda ops: check_dyt(ops, "cpu", FP32, (3, 64), scale=1e-3),
     "many": lambda ops: check_parameter_sums(ops, "cpu"),
 })

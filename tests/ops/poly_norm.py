@@ -69,9 +69,9 @@ MUTANTS = (
     ("kernel_src/poly_norm.py", "polynomial", "w1 * r2", "w1 * r3", "odd"),
     ("kernel_src/poly_norm.py", "gradient", "2.0 * w1", "w1", "odd"),
     ("kernel_src/poly_norm.py", "poly_norm_forward", "ct.where(valid[:, None], xf * xf, 0.0)", "xf * xf", "whole"),
-    ("kernel_src/poly_norm.py", "poly_norm_backward", "ct.where(valid, d, 0.0)", "d", "whole"),
+    ("kernel_src/poly_norm.py", "sums_with_powers", "d2 * x", "d2", "whole"),
     ("kernel_src/poly_norm.py", "gradient", "c2 * k2 * m2", "c2 * m2", "whole"),
-    ("kernel_src/poly_norm.py", "poly_norm_backward", "ct.where(valid, d, 0.0)", "d", "whole"),
+    ("kernel_src/poly_norm.py", "poly_norm_backward", "dbias + s0", "s0", "walk"),
     ("kernel_src/poly_norm.py", "poly_norm_long_forward", "sum4 = sum4 + square * square", "sum4 = square * square", "long"),
     ("kernel_src/poly_norm.py", "poly_norm_long_backward", "dw0 + s3", "s3", "odd"),
     ("kernel_src/poly_norm.py", "write_sums", "s3, check", "s2, check", "odd"),
@@ -81,6 +81,8 @@ MUTANTS = (
 )
 CHECKS = of_suite({
     "whole": lambda ops: check_poly_norm(ops, "cpu", BF16, (3, 2112)),
+    "walk": lambda ops: check_poly_norm(ops, "cpu", BF16, (13, 2112)),
+    "mixed": lambda ops: check_poly_norm(ops, "cpu", BF16, (2, 2112), parameter_dtype=FP32),
     "long": lambda ops: check_poly_norm(ops, "cpu", BF16, (2, 4160)),
     "odd": lambda ops: check_poly_norm(ops, "cpu", FP16, (19, 77)),
 })

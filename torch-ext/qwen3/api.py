@@ -1,6 +1,7 @@
 """What a user calls to put the layers on Qwen3 and Qwen3-MoE, to see them there, and to take them off again."""
 
-from .shared.hf import doctor, patching
+from .shared.hf import patching
+from .shared.hf.interface import Interface
 from .targets import FAMILIES
 
 
@@ -63,66 +64,10 @@ def kernelize(model, mode=None, attention=True, unpad=True, keep_attention=False
     return patching.kernelize(FAMILIES, model, mode, attention, unpad, keep_attention)
 
 
-def explain(model):
-    """Says what of a model runs fused, and of the rest why it does not and what to do about it.
-
-    model: alone or inside another module (PEFT). Returns an `Explanation`: printed, a table; its `rows` have the fields `part`, `count`,
-    `fused`, `reason` and `advice`. The answer holds for the state in which the model is now (its adapters, hooks, autocast), so ask where
-    the training step would be. Raises TypeError when the model has no decoder layers of this kind.
-    """
-    return patching.explain(FAMILIES, model)
-
-
-def report():
-    """Looks at this machine: the GPUs and which kernels serve them, the driver, and versions that fit or do not, with a line of advice.
-
-    Returns a `Report`: printed, what belongs into a bug report; its `findings` have the fields `name`, `found`, `fits` and `advice`.
-    `python -m bastile` prints it too.
-    """
-    return doctor.report(__package__)
-
-
-def capture(model, batch, tokens):
-    """Replays the decoder layers as CUDA graphs in training, for inputs of [batch, tokens], and returns the model.
-
-    With few tokens or a small model the host cannot start kernels as fast as the GPU finishes them; several layers that follow each other
-    are replayed with two launches. Results are the same bit for bit. The first training pass of that shape (labels, gradients on) runs as
-    before and is looked at, the second one is recorded, in less than a second. Call it again for further shapes. Pad every batch to one of
-    them (`pad_to_multiple_of`, `padding="max_length"`), keep to `use_cache=False`, and call it last: behind `apply` or `kernelize`, `pack`,
-    PEFT and the move to the GPU. Trainer, autocast, LoRA and every optimizer work as without it.
-
-    Other shapes, evaluation, generation, layers with hooks and gradient checkpointing run as before, with a warning where a shape was asked
-    for and could not be recorded. When weights move or adapters change it is recorded anew. The gradients of the layers' weights lie in
-    memory that the next pass writes: clone one to keep it beyond. That memory, and one layer's input for each layer, is held until
-    `reset()`.
-
-    model: with this package's layers or without, alone or inside another module (PEFT), on one GPU; DDP may be put around it afterwards.
-    batch, tokens: the sequences of a batch and their length. Raises TypeError when the model has no decoder layers of this kind,
-    ValueError when it is not on a GPU or a number is not positive, RuntimeError when accelerate holds its layers.
-    """
-    return patching.capture(FAMILIES, model, batch, tokens)
-
-
-def mapping(mode=None):
-    """The layers for `kernels.use_kernel_mapping` or `kernels.register_kernel_mapping`, for CPUs and for GPUs of compute
-    capability 8.0 to 12.1. mode: the only `kernels.Mode` that they are for; by default they are for all.
-
-    Also gives the Hub's names to those of transformers' classes that have none, so `kernels.kernelize` finds them.
-    Warns when it cannot find all: where transformers and `kernels` do not fit, it passes the rotary embedding by.
-
-    Raises ImportError when transformers or `kernels` is absent or its version does not fit.
-    """
-    return patching.mapping(FAMILIES, mode)
-
-
-def get_patched_ops():
-    """Lists the operations that `apply` has put on transformers' classes, by the names of its arguments."""
-    return patching.get_patched_ops(FAMILIES)
-
-
-def reset():
-    """Puts everything back: transformers' classes and functions, and every module that has a forward of ours.
-
-    Also undoes what `kernelize`, `mapping` and `kernels.kernelize` with our mapping did. Does nothing where nobody imported them.
-    """
-    patching.reset(FAMILIES)
+_shared = Interface(FAMILIES, __package__)
+explain = _shared.explain
+report = _shared.report
+capture = _shared.capture
+mapping = _shared.mapping
+get_patched_ops = _shared.get_patched_ops
+reset = _shared.reset

@@ -89,15 +89,7 @@ class Model(nn.Module):
         use_cache=None,
         **kwargs,
     ):
-        kwargs.update(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-        )
-        return model_forward(self, "sdpa", kwargs)
+        return model_forward(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
 
 
 class CausalLM(nn.Module):
@@ -121,16 +113,9 @@ class CausalLM(nn.Module):
         logits_to_keep=0,
         **kwargs,
     ):
-        kwargs.update(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            logits_to_keep=logits_to_keep,
+        return causal_lm_forward(
+            self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache, logits_to_keep, **kwargs
         )
-        return causal_lm_forward(self, labels, kwargs)
 
 
 class MoeDecoderLayer(nn.Module):
@@ -167,15 +152,7 @@ class MoeModel(nn.Module):
         use_cache=None,
         **kwargs,
     ):
-        kwargs.update(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-        )
-        return model_forward(self, "sdpa", kwargs)
+        return model_forward(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
 
 
 class MoeCausalLM(nn.Module):
@@ -196,17 +173,10 @@ class MoeCausalLM(nn.Module):
         logits_to_keep=0,
         **kwargs,
     ):
-        kwargs.update(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_router_logits=output_router_logits,
-            logits_to_keep=logits_to_keep,
+        return causal_lm_forward(
+            self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache, logits_to_keep,
+            output_router_logits=output_router_logits, **kwargs,
         )
-        return causal_lm_forward(self, labels, kwargs)
 
 
 class ForCausalLMLoss(nn.Module):

@@ -8,7 +8,7 @@ transformers makes for these.
 """
 
 import sys
-from typing import Any, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -171,17 +171,43 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
 WINDOWS = {"full_attention": lambda config: None, "sliding_attention": lambda config: config.sliding_window}  # by the kind of a layer
 
 
-def visible_documents(config, kind: str, document_ids: torch.Tensor, dtype: torch.dtype) -> Visible:
+def kinds_of_layers(config) -> set:
+    """The kinds of layers that a decoder makes masks for, of `WINDOWS` where they are known; one where all its layers share a mask."""
+    if getattr(config, "layer_types", None) or type(config) not in TRACEABLE:
+        return set(getattr(config, "layer_types", None) or ["unknown"])
+    return {"full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"}
+
+
+def masks_of_layers(config, visible_of: Callable[[str], Visible]) -> Any:
+    """What a decoder takes as `attention_mask` in the place of the masks that it would make: the `Visible` of each kind of layers that
+    it has, or the one that all of them share."""
+    visible = {kind: visible_of(kind) for kind in kinds_of_layers(config)}
+    return visible if getattr(config, "layer_types", None) else visible.popitem()[1]
+
+
+def visible_rows(config, kind: str, given: torch.Tensor) -> Visible:
+    """The `Visible` of causal layers of a kind of `WINDOWS` where each row is one document. given: input_ids [batch, tokens] or
+    inputs_embeds [batch, tokens, hidden]."""
+    masking, window = sys.modules[MASKING], WINDOWS[kind](config)
+    causal = masking.causal_mask_function if window is None else masking.sliding_window_causal_mask_function(window)
+    arguments = _arguments(config, given, mask_function=causal, allow_is_causal_skip=True)
+    return Visible(arguments if window is None else {**arguments, "local_size": window}, Rule(window), None)
+
+
+def visible_documents(config, kind: str, document_ids: torch.Tensor) -> Visible:
     """The `Visible` of causal layers of a kind of `WINDOWS`, for one row of tokens. document_ids: [1, tokens], a number for each
     token's document."""
-    masking, window, tokens = sys.modules[MASKING], WINDOWS[kind](config), document_ids.shape[1]
+    masking, window = sys.modules[MASKING], WINDOWS[kind](config)
     causal = masking.causal_mask_function if window is None else masking.sliding_window_causal_mask_function(window)
-    arguments = {
-        **{"batch_size": 1, "q_length": tokens, "kv_length": tokens, "q_offset": 0, "kv_offset": 0, "attention_mask": None},
-        **{"mask_function": masking.and_masks(causal, masking.packed_sequence_mask_function(document_ids))},
-        **{"allow_is_causal_skip": False, "dtype": dtype, "config": config, "device": document_ids.device},
-    }
-    return Visible(arguments, Rule(window, document_ids), None)
+    function = masking.and_masks(causal, masking.packed_sequence_mask_function(document_ids))
+    return Visible(_arguments(config, document_ids, mask_function=function, allow_is_causal_skip=False), Rule(window, document_ids), None)
+
+
+def _arguments(config, given: torch.Tensor, **more) -> Dict[str, Any]:
+    """Of a mask function of transformers, for rows without padding and no cache. The dtype is said when a mask is made."""
+    tokens = given.shape[1]
+    sizes = {"batch_size": given.shape[0], "q_length": tokens, "kv_length": tokens, "q_offset": 0, "kv_offset": 0}
+    return {**sizes, "attention_mask": None, "config": config, "device": given.device, **more}
 
 
 def _visible_to_a_tracer(arguments) -> Visible:
@@ -252,7 +278,9 @@ def _as_transformers(module, query, key, value, mask, scaling, dropout, sinks, k
     made."""
     kind = "sdpa" if sinks is None else "eager"
     if isinstance(mask, Visible):
-        mask = mask.mask(kind, query.dtype, query.device)
+        # SDPA needs no mask there: what transformers knows too, but not inside a graph.
+        needless = sinks is None and mask.rule is not None and mask.is_plain() and query.shape[2] == key.shape[2]
+        mask = None if needless else mask.mask(kind, query.dtype, query.device)
     if sinks is None:
         function = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS["sdpa"]
         return function(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
@@ -307,10 +335,10 @@ def head_dim_of(config) -> Optional[int]:
     return config.hidden_size // heads if found is None and heads else found
 
 
-def choose_attention(model, replaces: str) -> None:
-    """Gives a model on a GPU whose kernels run our implementation in the place of `replaces`, which it got by default; any other that
-    it has, it keeps."""
-    config = model.config
+def choose_attention(model) -> None:
+    """Gives a model on a GPU whose kernels run our implementation in the place of the one that transformers chooses by default; any other
+    that it has, it keeps."""
+    config, replaces = model.config, "sdpa" if model._supports_sdpa else "eager"
     if config._attn_implementation != replaces or head_dim_of(config) not in HEAD_DIMS:
         return
     weight = next(model.parameters(), None)
@@ -320,8 +348,42 @@ def choose_attention(model, replaces: str) -> None:
     model.set_attn_implementation(ATTENTION)
 
 
-def model_forward(model, replaces, kwargs):
-    """Of a model without a head: chooses the attention, then is the model's own forward."""
+def _without_looking_for_documents(model, kwargs):
+    """The arguments of a model's forward with masks of ours where it would look for documents in position_ids that nobody gave.
+
+    It makes them itself then, and waits for the device to hear that each row is one document; inside torch.compile it cannot hear, and
+    masks as if there were several.
+    """
+    config, given = model.config, kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    if config._attn_implementation != ATTENTION or type(config) not in TRACEABLE or not isinstance(given, torch.Tensor):
+        return kwargs
+    if any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", "past_key_values", "cu_seq_lens_q")):
+        return kwargs
+    use_cache = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
+    if use_cache or given.shape[1] == 1 or not all(kind in WINDOWS for kind in kinds_of_layers(config)):
+        return kwargs
+    return {**kwargs, "attention_mask": masks_of_layers(config, lambda kind: visible_rows(config, kind, given))}
+
+
+def model_forward(
+    self,
+    input_ids=None,
+    attention_mask=None,
+    position_ids=None,
+    past_key_values=None,
+    inputs_embeds=None,
+    use_cache=None,
+    **kwargs,
+):
+    """Serves as the forward of a model without a head: chooses its attention, and runs the model's own forward."""
     if not torch.compiler.is_compiling():
-        choose_attention(model, replaces)
-    return original_forward(model)(model, **kwargs)
+        choose_attention(self)
+    kwargs.update(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        use_cache=use_cache,
+    )
+    return original_forward(self)(self, **_without_looking_for_documents(self, kwargs))

@@ -48,7 +48,7 @@ class BoundForward:
         return inspect.signature(MethodType(self.bound_function, self))
 
     @property
-    def __doc__(self):
+    def __doc__(self):  # type: ignore[override]
         return self.bound_function.__doc__
 
     def __getattr__(self, name):
@@ -67,7 +67,7 @@ class BoundForward:
 
 _frames = torch._C._dynamo.eval_frame
 # A graph of torch.compile begins behind these, where arguments have names: by **kwargs it would not learn which sizes vary.
-for function in (BoundForward.__call__, BoundForward.__func__.fget, BoundForward.__self__.fget):
+for function in (BoundForward.__call__, vars(BoundForward)["__func__"].fget, vars(BoundForward)["__self__"].fget):
     if hasattr(_frames, "skip_code"):  # older torch
         _frames.skip_code(function.__code__)
     elif hasattr(_frames, "set_code_exec_strategy"):

@@ -135,7 +135,7 @@ class _Headless(_WithLoss):
         return call_with(lambda hidden: causal_lm_loss(hidden, head.weight, None, labels, **kwargs, **self.options), head, logits)
 
 
-OUTPUTS = {}  # by the class of a model's output: the same with metrics
+OUTPUTS: dict = {}  # by the class of a model's output: the same with metrics
 
 
 def output_with_metrics(cls):
@@ -174,38 +174,58 @@ def why_head_is_not_plain(model) -> str:
     return "" if rows == expected else f"lm_head has {rows} rows, and config.vocab_size is {expected}"
 
 
-def causal_lm_forward(model, labels, kwargs):
-    """Of a causal LM. Training with labels gives the loss without logits; everything else is the model's own forward.
+def causal_lm_forward(
+    self,
+    input_ids=None,
+    attention_mask=None,
+    position_ids=None,
+    past_key_values=None,
+    inputs_embeds=None,
+    labels=None,
+    use_cache=None,
+    logits_to_keep=0,
+    **kwargs,
+):
+    """Serves as the forward of a causal LM. Training with labels gives the loss without logits; everything else is the model's own forward.
 
     That forward runs in both cases: nothing of it is copied here, and every version of it keeps its own arguments. kwargs: those
     and `OPTIONS`, which stand before what `apply` was given, and `skip_logits`: whether a loss comes without logits, in training
     mode by default.
     """
-    forward = original_forward(model)
-    if labels is None or why_loss_is_not_standard(model):
-        return forward(model, labels=labels, **kwargs)
+    kwargs.update(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        use_cache=use_cache,
+        logits_to_keep=logits_to_keep,
+    )
+    forward = original_forward(self)
+    if labels is None or why_loss_is_not_standard(self):
+        return forward(self, labels=labels, **kwargs)
     if "num_items" in kwargs:
         kwargs["num_items_in_batch"] = _items(kwargs.get("num_items_in_batch"), kwargs)
         del kwargs["num_items"]
-    options = dict(getattr(model, LOSS_OPTIONS, ()))
+    options = dict(getattr(self, LOSS_OPTIONS, ()))
     for name in (*OPTIONS, "skip_logits"):
         if name in kwargs:
             options[name] = kwargs.pop(name)
     if "ignore_index" in options:
         kwargs.setdefault("ignore_index", options.pop("ignore_index"))
     skip_logits = options.pop("skip_logits", None)
-    skip_logits = model.training if skip_logits is None else skip_logits
-    if skip_logits and not why_head_is_not_plain(model):
-        seen = _Headless(model, options)
+    skip_logits = self.training if skip_logits is None else skip_logits
+    if skip_logits and not why_head_is_not_plain(self):
+        seen: _WithLoss = _Headless(self, options)
     elif options:
-        skip_logits, seen = False, _WithLoss(model, options)
+        skip_logits, seen = False, _WithLoss(self, options)
     else:
-        return forward(model, labels=labels, **kwargs)
+        return forward(self, labels=labels, **kwargs)
     as_tuple = kwargs.pop("return_dict", None) is False
-    if skip_logits and isinstance(kwargs.get("attention_mask"), torch.Tensor) and not is_wanted(model, kwargs["attention_mask"].shape):
+    if skip_logits and isinstance(kwargs.get("attention_mask"), torch.Tensor) and not is_wanted(self, kwargs["attention_mask"].shape):
         ignore_index = kwargs.get("ignore_index", -100)
         target = shift(labels, kwargs.get("shift_labels"), ignore_index)
-        kwargs = without_padding(model, target, ignore_index, kwargs, options) or kwargs
+        kwargs = without_padding(self, target, ignore_index, kwargs, options) or kwargs
     output = forward(seen, labels=labels, **kwargs)
     cls, fields = type(output), dict(output)
     if skip_logits:

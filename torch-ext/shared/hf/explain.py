@@ -44,8 +44,9 @@ def _why_apart(layer) -> List[Tuple[str, str]]:
     for group in GROUPS:
         owner = next((module for module in layer.modules() if all(hasattr(module, name) for name in group)), None)
         weights = [plain_weight(getattr(owner, name)) for name in group] if owner is not None else [None]
-        if all(weight is not None for weight in weights):
-            together = side_by_side(weights) is not None
+        plain = [weight for weight in weights if weight is not None]
+        if len(plain) == len(weights):
+            together = side_by_side(plain) is not None
             found.append((f"{', '.join(group)} as one GEMM", "" if together else "the weights are separate in memory"))
     return found
 

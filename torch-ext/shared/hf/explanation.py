@@ -9,7 +9,7 @@ class Row(NamedTuple):
     """part: of a model; count: how many of it there are; fused: does it run fused; reason: why not, or what holds it back; advice."""
 
     part: str
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple has a method of that name
     fused: bool
     reason: str
     advice: str

@@ -84,7 +84,8 @@ class OwnForwards:
     """Tells the modules of one of transformers' model families that run what it or this package wrote, at 0.3 us a look."""
 
     def __init__(self, modeling: str, *classes: str):
-        self.modeling, self.names, self.known = modeling, [f"{name}.forward" for name in classes], set()
+        self.modeling, self.names = modeling, [f"{name}.forward" for name in classes]
+        self.known: set = set()
 
     def run_by(self, module) -> bool:
         """True when calling a module of one of the classes does only that, and nobody listens."""

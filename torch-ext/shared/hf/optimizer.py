@@ -4,7 +4,7 @@ PyTorch's fused AdamW moves the bytes of bf16 parameters at 64 % of an H200's co
 that is 42 ms of every step, whatever its length, where a copy of the bytes takes 27.
 """
 
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch._compile import _disable_dynamo  # what torch's own optimizers use: torch.compiler.disable imports the compiler
@@ -32,7 +32,7 @@ def _held(tensors: Sequence[torch.Tensor]) -> Optional[Sequence[torch.Tensor]]:
     placements = getattr(tensors[0], "placements", None)
     if any(getattr(t, "placements", None) != placements for t in tensors):
         return None
-    local = [t.to_local() for t in tensors]
+    local = [t.to_local() for t in tensors]  # type: ignore[attr-defined]
     return local if all(type(t) in PLAIN for t in local) else None
 
 
@@ -106,7 +106,8 @@ class AdamW(torch.optim.AdamW):
                     by_step[number] = numbers(number, *options)
                 step_in_place(tensors, by_step[number])
         lr, beta1, beta2, eps, weight_decay = options
-        for way, found in (({"fused": True}, fused), ({"has_complex": any(p.is_complex() for p, *_ in others)}, others)):
+        default: Dict[str, Any] = {"has_complex": any(p.is_complex() for p, *_ in others)}
+        for way, found in (({"fused": True}, fused), (default, others)):
             if found:
                 params, grads, exp_avgs, exp_avg_sqs, steps = map(list, zip(*found))
                 adamw(
@@ -119,7 +120,10 @@ class AdamW(torch.optim.AdamW):
     def _by_way(self, params) -> Tuple[List, List, List, List]:
         """Parameters with a gradient by the way that they are stepped: ((param, grad, exp_avg, exp_avg_sq), step) for our kernels, (param,
         grad, exp_avg, exp_avg_sq, step) for torch's fused step and for its default one; and what is changed without torch's knowledge."""
-        large, fused, others, changed = [], [], [], []
+        large: List = []
+        fused: List = []
+        others: List = []
+        changed: List = []
         for param in params:
             grad = param.grad
             if grad is None:

@@ -44,7 +44,8 @@ def _weight(layer):
 
 def _shared(model):
     """The ids of parameters that more than one module holds: they cannot have two neighbours."""
-    seen, shared = set(), set()
+    seen: set = set()
+    shared: set = set()
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None:

@@ -10,7 +10,17 @@ import torch
 
 from ..ops.attention import HEAD_DIMS
 from ..ops.common import autocasts
-from .attention import ATTENTION, HALVES, RUNS, TRACEABLE, WINDOWS, head_dim_of, padding_of, visible_documents
+from .attention import (
+    ATTENTION,
+    HALVES,
+    RUNS,
+    WINDOWS,
+    head_dim_of,
+    kinds_of_layers,
+    masks_of_layers,
+    padding_of,
+    visible_documents,
+)
 from .modules import CAPTURING, FSDP, SAVED, is_marked
 
 KEEPS = SAVED + "keeps_padding"  # on a causal LM or its class: what apply() or kernelize() was told about `unpad`
@@ -51,21 +61,15 @@ def _decoder_takes_rows(model, kwargs, options) -> bool:
     return not any(isinstance(value, torch.Tensor) and value.dim() for name, value in kwargs.items() if name not in known)
 
 
-def _kinds_of_layers(config) -> set:
-    """The kinds of layers that a decoder makes masks for, of `WINDOWS` where they are known; one where all its layers share a mask."""
-    if getattr(config, "layer_types", None) or type(config) not in TRACEABLE:
-        return set(getattr(config, "layer_types", None) or ["unknown"])
-    return {"full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"}
-
-
 def _kernels_take(model, device: torch.device, dtype: torch.dtype) -> bool:
     if autocasts(device):
         dtype = torch.get_autocast_dtype(device.type)
     return device.type == "cpu" or (device.type == "cuda" and dtype in HALVES and head_dim_of(model.config) in HEAD_DIMS)
 
 
-def without_padding(model, target: torch.Tensor, ignore_index: int, kwargs: Dict[str, Any],
-                    options: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+def without_padding(
+    model, target: torch.Tensor, ignore_index: int, kwargs: Dict[str, Any], options: Dict[str, Any]
+) -> Optional[Dict[str, Any]]:
     """The arguments of a causal LM's forward for the same loss of one row of tokens, none of them padding; None where there is no
     padding or someone could tell. Waits for the device.
 
@@ -79,9 +83,8 @@ def without_padding(model, target: torch.Tensor, ignore_index: int, kwargs: Dict
         return None
     embedding, decoder, device = model.get_input_embeddings(), model.model, mask.device
     weight = next(embedding.parameters(), given)
-    kinds = _kinds_of_layers(model.config)
     elsewhere = {given.device, weight.device, target.device} != {device}
-    if elsewhere or not kinds <= WINDOWS.keys() or not _kernels_take(model, device, weight.dtype):
+    if elsewhere or not kinds_of_layers(model.config) <= WINDOWS.keys() or not _kernels_take(model, device, weight.dtype):
         return None
     parts = [decoder, *(module for part in decoder.children() if part is not embedding for module in part.modules())]
     if _is_listened_to(parts):
@@ -97,12 +100,11 @@ def without_padding(model, target: torch.Tensor, ignore_index: int, kwargs: Dict
     positions = torch.arange(tokens, device=device)[None] if positions is None else positions
     embeds = embedding(ids) if embeds is None else embeds
     row = (seen // tokens)[None]
-    visible = {kind: visible_documents(model.config, kind, row, embeds.dtype) for kind in kinds}
     return {
         **kwargs,
         "input_ids": None,
         "inputs_embeds": embeds.flatten(0, 1).index_select(0, seen)[None],
         "position_ids": positions.expand(batch, -1).flatten()[seen][None],
-        "attention_mask": visible if getattr(model.config, "layer_types", None) else visible.popitem()[1],
+        "attention_mask": masks_of_layers(model.config, lambda kind: visible_documents(model.config, kind, row)),
         "shift_labels": target[seen][None],
     }

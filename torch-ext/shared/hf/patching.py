@@ -15,7 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from types import FunctionType, MethodType
-from typing import Any, Callable, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple, Type
 
 from torch import nn
 
@@ -55,10 +55,10 @@ class Targets(NamedTuple):
     model: str
     modeling: str
     attention: str
-    classes: Mapping[str, Tuple[str, type]]
-    rotary: type
+    classes: Mapping[str, Tuple[str, Type[nn.Module]]]
+    rotary: Type[nn.Module]
     operations: Tuple[str, ...]
-    hub_names: Mapping[str, type]
+    hub_names: Mapping[str, Type[nn.Module]]
     explain_layer: Callable[[nn.Module, Any], List[Tuple[str, str]]]
     fused: Tuple[str, ...] = ()
     optional: Tuple[str, ...] = ()
@@ -106,7 +106,7 @@ def modeling_of_transformers(targets: Targets):
             raise ImportError(f"transformers {version} has no {name}, {advice}")
         cls = own_class(modeling, name)
         original = None if cls is None else _original(cls, "forward")
-        if not is_transformers_own(original, targets.modeling, f"{name}.forward"):
+        if original is None or not is_transformers_own(original, targets.modeling, f"{name}.forward"):
             continue  # someone else's, which is kept
         found, expected = inspect.signature(original), inspect.signature(layer.forward)
         if [(p.name, p.kind) for p in found.parameters.values()] != [(p.name, p.kind) for p in expected.parameters.values()]:
@@ -266,9 +266,11 @@ def _calls_ours(forward):
     return getattr(_function(forward), LAYER, None) is not None
 
 
-def _live_modules():
+def _live_modules(families: Families):
     """Every module there is. A forward of its own hides the one of its class, and nobody else knows which modules have one."""
-    found = {id(module): module for module in bound_modules()}  # gc.freeze() hides modules from the next line
+    rotaries = [_own_rotary(sys.modules[targets.modeling]) for targets in families if targets.modeling in sys.modules]
+    known = [*bound_modules(), *(rotary for rotary in rotaries if isinstance(rotary, nn.Module))]
+    found = {id(module): module for module in known}  # gc.freeze() hides modules from the next line
     found.update((id(thing), thing) for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
     return list(found.values())
 
@@ -296,7 +298,7 @@ def patch_classes(families: Families, wanted, unpad=True, keep_attention=False):
     options = _loss_options(wanted["fused_linear_cross_entropy"])
     modelings = [modeling_of_transformers(targets) for targets in families]
     _register_experts()
-    modules = _live_modules()
+    modules = _live_modules(families)
     for targets, modeling in zip(families, modelings):
         _register_attention(targets, modeling)
         _tell_causal_lm(own_class(modeling, targets.classes["fused_linear_cross_entropy"][0]), options, unpad)
@@ -385,9 +387,9 @@ def reset(families: Families):
     imported = [targets for targets in families if targets.modeling in sys.modules]
     if not imported:
         return
+    modules = _live_modules(imported)
     for targets in imported:
         _reset_classes(targets, sys.modules[targets.modeling])
-    modules = _live_modules()
     for module in modules:
         state = vars(module)
         graphs.release(module)
@@ -458,7 +460,7 @@ def _asks_for_our_experts(module) -> bool:
 
 def get_patched_ops(families: Families):
     """Lists the operations that are on transformers' classes, of every family that has them, by the names of the arguments of `apply`."""
-    found = {}
+    found: Dict[str, bool] = {}
     for targets in families:
         modeling = sys.modules.get(targets.modeling)
         for operation in targets.operations:

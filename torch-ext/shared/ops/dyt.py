@@ -7,9 +7,10 @@ import torch
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
 from .common import accumulation_dtype, apply_function, describe, fail, need_floats, needs_formula, new_like, once_differentiable, traceable
-from .rows import kernels_take, per_row, rows_of, segments, slabs
+from .rows import SEGMENT, kernels_take, per_row, rows_of, segments, slabs
 
-BLOCKS_PER_SM = 4  # in the backward pass (kernel_src/dyt.py)
+# Blocks that an SM holds in the backward pass (kernel_src/dyt.py); bf16 throughout, in whole segments, takes more rows at once.
+BLOCKS_PER_SM, BLOCKS_PER_SM_SHORT = 4, 5
 
 
 def _columns_by_rows(c, x, *_):
@@ -69,8 +70,9 @@ def _backward(
     n = x.shape[-1]
     dy, rows, gamma = rows_of(dy, n), rows_of(x, n), rows_of(gamma, n)[0]
     dx = new_like(rows)
-    pieces = -(-n // COLUMNS[n % 64 == 0])
-    most = max(1, BLOCKS_PER_SM * multiprocessors(x) // pieces)
+    pieces = -(-n // COLUMNS[n % SEGMENT == 0])
+    short = x.dtype == gamma.dtype == torch.bfloat16 and n % SEGMENT == 0
+    most = max(1, (BLOCKS_PER_SM_SHORT if short else BLOCKS_PER_SM) * multiprocessors(x) // pieces)
     parts = list(slabs(dy, rows))
     groups = [min(part.stop - part.start, most) for part in parts]
     partial, partial_alpha = per_row(x, sum(groups), 2, n), per_row(x, sum(groups), pieces)

@@ -34,7 +34,7 @@ def _grid(c, first, *_):
     return (first.shape[0] * -(-first.shape[1] // c["TILE"]),)
 
 
-def as_rows(*tensors: torch.Tensor):
+def _in_tiles(*tensors: torch.Tensor):
     """The tensors, all of one shape, as [rows, columns]: flat where all are contiguous, whatever their columns are."""
     if all(tensor.is_contiguous() for tensor in tensors):
         whole = tensors[0].numel() % TILE == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
@@ -49,7 +49,7 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 def _kernels(name: str, reads: Tuple[str, ...]):
     """The kernel for a sigmoid with a polynomial from the caller, and for the exact GELU."""
-    return tuple(Kernel(f"gated_activation_{name}", grid=_grid, views=as_rows, reads=reads, where={"ERF": erf}) for erf in (0, 1))
+    return tuple(Kernel(f"gated_activation_{name}", grid=_grid, views=_in_tiles, reads=reads, where={"ERF": erf}) for erf in (0, 1))
 
 
 _forward_kernels = _kernels("forward", ("gate", "up"))

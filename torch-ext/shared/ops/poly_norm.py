@@ -18,9 +18,11 @@ from .common import (
     once_differentiable,
     traceable,
 )
-from .rows import kernels_take, one_block_a_row, per_row, rows_of, segments, slabs
+from .rows import SEGMENT, kernels_take, one_block_a_row, per_row, rows_of, segments, slabs
 
-BLOCKS_PER_SM = 3  # in the backward pass (kernel_src/poly_norm.py)
+BLOCKS_PER_SM = 3  # that fit in the backward pass (kernel_src/poly_norm.py): with more, the last would start when the first have ended
+# The shortest and the longest row that a block of the backward pass holds in registers.
+WHOLE = {torch.bfloat16: (33 * SEGMENT, 64 * SEGMENT)}
 
 
 def _forward_views(x, weight, bias, y, rstd):
@@ -34,9 +36,8 @@ def _backward_views(dx, dy, x, *rest):
 
 
 _forward_kernel = Kernel("poly_norm_forward", "poly_norm_long_forward", grid=one_block_a_row, views=_forward_views)
-_backward_kernel = Kernel(
-    "poly_norm_backward", "poly_norm_long_backward", grid=lambda c, *tensors: (tensors[-1].shape[0],), views=_backward_views
-)
+_backward_kernel = Kernel("poly_norm_backward", grid=lambda c, *tensors: (tensors[-1].shape[0],))
+_long_backward_kernel = Kernel("poly_norm_long_backward", grid=lambda c, *tensors: (tensors[-1].shape[0],), views=_backward_views)
 
 
 def poly_norm_reference(x, weight, bias, eps) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -64,6 +65,12 @@ def poly_norm_backward_reference(dy, x, weight, rstd) -> Tuple[torch.Tensor, tor
     return dx.to(x.dtype), torch.stack((*gradients[::-1], d.sum())).to(weight.dtype)
 
 
+def _whole(rows: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a block of the backward pass holds such rows in registers."""
+    shortest, longest = WHOLE.get(rows.dtype, (1, 0))
+    return weight.dtype == rows.dtype and shortest <= rows.shape[1] <= longest and rows.shape[1] % SEGMENT == 0
+
+
 def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Tuple[torch.Tensor, torch.Tensor]:
     if not kernels_take(x, weight, bias):
         return poly_norm_reference(x, weight, bias, eps)
@@ -83,10 +90,11 @@ def _backward(
         return dx, parameters if need_parameters else weight.new_empty(0)
     dy, rows, weight = rows_of(dy, x.shape[-1]), rows_of(x, x.shape[-1]), weight.contiguous()
     dx = new_like(rows)
+    kernel = _backward_kernel if _whole(rows, weight) else _long_backward_kernel
     partials = []
     for part in slabs(dy, rows):
         partials.append(per_row(x, min(part.stop - part.start, BLOCKS_PER_SM * multiprocessors(x)), 4))
-        _backward_kernel(dx[part], dy[part], rows[part], weight, rstd[part], partials[-1])
+        kernel(dx[part], dy[part], rows[part], weight, rstd[part], partials[-1])
     if not need_parameters:
         return dx.view(x.shape), weight.new_empty(0)
     partial = partials[0] if len(partials) == 1 else torch.cat(partials)

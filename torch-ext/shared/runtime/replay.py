@@ -272,7 +272,7 @@ def replayed(function: Callable) -> Callable:
         backend, first = launch.backend, args[0]
         if not (first.is_cuda or backend.runs_on_cpu) or _is_watched():
             return function(*args)
-        parts = [backend, launch.generation, first.get_device()]
+        parts: list = [backend, launch.generation]
         addresses, low_bits = [], 0
         for arg in args:
             kind = type(arg)
@@ -282,7 +282,7 @@ def replayed(function: Callable) -> Callable:
                 address = arg.data_ptr()
                 addresses.append(address)
                 low_bits |= address
-                parts += (arg.dtype, arg.shape, arg.stride())
+                parts += (arg.dtype, arg.get_device(), arg.shape, arg.stride())
             elif kind in PLAIN_VALUES:
                 parts.append(arg)
             elif kind is float:

@@ -77,15 +77,7 @@ class Model(nn.Module):
         use_cache=None,
         **kwargs,
     ):
-        kwargs.update(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-        )
-        return model_forward(self, "eager", kwargs)
+        return model_forward(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
 
 
 class CausalLM(nn.Module):
@@ -106,17 +98,10 @@ class CausalLM(nn.Module):
         logits_to_keep=0,
         **kwargs,
     ):
-        kwargs.update(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_router_logits=output_router_logits,
-            logits_to_keep=logits_to_keep,
+        return causal_lm_forward(
+            self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache, logits_to_keep,
+            output_router_logits=output_router_logits, **kwargs,
         )
-        return causal_lm_forward(self, labels, kwargs)
 
 
 mark_forwards(RMSNorm, RotaryPosEmb, Model, Experts, DecoderLayer, CausalLM)

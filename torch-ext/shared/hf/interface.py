@@ -1,0 +1,72 @@
+"""What a user calls alike in every package that puts layers on models of transformers."""
+
+from . import doctor, patching
+
+
+class Interface:
+    """Holds the calls of one package. Its api.py gives them their public names, so that each has its text here once.
+
+    families: the tables of what stands in for what (`patching.Targets`). package: the name of the package as it was imported.
+    """
+
+    def __init__(self, families: patching.Families, package: str):
+        self._families, self._package = families, package
+
+    def explain(self, model):
+        """Says what of a model runs fused, and of the rest why it does not and what to do about it.
+
+        model: alone or inside another module (PEFT). Returns an `Explanation`: printed, a table; its `rows` have the fields `part`,
+        `count`, `fused`, `reason` and `advice`. The answer holds for the state in which the model is now (its adapters, hooks, autocast),
+        so ask where the training step would be. Raises TypeError when the model has no decoder layers of this kind.
+        """
+        return patching.explain(self._families, model)
+
+    def report(self):
+        """Looks at this machine: the GPUs and which kernels serve them, the driver, and versions that fit or do not, with a line of advice.
+
+        Returns a `Report`: printed, what belongs into a bug report; its `findings` have the fields `name`, `found`, `fits` and `advice`.
+        `python -m bastile` prints it too.
+        """
+        return doctor.report(self._package)
+
+    def capture(self, model, batch, tokens):
+        """Replays the decoder layers as CUDA graphs in training, for inputs of [batch, tokens], and returns the model.
+
+        With few tokens or a small model the host cannot start kernels as fast as the GPU finishes them; several layers that follow each
+        other are replayed with two launches. Results are the same bit for bit. The first training pass of that shape (labels, gradients
+        on) runs as before and is looked at, the second one is recorded, in less than a second. Call it again for further shapes. Pad every
+        batch to one of them (`pad_to_multiple_of`, `padding="max_length"`), keep to `use_cache=False`, and call it last: behind `apply` or
+        `kernelize`, `pack`, PEFT and the move to the GPU. Trainer, autocast, LoRA and every optimizer work as without it.
+
+        Other shapes, evaluation, generation, layers with hooks and gradient checkpointing run as before, with a warning where a shape was
+        asked for and could not be recorded. When weights move or adapters change it is recorded anew. The gradients of the layers' weights
+        lie in memory that the next pass writes: clone one to keep it beyond. That memory, and one layer's input for each layer, is held
+        until `reset()`.
+
+        model: with this package's layers or without, alone or inside another module (PEFT), on one GPU; DDP may be put around it
+        afterwards. batch, tokens: the sequences of a batch and their length. Raises TypeError when the model has no decoder layers of this
+        kind, ValueError when it is not on a GPU or a number is not positive, RuntimeError when accelerate holds its layers.
+        """
+        return patching.capture(self._families, model, batch, tokens)
+
+    def mapping(self, mode=None):
+        """The layers for `kernels.use_kernel_mapping` or `kernels.register_kernel_mapping`, for CPUs and for GPUs of compute
+        capability 8.0 to 12.1. mode: the only `kernels.Mode` that they are for; by default they are for all.
+
+        Also gives the Hub's names to those of transformers' classes that have none, so `kernels.kernelize` finds them.
+        Warns when it cannot find all: where transformers and `kernels` do not fit, it passes the rotary embedding by.
+
+        Raises ImportError when transformers or `kernels` is absent or its version does not fit.
+        """
+        return patching.mapping(self._families, mode)
+
+    def get_patched_ops(self):
+        """Lists the operations that `apply` has put on transformers' classes, by the names of its arguments."""
+        return patching.get_patched_ops(self._families)
+
+    def reset(self):
+        """Puts everything back: transformers' classes and functions, and every module that has a forward of ours.
+
+        Also undoes what `kernelize`, `mapping` and `kernels.kernelize` with our mapping did. Does nothing where nobody imported them.
+        """
+        patching.reset(self._families)
