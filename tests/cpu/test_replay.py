@@ -1,6 +1,7 @@
 """An operator that is run again by what it did the last time: the same results, and never for a call that differs."""
 
 import importlib
+import weakref
 
 import pytest
 import torch
@@ -156,6 +157,25 @@ def test_what_does_more_than_make_tensors_and_launch_is_called_in_full(replay, f
     for _ in range(9):
         operator(rows())
     assert operator.calls == 9
+
+
+def test_what_cannot_be_replayed_holds_no_memory_while_it_is_recorded(replay):
+    """A loss over chunks makes more logits than fit at a time."""
+    alive = []
+
+    def function(x):
+        x @ x.t()
+        for _ in range(3):
+            made = torch.empty_like(x)
+            alive.append(weakref.ref(made))
+            del made
+            assert not any(tensor() is not None for tensor in alive)
+        return torch.empty_like(x)
+
+    operator = Counted(replay, function)
+    for _ in range(CALLS):
+        operator(rows())
+    assert operator.calls == CALLS and len(alive) == 3 * CALLS
 
 
 def test_arguments_in_one_piece_of_memory_are_told_apart(replay, column_sum):

@@ -127,21 +127,19 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.failed = self.launching = False
         self.thread = threading.get_ident()
-        self.kept: list = []  # no memory is given back meanwhile, so an address belongs to one tensor
         self.made: Dict[int, int] = {}  # by storage: which of `tensors` it is of
-        self.tensors: List[torch.Tensor] = []
-        self.launches: list = []
+        self.tensors: List[torch.Tensor] = []  # what was made; none goes meanwhile, so that a storage is that of one tensor
+        self.launches: list = []  # and neither does what was launched on
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         found = function(*args, **(kwargs or {}))
-        if self.launching:
+        if self.launching or self.failed:
             return found
-        self.kept.append(found)
         if function in ALLOCATIONS:
             self.made[_storage(found)] = len(self.tensors)
             self.tensors.append(found)
         elif function not in HARMLESS and not _is_view(function):
-            self.failed = True
+            self.give_up()
         return found
 
     def launch(self, start: Callable, addresses: List[int], floats: List[float], arguments: Sequence) -> None:
@@ -155,14 +153,16 @@ class _Recorder(TorchDispatchMode):
             start(addresses, floats)
         finally:
             self.launching = False
-        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
-        self.kept += tensors
-        self.launches.append((start, tensors, floats))
+        if not self.failed:
+            self.launches.append((start, [argument for argument in arguments if isinstance(argument, torch.Tensor)], floats))
 
     def give_up(self) -> None:
-        """Is told of a launch that is not remembered."""
+        """Follows the call no further, and holds none of its memory: it may make more than fits at a time."""
         if threading.get_ident() == self.thread:
             self.failed = True
+            self.made.clear()
+            self.tensors.clear()
+            self.launches.clear()
 
     def plan(self, args: tuple, result) -> Optional[Plan]:
         """What was recorded of a call with these arguments, or None."""
@@ -197,7 +197,7 @@ class _Recorder(TorchDispatchMode):
         places = of_results[0] if isinstance(result, torch.Tensor) else tuple(of_results)
         layouts: dict = {}  # of the arguments, as torch.empty_like keeps them
         for i, arg in enumerate(args):
-            if isinstance(arg, torch.Tensor) and torch.empty_like(arg).stride() == arg.stride():
+            if isinstance(arg, torch.Tensor) and torch.empty_like(arg, device="meta").stride() == arg.stride():
                 layouts.setdefault((tuple(arg.shape), arg.stride(), arg.dtype), i)
         made = [each._replace(like=layouts.get(each[:3])) for each in made]
         return Plan(made, steps, places, distances, constants)
