@@ -151,7 +151,7 @@ QWEN3 = Family(
     name="qwen3",
     package=suites.QWEN3.package,
     providers=("huggingface", "torch_compile", "liger", "liger_cutedsl", "liger_cutile", "bastile", "bastile_adamw", "bastile_sdpa",
-               "bastile_unpacked", "unsloth"),
+               "bastile_unpacked", "bastile_captured", "unsloth"),
     step_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     prepare=prepare_qwen3,

@@ -66,12 +66,13 @@ class Notes:
 
 
 def origin(rows: list[Row]) -> str:
-    """Return what the numbers were measured with: the newest of them speaks for all, and all versions of ours are named."""
-    row = max(rows, key=lambda r: r.timestamp)
-    config, versions = row.config, dict.fromkeys(r.version for r in sorted(rows, key=lambda r: r.timestamp))
+    """Return what the numbers were measured with: all versions, of ours in the order of their measurements, and the newest date."""
+    rows = sorted(rows, key=lambda row: row.timestamp)
     known = {"driver": "driver", "torch": "torch", "transformers": "transformers", "liger": "liger-kernel"}
-    parts = [row.gpu_name, *(f"{title} {config[name]}" for name, title in known.items() if config.get(name))]
-    return f"\n\n<sub>{', '.join(parts)}; Bastile {', '.join(versions)}, {row.timestamp[:10]}.</sub>"
+    found = {title: sorted({row.config[name] for row in rows if row.config.get(name)}) for name, title in known.items()}
+    parts = [rows[-1].gpu_name, *(f"{title} {' and '.join(versions)}" for title, versions in found.items() if versions)]
+    ours = dict.fromkeys(row.version for row in rows)
+    return f"\n\n<sub>{', '.join(parts)}; Bastile {', '.join(ours)}, {rows[-1].timestamp[:10]}.</sub>"
 
 
 def number(value: float) -> str:

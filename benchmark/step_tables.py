@@ -7,7 +7,8 @@ from .providers import is_ours
 from .records import Row
 from .suites import QWEN3 as QWEN3_SUITE
 
-ADAMW = "bastile_adamw"
+ADAMW, CAPTURED = "bastile_adamw", "bastile_captured"
+SMALL = ("qwen3_0.6b", "qwen3_1.7b")
 # What people fine-tune with, and what it is called in the results.
 AS_TRAINED = {
     "LoRA, rank 16": "_lora_16",
@@ -57,6 +58,21 @@ def whole_models(rows: list[Row]) -> str:
     rows = select(rows, kernel_name=f"{QWEN3.name}_step", layers=None)
     found = in_order({row.config["model"] for row in rows})
     return "\n\n".join(f"**{models.title(name)}**\n\n{steps(select(rows, model=name))}" for name in found)
+
+
+def small_models(rows: list[Row]) -> str:
+    """Return the steps of small models, in which the host cannot keep up with the GPU; with layers that are replayed as CUDA graphs too."""
+    names, notes, body = ["huggingface", "liger", "bastile", CAPTURED], Notes(), []
+    shown: list[Row] = []
+    for model in SMALL:
+        of_model = select(rows, kernel_name=f"{QWEN3.name}_step", model=model, layers=None)
+        for tokens in in_order(row.x_value for row in select(of_model, metric_name="step_time", kernel_provider=CAPTURED)):
+            mine = select(of_model, x_value=tokens)
+            found = by_provider(select(mine, metric_name="step_time"))
+            body.append([models.title(model), tokens, *step_cells(mine, names, notes), times_faster(found), times_faster(found, CAPTURED)])
+            shown += found.values()
+    head = ["", "tokens", *map(providers.title, names), "speed vs best peer", "captured vs best peer"]
+    return markdown(head, body) + str(notes) + origin(shown) if body else ""
 
 
 def as_trained(rows: list[Row]) -> str:
@@ -124,4 +140,11 @@ def titled_tables() -> dict:
     return {kernel: lambda rows, kernel=kernel: titled(rows, kernel) for kernel in kernels}
 
 
-TABLES = {"qwen3_step": whole_model, "qwen3_models": whole_models, "as_trained": as_trained, "first_step": first_step, "fsdp": sharded}
+TABLES = {
+    "qwen3_step": whole_model,
+    "qwen3_models": whole_models,
+    "as_trained": as_trained,
+    "small_models": small_models,
+    "first_step": first_step,
+    "fsdp": sharded,
+}

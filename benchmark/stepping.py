@@ -88,7 +88,7 @@ class Recipe:
 
 @dataclass
 class Stepper:
-    """A model in training, and the means to measure it."""
+    """A model in training, and the means to measure it. capture: what has its layers replayed as CUDA graphs for rows and tokens."""
 
     model: object
     optimizer: object
@@ -97,6 +97,7 @@ class Stepper:
     rank: int = 0
     form: Form = Form()
     autocast: bool = False
+    capture: Callable | None = None
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -123,6 +124,8 @@ class Stepper:
         if cuda:
             torch.cuda.empty_cache()
         batch = self.form.batch(self.ids(tokens))
+        if self.capture:
+            self.capture(self.model, *batch["input_ids"].shape)
         timed = [self.timed(batch) for _ in range(warmup)]
         if cuda:
             torch.cuda.reset_peak_memory_stats()

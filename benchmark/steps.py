@@ -130,7 +130,8 @@ def build(args) -> Stepper:
     optimizer = families.make_optimizer(model, args.device, args.child, family.package)
     if args.child == "torch_compile":
         model.model = torch.compile(model.model)
-    return Stepper(model, optimizer, args.device, model.config.vocab_size, form=form_of(args), autocast=recipe.autocast)
+    capture = package(family.package).capture if args.child == "bastile_captured" else None
+    return Stepper(model, optimizer, args.device, model.config.vocab_size, 0, form_of(args), recipe.autocast, capture)
 
 
 def main(

@@ -280,7 +280,7 @@ def divergence_of_logits_in_place(
 
 # Elements that a block takes at once, and how often, of distributions: what it does once, the sum and the indices, is then little beside
 # the elements. Instructions bound these kernels in half precision.
-TILES = {"kl": (1024, 8), "js": (1024, 8), "tv": (2048, 1)}
+TILES = {"kl": (2048, 8), "js": (1024, 8), "tv": (2048, 1)}
 LOGITS_TILE = 1024
 
 
@@ -293,7 +293,7 @@ def variants():
         for x in (Array(dtype, (None, None), divisible=(1, 16)), Array(dtype, (None, None), aligned=False)):
             arrays: Params = {"x": x, "y": x, "labels": labels, "factor": vector, "gradient": x, "partial": matrix, "scale": FLOAT}
             flags: Params = {**masks, "factored": INT, "writes": INT}
-            yield Variant(kl_divergence, {**arrays, "eps": FLOAT, **flags, **steps["kl"]}, hints={"occupancy": 8})
+            yield Variant(kl_divergence, {**arrays, "eps": FLOAT, **flags, **steps["kl"]}, hints={"occupancy": 6 if x.aligned else 4})
             yield Variant(js_divergence, {**arrays, "beta": FLOAT, **flags, **steps["js"]}, hints={"occupancy": 8})
             yield Variant(tv_distance, {**arrays, **flags, **steps["tv"]})
             logits: Params = {"x": x, "y": x, "lse_x": vector, "lse_y": vector, "labels": labels}

@@ -2,9 +2,10 @@
 
     dx[j] = y[j] * (dy[j] - sum(dy * y))
 
-Rows of up to 16384 elements stay in registers, one or several of them a block: 2 passes over memory forward, 3 backward. Longer rows
-(a vocabulary has 128256 or 151936) are cut into pieces: the maximum and the sum of every piece, those of a row from them, and a second
-reading that writes. There the sum of dy * y is one more pass of the backward, too.
+Rows of up to 16384 elements stay in registers, one or several of them a block: 2 passes over memory forward, 3 backward. So do rows of
+up to 32768 in half precision, as they lie in memory, which takes half of the registers; backward y alone, and dy is read again, from
+the caches. Longer rows (a vocabulary has 128256 or 151936) are cut into pieces: the maximum and the sum of every piece, those of a row
+from them, and a second reading that writes. There the sum of dy * y is one more pass of the backward, too.
 
 Exponentials are taken in base 2, of differences to the maximum: x * log2(e) - max * log2(e) instead would be off by the rounding of the
 products, 6e-4 where x is 1e4. lse is log2(sum(2^(x * log2(e)))).
@@ -18,6 +19,7 @@ from kernel_src.prebuild import FLOAT, FLOATS, Array, Variant
 Const = ct.Constant[int]
 LOG2E = 1.4426950408889634
 MINUS_INFINITY = -float("inf")
+HALF = ("bfloat16", "float16")
 
 
 @ct.function
@@ -56,6 +58,60 @@ def softmax_backward(y, dy, dx, ROWS: Const, TILE: Const):
     at = rows_of_block(ROWS, TILE)
     p, d = read(y, at, 0), read(dy, at, 0)
     write_within(dx, at, p * (d - ct.sum(p * d, 1, keepdims=True)))
+
+
+# ---------------------------------------------------------------- whole rows as they lie in memory
+@ct.function
+def tile_columns(i, TILE: Const):
+    return i * TILE + ct.arange(TILE, dtype=ct.int32)
+
+
+@ct.function
+def held_tiles(array, row, TILE: Const, TILES: Const, padding):
+    """A row of at most TILE * TILES elements in its own dtype, in tiles. All loads are under way together."""
+    found = ()
+    for i in ct.static_iter(range(TILES)):
+        tile = ct.gather(array, (row, tile_columns(i, TILE)), check_bounds=True, padding_value=padding)
+        found = (*found, tile)  # type: ignore[assignment]
+    return found
+
+
+@ct.function
+def held_maximum(tiles, TILES: Const):
+    highest = tiles[0]
+    for i in ct.static_iter(range(1, TILES)):
+        highest = ct.maximum(highest, tiles[i])
+    return ct.astype(ct.max(highest, 0), ct.float32)
+
+
+@ct.kernel
+def softmax_held_forward(x, y, TILE: Const, TILES: Const):
+    """x, y: [rows, columns], columns at most TILE * TILES. One row a block."""
+    row = ct.bid(0)
+    tiles = held_tiles(x, row, TILE, TILES, MINUS_INFINITY)
+    m = held_maximum(tiles, TILES)
+    total = ct.zeros((TILE,), dtype=ct.float32)
+    for i in ct.static_iter(range(TILES)):
+        total = total + ct.exp2((ct.astype(tiles[i], ct.float32) - m) * LOG2E, flush_to_zero=True)
+    inverse = 1.0 / ct.sum(total, 0)
+    for i in ct.static_iter(range(TILES)):
+        p = ct.exp2((ct.astype(tiles[i], ct.float32) - m) * LOG2E, flush_to_zero=True)
+        write_within(y, (row, tile_columns(i, TILE)), p * inverse)
+
+
+@ct.kernel
+def softmax_held_backward(y, dy, dx, TILE: Const, TILES: Const):
+    """y, dy, dx: as in `softmax_held_forward`. dy is read again, the last tile first, which is the likeliest to be in the caches."""
+    row = ct.bid(0)
+    tiles = held_tiles(y, row, TILE, TILES, 0)
+    total = ct.zeros((TILE,), dtype=ct.float32)
+    for i in ct.static_iter(range(TILES)):
+        total = total + ct.astype(tiles[i], ct.float32) * read(dy, (row, tile_columns(i, TILE)), 0)
+    dot = ct.sum(total, 0)
+    for i in ct.static_iter(range(TILES)):
+        last = TILES - 1 - i
+        cols = tile_columns(last, TILE)
+        write_within(dx, (row, cols), ct.astype(tiles[last], ct.float32) * (read(dy, (row, cols), 0) - dot))
 
 
 # ---------------------------------------------------------------- rows in pieces
@@ -136,6 +192,8 @@ def softmax_gradient(y, dy, dot, dx, TILE: Const):
 # ROWS, TILE, warps. A block holds a whole row in registers, so the shortest tile that a row fits in is the one to take.
 ROW_TILES = ((16, 128, 4), (4, 1024, 4), (1, 4096, 4), (1, 8192, 8), (1, 16384, 8))
 PIECE, WRITTEN_PIECE, PARTS = 4096, 2048, 64
+HELD = {"TILE": 2048, "TILES": 16}  # of rows that are held as they lie in memory: in half precision
+HELD_HINTS = {"num_worker_warps": 8, "occupancy": 1}
 
 
 def whole_rows(dtype, forward, backward):
@@ -150,6 +208,10 @@ def whole_rows(dtype, forward, backward):
 
 def variants():
     vector, matrix = Array("float32", (None,), aligned=False), Array("float32", (None, None), aligned=False)
+    for dtype in HALF:
+        x = Array(dtype, (None, None), divisible=(1, 16))
+        yield Variant(softmax_held_forward, {"x": x, "y": x, **HELD}, hints=HELD_HINTS)
+        yield Variant(softmax_held_backward, {"y": x, "dy": x, "dx": x, **HELD}, hints=HELD_HINTS)
     for dtype in FLOATS:
         yield from whole_rows(dtype, (softmax_forward, ("x", "y")), (softmax_backward, ("y", "dy", "dx")))
         for x in (Array(dtype, (None, None), divisible=(1, 16)), Array(dtype, (None, None), aligned=False)):

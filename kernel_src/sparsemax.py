@@ -177,7 +177,7 @@ def sparsemax_gradient(y, dy, size, total, dx, TILE: Const):
 
 # At most one element in 16 is read again; a block of sparsemax_maxima has so many loads under way.
 CHUNKS = {"CHUNK": 16, "WIDTH": 1024}
-CHUNKS_AT_ONCE = 256  # of those that are read again; all their elements are under way together
+CHUNKS_AT_ONCE = 128  # of those that are read again; all their elements are under way together
 LONGEST = 8192  # elements of a row that stays in registers
 
 

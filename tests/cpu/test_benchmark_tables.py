@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from benchmark import plots, providers, records, registry, step_tables, suites, tables
+from benchmark import families, plots, providers, records, registry, step_tables, suites, tables
 from benchmark.markdown import Notes, in_order, number
 from tests.benchmark_support import GPU, made_up_rows, row
 
@@ -121,7 +121,7 @@ def test_everything_that_was_measured_is_known():
     """No provider, operation or step has results under a name that no file declares."""
     rows = [row for folder in records.RESULTS.iterdir() if folder.is_dir() for row in records.read_all(folder)]
     assert {r.kernel_provider for r in rows} <= {*providers.PROVIDERS, providers.FLOOR}
-    others = {"adamw", "generate", "host", "qwen3_step", "qwen3_fsdp", "gpt_oss_step", "gpt_oss_fsdp"}
+    others = {"adamw", "generate", "host", *(f"{family}_{kind}" for family in families.FAMILIES for kind in ("step", "fsdp"))}
     others |= {f"qwen3_step{kind}" for kind in step_tables.AS_TRAINED.values()}
     assert {r.kernel_name for r in rows} <= {*registry.operations(), *others}
 

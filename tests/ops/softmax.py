@@ -9,8 +9,8 @@ from tests.ops.suite import of_suite
 from tests.tolerances import assert_close
 
 # Every tile, whole and not; several rows a block that do not fill it; odd rows; rows in pieces, aligned and not.
-SHAPES = ((5, 128), (17, 96), (3, 7, 64), (2, 1024), (5, 1000), (3, 4096), (2, 3001), (2, 8192), (1, 16000), (2, 20480), (2, 5001), (3, 1),
-          (7,))
+SHAPES = ((5, 128), (17, 96), (3, 7, 64), (2, 1024), (5, 1000), (3, 4096), (2, 3001), (2, 8192), (1, 16000), (2, 20480), (2, 32768),
+          (1, 32784), (2, 5001), (3, 1), (7,))
 
 
 def check_softmax(ops, device, dtype, shape, dim=-1, scale=3.0, view=lambda x: x):
@@ -68,6 +68,8 @@ def check_softmax_empty(ops, device, dtype):
 CHECKS = of_suite({
     "softmax": lambda ops: [check_softmax(ops, "cpu", torch.float32, shape) for shape in ((5, 128), (40, 96), (5, 1000))],
     "softmax_long": lambda ops: [check_softmax(ops, "cpu", torch.float32, shape) for shape in ((2, 20480), (2, 5001))],
+    "softmax_held": lambda ops: check_softmax(ops, "cpu", torch.bfloat16, (3, 16400)),
+    "softmax_held_infinities": lambda ops: check_softmax_infinities(ops, "cpu", torch.bfloat16, 17008),
     "softmax_infinities": lambda ops: [check_softmax_infinities(ops, "cpu", torch.float32, columns) for columns in (100, 17000)],
     "softmax_layouts": lambda ops: [
         check_softmax(ops, "cpu", torch.float32, (3, 5, 32), 1),
@@ -86,6 +88,12 @@ MUTANTS = (
      "softmax_infinities"),
     (_KERNELS, "softmax_backward", "p * d, 1", "d, 1", "softmax"),
     (_KERNELS, "softmax_backward", "d - ct.sum", "d + ct.sum", "softmax"),
+    (_KERNELS, "tile_columns", "i * TILE + ", "", "softmax_held"),
+    (_KERNELS, "held_maximum", "ct.maximum(highest, tiles[i])", "tiles[i]", "softmax_held_infinities"),
+    (_KERNELS, "softmax_held_forward", "* inverse", "", "softmax_held"),
+    (_KERNELS, "softmax_held_forward", "total + ct.exp2", "ct.exp2", "softmax_held"),
+    (_KERNELS, "softmax_held_backward", "- dot", "", "softmax_held"),
+    (_KERNELS, "softmax_held_backward", "total + ct.astype", "ct.astype", "softmax_held"),
     (_KERNELS, "piece", "part * TILE", "part", "softmax_long"),
     (_KERNELS, "piece", "ct.bid(0) // pieces", "0", "softmax_long"),
     (_KERNELS, "finite", "ct.where(m == MINUS_INFINITY, 0.0, m)", "m", "softmax_infinities"),
@@ -130,6 +138,6 @@ def all_cases(ops, device, dtypes=FLOATS):
     for dtype in dtypes:
         for shape in SHAPES:
             yield f"softmax {dtype} {shape}", partial(check_softmax, ops, device, dtype, shape)
-        for columns in (100, 3000, 17000):
+        for columns in (100, 3000, 17000, 17008):
             yield f"softmax with -inf {dtype} {columns}", partial(check_softmax_infinities, ops, device, dtype, columns)
         yield f"softmax of nothing {dtype}", partial(check_softmax_empty, ops, device, dtype)

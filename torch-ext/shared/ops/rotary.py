@@ -8,6 +8,7 @@ import torch
 from ..runtime import launch
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
+from ..runtime.replay import replayed
 from .common import (
     apply_function,
     column_sum,
@@ -194,6 +195,11 @@ def _norm_backward(
 
 def norm_backward_into(outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight) -> Pair:
     """As `qk_norm_rotary_backward`, with the gradients of q and k written to `outs`; returns those of the weights."""
+    return _norm_backward_into(*outs, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight)
+
+
+@replayed
+def _norm_backward_into(q_out, k_out, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight) -> Pair:
     dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
     if not _fused_heads(q, k, q_weight, k_weight, cos, sin, dq, dk):
         dq, dk = rotary_backward_reference(dq, dk, cos, sin, 2)
@@ -201,12 +207,12 @@ def norm_backward_into(outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, e
             rms_norm_backward_reference(d, x, w, rms_norm_reference(x, w, eps)[1], need)
             for d, x, w, need in ((dq, q, q_weight, need_q_weight), (dk, k, k_weight, need_k_weight))
         )
-        outs[0].copy_(dq)
-        outs[1].copy_(dk)
+        q_out.copy_(dq)
+        k_out.copy_(dk)
         return dq_weight, dk_weight
     q_rows, k_rows = _partial_rows(q.shape, k.shape, multiprocessors(q))
     partials = tuple(torch.empty((rows, q.shape[3]), dtype=torch.float32, device=q.device) for rows in (q_rows, k_rows))
-    _norm_backward_kernel(dq, dk, q, k, *outs, q_weight, k_weight, cos, sin, *partials, eps)
+    _norm_backward_kernel(dq, dk, q, k, q_out, k_out, q_weight, k_weight, cos, sin, *partials, eps)
     if need_q_weight and need_k_weight:
         sums = tuple(w.new_empty(w.shape) for w in (q_weight, k_weight))
         _column_sums_kernel(*partials, *sums)

@@ -21,6 +21,7 @@ from .common import (
 # Rows of at most so many elements stay in registers: the kernel's tiles, and those of them that take rows at any address.
 TILES, TILES_UNALIGNED = (128, 1024, 4096, 8192, 16384), (1024, 4096)
 MOST_BLOCKS = 2**24 - 1
+HALF = (torch.bfloat16, torch.float16)
 
 
 def _rows_grid(c, x, *_):
@@ -38,6 +39,8 @@ def one_a_row(c, x, *_):
 
 _forward_rows = {tile: Kernel("softmax_forward", grid=_rows_grid, where={"TILE": tile}) for tile in TILES}
 _backward_rows = {tile: Kernel("softmax_backward", grid=_rows_grid, where={"TILE": tile}) for tile in TILES}
+_held_forward = Kernel("softmax_held_forward", grid=one_a_row)
+_held_backward = Kernel("softmax_held_backward", grid=one_a_row)
 _statistics = Kernel("softmax_statistics", grid=pieces_grid)
 _combine = Kernel("softmax_combine", grid=one_a_row)
 _totals = Kernel("softmax_totals", grid=one_a_row)
@@ -77,6 +80,13 @@ def row_tile(columns: int, tiles, tiles_unaligned, *rows: torch.Tensor) -> Optio
     for tensor in rows:
         low_bits |= tensor.data_ptr() | (tensor.stride(0) * tensor.element_size())
     return next((tile for tile in (tiles_unaligned if low_bits & 15 else tiles) if columns <= tile), None)
+
+
+def are_held(kernel: Kernel, *rows: torch.Tensor) -> bool:
+    """Whether a kernel holds rows of one length as they lie in memory: those in half precision, at addresses that it takes."""
+    if rows[0].dtype not in HALF or rows[0].shape[1] > kernel.constant("TILE") * kernel.constant("TILES"):
+        return False
+    return row_tile(rows[0].shape[1], (rows[0].shape[1],), (), *rows) is not None
 
 
 def row_sum(partial: torch.Tensor) -> torch.Tensor:
@@ -141,6 +151,10 @@ def _forward(x: torch.Tensor) -> torch.Tensor:
         for slab in slabs(1, rows, y):
             _forward_rows[tile](*slab)
         return out
+    if are_held(_held_forward, rows, y):
+        for slab in slabs(1, rows, y):
+            _held_forward(*slab)
+        return out
     part_max, part_sum = _partials(rows, 1.0)
     maximum, total = (part_max.new_empty(rows.shape[0]) for _ in range(2))
     for slab in slabs(1, part_max, part_sum, maximum, total):
@@ -159,6 +173,10 @@ def _backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if tile is not None:
         for slab in slabs(1, p, d, dx):
             _backward_rows[tile](*slab)
+        return out
+    if are_held(_held_backward, p, d, dx):
+        for slab in slabs(1, p, d, dx):
+            _held_backward(*slab)
         return out
     partial = torch.empty((p.shape[0], pieces(_dot, columns)), dtype=torch.float32, device=p.device)
     for slab in slabs(partial.shape[1], p, d, partial):

@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
+from ..runtime.replay import replayed
 from .autocast import as_autocast, outside_autocast, without_autocast
 from .common import (
     ElementwiseKernel,
@@ -83,6 +84,7 @@ def _backward(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Tuple
     return dgate, dup
 
 
+@replayed
 def backward_in_place(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Triple:
     """([dgate | dup], dgate, dup), and silu(gate) * up over dout.
 

@@ -36,15 +36,31 @@ ALLOCATIONS = frozenset(
         _aten.new_empty_strided.default,
     )
 )
+HARMLESS = frozenset((_aten.promote_types.default,))  # what follows from dtypes and numbers
+_new, _like = torch.Tensor.new_empty_strided, torch.empty_like
 _recording = threading.Lock()  # one call of the process is recorded at a time
 
 
 class Made(NamedTuple):
-    """A tensor that a call allocates."""
+    """A tensor that a call allocates. like: the argument, by its place, of the same dtype, shape and strides, or None: it costs a third
+    less to make a tensor like another one."""
 
     shape: tuple
     stride: tuple
     dtype: torch.dtype
+    like: Optional[int] = None
+
+
+class Part(NamedTuple):
+    """A result that is not the whole of a tensor that is made, but a view of it. place: which."""
+
+    place: int
+    shape: tuple
+    stride: tuple
+    offset: int
+
+    def of(self, made: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.as_strided(made[self.place], self.shape, self.stride, self.offset)
 
 
 class Step(NamedTuple):
@@ -57,34 +73,31 @@ class Step(NamedTuple):
 
 
 class Plan:
-    """What a call does. results: the tensor that it returns, by its place among those that are made, or a tuple of them. distances: (i, j,
-    bytes) of arguments that lay in one piece of memory, which arrays may be found from either. constants: see `constant`."""
+    """What a call does. results: the tensor that it returns, by its place among those that are made, or a tuple of them or of their parts.
+    distances: (i, j, bytes) of arguments that lay in one piece of memory, which arrays may be found from either. constants: see `constant`.
+    """
 
     def __init__(
         self,
         made: Sequence[Made],
         steps: Sequence[Step],
-        results: Union[int, Tuple[int, ...]],
+        results: Union[int, Part, Tuple[Union[int, Part], ...]],
         distances: Sequence[Tuple[int, int, int]],
         constants: Sequence[torch.Tensor],
-        device: torch.device,
     ):
-        self.made, self.steps, self.distances, self.device = tuple(made), tuple(steps), tuple(distances), device
+        self.made, self.steps, self.distances = tuple(made), tuple(steps), tuple(distances)
         self.constants = [tensor.data_ptr() for tensor in constants]
-        if isinstance(results, tuple) and len(results) == 1:
-            place = results[0]
-            self.results: Callable = lambda made: (made[place],)
-        else:
-            self.results = itemgetter(*results) if isinstance(results, tuple) else itemgetter(results)
+        self.results: Callable = _taker(results)
 
-    def run(self, addresses: List[int]):
+    def run(self, args: tuple, addresses: List[int]):
         """Makes the tensors, launches, and returns the results; None where this call is another one after all."""
         for i, j, distance in self.distances:
             if addresses[j] - addresses[i] != distance:
                 return None
-        device, low_bits = self.device, 0
-        made = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in self.made]
-        for tensor in made:
+        first, low_bits, made = args[0], 0, []
+        for shape, stride, dtype, like in self.made:
+            tensor = _new(first, shape, stride, dtype=dtype) if like is None else _like(args[like])
+            made.append(tensor)
             address = tensor.data_ptr()
             low_bits |= address
             addresses.append(address)
@@ -94,6 +107,18 @@ class Plan:
         for start, places, floats in self.steps:
             start([addresses[i] + behind for i, behind in places], floats)
         return self.results(made)
+
+
+def _taker(results) -> Callable:
+    """A function that takes results out of the list of the tensors that were made."""
+    if isinstance(results, int):
+        return itemgetter(results)
+    if isinstance(results, Part):
+        return results.of
+    if len(results) > 1 and all(isinstance(result, int) for result in results):
+        return itemgetter(*results)  # one call in C
+    takers = [_taker(result) for result in results]
+    return lambda made: tuple([taker(made) for taker in takers])
 
 
 class _Recorder(TorchDispatchMode):
@@ -114,7 +139,7 @@ class _Recorder(TorchDispatchMode):
         if function in ALLOCATIONS:
             self.made[_storage(found)] = len(self.tensors)
             self.tensors.append(found)
-        elif not _is_view(function):
+        elif function not in HARMLESS and not _is_view(function):
             self.failed = True
         return found
 
@@ -127,8 +152,9 @@ class _Recorder(TorchDispatchMode):
         self.launches.append((start, tensors, list(floats)))
         self.failed |= start is None
 
-    def plan(self, tensors: Sequence[torch.Tensor], result) -> Optional[Plan]:
-        """What was recorded of a call with these tensors among its arguments, or None."""
+    def plan(self, args: tuple, result) -> Optional[Plan]:
+        """What was recorded of a call with these arguments, or None."""
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         results = [result] if isinstance(result, torch.Tensor) else list(result)
         if self.failed or not all(isinstance(found, torch.Tensor) for found in results) or any(t.is_complex() for t in tensors):
             return None
@@ -157,23 +183,28 @@ class _Recorder(TorchDispatchMode):
                 found.append((place, array.data_ptr() - bases[place].data_ptr()))
             steps.append(Step(start, found, floats))
         places = of_results[0] if isinstance(result, torch.Tensor) else tuple(of_results)
-        return Plan(made, steps, places, distances, constants, device)
+        layouts: dict = {}  # of the arguments, as torch.empty_like keeps them
+        for i, arg in enumerate(args):
+            if isinstance(arg, torch.Tensor) and _is_dense(arg) and arg.numel():
+                layouts.setdefault((tuple(arg.shape), arg.stride(), arg.dtype), i)
+        made = [each._replace(like=layouts.get(each[:3])) for each in made]
+        return Plan(made, steps, places, distances, constants)
 
-    def _made(self, results: Sequence[torch.Tensor]) -> Tuple[List[Made], Optional[List[int]]]:
-        """What is allocated, the results in the form in which they are returned, and which of it they are; None where a result is not
-        the whole of a tensor that was made."""
+    def _made(self, results: Sequence[torch.Tensor]) -> Tuple[List[Made], Optional[list]]:
+        """What is allocated, results in the form in which they are returned, and which of it the results are; None where one of them was
+        not made here."""
         made = [Made(tuple(t.shape), t.stride(), t.dtype) for t in self.tensors]
-        places: List[int] = []
-        for result in results:
-            number = self.made.get(_storage(result))
-            if number is None or number in places:
+        numbers = [self.made.get(_storage(result)) for result in results]
+        places: list = []
+        for number, result in zip(numbers, results):
+            if number is None or result.dtype != self.tensors[number].dtype:
                 return made, None
-            whole = self.tensors[number]
-            same = result.dtype == whole.dtype and result.numel() == whole.numel() and result.data_ptr() == whole.data_ptr()
-            if not same or result.untyped_storage().nbytes() != result.nbytes or not _is_dense(result):
-                return made, None
-            made[number] = Made(tuple(result.shape), result.stride(), result.dtype)
-            places.append(number)
+            whole = _is_dense(result) and result.untyped_storage().nbytes() == result.nbytes
+            if whole and numbers.count(number) == 1:
+                made[number] = Made(tuple(result.shape), result.stride(), result.dtype)
+                places.append(number)
+            else:
+                places.append(Part(number, tuple(result.shape), result.stride(), int(result.storage_offset())))
         return made, places
 
 
@@ -213,12 +244,12 @@ def replayed(function: Callable) -> Callable:
                     result = function(*args)
             finally:
                 launch.recorder = None
-            plan = recorder.plan([arg for arg in args if isinstance(arg, torch.Tensor)], result)
+            plan = recorder.plan(args, result)
         finally:
             _recording.release()
         if plan is not None:
             plans[key] = plan
-            result = plan.run(addresses) if AT_ONCE else result
+            result = plan.run(args, addresses) if AT_ONCE else result
         return result
 
     def call(*args):
@@ -247,7 +278,7 @@ def replayed(function: Callable) -> Callable:
         key = tuple(parts)
         plan = plans.get(key)
         if plan.__class__ is Plan:
-            found = plan.run(addresses)
+            found = plan.run(args, addresses)
             return function(*args) if found is None else found
         return first_calls(key, args, addresses)
 
