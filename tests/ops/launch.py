@@ -84,7 +84,7 @@ MUTANTS = [
          (", argument.stride()", ""),
          ("argument.dtype, ", ""),
          ("if low_bits & 15:", "if False:"),
-         ("key.append(argument)", "pass")),
+         ("parts.append(argument)", "pass")),
     *errors_in("shared/runtime/launch.py", "launch_keys", "Kernel._first",
          ("if places == addresses:", "if True:")),
     *errors_in("shared/runtime/launch.py", "launch_copies", "Kernel._arrays",
