@@ -26,15 +26,16 @@ def check_launch_keys(ops):
     """Calls that differ from the one before in a single thing that a launch follows from."""
     weight = randn(1024, dtype=FP32, device=CPU, seed=1)
 
-    def check(x, w=weight):
-        dtype = x.dtype
-        assert_close(ops.rms_norm(x, w.to(dtype), 1e-6), rms_norm_exact(x.double(), w.to(dtype).double(), 1e-6), dtype)
+    def check(x, eps=1e-6):
+        w = weight.to(x.dtype)
+        assert_close(ops.rms_norm(x, w, eps), rms_norm_exact(x.double(), w.double(), eps), x.dtype)
 
     x = randn(6, 1024, dtype=FP32, device=CPU)
     wide = randn(6, 2048, dtype=FP32, device=CPU, seed=2)
     odd = torch.empty(6 * 1024 + 8)[1 + (-x.data_ptr() % 16) // 4 :][: 6 * 1024].view(6, 1024)
     columns = randn(1024, 6, dtype=FP32, device=CPU, seed=4)
-    for _ in range(2):
+    for _ in range(4):  # prepared, recorded, replayed, and replayed after the others were
+        check(x, 0.5)
         for case in (x.bfloat16(), x.half(), x[:4], x, wide[:, :1024], wide[:, 1024:], odd.copy_(x), columns.t(), -columns.t()):
             check(case)
     hidden, head, target = randn(5, 64, dtype=FP32, device=CPU), randn(9, 64, dtype=FP32, device=CPU, seed=3), torch.tensor([1, 2, 3, 4, 5])
@@ -85,6 +86,14 @@ MUTANTS = [
          ("argument.dtype, ", ""),
          ("if low_bits & 15:", "if False:"),
          ("parts.append(argument)", "pass")),
+    *errors_in("shared/runtime/replay.py", "launch_keys", "replayed",
+         ("arg.shape, ", ""),
+         (", arg.stride()", ""),
+         ("arg.dtype, ", ""),
+         ("if low_bits & 15:", "if False:"),
+         ("parts.append(arg or str(arg))", "pass")),
+    *errors_in("shared/runtime/replay.py", "launch_keys", "_Recorder.plan",
+         ("array.data_ptr() - bases[place].data_ptr()", "16")),
     *errors_in("shared/runtime/launch.py", "launch_keys", "Kernel._first",
          ("if places == addresses:", "if True:")),
     *errors_in("shared/runtime/launch.py", "launch_copies", "Kernel._arrays",

@@ -12,6 +12,7 @@ from ..runtime.launch import GRID_MAX, Kernel, overlaps
 from ..runtime.replay import replayed
 
 TORCH_MIN = (2, 6)
+_any_autocasts = getattr(torch._C, "_is_any_autocast_enabled", None)  # a tenth of what a look at one device costs
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 KEPT = 1024  # combinations of shapes and strides that an operator remembers its results' strides of
 LIBRARY = "_bastile_library"  # on the namespace of this build's operators
@@ -61,6 +62,8 @@ def needs_formula(*tensors: Optional[torch.Tensor]) -> bool:
 
 def autocasts(device: torch.device) -> bool:
     """True when autocast is on for a device. torch.is_autocast_enabled raises for those without autocast, such as meta."""
+    if _any_autocasts is not None and not torch.compiler.is_compiling() and not _any_autocasts():
+        return False
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
@@ -103,9 +106,9 @@ def constant_when_traced(function: Callable) -> Callable:
 def traceable(name: str, function: Callable, fake: Callable) -> Callable:
     """`function`, which a tracer (torch.compile, torch.export) sees as one operator.
 
-    In eager mode the function is called as it is. fake: the same function on tensors without data. A tracer relies on the strides that it
-    gives, so the operator's results get them. The operator is defined without torch.library.custom_op, whose calls cost 13 us more each,
-    and a compiled decoder layer makes 14 of them.
+    In eager mode it is the function itself, which replay.py runs again where it can. fake: the same function on tensors without data. A
+    tracer relies on the strides that it gives, so the operator's results get them. The operator is defined without
+    torch.library.custom_op, whose calls cost 13 us more each, and a compiled decoder layer makes 14 of them.
     """
     expected: dict = {}
 
@@ -120,14 +123,16 @@ def traceable(name: str, function: Callable, fake: Callable) -> Callable:
             found = expected[key] = tuple((t.shape, t.stride()) for t in results)
         return found
 
+    again = replayed(function)
+
     @functools.wraps(function)
     def operator_function(*args):
-        results = function(*args)
+        results = again(*args)
         if isinstance(results, torch.Tensor):
             return _laid_out(name, results, layouts(args)[0])
         return tuple(_laid_out(name, *each) for each in zip(results, layouts(args)))
 
-    operator, again = operator_of(name, operator_function, fake), replayed(function)
+    operator = operator_of(name, operator_function, fake)
 
     def call(*args):
         if torch.compiler.is_compiling():

@@ -11,6 +11,7 @@ import functools
 from typing import Dict, Optional, Sequence, Tuple
 
 import torch
+from torch import split_with_sizes  # Tensor.split is a function in Python around it
 from torch.nn.functional import linear
 
 from .autocast import casts_products_of, outside_autocast
@@ -57,7 +58,7 @@ class _NormAttentionInputs(torch.autograd.Function):
         if whole is None:
             projected = [linear(y, weight) for weight in weights]
         else:
-            projected = linear(y, whole).split([weight.shape[0] for weight in weights], 1)
+            projected = split_with_sizes(linear(y, whole), [weight.shape[0] for weight in weights], 1)
         head_dim = q_norm.shape[0]
         q, k, v = [p.view(*shape, p.shape[1] // head_dim, head_dim) for p in projected]
         ctx.save_for_backward(x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *weights)
@@ -78,7 +79,7 @@ class _NormAttentionInputs(torch.autograd.Function):
             grads = [grad.reshape(tokens, count) for grad, count in zip((dq, dk, dv), rows)]
         else:
             together = torch.empty((tokens, whole.shape[0]), dtype=x.dtype, device=x.device)
-            grads = together.split(rows, 1)
+            grads = split_with_sizes(together, rows, 1)
             dq, dk, dv_place = [grad.view(t.shape) for grad, t in zip(grads, (q, k, dv))]
             dv_place.copy_(dv)
             dq_norm, dk_norm = norm_backward_into((dq, dk), *saved)

@@ -26,7 +26,8 @@ KEPT = 4096  # prepared launches that one kernel keeps: sequence lengths vary fr
 
 # What launches; tests put an interpreter in its place.
 backend = Driver(Artifacts(folder_of_package(__name__)))
-recorder: Any = None  # is told of every launch: see replay.py
+recorder: Any = None  # what launches instead of a kernel, and takes note of it: see replay.py
+generation = 0  # goes up when launches are prepared anew
 
 
 class PromiseError(ValueError):
@@ -122,8 +123,10 @@ class Kernel:
 
     def forget(self) -> None:
         """Prepares every launch anew, by the choices that hold now."""
+        global generation
         self._prepared.clear()
         self._taken.clear()
+        generation += 1
 
     def __call__(self, *arguments) -> None:
         parts: list = [arguments[0].get_device()]
@@ -146,10 +149,11 @@ class Kernel:
         if launch is None:
             self._first(key, arguments, addresses, floats)
             return
-        launch(addresses, floats)
         watching = recorder
-        if watching is not None:
-            watching.launched(launch, arguments, floats)
+        if watching is None:
+            launch(addresses, floats)
+        else:
+            watching.launch(launch, addresses, floats, arguments)
 
     def _first(self, key: tuple, arguments: tuple, addresses: List[int], floats: List[float]) -> None:
         """Launches on a new combination, and remembers it unless something had to be copied for it."""
@@ -162,7 +166,7 @@ class Kernel:
             return
         watching = recorder
         if watching is not None:
-            watching.launched(None, (), ())
+            watching.give_up()
         launch = self._prepare(arrays, arguments, floats, candidates)
         places = [array.data_ptr() for array in arrays]
         launch(places, floats)

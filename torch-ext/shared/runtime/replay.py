@@ -12,7 +12,7 @@ is made in full each time, as are those on arguments that are more than ordinary
 
 import threading
 from operator import itemgetter
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import nn
@@ -25,7 +25,6 @@ KEPT = 4096  # combinations of arguments that one operator remembers
 RECORDED = 1  # calls with a combination before the one that is recorded: of lengths that never come again nothing is recorded
 ATTEMPTS = 4  # calls with a combination after which nobody tries any more to record it
 PLAIN_VALUES = frozenset((int, bool, type(None), str, torch.dtype))
-AT_ONCE = False  # for tests: the first call is recorded, and what it returns comes from its plan
 _aten = torch.ops.aten
 ALLOCATIONS = frozenset(
     (
@@ -94,9 +93,9 @@ class Plan:
         for i, j, distance in self.distances:
             if addresses[j] - addresses[i] != distance:
                 return None
-        first, low_bits, made = args[0], 0, []
+        low_bits, made = 0, []
         for shape, stride, dtype, like in self.made:
-            tensor = _new(first, shape, stride, dtype=dtype) if like is None else _like(args[like])
+            tensor = _new(args[0], shape, stride, dtype=dtype) if like is None else _like(args[like])
             made.append(tensor)
             address = tensor.data_ptr()
             low_bits |= address
@@ -126,7 +125,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.failed = False
+        self.failed = self.launching = False
         self.thread = threading.get_ident()
         self.kept: list = []  # no memory is given back meanwhile, so an address belongs to one tensor
         self.made: Dict[int, int] = {}  # by storage: which of `tensors` it is of
@@ -135,6 +134,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         found = function(*args, **(kwargs or {}))
+        if self.launching:
+            return found
         self.kept.append(found)
         if function in ALLOCATIONS:
             self.made[_storage(found)] = len(self.tensors)
@@ -143,14 +144,25 @@ class _Recorder(TorchDispatchMode):
             self.failed = True
         return found
 
-    def launched(self, start: Optional[Callable], arguments: Sequence, floats: Sequence[float]) -> None:
-        """Is told of each launch; start: None for one that is not remembered."""
+    def launch(self, start: Callable, addresses: List[int], floats: List[float], arguments: Sequence) -> None:
+        """Starts a kernel on the arrays among the arguments, at these addresses, and takes note of it. What a stand-in for the driver does
+        with PyTorch meanwhile does not count."""
         if threading.get_ident() != self.thread:
+            start(addresses, floats)
             return
+        self.launching = True
+        try:
+            start(addresses, floats)
+        finally:
+            self.launching = False
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         self.kept += tensors
-        self.launches.append((start, tensors, list(floats)))
-        self.failed |= start is None
+        self.launches.append((start, tensors, floats))
+
+    def give_up(self) -> None:
+        """Is told of a launch that is not remembered."""
+        if threading.get_ident() == self.thread:
+            self.failed = True
 
     def plan(self, args: tuple, result) -> Optional[Plan]:
         """What was recorded of a call with these arguments, or None."""
@@ -185,7 +197,7 @@ class _Recorder(TorchDispatchMode):
         places = of_results[0] if isinstance(result, torch.Tensor) else tuple(of_results)
         layouts: dict = {}  # of the arguments, as torch.empty_like keeps them
         for i, arg in enumerate(args):
-            if isinstance(arg, torch.Tensor) and _is_dense(arg) and arg.numel():
+            if isinstance(arg, torch.Tensor) and torch.empty_like(arg).stride() == arg.stride():
                 layouts.setdefault((tuple(arg.shape), arg.stride(), arg.dtype), i)
         made = [each._replace(like=layouts.get(each[:3])) for each in made]
         return Plan(made, steps, places, distances, constants)
@@ -225,38 +237,42 @@ def _is_view(function) -> bool:
     return bool(returns) and all(value.alias_info is not None and not value.alias_info.is_write for value in returns)
 
 
+def record(function: Callable, args: tuple) -> Tuple[Any, Optional[Plan]]:
+    """Returns what a call gives, and what it did; None for that where it cannot be replayed."""
+    recorder = _Recorder()
+    launch.recorder = recorder
+    try:
+        with recorder:
+            result = function(*args)
+    finally:
+        launch.recorder = None
+    return result, recorder.plan(args, result)
+
+
 def replayed(function: Callable) -> Callable:
     """`function`, an operator on tensors and numbers that begins with a tensor, which is replayed where it was recorded."""
     plans: dict = {}
 
-    def first_calls(key: tuple, args: tuple, addresses: List[int]):
+    def first_calls(key: tuple, args: tuple):
         calls = plans.get(key, 0)
         if len(plans) >= KEPT:
             plans.clear()
         plans[key] = calls + 1
-        if not (AT_ONCE or RECORDED <= calls) or calls >= ATTEMPTS or not _recording.acquire(blocking=False):
+        if not RECORDED <= calls < ATTEMPTS or not _recording.acquire(blocking=False):
             return function(*args)
         try:
-            recorder = _Recorder()
-            launch.recorder = recorder
-            try:
-                with recorder:
-                    result = function(*args)
-            finally:
-                launch.recorder = None
-            plan = recorder.plan(args, result)
+            result, plan = record(function, args)
         finally:
             _recording.release()
         if plan is not None:
             plans[key] = plan
-            result = plan.run(args, addresses) if AT_ONCE else result
         return result
 
     def call(*args):
         backend, first = launch.backend, args[0]
         if not (first.is_cuda or backend.runs_on_cpu) or _is_watched():
             return function(*args)
-        parts: list = [backend]
+        parts: list = [backend, launch.generation]
         addresses, low_bits = [], 0
         for arg in args:
             kind = type(arg)
@@ -274,15 +290,14 @@ def replayed(function: Callable) -> Callable:
             else:
                 return function(*args)
         if low_bits & 15:
-            parts += [address & 15 for address in addresses]
+            parts.append(tuple([address & 15 for address in addresses]))
         key = tuple(parts)
         plan = plans.get(key)
         if plan.__class__ is Plan:
             found = plan.run(args, addresses)
             return function(*args) if found is None else found
-        return first_calls(key, args, addresses)
+        return first_calls(key, args)
 
-    _caches.append(plans)
     return call
 
 
@@ -291,7 +306,6 @@ def _is_watched() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack() > 0
 
 
-_caches: List[dict] = []
 _constants: Dict[int, torch.Tensor] = {}  # by storage
 
 
@@ -299,9 +313,3 @@ def constant(tensor: torch.Tensor) -> torch.Tensor:
     """Marks a tensor that an operator launches on as one that never changes and lives as long as the process, and returns it."""
     _constants[_storage(tensor)] = tensor
     return tensor
-
-
-def forget() -> None:
-    """Works every call out anew, by the choices that hold now."""
-    for plans in _caches:
-        plans.clear()
