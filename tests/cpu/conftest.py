@@ -143,9 +143,10 @@ def device_type():
     return "cpu"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks(package_folder):
-    """Two processes on the CPU, with gloo."""
+    """Two processes on the CPU, with gloo, for the tests of one file: each group of processes that a test makes leaves gloo threads that
+    wake a hundred times a second as long as its process lives."""
     found = Ranks("cpu", package_folder)
     yield found
     found.close()

@@ -1,6 +1,6 @@
 """Processes that work together, one a rank: gloo on the CPU, NCCL with a GPU for each.
 
-They are started once for all tests of a session (each takes seconds to import what it needs) and run checks by their names.
+They are started once for many tests (each takes seconds to import what it needs) and run checks by their names.
 """
 
 import contextlib
