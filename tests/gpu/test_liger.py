@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.gpu.conftest import ROOT
 from tests.liger_families import FAMILIES, check_family
+from tests.ops.common import FLOATS
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
 
@@ -52,15 +53,17 @@ def step(model, x):
     return [y, *torch.autograd.grad(y.float().square().mean(), (x, *model.parameters()))]
 
 
-@pytest.mark.parametrize(("dtype", "bound"), ((torch.bfloat16, 4e-2), (torch.float16, 6e-3), (torch.float32, 1e-4)), ids=str)
-def test_the_norms_of_torch_nn(liger, dtype, bound):
-    """Against float64, no worse than torch's own by more than a rounding; the bound is of a chain of five layers."""
-    model, x = network(dtype), torch.randn(4, 3, 32, 32, device="cuda", dtype=dtype)
-    exact = step(copy.deepcopy(model).double(), x.double())
-    found = step(liger.kernelize(model), x)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_norms_of_torch_nn(liger, dtype):
+    """Against float64, no worse than torch's own by more than a rounding. The gradient of the convolution's bias is next to nothing, for
+    GroupNorm takes the mean away: in bf16 a tenth of it is an error, with either."""
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        model, x = network(dtype), torch.randn(4, 3, 32, 32, device="cuda", dtype=dtype)
+        exact, before = step(copy.deepcopy(model).double(), x.double()), step(model, x)
+        found = step(liger.kernelize(model), x)
     assert {row.part for row in liger.explain(model).rows if row.fused} >= {"GroupNorm", "LayerNorm", "RMSNorm", "kernels on cuda:0"}
-    for a, b in zip(found, exact, strict=True):
-        assert (a.double() - b).norm() <= bound * b.norm()
+    for a, b, c in zip(found, before, exact, strict=True):
+        assert (a.double() - c).norm() <= 1.25 * (b.double() - c).norm() + 2 * torch.finfo(dtype).eps * c.norm()
 
 
 def test_autocast_computes_the_norms_as_torch_does(liger):
