@@ -5,7 +5,7 @@ from .markdown import Notes, by_provider, columns_of, markdown, number, origin, 
 from .operation import MODE_TITLES, MODES, Operation
 from .providers import FLOOR
 from .records import Row
-from .suites import Suite
+from .suites import LIGER, Suite
 
 
 def shown_rows(operation: Operation, rows: list[Row]) -> list[Row]:
@@ -35,6 +35,23 @@ def suite_table(suite: Suite, rows: list[Row]) -> str:
     return markdown(head, body) + str(notes) + origin(rows) if rows else ""
 
 
+def limits_table(rows: list[Row]) -> str:
+    """Return forward + backward of Liger's operations at the shapes whose limits they declare, beside one copy of the bytes that they have
+    to move, or the products alone."""
+    shown, body = [], []
+    for operation in registry.of_suite(LIGER):
+        for limit in operation.limits:
+            wanted = {"metric_name": "speed", "kernel_operation_mode": "full", "x_name": "shape", "x_value": limit.title}
+            found = by_provider(select(rows, kernel_name=operation.name, **wanted))
+            floor, ours = found.get(FLOOR), found.get("bastile")
+            if floor and ours:
+                cells = (number(row.y_value_50 or 0) for row in (floor, ours))
+                body.append([operation.title, limit.title, *cells, share(floor, ours)])
+                shown.append(ours)
+    return markdown(["µs, forward + backward", "", "floor", "Bastile", "of the floor"], body) + origin(shown) if body else ""
+
+
 def suite_tables() -> dict:
     """Return the tables of all suites that have operations, by name."""
-    return {suite.table: lambda rows, suite=suite: suite_table(suite, rows) for suite in registry.suites()}
+    found = {suite.table: lambda rows, suite=suite: suite_table(suite, rows) for suite in registry.suites()}
+    return found | {"liger_limits": limits_table}
