@@ -234,6 +234,34 @@ def test_a_stream_is_unpacked_once_for_the_images_that_are_asked_for_together(ru
     assert calls == [("x86_64/column_sum.cubins", "sm_90")]
 
 
+def test_what_a_model_needs_is_unpacked_ahead(runtime, cubins, monkeypatch):
+    """Once, whoever asks first; not where it would not all stay in memory; and what is wrong with it hears who asks."""
+    artifacts = runtime.artifacts.Artifacts(cubins)
+    calls, unpack = [], artifacts._unpack
+    monkeypatch.setattr(artifacts, "_unpack", lambda *key: calls.append(key) or unpack(*key))
+    streams = {name for name in artifacts.manifest["streams"] if name.startswith("x86_64/")}
+    artifacts.unpack_ahead("sm_90")
+    for kernel in artifacts.manifest["kernels"]:
+        for variant in artifacts.variants(kernel):
+            assert artifacts.image(variant, "sm_90") == image_text(variant, "x86_64", "sm_90")
+    in_threads(2, lambda _: artifacts.image(first_variant(artifacts), "sm_90"))
+    assert sorted(calls) == sorted((name, "sm_90") for name in streams)
+    monkeypatch.setattr(runtime.artifacts, "UNPACKED", 1)
+    monkeypatch.setattr(runtime.artifacts, "ThreadPoolExecutor", lambda *args: pytest.fail("starts threads"))
+    runtime.artifacts.Artifacts(cubins).unpack_ahead("sm_90")
+    monkeypatch.undo()
+
+    def change(manifest):
+        for places in manifest["streams"].values():
+            places["sm_90"][2] += 1
+
+    change_manifest(cubins, change)
+    damaged = runtime.artifacts.Artifacts(cubins)
+    damaged.unpack_ahead("sm_90")
+    with pytest.raises(runtime.artifacts.ArtifactError, match=CURE):
+        damaged.image(first_variant(damaged), "sm_90")
+
+
 def test_a_python_without_lzma_is_named_with_the_cure(runtime, cubins, monkeypatch):
     monkeypatch.setattr(runtime.artifacts, "lzma", None)
     artifacts = runtime.artifacts.Artifacts(cubins)

@@ -15,6 +15,7 @@ import platform
 import re
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Tuple
 
@@ -25,6 +26,7 @@ except ImportError:  # torch runs on such a Python, so the package must be impor
 
 FORMAT = 2
 UNPACKED = 2**23  # bytes of unpacked streams that stay in memory: the kernels of a training step are loaded in its first pass
+UNPACKERS = 4  # threads that unpack ahead
 UNPACKER_MEMORY = 2**26  # bytes that unpacking a stream may take
 LARGEST = 2**62  # no number of a manifest reaches it
 DOWNLOAD = "Delete the package and download it again"
@@ -181,6 +183,7 @@ class Artifacts:
         self._verified: set = set()
         self._streams: Dict[Tuple[str, str], bytes] = {}  # by file and architecture, packed
         self._unpacked: Dict[Tuple[str, str], bytes] = {}  # the latest ones, the last used at the end
+        self._unpacking: Dict[Tuple[str, str], threading.Lock] = {}  # held while a stream is unpacked
         self._variants: Dict[str, List[Variant]] = {}
         self._digest = ""
         self._operations: Optional[FrozenSet[str]] = None
@@ -279,13 +282,29 @@ class Artifacts:
         """The images of an operation for one architecture, one behind the other."""
         key = name, architecture
         with self._lock:
-            data = self._unpacked.pop(key, None)
+            unpacking = self._unpacking.setdefault(key, threading.Lock())
+        with unpacking:  # whoever asks for another stream does not wait for this one
+            with self._lock:
+                data = self._unpacked.pop(key, None)
             if data is None:
                 data = self._unpack(name, architecture)
-            self._unpacked[key] = data
-            while len(self._unpacked) > 1 and sum(map(len, self._unpacked.values())) > UNPACKED:
-                del self._unpacked[next(iter(self._unpacked))]
-            return data
+            with self._lock:
+                self._unpacked[key] = data
+                while len(self._unpacked) > 1 and sum(map(len, self._unpacked.values())) > UNPACKED:
+                    del self._unpacked[next(iter(self._unpacked))]
+        return data
+
+    def unpack_ahead(self, architecture: str) -> None:
+        """Unpacks the streams of an architecture on other threads while this one goes on: those of a model take 50 ms one after the other,
+        and its first step asks for most of them. Leaves a package alone whose streams would not all stay in memory."""
+        names = [name for name, places in self.manifest["streams"].items() if name.startswith(host() + "/") and architecture in places]
+        sizes = {name: self.manifest["streams"][name][architecture][2] for name in names}
+        if sum(sizes.values()) > UNPACKED:
+            return
+        pool = ThreadPoolExecutor(UNPACKERS, "bastile-unpack")
+        for name in sorted(names, key=sizes.__getitem__, reverse=True):
+            pool.submit(self._stream, name, architecture)  # what is wrong with a stream hears who asks for it
+        pool.shutdown(wait=False)
 
     def _unpack(self, name: str, architecture: str) -> bytes:
         if lzma is None:

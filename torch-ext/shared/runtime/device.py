@@ -136,6 +136,7 @@ def _check(index: int) -> None:
             f"{name} has compute capability {major}.{minor}, and there are kernels for {built}. A newer version of this package may have it"
         )
     backend.artifacts.verify(backend.architecture(index))
+    backend.artifacts.unpack_ahead(backend.architecture(index))
     with torch.cuda.device(index):
         x = torch.ones((2, 4), dtype=torch.float32, device="cuda")
         total = torch.zeros(4, dtype=torch.float32, device="cuda")
