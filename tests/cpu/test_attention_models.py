@@ -297,6 +297,48 @@ def test_nobody_looks_for_documents_in_position_ids_that_were_not_given(request,
     assert looks or family == "gpt_oss"
 
 
+ROWS = {
+    "packed": packed()["position_ids"],
+    "two rows": torch.stack((torch.cat((torch.arange(9), torch.arange(31))), torch.cat((torch.arange(5, 38), torch.arange(7))))),
+    "one of two rows": torch.stack((torch.arange(40), torch.cat((torch.arange(3), torch.arange(37))))),
+    "rows": torch.stack((torch.arange(40), torch.arange(3, 43))),
+}
+
+
+@pytest.mark.parametrize("family", ("qwen3", "sliding", "qwen3_moe", "gpt_oss"))
+@pytest.mark.parametrize("positions", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("kernels", (True, False), ids=("operation", "mask"))
+def test_documents_of_position_ids_are_found_without_transformers(request, family, positions, kernels, looks, monkeypatch):
+    """kernels: the operation of ours takes them; it is transformers' attention with a mask otherwise."""
+    make = {"gpt_oss": gpt_oss_of, "qwen3_moe": tiny_qwen3_moe}.get(family, tiny_model)
+    package = request.getfixturevalue("gpt_oss" if family == "gpt_oss" else "qwen3")
+    model = make(**(SLIDING if family == "sliding" else {}))
+    generator = torch.Generator().manual_seed(0)
+    batch = {"input_ids": torch.randint(1, 90, positions.shape, generator=generator), "position_ids": positions}
+    expected, taken = step(model, batch), []
+    package.kernelize(model)
+    model.set_attn_implementation("bastile")
+    module = sys.modules[f"{package.__name__}.shared.hf.attention"]
+    if family == "gpt_oss":  # whose own masks do not part documents
+        with monkeypatch.context() as as_before:
+            as_before.setattr(module, "_says_documents", lambda *_: False)
+            expected = step(model, batch)
+    monkeypatch.setattr(module, "_takes", lambda *args: taken.append(args) or kernels)
+    looks.clear()
+    assert_same(step(model, batch), expected)
+    assert taken and not looks
+
+
+def test_a_launch_serves_many_numbers_of_documents(hf):
+    for lengths, expected in (((3, 4), 2), ((1,) * 7, 8), ((2,) * 8, 8), ((1,) * 9, 16)):
+        found = hf.documents_in(packed(lengths)["position_ids"])
+        starts = torch.tensor((0, *lengths)).cumsum(0)
+        assert found.shape == (2, expected) and found.dtype == torch.int32
+        assert torch.equal(found[:, : len(lengths)], torch.stack((starts[:-1], starts[1:])).int())
+        assert (found[:, len(lengths) :] == sum(lengths)).all()
+    assert hf.documents_in(torch.arange(5, 9).expand(3, -1)) is None
+
+
 def test_rows_without_position_ids_go_to_sdpa_in_a_graph(qwen3):
     """Where documents might be, a graph has the operator of ours."""
     model, called = qwen3.kernelize(tiny_model()), []

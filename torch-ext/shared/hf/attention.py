@@ -14,7 +14,7 @@ import torch
 
 from ..ops.attention import HEAD_DIMS, AttentionPlan, attention
 from ..ops.common import autocasts
-from ..runtime.device import kernels_run_on
+from ..runtime.device import is_ordinary, kernels_run_on
 from .modules import SAVED, is_plain, original_forward
 
 ATTENTION = "bastile"  # the name of our implementation among transformers'
@@ -86,11 +86,19 @@ class Visible:
     """Which tokens of a batch see which, as transformers said it to the mask function.
 
     arguments: of the mask function. rule: of `rule_of`, None where no plan can say it. padding: [batch, tokens] bool, or None where no
-    token is padding. positions: whether documents start where position_ids do not go on, beside what the rule says.
+    token is padding. positions: whether documents start where position_ids do not go on, beside what the rule says. documents: of
+    `documents_in`, which the rule and the mask function say nothing of; None for none.
     """
 
-    def __init__(self, arguments: Dict[str, Any], rule: Optional[Rule], padding: Optional[torch.Tensor], positions: bool = False):
-        self.arguments, self.rule, self.padding, self.positions = arguments, rule, padding, positions
+    def __init__(
+        self,
+        arguments: Dict[str, Any],
+        rule: Optional[Rule],
+        padding: Optional[torch.Tensor],
+        positions: bool = False,
+        documents: Optional[torch.Tensor] = None,
+    ):
+        self.arguments, self.rule, self.padding, self.positions, self.documents = arguments, rule, padding, positions, documents
         self.batch, self.tokens, self.keys = arguments["batch_size"], arguments["q_length"], arguments["kv_length"]
         self._plans: dict = {}
         self._masks: dict = {}
@@ -105,7 +113,7 @@ class Visible:
     def is_plain(self) -> bool:
         """True where each row is one document that each query sees up to itself: what SDPA does without a mask."""
         rule = self.rule
-        parted = self.positions or rule.packed is not None or self.padding is not None
+        parted = self.positions or rule.packed is not None or self.padding is not None or self.documents is not None
         return not parted and (rule.window is None or rule.window >= self.tokens)
 
     def contiguous(self) -> "Visible":
@@ -122,6 +130,8 @@ class Visible:
 
     def _plan(self, device, cu_seqlens, position_ids):
         shape, window = (self.batch, self.tokens), self.rule.window
+        if self.documents is not None:
+            return AttentionPlan(self.documents.to(device, non_blocking=True), self.batch * self.tokens, window=window)
         if cu_seqlens is not None:
             return AttentionPlan.from_cu_seqlens(cu_seqlens.to(device), self.batch * self.tokens, window=window)
         if self.rule.packed is not None:
@@ -138,8 +148,14 @@ class Visible:
         """What the mask function of `kind`, "sdpa" or "eager", returns for the same batch."""
         key = kind, dtype, device
         if key not in self._masks:
-            function = sys.modules[MASKING].ALL_MASK_ATTENTION_FUNCTIONS[kind]
-            found = function(**{**self.arguments, "dtype": dtype})
+            masking, arguments = sys.modules[MASKING], self.arguments
+            if self.documents is not None:
+                tokens = torch.arange(self.batch * self.tokens, dtype=torch.int32)
+                numbers = torch.bucketize(tokens, self.documents[1], right=True)
+                packed = masking.packed_sequence_mask_function(numbers.view(self.batch, self.tokens).to(device))
+                both = masking.and_masks(arguments["mask_function"], packed)
+                arguments = {**arguments, "mask_function": both, "allow_is_causal_skip": False}
+            found = masking.ALL_MASK_ATTENTION_FUNCTIONS[kind](**{**arguments, "dtype": dtype})
             self._masks[key] = found if found is None else found.to(device)
         return self._masks[key]
 
@@ -185,13 +201,33 @@ def masks_of_layers(config, visible_of: Callable[[str], Visible]) -> Any:
     return visible if getattr(config, "layer_types", None) else visible.popitem()[1]
 
 
-def visible_rows(config, kind: str, given: torch.Tensor) -> Visible:
-    """The `Visible` of causal layers of a kind of `WINDOWS` where each row is one document. given: input_ids [batch, tokens] or
-    inputs_embeds [batch, tokens, hidden]."""
+def documents_in(position_ids: torch.Tensor) -> Optional[torch.Tensor]:
+    """[2, at least as many as documents] int32 in main memory: the first token of each document and the one behind its last; the rest are
+    empty. None where each row is one document. Waits for the device.
+
+    position_ids: [batch, tokens]; a document starts with each row, and wherever a position is not the one before it plus 1. transformers
+    looks for the same on the device, where a dozen operations that nobody else needs are loaded for it in the first step.
+    """
+    positions = position_ids.cpu()
+    new = torch.ones_like(positions, dtype=torch.bool)
+    new[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    starts = new.flatten().nonzero()[:, 0]
+    documents = starts.numel()
+    if documents == positions.shape[0]:
+        return None
+    room = 1 << (documents - 1).bit_length()  # a launch is prepared for each number of them
+    bounds = torch.full((room + 1,), positions.numel(), dtype=torch.int32)
+    bounds[:documents] = starts
+    return torch.stack((bounds[:-1], bounds[1:]))
+
+
+def visible_rows(config, kind: str, given: torch.Tensor, documents: Optional[torch.Tensor] = None) -> Visible:
+    """The `Visible` of causal layers of a kind of `WINDOWS` where each row is one document, or is made of those of `documents_in`. given:
+    input_ids [batch, tokens] or inputs_embeds [batch, tokens, hidden]."""
     masking, window = sys.modules[MASKING], WINDOWS[kind](config)
     causal = masking.causal_mask_function if window is None else masking.sliding_window_causal_mask_function(window)
     arguments = _arguments(config, given, mask_function=causal, allow_is_causal_skip=True)
-    return Visible(arguments if window is None else {**arguments, "local_size": window}, Rule(window), None)
+    return Visible(arguments if window is None else {**arguments, "local_size": window}, Rule(window), None, documents=documents)
 
 
 def visible_documents(config, kind: str, document_ids: torch.Tensor) -> Visible:
@@ -265,7 +301,7 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
 def documents_of(visible, kwargs, sinks):
     """(cu_seqlens, position_ids) of a call, None where the mask has said what documents there are."""
     cu_seqlens, position_ids = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
-    if visible.padding is not None:
+    if visible.padding is not None or visible.documents is not None:
         return None, None
     if cu_seqlens is not None and visible.batch == 1:
         return cu_seqlens, None
@@ -348,21 +384,33 @@ def choose_attention(model) -> None:
     model.set_attn_implementation(ATTENTION)
 
 
-def _without_looking_for_documents(model, kwargs):
-    """The arguments of a model's forward with masks of ours where it would look for documents in position_ids that nobody gave.
+def _with_documents(model, kwargs):
+    """The arguments of a model's forward with masks of ours where it would look for documents in position_ids.
 
-    It makes them itself then, and waits for the device to hear that each row is one document; inside torch.compile it cannot hear, and
-    masks as if there were several.
+    Where nobody gave them it makes them itself, and waits for the device to hear that each row is one document; inside torch.compile it
+    cannot hear, and masks as if there were several.
     """
     config, given = model.config, kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     if config._attn_implementation != ATTENTION or type(config) not in TRACEABLE or not isinstance(given, torch.Tensor):
         return kwargs
-    if any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", "past_key_values", "cu_seq_lens_q")):
+    if any(kwargs.get(name) is not None for name in ("attention_mask", "past_key_values", "cu_seq_lens_q")):
+        return kwargs
+    positions, documents = kwargs.get("position_ids"), None
+    if positions is not None and (torch.compiler.is_compiling() or not _says_documents(positions, given)):
         return kwargs
     use_cache = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
     if use_cache or given.shape[1] == 1 or not all(kind in WINDOWS for kind in kinds_of_layers(config)):
         return kwargs
-    return {**kwargs, "attention_mask": masks_of_layers(config, lambda kind: visible_rows(config, kind, given))}
+    if positions is not None:
+        documents = documents_in(positions)
+    return {**kwargs, "attention_mask": masks_of_layers(config, lambda kind: visible_rows(config, kind, given, documents))}
+
+
+def _says_documents(position_ids, given: torch.Tensor) -> bool:
+    """True for position_ids that have a number for each token of a batch, which may be read."""
+    shape = given.shape[:2]
+    readable = isinstance(position_ids, torch.Tensor) and is_ordinary(position_ids) and not position_ids.is_floating_point()
+    return readable and is_ordinary(given) and position_ids.shape == shape and position_ids.dtype != torch.bool
 
 
 def model_forward(
@@ -386,4 +434,4 @@ def model_forward(
         inputs_embeds=inputs_embeds,
         use_cache=use_cache,
     )
-    return original_forward(self)(self, **_without_looking_for_documents(self, kwargs))
+    return original_forward(self)(self, **_with_documents(self, kwargs))
