@@ -42,16 +42,16 @@ def test_every_check_holds_for_results_of_a_replay(package, replay, monkeypatch,
     """The first call is recorded, and what it returns comes from the plan."""
     record = replay.record
 
-    def run_again(function, args):
+    def run_again(function, args, computes):
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         before = [tensor.clone() for tensor in tensors]
-        result, plan = record(function, args)
+        result, plan = record(function, args, computes)
         if plan is None:
             return result, plan
         for tensor, values in zip(tensors, before, strict=True):
             if not torch.equal(tensor.nan_to_num(), values.nan_to_num()):  # written in place
                 tensor.copy_(values)
-        return plan.run(args, [tensor.data_ptr() for tensor in tensors]), plan
+        return plan.run(tensors, [tensor.data_ptr() for tensor in tensors]), plan
 
     monkeypatch.setattr(replay, "RECORDED", 0)
     monkeypatch.setattr(replay, "record", run_again)
@@ -59,12 +59,37 @@ def test_every_check_holds_for_results_of_a_replay(package, replay, monkeypatch,
     CHECKS[name](package)
 
 
-class Counted:
-    """A function as an operator, and how often it is called."""
+OF_NODES = [name for name in CHECKS if name.startswith(("decoder_nodes: ", "projected_nodes: "))]
+NODES = [name for name in OF_NODES if "mlp" in name or "replayed" in name if "dropout" not in name]
 
-    def __init__(self, replay, function):
+
+@pytest.mark.parametrize("name", NODES)
+def test_the_nodes_of_a_layer_are_replayed_as_a_whole(package, replay, monkeypatch, name):
+    """What computes with PyTorch between the launches, too."""
+    plans, record = [], replay.record
+
+    def seen(function, args, computes):
+        result, plan = record(function, args, computes)
+        if computes:
+            plans.append((function.__name__, plan))
+        return result, plan
+
+    next(iter(runtime_of(package).launch.tuner.kernels)).forget()
+    monkeypatch.setattr(replay, "ATTEMPTS", 0)
+    CHECKS[name](package)  # prepares the launches
+    monkeypatch.setattr(replay, "ATTEMPTS", 9)
+    monkeypatch.setattr(replay, "record", seen)
+    CHECKS[name](package)
+    assert len({function for function, _ in plans}) == 2, "a forward and a backward pass"
+    assert all(plan is not None for _, plan in plans), plans
+
+
+class Counted:
+    """A function as an operator, and how often it is called. computes: with PyTorch too."""
+
+    def __init__(self, replay, function, computes=False):
         self.calls, self.function = 0, function
-        self.operator = replay.replayed(self._call)
+        self.operator = (replay.replayed_with_products if computes else replay.replayed)(self._call)
 
     def _call(self, *args):
         self.calls += 1
@@ -255,3 +280,141 @@ def test_an_error_is_an_error_each_time(replay):
         with pytest.raises(ValueError):
             operator(rows())
     assert replay.launch.recorder is None and not replay._recording.locked()
+
+
+# ---------------------------------------------------------------- what computes with PyTorch
+def product_of(column_sum):
+    """An operator with products in and out of place, copies, sums, views of each kind and a launch on a result of PyTorch."""
+
+    def function(x, w, b, flag, numbers):
+        first = torch.mm(x, w.t())
+        first.addmm_(x[:, :4], w[:, 2:6].t(), beta=0.5, alpha=numbers[0])
+        wide = torch.empty((x.shape[0], 2 * w.shape[0]))
+        left, right = wide.split(w.shape[0], 1)
+        torch.mm(x, w.t(), out=left)
+        right.copy_(first)
+        torch._foreach_copy_([left], [right])
+        total = torch.addmm(wide, x, torch.cat if flag is None else b.view(x.shape[1], -1))
+        sums = column_sum(total, torch.float32)
+        heads = total.view(x.shape[0], 2, -1).transpose(0, 1).reshape(2, -1)
+        return total.to(torch.float64), None, sums, heads, right, total.sum(0, dtype=torch.float64) * 2.0
+
+    return function
+
+
+def products(start, rows_=3):
+    g = torch.Generator().manual_seed(start)
+    return torch.randn(rows_, 8, generator=g), torch.randn(4, 8, generator=g), torch.randn(64, generator=g)
+
+
+def test_products_are_made_again(replay, column_sum):
+    function = product_of(column_sum)
+    operator = Counted(replay, function, computes=True)
+    for number in range(2 * CALLS):
+        args = (*products(number, 3 + number % 2), True, (0.25, 2))
+        for found, wanted in zip(operator(*args), function(*args), strict=True):
+            assert found is wanted is None or (torch.equal(found, wanted) and found.stride() == wanted.stride())
+    assert operator.calls == 4, "two for each number of rows"
+    x, w, b = products(9)
+    for args in ((x, w, b, True, (0.5, 2)), (x.t().contiguous().t(), w, b, True, (0.25, 2)), (x, torch.randn(5, 8)[:4], b, True, (0.25, 2))):
+        for found, wanted in zip(operator(*args), function(*args), strict=True):
+            assert found is wanted is None or torch.equal(found, wanted)
+    assert operator.calls == 6, "one for each that differs: rows of a larger matrix are no other"
+
+
+def test_arguments_may_start_anywhere_in_their_memory(replay):
+    def function(x):
+        return torch.mm(x[1:], x[:, 1:4].t().contiguous().view(3, -1)[:, : x.shape[1]].t())
+
+    operator, memory = Counted(replay, function, computes=True), torch.randn(9, 4)
+    for start in (0, 1, 2, 3, 4, 0):
+        x = memory[start : start + 4]
+        assert torch.equal(operator(x), function(x))
+    assert operator.calls == 2
+
+
+def test_memory_goes_behind_its_last_use(replay, monkeypatch):
+    """While the last product is made, no more is alive than it needs."""
+    alive, seen = [], []
+
+    def watched(*args, **kwargs):
+        result = product(*args, **kwargs)
+        seen.append(sum(tensor() is not None for tensor in alive))
+        alive.append(weakref.ref(result))
+        return result
+
+    product = torch.mm
+    monkeypatch.setitem(replay.COMPUTATIONS, torch.ops.aten.mm.default, watched)
+    operator = Counted(replay, lambda x: torch.mm(torch.mm(torch.mm(torch.mm(x, x), x), x), x), computes=True)
+    x = torch.randn(4, 4)
+    for _ in range(CALLS):
+        alive.clear()
+        seen.clear()
+        assert torch.equal(operator(x), x @ x @ x @ x @ x)
+    assert operator.calls == 2 and seen == [0, 1, 1, 1]
+
+
+def test_recording_holds_no_memory(replay):
+    def function(x):
+        made = weakref.ref(torch.mm(x, x))
+        assert made() is None
+        return torch.mm(x, x)
+
+    operator = Counted(replay, function, computes=True)
+    for _ in range(CALLS):
+        operator(torch.randn(4, 4))
+    assert operator.calls == 2
+
+
+@pytest.mark.parametrize(
+    "function",
+    (
+        lambda x: torch.mm(x, x).relu(),
+        lambda x: torch.empty_like(x).random_(),
+        lambda x: torch.mm(x, x) if x[0, 0].item() else x,
+        lambda x: torch.mm(x.add_(0), x),
+        lambda x: torch.empty_like(x).copy_(x).mul_(x[0].zero_().sum() == 0),
+        lambda x: torch.mm(x, OUTSIDE),
+        lambda x: (x, torch.mm(x, x)),
+        lambda x: (torch.mm(x, x), 3),
+        lambda x: torch.mm(x, x).view(torch.int32),
+    ),
+    ids=("another operation", "random", "number", "in place", "in place of a part", "of someone else", "an argument", "no tensor", "dtype"),
+)
+def test_what_else_an_operator_does_is_never_left_out(replay, function):
+    operator = Counted(replay, function, computes=True)
+    for _ in range(CALLS + 2):
+        operator(torch.randn(4, 4))
+    assert operator.calls == CALLS + 2
+
+
+OUTSIDE = torch.ones(4, 4)
+
+
+def test_a_tensor_at_an_odd_address_makes_the_call_in_full(replay, column_sum, monkeypatch):
+    operator = Counted(replay, lambda x: column_sum(torch.mm(x, x), torch.float32), computes=True)
+    x = torch.randn(4, 4)
+    for _ in range(CALLS):
+        operator(x)
+    assert operator.calls == 2
+    (plan,) = [value for value in replay_plans(operator.operator).values() if type(value) is replay.Plan]
+
+    def misaligned(*_):
+        raise replay._Misaligned
+
+    plan.steps = (*plan.steps[:1], misaligned)
+    assert torch.equal(operator(x), (x @ x).sum(0)) and operator.calls == 3
+
+
+def replay_plans(operator) -> dict:
+    return next(cell.cell_contents for cell in operator.__closure__ if isinstance(cell.cell_contents, dict))
+
+
+def test_autocast_is_another_call(replay):
+    operator = Counted(replay, lambda x: torch.mm(x, x), computes=True)
+    x = torch.randn(4, 4)
+    for dtype in (torch.bfloat16, torch.float16, None):
+        for _ in range(CALLS):
+            with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+                assert operator(x).dtype == (dtype or torch.float32)
+    assert operator.calls == 6

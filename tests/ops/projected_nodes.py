@@ -6,7 +6,7 @@ import importlib
 import torch
 
 from tests.ops.common import BF16, CPU, FP32, errors_in, exact, leaf, randn
-from tests.ops.decoder_nodes import lay_side_by_side
+from tests.ops.decoder_nodes import gradient_like, lay_side_by_side
 from tests.ops.rms_norm import rms_norm_exact
 from tests.ops.rotary import rotary_exact
 from tests.tolerances import assert_close
@@ -52,22 +52,22 @@ def _leaves(projections):
     return [part for projection in projections for part in projection[:4]]
 
 
-def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=0.0):
-    """autocast: x, norms and weights in fp32 with products in bf16, as under autocast."""
+def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=0.0, as_attention=False):
+    """as_attention: as of `gradient_like`. autocast: x, norms and weights in fp32 with products in bf16, as under autocast."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.ops.projected_nodes")
-    shape, kind = (2, 3), FP32 if autocast else BF16
+    shape, kind = (1, 6) if as_attention else (2, 3), FP32 if autocast else BF16
     x, norm = leaf(randn(6, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
     projections, projections64 = projections_of(ops, [(n * 128, 1024) for n in (8, 4, 4)], autocast, dropout)
     if packed:
         lay_side_by_side(ops, [projection.weight for projection in projections])
     norms = [leaf(randn(128, dtype=kind, device=CPU, seed=5 + i) + 1) for i in range(2)]
-    angles = randn(1, 3, 128, dtype=FP32, device=CPU, seed=7)
+    angles = randn(1, shape[1], 128, dtype=FP32, device=CPU, seed=7)
     cos, sin = angles.cos().to(kind), angles.sin().to(kind)
     torch.manual_seed(3)
     results = nodes.projected_attention_inputs(x, norm, projections, *norms, cos, sin, shape, 0.5, 0.25, BF16)
     torch.rand(1)  # someone else's number
     after = torch.get_rng_state()
-    grads = [randn(*r.shape, dtype=r.dtype, device=CPU, seed=9 + i) for i, r in enumerate(results)]
+    grads = [gradient_like(r, 9 + i, as_attention) for i, r in enumerate(results)]
     torch.autograd.backward(results, grads)
     assert torch.equal(torch.get_rng_state(), after), "the backward pass left the generator elsewhere"
     x64, norm64, norms64 = exact(x), exact(norm), [exact(n) for n in norms]
@@ -123,6 +123,9 @@ CHECKS = {
     "projected_inputs_autocast": functools.partial(check_projected_attention_inputs, autocast=True),
     "projected_inputs_autocast_packed": functools.partial(check_projected_attention_inputs, autocast=True, packed=True),
     "projected_inputs_dropout": functools.partial(check_projected_attention_inputs, dropout=0.25),
+    "projected_inputs_replayed": functools.partial(check_projected_attention_inputs, as_attention=True),
+    "projected_inputs_packed_replayed": functools.partial(check_projected_attention_inputs, packed=True, as_attention=True),
+    "projected_inputs_autocast_replayed": functools.partial(check_projected_attention_inputs, autocast=True, as_attention=True),
     "projected_mlp": check_projected_mlp,
     "projected_mlp_attended": functools.partial(check_projected_mlp, attended=True),
     "projected_mlp_packed": functools.partial(check_projected_mlp, attended=True, packed=True, inner=512),

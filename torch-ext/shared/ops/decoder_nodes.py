@@ -14,6 +14,7 @@ import torch
 from torch import split_with_sizes  # Tensor.split is a function in Python around it
 from torch.nn.functional import linear
 
+from ..runtime.replay import replayed_with_products
 from .autocast import casts_products_of, outside_autocast
 from .common import apply_function, describe, fail, need_floats, needs_formula, once_differentiable, side_by_side
 from .projection import Projection, tensors_of
@@ -50,85 +51,119 @@ def norm_mlp_reference(x, norm_weight, gate_weight, up_weight, down_weight, eps,
     return x + mlp_reference(rms_norm_reference(x, norm_weight, eps)[0], gate_weight, up_weight, down_weight)
 
 
+@replayed_with_products
+def _attention_inputs(x, norm_weight, eps, q_norm, k_norm, head_eps, cos, sin, batch, length, whole, *weights):
+    """q, k and v as attention takes them, q and k as projected, and rstd. whole: what `side_by_side` finds of the weights."""
+    y, rstd = rms_norm_forward(x, norm_weight, eps)
+    if whole is None:
+        projected = [linear(y, weight) for weight in weights]
+    else:
+        projected = split_with_sizes(linear(y, whole), [weight.shape[0] for weight in weights], 1)
+    head_dim = q_norm.shape[0]
+    q, k, v = [p.view(batch, length, p.shape[1] // head_dim, head_dim) for p in projected]
+    return (*qk_norm_rotary_forward(q, k, q_norm, k_norm, cos, sin, head_eps), v.transpose(1, 2), q, k, rstd)
+
+
+@replayed_with_products
+def _attention_inputs_gradients(dq_out, dk_out, dv, dresidual, x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, head_eps, whole, needs,
+                                *weights):
+    """The gradients of x, norm_weight, q_norm, k_norm and the weights, None where `needs`, a boolean for each, says so."""
+    tokens, rows = x.shape[0], [weight.shape[0] for weight in weights]
+    dv = dv.transpose(1, 2)
+    saved = dq_out, dk_out, q, k, q_norm, k_norm, cos, sin, head_eps, needs[2], needs[3]
+    if whole is None:
+        dq, dk, dq_norm, dk_norm = qk_norm_rotary_backward(*saved)
+        grads = [grad.reshape(tokens, count) for grad, count in zip((dq, dk, dv), rows)]
+    else:
+        together = torch.empty((tokens, whole.shape[0]), dtype=x.dtype, device=x.device)
+        grads = split_with_sizes(together, rows, 1)
+        dq, dk, dv_place = [grad.view(t.shape) for grad, t in zip(grads, (q, k, dv))]
+        dv_place.copy_(dv)
+        dq_norm, dk_norm = norm_backward_into((dq, dk), *saved)
+    dweights = [None] * len(weights)
+    if any(needs[4:]):
+        y = rms_norm_recompute(x, norm_weight, rstd)
+        dweights = _weight_gradients(grads, y, needs[4:])
+        del y
+    dx = dnorm = None
+    if needs[0] or needs[1]:
+        dy = torch.mm(together, whole) if whole is not None else _input_gradient(grads, weights)
+        dx, dnorm = add_rms_norm_backward(dy, dresidual, x, norm_weight, rstd, needs[1])
+    return (dx, *[grad if need else None for grad, need in zip((dnorm, dq_norm, dk_norm), needs[1:])], *dweights)
+
+
 class _NormAttentionInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm_weight, eps, q_norm, k_norm, head_eps, cos, sin, shape, *weights):
-        y, rstd = rms_norm_forward(x, norm_weight, eps)
-        whole = side_by_side(weights)
-        if whole is None:
-            projected = [linear(y, weight) for weight in weights]
-        else:
-            projected = split_with_sizes(linear(y, whole), [weight.shape[0] for weight in weights], 1)
-        head_dim = q_norm.shape[0]
-        q, k, v = [p.view(*shape, p.shape[1] // head_dim, head_dim) for p in projected]
+        arguments = x, norm_weight, eps, q_norm, k_norm, head_eps, cos, sin
+        q_out, k_out, v, q, k, rstd = _attention_inputs(*arguments, *shape, side_by_side(weights), *weights)
         ctx.save_for_backward(x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *weights)
         ctx.head_eps = head_eps
-        return (*qk_norm_rotary_forward(q, k, q_norm, k_norm, cos, sin, head_eps), v.transpose(1, 2), x.view_as(x))
+        return q_out, k_out, v, x.view_as(x)
 
     @staticmethod
     @once_differentiable
     @outside_autocast
-    def backward(ctx, dq_out, dk_out, dv, dresidual):
-        x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *weights = ctx.saved_tensors
-        needs, tokens, rows = ctx.needs_input_grad, x.shape[0], [weight.shape[0] for weight in weights]
-        whole = side_by_side(weights)
-        dv = dv.transpose(1, 2)
-        saved = dq_out, dk_out, q, k, q_norm, k_norm, cos, sin, ctx.head_eps, needs[3], needs[4]
-        if whole is None:
-            dq, dk, dq_norm, dk_norm = qk_norm_rotary_backward(*saved)
-            grads = [grad.reshape(tokens, count) for grad, count in zip((dq, dk, dv), rows)]
-        else:
-            together = torch.empty((tokens, whole.shape[0]), dtype=x.dtype, device=x.device)
-            grads = split_with_sizes(together, rows, 1)
-            dq, dk, dv_place = [grad.view(t.shape) for grad, t in zip(grads, (q, k, dv))]
-            dv_place.copy_(dv)
-            dq_norm, dk_norm = norm_backward_into((dq, dk), *saved)
-        dweights = [None] * len(weights)
-        if any(needs[9:]):
-            y = rms_norm_recompute(x, norm_weight, rstd)
-            dweights = _weight_gradients(grads, y, needs[9:])
-            del y
-        dx = dnorm = None
-        if needs[0] or needs[1]:
-            dy = torch.mm(together, whole) if whole is not None else _input_gradient(grads, weights)
-            dx, dnorm = add_rms_norm_backward(dy, dresidual, x, norm_weight, rstd, needs[1])
-        dnorms = [grad if need else None for grad, need in zip((dnorm, dq_norm, dk_norm), (needs[1], needs[3], needs[4]))]
-        return (dx, dnorms[0], None, *dnorms[1:], None, None, None, None, *dweights)
+    def backward(ctx, *grads):
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+        weights, needs = saved[9:], (*needs[:2], *needs[3:5], *needs[9:])
+        found = _attention_inputs_gradients(*grads, *saved[:9], ctx.head_eps, side_by_side(weights), needs, *weights)
+        dx, dnorm, dq_norm, dk_norm, *dweights = found
+        return (dx, dnorm, None, dq_norm, dk_norm, None, None, None, None, *dweights)
+
+
+@replayed_with_products
+def _mlp(x, attended, o_weight, norm_weight, eps, gate_weight, up_weight, down_weight, whole):
+    """The result, the residual stream behind attention where this adds to it, flat, its rstd, gate and up. whole: what `side_by_side`
+    finds of gate's and up's weights."""
+    flat = x.reshape(-1, x.shape[-1])
+    total = flat if o_weight is None else torch.addmm(flat, attended, o_weight.t())
+    y, rstd = rms_norm_forward(total, norm_weight, eps)
+    gate, up = gate_and_up(y, gate_weight, up_weight, whole)
+    del y
+    # Not a view of the flat result: FSDP's hooks warn of a module that returns a view.
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    torch.addmm(total, swiglu_forward(gate, up), down_weight.t(), out=out.view(total.shape))
+    return out, None if o_weight is None else total, rstd, gate, up
+
+
+@replayed_with_products
+def _mlp_gradients(dout, x, attended, o_weight, norm_weight, rstd, gate, up, gate_weight, up_weight, down_weight, whole, needs):
+    """The gradients of x [tokens, hidden], attended, o_weight, norm_weight and the MLP's weights, None where `needs`, a boolean for each,
+    says so."""
+    dout = dout.reshape(x.shape)
+    need_x, need_attended, need_o, need_norm, *need_weights = needs
+    need_total = need_x or need_attended or need_o or need_norm
+    normed = functools.partial(rms_norm_recompute, x, norm_weight, rstd)
+    weights = gate_weight, up_weight, down_weight, whole
+    dy, *dweights = mlp_backward(dout, normed, gate, up, *weights, (need_total, *need_weights))
+    if not need_total:
+        return (None, None, None, None, *dweights)
+    dx, dnorm = add_rms_norm_backward(dy, dout, x, norm_weight, rstd, need_norm)
+    dattended = torch.mm(dx, o_weight) if need_attended else None
+    do_weight = torch.mm(dx.t(), attended) if need_o else None
+    return (dx, dattended, do_weight, dnorm if need_norm else None, *dweights)
 
 
 class _NormMLP(torch.autograd.Function):
     """With attention's output and its projection, when there are these, in front: x is the residual stream before or behind it."""
 
     @staticmethod
-    def forward(ctx, x, attended, o_weight, norm_weight, eps, gate_weight, up_weight, down_weight):
-        ctx.shape, x = x.shape, x.reshape(-1, x.shape[-1])
-        if o_weight is not None:
-            x = torch.addmm(x, attended, o_weight.t())
-        y, rstd = rms_norm_forward(x, norm_weight, eps)
-        gate, up = gate_and_up(y, gate_weight, up_weight)
-        del y
-        ctx.save_for_backward(x, attended, o_weight, norm_weight, rstd, gate, up, gate_weight, up_weight, down_weight)
-        # Not a view of the flat result: FSDP's hooks warn of a module that returns a view.
-        out = torch.empty(ctx.shape, dtype=x.dtype, device=x.device)
-        torch.addmm(x, swiglu_forward(gate, up), down_weight.t(), out=out.view(x.shape))
+    def forward(ctx, x, attended, o_weight, norm_weight, eps, *weights):
+        ctx.shape, whole = x.shape, side_by_side(weights[:2])
+        out, total, rstd, gate, up = _mlp(x, attended, o_weight, norm_weight, eps, *weights, whole)
+        total = x.reshape(-1, x.shape[-1]) if total is None else total
+        ctx.save_for_backward(total, attended, o_weight, norm_weight, rstd, gate, up, *weights)
         return out
 
     @staticmethod
     @once_differentiable
     @outside_autocast
     def backward(ctx, dout):
-        x, attended, o_weight, norm_weight, rstd, gate, up, *weights = ctx.saved_tensors
-        dout = dout.reshape(x.shape)
-        need_x, need_attended, need_o, need_norm, _, *need_weights = ctx.needs_input_grad
-        need_total = need_x or need_attended or need_o or need_norm
-        normed = functools.partial(rms_norm_recompute, x, norm_weight, rstd)
-        dy, *dweights = mlp_backward(dout, normed, gate, up, *weights, (need_total, *need_weights))
-        if not need_total:
-            return (None, None, None, None, None, *dweights)
-        dx, dnorm = add_rms_norm_backward(dy, dout, x, norm_weight, rstd, need_norm)
-        dattended = torch.mm(dx, o_weight) if need_attended else None
-        do_weight = torch.mm(dx.t(), attended) if need_o else None
-        return (dx.view(ctx.shape), dattended, do_weight, dnorm if need_norm else None, None, *dweights)
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+        found = _mlp_gradients(dout, *saved, side_by_side(saved[7:9]), (*needs[:4], *needs[5:]))
+        dx, dattended, do_weight, dnorm, *dweights = found
+        return (None if dx is None else dx.view(ctx.shape), dattended, do_weight, dnorm, None, *dweights)
 
 
 def norm_attention_inputs(

@@ -5,17 +5,30 @@ Under autocast over fp32 the residual stream stays in fp32: the norms read it an
 rounded to that once a forward pass, whose result the backward pass uses again. Gradients are of their parameters' own dtypes.
 """
 
-from typing import Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 
+from ..runtime.replay import replayed_with_products
 from .common import apply_function, describe, fail, need_floats, needs_formula, once_differentiable
-from .projected_steps import attention_inputs_backward, attention_inputs_forward, biases_of, groups_of, mlp_backward, mlp_forward
+from .projected_steps import (
+    attention_inputs_backward,
+    attention_inputs_forward,
+    biases_of,
+    groups_of,
+    mlp_backward,
+    mlp_forward,
+    split_groups,
+)
 from .projection import (
+    OF_ONE,
     FourBitWeight,
+    Layout,
     Projection,
     Projections,
     from_parts,
+    layout_of,
+    layouts_of,
     numbers_of,
     projection_reference,
     scalings_without_dropout,
@@ -44,26 +57,84 @@ def projected_mlp_reference(x, norm_weight, projections, eps, attended, dtype) -
     return x + projection_reference(swiglu_reference(projection_reference(y, gate), projection_reference(y, up)), down)
 
 
+@replayed_with_products
+def _attention_inputs(x, norm_weight, eps, q_norm, k_norm, head_eps, cos, sin, batch, length, layout: Layout, whole, *tensors):
+    """q, k and v as attention takes them, q and k as projected, rstd, and `Projections.made`. tensors: of `tensors_of`."""
+    projections = layout.projections(tensors)
+    group = Projections(projections, layout.dtype, whole=whole)
+    arguments = x, norm_weight, eps, q_norm, k_norm, head_eps, cos, sin, (batch, length)
+    q_out, k_out, (q, k, v), rstd = attention_inputs_forward(*arguments, group, biases_of(projections))
+    return (q_out, k_out, v.transpose(1, 2), q, k, rstd, *group.made(projections))
+
+
+@replayed_with_products
+def _attention_inputs_gradients(dq, dk, dv, dresidual, x, norm_weight, rstd, q, k, q_norm, k_norm, head_eps, cos, sin, layout: Layout,
+                                whole, needs, *tensors):
+    """As `attention_inputs_backward`. tensors: of `Projections.saved`."""
+    group, _ = layout.loaded(tensors, whole)
+    saved = x, norm_weight, rstd, q, k, q_norm, k_norm, head_eps, cos, sin
+    return attention_inputs_backward((dq, dk, dv, dresidual), *saved, group, needs)
+
+
 class _ProjectedAttentionInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm_weight, eps, q_norm, k_norm, head_eps, cos, sin, shape, dtype, numbers, *tensors):
         projections = from_parts(tensors, numbers)
-        group = Projections(projections, dtype)
-        arguments = x, norm_weight, eps, q_norm, k_norm, head_eps, cos, sin, shape
-        q_out, k_out, (q, k, v), rstd = attention_inputs_forward(*arguments, group, biases_of(projections))
-        ctx.save_for_backward(x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *group.saved())
+        arguments = x, norm_weight, eps, q_norm, k_norm, head_eps, cos, sin
+        layout = layout_of(projections, dtype)
+        if layout is None:
+            group = Projections(projections, dtype)
+            q_out, k_out, (q, k, v), rstd = attention_inputs_forward(*arguments, shape, group, biases_of(projections))
+            v, saved = v.transpose(1, 2), group.saved()
+        else:
+            group = layout
+            q_out, k_out, v, q, k, rstd, *made = _attention_inputs(*arguments, *shape, layout, layout.whole_of(tensors), *tensors)
+            saved, _ = layout.saved_of(tensors, made)
+        ctx.save_for_backward(x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *saved)
         ctx.group, ctx.head_eps = group, head_eps
-        return q_out, k_out, v.transpose(1, 2), x.view_as(x)
+        return q_out, k_out, v, x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *tensors = ctx.saved_tensors
-        group, _ = ctx.group.loaded(tensors)
-        needs = [need for i, need in enumerate(ctx.needs_input_grad) if i in (0, 1, 3, 4) or i >= 11]
+        group, needs = ctx.group, ctx.needs_input_grad
+        needs = (*needs[:2], *needs[3:5], *needs[11:])
         saved = x, norm_weight, rstd, q, k, q_norm, k_norm, ctx.head_eps, cos, sin
-        dx, dnorm, dq_norm, dk_norm, *dprojections = attention_inputs_backward(grads, *saved, group, needs)
+        if type(group) is Layout:
+            found = _attention_inputs_gradients(*grads, *saved, group, group.whole_of_saved(tensors), needs, *tensors)
+        else:
+            found = attention_inputs_backward(grads, *saved, group.loaded(tensors)[0], needs)
+        dx, dnorm, dq_norm, dk_norm, *dprojections = found
         return (dx, dnorm, None, dq_norm, dk_norm, None, None, None, None, None, None, *dprojections)
+
+
+@replayed_with_products
+def _mlp(x, attended, norm_weight, eps, o: Optional[Layout], inner: Layout, down: Layout, whole, *tensors):
+    """The result, the residual stream behind attention where this adds to it, flat, its rstd, gate, up, and `Projections.made`. tensors: of
+    `tensors_of`; whole: of gate and up."""
+    groups, projections, start = [], [], 0
+    for layout in (inner, down) if o is None else (o, inner, down):
+        of_group = layout.projections(tensors[start : start + layout.tensors])
+        groups.append(Projections(of_group, layout.dtype, whole=whole if layout is inner else None))
+        projections.append(of_group)
+        start += layout.tensors
+    biases = biases_of([projection for of_group in projections for projection in of_group])
+    out, total, rstd, gate, up = mlp_forward(x, attended, norm_weight, eps, groups, biases)
+    made = [tensor for group, of_group in zip(groups, projections) for tensor in group.made(of_group)]
+    return (out, None if o is None else total, rstd, gate, up, *made)
+
+
+@replayed_with_products
+def _mlp_gradients(dout, total, attended, norm_weight, rstd, gate, up, o: Optional[Layout], inner: Layout, down: Layout, whole, needs,
+                   *tensors):
+    """As `mlp_backward`. tensors: of `Projections.saved`."""
+    groups: List[Projections] = []
+    left: Sequence = tensors
+    for layout in (inner, down) if o is None else (o, inner, down):
+        group, left = layout.loaded(left, whole if layout is inner else None)
+        groups.append(group)
+    return mlp_backward(dout, total, attended, norm_weight, rstd, gate, up, groups, needs)
 
 
 class _ProjectedMLP(torch.autograd.Function):
@@ -72,9 +143,23 @@ class _ProjectedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, attended, norm_weight, eps, dtype, numbers, *tensors):
         projections = from_parts(tensors, numbers)
-        groups = groups_of(projections, dtype)
-        out, total, rstd, gate, up = mlp_forward(x, attended, norm_weight, eps, groups, biases_of(projections))
-        ctx.save_for_backward(total, attended, norm_weight, rstd, gate, up, *[t for group in groups for t in group.saved()])
+        layouts = layouts_of(split_groups(projections), dtype)
+        groups: list
+        if layouts is None:
+            groups = groups_of(projections, dtype)
+            out, total, rstd, gate, up = mlp_forward(x, attended, norm_weight, eps, groups, biases_of(projections))
+            saved = [t for group in groups for t in group.saved()]
+        else:
+            groups = [None] * (attended is None) + layouts
+            whole = groups[1].whole_of(tensors[-3 * OF_ONE : -OF_ONE])
+            out, total, rstd, gate, up, *made = _mlp(x, attended, norm_weight, eps, *groups, whole, *tensors)
+            total = x.reshape(-1, x.shape[-1]) if total is None else total
+            saved, start = [], 0
+            for layout in layouts:
+                of_group, made = layout.saved_of(tensors[start : start + layout.tensors], made)
+                saved += of_group
+                start += layout.tensors
+        ctx.save_for_backward(total, attended, norm_weight, rstd, gate, up, *saved)
         ctx.groups, ctx.shape = groups, x.shape
         return out
 
@@ -82,12 +167,19 @@ class _ProjectedMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         total, attended, norm_weight, rstd, gate, up, *tensors = ctx.saved_tensors
-        groups = []
-        for group in ctx.groups:
-            group, tensors = group.loaded(tensors)
-            groups.append(group)
-        needs = *ctx.needs_input_grad[:3], *ctx.needs_input_grad[6:]
-        dx, dattended, dnorm, *dprojections = mlp_backward(dout, total, attended, norm_weight, rstd, gate, up, groups, needs)
+        needs, groups = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[6:]), ctx.groups
+        saved = total, attended, norm_weight, rstd, gate, up
+        if type(groups[-1]) is Layout:
+            o, inner, _ = groups
+            whole = inner.whole_of_saved(tensors if o is None else tensors[o.kept :])
+            found = _mlp_gradients(dout, *saved, *groups, whole, needs, *tensors)
+        else:
+            loaded = []
+            for group in groups:
+                group, tensors = group.loaded(tensors)
+                loaded.append(group)
+            found = mlp_backward(dout, *saved, loaded, needs)
+        dx, dattended, dnorm, *dprojections = found
         return (None if dx is None else dx.view(ctx.shape), dattended, dnorm, None, None, None, *dprojections)
 
 

@@ -12,7 +12,8 @@ from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
 import torch
 from torch.nn.functional import dropout, linear
 
-from .common import fail, side_by_side
+from ..runtime.replay import IDENTITIES
+from .common import KEPT, fail, side_by_side
 
 FP32 = torch.float32
 # A product of half precision numbers with a result in fp32, which the GEMM has anyway, needs no second kernel to widen it.
@@ -173,6 +174,13 @@ def shapes_made(projections: Sequence[Projection], dtype: torch.dtype, tokens: i
     return shapes + [adapter.b.shape for adapter in adapters if adapter.b.dtype != dtype]
 
 
+LOOK = object()  # stands for weights that may lie side by side
+
+
+def _whole_of(weights: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
+    return None if len(weights) == 1 else side_by_side(weights)
+
+
 class Projections:
     """The projections of one input, between the forward and the backward pass of an autograd node.
 
@@ -180,27 +188,14 @@ class Projections:
     `loaded` makes an object that has them again. The other attributes are numbers and names.
     """
 
-    def __init__(self, projections: Sequence[Projection], dtype: torch.dtype, made: Optional[Sequence[torch.Tensor]] = None):
-        """dtype: of the products. made: in the backward pass of an operator, what `made` gave in its forward pass."""
-        self.dtype = dtype
-        self.rows = [projection.weight.shape[0] for projection in projections]
-        self.four_bit = {i: p.weight for i, p in enumerate(projections) if isinstance(p.weight, FourBitWeight)}
-        self.dtypes = [None if i in self.four_bit else p.weight.dtype for i, p in enumerate(projections)]
-        self.spans: dict = {}  # of the projections with an adapter, by their place: its columns in `low`
-        start = 0
-        for i, projection in enumerate(projections):
-            if projection.a is not None:
-                self.spans[i] = slice(start, start + projection.a.shape[0])
-                start = self.spans[i].stop
-        self.rank = start
-        self.scalings = [projection.scaling for projection in projections]
-        self.dropouts = [projection.dropout for projection in projections]
-        self.drops = any(self.dropouts[i] for i in self.spans)
-        self.adapter_dtypes = [tuple(None if t is None else t.dtype for t in projection[1:OF_ONE]) for projection in projections]
-        self.states: dict = {}
+    def __init__(self, projections: Sequence[Projection], dtype: torch.dtype, made: Optional[Sequence[torch.Tensor]] = None, whole=LOOK):
+        """dtype: of the products. made: in the backward pass of an operator, what `made` gave in its forward pass. whole: what
+        `side_by_side` finds of the weights, where the caller knows it."""
+        self._describe(projections, dtype)
         weights = [None if i in self.four_bit else projection.weight for i, projection in enumerate(projections)]
-        self.whole = None if self.four_bit or len(weights) == 1 else side_by_side(weights)
-        self.rounded_whole = not self.four_bit and any(weight.dtype != dtype for weight in weights)
+        if whole is LOOK:
+            whole = None if self.four_bit else _whole_of(weights)
+        self.whole = whole
         found = None if made is None else list(made)
         self.a = self.low = None
         self.b: list = []
@@ -220,6 +215,26 @@ class Projections:
         self.weights = [None if weight is None else weight.to(dtype) for weight in weights]
         if self.spans and found is not None:
             self.b = [adapter.b if adapter.b.dtype == dtype else found.pop(0) for adapter in adapters]
+
+    def _describe(self, projections: Sequence[Projection], dtype: torch.dtype) -> None:
+        """Sets what is no tensor."""
+        self.dtype = dtype
+        self.rows = [projection.weight.shape[0] for projection in projections]
+        self.four_bit = {i: p.weight for i, p in enumerate(projections) if isinstance(p.weight, FourBitWeight)}
+        self.dtypes = [None if i in self.four_bit else p.weight.dtype for i, p in enumerate(projections)]
+        self.spans: dict = {}  # of the projections with an adapter, by their place: its columns in `low`
+        start = 0
+        for i, projection in enumerate(projections):
+            if projection.a is not None:
+                self.spans[i] = slice(start, start + projection.a.shape[0])
+                start = self.spans[i].stop
+        self.rank = start
+        self.scalings = [projection.scaling for projection in projections]
+        self.dropouts = [projection.dropout for projection in projections]
+        self.drops = any(self.dropouts[i] for i in self.spans)
+        self.adapter_dtypes = [tuple(None if t is None else t.dtype for t in projection[1:OF_ONE]) for projection in projections]
+        self.states: dict = {}
+        self.rounded_whole = any(weight_dtype not in (None, dtype) for weight_dtype in self.dtypes) and not self.four_bit
 
     def made(self, projections: Sequence[Projection]) -> list:
         """Lists those of the tensors for the backward pass that are not the projections' own, behind `forward`: their shapes are
@@ -281,8 +296,10 @@ class Projections:
         self.weights, self.b = [], []
         return tensors
 
-    def loaded(self, tensors: Sequence[Optional[torch.Tensor]]) -> Tuple["Projections", Sequence[Optional[torch.Tensor]]]:
-        """An object like this one with the tensors that `saved` handed over, and those that are left."""
+    def loaded(
+        self, tensors: Sequence[Optional[torch.Tensor]], whole=LOOK
+    ) -> Tuple["Projections", Sequence[Optional[torch.Tensor]]]:
+        """An object like this one with the tensors that `saved` handed over, and those that are left. whole: as of `Projections`."""
         new, start = object.__new__(Projections), 3 if self.rounded_whole else 2 + len(self.rows)
         new.__dict__.update(self.__dict__)
         new.a, new.low = tensors[:2]
@@ -291,7 +308,7 @@ class Projections:
             new.weights = list(new.whole.split(self.rows))
         else:
             new.weights = tensors[2:start]
-            new.whole = None if self.four_bit or start == 3 else side_by_side(new.weights)
+            new.whole = (None if self.four_bit else _whole_of(new.weights)) if whole is LOOK else whole
         end = start + len(self.spans)
         new.b = tensors[start:end]
         return new, tensors[end:]
@@ -355,3 +372,83 @@ class Projections:
             dropped = _dropped_again(y, self.dropouts[i], self.states[i]) if self.dropouts[i] else y
             found[OF_ONE * i + 1] = _product(dlow[:, self.spans[i]].t(), dropped, self.adapter_dtypes[i][0])
         return found
+
+
+class Layout(Projections):
+    """All of some projections but their tensors: what an operator of them depends on beside the tensors that it gets. There is one for each
+    combination, which is only equal to itself."""
+
+    def __init__(self, projections: Sequence[Projection], dtype: torch.dtype):
+        self._describe(projections, dtype)
+        self.a = self.low = self.whole = None
+        self.weights, self.b = [], []
+        self.numbers = numbers_of(projections)
+        self.tensors = OF_ONE * len(projections)
+        self.kept = (2 if self.rounded_whole else 1 + len(projections)) + 1 + len(self.spans)  # tensors that `saved` lists
+        self.makes_rows = bool(self.spans) and _makes_rows([projections[i].a for i in self.spans], dtype)
+
+    def projections(self, tensors: Sequence) -> List[Projection]:
+        """Those with other tensors of the same kinds, as `tensors_of` lists them."""
+        return from_parts(tensors, self.numbers)
+
+    def whole_of(self, tensors: Sequence) -> Optional[torch.Tensor]:
+        """What `side_by_side` finds of the weights among the tensors that `tensors_of` lists."""
+        return side_by_side(tensors[::OF_ONE]) if len(self.rows) > 1 else None
+
+    def whole_of_saved(self, tensors: Sequence) -> Optional[torch.Tensor]:
+        """The same among those that `saved` lists."""
+        return None if self.rounded_whole or len(self.rows) == 1 else side_by_side(tensors[2 : 2 + len(self.rows)])
+
+    def saved_of(self, tensors: Sequence, made: Sequence[torch.Tensor]) -> Tuple[list, Sequence[torch.Tensor]]:
+        """What `saved` lists, of the projections' tensors and what `made` gave, and what is left of that."""
+        found: list = [None, None]
+        at = 0
+        if self.spans:
+            found = [made[1] if self.makes_rows else tensors[OF_ONE * next(iter(self.spans)) + 1], made[0]]
+            at = 1 + self.makes_rows
+        if self.rounded_whole:
+            found.append(made[at])
+            at += 1
+        else:
+            found += tensors[::OF_ONE]
+        for i in self.spans:
+            b = tensors[OF_ONE * i + 2]
+            if b.dtype != self.dtype:
+                b = made[at]
+                at += 1
+            found.append(b)
+        return found, made[at:]
+
+
+IDENTITIES.add(Layout)
+_layouts: dict = {}
+
+
+def layout_of(projections: Sequence[Projection], dtype: torch.dtype) -> Optional[Layout]:
+    """The `Layout` of projections; None where they draw random numbers, or have a weight in four bits: no functions of tensors."""
+    key: list = [dtype]
+    for weight, a, b, bias, scaling, probability in projections:
+        if type(weight) is FourBitWeight:
+            return None
+        key += (weight.dtype, weight.shape[0])
+        if a is not None and b is not None:
+            if probability:
+                return None
+            key += (a.dtype, a.shape[0], b.dtype, None if bias is None else bias.dtype, scaling or str(scaling))  # 0.0 and -0.0 are equal
+    found = _layouts.get(tuple(key))
+    if found is None:
+        if len(_layouts) >= KEPT:
+            _layouts.clear()
+        found = _layouts[tuple(key)] = Layout(projections, dtype)
+    return found
+
+
+def layouts_of(groups: Sequence[Sequence[Projection]], dtype: torch.dtype) -> Optional[List[Layout]]:
+    """The `Layout` of each group, or None where one has none."""
+    found = []
+    for group in groups:
+        layout = layout_of(group, dtype)
+        if layout is None:
+            return None
+        found.append(layout)
+    return found

@@ -160,19 +160,21 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 ONE_GEMM_FORWARD = 512
 
 
-def gate_and_up(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """x @ gate_weight.T and x @ up_weight.T; x: [tokens, hidden]."""
-    whole = side_by_side((gate_weight, up_weight))
+def gate_and_up(
+    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, whole: Optional[torch.Tensor]
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """x @ gate_weight.T and x @ up_weight.T; x: [tokens, hidden]; whole: what `side_by_side` finds of the weights."""
     if whole is None or x.shape[0] > ONE_GEMM_FORWARD:  # a tracer has no `whole`: its graph must not depend on the number of tokens
         return linear(x, gate_weight), linear(x, up_weight)
     both = linear(x, whole)
     return both[:, : gate_weight.shape[0]], both[:, gate_weight.shape[0] :]
 
 
-def mlp_backward(dy, x, gate, up, gate_weight, up_weight, down_weight, needs) -> Tuple[Optional[torch.Tensor], ...]:
+def mlp_backward(dy, x, gate, up, gate_weight, up_weight, down_weight, whole, needs) -> Tuple[Optional[torch.Tensor], ...]:
     """(dx, dgate_weight, dup_weight, ddown_weight), None where `needs` (four booleans) says so.
 
-    dy: [tokens, hidden]; x: a function that gives the MLP's input [tokens, hidden], called once and only if a weight needs it.
+    dy: [tokens, hidden]; x: a function that gives the MLP's input [tokens, hidden], called once and only if a weight needs it; whole: what
+    `side_by_side` finds of gate's and up's weights.
     """
     need_x, need_gate, need_up, need_down = needs
     dgate_weight = dup_weight = ddown_weight = None
@@ -193,7 +195,6 @@ def mlp_backward(dy, x, gate, up, gate_weight, up_weight, down_weight, needs) ->
         del normed
     dx = None
     if need_x:
-        whole = side_by_side((gate_weight, up_weight))
         dx = torch.mm(both, whole) if whole is not None else torch.mm(dgate, gate_weight).addmm_(dup, up_weight)
     return dx, dgate_weight, dup_weight, ddown_weight
 
@@ -204,7 +205,7 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gate_weight, up_weight, down_weight):
-        gate, up = gate_and_up(x, gate_weight, up_weight)
+        gate, up = gate_and_up(x, gate_weight, up_weight, side_by_side((gate_weight, up_weight)))
         ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
         return linear(swiglu_forward(gate, up), down_weight)
 
@@ -213,7 +214,7 @@ class _MLP(torch.autograd.Function):
     @outside_autocast
     def backward(ctx, dy):
         x, gate, up, *weights = ctx.saved_tensors
-        return mlp_backward(dy, lambda: x, gate, up, *weights, ctx.needs_input_grad)
+        return mlp_backward(dy, lambda: x, gate, up, *weights, side_by_side(weights[:2]), ctx.needs_input_grad)
 
 
 def mlp(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor) -> torch.Tensor:

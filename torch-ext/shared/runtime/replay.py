@@ -1,4 +1,4 @@
-"""Runs an operator again by what it did the last time: the tensors that it makes and the kernels that it launches.
+"""Runs an operator again by what it did the last time: the tensors that it makes, the kernels that it launches, the products of PyTorch.
 
 An operator of this package is a function of its arguments: what it allocates, how it views and cuts its tensors and which variants it
 launches on which grid follow from the arguments' dtypes, shapes, strides, alignment and numbers, and from nothing else. Working that out
@@ -7,10 +7,12 @@ same tensors and the same launches, at the addresses of its own.
 
 What an operator does is recorded, never guessed. A call is recorded at its second time; every operation of PyTorch in it is seen by a
 dispatch mode, and one that is neither a view nor an allocation (a copy, a product, a number read back from the device) means that the call
-is made in full each time, as are those on arguments that are more than ordinary tensors and numbers.
+is made in full each time, as are those on arguments that are more than ordinary tensors and numbers. Of an operator that is marked to
+compute, those of `COMPUTATIONS` are done again too.
 """
 
 import threading
+import weakref
 from operator import itemgetter
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -38,109 +40,317 @@ ALLOCATIONS = frozenset(
 HARMLESS = frozenset((_aten.promote_types.default,))  # what follows from dtypes and numbers
 _new, _like = torch.Tensor.new_empty_strided, torch.empty_like
 _recording = threading.Lock()  # one call of the process is recorded at a time
+_any_autocasts = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
-class Made(NamedTuple):
-    """A tensor that a call allocates. like: the argument, by its place, of the same dtype, shape and strides, or None: it costs a third
-    less to make a tensor like another one."""
+def _cast_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype, copy=True)
 
+
+def _widened_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.mm(left, right, out_dtype=dtype)
+
+
+def _copy_all(targets: List[torch.Tensor], sources: List[torch.Tensor]) -> None:
+    torch._foreach_copy_(targets, sources)
+
+
+# Operations whose result follows from the tensors and numbers that they get, by what calls them at the least cost: the functions of
+# torch, which take the same arguments; calling an operator itself costs the host 4 us more.
+COMPUTATIONS: Dict[Any, Callable] = {
+    _aten.mm.default: torch.mm,
+    _aten.mm.out: torch.mm,
+    _aten.addmm.default: torch.addmm,
+    _aten.addmm.out: torch.addmm,
+    _aten.addmm_.default: torch.Tensor.addmm_,
+    _aten.add.Tensor: torch.add,
+    _aten.add.out: torch.add,
+    _aten.add_.Tensor: torch.Tensor.add_,
+    _aten.mul.Tensor: torch.mul,
+    _aten.sum.dim_IntList: torch.sum,
+    _aten.copy_.default: torch.Tensor.copy_,
+    _aten._foreach_copy_.default: _copy_all,
+    _aten._to_copy.default: _cast_copy,
+    _aten.clone.default: torch.clone,
+    _aten.cat.out: torch.cat,
+}
+if "dtype" in _aten.mm.overloads():
+    COMPUTATIONS[_aten.mm.dtype] = _widened_product
+
+
+NOWHERE = -1  # the place of what is not there, behind all others
+
+
+class _Misaligned(Exception):
+    """A tensor that was made starts at an address that is no multiple of 16, where those of the recorded call did not."""
+
+
+class _Origin(NamedTuple):
+    """Where a tensor of a recorded call lies. root: the argument, or what was made, whose memory it is in, by its place; offset: elements
+    behind the root's first one."""
+
+    root: int
+    offset: int
     shape: tuple
     stride: tuple
     dtype: torch.dtype
-    like: Optional[int] = None
+    storage_offset: int
 
 
-class Part(NamedTuple):
-    """A result that is not the whole of a tensor that is made, but a view of it. place: which."""
+class _Note(NamedTuple):
+    """Something that a recorded call did. kind: "make", "view", "compute" or "launch"; place: of the tensor that it gave, or None; needs:
+    the places that it reads or writes; what: see `_Recorder.plan`."""
 
-    place: int
-    shape: tuple
-    stride: tuple
-    offset: int
-
-    def of(self, made: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.as_strided(made[self.place], self.shape, self.stride, self.offset)
+    kind: str
+    place: Optional[int]
+    needs: Tuple[int, ...]
+    what: Any
 
 
-class Step(NamedTuple):
-    """One launch. places: for each array, which of the call's addresses (its arguments', then those that it makes) and how many bytes
-    behind it."""
-
-    launch: Callable
-    places: List[Tuple[int, int]]
-    floats: List[float]
+Step = Callable[[list, List[int]], None]  # of the tensors of a call by their places, and the addresses of those that are roots
 
 
 class Plan:
-    """What a call does. results: the tensor that it returns, by its place among those that are made, or a tuple of them or of their parts.
-    distances: (i, j, bytes) of arguments that lay in one piece of memory, which arrays may be found from either. constants: see `constant`.
+    """What a call does. steps: one behind the other; made: places beyond the arguments'; constants: by place, see `constant`; results: the
+    place that is returned, or a tuple of them. distances: (i, j, bytes) of arguments that lay in one piece of memory, which a function
+    may look at.
     """
 
     def __init__(
         self,
-        made: Sequence[Made],
         steps: Sequence[Step],
-        results: Union[int, Part, Tuple[Union[int, Part], ...]],
+        made: int,
+        constants: Dict[int, torch.Tensor],
+        results: Union[int, Tuple[int, ...]],
         distances: Sequence[Tuple[int, int, int]],
-        constants: Sequence[torch.Tensor],
+        arguments: int,
     ):
-        self.made, self.steps, self.distances = tuple(made), tuple(steps), tuple(distances)
-        self.constants = [tensor.data_ptr() for tensor in constants]
-        self.results: Callable = _taker(results)
+        self.steps, self.distances = tuple(steps), tuple(distances)
+        self.made: list = [constants.get(arguments + i) for i in range(made)]
+        self.addresses = [0 if tensor is None else tensor.data_ptr() for tensor in self.made]
+        self.results = _taker(results)
 
-    def run(self, args: tuple, addresses: List[int]):
-        """Makes the tensors, launches, and returns the results; None where this call is another one after all."""
+    def run(self, tensors: List[torch.Tensor], addresses: List[int]):
+        """Does it with other tensors, and returns the results; None where this call is another one after all."""
         for i, j, distance in self.distances:
             if addresses[j] - addresses[i] != distance:
                 return None
-        low_bits, made = 0, []
-        for shape, stride, dtype, like in self.made:
-            tensor = _new(args[0], shape, stride, dtype=dtype) if like is None else _like(args[like])
-            made.append(tensor)
-            address = tensor.data_ptr()
-            low_bits |= address
-            addresses.append(address)
-        if low_bits & 15:
+        places, at = tensors + self.made, addresses + self.addresses
+        try:
+            for step in self.steps:
+                step(places, at)
+        except _Misaligned:
             return None
-        addresses += self.constants
-        for start, places, floats in self.steps:
-            start([addresses[i] + behind for i, behind in places], floats)
-        return self.results(made)
+        return self.results(places)
 
 
-def _taker(results) -> Callable:
-    """A function that takes results out of the list of the tensors that were made."""
+def _taker(results: Union[int, Tuple[int, ...]]) -> Callable:
+    """A function that takes results out of a list."""
     if isinstance(results, int):
         return itemgetter(results)
-    if isinstance(results, Part):
-        return results.of
-    if len(results) > 1 and all(isinstance(result, int) for result in results):
+    if len(results) > 1:
         return itemgetter(*results)  # one call in C
-    takers = [_taker(result) for result in results]
-    return lambda made: tuple([taker(made) for taker in takers])
+    return lambda places: tuple([places[i] for i in results])
+
+
+# ---------------------------------------------------------------- steps
+def _placed(tensor: torch.Tensor, place: int, places: list, addresses: List[int]) -> None:
+    """Puts a tensor that kernels run on in its place."""
+    address = tensor.data_ptr()
+    if address & 15:
+        raise _Misaligned
+    places[place], addresses[place] = tensor, address
+
+
+def _making(place: int, origin: _Origin, like: Optional[int]) -> Step:
+    """like: the argument of the same dtype, shape and strides, or None: it costs a third less to make a tensor like another one."""
+    shape, stride, dtype = origin.shape, origin.stride, origin.dtype
+    if like is None:
+        return lambda places, addresses: _placed(_new(places[0], shape, stride, dtype=dtype), place, places, addresses)
+    return lambda places, addresses: _placed(_like(places[like]), place, places, addresses)
+
+
+def _viewing(place: int, origin: _Origin, of_argument: bool) -> Step:
+    root, shape, stride, offset = origin.root, origin.shape, origin.stride, origin.offset
+    view = torch.as_strided
+    if of_argument and offset:
+
+        def step(places, addresses):
+            source = places[root]
+            places[place] = view(source, shape, stride, source.storage_offset() + offset)
+
+    elif of_argument:
+
+        def step(places, addresses):
+            places[place] = view(places[root], shape, stride)
+
+    else:
+        start = origin.storage_offset
+
+        def step(places, addresses):
+            places[place] = view(places[root], shape, stride, start)
+
+    return step
+
+
+class _Place(int):
+    """Stands for a tensor among the arguments of a computation."""
+
+
+class _Places(list):
+    """Stands for several, in a list."""
+
+
+def _computing(function: Callable, args: tuple, kwargs: dict, place: int, launched: bool) -> Step:
+    """place: of the result, which for an operation in place is the tensor that it writes to. launched: whether kernels run on a new one."""
+    tensors = [arg for arg in args if type(arg) is _Place]
+    simple = len(tensors) == len(args) and not any(type(value) is _Place for value in kwargs.values()) and not launched
+
+    def of(arg, places):
+        return places[arg] if type(arg) is _Place else [places[i] for i in arg] if type(arg) is _Places else arg
+
+    def any_step(places, addresses):
+        result = function(*[of(arg, places) for arg in args], **{name: of(value, places) for name, value in kwargs.items()})
+        if launched:
+            _placed(result, place, places, addresses)
+        else:
+            places[place] = result
+
+    if simple and len(args) == 2:
+        first, second = args
+
+        def step_of_two(places, addresses):
+            places[place] = function(places[first], places[second], **kwargs)
+
+        return step_of_two
+    if simple and len(args) == 3:
+        first, second, third = args
+
+        def step_of_three(places, addresses):
+            places[place] = function(places[first], places[second], places[third], **kwargs)
+
+        return step_of_three
+    return any_step
+
+
+def _launching(start: Callable, arrays: Sequence[Tuple[int, int]], floats: List[float]) -> Step:
+    """arrays: of each the place of its root, and how many bytes behind that it starts."""
+
+    def step(places, addresses):
+        start([addresses[i] + behind for i, behind in arrays], floats)
+
+    return step
+
+
+def _dropping(dead: Sequence[int]) -> Step:
+    """Lets memory go as the function itself does: its tensors are as large as what the whole layer keeps."""
+
+    def step(places, addresses):
+        for i in dead:
+            places[i] = None
+
+    return step
 
 
 class _Recorder(TorchDispatchMode):
-    """Follows one call. failed: it did something that cannot be done again by a plan."""
+    """Follows one call. computes: whether it may do `COMPUTATIONS`. failed: it did something that cannot be done again by a plan.
 
-    def __init__(self) -> None:
+    Holds no tensor: what one is called by goes when it goes.
+    """
+
+    def __init__(self, args: tuple, computes: bool) -> None:
         super().__init__()
+        self.computes = computes
         self.failed = self.launching = False
         self.thread = threading.get_ident()
-        self.made: Dict[int, int] = {}  # by storage: which of `tensors` it is of
-        self.tensors: List[torch.Tensor] = []  # what was made; none goes meanwhile, so that a storage is that of one tensor
-        self.launches: list = []  # and neither does what was launched on
+        self.living: Dict[int, Tuple[Any, int]] = {}  # by the id of a tensor: a weak reference to it, and its place
+        self.origins: List[_Origin] = []  # by place
+        self.constants: Dict[int, torch.Tensor] = {}
+        self.notes: List[_Note] = []
+        self.arguments = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        for argument in self.arguments:
+            self._see(argument)
+
+    def _see(self, tensor: torch.Tensor, root: Optional[int] = None) -> int:
+        """Gives a tensor a place. root: of the memory that it is in, its own by default."""
+        place, start = len(self.origins), int(tensor.storage_offset())
+        offset = 0 if root is None else start - self.origins[root].storage_offset
+        root = place if root is None else root
+        self.origins.append(_Origin(root, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype, start))
+        if self._known(tensor) is None:  # an argument that is given twice has its first place
+            self.living[id(tensor)] = weakref.ref(tensor), place
+        return place
+
+    def _known(self, tensor: torch.Tensor) -> Optional[int]:
+        found = self.living.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def _place(self, tensor: torch.Tensor) -> Optional[int]:
+        """Of a tensor that the call got or made, None for any other."""
+        found = self._known(tensor)
+        if found is not None:
+            return found
+        constant = _constants.get(_storage(tensor))
+        if constant is None or constant.data_ptr() != tensor.data_ptr():
+            return None
+        place = self._see(tensor)
+        self.constants[place] = constant
+        return place
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        found = function(*args, **kwargs)
         if self.launching or self.failed:
             return found
         if function in ALLOCATIONS:
-            self.made[_storage(found)] = len(self.tensors)
-            self.tensors.append(found)
-        elif function not in HARMLESS and not _is_view(function):
+            place = self._see(found)
+            self.notes.append(_Note("make", place, (), None))
+        elif self.computes and function in COMPUTATIONS:
+            self._compute(function, args, kwargs, found)
+        elif _is_view(function) or function is _aten._unsafe_view.default:  # the second of a copy that `reshape` made
+            self._view(args[0], found)
+        elif function not in HARMLESS:
             self.give_up()
         return found
+
+    def _view(self, source, found) -> None:
+        place = self._place(source)
+        for view in found if isinstance(found, (list, tuple)) else (found,):
+            if place is None or view.dtype != self.origins[place].dtype:
+                self.give_up()
+                return
+            root = self.origins[place].root
+            self.notes.append(_Note("view", self._see(view, root), (root,), None))
+
+    def _compute(self, function, args, kwargs, found) -> None:
+        """Takes note of a computation, unless it writes to an argument of the call: a plan might have to begin again."""
+        if function is _aten._to_copy.default:
+            args, kwargs = (*args, kwargs.get("dtype")), {name: v for name, v in kwargs.items() if name != "dtype" and v is not None}
+            if kwargs or args[1] is None:
+                self.give_up()
+                return
+        needs: List[int] = []
+
+        def placed(arg):
+            if isinstance(arg, torch.Tensor):
+                place = self._place(arg)
+                if place is None or (place >= len(self.arguments) and place in self.constants):
+                    self.give_up()
+                    return None
+                needs.append(place)
+                return _Place(place)
+            return _Places(map(placed, arg)) if isinstance(arg, (list, tuple)) and any(_are_tensors(arg)) else arg
+
+        given, named = tuple(map(placed, args)), {name: placed(value) for name, value in kwargs.items()}
+        for written in _written(function, args, kwargs):
+            place = self._place(written)
+            if place is None or self.origins[place].root < len(self.arguments):
+                self.give_up()
+        if self.failed:
+            return
+        place = self._place(found) if isinstance(found, torch.Tensor) else NOWHERE
+        new = None if place is not None else self._see(found)
+        self.notes.append(_Note("compute", new, tuple(needs), (COMPUTATIONS[function], given, named, place if new is None else new)))
 
     def launch(self, start: Callable, addresses: List[int], floats: List[float], arguments: Sequence) -> None:
         """Starts a kernel on the arrays among the arguments, at these addresses, and takes note of it. What a stand-in for the driver does
@@ -153,80 +363,113 @@ class _Recorder(TorchDispatchMode):
             start(addresses, floats)
         finally:
             self.launching = False
-        if not self.failed:
-            self.launches.append((start, [argument for argument in arguments if isinstance(argument, torch.Tensor)], floats))
+        if self.failed:
+            return
+        arrays: List[Tuple[int, int]] = []
+        for array in arguments:
+            if not isinstance(array, torch.Tensor):
+                continue
+            place = self._place(array)
+            if place is None:
+                self.give_up()
+                return
+            origin = self.origins[place]
+            if array.numel() == 0 and 0 not in self.origins[origin.root].shape:  # such a one has no address
+                self.give_up()
+                return
+            arrays.append((origin.root, origin.offset * array.element_size()))
+        self.notes.append(_Note("launch", None, tuple(root for root, _ in arrays), (start, arrays, floats)))
 
     def give_up(self) -> None:
-        """Follows the call no further, and holds none of its memory: it may make more than fits at a time."""
+        """Follows the call no further."""
         if threading.get_ident() == self.thread:
             self.failed = True
-            self.made.clear()
-            self.tensors.clear()
-            self.launches.clear()
+            self.living.clear()
+            self.notes.clear()
 
     def plan(self, args: tuple, result) -> Optional[Plan]:
         """What was recorded of a call with these arguments, or None."""
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        results = [result] if isinstance(result, torch.Tensor) else list(result)
-        if self.failed or not all(isinstance(found, torch.Tensor) for found in results) or any(t.is_complex() for t in tensors):
+        tensors, single = self.arguments, isinstance(result, torch.Tensor)
+        results = [result] if single else list(result)
+        if self.failed or not all(found is None or isinstance(found, torch.Tensor) for found in results):
             return None
-        device, distances, constants = tensors[0].device, [], []
-        roots: Dict[int, int] = {}  # by storage: the first argument in it
+        if any(tensor.is_complex() or tensor.device != tensors[0].device for tensor in tensors):
+            return None
+        returned: List[Optional[int]] = [None if found is None else self._place(found) for found in results]
+        for found, place in zip(results, returned):
+            if found is not None and (place is None or self.origins[place].root < len(tensors) or found.device != tensors[0].device):
+                return None
+        distances = []
+        owners: Dict[int, int] = {}  # by storage: the first argument in it
         for i, tensor in enumerate(tensors):
-            owner = roots.setdefault(_storage(tensor), i)
+            owner = owners.setdefault(_storage(tensor), i)
             if owner != i:
                 distances.append((owner, i, tensor.data_ptr() - tensors[owner].data_ptr()))
-        made, of_results = self._made(results)
-        if of_results is None or any(tensor.device != device for tensor in (*tensors, *self.tensors)):
-            return None
-        bases = [*tensors, *self.tensors]  # what addresses are counted from
-        steps = []
-        for start, arrays, floats in self.launches:
-            found = []
-            for array in arrays:
-                storage = _storage(array)
-                place = len(tensors) + self.made[storage] if storage in self.made else roots.get(storage)
-                if place is None and storage in _constants:
-                    place = roots[storage] = len(bases)
-                    constants.append(_constants[storage])
-                    bases.append(_constants[storage])
-                if place is None or (array.data_ptr() == 0) != (bases[place].data_ptr() == 0):
-                    return None
-                found.append((place, array.data_ptr() - bases[place].data_ptr()))
-            steps.append(Step(start, found, floats))
-        places = of_results[0] if isinstance(result, torch.Tensor) else tuple(of_results)
         layouts: dict = {}  # of the arguments, as torch.empty_like keeps them
-        for i, arg in enumerate(args):
-            if isinstance(arg, torch.Tensor) and torch.empty_like(arg, device="meta").stride() == arg.stride():
-                layouts.setdefault((tuple(arg.shape), arg.stride(), arg.dtype), i)
-        made = [each._replace(like=layouts.get(each[:3])) for each in made]
-        return Plan(made, steps, places, distances, constants)
+        for i, tensor in enumerate(tensors):
+            if torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+                layouts.setdefault((tuple(tensor.shape), tensor.stride(), tensor.dtype), i)
+        places = [NOWHERE if place is None else place for place in returned]
+        steps = self._steps(layouts, {place for place in returned if place is not None})
+        made = len(self.origins) + 1 - len(tensors)
+        return Plan(steps, made, self.constants, places[0] if single else tuple(places), distances, len(tensors))
 
-    def _made(self, results: Sequence[torch.Tensor]) -> Tuple[List[Made], Optional[list]]:
-        """What is allocated, results in the form in which they are returned, and which of it the results are; None where one of them was
-        not made here."""
-        made = [Made(tuple(t.shape), t.stride(), t.dtype) for t in self.tensors]
-        numbers = [self.made.get(_storage(result)) for result in results]
-        places: list = []
-        for number, result in zip(numbers, results):
-            if number is None or result.dtype != self.tensors[number].dtype:
-                return made, None
-            whole = _is_dense(result) and result.untyped_storage().nbytes() == result.nbytes
-            if whole and numbers.count(number) == 1:
-                made[number] = Made(tuple(result.shape), result.stride(), result.dtype)
-                places.append(number)
+    def _root(self, place: int) -> int:
+        return self.origins[place].root
+
+    def _roots(self, note: _Note) -> set:
+        """Of all tensors that a note is about."""
+        return {self._root(place) for place in (*note.needs, note.place) if place is not None}
+
+    def _steps(self, layouts: dict, returned: set) -> List[Step]:
+        """What the notes say, with views only where PyTorch needs them, and memory let go behind its last use."""
+        origins, arguments = self.origins, len(self.arguments)
+        used = returned.union(*(note.needs for note in self.notes if note.kind == "compute"))
+        launched = {place for note in self.notes if note.kind == "launch" for place in note.needs}
+        # Where nothing is computed all is made first: a plan that has to begin again has launched nothing by then.
+        notes = self.notes if self.computes else sorted(self.notes, key=lambda note: note.kind != "make")
+        notes = [note for note in notes if note.kind != "view" or note.place in used]
+        last = {root: number for number, note in enumerate(notes) for root in self._roots(note)}
+        staying = {self._root(place) for place in returned} | set(self.constants) | set(range(arguments))
+        held: Dict[int, List[int]] = {}  # by root: the places whose tensors keep its memory
+        steps: List[Step] = []
+        for number, note in enumerate(notes):
+            place = note.place
+            if place is not None:
+                held.setdefault(self._root(place), []).append(place)
+            if note.kind == "make" and place is not None:
+                like = layouts.get((origins[place].shape, origins[place].stride, origins[place].dtype))
+                steps.append(_making(place, origins[place], like))
+            elif note.kind == "view" and place is not None:
+                steps.append(_viewing(place, origins[place], self._root(place) < arguments))
+            elif note.kind == "compute":
+                function, args, kwargs, at = note.what
+                steps.append(_computing(function, args, kwargs, at, place in launched))
             else:
-                places.append(Part(number, tuple(result.shape), result.stride(), int(result.storage_offset())))
-        return made, places
+                steps.append(_launching(*note.what))
+            dead = [root for root in self._roots(note) if last[root] == number and root not in staying]
+            if dead and self.computes:
+                steps.append(_dropping([place for root in dead for place in held[root]]))
+        return steps
+
+
+def _are_tensors(values) -> List[bool]:
+    return [isinstance(value, torch.Tensor) for value in values]
+
+
+def _written(function, args, kwargs) -> List[torch.Tensor]:
+    """The tensors among an operation's arguments that it writes to."""
+    found = []
+    for i, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = kwargs.get(argument.name) if argument.kwarg_only or i >= len(args) else args[i]
+        found += [part for part in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(part, torch.Tensor)]
+    return found
 
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor fill its memory without a gap."""
-    return 1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride())) == tensor.numel() or not tensor.numel()
 
 
 def _is_view(function) -> bool:
@@ -237,9 +480,9 @@ def _is_view(function) -> bool:
     return bool(returns) and all(value.alias_info is not None and not value.alias_info.is_write for value in returns)
 
 
-def record(function: Callable, args: tuple) -> Tuple[Any, Optional[Plan]]:
+def record(function: Callable, args: tuple, computes: bool = False) -> Tuple[Any, Optional[Plan]]:
     """Returns what a call gives, and what it did; None for that where it cannot be replayed."""
-    recorder = _Recorder()
+    recorder = _Recorder(args, computes)
     launch.recorder = recorder
     try:
         with recorder:
@@ -251,6 +494,16 @@ def record(function: Callable, args: tuple) -> Tuple[Any, Optional[Plan]]:
 
 def replayed(function: Callable) -> Callable:
     """`function`, an operator on tensors and numbers that begins with a tensor, which is replayed where it was recorded."""
+    return _replayed(function, False)
+
+
+def replayed_with_products(function: Callable) -> Callable:
+    """As `replayed`, of a function that computes with PyTorch too, under any autocast, writes to none of its arguments, and returns tensors
+    that it made and None. Its arguments may be tuples of `PLAIN_VALUES` and objects of `IDENTITIES` too."""
+    return _replayed(function, True)
+
+
+def _replayed(function: Callable, computes: bool) -> Callable:
     plans: dict = {}
 
     def first_calls(key: tuple, args: tuple):
@@ -261,7 +514,7 @@ def replayed(function: Callable) -> Callable:
         if not RECORDED <= calls < ATTEMPTS or not _recording.acquire(blocking=False):
             return function(*args)
         try:
-            result, plan = record(function, args)
+            result, plan = record(function, args, computes)
         finally:
             _recording.release()
         if plan is not None:
@@ -273,17 +526,21 @@ def replayed(function: Callable) -> Callable:
         if not (first.is_cuda or backend.runs_on_cpu) or _is_watched():
             return function(*args)
         parts: list = [backend, launch.generation]
-        addresses, low_bits = [], 0
+        if computes and _any_autocasts():
+            kind = first.device.type
+            parts.append(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+        tensors, addresses, low_bits = [], [], 0
         for arg in args:
             kind = type(arg)
             if kind is torch.Tensor or kind is nn.Parameter:
                 if arg.is_neg():
                     return function(*args)
                 address = arg.data_ptr()
+                tensors.append(arg)
                 addresses.append(address)
                 low_bits |= address
                 parts += (arg.dtype, arg.get_device(), arg.shape, arg.stride())
-            elif kind in PLAIN_VALUES:
+            elif kind in PLAIN_VALUES or kind in IDENTITIES or (computes and kind is tuple):
                 parts.append(arg)
             elif kind is float:
                 parts.append(arg or str(arg))  # 0.0 and -0.0 are equal
@@ -294,11 +551,14 @@ def replayed(function: Callable) -> Callable:
         key = tuple(parts)
         plan = plans.get(key)
         if plan.__class__ is Plan:
-            found = plan.run(args, addresses)
+            found = plan.run(tensors, addresses)
             return function(*args) if found is None else found
         return first_calls(key, args)
 
     return call
+
+
+IDENTITIES: set = set()  # types of arguments of which each is only equal to itself, and never changes
 
 
 def _is_watched() -> bool:
