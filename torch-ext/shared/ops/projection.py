@@ -431,9 +431,11 @@ def layout_of(projections: Sequence[Projection], dtype: torch.dtype) -> Optional
         if type(weight) is FourBitWeight:
             return None
         key += (weight.dtype, weight.shape[0])
-        if a is not None and b is not None:
-            if probability:
-                return None
+        if a is None or b is None:
+            key.append((a is None, b is None, bias is None))
+        elif probability:
+            return None
+        else:
             key += (a.dtype, a.shape[0], b.dtype, None if bias is None else bias.dtype, scaling or str(scaling))  # 0.0 and -0.0 are equal
     found = _layouts.get(tuple(key))
     if found is None:
