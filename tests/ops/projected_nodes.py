@@ -138,7 +138,7 @@ CHECKS = {
 }
 MUTANTS = [
     *errors_in("shared/ops/projection.py", "projected_inputs", "_rounded_adapters",
-         ("sources += [b for", "sources += [2 * b for")),
+         ("copies.add([b for", "copies.add([2 * b for")),
     *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.__init__",
          ("else self.whole.to(dtype)", "else 2 * self.whole.to(dtype)", "projected_inputs_autocast_packed"),
          ("_rows_in_one(weights, dtype) if", "2 * _rows_in_one(weights, dtype) if", "projected_inputs_autocast")),

@@ -22,6 +22,7 @@ from .projected_steps import (
 )
 from .projection import (
     OF_ONE,
+    Copies,
     FourBitWeight,
     Layout,
     Projection,
@@ -114,12 +115,13 @@ class _ProjectedAttentionInputs(torch.autograd.Function):
 def _mlp(x, attended, norm_weight, eps, o: Optional[Layout], inner: Layout, down: Layout, whole, *tensors):
     """The result, the residual stream behind attention where this adds to it, flat, its rstd, gate, up, and `Projections.made`. tensors: of
     `tensors_of`; whole: of gate and up."""
-    groups, projections, start = [], [], 0
+    groups, projections, start, copies = [], [], 0, Copies()
     for layout in (inner, down) if o is None else (o, inner, down):
         of_group = layout.projections(tensors[start : start + layout.tensors])
-        groups.append(Projections(of_group, layout.dtype, whole=whole if layout is inner else None))
+        groups.append(Projections(of_group, layout.dtype, None, whole if layout is inner else None, copies))
         projections.append(of_group)
         start += layout.tensors
+    copies.make()
     together = [projection for of_group in projections for projection in of_group]
     _check_mlp(x, norm_weight, together, attended, inner.dtype)
     biases = biases_of(together)

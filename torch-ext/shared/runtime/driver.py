@@ -120,7 +120,7 @@ class Driver:
             return 1e-3 * start.elapsed_time(end)
 
     def make_current(self, device: int) -> None:
-        """Gives this thread the context that PyTorch uses on a device. Waits for nothing, as a call of PyTorch's that did the same might."""
+        """Gives this thread the context that PyTorch uses on a device, and waits for nothing."""
         number, context = ctypes.c_int(), ctypes.c_void_p()
         self.check(self.cuda.cuDeviceGet(ctypes.byref(number), device), "cuDeviceGet")
         self.check(self.cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), number), "cuDevicePrimaryCtxRetain")
