@@ -316,7 +316,8 @@ def test_products_are_made_again(replay, column_sum):
             assert found is wanted is None or (torch.equal(found, wanted) and found.stride() == wanted.stride())
     assert operator.calls == 4, "two for each number of rows"
     x, w, b = products(9)
-    for args in ((x, w, b, True, (0.5, 2)), (x.t().contiguous().t(), w, b, True, (0.25, 2)), (x, torch.randn(5, 8)[:4], b, True, (0.25, 2))):
+    numbers = True, (0.25, 2)
+    for args in ((x, w, b, True, (0.5, 2)), (x.t().contiguous().t(), w, b, *numbers), (x, torch.randn(5, 8)[:4], b, *numbers)):
         for found, wanted in zip(operator(*args), function(*args), strict=True):
             assert found is wanted is None or torch.equal(found, wanted)
     assert operator.calls == 6, "one for each that differs: rows of a larger matrix are no other"
@@ -408,6 +409,23 @@ def test_a_tensor_at_an_odd_address_makes_the_call_in_full(replay, column_sum, m
 
 def replay_plans(operator) -> dict:
     return next(cell.cell_contents for cell in operator.__closure__ if isinstance(cell.cell_contents, dict))
+
+
+def test_a_call_that_differs_from_the_likely_one_is_looked_up(replay, column_sum):
+    """Behind many calls of one kind, and between others."""
+    operator = Counted(replay, lambda x, *rest: column_sum(x.resolve_neg().float().contiguous(), torch.float32))
+    x, memory = rows(), torch.randn(64)
+    others = [[other, 2, None] for other in (x.half(), torch._neg_view(x), odd(x), x[:2], x.t().contiguous().t())]
+    others += [x, 2, None, (1, 2)], [x, 2, 3], [x, 2]
+    for _ in range(3):
+        for _ in range(9):
+            assert torch.equal(operator(x, 2, None), x.sum(0))
+        for args in others:
+            assert torch.equal(operator(*args), args[0].float().sum(0))
+    for start in (0, 24, 8, 24, 40):
+        part = memory[start : start + 24].view(3, 8)
+        assert torch.equal(operator(part, 2, None), part.sum(0))
+    assert torch.equal(torch.nn.Parameter(x).sum(0), operator(torch.nn.Parameter(x), 2, None))
 
 
 def test_autocast_is_another_call(replay):

@@ -815,6 +815,18 @@ class FakeCuda:
         self.symbol = name
         return self._code("cuLibraryGetKernel")
 
+    def cuDeviceGet(self, device, ordinal):
+        device._obj.value = 40 + ordinal
+        return self._code("cuDeviceGet")
+
+    def cuDevicePrimaryCtxRetain(self, context, device):
+        context._obj.value = 1000 + device.value
+        return self._code("cuDevicePrimaryCtxRetain")
+
+    def cuCtxSetCurrent(self, context):
+        self.context = context.value
+        return self._code("cuCtxSetCurrent")
+
     def cuLaunchKernelEx(self, config, function, parameters, extra):
         assert extra is None
         config = {name: getattr(config._obj, name) for name, _ in config._obj._fields_}
@@ -1025,7 +1037,7 @@ def test_a_thread_without_a_context_gets_one_and_launches(runtime, cubins, gpu):
     driver = driver_with(runtime, cubins, cuLaunchKernelEx=[201])
     prepare_norm(driver)([16] * 4, (0.5,))
     assert driver.cuda.calls["cuLaunchKernelEx"] == 2
-    assert gpu.synchronized == [0]
+    assert driver.cuda.context == 1040 and not gpu.synchronized
 
 
 def test_a_missing_driver_is_named_with_the_cure(runtime, cubins, monkeypatch):
@@ -1057,6 +1069,18 @@ class OnTheGPU:
 
 class AddingCuda(FakeCuda):
     """Runs the one kernel of the first launch: out[j] = partial[0, j] + partial[1, j]."""
+
+    def cuDeviceGet(self, device, ordinal):
+        device._obj.value = 40 + ordinal
+        return self._code("cuDeviceGet")
+
+    def cuDevicePrimaryCtxRetain(self, context, device):
+        context._obj.value = 1000 + device.value
+        return self._code("cuDevicePrimaryCtxRetain")
+
+    def cuCtxSetCurrent(self, context):
+        self.context = context.value
+        return self._code("cuCtxSetCurrent")
 
     def cuLaunchKernelEx(self, config, function, parameters, extra):
         code = super().cuLaunchKernelEx(config, function, parameters, extra)

@@ -54,6 +54,7 @@ def norm_mlp_reference(x, norm_weight, gate_weight, up_weight, down_weight, eps,
 @replayed_with_products
 def _attention_inputs(x, norm_weight, eps, q_norm, k_norm, head_eps, cos, sin, batch, length, whole, *weights):
     """q, k and v as attention takes them, q and k as projected, and rstd. whole: what `side_by_side` finds of the weights."""
+    _check_attention_inputs(x, norm_weight, weights, q_norm, k_norm, cos, sin, (batch, length))
     y, rstd = rms_norm_forward(x, norm_weight, eps)
     if whole is None:
         projected = [linear(y, weight) for weight in weights]
@@ -116,6 +117,7 @@ class _NormAttentionInputs(torch.autograd.Function):
 def _mlp(x, attended, o_weight, norm_weight, eps, gate_weight, up_weight, down_weight, whole):
     """The result, the residual stream behind attention where this adds to it, flat, its rstd, gate and up. whole: what `side_by_side`
     finds of gate's and up's weights."""
+    _check_mlp(x, norm_weight, gate_weight, up_weight, down_weight, attended, o_weight)
     flat = x.reshape(-1, x.shape[-1])
     total = flat if o_weight is None else torch.addmm(flat, attended, o_weight.t())
     y, rstd = rms_norm_forward(total, norm_weight, eps)
@@ -186,23 +188,13 @@ def norm_attention_inputs(
     its gradient is then added for nothing. Differentiable in all but cos and sin. Raises ValueError when shapes, dtypes or devices
     do not fit.
     """
-    if x.dim() != 2 or x.shape[0] != shape[0] * shape[1]:
-        fail("x", describe(x), f"[tokens, hidden] with {shape[0]} * {shape[1]} tokens")
-    if q_norm.dim() != 1:
-        fail("q_norm", describe(q_norm), "[head_dim]")
-    head_dim = q_norm.shape[0]
-    known = {"norm_weight": norm_weight, "q_norm": q_norm, "k_norm": k_norm, "cos": cos, "sin": sin}
-    _check_like(x, {**known, **{f"weights[{i}]": weight for i, weight in enumerate(weights)}})
-    hidden = x.shape[1]
-    _check_shape("norm_weight", norm_weight, (hidden,))
-    _check_shape("k_norm", k_norm, (head_dim,))
-    for i, weight in enumerate(weights):
-        if weight.dim() != 2 or weight.shape[1] != hidden or weight.shape[0] % head_dim:
-            fail(f"weights[{i}]", describe(weight), f"[a multiple of head_dim {head_dim}, {hidden}]")
-    check_angles(cos, sin, shape, head_dim)
-    if casts_products_of(x) or needs_formula(x, norm_weight, *weights, q_norm, k_norm, cos, sin):
+    by_formula = casts_products_of(x) or needs_formula(x, norm_weight, *weights, q_norm, k_norm, cos, sin)
+    traced = torch.compiler.is_compiling()
+    if by_formula or traced:
+        _check_attention_inputs(x, norm_weight, weights, q_norm, k_norm, cos, sin, shape)
+    if by_formula:
         return norm_attention_inputs_reference(x, norm_weight, weights, q_norm, k_norm, cos, sin, shape, eps, head_eps)
-    if torch.compiler.is_compiling():
+    if traced:
         arguments = x, norm_weight, float(eps), q_norm, k_norm, float(head_eps), cos, sin, tuple(shape), x.dtype
         return traced_attention_inputs(*arguments, _without_adapters(weights), [1.0] * len(weights))
     return apply_function(_NormAttentionInputs, x, norm_weight, float(eps), q_norm, k_norm, float(head_eps), cos, sin, tuple(shape),
@@ -225,6 +217,40 @@ def norm_mlp(
     attended: [tokens, features], attention's output; o_weight: [hidden, features]; all of one dtype and device. Returns [...,
     hidden]. Differentiable in all of them. Raises ValueError when shapes, dtypes or devices do not fit.
     """
+    mlp_weights = gate_weight, up_weight, down_weight
+    by_formula = casts_products_of(x) or needs_formula(x, norm_weight, *mlp_weights, attended, o_weight)
+    traced = torch.compiler.is_compiling()
+    if by_formula or traced:
+        _check_mlp(x, norm_weight, *mlp_weights, attended, o_weight)
+    if by_formula:
+        return norm_mlp_reference(x, norm_weight, gate_weight, up_weight, down_weight, eps, attended, o_weight)
+    if traced:
+        weights = [*([] if o_weight is None else [o_weight]), gate_weight, up_weight, down_weight]
+        return traced_mlp(x, attended, norm_weight, float(eps), x.dtype, _without_adapters(weights), [1.0] * len(weights))
+    return apply_function(_NormMLP, x, attended, o_weight, norm_weight, float(eps), gate_weight, up_weight, down_weight)
+
+
+def _check_attention_inputs(x, norm_weight, weights, q_norm, k_norm, cos, sin, shape) -> None:
+    """Raises ValueError when shapes, dtypes or devices do not fit. A node does it where its forward pass is not replayed: one that is has
+    arguments like those of one that was not."""
+    if x.dim() != 2 or x.shape[0] != shape[0] * shape[1]:
+        fail("x", describe(x), f"[tokens, hidden] with {shape[0]} * {shape[1]} tokens")
+    if q_norm.dim() != 1:
+        fail("q_norm", describe(q_norm), "[head_dim]")
+    head_dim = q_norm.shape[0]
+    known = {"norm_weight": norm_weight, "q_norm": q_norm, "k_norm": k_norm, "cos": cos, "sin": sin}
+    _check_like(x, {**known, **{f"weights[{i}]": weight for i, weight in enumerate(weights)}})
+    hidden = x.shape[1]
+    _check_shape("norm_weight", norm_weight, (hidden,))
+    _check_shape("k_norm", k_norm, (head_dim,))
+    for i, weight in enumerate(weights):
+        if weight.dim() != 2 or weight.shape[1] != hidden or weight.shape[0] % head_dim:
+            fail(f"weights[{i}]", describe(weight), f"[a multiple of head_dim {head_dim}, {hidden}]")
+    check_angles(cos, sin, shape, head_dim)
+
+
+def _check_mlp(x, norm_weight, gate_weight, up_weight, down_weight, attended, o_weight) -> None:
+    """As `_check_attention_inputs`."""
     if x.dim() == 0 or gate_weight.dim() != 2:
         fail("gate_weight", describe(gate_weight), f"[intermediate, hidden] for x, which is {describe(x)}")
     hidden, intermediate = x.shape[-1], gate_weight.shape[0]
@@ -240,12 +266,6 @@ def norm_mlp(
         features = o_weight.shape[-1]
         _check_shape("attended", attended, (x.numel() // hidden if hidden else 0, features))
         _check_shape("o_weight", o_weight, (hidden, features))
-    if casts_products_of(x) or needs_formula(x, norm_weight, gate_weight, up_weight, down_weight, attended, o_weight):
-        return norm_mlp_reference(x, norm_weight, gate_weight, up_weight, down_weight, eps, attended, o_weight)
-    if torch.compiler.is_compiling():
-        weights = [*([] if o_weight is None else [o_weight]), gate_weight, up_weight, down_weight]
-        return traced_mlp(x, attended, norm_weight, float(eps), x.dtype, _without_adapters(weights), [1.0] * len(weights))
-    return apply_function(_NormMLP, x, attended, o_weight, norm_weight, float(eps), gate_weight, up_weight, down_weight)
 
 
 def _without_adapters(weights: Sequence[torch.Tensor]) -> list:

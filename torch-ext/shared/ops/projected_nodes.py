@@ -22,6 +22,7 @@ from .projected_steps import (
 )
 from .projection import (
     OF_ONE,
+    Copies,
     FourBitWeight,
     Layout,
     Projection,
@@ -61,6 +62,7 @@ def projected_mlp_reference(x, norm_weight, projections, eps, attended, dtype) -
 def _attention_inputs(x, norm_weight, eps, q_norm, k_norm, head_eps, cos, sin, batch, length, layout: Layout, whole, *tensors):
     """q, k and v as attention takes them, q and k as projected, rstd, and `Projections.made`. tensors: of `tensors_of`."""
     projections = layout.projections(tensors)
+    _check_attention_inputs(x, norm_weight, projections, q_norm, k_norm, cos, sin, (batch, length), layout.dtype)
     group = Projections(projections, layout.dtype, whole=whole)
     arguments = x, norm_weight, eps, q_norm, k_norm, head_eps, cos, sin, (batch, length)
     q_out, k_out, (q, k, v), rstd = attention_inputs_forward(*arguments, group, biases_of(projections))
@@ -78,11 +80,11 @@ def _attention_inputs_gradients(dq, dk, dv, dresidual, x, norm_weight, rstd, q, 
 
 class _ProjectedAttentionInputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, norm_weight, eps, q_norm, k_norm, head_eps, cos, sin, shape, dtype, numbers, *tensors):
-        projections = from_parts(tensors, numbers)
+    def forward(ctx, x, norm_weight, eps, q_norm, k_norm, head_eps, cos, sin, shape, dtype, layout, numbers, *tensors):
         arguments = x, norm_weight, eps, q_norm, k_norm, head_eps, cos, sin
-        layout = layout_of(projections, dtype)
         if layout is None:
+            projections = from_parts(tensors, numbers)
+            _check_attention_inputs(x, norm_weight, projections, q_norm, k_norm, cos, sin, shape, dtype)
             group = Projections(projections, dtype)
             q_out, k_out, (q, k, v), rstd = attention_inputs_forward(*arguments, shape, group, biases_of(projections))
             v, saved = v.transpose(1, 2), group.saved()
@@ -99,27 +101,30 @@ class _ProjectedAttentionInputs(torch.autograd.Function):
     def backward(ctx, *grads):
         x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *tensors = ctx.saved_tensors
         group, needs = ctx.group, ctx.needs_input_grad
-        needs = (*needs[:2], *needs[3:5], *needs[11:])
+        needs = (*needs[:2], *needs[3:5], *needs[12:])
         saved = x, norm_weight, rstd, q, k, q_norm, k_norm, ctx.head_eps, cos, sin
         if type(group) is Layout:
             found = _attention_inputs_gradients(*grads, *saved, group, group.whole_of_saved(tensors), needs, *tensors)
         else:
             found = attention_inputs_backward(grads, *saved, group.loaded(tensors)[0], needs)
         dx, dnorm, dq_norm, dk_norm, *dprojections = found
-        return (dx, dnorm, None, dq_norm, dk_norm, None, None, None, None, None, None, *dprojections)
+        return (dx, dnorm, None, dq_norm, dk_norm, None, None, None, None, None, None, None, *dprojections)
 
 
 @replayed_with_products
 def _mlp(x, attended, norm_weight, eps, o: Optional[Layout], inner: Layout, down: Layout, whole, *tensors):
     """The result, the residual stream behind attention where this adds to it, flat, its rstd, gate, up, and `Projections.made`. tensors: of
     `tensors_of`; whole: of gate and up."""
-    groups, projections, start = [], [], 0
+    groups, projections, start, copies = [], [], 0, Copies()
     for layout in (inner, down) if o is None else (o, inner, down):
         of_group = layout.projections(tensors[start : start + layout.tensors])
-        groups.append(Projections(of_group, layout.dtype, whole=whole if layout is inner else None))
+        groups.append(Projections(of_group, layout.dtype, None, whole if layout is inner else None, copies))
         projections.append(of_group)
         start += layout.tensors
-    biases = biases_of([projection for of_group in projections for projection in of_group])
+    copies.make()
+    together = [projection for of_group in projections for projection in of_group]
+    _check_mlp(x, norm_weight, together, attended, inner.dtype)
+    biases = biases_of(together)
     out, total, rstd, gate, up = mlp_forward(x, attended, norm_weight, eps, groups, biases)
     made = [tensor for group, of_group in zip(groups, projections) for tensor in group.made(of_group)]
     return (out, None if o is None else total, rstd, gate, up, *made)
@@ -141,11 +146,11 @@ class _ProjectedMLP(torch.autograd.Function):
     """With attention's output and its projection, when there are these, in front: x is the residual stream before or behind it."""
 
     @staticmethod
-    def forward(ctx, x, attended, norm_weight, eps, dtype, numbers, *tensors):
-        projections = from_parts(tensors, numbers)
-        layouts = layouts_of(split_groups(projections), dtype)
+    def forward(ctx, x, attended, norm_weight, eps, dtype, layouts, numbers, *tensors):
         groups: list
         if layouts is None:
+            projections = from_parts(tensors, numbers)
+            _check_mlp(x, norm_weight, projections, attended, dtype)
             groups = groups_of(projections, dtype)
             out, total, rstd, gate, up = mlp_forward(x, attended, norm_weight, eps, groups, biases_of(projections))
             saved = [t for group in groups for t in group.saved()]
@@ -167,7 +172,7 @@ class _ProjectedMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         total, attended, norm_weight, rstd, gate, up, *tensors = ctx.saved_tensors
-        needs, groups = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[6:]), ctx.groups
+        needs, groups = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[7:]), ctx.groups
         saved = total, attended, norm_weight, rstd, gate, up
         if type(groups[-1]) is Layout:
             o, inner, _ = groups
@@ -180,7 +185,7 @@ class _ProjectedMLP(torch.autograd.Function):
                 loaded.append(group)
             found = mlp_backward(dout, *saved, loaded, needs)
         dx, dattended, dnorm, *dprojections = found
-        return (None if dx is None else dx.view(ctx.shape), dattended, dnorm, None, None, None, *dprojections)
+        return (None if dx is None else dx.view(ctx.shape), dattended, dnorm, None, None, None, None, *dprojections)
 
 
 def projected_attention_inputs(
@@ -203,6 +208,23 @@ def projected_attention_inputs(
     differentiable in the projections' tensors too. Raises ValueError when shapes, dtypes or devices do not fit.
     """
     dtype = dtype or x.dtype
+    by_formula = needs_formula(x, norm_weight, q_norm, k_norm, cos, sin, *_dense_tensors(projections))
+    traced = torch.compiler.is_compiling()
+    if by_formula or traced:
+        _check_attention_inputs(x, norm_weight, projections, q_norm, k_norm, cos, sin, shape, dtype)
+    if by_formula:
+        return projected_attention_inputs_reference(x, norm_weight, projections, q_norm, k_norm, cos, sin, shape, eps, head_eps, dtype)
+    arguments = x, norm_weight, float(eps), q_norm, k_norm, float(head_eps), cos, sin, tuple(shape), dtype
+    if traced:
+        return traced_attention_inputs(*arguments, tensors_of(projections), scalings_without_dropout(projections))
+    layout = layout_of(projections, dtype)
+    numbers = numbers_of(projections) if layout is None else None
+    return apply_function(_ProjectedAttentionInputs, *arguments, layout, numbers, *tensors_of(projections))
+
+
+def _check_attention_inputs(x, norm_weight, projections, q_norm, k_norm, cos, sin, shape, dtype) -> None:
+    """Raises ValueError when shapes, dtypes or devices do not fit. A node does it where its forward pass is not replayed: one that is has
+    arguments like those of one that was not."""
     if x.dim() != 2 or x.shape[0] != shape[0] * shape[1]:
         fail("x", describe(x), f"[tokens, hidden] with {shape[0]} * {shape[1]} tokens")
     if q_norm.dim() != 1:
@@ -221,12 +243,6 @@ def projected_attention_inputs(
         fits = fits and table.shape[2] in (head_dim, head_dim // 2)
         if not fits or table.shape != cos.shape or table.dtype != x.dtype or table.device != x.device:
             fail(name, describe(table), f"{x.dtype} [{shape[0]} or 1, {shape[1]}, {head_dim} or {head_dim // 2}] on {x.device}")
-    if needs_formula(x, norm_weight, q_norm, k_norm, cos, sin, *_dense_tensors(projections)):
-        return projected_attention_inputs_reference(x, norm_weight, projections, q_norm, k_norm, cos, sin, shape, eps, head_eps, dtype)
-    arguments = x, norm_weight, float(eps), q_norm, k_norm, float(head_eps), cos, sin, tuple(shape), dtype
-    if torch.compiler.is_compiling():
-        return traced_attention_inputs(*arguments, tensors_of(projections), scalings_without_dropout(projections))
-    return apply_function(_ProjectedAttentionInputs, *arguments, numbers_of(projections), *tensors_of(projections))
 
 
 def projected_mlp(
@@ -247,6 +263,20 @@ def projected_mlp(
     expected = 3 if attended is None else 4
     if len(projections) != expected:
         fail("projections", f"{len(projections)} of them", f"{expected}, as attended is {'' if attended is None else 'not '}None")
+    by_formula, traced = needs_formula(x, norm_weight, attended, *_dense_tensors(projections)), torch.compiler.is_compiling()
+    if by_formula or traced:
+        _check_mlp(x, norm_weight, projections, attended, dtype)
+    if by_formula:
+        return projected_mlp_reference(x, norm_weight, projections, eps, attended, dtype)
+    if traced:
+        return traced_mlp(x, attended, norm_weight, float(eps), dtype, tensors_of(projections), scalings_without_dropout(projections))
+    layouts = layouts_of(split_groups(projections), dtype)
+    numbers = numbers_of(projections) if layouts is None else None
+    return apply_function(_ProjectedMLP, x, attended, norm_weight, float(eps), dtype, layouts, numbers, *tensors_of(projections))
+
+
+def _check_mlp(x, norm_weight, projections, attended, dtype) -> None:
+    """As `_check_attention_inputs`."""
     _check(x, norm_weight, dtype)
     hidden, intermediate = x.shape[-1], projections[-3].weight.shape[0]
     for name, projection, rows, columns in zip(
@@ -258,13 +288,6 @@ def projected_mlp(
         check_projection("o", projections[0], hidden, features, dtype, x.device)
         if attended.shape != (x.numel() // hidden if hidden else 0, features) or attended.dtype != dtype or attended.device != x.device:
             fail("attended", describe(attended), f"{dtype} [tokens, {features}] on {x.device}")
-    if needs_formula(x, norm_weight, attended, *_dense_tensors(projections)):
-        return projected_mlp_reference(x, norm_weight, projections, eps, attended, dtype)
-    if torch.compiler.is_compiling():
-        return traced_mlp(x, attended, norm_weight, float(eps), dtype, tensors_of(projections), scalings_without_dropout(projections))
-    return apply_function(
-        _ProjectedMLP, x, attended, norm_weight, float(eps), dtype, numbers_of(projections), *tensors_of(projections)
-    )
 
 
 def _dense_tensors(projections: Sequence[Projection]) -> list:

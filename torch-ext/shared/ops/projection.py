@@ -18,6 +18,7 @@ from .common import KEPT, fail, side_by_side
 FP32 = torch.float32
 # A product of half precision numbers with a result in fp32, which the GEMM has anyway, needs no second kernel to widen it.
 _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()
+APART = 1024  # tokens up to which the gradients of several a are a product each
 
 
 class FourBitWeight:
@@ -126,24 +127,34 @@ def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> tor
     return torch.mm(left, right).to(dtype)
 
 
-def _rounded_adapters(adapters: Sequence[Projection], dtype: torch.dtype) -> Tuple[torch.Tensor, List[torch.Tensor]]:
-    """(all rows of the adapters' a in one matrix, each b) in a dtype; a matrix itself where nothing has to be done for it.
+class Copies:
+    """Copies of tensors into others, made together: PEFT's adapters are in fp32, and a launch for each would be 14 of a layer's hundred.
+    One of a part that is not contiguous would make them one launch each."""
 
-    All copies are one launch: PEFT's adapters are in fp32, and a launch for each would be 14 of a layer's about hundred.
-    """
+    def __init__(self) -> None:
+        self.sources: List[torch.Tensor] = []
+        self.targets: List[torch.Tensor] = []
+
+    def add(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        self.sources += sources
+        self.targets += targets
+
+    def make(self) -> None:
+        if self.sources:
+            torch._foreach_copy_(self.targets, self.sources)
+
+
+def _rounded_adapters(adapters: Sequence[Projection], dtype: torch.dtype, copies: Copies) -> Tuple[torch.Tensor, List[torch.Tensor]]:
+    """(all rows of the adapters' a in one matrix, each b) in a dtype, once the copies are made; a matrix itself where nothing has to be
+    done for it."""
     rows, others = [adapter.a for adapter in adapters], [adapter.b for adapter in adapters]
-    sources: list = []
-    targets: list = []
     a = rows[0]
     if _makes_rows(rows, dtype):
         ranks = [tensor.shape[0] for tensor in rows]
         a = torch.empty((sum(ranks), a.shape[1]), dtype=dtype, device=a.device)
-        sources, targets = list(rows), [a] if len(rows) == 1 else list(torch.split_with_sizes(a, ranks))
+        copies.add(rows, [a] if len(rows) == 1 else torch.split_with_sizes(a, ranks))
     rounded = [b if b.dtype == dtype else torch.empty_like(b, dtype=dtype, memory_format=torch.contiguous_format) for b in others]
-    sources += [b for b, new in zip(others, rounded) if new is not b]
-    targets += [new for b, new in zip(others, rounded) if new is not b]
-    if sources:
-        torch._foreach_copy_(targets, sources)
+    copies.add([b for b, new in zip(others, rounded) if new is not b], [new for b, new in zip(others, rounded) if new is not b])
     return a, rounded
 
 
@@ -188,9 +199,16 @@ class Projections:
     `loaded` makes an object that has them again. The other attributes are numbers and names.
     """
 
-    def __init__(self, projections: Sequence[Projection], dtype: torch.dtype, made: Optional[Sequence[torch.Tensor]] = None, whole=LOOK):
+    def __init__(
+        self,
+        projections: Sequence[Projection],
+        dtype: torch.dtype,
+        made: Optional[Sequence[torch.Tensor]] = None,
+        whole=LOOK,
+        copies: Optional[Copies] = None,
+    ):
         """dtype: of the products. made: in the backward pass of an operator, what `made` gave in its forward pass. whole: what
-        `side_by_side` finds of the weights, where the caller knows it."""
+        `side_by_side` finds of the weights, where the caller knows it. copies: those that the caller makes before `forward`."""
         self._describe(projections, dtype)
         weights = [None if i in self.four_bit else projection.weight for i, projection in enumerate(projections)]
         if whole is LOOK:
@@ -202,7 +220,10 @@ class Projections:
         if self.spans:
             adapters = [projections[i] for i in self.spans]
             if found is None:
-                self.a, self.b = _rounded_adapters(adapters, dtype)
+                mine = Copies() if copies is None else copies
+                self.a, self.b = _rounded_adapters(adapters, dtype, mine)
+                if copies is None:
+                    mine.make()
             else:
                 rows, self.low = [adapter.a for adapter in adapters], found.pop(0)
                 self.a = found.pop(0) if _makes_rows(rows, dtype) else rows[0]
@@ -362,11 +383,14 @@ class Projections:
             if needs[at + 3]:
                 found[at + 3] = (grad.sum(0, dtype=torch.promote_types(grad.dtype, FP32)) * self.scalings[i]).to(bias_dtype)
         wanted = [i for i in self.spans if needs[OF_ONE * i + 1]]
-        # One product for all, and each gradient in a storage of its own: of several in one, accelerate would save one.
-        if len(wanted) > 1 and len(wanted) == len(self.spans) and not self.drops and self.adapter_dtypes[wanted[0]][0] != self.dtype:
-            together = torch.mm(dlow.t(), y)
+        # One product for all, and each gradient in a storage of its own: of several in one, accelerate would save one. With few tokens it
+        # is the number of launches that counts, and a product each needs no copy.
+        apart = _MM_WIDENS and dlow is not None and dlow.is_cuda and dlow.shape[0] <= APART
+        together = len(wanted) > 1 and len(wanted) == len(self.spans) and not self.drops and not apart
+        if together and self.adapter_dtypes[wanted[0]][0] != self.dtype:
+            product = torch.mm(dlow.t(), y)
             for i in wanted:
-                found[OF_ONE * i + 1] = together[self.spans[i]].to(self.adapter_dtypes[i][0], copy=True)
+                found[OF_ONE * i + 1] = product[self.spans[i]].to(self.adapter_dtypes[i][0], copy=True)
             return found
         for i in wanted:
             dropped = _dropped_again(y, self.dropouts[i], self.states[i]) if self.dropouts[i] else y
@@ -431,9 +455,11 @@ def layout_of(projections: Sequence[Projection], dtype: torch.dtype) -> Optional
         if type(weight) is FourBitWeight:
             return None
         key += (weight.dtype, weight.shape[0])
-        if a is not None and b is not None:
-            if probability:
-                return None
+        if a is None or b is None:
+            key.append((a is None, b is None, bias is None))
+        elif probability:
+            return None
+        else:
             key += (a.dtype, a.shape[0], b.dtype, None if bias is None else bias.dtype, scaling or str(scaling))  # 0.0 and -0.0 are equal
     found = _layouts.get(tuple(key))
     if found is None:

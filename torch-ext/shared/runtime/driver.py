@@ -119,6 +119,13 @@ class Driver:
             end.synchronize()
             return 1e-3 * start.elapsed_time(end)
 
+    def make_current(self, device: int) -> None:
+        """Gives this thread the context that PyTorch uses on a device, and waits for nothing."""
+        number, context = ctypes.c_int(), ctypes.c_void_p()
+        self.check(self.cuda.cuDeviceGet(ctypes.byref(number), device), "cuDeviceGet")
+        self.check(self.cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), number), "cuDevicePrimaryCtxRetain")
+        self.check(self.cuda.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
     def multiprocessors(self, device: int) -> int:
         return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -195,8 +202,8 @@ class Launch:
                 self.pack(self.changing, 0, *addresses, *[ctypes.c_float(number).value for number in floats])
             self.config.stream = raw_stream(device)
             code = self.launch(self.config_ref, self.function, self.parameters, None)
-            if code == INVALID_CONTEXT:  # a thread that has not used CUDA yet
-                torch.cuda.synchronize(device)
+            if code == INVALID_CONTEXT:  # a thread that has not used CUDA yet, as autograd's in the first backward pass
+                self.driver.make_current(device)
                 code = self.launch(self.config_ref, self.function, self.parameters, None)
         if code:
             self.driver.check(code, f"launching {self.name}")
