@@ -410,6 +410,20 @@ def test_a_state_of_another_size_is_never_written_over(package):
     assert all(map(torch.equal, before, (room, *averages(optimizer, param))))
 
 
+@pytest.mark.parametrize("name", ("exp_avg", "exp_avg_sq", "gradient"))
+def test_what_was_resized_is_noticed(package, name):
+    """In its memory, which is where it was."""
+    param = parameter(4, 512)
+    optimizer = package.AdamW([param])
+    for _ in range(BEFORE):
+        optimizer.step()
+    (param.grad if name == "gradient" else optimizer.state[param][name]).resize_(2, 512)
+    before = param.detach().clone()
+    with pytest.raises(ValueError, match=rf"the {name} of a parameter is of shape \[2, 512\], expected the parameter's shape \[4, 512\]"):
+        optimizer.step()
+    assert torch.equal(param, before)
+
+
 def test_steps_are_counted_apart(package):
     """Though they are counted by one addition: whoever writes one writes no other, and a checkpoint holds each."""
     params = [parameter(512, seed=i) for i in (0, 2)]
