@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.optim.adamw import adamw
 
 from tests.ops.adamw import (
     adamw_exact,
@@ -454,3 +455,24 @@ def test_a_learning_rate_that_is_a_tensor_may_be_written(package):
         found.append(param)
     assert_close(found[0], found[2].double(), FP32, "capturable")
     assert_close(found[1], found[2].double(), FP32, "counted on the host")
+
+
+@pytest.mark.parametrize("capturing", (False, True))
+def test_the_fused_step_is_that_of_pytorch(loaded, capturing):
+    """Bit for bit; on a GPU it takes small parameters. capturing: as while a CUDA graph is captured."""
+    module, found = sys.modules[f"{loaded.__name__}.shared.hf.optimizer"], []
+    for ours in (True, False):
+        params = [parameter(*shape, seed=i) for i, shape in enumerate(SIZES)]
+        rows = [(p.data, p.grad, torch.zeros_like(p.data), torch.zeros_like(p.data)) for p in params]
+        states = [{"step": torch.tensor(float(i))} for i in range(len(rows))]
+        together = module._Fused(range(len(rows)), torch.device("cpu"))
+        for _ in range(3):
+            if ours:
+                together.step([t for row in rows for t in row], states, (0.1, 0.9, 0.99, 1e-3, 0.1), capturing)
+            else:
+                adamw(
+                    *map(list, zip(*rows, strict=True)), [], [state["step"] for state in states], fused=True, amsgrad=False, maximize=False,
+                    lr=0.1, beta1=0.9, beta2=0.99, eps=1e-3, weight_decay=0.1,
+                )  # fmt: skip
+        found.append([*(t for row in rows for t in row), *(state["step"] for state in states)])
+    assert all(map(torch.equal, *found))

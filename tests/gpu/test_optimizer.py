@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from torch.optim.adamw import adamw
 
 from tests.ops.adamw import small_parameters_too
 from tests.ops.common import FLOATS, randn
@@ -15,14 +14,22 @@ dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 SHAPES = ((4096, 1024), (4096,), (128,), (1501,), (3, 77), (2, 512), (1024,), (5, 512))
 
 
+@pytest.fixture
+def pytorch_steps_too():
+    """For a test in which PyTorch may step what no kernel takes."""
+
+
 @pytest.fixture(autouse=True)
-def kernels_run(ops, monkeypatch):
+def kernels_run(ops, monkeypatch, request):
     """Small parameters too, and PyTorch's step must not be what was tested."""
 
     def fail(*args, **options):
         raise AssertionError("the step ran in PyTorch")
 
-    monkeypatch.setattr(sys.modules[f"{ops.__name__}.shared.hf.optimizer"], "adamw", fail)
+    if "pytorch_steps_too" not in request.fixturenames:
+        module = sys.modules[f"{ops.__name__}.shared.hf.optimizer"]
+        monkeypatch.setattr(module, "adamw", fail)
+        monkeypatch.setattr(module._Fused, "step", fail)
     with small_parameters_too(ops):
         yield
 
@@ -79,9 +86,8 @@ def test_a_checkpoint_of_the_fused_one(ops):
 
 @pytest.mark.parametrize("smallest", (0, 2**20), ids=("in kernels", "small ones in PyTorch"))
 @pytest.mark.parametrize("capturable", (False, True), ids=("counted on the host", "capturable"))
-def test_it_does_not_wait_for_the_device(ops, monkeypatch, smallest, capturable):
+def test_it_does_not_wait_for_the_device(ops, monkeypatch, pytorch_steps_too, smallest, capturable):
     monkeypatch.setattr(sys.modules[f"{ops.__name__}.shared.ops.adamw"], "SMALLEST", smallest)
-    monkeypatch.setattr(sys.modules[f"{ops.__name__}.shared.hf.optimizer"], "adamw", adamw)
     params = parameters(torch.bfloat16)
     optimizer = ops.AdamW(params, lr=torch.tensor(0.01, device="cuda") if capturable else 0.01, capturable=capturable)
     train(optimizer, params, 1, 0)
@@ -94,10 +100,9 @@ def test_it_does_not_wait_for_the_device(ops, monkeypatch, smallest, capturable)
 
 
 @dtypes
-def test_small_parameters_and_what_no_kernel_takes_go_through_the_fused_one(ops, monkeypatch, dtype):
+def test_small_parameters_and_what_no_kernel_takes_go_through_the_fused_one(ops, monkeypatch, pytorch_steps_too, dtype):
     """Bit for bit; one parameter is large, one is not contiguous."""
     monkeypatch.setattr(sys.modules[f"{ops.__name__}.shared.ops.adamw"], "SMALLEST", 2**20)
-    monkeypatch.setattr(sys.modules[f"{ops.__name__}.shared.hf.optimizer"], "adamw", adamw)
     found = []
     for maker in (ops.AdamW, torch.optim.AdamW):
         params = [*parameters(dtype), torch.nn.Parameter(randn(2048, 1024, dtype=dtype, device="cuda").t())]
@@ -167,11 +172,10 @@ def state_of(optimizer, params):
 @dtypes
 @pytest.mark.parametrize("smallest", (0, 2**20), ids=("in kernels", "small ones in PyTorch"))
 @pytest.mark.parametrize("of_tensor", (False, True), ids=("lr", "lr on the device"))
-def test_replays_are_eager_steps(ops, monkeypatch, dtype, smallest, of_tensor):
+def test_replays_are_eager_steps(ops, monkeypatch, pytorch_steps_too, dtype, smallest, of_tensor):
     """Bit for bit, parameters, averages and counts, with eager steps before, between and after the replays; the learning rate of a tensor
     changes between them."""
     monkeypatch.setattr(sys.modules[f"{ops.__name__}.shared.ops.adamw"], "SMALLEST", smallest)
-    monkeypatch.setattr(sys.modules[f"{ops.__name__}.shared.hf.optimizer"], "adamw", adamw)
     found = []
     for captured in (False, True):
         params = [*parameters(dtype), torch.nn.Parameter(torch.ones(7, device="cuda", dtype=torch.float64))]
@@ -265,9 +269,8 @@ def test_a_checkpoint_of_a_capturable_one(ops, capturable):
 
 
 @pytest.mark.parametrize("capturable", (False, True), ids=("counted on the host", "capturable"))
-def test_parameters_that_move(ops, monkeypatch, capturable):
+def test_parameters_that_move(ops, pytorch_steps_too, capturable):
     """To the CPU and back, as the same objects."""
-    monkeypatch.setattr(sys.modules[f"{ops.__name__}.shared.hf.optimizer"], "adamw", adamw)
     params, expected = parameters(torch.float32), parameters(torch.float32)
     optimizer, theirs = ops.AdamW(params, lr=0.01, capturable=capturable), torch.optim.AdamW(expected, lr=0.01)
     for device in ("cuda", "cpu", "cuda"):

@@ -8,7 +8,7 @@ tensors are laid out. Where they are as they were in the step before (`_Plan`), 
 """
 
 import operator
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
 import torch
 from torch._compile import _disable_dynamo  # what torch's own optimizers use: torch.compiler.disable imports the compiler
@@ -137,9 +137,9 @@ class _Plan:
         self.params = list(map(id, tensors[::4]))
         self._capturable = group["capturable"]
         self._is_for = same_as(held) if repeated else None
-        self._fused: List[int] = []
         self._others: List[int] = []
         large: Dict[int, List[int]] = {}  # by device
+        fused: Dict[tuple, List[int]] = {}  # by device and dtype
         for place in range(len(tensors) // 4):
             row, ours = tensors[4 * place : 4 * place + 4], held[4 * place : 4 * place + 4]
             param, grad = row[:2]
@@ -150,15 +150,18 @@ class _Plan:
                 large.setdefault(ours[0].get_device(), []).append(place)
                 continue
             _check_shapes(row)
-            fused = ordinary and ours[0].is_cuda and param.is_floating_point() and _of_one_dtype(ours)
-            (self._fused if fused else self._others).append(place)
-        self._large = [_Large(places, self._capturable, repeated) for places in large.values()]
+            if ordinary and ours[0].is_cuda and param.is_floating_point() and _of_one_dtype(ours):
+                fused.setdefault((ours[0].device, ours[0].dtype), []).append(place)
+            else:
+                self._others.append(place)
+        self._large = [_Large(places, held[4 * places[0]].device, self._capturable, repeated) for places in large.values()]
+        self._fused = [_Fused(places, device) for (device, _), places in fused.items()]
 
     def is_for(self, held: Sequence[torch.Tensor], group) -> bool:
         """Tells whether it is the plan for these tensors of its group."""
         return self._is_for is not None and self._capturable == group["capturable"] and self._is_for(held)
 
-    def step(self, tensors: Sequence[torch.Tensor], held: Sequence[torch.Tensor], states: Sequence[dict], group, capturing: bool) -> None:
+    def step(self, tensors: List[torch.Tensor], held: List[torch.Tensor], states: Sequence[dict], group, capturing: bool) -> None:
         lr = group["lr"]
         if not (self._capturable and isinstance(lr, torch.Tensor) and lr.device.type == held[0].device.type):
             lr = float(lr)
@@ -166,68 +169,92 @@ class _Plan:
         changed = []  # without autograd's knowledge
         for large in self._large:
             large.step(held, states, options, capturing)
-            changed += [tensors[4 * i] for i in large.places]
+            changed += [tensors[4 * place] for place in large.places]
             if held is not tensors:
-                changed += [held[4 * i] for i in large.places]
-        if self._fused:
-            steps = [_count(states[i], held[4 * i].device, capturing) for i in self._fused]
-            _step_in_pytorch(held, self._fused, steps, options, fused=True)
+                changed += [held[4 * place] for place in large.places]
+        for fused in self._fused:
+            fused.step(held, states, options, capturing)
             if held is not tensors:
-                changed += [tensors[4 * i] for i in self._fused]
+                changed += [tensors[4 * place] for place in fused.places]
         if self._others:
-            params = [tensors[4 * i] for i in self._others]
+            params, grads, exp_avgs, exp_avg_sqs = _columns(tensors, self._others)
             capturable = self._capturable and all(param.is_cuda for param in params)
-            steps = [_count(states[i], p.device if capturable else CPU, capturing) for i, p in zip(self._others, params)]
-            has_complex = any(param.is_complex() for param in params)
-            options = (lr if capturable else float(lr), *options[1:])
-            _step_in_pytorch(tensors, self._others, steps, options, has_complex=has_complex, capturable=capturable)
+            counts = [_count(states[i], p.device if capturable else CPU, capturing) for i, p in zip(self._others, params)]
+            lr, beta1, beta2, eps, weight_decay = options
+            adamw(
+                params, grads, exp_avgs, exp_avg_sqs, [], counts,
+                capturable=capturable, has_complex=any(param.is_complex() for param in params),
+                amsgrad=False, maximize=False, lr=lr if capturable else float(lr),
+                beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
+            )  # fmt: skip
         if changed:  # so that autograd notices a parameter that a later backward pass would have wanted as it was
             increment_version(changed)
 
 
-class _Large:
-    """The parameters of one device that a kernel takes. places: which ones of the plan's.
+class _Counted:
+    """Parameters that are stepped together. places: which ones of the plan's; device: where their steps are counted.
 
-    The steps of each are counted in a tensor of its own, as torch has it. These are views of one tensor, so that one addition counts
-    them all; where a checkpoint or anyone else put another tensor in a view's place, there are new views.
+    Each has a tensor of its own that counts, as torch has it. These are views of one tensor, so that one addition counts all steps;
+    where a checkpoint or anyone else put another tensor in a view's place, there are new views.
     """
 
-    def __init__(self, places: Sequence[int], capturable: bool, repeated: bool):
+    def __init__(self, places: Sequence[int], device: torch.device):
         self.places = tuple(places)
+        self._device = device
+        self._counts = torch.empty(0)
+        self._views: Tuple[torch.Tensor, ...] = ()
+
+    def _count(self, states: Sequence[dict], capturing: bool) -> Tuple[torch.Tensor, ...]:
+        """Counts this step, and returns each parameter's tensor. Outside of a CUDA graph `_counts` has them all."""
+        if capturing:
+            steps = [_count(states[place], self._device, capturing) for place in self.places]
+            torch._foreach_add_(steps, 1)
+            return tuple(steps)
+        steps = [states[place]["step"] for place in self.places]
+        if not (self._views and all(map(operator.is_, steps, self._views))):
+            self._counts = torch.stack([step.to(self._device).reshape(()) for step in steps])
+            self._views = self._counts.unbind()
+            for place, view in zip(self.places, self._views):
+                states[place]["step"] = view
+        self._counts += 1
+        return self._views
+
+
+class _Large(_Counted):
+    """Those that a kernel takes, of one device."""
+
+    def __init__(self, places: Sequence[int], device: torch.device, capturable: bool, repeated: bool):
+        super().__init__(places, device if capturable else CPU)
         self._capturable = capturable
         self._step = Steps(capturable, repeated)
-        self._counts: Optional[torch.Tensor] = None
-        self._views: Sequence[torch.Tensor] = ()
 
-    def step(self, held: Sequence[torch.Tensor], states: Sequence[dict], options: tuple, capturing: bool) -> None:
+    def step(self, held: List[torch.Tensor], states: Sequence[dict], options: tuple, capturing: bool) -> None:
         """options: lr, beta1, beta2, eps, weight_decay."""
-        rows = [held[4 * place : 4 * place + 4] for place in self.places]
+        views = self._count(states, capturing)
         lr, beta1, beta2, eps, weight_decay = options
-        device = rows[0][0].device if self._capturable else CPU
-        counts = self._counted([states[place] for place in self.places], device, capturing)
         if self._capturable:
-            found = numbers_on_device(counts, lr, beta1, beta2, weight_decay).unbind()
-            self._step([t for row, mine in zip(rows, found) for t in (*row, mine)], self.places, constants(beta1, beta2, eps))
+            counts = torch.stack(views) if capturing else self._counts
+            found = numbers_on_device(counts, lr, beta1, beta2, weight_decay)
+            self._step([*held, *found.unbind()], self.places, constants(beta1, beta2, eps))
             return
-        steps = counts.tolist()
+        steps = self._counts.tolist()
         for step in set(steps):  # some may have had no gradient in earlier steps
-            places = [i for i, other in enumerate(steps) if other == step]
-            self._step([t for i in places for t in rows[i]], tuple(places), numbers(step, *options))
+            places = tuple([place for place, other in zip(self.places, steps) if other == step])
+            self._step(held, places, numbers(step, *options))
 
-    def _counted(self, states: Sequence[dict], device: torch.device, capturing: bool) -> torch.Tensor:
-        """The numbers of the parameters' steps, this one included."""
-        if capturing:
-            steps = [_count(state, device, capturing) for state in states]
-            torch._foreach_add_(steps, 1)
-            return torch.stack(steps)
-        steps = [state["step"] for state in states]
-        if self._counts is None or self._counts.device != device or not all(map(operator.is_, steps, self._views)):
-            self._counts = torch.stack([step.to(device).reshape(()) for step in steps])
-            self._views = self._counts.unbind()
-            for state, view in zip(states, self._views):
-                state["step"] = view
-        self._counts += 1
-        return self._counts
+
+class _Fused(_Counted):
+    """Those that torch's fused step takes, of one device and dtype."""
+
+    def step(self, held: List[torch.Tensor], states: Sequence[dict], options: tuple, capturing: bool) -> None:
+        counts = self._count(states, capturing)
+        lr, beta1, beta2, eps, weight_decay = options
+        lr = lr.to(self._device) if isinstance(lr, torch.Tensor) else lr
+        params, grads, exp_avgs, exp_avg_sqs = _columns(held, self.places)
+        torch._fused_adamw_(
+            params, grads, exp_avgs, exp_avg_sqs, [], counts,
+            lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, amsgrad=False, maximize=False,
+        )  # fmt: skip
 
 
 def _refuse(options) -> None:
@@ -250,14 +277,9 @@ def _held(tensors: Sequence[torch.Tensor]) -> List[torch.Tensor]:
     return held
 
 
-def _step_in_pytorch(tensors: Sequence[torch.Tensor], places: Sequence[int], steps: List[torch.Tensor], options: tuple, **way) -> None:
-    """options: lr, beta1, beta2, eps, weight_decay; way: of torch's step."""
-    params, grads, exp_avgs, exp_avg_sqs = ([tensors[4 * place + i] for place in places] for i in range(4))
-    lr, beta1, beta2, eps, weight_decay = options
-    adamw(
-        params, grads, exp_avgs, exp_avg_sqs, [], steps,
-        amsgrad=False, maximize=False, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, **way,
-    )  # fmt: skip
+def _columns(tensors: Sequence[torch.Tensor], places: Sequence[int]) -> Iterator[List[torch.Tensor]]:
+    """The parameters at these places, their gradients, and their averages."""
+    return ([tensors[4 * place + i] for place in places] for i in range(4))
 
 
 def _of_one_dtype(tensors) -> bool:

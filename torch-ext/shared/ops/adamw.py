@@ -39,7 +39,7 @@ class _OfFour(Kernel):
             return [array for i in range(0, len(tensors), arrays) for array in one._rows(*tensors[i : i + arrays])]
 
         super().__init__(name, grid=lambda c, *found: (sum(array.shape[0] for array in found[::arrays]),), views=views)
-        self.one, self.arrays = one, arrays
+        self.one = one
 
 
 _kernel = ElementwiseKernel("adamw", "adamw_any")
@@ -98,25 +98,28 @@ class Steps:
         self._repeated = repeated
         self._batches: Dict[Tuple[int, ...], Tuple[Callable, Batch]] = {}
 
-    def __call__(self, tensors: Sequence[torch.Tensor], key: Tuple[int, ...], floats: Sequence[float]) -> None:
-        """tensors: param, grad, exp_avg, exp_avg_sq of one parameter, then of the next; floats: of `numbers`. Where the device counts, a
-        parameter's row of `numbers_on_device` comes fifth, and floats are those of `constants`. key: which parameters they are."""
-        known = self._batches.get(key)
+    def __call__(self, tensors: Sequence[torch.Tensor], places: Tuple[int, ...], floats: Sequence[float]) -> None:
+        """tensors: param, grad, exp_avg, exp_avg_sq of one parameter, then of the next; behind all, where the device counts, the row of
+        `numbers_on_device` of each that is stepped. places: of those among the parameters. floats: of `numbers`, or of `constants`."""
+        known = self._batches.get(places)
         if known is not None:
             in_order, batch = known
             if batch(list(map(_data_ptr, in_order(tensors))), floats):
                 return
-        count, calls, order = self._four.arrays, [], []
-        rows = [tensors[i : i + count] for i in range(0, len(tensors), count)]
-        for places in _in_fours(rows):
-            arrays = [tensor for place in places for tensor in rows[place]]
-            kernel = self._four if len(places) == 4 else self._four.one
+        rows = [list(range(4 * place, 4 * place + 4)) for place in places]
+        if self._four is _capturable_of_four:
+            rows = [[*row, number] for row, number in zip(rows, range(len(tensors) - len(places), len(tensors)))]
+        calls, order = [], []
+        for together in _in_fours([[tensors[i] for i in row] for row in rows]):
+            mine = [i for number in together for i in rows[number]]
+            arrays = [tensors[i] for i in mine]
+            kernel = self._four if len(together) == 4 else self._four.one
             calls.append((kernel(*arrays, *floats), list(map(_data_ptr, arrays))))
-            order += [count * place + i for place in places for i in range(count)]
+            order += mine
         if self._repeated and all(launch is not None for launch, _ in calls):
             if len(self._batches) >= KEPT:
                 self._batches.clear()
-            self._batches[key] = itemgetter(*order), Batch(calls)
+            self._batches[places] = itemgetter(*order), Batch(calls)
 
 
 def _in_fours(rows: Sequence[Sequence[torch.Tensor]]) -> Iterator[List[int]]:
