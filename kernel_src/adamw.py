@@ -8,7 +8,8 @@ computed in double precision: by the host, or, for steps in a CUDA graph (`captu
 
 Four arrays are read and three written, with no reuse, so the simplest kernel is the fastest: an H200 moves the bytes of 2^28 bf16
 elements at 97 % of copy's rate with pieces of 512 (1024: 96 %, 2048: 83 %, by tile loads instead of gathers: 94 %, as a loop of
-persistent blocks: 90 %), those of 2^27 fp32 elements at 100 %.
+persistent blocks: 90 %), those of 2^27 fp32 elements at 100 %. Between two launches it idles for some microseconds, so that a launch takes
+four parameters where there are so many: the 310 of Qwen3-0.6B (bf16) are stepped in 2.19 ms instead of 2.71, at 89 % of copy's rate.
 """
 
 import cuda.tile as ct
@@ -83,7 +84,7 @@ def adamw_of_four(
     p0, g0, m0, v0, p1, g1, m1, v1, p2, g2, m2, v2, p3, g3, m3, v3,
     keep, beta1, rest1, beta2, rest2, step_size, root, eps, TILE: Const,
 ):  # fmt: skip
-    """Four parameters with their gradients and averages, all [pieces, TILE]. A launch costs the host what a million elements cost a GPU."""
+    """Four parameters with their gradients and averages, all [pieces, TILE]: the pieces of one behind those of the other."""
     end0 = p0.shape[0]
     end1 = end0 + p1.shape[0]
     end2 = end1 + p2.shape[0]

@@ -96,12 +96,12 @@ class AdamW(torch.optim.AdamW):
         if not states:
             return
         held = tensors if ORDINARY.issuperset(map(type, tensors)) else _held(tensors)
-        plan, transformed = self._plans.get(number), is_transformed()
-        if transformed or capturing or plan is None or not plan.is_for(held, group):
-            params = tensors[::4]
-            again = plan is not None and plan.params == list(map(id, params))
-            plan = _Plan(tensors, held, group, repeated=again and not transformed and not capturing)
-            if not (transformed or capturing):
+        alone = capturing or is_transformed()  # nothing of it holds for another step
+        plan = None if alone else self._plans.get(number)
+        if plan is None or not plan.is_for(held, group):
+            repeated = plan is not None and plan.params == list(map(id, tensors[::4]))
+            plan = _Plan(tensors, held, group, repeated)
+            if not alone:
                 self._plans[number] = plan
         plan.step(tensors, held, states, group, capturing)
 
