@@ -206,6 +206,37 @@ def test_replays_are_eager_steps(ops, monkeypatch, pytorch_steps_too, dtype, sma
     assert all(map(torch.equal, *found))
 
 
+def trained(ops, captured):
+    """The state after some steps of training, all of them eager, or the later ones replays of one graph with all of a step in it."""
+    weight, head = (torch.nn.Parameter(randn(*shape, dtype=torch.bfloat16, device="cuda", scale=0.1)) for shape in ((1024,), (512, 1024)))
+    x, target = torch.empty(64, 1024, dtype=torch.bfloat16, device="cuda"), torch.arange(64, device="cuda") * 7
+    optimizer = ops.AdamW([weight, head], lr=1e-2, capturable=True)
+
+    def step():
+        optimizer.zero_grad()
+        ops.linear_cross_entropy(ops.rms_norm(x, weight), head, target).backward()
+        optimizer.step()
+
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    for number in range(9):
+        if captured and number == 4:
+            with torch.cuda.graph(graph):
+                step()
+        x.copy_(randn(64, 1024, dtype=torch.bfloat16, device="cuda", seed=number))
+        if captured and number >= 4:
+            graph.replay()
+            continue
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+    return state_of(optimizer, (weight, head))
+
+
+def test_a_whole_training_step_in_a_graph(ops):
+    assert all(map(torch.equal, trained(ops, False), trained(ops, True)))
+
+
 @dtypes
 def test_capturable_steps_are_those_of_the_fused_one(ops, dtype):
     found = []
