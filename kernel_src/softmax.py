@@ -205,13 +205,13 @@ HELD_HINTS = {"num_worker_warps": 8, "occupancy": 2}
 HELD_BACKWARD_HINTS = {"num_worker_warps": 8, "occupancy": PerArchitecture(1, "sm_90", 2)}  # two spill on sm_120
 
 
-def whole_rows(dtype, forward, backward):
-    """Variants of two kernels, forward(a, b) and backward(a, b, c), for rows of every length up to the longest tile."""
+def whole_rows(dtype, *kernels):
+    """Variants of kernels, each with the names of its arrays, for rows of every length up to the longest tile."""
     for rows, tile, warps in ROW_TILES:
         arrays = (Array(dtype, (None, None), divisible=(1, 16)), Array(dtype, (None, None), aligned=False))
         for x in arrays if tile in (1024, 4096) else arrays[:1]:
             hints = {} if warps == 4 else {"num_worker_warps": warps}
-            for kernel, names in (forward, backward):
+            for kernel, names in kernels:
                 yield Variant(kernel, {**dict.fromkeys(names, x), "ROWS": rows, "TILE": tile}, hints=hints)
 
 

@@ -251,9 +251,12 @@ def sparsemax_gradient(y, dy, size, total, dx, TILE: Const):
 # At most one element in 16 is read again; a block of sparsemax_maxima has so many loads under way.
 CHUNKS = {"CHUNK": 16, "WIDTH": 1024}
 CHUNKS_AT_ONCE = 128  # of those that are read again; all their elements are under way together
-SEVERAL = 1024  # elements of the longest rows of which a block takes several
+# Several rows a block, forward: ROWS, TILE, hints. With 16 rows of half precision (8 of fp32) tileiras 13.4 lays out the sizes and sums of
+# a block's rows in buffers of 64 (32) bytes and exchanges a bit of their addresses that reaches past the last one: it addresses 64 bytes
+# behind the block's shared memory. With 32 the buffers are as long as that bit.
+SEVERAL: tuple[tuple[int, int, dict[str, int]], ...] = ((32, 128, {"num_worker_warps": 8}), (4, 1024, {}))
 ROWS = ((4096, {"occupancy": 5}), (8192, {"num_worker_warps": 8}))  # that stay in registers, one a block, forward: TILE, hints
-UNALIGNED_ROW = 4096
+UNALIGNED_SEVERAL, UNALIGNED_ROW = 1024, 4096  # TILE at any address
 LONGEST = 8192  # backward
 # Of rows that are held as they lie in memory: TILES, and how many blocks an SM holds, forward and backward.
 HELD_TILE, HELD_WARPS = 2048, 8
@@ -273,12 +276,15 @@ def variants():
     row_sums = {"top": vector, "size": vector, "total": vector}
     for dtype in FLOATS:
         aligned, unaligned = Array(dtype, (None, None), divisible=(1, 16)), Array(dtype, (None, None), aligned=False)
-        for variant in whole_rows(dtype, (sparsemax_forward, ("x", "y")), (sparsemax_backward, ("y", "dy", "dx"))):
-            if variant.params["TILE"] <= (SEVERAL if variant.kernel_name == "sparsemax_forward" else LONGEST):
-                yield variant
+        for number, tile, hints in SEVERAL:
+            for x in (aligned, unaligned) if tile == UNALIGNED_SEVERAL else (aligned,):
+                yield Variant(sparsemax_forward, {"x": x, "y": x, "ROWS": number, "TILE": tile}, hints=hints)
         for tile, hints in ROWS:
             yield Variant(sparsemax_row_forward, {"x": aligned, "y": aligned, "TILE": tile, "TILES": 1}, hints=hints)
         yield Variant(sparsemax_row_forward, {"x": unaligned, "y": unaligned, "TILE": UNALIGNED_ROW, "TILES": 1})
+        for variant in whole_rows(dtype, (sparsemax_backward, ("y", "dy", "dx"))):
+            if variant.params["TILE"] <= LONGEST:
+                yield variant
         if dtype in HALF:
             yield from held_variants(aligned)
         maxima = Array(dtype, (None, None), divisible=(1, CHUNKS["WIDTH"]))
