@@ -45,7 +45,10 @@ class OfModule(torch.autograd.Function):
         for parameter in parameters:
             parameter.grad = None
         ctx.y.backward(dy)
-        return ctx.x.grad, None, *[parameter.grad for parameter in parameters]
+        found = ctx.x.grad, None, *[parameter.grad for parameter in parameters]
+        for parameter in parameters:  # what stays here until the next call would be counted as if it were an input
+            parameter.grad = None
+        return found
 
 
 def of_liger(name: str, activation: str):

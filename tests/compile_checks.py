@@ -114,6 +114,7 @@ def operator_arguments(device, dtype) -> dict:
         "attention_forward": [(*heads, each, *plan, 0.125) for each in (None, sinks)],
         "attention_backward": [(attended, *heads, each, 2 * attended, lse, *plan, 0.125) for each in (None, sinks)],
         **_decoder_arguments(new, dtype),
+        "embedding_backward": [(new(2, 3, 64, seed=19), expert[:2, [0, 1, 0]], 10, 3, by_frequency) for by_frequency in both],
         "linear_cross_entropy_run": [
             (hidden, head, None, target, None, None, [False] * 3, *of_loss),
             (hidden, head, None, target, None, scale, [True, False, False], *of_loss),
@@ -277,6 +278,18 @@ FORMS = {
 }
 
 
+def operators_of(package, model, **options):
+    """(names, the compiled model): the names of the package's operators in its graphs, in a list that grows as they are made."""
+    called, namespace = [], importlib.import_module(f"{package.__name__}._ops").NAMESPACE
+
+    def look(graph, examples):
+        called.extend(str(node.target).split(".")[1] for node in graph.graph.nodes if str(node.target).startswith(namespace + "."))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    return called, torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=look, bw_compiler=look), **options)
+
+
 def check_compiled_form(package, form, device, backend, lengths, sizes=None):
     """A training step of what people train, fullgraph: losses and gradients are eager mode's, in two graphs for all lengths.
 
@@ -285,17 +298,10 @@ def check_compiled_form(package, form, device, backend, lengths, sizes=None):
     dtype, autocast, lora = FORMS[form]
     model = tiny_model(dtype, num_hidden_layers=2, **(sizes or {})).to(device)
     model = package.kernelize(model if lora is None else with_adapters(model, **lora))
-    called, namespace = [], importlib.import_module(f"{package.__name__}._ops").NAMESPACE
-
-    def look(graph, examples):
-        called.extend(str(node.target).split(".")[1] for node in graph.graph.nodes if str(node.target).startswith(namespace + "."))
-        return make_boxed_func(graph.forward)
-
-
-    torch._dynamo.reset()
+    called, compiled = operators_of(package, model)
+    if backend != "look":
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
     counters.clear()
-    backend = aot_autograd(fw_compiler=look, bw_compiler=look) if backend == "look" else backend
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
     for length in lengths:
         ids, found = random_tokens(2, length).to(device), []
         for run in (model, compiled):

@@ -89,11 +89,51 @@ def test_a_replaced_forward_runs_when_compiled(qwen3, wrapped):
 
 @pytest.mark.parametrize("form", checks.FORMS)
 def test_what_people_train_is_fused_when_compiled(qwen3, form):
-    """Two operators a layer and pass, and nothing else of a layer but attention."""
+    """Two operators a layer and pass, and nothing else of a layer but attention; and the gradient of an embedding that is trained."""
     called = checks.check_compiled_form(qwen3, form, "cpu", "look", (17, 18, 40))
     of_layer = [name for name in called if name.startswith("norm_")]
     assert len(of_layer) == 2 * 2 * 4, "2 graphs of 2 layers, each with 2 operators forward and 2 backward"
-    assert set(called) - set(of_layer) == {"rms_norm_forward", "rms_norm_backward", "linear_cross_entropy_run"}
+    others = {"rms_norm_forward", "rms_norm_backward", "linear_cross_entropy_run"}
+    assert set(called) - set(of_layer) == others | (set() if "LoRA" in form else {"embedding_backward"})
+
+
+def _with_hook(embedding):
+    embedding.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def _with_forward(embedding):
+    forward = embedding.forward
+    embedding.forward = lambda tokens: 2 * forward(tokens)
+
+
+EMBEDDINGS = {  # what was done to it -> whether it is left as it is
+    "nothing": (lambda embedding: None, False),
+    "padding_idx": (lambda embedding: setattr(embedding, "padding_idx", 3), False),
+    "scale_grad_by_freq": (lambda embedding: setattr(embedding, "scale_grad_by_freq", True), False),
+    "a hook": (_with_hook, True),
+    "a forward": (_with_forward, True),
+    "another class": (lambda embedding: setattr(embedding, "__class__", type("Mine", (torch.nn.Embedding,), {})), True),
+    "not trained": (lambda embedding: embedding.requires_grad_(False), True),
+}
+
+
+@pytest.mark.parametrize("what", EMBEDDINGS)
+def test_the_gradient_of_the_embedding_is_eager_modes_bit_for_bit(qwen3, what):
+    change, kept = EMBEDDINGS[what]
+    model = qwen3.kernelize(tiny_model(num_hidden_layers=1))
+    embedding = model.get_input_embeddings()
+    change(embedding)
+    ids, found = random_tokens(2, 17) % 10, []
+    called, compiled = checks.operators_of(qwen3, model)
+    for run in (model, compiled):
+        model.zero_grad()
+        loss = run(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append((loss.detach(), embedding.weight.grad))
+    (expected, wanted), (loss, gradient) = found
+    assert torch.equal(loss, expected)
+    assert gradient is wanted is None or torch.equal(gradient, wanted)
+    assert ("embedding_backward" not in called) == kept
 
 
 def test_dropout_of_an_adapter_is_drawn_when_compiled(qwen3):

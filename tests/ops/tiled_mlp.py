@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
 from tests.ops.gated_activation import gated_exact
@@ -46,12 +47,50 @@ def check_tiled_mlp(ops, device, dtype, tokens, hidden=64, intermediate=96, acti
         assert once is None or torch.equal(tensor.grad, once + once), f"the second backward of {name}"
 
 
+def check_lengths(ops):
+    """Shards have as many tokens as asked for, but where a weight's gradient would be written more often than every `hidden` tokens."""
+    for tokens, shards, trains, expected in (
+        (40, 4, False, [10] * 4),
+        (40, 4, True, [16, 16, 8]),
+        (80, 4, True, [20] * 4),
+        (12, 4, True, [12]),
+        (40, None, False, [16, 16, 8]),
+        (40, None, True, [16, 16, 8]),
+        (3, 8, False, [1] * 3),
+    ):
+        x, *weights = inputs(torch.float32, "cpu", (tokens,), 16, 24)
+        with Products() as products:
+            y = ops.tiled_swiglu(x, *[weight.requires_grad_(trains) for weight in weights], shards=shards)
+            rows = [shape[0] for shape in products.written[::3]]
+            assert rows == expected, f"{tokens} tokens, {shards} shards, weights {'trained' if trains else 'frozen'}: {rows}"
+            y.backward(y.detach())
+        wide = [shape for shape in products.made if shape[1] == 24]
+        assert wide == [(16, 24)] * trains, f"{wide}: a shard's buffers serve all, and only down's gradient is made"
+
+
+class Products(TorchDispatchMode):
+    """Sees matrix products. written: the shapes of those into memory that was there; made: of the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.written, self.made = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.made.append(tuple(result.shape))
+        elif function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            self.written.append(tuple(result.shape))
+        return result
+
+
 CASES = (
     {"tokens": (5,), "shards": 2},
-    {"tokens": (2, 9), "shards": 3},
+    {"tokens": (2, 9), "shards": 3, "hidden": 8},
     {"tokens": (3,), "shards": 8},
     {"tokens": (1, 70)},
-    {"tokens": (1, 70), "activation": "tanh", "shards": 4},
+    {"tokens": (1, 70), "activation": "tanh", "shards": 4, "hidden": 16},
+    {"tokens": (2, 9), "shards": 5, "needs": (True, False, False, False)},
     {"tokens": (6,), "activation": "none", "shards": 2},
     {"tokens": (0,)},
 )
@@ -60,6 +99,9 @@ NEEDS = tuple(tuple(i != j for j in range(4)) for i in range(4)) + ((False, True
 OPERATION = "shared/ops/tiled_mlp.py"
 MUTANTS = (
     (OPERATION, "_shards", "min(start + length, tokens)", "start + 1", "shards"),
+    (OPERATION, "_length", "min(tokens, hidden) if trains", "0 if trains", "lengths"),
+    (OPERATION, "_length", "max(1, length,", "max(1, hidden,", "lengths"),
+    (OPERATION, "_length", "if shards else hidden", "if shards else tokens", "lengths"),
     (OPERATION, "_add_product", "total.addmm_(a, b)", "torch.mm(a, b)", "shards"),
     (OPERATION, "_backward", "dgate.t(), x[part]", "dup.t(), x[part]", "shards"),
     (OPERATION, "_backward", ".addmm_(dup, up_weight)", "", "shards"),
@@ -68,7 +110,10 @@ MUTANTS = (
      "shards"),
     (OPERATION, "_TiledMLP.backward", "tiled_mlp_backward(dy, ", "tiled_mlp_backward(-dy, ", "shards"),
 )
-CHECKS = of_suite({"shards": lambda ops: check_tiled_mlp(ops, "cpu", torch.float32, (2, 9), shards=3)})
+CHECKS = of_suite({
+    "shards": lambda ops: check_tiled_mlp(ops, "cpu", torch.float32, (2, 9), hidden=8, shards=3),
+    "lengths": lambda ops: check_lengths(ops),
+})
 
 
 def all_cases(ops, device, dtypes=FLOATS):

@@ -14,8 +14,9 @@ import torch
 
 from ..ops.attention import HEAD_DIMS, AttentionPlan, attention
 from ..ops.common import autocasts
+from ..ops.embedding import traced_embedding
 from ..runtime.device import kernels_run_on
-from .modules import SAVED, is_plain, original_forward
+from .modules import SAVED, all_are_listened_to, is_plain, is_torchs_embedding, original_forward
 
 ATTENTION = "bastile"  # the name of our implementation among transformers'
 MASKING = "transformers.masking_utils"
@@ -365,6 +366,19 @@ def _without_looking_for_documents(model, kwargs):
     return {**kwargs, "attention_mask": masks_of_layers(config, lambda kind: visible_rows(config, kind, given))}
 
 
+def _embedded(model, kwargs):
+    """The arguments of a model's forward in a graph, with the embeddings in the place of the tokens where their weights are trained and
+    looking them up is all that a call of the model's embedding does."""
+    tokens, embedding = kwargs["input_ids"], model.get_input_embeddings()
+    if kwargs["inputs_embeds"] is not None or not isinstance(tokens, torch.Tensor) or not torch.is_grad_enabled():
+        return kwargs
+    if all_are_listened_to() or not is_torchs_embedding(embedding) or not embedding.weight.requires_grad:
+        return kwargs
+    padding_idx = -1 if embedding.padding_idx is None else embedding.padding_idx
+    embeds = traced_embedding(embedding.weight, tokens, padding_idx, embedding.scale_grad_by_freq)
+    return {**kwargs, "input_ids": None, "inputs_embeds": embeds}
+
+
 def model_forward(
     self,
     input_ids=None,
@@ -376,8 +390,6 @@ def model_forward(
     **kwargs,
 ):
     """Serves as the forward of a model without a head: chooses its attention, and runs the model's own forward."""
-    if not torch.compiler.is_compiling():
-        choose_attention(self)
     kwargs.update(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -386,4 +398,8 @@ def model_forward(
         inputs_embeds=inputs_embeds,
         use_cache=use_cache,
     )
+    if torch.compiler.is_compiling():
+        kwargs = _embedded(self, kwargs)
+    else:
+        choose_attention(self)
     return original_forward(self)(self, **_without_looking_for_documents(self, kwargs))

@@ -23,6 +23,7 @@ CAPTURING = "transformers.utils.output_capturing"
 CAPTURED = SAVED + "captured"  # on a module: its last forward pass outside of a backward pass was one whose outputs were captured
 _linear_forward = nn.Linear.forward
 _silu_forward = nn.SiLU.forward
+_embedding_forward = nn.Embedding.forward
 _own: set = set()  # what is_transformers_own found to be so
 
 
@@ -234,6 +235,13 @@ def is_silu(activation) -> bool:
         return False
     function = own_forward(activation)
     return function is _silu_forward or is_transformers_own(function, "transformers.activations", "SiLUActivation.forward")
+
+
+def is_torchs_embedding(embedding) -> bool:
+    """True for a torch.nn.Embedding whose call does nothing but look rows up in an ordinary weight, with a dense gradient."""
+    if type(embedding) is not nn.Embedding or own_forward(embedding) is not _embedding_forward:
+        return False
+    return embedding.max_norm is None and not embedding.sparse and is_plain(embedding.__dict__["_parameters"].get("weight"))
 
 
 def mark_forwards(*layers) -> None:

@@ -1,4 +1,5 @@
-"""A gated MLP over shards of its tokens: of what is as wide as the intermediate layer, only one shard's exists at a time.
+"""A gated MLP over shards of its tokens: of what is as wide as the intermediate layer, only one shard's exists at a time, in buffers that
+all shards share.
 
 The forward saves x and the weights alone. The backward computes each shard's activations again (two GEMMs more than an MLP that
 keeps them: eleven), and adds the weights' gradients up in place, by the GEMMs themselves. The weights are inputs of the autograd
@@ -17,20 +18,33 @@ from .gated_activation import APPROXIMATE, backward_in_place, forward_into, forw
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
-def _shards(tokens: int, count: int) -> List[slice]:
-    """At most `count` slices of equal length, the last one shorter."""
-    length = max(1, -(-tokens // count))
+def _length(tokens: int, hidden: int, shards: Optional[int], trains: bool) -> int:
+    """The tokens of a shard, of which the last one may have fewer. trains: whether a weight gets a gradient. Each shard reads and writes
+    that whole again, which takes longer than its product where a shard has less than `hidden` tokens, and the gradients of the weights
+    take more memory than such a shard; so none is shorter then."""
+    length = -(-tokens // shards) if shards else hidden
+    return max(1, length, min(tokens, hidden) if trains else 0)
+
+
+def _shards(tokens: int, length: int) -> List[slice]:
     return [slice(start, min(start + length, tokens)) for start in range(0, tokens, length)]
 
 
+def _buffers(x: torch.Tensor, length: int, intermediate: int) -> List[torch.Tensor]:
+    """Room for a shard's gate, up and what becomes of them."""
+    return [x.new_empty((min(length, x.shape[0]), intermediate)) for _ in range(3)]
+
+
 def _forward(
-    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor, activation: str, shards: int
+    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor, activation: str, length: int
 ) -> torch.Tensor:
     """x: [tokens, hidden]."""
     y = x.new_empty((x.shape[0], down_weight.shape[0]))
-    for part in _shards(x.shape[0], shards):
-        gate, up = torch.mm(x[part], gate_weight.t()), torch.mm(x[part], up_weight.t())
-        hidden = torch.empty_like(gate)
+    buffers = _buffers(x, length, gate_weight.shape[0])
+    for part in _shards(x.shape[0], length):
+        gate, up, hidden = (buffer[: part.stop - part.start] for buffer in buffers)
+        torch.mm(x[part], gate_weight.t(), out=gate)
+        torch.mm(x[part], up_weight.t(), out=up)
         forward_into(gate, up, hidden, activation)
         torch.mm(hidden, down_weight.t(), out=y[part])
     return y
@@ -43,14 +57,17 @@ def _add_product(total: Optional[torch.Tensor], a: torch.Tensor, b: torch.Tensor
 
 def _backward(
     dy: torch.Tensor, x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor,
-    activation: str, shards: int, need_x: bool, need_gate: bool, need_up: bool, need_down: bool,
+    activation: str, length: int, need_x: bool, need_gate: bool, need_up: bool, need_down: bool,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dx, dgate_weight, dup_weight, ddown_weight), empty where they are not needed."""
     dx = torch.empty_like(x) if need_x else x.new_empty(0)
     dgate_weight = dup_weight = ddown_weight = None
-    for part in _shards(x.shape[0], shards):
-        gate, up = torch.mm(x[part], gate_weight.t()), torch.mm(x[part], up_weight.t())
-        hidden = torch.mm(dy[part], down_weight)  # its gradient
+    buffers = _buffers(x, length, gate_weight.shape[0])
+    for part in _shards(x.shape[0], length):
+        gate, up, hidden = (buffer[: part.stop - part.start] for buffer in buffers)
+        torch.mm(x[part], gate_weight.t(), out=gate)
+        torch.mm(x[part], up_weight.t(), out=up)
+        torch.mm(dy[part], down_weight, out=hidden)  # its gradient
         backward_in_place(hidden, gate, up, activation)
         dgate, dup = gate, up  # and hidden is itself
         if need_down:
@@ -66,22 +83,22 @@ def _backward(
     return (dx, *[d if d is not None else torch.zeros_like(w) if need else w.new_empty(0) for d, w, need in found])
 
 
-def _fake_backward(dy, x, gate_weight, up_weight, down_weight, activation, shards, *needs):
+def _fake_backward(dy, x, gate_weight, up_weight, down_weight, activation, length, *needs):
     return tuple(t.new_empty(t.shape if need else 0) for t, need in zip((x, gate_weight, up_weight, down_weight), needs))
 
 
 tiled_mlp_forward = traceable(
-    "tiled_mlp_forward", _forward, lambda x, gate, up, down, activation, shards: x.new_empty((x.shape[0], down.shape[0]))
+    "tiled_mlp_forward", _forward, lambda x, gate, up, down, activation, length: x.new_empty((x.shape[0], down.shape[0]))
 )
 tiled_mlp_backward = traceable("tiled_mlp_backward", _backward, _fake_backward)
 
 
 class _TiledMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gate_weight, up_weight, down_weight, activation, shards):
+    def forward(ctx, x, gate_weight, up_weight, down_weight, activation, length):
         ctx.save_for_backward(x, gate_weight, up_weight, down_weight)
-        ctx.options = activation, shards
-        return tiled_mlp_forward(x, gate_weight, up_weight, down_weight, activation, shards)
+        ctx.options = activation, length
+        return tiled_mlp_forward(x, gate_weight, up_weight, down_weight, activation, length)
 
     @staticmethod
     @once_differentiable
@@ -102,9 +119,9 @@ def tiled_mlp(
     """Computes down(act(gate(x)) * up(x)) without biases, shard by shard of the tokens, storing only x for the backward pass.
 
     x: [..., hidden]; gate_weight, up_weight: [intermediate, hidden]; down_weight: [hidden, intermediate], all of one dtype and device.
-    activation: "silu", "gelu_tanh" or "gelu". shards: how many; by default tokens / hidden, rounded up. The result does not depend on it
-    but for rounding: a weight's gradient is rounded to its dtype once a shard. Returns [..., hidden]. Differentiable in all four
-    tensors. Raises ValueError when shapes, dtypes, devices or options do not fit.
+    activation: "silu", "gelu_tanh" or "gelu". shards: how many at most; by default tokens / hidden, rounded up, and never more where a
+    weight gets a gradient. The result does not depend on it but for rounding: such a gradient is rounded to its dtype once a shard.
+    Returns [..., hidden]. Differentiable in all four tensors. Raises ValueError when shapes, dtypes, devices or options do not fit.
     """
     need_floats(x=x)
     if x.dim() == 0 or gate_weight.dim() != 2:
@@ -125,8 +142,9 @@ def tiled_mlp(
         hidden = forward_reference(linear(x, gate_weight), linear(x, up_weight), activation, 1.0, 1.0)
         return linear(hidden, down_weight)
     flat = x.reshape(-1, x.shape[-1])
-    shards = shards or max(1, -(-flat.shape[0] // max(1, x.shape[-1])))
-    return apply_function(_TiledMLP, flat, gate_weight, up_weight, down_weight, activation, shards).view(x.shape)
+    trains = torch.is_grad_enabled() and any(weight.requires_grad for weight in (gate_weight, up_weight, down_weight))
+    length = _length(flat.shape[0], x.shape[-1], shards, trains)
+    return apply_function(_TiledMLP, flat, gate_weight, up_weight, down_weight, activation, length).view(x.shape)
 
 
 def tiled_swiglu(x, gate_weight, up_weight, down_weight, shards: Optional[int] = None) -> torch.Tensor:
