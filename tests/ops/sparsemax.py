@@ -105,9 +105,9 @@ CHECKS = of_suite({
 })
 
 
-def check_sparsemax_fp16(ops, device):
+def check_sparsemax_fp16(ops, device, columns=64):
     """A probability below fp16's smallest number stays in the support, and so in the gradient's mean."""
-    x = torch.full((1, 64), -2.0)
+    x = torch.full((1, columns), -2.0)
     x[0, :2] = torch.tensor([0.5, -0.5 + 2.0**-12])
     check_sparsemax(ops, device, torch.float16, x.shape, x=x)
 
@@ -161,3 +161,6 @@ def all_cases(ops, device, dtypes=FLOATS):
         for columns in (9000, 9001, 17008):
             yield f"sparsemax, ties in long rows {dtype} {columns}", partial(check_sparsemax_ties, ops, device, dtype, columns, 2)
         yield f"sparsemax of nothing {dtype}", partial(check_sparsemax_empty, ops, device, dtype)
+    if torch.float16 in dtypes:
+        for columns in (64, 9000, 17008):
+            yield f"sparsemax, the smallest number {columns}", partial(check_sparsemax_fp16, ops, device, columns)
