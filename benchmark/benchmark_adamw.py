@@ -1,8 +1,8 @@
 """The step of AdamW, with which every training step ends, on parameters of Qwen3.
 
 Of a large model with few of its layers, in bf16 and fp32, where the memory sets the pace (the time is in proportion to the parameters);
-and, from an idle device, of Qwen3-0.6B and of LoRA of rank 16 on all projections of the large model, where the host does. The floor is
-copy_ of as many bytes as the step reads and writes: parameters, both averages, and the gradients once.
+and, from an idle device, of Qwen3-0.6B and of LoRA of rank 16 on all projections of the large model, where the host does: its own time
+stands beside those. The floor is copy_ of as many bytes as the step reads and writes: parameters, both averages, and the gradients once.
 """
 
 from collections.abc import Callable
@@ -125,6 +125,7 @@ def measure(args, name: str) -> list[Row]:
     set_gradients(params)
     nbytes = 7 * sum(p.nbytes for p in params)
     results = clock.measure({FLOOR: [copy_call(nbytes, args.device)]}, rounds=args.rounds)
+    hosts: dict[str, dict[str, float]] = {}
     clock.clean()
     for provider in args.providers:  # one after the other: each has a state as large as two models
         optimizer = failure = None
@@ -132,6 +133,8 @@ def measure(args, name: str) -> list[Row]:
             check_steps(provider, DTYPES[case.dtype], args.device)
             optimizer = optimizer_of(provider, params)
             results |= clock.measure({provider: [optimizer.step]}, rounds=args.rounds)
+            if case.timing == "wall" and clock.cuda:
+                hosts[provider] = {"host_us": clock.host_microseconds(optimizer.step, calls=2)}
         except Exception as error:
             failure = error.with_traceback(None)
         if failure is not None:
@@ -147,7 +150,15 @@ def measure(args, name: str) -> list[Row]:
             log(f"  {name}, {provider}: {message(value)}")
     x = ("parameters", "parameters", name)
     known = {"dtype": case.dtype, "timing": case.timing, "nbytes": nbytes, "tensors": len(params)}
-    return [rows.speed_row(args, "adamw", provider, "full", x, value, **known) for provider, value in results.items()]
+    found = []
+    for provider, value in results.items():
+        found.append(rows.speed_row(args, "adamw", provider, "full", x, value, **known, **hosts.get(provider, {})))
+    return found
+
+
+def of_host(row: Row | None) -> str:
+    """Return what a step costs the host, where that was measured."""
+    return f", host {milliseconds(row.config['host_us'])}" if row is not None and "host_us" in row.config else ""
 
 
 def table(found: list[Row]) -> str:
@@ -157,7 +168,7 @@ def table(found: list[Row]) -> str:
     for name in dict.fromkeys(row.x_value for row in found):
         mine = by_provider(select(found, x_value=name))
         title = CASES[name].title.format(model=models.title(QWEN3.model), layers=found[-1].config["layers"])
-        cells = [notes.cell(mine.get(p), milliseconds) for p in (*names, FLOOR)]
+        cells = [notes.cell(mine.get(p), milliseconds) + of_host(mine.get(p)) for p in (*names, FLOOR)]
         body.append([title, *cells, share(mine.get(FLOOR), mine.get("bastile")), times_faster(mine)])
     head = ["parameters of", *map(providers.title, names), "floor", "Bastile: of the floor", "vs best peer"]
     return markdown(head, body) + str(notes) + origin(found) if found else ""

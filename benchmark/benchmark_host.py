@@ -193,8 +193,8 @@ CASES = {
     "rms_norm_no_grad": Case("RMSNorm, without", LAYER, lambda args, p: rms_norm(args, p, False), 400),
     "dense": Case("decoder layer, forward and backward", LAYER, lambda args, p: layer_step(args, p, 0), 40),
     "lora": Case("decoder layer with LoRA, forward and backward", LAYER, lambda args, p: layer_step(args, p, RANK), 40),
-    "adamw": Case("AdamW, the parameters of {layers} layers", OPTIMIZERS, lambda args, p: optimizer_step(args, p, 0), 10),
-    "adamw_lora": Case("AdamW, LoRA of {layers} layers", OPTIMIZERS, lambda args, p: optimizer_step(args, p, RANK), 10),
+    "adamw": Case("AdamW, the parameters of {layers} layers", OPTIMIZERS, lambda args, p: optimizer_step(args, p, 0), 4),
+    "adamw_lora": Case("AdamW, LoRA of {layers} layers", OPTIMIZERS, lambda args, p: optimizer_step(args, p, RANK), 4),
 }
 
 

@@ -22,8 +22,8 @@ inputs are such that every term is 0.
 import cuda.tile as ct
 
 from kernel_src.elements import write_within
-from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Params, Variant
-from kernel_src.softmax import MINUS_INFINITY, piece, read
+from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Params, PerArchitecture, Variant
+from kernel_src.softmax import HALF, MINUS_INFINITY, piece, read
 
 Const = ct.Constant[int]
 LOG2E = 1.4426950408889634
@@ -34,8 +34,8 @@ KINDS = {"js": 0, "tv": 1}
 
 
 @ct.function
-def fast_log2(x):
-    """log2 of a normal, positive x, to 3e-7 of its value; something finite of 0 and of subnormal numbers.
+def fast_log2(x, shift):
+    """log2(x) + shift. log2 is right to 3e-7 of its value for a normal, positive x, and something finite of 0 and of subnormal numbers.
 
     x = 2^e * (1 + f) with f from -1/3 to 1/3, so that it stays exact around x = 1. log2(1 + f) / f is a polynomial of degree 7,
     fitted for the least relative error (1.7e-7).
@@ -50,7 +50,7 @@ def fast_log2(x):
     r = r * f + 0.4809654951095581
     r = r * f - 0.7213466167449951
     r = r * f + 1.4426947832107544
-    return ct.astype(exponent, ct.float32) * (2.0**-23) + f * r
+    return f * r + (ct.astype(exponent, ct.float32) * (2.0**-23) + shift)
 
 
 @ct.function
@@ -78,7 +78,7 @@ def between(x, y, beta):
     mine = q * (1.0 - beta)
     m = p + mine
     # Where m is 0, so are p and mine. m * 0: a NaN's bits may not be taken apart.
-    log_m = fast_log2(m) + m * 0.0
+    log_m = fast_log2(m, m * 0.0)
     dx = mine * (finite(x) - log_m)
     return dx + p * (finite(y) - log_m), dx, q
 
@@ -115,13 +115,13 @@ def row_scale(factor, scale, factored):
 
 
 @ct.function
-def span(x, partial, TILE: Const, STEPS: Const):
-    """(row, piece) of this block, the columns of its first tile, and how many tiles it has. A piece is STEPS tiles, the last one of a row
+def span(x, partial, TILE: Const, SPAN: Const):
+    """(row, piece) of this block, the columns of its first tile, and how many tiles it has. A piece is SPAN columns, the last one of a row
     fewer. Blocks are counted in one dimension: the others end at 65535."""
     pieces = partial.shape[1]
     part = ct.bid(0) % pieces
-    first = part * (TILE * STEPS)
-    tiles = ct.minimum(STEPS, ct.cdiv(x.shape[1] - first, TILE))
+    first = part * SPAN
+    tiles = ct.minimum(SPAN // TILE, ct.cdiv(x.shape[1] - first, TILE))
     return ct.bid(0) // pieces, part, first + ct.arange(TILE, dtype=ct.int32), tiles
 
 
@@ -137,12 +137,12 @@ def skip(gradient, partial, row, part, first, tiles, writes, TILE: Const):
 @ct.kernel
 def kl_divergence(
     x, y, labels, factor, gradient, partial, scale: float, eps: float, ignore_index: int, masked: int, factored: int, writes: int,
-    TILE: Const, STEPS: Const
+    TILE: Const, SPAN: Const
 ):  # fmt: skip
     """x: log-probabilities, y: probabilities, gradient: all [rows, columns]; labels: [rows] int64; factor: [1] fp32; partial:
-    [rows, pieces] fp32, a piece is TILE * STEPS columns. log y is taken of max(y, eps). masked, factored, writes: 1 where labels and factor
-    are read, and gradient is written; else 0."""
-    row, part, first, tiles = span(x, partial, TILE, STEPS)
+    [rows, pieces] fp32, a piece is SPAN columns, a multiple of TILE. log y is taken of max(y, eps). masked, factored, writes: 1 where
+    labels and factor are read, and gradient is written; else 0."""
+    row, part, first, tiles = span(x, partial, TILE, SPAN)
     if counted(labels, row, ignore_index, masked):
         k = row_scale(factor, scale, factored)
         least = ct.maximum(eps, SMALLEST)
@@ -150,7 +150,7 @@ def kl_divergence(
         for i in range(tiles):
             cols = first + i * TILE
             a, p = read(x, (row, cols), 0), read(y, (row, cols), 0)
-            loss = p * (fast_log2(ct.maximum(p, least)) * LN2 - a)
+            loss = p * (fast_log2(ct.maximum(p, least), 0.0) * LN2 - a)
             # torch's: nothing at 0, no number below.
             total = total + ct.where(p == 0.0, 0.0, ct.where(p > 0.0, loss, float("nan")))
             if writes > 0:
@@ -161,17 +161,31 @@ def kl_divergence(
 
 
 @ct.function
-def js_piece(x, y, gradient, partial, row, part, first, tiles, k, beta, writes, ENDS: Const, TILE: Const):
-    """A piece of a row. ENDS: 0 for 0 < beta < 1, -1 for beta = 0, 1 for beta = 1. k: what losses and gradients are multiplied by."""
+def even_terms(x, y):
+    """(loss, dX) as `js_terms`, for beta = 1/2, with fewer instructions: the halves are one less in each exponent, and in log M."""
+    a, b = x - 1.0, y - 1.0
+    mine, p = ct.exp2(a, flush_to_zero=True), ct.exp2(b, flush_to_zero=True)
+    m = p + mine
+    # Where m is 0, so are p and mine. m * 0: a NaN's bits may not be taken apart.
+    log_m = fast_log2(m, m * 0.0 - 1.0)
+    dx = mine * (finite(a) - log_m)
+    return dx + p * (finite(b) - log_m), dx
+
+
+@ct.function
+def js_piece(x, y, gradient, partial, row, part, first, tiles, k, beta, writes, KIND: Const, TILE: Const):
+    """A piece of a row. KIND: 2 for beta = 1/2, -1 for 0, 1 for 1, and 0 for the others. k: what losses and gradients are multiplied by."""
     total = ct.zeros((TILE,), dtype=ct.float32)
     for i in range(tiles):
         cols = first + i * TILE
         a, b = read(x, (row, cols), MINUS_INFINITY) * LOG2E, read(y, (row, cols), MINUS_INFINITY) * LOG2E
-        if ENDS == 0:
+        if KIND == 2:
+            loss, dx = even_terms(a, b)
+        elif KIND == 0:
             loss, dx, _ = between(a, b, beta)
         else:
-            loss, dx, q = at_end(a, b, ENDS)
-            if ENDS == 1:
+            loss, dx, q = at_end(a, b, KIND)
+            if KIND == 1:
                 dx = dx + q * (1.0 / LN2)
         total = total + loss
         if writes > 0:
@@ -182,13 +196,15 @@ def js_piece(x, y, gradient, partial, row, part, first, tiles, k, beta, writes, 
 @ct.kernel
 def js_divergence(
     x, y, labels, factor, gradient, partial, scale: float, beta: float, ignore_index: int, masked: int, factored: int, writes: int,
-    TILE: Const, STEPS: Const
+    TILE: Const, SPAN: Const
 ):  # fmt: skip
     """x, y: log-probabilities; otherwise as `kl_divergence`."""
-    row, part, first, tiles = span(x, partial, TILE, STEPS)
+    row, part, first, tiles = span(x, partial, TILE, SPAN)
     if counted(labels, row, ignore_index, masked):
         k = row_scale(factor, scale, factored)
-        if beta == 0.0:
+        if beta == 0.5:
+            js_piece(x, y, gradient, partial, row, part, first, tiles, k, beta, writes, 2, TILE)
+        elif beta == 0.0:
             js_piece(x, y, gradient, partial, row, part, first, tiles, k, beta, writes, -1, TILE)
         elif beta == 1.0:
             js_piece(x, y, gradient, partial, row, part, first, tiles, k, beta, writes, 1, TILE)
@@ -201,10 +217,10 @@ def js_divergence(
 @ct.kernel
 def tv_distance(
     x, y, labels, factor, gradient, partial, scale: float, ignore_index: int, masked: int, factored: int, writes: int, TILE: Const,
-    STEPS: Const
+    SPAN: Const
 ):  # fmt: skip
     """x, y: probabilities; otherwise as `kl_divergence`."""
-    row, part, first, tiles = span(x, partial, TILE, STEPS)
+    row, part, first, tiles = span(x, partial, TILE, SPAN)
     if counted(labels, row, ignore_index, masked):
         k = row_scale(factor, scale, factored)
         total = ct.zeros((TILE,), dtype=ct.float32)
@@ -278,9 +294,11 @@ def divergence_of_logits_in_place(
     logit_gradient(x, y, lse_x, lse_y, labels, slope, scale, x, beta, temperature, ignore_index, masked, KIND, TILE)
 
 
-# Elements that a block takes at once, and how often, of distributions: what it does once, the sum and the indices, is then little beside
-# the elements. Instructions bound these kernels in half precision.
-TILES = {"kl": (2048, 8), "js": (1024, 8), "tv": (2048, 1)}
+# Elements that a block takes, so that what it does once, the sum and the indices, is little beside them; and how many at once.
+# Instructions bound these kernels in half precision.
+SPANS = {"kl": 16384, "js": 16384, "tv": 2048}
+TILE = 2048
+JS_TILE = 1024  # but in bf16 and fp16 whose rows are aligned: 2048 takes more registers than 8 blocks an SM have
 LOGITS_TILE = 1024
 
 
@@ -288,14 +306,16 @@ def variants():
     vector, matrix = Array("float32", (None,), aligned=False), Array("float32", (None, None), aligned=False)
     labels = Array("int64", (None,), aligned=False)
     masks = {"ignore_index": INT, "masked": INT}
-    steps = {kind: {"TILE": tile, "STEPS": steps} for kind, (tile, steps) in TILES.items()}
+    spans = {kind: {"TILE": TILE, "SPAN": elements} for kind, elements in SPANS.items()}
     for dtype in FLOATS:
         for x in (Array(dtype, (None, None), divisible=(1, 16)), Array(dtype, (None, None), aligned=False)):
             arrays: Params = {"x": x, "y": x, "labels": labels, "factor": vector, "gradient": x, "partial": matrix, "scale": FLOAT}
             flags: Params = {**masks, "factored": INT, "writes": INT}
-            yield Variant(kl_divergence, {**arrays, "eps": FLOAT, **flags, **steps["kl"]}, hints={"occupancy": 6 if x.aligned else 4})
-            yield Variant(js_divergence, {**arrays, "beta": FLOAT, **flags, **steps["js"]}, hints={"occupancy": 8})
-            yield Variant(tv_distance, {**arrays, **flags, **steps["tv"]})
+            yield Variant(kl_divergence, {**arrays, "eps": FLOAT, **flags, **spans["kl"]}, hints={"occupancy": 6 if x.aligned else 4})
+            js_tile, js_blocks = (TILE, PerArchitecture(6, "sm_90", 8)) if x.aligned and dtype in HALF else (JS_TILE, 8)
+            constants = {**spans["js"], "TILE": js_tile}
+            yield Variant(js_divergence, {**arrays, "beta": FLOAT, **flags, **constants}, hints={"occupancy": js_blocks})
+            yield Variant(tv_distance, {**arrays, **flags, **spans["tv"]})
             logits: Params = {"x": x, "y": x, "lse_x": vector, "lse_y": vector, "labels": labels}
             for kind, number in KINDS.items():
                 rest: Params = {"beta": FLOAT, "temperature": FLOAT, **masks, "KIND": number, "TILE": LOGITS_TILE}

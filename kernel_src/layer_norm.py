@@ -158,8 +158,8 @@ def layer_norm_columns_backward(dx, dy, x, weight, mean, rstd, means, partial, S
 WHOLE = {"bfloat16": (16, 32, 64, 128), "float16": (64,), "float32": (64,)}
 # Rows in registers, backward: TILE, how many blocks an SM holds, and how many rows a block has under way.
 WHOLE_BACKWARD = {
-    "bfloat16": ((1024, 4, 2), (2048, 3, 2), (4096, 2, 3), (8192, 1, 2)),
-    "float16": ((4096, 2, 3),),
+    "bfloat16": ((1024, 4, 2), (2048, 3, 2), (4096, 2, 2), (8192, 1, 2)),
+    "float16": ((4096, 2, 2),),
     "float32": ((2048, 2, 2),),
 }
 LONG_PIECE = {SEGMENT: 32, 1: 1024}
@@ -193,7 +193,7 @@ def variants():
             a = Array(x, (None, None), at_most=(None, tile))
             grads = {"dx": a, "dy": a, "x": a, "weight": Array(w, (None,)), "mean": PER_ROW, "rstd": PER_ROW}
             partial = Array("float32", (None, 2, None))
-            hints = {"occupancy": occupancy, **({"num_worker_warps": 8} if tile > 4096 else {})}
+            hints = {"occupancy": occupancy, **({"num_worker_warps": 8} if tile >= 4096 else {})}
             yield Variant(layer_norm_backward, {**grads, "partial": partial, "TILE": tile, "LATENCY": latency}, hints=hints)
     for x, w in SAME + MIXED:
         for segment in (SEGMENT, 1):

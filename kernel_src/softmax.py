@@ -14,7 +14,7 @@ products, 6e-4 where x is 1e4. lse is log2(sum(2^(x * log2(e)))).
 import cuda.tile as ct
 
 from kernel_src.elements import write_within
-from kernel_src.prebuild import FLOAT, FLOATS, Array, Variant
+from kernel_src.prebuild import FLOAT, FLOATS, Array, PerArchitecture, Variant
 
 Const = ct.Constant[int]
 LOG2E = 1.4426950408889634
@@ -77,6 +77,13 @@ def held_tiles(array, row, TILE: Const, TILES: Const, padding):
 
 
 @ct.function
+def converted_again(tile, count):
+    """A tile in float32. count: at least 1, of which the compiler cannot know that. Else it would keep what it has converted once, in twice
+    the registers: the product by 1 costs one instruction for two elements, and lets two blocks with a row each share an SM."""
+    return ct.astype(tile * ct.astype(ct.minimum(count, 1.0), tile.dtype), ct.float32)
+
+
+@ct.function
 def held_maximum(tiles, TILES: Const):
     highest = tiles[0]
     for i in ct.static_iter(range(1, TILES)):
@@ -93,10 +100,10 @@ def softmax_held_forward(x, y, TILE: Const, TILES: Const):
     total = ct.zeros((TILE,), dtype=ct.float32)
     for i in ct.static_iter(range(TILES)):
         total = total + ct.exp2((ct.astype(tiles[i], ct.float32) - m) * LOG2E, flush_to_zero=True)
-    inverse = 1.0 / ct.sum(total, 0)
+    s = ct.sum(total, 0)
     for i in ct.static_iter(range(TILES)):
-        p = ct.exp2((ct.astype(tiles[i], ct.float32) - m) * LOG2E, flush_to_zero=True)
-        write_within(y, (row, tile_columns(i, TILE)), p * inverse)
+        p = ct.exp2((converted_again(tiles[i], s) - m) * LOG2E, flush_to_zero=True)
+        write_within(y, (row, tile_columns(i, TILE)), p * (1.0 / s))
 
 
 @ct.kernel
@@ -111,7 +118,8 @@ def softmax_held_backward(y, dy, dx, TILE: Const, TILES: Const):
     for i in ct.static_iter(range(TILES)):
         last = TILES - 1 - i
         cols = tile_columns(last, TILE)
-        write_within(dx, (row, cols), ct.astype(tiles[last], ct.float32) * (read(dy, (row, cols), 0) - dot))
+        p = converted_again(tiles[last], ct.astype(y.shape[0], ct.float32))
+        write_within(dx, (row, cols), p * (read(dy, (row, cols), 0) - dot))
 
 
 # ---------------------------------------------------------------- rows in pieces
@@ -192,17 +200,18 @@ def softmax_gradient(y, dy, dot, dx, TILE: Const):
 # ROWS, TILE, warps. A block holds a whole row in registers, so the shortest tile that a row fits in is the one to take.
 ROW_TILES = ((16, 128, 4), (4, 1024, 4), (1, 4096, 4), (1, 8192, 8), (1, 16384, 8))
 PIECE, WRITTEN_PIECE, PARTS = 4096, 2048, 64
-HELD = {"TILE": 2048, "TILES": 16}  # of rows that are held as they lie in memory: in half precision
-HELD_HINTS = {"num_worker_warps": 8, "occupancy": 1}
+HELD = {"TILE": 4096, "TILES": 8}  # of rows that are held as they lie in memory: in half precision
+HELD_HINTS = {"num_worker_warps": 8, "occupancy": 2}
+HELD_BACKWARD_HINTS = {"num_worker_warps": 8, "occupancy": PerArchitecture(1, "sm_90", 2)}  # two spill on sm_120
 
 
-def whole_rows(dtype, forward, backward):
-    """Variants of two kernels, forward(a, b) and backward(a, b, c), for rows of every length up to the longest tile."""
+def whole_rows(dtype, *kernels):
+    """Variants of kernels, each with the names of its arrays, for rows of every length up to the longest tile."""
     for rows, tile, warps in ROW_TILES:
         arrays = (Array(dtype, (None, None), divisible=(1, 16)), Array(dtype, (None, None), aligned=False))
         for x in arrays if tile in (1024, 4096) else arrays[:1]:
             hints = {} if warps == 4 else {"num_worker_warps": warps}
-            for kernel, names in (forward, backward):
+            for kernel, names in kernels:
                 yield Variant(kernel, {**dict.fromkeys(names, x), "ROWS": rows, "TILE": tile}, hints=hints)
 
 
@@ -211,7 +220,7 @@ def variants():
     for dtype in HALF:
         x = Array(dtype, (None, None), divisible=(1, 16))
         yield Variant(softmax_held_forward, {"x": x, "y": x, **HELD}, hints=HELD_HINTS)
-        yield Variant(softmax_held_backward, {"y": x, "dy": x, "dx": x, **HELD}, hints=HELD_HINTS)
+        yield Variant(softmax_held_backward, {"y": x, "dy": x, "dx": x, **HELD}, hints=HELD_BACKWARD_HINTS)
     for dtype in FLOATS:
         yield from whole_rows(dtype, (softmax_forward, ("x", "y")), (softmax_backward, ("y", "dy", "dx")))
         for x in (Array(dtype, (None, None), divisible=(1, 16)), Array(dtype, (None, None), aligned=False)):

@@ -12,16 +12,30 @@ x belongs to S where |S| * x + 1 > sum of S, multiplied and not divided: in half
 error of one ulp in tau would change its gradient by all of it. All sums are of x - max. y is at least the smallest number of its
 dtype in S, and 0 elsewhere, so the backward pass knows S from y.
 
-Rows of up to 8192 elements stay in registers. Of longer ones, one kernel takes the maxima of every CHUNK elements; another, one row a
-block, sets tau from the maxima alone, which is never too large, and reads only the chunks that reach above it; a third writes y.
+Rows of up to 8192 elements stay in registers, and so do those of half precision up to 32768, as they lie in memory. Of others, one
+kernel takes the maxima of every CHUNK elements; another, one row a block, sets tau from the maxima alone, which is never too large, and
+reads only the chunks that reach above it; a third writes y.
 """
 
 import cuda.tile as ct
 
 from kernel_src.elements import write_within
-from kernel_src.prebuild import FLOATS, Array, Variant
+from kernel_src.prebuild import FLOATS, Array, PerArchitecture, Variant
 from kernel_src.segments import two_sums
-from kernel_src.softmax import MINUS_INFINITY, PIECE, WRITTEN_PIECE, piece, read, rows_of_block, whole_rows
+from kernel_src.softmax import (
+    HALF,
+    MINUS_INFINITY,
+    PIECE,
+    WRITTEN_PIECE,
+    converted_again,
+    held_maximum,
+    held_tiles,
+    piece,
+    read,
+    rows_of_block,
+    tile_columns,
+    whole_rows,
+)
 
 Const = ct.Constant[int]
 
@@ -70,6 +84,65 @@ def sparsemax_backward(y, dy, dx, ROWS: Const, TILE: Const):
     size = ct.sum(ct.where(inside, 1.0, 0.0), 1, keepdims=True)
     mean = ct.sum(ct.where(inside, d, 0.0), 1, keepdims=True) / ct.maximum(size, 1.0)
     write_within(dx, at, ct.where(inside, d - mean, 0.0))
+
+
+# ---------------------------------------------------------------- one row a block
+@ct.function
+def count_held(tiles, m, size, total, TILE: Const, TILES: Const):
+    """Size and sum of the elements of a row that belong to a support."""
+    count, amount = ct.zeros((TILE,), dtype=ct.float32), ct.zeros((TILE,), dtype=ct.float32)
+    for i in ct.static_iter(range(TILES)):
+        v = held_difference(tiles[i], m, size, TILES)
+        inside = support(v, size, total)
+        count = count + ct.where(inside, 1.0, 0.0)
+        amount = amount + ct.where(inside, v, 0.0)
+    return two_sums(count, amount, TILE)
+
+
+@ct.function
+def held_difference(tile, m, size, TILES: Const):
+    """x - max in float32: of one tile it may stay in registers, several are held as they lie in memory."""
+    return (converted_again(tile, size) if TILES > 1 else ct.astype(tile, ct.float32)) - m
+
+
+@ct.kernel
+def sparsemax_row_forward(x, y, TILE: Const, TILES: Const):
+    """x, y: [rows, columns], columns at most TILE * TILES. One row a block."""
+    row = ct.bid(0)
+    tiles = held_tiles(x, row, TILE, TILES, MINUS_INFINITY)
+    m = held_maximum(tiles, TILES)
+    # A "support" of one element whose sum is 0: v > -1.
+    n, s = count_held(tiles, m, 1.0, 0.0, TILE, TILES)
+    shrinks = True
+    while shrinks:
+        fewer, less = count_held(tiles, m, n, s, TILE, TILES)
+        shrinks = fewer < n
+        n, s = ct.where(shrinks, fewer, n), ct.where(shrinks, less, s)
+    for i in ct.static_iter(range(TILES)):
+        write_within(y, (row, tile_columns(i, TILE)), probability(held_difference(tiles[i], m, n, TILES), n, s, y.dtype))
+
+
+@ct.kernel
+def sparsemax_row_backward(y, dy, dx, TILE: Const, TILES: Const):
+    """y, dy, dx: as in `sparsemax_row_forward`. dy is read again, the last tile first, which is the likeliest to be in the caches.
+
+    The support is counted before dy is read: with both sums at once, registers spilled on sm_120.
+    """
+    row = ct.bid(0)
+    tiles = held_tiles(y, row, TILE, TILES, 0)
+    count, amount = ct.zeros((TILE,), dtype=ct.float32), ct.zeros((TILE,), dtype=ct.float32)
+    for i in ct.static_iter(range(TILES)):
+        count = count + ct.where(ct.astype(tiles[i], ct.float32) > 0.0, 1.0, 0.0)
+    size = ct.maximum(ct.sum(count, 0), 1.0)
+    for i in ct.static_iter(range(TILES)):
+        inside = converted_again(tiles[i], size) > 0.0
+        amount = amount + ct.where(inside, read(dy, (row, tile_columns(i, TILE)), 0), 0.0)
+    mean = ct.sum(amount, 0) / size
+    for i in ct.static_iter(range(TILES)):
+        last = TILES - 1 - i
+        cols = tile_columns(last, TILE)
+        inside = converted_again(tiles[last], ct.astype(y.shape[0], ct.float32)) > 0.0
+        write_within(dx, (row, cols), ct.where(inside, read(dy, (row, cols), 0) - mean, 0.0))
 
 
 # ---------------------------------------------------------------- rows in pieces
@@ -178,21 +251,46 @@ def sparsemax_gradient(y, dy, size, total, dx, TILE: Const):
 # At most one element in 16 is read again; a block of sparsemax_maxima has so many loads under way.
 CHUNKS = {"CHUNK": 16, "WIDTH": 1024}
 CHUNKS_AT_ONCE = 128  # of those that are read again; all their elements are under way together
-LONGEST = 8192  # elements of a row that stays in registers
+# Several rows a block, forward: ROWS, TILE, hints. With 16 rows of half precision (8 of fp32) tileiras 13.4 lays out the sizes and sums of
+# a block's rows in buffers of 64 (32) bytes and exchanges a bit of their addresses that reaches past the last one: it addresses 64 bytes
+# behind the block's shared memory. With 32 the buffers are as long as that bit.
+SEVERAL: tuple[tuple[int, int, dict[str, int]], ...] = ((32, 128, {"num_worker_warps": 8}), (4, 1024, {}))
+ROWS = ((4096, {"occupancy": 5}), (8192, {"num_worker_warps": 8}))  # that stay in registers, one a block, forward: TILE, hints
+UNALIGNED_SEVERAL, UNALIGNED_ROW = 1024, 4096  # TILE at any address
+LONGEST = 8192  # backward
+# Of rows that are held as they lie in memory: TILES, and how many blocks an SM holds, forward and backward.
+HELD_TILE, HELD_WARPS = 2048, 8
+HELD = ((8, PerArchitecture(2, "sm_90", 3), 2), (16, PerArchitecture(1, "sm_90", 2), 1))
+
+
+def held_variants(x):
+    for tiles, *blocks in HELD:
+        kernels = (sparsemax_row_forward, ("x", "y")), (sparsemax_row_backward, ("y", "dy", "dx"))
+        for (kernel, names), number in zip(kernels, blocks, strict=True):
+            hints = {"num_worker_warps": HELD_WARPS, "occupancy": number}
+            yield Variant(kernel, {**dict.fromkeys(names, x), "TILE": HELD_TILE, "TILES": tiles}, hints=hints)
 
 
 def variants():
     vector, matrix = Array("float32", (None,), aligned=False), Array("float32", (None, None), aligned=False)
     row_sums = {"top": vector, "size": vector, "total": vector}
     for dtype in FLOATS:
-        for variant in whole_rows(dtype, (sparsemax_forward, ("x", "y")), (sparsemax_backward, ("y", "dy", "dx"))):
+        aligned, unaligned = Array(dtype, (None, None), divisible=(1, 16)), Array(dtype, (None, None), aligned=False)
+        for number, tile, hints in SEVERAL:
+            for x in (aligned, unaligned) if tile == UNALIGNED_SEVERAL else (aligned,):
+                yield Variant(sparsemax_forward, {"x": x, "y": x, "ROWS": number, "TILE": tile}, hints=hints)
+        for tile, hints in ROWS:
+            yield Variant(sparsemax_row_forward, {"x": aligned, "y": aligned, "TILE": tile, "TILES": 1}, hints=hints)
+        yield Variant(sparsemax_row_forward, {"x": unaligned, "y": unaligned, "TILE": UNALIGNED_ROW, "TILES": 1})
+        for variant in whole_rows(dtype, (sparsemax_backward, ("y", "dy", "dx"))):
             if variant.params["TILE"] <= LONGEST:
                 yield variant
+        if dtype in HALF:
+            yield from held_variants(aligned)
         maxima = Array(dtype, (None, None), divisible=(1, CHUNKS["WIDTH"]))
-        for x in (Array(dtype, (None, None), divisible=(1, 16)), Array(dtype, (None, None), aligned=False)):
+        for x in (aligned, unaligned):
             yield Variant(sparsemax_maxima, {"x": x, "maxima": maxima, **CHUNKS})
             yield Variant(sparsemax_apply, {"x": x, **row_sums, "y": x, "TILE": WRITTEN_PIECE})
             yield Variant(sparsemax_sums, {"y": x, "dy": x, "part_size": matrix, "part_sum": matrix, "TILE": PIECE})
             yield Variant(sparsemax_gradient, {"y": x, "dy": x, "size": vector, "total": vector, "dx": x, "TILE": WRITTEN_PIECE})
-        x = Array(dtype, (None, None), aligned=False)
-        yield Variant(sparsemax_threshold, {"x": x, "maxima": maxima, **row_sums, **CHUNKS, "TILE": CHUNKS_AT_ONCE})
+        yield Variant(sparsemax_threshold, {"x": unaligned, "maxima": maxima, **row_sums, **CHUNKS, "TILE": CHUNKS_AT_ONCE})

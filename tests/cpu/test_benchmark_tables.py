@@ -37,6 +37,8 @@ def test_the_table_of_the_optimizer(results):
     found = tables.table("adamw", records.read_all(results / "nvidia-h200"))
     assert "| parameters of | PyTorch | PyTorch, fused | Bastile | floor | Bastile: of the floor | vs best peer |" in found
     assert "| Qwen3-8B with 4 layers, bf16 | 26 ms | 10 ms | 6.8 ms | 6.5 ms | 96% | 1.47 × |" in found
+    small = row("adamw", "bastile", "full", x="small", y=2500.0, layers=4, timing="wall", host_us=750.0)
+    assert "| 2.5 ms, host 0.75 ms |" in tables.table("adamw", [small])
 
 
 def test_steps_with_our_optimizer_have_columns_of_their_own():

@@ -101,8 +101,15 @@ def test_swiglu(ops, dtype, shape):
 
 @dtypes
 @pytest.mark.parametrize("offset", (0, 1, 8))
-def test_adamw(ops, dtype, offset):
-    adamw.check_adamw(ops, DEVICE, dtype, offset=offset)
+@pytest.mark.parametrize("capturable", (False, True), ids=("counted on the host", "capturable"))
+def test_adamw(ops, dtype, offset, capturable):
+    adamw.check_adamw(ops, DEVICE, dtype, offset=offset, capturable=capturable)
+
+
+@dtypes
+@pytest.mark.parametrize("capturable", (False, True), ids=("counted on the host", "capturable"))
+def test_adamw_of_four(ops, dtype, capturable):
+    adamw.check_adamw_of_four(ops, DEVICE, dtype, capturable)
 
 
 @dtypes

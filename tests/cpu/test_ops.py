@@ -46,8 +46,9 @@ def test_swiglu(qwen3, dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", (*FLOATS, torch.float64), ids=str)
-def test_adamw(qwen3, dtype):
-    adamw.check_adamw(qwen3, DEVICE, dtype)
+@pytest.mark.parametrize("capturable", (False, True), ids=("counted on the host", "capturable"))
+def test_adamw(qwen3, dtype, capturable):
+    adamw.check_adamw(qwen3, DEVICE, dtype, capturable=capturable)
 
 
 @dtypes

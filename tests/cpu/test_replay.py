@@ -59,7 +59,7 @@ def test_every_check_holds_for_results_of_a_replay(package, replay, monkeypatch,
     CHECKS[name](package)
 
 
-OF_NODES = [name for name in CHECKS if name.startswith(("decoder_nodes: ", "projected_nodes: "))]
+OF_NODES = [name for name in CHECKS if name.startswith(("decoder_nodes: ", "projected_nodes: ", "traced_nodes: traced_"))]
 NODES = [name for name in OF_NODES if "mlp" in name or "replayed" in name if "dropout" not in name]
 
 

@@ -982,6 +982,95 @@ def test_threads_that_share_a_launch_do_not_mix_their_parameters(runtime, cubins
     assert all(len(set(words)) == 1 for words in seen)
 
 
+def together(runtime, driver, device=0):
+    """Three launches of a norm, of two sizes, that are made together."""
+    return runtime.driver.Together([prepare_norm(driver, device, grid=(rows, 1, 1)) for rows in (5, 6, 5)])
+
+
+def test_launches_together_have_addresses_of_their_own_and_share_floats(runtime, cubins, gpu):
+    driver = driver_with(runtime, cubins)
+    launch = together(runtime, driver)
+    for begin in (16, 32):
+        launch(list(range(begin, begin + 12)), (float(begin),))
+    assert [config["grid_x"] for _, config, _ in driver.cuda.launches] == [5, 6, 5] * 2
+    assert {config["stream"] for _, config, _ in driver.cuda.launches} == {7000}
+    for i, (_, _, words) in enumerate(driver.cuda.launches):
+        begin = (16, 32)[i // 3]
+        first = begin + 4 * (i % 3)
+        assert [number(words[at]) for at in (0, 5, 8, 13)] == list(range(first, first + 4)) and real(words[-1]) == begin
+        assert [number(word) for word in words[1:5]] == [5, 1024, 2048, 1]
+
+
+def test_launches_together_leave_those_they_are_made_of_alone(runtime, cubins, gpu):
+    driver = driver_with(runtime, cubins)
+    alone = prepare_norm(driver)
+    alone([16] * 4, (0.5,))
+    runtime.driver.Together([alone, alone])([32] * 8, (1.5,))
+    driver.cuda.launches.clear()
+    alone([48] * 4, (float("inf"),))
+    assert [number(driver.cuda.launches[0][2][at]) for at in (0, 5, 8, 13)] == [48] * 4
+
+
+def test_launches_together_go_to_the_stream_and_device_of_the_moment(runtime, cubins, gpu, monkeypatch):
+    driver = driver_with(runtime, cubins)
+    launch = together(runtime, driver, device=3)
+    launch([16] * 12, (0.5,))
+    monkeypatch.setattr(runtime.driver, "raw_stream", lambda device: 1)
+    launch([16] * 12, (0.5,))
+    assert gpu.switched == [3, 3] and gpu.current == 0
+    assert [config["stream"] for _, config, _ in driver.cuda.launches] == [7003] * 3 + [1] * 3
+
+
+def test_floats_of_launches_together_may_be_beyond_the_largest(runtime, cubins, gpu):
+    driver = driver_with(runtime, cubins)
+    together(runtime, driver)([16] * 12, (1e300,))
+    assert [real(words[-1]) for _, _, words in driver.cuda.launches] == [float("inf")] * 3
+
+
+@pytest.mark.parametrize(("codes", "calls"), (([0, 201, 0, 0], 4), ([0, 0, 209], 3)), ids=("no context yet", "an error"))
+def test_an_error_of_one_of_the_launches_together(runtime, cubins, gpu, codes, calls):
+    driver = driver_with(runtime, cubins, cuLaunchKernelEx=codes)
+    launch = together(runtime, driver)
+    if 209 in codes:
+        with pytest.raises(runtime.driver.DriverError, match="launching rms_norm_forward-.*: CUDA error 209"):
+            launch([16] * 12, (0.5,))
+    else:
+        launch([16] * 12, (0.5,))
+        assert gpu.synchronized == [0]
+    assert driver.cuda.calls["cuLaunchKernelEx"] == calls
+
+
+def batch_of_norms(runtime, rows=(5, 6)):
+    """Two norms, their tensors, and a batch of their launches."""
+    kernel, found = norm_kernel(runtime), [norm_arguments(count)[0] for count in rows]
+    calls = [(kernel(*tensors, 1e-6), [tensor.data_ptr() for tensor in tensors]) for tensors in found]
+    return runtime.launch.Batch(calls), found
+
+
+def test_a_batch_launches_again_at_other_addresses(runtime, backend):
+    batch, found = batch_of_norms(runtime)
+    for tensors in ([t for each in found for t in each], [t.clone() for each in found for t in each]):
+        backend.launched.clear()
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        assert batch(addresses, (0.25,))
+        assert [(places, floats) for _, places, floats in backend.launched] == [(addresses[:4], [0.25]), (addresses[4:], [0.25])]
+
+
+def test_a_batch_is_not_launched_where_an_address_is_aligned_in_another_way(runtime, backend):
+    batch, found = batch_of_norms(runtime)
+    addresses = [tensor.data_ptr() for each in found for tensor in each]
+    backend.launched.clear()
+    assert not batch([*addresses[:-1], addresses[-1] + 8], (0.25,)) and not backend.launched
+    assert batch(addresses, (0.25,)) and len(backend.launched) == 2
+
+
+def test_a_batch_is_not_launched_after_kernels_were_chosen_anew(runtime, backend):
+    batch, found = batch_of_norms(runtime)
+    addresses = [tensor.data_ptr() for each in found for tensor in each]
+    runtime.launch.tuner._changed()
+    assert not batch(addresses, (0.25,))
+
+
 @pytest.mark.parametrize(
     ("capability", "expected"), (((8, 0), "sm_80"), ((8, 6), "sm_80"), ((9, 0), "sm_90"), ((10, 0), ""), ((7, 5), ""), ((12, 1), ""))
 )

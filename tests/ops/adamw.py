@@ -20,6 +20,8 @@ def adamw_exact(param, grad, exp_avg, exp_avg_sq, step, lr, betas, eps, weight_d
 
 # Pieces that a block takes whole, sizes that are none, nothing.
 ADAMW_SHAPES = ((5, 1024), (512,), (3, 77), (1501,), (2, 0))
+# So many of whole pieces, one behind the other, that one launch takes four and something is left over.
+FOURS = ((2, 512), (512,), (3, 512), (1501,), (1024,), (7, 512), (512,))
 
 
 def small_parameters_too(package):
@@ -27,8 +29,11 @@ def small_parameters_too(package):
     return limit(package, "adamw", "SMALLEST", 0)
 
 
-def check_adamw(package, device, dtype, shapes=ADAMW_SHAPES, offset=0, lr=0.05, betas=(0.7, 0.9), eps=1e-3, weight_decay=0.2):
-    """Three steps, each from where the last one came to, in two groups; every second parameter begins a step later.
+def check_adamw(
+    package, device, dtype, shapes=ADAMW_SHAPES, offset=0, lr=0.05, betas=(0.7, 0.9), eps=1e-3, weight_decay=0.2, late=True,
+    capturable=False,
+):  # fmt: skip
+    """Six steps, each from where the last one came to, in two groups; where some are late, every second parameter begins a step later.
     offset: elements between the start of the memory and of each tensor."""
 
     def placed(shape, seed):
@@ -36,18 +41,20 @@ def check_adamw(package, device, dtype, shapes=ADAMW_SHAPES, offset=0, lr=0.05, 
         return flat[offset:].view(shape)
 
     params = [torch.nn.Parameter(placed(shape, i)) for i, shape in enumerate(shapes)]
-    half = len(params) // 2
+    half = len(params) // 2 if late else len(params) - 1
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    optimizer = package.AdamW([{"params": params[:half]}, {"params": params[half:], "lr": 2 * lr, "weight_decay": 0.0}], **options)
-    for step in (1, 2, 3):
+    of_others = {"lr": torch.tensor(2 * lr, dtype=torch.float64, device=device) if capturable else 2 * lr, "weight_decay": 0.0}
+    groups = [{"params": params[:half]}, {"params": params[half:], **of_others}]
+    optimizer = package.AdamW(groups, **options, capturable=capturable)
+    for step in range(1, 7):
         expected = []
         for i, param in enumerate(params):
-            late = i % 2
-            param.grad = None if late and step == 1 else placed(param.shape, 100 * step + i)
+            begun = i % 2 if late else 0
+            param.grad = None if step <= begun else placed(param.shape, 100 * step + i)
             if param.grad is not None:
                 state = optimizer.state[param] or {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
                 mine = {**options, "lr": 2 * lr, "weight_decay": 0.0} if i >= half else options
-                expected.append((param, adamw_exact(param, param.grad, state["exp_avg"], state["exp_avg_sq"], step - late, **mine)))
+                expected.append((param, adamw_exact(param, param.grad, state["exp_avg"], state["exp_avg_sq"], step - begun, **mine)))
         with small_parameters_too(package):
             assert optimizer.step() is None
         for param, wanted in expected:
@@ -55,7 +62,16 @@ def check_adamw(package, device, dtype, shapes=ADAMW_SHAPES, offset=0, lr=0.05, 
             for name, found, exactly in zip(("param", "exp_avg", "exp_avg_sq"), (param, state["exp_avg"], state["exp_avg_sq"]), wanted,
                                             strict=True):
                 assert_close(found, exactly, dtype, f"AdamW {name} of {list(param.shape)} after step {step}")
-    assert [optimizer.state[param]["step"].item() for param in params] == [3.0 - i % 2 for i in range(len(params))]
+    steps = [optimizer.state[param]["step"] for param in params]
+    assert [found.item() for found in steps] == [6.0 - (i % 2 if late else 0) for i in range(len(params))]
+    assert not capturable or all(found.device == param.device for found, param in zip(steps, params, strict=True))
+
+
+def check_adamw_of_four(package, device, dtype, capturable=False):
+    """So that a launch takes four parameters."""
+    check_adamw(package, device, dtype, FOURS, late=False, capturable=capturable)
+    names = [name.partition("-")[0] for name in getattr(runtime_of(package).launch.backend, "launched", ())]
+    assert not names or f"adamw_{'capturable_' * capturable}of_four" in names[-12:], names
 
 
 def check_adamw_in_slabs(ops):
@@ -97,22 +113,27 @@ def check_adamw_that_is_not_taken(ops):
             assert_close(found, exactly, FP32, f"AdamW with another {change}")
 
 
-def check_adamw_of_shards(ops, replicated=False):
-    """Parameters of FSDP2 and tensor parallelism, on a mesh of this process alone: the kernel steps what it holds, and autograd notices.
-    replicated: the gradient is spread in another way than the parameter, so that no kernel may run."""
+def check_adamw_of_shards(ops, replicated=False, steps=6):
+    """Parameters of FSDP2 and tensor parallelism, on a mesh of this process alone, step after step: the kernel steps what it holds.
+    replicated: from the second half on, gradients are spread in another way than the parameters, so that no kernel may run."""
     with mesh_of_one() as mesh:
-        param = torch.nn.Parameter(distribute_tensor(randn(4, 512, dtype=FP32, device=CPU), mesh, [Shard(0)]))
-        grad = randn(4, 512, dtype=FP32, device=CPU, seed=1)
-        param.grad = distribute_tensor(grad, mesh, [Replicate() if replicated else Shard(0)])
-        before, optimizer = param.full_tensor().detach().clone(), ops.AdamW([param], lr=0.1, weight_decay=0.1)
+        params = [torch.nn.Parameter(distribute_tensor(randn(4, 512, dtype=FP32, device=CPU, seed=i), mesh, [Shard(0)])) for i in (0, 1)]
+        optimizer = ops.AdamW(params, lr=0.1, weight_decay=0.1)
         backend = runtime_of(ops).launch.backend
-        backend.launched.clear()
-        with small_parameters_too(ops):
-            optimizer.step()
-        assert any(name.startswith("adamw") for name in backend.launched) != replicated, backend.launched
-        zeros = torch.zeros_like(grad)
-        wanted = adamw_exact(before, grad, zeros, zeros, 1, 0.1, (0.9, 0.999), 1e-8, 0.1)
-        assert_close(param.full_tensor(), wanted[0], FP32, "AdamW of a shard")
+        for step in range(1, steps + 1):
+            expected, other = [], replicated and step > steps // 2
+            for i, param in enumerate(params):
+                grad = randn(4, 512, dtype=FP32, device=CPU, seed=10 * step + i)
+                param.grad = distribute_tensor(grad, mesh, [Replicate() if other else Shard(0)])
+                state = optimizer.state[param]
+                averages = [state[name].full_tensor() if state else torch.zeros_like(grad) for name in ("exp_avg", "exp_avg_sq")]
+                expected.append(adamw_exact(param.full_tensor(), grad, *averages, step, 0.1, (0.9, 0.999), 1e-8, 0.1))
+            backend.launched.clear()
+            with small_parameters_too(ops):
+                optimizer.step()
+            assert any(name.startswith("adamw") for name in backend.launched) != other, backend.launched
+            for param, wanted in zip(params, expected, strict=True):
+                assert_close(param.full_tensor(), wanted[0], FP32, f"AdamW of a shard after step {step}")
 
 
 def check_that_autograd_notices_adamw(ops):
@@ -155,7 +176,10 @@ def check_adamw_of_a_checkpoint(ops):
 # ---------------------------------------------------------------- planted errors
 CHECKS = {
     "adamw": on_cpu(check_adamw, FP32),
+    "adamw_of_four": on_cpu(check_adamw_of_four, FP32),
     "adamw_odd": on_cpu(check_adamw, FP32, ((1501,), (1000,))),
+    "adamw_capturable": on_cpu(check_adamw, FP32, capturable=True),
+    "adamw_capturable_of_four": on_cpu(check_adamw_of_four, FP32, capturable=True),
     "adamw_not_taken": check_adamw_that_is_not_taken,
     "adamw_of_checkpoints": check_adamw_of_a_checkpoint,
     "adamw_sharded": check_adamw_of_shards,
@@ -176,19 +200,41 @@ MUTANTS = [
          ("ct.sqrt(v)", "v"),
          (" + eps", ""),
          ("+ eps), m, v", "+ eps), v, m")),
-    *errors_in("kernel_src/adamw.py", "adamw", "adamw",
-         ("at = ct.bid(0)", "at = 0"),
+    *errors_in("kernel_src/adamw.py", "adamw", "step_piece",
+         ("at = piece", "at = 0"),
          ("p, g, m, v = read", "p, m, g, v = read"),
          ("read(exp_avg, at), read(exp_avg_sq, at)", "read(exp_avg_sq, at), read(exp_avg, at)"),
-         ("ct.scatter(param, at", "ct.scatter(grad, at"),
-         ("ct.astype(m, exp_avg.dtype)", "ct.astype(v, exp_avg.dtype)"),
-         ("ct.astype(v, exp_avg_sq.dtype)", "ct.astype(m, exp_avg_sq.dtype)")),
-    *errors_in("kernel_src/adamw.py", "adamw_odd", "adamw_any",
+         ("write(param, at", "write(grad, at"),
+         ("write(exp_avg, at, m)", "write(exp_avg, at, v)"),
+         ("write(exp_avg_sq, at, v)", "write(exp_avg_sq, at, m)")),
+    *errors_in("kernel_src/adamw.py", "adamw_odd", "step_any",
          ("ct.bid(0) * TILE +", ""),
          ("p, g, m, v = read", "p, m, g, v = read"),
-         ("param.dtype), check_bounds=True", "param.dtype), check_bounds=False"),
-         ("exp_avg.dtype), check_bounds=True", "exp_avg.dtype), check_bounds=False"),
-         ("exp_avg_sq.dtype), check_bounds=True", "exp_avg_sq.dtype), check_bounds=False")),
+         ("write_within(param", "write(param"),
+         ("write_within(exp_avg,", "write(exp_avg,"),
+         ("write_within(exp_avg_sq", "write(exp_avg_sq")),
+    *errors_in("kernel_src/adamw.py", "adamw_of_four", "adamw_of_four",
+         ("end1 = end0 +", "end1 ="),
+         ("end2 = end1 +", "end2 ="),
+         ("piece - end0", "piece"),
+         ("piece - end1", "piece - end0"),
+         ("piece - end2", "piece - end1"),
+         ("p1, g1, m1, v1, keep", "p1, g0, m1, v1, keep"),
+         ("m2, v2, keep", "v2, m2, keep"),
+         ("p3, g3, m3, v3, keep", "p2, g3, m3, v3, keep")),
+    *errors_in("kernel_src/adamw.py", "adamw_capturable_of_four", "adamw_capturable_of_four",
+         ("end1 = end0 +", "end1 ="),
+         ("end2 = end1 +", "end2 ="),
+         ("piece - end0", "piece"),
+         ("piece - end1", "piece - end0"),
+         ("piece - end2", "piece - end1"),
+         ("p1, g1, m1, v1, keep", "p1, g0, m1, v1, keep"),
+         ("m2, v2, keep", "v2, m2, keep"),
+         ("p3, g3, m3, v3, keep", "p2, g3, m3, v3, keep")),
+    *errors_in("kernel_src/adamw.py", "adamw_capturable", "of_this_step",
+         ("numbers, 0", "numbers, 1"),
+         ("numbers, 1", "numbers, 2"),
+         ("numbers, 2", "numbers, 0")),
     *errors_in("shared/ops/adamw.py", "adamw", "numbers",
          ("lr / (1 - beta1**step)", "lr"),
          ("1 / math.sqrt(1 - beta2**step)", "1.0"),
@@ -196,18 +242,35 @@ MUTANTS = [
          ("lr * weight_decay", "weight_decay"),
          ("1 - beta1, beta2", "1 - beta2, beta2"),
          ("1 - beta2, step_size", "1 - beta1, step_size")),
-    *errors_in("shared/hf/optimizer.py", "adamw", "AdamW._step_group",
-         ("for _, step in large], 1)", "for _, step in large], 2)"),
-         ("by_step[number] = numbers(number,", "by_step[number] = numbers(3.0,"),
-         ("lr=lr", "lr=2 * lr", "adamw_not_taken"),
-         ("beta1=beta1, beta2=beta2", "beta1=beta2, beta2=beta1", "adamw_not_taken"),
-         ("weight_decay=weight_decay", "weight_decay=0.0", "adamw_not_taken"),
-         ("eps=eps", "eps=0.0", "adamw_not_taken"),
-         ("if changed:", "if not changed:", "adamw_noticed")),
-    *errors_in("shared/hf/optimizer.py", "adamw_of_checkpoints", "AdamW._by_way", ("if not state:", "if True:")),
+    *errors_in("shared/ops/adamw.py", "adamw_capturable", "numbers_on_device",
+         ("lr / (1 - beta1**steps)", "lr"),
+         ("1 - beta2**steps", "1 - beta1**steps"),
+         ("1 - lr * weight_decay", "1 - weight_decay"),
+         (".rsqrt()", ".sqrt()")),
+    *errors_in("shared/ops/adamw.py", "adamw_capturable", "constants",
+         ("(beta1, 1 - beta1", "(beta1, 1 - beta2"),
+         ("1 - beta2, eps", "1 - beta1, eps"),
+         ("eps)", "0.0)")),
+    *errors_in("shared/ops/adamw.py", "adamw_of_four", "Steps.__call__",
+         ("for i in rows[number]]", "for i in (*rows[number][:2], *rows[number][:1:-1])]")),
+    *errors_in("shared/hf/optimizer.py", "adamw", "_Counted._count",
+         ("self._counts += 1", "self._counts += 2"),
+         ('["step"] = view', '["step"] = view.clone()')),
+    *errors_in("shared/hf/optimizer.py", "adamw", "_Large.step",
+         ("numbers(step, *options)", "numbers(3.0, *options)"),
+         ("if other == step]", "]")),
+    *errors_in("shared/hf/optimizer.py", "adamw_not_taken", "_Plan.step",
+         ("else float(lr)", "else 2 * float(lr)"),
+         ("beta1=beta1, beta2=beta2", "beta1=beta2, beta2=beta1"),
+         ("weight_decay=weight_decay", "weight_decay=0.0"),
+         ("eps=eps", "eps=0.0")),
+    *errors_in("shared/hf/optimizer.py", "adamw_noticed", "_Plan.step",
+         ("if changed:", "if not changed:"),
+         ("changed += [tensors[4 * place] for place in large.places]", "pass")),
+    *errors_in("shared/hf/optimizer.py", "adamw_of_checkpoints", "AdamW._with_gradients", ("if not state:", "if True:")),
     *errors_in("shared/runtime/device.py", "adamw_not_taken", "kernels_run_on", ("tensor.is_neg()", "False")),
     *errors_in("shared/hf/optimizer.py", "adamw_sharded", "_held",
-         ("[t.to_local() for t in tensors]", "list(tensors)"),
-         ("return local if all", "return None if all"),
-         ("any(getattr", "all(getattr", "adamw_replicated")),
+         ("[tensor.to_local() for tensor in row]", "row"),
+         ("placements is not None", "placements is None"),
+         ("== placements for", "!= placements for", "adamw_replicated")),
 ]  # fmt: skip

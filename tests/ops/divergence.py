@@ -11,7 +11,7 @@ from tests.tolerances import assert_close
 ROW_FACTOR = 4.0  # the gradient of a row's logits is a difference of sums over the row
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
 # Rows of more than one piece and of a part of one, aligned and not.
-SHAPES = ((3, 2304), (5, 64), (3, 77), (2, 3, 2100), (2, 4097), (1, 1))
+SHAPES = ((3, 2304), (5, 64), (3, 77), (2, 3, 2100), (2, 4097), (1, 17008), (1, 1))
 
 
 # ---------------------------------------------------------------- float64, one distribution at a time
@@ -158,6 +158,16 @@ def check_nan(ops, device, dtype, columns):
     assert ops.kl_div(x, y).isnan(), "a negative probability is no number in torch"
 
 
+def check_nan_logits(ops, device, dtype, columns):
+    """A NaN among the teacher's logits arrives in the loss and in all of its row's gradient, and nowhere else."""
+    x, y = inputs("jsd", dtype, device, (2, columns), from_logits=True)
+    y[1, columns // 2] = float("nan")
+    x = leaf(x)
+    loss = ops.jsd(x, y, from_logits=True)
+    loss.backward()
+    assert loss.isnan() and x.grad[1].isnan().all() and x.grad[0].isfinite().all()
+
+
 def check_labels(ops, device, dtype, shape):
     for op in ("jsd", "tvd", "kl_div"):
         for reduction in ("batchmean", "mean", "sum", "none"):
@@ -264,6 +274,7 @@ def all_cases(ops, device, dtypes=FLOATS):
         for columns in (96, 2100):
             yield f"zeros {dtype} {columns}", partial(check_zeros, ops, device, dtype, columns)
             yield f"NaN {dtype} {columns}", partial(check_nan, ops, device, dtype, columns)
+            yield f"NaN of logits {dtype} {columns}", partial(check_nan_logits, ops, device, dtype, columns)
         yield f"far apart {dtype}", partial(check_far_apart, ops, device, dtype)
         yield f"labels {dtype}", partial(check_labels, ops, device, dtype, (2, 3, 96))
         yield f"empty {dtype}", partial(check_empty, ops, device, dtype)
@@ -273,12 +284,15 @@ def all_cases(ops, device, dtypes=FLOATS):
 F32 = torch.float32
 CHECKS = of_suite({
     "jsd": lambda ops: [check_divergence(ops, "cpu", F32, "jsd", (3, 1100), beta=beta) for beta in (0.1, 0.0, 1.0)],
-    "long": lambda ops: [check_divergence(ops, "cpu", F32, op, (2, 9001)) for op in ("jsd", "kl_div")],
+    "long": lambda ops: [check_divergence(ops, "cpu", F32, op, (2, 17001)) for op in ("jsd", "kl_div")],
+    "even": lambda ops: check_divergence(ops, "cpu", F32, "jsd", (3, 1100)),
     "kl": lambda ops: check_divergence(ops, "cpu", F32, "kl_div", (3, 2304), eps=1e-3),
     "tvd": lambda ops: check_divergence(ops, "cpu", F32, "tvd", (3, 2304)),
     "logits": lambda ops: [
         check_divergence(ops, "cpu", F32, op, (3, 1100), from_logits=True, temperature=2.0) for op in ("jsd", "kl_div", "tvd")
     ],
+    "skewed_logits": lambda ops: check_divergence(ops, "cpu", F32, "jsd", (3, 300), from_logits=True, beta=0.1),
+    "nan_logits": lambda ops: check_nan_logits(ops, "cpu", F32, 64),
     "labels": lambda ops: check_labels(ops, "cpu", F32, (2, 3, 40)),
     "zeros": lambda ops: check_zeros(ops, "cpu", F32, 90),
     "far_apart": lambda ops: check_far_apart(ops, "cpu", F32),
@@ -301,9 +315,9 @@ MUTANTS = (
     (_KERNELS, "fast_log2", "0x3F2AAAAB", "0x3F000000", "jsd"),
     (_KERNELS, "finite", "ct.maximum(x, FLOOR)", "x", "zeros"),
     (_KERNELS, "span", "first + ct.arange", "ct.arange", "long"),
-    (_KERNELS, "span", "ct.minimum(STEPS, ", "ct.maximum(STEPS, ", "long"),
-    (_KERNELS, "between", "+ m * 0.0", "", "nan"),
-    (_KERNELS, "between", "q * (1.0 - beta)", "q * beta", "jsd"),
+    (_KERNELS, "span", "ct.minimum(SPAN // TILE, ", "ct.maximum(SPAN // TILE, ", "long"),
+    (_KERNELS, "between", "m * 0.0)", "0.0)", "nan_logits"),
+    (_KERNELS, "between", "q * (1.0 - beta)", "q * beta", "skewed_logits"),
     (_KERNELS, "at_end", "ct.where(p == 0.0, 0.0, p * (y - x))", "p * (y - x)", "zeros"),
     (_KERNELS, "at_end", "ct.where(q == 0.0, 0.0, q * (x - y))", "q * (x - y)", "zeros"),
     (_KERNELS, "at_end", "(-1.0 / LN2)", "-1.0", "jsd"),
@@ -313,8 +327,12 @@ MUTANTS = (
     (_KERNELS, "counted", "!= ignore_index", "== ignore_index", "labels"),
     (_KERNELS, "row_scale", "scale * ct.where", "ct.where", "jsd"),
     (_KERNELS, "row_scale", "ct.where(factored == 0, 1.0, ct.gather(factor, 0, check_bounds=False))", "1.0", "labels"),
+    (_KERNELS, "even_terms", "x - 1.0, y - 1.0", "x - 1.0, y", "even"),
+    (_KERNELS, "even_terms", "m * 0.0 - 1.0", "m * 0.0", "even"),
+    (_KERNELS, "even_terms", "m * 0.0 - 1.0", "-1.0", "nan"),
+    (_KERNELS, "even_terms", "dx + p *", "p *", "even"),
     (_KERNELS, "js_piece", "dx * (k * LN2)", "dx * k", "jsd"),
-    (_KERNELS, "js_piece", "total = total + loss", "total = loss", "jsd"),
+    (_KERNELS, "js_piece", "total = total + loss", "total = loss", "long"),
     (_KERNELS, "skip", "write_within(gradient, (row, first + i * TILE), ct.zeros((TILE,), dtype=ct.float32))", "pass", "labels"),
     (_KERNELS, "skip", "ct.scatter(partial, (row, part), 0.0, check_bounds=False)", "pass", "labels"),
     (_KERNELS, "kl_divergence", "ct.maximum(eps, SMALLEST)", "SMALLEST", "kl"),

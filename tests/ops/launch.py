@@ -93,7 +93,7 @@ MUTANTS = [
          ("if low_bits & 15:", "if False:"),
          ("parts.append(arg or str(arg))", "pass")),
     *errors_in("shared/runtime/launch.py", "launch_keys", "Kernel._first",
-         ("if places == addresses:", "if True:")),
+         ("if places != addresses:", "if False:")),
     *errors_in("shared/runtime/launch.py", "launch_copies", "Kernel._arrays",
          ("if not self.reads.issuperset(moved):", "if False:")),
 ]  # fmt: skip

@@ -223,14 +223,15 @@ def check_labels_out_of_range(ops):
 
 
 def check_piece_of_minus_infinity(ops):
-    """A bias of -inf over all classes of one tile, as a mask of the vocabulary makes it."""
-    hidden, weight = leaf(randn(2, 4, dtype=FP32, device=CPU)), leaf(randn(4100, 4, dtype=FP32, device=CPU, seed=1))
-    bias = torch.zeros(4100)
-    bias[4096:] = -float("inf")
-    loss = ops.linear_cross_entropy(hidden, weight, torch.tensor([1, 2]), bias)
+    """A bias of -inf over all classes of one tile, as a mask of the vocabulary makes it. The targets are the first columns of pieces."""
+    hidden, weight = leaf(randn(2, 4, dtype=FP32, device=CPU)), leaf(randn(8200, 4, dtype=FP32, device=CPU, seed=1))
+    bias = torch.zeros(8200)
+    bias[8192:] = -float("inf")
+    target = torch.tensor([0, 2048])
+    loss = ops.linear_cross_entropy(hidden, weight, target, bias)
     loss.backward()
     hidden64 = exact(hidden)
-    loss64 = torch.nn.functional.cross_entropy(hidden64 @ weight.detach().double().t() + bias, torch.tensor([1, 2]))
+    loss64 = torch.nn.functional.cross_entropy(hidden64 @ weight.detach().double().t() + bias, target)
     loss64.backward()
     assert_close(loss, loss64, FP32, "loss")
     assert_close(hidden.grad, hidden64.grad, FP32, "dhidden")
@@ -334,9 +335,9 @@ CHECKS = {
     "fp16_loss": check_fp16_gradients_of_many_tokens,
     "loss_again": again("linear_cross_entropy"),
     "loss_unreduced": check_unreduced_loss,
-    "loss": on_cpu(check_linear_cross_entropy, FP32, 3, 16, 4107),
+    "loss": on_cpu(check_linear_cross_entropy, FP32, 3, 16, 8203),
     "loss_ignores_0": on_cpu(check_linear_cross_entropy, FP32, 8, 16, 17, ignore_index=0),
-    "loss_pieces": on_cpu(check_linear_cross_entropy, FP32, 2, 8, 65 * 4096 + 5, ignored=0.0),
+    "loss_pieces": on_cpu(check_linear_cross_entropy, FP32, 2, 8, 65 * 8192 + 5, ignored=0.0),
     "loss_none": on_cpu(check_linear_cross_entropy, FP32, 5, 16, 1003, reduction="none"),
     "loss_items": on_cpu(check_linear_cross_entropy, FP32, 5, 16, 40, num_items=37),
     "loss_smooth": on_cpu(check_linear_cross_entropy, FP32, 4, 16, 4107, label_smoothing=0.2, class_weight=True),
@@ -370,12 +371,13 @@ MUTANTS = [
          ("ct.bid(0) // pieces", "0"),
          ("ct.bid(0) % pieces", "0"),
          ("// pieces", "// (pieces + 1)")),
-    *errors_in("kernel_src/cross_entropy.py", "loss", "read_logits", ("padding_value=MINUS_INFINITY", "padding_value=0")),
+    *errors_in("kernel_src/cross_entropy.py", "loss_smooth", "read_logits", ("padding_value=MINUS_INFINITY", "padding_value=0")),
     *errors_in("kernel_src/cross_entropy.py", "loss_softcap", "cap", ("softcap * ct.tanh", "ct.tanh")),
-    *errors_in("kernel_src/cross_entropy.py", "minus_infinity", "write_partial", ("ct.where(m == MINUS_INFINITY, 0.0, m)", "m")),
+    *errors_in("kernel_src/cross_entropy.py", "minus_infinity", "shift_of", ("ct.where(m == MINUS_INFINITY, 0.0, m)", "m")),
     *errors_in("kernel_src/cross_entropy.py", "loss", "cross_entropy_statistics",
          ("part * TILE +", ""),
-         (" * LOG2E", "")),
+         ("padding_value=MINUS_INFINITY", "padding_value=0"),
+         ("ct.astype(z, ct.float32) * LOG2E", "ct.astype(z, ct.float32)")),
     *errors_in("kernel_src/cross_entropy.py", "loss_softcap", "cross_entropy_statistics_weighted",
          ("ct.where(inside, cap(z, softcap), MINUS_INFINITY)", "cap(z, softcap)"),
          ("ct.where(inside, z * w, 0.0)", "z * w", "loss_smooth"),
@@ -394,13 +396,18 @@ MUTANTS = [
          ("z = cap(z, softcap)", "z = z", "loss_softcap")),
     *errors_in("kernel_src/cross_entropy.py", "loss", "cross_entropy_gradient", ("ct.gather(scale, 0, check_bounds=False)", "1.0")),
     *errors_in("kernel_src/cross_entropy.py", "loss", "write_gradient",
-         ("1.0, 0.0", "-1.0, 0.0"),
-         ("1.0, 0.0)) * scale", "1.0, 0.0))"),
-         ("ct.where(counted, g, 0.0)", "g", "loss_ignores_0"),
-         ("part * TILE +", ""),
+         ("p - 1.0", "p + 1.0"),
+         ("p * scale", "p"),
+         ("part * TILE + lanes", "lanes"),
+         ("ct.astype(t, ct.int32) - part * TILE", "ct.astype(t, ct.int32)"),
+         ("lane < TILE", "lane < 1"),
+         ("lane >= 0", "lane > 0", "minus_infinity"),
+         ("ct.zeros((TILE,), dtype=out.dtype)", "ct.full((TILE,), 1.0, dtype=out.dtype)", "loss_ignores_0"),
          ("(t != ignore_index) & ", "", "loss_ignores_0"),
-         ("v - ct.gather(lse, row, check_bounds=False)", "v"),
-         ("out.dtype), check_bounds=True", "out.dtype), check_bounds=False")),
+         (" & (t < logits.shape[1])", "", "labels"),
+         (" & (t >= 0)", "", "labels"),
+         ("- ct.gather(lse, row, check_bounds=False)", ""),
+         ("p * scale, out.dtype), check_bounds=True", "p * scale, out.dtype), check_bounds=False")),
     *errors_in("kernel_src/cross_entropy.py", "loss_softcap", "write_gradient_weighted",
          (") * slope", ")"),
          ("1.0 - ratio * ratio", "1.0 + ratio * ratio"),

@@ -7,7 +7,8 @@ import torch
 from tests.ops.common import FLOATS, assert_rows_close, check_kept, exact, gradient_twice, leaf, randn
 from tests.ops.suite import of_suite
 
-SHAPES = ((5, 128), (17, 96), (3, 7, 64), (2, 1024), (5, 1000), (3, 4096), (2, 3001), (2, 8192), (2, 10000), (1, 40003), (3, 1), (7,))
+SHAPES = ((5, 128), (40, 96), (3, 7, 64), (2, 1024), (5, 1000), (3, 4096), (2, 3001), (2, 8192), (2, 10000), (2, 16400),
+          (2, 32768), (1, 32784), (2, 17001), (1, 40003), (3, 1), (7,))
 
 
 def sparsemax_exact(x):
@@ -89,8 +90,12 @@ def check_sparsemax_empty(ops, device, dtype):
 
 
 CHECKS = of_suite({
-    "sparsemax": lambda ops: [check_sparsemax(ops, "cpu", torch.float32, shape) for shape in ((5, 128), (17, 96), (5, 1000))],
+    "sparsemax": lambda ops: [check_sparsemax(ops, "cpu", torch.float32, shape) for shape in ((5, 128), (40, 96), (5, 1000))],
     "sparsemax_long": lambda ops: [check_sparsemax(ops, "cpu", torch.float32, shape) for shape in ((3, 10000), (2, 34001))],
+    "sparsemax_held": lambda ops: check_sparsemax(ops, "cpu", torch.bfloat16, (3, 16400)),
+    "sparsemax_row": lambda ops: check_sparsemax(ops, "cpu", torch.float32, (3, 3000)),
+    "sparsemax_row_hard": lambda ops: check_sparsemax_hard_rows(ops, "cpu", torch.float32, 3000),
+    "sparsemax_held_ties": lambda ops: check_sparsemax_ties(ops, "cpu", torch.bfloat16, 17008, 2),
     "sparsemax_hard": lambda ops: check_sparsemax_hard_rows(ops, "cpu", torch.float32, 500),
     "sparsemax_hard_long": lambda ops: check_sparsemax_hard_rows(ops, "cpu", torch.float32, 34001),
     "sparsemax_ties": lambda ops: check_sparsemax_ties(ops, "cpu", torch.bfloat16, 300),
@@ -118,6 +123,16 @@ MUTANTS = (
     (_KERNELS, "sparsemax_forward", "ct.max(ct.where(smaller, 1, 0)) > 0", "ct.min(ct.where(smaller, 1, 0)) > 0", "sparsemax"),
     (_KERNELS, "sparsemax_backward", "d - mean", "d", "sparsemax"),
     (_KERNELS, "sparsemax_backward", "ct.sum(ct.where(inside, d, 0.0), 1, keepdims=True)", "ct.sum(d, 1, keepdims=True)", "sparsemax"),
+    (_KERNELS, "count_held", "count = count +", "count =", "sparsemax_held"),
+    (_KERNELS, "held_difference", ") - m", ")", "sparsemax_row_hard"),
+    (_KERNELS, "sparsemax_row_forward", "shrinks = fewer < n", "shrinks = False", "sparsemax_row"),
+    (_KERNELS, "sparsemax_row_forward", "count_held(tiles, m, 1.0, 0.0, TILE, TILES)", "count_held(tiles, m, 2.0, 0.0, TILE, TILES)",
+     "sparsemax_row_hard"),
+    (_KERNELS, "sparsemax_row_forward", "ct.where(shrinks, less, s)", "s", "sparsemax_held_ties"),
+    (_KERNELS, "sparsemax_row_backward", "ct.where(inside, read(dy, (row, tile_columns(i, TILE)), 0), 0.0)",
+     "read(dy, (row, tile_columns(i, TILE)), 0)", "sparsemax_held"),
+    (_KERNELS, "sparsemax_row_backward", "- mean", "", "sparsemax_held"),
+    (_KERNELS, "sparsemax_row_backward", "count = count +", "count =", "sparsemax_held"),
     (_KERNELS, "sparsemax_maxima", "i * WIDTH + lanes", "lanes", "sparsemax_long"),
     (_KERNELS, "sparsemax_maxima", "ct.maximum(top, more)", "more", "sparsemax_long"),
     (_KERNELS, "sparsemax_maxima", "block * WIDTH + lanes", "lanes", "sparsemax_long"),
@@ -139,9 +154,10 @@ def all_cases(ops, device, dtypes=FLOATS):
     for dtype in dtypes:
         for shape in SHAPES:
             yield f"sparsemax {dtype} {shape}", partial(check_sparsemax, ops, device, dtype, shape)
-        for columns in (96, 3000, 9000):
+        for columns in (96, 3000, 9000, 9001, 17008):
             yield f"sparsemax, hard rows {dtype} {columns}", partial(check_sparsemax_hard_rows, ops, device, dtype, columns)
             yield f"sparsemax, NaN {dtype} {columns}", partial(check_sparsemax_nan, ops, device, dtype, columns)
         yield f"sparsemax, ties {dtype}", partial(check_sparsemax_ties, ops, device, dtype, 300)
-        yield f"sparsemax, ties in long rows {dtype}", partial(check_sparsemax_ties, ops, device, dtype, 9000, 2)
+        for columns in (9000, 9001, 17008):
+            yield f"sparsemax, ties in long rows {dtype} {columns}", partial(check_sparsemax_ties, ops, device, dtype, columns, 2)
         yield f"sparsemax of nothing {dtype}", partial(check_sparsemax_empty, ops, device, dtype)

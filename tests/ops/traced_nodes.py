@@ -82,6 +82,8 @@ def as_in_a_graph(check):
     """The check of the nodes of eager mode on those of a graph, as they are where a graph is traced."""
 
     def checked(ops):
+        import torch._dynamo  # noqa: F401  where this is imported first, inside of the patch, no graph finds is_compiling any more
+
         with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
             check(ops)
 

@@ -28,7 +28,7 @@ from .cross_entropy import (
     reduction_scale,
 )
 from .divergence import inverse_count, total
-from .softmax import as_rows, one_a_row, pieces, pieces_grid, slabs
+from .softmax import as_rows, most_pieces, one_a_row, pieces, pieces_grid, slabs
 
 _statistics = Kernel("cross_entropy_statistics", grid=pieces_grid)
 _statistics_weighted = Kernel("cross_entropy_statistics_weighted", grid=pieces_grid)
@@ -66,10 +66,10 @@ def _forward(
         return chunk.loss(), chunk.lse / LN2
     rows = as_rows(logits)
     new = {"dtype": torch.float32, "device": logits.device}
-    shape = (rows.shape[0], pieces(_statistics, rows.shape[1]))
+    plain = _plain(options, class_weight)
+    shape = (rows.shape[0], pieces(_statistics if plain else _statistics_weighted, rows.shape[1]))
     part_max, part_sum = torch.empty(shape, **new), torch.empty(shape, **new)
     lse, likelihood = torch.empty(shape[0], **new), torch.empty(shape[0], **new)
-    plain = _plain(options, class_weight)
     if plain:
         for slab in slabs(shape[1], rows, part_max, part_sum):
             _statistics(*slab)
@@ -109,7 +109,8 @@ def _backward(
     dlogits = out.view(rows.shape)
     if _plain(options, class_weight):
         per_token = dloss.shape[0] > 1
-        for z, t, row_lse, dz, *d in slabs(pieces(_gradient, rows.shape[1]), rows, target, lse, dlogits, *((dloss,) if per_token else ())):
+        most = most_pieces(_gradient, rows.shape[1])
+        for z, t, row_lse, dz, *d in slabs(most, rows, target, lse, dlogits, *((dloss,) if per_token else ())):
             _gradient(z, t, row_lse, d[0] if per_token else dloss, scale, dz, ignore_index)
         return out
     chunk = _Chunk(logits, target, class_weight, options, lse, lse)

@@ -148,7 +148,7 @@ def _with_kernels(x, y, labels, options: Options, factor, writes: bool) -> Tuple
     """As `_reference`, of rows; the gradient only if `writes`."""
     x, y = as_rows(x), as_rows(y)
     kernel = _kernels[options.kind]
-    parts = -(-x.shape[1] // (kernel.constant("TILE") * kernel.constant("STEPS")))
+    parts = -(-x.shape[1] // kernel.constant("SPAN"))
     partial = torch.empty((x.shape[0], parts), dtype=torch.float32, device=x.device)
     gradient = torch.empty(x.shape, dtype=x.dtype, device=x.device) if writes else nothing(x.device, x.dtype, 2)
     parameter = () if options.kind == "tv" else (options.parameter,)

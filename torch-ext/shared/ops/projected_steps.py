@@ -6,7 +6,7 @@ from typing import List, Optional, Sequence
 
 import torch
 
-from .projection import OF_ONE, Projection, Projections
+from .projection import LOOK, OF_ONE, Projection, Projections
 from .rms_norm import add_rms_norm_backward, add_rms_norm_forward, rms_norm_forward, rms_norm_recompute
 from .rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward
 from .swiglu import ONE_GEMM_FORWARD, backward_in_place, swiglu_forward
@@ -56,13 +56,14 @@ def attention_inputs_backward(grads, x, norm_weight, rstd, q, k, q_norm, k_norm,
     return [grad if need else None for grad, need in zip((dx, dnorm, dq_norm, dk_norm, *dprojections), needs)]
 
 
-def groups_of(projections: Sequence[Projection], dtype: torch.dtype, made: Optional[Sequence] = None) -> List[Projections]:
+def groups_of(projections: Sequence[Projection], dtype: torch.dtype, made: Optional[Sequence] = None, whole=LOOK) -> List[Projections]:
     """The projections of `projected_mlp` by what they read: attention's output, where it is given, the norm's, the activation's.
 
-    made: of each group, as of `Projections`.
+    made: of each group, as of `Projections`; whole: of gate and up.
     """
     groups = split_groups(projections)
-    return [Projections(group, dtype, None if made is None else made[i]) for i, group in enumerate(groups)]
+    wholes = [*[LOOK] * (len(groups) - 2), whole, LOOK]
+    return [Projections(group, dtype, None if made is None else made[i], wholes[i]) for i, group in enumerate(groups)]
 
 
 def split_groups(projections: Sequence[Projection]) -> List[Sequence[Projection]]:

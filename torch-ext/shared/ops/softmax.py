@@ -74,6 +74,11 @@ def pieces(kernel: Kernel, columns: int) -> int:
     return -(-columns // kernel.constant("TILE"))
 
 
+def most_pieces(kernel: Kernel, columns: int) -> int:
+    """The most blocks that a row takes, where the variants differ in their tiles."""
+    return -(-columns // min(kernel.constants("TILE")))
+
+
 def row_tile(columns: int, tiles, tiles_unaligned, *rows: torch.Tensor) -> Optional[int]:
     """The shortest tile that takes these rows; None where they do not fit into registers."""
     low_bits = columns

@@ -6,6 +6,7 @@ from ..runtime.launch import Kernel
 from .common import accumulation_dtype, apply_function, kernels_compute, needs_formula, new_like, once_differentiable, traceable
 from .softmax import (
     _rows_grid,
+    are_held,
     as_rows,
     check_rows,
     last_dimension,
@@ -19,14 +20,23 @@ from .softmax import (
 )
 
 TILES, TILES_UNALIGNED = (128, 1024, 4096, 8192), (1024, 4096)
+SEVERAL = 1024  # elements of the longest rows of which a forward block takes several
+HELD = (8, 16)  # TILES of the kernels that hold a row in half precision as it lies in memory, the shortest first
 
 
 def _chunk_blocks(c, x, *_):
     return (x.shape[0] * -(-x.shape[1] // (c["CHUNK"] * c["WIDTH"])),)
 
 
-_forward_rows = {tile: Kernel("sparsemax_forward", grid=_rows_grid, where={"TILE": tile}) for tile in TILES}
+_forward_rows = {
+    tile: Kernel("sparsemax_forward", grid=_rows_grid, where={"TILE": tile})
+    if tile <= SEVERAL
+    else Kernel("sparsemax_row_forward", grid=one_a_row, where={"TILE": tile, "TILES": 1})
+    for tile in TILES
+}
 _backward_rows = {tile: Kernel("sparsemax_backward", grid=_rows_grid, where={"TILE": tile}) for tile in TILES}
+_held_forward = [Kernel("sparsemax_row_forward", grid=one_a_row, where={"TILES": tiles}) for tiles in HELD]
+_held_backward = [Kernel("sparsemax_row_backward", grid=one_a_row, where={"TILES": tiles}) for tiles in HELD]
 _maxima = Kernel("sparsemax_maxima", grid=_chunk_blocks)
 _threshold = Kernel("sparsemax_threshold", grid=one_a_row)
 _apply = Kernel("sparsemax_apply", grid=pieces_grid)
@@ -66,6 +76,11 @@ def _forward(x: torch.Tensor) -> torch.Tensor:
         for slab in slabs(1, rows, y):
             _forward_rows[tile](*slab)
         return out
+    for kernel in _held_forward:
+        if are_held(kernel, rows, y):
+            for slab in slabs(1, rows, y):
+                kernel(*slab)
+            return out
     width = _maxima.constant("WIDTH")
     blocks = -(-columns // (_maxima.constant("CHUNK") * width))
     maxima = rows.new_empty((rows.shape[0], blocks * width))
@@ -91,6 +106,11 @@ def _backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         for slab in slabs(1, p, d, dx):
             _backward_rows[tile](*slab)
         return out
+    for kernel in _held_backward:
+        if are_held(kernel, p, d, dx):
+            for slab in slabs(1, p, d, dx):
+                kernel(*slab)
+            return out
     shape = (p.shape[0], pieces(_sums, columns))
     part_size, part_sum = (torch.empty(shape, dtype=torch.float32, device=p.device) for _ in range(2))
     for slab in slabs(shape[1], p, d, part_size, part_sum):

@@ -5,12 +5,14 @@ What such an operator returns shares no memory with its arguments or among each 
 one input is one matrix, of which the graph takes the parts. Whether weights lie side by side in memory is known when it runs.
 """
 
-from typing import List, Optional, Sequence, Tuple
+import inspect
+from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from .common import operator_of
+from ..runtime.replay import replayed_with_products
+from .common import operator_of, side_by_side
 from .projected_steps import (
     attention_inputs_backward,
     attention_inputs_forward,
@@ -21,6 +23,55 @@ from .projected_steps import (
     split_groups,
 )
 from .projection import OF_ONE, Projection, Projections, from_parts, shapes_made
+
+LISTS_OF_TENSORS = (List[torch.Tensor], List[Optional[torch.Tensor]])
+ALONE, OF_NUMBERS = -1, -2
+
+
+def _replayed(together: slice) -> Callable:
+    """Makes the function of an operator of one that has `whole` behind the operator's arguments: what `side_by_side` finds of the weights
+    of these projections. It is replayed where it can be; the replay gets the tensors of a list one by one, and numbers as a tuple."""
+
+    def operator_function(function):
+        *parameters, _ = inspect.signature(function).parameters.values()
+        lists = [parameter.annotation in LISTS_OF_TENSORS for parameter in parameters]
+        tensors = [parameter.name for parameter in parameters].index("tensors")
+
+        def from_parts(*parts):
+            left, arguments = iter(parts), []
+            for form in parts[-1]:
+                if form == ALONE:
+                    arguments.append(next(left))
+                else:
+                    arguments.append(list(next(left)) if form == OF_NUMBERS else [next(left) for _ in range(form)])
+            return function(*arguments)
+
+        from_parts.__name__ = function.__name__
+        again = replayed_with_products(from_parts)
+
+        @torch.no_grad()
+        def call(*args):
+            parts, forms = [], []
+            for arg, of_tensors in zip(args, lists):
+                if of_tensors:
+                    parts += arg
+                    forms.append(len(arg))
+                elif type(arg) is list:
+                    parts.append(tuple(arg))
+                    forms.append(OF_NUMBERS)
+                else:
+                    parts.append(arg)
+                    forms.append(ALONE)
+            whole = side_by_side(args[tensors][::OF_ONE][together])
+            return list(again(*parts, whole, (*forms, ALONE)))
+
+        call.__signature__ = inspect.signature(function).replace(parameters=parameters)  # type: ignore[attr-defined]
+        return call
+
+    return operator_function
+
+
+ATTENTION_INPUTS, GATE_AND_UP = slice(0, 3), slice(-3, -1)
 
 
 def _projections(tensors: Sequence[Optional[torch.Tensor]], scalings: Sequence[float]) -> List[Projection]:
@@ -53,7 +104,7 @@ def _parts(projected: torch.Tensor, rows: Sequence[int], shape: Sequence[int], h
     return [part.view(*shape, part.shape[1] // head_dim, head_dim) for part in projected.split(list(rows), 1)]
 
 
-@torch.no_grad()
+@_replayed(ATTENTION_INPUTS)
 def _attention_inputs(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -67,10 +118,11 @@ def _attention_inputs(
     dtype: torch.dtype,
     tensors: List[Optional[torch.Tensor]],
     scalings: List[float],
+    whole,
 ) -> List[torch.Tensor]:
     """q and k as attention takes them, what was projected [tokens, all rows], rstd, and `Projections.made`."""
     projections = _projections(tensors, scalings)
-    group = Projections(projections, dtype)
+    group = Projections(projections, dtype, whole=whole)
     projected = torch.empty((x.shape[0], sum(group.rows)), dtype=dtype, device=x.device)
     arguments = x, norm_weight, eps, q_norm, k_norm, head_eps, cos, sin, shape
     q, k, _, rstd = attention_inputs_forward(*arguments, group, biases_of(projections), projected)
@@ -85,7 +137,7 @@ def _fake_attention_inputs(x, norm_weight, eps, q_norm, k_norm, head_eps, cos, s
     return [*heads, x.new_empty((tokens, sum(rows)), dtype=dtype), rstd, *(x.new_empty(of, dtype=dtype) for of in made)]
 
 
-@torch.no_grad()
+@_replayed(ATTENTION_INPUTS)
 def _attention_inputs_gradients(
     dq: torch.Tensor,
     dk: torch.Tensor,
@@ -105,9 +157,10 @@ def _attention_inputs_gradients(
     rstd: torch.Tensor,
     made: List[torch.Tensor],
     needs: List[bool],
+    whole,
 ) -> List[torch.Tensor]:
     """Those of the gradients of `attention_inputs_backward` that are needed."""
-    group = Projections(_projections(tensors, scalings), dtype, made)
+    group = Projections(_projections(tensors, scalings), dtype, made, whole)
     q, k, _ = _parts(projected, group.rows, (dq.shape[0], dq.shape[2]), q_norm.shape[0])
     saved = x, norm_weight, rstd, q, k, q_norm, k_norm, head_eps, cos, sin
     return _needed(attention_inputs_backward((dq, dk, dv, dresidual), *saved, group, needs))
@@ -162,7 +215,7 @@ def traced_attention_inputs(x, norm_weight, eps, q_norm, k_norm, head_eps, cos, 
 
 
 # ---------------------------------------------------------------- the MLP
-@torch.no_grad()
+@_replayed(GATE_AND_UP)
 def _mlp(
     x: torch.Tensor,
     attended: Optional[torch.Tensor],
@@ -171,10 +224,11 @@ def _mlp(
     dtype: torch.dtype,
     tensors: List[Optional[torch.Tensor]],
     scalings: List[float],
+    whole,
 ) -> List[torch.Tensor]:
     """The result, rstd, gate and up [tokens, both], where there is `attended` the residual stream behind it, and `Projections.made`."""
     projections = _projections(tensors, scalings)
-    groups = groups_of(projections, dtype)
+    groups = groups_of(projections, dtype, whole=whole)
     tokens = x.numel() // x.shape[-1]
     both = torch.empty((tokens, sum(groups[-2].rows)), dtype=dtype, device=x.device)
     out, total, rstd, *_ = mlp_forward(x, attended, norm_weight, eps, groups, biases_of(projections), both)
@@ -198,7 +252,7 @@ def _fake_mlp(x, attended, norm_weight, eps, dtype, tensors, scalings):
     return [x.new_empty(x.shape), rstd, both, *behind, *(x.new_empty(shape, dtype=dtype) for shape in made)]
 
 
-@torch.no_grad()
+@_replayed(GATE_AND_UP)
 def _mlp_gradients(
     dout: torch.Tensor,
     total: torch.Tensor,
@@ -211,6 +265,7 @@ def _mlp_gradients(
     both: torch.Tensor,
     made: List[torch.Tensor],
     needs: List[bool],
+    whole,
 ) -> List[torch.Tensor]:
     """Those of the gradients of `mlp_backward` that are needed; that of x in dout's shape. total: [..., hidden]."""
     projections = _projections(tensors, scalings)
@@ -218,7 +273,7 @@ def _mlp_gradients(
     left, of_groups = iter(made), []
     for shapes in _made_of(projections, dtype, flat.shape[0]):
         of_groups.append([next(left) for _ in shapes])
-    groups = groups_of(projections, dtype, of_groups)
+    groups = groups_of(projections, dtype, of_groups, whole)
     gate, up = both.split(groups[-2].rows, 1)
     dx, *found = mlp_backward(dout, flat, attended, norm_weight, rstd, gate, up, groups, needs)
     return _needed((None if dx is None else dx.view(dout.shape), *found))

@@ -35,10 +35,10 @@ def is_ordinary(*tensors: Optional[torch.Tensor]) -> bool:
     for tensor in tensors:
         if type(tensor) not in PLAIN and tensor is not None:
             return False
-    return not (_is_transformed() or tensors[0].is_meta)
+    return not (is_transformed() or tensors[0].is_meta)
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """True inside the transforms of torch.func and a level of forward-mode AD, and while a mode traces or fakes PyTorch's operations."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
@@ -59,7 +59,7 @@ def kernels_run_on(*tensors: Optional[torch.Tensor]) -> bool:
     for tensor in tensors:  # as is_ordinary, in one loop
         if tensor is not None and (type(tensor) not in PLAIN or tensor.is_neg()):
             return False
-    if _is_transformed():
+    if is_transformed():
         return False
     if not on_gpu:
         return first.is_cpu

@@ -8,7 +8,7 @@ once in a process and launched on every device of its architecture.
 import ctypes
 import struct
 import threading
-from typing import Callable, Dict, Sequence, Tuple
+from typing import Callable, Dict, List, Sequence, Tuple, Union
 
 import torch
 
@@ -153,6 +153,16 @@ class Driver:
         return Launch(self, variant, device, grid, arrays, integers)
 
 
+def _words(addresses: int, floats: int) -> Tuple[ctypes.Array, Callable]:
+    """Room for addresses, and floats in words of 8 bytes behind them, and what writes them."""
+    return (ctypes.c_uint64 * (addresses + floats))(), struct.Struct("<" + "Q" * addresses + "f4x" * floats).pack_into
+
+
+def _rounded(floats: Sequence[float]) -> List[float]:
+    """As float32 has them: infinite beyond the largest one, which `struct` refuses."""
+    return [ctypes.c_float(number).value for number in floats]
+
+
 class Launch:
     """A launch of which only the addresses, the floats and the stream change.
 
@@ -168,27 +178,34 @@ class Launch:
         self.config = LaunchConfig(grid[0], grid[1], grid[2], 1, 1, 1, 0, None, None, 0)
         self.config_ref = ctypes.byref(self.config)
         self.lock = threading.Lock()
-        scalars = [parameter for parameter in variant.parameters if parameter.kind != "array"]
-        floats = sum(parameter.dtype == "float32" for parameter in scalars)
+        self.arrays = len(arrays)
+        self.floats = sum(parameter.kind != "array" and parameter.dtype == "float32" for parameter in variant.parameters)
         # What changes from call to call, one behind the other, so that a single call writes it: addresses, then floats in words of 8 bytes.
-        self.changing = (ctypes.c_uint64 * (len(arrays) + floats))()
-        self.pack = struct.Struct("<" + "Q" * len(arrays) + "f4x" * floats).pack_into
-        words, address, number = [], 0, len(arrays)
-        shapes, fixed = iter(arrays), iter(integers)
+        self.changing, self.pack = _words(self.arrays, self.floats)
+        # Each parameter's word: where it lies among those that change, or one that stays.
+        self.words: List[Union[int, ctypes.c_int64]] = []
+        changing, shapes, fixed = iter(range(self.arrays)), iter(arrays), iter(integers)
+        numbers = iter(range(self.arrays, self.arrays + self.floats))
         for parameter in variant.parameters:
             if parameter.kind == "array":
                 shape, stride = next(shapes)
-                words.append(ctypes.c_uint64.from_buffer(self.changing, 8 * address))
-                words += [*map(ctypes.c_int64, shape), *map(ctypes.c_int64, stride)]
-                address += 1
-            elif parameter.dtype == "float32":
-                words.append(ctypes.c_uint64.from_buffer(self.changing, 8 * number))
-                number += 1
+                self.words += [next(changing), *map(ctypes.c_int64, shape), *map(ctypes.c_int64, stride)]
             else:
-                words.append(ctypes.c_int64(next(fixed)))
-        self.words = words  # what the pointers below point to
-        self.parameters = (ctypes.c_void_p * len(words))(*[ctypes.addressof(word) for word in words])
+                self.words.append(next(numbers) if parameter.dtype == "float32" else ctypes.c_int64(next(fixed)))
+        self.parameters = self.pointers(self.changing, 0, self.arrays)
         self.launch = driver.cuda.cuLaunchKernelEx
+
+    def pointers(self, changing: ctypes.Array, addresses: int, floats: int) -> ctypes.Array:
+        """What the driver finds the parameters by, where the launch's addresses and its floats begin at these places of an array."""
+        start = ctypes.addressof(changing)
+        found = []
+        for word in self.words:
+            if isinstance(word, int):
+                place = addresses + word if word < self.arrays else floats + word - self.arrays
+                found.append(start + 8 * place)
+            else:
+                found.append(ctypes.addressof(word))
+        return (ctypes.c_void_p * len(found))(*found)
 
     def __call__(self, addresses: Sequence[int], floats: Sequence[float] = ()) -> None:
         device = self.device
@@ -198,8 +215,8 @@ class Launch:
         with self.lock:  # another thread must not change the words between here and the call
             try:
                 self.pack(self.changing, 0, *addresses, *floats)
-            except OverflowError:  # beyond the largest float32
-                self.pack(self.changing, 0, *addresses, *[ctypes.c_float(number).value for number in floats])
+            except OverflowError:
+                self.pack(self.changing, 0, *addresses, *_rounded(floats))
             self.config.stream = raw_stream(device)
             code = self.launch(self.config_ref, self.function, self.parameters, None)
             if code == INVALID_CONTEXT:  # a thread that has not used CUDA yet, as autograd's in the first backward pass
@@ -207,3 +224,45 @@ class Launch:
                 code = self.launch(self.config_ref, self.function, self.parameters, None)
         if code:
             self.driver.check(code, f"launching {self.name}")
+
+
+class Together:
+    """Launches on one device, one behind the other, that share their floats: 200 of them take the host a fifth of what 200 calls take."""
+
+    def __init__(self, launches: Sequence[Launch]):
+        first = launches[0]
+        self.device, self.driver, self.launch = first.device, first.driver, first.launch
+        count = sum(launch.arrays for launch in launches)
+        self.changing, self.pack = _words(count, first.floats)
+        self.prepared = launches  # which own the words that stay
+        self.stream, self.configs, self.steps = 0, [], []
+        begin = 0
+        for launch in launches:
+            config = LaunchConfig.from_buffer_copy(launch.config)
+            config.stream = None
+            self.configs.append(config)
+            self.steps.append((ctypes.byref(config), launch.function, launch.pointers(self.changing, begin, count)))
+            begin += launch.arrays
+
+    def __call__(self, addresses: Sequence[int], floats: Sequence[float]) -> None:
+        """addresses: of the arrays of all launches, those of the first one in front. One thread at a time."""
+        device = self.device
+        if current_device() != device:
+            with torch.cuda.device(device):
+                return self(addresses, floats)
+        try:
+            self.pack(self.changing, 0, *addresses, *floats)
+        except OverflowError:
+            self.pack(self.changing, 0, *addresses, *_rounded(floats))
+        stream, start = raw_stream(device), self.launch
+        if stream != self.stream:
+            for config in self.configs:
+                config.stream = stream
+            self.stream = stream
+        for number, (config, function, parameters) in enumerate(self.steps):
+            code = start(config, function, parameters, None)
+            if code == INVALID_CONTEXT:  # a thread that has not used CUDA yet
+                torch.cuda.synchronize(device)
+                code = start(config, function, parameters, None)
+            if code:
+                self.driver.check(code, f"launching {self.prepared[number].name}")

@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterable, List, Mapping, Optional, Sequence, T
 import torch
 
 from .artifacts import Artifacts, Parameter, Variant, folder_of_package
-from .driver import Driver
+from .driver import Driver, Launch, Together
 from .tuning import measure, tuner
 
 DTYPES = {
@@ -128,7 +128,9 @@ class Kernel:
         self._taken.clear()
         generation += 1
 
-    def __call__(self, *arguments) -> None:
+    def __call__(self, *arguments):
+        """Launches. Returns what launches on arguments of this kind (see `Batch`), or None where that takes more than one launch or a
+        copy."""
         parts: list = [arguments[0].get_device()]
         addresses, floats, low_bits = [], [], 0
         for argument in arguments:
@@ -147,33 +149,35 @@ class Kernel:
         key = tuple(parts)
         launch = self._prepared.get(key)
         if launch is None:
-            self._first(key, arguments, addresses, floats)
-            return
+            return self._first(key, arguments, addresses, floats)
         watching = recorder
         if watching is None:
             launch(addresses, floats)
         else:
             watching.launch(launch, addresses, floats, arguments)
+        return launch
 
-    def _first(self, key: tuple, arguments: tuple, addresses: List[int], floats: List[float]) -> None:
-        """Launches on a new combination, and remembers it unless something had to be copied for it."""
+    def _first(self, key: tuple, arguments: tuple, addresses: List[int], floats: List[float]):
+        """Launches on a new combination, and remembers and returns the launch unless something had to be cut or copied for it."""
         tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
         arrays, candidates = self._arrays(tensors, arguments)
         parts = self.split(*arrays) if self.split else None
         if parts is not None:
             for part in parts:
                 self(*_with_arrays(part, arguments))
-            return
+            return None
         watching = recorder
         if watching is not None:
             watching.give_up()
         launch = self._prepare(arrays, arguments, floats, candidates)
         places = [array.data_ptr() for array in arrays]
         launch(places, floats)
-        if places == addresses:
-            if len(self._prepared) >= KEPT:
-                self._prepared.clear()
-            self._prepared[key] = launch
+        if places != addresses:
+            return None
+        if len(self._prepared) >= KEPT:
+            self._prepared.clear()
+        self._prepared[key] = launch
+        return launch
 
     def _arrays(self, tensors: List[torch.Tensor], arguments: tuple) -> Tuple[List[torch.Tensor], Optional[List[Variant]]]:
         """The tensors as the kernel takes them, with contiguous copies of those that it only reads where it needs them; and the
@@ -309,6 +313,45 @@ class Kernel:
         if not all(1 <= blocks <= most for blocks, most in zip(grid, GRID_MAX)):
             raise PromiseError(f"{self.names[0]} needs a grid of {grid}, expected 1 to {GRID_MAX} blocks")
         return grid
+
+
+class Batch:
+    """Launches on one device that are made together, over and over, with floats that all of them share.
+
+    calls: what calls of kernels returned, with the addresses of their arrays. Later arrays must have the dtypes, shapes and strides that
+    those had (see layouts.py).
+    """
+
+    def __init__(self, calls: Sequence[Tuple[Any, Sequence[int]]]):
+        launches, counts = [launch for launch, _ in calls], [len(places) for _, places in calls]
+        self._addresses = [address for _, places in calls for address in places]
+        self._misalignments = [address & 15 for address in self._addresses]
+        self._made_for = backend, generation
+        self._start = Together(launches) if isinstance(launches[0], Launch) else _one_by_one(launches, counts)
+
+    def __call__(self, addresses: List[int], floats: Sequence[float]) -> bool:
+        """Launches at the addresses of all arrays, those of the first launch in front. Returns False, and does nothing, where one is
+        aligned in another way, or kernels were chosen anew."""
+        if self._made_for != (backend, generation):
+            return False
+        if addresses != self._addresses:
+            if [address & 15 for address in addresses] != self._misalignments:
+                return False
+            self._addresses = addresses
+        self._start(addresses, floats)
+        return True
+
+
+def _one_by_one(launches: Sequence[Callable], counts: Sequence[int]) -> Callable:
+    """What `Together` does, with launches that are not the driver's. counts: of the arrays of each."""
+
+    def start(addresses: List[int], floats: Sequence[float]) -> None:
+        begin = 0
+        for launch, count in zip(launches, counts):
+            launch(addresses[begin : begin + count], floats)
+            begin += count
+
+    return start
 
 
 def _described(array: torch.Tensor) -> tuple:
