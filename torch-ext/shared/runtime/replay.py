@@ -162,9 +162,16 @@ def _placed(tensor: torch.Tensor, place: int, places: list, addresses: List[int]
     places[place], addresses[place] = tensor, address
 
 
-def _making(place: int, origin: _Origin, like: Optional[int]) -> Step:
-    """like: the argument of the same dtype, shape and strides, or None: it costs a third less to make a tensor like another one."""
+def _making(place: int, origin: _Origin, like: Optional[int], launched: bool) -> Step:
+    """like: the argument of the same dtype, shape and strides, or None: it costs a third less to make a tensor like another one. launched:
+    whether kernels run on it."""
     shape, stride, dtype = origin.shape, origin.stride, origin.dtype
+    if not launched:
+
+        def step(places, addresses):
+            places[place] = _new(places[0], shape, stride, dtype=dtype)
+
+        return step
     if like is None:
         return lambda places, addresses: _placed(_new(places[0], shape, stride, dtype=dtype), place, places, addresses)
     return lambda places, addresses: _placed(_like(places[like]), place, places, addresses)
@@ -265,6 +272,7 @@ class _Recorder(TorchDispatchMode):
         self.thread = threading.get_ident()
         self.living: Dict[int, Tuple[Any, int]] = {}  # by the id of a tensor: a weak reference to it, and its place
         self.origins: List[_Origin] = []  # by place
+        self.views: Dict[_Origin, int] = {}  # the places of what has been looked at
         self.constants: Dict[int, torch.Tensor] = {}
         self.notes: List[_Note] = []
         self.arguments = [arg for arg in args if isinstance(arg, torch.Tensor)]
@@ -277,6 +285,8 @@ class _Recorder(TorchDispatchMode):
         offset = 0 if root is None else start - self.origins[root].storage_offset
         root = place if root is None else root
         self.origins.append(_Origin(root, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype, start))
+        if root == place:
+            self.views[self.origins[place]] = place
         if self._known(tensor) is None:  # an argument that is given twice has its first place
             self.living[id(tensor)] = weakref.ref(tensor), place
         return place
@@ -319,8 +329,14 @@ class _Recorder(TorchDispatchMode):
             if place is None or view.dtype != self.origins[place].dtype:
                 self.give_up()
                 return
-            root = self.origins[place].root
-            self.notes.append(_Note("view", self._see(view, root), (root,), None))
+            root, before = self.origins[place].root, len(self.origins)
+            origin = self.origins[self._see(view, root)]
+            same = self.views.setdefault(origin, before)
+            if same != before:  # the root itself, or as somebody has looked at it already
+                self.origins.pop()
+                self.living[id(view)] = weakref.ref(view), same
+            else:
+                self.notes.append(_Note("view", before, (root,), None))
 
     def _compute(self, function, args, kwargs, found) -> None:
         """Takes note of a computation, unless it writes to an argument of the call: a plan might have to begin again."""
@@ -439,7 +455,7 @@ class _Recorder(TorchDispatchMode):
                 held.setdefault(self._root(place), []).append(place)
             if note.kind == "make" and place is not None:
                 like = layouts.get((origins[place].shape, origins[place].stride, origins[place].dtype))
-                steps.append(_making(place, origins[place], like))
+                steps.append(_making(place, origins[place], like, place in launched))
             elif note.kind == "view" and place is not None:
                 steps.append(_viewing(place, origins[place], self._root(place) < arguments))
             elif note.kind == "compute":
