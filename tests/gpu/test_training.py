@@ -54,6 +54,56 @@ def test_losses_stay_within_half_a_percent(ops):
         assert abs(mine - theirs) <= 5e-3 * theirs, f"step {step}: loss {mine}, expected {theirs}"
 
 
+@pytest.mark.parametrize("rank", (0, 16), ids=("dense", "lora"))
+@pytest.mark.parametrize("packed", (False, True), ids=("", "packed"))
+@pytest.mark.parametrize("batch", ((1, 192), (2, 129), (4, 512)), ids=str)
+@pytest.mark.parametrize("autocast", (False, True), ids=("", "autocast"))
+def test_replayed_layers_give_the_same_bits(ops, monkeypatch, rank, packed, batch, autocast):
+    """And take no more memory, in the pass that is recorded neither."""
+    replay = importlib.import_module(f"{ops.__name__}.shared.runtime.replay")
+    model = model_of(torch.float32 if autocast else torch.bfloat16)
+    if packed:
+        ops.pack(model)
+    if rank:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False))
+    ops.kernelize(model)
+    runs, run = [], replay.Plan.run
+    monkeypatch.setattr(replay.Plan, "run", lambda plan, *args: runs.append(plan) or run(plan, *args))
+
+    def step(seed):
+        torch.manual_seed(seed)
+        ids = torch.randint(1, 8192, batch, device="cuda")
+        model.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return {**found, "loss": loss.detach()}, torch.cuda.max_memory_allocated() - before
+
+    kernel = next(iter(importlib.import_module(f"{ops.__name__}.shared.runtime.launch").tuner.kernels))
+    kernel.forget()  # and with it what other tests recorded
+    with monkeypatch.context() as in_full:
+        in_full.setattr(replay, "ATTEMPTS", 0)
+        step(0)  # loads the kernels
+        expected = [step(seed) for seed in range(4)]
+    kernel.forget()
+    step(0)
+    runs.clear()
+    for seed, (wanted, memory) in enumerate(expected):
+        found, used = step(seed)
+        assert found.keys() == wanted.keys() and len(found) > 8
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), f"{name} of pass {seed}"
+        assert used <= 1.01 * memory, f"{used} bytes, {memory} without replays"
+    layers = model.config.num_hidden_layers
+    if batch != (2, 129):  # where the angles of one row are copied for each of the others
+        assert sum(plan.steps != () and any("_computing" in step.__qualname__ for step in plan.steps) for plan in runs) >= 3 * 4 * layers
+
+
 @pytest.mark.parametrize("way", ("apply", "apply without the decoder layer", "kernelize"))
 def test_gradients_of_a_step_in_fp32(ops, way):
     ids = tokens(2, 129)
