@@ -15,11 +15,10 @@ from dataclasses import replace
 
 import cuda.tile as ct
 
-from kernel_src.prebuild import FLOATS, INT, Array, Params, PerArchitecture, Variant
+from kernel_src.prebuild import FLOATS, INT, Array, PerArchitecture, Variant
 from kernel_src.rotary import read, rotate, rotate_back
 
 Const = ct.Constant[int]
-SEGMENT, SEGMENTS = 8, 8  # frequencies that are loaded at once in half precision, and how often in half a head
 
 
 @ct.function
@@ -96,57 +95,6 @@ def mrope(
     write_rotated(q_out, token, q_heads, q_exist, cols, q1, q2, c1, s1, c2, s2, HALF, BACKWARD)
 
 
-# ---------------------------------------------------------------- sections of whole segments
-@ct.function
-def angles_of(table, part, row, segment, lane):
-    """Segments of cos or sin in float32, each from its own table."""
-    return ct.astype(ct.gather(table, (part, row, segment, lane), check_bounds=False), ct.float32)
-
-
-@ct.function
-def read_of_both(q, k, token, head, segment, lane):
-    """Segments of q's heads, and behind its last one of k's, in float32."""
-    of_q, behind = head < q.shape[1], ct.maximum(head - q.shape[1], 0)
-    at = (token, ct.minimum(head, q.shape[1] - 1), segment, lane)
-    from_q = ct.gather(q, at, mask=of_q, check_bounds=False, padding_value=0)
-    at = (token, ct.minimum(behind, k.shape[1] - 1), segment, lane)
-    from_k = ct.gather(k, at, mask=head >= q.shape[1], check_bounds=False, padding_value=0)
-    return ct.astype(ct.where(of_q, from_q, from_k), ct.float32)
-
-
-@ct.function
-def write_to_both(q, k, token, head, segment, lane, value):
-    value, behind = ct.astype(value, q.dtype), head - q.shape[1]
-    ct.scatter(q, (token, head, segment, lane), value, mask=behind < 0, check_bounds=False)
-    ct.scatter(k, (token, behind, segment, lane), value, mask=(behind >= 0) & (behind < k.shape[1]), check_bounds=False)
-
-
-@ct.kernel
-def mrope_segments(q, k, q_out, k_out, cos, sin, time: int, height: int, HEADS: Const, SEGMENTS: Const, BACKWARD: Const):
-    """q, q_out, k, k_out: [tokens, heads, 2 * SEGMENTS, SEGMENT]; cos, sin: [3, rows, 2 * SEGMENTS, SEGMENT], of which only what is used
-    is read; time, height: segments of a contiguous section.
-
-    Block (token, g) rotates group g of HEADS of q's heads and k's behind them: as one tile, so that few of its heads are idle.
-    """
-    token = ct.bid(0)
-    head = (ct.bid(1) * HEADS + ct.arange(HEADS, dtype=ct.int32))[:, None, None]
-    lo, lane = ct.arange(SEGMENTS, dtype=ct.int32)[None, :, None], ct.arange(SEGMENT, dtype=ct.int32)[None, None, :]
-    hi = lo + SEGMENTS
-    x1, x2 = read_of_both(q, k, token, head, lo, lane), read_of_both(q, k, token, head, hi, lane)
-    part = part_of(lo, time, height, 0, 0, True)
-    # The same row for each head: of a tile as large as x's, a thread's loads are 16 bytes wide; of one row, 2.
-    row = token % cos.shape[1] + ct.zeros((HEADS, 1, 1), dtype=ct.int32)
-    c1, s1 = angles_of(cos, part, row, lo, lane), angles_of(sin, part, row, lo, lane)
-    c2, s2 = angles_of(cos, part, row, hi, lane), angles_of(sin, part, row, hi, lane)
-    if BACKWARD:
-        y1, y2 = rotate_back(x1, x2, c1, s1, c2, s2)
-    else:
-        y1, y2 = rotate(x1, x2, c1, s1, c2, s2)
-    write_to_both(q_out, k_out, token, head, lo, lane, y1)
-    write_to_both(q_out, k_out, token, head, hi, lane, y2)
-
-
-# ---------------------------------------------------------------- any heads and sections
 @ct.function
 def rotate_part(x, y, token, group, cols, half, c1, s1, c2, s2, HEADS: Const, BACKWARD: Const):
     """Columns `cols` and `half + cols` of a group's heads; a group that reaches past the last head repeats it."""
@@ -201,8 +149,6 @@ SCALARS = dict.fromkeys(("half", "time", "height", "width", "interleaved"), INT)
 # 40 and 8, 64 and 8 of them. With 16 of k's a thread has the same columns of k as of q, and the angles are chosen once.
 GROUPS = ((16, 16, 16), (None, 32, 16))
 BLOCKS = {16: 6, 32: 8}  # an SM, by the heads of q that a block takes: the fastest on an H200
-# Heads of q and k together that a block takes where the sections are whole segments.
-SEGMENT_HEADS = ((16, {"occupancy": 8}), (32, {"occupancy": 4, "num_worker_warps": 8}))
 
 
 def variants():
@@ -214,12 +160,6 @@ def variants():
                 constants = {"Q_HEADS": q_heads, "K_HEADS": k_heads, "HALF": 64, "BACKWARD": backward}
                 arrays = {"q": q, "k": x, "q_out": q, "k_out": x, "cos": angle, "sin": angle}
                 yield Variant(mrope, {**arrays, **SCALARS, **constants}, hints={"occupancy": PerArchitecture(4, "sm_90", BLOCKS[q_heads])})
-            for number, hints in SEGMENT_HEADS if dtype != "float32" else ():
-                shape = (2 * SEGMENTS, SEGMENT)
-                x, angle = Array(dtype, (None, None, *shape)), Array(dtype, (3, None, *shape))
-                arrays = {"q": x, "k": x, "q_out": x, "k_out": x, "cos": angle, "sin": angle}
-                rest: Params = {"time": INT, "height": INT, "HEADS": number, "SEGMENTS": SEGMENTS, "BACKWARD": backward}
-                yield Variant(mrope_segments, {**arrays, **rest}, hints=hints)
             x, angle = Array(dtype, (None, None, None), aligned=False), Array(dtype, (None, None, None), aligned=False)
             constants = {"Q_HEADS": 8, "K_HEADS": 8, "HALF": 64, "BACKWARD": backward}
             yield Variant(mrope_any, {"q": x, "k": x, "q_out": x, "k_out": x, "cos": angle, "sin": angle, **SCALARS, **constants})

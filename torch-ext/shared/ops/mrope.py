@@ -10,7 +10,6 @@ from .common import SLAB, apply_function, describe, fail, need_floats, needs_for
 from .rotary import rotary
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
-HALF = (torch.bfloat16, torch.float16)
 
 
 def heads_grid(c, q, k, *_):
@@ -21,31 +20,6 @@ def heads_grid(c, q, k, *_):
 _kernels = tuple(
     Kernel("mrope", "mrope_any", grid=heads_grid, reads=("q", "k", "cos", "sin"), where={"BACKWARD": backward}) for backward in (0, 1)
 )
-
-
-def _all_heads(c, q, k, *_):
-    """Blocks (token, group of the heads of both)."""
-    return q.shape[0], -(-(q.shape[1] + k.shape[1]) // c["HEADS"])
-
-
-def _segments(*tensors):
-    return [x.unflatten(-1, (-1, SEGMENT)) for x in tensors]
-
-
-# Where a section consists of whole segments: by BACKWARD and HEADS.
-SEGMENT = 8
-_segment_kernels = {
-    (backward, heads): Kernel(
-        "mrope_segments", grid=_all_heads, views=_segments, reads=("q", "k", "cos", "sin"), where={"BACKWARD": backward, "HEADS": heads}
-    )
-    for backward in (0, 1)
-    for heads in (16, 32)
-}
-
-
-def _in_segments(q: torch.Tensor, cos: torch.Tensor, half: int, time: int, height: int) -> bool:
-    """Whether the kernel for heads of 128 and sections of whole segments takes these."""
-    return q.dtype in HALF and q.shape[-1] == cos.shape[-1] == 2 * half == 128 and time % SEGMENT == height % SEGMENT == 0
 
 
 def token_slabs(tensors: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]) -> Iterator[Tuple[list, list]]:
@@ -110,13 +84,9 @@ def _rotate(
     q, k = (x.transpose(1, 2) if heads_dim == 1 else x for x in (q, k))
     if q.dtype != torch.float64 and cos.dtype == q.dtype and kernels_run_on(q, k, cos, sin):
         outs = new_like(q), new_like(k)
-        kernel, numbers = _kernels[int(backward)], (half, time, height, width, int(interleaved))
-        if not interleaved and cos.shape[0] == 3 and _in_segments(q, cos, half, time, height):
-            few = q.shape[2] + k.shape[2] <= 16
-            kernel, numbers = _segment_kernels[int(backward), 16 if few else 32], (time // SEGMENT, height // SEGMENT)
         if q.numel() or k.numel():
             for tensors, tables in token_slabs((q, k, *outs), (cos, sin)):
-                kernel(*tensors, *tables, *numbers)
+                _kernels[int(backward)](*tensors, *tables, half, time, height, width, int(interleaved))
     else:
         outs = mrope_reference(q, k, cos, sin, half, (time, height, width), interleaved, backward)
     return tuple(x.transpose(1, 2) for x in outs) if heads_dim == 1 else outs
