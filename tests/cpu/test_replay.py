@@ -1,5 +1,6 @@
 """An operator that is run again by what it did the last time: the same results, and never for a call that differs."""
 
+import gc
 import importlib
 import weakref
 
@@ -364,6 +365,28 @@ def test_recording_holds_no_memory(replay):
     operator = Counted(replay, function, computes=True)
     for _ in range(CALLS):
         operator(torch.randn(4, 4))
+    assert operator.calls == 2
+
+
+def test_nothing_is_kept_of_a_call_that_was_recorded(replay):
+    """Not until Python looks for cycles either: what a graph's memory pool has to have free by then is counted."""
+
+    def function(x, y):
+        found = torch.cat([x, y], out=torch.empty(8, 4))
+        return torch.mm(found, torch.mm(x, y))
+
+    operator, gone = Counted(replay, function, computes=True), []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(CALLS):
+            x, y = torch.randn(4, 4), torch.randn(4, 4)
+            found = operator(x, y)
+            gone += map(weakref.ref, (x, y, found))
+            del x, y, found
+        assert [tensor() for tensor in gone] == [None] * len(gone)
+    finally:
+        gc.enable()
     assert operator.calls == 2
 
 

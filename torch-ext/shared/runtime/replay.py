@@ -346,18 +346,8 @@ class _Recorder(TorchDispatchMode):
                 self.give_up()
                 return
         needs: List[int] = []
-
-        def placed(arg):
-            if isinstance(arg, torch.Tensor):
-                place = self._place(arg)
-                if place is None or (place >= len(self.arguments) and place in self.constants):
-                    self.give_up()
-                    return None
-                needs.append(place)
-                return _Place(place)
-            return _Places(map(placed, arg)) if isinstance(arg, (list, tuple)) and any(_are_tensors(arg)) else arg
-
-        given, named = tuple(map(placed, args)), {name: placed(value) for name, value in kwargs.items()}
+        given = tuple([self._given(arg, needs) for arg in args])
+        named = {name: self._given(value, needs) for name, value in kwargs.items()}
         for written in _written(function, args, kwargs):
             place = self._place(written)
             if place is None or self.origins[place].root < len(self.arguments):
@@ -367,6 +357,20 @@ class _Recorder(TorchDispatchMode):
         place = self._place(found) if isinstance(found, torch.Tensor) else NOWHERE
         new = None if place is not None else self._see(found)
         self.notes.append(_Note("compute", new, tuple(needs), (COMPUTATIONS[function], given, named, place if new is None else new)))
+
+    def _given(self, arg, needs: List[int]):
+        """An argument of a computation, with places for its tensors, which are added to `needs`. No function inside of `_compute`: one that
+        calls itself is a cycle, and would keep the call's tensors until Python looks for those."""
+        if isinstance(arg, torch.Tensor):
+            place = self._place(arg)
+            if place is None or (place >= len(self.arguments) and place in self.constants):
+                self.give_up()
+                return None
+            needs.append(place)
+            return _Place(place)
+        if isinstance(arg, (list, tuple)) and any(_are_tensors(arg)):
+            return _Places([self._given(part, needs) for part in arg])
+        return arg
 
     def launch(self, start: Callable, addresses: List[int], floats: List[float], arguments: Sequence) -> None:
         """Starts a kernel on the arrays among the arguments, at these addresses, and takes note of it. What a stand-in for the driver does
