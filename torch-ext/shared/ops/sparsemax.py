@@ -21,7 +21,8 @@ from .softmax import (
 
 TILES, TILES_UNALIGNED = (128, 1024, 4096, 8192), (1024, 4096)
 SEVERAL = 1024  # elements of the longest rows of which a forward block takes several
-HELD = (8, 16)  # TILES of the kernels that hold a row in half precision as it lies in memory, the shortest first
+# TILES of the kernels that hold a row in half precision as it lies in memory, the shortest first.
+HELD_FORWARD, HELD_BACKWARD = (8, 16), (8,)
 
 
 def _chunk_blocks(c, x, *_):
@@ -35,8 +36,8 @@ _forward_rows = {
     for tile in TILES
 }
 _backward_rows = {tile: Kernel("sparsemax_backward", grid=_rows_grid, where={"TILE": tile}) for tile in TILES}
-_held_forward = [Kernel("sparsemax_row_forward", grid=one_a_row, where={"TILES": tiles}) for tiles in HELD]
-_held_backward = [Kernel("sparsemax_row_backward", grid=one_a_row, where={"TILES": tiles}) for tiles in HELD]
+_held_forward = [Kernel("sparsemax_row_forward", grid=one_a_row, where={"TILES": tiles}) for tiles in HELD_FORWARD]
+_held_backward = [Kernel("sparsemax_row_backward", grid=one_a_row, where={"TILES": tiles}) for tiles in HELD_BACKWARD]
 _maxima = Kernel("sparsemax_maxima", grid=_chunk_blocks)
 _threshold = Kernel("sparsemax_threshold", grid=one_a_row)
 _apply = Kernel("sparsemax_apply", grid=pieces_grid)
