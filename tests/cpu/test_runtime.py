@@ -1159,18 +1159,6 @@ class OnTheGPU:
 class AddingCuda(FakeCuda):
     """Runs the one kernel of the first launch: out[j] = partial[0, j] + partial[1, j]."""
 
-    def cuDeviceGet(self, device, ordinal):
-        device._obj.value = 40 + ordinal
-        return self._code("cuDeviceGet")
-
-    def cuDevicePrimaryCtxRetain(self, context, device):
-        context._obj.value = 1000 + device.value
-        return self._code("cuDevicePrimaryCtxRetain")
-
-    def cuCtxSetCurrent(self, context):
-        self.context = context.value
-        return self._code("cuCtxSetCurrent")
-
     def cuLaunchKernelEx(self, config, function, parameters, extra):
         code = super().cuLaunchKernelEx(config, function, parameters, extra)
         words = [number(word) for word in self.launches[-1][2]]
