@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 import torch
 
 from ..ops.attention import HEAD_DIMS, AttentionPlan, attention
-from ..ops.common import autocasts
+from ..ops.common import HALF, autocasts
 from ..ops.embedding import traced_embedding
 from ..runtime.device import is_ordinary, kernels_run_on
 from .modules import SAVED, all_are_listened_to, is_plain, is_torchs_embedding, original_forward
@@ -24,7 +24,6 @@ KEPT = SAVED + "attention"  # on a model: the implementation that it had before 
 PADDING = SAVED + "padding"  # on a padding mask: what `padding_of` read, and the mask's version then
 TRACEABLE: set = set()  # configurations of the models that packages know
 WHOLE, RUNS, HOLES = 0, 1, 2  # no padding; padding beside each row's tokens; padding between them
-HALVES = (torch.bfloat16, torch.float16)
 
 
 class Rule(NamedTuple):
@@ -153,9 +152,8 @@ class Visible:
             if self.documents is not None:
                 tokens = torch.arange(self.batch * self.tokens, dtype=torch.int32)
                 numbers = torch.bucketize(tokens, self.documents[1], right=True)
-                packed = masking.packed_sequence_mask_function(numbers.view(self.batch, self.tokens).to(device))
-                both = masking.and_masks(arguments["mask_function"], packed)
-                arguments = {**arguments, "mask_function": both, "allow_is_causal_skip": False}
+                function = _in_documents(arguments["mask_function"], numbers.view(self.batch, self.tokens).to(device))
+                arguments = {**arguments, "mask_function": function, "allow_is_causal_skip": False}
             found = masking.ALL_MASK_ATTENTION_FUNCTIONS[kind](**{**arguments, "dtype": dtype})
             self._masks[key] = found if found is None else found.to(device)
         return self._masks[key]
@@ -225,8 +223,7 @@ def documents_in(position_ids: torch.Tensor) -> Optional[torch.Tensor]:
 def visible_rows(config, kind: str, given: torch.Tensor, documents: Optional[torch.Tensor] = None) -> Visible:
     """The `Visible` of causal layers of a kind of `WINDOWS` where each row is one document, or is made of those of `documents_in`. given:
     input_ids [batch, tokens] or inputs_embeds [batch, tokens, hidden]."""
-    masking, window = sys.modules[MASKING], WINDOWS[kind](config)
-    causal = masking.causal_mask_function if window is None else masking.sliding_window_causal_mask_function(window)
+    window, causal = _causal(config, kind)
     arguments = _arguments(config, given, mask_function=causal, allow_is_causal_skip=True)
     return Visible(arguments if window is None else {**arguments, "local_size": window}, Rule(window), None, documents=documents)
 
@@ -234,10 +231,21 @@ def visible_rows(config, kind: str, given: torch.Tensor, documents: Optional[tor
 def visible_documents(config, kind: str, document_ids: torch.Tensor) -> Visible:
     """The `Visible` of causal layers of a kind of `WINDOWS`, for one row of tokens. document_ids: [1, tokens], a number for each
     token's document."""
-    masking, window = sys.modules[MASKING], WINDOWS[kind](config)
-    causal = masking.causal_mask_function if window is None else masking.sliding_window_causal_mask_function(window)
-    function = masking.and_masks(causal, masking.packed_sequence_mask_function(document_ids))
+    window, causal = _causal(config, kind)
+    function = _in_documents(causal, document_ids)
     return Visible(_arguments(config, document_ids, mask_function=function, allow_is_causal_skip=False), Rule(window, document_ids), None)
+
+
+def _causal(config, kind: str) -> Tuple[Optional[int], Callable]:
+    """The window of causal layers of a kind of `WINDOWS`, and transformers' mask function for it."""
+    masking, window = sys.modules[MASKING], WINDOWS[kind](config)
+    return window, masking.causal_mask_function if window is None else masking.sliding_window_causal_mask_function(window)
+
+
+def _in_documents(function: Callable, document_ids: torch.Tensor) -> Callable:
+    """A mask function of transformers, within documents. document_ids: [batch, tokens], a number for each token's document."""
+    masking = sys.modules[MASKING]
+    return masking.and_masks(function, masking.packed_sequence_mask_function(document_ids))
 
 
 def _arguments(config, given: torch.Tensor, **more) -> Dict[str, Any]:
@@ -273,7 +281,7 @@ def _takes(q, k, v, sinks, dropout, kwargs) -> bool:
             return False
     if q.device.type == "cpu":
         return True
-    fits = q.is_cuda and dtype in HALVES and q.shape[3] in HEAD_DIMS
+    fits = q.is_cuda and dtype in HALF and q.shape[3] in HEAD_DIMS
     return fits and (torch.compiler.is_compiling() or kernels_run_on(q, k, v))
 
 

@@ -9,10 +9,9 @@ from typing import Any, Dict, Optional
 import torch
 
 from ..ops.attention import HEAD_DIMS
-from ..ops.common import autocasts
+from ..ops.common import HALF, autocasts
 from .attention import (
     ATTENTION,
-    HALVES,
     RUNS,
     WINDOWS,
     head_dim_of,
@@ -64,7 +63,7 @@ def _decoder_takes_rows(model, kwargs, options) -> bool:
 def _kernels_take(model, device: torch.device, dtype: torch.dtype) -> bool:
     if autocasts(device):
         dtype = torch.get_autocast_dtype(device.type)
-    return device.type == "cpu" or (device.type == "cuda" and dtype in HALVES and head_dim_of(model.config) in HEAD_DIMS)
+    return device.type == "cpu" or (device.type == "cuda" and dtype in HALF and head_dim_of(model.config) in HEAD_DIMS)
 
 
 def without_padding(

@@ -16,6 +16,7 @@ _any_autocasts = getattr(torch._C, "_is_any_autocast_enabled", None)  # a tenth 
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 KEPT = 1024  # combinations of shapes and strides that an operator remembers its results' strides of
 LIBRARY = "_bastile_library"  # on the namespace of this build's operators
+HALF = (torch.bfloat16, torch.float16)
 SLAB = 2**30  # elements that one launch reaches over: offsets into an array are 32-bit
 
 

@@ -12,6 +12,7 @@ import torch
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
 from .common import (
+    HALF,
     accumulation_dtype,
     apply_function,
     as_rows,
@@ -54,7 +55,6 @@ _add_backward_kernel = Kernel(
     "add_rms_norm_backward", grid=one_partial_sum_a_block, views=as_rows(4, 5), reads=("dy", "dtotal", "x", "weight", "rstd")
 )
 
-HALF = (torch.bfloat16, torch.float16)
 # Blocks that an SM holds in the backward pass, by row length (kernel_src/rms_norm.py, swept on an H200).
 BLOCKS_PER_SM = ((256, 8), (1024, 6), (2560, 3))
 
@@ -84,7 +84,7 @@ def rms_norm_backward_reference(dy, x, weight, rstd, need_dweight=True) -> Pair:
 def _fits(x, weight, *others):
     """Kernels exist for x and weight of one dtype, and for an fp32 weight with x in half precision. others: what else a kernel reads."""
     same = x.dtype == weight.dtype and x.dtype != torch.float64
-    mixed = weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+    mixed = weight.dtype == torch.float32 and x.dtype in HALF
     return (same or mixed) and x.shape[-1] > 0 and kernels_run_on(x, weight, *others)
 
 

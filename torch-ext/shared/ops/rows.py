@@ -5,10 +5,9 @@ from typing import Iterator, Tuple
 import torch
 
 from ..runtime.device import kernels_run_on
-from .common import SLAB, aligned, unit_stride
+from .common import HALF, SLAB, aligned, unit_stride
 
 SEGMENT = 64  # of kernel_src/segments.py
-HALF = (torch.bfloat16, torch.float16)
 
 
 def kernels_take(x: torch.Tensor, *parameters: torch.Tensor) -> bool:

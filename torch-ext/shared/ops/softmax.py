@@ -1,11 +1,12 @@
 """Softmax over any dimension, of rows of any length."""
 
-from typing import Iterator, Optional, Tuple
+from typing import Dict, Iterator, Optional, Sequence, Tuple
 
 import torch
 
 from ..runtime.launch import Kernel
 from .common import (
+    HALF,
     SLAB,
     accumulation_dtype,
     apply_function,
@@ -21,7 +22,6 @@ from .common import (
 # Rows of at most so many elements stay in registers: the kernel's tiles, and those of them that take rows at any address.
 TILES, TILES_UNALIGNED = (128, 1024, 4096, 8192, 16384), (1024, 4096)
 MOST_BLOCKS = 2**24 - 1
-HALF = (torch.bfloat16, torch.float16)
 
 
 def _rows_grid(c, x, *_):
@@ -39,8 +39,8 @@ def one_a_row(c, x, *_):
 
 _forward_rows = {tile: Kernel("softmax_forward", grid=_rows_grid, where={"TILE": tile}) for tile in TILES}
 _backward_rows = {tile: Kernel("softmax_backward", grid=_rows_grid, where={"TILE": tile}) for tile in TILES}
-_held_forward = Kernel("softmax_held_forward", grid=one_a_row)
-_held_backward = Kernel("softmax_held_backward", grid=one_a_row)
+_held_forward = [Kernel("softmax_held_forward", grid=one_a_row)]
+_held_backward = [Kernel("softmax_held_backward", grid=one_a_row)]
 _statistics = Kernel("softmax_statistics", grid=pieces_grid)
 _combine = Kernel("softmax_combine", grid=one_a_row)
 _totals = Kernel("softmax_totals", grid=one_a_row)
@@ -92,6 +92,13 @@ def are_held(kernel: Kernel, *rows: torch.Tensor) -> bool:
     if rows[0].dtype not in HALF or rows[0].shape[1] > kernel.constant("TILE") * kernel.constant("TILES"):
         return False
     return row_tile(rows[0].shape[1], (rows[0].shape[1],), (), *rows) is not None
+
+
+def in_one_block(by_tile: Dict[int, Kernel], tiles_unaligned, held: Sequence[Kernel], *rows: torch.Tensor) -> Optional[Kernel]:
+    """The kernel of which a block takes these rows whole; None where they are too long. by_tile: of rows in registers; held: of rows as
+    they lie in memory, those of the shortest first."""
+    tile = row_tile(rows[0].shape[1], by_tile, tiles_unaligned, *rows)
+    return by_tile[tile] if tile is not None else next((kernel for kernel in held if are_held(kernel, *rows)), None)
 
 
 def row_sum(partial: torch.Tensor) -> torch.Tensor:
@@ -151,14 +158,10 @@ def _forward(x: torch.Tensor) -> torch.Tensor:
         return softmax_reference(x)
     rows, out = as_rows(x), new_like(x)
     y = out.view(rows.shape)
-    tile = row_tile(rows.shape[1], TILES, TILES_UNALIGNED, rows, y)
-    if tile is not None:
+    whole = in_one_block(_forward_rows, TILES_UNALIGNED, _held_forward, rows, y)
+    if whole is not None:
         for slab in slabs(1, rows, y):
-            _forward_rows[tile](*slab)
-        return out
-    if are_held(_held_forward, rows, y):
-        for slab in slabs(1, rows, y):
-            _held_forward(*slab)
+            whole(*slab)
         return out
     part_max, part_sum = _partials(rows, 1.0)
     maximum, total = (part_max.new_empty(rows.shape[0]) for _ in range(2))
@@ -174,14 +177,10 @@ def _backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return softmax_backward_reference(dy, y)
     p, d, out = as_rows(y), as_rows(dy), new_like(y)
     dx, columns = out.view(p.shape), p.shape[1]
-    tile = row_tile(columns, TILES, TILES_UNALIGNED, p, d, dx)
-    if tile is not None:
+    whole = in_one_block(_backward_rows, TILES_UNALIGNED, _held_backward, p, d, dx)
+    if whole is not None:
         for slab in slabs(1, p, d, dx):
-            _backward_rows[tile](*slab)
-        return out
-    if are_held(_held_backward, p, d, dx):
-        for slab in slabs(1, p, d, dx):
-            _held_backward(*slab)
+            whole(*slab)
         return out
     partial = torch.empty((p.shape[0], pieces(_dot, columns)), dtype=torch.float32, device=p.device)
     for slab in slabs(partial.shape[1], p, d, partial):

@@ -6,16 +6,15 @@ from ..runtime.launch import Kernel
 from .common import accumulation_dtype, apply_function, kernels_compute, needs_formula, new_like, once_differentiable, traceable
 from .softmax import (
     _rows_grid,
-    are_held,
     as_rows,
     check_rows,
+    in_one_block,
     last_dimension,
     like_the_first,
     one_a_row,
     pieces,
     pieces_grid,
     row_sum,
-    row_tile,
     slabs,
 )
 
@@ -72,16 +71,11 @@ def _forward(x: torch.Tensor) -> torch.Tensor:
         return sparsemax_reference(x)
     rows, out = as_rows(x), new_like(x)
     y, columns = out.view(rows.shape), rows.shape[1]
-    tile = row_tile(columns, TILES, TILES_UNALIGNED, rows, y)
-    if tile is not None:
+    whole = in_one_block(_forward_rows, TILES_UNALIGNED, _held_forward, rows, y)
+    if whole is not None:
         for slab in slabs(1, rows, y):
-            _forward_rows[tile](*slab)
+            whole(*slab)
         return out
-    for kernel in _held_forward:
-        if are_held(kernel, rows, y):
-            for slab in slabs(1, rows, y):
-                kernel(*slab)
-            return out
     width = _maxima.constant("WIDTH")
     blocks = -(-columns // (_maxima.constant("CHUNK") * width))
     maxima = rows.new_empty((rows.shape[0], blocks * width))
@@ -102,16 +96,11 @@ def _backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return sparsemax_backward_reference(dy, y)
     p, d, out = as_rows(y), as_rows(dy), new_like(y)
     dx, columns = out.view(p.shape), p.shape[1]
-    tile = row_tile(columns, TILES, TILES_UNALIGNED, p, d, dx)
-    if tile is not None:
+    whole = in_one_block(_backward_rows, TILES_UNALIGNED, _held_backward, p, d, dx)
+    if whole is not None:
         for slab in slabs(1, p, d, dx):
-            _backward_rows[tile](*slab)
+            whole(*slab)
         return out
-    for kernel in _held_backward:
-        if are_held(kernel, p, d, dx):
-            for slab in slabs(1, p, d, dx):
-                kernel(*slab)
-            return out
     shape = (p.shape[0], pieces(_sums, columns))
     part_size, part_sum = (torch.empty(shape, dtype=torch.float32, device=p.device) for _ in range(2))
     for slab in slabs(shape[1], p, d, part_size, part_sum):
