@@ -51,14 +51,13 @@ def check(run, device, dtype, batch, tokens, heads, head_dim, heads_dim, tables,
 
 def check_multimodal(
     ops, device, dtype, batch=2, tokens=3, heads=(12, 2), head_dim=128, sections=(16, 24, 24), rows=None, interleaved=False,
-    unsqueeze_dim=1,
-    narrow=False, view=lambda x: x,
+    unsqueeze_dim=1, narrow=False, view=lambda x: x, table=lambda t: t,
 ):  # fmt: skip
-    """rows: of the batch in cos and sin; narrow: tables half as wide. Both halves of the tables differ otherwise, and are no cosines:
-    each is seen."""
+    """rows: of the batch in cos and sin; narrow: tables half as wide; table: how they lie in memory. Both halves of the tables differ
+    otherwise, and are no cosines: each is seen."""
     half = sum(sections)
     shape = (3, batch if rows is None else rows, tokens, half if narrow else 2 * half)
-    tables = [randn(*shape, dtype=dtype, device=device, seed=6 + i) for i in range(2)]
+    tables = [table(randn(*shape, dtype=dtype, device=device, seed=6 + i)) for i in range(2)]
     wide = [torch.cat((t, t), -1) if narrow else t for t in tables]
     tables64 = [chosen_exact(t.double().cpu(), sections, interleaved) for t in wide]
     run = lambda q, k, cos, sin: ops.rotary_multimodal(q, k, cos, sin, sections, unsqueeze_dim, interleaved)  # noqa: E731
@@ -85,6 +84,10 @@ MULTIMODAL_CASES = (
     {"head_dim": 160, "sections": (0, 40, 40)},
     {"view": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)},
     {"tokens": 0},
+    {"table": lambda t: t[:1].expand(3, -1, -1, -1)},
+    {"table": lambda t: t[:, :1].expand(-1, 2, -1, -1)},
+    {"table": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3)},
+    {"tokens": 37, "heads": (3, 1)},
 )
 PARTIAL_CASES = (
     {},
@@ -98,16 +101,25 @@ MUTANTS = (
     (KERNEL, "part_of", "j < time + height", "j < height", "multimodal"),
     (KERNEL, "part_of", "j < 3 * width", "j <= 3 * width + 2", "interleaved"),
     (KERNEL, "part_of", "third == 1", "third == 0", "interleaved"),
-    (KERNEL, "part_of", ">> 17", ">> 16", "interleaved"),
-    (KERNEL, "heads_of", "x.shape[1] - 1", "x.shape[1]", "multimodal"),
-    (KERNEL, "mrope", "token % cos.shape[1]", "0", "multimodal"),
-    (KERNEL, "chosen_angles", "parts == 2", "parts == 1", "multimodal"),
-    (KERNEL, "mrope", "chosen_angles(sin, parts, row, 1, HALF)", "chosen_angles(sin, parts, row, 0, HALF)", "multimodal"),
-    (KERNEL, "mrope_any", "cos.shape[2] - half", "0", "odd"),
+    (KERNEL, "pick", "(part, rows, cols)", "(part % 2, rows, cols)", "multimodal"),
+    (KERNEL, "mrope_pick", "cols - half", "cols", "multimodal"),
+    (KERNEL, "mrope_pick", "cos.shape[1] - 1", "cos.shape[1]", "multimodal"),
+    (KERNEL, "mrope_pick", "cos.shape[2] - 1", "cos.shape[2]", "odd"),
+    (KERNEL, "mrope_pick", "pick(sin, sin_picked", "pick(cos, sin_picked", "multimodal"),
+    (KERNEL, "read_head", "mask=head > last", "mask=head > last + 1", "multimodal"),
+    (KERNEL, "read_head", "ct.maximum(head - q.shape[1], 0)", "ct.maximum(head - q.shape[1], 1)", "multimodal"),
+    (KERNEL, "write_head", "head >= q.shape[1]", "head > q.shape[1]", "multimodal"),
+    (KERNEL, "mrope", "token % cos.shape[0]", "0", "multimodal"),
+    (KERNEL, "mrope", "place - token * heads", "place", "multimodal"),
+    (KERNEL, "mrope", "q.shape[0] * heads - 1", "q.shape[0] * heads", "multimodal"),
+    (KERNEL, "mrope", "read(sin, (row, second))", "read(sin, (row, first))", "multimodal"),
+    (KERNEL, "mrope_any", "cos.shape[1] - half", "0", "odd"),
     (KERNEL, "mrope_any", "q.shape[2] - 2 * half", "0 * half", "partial"),
     (KERNEL, "copy_part", "ct.gather(x, at, check_bounds=False)", "ct.gather(y, at, check_bounds=False)", "partial"),
     (KERNEL, "rotate_part", "x.shape[1] - 1", "x.shape[1] - 2", "odd"),
     (OPERATION, "mrope_reference", "_rotate_half(turned * sin) if backward", "_rotate_half(turned) * sin if backward", "PyTorch", False),
+    (OPERATION, "pick_reference", "_chosen(sin,", "_chosen(cos,", "PyTorch", False),
+    (OPERATION, "_pick", "int(interleaved)", "0", "interleaved"),
     (OPERATION, "_MRoPE.forward", "ctx.save_for_backward(cos, sin)", "ctx.save_for_backward(sin, cos)", "multimodal"),
     (OPERATION, "_MRoPE.backward", "*ctx.options, True", "*ctx.options, False", "multimodal"),
 )

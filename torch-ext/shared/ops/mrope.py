@@ -6,7 +6,18 @@ import torch
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import SLAB, apply_function, describe, fail, need_floats, needs_formula, new_like, once_differentiable, traceable
+from .common import (
+    SLAB,
+    apply_function,
+    describe,
+    fail,
+    kernels_compute,
+    need_floats,
+    needs_formula,
+    new_like,
+    once_differentiable,
+    traceable,
+)
 from .rotary import rotary
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
@@ -17,8 +28,18 @@ def heads_grid(c, q, k, *_):
     return q.shape[0], max(-(-q.shape[1] // c["Q_HEADS"]), -(-k.shape[1] // c["K_HEADS"]))
 
 
+def _grid(c, q, k, *others):
+    """As `heads_grid`, or blocks of ROWS heads of all tokens."""
+    return (-(-q.shape[0] * (q.shape[1] + k.shape[1]) // c["ROWS"]),) if "ROWS" in c else heads_grid(c, q, k)
+
+
+def _pick_grid(c, cos, *_):
+    return -(-cos.shape[1] // c["ROWS"]), -(-cos.shape[2] // c["COLS"])
+
+
+_pick_kernel = Kernel("mrope_pick", grid=_pick_grid, reads=("cos", "sin"))
 _kernels = tuple(
-    Kernel("mrope", "mrope_any", grid=heads_grid, reads=("q", "k", "cos", "sin"), where={"BACKWARD": backward}) for backward in (0, 1)
+    Kernel("mrope", "mrope_any", grid=_grid, reads=("q", "k", "cos", "sin"), where={"BACKWARD": backward}) for backward in (0, 1)
 )
 
 
@@ -51,10 +72,8 @@ def _parts(half: int, sections: Sequence[int], interleaved: bool, device) -> tor
 
 
 def _chosen(table: torch.Tensor, half: int, sections: Sequence[int], interleaved: bool) -> torch.Tensor:
-    """[parts, batch or 1, tokens, half or 2 * half] -> [batch or 1, tokens, 2 * half]."""
-    if table.shape[-1] == half:
-        table = torch.cat((table, table), -1)
-    part = _parts(half, sections, interleaved, table.device).repeat(2)
+    """[3, batch or 1, tokens, half or 2 * half] -> [batch or 1, tokens, half or 2 * half]."""
+    part = _parts(half, sections, interleaved, table.device).repeat(table.shape[-1] // half)
     return table.gather(0, part.expand(1, *table.shape[1:]))[0]
 
 
@@ -63,9 +82,14 @@ def _rotate_half(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((-x[..., half:], x[..., :half]), -1)
 
 
-def mrope_reference(q, k, cos, sin, half: int, sections: Sequence[int], interleaved: bool, backward: bool) -> Pair:
-    """(q, k) rotated, or with backward by the transpose, in PyTorch; q, k: [batch, tokens, heads, head_dim]."""
-    cos, sin = (_chosen(t, half, sections, interleaved).unsqueeze(2) for t in (cos, sin))
+def pick_reference(cos, sin, half: int, sections: Sequence[int], interleaved: bool) -> Pair:
+    return _chosen(cos, half, sections, interleaved), _chosen(sin, half, sections, interleaved)
+
+
+def mrope_reference(q, k, cos, sin, half: int, backward: bool) -> Pair:
+    """(q, k) rotated, or with backward by the transpose, in PyTorch; q, k: [batch, tokens, heads, head_dim]; cos, sin:
+    [batch or 1, tokens, half or 2 * half]."""
+    cos, sin = ((torch.cat((t, t), -1) if t.shape[-1] == half else t).unsqueeze(2) for t in (cos, sin))
 
     def rotated(x):
         turned, rest = x[..., : 2 * half], x[..., 2 * half :]
@@ -76,50 +100,71 @@ def mrope_reference(q, k, cos, sin, half: int, sections: Sequence[int], interlea
 
 
 # ---------------------------------------------------------------- with the kernels
-def _rotate(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, half: int, time: int, height: int, width: int,
-    interleaved: bool, heads_dim: int, backward: bool,
-) -> Pair:  # fmt: skip
+def _pick(cos: torch.Tensor, sin: torch.Tensor, half: int, time: int, height: int, width: int, interleaved: bool) -> Pair:
+    """Of cos and sin, [3, batch or 1, tokens, width], the table of each frequency; [batch or 1, tokens, width]."""
+    if not kernels_compute(cos, sin):
+        return pick_reference(cos, sin, half, (time, height, width), interleaved)
+    outs = [t.new_empty(t.shape[1:]) for t in (cos, sin)]
+    tables = [t.reshape(3, -1, t.shape[-1]) for t in (cos, sin)]
+    picked = [t.view(-1, t.shape[-1]) for t in outs]
+    step = max(1, SLAB // (3 * cos.shape[-1]))
+    for start in range(0, tables[0].shape[1], step):
+        part = slice(start, start + step)
+        _pick_kernel(*[t[:, part] for t in tables], *[t[part] for t in picked], half, time, height, width, int(interleaved))
+    return tuple(outs)
+
+
+def _rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, half: int, heads_dim: int, backward: bool) -> Pair:
     """Results lie in memory as [batch, tokens, heads, head_dim], whatever the order of the dimensions."""
     q, k = (x.transpose(1, 2) if heads_dim == 1 else x for x in (q, k))
     if q.dtype != torch.float64 and cos.dtype == q.dtype and kernels_run_on(q, k, cos, sin):
         outs = new_like(q), new_like(k)
         if q.numel() or k.numel():
             for tensors, tables in token_slabs((q, k, *outs), (cos, sin)):
-                _kernels[int(backward)](*tensors, *tables, half, time, height, width, int(interleaved))
+                _kernels[int(backward)](*tensors, *tables, half)
     else:
-        outs = mrope_reference(q, k, cos, sin, half, (time, height, width), interleaved, backward)
+        outs = mrope_reference(q, k, cos, sin, half, backward)
     return tuple(x.transpose(1, 2) for x in outs) if heads_dim == 1 else outs
 
 
-def _fake(q, k, cos, sin, half, time, height, width, interleaved, heads_dim, backward):
+def _pick_fake(cos, sin, *_):
+    return cos.new_empty(cos.shape[1:]), sin.new_empty(sin.shape[1:])
+
+
+def _fake(q, k, cos, sin, half, heads_dim, backward):
     if heads_dim == 2:
         return q.new_empty(q.shape), k.new_empty(k.shape)
     return tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k))
 
 
+mrope_pick = traceable("mrope_pick", _pick, _pick_fake)
 mrope_rotate = traceable("mrope", _rotate, _fake)
 
 
 class _MRoPE(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, cos, sin, *options):
+    def forward(ctx, q, k, cos, sin, half, sections, heads_dim):
+        """sections: (time, height, width, interleaved), or None where cos and sin are one table."""
+        if sections is not None:
+            cos, sin = mrope_pick(cos, sin, half, *sections)
         ctx.save_for_backward(cos, sin)
-        ctx.options = options
-        return mrope_rotate(q, k, cos, sin, *options, False)
+        ctx.options = half, heads_dim
+        return mrope_rotate(q, k, cos, sin, *ctx.options, False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk):
-        return (*mrope_rotate(dq, dk, *ctx.saved_tensors, *ctx.options, True), *[None] * 8)
+        return (*mrope_rotate(dq, dk, *ctx.saved_tensors, *ctx.options, True), *[None] * 5)
 
 
-def _apply(q, k, cos, sin, half, sections, interleaved, heads_dim) -> Pair:
+def _apply(q, k, cos, sin, half, sections, heads_dim) -> Pair:
     if cos.requires_grad or sin.requires_grad or cos.dtype != q.dtype or needs_formula(q, k, cos, sin):
+        if sections is not None:
+            cos, sin = pick_reference(cos, sin, half, sections[:3], sections[3])
         q, k = (x.transpose(1, 2) if heads_dim == 1 else x for x in (q, k))
-        outs = mrope_reference(q, k, cos, sin, half, sections, interleaved, False)
+        outs = mrope_reference(q, k, cos, sin, half, False)
         return tuple(x.transpose(1, 2) for x in outs) if heads_dim == 1 else outs
-    return apply_function(_MRoPE, q, k, cos, sin, half, *sections, interleaved, heads_dim)
+    return apply_function(_MRoPE, q, k, cos, sin, half, sections, heads_dim)
 
 
 def _check(q, k, cos, sin, unsqueeze_dim) -> int:
@@ -151,7 +196,7 @@ def rotary_multimodal(
     unsqueeze_dim: int = 1,
     interleaved: bool = False,
 ) -> Pair:
-    """Rotates queries and keys by angles of a time, a height and a width for each token, both in one launch.
+    """Rotates queries and keys by angles of a time, a height and a width for each token, which are picked and kept for the backward pass.
 
     q: [batch, heads, tokens, head_dim] where unsqueeze_dim is 1 (the default), [batch, tokens, heads, head_dim] where it is 2; k: the same
     with its own number of heads; any strides. sections: (time, height, width), how many frequencies each has; their sum is half of the
@@ -173,7 +218,7 @@ def rotary_multimodal(
     if cos.dim() != 4 or cos.shape[0] != 3 or cos.shape[1] not in (1, batch) or cos.shape[2] != tokens or cos.shape[3] not in (half,
                                                                                                                                2 * half):
         fail("cos", describe(cos), expected)
-    return _apply(q, k, cos, sin, half, sections, bool(interleaved), heads_dim)
+    return _apply(q, k, cos, sin, half, (*sections, bool(interleaved)), heads_dim)
 
 
 def partial_rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim=None, unsqueeze_dim: int = 1) -> Pair:
@@ -199,5 +244,4 @@ def partial_rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: tor
         fail("cos", describe(cos), f"[{batch} or 1, {tokens}, {rotary_dim} or {rotary_dim // 2}]")
     if rotary_dim == width:
         return rotary(q, k, cos, sin, unsqueeze_dim)
-    half = rotary_dim // 2
-    return _apply(q, k, cos.unsqueeze(0), sin.unsqueeze(0), half, (half, 0, 0), False, heads_dim)
+    return _apply(q, k, cos, sin, rotary_dim // 2, None, heads_dim)
