@@ -84,11 +84,12 @@ def converted_again(tile, count):
 
 
 @ct.function
-def held_maximum(tiles, TILES: Const):
+def held_maxima(tiles, TILES: Const):
+    """Of the elements that lie at one place of their tiles, the largest."""
     highest = tiles[0]
     for i in ct.static_iter(range(1, TILES)):
         highest = ct.maximum(highest, tiles[i])
-    return ct.astype(ct.max(highest, 0), ct.float32)
+    return highest
 
 
 @ct.kernel
@@ -96,7 +97,7 @@ def softmax_held_forward(x, y, TILE: Const, TILES: Const):
     """x, y: [rows, columns], columns at most TILE * TILES. One row a block."""
     row = ct.bid(0)
     tiles = held_tiles(x, row, TILE, TILES, MINUS_INFINITY)
-    m = held_maximum(tiles, TILES)
+    m = ct.astype(ct.max(held_maxima(tiles, TILES), 0), ct.float32)
     total = ct.zeros((TILE,), dtype=ct.float32)
     for i in ct.static_iter(range(TILES)):
         total = total + ct.exp2((ct.astype(tiles[i], ct.float32) - m) * LOG2E, flush_to_zero=True)

@@ -12,9 +12,9 @@ x belongs to S where |S| * x + 1 > sum of S, multiplied and not divided: in half
 error of one ulp in tau would change its gradient by all of it. All sums are of x - max. y is at least the smallest number of its
 dtype in S, and 0 elsewhere, so the backward pass knows S from y.
 
-Rows of up to 8192 elements stay in registers, and so do those of half precision up to 32768, as they lie in memory. Of others, one
-kernel takes the maxima of every CHUNK elements; another, one row a block, sets tau from the maxima alone, which is never too large, and
-reads only the chunks that reach above it; a third writes y.
+Rows of up to 8192 elements stay in registers, and so do those of half precision up to 32768, as they lie in memory; in the backward pass
+what stays of those is a bit an element, whether it is in S. Of others, one kernel takes the maxima of every CHUNK elements; another, one
+row a block, sets tau from the maxima alone, which is never too large, and reads only the chunks that reach above it; a third writes y.
 """
 
 import cuda.tile as ct
@@ -28,7 +28,7 @@ from kernel_src.softmax import (
     PIECE,
     WRITTEN_PIECE,
     converted_again,
-    held_maximum,
+    held_maxima,
     held_tiles,
     piece,
     read,
@@ -88,6 +88,13 @@ def sparsemax_backward(y, dy, dx, ROWS: Const, TILE: Const):
 
 # ---------------------------------------------------------------- one row a block
 @ct.function
+def count_places(v, size, total, TILE: Const):
+    """Size and sum of the elements of one tile that belong to a support."""
+    inside = support(v, size, total)
+    return two_sums(ct.where(inside, 1.0, 0.0), ct.where(inside, v, 0.0), TILE)
+
+
+@ct.function
 def count_held(tiles, m, size, total, TILE: Const, TILES: Const):
     """Size and sum of the elements of a row that belong to a support."""
     count, amount = ct.zeros((TILE,), dtype=ct.float32), ct.zeros((TILE,), dtype=ct.float32)
@@ -107,42 +114,81 @@ def held_difference(tile, m, size, TILES: Const):
 
 @ct.kernel
 def sparsemax_row_forward(x, y, TILE: Const, TILES: Const):
-    """x, y: [rows, columns], columns at most TILE * TILES. One row a block."""
+    """x, y: [rows, columns], columns at most TILE * TILES. One row a block.
+
+    Of several tiles, tau is set from the maxima of every place first, which is never too large: all elements are then counted 2 or 3 times
+    instead of 4 to 6.
+    """
     row = ct.bid(0)
     tiles = held_tiles(x, row, TILE, TILES, MINUS_INFINITY)
-    m = held_maximum(tiles, TILES)
+    highest = held_maxima(tiles, TILES)
+    m = ct.astype(ct.max(highest, 0), ct.float32)
+    top = ct.astype(highest, ct.float32) - m
     # A "support" of one element whose sum is 0: v > -1.
-    n, s = count_held(tiles, m, 1.0, 0.0, TILE, TILES)
+    n, s = count_places(top, 1.0, 0.0, TILE)
     shrinks = True
     while shrinks:
-        fewer, less = count_held(tiles, m, n, s, TILE, TILES)
+        fewer, less = count_places(top, n, s, TILE)
         shrinks = fewer < n
         n, s = ct.where(shrinks, fewer, n), ct.where(shrinks, less, s)
+    if TILES > 1:
+        n, s = count_held(tiles, m, n, s, TILE, TILES)
+        shrinks = True
+        while shrinks:
+            fewer, less = count_held(tiles, m, n, s, TILE, TILES)
+            shrinks = fewer < n
+            n, s = ct.where(shrinks, fewer, n), ct.where(shrinks, less, s)
     for i in ct.static_iter(range(TILES)):
         write_within(y, (row, tile_columns(i, TILE)), probability(held_difference(tiles[i], m, n, TILES), n, s, y.dtype))
 
 
-@ct.kernel
-def sparsemax_row_backward(y, dy, dx, TILE: Const, TILES: Const):
-    """y, dy, dx: as in `sparsemax_row_forward`. dy is read again, the last tile first, which is the likeliest to be in the caches.
+def either(a, b):
+    return a | b
 
-    The support is counted before dy is read: with both sums at once, registers spilled on sm_120.
+
+@ct.function
+def bit(bits, i):
+    return ((bits >> i) & 1) > 0
+
+
+@ct.function
+def ones(bits):
+    """How many of 16 bits are 1, in float32: those of 2, of 4 and of 8 are added up beside each other."""
+    bits = (bits & 0x5555) + ((bits >> 1) & 0x5555)
+    bits = (bits & 0x3333) + ((bits >> 2) & 0x3333)
+    bits = (bits & 0x0F0F) + ((bits >> 4) & 0x0F0F)
+    return ct.astype((bits & 0xFF) + (bits >> 8), ct.float32)
+
+
+@ct.kernel
+def sparsemax_row_backward(y, dy, dx, TILE: Const, TILES: Const, GROUP: Const):
+    """y, dy, dx: [rows, columns], columns at most TILE * TILES; TILES: at most 16. One row a block.
+
+    What is kept of y is a bit an element: is it in the support? Of dy, only the groups of GROUP tiles that hold some of it are read; the
+    tiles of one are under way together.
     """
     row = ct.bid(0)
-    tiles = held_tiles(y, row, TILE, TILES, 0)
-    count, amount = ct.zeros((TILE,), dtype=ct.float32), ct.zeros((TILE,), dtype=ct.float32)
+    bits = ct.zeros((TILE,), dtype=ct.int32)
     for i in ct.static_iter(range(TILES)):
-        count = count + ct.where(ct.astype(tiles[i], ct.float32) > 0.0, 1.0, 0.0)
-    size = ct.maximum(ct.sum(count, 0), 1.0)
-    for i in ct.static_iter(range(TILES)):
-        inside = converted_again(tiles[i], size) > 0.0
-        amount = amount + ct.where(inside, read(dy, (row, tile_columns(i, TILE)), 0), 0.0)
+        inside = ct.gather(y, (row, tile_columns(i, TILE)), check_bounds=True, padding_value=0) > 0.0
+        bits = bits | ct.where(inside, 1 << i, 0)
+    size = ct.maximum(ct.sum(ones(bits), 0), 1.0)
+    some = ct.reduce(bits, 0, either, 0)
+    amount = ct.zeros((TILE,), dtype=ct.float32)
+    for first in range(0, TILES, GROUP):
+        if ((some >> first) & (2**GROUP - 1)) > 0:
+            for i in ct.static_iter(range(GROUP)):
+                d = read(dy, (row, tile_columns(first + i, TILE)), 0)
+                amount = amount + ct.where(bit(bits, first + i), d, 0.0)
     mean = ct.sum(amount, 0) / size
-    for i in ct.static_iter(range(TILES)):
-        last = TILES - 1 - i
-        cols = tile_columns(last, TILE)
-        inside = converted_again(tiles[last], ct.astype(y.shape[0], ct.float32)) > 0.0
-        write_within(dx, (row, cols), ct.where(inside, read(dy, (row, cols), 0) - mean, 0.0))
+    for first in range(0, TILES, GROUP):
+        if ((some >> first) & (2**GROUP - 1)) > 0:
+            for i in ct.static_iter(range(GROUP)):
+                cols = tile_columns(first + i, TILE)
+                write_within(dx, (row, cols), ct.where(bit(bits, first + i), read(dy, (row, cols), 0) - mean, 0.0))
+        else:
+            for i in ct.static_iter(range(GROUP)):
+                write_within(dx, (row, tile_columns(first + i, TILE)), ct.zeros((TILE,), dtype=ct.float32))
 
 
 # ---------------------------------------------------------------- rows in pieces
@@ -258,20 +304,18 @@ SEVERAL: tuple[tuple[int, int, dict[str, int]], ...] = ((32, 128, {"num_worker_w
 ROWS = ((4096, {"occupancy": 5}), (8192, {"num_worker_warps": 8}))  # that stay in registers, one a block, forward: TILE, hints
 UNALIGNED_SEVERAL, UNALIGNED_ROW = 1024, 4096  # TILE at any address
 LONGEST = 8192  # backward
-# Of rows that are held as they lie in memory: TILES, and how many blocks an SM holds, forward and backward. Backward, rows of 16 tiles go
-# in pieces: 2048 of 32768 take an H200 171 us so; held, forward and backward took 372 together, of which 157 forward.
-HELD_TILE, HELD_WARPS = 2048, 8
-HELD = ((8, PerArchitecture(2, "sm_90", 3), 2), (16, PerArchitecture(1, "sm_90", 2), None))
+# Of rows that are held as they lie in memory: TILE, TILES, and how many blocks an SM holds.
+HELD = ((1024, 16, PerArchitecture(2, "sm_90", 4)), (2048, 16, PerArchitecture(1, "sm_90", 2)))
+MARKED = {"TILE": 2048, "TILES": 16, "GROUP": 2}  # of rows of which a bit an element is kept
+MARKED_BLOCKS, WARPS = 4, 8
 
 
 def held_variants(x):
-    for tiles, *blocks in HELD:
-        kernels = (sparsemax_row_forward, ("x", "y")), (sparsemax_row_backward, ("y", "dy", "dx"))
-        for (kernel, names), number in zip(kernels, blocks, strict=True):
-            if number is None:
-                continue
-            hints = {"num_worker_warps": HELD_WARPS, "occupancy": number}
-            yield Variant(kernel, {**dict.fromkeys(names, x), "TILE": HELD_TILE, "TILES": tiles}, hints=hints)
+    for tile, tiles, blocks in HELD:
+        hints = {"num_worker_warps": WARPS, "occupancy": blocks}
+        yield Variant(sparsemax_row_forward, {"x": x, "y": x, "TILE": tile, "TILES": tiles}, hints=hints)
+    hints = {"num_worker_warps": WARPS, "occupancy": MARKED_BLOCKS}
+    yield Variant(sparsemax_row_backward, {"y": x, "dy": x, "dx": x, **MARKED}, hints=hints)
 
 
 def variants():

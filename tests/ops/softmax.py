@@ -89,7 +89,7 @@ MUTANTS = (
     (_KERNELS, "softmax_backward", "p * d, 1", "d, 1", "softmax"),
     (_KERNELS, "softmax_backward", "d - ct.sum", "d + ct.sum", "softmax"),
     (_KERNELS, "tile_columns", "i * TILE + ", "", "softmax_held"),
-    (_KERNELS, "held_maximum", "ct.maximum(highest, tiles[i])", "tiles[i]", "softmax_held_infinities"),
+    (_KERNELS, "held_maxima", "ct.maximum(highest, tiles[i])", "tiles[i]", "softmax_held_infinities"),
     (_KERNELS, "softmax_held_forward", "* (1.0 / s)", "", "softmax_held"),
     (_KERNELS, "converted_again", "ct.minimum(count, 1.0)", "count", "softmax_held"),
     (_KERNELS, "softmax_held_forward", "total + ct.exp2", "ct.exp2", "softmax_held"),

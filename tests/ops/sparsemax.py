@@ -92,7 +92,8 @@ def check_sparsemax_empty(ops, device, dtype):
 CHECKS = of_suite({
     "sparsemax": lambda ops: [check_sparsemax(ops, "cpu", torch.float32, shape) for shape in ((5, 128), (40, 96), (5, 1000))],
     "sparsemax_long": lambda ops: [check_sparsemax(ops, "cpu", torch.float32, shape) for shape in ((3, 10000), (2, 34001))],
-    "sparsemax_held": lambda ops: [check_sparsemax(ops, "cpu", torch.bfloat16, (3, columns)) for columns in (9008, 16400)],
+    "sparsemax_held": lambda ops: [check_sparsemax(ops, "cpu", torch.bfloat16, (3, columns)) for columns in (9008, 30000)],
+    "sparsemax_held_dense": lambda ops: check_sparsemax(ops, "cpu", torch.bfloat16, (2, 20000), scale=0.001),
     "sparsemax_row": lambda ops: check_sparsemax(ops, "cpu", torch.float32, (3, 3000)),
     "sparsemax_row_hard": lambda ops: check_sparsemax_hard_rows(ops, "cpu", torch.float32, 3000),
     "sparsemax_held_ties": lambda ops: check_sparsemax_ties(ops, "cpu", torch.bfloat16, 17008, 2),
@@ -125,14 +126,22 @@ MUTANTS = (
     (_KERNELS, "sparsemax_backward", "ct.sum(ct.where(inside, d, 0.0), 1, keepdims=True)", "ct.sum(d, 1, keepdims=True)", "sparsemax"),
     (_KERNELS, "count_held", "count = count +", "count =", "sparsemax_held"),
     (_KERNELS, "held_difference", ") - m", ")", "sparsemax_row_hard"),
-    (_KERNELS, "sparsemax_row_forward", "shrinks = fewer < n", "shrinks = False", "sparsemax_row"),
-    (_KERNELS, "sparsemax_row_forward", "count_held(tiles, m, 1.0, 0.0, TILE, TILES)", "count_held(tiles, m, 2.0, 0.0, TILE, TILES)",
-     "sparsemax_row_hard"),
-    (_KERNELS, "sparsemax_row_forward", "ct.where(shrinks, less, s)", "s", "sparsemax_held_ties"),
-    (_KERNELS, "sparsemax_row_backward", "ct.where(inside, read(dy, (row, tile_columns(i, TILE)), 0), 0.0)",
-     "read(dy, (row, tile_columns(i, TILE)), 0)", "sparsemax_held"),
+    (_KERNELS, "sparsemax_row_forward", "count_places(top, n, s, TILE)\n        shrinks = fewer < n",
+     "count_places(top, n, s, TILE)\n        shrinks = False", "sparsemax_row"),
+    (_KERNELS, "sparsemax_row_forward", "count_held(tiles, m, n, s, TILE, TILES)\n            shrinks = fewer < n",
+     "count_held(tiles, m, n, s, TILE, TILES)\n            shrinks = False", "sparsemax_held_dense"),
+    (_KERNELS, "sparsemax_row_forward", "count_places(top, 1.0, 0.0, TILE)", "count_places(top, 2.0, 0.0, TILE)", "sparsemax_row_hard"),
+    (_KERNELS, "sparsemax_row_forward", "        n, s = count_held(tiles, m, n, s, TILE, TILES)\n", "", "sparsemax_held_dense"),
+    (_KERNELS, "count_places", "ct.where(inside, v, 0.0)", "v", "sparsemax_row"),
+    (_KERNELS, "ones", "(bits & 0xFF) + (bits >> 8)", "bits & 0xFF", "sparsemax_held"),
+    (_KERNELS, "ones", "(bits & 0x5555) + ((bits >> 1) & 0x5555)", "bits & 0x5555", "sparsemax_held_ties"),
+    (_KERNELS, "sparsemax_row_backward", "bits | ct.where", "ct.where", "sparsemax_held_ties"),
+    (_KERNELS, "sparsemax_row_backward", "ct.where(bit(bits, first + i), d, 0.0)", "d", "sparsemax_held"),
+    (_KERNELS, "sparsemax_row_backward", "amount = amount +", "amount =", "sparsemax_held_ties"),
     (_KERNELS, "sparsemax_row_backward", "- mean", "", "sparsemax_held"),
-    (_KERNELS, "sparsemax_row_backward", "count = count +", "count =", "sparsemax_held"),
+    (_KERNELS, "sparsemax_row_backward", "ct.zeros((TILE,), dtype=ct.float32))\n", "ct.ones((TILE,), dtype=ct.float32))\n",
+     "sparsemax_held"),
+    (_KERNELS, "bit", "bits >> i", "bits", "sparsemax_held"),
     (_KERNELS, "sparsemax_maxima", "i * WIDTH + lanes", "lanes", "sparsemax_long"),
     (_KERNELS, "sparsemax_maxima", "ct.maximum(top, more)", "more", "sparsemax_long"),
     (_KERNELS, "sparsemax_maxima", "block * WIDTH + lanes", "lanes", "sparsemax_long"),
@@ -154,6 +163,8 @@ def all_cases(ops, device, dtypes=FLOATS):
     for dtype in dtypes:
         for shape in SHAPES:
             yield f"sparsemax {dtype} {shape}", partial(check_sparsemax, ops, device, dtype, shape)
+        for columns in (3000, 9008, 30000):
+            yield f"sparsemax, many in {dtype} {columns}", partial(check_sparsemax, ops, device, dtype, (2, columns), scale=0.001)
         for columns in (96, 3000, 9000, 9001, 17008):
             yield f"sparsemax, hard rows {dtype} {columns}", partial(check_sparsemax_hard_rows, ops, device, dtype, columns)
             yield f"sparsemax, NaN {dtype} {columns}", partial(check_sparsemax_nan, ops, device, dtype, columns)

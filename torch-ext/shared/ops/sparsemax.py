@@ -20,8 +20,7 @@ from .softmax import (
 
 TILES, TILES_UNALIGNED = (128, 1024, 4096, 8192), (1024, 4096)
 SEVERAL = 1024  # elements of the longest rows of which a forward block takes several
-# TILES of the kernels that hold a row in half precision as it lies in memory, the shortest first.
-HELD_FORWARD, HELD_BACKWARD = (8, 16), (8,)
+HELD, HELD_TILES = (1024, 2048), 16  # of the kernels that hold a row in half precision as it lies in memory: TILE and TILES
 
 
 def _chunk_blocks(c, x, *_):
@@ -35,8 +34,8 @@ _forward_rows = {
     for tile in TILES
 }
 _backward_rows = {tile: Kernel("sparsemax_backward", grid=_rows_grid, where={"TILE": tile}) for tile in TILES}
-_held_forward = [Kernel("sparsemax_row_forward", grid=one_a_row, where={"TILES": tiles}) for tiles in HELD_FORWARD]
-_held_backward = [Kernel("sparsemax_row_backward", grid=one_a_row, where={"TILES": tiles}) for tiles in HELD_BACKWARD]
+_held_forward = [Kernel("sparsemax_row_forward", grid=one_a_row, where={"TILE": tile, "TILES": HELD_TILES}) for tile in HELD]
+_held_backward = [Kernel("sparsemax_row_backward", grid=one_a_row)]
 _maxima = Kernel("sparsemax_maxima", grid=_chunk_blocks)
 _threshold = Kernel("sparsemax_threshold", grid=one_a_row)
 _apply = Kernel("sparsemax_apply", grid=pieces_grid)
