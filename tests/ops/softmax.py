@@ -103,7 +103,7 @@ MUTANTS = (
     (_KERNELS, "join_partials", "i * PARTS", "0", "softmax_many_parts"),
     (_KERNELS, "softmax_statistics", "scale * LOG2E", "scale", "softmax_long"),
     (_KERNELS, "softmax_statistics", "MINUS_INFINITY", "0", "softmax_infinities"),
-    (_KERNELS, "softmax_statistics", "v - finite(m)", "v", "softmax_infinities"),
+    (_KERNELS, "softmax_statistics", "ct.float32) - finite(m)", "ct.float32)", "softmax_infinities"),
     (_KERNELS, "softmax_totals", "ct.bid(0)", "0", "softmax_long"),
     (_KERNELS, "softmax_apply", "* LOG2E", "", "softmax_long"),
     (_KERNELS, "softmax_apply", "* (1.0 / ", "* (2.0 / ", "softmax_long"),
