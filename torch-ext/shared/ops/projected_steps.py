@@ -77,10 +77,7 @@ def mlp_forward(x, attended, norm_weight, eps, groups: Sequence[Projections], bi
     *before, inner, down = groups
     dtype, shape, x = inner.dtype, x.shape, x.reshape(-1, x.shape[-1])
     *o_bias, gate_bias, up_bias, down_bias = biases
-    if before and x.dtype == dtype:
-        (x,) = before[0].forward(attended, o_bias, onto=x)
-        y, rstd = rms_norm_forward(x, norm_weight, eps, dtype)
-    elif before:
+    if before:  # a GEMM that adds would first copy what it adds to
         x, y, rstd = add_rms_norm_forward(before[0].forward(attended, o_bias)[0], x, norm_weight, eps)
     else:
         y, rstd = rms_norm_forward(x, norm_weight, eps, dtype)

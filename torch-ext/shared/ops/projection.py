@@ -275,10 +275,10 @@ class Projections:
         """What each projection makes of x [tokens, in]: [tokens, out].
 
         biases: of the adapters. in_one: whether weights that lie side by side are one product. onto: [tokens, out], added to the only
-        projection's result. out: [tokens, all rows], where the results go side by side.
+        projection's result, with `out`. out: [tokens, all rows], where the results go side by side.
         """
         if onto is not None:
-            results = [torch.addmm(onto, x, self._weight(0).t(), out=out) if out is not None else torch.addmm(onto, x, self._weight(0).t())]
+            results = [torch.addmm(onto, x, self._weight(0).t(), out=out)]
         elif self.whole is not None and in_one:
             results = list((linear(x, self.whole) if out is None else torch.mm(x, self.whole.t(), out=out)).split(self.rows, 1))
         elif out is None:
