@@ -125,13 +125,25 @@ def test_a_call_that_comes_again_is_replayed(replay, column_sum):
     assert operator.calls == 2
 
 
-def test_a_result_may_be_a_part_of_what_is_made(replay, column_sum):
+@pytest.fixture(params=("inductor's functions", "those of every day"))
+def functions(request, replay, monkeypatch):
+    """A plan makes and views tensors by functions that this torch has, and by those that every torch has."""
+    assert replay._ALLOCATORS["cpu"] and replay._reinterpreted
+    if request.param == "those of every day":
+        monkeypatch.setattr(replay, "_ALLOCATORS", {})
+        monkeypatch.setattr(replay, "_reinterpreted", None)
+
+
+def test_a_result_may_be_a_part_of_what_is_made(replay, column_sum, functions):
     operator = Counted(replay, sums_of_two(column_sum))
     for number in range(CALLS):
         x, y = rows(start=number), rows(start=7 * number)
         both, second = operator(x, y)
         assert torch.equal(both, torch.stack((x.sum(0), y.sum(0)))) and torch.equal(second, y.sum(0))
         assert second.data_ptr() == both[1].data_ptr()
+        version = both._version
+        second.mul_(2)
+        assert both._version == version + 1, "autograd would not notice that what it keeps was written to"
     assert operator.calls == 2
 
 
@@ -308,7 +320,7 @@ def products(start, rows_=3):
     return torch.randn(rows_, 8, generator=g), torch.randn(4, 8, generator=g), torch.randn(64, generator=g)
 
 
-def test_products_are_made_again(replay, column_sum):
+def test_products_are_made_again(replay, column_sum, functions):
     function = product_of(column_sum)
     operator = Counted(replay, function, computes=True)
     for number in range(2 * CALLS):
@@ -324,7 +336,7 @@ def test_products_are_made_again(replay, column_sum):
     assert operator.calls == 6, "one for each that differs: rows of a larger matrix are no other"
 
 
-def test_arguments_may_start_anywhere_in_their_memory(replay):
+def test_arguments_may_start_anywhere_in_their_memory(replay, functions):
     def function(x):
         return torch.mm(x[1:], x[:, 1:4].t().contiguous().view(3, -1)[:, : x.shape[1]].t())
 
@@ -333,6 +345,14 @@ def test_arguments_may_start_anywhere_in_their_memory(replay):
         x = memory[start : start + 4]
         assert torch.equal(operator(x), function(x))
     assert operator.calls == 2
+
+
+def test_functions_that_a_torch_does_not_have_or_has_otherwise_are_left_alone(replay):
+    def of_zeros(shape, stride, dtype):
+        return torch.zeros(shape, dtype=dtype)
+
+    assert replay._inductors("_no_such_function", callable) is None
+    assert not replay._allocates(of_zeros) and not replay._reinterprets(torch.as_strided)
 
 
 def test_memory_goes_behind_its_last_use(replay, monkeypatch):
