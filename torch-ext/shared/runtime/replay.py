@@ -60,6 +60,7 @@ def _copy_all(targets: List[torch.Tensor], sources: List[torch.Tensor]) -> None:
 COMPUTATIONS: Dict[Any, Callable] = {
     _aten.mm.default: torch.mm,
     _aten.mm.out: torch.mm,
+    _aten.linear.default: torch.nn.functional.linear,  # one operation where autograd is not there to take it apart
     _aten.addmm.default: torch.addmm,
     _aten.addmm.out: torch.addmm,
     _aten.addmm_.default: torch.Tensor.addmm_,
@@ -77,6 +78,15 @@ COMPUTATIONS: Dict[Any, Callable] = {
 }
 if "dtype" in _aten.mm.overloads():
     COMPUTATIONS[_aten.mm.dtype] = _widened_product
+
+
+# Operations that look at their first argument another way where that can be done, and copy it where not.
+EITHER: Dict[Any, Callable] = {
+    _aten.contiguous.default: torch.Tensor.contiguous,
+    _aten.reshape.default: torch.reshape,
+    _aten.to.dtype: torch.Tensor.to,
+}
+COMPUTATIONS.update(EITHER)
 
 
 NOWHERE = -1  # the place of what is not there, behind all others
@@ -358,10 +368,10 @@ class _Recorder(TorchDispatchMode):
         if function in ALLOCATIONS:
             place = self._see(found)
             self.notes.append(_Note("make", place, (), None))
+        elif _shares_memory(function, args, found):
+            self._view(args[0], found)
         elif self.computes and function in COMPUTATIONS:
             self._compute(function, args, kwargs, found)
-        elif _is_view(function) or function is _aten._unsafe_view.default:  # the second of a copy that `reshape` made
-            self._view(args[0], found)
         elif function not in HARMLESS:
             self.give_up()
         return found
@@ -530,8 +540,17 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _shares_memory(function, args, found) -> bool:
+    """Whether an operation of PyTorch only looked at its first argument in another way. One that may do so need not: `contiguous` copies
+    what is not."""
+    if not (_is_view(function) or function is _aten._unsafe_view.default):  # the second of a copy that `reshape` made
+        return False
+    results = found if isinstance(found, (list, tuple)) else (found,)
+    return all(_storage(result) == _storage(args[0]) for result in results)
+
+
 def _is_view(function) -> bool:
-    """Whether an operation of PyTorch only looks at its first argument in another way."""
+    """Whether the results of an operation may be its first argument, looked at in another way."""
     returns, arguments = function._schema.returns, function._schema.arguments
     if any(argument.alias_info is not None and argument.alias_info.is_write for argument in arguments):
         return False
