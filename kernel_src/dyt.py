@@ -113,6 +113,7 @@ def dyt_backward(dx, dy, x, alpha, gamma, partial, partial_alpha, ROWS: Const, S
 @ct.kernel
 def dyt_parameter_sums(partial, partial_alpha, dparameters, dalpha, ROWS: Const, COLS: Const):
     """partial: [groups, 2 * length] fp32; dparameters: [2 * length], dgamma and dbeta; partial_alpha: [n] fp32; dalpha: [1]."""
+    ct.grid_dependency_control_wait()
     sum_columns(partial, dparameters, ROWS, COLS)
     if ct.bid(0) == 0:
         acc = ct.zeros((ROWS,), dtype=ct.float32)
