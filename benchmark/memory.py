@@ -20,3 +20,9 @@ def peak_bytes(call: Callable[[], object], cuda: bool, inputs_included: bool = F
     torch.cuda.synchronize()
     del held
     return torch.cuda.max_memory_allocated() - before
+
+
+def held_by_graphs() -> int:
+    """Return the bytes of CUDA graphs' pools that no tensor is in: a replay writes there, and nothing counts them as allocated."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(found["total_size"] - found["allocated_size"] for found in segments if tuple(found["segment_pool_id"]) != (0, 0))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from . import records
-from .memory import GiB
+from .memory import GiB, held_by_graphs
 from .providers import NotInstalled, require_modules
 from .report import message
 
@@ -130,7 +130,7 @@ class Stepper:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         timed += [self.timed(batch) for _ in range(steps)]
-        peak = torch.cuda.max_memory_allocated() / GiB if cuda else None
+        peak = (torch.cuda.max_memory_allocated() + held_by_graphs()) / GiB if cuda else None
         milliseconds, losses = zip(*timed, strict=True)
         return {
             "tokens": tokens,

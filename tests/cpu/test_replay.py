@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interpreter.backend import InterpreterBackend
+from tests.compile_checks import custom_operators, operator_arguments
 from tests.cpu.conftest import ALL_OPERATIONS, assemble_cpu, load
 from tests.mutants import CHECKS, OPERATIONS
 from tests.ops.common import runtime_of
@@ -85,6 +86,27 @@ def test_the_nodes_of_a_layer_are_replayed_as_a_whole(package, replay, monkeypat
     assert all(plan is not None for _, plan in plans), plans
 
 
+@pytest.mark.parametrize("name", ("norm_attention_inputs", "norm_attention_inputs_backward", "norm_mlp", "norm_mlp_backward"))
+def test_the_operators_of_a_graph_are_replayed_as_a_whole(package, replay, monkeypatch, name):
+    """Called as a graph calls them: below autograd, where linear and reshape are one operation, and not the ones that they are made of."""
+    plans, record = [], replay.record
+
+    def seen(function, args, computes):
+        result, plan = record(function, args, computes)
+        plans.extend([plan] if computes else [])
+        return result, plan
+
+    operator, calls = custom_operators(package)[name], operator_arguments("cpu", torch.bfloat16)[name]
+    monkeypatch.setattr(replay, "record", seen)
+    for call in calls:
+        wanted = operator(*call)
+        with torch._C._AutoDispatchBelowAutograd():
+            for _ in range(CALLS):
+                assert all(map(torch.equal, operator(*call), wanted))
+    # The kernel behind q and k copies gradients of these shapes first, which no plan does.
+    assert name == "norm_attention_inputs_backward" or (len(plans) == len(calls) and all(plan is not None for plan in plans))
+
+
 class Counted:
     """A function as an operator, and how often it is called. computes: with PyTorch too."""
 
@@ -125,14 +147,50 @@ def test_a_call_that_comes_again_is_replayed(replay, column_sum):
     assert operator.calls == 2
 
 
-def test_a_result_may_be_a_part_of_what_is_made(replay, column_sum):
+@pytest.fixture(params=("inductor's functions", "those of every day"))
+def functions(request, replay, monkeypatch):
+    """A plan makes and views tensors by functions that this torch has, and by those that every torch has."""
+    assert replay._ALLOCATORS["cpu"] and replay._reinterpreted
+    if request.param == "those of every day":
+        monkeypatch.setattr(replay, "_ALLOCATORS", {})
+        monkeypatch.setattr(replay, "_reinterpreted", None)
+
+
+def test_a_result_may_be_a_part_of_what_is_made(replay, column_sum, functions):
     operator = Counted(replay, sums_of_two(column_sum))
     for number in range(CALLS):
         x, y = rows(start=number), rows(start=7 * number)
         both, second = operator(x, y)
         assert torch.equal(both, torch.stack((x.sum(0), y.sum(0)))) and torch.equal(second, y.sum(0))
         assert second.data_ptr() == both[1].data_ptr()
+        version = both._version
+        second.mul_(2)
+        assert both._version == version + 1, "autograd would not notice that what it keeps was written to"
     assert operator.calls == 2
+
+
+STRIDED = lambda x: x.t().contiguous().t()  # noqa: E731
+
+
+@pytest.mark.parametrize("computes", (False, True))
+@pytest.mark.parametrize("context", (torch._C._AutoDispatchBelowAutograd, torch.inference_mode), ids=("in a graph", "in inference mode"))
+@pytest.mark.parametrize(
+    ("look", "other"),
+    (
+        (lambda x: x.contiguous(), STRIDED),
+        (lambda x: x.reshape(4, 8), STRIDED),
+        (lambda x: x.to(torch.float32), lambda x: x.half()),
+    ),
+    ids=("contiguous", "reshape", "to"),
+)
+def test_what_may_be_a_view_or_a_copy_is_done_again_as_what_it_was(replay, column_sum, look, other, context, computes):
+    operator = Counted(replay, lambda x: column_sum(look(x), torch.float32), computes=computes)
+    with context():  # in which each is one operation that may be either, not the ones that it is made of
+        for number in range(CALLS):
+            x = rows(8, 4, start=number)
+            for source in (x, other(x)):
+                assert torch.equal(operator(source), look(source).sum(0))
+    assert operator.calls == (4 if computes else 2 + CALLS), "a copy computes"
 
 
 def odd(x: torch.Tensor) -> torch.Tensor:
@@ -308,7 +366,7 @@ def products(start, rows_=3):
     return torch.randn(rows_, 8, generator=g), torch.randn(4, 8, generator=g), torch.randn(64, generator=g)
 
 
-def test_products_are_made_again(replay, column_sum):
+def test_products_are_made_again(replay, column_sum, functions):
     function = product_of(column_sum)
     operator = Counted(replay, function, computes=True)
     for number in range(2 * CALLS):
@@ -324,7 +382,7 @@ def test_products_are_made_again(replay, column_sum):
     assert operator.calls == 6, "one for each that differs: rows of a larger matrix are no other"
 
 
-def test_arguments_may_start_anywhere_in_their_memory(replay):
+def test_arguments_may_start_anywhere_in_their_memory(replay, functions):
     def function(x):
         return torch.mm(x[1:], x[:, 1:4].t().contiguous().view(3, -1)[:, : x.shape[1]].t())
 
@@ -333,6 +391,14 @@ def test_arguments_may_start_anywhere_in_their_memory(replay):
         x = memory[start : start + 4]
         assert torch.equal(operator(x), function(x))
     assert operator.calls == 2
+
+
+def test_functions_that_a_torch_does_not_have_or_has_otherwise_are_left_alone(replay):
+    def of_zeros(shape, stride, dtype):
+        return torch.zeros(shape, dtype=dtype)
+
+    assert replay._inductors("_no_such_function", callable) is None
+    assert not replay._allocates(of_zeros) and not replay._reinterprets(torch.as_strided)
 
 
 def test_memory_goes_behind_its_last_use(replay, monkeypatch):

@@ -102,7 +102,7 @@ MUTANTS = [
     *errors_in("shared/ops/sparse_nodes.py", "norm_experts", "_NormExperts.forward",
          ("(x, attended, norm_weight, rstd, router_weight", "(x, attended, norm_weight, 2 * rstd, router_weight"),
          ("torch.add(x, found", "torch.add(0 * x, found"),
-         ("onto=x)", "onto=0 * x)", "norm_experts_attended"),
+         ("add_rms_norm_forward(added, x,", "add_rms_norm_forward(added, 0 * x,", "norm_experts_attended"),
          ("(x, attended, norm", "(x, 2 * attended, norm", "norm_experts_attended")),
     *errors_in("shared/ops/sparse_nodes.py", "norm_experts", "_NormExperts.backward",
          ("need_gate_up or need_router or ctx.written_over", "need_gate_up or ctx.written_over", "norm_experts_frozen"),

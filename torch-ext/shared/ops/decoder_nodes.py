@@ -18,7 +18,7 @@ from ..runtime.replay import replayed_with_products
 from .autocast import casts_products_of, outside_autocast
 from .common import apply_function, describe, fail, need_floats, needs_formula, once_differentiable, side_by_side
 from .projection import Projection, tensors_of
-from .rms_norm import add_rms_norm_backward, rms_norm_forward, rms_norm_recompute, rms_norm_reference
+from .rms_norm import add_rms_norm_backward, add_rms_norm_forward, rms_norm_forward, rms_norm_recompute, rms_norm_reference
 from .rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward, qk_norm_rotary_reference
 from .swiglu import gate_and_up, mlp_backward, mlp_reference, swiglu_forward
 from .traced_nodes import traced_attention_inputs, traced_mlp
@@ -118,9 +118,11 @@ def _mlp(x, attended, o_weight, norm_weight, eps, gate_weight, up_weight, down_w
     """The result, the residual stream behind attention where this adds to it, flat, its rstd, gate and up. whole: what `side_by_side`
     finds of gate's and up's weights."""
     _check_mlp(x, norm_weight, gate_weight, up_weight, down_weight, attended, o_weight)
-    flat = x.reshape(-1, x.shape[-1])
-    total = flat if o_weight is None else torch.addmm(flat, attended, o_weight.t())
-    y, rstd = rms_norm_forward(total, norm_weight, eps)
+    total = x.reshape(-1, x.shape[-1])
+    if o_weight is None:
+        y, rstd = rms_norm_forward(total, norm_weight, eps)
+    else:  # a GEMM that adds would first copy what it adds to
+        total, y, rstd = add_rms_norm_forward(linear(attended, o_weight), total, norm_weight, eps)
     gate, up = gate_and_up(y, gate_weight, up_weight, whole)
     del y
     # Not a view of the flat result: FSDP's hooks warn of a module that returns a view.

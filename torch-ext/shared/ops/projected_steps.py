@@ -47,7 +47,7 @@ def attention_inputs_backward(grads, x, norm_weight, rstd, q, k, q_norm, k_norm,
         dq, dk, dv_place = [grad.view(t.shape) for grad, t in zip(grads, (q, k, dv))]
         dv_place.copy_(dv)
         dq_norm, dk_norm = norm_backward_into((dq, dk), *of_heads)
-    dlow = group.low_gradient(grads)
+    dlow = group.low_gradient(grads, together)
     dprojections = group.gradients(grads, dlow, lambda: rms_norm_recompute(x, norm_weight, rstd, group.dtype), needs[4:])
     dx = dnorm = None
     if needs[0] or needs[1]:
@@ -77,10 +77,7 @@ def mlp_forward(x, attended, norm_weight, eps, groups: Sequence[Projections], bi
     *before, inner, down = groups
     dtype, shape, x = inner.dtype, x.shape, x.reshape(-1, x.shape[-1])
     *o_bias, gate_bias, up_bias, down_bias = biases
-    if before and x.dtype == dtype:
-        (x,) = before[0].forward(attended, o_bias, onto=x)
-        y, rstd = rms_norm_forward(x, norm_weight, eps, dtype)
-    elif before:
+    if before:  # a GEMM that adds would first copy what it adds to
         x, y, rstd = add_rms_norm_forward(before[0].forward(attended, o_bias)[0], x, norm_weight, eps)
     else:
         y, rstd = rms_norm_forward(x, norm_weight, eps, dtype)
@@ -118,7 +115,7 @@ def mlp_backward(dout, x, attended, norm_weight, rstd, gate, up, groups: Sequenc
     dx = dattended = dnorm = None
     do: list = [None] * len(o_needs)
     if need_total or any(inner_needs):
-        dlow = inner.low_gradient(inner_grads)
+        dlow = inner.low_gradient(inner_grads, both)
         normed = functools.partial(rms_norm_recompute, x, norm_weight, rstd, dtype)
         found = inner.gradients(inner_grads, dlow, normed, inner_needs)
     if need_total:

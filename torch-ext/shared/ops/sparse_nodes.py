@@ -21,7 +21,7 @@ from .experts import experts_backward, experts_forward, experts_reference, first
 from .grouped_gemm import Groups
 from .projected_nodes import check_projection
 from .projection import Projection, Projections, from_parts, numbers_of, projection_reference, tensors_of
-from .rms_norm import add_rms_norm_backward, rms_norm_forward, rms_norm_recompute, rms_norm_reference
+from .rms_norm import add_rms_norm_backward, add_rms_norm_forward, rms_norm_forward, rms_norm_recompute, rms_norm_reference
 from .routing import Routing
 
 SILU = (False, False, 0.0, float("inf"))  # of `experts`: weights as torch.nn.Linear has them, gate before up, silu(gate) * up
@@ -78,9 +78,12 @@ class _NormExperts(torch.autograd.Function):
         ctx.o = None
         if before:
             ctx.o = Projections(before, x.dtype)
-            (x,) = ctx.o.forward(attended, (before[0].bias,), onto=x)
+            (added,) = ctx.o.forward(attended, (before[0].bias,))
             saved = ctx.o.saved()
-        y, rstd = rms_norm_forward(x, norm_weight, eps)
+            x, y, rstd = add_rms_norm_forward(added, x, norm_weight, eps)
+            del added
+        else:
+            y, rstd = rms_norm_forward(x, norm_weight, eps)
         logits = linear(y, router_weight)
         scores, expert = choose_experts(logits, top_k, normalised)
         weights = gate_up_weight, down_weight, None, None

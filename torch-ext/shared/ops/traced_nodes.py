@@ -49,8 +49,10 @@ def _replayed(together: slice) -> Callable:
         from_parts.__name__ = function.__name__
         again = replayed_with_products(from_parts)
 
-        @torch.no_grad()
         def call(*args):
+            if torch.is_grad_enabled():  # never in a graph of torch.compile
+                with torch.no_grad():
+                    return call(*args)
             parts, forms = [], []
             for arg, of_tensors in zip(args, lists):
                 if of_tensors:

@@ -276,7 +276,7 @@ class Together:
         for number, (config, function, parameters) in enumerate(self.steps):
             code = start(config, function, parameters, None)
             if code == INVALID_CONTEXT:  # a thread that has not used CUDA yet
-                torch.cuda.synchronize(device)
+                self.driver.make_current(device)
                 code = start(config, function, parameters, None)
             if code:
                 self.driver.check(code, f"launching {self.prepared[number].name}")

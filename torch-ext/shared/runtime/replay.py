@@ -38,7 +38,7 @@ ALLOCATIONS = frozenset(
     )
 )
 HARMLESS = frozenset((_aten.promote_types.default,))  # what follows from dtypes and numbers
-_new, _like = torch.Tensor.new_empty_strided, torch.empty_like
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # None in a torch without CUDA
 _recording = threading.Lock()  # one call of the process is recorded at a time
 _any_autocasts = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
@@ -60,9 +60,11 @@ def _copy_all(targets: List[torch.Tensor], sources: List[torch.Tensor]) -> None:
 COMPUTATIONS: Dict[Any, Callable] = {
     _aten.mm.default: torch.mm,
     _aten.mm.out: torch.mm,
+    _aten.linear.default: torch.nn.functional.linear,  # one operation where autograd is not there to take it apart
     _aten.addmm.default: torch.addmm,
     _aten.addmm.out: torch.addmm,
     _aten.addmm_.default: torch.Tensor.addmm_,
+    _aten.baddbmm_.default: torch.Tensor.baddbmm_,
     _aten.add.Tensor: torch.add,
     _aten.add.out: torch.add,
     _aten.add_.Tensor: torch.Tensor.add_,
@@ -76,6 +78,15 @@ COMPUTATIONS: Dict[Any, Callable] = {
 }
 if "dtype" in _aten.mm.overloads():
     COMPUTATIONS[_aten.mm.dtype] = _widened_product
+
+
+# Operations that look at their first argument another way where that can be done, and copy it where not.
+EITHER: Dict[Any, Callable] = {
+    _aten.contiguous.default: torch.Tensor.contiguous,
+    _aten.reshape.default: torch.reshape,
+    _aten.to.dtype: torch.Tensor.to,
+}
+COMPUTATIONS.update(EITHER)
 
 
 NOWHERE = -1  # the place of what is not there, behind all others
@@ -113,7 +124,7 @@ Step = Callable[[list, List[int]], None]  # of the tensors of a call by their pl
 class Plan:
     """What a call does. steps: one behind the other; made: places beyond the arguments'; constants: by place, see `constant`; results: the
     place that is returned, or a tuple of them. distances: (i, j, bytes) of arguments that lay in one piece of memory, which a function
-    may look at.
+    may look at. device: of all tensors.
     """
 
     def __init__(
@@ -124,14 +135,19 @@ class Plan:
         results: Union[int, Tuple[int, ...]],
         distances: Sequence[Tuple[int, int, int]],
         arguments: int,
+        device: torch.device,
     ):
         self.steps, self.distances = tuple(steps), tuple(distances)
+        self.gpu = device.index if device.type == "cuda" else None
         self.made: list = [constants.get(arguments + i) for i in range(made)]
         self.addresses = [0 if tensor is None else tensor.data_ptr() for tensor in self.made]
         self.results = _taker(results)
 
     def run(self, tensors: List[torch.Tensor], addresses: List[int]):
         """Does it with other tensors, and returns the results; None where this call is another one after all."""
+        if self.gpu is not None and _current_device() != self.gpu:  # where the allocator would make tensors
+            with torch.cuda.device(self.gpu):
+                return self.run(tensors, addresses)
         for i, j, distance in self.distances:
             if addresses[j] - addresses[i] != distance:
                 return None
@@ -162,42 +178,79 @@ def _placed(tensor: torch.Tensor, place: int, places: list, addresses: List[int]
     places[place], addresses[place] = tensor, address
 
 
-def _making(place: int, origin: _Origin, like: Optional[int], launched: bool) -> Step:
-    """like: the argument of the same dtype, shape and strides, or None: it costs a third less to make a tensor like another one. launched:
-    whether kernels run on it."""
+def _making(place: int, origin: _Origin, device: torch.device, launched: bool) -> Step:
+    """launched: whether kernels run on it."""
     shape, stride, dtype = origin.shape, origin.stride, origin.dtype
-    if not launched:
+    make = _ALLOCATORS.get(device.type)
+    if make is None:
+
+        def make(shape, stride, dtype):
+            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+    if launched:
+        return lambda places, addresses: _placed(make(shape, stride, dtype), place, places, addresses)
+
+    def step(places, addresses):
+        places[place] = make(shape, stride, dtype)
+
+    return step
+
+
+def _viewing(place: int, origin: _Origin, returned: bool) -> Step:
+    """returned: whether the call returns it, so that autograd has to know that it shares memory."""
+    root, shape, stride, offset = origin.root, origin.shape, origin.stride, origin.offset
+    if not returned and _reinterpreted is not None:
 
         def step(places, addresses):
-            places[place] = _new(places[0], shape, stride, dtype=dtype)
+            places[place] = _reinterpreted(places[root], shape, stride, offset)
 
-        return step
-    if like is None:
-        return lambda places, addresses: _placed(_new(places[0], shape, stride, dtype=dtype), place, places, addresses)
-    return lambda places, addresses: _placed(_like(places[like]), place, places, addresses)
-
-
-def _viewing(place: int, origin: _Origin, of_argument: bool) -> Step:
-    root, shape, stride, offset = origin.root, origin.shape, origin.stride, origin.offset
-    view = torch.as_strided
-    if of_argument and offset:
+    elif offset:
 
         def step(places, addresses):
             source = places[root]
-            places[place] = view(source, shape, stride, source.storage_offset() + offset)
-
-    elif of_argument:
-
-        def step(places, addresses):
-            places[place] = view(places[root], shape, stride)
+            places[place] = torch.as_strided(source, shape, stride, source.storage_offset() + offset)
 
     else:
-        start = origin.storage_offset
 
         def step(places, addresses):
-            places[place] = view(places[root], shape, stride, start)
+            places[place] = torch.as_strided(places[root], shape, stride)
 
     return step
+
+
+def _inductors(name: str, works: Callable[[Callable], bool]) -> Optional[Callable]:
+    """A function of torch that compiled graphs make tensors with, at half of what those of every day cost, where this torch has it as
+    it is used here."""
+    try:
+        function = getattr(torch._C._dynamo.guards, name)
+        return function if works(function) else None
+    except Exception:
+        return None
+
+
+def _allocates(make: Callable) -> bool:
+    found = make((2, 3), (4, 1), torch.bfloat16)
+    return (found.shape, found.stride(), found.dtype) == ((2, 3), (4, 1), torch.bfloat16) and not found.requires_grad
+
+
+def _allocates_on_gpu(make: Callable) -> bool:
+    return callable(make)  # tried out, it would begin to use the GPU before anybody asks for it
+
+
+def _reinterprets(view: Callable) -> bool:
+    source = torch.arange(12.0)[2:]
+    return torch.equal(view(source, (2, 2), (3, 1), 1), torch.tensor([[3.0, 4.0], [6.0, 7.0]]))
+
+
+_ALLOCATORS: Dict[str, Callable] = {
+    kind: function
+    for kind, function in (
+        ("cpu", _inductors("_empty_strided_cpu", _allocates)),
+        ("cuda", _inductors("_empty_strided_cuda", _allocates_on_gpu)),
+    )
+    if function is not None
+}
+_reinterpreted = _inductors("_reinterpret_tensor", _reinterprets)
 
 
 class _Place(int):
@@ -315,10 +368,10 @@ class _Recorder(TorchDispatchMode):
         if function in ALLOCATIONS:
             place = self._see(found)
             self.notes.append(_Note("make", place, (), None))
+        elif _shares_memory(function, args, found):
+            self._view(args[0], found)
         elif self.computes and function in COMPUTATIONS:
             self._compute(function, args, kwargs, found)
-        elif _is_view(function) or function is _aten._unsafe_view.default:  # the second of a copy that `reshape` made
-            self._view(args[0], found)
         elif function not in HARMLESS:
             self.give_up()
         return found
@@ -425,14 +478,10 @@ class _Recorder(TorchDispatchMode):
             owner = owners.setdefault(_storage(tensor), i)
             if owner != i:
                 distances.append((owner, i, tensor.data_ptr() - tensors[owner].data_ptr()))
-        layouts: dict = {}  # of the arguments, as torch.empty_like keeps them
-        for i, tensor in enumerate(tensors):
-            if torch.empty_like(tensor, device="meta").stride() == tensor.stride():
-                layouts.setdefault((tuple(tensor.shape), tensor.stride(), tensor.dtype), i)
         places = [NOWHERE if place is None else place for place in returned]
-        steps = self._steps(layouts, {place for place in returned if place is not None})
+        steps = self._steps({place for place in returned if place is not None})
         made = len(self.origins) + 1 - len(tensors)
-        return Plan(steps, made, self.constants, places[0] if single else tuple(places), distances, len(tensors))
+        return Plan(steps, made, self.constants, places[0] if single else tuple(places), distances, len(tensors), tensors[0].device)
 
     def _root(self, place: int) -> int:
         return self.origins[place].root
@@ -441,7 +490,7 @@ class _Recorder(TorchDispatchMode):
         """Of all tensors that a note is about."""
         return {self._root(place) for place in (*note.needs, note.place) if place is not None}
 
-    def _steps(self, layouts: dict, returned: set) -> List[Step]:
+    def _steps(self, returned: set) -> List[Step]:
         """What the notes say, with views only where PyTorch needs them, and memory let go behind its last use."""
         origins, arguments = self.origins, len(self.arguments)
         used = returned.union(*(note.needs for note in self.notes if note.kind == "compute"))
@@ -458,10 +507,9 @@ class _Recorder(TorchDispatchMode):
             if place is not None:
                 held.setdefault(self._root(place), []).append(place)
             if note.kind == "make" and place is not None:
-                like = layouts.get((origins[place].shape, origins[place].stride, origins[place].dtype))
-                steps.append(_making(place, origins[place], like, place in launched))
+                steps.append(_making(place, origins[place], self.arguments[0].device, place in launched))
             elif note.kind == "view" and place is not None:
-                steps.append(_viewing(place, origins[place], self._root(place) < arguments))
+                steps.append(_viewing(place, origins[place], place in returned))
             elif note.kind == "compute":
                 function, args, kwargs, at = note.what
                 steps.append(_computing(function, args, kwargs, at, place in launched))
@@ -492,8 +540,17 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _shares_memory(function, args, found) -> bool:
+    """Whether an operation of PyTorch only looked at its first argument in another way. One that may do so need not: `contiguous` copies
+    what is not."""
+    if not (_is_view(function) or function is _aten._unsafe_view.default):  # the second of a copy that `reshape` made
+        return False
+    results = found if isinstance(found, (list, tuple)) else (found,)
+    return all(_storage(result) == _storage(args[0]) for result in results)
+
+
 def _is_view(function) -> bool:
-    """Whether an operation of PyTorch only looks at its first argument in another way."""
+    """Whether the results of an operation may be its first argument, looked at in another way."""
     returns, arguments = function._schema.returns, function._schema.arguments
     if any(argument.alias_info is not None and argument.alias_info.is_write for argument in arguments):
         return False
