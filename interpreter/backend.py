@@ -78,7 +78,8 @@ class InterpretedArtifacts:
             artifacts.Parameter(**{k: tuple(v) if isinstance(v, list) else v for k, v in p.items()}) for p in entry["parameters"]
         )
         images = dict.fromkeys(source.targets or ARCHITECTURES)
-        return artifacts.Variant(entry["name"], operation, entry["symbol"], parameters, entry["constants"], images)
+        waits = entry.get("waits", False)
+        return artifacts.Variant(entry["name"], operation, entry["symbol"], parameters, entry["constants"], images, waits)
 
     def kernel(self, source):
         return self.replace.get(source.kernel_name, source.kernel)

@@ -23,6 +23,7 @@ def sum_columns(partial, out, ROWS: Const, COLS: Const):
 @ct.kernel
 def column_sum(partial, out, ROWS: Const, COLS: Const):
     """partial: [rows, columns] fp32; out: [columns] of any dtype. COLS columns a block, ROWS rows a step."""
+    ct.grid_dependency_control_wait()
     sum_columns(partial, out, ROWS, COLS)
 
 

@@ -29,11 +29,17 @@ MINUS_INFINITY = -float("inf")
 
 
 @ct.function
-def piece(logits, TILE: Const):
-    """The row of this block and its piece of the row. Blocks are counted in one dimension, the pieces of a row behind each other: a
+def piece(block, logits, TILE: Const):
+    """The row of a block and its piece of the row. Blocks are counted in one dimension, the pieces of a row behind each other: a
     grid has 65535 blocks in its others, and a chunk may have more tokens."""
     pieces = ct.cdiv(logits.shape[1], TILE)
-    return ct.bid(0) // pieces, ct.bid(0) % pieces
+    return block // pieces, block % pieces
+
+
+@ct.function
+def last_first(logits, TILE: Const):
+    """As `piece`, from the last row on: the statistics have left it in the L2."""
+    return piece(ct.num_blocks(0) - 1 - ct.bid(0), logits, TILE)
 
 
 @ct.function
@@ -82,7 +88,7 @@ def join_partials(part_max, part_sum, row, PARTS: Const):
 @ct.kernel
 def cross_entropy_statistics(logits, part_max, part_sum, TILE: Const):
     """logits: [tokens, vocabulary]; part_max, part_sum: [tokens, pieces] fp32, pieces = ceil(vocabulary / TILE)."""
-    row, part = piece(logits, TILE)
+    row, part = piece(ct.bid(0), logits, TILE)
     cols = part * TILE + ct.arange(TILE, dtype=ct.int32)
     z = ct.gather(logits, (row, cols), check_bounds=True, padding_value=MINUS_INFINITY)
     # The maximum of what lies in memory, so that the product is one instruction with the subtraction: instructions bound half precision.
@@ -95,7 +101,7 @@ def cross_entropy_statistics(logits, part_max, part_sum, TILE: Const):
 @ct.kernel
 def cross_entropy_statistics_weighted(logits, class_weight, part_max, part_sum, part_total, softcap: float, TILE: Const):
     """As `cross_entropy_statistics`, with softcap (0: none), and part_total: [tokens, pieces], sums of class_weight * logits."""
-    row, part = piece(logits, TILE)
+    row, part = piece(ct.bid(0), logits, TILE)
     cols = part * TILE + ct.arange(TILE, dtype=ct.int32)
     z = read_logits(logits, row, cols)
     inside = cols < logits.shape[1]
@@ -123,7 +129,7 @@ def cross_entropy_combine(logits, target, part_max, part_sum, lse, loss, ignore_
 @ct.function
 def write_gradient(logits, out, target, lse, scale, ignore_index, TILE: Const):
     """(softmax - [j == target]) * scale of a piece of a row; 0 for an ignored token."""
-    row, part = piece(logits, TILE)
+    row, part = last_first(logits, TILE)
     lanes = ct.arange(TILE, dtype=ct.int32)
     cols = part * TILE + lanes
     t = ct.gather(target, row, check_bounds=False)
@@ -141,7 +147,7 @@ def write_gradient(logits, out, target, lse, scale, ignore_index, TILE: Const):
 @ct.function
 def write_gradient_weighted(logits, out, class_weight, target, lse, a, b, c, softcap, TILE: Const):
     """softmax * a - [j == target] * b - class_weight * c of a piece of a row."""
-    row, part = piece(logits, TILE)
+    row, part = last_first(logits, TILE)
     cols = part * TILE + ct.arange(TILE, dtype=ct.int32)
     t = ct.gather(target, row, check_bounds=False)
     row_a = ct.gather(a, row, check_bounds=False)
@@ -174,7 +180,7 @@ def cross_entropy_gradient_weighted(logits, class_weight, target, lse, a, b, c, 
 @ct.kernel
 def cross_entropy_backward(logits, target, lse, dloss, scale, dlogits, ignore_index: int, TILE: Const):
     """As `cross_entropy_gradient`, into dlogits. dloss: fp32, [1] or [tokens]; scale: [1] fp32; both multiply the gradient."""
-    row = ct.bid(0) // ct.cdiv(logits.shape[1], TILE)
+    row, _ = last_first(logits, TILE)
     factor = ct.gather(dloss, ct.where(dloss.shape[0] == 1, 0, row), check_bounds=False) * ct.gather(scale, 0, check_bounds=False)
     write_gradient(logits, dlogits, target, lse, factor, ignore_index, TILE)
 

@@ -82,16 +82,17 @@ def dyt_backward(dx, dy, x, alpha, gamma, partial, partial_alpha, ROWS: Const, S
     dbeta = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
     dalpha = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
     whole = x.shape[0] // ROWS
-    for step in range(group, whole, groups):
+    for i in range(group, whole, groups):
+        step = whole - 1 - i  # what reads x or writes dy before this has left the last rows in the L2
         loaded = ()
-        for i in ct.static_iter(range(ROWS)):
-            index = (step * ROWS + i, segment, column)
+        for at in ct.static_iter(range(ROWS)):
+            index = (step * ROWS + at, segment, column)
             pair = ct.gather(x, index, check_bounds=False, latency=1), ct.gather(dy, index, check_bounds=False, latency=1)
             loaded = (*loaded, *pair)  # type: ignore[assignment]
-        for i in ct.static_iter(range(ROWS)):
-            xf, d = ct.astype(loaded[2 * i], ct.float32), ct.astype(loaded[2 * i + 1], ct.float32)
+        for at in ct.static_iter(range(ROWS)):
+            xf, d = ct.astype(loaded[2 * at], ct.float32), ct.astype(loaded[2 * at + 1], ct.float32)
             gradient, of_alpha, of_gamma = gradients(xf, d, a, scale, SHORT)
-            write(dx, (step * ROWS + i, segment, column), gradient)
+            write(dx, (step * ROWS + at, segment, column), gradient)
             dalpha = dalpha + of_alpha
             dgamma = dgamma + of_gamma
             dbeta = dbeta + d
@@ -112,6 +113,7 @@ def dyt_backward(dx, dy, x, alpha, gamma, partial, partial_alpha, ROWS: Const, S
 @ct.kernel
 def dyt_parameter_sums(partial, partial_alpha, dparameters, dalpha, ROWS: Const, COLS: Const):
     """partial: [groups, 2 * length] fp32; dparameters: [2 * length], dgamma and dbeta; partial_alpha: [n] fp32; dalpha: [1]."""
+    ct.grid_dependency_control_wait()
     sum_columns(partial, dparameters, ROWS, COLS)
     if ct.bid(0) == 0:
         acc = ct.zeros((ROWS,), dtype=ct.float32)
@@ -124,7 +126,12 @@ def dyt_parameter_sums(partial, partial_alpha, dparameters, dalpha, ROWS: Const,
 # ---------------------------------------------------------------- what is prebuilt
 PIECE = {SEGMENT: 16, 1: 512}
 ROWS = 4  # of a block of the forward pass
-BACKWARD_ROWS, BACKWARD_BLOCKS = 3, PerArchitecture(5, "sm_110", 4)  # with the short tanh: rows at once, and blocks that an SM holds
+# With the short tanh: rows at once, blocks that an SM holds, and where. Four rows took 56 us where three take 59, and spill on three
+# architectures.
+BACKWARD = (
+    (4, 5, ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103")),
+    (3, PerArchitecture(5, "sm_110", 4), ("sm_110", "sm_120", "sm_121")),
+)
 
 
 def variants():
@@ -140,12 +147,16 @@ def variants():
             partial, partial_alpha = Array("float32", (None, 2, None, segment), aligned=segment > 1), Array("float32", (None, None),
                                                                                                             aligned=False)
             sums = {"partial": partial, "partial_alpha": partial_alpha}
+            found: Params = {"dx": a, "dy": a, "x": a, "alpha": alpha, "gamma": p, **sums}
             # Several rows at once were the fastest on an H200; the long tanh and fp32 leave fewer registers for them.
-            many = short and segment > 1
-            rows_at_once = BACKWARD_ROWS if many else 2 if x == w and segment > 1 else 1
-            blocks = BACKWARD_BLOCKS if many else PerArchitecture(3, "sm_90", 4) if x == "float32" else 4
-            found: Params = {"dx": a, "dy": a, "x": a, "alpha": alpha, "gamma": p, **sums, "ROWS": rows_at_once}
-            yield Variant(dyt_backward, {**found, **constants}, hints={"occupancy": blocks})
+            if short and segment > 1:
+                for rows_at_once, most, targets in BACKWARD:
+                    params = {**found, "ROWS": rows_at_once, **constants}
+                    yield Variant(dyt_backward, params, hints={"occupancy": most}, targets=targets)
+                continue
+            blocks = PerArchitecture(3, "sm_90", 4) if x == "float32" else 4
+            params = {**found, "ROWS": 2 if x == w and segment > 1 else 1, **constants}
+            yield Variant(dyt_backward, params, hints={"occupancy": blocks})
     for w in FLOATS:
         for aligned in (True, False):
             sums = {"partial": Array("float32", (None, None), aligned=aligned), "partial_alpha": Array("float32", (None,), aligned=False)}

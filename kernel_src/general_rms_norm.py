@@ -94,7 +94,8 @@ def backward_rows(dx, dy, dtotal, x, weight, rstd, partial, offset, TILE: Const,
     w = ct.load(weight, index=(0,), shape=(TILE,), padding_mode=ct.PaddingMode.ZERO)
     w = ct.astype(ct.reshape(w, (1, TILE)), ct.float32) + offset
     acc = ct.zeros((1, TILE), dtype=ct.float32)
-    for row in range(block, x.shape[0], ct.num_blocks(0)):
+    for i in range(block, x.shape[0], ct.num_blocks(0)):
+        row = x.shape[0] - 1 - i  # what wrote dy or read x before this has left the last rows in the L2
         d = read_row(dy, row, TILE, LATENCY)  # zero past the end, and so is all that is summed
         r = ct.gather(rstd, row, check_bounds=False)
         n = read_row(x, row, TILE, LATENCY) * r

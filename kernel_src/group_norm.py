@@ -8,16 +8,17 @@ Backward, with g = dy * weight[channel], and means over the group:
 
 A group lies in one piece of memory: a row of channels * positions elements, as segments that do not cross a channel. A row that fits into
 the registers is read once, by one block. A longer one is divided among blocks: a first kernel writes what it finds about each part,
-the second joins the parts of its row, in a fixed order, and applies them. Forward those are mean and squared deviations, joined by
+the second joins the parts of its row, in a fixed order, and applies them. Where a channel is whole tiles of 4096 elements, as an image
+of 64 x 64 is, a part is such a tile. Forward those are mean and squared deviations, joined by
 Chan's formula; backward the sums of dy * n and dy for each channel, which give the means of the group (weighted) as well as the
 gradients of the parameters.
 """
 
 import cuda.tile as ct
 
-from kernel_src.elements import read_once, write
+from kernel_src.elements import read, read_once, write
 from kernel_src.layer_norm import row_statistics
-from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Variant
+from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Params, Variant
 from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, place, rows, sum_of, two_sums
 
 Const = ct.Constant[int]
@@ -150,12 +151,9 @@ def sum_parameters(sums, dparameters, block, ROWS: Const, COLS: Const):
 
 
 @ct.function
-def apply_part(dx, dy, x, weight, mean, rstd, sums, per_channel, chunk, block, PIECE: Const, SEGMENT: Const, PARTS: Const):
-    count = x.shape[1]
-    number = ct.cdiv(count, chunk)
-    row, part = block // number, block % number
+def group_means(sums, weight, row, in_group, length, PARTS: Const):
+    """(mean(g), mean(g * n)) of a group. sums: [2, batch, channels, parts]; in_group: channels; length: elements of a group."""
     of_channel, channels = sums.shape[3], sums.shape[2]
-    in_group = count // per_channel
     groups = channels // in_group
     sample, first_channel = row // groups, row % groups * in_group
     sum_g = ct.zeros((PARTS,), dtype=ct.float32)
@@ -166,9 +164,18 @@ def apply_part(dx, dy, x, weight, mean, rstd, sums, per_channel, chunk, block, P
         w = ct.where(valid, read_once(weight, channel), 0.0)
         sum_gn = sum_gn + w * read_once(sums, (0, sample, channel, at % of_channel))
         sum_g = sum_g + w * read_once(sums, (1, sample, channel, at % of_channel))
-    one = 1.0 / ct.astype(count * SEGMENT, ct.float32)
+    one = 1.0 / ct.astype(length, ct.float32)
     total_g, total_gn = two_sums(sum_g, sum_gn, PARTS)
-    mean_g, mean_gn = total_g * one, total_gn * one
+    return total_g * one, total_gn * one
+
+
+@ct.function
+def apply_part(dx, dy, x, weight, mean, rstd, sums, per_channel, chunk, block, PIECE: Const, SEGMENT: Const, PARTS: Const):
+    count = x.shape[1]
+    number = ct.cdiv(count, chunk)
+    row, part = block // number, block % number
+    channels = sums.shape[2]
+    mean_g, mean_gn = group_means(sums, weight, row, count // per_channel, count * SEGMENT, PARTS)
     mu, r = ct.gather(mean, row, check_bounds=False), ct.gather(rstd, row, check_bounds=False)
     first = part * chunk
     mine = ct.minimum(chunk, count - first)
@@ -201,11 +208,113 @@ def group_norm_parameter_sums(sums, dparameters, ROWS: Const, COLS: Const):
     sum_parameters(sums, dparameters, ct.bid(0), ROWS, COLS)
 
 
+# ---------------------------------------------------------------- rows in tiles
+# Where a channel is whole tiles: each block has one tile, in one channel, and loads all of it at once. The second kernel of either pass
+# starts while the blocks of the first are still under way (`Variant.waits`), and waits where it needs what those have found.
+@ct.kernel
+def group_norm_tile_statistics(x, parts, TILE: Const):
+    """x: [batch * groups, number * TILE]; parts: [batch * groups, number, 2] fp32, the mean and the squared deviations of each tile."""
+    ct.grid_dependency_control_launch_dependents()
+    number = parts.shape[1]
+    row, part = ct.bid(0) // number, ct.bid(0) % number
+    xf = read(x, (row, columns_of(part, TILE)))
+    mu = ct.sum(xf, axis=0, keepdims=False) * (1.0 / TILE)
+    deviation = xf - mu
+    ct.scatter(parts, (row, part, 0), mu, check_bounds=False)
+    ct.scatter(parts, (row, part, 1), ct.sum(deviation * deviation, axis=0, keepdims=False), check_bounds=False)
+
+
+@ct.function
+def columns_of(tile, TILE: Const):
+    return tile * TILE + ct.arange(TILE, dtype=ct.int32)
+
+
+@ct.kernel
+def group_norm_tile_apply(x, weight, bias, y, parts, mean, rstd, eps: float, positions: int, TILE: Const, PARTS: Const):
+    """y, mean and rstd from the parts, of which there are at most PARTS in a row, the last tile first. positions: of a channel."""
+    columns, number = x.shape[1], parts.shape[1]
+    block = ct.num_blocks(0) - 1 - ct.bid(0)
+    row, part = block // number, block % number
+    index = (row, columns_of(part, TILE))
+    raw = ct.gather(x, index, check_bounds=False)
+    channel = channels_of(row, part * TILE, columns, weight.shape[0], positions)
+    w, b = read(weight, channel), read(bias, channel)
+    at = ct.arange(PARTS, dtype=ct.int32)
+    size = ct.where(at < number, ct.full((PARTS,), TILE, dtype=ct.float32), 0.0)
+    at = ct.minimum(at, number - 1)
+    ct.grid_dependency_control_wait()
+    means, squares = read(parts, (row, at, 0)), read(parts, (row, at, 1))
+    mu = ct.sum(means * size, axis=0, keepdims=False) / ct.astype(columns, ct.float32)
+    squares = ct.where(size > 0.0, squares, 0.0) + size * (means - mu) * (means - mu)
+    r = ct.rsqrt(ct.sum(squares, axis=0, keepdims=False) / ct.astype(columns, ct.float32) + eps)
+    write(y, index, (ct.astype(raw, ct.float32) - mu) * (r * w) + b)
+    if part == 0:
+        ct.scatter(mean, row, mu, check_bounds=False)
+        ct.scatter(rstd, row, r, check_bounds=False)
+
+
+@ct.kernel
+def group_norm_tile_sums(dy, x, mean, rstd, sums, TILE: Const):
+    """dy, x: [batch * channels, parts * TILE]; sums: [2, batch * channels, parts] fp32, of dy * n and of dy over each tile."""
+    ct.grid_dependency_control_launch_dependents()
+    channels, number = sums.shape[1], sums.shape[2]
+    row, part = ct.bid(0) // number, ct.bid(0) % number
+    index = (row, columns_of(part, TILE))
+    d, xf = read(dy, index), read(x, index)
+    group = row // (channels // mean.shape[0])
+    mu, r = ct.gather(mean, group, check_bounds=False), ct.gather(rstd, group, check_bounds=False)
+    total_w, total_b = two_sums(d * (xf - mu), d, TILE)
+    ct.scatter(sums, (0, row, part), total_w * r, check_bounds=False)
+    ct.scatter(sums, (1, row, part), total_b, check_bounds=False)
+
+
+@ct.kernel
+def group_norm_tile_apply_backward(
+    dx, dy, x, weight, mean, rstd, sums, dparameters, positions: int, TILE: Const, PARTS: Const, ROWS: Const, COLS: Const
+):
+    """dx from the sums, [2, batch, channels, parts], PARTS of those of a group at a time, the last tile first. Blocks behind those of dx
+    sum up dweight and dbias, [2, channels]."""
+    columns = x.shape[1]
+    number = columns // TILE
+    blocks = x.shape[0] * number
+    if ct.bid(0) < blocks:
+        block = blocks - 1 - ct.bid(0)
+        row, part = block // number, block % number
+        index = (row, columns_of(part, TILE))
+        dy_raw, x_raw = ct.gather(dy, index, check_bounds=False), ct.gather(x, index, check_bounds=False)
+        channels = weight.shape[0]
+        w = read(weight, channels_of(row, part * TILE, columns, channels, positions))
+        mu, r = ct.gather(mean, row, check_bounds=False), ct.gather(rstd, row, check_bounds=False)
+        ct.grid_dependency_control_wait()
+        mean_g, mean_gn = group_means(sums, weight, row, columns // positions, columns, PARTS)
+        d, deviation = ct.astype(dy_raw, ct.float32), ct.astype(x_raw, ct.float32) - mu
+        write(dx, index, d * (w * r) - mean_g * r - deviation * (mean_gn * r * r))
+    else:
+        ct.grid_dependency_control_wait()
+        sum_parameters(sums, dparameters, ct.bid(0) - blocks, ROWS, COLS)
+
+
 # ---------------------------------------------------------------- what is prebuilt
 WHOLE = {"bfloat16": (32, 64), "float16": (64,), "float32": (32,)}  # rows in registers: segments of 64, the shortest first
 PIECE = {SEGMENT: 32, 1: 1024}
 PARTS = 128  # of a row at most, forward
 SUMS = {"ROWS": 32, "COLS": 16}
+TILE = 4096  # elements of a block, where a channel is whole tiles
+
+
+def tiles(x, w):
+    a, p = Array(x, (None, None), divisible=(1, TILE)), Array(w, (None,), aligned=False)
+    hints = {"occupancy": 5 if x != "float32" else 4, "num_worker_warps": 8}
+    parts, sums = Array("float32", (None, None, 2), aligned=False), Array("float32", (2, None, None), aligned=False)
+    statistics = {"mean": PER_ROW, "rstd": PER_ROW}
+    if x == w:
+        yield Variant(group_norm_tile_statistics, {"x": a, "parts": parts, "TILE": TILE})
+        yield Variant(group_norm_tile_sums, {"dy": a, "x": a, **statistics, "sums": sums, "TILE": TILE}, hints=hints)
+    inputs: Params = {"x": a, "weight": p, "bias": p, "y": a, "parts": parts, **statistics, "eps": FLOAT, "positions": INT}
+    yield Variant(group_norm_tile_apply, {**inputs, "TILE": TILE, "PARTS": PARTS}, hints={"occupancy": 8})
+    found, out = Array("float32", (2, None, None, None), aligned=False), Array(w, (2, None), aligned=False)
+    grads: Params = {"dx": a, "dy": a, "x": a, "weight": p, **statistics, "sums": found, "dparameters": out, "positions": INT}
+    yield Variant(group_norm_tile_apply_backward, {**grads, "TILE": TILE, "PARTS": PARTS, **SUMS}, hints=hints)
 
 
 def variants():
@@ -233,6 +342,8 @@ def variants():
                      "chunk": INT}
             yield Variant(group_norm_apply_backward, {**grads, **constants, "PARTS": PARTS, **SUMS},
                           hints={"occupancy": 6 if x == w else 4})
+    for x, w in SAME + MIXED:
+        yield from tiles(x, w)
     for w in FLOATS:
         sums, out = Array("float32", (2, None, None, None), aligned=False), Array(w, (2, None), aligned=False)
         yield Variant(group_norm_parameter_sums, {"sums": sums, "dparameters": out, **SUMS})

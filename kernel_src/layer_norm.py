@@ -30,13 +30,15 @@ def layer_norm_forward(x, weight, bias, y, mean, rstd, eps: float, SEGMENT: Cons
     row, count = ct.bid(0), x.shape[1]
     segment, valid = place(0, count, PIECE)
     column = ct.arange(SEGMENT, dtype=ct.int32)[None, :]
+    index = (segment[:, None], column)
     length = ct.astype(count * SEGMENT, ct.float32)
     xf = read_once(x, (row, segment[:, None], column))
+    # Asked for before the sums of the row are waited for.
+    w, b = ct.gather(weight, index, check_bounds=False), ct.gather(bias, index, check_bounds=False)
     mu = sum_of(ct.where(valid[:, None], xf, 0.0), PIECE, SEGMENT) / length
     deviation = xf - mu
     r = ct.rsqrt(sum_of(ct.where(valid[:, None], deviation * deviation, 0.0), PIECE, SEGMENT) / length + eps)
-    index = (segment[:, None], column)
-    write(y, (row, segment[:, None], column), deviation * r * read_once(weight, index) + read_once(bias, index))
+    write(y, (row, segment[:, None], column), deviation * r * ct.astype(w, ct.float32) + ct.astype(b, ct.float32))
     ct.scatter(mean, row, mu, check_bounds=False)
     ct.scatter(rstd, row, r, check_bounds=False)
 
@@ -94,7 +96,8 @@ def layer_norm_backward(dx, dy, x, weight, mean, rstd, partial, TILE: Const, LAT
     w = ct.astype(ct.reshape(w, (1, TILE)), ct.float32)
     dweight = ct.zeros((1, TILE), dtype=ct.float32)
     dbias = ct.zeros((1, TILE), dtype=ct.float32)
-    for row in range(block, x.shape[0], ct.num_blocks(0)):
+    for i in range(block, x.shape[0], ct.num_blocks(0)):
+        row = x.shape[0] - 1 - i  # what wrote dy or read x before this has left the last rows in the L2
         d = read_row(dy, row, TILE, LATENCY)  # zero past the end, and so is all that is summed
         r = ct.gather(rstd, row, check_bounds=False)
         n = (read_row(x, row, TILE, LATENCY) - ct.gather(mean, row, check_bounds=False)) * r
@@ -156,6 +159,7 @@ def layer_norm_columns_backward(dx, dy, x, weight, mean, rstd, means, partial, S
 # ---------------------------------------------------------------- what is prebuilt
 # Rows in registers, forward: segments of 64, the shortest first.
 WHOLE = {"bfloat16": (16, 32, 64, 128), "float16": (64,), "float32": (64,)}
+FIXED = (("bfloat16", 64),)  # of which rows of just this length have a variant of their own, without masks
 # Rows in registers, backward: TILE, how many blocks an SM holds, and how many rows a block has under way.
 WHOLE_BACKWARD = {
     "bfloat16": ((1024, 4, 2), (2048, 3, 2), (4096, 2, 2), (8192, 1, 2)),
@@ -188,6 +192,10 @@ def variants():
             # 8 blocks of 4 warps or 4 blocks of 8 warps fill an SM's threads and leave 64 registers to each.
             wide = piece > 64 or x == "float32"
             hints = {"occupancy": 4, "num_worker_warps": 8} if wide else {"occupancy": 8}
+            if (x, piece) in FIXED:
+                row, parameter = Array(x, (None, piece, SEGMENT)), Array(w, (piece, SEGMENT))
+                arrays = {"x": row, "weight": parameter, "bias": parameter, "y": row, "mean": PER_ROW, "rstd": PER_ROW}
+                yield Variant(layer_norm_forward, {**arrays, "eps": FLOAT, "SEGMENT": SEGMENT, "PIECE": piece}, hints=hints)
             yield forward(layer_norm_forward, x, w, SEGMENT, piece, piece, hints=hints)
         for tile, occupancy, latency in WHOLE_BACKWARD[x]:
             a = Array(x, (None, None), at_most=(None, tile))

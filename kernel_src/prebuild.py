@@ -165,6 +165,12 @@ class Variant:
     def symbol(self) -> str:
         return "bastile_" + self.kernel_name
 
+    @property
+    def waits(self) -> bool:
+        """Whether the kernel itself waits for the launch before it (`ct.grid_dependency_control_wait` in its own body), so that its blocks
+        may start while that one's last blocks run. What it reads before it waits must be older than the launch before it."""
+        return "grid_dependency_control_wait" in self.kernel._pyfunc.__code__.co_names
+
     def hinted_kernel(self) -> ct.kernel:
         hints = {k: v.by_target() if isinstance(v, PerArchitecture) else v for k, v in self.hints.items()}
         return self.kernel.replace_hints(**hints) if hints else self.kernel
@@ -182,4 +188,5 @@ class Variant:
             "symbol": self.symbol,
             "parameters": [{"name": k, **p.describe()} for k, p in self.params.items() if not isinstance(p, (bool, int))],
             "constants": {k: p for k, p in self.params.items() if isinstance(p, (bool, int))},
+            **({"waits": True} if self.waits else {}),
         }

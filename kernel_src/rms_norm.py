@@ -86,7 +86,8 @@ def backward_rows(dx, dy, dtotal, x, weight, rstd, dweight, TILE: Const, TAIL: C
     if TAIL > 0:
         tail_w = read_weight(weight, TILE, TAIL)
         tail_acc = ct.zeros((1, TAIL), dtype=ct.float32)
-    for row in range(block, x.shape[0], ct.num_blocks(0)):
+    for i in range(block, x.shape[0], ct.num_blocks(0)):
+        row = x.shape[0] - 1 - i  # what wrote dy or read x before this has left the last rows in the L2
         n, d = read_tile(x, row, 0, TILE, LATENCY), read_tile(dy, row, 0, TILE, LATENCY)
         if PAST:
             past = read_tile(dtotal, row, 0, TILE, LATENCY)

@@ -2,7 +2,8 @@
 
 import cuda.tile as ct
 
-from kernel_src.prebuild import INT, Array, Variant
+from kernel_src.prebuild import INT, Array, Params, Variant
+from kernel_src.segments import two_sums
 
 Const = ct.Constant[int]
 
@@ -24,18 +25,36 @@ def span_sum(values, out, SPAN: Const):
     ct.scatter(out, ct.bid(0), ct.sum(ct.gather(values, at, check_bounds=True, padding_value=0), 0), check_bounds=False)
 
 
+@ct.function
+def counted(labels, at, ignore_index, classes):
+    """1 where there is a label that is not ignore_index and lies in [0, classes), else 0. classes: -1 where any label will do."""
+    label = ct.gather(labels, at, check_bounds=True, padding_value=0)
+    counts = (at < labels.shape[0]) & (label != ignore_index) & ((classes < 0) | ((label >= 0) & (label < classes)))
+    return ct.where(counts, 1.0, 0.0)
+
+
 @ct.kernel
 def inverse_count(labels, out, ignore_index: int, classes: int, TILE: Const):
-    """labels: [n] int64; out: [1] fp32, one over the number of labels that are not ignore_index and lie in [0, classes), or 1
-    where there are none. classes: -1 where any label will do."""
+    """labels: [n] int64; out: [1] fp32, one over the number of labels that count, or 1 where none does."""
     acc = ct.zeros((TILE,), dtype=ct.float32)
-    n = labels.shape[0]
-    for i in range(ct.cdiv(n, TILE)):
-        at = i * TILE + ct.arange(TILE, dtype=ct.int32)
-        label = ct.gather(labels, at, check_bounds=True, padding_value=0)
-        counted = (at < n) & (label != ignore_index) & ((classes < 0) | ((label >= 0) & (label < classes)))
-        acc = acc + ct.where(counted, 1.0, 0.0)
+    for i in range(ct.cdiv(labels.shape[0], TILE)):
+        acc = acc + counted(labels, i * TILE + ct.arange(TILE, dtype=ct.int32), ignore_index, classes)
     ct.scatter(out, 0, 1.0 / ct.maximum(ct.sum(acc, 0), 1.0), check_bounds=False)
+
+
+@ct.kernel
+def counted_mean(losses, labels, mean, inverse, ignore_index: int, classes: int, TILE: Const):
+    """losses: [n] fp32; mean: [1] fp32, their sum divided by the number of labels that count; inverse: as `inverse_count`. One block."""
+    acc = ct.zeros((TILE,), dtype=ct.float32)
+    total = ct.zeros((TILE,), dtype=ct.float32)
+    for i in range(ct.cdiv(labels.shape[0], TILE)):
+        at = i * TILE + ct.arange(TILE, dtype=ct.int32)
+        acc = acc + counted(labels, at, ignore_index, classes)
+        total = total + ct.gather(losses, at, check_bounds=True, padding_value=0)
+    number, loss = two_sums(acc, total, TILE)
+    one = 1.0 / ct.maximum(number, 1.0)
+    ct.scatter(inverse, 0, one, check_bounds=False)
+    ct.scatter(mean, 0, loss * one, check_bounds=False)
 
 
 def variants():
@@ -44,3 +63,5 @@ def variants():
     yield Variant(span_sum, {"values": vector, "out": vector, "SPAN": 16384}, hints={"num_worker_warps": 8})
     labels = Array("int64", (None,), aligned=False)
     yield Variant(inverse_count, {"labels": labels, "out": vector, "ignore_index": INT, "classes": INT, "TILE": 4096})
+    outputs: Params = {"mean": vector, "inverse": vector, "ignore_index": INT, "classes": INT}
+    yield Variant(counted_mean, {"losses": vector, "labels": labels, **outputs, "TILE": 4096})

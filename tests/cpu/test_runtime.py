@@ -161,6 +161,15 @@ def manifest_error(runtime, cubins) -> str:
     return str(error.value)
 
 
+def test_which_kernels_wait_by_themselves_is_read_and_checked(runtime, cubins):
+    def of(kernel):
+        return {variant.waits for variant in runtime.artifacts.Artifacts(cubins).variants(kernel)}
+
+    assert of("column_sum") == {True} and of("rms_norm_forward") == {False}
+    change_manifest(cubins, lambda m: m["kernels"]["column_sum"][0].update(waits="yes"))
+    assert "kernels.column_sum[0].waits" in manifest_error(runtime, cubins)
+
+
 def test_a_missing_manifest_says_that_there_are_no_kernels(runtime, cubins):
     (cubins / "manifest.json").unlink()
     assert "built without GPU kernels" in manifest_error(runtime, cubins)
@@ -890,6 +899,28 @@ def test_the_launch_configuration_lies_in_memory_as_cuda_h_has_it(runtime):
     config = runtime.driver.LaunchConfig
     offsets = [getattr(config, name).offset for name, _ in config._fields_]
     assert offsets == [0, 4, 8, 12, 16, 20, 24, 32, 40, 48] and ctypes.sizeof(config) == 56
+
+
+def test_a_launch_attribute_lies_in_memory_as_cuda_h_has_it(runtime):
+    attribute = runtime.driver.LaunchAttribute
+    assert (attribute.id.offset, attribute.value.offset, ctypes.sizeof(attribute)) == (0, 8, 72)
+    assert (runtime.driver.EARLY.id, runtime.driver.EARLY.value) == (6, 1)
+
+
+@pytest.mark.parametrize("waits", (False, True))
+@pytest.mark.parametrize("capability", ((8, 0), (9, 0)))
+def test_a_kernel_that_waits_by_itself_may_start_early(runtime, cubins, gpu, waits, capability):
+    gpu.capability = capability
+    driver = driver_with(runtime, cubins)
+    driver.architecture = lambda device: f"sm_{capability[0]}{capability[1]}"
+    driver.function = lambda variant, architecture: ctypes.c_void_p(2001)
+    variant = first_variant(driver.artifacts, "rms_norm_forward")._replace(waits=waits)
+    arrays = [((5, 1024), (1024, 1)), ((1024,), (1,)), ((5, 1024), (1024, 1)), ((5,), (1,))]
+    driver.prepare(variant, 0, (5, 1, 1), arrays, [])([16] * 4, (0.5,))
+    early = waits and capability == (9, 0)
+    config = driver.cuda.launches[0][1]
+    assert config["attributes"] == (ctypes.addressof(runtime.driver.EARLY) if early else None)
+    assert config["attribute_count"] == int(early)
 
 
 def test_parameters_are_addresses_lengths_strides_and_scalars_in_the_kernels_order(runtime, cubins, gpu):

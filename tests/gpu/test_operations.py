@@ -1,10 +1,12 @@
 """The operations of the package for Liger's users with the real cubins, against float64; and what only a GPU shows."""
 
+import importlib
+
 import pytest
 import torch
 
 from tests.ops.calls import OPERATIONS, calls, run
-from tests.ops.common import BF16, FLOATS
+from tests.ops.common import BF16, FLOATS, leaf, randn
 from tests.ops.suite import NAMES, module_of
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -61,6 +63,35 @@ def test_the_host_never_waits_and_every_run_gives_the_same_bits(suite_ops, name)
         torch.cuda.set_sync_debug_mode("default")
     for a, b in zip(first, again, strict=True):
         assert torch.equal(a, b)
+
+
+def test_kernels_that_start_early_find_what_the_one_before_wrote(suite_ops, liger, monkeypatch):
+    """The same bits as one behind the other, on one input after the other without a pause, in memory that the allocator gives again."""
+    launch, driver = (importlib.import_module(f"{liger.__name__}.shared.runtime.{name}") for name in ("launch", "driver"))
+    images = [randn(8, 320, 64, 64, dtype=BF16, device=DEVICE, seed=i) * (1 + i) + i for i in range(12)]
+    rows = [image.view(-1, 4096)[:2049] for image in images]
+    weight, bias = (randn(320, dtype=BF16, device=DEVICE, seed=i) + 1 for i in (20, 21))
+    wide, alpha = randn(4096, dtype=BF16, device=DEVICE, seed=22) + 1, torch.ones(1, dtype=BF16, device=DEVICE)
+
+    def group_norm(x, weight, bias):
+        return suite_ops.group_norm(x, 32, weight, bias)
+
+    def results():
+        found = []
+        for x in images:
+            found += run(group_norm, [leaf(t) for t in (x, weight, bias)])
+        for x in rows:
+            found += run(suite_ops.layer_norm, [leaf(t) for t in (x, wide, wide)])
+            found += run(suite_ops.dyt, [leaf(t) for t in (x, alpha, wide, wide)])
+        return [t.detach() for t in found]
+
+    early = results()
+    for from_architecture in (10**6, driver.EARLY_FROM):
+        monkeypatch.setattr(driver, "EARLY_FROM", from_architecture)
+        for kernel in launch.tuner.kernels:
+            kernel.forget()
+        for a, b in zip(early, results(), strict=True):
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -176,6 +176,7 @@ def check_slabs(ops, elements=200):
 
 CHECKS = of_suite({
     "loss": lambda ops: check_cross_entropy(ops, "cpu", F32, (3, 5000)),
+    "loss_items": lambda ops: check_cross_entropy(ops, "cpu", F32, (3, 300), num_items=7),
     "loss_none": lambda ops: check_cross_entropy(ops, "cpu", F32, (3, 300), "none"),
     "loss_smooth": lambda ops: [check_cross_entropy(ops, "cpu", F32, (3, 5000), "none", **OPTIONS[4]),
                                 check_cross_entropy(ops, "cpu", F32, (3, 300), **OPTIONS[4])],
@@ -184,6 +185,8 @@ CHECKS = of_suite({
     "loss_returns": lambda ops: check_returns(ops, "cpu", F32),
     "loss_nothing": lambda ops: check_nothing_counted(ops, "cpu", F32),
     "loss_slabs": check_slabs,
+    "loss_ignored": lambda ops: check_cross_entropy(ops, "cpu", F32, (4, 300), ignore_index=3),
+    "loss_many": lambda ops: check_cross_entropy(ops, "cpu", F32, (4500, 64)),
 })
 _KERNELS, _OPERATION, _SUMS = "kernel_src/cross_entropy.py", "shared/ops/cross_entropy_of_logits.py", "kernel_src/sums.py"
 MUTANTS = (
@@ -194,11 +197,20 @@ MUTANTS = (
     (_KERNELS, "write_gradient_weighted", "- w * ct.gather(c, row, check_bounds=False)", "", "loss_smooth"),
     (_KERNELS, "write_gradient_weighted", "p * row_a", "p", "loss_smooth"),
     (_KERNELS, "write_gradient_weighted", "ct.where(row_a == 0.0, 0.0, g)", "g", "loss_nothing"),
-    (_SUMS, "inverse_count", "(label < classes)", "(label < 1)", "loss"),
+    (_KERNELS, "last_first", "- 1 -", "-", "loss"),
+    (_SUMS, "counted", "(label < classes)", "(label < 1)", "loss"),
+    (_SUMS, "counted", "(label != ignore_index)", "(label != -1)", "loss_ignored"),
+    (_SUMS, "counted", "(at < labels.shape[0])", "(at >= 0)", "loss"),
+    (_SUMS, "counted_mean", "ct.maximum(number, 1.0)", "number", "loss_nothing"),
+    (_SUMS, "counted_mean", "acc = acc +", "acc =", "loss_many"),
+    (_SUMS, "counted_mean", "total = total +", "total =", "loss_many"),
+    (_SUMS, "counted_mean", "loss * one", "loss", "loss"),
+    ("shared/ops/divergence.py", "counted_mean", "mean.view(()), inverse", "mean.view(()), inverse * 2", "loss"),
+    (_OPERATION, "cross_entropy", "and not more", "", "loss_returns"),
     (_OPERATION, "_CrossEntropy.forward", "ctx.save_for_backward(logits, target", "ctx.save_for_backward(-logits, target", "loss"),
     (_OPERATION, "_CrossEntropy.forward", "class_weight, lse,", "class_weight, lse * 0,", "loss"),
     (_OPERATION, "_CrossEntropy.backward", "dloss.view(1) if ctx.reduced", "torch.ones_like(dloss).view(1) if ctx.reduced", "loss"),
     (_OPERATION, "_backward", "chunk.coefficients(dloss * scale)", "chunk.coefficients(scale)", "loss_smooth"),
     (_OPERATION, "_forward", "weighted(part_total.sum(1))", "weighted(part_total[:, 0])", "loss_smooth"),
-    (_OPERATION, "_sum", "* scale.view(())", "", "loss"),
+    (_OPERATION, "_sum", "* scale.view(())", "", "loss_items"),
 )

@@ -350,7 +350,7 @@ MUTANTS = (
     (_KERNELS, "logit_gradient", "g - q * ct.gather(slope, row, check_bounds=False)", "g", "logits"),
     (_KERNELS, "logit_gradient", "* temperature\n", "\n", "logits"),
     (_KERNELS, "logit_gradient", "write_within(dx, (row, cols), ct.zeros(cols.shape, dtype=ct.float32))", "pass", "labels"),
-    (_SUMS, "inverse_count", "(label != ignore_index)", "(label != -1)", "labels"),
+    (_SUMS, "counted", "(label != ignore_index)", "(label != -1)", "labels"),
     (_SUMS, "inverse_count", "ct.maximum(ct.sum(acc, 0), 1.0)", "ct.sum(acc, 0)", "labels"),
     (_SUMS, "inverse_count", "acc = acc +", "acc =", "total"),
     (_SUMS, "span_sum", "ct.bid(0) * SPAN", "0", "total"),

@@ -82,6 +82,7 @@ MUTANTS = (
     ("kernel_src/dyt.py", "dyt_forward", "t * scale + shift", "t * scale", "whole"),
     ("kernel_src/dyt.py", "dyt_backward", "ct.where(valid[:, None], dalpha, 0.0)", "dalpha", "whole"),
     ("kernel_src/dyt.py", "gradients", "a * dz,", "dz,", "whole"),
+    ("kernel_src/dyt.py", "dyt_backward", "whole - 1 - i", "whole - 1", "steps"),
     ("kernel_src/dyt.py", "dyt_backward", "whole * ROWS + group", "group", "whole"),
     ("kernel_src/dyt.py", "dyt_parameter_sums", "acc = acc + ct.gather(partial_alpha", "acc = ct.gather(partial_alpha", "many"),
     ("shared/ops/dyt.py", "DyTFunction.forward", "ctx.save_for_backward(x, alpha, gamma)", "ctx.save_for_backward(-x, alpha, gamma)",
@@ -90,6 +91,7 @@ MUTANTS = (
 )
 CHECKS = of_suite({
     "whole": lambda ops: check_dyt(ops, "cpu", BF16, (5, 768)),
+    "steps": lambda ops: check_dyt(ops, "cpu", BF16, (9, 128)),
     "long": lambda ops: check_dyt(ops, "cpu", FP32, (3, 64)),
     "small": lambda ops: check_dyt(ops, "cpu", FP32, (3, 64), scale=1e-3),
     "many": lambda ops: check_parameter_sums(ops, "cpu"),

@@ -50,10 +50,11 @@ def check_group_norm(
     untouched()
 
 
-# (shape, groups): groups in registers, groups in parts, positions that are no segments, 2-D to 5-D, one group, one channel a group.
+# (shape, groups): groups in registers, groups in parts, channels of whole tiles, positions that are no segments, 2-D to 5-D, one group,
+# one channel a group.
 CASES = (
     ((2, 8, 64), 2), ((2, 4, 512), 1), ((1, 6, 8, 8), 2), ((2, 12, 320), 3), ((2, 8, 16, 32), 2), ((1, 4, 40, 64), 2), ((2, 3, 2, 4, 8), 3),
-    ((3, 10), 2), ((2, 6, 7, 7), 3), ((1, 2, 51, 53), 1), ((2, 5, 3, 2, 4), 1), ((4, 6, 1), 6),
+    ((2, 6, 64, 64), 2), ((1, 2, 64, 128), 1), ((3, 10), 2), ((2, 6, 7, 7), 3), ((1, 2, 51, 53), 1), ((2, 5, 3, 2, 4), 1), ((4, 6, 1), 6),
 )  # fmt: skip
 
 
@@ -63,13 +64,14 @@ def check_options(ops, device, dtype):
     if dtype != FP32:
         check_group_norm(ops, device, dtype, (2, 4, 64), 2, weight_dtype=FP32)
         check_group_norm(ops, device, dtype, (2, 4, 5, 5), 2, weight_dtype=FP32)
+        check_group_norm(ops, device, dtype, (1, 4, 64, 64), 2, weight_dtype=FP32)
     check_group_norm(ops, device, dtype, (2, 8, 8, 4), 2, view=lambda x: x.permute(0, 3, 1, 2))  # channels_last
     check_group_norm(ops, device, dtype, (2, 4, 65), 2, view=lambda x: x[:, :, 1:])
 
 
 def check_large_mean(ops, device):
     """As of LayerNorm. What fp32 can hold of the mean itself, 3e-5, shifts all of a group's n alike, and dweight adds that up."""
-    for shape in ((2, 4, 512), (1, 4, 33, 64), (1, 4, 33, 33)):
+    for shape in ((2, 4, 512), (1, 4, 33, 64), (1, 4, 33, 33), (1, 4, 64, 64)):
         check_group_norm(ops, device, FP32, shape, 2, mean=1000.0, factor=30)
 
 
@@ -90,8 +92,23 @@ MUTANTS = (
     ("kernel_src/group_norm.py", "group_norm_statistics", "x.shape[1] - first", "x.shape[1]", "parts"),
     ("kernel_src/group_norm.py", "group_norm_apply", "size * (means - mu) * (means - mu)", "0.0", "parts"),
     ("kernel_src/group_norm.py", "group_norm_channel_sums", "row // (channels // mean.shape[0])", "row * 0", "parts"),
-    ("kernel_src/group_norm.py", "apply_part", "first_channel + at // of_channel", "first_channel", "odd"),
-    ("kernel_src/group_norm.py", "apply_part", "row % groups * in_group", "0", "odd"),
+    ("kernel_src/group_norm.py", "group_means", "first_channel + at // of_channel", "first_channel", "odd"),
+    ("kernel_src/group_norm.py", "group_means", "row % groups * in_group", "0", "odd"),
+    ("kernel_src/group_norm.py", "group_means", "ct.where(valid, read_once(weight, channel), 0.0)", "read_once(weight, channel)", "odd"),
+    ("kernel_src/group_norm.py", "columns_of", "tile * TILE +", "", "tiles"),
+    ("kernel_src/group_norm.py", "group_norm_tile_statistics", "deviation * deviation", "deviation", "tiles"),
+    ("kernel_src/group_norm.py", "group_norm_tile_statistics", "* (1.0 / TILE)", "", "tiles"),
+    ("kernel_src/group_norm.py", "group_norm_tile_apply", "size * (means - mu) * (means - mu)", "0.0", "tiles"),
+    ("kernel_src/group_norm.py", "group_norm_tile_apply", "ct.where(size > 0.0, squares, 0.0)", "squares", "tiles"),
+    ("kernel_src/group_norm.py", "group_norm_tile_apply", "part * TILE, columns", "0, columns", "tiles"),
+    ("kernel_src/group_norm.py", "group_norm_tile_apply", "* (r * w) + b", "* (r * w)", "tiles"),
+    ("kernel_src/group_norm.py", "group_norm_tile_apply", "if part == 0", "if part == 1", "tile"),
+    ("kernel_src/group_norm.py", "group_norm_tile_sums", "total_w * r", "total_w", "tiles"),
+    ("kernel_src/group_norm.py", "group_norm_tile_sums", "row // (channels // mean.shape[0])", "row * 0", "tiles"),
+    ("kernel_src/group_norm.py", "group_norm_tile_apply_backward", "mean_gn * r * r", "mean_gn * r", "tile"),
+    ("kernel_src/group_norm.py", "group_norm_tile_apply_backward", "- mean_g * r", "", "tile"),
+    ("kernel_src/group_norm.py", "group_norm_tile_apply_backward", "part * TILE, columns", "0, columns", "tiles"),
+    ("kernel_src/group_norm.py", "group_norm_tile_apply_backward", "ct.bid(0) - blocks", "0", "tiles"),
     ("kernel_src/group_norm.py", "group_norm_apply_backward", "ct.bid(0) - blocks", "0", "odd"),
     ("kernel_src/group_norm.py", "sum_parameters", "ct.where(valid[:, None], found, 0.0)", "found", "whole"),
     ("shared/ops/group_norm.py", "GroupNormFunction.forward", "ctx.save_for_backward(x, weight, mean, rstd)",
@@ -101,6 +118,8 @@ MUTANTS = (
 CHECKS = of_suite({
     "whole": lambda ops: check_group_norm(ops, "cpu", BF16, (2, 12, 320), 3),
     "parts": lambda ops: check_group_norm(ops, "cpu", BF16, (2, 4, 33, 128), 2, trend=6.0),
+    "tiles": lambda ops: check_group_norm(ops, "cpu", BF16, (2, 20, 64, 128), 2, trend=6.0),
+    "tile": lambda ops: check_group_norm(ops, "cpu", FP32, (2, 2, 64, 64), 2),
     "odd": lambda ops: check_group_norm(ops, "cpu", FP16, (2, 6, 7, 7), 3),
 })
 

@@ -97,6 +97,7 @@ MUTANTS = (
     ("kernel_src/layer_norm.py", "row_statistics", "seen * (mean - mu) * (mean - mu)", "(mean - mu) * (mean - mu)", "long"),
     ("kernel_src/layer_norm.py", "row_statistics", "(first + segment)[:, None]", "segment[:, None] * 0", "long"),
     ("kernel_src/layer_norm.py", "layer_norm_backward", " + sum_g * one * r)", ")", "whole"),
+    ("kernel_src/layer_norm.py", "layer_norm_backward", "x.shape[0] - 1 - i", "x.shape[0] - 1", "whole"),
     ("kernel_src/layer_norm.py", "layer_norm_backward", "dbias = dbias + d\n", "dbias = d\n", "many"),
     ("kernel_src/layer_norm.py", "layer_norm_row_means", "sum_g = sum_g + g", "sum_g = g", "long"),
     ("kernel_src/layer_norm.py", "layer_norm_columns_backward", "dweight = dweight + d * n", "dweight = d * n", "long"),

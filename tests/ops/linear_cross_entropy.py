@@ -368,8 +368,8 @@ CHECKS = {
 }  # fmt: skip
 MUTANTS = [
     *errors_in("kernel_src/cross_entropy.py", "loss", "piece",
-         ("ct.bid(0) // pieces", "0"),
-         ("ct.bid(0) % pieces", "0"),
+         ("block // pieces", "0"),
+         ("block % pieces", "0"),
          ("// pieces", "// (pieces + 1)")),
     *errors_in("kernel_src/cross_entropy.py", "loss_smooth", "read_logits", ("padding_value=MINUS_INFINITY", "padding_value=0")),
     *errors_in("kernel_src/cross_entropy.py", "loss_softcap", "cap", ("softcap * ct.tanh", "ct.tanh")),

@@ -102,6 +102,7 @@ MUTANTS = [
          ("(g - n * mean) * r", "g - n * mean"),
          ("ct.sum(g * n)", "ct.sum(d * n)"),
          ("acc = acc + d * n", "acc = acc + g * n"),
+         ("x.shape[0] - 1 - i", "x.shape[0] - 1"),
          ("        n = n * r", "        pass"),
          ("        acc = acc + d * n", "        acc = d * n", "rms_norm_many_rows"),
          ("range(block, x.shape[0]", "range(0, x.shape[0]", "rms_norm_many_rows"),

@@ -27,7 +27,7 @@ from .cross_entropy import (
     reduced,
     reduction_scale,
 )
-from .divergence import inverse_count, total
+from .divergence import counted_mean, inverse_count, total
 from .softmax import as_rows, most_pieces, one_a_row, pieces, pieces_grid, slabs
 
 _statistics = Kernel("cross_entropy_statistics", grid=pieces_grid)
@@ -130,23 +130,28 @@ cross_entropy_backward = traceable("cross_entropy_backward", _backward, lambda d
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The losses and lse of every token; or with scale, [1], the sum of the losses times scale, and lse."""
+    """The losses and lse of every token; or with scale, [1], the sum of the losses times scale, and lse; or with averages, the mean over
+    the tokens that count, by kernels, and lse."""
 
     @staticmethod
-    def forward(ctx, logits, target, class_weight, scale, options: Options):
+    def forward(ctx, logits, target, class_weight, scale, averages: bool, options: Options):
         ctx.options = options[:4]
         losses, lse = cross_entropy_forward(logits, target, class_weight, *ctx.options)
-        ctx.reduced = scale is not None
+        ctx.reduced = averages or scale is not None
+        if averages:
+            losses, scale = counted_mean(losses, target, options.ignore_index, logits.shape[1])
+        elif ctx.reduced:
+            losses = _sum(losses, scale)
         ctx.save_for_backward(logits, target, class_weight, lse, scale if ctx.reduced else torch.ones_like(lse[:1]))
         ctx.mark_non_differentiable(lse)
-        return _sum(losses, scale) if ctx.reduced else losses, lse
+        return losses, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss, _):
         logits, target, class_weight, lse, scale = ctx.saved_tensors
         dloss = dloss.view(1) if ctx.reduced else dloss.contiguous()
-        return cross_entropy_backward(dloss, scale, logits, target, class_weight, lse, *ctx.options), None, None, None, None
+        return cross_entropy_backward(dloss, scale, logits, target, class_weight, lse, *ctx.options), None, None, None, None, None
 
 
 def _sum(losses: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -191,20 +196,27 @@ def cross_entropy(
     )  # fmt: skip
     logits, target = input.reshape(-1, classes), target.reshape(-1).contiguous()
     weight = None if weight is None else weight.detach().to(accumulation_dtype(input.dtype)).contiguous()
+    formula, more = needs_formula(logits, target, weight), return_z_loss or options.predicts
     plain_mean = reduction == "mean" and weight is None and num_items is None
-    if plain_mean and not torch.compiler.is_compiling() and kernels_compute(logits, target):
+    kernels = plain_mean and not torch.compiler.is_compiling() and kernels_compute(logits, target)
+    averages = kernels and not formula and not more  # what else is returned is scaled too
+    scale = None
+    if kernels and not averages:
         scale = inverse_count(target, options.ignore_index, classes)
-    else:
+    elif not averages:
         scale = reduction_scale(target, classes, weight, options, reduction, num_items, accumulation_dtype(input.dtype))
-    if needs_formula(logits, target, weight):
+    if formula:
         rows = TorchChunk(logits, target, weight, options).rows()
         return output_of(reduced(rows.loss, scale), rows, scale, target, options)
     if torch.is_grad_enabled() and logits.requires_grad:
-        loss, lse = _CrossEntropy.apply(logits, target, weight, scale, options)
+        loss, lse = _CrossEntropy.apply(logits, target, weight, scale, averages, options)
     else:
         loss, lse = cross_entropy_forward(logits, target, weight, *options[:4])
-        loss = loss if scale is None else _sum(loss, scale)
-    if not (return_z_loss or options.predicts):
+        if averages:
+            loss, _ = counted_mean(loss, target, options.ignore_index, classes)
+        elif scale is not None:
+            loss = _sum(loss, scale)
+    if not more:
         return loss
     counted = is_counted(target, classes, options.ignore_index)
     z_loss = torch.where(counted, options.lse_square_scale * (lse * LN2).square(), 0.0) if return_z_loss else None

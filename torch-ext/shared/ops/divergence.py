@@ -24,6 +24,7 @@ _logits_loss = {kind: Kernel("divergence_of_logits", grid=pieces_grid, where={"K
 _logits_gradient = {kind: Kernel("divergence_of_logits_gradient", grid=pieces_grid, where={"KIND": n}) for kind, n in KINDS.items()}
 _span_sum = Kernel("span_sum", grid=lambda c, values, out: (out.shape[0],))
 _inverse_count = Kernel("inverse_count", grid=lambda c, *_: (1,))
+_counted_mean = Kernel("counted_mean", grid=lambda c, *_: (1,))
 
 LEAST_LOG = -1000.0  # stands in for log2(0), as in kernel_src/divergence.py
 LN2 = 0.6931471805599453
@@ -142,6 +143,13 @@ def inverse_count(labels: torch.Tensor, ignore_index: int, classes: int = -1) ->
     out = torch.empty(1, dtype=torch.float32, device=labels.device)
     _inverse_count(labels, out, ignore_index, classes)
     return out
+
+
+def counted_mean(losses: torch.Tensor, labels: torch.Tensor, ignore_index: int, classes: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(the sum of contiguous fp32 losses times `inverse_count`, []; that, [1]), in one launch."""
+    mean, inverse = (torch.empty(1, dtype=torch.float32, device=labels.device) for _ in range(2))
+    _counted_mean(losses, labels, mean, inverse, ignore_index, classes)
+    return mean.view(()), inverse
 
 
 def _with_kernels(x, y, labels, options: Options, factor, writes: bool) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:

@@ -26,9 +26,9 @@ from .rows import SEGMENT, kernels_take, one_block_a_row, per_row
 # Segments of 64 of the longest group that the kernels hold in registers (kernel_src/group_norm.py).
 WHOLE = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
 PARTS = 128  # of a row at most
+TILE = 4096  # elements of a part where a channel is whole parts
 BLOCKS_PER_SM = 8  # that a group's parts should give work to
 PIECE = 2048  # elements that a part should have at least
-
 
 
 class Layout(NamedTuple):
@@ -70,11 +70,23 @@ _apply_kernel = Kernel("group_norm_apply", grid=lambda c, x, weight, bias, y, pa
 _channel_sums_kernel = Kernel("group_norm_channel_sums", grid=lambda c, *tensors: (tensors[-1][0].numel(),))
 
 
+def _parameter_blocks(c, sums, out) -> int:
+    return 2 * -(-out.shape[1] // c["COLS"]) if out.shape[1] == sums.shape[2] else 0
+
+
 def _parts_and_parameters(c, dx, dy, x, weight, mean, rstd, sums, out):
-    return (x.shape[0] * _parts(x) + (2 * -(-out.shape[1] // c["COLS"]) if out.shape[1] == sums.shape[2] else 0),)
+    return (x.shape[0] * _parts(x) + _parameter_blocks(c, sums, out),)
+
+
+def _tiles_and_parameters(c, dx, dy, x, weight, mean, rstd, sums, out):
+    return (x.numel() // c["TILE"] + _parameter_blocks(c, sums, out),)
 
 
 _apply_backward_kernel = Kernel("group_norm_apply_backward", grid=_parts_and_parameters)
+_tile_apply_backward_kernel = Kernel("group_norm_tile_apply_backward", grid=_tiles_and_parameters)
+_tile_statistics_kernel = Kernel("group_norm_tile_statistics", grid=lambda c, x, parts: (parts.shape[0] * parts.shape[1],))
+_tile_apply_kernel = Kernel("group_norm_tile_apply", grid=lambda c, x, *_: (x.numel() // c["TILE"],))
+_tile_sums_kernel = Kernel("group_norm_tile_sums", grid=lambda c, *tensors: (tensors[-1][0].numel(),))
 _parameter_sums_kernel = Kernel("group_norm_parameter_sums", grid=lambda c, sums, out: (2 * -(-out.shape[1] // c["COLS"]),))
 
 
@@ -125,6 +137,11 @@ def _whole(x, weight, layout) -> bool:
     return layout.segment == SEGMENT and weight.dtype == x.dtype and layout.per_group <= WHOLE[x.dtype]
 
 
+def _in_tiles(layout) -> bool:
+    """Whether a channel is whole tiles, and a group not more of them than a row has parts."""
+    return layout.per_channel * layout.segment % TILE == 0 and layout.per_group * layout.segment <= PARTS * TILE
+
+
 def _forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, groups: int, eps: float
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -146,6 +163,12 @@ def _forward_launch(x, weight, bias, y, mean, rstd, groups, eps):
     x, y = x.view(shape), y.view(shape)
     if _whole(x, weight, layout):
         _forward_kernel(x, weight, bias, y, mean, rstd, eps, layout.per_channel)
+        return
+    if _in_tiles(layout):
+        x, y = x.flatten(1), y.flatten(1)
+        parts = per_row(x, batch * groups, x.shape[1] // TILE, 2)
+        _tile_statistics_kernel(x, parts)
+        _tile_apply_kernel(x, weight, bias, y, parts, mean, rstd, eps, layout.per_channel * layout.segment)
         return
     parts, chunk = per_row(x, batch * groups, _parts(x), 2), _chunk(x)
     _statistics_kernel(x, parts, chunk)
@@ -186,6 +209,13 @@ def _backward_launch(dx, dy, x, weight, mean, rstd, groups, out) -> Tuple[torch.
         sums = per_row(x, 2, batch * groups, layout.per_group)
         _backward_kernel(*of_groups, weight, mean, rstd, sums, layout.per_channel)
         return sums.view(2, batch, channels, layout.per_channel), False
+    if _in_tiles(layout):
+        positions = layout.per_channel * layout.segment
+        sums = per_row(x, 2, batch * channels, positions // TILE)
+        _tile_sums_kernel(*[t.view(batch * channels, positions) for t in (dy, x)], mean, rstd, sums)
+        sums = sums.view(2, batch, channels, sums.shape[2])
+        _tile_apply_backward_kernel(*[t.flatten(1) for t in of_groups], weight, mean, rstd, sums, out, positions)
+        return sums, True
     dy, x = (t.view(batch * channels, layout.per_channel, layout.segment) for t in (dy, x))
     sums = per_row(x, 2, batch * channels, _parts(x))
     _channel_sums_kernel(dy, x, mean, rstd, sums, _chunk(x))

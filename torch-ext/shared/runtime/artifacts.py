@@ -64,7 +64,7 @@ class Parameter(NamedTuple):
 
 class Variant(NamedTuple):
     """One compiled form of a kernel. images: architecture -> (offset, size) in the unpacked stream of that architecture, of this host's
-    file of the operation."""
+    file of the operation. waits: whether the kernel itself waits for the launch before it (kernel_src/prebuild.py)."""
 
     name: str
     operation: str
@@ -72,6 +72,7 @@ class Variant(NamedTuple):
     parameters: Tuple[Parameter, ...]
     constants: Dict[str, int]
     images: Dict[str, Any]
+    waits: bool = False
 
 
 def host() -> str:
@@ -148,6 +149,7 @@ def _check_manifest(manifest: Dict[str, Any]) -> None:
             _expect(isinstance(constants, dict), f"{where}.constants")
             _expect(all(isinstance(value, int) and abs(value) < LARGEST for value in constants.values()), f"{where}.constants")
             _expect(isinstance(images, dict), f"{where}.images")
+            _expect(isinstance(entry.get("waits", False), bool), f"{where}.waits")
             for host_name, found in images.items():
                 file = f"{host_name}/{entry['operation']}.cubins"
                 _expect(file in manifest["files"], f"{where}.images.{host_name}")
@@ -166,6 +168,7 @@ def _variant(entry: Dict[str, Any]) -> Variant:
         parameters=tuple(map(parameter, entry["parameters"])),
         constants=entry["constants"],
         images=entry["images"].get(host(), {}),
+        waits=entry.get("waits", False),
     )
 
 
