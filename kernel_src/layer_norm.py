@@ -16,8 +16,8 @@ two runs give the same bits.
 
 import cuda.tile as ct
 
-from kernel_src.elements import read_once, write
-from kernel_src.prebuild import FLOAT, Array, Variant
+from kernel_src.elements import read, read_once, write
+from kernel_src.prebuild import FLOAT, Array, Params, Variant
 from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, columns, place, rows, sum_of, two_sums
 
 Const = ct.Constant[int]
@@ -39,6 +39,21 @@ def layer_norm_forward(x, weight, bias, y, mean, rstd, eps: float, SEGMENT: Cons
     deviation = xf - mu
     r = ct.rsqrt(sum_of(ct.where(valid[:, None], deviation * deviation, 0.0), PIECE, SEGMENT) / length + eps)
     write(y, (row, segment[:, None], column), deviation * r * ct.astype(w, ct.float32) + ct.astype(b, ct.float32))
+    ct.scatter(mean, row, mu, check_bounds=False)
+    ct.scatter(rstd, row, r, check_bounds=False)
+
+
+@ct.kernel
+def layer_norm_exact_forward(x, weight, bias, y, mean, rstd, eps: float, TILE: Const):
+    """As `layer_norm_forward` for rows of just TILE elements, [rows, TILE]; weight, bias: [TILE]."""
+    row, column = ct.bid(0), ct.arange(TILE, dtype=ct.int32)
+    xf = read(x, (row, column))
+    # Asked for before the sums of the row are waited for.
+    w, b = ct.gather(weight, column, check_bounds=False), ct.gather(bias, column, check_bounds=False)
+    mu = ct.sum(xf, axis=0, keepdims=False) * (1.0 / TILE)
+    deviation = xf - mu
+    r = ct.rsqrt(ct.sum(deviation * deviation, axis=0, keepdims=False) * (1.0 / TILE) + eps)
+    write(y, (row, column), deviation * r * ct.astype(w, ct.float32) + ct.astype(b, ct.float32))
     ct.scatter(mean, row, mu, check_bounds=False)
     ct.scatter(rstd, row, r, check_bounds=False)
 
@@ -159,7 +174,7 @@ def layer_norm_columns_backward(dx, dy, x, weight, mean, rstd, means, partial, S
 # ---------------------------------------------------------------- what is prebuilt
 # Rows in registers, forward: segments of 64, the shortest first.
 WHOLE = {"bfloat16": (16, 32, 64, 128), "float16": (64,), "float32": (64,)}
-FIXED = (("bfloat16", 64),)  # of which rows of just this length have a variant of their own, without masks
+EXACT = (("bfloat16", 4096),)  # lengths of rows with a kernel of their own
 # Rows in registers, backward: TILE, how many blocks an SM holds, and how many rows a block has under way.
 WHOLE_BACKWARD = {
     "bfloat16": ((1024, 4, 2), (2048, 3, 2), (4096, 2, 2), (8192, 1, 2)),
@@ -192,10 +207,6 @@ def variants():
             # 8 blocks of 4 warps or 4 blocks of 8 warps fill an SM's threads and leave 64 registers to each.
             wide = piece > 64 or x == "float32"
             hints = {"occupancy": 4, "num_worker_warps": 8} if wide else {"occupancy": 8}
-            if (x, piece) in FIXED:
-                row, parameter = Array(x, (None, piece, SEGMENT)), Array(w, (piece, SEGMENT))
-                arrays = {"x": row, "weight": parameter, "bias": parameter, "y": row, "mean": PER_ROW, "rstd": PER_ROW}
-                yield Variant(layer_norm_forward, {**arrays, "eps": FLOAT, "SEGMENT": SEGMENT, "PIECE": piece}, hints=hints)
             yield forward(layer_norm_forward, x, w, SEGMENT, piece, piece, hints=hints)
         for tile, occupancy, latency in WHOLE_BACKWARD[x]:
             a = Array(x, (None, None), at_most=(None, tile))
@@ -203,6 +214,11 @@ def variants():
             partial = Array("float32", (None, 2, None))
             hints = {"occupancy": occupancy, **({"num_worker_warps": 8} if tile >= 4096 else {})}
             yield Variant(layer_norm_backward, {**grads, "partial": partial, "TILE": tile, "LATENCY": latency}, hints=hints)
+    for x, tile in EXACT:
+        # 36.5 us for 8192 rows of 4096 on an H200; the kernel for rows of at most as many, which has masks, took 38.4.
+        a, p = Array(x, (None, tile)), Array(x, (tile,))
+        inputs: Params = {"x": a, "weight": p, "bias": p, "y": a, "mean": PER_ROW, "rstd": PER_ROW, "eps": FLOAT, "TILE": tile}
+        yield Variant(layer_norm_exact_forward, inputs, hints={"occupancy": 8})
     for x, w in SAME + MIXED:
         for segment in (SEGMENT, 1):
             yield forward(layer_norm_long_forward, x, w, segment, LONG_PIECE[segment], hints={"occupancy": 8 if x == w else 6})

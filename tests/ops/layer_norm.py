@@ -49,9 +49,10 @@ def check_layer_norm(
     untouched()
 
 
-# Rows in registers of each size, longer ones, and rows of whole segments that fill no piece; odd lengths.
-SHAPES = ((3, 1024), (5, 768), (2, 1280), (3, 2048), (2, 3, 2560), (3, 4096), (2, 5120), (2, 8192), (2, 8256), (2, 64), (7, 128), (3, 77),
-          (2, 1), (1, 1537))
+# Rows in registers of each size, those with a kernel of their own, shorter ones that it must not take, longer ones, and rows of whole
+# segments that fill no piece; odd lengths.
+SHAPES = ((3, 1024), (5, 768), (2, 1280), (3, 2048), (2, 3, 2560), (3, 4096), (2, 4032), (2, 5120), (2, 8192), (2, 8256), (2, 64), (7, 128),
+          (3, 77), (2, 1), (1, 1537))
 LAYOUTS = {
     "transposed": ((1024, 4), lambda x: x.t()),
     "sliced": ((6, 2048), lambda x: x[::2, :1024]),
@@ -93,6 +94,9 @@ MUTANTS = (
     ("kernel_src/layer_norm.py", "layer_norm_forward", "ct.where(valid[:, None], xf, 0.0)", "xf", "whole"),
     ("kernel_src/layer_norm.py", "layer_norm_forward", "ct.where(valid[:, None], deviation * deviation, 0.0)", "deviation * deviation",
      "whole"),
+    ("kernel_src/layer_norm.py", "layer_norm_exact_forward", "deviation * deviation", "xf * xf", "exact"),
+    ("kernel_src/layer_norm.py", "layer_norm_exact_forward", "ct.astype(b, ct.float32)", "0.0", "exact"),
+    ("kernel_src/layer_norm.py", "layer_norm_exact_forward", "ct.scatter(mean, row, mu", "ct.scatter(mean, row, r", "exact"),
     ("kernel_src/layer_norm.py", "layer_norm_long_forward", "- mu) * r", "- mu)", "odd"),
     ("kernel_src/layer_norm.py", "row_statistics", "seen * (mean - mu) * (mean - mu)", "(mean - mu) * (mean - mu)", "long"),
     ("kernel_src/layer_norm.py", "row_statistics", "(first + segment)[:, None]", "segment[:, None] * 0", "long"),
@@ -109,6 +113,7 @@ MUTANTS = (
 CHECKS = of_suite({
     "whole": lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 768)),
     "many": lambda ops: check_layer_norm(ops, "cpu", BF16, (13, 1024)),
+    "exact": lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 4096)),
     "long": lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 8256), trend=2.0),
     "odd": lambda ops: check_layer_norm(ops, "cpu", FP16, (19, 77)),
 })
