@@ -1,5 +1,6 @@
 """An operator that is run again by what it did the last time: the same results, and never for a call that differs."""
 
+import contextlib
 import gc
 import importlib
 import weakref
@@ -399,6 +400,23 @@ def test_functions_that_a_torch_does_not_have_or_has_otherwise_are_left_alone(re
 
     assert replay._inductors("_no_such_function", callable) is None
     assert not replay._allocates(of_zeros) and not replay._reinterprets(torch.as_strided)
+
+
+def test_tensors_are_made_on_the_device_of_the_call(replay, monkeypatch):
+    """The allocator makes them on the current one."""
+    current, seen = [1], []
+
+    @contextlib.contextmanager
+    def device(index):
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(replay, "_current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    plan = replay.Plan([lambda places, addresses: seen.append(current[0])], 0, {}, 0, [], 1, torch.device("cuda", 0))
+    x = rows()
+    assert plan.run([x], [x.data_ptr()]) is x and seen == [0] and current == [1]
 
 
 def test_memory_goes_behind_its_last_use(replay, monkeypatch):
