@@ -12,20 +12,20 @@ from tests.ops.rotary import rotary_exact
 from tests.tolerances import assert_close
 
 
-def projections_of(ops, shapes, autocast, dropout, seed=2, alike=""):
+def projections_of(ops, shapes, autocast, dropout, seed=2):
     """Projections with adapters of several ranks, scalings and dtypes, one with a bias and one without an adapter; and the same in
-    float64. alike: "shapes" for one rank and dtype, "all" for one scaling too, as those of PEFT are."""
+    float64."""
     projection = importlib.import_module(f"{ops.__name__}.shared.ops.projection").Projection
     found, wanted = [], []
     for i, (rows, columns) in enumerate(shapes):
-        rank, dtype = (4, FP32) if alike else ((0, 5, 3, 4)[(i + 1) % 4], FP32 if i % 2 else BF16)
+        rank, dtype = (0, 5, 3, 4)[(i + 1) % 4], FP32 if i % 2 else BF16
         parts = [leaf(randn(rows, columns, dtype=FP32 if autocast else BF16, device=CPU, seed=seed + i, scale=columns**-0.5))]
         if rank:
             parts.append(leaf(randn(rank, columns, dtype=dtype, device=CPU, seed=20 + i, scale=columns**-0.5)))
             parts.append(leaf(randn(rows, rank, dtype=dtype, device=CPU, seed=30 + i, scale=rank**-0.5 / 4)))
         parts += [leaf(randn(rows, dtype=FP32, device=CPU, seed=40 + i))] if i == 1 and rank else [None] * (4 - len(parts))
         parts += [None] * (4 - len(parts))
-        numbers = (1.5 if alike == "all" else 1.5 + i / 2, dropout if i != 1 else 0.0)
+        numbers = (1.5 + i / 2, dropout if i != 1 else 0.0)
         found.append(projection(*parts, *numbers))
         wanted.append(projection(*(None if part is None else exact(part) for part in parts), *numbers))
     return found, wanted
@@ -52,13 +52,12 @@ def _leaves(projections):
     return [part for projection in projections for part in projection[:4]]
 
 
-def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=0.0, as_attention=False, alike=""):
-    """as_attention: as of `gradient_like`. alike: as of `projections_of`. autocast: x, norms and weights in fp32 with products in bf16, as
-    under autocast."""
+def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=0.0, as_attention=False):
+    """as_attention: as of `gradient_like`. autocast: x, norms and weights in fp32 with products in bf16, as under autocast."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.ops.projected_nodes")
     shape, kind = (1, 6) if as_attention else (2, 3), FP32 if autocast else BF16
     x, norm = leaf(randn(6, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
-    projections, projections64 = projections_of(ops, [(n * 128, 1024) for n in (8, 4, 4)], autocast, dropout, alike=alike)
+    projections, projections64 = projections_of(ops, [(n * 128, 1024) for n in (8, 4, 4)], autocast, dropout)
     if packed:
         lay_side_by_side(ops, [projection.weight for projection in projections])
     norms = [leaf(randn(128, dtype=kind, device=CPU, seed=5 + i) + 1) for i in range(2)]
@@ -85,13 +84,13 @@ def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=
     _assert_gradients(_leaves(projections), _leaves(projections64), "gradient of a projection")
 
 
-def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropout=0.0, inner=48, frozen=False, alike=""):
-    """alike: as of `projections_of`. frozen: only the adapters of the projection to `down` need gradients."""
+def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropout=0.0, inner=48, frozen=False):
+    """frozen: only the adapters of the projection to `down` need gradients."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.ops.projected_nodes")
     kind = FP32 if autocast else BF16
     x, norm = leaf(randn(3, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
     shapes = [(1024, 64)] * attended + [(inner, 1024), (inner, 1024), (1024, inner)]
-    projections, projections64 = projections_of(ops, shapes, autocast, dropout, 2 + (not attended), alike)
+    projections, projections64 = projections_of(ops, shapes, autocast, dropout, 2 + (not attended))
     if packed:
         lay_side_by_side(ops, [projection.weight for projection in projections[-3:-1]])
     before = leaf(randn(3, 64, dtype=BF16, device=CPU, seed=7)) if attended else None
@@ -129,13 +128,7 @@ CHECKS = {
     "projected_inputs_replayed": functools.partial(check_projected_attention_inputs, as_attention=True),
     "projected_inputs_packed_replayed": functools.partial(check_projected_attention_inputs, packed=True, as_attention=True),
     "projected_inputs_autocast_replayed": functools.partial(check_projected_attention_inputs, autocast=True, as_attention=True),
-    "projected_inputs_alike": functools.partial(check_projected_attention_inputs, alike="all"),
-    "projected_inputs_alike_packed": functools.partial(check_projected_attention_inputs, packed=True, as_attention=True, alike="all"),
-    "projected_inputs_alike_dropout": functools.partial(check_projected_attention_inputs, packed=True, dropout=0.25, alike="all"),
-    "projected_inputs_scaled": functools.partial(check_projected_attention_inputs, alike="shapes"),
     "projected_mlp": check_projected_mlp,
-    "projected_mlp_alike": functools.partial(check_projected_mlp, attended=True, alike="all"),
-    "projected_mlp_alike_packed": functools.partial(check_projected_mlp, attended=True, packed=True, inner=512, alike="all"),
     "projected_mlp_attended": functools.partial(check_projected_mlp, attended=True),
     "projected_mlp_packed": functools.partial(check_projected_mlp, attended=True, packed=True, inner=512),
     "projected_mlp_autocast": functools.partial(check_projected_mlp, attended=True, autocast=True),
@@ -144,19 +137,13 @@ CHECKS = {
     "projected_mlp_frozen": functools.partial(check_projected_mlp, frozen=True),
 }
 MUTANTS = [
-    *errors_in("shared/ops/projection.py", "projected_inputs", "_rounded_b",
-         ("copies.add(run, [b] if", "copies.add([2 * of_one for of_one in run], [b] if"),
-         ("b.unbind())", "b.unbind()[::-1])", "projected_inputs_alike"),
-         ("b.unbind())", "b.unbind()[::-1])", "projected_mlp_alike_packed")),
-    *errors_in("shared/ops/projection.py", "projected_inputs", "_runs",
-         ("alike and before.scaling == projection.scaling", "alike", "projected_inputs_scaled")),
+    *errors_in("shared/ops/projection.py", "projected_inputs", "_rounded_adapters",
+         ("copies.add([b for", "copies.add([2 * b for")),
     *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.__init__",
          ("else self.whole.to(dtype)", "else 2 * self.whole.to(dtype)", "projected_inputs_autocast_packed"),
          ("_rows_in_one(weights, dtype) if", "2 * _rows_in_one(weights, dtype) if", "projected_inputs_autocast")),
     *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.forward",
-         ("self.low[:, self.spans[run.start]], b.t())", "-self.low[:, self.spans[run.start]], b.t())"),
-         ("self.low[:, self.spans[i]], of_one.t())", "-self.low[:, self.spans[i]], of_one.t())", "projected_inputs_alike"),
-         ("self._low_of(self.low, run), b.transpose", "-self._low_of(self.low, run), b.transpose", "projected_inputs_alike_packed"),
+         ("self.low[:, span], b.t())", "-self.low[:, span], b.t())"),
          (", alpha=self.scalings[i])", ")"),
          ("if biases[i] is not None", "if False"),
          ("linear(x, self.whole) if", "linear(-x, self.whole) if", "projected_inputs_packed"),
@@ -176,13 +163,8 @@ MUTANTS = [
          ("_whole_of(new.weights)", "-_whole_of(new.weights)", "projected_inputs_packed_dropout"),
          ("new.a, new.low = tensors[:2]", "new.a, new.low = tensors[0], -tensors[1]")),
     *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.low_gradient",
-         ("grads[run.start], b, beta=0, alpha=scaling", "grads[run.start], b, beta=0"),
-         ("grads[run.start], b, beta", "-grads[run.start], b, beta"),
-         ("grads[i], of_one, beta", "-grads[i], of_one, beta", "projected_inputs_alike"),
-         ("len(run)), b, beta=0, alpha=scaling", "len(run)), b, beta=0", "projected_mlp_alike_packed"),
-         ("len(run)), b, beta", "len(run)), -b, beta", "projected_inputs_alike_dropout")),
-    *errors_in("shared/ops/projection.py", "projected_inputs_alike_packed", "Projections._columns",
-         ("self.rows[: run.start]", "self.rows[: run.start - 1]")),
+         ("beta=0, alpha=self.scalings[i]", "beta=0"),
+         ("grads[i], b, beta", "-grads[i], b, beta")),
     *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.input_gradient",
          ("dx.addmm_(grads[i], self._weight(i))", "pass"),
          ("return dx.addmm_(dlow, self.a)", "return dx"),
@@ -214,7 +196,7 @@ MUTANTS = [
          ("whole if layout is inner else None", "-whole if layout is inner else None")),
     *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.made",
          ("[self.low] if", "[2 * self.low] if"),
-         ("[b for b, run", "[2 * b for b, run")),
+         ("[b for b, adapter", "[2 * b for b, adapter")),
     *errors_in("shared/ops/projection.py", "projected_inputs", "Layout.saved_of",
          ("made[1] if self.makes_rows", "2 * made[1] if self.makes_rows"),
          ("            found.append(b)", "            found.append(-b)"),

@@ -18,9 +18,9 @@ def _assert_as_faked(found, faked):
     assert len({tensor.untyped_storage().data_ptr() for tensor in found}) == len(found), "results share memory"
 
 
-def _arguments(ops, shapes, autocast, seed=2, alike=""):
+def _arguments(ops, shapes, autocast, seed=2):
     """(projections, the operators' tensors and scalings)"""
-    projections = projections_of(ops, shapes, autocast, 0.0, seed, alike)[0]
+    projections = projections_of(ops, shapes, autocast, 0.0, seed)[0]
     return projections, [part for one in projections for part in one[:4]], [one.scaling for one in projections]
 
 
@@ -32,11 +32,11 @@ def _check_gradients(operator, fake, arguments, leaves, needs):
         assert_close(mine, other, BF16, f"gradient {number}", 2)
 
 
-def check_traced_attention_inputs(ops, autocast=False, alike=""):
+def check_traced_attention_inputs(ops, autocast=False):
     nodes, traced = (importlib.import_module(f"{ops.__name__}.shared.ops.{name}") for name in ("projected_nodes", "traced_nodes"))
     kind = FP32 if autocast else BF16
     x, norm = leaf(randn(6, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
-    projections, tensors, scalings = _arguments(ops, [(n * 128, 1024) for n in (8, 4, 4)], autocast, alike=alike)
+    projections, tensors, scalings = _arguments(ops, [(n * 128, 1024) for n in (8, 4, 4)], autocast)
     norms = [leaf(randn(128, dtype=kind, device=CPU, seed=5 + i) + 1) for i in range(2)]
     angles = randn(1, 3, 128, dtype=FP32, device=CPU, seed=7)
     cos, sin = angles.cos().to(kind), angles.sin().to(kind)
@@ -56,12 +56,12 @@ def check_traced_attention_inputs(ops, autocast=False, alike=""):
         _check_gradients(traced._attention_inputs_gradients, traced._fake_attention_inputs_gradients, saved, leaves, needs)
 
 
-def check_traced_mlp(ops, autocast=False, attended=True, alike=""):
+def check_traced_mlp(ops, autocast=False, attended=True):
     nodes, traced = (importlib.import_module(f"{ops.__name__}.shared.ops.{name}") for name in ("projected_nodes", "traced_nodes"))
     kind = FP32 if autocast else BF16
     x, norm = leaf(randn(2, 3, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
     shapes = [(1024, 64)] * attended + [(48, 1024), (48, 1024), (1024, 48)]
-    projections, tensors, scalings = _arguments(ops, shapes, autocast, 2 + (not attended), alike)
+    projections, tensors, scalings = _arguments(ops, shapes, autocast, 2 + (not attended))
     before = leaf(randn(6, 64, dtype=BF16, device=CPU, seed=7)) if attended else None
     expected = nodes.projected_mlp(x, norm, projections, 0.5, before, BF16)
     dout = randn(2, 3, 1024, dtype=kind, device=CPU, seed=9)
@@ -96,9 +96,7 @@ CHECKS = {
     "mlp_of_a_graph": as_in_a_graph(functools.partial(projected_nodes.check_projected_mlp, attended=True)),
     "traced_inputs": check_traced_attention_inputs,
     "traced_inputs_autocast": functools.partial(check_traced_attention_inputs, autocast=True),
-    "traced_inputs_alike": functools.partial(check_traced_attention_inputs, alike="all"),
     "traced_mlp": check_traced_mlp,
-    "traced_mlp_alike": functools.partial(check_traced_mlp, alike="all"),
     "traced_mlp_alone": functools.partial(check_traced_mlp, attended=False),
     "traced_mlp_autocast": functools.partial(check_traced_mlp, autocast=True),
 }

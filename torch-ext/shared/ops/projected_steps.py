@@ -47,7 +47,7 @@ def attention_inputs_backward(grads, x, norm_weight, rstd, q, k, q_norm, k_norm,
         dq, dk, dv_place = [grad.view(t.shape) for grad, t in zip(grads, (q, k, dv))]
         dv_place.copy_(dv)
         dq_norm, dk_norm = norm_backward_into((dq, dk), *of_heads)
-    dlow = group.low_gradient(grads, together)
+    dlow = group.low_gradient(grads)
     dprojections = group.gradients(grads, dlow, lambda: rms_norm_recompute(x, norm_weight, rstd, group.dtype), needs[4:])
     dx = dnorm = None
     if needs[0] or needs[1]:
@@ -115,7 +115,7 @@ def mlp_backward(dout, x, attended, norm_weight, rstd, gate, up, groups: Sequenc
     dx = dattended = dnorm = None
     do: list = [None] * len(o_needs)
     if need_total or any(inner_needs):
-        dlow = inner.low_gradient(inner_grads, both)
+        dlow = inner.low_gradient(inner_grads)
         normed = functools.partial(rms_norm_recompute, x, norm_weight, rstd, dtype)
         found = inner.gradients(inner_grads, dlow, normed, inner_needs)
     if need_total:

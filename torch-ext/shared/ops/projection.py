@@ -144,48 +144,18 @@ class Copies:
             torch._foreach_copy_(self.targets, self.sources)
 
 
-def _rounded_a(rows: Sequence[torch.Tensor], dtype: torch.dtype, copies: Copies) -> torch.Tensor:
-    """All rows of the adapters' a in one matrix of a dtype, once the copies are made; the matrix itself where nothing has to be done."""
+def _rounded_adapters(adapters: Sequence[Projection], dtype: torch.dtype, copies: Copies) -> Tuple[torch.Tensor, List[torch.Tensor]]:
+    """(all rows of the adapters' a in one matrix, each b) in a dtype, once the copies are made; a matrix itself where nothing has to be
+    done for it."""
+    rows, others = [adapter.a for adapter in adapters], [adapter.b for adapter in adapters]
     a = rows[0]
     if _makes_rows(rows, dtype):
         ranks = [tensor.shape[0] for tensor in rows]
         a = torch.empty((sum(ranks), a.shape[1]), dtype=dtype, device=a.device)
         copies.add(rows, [a] if len(rows) == 1 else torch.split_with_sizes(a, ranks))
-    return a
-
-
-def _rounded_b(run: Sequence[torch.Tensor], dtype: torch.dtype, copies: Copies) -> torch.Tensor:
-    """The same of the b of a run: [out, rank] of one, [run, out, rank] of several."""
-    if run[0].dtype == dtype:
-        return run[0]
-    b = torch.empty(_shape_of_run(run), dtype=dtype, device=run[0].device)
-    copies.add(run, [b] if len(run) == 1 else b.unbind())
-    return b
-
-
-def _shape_of_run(run: Sequence[torch.Tensor]) -> Sequence[int]:
-    return run[0].shape if len(run) == 1 else (len(run), *run[0].shape)
-
-
-def _runs(projections: Sequence[Projection], dtype: torch.dtype) -> List[range]:
-    """The adapters, by their places: those behind each other in one run whose products with b can be one batch of them. That are adapters
-    of one shape and scaling whose b is rounded anyway, into one piece of memory."""
-    runs: List[range] = []
-    for i, projection in enumerate(projections):
-        if projection.a is None:
-            continue
-        before = projections[i - 1] if runs and runs[-1].stop == i and projection.b.dtype != dtype else None
-        alike = before is not None and before.b.dtype != dtype and before.b.shape == projection.b.shape
-        if alike and before.scaling == projection.scaling:
-            runs[-1] = range(runs[-1].start, i + 1)
-        else:
-            runs.append(range(i, i + 1))
-    return runs
-
-
-def _batch(matrix: torch.Tensor, columns: slice, count: int) -> torch.Tensor:
-    """[count, tokens, columns / count] of some columns of [tokens, all columns]."""
-    return matrix[:, columns].unflatten(1, (count, -1)).transpose(0, 1)
+    rounded = [b if b.dtype == dtype else torch.empty_like(b, dtype=dtype, memory_format=torch.contiguous_format) for b in others]
+    copies.add([b for b, new in zip(others, rounded) if new is not b], [new for b, new in zip(others, rounded) if new is not b])
+    return a, rounded
 
 
 def _makes_rows(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
@@ -212,8 +182,7 @@ def shapes_made(projections: Sequence[Projection], dtype: torch.dtype, tokens: i
     weights = [projection.weight for projection in projections]
     if any(weight.dtype != dtype for weight in weights):
         shapes.append((sum(weight.shape[0] for weight in weights), weights[0].shape[1]))
-    runs = [[projections[i].b for i in run] for run in _runs(projections, dtype)]
-    return shapes + [_shape_of_run(run) for run in runs if run[0].dtype != dtype]
+    return shapes + [adapter.b.shape for adapter in adapters if adapter.b.dtype != dtype]
 
 
 LOOK = object()  # stands for weights that may lie side by side
@@ -252,8 +221,7 @@ class Projections:
             adapters = [projections[i] for i in self.spans]
             if found is None:
                 mine = Copies() if copies is None else copies
-                self.a = _rounded_a([adapter.a for adapter in adapters], dtype, mine)
-                self.b = [_rounded_b([projections[i].b for i in run], dtype, mine) for run in self.runs]
+                self.a, self.b = _rounded_adapters(adapters, dtype, mine)
                 if copies is None:
                     mine.make()
             else:
@@ -267,8 +235,7 @@ class Projections:
             weights = self.whole.split(self.rows)
         self.weights = [None if weight is None else weight.to(dtype) for weight in weights]
         if self.spans and found is not None:
-            firsts = [projections[run.start].b for run in self.runs]
-            self.b = [first if first.dtype == dtype else found.pop(0) for first in firsts]
+            self.b = [adapter.b if adapter.b.dtype == dtype else found.pop(0) for adapter in adapters]
 
     def _describe(self, projections: Sequence[Projection], dtype: torch.dtype) -> None:
         """Sets what is no tensor."""
@@ -282,7 +249,7 @@ class Projections:
             if projection.a is not None:
                 self.spans[i] = slice(start, start + projection.a.shape[0])
                 start = self.spans[i].stop
-        self.rank, self.runs = start, _runs(projections, dtype)
+        self.rank = start
         self.scalings = [projection.scaling for projection in projections]
         self.dropouts = [projection.dropout for projection in projections]
         self.drops = any(self.dropouts[i] for i in self.spans)
@@ -299,7 +266,7 @@ class Projections:
             tensors.append(self.a)
         if self.rounded_whole:
             tensors.append(self.whole)
-        return tensors + [b for b, run in zip(self.b, self.runs) if projections[run.start].b.dtype != self.dtype]
+        return tensors + [b for b, adapter in zip(self.b, adapters) if adapter.b.dtype != self.dtype]
 
     def _weight(self, i: int) -> torch.Tensor:
         return self.four_bit[i].dense(self.dtype) if i in self.four_bit else self.weights[i]
@@ -310,39 +277,21 @@ class Projections:
         biases: of the adapters. in_one: whether weights that lie side by side are one product. onto: [tokens, out], added to the only
         projection's result, with `out`. out: [tokens, all rows], where the results go side by side.
         """
-        together = out
         if onto is not None:
             results = [torch.addmm(onto, x, self._weight(0).t(), out=out)]
         elif self.whole is not None and in_one:
-            together = linear(x, self.whole) if out is None else torch.mm(x, self.whole.t(), out=out)
-            results = list(together.split(self.rows, 1))
+            results = list((linear(x, self.whole) if out is None else torch.mm(x, self.whole.t(), out=out)).split(self.rows, 1))
         elif out is None:
             results = [linear(x, self._weight(i)) for i in range(len(self.rows))]
         else:
             results = [torch.mm(x, self._weight(i).t(), out=part) for i, part in enumerate(out.split(self.rows, 1))]
         if self.spans:
             self.low = self._low(x)
-            for run, b in zip(self.runs, self.b):
-                if len(run) == 1:
-                    results[run.start].addmm_(self.low[:, self.spans[run.start]], b.t())
-                elif together is None:
-                    for i, of_one in zip(run, b):
-                        results[i].addmm_(self.low[:, self.spans[i]], of_one.t())
-                else:
-                    _batch(together, self._columns(run), len(run)).baddbmm_(self._low_of(self.low, run), b.transpose(1, 2))
-            for i in self.spans:
+            for (i, span), b in zip(self.spans.items(), self.b):
+                results[i].addmm_(self.low[:, span], b.t())
                 if biases[i] is not None:
                     results[i].add_(biases[i].to(self.dtype), alpha=self.scalings[i])
         return results
-
-    def _columns(self, run: range) -> slice:
-        """Of the results of a run, where all results lie side by side."""
-        start = sum(self.rows[: run.start])
-        return slice(start, start + sum(self.rows[run.start : run.stop]))
-
-    def _low_of(self, low: torch.Tensor, run: range) -> torch.Tensor:
-        """[run, tokens, rank] of [tokens, all ranks]."""
-        return _batch(low, slice(self.spans[run.start].start, self.spans[run[-1]].stop), len(run))
 
     def _low(self, x: torch.Tensor) -> torch.Tensor:
         """scaling * dropout(x) @ a.T of all adapters, side by side."""
@@ -381,25 +330,17 @@ class Projections:
         else:
             new.weights = tensors[2:start]
             new.whole = (None if self.four_bit else _whole_of(new.weights)) if whole is LOOK else whole
-        end = start + len(self.runs)
+        end = start + len(self.spans)
         new.b = tensors[start:end]
         return new, tensors[end:]
 
-    def low_gradient(self, grads: Sequence[torch.Tensor], together: Optional[torch.Tensor] = None) -> Optional[torch.Tensor]:
-        """The gradient of dropout(x) @ a.T of all adapters, side by side; grads: of the results, [tokens, out] each. together: where they
-        lie side by side, the matrix that they are in."""
+    def low_gradient(self, grads: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
+        """The gradient of dropout(x) @ a.T of all adapters, side by side; grads: of the results, [tokens, out] each."""
         if not self.spans:
             return None
         low = grads[0].new_empty((grads[0].shape[0], self.rank))
-        for run, b in zip(self.runs, self.b):
-            scaling = self.scalings[run.start]
-            if len(run) == 1:
-                low[:, self.spans[run.start]].addmm_(grads[run.start], b, beta=0, alpha=scaling)
-            elif together is None:
-                for i, of_one in zip(run, b):
-                    low[:, self.spans[i]].addmm_(grads[i], of_one, beta=0, alpha=scaling)
-            else:
-                self._low_of(low, run).baddbmm_(_batch(together, self._columns(run), len(run)), b, beta=0, alpha=scaling)
+        for (i, span), b in zip(self.spans.items(), self.b):
+            low[:, span].addmm_(grads[i], b, beta=0, alpha=self.scalings[i])
         return low
 
     def input_gradient(self, grads: Sequence[torch.Tensor], dlow: Optional[torch.Tensor],
@@ -467,7 +408,7 @@ class Layout(Projections):
         self.weights, self.b = [], []
         self.numbers = numbers_of(projections)
         self.tensors = OF_ONE * len(projections)
-        self.kept = (2 if self.rounded_whole else 1 + len(projections)) + 1 + len(self.runs)  # tensors that `saved` lists
+        self.kept = (2 if self.rounded_whole else 1 + len(projections)) + 1 + len(self.spans)  # tensors that `saved` lists
         self.makes_rows = bool(self.spans) and _makes_rows([projections[i].a for i in self.spans], dtype)
 
     def projections(self, tensors: Sequence) -> List[Projection]:
@@ -494,8 +435,8 @@ class Layout(Projections):
             at += 1
         else:
             found += tensors[::OF_ONE]
-        for run in self.runs:
-            b = tensors[OF_ONE * run.start + 2]
+        for i in self.spans:
+            b = tensors[OF_ONE * i + 2]
             if b.dtype != self.dtype:
                 b = made[at]
                 at += 1

@@ -64,7 +64,6 @@ COMPUTATIONS: Dict[Any, Callable] = {
     _aten.addmm.default: torch.addmm,
     _aten.addmm.out: torch.addmm,
     _aten.addmm_.default: torch.Tensor.addmm_,
-    _aten.baddbmm_.default: torch.Tensor.baddbmm_,
     _aten.add.Tensor: torch.add,
     _aten.add.out: torch.add,
     _aten.add_.Tensor: torch.Tensor.add_,
