@@ -18,7 +18,7 @@ import cuda.tile as ct
 
 from kernel_src.elements import read, read_once, write
 from kernel_src.layer_norm import row_statistics
-from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Params, Variant
+from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Params, PerArchitecture, Variant
 from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, place, rows, sum_of, two_sums
 
 Const = ct.Constant[int]
@@ -304,7 +304,8 @@ TILE = 4096  # elements of a block, where a channel is whole tiles
 
 def tiles(x, w):
     a, p = Array(x, (None, None), divisible=(1, TILE)), Array(w, (None,), aligned=False)
-    hints = {"occupancy": 5 if x != "float32" else 4, "num_worker_warps": 8}
+    wide = x == "float32"
+    hints: dict = {"occupancy": 4 if wide else 5, "num_worker_warps": 8}
     parts, sums = Array("float32", (None, None, 2), aligned=False), Array("float32", (2, None, None), aligned=False)
     statistics = {"mean": PER_ROW, "rstd": PER_ROW}
     if x == w:
@@ -314,6 +315,8 @@ def tiles(x, w):
     yield Variant(group_norm_tile_apply, {**inputs, "TILE": TILE, "PARTS": PARTS}, hints={"occupancy": 8})
     found, out = Array("float32", (2, None, None, None), aligned=False), Array(w, (2, None), aligned=False)
     grads: Params = {"dx": a, "dy": a, "x": a, "weight": p, **statistics, "sums": found, "dparameters": out, "positions": INT}
+    if wide:  # with four it spills on sm_86 and sm_89
+        hints = {**hints, "occupancy": PerArchitecture(3, "sm_90", 4)}
     yield Variant(group_norm_tile_apply_backward, {**grads, "TILE": TILE, "PARTS": PARTS, **SUMS}, hints=hints)
 
 
