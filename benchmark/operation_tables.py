@@ -35,20 +35,33 @@ def suite_table(suite: Suite, rows: list[Row]) -> str:
     return markdown(head, body) + str(notes) + origin(rows) if rows else ""
 
 
+LEVEL = 0.03  # a difference of times that is none
+
+
+def _beside_liger(ours: Row, liger: Row | None) -> str:
+    """Return Liger's time over ours, or that they are level."""
+    if liger is None or not (liger.y_value_50 and ours.y_value_50):
+        return ""
+    ratio = liger.y_value_50 / ours.y_value_50
+    return "level" if abs(ratio - 1) <= LEVEL else f"{ratio:.2f} ×"
+
+
 def limits_table(rows: list[Row]) -> str:
     """Return forward + backward of Liger's operations at the shapes whose limits they declare, beside one copy of the bytes that they have
-    to move, or the products alone."""
-    shown, body = [], []
+    to move, or the products alone, and beside Liger."""
+    shown, body, notes = [], [], Notes()
     for operation in registry.of_suite(LIGER):
         for limit in operation.limits:
             wanted = {"metric_name": "speed", "kernel_operation_mode": "full", "x_name": "shape", "x_value": limit.title}
             found = by_provider(select(rows, kernel_name=operation.name, **wanted))
-            floor, ours = found.get(FLOOR), found.get("bastile")
+            floor, ours, liger = found.get(FLOOR), found.get("bastile"), found.get("liger")
             if floor and ours:
-                cells = (number(row.y_value_50 or 0) for row in (floor, ours))
-                body.append([operation.title, limit.title, *cells, share(floor, ours)])
+                times = [number(row.y_value_50 or 0) for row in (floor, ours)]
+                peer = notes.cell(liger, number), _beside_liger(ours, liger)
+                body.append([operation.title, limit.title, *times, share(floor, ours), *peer])
                 shown.append(ours)
-    return markdown(["µs, forward + backward", "", "floor", "Bastile", "of the floor"], body) + origin(shown) if body else ""
+    head = ["µs, forward + backward", "", "floor", "Bastile", "of the floor", "Liger", "vs Liger"]
+    return markdown(head, body) + str(notes) + origin(shown) if body else ""
 
 
 def suite_tables() -> dict:

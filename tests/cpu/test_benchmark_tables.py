@@ -33,6 +33,16 @@ def test_tables(results):
         assert tables.table(name, []) == ("" if name in step_tables.titled_tables() else "*Not measured yet.*")
 
 
+def test_the_table_of_ligers_operations():
+    shape = "8192 tokens, bf16"
+    times = {"floor": 80.0, "bastile": 100.0, "liger": 150.0}
+    rows = [dataclasses.replace(row("layer_norm", provider, "full", x=shape, y=y), x_name="shape") for provider, y in times.items()]
+    found = tables.table("liger_limits", rows)
+    assert "| LayerNorm | 8192 tokens, bf16 | 80 | 100 | 80% | 150 | 1.50 × |" in found
+    level = tables.table("liger_limits", [*rows[:2], dataclasses.replace(rows[2], y_value_50=98.0)])
+    assert "| 98 | level |" in level and "| 80% |  |  |" in tables.table("liger_limits", rows[:2])
+
+
 def test_the_table_of_the_optimizer(results):
     found = tables.table("adamw", records.read_all(results / "nvidia-h200"))
     assert "| parameters of | PyTorch | PyTorch, fused | Bastile | floor | Bastile: of the floor | vs best peer |" in found
