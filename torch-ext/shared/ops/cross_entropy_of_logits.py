@@ -136,12 +136,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, target, class_weight, scale, averages: bool, options: Options):
         ctx.options = options[:4]
-        losses, lse = cross_entropy_forward(logits, target, class_weight, *ctx.options)
-        ctx.reduced = averages or scale is not None
-        if averages:
-            losses, scale = counted_mean(losses, target, options.ignore_index, logits.shape[1])
-        elif ctx.reduced:
-            losses = _sum(losses, scale)
+        losses, lse, scale = _forward_and_sum(logits, target, class_weight, scale, averages, ctx.options)
+        ctx.reduced = scale is not None
         ctx.save_for_backward(logits, target, class_weight, lse, scale if ctx.reduced else torch.ones_like(lse[:1]))
         ctx.mark_non_differentiable(lse)
         return losses, lse
@@ -152,6 +148,17 @@ class _CrossEntropy(torch.autograd.Function):
         logits, target, class_weight, lse, scale = ctx.saved_tensors
         dloss = dloss.view(1) if ctx.reduced else dloss.contiguous()
         return cross_entropy_backward(dloss, scale, logits, target, class_weight, lse, *ctx.options), None, None, None, None, None
+
+
+def _forward_and_sum(logits, target, class_weight, scale, averages: bool, options: tuple):
+    """(what `_CrossEntropy` returns, and what the sum of the losses was multiplied by, None where they were not added up). options: the
+    first four."""
+    losses, lse = cross_entropy_forward(logits, target, class_weight, *options)
+    if averages:
+        losses, scale = counted_mean(losses, target, options[0], logits.shape[1])
+    elif scale is not None:
+        losses = _sum(losses, scale)
+    return losses, lse, scale
 
 
 def _sum(losses: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -196,26 +203,23 @@ def cross_entropy(
     )  # fmt: skip
     logits, target = input.reshape(-1, classes), target.reshape(-1).contiguous()
     weight = None if weight is None else weight.detach().to(accumulation_dtype(input.dtype)).contiguous()
-    formula, more = needs_formula(logits, target, weight), return_z_loss or options.predicts
+    more = return_z_loss or options.predicts
     plain_mean = reduction == "mean" and weight is None and num_items is None
     kernels = plain_mean and not torch.compiler.is_compiling() and kernels_compute(logits, target)
-    averages = kernels and not formula and not more  # what else is returned is scaled too
-    scale = None
-    if kernels and not averages:
+    averages = kernels and not more  # what else is returned is scaled too
+    if averages:
+        scale = None
+    elif kernels:
         scale = inverse_count(target, options.ignore_index, classes)
-    elif not averages:
+    else:
         scale = reduction_scale(target, classes, weight, options, reduction, num_items, accumulation_dtype(input.dtype))
-    if formula:
+    if needs_formula(logits, target, weight):
         rows = TorchChunk(logits, target, weight, options).rows()
         return output_of(reduced(rows.loss, scale), rows, scale, target, options)
     if torch.is_grad_enabled() and logits.requires_grad:
         loss, lse = _CrossEntropy.apply(logits, target, weight, scale, averages, options)
     else:
-        loss, lse = cross_entropy_forward(logits, target, weight, *options[:4])
-        if averages:
-            loss, _ = counted_mean(loss, target, options.ignore_index, classes)
-        elif scale is not None:
-            loss = _sum(loss, scale)
+        loss, lse, _ = _forward_and_sum(logits, target, weight, scale, averages, options[:4])
     if not more:
         return loss
     counted = is_counted(target, classes, options.ignore_index)
