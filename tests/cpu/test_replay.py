@@ -412,7 +412,7 @@ def test_tensors_are_made_on_the_device_of_the_call(replay, monkeypatch):
         yield
         current[0] = before
 
-    monkeypatch.setattr(replay, "_current_device", lambda: current[0])
+    monkeypatch.setattr(replay.driver, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", device)
     plan = replay.Plan([lambda places, addresses: seen.append(current[0])], 0, {}, 0, [], 1, torch.device("cuda", 0))
     x = rows()

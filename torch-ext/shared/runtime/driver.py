@@ -8,7 +8,7 @@ once in a process and launched on every device of its architecture.
 import ctypes
 import struct
 import threading
-from typing import Callable, Dict, List, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Sequence, Tuple, Union
 
 import torch
 
@@ -64,7 +64,7 @@ def raw_stream(device: int) -> int:
 
 # 0.1 us instead of 4 us, where this torch has it.
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", raw_stream)
-current_device = getattr(torch._C, "_cuda_getDevice", None)  # None in a torch without CUDA, where nothing is launched
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # None in a torch without CUDA, where nothing is launched
 
 
 class Driver:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import launch
+from . import driver, launch
 
 KEPT = 4096  # combinations of arguments that one operator remembers
 RECORDED = 1  # calls with a combination before the one that is recorded: of lengths that never come again nothing is recorded
@@ -38,7 +38,6 @@ ALLOCATIONS = frozenset(
     )
 )
 HARMLESS = frozenset((_aten.promote_types.default,))  # what follows from dtypes and numbers
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # None in a torch without CUDA
 _recording = threading.Lock()  # one call of the process is recorded at a time
 _any_autocasts = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
@@ -74,18 +73,13 @@ COMPUTATIONS: Dict[Any, Callable] = {
     _aten._to_copy.default: _cast_copy,
     _aten.clone.default: torch.clone,
     _aten.cat.out: torch.cat,
-}
-if "dtype" in _aten.mm.overloads():
-    COMPUTATIONS[_aten.mm.dtype] = _widened_product
-
-
-# Operations that look at their first argument another way where that can be done, and copy it where not.
-EITHER: Dict[Any, Callable] = {
+    # These look at their first argument another way where that can be done, and are computations where not (`_shares_memory`).
     _aten.contiguous.default: torch.Tensor.contiguous,
     _aten.reshape.default: torch.reshape,
     _aten.to.dtype: torch.Tensor.to,
 }
-COMPUTATIONS.update(EITHER)
+if "dtype" in _aten.mm.overloads():
+    COMPUTATIONS[_aten.mm.dtype] = _widened_product
 
 
 NOWHERE = -1  # the place of what is not there, behind all others
@@ -144,7 +138,7 @@ class Plan:
 
     def run(self, tensors: List[torch.Tensor], addresses: List[int]):
         """Does it with other tensors, and returns the results; None where this call is another one after all."""
-        if self.gpu is not None and _current_device() != self.gpu:  # where the allocator would make tensors
+        if self.gpu is not None and driver.current_device() != self.gpu:  # where the allocator would make tensors
             with torch.cuda.device(self.gpu):
                 return self.run(tensors, addresses)
         for i, j, distance in self.distances:
@@ -203,23 +197,18 @@ def _viewing(place: int, origin: _Origin, returned: bool) -> Step:
         def step(places, addresses):
             places[place] = _reinterpreted(places[root], shape, stride, offset)
 
-    elif offset:
+    else:
 
         def step(places, addresses):
             source = places[root]
             places[place] = torch.as_strided(source, shape, stride, source.storage_offset() + offset)
 
-    else:
-
-        def step(places, addresses):
-            places[place] = torch.as_strided(places[root], shape, stride)
-
     return step
 
 
 def _inductors(name: str, works: Callable[[Callable], bool]) -> Optional[Callable]:
-    """A function of torch that compiled graphs make tensors with, at half of what those of every day cost, where this torch has it as
-    it is used here."""
+    """What compiled graphs make tensors with, at half of what the functions of every day cost, or tell them apart by, where this torch has
+    it as it is used here."""
     try:
         function = getattr(torch._C._dynamo.guards, name)
         return function if works(function) else None
@@ -232,22 +221,14 @@ def _allocates(make: Callable) -> bool:
     return (found.shape, found.stride(), found.dtype) == ((2, 3), (4, 1), torch.bfloat16) and not found.requires_grad
 
 
-def _allocates_on_gpu(make: Callable) -> bool:
-    return callable(make)  # tried out, it would begin to use the GPU before anybody asks for it
-
-
 def _reinterprets(view: Callable) -> bool:
     source = torch.arange(12.0)[2:]
     return torch.equal(view(source, (2, 2), (3, 1), 1), torch.tensor([[3.0, 4.0], [6.0, 7.0]]))
 
 
-_ALLOCATORS: Dict[str, Callable] = {
-    kind: function
-    for kind, function in (
-        ("cpu", _inductors("_empty_strided_cpu", _allocates)),
-        ("cuda", _inductors("_empty_strided_cuda", _allocates_on_gpu)),
-    )
-    if function is not None
+_ALLOCATORS = {  # by the type of a device. That of a GPU is not tried out: it would begin to use one before anybody asks for it
+    "cpu": _inductors("_empty_strided_cpu", _allocates),
+    "cuda": _inductors("_empty_strided_cuda", callable),
 }
 _reinterpreted = _inductors("_reinterpret_tensor", _reinterprets)
 
@@ -689,20 +670,14 @@ def _guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     return _TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
 
 
-def _tensor_guards():
-    """torch's class of that name, which compiled graphs ask, where this torch has it as it is used here."""
-    try:
-        TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
-        flat, square = torch.empty(4), torch.empty(2, 2)
-        guard = TensorGuards(flat, square, dynamic_dims_sizes=[[4], [2, 2]], dynamic_dims_strides=[[1], [2, 1]]).check
-        works = guard(torch.empty(4), torch.empty(2, 2)) and not guard(flat, flat) and not guard(flat, square.half())
-        works = works and not guard(flat, torch.empty(4, 2)[::2]) and not guard(flat, torch._neg_view(square)) and not guard(flat, None)
-        return TensorGuards if works else None
-    except Exception:
-        return None
+def _tells_apart(guards: Any) -> bool:
+    flat, square = torch.empty(4), torch.empty(2, 2)
+    guard = guards(flat, square, dynamic_dims_sizes=[[4], [2, 2]], dynamic_dims_strides=[[1], [2, 1]]).check
+    found = guard(torch.empty(4), torch.empty(2, 2)) and not guard(flat, flat) and not guard(flat, square.half())
+    return found and not guard(flat, torch.empty(4, 2)[::2]) and not guard(flat, torch._neg_view(square)) and not guard(flat, None)
 
 
-_TensorGuards: Any = _tensor_guards()
+_TensorGuards: Any = _inductors("TensorGuards", _tells_apart)
 
 
 IDENTITIES: set = set()  # types of arguments of which each is only equal to itself, and never changes
