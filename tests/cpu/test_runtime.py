@@ -1,5 +1,6 @@
 """The runtime without a GPU: files that are damaged, promises that are broken, and a driver that answers as a test wants."""
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -1207,6 +1208,9 @@ def device(runtime, cubins, gpu, monkeypatch):
         make = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *a, make=make, device=None, **k: make(*a, **k))
     gpu.current = -1
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: f"the stream of {index}")
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", int)
     driver = driver_with(runtime, cubins)
     driver._cuda = AddingCuda()
     monkeypatch.setattr(runtime.launch, "backend", driver)
@@ -1215,8 +1219,16 @@ def device(runtime, cubins, gpu, monkeypatch):
     runtime.device.forget()
     runtime.device._column_sum._prepared.clear()
     yield runtime.device
+    join_the_thread_of(runtime.device)
     runtime.device.forget()
     runtime.device._column_sum._prepared.clear()
+
+
+def join_the_thread_of(device):
+    """Waits for what prepares a backward pass."""
+    for thread in threading.enumerate():
+        if thread.name == device.BACKWARD_THREAD:
+            thread.join()
 
 
 def answers(device, *tensors):
@@ -1241,6 +1253,55 @@ def test_in_a_capture_nothing_is_launched_for_a_try(device, runtime, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert answers(device, OnTheGPU()) == ([True], [])
     assert not runtime.launch.backend.cuda.launches
+
+
+@pytest.fixture
+def handles(device, monkeypatch):
+    """Called with a mode of autograd: what asks for handles of cuBLAS by itself at the first use of a device, as (thread, stream)."""
+    found, streams = [], []
+
+    @contextlib.contextmanager
+    def stream(which):
+        streams.append(which)
+        yield
+        streams.pop()
+
+    def ask():
+        found.append((threading.current_thread().name, *streams))
+
+    def calls(mode):
+        with mode:
+            assert answers(device, OnTheGPU(), OnTheGPU()) == ([True, True], [])
+        join_the_thread_of(device)
+        return found
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", ask)
+    return calls
+
+
+def test_what_the_first_backward_pass_needs_of_pytorch_is_made_aside_once(device, handles):
+    assert handles(torch.enable_grad()) == [(device.BACKWARD_THREAD, "the stream of 0")]
+
+
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+def test_nothing_is_made_for_a_backward_pass_that_does_not_come(handles, mode):
+    assert handles(mode()) == []
+
+
+def test_no_other_thread_begins_while_a_graph_is_captured(handles, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert handles(torch.enable_grad()) == []
+
+
+def test_a_device_without_memory_for_the_backward_pass_says_so_when_it_is_used(handles, monkeypatch):
+    def fails():
+        raise torch.OutOfMemoryError("no memory for a workspace")
+
+    failed = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", fails)
+    assert handles(torch.enable_grad()) == [] and failed == []
 
 
 class World:

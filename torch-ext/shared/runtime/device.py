@@ -14,6 +14,7 @@ from .artifacts import ArtifactError, host
 from .driver import MIN_DRIVER, DriverError
 
 PLAIN = (torch.Tensor, nn.Parameter)
+BACKWARD_THREAD = "bastile-backward"
 _TRACERS = [key for name, key in torch._C._TorchDispatchModeKey.__members__.items() if name in ("FAKE", "PROXY", "FUNCTIONAL")]
 
 _lock = threading.Lock()
@@ -101,6 +102,7 @@ def forget() -> None:
 
 
 def _probe(index: int) -> bool:
+    _prepare_backward(index)
     try:
         _check(index)
     except (ArtifactError, DriverError, KernelsUnavailable) as error:
@@ -113,6 +115,36 @@ def _probe(index: int) -> bool:
             warnings.warn(message, RuntimeWarning, stacklevel=4)
         return False
     return True
+
+
+class _AskForHandle(torch.autograd.Function):
+    """Has PyTorch make autograd's thread of a device, and the cuBLAS handle of that thread, in its backward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        torch.cuda.current_blas_handle()
+        return dy
+
+
+def _prepare_backward(index: int) -> None:
+    """Lets another thread do what the first backward pass on a device would wait 80 ms for, while this one looks at the kernels: PyTorch
+    has a handle of cuBLAS for each thread that asks for a product. Nothing where no backward pass is to come, or a graph is captured."""
+    if not torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing():
+        return
+    stream = torch.cuda.current_stream(index)  # a handle has a workspace for each stream
+
+    def prepare() -> None:
+        try:
+            with torch.cuda.device(index), torch.cuda.stream(stream):
+                _AskForHandle.apply(torch.zeros(1, device="cuda", requires_grad=True)).backward()
+        except RuntimeError:
+            pass  # what is wrong with the device hears who uses it
+
+    threading.Thread(target=prepare, name=BACKWARD_THREAD).start()
 
 
 def _check(index: int) -> None:
