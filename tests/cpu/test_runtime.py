@@ -1284,6 +1284,36 @@ def test_what_the_first_backward_pass_needs_of_pytorch_is_made_aside_once(device
     assert handles(torch.enable_grad()) == [(device.BACKWARD_THREAD, "the stream of 0")]
 
 
+def test_it_is_made_where_a_device_is_first_seen_inside_of_an_autograd_function(device, handles, monkeypatch):
+    """There gradients are switched off, as in inference."""
+    common = importlib.import_module(device.__name__.replace("runtime.device", "ops.common"))
+    made = handles(torch.no_grad())
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, number):
+            return 2 * x
+
+    class Elsewhere(torch.nn.Parameter):
+        is_cuda = True
+
+        def get_device(self):
+            return 0
+
+    monkeypatch.setattr(common, "PLAIN", (*common.PLAIN, Elsewhere))
+    leaf = torch.nn.Parameter(torch.ones(2))
+    for mode, tensor, expected in (
+        (torch.no_grad, Elsewhere(leaf), 0),
+        (torch.enable_grad, leaf, 0),
+        (torch.enable_grad, Elsewhere(leaf), 1),
+        (torch.enable_grad, Elsewhere(leaf), 1),
+    ):
+        with mode():
+            common.apply_function(Double, tensor, 3)
+        join_the_thread_of(device)
+        assert len(made) == expected
+
+
 @pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
 def test_nothing_is_made_for_a_backward_pass_that_does_not_come(handles, mode):
     assert handles(mode()) == []

@@ -7,7 +7,7 @@ from typing import Callable, Iterator, List, Optional, Sequence
 import torch
 
 from ..._ops import add_op_namespace_prefix
-from ..runtime.device import PLAIN, is_ordinary, kernels_run_on
+from ..runtime.device import PLAIN, is_ordinary, kernels_run_on, prepare_backward, prepared
 from ..runtime.launch import GRID_MAX, Kernel, overlaps
 from ..runtime.replay import replayed
 
@@ -40,6 +40,11 @@ def apply_function(function, *arguments):
         return function.apply(*arguments)
     if not torch.is_grad_enabled():
         return function.forward(_NoContext(), *arguments)
+    if not prepared:
+        for argument in arguments:
+            if type(argument) in PLAIN and argument.is_cuda:
+                prepare_backward(argument.get_device())
+                break
     # A tensor that a transform of torch.func left behind still has its wrapper around it, and looks like any other.
     return super(torch.autograd.Function, function).apply(*[_unwrap_if_dead(a) if type(a) in PLAIN else a for a in arguments])
 

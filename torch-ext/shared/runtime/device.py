@@ -17,6 +17,7 @@ PLAIN = (torch.Tensor, nn.Parameter)
 BACKWARD_THREAD = "bastile-backward"
 _TRACERS = [key for name, key in torch._C._TorchDispatchModeKey.__members__.items() if name in ("FAKE", "PROXY", "FUNCTIONAL")]
 
+prepared: set = set()  # devices whose first backward pass will find what it needs
 _lock = threading.Lock()
 _ready: Dict[int, bool] = {}
 _warned: set = set()
@@ -99,10 +100,12 @@ def forget() -> None:
     with _lock:
         _ready.clear()
         _warned.clear()
+        prepared.clear()
 
 
 def _probe(index: int) -> bool:
-    _prepare_backward(index)
+    if torch.is_grad_enabled():
+        prepare_backward(index)
     try:
         _check(index)
     except (ArtifactError, DriverError, KernelsUnavailable) as error:
@@ -130,11 +133,12 @@ class _AskForHandle(torch.autograd.Function):
         return dy
 
 
-def _prepare_backward(index: int) -> None:
+def prepare_backward(index: int) -> None:
     """Lets another thread do what the first backward pass on a device would wait 80 ms for, while this one looks at the kernels: PyTorch
-    has a handle of cuBLAS for each thread that asks for a product. Nothing where no backward pass is to come, or a graph is captured."""
-    if not torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing():
+    has a handle of cuBLAS for each thread that asks for a product. Only once, and not while a graph is captured."""
+    if index in prepared or torch.cuda.is_current_stream_capturing():
         return
+    prepared.add(index)
     stream = torch.cuda.current_stream(index)  # a handle has a workspace for each stream
 
     def prepare() -> None:
