@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 
 from interpreter.backend import InterpreterBackend
 from tests.cpu.conftest import assemble_cpu, load
-from tests.ops import adamw, common, experts, grouped_gemm, linear_cross_entropy, rms_norm, rotary, swiglu
+from tests.ops import adamw, common, experts, grouped_gemm, linear_cross_entropy, low_rank, rms_norm, rotary, swiglu
 from tests.ops.common import FLOATS, randn, runtime_of
 from tools.compile import operations
 from tools.kernel_package import package_folders, read_package
@@ -235,6 +235,17 @@ def test_a_second_backward_pass_of_the_experts_gives_the_same(ops):
 def test_grouped_gemms(ops, backend, gpu, dtype, case):
     grouped_gemm.check_grouped_gemm(ops, DEVICE, dtype, **case)
     assert {name.partition("-")[0] for name in backend.launched} == {"grouped_mm", "grouped_outer"}
+
+
+@pytest.mark.parametrize(("dtype", "result"), low_rank.DTYPES, ids=str)
+@pytest.mark.parametrize("case", low_rank.CASES, ids=str)
+def test_low_rank_gradients(ops, backend, gpu, dtype, result, case):
+    low_rank.check_low_rank_gradients(ops, DEVICE, dtype, result, **case)
+    assert {name.partition("-")[0] for name in backend.launched} == {"low_rank_gradients"}
+
+
+def test_low_rank_gradients_that_are_left_to_pytorch(ops, backend):
+    low_rank.check_what_is_left_to_pytorch(ops, DEVICE)
 
 
 @pytest.mark.parametrize(

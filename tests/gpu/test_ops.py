@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ops import adamw, experts, linear_cross_entropy, rms_norm, rotary, swiglu
+from tests.ops import adamw, experts, linear_cross_entropy, low_rank, rms_norm, rotary, swiglu
 from tests.ops.common import FLOATS
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -116,3 +116,20 @@ def test_evaluation_stores_no_logits(ops, dtype, shape):
 def test_evaluation_options(ops, dtype, features, case):
     exact = dtype != torch.float32 and features == 64  # by the kernel that rounds no logits
     linear_cross_entropy.check_evaluation(ops, DEVICE, dtype, 300, features, 9001, bound=torch.float32 if exact else dtype, **case)
+
+
+LOW_RANK_LARGE = (
+    dict(tokens=1024, out=12288, rank=16, features=4096),
+    dict(tokens=513, out=1024, rank=64, features=4096),
+    dict(tokens=512, out=4096, rank=8, features=12288),
+)
+
+
+@pytest.mark.parametrize(("dtype", "result"), low_rank.DTYPES, ids=str)
+@pytest.mark.parametrize("case", (*low_rank.CASES, *LOW_RANK_LARGE), ids=str)
+def test_low_rank_gradients(ops, dtype, result, case):
+    low_rank.check_low_rank_gradients(ops, DEVICE, dtype, result, **case)
+
+
+def test_low_rank_gradients_that_are_left_to_pytorch(ops):
+    low_rank.check_what_is_left_to_pytorch(ops, DEVICE)

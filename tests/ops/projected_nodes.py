@@ -12,13 +12,13 @@ from tests.ops.rotary import rotary_exact
 from tests.tolerances import assert_close
 
 
-def projections_of(ops, shapes, autocast, dropout, seed=2):
+def projections_of(ops, shapes, autocast, dropout, seed=2, ranks=(0, 5, 3, 4)):
     """Projections with adapters of several ranks, scalings and dtypes, one with a bias and one without an adapter; and the same in
     float64."""
     projection = importlib.import_module(f"{ops.__name__}.shared.ops.projection").Projection
     found, wanted = [], []
     for i, (rows, columns) in enumerate(shapes):
-        rank, dtype = (0, 5, 3, 4)[(i + 1) % 4], FP32 if i % 2 else BF16
+        rank, dtype = ranks[(i + 1) % 4], FP32 if i % 2 else BF16
         parts = [leaf(randn(rows, columns, dtype=FP32 if autocast else BF16, device=CPU, seed=seed + i, scale=columns**-0.5))]
         if rank:
             parts.append(leaf(randn(rank, columns, dtype=dtype, device=CPU, seed=20 + i, scale=columns**-0.5)))
@@ -29,6 +29,9 @@ def projections_of(ops, shapes, autocast, dropout, seed=2):
         found.append(projection(*parts, *numbers))
         wanted.append(projection(*(None if part is None else exact(part) for part in parts), *numbers))
     return found, wanted
+
+
+EIGHTS = (0, 40, 24, 8)  # ranks whose gradients a kernel makes
 
 
 def projected(x, projection):
@@ -52,12 +55,13 @@ def _leaves(projections):
     return [part for projection in projections for part in projection[:4]]
 
 
-def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=0.0, as_attention=False):
-    """as_attention: as of `gradient_like`. autocast: x, norms and weights in fp32 with products in bf16, as under autocast."""
+def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=0.0, as_attention=False, **ranks):
+    """ranks: of `projections_of`. as_attention: as of `gradient_like`. autocast: x, norms and weights in fp32 with products in bf16, as
+    under autocast."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.ops.projected_nodes")
     shape, kind = (1, 6) if as_attention else (2, 3), FP32 if autocast else BF16
     x, norm = leaf(randn(6, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
-    projections, projections64 = projections_of(ops, [(n * 128, 1024) for n in (8, 4, 4)], autocast, dropout)
+    projections, projections64 = projections_of(ops, [(n * 128, 1024) for n in (8, 4, 4)], autocast, dropout, **ranks)
     if packed:
         lay_side_by_side(ops, [projection.weight for projection in projections])
     norms = [leaf(randn(128, dtype=kind, device=CPU, seed=5 + i) + 1) for i in range(2)]
@@ -128,6 +132,9 @@ CHECKS = {
     "projected_inputs_replayed": functools.partial(check_projected_attention_inputs, as_attention=True),
     "projected_inputs_packed_replayed": functools.partial(check_projected_attention_inputs, packed=True, as_attention=True),
     "projected_inputs_autocast_replayed": functools.partial(check_projected_attention_inputs, autocast=True, as_attention=True),
+    "projected_inputs_eights": functools.partial(check_projected_attention_inputs, ranks=EIGHTS),
+    "projected_inputs_eights_packed": functools.partial(check_projected_attention_inputs, packed=True, ranks=EIGHTS),
+    "projected_inputs_eights_dropout": functools.partial(check_projected_attention_inputs, dropout=0.25, ranks=EIGHTS),
     "projected_mlp": check_projected_mlp,
     "projected_mlp_attended": functools.partial(check_projected_mlp, attended=True),
     "projected_mlp_packed": functools.partial(check_projected_mlp, attended=True, packed=True, inner=512),
@@ -174,7 +181,9 @@ MUTANTS = [
          ("dx.addmm_(dlow[:, span], self.a[span])", "pass", "projected_inputs_dropout")),
     *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.gradients",
          ("_product(grad.t(), y, self.dtypes[i])", "_product(-grad.t(), y, self.dtypes[i])"),
-         ("_product(grad.t(), self.low[:, self.spans[i]], b_dtype)", "_product(-grad.t(), self.low[:, self.spans[i]], b_dtype)"),
+         ("_product(grad.t(), self.low[:, span], b_dtype)", "_product(-grad.t(), self.low[:, span], b_dtype)"),
+         ("found[at + 1 : at + 3] = both", "found[at + 1 : at + 3] = [-part for part in both]", "projected_inputs_eights_packed"),
+         (" and not self.dropouts[i]:", ":", "projected_inputs_eights_dropout"),
          (" * self.scalings[i]).to(bias_dtype)", ").to(bias_dtype)"),
          ("_product(dlow[:, self.spans[i]].t(), dropped", "_product(dlow[:, self.spans[i]].t(), 2 * dropped"),
          ("if self.dropouts[i] else y", "if False else y", "projected_inputs_dropout")),

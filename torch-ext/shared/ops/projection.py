@@ -14,11 +14,11 @@ from torch.nn.functional import dropout, linear
 
 from ..runtime.replay import IDENTITIES
 from .common import KEPT, fail, side_by_side
+from .low_rank import FEW, low_rank_gradients
 
 FP32 = torch.float32
 # A product of half precision numbers with a result in fp32, which the GEMM has anyway, needs no second kernel to widen it.
 _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()
-APART = 1024  # tokens up to which the gradients of several a are a product each
 
 
 class FourBitWeight:
@@ -377,15 +377,20 @@ class Projections:
                 found[at] = _product(grad.t(), y, self.dtypes[i])
             if i not in self.spans:
                 continue
-            a_dtype, b_dtype, bias_dtype = self.adapter_dtypes[i]
-            if needs[at + 2]:
-                found[at + 2] = _product(grad.t(), self.low[:, self.spans[i]], b_dtype)
+            span, (a_dtype, b_dtype, bias_dtype) = self.spans[i], self.adapter_dtypes[i]
+            both = None
+            if needs[at + 1] and needs[at + 2] and a_dtype == b_dtype and not self.dropouts[i]:
+                both = low_rank_gradients(grad, self.low[:, span], y, dlow[:, span], a_dtype)
+            if both is not None:
+                found[at + 1 : at + 3] = both
+            elif needs[at + 2]:
+                found[at + 2] = _product(grad.t(), self.low[:, span], b_dtype)
             if needs[at + 3]:
                 found[at + 3] = (grad.sum(0, dtype=torch.promote_types(grad.dtype, FP32)) * self.scalings[i]).to(bias_dtype)
-        wanted = [i for i in self.spans if needs[OF_ONE * i + 1]]
+        wanted = [i for i in self.spans if needs[OF_ONE * i + 1] and found[OF_ONE * i + 1] is None]
         # One product for all, and each gradient in a storage of its own: of several in one, accelerate would save one. With few tokens it
         # is the number of launches that counts, and a product each needs no copy.
-        apart = _MM_WIDENS and dlow is not None and dlow.is_cuda and dlow.shape[0] <= APART
+        apart = _MM_WIDENS and dlow is not None and dlow.is_cuda and dlow.shape[0] <= FEW
         together = len(wanted) > 1 and len(wanted) == len(self.spans) and not self.drops and not apart
         if together and self.adapter_dtypes[wanted[0]][0] != self.dtype:
             product = torch.mm(dlow.t(), y)

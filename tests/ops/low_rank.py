@@ -1,0 +1,77 @@
+"""The gradients of low-rank adapters."""
+
+import importlib
+
+import torch
+
+from tests.ops.common import BF16, FP16, FP32, errors_in, on_cpu, randn
+from tests.tolerances import assert_close
+
+
+def check_low_rank_gradients(ops, device, dtype, result, tokens, out, rank, features):
+    """Both gradients, of a slice of what several adapters have side by side, between numbers that are none."""
+    module = importlib.import_module(f"{ops.__name__}.shared.ops.low_rank")
+    dy, x = (randn(tokens, columns, dtype=dtype, device=device, seed=i) for i, columns in enumerate((out, features)))
+    low, dlow = (torch.full((tokens, 3 * rank), torch.nan, dtype=dtype, device=device)[:, rank : 2 * rank] for _ in range(2))
+    for seed, part in enumerate((low, dlow)):
+        part.copy_(randn(tokens, rank, dtype=dtype, device=device, seed=2 + seed, scale=tokens**-0.5))
+    found = module.low_rank_gradients(dy, low, x, dlow, result)
+    assert found is not None, "no kernel took them"
+    expected = dlow.double().t() @ x.double(), dy.double().t() @ low.double()
+    for name, tensor, exact in zip(("da", "db"), found, expected, strict=True):
+        assert tensor.dtype == result and tensor.is_contiguous()
+        # Rounded once, to the result's dtype; the products of half precision numbers are exact in fp32.
+        assert_close(tensor, exact, result, name)
+
+
+# Tokens on both sides of a step, columns on both sides of a tile, and ranks that are those of a variant and those that are not.
+CASES = (
+    dict(tokens=1, out=8, rank=8, features=8),
+    dict(tokens=64, out=64, rank=16, features=128),
+    dict(tokens=65, out=136, rank=24, features=264),
+    dict(tokens=200, out=264, rank=64, features=120),
+)
+DTYPES = ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16))
+
+
+def check_what_is_left_to_pytorch(ops, device):
+    """None where a product of cuBLAS is faster, or no kernel takes the tensors."""
+    module = importlib.import_module(f"{ops.__name__}.shared.ops.low_rank")
+
+    def found(tokens=4, out=16, rank=8, features=16, dtype=BF16, result=FP32):
+        shapes = (tokens, out), (tokens, rank), (tokens, features), (tokens, rank)
+        return module.low_rank_gradients(*(torch.ones(shape, dtype=dtype, device=device) for shape in shapes), result)
+
+    assert found() is not None and found(tokens=module.FEW) is not None
+    for different in (dict(tokens=module.FEW + 1), dict(rank=72), dict(rank=4), dict(out=12), dict(features=20), dict(dtype=FP32)):
+        assert found(**different) is None, different
+    assert found(tokens=0) is None and found(result=FP16) is None
+
+
+# ---------------------------------------------------------------- planted errors
+CHECKS = {
+    "low_rank": on_cpu(check_low_rank_gradients, BF16, FP32, 65, 136, 24, 264),
+    "low_rank_left": on_cpu(check_what_is_left_to_pytorch),
+}
+MUTANTS = [
+    *errors_in("kernel_src/low_rank.py", "low_rank", "transposed_product",
+         ("ct.cdiv(wide.shape[0], TOKENS)", "wide.shape[0] // TOKENS"),
+         ("(t, column)", "(0, column)"),
+         ("(t, column)", "(t, 0)"),
+         ("(t, 0)", "(0, 0)"),
+         ("TILE), padding_mode=ZERO", "TILE)"),
+         ("RANK), padding_mode=ZERO", "RANK)"),
+         ("right, total)", "right, ct.zeros((TILE, RANK), dtype=ct.float32))")),
+    *errors_in("kernel_src/low_rank.py", "low_rank", "low_rank_gradients",
+         ("ct.cdiv(dy.shape[1], TILE)", "dy.shape[1] // TILE"),
+         ("index=(block, 0)", "index=(0, 0)"),
+         ("index=(0, block - of_b)", "index=(0, 0)"),
+         ("(x, dlow, block - of_b,", "(x, low, block - of_b,"),
+         ("(dy, low, block,", "(dy, dlow, block,")),
+    *errors_in("shared/ops/low_rank.py", "low_rank", "_grid", ("dy.shape[1] // c", "x.shape[1] // c")),
+    *errors_in("shared/ops/low_rank.py", "low_rank_left", "low_rank_gradients",
+         ("> FEW", ">= FEW"),
+         ("> FEW", "> 2 * FEW"),
+         ("if not _kernel", "if _kernel"),
+         ("return da, db", "return db, da", "low_rank")),
+]  # fmt: skip
