@@ -5,6 +5,7 @@ divisible stride, an aligned address). The compiler turns a promise into wider l
 in the driver checks it, so the same promises are written into the manifest and the launcher checks them before each launch.
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -145,6 +146,11 @@ class Variant:
     hints: Mapping[str, Any] = field(default_factory=dict)
     targets: tuple[str, ...] = ()
     spills: str = ""
+
+    def __post_init__(self) -> None:
+        names = list(inspect.signature(self.kernel._pyfunc).parameters)
+        if list(self.params) != names:  # constants in another order would be taken for each other
+            raise ValueError(f"params of {self.kernel_name} are {', '.join(self.params)}, expected {', '.join(names)}, in this order")
 
     @property
     def kernel_name(self) -> str:

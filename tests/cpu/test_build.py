@@ -395,6 +395,14 @@ def test_a_reason_for_spills_that_is_not_needed_is_named(cache, package, tmp_pat
     assert str(error.value).splitlines()[1:] == ["second-f32-TILE128", "second-f32-TILE64"]
 
 
+@pytest.mark.parametrize("params", ('"TILE": tile, "x": x', '"x": x', '"x": x, "TILE": tile, "ROWS": 1'))
+def test_parameters_that_are_not_the_kernels_in_its_order_are_named(tmp_path, monkeypatch, params):
+    """Two constants that changed places would be compiled as each other."""
+    module = write(tmp_path, monkeypatch, KERNELS.replace('"x": x, "TILE": tile', params))
+    with pytest.raises(ValueError, match="params of first are .*, expected x, TILE, in this order"):
+        next(module.variants())
+
+
 def spilling():
     """A row of 5120 with as many blocks an SM as fit no registers."""
     return replace(
