@@ -244,6 +244,24 @@ def test_low_rank_gradients(ops, backend, gpu, dtype, result, case):
     assert {name.partition("-")[0] for name in backend.launched} == {"low_rank_gradients"}
 
 
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
+@pytest.mark.parametrize("case", low_rank.CASES, ids=str)
+def test_low_rank_add(ops, backend, gpu, dtype, case):
+    low_rank.check_low_rank_add(ops, DEVICE, dtype, **case)
+    assert {name.partition("-")[0] for name in backend.launched} == {"low_rank_add"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "case"),
+    ((torch.float32, low_rank.CASES[0]), (torch.bfloat16, low_rank.MANY), (torch.bfloat16, low_rank.ODD)),
+    ids=str,
+)
+def test_low_rank_adds_that_are_left_to_pytorch(package, backend, dtype, case):
+    backend.launched.clear()
+    low_rank.check_low_rank_add(package, DEVICE, dtype, **case)
+    assert not backend.launched
+
+
 def test_low_rank_gradients_that_are_left_to_pytorch(ops, backend):
     low_rank.check_what_is_left_to_pytorch(ops, DEVICE)
 

@@ -131,5 +131,11 @@ def test_low_rank_gradients(ops, dtype, result, case):
     low_rank.check_low_rank_gradients(ops, DEVICE, dtype, result, **case)
 
 
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
+@pytest.mark.parametrize("case", (*low_rank.CASES, *LOW_RANK_LARGE), ids=str)
+def test_low_rank_add(ops, dtype, case):
+    low_rank.check_low_rank_add(ops, DEVICE, dtype, **case)
+
+
 def test_low_rank_gradients_that_are_left_to_pytorch(ops):
     low_rank.check_what_is_left_to_pytorch(ops, DEVICE)

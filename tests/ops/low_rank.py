@@ -1,4 +1,4 @@
-"""The gradients of low-rank adapters."""
+"""The products of low-rank adapters."""
 
 import importlib
 
@@ -24,6 +24,21 @@ def check_low_rank_gradients(ops, device, dtype, result, tokens, out, rank, feat
         assert_close(tensor, exact, result, name)
 
 
+def check_low_rank_add(ops, device, dtype, tokens, out, rank, features):
+    """Onto a slice of columns, as b and as a are stored. features: columns beside the slice."""
+    module = importlib.import_module(f"{ops.__name__}.shared.ops.low_rank")
+    low, b = (randn(*shape, dtype=dtype, device=device, seed=i, scale=rank**-0.25) for i, shape in enumerate(((tokens, rank), (rank, out))))
+    whole = randn(tokens, 2 * features + out, dtype=dtype, device=device, seed=2)
+    for transposed in (False, True):
+        found = whole.clone()
+        module.low_rank_add(found[:, features : features + out], low, b.t().contiguous() if transposed else b, transposed)
+        expected = whole.double()
+        expected[:, features : features + out] += low.double() @ b.double()
+        assert_close(found, expected, dtype, f"y + low @ b, transposed {transposed}")
+        beside = [slice(0, features), slice(features + out, None)]
+        assert all(torch.equal(found[:, part], whole[:, part]) for part in beside), "columns beside the slice have changed"
+
+
 # Tokens on both sides of a step, columns on both sides of a tile, and ranks that are those of a variant and those that are not.
 CASES = (
     dict(tokens=1, out=8, rank=8, features=8),
@@ -31,6 +46,7 @@ CASES = (
     dict(tokens=65, out=136, rank=24, features=264),
     dict(tokens=200, out=264, rank=64, features=120),
 )
+MANY, ODD = dict(tokens=1030, out=8, rank=8, features=8), dict(tokens=3, out=12, rank=5, features=7)
 DTYPES = ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16))
 
 
@@ -51,6 +67,9 @@ def check_what_is_left_to_pytorch(ops, device):
 # ---------------------------------------------------------------- planted errors
 CHECKS = {
     "low_rank": on_cpu(check_low_rank_gradients, BF16, FP32, 65, 136, 24, 264),
+    "low_rank_add": on_cpu(check_low_rank_add, BF16, 130, 136, 24, 64),
+    "low_rank_add_square": on_cpu(check_low_rank_add, BF16, 3, 8, 8, 8),
+    "low_rank_add_many": on_cpu(check_low_rank_add, FP16, *MANY.values()),
     "low_rank_left": on_cpu(check_what_is_left_to_pytorch),
 }
 MUTANTS = [
@@ -68,6 +87,20 @@ MUTANTS = [
          ("index=(0, block - of_b)", "index=(0, 0)"),
          ("(x, dlow, block - of_b,", "(x, low, block - of_b,"),
          ("(dy, low, block,", "(dy, dlow, block,")),
+    *errors_in("kernel_src/low_rank.py", "low_rank_add", "low_rank_add",
+         ("ct.cdiv(y.shape[1], TILE)", "y.shape[1] // TILE"),
+         ("low, index=(t, 0)", "low, index=(0, 0)"),
+         ("b, index=(column, 0)", "b, index=(0, 0)"),
+         ("b, index=(0, column)", "b, index=(0, 0)"),
+         ("y, index=(t, column), shape", "y, index=(t, 0), shape"),
+         ("(TOKENS, RANK), padding_mode=ZERO", "(TOKENS, RANK)"),
+         ("(TILE, RANK), padding_mode=ZERO", "(TILE, RANK)"),
+         ("(RANK, TILE), padding_mode=ZERO", "(RANK, TILE)"),
+         ("ct.mma(left, right, total)", "ct.mma(left, right, ct.zeros((TOKENS, TILE), dtype=ct.float32))")),
+    *errors_in("shared/ops/low_rank.py", "low_rank_add", "_add_grid", ('c["TOKENS"]', '(2 * c["TOKENS"])')),
+    *errors_in("shared/ops/low_rank.py", "low_rank_add_square", "low_rank_add",
+         ("_add_kernels[transposed]", "_add_kernels[0]")),
+    *errors_in("shared/ops/low_rank.py", "low_rank_add_many", "low_rank_add", ("b.t() if transposed else b", "b")),
     *errors_in("shared/ops/low_rank.py", "low_rank", "_grid", ("dy.shape[1] // c", "x.shape[1] // c")),
     *errors_in("shared/ops/low_rank.py", "low_rank_left", "low_rank_gradients",
          ("> FEW", ">= FEW"),

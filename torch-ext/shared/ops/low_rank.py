@@ -1,6 +1,7 @@
-"""The gradients of a low-rank adapter in one launch of kernel_src/low_rank.py, where the host is what a step waits for.
+"""The products of a low-rank adapter by the kernels of kernel_src/low_rank.py, where the host is what a step waits for.
 
-With few tokens the device is done with such a product before the host has asked for the next one, and a decoder layer has fourteen of them.
+With few tokens the device is done with such a product before the host has asked cuBLAS for the next one, and a decoder layer with adapters
+on all projections has forty of them. A launch of ours costs the host half as much, views of its arrays included.
 """
 
 from typing import Optional, Tuple
@@ -10,14 +11,28 @@ import torch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 
-FEW = 1024  # tokens up to which a launch of two products is worth more than the products of cuBLAS
+FEW = 1024  # tokens up to which it is the host's part that counts
+
+
+def _add_grid(c, y, low, b):
+    return (-(-y.shape[0] // c["TOKENS"]) * -(-y.shape[1] // c["TILE"]),)
 
 
 def _grid(c, dy, low, x, dlow, db, da):
     return (-(-dy.shape[1] // c["TILE"]) + -(-x.shape[1] // c["TILE"]),)
 
 
+_add_kernels = [Kernel("low_rank_add", grid=_add_grid, where={"TRANSPOSED": transposed}) for transposed in (0, 1)]
 _kernel = Kernel("low_rank_gradients", grid=_grid)
+
+
+def low_rank_add(y: torch.Tensor, low: torch.Tensor, b: torch.Tensor, transposed: bool = False) -> None:
+    """y [tokens, out] += low [tokens, rank] @ b, in place; b: [rank, out], or `transposed` [out, rank]."""
+    kernel = _add_kernels[transposed]
+    if y.shape[0] <= FEW and kernels_run_on(y, low, b) and kernel.takes(y, low, b):
+        kernel(y, low, b)
+    else:
+        y.addmm_(low, b.t() if transposed else b)
 
 
 def low_rank_gradients(

@@ -14,7 +14,7 @@ from torch.nn.functional import dropout, linear
 
 from ..runtime.replay import IDENTITIES
 from .common import KEPT, fail, side_by_side
-from .low_rank import FEW, low_rank_gradients
+from .low_rank import FEW, low_rank_add, low_rank_gradients
 
 FP32 = torch.float32
 # A product of half precision numbers with a result in fp32, which the GEMM has anyway, needs no second kernel to widen it.
@@ -288,7 +288,7 @@ class Projections:
         if self.spans:
             self.low = self._low(x)
             for (i, span), b in zip(self.spans.items(), self.b):
-                results[i].addmm_(self.low[:, span], b.t())
+                low_rank_add(results[i], self.low[:, span], b, transposed=True)
                 if biases[i] is not None:
                     results[i].add_(biases[i].to(self.dtype), alpha=self.scalings[i])
         return results
@@ -356,7 +356,8 @@ class Projections:
         if dlow is None:
             return dx
         if not self.drops:
-            return dx.addmm_(dlow, self.a)
+            low_rank_add(dx, dlow, self.a)
+            return dx
         for i, span in self.spans.items():
             if self.dropouts[i]:
                 dx += _dropped_again(torch.mm(dlow[:, span], self.a[span]), self.dropouts[i], self.states[i])
