@@ -4,6 +4,7 @@ import contextlib
 import gc
 import importlib
 import weakref
+from math import copysign
 
 import pytest
 import torch
@@ -533,6 +534,66 @@ def test_a_call_that_differs_from_the_likely_one_is_looked_up(replay, column_sum
         part = memory[start : start + 24].view(3, 8)
         assert torch.equal(operator(part, 2, None), part.sum(0))
     assert torch.equal(torch.nn.Parameter(x).sum(0), operator(torch.nn.Parameter(x), 2, None))
+
+
+@pytest.fixture
+def likely(replay, monkeypatch) -> list:
+    """Of every likely call that was asked about, whether it was the one."""
+    found, run = [], replay._Likely.run
+
+    def asked(self, *args):
+        result = run(self, *args)
+        found.append(result is not None)
+        return result
+
+    monkeypatch.setattr(replay._Likely, "run", asked)
+    return found
+
+
+def test_zero_is_expected_and_minus_zero_is_another_number(replay, column_sum, likely):
+    operator = Counted(replay, lambda x, zero, one: column_sum(x[: 3 if copysign(1.0, zero) > 0 else 2], torch.float32))
+    x = rows()
+    for _ in range(3):
+        for _ in range(9):
+            assert torch.equal(operator(x, 0.0, 1.0), x.sum(0))
+        assert likely[-1]
+        for _ in range(9):
+            assert torch.equal(operator(x, -0.0, 1.0), x[:2].sum(0))
+        assert not likely[-1]
+
+
+def test_calls_that_take_turns_are_all_expected(replay, column_sum, likely):
+    """As the forward and the backward pass of one operator do."""
+    operator = Counted(replay, lambda x, backward: column_sum(x[int(backward) :], torch.float32))
+    for number in range(9):
+        for backward in (False, True):
+            x = rows(start=number)
+            assert torch.equal(operator(x, backward), x[int(backward) :].sum(0))
+    assert operator.calls == 4 and likely[-3:] == [False, True, True]
+
+
+def test_results_that_share_no_element_know_nothing_of_each_other(replay, column_sum):
+    """And one that is a view of what was made alone is made as what it is."""
+
+    def function(x):
+        both, sums = torch.empty(2, x.shape[1]), torch.empty(x.shape[1])
+        launch_sum = importlib.import_module(column_sum.__module__).column_sum_kernel
+        launch_sum(x, sums)
+        for part in both:
+            launch_sum(x, part)
+        return (*both, both[1, 2:], sums.view(2, -1))
+
+    operator, x = Counted(replay, function), rows()
+    for _ in range(CALLS):
+        first, second, part, square = operator(x)
+        assert torch.equal(first, x.sum(0)) and torch.equal(square.view(-1), first) and torch.equal(part, second[2:])
+    assert operator.calls == 2
+    assert [result._is_view() for result in (first, second, part, square)] == [False, True, True, False]
+    version = part._version
+    first.add_(1)
+    assert torch.equal(second, x.sum(0)) and part._version == version
+    second.add_(1)
+    assert torch.equal(part, x.sum(0)[2:] + 1) and part._version == version + 1
 
 
 def test_autocast_is_another_call(replay):

@@ -13,6 +13,7 @@ compute, those of `COMPUTATIONS` are done again too.
 
 import threading
 import weakref
+from math import copysign
 from operator import itemgetter
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -26,6 +27,7 @@ from . import driver, launch
 KEPT = 4096  # combinations of arguments that one operator remembers
 RECORDED = 1  # calls with a combination before the one that is recorded: of lengths that never come again nothing is recorded
 ATTEMPTS = 4  # calls with a combination after which nobody tries any more to record it
+LIKELY = 3  # calls that are expected: a forward and a backward pass may be one operator
 PLAIN_VALUES = frozenset((int, bool, type(None), str, torch.dtype))
 _aten = torch.ops.aten
 ALLOCATIONS = frozenset(
@@ -163,17 +165,17 @@ def _taker(results: Union[int, Tuple[int, ...]]) -> Callable:
 
 
 # ---------------------------------------------------------------- steps
-def _placed(tensor: torch.Tensor, place: int, places: list, addresses: List[int]) -> None:
+def _placed(tensor: torch.Tensor, place: int, root: int, places: list, addresses: List[int]) -> None:
     """Puts a tensor that kernels run on in its place."""
     address = tensor.data_ptr()
     if address & 15:
         raise _Misaligned
-    places[place], addresses[place] = tensor, address
+    places[place], addresses[root] = tensor, address
 
 
 def _making(place: int, origin: _Origin, device: torch.device, launched: bool) -> Step:
-    """launched: whether kernels run on it."""
-    shape, stride, dtype = origin.shape, origin.stride, origin.dtype
+    """place, origin: of what is made, or of a view that is all that anybody sees of it. launched: whether kernels run on it."""
+    root, shape, stride, dtype = origin.root, origin.shape, origin.stride, origin.dtype
     make = _ALLOCATORS.get(device.type)
     if make is None:
 
@@ -181,7 +183,7 @@ def _making(place: int, origin: _Origin, device: torch.device, launched: bool) -
             return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
     if launched:
-        return lambda places, addresses: _placed(make(shape, stride, dtype), place, places, addresses)
+        return lambda places, addresses: _placed(make(shape, stride, dtype), place, root, places, addresses)
 
     def step(places, addresses):
         places[place] = make(shape, stride, dtype)
@@ -189,10 +191,10 @@ def _making(place: int, origin: _Origin, device: torch.device, launched: bool) -
     return step
 
 
-def _viewing(place: int, origin: _Origin, returned: bool) -> Step:
-    """returned: whether the call returns it, so that autograd has to know that it shares memory."""
+def _viewing(place: int, origin: _Origin, shared: bool) -> Step:
+    """shared: whether the call returns it with others of its elements, so that autograd has to know that they are the same."""
     root, shape, stride, offset = origin.root, origin.shape, origin.stride, origin.offset
-    if not returned and _reinterpreted is not None:
+    if not shared and _reinterpreted is not None:
 
         def step(places, addresses):
             places[place] = _reinterpreted(places[root], shape, stride, offset)
@@ -254,7 +256,7 @@ def _computing(function: Callable, args: tuple, kwargs: dict, place: int, launch
         def any_step(places, addresses):
             result = function(*[of(arg, places) for arg in args], **{name: of(value, places) for name, value in kwargs.items()})
             if launched:
-                _placed(result, place, places, addresses)
+                _placed(result, place, place, places, addresses)
             else:
                 places[place] = result
 
@@ -470,14 +472,23 @@ class _Recorder(TorchDispatchMode):
         """Of all tensors that a note is about."""
         return {self._root(place) for place in (*note.needs, note.place) if place is not None}
 
+    def _seen_as(self, root: int, used: set) -> int:
+        """The place of what was made there, or of its view where no other is `used` and it reaches over the same memory."""
+        views = [place for place in used if self._root(place) == root]
+        if len(views) == 1 and _memory(self.origins[views[0]]) == _memory(self.origins[root]):
+            return views[0]
+        return root
+
     def _steps(self, returned: set) -> List[Step]:
         """What the notes say, with views only where PyTorch needs them, and memory let go behind its last use."""
         origins, arguments = self.origins, len(self.arguments)
         used = returned.union(*(note.needs for note in self.notes if note.kind == "compute"))
+        shared = {place for place in returned if any(_overlap(origins[place], origins[other]) for other in returned - {place})}
         launched = {place for note in self.notes if note.kind == "launch" for place in note.needs}
         # Where nothing is computed all is made first: a plan that has to begin again has launched nothing by then.
         notes = self.notes if self.computes else sorted(self.notes, key=lambda note: note.kind != "make")
-        notes = [note for note in notes if note.kind != "view" or note.place in used]
+        seen = {note.place: self._seen_as(note.place, used) for note in notes if note.kind == "make" and note.place is not None}
+        notes = [note for note in notes if note.kind != "view" or (note.place in used and note.place not in seen.values())]
         last = {root: number for number, note in enumerate(notes) for root in self._roots(note)}
         staying = {self._root(place) for place in returned} | set(self.constants) | set(range(arguments))
         held: Dict[int, List[int]] = {}  # by root: the places whose tensors keep its memory
@@ -485,11 +496,11 @@ class _Recorder(TorchDispatchMode):
         for number, note in enumerate(notes):
             place = note.place
             if place is not None:
-                held.setdefault(self._root(place), []).append(place)
+                held.setdefault(self._root(place), []).append(seen.get(place, place))
             if note.kind == "make" and place is not None:
-                steps.append(_making(place, origins[place], self.arguments[0].device, place in launched))
+                steps.append(_making(seen[place], origins[seen[place]], self.arguments[0].device, place in launched))
             elif note.kind == "view" and place is not None:
-                steps.append(_viewing(place, origins[place], place in returned))
+                steps.append(_viewing(place, origins[place], place in shared))
             elif note.kind == "compute":
                 function, args, kwargs, at = note.what
                 steps.append(_computing(function, args, kwargs, at, place in launched))
@@ -499,6 +510,17 @@ class _Recorder(TorchDispatchMode):
             if dead and self.computes:
                 steps.append(_dropping([place for root in dead for place in held[root]]))
         return steps
+
+
+def _memory(origin: _Origin) -> range:
+    """From the first to the last element, counted from the root's first."""
+    reach = 0 if 0 in origin.shape else 1 + sum((length - 1) * step for length, step in zip(origin.shape, origin.stride))
+    return range(origin.offset, origin.offset + reach)
+
+
+def _overlap(one: _Origin, other: _Origin) -> bool:
+    a, b = _memory(one), _memory(other)
+    return one.root == other.root and a.start < b.stop and b.start < a.stop
 
 
 def _are_tensors(values) -> List[bool]:
@@ -562,18 +584,17 @@ def replayed_with_products(function: Callable) -> Callable:
 
 def _replayed(function: Callable, computes: bool) -> Callable:
     plans: dict = {}
-    last: List[Optional[_Likely]] = [None]
-    before: List[Any] = [None, 0]  # the plan of the last call that was looked up; how often the likely one was not seen to be it
+    likely: List[_Likely] = []  # the newest first
+    before: List[Plan] = []  # of the last calls that were looked up
+    unseen = 0  # how often a call that was looked up was a likely one
 
     def follow(plan: Plan, args: tuple, state: tuple) -> None:
-        """Expects the calls of a plan that was looked up twice in a row."""
-        likely = last[0]
-        if likely is not None and likely.plan is plan:
-            before[1] += 1
-        signed = any(type(arg) is float and not arg for arg in args)  # 0.0 and -0.0 are equal
-        if before[0] is plan and before[1] < ATTEMPTS and _TensorGuards is not None and not signed:
-            last[0] = _Likely(args, state, plan)
-        before[0] = plan
+        """Expects the calls of a plan that was looked up a few calls ago too."""
+        nonlocal likely, before, unseen
+        unseen += any(one.plan is plan for one in likely)
+        if plan in before and unseen < ATTEMPTS and _TensorGuards is not None and not any(map(_is_minus_zero, args)):
+            likely = [_Likely(args, state, plan), *likely[: LIKELY - 1]]
+        before = [plan, *before[: LIKELY - 1]]
 
     def first_calls(key: tuple, args: tuple):
         calls = plans.get(key, 0)
@@ -595,9 +616,8 @@ def _replayed(function: Callable, computes: bool) -> Callable:
         if not (first.is_cuda or backend.runs_on_cpu) or _is_watched():
             return function(*args)
         state = backend, launch.generation, _autocast_of(first) if computes else None
-        likely = last[0]
-        if likely is not None:
-            found = likely.run(args, state)
+        for one in likely:
+            found = one.run(args, state)
             if found is not None:
                 return found
         parts: list = [*state]
@@ -640,9 +660,14 @@ def _autocast_of(tensor: torch.Tensor) -> Optional[torch.dtype]:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
+def _is_minus_zero(arg: Any) -> bool:
+    """0.0 and -0.0 are equal."""
+    return type(arg) is float and not arg and copysign(1.0, arg) < 0
+
+
 class _Likely:
-    """The call that was replayed last, and most likely comes next: whether arguments are like its own is asked of torch in one call, at a
-    third of what a look at each costs."""
+    """A call that was replayed before, and likely comes again: whether arguments are like its own is asked of torch in one call, at a third
+    of what a look at each costs. None of its numbers is -0.0."""
 
     def __init__(self, args: tuple, state: tuple, plan: Plan):
         places = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
@@ -650,6 +675,7 @@ class _Likely:
         self.count, self.state, self.plan = len(args), state, plan
         self.tensors, self.values = _taker(tuple(places)), _taker(tuple(others))
         self.expected, self.guard = self.values(args), _guard_of(self.tensors(args))
+        self.zeros = [i for i in others if type(args[i]) is float and not args[i]]
 
     def run(self, args: tuple, state: tuple):
         """What the plan gives; None where this call is another one."""
@@ -658,6 +684,9 @@ class _Likely:
         tensors = self.tensors(args)
         if not self.guard(*tensors) or self.values(args) != self.expected:
             return None
+        for i in self.zeros:
+            if _is_minus_zero(args[i]):
+                return None
         addresses, low_bits = [tensor.data_ptr() for tensor in tensors], 0
         for address in addresses:
             low_bits |= address
