@@ -6,7 +6,18 @@ import torch
 
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, apply_function, describe, fail, need_floats, needs_formula, new_like, once_differentiable, traceable
+from .common import (
+    accumulation_dtype,
+    apply_function,
+    describe,
+    fail,
+    halves,
+    need_floats,
+    needs_formula,
+    new_like,
+    once_differentiable,
+    traceable,
+)
 from .rows import SEGMENT, kernels_take, per_row, rows_of, segments, slabs
 
 # Blocks that an SM holds in the backward pass (kernel_src/dyt.py); bf16 throughout, in whole segments, takes more rows at once.
@@ -94,7 +105,9 @@ def _fake_backward(dy, x, alpha, gamma, need_parameters):
 
 
 dyt_forward = traceable("dyt_forward", _forward, lambda x, alpha, gamma, beta: x.new_empty(x.shape))
-dyt_backward = traceable("dyt_backward", _backward, _fake_backward)
+dyt_backward = traceable(
+    "dyt_backward", _backward, _fake_backward, lambda dx, parameters, dalpha: (*halves(dx, parameters), dalpha)
+)
 
 
 class DyTFunction(torch.autograd.Function):
@@ -106,11 +119,9 @@ class DyTFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, alpha, gamma = ctx.saved_tensors
         need = ctx.needs_input_grad
-        dx, parameters, dalpha = dyt_backward(dy, x, alpha, gamma, any(need[1:]))
-        n = x.shape[-1]
-        return dx, dalpha if need[1] else None, parameters[:n] if need[2] else None, parameters[n:] if need[3] else None
+        dx, dgamma, dbeta, dalpha = dyt_backward(dy, *ctx.saved_tensors, any(need[1:]))
+        return dx, dalpha if need[1] else None, dgamma if need[2] else None, dbeta if need[3] else None
 
 
 def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: Optional[torch.Tensor] = None) -> torch.Tensor:
@@ -131,4 +142,4 @@ def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: Optiona
     beta = torch.zeros_like(gamma) if beta is None else beta
     if needs_formula(x, alpha, gamma, beta):
         return dyt_reference(x, alpha, gamma, beta)
-    return apply_function(DyTFunction, x, alpha.reshape(1), gamma, beta)
+    return apply_function(DyTFunction, x, alpha if alpha.dim() == 1 else alpha.reshape(1), gamma, beta)

@@ -15,6 +15,7 @@ from .common import (
     apply_function,
     describe,
     fail,
+    halves,
     need_floats,
     needs_formula,
     new_like,
@@ -234,7 +235,7 @@ def _fake_backward(dy, x, weight, mean, rstd, need_parameters):
 
 
 group_norm_forward = traceable("group_norm_forward", _forward, _fake_forward)
-group_norm_backward = traceable("group_norm_backward", _backward, _fake_backward)
+group_norm_backward = traceable("group_norm_backward", _backward, _fake_backward, halves)
 
 
 class GroupNormFunction(torch.autograd.Function):
@@ -248,9 +249,7 @@ class GroupNormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         _, need_weight, need_bias, _, _ = ctx.needs_input_grad
-        need = need_weight or need_bias
-        dx, parameters = group_norm_backward(dy, *ctx.saved_tensors, need)
-        dweight, dbias = parameters if need else (None, None)
+        dx, dweight, dbias = group_norm_backward(dy, *ctx.saved_tensors, need_weight or need_bias)
         return dx, dweight if need_weight else None, dbias if need_bias else None, None, None
 
 

@@ -12,6 +12,7 @@ from .common import (
     column_sum,
     describe,
     fail,
+    halves,
     need_floats,
     needs_formula,
     new_like,
@@ -137,7 +138,7 @@ def _fake_backward(dy, x, weight, mean, rstd, need_parameters):
 
 
 layer_norm_forward = traceable("layer_norm_forward", _forward, _fake_forward)
-layer_norm_backward = traceable("layer_norm_backward", _backward, _fake_backward)
+layer_norm_backward = traceable("layer_norm_backward", _backward, _fake_backward, halves)
 
 
 class LayerNormFunction(torch.autograd.Function):
@@ -151,8 +152,7 @@ class LayerNormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         need = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        dx, parameters = layer_norm_backward(dy, *ctx.saved_tensors, need)
-        dweight, dbias = parameters if need else (None, None)
+        dx, dweight, dbias = layer_norm_backward(dy, *ctx.saved_tensors, need)
         return dx, dweight if ctx.needs_input_grad[1] else None, dbias if ctx.needs_input_grad[2] else None, None
 
 

@@ -110,7 +110,9 @@ def _fake_backward(dy, x, weight, rstd, need_parameters):
 
 
 poly_norm_forward = traceable("poly_norm_forward", _forward, _fake_forward)
-poly_norm_backward = traceable("poly_norm_backward", _backward, _fake_backward)
+poly_norm_backward = traceable(
+    "poly_norm_backward", _backward, _fake_backward, lambda dx, parameters: (dx, parameters[:3], parameters[3:])
+)
 
 
 class PolyNormFunction(torch.autograd.Function):
@@ -124,8 +126,8 @@ class PolyNormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         _, need_weight, need_bias, _ = ctx.needs_input_grad
-        dx, parameters = poly_norm_backward(dy, *ctx.saved_tensors, need_weight or need_bias)
-        return dx, parameters[:3] if need_weight else None, parameters[3:] if need_bias else None, None
+        dx, dweight, dbias = poly_norm_backward(dy, *ctx.saved_tensors, need_weight or need_bias)
+        return dx, dweight if need_weight else None, dbias if need_bias else None, None
 
 
 def poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
@@ -145,4 +147,4 @@ def poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: fl
         fail("bias", describe(bias), f"of the dtype of weight, {weight.dtype}")
     if needs_formula(x, weight, bias):
         return poly_norm_reference(x, weight, bias.reshape(1), float(eps))[0]
-    return apply_function(PolyNormFunction, x, weight, bias.reshape(1), float(eps))
+    return apply_function(PolyNormFunction, x, weight, bias if bias.dim() == 1 else bias.reshape(1), float(eps))
