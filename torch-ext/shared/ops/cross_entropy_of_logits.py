@@ -10,7 +10,19 @@ import torch
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, describe, fail, kernels_compute, needs_formula, new_like, once_differentiable, traceable
+from ..runtime.replay import replayed
+from .common import (
+    accumulation_dtype,
+    apply_function,
+    describe,
+    fail,
+    flat_rows,
+    kernels_compute,
+    needs_formula,
+    new_like,
+    once_differentiable,
+    traceable,
+)
 from .cross_entropy import (
     LN2,
     Chunk,
@@ -97,7 +109,8 @@ def _backward(
     softcap: float,
     lse_square_scale: float,
 ) -> torch.Tensor:
-    """The gradient of sum(losses * dloss * scale). dloss: [1] or [tokens]; scale: [1]."""
+    """The gradient of sum(losses * dloss * scale). dloss: [], [1] or [tokens]; scale: [1]."""
+    dloss = dloss.view(1) if dloss.dim() == 0 else dloss
     options = Options(ignore_index, label_smoothing, softcap, lse_square_scale)
     if not kernels_compute(logits, target, class_weight, dloss, scale, lse):
         # A copy, which becomes the gradient; in float32, where TorchChunk does not bring it into fp16's range.
@@ -137,28 +150,35 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, target, class_weight, scale, averages: bool, options: Options):
         ctx.options = options[:4]
         losses, lse, scale = _forward_and_sum(logits, target, class_weight, scale, averages, ctx.options)
-        ctx.reduced = scale is not None
-        ctx.save_for_backward(logits, target, class_weight, lse, scale if ctx.reduced else torch.ones_like(lse[:1]))
+        ctx.save_for_backward(logits, target, class_weight, lse, torch.ones_like(lse[:1]) if scale is None else scale)
         ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
         return losses, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss, _):
+        if dloss is None:
+            return None, None, None, None, None, None
         logits, target, class_weight, lse, scale = ctx.saved_tensors
-        dloss = dloss.view(1) if ctx.reduced else dloss.contiguous()
-        return cross_entropy_backward(dloss, scale, logits, target, class_weight, lse, *ctx.options), None, None, None, None, None
+        dlogits = cross_entropy_backward(dloss.contiguous(), scale, logits, target, class_weight, lse, *ctx.options)
+        return dlogits, None, None, None, None, None
 
 
 def _forward_and_sum(logits, target, class_weight, scale, averages: bool, options: tuple):
     """(what `_CrossEntropy` returns, and what the sum of the losses was multiplied by, None where they were not added up). options: the
     first four."""
-    losses, lse = cross_entropy_forward(logits, target, class_weight, *options)
     if averages:
-        losses, scale = counted_mean(losses, target, options[0], logits.shape[1])
-    elif scale is not None:
-        losses = _sum(losses, scale)
-    return losses, lse, scale
+        return _forward_and_mean(logits, target, class_weight, *options)
+    losses, lse = cross_entropy_forward(logits, target, class_weight, *options)
+    return (losses if scale is None else _sum(losses, scale)), lse, scale
+
+
+@replayed
+def _forward_and_mean(logits, target, class_weight, ignore_index, *options):
+    losses, lse = _forward(logits, target, class_weight, ignore_index, *options)
+    mean, scale = counted_mean(losses, target, ignore_index, logits.shape[1])
+    return mean, lse, scale
 
 
 def _sum(losses: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -201,7 +221,8 @@ def cross_entropy(
         input.dtype, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap, lse_square_scale=lse_square_scale,
         return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens,
     )  # fmt: skip
-    logits, target = input.reshape(-1, classes), target.reshape(-1).contiguous()
+    logits, target = flat_rows(input), target if target.dim() == 1 else target.reshape(-1)
+    target = target.contiguous()
     weight = None if weight is None else weight.detach().to(accumulation_dtype(input.dtype)).contiguous()
     more = return_z_loss or options.predicts
     plain_mean = reduction == "mean" and weight is None and num_items is None
@@ -217,7 +238,7 @@ def cross_entropy(
         rows = TorchChunk(logits, target, weight, options).rows()
         return output_of(reduced(rows.loss, scale), rows, scale, target, options)
     if torch.is_grad_enabled() and logits.requires_grad:
-        loss, lse = _CrossEntropy.apply(logits, target, weight, scale, averages, options)
+        loss, lse = apply_function(_CrossEntropy, logits, target, weight, scale, averages, options)
     else:
         loss, lse, _ = _forward_and_sum(logits, target, weight, scale, averages, options[:4])
     if not more:

@@ -11,7 +11,18 @@ import torch
 
 from ..runtime.launch import Kernel
 from ..runtime.replay import constant
-from .common import accumulation_dtype, describe, fail, kernels_compute, needs_formula, new_like, once_differentiable, traceable
+from .common import (
+    accumulation_dtype,
+    apply_function,
+    describe,
+    fail,
+    flat_rows,
+    kernels_compute,
+    needs_formula,
+    new_like,
+    once_differentiable,
+    traceable,
+)
 from .linear_head import _multiply as multiply
 from .softmax import as_rows, log_sum_exp2, pieces, pieces_grid, row_sum, slabs
 
@@ -412,7 +423,7 @@ def _divergence(kind, x, y, reduction, parameter, labels, ignore_index, from_log
     """batch: what "batchmean" divides by; by default the rows."""
     _check(x, y, labels, reduction, from_logits, temperature)
     shape, classes = x.shape, x.shape[-1]
-    x, y = x.reshape(-1, classes), y.reshape(-1, classes)
+    x, y = flat_rows(x), flat_rows(y)
     labels = None if labels is None else labels.reshape(-1).contiguous()
     rows = 1 if labels is not None else batch or x.shape[0]
     scale = {"mean": 1.0 / max(rows * classes if batch is None else x.numel(), 1), "batchmean": 1.0 / max(rows, 1)}.get(reduction, 1.0)
@@ -425,7 +436,7 @@ def _divergence(kind, x, y, reduction, parameter, labels, ignore_index, from_log
             return losses.view(shape)
         return losses.sum() * scale * (_inverse(labels, options.ignore_index, losses.dtype).view(()) if averages else 1.0)
     if differentiable and x.requires_grad:
-        return (_DivergenceOfLogits if from_logits else _Divergence).apply(x, y, labels, options)
+        return apply_function(_DivergenceOfLogits if from_logits else _Divergence, x, y, labels, options)
     if from_logits:
         return divergence_of_logits_forward(x, y, labels, *options)[0]
     return divergence_forward(x, y, labels, *options.of_distributions, False)[0]

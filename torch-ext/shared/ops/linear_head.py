@@ -10,6 +10,7 @@ import torch
 
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
+from ..runtime.replay import replayed
 from .common import SLAB, accumulation_dtype
 
 LARGE_CHUNK = 1600 * 2**20  # bytes of a chunk's logits: 5120 tokens of Qwen3's vocabulary in bf16
@@ -209,10 +210,11 @@ def walk(
     return Gradients(dhidden, dweight, dbias, (hidden_factor, weight_factor, bias_factor))
 
 
-def _multiply(gradient: torch.Tensor, factor: torch.Tensor) -> None:
-    """gradient *= factor, in place; one factor of 1 for all costs nothing. factor: of one element, or one a row."""
+@replayed
+def _multiply(gradient: torch.Tensor, factor: torch.Tensor) -> tuple:
+    """gradient *= factor, in place; one factor of 1 for all costs nothing. factor: of one element, or one a row. Returns nothing."""
     if gradient.numel() == 0:
-        return
+        return ()
     if factor.numel() > 1:
         gradient.mul_(factor)
     elif gradient.dtype != torch.float64 and kernels_run_on(gradient, factor):
@@ -221,3 +223,4 @@ def _multiply(gradient: torch.Tensor, factor: torch.Tensor) -> None:
             _scale_kernel(flat[start : start + SLAB], factor)
     else:
         gradient.mul_(factor.view(1))  # of one dimension, not rounded to the gradient's dtype
+    return ()
