@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmark import registry
+from benchmark.operation import Limit, Random, timed_call
+from benchmark.suites import LIGER
 from interpreter.backend import InterpreterBackend
 from tests.compile_checks import custom_operators, operator_arguments
 from tests.cpu.conftest import ALL_OPERATIONS, assemble_cpu, load
@@ -594,6 +597,34 @@ def test_results_that_share_no_element_know_nothing_of_each_other(replay, column
     assert torch.equal(second, x.sum(0)) and part._version == version
     second.add_(1)
     assert torch.equal(part, x.sum(0)[2:] + 1) and part._version == version + 1
+
+
+@pytest.fixture(scope="module")
+def ligers(tmp_path_factory):
+    """A build of the package for Liger's users, as `package`."""
+    found = load(assemble_cpu(tmp_path_factory.mktemp("ligers"), "\n# replayed\n", "packages/liger"))
+    runtime = runtime_of(found)
+    runtime.launch.backend = InterpreterBackend(runtime, OPERATIONS)
+    return found
+
+
+WALKS = ("fused_linear_", "tiled_")  # over products of PyTorch, with steps that are replayed one by one
+SIZES = {"hidden": 1024, "intermediate": 128, "vocab": 512, "heads": 4, "kv_heads": 2}
+
+
+@pytest.mark.parametrize("name", [operation.name for operation in registry.of_suite(LIGER) if not operation.name.startswith(WALKS)])
+def test_each_pass_of_an_operation_is_one_replay(ligers, monkeypatch, name):
+    """Which costs the host as little as may be, and nothing is launched on the way there."""
+    runtime, operation = runtime_of(ligers), registry.operations()[name]
+    replay = importlib.import_module(f"{ligers.__name__}.shared.runtime.replay")
+    inputs = Limit(4, 1.0, SIZES).draw(operation, 4, Random("cpu", torch.bfloat16, 0)).copy()
+    call = timed_call(operation.of_package(ligers), inputs, "full")
+    wanted, kinds, run = call(), [], replay.Plan.run
+    for _ in range(CALLS):
+        call()
+    monkeypatch.setattr(replay.Plan, "run", lambda *args: kinds.append("replay") or run(*args))
+    monkeypatch.setattr(runtime.launch.Kernel, "__call__", lambda *args: kinds.append("launch"))
+    assert all(map(torch.equal, call(), wanted)) and kinds == ["replay", "replay"]
 
 
 def test_autocast_is_another_call(replay):

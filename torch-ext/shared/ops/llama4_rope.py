@@ -21,7 +21,8 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _views(q, k, q_out, k_out, table):
-    return (*map(_words, (q, k, q_out, k_out)), table)
+    """table: [tokens, 2 * pairs], of which the kernel takes each pair as one word too."""
+    return *map(_words, (q, k, q_out, k_out)), table.view(torch.int64)
 
 
 _kernels = {
@@ -51,20 +52,19 @@ def rotary_complex_reference(q: torch.Tensor, k: torch.Tensor, freqs: torch.Tens
 
 
 # ---------------------------------------------------------------- with the kernels
-def _fits(q, k, freqs):
-    return q.dtype in FORMATS and freqs.dtype == torch.complex64 and q.shape[-1] <= WIDEST and kernels_run_on(q, k, freqs)
+def _fits(q, k, table):
+    return q.dtype in FORMATS and table.dtype == torch.float32 and q.shape[-1] <= WIDEST and kernels_run_on(q, k, table)
 
 
 def _rotate(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, backward: bool) -> Pair:
     """table: [batch or 1, tokens, head_dim / 2, 2] float, the parts of the complex numbers (a tracer has no complex operators)."""
-    freqs = torch.view_as_complex(table)
-    if not _fits(q, k, freqs):
+    if not _fits(q, k, table):
+        freqs = torch.view_as_complex(table)
         return rotary_complex_reference(q, k, freqs.conj() if backward else freqs)
     q, k = map(_pairs_aligned, (q, k))
     outs = new_like(q), new_like(k)
     if q.numel() or k.numel():
-        words = table.contiguous().view(torch.int64).squeeze(-1)
-        for tensors, (angles,) in token_slabs((q, k, *outs), (words,)):
+        for tensors, (angles,) in token_slabs((q, k, *outs), (table.contiguous().flatten(2),)):
             _kernels[q.dtype, int(backward)](*tensors, angles)
     return outs
 

@@ -6,6 +6,7 @@ import torch
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
+from ..runtime.replay import replayed
 from .common import (
     SLAB,
     apply_function,
@@ -18,7 +19,7 @@ from .common import (
     once_differentiable,
     traceable,
 )
-from .rotary import rotary
+from .rotary import rotate_checked
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 
@@ -141,15 +142,25 @@ mrope_pick = traceable("mrope_pick", _pick, _pick_fake)
 mrope_rotate = traceable("mrope", _rotate, _fake)
 
 
+@replayed
+def _pick_and_rotate(q, k, cos, sin, half, heads_dim, *sections):
+    tables = _pick(cos, sin, half, *sections)
+    return (*_rotate(q, k, *tables, half, heads_dim, False), *tables)
+
+
 class _MRoPE(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin, half, sections, heads_dim):
         """sections: (time, height, width, interleaved), or None where cos and sin are one table."""
-        if sections is not None:
-            cos, sin = mrope_pick(cos, sin, half, *sections)
-        ctx.save_for_backward(cos, sin)
         ctx.options = half, heads_dim
-        return mrope_rotate(q, k, cos, sin, *ctx.options, False)
+        if sections is not None and not torch.compiler.is_compiling():
+            q, k, cos, sin = _pick_and_rotate(q, k, cos, sin, half, heads_dim, *sections)
+        else:
+            if sections is not None:
+                cos, sin = mrope_pick(cos, sin, half, *sections)
+            q, k = mrope_rotate(q, k, cos, sin, half, heads_dim, False)
+        ctx.save_for_backward(cos, sin)
+        return q, k
 
     @staticmethod
     @once_differentiable
@@ -243,5 +254,5 @@ def partial_rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: tor
     if cos.shape[-1] not in (rotary_dim, rotary_dim // 2):
         fail("cos", describe(cos), f"[{batch} or 1, {tokens}, {rotary_dim} or {rotary_dim // 2}]")
     if rotary_dim == width:
-        return rotary(q, k, cos, sin, unsqueeze_dim)
+        return rotate_checked(q, k, cos, sin, heads_dim)
     return _apply(q, k, cos, sin, rotary_dim // 2, None, heads_dim)

@@ -299,6 +299,11 @@ def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
         fail("unsqueeze_dim", unsqueeze_dim, "1 ([batch, heads, tokens, head_dim]) or 2 ([batch, tokens, heads, head_dim])")
     heads_dim = unsqueeze_dim % 4
     _check(q, k, cos, sin, heads_dim)
+    return rotate_checked(q, k, cos, sin, heads_dim)
+
+
+def rotate_checked(q, k, cos, sin, heads_dim: int) -> Pair:
+    """`rotary` of arguments that fit."""
     if cos.requires_grad or sin.requires_grad or cos.dtype != q.dtype or needs_formula(q, k, cos, sin):
         return rotary_reference(q, k, cos, sin, heads_dim)
     return apply_function(_Rotary, q, k, cos, sin, heads_dim)
