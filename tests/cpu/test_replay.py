@@ -529,6 +529,10 @@ def test_a_call_that_differs_from_the_likely_one_is_looked_up(replay, column_sum
     for _ in range(3):
         for _ in range(9):
             assert torch.equal(operator(x, 2, None), x.sum(0))
+        calls = operator.calls
+        with pytest.raises(AssertionError, match="starts at address 0"):
+            operator(x.to("meta"), 2, None)  # whose device has the number of the CPU's
+        assert operator.calls == calls + 1
         for args in others:
             assert torch.equal(operator(*args), args[0].float().sum(0))
     for start in (0, 24, 8, 24, 40):

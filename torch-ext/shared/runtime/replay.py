@@ -593,7 +593,7 @@ def _replayed(function: Callable, computes: bool) -> Callable:
                 tensors.append(arg)
                 addresses.append(address)
                 low_bits |= address
-                parts += (arg.dtype, arg.get_device(), arg.shape, arg.stride())
+                parts += (arg.dtype, arg.device, arg.shape, arg.stride())
             elif kind in PLAIN_VALUES or kind in IDENTITIES or (computes and kind is tuple):
                 parts.append(arg)
             elif kind is float:
