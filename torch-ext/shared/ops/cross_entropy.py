@@ -45,6 +45,9 @@ class Options(NamedTuple):
         return not (self.label_smoothing or self.softcap or self.lse_square_scale)
 
 
+_KINDS = [None if default is None else type(default) for default in Options._field_defaults.values()]
+
+
 def checked_options(dtype: torch.dtype, **given) -> Options:
     """The options with numbers of one type each. dtype: of the weight. Raises ValueError for a number or dtype that makes no sense,
     TypeError for an option that does not exist."""
@@ -56,8 +59,7 @@ def checked_options(dtype: torch.dtype, **given) -> Options:
     accum_dtype = options.accum_dtype
     if accum_dtype not in (None, dtype) and (accum_dtype != torch.float32 or dtype == torch.float64):
         fail("accum_dtype", accum_dtype, f"None, the weight's dtype {dtype}, or torch.float32")
-    types = {name: type(default) for name, default in Options._field_defaults.items() if default is not None}
-    return options._replace(**{name: kind(getattr(options, name) or 0) for name, kind in types.items()})
+    return Options(*[value if kind is None else kind(value or 0) for value, kind in zip(options, _KINDS)])
 
 
 class LinearCrossEntropyOutput(NamedTuple):
