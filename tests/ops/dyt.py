@@ -87,7 +87,7 @@ MUTANTS = (
     ("kernel_src/dyt.py", "dyt_parameter_sums", "acc = acc + ct.gather(partial_alpha", "acc = ct.gather(partial_alpha", "many"),
     ("shared/ops/dyt.py", "DyTFunction.forward", "ctx.save_for_backward(x, alpha, gamma)", "ctx.save_for_backward(-x, alpha, gamma)",
      "whole"),
-    ("shared/ops/dyt.py", "DyTFunction.backward", "parameters[:n] if need[2]", "parameters[n:] if need[2]", "whole"),
+    ("shared/ops/dyt.py", "DyTFunction.backward", "dgamma if need[2]", "dbeta if need[2]", "whole"),
 )
 CHECKS = of_suite({
     "whole": lambda ops: check_dyt(ops, "cpu", BF16, (5, 768)),

@@ -113,7 +113,7 @@ MUTANTS = (
     ("kernel_src/group_norm.py", "sum_parameters", "ct.where(valid[:, None], found, 0.0)", "found", "whole"),
     ("shared/ops/group_norm.py", "GroupNormFunction.forward", "ctx.save_for_backward(x, weight, mean, rstd)",
      "ctx.save_for_backward(x, weight, rstd, mean)", "whole"),
-    ("shared/ops/group_norm.py", "GroupNormFunction.backward", "dweight, dbias = parameters", "dbias, dweight = parameters", "whole"),
+    ("shared/ops/group_norm.py", "GroupNormFunction.backward", "dweight, dbias = group", "dbias, dweight = group", "whole"),
 )
 CHECKS = of_suite({
     "whole": lambda ops: check_group_norm(ops, "cpu", BF16, (2, 12, 320), 3),

@@ -108,7 +108,7 @@ MUTANTS = (
     ("kernel_src/layer_norm.py", "layer_norm_columns_backward", "- n * mean_gn", "", "odd"),
     ("shared/ops/layer_norm.py", "LayerNormFunction.forward", "ctx.save_for_backward(x, weight, mean, rstd)",
      "ctx.save_for_backward(x, weight, rstd, mean)", "whole"),
-    ("shared/ops/layer_norm.py", "LayerNormFunction.backward", "dweight, dbias = parameters", "dbias, dweight = parameters", "whole"),
+    ("shared/ops/layer_norm.py", "LayerNormFunction.backward", "dweight, dbias = layer", "dbias, dweight = layer", "whole"),
 )
 CHECKS = of_suite({
     "whole": lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 768)),

@@ -77,7 +77,7 @@ MUTANTS = (
     ("kernel_src/poly_norm.py", "write_sums", "s3, check", "s2, check", "odd"),
     ("shared/ops/poly_norm.py", "PolyNormFunction.forward", "ctx.save_for_backward(x, weight, rstd)",
      "ctx.save_for_backward(-x, weight, rstd)", "whole"),
-    ("shared/ops/poly_norm.py", "PolyNormFunction.backward", "parameters[:3]", "parameters[1:]", "whole"),
+    ("shared/ops/poly_norm.py", "PolyNormFunction.backward", "dweight if need_weight", "dweight.flip(0) if need_weight", "whole"),
 )
 CHECKS = of_suite({
     "whole": lambda ops: check_poly_norm(ops, "cpu", BF16, (3, 2112)),
