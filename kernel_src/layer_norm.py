@@ -105,6 +105,8 @@ def read_row(array, row, TILE: Const, LATENCY: Const):
 def layer_norm_backward(dx, dy, x, weight, mean, rstd, partial, TILE: Const, LATENCY: Const):
     """dx, dy, x: [rows, length], length at most TILE; weight: [length]; mean, rstd: [rows] fp32; partial: [blocks, 2, length] fp32,
     a block's sums for dweight and dbias. A block walks over rows."""
+    ct.grid_dependency_control_wait()
+    ct.grid_dependency_control_launch_dependents()
     block = ct.bid(0)
     one = 1.0 / ct.astype(x.shape[1], ct.float32)
     w = ct.load(weight, index=(0,), shape=(TILE,), padding_mode=ct.PaddingMode.ZERO)
@@ -125,6 +127,37 @@ def layer_norm_backward(dx, dy, x, weight, mean, rstd, partial, TILE: Const, LAT
         dbias = dbias + d
     ct.store(partial, index=(block, 0, 0), tile=ct.reshape(dweight, (1, 1, TILE)))
     ct.store(partial, index=(block, 1, 0), tile=ct.reshape(dbias, (1, 1, TILE)))
+
+
+@ct.kernel
+def layer_norm_exact_backward(dx, dy, x, weight, mean, rstd, partial, TILE: Const):
+    """As `layer_norm_backward` for rows of just TILE elements, with no masks and no tile copies: the next row is asked for before the
+    one that is there is worked on."""
+    ct.grid_dependency_control_wait()
+    ct.grid_dependency_control_launch_dependents()
+    block, last = ct.bid(0), x.shape[0] - 1
+    column = ct.arange(TILE, dtype=ct.int32)
+    w = ct.gather(weight, column, check_bounds=False, latency=1)
+    dweight = ct.zeros((TILE,), dtype=ct.float32)
+    dbias = ct.zeros((TILE,), dtype=ct.float32)
+    first = last - ct.minimum(block, last)
+    d_raw = ct.gather(dy, (first, column), check_bounds=False, latency=1)
+    x_raw = ct.gather(x, (first, column), check_bounds=False, latency=1)
+    for i in range(block, x.shape[0], ct.num_blocks(0)):
+        row, following = last - i, last - ct.minimum(i + ct.num_blocks(0), last)  # the last rows first, as above
+        d_next = ct.gather(dy, (following, column), check_bounds=False, latency=1)
+        x_next = ct.gather(x, (following, column), check_bounds=False, latency=1)
+        r, mu = ct.gather(rstd, row, check_bounds=False), ct.gather(mean, row, check_bounds=False)
+        d = ct.astype(d_raw, ct.float32)
+        n = (ct.astype(x_raw, ct.float32) - mu) * r
+        g = d * ct.astype(w, ct.float32)
+        sum_g, sum_gn = two_sums(g, g * n, TILE)
+        write(dx, (row, column), g * r - (n * (sum_gn * (r / TILE)) + sum_g * (r / TILE)))
+        dweight = dweight + d * n
+        dbias = dbias + d
+        d_raw, x_raw = d_next, x_next
+    ct.scatter(partial, (block, 0, column), dweight, check_bounds=False)
+    ct.scatter(partial, (block, 1, column), dbias, check_bounds=False)
 
 
 @ct.kernel
@@ -219,6 +252,9 @@ def variants():
         a, p = Array(x, (None, tile)), Array(x, (tile,))
         inputs: Params = {"x": a, "weight": p, "bias": p, "y": a, "mean": PER_ROW, "rstd": PER_ROW, "eps": FLOAT, "TILE": tile}
         yield Variant(layer_norm_exact_forward, inputs, hints={"occupancy": 8})
+        # 95.1 us forward and backward, column sums included; with the kernel for rows of at most as many 97.3.
+        grads = {"dx": a, "dy": a, "x": a, "weight": p, "mean": PER_ROW, "rstd": PER_ROW, "partial": Array("float32", (None, 2, tile))}
+        yield Variant(layer_norm_exact_backward, {**grads, "TILE": tile}, hints={"occupancy": 2, "num_worker_warps": 8})
     for x, w in SAME + MIXED:
         for segment in (SEGMENT, 1):
             yield forward(layer_norm_long_forward, x, w, segment, LONG_PIECE[segment], hints={"occupancy": 8 if x == w else 6})

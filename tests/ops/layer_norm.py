@@ -103,6 +103,10 @@ MUTANTS = (
     ("kernel_src/layer_norm.py", "layer_norm_backward", " + sum_g * one * r)", ")", "whole"),
     ("kernel_src/layer_norm.py", "layer_norm_backward", "x.shape[0] - 1 - i", "x.shape[0] - 1", "whole"),
     ("kernel_src/layer_norm.py", "layer_norm_backward", "dbias = dbias + d\n", "dbias = d\n", "many"),
+    ("kernel_src/layer_norm.py", "layer_norm_exact_backward", " + sum_g * (r / TILE))", ")", "exact"),
+    ("kernel_src/layer_norm.py", "layer_norm_exact_backward", "ct.minimum(i + ct.num_blocks(0), last)", "i", "exact many"),
+    ("kernel_src/layer_norm.py", "layer_norm_exact_backward", "dweight = dweight + d * n", "dweight = d * n", "exact many"),
+    ("kernel_src/layer_norm.py", "layer_norm_exact_backward", "(block, 1, column), dbias", "(block, 1, column), dweight", "exact"),
     ("kernel_src/layer_norm.py", "layer_norm_row_means", "sum_g = sum_g + g", "sum_g = g", "long"),
     ("kernel_src/layer_norm.py", "layer_norm_columns_backward", "dweight = dweight + d * n", "dweight = d * n", "long"),
     ("kernel_src/layer_norm.py", "layer_norm_columns_backward", "- n * mean_gn", "", "odd"),
@@ -114,6 +118,7 @@ CHECKS = of_suite({
     "whole": lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 768)),
     "many": lambda ops: check_layer_norm(ops, "cpu", BF16, (13, 1024)),
     "exact": lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 4096)),
+    "exact many": lambda ops: check_layer_norm(ops, "cpu", BF16, (13, 4096)),
     "long": lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 8256), trend=2.0),
     "odd": lambda ops: check_layer_norm(ops, "cpu", FP16, (19, 77)),
 })

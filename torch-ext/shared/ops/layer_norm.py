@@ -28,7 +28,7 @@ BLOCKS_PER_SM = {
     torch.float16: ((4096, 2),),
     torch.float32: ((2048, 2),),
 }
-EXACT = {torch.bfloat16: (4096,)}  # lengths of rows with a kernel of their own, forward
+EXACT = {torch.bfloat16: (4096,)}  # lengths of rows with kernels of their own
 GROUPS_PER_SM = 8  # blocks that walk over the rows of some columns
 
 
@@ -53,7 +53,7 @@ def _groups_of_columns(c, dx, dy, x, weight, mean, rstd, means, partial):
 
 _forward_kernel = Kernel("layer_norm_forward", "layer_norm_long_forward", grid=one_block_a_row, views=_rows_and_columns)
 _exact_forward_kernel = Kernel("layer_norm_exact_forward", grid=one_block_a_row)
-_backward_kernel = Kernel("layer_norm_backward", grid=lambda c, *tensors: (tensors[-1].shape[0],))
+_backward_kernel = Kernel("layer_norm_exact_backward", "layer_norm_backward", grid=lambda c, *tensors: (tensors[-1].shape[0],))
 _row_means_kernel = Kernel("layer_norm_row_means", grid=one_block_a_row, views=_row_means_views)
 _columns_kernel = Kernel("layer_norm_columns_backward", grid=_groups_of_columns, views=_columns_views)
 
