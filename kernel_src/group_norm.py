@@ -53,6 +53,7 @@ def group_norm_forward(x, weight, bias, y, mean, rstd, eps: float, per_channel: 
 @ct.kernel
 def group_norm_backward(dx, dy, x, weight, mean, rstd, sums, per_channel: int, SEGMENT: Const, PIECE: Const):
     """As above; sums: [2, batch * groups, segments] fp32, of dy * n and of dy in each segment."""
+    ct.grid_dependency_control_wait()
     row, count = ct.bid(0), x.shape[1]
     segment, valid = place(0, count, PIECE)
     index = (row, segment[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :])
@@ -87,6 +88,7 @@ def group_norm_apply(
 ):
     """y, mean and rstd from the parts, of which there are at most PARTS in a row. A block has `chunk` segments; the last part comes first,
     because what the statistics read last is still in the L2."""
+    ct.grid_dependency_control_wait()
     number, count = parts.shape[1], x.shape[1]
     block = ct.num_blocks(0) - 1 - ct.bid(0)
     row, part = block // number, block % number
@@ -115,6 +117,7 @@ def group_norm_apply(
 @ct.kernel
 def group_norm_channel_sums(dy, x, mean, rstd, sums, chunk: int, SEGMENT: Const, PIECE: Const):
     """dy, x: [batch * channels, segments, SEGMENT]; sums: [2, batch * channels, parts] fp32, of dy * n and of dy over `chunk` segments."""
+    ct.grid_dependency_control_wait()
     channels, number = sums.shape[1], sums.shape[2]
     row, part = ct.bid(0) // number, ct.bid(0) % number
     group = row // (channels // mean.shape[0])
@@ -195,6 +198,7 @@ def group_norm_apply_backward(
 ):  # fmt: skip
     """dx from the sums, [2, batch, channels, parts], PARTS of those of a group at a time. A block has `chunk` segments, the last ones
     first, which the sums' kernel has left in the L2. Blocks behind those sum up dweight and dbias, [2, channels]."""
+    ct.grid_dependency_control_wait()
     blocks = x.shape[0] * ct.cdiv(x.shape[1], chunk)
     if ct.bid(0) < blocks:
         apply_part(dx, dy, x, weight, mean, rstd, sums, per_channel, chunk, blocks - 1 - ct.bid(0), PIECE, SEGMENT, PARTS)
@@ -205,6 +209,7 @@ def group_norm_apply_backward(
 @ct.kernel
 def group_norm_parameter_sums(sums, dparameters, ROWS: Const, COLS: Const):
     """As `sum_parameters`."""
+    ct.grid_dependency_control_wait()
     sum_parameters(sums, dparameters, ct.bid(0), ROWS, COLS)
 
 
@@ -256,6 +261,7 @@ def group_norm_tile_apply(x, weight, bias, y, parts, mean, rstd, eps: float, pos
 @ct.kernel
 def group_norm_tile_sums(dy, x, mean, rstd, sums, TILE: Const):
     """dy, x: [batch * channels, parts * TILE]; sums: [2, batch * channels, parts] fp32, of dy * n and of dy over each tile."""
+    ct.grid_dependency_control_wait()
     ct.grid_dependency_control_launch_dependents()
     channels, number = sums.shape[1], sums.shape[2]
     row, part = ct.bid(0) // number, ct.bid(0) % number

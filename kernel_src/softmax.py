@@ -55,6 +55,7 @@ def softmax_forward(x, y, ROWS: Const, TILE: Const):
 @ct.kernel
 def softmax_backward(y, dy, dx, ROWS: Const, TILE: Const):
     """y, dy, dx: [rows, columns], columns at most TILE. ROWS rows a block."""
+    ct.grid_dependency_control_wait()
     at = rows_of_block(ROWS, TILE)
     p, d = read(y, at, 0), read(dy, at, 0)
     write_within(dx, at, p * (d - ct.sum(p * d, 1, keepdims=True)))
@@ -110,6 +111,7 @@ def softmax_held_forward(x, y, TILE: Const, TILES: Const):
 @ct.kernel
 def softmax_held_backward(y, dy, dx, TILE: Const, TILES: Const):
     """y, dy, dx: as in `softmax_held_forward`. dy is read again, the last tile first, which is the likeliest to be in the caches."""
+    ct.grid_dependency_control_wait()
     row = ct.bid(0)
     tiles = held_tiles(y, row, TILE, TILES, 0)
     total = ct.zeros((TILE,), dtype=ct.float32)
@@ -161,6 +163,7 @@ def softmax_statistics(x, part_max, part_sum, scale: float, TILE: Const):
 @ct.kernel
 def softmax_combine(part_max, part_sum, lse, scale: float, PARTS: Const):
     """lse: [rows] fp32, base 2, of x * scale. One row a block."""
+    ct.grid_dependency_control_wait()
     row = ct.bid(0)
     m, s = join_partials(part_max, part_sum, row, scale * LOG2E, PARTS)
     ct.scatter(lse, row, m * (scale * LOG2E) + ct.log2(s), check_bounds=False)
@@ -169,6 +172,7 @@ def softmax_combine(part_max, part_sum, lse, scale: float, PARTS: Const):
 @ct.kernel
 def softmax_totals(part_max, part_sum, maximum, total, PARTS: Const):
     """maximum, total: [rows] fp32, the largest x of a row and its sum of exp(x - maximum). One row a block."""
+    ct.grid_dependency_control_wait()
     row = ct.bid(0)
     m, s = join_partials(part_max, part_sum, row, LOG2E, PARTS)
     ct.scatter(maximum, row, m, check_bounds=False)
@@ -179,13 +183,16 @@ def softmax_totals(part_max, part_sum, maximum, total, PARTS: Const):
 def softmax_apply(x, maximum, total, y, TILE: Const):
     """x, y: [rows, columns]; maximum, total: [rows] fp32, as softmax_totals writes them."""
     row, _, cols = piece(x, TILE)
-    v = (read(x, (row, cols), MINUS_INFINITY) - ct.gather(maximum, row, check_bounds=False)) * LOG2E
+    raw = ct.gather(x, (row, cols), check_bounds=True, padding_value=MINUS_INFINITY)
+    ct.grid_dependency_control_wait()
+    v = (ct.astype(raw, ct.float32) - ct.gather(maximum, row, check_bounds=False)) * LOG2E
     write_within(y, (row, cols), ct.exp2(v, flush_to_zero=True) * (1.0 / ct.gather(total, row, check_bounds=False)))
 
 
 @ct.kernel
 def softmax_dot(y, dy, partial, TILE: Const):
     """partial: [rows, pieces] fp32, the sums of y * dy over the pieces."""
+    ct.grid_dependency_control_wait()
     row, part, cols = piece(y, TILE)
     dot = ct.sum(read(y, (row, cols), 0) * read(dy, (row, cols), 0), 0)
     ct.scatter(partial, (row, part), dot, check_bounds=False)
@@ -196,6 +203,7 @@ def softmax_gradient(y, dy, dot, dx, TILE: Const):
     """dot: [rows] fp32, the sum of y * dy over a row."""
     row, _, cols = piece(y, TILE)
     p, d = read(y, (row, cols), 0), read(dy, (row, cols), 0)
+    ct.grid_dependency_control_wait()
     write_within(dx, (row, cols), p * (d - ct.gather(dot, row, check_bounds=False)))
 
 

@@ -11,6 +11,7 @@ Const = ct.Constant[int]
 @ct.kernel
 def row_sum(partial, out, PARTS: Const):
     """partial: [rows, pieces] fp32; out: [rows] fp32. One row a block."""
+    ct.grid_dependency_control_wait()
     row = ct.bid(0)
     acc = ct.zeros((PARTS,), dtype=ct.float32)
     for i in range(ct.cdiv(partial.shape[1], PARTS)):
