@@ -271,6 +271,7 @@ def divergence_of_logits(
 ):
     """x, y: logits [rows, columns]; lse_x, lse_y: [rows] fp32, base 2, of the logits over the temperature; part_loss, part_slope:
     [rows, pieces] fp32, sums of the losses and of g. temperature: its inverse; KIND: of `KINDS`."""
+    ct.grid_dependency_control_wait()
     row, part, cols = piece(x, TILE)
     if counted(labels, row, ignore_index, masked):
         loss, g, _ = logit_terms(x, y, lse_x, lse_y, row, cols, beta, temperature, KIND)
@@ -300,6 +301,7 @@ def divergence_of_logits_gradient(
 ):
     """dx: [rows, columns], the gradient of x; slope: [rows] fp32, the sum of g over a row; scale: fp32, [1] or [rows], what the
     gradients of the rows' losses are multiplied by."""
+    ct.grid_dependency_control_wait()
     logit_gradient(x, y, lse_x, lse_y, labels, slope, scale, dx, beta, temperature, ignore_index, masked, KIND, TILE)
 
 
@@ -308,6 +310,7 @@ def divergence_of_logits_in_place(
     x, y, lse_x, lse_y, labels, slope, scale, beta: float, temperature: float, ignore_index: int, masked: int, KIND: Const, TILE: Const
 ):
     """As `divergence_of_logits_gradient`, over x."""
+    ct.grid_dependency_control_wait()
     logit_gradient(x, y, lse_x, lse_y, labels, slope, scale, x, beta, temperature, ignore_index, masked, KIND, TILE)
 
 

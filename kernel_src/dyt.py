@@ -75,6 +75,8 @@ def dyt_backward(dx, dy, x, alpha, gamma, partial, partial_alpha, ROWS: Const, S
     """dx, dy, x: [rows, segments, SEGMENT]; partial: [groups, 2, segments, SEGMENT] fp32, the sums for dgamma and dbeta over the rows
     of a group; partial_alpha: [groups, pieces] fp32. A block has PIECE segments and walks over the rows of one group, ROWS neighbours at a
     time, which are all loaded before the first is used."""
+    ct.grid_dependency_control_wait()
+    ct.grid_dependency_control_launch_dependents()
     groups = partial.shape[0]
     group, segment, column = columns_of_block(x.shape[1], PIECE, SEGMENT)
     a, scale = read_once(alpha, 0), read_once(gamma, (segment, column))

@@ -111,18 +111,23 @@ def backward_rows(dx, dy, dtotal, x, weight, rstd, partial, offset, TILE: Const,
 @ct.kernel
 def general_rms_norm_backward(dx, dy, x, weight, rstd, partial, offset: float, TILE: Const, LATENCY: Const):
     """dx, dy, x: [rows, length], length at most TILE; rstd: [rows] fp32; partial: [blocks, length] fp32, a block's sums for dweight."""
+    ct.grid_dependency_control_wait()
+    ct.grid_dependency_control_launch_dependents()
     backward_rows(dx, dy, dy, x, weight, rstd, partial, offset, TILE, LATENCY, False)
 
 
 @ct.kernel
 def general_add_rms_norm_backward(dx, dy, dtotal, x, weight, rstd, partial, offset: float, TILE: Const, LATENCY: Const):
     """As `general_rms_norm_backward` with dx += dtotal. x: what was normalised."""
+    ct.grid_dependency_control_wait()
+    ct.grid_dependency_control_launch_dependents()
     backward_rows(dx, dy, dtotal, x, weight, rstd, partial, offset, TILE, LATENCY, True)
 
 
 @ct.kernel
 def general_rms_norm_row_means(dy, x, weight, rstd, means, offset: float, SEGMENT: Const, PIECE: Const):
     """means: [rows] fp32, mean(g * n) of each row of any number of segments."""
+    ct.grid_dependency_control_wait()
     row, count = ct.bid(0), x.shape[1]
     column = ct.arange(SEGMENT, dtype=ct.int32)[None, :]
     acc = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
@@ -160,12 +165,14 @@ def backward_columns(dx, dy, dtotal, x, weight, rstd, means, partial, offset, SE
 @ct.kernel
 def general_rms_norm_columns_backward(dx, dy, x, weight, rstd, means, partial, offset: float, SEGMENT: Const, PIECE: Const):
     """The gradients of rows of any length whose means are known. partial: [groups, segments, SEGMENT] fp32."""
+    ct.grid_dependency_control_wait()
     backward_columns(dx, dy, dy, x, weight, rstd, means, partial, offset, SEGMENT, PIECE, False)
 
 
 @ct.kernel
 def general_add_rms_norm_columns_backward(dx, dy, dtotal, x, weight, rstd, means, partial, offset: float, SEGMENT: Const, PIECE: Const):
     """As `general_rms_norm_columns_backward` with dx += dtotal."""
+    ct.grid_dependency_control_wait()
     backward_columns(dx, dy, dtotal, x, weight, rstd, means, partial, offset, SEGMENT, PIECE, True)
 
 
@@ -184,6 +191,8 @@ def general_rms_norm_rows_forward(x, weight, y, rstd, eps: float, offset: float,
 @ct.kernel
 def general_rms_norm_rows_backward(dx, dy, x, weight, rstd, partial, offset: float, ROWS: Const, TILE: Const):
     """dx, dy, x: [rows, TILE]; partial: [blocks, TILE] fp32. A block walks over the rows, ROWS at a time."""
+    ct.grid_dependency_control_wait()
+    ct.grid_dependency_control_launch_dependents()
     block = ct.bid(0)
     column = ct.arange(TILE, dtype=ct.int32)
     w = read_once(weight, column)[None, :] + offset

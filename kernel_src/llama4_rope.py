@@ -77,6 +77,7 @@ def llama4_rope(
 
     Block (token, g) turns group g of Q_HEADS of q's heads and, while there are any, group g of K_HEADS of k's.
     """
+    ct.grid_dependency_control_wait()
     token, group = ct.bid(0), ct.bid(1)
     angle = ct.load(table, index=(token % table.shape[0], 0), shape=(1, PAIRS), allow_tma=False, check_bounds=True)
     cos, sin = split_float32(ct.reshape(angle, (1, 1, PAIRS)))

@@ -127,6 +127,8 @@ def write_sums(partial, block, s0, s1, s2, s3):
 def poly_norm_backward(dx, dy, x, weight, rstd, partial, TILE: Const, LATENCY: Const):
     """dx, dy, x: [rows, length], length at most TILE; partial: [blocks, 4] fp32, a block's sums for the three weights and the bias. A
     block walks over rows."""
+    ct.grid_dependency_control_wait()
+    ct.grid_dependency_control_launch_dependents()
     block = ct.bid(0)
     w0, w1, w2 = read_once(weight, 0), read_once(weight, 1), read_once(weight, 2)
     one = 1.0 / ct.astype(x.shape[1], ct.float32)
@@ -146,6 +148,8 @@ def poly_norm_backward(dx, dy, x, weight, rstd, partial, TILE: Const, LATENCY: C
 @ct.kernel
 def poly_norm_long_backward(dx, dy, x, weight, rstd, partial, SEGMENT: Const, PIECE: Const):
     """As `poly_norm_backward` for rows of any number of segments, which are read twice."""
+    ct.grid_dependency_control_wait()
+    ct.grid_dependency_control_launch_dependents()
     block, count = ct.bid(0), x.shape[1]
     column = ct.arange(SEGMENT, dtype=ct.int32)[None, :]
     w0, w1, w2 = read_once(weight, 0), read_once(weight, 1), read_once(weight, 2)

@@ -70,6 +70,7 @@ def rotary(
 
     Block (token, g) rotates group g of q's heads and, while there are any, group g of k's.
     """
+    ct.grid_dependency_control_wait()
     token, group = ct.bid(0), ct.bid(1)
     c1, s1 = angles(cos, token, 0, HALF), angles(sin, token, 0, HALF)
     c2, s2 = angles(cos, token, FULL, HALF), angles(sin, token, FULL, HALF)
@@ -100,6 +101,7 @@ def rotate_any(x, y, token, group, cols, c1, s1, c2, s2, HEADS: Const, BACKWARD:
 def rotary_any(q, k, q_out, k_out, cos, sin, Q_HEADS: Const, K_HEADS: Const, HALF: Const, BACKWARD: Const):
     """As `rotary` for every number of heads, head_dim, alignment and width of cos and sin: the columns are taken in pieces of
     HALF, and the last piece repeats the last column."""
+    ct.grid_dependency_control_wait()
     token, group = ct.bid(0), ct.bid(1)
     half = q.shape[2] // 2
     row = token % cos.shape[0]

@@ -151,6 +151,7 @@ def join_partials(part_max, part_sum, row, scale, PARTS: Const):
 def softmax_statistics(x, part_max, part_sum, scale: float, TILE: Const):
     """The maximum of each piece, and the sum of exp((x - maximum) * scale). x: [rows, columns]; part_max, part_sum: [rows, pieces] fp32,
     pieces = ceil(columns / TILE); scale: above 0."""
+    ct.grid_dependency_control_wait()
     row, part, cols = piece(x, TILE)
     v = ct.gather(x, (row, cols), check_bounds=True, padding_value=MINUS_INFINITY)
     # The maximum of what lies in memory, as it lies: instructions bound half precision.

@@ -79,6 +79,7 @@ def sparsemax_forward(x, y, ROWS: Const, TILE: Const):
 @ct.kernel
 def sparsemax_backward(y, dy, dx, ROWS: Const, TILE: Const):
     """y, dy, dx: [rows, columns], columns at most TILE. ROWS rows a block."""
+    ct.grid_dependency_control_wait()
     at = rows_of_block(ROWS, TILE)
     inside, d = read(y, at, 0) > 0.0, read(dy, at, 0)
     size = ct.sum(ct.where(inside, 1.0, 0.0), 1, keepdims=True)
@@ -167,6 +168,7 @@ def sparsemax_row_backward(y, dy, dx, TILE: Const, TILES: Const, GROUP: Const):
     What is kept of y is a bit an element: is it in the support? Of dy, only the groups of GROUP tiles that hold some of it are read; the
     tiles of one are under way together.
     """
+    ct.grid_dependency_control_wait()
     row = ct.bid(0)
     bits = ct.zeros((TILE,), dtype=ct.int32)
     for i in ct.static_iter(range(TILES)):
@@ -245,6 +247,7 @@ def count_elements(x, maxima, row, m, size, total, CHUNK: Const, WIDTH: Const, T
 def sparsemax_threshold(x, maxima, top, size, total, CHUNK: Const, WIDTH: Const, TILE: Const):
     """top, size, total: [rows] fp32, the maximum of a row, and how many of its elements are in the support and their sum, of
     x - top. One row a block; TILE: the chunks that are looked at at once."""
+    ct.grid_dependency_control_wait()
     row = ct.bid(0)
     highest = ct.full((TILE,), MINUS_INFINITY, dtype=ct.float32)
     for i in range(ct.cdiv(maxima.shape[1], TILE)):
@@ -271,6 +274,7 @@ def sparsemax_threshold(x, maxima, top, size, total, CHUNK: Const, WIDTH: Const,
 @ct.kernel
 def sparsemax_apply(x, top, size, total, y, TILE: Const):
     """x, y: [rows, columns]; top, size, total: as `sparsemax_threshold` leaves them."""
+    ct.grid_dependency_control_wait()
     row, _, cols = piece(x, TILE)
     v = read(x, (row, cols), MINUS_INFINITY) - ct.gather(top, row, check_bounds=False)
     n, s = ct.gather(size, row, check_bounds=False), ct.gather(total, row, check_bounds=False)
@@ -280,6 +284,7 @@ def sparsemax_apply(x, top, size, total, y, TILE: Const):
 @ct.kernel
 def sparsemax_sums(y, dy, part_size, part_sum, TILE: Const):
     """part_size, part_sum: [rows, pieces] fp32, how many elements of a piece are in the support, and the sum of their dy."""
+    ct.grid_dependency_control_wait()
     row, part, cols = piece(y, TILE)
     inside = read(y, (row, cols), 0) > 0.0
     ct.scatter(part_size, (row, part), ct.sum(ct.where(inside, 1.0, 0.0), 0), check_bounds=False)
@@ -289,6 +294,7 @@ def sparsemax_sums(y, dy, part_size, part_sum, TILE: Const):
 @ct.kernel
 def sparsemax_gradient(y, dy, size, total, dx, TILE: Const):
     """size, total: [rows] fp32, the sums over a row of what `sparsemax_sums` leaves."""
+    ct.grid_dependency_control_wait()
     row, _, cols = piece(y, TILE)
     mean = ct.gather(total, row, check_bounds=False) / ct.maximum(ct.gather(size, row, check_bounds=False), 1.0)
     write_within(dx, (row, cols), ct.where(read(y, (row, cols), 0) > 0.0, read(dy, (row, cols), 0) - mean, 0.0))

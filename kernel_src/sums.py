@@ -22,6 +22,7 @@ def row_sum(partial, out, PARTS: Const):
 @ct.kernel
 def span_sum(values, out, SPAN: Const):
     """values: [n] fp32; out: [ceil(n / SPAN)] fp32, the sum of every SPAN of them."""
+    ct.grid_dependency_control_wait()
     at = ct.bid(0) * SPAN + ct.arange(SPAN, dtype=ct.int32)
     ct.scatter(out, ct.bid(0), ct.sum(ct.gather(values, at, check_bounds=True, padding_value=0), 0), check_bounds=False)
 
@@ -37,6 +38,7 @@ def counted(labels, at, ignore_index, classes):
 @ct.kernel
 def inverse_count(labels, out, ignore_index: int, classes: int, TILE: Const):
     """labels: [n] int64; out: [1] fp32, one over the number of labels that count, or 1 where none does."""
+    ct.grid_dependency_control_wait()
     acc = ct.zeros((TILE,), dtype=ct.float32)
     for i in range(ct.cdiv(labels.shape[0], TILE)):
         acc = acc + counted(labels, i * TILE + ct.arange(TILE, dtype=ct.int32), ignore_index, classes)
@@ -46,6 +48,7 @@ def inverse_count(labels, out, ignore_index: int, classes: int, TILE: Const):
 @ct.kernel
 def counted_mean(losses, labels, mean, inverse, ignore_index: int, classes: int, TILE: Const):
     """losses: [n] fp32; mean: [1] fp32, their sum divided by the number of labels that count; inverse: as `inverse_count`. One block."""
+    ct.grid_dependency_control_wait()
     acc = ct.zeros((TILE,), dtype=ct.float32)
     total = ct.zeros((TILE,), dtype=ct.float32)
     for i in range(ct.cdiv(labels.shape[0], TILE)):
