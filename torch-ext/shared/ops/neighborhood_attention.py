@@ -13,19 +13,20 @@ LN2 = 0.6931471805599453
 GRID_YZ = 65535  # blocks of a grid in its second and third dimension
 WIDTHS = (64, 128)  # columns of the tiles of the kernels with MMA
 ROWWISE_WIDTH = 256  # and of those without
+ONCE_HALO = 10  # neighbours up to which one kernel for all gradients reads less than one for dq and one for dk and dv
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @functools.lru_cache(maxsize=None)
-def _kernel(name: str, width: int, dilation: int) -> Kernel:
-    """A kernel for heads of at most `width` columns; the dilation decides its grid."""
+def _kernel(name: str, width: int, dilation: int, halo: int = 0) -> Kernel:
+    """A kernel for heads of at most `width` columns; its grid follows from the dilation and from how many rows of its tile are others'."""
 
     def grid(c, q, *_):
         batch, heads, tokens, _ = q.shape
         positions = -(-tokens // dilation)  # in the longest residue's sequence
-        return -(-positions // c["M"]), heads, batch * dilation
+        return -(-positions // (c["M"] if "M" in c else c["N"] - halo)), heads, batch * dilation
 
     return Kernel(name, grid=grid, reads=("q", "k", "v", "out", "dout") if "backward" in name else ("q", "k", "v"), where={"D": width})
 
@@ -35,7 +36,7 @@ def _family(q: torch.Tensor, left: int, right: int, dilation: int) -> Tuple[str,
     width = next((n for n in WIDTHS if q.shape[3] <= n), None)
     if q.dtype == torch.float32 or width is None or q.shape[3] % 8:
         return "rowwise_", ROWWISE_WIDTH
-    once = _kernel("neighborhood_forward", width, dilation)
+    once = _kernel("neighborhood_backward_queries", width, dilation)
     if once.constant("M") + left + right <= once.constant("N"):
         return "", width
     return "wide_", WIDTHS[-1]
@@ -133,7 +134,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, left: int, right
     out, lse = _like(q), q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)
     if q.numel():
         prefix, width = _family(q, left, right, dilation)
-        kernel = _kernel(f"{prefix}neighborhood_forward", width, dilation)
+        kernel = _kernel(f"{prefix}neighborhood_forward", width, dilation, left + right)
         for part in _slabs((q, k, v, out), (lse,), dilation):
             kernel(*part, left, right, dilation, scale)
     return out, lse
@@ -150,9 +151,14 @@ def _backward(
     dq, dk, dv = map(_like, (q, k, v))
     if q.numel() == 0:
         return dq, dk, dv
-    delta = torch.empty_like(lse)
     prefix, width = _family(q, left, right, dilation)
     numbers = left, right, dilation, scale
+    if not prefix and left + right <= ONCE_HALO:
+        kernel = _kernel("neighborhood_backward", width, dilation, 2 * (left + right))
+        for *arrays, z in _slabs((q, k, v, dout, dq, dk, dv), (lse,), dilation):
+            kernel(*arrays[:4], z, *arrays[4:], *numbers)
+        return dq, dk, dv
+    delta = torch.empty_like(lse)
     kernel = _kernel(f"{prefix}neighborhood_backward_queries", width, dilation)
     for *arrays, z, d in _slabs((q, k, v, *((out,) if prefix else ()), dout, dq), (lse, delta), dilation):
         kernel(*arrays[:-1], z, d, arrays[-1], *numbers)
