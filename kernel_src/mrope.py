@@ -7,7 +7,7 @@ Multimodal (Qwen2-VL, arXiv 2409.12191): a token has a time, a height and a widt
     interleaved (Qwen3-VL):          height for j = 1 (mod 3) below 3 h, width for j = 2 (mod 3) below 3 w, else time
 
 The angles are picked once, into one table that the forward and the backward pass rotate by: of 28 and 4 heads and 8192 tokens, picking
-takes an H200 6 us and a pass 36; a pass that picks for itself took 47.
+takes an H200 6 us and a pass 36; a pass that picks for itself took 47. Where sections are whole eights, 16 bytes are of one table.
 
 Partial (GPT-NeoX, GLM): half of the frequencies are fewer than half of the head; the columns behind them are copied.
 
@@ -45,11 +45,28 @@ def mrope_pick(
 ):  # fmt: skip
     """cos, sin: [3, rows, half or 2 * half]; cos_picked, sin_picked: [rows, half or 2 * half]; time, height, width: the sections. The last
     pieces repeat the last row and the last column."""
+    ct.grid_dependency_control_wait()
+    ct.grid_dependency_control_launch_dependents()
     rows = ct.minimum(ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32), cos.shape[1] - 1)[:, None]
     cols = ct.minimum(ct.bid(1) * COLS + ct.arange(COLS, dtype=ct.int32), cos.shape[2] - 1)
     part = part_of(ct.where(cols < half, cols, cols - half), time, height, width, interleaved)[None, :]
     pick(cos, cos_picked, part, rows, cols[None, :])
     pick(sin, sin_picked, part, rows, cols[None, :])
+
+
+@ct.kernel
+def mrope_pick_groups(cos, sin, cos_picked, sin_picked, half: int, time: int, height: int, ROWS: Const, GROUPS: Const):
+    """As `mrope_pick` of contiguous sections, with columns in groups of eight that have one table each. cos, sin: [3, rows, groups, 8], at
+    most GROUPS; cos_picked, sin_picked: [rows, groups, 8]; half, time, height: in groups."""
+    ct.grid_dependency_control_wait()
+    ct.grid_dependency_control_launch_dependents()
+    rows = ct.minimum(ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32), cos.shape[1] - 1)[:, None, None]
+    groups = ct.minimum(ct.arange(GROUPS, dtype=ct.int32), cos.shape[2] - 1)[None, :, None]
+    inner = ct.arange(8, dtype=ct.int32)[None, None, :]
+    part = part_of(ct.where(groups < half, groups, groups - half), time, height, half, 0)
+    c, s = ct.gather(cos, (part, rows, groups, inner), check_bounds=False), ct.gather(sin, (part, rows, groups, inner), check_bounds=False)
+    ct.scatter(cos_picked, (rows, groups, inner), c, check_bounds=False)
+    ct.scatter(sin_picked, (rows, groups, inner), s, check_bounds=False)
 
 
 @ct.function
@@ -75,6 +92,7 @@ def mrope(q, k, q_out, k_out, cos, sin, half: int, ROWS: Const, HALF: Const, BAC
     A block rotates ROWS heads, counted through q's heads of a token, k's behind them, and then those of the next token: so no lane is
     idle, however many heads there are. The last block repeats the last head.
     """
+    ct.grid_dependency_control_wait()
     heads = q.shape[1] + k.shape[1]
     place = ct.minimum(ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32), q.shape[0] * heads - 1)[:, None]
     token = place // heads
@@ -117,6 +135,7 @@ def copy_part(x, y, token, group, cols, HEADS: Const):
 def mrope_any(q, k, q_out, k_out, cos, sin, half: int, Q_HEADS: Const, K_HEADS: Const, HALF: Const, BACKWARD: Const):
     """q, q_out, k, k_out: [tokens, heads, at least 2 * half]; cos, sin: [rows, half or 2 * half]. Columns are taken in pieces of HALF, and
     the last piece repeats the last column."""
+    ct.grid_dependency_control_wait()
     token, group = ct.bid(0), ct.bid(1)
     row = token % cos.shape[0]
     second = cos.shape[1] - half  # where the second half of cos and sin starts: 0 when they are half as wide
@@ -138,7 +157,8 @@ def mrope_any(q, k, q_out, k_out, cos, sin, half: int, Q_HEADS: Const, K_HEADS: 
 
 
 ROWS = 16  # a block: each of 128 threads has 16 bytes of both halves
-PICKED = {"ROWS": 4, "COLS": 128}
+PICKED = {"ROWS": 2, "COLS": 128}
+PICKED_GROUPS = {"ROWS": 8, "GROUPS": 16}
 
 
 def variants():
@@ -146,6 +166,9 @@ def variants():
     for dtype in FLOATS:
         tables, table = Array(dtype, (None, None, None), aligned=False), Array(dtype, (None, None), aligned=False)
         yield Variant(mrope_pick, {"cos": tables, "sin": tables, "cos_picked": table, "sin_picked": table, **sections, **PICKED})
+        groups: Params = dict.fromkeys(("cos", "sin"), Array(dtype, (None, None, None, 8), at_most=(None, None, 16, None)))
+        groups |= dict.fromkeys(("cos_picked", "sin_picked"), Array(dtype, (None, None, 8), at_most=(None, 16, None)))
+        yield Variant(mrope_pick_groups, {**groups, **dict.fromkeys(("half", "time", "height"), INT), **PICKED_GROUPS})
         for backward in (0, 1):
             if dtype in HALF_PRECISION:
                 x, angle = Array(dtype, (None, None, 128)), Array(dtype, (None, 128))

@@ -22,6 +22,7 @@ from .common import (
 from .rotary import rotate_checked
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
+GROUP, GROUPED_WIDTH = 8, 128  # columns of a section that have one table, and of a table at most, where whole groups are picked
 
 
 def heads_grid(c, q, k, *_):
@@ -38,7 +39,16 @@ def _pick_grid(c, cos, *_):
     return -(-cos.shape[1] // c["ROWS"]), -(-cos.shape[2] // c["COLS"])
 
 
+def _groups_grid(c, cos, *_):
+    return (-(-cos.shape[1] // c["ROWS"]),)
+
+
+def _in_groups(*tables):
+    return tuple(t.unflatten(-1, (-1, GROUP)) for t in tables)
+
+
 _pick_kernel = Kernel("mrope_pick", grid=_pick_grid, reads=("cos", "sin"))
+_pick_groups_kernel = Kernel("mrope_pick_groups", grid=_groups_grid, views=_in_groups, reads=("cos", "sin"))
 _kernels = tuple(
     Kernel("mrope", "mrope_any", grid=_grid, reads=("q", "k", "cos", "sin"), where={"BACKWARD": backward}) for backward in (0, 1)
 )
@@ -109,9 +119,14 @@ def _pick(cos: torch.Tensor, sin: torch.Tensor, half: int, time: int, height: in
     tables = [t.reshape(3, -1, t.shape[-1]) for t in (cos, sin)]
     picked = [t.view(-1, t.shape[-1]) for t in outs]
     step = max(1, SLAB // (3 * cos.shape[-1]))
+    grouped = not interleaved and (half | time | height) % GROUP == 0 and cos.shape[-1] <= GROUPED_WIDTH
     for start in range(0, tables[0].shape[1], step):
         part = slice(start, start + step)
-        _pick_kernel(*[t[:, part] for t in tables], *[t[part] for t in picked], half, time, height, width, int(interleaved))
+        arrays = *[t[:, part] for t in tables], *[t[part] for t in picked]
+        if grouped:
+            _pick_groups_kernel(*arrays, half // GROUP, time // GROUP, height // GROUP)
+        else:
+            _pick_kernel(*arrays, half, time, height, width, int(interleaved))
     return tuple(outs)
 
 
