@@ -72,6 +72,11 @@ def test_kernels_that_start_early_find_what_the_one_before_wrote(suite_ops, lige
     rows = [image.view(-1, 4096)[:2049] for image in images]
     weight, bias = (randn(320, dtype=BF16, device=DEVICE, seed=i) + 1 for i in (20, 21))
     wide, alpha = randn(4096, dtype=BF16, device=DEVICE, seed=22) + 1, torch.ones(1, dtype=BF16, device=DEVICE)
+    heads = [image.view(-1)[: 4 * 640 * 4 * 128].view(4, 640, 4, 128).transpose(1, 2) for image in images]
+    angles = [randn(3, 4, 640, 128, dtype=BF16, device=DEVICE, seed=i) for i in (23, 24)]
+
+    def rotate(q, k):
+        return sum(suite_ops.rotary_multimodal(q, k, *angles, (16, 24, 24)))
 
     def group_norm(x, weight, bias):
         return suite_ops.group_norm(x, 32, weight, bias)
@@ -83,6 +88,13 @@ def test_kernels_that_start_early_find_what_the_one_before_wrote(suite_ops, lige
         for x in rows:
             found += run(suite_ops.layer_norm, [leaf(t) for t in (x, wide, wide)])
             found += run(suite_ops.dyt, [leaf(t) for t in (x, alpha, wide, wide)])
+            found += run(suite_ops.general_rms_norm, [leaf(t) for t in (x, wide)])
+            found += run(suite_ops.softmax, [leaf(x * 0.5)])  # what it takes has just been written
+            found += run(suite_ops.softmax, [leaf(x.reshape(-1)[: 256 * 24576].view(256, 24576) * 0.5)])
+            found += run(suite_ops.sparsemax, [leaf(x * 0.5)])
+        for q, k in zip(heads, heads[1:]):
+            found += run(rotate, [leaf(q * 0.5), leaf(k * 0.5)])
+            found += run(suite_ops.neighborhood_attention, [leaf(t * 0.5) for t in (q, k, q)])
         return [t.detach() for t in found]
 
     early = results()
@@ -92,6 +104,45 @@ def test_kernels_that_start_early_find_what_the_one_before_wrote(suite_ops, lige
             kernel.forget()
         for a, b in zip(early, results(), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("before", ("copy", "memset", "another stream"))
+def test_a_kernel_starts_early_behind_what_is_no_kernel(suite_ops, before):
+    """In a graph and without one, the first kernel of a backward pass waits for whatever wrote its gradient."""
+    x, source = (randn(513, 4096, dtype=BF16, device=DEVICE, seed=i) for i in (0, 1))
+    x.requires_grad_()
+    dy, other = torch.empty_like(source), torch.cuda.Stream()
+
+    def step():
+        y = suite_ops.softmax(x)
+        if before == "copy":
+            dy.copy_(source)
+        elif before == "memset":
+            dy.zero_()
+        else:
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                dy.zero_()
+                dy.add_(source)
+            torch.cuda.current_stream().wait_stream(other)
+        return torch.autograd.grad(y, x, dy)[0]
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    y = torch.softmax(x.detach().double(), -1)
+    for i in range(20):
+        source.copy_(randn(513, 4096, dtype=BF16, device=DEVICE, seed=2 + i))
+        d = torch.zeros_like(y) if before == "memset" else source.double()
+        wanted = y * (d - (y * d).sum(-1, keepdim=True))
+        found = [step()]
+        graph.replay()
+        for result in (*found, captured):
+            assert (result.double() - wanted).norm() <= 1e-2 * wanted.norm()
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
