@@ -7,11 +7,11 @@ Backward, with g = dy * weight[channel], and means over the group:
     dx = (g - mean(g) - n * mean(g * n)) * rstd        dweight = sum of dy * n        dbias = sum of dy        (batch and positions)
 
 A group lies in one piece of memory: a row of channels * positions elements, as segments that do not cross a channel. A row that fits into
-the registers is read once, by one block. A longer one is divided among blocks: a first kernel writes what it finds about each part,
-the second joins the parts of its row, in a fixed order, and applies them. Where a channel is whole tiles of 4096 elements, as an image
-of 64 x 64 is, a part is such a tile. Forward those are mean and squared deviations, joined by
-Chan's formula; backward the sums of dy * n and dy for each channel, which give the means of the group (weighted) as well as the
-gradients of the parameters.
+the registers is read once, by one block, in bf16 also one that fits as it lies in memory, where there are enough rows. A longer one is
+divided among blocks: a first kernel writes what it finds about each part, the second joins the parts of its row, in a fixed order, and
+applies them. Where a channel is whole tiles of 4096 elements, as an image of 64 x 64 is, a part is such a tile. Forward those are mean and
+squared deviations, joined by Chan's formula; backward the sums of dy * n and dy for each channel, which give the means of the group
+(weighted) as well as the gradients of the parameters.
 """
 
 import cuda.tile as ct
@@ -20,6 +20,7 @@ from kernel_src.elements import read, read_once, write
 from kernel_src.layer_norm import row_statistics
 from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Params, PerArchitecture, Variant
 from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, place, rows, sum_of, two_sums
+from kernel_src.softmax import converted_again
 
 Const = ct.Constant[int]
 
@@ -68,6 +69,85 @@ def group_norm_backward(dx, dy, x, weight, mean, rstd, sums, per_channel: int, S
     sum_g, sum_gn = two_sums(ct.where(valid, w * dbias, 0.0), ct.where(valid, w * dweight, 0.0), PIECE)
     mean_g, mean_gn = sum_g * one, sum_gn * one
     write(dx, index, (d * w[:, None] - mean_g - n * mean_gn) * r)
+
+
+# ---------------------------------------------------------------- rows held as they lie in memory
+@ct.function
+def held_segments(x, row, PIECE: Const, TILES: Const):
+    """A row in its own dtype, in tiles of PIECE segments; all loads are under way together."""
+    found = ()
+    for t in ct.static_iter(range(TILES)):
+        segment, _ = place(t, x.shape[1], PIECE)
+        index = (row, segment[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :])
+        found = (*found, ct.gather(x, index, check_bounds=False, latency=1))  # type: ignore[assignment]
+    return found
+
+
+@ct.function
+def held_channels(segment, row, segments, channels, per_channel):
+    """As `channels_of`, by a product instead of a division: exact of less than 2^20 segments."""
+    in_group = segments // per_channel
+    ratio = 1.0 / ct.astype(per_channel, ct.float32)
+    return row % (channels // in_group) * in_group + ct.astype((ct.astype(segment, ct.float32) + 0.5) * ratio, ct.int32)
+
+
+@ct.kernel
+def group_norm_held_forward(x, weight, bias, y, mean, rstd, eps: float, per_channel: int, PIECE: Const, TILES: Const):
+    """As `group_norm_forward` for at most PIECE * TILES segments."""
+    row, count = ct.bid(0), x.shape[1]
+    raw = held_segments(x, row, PIECE, TILES)
+    number, channels = ct.astype(count, ct.float32), ct.astype(weight.shape[0], ct.float32)
+    length = number * SEGMENT
+    total = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
+    for t in ct.static_iter(range(TILES)):
+        _, valid = place(t, count, PIECE)
+        total = total + ct.where(valid[:, None], ct.astype(raw[t], ct.float32), 0.0)
+    mu = sum_of(total, PIECE, SEGMENT) / length
+    total = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
+    for t in ct.static_iter(range(TILES)):
+        _, valid = place(t, count, PIECE)
+        deviation = ct.where(valid[:, None], converted_again(raw[t], number) - mu, 0.0)
+        total = total + deviation * deviation
+    r = ct.rsqrt(sum_of(total, PIECE, SEGMENT) / length + eps)
+    for t in ct.static_iter(range(TILES)):
+        if t * PIECE < count:
+            segment, _ = place(t, count, PIECE)
+            channel = held_channels(segment, row, count, weight.shape[0], per_channel)
+            index = (row, segment[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :])
+            deviation = converted_again(raw[t], channels) - mu
+            write(y, index, deviation * (r * read(weight, channel))[:, None] + read(bias, channel)[:, None])
+    ct.scatter(mean, row, mu, check_bounds=False)
+    ct.scatter(rstd, row, r, check_bounds=False)
+
+
+@ct.kernel
+def group_norm_held_backward(dx, dy, x, weight, mean, rstd, sums, per_channel: int, PIECE: Const, TILES: Const):
+    """As `group_norm_backward` for at most PIECE * TILES segments; x and dy are held."""
+    ct.grid_dependency_control_wait()
+    ct.grid_dependency_control_launch_dependents()
+    row, count = ct.bid(0), x.shape[1]
+    x_raw, dy_raw = held_segments(x, row, PIECE, TILES), held_segments(dy, row, PIECE, TILES)
+    mu, r = ct.gather(mean, row, check_bounds=False), ct.gather(rstd, row, check_bounds=False)
+    sum_g = ct.zeros((PIECE,), dtype=ct.float32)
+    sum_gn = ct.zeros((PIECE,), dtype=ct.float32)
+    for t in ct.static_iter(range(TILES)):
+        segment, valid = place(t, count, PIECE)
+        d = ct.astype(dy_raw[t], ct.float32)
+        dweight, dbias = ct.sum(d * (ct.astype(x_raw[t], ct.float32) - mu), axis=1) * r, ct.sum(d, axis=1)
+        ct.scatter(sums, (0, row, segment), dweight, check_bounds=False)
+        ct.scatter(sums, (1, row, segment), dbias, check_bounds=False)
+        w = ct.where(valid, read(weight, held_channels(segment, row, count, weight.shape[0], per_channel)), 0.0)
+        sum_g = sum_g + w * dbias
+        sum_gn = sum_gn + w * dweight
+    number = ct.astype(count, ct.float32)
+    total_g, total_gn = two_sums(sum_g, sum_gn, PIECE)
+    level, slope = total_g / (number * SEGMENT) * r, total_gn / (number * SEGMENT) * r * r
+    for t in ct.static_iter(range(TILES)):
+        if t * PIECE < count:
+            segment, _ = place(t, count, PIECE)
+            w = read(weight, held_channels(segment, row, count, weight.shape[0], per_channel)) * r
+            index = (row, segment[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :])
+            write(dx, index, converted_again(dy_raw[t], number) * w[:, None] - level - (converted_again(x_raw[t], number) - mu) * slope)
 
 
 # ---------------------------------------------------------------- rows in parts
@@ -302,6 +382,9 @@ def group_norm_tile_apply_backward(
 
 # ---------------------------------------------------------------- what is prebuilt
 WHOLE = {"bfloat16": (32, 64), "float16": (64,), "float32": (32,)}  # rows in registers: segments of 64, the shortest first
+# Of rows that are held as they lie in memory. Two forward blocks spill on sm_120, and in fp16 the backward one on sm_110.
+HELD_FORWARD, HELD_FORWARD_HINTS = {"PIECE": 64, "TILES": 10}, {"occupancy": PerArchitecture(1, "sm_90", 2), "num_worker_warps": 8}
+HELD_BACKWARD, HELD_BACKWARD_HINTS = {"PIECE": 32, "TILES": 20}, {"occupancy": 1, "num_worker_warps": 8}
 PIECE = {SEGMENT: 32, 1: 1024}
 PARTS = 128  # of a row at most, forward
 SUMS = {"ROWS": 32, "COLS": 16}
@@ -335,6 +418,13 @@ def variants():
             sums = Array("float32", (2, None, None), aligned=False)
             grads = {"dx": a, "dy": a, "x": a, "weight": p, "mean": PER_ROW, "rstd": PER_ROW, "sums": sums, "per_channel": INT}
             yield Variant(group_norm_backward, {**grads, **constants}, hints={"occupancy": 4})
+        if x == "bfloat16":
+            a, p = rows(x, SEGMENT, HELD_FORWARD["PIECE"] * HELD_FORWARD["TILES"]), Array(w, (None,), aligned=False)
+            inputs = {"x": a, "weight": p, "bias": p, "y": a, "mean": PER_ROW, "rstd": PER_ROW, "eps": FLOAT, "per_channel": INT}
+            yield Variant(group_norm_held_forward, {**inputs, **HELD_FORWARD}, hints=HELD_FORWARD_HINTS)
+            sums = Array("float32", (2, None, None), aligned=False)
+            grads = {"dx": a, "dy": a, "x": a, "weight": p, "mean": PER_ROW, "rstd": PER_ROW, "sums": sums, "per_channel": INT}
+            yield Variant(group_norm_held_backward, {**grads, **HELD_BACKWARD}, hints=HELD_BACKWARD_HINTS)
     for x, w in SAME + MIXED:
         for segment in (SEGMENT, 1):
             a, p, constants = rows(x, segment), Array(w, (None,), aligned=False), {"SEGMENT": segment, "PIECE": PIECE[segment]}

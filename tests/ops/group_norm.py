@@ -50,11 +50,12 @@ def check_group_norm(
     untouched()
 
 
-# (shape, groups): groups in registers, groups in parts, channels of whole tiles, positions that are no segments, 2-D to 5-D, one group,
-# one channel a group.
+# (shape, groups): groups in registers, groups held as they lie in memory or in parts, channels of whole tiles, positions that are no
+# segments, 2-D to 5-D, one group, one channel a group.
 CASES = (
     ((2, 8, 64), 2), ((2, 4, 512), 1), ((1, 6, 8, 8), 2), ((2, 12, 320), 3), ((2, 8, 16, 32), 2), ((1, 4, 40, 64), 2), ((2, 3, 2, 4, 8), 3),
     ((2, 6, 64, 64), 2), ((1, 2, 64, 128), 1), ((3, 10), 2), ((2, 6, 7, 7), 3), ((1, 2, 51, 53), 1), ((2, 5, 3, 2, 4), 1), ((4, 6, 1), 6),
+    ((2, 20, 32, 32), 1), ((2, 10, 64, 64), 1), ((1, 11, 64, 64), 1), ((3, 40, 8, 24), 1),
 )  # fmt: skip
 
 
@@ -89,6 +90,17 @@ MUTANTS = (
     ("kernel_src/group_norm.py", "group_norm_forward", "ct.where(valid[:, None], xf, 0.0)", "xf", "whole"),
     ("kernel_src/group_norm.py", "group_norm_backward", "ct.where(valid, w * dbias, 0.0)", "w * dbias", "whole"),
     ("kernel_src/group_norm.py", "group_norm_backward", "- n * mean_gn", "", "whole"),
+    ("kernel_src/group_norm.py", "held_segments", "place(t, x.shape[1], PIECE)", "place(0, x.shape[1], PIECE)", "held"),
+    ("kernel_src/group_norm.py", "held_channels", "+ 0.5", "+ 1.5", "held"),
+    ("kernel_src/group_norm.py", "held_channels", "row % (channels // in_group) * in_group", "0", "held"),
+    ("kernel_src/group_norm.py", "group_norm_held_forward", "ct.where(valid[:, None], ct.astype(raw[t], ct.float32), 0.0)",
+     "ct.astype(raw[t], ct.float32)", "held"),
+    ("kernel_src/group_norm.py", "group_norm_held_forward", "total = total + deviation * deviation", "total = deviation * deviation",
+     "held"),
+    ("kernel_src/group_norm.py", "group_norm_held_backward", "ct.where(valid, read(weight, held_channels(segment, row, count, "
+     "weight.shape[0], per_channel)), 0.0)", "read(weight, held_channels(segment, row, count, weight.shape[0], per_channel))", "held"),
+    ("kernel_src/group_norm.py", "group_norm_held_backward", "- level", "", "held"),
+    ("kernel_src/group_norm.py", "group_norm_held_backward", "* r * r", "* r", "held"),
     ("kernel_src/group_norm.py", "group_norm_statistics", "x.shape[1] - first", "x.shape[1]", "parts"),
     ("kernel_src/group_norm.py", "group_norm_apply", "size * (means - mu) * (means - mu)", "0.0", "parts"),
     ("kernel_src/group_norm.py", "group_norm_channel_sums", "row // (channels // mean.shape[0])", "row * 0", "parts"),
@@ -117,7 +129,8 @@ MUTANTS = (
 )
 CHECKS = of_suite({
     "whole": lambda ops: check_group_norm(ops, "cpu", BF16, (2, 12, 320), 3),
-    "parts": lambda ops: check_group_norm(ops, "cpu", BF16, (2, 4, 33, 128), 2, trend=6.0),
+    "held": lambda ops: check_group_norm(ops, "cpu", BF16, (2, 6, 30, 64), 2, trend=6.0),
+    "parts": lambda ops: check_group_norm(ops, "cpu", FP16, (2, 4, 33, 128), 2, trend=6.0),
     "tiles": lambda ops: check_group_norm(ops, "cpu", BF16, (2, 20, 64, 128), 2, trend=6.0),
     "tile": lambda ops: check_group_norm(ops, "cpu", FP32, (2, 2, 64, 64), 2),
     "odd": lambda ops: check_group_norm(ops, "cpu", FP16, (2, 6, 7, 7), 3),

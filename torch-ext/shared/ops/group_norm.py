@@ -26,6 +26,7 @@ from .rows import SEGMENT, kernels_take, one_block_a_row, per_row
 
 # Segments of 64 of the longest group that the kernels hold in registers (kernel_src/group_norm.py).
 WHOLE = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
+HELD = {torch.bfloat16: 640}  # and that they hold as it lies in memory
 PARTS = 128  # of a row at most
 TILE = 4096  # elements of a part where a channel is whole parts
 BLOCKS_PER_SM = 8  # that a group's parts should give work to
@@ -66,6 +67,8 @@ def _parts(x: torch.Tensor) -> int:
 
 _forward_kernel = Kernel("group_norm_forward", grid=one_block_a_row)
 _backward_kernel = Kernel("group_norm_backward", grid=one_block_a_row)
+_held_forward_kernel = Kernel("group_norm_held_forward", grid=one_block_a_row)
+_held_backward_kernel = Kernel("group_norm_held_backward", grid=one_block_a_row)
 _statistics_kernel = Kernel("group_norm_statistics", grid=lambda c, x, parts: (parts.shape[0] * parts.shape[1],))
 _apply_kernel = Kernel("group_norm_apply", grid=lambda c, x, weight, bias, y, parts, *_: (parts.shape[0] * parts.shape[1],))
 _channel_sums_kernel = Kernel("group_norm_channel_sums", grid=lambda c, *tensors: (tensors[-1][0].numel(),))
@@ -138,6 +141,12 @@ def _whole(x, weight, layout) -> bool:
     return layout.segment == SEGMENT and weight.dtype == x.dtype and layout.per_group <= WHOLE[x.dtype]
 
 
+def _held(x, weight, layout, rows: int) -> bool:
+    """Whether a group fits into the registers of a block as it lies in memory, and there are enough of them for every SM."""
+    fits = layout.segment == SEGMENT and weight.dtype == x.dtype and layout.per_group <= HELD.get(x.dtype, 0)
+    return fits and not _in_tiles(layout) and rows >= multiprocessors(x)
+
+
 def _in_tiles(layout) -> bool:
     """Whether a channel is whole tiles, and a group not more of them than a row has parts."""
     return layout.per_channel * layout.segment % TILE == 0 and layout.per_group * layout.segment <= PARTS * TILE
@@ -164,6 +173,9 @@ def _forward_launch(x, weight, bias, y, mean, rstd, groups, eps):
     x, y = x.view(shape), y.view(shape)
     if _whole(x, weight, layout):
         _forward_kernel(x, weight, bias, y, mean, rstd, eps, layout.per_channel)
+        return
+    if _held(x, weight, layout, batch * groups):
+        _held_forward_kernel(x, weight, bias, y, mean, rstd, eps, layout.per_channel)
         return
     if _in_tiles(layout):
         x, y = x.flatten(1), y.flatten(1)
@@ -206,9 +218,10 @@ def _backward_launch(dx, dy, x, weight, mean, rstd, groups, out) -> Tuple[torch.
     batch, channels = x.shape[:2]
     layout = layout_of(x, groups)
     of_groups = [t.view(batch * groups, layout.per_group, layout.segment) for t in (dx, dy, x)]
-    if _whole(x, weight, layout):
+    whole = _whole(x, weight, layout)
+    if whole or _held(x, weight, layout, batch * groups):
         sums = per_row(x, 2, batch * groups, layout.per_group)
-        _backward_kernel(*of_groups, weight, mean, rstd, sums, layout.per_channel)
+        (_backward_kernel if whole else _held_backward_kernel)(*of_groups, weight, mean, rstd, sums, layout.per_channel)
         return sums.view(2, batch, channels, layout.per_channel), False
     if _in_tiles(layout):
         positions = layout.per_channel * layout.segment
