@@ -264,6 +264,7 @@ def test_the_first_backward_pass_finds_its_handle_of_cublas_made(ops):
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.strip().endswith("ok"), done.stderr[-2000:]
+    assert "cuBLAS" not in done.stderr, "a warning of PyTorch"
 
 
 def test_more_than_2_31_elements(ops):

@@ -129,8 +129,9 @@ class _AskForHandle(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        dx = dy.clone()  # a launch, which gives the thread its CUDA context: PyTorch warns where a handle is the first to want one
         torch.cuda.current_blas_handle()
-        return dy
+        return dx
 
 
 def prepare_backward(index: int) -> None:
