@@ -11,7 +11,7 @@ from torch import nn
 def layouts(request, loaded, monkeypatch):
     found = importlib.import_module(f"{loaded.__name__}.shared.runtime.layouts")
     if request.param == "guards":
-        assert found._guards([torch.ones(2)]) is not None
+        assert found.guards([torch.ones(2)]) is not None
     else:
         monkeypatch.setattr(found, "TensorGuards", None)
     return found
@@ -86,6 +86,10 @@ def test_another_form_of_the_guards_is_not_relied_on(layouts, monkeypatch):
         def __init__(self, *tensors):
             pass
 
-    monkeypatch.setattr(layouts, "TensorGuards", Other)
-    same = layouts.same_as(tensors())
-    assert same(tensors()) and not same([*tensors()[:-1], torch.ones(1)])
+    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", Other)
+    assert layouts.of_compiled_graphs("TensorGuards", layouts._tells_apart) is None
+
+
+def test_tensors_without_strides_are_told_apart(layouts):
+    sparse = torch.eye(3).to_sparse()
+    assert layouts.same_as([sparse])([sparse]) and not layouts.same_as([sparse])([torch.eye(3)])

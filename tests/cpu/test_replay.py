@@ -402,7 +402,7 @@ def test_functions_that_a_torch_does_not_have_or_has_otherwise_are_left_alone(re
     def of_zeros(shape, stride, dtype):
         return torch.zeros(shape, dtype=dtype)
 
-    assert replay._inductors("_no_such_function", callable) is None
+    assert replay.of_compiled_graphs("_no_such_function", callable) is None
     assert not replay._allocates(of_zeros) and not replay._reinterprets(torch.as_strided)
 
 

@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import driver, launch
+from .layouts import guards, of_compiled_graphs
 
 KEPT = 4096  # combinations of arguments that one operator remembers
 RECORDED = 1  # calls with a combination before the one that is recorded: of lengths that never come again nothing is recorded
@@ -220,16 +221,6 @@ class _Body:
         return self.names.pop("body")
 
 
-def _inductors(name: str, works: Callable[[Callable], bool]) -> Optional[Callable]:
-    """What compiled graphs make tensors with, at half of what the functions of every day cost, or tell them apart by, where this torch has
-    it as it is used here."""
-    try:
-        function = getattr(torch._C._dynamo.guards, name)
-        return function if works(function) else None
-    except Exception:
-        return None
-
-
 def _allocates(make: Callable) -> bool:
     found = make((2, 3), (4, 1), torch.bfloat16)
     return (found.shape, found.stride(), found.dtype) == ((2, 3), (4, 1), torch.bfloat16) and not found.requires_grad
@@ -241,10 +232,10 @@ def _reinterprets(view: Callable) -> bool:
 
 
 _ALLOCATORS = {  # by the type of a device. That of a GPU is not tried out: it would begin to use one before anybody asks for it
-    "cpu": _inductors("_empty_strided_cpu", _allocates),
-    "cuda": _inductors("_empty_strided_cuda", callable),
+    "cpu": of_compiled_graphs("_empty_strided_cpu", _allocates),
+    "cuda": of_compiled_graphs("_empty_strided_cuda", callable),
 }
-_reinterpreted = _inductors("_reinterpret_tensor", _reinterprets)
+_reinterpreted = of_compiled_graphs("_reinterpret_tensor", _reinterprets)
 
 
 class _Place(int):
@@ -554,8 +545,9 @@ def _replayed(function: Callable, computes: bool) -> Callable:
         """Expects the calls of a plan that was looked up a few calls ago too."""
         nonlocal likely, before, unseen
         unseen += any(one.plan is plan for one in likely)
-        if plan in before and unseen < ATTEMPTS and _TensorGuards is not None and not any(map(_is_minus_zero, args)):
-            likely = [_Likely(args, state, plan), *likely[: LIKELY - 1]]
+        if plan in before and unseen < ATTEMPTS and not any(map(_is_minus_zero, args)):
+            one = _Likely(args, state, plan)
+            likely = [one, *likely[: LIKELY - 1]] if one.guard is not None else likely
         before = [plan, *before[: LIKELY - 1]]
 
     def first_calls(key: tuple, args: tuple):
@@ -636,7 +628,8 @@ class _Likely:
         others = [i for i in range(len(args)) if i not in places]
         self.count, self.state, self.plan = len(args), state, plan
         self.tensors, self.values = _taker(tuple(places)), _taker(tuple(others))
-        self.expected, self.guard = self.values(args), _guard_of(self.tensors(args))
+        self.expected = self.values(args)
+        self.guard: Any = guards(self.tensors(args))
         self.zeros = [i for i in others if type(args[i]) is float and not args[i]]
 
     def run(self, args: tuple, state: tuple):
@@ -653,22 +646,6 @@ class _Likely:
         for address in addresses:
             low_bits |= address
         return None if low_bits & 15 else self.plan.run(tensors, addresses)
-
-
-def _guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """What tells whether tensors have the classes, dtypes, devices, shapes, strides and dispatch keys of these."""
-    shapes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
-    return _TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
-
-
-def _tells_apart(guards: Any) -> bool:
-    flat, square = torch.empty(4), torch.empty(2, 2)
-    guard = guards(flat, square, dynamic_dims_sizes=[[4], [2, 2]], dynamic_dims_strides=[[1], [2, 1]]).check
-    found = guard(torch.empty(4), torch.empty(2, 2)) and not guard(flat, flat) and not guard(flat, square.half())
-    return found and not guard(flat, torch.empty(4, 2)[::2]) and not guard(flat, torch._neg_view(square)) and not guard(flat, None)
-
-
-_TensorGuards: Any = _inductors("TensorGuards", _tells_apart)
 
 
 IDENTITIES: set = set()  # types of arguments of which each is only equal to itself, and never changes
