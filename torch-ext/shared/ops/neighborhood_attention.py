@@ -13,7 +13,7 @@ LN2 = 0.6931471805599453
 GRID_YZ = 65535  # blocks of a grid in its second and third dimension
 WIDTHS = (64, 128)  # columns of the tiles of the kernels with MMA
 ROWWISE_WIDTH = 256  # and of those without
-ONCE_HALO = 10  # neighbours up to which one kernel for all gradients reads less than one for dq and one for dk and dv
+ONCE_HALO = 8  # neighbours to a side up to which one kernel for all gradients reads less than one for dq and one for dk and dv
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -153,10 +153,10 @@ def _backward(
         return dq, dk, dv
     prefix, width = _family(q, left, right, dilation)
     numbers = left, right, dilation, scale
-    if not prefix and left + right <= ONCE_HALO:
-        kernel = _kernel("neighborhood_backward", width, dilation, 2 * (left + right))
-        for *arrays, z in _slabs((q, k, v, dout, dq, dk, dv), (lse,), dilation):
-            kernel(*arrays[:4], z, *arrays[4:], *numbers)
+    if not prefix and max(left, right) <= ONCE_HALO:
+        kernel = _kernel("neighborhood_backward", width, dilation, 2 * max(left, right))
+        for *arrays, z in _slabs((q, k, v, out, dout, dq, dk, dv), (lse,), dilation):
+            kernel(*arrays[:5], z, *arrays[5:], *numbers)
         return dq, dk, dv
     delta = torch.empty_like(lse)
     kernel = _kernel(f"{prefix}neighborhood_backward_queries", width, dilation)
