@@ -18,9 +18,11 @@ def group_norm_exact(x, groups, weight, bias, eps):
 
 
 def check_group_norm(
-    ops, device, dtype, shape, groups, *, parameters="both", weight_dtype=None, eps=1e-5, mean=0.5, trend=0.0, view=lambda x: x, factor=1.0
-):
-    """parameters, mean, view: as of LayerNorm. trend: how far x changes to either side along a sample."""
+    ops, device, dtype, shape, groups, *, parameters="both", weight_dtype=None, eps=1e-5, mean=0.5, trend=0.0, along=0.0,
+    view=lambda x: x, factor=1.0
+):  # fmt: skip
+    """parameters, mean, view: as of LayerNorm. trend: how far x changes to either side along a sample. along: how
+    much of x there is in dy, for means of gradients that are not small."""
     weight_dtype = weight_dtype or dtype
     base = randn(*shape, dtype=FP32, device=device) + mean
     base = leaf((base + torch.linspace(-trend, trend, base[0].numel(), device=device).view(base.shape[1:])).to(dtype))
@@ -28,7 +30,7 @@ def check_group_norm(
     channels = x.shape[1]
     weight = leaf(randn(channels, dtype=weight_dtype, device=device, seed=1) + 1) if parameters in ("both", "weight") else None
     bias = leaf(randn(channels, dtype=weight_dtype, device=device, seed=2)) if parameters in ("both", "bias") else None
-    dy = randn(*x.shape, dtype=dtype, device=device, seed=3)
+    dy = randn(*x.shape, dtype=dtype, device=device, seed=3) + (along * x.detach() if along else 0)
     leaves = [t for t in (base, weight, bias) if t is not None]
     leaves64 = {id(t): exact(t) for t in leaves}
     weight64, bias64 = (None if t is None else leaves64[id(t)] for t in (weight, bias))
@@ -56,6 +58,7 @@ CASES = (
     ((2, 8, 64), 2), ((2, 4, 512), 1), ((1, 6, 8, 8), 2), ((2, 12, 320), 3), ((2, 8, 16, 32), 2), ((1, 4, 40, 64), 2), ((2, 3, 2, 4, 8), 3),
     ((2, 6, 64, 64), 2), ((1, 2, 64, 128), 1), ((3, 10), 2), ((2, 6, 7, 7), 3), ((1, 2, 51, 53), 1), ((2, 5, 3, 2, 4), 1), ((4, 6, 1), 6),
     ((2, 20, 32, 32), 1), ((2, 10, 64, 64), 1), ((1, 11, 64, 64), 1), ((3, 40, 8, 24), 1),
+    ((2, 14, 64, 64), 2),
 )  # fmt: skip
 
 
@@ -101,6 +104,20 @@ MUTANTS = (
      "weight.shape[0], per_channel)), 0.0)", "read(weight, held_channels(segment, row, count, weight.shape[0], per_channel))", "held"),
     ("kernel_src/group_norm.py", "group_norm_held_backward", "- level", "", "held"),
     ("kernel_src/group_norm.py", "group_norm_held_backward", "* r * r", "* r", "held"),
+    ("kernel_src/group_norm.py", "group_norm_held_tiles_forward", "total + ct.astype", "ct.astype", "held tiles"),
+    ("kernel_src/group_norm.py", "group_norm_held_tiles_forward", "ct.where(columns_of(t, TILE) < columns, "
+     "converted_again(raw[t], length) - mu, 0.0)", "converted_again(raw[t], length) - mu", "held tiles"),
+    ("kernel_src/group_norm.py", "group_norm_held_tiles_forward", "total + deviation * deviation", "deviation * deviation", "held tiles"),
+    ("kernel_src/group_norm.py", "group_norm_held_tiles_forward", "ct.minimum(t * TILE, columns - 1)", "0", "held tiles"),
+    ("kernel_src/group_norm.py", "group_norm_held_tiles_forward", "ct.minimum(t * TILE, columns - 1)", "t * TILE", "held tiles"),
+    ("kernel_src/group_norm.py", "group_norm_held_tiles_forward", " + read(bias, channel)", "", "held tiles"),
+    ("kernel_src/group_norm.py", "group_norm_held_tiles_backward", "at = t * (TILE // PART) +", "at =", "held tiles"),
+    ("kernel_src/group_norm.py", "group_norm_held_tiles_backward", "w * dweight", "dweight", "held tiles"),
+    ("kernel_src/group_norm.py", "group_norm_held_tiles_backward", "w * dbias", "dbias", "held tiles"),
+    ("kernel_src/group_norm.py", "group_norm_held_tiles_backward", "axis=1) * r", "axis=1)", "held tiles"),
+    ("kernel_src/group_norm.py", "group_norm_held_tiles_backward", "- level", "", "held tiles"),
+    ("kernel_src/group_norm.py", "group_norm_held_tiles_backward", "* r * r", "* r", "held tiles"),
+    ("kernel_src/group_norm.py", "group_norm_held_tiles_backward", " * w - level", " - level", "held tiles"),
     ("kernel_src/group_norm.py", "group_norm_statistics", "x.shape[1] - first", "x.shape[1]", "parts"),
     ("kernel_src/group_norm.py", "group_norm_apply", "size * (means - mu) * (means - mu)", "0.0", "parts"),
     ("kernel_src/group_norm.py", "group_norm_channel_sums", "row // (channels // mean.shape[0])", "row * 0", "parts"),
@@ -122,7 +139,10 @@ MUTANTS = (
     ("kernel_src/group_norm.py", "group_norm_tile_apply_backward", "part * TILE, columns", "0, columns", "tiles"),
     ("kernel_src/group_norm.py", "group_norm_tile_apply_backward", "ct.bid(0) - blocks", "0", "tiles"),
     ("kernel_src/group_norm.py", "group_norm_apply_backward", "ct.bid(0) - blocks", "0", "odd"),
-    ("kernel_src/group_norm.py", "sum_parameters", "ct.where(valid[:, None], found, 0.0)", "found", "whole"),
+    ("kernel_src/group_norm.py", "sum_parameters", "ct.where(valid[:, None], found, 0.0)", "found", "odd"),
+    ("kernel_src/group_norm.py", "group_norm_parameter_sums", "ct.where(valid[None, :], found, 0.0)", "found", "whole"),
+    ("kernel_src/group_norm.py", "group_norm_parameter_sums", "(at // parts)[None, :]", "(at % parts)[None, :]", "whole"),
+    ("kernel_src/group_norm.py", "group_norm_parameter_sums", "ct.bid(0) // blocks", "0", "whole"),
     ("shared/ops/group_norm.py", "GroupNormFunction.forward", "ctx.save_for_backward(x, weight, mean, rstd)",
      "ctx.save_for_backward(x, weight, rstd, mean)", "whole"),
     ("shared/ops/group_norm.py", "GroupNormFunction.backward", "dweight, dbias = group", "dbias, dweight = group", "whole"),
@@ -130,6 +150,7 @@ MUTANTS = (
 CHECKS = of_suite({
     "whole": lambda ops: check_group_norm(ops, "cpu", BF16, (2, 12, 320), 3),
     "held": lambda ops: check_group_norm(ops, "cpu", BF16, (2, 6, 30, 64), 2, trend=6.0),
+    "held tiles": lambda ops: check_group_norm(ops, "cpu", BF16, (2, 6, 64, 128), 2, trend=2.0, along=0.5),
     "parts": lambda ops: check_group_norm(ops, "cpu", FP16, (2, 4, 33, 128), 2, trend=6.0),
     "tiles": lambda ops: check_group_norm(ops, "cpu", BF16, (2, 20, 64, 128), 2, trend=6.0),
     "tile": lambda ops: check_group_norm(ops, "cpu", FP32, (2, 2, 64, 64), 2),

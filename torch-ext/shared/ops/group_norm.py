@@ -69,6 +69,8 @@ _forward_kernel = Kernel("group_norm_forward", grid=one_block_a_row)
 _backward_kernel = Kernel("group_norm_backward", grid=one_block_a_row)
 _held_forward_kernel = Kernel("group_norm_held_forward", grid=one_block_a_row)
 _held_backward_kernel = Kernel("group_norm_held_backward", grid=one_block_a_row)
+_held_tiles_forward_kernel = Kernel("group_norm_held_tiles_forward", grid=one_block_a_row)
+_held_tiles_backward_kernel = Kernel("group_norm_held_tiles_backward", grid=one_block_a_row)
 _statistics_kernel = Kernel("group_norm_statistics", grid=lambda c, x, parts: (parts.shape[0] * parts.shape[1],))
 _apply_kernel = Kernel("group_norm_apply", grid=lambda c, x, weight, bias, y, parts, *_: (parts.shape[0] * parts.shape[1],))
 _channel_sums_kernel = Kernel("group_norm_channel_sums", grid=lambda c, *tensors: (tensors[-1][0].numel(),))
@@ -142,9 +144,11 @@ def _whole(x, weight, layout) -> bool:
 
 
 def _held(x, weight, layout, rows: int) -> bool:
-    """Whether a group fits into the registers of a block as it lies in memory, and there are enough of them for every SM."""
-    fits = layout.segment == SEGMENT and weight.dtype == x.dtype and layout.per_group <= HELD.get(x.dtype, 0)
-    return fits and not _in_tiles(layout) and rows >= multiprocessors(x)
+    """Whether a group fits into the registers of a block as it lies in memory, and there are enough of them for every SM. Of whole tiles,
+    one that takes at least half of the registers."""
+    most = HELD.get(x.dtype, 0)
+    fits = layout.segment == SEGMENT and weight.dtype == x.dtype and layout.per_group <= most
+    return fits and rows >= multiprocessors(x) and (2 * layout.per_group >= most or not _in_tiles(layout))
 
 
 def _in_tiles(layout) -> bool:
@@ -175,7 +179,10 @@ def _forward_launch(x, weight, bias, y, mean, rstd, groups, eps):
         _forward_kernel(x, weight, bias, y, mean, rstd, eps, layout.per_channel)
         return
     if _held(x, weight, layout, batch * groups):
-        _held_forward_kernel(x, weight, bias, y, mean, rstd, eps, layout.per_channel)
+        if _in_tiles(layout):
+            _held_tiles_forward_kernel(x.flatten(1), weight, bias, y.flatten(1), mean, rstd, eps, layout.per_channel * SEGMENT)
+        else:
+            _held_forward_kernel(x, weight, bias, y, mean, rstd, eps, layout.per_channel)
         return
     if _in_tiles(layout):
         x, y = x.flatten(1), y.flatten(1)
@@ -219,7 +226,13 @@ def _backward_launch(dx, dy, x, weight, mean, rstd, groups, out) -> Tuple[torch.
     layout = layout_of(x, groups)
     of_groups = [t.view(batch * groups, layout.per_group, layout.segment) for t in (dx, dy, x)]
     whole = _whole(x, weight, layout)
-    if whole or _held(x, weight, layout, batch * groups):
+    held = not whole and _held(x, weight, layout, batch * groups)
+    if held and _in_tiles(layout):
+        positions = layout.per_channel * SEGMENT
+        sums = per_row(x, 2, batch * groups, layout.per_group * SEGMENT // _held_tiles_backward_kernel.constant("PART"))
+        _held_tiles_backward_kernel(*[t.flatten(1) for t in of_groups], weight, mean, rstd, sums, positions)
+        return sums.view(2, batch, channels, -1), False
+    if whole or held:
         sums = per_row(x, 2, batch * groups, layout.per_group)
         (_backward_kernel if whole else _held_backward_kernel)(*of_groups, weight, mean, rstd, sums, layout.per_channel)
         return sums.view(2, batch, channels, layout.per_channel), False
