@@ -4,6 +4,7 @@ from typing import Dict, Iterator, Optional, Sequence, Tuple
 
 import torch
 
+from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
 from .common import (
     HALF,
@@ -37,10 +38,14 @@ def one_a_row(c, x, *_):
     return (x.shape[0],)
 
 
+def _blocks_that_walk(c, x, *_):
+    return (min(x.shape[0], multiprocessors(x)),)
+
+
 _forward_rows = {tile: Kernel("softmax_forward", grid=_rows_grid, where={"TILE": tile}) for tile in TILES}
 _backward_rows = {tile: Kernel("softmax_backward", grid=_rows_grid, where={"TILE": tile}) for tile in TILES}
 _held_forward = [Kernel("softmax_held_forward", grid=one_a_row)]
-_held_backward = [Kernel("softmax_held_backward", grid=one_a_row)]
+_held_backward = [Kernel("softmax_held_backward", grid=_blocks_that_walk)]
 _statistics = Kernel("softmax_statistics", grid=pieces_grid)
 _combine = Kernel("softmax_combine", grid=one_a_row)
 _totals = Kernel("softmax_totals", grid=one_a_row)
