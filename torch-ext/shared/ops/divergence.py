@@ -23,7 +23,7 @@ from .common import (
     once_differentiable,
     traceable,
 )
-from .linear_head import _multiply as multiply
+from .linear_head import multiply
 from .softmax import as_rows, log_sum_exp2, pieces, pieces_grid, row_sum, slabs
 
 _kernels = {

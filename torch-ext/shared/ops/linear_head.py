@@ -35,7 +35,7 @@ class Gradients(NamedTuple):
         for gradient, factor in zip(self[:3], self.factors):
             by = number if factor is None else factor if number is None else factor * number
             if gradient is not None and by is not None:
-                _multiply(gradient, by)
+                multiply(gradient, by)
         return self[:3]
 
 
@@ -189,7 +189,7 @@ def walk(
             torch.mm(logits, weight, out=dhidden[rows])
         if needs[1]:
             if unit is not None:
-                _multiply(dweight, factor / unit)
+                multiply(dweight, factor / unit)
             unit = factor
             _add_product(dweight, logits.t(), part, rows.start == 0)
         if needs[2]:
@@ -211,7 +211,7 @@ def walk(
 
 
 @replayed
-def _multiply(gradient: torch.Tensor, factor: torch.Tensor) -> tuple:
+def multiply(gradient: torch.Tensor, factor: torch.Tensor) -> tuple:
     """gradient *= factor, in place; one factor of 1 for all costs nothing. factor: of one element, or one a row. Returns nothing."""
     if gradient.numel() == 0:
         return ()
