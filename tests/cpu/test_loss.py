@@ -1,6 +1,7 @@
 """The fused loss: the memory of its chunks, numbers that half precision cannot hold on their way, and what it counts."""
 
 import importlib
+import weakref
 
 import pytest
 import torch
@@ -83,6 +84,32 @@ def test_the_memory_of_a_step_does_not_grow_with_the_tokens(loaded_ops, monkeypa
             loaded_ops.linear_cross_entropy(hidden, weight, target, **options).sum().backward()
         most.append(largest.bytes)
     assert most[0] == most[1] == most[2] <= 2 * 40 * classes * 2
+
+
+@pytest.mark.parametrize("needs", ((True, True, False), (False, False, False)), ids=str)
+def test_what_a_chunk_holds_is_free_when_the_next_one_begins(loaded_ops, monkeypatch, needs):
+    """The divergence of two heads holds the teacher's logits."""
+
+    class Piece:
+        def rows(self):
+            return (torch.zeros(8),)
+
+        def gradient(self, scale):
+            return None
+
+    living = weakref.WeakSet()
+    most = []
+
+    def loss_of(logits, rows):
+        most.append(len(living))
+        piece = Piece()
+        living.add(piece)
+        return piece
+
+    small_chunks(monkeypatch, loaded_ops, 8 * 40 * 4, 8 * 40 * 4)
+    hidden, weight, losses = torch.zeros(24, 16), torch.zeros(40, 16), torch.zeros(24)
+    loss_module(loaded_ops, "linear_head").walk(hidden, weight, None, loss_of, (losses,), torch.ones(1), needs)
+    assert most == [0, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)

@@ -168,6 +168,7 @@ def walk(
     buffer = torch.empty((step, classes), dtype=hidden.dtype, device=hidden.device)
     logits = piece = None
     for rows in chunk_slices(tokens, step):
+        piece = None  # of the chunk before: what it holds is as large as what the next one makes
         part = hidden[rows]
         logits = buffer[: part.shape[0]]
         if bias is None:
