@@ -52,7 +52,7 @@ Targets = Mapping[str, tuple[str, ...]]  # the architectures to build for, by ho
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "cubins"
-MANIFEST_FORMAT = 2
+MANIFEST_FORMAT = 3
 # Of the streams: machine code has instructions of 16 bytes, and stronger presets take half as long again for 0.1 %.
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 0, "lp": 0, "pb": 4}]
 
@@ -350,8 +350,11 @@ def pack(package: Package, variants: "Variants", targets: Targets, images: dict[
     unpacked: dict[tuple[str, str], bytearray] = {}  # the streams, by file and architecture
     stored: dict[tuple[str, str, bytes], list[int]] = {}  # variants that differ in their promises alone may share an image
     kernels: dict[str, list] = {}
+    parameters: dict[str, int] = {}  # by what the manifest says of one: its place among those that variants share, most of what it says
     for operation, variant in variants:
         entry = {**variant.describe(), "operation": operation, "images": {}}
+        described = [json.dumps(parameter, sort_keys=True) for parameter in entry["parameters"]]
+        entry["parameters"] = [parameters.setdefault(text, len(parameters)) for text in described]
         if variant.targets:  # so that an image that is missing differs from one that is not wanted
             entry["targets"] = list(variant.targets)
         for host, architectures in targets.items():
@@ -382,6 +385,7 @@ def pack(package: Package, variants: "Variants", targets: Targets, images: dict[
         "architectures": {host: list(names) for host, names in targets.items()},
         "files": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())},
         "streams": streams,
+        "parameters": [json.loads(text) for text in parameters],
         "kernels": kernels,
     }
     files["manifest.json"] = (json.dumps(manifest, separators=(",", ":"), sort_keys=True) + "\n").encode()

@@ -194,7 +194,7 @@ def test_a_manifest_that_is_not_text_is_refused_by_name(runtime, cubins):
 def test_a_manifest_of_another_format_is_refused_with_both_numbers(runtime, cubins):
     change_manifest(cubins, lambda m: m.update(format=1))
     message = manifest_error(runtime, cubins)
-    assert "format 1, expected 2" in message
+    assert "format 1, expected 3" in message
     assert CURE in message or "Install" in message
 
 
@@ -305,13 +305,16 @@ def nested(depth):
 MANIFESTS = (
     lambda text: text[: len(text) // 2],
     lambda text: nested(100_000),
-    lambda text: '{"format": 2, "kernels": ' + nested(100_000) + "}",
-    lambda text: text.replace('"format":2', '"format":' + "9" * 400),
-    lambda text: text.replace('"format":2', '"format":' + "9" * 5000),
-    lambda text: text.replace('"format":2', '"format":1e999'),
-    lambda text: text.replace('"format":2', '"format":true'),
+    lambda text: '{"format": 3, "kernels": ' + nested(100_000) + "}",
+    lambda text: text.replace('"format":3', '"format":' + "9" * 400),
+    lambda text: text.replace('"format":3', '"format":' + "9" * 5000),
+    lambda text: text.replace('"format":3', '"format":1e999'),
+    lambda text: text.replace('"format":3', '"format":true'),
     lambda text: text.replace('"align":4', '"align":' + "9" * 400),
     lambda text: text.replace('"align":4', '"align":0'),
+    lambda text: text.replace('"parameters":[0', '"parameters":[-1'),
+    lambda text: text.replace('"parameters":[0', '"parameters":[9999'),
+    lambda text: text.replace('"parameters":[{', '"parameters":[[],{'),
     lambda text: text.replace("x86_64/column_sum", "../../etc/passwd"),
     lambda text: text.replace("bastile_column_sum", "bastile\\ud800"),
 )

@@ -24,7 +24,7 @@ try:
 except ImportError:  # torch runs on such a Python, so the package must be importable too
     lzma = None  # type: ignore[assignment]
 
-FORMAT = 2
+FORMAT = 3
 UNPACKED = 2**23  # bytes of unpacked streams that stay in memory: the kernels of a training step are loaded in its first pass
 UNPACKERS = 4  # threads that unpack ahead
 UNPACKER_MEMORY = 2**26  # bytes that unpacking a stream may take
@@ -135,6 +135,11 @@ def _check_manifest(manifest: Dict[str, Any]) -> None:
     for name, digest in manifest["files"].items():
         _expect(FILE_NAME.fullmatch(name) is not None and isinstance(digest, str), f"files.{name}")
         _check_places(manifest["streams"].get(name), 3, f"streams.{name}")
+    parameters = manifest.get("parameters")
+    _expect(isinstance(parameters, list), "parameters")
+    assert isinstance(parameters, list)
+    for i, parameter in enumerate(parameters):
+        _check_parameter(parameter, f"parameters[{i}]")
     for kernel, entries in manifest["kernels"].items():
         _expect(isinstance(entries, list), f"kernels.{kernel}")
         for number, entry in enumerate(entries):
@@ -142,9 +147,8 @@ def _check_manifest(manifest: Dict[str, Any]) -> None:
             _expect(isinstance(entry, dict), where)
             _expect(all(isinstance(entry.get(name), str) for name in ("name", "operation", "symbol")), where)
             _expect(entry["symbol"].isascii() and entry["symbol"].isidentifier(), f"{where}.symbol")
-            _expect(isinstance(entry.get("parameters"), list), f"{where}.parameters")
-            for i, parameter in enumerate(entry["parameters"]):
-                _check_parameter(parameter, f"{where}.parameters[{i}]")
+            places = entry.get("parameters")
+            _expect(isinstance(places, list) and all(_is_number(i) and i < len(parameters) for i in places), f"{where}.parameters")
             constants, images = entry.get("constants"), entry.get("images")
             _expect(isinstance(constants, dict), f"{where}.constants")
             _expect(all(isinstance(value, int) and abs(value) < LARGEST for value in constants.values()), f"{where}.constants")
@@ -156,9 +160,12 @@ def _check_manifest(manifest: Dict[str, Any]) -> None:
                 _check_images(found, manifest["streams"][file], f"{where}.images.{host_name}")
 
 
-def _variant(entry: Dict[str, Any]) -> Variant:
-    def parameter(found: Dict[str, Any]) -> Parameter:
-        fields: Dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+def _variant(entry: Dict[str, Any], parameters: List[Dict[str, Any]]) -> Variant:
+    """parameters: those that variants share, of which an entry has the places."""
+
+    def parameter(place: int) -> Parameter:
+        found = parameters[place].items()
+        fields: Dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found}
         return Parameter(**fields)
 
     return Variant(
@@ -248,7 +255,7 @@ class Artifacts:
             if entries is None:
                 known = ", ".join(sorted(self.manifest["kernels"]))
                 raise ArtifactError(f"{self._path} has no kernel {kernel!r}; it has {known}. {DOWNLOAD}")
-            self._variants[kernel] = [_variant(entry) for entry in entries]
+            self._variants[kernel] = [_variant(entry, self.manifest["parameters"]) for entry in entries]
         return self._variants[kernel]
 
     def verify(self, architecture: str = "") -> None:
