@@ -460,6 +460,10 @@ def main(arguments: list[str] | None = None) -> int:
         for package in packages:
             build(package, targets, console, options.workers)
         if options.record:
+            from tools import assemble  # which imports this module
+
+            for package in packages:
+                assemble.sources(package, "cuda")  # raises where a package has become larger than its users are to download
             record({operation for package in packages for operation in operations(package)}, compiler_identity())
     except (BuildError, PackageError, SourceError) as error:
         console.print(f"[red]Build failed.[/] {escape(str(error))}", highlight=False, soft_wrap=True)

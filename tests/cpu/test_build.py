@@ -783,6 +783,17 @@ def test_only_a_build_for_every_target_is_recorded(capsys):
         assert "--record is for a build for every target" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("most", (20 * 2**20, 1000))
+def test_a_package_that_has_become_too_large_is_not_recorded(assembled, tmp_path, monkeypatch, most):
+    recorded = []
+    monkeypatch.setattr(compiler, "build", lambda *args: None)
+    monkeypatch.setattr(compiler, "record", lambda *args: recorded.append(args))
+    monkeypatch.setattr(importlib.import_module("tools.assemble"), "SIZE_LIMIT", most)
+    shutil.copytree(assembled.folder, tmp_path / "copy", ignore=shutil.ignore_patterns("build"))
+    code = compiler.main(["--record", "--package", str(tmp_path / "copy")])
+    assert (code, len(recorded)) == ((0, 1) if most > 1000 else (1, 0))
+
+
 class Compiled:
     """The images of a package, and what did not compile."""
 
