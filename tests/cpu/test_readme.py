@@ -40,7 +40,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 CHECKPOINT = "Qwen/Qwen3-8B"
 GPU_ONLY = "if torch.cuda.is_available():"
 SOURCES = ROOT / "torch-ext" / "qwen3"
-NO_KERNELS = {"format": 2, "package": "qwen3", "architectures": {}, "files": {}, "streams": {}, "kernels": {}}
+NO_KERNELS = {"format": 3, "package": "qwen3", "architectures": {}, "files": {}, "streams": {}, "parameters": [], "kernels": {}}
 
 
 # What the documents contain

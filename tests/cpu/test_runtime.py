@@ -178,7 +178,7 @@ def test_a_missing_manifest_says_that_there_are_no_kernels(runtime, cubins):
 
 @pytest.mark.parametrize(
     "text",
-    ("", '{"format": 2', "[]", "7", '{"format": 2}', "\0\1"),
+    ("", '{"format": 3', "[]", "7", '{"format": 3}', "\0\1"),
     ids=("empty", "truncated", "list", "number", "no entries", "binary"),
 )
 def test_a_damaged_manifest_is_refused_by_name(runtime, cubins, text):

@@ -356,7 +356,8 @@ def test_a_measurement_holds_for_one_gpu_driver_and_build(runtime, tmp_path, mon
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA B{index}00")
     names = []
     for kernels in ({}, {"a": []}):
-        manifest = {"format": 2, "architectures": {}, "files": {}, "streams": {}, "kernels": kernels}
+        manifest = {"architectures": {}, "files": {}, "streams": {}, "parameters": [], "kernels": kernels}
+        manifest["format"] = runtime.artifacts.FORMAT
         (tmp_path / "manifest.json").write_text(json.dumps(manifest))
         for version in (13000, 13010):
             found = driver.Driver(runtime.artifacts.Artifacts(tmp_path))
