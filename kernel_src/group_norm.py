@@ -487,21 +487,24 @@ def held_in_tiles(dtype):
     yield Variant(group_norm_held_tiles_backward, {**grads, **HELD_TILES_BACKWARD}, hints=HELD_TILES_BACKWARD_HINTS)
 
 
+def of_whole_rows(x, w, segments):
+    """The parameters forward and backward of kernels that take a row whole, of so many segments at most."""
+    a, p, sums = rows(x, SEGMENT, segments), Array(w, (None,), aligned=False), Array("float32", (2, None, None), aligned=False)
+    statistics = {"mean": PER_ROW, "rstd": PER_ROW}
+    forward: Params = {"x": a, "weight": p, "bias": p, "y": a, **statistics, "eps": FLOAT, "per_channel": INT}
+    backward: Params = {"dx": a, "dy": a, "x": a, "weight": p, **statistics, "sums": sums, "per_channel": INT}
+    return forward, backward
+
+
 def variants():
     for x, w in SAME:
         for piece in WHOLE[x]:
-            a, p, constants = rows(x, SEGMENT, piece), Array(w, (None,), aligned=False), {"SEGMENT": SEGMENT, "PIECE": piece}
-            inputs = {"x": a, "weight": p, "bias": p, "y": a, "mean": PER_ROW, "rstd": PER_ROW, "eps": FLOAT, "per_channel": INT}
+            (inputs, grads), constants = of_whole_rows(x, w, piece), {"SEGMENT": SEGMENT, "PIECE": piece}
             yield Variant(group_norm_forward, {**inputs, **constants}, hints={"occupancy": 6 if piece > 32 else 8})
-            sums = Array("float32", (2, None, None), aligned=False)
-            grads = {"dx": a, "dy": a, "x": a, "weight": p, "mean": PER_ROW, "rstd": PER_ROW, "sums": sums, "per_channel": INT}
             yield Variant(group_norm_backward, {**grads, **constants}, hints={"occupancy": 4})
         if x == "bfloat16":
-            a, p = rows(x, SEGMENT, HELD_FORWARD["PIECE"] * HELD_FORWARD["TILES"]), Array(w, (None,), aligned=False)
-            inputs = {"x": a, "weight": p, "bias": p, "y": a, "mean": PER_ROW, "rstd": PER_ROW, "eps": FLOAT, "per_channel": INT}
+            inputs, grads = of_whole_rows(x, w, HELD_FORWARD["PIECE"] * HELD_FORWARD["TILES"])
             yield Variant(group_norm_held_forward, {**inputs, **HELD_FORWARD}, hints=HELD_FORWARD_HINTS)
-            sums = Array("float32", (2, None, None), aligned=False)
-            grads = {"dx": a, "dy": a, "x": a, "weight": p, "mean": PER_ROW, "rstd": PER_ROW, "sums": sums, "per_channel": INT}
             yield Variant(group_norm_held_backward, {**grads, **HELD_BACKWARD}, hints=HELD_BACKWARD_HINTS)
             yield from held_in_tiles(x)
     for x, w in SAME + MIXED:
