@@ -40,9 +40,9 @@ def test_the_logits_of_a_chunk_grow_neither_with_the_tokens_nor_with_the_classes
 def test_up_to_16384_tokens_of_qwen3_the_chunks_are_those_that_were_measured(loaded_ops):
     plan = loss_module(loaded_ops, "linear_head").plan_chunks
     for tokens in (1, 1000, 2048, 2049, 6553, 6554, 8192, 10000, 16384):
-        assert plan(tokens, QWEN3, BF16) == (min(tokens, max(2048, -(-5 * tokens // (16 * 512)) * 512)), BF16)
+        assert plan(tokens, QWEN3, BF16) == (min(tokens, max(2048, -(-5 * tokens // (16 * 512)) * 512)), BF16, 0)
     assert plan(16384, QWEN3, BF16, weight_gradient=False).tokens == 2048
-    assert plan(16384, QWEN3, BF16, FP32) == (2048, FP32)
+    assert plan(16384, QWEN3, BF16, FP32) == (2048, FP32, 0)
 
 
 @pytest.mark.parametrize("classes", (QWEN3, GPT_OSS))
@@ -50,7 +50,7 @@ def test_a_sum_in_half_precision_has_four_chunks_at_most(loaded_ops, classes):
     plan = loss_module(loaded_ops, "linear_head").plan_chunks
     wide = set()
     for tokens in range(512, 65536, 512):
-        chunk, accum_dtype = plan(tokens, classes, BF16)
+        chunk, accum_dtype, _ = plan(tokens, classes, BF16)
         assert accum_dtype == FP32 or -(-tokens // chunk) <= 4
         wide.add((accum_dtype == FP32, tokens > 16384))
     assert wide == {(False, False), (False, True), (True, True)} or classes == GPT_OSS
@@ -100,7 +100,7 @@ def test_what_a_chunk_holds_is_free_when_the_next_one_begins(loaded_ops, monkeyp
     living = weakref.WeakSet()
     most = []
 
-    def loss_of(logits, rows):
+    def loss_of(logits, rows, room):
         most.append(len(living))
         piece = Piece()
         living.add(piece)
@@ -112,13 +112,41 @@ def test_what_a_chunk_holds_is_free_when_the_next_one_begins(loaded_ops, monkeyp
     assert most == [0, 0, 0]
 
 
+def test_two_heads_have_half_as_many_tokens_behind_the_first_chunk(loaded_ops):
+    """At most three chunks; the first takes no more than half of the gradient's memory, where the teacher's logits have the other half."""
+    head, classes = loss_module(loaded_ops, "linear_head"), 128256
+    for tokens, wanted in ((1024, [1024]), (2048, [2048]), (3000, [1976, 1024]), (4096, [2048, 1024, 1024])):
+        plan = head.plan_chunks(tokens, classes, BF16, None, True, 4096, 2)
+        slices = list(head.chunk_slices(tokens, plan.tokens, plan.first))
+        assert [rows.stop - rows.start for rows in slices] == wanted
+        assert [rows.start for rows in slices] == [0] + [rows.stop for rows in slices[:-1]] and slices[-1].stop == tokens
+    assert head.plan_chunks(8192, classes, BF16, None, True, 4096, 2).tokens == 2560
+    assert head.plan_chunks(4096, classes, BF16, None, False, 4096, 2) == (1024, BF16, 0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("tokens, in_gradient", ((16, True), (32, True), (33, False)))
+def test_the_logits_of_the_only_chunk_lie_in_the_gradient(loaded_ops, monkeypatch, dtype, tokens, in_gradient):
+    """As long as they take half of it at most, and a copy is made only of what their own place hides. In fp16 the gradient is in fp32 and
+    has room for twice as many."""
+    classes, features, made, clone = 1000, 64, [], torch.Tensor.clone
+    head = loss_module(loaded_ops, "linear_head")
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self, *a, **k: (made.append(self.shape), clone(self, *a, **k))[1])
+    checks.check_linear_cross_entropy(loaded_ops, "cpu", dtype, tokens, features, classes)
+    copies = [shape[1] for shape in made if len(shape) == 2 and shape[0] == tokens and shape[1] not in (features, classes)]
+    share = tokens / features / (2 if dtype == FP16 else 1)
+    expected = in_gradient or dtype == FP16
+    assert bool(copies) == expected
+    assert all(share * classes <= count <= share * classes + 2 * head.ALIGNED for count in copies)
+
+
 @pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
 def test_the_gradient_of_the_weight_is_as_exact_in_many_chunks(loaded_ops, monkeypatch, dtype):
     """All hidden states point one way, so the sums grow with every chunk, and a sum in half precision would round the largest ones
     most often."""
     classes, tokens = 40, 1200
     small_chunks(monkeypatch, loaded_ops, 24 * classes * 2, 24 * classes * 2)
-    assert loss_module(loaded_ops, "linear_head").plan_chunks(tokens, classes, dtype) == (24, FP32)
+    assert loss_module(loaded_ops, "linear_head").plan_chunks(tokens, classes, dtype) == (24, FP32, 0)
     hidden = leaf(randn(tokens, 16, dtype=dtype, device="cpu", scale=0.1) + 1)
     weight = leaf(randn(classes, 16, dtype=dtype, device="cpu", seed=1, scale=0.2))
     target = torch.arange(tokens) % 3

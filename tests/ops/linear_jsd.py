@@ -43,9 +43,10 @@ def logits_of(head, head64):
 
 def check_linear_jsd(
     ops, device, dtype, shape=(9,), features=64, teacher_features=48, classes=300, labels=False, bias=False, beta=0.5, temperature=1.0,
-    reduction="batchmean", upstream=1.0, needs=(True, True, True), chunk=None,
+    reduction="batchmean", upstream=1.0, needs=(True, True, True), chunk=None, first=0,
 ):  # fmt: skip
-    """needs: whether the gradients of hidden, weight and bias are asked for. chunk: tokens of a chunk, instead of all."""
+    """needs: whether the gradients of hidden, weight and bias are asked for. chunk: tokens of a chunk, instead of all, and first: those
+    that the first one may have, in the memory of the weight's gradient."""
     hidden, weight = randn(*shape, features, dtype=dtype, device=device), randn(classes, features, dtype=dtype, device=device, seed=1,
                                                                                 scale=0.2)
     teacher = randn(*shape, teacher_features, dtype=dtype, device=device, seed=2), randn(classes, teacher_features, dtype=dtype,
@@ -58,7 +59,9 @@ def check_linear_jsd(
     options = {"beta": beta, "temperature": temperature, "reduction": reduction, "ignore_index": -1}
     arguments = {"bias": student[2], "teacher_bias": vectors[1], **options}
     head = ops.linear_head_module
-    kept, head.plan_chunks = head.plan_chunks, head.plan_chunks if chunk is None else lambda *a: kept_chunks(kept, chunk, *a)
+    kept = head.plan_chunks
+    if chunk is not None:
+        head.plan_chunks = lambda *a: kept(*a)._replace(tokens=chunk, first=first)
     try:
         loss = ops.linear_jsd(student[0], student[1], *teacher, target, **arguments)
         with torch.no_grad():
@@ -89,10 +92,6 @@ def check_linear_jsd(
     check_kept(given, before, what)
 
 
-def kept_chunks(plan, tokens, *arguments):
-    return plan(*arguments)._replace(tokens=tokens)
-
-
 def check_all_ignored(ops, device, dtype):
     hidden, weight = leaf(randn(4, 32, dtype=dtype, device=device)), leaf(randn(50, 32, dtype=dtype, device=device))
     loss = ops.linear_jsd(hidden, weight, hidden.detach(), weight.detach(), torch.full((4,), -100, device=device))
@@ -111,6 +110,8 @@ def all_cases(ops, device, dtypes=FLOATS):
         for i, options in enumerate(CASES):
             yield f"case {i} {dtype}", partial(check_linear_jsd, ops, device, dtype, **options)
         yield f"chunks {dtype}", partial(check_linear_jsd, ops, device, dtype, (11,), chunk=4, labels=True, bias=True)
+        yield f"chunks behind a larger one {dtype}", partial(check_linear_jsd, ops, device, dtype, (11,), chunk=4, first=8, labels=True,
+                                                             bias=True)
         yield f"needs {dtype}", partial(check_needs, ops, device, dtype)
         yield f"all ignored {dtype}", partial(check_all_ignored, ops, device, dtype)
 

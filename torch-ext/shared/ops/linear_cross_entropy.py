@@ -97,7 +97,7 @@ def _run(hidden, weight, bias, target, class_weight, scale, options: Options, ne
     )
     chunk = KernelChunk if has_kernels else TorchChunk
 
-    def loss_of(logits, rows):
+    def loss_of(logits, rows, _):
         return chunk(logits, target[rows], class_weight, options)
 
     return found, walk(hidden, weight, bias, loss_of, found, scale, needs, options.accum_dtype)

@@ -1,7 +1,8 @@
 """A linear head whose logits are never all there: the walk over its tokens in chunks, and the products behind the logits.
 
 For each chunk one GEMM makes the logits in a buffer, a loss turns them into their own gradient in place, and two GEMMs carry that on to the
-hidden states and the weight. What the loss is, the walk does not know.
+hidden states and the weight. What the loss is, the walk does not know. The memory of the weight's gradient, as large as the logits of
+`features` tokens and empty until the first chunk is through, is the buffer of that one where it takes half of it at most.
 """
 
 from typing import Callable, NamedTuple, Optional, Sequence, Tuple
@@ -16,6 +17,7 @@ from .common import SLAB, accumulation_dtype
 LARGE_CHUNK = 1600 * 2**20  # bytes of a chunk's logits: 5120 tokens of Qwen3's vocabulary in bf16
 SMALL_CHUNK = 600 * 2**20  # 2048 tokens
 FEW_CHUNKS = 4  # whose products are added up in half precision
+ALIGNED = 128  # elements: where logits begin in the memory of a gradient, and rows of it that a product of their own writes
 SLICE = 8192  # classes of the weight's gradient that are copied at once where a product has to be
 
 _scale_kernel = Kernel("scale_in_place", grid=lambda c, x, factor: (min(-(-x.shape[0] // c["TILE"]), 8 * multiprocessors(x)),))
@@ -40,14 +42,22 @@ class Gradients(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """How a linear head is walked over: the tokens of a chunk, and the dtype in which the weight's gradient is added up."""
+    """How a linear head is walked over: the tokens of a chunk, the dtype in which the weight's gradient is added up, and the tokens that
+    the first chunk may have instead, in the memory of that gradient."""
 
     tokens: int
     accum_dtype: torch.dtype
+    first: int = 0
 
 
 def plan_chunks(
-    tokens: int, classes: int, dtype: torch.dtype, accum_dtype: Optional[torch.dtype] = None, weight_gradient: bool = True
+    tokens: int,
+    classes: int,
+    dtype: torch.dtype,
+    accum_dtype: Optional[torch.dtype] = None,
+    weight_gradient: bool = True,
+    features: int = 0,
+    logits_of_token: int = 1,
 ) -> Chunks:
     """Chooses the chunks so that their logits take neither more tokens nor more classes than a bounded memory holds.
 
@@ -60,15 +70,26 @@ def plan_chunks(
     bytes an element of the weight. So it always is for fp16, whose sums would overflow.
 
     Multiples of 512 tokens fill the GEMMs' tiles.
+
+    features: of the weight. The first chunk may have as many tokens as leave half of the gradient's memory free, 2048 at most.
+    logits_of_token: how many the loss keeps, two where there is a teacher. Both of the first chunk lie in the gradient's memory then, and
+    where two chunks of 1024 tokens behind it are enough, these are half as large as they would be.
     """
     accum_dtype = torch.float32 if dtype == torch.float16 else accum_dtype or dtype
     bytes_of_token = max(classes, 1) * dtype.itemsize
     most = _whole_tiles(LARGE_CHUNK // bytes_of_token)
+    in_gradient = min(2048, features * accum_dtype.itemsize // (2 * dtype.itemsize)) if weight_gradient else 0
+    if weight_gradient and logits_of_token > 1 and most >= 1024 and tokens <= in_gradient + 2048:
+        return Chunks(min(tokens, 1024), accum_dtype, in_gradient)
     if weight_gradient and accum_dtype.itemsize == 2:
         if tokens <= (2 * FEW_CHUNKS - 1) * most // 2:  # the first of four chunks is at most half of one: with four equal ones, 2.1 times
-            return Chunks(min(tokens, most, max(2048, -(-5 * tokens // (16 * 512)) * 512)), accum_dtype)
-        return Chunks(min(tokens, most), torch.float32)
-    return Chunks(min(tokens, 2048, _whole_tiles(SMALL_CHUNK // bytes_of_token)), accum_dtype)
+            step = max(2048, -(-5 * tokens // (16 * 512)) * 512)
+        else:
+            step, accum_dtype = tokens, torch.float32
+        step = min(tokens, most, step)
+    else:
+        step = min(tokens, 2048, _whole_tiles(SMALL_CHUNK // (logits_of_token * bytes_of_token)))
+    return Chunks(step, accum_dtype, min(step, in_gradient))
 
 
 def _whole_tiles(tokens: int) -> int:
@@ -76,10 +97,13 @@ def _whole_tiles(tokens: int) -> int:
     return max(1, min(tokens // 512 * 512 or tokens, 2**20))
 
 
-def chunk_slices(tokens: int, step: int):
-    """Slices that cover the tokens: the rest first, then whole steps. A partial sum that is small has a small rounding error."""
-    stop = tokens - (-(-tokens // step) - 1) * step if tokens else 0
-    start = 0
+def chunk_slices(tokens: int, step: int, first: int = 0):
+    """Slices that cover the tokens: the rest, then whole steps. A partial sum that is small has a small rounding error. first: what the
+    first slice may be, where that is more than the rest: it takes some of the steps then."""
+    start = stop = 0
+    if tokens:
+        rest = tokens - (-(-tokens // step) - 1) * step
+        stop = rest + max(0, min(first, tokens) - rest) // step * step
     while start < tokens:
         yield slice(start, stop)
         start, stop = stop, stop + step
@@ -118,6 +142,28 @@ def _product_in_float32(x, y) -> torch.Tensor:
     return product
 
 
+def _room_of(gradient: Optional[torch.Tensor], tokens: int, dtype: torch.dtype):
+    """(where the logits [tokens, classes] of a first chunk go in the memory of the weight's gradient, which nobody reads before it is
+    written; as much room that is still free, flat; the classes whose gradients lie in front of those logits). (None, None, 0) where it
+    has no room."""
+    if gradient is None or gradient.numel() == 0:
+        return None, None, 0
+    classes, memory = gradient.shape[0], gradient.view(-1).view(dtype)
+    start = (memory.numel() - tokens * classes) // ALIGNED * ALIGNED
+    in_front = start * classes // memory.numel() // ALIGNED * ALIGNED
+    if start < tokens * classes or in_front == 0:
+        return None, None, 0
+    return memory[start : start + tokens * classes].view(tokens, classes), memory[:start], in_front
+
+
+def _write_product_over(total, logits, y, in_front: int) -> None:
+    """total = logits.T @ y, where the logits lie in total's memory, behind the rows `in_front`: what they lie under waits for a copy of
+    its own logits."""
+    others = logits[:, in_front:].clone()
+    _add_product(total[:in_front], logits[:, :in_front].t(), y, True)
+    _add_product(total[in_front:], others.t(), y, True)
+
+
 def _add_product(total, x, y, first: bool) -> None:
     """total += x @ y, accumulated in total's dtype; for the first product whatever is in total is forgotten.
 
@@ -147,17 +193,20 @@ def walk(
     scale: Optional[torch.Tensor],
     needs: Tuple[bool, bool, bool],
     accum_dtype: Optional[torch.dtype] = None,
+    logits_of_token: int = 1,
 ) -> Gradients:
     """Writes the results of a loss for every token, and returns the gradients of sum(loss * scale) that `needs` asks for.
 
     hidden: [tokens, features]; weight: [classes, features]; bias: [classes] or None. loss_of: called with the logits of a chunk
-    [chunk, classes] and the slice of its tokens, returns what has rows(), a tuple of [chunk] or None for each of `results`, [tokens] or
-    None; and gradient(scale), which writes over the logits and returns the power of two that they were multiplied by in fp16, else None.
-    scale: [1] or [tokens], fp32. needs: whether the gradients of hidden, weight and bias are wanted. accum_dtype: as `plan_chunks`.
+    [chunk, classes], the slice of its tokens, and room for as many numbers of their dtype as they are, flat, or None, returns what has
+    rows(), a tuple of [chunk] or None for each of `results`, [tokens] or None; and gradient(scale), which writes over the logits and
+    returns the power of two that they were multiplied by in fp16, else None. The room is its own until gradient() has returned. scale: [1]
+    or [tokens], fp32. needs: whether the gradients of hidden, weight and bias are wanted. accum_dtype, logits_of_token: as of
+    `plan_chunks`.
     """
     tokens, classes = hidden.shape[0], weight.shape[0]
     acc = accumulation_dtype(hidden.dtype)
-    step, accum_dtype = plan_chunks(tokens, classes, hidden.dtype, accum_dtype, needs[1])
+    step, accum_dtype, first = plan_chunks(tokens, classes, hidden.dtype, accum_dtype, needs[1], weight.shape[1], logits_of_token)
     new = {"dtype": hidden.dtype, "device": hidden.device}
     dhidden = torch.empty(hidden.shape, **new) if needs[0] else None
     dweight = torch.empty(weight.shape, dtype=accum_dtype, device=hidden.device) if needs[1] else None
@@ -165,17 +214,22 @@ def walk(
     fp16 = hidden.dtype == torch.float16
     hidden_factor = torch.ones((tokens, 1), dtype=acc, device=hidden.device) if fp16 else None
     unit = None  # of fp16: what the weight's gradient is multiplied by so far
-    buffer = torch.empty((step, classes), dtype=hidden.dtype, device=hidden.device)
-    logits = piece = None
-    for rows in chunk_slices(tokens, step):
+    buffer = logits = piece = room = None
+    for rows in chunk_slices(tokens, step, first):
         piece = None  # of the chunk before: what it holds is as large as what the next one makes
         part = hidden[rows]
-        logits = buffer[: part.shape[0]]
+        logits, room, in_front = None, None, 0
+        if rows.start == 0 and (rows.stop > step or rows.stop == tokens <= first):  # else it saves no memory
+            logits, room, in_front = _room_of(dweight, rows.stop, hidden.dtype)
+        if logits is None:
+            if buffer is None or buffer.shape[0] < part.shape[0]:
+                buffer = torch.empty((max(step, part.shape[0]), classes), dtype=hidden.dtype, device=hidden.device)
+            logits = buffer[: part.shape[0]]
         if bias is None:
             torch.mm(part, weight.t(), out=logits)
         else:
             torch.addmm(bias, part, weight.t(), out=logits)
-        piece = loss_of(logits, rows)
+        piece = loss_of(logits, rows, room)
         for whole, mine in zip(results, piece.rows()):
             if whole is not None:
                 whole[rows] = mine
@@ -188,14 +242,17 @@ def walk(
             hidden_factor[rows] /= factor
         elif needs[0]:
             torch.mm(logits, weight, out=dhidden[rows])
+        if needs[2]:
+            dbias.add_(logits.sum(0, dtype=acc) if factor is None else logits.sum(0, dtype=acc) / factor)
         if needs[1]:
             if unit is not None:
                 multiply(dweight, factor / unit)
             unit = factor
-            _add_product(dweight, logits.t(), part, rows.start == 0)
-        if needs[2]:
-            dbias.add_(logits.sum(0, dtype=acc) if factor is None else logits.sum(0, dtype=acc) / factor)
-    del buffer, logits, piece  # before the gradients are copied into their dtype
+            if in_front:
+                _write_product_over(dweight, logits, part, in_front)
+            else:
+                _add_product(dweight, logits.t(), part, rows.start == 0)
+    del buffer, logits, piece, room  # before the gradients are copied into their dtype
     if needs[1] and tokens == 0:
         dweight.zero_()
     if not fp16 or tokens == 0:

@@ -86,11 +86,16 @@ def _run(student, teacher, labels, scale, options: Options, needs, accum_dtype):
     losses = torch.empty(hidden.shape[0], dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
     piece = _KernelPiece if kernels else _TorchPiece
 
-    def loss_of(logits, rows):
-        of_teacher = linear(teacher_hidden[rows], teacher_weight, teacher_bias)
+    def loss_of(logits, rows, room):
+        part = teacher_hidden[rows]
+        of_teacher = torch.empty_like(logits) if room is None else room[: logits.numel()].view(logits.shape)
+        if teacher_bias is None:
+            torch.mm(part, teacher_weight.t(), out=of_teacher)
+        else:
+            torch.addmm(teacher_bias, part, teacher_weight.t(), out=of_teacher)
         return piece(logits, of_teacher, None if labels is None else labels[rows], options)
 
-    return losses, walk(hidden, weight, bias, loss_of, (losses,), scale, needs, accum_dtype)
+    return losses, walk(hidden, weight, bias, loss_of, (losses,), scale, needs, accum_dtype, logits_of_token=2)
 
 
 class _LinearJSD(torch.autograd.Function):
