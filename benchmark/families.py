@@ -48,7 +48,7 @@ def prepare_qwen3(provider: str) -> None:
         unsloth_peer.prepare()
         return
     if is_ours(provider):
-        package(suites.QWEN3.package).apply(attention=provider != "bastile_sdpa")
+        package(suites.QWEN3.package).apply(attention=provider != "bastile_sdpa", recompute_mlp=provider == "bastile_recompute")
         return
     require_modules("liger_kernel", "triton")
     # Liger's default is Triton, but where CuTe DSL is installed its dispatcher takes that for some operations.
@@ -151,7 +151,7 @@ QWEN3 = Family(
     name="qwen3",
     package=suites.QWEN3.package,
     providers=("huggingface", "torch_compile", "liger", "liger_cutedsl", "liger_cutile", "bastile", "bastile_adamw", "bastile_sdpa",
-               "bastile_unpacked", "bastile_captured", "unsloth"),
+               "bastile_unpacked", "bastile_captured", "bastile_recompute", "unsloth"),
     step_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     prepare=prepare_qwen3,
@@ -162,7 +162,7 @@ QWEN3 = Family(
 QWEN3_MOE = Family(
     name="qwen3_moe",
     package=suites.QWEN3_MOE.package,
-    providers=("huggingface", "liger", "bastile", "bastile_adamw", "bastile_sdpa", "bastile_unpacked"),
+    providers=("huggingface", "liger", "bastile", "bastile_adamw", "bastile_sdpa", "bastile_unpacked", "bastile_recompute"),
     step_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     prepare=prepare_qwen3,

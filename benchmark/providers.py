@@ -45,6 +45,9 @@ PROVIDERS = {
         "Bastile with its AdamW", {"color": "#D55E00", "marker": "o", "linewidth": 1.5, "zorder": 3, "linestyle": "--"}
     ),
     "bastile_captured": Provider("Bastile, captured", {"color": "#D55E00", "marker": "^", "linewidth": 1.5, "zorder": 3}),
+    "bastile_recompute": Provider(
+        "Bastile, recompute_mlp", {"color": "#D55E00", "marker": "v", "linewidth": 1.5, "zorder": 3, "linestyle": "-."}
+    ),
     "bastile_sdpa": Provider("Bastile with SDPA", {"color": "#D55E00", "marker": "x", "linestyle": ":"}),
     "bastile_flex": Provider("Bastile with flex attention", {"color": "#D55E00", "marker": "+", "linestyle": ":"}),
     "bastile_unpacked": Provider("Bastile without pack()", {"color": "#D55E00", "marker": "o", "linestyle": ":"}),

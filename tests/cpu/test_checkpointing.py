@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.compile_checks import with_adapters
-from tests.models import random_tokens, tiny_model
+from tests.models import random_tokens, tiny_model, tiny_qwen3_moe
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -78,6 +78,110 @@ def test_attention_of_ours_runs_once(qwen3, monkeypatch, reentrant):
     monkeypatch.setattr(operations, "attention_forward", lambda *args: runs.append(1) or forward(*args))
     assert_equal(gradients(model_of(qwen3, True, reentrant, implementation="bastile"), **inputs), expected)
     assert len(runs) == 3
+
+
+class Kept:
+    """Counts the elements that autograd keeps for a backward pass, those of the parameters left out."""
+
+    def __init__(self, model):
+        self.left_out, self.elements = {parameter.data_ptr() for parameter in model.parameters()}, 0
+
+    def __enter__(self):
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.count, lambda tensor: tensor)
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.hooks.__exit__(*error)
+
+    def count(self, tensor):
+        if tensor.data_ptr() not in self.left_out:
+            self.elements += tensor.numel()
+        return tensor
+
+
+def trained(package, recompute, lora=False, **changes):
+    model = tiny_model(num_hidden_layers=3, **changes)
+    model = package.kernelize(with_adapters(model, lora_dropout=lora) if lora is not False else model, recompute_mlp=recompute)
+    model.enable_input_require_grads()
+    return model.train()
+
+
+@pytest.mark.parametrize("lora", (False, 0.0, 0.1), ids=("plain", "LoRA", "LoRA with dropout"))
+def test_the_mlp_is_made_again_with_the_same_bits_instead_of_kept(qwen3, lora):
+    ids = random_tokens(2, 17)
+    inputs, kept = {"input_ids": ids, "labels": ids}, []
+    found = []
+    for recompute in (False, True):
+        model = trained(qwen3, recompute, lora)
+        with Kept(model) as counted:
+            found.append(gradients(model, **inputs))
+        kept.append(counted.elements)
+    assert_equal(*found)
+    assert kept[0] - kept[1] == 3 * 2 * ids.numel() * model.config.intermediate_size
+
+
+def test_the_experts_are_made_again_with_the_same_bits_instead_of_kept(qwen3):
+    ids = random_tokens(2, 17)
+    inputs, kept, found = {"input_ids": ids, "labels": ids}, [], []
+    for recompute in (False, True):
+        model = qwen3.kernelize(tiny_qwen3_moe(num_hidden_layers=3), recompute_mlp=recompute).train()
+        with Kept(model) as counted:
+            found.append(gradients(model, **inputs))
+        kept.append(counted.elements)
+    assert_equal(*found)
+    config, sparse = model.config, [hasattr(layer.mlp, "experts") for layer in model.model.layers]
+    widths = [config.num_experts_per_tok * config.moe_intermediate_size if each else config.intermediate_size for each in sparse]
+    assert any(sparse) and kept[0] - kept[1] == 2 * ids.numel() * sum(widths)
+
+
+@pytest.mark.parametrize("reentrant", (False, True), ids=("not reentrant", "reentrant"))
+def test_a_checkpointed_layer_makes_its_mlp_again_once(qwen3, reentrant):
+    """The run in the backward pass keeps gate and up for the little while until they are read."""
+    ids = random_tokens(2, 17)
+    runs = []
+    for recompute in (False, True):
+        model = trained(qwen3, recompute)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        with Count(torch.ops.aten.mm.default) as products:
+            gradients(model, input_ids=ids, labels=ids)
+        runs.append(products.count)
+    assert runs[0] == runs[1]
+
+
+def test_recomputing_is_for_what_was_told_so_and_goes_with_reset(qwen3):
+    models = [trained(qwen3, recompute) for recompute in (True, False)]
+    ids, kept = random_tokens(2, 17), []
+    for model in models:
+        with Kept(model) as counted:
+            gradients(model, input_ids=ids, labels=ids)
+        kept.append(counted.elements)
+    assert kept[0] < kept[1]
+    qwen3.reset()
+    qwen3.apply(recompute_mlp=True)
+    model = tiny_model(num_hidden_layers=3).train()
+    model.enable_input_require_grads()
+    for recompute in (True, False):
+        qwen3.apply(recompute_mlp=recompute)
+        with Kept(model) as counted:
+            gradients(model, input_ids=ids, labels=ids)
+        assert counted.elements == kept[not recompute]
+    qwen3.reset()
+    assert not [name for cls in type(model.model.layers[0]).__mro__ for name in vars(cls) if name == "_bastile_recomputes_mlp"]
+
+
+@pytest.mark.parametrize("part", ("mlp", "mlp.down_proj"))
+def test_an_mlp_that_is_not_fused_is_kept_with_a_warning(qwen3, part):
+    """Somebody listens to it."""
+    importlib.import_module(f"{qwen3.__name__}.shared.hf.checkpointing")._warned.clear()
+    ids, model = random_tokens(2, 17), trained(qwen3, True)
+    for layer in model.model.layers:
+        layer.get_submodule(part).register_forward_hook(lambda *_: None)
+    with pytest.warns(RuntimeWarning, match="recompute_mlp: the MLP of this Qwen3DecoderLayer is not fused") as warned:
+        gradients(model, input_ids=ids, labels=ids)
+    assert len([w for w in warned if "recompute_mlp" in str(w.message)]) == 1
+    with torch.no_grad():
+        model(input_ids=ids)
 
 
 def test_without_checkpointing_nothing_is_kept(qwen3):

@@ -51,7 +51,7 @@ def check_norm_attention_inputs(ops, packed=False, as_attention=False):
         assert_close(found.grad, wanted.grad, BF16, "gradient of attention's inputs", 2)
 
 
-def check_norm_mlp(ops, packed=False, attended=False, inner=48):
+def check_norm_mlp(ops, packed=False, attended=False, inner=48, recompute=False):
     decoder = importlib.import_module(f"{ops.__name__}.shared.ops.decoder_nodes")
     x, norm = leaf(randn(3, 1024, dtype=BF16, device=CPU)), leaf(randn(1024, dtype=BF16, device=CPU, seed=1) + 1)
     shapes = (inner, 1024), (inner, 1024), (1024, inner)
@@ -60,7 +60,7 @@ def check_norm_mlp(ops, packed=False, attended=False, inner=48):
         lay_side_by_side(ops, weights[:2])
     before = [leaf(randn(3, 64, dtype=BF16, device=CPU, seed=7)), leaf(randn(1024, 64, dtype=BF16, device=CPU, seed=8, scale=1 / 8))]
     before = before if attended else []
-    y = decoder.norm_mlp(x, norm, *weights, 1e-6, *before)
+    y = decoder.norm_mlp(x, norm, *weights, 1e-6, *(before or (None, None)), recompute)
     dy = randn(*y.shape, dtype=BF16, device=CPU, seed=9)
     y.backward(dy)
     x64, norm64, weights64, before64 = exact(x), exact(norm), [exact(w) for w in weights], [exact(t) for t in before]
@@ -82,6 +82,7 @@ CHECKS = {
     "attention_inputs_packed_replayed": functools.partial(check_norm_attention_inputs, packed=True, as_attention=True),
     "norm_mlp": check_norm_mlp,
     "norm_mlp_attended": functools.partial(check_norm_mlp, attended=True),
+    "norm_mlp_again": functools.partial(check_norm_mlp, attended=True, recompute=True),
     "attention_inputs_alone": alone("norm_attention_inputs"),
     "norm_mlp_alone": alone("norm_mlp"),
 }
@@ -116,7 +117,7 @@ MUTANTS = [
          ("torch.addmm(total, swiglu_forward", "torch.addmm(0 * total, swiglu_forward"),
          ("linear(attended, o_weight), total,", "linear(attended, o_weight), 0 * total,", "norm_mlp_attended")),
     *errors_in("shared/ops/decoder_nodes.py", "norm_mlp_alone", "_NormMLP.backward",
-         ("*needs[:4], *needs[5:]", "*needs[:4], *needs[4:7]")),
+         ("*needs[:4], *needs[6:]", "*needs[:4], *needs[5:8]")),
     *errors_in("shared/ops/decoder_nodes.py", "norm_mlp_alone", "_mlp_gradients",
          ("need_x or need_attended or need_o or need_norm", "need_x"),
          ("dnorm if need_norm", "dx[0] if need_norm", "norm_mlp")),
@@ -129,5 +130,7 @@ MUTANTS = [
     *errors_in("shared/ops/decoder_nodes.py", "norm_mlp", "_mlp_gradients",
          ("add_rms_norm_backward(dy, dout", "add_rms_norm_backward(dy, torch.zeros_like(dout)"),
          ("torch.mm(dx.t(), attended)", "torch.mm(dout.t(), attended)", "norm_mlp_attended"),
-         ("torch.mm(dx, o_weight)", "torch.mm(dout, o_weight)", "norm_mlp_attended")),
+         ("torch.mm(dx, o_weight)", "torch.mm(dout, o_weight)", "norm_mlp_attended"),
+         ("gate, up = gate_and_up(", "up, gate = gate_and_up(", "norm_mlp_again"),
+         ("always(normed())", "always(x)", "norm_mlp_again")),
 ]  # fmt: skip

@@ -88,7 +88,7 @@ def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=
     _assert_gradients(_leaves(projections), _leaves(projections64), "gradient of a projection")
 
 
-def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropout=0.0, inner=48, frozen=False):
+def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropout=0.0, inner=48, frozen=False, recompute=False):
     """frozen: only the adapters of the projection to `down` need gradients."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.ops.projected_nodes")
     kind = FP32 if autocast else BF16
@@ -103,7 +103,7 @@ def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropo
             if tensor is not None:
                 tensor.requires_grad_(False)
     torch.manual_seed(3)
-    y = nodes.projected_mlp(x, norm, projections, 0.5, before, BF16)
+    y = nodes.projected_mlp(x, norm, projections, 0.5, before, BF16, recompute)
     dy = randn(*y.shape, dtype=y.dtype, device=CPU, seed=9)
     y.backward(dy)
     x64, norm64, before64 = exact(x), exact(norm), exact(before) if attended else None
@@ -141,6 +141,10 @@ CHECKS = {
     "projected_mlp_autocast": functools.partial(check_projected_mlp, attended=True, autocast=True),
     "projected_mlp_autocast_packed": functools.partial(check_projected_mlp, autocast=True, packed=True, inner=512),
     "projected_mlp_dropout": functools.partial(check_projected_mlp, attended=True, dropout=0.25),
+    "projected_mlp_again": functools.partial(check_projected_mlp, attended=True, recompute=True),
+    "projected_mlp_packed_again": functools.partial(check_projected_mlp, packed=True, inner=512, recompute=True),
+    "projected_mlp_autocast_again": functools.partial(check_projected_mlp, attended=True, autocast=True, recompute=True),
+    "projected_mlp_dropout_again": functools.partial(check_projected_mlp, attended=True, dropout=0.25, recompute=True),
     "projected_mlp_frozen": functools.partial(check_projected_mlp, frozen=True),
 }
 MUTANTS = [
@@ -223,20 +227,26 @@ MUTANTS = [
          ("dv_place.copy_(dv)", "dv_place.zero_()", "projected_inputs_packed")),
     *errors_in("shared/ops/projected_nodes.py", "projected_mlp", "_ProjectedMLP.forward",
          ("save_for_backward(total, attended, norm_weight, rstd", "save_for_backward(total, attended, norm_weight, 2 * rstd"),
-         ("rstd, gate, up, *saved", "rstd, up, gate, *saved"),
+         ("rstd, gate, up, *biases", "rstd, up, gate, *biases"),
          ("total, rstd, gate, up, *made = _mlp", "total, rstd, up, gate, *made = _mlp"),
          ("gate, up = mlp_forward(", "up, gate = mlp_forward(", "projected_mlp_dropout"),
-         ("save_for_backward(total, attended", "save_for_backward(total, 2 * attended", "projected_mlp_attended")),
+         ("save_for_backward(total, attended", "save_for_backward(total, 2 * attended", "projected_mlp_attended"),
+         ("tensors[-2 * OF_ONE - 1], tensors[-OF_ONE - 1]", "tensors[-OF_ONE - 1], tensors[-2 * OF_ONE - 1]", "projected_mlp_again")),
     *errors_in("shared/ops/projected_steps.py", "projected_mlp", "mlp_forward",
          ("torch.add(x, down", "torch.add(0 * x, down", "projected_mlp_autocast"),
          ("(before[0].forward(attended, o_bias)[0], x,", "(before[0].forward(attended, o_bias)[0], 0 * x,", "projected_mlp_attended")),
     *errors_in("shared/ops/projected_steps.py", "projected_mlp", "mlp_backward",
          ("add_rms_norm_backward(dy, dout", "add_rms_norm_backward(dy, torch.zeros_like(dout)"),
          ("before[0].input_gradient(grads, dlow) if", "before[0].input_gradient(grads, None) if", "projected_mlp_attended"),
-         ("before[0].gradients(grads, dlow, _always(attended), o_needs)",
-          "before[0].gradients((dout.to(dtype),), dlow, _always(attended), o_needs)",
+         ("before[0].gradients(grads, dlow, always(attended), o_needs)",
+          "before[0].gradients((dout.to(dtype),), dlow, always(attended), o_needs)",
           "projected_mlp_attended"),
-         ("hidden = swiglu_forward(gate, up)", "hidden = swiglu_forward(up, gate)", "projected_mlp_frozen")),
+         ("hidden = swiglu_forward(gate, up)", "hidden = swiglu_forward(up, gate)", "projected_mlp_frozen"),
+         ("gate, up = inner.again(", "up, gate = inner.again(", "projected_mlp_again"),
+         ("inner.again(normed(), biases", "inner.again(normed(), (None, None)", "projected_mlp_again"),
+         ("normed = always(normed())", "normed = always(x.to(inner.dtype))", "projected_mlp_again")),
+    *errors_in("shared/ops/projection.py", "projected_mlp_again", "Projections.again",
+         ("self._with_adapters(self._products(x, in_one, None, out), biases)", "self._products(x, in_one, None, out)")),
     *errors_in("shared/ops/projected_nodes.py", "projected_inputs", "_ProjectedAttentionInputs.backward",
          ("(dx, dnorm, None, dq_norm, dk_norm,", "(dx, dnorm, None, dk_norm, dq_norm,")),
     *errors_in("shared/ops/projected_nodes.py", "projected_mlp_attended", "_ProjectedMLP.backward",

@@ -34,7 +34,7 @@ def norm_experts_exact(x, norm_weight, router, gate_up, down, top_k, normalised,
 
 
 def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attended=False, dropout=0.0, frozen=(), again=False, tokens=7,
-                       hidden=1024, width=20, experts=6):
+                       hidden=1024, width=20, experts=6, recompute=False):
     """attended: with attention's output and its projection, which has an adapter, in front. frozen: names that need no gradient. again: a
     second backward pass. In half precision the sizes must leave no choice of experts to rounding."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.ops.sparse_nodes")
@@ -51,7 +51,7 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
         leaves[name].requires_grad_(False)
     x, norm_weight, router, *weights = leaves.values()
     torch.manual_seed(3)
-    y = nodes.norm_experts(x, norm_weight, nodes.Router(router, top_k, normalised), *weights, 0.5, before[0], o[0])
+    y = nodes.norm_experts(x, norm_weight, nodes.Router(router, top_k, normalised), *weights, 0.5, before[0], o[0], recompute)
     dy = randn(*y.shape, dtype=dtype, device=device, seed=9)
     if again:
         y.backward(dy, retain_graph=True)
@@ -89,6 +89,7 @@ CHECKS = {
     "norm_experts_attended": on_cpu(check_norm_experts, BF16, attended=True),
     "norm_experts_dropout": on_cpu(check_norm_experts, BF16, attended=True, dropout=0.25),
     "norm_experts_frozen": on_cpu(check_parts_of_norm_experts_that_are_frozen),
+    "norm_experts_recomputed": on_cpu(check_norm_experts, recompute=True, frozen=("gate_up", "router")),
     "norm_experts_again": on_cpu(check_norm_experts, again=True, frozen=("gate_up", "router")),
 }
 MUTANTS = [
@@ -105,8 +106,8 @@ MUTANTS = [
          ("add_rms_norm_forward(added, x,", "add_rms_norm_forward(added, 0 * x,", "norm_experts_attended"),
          ("(x, attended, norm", "(x, 2 * attended, norm", "norm_experts_attended")),
     *errors_in("shared/ops/sparse_nodes.py", "norm_experts", "_NormExperts.backward",
-         ("need_gate_up or need_router or ctx.written_over", "need_gate_up or ctx.written_over", "norm_experts_frozen"),
-         ("need_gate_up or need_router or ctx.written_over", "need_gate_up or need_router", "norm_experts_again"),
+         ("need_gate_up or need_router or again", "need_gate_up or again", "norm_experts_frozen"),
+         ("need_gate_up or need_router or again", "need_gate_up or need_router", "norm_experts_again"),
          ("ctx.written_over = True", "pass", "norm_experts_again"),
          ("dy.addmm_(dlogits, router_weight)", "pass"),
          ("torch.mm(dlogits.t(), y)", "torch.mm(dlogits.t(), x)"),

@@ -71,9 +71,9 @@ def check_traced_mlp(ops, autocast=False, attended=True):
     _assert_as_faked(found, traced._fake_mlp(*arguments))
     assert_close(out, expected, BF16, "a traced MLP", 2)
     total, made = (rest[0], rest[1:]) if attended else (x, rest)
-    saved = dout, total, before, norm, BF16, tensors, scalings, rstd, both, made
     leaves = x, before, norm, *tensors
-    for left_out in (None, 2, 3):
+    for left_out, kept in ((None, both), (2, both), (3, both), (None, None), (3, None)):
+        saved = dout, total, before, norm, BF16, tensors, scalings, rstd, kept, made
         needs = [tensor is not None and i != left_out for i, tensor in enumerate(leaves)]
         _check_gradients(traced._mlp_gradients, traced._fake_mlp_gradients, saved, leaves, needs)
 
@@ -94,6 +94,7 @@ def as_in_a_graph(check):
 CHECKS = {
     "inputs_of_a_graph": as_in_a_graph(projected_nodes.check_projected_attention_inputs),
     "mlp_of_a_graph": as_in_a_graph(functools.partial(projected_nodes.check_projected_mlp, attended=True)),
+    "mlp_of_a_graph_again": as_in_a_graph(functools.partial(projected_nodes.check_projected_mlp, attended=True, recompute=True)),
     "traced_inputs": check_traced_attention_inputs,
     "traced_inputs_autocast": functools.partial(check_traced_attention_inputs, autocast=True),
     "traced_mlp": check_traced_mlp,
@@ -113,6 +114,7 @@ MUTANTS = [
          ("else [total]", "else [x.reshape(total.shape)]")),
     *errors_in("shared/ops/traced_nodes.py", "traced_mlp_autocast", "_mlp_gradients",
          ("gate, up = both", "up, gate = both"),
+         ("biases_of(projections[-3:-1])", "(None, None)"),
          ("else dx.view(dout.shape)", "else -dx.view(dout.shape)")),
     *errors_in("shared/ops/projection.py", "traced_inputs_autocast", "shapes_made",
          ("shapes.append((tokens, rank))", "pass"),

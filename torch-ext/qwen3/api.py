@@ -6,7 +6,7 @@ from .targets import FAMILIES
 
 
 def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True, attention=True, unpad=True,
-          experts=True, keep_attention=False):
+          experts=True, keep_attention=False, recompute_mlp=False):
     """Puts the layers on transformers' Qwen3 and Qwen3-MoE classes: models that exist and models made later use them.
 
     After the call exactly the operations given as True are active. With `fused_linear_cross_entropy` a model in training mode
@@ -20,7 +20,10 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
     no label at a padded position, and no hooks on the decoder's parts. `keep_attention` is for gradient checkpointing: each decoder
     layer's attention runs once, and the backward pass computes the rest of the layer again. It takes the memory of attention's output, for
     each token and layer heads * head_dim numbers and a float32 a head, and serves the attention of ours and PyTorch's ("sdpa") without
-    dropout.
+    dropout. `recompute_mlp` is for layers that are not checkpointed: the backward pass makes gate and up of the fused decoder layer's MLP
+    again, or those of the experts, instead of keeping them, with the same bits. It saves 2 * intermediate_size numbers for each token and
+    layer (of experts, for each token and expert that it goes to), half of what a layer of Qwen3-8B keeps, for half of the products of its
+    forward pass: between nothing and gradient checkpointing, which does not add to it.
     Not thread-safe against a running forward pass.
 
     fused_linear_cross_entropy: True, False, or a mapping of options of the loss, which stands for True: `ignore_index`,
@@ -45,15 +48,16 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
         },
         unpad,
         keep_attention,
+        recompute_mlp,
     )
 
 
-def kernelize(model, mode=None, attention=True, unpad=True, keep_attention=False):
+def kernelize(model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False):
     """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
 
     model: one of transformers, with or without a head, alone or inside another module (PEFT). mode: a `kernels.Mode`;
-    the layers serve all of them, so it changes nothing. attention, unpad, keep_attention: as in `apply`. For torch.nn.DataParallel use
-    `apply`: its replicas would call the forwards of the model that they were copied from.
+    the layers serve all of them, so it changes nothing. attention, unpad, keep_attention, recompute_mlp: as in `apply`. For
+    torch.nn.DataParallel use `apply`: its replicas would call the forwards of the model that they were copied from.
 
     A part whose forward someone else replaced (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning.
 
@@ -61,7 +65,7 @@ def kernelize(model, mode=None, attention=True, unpad=True, keep_attention=False
     could be put on it, and
     ImportError when transformers is absent or its version does not fit.
     """
-    return patching.kernelize(FAMILIES, model, mode, attention, unpad, keep_attention)
+    return patching.kernelize(FAMILIES, model, mode, attention, unpad, keep_attention, recompute_mlp)
 
 
 _shared = Interface(FAMILIES, __package__)

@@ -12,7 +12,7 @@ from typing import List, Tuple
 import torch
 
 from .shared.hf.adapters import projection, projection_or_reason
-from .shared.hf.checkpointing import attend_once, keeps_attention
+from .shared.hf.checkpointing import attend_once, keeps_attention, recomputes_mlp, warn_of_kept_mlp
 from .shared.hf.modules import OwnForwards, all_are_listened_to, is_silu, original_forward, plain_weight, why_not_own
 from .shared.ops.common import autocasts
 from .shared.ops.decoder_nodes import norm_attention_inputs, norm_mlp
@@ -165,46 +165,47 @@ def _finish(own: OwnForwards, layer, attended, residual, shape):
     o_proj, mlp, norm = _parts(parts["self_attn"])["o_proj"], parts["mlp"], parts["post_attention_layernorm"]
     x, of_norm = residual.view(*shape, -1), (_parameter(norm), norm.variance_epsilon)
     if is_sparse(mlp):
-        return _finish_experts(own, mlp, o_proj, attended, x, *of_norm)
-    return _finish_mlp(mlp, o_proj, attended, x, *of_norm)
+        return _finish_experts(own, layer, mlp, o_proj, attended, x, *of_norm)
+    return _finish_mlp(layer, mlp, o_proj, attended, x, *of_norm)
 
 
-def _finish_mlp(mlp, o_proj, attended, x, norm_weight, eps):
-    linears, dtype = _parts(mlp), _product_dtype(x)
+def _finish_mlp(layer, mlp, o_proj, attended, x, norm_weight, eps):
+    linears, dtype, recompute = _parts(mlp), _product_dtype(x), recomputes_mlp(layer)
     of_mlp = linears["gate_proj"], linears["up_proj"], linears["down_proj"]
     if attended.dtype == x.dtype == dtype:
         o_weight, mlp_weights = _plain_weights(attended, o_proj), _plain_weights(attended, *of_mlp)
         if mlp_weights is not None and o_weight is not None:
-            return norm_mlp(x, norm_weight, *mlp_weights, eps, attended, o_weight[0])
+            return norm_mlp(x, norm_weight, *mlp_weights, eps, attended, o_weight[0], recompute)
     wider = autocasts(x.device)
     mlp_found = _projections(dtype, wider, *of_mlp)
     o_found = None if mlp_found is None or attended.dtype != dtype else _projections(dtype, wider, o_proj)
     if o_found is not None:
-        return projected_mlp(x, norm_weight, (*o_found, *mlp_found), eps, attended, dtype)
+        return projected_mlp(x, norm_weight, (*o_found, *mlp_found), eps, attended, dtype, recompute)
     output = o_proj(attended.view(*x.shape[:-1], -1))
     if mlp_found is None:
-        return _finish_apart(mlp, output, x, norm_weight, eps)
+        return _finish_apart(layer, mlp, output, x, norm_weight, eps)
     total = output.reshape(x.shape) + x
     if dtype == x.dtype and all(type(each.weight) in PLAIN and each.weight.dtype == dtype and each.a is None for each in mlp_found):
-        return norm_mlp(total, norm_weight, *(each.weight for each in mlp_found), eps)
-    return projected_mlp(total, norm_weight, mlp_found, eps, None, dtype)
+        return norm_mlp(total, norm_weight, *(each.weight for each in mlp_found), eps, recompute=recompute)
+    return projected_mlp(total, norm_weight, mlp_found, eps, None, dtype, recompute)
 
 
-def _finish_experts(own: OwnForwards, block, o_proj, attended, x, norm_weight, eps):
-    dtype = _product_dtype(x)
+def _finish_experts(own: OwnForwards, layer, block, o_proj, attended, x, norm_weight, eps):
+    dtype, recompute = _product_dtype(x), recomputes_mlp(layer)
     found = sparse_block_or_reason(own, block, x, dtype)
     if not isinstance(found, str) and attended.dtype == dtype:
         projections = _projections(dtype, autocasts(x.device), o_proj)
         if projections is not None:
-            return norm_experts(x, norm_weight, *found, eps, attended, *projections)
+            return norm_experts(x, norm_weight, *found, eps, attended, *projections, recompute)
     output = o_proj(attended.view(*x.shape[:-1], -1))
     if isinstance(found, str) or output.dtype != dtype:
-        return _finish_apart(block, output, x, norm_weight, eps)
-    return norm_experts(output.reshape(x.shape) + x, norm_weight, *found, eps)
+        return _finish_apart(layer, block, output, x, norm_weight, eps)
+    return norm_experts(output.reshape(x.shape) + x, norm_weight, *found, eps, recompute=recompute)
 
 
-def _finish_apart(mlp, output, x, norm_weight, eps):
+def _finish_apart(layer, mlp, output, x, norm_weight, eps):
     """The norm with its residual connection, and what follows called as the module that it is."""
+    warn_of_kept_mlp(layer)
     if output.dtype != x.dtype:
         total = x + output
         return total + mlp(rms_norm(total, norm_weight, eps))
@@ -216,6 +217,7 @@ def decoder_layer_forward(own: OwnForwards, layer, hidden_states, attention_mask
     """Of a Qwen3DecoderLayer or, with QWEN3_MOE as `own`, of a Qwen3MoeDecoderLayer. kwargs: what its forward passes on, position_ids and
     use_cache among them."""
     if why_not_fusable(own, layer, hidden_states):
+        warn_of_kept_mlp(layer)
         return original_forward(layer)(
             layer,
             hidden_states,

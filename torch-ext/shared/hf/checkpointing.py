@@ -1,4 +1,5 @@
-"""Gradient checkpointing that keeps attention's output and log-sum-exp, and computes only the rest of a layer again.
+"""What of a decoder layer is computed again in the backward pass instead of kept: of a checkpointed layer all but attention, whose output
+and log-sum-exp are kept; of any other the MLP's first products.
 
 transformers wraps a decoder layer's call with torch.utils.checkpoint, which runs the layer once to throw everything away but its input, and
 once more in the backward pass. Attention is what its time grows with the square of the tokens by, and what it returns is as small as
@@ -14,6 +15,7 @@ from ..ops.recorded import Recording, Results
 from .modules import SAVED
 
 KEEPS_ATTENTION = SAVED + "keeps_attention"  # on a decoder layer or its class: what apply() or kernelize() was told
+RECOMPUTES_MLP = SAVED + "recomputes_mlp"  # the same
 KEPT = SAVED + "kept_attention"  # on the storage of a layer's input: [`_Kept`]
 _warned: set = set()
 
@@ -31,12 +33,22 @@ class _Kept(NamedTuple):
         return same and self.layer is layer and self.place == place
 
 
+def _is_checkpointed(layer) -> bool:
+    return layer.__dict__.get("gradient_checkpointing") and layer.training
+
+
+def _was_told(layer, name: str) -> bool:
+    return layer.__dict__.get(name) or getattr(type(layer), name, False)
+
+
 def keeps_attention(layer) -> bool:
     """Tells whether a layer is checkpointed by transformers, and attention is to be kept."""
-    state = layer.__dict__
-    if not state.get("gradient_checkpointing") or not layer.training or torch.compiler.is_compiling():
-        return False
-    return state.get(KEEPS_ATTENTION) or getattr(type(layer), KEEPS_ATTENTION, False)
+    return _is_checkpointed(layer) and not torch.compiler.is_compiling() and _was_told(layer, KEEPS_ATTENTION)
+
+
+def recomputes_mlp(layer) -> bool:
+    """Tells whether the backward pass is to make again what the MLP's first products give. A checkpointed layer does that anyway."""
+    return _was_told(layer, RECOMPUTES_MLP) and not _is_checkpointed(layer)
 
 
 def attend_once(layer, x: torch.Tensor, conditions: Tuple[Any, ...], attend: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -66,7 +78,18 @@ def attend_once(layer, x: torch.Tensor, conditions: Tuple[Any, ...], attend: Cal
 
 def _warn_of(layer) -> None:
     name = getattr(getattr(layer.self_attn, "config", None), "_attn_implementation", None)
-    if name not in _warned:
-        _warned.add(name)
-        what = f"keep_attention: attn_implementation={name!r} is none whose output can be kept, it is computed again"
-        warnings.warn(f"{what}. Use 'bastile' or 'sdpa'", RuntimeWarning, stacklevel=2)
+    what = f"keep_attention: attn_implementation={name!r} is none whose output can be kept, it is computed again"
+    _warn_once(f"{what}. Use 'bastile' or 'sdpa'")
+
+
+def warn_of_kept_mlp(layer) -> None:
+    """Says once that `recompute_mlp` does nothing for a layer whose MLP is not in the fused node."""
+    if recomputes_mlp(layer) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        what = f"recompute_mlp: the MLP of this {type(layer).__name__} is not fused, so what it needs for the backward pass is kept"
+        _warn_once(f"{what}. explain(model) says why")
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=3)

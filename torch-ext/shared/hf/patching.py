@@ -24,7 +24,7 @@ from . import explain as explanation
 from .attention import give_attention_back, register_attention, unregister_attention
 from .binding import BoundForward, bound_modules, remember
 from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
-from .checkpointing import KEEPS_ATTENTION
+from .checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
 from .experts import EXPERTS, experts_implementation
 from .forwards import rotary_pos_emb
 from .hub import PAIR, TRANSFORMERS_EXPECTED, kernels_library, mapping_of
@@ -288,7 +288,7 @@ def _register_attention(targets: Targets, modeling):
     register_attention(*([whole.config_class] if whole is not None else []))
 
 
-def patch_classes(families: Families, wanted, unpad=True, keep_attention=False):
+def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, recompute_mlp=False):
     """Puts the layers on transformers' classes, of which exactly those are active afterwards whose operations are wanted.
 
     wanted: an entry for each operation of the families, True or False; of `fused_linear_cross_entropy` it may be a mapping of options of
@@ -305,6 +305,7 @@ def patch_classes(families: Families, wanted, unpad=True, keep_attention=False):
         layer = own_class(modeling, targets.classes["decoder_layer"][0]) if "decoder_layer" in targets.classes else None
         if layer is not None:
             setattr(layer, KEEPS_ATTENTION, bool(keep_attention))
+            setattr(layer, RECOMPUTES_MLP, bool(recompute_mlp))
         on = {name: isinstance(wanted[name], Mapping) or bool(wanted[name]) for name in targets.operations}
         _patch_family(targets, modeling, on, modules)
 
@@ -401,6 +402,7 @@ def reset(families: Families):
         give_attention_back(module)
         state.pop(KEEPS, None)
         state.pop(KEEPS_ATTENTION, None)
+        state.pop(RECOMPUTES_MLP, None)
     _unregister_experts(modules)
     unregister_attention()
 
@@ -568,7 +570,7 @@ def _without_others(chosen: _Chosen, model) -> Tuple[_Chosen, List[nn.Module]]:
     return chosen._replace(modules=modules), others
 
 
-def kernelize(families: Families, model, mode=None, attention=True, unpad=True, keep_attention=False):
+def kernelize(families: Families, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False):
     """Puts the layers on one model, in place, and returns it; see `kernelize` of a package."""
     if mode is not None and getattr(mode, "name", "") == "FALLBACK":
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
@@ -590,7 +592,7 @@ def kernelize(families: Families, model, mode=None, attention=True, unpad=True, 
         for module in each.modules.get("fused_linear_cross_entropy", ()):
             vars(module)[KEEPS] = not unpad
         for module in each.modules.get("decoder_layer", ()):
-            vars(module)[KEEPS_ATTENTION] = bool(keep_attention)
+            vars(module).update({KEEPS_ATTENTION: bool(keep_attention), RECOMPUTES_MLP: bool(recompute_mlp)})
     for module in model.modules():
         if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
             vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})

@@ -49,6 +49,11 @@ def apply_function(function, *arguments):
     return super(torch.autograd.Function, function).apply(*[_unwrap_if_dead(a) if type(a) in PLAIN else a for a in arguments])
 
 
+def always(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A function that gives the tensor."""
+    return lambda: tensor
+
+
 def once_differentiable(backward: Callable) -> Callable:
     """torch's decorator of that name, which costs a backward pass nothing unless it is differentiated itself."""
     checked = torch.autograd.function.once_differentiable(backward)

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from ..runtime.replay import replayed_with_products
 from .autocast import casts_products_of, outside_autocast
-from .common import apply_function, describe, fail, need_floats, needs_formula, once_differentiable, side_by_side
+from .common import always, apply_function, describe, fail, need_floats, needs_formula, once_differentiable, side_by_side
 from .projection import Projection, tensors_of
 from .rms_norm import add_rms_norm_backward, add_rms_norm_forward, rms_norm_forward, rms_norm_recompute, rms_norm_reference
 from .rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward, qk_norm_rotary_reference
@@ -134,11 +134,14 @@ def _mlp(x, attended, o_weight, norm_weight, eps, gate_weight, up_weight, down_w
 @replayed_with_products
 def _mlp_gradients(dout, x, attended, o_weight, norm_weight, rstd, gate, up, gate_weight, up_weight, down_weight, whole, needs):
     """The gradients of x [tokens, hidden], attended, o_weight, norm_weight and the MLP's weights, None where `needs`, a boolean for each,
-    says so."""
+    says so. gate, up: None for both where they are to be made again."""
     dout = dout.reshape(x.shape)
     need_x, need_attended, need_o, need_norm, *need_weights = needs
     need_total = need_x or need_attended or need_o or need_norm
     normed = functools.partial(rms_norm_recompute, x, norm_weight, rstd)
+    if gate is None:
+        normed = always(normed())
+        gate, up = gate_and_up(normed(), gate_weight, up_weight, whole)
     weights = gate_weight, up_weight, down_weight, whole
     dy, *dweights = mlp_backward(dout, normed, gate, up, *weights, (need_total, *need_weights))
     if not need_total:
@@ -153,10 +156,12 @@ class _NormMLP(torch.autograd.Function):
     """With attention's output and its projection, when there are these, in front: x is the residual stream before or behind it."""
 
     @staticmethod
-    def forward(ctx, x, attended, o_weight, norm_weight, eps, *weights):
+    def forward(ctx, x, attended, o_weight, norm_weight, eps, recompute, *weights):
         ctx.shape, whole = x.shape, side_by_side(weights[:2])
         out, total, rstd, gate, up = _mlp(x, attended, o_weight, norm_weight, eps, *weights, whole)
         total = x.reshape(-1, x.shape[-1]) if total is None else total
+        if recompute:
+            gate = up = None
         ctx.save_for_backward(total, attended, o_weight, norm_weight, rstd, gate, up, *weights)
         return out
 
@@ -165,9 +170,9 @@ class _NormMLP(torch.autograd.Function):
     @outside_autocast
     def backward(ctx, dout):
         saved, needs = ctx.saved_tensors, ctx.needs_input_grad
-        found = _mlp_gradients(dout, *saved, side_by_side(saved[7:9]), (*needs[:4], *needs[5:]))
+        found = _mlp_gradients(dout, *saved, side_by_side(saved[7:9]), (*needs[:4], *needs[6:]))
         dx, dattended, do_weight, dnorm, *dweights = found
-        return (None if dx is None else dx.view(ctx.shape), dattended, do_weight, dnorm, None, *dweights)
+        return (None if dx is None else dx.view(ctx.shape), dattended, do_weight, dnorm, None, None, *dweights)
 
 
 def norm_attention_inputs(
@@ -212,12 +217,14 @@ def norm_mlp(
     eps: float = 1e-6,
     attended: Optional[torch.Tensor] = None,
     o_weight: Optional[torch.Tensor] = None,
+    recompute: bool = False,
 ) -> torch.Tensor:
     """x + down(silu(gate(n)) * up(n)) with n = RMSNorm(x), of x + attended @ o_weight.T in x's place where these are given.
 
     x: [..., hidden]; norm_weight: [hidden]; gate_weight, up_weight: [intermediate, hidden]; down_weight: [hidden, intermediate];
-    attended: [tokens, features], attention's output; o_weight: [hidden, features]; all of one dtype and device. Returns [...,
-    hidden]. Differentiable in all of them. Raises ValueError when shapes, dtypes or devices do not fit.
+    attended: [tokens, features], attention's output; o_weight: [hidden, features]; all of one dtype and device. recompute: gate(n) and
+    up(n) are made again in the backward pass, bit for bit, instead of kept. Returns [..., hidden].
+    Differentiable in all of them. Raises ValueError when shapes, dtypes or devices do not fit.
     """
     mlp_weights = gate_weight, up_weight, down_weight
     by_formula = casts_products_of(x) or needs_formula(x, norm_weight, *mlp_weights, attended, o_weight)
@@ -228,8 +235,9 @@ def norm_mlp(
         return norm_mlp_reference(x, norm_weight, gate_weight, up_weight, down_weight, eps, attended, o_weight)
     if traced:
         weights = [*([] if o_weight is None else [o_weight]), gate_weight, up_weight, down_weight]
-        return traced_mlp(x, attended, norm_weight, float(eps), x.dtype, _without_adapters(weights), [1.0] * len(weights))
-    return apply_function(_NormMLP, x, attended, o_weight, norm_weight, float(eps), gate_weight, up_weight, down_weight)
+        arguments = x, attended, norm_weight, float(eps), x.dtype, _without_adapters(weights), [1.0] * len(weights)
+        return traced_mlp(*arguments, recompute)
+    return apply_function(_NormMLP, x, attended, o_weight, norm_weight, float(eps), bool(recompute), gate_weight, up_weight, down_weight)
 
 
 def _check_attention_inputs(x, norm_weight, weights, q_norm, k_norm, cos, sin, shape) -> None:

@@ -131,22 +131,22 @@ def _mlp(x, attended, norm_weight, eps, o: Optional[Layout], inner: Layout, down
 
 
 @replayed_with_products
-def _mlp_gradients(dout, total, attended, norm_weight, rstd, gate, up, o: Optional[Layout], inner: Layout, down: Layout, whole, needs,
-                   *tensors):
+def _mlp_gradients(dout, total, attended, norm_weight, rstd, gate, up, gate_bias, up_bias, o: Optional[Layout], inner: Layout,
+                   down: Layout, whole, needs, *tensors):
     """As `mlp_backward`. tensors: of `Projections.saved`."""
     groups: List[Projections] = []
     left: Sequence = tensors
     for layout in (inner, down) if o is None else (o, inner, down):
         group, left = layout.loaded(left, whole if layout is inner else None)
         groups.append(group)
-    return mlp_backward(dout, total, attended, norm_weight, rstd, gate, up, groups, needs)
+    return mlp_backward(dout, total, attended, norm_weight, rstd, gate, up, (gate_bias, up_bias), groups, needs)
 
 
 class _ProjectedMLP(torch.autograd.Function):
     """With attention's output and its projection, when there are these, in front: x is the residual stream before or behind it."""
 
     @staticmethod
-    def forward(ctx, x, attended, norm_weight, eps, dtype, layouts, numbers, *tensors):
+    def forward(ctx, x, attended, norm_weight, eps, dtype, recompute, layouts, numbers, *tensors):
         groups: list
         if layouts is None:
             projections = from_parts(tensors, numbers)
@@ -164,28 +164,32 @@ class _ProjectedMLP(torch.autograd.Function):
                 of_group, made = layout.saved_of(tensors[start : start + layout.tensors], made)
                 saved += of_group
                 start += layout.tensors
-        ctx.save_for_backward(total, attended, norm_weight, rstd, gate, up, *saved)
+        biases = None, None
+        if recompute:
+            gate = up = None
+            biases = tensors[-2 * OF_ONE - 1], tensors[-OF_ONE - 1]
+        ctx.save_for_backward(total, attended, norm_weight, rstd, gate, up, *biases, *saved)
         ctx.groups, ctx.shape = groups, x.shape
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        total, attended, norm_weight, rstd, gate, up, *tensors = ctx.saved_tensors
-        needs, groups = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[7:]), ctx.groups
+        total, attended, norm_weight, rstd, gate, up, gate_bias, up_bias, *tensors = ctx.saved_tensors
+        needs, groups = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[8:]), ctx.groups
         saved = total, attended, norm_weight, rstd, gate, up
         if type(groups[-1]) is Layout:
             o, inner, _ = groups
             whole = inner.whole_of_saved(tensors if o is None else tensors[o.kept :])
-            found = _mlp_gradients(dout, *saved, *groups, whole, needs, *tensors)
+            found = _mlp_gradients(dout, *saved, gate_bias, up_bias, *groups, whole, needs, *tensors)
         else:
             loaded = []
             for group in groups:
                 group, tensors = group.loaded(tensors)
                 loaded.append(group)
-            found = mlp_backward(dout, *saved, loaded, needs)
+            found = mlp_backward(dout, *saved, (gate_bias, up_bias), loaded, needs)
         dx, dattended, dnorm, *dprojections = found
-        return (None if dx is None else dx.view(ctx.shape), dattended, dnorm, None, None, None, None, *dprojections)
+        return (None if dx is None else dx.view(ctx.shape), dattended, dnorm, None, None, None, None, None, *dprojections)
 
 
 def projected_attention_inputs(
@@ -252,12 +256,14 @@ def projected_mlp(
     eps: float = 1e-6,
     attended: Optional[torch.Tensor] = None,
     dtype: Optional[torch.dtype] = None,
+    recompute: bool = False,
 ) -> torch.Tensor:
     """`norm_mlp` of projections that may have adapters, with products in a dtype of their own.
 
     x: [..., hidden]; projections: to gate, up and down, and in front of them attention's output projection where `attended` [tokens,
     features] is given; dtype: of the products and of `attended`, x's by default; x may be of it or float32; norm_weight: [hidden] of x's
-    dtype. Returns [..., hidden] of x's dtype. Differentiable in all tensors. Raises ValueError when shapes, dtypes or devices do not fit.
+    dtype; recompute: as of `norm_mlp`. Returns [..., hidden] of x's dtype. Differentiable in all tensors. Raises ValueError when shapes,
+    dtypes or devices do not fit.
     """
     dtype = dtype or x.dtype
     expected = 3 if attended is None else 4
@@ -269,10 +275,12 @@ def projected_mlp(
     if by_formula:
         return projected_mlp_reference(x, norm_weight, projections, eps, attended, dtype)
     if traced:
-        return traced_mlp(x, attended, norm_weight, float(eps), dtype, tensors_of(projections), scalings_without_dropout(projections))
+        tensors, scalings = tensors_of(projections), scalings_without_dropout(projections)
+        return traced_mlp(x, attended, norm_weight, float(eps), dtype, tensors, scalings, recompute)
     layouts = layouts_of(split_groups(projections), dtype)
     numbers = numbers_of(projections) if layouts is None else None
-    return apply_function(_ProjectedMLP, x, attended, norm_weight, float(eps), dtype, layouts, numbers, *tensors_of(projections))
+    arguments = x, attended, norm_weight, float(eps), dtype, bool(recompute), layouts, numbers
+    return apply_function(_ProjectedMLP, *arguments, *tensors_of(projections))
 
 
 def _check_mlp(x, norm_weight, projections, attended, dtype) -> None:

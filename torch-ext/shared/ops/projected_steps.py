@@ -2,10 +2,11 @@
 `traced_nodes` operators for a compiler."""
 
 import functools
-from typing import List, Optional, Sequence
+from typing import Callable, List, Optional, Sequence
 
 import torch
 
+from .common import always
 from .projection import LOOK, OF_ONE, Projection, Projections
 from .rms_norm import add_rms_norm_backward, add_rms_norm_forward, rms_norm_forward, rms_norm_recompute
 from .rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward
@@ -14,11 +15,6 @@ from .swiglu import ONE_GEMM_FORWARD, backward_in_place, swiglu_forward
 
 def biases_of(projections: Sequence[Projection]) -> list:
     return [projection.bias for projection in projections]
-
-
-def _always(tensor: torch.Tensor):
-    """A function that gives the tensor."""
-    return lambda: tensor
 
 
 def attention_inputs_forward(x, norm_weight, eps, q_norm, k_norm, head_eps, cos, sin, shape, group: Projections, biases, out=None):
@@ -92,12 +88,17 @@ def mlp_forward(x, attended, norm_weight, eps, groups: Sequence[Projections], bi
     return out, x, rstd, gate, up
 
 
-def mlp_backward(dout, x, attended, norm_weight, rstd, gate, up, groups: Sequence[Projections], needs) -> list:
+def mlp_backward(dout, x, attended, norm_weight, rstd, gate, up, biases, groups: Sequence[Projections], needs, both=None) -> list:
     """The gradients of x, attended, norm_weight and of what the projections are made of, None where `needs` says so.
 
-    x: the residual stream behind attention, flat; needs: a boolean for each gradient. That of x is flat.
+    x: the residual stream behind attention, flat; gate, up: None for both where they are to be made again, with these biases of their
+    adapters, in `both` as of `mlp_forward`; needs: a boolean for each gradient. That of x is flat.
     """
     *before, inner, down = groups
+    normed: Callable[[], torch.Tensor] = functools.partial(rms_norm_recompute, x, norm_weight, rstd, inner.dtype)
+    if gate is None:
+        normed = always(normed())
+        gate, up = inner.again(normed(), biases, x.shape[0] <= ONE_GEMM_FORWARD, both)
     need_x, need_attended, need_norm, *needs = needs
     o_needs, inner_needs, down_needs = needs[: -3 * OF_ONE], needs[-3 * OF_ONE : -OF_ONE], needs[-OF_ONE:]
     need_total = need_x or need_attended or need_norm or any(o_needs)
@@ -110,13 +111,12 @@ def mlp_backward(dout, x, attended, norm_weight, rstd, gate, up, groups: Sequenc
         both, *inner_grads = backward_in_place(hidden, gate, up)
     else:
         hidden = swiglu_forward(gate, up)
-    ddown = down.gradients(grads, dlow, _always(hidden), down_needs)
+    ddown = down.gradients(grads, dlow, always(hidden), down_needs)
     del hidden
     dx = dattended = dnorm = None
     do: list = [None] * len(o_needs)
     if need_total or any(inner_needs):
         dlow = inner.low_gradient(inner_grads)
-        normed = functools.partial(rms_norm_recompute, x, norm_weight, rstd, dtype)
         found = inner.gradients(inner_grads, dlow, normed, inner_needs)
     if need_total:
         dy = inner.input_gradient(inner_grads, dlow, both)
@@ -124,6 +124,6 @@ def mlp_backward(dout, x, attended, norm_weight, rstd, gate, up, groups: Sequenc
         if before:
             grads = (dx.to(dtype),)
             dlow = before[0].low_gradient(grads)
-            do = before[0].gradients(grads, dlow, _always(attended), o_needs)
+            do = before[0].gradients(grads, dlow, always(attended), o_needs)
             dattended = before[0].input_gradient(grads, dlow) if need_attended else None
     return [dx if need_x else None, dattended, dnorm if need_norm else None, *do, *found, *ddown]

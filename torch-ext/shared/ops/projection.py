@@ -277,6 +277,15 @@ class Projections:
         biases: of the adapters. in_one: whether weights that lie side by side are one product. onto: [tokens, out], added to the only
         projection's result, with `out`. out: [tokens, all rows], where the results go side by side.
         """
+        if self.spans:
+            self.low = self._low(x)
+        return self._with_adapters(self._products(x, in_one, onto, out), biases)
+
+    def again(self, x: torch.Tensor, biases: Sequence[Optional[torch.Tensor]], in_one: bool = True, out=None) -> list:
+        """What `forward` returned, bit for bit, in the backward pass: the products with the adapters' a are there."""
+        return self._with_adapters(self._products(x, in_one, None, out), biases)
+
+    def _products(self, x: torch.Tensor, in_one: bool, onto, out) -> list:
         if onto is not None:
             results = [torch.addmm(onto, x, self._weight(0).t(), out=out)]
         elif self.whole is not None and in_one:
@@ -285,12 +294,13 @@ class Projections:
             results = [linear(x, self._weight(i)) for i in range(len(self.rows))]
         else:
             results = [torch.mm(x, self._weight(i).t(), out=part) for i, part in enumerate(out.split(self.rows, 1))]
-        if self.spans:
-            self.low = self._low(x)
-            for (i, span), b in zip(self.spans.items(), self.b):
-                low_rank_add(results[i], self.low[:, span], b, transposed=True)
-                if biases[i] is not None:
-                    results[i].add_(biases[i].to(self.dtype), alpha=self.scalings[i])
+        return results
+
+    def _with_adapters(self, results: list, biases: Sequence[Optional[torch.Tensor]]) -> list:
+        for (i, span), b in zip(self.spans.items(), self.b):
+            low_rank_add(results[i], self.low[:, span], b, transposed=True)
+            if biases[i] is not None:
+                results[i].add_(biases[i].to(self.dtype), alpha=self.scalings[i])
         return results
 
     def _low(self, x: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,8 @@ def norm_experts_reference(x, norm_weight, router, gate_up_weight, down_weight, 
 
 class _NormExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, attended, norm_weight, eps, router_weight, top_k, normalised, gate_up_weight, down_weight, numbers, *tensors):
+    def forward(ctx, x, attended, norm_weight, eps, router_weight, top_k, normalised, gate_up_weight, down_weight, recompute, numbers,
+                *tensors):
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
         before, saved = from_parts(tensors, numbers), []
         ctx.o = None
@@ -89,6 +90,8 @@ class _NormExperts(torch.autograd.Function):
         weights = gate_up_weight, down_weight, None, None
         found, gate_up, *routing = experts_forward(y, expert, _rounded(scores, y.dtype), *weights, *SILU)
         del y
+        if recompute:
+            gate_up = None
         ctx.save_for_backward(
             *(x, attended, norm_weight, rstd, router_weight, scores, expert, None if normalised else logits),
             *(gate_up_weight, down_weight, gate_up, *routing, *saved),
@@ -105,13 +108,14 @@ class _NormExperts(torch.autograd.Function):
     def backward(ctx, dout):
         x, attended, norm_weight, rstd, router_weight, scores, expert, logits, *tensors = ctx.saved_tensors
         gate_up_weight, down_weight, gate_up, order, position, ends, *tensors = tensors
-        need_x, need_attended, need_norm, _, need_router, _, _, need_gate_up, need_down, _, *need_o = ctx.needs_input_grad
+        need_x, need_attended, need_norm, _, need_router, _, _, need_gate_up, need_down, _, _, *need_o = ctx.needs_input_grad
         need_total = need_x or need_attended or need_norm or any(need_o)
         need_logits = need_total or need_router
         dout = dout.reshape(x.shape)
         normed = functools.partial(rms_norm_recompute, x, norm_weight, rstd)
-        y = normed() if need_gate_up or need_router or ctx.written_over else x  # of which `experts_backward` then reads the shape alone
-        if ctx.written_over:  # a second backward pass (retain_graph)
+        again = gate_up is None or ctx.written_over  # which it is in a second backward pass (retain_graph)
+        y = normed() if need_gate_up or need_router or again else x  # of which `experts_backward` then reads the shape alone
+        if again:
             gate_up = first_gemm(y, gate_up_weight, order, Groups(ends, expert.numel()), expert.shape[1], SILU[0])
         ctx.written_over = True
         dy, dscores, dgate_up, ddown, _, _ = experts_backward(
@@ -140,7 +144,7 @@ class _NormExperts(torch.autograd.Function):
                 dattended = o.input_gradient((dx,), dlow) if need_attended else None
         return (
             *(dx.view(ctx.shape) if need_x else None, dattended, dnorm if need_norm else None, None, drouter, None, None),
-            *(dgate_up if need_gate_up else None, ddown if need_down else None, None, *do),
+            *(dgate_up if need_gate_up else None, ddown if need_down else None, None, None, *do),
         )
 
 
@@ -153,13 +157,15 @@ def norm_experts(
     eps: float = 1e-6,
     attended: Optional[torch.Tensor] = None,
     o: Optional[Projection] = None,
+    recompute: bool = False,
 ) -> torch.Tensor:
     """x + the weighted sum of what the experts that the router chooses make of RMSNorm(x), of x + o(attended) in x's place where these are
     given.
 
     x: [..., hidden]; norm_weight: [hidden]; router: its weight [experts, hidden]; gate_up_weight: [experts, 2 * width, hidden], gate before
     up; down_weight: [experts, hidden, width]; attended: [tokens, features], attention's output; all of one dtype and device. o: attention's
-    output projection to hidden, whose tensors may be float32 where x is narrower. Returns [..., hidden]. Differentiable in all tensors;
+    output projection to hidden, whose tensors may be float32 where x is narrower. recompute: what the experts' first products give is
+    made again in the backward pass, bit for bit, instead of kept. Returns [..., hidden]. Differentiable in all tensors;
     nothing is computed for a weight that does not require a gradient. Raises ValueError when shapes, dtypes or devices do not fit.
     """
     _check(x, norm_weight, router, gate_up_weight, down_weight, attended, o)
@@ -169,7 +175,7 @@ def norm_experts(
         if needs_formula(x, norm_weight, router.weight, gate_up_weight, down_weight, attended, *dense):
             return norm_experts_reference(x, norm_weight, router, gate_up_weight, down_weight, eps, attended, o)
         arguments = x, attended, norm_weight, float(eps), *router, gate_up_weight, down_weight
-        return apply_function(_NormExperts, *arguments, numbers_of(projections), *tensors_of(projections))
+        return apply_function(_NormExperts, *arguments, bool(recompute), numbers_of(projections), *tensors_of(projections))
 
 
 def _check(x, norm_weight, router: Router, gate_up_weight, down_weight, attended, o) -> None:

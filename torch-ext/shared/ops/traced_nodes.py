@@ -264,20 +264,26 @@ def _mlp_gradients(
     tensors: List[Optional[torch.Tensor]],
     scalings: List[float],
     rstd: torch.Tensor,
-    both: torch.Tensor,
+    both: Optional[torch.Tensor],
     made: List[torch.Tensor],
     needs: List[bool],
     whole,
 ) -> List[torch.Tensor]:
-    """Those of the gradients of `mlp_backward` that are needed; that of x in dout's shape. total: [..., hidden]."""
+    """Those of the gradients of `mlp_backward` that are needed; that of x in dout's shape. total: [..., hidden]; both: None where
+    gate and up are to be made again."""
     projections = _projections(tensors, scalings)
     flat = total.reshape(-1, total.shape[-1])
     left, of_groups = iter(made), []
     for shapes in _made_of(projections, dtype, flat.shape[0]):
         of_groups.append([next(left) for _ in shapes])
     groups = groups_of(projections, dtype, of_groups, whole)
-    gate, up = both.split(groups[-2].rows, 1)
-    dx, *found = mlp_backward(dout, flat, attended, norm_weight, rstd, gate, up, groups, needs)
+    gate = up = again = None
+    if both is None:
+        again = torch.empty((flat.shape[0], sum(groups[-2].rows)), dtype=dtype, device=flat.device)
+    else:
+        gate, up = both.split(groups[-2].rows, 1)
+    biases = biases_of(projections[-3:-1])
+    dx, *found = mlp_backward(dout, flat, attended, norm_weight, rstd, gate, up, biases, groups, needs, again)
     return _needed((None if dx is None else dx.view(dout.shape), *found))
 
 
@@ -292,8 +298,9 @@ mlp_gradients_operator = operator_of("norm_mlp_backward", _mlp_gradients, _fake_
 
 class _MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, attended, norm_weight, eps, dtype, scalings, needs, *tensors):
+    def forward(ctx, x, attended, norm_weight, eps, dtype, scalings, needs, recompute, *tensors):
         out, rstd, both, *rest = mlp_operator(x, attended, norm_weight, eps, dtype, list(tensors), list(scalings))
+        both = None if recompute else both
         total, made = (x, rest) if attended is None else (rest[0], rest[1:])
         ctx.save_for_backward(total, attended, norm_weight, *tensors, rstd, both, *made)
         ctx.dtype, ctx.scalings, ctx.needs, ctx.count = dtype, scalings, needs, len(tensors)
@@ -306,12 +313,12 @@ class _MLP(torch.autograd.Function):
         tensors, (rstd, both, *made) = saved[: ctx.count], saved[ctx.count :]
         arguments = dout, total, attended, norm_weight, ctx.dtype, list(tensors), list(ctx.scalings), rstd, both, list(made)
         dx, dattended, dnorm, *dtensors = _place(mlp_gradients_operator(*arguments, list(ctx.needs)), ctx.needs)
-        return (dx, dattended, dnorm, None, None, None, None, *dtensors)
+        return (dx, dattended, dnorm, None, None, None, None, None, *dtensors)
 
 
-def traced_mlp(x, attended, norm_weight, eps, dtype, tensors, scalings) -> torch.Tensor:
+def traced_mlp(x, attended, norm_weight, eps, dtype, tensors, scalings, recompute) -> torch.Tensor:
     """`projected_mlp` in a graph. tensors, scalings: of the projections, which have no dropout."""
     needs = _needs(x, attended, norm_weight, *tensors)
     if any(needs):
-        return _MLP.apply(x, attended, norm_weight, eps, dtype, tuple(scalings), needs, *tensors)
+        return _MLP.apply(x, attended, norm_weight, eps, dtype, tuple(scalings), needs, bool(recompute), *tensors)
     return mlp_operator(x, attended, norm_weight, eps, dtype, list(tensors), list(scalings))[0]
