@@ -75,8 +75,9 @@ def _decoder_arguments(new, dtype) -> dict:
             mlp.append((x.view(2, 3, 1024), attended, norm, 1e-6, dtype, tensors, scalings))
             total = x.view(2, 3, 1024) if attended is None else x
             needs = [tensor is not None and not (frozen and i % 4 == 0) for i, tensor in enumerate(tensors)]
-            mlp_backward.append((new(2, 3, 1024, seed=77, dtype=kind), total, attended, norm, dtype, tensors, scalings, rstd,
-                                 new(6, 192, seed=78), made, [True, attended is not None, not frozen, *needs]))  # fmt: skip
+            for both in (new(6, 192, seed=78), None):
+                mlp_backward.append((new(2, 3, 1024, seed=77, dtype=kind), total, attended, norm, dtype, tensors, scalings, rstd,
+                                     both, made, [True, attended is not None, not frozen, *needs]))  # fmt: skip
     inputs = {"norm_attention_inputs": forward, "norm_attention_inputs_backward": backward}
     return {**inputs, "norm_mlp": mlp, "norm_mlp_backward": mlp_backward}
 
@@ -290,14 +291,15 @@ def operators_of(package, model, **options):
     return called, torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=look, bw_compiler=look), **options)
 
 
-def check_compiled_form(package, form, device, backend, lengths, sizes=None):
-    """A training step of what people train, fullgraph: losses and gradients are eager mode's, in two graphs for all lengths.
+def check_compiled_form(package, form, device, backend, lengths, sizes=None, **options):
+    """A training step of what people train, fullgraph: losses and gradients are eager mode's, in two graphs for all lengths. options: of
+    `kernelize`.
 
     Returns the names of the package's operators in the graphs.
     """
     dtype, autocast, lora = FORMS[form]
     model = tiny_model(dtype, num_hidden_layers=2, **(sizes or {})).to(device)
-    model = package.kernelize(model if lora is None else with_adapters(model, **lora))
+    model = package.kernelize(model if lora is None else with_adapters(model, **lora), **options)
     called, compiled = operators_of(package, model)
     if backend != "look":
         compiled = torch.compile(model, fullgraph=True, backend=backend)

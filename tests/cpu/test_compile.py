@@ -97,6 +97,11 @@ def test_what_people_train_is_fused_when_compiled(qwen3, form):
     assert set(called) - set(of_layer) == others | (set() if "LoRA" in form else {"embedding_backward"})
 
 
+@pytest.mark.parametrize("form", ("plain", "LoRA", "autocast over float32 with LoRA"))
+def test_a_compiled_mlp_is_made_again(qwen3, form):
+    checks.check_compiled_form(qwen3, form, "cpu", "look", (17, 40), recompute_mlp=True)
+
+
 def _with_hook(embedding):
     embedding.register_forward_hook(lambda module, args, output: 2 * output)
 

@@ -1,5 +1,6 @@
 """`capture` with real CUDA graphs: the same bits, in a Trainer too. Which passes are replayed at all: tests/cpu/test_capture.py."""
 
+import contextlib
 import copy
 import warnings
 
@@ -38,11 +39,12 @@ def assert_equal(found, expected):
         assert torch.equal(found[name], value), name
 
 
-@pytest.fixture
-def pair(ops):
-    """A model whose passes of SHAPE are replayed by now, and the same without."""
-    model = ops.pack(ops.kernelize(tiny_model(torch.bfloat16, **SIZES).cuda()))
-    plain = ops.pack(copy.deepcopy(model))
+@contextlib.contextmanager
+def captured_and_plain(ops, **options):
+    """A model whose passes of SHAPE are replayed by now, and the same without. options: of `kernelize` for the first."""
+    model = tiny_model(torch.bfloat16, **SIZES).cuda()
+    plain = ops.pack(ops.kernelize(copy.deepcopy(model)))
+    model = ops.pack(ops.kernelize(model, **options))
     ops.capture(model, *SHAPE)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
@@ -51,6 +53,12 @@ def pair(ops):
         model.zero_grad()
         yield model, plain
     ops.reset()
+
+
+@pytest.fixture
+def pair(ops):
+    with captured_and_plain(ops) as models:
+        yield models
 
 
 def launches_of_graphs(call):
@@ -68,6 +76,13 @@ def test_gradients_have_the_same_bits(pair):
         assert_equal(gradients(model, seed), gradients(plain, seed))
     assert launches_of_graphs(lambda: gradients(model, 0)) == 2 * 2, "five layers and four, forward and backward"
     assert launches_of_graphs(lambda: gradients(model, 0, (1, 100))) == 0
+
+
+def test_an_mlp_that_is_made_again_has_the_same_bits(ops):
+    with captured_and_plain(ops, recompute_mlp=True) as (model, plain):
+        for seed in range(3):
+            assert_equal(gradients(model, seed), gradients(plain, seed))
+        assert launches_of_graphs(lambda: gradients(model, 0)) == 2 * 2
 
 
 def test_losses_that_the_caller_holds(ops):
