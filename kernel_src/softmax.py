@@ -3,9 +3,9 @@
     dx[j] = y[j] * (dy[j] - sum(dy * y))
 
 Rows of up to 16384 elements stay in registers, one or several of them a block: 2 passes over memory forward, 3 backward. So do rows of
-up to 32768 in half precision, as they lie in memory, which takes half of the registers. Longer rows (a vocabulary has 128256 or 151936)
-are cut into pieces: the maximum and the sum of every piece, those of a row from them, and a second reading that writes. There the sum of
-dy * y is one more pass of the backward, too.
+up to 32768 in half precision, as they lie in memory, which takes half of the registers; and, where several SMs can share a block, most of
+those of up to 163840 (a vocabulary has 128256 or 151936). Other rows are cut into pieces: the maximum and the sum of every piece, those of
+a row from them, and a second reading that writes. There the sum of dy * y is one more pass of the backward, too.
 
 Exponentials are taken in base 2, of differences to the maximum: x * log2(e) - max * log2(e) instead would be off by the rounding of the
 products, 6e-4 where x is 1e4. lse is log2(sum(2^(x * log2(e)))).
@@ -130,13 +130,98 @@ def softmax_held_backward(y, dy, dx, TILE: Const, TILES: Const):
         p, d = next_p, next_d
 
 
-# ---------------------------------------------------------------- rows in pieces
+# ---------------------------------------------------------------- whole rows on several SMs
 @ct.function
 def finite(m):
     """A maximum to subtract. What is -inf everywhere has the sum 0, not the NaN of -inf - -inf."""
     return ct.where(m == MINUS_INFINITY, 0.0, m)
 
 
+def joined(m, s, n, t):
+    """The maximum and the sum of 2^((v - maximum) * log2(e)) of what has the maxima m and n and the sums s and t."""
+    high = ct.maximum(m, n)
+    at = ct.where(high == MINUS_INFINITY, 0.0, high)
+    return high, s * ct.exp2((m - at) * LOG2E, flush_to_zero=True) + t * ct.exp2((n - at) * LOG2E, flush_to_zero=True)
+
+
+@ct.function
+def sliced_tiles(array, slices, row, TILE: Const, TILES: Const, padding):
+    """A row as `held_tiles` gives it, in TILES tiles for each of the slices that the result is written in."""
+    width = slices[0].shape[1]
+    found = ()
+    for k in ct.static_iter(range(len(slices))):
+        for i in ct.static_iter(range(TILES)):
+            cols = tile_columns(i, TILE)
+            inside = cols < slices[k].shape[1]
+            tile = ct.gather(array, (row, k * width + cols), mask=inside, check_bounds=False, padding_value=padding)
+            found = (*found, tile)  # type: ignore[assignment]
+    return found
+
+
+@ct.function
+def spread_forward(x, slices, TILE: Const, TILES: Const):
+    """x: [rows, columns]; slices: of the columns of y, equally wide but for the last, which is not wider, and of at most TILE * TILES
+    columns. One row a block.
+
+    A block is a cluster of SMs (`num_ctas`), which divides every tile. Stores to one array keep their order, and in a cluster each of them
+    waits until all SMs see the one before, so the result comes in slices, an array each: 2048 rows of 151936 took an H200 505 us with
+    one array and 397 with five. Every place of the tiles has a maximum of its own in the sum, so that the SMs meet once."""
+    row = ct.bid(0)
+    tiles = sliced_tiles(x, slices, row, TILE, TILES, MINUS_INFINITY)
+    highest = ct.astype(held_maxima(tiles, len(slices) * TILES), ct.float32)
+    base, total = finite(highest), ct.zeros((TILE,), dtype=ct.float32)
+    for i in ct.static_iter(range(len(slices) * TILES)):
+        total = total + ct.exp2((ct.astype(tiles[i], ct.float32) - base) * LOG2E, flush_to_zero=True)
+    m, s = ct.reduce((highest, total), 0, joined, (MINUS_INFINITY, 0.0))
+    log_sum = ct.log2(s)
+    for i in ct.static_iter(range(TILES)):
+        for k in ct.static_iter(range(len(slices))):
+            p = ct.exp2((converted_again(tiles[k * TILES + i], s) - m) * LOG2E - log_sum, flush_to_zero=True)
+            write_within(slices[k], (row, tile_columns(i, TILE)), p)
+
+
+@ct.function
+def spread_backward(y, dy, slices, TILE: Const, TILES: Const):
+    """y, dy: [rows, columns], both held; slices: of dx, as in `spread_forward`."""
+    row = ct.bid(0)
+    p, d = sliced_tiles(y, slices, row, TILE, TILES, 0), sliced_tiles(dy, slices, row, TILE, TILES, 0)
+    total = ct.zeros((TILE,), dtype=ct.float32)
+    for i in ct.static_iter(range(len(slices) * TILES)):
+        total = total + ct.astype(p[i], ct.float32) * ct.astype(d[i], ct.float32)
+    dot, count = ct.sum(total, 0), ct.astype(y.shape[0], ct.float32)
+    for i in ct.static_iter(range(TILES)):
+        for k in ct.static_iter(range(len(slices))):
+            at = k * TILES + i
+            write_within(slices[k], (row, tile_columns(i, TILE)), converted_again(p[at], count) * (converted_again(d[at], count) - dot))
+
+
+@ct.kernel
+def softmax_spread_5_forward(x, y0, y1, y2, y3, y4, TILE: Const, TILES: Const):
+    """x: [rows, columns]; y0 to y4: slices of the columns of y, see `spread_forward`."""
+    spread_forward(x, (y0, y1, y2, y3, y4), TILE, TILES)
+
+
+@ct.kernel
+def softmax_spread_8_forward(x, y0, y1, y2, y3, y4, y5, y6, y7, TILE: Const, TILES: Const):
+    """The same in eight slices."""
+    spread_forward(x, (y0, y1, y2, y3, y4, y5, y6, y7), TILE, TILES)
+
+
+@ct.kernel
+def softmax_spread_5_backward(y, dy, dx0, dx1, dx2, dx3, dx4, TILE: Const, TILES: Const):
+    """y, dy: [rows, columns]; dx0 to dx4: slices of the columns of dx, see `spread_backward`."""
+    ct.grid_dependency_control_wait()
+    spread_backward(y, dy, (dx0, dx1, dx2, dx3, dx4), TILE, TILES)
+
+
+@ct.kernel
+def softmax_spread_8_backward(y, dy, dx0, dx1, dx2, dx3, dx4, dx5, dx6, dx7, TILE: Const, TILES: Const):
+    """The same in eight slices."""
+    ct.grid_dependency_control_wait()
+    spread_backward(y, dy, (dx0, dx1, dx2, dx3, dx4, dx5, dx6, dx7), TILE, TILES)
+
+
+# ---------------------------------------------------------------- rows in pieces
 @ct.function
 def join_partials(part_max, part_sum, row, scale, PARTS: Const):
     """The maximum of a whole row, and its sum of 2^((v - maximum) * scale), from those of its pieces."""
@@ -223,6 +308,15 @@ HELD_HINTS = {"num_worker_warps": 8, "occupancy": 2}
 HELD_BACKWARD_HINTS = {"num_worker_warps": 8, "occupancy": 1}
 
 
+# Rows that a cluster of SMs holds, on an H200 (elsewhere nobody has measured them, and each variant takes room): columns from and to,
+# slices, TILE, TILES, SMs, warps, blocks an SM. 2048 rows took, forward and backward, of 65536 181 + 217 us, of 81920 197 + 255, of 128256
+# 321 + 421 and of 151936 383 + 544; in pieces 205 + 318, 253 + 393, 386 + 604 and 453 + 710. All tiles of a row are computed, full or not,
+# so the shortest rows that win differ.
+SPREAD_TARGETS = ("sm_90",)
+SPREAD_FORWARD = ((57344, 81920, 5, 8192, 2, 4, 4, 4), (98304, 131072, 8, 8192, 2, 8, 4, 4), (131073, 163840, 5, 16384, 2, 8, 4, 4))
+SPREAD_BACKWARD = ((49152, 81920, 5, 16384, 1, 8, 4, 4), (81921, 131072, 8, 16384, 1, 8, 4, 3), (131073, 163840, 5, 16384, 2, 8, 8, 2))
+
+
 def whole_rows(dtype, *kernels):
     """Variants of kernels, each with the names of its arrays, for rows of every length up to the longest tile."""
     for rows, tile, warps in ROW_TILES:
@@ -233,6 +327,17 @@ def whole_rows(dtype, *kernels):
                 yield Variant(kernel, {**dict.fromkeys(names, x), "ROWS": rows, "TILE": tile}, hints=hints)
 
 
+def spread_rows(dtype, table, inputs, output, kernels):
+    """Variants of the kernels of rows that several SMs hold, by their number of slices. inputs: names; output: the first part of those of
+    the slices."""
+    for shortest, longest, slices, tile, tiles, ctas, warps, blocks in table:
+        row = Array(dtype, (None, None), divisible=(1, 16), at_least=(1, shortest), at_most=(None, longest))
+        part = Array(dtype, (None, None), divisible=(1, 16), at_most=(None, tile * tiles))
+        arrays = {**dict.fromkeys(inputs, row), **{f"{output}{i}": part for i in range(slices)}}
+        hints = {"num_ctas": ctas, "num_worker_warps": warps, "occupancy": blocks}
+        yield Variant(kernels[slices], {**arrays, "TILE": tile, "TILES": tiles}, hints=hints, targets=SPREAD_TARGETS)
+
+
 def variants():
     vector, matrix = Array("float32", (None,), aligned=False), Array("float32", (None, None), aligned=False)
     for dtype in HALF:
@@ -240,6 +345,8 @@ def variants():
         yield Variant(softmax_held_forward, {"x": x, "y": x, **HELD}, hints=HELD_HINTS)
         for rows in (Array(dtype, (None, HELD["TILE"] * HELD["TILES"])), x):
             yield Variant(softmax_held_backward, {"y": rows, "dy": rows, "dx": rows, **HELD}, hints=HELD_BACKWARD_HINTS)
+        yield from spread_rows(dtype, SPREAD_FORWARD, ("x",), "y", {5: softmax_spread_5_forward, 8: softmax_spread_8_forward})
+        yield from spread_rows(dtype, SPREAD_BACKWARD, ("y", "dy"), "dx", {5: softmax_spread_5_backward, 8: softmax_spread_8_backward})
     for dtype in FLOATS:
         yield from whole_rows(dtype, (softmax_forward, ("x", "y")), (softmax_backward, ("y", "dy", "dx")))
         for x in (Array(dtype, (None, None), divisible=(1, 16)), Array(dtype, (None, None), aligned=False)):

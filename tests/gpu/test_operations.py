@@ -23,7 +23,7 @@ LARGE = {
     "poly_norm": lambda m, ops: m.check_poly_norm(ops, DEVICE, BF16, (2049, 4096)),
     "dyt": lambda m, ops: m.check_dyt(ops, DEVICE, BF16, (2049, 4096)),
     "softmax": lambda m, ops: [m.check_softmax(ops, DEVICE, BF16, shape) for shape in ((2049, 4096), (65, 151936), (397, 17008),
-                                                                                       (397, 32768))],
+                                                                                       (397, 32768), (397, 65536), (265, 128256))],
     "sparsemax": lambda m, ops: (m.check_sparsemax(ops, DEVICE, BF16, (2049, 4096)), m.check_sparsemax(ops, DEVICE, BF16, (65, 128256))),
     "gated_activation": lambda m, ops: m.check_gated_activation(ops, DEVICE, BF16, (1025, 14336)),
     "tiled_mlp": lambda m, ops: m.check_tiled_mlp(ops, DEVICE, BF16, (2, 515), 512, 1408, shards=4),

@@ -53,6 +53,13 @@ def check_softmax_infinities(ops, device, dtype, columns):
     assert (y[1, columns // 3 :] == 0).all()
 
 
+def check_softmax_spread(ops, device, columns):
+    """Rows that several SMs hold: a pass is one launch."""
+    launched = ops.launched()
+    check_softmax(ops, device, torch.bfloat16, (1, columns))
+    assert ops.launched() - launched == 3, "a row is not held: it took more than one launch in a pass"
+
+
 def check_softmax_empty(ops, device, dtype):
     for shape in ((0, 5), (3, 0), (0,)):
         x = leaf(torch.empty(shape, dtype=dtype, device=device))
@@ -70,6 +77,9 @@ CHECKS = of_suite({
     "softmax_long": lambda ops: [check_softmax(ops, "cpu", torch.float32, shape) for shape in ((2, 20480), (2, 5001))],
     "softmax_held": lambda ops: check_softmax(ops, "cpu", torch.bfloat16, (3, 16400)),
     "softmax_held_infinities": lambda ops: check_softmax_infinities(ops, "cpu", torch.bfloat16, 17008),
+    "softmax_spread": lambda ops: [check_softmax(ops, "cpu", torch.bfloat16, (2, columns)) for columns in (57344, 100016, 131088)],
+    "softmax_spread_launches": lambda ops: [check_softmax_spread(ops, "cpu", columns) for columns in (57344, 100016, 131088)],
+    "softmax_spread_infinities": lambda ops: check_softmax_infinities(ops, "cpu", torch.bfloat16, 57360),
     "softmax_infinities": lambda ops: [check_softmax_infinities(ops, "cpu", torch.float32, columns) for columns in (100, 17000)],
     "softmax_layouts": lambda ops: [
         check_softmax(ops, "cpu", torch.float32, (3, 5, 32), 1),
@@ -98,6 +108,19 @@ MUTANTS = (
     (_KERNELS, "softmax_held_backward", "p, d = next_p, next_d", "p, d = p, d", "softmax_held"),
     (_KERNELS, "softmax_held_backward", "ct.gather(dy, (following, cols)", "ct.gather(dy, (row, cols)", "softmax_held"),
     (_KERNELS, "softmax_held_backward", "ct.minimum(row + step, last)", "row + 1", "softmax_held"),
+    (_KERNELS, "joined", "t * ct.exp2((n - at)", "t * ct.exp2((m - at)", "softmax_spread"),
+    (_KERNELS, "joined", "ct.where(high == MINUS_INFINITY, 0.0, high)", "high", "softmax_spread_infinities"),
+    (_KERNELS, "sliced_tiles", "k * width + cols", "cols", "softmax_spread"),
+    (_KERNELS, "sliced_tiles", "cols < slices[k].shape[1]", "cols < array.shape[1]", "softmax_spread"),
+    (_KERNELS, "spread_forward", "row, TILE, TILES, MINUS_INFINITY", "row, TILE, TILES, 0", "softmax_spread_infinities"),
+    (_KERNELS, "spread_forward", "finite(highest)", "highest", "softmax_spread_infinities"),
+    (_KERNELS, "spread_forward", "total + ct.exp2", "ct.exp2", "softmax_spread"),
+    (_KERNELS, "spread_forward", " - log_sum", "", "softmax_spread"),
+    (_KERNELS, "spread_backward", "- dot", "", "softmax_spread"),
+    (_KERNELS, "spread_backward", "total + ct.astype", "ct.astype", "softmax_spread"),
+    (_KERNELS, "softmax_spread_8_forward", "y5, y6, y7), TILE", "y5, y7, y6), TILE", "softmax_spread"),
+    (_KERNELS, "softmax_spread_8_backward", "dx5, dx6, dx7), TILE", "dx5, dx7, dx6), TILE", "softmax_spread"),
+    (_OPERATION, "_spread", "slabs(1, *arrays)", "[arrays][:0]", "softmax_spread"),
     (_KERNELS, "piece", "part * TILE", "part", "softmax_long"),
     (_KERNELS, "piece", "ct.bid(0) // pieces", "0", "softmax_long"),
     (_KERNELS, "finite", "ct.where(m == MINUS_INFINITY, 0.0, m)", "m", "softmax_infinities"),
@@ -140,8 +163,10 @@ CHECKS |= of_suite({"softmax_slabs": check_softmax_slabs})
 def all_cases(ops, device, dtypes=FLOATS):
     """(name, function) of every check in some dtypes."""
     for dtype in dtypes:
+        for columns in (57344, 81920, 98304, 131072, 131088, 163840) if dtype != torch.float32 else ():
+            yield f"softmax {dtype} {columns}", partial(check_softmax, ops, device, dtype, (3, columns))
         for shape in SHAPES:
             yield f"softmax {dtype} {shape}", partial(check_softmax, ops, device, dtype, shape)
-        for columns in (100, 3000, 17000, 17008):
+        for columns in (100, 3000, 17000, 17008, 57360):
             yield f"softmax with -inf {dtype} {columns}", partial(check_softmax_infinities, ops, device, dtype, columns)
         yield f"softmax of nothing {dtype}", partial(check_softmax_empty, ops, device, dtype)

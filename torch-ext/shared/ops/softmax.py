@@ -46,6 +46,9 @@ _forward_rows = {tile: Kernel("softmax_forward", grid=_rows_grid, where={"TILE":
 _backward_rows = {tile: Kernel("softmax_backward", grid=_rows_grid, where={"TILE": tile}) for tile in TILES}
 _held_forward = [Kernel("softmax_held_forward", grid=one_a_row)]
 _held_backward = [Kernel("softmax_held_backward", grid=_blocks_that_walk)]
+# By the number of slices that the result comes in.
+_spread_forward = {count: Kernel(f"softmax_spread_{count}_forward", grid=one_a_row) for count in (5, 8)}
+_spread_backward = {count: Kernel(f"softmax_spread_{count}_backward", grid=one_a_row) for count in (5, 8)}
 _statistics = Kernel("softmax_statistics", grid=pieces_grid)
 _combine = Kernel("softmax_combine", grid=one_a_row)
 _totals = Kernel("softmax_totals", grid=one_a_row)
@@ -104,6 +107,21 @@ def in_one_block(by_tile: Dict[int, Kernel], tiles_unaligned, held: Sequence[Ker
     they lie in memory, those of the shortest first."""
     tile = row_tile(rows[0].shape[1], by_tile, tiles_unaligned, *rows)
     return by_tile[tile] if tile is not None else next((kernel for kernel in held if are_held(kernel, *rows)), None)
+
+
+def _spread(kernels: Dict[int, Kernel], *rows: torch.Tensor) -> bool:
+    """Launches the kernel that holds such rows on several SMs; False where there is none. The last tensor is written."""
+    *inputs, out = rows
+    if out.dtype not in HALF:
+        return False
+    for count, kernel in kernels.items():
+        width = -(-out.shape[1] // (16 * count)) * 16
+        arrays = (*inputs, *out.split(width, 1))
+        if kernel.takes(*arrays):
+            for slab in slabs(1, *arrays):
+                kernel(*slab)
+            return True
+    return False
 
 
 def row_sum(partial: torch.Tensor) -> torch.Tensor:
@@ -168,6 +186,8 @@ def _forward(x: torch.Tensor) -> torch.Tensor:
         for slab in slabs(1, rows, y):
             whole(*slab)
         return out
+    if _spread(_spread_forward, rows, y):
+        return out
     part_max, part_sum = _partials(rows, 1.0)
     maximum, total = (part_max.new_empty(rows.shape[0]) for _ in range(2))
     for slab in slabs(1, part_max, part_sum, maximum, total):
@@ -186,6 +206,8 @@ def _backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if whole is not None:
         for slab in slabs(1, p, d, dx):
             whole(*slab)
+        return out
+    if _spread(_spread_backward, p, d, dx):
         return out
     partial = torch.empty((p.shape[0], pieces(_dot, columns)), dtype=torch.float32, device=p.device)
     for slab in slabs(partial.shape[1], p, d, partial):
