@@ -75,8 +75,9 @@ def _decoder_arguments(new, dtype) -> dict:
             mlp.append((x.view(2, 3, 1024), attended, norm, 1e-6, dtype, tensors, scalings))
             total = x.view(2, 3, 1024) if attended is None else x
             needs = [tensor is not None and not (frozen and i % 4 == 0) for i, tensor in enumerate(tensors)]
-            for both in (new(6, 192, seed=78), None):
-                mlp_backward.append((new(2, 3, 1024, seed=77, dtype=kind), total, attended, norm, dtype, tensors, scalings, rstd,
+            # Where gate and up are made again, of a norm so small that fp16 holds what follows of them.
+            for both, weight in ((new(6, 192, seed=78), norm), (None, norm / 64)):
+                mlp_backward.append((new(2, 3, 1024, seed=77, dtype=kind), total, attended, weight, dtype, tensors, scalings, rstd,
                                      both, made, [True, attended is not None, not frozen, *needs]))  # fmt: skip
     inputs = {"norm_attention_inputs": forward, "norm_attention_inputs_backward": backward}
     return {**inputs, "norm_mlp": mlp, "norm_mlp_backward": mlp_backward}

@@ -19,7 +19,7 @@ def test_every_operator_is_checked(qwen3):
     assert set(checks.custom_operators(qwen3)) == set(checks.OPERATORS)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("name", checks.OPERATORS)
 def test_operators(qwen3, name, dtype):
     checks.check_operator(qwen3, name, "cpu", dtype)
