@@ -1,10 +1,13 @@
 """Which passes `capture` replays and which run as before. CUDA graphs exist on GPUs only (tests/gpu/test_capture.py): here a stand-in runs
 the function again where a graph would replay it, on the same inputs, and writes the results to where the first ones are."""
 
+import contextlib
 import copy
+import gc
 import importlib
 import pickle
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -558,3 +561,25 @@ def test_wrong_arguments(qwen3):
             qwen3.capture(model, batch_size, tokens)
     with pytest.raises(TypeError, match="Qwen3DecoderLayer"):
         qwen3.capture(torch.nn.Linear(2, 2), 1, 16)
+
+
+@pytest.mark.parametrize("enabled", (True, False), ids=("collecting", "not collecting"))
+@pytest.mark.parametrize("error", (None, ValueError), ids=str)
+def test_no_garbage_is_collected_while_a_graph_is_recorded(qwen3, error, enabled):
+    """Some of it may be graphs, and where one is destroyed CUDA gives up the recording."""
+    graph, collecting = object.__new__(importlib.import_module(f"{qwen3.__name__}.shared.hf.capture").Graph), []
+
+    def function(**_):
+        collecting.append(gc.isenabled())
+        if error and len(collecting) == 2:
+            raise error
+
+    graph.graph, graph.pool, graph.stream = mock.Mock(capture_begin=function), None, None
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(error) if error else contextlib.nullcontext():
+            graph.record(function)
+        assert collecting == [False, False] and gc.isenabled() == enabled
+    finally:
+        gc.enable()
+    assert graph.graph.capture_end.call_count == 1

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import gc
+import sys
 import warnings
 
 import pytest
@@ -83,6 +85,30 @@ def test_an_mlp_that_is_made_again_has_the_same_bits(ops):
         for seed in range(3):
             assert_equal(gradients(model, seed), gradients(plain, seed))
         assert launches_of_graphs(lambda: gradients(model, 0)) == 2 * 2
+
+
+def test_a_captured_model_that_is_garbage_when_another_is_recorded(ops, monkeypatch):
+    """Where Python would collect it at that moment, its graphs were destroyed and the recording lost."""
+    first = ops.kernelize(tiny_model(torch.bfloat16, **SIZES).cuda())
+    ops.capture(first, *SHAPE)
+    for seed in range(2):
+        gradients(first, seed)
+    first.itself = [first]  # which nothing but a collection of garbage takes apart
+    del first
+    graph = sys.modules[f"{ops.__name__}.shared.hf.capture"].Graph
+    record = graph.record
+
+    def recorded(self, function):
+        def collected_first():
+            if gc.isenabled():
+                gc.collect()
+            return function()
+
+        return record(self, collected_first)
+
+    monkeypatch.setattr(graph, "record", recorded)
+    with captured_and_plain(ops) as (model, plain):
+        assert_equal(gradients(model, 5), gradients(plain, 5))
 
 
 def test_losses_that_the_caller_holds(ops):
@@ -210,8 +236,6 @@ def test_autocast_over_float32_weights(ops):
 
 
 def test_memory_of_a_reset_model_is_free_again(ops, pair):
-    import gc
-
     model, _ = pair
     gradients(model, 0)
     model.zero_grad()

@@ -12,6 +12,7 @@ replayed, so what one leaves free the next one uses, and the output of one is wh
 """
 
 import contextlib
+import gc
 import operator
 import warnings
 import weakref
@@ -39,6 +40,19 @@ TOGETHER = 7  # layers of one graph, at most: so few that the host starts a grap
 PLANS = 8  # kinds of passes that a model is looked at for: of its shapes, each with and without a mask
 
 
+@contextlib.contextmanager
+def _without_garbage_collection():
+    """Python collects no garbage meanwhile. A captured model that is garbage takes its graphs along, and where a graph is destroyed while
+    another is recorded, CUDA gives up the recording."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 class Graph:
     """What a function does on the GPU, recorded in a pool of memory."""
 
@@ -47,7 +61,7 @@ class Graph:
 
     def record(self, function: Callable[[], Any]) -> Any:
         """Returns what the function returns, whose tensors have their values after each `replay`."""
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream), _without_garbage_collection():
             # Other threads (a loader that pins memory) may go on meanwhile.
             self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
