@@ -7,7 +7,7 @@ from .providers import is_ours
 from .records import Row
 from .suites import QWEN3 as QWEN3_SUITE
 
-ADAMW, CAPTURED, RECOMPUTE = "bastile_adamw", "bastile_captured", "bastile_recompute"
+ADAMW, CAPTURED = "bastile_adamw", "bastile_captured"
 SMALL = ("qwen3_0.6b", "qwen3_1.7b")
 # What people fine-tune with, and what it is called in the results.
 AS_TRAINED = {
@@ -77,7 +77,7 @@ def small_models(rows: list[Row]) -> str:
 
 def as_trained(rows: list[Row]) -> str:
     """Return the steps of what people fine-tune with: adapters, autocast, packed and padded batches."""
-    names, notes, body = ["huggingface", "liger", "unsloth", "bastile", RECOMPUTE], Notes(), []
+    names, notes, body = ["huggingface", "liger", "unsloth", "bastile"], Notes(), []
     shown: list[Row] = []
     for what, kernel in AS_TRAINED.items():
         of_kernel = select(rows, kernel_name=f"{QWEN3.name}_step{kernel}")
