@@ -48,7 +48,8 @@ def prepare_qwen3(provider: str) -> None:
         unsloth_peer.prepare()
         return
     if is_ours(provider):
-        package(suites.QWEN3.package).apply(attention=provider != "bastile_sdpa", recompute_mlp=provider == "bastile_recompute")
+        options = {"recompute_mlp": True} if provider == "bastile_recompute" else {}  # which an older build has not
+        package(suites.QWEN3.package).apply(attention=provider != "bastile_sdpa", **options)
         return
     require_modules("liger_kernel", "triton")
     # Liger's default is Triton, but where CuTe DSL is installed its dispatcher takes that for some operations.
