@@ -186,6 +186,14 @@ def _add_product(total, x, y, first: bool) -> None:
 
 
 # ---------------------------------------------------------------- the walk
+def write_logits(logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> None:
+    """logits = hidden @ weight.T + bias, in place of whatever was there."""
+    if bias is None:
+        torch.mm(hidden, weight.t(), out=logits)
+    else:
+        torch.addmm(bias, hidden, weight.t(), out=logits)
+
+
 def walk(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -227,10 +235,7 @@ def walk(
             if buffer is None or buffer.shape[0] < part.shape[0]:
                 buffer = torch.empty((max(step, part.shape[0]), classes), dtype=hidden.dtype, device=hidden.device)
             logits = buffer[: part.shape[0]]
-        if bias is None:
-            torch.mm(part, weight.t(), out=logits)
-        else:
-            torch.addmm(bias, part, weight.t(), out=logits)
+        write_logits(logits, part, weight, bias)
         piece = loss_of(logits, rows, room)
         for whole, mine in zip(results, piece.rows()):
             if whole is not None:

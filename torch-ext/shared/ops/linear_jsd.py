@@ -15,7 +15,7 @@ from ..runtime.launch import Kernel
 from .common import accumulation_dtype, describe, fail, needs_formula, once_differentiable
 from .divergence import KINDS, Options, _inverse, _losses, _reference, inverse_count, jsd, nothing
 from .divergence import _logits_loss as _loss_kernels
-from .linear_head import fp16_factor, walk
+from .linear_head import fp16_factor, walk, write_logits
 from .softmax import log_sum_exp2, pieces_grid, row_sum, slabs
 from .softmax import pieces as pieces_of
 
@@ -87,12 +87,8 @@ def _run(student, teacher, labels, scale, options: Options, needs, accum_dtype):
     piece = _KernelPiece if kernels else _TorchPiece
 
     def loss_of(logits, rows, room):
-        part = teacher_hidden[rows]
         of_teacher = torch.empty_like(logits) if room is None else room[: logits.numel()].view(logits.shape)
-        if teacher_bias is None:
-            torch.mm(part, teacher_weight.t(), out=of_teacher)
-        else:
-            torch.addmm(teacher_bias, part, teacher_weight.t(), out=of_teacher)
+        write_logits(of_teacher, teacher_hidden[rows], teacher_weight, teacher_bias)
         return piece(logits, of_teacher, None if labels is None else labels[rows], options)
 
     return losses, walk(hidden, weight, bias, loss_of, (losses,), scale, needs, accum_dtype, logits_of_token=2)
