@@ -80,24 +80,17 @@ def test_attention_of_ours_runs_once(qwen3, monkeypatch, reentrant):
     assert len(runs) == 3
 
 
-class Kept:
-    """Counts the elements that autograd keeps for a backward pass, those of the parameters left out."""
+def gradients_and_kept(model, **inputs):
+    """(what `gradients` gives, how many elements autograd keeps for the backward pass, those of the parameters left out)."""
+    parameters, kept = {parameter.data_ptr() for parameter in model.parameters()}, []
 
-    def __init__(self, model):
-        self.left_out, self.elements = {parameter.data_ptr() for parameter in model.parameters()}, 0
-
-    def __enter__(self):
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.count, lambda tensor: tensor)
-        self.hooks.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        self.hooks.__exit__(*error)
-
-    def count(self, tensor):
-        if tensor.data_ptr() not in self.left_out:
-            self.elements += tensor.numel()
+    def keep(tensor):
+        kept.append(0 if tensor.data_ptr() in parameters else tensor.numel())
         return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = gradients(model, **inputs)
+    return found, sum(kept)
 
 
 def trained(package, recompute, lora=False, **changes):
@@ -109,28 +102,18 @@ def trained(package, recompute, lora=False, **changes):
 
 @pytest.mark.parametrize("lora", (False, 0.0, 0.1), ids=("plain", "LoRA", "LoRA with dropout"))
 def test_the_mlp_is_made_again_with_the_same_bits_instead_of_kept(qwen3, lora):
-    ids = random_tokens(2, 17)
-    inputs, kept = {"input_ids": ids, "labels": ids}, []
-    found = []
-    for recompute in (False, True):
-        model = trained(qwen3, recompute, lora)
-        with Kept(model) as counted:
-            found.append(gradients(model, **inputs))
-        kept.append(counted.elements)
+    ids, models = random_tokens(2, 17), [trained(qwen3, recompute, lora) for recompute in (False, True)]
+    found, kept = zip(*(gradients_and_kept(model, input_ids=ids, labels=ids) for model in models), strict=True)
     assert_equal(*found)
-    assert kept[0] - kept[1] == 3 * 2 * ids.numel() * model.config.intermediate_size
+    assert kept[0] - kept[1] == 3 * 2 * ids.numel() * models[0].config.intermediate_size
 
 
 def test_the_experts_are_made_again_with_the_same_bits_instead_of_kept(qwen3):
     ids = random_tokens(2, 17)
-    inputs, kept, found = {"input_ids": ids, "labels": ids}, [], []
-    for recompute in (False, True):
-        model = qwen3.kernelize(tiny_qwen3_moe(num_hidden_layers=3), recompute_mlp=recompute).train()
-        with Kept(model) as counted:
-            found.append(gradients(model, **inputs))
-        kept.append(counted.elements)
+    models = [qwen3.kernelize(tiny_qwen3_moe(num_hidden_layers=3), recompute_mlp=recompute).train() for recompute in (False, True)]
+    found, kept = zip(*(gradients_and_kept(model, input_ids=ids, labels=ids) for model in models), strict=True)
     assert_equal(*found)
-    config, sparse = model.config, [hasattr(layer.mlp, "experts") for layer in model.model.layers]
+    config, sparse = models[0].config, [hasattr(layer.mlp, "experts") for layer in models[0].model.layers]
     widths = [config.num_experts_per_tok * config.moe_intermediate_size if each else config.intermediate_size for each in sparse]
     assert any(sparse) and kept[0] - kept[1] == 2 * ids.numel() * sum(widths)
 
@@ -150,12 +133,8 @@ def test_a_checkpointed_layer_makes_its_mlp_again_once(qwen3, reentrant):
 
 
 def test_recomputing_is_for_what_was_told_so_and_goes_with_reset(qwen3):
-    models = [trained(qwen3, recompute) for recompute in (True, False)]
-    ids, kept = random_tokens(2, 17), []
-    for model in models:
-        with Kept(model) as counted:
-            gradients(model, input_ids=ids, labels=ids)
-        kept.append(counted.elements)
+    ids, models = random_tokens(2, 17), [trained(qwen3, recompute) for recompute in (True, False)]
+    kept = [gradients_and_kept(model, input_ids=ids, labels=ids)[1] for model in models]
     assert kept[0] < kept[1]
     qwen3.reset()
     qwen3.apply(recompute_mlp=True)
@@ -163,9 +142,7 @@ def test_recomputing_is_for_what_was_told_so_and_goes_with_reset(qwen3):
     model.enable_input_require_grads()
     for recompute in (True, False):
         qwen3.apply(recompute_mlp=recompute)
-        with Kept(model) as counted:
-            gradients(model, input_ids=ids, labels=ids)
-        assert counted.elements == kept[not recompute]
+        assert gradients_and_kept(model, input_ids=ids, labels=ids)[1] == kept[not recompute]
     qwen3.reset()
     assert not [name for cls in type(model.model.layers[0]).__mro__ for name in vars(cls) if name == "_bastile_recomputes_mlp"]
 
