@@ -21,7 +21,7 @@ from kernel_src.elements import read, read_once, write, write_within
 from kernel_src.layer_norm import row_statistics
 from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Params, PerArchitecture, Variant
 from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, place, rows, sum_of, two_sums
-from kernel_src.softmax import converted_again, held_tiles
+from kernel_src.softmax import converted_again, held_tiles, tile_columns
 
 Const = ct.Constant[int]
 
@@ -31,11 +31,6 @@ def channels_of(row, segment, segments, channels, per_channel):
     """The channel of each segment. segments: of a row; per_channel: of them, those of one channel."""
     in_group = segments // per_channel
     return row % (channels // in_group) * in_group + segment // per_channel
-
-
-@ct.function
-def columns_of(tile, TILE: Const):
-    return tile * TILE + ct.arange(TILE, dtype=ct.int32)
 
 
 # ---------------------------------------------------------------- rows in registers
@@ -169,13 +164,13 @@ def group_norm_held_tiles_forward(x, weight, bias, y, mean, rstd, eps: float, po
     mu = ct.sum(total, 0) / length
     total = ct.zeros((TILE,), dtype=ct.float32)
     for t in ct.static_iter(range(TILES)):
-        deviation = ct.where(columns_of(t, TILE) < columns, converted_again(raw[t], length) - mu, 0.0)
+        deviation = ct.where(tile_columns(t, TILE) < columns, converted_again(raw[t], length) - mu, 0.0)
         total = total + deviation * deviation
     r = ct.rsqrt(ct.sum(total, 0) / length + eps)
     for t in ct.static_iter(range(TILES)):
         channel = channels_of(row, ct.minimum(t * TILE, columns - 1), columns, channels, positions)
         deviation = converted_again(raw[t], other) - mu
-        write_within(y, (row, columns_of(t, TILE)), deviation * (r * read(weight, channel)) + read(bias, channel))
+        write_within(y, (row, tile_columns(t, TILE)), deviation * (r * read(weight, channel)) + read(bias, channel))
     ct.scatter(mean, row, mu, check_bounds=False)
     ct.scatter(rstd, row, r, check_bounds=False)
 
@@ -207,7 +202,7 @@ def group_norm_held_tiles_backward(dx, dy, x, weight, mean, rstd, sums, position
     for t in ct.static_iter(range(TILES)):
         w = read(weight, channels_of(row, ct.minimum(t * TILE, columns - 1), columns, channels, positions)) * r
         deviation = converted_again(x_raw[t], length) - mu
-        write_within(dx, (row, columns_of(t, TILE)), converted_again(dy_raw[t], length) * w - level - deviation * slope)
+        write_within(dx, (row, tile_columns(t, TILE)), converted_again(dy_raw[t], length) * w - level - deviation * slope)
 
 
 # ---------------------------------------------------------------- rows in parts
@@ -371,7 +366,7 @@ def group_norm_tile_statistics(x, parts, TILE: Const):
     ct.grid_dependency_control_launch_dependents()
     number = parts.shape[1]
     row, part = ct.bid(0) // number, ct.bid(0) % number
-    xf = read(x, (row, columns_of(part, TILE)))
+    xf = read(x, (row, tile_columns(part, TILE)))
     mu = ct.sum(xf, axis=0, keepdims=False) * (1.0 / TILE)
     deviation = xf - mu
     ct.scatter(parts, (row, part, 0), mu, check_bounds=False)
@@ -384,7 +379,7 @@ def group_norm_tile_apply(x, weight, bias, y, parts, mean, rstd, eps: float, pos
     columns, number = x.shape[1], parts.shape[1]
     block = ct.num_blocks(0) - 1 - ct.bid(0)
     row, part = block // number, block % number
-    index = (row, columns_of(part, TILE))
+    index = (row, tile_columns(part, TILE))
     raw = ct.gather(x, index, check_bounds=False)
     channel = channels_of(row, part * TILE, columns, weight.shape[0], positions)
     w, b = read(weight, channel), read(bias, channel)
@@ -409,7 +404,7 @@ def group_norm_tile_sums(dy, x, mean, rstd, sums, TILE: Const):
     ct.grid_dependency_control_launch_dependents()
     channels, number = sums.shape[1], sums.shape[2]
     row, part = ct.bid(0) // number, ct.bid(0) % number
-    index = (row, columns_of(part, TILE))
+    index = (row, tile_columns(part, TILE))
     d, xf = read(dy, index), read(x, index)
     group = row // (channels // mean.shape[0])
     mu, r = ct.gather(mean, group, check_bounds=False), ct.gather(rstd, group, check_bounds=False)
@@ -430,7 +425,7 @@ def group_norm_tile_apply_backward(
     if ct.bid(0) < blocks:
         block = blocks - 1 - ct.bid(0)
         row, part = block // number, block % number
-        index = (row, columns_of(part, TILE))
+        index = (row, tile_columns(part, TILE))
         dy_raw, x_raw = ct.gather(dy, index, check_bounds=False), ct.gather(x, index, check_bounds=False)
         channels = weight.shape[0]
         w = read(weight, channels_of(row, part * TILE, columns, channels, positions))

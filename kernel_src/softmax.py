@@ -140,7 +140,7 @@ def finite(m):
 def joined(m, s, n, t):
     """The maximum and the sum of 2^((v - maximum) * log2(e)) of what has the maxima m and n and the sums s and t."""
     high = ct.maximum(m, n)
-    at = ct.where(high == MINUS_INFINITY, 0.0, high)
+    at = finite(high)
     return high, s * ct.exp2((m - at) * LOG2E, flush_to_zero=True) + t * ct.exp2((n - at) * LOG2E, flush_to_zero=True)
 
 

@@ -105,7 +105,7 @@ MUTANTS = (
     ("kernel_src/group_norm.py", "group_norm_held_backward", "- level", "", "held"),
     ("kernel_src/group_norm.py", "group_norm_held_backward", "* r * r", "* r", "held"),
     ("kernel_src/group_norm.py", "group_norm_held_tiles_forward", "total + ct.astype", "ct.astype", "held tiles"),
-    ("kernel_src/group_norm.py", "group_norm_held_tiles_forward", "ct.where(columns_of(t, TILE) < columns, "
+    ("kernel_src/group_norm.py", "group_norm_held_tiles_forward", "ct.where(tile_columns(t, TILE) < columns, "
      "converted_again(raw[t], length) - mu, 0.0)", "converted_again(raw[t], length) - mu", "held tiles"),
     ("kernel_src/group_norm.py", "group_norm_held_tiles_forward", "total + deviation * deviation", "deviation * deviation", "held tiles"),
     ("kernel_src/group_norm.py", "group_norm_held_tiles_forward", "ct.minimum(t * TILE, columns - 1)", "0", "held tiles"),
@@ -124,7 +124,7 @@ MUTANTS = (
     ("kernel_src/group_norm.py", "group_means", "first_channel + at // of_channel", "first_channel", "odd"),
     ("kernel_src/group_norm.py", "group_means", "row % groups * in_group", "0", "odd"),
     ("kernel_src/group_norm.py", "group_means", "ct.where(valid, read_once(weight, channel), 0.0)", "read_once(weight, channel)", "odd"),
-    ("kernel_src/group_norm.py", "columns_of", "tile * TILE +", "", "tiles"),
+    ("kernel_src/softmax.py", "tile_columns", "i * TILE + ", "", "tiles"),
     ("kernel_src/group_norm.py", "group_norm_tile_statistics", "deviation * deviation", "deviation", "tiles"),
     ("kernel_src/group_norm.py", "group_norm_tile_statistics", "* (1.0 / TILE)", "", "tiles"),
     ("kernel_src/group_norm.py", "group_norm_tile_apply", "size * (means - mu) * (means - mu)", "0.0", "tiles"),

@@ -109,7 +109,7 @@ MUTANTS = (
     (_KERNELS, "softmax_held_backward", "ct.gather(dy, (following, cols)", "ct.gather(dy, (row, cols)", "softmax_held"),
     (_KERNELS, "softmax_held_backward", "ct.minimum(row + step, last)", "row + 1", "softmax_held"),
     (_KERNELS, "joined", "t * ct.exp2((n - at)", "t * ct.exp2((m - at)", "softmax_spread"),
-    (_KERNELS, "joined", "ct.where(high == MINUS_INFINITY, 0.0, high)", "high", "softmax_spread_infinities"),
+    (_KERNELS, "joined", "finite(high)", "high", "softmax_spread_infinities"),
     (_KERNELS, "sliced_tiles", "k * width + cols", "cols", "softmax_spread"),
     (_KERNELS, "sliced_tiles", "cols < slices[k].shape[1]", "cols < array.shape[1]", "softmax_spread"),
     (_KERNELS, "spread_forward", "row, TILE, TILES, MINUS_INFINITY", "row, TILE, TILES, 0", "softmax_spread_infinities"),
