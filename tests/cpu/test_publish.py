@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -197,7 +198,7 @@ def with_benchmarks(package):
 
 
 def on_hub(hub, revision="v1"):
-    return {path: content(hub, path, revision) for path in tree(hub, revision)}
+    return {path: hub.store.open_blob(entry["blob"]).read() for path, entry in tree(hub, revision).items()}
 
 
 def client_env(hub, tmp_path, **more):
@@ -648,20 +649,25 @@ def test_a_killed_upload_is_finished_by_running_it_again(hub, package, upload, t
         hub.inline_limit = MIB
         package.write({"data/one.bin": os.urandom(2 * MIB), "data/two.bin": os.urandom(2 * MIB)})
         package.build()
-    wanted, seen, process = moment.removeprefix("second "), [], None
+    wanted, seen, answered, process = moment.removeprefix("second "), [], threading.Event(), None
     original = getattr(Handler, wanted)
 
     def kill_then_go_on(self, **arguments):
         seen.append(1)
-        if len(seen) == (2 if "second" in moment else 1):
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-        original(self, **arguments)
+        if len(seen) < (2 if "second" in moment else 1):
+            return original(self, **arguments)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        try:
+            original(self, **arguments)  # what the server has received it carries out
+        finally:
+            answered.set()
 
     monkeypatch.setattr(Handler, wanted, kill_then_go_on)
     process = command(package, hub, tmp_path, HF_TOKEN=TOKEN, HF_HUB_DISABLE_XET="1")
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
+    assert answered.wait(60)
     refs = hub.store.refs(REPO) if hub.store.exists(REPO) else {}
     if "v1" in refs:  # nothing, or everything
         assert on_hub(hub) in ({".gitattributes": GIT_ATTRIBUTES}, on_disk(package))
