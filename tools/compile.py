@@ -18,6 +18,7 @@ import json
 import lzma
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
@@ -52,7 +53,6 @@ Targets = Mapping[str, tuple[str, ...]]  # the architectures to build for, by ho
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "cubins"
-MANIFEST_FORMAT = 3
 # Of the streams: machine code has instructions of 16 bytes, and stronger presets take half as long again for 0.1 %.
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 0, "lp": 0, "pb": 4}]
 
@@ -378,7 +378,7 @@ def pack(package: Package, variants: "Variants", targets: Targets, images: dict[
         streams.setdefault(name, {})[architecture] = place
         files[name] = files.get(name, b"") + data
     manifest = {
-        "format": MANIFEST_FORMAT,
+        "format": runpy.run_path(str(package.shared / "runtime/artifacts.py"))["FORMAT"],  # what the package reads
         "package": package.name,
         "compiler": compiler_identity(),
         "sources": {operation: source_digest(operation) for operation in sorted({name for name, _ in variants})},

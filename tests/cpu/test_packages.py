@@ -1,7 +1,6 @@
 """Every package of the repository: built from its own folder and what it shares, published to one Hub, loaded back, and its card true."""
 
 import io
-import json
 import os
 import re
 import shutil
@@ -14,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from tests.cpu.conftest import REPOSITORY as ROOT
-from tests.cpu.conftest import assemble_cpu
-from tests.cpu.test_readme import NO_KERNELS, blocks
+from tests.cpu.conftest import assemble_cpu, write_no_kernels
+from tests.cpu.test_readme import blocks
 from tools import assemble, publish
 from tools.card import card_values, fill_card, render_card
 from tools.compile import TARGETS, operations
@@ -31,8 +30,7 @@ def built(folder: Path, name: str):
     """A package with both variants, without kernels."""
     assemble_cpu(folder, package=str(FOLDERS[name].relative_to(ROOT)))
     package = read_package(folder)
-    (package.sources / "cubins").mkdir()
-    (package.sources / "cubins/manifest.json").write_text(json.dumps(NO_KERNELS))
+    write_no_kernels(package)
     shutil.copy(FOLDERS[name] / "CARD.md", folder)
     assemble.assemble(package, "cuda")
     fill_card(package)

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from benchmark import tables
 from tests.cpu.conftest import REPOSITORY as ROOT
-from tests.cpu.conftest import assemble_cpu
+from tests.cpu.conftest import assemble_cpu, write_no_kernels
 from tests.integrations import __main__ as integrations
 from tools.assemble import assemble
 from tools.card import card_values, fill_card, render_card
@@ -40,7 +40,6 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 CHECKPOINT = "Qwen/Qwen3-8B"
 GPU_ONLY = "if torch.cuda.is_available():"
 SOURCES = ROOT / "torch-ext" / "qwen3"
-NO_KERNELS = {"format": 3, "package": "qwen3", "architectures": {}, "files": {}, "streams": {}, "parameters": [], "kernels": {}}
 
 
 # What the documents contain
@@ -164,9 +163,7 @@ kernel_config.KERNELS_SUPPORTED_DEVICE_TYPES = ["cpu"]
 def package(tmp_path_factory) -> Path:
     """The package, built for both backends (a torch that is made for CUDA loads that one, also without a GPU), without cubins."""
     folder = assemble_cpu(tmp_path_factory.mktemp("package"))
-    manifest = folder / "torch-ext/qwen3/cubins/manifest.json"
-    manifest.parent.mkdir()
-    manifest.write_text(json.dumps(NO_KERNELS))
+    write_no_kernels(read_package(folder))
     for name in ("CARD.md", "README.md", "LICENSE", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     assemble(read_package(folder), "cuda")

@@ -5,6 +5,7 @@ import ctypes
 import importlib
 import json
 import platform
+import re
 import shutil
 import struct
 import subprocess
@@ -178,11 +179,11 @@ def test_a_missing_manifest_says_that_there_are_no_kernels(runtime, cubins):
 
 @pytest.mark.parametrize(
     "text",
-    ("", '{"format": 3', "[]", "7", '{"format": 3}', "\0\1"),
+    ("", '{"format": FORMAT', "[]", "7", '{"format": FORMAT}', "\0\1"),
     ids=("empty", "truncated", "list", "number", "no entries", "binary"),
 )
 def test_a_damaged_manifest_is_refused_by_name(runtime, cubins, text):
-    (cubins / "manifest.json").write_text(text)
+    (cubins / "manifest.json").write_text(text.replace("FORMAT", str(runtime.artifacts.FORMAT)))
     assert CURE in manifest_error(runtime, cubins)
 
 
@@ -194,7 +195,7 @@ def test_a_manifest_that_is_not_text_is_refused_by_name(runtime, cubins):
 def test_a_manifest_of_another_format_is_refused_with_both_numbers(runtime, cubins):
     change_manifest(cubins, lambda m: m.update(format=1))
     message = manifest_error(runtime, cubins)
-    assert "format 1, expected 3" in message
+    assert f"format 1, expected {runtime.artifacts.FORMAT}." in message
     assert CURE in message or "Install" in message
 
 
@@ -302,14 +303,18 @@ def nested(depth):
     return "[" * depth + "]" * depth
 
 
+def of_format(text, found):
+    return re.sub(r'"format":\d+', f'"format":{found}', text)
+
+
 MANIFESTS = (
     lambda text: text[: len(text) // 2],
     lambda text: nested(100_000),
-    lambda text: '{"format": 3, "kernels": ' + nested(100_000) + "}",
-    lambda text: text.replace('"format":3', '"format":' + "9" * 400),
-    lambda text: text.replace('"format":3', '"format":' + "9" * 5000),
-    lambda text: text.replace('"format":3', '"format":1e999'),
-    lambda text: text.replace('"format":3', '"format":true'),
+    lambda text: text.replace('"kernels":{', '"kernels":' + nested(100_000) + ',"others":{'),
+    lambda text: of_format(text, "9" * 400),
+    lambda text: of_format(text, "9" * 5000),
+    lambda text: of_format(text, "1e999"),
+    lambda text: of_format(text, "true"),
     lambda text: text.replace('"align":4', '"align":' + "9" * 400),
     lambda text: text.replace('"align":4', '"align":0'),
     lambda text: text.replace('"parameters":[0', '"parameters":[-1'),
