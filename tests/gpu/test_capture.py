@@ -223,6 +223,63 @@ def test_dropout_draws_new_numbers(ops):
     ops.reset()
 
 
+class Reads(torch.nn.Linear):
+    """Has the host wait for a number, at which CUDA gives up a recording."""
+
+    def forward(self, x):
+        x.sum().item()
+        return super().forward(x)
+
+
+LOST, LATER = (1, 128), (1, 64)
+
+
+@pytest.fixture
+def given_up(ops):
+    """A model with dropout in its attention that is replayed for SHAPE. CUDA gave up its recording for LOST, in the same pool of memory,
+    behind the attention of the first layer. The next one is for LATER."""
+    model = ops.kernelize(tiny_model(torch.bfloat16, attention_dropout=0.3, **SIZES).cuda())
+    for shape in (SHAPE, LOST, LATER):
+        ops.capture(model, *shape)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for _ in range(3):
+            gradients(model, 0)
+        attention = model.model.layers[0].self_attn
+        attention.o_proj.__class__ = Reads
+        gradients(model, 0, LOST)
+        with pytest.warns(RuntimeWarning, match="the layers cannot be captured .*previous error during capture"):
+            gradients(model, 0, LOST)
+        attention.o_proj.__class__ = torch.nn.Linear
+        yield model
+    ops.reset()
+
+
+def test_random_numbers_after_a_recording_that_cuda_gave_up(given_up):
+    """PyTorch's, those of layers that run as before, and those of older and newer graphs."""
+    torch.rand(1, device="cuda")
+    for shape, graphs in ((LOST, 0), (SHAPE, 2 * 9), (LATER, 2 * 9)):
+        found = [gradients(given_up, 0, shape)["model.layers.0.mlp.up_proj.weight"] for _ in range(4)]
+        assert not torch.equal(found[2], found[3])
+        assert launches_of_graphs(lambda shape=shape: gradients(given_up, 0, shape)) == graphs
+
+
+def test_memory_after_a_recording_that_cuda_gave_up(given_up):
+    """What another stream has used is free again when that is done with it. The allocator looks for it when it is asked for more, and only
+    where no recording goes on."""
+
+    def active():
+        torch.cuda.synchronize()
+        torch.empty(1, device="cuda")
+        return torch.cuda.memory_stats()["active_bytes.all.current"]
+
+    before = active()
+    used = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    used.record_stream(torch.cuda.Stream())
+    del used
+    assert active() < before + 2**28
+
+
 def test_autocast_over_float32_weights(ops):
     model = ops.kernelize(tiny_model(**SIZES).cuda())
     plain = copy.deepcopy(model)

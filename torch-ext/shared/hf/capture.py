@@ -53,21 +53,46 @@ def _without_garbage_collection():
             gc.enable()
 
 
+def _end_given_up(device: torch.device, pool) -> None:
+    """Ends on the current stream what torch leaves of a recording that CUDA gave up (2.11 does; pytorch/pytorch#176752 and #180395 mended
+    it): the allocator takes it to go on, and so does the random number generator, which raises an error in all that draws and in each
+    replay of other graphs."""
+    names = "_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"  # torch 2.6 and 2.7 have the second one
+    end = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
+    with contextlib.suppress(RuntimeError):  # of a torch that has ended it for the allocator
+        end(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
+    # The generator leaves a recording at the end of one that succeeds. A new state (Generator.graphsafe_set_state) would help what draws
+    # outside of graphs alone: those that there are keep the old one.
+    graph, written = torch.cuda.CUDAGraph(), torch.empty(1, device=device)
+    graph.capture_begin(capture_error_mode="thread_local")
+    written.zero_()  # torch warns of a graph without any work
+    graph.capture_end()
+
+
 class Graph:
     """What a function does on the GPU, recorded in a pool of memory."""
 
-    def __init__(self, pool, stream):
-        self.graph, self.pool, self.stream = torch.cuda.CUDAGraph(), pool, stream
+    def __init__(self, recorder: "Recorder"):
+        self.graph, self.recorder = torch.cuda.CUDAGraph(), recorder
 
     def record(self, function: Callable[[], Any]) -> Any:
         """Returns what the function returns, whose tensors have their values after each `replay`."""
-        with torch.cuda.stream(self.stream), _without_garbage_collection():
+        with torch.cuda.stream(self.recorder.stream), _without_garbage_collection():
             # Other threads (a loader that pins memory) may go on meanwhile.
-            self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            self.graph.capture_begin(pool=self.recorder.pool, capture_error_mode="thread_local")
             try:
                 return function()
             finally:
-                self.graph.capture_end()
+                self._end()
+
+    def _end(self) -> None:
+        try:
+            self.graph.capture_end()
+        except Exception:
+            _end_given_up(self.recorder.device, self.recorder.pool)
+            self.recorder.take_another_pool()
+            raise
 
     def replay(self) -> None:
         self.graph.replay()
@@ -77,10 +102,15 @@ class Recorder:
     """Makes graphs of one device that share a pool of memory."""
 
     def __init__(self, device: torch.device):
-        self.device, self.pool, self.stream = device, torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.take_another_pool()
+
+    def take_another_pool(self) -> None:
+        """For the next graphs. The allocator of pinned memory takes a recording that CUDA gave up to go on, and no other in its pool."""
+        self.pool = torch.cuda.graph_pool_handle()
 
     def graph(self) -> Graph:
-        return Graph(self.pool, self.stream)
+        return Graph(self)
 
     def __enter__(self):
         torch.cuda.synchronize(self.device)
@@ -558,7 +588,8 @@ class _Model:
         return [layer() for layer in self._layers]
 
     def recorder(self, device) -> Recorder:
-        """What makes the next graphs: with the pool of those that there are. A pool that no graph uses any more cannot be used again."""
+        """What makes the next graphs: where it can, with the pool of those that there are. One that no graph uses any more cannot be used
+        again."""
         if self._recorder is None or not any(plan.units for plan in self.plans.values()):
             self._recorder = Recorder(device)
         return self._recorder
