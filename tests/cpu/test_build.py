@@ -72,11 +72,12 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def called(monkeypatch):
-    """The output files of the calls of the compiler, as they happen."""
+    """The architectures that `compile_image` calls the compiler for, as it happens. (cuda.tile calls it once a process, too, to see which
+    bytecode it takes.)"""
     calls, run = [], subprocess.run
 
     def counting(command, **options):
-        if "-o" in command:
+        if "--host-arch" in command:
             calls.append(command[command.index("--gpu-name") + 1])
         return run(command, **options)
 
