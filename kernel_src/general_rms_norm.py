@@ -15,7 +15,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from kernel_src.elements import read_once, write
+from kernel_src.elements import block_from_last, read_once, write
 from kernel_src.prebuild import FLOAT, INT, Array, Params, PerArchitecture, Variant
 from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, columns, place, rows, sum_of
 
@@ -128,7 +128,7 @@ def general_add_rms_norm_backward(dx, dy, dtotal, x, weight, rstd, partial, offs
 def general_rms_norm_row_means(dy, x, weight, rstd, means, offset: float, SEGMENT: Const, PIECE: Const):
     """means: [rows] fp32, mean(g * n) of each row of any number of segments."""
     ct.grid_dependency_control_wait()
-    row, count = ct.bid(0), x.shape[1]
+    row, count = block_from_last(), x.shape[1]
     column = ct.arange(SEGMENT, dtype=ct.int32)[None, :]
     acc = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
     for i in range(ct.cdiv(count, PIECE)):

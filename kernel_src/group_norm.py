@@ -17,7 +17,7 @@ of the group (weighted) as well as the gradients of the parameters.
 
 import cuda.tile as ct
 
-from kernel_src.elements import read, read_once, write, write_within
+from kernel_src.elements import block_from_last, read, read_once, write, write_within
 from kernel_src.layer_norm import row_statistics
 from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Params, PerArchitecture, Variant
 from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, place, rows, sum_of, two_sums
@@ -56,7 +56,7 @@ def group_norm_forward(x, weight, bias, y, mean, rstd, eps: float, per_channel: 
 def group_norm_backward(dx, dy, x, weight, mean, rstd, sums, per_channel: int, SEGMENT: Const, PIECE: Const):
     """As above; sums: [2, batch * groups, segments] fp32, of dy * n and of dy in each segment."""
     ct.grid_dependency_control_wait()
-    row, count = ct.bid(0), x.shape[1]
+    row, count = block_from_last(), x.shape[1]
     segment, valid = place(0, count, PIECE)
     index = (row, segment[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :])
     one = 1.0 / ct.astype(count * SEGMENT, ct.float32)
@@ -126,7 +126,7 @@ def group_norm_held_backward(dx, dy, x, weight, mean, rstd, sums, per_channel: i
     """As `group_norm_backward` for at most PIECE * TILES segments; x and dy are held."""
     ct.grid_dependency_control_wait()
     ct.grid_dependency_control_launch_dependents()
-    row, count = ct.bid(0), x.shape[1]
+    row, count = block_from_last(), x.shape[1]
     x_raw, dy_raw = held_segments(x, row, PIECE, TILES), held_segments(dy, row, PIECE, TILES)
     mu, r = ct.gather(mean, row, check_bounds=False), ct.gather(rstd, row, check_bounds=False)
     sum_g = ct.zeros((PIECE,), dtype=ct.float32)
@@ -180,7 +180,7 @@ def group_norm_held_tiles_backward(dx, dy, x, weight, mean, rstd, sums, position
     """As above; sums: [2, batch * groups, columns / PART] fp32, of dy * n and of dy."""
     ct.grid_dependency_control_wait()
     ct.grid_dependency_control_launch_dependents()
-    row, columns, channels = ct.bid(0), x.shape[1], weight.shape[0]
+    row, columns, channels = block_from_last(), x.shape[1], weight.shape[0]
     x_raw, dy_raw = held_tiles(x, row, TILE, TILES, 0), held_tiles(dy, row, TILE, TILES, 0)
     mu, r = ct.gather(mean, row, check_bounds=False), ct.gather(rstd, row, check_bounds=False)
     sum_g = ct.zeros((TILE // PART,), dtype=ct.float32)
@@ -225,7 +225,7 @@ def group_norm_apply(
     because what the statistics read last is still in the L2."""
     ct.grid_dependency_control_wait()
     number, count = parts.shape[1], x.shape[1]
-    block = ct.num_blocks(0) - 1 - ct.bid(0)
+    block = block_from_last()
     row, part = block // number, block % number
     at = ct.minimum(ct.arange(PARTS, dtype=ct.int32), number - 1)
     size = ct.astype(ct.minimum(chunk, count - at * chunk) * SEGMENT, ct.float32)
@@ -377,7 +377,7 @@ def group_norm_tile_statistics(x, parts, TILE: Const):
 def group_norm_tile_apply(x, weight, bias, y, parts, mean, rstd, eps: float, positions: int, TILE: Const, PARTS: Const):
     """y, mean and rstd from the parts, of which there are at most PARTS in a row, the last tile first. positions: of a channel."""
     columns, number = x.shape[1], parts.shape[1]
-    block = ct.num_blocks(0) - 1 - ct.bid(0)
+    block = block_from_last()
     row, part = block // number, block % number
     index = (row, tile_columns(part, TILE))
     raw = ct.gather(x, index, check_bounds=False)

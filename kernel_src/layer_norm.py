@@ -16,7 +16,7 @@ two runs give the same bits.
 
 import cuda.tile as ct
 
-from kernel_src.elements import read, read_once, write
+from kernel_src.elements import block_from_last, read, read_once, write
 from kernel_src.prebuild import FLOAT, Array, Params, Variant
 from kernel_src.segments import MIXED, PER_ROW, SAME, SEGMENT, columns, place, rows, sum_of, two_sums
 
@@ -163,7 +163,7 @@ def layer_norm_exact_backward(dx, dy, x, weight, mean, rstd, partial, TILE: Cons
 @ct.kernel
 def layer_norm_row_means(dy, x, weight, mean, rstd, means, SEGMENT: Const, PIECE: Const):
     """means: [rows, 2] fp32, mean(g) and mean(g * n) of each row; the rest as in `layer_norm_long_forward`."""
-    row, count = ct.bid(0), x.shape[1]
+    row, count = block_from_last(), x.shape[1]
     column = ct.arange(SEGMENT, dtype=ct.int32)[None, :]
     mu, r = ct.gather(mean, row, check_bounds=False), ct.gather(rstd, row, check_bounds=False)
     sum_g = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)

@@ -134,7 +134,8 @@ def poly_norm_backward(dx, dy, x, weight, rstd, partial, TILE: Const, LATENCY: C
     one = 1.0 / ct.astype(x.shape[1], ct.float32)
     zero = ct.zeros((), dtype=ct.float32)
     dw0, dw1, dw2, dbias = zero, zero, zero, zero
-    for row in range(block, x.shape[0], ct.num_blocks(0)):
+    for i in range(block, x.shape[0], ct.num_blocks(0)):
+        row = x.shape[0] - 1 - i  # what wrote dy or read x before this has left the last rows in the L2
         r1, r2, r3 = read_once(rstd, (row, 0)), read_once(rstd, (row, 1)), read_once(rstd, (row, 2))
         d, xf = read_row(dy, row, TILE, LATENCY), read_row(x, row, TILE, LATENCY)  # zero past the end, and so is all that is summed
         s0, s1, s2, s3 = sums_with_powers(d, xf, TILE)
@@ -156,7 +157,8 @@ def poly_norm_long_backward(dx, dy, x, weight, rstd, partial, SEGMENT: Const, PI
     one = 1.0 / ct.astype(count * SEGMENT, ct.float32)
     dw0, dw1, dw2 = ct.zeros((), dtype=ct.float32), ct.zeros((), dtype=ct.float32), ct.zeros((), dtype=ct.float32)
     dbias = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
-    for row in range(block, x.shape[0], ct.num_blocks(0)):
+    for walked in range(block, x.shape[0], ct.num_blocks(0)):
+        row = x.shape[0] - 1 - walked  # what wrote dy or read x before this has left the last rows in the L2
         r1, r2, r3 = read_once(rstd, (row, 0)), read_once(rstd, (row, 1)), read_once(rstd, (row, 2))
         sum1 = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
         sum2 = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)

@@ -188,8 +188,9 @@ def rms_norm_rows_backward(dx, dy, x, weight, rstd, dweight, ROWS: Const, TILE: 
     cols = ct.arange(TILE, dtype=ct.int32)[None, :]
     w = read(weight, ct.arange(TILE, dtype=ct.int32))[None, :]
     acc = ct.zeros((ROWS, TILE), dtype=ct.float32)
-    for i in range(block, ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
-        wanted = i * ROWS + ct.arange(ROWS, dtype=ct.int32)
+    pieces = ct.cdiv(x.shape[0], ROWS)
+    for i in range(block, pieces, ct.num_blocks(0)):
+        wanted = (pieces - 1 - i) * ROWS + ct.arange(ROWS, dtype=ct.int32)  # the last rows first, as above
         rows = ct.minimum(wanted, x.shape[0] - 1)
         r = ct.gather(rstd, rows, check_bounds=False)[:, None]
         n = read_once(x, (rows[:, None], cols)) * r

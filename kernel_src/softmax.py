@@ -13,7 +13,7 @@ products, 6e-4 where x is 1e4. lse is log2(sum(2^(x * log2(e)))).
 
 import cuda.tile as ct
 
-from kernel_src.elements import write_within
+from kernel_src.elements import block_from_last, write_within
 from kernel_src.prebuild import FLOAT, FLOATS, Array, Variant
 
 Const = ct.Constant[int]
@@ -23,11 +23,11 @@ HALF = ("bfloat16", "float16")
 
 
 @ct.function
-def piece(array, TILE: Const):
-    """(row, piece) of this block, and the piece's columns. Blocks are counted in one dimension: the others end at 65535."""
+def piece(block, array, TILE: Const):
+    """(row, piece) of a block, and the piece's columns. Blocks are counted in one dimension: the others end at 65535."""
     pieces = ct.cdiv(array.shape[1], TILE)
-    part = ct.bid(0) % pieces
-    return ct.bid(0) // pieces, part, part * TILE + ct.arange(TILE, dtype=ct.int32)
+    part = block % pieces
+    return block // pieces, part, part * TILE + ct.arange(TILE, dtype=ct.int32)
 
 
 @ct.function
@@ -37,16 +37,16 @@ def read(array, index, padding):
 
 # ---------------------------------------------------------------- whole rows
 @ct.function
-def rows_of_block(ROWS: Const, TILE: Const):
-    """Indices [ROWS, TILE] of the rows and columns of this block."""
-    rows = ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32)
+def rows_of_block(block, ROWS: Const, TILE: Const):
+    """Indices [ROWS, TILE] of the rows and columns of a block."""
+    rows = block * ROWS + ct.arange(ROWS, dtype=ct.int32)
     return rows[:, None], ct.arange(TILE, dtype=ct.int32)[None, :]
 
 
 @ct.kernel
 def softmax_forward(x, y, ROWS: Const, TILE: Const):
     """x, y: [rows, columns], columns at most TILE. ROWS rows a block."""
-    at = rows_of_block(ROWS, TILE)
+    at = rows_of_block(ct.bid(0), ROWS, TILE)
     v = read(x, at, MINUS_INFINITY)
     p = ct.exp2((v - ct.max(v, 1, keepdims=True)) * LOG2E, flush_to_zero=True)
     write_within(y, at, p * (1.0 / ct.sum(p, 1, keepdims=True)))
@@ -56,7 +56,7 @@ def softmax_forward(x, y, ROWS: Const, TILE: Const):
 def softmax_backward(y, dy, dx, ROWS: Const, TILE: Const):
     """y, dy, dx: [rows, columns], columns at most TILE. ROWS rows a block."""
     ct.grid_dependency_control_wait()
-    at = rows_of_block(ROWS, TILE)
+    at = rows_of_block(block_from_last(), ROWS, TILE)
     p, d = read(y, at, 0), read(dy, at, 0)
     write_within(dx, at, p * (d - ct.sum(p * d, 1, keepdims=True)))
 
@@ -110,17 +110,18 @@ def softmax_held_forward(x, y, TILE: Const, TILES: Const):
 
 @ct.kernel
 def softmax_held_backward(y, dy, dx, TILE: Const, TILES: Const):
-    """y, dy, dx: as in `softmax_held_forward`; y and dy are held. A block walks over rows, and where it has written a tile, it asks for
-    that of its next row."""
+    """y, dy, dx: as in `softmax_held_forward`; y and dy are held. A block walks over rows, the last first, and where it has written a
+    tile, it asks for that of its next row."""
     ct.grid_dependency_control_wait()
-    first, step, last = ct.bid(0), ct.num_blocks(0), y.shape[0] - 1
+    first, step = y.shape[0] - 1 - ct.bid(0), ct.num_blocks(0)
     p, d = held_tiles(y, first, TILE, TILES, 0), held_tiles(dy, first, TILE, TILES, 0)
     count = ct.astype(y.shape[0], ct.float32)
-    for row in range(first, y.shape[0], step):
+    for walked in range(ct.bid(0), y.shape[0], step):
+        row = y.shape[0] - 1 - walked
         total = ct.zeros((TILE,), dtype=ct.float32)
         for i in ct.static_iter(range(TILES)):
             total = total + ct.astype(p[i], ct.float32) * ct.astype(d[i], ct.float32)
-        dot, following = ct.sum(total, 0), ct.minimum(row + step, last)
+        dot, following = ct.sum(total, 0), ct.maximum(row - step, 0)
         next_p, next_d = (), ()
         for i in ct.static_iter(range(TILES)):
             cols = tile_columns(i, TILE)
@@ -242,7 +243,7 @@ def softmax_statistics(x, part_max, part_sum, scale: float, TILE: Const):
     """The maximum of each piece, and the sum of exp((x - maximum) * scale). x: [rows, columns]; part_max, part_sum: [rows, pieces] fp32,
     pieces = ceil(columns / TILE); scale: above 0."""
     ct.grid_dependency_control_wait()
-    row, part, cols = piece(x, TILE)
+    row, part, cols = piece(ct.bid(0), x, TILE)
     v = ct.gather(x, (row, cols), check_bounds=True, padding_value=MINUS_INFINITY)
     # The maximum of what lies in memory, as it lies: instructions bound half precision.
     m = ct.astype(ct.max(v, 0), ct.float32)
@@ -273,7 +274,7 @@ def softmax_totals(part_max, part_sum, maximum, total, PARTS: Const):
 @ct.kernel
 def softmax_apply(x, maximum, total, y, TILE: Const):
     """x, y: [rows, columns]; maximum, total: [rows] fp32, as softmax_totals writes them."""
-    row, _, cols = piece(x, TILE)
+    row, _, cols = piece(block_from_last(), x, TILE)
     raw = ct.gather(x, (row, cols), check_bounds=True, padding_value=MINUS_INFINITY)
     ct.grid_dependency_control_wait()
     v = (ct.astype(raw, ct.float32) - ct.gather(maximum, row, check_bounds=False)) * LOG2E
@@ -284,7 +285,7 @@ def softmax_apply(x, maximum, total, y, TILE: Const):
 def softmax_dot(y, dy, partial, TILE: Const):
     """partial: [rows, pieces] fp32, the sums of y * dy over the pieces."""
     ct.grid_dependency_control_wait()
-    row, part, cols = piece(y, TILE)
+    row, part, cols = piece(ct.bid(0), y, TILE)
     dot = ct.sum(read(y, (row, cols), 0) * read(dy, (row, cols), 0), 0)
     ct.scatter(partial, (row, part), dot, check_bounds=False)
 
@@ -292,7 +293,7 @@ def softmax_dot(y, dy, partial, TILE: Const):
 @ct.kernel
 def softmax_gradient(y, dy, dot, dx, TILE: Const):
     """dot: [rows] fp32, the sum of y * dy over a row."""
-    row, _, cols = piece(y, TILE)
+    row, _, cols = piece(block_from_last(), y, TILE)
     p, d = read(y, (row, cols), 0), read(dy, (row, cols), 0)
     ct.grid_dependency_control_wait()
     write_within(dx, (row, cols), p * (d - ct.gather(dot, row, check_bounds=False)))

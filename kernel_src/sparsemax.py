@@ -19,7 +19,7 @@ row a block, sets tau from the maxima alone, which is never too large, and reads
 
 import cuda.tile as ct
 
-from kernel_src.elements import write_within
+from kernel_src.elements import block_from_last, write_within
 from kernel_src.prebuild import FLOATS, Array, PerArchitecture, Variant
 from kernel_src.segments import two_sums
 from kernel_src.softmax import (
@@ -59,7 +59,7 @@ def probability(v, size, total, dtype):
 @ct.kernel
 def sparsemax_forward(x, y, ROWS: Const, TILE: Const):
     """x, y: [rows, columns], columns at most TILE. ROWS rows a block."""
-    at = rows_of_block(ROWS, TILE)
+    at = rows_of_block(ct.bid(0), ROWS, TILE)
     v = read(x, at, MINUS_INFINITY)
     v = v - ct.max(v, 1, keepdims=True)
     inside = v > -1.0
@@ -80,7 +80,7 @@ def sparsemax_forward(x, y, ROWS: Const, TILE: Const):
 def sparsemax_backward(y, dy, dx, ROWS: Const, TILE: Const):
     """y, dy, dx: [rows, columns], columns at most TILE. ROWS rows a block."""
     ct.grid_dependency_control_wait()
-    at = rows_of_block(ROWS, TILE)
+    at = rows_of_block(block_from_last(), ROWS, TILE)
     inside, d = read(y, at, 0) > 0.0, read(dy, at, 0)
     size = ct.sum(ct.where(inside, 1.0, 0.0), 1, keepdims=True)
     mean = ct.sum(ct.where(inside, d, 0.0), 1, keepdims=True) / ct.maximum(size, 1.0)
@@ -169,7 +169,7 @@ def sparsemax_row_backward(y, dy, dx, TILE: Const, TILES: Const, GROUP: Const):
     tiles of one are under way together.
     """
     ct.grid_dependency_control_wait()
-    row = ct.bid(0)
+    row = block_from_last()
     bits = ct.zeros((TILE,), dtype=ct.int32)
     for i in ct.static_iter(range(TILES)):
         inside = ct.gather(y, (row, tile_columns(i, TILE)), check_bounds=True, padding_value=0) > 0.0
@@ -275,7 +275,7 @@ def sparsemax_threshold(x, maxima, top, size, total, CHUNK: Const, WIDTH: Const,
 def sparsemax_apply(x, top, size, total, y, TILE: Const):
     """x, y: [rows, columns]; top, size, total: as `sparsemax_threshold` leaves them."""
     ct.grid_dependency_control_wait()
-    row, _, cols = piece(x, TILE)
+    row, _, cols = piece(block_from_last(), x, TILE)
     v = read(x, (row, cols), MINUS_INFINITY) - ct.gather(top, row, check_bounds=False)
     n, s = ct.gather(size, row, check_bounds=False), ct.gather(total, row, check_bounds=False)
     write_within(y, (row, cols), probability(v, n, s, y.dtype))
@@ -285,7 +285,7 @@ def sparsemax_apply(x, top, size, total, y, TILE: Const):
 def sparsemax_sums(y, dy, part_size, part_sum, TILE: Const):
     """part_size, part_sum: [rows, pieces] fp32, how many elements of a piece are in the support, and the sum of their dy."""
     ct.grid_dependency_control_wait()
-    row, part, cols = piece(y, TILE)
+    row, part, cols = piece(ct.bid(0), y, TILE)
     inside = read(y, (row, cols), 0) > 0.0
     ct.scatter(part_size, (row, part), ct.sum(ct.where(inside, 1.0, 0.0), 0), check_bounds=False)
     ct.scatter(part_sum, (row, part), ct.sum(ct.where(inside, read(dy, (row, cols), 0), 0.0), 0), check_bounds=False)
@@ -295,7 +295,7 @@ def sparsemax_sums(y, dy, part_size, part_sum, TILE: Const):
 def sparsemax_gradient(y, dy, size, total, dx, TILE: Const):
     """size, total: [rows] fp32, the sums over a row of what `sparsemax_sums` leaves."""
     ct.grid_dependency_control_wait()
-    row, _, cols = piece(y, TILE)
+    row, _, cols = piece(block_from_last(), y, TILE)
     mean = ct.gather(total, row, check_bounds=False) / ct.maximum(ct.gather(size, row, check_bounds=False), 1.0)
     write_within(dx, (row, cols), ct.where(read(y, (row, cols), 0) > 0.0, read(dy, (row, cols), 0) - mean, 0.0))
 

@@ -9,7 +9,7 @@ the `any` kernels, with checks, take the rest.
 
 import cuda.tile as ct
 
-from kernel_src.elements import read, read_padded
+from kernel_src.elements import block_from_last, read, read_padded
 from kernel_src.prebuild import FLOATS, Array, Variant
 
 Const = ct.Constant[int]
@@ -25,10 +25,10 @@ def sigmoid(a):
 
 
 @ct.function
-def piece(columns, TILE: Const):
-    """(row, columns) of this block's piece in rows of `columns` elements."""
+def piece(block, columns, TILE: Const):
+    """(row, columns) of a block's piece in rows of `columns` elements."""
     pieces = columns // TILE
-    return ct.bid(0) // pieces, ct.bid(0) % pieces * TILE + ct.arange(TILE, dtype=ct.int32)
+    return block // pieces, block % pieces * TILE + ct.arange(TILE, dtype=ct.int32)
 
 
 @ct.function
@@ -48,14 +48,14 @@ def backward(dout, gate, up):
 @ct.kernel
 def swiglu_forward(gate, up, out, TILE: Const):
     """gate, up, out: [rows, columns], columns a multiple of TILE."""
-    at = piece(gate.shape[1], TILE)
+    at = piece(ct.bid(0), gate.shape[1], TILE)
     ct.scatter(out, at, forward(read(gate, at), read(up, at), out.dtype), check_bounds=False)
 
 
 @ct.kernel
 def swiglu_backward(dout, gate, up, dgate, dup, TILE: Const):
     """All [rows, columns], columns a multiple of TILE."""
-    at = piece(gate.shape[1], TILE)
+    at = piece(block_from_last(), gate.shape[1], TILE)
     dg, du, _ = backward(read(dout, at), read(gate, at), read(up, at))
     ct.scatter(dgate, at, ct.astype(dg, dgate.dtype), check_bounds=False)
     ct.scatter(dup, at, ct.astype(du, dup.dtype), check_bounds=False)
@@ -64,7 +64,7 @@ def swiglu_backward(dout, gate, up, dgate, dup, TILE: Const):
 @ct.kernel
 def swiglu_backward_recompute(dout, gate, up, dgate, dup, TILE: Const):
     """As `swiglu_backward`, and writes the forward's `out` over dout, for the weight gradient of the projection that consumed it."""
-    at = piece(gate.shape[1], TILE)
+    at = piece(block_from_last(), gate.shape[1], TILE)
     d, g, u = read(dout, at), read(gate, at), read(up, at)
     dg, du, _ = backward(d, g, u)
     ct.scatter(dgate, at, ct.astype(dg, dgate.dtype), check_bounds=False)

@@ -207,7 +207,7 @@ MUTANTS = (
     (_KERNELS, "write_gradient_weighted", "- w * ct.gather(c, row, check_bounds=False)", "", "loss_smooth"),
     (_KERNELS, "write_gradient_weighted", "p * row_a", "p", "loss_smooth"),
     (_KERNELS, "write_gradient_weighted", "ct.where(row_a == 0.0, 0.0, g)", "g", "loss_nothing"),
-    (_KERNELS, "last_first", "- 1 -", "-", "loss"),
+    (_KERNELS, "last_first", "block_from_last()", "0", "loss"),
     (_SUMS, "counted", "(label < classes)", "(label < 1)", "loss"),
     (_SUMS, "counted", "(label != ignore_index)", "(label != -1)", "loss_ignored"),
     (_SUMS, "counted", "(at < labels.shape[0])", "(at >= 0)", "loss"),

@@ -138,7 +138,7 @@ MUTANTS = [
     *errors_in("kernel_src/rms_norm.py", "rms_norm_short", "rms_norm_rows_backward",
          ("ct.where((wanted < x.shape[0])[:, None], d * n, 0.0)", "d * n"),
          ("ct.minimum(wanted, x.shape[0] - 1)", "wanted"),
-         ("i * ROWS +", ""),
+         ("(pieces - 1 - i) * ROWS +", ""),
          ("g - n * mean", "g - mean"),
          ("ct.cdiv(x.shape[0], ROWS)", "x.shape[0] // ROWS")),
     *errors_in("kernel_src/rms_norm.py", "rms_norm_odd", "rms_norm_any_forward",

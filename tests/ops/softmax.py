@@ -90,7 +90,8 @@ CHECKS = of_suite({
 _KERNELS, _OPERATION = "kernel_src/softmax.py", "shared/ops/softmax.py"
 # file, function, its text, the error, the check that must notice
 MUTANTS = (
-    (_KERNELS, "rows_of_block", "ct.bid(0) * ROWS", "ct.bid(0)", "softmax"),
+    (_KERNELS, "rows_of_block", "block * ROWS", "block", "softmax"),
+    ("kernel_src/elements.py", "block_from_last", "ct.num_blocks(0) - 1 - ct.bid(0)", "ct.num_blocks(0) - 1", "softmax"),
     (_KERNELS, "softmax_forward", "MINUS_INFINITY", "0", "softmax"),
     (_KERNELS, "softmax_forward", "* LOG2E", "", "softmax"),
     (_KERNELS, "softmax_forward", "(v - ct.max(v, 1, keepdims=True))", "v", "softmax_infinities"),
@@ -107,7 +108,7 @@ MUTANTS = (
     (_KERNELS, "softmax_held_backward", "total + ct.astype", "ct.astype", "softmax_held"),
     (_KERNELS, "softmax_held_backward", "p, d = next_p, next_d", "p, d = p, d", "softmax_held"),
     (_KERNELS, "softmax_held_backward", "ct.gather(dy, (following, cols)", "ct.gather(dy, (row, cols)", "softmax_held"),
-    (_KERNELS, "softmax_held_backward", "ct.minimum(row + step, last)", "row + 1", "softmax_held"),
+    (_KERNELS, "softmax_held_backward", "ct.maximum(row - step, 0)", "row", "softmax_held"),
     (_KERNELS, "joined", "t * ct.exp2((n - at)", "t * ct.exp2((m - at)", "softmax_spread"),
     (_KERNELS, "joined", "finite(high)", "high", "softmax_spread_infinities"),
     (_KERNELS, "sliced_tiles", "k * width + cols", "cols", "softmax_spread"),
@@ -122,7 +123,7 @@ MUTANTS = (
     (_KERNELS, "softmax_spread_8_backward", "dx5, dx6, dx7), TILE", "dx5, dx7, dx6), TILE", "softmax_spread"),
     (_OPERATION, "_spread", "slabs(1, *arrays)", "[arrays][:0]", "softmax_spread"),
     (_KERNELS, "piece", "part * TILE", "part", "softmax_long"),
-    (_KERNELS, "piece", "ct.bid(0) // pieces", "0", "softmax_long"),
+    (_KERNELS, "piece", "block // pieces", "0", "softmax_long"),
     (_KERNELS, "finite", "ct.where(m == MINUS_INFINITY, 0.0, m)", "m", "softmax_infinities"),
     (_KERNELS, "join_partials", "s * ct.exp2((m - finite(new)) * scale) +", "s +", "softmax_many_parts"),
     (_KERNELS, "join_partials", "ps * ct.exp2((pm - finite(new)) * scale)", "ps", "softmax_long"),

@@ -58,10 +58,10 @@ CHECKS = {
 MUTANTS = [
     *errors_in("kernel_src/swiglu.py", "swiglu", "sigmoid", ("a * (-LOG2E)", "a * LOG2E"), ("a * (-LOG2E)", "-a")),
     *errors_in("kernel_src/swiglu.py", "swiglu", "piece",
-         ("ct.bid(0) // pieces", "0"),
+         ("block // pieces", "0"),
          ("* TILE +", "+", "norm_mlp_rows"),
          ("% pieces", "% (pieces + 1)", "norm_mlp_rows"),
-         ("ct.bid(0) % pieces * TILE", "0", "norm_mlp_rows")),
+         ("block % pieces * TILE", "0", "norm_mlp_rows")),
     *errors_in("kernel_src/swiglu.py", "swiglu", "forward",
          ("gate * sigmoid(gate)", "sigmoid(gate)"),
          (" * up, dtype", ", dtype")),
