@@ -12,6 +12,9 @@ has seen (Welford), and the lanes are joined by Chan's formula.
 
 The gradients of the parameters are summed in fp32 by each block over the rows that it walks over, and `column_sum` adds up the blocks:
 two runs give the same bits.
+
+A forward pass lets the launch behind it start while its last blocks run (`grid_dependency_control_launch_dependents`): where that is a
+backward pass, which waits by itself, the pair takes 1 % less on an H200. Other norms were level or 1 % slower with it.
 """
 
 import cuda.tile as ct
@@ -27,6 +30,7 @@ Const = ct.Constant[int]
 @ct.kernel
 def layer_norm_forward(x, weight, bias, y, mean, rstd, eps: float, SEGMENT: Const, PIECE: Const):
     """x, y: [rows, segments, SEGMENT], at most PIECE segments; weight, bias: [segments, SEGMENT]; mean, rstd: [rows] fp32."""
+    ct.grid_dependency_control_launch_dependents()
     row, count = ct.bid(0), x.shape[1]
     segment, valid = place(0, count, PIECE)
     column = ct.arange(SEGMENT, dtype=ct.int32)[None, :]
@@ -46,6 +50,7 @@ def layer_norm_forward(x, weight, bias, y, mean, rstd, eps: float, SEGMENT: Cons
 @ct.kernel
 def layer_norm_exact_forward(x, weight, bias, y, mean, rstd, eps: float, TILE: Const):
     """As `layer_norm_forward` for rows of just TILE elements, [rows, TILE]; weight, bias: [TILE]."""
+    ct.grid_dependency_control_launch_dependents()
     row, column = ct.bid(0), ct.arange(TILE, dtype=ct.int32)
     xf = read(x, (row, column))
     # Asked for before the sums of the row are waited for.

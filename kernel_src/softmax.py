@@ -46,6 +46,7 @@ def rows_of_block(block, ROWS: Const, TILE: Const):
 @ct.kernel
 def softmax_forward(x, y, ROWS: Const, TILE: Const):
     """x, y: [rows, columns], columns at most TILE. ROWS rows a block."""
+    ct.grid_dependency_control_launch_dependents()
     at = rows_of_block(ct.bid(0), ROWS, TILE)
     v = read(x, at, MINUS_INFINITY)
     p = ct.exp2((v - ct.max(v, 1, keepdims=True)) * LOG2E, flush_to_zero=True)
@@ -96,6 +97,7 @@ def held_maxima(tiles, TILES: Const):
 @ct.kernel
 def softmax_held_forward(x, y, TILE: Const, TILES: Const):
     """x, y: [rows, columns], columns at most TILE * TILES. One row a block."""
+    ct.grid_dependency_control_launch_dependents()
     row = ct.bid(0)
     tiles = held_tiles(x, row, TILE, TILES, MINUS_INFINITY)
     m = ct.astype(ct.max(held_maxima(tiles, TILES), 0), ct.float32)
