@@ -2,10 +2,11 @@
 
     dx[j] = y[j] * (dy[j] - sum(dy * y))
 
-Rows of up to 16384 elements stay in registers, one or several of them a block: 2 passes over memory forward, 3 backward. So do rows of
-up to 32768 in half precision, as they lie in memory, which takes half of the registers; and, where several SMs can share a block, most of
-those of up to 163840 (a vocabulary has 128256 or 151936). Other rows are cut into pieces: the maximum and the sum of every piece, those of
-a row from them, and a second reading that writes. There the sum of dy * y is one more pass of the backward, too.
+Rows of up to 16384 elements in fp32, and of 4096 in half precision, stay in registers, one or several of them a block: 2 passes over
+memory forward, 3 backward. So do rows of up to 32768 in half precision, as they lie in memory, which takes half of the registers and holds
+twice the rows on an SM (2048 of 16384 took an H200 87 us, forward and backward, and 122 in float32); and, where several SMs can share a
+block, most of those of up to 163840 (a vocabulary has 128256 or 151936). Other rows are cut into pieces: the maximum and the sum of every
+piece, those of a row from them, and a second reading that writes. There the sum of dy * y is one more pass of the backward, too.
 
 Exponentials are taken in base 2, of differences to the maximum: x * log2(e) - max * log2(e) instead would be off by the rounding of the
 products, 6e-4 where x is 1e4. lse is log2(sum(2^(x * log2(e)))).
@@ -14,7 +15,7 @@ products, 6e-4 where x is 1e4. lse is log2(sum(2^(x * log2(e)))).
 import cuda.tile as ct
 
 from kernel_src.elements import block_from_last, write_within
-from kernel_src.prebuild import FLOAT, FLOATS, Array, Variant
+from kernel_src.prebuild import FLOAT, FLOATS, Array, PerArchitecture, Variant
 
 Const = ct.Constant[int]
 LOG2E = 1.4426950408889634
@@ -110,20 +111,38 @@ def softmax_held_forward(x, y, TILE: Const, TILES: Const):
         write_within(y, (row, tile_columns(i, TILE)), p * (1.0 / s))
 
 
+@ct.function
+def held_dot(p, d, TILES: Const):
+    """The sum of p * d over all tiles of a row, a scalar."""
+    total = ct.astype(p[0], ct.float32) * ct.astype(d[0], ct.float32)
+    for i in ct.static_iter(range(1, TILES)):
+        total = total + ct.astype(p[i], ct.float32) * ct.astype(d[i], ct.float32)
+    return ct.sum(total)
+
+
 @ct.kernel
 def softmax_held_backward(y, dy, dx, TILE: Const, TILES: Const):
-    """y, dy, dx: as in `softmax_held_forward`; y and dy are held. A block walks over rows, the last first, and where it has written a
-    tile, it asks for that of its next row."""
+    """y, dy, dx: as in `softmax_held_forward`; y and dy are held. One row a block."""
+    ct.grid_dependency_control_wait()
+    row = block_from_last()
+    p, d = held_tiles(y, row, TILE, TILES, 0), held_tiles(dy, row, TILE, TILES, 0)
+    dot, count = held_dot(p, d, TILES), ct.astype(y.shape[0], ct.float32)
+    for i in ct.static_iter(range(TILES)):
+        write_within(dx, (row, tile_columns(i, TILE)), converted_again(p[i], count) * (converted_again(d[i], count) - dot))
+
+
+@ct.kernel
+def softmax_walking_backward(y, dy, dx, TILE: Const, TILES: Const):
+    """The same for rows of which an SM holds one. A block walks over rows, the last first, and where it has written a tile, it asks for
+    that of its next row."""
     ct.grid_dependency_control_wait()
     first, step = y.shape[0] - 1 - ct.bid(0), ct.num_blocks(0)
     p, d = held_tiles(y, first, TILE, TILES, 0), held_tiles(dy, first, TILE, TILES, 0)
     count = ct.astype(y.shape[0], ct.float32)
     for walked in range(ct.bid(0), y.shape[0], step):
         row = y.shape[0] - 1 - walked
-        total = ct.zeros((TILE,), dtype=ct.float32)
-        for i in ct.static_iter(range(TILES)):
-            total = total + ct.astype(p[i], ct.float32) * ct.astype(d[i], ct.float32)
-        dot, following = ct.sum(total, 0), ct.maximum(row - step, 0)
+        following = ct.maximum(row - step, 0)
+        dot = held_dot(p, d, TILES)
         next_p, next_d = (), ()
         for i in ct.static_iter(range(TILES)):
             cols = tile_columns(i, TILE)
@@ -131,6 +150,31 @@ def softmax_held_backward(y, dy, dx, TILE: Const, TILES: Const):
             next_p = (*next_p, ct.gather(y, (following, cols), check_bounds=True, padding_value=0, latency=1))  # type: ignore[assignment]
             next_d = (*next_d, ct.gather(dy, (following, cols), check_bounds=True, padding_value=0, latency=1))  # type: ignore[assignment]
         p, d = next_p, next_d
+
+
+@ct.function
+def copied_tiles(array, row, TILE: Const, TILES: Const, LATENCY: Const):
+    """A row of just TILE * TILES elements in its own dtype, by tile copies (TMA), of which LATENCY are under way."""
+    found = ()
+    for i in ct.static_iter(range(TILES)):
+        tile = ct.load(array, index=(row, i), shape=(1, TILE), latency=LATENCY, check_bounds=False)
+        found = (*found, tile)  # type: ignore[assignment]
+    return found
+
+
+@ct.kernel
+def softmax_copied_backward(y, dy, dx, TILE: Const, TILES: Const, LATENCY: Const):
+    """As `softmax_walking_backward` for rows of just TILE * TILES elements: the next row lies in shared memory before this one's sum is
+    known. With lengths that are not promised, and so padded copies, it takes longer than with gathers."""
+    ct.grid_dependency_control_wait()
+    last, count = y.shape[0] - 1, ct.astype(y.shape[0], ct.float32)
+    for walked in range(ct.bid(0), y.shape[0], ct.num_blocks(0)):
+        row = last - walked
+        p, d = copied_tiles(y, row, TILE, TILES, LATENCY), copied_tiles(dy, row, TILE, TILES, LATENCY)
+        dot = held_dot(p, d, TILES)
+        for i in ct.static_iter(range(TILES)):
+            tile = converted_again(p[i], count) * (converted_again(d[i], count) - dot)
+            ct.store(dx, index=(row, i), tile=ct.astype(tile, dx.dtype), check_bounds=False)
 
 
 # ---------------------------------------------------------------- whole rows on several SMs
@@ -188,7 +232,7 @@ def spread_backward(y, dy, slices, TILE: Const, TILES: Const):
     """y, dy: [rows, columns], both held; slices: of dx, as in `spread_forward`."""
     row = ct.bid(0)
     p, d = sliced_tiles(y, slices, row, TILE, TILES, 0), sliced_tiles(dy, slices, row, TILE, TILES, 0)
-    total = ct.zeros((TILE,), dtype=ct.float32)
+    total = ct.zeros((TILE,), dtype=ct.float32)  # `held_dot`, which does not begin with zero, takes 2 % longer here
     for i in ct.static_iter(range(len(slices) * TILES)):
         total = total + ct.astype(p[i], ct.float32) * ct.astype(d[i], ct.float32)
     dot, count = ct.sum(total, 0), ct.astype(y.shape[0], ct.float32)
@@ -303,12 +347,17 @@ def softmax_gradient(y, dy, dot, dx, TILE: Const):
 
 # ROWS, TILE, warps. A block holds a whole row in registers, so the shortest tile that a row fits in is the one to take.
 ROW_TILES = ((16, 128, 4), (4, 1024, 4), (1, 4096, 4), (1, 8192, 8), (1, 16384, 8))
+LONGEST_HALF = 4096  # of them in half precision
 STATISTICS_PIECE, PIECE, WRITTEN_PIECE, PARTS = 8192, 4096, 2048, 32
-HELD = {"TILE": 4096, "TILES": 8}  # of rows that are held as they lie in memory: in half precision
-HELD_HINTS = {"num_worker_warps": 8, "occupancy": 2}
+HELD_TILE = 4096  # of rows that are held as they lie in memory: in half precision
+# TILES, warps and blocks an SM; with as many blocks as sm_90 has, sm_100 spills.
+HELD_FORWARD = ((2, 4, PerArchitecture(5, "sm_90", 6)), (4, 8, PerArchitecture(2, "sm_90", 4)), (8, 8, 2))
+HELD_BACKWARD = ((2, 8, 4), (4, 8, 2))
 # One block an SM, which walks over rows: 2048 rows of 24576 took an H200 82 us and of 32768 107. Where a block had one row they took 98 and
-# 106, and where two blocks an SM held y alone 87 and 115.
-HELD_BACKWARD_HINTS = {"num_worker_warps": 8, "occupancy": 1}
+# 106, and where two blocks an SM held y alone 87 and 115; with tile copies those of 32768 take 104.
+WALKING = {"TILE": HELD_TILE, "TILES": 8}
+WALKING_HINTS = {"num_worker_warps": 8, "occupancy": 1}
+COPIED, COPIED_TARGETS = {**WALKING, "LATENCY": 4}, ("sm_90",)
 
 
 # Rows that a cluster of SMs holds, on an H200 (elsewhere nobody has measured them, and each variant takes room): columns from and to,
@@ -320,9 +369,11 @@ SPREAD_FORWARD = ((57344, 81920, 5, 8192, 2, 4, 4, 4), (98304, 131072, 8, 8192, 
 SPREAD_BACKWARD = ((49152, 81920, 5, 16384, 1, 8, 4, 4), (81921, 131072, 8, 16384, 1, 8, 4, 3), (131073, 163840, 5, 16384, 2, 8, 8, 2))
 
 
-def whole_rows(dtype, *kernels):
-    """Variants of kernels, each with the names of its arrays, for rows of every length up to the longest tile."""
+def whole_rows(dtype, longest, *kernels):
+    """Variants of kernels, each with the names of its arrays, for rows of every length up to a tile."""
     for rows, tile, warps in ROW_TILES:
+        if tile > longest:
+            break
         arrays = (Array(dtype, (None, None), divisible=(1, 16)), Array(dtype, (None, None), aligned=False))
         for x in arrays if tile in (1024, 4096) else arrays[:1]:
             hints = {} if warps == 4 else {"num_worker_warps": warps}
@@ -345,13 +396,19 @@ def variants():
     vector, matrix = Array("float32", (None,), aligned=False), Array("float32", (None, None), aligned=False)
     for dtype in HALF:
         x = Array(dtype, (None, None), divisible=(1, 16))
-        yield Variant(softmax_held_forward, {"x": x, "y": x, **HELD}, hints=HELD_HINTS)
-        for rows in (Array(dtype, (None, HELD["TILE"] * HELD["TILES"])), x):
-            yield Variant(softmax_held_backward, {"y": rows, "dy": rows, "dx": rows, **HELD}, hints=HELD_BACKWARD_HINTS)
+        forward, backward = dict.fromkeys(("x", "y"), x), dict.fromkeys(("y", "dy", "dx"), x)
+        for kernel, arrays, table in (softmax_held_forward, forward, HELD_FORWARD), (softmax_held_backward, backward, HELD_BACKWARD):
+            for tiles, warps, blocks in table:
+                hints = {"num_worker_warps": warps, "occupancy": blocks}
+                yield Variant(kernel, {**arrays, "TILE": HELD_TILE, "TILES": tiles}, hints=hints)
+        exact = dict.fromkeys(backward, Array(dtype, (None, HELD_TILE * WALKING["TILES"])))
+        yield Variant(softmax_copied_backward, {**exact, **COPIED}, hints=WALKING_HINTS, targets=COPIED_TARGETS)
+        yield Variant(softmax_walking_backward, {**backward, **WALKING}, hints=WALKING_HINTS)
         yield from spread_rows(dtype, SPREAD_FORWARD, ("x",), "y", {5: softmax_spread_5_forward, 8: softmax_spread_8_forward})
         yield from spread_rows(dtype, SPREAD_BACKWARD, ("y", "dy"), "dx", {5: softmax_spread_5_backward, 8: softmax_spread_8_backward})
     for dtype in FLOATS:
-        yield from whole_rows(dtype, (softmax_forward, ("x", "y")), (softmax_backward, ("y", "dy", "dx")))
+        longest = LONGEST_HALF if dtype in HALF else ROW_TILES[-1][1]
+        yield from whole_rows(dtype, longest, (softmax_forward, ("x", "y")), (softmax_backward, ("y", "dy", "dx")))
         for x in (Array(dtype, (None, None), divisible=(1, 16)), Array(dtype, (None, None), aligned=False)):
             yield Variant(softmax_statistics, {"x": x, "part_max": matrix, "part_sum": matrix, "scale": FLOAT, "TILE": STATISTICS_PIECE})
             yield Variant(softmax_apply, {"x": x, "maximum": vector, "total": vector, "y": x, "TILE": WRITTEN_PIECE})

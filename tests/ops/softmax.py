@@ -11,6 +11,9 @@ from tests.tolerances import assert_close
 # Every tile, whole and not; several rows a block that do not fill it; odd rows; rows in pieces, aligned and not.
 SHAPES = ((5, 128), (17, 96), (3, 7, 64), (2, 1024), (5, 1000), (3, 4096), (2, 3001), (2, 8192), (1, 16000), (2, 20480), (2, 32768),
           (1, 32784), (2, 5001), (3, 1), (7,))
+# In half precision: as they lie in memory, a row in two, in four and in eight tiles, whole and not; more rows than a GPU has SMs, of which
+# a block has several.
+HELD_SHAPES = ((3, 4112), (2, 6000), (2, 12000), (3, 16384), (2, 16400), (300, 20480), (300, 32768))
 
 
 def check_softmax(ops, device, dtype, shape, dim=-1, scale=3.0, view=lambda x: x):
@@ -75,7 +78,9 @@ def check_softmax_empty(ops, device, dtype):
 CHECKS = of_suite({
     "softmax": lambda ops: [check_softmax(ops, "cpu", torch.float32, shape) for shape in ((5, 128), (40, 96), (5, 1000))],
     "softmax_long": lambda ops: [check_softmax(ops, "cpu", torch.float32, shape) for shape in ((2, 20480), (2, 5001))],
-    "softmax_held": lambda ops: check_softmax(ops, "cpu", torch.bfloat16, (3, 16400)),
+    "softmax_held": lambda ops: [check_softmax(ops, "cpu", torch.bfloat16, (3, columns)) for columns in (6000, 12000)],
+    "softmax_walking": lambda ops: check_softmax(ops, "cpu", torch.bfloat16, (3, 16400)),
+    "softmax_copied": lambda ops: check_softmax(ops, "cpu", torch.bfloat16, (3, 32768)),
     "softmax_held_infinities": lambda ops: check_softmax_infinities(ops, "cpu", torch.bfloat16, 17008),
     "softmax_spread": lambda ops: [check_softmax(ops, "cpu", torch.bfloat16, (2, columns)) for columns in (57344, 100016, 131088)],
     "softmax_spread_launches": lambda ops: [check_softmax_spread(ops, "cpu", columns) for columns in (57344, 100016, 131088)],
@@ -105,10 +110,14 @@ MUTANTS = (
     (_KERNELS, "converted_again", "ct.minimum(count, 1.0)", "count", "softmax_held"),
     (_KERNELS, "softmax_held_forward", "total + ct.exp2", "ct.exp2", "softmax_held"),
     (_KERNELS, "softmax_held_backward", "- dot", "", "softmax_held"),
-    (_KERNELS, "softmax_held_backward", "total + ct.astype", "ct.astype", "softmax_held"),
-    (_KERNELS, "softmax_held_backward", "p, d = next_p, next_d", "p, d = p, d", "softmax_held"),
-    (_KERNELS, "softmax_held_backward", "ct.gather(dy, (following, cols)", "ct.gather(dy, (row, cols)", "softmax_held"),
-    (_KERNELS, "softmax_held_backward", "ct.maximum(row - step, 0)", "row", "softmax_held"),
+    (_KERNELS, "held_dot", "total + ct.astype", "ct.astype", "softmax_held"),
+    (_KERNELS, "softmax_walking_backward", "- dot", "", "softmax_walking"),
+    (_KERNELS, "softmax_walking_backward", "p, d = next_p, next_d", "p, d = p, d", "softmax_walking"),
+    (_KERNELS, "softmax_walking_backward", "ct.gather(dy, (following, cols)", "ct.gather(dy, (row, cols)", "softmax_walking"),
+    (_KERNELS, "softmax_walking_backward", "ct.maximum(row - step, 0)", "row", "softmax_walking"),
+    (_KERNELS, "softmax_copied_backward", "- dot", "", "softmax_copied"),
+    (_KERNELS, "softmax_copied_backward", "last - walked", "walked - walked", "softmax_copied"),
+    (_KERNELS, "copied_tiles", "index=(row, i)", "index=(row, 0)", "softmax_copied"),
     (_KERNELS, "joined", "t * ct.exp2((n - at)", "t * ct.exp2((m - at)", "softmax_spread"),
     (_KERNELS, "joined", "finite(high)", "high", "softmax_spread_infinities"),
     (_KERNELS, "sliced_tiles", "k * width + cols", "cols", "softmax_spread"),
@@ -166,7 +175,7 @@ def all_cases(ops, device, dtypes=FLOATS):
     for dtype in dtypes:
         for columns in (57344, 81920, 98304, 131072, 131088, 163840) if dtype != torch.float32 else ():
             yield f"softmax {dtype} {columns}", partial(check_softmax, ops, device, dtype, (3, columns))
-        for shape in SHAPES:
+        for shape in SHAPES + (HELD_SHAPES if dtype != torch.float32 else ()):
             yield f"softmax {dtype} {shape}", partial(check_softmax, ops, device, dtype, shape)
         for columns in (100, 3000, 17000, 17008, 57360):
             yield f"softmax with -inf {dtype} {columns}", partial(check_softmax_infinities, ops, device, dtype, columns)

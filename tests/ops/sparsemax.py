@@ -7,7 +7,7 @@ import torch
 from tests.ops.common import FLOATS, assert_rows_close, check_kept, exact, gradient_twice, leaf, randn
 from tests.ops.suite import of_suite
 
-SHAPES = ((5, 128), (40, 96), (3, 7, 64), (2, 1024), (5, 1000), (3, 4096), (2, 3001), (2, 8192), (2, 10000), (2, 16400),
+SHAPES = ((5, 128), (40, 96), (3, 7, 64), (2, 1024), (5, 1000), (3, 4096), (2, 3001), (2, 5008), (2, 8192), (2, 10000), (2, 16400),
           (2, 32768), (1, 32784), (2, 17001), (1, 40003), (3, 1), (7,))
 
 
@@ -92,7 +92,7 @@ def check_sparsemax_empty(ops, device, dtype):
 CHECKS = of_suite({
     "sparsemax": lambda ops: [check_sparsemax(ops, "cpu", torch.float32, shape) for shape in ((5, 128), (40, 96), (5, 1000))],
     "sparsemax_long": lambda ops: [check_sparsemax(ops, "cpu", torch.float32, shape) for shape in ((3, 10000), (2, 34001))],
-    "sparsemax_held": lambda ops: [check_sparsemax(ops, "cpu", torch.bfloat16, (3, columns)) for columns in (9008, 30000)],
+    "sparsemax_held": lambda ops: [check_sparsemax(ops, "cpu", torch.bfloat16, (3, columns)) for columns in (5008, 9008, 30000)],
     "sparsemax_held_dense": lambda ops: check_sparsemax(ops, "cpu", torch.bfloat16, (2, 20000), scale=0.001),
     "sparsemax_row": lambda ops: check_sparsemax(ops, "cpu", torch.float32, (3, 3000)),
     "sparsemax_row_hard": lambda ops: check_sparsemax_hard_rows(ops, "cpu", torch.float32, 3000),

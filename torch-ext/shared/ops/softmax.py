@@ -20,8 +20,8 @@ from .common import (
     traceable,
 )
 
-# Rows of at most so many elements stay in registers: the kernel's tiles, and those of them that take rows at any address.
-TILES, TILES_UNALIGNED = (128, 1024, 4096, 8192, 16384), (1024, 4096)
+# Rows of at most so many elements stay in registers: the kernel's tiles, those for half precision, and those that take rows at any address.
+TILES, TILES_OF_HALF, TILES_UNALIGNED = (128, 1024, 4096, 8192, 16384), (128, 1024, 4096), (1024, 4096)
 MOST_BLOCKS = 2**24 - 1
 
 
@@ -42,10 +42,18 @@ def _blocks_that_walk(c, x, *_):
     return (min(x.shape[0], multiprocessors(x)),)
 
 
-_forward_rows = {tile: Kernel("softmax_forward", grid=_rows_grid, where={"TILE": tile}) for tile in TILES}
-_backward_rows = {tile: Kernel("softmax_backward", grid=_rows_grid, where={"TILE": tile}) for tile in TILES}
-_held_forward = [Kernel("softmax_held_forward", grid=one_a_row)]
-_held_backward = [Kernel("softmax_held_backward", grid=_blocks_that_walk)]
+def by_dtype_and_tile(name: str, tiles: Sequence[int]) -> Dict[torch.dtype, Dict[int, Kernel]]:
+    every = {tile: Kernel(name, grid=_rows_grid, where={"TILE": tile}) for tile in tiles}
+    of_half = {tile: every[tile] for tile in TILES_OF_HALF}
+    return {torch.float32: every, **dict.fromkeys(HALF, of_half)}
+
+
+_forward_rows, _backward_rows = by_dtype_and_tile("softmax_forward", TILES), by_dtype_and_tile("softmax_backward", TILES)
+_held_forward = [Kernel("softmax_held_forward", grid=one_a_row, where={"TILES": tiles}) for tiles in (2, 4, 8)]
+_held_backward = [
+    *[Kernel("softmax_held_backward", grid=one_a_row, where={"TILES": tiles}) for tiles in (2, 4)],
+    Kernel("softmax_copied_backward", "softmax_walking_backward", grid=_blocks_that_walk),
+]
 # By the number of slices that the result comes in.
 _spread_forward = {count: Kernel(f"softmax_spread_{count}_forward", grid=one_a_row) for count in (5, 8)}
 _spread_backward = {count: Kernel(f"softmax_spread_{count}_backward", grid=one_a_row) for count in (5, 8)}
@@ -181,7 +189,7 @@ def _forward(x: torch.Tensor) -> torch.Tensor:
         return softmax_reference(x)
     rows, out = as_rows(x), new_like(x)
     y = out.view(rows.shape)
-    whole = in_one_block(_forward_rows, TILES_UNALIGNED, _held_forward, rows, y)
+    whole = in_one_block(_forward_rows[x.dtype], TILES_UNALIGNED, _held_forward, rows, y)
     if whole is not None:
         for slab in slabs(1, rows, y):
             whole(*slab)
@@ -202,7 +210,7 @@ def _backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return softmax_backward_reference(dy, y)
     p, d, out = as_rows(y), as_rows(dy), new_like(y)
     dx, columns = out.view(p.shape), p.shape[1]
-    whole = in_one_block(_backward_rows, TILES_UNALIGNED, _held_backward, p, d, dx)
+    whole = in_one_block(_backward_rows[y.dtype], TILES_UNALIGNED, _held_backward, p, d, dx)
     if whole is not None:
         for slab in slabs(1, p, d, dx):
             whole(*slab)

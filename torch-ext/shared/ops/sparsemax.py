@@ -7,6 +7,7 @@ from .common import accumulation_dtype, apply_function, kernels_compute, needs_f
 from .softmax import (
     _rows_grid,
     as_rows,
+    by_dtype_and_tile,
     check_rows,
     in_one_block,
     last_dimension,
@@ -33,9 +34,9 @@ _forward_rows = {
     else Kernel("sparsemax_row_forward", grid=one_a_row, where={"TILE": tile, "TILES": 1})
     for tile in TILES
 }
-_backward_rows = {tile: Kernel("sparsemax_backward", grid=_rows_grid, where={"TILE": tile}) for tile in TILES}
+_backward_rows = by_dtype_and_tile("sparsemax_backward", TILES)
 _held_forward = [Kernel("sparsemax_row_forward", grid=one_a_row, where={"TILE": tile, "TILES": HELD_TILES}) for tile in HELD]
-_held_backward = [Kernel("sparsemax_row_backward", grid=one_a_row)]
+_held_backward = [Kernel("sparsemax_row_backward", grid=one_a_row, where={"TILES": tiles}) for tiles in (8, 16)]
 _maxima = Kernel("sparsemax_maxima", grid=_chunk_blocks)
 _threshold = Kernel("sparsemax_threshold", grid=one_a_row)
 _apply = Kernel("sparsemax_apply", grid=pieces_grid)
@@ -95,7 +96,7 @@ def _backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return sparsemax_backward_reference(dy, y)
     p, d, out = as_rows(y), as_rows(dy), new_like(y)
     dx, columns = out.view(p.shape), p.shape[1]
-    whole = in_one_block(_backward_rows, TILES_UNALIGNED, _held_backward, p, d, dx)
+    whole = in_one_block(_backward_rows[y.dtype], TILES_UNALIGNED, _held_backward, p, d, dx)
     if whole is not None:
         for slab in slabs(1, p, d, dx):
             whole(*slab)
