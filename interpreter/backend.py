@@ -4,10 +4,12 @@ So the whole path of an operation is tested without a GPU: its autograd, what it
 promises in the manifest, its grid, and the kernel itself.
 """
 
+import contextlib
 import ctypes
 import functools
 import importlib
 import types
+from collections.abc import Iterator
 
 import torch
 
@@ -132,3 +134,23 @@ class InterpreterBackend:
         if parameter.describe()["kind"] == "array":
             return tensor_at(next(addresses), DTYPES[parameter.dtype], *next(arrays))
         return next(floats) if parameter.dtype == "float32" else next(integers)
+
+
+@contextlib.contextmanager
+def interpreting(runtime, operations) -> Iterator[InterpreterBackend]:
+    """Has the interpreter run a package's kernels, and puts back what ran them before. Kernels remember launches of the backend that
+    prepared them, so these are forgotten in between."""
+    before = runtime.launch.backend
+    try:
+        runtime.launch.backend = InterpreterBackend(runtime, operations)
+        forget_launches(runtime)
+        yield runtime.launch.backend
+    finally:
+        runtime.launch.backend = before
+        forget_launches(runtime)
+
+
+def forget_launches(runtime) -> None:
+    """Has every kernel of a package prepare its launches anew."""
+    for kernel in list(runtime.launch.tuner.kernels):
+        kernel.forget()

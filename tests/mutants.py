@@ -28,7 +28,7 @@ import torch
 
 import kernel_src
 from interpreter import InterpreterError
-from interpreter.backend import InterpreterBackend
+from interpreter.backend import interpreting
 from tests import ops
 from tests.ops.common import runtime_of
 
@@ -197,17 +197,11 @@ def planted(mutant: Mutant | None, kernels: bool = True) -> Iterator[types.Modul
     # A result that was never written must not be what an earlier test left in memory: new memory is NaN.
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with planted_kernels(mutant), package_of(mutant) as package:
-        runtime = runtime_of(package)
-        driver = runtime.launch.backend
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
-            if kernels:
-                runtime.launch.backend = InterpreterBackend(runtime, OPERATIONS)
-                for kernel in list(runtime.launch.tuner.kernels):
-                    kernel.forget()
-            yield package
+            with interpreting(runtime_of(package), OPERATIONS) if kernels else contextlib.nullcontext():
+                yield package
         finally:
-            runtime.launch.backend = driver
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 

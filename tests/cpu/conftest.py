@@ -1,6 +1,8 @@
 """The package, as `kernels` loads it."""
 
+import contextlib
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,15 @@ def pytest_runtest_setup(item):
 
 def pytest_unconfigure():
     heap.unsettle()
+
+
+@pytest.fixture(autouse=True)
+def accelerate_begins_anew():
+    """accelerate keeps what the first Accelerator of a process was given, and refuses others that are given something else."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def assemble_cpu(folder: Path, extra: str = "", package: str = ".") -> Path:
@@ -119,6 +130,17 @@ def interpreted(tmp_path_factory):
     runtime = runtime_of(package)
     runtime.launch.backend = InterpreterBackend(runtime, OPERATIONS)
     return package
+
+
+@pytest.fixture
+def interpret():
+    """A function of a loaded package and names of operations, whose kernels the interpreter then runs until the test ends; it returns
+    what runs them."""
+    from interpreter.backend import interpreting
+    from tests.ops.common import runtime_of
+
+    with contextlib.ExitStack() as stack:
+        yield lambda package, names: stack.enter_context(interpreting(runtime_of(package), names))
 
 
 @pytest.fixture

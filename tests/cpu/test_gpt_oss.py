@@ -13,12 +13,11 @@ from torch import nn
 from transformers.integrations import moe
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from interpreter.backend import InterpreterBackend
 from tests.models import Step, random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_moe
 from tests.mutants import ROOT
 from tests.ops import experts as experts_checks
 from tests.ops import rms_norm, round_last_rms_norm
-from tests.ops.common import FLOATS, runtime_of
+from tests.ops.common import FLOATS
 from tests.tolerances import assert_close
 from tools.compile import operations
 from tools.kernel_package import read_package
@@ -376,14 +375,12 @@ def test_warm_up(gpt_oss):
 
 # ---------------------------------------------------------------- with the kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_step_runs_the_kernels_of_this_package_and_no_others(gpt_oss, monkeypatch, dtype):
+def test_a_step_runs_the_kernels_of_this_package_and_no_others(gpt_oss, interpret, dtype):
     """kernels.toml names all that a model needs."""
     model = tiny_gpt_oss(dtype, intermediate_size=64)
     exact = exact_step(model, input_ids=TOKENS, labels=LABELS)
     before = Step(model, input_ids=TOKENS, labels=LABELS)
-    runtime = runtime_of(gpt_oss)
-    backend = InterpreterBackend(runtime, operations(read_package(ROOT / "packages" / "gpt-oss")))
-    monkeypatch.setattr(runtime.launch, "backend", backend)
+    backend = interpret(gpt_oss, operations(read_package(ROOT / "packages" / "gpt-oss")))
     gpt_oss.apply()
     found = Step(model, input_ids=TOKENS, labels=LABELS)
     if dtype == torch.float32:
@@ -396,12 +393,11 @@ def test_a_step_runs_the_kernels_of_this_package_and_no_others(gpt_oss, monkeypa
     assert any(name.startswith("rotary") for name in kernels_run) and "cross_entropy_gradient" in kernels_run
 
 
-def test_the_warm_up_launches_what_a_step_and_an_evaluation_do(gpt_oss, monkeypatch):
+def test_the_warm_up_launches_what_a_step_and_an_evaluation_do(gpt_oss, interpret):
     """So that neither loads a kernel that the warm-up did not."""
     model = gpt_oss.kernelize(tiny_gpt_oss(torch.bfloat16, intermediate_size=64))
-    runtime, warmup = runtime_of(gpt_oss), sys.modules[f"{gpt_oss.__name__}.warmup"]
-    backend = InterpreterBackend(runtime, operations(read_package(ROOT / "packages" / "gpt-oss")))
-    monkeypatch.setattr(runtime.launch, "backend", backend)
+    warmup = sys.modules[f"{gpt_oss.__name__}.warmup"]
+    backend = interpret(gpt_oss, operations(read_package(ROOT / "packages" / "gpt-oss")))
     warmup.warm_up("cpu", torch.bfloat16, warmup.sizes_of(model), tokens=TOKENS.numel())
     loaded = set(backend.launched)
     backend.launched.clear()
@@ -412,11 +408,9 @@ def test_the_warm_up_launches_what_a_step_and_an_evaluation_do(gpt_oss, monkeypa
     assert set(backend.launched) <= loaded
 
 
-def test_a_package_without_the_kernels_of_this_gate(qwen3, monkeypatch):
+def test_a_package_without_the_kernels_of_this_gate(qwen3, interpret):
     """Qwen3's computes it in PyTorch, between its grouped GEMMs and in its own sums."""
-    runtime = runtime_of(qwen3)
-    backend = InterpreterBackend(runtime, operations(read_package(ROOT)))
-    monkeypatch.setattr(runtime.launch, "backend", backend)
+    backend = interpret(qwen3, operations(read_package(ROOT)))
     experts_checks.check_experts(qwen3, "cpu", torch.float32, 37, 24, 64, 4, 2)
     assert {name.partition("-")[0] for name in backend.launched} == {"token_sum"}
 
@@ -424,10 +418,9 @@ def test_a_package_without_the_kernels_of_this_gate(qwen3, monkeypatch):
 @pytest.mark.parametrize("interpreted", [False, True], ids=["pytorch", "kernels"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", round_last_rms_norm.ROUND_LAST_RMS_NORM_SHAPES, ids=str)
-def test_norms(gpt_oss, monkeypatch, interpreted, dtype, shape):
+def test_norms(gpt_oss, interpret, interpreted, dtype, shape):
     if interpreted:
-        runtime = runtime_of(gpt_oss)
-        monkeypatch.setattr(runtime.launch, "backend", InterpreterBackend(runtime, ["round_last_rms_norm", "column_sum"]))
+        interpret(gpt_oss, ["round_last_rms_norm", "column_sum"])
     rms_norm.check_rms_norm(gpt_oss, "cpu", dtype, shape, eps=1e-5)
     rms_norm.check_add_rms_norm(gpt_oss, "cpu", dtype, shape, eps=1e-5)
     if dtype != torch.float32:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from interpreter.backend import InterpreterBackend
+from interpreter.backend import InterpreterBackend, forget_launches
 from tests.cpu.conftest import assemble_cpu, load
 from tests.ops import adamw, common, experts, grouped_gemm, linear_cross_entropy, low_rank, rms_norm, rotary, swiglu
 from tests.ops.common import FLOATS, randn, runtime_of
@@ -129,19 +129,14 @@ def test_linear_cross_entropy_sizes(ops, dtype, shape):
     linear_cross_entropy.check_linear_cross_entropy(ops, DEVICE, dtype, *shape, upstream=1.0)
 
 
-def forget_launches(package):
-    for kernel in runtime_of(package).launch.tuner.kernels:
-        kernel.forget()
-
-
 @pytest.fixture(params=("sm_90", "sm_80"))
 def gpu(request, backend, package):
     """An architecture for each shape of the tiles."""
     backend.gpu = request.param
-    forget_launches(package)
+    forget_launches(runtime_of(package))
     yield
     backend.gpu = "sm_90"
-    forget_launches(package)
+    forget_launches(runtime_of(package))
 
 
 def assert_no_logits(backend):
@@ -319,12 +314,12 @@ def test_the_host_does_not_wait_for_the_routing(package, backend, monkeypatch, d
     leaves, run = experts.experts_run(package, DEVICE, dtype, 37, 24, 64, 4, 2, gpt_oss=gpt_oss)
     launched = set()
     monkeypatch.setattr(backend, "prepare", lambda variant, *_: lambda *_: launched.add(variant.name.partition("-")[0]))
-    forget_launches(package)
+    forget_launches(runtime_of(package))
     with monkeypatch.context() as patch:
         for name in ("tolist", "item", "nonzero", "cpu", "__bool__", "__int__", "__float__", "__index__"):
             patch.setattr(torch.Tensor, name, waits)
         run().backward(leaves["hidden"].detach())
-    forget_launches(package)
+    forget_launches(runtime_of(package))
     assert {"grouped_mm", "grouped_outer", "token_sum"} <= launched
 
 

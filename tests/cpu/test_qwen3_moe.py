@@ -13,10 +13,8 @@ from transformers.integrations import moe
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from interpreter.backend import InterpreterBackend
 from tests.models import Step, random_tokens, tiny_model, tiny_qwen3_moe
 from tests.mutants import ROOT
-from tests.ops.common import runtime_of
 from tests.tolerances import assert_close, relative_error
 from tools.compile import operations
 from tools.kernel_package import read_package
@@ -677,13 +675,12 @@ def test_warm_up(qwen3):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_step_runs_the_kernels_that_the_warm_up_loads(qwen3, monkeypatch, dtype):
+def test_a_step_runs_the_kernels_that_the_warm_up_loads(qwen3, interpret, dtype):
     model = tiny_qwen3_moe(dtype, moe_intermediate_size=64, num_experts_per_tok=6)
     exact = exact_step(model, input_ids=TOKENS, labels=LABELS)
     before = Step(model, input_ids=TOKENS, labels=LABELS)
-    runtime, warmup = runtime_of(qwen3), sys.modules[f"{qwen3.__name__}.warmup"]
-    backend = InterpreterBackend(runtime, operations(read_package(ROOT)))
-    monkeypatch.setattr(runtime.launch, "backend", backend)
+    warmup = sys.modules[f"{qwen3.__name__}.warmup"]
+    backend = interpret(qwen3, operations(read_package(ROOT)))
     qwen3.kernelize(model)
     warmup.warm_up("cpu", dtype, warmup.sizes_of(model), tokens=TOKENS.numel())
     loaded = set(backend.launched)
