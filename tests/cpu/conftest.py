@@ -133,6 +133,13 @@ def interpreted(tmp_path_factory):
 
 
 @pytest.fixture
+def interpreted_qwen3(interpreted):
+    """The same. Whatever a test patches is put back."""
+    yield interpreted
+    interpreted.reset()
+
+
+@pytest.fixture
 def interpret():
     """A function of a loaded package and names of operations, whose kernels the interpreter then runs until the test ends; it returns
     what runs them."""

@@ -414,12 +414,11 @@ def test_what_no_plan_says_goes_to_eager_attention_where_there_are_sinks(plans, 
 
 # ---------------------------------------------------------------- choosing it
 @pytest.fixture
-def kernels(interpreted):
+def kernels(interpreted_qwen3):
     """The package whose kernels the interpreter runs, and `launched`: the names of those that ran."""
-    interpreted.launched = runtime_of(interpreted).launch.backend.launched
-    interpreted.launched.clear()
-    yield interpreted
-    interpreted.reset()
+    interpreted_qwen3.launched = runtime_of(interpreted_qwen3).launch.backend.launched
+    interpreted_qwen3.launched.clear()
+    return interpreted_qwen3
 
 
 def half(**changes):

@@ -15,9 +15,9 @@ from benchmark.operation import Operation
 from tests.benchmark_support import one_thread, sources  # noqa: F401
 
 
-def test_the_generation_benchmark_for_kernels_runs(loaded):
+def test_the_generation_benchmark_for_kernels_runs(qwen3):
     bench = benchmark_generate.Qwen3GenerateBenchmark()
-    bench.kernel, bench.device = loaded, "cpu"
+    bench.kernel, bench.device = qwen3, "cpu"
     bench.setup()
     for name in ("prefill", "decode"):
         getattr(bench, f"benchmark_{name}")()
