@@ -12,6 +12,7 @@ import types
 from collections.abc import Iterator
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from interpreter import interpret
 from kernel_src.prebuild import UNMEASURED
@@ -123,7 +124,8 @@ class InterpreterBackend:
             self.launched.append(variant.name)
             waiting = (iter(addresses), iter(arrays), iter(floats), iter(integers))
             arguments = [self._argument(p, *waiting) for p in source.params.values()]
-            interpret(self.artifacts.kernel(source), grid, tuple(arguments), signature=signature, order=self.order)
+            with _disable_current_modes():  # which would look at every PyTorch operation of the interpreter's, as they do of a package's
+                interpret(self.artifacts.kernel(source), grid, tuple(arguments), signature=signature, order=self.order)
 
         return launch
 
