@@ -25,6 +25,7 @@ from benchmark import (
 )
 from benchmark.__main__ import main
 from benchmark.operation import Random
+from interpreter.backend import forget_launches
 from tests.benchmark_support import TINY, one_thread, sources  # noqa: F401
 from tests.ops.common import runtime_of
 
@@ -189,10 +190,8 @@ def test_the_hosts_time(tmp_path, monkeypatch, loaded):
     for name in ("raw_stream", "current_device"):
         monkeypatch.setattr(driver, name, getattr(driver, name))
     rows = benchmark_host.main(["--device", "cpu", "--layers", "1", "--results", str(tmp_path)])
-    kernels = list(runtime.launch.tuner.kernels)
-    launched = {kernel.names[0] for kernel in kernels if kernel._prepared}
-    for kernel in kernels:
-        kernel.forget()
+    launched = {kernel.names[0] for kernel in list(runtime.launch.tuner.kernels) if kernel._prepared}
+    forget_launches(runtime)
     expected = {"rms_norm_forward", "rms_norm_apply", "add_rms_norm_backward", "qk_norm_rotary_backward", "swiglu_backward_recompute"}
     assert {*expected, "adamw"} <= launched, "with the kernels' launches"
     saved = records.read(tmp_path / "cpu" / "host.csv")

@@ -861,7 +861,7 @@ def test_what_was_not_measured_is_every_other_architecture():
 
 def test_the_manifest_names_every_file_with_its_digest(compiled):
     manifest = compiled.manifest
-    assert manifest["package"] == compiled.package.name
+    assert (manifest["format"], manifest["package"]) == (3, compiled.package.name)
     assert manifest["architectures"] == {host: list(names) for host, names in TARGETS.items()}
     found = {name: hashlib.sha256(data).hexdigest() for name, data in compiled.files.items() if name != "manifest.json"}
     assert manifest["files"] == found

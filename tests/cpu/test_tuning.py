@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from interpreter.backend import InterpreterBackend
+from interpreter.backend import InterpreterBackend, forget_launches
 from tests.cpu.conftest import assemble_cpu, load
 from tests.ops import rms_norm, rotary
 from tests.ops.common import runtime_of
@@ -70,8 +70,7 @@ def new_process(runtime):
     kernels = runtime.tuning.tuner.kernels
     runtime.tuning.tuner.__init__()
     runtime.tuning.tuner.kernels = kernels
-    for kernel in kernels:
-        kernel.forget()
+    forget_launches(runtime)
     runtime.launch.backend.launched.clear()
     runtime.timed.clear()
 

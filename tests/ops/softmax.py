@@ -98,6 +98,7 @@ _KERNELS, _OPERATION = "kernel_src/softmax.py", "shared/ops/softmax.py"
 MUTANTS = (
     (_KERNELS, "rows_of_block", "block * ROWS", "block", "softmax"),
     ("kernel_src/elements.py", "block_from_last", "ct.num_blocks(0) - 1 - ct.bid(0)", "ct.num_blocks(0) - 1", "softmax"),
+    ("kernel_src/elements.py", "block_from_last", "- 1 -", "-", "softmax"),
     (_KERNELS, "softmax_forward", "MINUS_INFINITY", "0", "softmax"),
     (_KERNELS, "softmax_forward", "* LOG2E", "", "softmax"),
     (_KERNELS, "softmax_forward", "(v - ct.max(v, 1, keepdims=True))", "v", "softmax_infinities"),
