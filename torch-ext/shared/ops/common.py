@@ -201,6 +201,11 @@ def flat_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
+def sum_of_rows(x: torch.Tensor) -> torch.Tensor:
+    """Sums x [..., n] over all dimensions but the last."""
+    return x if x.dim() == 1 else x.flatten(0, -2).sum(0)
+
+
 def as_rows(*vectors: int) -> Callable[..., List[torch.Tensor]]:
     """Makes the `views` of a kernel on rows: each tensor as [rows, last dimension], but as they are those at the positions `vectors`."""
 

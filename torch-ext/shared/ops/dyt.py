@@ -16,6 +16,7 @@ from .common import (
     needs_formula,
     new_like,
     once_differentiable,
+    sum_of_rows,
     traceable,
 )
 from .rows import SEGMENT, kernels_take, per_row, rows_of, segments, slabs
@@ -56,7 +57,7 @@ def dyt_backward_reference(dy, x, alpha, gamma):
     a, xf, d = alpha.to(acc), x.to(acc), dy.to(acc)
     t = torch.tanh(a * xf)
     dz = (1 - t.square()) * d * gamma.to(acc)
-    parameters = torch.cat([v.flatten(0, -2).sum(0) for v in (d * t, d)])
+    parameters = torch.cat([sum_of_rows(v) for v in (d * t, d)])
     return (a * dz).to(x.dtype), parameters.to(gamma.dtype), (xf * dz).sum().reshape(1).to(alpha.dtype)
 
 

@@ -16,6 +16,7 @@ from .common import (
     needs_formula,
     new_like,
     once_differentiable,
+    sum_of_rows,
     traceable,
 )
 from .rows import kernels_take, per_row, rows_of, segments, slabs
@@ -97,7 +98,7 @@ def general_rms_norm_backward_reference(dy, x, weight, rstd, offset) -> Pair:
     n, d = x.to(acc) * rstd, dy.to(acc)
     g = d * (weight.to(acc) + offset)
     dx = (g - n * (g * n).mean(-1, keepdim=True)) * rstd
-    return dx, (d * n).flatten(0, -2).sum(0).to(weight.dtype)
+    return dx, sum_of_rows(d * n).to(weight.dtype)
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, rounded: int) -> Pair:

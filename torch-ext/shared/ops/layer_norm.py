@@ -17,6 +17,7 @@ from .common import (
     needs_formula,
     new_like,
     once_differentiable,
+    sum_of_rows,
     traceable,
 )
 from .rows import kernels_take, one_block_a_row, per_row, rows_of, segments, slabs
@@ -74,7 +75,7 @@ def layer_norm_backward_reference(dy, x, weight, mean, rstd) -> Tuple[torch.Tens
     n, d = (x.to(acc) - mean) * rstd, dy.to(acc)
     g = d * weight.to(acc)
     dx = (g - g.mean(-1, keepdim=True) - n * (g * n).mean(-1, keepdim=True)) * rstd
-    return dx.to(x.dtype), torch.stack([t.flatten(0, -2).sum(0) for t in (d * n, d)]).to(weight.dtype)
+    return dx.to(x.dtype), torch.stack([sum_of_rows(t) for t in (d * n, d)]).to(weight.dtype)
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

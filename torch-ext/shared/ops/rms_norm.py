@@ -24,6 +24,7 @@ from .common import (
     new_like,
     once_differentiable,
     split_rows,
+    sum_of_rows,
     traceable,
 )
 
@@ -78,7 +79,7 @@ def rms_norm_backward_reference(dy, x, weight, rstd, need_dweight=True) -> Pair:
     d = dy.to(acc)
     g = d * weight.to(acc)
     dx = (g - n * (g * n).mean(-1, keepdim=True)) * rstd
-    return dx, (d * n).flatten(0, -2).sum(0).to(weight.dtype) if need_dweight else weight.new_empty(0)
+    return dx, sum_of_rows(d * n).to(weight.dtype) if need_dweight else weight.new_empty(0)
 
 
 def _fits(x, weight, *others):
