@@ -210,6 +210,32 @@ def test_two_passes_over_the_same_input_with_other_masks_do_not_meet(qwen3, reen
     assert_equal(passes(True), passes(False))
 
 
+@pytest.mark.parametrize("implementation", ("sdpa", "bastile"))
+@pytest.mark.parametrize("reentrant", (False, True), ids=("not reentrant", "reentrant"))
+def test_several_passes_over_one_input(qwen3, reentrant, implementation):
+    """A reference model's pass, R-Drop's two, one for each adapter: their losses go backward together, or not at all."""
+    ids = random_tokens(2, 17)
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+
+    def passes(keep):
+        model = model_of(qwen3, keep, reentrant, implementation=implementation)
+        embedded = model.model.embed_tokens(ids).detach().requires_grad_()
+        inputs = {"inputs_embeds": embedded, "labels": ids, "attention_mask": mask, "use_cache": False}
+        with torch.no_grad():
+            model(**inputs)
+        model(**inputs)
+        assert not kept_of(embedded), "no backward pass will come"
+        losses = [model(**inputs).loss for _ in range(3)]
+        assert len(kept_of(embedded)) == 3 * keep
+        (losses[2] + 2 * losses[0]).backward()
+        del losses
+        assert not kept_of(embedded)
+        return [embedded.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    assert_equal(passes(True), passes(False))
+
+
 def test_a_second_backward_pass_and_an_outer_checkpoint_are_right(qwen3):
     ids = random_tokens(2, 17)
     found = []

@@ -3,11 +3,14 @@ and log-sum-exp are kept; of any other the MLP's first products.
 
 transformers wraps a decoder layer's call with torch.utils.checkpoint, which runs the layer once to throw everything away but its input, and
 once more in the backward pass. Attention is what its time grows with the square of the tokens by, and what it returns is as small as
-the layer's input, so it is kept with that input: on its storage, whose life ends with the checkpoint's.
+the layer's input, so it is kept with that input, on its storage, for as long as the checkpoint keeps what else the layer was called with.
 """
 
+import functools
+import itertools
 import warnings
-from typing import Any, Callable, NamedTuple, Tuple
+import weakref
+from typing import Any, Callable, Optional, Tuple
 
 import torch
 
@@ -16,21 +19,50 @@ from .modules import SAVED
 
 KEEPS_ATTENTION = SAVED + "keeps_attention"  # on a decoder layer or its class: what apply() or kernelize() was told
 RECOMPUTES_MLP = SAVED + "recomputes_mlp"  # the same
-KEPT = SAVED + "kept_attention"  # on the storage of a layer's input: [`_Kept`]
+KEPT = SAVED + "kept_attention"  # on the storage of a layer's input: `_KeptOfStorage`
 _warned: set = set()
+_numbers = itertools.count()
 
 
-class _Kept(NamedTuple):
-    """What attention returned. layer, place, conditions: of the run; those objects are held, so that no other one takes their identity."""
+class _Kept:
+    """What attention returned, and the run that it returned it in. place: of the run's input; conditions: other objects of it, its layer
+    among them, to which this refers weakly: once one is gone, no run can be the same, and `forget` is called."""
 
-    layer: torch.nn.Module
-    place: tuple
-    conditions: Tuple[Any, ...]
-    results: Results
+    def __init__(self, place: tuple, conditions: Tuple[Any, ...], results: Results, forget: Callable):
+        self.place, self.results = place, results
+        self.conditions = [_reference(condition, forget) for condition in conditions]
 
-    def is_of(self, layer, place, conditions) -> bool:
-        same = len(self.conditions) == len(conditions) and all(a is b for a, b in zip(self.conditions, conditions))
-        return same and self.layer is layer and self.place == place
+    def is_of(self, place, conditions) -> bool:
+        same = len(self.conditions) == len(conditions) and all(a() is b for a, b in zip(self.conditions, conditions))
+        return same and self.place == place
+
+
+def _reference(thing, forget: Callable) -> Callable:
+    """A function that returns the thing. It refers to it weakly where it can, and calls `forget` when the thing goes."""
+    try:
+        return weakref.ref(thing, forget)
+    except TypeError:  # None, a number
+        return lambda: thing
+
+
+class _KeptOfStorage(dict):
+    """Each `_Kept` of one storage by a number. A dictionary that can be referred to weakly: in a cycle, what is forgotten would wait for
+    Python's cyclic garbage collector."""
+
+    def keep(self, place, conditions, results) -> None:
+        number = next(_numbers)
+        self[number] = _Kept(place, conditions, results, functools.partial(_forget, weakref.ref(self), number))
+
+    def take(self, place, conditions) -> Optional[Results]:
+        """The results of the same run, which are forgotten, or None."""
+        number = next((number for number, kept in self.items() if kept.is_of(place, conditions)), None)
+        return None if number is None else self.pop(number).results
+
+
+def _forget(of_storage: weakref.ref, number: int, _) -> None:
+    kept = of_storage()
+    if kept is not None:
+        kept.pop(number, None)
 
 
 def _is_checkpointed(layer) -> bool:
@@ -58,19 +90,18 @@ def attend_once(layer, x: torch.Tensor, conditions: Tuple[Any, ...], attend: Cal
     same objects. Where anything differs, or x is a copy by then (a checkpoint on the CPU), attention is computed again.
     """
     storage, place = x.untyped_storage(), (x.storage_offset(), x.shape, x.stride(), x._version)
-    kept = getattr(storage, KEPT, None)
-    if kept is None:
-        kept = []
-        setattr(storage, KEPT, kept)
-    found = next((one for one in kept if one.is_of(layer, place, conditions)), None)
-    if found is not None:
-        kept.remove(found)
-        if torch._C._current_graph_task_id() == -1:  # not in a backward pass: another forward pass of the same
-            found = None
-    with Recording(None if found is None else found.results) as recording:
+    of_storage = getattr(storage, KEPT, None)
+    if of_storage is None:
+        of_storage = _KeptOfStorage()
+        setattr(storage, KEPT, of_storage)
+    conditions = layer, *conditions
+    found = of_storage.take(place, conditions)
+    if torch._C._current_graph_task_id() == -1:  # not in a backward pass: another forward pass of the same
+        found = None
+    with Recording(found) as recording:
         attended = attend()
     if recording.results:
-        kept.append(_Kept(layer, place, conditions, recording.results))
+        of_storage.keep(place, conditions, recording.results)
     elif found is None:
         _warn_of(layer)
     return attended
