@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import types
+import warnings
 
 import pytest
 import torch
@@ -134,6 +135,68 @@ def test_modules_by_their_configuration(liger, theirs):
     for given, message in (((32, 5), "a multiple of num_heads"), ((32, 4, 6), "an odd number"), ((32, 4, 7, 0), "1 or more")):
         with pytest.raises(ValueError, match=message):
             n.LigerFusedNeighborhoodAttention(*given)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (name, options)
+        for name in ("LigerCrossEntropyLoss", "LigerFusedLinearCrossEntropyLoss")
+        for options in ({"reduction": "average"}, {"label_smoothing": 1.5}, {"label_smoothing": -0.1}, {"softcap": 0}, {"softcap": -1.0})
+    ]
+    + [("LigerFusedLinearJSD", {"temperature": 0})],
+    ids=str,
+)
+def test_what_the_constructors_of_liger_refuse(liger, theirs, name, options):
+    with pytest.raises(AssertionError):
+        theirs(name)(**options)
+    ((option, value),) = options.items()
+    with pytest.raises(ValueError, match=f"^{option} is {value!r}, expected "):
+        getattr(liger.liger_names, name)(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    (
+        ("LigerTVDLoss", {"reduction": "average"}),
+        ("LigerKLDIVLoss", {"reduction": "average"}),
+        ("LigerKLDIVLoss", {"eps": -1.0}),
+        ("LigerJSD", {"beta": 2.0}),
+        ("LigerFusedLinearJSD", {"jsd_beta": -0.5}),
+        ("LigerFusedLinearJSD", {"temperature": -1.0}),
+    ),
+    ids=str,
+)
+def test_what_a_loss_cannot_compute_with_is_refused_by_its_constructor(liger, name, options):
+    ((option, value),) = options.items()
+    with pytest.raises(ValueError, match=f"^{option.removeprefix('jsd_')} is {value!r}, expected "):
+        getattr(liger.liger_names, name)(**options)
+
+
+def test_softcap_of_0(liger):
+    """A quotient by it is NaN, in Liger's functions too, whose modules refuse it."""
+    n, rows, target = liger.liger_names, r(3, 5), torch.tensor([0, 1, 2])
+    for call in (lambda: n.liger_cross_entropy(rows, target, softcap=0),
+                 lambda: n.liger_fused_linear_cross_entropy(rows, r(7, 5), target, softcap=0)):  # fmt: skip
+        with pytest.raises(ValueError, match="^softcap is 0, expected a positive number, or None for no cap"):
+            call()
+
+
+@pytest.mark.parametrize("activation", ("gelu", "gelu_fast", "gelu_pytorch_tanh", None, "silu", "quick_gelu"))
+@pytest.mark.parametrize("name", ("LigerGEGLUMLP", "LigerGEGLUMLPForGemma4"))
+def test_geglu_is_of_tanh_whatever_the_configuration_says(liger, theirs, name, activation):
+    """As Liger's; that an activation which is no GELU has no effect is said."""
+    config = types.SimpleNamespace(**{**vars(CONFIG), "hidden_act": activation})
+    theirs(name)(config)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        mlp = getattr(liger.liger_names, name)(config)
+    said = [str(warning.message) for warning in found]
+    assert (len(said) == 1 and f"config.hidden_act is {activation!r}" in said[0]) if activation in ("silu", "quick_gelu") else not said
+    assert not said or found[0].filename == __file__
+    x = r(3, 32).float()
+    wanted = mlp.down_proj(functional.gelu(mlp.gate_proj(x), approximate="tanh") * mlp.up_proj(x))
+    torch.testing.assert_close(mlp(x), wanted)
 
 
 def rms(x, weight, eps):

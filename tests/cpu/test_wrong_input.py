@@ -173,6 +173,7 @@ def test_an_unknown_reduction_is_refused(ops):
         ("label_smoothing", 1.5, "a number from 0 to 1"),
         ("label_smoothing", -0.1, "a number from 0 to 1"),
         ("softcap", -3.0, "a positive number, or None for no cap"),
+        ("softcap", 0.0, "a positive number, or None for no cap"),
         ("accum_dtype", torch.float64, "None, the weight's dtype torch.bfloat16, or torch.float32"),
         ("accum_dtype", torch.float16, "None, the weight's dtype torch.bfloat16, or torch.float32"),
     ),

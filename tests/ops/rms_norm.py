@@ -172,6 +172,6 @@ MUTANTS = [
     *errors_in("shared/ops/rms_norm.py", "add_rms_norm_odd", "_add_backward", ("return dx + dtotal", "return dx")),
     *errors_in("shared/ops/rms_norm.py", "rms_norm", "rms_norm_backward_reference",
          ("g - n *", "g + n *"),
-         (".flatten(0, -2).sum(0)", "[0]"),
+         ("sum_of_rows(d * n)", "(d * n)[0]"),
          ("d * weight.to(acc)", "d"), kernels=False),
 ]  # fmt: skip

@@ -2,13 +2,14 @@
 
 import functools
 import re
+from numbers import Integral
 from typing import Callable, Iterator, List, Optional, Sequence
 
 import torch
 
 from ..._ops import add_op_namespace_prefix
 from ..runtime.device import PLAIN, is_ordinary, kernels_run_on, prepare_backward, prepared
-from ..runtime.launch import GRID_MAX, Kernel, overlaps
+from ..runtime.launch import GRID_MAX, INT32_MAX, Kernel, overlaps
 from ..runtime.replay import replayed
 
 TORCH_MIN = (2, 6)
@@ -325,6 +326,17 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     for step in tensor.stride()[:-1]:
         odd |= step * size
     return tensor.clone(memory_format=torch.contiguous_format) if odd & 15 else tensor
+
+
+def checked_index(ignore_index: int) -> int:
+    """Returns the ignore_index of a loss as an int.
+
+    Raises ValueError for what is no integer, True among it, and for one beyond 32 bits, which is how a kernel gets it.
+    """
+    number = isinstance(ignore_index, (int, torch.SymInt, Integral)) and not isinstance(ignore_index, bool)
+    if not number or abs(ignore_index) > INT32_MAX:
+        fail("ignore_index", repr(ignore_index), "an integer of 32 bits")
+    return int(ignore_index)
 
 
 def need_floats(**tensors: torch.Tensor) -> None:

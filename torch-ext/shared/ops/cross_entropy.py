@@ -6,8 +6,8 @@ import torch
 
 from ..runtime.device import is_ordinary
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, describe, fail
-from .linear_head import fp16_factor
+from .common import accumulation_dtype, checked_index, describe, fail
+from .linear_head import check_accum_dtype, fp16_factor
 
 LN2 = 0.6931471805599453
 
@@ -52,13 +52,9 @@ def checked_options(dtype: torch.dtype, **given) -> Options:
     """The options with numbers of one type each. dtype: of the weight. Raises ValueError for a number or dtype that makes no sense,
     TypeError for an option that does not exist."""
     options = Options(**given)
-    if not 0.0 <= options.label_smoothing <= 1.0:
-        fail("label_smoothing", options.label_smoothing, "a number from 0 to 1")
-    if options.softcap is not None and not 0.0 <= options.softcap < float("inf"):
-        fail("softcap", options.softcap, "a positive number, or None for no cap")
-    accum_dtype = options.accum_dtype
-    if accum_dtype not in (None, dtype) and (accum_dtype != torch.float32 or dtype == torch.float64):
-        fail("accum_dtype", accum_dtype, f"None, the weight's dtype {dtype}, or torch.float32")
+    check_numbers(options.label_smoothing, given.get("softcap"))
+    check_accum_dtype(options.accum_dtype, dtype)
+    options = options._replace(ignore_index=checked_index(options.ignore_index))
     return Options(*[value if kind is None else kind(value or 0) for value, kind in zip(options, _KINDS)])
 
 
@@ -285,6 +281,7 @@ def _on_device(number: Union[int, float, torch.Tensor], device) -> torch.Tensor:
 
 def check_labels(target, classes, ignore_index):
     """Looks at the labels where that waits for nobody: on a CPU."""
+    ignore_index = checked_index(ignore_index)
     if not target.is_cpu or not (torch.compiler.is_compiling() or is_ordinary(target)):
         return
     wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
@@ -298,6 +295,13 @@ def check_labels(target, classes, ignore_index):
 def check_one_value_a_class(name, vector, classes):
     if vector is not None and vector.shape != (classes,):
         fail(name, describe(vector), f"[{classes}], one value a class")
+
+
+def check_numbers(label_smoothing, softcap):
+    if not 0.0 <= label_smoothing <= 1.0:
+        fail("label_smoothing", label_smoothing, "a number from 0 to 1")
+    if softcap is not None and not 0.0 < softcap < float("inf"):
+        fail("softcap", softcap, "a positive number, or None for no cap")
 
 
 def check_reduction(reduction):

@@ -14,6 +14,7 @@ from ..runtime.replay import constant
 from .common import (
     accumulation_dtype,
     apply_function,
+    checked_index,
     describe,
     fail,
     flat_rows,
@@ -364,8 +365,7 @@ def kl_div(
     """
     if from_logits and (log_target or eps):
         fail("log_target" if log_target else "eps", log_target or eps, "its default for logits: both distributions come from them")
-    if not 0.0 <= eps < 1.0:
-        fail("eps", eps, "a number from 0 to 1")
+    check_numbers(eps=eps)
     kind = "js" if log_target or from_logits else "kl"  # KL is the JSD of beta = 0
     batch = input.shape[0] if input.dim() > 1 and labels is None else None
     return _divergence(kind, input, target, reduction, float(eps) if kind == "kl" else 0.0, labels, ignore_index, from_logits, temperature,
@@ -397,8 +397,7 @@ def jsd(
     Returns a float32 scalar, the same bits on every run; 0 where no row counts. Differentiable in input; in target too, by
     PyTorch's own operators, where it requires a gradient. Raises ValueError where shapes, dtypes, devices or options do not fit.
     """
-    if not 0.0 <= beta <= 1.0:
-        fail("beta", beta, "a number from 0 to 1")
+    check_numbers(beta=beta)
     return _divergence("js", input, target, reduction, float(beta), labels, ignore_index, from_logits, temperature)
 
 
@@ -422,13 +421,14 @@ def tvd(
 def _divergence(kind, x, y, reduction, parameter, labels, ignore_index, from_logits, temperature, batch=None) -> torch.Tensor:
     """batch: what "batchmean" divides by; by default the rows."""
     _check(x, y, labels, reduction, from_logits, temperature)
+    ignore_index = checked_index(ignore_index)
     shape, classes = x.shape, x.shape[-1]
     x, y = flat_rows(x), flat_rows(y)
     labels = None if labels is None else labels.reshape(-1).contiguous()
     rows = 1 if labels is not None else batch or x.shape[0]
     scale = {"mean": 1.0 / max(rows * classes if batch is None else x.numel(), 1), "batchmean": 1.0 / max(rows, 1)}.get(reduction, 1.0)
     averages = labels is not None and reduction != "sum"
-    options = Options(kind, scale, averages, parameter, int(ignore_index), float(temperature) if from_logits else None)
+    options = Options(kind, scale, averages, parameter, ignore_index, float(temperature) if from_logits else None)
     differentiable = torch.is_grad_enabled()
     if reduction == "none" or (differentiable and y.requires_grad) or needs_formula(x, y, labels):
         losses = _losses(x, y, labels, options)
@@ -449,9 +449,21 @@ def _check(x, y, labels, reduction, from_logits, temperature):
         fail("target", describe(y), f"like input, which is {describe(x)}")
     if labels is not None and (labels.shape != x.shape[:-1] or labels.dtype != torch.int64 or labels.device != x.device):
         fail("labels", describe(labels), f"torch.int64 {list(x.shape[:-1])} on {x.device}, one a row")
-    if reduction not in REDUCTIONS:
-        fail("reduction", repr(reduction), "'none', 'mean', 'batchmean' or 'sum'")
-    if not temperature > 0:
-        fail("temperature", temperature, "a positive number")
+    check_reduction(reduction)
+    check_numbers(temperature=temperature)
     if temperature != 1 and not from_logits:
         fail("temperature", temperature, "1 without from_logits: it divides logits")
+
+
+def check_reduction(reduction):
+    if reduction not in REDUCTIONS:
+        fail("reduction", repr(reduction), "'none', 'mean', 'batchmean' or 'sum'")
+
+
+def check_numbers(beta=0.5, eps=0.0, temperature=1.0):
+    if not 0.0 <= beta <= 1.0:
+        fail("beta", beta, "a number from 0 to 1")
+    if not 0.0 <= eps < 1.0:
+        fail("eps", eps, "a number from 0 to 1")
+    if not 0.0 < temperature < float("inf"):
+        fail("temperature", temperature, "a positive number")

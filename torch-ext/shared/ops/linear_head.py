@@ -12,7 +12,7 @@ import torch
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
 from ..runtime.replay import replayed
-from .common import SLAB, accumulation_dtype
+from .common import SLAB, accumulation_dtype, fail
 
 LARGE_CHUNK = 1600 * 2**20  # bytes of a chunk's logits: 5120 tokens of Qwen3's vocabulary in bf16
 SMALL_CHUNK = 600 * 2**20  # 2048 tokens
@@ -92,6 +92,12 @@ def plan_chunks(
     else:
         step = min(tokens, 2048 if weight_gradient else 1024, _whole_tiles(SMALL_CHUNK // (logits_of_token * bytes_of_token)))
     return Chunks(step, accum_dtype, min(step, in_gradient))
+
+
+def check_accum_dtype(accum_dtype: Optional[torch.dtype], dtype: torch.dtype) -> None:
+    """Raises ValueError where a gradient of a weight of `dtype` cannot be added up in accum_dtype."""
+    if accum_dtype not in (None, dtype) and (accum_dtype != torch.float32 or dtype == torch.float64):
+        fail("accum_dtype", accum_dtype, f"None, the weight's dtype {dtype}, or torch.float32")
 
 
 def _whole_tiles(tokens: int) -> int:

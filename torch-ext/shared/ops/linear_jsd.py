@@ -12,10 +12,10 @@ from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, describe, fail, needs_formula, once_differentiable
-from .divergence import KINDS, Options, _inverse, _losses, _reference, inverse_count, jsd, nothing
+from .common import accumulation_dtype, checked_index, describe, fail, needs_formula, once_differentiable
+from .divergence import KINDS, Options, _inverse, _losses, _reference, check_numbers, inverse_count, jsd, nothing
 from .divergence import _logits_loss as _loss_kernels
-from .linear_head import fp16_factor, walk, write_logits
+from .linear_head import check_accum_dtype, fp16_factor, walk, write_logits
 from .softmax import log_sum_exp2, pieces_grid, row_sum, slabs
 from .softmax import pieces as pieces_of
 
@@ -143,12 +143,11 @@ def linear_jsd(
     devices or options do not fit.
     """
     _check(hidden, weight, teacher_hidden, teacher_weight, labels, bias, teacher_bias)
-    if not 0.0 <= beta <= 1.0:
-        fail("beta", beta, "a number from 0 to 1")
+    check_numbers(beta=beta, temperature=temperature)
+    ignore_index = checked_index(ignore_index)
+    check_accum_dtype(accum_dtype, weight.dtype)
     if reduction not in REDUCTIONS:
         fail("reduction", repr(reduction), "'batchmean' or 'sum'")
-    if not temperature > 0:
-        fail("temperature", temperature, "a positive number")
     teacher_hidden, teacher_weight = teacher_hidden.detach(), teacher_weight.detach()
     teacher_bias = None if teacher_bias is None else teacher_bias.detach()
     if torch.compiler.is_compiling() or needs_formula(hidden, weight, teacher_hidden, teacher_weight, labels, bias, teacher_bias):
@@ -157,7 +156,7 @@ def linear_jsd(
         return jsd(logits, of_teacher, labels, from_logits=True, **options)
     hidden, teacher_hidden = hidden.reshape(-1, hidden.shape[-1]), teacher_hidden.reshape(-1, teacher_hidden.shape[-1])
     labels = None if labels is None else labels.reshape(-1).contiguous()
-    options = Options("js", 1.0, False, float(beta), int(ignore_index), float(temperature))
+    options = Options("js", 1.0, False, float(beta), ignore_index, float(temperature))
     scale = _scale(hidden, labels, ignore_index, reduction)
     student, teacher = (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in student):

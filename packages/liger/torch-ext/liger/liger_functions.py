@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .shared.ops import cross_entropy_of_logits, divergence
-from .shared.ops.common import fail
+from .shared.ops.common import checked_index, fail
 from .shared.ops.cross_entropy import is_counted
 from .shared.ops.dyt import dyt
 from .shared.ops.gated_activation import geglu, swiglu, swiglu_packed
@@ -80,6 +80,7 @@ def _class_weight(weight, target, ignore_index, reduction, lse_square_scale):
 def _check_bounds(target, classes, ignore_index):
     """Raises AssertionError for a label outside [0, classes), as Liger does: the only look at a GPU here that waits for it. There is none
     while a graph is captured or compiled, where such a label counts like ignore_index."""
+    ignore_index = checked_index(ignore_index)
     if torch.compiler.is_compiling() or not is_ordinary(target) or target.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)

@@ -8,6 +8,7 @@ nothing of the caller's is ever overwritten, and there is one implementation. Th
 the 22 operations (LigerExperts, its fused mixture of experts, among it) is not here.
 """
 
+import warnings
 from typing import NamedTuple, Optional, Tuple
 
 import torch
@@ -38,11 +39,13 @@ from .liger_functions import (
     LigerTVDLossFunction,
     apply_tiled_mlp,
 )
+from .shared.ops import divergence
 from .shared.ops.common import fail
+from .shared.ops.cross_entropy import check_numbers, check_reduction
 from .shared.ops.llama4_rope import rotary_complex
 
 SILU = ("silu", "swish")
-GELU = ("gelu", "gelu_new", "gelu_pytorch_tanh")
+GELU = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_python", "gelu_python_tanh", "gelu_accurate")
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -353,6 +356,8 @@ class LigerCrossEntropyLoss(nn.Module):
         return_predicted_tokens=False,
     ):
         super().__init__()
+        check_numbers(label_smoothing, softcap)
+        check_reduction(reduction)
         self.weight, self.ignore_index = weight, ignore_index
         self.lse_square_scale, self.label_smoothing = lse_square_scale, label_smoothing
         self.reduction, self.softcap, self.return_z_loss = reduction, softcap, return_z_loss
@@ -380,6 +385,8 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         return_predicted_tokens=False,
     ):
         super().__init__()
+        check_numbers(label_smoothing, softcap)
+        check_reduction(reduction)
         self.ce_weight, self.ignore_index, self.lse_square_scale = ce_weight, ignore_index, lse_square_scale
         self.label_smoothing, self.reduction, self.softcap, self.return_z_loss = label_smoothing, reduction, softcap, return_z_loss
         self.accum_dtype, self.use_token_scaling = accum_dtype, use_token_scaling
@@ -394,6 +401,8 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 class LigerKLDIVLoss(nn.KLDivLoss):
     def __init__(self, eps=1e-10, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        divergence.check_reduction(self.reduction)
+        divergence.check_numbers(eps=eps)
         self.eps = eps
 
     def forward(self, y_pred, y_true):
@@ -403,6 +412,7 @@ class LigerKLDIVLoss(nn.KLDivLoss):
 class LigerJSD(nn.Module):
     def __init__(self, beta=0.5, ignore_index=-100):
         super().__init__()
+        divergence.check_numbers(beta=beta)
         self.beta, self.ignore_index = beta, ignore_index
 
     def forward(self, log_q, log_p, shift_labels=None):
@@ -412,6 +422,7 @@ class LigerJSD(nn.Module):
 class LigerTVDLoss(nn.Module):
     def __init__(self, reduction="batchmean", ignore_index=-100):
         super().__init__()
+        divergence.check_reduction(reduction)
         self.reduction, self.ignore_index = reduction, ignore_index
 
     def forward(self, p, q, shift_labels=None):
@@ -421,6 +432,7 @@ class LigerTVDLoss(nn.Module):
 class LigerFusedLinearJSD(nn.Module):
     def __init__(self, jsd_beta=0.5, ignore_index=-100, temperature=1.0, accum_dtype=None):
         super().__init__()
+        divergence.check_numbers(beta=jsd_beta, temperature=temperature)
         self.jsd_beta, self.ignore_index, self.temperature, self.accum_dtype = jsd_beta, ignore_index, temperature, accum_dtype
 
     def forward(self, student_input, student_weight, teacher_input, teacher_weight, shift_labels):
@@ -518,12 +530,16 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
 
 class LigerGEGLUMLP(_GatedMLP):
-    """With GELU by tanh, whatever GELU the configuration names, as Liger's."""
-
-    activations = (*GELU, None)
+    """With GELU by tanh, whatever activation the configuration names, as Liger's; one that is no GELU gets a warning."""
 
     def __init__(self, config):
         super().__init__(config)
+
+    def _check_config(self, config):
+        activation = getattr(config, "hidden_act", None)
+        if activation not in (*GELU, None):
+            message = f"config.hidden_act is {activation!r}, and {type(self).__name__} computes GELU by tanh all the same, as Liger's does"
+            warnings.warn(message, UserWarning, stacklevel=4)
 
     def forward(self, x):
         return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
