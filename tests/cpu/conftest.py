@@ -1,6 +1,7 @@
 """The package, as `kernels` loads it."""
 
 import contextlib
+import importlib
 import shutil
 import sys
 from pathlib import Path
@@ -130,6 +131,19 @@ def interpreted(tmp_path_factory):
     runtime = runtime_of(package)
     runtime.launch.backend = InterpreterBackend(runtime, OPERATIONS)
     return package
+
+
+@pytest.fixture
+def replay(interpreted):
+    """The module of `interpreted` that replays calls, with no plan so far."""
+    next(iter(importlib.import_module(f"{interpreted.__name__}.shared.runtime.tuning").tuner.kernels)).forget()
+    return importlib.import_module(f"{interpreted.__name__}.shared.runtime.replay")
+
+
+@pytest.fixture
+def column_sum(interpreted):
+    """An operation of `interpreted` that is one launch."""
+    return importlib.import_module(f"{interpreted.__name__}.shared.ops.common").column_sum
 
 
 @pytest.fixture

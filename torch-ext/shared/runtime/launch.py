@@ -26,7 +26,7 @@ KEPT = 4096  # prepared launches that one kernel keeps: sequence lengths vary fr
 
 # What launches; tests put an interpreter in its place.
 backend = Driver(Artifacts(folder_of_package(__name__)))
-recorder: Any = None  # what launches instead of a kernel, and takes note of it: see replay.py
+recorder: Any = None  # launches instead of a kernel, and records it (recording.py)
 generation = 0  # goes up when launches are prepared anew
 
 
@@ -168,7 +168,7 @@ class Kernel:
             return None
         watching = recorder
         if watching is not None:
-            watching.give_up()
+            watching.give_up(f"{self.names[0]} is launched for the first time on such arguments, or on copies of them")
         launch = self._prepare(arrays, arguments, floats, candidates)
         places = [array.data_ptr() for array in arrays]
         launch(places, floats)
