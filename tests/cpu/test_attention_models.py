@@ -15,13 +15,17 @@ from tests.ops.common import runtime_of
 LENGTHS = (9, 1, 23, 7)
 
 
+def module_of(package, name):
+    return sys.modules[f"{package.__name__}.shared.hf.{name}"]
+
+
 @pytest.fixture
 def hf(loaded):
     """The module under test, registered with transformers."""
-    module = sys.modules[f"{loaded.__name__}.shared.hf.attention"]
-    module.register_attention(transformers.Qwen3Config, transformers.GptOssConfig)
-    yield module
-    module.unregister_attention()
+    choice = module_of(loaded, "attention_choice")
+    choice.register_attention(transformers.Qwen3Config, transformers.GptOssConfig)
+    yield module_of(loaded, "attention")
+    choice.unregister_attention()
 
 
 @pytest.fixture
@@ -318,10 +322,10 @@ def test_documents_of_position_ids_are_found_without_transformers(request, famil
     expected, taken = step(model, batch), []
     package.kernelize(model)
     model.set_attn_implementation("bastile")
-    module = sys.modules[f"{package.__name__}.shared.hf.attention"]
+    module = module_of(package, "attention")
     if family == "gpt_oss":  # whose own masks do not part documents
         with monkeypatch.context() as as_before:
-            as_before.setattr(module, "_says_documents", lambda *_: False)
+            as_before.setattr(module_of(package, "decoder_model"), "_says_documents", lambda *_: False)
             expected = step(model, batch)
     monkeypatch.setattr(module, "_takes", lambda *args: taken.append(args) or kernels)
     looks.clear()
@@ -329,14 +333,15 @@ def test_documents_of_position_ids_are_found_without_transformers(request, famil
     assert taken and not looks
 
 
-def test_a_launch_serves_many_numbers_of_documents(hf):
+def test_a_launch_serves_many_numbers_of_documents(loaded):
+    masks = module_of(loaded, "masks")
     for lengths, expected in (((3, 4), 2), ((1,) * 7, 8), ((2,) * 8, 8), ((1,) * 9, 16)):
-        found = hf.documents_in(packed(lengths)["position_ids"])
+        found = masks.documents_in(packed(lengths)["position_ids"])
         starts = torch.tensor((0, *lengths)).cumsum(0)
         assert found.shape == (2, expected) and found.dtype == torch.int32
         assert torch.equal(found[:, : len(lengths)], torch.stack((starts[:-1], starts[1:])).int())
         assert (found[:, len(lengths) :] == sum(lengths)).all()
-    assert hf.documents_in(torch.arange(5, 9).expand(3, -1)) is None
+    assert masks.documents_in(torch.arange(5, 9).expand(3, -1)) is None
 
 
 def test_rows_without_position_ids_go_to_sdpa_in_a_graph(qwen3):
@@ -468,7 +473,7 @@ def test_switching_it_off_gives_models_their_attention_back(kernels):
 # ---------------------------------------------------------------- padding left out of the decoder
 def tokens_of(package, monkeypatch):
     """The tokens of each plan that attention was called with."""
-    module, found = sys.modules[f"{package.__name__}.shared.hf.attention"], []
+    module, found = module_of(package, "attention"), []
     original = module.attention
 
     def attention(q, k, v, plan, **options):

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from .shared.hf.attention import head_dim_of
+from .shared.hf.attention_choice import head_dim_of
 from .shared.ops import adamw
 from .shared.ops.attention import attention
 from .shared.ops.decoder_nodes import norm_attention_inputs

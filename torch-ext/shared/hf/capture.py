@@ -24,8 +24,9 @@ from torch.autograd.function import once_differentiable
 
 from ..ops.attention import AttentionPlan
 from ..runtime.device import PLAIN, is_ordinary
-from .attention import Rule, Visible, documents_of
+from .attention import documents_of
 from .binding import BoundForward
+from .masks import Rule, Visible
 from .modules import LAYER, SAVED, all_are_listened_to
 
 GRAPHS = SAVED + "graphs"  # on a layer: its `_Layer`; on the causal LM: its `_Model`

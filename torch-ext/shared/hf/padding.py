@@ -10,16 +10,8 @@ import torch
 
 from ..ops.attention import HEAD_DIMS
 from ..ops.common import HALF, autocasts
-from .attention import (
-    ATTENTION,
-    RUNS,
-    WINDOWS,
-    head_dim_of,
-    kinds_of_layers,
-    masks_of_layers,
-    padding_of,
-    visible_documents,
-)
+from .attention_choice import ATTENTION, head_dim_of
+from .masks import RUNS, WINDOWS, kinds_of_layers, masks_of_layers, padding_of, visible_documents
 from .modules import CAPTURING, FSDP, SAVED, is_marked
 
 KEEPS = SAVED + "keeps_padding"  # on a causal LM or its class: what apply() or kernelize() was told about `unpad`

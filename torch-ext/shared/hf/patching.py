@@ -21,7 +21,7 @@ from torch import nn
 
 from . import capture as graphs
 from . import explain as explanation
-from .attention import give_attention_back, register_attention, unregister_attention
+from .attention_choice import give_attention_back, register_attention, unregister_attention
 from .binding import BoundForward, bound_modules, remember
 from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
 from .checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP

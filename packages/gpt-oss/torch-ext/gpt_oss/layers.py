@@ -3,8 +3,8 @@
 from torch import nn
 
 from .decoder_layer import decoder_layer_forward, rms_norm_forward
-from .shared.hf.attention import model_forward
 from .shared.hf.causal_lm import causal_lm_forward
+from .shared.hf.decoder_model import model_forward
 from .shared.hf.experts import experts_forward
 from .shared.hf.forwards import rotary_pos_emb
 from .shared.hf.modules import mark_forwards

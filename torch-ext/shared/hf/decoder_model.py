@@ -1,0 +1,77 @@
+"""The forward of a model without a head: its attention is chosen, and masks of ours take the place of those that it would make."""
+
+import torch
+
+from ..ops.embedding import traced_embedding
+from ..runtime.device import is_ordinary
+from .attention_choice import ATTENTION, choose_attention
+from .masks import TRACEABLE, WINDOWS, documents_in, kinds_of_layers, masks_of_layers, visible_rows
+from .modules import all_are_listened_to, is_torchs_embedding, original_forward
+
+
+def _with_documents(model, kwargs):
+    """The arguments of a model's forward with masks of ours where it would look for documents in position_ids.
+
+    Where nobody gave them it makes them itself, and waits for the device to hear that each row is one document; inside torch.compile it
+    cannot hear, and masks as if there were several.
+    """
+    config, given = model.config, kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    if config._attn_implementation != ATTENTION or type(config) not in TRACEABLE or not isinstance(given, torch.Tensor):
+        return kwargs
+    if any(kwargs.get(name) is not None for name in ("attention_mask", "past_key_values", "cu_seq_lens_q")):
+        return kwargs
+    positions, documents = kwargs.get("position_ids"), None
+    if positions is not None and (torch.compiler.is_compiling() or not _says_documents(positions, given)):
+        return kwargs
+    use_cache = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
+    if use_cache or given.shape[1] == 1 or not all(kind in WINDOWS for kind in kinds_of_layers(config)):
+        return kwargs
+    if positions is not None:
+        documents = documents_in(positions)
+    return {**kwargs, "attention_mask": masks_of_layers(config, lambda kind: visible_rows(config, kind, given, documents))}
+
+
+def _says_documents(position_ids, given: torch.Tensor) -> bool:
+    """True for position_ids that have a number for each token of a batch, which may be read."""
+    shape = given.shape[:2]
+    readable = isinstance(position_ids, torch.Tensor) and is_ordinary(position_ids) and not position_ids.is_floating_point()
+    return readable and is_ordinary(given) and position_ids.shape == shape and position_ids.dtype != torch.bool
+
+
+def _embedded(model, kwargs):
+    """The arguments of a model's forward in a graph, with the embeddings in the place of the tokens where their weights are trained and
+    looking them up is all that a call of the model's embedding does."""
+    tokens, embedding = kwargs["input_ids"], model.get_input_embeddings()
+    if kwargs["inputs_embeds"] is not None or not isinstance(tokens, torch.Tensor) or not torch.is_grad_enabled():
+        return kwargs
+    if all_are_listened_to() or not is_torchs_embedding(embedding) or not embedding.weight.requires_grad:
+        return kwargs
+    padding_idx = -1 if embedding.padding_idx is None else embedding.padding_idx
+    embeds = traced_embedding(embedding.weight, tokens, padding_idx, embedding.scale_grad_by_freq)
+    return {**kwargs, "input_ids": None, "inputs_embeds": embeds}
+
+
+def model_forward(
+    self,
+    input_ids=None,
+    attention_mask=None,
+    position_ids=None,
+    past_key_values=None,
+    inputs_embeds=None,
+    use_cache=None,
+    **kwargs,
+):
+    """Serves as the forward of a model without a head: chooses its attention, and runs the model's own forward."""
+    kwargs.update(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        use_cache=use_cache,
+    )
+    if torch.compiler.is_compiling():
+        kwargs = _embedded(self, kwargs)
+    else:
+        choose_attention(self)
+    return original_forward(self)(self, **_with_documents(self, kwargs))

@@ -1,0 +1,259 @@
+"""Which tokens of a batch see which: a `Visible` in place of the [batch, 1, queries, keys] masks of transformers.
+
+transformers asks the mask function once a batch and kind of layer, and hands what it returns to every layer. Ours returns a `Visible`:
+what transformers said to the mask function, of which the plan of `attention` is made once, by the first layer that needs it, and for
+layers that no plan serves the mask that transformers makes for its own attention.
+"""
+
+import sys
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
+
+import torch
+
+from ..ops.attention import AttentionPlan
+from .modules import SAVED
+
+MASKING = "transformers.masking_utils"
+PADDING = SAVED + "padding"  # on a padding mask: what `padding_of` read, and the mask's version then
+TRACEABLE: set = set()  # configurations of the models that packages know
+WHOLE, RUNS, HOLES = 0, 1, 2  # no padding; padding beside each row's tokens; padding between them
+
+
+class Rule(NamedTuple):
+    """What a causal mask function of transformers says beside that. window: keys that a query sees, its own among them, or None;
+    packed: [batch, tokens], a number for each token's document, or None."""
+
+    window: Optional[int] = None
+    packed: Optional[torch.Tensor] = None
+
+
+def _made_by(function, maker, example) -> Optional[Dict[str, Any]]:
+    """The variables that a function closes over if it was made as `maker(example)` is, else None."""
+    code = getattr(function, "__code__", None)
+    if code is None or code is not maker(example).__code__:
+        return None
+    return dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__)))
+
+
+def rule_of(function) -> Optional[Rule]:
+    """The rule behind a mask function, or None for a function that is none of transformers' for causal attention."""
+    masking = sys.modules[MASKING]
+    if function is masking.causal_mask_function:
+        return Rule()
+    both = _made_by(function, masking.and_masks, masking.causal_mask_function)
+    if both is None:
+        return None
+    causal, rule = False, Rule()
+    for part in both["mask_functions"]:
+        inner = rule_of(part)
+        window = _made_by(part, masking.sliding_window_overlay, 1)
+        packed = _made_by(part, masking.packed_sequence_mask_function, None)
+        if inner is not None:
+            found, causal = inner, True
+        elif window is not None:
+            found = Rule(window=window["sliding_window"])
+        elif packed is not None:
+            found = Rule(packed=packed["packed_sequence_mask"])
+        else:
+            return None
+        if any(a is not None and b is not None for a, b in zip(rule, found)):
+            return None
+        rule = Rule(*(a if b is None else b for a, b in zip(rule, found)))
+    return rule if causal else None
+
+
+def padding_of(mask: torch.Tensor) -> int:
+    """WHOLE, RUNS or HOLES. mask: [batch, tokens] bool, True where a token is no padding. Waits for the device, once for each mask;
+    transformers' mask function for SDPA does the same."""
+    version = None if mask.is_inference() else mask._version
+    kept = getattr(mask, PADDING, None)
+    if version is not None and kept is not None and kept[0] == version:
+        return kept[1]
+    runs = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
+    found = int(torch.where((runs > 1).any(), HOLES, torch.where(mask.all(), WHOLE, RUNS)))
+    setattr(mask, PADDING, (version, found))
+    return found
+
+
+class Visible:
+    """Which tokens of a batch see which, as transformers said it to the mask function.
+
+    arguments: of the mask function. rule: of `rule_of`, None where no plan can say it. padding: [batch, tokens] bool, or None where no
+    token is padding. positions: whether documents start where position_ids do not go on, beside what the rule says. documents: of
+    `documents_in`, which the rule and the mask function say nothing of; None for none.
+    """
+
+    def __init__(
+        self,
+        arguments: Dict[str, Any],
+        rule: Optional[Rule],
+        padding: Optional[torch.Tensor],
+        positions: bool = False,
+        documents: Optional[torch.Tensor] = None,
+    ):
+        self.arguments, self.rule, self.padding, self.positions, self.documents = arguments, rule, padding, positions, documents
+        self.batch, self.tokens, self.keys = arguments["batch_size"], arguments["q_length"], arguments["kv_length"]
+        self._plans: dict = {}
+        self._masks: dict = {}
+
+    @property
+    def shape(self) -> Tuple[int, int, int, int]:
+        """Of the mask that this stands for: what transformers asks of one that a caller has prepared."""
+        return self.batch, 1, self.tokens, self.keys
+
+    ndim = 4
+
+    def is_plain(self) -> bool:
+        """True where each row is one document that each query sees up to itself: what SDPA does without a mask."""
+        rule = self.rule
+        parted = self.positions or rule.packed is not None or self.padding is not None or self.documents is not None
+        return not parted and (rule.window is None or rule.window >= self.tokens)
+
+    def contiguous(self) -> "Visible":
+        """Returns itself: generate() asks it of every mask."""
+        return self
+
+    def plan(self, device: torch.device, cu_seqlens=None, position_ids=None) -> AttentionPlan:
+        """The plan, for a device. cu_seqlens, position_ids: of the call, None where they say nothing about documents."""
+        of = next((t for t in (cu_seqlens, position_ids) if t is not None), None)
+        kept = self._plans.get(device)
+        if kept is None or kept[0] is not of:
+            kept = self._plans[device] = of, self._plan(device, cu_seqlens, position_ids)
+        return kept[1]
+
+    def _plan(self, device, cu_seqlens, position_ids):
+        shape, window = (self.batch, self.tokens), self.rule.window
+        if self.documents is not None:
+            return AttentionPlan(self.documents.to(device, non_blocking=True), self.batch * self.tokens, window=window)
+        if cu_seqlens is not None:
+            return AttentionPlan.from_cu_seqlens(cu_seqlens.to(device), self.batch * self.tokens, window=window)
+        if self.rule.packed is not None:
+            padding = None if self.padding is None else self.padding.to(device)
+            return AttentionPlan.from_document_ids(self.rule.packed.to(device), padding, window=window)
+        if self.padding is not None:
+            return AttentionPlan.from_padding_mask(self.padding.to(device), window=window)
+        if position_ids is not None:
+            return AttentionPlan.from_position_ids(position_ids.to(device).expand(shape), window=window)
+        starts = torch.arange(0, self.batch * self.tokens + 1, self.tokens, dtype=torch.int32, device=device)
+        return AttentionPlan.from_cu_seqlens(starts, self.batch * self.tokens, window=window)
+
+    def mask(self, kind: str, dtype: torch.dtype, device: torch.device):
+        """What the mask function of `kind`, "sdpa" or "eager", returns for the same batch."""
+        key = kind, dtype, device
+        if key not in self._masks:
+            masking, arguments = sys.modules[MASKING], self.arguments
+            if self.documents is not None:
+                tokens = torch.arange(self.batch * self.tokens, dtype=torch.int32)
+                numbers = torch.bucketize(tokens, self.documents[1], right=True)
+                function = _in_documents(arguments["mask_function"], numbers.view(self.batch, self.tokens).to(device))
+                arguments = {**arguments, "mask_function": function, "allow_is_causal_skip": False}
+            found = masking.ALL_MASK_ATTENTION_FUNCTIONS[kind](**{**arguments, "dtype": dtype})
+            self._masks[key] = found if found is None else found.to(device)
+        return self._masks[key]
+
+
+def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, **kwargs):
+    """transformers' mask function of ours: a `Visible`, or, for one query a row, what the function for SDPA returns. attention_mask: of
+    transformers, or a `Visible` that was made already."""
+    if isinstance(attention_mask, Visible):
+        return attention_mask
+    masking = sys.modules[MASKING]
+    arguments = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
+    arguments.update(kwargs, mask_function=mask_function or masking.causal_mask_function, attention_mask=attention_mask)
+    if q_length == 1:
+        return masking.sdpa_mask(**arguments)
+    if torch.compiler.is_compiling():
+        return _visible_to_a_tracer(arguments)
+    if isinstance(q_offset, torch.Tensor):  # a static cache's own counter, which goes on before a layer asks for the mask
+        arguments["q_offset"] = q_offset.clone()
+    rule = padding = None
+    if not kwargs.get("use_vmap") and kv_length >= q_length and q_offset == 0 and kv_offset == 0:
+        rule = rule_of(arguments["mask_function"])
+    if rule is not None and attention_mask is not None:
+        padding = masking.prepare_padding_mask(attention_mask, q_length, 0)[:, :q_length]
+        kind = padding_of(padding)
+        rule, padding = (None if kind == HOLES else rule), (None if kind == WHOLE else padding)
+    return Visible(arguments, rule, padding)
+
+
+WINDOWS = {"full_attention": lambda config: None, "sliding_attention": lambda config: config.sliding_window}  # by the kind of a layer
+
+
+def kinds_of_layers(config) -> set:
+    """The kinds of layers that a decoder makes masks for, of `WINDOWS` where they are known; one where all its layers share a mask."""
+    if getattr(config, "layer_types", None) or type(config) not in TRACEABLE:
+        return set(getattr(config, "layer_types", None) or ["unknown"])
+    return {"full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"}
+
+
+def masks_of_layers(config, visible_of: Callable[[str], Visible]) -> Any:
+    """What a decoder takes as `attention_mask` in the place of the masks that it would make: the `Visible` of each kind of layers that
+    it has, or the one that all of them share."""
+    visible = {kind: visible_of(kind) for kind in kinds_of_layers(config)}
+    return visible if getattr(config, "layer_types", None) else visible.popitem()[1]
+
+
+def documents_in(position_ids: torch.Tensor) -> Optional[torch.Tensor]:
+    """[2, at least as many as documents] int32 in main memory: the first token of each document and the one behind its last; the rest are
+    empty. None where each row is one document. Waits for the device.
+
+    position_ids: [batch, tokens]; a document starts with each row, and wherever a position is not the one before it plus 1. transformers
+    looks for the same on the device, where a dozen operations that nobody else needs are loaded for it in the first step.
+    """
+    positions = position_ids.cpu()
+    new = torch.ones_like(positions, dtype=torch.bool)
+    new[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    starts = new.flatten().nonzero()[:, 0]
+    documents = starts.numel()
+    if documents == positions.shape[0]:
+        return None
+    room = 1 << (documents - 1).bit_length()  # a launch is prepared for each number of them
+    bounds = torch.full((room + 1,), positions.numel(), dtype=torch.int32)
+    bounds[:documents] = starts
+    return torch.stack((bounds[:-1], bounds[1:]))
+
+
+def visible_rows(config, kind: str, given: torch.Tensor, documents: Optional[torch.Tensor] = None) -> Visible:
+    """The `Visible` of causal layers of a kind of `WINDOWS` where each row is one document, or is made of those of `documents_in`. given:
+    input_ids [batch, tokens] or inputs_embeds [batch, tokens, hidden]."""
+    window, causal = _causal(config, kind)
+    arguments = _arguments(config, given, mask_function=causal, allow_is_causal_skip=True)
+    return Visible(arguments if window is None else {**arguments, "local_size": window}, Rule(window), None, documents=documents)
+
+
+def visible_documents(config, kind: str, document_ids: torch.Tensor) -> Visible:
+    """The `Visible` of causal layers of a kind of `WINDOWS`, for one row of tokens. document_ids: [1, tokens], a number for each
+    token's document."""
+    window, causal = _causal(config, kind)
+    function = _in_documents(causal, document_ids)
+    return Visible(_arguments(config, document_ids, mask_function=function, allow_is_causal_skip=False), Rule(window, document_ids), None)
+
+
+def _causal(config, kind: str) -> Tuple[Optional[int], Callable]:
+    """The window of causal layers of a kind of `WINDOWS`, and transformers' mask function for it."""
+    masking, window = sys.modules[MASKING], WINDOWS[kind](config)
+    return window, masking.causal_mask_function if window is None else masking.sliding_window_causal_mask_function(window)
+
+
+def _in_documents(function: Callable, document_ids: torch.Tensor) -> Callable:
+    """A mask function of transformers, within documents. document_ids: [batch, tokens], a number for each token's document."""
+    masking = sys.modules[MASKING]
+    return masking.and_masks(function, masking.packed_sequence_mask_function(document_ids))
+
+
+def _arguments(config, given: torch.Tensor, **more) -> Dict[str, Any]:
+    """Of a mask function of transformers, for rows without padding and no cache. The dtype is said when a mask is made."""
+    tokens = given.shape[1]
+    sizes = {"batch_size": given.shape[0], "q_length": tokens, "kv_length": tokens, "q_offset": 0, "kv_offset": 0}
+    return {**sizes, "attention_mask": None, "config": config, "device": given.device, **more}
+
+
+def _visible_to_a_tracer(arguments) -> Visible:
+    """As `visible_mask`, of a graph, in which no number is read and nothing is known of a function but which one it is: of a model
+    that a package knows, whose masks are causal, with a window or without, and packed where SDPA may not leave them out."""
+    known = type(arguments.get("config")) in TRACEABLE and not arguments.get("use_vmap")
+    offset, padding = arguments["q_offset"], arguments["attention_mask"]
+    square = isinstance(offset, int) and offset == 0 and arguments["kv_offset"] == 0 and arguments["kv_length"] == arguments["q_length"]
+    if known and square and padding is None:
+        return Visible(arguments, Rule(window=arguments.get("local_size")), None, not arguments.get("allow_is_causal_skip", True))
+    return Visible(arguments, None, None)
