@@ -1,6 +1,6 @@
 """What the package touches: nothing at import but its own files, and afterwards nothing but them.
 
-Python's audit hooks see every file, socket, process and library that Python code opens. tests/cpu/test_runtime.py has the digests
+Python's audit hooks see every file, socket, process and library that Python code opens. tests/cpu/runtime/test_artifacts.py has the digests
 of what goes to the driver, tests/cpu/test_hub_server.py what the local Hub refuses.
 """
 
