@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.op_cases import check_first_and_no_second_derivative
 from tests.ops.calls import OPERATIONS, calls, run
 from tests.ops.common import FLOATS, FP32
 from tests.ops.suite import NAMES, module_of, suite
@@ -30,6 +31,16 @@ def test_without_gradients_and_under_transforms(suite_ops, name):
     found = torch.func.grad(lambda *tensors: call(*tensors).sum(), tuple(range(len(leaves))))(*[tensor.detach() for tensor in leaves])
     for a, b in zip(found, gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_second_derivative_is_refused(suite_ops, name):
+    """Also where the incoming gradient needs none, as in a gradient penalty."""
+    call, leaves = calls(suite_ops, "cpu", FP32)[name]
+    result = call(*leaves)
+    for total in (result.sum(), result.square().sum()):
+        wanted = torch.autograd.grad(total, leaves, retain_graph=True)
+        check_first_and_no_second_derivative(name, torch.autograd.grad(total, leaves, create_graph=True), wanted)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -20,9 +20,9 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Se
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ..ops.attention import AttentionPlan
+from ..ops.common import once_differentiable
 from ..runtime.device import PLAIN, is_ordinary
 from .attention import documents_of
 from .binding import BoundForward

@@ -56,14 +56,36 @@ def always(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """torch's decorator of that name, which costs a backward pass nothing unless it is differentiated itself."""
-    checked = torch.autograd.function.once_differentiable(backward)
+    """Marks the backward function of an autograd function as one that has no derivative: with create_graph=True its gradients are as
+    ever, and differentiating them raises RuntimeError.
+
+    torch's decorator of that name lets them pass where the incoming gradients need no derivative, though they depend on what the forward
+    pass saved too: the second derivative is then wrong without a word. This one costs nothing where no graph of the backward pass is made.
+    """
+    function = backward.__qualname__.split(".")[-2].strip("_").removesuffix("Function")
+    message = (
+        f"trying to differentiate twice: {backward.__module__.rpartition('.')[2]}.{function} has no second derivative. Leave this "
+        "operation to PyTorch, or differentiate with torch.func, for which it consists of PyTorch's operations"
+    ).encode()
 
     @functools.wraps(backward)
     def call(ctx, *grads):
-        return checked(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        return found if torch.compiler.is_compiling() else _not_differentiable(found, message)
 
     return call
+
+
+def _not_differentiable(gradients, message: bytes):
+    """The gradients as results of a function whose own gradient is an error."""
+    one = not isinstance(gradients, tuple)
+    leaves = [None if g is None else g.detach().requires_grad_() for g in ((gradients,) if one else gradients)]
+    if not any(leaf is not None for leaf in leaves):
+        return gradients
+    return torch._C._functions.DelayedError(message, len(leaves))(*leaves)
 
 
 def needs_formula(*tensors: Optional[torch.Tensor]) -> bool:

@@ -9,10 +9,9 @@ import inspect
 from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..runtime.replay import replayed_with_products
-from .common import operator_of, side_by_side
+from .common import once_differentiable, operator_of, side_by_side
 from .projected_steps import (
     attention_inputs_backward,
     attention_inputs_forward,
