@@ -17,10 +17,11 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path, PurePosixPath
 
 from tools.card import fill_card
-from tools.compile import BuildError, compiler_identity, operations
+from tools.compiler import compiler_identity
 from tools.kernel_package import Package, PackageError, package_folders, parse_python, read_package
 from tools.kernel_sources import SourceError, source_digest
 from tools.kernels_adapter import hash_files
+from tools.targets import BuildError, operations
 
 SIZE_LIMIT = 20 * 2**20  # bytes of a variant, which every user downloads
 SHARED = "shared"  # where a build has the files that packages share

@@ -34,9 +34,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tools.compile import TARGETS
 from tools.kernel_package import Package, PackageError, layer_names, layers_file, package_folders, public_names, read_package
 from tools.kernels_adapter import Digest, DigestValidationError, Metadata
+from tools.targets import TARGETS
 
 REPO_TYPE = "kernel"
 MAIN = "main"

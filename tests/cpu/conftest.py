@@ -54,7 +54,7 @@ def assemble_cpu(folder: Path, extra: str = "", package: str = ".") -> Path:
 
 def write_no_kernels(package) -> None:
     """Gives a package the manifest of a build without kernels, where its compiled ones would be."""
-    from tools.compile import pack, write_folder
+    from tools.pack import pack, write_folder
 
     write_folder(package.sources / "cubins", pack(package, [], {}, {}))
 

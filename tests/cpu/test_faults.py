@@ -21,9 +21,10 @@ from tests import op_cases as cases
 from tests.cpu.conftest import REPOSITORY, assemble_cpu, load
 from tests.models import Step, random_tokens, tiny_model
 from tests.ops.common import leaf, randn
-from tools import compile as compiler
+from tools import compiler, pack
 from tools.assemble import assemble
 from tools.kernel_package import read_package
+from tools.targets import read_variants
 
 FP32 = torch.float32
 
@@ -170,23 +171,23 @@ def test_a_killed_assembly_leaves_the_old_build_the_new_one_or_none(tmp_path, mo
 def test_a_killed_write_of_the_kernels_leaves_files_that_are_whole_or_refused(tmp_path, qwen3):
     """The manifest comes last: until then the files that changed do not fit it, and the runtime says so."""
     artifacts = importlib.import_module(f"{qwen3.__name__}.shared.runtime.artifacts")
-    variants = compiler.read_variants(("scale", "column_sum"))
+    variants = read_variants(("scale", "column_sum"))
     targets = {artifacts.host(): ("sm_90",)}
 
     def files(text):
         jobs = [compiler.Job(operation, variant, b"", artifacts.host(), "sm_90") for operation, variant in variants]
-        return compiler.pack(read_package(REPOSITORY), variants, targets, {job: f"{text} {job.variant.name}".encode() for job in jobs})
+        return pack.pack(read_package(REPOSITORY), variants, targets, {job: f"{text} {job.variant.name}".encode() for job in jobs})
 
     old, new, folder = files("old"), files("new"), tmp_path / "cubins"
-    compiler.write_folder(folder, old)
+    pack.write_folder(folder, old)
     call = 1
-    while killed(lambda: compiler.write_folder(folder, new), os, "replace", call):
+    while killed(lambda: pack.write_folder(folder, new), os, "replace", call):
         for name, data in old.items():
             assert (folder / name).read_bytes() in (data, new[name])
         if {name: (folder / name).read_bytes() for name in old} != old:
             with pytest.raises(artifacts.ArtifactError, match="is damaged: sha256"):
                 artifacts.Artifacts(folder).verify()
-        compiler.write_folder(folder, old)
+        pack.write_folder(folder, old)
         call += 1
     assert call == len(new) + 1
     assert content(folder) == new

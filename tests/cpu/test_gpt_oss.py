@@ -19,8 +19,8 @@ from tests.ops import experts as experts_checks
 from tests.ops import rms_norm, round_last_rms_norm
 from tests.ops.common import FLOATS
 from tests.tolerances import assert_close
-from tools.compile import operations
 from tools.kernel_package import read_package
+from tools.targets import operations
 
 TOKENS = random_tokens(2, 33)
 LABELS = TOKENS.clone()

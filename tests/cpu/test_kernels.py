@@ -14,8 +14,8 @@ from interpreter.backend import InterpreterBackend, forget_launches
 from tests.cpu.conftest import assemble_cpu, load
 from tests.ops import adamw, common, experts, grouped_gemm, linear_cross_entropy, low_rank, rms_norm, rotary, swiglu
 from tests.ops.common import FLOATS, randn, runtime_of
-from tools.compile import operations
 from tools.kernel_package import package_folders, read_package
+from tools.targets import operations
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = {name for folder in package_folders(root=ROOT) for name in operations(read_package(folder))}

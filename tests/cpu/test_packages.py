@@ -17,10 +17,10 @@ from tests.cpu.conftest import assemble_cpu, write_no_kernels
 from tests.cpu.test_readme import blocks
 from tools import assemble, publish
 from tools.card import card_values, fill_card, render_card
-from tools.compile import TARGETS, operations
 from tools.hub_server import HubServer
 from tools.kernel_package import PackageError, layer_names, package_folders, public_names, read_package
 from tools.kernels_adapter import TESTED
+from tools.targets import TARGETS, operations
 
 FOLDERS = {read_package(folder).name: folder for folder in package_folders(root=ROOT)}
 each = pytest.mark.parametrize("name", FOLDERS)

@@ -19,11 +19,11 @@ from rich.console import Console
 
 from tools import publish as publish_module
 from tools.card import fill_card, render_card
-from tools.compile import TARGETS
 from tools.hub_server import GIT_ATTRIBUTES, MIB, Handler, HubServer
 from tools.kernel_package import PackageError, layer_names, public_names, read_package
 from tools.kernels_adapter import hash_files
 from tools.publish import PublishError, publish
+from tools.targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
 REPO = "some-org/mini-kernel"

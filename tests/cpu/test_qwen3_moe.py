@@ -16,8 +16,8 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from tests.models import Step, random_tokens, tiny_model, tiny_qwen3_moe
 from tests.mutants import ROOT
 from tests.tolerances import assert_close, relative_error
-from tools.compile import operations
 from tools.kernel_package import read_package
+from tools.targets import operations
 
 TOKENS = random_tokens(2, 33)
 LABELS = TOKENS.clone()

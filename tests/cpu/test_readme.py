@@ -25,10 +25,10 @@ from tests.cpu.conftest import assemble_cpu, write_no_kernels
 from tests.integrations import __main__ as integrations
 from tools.assemble import assemble
 from tools.card import card_values, fill_card, render_card
-from tools.compile import TARGETS
 from tools.hub_server import HubServer
 from tools.kernel_package import layer_names, public_names, read_package
 from tools.publish import publish
+from tools.targets import TARGETS
 
 CARD = (ROOT / "CARD.md").read_text()
 # The README and what it leads to: what is said is said in one of them.

@@ -14,7 +14,7 @@ import textwrap
 import pytest
 
 from tests.cpu.conftest import REPOSITORY
-from tools import compile as compiler
+from tools import compiler, pack, targets
 from tools.kernel_package import read_package
 
 WATCHED = """
@@ -60,9 +60,9 @@ def events_of(script, folder):
 def folder(package_folder, tmp_path_factory):
     """The package, with two files of kernels."""
     folder = shutil.copytree(package_folder / "build/torch-cpu", tmp_path_factory.mktemp("trust") / "watched")
-    variants, host = compiler.read_variants(("scale", "column_sum")), platform.machine()
+    variants, host = targets.read_variants(("scale", "column_sum")), platform.machine()
     images = {compiler.Job(operation, variant, b"", host, "sm_90"): b"an image" for operation, variant in variants}
-    compiler.write_folder(folder / "cubins", compiler.pack(read_package(REPOSITORY), variants, {host: ("sm_90",)}, images))
+    pack.write_folder(folder / "cubins", pack.pack(read_package(REPOSITORY), variants, {host: ("sm_90",)}, images))
     return folder
 
 

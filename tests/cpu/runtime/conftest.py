@@ -11,7 +11,7 @@ import torch
 from interpreter.backend import InterpreterBackend
 from tests.cpu.conftest import REPOSITORY, assemble_cpu, load
 from tests.fake_driver import OPERATIONS, TARGETS, Recorder, image_text
-from tools import compile as compiler
+from tools import compiler, pack, targets
 from tools.kernel_package import read_package
 
 
@@ -32,7 +32,7 @@ def an_x86_64_host(monkeypatch):
 def intact(tmp_path_factory):
     """A folder of cubins as the build writes it, each image the text of its own name."""
     folder = tmp_path_factory.mktemp("intact") / "cubins"
-    variants = compiler.read_variants(OPERATIONS)
+    variants = targets.read_variants(OPERATIONS)
     jobs = [
         compiler.Job(operation, variant, b"", host, architecture)
         for operation, variant in variants
@@ -40,7 +40,7 @@ def intact(tmp_path_factory):
         for architecture in architectures
     ]
     images = {job: image_text(job.variant, job.host, job.architecture) for job in jobs}
-    compiler.write_folder(folder, compiler.pack(read_package(REPOSITORY), variants, TARGETS, images))
+    pack.write_folder(folder, pack.pack(read_package(REPOSITORY), variants, TARGETS, images))
     return folder
 
 

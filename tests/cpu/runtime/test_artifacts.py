@@ -13,7 +13,7 @@ import pytest
 
 from tests.cpu.conftest import REPOSITORY
 from tests.fake_driver import CURE, TARGETS, first_variant, flip_a_bit, image_text, in_threads
-from tools import compile as compiler
+from tools import compiler, pack, targets
 from tools.kernel_package import read_package
 
 
@@ -331,11 +331,11 @@ def use_everything(runtime, cubins):
 def test_whatever_is_wrong_with_a_manifest_is_one_kind_of_error_that_names_file_and_cure(runtime, tmp_path, seed):
     """Mutations of a small real one: each is refused with an ArtifactError, or does no harm."""
     folder = tmp_path / "cubins"
-    variants = compiler.read_variants(("column_sum", "scale"))
+    variants = targets.read_variants(("column_sum", "scale"))
     variants = [next(v for v in variants if v[0] == operation) for operation in ("column_sum", "scale")]
     jobs = [compiler.Job(operation, v, b"", host, a) for operation, v in variants for host, names in TARGETS.items() for a in names]
     images = {job: 40 * image_text(job.variant, job.host, job.architecture) for job in jobs}
-    compiler.write_folder(folder, compiler.pack(read_package(REPOSITORY), variants, TARGETS, images))
+    pack.write_folder(folder, pack.pack(read_package(REPOSITORY), variants, TARGETS, images))
     use_everything(runtime, folder)
     manifest, random, refused = json.loads((folder / "manifest.json").read_text()), Random(seed), 0
     for _ in range(300):
