@@ -16,7 +16,9 @@ import pytest
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
-from tools.hub_server import MIB, Handler, HubServer
+from tools.hub_api import Handler
+from tools.hub_http import MIB
+from tools.hub_server import HubServer
 from tools.hub_store import Store
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,9 @@ from rich.console import Console
 
 from tools import publish as publish_module
 from tools.card import fill_card, render_card
-from tools.hub_server import GIT_ATTRIBUTES, MIB, Handler, HubServer
+from tools.hub_api import GIT_ATTRIBUTES, Handler
+from tools.hub_http import MIB
+from tools.hub_server import HubServer
 from tools.kernel_package import PackageError, layer_names, public_names, read_package
 from tools.kernels_adapter import hash_files
 from tools.publish import PublishError, publish
