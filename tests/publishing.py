@@ -1,0 +1,206 @@
+"""A small package as a build leaves it, and what the tests of its upload share."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tools.card import fill_card
+from tools.kernel_package import read_package
+from tools.kernels_adapter import hash_files
+
+ROOT = Path(__file__).resolve().parents[1]
+
+REPO = "some-org/mini-kernel"
+
+TOKEN = "hf_test"
+
+VARIANT = "build/torch-cpu"
+
+INIT = """from . import layers
+from .ops import double
+
+__all__ = ["double", "layers", "triple"]
+
+
+def triple(x):
+    return 3 * x
+"""
+
+LAYERS = """import torch
+from torch import nn
+
+from .ops import double
+
+
+class Doubler(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return double(x)
+
+
+class Quadrupler(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return double(double(x))
+"""
+
+OPS = """import json
+from pathlib import Path
+
+FACTOR = json.loads((Path(__file__).parent / "data" / "factor.json").read_text())
+
+
+def double(x):
+    return FACTOR * x
+"""
+
+BENCHMARK = """import sys
+from pathlib import Path
+
+import torch
+from kernels.benchmark import Benchmark
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import SIZE
+
+
+class DoubleBenchmark(Benchmark):
+    def setup(self):
+        self.x = torch.ones(SIZE)
+
+    def benchmark_double(self):
+        self.out = self.kernel.double(self.x)
+
+    def verify_double(self):
+        return 2 * self.x
+"""
+
+CARD = """---
+license: {{ license }}
+---
+# {{ repo_id }} {{ version }}
+{{ functions | join(" ") }}
+{{ layers | join(" ") }}
+{{ archs | join(" ") }}
+"""
+
+
+def manifest_of(kernels):
+    """Of two operations: `add`, in two variants, one of which is for sm_90 alone, and `scale`."""
+
+    def entry(operation, images, targets=()):
+        found = {host: {name: [0, 1] for name in names if not targets or name in targets} for host, names in images.items()}
+        return {"operation": operation, "images": found, **({"targets": list(targets)} if targets else {})}
+
+    add, scale = kernels if isinstance(kernels, tuple) else (kernels, kernels)
+    return {"kernels": {"add": [entry("add", add), entry("add", add, ("sm_90",))], "scale": [entry("scale", scale)]}}
+
+
+class Mini:
+    """A package with one CPU variant that a test changes and builds again."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.variant = folder / VARIANT
+        (folder / "benchmark" / "results").mkdir(parents=True)
+        (folder / "benchmark" / "benchmark_double.py").write_text(BENCHMARK)
+        (folder / "benchmark" / "common.py").write_text("SIZE = 3\n")
+        (folder / "benchmark" / "results" / "h200.py").write_text("# not a source\n")
+        (folder / "benchmark" / "plot.png").write_bytes(b"png")
+        (folder / "benchmarks").symlink_to("benchmark")
+        (folder / "CARD.md").write_text(CARD)
+        self.write({"__init__.py": INIT, "layers.py": LAYERS, "ops.py": OPS, "data/factor.json": "2"})
+        self.build()
+
+    def write(self, files):
+        for name, text in files.items():
+            path = self.variant / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+    def build(self, version=1, archs=("8.0", "9.0"), dirty=False, backends=("cpu",), variants=("cpu",), kernels=None):
+        """kernels: the images of its two compiled operations, by host; None for a package without any."""
+        if kernels is not None:
+            self.write({"cubins/manifest.json": json.dumps(manifest_of(kernels))})
+        hub = f'[general.hub]\nrepo-id = "{REPO}"\n'
+        general = f'name = "mini-kernel"\nversion = {version}\nedition = 5\nlicense = "MIT"\nbackends = {json.dumps(list(backends))}\n'
+        (self.folder / "build.toml").write_text(f"[general]\n{general}\n{hub}\n[torch-noarch]\n")
+        for backend in variants:
+            folder = self.folder / "build" / f"torch-{backend}"
+            folder.mkdir(exist_ok=True)
+            (folder / "metadata.json").write_text(json.dumps(self.metadata(folder, backend, version, archs, dirty)))
+        fill_card(read_package(self.folder))
+
+    def metadata(self, folder, backend, version, archs, dirty):
+        files = hash_files(folder)
+        return {
+            "name": "mini-kernel",
+            "id": f"_mini_kernel_{backend}_{hashlib.sha1(str(sorted(files.items())).encode()).hexdigest()[:7]}",
+            "version": version,
+            "license": "MIT",
+            "python-depends": [],
+            "backend": {"type": backend, "archs": list(archs)},
+            "digest": {"algorithm": "sha256", "files": files},
+            "provenance": {"kernel-builder": {"version": "0.17.2"}, "kernel": {"commit": "a" * 40, "dirty": dirty}},
+        }
+
+
+def tree(hub, revision="v1"):
+    return hub.store.tree(hub.store.resolve(REPO, revision))
+
+
+def content(hub, path, revision="v1"):
+    return hub.store.open_blob(tree(hub, revision)[path]["blob"]).read()
+
+
+def on_disk(package):
+    """What the version branch has to hold."""
+    return {f"{VARIANT}/{p.relative_to(package.variant)}": p.read_bytes() for p in package.variant.rglob("*") if p.is_file()}
+
+
+def with_benchmarks(package):
+    """What the branch of the benchmarks has to hold."""
+    found = {name: package.folder / "benchmark" / name for name in ("benchmark_double.py", "common.py")}
+    return on_disk(package) | {f"benchmarks/{name}": file.read_bytes() for name, file in found.items()}
+
+
+def on_hub(hub, revision="v1"):
+    return {path: hub.store.open_blob(entry["blob"]).read() for path, entry in tree(hub, revision).items()}
+
+
+def client_env(hub, tmp_path, **more):
+    unset = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "LOCAL_KERNELS", "KERNELS_CACHE")
+    env = {key: value for key, value in os.environ.items() if key not in unset}
+    return {**env, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), **more}
+
+
+def command(package, hub, tmp_path, *arguments, **env):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tools.publish", "--package", str(package.folder), *arguments],
+        cwd=ROOT,
+        env=client_env(hub, tmp_path, **env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+USE = f"""
+import torch
+from kernels import Mode, get_kernel, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping, LayerRepository
+mini = get_kernel("{REPO}", version=1, trust_remote_code=True)
+assert mini.double(torch.ones(2)).tolist() == [2, 2], mini.double(torch.ones(2))
+assert mini.triple(1) == 3
+
+class Same(torch.nn.Module):
+    def forward(self, x):
+        return x
+
+replace_kernel_forward_from_hub(Same, "Same")
+repo = LayerRepository("{REPO}", layer_name="Doubler", version=1, trust_remote_code=True)
+with use_kernel_mapping({{"Same": {{"cpu": repo}}}}, inherit_mapping=False):
+    model = kernelize(Same(), mode=Mode.TRAINING, device="cpu", use_fallback=False)
+assert model(torch.ones(2)).tolist() == [2, 2]
+print("loaded")
+"""
