@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
+from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, never_refused, randn, unchanged
 from tests.ops.suite import of_suite
 
 
@@ -57,6 +57,7 @@ LAYOUTS = {
     "transposed": ((1024, 4), lambda x: x.t()),
     "sliced": ((6, 2048), lambda x: x[::2, :1024]),
     "misaligned": ((3, 1025), lambda x: x[:, 1:]),
+    "misaligned, no whole segments": ((3, 73), lambda x: x[:, 1:]),
     "expanded": ((1, 256), lambda x: x.expand(4, 256)),
 }
 
@@ -110,6 +111,7 @@ MUTANTS = (
     ("kernel_src/layer_norm.py", "layer_norm_row_means", "sum_g = sum_g + g", "sum_g = g", "long"),
     ("kernel_src/layer_norm.py", "layer_norm_columns_backward", "dweight = dweight + d * n", "dweight = d * n", "long"),
     ("kernel_src/layer_norm.py", "layer_norm_columns_backward", "- n * mean_gn", "", "odd"),
+    ("shared/ops/layer_norm.py", "_backward", "if blocks and n % SEGMENT:", "if False:", "misaligned"),
     ("shared/ops/layer_norm.py", "LayerNormFunction.forward", "ctx.save_for_backward(x, weight, mean, rstd)",
      "ctx.save_for_backward(x, weight, rstd, mean)", "whole"),
     ("shared/ops/layer_norm.py", "LayerNormFunction.backward", "dweight, dbias = layer", "dbias, dweight = layer", "whole"),
@@ -121,6 +123,7 @@ CHECKS = of_suite({
     "exact many": lambda ops: check_layer_norm(ops, "cpu", BF16, (13, 4096)),
     "long": lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 8256), trend=2.0),
     "odd": lambda ops: check_layer_norm(ops, "cpu", FP16, (19, 77)),
+    "misaligned": never_refused(lambda ops: check_layer_norm(ops, "cpu", BF16, (3, 73), view=lambda x: x[:, 1:])),
 })
 
 

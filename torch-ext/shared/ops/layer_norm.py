@@ -8,6 +8,7 @@ from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
 from .common import (
     accumulation_dtype,
+    aligned,
     apply_function,
     column_sum,
     describe,
@@ -20,7 +21,7 @@ from .common import (
     sum_of_rows,
     traceable,
 )
-from .rows import kernels_take, one_block_a_row, per_row, rows_of, segments, slabs
+from .rows import SEGMENT, kernels_take, one_block_a_row, per_row, rows_of, segments, slabs
 
 # Blocks that an SM holds in the backward pass of rows in registers, by the longest row; longer ones take the two kernels for any length
 # (kernel_src/layer_norm.py).
@@ -102,6 +103,8 @@ def _backward(
     dy, x_rows, weight = rows_of(dy, n), rows_of(x, n), rows_of(weight, n)[0]
     dx = new_like(x_rows)
     blocks = _blocks_per_sm(x.dtype, weight.dtype, n)
+    if blocks and n % SEGMENT:  # that kernel is built for aligned rows alone
+        dy, x_rows, weight = aligned(dy), aligned(x_rows), aligned(weight)
     parts = list(slabs(dy, x_rows))
     partials = []
     for part in parts:

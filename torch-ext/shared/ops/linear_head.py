@@ -20,7 +20,9 @@ FEW_CHUNKS = 4  # whose products are added up in half precision
 ALIGNED = 128  # elements: where logits begin in the memory of a gradient, and rows of it that a product of their own writes
 SLICE = 8192  # classes of the weight's gradient that are copied at once where a product has to be
 
-_scale_kernel = Kernel("scale_in_place", grid=lambda c, x, factor: (min(-(-x.shape[0] // c["TILE"]), 8 * multiprocessors(x)),))
+_scale_kernel = Kernel(
+    "scale_in_place", grid=lambda c, x, factor: (min(-(-x.shape[0] // c["TILE"]), 8 * multiprocessors(x)),), reads=("factor",)
+)
 
 
 class Gradients(NamedTuple):

@@ -1,0 +1,98 @@
+"""Every operation on rows at lengths that are or are not multiples of 16 bytes and of 64 elements, with each argument in turn, and the
+incoming gradient, one element behind a multiple of 16 bytes: the same numbers as of aligned ones."""
+
+import pytest
+import torch
+
+from tests.op_cases import misaligned, operations
+from tests.ops.common import BF16, FP32, leaf, randn
+from tests.ops.suite import suite
+
+LENGTHS = {BF16: (8, 12, 72), FP32: (6, 40)}
+# The operation, and the shapes of its arguments for rows of n.
+SUITE_CASES = {
+    "general_rms_norm": (lambda ops, x, w: ops.general_rms_norm(x, w), lambda n: ((2, n), (n,))),
+    "general_add_rms_norm": (lambda ops, x, r, w: sum(ops.general_add_rms_norm(x, r, w)), lambda n: ((2, n), (2, n), (n,))),
+    "layer_norm": (lambda ops, x, w, b: ops.layer_norm(x, w, b), lambda n: ((2, n), (n,), (n,))),
+    "dyt": (lambda ops, x, a, w, b: ops.dyt(x, a, w, b), lambda n: ((2, n), (1,), (n,), (n,))),
+    "poly_norm": (lambda ops, x, w, b: ops.poly_norm(x, w, b), lambda n: ((2, n), (3,), (1,))),
+    "group_norm": (lambda ops, x, w, b: ops.group_norm(x, 2, w, b), lambda n: ((2, 4, n), (4,), (4,))),
+    "softmax": (lambda ops, x: ops.softmax(x), lambda n: ((2, n),)),
+    "sparsemax": (lambda ops, x: ops.sparsemax(x), lambda n: ((2, n),)),
+    "swiglu": (lambda ops, a, b: ops.swiglu(a, b, 0.5, 2.0), lambda n: ((2, n), (2, n))),
+    "swiglu_packed": (lambda ops, x: ops.swiglu_packed(x), lambda n: ((2, 2 * n),)),
+    "geglu": (lambda ops, a, b: ops.geglu(a, b), lambda n: ((2, n), (2, n))),
+    "geglu_packed": (lambda ops, x: ops.geglu_packed(x), lambda n: ((2, 2 * n),)),
+    "cross_entropy": (lambda ops, x: ops.cross_entropy(x, torch.arange(2)), lambda n: ((2, n),)),
+    "cross_entropy, smooth": (
+        lambda ops, x, w: ops.cross_entropy(x, torch.arange(2), w.detach().float(), label_smoothing=0.1), lambda n: ((2, n), (n,))
+    ),
+    "kl_div": (lambda ops, x, y: ops.kl_div(x, y.detach().abs()), lambda n: ((2, n), (2, n))),
+    "jsd": (lambda ops, x, y: ops.jsd(x, y.detach()), lambda n: ((2, n), (2, n))),
+    "jsd of logits": (lambda ops, x, y: ops.jsd(x, y.detach(), from_logits=True), lambda n: ((2, n), (2, n))),
+    "tvd": (lambda ops, x, y: ops.tvd(x, y.detach()), lambda n: ((2, n), (2, n))),
+}
+CASES = {
+    "rms_norm": (lambda ops, x, w: ops.rms_norm(x, w), lambda n: ((2, n), (n,))),
+    "add_rms_norm": (lambda ops, x, r, w: sum(ops.add_rms_norm(x, r, w)), lambda n: ((2, n), (2, n), (n,))),
+    "round_last_rms_norm": (lambda ops, x, w: ops.round_last_rms_norm(x, w), lambda n: ((2, n), (n,))),
+    "round_last_add_rms_norm": (lambda ops, x, r, w: sum(ops.round_last_add_rms_norm(x, r, w)), lambda n: ((2, n), (2, n), (n,))),
+    "swiglu of Qwen3": (lambda ops, a, b: ops.swiglu(a, b), lambda n: ((2, n), (2, n))),
+}
+
+
+def results(call, ops, tensors, place):
+    """The result and the gradients, with the argument, or behind them the incoming gradient, at a place at an odd address."""
+    leaves = [leaf(misaligned(t) if i == place else t) for i, t in enumerate(tensors)]
+    y = call(ops, *leaves)
+    dy = randn(*y.shape, dtype=y.dtype, device="cpu", seed=20)
+    dy = misaligned(dy) if place == len(tensors) else dy
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy, allow_unused=True)]
+
+
+def check(ops, case, dtype):
+    call, shapes = case
+    for n in LENGTHS[dtype]:
+        tensors = [randn(*shape, dtype=dtype, device="cpu", seed=i) for i, shape in enumerate(shapes(n))]
+        wanted = results(call, ops, tensors, None)
+        for place in range(len(tensors) + 1):
+            for found, mine in zip(results(call, ops, tensors, place), wanted, strict=True):
+                torch.testing.assert_close(found, mine, msg=lambda text, at=(n, place): f"length, place {at}: {text}")
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_odd_addresses(interpreted, name, dtype):
+    check(operations(interpreted), CASES[name], dtype)
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)
+@pytest.mark.parametrize("name", SUITE_CASES)
+def test_odd_addresses_in_the_suite(interpreted, name, dtype):
+    check(suite(interpreted), SUITE_CASES[name], dtype)
+
+
+TARGET = torch.arange(4)
+HEADS = tuple(randn(*shape, dtype=FP32, device="cpu", seed=i) for i, shape in enumerate(((4, 16), (40, 16), (40,))))
+LOSSES = {
+    "linear_cross_entropy": lambda ops, *head: ops.linear_cross_entropy(*head[:2], TARGET, head[2]),
+    "linear_cross_entropy, none": lambda ops, *head: ops.linear_cross_entropy(*head[:2], TARGET, head[2], reduction="none"),
+    "linear_jsd": lambda ops, *head: ops.linear_jsd(*head[:2], -head[0].detach(), head[1].detach(), TARGET, bias=head[2]),
+}
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_odd_addresses_in_a_linear_loss(interpreted, name, dtype):
+    """Of two losses that were stacked, the second one's incoming gradient lies behind the first one's."""
+    head = [leaf(t.to(dtype)) for t in HEADS]
+
+    def losses():
+        return [LOSSES[name](suite(interpreted), *head) for _ in range(2)]
+
+    stacked, apart = torch.stack(losses()), losses()
+    weights = randn(*stacked.shape, dtype=stacked.dtype, device="cpu", seed=5)
+    found = torch.autograd.grad(stacked, head, weights)
+    parts = [torch.autograd.grad(loss, head, weight.clone()) for loss, weight in zip(apart, weights, strict=True)]
+    for gradient, *mine in zip(found, *parts, strict=True):
+        torch.testing.assert_close(gradient, sum(mine))
