@@ -39,8 +39,9 @@ class ShardedStepper(Stepper):
 
 
 @torch.no_grad()
-def materialise(module, device: str, prefix: str = "") -> None:
-    """Give the parameters that are on the meta device memory and the values of `families.fill`. prefix: of their names."""
+def materialise(module, device: str, config, prefix: str = "") -> None:
+    """Give the parameters that are on the meta device memory and the values of `families.fill`. config: of the model; prefix: of their
+    names."""
     made: dict[int, torch.nn.Parameter] = {}  # what is tied stays tied
     for path, inside in module.named_modules(prefix=prefix):
         for name, parameter in list(inside.named_parameters(recurse=False)):
@@ -48,7 +49,7 @@ def materialise(module, device: str, prefix: str = "") -> None:
                 continue
             if id(parameter) not in made:
                 made[id(parameter)] = torch.nn.Parameter(torch.empty_like(parameter, device=device))
-                families.fill_parameter(f"{path}.{name}" if path else name, made[id(parameter)])
+                families.fill_parameter(f"{path}.{name}" if path else name, made[id(parameter)], config)
             setattr(inside, name, made[id(parameter)])
 
 
@@ -60,9 +61,9 @@ def shard(model, device: str):
     """
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     for number, layer in enumerate(model.model.layers):
-        materialise(layer, device, f"model.layers.{number}")
+        materialise(layer, device, model.config, f"model.layers.{number}")
         fully_shard(layer, mesh=mesh)
-    materialise(model, device)
+    materialise(model, device, model.config)
     if any(buffer.is_meta for buffer in model.buffers()):
         with torch.device(device):  # they are the rotary embedding's, which computes them from the configuration
             model.model.rotary_emb = type(model.model.rotary_emb)(model.config)

@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 
-from . import models, suites, unsloth_peer
+from . import models, routing, suites, unsloth_peer, varlen_peer
 from .providers import is_ours, package, require_modules
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DEVIATION = 0.02  # of every weight that is drawn
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
+# What transformers calls the attention of the providers whose names end so; the others have its default.
+ATTENTION = {"_flex": "flex_attention", "_varlen": varlen_peer.NAME}
 
 
 @dataclass(frozen=True)
@@ -22,16 +26,17 @@ class Family:
     """What differs between the models.
 
     name: of models.family, and with _step or _fsdp of the results. package: the folder of its build.toml. providers: those that it is known
-    for, step_providers and fsdp_providers those that take part unless told otherwise. prepare(provider): puts a provider's layers into
-    transformers, before a model is made. new_model(args, device) -> a model in training mode that is not filled; args has child, model,
-    layers and device. tokens: the lengths of a step; layers: of the step on one GPU, None for all; packs: does Bastile train it
-    packed?
+    for; step_providers, masked_providers (of packed and padded batches) and fsdp_providers: those that take part unless told otherwise.
+    prepare(provider): puts a provider's layers into transformers, before a model is made. new_model(args, device) -> a model in training
+    mode that is not filled; args has child, model, layers and device. tokens: the lengths of a step; layers: of the
+    step on one GPU, None for all; packs: does Bastile train it packed?
     """
 
     name: str
     package: str
     providers: tuple[str, ...]
     step_providers: tuple[str, ...]
+    masked_providers: tuple[str, ...]
     fsdp_providers: tuple[str, ...]
     prepare: Callable[[str], None]
     new_model: Callable
@@ -40,9 +45,16 @@ class Family:
     packs: bool = False
 
 
+def attention_of(provider: str) -> str:
+    """Return the implementation of attention that a provider of Qwen3 asks transformers for."""
+    return next((name for end, name in ATTENTION.items() if provider.endswith(end)), "sdpa")
+
+
 def prepare_qwen3(provider: str) -> None:
     """Put a provider's layers into transformers."""
-    if provider in ("huggingface", "torch_compile"):
+    if provider.endswith("_varlen"):
+        varlen_peer.prepare()
+    if provider in ("torch_compile", *(f"huggingface{end}" for end in ("", *ATTENTION))):
         return
     if provider == "unsloth":
         unsloth_peer.prepare()
@@ -53,8 +65,8 @@ def prepare_qwen3(provider: str) -> None:
         return
     require_modules("liger_kernel", "triton")
     # Liger's default is Triton, but where CuTe DSL is installed its dispatcher takes that for some operations.
-    implementations = {"liger": None, "liger_cutedsl": "cutedsl", "liger_cutile": "cutile"}
-    implementation = implementations[provider]
+    implementations = {"liger_cutedsl": "cutedsl", "liger_cutile": "cutile"}
+    implementation = implementations.get(provider)
     if implementation is None:
         os.environ["LIGER_KERNEL_IMPL_ROPE"] = "nvidia-triton"
     else:
@@ -66,8 +78,8 @@ def prepare_qwen3(provider: str) -> None:
     apply_liger_kernel_to_qwen3_moe()
 
 
-def new_qwen3(name: str, layers: int | None, device: str, dtype: torch.dtype = torch.bfloat16):
-    """Return a Qwen3ForCausalLM in training mode, to be filled. layers: None for all."""
+def new_qwen3(name: str, layers: int | None, device: str, dtype: torch.dtype = torch.bfloat16, attention: str = "sdpa"):
+    """Return a Qwen3ForCausalLM in training mode, to be filled. layers: None for all; attention: transformers' name of it."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     s = models.size(name)
@@ -85,7 +97,7 @@ def new_qwen3(name: str, layers: int | None, device: str, dtype: torch.dtype = t
         use_cache=False,
     )
     with torch.device(device):
-        return Qwen3ForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+        return Qwen3ForCausalLM._from_config(config, dtype=dtype, attn_implementation=attention).train()
 
 
 def new_qwen3_moe(args, device: str):
@@ -110,7 +122,8 @@ def new_qwen3_moe(args, device: str):
         **head,
     )
     with torch.device(device):
-        return Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+        attention = attention_of(args.child)
+        return Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation=attention).train()
 
 
 def prepare_gpt_oss(provider: str) -> None:
@@ -148,23 +161,31 @@ def new_gpt_oss(args, device: str):
         return GptOssForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation=attention).train()
 
 
+# Who takes part where a batch is packed or padded, which SDPA needs a dense mask for: every peer with the attention that is best at it.
+MASKED = ("huggingface", "huggingface_flex", "huggingface_varlen", "liger", "liger_flex", "liger_varlen", "bastile_sdpa", "bastile")
 QWEN3 = Family(
     name="qwen3",
     package=suites.QWEN3.package,
-    providers=("huggingface", "torch_compile", "liger", "liger_cutedsl", "liger_cutile", "bastile", "bastile_adamw", "bastile_sdpa",
-               "bastile_unpacked", "bastile_captured", "bastile_recompute", "unsloth"),
-    step_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
+    providers=("huggingface", "huggingface_flex", "huggingface_varlen", "torch_compile", "liger", "liger_flex", "liger_varlen",
+               "liger_cutedsl", "liger_cutile", "bastile", "bastile_adamw", "bastile_sdpa", "bastile_unpacked", "bastile_captured",
+               "bastile_recompute", "unsloth"),
+    step_providers=("huggingface", "torch_compile", "liger", "bastile", "bastile_adamw"),
+    masked_providers=MASKED,
     fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     prepare=prepare_qwen3,
-    new_model=lambda args, device: new_qwen3(args.model, args.layers, device, DTYPES[getattr(args, "weights", "bf16")]),
+    new_model=lambda args, device: new_qwen3(
+        args.model, args.layers, device, DTYPES[getattr(args, "weights", "bf16")], attention_of(args.child)
+    ),
     packs=True,
     tokens=(256, 512, 1024, 2048, 4096, 8192, 16384, 18432, 20480, 24576, 26624),
 )
 QWEN3_MOE = Family(
     name="qwen3_moe",
     package=suites.QWEN3_MOE.package,
-    providers=("huggingface", "liger", "bastile", "bastile_adamw", "bastile_sdpa", "bastile_unpacked", "bastile_recompute"),
+    providers=("huggingface", "huggingface_flex", "huggingface_varlen", "liger", "liger_flex", "liger_varlen", "bastile",
+               "bastile_adamw", "bastile_sdpa", "bastile_unpacked", "bastile_recompute"),
     step_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
+    masked_providers=MASKED,
     fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     prepare=prepare_qwen3,
     new_model=new_qwen3_moe,
@@ -177,6 +198,7 @@ GPT_OSS = Family(
     package=suites.GPT_OSS.package,
     providers=("huggingface", "huggingface_flex", "liger_flex", "bastile", "bastile_adamw", "bastile_flex"),
     step_providers=("huggingface", "huggingface_flex", "liger_flex", "bastile", "bastile_adamw"),
+    masked_providers=("huggingface_flex", "liger_flex", "bastile"),
     fsdp_providers=("huggingface_flex", "liger_flex", "bastile", "bastile_adamw"),  # eager attention fits at the shortest lengths alone
     prepare=prepare_gpt_oss,
     new_model=new_gpt_oss,
@@ -201,21 +223,27 @@ def make_model(name: str, layers: int | None, device: str, dtype: torch.dtype = 
     return model
 
 
-def fill(model, part: str = "") -> None:
-    """Draw all parameters of a model. part: those alone whose name has it."""
+def fill(model, part: str = "", kind: str = routing.UNIFORM) -> None:
+    """Draw all parameters of a model. part: those alone whose name has it; kind: of the routing, for a model with experts."""
     for name, parameter in model.named_parameters():
         if part in name:
-            fill_parameter(name, parameter)
+            fill_parameter(name, parameter, model.config, kind)
 
 
 @torch.no_grad()
-def fill_parameter(name: str, parameter: torch.Tensor) -> None:
-    """Draw a weight from its name; make a norm's weight, or a bias, 1."""
+def fill_parameter(name: str, parameter: torch.Tensor, config, kind: str = routing.UNIFORM) -> None:
+    """Draw a weight from its name; make a norm's weight 1, and a bias or a sink 0. config: of the model; kind: of the routing, for which
+    embedding and routers of a model with experts are drawn as routing.py says."""
     generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
-    if parameter.dim() == 1:
+    experts, top_k = routing.experts_of(config)
+    if not name.endswith("weight") and (parameter.dim() == 1 or name.endswith("bias")):
+        parameter.zero_()
+    elif parameter.dim() == 1:
         parameter.fill_(1.0)
     else:
-        parameter.normal_(0.0, 0.02, generator=generator)
+        parameter.normal_(0.0, 1.0 if experts and "embed_tokens" in name else DEVIATION, generator=generator)
+        if kind == routing.SKEWED and name.endswith(ROUTERS):
+            parameter *= routing.row_lengths(experts, top_k).to(parameter)[:, None]
 
 
 def make_optimizer(model, device: str, provider: str, folder: str = "."):

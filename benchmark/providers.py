@@ -30,6 +30,7 @@ class Provider:
 PROVIDERS = {
     "huggingface": Provider("Hugging Face", {"color": "#999999", "marker": "s"}),
     "huggingface_flex": Provider("Hugging Face, flex attention", {"color": "#999999", "marker": "s", "linestyle": "--"}),
+    "huggingface_varlen": Provider("Hugging Face, varlen_attn", {"color": "#999999", "marker": "d", "linestyle": "-."}),
     "torch": Provider("PyTorch", {"color": "#56B4E9", "marker": "D"}),
     "torch_fused": Provider("PyTorch, fused", {"color": "#56B4E9", "marker": "D", "linestyle": "--"}),
     "torch_varlen": Provider("varlen_attn", {"color": "#009E73", "marker": "d"}),
@@ -37,6 +38,7 @@ PROVIDERS = {
     "torch_compile": Provider("torch.compile", {"color": "#CC79A7", "marker": "v"}),
     "liger": Provider("Liger", {"color": "#E69F00", "marker": "^"}),
     "liger_flex": Provider("Liger, flex attention", {"color": "#E69F00", "marker": "^", "linestyle": "--"}),
+    "liger_varlen": Provider("Liger, varlen_attn", {"color": "#E69F00", "marker": "d", "linestyle": "-."}),
     "liger_cutedsl": Provider("Liger CuTe DSL", {"color": "#009E73", "marker": "<"}),
     "liger_cutile": Provider("Liger cuTile", {"color": "#0072B2", "marker": ">"}, last=True),
     "unsloth": Provider("Unsloth", {"color": "#0072B2", "marker": "P"}),

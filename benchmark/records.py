@@ -8,6 +8,7 @@ import functools
 import importlib.metadata
 import json
 import os
+import platform
 import re
 import subprocess
 import tomllib
@@ -46,9 +47,21 @@ def package_version() -> str:
 
 
 @functools.cache
+def processor() -> str:
+    """Return the name of the host's processor, on which short calls depend, or the machine's architecture where the system has none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next((name for name in names if name), "") or platform.machine()
+
+
+@functools.cache
 def environment() -> dict[str, str]:
-    """Return the versions of everything that a number depends on."""
+    """Return the host, and the versions of everything that a number depends on."""
     found = {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
+    found |= {"processor": processor(), "cores": str(os.cpu_count()), "python": platform.python_version()}
     for name, distribution in (
         ("triton", "triton"),
         ("transformers", "transformers"),
@@ -56,6 +69,10 @@ def environment() -> dict[str, str]:
         ("kernels", "kernels"),
         ("cutlass_dsl", "nvidia-cutlass-dsl"),
         ("cuda_tile", "cuda-tile"),
+        ("peft", "peft"),
+        ("unsloth", "unsloth"),
+        ("unsloth_zoo", "unsloth_zoo"),
+        ("bitsandbytes", "bitsandbytes"),
     ):
         try:
             found[name] = importlib.metadata.version(distribution)
@@ -69,6 +86,12 @@ def environment() -> dict[str, str]:
 def now() -> str:
     """Return the time of a row."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@functools.cache
+def _configuration(text: str) -> dict:
+    """Return what a row says of its measurement; every caller gets the same object."""
+    return json.loads(text)
 
 
 @dataclass
@@ -93,7 +116,7 @@ class Measurement:
 
     @property
     def config(self) -> dict:
-        return json.loads(self.extra_benchmark_config_str)
+        return _configuration(self.extra_benchmark_config_str)
 
     @property
     def error(self) -> str:
@@ -110,7 +133,7 @@ class Measurement:
             self.metric_name,
             self.x_name,
             self.x_value,
-            *(config.get(name) for name in ("model", "layers", "dtype", "tokens", "gpus", "timing", "shape")),
+            *(config.get(name) for name in ("model", "layers", "dtype", "tokens", "gpus", "timing", "shape", "window")),
         )
 
 

@@ -5,7 +5,7 @@ import json
 import os
 from dataclasses import dataclass, field
 
-from . import models, records
+from . import models, records, routing
 from .providers import is_ours
 from .records import Row
 from .report import log
@@ -19,6 +19,8 @@ class Measured:
 
     ms: list[float] = field(default_factory=list)
     peak_gib: list[float] = field(default_factory=list)
+    compile_s: list[float] = field(default_factory=list)
+    rounds: int = 0
     losses: list[float] = field(default_factory=list)
     error: str = ""
 
@@ -35,6 +37,7 @@ class Results:
     steps: dict[tuple[str, int], Measured] = field(default_factory=dict)
     first_s: dict[str, list[float]] = field(default_factory=dict)
     ready_s: dict[str, list[float]] = field(default_factory=dict)
+    routings: dict[int, dict] = field(default_factory=dict)  # by tokens: weights and tokens are every provider's
 
     def add(self, provider: str, report: dict) -> None:
         """Take a child's report in, and print it."""
@@ -58,6 +61,11 @@ class Results:
             self.first_s.setdefault(provider, []).append(report["first_ms"] / 1e3)
         found = self.steps.setdefault((provider, tokens), Measured())
         found.ms += report["ms"]
+        found.rounds += 1
+        if report.get("routing"):
+            self.routings.setdefault(tokens, report["routing"])
+        if provider == "torch_compile":  # at every length
+            found.compile_s.append((report["first_ms"] - Quantiles.of(report["ms"]).median) / 1e3)
         found.losses = found.losses or report["losses"]
         if report["peak_gib"] is not None:
             found.peak_gib.append(report["peak_gib"])
@@ -90,6 +98,9 @@ class Results:
             rows.append(self._row(provider, tokens, "throughput", "tokens/s", rate))
             if found.peak_gib:
                 rows.append(self._row(provider, tokens, "memory", "GiB", Quantiles.of(found.peak_gib)))
+            if found.compile_s:  # later processes find some of it in a cache
+                seconds = max(found.compile_s)
+                rows.append(self._row(provider, tokens, "compile_time", "s", Quantiles(seconds, seconds, seconds)))
             for step, loss in enumerate(found.losses, 1):
                 rows.append(self._row(provider, tokens, "loss", "nats", Quantiles(loss, loss, loss), ("step", "step", str(step))))
         for metric, seconds in (("first_step", self.first_s), ("until_ready", self.ready_s)):
@@ -103,9 +114,12 @@ class Results:
         numbers, _ = numbers_and_error(value)
         x = x or ("tokens", "tokens in a sequence", str(tokens))
         known = {"model": models.full_name(self.args.model), "layers": self.args.layers, "tokens": tokens, "dtype": "bf16"}
-        known |= {"gpus": self.gpus, "warmup": self.args.warmup, "steps": self.args.steps, "rounds": self.args.rounds}
+        rounds = self.steps[provider, tokens].rounds if (provider, tokens) in self.steps else 0
+        known |= {"gpus": self.gpus, "warmup": self.args.warmup, "steps": self.args.steps, "rounds": rounds}
         allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
         known |= {"allocator": allocator} if allocator else {}
+        if tokens in self.routings:
+            known["routing"] = {"kind": getattr(self.args, "routing", routing.UNIFORM), **self.routings[tokens]}
         extra = json.dumps(known | config | self.environment, sort_keys=True)
         return Row(self.kernel, provider, "full", metric, unit, *x, *numbers, extra, self.gpu)
 

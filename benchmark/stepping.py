@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import records
+from . import records, routing
 from .memory import GiB, held_by_graphs
 from .providers import NotInstalled, require_modules
 from .report import message
@@ -44,6 +44,11 @@ class Form:
         found = f"_{self.documents}_documents" if self.documents > 1 else ""
         return found + (f"_{self.rows}_rows_padding_{self.padding:g}" if self.rows > 1 or self.padding else "")
 
+    @property
+    def masked(self) -> bool:
+        """Tell whether some token must not see some token before it."""
+        return self.documents > 1 or self.padding > 0
+
     def batch(self, ids: torch.Tensor) -> dict:
         """Return the arguments of a causal LM. ids: [1, tokens]."""
         tokens, device = ids.shape[1], ids.device
@@ -64,19 +69,25 @@ class Form:
 @dataclass(frozen=True)
 class Recipe:
     """What is trained, and how. lora: the rank of PEFT's adapters on all projections, which alone are trained then; 0 for all weights.
-    autocast: to bf16, as `bf16=True` of a Trainer does it. weights: their dtype."""
+    autocast: to bf16, as `bf16=True` of a Trainer does it. weights: their dtype. checkpointing: of every layer. routing: of routing.py, for
+    a model with experts."""
 
     lora: int = 0
     autocast: bool = False
     weights: str = "bf16"
+    checkpointing: bool = False
+    routing: str = routing.UNIFORM
 
     @property
     def name(self) -> str:
         """Return what tells the results of this recipe from those of bf16 weights that are all trained: "" for that one."""
-        return f"_lora_{self.lora}" * bool(self.lora) + "_autocast" * self.autocast + "_fp32" * (self.weights == "fp32")
+        found = f"_lora_{self.lora}" * bool(self.lora) + "_autocast" * self.autocast + "_fp32" * (self.weights == "fp32")
+        return found + "_checkpointing" * self.checkpointing + f"_{self.routing}" * (self.routing != routing.UNIFORM)
 
     def adapt(self, model):
         """Return the model as it is trained: itself, or a PEFT model whose adapters are drawn."""
+        if self.checkpointing:
+            model.gradient_checkpointing_enable()
         if not self.lora:
             return model
         require_modules("peft")
@@ -88,7 +99,8 @@ class Recipe:
 
 @dataclass
 class Stepper:
-    """A model in training, and the means to measure it. capture: what has its layers replayed as CUDA graphs for rows and tokens."""
+    """A model in training, and the means to measure it. begin(model, rows, tokens): called before the steps of each length, to record CUDA
+    graphs, say, or to compile."""
 
     model: object
     optimizer: object
@@ -97,7 +109,7 @@ class Stepper:
     rank: int = 0
     form: Form = Form()
     autocast: bool = False
-    capture: Callable | None = None
+    begin: Callable | None = None
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -118,14 +130,16 @@ class Stepper:
         return (time.perf_counter() - start) * 1e3, loss
 
     def run(self, tokens: int, warmup: int, steps: int) -> dict:
-        """Do steps at one length, and return the milliseconds of each, those of the first, losses, peak memory in GiB."""
+        """Do steps at one length, and return the milliseconds of each, those of the first, losses, peak memory in GiB, and where a model
+        with experts sends its tokens."""
         gc.collect()
         cuda = self.device.startswith("cuda")
         if cuda:
             torch.cuda.empty_cache()
         batch = self.form.batch(self.ids(tokens))
-        if self.capture:
-            self.capture(self.model, *batch["input_ids"].shape)
+        routed = routing.record(self.model, **{name: value for name, value in batch.items() if name != "labels"})
+        if self.begin:
+            self.begin(self.model, *batch["input_ids"].shape)
         timed = [self.timed(batch) for _ in range(warmup)]
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -138,6 +152,7 @@ class Stepper:
             "first_ms": milliseconds[0],
             "peak_gib": peak,
             "losses": [loss.item() for loss in losses[:LOSSES]],
+            "routing": routed and routed.asdict(),
         }
 
 

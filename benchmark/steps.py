@@ -6,11 +6,14 @@
     python -m benchmark.steps --autocast [--weights fp32] [--lora 16]
     python -m benchmark.steps --layers 12 --tokens 8192 --documents 8
     python -m benchmark.steps --layers 12 --tokens 8192 --rows 4 --padding 0.2
+    python -m benchmark.steps --model qwen3_moe_30b_a3b --routing skewed
+    python -m benchmark.steps --checkpointing --tokens 8192
 
 One process a provider, in turns. Sequences get longer until they do not fit.
 """
 
 import argparse
+import dataclasses
 import time
 from pathlib import Path
 
@@ -22,7 +25,7 @@ if not __package__:  # a measuring process runs this as a file
     sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
     __package__ = Path(__file__).absolute().parent.name
 
-from . import families, models, records, unsloth_peer
+from . import families, models, records, routing, unsloth_peer
 from .command_line import default_device, integers, new_parser, some_of
 from .families import Family
 from .processes import Group
@@ -71,7 +74,8 @@ def child_arguments(args, provider: str) -> list[str]:
     found += ["--documents", str(args.documents), "--rows", str(args.rows), "--padding", str(args.padding)]
     recipe = recipe_of(args)
     if recipe.name:
-        found += ["--lora", str(recipe.lora), "--weights", recipe.weights, *(["--autocast"] * recipe.autocast)]
+        found += ["--lora", str(recipe.lora), "--weights", recipe.weights, "--routing", recipe.routing]
+        found += ["--autocast"] * recipe.autocast + ["--checkpointing"] * recipe.checkpointing
     return found + ["--layers", str(args.layers or models.size(args.model).layers)]
 
 
@@ -111,27 +115,37 @@ def add_recipe(p: argparse.ArgumentParser, lora: int = 0) -> None:
     p.add_argument("--lora", type=int, default=lora, help="the rank of PEFT's adapters on all projections; 0 trains all weights")
     p.add_argument("--autocast", action="store_true", help="to bf16, as bf16=True of a Trainer does it")
     p.add_argument("--weights", choices=("bf16", "fp32"), default="bf16", help="the dtype of the weights")
+    p.add_argument("--checkpointing", action="store_true", help="of every layer's activations")
+    kinds = (routing.UNIFORM, routing.SKEWED)
+    p.add_argument("--routing", choices=kinds, default=routing.UNIFORM, help="where a mixture of experts sends its tokens, see routing.py")
 
 
 def recipe_of(args) -> Recipe:
     """Return what the command line says of what is trained, and how."""
-    return Recipe(args.lora, args.autocast, args.weights) if hasattr(args, "lora") else Recipe()
+    names = [field.name for field in dataclasses.fields(Recipe)]
+    return Recipe(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+
+
+def compile_layers(model, *_) -> None:
+    """Have torch.compile compile the decoder layer, once for all of them, and the loss, for the next batch's shape."""
+    torch._dynamo.reset()  # what was compiled for another length counts towards a limit
+    for layer in model.model.layers:
+        layer.compile(dynamic=False)
+    model.loss_function = torch.compile(type(model).loss_function.fget(model), dynamic=False)
 
 
 def build(args) -> Stepper:
     """Return what a measuring process steps."""
     family, recipe = families.family_of(args.model), recipe_of(args)
     model = family.new_model(args, args.device)
-    families.fill(model)
+    families.fill(model, kind=recipe.routing)
     model = unsloth_peer.adapted(model, recipe.lora) if args.child == "unsloth" else recipe.adapt(model)
     families.fill(model, "lora_")
     if family.packs and is_ours(args.child) and args.child != "bastile_unpacked":
         package(family.package).pack(model)
     optimizer = families.make_optimizer(model, args.device, args.child, family.package)
-    if args.child == "torch_compile":
-        model.model = torch.compile(model.model)
-    capture = package(family.package).capture if args.child == "bastile_captured" else None
-    return Stepper(model, optimizer, args.device, model.config.vocab_size, 0, form_of(args), recipe.autocast, capture)
+    begin = {"torch_compile": lambda: compile_layers, "bastile_captured": lambda: package(family.package).capture}.get(args.child)
+    return Stepper(model, optimizer, args.device, model.config.vocab_size, 0, form_of(args), recipe.autocast, begin and begin())
 
 
 def main(
@@ -148,15 +162,20 @@ def main(
     if args.child:
         return child(args, build, family.prepare)
     args.tokens, args.layers = args.tokens or family.tokens, args.layers or layers or family.layers
-    args.providers = args.providers or in_order({*family.step_providers, *(set(peers) & set(family.providers))})
+    form = form_of(args)
+    usual = family.masked_providers if form.masked else family.step_providers
+    usual = tuple(name for name in usual if name != "torch_compile" or not recipe.name)
+    args.providers = args.providers or in_order({*usual, *(set(peers) & set(family.providers))})
     check_providers(p, args, family)
-    if recipe.lora and "torch_compile" in args.providers:
-        p.error("argument --providers: torch_compile compiles no adapters; leave it out, or --lora")
+    if (recipe.lora or recipe.checkpointing) and "torch_compile" in args.providers:
+        p.error("argument --providers: torch_compile compiles no adapters or checkpoints; leave it out, or --lora and --checkpointing")
     if "unsloth" in args.providers and (not recipe.lora or recipe.weights != "bf16"):
         p.error("argument --providers: unsloth trains adapters over bf16 weights; leave it out, or ask for --lora")
     if recipe.weights == "fp32" and family.name != "qwen3":
         p.error(f"argument --weights: fp32 is for Qwen3, and the model is {args.model}")
-    return run_all(f"{family.name}_step{recipe.name}{form_of(args).name}", __file__, args)
+    if recipe.routing != routing.UNIFORM and family.name == "qwen3":
+        p.error(f"argument --routing: {args.model} has no experts")
+    return run_all(f"{family.name}_step{recipe.name}{form.name}", __file__, args)
 
 
 if __name__ == "__main__":
