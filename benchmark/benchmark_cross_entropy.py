@@ -1,4 +1,5 @@
-"""Cross entropy of logits, a seventh of whose labels do not count. The logits are still there afterwards, so three passes are the least."""
+"""Cross entropy of logits, a seventh of whose labels do not count. Two passes are the least that any form needs: one reads the
+logits, one writes their gradient. A form that leaves the logits alone and makes the gradient in the backward pass reads them twice."""
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from .operation import Inputs, LigerConvention, Limit, Operation, bytes_moved
 from .suites import LIGER
 
 IGNORED = -100
+TWICE = 2 / 3  # of the floor: what a form that reads the logits twice can reach
 
 
 def inputs(size, tokens, random) -> Inputs:
@@ -46,11 +48,11 @@ CROSS_ENTROPY = Operation(
     bastile=lambda package: providers.operation(package, "cross_entropy"),
     formula_provider="torch",
     peers={"liger": of_liger},
-    work=bytes_moved(1, 2),  # x; x, dx
+    work=bytes_moved(1, 1),  # x; dx
     limits=(
-        Limit(8192, 0.92, liger=1.2),
-        Limit(4096, 0.92, liger=1.2, dtype="fp32"),
-        Limit(1024, 0.92, {"vocab": 151936}, liger=1.2),
+        Limit(8192, 0.92 * TWICE, liger=1.2),
+        Limit(4096, 0.92 * TWICE, liger=1.2, dtype="fp32"),
+        Limit(1024, 0.92 * TWICE, {"vocab": 151936}, liger=1.2),
     ),
     liger=LigerConvention(x_name="V", x_label="vocab size"),
 )

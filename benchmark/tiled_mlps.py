@@ -1,4 +1,5 @@
-"""What the benchmarks of the tiled MLPs share. The floor is their matrix products: eleven, since the backward pass computes two again."""
+"""What the benchmarks of the tiled MLPs share. The floor is the nine matrix products that any form needs; tiled ones compute two of them
+again in the backward pass, so that they hold one tile's activations, and cannot reach it."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from .operation import Inputs, LigerConvention, Limit, Operation, Work
 from .suites import LIGER
 
 SHARDS = 4
+TILED = 9 / 11  # of the floor: what a form that computes two products again can reach
 
 
 def inputs(size, tokens, random) -> Inputs:
@@ -25,7 +27,7 @@ def products(inputs: Inputs, mode: str) -> list[tuple[int, int, int]]:
     """Return the (m, n, k) of the matrix products over all tokens at once."""
     (_, tokens, hidden), wide = inputs.leaves[0].shape, inputs.leaves[1].shape[0]
     up, down = (tokens, wide, hidden), (tokens, hidden, wide)
-    back = [up] * 3 + [down] * 2 + [(wide, hidden, tokens)] * 2 + [(hidden, wide, tokens)]
+    back = [up] + [down] * 2 + [(wide, hidden, tokens)] * 2 + [(hidden, wide, tokens)]
     return {"backward": [], "full": back}.get(mode, []) + ([up, up, down] if mode != "backward" else back)
 
 
@@ -96,6 +98,6 @@ def tiled_mlp(name: str, title: str, position: int, gate: Callable, activation: 
         modes=("full", "forward"),
         writes_inputs=False,
         tokens=(2048, 8192, 16384),
-        limits=(Limit(16384, 0.94, liger=1.02), Limit(2048, 0.94, liger=1.4)),
+        limits=(Limit(16384, 0.94 * TILED, liger=1.02), Limit(2048, 0.94 * TILED, liger=1.4)),
         liger=LigerConvention(x_name="T", x_label="sequence length"),
     )
