@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .PHONY: help demo test test-gpu test-mutants test-transformers test-multigpu test-sanitizer build stage upload hub check clean \
-	bench-ops bench-liger bench-rmsnorm bench-lce bench-qwen3 bench-lora bench-qwen3-moe bench-gpt-oss bench-fsdp bench-generate \
+	bench-all bench-ops bench-liger bench-rmsnorm bench-lce bench-qwen3 bench-lora bench-qwen3-moe bench-gpt-oss bench-fsdp bench-generate \
 	bench-adamw bench-host bench-plots
 
 help: ## this list
@@ -55,6 +55,9 @@ upload: build ## publish every package's build/ to the Hub (HF_TOKEN, or hf auth
 hub: $(READY) ## a local Hub on http://127.0.0.1:8765
 	$(BIN)/python -m tools.hub_server --root .cache/hub --port 8765
 
+bench-all: $(READY) ## every run that the tables need, in the order of their weight (RUNS=steps,lora for some, BUDGET=540 for 9 minutes)
+	$(BIN)/python -m benchmark.all $(if $(RUNS),--runs $(RUNS)) $(if $(BUDGET),--budget-s $(BUDGET))
+
 bench-ops: $(READY) ## every operation against its peers and the floor (needs a GPU, about 5 minutes)
 	$(BIN)/python -m benchmark --budget-s 300
 
@@ -68,7 +71,7 @@ bench-lce: $(READY) ## linear + cross entropy alone
 	$(BIN)/python -m benchmark.benchmark_linear_cross_entropy
 
 bench-qwen3: $(READY) ## whole training steps of Qwen3-8B (needs a 141 GB GPU; --model for smaller ones)
-	$(BIN)/python -m benchmark.benchmark_qwen3 --rounds 2 --budget-s 560
+	$(BIN)/python -m benchmark.benchmark_qwen3 --rounds 3 --budget-s 560
 
 bench-lora: $(READY) ## training steps of LoRA, and under autocast over bf16 and fp32 weights
 	$(BIN)/python -m benchmark.benchmark_lora
@@ -77,12 +80,12 @@ bench-lora: $(READY) ## training steps of LoRA, and under autocast over bf16 and
 
 bench-qwen3-moe: $(READY) ## Qwen3-30B-A3B: the layer of experts, and training steps of 12 layers (needs a 141 GB GPU)
 	$(BIN)/python -m benchmark.benchmark_qwen3_experts --budget-s 300
-	$(BIN)/python -m benchmark.steps --model qwen3_moe_30b_a3b --rounds 2 --budget-s 560
+	$(BIN)/python -m benchmark.steps --model qwen3_moe_30b_a3b --rounds 3 --budget-s 560
 
 bench-gpt-oss: $(READY) ## GPT-OSS: the layer of experts, 32 and 128 of them, and training steps of 12 layers (needs a 141 GB GPU)
 	$(BIN)/python -m benchmark.benchmark_experts --budget-s 300
 	$(BIN)/python -m benchmark.benchmark_experts --model gpt_oss_120b --tokens 2048,8192 --budget-s 300
-	$(BIN)/python -m benchmark.steps --model gpt_oss_20b --rounds 2 --budget-s 560
+	$(BIN)/python -m benchmark.steps --model gpt_oss_20b --rounds 3 --budget-s 560
 
 bench-fsdp: $(READY) ## training steps sharded over two GPUs
 	$(BIN)/python -m benchmark.benchmark_fsdp --gpus 2

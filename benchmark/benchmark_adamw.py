@@ -25,7 +25,7 @@ from .correctness import relative_error as error_of
 from .families import make_model
 from .floors import copy_call
 from .kernels_cli import Benchmark
-from .markdown import Notes, by_provider, columns_of, markdown, milliseconds, origin, select, share, times_faster
+from .markdown import Table, by_provider, columns_of, milliseconds, of_floor, select, times_faster
 from .providers import FLOOR
 from .records import Row
 from .report import log, message
@@ -164,14 +164,14 @@ def of_host(row: Row | None) -> str:
 def table(found: list[Row]) -> str:
     """Return the milliseconds of an optimizer step by what it steps."""
     found = select(found, kernel_name="adamw", model=QWEN3.model, metric_name="speed")
-    names, notes, body = columns_of(found), Notes(), []
+    names = columns_of(found)
+    table = Table("parameters of", *map(providers.title, names), "floor", "Bastile: of the floor", "vs best peer")
     for name in dict.fromkeys(row.x_value for row in found):
         mine = by_provider(select(found, x_value=name))
         title = CASES[name].title.format(model=models.title(QWEN3.model), layers=found[-1].config["layers"])
-        cells = [notes.cell(mine.get(p), milliseconds) + of_host(mine.get(p)) for p in (*names, FLOOR)]
-        body.append([title, *cells, share(mine.get(FLOOR), mine.get("bastile")), times_faster(mine)])
-    head = ["parameters of", *map(providers.title, names), "floor", "Bastile: of the floor", "vs best peer"]
-    return markdown(head, body) + str(notes) + origin(found) if found else ""
+        cells = [table.notes.cell(mine.get(p), milliseconds) + of_host(mine.get(p)) for p in (*names, FLOOR)]
+        table.add([title, *cells, of_floor(mine), times_faster(mine)], mine.values())
+    return table.text()
 
 
 TABLES = {"adamw": table}

@@ -18,10 +18,11 @@ if not __package__:  # run as a file, or by `kernels benchmark`
     sys.path.insert(0, str(Path(__file__).absolute().parents[1]))  # the links of the Hub's cache are not followed
     __package__ = Path(__file__).absolute().parent.name
 
-from . import models
+from . import models, providers
 from .harness import main
 from .kernels_cli import OperationBenchmark
-from .operation import Case, Inputs, Operation, Random, Reference, Work
+from .markdown import Table, by_provider, columns_of, milliseconds, of_floor, select, times_faster
+from .operation import MODE_TITLES, Case, Inputs, Operation, Random, Reference, Work
 from .providers import NotInstalled
 from .suites import GPT_OSS, QWEN3
 
@@ -242,6 +243,26 @@ def declare(name, title, suite, position, documents, windows, sinks, tokens) -> 
 
 ATTENTION = declare("attention", "attention, 8 documents", QWEN3, 8, DOCUMENTS, ("none",), False, TOKENS)
 SINKS = declare("sink_attention", "attention with sinks", GPT_OSS, 8, ("1", "8"), WINDOWS, True, (4096, 8192))
+
+
+def table(rows: list) -> str:
+    """Return attention alone, forward and backward, by the documents and windows of a row."""
+    names = (ATTENTION.name, SINKS.name)
+    found = [row for row in select(rows, metric_name="speed", dtype="bf16", timing="device") if row.kernel_name in names]
+    names = columns_of(found)
+    shown = Table("", "documents", "window", "tokens", *map(providers.title, names), "floor", "Bastile: of the floor", "vs best peer")
+    for operation in (ATTENTION, SINKS):
+        for mode in operation.modes:
+            mine = select(found, kernel_name=operation.name, kernel_operation_mode=mode, model=operation.suite.model)
+            for documents, window, tokens in dict.fromkeys((r.x_value, r.config["window"], r.config["tokens"]) for r in mine):
+                by = by_provider(select(mine, x_value=documents, window=window, tokens=tokens))
+                title = f"{operation.title.partition(', ')[0]}, {MODE_TITLES.get(mode, mode)}"
+                cells = [shown.notes.cell(by.get(p), milliseconds) for p in (*names, providers.FLOOR)]
+                shown.add([title, documents, window, str(tokens), *cells, of_floor(by), times_faster(by)], by.values())
+    return shown.text()
+
+
+TABLES = {"attention": table}
 
 
 class AttentionBenchmark(OperationBenchmark):

@@ -20,22 +20,9 @@ if not __package__:  # run as a file, or by `kernels benchmark`
 from . import models, providers
 from .harness import main
 from .kernels_cli import OperationBenchmark
-from .markdown import (
-    Notes,
-    by_provider,
-    columns_of,
-    gibibytes,
-    in_order,
-    joined,
-    markdown,
-    milliseconds,
-    origin,
-    select,
-    share,
-    times_faster,
-)
+from .markdown import Notes, Table, by_provider, columns_of, gibibytes, in_order, joined, milliseconds, of_floor, select, times_faster
 from .operation import MODE_TITLES, Inputs, Operation, Random, Reference, Work
-from .step_tables import step_cells, step_groups
+from .step_tables import defensible, parts_of, routes, step_cells, step_groups
 from .suites import GPT_OSS
 
 ALPHA, LIMIT = 1.702, 7.0
@@ -182,28 +169,30 @@ def layer_rows(rows: list) -> list:
     return [row for row in select(rows, dtype="bf16", timing="device") if row.kernel_name in (UNIFORM.name, SKEWED.name)]
 
 
-def cells_of(rows: list, names: list[str], notes: Notes) -> list[str]:
-    """Return of one size and pass: time and memory of each provider, the time of the bare GEMMs, and both comparisons."""
-    found, memory = (by_provider(select(rows, metric_name=name)) for name in ("speed", "memory"))
-    line = [joined(notes.cell(found.get(p), milliseconds), notes.cell(memory.get(p), gibibytes)) for p in names]
-    bare = found.get(providers.FLOOR)
-    return [*line, notes.cell(bare, milliseconds), share(found.get("bastile"), bare), times_faster(found)]
-
-
 def experts_table(rows: list) -> str:
     """Return the table of the layer by model, pass, routing and tokens."""
     rows = layer_rows(rows)
     speed = select(rows, metric_name="speed")
-    names, notes, body = columns_of(speed), Notes(), []
+    names = columns_of(speed)
+    head = ["layer, routing, pass", "tokens", *map(providers.title, names), "bare GEMMs", "Bastile: of the GEMMs", "vs best peer"]
+    table = Table(*head)
     for model in in_order(row.config["model"] for row in speed):
         for mode in UNIFORM.modes:
             for layer in (UNIFORM, SKEWED):
                 mine = select(rows, kernel_name=layer.name, model=model, kernel_operation_mode=mode)
                 for tokens in in_order(row.x_value for row in select(mine, metric_name="speed")):
                     title = f"{models.size(model).experts} {layer.title.removesuffix(' routing')}, {MODE_TITLES.get(mode, mode)}"
-                    body.append([title, tokens, *cells_of(select(mine, x_value=tokens), names, notes)])
-    head = ["layer, routing, pass", "tokens", *map(providers.title, names), "bare GEMMs", "Bastile: of the GEMMs", "vs best peer"]
-    return markdown(head, body) + bias_errors(rows) + str(notes) + origin(speed) if speed else ""
+                    found, memory, cells = layer_cells(select(mine, x_value=tokens), names, table.notes)
+                    bare = table.notes.cell(found.get(providers.FLOOR), milliseconds)
+                    line = [title, tokens, *cells, bare, of_floor(found), times_faster(found)]
+                    table.add(line, [*found.values(), *memory.values()])
+    return table.text(bias_errors(rows))
+
+
+def layer_cells(rows: list, names: list[str], notes: Notes) -> tuple[dict, dict, list[str]]:
+    """Return of one size and pass the speed and the memory of each provider, and the cells that show both."""
+    found, memory = (by_provider(select(rows, metric_name=name)) for name in ("speed", "memory"))
+    return found, memory, [joined(notes.cell(found.get(p), milliseconds), notes.cell(memory.get(p), gibibytes)) for p in names]
 
 
 def bias_errors(rows: list) -> str:
@@ -211,27 +200,27 @@ def bias_errors(rows: list) -> str:
     errors = [row for name in BIAS_BOUNDS for row in select(rows, metric_name=f"error_{name}")]
     worst = {p: max(row.y_value_50 or 0 for row in select(errors, kernel_provider=p)) for p in columns_of(errors)}
     text = ", ".join(f"{providers.title(p)} {error:.1%}" for p, error in worst.items())
-    return f"\n\nThe largest relative error of a bias's gradient, against float64: {text}." if text else ""
+    return f"The largest relative error of a bias's gradient, against float64: {text}." if text else ""
 
 
 def summary(rows: list) -> str:
     """Return GPT-OSS in short: the layer forward and backward, and the steps, at one number of tokens."""
     tokens = str(GPT_OSS.tokens)
-    rows = select(rows, x_name="tokens", x_value=tokens, kernel_operation_mode="full", dtype="bf16")
-    layer = layer_rows(rows)
-    steps = [row for row in rows if row.kernel_name in ("gpt_oss_step", "gpt_oss_fsdp")]
-    times = select(layer, metric_name="speed") + select(steps, metric_name="step_time")
-    names, notes, body = columns_of(times), Notes(), []
+    layer = layer_rows(select(rows, x_name="tokens", x_value=tokens, kernel_operation_mode="full", dtype="bf16"))
+    of_steps = [row for row in rows if row.kernel_name in ("gpt_oss_step", "gpt_oss_fsdp")]
+    steps = defensible(select(of_steps, x_name="tokens", x_value=tokens, kernel_operation_mode="full", dtype="bf16"))
+    names = columns_of(select(layer, metric_name="speed") + select(steps, metric_name="step_time"))
+    table = Table(f"{tokens} tokens", *map(providers.title, names), "vs best peer")
     for model in in_order(row.config["model"] for row in layer):
         for each in (UNIFORM, SKEWED):
-            mine = select(layer, kernel_name=each.name, model=model)
-            found, memory = (by_provider(select(mine, metric_name=name)) for name in ("speed", "memory"))
-            cells = [joined(notes.cell(found.get(p), milliseconds), notes.cell(memory.get(p), gibibytes)) for p in names]
-            body.append([f"{models.size(model).experts} {each.title}", *cells, times_faster(found)])
+            found, memory, cells = layer_cells(select(layer, kernel_name=each.name, model=model), names, table.notes)
+            title = f"{models.size(model).experts} {each.title}"
+            table.add([title, *cells, times_faster(found)], [*found.values(), *memory.values()])
     for title, mine in step_groups(steps):
-        body.append([f"step of {title}", *step_cells(mine, names, notes), times_faster(by_provider(select(mine, metric_name="step_time")))])
-    head = [f"{tokens} tokens", *map(providers.title, names), "vs best peer"]
-    return markdown(head, body) + str(notes) + origin(times) if times else ""
+        found, memory = parts_of(mine)
+        line = [f"step of {title}", *step_cells(mine, names, table.notes), times_faster(found)]
+        table.add(line, [*found.values(), *memory.values()])
+    return table.text(routes(steps))
 
 
 TABLES = {"gpt_oss_experts": experts_table, "gpt_oss": summary}

@@ -22,7 +22,7 @@ from .command_line import integers, layers_parser
 from .correctness import BOUNDS, relative_error
 from .families import make_model
 from .kernels_cli import Benchmark
-from .markdown import Notes, by_provider, in_order, markdown, number, origin, select, times_faster
+from .markdown import Table, by_provider, in_order, number, select, times_faster
 from .records import Row
 from .report import log
 from .suites import QWEN3
@@ -103,17 +103,16 @@ def measure(args, batch: int, clock: Clock) -> list[Row]:
 def table(found: list[Row]) -> str:
     """Return the milliseconds of a prefill and of one more token, by the number of sequences."""
     found = select(found, kernel_name="generate", model=QWEN3.model, metric_name="speed")
-    notes, body = Notes(), []
-    for mode, title in (("prefill", "prefill"), ("decode", "one token")):
-        for batch in in_order(row.x_value for row in found):
-            mine = by_provider(select(found, kernel_operation_mode=mode, x_value=batch))
-            cells = [notes.cell(mine.get(p), lambda us: number(us / 1e3)) for p in PROVIDERS]
-            body.append([f"{title}, batch {batch}", *cells, times_faster(mine)])
     if not found:
         return ""
     config = found[-1].config
-    head = [f"ms, {config['tokens']} tokens, {config['layers']} layers", *map(providers.title, PROVIDERS), "speed"]
-    return markdown(head, body) + str(notes) + origin(found)
+    table = Table(f"ms, {config['tokens']} tokens, {config['layers']} layers", *map(providers.title, PROVIDERS), "speed vs best peer")
+    for mode, title in (("prefill", "prefill"), ("decode", "one token")):
+        for batch in in_order(row.x_value for row in found):
+            mine = by_provider(select(found, kernel_operation_mode=mode, x_value=batch))
+            cells = [table.notes.cell(mine.get(p), lambda us: number(us / 1e3)) for p in PROVIDERS]
+            table.add([f"{title}, batch {batch}", *cells, times_faster(mine)], mine.values())
+    return table.text()
 
 
 TABLES = {"generate": table}

@@ -28,7 +28,7 @@ from . import models, providers, records, rows
 from .command_line import layers_parser, some_of
 from .families import fill, new_qwen3
 from .kernels_cli import Benchmark
-from .markdown import Notes, by_provider, columns_of, markdown, origin, select, times_faster
+from .markdown import Table, by_provider, columns_of, select, times_faster
 from .operation import Random
 from .records import Row
 from .report import log, message
@@ -225,13 +225,15 @@ def measure(args, name: str) -> list[Row]:
 def table(found: list[Row]) -> str:
     """Return the host's microseconds by what is called."""
     found = select(found, kernel_name="host", metric_name="host_time")
-    names, notes, body = columns_of(found), Notes(), []
+    names = columns_of(found)
+    table = Table("µs of host time", *map(providers.title, names), "speed vs best peer")
     for name in dict.fromkeys(row.x_value for row in found):
         mine = by_provider(select(found, x_value=name))
         ours = next((p for p in ("bastile", "bastile_adamw") if p in mine), "bastile")
-        cells = [notes.cell(mine.get(p), lambda us: f"{us:.0f}") for p in names]
-        body.append([CASES[name].title.format(layers=found[-1].config["layers"]), *cells, times_faster(mine, ours)])
-    return markdown(["µs of host time", *map(providers.title, names), "speed"], body) + str(notes) + origin(found) if found else ""
+        cells = [table.notes.cell(mine.get(p), lambda us: f"{us:.0f}") for p in names]
+        title = CASES[name].title.format(layers=found[-1].config["layers"])
+        table.add([title, *cells, times_faster(mine, ours)], mine.values())
+    return table.text()
 
 
 TABLES = {"host_time": table}

@@ -17,7 +17,7 @@ from . import eager, providers
 from .correctness import relative_error
 from .harness import main
 from .kernels_cli import OperationBenchmark
-from .markdown import Notes, by_provider, columns_of, gibibytes, in_order, joined, markdown, milliseconds, origin, select, share
+from .markdown import Table, by_provider, columns_of, gibibytes, in_order, joined, milliseconds, of_floor, select, times_faster
 from .operation import Inputs, Operation, Reference, Work
 from .suites import QWEN3
 
@@ -116,7 +116,9 @@ def table(rows: list) -> str:
     wanted = {"kernel_operation_mode": "full", "model": QWEN3.model, "x_name": "tokens", "dtype": "bf16"}
     rows = select(rows, kernel_name=LINEAR_CROSS_ENTROPY.name, **wanted)
     speed = select(rows, metric_name="speed", timing="device")
-    names, notes, body = columns_of(speed), Notes(), []
+    names = columns_of(speed)
+    table = Table("tokens", *map(providers.title, names), "three GEMMs", "Bastile: of the GEMMs", "speed vs best peer")
+    notes = table.notes
     for tokens in in_order(row.x_value for row in speed):
         found = by_provider(select(speed, x_value=tokens))
         memory = by_provider(select(rows, metric_name="memory", x_value=tokens))
@@ -125,11 +127,9 @@ def table(rows: list) -> str:
         for p in names:
             cells = notes.cell(found.get(p), milliseconds), notes.cell(memory.get(p), gibibytes)
             line.append(joined(*cells, notes.cell(errors.get(p), lambda ratio: f"{ratio:.2f}")))
-        floor = found.get(providers.FLOOR)
-        body.append([*line, notes.cell(floor, milliseconds), share(found.get("bastile"), floor)])
-    head = ["tokens", *map(providers.title, names), "three GEMMs", "Bastile: of the GEMMs"]
-    text = "\n\nTime, peak memory beyond the inputs, and the error of the weight's gradient relative to that of one bf16 GEMM."
-    return markdown(head, body) + text + str(notes) + origin(speed) if speed else ""
+        line += [notes.cell(found.get(providers.FLOOR), milliseconds), of_floor(found), times_faster(found)]
+        table.add(line, [*found.values(), *memory.values(), *errors.values()])
+    return table.text("Time, peak memory beyond the inputs, and the error of the weight's gradient relative to that of one bf16 GEMM.")
 
 
 TABLES = {"linear_cross_entropy": table}

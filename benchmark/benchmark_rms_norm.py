@@ -14,7 +14,7 @@ if not __package__:  # run as a file, or by `kernels benchmark`
 from . import eager, models, providers, rows
 from .harness import draw_inputs, main
 from .kernels_cli import OperationBenchmark
-from .markdown import Notes, by_provider, columns_of, markdown, origin, select
+from .markdown import Table, by_provider, columns_of, select, times_faster
 from .operation import Case, Inputs, Operation, Random, bytes_moved
 from .report import log, message
 from .suites import QWEN3
@@ -106,15 +106,14 @@ Q_NORM = replace(
 def host_table(found: list) -> str:
     """Return the table of the host's microseconds in one eager RMSNorm."""
     found = select(found, kernel_name=RMS_NORM.name, metric_name="host_time", dtype="bf16")
-    names, notes, body = columns_of(found), Notes(), []
+    names = columns_of(found)
+    table = Table("µs of host time", *map(providers.title, names), "speed vs best peer")
     for mode, title in (("forward", "with gradients"), ("no_grad_forward", "without")):
         mine = by_provider(select(found, kernel_operation_mode=mode))
         if mine:
-            ours, theirs = (mine[p].y_value_50 if p in mine else None for p in ("bastile", "torch"))
-            cells = [notes.cell(mine.get(p), lambda us: f"{us:.1f}") for p in names]
-            body.append([title, *cells, f"{ours / theirs:.2f} ×" if ours and theirs else ""])
-    head = ["µs of host time", *map(providers.title, names), "Bastile / PyTorch"]
-    return markdown(head, body) + str(notes) + origin(found) if found else ""
+            cells = [table.notes.cell(mine.get(p), lambda us: f"{us:.1f}") for p in names]
+            table.add([title, *cells, times_faster(mine)], mine.values())
+    return table.text()
 
 
 TABLES = {"host": host_table}

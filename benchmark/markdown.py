@@ -1,11 +1,13 @@
 """Parts of Markdown tables: which rows, how numbers are written, and why there is none."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from . import models, providers
 from .providers import FLOOR, PROVIDERS, is_ours
 from .records import Row
 
+ROUNDS = 3  # turns of the providers, each in a new process, that a row of training steps needs to stand without a note
 NOT_MEASURED = "*Not measured yet.*"
 
 
@@ -36,14 +38,8 @@ def in_order(values: Iterable[str]) -> list[str]:
     return sorted(set(values), key=lambda v: (int(v), "") if v.isdigit() else (names.index(v) if v in names else 0, v))
 
 
-def markdown(head: list[str], body: list[list[str]]) -> str:
-    """Return a table whose first column is text and whose others are numbers."""
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 class Notes:
-    """Footnotes: why something was not measured."""
+    """Footnotes: why something was not measured, or not with the rest."""
 
     def __init__(self):
         self.texts: list[str] = []
@@ -56,23 +52,90 @@ class Notes:
             return show(row.y_value_50)
         if row.error == "out of memory":
             return row.error
-        text = f"{providers.title(row.kernel_provider)}: {row.error.replace('|', '/')}"
+        reason = row.error.replace("|", "/")
+        return f"fails {self.reference(f'{title(row)}: {reason}')}"
+
+    def reference(self, text: str) -> str:
+        """Return a reference to a note, which is added where it is a new one."""
         if text not in self.texts:
             self.texts.append(text)
-        return f"fails [{self.texts.index(text) + 1}]"
+        return f"[{self.texts.index(text) + 1}]"
 
     def __str__(self) -> str:
         return "".join(f"\n\n[{n}] {text}" for n, text in enumerate(self.texts, 1))
 
 
+def stamp(row: Row) -> tuple[str, str]:
+    """Return what rows that are compared have in common: Bastile's version and the host's processor."""
+    return row.version, row.config.get("processor", "")
+
+
 def origin(rows: list[Row]) -> str:
-    """Return what the numbers were measured with: all versions, of ours in the order of their measurements, and the newest date."""
+    """Return what rows of one stamp were measured with: every version of the peers, Bastile's, and the newest date."""
     rows = sorted(rows, key=lambda row: row.timestamp)
-    known = {"driver": "driver", "torch": "torch", "transformers": "transformers", "liger": "liger-kernel"}
+    known = {
+        "driver": "driver",
+        "processor": "",
+        "torch": "torch",
+        "triton": "triton",
+        "transformers": "transformers",
+        "liger": "liger-kernel",
+        "unsloth": "unsloth",
+    }
     found = {title: sorted({row.config[name] for row in rows if row.config.get(name)}) for name, title in known.items()}
-    parts = [rows[-1].gpu_name, *(f"{title} {' and '.join(versions)}" for title, versions in found.items() if versions)]
-    ours = dict.fromkeys(row.version for row in rows)
-    return f"\n\n<sub>{', '.join(parts)}; Bastile {', '.join(ours)}, {rows[-1].timestamp[:10]}.</sub>"
+    parts = [rows[-1].gpu_name, *(f"{title} {' and '.join(versions)}".strip() for title, versions in found.items() if versions)]
+    return f"\n\n<sub>{', '.join(parts)}; Bastile {rows[-1].version}, {rows[-1].timestamp[:10]}.</sub>"
+
+
+SHOWN: list[Row] = []  # by every table since this was cleared
+
+
+class Table:
+    """A table in Markdown: its first column is text, the others are numbers. Each line knows the rows that it shows, so a line that was not
+    measured with most of the others, at their commit and on their host, gets a note that says so."""
+
+    def __init__(self, *head: str):
+        self.head, self.notes = head, Notes()
+        self.lines: list[tuple[list[str], list[Row]]] = []
+
+    def add(self, cells: list[str], rows: Iterable[Row]) -> None:
+        """Add a line. rows: all that its cells were made of."""
+        self.lines.append((cells, list(rows)))
+
+    def _marked(self, cells: list[str], rows: list[Row], usual: tuple[str, str]) -> list[str]:
+        found: dict[tuple[str, str], list[Row]] = {}
+        for row in sorted(rows, key=lambda row: row.timestamp):
+            found.setdefault(stamp(row), []).append(row)
+        notes = []
+        rounds = {row.config["rounds"] for row in rows if row.config.get("rounds") and row.y_value_50}
+        if rounds and min(rounds) < ROUNDS:
+            notes.append(self.notes.reference(f"Rounds: {' and '.join(map(str, sorted(rounds)))}, instead of {ROUNDS}."))
+        if set(found) <= {usual}:
+            return [" ".join([cells[0], *notes]).strip(), *cells[1:]]
+        parts = []
+        for (version, processor), mine in found.items():
+            who = "" if len(found) == 1 else f"{', '.join(dict.fromkeys(title(row) for row in mine))} "
+            parts.append(f"{who}with Bastile {version} on {mine[-1].timestamp[:10]}" + (f", {processor}" if processor else ""))
+        notes.append(self.notes.reference(f"Measured apart: {'; '.join(parts)}."))
+        return [" ".join([cells[0], *notes]).strip(), *cells[1:]]
+
+    def text(self, remark: str = "") -> str:
+        """Return the table, a remark, its notes and what it was measured with; "" for a table without lines."""
+        rows = [row for _, mine in self.lines for row in mine]
+        if not rows:
+            return ""
+        SHOWN.extend(rows)
+        stamps = Counter(stamp(row) for row in sorted(rows, key=lambda row: row.timestamp, reverse=True))
+        usual = stamps.most_common(1)[0][0]  # of equally many, the newest
+        body = [self._marked(*line, usual) for line in self.lines]
+        lines = [list(self.head), ["---"] + ["---:"] * (len(self.head) - 1), *body]
+        drawn = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return drawn + (f"\n\n{remark}" if remark else "") + str(self.notes) + origin([row for row in rows if stamp(row) == usual])
+
+
+def title(row: Row) -> str:
+    """Return who a row is of: a provider, or the floor."""
+    return providers.title(row.kernel_provider)
 
 
 def number(value: float) -> str:
@@ -102,8 +165,24 @@ def share(part: Row | None, whole: Row | None) -> str:
     return f"{part.y_value_50 / whole.y_value_50:.0%}"
 
 
-def times_faster(found: dict[str, Row], provider: str = "bastile") -> str:
-    """Return the fastest peer's time over that of Bastile, or of one of its forms."""
-    peers = [r.y_value_50 for p, r in found.items() if not is_ours(p) and p != FLOOR and r.y_value_50]
-    mine = found.get(provider)
-    return f"{min(peers) / mine.y_value_50:.2f} ×" if peers and mine and mine.y_value_50 else ""
+def of_floor(found: dict[str, Row]) -> str:
+    """Return the floor's time as a share of Bastile's. Where a provider was faster than the floor, as a copy's time varies by a few
+    percent, that provider's is the least that the work needs."""
+    least = min((row.y_value_50 for row in found.values() if row.y_value_50), default=None)
+    mine = found.get("bastile")
+    return f"{least / mine.y_value_50:.0%}" if FLOOR in found and least and mine and mine.y_value_50 else ""
+
+
+def peers_of(found: dict[str, Row]) -> dict[str, float]:
+    """Return the medians of those that are neither ours nor the floor, the fastest first."""
+    known = {p: row.y_value_50 for p, row in found.items() if not is_ours(p) and p != FLOOR and row.y_value_50}
+    return dict(sorted(known.items(), key=lambda item: item[1]))
+
+
+def times_faster(found: dict[str, Row], provider: str = "bastile", named: bool = False) -> str:
+    """Return the fastest peer's time over that of Bastile, or of one of its forms. named: with that peer's name."""
+    peers, mine = peers_of(found), found.get(provider)
+    if not peers or mine is None or not mine.y_value_50:
+        return ""
+    best = next(iter(peers))
+    return f"{peers[best] / mine.y_value_50:.2f} ×" + (f" ({providers.title(best)})" if named else "")

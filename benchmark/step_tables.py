@@ -2,50 +2,75 @@
 
 from . import models, providers
 from .families import FAMILIES, QWEN3
-from .markdown import Notes, by_provider, columns_of, in_order, joined, markdown, number, origin, select, share, times_faster
+from .markdown import Notes, Table, by_provider, columns_of, in_order, joined, number, select, share, times_faster
 from .providers import is_ours
 from .records import Row
+from .routing import SKEWED
 from .suites import QWEN3 as QWEN3_SUITE
 
 ADAMW, CAPTURED = "bastile_adamw", "bastile_captured"
 SMALL = ("qwen3_0.6b", "qwen3_1.7b")
-# What people fine-tune with, and what it is called in the results.
+# What people fine-tune with, and what it is called in the results: of one sequence, and of batches that SDPA needs a dense mask for.
 AS_TRAINED = {
     "LoRA, rank 16": "_lora_16",
     "autocast over bf16 weights": "_autocast",
     "autocast over fp32 weights": "_autocast_fp32",
-    "8 documents, packed": "_8_documents",
-    "4 rows, a fifth padding": "_4_rows_padding_0.2",
+    "every layer checkpointed": "_checkpointing",
 }
+MASKED = {"8 documents, packed": "_8_documents", "4 rows, a fifth padding": "_4_rows_padding_0.2"}
 HOW = "one sequence a GPU, bf16, PyTorch's fused AdamW unless a column says otherwise, no checkpointing: time, and peak memory of a GPU"
+VERSUS = "vs best peer"
 
 
 def step_cells(rows: list[Row], names: list[str], notes: Notes) -> list[str]:
-    """Return time and memory of each provider, at one length."""
-    found, memory = (by_provider(select(rows, metric_name=name)) for name in ("step_time", "memory"))
+    """Return time and memory of each provider, at one length, and for torch.compile how long it compiled."""
+    found, memory, compiled = (by_provider(select(rows, metric_name=name)) for name in ("step_time", "memory", "compile_time"))
 
     def cell(p: str) -> str:
         time = notes.cell(found.get(p), lambda ms: f"{number(ms)} ms")
-        return joined(time, notes.cell(memory.get(p), lambda gib: f"{gib:.1f} GiB"))
+        gib = notes.cell(memory.get(p), lambda gib: f"{gib:.1f} GiB")
+        return joined(time, gib, notes.cell(compiled.get(p), lambda s: f"compiled in {s:.0f} s"))
 
     return [cell(p) for p in names]
+
+
+def leanest(memory: dict[str, Row]) -> Row | None:
+    """Return the least memory of a peer."""
+    peers = [row for p, row in memory.items() if not is_ours(p) and row.y_value_50]
+    return min(peers, key=lambda row: row.y_value_50 or 0, default=None)
+
+
+def parts_of(rows: list[Row]) -> tuple[dict[str, Row], dict[str, Row]]:
+    """Return the time and the memory of each provider."""
+    times, memory = (by_provider(select(rows, metric_name=name)) for name in ("step_time", "memory"))
+    return times, memory
 
 
 def steps(rows: list[Row]) -> str:
     """Return time and memory of training steps by tokens. rows: of one model on one number of GPUs."""
     times = select(rows, metric_name="step_time")
-    names, notes, body = columns_of(times), Notes(), []
+    names = columns_of(times)
+    speeds = [f"speed {VERSUS}", *(["with its AdamW"] if ADAMW in names else [])]
+    table = Table("tokens", *map(providers.title, names), *speeds, f"memory {VERSUS}")
     for tokens in in_order(row.x_value for row in times):
         mine = select(rows, x_value=tokens)
-        found, memory = (by_provider(select(mine, metric_name=name)) for name in ("step_time", "memory"))
-        peers = {p: row for p, row in memory.items() if not is_ours(p)}
-        leanest = min(peers.values(), key=lambda row: row.y_value_50 or 0, default=None)
+        found, memory = parts_of(mine)
         with_adamw = [times_faster(found, ADAMW)] if ADAMW in names else []
-        cells = step_cells(mine, names, notes)
-        body.append([tokens, *cells, times_faster(found), *with_adamw, share(memory.get("bastile"), leanest)])
-    speeds = ["speed vs best peer", *(["with its AdamW"] if ADAMW in names else [])]
-    head = ["tokens", *map(providers.title, names), *speeds, "memory vs best peer"]
-    return markdown(head, body) + str(notes) + origin(times) if times else ""
+        cells = step_cells(mine, names, table.notes)
+        line = [tokens, *cells, times_faster(found), *with_adamw, share(memory.get("bastile"), leanest(memory))]
+        table.add(line, [*found.values(), *memory.values()])
+    return table.text(routes(rows))
+
+
+def routes(rows: list[Row]) -> str:
+    """Return in a sentence where the steps of a model with experts sent their tokens, "" for a dense model."""
+    found = [row.config["routing"] for row in rows if row.config.get("routing")]
+    if not found:
+        return ""
+    each, used, largest = found[0], min(r["used"] for r in found), max(r["largest"] for r in found)
+    fair = f"{each['top_k'] / each['experts']:.1%}"
+    known = f"Routing: at least {used} of {each['experts']} experts were used in every layer"
+    return f"{known}; the busiest saw {largest:.1%} of the tokens, {fair} would be even."
 
 
 def whole_model(rows: list[Row]) -> str:
@@ -62,34 +87,50 @@ def whole_models(rows: list[Row]) -> str:
 
 def small_models(rows: list[Row]) -> str:
     """Return the steps of small models, in which the host cannot keep up with the GPU; with layers that are replayed as CUDA graphs too."""
-    names, notes, body = ["huggingface", "liger", "bastile", CAPTURED], Notes(), []
-    shown: list[Row] = []
+    cases = {}
     for model in SMALL:
         of_model = select(rows, kernel_name=f"{QWEN3.name}_step", model=model, layers=None)
         for tokens in in_order(row.x_value for row in select(of_model, metric_name="step_time", kernel_provider=CAPTURED)):
-            mine = select(of_model, x_value=tokens)
-            found = by_provider(select(mine, metric_name="step_time"))
-            body.append([models.title(model), tokens, *step_cells(mine, names, notes), times_faster(found), times_faster(found, CAPTURED)])
-            shown += found.values()
-    head = ["", "tokens", *map(providers.title, names), "speed vs best peer", "captured vs best peer"]
-    return markdown(head, body) + str(notes) + origin(shown) if body else ""
+            cases[model, tokens] = select(of_model, x_value=tokens)
+    names = columns_of(row for mine in cases.values() for row in select(mine, metric_name="step_time"))
+    table = Table("", "tokens", *map(providers.title, names), f"speed {VERSUS}", f"captured {VERSUS}")
+    for (model, tokens), mine in cases.items():
+        found, memory = parts_of(mine)
+        line = [models.title(model), tokens, *step_cells(mine, names, table.notes), times_faster(found), times_faster(found, CAPTURED)]
+        table.add(line, [*found.values(), *memory.values()])
+    return table.text()
+
+
+def by_kind(rows: list[Row], kinds: dict[str, str]) -> str:
+    """Return the steps of Qwen3 by what is trained or what a batch looks like. kinds: what the results call each, by its title."""
+    mine = {what: select(rows, kernel_name=f"{QWEN3.name}_step{kernel}") for what, kernel in kinds.items()}
+    names = columns_of(row for found in mine.values() for row in select(found, metric_name="step_time"))
+    table = Table("", "tokens", *map(providers.title, names), f"speed {VERSUS}", f"memory {VERSUS}")
+    for what, of_kind in mine.items():
+        for model, layers, tokens in cases_of(of_kind):
+            shown = select(of_kind, x_value=tokens, model=model, layers=layers)
+            found, memory = parts_of(shown)
+            where = f"{what}, {models.title(model, layers or models.size(model).layers)}"
+            cells = step_cells(shown, names, table.notes)
+            line = [where, tokens, *cells, times_faster(found), share(memory.get("bastile"), leanest(memory))]
+            table.add(line, [*found.values(), *memory.values()])
+    return table.text()
+
+
+def cases_of(rows: list[Row]) -> list[tuple]:
+    """Return the models, numbers of layers and lengths whose steps were measured."""
+    found = {(row.config["model"], row.config["layers"], row.x_value) for row in select(rows, metric_name="step_time")}
+    return sorted(found, key=lambda case: (in_order({c[0] for c in found}).index(case[0]), case[1] or 0, int(case[2])))
 
 
 def as_trained(rows: list[Row]) -> str:
-    """Return the steps of what people fine-tune with: adapters, autocast, packed and padded batches."""
-    names, notes, body = ["huggingface", "liger", "unsloth", "bastile"], Notes(), []
-    shown: list[Row] = []
-    for what, kernel in AS_TRAINED.items():
-        of_kernel = select(rows, kernel_name=f"{QWEN3.name}_step{kernel}")
-        for tokens in in_order(row.x_value for row in select(of_kernel, metric_name="step_time")):
-            mine = select(of_kernel, x_value=tokens)
-            found, memory = (by_provider(select(mine, metric_name=name)) for name in ("step_time", "memory"))
-            leanest = min((row for p, row in memory.items() if not is_ours(p)), key=lambda row: row.y_value_50 or 0, default=None)
-            cells = step_cells(mine, names, notes)
-            body.append([what, tokens, *cells, times_faster(found), share(memory.get("bastile"), leanest)])
-            shown += found.values()
-    head = ["", "tokens", *map(providers.title, names), "speed vs best peer", "memory vs best peer"]
-    return markdown(head, body) + str(notes) + origin(shown) if body else ""
+    """Return the steps of what people fine-tune with: adapters, autocast, checkpointing."""
+    return by_kind(rows, AS_TRAINED)
+
+
+def masked(rows: list[Row]) -> str:
+    """Return the steps of packed and padded batches, every peer also with the attention that is best at them."""
+    return by_kind(rows, MASKED)
 
 
 def sharded(rows: list[Row]) -> str:
@@ -117,26 +158,31 @@ def step_groups(rows: list[Row]) -> list[tuple[str, list[Row]]]:
 
 def titled(rows: list[Row], kernel: str) -> str:
     """Return a titled table for each group of a benchmark's steps."""
-    groups = step_groups(select(rows, kernel_name=kernel))
-    return "\n\n".join(f"**A training step of {title}** ({HOW})\n\n{steps(mine)}" for title, mine in groups)
+    groups = step_groups(defensible(select(rows, kernel_name=kernel)))
+    how = f"{HOW}; {SKEWED} routing" if kernel.endswith(SKEWED) else HOW
+    return "\n\n".join(f"**A training step of {title}** ({how})\n\n{steps(mine)}" for title, mine in groups)
+
+
+def defensible(rows: list[Row]) -> list[Row]:
+    """Return the steps of models with experts whose routing is in the results: of the others nobody can say what they measured."""
+    return [row for row in rows if row.config.get("routing")]
 
 
 def first_step(rows: list[Row]) -> str:
     """Return the seconds from a fresh process to the end of its first step."""
     rows = select(rows, kernel_name=f"{QWEN3.name}_step", model=QWEN3_SUITE.model, layers=None)
     ready, first = (by_provider(select(rows, metric_name=name)) for name in ("until_ready", "first_step"))
-    body = []
+    table = Table("seconds", "imports and making the model", "first step", "together")
     for p in ready:
         a, b = ready[p].y_value_50, first[p].y_value_50 if p in first else None
         if a and b:
-            body.append([providers.title(p), f"{a:.1f}", f"{b:.2f}", f"{a + b:.1f}"])
-    head = ["seconds", "imports and making the model", "first step", "together"]
-    return markdown(head, body) + origin(list(first.values())) if body else ""
+            table.add([providers.title(p), f"{a:.1f}", f"{b:.2f}", f"{a + b:.1f}"], [ready[p], first[p]])
+    return table.text()
 
 
 def titled_tables() -> dict:
     """Return the tables that bring their titles along, of every family, by name: a document shows nothing where nothing was measured."""
-    kernels = [f"{name}_{kind}" for name in FAMILIES if name != QWEN3.name for kind in ("step", "fsdp")]
+    kernels = [f"{name}_{kind}" for name in FAMILIES if name != QWEN3.name for kind in ("step", f"step_{SKEWED}", "fsdp")]
     return {kernel: lambda rows, kernel=kernel: titled(rows, kernel) for kernel in kernels}
 
 
@@ -144,6 +190,7 @@ TABLES = {
     "qwen3_step": whole_model,
     "qwen3_models": whole_models,
     "as_trained": as_trained,
+    "masked": masked,
     "small_models": small_models,
     "first_step": first_step,
     "fsdp": sharded,

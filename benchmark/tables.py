@@ -1,7 +1,9 @@
 """Markdown tables from the results: `python -m benchmark.tables [--check | --write] README.md CARD.md docs/numbers.md`.
 
 A document marks where a table stands by `<!-- table: NAME -->` and `<!-- /table -->`; the names are those of all_tables(). What they show:
-operation_tables.py of a suite, step_tables.py of training steps, and `TABLES` in the file of a benchmark.
+operation_tables.py of a suite, step_tables.py of training steps, and `TABLES` in the file of a benchmark. Numbers in its sentences are
+marked as numbers.py says. --check fails, too, on a table that mixes commits without saying so, on a quantity that no row has, and on steps
+whose tokens all went to a few experts.
 """
 
 import argparse
@@ -11,8 +13,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from . import operation_tables, records, registry, step_tables
-from .markdown import NOT_MEASURED
+from . import markdown, numbers, operation_tables, records, registry, routing, step_tables
+from .markdown import NOT_MEASURED, select
 from .records import Row
 
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
@@ -38,39 +40,70 @@ def content(name: str, rows: list[Row]) -> str:
 
 
 def filled(text: str, rows: list[Row]) -> str:
-    """Return a document with all its tables made anew."""
-    return BLOCK.sub(lambda block: f"{block[1]}{content(block[2], rows)}{block[4]}", text)
+    """Return a document with all its tables and numbers made anew."""
+    return numbers.filled(BLOCK.sub(lambda block: f"{block[1]}{content(block[2], rows)}{block[4]}", text), rows)
 
 
 def stale(text: str, rows: list[Row]) -> list[str]:
-    """Return the names of the tables of a document that are not what the results say."""
-    return [name for _, name, found, _ in BLOCK.findall(text) if found != content(name, rows)]
+    """Return the names of the tables and numbers of a document that are not what the results say."""
+    return [name for _, name, found, _ in BLOCK.findall(text) if found != content(name, rows)] + numbers.stale(text, rows)
+
+
+def unsaid(name: str, rows: list[Row]) -> list[str]:
+    """Return the versions of Bastile whose rows a table shows without naming them."""
+    markdown.SHOWN.clear()
+    text = table(name, rows)
+    return sorted({row.version for row in markdown.SHOWN if row.version not in text})
+
+
+def collapsed(rows: list[Row]) -> list[str]:
+    """Return the steps, as kernel, provider and tokens, whose tokens went to so few experts that their times say nothing."""
+    found = [(row, dict(row.config["routing"])) for row in select(rows, metric_name="step_time") if row.config.get("routing")]
+    wrong = [row for row, each in found if routing.collapsed(each.pop("kind"), routing.Routing(**each))]
+    return [f"{row.kernel_name} of {row.kernel_provider} at {row.x_value} tokens" for row in wrong]
+
+
+def complaints(text: str, rows: list[Row]) -> list[str]:
+    """Return what is wrong with a document beside tables that are stale: tables that mix commits without saying so, and quantities that no
+    row has."""
+    found = [f"{name} does not name {', '.join(versions)}" for _, name, *_ in BLOCK.findall(text) if (versions := unsaid(name, rows))]
+    return found + [f"no row has {quantity!r}" for quantity in numbers.unsupported(BLOCK.sub("", text))]
 
 
 def main(arguments=None) -> int:
     """Print, check or write tables; return the exit status."""
     p = argparse.ArgumentParser(description="Tables of the results in Markdown.")
-    p.add_argument("documents", nargs="*", type=Path, help="without any, all tables are printed")
+    p.add_argument("documents", nargs="*", type=Path, help="without any, the repository's are checked or written, or all tables printed")
     p.add_argument("--gpu", default="nvidia-h200", help="folder under the results")
     p.add_argument("--results", type=Path, default=records.RESULTS)
-    p.add_argument("--check", action="store_true", help="fail when a document's table is not what the results say")
-    p.add_argument("--write", action="store_true", help="replace the documents' tables")
+    p.add_argument("--check", action="store_true", help="fail when a document is not what the results say, or these are not to be shown")
+    p.add_argument("--write", action="store_true", help="replace the documents' tables and numbers")
     args = p.parse_args(arguments)
     rows = records.read_all(args.results / args.gpu)
-    if not args.documents:
+    if not args.documents and not (args.check or args.write):
         print("\n\n".join(f"## {name}\n\n{table(name, rows)}" for name in all_tables()))
-    wrong = 0
-    for document in args.documents:
+    wrong, bad = 0, collapsed(rows)
+    for document in args.documents or (documents() if args.check or args.write else ()):
         text = document.read_text()
         names = stale(text, rows)
         if args.write and names:
-            document.write_text(filled(text, rows))
+            text = filled(text, rows)
+            document.write_text(text)
         if names:
             print(f"{document}: {'wrote' if args.write else 'not as the results say:'} {', '.join(names)}")
             wrong += not args.write
+        bad += [f"{document}: {complaint}" for complaint in complaints(text, rows)] if args.check else []
     if wrong and args.check:
         print("Run: python -m benchmark.tables --write " + " ".join(map(str, args.documents)))
-    return 1 if wrong and args.check else 0
+    if bad and args.check:
+        print("\n".join(bad))
+    return int(args.check and bool(wrong or bad))
+
+
+def documents() -> list[Path]:
+    """Return the documents of the repository that may show numbers."""
+    return [*(records.ROOT / name for name in ("README.md", "CARD.md")), *sorted(records.ROOT.glob("docs/*.md")),
+            *sorted(records.ROOT.glob("packages/*/CARD.md"))]
 
 
 if __name__ == "__main__":

@@ -74,7 +74,8 @@ def made_up_rows_of_gpt_oss():
                     rows.append(row(kernel, provider, mode, "memory", y=factor * 512.0, model=model))
         rows.append(row("experts_uniform", "huggingface", "full", "error_ddown_bias", y=0.04, model=model))
     for kernel, layers, gpus, ms in (("gpt_oss_step", 12, 1, 500.0), ("gpt_oss_fsdp", None, 2, 900.0)):
-        step = {"model": "gpt_oss_20b", "gpus": gpus, "layers": layers, "timing": None}
+        routed = {"kind": "uniform", "experts": 32, "top_k": 4, "used": 32, "largest": 0.2}
+        step = {"model": "gpt_oss_20b", "gpus": gpus, "layers": layers, "timing": None, "routing": routed}
         for provider, times in (("huggingface_flex", 1.5), ("liger_flex", 1.25), ("bastile", 1.0)):
             rows.append(row(kernel, provider, "full", "step_time", y=times * ms, **step))
             rows.append(row(kernel, provider, "full", "throughput", y=8192 / ms, **step))

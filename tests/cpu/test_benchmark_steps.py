@@ -2,10 +2,13 @@
 
 import argparse
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from benchmark import all as all_runs
 from benchmark import (
     benchmark_fsdp,
     benchmark_lora,
@@ -15,9 +18,12 @@ from benchmark import (
     processes,
     providers,
     records,
+    routing,
     step_results,
     stepping,
     steps,
+    tables,
+    varlen_peer,
 )
 from tests.benchmark_support import GPU, one_thread, sources  # noqa: F401
 
@@ -131,7 +137,126 @@ def test_packed_and_padded_batches(form):
         assert 0.1 < 1 - labelled.float().mean() < 0.3 and len(set(labelled.sum(1).tolist())) > 1
     args = argparse.Namespace(child="huggingface", model="tiny", layers=1, device="cpu", documents=form.documents, rows=form.rows,
                               padding=form.padding)
-    assert all(map(math.isfinite, steps.build(args).run(tokens=48, warmup=1, steps=1)["losses"]))
+    assert form.masked and all(map(math.isfinite, steps.build(args).run(tokens=48, warmup=1, steps=1)["losses"]))
+
+
+def varlen_in_pytorch(q, k, v, rows, scale):
+    """What PyTorch's function computes, which wants a GPU."""
+    parts = []
+    for start, end in zip(rows.ends[:-1].tolist(), rows.ends[1:].tolist(), strict=True):
+        mine = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(*mine, is_causal=True, scale=scale, enable_gqa=True)
+        parts.append(out[0].transpose(0, 1))
+    assert rows.longest == rows.ends.diff().max()
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("form", (stepping.Form(documents=3), stepping.Form(rows=4, padding=0.2)), ids=lambda form: form.name)
+def test_a_peer_with_attention_over_rows_of_any_lengths_computes_the_same(form, monkeypatch):
+    monkeypatch.setattr(varlen_peer, "varlen", lambda: varlen_in_pytorch)
+    families.prepare_qwen3("huggingface_varlen")
+    losses = {}
+    for provider in ("huggingface", "huggingface_varlen"):
+        args = argparse.Namespace(child=provider, model="tiny", layers=2, device="cpu", weights="fp32", documents=form.documents,
+                                  rows=form.rows, padding=form.padding)
+        losses[provider] = steps.build(args).run(tokens=48, warmup=1, steps=2)["losses"]
+    assert losses["huggingface_varlen"] == pytest.approx(losses["huggingface"], rel=1e-5)
+
+
+def test_every_peer_takes_part_in_packed_batches_with_the_attention_that_is_best_at_them():
+    for family in (families.QWEN3, families.QWEN3_MOE):
+        assert {"huggingface_flex", "huggingface_varlen", "liger_flex", "liger_varlen", "bastile_sdpa"} < set(family.masked_providers)
+    kinds = {name: families.attention_of(name) for name in families.MASKED}
+    assert kinds["liger_varlen"] == varlen_peer.NAME and kinds["liger_flex"] == "flex_attention" and kinds["bastile"] == "sdpa"
+
+
+def moe(provider, kind, weights="bf16", model="gpt_oss_tiny"):
+    return argparse.Namespace(child=provider, model=model, layers=4, device="cpu", documents=1, rows=1, padding=0.0, lora=0,
+                              autocast=False, weights=weights, checkpointing=False, routing=kind)
+
+
+def test_tokens_go_to_as_many_experts_as_the_results_say(loaded):
+    """The same ones whoever computes them, and not to a few."""
+    found = {}
+    for kind in (routing.UNIFORM, routing.SKEWED):
+        for provider in ("huggingface", "bastile"):
+            families.QWEN3_MOE.prepare(provider)
+            try:
+                stepper = steps.build(moe(provider, kind, model="qwen3_moe_tiny"))
+                found[kind, provider] = stepper.run(tokens=64, warmup=0, steps=1)["routing"]
+            finally:
+                loaded.reset()
+    for (kind, _), each in found.items():
+        assert each == pytest.approx(found[kind, "huggingface"], abs=0.05), "rounding may move a token"
+        assert not routing.collapsed(kind, routing.Routing(**each))
+
+
+def test_a_skewed_routing_is_one():
+    config, found = argparse.Namespace(num_experts=128, num_experts_per_tok=8), {}
+    for kind in (routing.UNIFORM, routing.SKEWED):
+        weight = torch.empty(128, 256)
+        families.fill_parameter("model.layers.0.mlp.gate.weight", weight, config, kind)
+        found[kind] = routing.Routing.of([(torch.randn(4096, 256) @ weight.T).topk(8).indices], 128)
+    assert found["uniform"].largest < 2 * found["uniform"].fair and 0.3 < found["skewed"].largest < 0.5
+    assert found["uniform"].used == found["skewed"].used == 128
+
+
+def test_weights_of_a_mixture_of_experts_keep_tokens_apart():
+    """Biases of 1, or an embedding as small as all other weights, send the tokens of deeper layers to the same few experts."""
+    model = families.new_gpt_oss(moe("huggingface", "uniform"), "cpu")
+    families.fill(model)
+    parameters = dict(model.named_parameters())
+    assert all(not p.any() for n, p in parameters.items() if n.endswith(("bias", "sinks")))
+    assert all((p == 1).all() for n, p in parameters.items() if n.endswith("norm.weight"))
+    assert parameters["model.embed_tokens.weight"].std() > 0.9 and parameters["lm_head.weight"].std() < 0.03
+    law = routing.shares(32, 4)
+    assert law.sum() == pytest.approx(4) and (law.diff() <= 0).all() and law.max() <= routing.MOST
+    wanted, lengths = law.flip(0), routing.row_lengths(32, 4).sort().values
+    reached = [sum(torch.randn(20000).mul(length) > 1) / 20000 for length in lengths]
+    assert torch.tensor(reached) == pytest.approx(wanted.float(), abs=0.02)
+
+
+def test_a_collapsed_routing_is_known_as_one():
+    chosen = [torch.tensor([[0, 1], [0, 2], [0, 3], [0, 1]]), torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]])]
+    assert routing.Routing.of(chosen, 4) == routing.Routing(experts=4, top_k=2, used=4, largest=1.0)
+    assert routing.Routing.of([chosen[0][:2]], 4).used == 3
+    seven_of_32 = routing.Routing(experts=32, top_k=4, used=7, largest=0.91)
+    assert routing.collapsed("uniform", seven_of_32) and routing.collapsed("skewed", seven_of_32)
+    assert not routing.collapsed("uniform", routing.Routing(32, 4, 32, 0.43))
+
+
+def test_compiled_steps_say_how_long_they_compiled():
+    args = steps.parser("", ()).parse_args(["--tokens", "8", "--model", "tiny", "--rounds", "2"])
+    found = step_results.Results("qwen3_step", args, gpu=GPU)
+    for first in (9000.0, 3000.0):
+        found.add("torch_compile", {"kind": "result", "tokens": 8, "ms": [2.0], "first_ms": first, "peak_gib": 1.0, "losses": []})
+    rows = {r.metric_name: r for r in found.rows()}
+    assert rows["compile_time"].y_value_50 == pytest.approx(8.998) and rows["step_time"].config["rounds"] == 2
+    assert "2 ms · 1.0 GiB · compiled in 9 s" in tables.table("qwen3_models", found.rows())
+
+
+def test_the_runs_that_fill_all_tables():
+    """Their command lines are ones that the benchmarks take, and every table that a GPU fills has one."""
+    assert all_runs.main(["--list"]) == 0 and set(all_runs.RUNS) >= {"steps", "lora", "packed", "padded", "moe", "gpt_oss", "operations"}
+    filled = {name for run in all_runs.RUNS.values() for name in run.shows.split(", ")}
+    others = {"qwen3_models", "gpt_oss_operations", "liger_operations", "qwen3_moe_fsdp"}  # others' rows, and what is shown nowhere
+    assert filled | others == set(tables.all_tables())
+    for name, run in all_runs.RUNS.items():
+        assert "--rounds" in run.arguments and run.arguments[run.arguments.index("--rounds") + 1] == "3", name
+        assert ("--budget-s" in run.command(9.0)) == run.budget
+
+
+def test_a_run_that_the_budget_is_not_enough_for_is_named(monkeypatch, capsys):
+    started = []
+
+    def run(command, **_):
+        started.append(command)
+        return subprocess.CompletedProcess(command, int("host" in command[2]))
+
+    monkeypatch.setattr(all_runs.subprocess, "run", run)
+    assert all_runs.main(["--runs", "adamw,host,steps", "--budget-s", "60"]) == 2
+    assert [command[:3] for command in started] == [[sys.executable, "-m", f"benchmark.benchmark_{n}"] for n in ("adamw", "host")]
+    assert "still owed: host,steps" in capsys.readouterr().out
 
 
 def test_a_model_without_steps_is_refused():
@@ -141,4 +266,5 @@ def test_a_model_without_steps_is_refused():
 
 def test_providers_of_each_family_are_known():
     for family in families.FAMILIES.values():
-        assert set(family.step_providers) | set(family.fsdp_providers) <= set(family.providers) <= set(providers.PROVIDERS)
+        part = {*family.step_providers, *family.masked_providers, *family.fsdp_providers}
+        assert part <= set(family.providers) <= set(providers.PROVIDERS)

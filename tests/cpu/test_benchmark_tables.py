@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 
-from benchmark import families, plots, providers, records, registry, step_tables, suites, tables
+from benchmark import families, markdown, numbers, plots, providers, records, registry, step_tables, suites, tables
 from benchmark.markdown import Notes, in_order, number
 from tests.benchmark_support import GPU, made_up_rows, row
+
+ROUTED = {"kind": "uniform", "experts": 32, "top_k": 4, "used": 32, "largest": 0.2}
 
 
 @pytest.fixture
@@ -25,7 +27,7 @@ def test_tables(results):
     assert "| 16384 | out of memory |" in tables.table("qwen3_step", rows)
     assert "**4 GPUs**" in tables.table("fsdp", rows)
     assert "**Qwen3-8B**" in tables.table("qwen3_models", rows)
-    assert "| with gradients | 12.8 | 15.0 | 1.17 × |" in tables.table("host", rows)
+    assert "| with gradients | 12.8 | 15.0 | 0.85 × |" in tables.table("host", rows)
     assert "35.4 ms · 1.20" in tables.table("linear_cross_entropy", rows)
     assert "| one token, batch 8 | 9 | 4.5 | 2.00 × |" in tables.table("generate", rows)
     assert "| Bastile | 1.5 | 1.50 | 3.0 |" in tables.table("first_step", rows)
@@ -38,9 +40,13 @@ def test_the_table_of_ligers_operations():
     times = {"floor": 80.0, "bastile": 100.0, "liger": 150.0}
     rows = [dataclasses.replace(row("layer_norm", provider, "full", x=shape, y=y), x_name="shape") for provider, y in times.items()]
     found = tables.table("liger_limits", rows)
-    assert "| LayerNorm | 8192 tokens, bf16 | 80 | 100 | 80% | 150 | 1.50 × |" in found
+    assert "| LayerNorm | 8192 tokens, bf16 | 80 | 100 | 80% | 150 | 1.50 × (Liger) |" in found
     level = tables.table("liger_limits", [*rows[:2], dataclasses.replace(rows[2], y_value_50=98.0)])
-    assert "| 98 | level |" in level and "| 80% |  |  |" in tables.table("liger_limits", rows[:2])
+    assert "| 98 | level (Liger) |" in level and "| 80% |  |" in tables.table("liger_limits", rows[:2])
+    compiled = dataclasses.replace(rows[2], kernel_provider="torch_compile", y_value_50=90.0)
+    assert "| 90 | 150 | 0.90 × (torch.compile) |" in tables.table("liger_limits", [*rows, compiled]), "the fastest peer, whoever it is"
+    faster = tables.table("liger_limits", [rows[0], dataclasses.replace(rows[1], y_value_50=79.0), rows[2]])
+    assert "| 80 | 79 | 100% |" in faster, "no share of a floor is above it"
 
 
 def test_the_table_of_the_optimizer(results):
@@ -65,8 +71,8 @@ def test_steps_with_our_optimizer_have_columns_of_their_own():
 def test_tables_of_gpt_oss(results):
     rows = records.read_all(results / "nvidia-h200")
     experts = tables.table("gpt_oss_experts", rows)
-    assert "| 32 experts, uniform, forward | 8192 | 2 ms · 0.50 GiB | 1.2 ms · 0.50 GiB | 1 ms | 120% | 1.67 × |" in experts
-    assert "| 128 experts, skewed, forward + backward | 8192 | 12 ms · 1.00 GiB | 7.2 ms · 1.00 GiB | 6 ms | 120% | 1.67 × |" in experts
+    assert "| 32 experts, uniform, forward | 8192 | 2 ms · 0.50 GiB | 1.2 ms · 0.50 GiB | 1 ms | 83% | 1.67 × |" in experts
+    assert "| 128 experts, skewed, forward + backward | 8192 | 12 ms · 1.00 GiB | 7.2 ms · 1.00 GiB | 6 ms | 83% | 1.67 × |" in experts
     assert experts.count("| 8192 |") == 8 and "against float64: Hugging Face 4.0%." in experts
     step, fsdp = (tables.table(name, rows) for name in ("gpt_oss_step", "gpt_oss_fsdp"))
     assert step.startswith("**A training step of GPT-OSS-20B with 12 of 24 layers on one GPU**")
@@ -75,11 +81,14 @@ def test_tables_of_gpt_oss(results):
     short = tables.table("gpt_oss", rows)
     assert "| 128 experts, uniform routing | 12 ms · 1.00 GiB |  |  | 7.2 ms · 1.00 GiB | 1.67 × |" in short
     assert "| step of GPT-OSS-20B with 12 of 24 layers on one GPU |  | 750 ms · 150.0 GiB | 625 ms" in short
+    assert "at least 32 of 32 experts were used in every layer; the busiest saw 20.0% of the tokens, 12.5% would be even." in step
+    unrecorded = [row("gpt_oss_step", p, "full", "step_time", model="gpt_oss_20b", layers=12, gpus=1) for p in ("liger_flex", "bastile")]
+    assert tables.table("gpt_oss_step", unrecorded) == "", "where tokens went is not known, so nobody knows what was measured"
 
 
 def test_steps_that_cannot_be_compared_have_tables_of_their_own():
     def step(layers, gpus, ms, kernel="gpt_oss_step"):
-        return row(kernel, "bastile", "full", "step_time", y=ms, model="gpt_oss_20b", layers=layers, gpus=gpus, timing=None)
+        return row(kernel, "bastile", "full", "step_time", y=ms, model="gpt_oss_20b", layers=layers, gpus=gpus, timing=None, routing=ROUTED)
 
     found = tables.table("gpt_oss_step", [step(12, 1, 100.0), step(6, 1, 50.0), step(24, 2, 200.0), step(None, 2, 201.0)])
     titles = ("20B with 6 of 24 layers on one GPU", "20B with 12 of 24 layers on one GPU", "20B on 2 GPUs")
@@ -134,7 +143,8 @@ def test_everything_that_was_measured_is_known():
     rows = [row for folder in records.RESULTS.iterdir() if folder.is_dir() for row in records.read_all(folder)]
     assert {r.kernel_provider for r in rows} <= {*providers.PROVIDERS, providers.FLOOR}
     others = {"adamw", "generate", "host", *(f"{family}_{kind}" for family in families.FAMILIES for kind in ("step", "fsdp"))}
-    others |= {f"qwen3_step{kind}" for kind in step_tables.AS_TRAINED.values()}
+    others |= {f"qwen3_step{kind}" for kind in (*step_tables.AS_TRAINED.values(), *step_tables.MASKED.values())}
+    others |= {f"{family}_step_skewed" for family in families.FAMILIES}
     assert {r.kernel_name for r in rows} <= {*registry.operations(), *others}
 
 
@@ -148,3 +158,63 @@ def test_a_picture_for_each_shape_of_a_kind_of_its_own(tmp_path):
     rows = [row("swiglu", x=x, y=float(x), shape=f"rows {n}") for n in (2, 4) for x in (8, 16)]
     made = plots.plot_operation([dataclasses.replace(r, x_name="columns") for r in rows], tmp_path)
     assert [path.name for path in made] == ["swiglu_forward_by_columns_rows-2.png", "swiglu_forward_by_columns_rows-4.png"]
+
+
+def test_a_line_that_was_measured_apart_says_so(results):
+    """Whatever the table: another commit, another processor, or fewer rounds than the other lines'."""
+    rows = records.read_all(results / "nvidia-h200")
+    names = [name for name in tables.all_tables() if tables.table(name, rows) not in ("", markdown.NOT_MEASURED)]
+    assert len(names) > 10
+    for name in names:
+        assert "Measured apart" not in tables.table(name, rows), name
+        markdown.SHOWN.clear()
+        tables.table(name, rows)
+        assert markdown.SHOWN, f"{name} is no Table"
+        other = next(r for r in reversed(markdown.SHOWN) if r.kernel_provider == "bastile")
+        changed = [dataclasses.replace(r, version="1.0.0+abc") if r is other else r for r in rows]
+        text = tables.table(name, changed)
+        assert "Measured apart" in text and "1.0.0+abc" in text or len(markdown.SHOWN) == 1, name
+        assert tables.unsaid(name, changed) == []
+
+
+def test_hosts_and_rounds_are_compared():
+    step = {"gpus": 1, "layers": None, "tokens": 8, "timing": None}
+
+    def steps(x, **config):
+        return [row("qwen3_step", p, "full", "step_time", x, 2.0, **step, **config) for p in ("liger", "bastile")]
+
+    rows = steps(8, rounds=3, processor="Xeon") + steps(16, rounds=3, processor="Xeon") + steps(32, rounds=3, processor="EPYC")
+    found = tables.table("qwen3_step", rows + steps(64, rounds=1, processor="Xeon"))
+    assert "| 8 | 2 ms" in found and "| 32 [1] | 2 ms" in found and "| 64 [2] | 2 ms" in found
+    assert "EPYC." in found and "[2] Rounds: 1, instead of 3." in found and ", Xeon, " in found
+
+
+def test_numbers_of_sentences_come_from_the_results(results, tmp_path, capsys):
+    document, arguments = tmp_path / "README.md", ["--results", str(results)]
+    document.write_text("It is <!-- number: speed qwen3_step 8192 -->2 ×<!-- /number --> as fast.\n`9 ms`\n```\n8 ms\n```\n")
+    assert tables.main([str(document), *arguments, "--check"]) == 1
+    assert "not as the results say: speed qwen3_step 8192" in capsys.readouterr().out
+    assert tables.main([str(document), *arguments, "--write"]) == 0
+    assert "-->1.05 ×<!--" in document.read_text() and tables.main([str(document), *arguments, "--check"]) == 0
+    rows = records.read_all(results / "nvidia-h200")
+    assert numbers.number_of("less_memory qwen3_step 8192", rows) == "5%"
+    assert numbers.number_of("longest qwen3_step bastile", rows) == numbers.number_of("longest_peer qwen3_step", rows) == "8,192"
+    for wrong in ("speed qwen3_step 512", "size qwen3_step 8192", "speed qwen3_step 8192 layers=12"):
+        with pytest.raises(ValueError, match="no row of the results"):
+            numbers.number_of(wrong, rows)
+    capsys.readouterr()
+    document.write_text("A step takes 770 ms, 17 % less, 2.1 × as fast, with 2 × 512 rows, 8 KiB and 30 seconds.\n")
+    assert tables.main([str(document), *arguments, "--check"]) == 1
+    assert [line.split("has ")[1] for line in capsys.readouterr().out.splitlines()] == ["'770 ms'", "'17 %'", "'2.1 ×'"]
+
+
+def test_steps_whose_tokens_all_go_to_a_few_experts_are_refused(tmp_path, capsys):
+    def step(**changed):
+        return row("gpt_oss_step", "bastile", "full", "step_time", model="gpt_oss_20b", layers=12, gpus=1, routing=ROUTED | changed)
+
+    assert tables.collapsed([step()]) == tables.collapsed([step(kind="skewed", largest=0.44)]) == []
+    assert tables.collapsed([step(used=7)]) == tables.collapsed([step(largest=0.91)]) == ["gpt_oss_step of bastile at 8192 tokens"]
+    records.write(tmp_path / "nvidia-h200" / "gpt_oss_step.csv", [step(used=7, largest=0.91)])
+    (document := tmp_path / "README.md").write_text("nothing\n")
+    assert tables.main([str(document), "--results", str(tmp_path), "--check"]) == 1
+    assert "gpt_oss_step of bastile at 8192 tokens" in capsys.readouterr().out

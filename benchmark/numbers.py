@@ -1,0 +1,78 @@
+"""Numbers within the sentences of a document: `<!-- number: speed qwen3_step 512 -->1.35 ×<!-- /number -->` is made from the results.
+
+    speed KERNEL TOKENS           the fastest peer's time over Bastile's
+    less_memory KERNEL TOKENS     how much less memory Bastile takes than the leanest peer
+    longest KERNEL PROVIDER       the most tokens that a provider's step was measured at
+    longest_peer KERNEL           the same of the best peer
+
+Behind them stand conditions on the rows, as model=qwen3_8b layers=12; without them it is the step of the suite's model with all its layers.
+A quantity outside of tables, code and such marks is one that no row has.
+"""
+
+import re
+
+from .markdown import by_provider, select, times_faster
+from .providers import is_ours
+from .records import Row
+from .step_tables import leanest, parts_of
+from .suites import QWEN3
+
+NUMBER = re.compile(r"(<!-- number: (.*?) -->)(.*?)(<!-- /number -->)", re.DOTALL)
+CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+UNITS = r"(?:%|×(?!\s*\d)|times as\b|(?:µs|us|ms|GiB|GB/s|TFLOP/s|tokens/s)\b)"
+QUANTITY = re.compile(rf"(?<![\w.])\d[\d.,]*\s*{UNITS}")
+
+
+def _speed(rows: list[Row], tokens: str) -> str:
+    return times_faster(parts_of(select(rows, x_value=tokens))[0])
+
+
+def _less_memory(rows: list[Row], tokens: str) -> str:
+    memory = parts_of(select(rows, x_value=tokens))[1]
+    ours, peer = memory.get("bastile"), leanest(memory)
+    return f"{1 - ours.y_value_50 / peer.y_value_50:.0%}" if ours and peer and ours.y_value_50 and peer.y_value_50 else ""
+
+
+def _lengths(rows: list[Row]) -> dict[str, int]:
+    fits = [row for row in select(rows, metric_name="step_time") if row.y_value_50]
+    return {p: max(int(row.x_value) for row in fits if row.kernel_provider == p) for p in by_provider(fits)}
+
+
+def _longest(rows: list[Row], provider: str) -> str:
+    found = _lengths(rows)
+    return f"{found[provider]:,}" if provider in found else ""
+
+
+def _longest_peer(rows: list[Row]) -> str:
+    return f"{max((n for p, n in _lengths(rows).items() if not is_ours(p)), default=0):,}"
+
+
+KINDS = {"speed": _speed, "less_memory": _less_memory, "longest": _longest, "longest_peer": _longest_peer}
+
+
+def number_of(text: str, rows: list[Row]) -> str:
+    """Return what the results say. text: between "number:" and the end of its mark. Raise ValueError for what the results cannot say."""
+    kind, kernel, *rest = text.split()
+    conditions: dict = {"model": QWEN3.model, "layers": None}
+    conditions |= dict(word.split("=") for word in rest if "=" in word)
+    conditions = {name: int(value) if str(value).isdigit() else value for name, value in conditions.items()}
+    arguments = [word for word in rest if "=" not in word]
+    found = KINDS[kind](select(rows, kernel_name=kernel, **conditions), *arguments) if kind in KINDS else ""
+    if not found:
+        raise ValueError(f"number is {text!r}, which no row of the results says; expected one of {', '.join(KINDS)}, a kernel and tokens")
+    return found
+
+
+def filled(text: str, rows: list[Row]) -> str:
+    """Return a document with all its numbers made anew."""
+    return NUMBER.sub(lambda mark: f"{mark[1]}{number_of(mark[2], rows)}{mark[4]}", text)
+
+
+def stale(text: str, rows: list[Row]) -> list[str]:
+    """Return the marks of a document whose numbers are not what the results say."""
+    return [spec for _, spec, shown, _ in NUMBER.findall(text) if shown != number_of(spec, rows)]
+
+
+def unsupported(text: str) -> list[str]:
+    """Return the quantities of a document's sentences that no mark has. text: without its tables."""
+    return [found[0] for found in QUANTITY.finditer(NUMBER.sub("", CODE.sub("", text)))]
