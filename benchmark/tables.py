@@ -2,7 +2,7 @@
 
 A document marks where a table stands by `<!-- table: NAME -->` and `<!-- /table -->`; the names are those of all_tables(). What they show:
 operation_tables.py of a suite, step_tables.py of training steps, and `TABLES` in the file of a benchmark. Numbers in its sentences are
-marked as numbers.py says. --check fails, too, on a table that mixes commits without saying so, on a quantity that no row has, and on steps
+marked as quoted.py says. --check fails, too, on a table that mixes commits without saying so, on a quantity that no row has, and on steps
 whose tokens all went to a few experts.
 """
 
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from . import markdown, numbers, operation_tables, records, registry, routing, step_tables
+from . import markdown, operation_tables, quoted, records, registry, routing, step_tables
 from .markdown import NOT_MEASURED, select
 from .records import Row
 
@@ -41,12 +41,12 @@ def content(name: str, rows: list[Row]) -> str:
 
 def filled(text: str, rows: list[Row]) -> str:
     """Return a document with all its tables and numbers made anew."""
-    return numbers.filled(BLOCK.sub(lambda block: f"{block[1]}{content(block[2], rows)}{block[4]}", text), rows)
+    return quoted.filled(BLOCK.sub(lambda block: f"{block[1]}{content(block[2], rows)}{block[4]}", text), rows)
 
 
 def stale(text: str, rows: list[Row]) -> list[str]:
     """Return the names of the tables and numbers of a document that are not what the results say."""
-    return [name for _, name, found, _ in BLOCK.findall(text) if found != content(name, rows)] + numbers.stale(text, rows)
+    return [name for _, name, found, _ in BLOCK.findall(text) if found != content(name, rows)] + quoted.stale(text, rows)
 
 
 def unsaid(name: str, rows: list[Row]) -> list[str]:
@@ -67,7 +67,7 @@ def complaints(text: str, rows: list[Row]) -> list[str]:
     """Return what is wrong with a document beside tables that are stale: tables that mix commits without saying so, and quantities that no
     row has."""
     found = [f"{name} does not name {', '.join(versions)}" for _, name, *_ in BLOCK.findall(text) if (versions := unsaid(name, rows))]
-    return found + [f"no row has {quantity!r}" for quantity in numbers.unsupported(BLOCK.sub("", text))]
+    return found + [f"no row has {quantity!r}" for quantity in quoted.unsupported(BLOCK.sub("", text))]
 
 
 def main(arguments=None) -> int:

@@ -2,6 +2,8 @@
 
 Every test function runs in a process of its own, several at a time, so one that the sanitizer itself fails on takes no other along.
 What PyTorch's kernels are reported for is left out. Exits with 1 when a kernel of this project has a finding or a test fails.
+With --record, operations whose tests were all clean are put into compute-sanitizer.json of the results, with the digest of their kernels'
+source; `python -m tests.sanitizer --owed` says, without a GPU, which have changed since or were never checked, and notes it in the log.
 
 racecheck itself fails on cuBLAS's kernels for Hopper in half precision (CUBLAS_STATUS_EXECUTION_FAILED), so it runs the cases in fp32 too:
 the same kernels, from the same source. Where it failed, the table says "not checked".
@@ -12,6 +14,7 @@ tensor that it allocates with NaN first.
 """
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -22,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.ops import suite
+from tools.kernel_sources import source_digest
 
 ROOT = Path(__file__).resolve().parents[1]
 # The files, and the test functions of each that launch the operations' kernels in all their variants.
@@ -37,6 +41,30 @@ APART = {"tests/gpu/test_operations.py::test_operation": suite.NAMES}
 TOOLS = ("memcheck", "racecheck", "initcheck")
 DTYPES = ("torch.bfloat16", "torch.float32")  # that are checked
 OURS = "bastile_"
+# By operation of kernel_src: parts of the names of the tests that launch its kernels. Where it is not here, test_operation of its name.
+CHECKED_BY = {
+    "adamw": ("test_adamw",),
+    "attention": ("test_attention.py",),
+    "attention_plan": ("test_attention.py",),
+    "clamped_gate": ("test_gpt_oss.py::test_experts",),
+    "column_sum": ("test_ops.py::test_rms_norm", "test_operation[layer_norm"),
+    "cross_entropy": ("test_linear_cross_entropy", "test_operation[cross_entropy"),
+    "divergence": ("test_operation[divergence", "test_operation[linear_jsd"),
+    "experts": ("test_experts_of_qwen3_moe", "test_gpt_oss.py::test_experts", "test_qwen3_moe.py"),
+    "gated_activation": ("test_operation[gated_activation", "test_operation[tiled_mlp"),
+    "grouped_gemm": ("test_grouped_gemms", "test_experts_in_our_grouped_gemms"),
+    "linear_cross_entropy": ("test_linear_cross_entropy", "test_evaluation"),
+    "low_rank": ("test_low_rank",),
+    "qk_norm_rotary": ("test_qk_norm_rotary",),
+    "rms_norm": ("test_ops.py::test_rms_norm", "test_ops.py::test_add_rms_norm"),
+    "rotary": ("test_ops.py::test_rotary", "test_gpt_oss.py::test_rotary"),
+    "round_last_rms_norm": ("test_gpt_oss.py::test_norms",),
+    "scale": ("test_linear_cross_entropy",),
+    "sums": ("test_operation[poly_norm",),
+    "swiglu": ("test_ops.py::test_swiglu", "test_mlp"),
+}
+RECORD = ROOT / "benchmark/results/nvidia-h200/compute-sanitizer.json"
+RECORDED = ("memcheck", "racecheck")  # initcheck does not see what TMA stores write
 # The kernels that write with TMA stores what another kernel reads as partial sums.
 AFTER_TMA = {"initcheck": {"bastile_column_sum", "bastile_column_sum_pair"}}
 
@@ -59,6 +87,51 @@ def functions() -> list[str]:
             test = f"{file}::{name}"
             found += [f"{test}[{part}-{dtype}]" for part in APART.get(test, ()) for dtype in DTYPES] or [test]
     return found
+
+
+def tests_of(operation: str) -> list[str]:
+    """The tests of `functions` that launch the kernels of an operation of kernel_src."""
+    parts = CHECKED_BY.get(operation, (f"test_operation[{operation}-",))
+    return [test for test in functions() if any(part in test for part in parts)]
+
+
+def digests() -> dict[str, str]:
+    """By operation of kernel_src: the digest of its kernels' source."""
+    operations = json.loads((ROOT / "kernel_src/compiled.json").read_text())["sources"]
+    return {operation: source_digest(operation) for operation in operations}
+
+
+def owed(record: dict, sources: dict[str, str]) -> dict[str, list[str]]:
+    """By tool: the operations whose kernels are not those that it was clean on, "changed" since or "never" checked."""
+    found = {}
+    for tool in RECORDED:
+        known = record.get(tool, {})
+        found[tool] = [f"{name} ({'changed' if name in known else 'never'})" for name, source in sources.items()
+                       if known.get(name, {}).get("sources") != source]
+    return found
+
+
+def record_clean(outcomes: list["Outcome"], record: dict, sources: dict[str, str], commit: str) -> dict:
+    """What `RECORD` says after a run: an operation is clean where all of its tests that a tool could run are, and one ran."""
+    for tool in RECORDED:
+        status: dict[str, set[str]] = {}
+        for outcome in outcomes:
+            if outcome.tool == tool and outcome.status:
+                status.setdefault(outcome.test, set()).add(outcome.status)
+        for name, source in sources.items():
+            ran = [status[test] for test in tests_of(name) if test in status]
+            if ran and len(ran) == len(tests_of(name)) and all("clean" in each and each <= {"clean", "not checked"} for each in ran):
+                record.setdefault(tool, {})[name] = {"commit": commit, "sources": source}
+    return record
+
+
+def write_owed(record: dict) -> None:
+    """Put what is owed at the end of the log of the results, and print it."""
+    lines = [f"owed: {tool}: {', '.join(names) or 'nothing'}" for tool, names in owed(record, digests()).items()]
+    log = RECORD.with_suffix(".txt")
+    kept = [line for line in log.read_text().splitlines() if not line.startswith("owed: ")]
+    log.write_text("\n".join([*kept, *lines]) + "\n")
+    print("\n".join(lines))
 
 
 def sanitize(tool: str, test: str, keyword: str, limit: float) -> Outcome:
@@ -94,17 +167,24 @@ def main(arguments=None) -> int:
     p.add_argument("-k", default="", help="parts of the names of test functions, comma-separated (default: all)")
     p.add_argument("--processes", type=int, default=4)
     p.add_argument("--limit-s", type=float, default=600.0, help="seconds for one test function")
+    p.add_argument("--record", action="store_true", help=f"note the operations that are clean in {RECORD.relative_to(ROOT)}")
+    p.add_argument("--owed", action="store_true", help="put which operations are to be checked at the end of the log, print it, and end")
     p.add_argument("--log", type=Path, help="a file for what the sanitizer printed where it found something or a test failed")
     args = p.parse_args(arguments)
+    record = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
+    if args.owed:
+        write_owed(record)
+        return 0
     tests = [test for test in functions() if any(part in test for part in args.k.split(","))]
     cases = {"racecheck": ("bfloat16 or not float", "float32")}
     jobs = [(tool, test, keyword) for tool in args.tools for test in tests for keyword in cases.get(tool, ("bfloat16 or not float",))]
-    count, logs = Counter(), []
+    count, logs, outcomes = Counter(), [], []
     with ThreadPoolExecutor(args.processes) as pool:
         for outcome in pool.map(lambda job: sanitize(*job, args.limit_s), jobs):
             if not outcome.status:
                 continue
             count[outcome.status] += 1
+            outcomes.append(outcome)
             found = ", ".join(f"{name} {times}" for name, times in outcome.findings.items())
             note = " (written by TMA stores)" if found and outcome.status == "clean" else ""
             line = f"{outcome.tool:<10} {outcome.status:<12} {outcome.test:<75} {outcome.summary}; {found}{note}".rstrip("; ")
@@ -112,6 +192,11 @@ def main(arguments=None) -> int:
             if outcome.status != "clean":
                 logs.append(f"{line}\n{outcome.log}\n")
     print(", ".join(f"{times} {status}" for status, times in count.items()))
+    if args.record:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        record = record_clean(outcomes, record, digests(), commit)
+        RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        write_owed(record)
     if args.log and logs:
         args.log.write_text("\n".join(logs))
     return int(bool(count["findings"] or count["failed"]))

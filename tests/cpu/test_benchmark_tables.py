@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from benchmark import families, markdown, numbers, plots, providers, records, registry, step_tables, suites, tables
+from benchmark import families, markdown, plots, providers, quoted, records, registry, step_tables, suites, tables
 from benchmark.markdown import Notes, in_order, number
 from tests.benchmark_support import GPU, made_up_rows, row
 
@@ -197,11 +197,11 @@ def test_numbers_of_sentences_come_from_the_results(results, tmp_path, capsys):
     assert tables.main([str(document), *arguments, "--write"]) == 0
     assert "-->1.05 ×<!--" in document.read_text() and tables.main([str(document), *arguments, "--check"]) == 0
     rows = records.read_all(results / "nvidia-h200")
-    assert numbers.number_of("less_memory qwen3_step 8192", rows) == "5%"
-    assert numbers.number_of("longest qwen3_step bastile", rows) == numbers.number_of("longest_peer qwen3_step", rows) == "8,192"
+    assert quoted.number_of("less_memory qwen3_step 8192", rows) == "5%"
+    assert quoted.number_of("longest qwen3_step bastile", rows) == quoted.number_of("longest_peer qwen3_step", rows) == "8,192"
     for wrong in ("speed qwen3_step 512", "size qwen3_step 8192", "speed qwen3_step 8192 layers=12"):
         with pytest.raises(ValueError, match="no row of the results"):
-            numbers.number_of(wrong, rows)
+            quoted.number_of(wrong, rows)
     capsys.readouterr()
     document.write_text("A step takes 770 ms, 17 % less, 2.1 × as fast, with 2 × 512 rows, 8 KiB and 30 seconds.\n")
     assert tables.main([str(document), *arguments, "--check"]) == 1

@@ -1,5 +1,6 @@
 """How `make test-sanitizer` reads what compute-sanitizer and pytest print."""
 
+import json
 import subprocess
 import sys
 
@@ -56,3 +57,35 @@ def test_cases_that_are_apart_are_those_of_the_tests():
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "tests/gpu/test_operations.py"]
     known = subprocess.run(command, cwd=sanitizer.ROOT, capture_output=True, text=True, check=False).stdout.split()
     assert {name for name in sanitizer.functions() if "[" in name} <= set(known)
+
+
+LOG = sanitizer.RECORD.with_suffix(".txt")
+
+
+def test_every_operation_has_tests_that_launch_its_kernels():
+    sources = sanitizer.digests()
+    assert set(sanitizer.CHECKED_BY) <= set(sources)
+    assert [name for name in sources if not sanitizer.tests_of(name)] == []
+
+
+def test_the_log_says_which_kernels_are_not_those_that_were_checked():
+    """By the digests of their sources: a kernel that changes makes this fail until the log names it, or it has been checked again."""
+    record = json.loads(sanitizer.RECORD.read_text())
+    assert all(len(entry["commit"]) >= 7 for tool in record.values() for entry in tool.values())
+    shown = dict(line.removeprefix("owed: ").split(": ") for line in LOG.read_text().splitlines() if line.startswith("owed: "))
+    wanted = {tool: ", ".join(names) or "nothing" for tool, names in sanitizer.owed(record, sanitizer.digests()).items()}
+    assert shown == wanted, "run `python -m tests.sanitizer --owed`, which needs no GPU, and commit the log"
+
+
+def test_what_was_clean_is_recorded_with_the_digest_of_its_source():
+    def outcome(test, status, tool="memcheck"):
+        return sanitizer.Outcome(tool, test, "", {}, status, "")
+
+    sources = {"swiglu": "a", "dyt": "b", "softmax": "c"}
+    outcomes = [outcome(test, "clean") for test in sanitizer.tests_of("swiglu")]
+    outcomes += [outcome(test, "clean", "racecheck") for test in sanitizer.tests_of("dyt")[:1]]
+    outcomes += [outcome(sanitizer.tests_of("dyt")[0], "clean"), outcome(sanitizer.tests_of("dyt")[1], "findings")]
+    record = sanitizer.record_clean(outcomes, {"memcheck": {"softmax": {"commit": "old", "sources": "0"}}}, sources, "abc1234")
+    assert record == {"memcheck": {"softmax": {"commit": "old", "sources": "0"}, "swiglu": {"commit": "abc1234", "sources": "a"}}}
+    assert sanitizer.owed(record, sources) == {"memcheck": ["dyt (never)", "softmax (changed)"],
+                                               "racecheck": ["swiglu (never)", "dyt (never)", "softmax (never)"]}
