@@ -70,7 +70,7 @@ def round_last_add_rms_norm_backward(dx, dy, dtotal, x, weight, rstd, dweight, T
     backward_rows(dx, dy, dtotal, x, weight, rstd, dweight, TILE, True)
 
 
-TILE = 4096  # the longest row; ops/round_last_rms_norm.py sends longer ones to PyTorch
+TILE = 4096  # the longest row; ops/rms_norm_kernels.py chooses these kernels up to it
 LENGTHS = (2880, None)  # of a row: GPT-OSS's hidden size, and any
 
 

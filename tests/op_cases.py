@@ -2,6 +2,7 @@
 an argument may have in memory."""
 
 import contextlib
+import functools
 import importlib
 
 import torch
@@ -52,8 +53,15 @@ NOT_DIFFERENTIABLE |= {("experts", "expert")}
 
 
 # Where an operation lies that has not the name of its module.
-MODULES = {"round_last_add_rms_norm": "round_last_rms_norm", "add_rms_norm": "rms_norm", "qk_norm_rotary": "rotary", "mlp": "swiglu"}
+MODULES = {"add_rms_norm": "rms_norm", "qk_norm_rotary": "rotary", "mlp": "swiglu"}
 MODULES |= {"norm_attention_inputs": "decoder_nodes", "norm_mlp": "decoder_nodes"}
+
+
+# Operations that are others with these options, as GPT-OSS has them; from the last package that is given.
+WITH_OPTIONS = {
+    "round_last_rms_norm": ("rms_norm", {"eps": 1e-5, "rounds": "last"}),
+    "round_last_add_rms_norm": ("add_rms_norm", {"eps": 1e-5, "rounds": "last"}),
+}
 
 
 class Operations:
@@ -63,6 +71,11 @@ class Operations:
         self.packages = packages
 
     def __getattr__(self, name):
+        if name in WITH_OPTIONS:
+            operation, options = WITH_OPTIONS[name]
+            found = functools.partial(getattr(Operations(self.packages[-1]), operation), **options)
+            setattr(self, name, found)
+            return found
         for package in self.packages:
             with contextlib.suppress(ModuleNotFoundError):
                 found = getattr(importlib.import_module(f"{package.__name__}.shared.ops.{MODULES.get(name, name)}"), name)

@@ -59,6 +59,14 @@ def write_no_kernels(package) -> None:
     write_folder(package.sources / "cubins", pack(package, [], {}, {}))
 
 
+def kernels_of(package: str) -> list:
+    """The operations of kernel_src that a package ships. package: the folder of its build.toml in this repository."""
+    from tools.kernel_package import read_package
+    from tools.targets import operations as operations_of
+
+    return operations_of(read_package(REPOSITORY / package))
+
+
 def load(folder: Path):
     from kernels import get_local_kernel
 
@@ -177,9 +185,11 @@ def ops(request, all_operations):
 
 
 @pytest.fixture(params=("pytorch", "kernels"))
-def suite_ops(request, all_operations):
-    """The operations of the package for Liger's users, in PyTorch and in the interpreted kernels."""
-    return suite(all_operations if request.param == "pytorch" else request.getfixturevalue("interpreted"))
+def suite_ops(request, all_operations, interpret):
+    """The operations of the package for Liger's users, in PyTorch and in the interpreted kernels of that package."""
+    if request.param == "kernels":
+        interpret(all_operations, kernels_of("packages/liger"))
+    return suite(all_operations)
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def uses(gpt_oss, model, step=lambda model: model.train()(input_ids=TOKENS, labe
     with pytest.MonkeyPatch.context() as patch:
         for where, names in (("shared.hf.experts", ("experts",)), ("shared.hf.forwards", ("rotary",)),
                              ("shared.hf.causal_lm", ("linear_cross_entropy",)),
-                             ("decoder_layer", ("round_last_rms_norm", "round_last_add_rms_norm"))):
+                             ("decoder_layer", ("rms_norm", "add_rms_norm"))):
             module = sys.modules[f"{gpt_oss.__name__}.{where}"]
             for name in names:
                 original = getattr(module, name)
@@ -76,7 +76,7 @@ def uses(gpt_oss, model, step=lambda model: model.train()(input_ids=TOKENS, labe
     return called
 
 
-ALL = {"experts", "rotary", "linear_cross_entropy", "round_last_rms_norm", "round_last_add_rms_norm"}
+ALL = {"experts", "rotary", "linear_cross_entropy", "rms_norm", "add_rms_norm"}
 
 
 @pytest.mark.parametrize("how", ["apply", "kernelize", "mapping"])

@@ -41,10 +41,25 @@ def step(model, x):
 def called(liger, monkeypatch):
     """The operations that the norms call, as they happen."""
     forwards, calls = importlib.import_module(f"{liger.__name__}.forwards"), []
-    for name in ("layer_norm", "group_norm", "general_rms_norm"):
+    for name in ("layer_norm", "group_norm", "rms_norm"):
         function = getattr(forwards, name)
         monkeypatch.setattr(forwards, name, lambda *args, name=name, function=function: calls.append(name) or function(*args))
     return calls
+
+
+def test_the_casting_modes_say_when_the_norm_rounds(liger):
+    """Of an x in half precision with a weight in fp32, whose result has x's dtype; any other mode is refused."""
+    x, weight = torch.randn(40, 96).bfloat16(), torch.randn(96)
+    n = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    first, last = (n.bfloat16().float() * (weight + 1)).bfloat16(), (n * (weight + 1)).bfloat16()
+    assert not torch.equal(first, last)
+    for casting, wanted in (("llama", first), ("gemma", last), ("none", last)):
+        assert torch.equal(liger.rms_norm(x, weight, 1e-6, 1.0, casting), wanted)
+        y, total = liger.add_rms_norm(x, torch.zeros_like(x), weight, 1e-6, 1.0, casting)
+        assert torch.equal(y, wanted) and torch.equal(total, x)
+    for call in (liger.rms_norm, lambda x, *rest: liger.add_rms_norm(x, x, *rest)):
+        with pytest.raises(ValueError, match="^casting is 'first', expected one of llama, gemma, none"):
+            call(x, weight, 1e-6, 0.0, "first")
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16), ids=str)
@@ -53,7 +68,7 @@ def test_the_norms_of_torch_nn_run_ours_with_the_same_results(liger, monkeypatch
     wanted, names = step(model, x), list(model.state_dict())
     assert liger.kernelize(model) is model and liger.kernelize(model) is model
     found = step(model, x)
-    assert calls == ["group_norm", "layer_norm", "general_rms_norm"] and list(model.state_dict()) == names
+    assert calls == ["group_norm", "layer_norm", "rms_norm"] and list(model.state_dict()) == names
     bound = 3e-2 if dtype is torch.bfloat16 else 1e-4
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == b.dtype and (a - b).norm() <= bound * b.norm() + 1e-6

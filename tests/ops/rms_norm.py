@@ -6,21 +6,21 @@ from tests.ops.common import BF16, CPU, FP16, FP32, errors_in, exact, launched, 
 from tests.tolerances import assert_close
 
 
-def rms_norm_exact(x, weight, eps):
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+def rms_norm_exact(x, weight, eps, offset=0.0):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight + offset)
 
 
-def check_rms_norm(ops, device, dtype, shape, weight_dtype=None, eps=1e-6, view=lambda x: x):
+def check_rms_norm(ops, device, dtype, shape, weight_dtype=None, eps=1e-6, view=lambda x: x, **options):
     """view: makes the operation's input out of a contiguous tensor (a transpose, a slice)."""
     weight_dtype = weight_dtype or dtype
     base = leaf(randn(*shape, dtype=dtype, device=device))
     x = view(base)
     weight = leaf(randn(x.shape[-1], dtype=weight_dtype, device=device, seed=1) + 1)
-    y = ops.rms_norm(x, weight, eps)
+    y = ops.rms_norm(x, weight, eps, **options)
     dy = randn(*y.shape, dtype=y.dtype, device=device, seed=2)
     y.backward(dy)
     base64, weight64 = exact(base), exact(weight)
-    y64 = rms_norm_exact(view(base64), weight64, eps)
+    y64 = rms_norm_exact(view(base64), weight64, eps, options.get("offset", 0.0))
     y64.backward(dy.double().cpu())
     what = f"RMSNorm {tuple(shape)}"
     assert y.dtype == torch.promote_types(dtype, weight_dtype)
@@ -48,16 +48,16 @@ RMS_NORM_SHAPES = (
 )
 
 
-def check_add_rms_norm(ops, device, dtype, shape, eps=1e-6):
+def check_add_rms_norm(ops, device, dtype, shape, weight_dtype=None, eps=1e-6, **options):
     """The sum is rounded to the model's dtype before it is normalised, which is one rounding more."""
     x, residual = (leaf(randn(*shape, dtype=dtype, device=device, seed=i)) for i in range(2))
-    weight = leaf(randn(shape[-1], dtype=dtype, device=device, seed=2) + 1)
-    y, total = ops.add_rms_norm(x, residual, weight, eps)
-    dy, dtotal = (randn(*shape, dtype=dtype, device=device, seed=3 + i) for i in range(2))
+    weight = leaf(randn(shape[-1], dtype=weight_dtype or dtype, device=device, seed=2) + 1)
+    y, total = ops.add_rms_norm(x, residual, weight, eps, **options)
+    dy, dtotal = (randn(*shape, dtype=tensor.dtype, device=device, seed=3 + i) for i, tensor in enumerate((y, total)))
     torch.autograd.backward((y, total), (dy, dtotal))
     x64, residual64, weight64 = exact(x), exact(residual), exact(weight)
     total64 = x64 + residual64
-    y64 = rms_norm_exact(total64, weight64, eps)
+    y64 = rms_norm_exact(total64, weight64, eps, options.get("offset", 0.0))
     torch.autograd.backward((y64, total64), (dy.double().cpu(), dtotal.double().cpu()))
     assert_close(total, total64, dtype, "total")
     assert_close(y, y64, dtype, "add + RMSNorm y", 1.5)
@@ -82,10 +82,12 @@ CHECKS = {
     "rms_norm_tail": on_cpu(check_rms_norm, BF16, (3, 2560), eps=0.5),
     "rms_norm_many_rows": on_cpu(check_rms_norm, FP32, (19, 1024)),
     "rms_norm_short": on_cpu(check_rms_norm, FP32, (81, 64), eps=0.5),
-    "rms_norm_odd": on_cpu(check_rms_norm, FP32, (19, 1030), eps=0.5),
+    "rms_norm_odd": on_cpu(check_rms_norm, BF16, (19, 1030), FP32, eps=0.5),
     "add_rms_norm": on_cpu(check_add_rms_norm, FP16, (3, 1024), eps=0.5),
     "add_rms_norm_tail": on_cpu(check_add_rms_norm, FP16, (3, 2560), eps=0.5),
-    "add_rms_norm_odd": on_cpu(check_add_rms_norm, FP32, (3, 77)),
+    "add_rms_norm_odd": on_cpu(check_add_rms_norm, BF16, (3, 77), FP32),
+    "offset": on_cpu(check_rms_norm, FP32, (3, 40), offset=1.0),
+    "add_offset": on_cpu(check_add_rms_norm, FP32, (3, 40), offset=1.0),
 }
 MUTANTS = [
     *errors_in("kernel_src/elements.py", "rms_norm_odd", "read_padded", ("padding_value=0", "padding_value=1")),
@@ -158,8 +160,9 @@ MUTANTS = [
          ("x, weight, rstd)", "x, weight, 1.01 * rstd)")),
     *errors_in("shared/ops/rms_norm.py", "rms_norm", "RMSNormFunction.backward",
          ("dweight if need", "torch.zeros_like(dweight) if need"),
-         ("return dx,", "return dy,")),
-    *errors_in("shared/ops/rms_norm.py", "rms_norm_many_rows", "_backward_launch",
+         ("return dx,", "return dy,"),
+         ("need, ctx.offset", "need, 1.0")),
+    *errors_in("shared/ops/rms_norm_kernels.py", "rms_norm_many_rows", "WholeRows.backward",
                ("column_sum(partial, weight.dtype)", "partial[0].to(weight.dtype)")),
     *errors_in("shared/ops/rms_norm.py", "add_rms_norm", "AddRMSNormFunction.forward",
          ("save_for_backward(total,", "save_for_backward(x,"),
@@ -168,10 +171,17 @@ MUTANTS = [
          ("return y, total", "return y, x + 0 * total")),
     *errors_in("shared/ops/rms_norm.py", "add_rms_norm", "AddRMSNormFunction.backward",
          ("return dx, dx,", "return dx, torch.zeros_like(dx),"),
+         ("dtotal is None:", "True:"),
          ("(dy, dtotal, total", "(dtotal, dy, total")),
     *errors_in("shared/ops/rms_norm.py", "add_rms_norm_odd", "_add_backward", ("return dx + dtotal", "return dx")),
     *errors_in("shared/ops/rms_norm.py", "rms_norm", "rms_norm_backward_reference",
          ("g - n *", "g + n *"),
          ("sum_of_rows(d * n)", "(d * n)[0]"),
-         ("d * weight.to(acc)", "d"), kernels=False),
+         ("d * (weight.to(acc) + offset)", "d"), kernels=False),
+    *errors_in("shared/ops/rms_norm.py", "offset", "rms_norm_backward_reference", ("(weight.to(acc) + offset)", "weight.to(acc)"),
+         kernels=False),
+    *errors_in("shared/ops/rms_norm.py", "offset", "_scaled", ("weight.to(acc) + offset if offset else weight", "weight"), kernels=False),
+    *errors_in("shared/ops/rms_norm.py", "offset", "RMSNormFunction.forward", ("ctx.offset = offset", "ctx.offset = 0.0"), kernels=False),
+    *errors_in("shared/ops/rms_norm.py", "add_offset", "AddRMSNormFunction.forward", ("ctx.offset = offset", "ctx.offset = 0.0"),
+         kernels=False),
 ]  # fmt: skip

@@ -54,8 +54,8 @@ ROUND_LAST_RMS_NORM_SHAPES = ((3, 2880), (2, 3, 77), (19, 64), (2, 4096), (1, 40
 
 def check_by_qwen3s_names(ops, check, shape, dtype=FP32):
     """GPT-OSS's norms, by the names of Qwen3's."""
-    norms = importlib.import_module(f"{ops.__name__}.shared.ops.round_last_rms_norm")
-    names = types.SimpleNamespace(rms_norm=norms.round_last_rms_norm, add_rms_norm=norms.round_last_add_rms_norm)
+    norms = importlib.import_module(f"{ops.__name__}.shared.ops.rms_norm")
+    names = types.SimpleNamespace(**{name: functools.partial(getattr(norms, name), rounds="last") for name in ("rms_norm", "add_rms_norm")})
     check(names, CPU, dtype, shape, eps=0.5)
 
 
@@ -123,13 +123,13 @@ MUTANTS = [
     *errors_in("kernel_src/round_last_rms_norm.py", "round_last_add_rms_norm", "round_last_add_rms_norm_backward",
          ("TILE, True)", "TILE, False)"),
          ("backward_rows(dx, dy, dtotal, x", "backward_rows(dx, dtotal, dy, x")),
-    *errors_in("shared/ops/round_last_rms_norm.py", "round_last_rms_norm_many_rows", "_gradients",
+    *errors_in("shared/ops/rms_norm_kernels.py", "round_last_rms_norm_many_rows", "WholeRows.backward",
                ("column_sum(partial, weight.dtype)", "partial[0].to(weight.dtype)")),
-    *errors_in("shared/ops/round_last_rms_norm.py", "round_last_add_rms_norm", "_gradients",
-         ("kernel(dx, *grads, x", "kernel(dx, *grads[::-1], x")),
-    *errors_in("shared/ops/round_last_rms_norm.py", "round_last_add_rms_norm", "_gradients",
-               ("return dx + grads[1] if len(grads) > 1 else dx", "return dx"), kernels=False),
-    *errors_in("shared/ops/round_last_rms_norm.py", "rounded_once", "round_last_rms_norm_reference",
-         ("weight * (xf * rstd)", "weight * (xf * rstd).to(x.dtype)"),
-         ("x.to(accumulation_dtype(x.dtype))", "x"), kernels=False),
+    *errors_in("shared/ops/rms_norm_kernels.py", "round_last_add_rms_norm", "WholeRows.backward",
+         ("(dx, *grads, x", "(dx, *grads[::-1], x")),
+    *errors_in("shared/ops/rms_norm.py", "round_last_add_rms_norm", "rms_norm_backward_reference",
+               ("dx if dtotal is None else dx + dtotal", "dx"), kernels=False),
+    *errors_in("shared/ops/rms_norm.py", "rounded_once", "_scaled",
+         ('rounds == "first"', "True"),
+         ("x.to(acc) * rstd", "x * rstd.to(x.dtype)"), kernels=False),
 ]  # fmt: skip

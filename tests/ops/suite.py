@@ -1,6 +1,7 @@
 """The operations of the package for Liger's users. Their files here have `all_cases(ops, device, dtypes)` too, (name, function) of every
 check."""
 
+import functools
 import importlib
 
 from tests.op_cases import Operations
@@ -13,7 +14,6 @@ NAMES = (
 )  # fmt: skip
 # Where an operation lies that has not the name of its module.
 MODULES = {
-    "general_add_rms_norm": "general_rms_norm",
     **dict.fromkeys(("swiglu", "swiglu_packed", "geglu", "geglu_packed"), "gated_activation"),
     **dict.fromkeys(("tiled_swiglu", "tiled_geglu"), "tiled_mlp"),
     "rotary_complex": "llama4_rope",
@@ -21,6 +21,22 @@ MODULES = {
     "cross_entropy": "cross_entropy_of_logits",
     **dict.fromkeys(("kl_div", "jsd", "tvd"), "divergence"),
 }
+
+
+ROUNDS = {"llama": "first", "gemma": "last", "none": "last"}  # of Liger's casting modes
+
+
+def general_rms_norm(norms, x, weight=None, eps=1e-6, offset=0.0, casting="llama"):
+    """As the package for Liger's users has it. norms: the module of the operation."""
+    return norms.rms_norm(x, weight, eps, offset, ROUNDS[casting], x.dtype)
+
+
+def general_add_rms_norm(norms, x, residual, weight=None, eps=1e-6, offset=0.0, casting="llama"):
+    """As the package for Liger's users has it. norms: the module of the operation."""
+    return norms.add_rms_norm(x, residual, weight, eps, offset, ROUNDS[casting], x.dtype)
+
+
+WITH_LIGERS_ARGUMENTS = {"general_rms_norm": general_rms_norm, "general_add_rms_norm": general_add_rms_norm}
 
 
 class SuiteOperations(Operations):
@@ -32,6 +48,8 @@ class SuiteOperations(Operations):
         return len(launched(self.packages[0]))
 
     def __getattr__(self, name):
+        if name in WITH_LIGERS_ARGUMENTS:
+            return functools.partial(WITH_LIGERS_ARGUMENTS[name], self.rms_norm_module)
         module = name.removesuffix("_module")
         found = importlib.import_module(f"{self.packages[0].__name__}.shared.ops.{MODULES.get(name, module)}")
         return found if module != name else getattr(found, name)

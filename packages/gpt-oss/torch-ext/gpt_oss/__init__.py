@@ -2,13 +2,12 @@
 
 from . import layers
 from .api import apply, capture, explain, get_patched_ops, kernelize, mapping, report, reset
+from .norms import add_rms_norm, rms_norm
 from .shared.hf.optimizer import AdamW
 from .shared.ops.attention import AttentionPlan, attention
 from .shared.ops.experts import experts
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.rotary import rotary
-from .shared.ops.round_last_rms_norm import round_last_add_rms_norm as add_rms_norm
-from .shared.ops.round_last_rms_norm import round_last_rms_norm as rms_norm
 from .warmup import clear_autotune_cache, warmup_all_kernels
 
 __all__ = [

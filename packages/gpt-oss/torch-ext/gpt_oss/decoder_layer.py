@@ -4,8 +4,8 @@ from typing import List, Tuple
 
 import torch
 
+from .norms import add_rms_norm, rms_norm
 from .shared.hf.modules import OwnForwards, original_forward, why_not_own
-from .shared.ops.round_last_rms_norm import round_last_add_rms_norm, round_last_rms_norm
 from .shared.runtime.device import PLAIN
 
 _own = OwnForwards("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssRMSNorm")
@@ -15,7 +15,7 @@ def rms_norm_forward(layer, x: torch.Tensor) -> torch.Tensor:
     """Of a module with `weight` and `variance_epsilon`."""
     weight = layer.weight
     if type(weight) in PLAIN and type(x) in PLAIN:
-        return round_last_rms_norm(x, weight, layer.variance_epsilon)
+        return rms_norm(x, weight, layer.variance_epsilon)
     xf = x.to(torch.float32)
     return (weight * (xf * torch.rsqrt(xf.pow(2).mean(-1, keepdim=True) + layer.variance_epsilon))).to(x.dtype)
 
@@ -48,7 +48,7 @@ def decoder_layer_forward(layer, x: torch.Tensor, kwargs) -> torch.Tensor:
         return original_forward(layer)(layer, x, **kwargs)
     attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs)
     if attended.dtype == x.dtype and type(attended) in PLAIN:
-        normed, total = round_last_add_rms_norm(attended, x, norm.weight, norm.variance_epsilon)
+        normed, total = add_rms_norm(attended, x, norm.weight, norm.variance_epsilon)
     else:  # under autocast
         total = x + attended
         normed = norm(total)

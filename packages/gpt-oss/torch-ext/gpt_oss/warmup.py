@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 import torch
 
+from .norms import add_rms_norm, rms_norm
 from .shared.ops import adamw
 from .shared.ops.attention import attention
 from .shared.ops.experts import experts
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.rotary import rotary
-from .shared.ops.round_last_rms_norm import round_last_add_rms_norm, round_last_rms_norm
 from .shared.runtime import tuning
 from .shared.runtime.tuning import TOKENS, cache_file, clear_autotune_cache
 
@@ -55,8 +55,9 @@ def warm_up(device, dtype, sizes: Sizes, tokens: int = TOKENS) -> None:
         return torch.ones(shape, dtype=dtype, device=device, requires_grad=True)
 
     hidden = (tokens, sizes.hidden)
-    round_last_rms_norm(ones(*hidden), ones(sizes.hidden)).sum().backward()
-    sum(x.sum() for x in round_last_add_rms_norm(ones(*hidden), ones(*hidden), ones(sizes.hidden))).backward()
+    rms_norm(ones(*hidden), ones(sizes.hidden)).sum().backward()
+    y, total = add_rms_norm(ones(*hidden), ones(*hidden), ones(sizes.hidden))
+    (y.sum() + total.sum()).backward()
     q, k = (ones(1, tokens, heads, sizes.head_dim).transpose(1, 2) for heads in (sizes.heads, sizes.kv_heads))
     cos = torch.ones(1, tokens, sizes.head_dim // 2, dtype=dtype, device=device)
     sum(x.sum() for x in rotary(q, k, cos, cos)).backward()

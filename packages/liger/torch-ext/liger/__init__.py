@@ -3,12 +3,11 @@
 from . import layers, liger_names
 from .api import explain, kernelize, mapping, report, reset
 from .back_end import announce, restore_liger, use_in_liger
+from .norms import add_rms_norm, rms_norm
 from .shared.ops.cross_entropy_of_logits import cross_entropy
 from .shared.ops.divergence import jsd, kl_div, tvd
 from .shared.ops.dyt import dyt
 from .shared.ops.gated_activation import geglu, geglu_packed, swiglu, swiglu_packed
-from .shared.ops.general_rms_norm import general_add_rms_norm as add_rms_norm
-from .shared.ops.general_rms_norm import general_rms_norm as rms_norm
 from .shared.ops.group_norm import group_norm
 from .shared.ops.layer_norm import layer_norm
 from .shared.ops.linear_cross_entropy import linear_cross_entropy

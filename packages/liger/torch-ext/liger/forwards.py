@@ -4,10 +4,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from .norms import rms_norm
 from .shared.hf.modules import is_plain
 from .shared.ops.common import autocasts
 from .shared.ops.gated_activation import geglu, swiglu, swiglu_packed
-from .shared.ops.general_rms_norm import general_rms_norm
 from .shared.ops.group_norm import group_norm
 from .shared.ops.layer_norm import layer_norm
 
@@ -53,7 +53,7 @@ def eps_of(module) -> float:
 
 
 def rms_norm_forward(module, x, offset=0.0, casting="llama"):
-    return general_rms_norm(x, module.weight, eps_of(module), offset, casting)
+    return rms_norm(x, module.weight, eps_of(module), offset, casting)
 
 
 def gated_mlp_forward(module, x):
@@ -73,7 +73,7 @@ def _takes(x, *parameters) -> bool:
 def torch_rms_norm_forward(module, x):
     if len(module.normalized_shape) != 1 or module.eps is None or not _takes(x, module.weight):
         return functional.rms_norm(x, module.normalized_shape, module.weight, module.eps)
-    return general_rms_norm(x, module.weight, module.eps, 0.0, "gemma")
+    return rms_norm(x, module.weight, module.eps, 0.0, "gemma")
 
 
 def layer_norm_forward(module, x):

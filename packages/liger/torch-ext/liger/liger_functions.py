@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .norms import add_rms_norm, rms_norm
 from .shared.ops import cross_entropy_of_logits, divergence
 from .shared.ops.common import checked_index, fail
 from .shared.ops.cross_entropy import is_counted
 from .shared.ops.dyt import dyt
 from .shared.ops.gated_activation import geglu, swiglu, swiglu_packed
-from .shared.ops.general_rms_norm import general_add_rms_norm, general_rms_norm
 from .shared.ops.group_norm import group_norm
 from .shared.ops.layer_norm import layer_norm
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
@@ -118,7 +118,7 @@ class LigerRMSNormFunction:
 
     @staticmethod
     def apply(X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
-        return general_rms_norm(X, W, eps, offset, CASTING.get(casting_mode, casting_mode))
+        return rms_norm(X, W, eps, offset, CASTING.get(casting_mode, casting_mode))
 
 
 class LigerFusedAddRMSNormFunction:
@@ -126,7 +126,7 @@ class LigerFusedAddRMSNormFunction:
 
     @staticmethod
     def apply(X, R, W, eps, offset=0.0, casting_mode="llama", in_place=False):
-        return general_add_rms_norm(X, R, W, eps, offset, CASTING.get(casting_mode, casting_mode))
+        return add_rms_norm(X, R, W, eps, offset, CASTING.get(casting_mode, casting_mode))
 
 
 class LigerLayerNormFunction:

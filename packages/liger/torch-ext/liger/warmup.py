@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import torch
 
+from .norms import add_rms_norm, rms_norm
 from .shared.ops.cross_entropy_of_logits import cross_entropy
 from .shared.ops.gated_activation import geglu, swiglu
-from .shared.ops.general_rms_norm import general_add_rms_norm, general_rms_norm
 from .shared.ops.layer_norm import layer_norm
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.mrope import partial_rotary
@@ -50,9 +50,10 @@ def warm_up(device, dtype, sizes: Sizes, tokens: int) -> None:
 
     hidden, up = (tokens, sizes.hidden), (tokens, sizes.intermediate)
     for casting, offset in (("llama", 0.0), ("gemma", 1.0)):
-        general_rms_norm(ones(*hidden), ones(sizes.hidden), 1e-6, offset, casting).sum().backward()
-        sum(x.sum() for x in general_add_rms_norm(ones(*hidden), ones(*hidden), ones(sizes.hidden), 1e-6, offset, casting)).backward()
-    general_rms_norm(ones(1, tokens, sizes.heads, sizes.head_dim), ones(sizes.head_dim), 1e-6).sum().backward()
+        rms_norm(ones(*hidden), ones(sizes.hidden), 1e-6, offset, casting).sum().backward()
+        y, total = add_rms_norm(ones(*hidden), ones(*hidden), ones(sizes.hidden), 1e-6, offset, casting)
+        (y.sum() + total.sum()).backward()
+    rms_norm(ones(1, tokens, sizes.heads, sizes.head_dim), ones(sizes.head_dim), 1e-6).sum().backward()
     layer_norm(ones(*hidden), ones(sizes.hidden), ones(sizes.hidden)).sum().backward()
     swiglu(ones(*up), ones(*up)).sum().backward()
     geglu(ones(*up), ones(*up), "tanh").sum().backward()

@@ -1,0 +1,325 @@
+"""The kernels of RMSNorm: three families of one formula, and which of them takes a norm.
+
+| family | kernel_src | takes |
+|---|---|---|
+| `ROWS` | rms_norm.py | offset 0, rounded first: Qwen3's row lengths with tuned tiles, short rows, and any other length more slowly |
+| `ONE_TILE` | round_last_rms_norm.py | offset 0, rounded last, rows of up to 4096 |
+| `SEGMENTS` | general_rms_norm.py | any offset, either rounding, any length |
+
+A package ships one family or several. The first one that it ships, that takes the norm and that reads a row of this length once is chosen;
+without such a family the first that takes the norm, and without that PyTorch. Every family sums the weight's gradient in fp32: each block
+writes one row of partial sums, and `column_sum` adds the rows.
+"""
+
+import functools
+from typing import NamedTuple, Optional, Sequence, Tuple
+
+import torch
+
+from ..runtime import launch
+from ..runtime.device import kernels_run_on, multiprocessors
+from ..runtime.launch import Kernel
+from .common import HALF, as_rows, column_sum, new_like, split_rows
+from .rows import SEGMENT, per_row, rows_of, segments, slabs
+
+FLOATS = (*HALF, torch.float32)
+Pair = Tuple[torch.Tensor, torch.Tensor]
+Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Norm(NamedTuple):
+    """What the choice of kernels follows from. y: dtype of the result and its gradient; length: of a row."""
+
+    x: torch.dtype
+    weight: torch.dtype
+    y: torch.dtype
+    length: int
+    offset: float = 0.0
+    rounds: str = "first"
+
+
+def _one_block_a_row(c, x, *_):
+    return (-(-x.shape[0] // c.get("ROWS", 1)),)
+
+
+def _one_partial_sum_a_block(c, *tensors):
+    return (tensors[-1].shape[0],)
+
+
+class WholeRows:
+    """Kernels on rows that one block holds, without an offset.
+
+    operation: of kernel_src; rounds: the order of rounding of its forward kernels; apply: makes y again, where there is such a kernel.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        rounds: str,
+        forward: Kernel,
+        backward: Kernel,
+        add_forward: Kernel,
+        add_backward: Kernel,
+        apply: Optional[Kernel] = None,
+    ):
+        self.operation, self.rounds = operation, rounds
+        self.kernels = {"forward": forward, "backward": backward, "add_forward": add_forward, "add_backward": add_backward}
+        if apply is not None:
+            self.kernels["recompute"] = apply
+
+    def forward(self, x, weight, eps: float, norm: Norm) -> Pair:
+        """Returns (y, rstd [rows])."""
+        y, rstd = _result_like(x, norm.y), per_row(x, x.numel() // norm.length)
+        self.kernels["forward"](x, weight, y, rstd, eps)
+        return y, rstd
+
+    def add_forward(self, x, residual, weight, eps: float, norm: Norm) -> Triple:
+        """Returns (total, y, rstd [rows])."""
+        total, y, rstd = new_like(residual), new_like(x), per_row(x, x.numel() // norm.length)
+        self.kernels["add_forward"](x, residual, weight, total, y, rstd, eps)
+        return total, y, rstd
+
+    def backward(self, grads: Sequence[torch.Tensor], x, weight, rstd, need_dweight: bool, norm: Norm) -> Pair:
+        """Returns (dx, dweight). grads: dy, and the gradient of the residual stream where there is one, which is added to dx."""
+        blocks = self.blocks(x.numel() // norm.length, norm.length, multiprocessors(x))
+        dx, partial = new_like(x), per_row(x, blocks, norm.length)
+        self.kernels["backward" if len(grads) == 1 else "add_backward"](dx, *grads, x, weight, rstd, partial)
+        return dx, column_sum(partial, weight.dtype) if need_dweight else weight.new_empty(0)
+
+    def recompute(self, x, weight, rstd, norm: Norm) -> torch.Tensor:
+        """Returns y again."""
+        y = _result_like(x, norm.y)
+        self.kernels["recompute"](x, weight, y, rstd)
+        return y
+
+    def takes(self, norm: Norm, step: str) -> bool:
+        """Tells whether there are kernels for a step of a norm: "forward", "backward", "add_forward", "add_backward" or "recompute"."""
+        raise NotImplementedError
+
+    def reads_once(self, norm: Norm) -> bool:
+        """Tells whether rows of this length are read once, and not a second time from the cache."""
+        raise NotImplementedError
+
+    def blocks(self, rows: int, length: int, processors: int) -> int:
+        """Returns the number of blocks of the backward pass: as many as the GPU holds at once, each of which walks over its rows."""
+        raise NotImplementedError
+
+
+def _result_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return new_like(x) if x.dtype == dtype else torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+class Rows(WholeRows):
+    """kernel_src/rms_norm.py."""
+
+    # Dtypes of x, weight and y. The fused steps: y again, and both passes with the residual.
+    FUSED = {*((dtype,) * 3 for dtype in HALF), (torch.float32, torch.float32, torch.bfloat16)}  # the last: an fp32 model under autocast
+    ALONE = {
+        *FUSED,
+        *((torch.float32, torch.float32, dtype) for dtype in FLOATS),
+        *((dtype, torch.float32, torch.float32) for dtype in HALF),  # q_norm and k_norm under autocast
+    }
+    # Blocks that an SM holds in the backward pass, by the longest row, swept on an H200.
+    PER_SM = ((256, 8), (1024, 6), (2560, 3))
+
+    def takes(self, norm: Norm, step: str) -> bool:
+        if norm.offset or (norm.rounds != self.rounds and "backward" not in step):
+            return False
+        if step in ("forward", "backward"):
+            return (norm.x, norm.weight, norm.y) in self.ALONE
+        return (norm.x, norm.weight, norm.y) in self.FUSED and norm.length in self.kernels["add_forward"].lengths("x", 1)
+
+    def reads_once(self, norm: Norm) -> bool:
+        return norm.length in self.kernels["forward"].lengths("x", 1)
+
+    def blocks(self, rows: int, length: int, processors: int) -> int:
+        return min(rows, processors * next((blocks for most, blocks in self.PER_SM if length <= most), 2))
+
+
+class OneTile(WholeRows):
+    """kernel_src/round_last_rms_norm.py."""
+
+    PER_SM = 2  # in the backward pass: what 8 warps of 120 registers leave room for
+
+    def takes(self, norm: Norm, step: str) -> bool:
+        if norm.offset or norm.x != norm.y or step == "recompute" or (norm.rounds != self.rounds and "backward" not in step):
+            return False
+        return _parameters_fit(norm) and norm.length <= self.kernels["forward"].constant("TILE")
+
+    def reads_once(self, norm: Norm) -> bool:
+        return True
+
+    def blocks(self, rows: int, length: int, processors: int) -> int:
+        return min(rows, self.PER_SM * processors)
+
+
+def _parameters_fit(norm: Norm) -> bool:
+    """Whether the weight has x's dtype, or is in fp32 with x in half precision."""
+    same = norm.x == norm.weight and norm.x in FLOATS
+    return same or (norm.weight == torch.float32 and norm.x in HALF)
+
+
+# ---------------------------------------------------------------- rows as segments
+def _forward_views(x, weight, y, rstd):
+    n = weight.shape[0]
+    return segments(n, x), segments(n, weight), segments(n, y), rstd
+
+
+def _add_forward_views(x, residual, weight, total, y, rstd):
+    n = weight.shape[0]
+    return (*[segments(n, t) for t in (x, residual, weight, total, y)], rstd)
+
+
+def _row_means_views(dy, x, weight, rstd, means):
+    n = weight.shape[0]
+    return segments(n, dy), segments(n, x), segments(n, weight), rstd, means
+
+
+def _columns_views(*tensors):
+    *arrays, rstd, means, partial = tensors
+    n = partial.shape[-1]
+    return (*[segments(n, t) for t in arrays], rstd, means, segments(n, partial))
+
+
+def _groups_of_columns(c, *tensors):
+    return (-(-tensors[-1].shape[1] // c["PIECE"]) * tensors[-1].shape[0],)
+
+
+class Segments:
+    """kernel_src/general_rms_norm.py."""
+
+    operation = "general_rms_norm"
+    WHOLE = {torch.bfloat16: 8192, torch.float16: 4096, torch.float32: 4096}  # the longest row in registers, forward
+    # Blocks that an SM holds in the backward pass of rows in registers, by the longest row.
+    PER_SM = {
+        torch.bfloat16: ((1024, 6), (2048, 3), (4096, 2), (8192, 1)),
+        torch.float16: ((4096, 2),),
+        torch.float32: ((2048, 2),),
+    }
+    SHORT, SHORT_PER_SM = 128, 8  # rows of this length are several a block
+    GROUPS_PER_SM = 8  # blocks that walk over the rows of some columns
+
+    def __init__(self):
+        self._forward = Kernel("general_rms_norm_forward", "general_rms_norm_long_forward", grid=_one_block_a_row, views=_forward_views)
+        self._short_forward = Kernel("general_rms_norm_rows_forward", grid=_one_block_a_row)
+        self._add_forward = Kernel("general_add_rms_norm_forward", grid=_one_block_a_row, views=_add_forward_views)
+        self._backward = Kernel("general_rms_norm_backward", grid=_one_partial_sum_a_block)
+        self._short_backward = Kernel("general_rms_norm_rows_backward", grid=_one_partial_sum_a_block)
+        self._add_backward = Kernel("general_add_rms_norm_backward", grid=_one_partial_sum_a_block)
+        self._row_means = Kernel("general_rms_norm_row_means", grid=_one_block_a_row, views=_row_means_views)
+        self._columns = Kernel("general_rms_norm_columns_backward", grid=_groups_of_columns, views=_columns_views)
+        self._add_columns = Kernel("general_add_rms_norm_columns_backward", grid=_groups_of_columns, views=_columns_views)
+
+    def takes(self, norm: Norm, step: str) -> bool:
+        """As `WholeRows.takes`."""
+        if step == "recompute" or norm.x != norm.y or not _parameters_fit(norm):
+            return False
+        return step != "add_forward" or (norm.x == norm.weight and self.reads_once(norm))
+
+    def reads_once(self, norm: Norm) -> bool:
+        """As `WholeRows.reads_once`."""
+        return norm.length % SEGMENT == 0 and norm.length <= self.WHOLE[norm.x]
+
+    def forward(self, x, weight, eps: float, norm: Norm) -> Pair:
+        """Returns (y, rstd [rows])."""
+        n, options = norm.length, (eps, norm.offset, int(norm.rounds == "first"))
+        rows, weight = rows_of(x, n), rows_of(weight, n)[0]
+        y, rstd = new_like(rows), per_row(x, rows.shape[0])
+        kernel = self._short_forward if n == self.SHORT and weight.dtype == x.dtype else self._forward
+        for part in slabs(rows):
+            kernel(rows[part], weight, y[part], rstd[part], *options)
+        return y.view(x.shape), rstd
+
+    def add_forward(self, x, residual, weight, eps: float, norm: Norm) -> Triple:
+        """Returns (total, y, rstd [rows])."""
+        n, options = norm.length, (eps, norm.offset, int(norm.rounds == "first"))
+        rows, residual, weight = rows_of(x, n), rows_of(residual, n), rows_of(weight, n)[0]
+        total, y, rstd = new_like(rows), new_like(rows), per_row(x, rows.shape[0])
+        for part in slabs(rows, residual):
+            self._add_forward(rows[part], residual[part], weight, total[part], y[part], rstd[part], *options)
+        return total.view(x.shape), y.view(x.shape), rstd
+
+    def backward(self, grads: Sequence[torch.Tensor], x, weight, rstd, need_dweight: bool, norm: Norm) -> Pair:
+        """Returns (dx, dweight). grads: dy, and the gradient of the residual stream where there is one, which is added to dx."""
+        n, offset, alone = norm.length, norm.offset, len(grads) == 1
+        grads, rows, weight = [rows_of(g, n) for g in grads], rows_of(x, n), rows_of(weight, n)[0]
+        dx, partials, processors = new_like(rows), [], multiprocessors(x)
+        blocks = self._blocks_per_sm(norm)
+        for part in slabs(rows, *grads):
+            count = part.stop - part.start
+            given = [g[part] for g in grads]
+            if blocks:
+                short = n == self.SHORT and alone
+                kernel = self._short_backward if short else self._backward if alone else self._add_backward
+                partial = per_row(x, min(count, (self.SHORT_PER_SM if short else blocks) * processors), n)
+                kernel(dx[part], *given, rows[part], weight, rstd[part], partial, offset)
+            else:
+                partial = per_row(x, min(count, max(1, self.GROUPS_PER_SM * processors * 1024 // n)), n)
+                means = per_row(x, count)
+                self._row_means(given[0], rows[part], weight, rstd[part], means, offset)
+                kernel = self._columns if alone else self._add_columns
+                kernel(dx[part], *given, rows[part], weight, rstd[part], means, partial, offset)
+            partials.append(partial)
+        if not need_dweight:
+            return dx.view(x.shape), weight.new_empty(0)
+        partial = partials[0] if len(partials) == 1 else torch.cat(partials)
+        return dx.view(x.shape), column_sum(partial, weight.dtype)
+
+    def _blocks_per_sm(self, norm: Norm) -> int:
+        """Blocks that an SM holds of the kernel for rows in registers; 0 where none takes such rows."""
+        if norm.x != norm.weight or norm.length % SEGMENT:
+            return 0
+        return next((blocks for longest, blocks in self.PER_SM[norm.x] if norm.length <= longest), 0)
+
+
+# ---------------------------------------------------------------- the families
+ROWS = Rows(
+    "rms_norm",
+    "first",
+    Kernel(
+        "rms_norm_forward", "rms_norm_rows_forward", "rms_norm_any_forward",
+        grid=_one_block_a_row, views=as_rows(1, 3), reads=("x", "weight"), split=split_rows,
+    ),
+    Kernel(
+        "rms_norm_backward", "rms_norm_rows_backward", "rms_norm_any_backward",
+        grid=_one_partial_sum_a_block, views=as_rows(3, 4), reads=("dy", "x", "weight", "rstd"),
+    ),
+    Kernel("add_rms_norm_forward", grid=_one_block_a_row, views=as_rows(2, 5), reads=("x", "residual", "weight"), split=split_rows),
+    Kernel(
+        "add_rms_norm_backward", grid=_one_partial_sum_a_block, views=as_rows(4, 5), reads=("dy", "dtotal", "x", "weight", "rstd")
+    ),
+    Kernel("rms_norm_apply", grid=_one_block_a_row, views=as_rows(1, 3), reads=("x", "weight"), split=split_rows),
+)  # fmt: skip
+ONE_TILE = OneTile(
+    "round_last_rms_norm",
+    "last",
+    Kernel("round_last_rms_norm_forward", grid=_one_block_a_row, views=as_rows(1, 3), reads=("x", "weight"), split=split_rows),
+    Kernel(
+        "round_last_rms_norm_backward", grid=_one_partial_sum_a_block, views=as_rows(3, 4), reads=("dy", "x", "weight", "rstd")
+    ),
+    Kernel(
+        "round_last_add_rms_norm_forward",
+        grid=_one_block_a_row, views=as_rows(2, 5), reads=("x", "residual", "weight"), split=split_rows,
+    ),
+    Kernel(
+        "round_last_add_rms_norm_backward",
+        grid=_one_partial_sum_a_block, views=as_rows(4, 5), reads=("dy", "dtotal", "x", "weight", "rstd"),
+    ),
+)  # fmt: skip
+SEGMENTS = Segments()
+FAMILIES = (ROWS, ONE_TILE, SEGMENTS)
+
+
+def family_of(norm: Norm, step: str, x: torch.Tensor, *others: torch.Tensor):
+    """The family whose kernels take a step of a norm; None where PyTorch does it. others: what else a kernel reads."""
+    if x.numel() == 0 or not kernels_run_on(x, *others):
+        return None
+    return _chosen(launch.backend, norm, step)
+
+
+@functools.lru_cache(maxsize=1024)
+def _chosen(backend, norm: Norm, step: str):
+    """backend: part of the key, for it says which kernels there are."""
+    shipped = backend.artifacts.operations()
+    found = [family for family in FAMILIES if family.operation in shipped and family.takes(norm, step)]
+    return next((family for family in found if family.reads_once(norm)), found[0] if found else None)
