@@ -95,7 +95,7 @@ def test_a_captured_model_that_is_garbage_when_another_is_recorded(ops, monkeypa
         gradients(first, seed)
     first.itself = [first]  # which nothing but a collection of garbage takes apart
     del first
-    graph = sys.modules[f"{ops.__name__}.shared.hf.capture"].Graph
+    graph = sys.modules[f"{ops.__name__}.shared.runtime.graphs"].Graph
     record = graph.record
 
     def recorded(self, function):

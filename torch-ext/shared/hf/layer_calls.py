@@ -1,0 +1,63 @@
+"""What a call of a decoder layer is, for its replay: what stands in its way, and what has to be equal."""
+
+import torch
+
+from ..runtime.device import PLAIN, is_ordinary
+from .attention import documents_of
+from .graphed_layers import autocast_dtype
+from .masks import Visible
+from .modules import all_are_listened_to
+from .watch import HOOKS, SIMPLE
+
+OF_THE_LOSS = frozenset(("num_items_in_batch", "num_items", "shift_labels", "ignore_index", "labels"))  # pass through a layer unread
+OF_DOCUMENTS = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))  # what a plan of the attention says already
+
+
+def obstacle(layer, x, args) -> str:
+    """Why a layer's call in training cannot be replayed, whatever its other arguments are; "" where it can."""
+    if getattr(layer, "gradient_checkpointing", False):
+        return "gradient checkpointing is on"
+    if len(args) != 1:
+        return "a layer did not get its input, and only that, by position"
+    if all_are_listened_to() or any(layer.__dict__[name] for name in HOOKS):
+        return "there are hooks on a layer"
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if hooks is not None and hooks(False) is not None:
+        return "saved tensors are packed by hooks (offloading)"
+    if not is_ordinary(x):
+        return "the input of a layer is not an ordinary tensor"
+    return ""
+
+
+def described(x, kwargs):
+    """(key, tensors, reason) of a layer's arguments: what has to be equal for a replay, and the tensors that are copied for it."""
+    key: list = [x.shape, x.dtype, x.device, x.requires_grad]
+    key.append(autocast_dtype(x.device.type))
+    tensors: list = []
+    for name, value in read_by_layer(kwargs):
+        if type(value) in SIMPLE:
+            key += (name, value)
+            continue
+        if type(value) is Visible:
+            if value.rule is None:
+                return None, (), "there is padding between the tokens of a row, or another mask for which the attention has no plan"
+            key += (name, value.rule.window)
+            if not value.is_plain():
+                plan = value.plan(x.device, *documents_of(value, kwargs, None))
+                tensors += (plan.limits, plan.walks)
+                key += (plan.limits.shape, plan.walks.shape)
+            continue
+        parts = value if type(value) is tuple else (value,)
+        for part in parts:
+            if type(part) not in PLAIN or part.requires_grad:
+                advice = ". Call the model with use_cache=False" if name == "past_key_values" else ""
+                return None, (), f"the argument {name} of a layer is a {type(value).__name__}{advice}"
+            tensors.append(part)
+            key += (name, part.shape, part.dtype, part.device)
+    return tuple(key), tensors, ""
+
+
+def read_by_layer(kwargs):
+    """The arguments of a layer that it reads."""
+    planned = type(kwargs.get("attention_mask")) is Visible and not kwargs["attention_mask"].is_plain()
+    return [pair for pair in kwargs.items() if not (pair[0] in OF_THE_LOSS or (planned and pair[0] in OF_DOCUMENTS))]
