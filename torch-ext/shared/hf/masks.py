@@ -27,10 +27,11 @@ class Rule(NamedTuple):
     packed: Optional[torch.Tensor] = None
 
 
-def _made_by(function, maker, example) -> Optional[Dict[str, Any]]:
-    """The variables that a function closes over if it was made as `maker(example)` is, else None."""
+def _made_by(function, maker, *examples) -> Optional[Dict[str, Any]]:
+    """The variables that a function closes over if it was made as `maker(*examples)` is, else None; maker: None for one that this
+    transformers lacks."""
     code = getattr(function, "__code__", None)
-    if code is None or code is not maker(example).__code__:
+    if code is None or maker is None or code is not maker(*examples).__code__:
         return None
     return dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__)))
 
@@ -43,9 +44,12 @@ def rule_of(function) -> Optional[Rule]:
     both = _made_by(function, masking.and_masks, masking.causal_mask_function)
     if both is None:
         return None
-    causal, rule = False, Rule()
+    causal, rule, moved = False, Rule(), False
     for part in both["mask_functions"]:
-        inner = rule_of(part)
+        # From transformers 5.23 on, rules are about positions in a document, which are as far apart as the tokens of a document are.
+        remapped = _made_by(part, getattr(masking, "remap_positions_for_packed_sequence", None), None, None)
+        moved = moved or remapped is not None
+        inner = rule_of(part if remapped is None else remapped["mask_function"])
         window = _made_by(part, masking.sliding_window_overlay, 1)
         packed = _made_by(part, masking.packed_sequence_mask_function, None)
         if inner is not None:
@@ -59,7 +63,7 @@ def rule_of(function) -> Optional[Rule]:
         if any(a is not None and b is not None for a, b in zip(rule, found)):
             return None
         rule = Rule(*(a if b is None else b for a, b in zip(rule, found)))
-    return rule if causal else None
+    return rule if causal and (rule.packed is not None or not moved) else None
 
 
 def padding_of(mask: torch.Tensor) -> int:
