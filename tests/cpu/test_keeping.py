@@ -16,6 +16,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.qwen3 import modeling_qwen3
 
 from tests.models import Step, random_tokens, tiny_gpt_oss, tiny_model
+from tests.versions import needs_decorators
 
 TOKENS = random_tokens(2, 17)
 
@@ -374,6 +375,7 @@ def test_reset_reaches_what_gc_froze(qwen3):
         gc.unfreeze()
 
 
+@needs_decorators
 def test_the_rotary_embedding_is_reached_where_gc_froze_it(qwen3):
     """It is a module of transformers', made when that is imported, and `kernels` leaves it with a forward of its own."""
     rotary = modeling_qwen3.apply_rotary_pos_emb

@@ -15,13 +15,14 @@ from torch import nn
 from transformers.models.qwen3 import modeling_qwen3
 
 from tests.models import Step, random_tokens, tiny_model
+from tests.versions import DECORATORS, forward_of, needs_decorators
 
 TOKENS = random_tokens(2, 17)
 OPERATIONS = ["rms_norm", "swiglu", "rope", "fused_linear_cross_entropy"]
 CLASSES = {
     "rms_norm": modeling_qwen3.Qwen3RMSNorm,
     "swiglu": modeling_qwen3.Qwen3MLP,
-    "rope": type(modeling_qwen3.apply_rotary_pos_emb),
+    **({"rope": type(modeling_qwen3.apply_rotary_pos_emb)} if DECORATORS else {}),
     "fused_linear_cross_entropy": modeling_qwen3.Qwen3ForCausalLM,
 }
 LAYERS = {"rms_norm": "RMSNorm", "swiglu": "MLP", "rope": "RotaryPosEmb", "fused_linear_cross_entropy": "CausalLM"}
@@ -31,7 +32,8 @@ def everything():
     """All that can be found of transformers' Qwen3: the attributes of its module, of its classes and of its rotary embedding."""
     rotary = modeling_qwen3.apply_rotary_pos_emb
     classes = [*CLASSES.values(), modeling_qwen3.Qwen3DecoderLayer, modeling_qwen3.Qwen3Attention, modeling_qwen3.Qwen3Model]
-    return [dict(vars(modeling_qwen3)), dict(vars(rotary)), *(dict(vars(cls)) for cls in classes)]
+    forwards = {cls: forward_of(cls) for cls in classes}
+    return [dict(vars(modeling_qwen3)), dict(vars(rotary)), *(dict(vars(cls)) for cls in classes), forwards]
 
 
 def own_forwards(model):
@@ -85,6 +87,7 @@ def test_subsets(qwen3, chosen):
     for operation, cls in CLASSES.items():
         ours = getattr(qwen3.layers, LAYERS[operation]).forward
         assert (vars(cls)["forward"] is ours) == (operation in chosen)
+    assert DECORATORS or (modeling_qwen3.apply_rotary_pos_emb.__module__ != modeling_qwen3.__name__) == ("rope" in chosen)
     assert uses_layers(qwen3, model) == set(chosen)
     Step(model, input_ids=TOKENS, labels=TOKENS).assert_same(expected)
 
@@ -93,10 +96,11 @@ def test_the_decoder_layer_is_fused_where_all_that_it_fuses_is_on(qwen3):
     layer = modeling_qwen3.Qwen3DecoderLayer
     qwen3.apply()
     assert qwen3.get_patched_ops() == [*OPERATIONS, "decoder_layer", "attention", "experts"]
-    assert vars(layer)["forward"] is qwen3.layers.DecoderLayer.forward
+    ours = qwen3.layers.DecoderLayer.forward.__wrapped__
+    assert forward_of(layer) is ours
     for off in ("rms_norm", "swiglu", "rope", "decoder_layer"):
         qwen3.apply(**{off: False})
-        assert "decoder_layer" not in qwen3.get_patched_ops() and vars(layer)["forward"] is not qwen3.layers.DecoderLayer.forward
+        assert "decoder_layer" not in qwen3.get_patched_ops() and forward_of(layer) is not ours
 
 
 def hub_kernelize(qwen3, model, mapping=None):
@@ -157,7 +161,8 @@ def test_reset_leaves_no_trace(qwen3, sequence):
     qwen3.reset()
     after = everything()
     after[1].pop("forward", None)  # of the rotary embedding: what `kernels` left there is the class's, as asserted here
-    assert vars(modeling_qwen3.apply_rotary_pos_emb).get("forward", CLASSES["rope"].forward).__qualname__.endswith("Func.forward")
+    if DECORATORS:
+        assert vars(modeling_qwen3.apply_rotary_pos_emb).get("forward", CLASSES["rope"].forward).__qualname__.endswith("Func.forward")
     before[1].pop("forward", None)
     for old, new in zip(before, after, strict=True):
         assert old.keys() == new.keys()
@@ -374,7 +379,7 @@ def test_the_hubs_mapping(qwen3):
 
     originals = {
         "RMSNorm": CLASSES["rms_norm"],
-        "rotary_pos_emb": CLASSES["rope"],
+        **({"rotary_pos_emb": CLASSES["rope"]} if DECORATORS else {}),
         "Qwen3MLP": CLASSES["swiglu"],
         "Qwen3ForCausalLM": CLASSES["fused_linear_cross_entropy"],
         "SwiGLUMLP": CLASSES["swiglu"],
@@ -421,6 +426,7 @@ def test_gpus_that_the_mapping_serves(qwen3, capability, serves, monkeypatch):
             assert next(iter(found.values())).load() is qwen3.layers.RMSNorm
 
 
+@needs_decorators
 def test_kernel_config(qwen3, package_folder, monkeypatch):
     """transformers' own way, on a CPU: its list of devices has no CPU, for no reason that concerns us."""
     from kernels.layer.globals import _KERNEL_MAPPING

@@ -16,6 +16,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from tests.models import Step, random_tokens, tiny_model, tiny_qwen3_moe
 from tests.mutants import ROOT
 from tests.tolerances import assert_close, relative_error
+from tests.versions import forward_of
 from tools.kernel_package import read_package
 from tools.targets import operations
 
@@ -33,7 +34,8 @@ def everything():
     """All that can be found of transformers' Qwen3-MoE."""
     rotary = modeling_qwen3_moe.apply_rotary_pos_emb
     found = [dict(vars(modeling_qwen3_moe)), dict(vars(type(rotary))), dict(moe.ExpertsInterface._global_mapping)]
-    return found + [dict(vars(getattr(modeling_qwen3_moe, f"Qwen3Moe{name}"))) for name in CLASSES]
+    classes = [getattr(modeling_qwen3_moe, f"Qwen3Moe{name}") for name in CLASSES]
+    return found + [dict(vars(cls)) for cls in classes] + [{cls: forward_of(cls) for cls in classes}]
 
 
 def install(qwen3, model, how):

@@ -55,7 +55,7 @@ def test_a_torch_of_the_range_is_taken(qwen3, version):
     part(qwen3, "shared.ops.common").check_torch(version)
 
 
-@pytest.mark.parametrize("version", ("4.57.6", "5.0.0", "5.16.1", "5.23.0", "5.23.0.dev0", "6.0.0"))
+@pytest.mark.parametrize("version", ("4.57.6", "5.0.0", "5.16.1", "5.24.0", "5.24.0.dev0", "6.0.0"))
 def test_a_transformers_out_of_the_range_is_refused_with_those_to_install(qwen3, monkeypatch, version):
     from transformers.models.qwen3 import modeling_qwen3  # which may put another object into sys.modules["transformers"]
 
@@ -63,12 +63,12 @@ def test_a_transformers_out_of_the_range_is_refused_with_those_to_install(qwen3,
     for call in (qwen3.apply, qwen3.mapping, lambda: qwen3.kernelize(nn.Linear(1, 1))):
         with pytest.raises(ImportError) as error:
             call()
-        expected = f"transformers is {version}, expected transformers>=5.17,<5.23. Run: pip install 'transformers>=5.17,<5.23'"
+        expected = f"transformers is {version}, expected transformers>=5.17,<5.24. Run: pip install 'transformers>=5.17,<5.24'"
         assert str(error.value) == expected
     assert not any("bastile" in name for name in vars(modeling_qwen3.Qwen3MLP))
 
 
-@pytest.mark.parametrize("version", ("5.17.0", "5.18.0", "5.22.9"))
+@pytest.mark.parametrize("version", ("5.17.0", "5.18.0", "5.22.9", "5.23.0"))
 def test_a_transformers_of_the_range_is_taken(qwen3, monkeypatch, version):
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
@@ -128,7 +128,7 @@ INACTIVE = """
         warnings.simplefilter("always")
         mapping = qwen3.mapping()
     [warning] = [str(w.message) for w in caught if "does not work with kernels" in str(w.message)]
-    assert "leaves the rotary embedding as it is" in warning and "install 'transformers" in warning, warning
+    assert "leaves the rotary embedding as it is" in warning and "It wants 'kernels>=0.1" in warning, warning
     with kernels.use_kernel_mapping(mapping):
         kernels.kernelize(model, mode=kernels.Mode.TRAINING)
     assert "linear_cross_entropy" in used(model)

@@ -14,6 +14,7 @@ from tests.integrations.ranks import WORLD
 from tests.models import Step
 from tests.ops.adamw import small_parameters_too
 from tests.tolerances import assert_close, relative_error
+from tests.versions import WRAPS_FORWARDS, set_checkpointing
 
 HOWS = pytest.mark.parametrize("how", WAYS)
 ROWS, LENGTH = 4, 24
@@ -232,13 +233,34 @@ def check_fsdp_plan(here, folder, how):
 
 
 def check_fsdp_checkpointing(here, how, reentrant):
+    """Each layer is recomputed once, and FSDP2's hooks run as often as they do without us."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
     device = here.own_device
     inputs = batch(device, ROWS, LENGTH)
     expected = Step(model_on(device), **inputs)
-    model = install(here.qwen3, model_on(device), how)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    model = shard(here, model)
-    (2 * model(**rows_of(inputs, here.rank)).loss).backward()
+    mine, before, hooks, recomputed = rows_of(inputs, here.rank), FSDPState._pre_forward, [], []
+
+    def pre_forward(state, module, args, kwargs):
+        hooks[-1].append(type(module).__name__)
+        return before(state, module, args, kwargs)
+
+    def step(model):
+        set_checkpointing(model, use_reentrant=reentrant)
+        for index, layer in enumerate(model.model.layers):
+            checkpoint = layer._gradient_checkpointing_func
+            layer._gradient_checkpointing_func = lambda *args, f=checkpoint, i=index: recomputed.append(i) or f(*args)
+        (2 * shard(here, model)(**mine).loss).backward()
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPState, "_pre_forward", pre_forward)
+        for make in (lambda: model_on(device), lambda: install(here.qwen3, model_on(device), how)):
+            hooks.append([])
+            recomputed.clear()
+            model = step(make())
+            assert recomputed == list(range(len(model.model.layers)))
+    assert hooks[0] == hooks[1] and hooks[0].count("FSDPQwen3DecoderLayer") == (1 if WRAPS_FORWARDS else 2) * len(recomputed)
     assert_gradients(gradients_of(model), expected.gradients, here.device)
 
 
@@ -414,9 +436,9 @@ def test_fsdp_mixed_precision(ranks, units, output_dtype):
 
 
 @pytest.mark.integration("FSDP2: gradient checkpointing, reentrant and not")
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_fsdp_checkpointing(ranks, reentrant):
-    ranks.run(check_fsdp_checkpointing, "kernelize", reentrant)
+@pytest.mark.parametrize(("how", "reentrant"), [("kernelize", True), ("kernelize", False), ("apply", False)])
+def test_fsdp_checkpointing(ranks, how, reentrant):
+    ranks.run(check_fsdp_checkpointing, how, reentrant)
 
 
 @pytest.mark.integration("FSDP2: checkpoint_wrapper around each layer")

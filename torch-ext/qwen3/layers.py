@@ -4,6 +4,7 @@ from torch import nn
 
 from .decoder_layer import QWEN3, QWEN3_MOE, decoder_layer_forward
 from .shared.hf.causal_lm import causal_lm_forward, causal_lm_loss, causal_lm_loss_of_logits
+from .shared.hf.checkpointing import checkpointed
 from .shared.hf.decoder_model import model_forward
 from .shared.hf.experts import experts_forward
 from .shared.hf.forwards import mlp_forward, rms_norm_forward, rotary_pos_emb
@@ -60,6 +61,7 @@ class DecoderLayer(nn.Module):
 
     can_torch_compile = True
 
+    @checkpointed
     def forward(
         self,
         hidden_states,
@@ -123,6 +125,7 @@ class MoeDecoderLayer(nn.Module):
 
     can_torch_compile = True
 
+    @checkpointed
     def forward(
         self,
         hidden_states,

@@ -9,6 +9,7 @@ from types import MethodType
 import torch
 
 from .modules import is_marked, original_forward
+from .wrapped import inside
 
 BOUND = "_bastile_bound_modules"  # in every loaded copy of this file: the modules that hold a forward that it bound
 _bastile_bound_modules: "weakref.WeakSet" = weakref.WeakSet()
@@ -34,7 +35,10 @@ class BoundForward:
     @property
     def __func__(self):
         of_class = type(self.__self__).forward
-        return self.bound_function if of_class is self._class_forward or is_marked(of_class) else of_class
+        if of_class is self._class_forward:
+            return self.bound_function
+        within = inside(of_class)
+        return self.bound_function if within is self._class_forward or is_marked(within) else of_class
 
     @property
     def __self__(self):
@@ -65,14 +69,17 @@ class BoundForward:
         return getattr, (self.__self__, "forward")
 
 
-_frames = torch._C._dynamo.eval_frame
-# A graph of torch.compile begins behind these, where arguments have names: by **kwargs it would not learn which sizes vary.
+def begin_graphs_after(function) -> None:
+    """Lets a graph of torch.compile begin after a function, where arguments have names: by **kwargs it would not learn which sizes vary."""
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "skip_code"):  # older torch
+        frames.skip_code(function.__code__)
+    elif hasattr(frames, "set_code_exec_strategy"):
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT))
+
+
 for function in (BoundForward.__call__, vars(BoundForward)["__func__"].fget, vars(BoundForward)["__self__"].fget):
-    if hasattr(_frames, "skip_code"):  # older torch
-        _frames.skip_code(function.__code__)
-    elif hasattr(_frames, "set_code_exec_strategy"):
-        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(_frames._FrameAction.SKIP,
-                                                                                     _frames._FrameAction.DEFAULT))
+    begin_graphs_after(function)
 
 
 def remember(module) -> None:

@@ -1,21 +1,24 @@
 """What of a decoder layer is computed again in the backward pass instead of kept: of a checkpointed layer all but attention, whose output
 and log-sum-exp are kept; of any other the MLP's first products.
 
-transformers wraps a decoder layer's call with torch.utils.checkpoint, which runs the layer once to throw everything away but its input, and
-once more in the backward pass. Attention is what its time grows with the square of the tokens by, and what it returns is as small as
+transformers wraps a decoder layer with torch.utils.checkpoint, which runs it once to throw everything away but its input, and once more in
+the backward pass. Attention is what its time grows with the square of the tokens by, and what it returns is as small as
 the layer's input, so it is kept with that input, on its storage, for as long as the checkpoint keeps what else the layer was called with.
 """
 
 import functools
 import itertools
+import sys
 import warnings
 import weakref
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 
 from ..ops.recorded import Recording, Results
+from .binding import begin_graphs_after
 from .modules import SAVED
+from .wrapped import WRAPPING
 
 KEEPS_ATTENTION = SAVED + "keeps_attention"  # on a decoder layer or its class: what apply() or kernelize() was told
 RECOMPUTES_MLP = SAVED + "recomputes_mlp"  # the same
@@ -67,6 +70,37 @@ def _forget(of_storage: weakref.ref, number: int, _) -> None:
 
 def _is_checkpointed(layer) -> bool:
     return layer.__dict__.get("gradient_checkpointing") and layer.training
+
+
+def checkpointed(forward: Callable) -> Callable:
+    """Makes a decoder layer's forward one for a single module; `forward` itself, its `__wrapped__`, is what goes on a class.
+
+    From transformers 5.23 on, the forward of a decoder layer's class checkpoints (see `wrapped`), and one that stands on a module, where
+    `kernelize` and `kernels` put it, hides that. So this one checkpoints by itself, and clears caches as transformers does. Before 5.23
+    the layer's `__call__` checkpoints.
+    """
+
+    @functools.wraps(forward)
+    def checkpointing(layer, *args, **kwargs):
+        if _is_checkpointed(layer) and type(layer).__call__ is torch.nn.Module.__call__:
+            return layer._gradient_checkpointing_func(functools.partial(forward, layer, **_without_caches(layer, kwargs)), *args)
+        return forward(layer, *args, **kwargs)
+
+    begin_graphs_after(checkpointing)
+    return checkpointing
+
+
+def _without_caches(layer, kwargs: Dict[str, Any]) -> Dict[str, Any]:
+    """The arguments of a checkpointed layer without what the second run would write again, with transformers' warning if there is any."""
+    cleared: Dict[str, Any] = {"use_cache": False}
+    if not getattr(layer, "_can_checkpoint_with_cache", False):
+        cleared.update(past_key_values=None, layer_past=None)
+    found = [f" `{name}={value}`" for name, value in cleared.items() if kwargs.get(name) not in (None, False)]
+    if not found:
+        return kwargs
+    message = f"Caching is incompatible with gradient checkpointing in {type(layer).__name__}. Setting{','.join(found)}."
+    sys.modules[WRAPPING].logger.warning_once(message)
+    return {name: cleared.get(name, value) for name, value in kwargs.items()}
 
 
 def _was_told(layer, name: str) -> bool:

@@ -12,6 +12,7 @@ from .causal_lm import why_head_is_not_plain, why_loss_is_not_standard
 from .explanation import Explanation, explanation_of
 from .modules import is_marked, plain_weight
 from .packing import GROUPS
+from .wrapped import inside
 
 # By a part of a reason: what to do about it. The first that is found counts.
 ADVICE = (
@@ -19,7 +20,7 @@ ADVICE = (
     ("transformers' own forward", "call apply(), or kernelize(model)"),
     ("ZeRO-3", "make whole decoder layers its unit: deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])"),
     ("hooks", "remove the hooks, or accept that these parts are called one by one"),
-    ("gradient checkpointing", "captured layers need gradient_checkpointing_disable()"),
+    ("gradient checkpointing", "captured layers need gradient checkpointing switched off"),
     ("use_cache=False", "set model.config.use_cache = False for training"),
     ("it has a bias", "nothing: a linear layer with a bias is called as it is"),
     ("adapters are active at once", "activate one adapter, or merge the others"),
@@ -35,7 +36,7 @@ ADVICE = (
 
 
 def _runs_ours(module) -> bool:
-    return is_marked(getattr(module.forward, "__func__", None))
+    return is_marked(inside(getattr(module.forward, "__func__", None)))
 
 
 def _why_apart(layer) -> List[Tuple[str, str]]:

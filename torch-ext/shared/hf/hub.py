@@ -2,7 +2,7 @@
 
 from typing import Any, Mapping, NamedTuple
 
-TRANSFORMERS_EXPECTED = ">=5.17,<5.23"
+TRANSFORMERS_EXPECTED = ">=5.17,<5.24"
 KERNELS_EXPECTED = ">=0.16.2,<0.18"
 # Each transformers works with one minor version of kernels only.
 PAIR = "'transformers>=5.18,<5.23' with 'kernels>=0.17.2,<0.18', or transformers 5.17 with kernels 0.16.2"
@@ -21,6 +21,15 @@ def kernels_library():
             f"Run: pip install 'kernels{KERNELS_EXPECTED}'"
         )
     return kernels
+
+
+def kernels_wanted() -> str:
+    """The versions of `kernels` with which the installed transformers works, by what it says itself."""
+    from transformers.utils import import_utils
+
+    bounds = (("KERNELS_MIN_VERSION", ">="), ("KERNELS_MAX_VERSION", "<"))
+    found = [sign + getattr(import_utils, name) for name, sign in bounds if hasattr(import_utils, name)]
+    return f"'kernels{','.join(found)}'" if found else "another kernels"
 
 
 class LoadedLayer(NamedTuple):

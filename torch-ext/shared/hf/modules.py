@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ops.common import constant_when_traced
 from ..runtime.device import PLAIN
+from .wrapped import inside, is_wrapped
 
 SAVED = "_bastile_"  # prefix of the attribute that keeps what `patching` replaced, on the class or module where it stood
 OFF = SAVED + "off"  # on a causal LM whose forward accelerate wrapped while it was ours: reset() cannot take it out again
@@ -247,7 +248,13 @@ def is_torchs_embedding(embedding) -> bool:
 def mark_forwards(*layers) -> None:
     """Marks the forwards of layer classes as this package's own, so that they are told from what others put on a module."""
     for layer in layers:
-        setattr(layer.forward, LAYER, layer.forward)
+        for forward in (layer.forward, for_class(layer.forward)):
+            setattr(forward, LAYER, forward)
+
+
+def for_class(forward):
+    """What of a layer's forward goes on a class; see `checkpointing.checkpointed`."""
+    return getattr(forward, "__wrapped__", forward)
 
 
 def is_marked(function) -> bool:
@@ -256,6 +263,7 @@ def is_marked(function) -> bool:
 
 
 def original_forward(layer):
-    """The `forward` that the class of a module has without us, as a function of the module."""
+    """The `forward` that the class of a module has without us and without gradient checkpointing, as a function of the module."""
     cls = type(layer)
-    return getattr(cls, SAVED + "forward", None) or cls.forward
+    forward = getattr(cls, SAVED + "forward", None) or cls.forward
+    return inside(forward) if is_wrapped(forward) else forward

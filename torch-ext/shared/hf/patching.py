@@ -27,13 +27,13 @@ from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
 from .checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
 from .experts import EXPERTS, experts_implementation
 from .forwards import rotary_pos_emb
-from .hub import PAIR, TRANSFORMERS_EXPECTED, kernels_library, mapping_of
-from .modules import CAPTURED, LAYER, OFF, SAVED, is_marked, is_own_rotary, is_transformers_own, own_class
+from .hub import PAIR, TRANSFORMERS_EXPECTED, kernels_library, kernels_wanted, mapping_of
+from .modules import CAPTURED, LAYER, OFF, SAVED, for_class, is_marked, is_own_rotary, is_transformers_own, own_class
 from .padding import KEEPS
+from .wrapped import inside, put
 
-# From, and up to but not including. From 5.23 on, transformers' gradient checkpointing stands inside a decoder layer's forward, and
-# to replace that would switch it off.
-TRANSFORMERS = (5, 17), (5, 23)
+# From, and up to but not including.
+TRANSFORMERS = (5, 17), (5, 24)
 ROTARY = "apply_rotary_pos_emb"
 WRAPPED = "_original_forward"  # where accelerate keeps the forward that it wrapped for mixed precision
 CALL_BEFORE = (
@@ -111,7 +111,8 @@ def modeling_of_transformers(targets: Targets):
         found, expected = inspect.signature(original), inspect.signature(layer.forward)
         if [(p.name, p.kind) for p in found.parameters.values()] != [(p.name, p.kind) for p in expected.parameters.values()]:
             raise ImportError(f"transformers {version} has {name}.forward{found}, expected {name}.forward{expected}, {advice}")
-        _describe(layer.forward, original)
+        for ours in (layer.forward, for_class(layer.forward)):
+            _describe(ours, original)
     if not hasattr(modeling, ROTARY):
         raise ImportError(f"transformers {version} has no {ROTARY}, {advice}")
     for cls in (CausalLMOutputWithPast, MoeCausalLMOutputWithPast):
@@ -122,9 +123,14 @@ def modeling_of_transformers(targets: Targets):
 # What stands where, and putting it back
 
 
+def _current(owner, attribute):
+    """What an attribute of a class or module is, inside transformers' wrappers for gradient checkpointing."""
+    return inside(vars(owner)[attribute])
+
+
 def _original(owner, attribute):
-    """What an attribute of a class or module is without us."""
-    return vars(owner).get(SAVED + attribute, vars(owner)[attribute])
+    """The same without us."""
+    return vars(owner)[SAVED + attribute] if SAVED + attribute in vars(owner) else _current(owner, attribute)
 
 
 def _describe(function, original):
@@ -162,7 +168,7 @@ def _stranger(targets: Targets, modeling, name):
 
 def _class_stranger(cls):
     """The same of the forward of a class of transformers'."""
-    forward = vars(cls).get("forward")
+    forward = inside(vars(cls).get("forward"))
     if is_marked(forward) or is_transformers_own(forward, cls.__module__, f"{cls.__qualname__}.forward"):
         return ""
     return f"{cls.__name__}.forward is {_name_of(forward)}"
@@ -180,15 +186,15 @@ def _name_of(thing):
 
 def _patch(owner, attribute, replacement):
     if SAVED + attribute not in vars(owner):
-        setattr(owner, SAVED + attribute, vars(owner)[attribute])
-    setattr(owner, attribute, replacement)
+        setattr(owner, SAVED + attribute, _current(owner, attribute))
+    put(owner, attribute, for_class(replacement))
 
 
 def _restore(owner, attribute):
     """Puts back what `_patch` replaced, except where someone has put a thing of theirs over ours since."""
-    state = vars(owner)
-    if SAVED + attribute in state and (is_marked(state[attribute]) or state[attribute] is state[SAVED + attribute]):
-        setattr(owner, attribute, state[SAVED + attribute])
+    state, current = vars(owner), _current(owner, attribute)
+    if SAVED + attribute in state and (is_marked(current) or current is state[SAVED + attribute]):
+        put(owner, attribute, state[SAVED + attribute])
         delattr(owner, SAVED + attribute)
 
 
@@ -203,9 +209,9 @@ def _other_owner(module):
     state = vars(module)
     if WRAPPED in state:
         return "" if _calls_ours(state[WRAPPED]) else "accelerate (mixed precision)"
-    function = _function(state.get(_slot(module)))
+    function = inside(_function(state.get(_slot(module))))
     cls = _defines_forward(type(module))
-    if function is None or function in (vars(cls)["forward"], vars(cls).get(SAVED + "forward")):  # `kernels` binds it so
+    if function is None or function in (_current(cls, "forward"), vars(cls).get(SAVED + "forward")):  # `kernels` binds it so
         return "" if SAVED + "forward" in vars(cls) and function is vars(cls)[SAVED + "forward"] else _of(_class_stranger(cls))
     return "" if _calls_ours(function) else getattr(function, "__globals__", {}).get("__name__") or repr(function)
 
@@ -276,7 +282,10 @@ def _live_modules(families: Families):
 
 
 def _defines_forward(cls):
-    return next(c for c in cls.__mro__ if "forward" in vars(c))
+    """The class whose forward a class has; transformers' wrapper around an inherited one does not count."""
+    having = [c for c in cls.__mro__ if "forward" in vars(c)]
+    pairs = zip(having, [*having[1:], None])
+    return next(c for c, after in pairs if after is None or _current(c, "forward") is not _current(after, "forward"))
 
 
 # For every model
@@ -467,7 +476,7 @@ def get_patched_ops(families: Families):
         modeling = sys.modules.get(targets.modeling)
         for operation in targets.operations:
             owner, attribute, ours = (None, "", None) if modeling is None else _target(targets, modeling, operation)
-            found[operation] = found.get(operation, True) and owner is not None and vars(owner)[attribute] is ours
+            found[operation] = found.get(operation, True) and owner is not None and _current(owner, attribute) is for_class(ours)
     return [operation for operation, on in found.items() if on]
 
 
@@ -637,18 +646,19 @@ def mapping(families: Families, mode=None):
     _register_experts()
     for targets, modeling in zip(families, modelings):
         _register_attention(targets, modeling)
-        for name, _ in targets.classes.values():
+        for name, layer in targets.classes.values():
             cls = own_class(modeling, name)
             if cls is not None and not hasattr(cls, "kernel_layer_name"):
-                kernels.replace_kernel_forward_from_hub(cls, name)
+                names = targets.hub_names
+                kernels.replace_kernel_forward_from_hub(cls, name if name in names else next(n for n in names if names[n] is layer))
                 setattr(cls, SAVED + "decorated", True)
     if not all(isinstance(_own_rotary(modeling), nn.Module) for modeling in modelings):
         import transformers
 
         warnings.warn(
             f"transformers {transformers.__version__} does not work with kernels {getattr(kernels, '__version__', '?')}, so "
-            "kernels.kernelize() leaves the rotary embedding as it is. Use this package's apply() or kernelize(model), or install "
-            f"{PAIR}",
+            f"kernels.kernelize() leaves the rotary embedding as it is, and use_kernels=True does nothing or raises. It wants "
+            f"{kernels_wanted()}. Install that, or {PAIR}; or use this package's apply() or kernelize(model), which need no kernels",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -4,6 +4,7 @@ from torch import nn
 
 from .decoder_layer import decoder_layer_forward, rms_norm_forward
 from .shared.hf.causal_lm import causal_lm_forward
+from .shared.hf.checkpointing import checkpointed
 from .shared.hf.decoder_model import model_forward
 from .shared.hf.experts import experts_forward
 from .shared.hf.forwards import rotary_pos_emb
@@ -42,6 +43,7 @@ class DecoderLayer(nn.Module):
 
     can_torch_compile = True
 
+    @checkpointed
     def forward(
         self,
         hidden_states,
