@@ -152,3 +152,46 @@ def test_it_runs_as_a_module(qwen3, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x"])
     runpy.run_module(f"{qwen3.__name__}.__main__", run_name="__main__")
     assert torch.__version__ in capsys.readouterr().out
+
+
+def shared(package, name):
+    return importlib.import_module(f"{package.__name__}.shared.{name}")
+
+
+@pytest.mark.parametrize("name", ("qwen3", "gpt_oss", "liger"))
+def test_every_package_checks_its_operations_against_float64(name, request):
+    package = request.getfixturevalue(name)
+    done = shared(package, "hf.self_check").run()
+    assert [str(case) for case in done.cases if case.failures] == []
+    assert len(done.cases) >= {"qwen3": 12, "gpt_oss": 8, "liger": 18}[name] and "CPU" in done.where
+    assert all(len(case.errors) == 3 and max(case.errors.values()) > 0 for case in done.cases), "one that is exact compares nothing"
+
+
+@pytest.mark.parametrize("case", ("rms_norm", "swiglu", "softmax"))
+def test_the_check_of_operations_runs_their_kernels(case, interpreted):
+    found = shared(interpreted, "hf.self_check")
+    mine = next(each for each in found.CASES if each.name == case)
+    launched = shared(interpreted, "runtime.launch").backend.launched
+    before = len(launched)
+    outcome = found.outcome_of(mine, found.function_of(mine), torch.device("cpu"))
+    assert not outcome.failures and len(launched) > before and found.kernels_launched()[0] > 0
+
+
+def test_a_wrong_operation_is_found(liger, monkeypatch, capsys):
+    """Wrong numbers, another shape, NaN, and one that raises, each by itself; and the process says so."""
+    found = shared(liger, "hf.self_check")
+    wrong = {
+        "off by": lambda x: x.softmax(-1) * (1.001 if x.dtype == torch.float32 else 1.0),
+        "off by inf": lambda x: x.softmax(-1).double()[:1] if x.dtype != torch.float64 else x.softmax(-1),
+        "fails with ValueError: no": lambda x: (_ for _ in ()).throw(ValueError("no")),
+    }
+    for text, function in wrong.items():
+        monkeypatch.setattr(shared(liger, "ops.softmax"), "softmax", function)
+        outcome = found.outcome_of(next(each for each in found.CASES if each.name == "softmax"), function, torch.device("cpu"))
+        assert outcome.failures and text in str(outcome)
+    monkeypatch.setattr(found, "CASES", tuple(each for each in found.CASES if each.name == "softmax"))
+    monkeypatch.setattr(sys, "argv", ["x", "--check"])
+    with pytest.raises(SystemExit, match="1"):
+        runpy.run_module(f"{liger.__name__}.__main__", run_name="__main__")
+    text = capsys.readouterr().out
+    assert "NO  check softmax" in text and "0 of 1 operations agree with float64 on CPU" in text and "into an issue" in text

@@ -1,9 +1,10 @@
 """What one pastes into a bug report: the GPUs, the driver, which kernels serve them, and the versions that fit or do not."""
 
+import argparse
 import platform
 import re
 from importlib import metadata
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -12,6 +13,7 @@ from ..runtime import launch
 from ..runtime.artifacts import ArtifactError
 from ..runtime.device import why_no_kernels
 from ..runtime.driver import MIN_DRIVER, DriverError
+from . import self_check
 from .hub import KERNELS_EXPECTED, PAIR, TRANSFORMERS_EXPECTED
 
 # By library: the versions that are taken, and what to run where another is found. None: any, or none at all.
@@ -107,7 +109,28 @@ def _gpus() -> List[Finding]:
     return findings
 
 
-def report(package: str, libraries: Libraries = LIBRARIES) -> Report:
+def _checks() -> List[Finding]:
+    done = self_check.run()
+    findings = [Finding(f"check {case.title}", str(case), not case.failures) for case in done.cases]
+    used, known = done.kernels
+    failed = sum(bool(case.failures) for case in done.cases)
+    found = f"{len(done.cases) - failed} of {len(done.cases)} operations agree with float64 on {done.where}, {done.seconds:.0f} s"
+    kernels = f"; {used} of {known} kernels ran" if known else ""
+    return [*findings, Finding("checks", found + kernels, not failed, "" if not failed else "paste this report into an issue")]
+
+
+def main(report: Callable[..., Report], package: str) -> None:
+    """Runs `python -m` with a package's name: prints its report, with --check that of every operation's results too. Ends the process with
+    1 when one is wrong."""
+    parser = argparse.ArgumentParser(prog=f"python -m {package}", description="What this package finds on this machine.")
+    parser.add_argument("--check", action="store_true", help="compare every operation with float64 on the CPU, in about a minute")
+    found = report(check=parser.parse_args().check)
+    print(found)
+    if not all(finding.fits for finding in found.findings if finding.name.startswith("check")):
+        raise SystemExit(1)
+
+
+def report(package: str, libraries: Libraries = LIBRARIES, check: bool = False) -> Report:
     """Looks at this machine; see `report` of a package. package: its name, as it was imported. libraries: whose versions matter to it."""
     try:
         architectures = ", ".join(launch.backend.artifacts.architectures()) or "none"
@@ -123,4 +146,4 @@ def report(package: str, libraries: Libraries = LIBRARIES) -> Report:
     ]
     if torch.cuda.is_available():
         findings.append(_driver())
-    return Report((*findings, *_gpus()))
+    return Report((*findings, *_gpus(), *(_checks() if check else ())))

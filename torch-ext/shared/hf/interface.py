@@ -21,13 +21,15 @@ class Interface:
         """
         return patching.explain(self._families, model)
 
-    def report(self):
+    def report(self, check=False):
         """Looks at this machine: the GPUs and which kernels serve them, the driver, and versions that fit or do not, with a line of advice.
 
+        check: compares every operation on the current GPU, forward and backward and in each dtype, with float64 on the CPU, too; in about
+        a minute.
         Returns a `Report`: printed, what belongs into a bug report; its `findings` have the fields `name`, `found`, `fits` and `advice`.
-        `python -m bastile` prints it too.
+        `python -m bastile` prints it too, with `--check` for `check`.
         """
-        return doctor.report(self._package)
+        return doctor.report(self._package, check=check)
 
     def capture(self, model, batch, tokens):
         """Replays the decoder layers as CUDA graphs in training, for inputs of [batch, tokens], and returns the model.

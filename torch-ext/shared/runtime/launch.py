@@ -192,6 +192,10 @@ class Kernel:
             raise PromiseError(f"{self.names[0]} would write {', '.join(sorted(set(moved) - self.reads))} into a copy")
         return arrays, candidates
 
+    def was_launched(self) -> bool:
+        """Tells whether some call launched one of these kernels and is remembered."""
+        return bool(self._prepared)
+
     def _array_names(self) -> List[str]:
         return [p.name for p in self.variants()[0].parameters if p.kind == "array"]
 

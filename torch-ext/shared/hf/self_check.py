@@ -1,0 +1,267 @@
+"""Every operation that a package ships, on this machine and in float64 on the CPU: do they agree?
+
+In float64 an operation runs in PyTorch, so the same function is its own reference. What is compared are its results and the gradients of
+all its arguments, in each dtype that has kernels.
+"""
+
+import importlib
+import time
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+
+from ..runtime import launch
+from ..runtime.artifacts import ArtifactError
+from ..runtime.device import why_no_kernels
+from ..runtime.tuning import tuner
+
+# The largest relative error ||found - exact|| / ||exact||: a few roundings in a row. A kernel that computes something else is far beyond.
+BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4}
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TOKENS, HIDDEN, WIDTH, CLASSES = 130, 1024, 128, 2000
+SUM = {"reduction": "sum"}  # of a mean's gradients fp16 would hold few digits
+GPT_OSS = {"transposed": True, "interleaved": True, "alpha": 1.702, "limit": 7.0}
+
+
+class Inputs:
+    """Draws the same arguments in one dtype on a device and, as these round to, in float64 on the CPU."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, exact: bool, seed: int = 0):
+        self.device = torch.device("cpu") if exact else device
+        self.dtype, self.exact = dtype, exact
+        self.generator = torch.Generator().manual_seed(seed)
+        self.leaves: List[torch.Tensor] = []
+
+    def constant(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+        """Returns normal numbers that need no gradient."""
+        drawn = (torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale + shift).to(self.dtype)
+        return drawn.double() if self.exact else drawn.to(self.device)
+
+    def leaf(self, *shape: int, scale: float = 1.0, shift: float = 0.0, of: Optional[Callable] = None) -> torch.Tensor:
+        """Returns normal numbers, or a function of them, whose gradient is compared."""
+        drawn = self.constant(*shape, scale=scale, shift=shift)
+        if of is not None:
+            rounded = of(drawn.double().cpu()).to(self.dtype)
+            drawn = rounded.double() if self.exact else rounded.to(self.device)
+        self.leaves.append(drawn.requires_grad_())
+        return drawn
+
+    def integers(self, high: int, *shape: int) -> torch.Tensor:
+        """Returns int64 numbers from 0 to high - 1."""
+        return torch.randint(high, shape, generator=self.generator).to(self.device)
+
+    def row(self, *values: int) -> torch.Tensor:
+        """Returns int32 numbers."""
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def turns(self, *shape: int) -> torch.Tensor:
+        """Returns complex numbers of length 1, in single or double precision."""
+        angles = torch.randn(shape, generator=self.generator)
+        found = torch.polar(torch.ones_like(angles), angles)
+        return found.to(torch.complex128) if self.exact else found.to(self.device)
+
+
+class Case(NamedTuple):
+    """module: of ops; name: of its function; arguments(inputs) -> (positional, by name); what: of several cases of a function."""
+
+    module: str
+    name: str
+    arguments: Callable[[Inputs], Tuple[tuple, Dict[str, Any]]]
+    what: str = ""
+
+
+def _norm(width: int, added: bool, **options) -> Callable:
+    def arguments(i: Inputs):
+        rows = [i.leaf(TOKENS, width) for _ in range(1 + added)]
+        return (*rows, i.leaf(width)), options
+
+    return arguments
+
+
+def _heads(i: Inputs, *counts: int, last: bool = False, width: int = WIDTH, batch: Tuple[int, ...] = (1,)) -> List[torch.Tensor]:
+    return [i.leaf(*batch, TOKENS, n, width) if last else i.leaf(*batch, n, TOKENS, width) for n in counts]
+
+
+def _linear(i: Inputs, out: int, inner: int) -> torch.Tensor:
+    return i.leaf(out, inner, scale=inner**-0.5)
+
+
+def _experts(i: Inputs, biases: bool = False, **options):
+    count, inner, width = 4, 256, 128
+    shapes = ((count, inner, 2 * width), (count, width, inner)) if biases else ((count, 2 * width, inner), (count, inner, width))
+    hidden, expert, scores = i.leaf(TOKENS, inner), i.integers(count, TOKENS, 2), i.leaf(TOKENS, 2)
+    weights = [i.leaf(*shape, scale=shape[-2 if biases else -1] ** -0.5) for shape in shapes]
+    more = (i.leaf(count, 2 * width), i.leaf(count, inner)) if biases else ()
+    return (hidden, expert, scores, *weights, *more), options
+
+
+def _attention(i: Inputs, width: int, sinks: bool = False, window: Optional[int] = None):
+    heads = [i.leaf(TOKENS, n, width) for n in (8, 2, 2)]
+    options = {"cu_seqlens": i.row(0, 50, TOKENS), "window": window}
+    return tuple(heads), {**options, "sinks": i.leaf(8)} if sinks else options
+
+
+def _mlp(i: Inputs):
+    return (i.leaf(TOKENS, 256), _linear(i, 512, 256), _linear(i, 512, 256), _linear(i, 256, 512)), {}
+
+
+def _tiled(i: Inputs):
+    x, *weights = _mlp(i)[0]
+    return (x, *weights), {"shards": 2}
+
+
+def _decoder_inputs(i: Inputs):
+    weights = tuple(_linear(i, 4 * WIDTH, HIDDEN) for _ in range(3))
+    norms, angles = (i.leaf(WIDTH), i.leaf(WIDTH)), (i.constant(1, TOKENS, WIDTH), i.constant(1, TOKENS, WIDTH))
+    return (i.leaf(TOKENS, HIDDEN), i.leaf(HIDDEN), weights, *norms, *angles, (1, TOKENS)), {}
+
+
+def _angles(i: Inputs, *shape: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    return i.constant(*shape), i.constant(*shape)
+
+
+def _logits(i: Inputs, of: Optional[Callable] = None) -> torch.Tensor:
+    return i.leaf(TOKENS, CLASSES, of=of)
+
+
+def _log_softmax(x: torch.Tensor) -> torch.Tensor:
+    return x.log_softmax(-1)
+
+
+def _softmax(x: torch.Tensor) -> torch.Tensor:
+    return x.softmax(-1)
+
+
+CASES: Tuple[Case, ...] = (
+    Case("rms_norm", "rms_norm", _norm(HIDDEN, False)),
+    Case("rms_norm", "rms_norm", _norm(777, False, offset=1.0, rounds="last"), "offset, odd width"),
+    Case("rms_norm", "add_rms_norm", _norm(HIDDEN, True)),
+    Case("rms_norm", "add_rms_norm", _norm(2880, True, rounds="last"), "rounded last"),
+    Case("rotary", "rotary", lambda i: ((*_heads(i, 8, 2), *_angles(i, 1, TOKENS, WIDTH)), {})),
+    Case("rotary", "qk_norm_rotary", lambda i: ((*_heads(i, 8, 4, last=True), i.leaf(WIDTH), i.leaf(WIDTH),
+                                                 *_angles(i, 1, TOKENS, WIDTH)), {})),
+    Case("swiglu", "swiglu", lambda i: ((i.leaf(TOKENS, HIDDEN), i.leaf(TOKENS, HIDDEN)), {})),
+    Case("swiglu", "mlp", _mlp),
+    Case("decoder_nodes", "norm_attention_inputs", _decoder_inputs),
+    Case("linear_cross_entropy", "linear_cross_entropy",
+         lambda i: ((i.leaf(TOKENS, HIDDEN), _linear(i, CLASSES, HIDDEN), i.integers(CLASSES, TOKENS)), {})),
+    Case("experts", "experts", _experts),
+    Case("experts", "experts", lambda i: _experts(i, True, **GPT_OSS), "of GPT-OSS"),
+    Case("attention", "attention", lambda i: _attention(i, 128), "two documents"),
+    Case("attention", "attention", lambda i: _attention(i, 64, True, 32), "sinks and window"),
+    Case("layer_norm", "layer_norm", lambda i: ((i.leaf(TOKENS, HIDDEN), i.leaf(HIDDEN), i.leaf(HIDDEN)), {})),
+    Case("group_norm", "group_norm", lambda i: ((i.leaf(2, 64, 16, 16), 8, i.leaf(64), i.leaf(64)), {})),
+    Case("poly_norm", "poly_norm", lambda i: ((i.leaf(TOKENS, HIDDEN), i.leaf(3), i.leaf(1)), {})),
+    Case("dyt", "dyt", lambda i: ((i.leaf(TOKENS, HIDDEN), i.leaf(1, shift=1.0), i.leaf(HIDDEN), i.leaf(HIDDEN)), {})),
+    Case("softmax", "softmax", lambda i: ((_logits(i),), {})),
+    Case("sparsemax", "sparsemax", lambda i: ((_logits(i),), {})),
+    Case("gated_activation", "swiglu", lambda i: ((i.leaf(TOKENS, HIDDEN), i.leaf(TOKENS, HIDDEN)), {}), "Liger's"),
+    Case("gated_activation", "geglu", lambda i: ((i.leaf(TOKENS, HIDDEN), i.leaf(TOKENS, HIDDEN)), {})),
+    Case("llama4_rope", "rotary_complex", lambda i: ((*_heads(i, 8, 2, last=True), i.turns(TOKENS, WIDTH // 2)), {})),
+    Case("mrope", "rotary_multimodal", lambda i: ((*_heads(i, 8, 2), *_angles(i, 3, 1, TOKENS, WIDTH), (16, 24, 24)), {})),
+    Case("mrope", "partial_rotary", lambda i: ((*_heads(i, 8, 2), *_angles(i, 1, TOKENS, WIDTH // 2)), {})),
+    Case("cross_entropy_of_logits", "cross_entropy", lambda i: ((_logits(i), i.integers(CLASSES, TOKENS)), {})),
+    Case("divergence", "kl_div", lambda i: ((_logits(i, _log_softmax), _logits(i, _softmax).detach()), SUM)),
+    Case("divergence", "jsd", lambda i: ((_logits(i, _log_softmax), _logits(i, _log_softmax).detach()), SUM)),
+    Case("divergence", "tvd", lambda i: ((_logits(i, _softmax), _logits(i, _softmax).detach()), SUM)),
+    Case("linear_jsd", "linear_jsd",
+         lambda i: ((i.leaf(TOKENS, 256), _linear(i, CLASSES, 256), i.constant(TOKENS, 128), i.constant(CLASSES, 128, scale=0.1)), SUM)),
+    Case("tiled_mlp", "tiled_swiglu", _tiled),
+    Case("tiled_mlp", "tiled_geglu", _tiled),
+    Case("neighborhood_attention", "neighborhood_attention", lambda i: (tuple(_heads(i, 2, 2, 2, width=64)), {"kernel_size": 7})),
+)
+
+
+class Outcome(NamedTuple):
+    """title: of the case; errors: the largest relative error of its results and gradients, by dtype; failures: what went wrong."""
+
+    title: str
+    errors: Dict[torch.dtype, float]
+    failures: Tuple[str, ...]
+
+    def __str__(self) -> str:
+        return ", ".join([*(f"{NAMES[dtype]} {error:.1e}" for dtype, error in self.errors.items()), *self.failures])
+
+
+class Outcomes(NamedTuple):
+    """cases: one each; where: the device; kernels: how many kernels of how many of this build were launched; seconds: that it took."""
+
+    cases: Tuple[Outcome, ...]
+    where: str
+    kernels: Tuple[int, int]
+    seconds: float
+
+
+def function_of(case: Case) -> Optional[Callable]:
+    """Returns the function of a case, None where this package does not ship it."""
+    try:
+        return getattr(importlib.import_module(f"..ops.{case.module}", __package__), case.name)
+    except ModuleNotFoundError:
+        return None
+
+
+def results_of(case: Case, function: Callable, inputs: Inputs) -> List[torch.Tensor]:
+    """Returns the results of a case and the gradients of its arguments, in float64 on the CPU."""
+    positional, named = case.arguments(inputs)
+    found = function(*positional, **named)
+    outputs = [x for x in ([found] if isinstance(found, torch.Tensor) else found) if x.requires_grad]
+    inputs.generator.manual_seed(1)
+    gradients = [inputs.constant(*x.shape) for x in outputs]
+    torch.autograd.backward(outputs, [g.to(x.dtype) for g, x in zip(gradients, outputs)])
+    parts = outputs + [leaf.grad for leaf in inputs.leaves if leaf.grad is not None]
+    return [part.detach().double().cpu() for part in parts]
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Returns ||found - exact|| / ||exact||; infinite for another shape or a value that is not finite."""
+    if found.shape != exact.shape or not torch.isfinite(found).all():
+        return float("inf")
+    scale = exact.norm().item()
+    return (found - exact).norm().item() / scale if scale else (found - exact).norm().item()
+
+
+def outcome_of(case: Case, function: Callable, device: torch.device) -> Outcome:
+    """Returns what a case gives in every dtype."""
+    errors, failures = {}, []
+    for dtype, bound in BOUNDS.items():
+        try:
+            found = results_of(case, function, Inputs(device, dtype, False))
+            exact = results_of(case, function, Inputs(device, dtype, True))
+            error = max(relative_error(*pair) for pair in zip(found, exact)) if len(found) == len(exact) else float("inf")
+        except Exception as wrong:  # one that fails takes no other along
+            text = (str(wrong).splitlines() or [""])[0][:200]
+            failures.append(f"{NAMES[dtype]} fails with {type(wrong).__name__}: {text}")
+            continue
+        errors[dtype] = error
+        if not error <= bound:
+            failures.append(f"{NAMES[dtype]} is off by {error:.1e}, expected at most {bound:.0e}")
+    return Outcome(f"{case.name} ({case.what})" if case.what else case.name, errors, tuple(failures))
+
+
+def kernels_launched() -> Tuple[int, int]:
+    """Returns how many of this build's kernels were launched in this process, and how many the loaded operations know."""
+    known, used = set(), set()
+    for kernel in tuner.kernels:
+        for name in kernel.names:
+            try:
+                built = bool(launch.backend.artifacts.variants(name))
+            except ArtifactError:
+                built = False
+            if built:
+                known.add(name)
+        used |= known.intersection(kernel.names) if kernel.was_launched() else set()
+    return len(used), len(known)
+
+
+def run(device: Optional[torch.device] = None) -> Outcomes:
+    """Compares every operation of this package on a device, by default the current GPU or the CPU, with float64."""
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    started, done = time.perf_counter(), []
+    for case in CASES:
+        function = function_of(case)
+        if function is not None:
+            done.append(outcome_of(case, function, device))
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    reason = why_no_kernels(device)
+    return Outcomes(tuple(done), f"{where} ({reason})" if reason else where, kernels_launched(), time.perf_counter() - started)
