@@ -1,14 +1,23 @@
-"""Every operation on rows at lengths that are or are not multiples of 16 bytes and of 64 elements, with each argument in turn, and the
-incoming gradient, one element behind a multiple of 16 bytes: the same numbers as of aligned ones."""
+"""Every operation at lengths that are or are not multiples of 16 bytes and of 64 elements, with each argument in turn, and the incoming
+gradient, one element behind a multiple of 16 bytes, or with its sign turned among transposed ones: the same numbers as of plain ones."""
 
 import pytest
 import torch
 
-from tests.op_cases import misaligned, operations
-from tests.ops.common import BF16, FP32, leaf, randn
+from tests.op_cases import misaligned, transposed
+from tests.ops.common import BF16, FP16, FP32, leaf, randn
 from tests.ops.suite import suite
 
+CLOSE = {FP32: {"rtol": 1e-5, "atol": 1e-4}}  # products are added up in another order where a matrix lies otherwise
 LENGTHS = {BF16: (8, 12, 72), FP32: (6, 40)}
+FREQS = torch.polar(torch.ones(3, 500), randn(3, 500, dtype=FP32, device="cpu", seed=30))
+
+
+def of_heads(n):
+    """Queries and keys [batch, tokens, heads, head_dim]."""
+    return (2, 3, 2, min(n, 128) // 2 * 2), (2, 3, 1, min(n, 128) // 2 * 2)
+
+
 # The operation, and the shapes of its arguments for rows of n.
 SUITE_CASES = {
     "general_rms_norm": (lambda ops, x, w: ops.general_rms_norm(x, w), lambda n: ((2, n), (n,))),
@@ -30,6 +39,16 @@ SUITE_CASES = {
     "kl_div": (lambda ops, x, y: ops.kl_div(x, y.detach().abs()), lambda n: ((2, n), (2, n))),
     "jsd": (lambda ops, x, y: ops.jsd(x, y.detach()), lambda n: ((2, n), (2, n))),
     "jsd of logits": (lambda ops, x, y: ops.jsd(x, y.detach(), from_logits=True), lambda n: ((2, n), (2, n))),
+    "tiled_swiglu": (
+        lambda ops, x, *weights: ops.tiled_swiglu(x, *weights, shards=2), lambda n: ((4, n), (8, n), (8, n), (n, 8))
+    ),
+    "neighborhood_attention": (lambda ops, q, k, v: ops.neighborhood_attention(q, k, v, 3), lambda n: ((1, 2, 5, n),) * 3),
+    "rotary_complex": (lambda ops, q, k: torch.cat(ops.rotary_complex(q, k, FREQS[:, : q.shape[-1] // 2]), 2), of_heads),
+    "partial_rotary": (
+        lambda ops, q, k, cos, sin: torch.cat(ops.partial_rotary(q, k, cos.detach(), sin.detach()), 1),
+        lambda n: ((2, 2, 3, n // 2 * 2), (2, 1, 3, n // 2 * 2), (1, 3, n // 2 * 2), (1, 3, n // 2 * 2)),
+    ),
+    "tvd of logits": (lambda ops, x, y: ops.tvd(x, y.detach(), from_logits=True), lambda n: ((2, n), (2, n))),
     "tvd": (lambda ops, x, y: ops.tvd(x, y.detach()), lambda n: ((2, n), (2, n))),
 }
 CASES = {
@@ -41,35 +60,51 @@ CASES = {
 }
 
 
-def results(call, ops, tensors, place):
-    """The result and the gradients, with the argument, or behind them the incoming gradient, at a place at an odd address."""
-    leaves = [leaf(misaligned(t) if i == place else t) for i, t in enumerate(tensors)]
+def results(call, ops, tensors, place, change=misaligned, others=lambda tensor: tensor):
+    """The result and the gradients, with the argument, or behind them the incoming gradient, at one place changed."""
+    leaves = [leaf(change(t) if i == place else others(t)) for i, t in enumerate(tensors)]
     y = call(ops, *leaves)
     dy = randn(*y.shape, dtype=y.dtype, device="cpu", seed=20)
-    dy = misaligned(dy) if place == len(tensors) else dy
+    dy = change(dy) if place == len(tensors) else dy
     return [y.detach(), *torch.autograd.grad(y, leaves, dy, allow_unused=True)]
 
 
-def check(ops, case, dtype):
+def check(ops, case, dtype, lengths, *changes):
     call, shapes = case
-    for n in LENGTHS[dtype]:
+    for n in lengths:
         tensors = [randn(*shape, dtype=dtype, device="cpu", seed=i) for i, shape in enumerate(shapes(n))]
         wanted = results(call, ops, tensors, None)
         for place in range(len(tensors) + 1):
-            for found, mine in zip(results(call, ops, tensors, place), wanted, strict=True):
-                torch.testing.assert_close(found, mine, msg=lambda text, at=(n, place): f"length, place {at}: {text}")
+            for found, mine in zip(results(call, ops, tensors, place, *changes), wanted, strict=True):
+                where = f"length {n}, place {place}"
+                torch.testing.assert_close(found, mine, **CLOSE.get(dtype, {}), msg=lambda text, where=where: f"{where}: {text}")
+
+
+def negated(tensor):
+    """The same numbers, of which memory holds those with the other sign."""
+    return torch._neg_view(-tensor)
 
 
 @pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_odd_addresses(interpreted, name, dtype):
-    check(operations(interpreted), CASES[name], dtype)
+def test_odd_addresses(ops, name, dtype):
+    check(ops, CASES[name], dtype, LENGTHS[dtype])
 
 
 @pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)
 @pytest.mark.parametrize("name", SUITE_CASES)
-def test_odd_addresses_in_the_suite(interpreted, name, dtype):
-    check(suite(interpreted), SUITE_CASES[name], dtype)
+def test_odd_addresses_in_the_suite(suite_ops, name, dtype):
+    check(suite_ops, SUITE_CASES[name], dtype, LENGTHS[dtype])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_turned_sign_among_transposed_tensors(ops, name):
+    check(ops, CASES[name], FP32, (40, 64), negated, transposed)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, FP32) for name in SUITE_CASES), ("jsd", FP16), ("jsd of logits", FP16)], ids=str)
+def test_a_turned_sign_among_transposed_tensors_in_the_suite(suite_ops, name, dtype):
+    check(suite_ops, SUITE_CASES[name], dtype, (40, 64), negated, transposed)
 
 
 TARGET = torch.arange(4)

@@ -210,7 +210,7 @@ def _backward(
     """The gradient, multiplied by dloss before it is rounded."""
     options = Options(kind, scale, averages, parameter, ignore_index, None)
     factor = dloss.to(accumulation_dtype(x.dtype)).view(1)
-    kernels = kernels_compute(x, y, labels)
+    kernels = kernels_compute(x, y, labels, dloss)
     if averages:
         factor = factor * (inverse_count(labels, ignore_index) if kernels else _inverse(labels, ignore_index, accumulation_dtype(x.dtype)))
     gradient = (_with_kernels(x, y, labels, options, factor, True) if kernels else _reference(x, y, labels, options, factor))[1]
@@ -304,7 +304,7 @@ def _logits_backward(
 ) -> torch.Tensor:
     options = Options(kind, scale, averages, parameter, ignore_index, temperature)
     factor = dloss.to(accumulation_dtype(x.dtype)).view(1)
-    if not kernels_compute(x, y, labels):
+    if not kernels_compute(x, y, labels, dloss):
         if averages:
             factor = factor * _inverse(labels, ignore_index, accumulation_dtype(x.dtype))
         return _reference(x, y, labels, options, factor)[1]

@@ -105,8 +105,8 @@ def backward_reference(dout, gate, up, activation, gate_multiplier, down_multipl
 
 
 # ---------------------------------------------------------------- with the kernels
-def _fits(gate, up):
-    return gate.dtype != torch.float64 and kernels_run_on(gate, up)
+def _fits(gate, *others):
+    return gate.dtype != torch.float64 and kernels_run_on(gate, *others)
 
 
 def _forward(gate: torch.Tensor, up: torch.Tensor, activation: str, gate_multiplier: float, down_multiplier: float) -> torch.Tensor:
@@ -121,7 +121,7 @@ def _backward(
     dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str, gate_multiplier: float, down_multiplier: float
 ) -> Pair:
     """(dgate, dup)"""
-    if not _fits(gate, up):
+    if not _fits(gate, up, dout):
         return backward_reference(dout, gate, up, activation, gate_multiplier, down_multiplier)
     dgate, dup = new_like(gate), new_like(up)
     _launch(_backward_kernels, (dout, gate, up, dgate, dup), activation, gate_multiplier, down_multiplier)
@@ -154,7 +154,7 @@ def _packed_backward(dout: torch.Tensor, gate_up: torch.Tensor, activation: str)
     gate, up = gate_up.chunk(2, -1)
     dgate_up = new_like(gate_up)
     dgate, dup = dgate_up.chunk(2, -1)
-    if _fits(gate, up):
+    if _fits(gate, up, dout):
         _launch(_backward_kernels, (dout, gate, up, dgate, dup), activation, 1.0, 1.0)
     else:
         for target, value in zip((dgate, dup), backward_reference(dout, gate, up, activation, 1.0, 1.0)):

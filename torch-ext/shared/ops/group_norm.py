@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Iterator, NamedTuple, Optional, Tuple
+from typing import Iterator, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -123,8 +123,8 @@ def group_norm_backward_reference(dy, x, weight, mean, rstd) -> Tuple[torch.Tens
     return dx.view(x.shape).to(x.dtype), torch.stack([(d * n.view(x.shape)).sum(others), d.sum(others)]).to(weight.dtype)
 
 
-def _takes(x: torch.Tensor, *parameters: torch.Tensor) -> bool:
-    return kernels_take(x, *parameters) and x[0].numel() <= SLAB
+def _takes(x: torch.Tensor, *parameters: torch.Tensor, others: Sequence[torch.Tensor] = ()) -> bool:
+    return kernels_take(x, *parameters, others=others) and x[0].numel() <= SLAB
 
 
 def _in_memory(x: torch.Tensor) -> torch.Tensor:
@@ -199,7 +199,7 @@ def _backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, need_parameters: bool
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """(dx, [dweight, dbias]); the second is empty where nobody needs it."""
-    if not _takes(x, weight):
+    if not _takes(x, weight, others=(dy,)):
         dx, parameters = group_norm_backward_reference(dy, x, weight, mean, rstd)
         return dx, parameters if need_parameters else weight.new_empty(0)
     dy, x, weight = _in_memory(dy), _in_memory(x), weight.contiguous()

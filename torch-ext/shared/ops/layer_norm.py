@@ -96,7 +96,7 @@ def _backward(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """(dx, [dweight, dbias]); the second is empty where nobody needs it."""
     nothing = weight.new_empty(0)
-    if not kernels_take(x, weight):
+    if not kernels_take(x, weight, others=(dy,)):
         dx, parameters = layer_norm_backward_reference(dy, x, weight, mean, rstd)
         return dx, parameters if need_parameters else nothing
     n = x.shape[-1]

@@ -290,7 +290,7 @@ def multiply(gradient: torch.Tensor, factor: torch.Tensor) -> tuple:
         return ()
     if factor.numel() > 1:
         gradient.mul_(factor)
-    elif gradient.dtype != torch.float64 and kernels_run_on(gradient, factor):
+    elif gradient.dtype != torch.float64 and gradient.is_contiguous() and kernels_run_on(gradient, factor):
         flat, factor = gradient.view(-1), factor.to(torch.float32).view(1)
         for start in range(0, flat.shape[0], SLAB):
             _scale_kernel(flat[start : start + SLAB], factor)

@@ -42,8 +42,9 @@ def _pairs_aligned(x: torch.Tensor) -> torch.Tensor:
 
 # ---------------------------------------------------------------- in PyTorch
 def _turn(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(*x.shape[:-1], x.shape[-1] // 2, 2).contiguous()
-    return torch.view_as_real(torch.view_as_complex(wide) * freqs.unsqueeze(2)).flatten(3).to(x.dtype)
+    pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (x.shape[-1] // 2, 2))
+    # Not view_as_complex: it refuses what begins at an odd number of elements.
+    return torch.view_as_real(torch.complex(*pairs.unbind(-1)) * freqs.unsqueeze(2)).flatten(3).to(x.dtype)
 
 
 def rotary_complex_reference(q: torch.Tensor, k: torch.Tensor, freqs: torch.Tensor) -> Pair:

@@ -101,9 +101,9 @@ def _reach(x: torch.Tensor) -> int:
     return 1 + sum((length - 1) * step for length, step in zip(x.shape[1:], x.stride()[1:]))
 
 
-def _fits(q, k, v, dilation: int) -> bool:
+def _fits(q, k, v, dilation: int, *others) -> bool:
     small = q.shape[3] <= ROWWISE_WIDTH and q.shape[1] <= GRID_YZ and dilation <= GRID_YZ and q.shape[2] * q.shape[3] <= SLAB
-    return small and q.dtype != torch.float64 and kernels_run_on(q, k, v)
+    return small and q.dtype != torch.float64 and kernels_run_on(q, k, v, *others)
 
 
 def _slabs(arrays: Sequence[torch.Tensor], lines: Sequence[torch.Tensor], dilation: int) -> Iterator[list]:
@@ -145,7 +145,7 @@ def _backward(
     left: int, right: int, dilation: int, scale: float,
 ) -> Triple:  # fmt: skip
     """(dq, dk, dv)"""
-    if not _fits(q, k, v, dilation):
+    if not _fits(q, k, v, dilation, dout):
         return backward_reference(q, k, v, out, dout, lse, left, right, dilation, scale)
     q, k, v, out, dout = map(_dense, (q, k, v, out, dout))
     dq, dk, dv = map(_like, (q, k, v))

@@ -85,7 +85,7 @@ def _backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_parameters: bool
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """(dx, [dw0, dw1, dw2, dbias]); the second is empty where nobody needs it."""
-    if not kernels_take(x, weight):
+    if not kernels_take(x, weight, others=(dy,)):
         dx, parameters = poly_norm_backward_reference(dy, x, weight, rstd)
         return dx, parameters if need_parameters else weight.new_empty(0)
     dy, rows, weight = rows_of(dy, x.shape[-1]), rows_of(x, x.shape[-1]), weight.contiguous()

@@ -1,6 +1,6 @@
 """Rows and parameters as the kernels of kernel_src/segments.py take them."""
 
-from typing import Iterator, Tuple
+from typing import Iterator, Sequence, Tuple
 
 import torch
 
@@ -10,14 +10,14 @@ from .common import HALF, SLAB, aligned, unit_stride
 SEGMENT = 64  # of kernel_src/segments.py
 
 
-def kernels_take(x: torch.Tensor, *parameters: torch.Tensor) -> bool:
+def kernels_take(x: torch.Tensor, *parameters: torch.Tensor, others: Sequence[torch.Tensor] = ()) -> bool:
     """Whether kernels exist for these dtypes, x and its parameters of one or the parameters in fp32 with x in half precision, and run
-    where the tensors live."""
+    on the tensors. others: what a launch reads beside them, such as the incoming gradient."""
     dtype = parameters[0].dtype
     same = dtype == x.dtype and (dtype in HALF or dtype == torch.float32)
     if not (same or (dtype == torch.float32 and x.dtype in HALF)) or x.numel() == 0:
         return False
-    return all(p.dtype == dtype for p in parameters) and kernels_run_on(x, *parameters)
+    return all(p.dtype == dtype for p in parameters) and kernels_run_on(x, *parameters, *others)
 
 
 def rows_of(x: torch.Tensor, length: int) -> torch.Tensor:

@@ -231,7 +231,7 @@ class LigerLlama4RopeFunction:
     @staticmethod
     def apply(q, k, freqs_cis, BLOCK_SIZE=None):
         if not freqs_cis.is_complex():
-            freqs_cis = torch.view_as_complex(freqs_cis.float().unflatten(-1, (-1, 2)).contiguous())
+            freqs_cis = torch.complex(*freqs_cis.float().unflatten(-1, (-1, 2)).unbind(-1))
         return rotary_complex(q, k, freqs_cis)
 
 
