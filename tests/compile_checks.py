@@ -110,6 +110,7 @@ def operator_arguments(device, dtype) -> dict:
     hidden, head, target = new(5, 64, seed=14), new(40, 64, seed=15), torch.tensor([3, 39, -100, 0, 7], device=device)
     scale, of_loss = new(1, dtype=torch.float32, seed=16).abs(), (-100, [0.0, 0.0, 0.0], [False] * 4, None)
     every_option = (-100, [0.1, 20.0, 0.01], [False, True, True, True], torch.float32)
+    of_rows = new(5, dtype=torch.float32, seed=20)
     vectors = new(40, seed=17), new(40, dtype=torch.float32, seed=18).abs()
     return {
         "attention_plan": [(documents, 70, 70, 0), (documents, 70, 2, 2)],
@@ -121,6 +122,11 @@ def operator_arguments(device, dtype) -> dict:
             (hidden, head, None, target, None, None, [False] * 3, *of_loss),
             (hidden, head, None, target, None, scale, [True, False, False], *of_loss),
             (hidden, head, vectors[0], target, vectors[1], scale.expand(5).contiguous(), [True] * 3, *every_option),
+        ],
+        "linear_log_probs_run": [
+            (hidden, head, None, target, *[None] * 3, [False] * 3, [1.0, 0.0, 1.0], [True] + [False] * 4, -100, None, False),
+            (hidden, head, None, target, of_rows, None, None, [True, False, False], [0.7, 20.0, 1.3], [True] * 5, -100, None, True),
+            (hidden, head.float(), vectors[0].float(), target, *[of_rows] * 3, [True] * 3, [1.0, 0.0, 1.0], [True] * 5, -100, None, False),
         ],
         "rms_norm_forward": [(x, weight, 1e-6), (x[:, 1:], weight[1:], 1e-6), (x, weight, 1e-6, dtype, 1.0, "last")],
         "rms_norm_backward": [(dy, x, weight, rstd, need) for need in both],

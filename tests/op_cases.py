@@ -31,6 +31,7 @@ CASES = {
         **{"hidden": (TOKENS, HIDDEN), "weight": (CLASSES, HIDDEN), "target": (TOKENS,)},
         **{"bias": (CLASSES,), "class_weight": (CLASSES,)},
     },
+    "linear_log_probs": {"hidden": (TOKENS, HIDDEN), "weight": (CLASSES, HIDDEN), "target": (TOKENS,), "bias": (CLASSES,)},
     "experts": {
         **{"hidden": (TOKENS, INNER), "expert": (TOKENS, TOP_K), "scores": (TOKENS, TOP_K)},
         **{"gate_up_weight": (EXPERTS, INNER, 2 * WIDTH), "down_weight": (EXPERTS, WIDTH, INNER)},
@@ -49,7 +50,10 @@ CASES = {
 NOT_DIFFERENTIABLE = {("rotary", "cos"), ("rotary", "sin"), ("qk_norm_rotary", "cos"), ("qk_norm_rotary", "sin")}
 NOT_DIFFERENTIABLE |= {("norm_attention_inputs", "cos"), ("norm_attention_inputs", "sin")}
 NOT_DIFFERENTIABLE |= {("linear_cross_entropy", "target"), ("linear_cross_entropy", "class_weight")}
+NOT_DIFFERENTIABLE |= {("linear_log_probs", "target")}
 NOT_DIFFERENTIABLE |= {("experts", "expert")}
+# Roundings beside those that a gradient has among all: with a frozen head hidden's is made in the forward pass and multiplied afterwards.
+ALONE = {("linear_log_probs", "hidden"): 1.5}
 
 
 # Where an operation lies that has not the name of its module.
@@ -137,6 +141,16 @@ def plain_linear_cross_entropy(hidden, weight, target, bias=None, class_weight=N
                                                     **options)
 
 
+def plain_linear_log_probs(hidden, weight, target, bias=None, rounded=False, temperature=1.0, softcap=None, scale=1.0,
+                           skip_ignored=None):
+    """rounded: as `cross_entropy_exact`."""
+    z = linear(hidden, weight, bias)
+    z = (z.double() if rounded else z) * scale
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    chosen = z.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
+    return chosen.masked_fill(target == -100, 0.0)
+
+
 def plain_norm_attention_inputs(x, norm_weight, q_rows, k_rows, v_rows, q_norm, k_norm, cos, sin):
     n = norm(x, norm_weight)
     width = q_norm.shape[0]
@@ -170,8 +184,9 @@ def arguments(operation, dtype=BF16, tokens=TOKENS, device="cpu"):
         shape = tuple(tokens if n == TOKENS else n for n in shape)
         scale = shape[1] ** -0.5 if len(shape) > 1 and "weight" in name else 1.0
         found[name] = randn(*shape, dtype=dtype, device=device, seed=i, scale=scale)
-    if operation == "linear_cross_entropy":
+    if operation in ("linear_cross_entropy", "linear_log_probs"):
         found["target"] = torch.arange(tokens, device=device) % CLASSES
+    if operation == "linear_cross_entropy":
         found["class_weight"] = found["class_weight"].float().abs() + 0.5
     if operation == "experts":
         found["expert"] = expert_ids(tokens, device)
@@ -195,6 +210,8 @@ def run(ops, operation, found, **options):
     elif operation == "linear_cross_entropy":
         tensors = {name: found[name] for name in ("bias", "class_weight") if name in found}
         results = function(found["hidden"], found["weight"], found["target"], **tensors, **options)
+    elif operation == "linear_log_probs":
+        results = function(**found, **options).log_probs
     elif operation == "experts":
         results = function(**found, **GPT_OSS, **options)
     else:
@@ -326,7 +343,8 @@ def check_that_one_gradient_alone_is_the_same(ops, operation, dtype, device):
         found_alone = alone.pop(name)
         assert found_alone is not None, f"{operation}: no gradient of {name} alone"
         error = relative_error(found_alone, all_of_them[name])
-        assert error <= RELATIVE_ERROR[dtype], f"{operation}: the gradient of {name} alone has an error of {error:.2e}"
+        bound = RELATIVE_ERROR[dtype] * ALONE.get((operation, name), 1)
+        assert error <= bound, f"{operation}: the gradient of {name} alone has an error of {error:.2e}"
         assert all(gradient is None for gradient in alone.values())
 
 

@@ -60,6 +60,10 @@ def shapes(draw, operation):
         found |= draw(st.sampled_from(({}, {"bias": (classes,)}))) | draw(st.sampled_from(({}, {"class_weight": (classes,)})))
         options = {name: draw(values) for name, values in LOSS_OPTIONS.items() if draw(st.booleans())}
         return found, options
+    if operation == "linear_log_probs":
+        classes = draw(CLASSES)
+        found = {"hidden": (*rows, inner), "weight": (classes, inner), "target": rows} | draw(st.sampled_from(({}, {"bias": (classes,)})))
+        return found, {name: draw(values) for name, values in SCORE_OPTIONS.items() if draw(st.booleans())}
     if operation == "experts":
         count, width = draw(st.sampled_from((1, 2, 5, 8))), draw(st.sampled_from((8, 33, 64)))
         found = {"hidden": (tokens, inner), "expert": (tokens, count), "scores": (tokens, count)}
@@ -75,6 +79,13 @@ def shapes(draw, operation):
     return {"x": (*rows, length), **({"norm_weight": (length,)} if operation == "norm_mlp" else {}), **mlp}, {}
 
 
+HEADS = ("linear_cross_entropy", "linear_log_probs")
+SCORE_OPTIONS = {
+    "temperature": st.sampled_from((0.5, 2.0)),
+    "softcap": st.sampled_from((2.0, 30.0)),
+    "scale": st.sampled_from((0.25, 3.0)),
+    "skip_ignored": st.booleans(),
+}
 LOSS_OPTIONS = {
     "reduction": st.sampled_from(("mean", "sum", "none")),
     "ignore_index": st.sampled_from((-100, 0, 2)),
@@ -141,12 +152,12 @@ def step(function, call: Call, found: dict, dtype=None, upstream=None):
 
 
 def in_its_dtype(operation, found, **options):
-    return cases.plain(operation, found, **options, **({"rounded": True} if operation == "linear_cross_entropy" else {}))
+    return cases.plain(operation, found, **options, **({"rounded": True} if operation in HEADS else {}))
 
 
 def loss_scale(call: Call) -> float:
     """fp16 is trained with one, or its gradients are below its smallest normal number."""
-    return 64.0 if call.operation == "linear_cross_entropy" and call.dtype == torch.float16 else 1.0
+    return 64.0 if call.operation in HEADS and call.dtype == torch.float16 else 1.0
 
 
 def check_call(ops, call: Call, device) -> None:

@@ -34,6 +34,8 @@ LARGE = {
                                                                                                                              "kl_div",
                                                                                                                              "tvd")],
     "linear_jsd": lambda m, ops: m.check_linear_jsd(ops, DEVICE, BF16, (515,), 512, 384, 20000, labels=True),
+    "linear_log_probs": lambda m, ops: [m.check_linear_log_probs(ops, DEVICE, BF16, (515,), 512, 20000, outputs=m.ALL, frozen=frozen)
+                                        for frozen in (False, True)],
     "neighborhood_attention": lambda m, ops: m.check_neighborhood_attention(ops, DEVICE, BF16, (2, 4, 1030, 128)),
 }
 

@@ -475,7 +475,7 @@ MUTANTS = [
     *errors_in("shared/ops/linear_cross_entropy.py", "loss_in_a_graph", "_TracedReduced.forward",
          ("rows.loss.sum() * scale.view(())", "rows.loss.sum()"), kernels=False),
     *errors_in("shared/ops/linear_cross_entropy.py", "loss_in_a_graph", "_TracedReduced.backward",
-         ("_scaled(*pair, dloss)", "_scaled(*pair, None)"), kernels=False),
+         ("scaled(*pair, dloss)", "scaled(*pair, None)"), kernels=False),
     *errors_in("shared/ops/linear_cross_entropy.py", "loss_in_a_graph", "_TracedPerToken.forward",
          ("ctx.save_for_backward(hidden, weight, bias, target, class_weight)",
           "ctx.save_for_backward(-hidden, weight, bias, target, class_weight)"), kernels=False),

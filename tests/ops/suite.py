@@ -1,5 +1,5 @@
-"""The operations of the package for Liger's users. Their files here have `all_cases(ops, device, dtypes)` too, (name, function) of every
-check."""
+"""The operations of the package for Liger's users, and those of heads. Their files here have `all_cases(ops, device, dtypes)` too, (name,
+function) of every check."""
 
 import functools
 import importlib
@@ -10,7 +10,8 @@ from tests.ops.common import launched
 NAMES = (
     "general_rms_norm", "layer_norm", "group_norm", "poly_norm", "dyt", "softmax", "sparsemax", "gated_activation", "tiled_mlp",
     "llama4_rope",
-    "mrope", "cross_entropy", "divergence", "linear_jsd", "neighborhood_attention",
+    "mrope", "cross_entropy", "divergence", "linear_jsd", "linear_log_probs",
+    "neighborhood_attention",
 )  # fmt: skip
 # Where an operation lies that has not the name of its module.
 MODULES = {

@@ -9,6 +9,7 @@ from .shared.ops import adamw
 from .shared.ops.attention import attention
 from .shared.ops.decoder_nodes import norm_attention_inputs
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
+from .shared.ops.linear_log_probs import linear_log_probs
 from .shared.ops.rms_norm import add_rms_norm, rms_norm
 from .shared.ops.rotary import qk_norm_rotary, rotary
 from .shared.ops.sparse_nodes import Router, norm_experts
@@ -97,6 +98,7 @@ def warm_up(device, dtype, sizes: Sizes, tokens: int = TOKENS) -> None:
     target = torch.zeros(TOKENS, dtype=torch.int64, device=device)
     head = ones(TOKENS, narrow), ones(sizes.vocabulary, narrow)
     linear_cross_entropy(*head, target).backward()
+    linear_log_probs(*head, target, outputs=("entropy",), skip_ignored=False).log_probs.sum().backward()
     adamw.load(dtype, device)
     with torch.no_grad():
         linear_cross_entropy(*head, target)

@@ -31,8 +31,8 @@ def outside_autocast(backward):
 
     @functools.wraps(backward)
     def run(ctx, *grads):
-        device = next(grad.device for grad in grads if grad is not None)
-        if not autocasts(device):
+        device = next((grad.device for grad in grads if grad is not None), None)
+        if device is None or not autocasts(device):
             return backward(ctx, *grads)
         with without_autocast(device):
             return backward(ctx, *grads)

@@ -29,7 +29,7 @@ from .cross_entropy import (
     reduced,
     reduction_scale,
 )
-from .linear_head import Gradients, walk
+from .linear_head import Gradients, scaled, walk
 
 TOKENS_A_READING = 1024  # that share one reading of the weight in `linear_cross_entropy_statistics`: TILE_M * GROUP, on every GPU
 PARTIALS_BYTES = 48 * 2**20  # of what it leaves of the logits: 10240 tokens at once at Qwen3's vocabulary
@@ -209,14 +209,6 @@ def _traced_rows(found, options: Options) -> Rows:
     return Rows(found[0], found[1] if options.return_z_loss else None, found[2] if options.predicts else None)
 
 
-def _scaled(gradient, factor, number):
-    """gradient * factor * number, rounded once; factor: of one element or one a row, empty for none; number: [] or None."""
-    by = number if factor.numel() == 0 else factor if number is None else factor * number
-    if by is None:
-        return gradient
-    return (gradient * (by if by.dim() else by.view(1))).to(gradient.dtype)  # what has no dimension would be rounded first
-
-
 class _TracedReduced(torch.autograd.Function):
     """`_Reduced` in a graph, which cannot write over what it saved. needs: as of `_run`."""
 
@@ -234,7 +226,7 @@ class _TracedReduced(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dloss, *_):
         saved = ctx.saved_tensors
-        gradients = [_scaled(*pair, dloss) if need else None for need, pair in zip(ctx.needs, zip(saved[:3], saved[3:]))]
+        gradients = [scaled(*pair, dloss) if need else None for need, pair in zip(ctx.needs, zip(saved[:3], saved[3:]))]
         return (*gradients, None, None, None, None, None)
 
 
@@ -258,7 +250,7 @@ class _TracedPerToken(torch.autograd.Function):
         scale = dlosses.to(accumulation_dtype(hidden.dtype)).contiguous()
         options = ctx.options._replace(return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False)
         found = _traced_run(hidden, weight, bias, target, class_weight, scale, list(ctx.needs), *_operator_options(options))
-        gradients = [_scaled(*pair, None) if need else None for need, pair in zip(ctx.needs, zip(found[3:6], found[6:]))]
+        gradients = [scaled(*pair, None) if need else None for need, pair in zip(ctx.needs, zip(found[3:6], found[6:]))]
         return (*gradients, None, None, None, None)
 
 

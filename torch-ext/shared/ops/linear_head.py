@@ -202,6 +202,17 @@ def write_logits(logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tenso
         torch.addmm(bias, hidden, weight.t(), out=logits)
 
 
+def carry_to_hidden(gradient, weight, factor: Optional[torch.Tensor], out, out_factor: Optional[torch.Tensor]) -> None:
+    """out = gradient @ weight, of a chunk's logits: one GEMM over the whole vocabulary, which adds up in float32 and rounds once. In fp16
+    the gradient was multiplied by factor, and out_factor [chunk, 1] gets what out is still to be multiplied by."""
+    if out_factor is None:
+        torch.mm(gradient, weight, out=out)
+    else:
+        product = _product_in_float32(gradient, weight)
+        out[:], out_factor[:] = _into_fp16(product, product.abs().amax(1, keepdim=True))
+        out_factor /= factor
+
+
 def walk(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -212,6 +223,7 @@ def walk(
     needs: Tuple[bool, bool, bool],
     accum_dtype: Optional[torch.dtype] = None,
     logits_of_token: int = 1,
+    parameter_dtype: Optional[torch.dtype] = None,
 ) -> Gradients:
     """Writes the results of a loss for every token, and returns the gradients of sum(loss * scale) that `needs` asks for.
 
@@ -220,7 +232,8 @@ def walk(
     rows(), a tuple of [chunk] or None for each of `results`, [tokens] or None; and gradient(scale), which writes over the logits and
     returns the power of two that they were multiplied by in fp16, else None. The room is its own until gradient() has returned. scale: [1]
     or [tokens], fp32. needs: whether the gradients of hidden, weight and bias are wanted. accum_dtype, logits_of_token: as of
-    `plan_chunks`.
+    `plan_chunks`. parameter_dtype: torch.float32 for gradients of weight and bias that are not rounded to their dtype, as they are by
+    default.
     """
     tokens, classes = hidden.shape[0], weight.shape[0]
     acc = accumulation_dtype(hidden.dtype)
@@ -251,12 +264,8 @@ def walk(
         if not any(needs):
             continue
         factor = piece.gradient(scale if scale.numel() == 1 else scale[rows])
-        if needs[0] and fp16:
-            product = _product_in_float32(logits, weight)
-            dhidden[rows], hidden_factor[rows] = _into_fp16(product, product.abs().amax(1, keepdim=True))
-            hidden_factor[rows] /= factor
-        elif needs[0]:
-            torch.mm(logits, weight, out=dhidden[rows])
+        if needs[0]:
+            carry_to_hidden(logits, weight, factor, dhidden[rows], hidden_factor[rows] if fp16 else None)
         if needs[2]:
             dbias.add_(logits.sum(0, dtype=acc) if factor is None else logits.sum(0, dtype=acc) / factor)
         if needs[1]:
@@ -270,15 +279,20 @@ def walk(
     del buffer, logits, piece, room  # before the gradients are copied into their dtype
     if needs[1] and tokens == 0:
         dweight.zero_()
+    kept = parameter_dtype == torch.float32
+    if needs[1] and not (fp16 and tokens):
+        dweight = dweight.to(parameter_dtype or weight.dtype)
+    if needs[2] and not (fp16 and tokens):
+        dbias = dbias.to(parameter_dtype or bias.dtype)
     if not fp16 or tokens == 0:
-        return Gradients(
-            dhidden, None if dweight is None else dweight.to(weight.dtype), None if dbias is None else dbias.to(bias.dtype)
-        )
+        return Gradients(dhidden, dweight, dbias)
     weight_factor = bias_factor = None
-    if needs[1]:
+    if needs[1] and kept:
+        dweight.div_(unit)
+    elif needs[1]:
         dweight, weight_factor = _into_fp16(dweight, torch.linalg.vector_norm(dweight, float("inf")))
         weight_factor = weight_factor / unit
-    if needs[2]:
+    if needs[2] and not kept:
         dbias, bias_factor = _into_fp16(dbias, dbias.abs().amax())
     return Gradients(dhidden, dweight, dbias, (hidden_factor, weight_factor, bias_factor))
 
@@ -297,3 +311,12 @@ def multiply(gradient: torch.Tensor, factor: torch.Tensor) -> tuple:
     else:
         gradient.mul_(factor.view(1))  # of one dimension, not rounded to the gradient's dtype
     return ()
+
+
+def scaled(gradient, factor, number):
+    """gradient * factor * number, rounded once, in a tensor of its own; factor: of one element or one a row, empty for none; number: [] or
+    None."""
+    by = number if factor.numel() == 0 else factor if number is None else factor * number
+    if by is None:
+        return gradient
+    return (gradient * (by if by.dim() else by.view(1))).to(gradient.dtype)  # what has no dimension would be rounded first

@@ -1,0 +1,74 @@
+"""What linear_log_probs says of wrong arguments, and what it does under autocast and in float64."""
+
+import pytest
+import torch
+
+from tests.ops.common import randn
+
+HIDDEN, WEIGHT, TARGET = (4, 8), (10, 8), (4,)
+
+
+def arguments(**changed):
+    given = {"hidden": torch.zeros(HIDDEN), "weight": torch.zeros(WEIGHT), "target": torch.zeros(TARGET, dtype=torch.int64)}
+    return {**given, **changed}
+
+
+WRONG = {
+    "temperature": ({"temperature": 0}, "temperature is 0, expected a positive number"),
+    "negative temperature": ({"temperature": -1.0}, "temperature is -1.0"),
+    "infinite temperature": ({"temperature": float("inf")}, "temperature is inf"),
+    "softcap": ({"softcap": 0.0}, "softcap is 0.0, expected a positive number, or None"),
+    "negative softcap": ({"softcap": -30.0}, "softcap is -30.0"),
+    "scale": ({"scale": float("nan")}, "scale is nan, expected a finite number"),
+    "outputs": ({"outputs": ("log_probs", "entropies")}, "outputs is .*expected some of log_probs, entropy"),
+    "outputs as text": ({"outputs": "entropy"}, "outputs is 'entropy'"),
+    "label": ({"target": torch.tensor([0, 1, 10, 2])}, "target is 10 at one of its places, expected labels from 0 to 9, or -100"),
+    "negative label": ({"target": torch.tensor([0, 1, -2, 2])}, "target is -2"),
+    "labels": ({"target": torch.zeros(3, dtype=torch.int64)}, r"target is .*expected torch.int64 \[4\]"),
+    "labels' dtype": ({"target": torch.zeros(4, dtype=torch.int32)}, "target is torch.int32"),
+    "weight": ({"weight": torch.zeros(10, 7)}, r"weight is .*expected a floating point tensor \[classes, 8\]"),
+    "weight's dtype": ({"weight": torch.zeros(10, 8, dtype=torch.uint8)}, "weight is torch.uint8"),
+    "weight's device": ({"weight": torch.zeros(10, 8, device="meta")}, "weight is .*meta, expected on the device of hidden"),
+    "bias": ({"bias": torch.zeros(9)}, r"bias is .*expected \[10\]"),
+    "hidden": ({"hidden": torch.zeros(4, 8, dtype=torch.int64)}, "hidden is torch.int64"),
+    "coefficients": ({"coefficients": torch.zeros(5)}, r"coefficients is .*expected a floating point tensor \[4\]"),
+    "accum_dtype": ({"accum_dtype": torch.float16}, "accum_dtype is torch.float16"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_argument_is_named(qwen3, name):
+    changed, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        qwen3.linear_log_probs(**arguments(**changed))
+
+
+def test_autocast_decides_the_dtype(qwen3):
+    """As of a linear layer: logits in bf16, gradients in the dtypes of the weights."""
+    hidden, weight = randn(*HIDDEN, dtype=torch.float32, device="cpu"), randn(*WEIGHT, dtype=torch.float32, device="cpu", seed=1)
+    target, found = torch.arange(4), []
+    for cast in (True, False):
+        x, w = (t.clone().requires_grad_() for t in (hidden, weight))
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            given = (x, w) if cast else (x.to(torch.bfloat16), w.to(torch.bfloat16))
+            row = qwen3.linear_log_probs(*given, target).log_probs
+        row.sum().backward()
+        found.append((row, x.grad, w.grad))
+    assert found[0][2].dtype == torch.float32
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+    assert torch.equal(found[0][0], found[1][0])
+
+
+def test_a_gradient_is_right(qwen3):
+    hidden, weight, bias = (randn(*shape, dtype=torch.float64, device="cpu", seed=i).requires_grad_() for i, shape in
+                            enumerate(((4, 3), (5, 3), (5,))))
+
+    def call(hidden, *head):
+        w, b = head or (weight.detach(), bias.detach())
+        options = {"outputs": ("entropy", "mean_logits"), "softcap": 3.0, "scale": 0.5}
+        found = qwen3.linear_log_probs(hidden, w, torch.tensor([0, 4, -100, 2]), b, **options)
+        return found.log_probs, found.entropy, found.mean_logits
+
+    for leaves in ((hidden, weight, bias), (hidden,)):
+        assert torch.autograd.gradcheck(call, leaves)

@@ -1,0 +1,351 @@
+"""linear_log_probs against float64: the oracle, shapes, checks and planted errors."""
+
+from functools import partial
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.ops.common import FLOATS, assert_close, assert_rows_close, check_kept, errors_in, exact, leaf, randn
+from tests.ops.linear_jsd import logits_of
+from tests.ops.suite import of_suite
+
+ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+DIFFERENTIABLE = ("log_probs", "entropy", "mean_logits")
+ABSOLUTE_ERROR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of a logarithm, where the largest logit is 1 or less
+CAPPED = {"temperature": 0.7, "softcap": 4.0, "scale": 1.3}
+CASES = (
+    {},
+    {"shape": (2, 5), "outputs": ALL},
+    {"outputs": ALL, "bias": True, "temperature": 0.7, "scale": 1.3},
+    {"outputs": ALL, "bias": True, **CAPPED},
+    {"frozen": True},
+    {"frozen": True, **CAPPED},
+    {"frozen": True, "outputs": ("entropy",), "entropy_gradient": True},
+    {"frozen": True, "outputs": ("entropy",), "entropy_gradient": False, "bias": True},
+    {"frozen": True, "outputs": ALL, "entropy_gradient": True, "bias": True, **CAPPED},
+    {"frozen": True, "outputs": ALL, "entropy_gradient": True, "without": ("mean_logits",), "temperature": 0.7},
+    {"outputs": ("entropy",), "without": ("log_probs",)},
+    {"frozen": True, "outputs": ("entropy",), "without": ("entropy",), "entropy_gradient": True},
+    {"shape": (1,), "outputs": ALL, "classes": 1},
+    {"classes": 77, "outputs": ALL, "bias": True},
+    {"size": 300.0, "outputs": ALL},
+    {"coefficients": True},
+    {"coefficients": True, "frozen": True, "outputs": ALL, "bias": True, **CAPPED},
+    {"outputs": ALL, "skip_ignored": True},
+    {"outputs": ALL, "skip_ignored": True, "frozen": True, "ignored": 9},
+)
+
+
+def log_probs_exact(z, target, counted, temperature=1.0, softcap=None, scale=1.0):
+    """Of every row, a dictionary by name, differentiable. z: logits."""
+    z = z * scale
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    log_p, label = z.log_softmax(-1), torch.where(counted, target, 0)
+    found = {
+        "log_probs": log_p.gather(-1, label[:, None])[:, 0],
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
+        "mean_logits": z.mean(-1),
+        "is_top1": z.argmax(-1) == label,
+    }
+    return {name: torch.where(counted, row, torch.zeros((), dtype=row.dtype)) for name, row in found.items()}
+
+
+def check_linear_log_probs(
+    ops, device, dtype, shape=(9,), features=64, classes=300, outputs=("log_probs",), bias=False, frozen=False, ignored=2, size=1.0,
+    without=(), coefficients=False, chunk=None, first=0, skip_ignored=False, needs=(True, True, True), temperature=1.0, softcap=None,
+    scale=1.0, weight_dtype=None, **options,
+):  # fmt: skip
+    """frozen: weight and bias require no gradient. ignored: how many tokens are. size: of the logits. without: what gets no gradient.
+    needs: whether the gradients of hidden, weight and bias are asked for. chunk, first: as in `check_linear_jsd`."""
+    weight_dtype = weight_dtype or dtype
+    hidden = randn(*shape, features, dtype=dtype, device=device, scale=size)
+    weight = randn(classes, features, dtype=dtype, device=device, seed=1, scale=0.2).to(weight_dtype)  # the numbers that are computed with
+    vector = randn(classes, dtype=dtype, device=device, seed=4).to(weight_dtype) if bias else None
+    needs = (needs[0], needs[1] and not frozen, needs[2] and not frozen)
+    head = [leaf(t).requires_grad_(need) if t is not None else None for t, need in zip((hidden, weight, vector), needs)]
+    tokens = hidden[..., 0].numel()
+    target = torch.randint(0, classes, (tokens,), generator=torch.Generator().manual_seed(2))
+    computed = [None if t is None else t.detach().to(dtype) for t in head]
+    found = torch.nn.functional.linear(*computed).view(tokens, -1)
+    if tokens:  # every other one is predicted right
+        target = torch.where(torch.arange(tokens) % 2 == 0, found.argmax(-1).cpu(), target)
+    target[:ignored] = -1
+    counted = target != -1
+    numbers = {"temperature": temperature, "softcap": softcap, "scale": scale}
+    given = {"ignore_index": -1, "skip_ignored": skip_ignored, **numbers, **options}
+    weights = randn(*shape, dtype=torch.float32, device=device, seed=7) if coefficients else None
+    before = [t.detach().clone() for t in head if t is not None]
+    module = ops.linear_head_module
+    kept = module.plan_chunks
+    if chunk is not None:
+        module.plan_chunks = lambda *a: kept(*a)._replace(tokens=chunk, first=first)
+    what = f"log probs {tuple(shape)} {outputs} {given}"
+
+    def call():
+        tensors = head[0], head[1], target.view(shape).to(device), head[2]
+        return ops.linear_log_probs(*tensors, outputs=outputs, coefficients=weights, **given)
+
+    try:
+        result = call()
+        with torch.no_grad():
+            alone = call()
+        wanted = ("log_probs", *outputs)
+        for name, row, row_alone in zip(ALL, result, alone):
+            assert (row is not None) == (name in wanted), f"{what}: {name} is {row}"
+            if row is not None:
+                assert row.shape == tuple(shape) and torch.equal(row, row_alone), f"{what}: {name} without gradients is another"
+        head64 = [None if t is None else exact(t) for t in head]
+        z = logits_of(computed, head64)
+        exactly = log_probs_exact(z.view(tokens, -1), target, counted, **numbers)
+        # Chunks, and a bias in the GEMM, may be added up in another way than the layer's own logits.
+        bound = dtype if chunk or bias or skip_ignored else torch.float32
+        for name, row in zip(ALL, result):
+            if name == "is_top1" and row is not None:
+                assert row.dtype == torch.bool and torch.equal(row.flatten().cpu(), exactly[name]), f"{what}: is_top1 is {row}"
+            elif row is not None:
+                assert row.dtype == torch.float32
+                error = (row.flatten().double().cpu() - exactly[name]).abs().max() if tokens else 0.0
+                size_of = max(1.0, float(z.detach().abs().max())) if tokens else 1.0
+                assert error <= ABSOLUTE_ERROR[bound] * size_of, f"{what}: {name} has an error of {error:.2e}"
+        if coefficients:
+            total64 = (exactly["log_probs"] * weights.flatten().double().cpu()).sum()
+            assert_close(result.weighted_sum, total64, bound, f"{what} weighted sum")
+            losses, losses64 = [result.weighted_sum], [total64]
+            assert not result.log_probs.requires_grad
+        else:
+            names = [name for name in DIFFERENTIABLE if name in wanted and name not in without]
+            losses, losses64 = [getattr(result, name) for name in names], [exactly[name] for name in names]
+        upstream = [randn(*t.shape, dtype=torch.float32, device=device, seed=20 + i) for i, t in enumerate(losses)]
+        leaves, leaves64 = ([t for t, need in zip(tensors, needs) if t is not None and need] for tensors in (head, head64))
+        gradients = torch.autograd.grad(losses, leaves, upstream, retain_graph=True)
+        again = torch.autograd.grad(losses, leaves, upstream)
+    finally:
+        module.plan_chunks = kept
+    expected = torch.autograd.grad(losses64, leaves64, [g.double().cpu().view(t.shape) for g, t in zip(upstream, losses64)])
+    for i, (a, b, gradient, t) in enumerate(zip(gradients, again, expected, leaves, strict=True)):
+        assert a.dtype == t.dtype and torch.equal(a, b), f"{what}: gradient {i} of a second backward pass"
+        assert_rows_close(a.to(dtype), gradient, dtype, f"{what} gradient {i}", 2 if chunk or len(losses) > 1 or size > 1 else 1.5,
+                          floor=0.3, row_factor=3)
+    check_kept([t for t in head if t is not None], before, what)
+
+
+def check_needs(ops, device, dtype):
+    for needs in ((True, False, False), (False, True, False), (False, False, True), (True, True, False)):
+        check_linear_log_probs(ops, device, dtype, bias=True, needs=needs, outputs=ALL)
+
+
+def check_all_ignored(ops, device, dtype, skip_ignored=False, coefficients=False):
+    """Nothing counts, and there are no tokens at all: results and gradients are zero."""
+    for tokens in (4, 0):
+        hidden, weight = leaf(randn(tokens, 32, dtype=dtype, device=device)), leaf(randn(50, 32, dtype=dtype, device=device))
+        weights = torch.ones(tokens, device=device) if coefficients else None
+        target = torch.full((tokens,), -100, device=device)
+        found = ops.linear_log_probs(hidden, weight, target, outputs=ALL, coefficients=weights, skip_ignored=skip_ignored)
+        assert all(not row.any() for row in found[:5])
+        (found.weighted_sum if coefficients else found.log_probs.sum() + found.entropy.sum()).backward()
+        assert hidden.grad.shape == hidden.shape and not hidden.grad.any() and weight.grad.shape == weight.shape and not weight.grad.any()
+
+
+def check_not_a_number(ops, device, dtype, value=float("nan")):
+    """One row is no number, or its label outside the vocabulary on a GPU: the others do not know. A row that is ignored is 0."""
+    hidden, weight = randn(4, 32, dtype=dtype, device=device), randn(300, 32, dtype=dtype, device=device, seed=1)
+    target = torch.tensor([3, 4, -100, 6], device=device)
+    for requires in (False, True):
+        results = []
+        for bad in (False, True):
+            x = hidden.clone()
+            if bad:
+                x[1] = x[2] = value
+            x, w = leaf(x), weight.clone().requires_grad_(requires)
+            found = ops.linear_log_probs(x, w, target, outputs=ALL, entropy_gradient=True, skip_ignored=False)
+            (found.log_probs.sum() + found.entropy.sum()).backward()
+            results.append((*found[:5], x.grad))
+        for good, bad in zip(*results):
+            assert torch.equal(good[[0, 3]], bad[[0, 3]]), "a row that is no number changes others"
+            assert not bad[2].any(), "a row that is ignored is not 0"
+        assert results[1][0][1].isnan() and results[1][5][1].isnan().all()
+
+
+def check_ramp(ops, device, dtype, classes, ignore_index=-100):
+    """Logits that rise or fall along the whole row, so that each piece has another maximum; class ignore_index is ignored."""
+    slope = torch.linspace(-2, 11, classes, device=device)
+    target = torch.tensor([0, classes - 1, 5], device=device)
+    for ramp in (slope, slope.flip(0)):
+        hidden, weight = torch.ones(3, 1, dtype=dtype, device=device), ramp[:, None].to(dtype)
+        found = ops.linear_log_probs(hidden, weight, target, outputs=ALL, ignore_index=ignore_index, skip_ignored=False)
+        z = (hidden @ weight.t()).double().cpu()
+        wanted = log_probs_exact(z, target.cpu(), target.cpu() != ignore_index)
+        for name, row in zip(ALL, found):
+            torch.testing.assert_close(row.cpu().double(), wanted[name].double(), rtol=1e-5, atol=1e-5, msg=lambda text: f"{name}: {text}")  # noqa: B023
+
+
+class Products(TorchDispatchMode):
+    """Counts the products with the vocabulary, which may come in parts, by their multiplications."""
+
+    def __init__(self, tokens, features, classes):
+        super().__init__()
+        self.whole, self.multiplications = tokens * features * classes, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            x, y = args[-2:]
+            self.multiplications += x.shape[0] * x.shape[1] * y.shape[1]
+        return function(*args, **(kwargs or {}))
+
+    @property
+    def count(self):
+        return self.multiplications / self.whole
+
+
+# (options, whether the head is trained, what gets a gradient) -> products with the vocabulary
+PRODUCTS = (
+    ({}, False, (), 1),
+    ({}, False, ("log_probs",), 2),
+    ({"outputs": ("entropy",), "entropy_gradient": False}, False, ("log_probs",), 2),
+    ({"outputs": ("entropy",), "entropy_gradient": True}, False, ("log_probs", "entropy"), 3),
+    ({"outputs": ("entropy",), "entropy_gradient": False}, False, ("log_probs", "entropy"), 4),
+    ({}, True, ("log_probs",), 4),
+    ({"outputs": ALL}, True, DIFFERENTIABLE, 4),
+    ({"coefficients": True}, True, ("weighted_sum",), 3),
+    ({"coefficients": True}, False, ("weighted_sum",), 2),
+)
+
+
+def count_products(ops, device, options, trained, differentiated) -> int:
+    hidden, weight = randn(6, 32, dtype=torch.float32, device=device), randn(301, 32, dtype=torch.float32, device=device, seed=1)
+    hidden.requires_grad_(bool(differentiated))
+    weight.requires_grad_(trained)
+    options = {**options, "coefficients": torch.ones(6, device=device)} if "coefficients" in options else options
+    with Products(6, 32, 301) as products:
+        found = ops.linear_log_probs(hidden, weight, torch.arange(6, device=device), **options)
+        if differentiated:
+            sum(getattr(found, name).sum() for name in differentiated).backward()
+    return products.count
+
+
+def check_products(ops, device):
+    for options, trained, differentiated, expected in PRODUCTS:
+        found = count_products(ops, device, options, trained, differentiated)
+        assert found == expected, f"{options}, trained {trained}, gradients of {differentiated}: {found} products, expected {expected}"
+
+
+def check_guess(ops, device):
+    """What the last backward pass brought decides what the next forward pass makes, where nothing is said."""
+    options, both = {"outputs": ("entropy",)}, ("log_probs", "entropy")
+    ops.linear_log_probs_module._entropy_had_gradient.clear()
+    found = [count_products(ops, device, options, False, names) for names in (both, both, both[:1], both[:1], both)]
+    assert found == [4, 3, 3, 2, 4], f"{found} products"
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    check = partial(check_linear_log_probs, ops, device)
+    for dtype in dtypes:
+        for i, options in enumerate(CASES):
+            yield f"case {i} {dtype}", partial(check, dtype, **options)
+        yield f"a wide vocabulary {dtype}", partial(check, dtype, (3,), 16, 4107 * 2, outputs=ALL)
+        yield f"chunks {dtype}", partial(check, dtype, (11,), chunk=4, outputs=ALL, bias=True)
+        yield f"chunks of a frozen head {dtype}", partial(check, dtype, (11,), chunk=4, outputs=ALL, frozen=True, entropy_gradient=True)
+        yield f"chunks behind a larger one {dtype}", partial(check, dtype, (11,), chunk=4, first=8, bias=True)
+        for classes in (100, 4096 * 3 + 9):
+            yield f"a ramp {classes} {dtype}", partial(check_ramp, ops, device, dtype, classes, ignore_index=0)
+        yield f"needs {dtype}", partial(check_needs, ops, device, dtype)
+        for skip in (False, True):
+            for coefficients in (False, True):
+                yield f"all ignored {skip} {coefficients} {dtype}", partial(check_all_ignored, ops, device, dtype, skip, coefficients)
+        yield f"not a number {dtype}", partial(check_not_a_number, ops, device, dtype)
+        if dtype != torch.float32:
+            yield f"a wider weight {dtype}", partial(check, dtype, weight_dtype=torch.float32, outputs=ALL, bias=True)
+            yield f"many sums {dtype}", partial(check, dtype, (11,), chunk=4, weight_dtype=torch.float32, bias=True)
+        else:
+            yield "products", partial(check_products, ops, device)
+            yield "guess", partial(check_guess, ops, device)
+
+
+OPERATION, PIECES, KERNELS = "shared/ops/linear_log_probs.py", "shared/ops/log_probs.py", "kernel_src/log_probs.py"
+SAVED = "ctx.save_for_backward(found[5], found[8], found[11], found[12]"
+MUTANTS = [
+    *errors_in(KERNELS, "results", "read_scores",
+         ("padding_value=MINUS_INFINITY", "padding_value=0"),
+         ("ct.float32) * scale", "ct.float32)"),
+         ("ct.where(cols < logits.shape[1], ratio * softcap, MINUS_INFINITY)", "ratio * softcap"),
+         ("ct.tanh(x / softcap)", "x / softcap"),
+         ("z * after", "z")),
+    *errors_in(KERNELS, "results", "log_probs_statistics",
+         ("part * TILE +", "", "ramp"),
+         ("v - shift_of(m)", "v"),
+         ("ct.sum(e * e, 0)", "ct.sum(e, 0)"),
+         ("weighted(e, distance)", "weighted(e, v)"),
+         ("ct.where(inside, z, 0.0)", "z"),
+         ("inside & (v == m)", "inside & (v >= 0.0)"),
+         ("ct.min(ct.where(inside", "ct.max(ct.where(inside")),
+    *errors_in(KERNELS, "results", "log_probs_combine",
+         ("old * dot + weighted(old * s, m - shift)", "old * dot", "pieces"),
+         ("old * old * sq", "old * sq", "pieces"),
+         ("+ weighted(ours * ps, pm - shift)", "", "ramp"),
+         ("ours * ours * read_partials", "ours * read_partials", "ramp"),
+         ("total = total + ct.sum", "total = ct.sum", "pieces"),
+         ("ct.where(pm == new,", "ct.where(pm <= new,", "ramp"),
+         ("ct.where(new > m, first, ct.minimum(best, first))", "first", "pieces"),
+         ("s = old * s +", "s = s +", "pieces"),
+         ("i * PARTS +", "", "pieces"),
+         ("(t != ignore_index) & ", "", "ramp"),
+         ("z * after * LOG2E", "z * LOG2E"),
+         ("(bits - dot / s) * LN2", "(bits - dot) * LN2"),
+         ("2.0 * bits", "bits"),
+         ("ct.where(counted, total / ct.astype(logits.shape[1], ct.float32), 0.0)", "total / ct.astype(logits.shape[1], ct.float32)"),
+         ("counted & (best", "(best", "ramp")),
+    *errors_in(KERNELS, "results", "log_probs_gradient",
+         ("part * TILE + ct.arange", "ct.arange"),
+         ("alpha + beta * log_p", "alpha"),
+         ("+ flat", ""),
+         ("ct.where(target_here, hit, 0.0)", "hit"),
+         ("1.0 - ratio * ratio", "1.0"),
+         ("(scale * after)", "scale"),
+         ("- ct.gather(lse, row, check_bounds=False)", "")),
+    *errors_in(KERNELS, "frozen", "log_probs_gradient",
+         ("row_number(coefficients, row, 5)", "row_number(coefficients, row, 4)"),
+         ("ct.scatter(other, (row, cols), nothing, check_bounds=True)", "pass")),
+    (KERNELS, "weighted", "ct.where(e == 0.0, 0.0, e * x)", "e * x", "results"),
+    *errors_in(PIECES, "results", "Piece.coefficients",
+         ("torch.where(counted, t, 0.0)", "t"),
+         ("alpha - u * self.entropy", "alpha"),
+         ("w / self.logits.shape[1]", "w")),
+    *errors_in(PIECES, "fp16", "Piece.in_range", ("c * factor if", "c if"), ("abs(scale * after)", "1e-4")),
+    *errors_in(PIECES, "results", "TorchPiece.rows",
+         ("p.square()", "p"),
+         ("self.entropy.masked_fill(~counted, 0.0)", "self.entropy * 1.01"), kernels=False),
+    *errors_in(PIECES, "results", "TorchPiece._gradient", (".mul_(slope)", ""), ("dx.add_(flat)", "pass"), kernels=False),
+    *errors_in(OPERATION, "frozen", "_LogProbs.forward", (SAVED, "ctx.save_for_backward(found[5], found[8], found[5], found[12]")),
+    *errors_in(OPERATION, "fp16_frozen", "_LogProbs.forward", (SAVED, "ctx.save_for_backward(found[5], found[12], found[11], found[8]")),
+    *errors_in(OPERATION, "guess", "_LogProbs.backward", ("] = upstream.entropy is not None", "] = True")),
+    *errors_in(OPERATION, "chunks", "_run", ("target[rows]", "target[: logits.shape[0]]"),
+               ("upstream.at(rows)", "upstream.at(slice(0, logits.shape[0]))"),
+               ("of_entropy[rows]", "of_entropy[: logits.shape[0]]")),
+    *errors_in(OPERATION, "weighted_sum", "_WeightedSum.backward", ("gradients.times(dsum)", "gradients.times()"),
+               ("gradients, ctx.gradients = ctx.gradients, None", "gradients = ctx.gradients")),
+    *errors_in(OPERATION, "skipped", "linear_log_probs", ("coefficients[kept]", "coefficients[: len(kept)]"),
+               ("index_copy(0, kept, row)", "index_copy(0, kept - kept[0], row)")),
+]  # fmt: skip
+F32, FP16 = torch.float32, torch.float16
+BOTH = {"outputs": ALL, "frozen": True, "entropy_gradient": True, "without": ("mean_logits",)}
+
+
+def _checks(*cases):
+    """A function that makes `check_linear_log_probs` on the CPU of all of these: (dtype, options)."""
+    return lambda ops: [check_linear_log_probs(ops, "cpu", dtype, **options) for dtype, options in cases]
+
+
+CHECKS = of_suite({
+    "results": _checks((F32, {"outputs": ALL}), (F32, {"outputs": ALL, "bias": True, "classes": 5000, "size": 30.0, **CAPPED})),
+    "ramp": lambda ops: [check_ramp(ops, "cpu", F32, 4096 * 3 + 9, ignored) for ignored in (-100, 0)],
+    "pieces": lambda ops: check_ramp(ops, "cpu", F32, 64 * 4096 + 77),
+    "frozen": _checks((F32, {**BOTH, **CAPPED})),
+    "fp16": _checks((FP16, {"outputs": ALL, "temperature": 0.001, "size": 0.001})),
+    "fp16_frozen": _checks((FP16, BOTH)),
+    "chunks": _checks((F32, {"shape": (11,), "chunk": 4, **BOTH}), (F32, {"shape": (11,), "chunk": 4})),
+    "guess": lambda ops: check_guess(ops, "cpu"),
+    "weighted_sum": _checks((F32, {"coefficients": True})),
+    "skipped": _checks((F32, {"coefficients": True, "skip_ignored": True, "ignored": 3})),
+})

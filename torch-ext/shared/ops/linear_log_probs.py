@@ -1,0 +1,363 @@
+"""Log-probabilities of labels, entropies and more of a linear head, without ever holding all its logits: what losses of preference and
+reinforcement learning are made of.
+
+The tokens are taken in chunks (linear_head.py), whose logits for the whole vocabulary are there once, in hidden's dtype, with and without
+gradients: log-probabilities of a policy and of its reference are equal where both are the same model.
+
+The gradients g of log_probs and u of entropy are one number a token, so the gradient of a token's hidden state is g * a + u * b, where a
+and b, the gradients of that token's log-probability and entropy, are known in the forward pass. Where the head is frozen (LoRA) the forward
+pass makes them, while the logits are there, and the backward pass has no product with the vocabulary: two products instead of three, or
+three with b. Each is one GEMM over the whole vocabulary, added up in float32 and rounded once; TRL, which cuts the vocabulary, keeps such
+sums in float32 because a rounding for each part lets the entropy drift. Against float64 the hidden states' gradient in bf16 has an error of
+2.73e-3, and 2.68e-3 where it is made in the backward pass, as TRL's is. A trained head makes its logits again in the backward pass: four
+products; three where the gradient of the log-probabilities is known in advance (`coefficients`).
+"""
+
+from typing import List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+
+from ..runtime.device import kernels_run_on
+from .autocast import as_autocast, outside_autocast
+from .common import accumulation_dtype, autocasts, describe, fail, needs_formula, once_differentiable, traceable
+from .cross_entropy import check_labels, check_one_value_a_class
+from .linear_head import Gradients, carry_to_hidden, scaled, walk
+from .log_probs import OUTPUTS, KernelPiece, Rows, Scores, TorchPiece, Upstream, checked_scores, of_logits
+
+DIFFERENTIABLE = ("log_probs", "entropy", "mean_logits")
+# By the shape of a head: whether the last backward pass brought a gradient of its entropies. The next forward pass makes b, or leaves it.
+_entropy_had_gradient: dict = {}
+
+
+class LinearLogProbsOutput(NamedTuple):
+    """What `linear_log_probs` returns: [...] each in float32 (float64 where hidden is), is_top1 in bool; what was not asked for is None."""
+
+    log_probs: torch.Tensor
+    entropy: Optional[torch.Tensor] = None
+    log_sum_sq_probs: Optional[torch.Tensor] = None
+    mean_logits: Optional[torch.Tensor] = None
+    is_top1: Optional[torch.Tensor] = None
+    weighted_sum: Optional[torch.Tensor] = None
+
+
+class Options(NamedTuple):
+    """What is computed of the logits. entropy_early: whether the forward pass over a frozen head makes the gradient of the entropies."""
+
+    scores: Scores
+    outputs: Tuple[str, ...]
+    ignore_index: int = -100
+    accum_dtype: Optional[torch.dtype] = None
+    entropy_early: bool = False
+
+
+class _Part:
+    """A chunk, as `walk` asks for it."""
+
+    def __init__(self, piece, upstream: Upstream, carry_entropy):
+        self.piece, self.upstream, self.carry_entropy = piece, upstream, carry_entropy
+        self.rows = piece.rows
+
+    def gradient(self, _):
+        other = None if self.carry_entropy is None else torch.empty_like(self.piece.logits)
+        factor, other_factor = self.piece.write_gradient(self.upstream, other)
+        if other is not None:
+            self.carry_entropy(other, other_factor)
+        return factor
+
+
+class Found(NamedTuple):
+    """Results, gradients, and b with what it is still to be multiplied by."""
+
+    rows: Rows
+    gradients: Gradients
+    of_entropy: Optional[torch.Tensor] = None
+    entropy_factor: Optional[torch.Tensor] = None
+
+
+def _run(hidden, weight, bias, target, upstream: Upstream, options: Options, needs, entropy_too=False) -> Found:
+    """The results of every token, and the gradients of sum(upstream * results) that `needs` asks for (hidden, weight, bias); entropy_too:
+    and that of the sum of the entropies by hidden."""
+    tokens, acc, parameter_dtype = hidden.shape[0], accumulation_dtype(hidden.dtype), weight.dtype
+    weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+    kernels = hidden.dtype != torch.float64 and weight.shape[0] > 0 and kernels_run_on(hidden, weight, bias, target, *upstream)
+    piece, new = KernelPiece if kernels else TorchPiece, {"device": hidden.device}
+    kinds = {"is_top1": torch.bool}
+    found = Rows(*(torch.empty(tokens, dtype=kinds.get(n, acc), **new) if n in options.outputs else None for n in OUTPUTS))
+    needs_entropy = any(needs) and (entropy_too or upstream.entropy is not None)
+    outputs = (*options.outputs, "entropy") if needs_entropy and "entropy" not in options.outputs else options.outputs
+    of_entropy = torch.empty_like(hidden) if entropy_too else None
+    entropy_factor = torch.ones((tokens, 1), dtype=acc, **new) if entropy_too and hidden.dtype == torch.float16 else None
+
+    def loss_of(logits, rows, _):
+        def carry_entropy(gradient, factor):
+            carry_to_hidden(gradient, weight, factor, of_entropy[rows], None if entropy_factor is None else entropy_factor[rows])
+
+        part = piece(logits, target[rows], options.scores, outputs, options.ignore_index)
+        return _Part(part, upstream.at(rows), carry_entropy if entropy_too else None)
+
+    unit, accum_dtype = torch.ones(1, dtype=acc, **new), options.accum_dtype
+    if accum_dtype is None and parameter_dtype == torch.float32:  # which the sum becomes anyhow
+        accum_dtype = acc
+    gradients = walk(hidden, weight, bias, loss_of, found, unit, needs, accum_dtype, 2 if entropy_too else 1, parameter_dtype)
+    return Found(found, gradients, of_entropy, entropy_factor)
+
+
+# ---------------------------------------------------------------- for tracers
+# One operator, whose results are a list without gaps: a tracer sees no chunks. What is absent is empty.
+def _run_whole(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    target: torch.Tensor,
+    log_probs: Optional[torch.Tensor],
+    entropy: Optional[torch.Tensor],
+    mean_logits: Optional[torch.Tensor],
+    needs: List[bool],
+    numbers: List[float],
+    wanted: List[bool],
+    ignore_index: int,
+    accum_dtype: Optional[torch.dtype],
+    entropy_too: bool,
+) -> List[torch.Tensor]:
+    """`_run`: five results, three gradients with their factors, and b with its factor; what is absent is empty."""
+    options = Options(Scores(*numbers), _names(wanted), ignore_index, accum_dtype)
+    found = _run(hidden, weight, bias, target, Upstream(log_probs, entropy, mean_logits), options, tuple(needs), entropy_too)
+    results = *found.rows, *found.gradients[:3], *found.gradients.factors, found.of_entropy, found.entropy_factor
+    present = needs[0], needs[1], needs[2]
+    factors = [factor if need else None for factor, need in zip(results[8:11], present)]
+    return [hidden.new_empty(0) if t is None else t for t in (*results[:8], *factors, *results[11:])]
+
+
+def _names(wanted: Sequence[bool]) -> Tuple[str, ...]:
+    return tuple(name for name, asked in zip(OUTPUTS, wanted) if asked)
+
+
+def _fake_run(
+    hidden, weight, bias, target, log_probs, entropy, mean_logits, needs, numbers, wanted, ignore_index, accum_dtype, entropy_too
+):  # fmt: skip
+    tokens, acc, fp16 = hidden.shape[0], accumulation_dtype(hidden.dtype), hidden.dtype == torch.float16 and hidden.shape[0] > 0
+
+    def new(present, shape, dtype):
+        return hidden.new_empty(shape if present else 0, dtype=dtype if present else hidden.dtype)
+
+    parameters_fp16 = fp16 and weight.dtype != torch.float32
+    return [
+        *(new(asked, (tokens,), torch.bool if name == "is_top1" else acc) for name, asked in zip(OUTPUTS, wanted)),
+        new(needs[0], hidden.shape, hidden.dtype),
+        new(needs[1], weight.shape, weight.dtype),
+        new(needs[2], (weight.shape[0],), weight.dtype),
+        new(fp16 and needs[0], (tokens, 1), acc),
+        new(parameters_fp16 and needs[1], (), acc),
+        new(parameters_fp16 and needs[2], (), acc),
+        new(entropy_too, hidden.shape, hidden.dtype),
+        new(fp16 and entropy_too, (tokens, 1), acc),
+    ]
+
+
+_traced_run = traceable("linear_log_probs_run", _run_whole, _fake_run)
+
+
+def _called(hidden, weight, bias, target, upstream: Upstream, options: Options, needs, entropy_too=False) -> List[torch.Tensor]:
+    run = _traced_run if torch.compiler.is_compiling() else _run_whole
+    wanted = [name in options.outputs for name in OUTPUTS]
+    rest = list(options.scores), wanted, options.ignore_index, options.accum_dtype, entropy_too
+    return list(run(hidden, weight, bias, target, *upstream, list(needs), *rest))
+
+
+class _LogProbs(torch.autograd.Function):
+    """The results that were asked for, in the order of OUTPUTS. needs: whether hidden, weight and bias require a gradient."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target, options: Options, needs):
+        ctx.options, ctx.needs, ctx.early, ctx.head = options, needs, not (needs[1] or needs[2]), tuple(weight.shape)
+        upstream, now = Upstream(), (False, False, False)
+        if ctx.early:
+            upstream, now = Upstream(log_probs=torch.ones_like(target, dtype=accumulation_dtype(hidden.dtype))), needs
+        found = _called(hidden, weight, bias, target, upstream, options, now, ctx.early and options.entropy_early)
+        results = [row for name, row in zip(OUTPUTS, found[:5]) if name in options.outputs]
+        # What another gradient than those that are known would take; nothing of it is kept where none can come.
+        again = not ctx.early or "mean_logits" in options.outputs or ("entropy" in options.outputs and not options.entropy_early)
+        ctx.save_for_backward(found[5], found[8], found[11], found[12], *((hidden, weight, bias, target) if again else ()))
+        ctx.mark_non_differentiable(*[r for name, r in zip(options.outputs, results) if name not in DIFFERENTIABLE])
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    @outside_autocast
+    def backward(ctx, *grads):
+        options, (a, a_factor, b, b_factor, *tensors) = ctx.options, ctx.saved_tensors
+        given = dict(zip(options.outputs, grads))
+        upstream = Upstream(*(given.get(name) for name in DIFFERENTIABLE))
+        if all(t is None for t in upstream):
+            return (None,) * 6
+        if "entropy" in options.outputs and not torch.compiler.is_compiling() and ctx.early:
+            _entropy_had_gradient[ctx.head] = upstream.entropy is not None
+        if ctx.early and upstream.mean_logits is None and (upstream.entropy is None or options.entropy_early):
+            pairs = (upstream.log_probs, a, a_factor), (upstream.entropy, b, b_factor)
+            return _combined(*[pair for pair in pairs if pair[0] is not None]), None, None, None, None, None
+        hidden, weight, bias, target = tensors
+        upstream = Upstream(*(None if t is None else t.to(accumulation_dtype(hidden.dtype)).contiguous() for t in upstream))
+        found = _called(hidden, weight, bias, target, upstream, options._replace(outputs=("log_probs",)), ctx.needs)
+        gradients = [scaled(*pair, None) if need else None for need, pair in zip(ctx.needs, zip(found[5:8], found[8:11]))]
+        if ctx.needs[2]:
+            gradients[2] = gradients[2].to(bias.dtype)
+        return (*gradients, None, None, None)
+
+
+def _combined(*terms) -> torch.Tensor:
+    """The sum of number * gradient of every token, in float32, rounded once. terms: (number [tokens], gradient [tokens, features], its
+    factor [tokens, 1], empty for none)."""
+    total = None
+    for number, gradient, factor in terms:
+        by = number[:, None] if factor.numel() == 0 else number[:, None] * factor
+        total = gradient * by if total is None else total.add_(gradient * by)
+    return total.to(terms[0][1].dtype)
+
+
+class _WeightedSum(torch.autograd.Function):
+    """(sum(coefficients * log_probs), the results): the forward pass makes the gradients, whatever is trained."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target, coefficients, options: Options):
+        ctx.save_for_backward(hidden, weight, bias, target, coefficients)
+        ctx.options = options
+        found = _run(hidden, weight, bias, target, Upstream(coefficients), options, ctx.needs_input_grad[:3])
+        ctx.gradients = found.gradients
+        results = [row for row in found.rows if row is not None]
+        ctx.mark_non_differentiable(*results)
+        return ((found.rows.log_probs * coefficients).sum(), *results)
+
+    @staticmethod
+    @once_differentiable
+    @outside_autocast
+    def backward(ctx, dsum, *_):
+        hidden, weight, bias, target, coefficients = ctx.saved_tensors
+        # They are scaled in place and given away; a second backward pass (retain_graph) computes them anew.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            gradients = _run(hidden, weight, bias, target, Upstream(coefficients), ctx.options, ctx.needs_input_grad[:3]).gradients
+        gradients = list(gradients.times(dsum))
+        if gradients[2] is not None:
+            gradients[2] = gradients[2].to(bias.dtype)
+        return (*gradients, None, None, None)
+
+
+def linear_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: Optional[torch.Tensor] = None,
+    *,
+    temperature: float = 1.0,
+    softcap: Optional[float] = None,
+    scale: float = 1.0,
+    outputs: Sequence[str] = ("log_probs",),
+    ignore_index: int = -100,
+    coefficients: Optional[torch.Tensor] = None,
+    entropy_gradient: Optional[bool] = None,
+    skip_ignored: Optional[bool] = None,
+    accum_dtype: Optional[torch.dtype] = None,
+) -> LinearLogProbsOutput:
+    """Computes for each token the log-probability of its target, and more on demand, from hidden states and a linear head, one chunk of
+    logits at a time.
+
+    With z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap) / temperature and p = softmax(z): log_probs is log p[target],
+    entropy is -sum(p * log p), log_sum_sq_probs is log(sum(p^2)), mean_logits is the mean of z, and is_top1 tells whether the target is the
+    first of the largest.
+
+    Args:
+        hidden: [..., features], bf16, fp16 or fp32 (float64 runs in PyTorch); under autocast cast to its dtype.
+        weight: [classes, features], of hidden's dtype, or another that is cast to it; its gradient has the weight's own dtype.
+        target: [...] int64, hidden's leading dimensions.
+        bias: [classes] or None; as weight.
+        temperature, softcap, scale: see above; softcap None for none.
+        outputs: which of "log_probs", "entropy", "log_sum_sq_probs", "mean_logits" and "is_top1" are computed; log_probs always is.
+        ignore_index: tokens with this target have the result 0 and no gradient.
+        coefficients: [...] fp32, what each log-probability is to be multiplied by. `weighted_sum` is the sum of the products then, and
+            alone has a gradient; known now, it takes three products with a trained head instead of four.
+        entropy_gradient: whether the forward pass over a frozen head makes the gradient of the entropies as well, one more product. None:
+            where the last backward pass over a head of this shape brought one. A wrong guess costs time only.
+        skip_ignored: whether ignored tokens are taken out in front of the products. None: on a CPU; on a GPU the host waits to count them.
+        accum_dtype: what the weight's gradient is added up in over the chunks, as in `linear_cross_entropy`.
+
+    Returns:
+        A LinearLogProbsOutput. log_probs, entropy and mean_logits are differentiable in hidden, weight and bias; no gradient is computed
+        for one that does not require it. Logits are rounded to hidden's dtype, as the layer would do it; all else is float32.
+
+    Raises:
+        ValueError: when shapes, dtypes, devices or options do not fit, and on a CPU for a target outside [0, classes), which a GPU, where
+            looking would wait for the device, treats like ignore_index.
+    """
+    if autocasts(hidden.device):
+        (hidden,) = as_autocast(hidden.device, hidden)
+    _check(hidden, weight, target, bias, coefficients, ignore_index)
+    unknown = [name for name in outputs if name not in OUTPUTS]
+    if isinstance(outputs, str) or unknown:
+        fail("outputs", repr(outputs), f"some of {', '.join(OUTPUTS)}")
+    if accum_dtype not in (None, torch.float32, hidden.dtype):
+        fail("accum_dtype", accum_dtype, f"None, hidden's dtype {hidden.dtype}, or torch.float32")
+    names = tuple(name for name in OUTPUTS if name in outputs or name == "log_probs")
+    scores = checked_scores(temperature, softcap, scale, fail)
+    shape, hidden, target = target.shape, hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).contiguous()
+    if coefficients is not None:
+        coefficients = coefficients.detach().reshape(-1).to(accumulation_dtype(hidden.dtype)).contiguous()
+    options = Options(scores, names, int(ignore_index), accum_dtype)
+    plain = not torch.compiler.is_compiling()
+    kept = None
+    if plain and (target.is_cpu if skip_ignored is None else skip_ignored) and not needs_formula(hidden, weight, target, bias):
+        counted = target != ignore_index
+        if not bool(counted.all()):
+            kept = counted.nonzero()[:, 0]
+            hidden, target = hidden[kept], target[kept]
+            coefficients = None if coefficients is None else coefficients[kept]
+    rows, total = _rows_and_sum(hidden, weight, bias, target, coefficients, options, entropy_gradient)
+    if kept is not None:
+        rows = [None if row is None else row.new_zeros(shape.numel()).index_copy(0, kept, row) for row in rows]
+    return LinearLogProbsOutput(*(None if row is None else row.view(shape) for row in rows), total)
+
+
+def _rows_and_sum(hidden, weight, bias, target, coefficients, options: Options, entropy_gradient):
+    """(Rows, the weighted sum or None), by whatever computes them."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling and needs_formula(hidden, weight, target, bias):  # there are no chunks of tensors that are not ordinary
+        logits = torch.nn.functional.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
+        rows = of_logits(logits, target, options.scores, options.outputs, options.ignore_index)
+        return rows, None if coefficients is None else (rows.log_probs * coefficients).sum()
+    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias))
+    if coefficients is not None and any(needs) and not compiling:
+        total, *found = _WeightedSum.apply(hidden, weight, bias, target, coefficients, options)
+        return _spread(found, options), total
+    if any(needs):
+        guess = entropy_gradient
+        if guess is None:
+            guess = compiling or _entropy_had_gradient.get(tuple(weight.shape), False)
+        options = options._replace(entropy_early=bool(guess) and "entropy" in options.outputs)
+        rows = _spread(_LogProbs.apply(hidden, weight, bias, target, options, needs), options)
+    else:
+        found = _called(hidden, weight, bias, target, Upstream(), options, (False, False, False))
+        rows = Rows(*(row if name in options.outputs else None for name, row in zip(OUTPUTS, found)))
+    return rows, None if coefficients is None else (rows.log_probs * coefficients).sum()
+
+
+def _spread(found: Sequence[torch.Tensor], options: Options) -> Rows:
+    return Rows(**dict(zip(options.outputs, found)))
+
+
+def _check(hidden, weight, target, bias, coefficients, ignore_index) -> None:
+    if hidden.dim() == 0 or not hidden.is_floating_point():
+        fail("hidden", describe(hidden), "a floating point tensor [..., features]")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or not weight.is_floating_point():
+        fail("weight", describe(weight), f"a floating point tensor [classes, {hidden.shape[-1]}] for hidden, which is {describe(hidden)}")
+    if target.shape != hidden.shape[:-1] or target.dtype != torch.int64:
+        fail("target", describe(target), f"torch.int64 {list(hidden.shape[:-1])}, one label a token")
+    check_one_value_a_class("bias", bias, weight.shape[0])
+    if bias is not None and not bias.is_floating_point():
+        fail("bias", describe(bias), "of a floating point dtype")
+    if coefficients is not None and (coefficients.shape != target.shape or not coefficients.is_floating_point()):
+        fail("coefficients", describe(coefficients), f"a floating point tensor {list(target.shape)}, one number a token")
+    others = {"weight": weight, "target": target, "bias": bias, "coefficients": coefficients}
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != hidden.device:
+            fail(name, describe(tensor), f"on the device of hidden, {hidden.device}")
+    check_labels(target, weight.shape[0], ignore_index)

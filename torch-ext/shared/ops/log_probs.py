@@ -1,0 +1,228 @@
+"""Log-probabilities of labels, entropies and more of a chunk of logits, and their gradient over the logits: in kernels and in PyTorch.
+
+The formulas are those of kernel_src/log_probs.py.
+"""
+
+import math
+from typing import NamedTuple, Optional, Tuple
+
+import torch
+
+from ..runtime.launch import Kernel
+from .common import accumulation_dtype
+from .cross_entropy import is_counted
+from .linear_head import fp16_factor
+
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+SUMS = 6  # of a piece of a row, as kernel_src/log_probs.py keeps them
+
+
+def _pieces_grid(c, logits, *_):
+    return (logits.shape[0] * -(-logits.shape[1] // c["TILE"]),)
+
+
+_statistics_kernel = Kernel("log_probs_statistics", grid=_pieces_grid)
+_combine_kernel = Kernel("log_probs_combine", grid=lambda c, logits, *_: (logits.shape[0],))
+_gradient_kernel = Kernel("log_probs_gradient", grid=_pieces_grid)
+
+
+class Scores(NamedTuple):
+    """How logits become scores: softcap * tanh(scale * logits / softcap) / temperature; softcap 0 for none."""
+
+    temperature: float = 1.0
+    softcap: float = 0.0
+    scale: float = 1.0
+
+    def numbers(self) -> Tuple[float, float, float]:
+        """scale, softcap and what a score is multiplied by in the end, as the kernels take them."""
+        if self.softcap:
+            return self.scale, self.softcap, 1 / self.temperature
+        return self.scale / self.temperature, 0.0, 1.0
+
+    def of(self, logits: torch.Tensor) -> torch.Tensor:
+        """The scores of logits, in a tensor of their own, in float32 or float64."""
+        z = logits.to(accumulation_dtype(logits.dtype), copy=True)
+        scale, softcap, after = self.numbers()
+        if softcap:
+            return z.mul_(scale / softcap).tanh_().mul_(softcap * after)
+        return z.mul_(scale) if scale != 1.0 else z
+
+    def slope(self, z: torch.Tensor):
+        """The derivative of the scores z by their logits."""
+        scale, softcap, after = self.numbers()
+        if not softcap:
+            return scale * after
+        return (1 - (z / (softcap * after)).square()) * (scale * after)
+
+
+class Rows(NamedTuple):
+    """Results of every token, [tokens] in float32 (float64 where the logits are); what was not asked for is None."""
+
+    log_probs: Optional[torch.Tensor] = None
+    entropy: Optional[torch.Tensor] = None
+    log_sum_sq_probs: Optional[torch.Tensor] = None
+    mean_logits: Optional[torch.Tensor] = None
+    is_top1: Optional[torch.Tensor] = None
+
+
+class Upstream(NamedTuple):
+    """The gradients of log_probs, entropy and mean_logits, [tokens] each, None for zero."""
+
+    log_probs: Optional[torch.Tensor] = None
+    entropy: Optional[torch.Tensor] = None
+    mean_logits: Optional[torch.Tensor] = None
+
+    def at(self, rows: slice) -> "Upstream":
+        return Upstream(*(None if t is None else t[rows] for t in self))
+
+
+class Piece:
+    """A chunk of logits [chunk, classes], whose labels are target [chunk]: `rows()`, then `write_gradient(...)`."""
+
+    def __init__(self, logits, target, scores: Scores, outputs: Tuple[str, ...], ignore_index: int):
+        self.logits, self.target, self.scores, self.ignore_index = logits, target, scores, ignore_index
+        self.outputs, self.more = outputs, outputs != ("log_probs",)
+
+    @property
+    def counted(self) -> torch.Tensor:
+        return is_counted(self.target, self.logits.shape[1], self.ignore_index)
+
+    def rows(self) -> Rows:
+        raise NotImplementedError
+
+    def coefficients(self, upstream: Upstream):
+        """hit, alpha, beta and flat of kernel_src/log_probs.py, [chunk] or 0.0 each; those of a row that does not count are 0."""
+        counted = self.counted
+        g, u, w = (None if t is None else torch.where(counted, t, 0.0) for t in upstream)
+        hit, alpha, beta, flat = 0.0, 0.0, 0.0, 0.0
+        if g is not None:
+            hit, alpha = g, -g
+        if u is not None:
+            alpha, beta = alpha - u * self.entropy, -u
+        if w is not None:
+            flat = w / self.logits.shape[1]
+        return hit, alpha, beta, flat
+
+    def in_range(self, *coefficients):
+        """(factor, coefficients times it), where fp16 holds what becomes of them; factor is None in other dtypes. The gradient is below
+        their sum, because p * log p is above -1/e."""
+        if self.logits.dtype != torch.float16:
+            return (None, *coefficients)
+        scale, _, after = self.scores.numbers()
+        factor = fp16_factor(sum(c.abs().amax() for c in coefficients if isinstance(c, torch.Tensor)) * abs(scale * after))
+        return (factor, *(c * factor if isinstance(c, torch.Tensor) else c for c in coefficients))
+
+    def write_gradient(self, upstream: Upstream, entropy_to: Optional[torch.Tensor] = None):
+        """Writes the gradient of the sum of upstream * results over the logits, and that of the sum of the entropies to `entropy_to`, like
+        the logits, where it is given. Returns the powers of two that both were multiplied by in fp16, else (None, None)."""
+        factor, *first = self.in_range(*self.coefficients(upstream))
+        other_factor, second = None, (0.0, 0.0)
+        if entropy_to is not None:
+            ones = torch.ones_like(self.entropy)
+            other_factor, *second = self.in_range(*self.coefficients(Upstream(entropy=ones))[1:3])
+        self._write(first, second, entropy_to)
+        return factor, other_factor
+
+    def _write(self, first, second, entropy_to):
+        raise NotImplementedError
+
+
+class KernelPiece(Piece):
+    def rows(self) -> Rows:
+        logits, numbers, more = self.logits, self.scores.numbers(), int(self.more)
+        tokens, new = logits.shape[0], {"dtype": torch.float32, "device": logits.device}
+        pieces = -(-logits.shape[1] // _statistics_kernel.constant("TILE"))
+        partial = torch.empty((tokens, SUMS, pieces), **new)
+        _statistics_kernel(logits, partial, *numbers, more)
+        self.lse, log_probs = (torch.empty(tokens, **new) for _ in range(2))
+        rest = [torch.empty(tokens if more else 1, **new) for _ in OUTPUTS[1:]]
+        _combine_kernel(logits, self.target, partial, self.lse, log_probs, *rest, *numbers, self.ignore_index, more)
+        self.entropy = rest[0]
+        found = Rows(log_probs, *rest[:-1], rest[-1] != 0 if more else None)
+        return Rows(*(row if name in self.outputs else None for name, row in zip(OUTPUTS, found)))
+
+    def _write(self, first, second, entropy_to):
+        zeros = torch.zeros_like(self.lse)
+        columns = [c if isinstance(c, torch.Tensor) else zeros for c in (*first, *second)]
+        both = int(entropy_to is not None)
+        other = entropy_to if both else self.logits.new_empty((1, self.logits.shape[1]))
+        numbers = self.scores.numbers()
+        _gradient_kernel(self.logits, other, self.target, self.lse, torch.stack(columns, 1), *numbers, both)
+
+
+class TorchPiece(Piece):
+    """The same in PyTorch, for CPUs and GPUs without kernels."""
+
+    def rows(self) -> Rows:
+        counted = self.counted
+        self.label = torch.where(counted, self.target, 0)
+        z = self.scores.of(self.logits)
+        lse = z.logsumexp(1)
+        chosen = z.gather(1, self.label[:, None])[:, 0]
+        found = {"log_probs": chosen - lse}
+        if "mean_logits" in self.outputs:
+            found["mean_logits"] = z.mean(1)
+        if "is_top1" in self.outputs:
+            found["is_top1"] = z.argmax(1) == self.label
+        self.log_p = z.sub_(lse[:, None])  # what the chunk keeps
+        if self.more:
+            p = self.log_p.exp()
+            if "log_sum_sq_probs" in self.outputs:
+                found["log_sum_sq_probs"] = p.square().sum(1).log()
+            self.entropy = -_times(p, self.log_p).sum(1)
+            found["entropy"] = self.entropy = self.entropy.masked_fill(~counted, 0.0)
+        self.lse = lse
+        return Rows(*(found[name].masked_fill(~counted, 0) if name in self.outputs else None for name in OUTPUTS))
+
+    def _write(self, first, second, entropy_to):
+        slope = self.scores.slope(self.log_p + self.lse[:, None]) if self.scores.softcap else self.scores.slope(self.lse)
+        p = self.log_p.exp()
+        if entropy_to is not None:
+            entropy_to.copy_(self._gradient(p, 0.0, *second, 0.0, slope))
+        self.logits.copy_(self._gradient(p, *first, slope))
+
+    def _gradient(self, p, hit, alpha, beta, flat, slope):
+        alpha, beta, flat = (c[:, None] if isinstance(c, torch.Tensor) else c for c in (alpha, beta, flat))
+        dx = p * alpha
+        if isinstance(beta, torch.Tensor):
+            dx.addcmul_(_times(p, self.log_p), beta)
+        dx.add_(flat)
+        if isinstance(hit, torch.Tensor):
+            dx.scatter_add_(1, self.label[:, None], hit[:, None].to(dx.dtype))
+        return dx.mul_(slope).masked_fill_(~self.counted[:, None], 0.0)
+
+
+def _times(p: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
+    """p * log p, 0 where p is."""
+    return torch.where(p == 0, 0.0, p * log_p)
+
+
+def of_logits(logits, target, scores: Scores, outputs: Tuple[str, ...], ignore_index: int) -> Rows:
+    """The results in operations that PyTorch differentiates, for every kind of tensor; nothing is written over."""
+    counted = is_counted(target, logits.shape[1], ignore_index)
+    label = torch.where(counted, target, 0)
+    z = logits.to(accumulation_dtype(logits.dtype)) * scores.numbers()[0]
+    if scores.softcap:
+        z = scores.softcap / scores.temperature * torch.tanh(z / scores.softcap)
+    log_p = z.log_softmax(1)
+    found = {"log_probs": log_p.gather(1, label[:, None])[:, 0]}
+    if "entropy" in outputs:
+        found["entropy"] = -_times(log_p.exp(), log_p).sum(1)
+    if "log_sum_sq_probs" in outputs:
+        found["log_sum_sq_probs"] = (2 * log_p.detach()).logsumexp(1)
+    if "mean_logits" in outputs:
+        found["mean_logits"] = z.mean(1)
+    if "is_top1" in outputs:
+        found["is_top1"] = z.detach().argmax(1) == label
+    return Rows(*(found[name].masked_fill(~counted, 0) if name in outputs else None for name in OUTPUTS))
+
+
+def checked_scores(temperature, softcap, scale, fail) -> Scores:
+    """The numbers as floats. Raises ValueError by `fail` for those that make no sense."""
+    if not (0.0 < temperature < math.inf):
+        fail("temperature", temperature, "a positive number")
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        fail("softcap", softcap, "a positive number, or None for no cap")
+    if not math.isfinite(scale):
+        fail("scale", scale, "a finite number")
+    return Scores(float(temperature), float(softcap or 0.0), float(scale))
