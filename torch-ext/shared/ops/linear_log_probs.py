@@ -13,7 +13,7 @@ sums in float32 because a rounding for each part lets the entropy drift. Against
 products; three where the gradient of the log-probabilities is known in advance (`coefficients`).
 """
 
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -89,11 +89,11 @@ def _run(hidden, weight, bias, target, upstream: Upstream, options: Options, nee
     entropy_factor = torch.ones((tokens, 1), dtype=acc, **new) if entropy_too and hidden.dtype == torch.float16 else None
 
     def loss_of(logits, rows, _):
-        def carry_entropy(gradient, factor):
-            carry_to_hidden(gradient, weight, factor, of_entropy[rows], None if entropy_factor is None else entropy_factor[rows])
-
         part = piece(logits, target[rows], options.scores, outputs, options.ignore_index)
-        return _Part(part, upstream.at(rows), carry_entropy if entropy_too else None)
+        if of_entropy is None:
+            return _Part(part, upstream.at(rows), None)
+        to, to_factor = of_entropy[rows], None if entropy_factor is None else entropy_factor[rows]
+        return _Part(part, upstream.at(rows), lambda gradient, factor: carry_to_hidden(gradient, weight, factor, to, to_factor))
 
     unit, accum_dtype = torch.ones(1, dtype=acc, **new), options.accum_dtype
     if accum_dtype is None and parameter_dtype == torch.float32:  # which the sum becomes anyhow
@@ -158,7 +158,7 @@ _traced_run = traceable("linear_log_probs_run", _run_whole, _fake_run)
 
 
 def _called(hidden, weight, bias, target, upstream: Upstream, options: Options, needs, entropy_too=False) -> List[torch.Tensor]:
-    run = _traced_run if torch.compiler.is_compiling() else _run_whole
+    run: Callable = _traced_run if torch.compiler.is_compiling() else _run_whole
     wanted = [name in options.outputs for name in OUTPUTS]
     rest = list(options.scores), wanted, options.ignore_index, options.accum_dtype, entropy_too
     return list(run(hidden, weight, bias, target, *upstream, list(needs), *rest))
@@ -195,23 +195,21 @@ class _LogProbs(torch.autograd.Function):
             _entropy_had_gradient[ctx.head] = upstream.entropy is not None
         if ctx.early and upstream.mean_logits is None and (upstream.entropy is None or options.entropy_early):
             pairs = (upstream.log_probs, a, a_factor), (upstream.entropy, b, b_factor)
-            return _combined(*[pair for pair in pairs if pair[0] is not None]), None, None, None, None, None
+            return _combined([pair for pair in pairs if pair[0] is not None]), None, None, None, None, None
         hidden, weight, bias, target = tensors
         upstream = Upstream(*(None if t is None else t.to(accumulation_dtype(hidden.dtype)).contiguous() for t in upstream))
         found = _called(hidden, weight, bias, target, upstream, options._replace(outputs=("log_probs",)), ctx.needs)
         gradients = [scaled(*pair, None) if need else None for need, pair in zip(ctx.needs, zip(found[5:8], found[8:11]))]
-        if ctx.needs[2]:
+        if gradients[2] is not None:
             gradients[2] = gradients[2].to(bias.dtype)
         return (*gradients, None, None, None)
 
 
-def _combined(*terms) -> torch.Tensor:
+def _combined(terms) -> torch.Tensor:
     """The sum of number * gradient of every token, in float32, rounded once. terms: (number [tokens], gradient [tokens, features], its
     factor [tokens, 1], empty for none)."""
-    total = None
-    for number, gradient, factor in terms:
-        by = number[:, None] if factor.numel() == 0 else number[:, None] * factor
-        total = gradient * by if total is None else total.add_(gradient * by)
+    products = [gradient * (number[:, None] if factor.numel() == 0 else number[:, None] * factor) for number, gradient, factor in terms]
+    total = products[0] if len(products) == 1 else products[0].add_(products[1])
     return total.to(terms[0][1].dtype)
 
 
@@ -290,7 +288,7 @@ def linear_log_probs(
             looking would wait for the device, treats like ignore_index.
     """
     if autocasts(hidden.device):
-        (hidden,) = as_autocast(hidden.device, hidden)
+        hidden = as_autocast(hidden.device, hidden)[0]  # type: ignore[assignment]
     _check(hidden, weight, target, bias, coefficients, ignore_index)
     unknown = [name for name in outputs if name not in OUTPUTS]
     if isinstance(outputs, str) or unknown:
@@ -310,11 +308,12 @@ def linear_log_probs(
         if not bool(counted.all()):
             kept = counted.nonzero()[:, 0]
             hidden, target = hidden[kept], target[kept]
-            coefficients = None if coefficients is None else coefficients[kept]
+            coefficients = coefficients[kept] if coefficients is not None else None
     rows, total = _rows_and_sum(hidden, weight, bias, target, coefficients, options, entropy_gradient)
     if kept is not None:
         rows = [None if row is None else row.new_zeros(shape.numel()).index_copy(0, kept, row) for row in rows]
-    return LinearLogProbsOutput(*(None if row is None else row.view(shape) for row in rows), total)
+    shaped: Dict[str, Any] = {name: None if row is None else row.view(shape) for name, row in zip(OUTPUTS, rows)}
+    return LinearLogProbsOutput(weighted_sum=total, **shaped)
 
 
 def _rows_and_sum(hidden, weight, bias, target, coefficients, options: Options, entropy_gradient):

@@ -4,7 +4,7 @@ The formulas are those of kernel_src/log_probs.py.
 """
 
 import math
-from typing import NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -82,6 +82,7 @@ class Piece:
     def __init__(self, logits, target, scores: Scores, outputs: Tuple[str, ...], ignore_index: int):
         self.logits, self.target, self.scores, self.ignore_index = logits, target, scores, ignore_index
         self.outputs, self.more = outputs, outputs != ("log_probs",)
+        self.entropy: torch.Tensor = logits  # what `rows` finds in its place where there is `more`
 
     @property
     def counted(self) -> torch.Tensor:
@@ -94,7 +95,8 @@ class Piece:
         """hit, alpha, beta and flat of kernel_src/log_probs.py, [chunk] or 0.0 each; those of a row that does not count are 0."""
         counted = self.counted
         g, u, w = (None if t is None else torch.where(counted, t, 0.0) for t in upstream)
-        hit, alpha, beta, flat = 0.0, 0.0, 0.0, 0.0
+        hit: Any = 0.0
+        alpha, beta, flat = hit, hit, hit
         if g is not None:
             hit, alpha = g, -g
         if u is not None:
@@ -109,7 +111,8 @@ class Piece:
         if self.logits.dtype != torch.float16:
             return (None, *coefficients)
         scale, _, after = self.scores.numbers()
-        factor = fp16_factor(sum(c.abs().amax() for c in coefficients if isinstance(c, torch.Tensor)) * abs(scale * after))
+        largest = torch.stack([c.abs().amax() for c in coefficients if isinstance(c, torch.Tensor)]).sum()
+        factor = fp16_factor(largest * abs(scale * after))
         return (factor, *(c * factor if isinstance(c, torch.Tensor) else c for c in coefficients))
 
     def write_gradient(self, upstream: Upstream, entropy_to: Optional[torch.Tensor] = None):
@@ -138,7 +141,7 @@ class KernelPiece(Piece):
         rest = [torch.empty(tokens if more else 1, **new) for _ in OUTPUTS[1:]]
         _combine_kernel(logits, self.target, partial, self.lse, log_probs, *rest, *numbers, self.ignore_index, more)
         self.entropy = rest[0]
-        found = Rows(log_probs, *rest[:-1], rest[-1] != 0 if more else None)
+        found = (log_probs, *rest[:-1], rest[-1] != 0)
         return Rows(*(row if name in self.outputs else None for name, row in zip(OUTPUTS, found)))
 
     def _write(self, first, second, entropy_to):
@@ -178,10 +181,11 @@ class TorchPiece(Piece):
         slope = self.scores.slope(self.log_p + self.lse[:, None]) if self.scores.softcap else self.scores.slope(self.lse)
         p = self.log_p.exp()
         if entropy_to is not None:
-            entropy_to.copy_(self._gradient(p, 0.0, *second, 0.0, slope))
-        self.logits.copy_(self._gradient(p, *first, slope))
+            entropy_to.copy_(self._gradient(p, (0.0, *second, 0.0), slope))
+        self.logits.copy_(self._gradient(p, first, slope))
 
-    def _gradient(self, p, hit, alpha, beta, flat, slope):
+    def _gradient(self, p, coefficients, slope):
+        hit, alpha, beta, flat = coefficients
         alpha, beta, flat = (c[:, None] if isinstance(c, torch.Tensor) else c for c in (alpha, beta, flat))
         dx = p * alpha
         if isinstance(beta, torch.Tensor):
