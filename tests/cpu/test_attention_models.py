@@ -1,5 +1,8 @@
 """attn_implementation="bastile" on whole models, against transformers' own attention."""
 
+import copy
+import functools
+import pickle
 import sys
 
 import pytest
@@ -23,7 +26,7 @@ def module_of(package, name):
 def hf(loaded):
     """The module under test, registered with transformers."""
     choice = module_of(loaded, "attention_choice")
-    choice.register_attention(transformers.Qwen3Config, transformers.GptOssConfig)
+    choice.register_attention(transformers.Qwen3Model, transformers.GptOssModel)
     yield module_of(loaded, "attention")
     choice.unregister_attention()
 
@@ -439,12 +442,12 @@ def test_a_model_whose_kernels_run_gets_it(kernels, how):
         found = step(model, packed())
     assert "attention_forward" in " ".join(kernels.launched) and "attention_backward_dkv" in " ".join(kernels.launched)
     assert sum("attention_plan" in name for name in kernels.launched) == 2, "one plan a batch"
-    assert model.config._attn_implementation == "bastile"
+    assert model.model.config._attn_implementation == "bastile" and model.config._attn_implementation == "sdpa"
     for name, gradient in found[1].items():
         error = (gradient.float() - expected[1][name]).norm() / expected[1][name].norm()
         assert error < 0.05, f"{name}: {error:.1e}"
     kernels.reset()
-    assert model.config._attn_implementation == "sdpa" and "bastile" not in ALL_MASK_ATTENTION_FUNCTIONS
+    assert model.model.config is model.config and "bastile" not in ALL_MASK_ATTENTION_FUNCTIONS
 
 
 @pytest.mark.parametrize("kept", ("eager", "off", "off for one", "head_dim"))
@@ -458,7 +461,7 @@ def test_a_model_that_keeps_its_attention(kernels, kept):
         kernels.apply(attention=kept != "off")
     before = model.config._attn_implementation
     step(model, packed())
-    assert model.config._attn_implementation == before
+    assert model.model.config._attn_implementation == before
     assert not any("attention" in name for name in kernels.launched)
 
 
@@ -466,8 +469,146 @@ def test_switching_it_off_gives_models_their_attention_back(kernels):
     model = half()
     kernels.apply()
     step(model, packed())
+    assert model.model.config._attn_implementation == "bastile"
     kernels.apply(attention=False)
-    assert model.config._attn_implementation == "sdpa"
+    assert model.model.config._attn_implementation == "sdpa"
+
+
+FAMILIES = {"qwen3": tiny_model, "sliding": lambda **changes: tiny_model(**SLIDING, **changes), "qwen3_moe": tiny_qwen3_moe,
+            "gpt_oss": tiny_gpt_oss}
+
+
+@pytest.fixture
+def chosen(request, monkeypatch):
+    """A function of a family's name: its package, whose kernels serve every device, and what makes a model that they fit."""
+
+    def of(family):
+        package = request.getfixturevalue("gpt_oss" if family == "gpt_oss" else "qwen3")
+        monkeypatch.setattr(module_of(package, "attention_choice"), "kernels_run_on", lambda *tensors: True)
+        return package, functools.partial(FAMILIES[family], head_dim=64)
+
+    return of
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("side", ("left", "right"))
+@pytest.mark.parametrize("reader", ("logits", "labels", "hidden states"))
+def test_whoever_reads_padding_reads_what_transformers_computes(chosen, family, side, reader):
+    """A loss of all positions, labels that are the tokens themselves, a head that looks at every hidden state."""
+    package, make = chosen(family)
+    batch, found = padded(side), []
+    for how in ("plain", "apply"):
+        model = make()
+        if how == "apply":
+            package.apply()
+        model.zero_grad(set_to_none=True)
+        if reader == "labels":
+            output = model(**batch, labels=batch["input_ids"], use_cache=False).loss
+        elif reader == "logits":
+            output = model(**batch, use_cache=False).logits
+        else:
+            output = model.model(**batch, use_cache=False).last_hidden_state
+        weights = torch.sin(torch.arange(output.numel(), dtype=torch.float32)).view(output.shape)
+        (output * weights + output).sum().backward()
+        assert model.model.config._attn_implementation == ("bastile" if how == "apply" else model.config._attn_implementation)
+        found.append((output.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
+    assert_same(found[1], found[0], bound=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_where_nobody_reads_padding_it_is_left_out(chosen, family, monkeypatch):
+    package, make = chosen(family)
+    batch = padded("right")
+    batch["labels"] = labels_of(batch)
+    model = make()
+    expected = model(**batch, use_cache=False).loss
+    tokens = tokens_of(package, monkeypatch)
+    for unpad in (True, False):
+        package.apply(unpad=unpad)
+        model(**batch, use_cache=False)  # the choice is made in a first step
+        tokens.clear()
+        torch.testing.assert_close(model(**batch, use_cache=False).loss, expected, rtol=1e-5, atol=1e-5)
+        assert set(tokens) == {sum(LENGTHS) if unpad else batch["input_ids"].numel()}
+
+
+def test_the_choice_leaves_the_users_configuration_alone(chosen):
+    package, make = chosen("qwen3")
+    package.apply()
+    model, ids = make(), torch.stack(documents(lengths=(5, 5)))
+    model(ids)
+    ours = model.model.config
+    assert ours._attn_implementation == model.model.layers[0].self_attn.config._attn_implementation == "bastile"
+    assert model.config._attn_implementation == "sdpa" and isinstance(ours, type(model.config)) and ours == model.config
+    model.config.use_cache = False
+    assert ours.use_cache is False and ours.to_dict() == model.config.to_dict() and repr(ours) == repr(model.config)
+    for copied in (copy.copy(ours), copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), type(ours).from_dict(ours.to_dict())):
+        assert copied._attn_implementation in ("sdpa", None) and copied.to_dict() == model.config.to_dict()
+        assert type(copy.deepcopy(copied)) is type(model.config)
+    twin = copy.deepcopy(model)
+    assert twin.config is twin.model.config is twin.model.layers[0].self_attn.config
+    later, made = copy.deepcopy(ours), type(model)(ours)
+    package.reset()
+    for each in (model, twin, made, type(model)(later)):
+        each(ids)
+        assert each.config._attn_implementation == "sdpa" and type(each.model.config) is type(model.config)
+
+
+def test_a_model_that_asks_for_it_by_name_survives_reset(qwen3):
+    model, batch = tiny_model(), packed()
+    qwen3.apply()
+    model.set_attn_implementation("bastile")
+    expected = step(model, batch)
+    qwen3.reset()
+    assert_same(step(model, batch), expected, bound=1e-5)
+    model.set_attn_implementation("sdpa")
+    qwen3.apply()
+    qwen3.reset()
+    assert "bastile" not in ALL_MASK_ATTENTION_FUNCTIONS
+
+
+@pytest.mark.parametrize("name", ("sdpa", "eager"))
+@pytest.mark.parametrize("when", ("loading", "after apply", "after kernelize", "after a step"))
+@pytest.mark.parametrize("family", ("qwen3", "gpt_oss"))
+def test_an_implementation_that_was_asked_for_by_name_is_kept(chosen, family, when, name, tmp_path):
+    if (family, name) == ("gpt_oss", "sdpa"):
+        pytest.skip("GPT-OSS has no SDPA in transformers")
+    package, make = chosen(family)
+    make().save_pretrained(tmp_path)
+    cls, ids = type(make()), torch.stack(documents(lengths=(5, 5)))
+    package.apply() if when != "after kernelize" else None
+    model = cls.from_pretrained(tmp_path, **({"attn_implementation": name} if when == "loading" else {}))
+    if when == "after kernelize":
+        package.kernelize(model)
+    if when == "after a step":
+        model(ids)
+    if when != "loading":
+        model.set_attn_implementation(name)
+    for _ in range(2):
+        model(ids)
+        assert model.model.config._attn_implementation == name
+    package.kernelize(model)
+    model(ids)
+    assert model.model.config._attn_implementation == name
+    other = cls.from_pretrained(tmp_path)
+    package.apply()
+    other(ids)
+    assert other.model.config._attn_implementation == "bastile"
+
+
+def test_a_layer_that_was_copied_or_exchanged_is_told(chosen):
+    package, make = chosen("qwen3")
+    package.apply()
+    model = make()
+    step(model, packed())
+    model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+    model.model.layers[1] = copy.deepcopy(model.model.layers[0])
+    model.config.num_hidden_layers += 1
+    model.config.layer_types.append("full_attention")
+    step(model, packed())
+    assert all(layer.self_attn.config is model.model.config for layer in model.model.layers)
+    model.model.layers[1].self_attn.config = type(model.config)(**{**model.config.to_dict(), "attn_implementation": "eager"})
+    step(model, packed())
+    assert model.model.config._attn_implementation == "sdpa"
 
 
 # ---------------------------------------------------------------- padding left out of the decoder

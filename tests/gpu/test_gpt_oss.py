@@ -148,10 +148,10 @@ def test_a_step_in_bf16_is_as_exact_as_before(gpt_oss, attention):
     before = Step(model, input_ids=ids, labels=ids)
     gpt_oss.apply(attention=attention == "bastile")
     found = Step(model, input_ids=ids, labels=ids)
-    assert model.config._attn_implementation == attention
+    assert model.model.config._attn_implementation == attention
     found.assert_as_exact_as(before, exact)
     gpt_oss.reset()
-    assert model.config._attn_implementation == "eager"
+    assert model.model.config._attn_implementation == "eager"
 
 
 def test_two_steps_give_the_same_bits(gpt_oss):

@@ -147,7 +147,7 @@ def test_padded_batches(qwen3, side):
     before = Step(model, **inputs)
     qwen3.apply()
     found = Step(model, **inputs)
-    assert model.config._attn_implementation == "bastile"
+    assert model.model.config._attn_implementation == "bastile"
     found.assert_as_exact_as(before, exact)
 
 

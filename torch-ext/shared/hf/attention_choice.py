@@ -1,19 +1,35 @@
-"""Who computes a model's attention: our name among transformers' implementations, and which models get it without asking."""
+"""Who computes a model's attention: our name among transformers' implementations, and which models get it without asking.
 
+A model that did not ask for an implementation by name gets ours where its kernels run. Its configuration does not say so: that is the
+user's, who copies it, saves it and makes other models of it. The decoder and its attention hold one of ours instead, which shares the
+state of the user's and answers for it.
+"""
+
+import copy
+import functools
+import operator
 import sys
-from typing import Optional
+import weakref
+from typing import Any, Dict, Iterable, Optional
 
 import torch
 
 from ..ops.attention import HEAD_DIMS
 from ..runtime.device import kernels_run_on
 from .attention import attention_forward
-from .masks import MASKING, TRACEABLE, visible_mask
+from .binding import remember
+from .masks import ATTENTION, CHOICE, MASKING, TRACEABLE, visible_mask
 from .modules import SAVED
 
-ATTENTION = "bastile"  # the name of our implementation among transformers'
-KEPT = SAVED + "attention"  # on a model: the implementation that it had before `choose_attention`
+STORED = "_attn_implementation_internal"  # where transformers keeps the name of an implementation
+NAMED = SAVED + "attention_named"  # on a decoder: its implementation was asked for by name
+WITHOUT = SAVED + "without_attention"  # on a decoder: kernelize() was told not to choose ours
+NOTING = SAVED + "noting"  # on PreTrainedModel: by package, what is called with each model that is made
+
 _before: dict = {}  # by its class, what an interface of transformers had under our name: the implementation of another package of ours
+_decoders: set = set()  # classes of models without a head that packages know
+_choosing: Dict[type, Any] = {}  # by the class of a configuration: the one that `choice` makes of it
+_defaulted: dict = {}  # by id: configurations whose implementation transformers chose, referred to weakly
 
 
 def _interfaces():
@@ -22,10 +38,11 @@ def _interfaces():
     return [(getattr(sys.modules[module], name), ours) for name, module, ours in found if module in sys.modules]
 
 
-def register_attention(*configurations: type) -> None:
-    """Makes attn_implementation="bastile" a choice for every model of transformers. configurations: the classes of those whose masks
-    are known to be causal, so that torch.compile needs not look into them."""
-    TRACEABLE.update(configurations)
+def register_attention(*decoders: Any) -> None:
+    """Makes attn_implementation="bastile" a choice for every model of transformers. decoders: classes of models without a head that a
+    package knows; their masks are causal, so torch.compile needs not look into them."""
+    _decoders.update(decoders)
+    TRACEABLE.update(decoder.config_class for decoder in decoders)
     for interface, ours in _interfaces():
         before = interface._global_mapping.get(ATTENTION)
         if before is not ours:
@@ -33,22 +50,20 @@ def register_attention(*configurations: type) -> None:
             interface.register(ATTENTION, ours)
 
 
-def unregister_attention() -> None:
-    """Puts back what `register_attention` replaced, unless another package has taken its place since."""
+def unregister_attention(modules: Iterable = ()) -> None:
+    """Puts back what `register_attention` replaced, unless another package has taken its place since, or one of the modules asks for our
+    implementation by name: it goes on asking for it."""
+    asked = any(getattr(vars(module).get("config"), "_attn_implementation", None) == ATTENTION for module in modules)
     for interface, ours in _interfaces():
         if interface._global_mapping.get(ATTENTION) is ours:
-            before = _before.pop(interface, None)
-            if before is None:
+            before = _before.get(interface)
+            if before is not None:
+                interface.register(ATTENTION, before)
+            elif not asked:
                 del interface._global_mapping[ATTENTION]
             else:
-                interface.register(ATTENTION, before)
-
-
-def give_attention_back(module) -> None:
-    """Gives a model the implementation that it had before `choose_attention`."""
-    kept = vars(module).pop(KEPT, None)
-    if kept is not None and module.config._attn_implementation == ATTENTION:
-        module.set_attn_implementation(kept)
+                continue
+            _before.pop(interface, None)
 
 
 def head_dim_of(config) -> Optional[int]:
@@ -57,14 +72,173 @@ def head_dim_of(config) -> Optional[int]:
     return config.hidden_size // heads if found is None and heads else found
 
 
+# ---------------------------------------------------------------- choosing it
+class _State:
+    """What a configuration of ours stands for. config: the user's; decoder: weakly, the model that it is on; default: the implementation
+    that transformers chooses; on: whether ours takes its place; layers: of the decoder when all of it was told."""
+
+    __slots__ = ("config", "decoder", "default", "layers", "on")
+
+    def __init__(self, config, decoder):
+        self.config, self.decoder, self.on, self.layers = config, weakref.ref(decoder), False, 0
+        self.default = "sdpa" if decoder._supports_sdpa else "eager"
+
+
+def _implementation(config) -> Optional[str]:
+    state, stored = getattr(config, CHOICE, None), config.__dict__.get(STORED)
+    return ATTENTION if state is not None and state.on and stored == state.default else stored
+
+
+def _ask_for(config, name: Optional[str]) -> None:
+    """Someone sets an implementation by name, maybe the one that there is: `set_attn_implementation` of a whole model comes here, too."""
+    state = getattr(config, CHOICE, None)
+    if name == ATTENTION == _implementation(config):
+        return  # another model is made of this configuration, and writes what it reads
+    config.__dict__[STORED] = name
+    if state is not None:
+        state.on = False
+        if state.decoder() is not None:
+            vars(state.decoder())[NAMED] = True
+
+
+def _own(config):
+    """The user's configuration behind one of ours; any other as it is."""
+    state = getattr(config, CHOICE, None)
+    if state is not None:
+        return state.config
+    if CHOICE not in vars(type(config)):
+        return config
+    made: Any = object.__new__(type(config).__mro__[1])  # transformers has made another one of our class
+    made.__dict__.update(config.__dict__)
+    return made
+
+
+def _class_of_ours(cls: type) -> type:
+    """The class of a configuration that answers for one of a class. All who ask see that class, and copies are of it again."""
+    made = _choosing.get(cls)
+    if made is None:
+        names: dict = {
+            "__slots__": (CHOICE,),
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            STORED: property(_implementation, _ask_for),
+            "__eq__": lambda self, other: _own(self) == _own(other),
+            "__hash__": None,
+            "__copy__": lambda self: copy.copy(_own(self)),
+            "__deepcopy__": lambda self, memo: copy.deepcopy(_own(self), memo),
+            "__reduce_ex__": lambda self, protocol: (operator.itemgetter(0), ((_own(self),),)),
+        }
+        made = _choosing[cls] = type(cls.__name__, (cls,), names)
+    return made
+
+
+def watch_attention(model) -> _State:
+    """Gives a decoder a configuration of ours, maybe another package's, by which it notices that someone asks for an implementation by
+    name. Returns its state."""
+    config = vars(model)["config"]
+    state = getattr(config, CHOICE, None)
+    if state is None or state.decoder() is not model:
+        config = _own(config)
+        ours: Any = object.__new__(_class_of_ours(type(config)))
+        state = _State(config, model)
+        object.__setattr__(ours, "__dict__", config.__dict__)  # what either is told, both know
+        object.__setattr__(ours, CHOICE, state)
+        if type(config) in TRACEABLE:
+            TRACEABLE.add(type(ours))
+        vars(model)["config"] = ours
+        remember(model)
+    return state
+
+
+def give_attention_back(module) -> None:
+    """Gives a decoder, or a part of one, the configuration that it had before `watch_attention`, and what is in it, too."""
+    ours = vars(module).get("config")
+    state = getattr(ours, CHOICE, None)
+    if state is not None:
+        for part in module.modules() if state.decoder() is module else (module,):
+            if vars(part).get("config") is ours:
+                vars(part)["config"] = state.config
+
+
+def leave_attention(module) -> None:
+    """Leaves a decoder the implementation that it had, until `choose_attention` is called again."""
+    state = getattr(vars(module).get("config"), CHOICE, None)
+    if state is not None:
+        state.on = False
+
+
 def choose_attention(model) -> None:
-    """Gives a model on a GPU whose kernels run our implementation in the place of the one that transformers chooses by default; any other
-    that it has, it keeps."""
-    config, replaces = model.config, "sdpa" if model._supports_sdpa else "eager"
-    if config._attn_implementation != replaces or head_dim_of(config) not in HEAD_DIMS:
+    """Gives a model on a GPU whose kernels run our implementation in the place of the one that transformers chooses by default; one that
+    was asked for by name, it keeps."""
+    state, described = watch_attention(model), vars(model)
+    if NAMED in described or described.get(WITHOUT) or state.config._attn_implementation != state.default:
+        state.on = False
+    elif not state.on:
+        weight = next(model.parameters(), None)
+        fits = head_dim_of(state.config) in HEAD_DIMS and weight is not None and not weight.is_meta
+        state.on = fits and kernels_run_on(torch.empty(0, device=getattr(weight, "device", None)))
+    if state.on:
+        state.on = _all_are_told(model, state)
+
+
+def _all_are_told(model, state: _State) -> bool:
+    """Tells each attention of a decoder about the choice. False where one has a configuration of its own that asks for something else."""
+    ours, layers = vars(model)["config"], getattr(model, "layers", ())
+    if state.layers != len(layers):
+        state.layers = len(layers)
+        for module in model.modules():
+            if vars(module).get("config") is state.config:
+                vars(module)["config"] = ours
+    for layer in layers:
+        part = vars(layer)["_modules"].get("self_attn")
+        held = ours if part is None else vars(part).get("config", ours)
+        if held is not ours:  # of a layer that was copied or exchanged
+            if held.__dict__.get(STORED) != state.default:
+                return False
+            vars(part)["config"] = ours
+    return True
+
+
+# ---------------------------------------------------------------- knowing what was asked for by name
+def note_new_models(package: str) -> None:
+    """Notes on each decoder that is made from now on whether its implementation was asked for by name: afterwards nobody can tell, for
+    transformers writes its own choice in the same place. package: whose wish that is."""
+    cls: Any = sys.modules["transformers.modeling_utils"].PreTrainedModel
+    noting = vars(cls).get(NOTING)
+    if noting is None:
+        noting, original = {}, cls.__init__
+
+        @functools.wraps(original)
+        def noted(self, config, *args, **kwargs):
+            requested = getattr(_own(config), "_attn_implementation", None)
+            original(self, config, *args, **kwargs)
+            for note in list(noting.values()):
+                note(self, _own(config), requested)
+
+        setattr(noted, NOTING, True)
+        setattr(cls, NOTING, noting)
+        cls.__init__ = noted
+    noting[package] = _note
+
+
+def ignore_new_models(package: str) -> None:
+    """Undoes `note_new_models`."""
+    cls: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    noting = {} if cls is None else vars(cls).get(NOTING, {})
+    if noting.pop(package, None) is None or noting:
         return
-    weight = next(model.parameters(), None)
-    if weight is None or weight.is_meta or not kernels_run_on(torch.empty(0, device=weight.device)):
-        return
-    vars(model)[KEPT] = replaces
-    model.set_attn_implementation(ATTENTION)
+    delattr(cls, NOTING)
+    if NOTING in vars(cls.__init__) and not hasattr(cls.__init__.__wrapped__, NOTING):
+        cls.__init__ = cls.__init__.__wrapped__
+
+
+def _note(model, config, requested: Optional[str]) -> None:
+    """Called with each model of transformers that is made, with the outer one before the one in it. requested: what the configuration said
+    before transformers chose."""
+    if requested is None:
+        number = id(config)
+        _defaulted[number] = weakref.ref(config, lambda _: _defaulted.pop(number, None))
+    elif id(config) not in _defaulted and type(model) in _decoders:
+        vars(model)[NAMED] = True
+    if type(model) in _decoders:
+        watch_attention(model)

@@ -10,7 +10,6 @@ from torch import nn
 from ..ops.common import autocasts
 from ..ops.cross_entropy import LinearCrossEntropyOutput, Options, cross_entropy_of_logits
 from ..ops.linear_cross_entropy import linear_cross_entropy
-from .capture import is_wanted
 from .modules import (
     OFF,
     SAVED,
@@ -222,10 +221,10 @@ def causal_lm_forward(
     else:
         return forward(self, labels=labels, **kwargs)
     as_tuple = kwargs.pop("return_dict", None) is False
-    if skip_logits and isinstance(kwargs.get("attention_mask"), torch.Tensor) and not is_wanted(self, kwargs["attention_mask"].shape):
+    if skip_logits and isinstance(kwargs.get("attention_mask"), torch.Tensor):
         ignore_index = kwargs.get("ignore_index", -100)
         target = shift(labels, kwargs.get("shift_labels"), ignore_index)
-        kwargs = without_padding(self, target, ignore_index, kwargs, options) or kwargs
+        kwargs = without_padding(self, target, ignore_index, kwargs, options)
     output = forward(seen, labels=labels, **kwargs)
     cls, fields = type(output), dict(output)
     if skip_logits:

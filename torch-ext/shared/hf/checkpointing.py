@@ -104,7 +104,8 @@ def _without_caches(layer, kwargs: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def _was_told(layer, name: str) -> bool:
-    return layer.__dict__.get(name) or getattr(type(layer), name, False)
+    told = layer.__dict__.get(name)
+    return getattr(type(layer), name, False) if told is None else told
 
 
 def keeps_attention(layer) -> bool:

@@ -4,8 +4,8 @@ import torch
 
 from ..ops.embedding import traced_embedding
 from ..runtime.device import is_ordinary
-from .attention_choice import ATTENTION, choose_attention
-from .masks import TRACEABLE, WINDOWS, documents_in, kinds_of_layers, masks_of_layers, visible_rows
+from .attention_choice import choose_attention
+from .masks import ATTENTION, TRACEABLE, WINDOWS, documents_in, kinds_of_layers, masks_of_layers, visible_rows
 from .modules import all_are_listened_to, is_torchs_embedding, original_forward
 
 

@@ -13,10 +13,12 @@ import torch
 from ..ops.attention import AttentionPlan
 from .modules import SAVED
 
+ATTENTION = "bastile"  # the name of our implementation among transformers'
+CHOICE = SAVED + "choice"  # on a configuration of ours: what it stands for
 MASKING = "transformers.masking_utils"
 PADDING = SAVED + "padding"  # on a padding mask: what `padding_of` read, and the mask's version then
 TRACEABLE: set = set()  # configurations of the models that packages know
-WHOLE, RUNS, HOLES = 0, 1, 2  # no padding; padding beside each row's tokens; padding between them
+WHOLE, BEFORE, BESIDE, BETWEEN = range(4)  # where padding is: nowhere; before each row's tokens; on both sides; between them
 
 
 class Rule(NamedTuple):
@@ -67,16 +69,23 @@ def rule_of(function) -> Optional[Rule]:
 
 
 def padding_of(mask: torch.Tensor) -> int:
-    """WHOLE, RUNS or HOLES. mask: [batch, tokens] bool, True where a token is no padding. Waits for the device, once for each mask;
-    transformers' mask function for SDPA does the same."""
+    """WHOLE, BEFORE, BESIDE or BETWEEN. mask: [batch, tokens] bool, True where a token is no padding. Waits for the device, once for each
+    mask; transformers' mask function for SDPA does the same."""
     version = None if mask.is_inference() else mask._version
     kept = getattr(mask, PADDING, None)
     if version is not None and kept is not None and kept[0] == version:
         return kept[1]
     runs = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
-    found = int(torch.where((runs > 1).any(), HOLES, torch.where(mask.all(), WHOLE, RUNS)))
+    behind = (mask[:, :-1] & ~mask[:, 1:]).any()
+    found = int(torch.where((runs > 1).any(), BETWEEN, torch.where(behind, BESIDE, torch.where(mask.all(), WHOLE, BEFORE))))
     setattr(mask, PADDING, (version, found))
     return found
+
+
+def is_chosen(config) -> bool:
+    """Tells whether a configuration is one of a model that uses our attention without having asked for it by name."""
+    state = getattr(config, CHOICE, None)
+    return state is not None and state.on
 
 
 class Visible:
@@ -176,7 +185,9 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
     if rule is not None and attention_mask is not None:
         padding = masking.prepare_padding_mask(attention_mask, q_length, 0)[:, :q_length]
         kind = padding_of(padding)
-        rule, padding = (None if kind == HOLES else rule), (None if kind == WHOLE else padding)
+        # Padding behind a row's tokens sees them in transformers, and would see nothing here.
+        unknown = kind == BETWEEN or (kind == BESIDE and is_chosen(arguments.get("config")))
+        rule, padding = (None if unknown else rule), (None if kind == WHOLE else padding)
     return Visible(arguments, rule, padding)
 
 
@@ -231,6 +242,13 @@ def visible_documents(config, kind: str, document_ids: torch.Tensor) -> Visible:
     window, causal = _causal(config, kind)
     function = _in_documents(causal, document_ids)
     return Visible(_arguments(config, document_ids, mask_function=function, allow_is_causal_skip=False), Rule(window, document_ids), None)
+
+
+def visible_tokens(config, kind: str, mask: torch.Tensor) -> Visible:
+    """The `Visible` of causal layers of a kind of `WINDOWS` for rows with padding on either side, where nobody reads what attention returns
+    for padding. mask: [batch, tokens] bool, True where a token is no padding."""
+    window, causal = _causal(config, kind)
+    return Visible({**_arguments(config, mask, mask_function=causal), "attention_mask": mask}, Rule(window), mask)
 
 
 def _causal(config, kind: str) -> Tuple[Optional[int], Callable]:

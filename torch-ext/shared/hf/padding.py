@@ -1,17 +1,29 @@
-"""Leaves the padding of a batch out of a causal LM that trains: its decoder sees one row of all other tokens.
+"""Leaves the padding of a batch out of a causal LM that trains: its decoder sees one row of all other tokens, or at least its attention
+sees none of the padding.
 
 Only where nobody can tell: the loss comes without logits, no padded position has a label, nobody listens to a part of the model, and
 no cache is returned. The embedding runs on the whole batch, so hooks on it (NEFTune, PEFT's) see what they always see.
 """
 
-from typing import Any, Dict, Optional
+from typing import Any, Dict
 
 import torch
 
 from ..ops.attention import HEAD_DIMS
 from ..ops.common import HALF, autocasts
-from .attention_choice import ATTENTION, head_dim_of
-from .masks import RUNS, WINDOWS, kinds_of_layers, masks_of_layers, padding_of, visible_documents
+from .attention_choice import head_dim_of
+from .capture import is_wanted
+from .masks import (
+    ATTENTION,
+    BEFORE,
+    BESIDE,
+    WINDOWS,
+    kinds_of_layers,
+    masks_of_layers,
+    padding_of,
+    visible_documents,
+    visible_tokens,
+)
 from .modules import CAPTURING, FSDP, SAVED, is_marked
 
 KEEPS = SAVED + "keeps_padding"  # on a causal LM or its class: what apply() or kernelize() was told about `unpad`
@@ -34,10 +46,10 @@ def _is_listened_to(modules) -> bool:
     return False
 
 
-def _decoder_takes_rows(model, kwargs, options) -> bool:
-    """True where the decoder of a causal LM may see other rows than the caller's."""
-    config = model.config
-    if getattr(model, KEEPS, False) or config._attn_implementation != ATTENTION or torch.compiler.is_compiling():
+def _only_the_loss_is_read(model, kwargs, options) -> bool:
+    """True where the caller sees nothing that the decoder of a causal LM, which uses our attention, returns for a token without a label."""
+    config = model.model.config
+    if config._attn_implementation != ATTENTION or torch.compiler.is_compiling():
         return False
     use_cache = kwargs.get("use_cache")
     cached = config.use_cache if use_cache is None else use_cache
@@ -60,32 +72,36 @@ def _kernels_take(model, device: torch.device, dtype: torch.dtype) -> bool:
 
 def without_padding(
     model, target: torch.Tensor, ignore_index: int, kwargs: Dict[str, Any], options: Dict[str, Any]
-) -> Optional[Dict[str, Any]]:
-    """The arguments of a causal LM's forward for the same loss of one row of tokens, none of them padding; None where there is no
-    padding or someone could tell. Waits for the device.
+) -> Dict[str, Any]:
+    """The arguments of a causal LM's forward for the same loss of one row of tokens, none of them padding; where the batch has to keep its
+    shape, with masks by which attention leaves its padding out; as they are where there is no padding or someone could tell. Waits
+    for the device.
 
     target: [batch * tokens], for each token the label of the next one; kwargs: the arguments of the forward; options: of the loss.
     """
     mask, ids, embeds = kwargs.get("attention_mask"), kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     given = ids if embeds is None else embeds
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or given is None or given.shape[:2] != mask.shape:
-        return None
-    if not _decoder_takes_rows(model, kwargs, options):
-        return None
+        return kwargs
+    if not _only_the_loss_is_read(model, kwargs, options):
+        return kwargs
     embedding, decoder, device = model.get_input_embeddings(), model.model, mask.device
     weight = next(embedding.parameters(), given)
     elsewhere = {given.device, weight.device, target.device} != {device}
-    if elsewhere or not kinds_of_layers(model.config) <= WINDOWS.keys() or not _kernels_take(model, device, weight.dtype):
-        return None
+    config = decoder.config
+    if elsewhere or not kinds_of_layers(config) <= WINDOWS.keys() or not _kernels_take(model, device, weight.dtype):
+        return kwargs
     parts = [decoder, *(module for part in decoder.children() if part is not embedding for module in part.modules())]
     if _is_listened_to(parts):
-        return None
+        return kwargs
     mask = mask.bool()
-    if padding_of(mask) != RUNS or bool(((target != ignore_index) & ~mask.flatten()).any()):
-        return None
+    if padding_of(mask) not in (BEFORE, BESIDE) or bool(((target != ignore_index) & ~mask.flatten()).any()):
+        return kwargs
+    if getattr(model, KEEPS, False) or is_wanted(model, mask.shape):
+        return {**kwargs, "attention_mask": masks_of_layers(config, lambda kind: visible_tokens(config, kind, mask))}
     seen = mask.flatten().nonzero()[:, 0]
     if not seen.numel():
-        return None
+        return kwargs
     batch, tokens = mask.shape
     positions = kwargs.get("position_ids")
     positions = torch.arange(tokens, device=device)[None] if positions is None else positions
@@ -96,6 +112,6 @@ def without_padding(
         "input_ids": None,
         "inputs_embeds": embeds.flatten(0, 1).index_select(0, seen)[None],
         "position_ids": positions.expand(batch, -1).flatten()[seen][None],
-        "attention_mask": masks_of_layers(model.config, lambda kind: visible_documents(model.config, kind, row)),
+        "attention_mask": masks_of_layers(config, lambda kind: visible_documents(config, kind, row)),
         "shift_labels": target[seen][None],
     }

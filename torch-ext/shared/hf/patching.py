@@ -21,7 +21,16 @@ from torch import nn
 
 from . import capture as graphs
 from . import explain as explanation
-from .attention_choice import give_attention_back, register_attention, unregister_attention
+from .attention_choice import (
+    WITHOUT,
+    give_attention_back,
+    ignore_new_models,
+    leave_attention,
+    note_new_models,
+    register_attention,
+    unregister_attention,
+    watch_attention,
+)
 from .binding import BoundForward, bound_modules, remember
 from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
 from .checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
@@ -36,6 +45,7 @@ from .wrapped import inside, put
 TRANSFORMERS = (5, 17), (5, 24)
 ROTARY = "apply_rotary_pos_emb"
 WRAPPED = "_original_forward"  # where accelerate keeps the forward that it wrapped for mixed precision
+TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, WITHOUT  # on a module: what kernelize() was told of its model
 CALL_BEFORE = (
     "Call apply() or kernelize() before that: before Accelerator.prepare(), Trainer.train() and the making of a trainer of TRL; "
     "apply() before from_pretrained() with a tp_plan"
@@ -294,7 +304,8 @@ def _defines_forward(cls):
 def _register_attention(targets: Targets, modeling):
     """Makes attn_implementation="bastile" a choice, with what is known of the masks of this family."""
     whole = own_class(modeling, targets.classes["attention"][0])
-    register_attention(*([whole.config_class] if whole is not None else []))
+    register_attention(*([whole] if whole is not None else []))
+    note_new_models(__name__)
 
 
 def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, recompute_mlp=False):
@@ -315,6 +326,7 @@ def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, 
         if layer is not None:
             setattr(layer, KEEPS_ATTENTION, bool(keep_attention))
             setattr(layer, RECOMPUTES_MLP, bool(recompute_mlp))
+        _forget_what_one_model_was_told(targets, modeling, modules)
         on = {name: isinstance(wanted[name], Mapping) or bool(wanted[name]) for name in targets.operations}
         _patch_family(targets, modeling, on, modules)
 
@@ -328,6 +340,16 @@ def _tell_causal_lm(causal_lm, options, unpad):
     elif LOSS_OPTIONS in vars(causal_lm):
         delattr(causal_lm, LOSS_OPTIONS)
     setattr(causal_lm, KEEPS, not unpad)
+
+
+def _forget_what_one_model_was_told(targets: Targets, modeling, modules):
+    """What `apply` says now is for the models, too, that `kernelize` was told something else of."""
+    told = [targets.classes[name][0] for name in ("fused_linear_cross_entropy", "decoder_layer", "attention") if name in targets.classes]
+    classes = tuple(_found(*(own_class(modeling, name) for name in told)))
+    for module in modules:
+        if isinstance(module, classes):
+            for name in TOLD:
+                vars(module).pop(name, None)
 
 
 def _patch_family(targets: Targets, modeling, wanted, modules):
@@ -353,7 +375,7 @@ def _patch_family(targets: Targets, modeling, wanted, modules):
             for module in modules:
                 if isinstance(module, classes):
                     _unbind(module)
-                    give_attention_back(module)
+                    leave_attention(module)
 
 
 def _warn_of_stranger(stranger, operation, stacklevel):
@@ -409,11 +431,11 @@ def reset(families: Families):
         if state.pop(SAVED + "use_kernels", False):
             state["_use_kernels"] = True
         give_attention_back(module)
-        state.pop(KEEPS, None)
-        state.pop(KEEPS_ATTENTION, None)
-        state.pop(RECOMPUTES_MLP, None)
+        for name in TOLD:
+            state.pop(name, None)
     _unregister_experts(modules)
-    unregister_attention()
+    unregister_attention(modules)
+    ignore_new_models(__name__)
 
 
 def _reset_classes(targets: Targets, modeling):
@@ -602,11 +624,23 @@ def kernelize(families: Families, model, mode=None, attention=True, unpad=True, 
             vars(module)[KEEPS] = not unpad
         for module in each.modules.get("decoder_layer", ()):
             vars(module).update({KEEPS_ATTENTION: bool(keep_attention), RECOMPUTES_MLP: bool(recompute_mlp)})
+        _tell_decoders(each, model, attention)
     for module in model.modules():
         if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
             vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})
             remember(module)
     return model
+
+
+def _tell_decoders(chosen: _Chosen, model, attention):
+    """Notes on the decoders of a model whether they may choose our attention."""
+    decoder = own_class(chosen.modeling, chosen.targets.classes["attention"][0])
+    for module in model.modules():
+        if decoder is not None and isinstance(module, decoder):
+            watch_attention(module)
+            vars(module)[WITHOUT] = not attention
+            if not attention:
+                _unbind(module)
 
 
 def _modules_of(families: Families, model, operation):

@@ -10,10 +10,10 @@ def apply(rms_norm=True, experts=True, rope=True, fused_linear_cross_entropy=Tru
 
     After the call exactly the operations given as True are active. With `fused_linear_cross_entropy` a model in training mode
     that gets labels returns the loss and no logits. `decoder_layer` joins the first residual addition with the norm behind it, so
-    it takes effect where `rms_norm` is on. `attention` gives a model on a GPU attn_implementation="bastile" at its next step where it
+    it takes effect where `rms_norm` is on. `attention` gives a model on a GPU attention of ours at its next step where it
     has the "eager" that transformers chooses by default: sinks and windows run in kernels of ours, at the cost of the tokens that are
     seen, nothing is compiled, and documents packed into a row (`position_ids` that start again, or cu_seq_lens_q) do not see each
-    other, which they do in transformers' eager attention. Any other implementation is kept. `unpad` leaves the padding of a batch out
+    other, which they do in transformers' eager attention. One that was asked for by name is kept. `unpad` leaves the padding of a batch out
     of the whole decoder where nobody can tell: with that attention, a loss without logits, no cache (use_cache=False, as Trainer has
     it), no label at a padded position, and no hooks on the decoder's parts. Not thread-safe against a running forward pass.
 
