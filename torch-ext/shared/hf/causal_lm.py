@@ -10,6 +10,7 @@ from torch import nn
 from ..ops.common import autocasts
 from ..ops.cross_entropy import LinearCrossEntropyOutput, Options, cross_entropy_of_logits
 from ..ops.linear_cross_entropy import linear_cross_entropy
+from .head import Head, Unmade, check_head
 from .modules import (
     OFF,
     SAVED,
@@ -23,6 +24,7 @@ from .modules import (
 )
 from .padding import without_padding
 
+NO_CHANGE = Head()
 LOSS_OPTIONS = SAVED + "loss_options"  # what apply() was told about the loss, on the class of the causal LM
 
 
@@ -121,17 +123,34 @@ class _WithLoss:
 
 
 class _Headless(_WithLoss):
-    """The same, and the hidden states pass the head by and the loss takes both."""
+    """The same, and the hidden states pass the head by and the loss takes both. of_family: what becomes of the logits before the loss."""
+
+    def __init__(self, model, options, of_family: Head):
+        super().__init__(model, options)
+        self.of_family = of_family
 
     def lm_head(self, hidden):
-        return hidden
+        return Unmade(hidden)
 
     def loss(self, logits, labels, vocab_size, kwargs):
-        head = self.whole.lm_head
+        if not isinstance(logits, Unmade):
+            raise RuntimeError(f"the loss got a {type(logits).__name__}, expected what lm_head returned. Pass skip_logits=False")
+        check_head(logits.done, self.of_family)
+        head, options = self.whole.lm_head, _with_softcap(self.options, self.of_family.softcap)
+        hidden = logits.hidden if self.of_family.scale == 1 else logits.hidden * self.of_family.scale
         weight = plain_weight(head)
         if weight is not None:
-            return causal_lm_loss(logits, weight, None, labels, **kwargs, **self.options)
-        return call_with(lambda hidden: causal_lm_loss(hidden, head.weight, None, labels, **kwargs, **self.options), head, logits)
+            return causal_lm_loss(hidden, weight, None, labels, **kwargs, **options)
+        return call_with(lambda hidden: causal_lm_loss(hidden, head.weight, None, labels, **kwargs, **options), head, hidden)
+
+
+def _with_softcap(options, softcap: Optional[float]):
+    """The options of the loss with the softcap that a model has of its own. Raises ValueError where one was given, too."""
+    if softcap is None:
+        return options
+    if options.get("softcap") is not None:
+        raise ValueError(f"softcap is {options['softcap']}, expected none: this model caps its logits itself, at {softcap}")
+    return {**options, "softcap": softcap}
 
 
 OUTPUTS: dict = {}  # by the class of a model's output: the same with metrics
@@ -183,13 +202,14 @@ def causal_lm_forward(
     labels=None,
     use_cache=None,
     logits_to_keep=0,
+    head=NO_CHANGE,
     **kwargs,
 ):
     """Serves as the forward of a causal LM. Training with labels gives the loss without logits; everything else is the model's own forward.
 
     That forward runs in both cases: nothing of it is copied here, and every version of it keeps its own arguments. kwargs: those
     and `OPTIONS`, which stand before what `apply` was given, and `skip_logits`: whether a loss comes without logits, in training
-    mode by default.
+    mode by default. head: what a model of this family makes of its logits before the loss.
     """
     kwargs.update(
         input_ids=input_ids,
@@ -215,7 +235,7 @@ def causal_lm_forward(
     skip_logits = options.pop("skip_logits", None)
     skip_logits = self.training if skip_logits is None else skip_logits
     if skip_logits and not why_head_is_not_plain(self):
-        seen: _WithLoss = _Headless(self, options)
+        seen: _WithLoss = _Headless(self, options, head)
     elif options:
         skip_logits, seen = False, _WithLoss(self, options)
     else:
@@ -226,6 +246,8 @@ def causal_lm_forward(
         target = shift(labels, kwargs.get("shift_labels"), ignore_index)
         kwargs = without_padding(self, target, ignore_index, kwargs, options)
     output = forward(seen, labels=labels, **kwargs)
+    if skip_logits and seen.found is None:
+        raise RuntimeError(f"{type(self).__name__}.forward calls no self.loss_function, expected it for labels. Pass skip_logits=False")
     cls, fields = type(output), dict(output)
     if skip_logits:
         fields["logits"] = None
