@@ -40,6 +40,15 @@ def test_packed_weights(qwen3):
     assert reasons(qwen3, qwen3.pack(model))["gate_proj, up_proj as one GEMM"] == ""
 
 
+@pytest.mark.parametrize("skip_logits", (False, True, None, 0))
+def test_logits_that_were_asked_for(qwen3, skip_logits):
+    model, ids = tiny_model(), random_tokens(1, 5)
+    qwen3.apply(fused_linear_cross_entropy={"skip_logits": skip_logits})
+    reason = reasons(qwen3, model)["loss without logits"]
+    assert reason == ("" if skip_logits in (True, None) else f"apply() was given skip_logits={skip_logits}")
+    assert (model(input_ids=ids, labels=ids).logits is None) == (not reason)
+
+
 def lora(**options):
     from peft import LoraConfig, get_peft_model
 

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -50,13 +51,49 @@ def test_everything_is_taken_and_given_back(liger, ops, capsys):
     for name in taken:
         assert len(holders(name)) >= 1
         assert all(vars(m)[name] is getattr(liger.liger_names, name) for m in holders(name)), name
-        assert vars(defining[name])[name] is before[name]
+        at_its_source = name in liger.back_end.ASKED_AT_ITS_SOURCE.get(defining[name].__name__, ())
+        assert vars(defining[name])[name] is (getattr(liger.liger_names, name) if at_its_source else before[name])
     held = vars(importlib.import_module("liger_kernel.transformers.rms_norm"))
     assert held["LigerRMSNormFunction"] is liger.liger_names.LigerRMSNormFunction
     liger.restore_liger()
     for name in taken:
         assert all(vars(m)[name] is before[name] for m in holders(name)), name
+        assert vars(defining[name])[name] is before[name]
     liger.restore_liger()
+
+
+@pytest.fixture
+def megatron(monkeypatch):
+    """Megatron's module of its SwiGLU, as far as Liger patches it."""
+    names = "megatron", "megatron.core", "megatron.core.fusions", "megatron.core.fusions.fused_bias_swiglu"
+    modules = {name: types.ModuleType(name) for name in names}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+        if "." in name:
+            setattr(modules[name.rpartition(".")[0]], name.rpartition(".")[2], module)
+    module.SwiGLUFunction = type("SwiGLUFunction", (), {"apply": staticmethod(lambda *args: pytest.fail("Megatron's own"))})
+    return module
+
+
+@pytest.mark.parametrize("order", ("before", "after"))
+def test_the_swiglu_that_liger_puts_into_megatron(liger, ops, megatron, order, monkeypatch):
+    """It asks for its function where that is defined, when Megatron is patched."""
+    patch = importlib.import_module("liger_kernel.megatron").apply_liger_kernel_to_megatron
+    if order == "before":
+        liger.use_in_liger()
+    patch(rms_norm=False, swiglu=True)
+    if order == "after":
+        liger.use_in_liger()
+    x = torch.randn(3, 16, requires_grad=True)
+    y = megatron.SwiGLUFunction.apply(x)
+    gate, up = x.chunk(2, -1)
+    torch.testing.assert_close(y, torch.nn.functional.silu(gate) * up)
+    liger.restore_liger()
+    called = []
+    theirs = own("LigerFusedGateUpSiLUMulFunction")
+    monkeypatch.setattr(theirs, "apply", lambda *args: called.append(args))
+    megatron.SwiGLUFunction.apply(x)
+    assert called, "Liger's own again"
 
 
 def test_twice_is_once(liger, ops):
@@ -186,14 +223,14 @@ def liger_in(environment, code, *arguments):
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
 
 
-@pytest.mark.parametrize("name", ("bastile", "nvidia-bastile"))
+@pytest.mark.parametrize("name", ("bastile", "nvidia-bastile", "BASTILE"))
 def test_chosen_by_the_environment(tmp_path, name):
     """LIGER_KERNEL_IMPL, for a package that is loaded before Liger: Liger then imports it by itself, and says so once."""
     done = liger_in({"LIGER_KERNEL_IMPL": name}, CHOSEN_BY_THE_ENVIRONMENT, str(assemble_cpu(tmp_path, package="packages/liger")))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("runs on the kernels of bastile/liger") == 1
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["registered"] == sorted(["ascend", "cute", "cutedsl", "cutile", name])
+    assert found["registered"] == sorted(["ascend", "cute", "cutedsl", "cutile", name.lower()])
     assert found["taken"] and found["again"] == 23
     assert found["loss"] == pytest.approx(math.log(4))
     assert torch.tensor(found["norm"]).allclose(torch.ones(2, 8)) and torch.tensor(found["softmax"]).allclose(torch.full((1, 4), 0.25))
@@ -318,6 +355,42 @@ def test_what_is_only_called_by_name(liger, ops, monkeypatch):
     monkeypatch.setattr(backends, "dispatch", lambda *arguments, **options: (arguments, options))
     found = liger.liger_pieces.kl_loss_and_grad(1, 2, 3)
     assert found == (("kl_loss_and_grad", 1, 2, 3), {"impl": "nvidia-triton", "mode": None})
+
+
+@pytest.mark.parametrize("how", ("environment", "environment of one", "set_impl"))
+@pytest.mark.parametrize("spelled", ("bastile", "BASTILE", " Nvidia-Bastile"))
+def test_a_name_that_is_still_asked_for_after_restore_means_ligers_own_choice(liger, ops, monkeypatch, how, spelled):
+    backends, functional = (importlib.import_module(f"liger_kernel.{name}") for name in ("backends", "functional"))
+    if how == "set_impl" and spelled != "bastile":
+        pytest.skip("set_impl takes names as they are")
+    if how == "set_impl":
+        backends.set_impl(spelled)
+    else:
+        monkeypatch.setenv("LIGER_KERNEL_IMPL" + ("_SOFTMAX" if how == "environment of one" else ""), spelled)
+    try:
+        x = torch.randn(2, 5)
+        liger.use_in_liger()
+        torch.testing.assert_close(functional.softmax(x), x.softmax(-1))
+        torch.testing.assert_close(backends.dispatch("softmax", x), x.softmax(-1))
+        if how != "environment of one":
+            assert backends.resolve_impl("kl_loss_and_grad").forward is liger.liger_pieces.kl_loss_and_grad
+        with pytest.warns(RuntimeWarning, match=r"chooses \s*\w.*, which restore_liger\(\) took out of Liger's dispatcher"):
+            liger.restore_liger()
+
+        @backends.register_impl("softmax", impl_name="theirs", preference_rank=-1)
+        def softmax(x, mode=None):
+            return "Liger's own"
+
+        assert functional.softmax(x) == backends.dispatch("softmax", x) == "Liger's own"
+        liger.use_in_liger()
+        torch.testing.assert_close(functional.softmax(x), x.softmax(-1))
+    finally:
+        backends.set_impl(None)
+        monkeypatch.undo()
+        liger.restore_liger()
+        backends.registry._REGISTRY.pop(("softmax", "theirs"), None)
+        backends.clear_available_cache()
+    assert not [name for operation in liger.back_end.DISPATCHED for name in backends.all_impls(operation) if "bastile" in name.lower()]
 
 
 def test_without_liger(liger, monkeypatch):

@@ -178,6 +178,12 @@ def why_loss_is_not_standard(model) -> str:
     return "" if module.startswith("transformers.") else f"the model's forward is defined in {module}"
 
 
+def why_logits_are_wanted(model) -> str:
+    """Why a loss comes with logits in training mode, whatever the head is; "" when it does not."""
+    wanted = dict(getattr(model, LOSS_OPTIONS, ())).get("skip_logits")
+    return "" if wanted is None or wanted else f"apply() was given skip_logits={wanted}"
+
+
 def why_head_is_not_plain(model) -> str:
     """Why something other than PyTorch's own layer, sharded or not, stands between the hidden states and the logits; "" when it is that."""
     weight = plain_weight(model.lm_head)

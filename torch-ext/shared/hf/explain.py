@@ -8,7 +8,7 @@ import torch
 from ..ops.common import side_by_side
 from ..runtime.device import why_no_kernels
 from .capture import captured_passes
-from .causal_lm import why_head_is_not_plain, why_loss_is_not_standard
+from .causal_lm import why_head_is_not_plain, why_logits_are_wanted, why_loss_is_not_standard
 from .explanation import Explanation, explanation_of
 from .modules import is_marked, plain_weight
 from .packing import GROUPS
@@ -27,6 +27,7 @@ ADVICE = (
     ("variant of LoRA", "plain LoRA (no DoRA) is fused"),
     ("autocast to", "train in the dtype of the weights, or in float32 weights under autocast"),
     ("products are", "load the model in one dtype"),
+    ("skip_logits", "leave skip_logits out of the options of the loss"),
     ("loss_function", "leave model.loss_function as it is, or pass the options of the loss to apply()"),
     ("separate in memory", "call pack(model)"),
     ("forward was replaced", "call apply() or kernelize() before accelerate, TRL or others wrap the model"),
@@ -59,7 +60,7 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
     for causal_lm in causal_lms:
         reason = "transformers' own forward"
         if _runs_ours(causal_lm):
-            reason = why_loss_is_not_standard(causal_lm) or why_head_is_not_plain(causal_lm)
+            reason = why_loss_is_not_standard(causal_lm) or why_logits_are_wanted(causal_lm) or why_head_is_not_plain(causal_lm)
         found["loss without logits", reason] += 1
     for layer, explain_layer in layers:
         if not _runs_ours(layer):

@@ -3,7 +3,8 @@
 Liger knows two ways to its operations. Its dispatcher (`liger_kernel.backends`) takes back ends by a public call. Everything else, and
 with it RMSNorm, the MLPs and the fused linear cross entropy of every patched model, holds its autograd functions by names bound at
 import, so those names are set in every module of Liger that has them, and set back by `restore_liger`. The modules that define the
-functions, `liger_kernel.ops.x`, and Liger's own back ends stay as they are: `impl="nvidia-triton"` still means Liger's.
+functions, `liger_kernel.ops.x`, and Liger's own back ends stay as they are: `impl="nvidia-triton"` still means Liger's. One function is
+taken over where it is defined, too (`ASKED_AT_ITS_SOURCE`).
 
 Liger's modules reach the dispatcher by a name of their own as well, which is set to a shorter way for what nobody asked another
 implementation of: Liger's looks at the GPU on every call, and torch.compile cannot look into it.
@@ -21,6 +22,7 @@ import warnings
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,6 +40,9 @@ STANDS_FOR = "_bastile_stands_for"  # on what stands for Liger's `dispatch`: tha
 NAMES = liger_functions.__all__
 VARIABLE = "LIGER_KERNEL_IMPL"
 REGISTRY = "liger_kernel.ops.backends.registry"
+# By module: names that code of Liger's imports from there when it is called, and no back end of Liger's uses.
+ASKED_AT_ITS_SOURCE = {"liger_kernel.ops.swiglu": ("LigerFusedGateUpSiLUMulFunction",)}
+MEGATRONS_SWIGLU = "megatron.core.fusions.fused_bias_swiglu"  # where apply_liger_kernel_to_megatron puts a class that closes over that name
 
 # Of the dispatcher.
 DISPATCHED = {
@@ -129,7 +134,11 @@ def announce() -> None:
 
 def restore_liger() -> None:
     """Gives Liger its own operations back, also where modules of it were imported meanwhile. Does nothing where `use_in_liger` did
-    nothing."""
+    nothing.
+
+    Where LIGER_KERNEL_IMPL, or `liger_kernel.backends.set_impl`, still chooses this package, its name means Liger's own choice from now on,
+    with a warning: Liger's dispatcher would find nothing under it.
+    """
     ops = sys.modules.get("liger_kernel.ops")
     taken = vars(ops).pop(TAKEN, None) if ops is not None else None
     if not taken:
@@ -139,10 +148,33 @@ def restore_liger() -> None:
     if registry is not None:
         _take_shortcut_out()
         # Liger has no public way to take a back end out.
-        for operation in (*DISPATCHED, *PIECES):
-            for name in (NAME, SHORT_NAME):
-                getattr(registry, "_REGISTRY", {}).pop((operation, name), None)
+        registered = getattr(registry, "_REGISTRY", {})
+        for operation, name in list(registered):
+            if _is_ours(name):
+                del registered[operation, name]
         importlib.import_module("liger_kernel.backends").clear_available_cache()
+        _mean_ligers_own_by_our_name()
+
+
+def _mean_ligers_own_by_our_name():
+    """Registers Liger's own choice under the name of this package, for operations for which the environment or `set_impl` asks for it."""
+    backends = importlib.import_module("liger_kernel.backends")
+    asked = {operation: _chosen(operation) or backends.get_impl() or "" for operation in (*DISPATCHED, *PIECES)}
+    asked = {operation: name for operation, name in asked.items() if _is_ours(name)}
+    for operation, name in asked.items():
+
+        def ligers_own(*args, operation=operation, **options):
+            found = [name for name in backends.available_impls(operation) if not _is_ours(name)]
+            if not found:
+                raise backends.NoImplAvailableError(f"Liger has no implementation of '{operation}' that runs here")
+            return backends.resolve_impl(operation, found[0]).call(*args, **options)
+
+        backends.register_impl(operation, impl_name=name, preference_rank=ONLY_BY_NAME, notes="Liger's own choice")(ligers_own)
+    if asked:
+        warnings.warn(
+            f"{VARIABLE} or set_impl chooses {next(iter(asked.values()))}, which restore_liger() took out of Liger's dispatcher: it means "
+            "Liger's own choice from now on. Unset it", RuntimeWarning, stacklevel=3
+        )
 
 
 def _liger():
@@ -187,7 +219,21 @@ def _sweep(changes) -> int:
             if found is not new and any(found is old for old in olds):
                 setattr(module, name, new)
                 count += 1
+    for module_name, names in ASKED_AT_ITS_SOURCE.items():
+        for name in (name for name in names if name in changes and module_name in sys.modules):
+            setattr(sys.modules[module_name], name, changes[name][1])
+            _exchange_in_megatron(name, changes[name][1])
     return count
+
+
+def _exchange_in_megatron(name, function) -> None:
+    """Sets what the class that Liger has put into Megatron closes over by a name."""
+    apply: Any = getattr(getattr(sys.modules.get(MEGATRONS_SWIGLU), "SwiGLUFunction", None), "apply", None)
+    code = getattr(apply, "__code__", None)
+    if code is not None and apply.__module__.startswith("liger_kernel."):
+        for variable, cell in zip(code.co_freevars, apply.__closure__ or ()):
+            if variable == name:
+                cell.cell_contents = function
 
 
 def _register(taken) -> tuple:
@@ -203,7 +249,9 @@ def _register(taken) -> tuple:
     for rank, functions in ((RANK, ours), (ONLY_BY_NAME, pieces)):
         for operation, function in functions.items():
             register(operation, impl_name=NAME, preference_rank=rank, notes="cuTile, prebuilt")(function)
-            register(operation, impl_name=SHORT_NAME, preference_rank=rank + 1, notes=f"{NAME} by its short name")(function)
+            for name in {SHORT_NAME, _chosen(operation)}:  # as the environment spells it
+                if _is_ours(name) and name != NAME:
+                    register(operation, impl_name=name, preference_rank=rank + 1, notes=f"{NAME} by another name")(function)
     _sweep({"dispatch": ((dispatch, vars(functional).get("dispatch")), _shortcut(dispatch, ours))})
     elsewhere = [operation for operation in ours if not _chooses_ours(operation)]
     return [operation for operation in ours if operation not in elsewhere], elsewhere
@@ -234,7 +282,12 @@ def _take_shortcut_out():
 def _chooses_ours(operation) -> bool:
     """Whether neither the environment nor `set_impl` chooses another implementation; under torch.compile, when it compiles."""
     chosen = _chosen(operation) or sys.modules["liger_kernel.backends"].get_impl()
-    return chosen is None or chosen in (NAME, SHORT_NAME)
+    return chosen is None or _is_ours(chosen)
+
+
+def _is_ours(name: str) -> bool:
+    """Tells whether a name, in any spelling that Liger takes for LIGER_KERNEL_IMPL, is this package's."""
+    return name.strip().lower() in (NAME, SHORT_NAME)
 
 
 @lru_cache(maxsize=None)
