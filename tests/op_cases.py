@@ -20,6 +20,8 @@ CASES = {
     "add_rms_norm": {"x": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
     "round_last_rms_norm": {"x": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
     "round_last_add_rms_norm": {"x": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
+    "norm_add": {"branch": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
+    "norm_add_norm": {"branch": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,), "next_weight": (HIDDEN,)},
     "rotary": {"q": (2, 8, TOKENS, WIDTH), "k": (2, 8, TOKENS, WIDTH), "cos": (1, TOKENS, WIDTH), "sin": (1, TOKENS, WIDTH)},
     "qk_norm_rotary": {
         **{"q": (2, TOKENS, 8, WIDTH), "k": (2, TOKENS, 8, WIDTH), "q_weight": (WIDTH,), "k_weight": (WIDTH,)},
@@ -59,6 +61,7 @@ ALONE = {("linear_log_probs", "hidden"): 1.5}
 # Where an operation lies that has not the name of its module.
 MODULES = {"add_rms_norm": "rms_norm", "qk_norm_rotary": "rotary", "mlp": "swiglu"}
 MODULES |= {"norm_attention_inputs": "decoder_nodes", "norm_mlp": "decoder_nodes"}
+MODULES |= {"norm_add": "residual_norm", "norm_add_norm": "residual_norm"}
 
 
 # Operations that are others with these options, as GPT-OSS has them; from the last package that is given.
@@ -118,6 +121,15 @@ def plain_round_last_rms_norm(x, weight):
 
 def plain_round_last_add_rms_norm(x, residual, weight):
     return round_last_norm(x + residual, weight), x + residual
+
+
+def plain_norm_add(branch, residual, weight):
+    return residual + round_last_norm(branch, weight, 1e-6)
+
+
+def plain_norm_add_norm(branch, residual, weight, next_weight):
+    total = plain_norm_add(branch, residual, weight)
+    return round_last_norm(total, next_weight, 1e-6), total
 
 
 def plain_rotary(q, k, cos, sin):

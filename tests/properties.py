@@ -49,6 +49,9 @@ def shapes(draw, operation):
         return {"x": (*rows, length), "weight": (length,)}, {}
     if operation in ("add_rms_norm", "round_last_add_rms_norm"):
         return {"x": (*rows, length), "residual": (*rows, length), "weight": (length,)}, {}
+    if operation in ("norm_add", "norm_add_norm"):
+        found = {"branch": (*rows, length), "residual": (*rows, length), "weight": (length,)}
+        return {**found, **({"next_weight": (length,)} if operation == "norm_add_norm" else {})}, {}
     if operation == "swiglu":
         return {"gate": (*rows, length), "up": (*rows, length)}, {}
     if operation in ("rotary", "qk_norm_rotary"):

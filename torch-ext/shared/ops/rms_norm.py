@@ -123,9 +123,9 @@ def _add_forward(
     precision gives an fp32 total, and a y of x's dtype."""
     dtype = dtype or _result_dtype_of_sum(x, residual, weight, rounds)
     norm = Norm(residual.dtype, weight.dtype, dtype, x.shape[-1], offset, rounds)
-    family = family_of(norm, "add_forward", x, residual, weight) if multiplier == 1.0 else None
-    if family is not None:
-        return family.add_forward(x, residual, weight, eps, norm)
+    family = family_of(norm, "add_forward" if multiplier == 1.0 else "scaled_add_forward", x, residual, weight)
+    if family is not None and dtype == x.dtype:
+        return family.add_forward(x, residual, weight, eps, norm, multiplier)
     total = torch.add(residual, x, alpha=multiplier)
     return (total, *_forward(total, weight, eps, dtype, offset, rounds))
 
@@ -240,22 +240,26 @@ class AddRMSNormFunction(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------- what users call
-def _checked(x, weight, eps, offset, rounds, residual=None) -> Tuple[torch.Tensor, float, float, str]:
-    """(weight, eps, offset, rounds) of a norm, with a weight of ones where there is none. Raises ValueError when they do not fit."""
+def check(x, weight, eps, offset, rounds, residual=None, names=("x", "weight")) -> Tuple[torch.Tensor, float, float, str]:
+    """Returns (weight, eps, offset, rounds) of a norm, with a weight of ones where there is none. names: what errors call x and weight.
+
+    Raises ValueError when the arguments do not fit.
+    """
+    of_x, of_weight = names
     if rounds not in ROUNDS:
         fail("rounds", repr(rounds), f"one of {', '.join(ROUNDS)}")
     if x.dim() == 0:
-        fail("x", describe(x), "a tensor with a last dimension")
+        fail(of_x, describe(x), "a tensor with a last dimension")
+    need_floats(**{of_x: x})
     if weight is None:
-        need_floats(x=x)
         weight, offset = x.new_ones(x.shape[-1]), 0.0
     if weight.shape != x.shape[-1:]:
-        fail("weight", describe(weight), f"one value for each of the last dimension of x, which is {describe(x)}")
+        fail(of_weight, describe(weight), f"one value for each of the last dimension of {of_x}, which is {describe(x)}")
     if x.device != weight.device:
-        fail("weight", describe(weight), f"on the device of x, {x.device}")
-    need_floats(x=x, weight=weight)
+        fail(of_weight, describe(weight), f"on the device of {of_x}, {x.device}")
+    need_floats(**{of_weight: weight})
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device):
-        fail("residual", describe(residual), f"like x, which is {describe(x)}")
+        fail("residual", describe(residual), f"like {of_x}, which is {describe(x)}")
     return weight, float(eps), float(offset), rounds
 
 
@@ -284,7 +288,7 @@ def rms_norm(
     Raises:
         ValueError: if shapes, dtypes, devices or `rounds` do not fit.
     """
-    weight, eps, offset, rounds = _checked(x, weight, eps, offset, rounds)
+    weight, eps, offset, rounds = check(x, weight, eps, offset, rounds)
     if needs_formula(x, weight):
         return rms_norm_reference(x, weight, eps, dtype, offset, rounds)[0]
     return apply_function(RMSNormFunction, x, weight, eps, dtype, offset, rounds)
@@ -312,7 +316,7 @@ def add_rms_norm(
     Raises:
         ValueError: if shapes, dtypes, devices or `rounds` do not fit.
     """
-    weight, eps, offset, rounds = _checked(x, weight, eps, offset, rounds, residual)
+    weight, eps, offset, rounds = check(x, weight, eps, offset, rounds, residual)
     if needs_formula(x, residual, weight):
         total = x + residual
         return rms_norm_reference(total, weight, eps, dtype, offset, rounds)[0], total

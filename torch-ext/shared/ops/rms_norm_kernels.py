@@ -4,7 +4,7 @@
 |---|---|---|
 | `ROWS` | rms_norm.py | offset 0, rounded first: Qwen3's row lengths with tuned tiles, short rows, and any other length more slowly |
 | `ONE_TILE` | round_last_rms_norm.py | offset 0, rounded last, rows of up to 4096 |
-| `SEGMENTS` | general_rms_norm.py | any offset, either rounding, any length |
+| `SEGMENTS` | general_rms_norm.py; residual_norm.py: y again, and a multiplier | any offset, either rounding, any length |
 
 A package ships one family or several. The first one that it ships, that takes the norm and that reads a row of this length once is chosen;
 without such a family the first that takes the norm, and without that PyTorch. Every family sums the weight's gradient in fp32: each block
@@ -73,8 +73,8 @@ class WholeRows:
         self.kernels["forward"](x, weight, y, rstd, eps)
         return y, rstd
 
-    def add_forward(self, x, residual, weight, eps: float, norm: Norm) -> Triple:
-        """Returns (total, y, rstd [rows])."""
+    def add_forward(self, x, residual, weight, eps: float, norm: Norm, multiplier: float = 1.0) -> Triple:
+        """Returns (total, y, rstd [rows]). multiplier: 1 for these kernels."""
         total, y, rstd = new_like(residual), new_like(x), per_row(x, x.numel() // norm.length)
         self.kernels["add_forward"](x, residual, weight, total, y, rstd, eps)
         return total, y, rstd
@@ -93,8 +93,13 @@ class WholeRows:
         return y
 
     def takes(self, norm: Norm, step: str) -> bool:
-        """Tells whether there are kernels for a step of a norm: "forward", "backward", "add_forward", "add_backward" or "recompute"."""
+        """Tells whether there are kernels for a step of a norm: "forward", "backward", "add_forward", "scaled_add_forward",
+        "add_backward" or "recompute"."""
         raise NotImplementedError
+
+    def operation_of(self, step: str) -> str:
+        """Returns the file of kernel_src that has the kernels of a step."""
+        return self.operation
 
     def reads_once(self, norm: Norm) -> bool:
         """Tells whether rows of this length are read once, and not a second time from the cache."""
@@ -123,7 +128,7 @@ class Rows(WholeRows):
     PER_SM = ((256, 8), (1024, 6), (2560, 3))
 
     def takes(self, norm: Norm, step: str) -> bool:
-        if norm.offset or (norm.rounds != self.rounds and "backward" not in step):
+        if norm.offset or step == "scaled_add_forward" or (norm.rounds != self.rounds and "backward" not in step):
             return False
         if step in ("forward", "backward"):
             return (norm.x, norm.weight, norm.y) in self.ALONE
@@ -142,7 +147,9 @@ class OneTile(WholeRows):
     PER_SM = 2  # in the backward pass: what 8 warps of 120 registers leave room for
 
     def takes(self, norm: Norm, step: str) -> bool:
-        if norm.offset or norm.x != norm.y or step == "recompute" or (norm.rounds != self.rounds and "backward" not in step):
+        if norm.offset or norm.x != norm.y or step in ("scaled_add_forward", "recompute"):
+            return False
+        if norm.rounds != self.rounds and "backward" not in step:
             return False
         return _parameters_fit(norm) and norm.length <= self.kernels["forward"].constant("TILE")
 
@@ -203,6 +210,8 @@ class Segments:
         self._forward = Kernel("general_rms_norm_forward", "general_rms_norm_long_forward", grid=_one_block_a_row, views=_forward_views)
         self._short_forward = Kernel("general_rms_norm_rows_forward", grid=_one_block_a_row)
         self._add_forward = Kernel("general_add_rms_norm_forward", grid=_one_block_a_row, views=_add_forward_views)
+        self._scaled_add_forward = Kernel("scaled_add_norm_forward", grid=_one_block_a_row, views=_add_forward_views)
+        self._apply = Kernel("general_rms_norm_apply", grid=_one_block_a_row, views=_forward_views)
         self._backward = Kernel("general_rms_norm_backward", grid=_one_partial_sum_a_block)
         self._short_backward = Kernel("general_rms_norm_rows_backward", grid=_one_partial_sum_a_block)
         self._add_backward = Kernel("general_add_rms_norm_backward", grid=_one_partial_sum_a_block)
@@ -212,9 +221,15 @@ class Segments:
 
     def takes(self, norm: Norm, step: str) -> bool:
         """As `WholeRows.takes`."""
-        if step == "recompute" or norm.x != norm.y or not _parameters_fit(norm):
+        if norm.x != norm.y or not _parameters_fit(norm):
             return False
-        return step != "add_forward" or (norm.x == norm.weight and self.reads_once(norm))
+        if step == "recompute":
+            return norm.x == norm.weight and norm.length % SEGMENT == 0
+        return "add_forward" not in step or (norm.x == norm.weight and self.reads_once(norm))
+
+    def operation_of(self, step: str) -> str:
+        """As `WholeRows.operation_of`."""
+        return "residual_norm" if step in ("scaled_add_forward", "recompute") else self.operation
 
     def reads_once(self, norm: Norm) -> bool:
         """As `WholeRows.reads_once`."""
@@ -230,13 +245,25 @@ class Segments:
             kernel(rows[part], weight, y[part], rstd[part], *options)
         return y.view(x.shape), rstd
 
-    def add_forward(self, x, residual, weight, eps: float, norm: Norm) -> Triple:
-        """Returns (total, y, rstd [rows])."""
+    def recompute(self, x, weight, rstd, norm: Norm) -> torch.Tensor:
+        """Returns y again."""
+        n = norm.length
+        rows, weight = rows_of(x, n), rows_of(weight, n)[0]
+        y = new_like(rows)
+        for part in slabs(rows):
+            self._apply(rows[part], weight, y[part], rstd[part], norm.offset, int(norm.rounds == "first"))
+        return y.view(x.shape)
+
+    def add_forward(self, x, residual, weight, eps: float, norm: Norm, multiplier: float = 1.0) -> Triple:
+        """Returns (total = residual + multiplier * x, y, rstd [rows])."""
         n, options = norm.length, (eps, norm.offset, int(norm.rounds == "first"))
+        kernel = self._add_forward
+        if multiplier != 1.0:
+            kernel, options = self._scaled_add_forward, (multiplier, *options)
         rows, residual, weight = rows_of(x, n), rows_of(residual, n), rows_of(weight, n)[0]
         total, y, rstd = new_like(rows), new_like(rows), per_row(x, rows.shape[0])
         for part in slabs(rows, residual):
-            self._add_forward(rows[part], residual[part], weight, total[part], y[part], rstd[part], *options)
+            kernel(rows[part], residual[part], weight, total[part], y[part], rstd[part], *options)
         return total.view(x.shape), y.view(x.shape), rstd
 
     def backward(self, grads: Sequence[torch.Tensor], x, weight, rstd, need_dweight: bool, norm: Norm) -> Pair:
@@ -321,5 +348,5 @@ def family_of(norm: Norm, step: str, x: torch.Tensor, *others: torch.Tensor):
 def _chosen(backend, norm: Norm, step: str):
     """backend: part of the key, for it says which kernels there are."""
     shipped = backend.artifacts.operations()
-    found = [family for family in FAMILIES if family.operation in shipped and family.takes(norm, step)]
+    found = [family for family in FAMILIES if family.operation_of(step) in shipped and family.takes(norm, step)]
     return next((family for family in found if family.reads_once(norm)), found[0] if found else None)
