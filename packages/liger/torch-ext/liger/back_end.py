@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from . import liger_functions, liger_pieces
+from . import liger_pieces
+from .liger_names import FUNCTIONS
 from .shared.ops.common import constant_when_traced
 from .shared.runtime.device import kernels_run_on
 
@@ -37,7 +38,7 @@ RANK = 0  # the lowest is chosen where the user named none; Liger's are 2 and up
 ONLY_BY_NAME = 1000
 TAKEN = "_bastile_takes"  # on `liger_kernel.ops`: name there -> Liger's own
 STANDS_FOR = "_bastile_stands_for"  # on what stands for Liger's `dispatch`: that
-NAMES = liger_functions.__all__
+NAMES = tuple(FUNCTIONS)
 VARIABLE = "LIGER_KERNEL_IMPL"
 REGISTRY = "liger_kernel.ops.backends.registry"
 # By module: names that code of Liger's imports from there when it is called, and no back end of Liger's uses.
@@ -80,14 +81,14 @@ def use_in_liger() -> list:
     taken = dict(vars(ops).get(TAKEN, {}))
     missing = []
     for name in NAMES:
-        ours, theirs = getattr(liger_functions, name), taken.get(name, getattr(ops, name, None))
+        ours, theirs = FUNCTIONS[name], taken.get(name, getattr(ops, name, None))
         if theirs is None or not _fits(theirs, ours):
             missing.append(name)
         else:
             taken[name] = theirs
     setattr(ops, TAKEN, taken)
     # What stands there is Liger's, or what another copy of this package put there.
-    changed = _sweep({name: ((theirs, vars(ops)[name]), getattr(liger_functions, name)) for name, theirs in taken.items()})
+    changed = _sweep({name: ((theirs, vars(ops)[name]), FUNCTIONS[name]) for name, theirs in taken.items()})
     dispatched, elsewhere = _register(taken)
     if missing:
         warnings.warn(
@@ -244,7 +245,7 @@ def _register(taken) -> tuple:
         register, dispatch = backends.register_impl, backends.dispatch
     except (ImportError, AttributeError):
         return [], []
-    ours = {operation: _implementation(getattr(liger_functions, name)) for operation, name in DISPATCHED.items() if name in taken}
+    ours = {operation: _implementation(FUNCTIONS[name]) for operation, name in DISPATCHED.items() if name in taken}
     pieces = {operation: getattr(liger_pieces, operation) for operation in PIECES}
     for rank, functions in ((RANK, ours), (ONLY_BY_NAME, pieces)):
         for operation, function in functions.items():
