@@ -47,6 +47,13 @@ def _beside(peers: dict[str, float], ours: Row) -> str:
     return f"{'level' if abs(ratio - 1) <= LEVEL else f'{ratio:.2f} ×'} ({providers.title(best)})"
 
 
+def _unmeasured(table: Table, mine: dict[str, Row]) -> str:
+    """Return a reference to a note where PyTorch itself has no row: then the fastest peer is only the fastest of those that have."""
+    if any(p.startswith(("torch", "huggingface")) for p in mine):
+        return ""
+    return f" {table.notes.reference('Beside Liger alone: PyTorch and torch.compile were not measured at this shape.')}"
+
+
 def limits_table(rows: list[Row]) -> str:
     """Return forward + backward of Liger's operations at the shapes whose limits they declare, beside one copy of the bytes that they have
     to move, or the products alone, and beside every peer that was measured there."""
@@ -55,7 +62,7 @@ def limits_table(rows: list[Row]) -> str:
         for limit in operation.limits:
             wanted = {"metric_name": "speed", "kernel_operation_mode": "full", "x_name": "shape", "x_value": limit.title}
             mine = by_provider(select(rows, kernel_name=operation.name, **wanted))
-            if FLOOR in mine and mine.get("bastile"):
+            if mine.get("bastile"):
                 found.append((operation, limit, mine))
     names = [p for p in columns_of(row for *_, mine in found for row in mine.values()) if p != "bastile"]
     table = Table("µs, forward + backward", "", "floor", "Bastile", "of the floor", *map(providers.title, names), "vs best peer")
@@ -63,7 +70,7 @@ def limits_table(rows: list[Row]) -> str:
         ours = mine["bastile"]
         cells = [table.notes.cell(mine.get(p), number) for p in (FLOOR, "bastile")]
         peers = [table.notes.cell(mine.get(p), number) for p in names]
-        line = [operation.title, limit.title, *cells, of_floor(mine), *peers, _beside(peers_of(mine), ours)]
+        line = [operation.title, limit.title, *cells, of_floor(mine), *peers, f"{_beside(peers_of(mine), ours)}{_unmeasured(table, mine)}"]
         table.add(line, mine.values())
     return table.text()
 

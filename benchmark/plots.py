@@ -1,185 +1,222 @@
-"""Pictures of the results: `python -m benchmark.plots` writes benchmark/results/<gpu>/plots/*.png. Needs matplotlib."""
+"""Charts of the results: `python -m benchmark.plots` writes benchmark/results/<gpu>/plots/*.png. Needs matplotlib.
+
+A few, each for one page: `CHARTS`. Their axes show a gain, so none begins at zero: speed is in times the fastest peer, which is 1.
+"""
 
 import argparse
-from collections.abc import Iterable
+import hashlib
+import math
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from . import models, records, registry
-from .families import FAMILIES
-from .markdown import in_order, select
-from .operation import MODE_TITLES
-from .providers import FLOOR, FLOOR_STYLE, PROVIDERS
+from . import providers, records, registry
+from .benchmark_experts import SKEWED, UNIFORM
+from .families import QWEN3
+from .markdown import by_provider, columns_of, in_order, peers_of, select
+from .providers import FLOOR, PROVIDERS, is_ours
 from .records import Row
-from .step_tables import step_groups
-from .suites import Suite
+from .step_tables import MASKED, defensible, parts_of, step_groups
+from .suites import GPT_OSS, LIGER
+from .suites import QWEN3 as QWEN3_SUITE
+
+MARK = "made of rows "
+FASTEST = "speed, the fastest peer measured = 1"
+PEER, OURS = "#999999", "#D55E00"
 
 
-def style(provider: str) -> dict:
-    """Return how the line of a provider, or of the floor, is drawn."""
-    return PROVIDERS[provider].style if provider in PROVIDERS else FLOOR_STYLE
+def digest(rows: Iterable[Row]) -> str:
+    """Return what changes with the numbers that a chart shows."""
+    parts = sorted(f"{r.kernel_name} {r.kernel_provider} {r.metric_name} {r.x_value} {r.y_value_50} {r.version}" for r in rows)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def series(rows: Iterable[Row], scale: float = 1.0) -> dict[str, tuple[list, ...]]:
-    """Return by provider: x, median, 20 % and 80 % quantiles, of what has a number."""
-    found = {}
-    for provider in (*PROVIDERS, FLOOR):
-        mine = {r.x_value: r for r in rows if r.kernel_provider == provider and r.y_value_50 is not None}
-        x = in_order(mine)
-        if x:
-            found[provider] = (x, *([getattr(mine[v], y) * scale for v in x] for y in ("y_value_50", "y_value_20", "y_value_80")))
-    return found
-
-
-def draw(axes, rows: list[Row], ylabel: str, floor: str = FLOOR, scale: float = 1.0, log: bool = True) -> None:
-    """Draw one line a provider over the tokens, or over the models; a cross at the bottom where it fails."""
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
-    positions = {x: i for i, x in enumerate(in_order(r.x_value for r in rows))}
-    crosses = dict.fromkeys(positions, 0)
-    for row in rows:
-        if row.error:
-            crosses[row.x_value] += 1
-            height = 0.05 * crosses[row.x_value]
-            axes.plot(positions[row.x_value], height, "x", color=style(row.kernel_provider)["color"], transform=axes.get_xaxis_transform())
-    for provider, (x, median, low, high) in series(rows, scale).items():
-        at, label = [positions[v] for v in x], PROVIDERS[provider].title if provider in PROVIDERS else floor
-        axes.plot(at, median, label=label, **style(provider))
-        axes.fill_between(at, low, high, color=style(provider)["color"], alpha=0.15, linewidth=0)
-    axes.set_xticks(list(positions.values()), list(positions), rotation=45 if len("".join(positions)) > 32 else 0)
-    axes.set_xlabel(rows[0].x_label)
-    axes.set_ylabel(ylabel)
-    if log:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_minor_formatter("")
-    else:
-        axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.grid(alpha=0.3)
-
-
-def shares(rows: list[Row]) -> list[Row]:
-    """Return the floor's time over each provider's, in percent."""
-    floors = {r.x_value: r.y_value_50 for r in rows if r.kernel_provider == FLOOR}
-    found = []
-    for row in rows:
-        floor = floors.get(row.x_value)
-        if row.kernel_provider != FLOOR and row.y_value_50 and floor:
-            numbers = {name: 100 * floor / getattr(row, name) for name in records.NUMBERS}
-            found.append(Row(**{**vars(row), **numbers}))
-    return found
-
-
-def finish(figure, path: Path, title: str) -> Path:
-    """Put title and legend on a figure, and write it."""
-    import matplotlib.pyplot as plt
-
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.suptitle(title)
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
-
-
-def panels(count: int):
+def figure_of(count: int, height: float = 3.6):
     """Return a figure and its axes side by side."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    return plt.subplots(1, count, figsize=(5.5 * count, 4.4), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(1, count, figsize=(5.2 * count, height), layout="constrained", squeeze=False)
+    return figure, axes[0]
 
 
-def plot_operation(rows: list[Row], folder: Path) -> list[Path]:
-    """Draw a picture for each mode, and each model or shape that is not what x varies: time, share of the floor, and memory if it was
-    measured."""
-    made = []
+def line(axes, tokens: list[str], values: dict[str, float], provider: str) -> None:
+    """Draw a provider's values over the tokens that it has some at."""
+    at = [i for i, n in enumerate(tokens) if n in values]
+    axes.plot(at, [values[tokens[i]] for i in at], label=providers.title(provider), **PROVIDERS[provider].style)
 
-    def of(r: Row) -> tuple:
-        model = r.config["model"] if r.x_name == "tokens" else None
-        return r.kernel_name, r.kernel_operation_mode, r.x_name, model, r.config.get("shape")
 
-    for picture in dict.fromkeys(map(of, rows)):
-        name, mode, x_name, model, shape = picture
-        mine = [r for r in rows if of(r) == picture]
-        speed, memory = select(mine, metric_name="speed"), select(mine, metric_name="memory")
-        if not any(r.y_value_50 for r in speed):
+def steps(rows: list[Row], title: str):
+    """Draw the speed of training steps in times the fastest peer's, and their peak memory, by tokens; None without rows."""
+    tokens = in_order(r.x_value for r in select(rows, metric_name="step_time") if r.y_value_50)
+    names = columns_of(rows)
+    if "bastile" not in names or len(tokens) < 2:
+        return None
+    figure, (speed, memory) = figure_of(2)
+    parts = {n: parts_of(select(rows, x_value=n)) for n in tokens}
+    best = {n: min(peers_of(times).values(), default=None) for n, (times, _) in parts.items()}
+    for p in names:
+        of_speed = {n: best[n] / times[p].y_value_50 for n, (times, _) in parts.items() if best[n] and p in times and times[p].y_value_50}
+        of_memory = {n: gib[p].y_value_50 for n, (_, gib) in parts.items() if p in gib and gib[p].y_value_50}
+        line(speed, tokens, of_speed, p)
+        line(memory, tokens, of_memory, p)
+    speed.set_ylabel(FASTEST)
+    memory.set_ylabel("peak memory, GiB")
+    for axes in (speed, memory):
+        axes.set_xticks(range(len(tokens)), tokens, rotation=30)
+        axes.set_xlabel("tokens in a step; a line ends where memory does")
+        axes.grid(alpha=0.3)
+    handles, labels = memory.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
+    figure.suptitle(title)
+    return figure
+
+
+def bars(ratios: dict[str, float], title: str, label: str):
+    """Draw a bar for each ratio on an axis of powers, from 1, which is level with the peer; None without any."""
+    if not ratios:
+        return None
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    figure, (axes,) = figure_of(1, 1.2 + 0.26 * len(ratios))
+    figure.set_size_inches(8, 1.2 + 0.26 * len(ratios))
+    names = list(ratios)[::-1]
+    values = [ratios[name] for name in names]
+    axes.barh(names, [value - 1 for value in values], left=1.0, color=[OURS if value >= 1 else PEER for value in values])
+    axes.set_xscale("log")
+    wide = max(values) > 5
+    known = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if wide else (0.25, 0.5, 0.8, 1, 1.25, 1.5, 2, 3, 5)
+    ends = [t for t in known if 0.8 * min(*values, 1) <= t <= 1.3 * max(*values, 1.25)]
+    axes.set_xlim(min(*values, 1) * 0.93, max(*values, 1.25) * (1.5 if wide else 1.15))
+    axes.set_xticks(ends)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} ×"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.axvline(1.0, color="black", linewidth=1)
+    for place, value in enumerate(values):
+        axes.text(max(value, 1.0) * (1.03 if wide else 1.01), place, f"{value:.2f}", va="center", fontsize=8)
+    axes.set_xlabel(label)
+    axes.grid(alpha=0.3, axis="x")
+    axes.set_title(title, fontsize=11)
+    return figure
+
+
+def ratio(found: dict[str, Row]) -> float | None:
+    """Return the fastest peer's time over ours."""
+    peers, ours = peers_of(found), found.get("bastile")
+    return min(peers.values()) / ours.y_value_50 if peers and ours and ours.y_value_50 else None
+
+
+def qwen3_rows(rows: list[Row]) -> list[Row]:
+    found = select(rows, kernel_name=f"{QWEN3.name}_step", model=QWEN3_SUITE.model, layers=None)
+    return [r for r in found if r.metric_name in ("step_time", "memory")]
+
+
+def qwen3_step(rows: list[Row]):
+    return steps(qwen3_rows(rows), "A training step of Qwen3-8B")
+
+
+def masked_rows(rows: list[Row]) -> list[Row]:
+    return [r for kind in MASKED.values() for r in select(rows, kernel_name=f"{QWEN3.name}_step{kind}", metric_name="step_time")]
+
+
+def masked(rows: list[Row]):
+    found = {what: by_provider(select(masked_rows(rows), kernel_name=f"{QWEN3.name}_step{kind}")) for what, kind in MASKED.items()}
+    ratios = {}
+    for what, mine in found.items():
+        best = min(peers_of(mine).values(), default=None)
+        ours = {p: row.y_value_50 for p, row in mine.items() if is_ours(p) and row.y_value_50} if best else {}
+        ratios |= {f"{what}: {providers.title(p)}": best / ms for p, ms in ours.items()}
+    return bars(ratios, "A training step of packed and padded batches", FASTEST)
+
+
+def gpt_oss_rows(rows: list[Row]) -> list[Row]:
+    wanted = {"kernel_operation_mode": "full", "x_value": str(GPT_OSS.tokens), "dtype": "bf16"}
+    layer = [r for each in (UNIFORM, SKEWED) for r in select(rows, kernel_name=each.name, metric_name="speed", timing="device", **wanted)]
+    of_steps = [r for name in ("gpt_oss_step", "gpt_oss_fsdp") for r in select(rows, kernel_name=name, metric_name="step_time", **wanted)]
+    return layer + defensible(of_steps)
+
+
+def gpt_oss(rows: list[Row]):
+    mine, found = gpt_oss_rows(rows), {}
+    for each in (UNIFORM, SKEWED):
+        for model in in_order({r.config["model"] for r in select(mine, kernel_name=each.name)}):
+            experts = 128 if model.endswith("120b") else 32
+            found[f"{experts} {each.title}"] = ratio(by_provider(select(mine, kernel_name=each.name, model=model)))
+    for title, part in step_groups([r for r in mine if r.metric_name == "step_time"]):
+        found[f"step of {title}"] = ratio(by_provider(part))
+    return bars({name: value for name, value in found.items() if value}, "GPT-OSS, forward and backward, 8192 tokens",
+                FASTEST)
+
+
+def liger_rows(rows: list[Row]) -> list[Row]:
+    names = {operation.name for operation in registry.of_suite(LIGER)}
+    found = select(rows, metric_name="speed", kernel_operation_mode="full", x_name="shape")
+    return [r for r in found if r.kernel_name in names and r.kernel_provider != FLOOR]
+
+
+def liger_operations(rows: list[Row]):
+    mine, found = liger_rows(rows), {}
+    for operation in registry.of_suite(LIGER):
+        shapes = [ratio(by_provider(select(mine, kernel_name=operation.name, x_value=limit.title))) for limit in operation.limits]
+        logs = [math.log(value) for value in shapes if value]
+        if logs:
+            found[operation.title] = math.exp(sum(logs) / len(logs))
+    title = "Liger's operations, forward and backward, mean over their shapes"
+    return bars(dict(sorted(found.items(), key=lambda item: -item[1])), title, FASTEST)
+
+
+# By file: what draws a chart, and the rows that it shows.
+CHARTS: dict[str, tuple[Callable, Callable]] = {
+    "qwen3_step": (qwen3_step, qwen3_rows),
+    "masked": (masked, masked_rows),
+    "gpt_oss": (gpt_oss, gpt_oss_rows),
+    "liger_operations": (liger_operations, liger_rows),
+}
+
+
+def stale(folder: Path) -> list[str]:
+    """Return the charts of a GPU's folder that are not of its results. A chart without rows has no file."""
+    rows, found = records.read_all(folder), []
+    for name, (_, shown) in CHARTS.items():
+        path, mine = folder / "plots" / f"{name}.png", shown(rows)
+        made = path.read_bytes() if path.is_file() else b""
+        if bool(mine) != bool(made) or (mine and f"{MARK}{digest(mine)}".encode() not in made):
+            found.append(name)
+    return found
+
+
+def write(folder: Path) -> list[Path]:
+    """Draw every chart of one GPU's results."""
+    rows, made = records.read_all(folder), []
+    for name, (draw, shown) in CHARTS.items():
+        figure = draw(rows)
+        path = folder / "plots" / f"{name}.png"
+        if figure is None:
             continue
-        figure, ((time_axes, share_axes, *rest),) = panels(3 if memory else 2)
-        operation = registry.operations()[name]
-        unit, scale = ("ms", 1e-3) if operation.floor else ("µs", 1.0)
-        draw(time_axes, speed, unit, operation.floor_title, scale)
-        if percent := shares(speed):
-            draw(share_axes, percent, f"% of the speed of {operation.floor_title}", log=False)
-        if memory:
-            draw(rest[0], memory, "peak memory of the call, MiB")
-        what = f"{operation.title[0].upper()}{operation.title[1:]}, {MODE_TITLES.get(mode, mode)}"
-        where = " - ".join([what, *([models.title(model)] if model else []), *([shape] if shape else [])])
-        parts = [name, mode]
-        if model is None:
-            parts += ["by", x_name]
-        elif len(shown_models(operation.suite)) > 1:
-            parts.append(model)
-        if shape:
-            parts.append(records.slug(shape))
-        made.append(finish(figure, folder / f"{'_'.join(parts)}.png", f"{where}, {speed[0].gpu_name}"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110, metadata={"Description": f"{MARK}{digest(shown(rows))}", "Software": None})
+        made.append(path)
     return made
 
 
-def plot_steps(rows: list[Row], folder: Path, title: str) -> list[Path]:
-    """Draw time, tokens a second and memory of training steps. rows: of one of the groups that can be compared."""
-    times = select(rows, metric_name="step_time")
-    if not any(r.y_value_50 for r in times):
-        return []
-    memory = select(rows, metric_name="memory")
-    figure, ((time_axes, rate_axes, *rest),) = panels(3 if memory else 2)
-    draw(time_axes, times, "ms a step")
-    draw(rate_axes, select(rows, metric_name="throughput"), "tokens a second", log=False)
-    if memory:
-        draw(rest[0], memory, "peak memory of a GPU, GiB", log=False)
-    config = times[0].config
-    part = f"_{config['layers']}_layers" if config["layers"] else ""
-    gpus = f"_{config['gpus']}_gpus" if config["gpus"] > 1 else ""
-    return [finish(figure, folder / f"{times[0].kernel_name}_{config['model']}{part}{gpus}.png", f"{title}, {times[0].gpu_name}")]
-
-
-def shown_models(suite: Suite) -> tuple[str, ...]:
-    """Return the models whose pictures over tokens are drawn: all of a suite that has two, else its own."""
-    return suite.models if len(suite.models) <= 2 else (suite.model,)
-
-
-def is_shown(row: Row, suite: Suite) -> bool:
-    """Tell whether a row of an operation is in a picture."""
-    return row.config["timing"] == suite.timing and (row.x_name != "tokens" or row.config["model"] in shown_models(suite))
-
-
-def plot_all(folder: Path) -> list[Path]:
-    """Draw every picture of one GPU's results."""
-    rows = records.read_all(folder)
-    plots, made = folder / "plots", []
-    usual = [r for r in rows if r.config.get("dtype") == "bf16"]
-    known = registry.operations()
-    made += plot_operation([r for r in usual if r.kernel_name in known and is_shown(r, known[r.kernel_name].suite)], plots)
-    for family in FAMILIES:
-        for kind, what in (("step", "Training step"), ("fsdp", "FSDP2 training step")):
-            for title, mine in step_groups(select(usual, kernel_name=f"{family}_{kind}")):
-                made += plot_steps(mine, plots, f"{what} - {title}")
-    return made
-
-
-def main(arguments=None) -> list[Path]:
-    p = argparse.ArgumentParser(description="Pictures of the results.")
+def main(arguments=None) -> int:
+    p = argparse.ArgumentParser(description="Charts of the results.")
     p.add_argument("--gpu", default="nvidia-h200", help="folder under the results")
     p.add_argument("--results", type=Path, default=records.RESULTS)
+    p.add_argument("--check", action="store_true", help="fail when a chart is not of the results, and write nothing")
     args = p.parse_args(arguments)
-    made = plot_all(args.results / args.gpu)
-    for path in made:
-        print(path)
-    return made
+    folder = args.results / args.gpu
+    if not args.check:
+        for path in write(folder):
+            print(path)
+        return 0
+    wrong = stale(folder)
+    for name in wrong:
+        print(f"{name}.png is not of the results: python -m benchmark.plots")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,13 +11,25 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from tools.kernel_package import Package, PackageError, layer_names, layers_file, package_folders, public_names, read_package, variant_archs
+from tools.kernel_package import (
+    ROOT,
+    Package,
+    PackageError,
+    layer_names,
+    layers_file,
+    package_folders,
+    public_names,
+    read_package,
+    variant_archs,
+)
 
 
 def card_values(package: Package) -> dict[str, Any]:
@@ -74,17 +86,43 @@ def render_card(template: str, values: dict[str, Any]) -> str:
         raise PackageError(f"CARD.md cannot be filled: {error}") from error
 
 
-def fill_card(package: Package) -> Path:
-    """Write build/CARD.md.
+IMAGE = re.compile(r"(!\[[^\]]*\]\()(?!https://)([^)\s]+)(\))")
+
+
+def with_images(text: str, folder: Path) -> tuple[str, dict[str, Path]]:
+    """A card whose images lie beside it, as on the Hub, and these images by name.
+
+    folder: that its links lead from; what a copy of a package has not got is taken from this repository.
 
     Raises:
-        PackageError: if there is no CARD.md, it cannot be filled, or the package is not built.
+        PackageError: if an image is missing, or two have one name.
+    """
+    images: dict[str, Path] = {}
+    for _, target, _ in IMAGE.findall(text):
+        places = ((folder / target).resolve(), ROOT / re.sub(r"^(\.\./)+", "", target))
+        path = next((place for place in places if place.is_file()), None)
+        if path is None:
+            raise PackageError(f"CARD.md shows {target}, which is no file; write it, or take it out")
+        if images.setdefault(path.name, path) != path:
+            raise PackageError(f"CARD.md shows two images of the name {path.name}; expected names of their own")
+    return IMAGE.sub(lambda image: f"{image[1]}{Path(image[2]).name}{image[3]}", text), images
+
+
+def fill_card(package: Package) -> Path:
+    """Write build/CARD.md and, beside it, the images that it shows.
+
+    Raises:
+        PackageError: if there is no CARD.md, it cannot be filled, an image is missing, or the package is not built.
     """
     template = package.folder / "CARD.md"
     if not template.is_file():
         raise PackageError(f"{template} not found; expected the template of the package's page on the Hub")
-    text = render_card(template.read_text(encoding="utf-8"), card_values(package))
+    text, images = with_images(render_card(template.read_text(encoding="utf-8"), card_values(package)), template.parent)
     target = package.build / "CARD.md"
+    for old in package.build.glob("*.png"):
+        old.unlink()
+    for name, path in images.items():
+        shutil.copyfile(path, package.build / name)
     temporary = target.with_suffix(".tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, target)

@@ -4,8 +4,8 @@
 
 `build/<variant>/**` goes to branch `v<version>` in one commit, and nothing else: `kernels download --all-variants` fetches `build/`
 alone, and huggingface_hub then takes a branch that has more for half downloaded. The same and `benchmarks/*.py` go to branch
-`v<version>-bench`, for `kernels benchmark --branch`, and `build/CARD.md` to `main` as README.md. Users of a branch see the old
-package or the new one, never a mixture. A run that was killed is simply repeated: contents that arrived are not sent again, a branch
+`v<version>-bench`, for `kernels benchmark --branch`, and `build/CARD.md` with its images to `main` as README.md. Users of a branch see the
+old package or the new one, never a mixture. A run that was killed is simply repeated: contents that arrived are not sent again, a branch
 that is up to date gets no commit.
 
 A version is a promise: what `v1` offers (public names, layers, GPU architectures, and compiled kernels by host and architecture)
@@ -124,7 +124,7 @@ def compare(api: HfApi, package: Package, repo_id: str, variants: dict[Path, Met
     plans = [plan]
     others = {f"{package.branch}-bench": files | benchmarks} if benchmarks else {}
     if is_newest(package, known):
-        others[MAIN] = {"README.md": package.build / "CARD.md"}
+        others[MAIN] = {"README.md": package.build / "CARD.md", **{path.name: path for path in sorted(package.build.glob("*.png"))}}
     for branch, wanted in others.items():
         head = known.get(branch)
         plans.append(make_plan(branch, head, wanted, hub_files(api, repo_id, head) if head else {}))

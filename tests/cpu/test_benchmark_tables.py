@@ -40,13 +40,15 @@ def test_the_table_of_ligers_operations():
     times = {"floor": 80.0, "bastile": 100.0, "liger": 150.0}
     rows = [dataclasses.replace(row("layer_norm", provider, "full", x=shape, y=y), x_name="shape") for provider, y in times.items()]
     found = tables.table("liger_limits", rows)
-    assert "| LayerNorm | 8192 tokens, bf16 | 80 | 100 | 80% | 150 | 1.50 × (Liger) |" in found
+    assert "| LayerNorm | 8192 tokens, bf16 | 80 | 100 | 80% | 150 | 1.50 × (Liger) [1] |" in found
+    assert "[1] Beside Liger alone: PyTorch and torch.compile were not measured at this shape." in found
     level = tables.table("liger_limits", [*rows[:2], dataclasses.replace(rows[2], y_value_50=98.0)])
-    assert "| 98 | level (Liger) |" in level and "| 80% |  |" in tables.table("liger_limits", rows[:2])
+    assert "| 98 | level (Liger) [1] |" in level and "| 80% |  [1] |" in tables.table("liger_limits", rows[:2])
     compiled = dataclasses.replace(rows[2], kernel_provider="torch_compile", y_value_50=90.0)
     assert "| 90 | 150 | 0.90 × (torch.compile) |" in tables.table("liger_limits", [*rows, compiled]), "the fastest peer, whoever it is"
     faster = tables.table("liger_limits", [rows[0], dataclasses.replace(rows[1], y_value_50=79.0), rows[2]])
     assert "| 80 | 79 | 100% |" in faster, "no share of a floor is above it"
+    assert "[1]" not in tables.table("liger_limits", [*rows, compiled])
 
 
 def test_the_table_of_the_optimizer(results):
@@ -116,14 +118,28 @@ def test_a_document_is_checked_and_written(results, tmp_path, capsys):
 
 
 def test_plots(results):
+    """A chart for each page that shows one, which knows the rows that it was made of."""
     pytest.importorskip("matplotlib")
-    made = {path.name for path in plots.main(["--results", str(results)])}
-    names = {"rms_norm_forward", "linear_cross_entropy_full", "qwen3_step_qwen3_8b", "qwen3_fsdp_qwen3_8b_4_gpus"}
-    names |= {"gpt_oss_step_gpt_oss_20b_12_layers", "gpt_oss_fsdp_gpt_oss_20b_2_gpus"}
-    models_of = ("gpt_oss_20b", "gpt_oss_120b")
-    names |= {f"experts_{r}_{mode}_{m}" for r in ("uniform", "skewed") for mode in ("forward", "full") for m in models_of}
-    assert made == {f"{name}.png" for name in names}
-    assert all((results / "nvidia-h200" / "plots" / name).stat().st_size > 10_000 for name in made)
+    folder = results / "nvidia-h200"
+    shape = dataclasses.replace(row("dyt", "liger", "full", y=2.0), x_name="shape", x_value="8192 tokens, bf16")
+    operation = [shape, dataclasses.replace(shape, kernel_provider="bastile", y_value_50=1.0)]
+    packed = [row("qwen3_step_8_documents", p, "full", "step_time", y=y) for p, y in (("liger_varlen", 3.0), ("bastile", 2.0))]
+    records.write(folder / "limits.csv", operation)
+    records.write(folder / "qwen3_step_8_documents.csv", packed)
+    assert set(plots.stale(folder)) == set(plots.CHARTS) == {"qwen3_step", "masked", "gpt_oss", "liger_operations"}
+    arguments = ["--results", str(results)]
+    assert plots.main([*arguments, "--check"]) == 1 and plots.main(arguments) == 0 and plots.main([*arguments, "--check"]) == 0
+    assert all((folder / "plots" / f"{name}.png").stat().st_size > 10_000 for name in plots.CHARTS)
+    records.write(folder / "limits.csv", [dataclasses.replace(operation[1], y_value_50=1.5)])
+    assert plots.stale(folder) == ["liger_operations"]
+    (folder / "qwen3_step_8_documents.csv").unlink()
+    assert plots.stale(folder) == ["masked", "liger_operations"], "nothing is shown of what was not measured"
+
+
+def test_the_charts_of_the_repository_are_of_its_results():
+    for folder in records.RESULTS.iterdir():
+        assert plots.stale(folder) == [], "python -m benchmark.plots"
+        assert {path.stem for path in (folder / "plots").iterdir()} <= set(plots.CHARTS)
 
 
 def test_parts_of_tables():
@@ -151,13 +167,6 @@ def test_everything_that_was_measured_is_known():
 def test_the_order_of_a_table_is_that_of_the_declarations():
     names = [operation.name for operation in registry.of_suite(suites.QWEN3)]
     assert names == ["rms_norm", "q_norm", "add_rms_norm", "rotary", "qk_norm_rotary", "swiglu", "linear_cross_entropy", "attention"]
-
-
-def test_a_picture_for_each_shape_of_a_kind_of_its_own(tmp_path):
-    pytest.importorskip("matplotlib")
-    rows = [row("swiglu", x=x, y=float(x), shape=f"rows {n}") for n in (2, 4) for x in (8, 16)]
-    made = plots.plot_operation([dataclasses.replace(r, x_name="columns") for r in rows], tmp_path)
-    assert [path.name for path in made] == ["swiglu_forward_by_columns_rows-2.png", "swiglu_forward_by_columns_rows-4.png"]
 
 
 def test_a_line_that_was_measured_apart_says_so(results):

@@ -9,6 +9,7 @@ import yaml
 from tests.publishing import (
     REPO,
     ROOT,
+    content,
 )
 from tools.card import fill_card, render_card
 from tools.kernel_package import PackageError, layer_names, public_names, read_package
@@ -26,6 +27,21 @@ def test_a_card_that_cannot_be_filled_says_why(package):
         fill_card(read_package(package.folder))
     (package.folder / "CARD.md").unlink()
     with pytest.raises(PackageError, match="CARD.md not found"):
+        fill_card(read_package(package.folder))
+
+
+def test_images_of_a_card_are_published_beside_it(hub, package, upload):
+    """In the repository they are the charts of the results; on the Hub a page sees the files of its own branch alone."""
+    (package.folder / "charts").mkdir()
+    (package.folder / "charts" / "speed.png").write_bytes(b"png")
+    card = package.folder / "CARD.md"
+    card.write_text(card.read_text() + "\n![Speed](charts/speed.png) ![far](https://huggingface.co/x.png)\n")
+    package.build()
+    upload()
+    assert b"![Speed](speed.png) ![far](https://huggingface.co/x.png)" in content(hub, "README.md", "main")
+    assert content(hub, "speed.png", "main") == b"png"
+    (package.folder / "charts" / "speed.png").unlink()
+    with pytest.raises(PackageError, match="shows charts/speed.png, which is no file"):
         fill_card(read_package(package.folder))
 
 
