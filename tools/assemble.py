@@ -158,6 +158,7 @@ def metadata(package: Package, backend: str, unique: str, files: dict[str, bytes
         "python-depends": [],
         "backend": described,
     }
+    found |= {name: url for name, url in (("upstream", package.upstream), ("source", package.source)) if url}
     commit = git(package, "rev-parse", "HEAD")
     if commit:
         # `kernels` wants the name of a builder; ours is these tools, of the package's own version.

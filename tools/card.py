@@ -63,7 +63,7 @@ def card_values(package: Package) -> dict[str, Any]:
         "layers": list(layers),
         "archs": list(archs),
         "has_benchmark": (package.folder / "benchmarks" / "benchmark.py").is_file(),
-        "upstream": None,
+        "upstream": package.upstream,
     }
 
 

@@ -20,7 +20,7 @@ class PackageError(Exception):
 
 @dataclass(frozen=True)
 class Package:
-    """The folder that holds build.toml and `build/`."""
+    """The folder that holds build.toml and `build/`. upstream, source: where the kernels come from, and where this form of them lies."""
 
     folder: Path
     name: str
@@ -28,6 +28,8 @@ class Package:
     license: str
     repo_id: str | None
     backends: tuple[str, ...]
+    upstream: str | None = None
+    source: str | None = None
 
     @property
     def module(self) -> str:
@@ -105,6 +107,8 @@ def read_package(folder: str | Path = ".") -> Package:
         license=general["license"],
         repo_id=general.get("hub", {}).get("repo-id"),
         backends=backends,
+        upstream=general.get("upstream"),
+        source=general.get("source"),
     )
 
 

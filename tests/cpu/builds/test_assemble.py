@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tests.building import KERNELS, ONE, QUIET, ROOT, contents, copy_package, wr
 from tools import compile as compile_
 from tools import compiler
 from tools.assemble import assemble, sources
+from tools.card import card_values
 from tools.kernel_package import PackageError, package_folders, read_package
 from tools.kernel_sources import source_digest
 from tools.kernels_adapter import Build, Digest, DigestAlgorithm, Metadata
@@ -35,6 +37,20 @@ def test_kernels_reads_the_metadata(assembled, backend):
     assert metadata.python_depends == [] and metadata.kernel_depends == []
     assert metadata.id.startswith(f"_qwen3_{backend}_") and metadata.id in (folder / "_ops.py").read_text()
     metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, folder))
+
+
+def test_what_build_toml_says_of_its_origin_is_kept(tmp_path):
+    """In the metadata that `kernels` reads, and on the package's page."""
+    copy_package(tmp_path)
+    path = tmp_path / "build.toml"
+    urls = {"upstream": "https://github.com/someone/kernels", "source": "https://github.com/someone/fork"}
+    assert "upstream" not in path.read_text() and read_package(tmp_path).source is None
+    lines = "".join(f'{name} = "{url}"\n' for name, url in urls.items())
+    path.write_text(path.read_text().replace("\n[general.hub]", f"{lines}\n[general.hub]"))
+    package = read_package(tmp_path)
+    found = json.loads((assemble(package, "cpu") / "metadata.json").read_text())
+    assert {name: found[name] for name in urls} == urls
+    assert card_values(package)["upstream"] == urls["upstream"]
 
 
 def test_the_architectures_are_those_that_were_built(assembled):
