@@ -54,6 +54,7 @@ CHECKED_BY = {
     "gated_activation": ("test_operation[gated_activation", "test_operation[tiled_mlp"),
     "grouped_gemm": ("test_grouped_gemms", "test_experts_in_our_grouped_gemms"),
     "linear_cross_entropy": ("test_linear_cross_entropy", "test_evaluation"),
+    "log_probs": ("test_operation[linear_log_probs",),
     "low_rank": ("test_low_rank",),
     "qk_norm_rotary": ("test_qk_norm_rotary",),
     "rms_norm": ("test_ops.py::test_rms_norm", "test_ops.py::test_add_rms_norm"),

@@ -145,6 +145,8 @@ CASES: Tuple[Case, ...] = (
     Case("decoder_nodes", "norm_attention_inputs", _decoder_inputs),
     Case("linear_cross_entropy", "linear_cross_entropy",
          lambda i: ((i.leaf(TOKENS, HIDDEN), _linear(i, CLASSES, HIDDEN), i.integers(CLASSES, TOKENS)), {})),
+    Case("linear_log_probs", "linear_log_probs", lambda i: ((i.leaf(TOKENS, HIDDEN), _linear(i, CLASSES, HIDDEN),
+                                                             i.integers(CLASSES, TOKENS)), {"outputs": ("log_probs", "entropy")})),
     Case("experts", "experts", _experts),
     Case("experts", "experts", lambda i: _experts(i, True, **GPT_OSS), "of GPT-OSS"),
     Case("attention", "attention", lambda i: _attention(i, 128), "two documents"),
@@ -204,7 +206,7 @@ def results_of(case: Case, function: Callable, inputs: Inputs) -> List[torch.Ten
     """Returns the results of a case and the gradients of its arguments, in float64 on the CPU."""
     positional, named = case.arguments(inputs)
     found = function(*positional, **named)
-    outputs = [x for x in ([found] if isinstance(found, torch.Tensor) else found) if x.requires_grad]
+    outputs = [x for x in ([found] if isinstance(found, torch.Tensor) else found) if isinstance(x, torch.Tensor) and x.requires_grad]
     inputs.generator.manual_seed(1)
     gradients = [inputs.constant(*x.shape) for x in outputs]
     torch.autograd.backward(outputs, [g.to(x.dtype) for g, x in zip(gradients, outputs)])
