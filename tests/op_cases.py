@@ -22,6 +22,8 @@ CASES = {
     "round_last_add_rms_norm": {"x": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
     "norm_add": {"branch": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,)},
     "norm_add_norm": {"branch": (TOKENS, HIDDEN), "residual": (TOKENS, HIDDEN), "weight": (HIDDEN,), "next_weight": (HIDDEN,)},
+    "gated_rms_norm": {"x": (TOKENS, 8, WIDTH), "gate": (TOKENS, 8, WIDTH), "weight": (WIDTH,)},
+    "gated_output": {"out": (TOKENS, 8, WIDTH), "gate": (TOKENS, 8, WIDTH)},
     "rotary": {"q": (2, 8, TOKENS, WIDTH), "k": (2, 8, TOKENS, WIDTH), "cos": (1, TOKENS, WIDTH), "sin": (1, TOKENS, WIDTH)},
     "qk_norm_rotary": {
         **{"q": (2, TOKENS, 8, WIDTH), "k": (2, TOKENS, 8, WIDTH), "q_weight": (WIDTH,), "k_weight": (WIDTH,)},
@@ -130,6 +132,14 @@ def plain_norm_add(branch, residual, weight):
 def plain_norm_add_norm(branch, residual, weight, next_weight):
     total = plain_norm_add(branch, residual, weight)
     return round_last_norm(total, next_weight, 1e-6), total
+
+
+def plain_gated_rms_norm(x, gate, weight):
+    return norm(x, weight) * silu(gate)
+
+
+def plain_gated_output(out, gate):
+    return out * torch.sigmoid(gate)
 
 
 def plain_rotary(q, k, cos, sin):

@@ -52,6 +52,10 @@ def shapes(draw, operation):
     if operation in ("norm_add", "norm_add_norm"):
         found = {"branch": (*rows, length), "residual": (*rows, length), "weight": (length,)}
         return {**found, **({"next_weight": (length,)} if operation == "norm_add_norm" else {})}, {}
+    if operation == "gated_rms_norm":
+        return {"x": (*rows, length), "gate": (*rows, length), "weight": (length,)}, {}
+    if operation == "gated_output":
+        return {"out": (*rows, length), "gate": (*rows, length)}, {}
     if operation == "swiglu":
         return {"gate": (*rows, length), "up": (*rows, length)}, {}
     if operation in ("rotary", "qk_norm_rotary"):

@@ -256,10 +256,10 @@ class Segments:
 
     def add_forward(self, x, residual, weight, eps: float, norm: Norm, multiplier: float = 1.0) -> Triple:
         """Returns (total = residual + multiplier * x, y, rstd [rows])."""
-        n, options = norm.length, (eps, norm.offset, int(norm.rounds == "first"))
+        n, options = norm.length, [eps, norm.offset, int(norm.rounds == "first")]
         kernel = self._add_forward
         if multiplier != 1.0:
-            kernel, options = self._scaled_add_forward, (multiplier, *options)
+            kernel, options = self._scaled_add_forward, [multiplier, *options]
         rows, residual, weight = rows_of(x, n), rows_of(residual, n), rows_of(weight, n)[0]
         total, y, rstd = new_like(rows), new_like(rows), per_row(x, rows.shape[0])
         for part in slabs(rows, residual):

@@ -1,0 +1,66 @@
+"""RMSNorm times SiLU of a gate, against float64."""
+
+import functools
+
+import torch
+from torch.nn.functional import silu
+
+from tests.ops.common import BF16, CPU, FLOATS, FP16, FP32, assert_rows_close, backward_twice, errors_in, exact, leaf, randn, unchanged
+from tests.ops.residual_norm import module
+from tests.ops.rms_norm import rms_norm_exact
+
+
+def check_gated_rms_norm(ops, device, dtype, shape, *, weight_dtype=None, eps=1e-6, view=lambda x: x):
+    """view: makes x and the gate out of contiguous tensors."""
+    x, gate = (leaf(randn(*shape, dtype=dtype, device=device, seed=i, scale=1 + i)) for i in range(2))
+    weight = leaf(randn(view(x).shape[-1], dtype=weight_dtype or dtype, device=device, seed=2) + 1)
+    y = module(ops, "gated_rms_norm").gated_rms_norm(view(x), view(gate), weight, eps)
+    dy = randn(*y.shape, dtype=dtype, device=device, seed=3)
+    untouched = unchanged(x, gate, weight, dy)
+    leaves, leaves64 = [x, gate, weight], [exact(t) for t in (x, gate, weight)]
+    y64 = rms_norm_exact(view(leaves64[0]), leaves64[2], eps) * silu(view(leaves64[1]))
+    wanted = torch.autograd.grad(y64, leaves64, dy.double().cpu())
+    assert_rows_close(y, y64, dtype, f"y {shape}", 2.0)  # three roundings
+    for name, found, gradient in zip(("x", "gate", "weight"), backward_twice(y, dy, leaves), wanted):
+        assert_rows_close(found, gradient, found.dtype, f"gradient of {name} {shape}", 1.0 if dtype != FP32 else 2.0)
+    untouched()
+
+
+# Heads of several lengths, numbers of rows that fill no block, and rows without kernels.
+SHAPES = ((2, 5, 3, 128), (19, 128), (1, 128), (33, 64), (7, 256), (3, 96), (2, 77))
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check. ops: a loaded package."""
+    check = functools.partial(check_gated_rms_norm, ops, device)
+    for dtype in dtypes:
+        for shape in SHAPES:
+            yield f"{shape}", functools.partial(check, dtype, shape)
+        yield "sliced", functools.partial(check, dtype, (9, 256), view=lambda x: x[:, 128:])
+        yield "transposed", functools.partial(check, dtype, (128, 9), view=lambda x: x.t())
+        if dtype != FP32:
+            yield "fp32 weight", functools.partial(check, dtype, (19, 128), weight_dtype=FP32)
+
+
+# ---------------------------------------------------------------- planted errors
+CHECKS = {
+    "rows": functools.partial(check_gated_rms_norm, device=CPU, dtype=FP32, shape=(19, 128), eps=0.5),
+    "many": functools.partial(check_gated_rms_norm, device=CPU, dtype=FP16, shape=(131, 128)),
+    "one": functools.partial(check_gated_rms_norm, device=CPU, dtype=BF16, shape=(3, 128)),
+}
+FILE, OPERATION = "kernel_src/gated_rms_norm.py", "shared/ops/gated_rms_norm.py"
+MUTANTS = [
+    *errors_in(FILE, "rows", "normalised", (" + eps", ""), ("1.0 / TILE", "2.0 / TILE")),
+    *errors_in(FILE, "rows", "gated_rms_norm_forward", ("(g * sigmoid(g))", "sigmoid(g)"), ("ct.bid(0), x.shape", "0, x.shape"),
+               ("* ct.gather(weight, column, check_bounds=False)[None, :]", "* 1.0")),
+    *errors_in(FILE, "rows", "gated_rms_norm_backward", ("d * w * n * (s", "d * n * (s"), ("silu * (1.0 - s)", "s * (1.0 - s)"),
+               ("d = d * silu", "d = d * s"), ("g - n *", "g + n *"), ("TILE))) * r", "TILE)))"), ("g = d * w", "g = d")),
+    *errors_in(FILE, "many", "gated_rms_norm_backward", ("ct.where(valid[:, None], d * n, 0.0)", "d * n"), ("acc = acc + ct", "acc = ct"),
+               ("pieces - 1 - i", "pieces - 1"), ("range(block, pieces", "range(0, pieces")),
+    *errors_in(OPERATION, "one", "GatedRMSNormFunction.forward", ("save_for_backward(x, gate", "save_for_backward(gate, x"),
+               ("ctx.eps = eps", "ctx.eps = 1.0")),
+    *errors_in(OPERATION, "one", "GatedRMSNormFunction.backward", ("return dx, dgate", "return dgate, dx")),
+    *errors_in(OPERATION, "rows", "gated_rms_norm_backward_reference", ("g - n *", "g + n *"), ("1 + z * (1 - s)", "1 - s"),
+               ("sum_of_rows(d * n)", "(d * n)[0]"), kernels=False),
+    *errors_in(OPERATION, "rows", "gated_rms_norm_reference", ("silu(gate.to(acc))", "gate.to(acc)"), kernels=False),
+]  # fmt: skip

@@ -1,0 +1,143 @@
+"""Attention's output times the sigmoid of a gate (Qwen3-Next, Qwen3.5): y = out * sigmoid(gate)."""
+
+from typing import Tuple
+
+import torch
+
+from ..runtime import launch
+from ..runtime.device import kernels_run_on
+from ..runtime.launch import Kernel
+from .common import (
+    HALF,
+    accumulation_dtype,
+    aligned,
+    apply_function,
+    describe,
+    fail,
+    need_floats,
+    needs_formula,
+    once_differentiable,
+    traceable,
+)
+from .rows import slabs
+
+Pair = Tuple[torch.Tensor, torch.Tensor]
+
+
+def _grid(c, out, *_):
+    return (-(-out.shape[0] // c["ROWS"]),)
+
+
+_forward_kernel = Kernel("gated_output_forward", grid=_grid)
+_backward_kernel = Kernel("gated_output_backward", grid=_grid)
+
+
+def gated_output_reference(out, gate) -> torch.Tensor:
+    """Returns y in PyTorch, which can differentiate it."""
+    acc = accumulation_dtype(out.dtype)
+    return (out.to(acc) * torch.sigmoid(gate.to(acc))).to(out.dtype)
+
+
+def gated_output_backward_reference(dy, out, gate) -> Pair:
+    """Returns (dout, dgate) in PyTorch."""
+    acc = accumulation_dtype(out.dtype)
+    d, s = dy.to(acc), torch.sigmoid(gate.to(acc))
+    return (d * s).to(out.dtype), (d * out.to(acc) * s * (1 - s)).to(gate.dtype)
+
+
+def _fits(out, *others) -> bool:
+    """Whether kernels take these rows."""
+    if out.dtype not in (*HALF, torch.float32) or any(t.dtype != out.dtype for t in others) or out.numel() == 0:
+        return False
+    if not kernels_run_on(out, *others) or "gated_output" not in launch.backend.artifacts.operations():
+        return False
+    return out.shape[-1] in _forward_kernel.lengths("out", 1)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x as aligned [rows, n] of any row stride: a slice of every head needs no copy."""
+    return aligned(x.reshape(-1, x.shape[-1]))
+
+
+def _forward(out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    if not _fits(out, gate):
+        return gated_output_reference(out, gate).contiguous()
+    attended, gates = _rows(out), _rows(gate)
+    y = attended.new_empty(attended.shape)
+    for part in slabs(attended, gates):
+        _forward_kernel(attended[part], gates[part], y[part])
+    return y.view(out.shape)
+
+
+def _backward(dy: torch.Tensor, out: torch.Tensor, gate: torch.Tensor) -> Pair:
+    """Returns (dout, dgate), contiguous."""
+    dout, dgate = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (out, gate))
+    gated_output_backward_into(dout, dgate, dy, out, gate)
+    return dout, dgate
+
+
+def gated_output_backward_into(dout, dgate, dy, out, gate) -> None:
+    """As `gated_output_backward`, with the gradients written to tensors of these shapes: dgate may be the gate's part of a larger
+    projection's gradient."""
+    if not _fits(out, gate, dy, dout, dgate) or not _are_rows(dout, dgate):
+        found = gated_output_backward_reference(dy, out, gate)
+        dout.copy_(found[0])
+        dgate.copy_(found[1])
+        return
+    n = out.shape[-1]
+    results = [t.view(-1, n) for t in (dout, dgate)]
+    given = [_rows(t) for t in (dy, out, gate)]
+    for part in slabs(*results, *given):
+        _backward_kernel(*[t[part] for t in (*given, *results)])
+
+
+def _are_rows(*tensors: torch.Tensor) -> bool:
+    """Whether each is seen as aligned rows without a copy."""
+    for tensor in tensors:
+        rows = tensor.reshape(-1, tensor.shape[-1])
+        if rows.data_ptr() != tensor.data_ptr() or aligned(rows) is not rows:
+            return False
+    return True
+
+
+gated_output_forward = traceable("gated_output_forward", _forward, lambda out, gate: out.new_empty(out.shape))
+gated_output_backward = traceable(
+    "gated_output_backward", _backward, lambda dy, out, gate: (out.new_empty(out.shape), gate.new_empty(gate.shape))
+)
+
+
+class GatedOutputFunction(torch.autograd.Function):
+    """(out, gate) -> y."""
+
+    @staticmethod
+    def forward(ctx, out, gate):
+        ctx.save_for_backward(out, gate)
+        return gated_output_forward(out, gate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return gated_output_backward(dy, *ctx.saved_tensors)
+
+
+def gated_output(out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Multiplies attention's output by the sigmoid of a gate, in fp32, and rounds once.
+
+    Args:
+        out: [..., n], bf16, fp16 or fp32. The kernels take n = 128 and 256; the rest runs in PyTorch.
+        gate: like out, any strides: a slice of every head of a projection is read where it lies.
+
+    Returns:
+        [..., n] in out's dtype; differentiable in both.
+
+    Raises:
+        ValueError: if shapes, dtypes or devices do not fit.
+    """
+    need_floats(out=out, gate=gate)
+    if out.dim() == 0:
+        fail("out", describe(out), "a tensor with a last dimension")
+    if gate.shape != out.shape or gate.dtype != out.dtype or gate.device != out.device:
+        fail("gate", describe(gate), f"like out, which is {describe(out)}")
+    if needs_formula(out, gate):
+        return gated_output_reference(out, gate)
+    return apply_function(GatedOutputFunction, out, gate)

@@ -1,0 +1,147 @@
+"""RMSNorm times a gate (Qwen3-Next, Qwen3.5): y = round(weight * round(x / sqrt(mean(x^2) + eps))) * silu(gate)."""
+
+from typing import Tuple
+
+import torch
+from torch.nn.functional import silu
+
+from ..runtime import launch
+from ..runtime.device import kernels_run_on, multiprocessors
+from ..runtime.launch import Kernel
+from .common import (
+    accumulation_dtype,
+    apply_function,
+    column_sum,
+    describe,
+    fail,
+    need_floats,
+    needs_formula,
+    once_differentiable,
+    sum_of_rows,
+    traceable,
+)
+from .rows import kernels_take, per_row, rows_of, slabs
+
+Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+BLOCKS_PER_SM = 6  # in the backward pass
+
+
+def _grid(c, x, *_):
+    return (-(-x.shape[0] // c["ROWS"]),)
+
+
+_forward_kernel = Kernel("gated_rms_norm_forward", grid=_grid)
+_backward_kernel = Kernel("gated_rms_norm_backward", grid=lambda c, *tensors: (tensors[-1].shape[0],))
+
+
+def gated_rms_norm_reference(x, gate, weight, eps: float) -> torch.Tensor:
+    """Returns y in PyTorch, which can differentiate it."""
+    acc = accumulation_dtype(x.dtype)
+    xf = x.to(acc)
+    u = weight * (xf * torch.rsqrt(xf.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return (u.to(acc) * silu(gate.to(acc))).to(x.dtype)
+
+
+def gated_rms_norm_backward_reference(dy, x, gate, weight, eps: float, need_dweight: bool = True) -> Triple:
+    """Returns (dx, dgate, dweight) in PyTorch; dweight is empty where it is not needed."""
+    acc = accumulation_dtype(x.dtype)
+    xf, z, d, w = x.to(acc), gate.to(acc), dy.to(acc), weight.to(acc)
+    rstd = torch.rsqrt(xf.square().mean(-1, keepdim=True) + eps)
+    n, s = xf * rstd, torch.sigmoid(z)
+    dgate = d * w * n * s * (1 + z * (1 - s))
+    d = d * z * s
+    g = d * w
+    dx = (g - n * (g * n).mean(-1, keepdim=True)) * rstd
+    dweight = sum_of_rows(d * n).to(weight.dtype) if need_dweight else weight.new_empty(0)
+    return dx.to(x.dtype), dgate.to(gate.dtype), dweight
+
+
+def _fits(x, weight, *others) -> bool:
+    """Whether kernels take these rows: of 128 in every dtype, of other lengths in bf16. others: what else a kernel reads."""
+    if any(t.dtype != x.dtype for t in others) or not kernels_take(x, weight) or not kernels_run_on(*others):
+        return False
+    if "gated_rms_norm" not in launch.backend.artifacts.operations():
+        return False
+    n = x.shape[-1]
+    return n == 128 or (x.dtype == weight.dtype == torch.bfloat16 and n in _forward_kernel.lengths("x", 1))
+
+
+def _forward(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if not _fits(x, weight, gate):
+        return gated_rms_norm_reference(x, gate, weight, eps)
+    n = x.shape[-1]
+    rows, gates, weight = rows_of(x, n), rows_of(gate, n), rows_of(weight, n)[0]
+    y = rows.new_empty(rows.shape)
+    for part in slabs(rows, gates):
+        _forward_kernel(rows[part], gates[part], weight, y[part], eps)
+    return y.view(x.shape)
+
+
+def _backward(dy: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, need_dweight: bool) -> Triple:
+    """Returns (dx, dgate, dweight); dweight is empty where it is not needed."""
+    if not _fits(x, weight, gate, dy):
+        return gated_rms_norm_backward_reference(dy, x, gate, weight, eps, need_dweight)
+    n = x.shape[-1]
+    grads, rows, gates, parameter = rows_of(dy, n), rows_of(x, n), rows_of(gate, n), rows_of(weight, n)[0]
+    dx, dgate, partials = rows.new_empty(rows.shape), rows.new_empty(rows.shape), []
+    for part in slabs(rows, gates, grads):
+        partial = per_row(x, min(part.stop - part.start, BLOCKS_PER_SM * multiprocessors(x)), n)
+        _backward_kernel(grads[part], rows[part], gates[part], parameter, dx[part], dgate[part], partial, eps)
+        partials.append(partial)
+    if not need_dweight:
+        return dx.view(x.shape), dgate.view(x.shape), weight.new_empty(0)
+    partial = partials[0] if len(partials) == 1 else torch.cat(partials)
+    return dx.view(x.shape), dgate.view(x.shape), column_sum(partial, weight.dtype)
+
+
+def _fake_backward(dy, x, gate, weight, eps, need_dweight):
+    return x.new_empty(x.shape), gate.new_empty(gate.shape), weight.new_empty(weight.shape if need_dweight else 0)
+
+
+gated_rms_norm_forward = traceable("gated_rms_norm_forward", _forward, lambda x, gate, weight, eps: x.new_empty(x.shape))
+gated_rms_norm_backward = traceable("gated_rms_norm_backward", _backward, _fake_backward)
+
+
+class GatedRMSNormFunction(torch.autograd.Function):
+    """(x, gate, weight, eps) -> y."""
+
+    @staticmethod
+    def forward(ctx, x, gate, weight, eps):
+        ctx.save_for_backward(x, gate, weight)
+        ctx.eps = eps
+        return gated_rms_norm_forward(x, gate, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        need = ctx.needs_input_grad[2]
+        dx, dgate, dweight = gated_rms_norm_backward(dy, *ctx.saved_tensors, ctx.eps, need)
+        return dx, dgate, dweight if need else None, None
+
+
+def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """Normalises the last dimension by its root mean square, multiplies it by a weight, and by SiLU of a gate.
+
+    Args:
+        x: [..., n], bf16, fp16 or fp32. The kernels take n = 128, and 64 and 256 in bf16; the rest runs in PyTorch.
+        gate: like x.
+        weight: [n], of x's dtype or fp32.
+        eps: added to the mean square.
+
+    Returns:
+        [..., n] in x's dtype, rounded after the normalisation, after the weight and after the gate, as transformers does it; differentiable
+        in x, gate and weight.
+
+    Raises:
+        ValueError: if shapes, dtypes or devices do not fit.
+    """
+    need_floats(x=x, gate=gate, weight=weight)
+    if x.dim() == 0:
+        fail("x", describe(x), "a tensor with a last dimension")
+    if gate.shape != x.shape or gate.dtype != x.dtype or gate.device != x.device:
+        fail("gate", describe(gate), f"like x, which is {describe(x)}")
+    if weight.shape != x.shape[-1:] or weight.device != x.device:
+        fail("weight", describe(weight), f"one value for each of the last dimension of x, which is {describe(x)}")
+    if needs_formula(x, gate, weight):
+        return gated_rms_norm_reference(x, gate, weight, eps)
+    return apply_function(GatedRMSNormFunction, x, gate, weight, float(eps))
