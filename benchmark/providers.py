@@ -141,8 +141,7 @@ def package(folder: str = "."):
 def _sources(folder, name):
     if not (folder / "__init__.py").is_file():
         raise NotInstalled(f"neither build/ nor the installed package nor {folder.name}'s sources are here; run make build")
-    where = [str(folder), str(ROOT / "torch-ext")]  # the second for what packages share
-    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=where)
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
     assert spec and spec.loader
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -79,4 +79,4 @@ def kept(cache):
 
 def copy_package(folder):
     shutil.copy(ROOT / "build.toml", folder)
-    shutil.copytree(ROOT / "torch-ext", folder / "torch-ext", ignore=shutil.ignore_patterns("__pycache__", "cubins"))
+    shutil.copytree(ROOT / "torch-ext", folder / "torch-ext", symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "cubins"))

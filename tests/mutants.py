@@ -99,7 +99,6 @@ def compiled_copy() -> tempfile.TemporaryDirectory:
     folder = tempfile.TemporaryDirectory()
     leave_out = shutil.ignore_patterns("__pycache__", "cubins")
     shutil.copytree(SOURCES, folder.name, ignore=leave_out, dirs_exist_ok=True)
-    shutil.copytree(SOURCES.parent / "shared", Path(folder.name) / "shared", ignore=leave_out)
     compileall.compile_dir(folder.name, quiet=1, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
     return folder
 

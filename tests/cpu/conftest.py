@@ -43,7 +43,8 @@ def assemble_cpu(folder: Path, extra: str = "", package: str = ".") -> Path:
     from tools.kernel_package import read_package
 
     shutil.copy(REPOSITORY / package / "build.toml", folder)
-    shutil.copytree(REPOSITORY / package / "torch-ext", folder / "torch-ext", ignore=shutil.ignore_patterns("__pycache__", "cubins"))
+    left_out = shutil.ignore_patterns("__pycache__", "cubins")
+    shutil.copytree(REPOSITORY / package / "torch-ext", folder / "torch-ext", symlinks=True, ignore=left_out)
     copied = read_package(folder)
     if extra:
         with (copied.sources / "layers.py").open("a") as file:

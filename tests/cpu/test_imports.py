@@ -70,6 +70,14 @@ def test_no_import_runs_back(package):
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_every_import_leads_to_a_file_of_the_tree(package):
+    """Through a link for what packages share, so that an editor and mypy can follow it. A build has the files themselves."""
+    link = package.sources / "shared"
+    assert link.is_symlink() and link.resolve() == SHARED
+    assert not [path for path in package.sources.rglob("*") if path.is_relative_to(link) and path != link]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 def test_there_are_no_circles(package):
     modules = modules_of(package)
     TopologicalSorter({name: imports(path, name, modules)[0] for name, path in modules.items()}).prepare()

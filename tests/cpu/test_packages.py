@@ -130,7 +130,7 @@ def test_a_second_wheel_holds_nothing_of_the_first_that_is_gone(tmp_path):
     """pip builds in the folder of the sources, and setuptools leaves build/lib there."""
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "torch-ext", tmp_path / "torch-ext", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "torch-ext", tmp_path / "torch-ext", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     gone = tmp_path / "torch-ext/shared/ops/gone.py"
     gone.write_text("")
     (tmp_path / "build/torch-cpu").mkdir(parents=True)
@@ -149,7 +149,7 @@ def test_a_second_wheel_holds_nothing_of_the_first_that_is_gone(tmp_path):
 
 def test_a_third_package_is_found_by_its_folder(tmp_path, monkeypatch, capsys):
     third = tmp_path / "packages/third"
-    shutil.copytree(FOLDERS["gpt-oss"] / "torch-ext/gpt_oss", third / "torch-ext/third",
+    shutil.copytree(FOLDERS["gpt-oss"] / "torch-ext/gpt_oss", third / "torch-ext/third", symlinks=True,
                     ignore=shutil.ignore_patterns("__pycache__", "cubins"))
     for file in ("build.toml", "CARD.md", "kernels.toml"):
         text = (FOLDERS["gpt-oss"] / file).read_text().replace('"gpt-oss"', '"third"').replace("bastile/gpt-oss", "bastile/third")

@@ -15,7 +15,7 @@ from .shared.ops.rotary import qk_norm_rotary, rotary
 from .shared.ops.sparse_nodes import Router, norm_experts
 from .shared.ops.swiglu import mlp, swiglu
 from .shared.runtime import tuning
-from .shared.runtime.tuning import TOKENS, cache_file, clear_autotune_cache
+from .shared.runtime.tuning import TOKENS, cache_file, clear_autotune_cache, run_backward
 
 __all__ = ["cache_file", "clear_autotune_cache", "warmup_all_kernels"]
 
@@ -73,7 +73,7 @@ def warm_up(device, dtype, sizes: Sizes, tokens: int = TOKENS) -> None:
         rms_norm(ones(*shape), ones(shape[-1])).sum().backward()
     q, k = (ones(1, tokens, heads, sizes.head_dim).transpose(1, 2) for heads in (sizes.heads, sizes.kv_heads))
     cos = torch.ones(1, tokens, sizes.head_dim, dtype=dtype, device=device)
-    sum(x.sum() for x in rotary(q, k, cos, cos)).backward()
+    run_backward(*rotary(q, k, cos, cos))
     # The kernels see only the intermediate size and the vocabulary, so the other side of the weights may be narrow.
     narrow = 64
     up, down = (sizes.intermediate, narrow), (narrow, sizes.intermediate)
@@ -81,13 +81,13 @@ def warm_up(device, dtype, sizes: Sizes, tokens: int = TOKENS) -> None:
     swiglu(ones(tokens, sizes.intermediate), ones(tokens, sizes.intermediate)).sum().backward()
     # The decoder layer's kernels.
     hidden = (tokens, sizes.hidden)
-    sum(x.sum() for x in add_rms_norm(ones(*hidden), ones(*hidden), ones(sizes.hidden))).backward()
+    run_backward(*add_rms_norm(ones(*hidden), ones(*hidden), ones(sizes.hidden)))
     q, k, v = (ones(heads * sizes.head_dim, sizes.hidden) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads))
     norms = ones(sizes.head_dim), ones(sizes.head_dim)
     inputs = norm_attention_inputs(ones(*hidden), ones(sizes.hidden), (q, k, v), *norms, cos, cos, (1, tokens))
-    sum(x.sum() for x in inputs).backward()
+    run_backward(*inputs)
     q, k = (ones(1, tokens, heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads))
-    sum(x.sum() for x in qk_norm_rotary(q, k, *norms, cos, cos)).backward()
+    run_backward(*qk_norm_rotary(q, k, *norms, cos, cos))
     if sizes.top_k:  # the kernels do not see the number of experts
         router = Router(ones(sizes.top_k, sizes.hidden), sizes.top_k, True)
         weights = ones(sizes.top_k, 2 * sizes.expert, sizes.hidden), ones(sizes.top_k, sizes.hidden, sizes.expert)
@@ -97,7 +97,7 @@ def warm_up(device, dtype, sizes: Sizes, tokens: int = TOKENS) -> None:
     # So many classes that a few tokens make large logits.
     target = torch.zeros(TOKENS, dtype=torch.int64, device=device)
     head = ones(TOKENS, narrow), ones(sizes.vocabulary, narrow)
-    linear_cross_entropy(*head, target).backward()
+    run_backward(linear_cross_entropy(*head, target))
     linear_log_probs(*head, target, outputs=("entropy",), skip_ignored=False).log_probs.sum().backward()
     adamw.load(dtype, device)
     with torch.no_grad():

@@ -76,7 +76,7 @@ def test_every_file_has_an_extension_that_build_toml_names(assembled):
 @backends
 def test_two_assemblies_are_the_same_bytes(assembled, tmp_path, backend):
     first = contents(assembled.build / f"torch-{backend}")
-    shutil.copytree(assembled.folder, tmp_path / "elsewhere", ignore=shutil.ignore_patterns("build"))
+    shutil.copytree(assembled.folder, tmp_path / "elsewhere", symlinks=True, ignore=shutil.ignore_patterns("build"))
     again = assemble(read_package(tmp_path / "elsewhere"), backend)
     assert contents(again) == first
     assert contents(assemble(assembled, backend)) == first
@@ -102,7 +102,7 @@ def test_kernels_older_than_their_source_are_not_assembled(cache, package, tmp_p
     """By what they are made of, not by the time of a file: a comment makes no kernel older."""
     compile_.build(package, ONE, **QUIET)
     ignored = shutil.ignore_patterns("__pycache__", "cubins")
-    shutil.copytree(ROOT / "torch-ext" / "qwen3", package.sources, dirs_exist_ok=True, ignore=ignored)
+    shutil.copytree(ROOT / "torch-ext" / "qwen3", package.sources, symlinks=True, dirs_exist_ok=True, ignore=ignored)
     assemble(package, "cuda")
     write(tmp_path, monkeypatch, "# a comment\n" + KERNELS)
     assemble(package, "cuda")
@@ -132,7 +132,7 @@ def test_a_change_of_what_a_kernel_imports_is_a_change_of_the_kernel(tmp_path, m
 
 @pytest.mark.parametrize("damage", ("another image", "a file more", "a file less", "no manifest", "half a manifest"))
 def test_damaged_kernels_are_not_assembled(assembled, tmp_path, damage):
-    shutil.copytree(assembled.folder, tmp_path / "copy", ignore=shutil.ignore_patterns("build"))
+    shutil.copytree(assembled.folder, tmp_path / "copy", symlinks=True, ignore=shutil.ignore_patterns("build"))
     cubins = tmp_path / "copy/torch-ext/qwen3/cubins"
     image = cubins / "x86_64/scale.cubins"
     {
@@ -147,7 +147,7 @@ def test_damaged_kernels_are_not_assembled(assembled, tmp_path, damage):
 
 
 def test_a_variant_of_more_than_20_mib_is_refused(assembled, tmp_path):
-    shutil.copytree(assembled.folder, tmp_path / "copy", ignore=shutil.ignore_patterns("build"))
+    shutil.copytree(assembled.folder, tmp_path / "copy", symlinks=True, ignore=shutil.ignore_patterns("build"))
     package = read_package(tmp_path / "copy")
     size = sum(map(len, sources(package, "cuda").values()))
     more = package.sources / "more.py"

@@ -89,7 +89,7 @@ def test_a_package_that_has_become_too_large_is_not_recorded(assembled, tmp_path
     monkeypatch.setattr(compile_, "build", lambda *args: None)
     monkeypatch.setattr(compile_, "record", lambda *args: recorded.append(args))
     monkeypatch.setattr(importlib.import_module("tools.assemble"), "SIZE_LIMIT", most)
-    shutil.copytree(assembled.folder, tmp_path / "copy", ignore=shutil.ignore_patterns("build"))
+    shutil.copytree(assembled.folder, tmp_path / "copy", symlinks=True, ignore=shutil.ignore_patterns("build"))
     code = compile_.main(["--record", "--package", str(tmp_path / "copy")])
     assert (code, len(recorded)) == ((0, 1) if most > 1000 else (1, 0))
 

@@ -223,7 +223,7 @@ def _refuse_leaves(output: torch.Tensor, parameters: Iterable[nn.Parameter]) -> 
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if id(leaf) in refused:
+        if leaf is not None and id(leaf) in refused:
             raise RuntimeError(f"a parameter of shape {list(leaf.shape)} is used that no module holds under a name of its own")
         ahead += [following for following, _ in node.next_functions]
 

@@ -1,6 +1,6 @@
 """Doing ahead of the first step what it would otherwise pay for, and choosing between kernels on the way."""
 
-from typing import NamedTuple
+from typing import Any, Dict, NamedTuple
 
 import torch
 
@@ -11,7 +11,7 @@ from .shared.ops.experts import experts
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.rotary import rotary
 from .shared.runtime import tuning
-from .shared.runtime.tuning import TOKENS, cache_file, clear_autotune_cache
+from .shared.runtime.tuning import TOKENS, cache_file, clear_autotune_cache, run_backward
 
 __all__ = ["cache_file", "clear_autotune_cache", "warmup_all_kernels"]
 
@@ -60,7 +60,7 @@ def warm_up(device, dtype, sizes: Sizes, tokens: int = TOKENS) -> None:
     (y.sum() + total.sum()).backward()
     q, k = (ones(1, tokens, heads, sizes.head_dim).transpose(1, 2) for heads in (sizes.heads, sizes.kv_heads))
     cos = torch.ones(1, tokens, sizes.head_dim // 2, dtype=dtype, device=device)
-    sum(x.sum() for x in rotary(q, k, cos, cos)).backward()
+    run_backward(*rotary(q, k, cos, cos))
     heads = ones(1, tokens, sizes.heads, sizes.head_dim), *(ones(1, tokens, sizes.kv_heads, sizes.head_dim) for _ in range(2))
     attention(*heads, sinks=ones(sizes.heads)).sum().backward()
     # The kernels do not see the number of experts.
@@ -68,13 +68,13 @@ def warm_up(device, dtype, sizes: Sizes, tokens: int = TOKENS) -> None:
     expert = torch.arange(count, device=device).expand(tokens, count)
     weights = ones(count, sizes.hidden, 2 * sizes.intermediate), ones(count, sizes.intermediate, sizes.hidden)
     biases = ones(count, 2 * sizes.intermediate), ones(count, sizes.hidden)
-    gate = {"transposed": True, "interleaved": True, "alpha": 1.702, "limit": 7.0}
+    gate: Dict[str, Any] = {"transposed": True, "interleaved": True, "alpha": 1.702, "limit": 7.0}
     experts(ones(*hidden), expert, ones(tokens, count), *weights, *biases, **gate).sum().backward()
     # The loss's kernels see only the vocabulary, of which a few tokens make large logits; the weight may be narrow.
     narrow = 64
     target = torch.zeros(TOKENS, dtype=torch.int64, device=device)
     head = ones(TOKENS, narrow), ones(sizes.vocabulary, narrow)
-    linear_cross_entropy(*head, target).backward()
+    run_backward(linear_cross_entropy(*head, target))
     adamw.load(dtype, device)
     with torch.no_grad():
         linear_cross_entropy(*head, target)

@@ -208,27 +208,29 @@ def kl_div(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10, s
     Raises ValueError for size_average and reduce.
     """
     _refuse_legacy(size_average, reduce, True)
-    return divergence.kl_div(*_one_dtype(y_pred, y_true), reduction, log_target, eps=0.0 if log_target else eps)
+    y_pred, y_true = _one_dtype(y_pred, y_true)
+    return divergence.kl_div(y_pred, y_true, reduction, log_target, eps=0.0 if log_target else eps)
 
 
 def jsd(_input, target, shift_labels=None, beta=0.5, ignore_index=-100):
     """_input, target log-probabilities [tokens, classes], shift_labels [tokens] or None -> the loss in _input's dtype."""
-    found = divergence.jsd(*_one_dtype(_input, target), _labels(shift_labels), beta=beta, ignore_index=ignore_index)
-    return found.to(_input.dtype)
+    log_q, log_p = _one_dtype(_input, target)
+    return divergence.jsd(log_q, log_p, _labels(shift_labels), beta=beta, ignore_index=ignore_index).to(_input.dtype)
 
 
 def tvd(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100):
     """p, q probabilities [tokens, classes], shift_labels [tokens] or None -> the loss, fp32."""
-    return divergence.tvd(*_one_dtype(p, q), _labels(shift_labels), reduction=reduction, ignore_index=ignore_index)
+    p, q = _one_dtype(p, q)
+    return divergence.tvd(p, q, _labels(shift_labels), reduction=reduction, ignore_index=ignore_index)
 
 
 def fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5, ignore_index=-100,
                      temperature=1.0, accum_dtype=None):
     """student_input [tokens, hidden], student_weight [classes, hidden], the teacher's with its own hidden size, shift_labels [tokens]
     or None -> the loss, fp32. The teacher gets no gradient."""
-    tensors = _autocast(student_input, student_weight, teacher_input, teacher_weight)
+    student_input, student_weight, teacher_input, teacher_weight = _autocast(student_input, student_weight, teacher_input, teacher_weight)
     options = {"beta": jsd_beta, "ignore_index": ignore_index, "temperature": temperature, "accum_dtype": accum_dtype}
-    return linear_divergence.linear_jsd(*tensors, _labels(shift_labels), **options)
+    return linear_divergence.linear_jsd(student_input, student_weight, teacher_input, teacher_weight, _labels(shift_labels), **options)
 
 
 def tiled_mlp(fn, mlp_module, x, shards):
@@ -249,9 +251,10 @@ def apply_tiled_mlp(fn, mlp_module, x, num_shards=None, compute_params=None):
     shards = max(1, math.ceil(x.shape[-2] / x.shape[-1]) if num_shards is None else num_shards)
     activation = TILED.get(type(mlp_module).__name__) if getattr(fn, "__name__", "") == "_mlp_forward" else None
     weights = _plain_weights(mlp_module) if activation else None
-    if weights is None or any(weight.dtype != x.dtype for weight in weights) or torch.is_autocast_enabled(x.device.type):
+    if activation is None or weights is None or torch.is_autocast_enabled(x.device.type) or any(w.dtype != x.dtype for w in weights):
         return tiled_mlp(fn, mlp_module, x, shards)
-    return tiled_mlp_of(x, *weights, activation, shards)
+    gate, up, down = weights
+    return tiled_mlp_of(x, gate, up, down, activation, shards)
 
 
 TILED = {"LigerTiledSwiGLUMLP": "silu", "LigerTiledGEGLUMLP": "gelu_tanh"}

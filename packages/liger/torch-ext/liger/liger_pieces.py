@@ -4,7 +4,7 @@ Our linear losses take the place of Liger's as a whole and need none of these. T
 name, in a loss of Liger's own or for every operation (LIGER_KERNEL_IMPL), where a name without an implementation is an error.
 """
 
-from typing import Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 
@@ -58,7 +58,7 @@ def cross_entropy_loss_and_grad(
     divisor = (sum_non_ignore_weight if ce_weight is not None else tokens) if averages else 1
     logits = logits_chunk.detach().requires_grad_(bool(has_gradients))
     with torch.enable_grad():
-        found = cross_entropy(
+        found: Any = cross_entropy(
             logits,
             target_chunk,
             ce_weight,

@@ -10,7 +10,7 @@ from .shared.ops.gated_activation import geglu, swiglu
 from .shared.ops.layer_norm import layer_norm
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.mrope import partial_rotary
-from .shared.runtime.tuning import clear_autotune_cache, warm_up_models
+from .shared.runtime.tuning import clear_autotune_cache, run_backward, warm_up_models
 
 __all__ = ["clear_autotune_cache", "warmup_all_kernels"]
 
@@ -59,11 +59,11 @@ def warm_up(device, dtype, sizes: Sizes, tokens: int) -> None:
     geglu(ones(*up), ones(*up), "tanh").sum().backward()
     q, k = (ones(1, tokens, heads, sizes.head_dim).transpose(1, 2) for heads in (sizes.heads, sizes.kv_heads))
     cos = torch.ones(1, tokens, sizes.head_dim, dtype=dtype, device=device)
-    sum(x.sum() for x in partial_rotary(q, k, cos, cos)).backward()
+    run_backward(*partial_rotary(q, k, cos, cos))
     target = torch.zeros(tokens, dtype=torch.int64, device=device)
-    cross_entropy(ones(tokens, sizes.vocabulary), target).backward()
+    run_backward(cross_entropy(ones(tokens, sizes.vocabulary), target))
     # The kernels see only the vocabulary, so the other side of the head may be narrow.
-    linear_cross_entropy(ones(tokens, 64), ones(sizes.vocabulary, 64), target).backward()
+    run_backward(linear_cross_entropy(ones(tokens, 64), ones(sizes.vocabulary, 64), target))
 
 
 def warmup_all_kernels(model=None) -> None:
