@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"cpu": "tests/cpu", "cuda": "tests/gpu", "two": "tests/multigpu"}  # by what they need
 DISTRIBUTIONS = {
     "Trainer": "transformers",
-    "SFTTrainer": "trl",
+    **dict.fromkeys(("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "DistillationTrainer"), "trl"),
     "PEFT": "peft",
     "bitsandbytes": "bitsandbytes",
     "PyTorch": "torch",

@@ -6,7 +6,7 @@ from .targets import FAMILIES
 
 
 def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True, attention=True, unpad=True,
-          experts=True, keep_attention=False, recompute_mlp=False):
+          experts=True, keep_attention=False, recompute_mlp=False, log_probs=True):
     """Puts the layers on transformers' Qwen3 and Qwen3-MoE classes: models that exist and models made later use them.
 
     After the call exactly the operations given as True are active. With `fused_linear_cross_entropy` a model in training mode that gets
@@ -25,6 +25,8 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
     experts, instead of keeping them, with the same bits. It saves 2 * intermediate_size numbers for each token and layer (of experts, for
     each token and expert that it goes to), half of what a layer of Qwen3-8B keeps, for half of the products of its forward pass: between
     nothing and gradient checkpointing, which does not add to it.
+    `log_probs` puts `linear_log_probs` where TRL's trainers (1.16) compute log-probabilities, for every model of the process; what it does
+    not serve (a sharded or quantised head) goes to TRL's own.
     Not thread-safe against a running forward pass.
 
     fused_linear_cross_entropy: True, False, or a mapping of options of the loss, which stands for True: `ignore_index`,
@@ -50,14 +52,15 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
         unpad,
         keep_attention,
         recompute_mlp,
+        log_probs,
     )
 
 
-def kernelize(model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False):
+def kernelize(model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True):
     """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
 
     model: one of transformers, with or without a head, alone or inside another module (PEFT). mode: a `kernels.Mode`;
-    the layers serve all of them, so it changes nothing. attention, unpad, keep_attention, recompute_mlp: as in `apply`. For
+    the layers serve all of them, so it changes nothing. attention, unpad, keep_attention, recompute_mlp, log_probs: as in `apply`. For
     torch.nn.DataParallel use `apply`: its replicas would call the forwards of the model that they were copied from.
 
     A part whose forward someone else replaced (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning.
@@ -66,7 +69,7 @@ def kernelize(model, mode=None, attention=True, unpad=True, keep_attention=False
     could be put on it, and
     ImportError when transformers is absent or its version does not fit.
     """
-    return patching.kernelize(FAMILIES, model, mode, attention, unpad, keep_attention, recompute_mlp)
+    return patching.kernelize(FAMILIES, model, mode, attention, unpad, keep_attention, recompute_mlp, log_probs)
 
 
 _shared = Interface(FAMILIES, __package__)

@@ -7,6 +7,7 @@ import torch
 
 from ..ops.common import side_by_side
 from ..runtime.device import why_no_kernels
+from . import trl
 from .capture import captured_passes
 from .causal_lm import why_head_is_not_plain, why_logits_are_wanted, why_loss_is_not_standard
 from .explanation import Explanation, explanation_of
@@ -16,6 +17,8 @@ from .wrapped import inside
 
 # By a part of a reason: what to do about it. The first that is found counts.
 ADVICE = (
+    ("TRL's own function", "call apply() or kernelize(model) with log_probs=True"),
+    ("the head is", "load the head as plain floating point weights, or accept that TRL's trainers compute with it themselves"),
     ("not on a GPU", "move the model to a CUDA device"),
     ("transformers' own forward", "call apply(), or kernelize(model)"),
     ("ZeRO-3", "make whole decoder layers its unit: deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])"),
@@ -71,6 +74,9 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
         x = torch.empty((1, 1, norm.shape[-1]), dtype=norm.dtype, device=norm.device)
         for pair in (*explain_layer(layer, x), *_why_apart(layer)):
             found[pair] += 1
+    reason_of_trl = trl.why_not(model)
+    if reason_of_trl is not None:
+        found[trl.PART, reason_of_trl] += 1
     devices = sorted({str(parameter.device) for layer, _ in layers for parameter in layer.parameters()})
     for device in devices:
         reason = why_no_kernels(torch.device(device))

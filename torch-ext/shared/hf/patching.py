@@ -21,6 +21,7 @@ from torch import nn
 
 from . import capture as graphs
 from . import explain as explanation
+from . import trl
 from .attention_choice import (
     WITHOUT,
     give_attention_back,
@@ -308,11 +309,13 @@ def _register_attention(targets: Targets, modeling):
     note_new_models(__name__)
 
 
-def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, recompute_mlp=False):
+def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True):
     """Puts the layers on transformers' classes, of which exactly those are active afterwards whose operations are wanted.
 
     wanted: an entry for each operation of the families, True or False; of `fused_linear_cross_entropy` it may be a mapping of options of
-    the loss, which stands for True. Raises TypeError for an option that does not exist, ImportError when transformers is absent or its
+    the loss, which stands for True. log_probs: whether TRL's trainers get ours too (trl.py).
+
+    Raises TypeError for an option that does not exist, ImportError when transformers is absent or its
     version does not fit.
     """
     options = _loss_options(wanted["fused_linear_cross_entropy"])
@@ -329,6 +332,7 @@ def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, 
         _forget_what_one_model_was_told(targets, modeling, modules)
         on = {name: isinstance(wanted[name], Mapping) or bool(wanted[name]) for name in targets.operations}
         _patch_family(targets, modeling, on, modules)
+    trl.switch(bool(log_probs))
 
 
 def _tell_causal_lm(causal_lm, options, unpad):
@@ -416,6 +420,7 @@ def _bind_hidden(owner, replacement, modules):
 
 def reset(families: Families):
     """Puts back what a package replaced; see `reset` of a package."""
+    trl.take_back()
     imported = [targets for targets in families if targets.modeling in sys.modules]
     if not imported:
         return
@@ -601,7 +606,9 @@ def _without_others(chosen: _Chosen, model) -> Tuple[_Chosen, List[nn.Module]]:
     return chosen._replace(modules=modules), others
 
 
-def kernelize(families: Families, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False):
+def kernelize(
+    families: Families, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True
+):  # fmt: skip
     """Puts the layers on one model, in place, and returns it; see `kernelize` of a package."""
     if mode is not None and getattr(mode, "name", "") == "FALLBACK":
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
@@ -629,6 +636,8 @@ def kernelize(families: Families, model, mode=None, attention=True, unpad=True, 
         if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
             vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})
             remember(module)
+    if log_probs:
+        trl.put()
     return model
 
 

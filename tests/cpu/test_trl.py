@@ -1,0 +1,203 @@
+"""Where ours stands in TRL's place: everywhere that TRL binds its function, from whichever import on, until reset() takes it back; and what
+goes to TRL's own."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.models import tiny_model
+from tests.ops.common import randn
+from tests.tolerances import relative_error
+
+pytest.importorskip("trl.kernels.chunked_logprob")
+PLACES = (("trl.kernels.chunked_logprob", "ChunkedLogProbFunction"), ("trl.kernels", "ChunkedLogProbFunction"),
+          ("trl.trainer.utils", "_ChunkedLogProbFunction"))  # fmt: skip
+NAMES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def bound() -> list:
+    return [getattr(importlib.import_module(module), name) for module, name in PLACES]
+
+
+def part(package, name="trl"):
+    return sys.modules[f"{package.__name__}.shared.hf.{name}"]
+
+
+def head(dtype=torch.float32, tokens=6):
+    hidden, weight = randn(tokens, 16, dtype=dtype, device="cpu"), randn(50, 16, dtype=dtype, device="cpu", seed=1, scale=0.1)
+    return hidden.requires_grad_(), weight.requires_grad_(), randn(50, dtype=dtype, device="cpu", seed=2, scale=0.3).requires_grad_()
+
+
+def test_apply_binds_it_everywhere_and_reset_takes_it_back(qwen3):
+    theirs = bound()
+    assert len(set(theirs)) == 1 and issubclass(theirs[0], torch.autograd.Function)
+    qwen3.apply()
+    ours = bound()
+    assert len(set(ours)) == 1 and ours[0] is not theirs[0]
+    qwen3.apply()
+    assert bound() == ours
+    qwen3.apply(log_probs=False)
+    assert bound() == theirs
+    qwen3.kernelize(tiny_model(), log_probs=False)
+    assert bound() == theirs
+    qwen3.kernelize(tiny_model())
+    assert bound() != theirs
+    qwen3.reset()
+    assert bound() == theirs and part(qwen3)._finder not in sys.meta_path
+
+
+def test_two_packages_take_theirs_back_in_any_order(qwen3, other_build):
+    theirs = bound()
+    for first, second in ((qwen3, other_build), (other_build, qwen3)):
+        qwen3.apply()
+        other_build.apply()
+        first.reset()
+        assert bound() != theirs
+        module, calls = part(second), []
+        original = module.linear_log_probs
+        module.linear_log_probs = lambda *a, original=original, calls=calls, **o: calls.append(1) or original(*a, **o)
+        try:
+            hidden, weight, _ = head()
+            bound()[0].apply(hidden, weight, None, torch.arange(6), 1.0, 16)
+        finally:
+            module.linear_log_probs = original
+        assert calls
+        second.reset()
+        assert bound() == theirs
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("options", ((1.0, 32, None, 1.0, NAMES[1:]), (0.7, 16, 5.0, 0.5, NAMES), (0.7, 16, None, 2.0, ("log_probs",))))
+def test_the_same_numbers_as_trl_s(qwen3, dtype, options):
+    results = []
+    for ours in (False, True):
+        if ours:
+            qwen3.apply()
+        tensors = head(dtype)
+        found = bound()[0].apply(*tensors, torch.arange(6) * 7, *options)
+        assert isinstance(found, tuple) and len(found) == 5 and [x is None for x in found] == [
+            name != "log_probs" and name not in options[-1] for name in NAMES
+        ]
+        loss = (found[0] * torch.arange(6)).sum() + (0.3 * found[1].sum() if found[1] is not None else 0.0)
+        results.append([*(x for x in found if x is not None), *torch.autograd.grad(loss, tensors)])
+    bound_of = 1e-5 if dtype == torch.float32 else 2e-2  # TRL adds a bias to logits that it has rounded
+    for mine, theirs in zip(*results, strict=True):
+        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+        assert relative_error(mine, theirs.double()) <= bound_of
+
+
+@pytest.fixture
+def theirs_called(qwen3, monkeypatch):
+    """apply() is in force; a list that grows with each call of TRL's own."""
+    calls = []
+    original = bound()[0]
+    monkeypatch.setattr(original, "forward", staticmethod(lambda *a, forward=original.forward: calls.append(1) or forward(*a)))
+    monkeypatch.setattr(part(qwen3), "PLACES", [part(qwen3).PLACES[0]._replace(arguments=("a", "forward"))])
+    qwen3.apply()
+    yield calls
+    qwen3.reset()
+
+
+class Sharded(torch.nn.Parameter):
+    """Looks like a weight of a quantised or sharded head."""
+
+
+def zero3(weight):
+    weight.ds_id = 3
+    return weight
+
+
+TO_THEIRS = {
+    "a subclass": lambda h, w, y, o: (h, Sharded(w.detach()), y, o),
+    "ZeRO-3": lambda h, w, y, o: (h, zero3(torch.nn.Parameter(w.detach())), y, o),
+    "labels of 32 bits": lambda h, w, y, o: (h, w, y.int(), o),
+    "an output that we do not know": lambda h, w, y, o: (h, w, y, (*o, "perplexity")),
+}
+
+
+@pytest.mark.parametrize("case", ("ours", *TO_THEIRS))
+def test_what_goes_to_trl_s_own(qwen3, theirs_called, case):
+    hidden, weight, _ = head()
+    arguments = (hidden, weight, torch.arange(6), ("entropy",))
+    hidden, weight, target, outputs = TO_THEIRS[case](*arguments) if case != "ours" else arguments
+    bound()[0].apply(hidden, weight, None, target, 1.0, 16, None, 1.0, outputs)
+    assert bool(theirs_called) == (case != "ours")
+
+
+def test_another_signature_or_a_name_that_is_gone_leaves_trl_its_own(qwen3, monkeypatch):
+    module = part(qwen3)
+    theirs = bound()
+    monkeypatch.setattr(module, "_warned", set())
+    monkeypatch.setattr(module, "PLACES", (module.PLACES[0]._replace(arguments=("ctx", "hidden")),))
+    with pytest.warns(RuntimeWarning, match=r"TRL .*has ChunkedLogProbFunction with the arguments ctx, hidden, weight.*Expected trl>="):
+        qwen3.apply()
+    assert bound() == theirs
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        qwen3.apply()  # once
+    monkeypatch.setattr(module, "PLACES", (module.PLACES[0]._replace(name="GoneFunction"),))
+    with pytest.warns(RuntimeWarning, match="has no GoneFunction"):
+        qwen3.apply()
+    monkeypatch.setattr(module, "NAME_THERE", "_Gone")
+    with pytest.warns(RuntimeWarning, match="trl.trainer.utils has no _Gone"):
+        qwen3.apply()
+
+
+def test_explain_says_who_computes(qwen3):
+    model = tiny_model()
+
+    def row(model):
+        return next((row.fused, row.reason) for row in qwen3.explain(model).rows if "TRL" in row.part)
+
+    assert row(model) == (False, "TRL's own function")
+    qwen3.apply()
+    assert row(model) == (True, "")
+    model.lm_head.weight = Sharded(model.lm_head.weight.detach())
+    assert row(model) == (False, "the head is a Sharded")
+    qwen3.apply(log_probs=False)
+    assert row(model) == (False, "TRL's own function")
+
+
+def test_torch_compile_takes_ours(qwen3):
+    """In one graph, and with the numbers of eager mode."""
+    qwen3.apply()
+    hidden, weight, bias = head()
+    target = torch.arange(6)
+
+    def loss(hidden, weight, bias):
+        function = sys.modules["trl.trainer.utils"]._ChunkedLogProbFunction
+        found = function.apply(hidden, weight, bias, target, 0.9, 16, None, 1.0, ("entropy",))
+        return found[0].sum() + 0.1 * found[1].sum()
+
+    importlib.import_module("trl.trainer.utils")
+    expected = torch.autograd.grad(loss(hidden, weight, bias), (hidden, weight, bias))
+    torch._dynamo.reset()
+    found = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(hidden, weight, bias), (hidden, weight, bias))
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b)
+
+
+def test_imports_that_come_later(package_folder):
+    """apply() in front of the import of TRL, which it does not import itself."""
+    program = f"""
+import sys, torch
+from pathlib import Path
+from kernels import get_local_kernel
+qwen3 = get_local_kernel(Path({str(package_folder)!r}), backend="cpu")
+qwen3.apply()
+assert not any(name == "trl" or name.startswith("trl.") for name in sys.modules)
+import trl.kernels.chunked_logprob, trl.trainer.utils
+places = {PLACES!r}
+bound = [getattr(sys.modules[module], name) for module, name in places]
+assert len(set(bound)) == 1 and hasattr(bound[0], "bastile_original"), bound
+qwen3.reset()
+bound = [getattr(sys.modules[module], name) for module, name in places]
+assert len(set(bound)) == 1 and issubclass(bound[0], torch.autograd.Function)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,157 @@
+"""TRL's trainers of preference and reinforcement learning, with our function in the place of TRL's own: the same losses, metrics, gradients
+and parameters after some steps."""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+
+from tests.integrations.common import FACTOR, install, layers_run, model_on  # noqa: F401
+from tests.integrations.trainers import Gradients, on_one_device, tokenizer
+from tests.models import VOCABULARY
+from tests.tolerances import assert_close
+
+STEPS = 3
+# What a trainer measures of time, and what is the difference of two nearly equal numbers at the first step.
+NOT_COMPARED = {"epoch", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "step_time"}
+TEXTS = tuple(" ".join(str(2 + (7 * i + 3 * j * j) % (VOCABULARY - 2)) for j in range(4 + i % 5)) for i in range(16))
+
+
+def pairs():
+    """Prompts with an answer that is preferred and one that is not."""
+    return [{"prompt": a, "chosen": b, "rejected": c} for a, b, c in zip(TEXTS, TEXTS[3:], TEXTS[7:])]
+
+
+def reward(completions, **_):
+    """A number that depends on every character of a text."""
+    return [(sum(map(ord, text)) % 17) / 17 for text in completions]
+
+
+def lora():
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+
+
+def make(kind, model, folder, device, callbacks, teacher=None, **options):
+    """A trainer of TRL, by the first part of its name."""
+    import trl
+    from datasets import Dataset
+
+    arguments = {
+        "output_dir": str(folder), "max_steps": STEPS, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "report_to": [],
+        "disable_tqdm": True, "seed": 0, "use_cpu": device == "cpu", "bf16": False, "gradient_checkpointing": False,
+        "per_device_train_batch_size": 4, "optim": "sgd",
+    }  # fmt: skip
+    extra = {"peft_config": options.pop("peft_config")} if "peft_config" in options else {}
+    data = [{"prompt": text} for text in TEXTS]
+    if kind == "KTO":
+        data = [{"prompt": row["prompt"], "completion": row["chosen"], "label": i % 2 == 0} for i, row in enumerate(pairs())]
+    elif kind == "DPO":
+        data = pairs()
+    elif kind == "SFT":
+        data = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs()]
+    elif kind in ("GRPO", "RLOO"):
+        arguments |= {"num_generations": 4, "max_completion_length": 6}
+        extra["reward_funcs"] = reward
+    else:
+        data = [{"messages": [{"role": "user", "content": text}]} for text in TEXTS]
+        arguments |= {"max_completion_length": 6}
+        extra["teacher_model"] = teacher
+    config = on_one_device(getattr(trl, f"{kind}Config")(**arguments, **options))
+    extra = {**extra, "args": config, "processing_class": tokenizer(), "train_dataset": Dataset.from_list(data), "callbacks": callbacks}
+    return getattr(trl, f"{kind}Trainer")(model=model, **extra)
+
+
+class Outcome:
+    """What a run gave: what it logged at every step, the gradients of each, the parameters at its end."""
+
+    def __init__(self, logs, gradients, parameters):
+        self.logs, self.gradients, self.parameters = logs, gradients, parameters
+
+    def assert_same(self, expected, device, tolerance=1.0):
+        assert len(self.logs) == len(expected.logs) > 0
+        for mine, theirs in zip(self.logs, expected.logs):
+            assert mine.keys() == theirs.keys()
+            for name in mine.keys() - NOT_COMPARED:
+                # A margin between a model and itself is a rounding error.
+                assert mine[name] == pytest.approx(theirs[name], rel=2e-4 * tolerance, abs=2e-4 * tolerance), name
+        ours, others = self.gradients[0], expected.gradients[0]
+        assert ours.keys() == others.keys()
+        for name, gradient in others.items():
+            assert_close(ours[name], gradient, torch.float32, f"gradient of {name}", 10 * tolerance * FACTOR[device])
+        for name, value in expected.parameters.items():
+            assert_close(self.parameters[name], value, torch.float32, name, 10 * tolerance * FACTOR[device])
+
+
+def train(kind, model, folder, device, **options) -> Outcome:
+    gradients = Gradients()
+    torch.manual_seed(1)  # LoRA draws its weights, and completions are sampled
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        trainer = make(kind, model, folder, device, [gradients], **options)
+        trainer.train()
+    logs = [{k: v for k, v in entry.items() if isinstance(v, (int, float))} for entry in trainer.state.log_history[:STEPS]]
+    parameters = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    for module in trainer.model.modules():
+        for name in ("_original_forward", "forward"):
+            vars(module).pop(name, None)
+    return Outcome(logs, gradients.steps, parameters)
+
+
+@contextlib.contextmanager
+def counted(qwen3):
+    """A list of the outputs that our function was asked for in TRL's place."""
+    import sys
+
+    module = sys.modules[f"{qwen3.__name__}.shared.hf.trl"]
+    original, calls = module.linear_log_probs, []
+
+    def count(*args, **options):
+        calls.append((options["outputs"], torch.is_grad_enabled()))
+        return original(*args, **options)
+
+    module.linear_log_probs = count
+    try:
+        yield calls
+    finally:
+        module.linear_log_probs = original
+
+
+CASES = {
+    "SFT": ("SFT", {}),
+    "SFT of completions alone": ("SFT", {"completion_only_loss": True}),
+    "SFT, packed": ("SFT", {"packing": True, "max_length": 24}),
+    "SFT, DFT": ("SFT", {"loss_type": "dft"}),
+    "SFT, LoRA": ("SFT", {"lora": True}),
+    **{f"DPO, {kind}": ("DPO", {"loss_type": [kind]}) for kind in ("sigmoid", "hinge", "ipo", "robust", "sppo_hard", "apo_zero", "sft")},
+    "DPO, weighted": ("DPO", {"use_weighting": True}),
+    "DPO, LoRA": ("DPO", {"lora": True}),
+    "KTO": ("KTO", {}),
+    "KTO, LoRA": ("KTO", {"lora": True}),
+    "GRPO": ("GRPO", {"beta": 0.04}),
+    "GRPO, entropy in the loss": ("GRPO", {"entropy_coef": 0.1, "num_iterations": 2, "temperature": 0.7}),
+    "GRPO, entropy in the loss, LoRA": ("GRPO", {"entropy_coef": 0.1, "lora": True}),
+    "GRPO, entropy's quantile": ("GRPO", {"top_entropy_quantile": 0.5, "lora": True, "loss_type": "grpo"}),
+    "RLOO": ("RLOO", {}),
+}
+
+
+@pytest.mark.integration(*(f"{kind}Trainer: log-probabilities without logits" for kind in ("SFT", "DPO", "KTO", "GRPO", "RLOO")))
+@pytest.mark.parametrize("case", CASES)
+def test_trainers_of_trl(qwen3, device, case, tmp_path):
+    kind, options = CASES[case]
+    outcomes = []
+    for ours in (False, True):
+        given = {**options, "peft_config": lora()} if options.get("lora") else dict(options)
+        given.pop("lora", None)
+        model = model_on(device)
+        model.save_pretrained(tmp_path / "model")  # TRL loads the reference model by its name
+        model.config._name_or_path = str(tmp_path / "model")
+        if ours:
+            install(qwen3, model)
+        with counted(qwen3) as calls:
+            outcomes.append(train(kind, model, tmp_path, device, **given))
+        assert bool(calls) == ours
+    outcomes[1].assert_same(outcomes[0], device)

@@ -1,0 +1,196 @@
+"""Puts `linear_log_probs` where TRL's trainers call a function of their own on the hidden states and the head of whatever model they train.
+
+TRL (1.16) binds that function by name in several modules. An object with the same `apply` takes its place wherever TRL holds it, at once
+where TRL is imported and else when it is, and hands the calls that ours does not serve to TRL's own. Nothing here imports TRL.
+"""
+
+import inspect
+import sys
+import warnings
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+
+from ..ops.linear_log_probs import linear_log_probs
+from ..ops.log_probs import OUTPUTS
+from ..runtime.device import PLAIN, is_transformed
+
+ORIGINAL = "bastile_original"  # on what stands in TRL's function's place: that function
+USER, NAME_THERE = "trl.trainer.utils", "_ChunkedLogProbFunction"  # where TRL's trainers call it
+PART = "log-probabilities in TRL's trainers"
+_warned: set = set()
+
+
+def why_theirs(hidden, weight, *others: Optional[torch.Tensor]) -> str:
+    """Says why TRL's own function computes with a head, "" where ours does."""
+    if hasattr(weight, "ds_id"):
+        return "DeepSpeed ZeRO-3 shards the head"
+    for tensor in (hidden, weight, *others):
+        if tensor is None:
+            continue
+        if type(tensor) not in PLAIN:
+            return f"the head is a {type(tensor).__name__}"
+        if tensor.device != weight.device:
+            return f"the head is on {weight.device}, and what it is called with on {tensor.device}"
+    if not weight.is_floating_point():
+        return f"the head is {weight.dtype}"
+    return "" if torch.compiler.is_compiling() or not is_transformed() else "a transform of PyTorch is at work"
+
+
+def _log_probs(original) -> Callable:
+    def apply(hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0, outputs=OUTPUTS[1:]):
+        softcap = final_logit_softcapping
+        known = all(name in OUTPUTS for name in outputs) and temperature > 0 and (softcap is None or softcap > 0)
+        if not known or hidden.dim() != 2 or targets.dtype != torch.int64 or why_theirs(hidden, weight, bias, targets):
+            return original.apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)
+        options = {"temperature": temperature, "softcap": softcap, "scale": logit_scale}
+        return tuple(linear_log_probs(hidden, weight, targets, bias, outputs=tuple(outputs), **options)[:5])
+
+    return apply
+
+
+class Place(NamedTuple):
+    """A function of TRL's: the module that defines it, its name, the arguments of its forward, and what makes ours of it."""
+
+    module: str
+    name: str
+    arguments: Tuple[str, ...]
+    ours: Callable
+
+
+PLACES = (
+    Place(
+        "trl.kernels.chunked_logprob",
+        "ChunkedLogProbFunction",
+        ("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale", "outputs"),
+        _log_probs,
+    ),
+)
+
+
+class StandIn:
+    """What TRL's modules hold in a function's place. Several loaded packages may have put it there: `apply` is the last one's."""
+
+    def __init__(self, original):
+        setattr(self, ORIGINAL, original)
+        self.owners: Dict[str, Callable] = {}
+        self.apply = original.apply
+
+    def __getattr__(self, name):
+        if name == ORIGINAL:
+            raise AttributeError(name)
+        return getattr(getattr(self, ORIGINAL), name)
+
+    def give(self, owner: str, function: Callable) -> None:
+        self.owners.pop(owner, None)
+        self.owners[owner] = self.apply = function
+
+    def take(self, owner: str) -> bool:
+        """Returns whether a package is left."""
+        self.owners.pop(owner, None)
+        self.apply = next(reversed(list(self.owners.values())), getattr(self, ORIGINAL).apply)
+        return bool(self.owners)
+
+
+def _modules() -> List[ModuleType]:
+    return [module for name, module in list(sys.modules.items()) if module is not None and (name == "trl" or name.startswith("trl."))]
+
+
+def _bind(old, new) -> None:
+    """Replaces one object by another in every module of TRL that holds it."""
+    for module in _modules():
+        for name, value in list(vars(module).items()):
+            if value is old:
+                setattr(module, name, new)
+
+
+def _warn(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        import trl
+
+        version = getattr(trl, "__version__", "?")
+        warnings.warn(f"TRL {version}: {text}. Its trainers keep their own. Expected trl>=1.16", RuntimeWarning, stacklevel=2)
+
+
+def _put(module: ModuleType) -> None:
+    """Puts ours in the place of what a module of TRL defines, where it is as expected."""
+    if module.__name__ == USER:
+        if not hasattr(module, NAME_THERE):
+            _warn(f"{USER} has no {NAME_THERE}, in whose place log_probs=True puts a faster one")
+        return
+    place = next(place for place in PLACES if place.module == module.__name__)
+    found: Any = getattr(module, place.name, None)
+    original = getattr(found, ORIGINAL, found)
+    arguments = () if original is None else tuple(inspect.signature(original.forward).parameters)
+    if arguments != place.arguments:
+        what = f"has no {place.name}" if original is None else f"has {place.name} with the arguments {', '.join(arguments)}"
+        _warn(f"{place.module} {what}, where {', '.join(place.arguments)} are expected")
+        return
+    stand_in = found if hasattr(found, ORIGINAL) else StandIn(original)
+    stand_in.give(__name__, place.ours(original))
+    _bind(found, stand_in)
+
+
+class _WhenImported(MetaPathFinder):
+    """Calls `_put` behind the import of what TRL defines the functions in."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != USER and all(fullname != place.module for place in PLACES):
+            return None
+        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next((spec for spec in (finder.find_spec(fullname, path, target) for finder in finders) if spec is not None), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            if self in sys.meta_path:
+                _put(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_finder = _WhenImported()
+
+
+def put() -> None:
+    """Puts ours in TRL's place, now or when TRL is imported."""
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    for name in (USER, *(place.module for place in PLACES)):
+        if name in sys.modules:
+            _put(sys.modules[name])
+
+
+def take_back() -> None:
+    """Gives TRL its own back, unless another loaded package has put its own there."""
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    for place in PLACES:
+        stand_in = getattr(sys.modules.get(place.module), place.name, None)
+        if hasattr(stand_in, ORIGINAL) and not stand_in.take(__name__):
+            _bind(stand_in, getattr(stand_in, ORIGINAL))
+
+
+def switch(on: bool) -> None:
+    """`put` or `take_back`."""
+    (put if on else take_back)()
+
+
+def why_not(model) -> Optional[str]:
+    """Says why TRL's trainers call their own function with a model's head, "" where they call ours, None where TRL is not imported."""
+    place = PLACES[0]
+    if place.module not in sys.modules:
+        return None
+    if not hasattr(getattr(sys.modules[place.module], place.name, None), ORIGINAL):
+        return "TRL's own function"
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, torch.Tensor) or type(weight).__name__ == "DTensor":  # which TRL gathers first
+        return ""
+    return why_theirs(weight, weight)
