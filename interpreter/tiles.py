@@ -25,6 +25,8 @@ SIGNED = {ct.int8: torch.int8, ct.int16: torch.int16, ct.int32: torch.int32, ct.
 UNSIGNED = {ct.uint8: torch.uint8, ct.uint16: torch.uint16, ct.uint32: torch.uint32, ct.uint64: torch.uint64}
 TORCH_DTYPES = {ct.bool_: torch.bool, **FLOATS, **SIGNED, **UNSIGNED}
 TILE_DTYPES = {t: d for d, t in TORCH_DTYPES.items()}
+TORCH_DTYPES[ct.tfloat32] = torch.float32  # a tile's dtype alone: no array has it
+TF32_LEAST, TF32_MASK = 1 << 12, ~((1 << 13) - 1)  # half of the last of its 10 bits, and the bits that it has
 
 # Memory is read and written through the signed type of the same width: torch's own uint16 to uint64 can do next to nothing.
 SIGNED_OF_WIDTH = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
@@ -179,6 +181,8 @@ def convert(x: Tile, dtype: ct.DType) -> Tile:
         result = data.to(carrier(dtype))
         if source is ct.uint64:
             result = torch.where(data < 0, (data.to(torch.float64) + 2.0**64).to(result.dtype), result)
+        if dtype is ct.tfloat32:
+            result = ((result.contiguous().view(torch.int32) + TF32_LEAST) & TF32_MASK).view(torch.float32)
         return Tile(result, dtype)
     low, high = RANGES[supported(dtype)]
     if is_float(source):

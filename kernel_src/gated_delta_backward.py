@@ -1,0 +1,215 @@
+"""The gated delta rule's backward pass (kernel_src/gated_delta.py has the forward pass and its letters). Chunks go from last to first,
+and dS enters each from the one after it:
+
+    dN = P^T dO + r o (K dS)                    dS <- e_C dS + scale (e o Q)^T dO - W^T dN        (`delta_reverse`, in sequence)
+    G = scale D o (dO N^T)                      dQ = scale e o (dO S^T) + G K                     (`delta_queries`)
+    dK_1 = r o (N dS^T)                         dK = dK_1 + G^T Q                                 (`delta_keys`)
+    dW = -dN S^T                                dU = dN                                           (`delta_inverse`, from here on)
+    dkb = A^T dW, dvb = A^T dU                  dV = beta o dvb
+    dA = dW (beta e o K)^T + dU (beta o V)^T    dM = -L' o (A^T dA A^T),  H = dM o D,  X = dM o M
+    dK += beta e o dkb + beta o (H K) + H^T (beta o K)
+    dbeta = rows of dvb o V + e o rows of dkb o K + rows of (H K) o K
+    dgamma = rows of dQ o Q - rows of (dK_1 + G^T Q) o K + rows of dkb o (beta e o K) + rows of X - columns of X,
+             and in the last row e_C <S, dS> + <dK_1, K>
+    dg: the reverse cumulative sum of dgamma in the chunk
+
+`delta_states` makes S and N again. The gradients of q and k are summed over the value heads of a key head in the block that makes them, and
+take the L2 norm's backward there, dx = rstd (dy - y <dy, y>).
+"""
+
+import cuda.tile as ct
+
+from kernel_src.gated_delta import (
+    CHUNK,
+    COLUMNS,
+    DTYPES,
+    F32,
+    GATES,
+    NUMBERS,
+    STATE,
+    TABLE,
+    WIDTH,
+    chunk_rows,
+    decay_of,
+    last_of,
+    numbers_of,
+    put_numbers,
+    put_rows,
+    put_state,
+    put_token_rows,
+    rows_of,
+    state_of,
+    strictly_lower,
+    token_arrays,
+    token_rows,
+    tokens_of,
+    zeros,
+)
+from kernel_src.prebuild import FLOAT, Array, Params, Variant
+
+Const = ct.Constant[int]
+
+
+@ct.kernel
+def delta_states(keys, w, u, gamma, bounds, initial, states, news, K: Const, BV: Const, CARRY: Const):
+    """states: [chunks, heads, K, V], S at each chunk's start; news: [chunks * 64, heads, V], N. The rest and the grid: as `delta_walk`."""
+    heads = u.shape[1]
+    head, document, part = ct.bid(0) % heads, ct.bid(0) // heads, ct.bid(1)
+    key_head = head // (heads // keys.shape[1])
+    first, end = ct.gather(bounds, (0, document), check_bounds=False), ct.gather(bounds, (1, document), check_bounds=False)
+    state = zeros(K, BV)
+    if CARRY:
+        state = state_of(initial, document, head, part, K, BV)
+    for chunk in range(first, end):
+        g, last = numbers_of(gamma, head, chunk), last_of(gamma, head, chunk)
+        rounded = ct.astype(state, keys.dtype)
+        put_state(states, chunk, head, part, rounded, K, BV)
+        new = ct.astype(rows_of(u, chunk, head, part, BV), F32) - ct.mma(rows_of(w, chunk, head, 0, K), rounded, zeros(64, BV))
+        put_rows(news, chunk, head, part, new, BV)
+        kept = ct.astype(ct.exp(last - g)[:, None] * new, keys.dtype)
+        state = ct.mma(ct.transpose(rows_of(keys, chunk, key_head, 0, K)), kept, state * ct.exp(last))
+
+
+@ct.kernel
+def delta_reverse(queries, keys, w, p, dout, gamma, bounds, table, dfinal, dstates, dnews, dinitial, scale: float, K: Const, BV: Const,
+                  CARRY: Const):
+    """dout: [tokens, heads, V]; dfinal, dinitial: [documents, heads, K, V] fp32, read and written with CARRY; dstates: [chunks, heads, K,
+    V], the gradient of the state after each chunk; dnews: [chunks * 64, heads, V]. The rest and the grid: as `delta_walk`."""
+    heads = dout.shape[1]
+    head, document, part = ct.bid(0) % heads, ct.bid(0) // heads, ct.bid(1)
+    key_head = head // (heads // keys.shape[1])
+    first, end = ct.gather(bounds, (0, document), check_bounds=False), ct.gather(bounds, (1, document), check_bounds=False)
+    dstate = zeros(K, BV)
+    if CARRY:
+        dstate = state_of(dfinal, document, head, part, K, BV)
+    for i in range(end - first):
+        chunk = end - 1 - i
+        g, last = numbers_of(gamma, head, chunk), last_of(gamma, head, chunk)
+        rounded = ct.astype(dstate, keys.dtype)
+        put_state(dstates, chunk, head, part, rounded, K, BV)
+        grad = token_rows(dout, tokens_of(table, chunk), head, part * BV, BV)
+        dnew = ct.exp(last - g)[:, None] * ct.mma(rows_of(keys, chunk, key_head, 0, K), rounded, zeros(64, BV))
+        dnew = ct.mma(ct.transpose(rows_of(p, chunk, head, 0, 64)), grad, dnew)
+        put_rows(dnews, chunk, head, part, dnew, BV)
+        weighted = ct.astype((scale * ct.exp(g))[:, None] * ct.astype(grad, F32), keys.dtype)
+        dstate = ct.mma(ct.transpose(rows_of(queries, chunk, key_head, 0, K)), weighted, dstate * ct.exp(last))
+        dstate = ct.mma(ct.transpose(-rows_of(w, chunk, head, 0, K)), ct.astype(dnew, keys.dtype), dstate)
+    if CARRY:
+        put_state(dinitial, document, head, part, dstate, K, BV)
+
+
+@ct.function
+def norm_backward(dy, y, rstd):
+    return rstd[:, None] * (dy - y * ct.sum(dy * y, 1)[:, None])
+
+
+@ct.kernel
+def delta_queries(queries, keys, gamma, states, news, dout, table, q_rstd, dq, dgamma, scale: float, K: Const, V: Const, NORM: Const):
+    """dq: [tokens, key heads, K]; dgamma: [heads, chunks * 64] fp32, the part that comes through the queries. Grid: chunks * key heads."""
+    key_heads = keys.shape[1]
+    key_head, chunk, group = ct.bid(0) % key_heads, ct.bid(0) // key_heads, dout.shape[1] // key_heads
+    k, q = rows_of(keys, chunk, key_head, 0, K), rows_of(queries, chunk, key_head, 0, K)
+    qf, tokens = ct.astype(q, F32), tokens_of(table, chunk)
+    total = zeros(64, K)
+    for i in range(group):
+        head = key_head * group + i
+        g, grad = numbers_of(gamma, head, chunk), token_rows(dout, tokens, head, 0, V)
+        inner = scale * decay_of(g) * ct.mma(grad, ct.transpose(rows_of(news, chunk, head, 0, V)), zeros(64, 64))
+        found = (scale * ct.exp(g))[:, None] * ct.mma(grad, ct.transpose(state_of(states, chunk, head, 0, K, V)), zeros(64, K))
+        found = ct.mma(ct.astype(inner, k.dtype), k, found)
+        put_numbers(dgamma, head, chunk, ct.sum(found * qf, 1))
+        total = total + found
+    if NORM:
+        total = norm_backward(total, qf, numbers_of(q_rstd, key_head, chunk))
+    put_token_rows(dq, tokens, key_head, 0, total, K)
+
+
+@ct.kernel
+def delta_keys(queries, keys, gamma, states, dstates, news, dout, table, dgamma, partial, scale: float, K: Const, V: Const):
+    """What reaches the keys through the states and the scores. dgamma: what `delta_queries` wrote, added to; partial: [chunks * 64, key
+    heads, K] fp32. Grid: chunks * key heads."""
+    key_heads = keys.shape[1]
+    key_head, chunk, group = ct.bid(0) % key_heads, ct.bid(0) // key_heads, dout.shape[1] // key_heads
+    kf, tokens, row = ct.astype(rows_of(keys, chunk, key_head, 0, K), F32), tokens_of(table, chunk), ct.arange(64, dtype=ct.int32)
+    total = zeros(64, K)
+    for i in range(group):
+        head = key_head * group + i
+        g, last = numbers_of(gamma, head, chunk), last_of(gamma, head, chunk)
+        new, dstate = rows_of(news, chunk, head, 0, V), state_of(dstates, chunk, head, 0, K, V)
+        found = ct.exp(last - g)[:, None] * ct.mma(new, ct.transpose(dstate), zeros(64, K))
+        carried = ct.sum(ct.astype(state_of(states, chunk, head, 0, K, V), F32) * ct.astype(dstate, F32))
+        carried = ct.exp(last) * carried + ct.sum(found * kf)
+        inner = scale * decay_of(g) * ct.mma(token_rows(dout, tokens, head, 0, V), ct.transpose(new), zeros(64, 64))
+        inner = ct.astype(inner, queries.dtype)
+        found = ct.mma(ct.transpose(inner), rows_of(queries, chunk, key_head, 0, K), found)
+        put_numbers(dgamma, head, chunk, numbers_of(dgamma, head, chunk) - ct.sum(found * kf, 1) + ct.where(row == 63, carried, 0.0))
+        total = total + found
+    put_rows(partial, chunk, key_head, 0, total, K)
+
+
+@ct.kernel
+def delta_inverse(keys, values, gamma, betas, inverses, states, dnews, table, k_rstd, dgamma, partial, dk, dv, dbeta, dg, K: Const,
+                  V: Const, NORM: Const):
+    """What reaches the keys, the values and the gates through the inverse. dgamma, partial: what `delta_keys` wrote; dk: [tokens, key
+    heads, K]; dv: [tokens, heads, V]; dbeta, dg: [tokens, heads] fp32. Grid: chunks * key heads."""
+    key_heads = keys.shape[1]
+    key_head, chunk, group = ct.bid(0) % key_heads, ct.bid(0) // key_heads, values.shape[1] // key_heads
+    k, tokens = rows_of(keys, chunk, key_head, 0, K), tokens_of(table, chunk)
+    total = rows_of(partial, chunk, key_head, 0, K)
+    for i in range(group):
+        head = key_head * group + i
+        g, b = numbers_of(gamma, head, chunk), numbers_of(betas, head, chunk)
+        be = b * ct.exp(g)
+        inverse = ct.transpose(rows_of(inverses, chunk, head, 0, 64))
+        dnew, v = rows_of(dnews, chunk, head, 0, V), rows_of(values, chunk, head, 0, V)
+        of_values = ct.mma(inverse, dnew, zeros(64, V))
+        put_token_rows(dv, tokens, head, 0, b[:, None] * of_values, V)
+        db = ct.sum(of_values * ct.astype(v, F32), 1)
+        da = ct.mma(dnew, ct.transpose(ct.astype(b[:, None] * ct.astype(v, F32), k.dtype)), zeros(64, 64))
+        dweights = ct.astype(-ct.mma(dnew, ct.transpose(state_of(states, chunk, head, 0, K, V)), zeros(64, K)), k.dtype)
+        da = ct.mma(dweights, ct.transpose(ct.astype(be[:, None] * ct.astype(k, F32), k.dtype)), da)
+        of_keys = ct.mma(inverse, dweights, zeros(64, K))
+        along = ct.sum(of_keys * ct.astype(k, F32), 1)
+        db, dgam = db + ct.exp(g) * along, numbers_of(dgamma, head, chunk) + be * along
+        total = total + be[:, None] * of_keys
+        da = ct.mma(inverse, ct.astype(da, k.dtype), zeros(64, 64))
+        dm = -strictly_lower(ct.mma(ct.astype(da, k.dtype), inverse, zeros(64, 64))) * decay_of(g)
+        x = dm * b[:, None] * ct.mma(k, ct.transpose(k), zeros(64, 64))
+        dgam = dgam + ct.sum(x, 1) - ct.sum(x, 0)
+        h = ct.astype(dm, k.dtype)
+        of_keys = ct.mma(h, k, zeros(64, K))
+        db = db + ct.sum(of_keys * ct.astype(k, F32), 1)
+        total = total + b[:, None] * of_keys
+        total = ct.mma(ct.transpose(h), ct.astype(b[:, None] * ct.astype(k, F32), k.dtype), total)
+        ct.scatter(dbeta, (tokens, head), ct.astype(db, dbeta.dtype))
+        ct.scatter(dg, (tokens, head), ct.astype(ct.cumsum(dgam, 0, reverse=True), dg.dtype))
+    if NORM:
+        total = norm_backward(total, ct.astype(k, F32), numbers_of(k_rstd, key_head, chunk))
+    put_token_rows(dk, tokens, key_head, 0, total, K)
+
+
+# ---------------------------------------------------------------- what is prebuilt
+def variants():
+    for dtype in DTYPES:
+        wide, narrow, given = chunk_rows(dtype, WIDTH), chunk_rows(dtype, CHUNK), token_arrays(dtype)
+        rounded = Array(dtype, (None, None, WIDTH, WIDTH))
+        for carry in (0, 1):
+            ends: Params = {"K": WIDTH, "BV": COLUMNS, "CARRY": carry}
+            parts: Params = {"keys": wide, "w": wide, "u": wide, "gamma": NUMBERS, "bounds": TABLE, "initial": STATE, "states": rounded}
+            yield Variant(delta_states, {**parts, "news": wide, **ends}, hints={"num_worker_warps": 8})
+            parts = {"queries": wide, "keys": wide, "w": wide, "p": narrow, "dout": given, "gamma": NUMBERS, "bounds": TABLE}
+            found: Params = {"table": TABLE, "dfinal": STATE, "dstates": rounded, "dnews": wide, "dinitial": STATE, "scale": FLOAT}
+            yield Variant(delta_reverse, {**parts, **found, **ends}, hints={"num_worker_warps": 8})
+        partial = chunk_rows("float32", WIDTH)
+        parts = {"queries": wide, "keys": wide, "gamma": NUMBERS, "states": rounded, "dstates": rounded, "news": wide, "dout": given}
+        results: Params = {"table": TABLE, "dgamma": NUMBERS, "partial": partial, "scale": FLOAT, "K": WIDTH, "V": WIDTH}
+        yield Variant(delta_keys, {**parts, **results}, hints={"num_worker_warps": 8})
+        for norm in (1, 0):
+            sizes: Params = {"K": WIDTH, "V": WIDTH, "NORM": norm}
+            parts = {"queries": wide, "keys": wide, "gamma": NUMBERS, "states": rounded, "news": wide, "dout": given, "table": TABLE}
+            results = {"q_rstd": NUMBERS, "dq": given, "dgamma": NUMBERS, "scale": FLOAT}
+            yield Variant(delta_queries, {**parts, **results, **sizes}, hints={"num_worker_warps": 8})
+            chunked: Params = {"keys": wide, "values": wide, "gamma": NUMBERS, "betas": NUMBERS, "inverses": narrow, "states": rounded}
+            made: Params = {"dnews": wide, "table": TABLE, "k_rstd": NUMBERS, "dgamma": NUMBERS, "partial": partial}
+            results = {"dk": given, "dv": given, "dbeta": GATES, "dg": GATES}
+            yield Variant(delta_inverse, {**chunked, **made, **results, **sizes}, hints={"num_worker_warps": 8})

@@ -1,0 +1,54 @@
+"""The gated delta rule in the interpreted kernels and in PyTorch."""
+
+import pytest
+import torch
+
+from tests.ops import gated_delta_rule as rule
+from tests.ops.common import FP32, launched
+
+DEVICE = "cpu"
+
+
+@pytest.mark.parametrize("name, check", [pytest.param(name, check, id=name) for name, check in rule.all_cases(None, DEVICE)])
+def test_kernels(interpreted, name, check):
+    before = len(launched(interpreted))
+    dict(rule.all_cases(interpreted, DEVICE))[name]()
+    assert name == "empty" or len(launched(interpreted)) > before, "the operation ran in PyTorch, not in kernels"
+
+
+@pytest.mark.parametrize("dtype", (FP32, torch.float64), ids=str)
+def test_pytorch(all_operations, dtype):
+    for lengths in rule.LENGTHS:
+        rule.check_rule(all_operations, DEVICE, dtype, lengths, key_heads=2, heads=4, width=16)
+    rule.check_rule(all_operations, DEVICE, dtype, (70,), key_heads=2, heads=4, width=16, carry=True, l2_norm=False, alike=0.7)
+
+
+def test_half_precision_in_pytorch(all_operations):
+    for check in ("(37, 64, 1, 70) torch.bfloat16", "carried", "packed", "batch", "views", "empty", "step torch.bfloat16"):
+        dict(rule.all_cases(all_operations, DEVICE))[check]()
+
+
+def test_a_step_with_gradients_is_refused(all_operations):
+    q, k, v, g, beta = (x[None].requires_grad_() for x in rule.inputs_of(FP32, DEVICE, 2, 1, 2, 16))
+    with pytest.raises(RuntimeError, match="gated_delta_step has no backward pass"):
+        rule.module_of(all_operations).gated_delta_step(q, k, v, g, beta)
+
+
+WRONG = {
+    "q": {"q": lambda x: x[0]},
+    "k": {"k": lambda x: x[:, :, :, :8]},
+    "v": {"v": lambda x: x.expand(-1, -1, 3, -1)[:, :, :3], "q": lambda x: x.expand(-1, -1, 2, -1), "k": lambda x: x.expand(-1, -1, 2, -1)},
+    "g": {"g": lambda x: x[:, :1]},
+    "beta": {"beta": lambda x: x.int()},
+    "cu_seqlens": {"cu_seqlens": lambda x: torch.tensor([0.0, 2.0])},
+    "initial_state": {"initial_state": lambda x: torch.zeros(3, 2, 16, 16)},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_named(all_operations, name):
+    given = dict(zip(("q", "k", "v", "g", "beta"), (x[None] for x in rule.inputs_of(FP32, DEVICE, 2, 1, 1, 16)), strict=True))
+    for changed, change in WRONG[name].items():
+        given[changed] = change(given.get(changed))
+    with pytest.raises(ValueError, match=f"^{name} is "):
+        rule.module_of(all_operations).gated_delta_rule(**given)

@@ -1,0 +1,67 @@
+"""Where the chunks of a batch's documents start, which the gated delta rule and its kernels walk over."""
+
+from typing import NamedTuple, Optional
+
+import torch
+from torch.nn.functional import pad
+
+from .common import describe, fail
+
+CHUNK = 64
+KEPT_ON = "_bastile_delta_chunks"  # the attribute of cu_seqlens that holds what was made of it
+
+
+class Chunks(NamedTuple):
+    """The chunks of all documents, one after another, made once a batch and used by every layer.
+
+    table: [2, chunks] int32, the first token of each and how many it has; chunks at the end may have none, as their exact number is known
+    to the device alone. bounds: [2, documents] int32, the first chunk of each document and the end of its chunks. longest: the chunks of
+    the longest document, None where only the device knows it.
+    """
+
+    table: torch.Tensor
+    bounds: torch.Tensor
+    longest: Optional[int]
+
+
+def chunks_of_rows(batch: int, length: int, device: torch.device) -> Chunks:
+    """Every row of a batch is a document."""
+    each = -(-length // CHUNK)
+    row = torch.arange(batch, dtype=torch.int32, device=device)
+    offset = torch.arange(each, dtype=torch.int32, device=device) * CHUNK
+    first = (row[:, None] * length + offset).flatten()
+    count = (length - offset).clamp(max=CHUNK).repeat(batch)
+    return Chunks(torch.stack((first, count)), torch.stack((row * each, (row + 1) * each)), each)
+
+
+def chunks_of(cu_seqlens: torch.Tensor, tokens: int) -> Chunks:
+    """Document i is made of the tokens from cu_seqlens[i] to cu_seqlens[i + 1].
+
+    Args:
+        cu_seqlens: [documents + 1] int32 or int64, ascending, from 0. What is made of it is kept on the tensor.
+        tokens: of the whole batch. What lies past it does not count.
+
+    Raises:
+        ValueError: if the shape or the dtype does not fit.
+    """
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        fail("cu_seqlens", describe(cu_seqlens), "int32 or int64 [documents + 1]")
+    tracing = torch.compiler.is_compiling()
+    if not tracing:
+        state, kept = (cu_seqlens._version, tokens), getattr(cu_seqlens, KEPT_ON, None)
+        if kept is not None and kept[0] == state:
+            return kept[1]
+    ends = cu_seqlens.to(torch.int32).clamp(max=tokens)
+    lengths = ends[1:] - ends[:-1]
+    last = ((lengths + (CHUNK - 1)) // CHUNK).cumsum(0, dtype=torch.int32)
+    start = pad(last[:-1], (1, 0))
+    chunk = torch.arange(tokens // CHUNK + lengths.shape[0], dtype=torch.int32, device=ends.device)
+    document = torch.searchsorted(last, chunk, right=True).clamp(max=lengths.shape[0] - 1)
+    offset = (chunk - start[document]) * CHUNK
+    count = (lengths[document] - offset).clamp(0, CHUNK)
+    first = torch.where(count > 0, ends[:-1][document] + offset, 0)
+    longest = None if tracing or ends.is_cuda else int((last - start).max())
+    made = Chunks(torch.stack((first, count)).to(torch.int32), torch.stack((start, last)), longest)
+    if not tracing:
+        setattr(cu_seqlens, KEPT_ON, (state, made))
+    return made
