@@ -1,0 +1,71 @@
+"""The short causal convolution against float64."""
+
+import importlib
+
+import torch
+from torch.nn.functional import conv1d, pad, silu
+
+from tests.ops.common import BF16, FLOATS, FP32, assert_rows_close, backward_twice, errors_in, exact, leaf, randn, unchanged
+
+
+def module_of(package):
+    return importlib.import_module(f"{package.__name__}.shared.ops.short_conv")
+
+
+def conv_exact(x, weight, bias, lengths):
+    """x: [tokens, channels] of documents that lie one after another."""
+    parts = [conv1d(pad(part.t()[None], (3, 0)), weight[:, None], bias, groups=x.shape[1])[0].t() for part in x.split(lengths)]
+    return silu(torch.cat(parts))
+
+
+def check_conv(package, device, dtype, lengths, channels, *, bias=False, view=lambda x: x):
+    ops, tokens = module_of(package), sum(lengths)
+    base = leaf(view(randn(1, tokens, channels, dtype=FP32, device=device).to(dtype)))
+    weight = leaf(randn(base.shape[-1], 4, dtype=dtype, device=device, seed=1, scale=0.5))
+    shift = leaf(randn(base.shape[-1], dtype=dtype, device=device, seed=2)) if bias else None
+    leaves = [t for t in (base, weight, shift) if t is not None]
+    leaves64 = [exact(t) for t in leaves]
+    ends = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0) if len(lengths) > 1 else None
+    dy = randn(*base.shape, dtype=dtype, device=device, seed=3)
+    untouched = unchanged(*leaves, dy)
+    y = ops.short_conv(base, weight, shift, cu_seqlens=ends)
+    y64 = conv_exact(leaves64[0][0], leaves64[1], leaves64[2] if bias else None, lengths)
+    what = f"convolution {lengths} of {channels}"
+    assert_rows_close(y[0], y64, dtype, f"{what} y", floor=0.3)
+    found = backward_twice(y, dy, leaves)
+    expected = torch.autograd.grad(y64, leaves64, dy[0].double().cpu())
+    # d is rounded before dx is made of it.
+    for name, a, b in zip(("dx", "dweight", "dbias"), found, expected, strict=False):
+        assert_rows_close(a.view(b.shape) if name == "dx" else a, b, dtype, f"{what} {name}", 1.6, floor=0.3)
+    untouched()
+
+
+def check_batch(package, device, dtype):
+    """Rows of a batch are documents, as documents in one row are."""
+    ops = module_of(package)
+    x, weight = randn(2, 9, 256, dtype=dtype, device=device), randn(256, 4, dtype=dtype, device=device, seed=1)
+    packed = ops.short_conv(x.view(1, 18, 256), weight, cu_seqlens=torch.tensor([0, 9, 18], device=device))
+    assert torch.equal(ops.short_conv(x, weight), packed.view_as(x))
+
+
+def all_cases(package, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    for dtype in dtypes:
+        yield f"whole {dtype}", lambda d=dtype: check_conv(package, device, d, (37,), 256)
+        yield f"documents {dtype}", lambda d=dtype: check_conv(package, device, d, (1, 2, 3, 20, 5), 512)
+    yield "bias", lambda: check_conv(package, device, BF16, (5, 30), 256, bias=True)
+    yield "odd", lambda: check_conv(package, device, BF16, (20,), 33)
+    yield "view", lambda: check_conv(package, device, BF16, (20,), 512, view=lambda x: x[..., 256:])
+    yield "batch", lambda: check_batch(package, device, BF16)
+
+
+CHECKS = {"documents": lambda ops: check_conv(ops, "cpu", BF16, (5, 30), 256, bias=True)}
+KERNELS = "kernel_src/short_conv.py"
+MUTANTS = (
+    *errors_in(KERNELS, "documents", "tap", ("since >= back", "since >= 0")),
+    *errors_in(KERNELS, "documents", "ahead", ("later >= forward", "later >= 0")),
+    *errors_in(KERNELS, "documents", "preactivation", ("tap(x, t, since, column, 3)", "tap(x, t, since, column, 2)")),
+    *errors_in(KERNELS, "documents", "short_conv_gradients", ("(1.0 + p *", "(1.0 - p *"), ("found * x3", "found * x2")),
+    *errors_in(KERNELS, "documents", "short_conv_backward", ("weight_of(w, column, 0) * ahead", "weight_of(w, column, 1) * ahead")),
+    *errors_in("shared/ops/short_conv.py", "documents", "_ShortConv.forward", ("save_for_backward(x,", "save_for_backward(-x,")),
+)

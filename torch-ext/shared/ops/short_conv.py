@@ -1,0 +1,161 @@
+"""The short causal convolution of gated delta nets, each channel alone, with SiLU behind it; kernel_src/short_conv.py has the formulas."""
+
+from typing import Optional, Tuple
+
+import torch
+from torch.nn.functional import silu
+
+from ..runtime.device import kernels_run_on, multiprocessors
+from ..runtime.launch import Kernel
+from .autocast import outside_autocast
+from .common import (
+    SLAB,
+    accumulation_dtype,
+    aligned,
+    apply_function,
+    column_sum,
+    describe,
+    fail,
+    need_floats,
+    needs_formula,
+    once_differentiable,
+    traceable,
+)
+
+TAPS = 4
+COLUMNS = 256  # channels of a kernel's tile
+GROUPS_PER_SM = 2  # blocks of a channel's walk over the tokens, for each multiprocessor and piece of the channels
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _tiles(place: int):
+    return lambda c, *arrays: (-(-arrays[place].shape[0] // c["ROWS"]) * (arrays[place].shape[1] // c["COLS"]),)
+
+
+_forward_kernel = {biased: Kernel("short_conv_forward", grid=_tiles(0), where={"BIAS": biased}) for biased in (0, 1)}
+_gradients_kernel = {
+    biased: Kernel("short_conv_gradients", grid=lambda c, *a: (a[6].shape[0] * (a[1].shape[1] // c["COLS"]),), where={"BIAS": biased})
+    for biased in (0, 1)
+}
+_backward_kernel = Kernel("short_conv_backward", grid=_tiles(0))
+
+
+def tokens_before(cu_seqlens: Optional[torch.Tensor], batch: int, length: int, device) -> torch.Tensor:
+    """[batch * length] int32: how many tokens of its document come before each token, at most 3."""
+    if cu_seqlens is None:
+        return torch.arange(length, dtype=torch.int32, device=device).clamp(max=TAPS - 1).repeat(batch)
+    t = torch.arange(batch * length, dtype=torch.int32, device=device)
+    starts = cu_seqlens.to(torch.int32).contiguous()
+    document = torch.searchsorted(starts, t, right=True) - 1
+    return (t - starts[document.clamp(min=0)]).clamp(0, TAPS - 1).to(torch.int32)
+
+
+def short_conv_reference(x, weight, bias, since) -> torch.Tensor:
+    """What `short_conv` returns of flat tokens, in PyTorch, which can differentiate it."""
+    dtype = accumulation_dtype(x.dtype)
+    wide, w = x.to(dtype), weight.to(dtype)
+    p = wide * w[:, TAPS - 1]
+    for back in range(1, TAPS):
+        earlier = torch.nn.functional.pad(wide, (0, 0, back, 0))[: x.shape[0]]
+        p = p + torch.where((since >= back)[:, None], earlier, 0) * w[:, TAPS - 1 - back]
+    return silu(p if bias is None else p + bias.to(dtype)).to(x.dtype)
+
+
+def _fits(x, weight, *others) -> bool:
+    """Whether kernels take these: one dtype, whole tiles of channels, and offsets within 32 bits."""
+    shaped = x.dtype in FLOATS and x.dtype == weight.dtype and x.numel() > 0 and x.shape[1] % COLUMNS == 0
+    return shaped and x.shape[0] * x.stride(0) < SLAB and kernels_run_on(x, weight, *others)
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], since: torch.Tensor) -> torch.Tensor:
+    if not _fits(x, weight, bias, since):
+        return short_conv_reference(x, weight, bias, since)
+    x, y = aligned(x), torch.empty_like(x, memory_format=torch.contiguous_format)
+    _forward_kernel[bias is not None](x, weight, x.new_empty(1) if bias is None else bias, since, y)
+    return y
+
+
+def _backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], since: torch.Tensor
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of x, weight and bias; the last is empty without one."""
+    if not _fits(x, weight, bias, since):
+        leaves = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias)]
+        with torch.enable_grad():
+            y = short_conv_reference(*leaves, since)
+        dx, dweight, *dbias = torch.autograd.grad(y, [t for t in leaves if t is not None], dy)
+        return dx, dweight, dbias[0] if dbias else weight.new_empty(0)
+    x, dy, channels = aligned(x), aligned(dy), x.shape[1]
+    d, dx = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+    rows = _gradients_kernel[bias is not None].constant("ROWS")
+    groups = max(1, min(-(-x.shape[0] // rows), GROUPS_PER_SM * multiprocessors(x)))
+    partial = torch.empty((groups, TAPS + 1, channels), dtype=torch.float32, device=x.device)
+    _gradients_kernel[bias is not None](dy, x, weight, x.new_empty(1) if bias is None else bias, since, d, partial)
+    _backward_kernel(d, weight, since, dx)
+    sums = column_sum(partial.view(groups, -1), torch.float32).view(TAPS + 1, channels)
+    dweight = sums[:TAPS].t().to(weight.dtype, memory_format=torch.contiguous_format)
+    return dx, dweight, weight.new_empty(0) if bias is None else sums[TAPS].to(bias.dtype)
+
+
+def _fake_backward(dy, x, weight, bias, since):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(0 if bias is None else bias.shape)
+
+
+conv_forward = traceable("short_conv_forward", _forward, lambda x, weight, bias, since: x.new_empty(x.shape))
+conv_backward = traceable("short_conv_backward", _backward, _fake_backward)
+
+
+class _ShortConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, since):
+        ctx.save_for_backward(x, weight, bias, since)
+        return conv_forward(x, weight, bias, since)
+
+    @staticmethod
+    @once_differentiable
+    @outside_autocast
+    def backward(ctx, dy):
+        x, weight, bias, since = ctx.saved_tensors
+        dx, dweight, dbias = conv_backward(dy, x, weight, bias, since)
+        need = ctx.needs_input_grad
+        return dx if need[0] else None, dweight if need[1] else None, dbias if need[2] else None, None
+
+
+def short_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional[torch.Tensor] = None,
+    *,
+    cu_seqlens: Optional[torch.Tensor] = None,
+    since: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
+    """Computes silu of a causal convolution of 4 taps over the tokens of each document, each channel alone.
+
+    Args:
+        x: [batch, tokens, channels].
+        weight: [channels, 4], of x's dtype.
+        bias: [channels] or None.
+        cu_seqlens: [documents + 1], where documents start in a batch of one row; by default each row is a document.
+        since: what `tokens_before` made of cu_seqlens, where several layers share it.
+
+    Returns:
+        [batch, tokens, channels]. Differentiable in x, weight and bias.
+
+    Raises:
+        ValueError: if shapes, dtypes or devices do not fit.
+    """
+    need_floats(x=x, weight=weight)
+    if x.dim() != 3:
+        fail("x", describe(x), "[batch, tokens, channels]")
+    if weight.shape != (x.shape[2], TAPS) or weight.device != x.device:
+        fail("weight", describe(weight), f"[{x.shape[2]}, {TAPS}] on {x.device}")
+    if bias is not None and (bias.shape != x.shape[2:] or bias.device != x.device):
+        fail("bias", describe(bias), f"[{x.shape[2]}] on {x.device}")
+    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or x.shape[0] != 1 or cu_seqlens.device != x.device):
+        fail("cu_seqlens", f"{describe(cu_seqlens)} with a batch of {x.shape[0]}", f"[documents + 1] on {x.device}, and a batch of 1")
+    batch, length, channels = x.shape
+    since = tokens_before(cu_seqlens, batch, length, x.device) if since is None else since
+    flat = x.reshape(-1, channels)
+    if needs_formula(flat, weight, bias, since):
+        return short_conv_reference(flat, weight, bias, since).view(x.shape)
+    return apply_function(_ShortConv, flat, weight, bias, since).view(x.shape)
