@@ -110,6 +110,12 @@ def tiny_qwen3_moe(dtype=torch.float32, cls=None, **changes):
     return model.to(dtype).train()
 
 
+def own_attributes(layer) -> set:
+    """The names that a layer class has beside those of torch.nn.Module: the Hub's rule allows few."""
+    classes = (cls for cls in layer.__mro__ if cls not in torch.nn.Module.__mro__)
+    return {key for cls in classes for key in vars(cls) if not key.startswith("__")}
+
+
 def packed_groups(package, layer):
     """Whether one matrix holds the weights of q, k and v of a decoder layer, and whether one holds those of gate and up."""
     side_by_side = importlib.import_module(f"{package.__name__}.shared.ops.common").side_by_side

@@ -8,7 +8,7 @@ import importlib
 import torch
 from torch.nn.functional import linear, silu
 
-from tests.ops import linear_cross_entropy, rotary
+from tests.ops import decoder_nodes, linear_cross_entropy, rotary
 from tests.ops.common import randn
 from tests.tolerances import RELATIVE_ERROR, relative_error
 
@@ -62,8 +62,9 @@ ALONE = {("linear_log_probs", "hidden"): 1.5}
 
 # Where an operation lies that has not the name of its module.
 MODULES = {"add_rms_norm": "rms_norm", "qk_norm_rotary": "rotary", "mlp": "swiglu"}
-MODULES |= {"norm_attention_inputs": "decoder_nodes", "norm_mlp": "decoder_nodes"}
 MODULES |= {"norm_add": "residual_norm", "norm_add_norm": "residual_norm"}
+# Those of a decoder layer as functions of weights alone.
+OF_LAYERS = {"norm_attention_inputs": decoder_nodes.plain_inputs, "norm_mlp": decoder_nodes.plain_mlp}
 
 
 # Operations that are others with these options, as GPT-OSS has them; from the last package that is given.
@@ -87,6 +88,10 @@ class Operations:
             return found
         for package in self.packages:
             with contextlib.suppress(ModuleNotFoundError):
+                if name in OF_LAYERS:
+                    found = OF_LAYERS[name](package)
+                    setattr(self, name, found)
+                    return found
                 found = getattr(importlib.import_module(f"{package.__name__}.shared.ops.{MODULES.get(name, name)}"), name)
                 setattr(self, name, found)  # so that torch.compile need not trace an import
                 return found

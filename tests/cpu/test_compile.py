@@ -64,7 +64,7 @@ def test_nothing_that_the_first_step_learns_makes_the_second_one_compile(qwen3):
     """A graph must not depend on what was found out while it was made: that costs as much again as the first compilation."""
     model, ids = qwen3.kernelize(tiny_model(num_hidden_layers=2)), random_tokens(2, 17)
     modules = importlib.import_module(f"{qwen3.__name__}.shared.hf.modules")
-    for known in (modules._own, importlib.import_module(f"{qwen3.__name__}.decoder_layer").QWEN3.known):
+    for known in (modules._own, importlib.import_module(f"{qwen3.__name__}.families").QWEN3.known):
         known.clear()  # as in a process that has not run a model yet
     assert checks.graphs_of(model, [ids, ids, ids], backend=BACKEND) == 1
     model(input_ids=ids, labels=ids)

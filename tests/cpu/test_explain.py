@@ -71,6 +71,12 @@ def changed(function):
     return change
 
 
+def with_wide_bias(columns, rows):
+    linear = torch.nn.Linear(columns, rows)
+    linear.bias.data = linear.bias.data.double()
+    return linear
+
+
 Q, MLP, LAYER, LOSS = "norm, q_proj, k_proj, v_proj, rotary", "norm, gate_proj, up_proj, down_proj", "decoder layer", "loss without logits"
 CASES = {
     "LoRA": (lora(target_modules=["q_proj"]), None, None),
@@ -80,7 +86,9 @@ CASES = {
     "a hook on a norm": (with_hook("model.layers.1.input_layernorm"), LAYER, "a norm has hooks"),
     "a hook on the head": (with_hook("lm_head"), LOSS, "lm_head: hooks"),
     "a loss of the user's": (changed(lambda m: setattr(m, "loss_function", lambda *a, **k: None)), LOSS, "loss_function"),
-    "a bias": (changed(lambda m: setattr(m.model.layers[0].self_attn, "v_proj", torch.nn.Linear(64, 32))), Q, "v_proj: it has a bias"),
+    "a bias": (changed(lambda m: setattr(m.model.layers[0].self_attn, "v_proj", torch.nn.Linear(64, 32))), None, None),
+    "a bias of another dtype": (changed(lambda m: setattr(m.model.layers[0].self_attn, "v_proj", with_wide_bias(64, 32))), Q,
+                                "v_proj: its bias is torch.float64"),
     "another dtype": (changed(lambda m: m.model.layers[0].mlp.down_proj.to(torch.bfloat16)), MLP,
                       "down_proj: its weight is torch.bfloat16"),
     "another activation": (changed(lambda m: setattr(m.model.layers[0].mlp, "act_fn", torch.nn.GELU())), LAYER, "not SiLU"),
@@ -102,7 +110,7 @@ def test_reasons(qwen3, name):
 
 def test_what_is_said_is_what_runs(qwen3, monkeypatch):
     """The nodes of a layer are called exactly where `explain` says that it is fused."""
-    package = importlib.import_module(f"{qwen3.__name__}.decoder_layer")
+    package = importlib.import_module(f"{qwen3.__name__}.shared.hf.decoder_layer")
     called = []
 
     def counted(name, run):
@@ -129,9 +137,12 @@ def test_what_is_said_is_what_runs(qwen3, monkeypatch):
 
 def test_gpt_oss(gpt_oss):
     model = gpt_oss.kernelize(tiny_gpt_oss())
-    assert reasons(gpt_oss, model)["residual and norm"] == ""
+    parts = reasons(gpt_oss, model)
+    assert all(parts[part] == "" for part in ("norm, q_proj, k_proj, v_proj, rotary", "o_proj", "norm, router, experts"))
     model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda *args: None)
-    assert [(row.count, row.fused) for row in gpt_oss.explain(model).rows if row.part == "residual and norm"] == [(1, False), (1, True)]
+    found = gpt_oss.explain(model).rows
+    assert [(row.part, row.count) for row in found if not row.fused][:1] == [("decoder layer", 1)]
+    assert [row.count for row in found if row.part == "norm, router, experts"] == [1]
 
 
 def test_a_model_of_another_kind(qwen3):

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.integrations import moe
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from tests.models import Step, random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_moe
+from tests.models import Step, own_attributes, random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_moe
 from tests.mutants import ROOT
 from tests.ops import experts as experts_checks
 from tests.ops import rms_norm, round_last_rms_norm
@@ -64,7 +64,7 @@ def uses(gpt_oss, model, step=lambda model: model.train()(input_ids=TOKENS, labe
     with pytest.MonkeyPatch.context() as patch:
         for where, names in (("shared.hf.experts", ("experts",)), ("shared.hf.forwards", ("rotary",)),
                              ("shared.hf.causal_lm", ("linear_cross_entropy",)),
-                             ("decoder_layer", ("rms_norm", "add_rms_norm"))):
+                             ("shared.hf.decoder_layer", ("norm_attention_inputs", "norm_experts", "add_rms_norm"))):
             module = sys.modules[f"{gpt_oss.__name__}.{where}"]
             for name in names:
                 original = getattr(module, name)
@@ -78,7 +78,7 @@ def uses(gpt_oss, model, step=lambda model: model.train()(input_ids=TOKENS, labe
     return called
 
 
-ALL = {"experts", "rotary", "linear_cross_entropy", "rms_norm", "add_rms_norm"}
+ALL = {"linear_cross_entropy", "norm_attention_inputs", "norm_experts"}
 
 
 @pytest.mark.parametrize("how", ["apply", "kernelize", "mapping"])
@@ -188,7 +188,7 @@ def test_lora(gpt_oss, options, how):
     model = get_peft_model(tiny_gpt_oss(), LoraConfig(r=4, init_lora_weights=False, **options)).train()
     expected = Step(model, input_ids=TOKENS, labels=LABELS)
     install(gpt_oss, model, how)
-    assert "experts" in uses(gpt_oss, model)
+    assert ("experts" if "target_parameters" in options else "norm_experts") in uses(gpt_oss, model)
     Step(model, input_ids=TOKENS, labels=LABELS).assert_same(expected, FACTOR)
 
 
@@ -275,7 +275,7 @@ def test_an_implementation_of_experts_that_a_model_can_ask_for(gpt_oss, family):
     gpt_oss.apply(**dict.fromkeys(OPERATIONS, False))
     assert gpt_oss.get_patched_ops() == []
     model.set_experts_implementation("bastile")
-    assert "experts" in uses(gpt_oss, model)
+    assert {"experts", "norm_experts"} & uses(gpt_oss, model)
     Step(model, input_ids=TOKENS, labels=LABELS).assert_same(expected, FACTOR)
     gpt_oss.reset()
     Step(model, input_ids=TOKENS, labels=LABELS).assert_same(expected, FACTOR)  # it goes on asking for them
@@ -360,7 +360,7 @@ def test_layers_load_from_a_folder(gpt_oss, gpt_oss_folder, monkeypatch):
         assert kernels.LocalLayerRepository(gpt_oss_folder, layer_name=layer.__name__).load() is layer
         check = getattr(modeling_gpt_oss, {"RMSNorm": "GptOssRMSNorm"}.get(name, name), layer)
         _validate_layer(check_cls=check, cls=layer, repo=repository)
-        assert {key for key in vars(layer) if not key.startswith("__")} == {"forward", "can_torch_compile"}
+        assert own_attributes(layer) == {"forward", "can_torch_compile"}
 
 
 # ---------------------------------------------------------------- warm-up

@@ -1,4 +1,4 @@
-"""The order of imports: a package -> shared.hf -> shared.ops -> shared.runtime, none back, and no circles among modules."""
+"""The order of imports: a package, shared.hf, shared.decoder, shared.ops, shared.runtime; none back, and no circles among modules."""
 
 import ast
 import sys
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT / "torch-ext" / "shared"
 PACKAGES = [read_package(folder) for folder in package_folders(root=ROOT)]
 # From the first to the last: a module imports of its own layer and of those behind it.
-LAYERS = ("package", "shared.hf", "shared.ops", "shared.runtime")
+LAYERS = ("package", "shared.hf", "shared.decoder", "shared.ops", "shared.runtime")
 TOP_LEVEL = {path.stem for path in ROOT.iterdir() if path.is_dir() and any(path.glob("*.py"))}
 # What the modules of a folder may import of this repository.
 MAY_IMPORT = {

@@ -209,7 +209,7 @@ def test_a_norm_of_gpt_oss_that_a_user_put_in_its_place(gpt_oss, monkeypatch):
 # ---------------------------------------------------------------- hooks
 def fused_layers(qwen3, monkeypatch, run):
     """How many decoder layers a run computes in fused nodes."""
-    decoder, count = sys.modules[f"{qwen3.__name__}.decoder_layer"], []
+    decoder, count = sys.modules[f"{qwen3.__name__}.shared.hf.decoder_layer"], []
     with monkeypatch.context() as patch:
         original = decoder.norm_mlp
         patch.setattr(decoder, "norm_mlp", lambda *args: count.append(1) or original(*args))

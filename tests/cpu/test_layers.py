@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models import VOCABULARY, Step, random_tokens, tiny_model
+from tests.models import VOCABULARY, Step, own_attributes, random_tokens, tiny_model
 from tests.ops.linear_cross_entropy import cross_entropy_exact
 from tests.tolerances import assert_close
 
@@ -55,7 +55,7 @@ def test_training_step(qwen3, how, tied):
 @pytest.mark.parametrize("how", ["apply", "kernelize", "mapping"])
 def test_a_decoder_layer_is_fused(qwen3, how, monkeypatch):
     """Both halves of each of the two layers, whoever put the layers there."""
-    calls, decoder = [], sys.modules[f"{qwen3.__name__}.decoder_layer"]
+    calls, decoder = [], sys.modules[f"{qwen3.__name__}.shared.hf.decoder_layer"]
     for half in (decoder.norm_attention_inputs, decoder.norm_mlp):
         monkeypatch.setattr(decoder, half.__name__, lambda *a, f=half: calls.append(f.__name__) or f(*a))
     model = tiny_model()
@@ -572,6 +572,5 @@ def test_layers_have_no_state(qwen3):
     """The Hub's rule, read off the classes."""
     for name in ("RMSNorm", "RotaryPosEmb", "MLP", "SwiGLUMLP", "CausalLM", "ForCausalLMLoss"):
         layer = getattr(qwen3.layers, name)
-        own = {key for key in vars(layer) if not key.startswith("__")}
-        assert own == {"forward", "can_torch_compile"} and layer.can_torch_compile
+        assert own_attributes(layer) == {"forward", "can_torch_compile"} and layer.can_torch_compile
         assert layer.__module__ == f"{qwen3.__name__}.layers" in sys.modules

@@ -39,10 +39,10 @@ def test_there_are_mutants_of_every_kernel():
 def test_there_are_mutants_of_every_autograd_function():
     """Of what each saves in its forward pass, and of what its backward pass does with it, or calls."""
     mutated = {(mutant.file, mutant.function) for mutant in OPERATION_MUTANTS}
-    for path in sorted((ROOT / "torch-ext/shared/ops").glob("*.py")):
+    for path in sorted([*(ROOT / "torch-ext/shared/ops").glob("*.py"), *(ROOT / "torch-ext/shared/decoder").glob("*.py")]):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and any("Function" in ast.unparse(base) for base in node.bases):
-                file = f"shared/ops/{path.name}"
+                file = f"shared/{path.parent.name}/{path.name}"
                 assert (file, f"{node.name}.forward") in mutated, f"{file}: {node.name}.forward"
                 called = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)} | {f"{node.name}.backward"}
                 assert any(f == file and name in called for f, name in mutated), f"{file}: {node.name}.backward"

@@ -27,7 +27,7 @@ OPERATIONS = ["rms_norm", "swiglu", "rope", "fused_linear_cross_entropy", "decod
 CLASSES = ["RMSNorm", "MLP", "Experts", "SparseMoeBlock", "TopKRouter", "ForCausalLM", "DecoderLayer", "Attention", "Model"]
 FACTOR = 10  # as for GPT-OSS
 FUSED = {"norm_attention_inputs", "norm_mlp", "norm_experts", "rms_norm", "linear_cross_entropy"}
-PROJECTED = {"projected_attention_inputs", "norm_experts", "linear_cross_entropy"}
+PROJECTED = {"norm_attention_inputs", "norm_experts", "linear_cross_entropy"}
 
 
 def everything():
@@ -54,7 +54,7 @@ PLACES = (
     ("shared.hf.experts", ("experts",)),
     ("shared.hf.forwards", ("rotary", "rms_norm", "mlp")),
     ("shared.hf.causal_lm", ("linear_cross_entropy",)),
-    ("decoder_layer", ("norm_attention_inputs", "projected_attention_inputs", "norm_mlp", "projected_mlp", "norm_experts", "add_rms_norm")),
+    ("shared.hf.decoder_layer", ("norm_attention_inputs", "norm_mlp", "norm_experts", "add_rms_norm")),
 )
 
 
@@ -320,7 +320,7 @@ def test_padding_is_left_out(qwen3, side, window, router_logits):
     found.assert_same(expected, FACTOR)
     for layer in model.model.layers:
         del layer.input_layernorm.forward
-    decoder, rows = sys.modules[f"{qwen3.__name__}.decoder_layer"], []
+    decoder, rows = sys.modules[f"{qwen3.__name__}.shared.hf.decoder_layer"], []
     with pytest.MonkeyPatch.context() as patch:
         original = decoder.norm_attention_inputs
         patch.setattr(decoder, "norm_attention_inputs", lambda x, *args: rows.append(x.shape[0]) or original(x, *args))

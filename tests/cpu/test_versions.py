@@ -106,7 +106,7 @@ INACTIVE = """
     def used(model):
         "The layers that a step goes through, and the rotary embedding."
         seen, places = set(), {"rotary": "package.shared.hf.forwards", "mlp": "package.shared.hf.forwards"}
-        places |= {"norm_attention_inputs": "package.decoder_layer", "norm_mlp": "package.decoder_layer"}
+        places |= {"norm_attention_inputs": "package.shared.hf.decoder_layer", "norm_mlp": "package.shared.hf.decoder_layer"}
         places |= {"rms_norm": "package.shared.hf.forwards", "linear_cross_entropy": "package.shared.hf.causal_lm"}
         originals = {name: getattr(sys.modules[place], name) for name, place in places.items()}
         for name, place in places.items():

@@ -17,6 +17,34 @@ def lay_side_by_side(ops, weights):
     assert common.side_by_side(weights) is not None
 
 
+def part_of(ops, name):
+    """A module of the decoder layer of a loaded package."""
+    return importlib.import_module(f"{ops.__name__}.shared.decoder.{name}")
+
+
+def plain_inputs(ops):
+    """`norm_attention_inputs` as a function of weights alone, with Qwen3's description."""
+    nodes, spec, projection = (part_of(ops, name) for name in ("nodes", "spec", "projection"))
+
+    def call(x, norm_weight, weights, q_norm, k_norm, cos, sin, shape):
+        projections = [projection.Projection(weight) for weight in weights]
+        return nodes.norm_attention_inputs(x, norm_weight, projections, q_norm, k_norm, cos, sin, shape, spec.Inputs(q_norm.shape[-1]))
+
+    return call
+
+
+def plain_mlp(ops):
+    """`norm_mlp` as a function of weights alone, with Qwen3's description."""
+    nodes, spec, projection = (part_of(ops, name) for name in ("nodes", "spec", "projection"))
+
+    def call(x, norm_weight, gate_weight, up_weight, down_weight, attended=None, o_weight=None, recompute=False):
+        weights = [*([] if o_weight is None else [o_weight]), gate_weight, up_weight, down_weight]
+        projections = [projection.Projection(weight) for weight in weights]
+        return nodes.norm_mlp(x, norm_weight, projections, spec.Outputs(), attended, recompute=recompute)
+
+    return call
+
+
 def gradient_like(result, seed, as_attention):
     """Random numbers of a result's shape. as_attention: where it has heads, in memory as attention's backward pass leaves them, which
     kernels take without a copy."""
@@ -26,7 +54,6 @@ def gradient_like(result, seed, as_attention):
 
 
 def check_norm_attention_inputs(ops, packed=False, as_attention=False):
-    decoder = importlib.import_module(f"{ops.__name__}.shared.ops.decoder_nodes")
     shape = (1, 6) if as_attention else (2, 3)
     x, norm = leaf(randn(6, 1024, dtype=BF16, device=CPU)), leaf(randn(1024, dtype=BF16, device=CPU, seed=1) + 1)
     weights = [leaf(randn(n * 128, 1024, dtype=BF16, device=CPU, seed=2 + i, scale=1 / 32)) for i, n in enumerate((8, 4, 4))]
@@ -35,7 +62,7 @@ def check_norm_attention_inputs(ops, packed=False, as_attention=False):
     norms = [leaf(randn(128, dtype=BF16, device=CPU, seed=5 + i) + 1) for i in range(2)]
     angles = randn(1, shape[1], 128, dtype=FP32, device=CPU, seed=7)
     cos, sin = angles.cos().to(BF16), angles.sin().to(BF16)
-    results = decoder.norm_attention_inputs(x, norm, weights, *norms, cos, sin, shape)
+    results = plain_inputs(ops)(x, norm, weights, *norms, cos, sin, shape)
     grads = [gradient_like(r, 9 + i, as_attention) for i, r in enumerate(results)]
     torch.autograd.backward(results, grads)
     x64, norm64, weights64, norms64 = exact(x), exact(norm), [exact(w) for w in weights], [exact(n) for n in norms]
@@ -52,7 +79,6 @@ def check_norm_attention_inputs(ops, packed=False, as_attention=False):
 
 
 def check_norm_mlp(ops, packed=False, attended=False, inner=48, recompute=False):
-    decoder = importlib.import_module(f"{ops.__name__}.shared.ops.decoder_nodes")
     x, norm = leaf(randn(3, 1024, dtype=BF16, device=CPU)), leaf(randn(1024, dtype=BF16, device=CPU, seed=1) + 1)
     shapes = (inner, 1024), (inner, 1024), (1024, inner)
     weights = [leaf(randn(*s, dtype=BF16, device=CPU, seed=2 + i, scale=s[1] ** -0.5)) for i, s in enumerate(shapes)]
@@ -60,7 +86,7 @@ def check_norm_mlp(ops, packed=False, attended=False, inner=48, recompute=False)
         lay_side_by_side(ops, weights[:2])
     before = [leaf(randn(3, 64, dtype=BF16, device=CPU, seed=7)), leaf(randn(1024, 64, dtype=BF16, device=CPU, seed=8, scale=1 / 8))]
     before = before if attended else []
-    y = decoder.norm_mlp(x, norm, *weights, 1e-6, *(before or (None, None)), recompute)
+    y = plain_mlp(ops)(x, norm, *weights, *before, recompute=recompute)
     dy = randn(*y.shape, dtype=BF16, device=CPU, seed=9)
     y.backward(dy)
     x64, norm64, weights64, before64 = exact(x), exact(norm), [exact(w) for w in weights], [exact(t) for t in before]
@@ -88,49 +114,11 @@ CHECKS = {
 }
 MUTANTS = [
     *errors_in("kernel_src/rms_norm.py", "norm_mlp", "rms_norm_apply", ("read(x, (row, cols)) * r", "read(x, (row, cols))")),
-    *errors_in("shared/ops/decoder_nodes.py", "attention_inputs", "_input_gradient", ("total.addmm_(grad, weight)", "pass")),
-    *errors_in("shared/ops/decoder_nodes.py", "attention_inputs", "_weight_gradients", ("torch.mm(grad.t(), y)", "torch.mm(-grad.t(), y)")),
-    *errors_in("shared/ops/decoder_nodes.py", "attention_inputs", "_NormAttentionInputs.forward",
-         ("k, q_norm, k_norm, cos, sin, *weights)\n", "k, k_norm, q_norm, cos, sin, *weights)\n"),
-         ("k_norm, cos, sin, *weights)\n", "k_norm, sin, cos, *weights)\n"),
-         ("save_for_backward(x, norm_weight, rstd", "save_for_backward(2 * x, norm_weight, rstd"),
-         ("save_for_backward(x, norm_weight, rstd", "save_for_backward(x, torch.ones_like(norm_weight), rstd"),
-         ("save_for_backward(x, norm_weight, rstd", "save_for_backward(x, norm_weight, 2 * rstd"),
-         ("rstd, q, k, q_norm", "rstd, 2 + q, k, q_norm"),
-         ("rstd, q, k, q_norm", "rstd, q, 2 + k, q_norm"),
-         ("cos, sin, *weights)\n", "cos, sin, *[2 * w for w in weights])\n")),
-    *errors_in("shared/ops/decoder_nodes.py", "attention_inputs_alone", "_attention_inputs_gradients",
-         ("head_eps, needs[2], needs[3]", "head_eps, needs[3], needs[2]"),
-         ("if needs[0] or needs[1]:", "if needs[0]:"),
-         ("_weight_gradients(grads, y, needs[4:])", "_weight_gradients(grads, y, needs[3:])")),
-    *errors_in("shared/ops/decoder_nodes.py", "attention_inputs_alone", "_NormAttentionInputs.backward",
-         ("*needs[3:5], *needs[9:]", "*needs[2:4], *needs[9:]"),
-         ("*needs[3:5], *needs[9:]", "*needs[3:5], *needs[8:]")),
-    *errors_in("shared/ops/decoder_nodes.py", "norm_mlp", "_NormMLP.forward",
-         ("o_weight, norm_weight, rstd, gate", "o_weight, torch.ones_like(norm_weight), rstd, gate"),
-         ("norm_weight, rstd, gate, up", "norm_weight, 2 * rstd, gate, up"),
-         ("rstd, gate, up, *weights)", "rstd, up, gate, *weights)"),
-         ("rstd, gate, up, *weights)", "rstd, gate, up, weights[1], weights[0], weights[2])"),
-         ("rstd, gate, up, *weights)", "rstd, gate, up, *weights[:2], 2 * weights[2])"),
-         ("save_for_backward(total, attended", "save_for_backward(2 * total, attended")),
-    *errors_in("shared/ops/decoder_nodes.py", "norm_mlp", "_mlp",
-         ("torch.addmm(total, swiglu_forward", "torch.addmm(0 * total, swiglu_forward"),
-         ("linear(attended, o_weight), total,", "linear(attended, o_weight), 0 * total,", "norm_mlp_attended")),
-    *errors_in("shared/ops/decoder_nodes.py", "norm_mlp_alone", "_NormMLP.backward",
-         ("*needs[:4], *needs[6:]", "*needs[:4], *needs[5:8]")),
-    *errors_in("shared/ops/decoder_nodes.py", "norm_mlp_alone", "_mlp_gradients",
-         ("need_x or need_attended or need_o or need_norm", "need_x"),
-         ("dnorm if need_norm", "dx[0] if need_norm", "norm_mlp")),
-    *errors_in("shared/ops/decoder_nodes.py", "attention_inputs", "_attention_inputs_gradients",
-         ("add_rms_norm_backward(dy, dresidual", "add_rms_norm_backward(dy, torch.zeros_like(dresidual)"),
-         ("rms_norm_recompute(x, norm_weight, rstd)", "x"),
-         ("(dnorm, dq_norm, dk_norm)", "(dnorm, dk_norm, dq_norm)"),
-         ("dv_place.copy_(dv)", "dv_place.zero_()", "attention_inputs_packed"),
-         ("torch.mm(together, whole)", "_input_gradient(grads[:2], weights[:2])", "attention_inputs_packed")),
-    *errors_in("shared/ops/decoder_nodes.py", "norm_mlp", "_mlp_gradients",
-         ("add_rms_norm_backward(dy, dout", "add_rms_norm_backward(dy, torch.zeros_like(dout)"),
-         ("torch.mm(dx.t(), attended)", "torch.mm(dout.t(), attended)", "norm_mlp_attended"),
-         ("torch.mm(dx, o_weight)", "torch.mm(dout, o_weight)", "norm_mlp_attended"),
-         ("gate, up = gate_and_up(", "up, gate = gate_and_up(", "norm_mlp_again"),
-         ("always(normed())", "always(x)", "norm_mlp_again")),
+    *errors_in("shared/decoder/nodes.py", "attention_inputs_packed", "_NormAttentionInputs.backward",
+         ("layout, group.whole_of(parts), tuple(needs)", "layout, -group.whole_of(parts), tuple(needs)")),
+    *errors_in("shared/decoder/steps.py", "attention_inputs_alone", "inputs_backward",
+         ("(need.q_norm, need.k_norm)", "(need.k_norm, need.q_norm)"),
+         ("if need.x or need.norm:", "if need.x:")),
+    *errors_in("shared/decoder/steps.py", "norm_mlp_alone", "need_join",
+         ("need.x or need.attended or need.after or need.before or _any(need_o)", "need.x")),
 ]  # fmt: skip

@@ -6,16 +6,16 @@ import importlib
 import torch
 
 from tests.ops.common import BF16, CPU, FP32, errors_in, exact, leaf, randn
-from tests.ops.decoder_nodes import gradient_like, lay_side_by_side
+from tests.ops.decoder_nodes import gradient_like, lay_side_by_side, part_of
 from tests.ops.rms_norm import rms_norm_exact
 from tests.ops.rotary import rotary_exact
 from tests.tolerances import assert_close
 
 
-def projections_of(ops, shapes, autocast, dropout, seed=2, ranks=(0, 5, 3, 4)):
-    """Projections with adapters of several ranks, scalings and dtypes, one with a bias and one without an adapter; and the same in
-    float64."""
-    projection = importlib.import_module(f"{ops.__name__}.shared.ops.projection").Projection
+def projections_of(ops, shapes, autocast, dropout, seed=2, ranks=(0, 5, 3, 4), biases=False):
+    """Projections with adapters of several ranks, scalings and dtypes, one with a bias of its adapter and one without an adapter; and the
+    same in float64. biases: whether the layers have biases of their own."""
+    projection = importlib.import_module(f"{ops.__name__}.shared.decoder.projection").Projection
     found, wanted = [], []
     for i, (rows, columns) in enumerate(shapes):
         rank, dtype = ranks[(i + 1) % 4], FP32 if i % 2 else BF16
@@ -25,10 +25,23 @@ def projections_of(ops, shapes, autocast, dropout, seed=2, ranks=(0, 5, 3, 4)):
             parts.append(leaf(randn(rows, rank, dtype=dtype, device=CPU, seed=30 + i, scale=rank**-0.5 / 4)))
         parts += [leaf(randn(rows, dtype=FP32, device=CPU, seed=40 + i))] if i == 1 and rank else [None] * (4 - len(parts))
         parts += [None] * (4 - len(parts))
+        parts.insert(1, leaf(randn(rows, dtype=dtype, device=CPU, seed=50 + i)) if biases else None)
         numbers = (1.5 + i / 2, dropout if i != 1 else 0.0)
         found.append(projection(*parts, *numbers))
         wanted.append(projection(*(None if part is None else exact(part) for part in parts), *numbers))
     return found, wanted
+
+
+def inputs(ops, eps, head_eps):
+    """Qwen3's description of what stands in front of attention."""
+    spec = part_of(ops, "spec")
+    return spec.Inputs(128, spec.Norm(eps), spec.Norm(head_eps))
+
+
+def outputs(ops, eps):
+    """Qwen3's description of what stands behind attention."""
+    spec = part_of(ops, "spec")
+    return spec.Outputs(before=spec.Norm(eps))
 
 
 EIGHTS = (0, 40, 24, 8)  # ranks whose gradients a kernel makes
@@ -37,11 +50,12 @@ EIGHTS = (0, 40, 24, 8)  # ranks whose gradients a kernel makes
 def projected(x, projection):
     """In float64; the mask is the one that the generator draws now."""
     y = x @ projection.weight.t()
+    y = y if projection.bias is None else y + projection.bias
     if projection.a is None:
         return y
     kept = torch.nn.functional.dropout(torch.ones_like(x), projection.dropout) if projection.dropout else 1.0
     low = (x * kept) @ projection.a.t() @ projection.b.t()
-    return y + projection.scaling * (low if projection.bias is None else low + projection.bias)
+    return y + projection.scaling * (low if projection.adapter_bias is None else low + projection.adapter_bias)
 
 
 def _assert_gradients(found, wanted, what):
@@ -52,13 +66,13 @@ def _assert_gradients(found, wanted, what):
 
 
 def _leaves(projections):
-    return [part for projection in projections for part in projection[:4]]
+    return [part for projection in projections for part in projection[:5]]
 
 
 def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=0.0, as_attention=False, **ranks):
     """ranks: of `projections_of`. as_attention: as of `gradient_like`. autocast: x, norms and weights in fp32 with products in bf16, as
     under autocast."""
-    nodes = importlib.import_module(f"{ops.__name__}.shared.ops.projected_nodes")
+    nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.nodes")
     shape, kind = (1, 6) if as_attention else (2, 3), FP32 if autocast else BF16
     x, norm = leaf(randn(6, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
     projections, projections64 = projections_of(ops, [(n * 128, 1024) for n in (8, 4, 4)], autocast, dropout, **ranks)
@@ -68,7 +82,7 @@ def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=
     angles = randn(1, shape[1], 128, dtype=FP32, device=CPU, seed=7)
     cos, sin = angles.cos().to(kind), angles.sin().to(kind)
     torch.manual_seed(3)
-    results = nodes.projected_attention_inputs(x, norm, projections, *norms, cos, sin, shape, 0.5, 0.25, BF16)
+    results = nodes.norm_attention_inputs(x, norm, projections, *norms, cos, sin, shape, inputs(ops, 0.5, 0.25), BF16)
     torch.rand(1)  # someone else's number
     after = torch.get_rng_state()
     grads = [gradient_like(r, 9 + i, as_attention) for i, r in enumerate(results)]
@@ -88,22 +102,23 @@ def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=
     _assert_gradients(_leaves(projections), _leaves(projections64), "gradient of a projection")
 
 
-def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropout=0.0, inner=48, frozen=False, recompute=False):
+def check_projected_mlp(ops, autocast=False, packed=False, attended=False, dropout=0.0, inner=48, frozen=False, recompute=False,
+                        biases=False):
     """frozen: only the adapters of the projection to `down` need gradients."""
-    nodes = importlib.import_module(f"{ops.__name__}.shared.ops.projected_nodes")
+    nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.nodes")
     kind = FP32 if autocast else BF16
     x, norm = leaf(randn(3, 1024, dtype=kind, device=CPU)), leaf(randn(1024, dtype=kind, device=CPU, seed=1) + 1)
     shapes = [(1024, 64)] * attended + [(inner, 1024), (inner, 1024), (1024, inner)]
-    projections, projections64 = projections_of(ops, shapes, autocast, dropout, 2 + (not attended))
+    projections, projections64 = projections_of(ops, shapes, autocast, dropout, 2 + (not attended), biases=biases)
     if packed:
         lay_side_by_side(ops, [projection.weight for projection in projections[-3:-1]])
     before = leaf(randn(3, 64, dtype=BF16, device=CPU, seed=7)) if attended else None
     if frozen:
-        for tensor in (x, norm, before, *_leaves(projections)[:-3]):
+        for tensor in (x, norm, before, *_leaves(projections)[:-4]):
             if tensor is not None:
                 tensor.requires_grad_(False)
     torch.manual_seed(3)
-    y = nodes.projected_mlp(x, norm, projections, 0.5, before, BF16, recompute)
+    y = nodes.norm_mlp(x, norm, projections, outputs(ops, 0.5), before, dtype=BF16, recompute=recompute)
     dy = randn(*y.shape, dtype=y.dtype, device=CPU, seed=9)
     y.backward(dy)
     x64, norm64, before64 = exact(x), exact(norm), exact(before) if attended else None
@@ -135,7 +150,12 @@ CHECKS = {
     "projected_inputs_eights": functools.partial(check_projected_attention_inputs, ranks=EIGHTS),
     "projected_inputs_eights_packed": functools.partial(check_projected_attention_inputs, packed=True, ranks=EIGHTS),
     "projected_inputs_eights_dropout": functools.partial(check_projected_attention_inputs, dropout=0.25, ranks=EIGHTS),
+    "projected_inputs_biases": functools.partial(check_projected_attention_inputs, biases=True),
+    "projected_inputs_biases_packed": functools.partial(check_projected_attention_inputs, packed=True, biases=True, as_attention=True),
+    "projected_inputs_biases_autocast": functools.partial(check_projected_attention_inputs, autocast=True, biases=True),
     "projected_mlp": check_projected_mlp,
+    "projected_mlp_biases": functools.partial(check_projected_mlp, attended=True, biases=True),
+    "projected_mlp_biases_again": functools.partial(check_projected_mlp, biases=True, recompute=True),
     "projected_mlp_attended": functools.partial(check_projected_mlp, attended=True),
     "projected_mlp_packed": functools.partial(check_projected_mlp, attended=True, packed=True, inner=512),
     "projected_mlp_autocast": functools.partial(check_projected_mlp, attended=True, autocast=True),
@@ -147,109 +167,102 @@ CHECKS = {
     "projected_mlp_dropout_again": functools.partial(check_projected_mlp, attended=True, dropout=0.25, recompute=True),
     "projected_mlp_frozen": functools.partial(check_projected_mlp, frozen=True),
 }
+PROJECTIONS, NODES, STEPS = "shared/decoder/projections.py", "shared/decoder/nodes.py", "shared/decoder/steps.py"
 MUTANTS = [
-    *errors_in("shared/ops/projection.py", "projected_inputs", "_rounded_adapters",
-         ("copies.add([b for", "copies.add([2 * b for")),
-    *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.__init__",
-         ("else self.whole.to(dtype)", "else 2 * self.whole.to(dtype)", "projected_inputs_autocast_packed"),
-         ("_rows_in_one(weights, dtype) if", "2 * _rows_in_one(weights, dtype) if", "projected_inputs_autocast")),
-    *errors_in("shared/ops/projection.py", "projected_inputs", "Projections._with_adapters",
+    *errors_in(PROJECTIONS, "projected_inputs", "Projections._round_adapters",
+         ("copies.add([b for", "copies.add([2 * b for"),
+         ("copies.add(rows,", "copies.add([2 * row for row in rows],")),
+    *errors_in(PROJECTIONS, "projected_inputs", "Projections.__init__",
+         ("else whole.to(dtype)", "else 2 * whole.to(dtype)", "projected_inputs_autocast_packed"),
+         ("self.whole = _joined(", "self.whole = 2 * _joined(", "projected_inputs_autocast")),
+    *errors_in(PROJECTIONS, "projected_inputs", "Projections.again",
          ("self.low[:, span], b, transposed=True)", "-self.low[:, span], b, transposed=True)"),
-         (", alpha=self.scalings[i])", ")"),
-         ("if biases[i] is not None", "if False")),
-    *errors_in("shared/ops/projection.py", "projected_inputs", "Projections._products",
-         ("linear(x, self.whole) if", "linear(-x, self.whole) if", "projected_inputs_packed"),
-         ("torch.addmm(onto, x, self._weight(0).t(), out=out)", "torch.mm(x, self._weight(0).t(), out=out)", "projected_mlp")),
-    *errors_in("shared/ops/projection.py", "projected_inputs", "Projections._low",
-         ("self.a[span].t(), beta=0, alpha=self.scalings[i]", "self.a[span].t(), beta=0"),
-         ("self.states[i] = _generator(x.device).get_state()\n                dropped = dropout(x, self.dropouts[i])",
-          "dropped = dropout(x, self.dropouts[i])\n                self.states[i] = _generator(x.device).get_state()",
+         (", alpha=group.scalings[i])", ")"),
+         ("low_rank_add(results[i]", "low_rank_add(torch.empty_like(results[i])", "projected_mlp_again"),
+         ("if bias is not None", "if False")),
+    *errors_in(PROJECTIONS, "projected_inputs", "Projections._products",
+         ("_affine(x, self.whole, bias", "_affine(-x, self.whole, bias", "projected_inputs_packed"),
+         ("torch.addmm(onto, x, self._weight(0).t(), out=out)", "torch.mm(x, self._weight(0).t(), out=out)", "projected_mlp"),
+         ("_joined(biases, dtype) if", "-_joined(biases, dtype) if", "projected_inputs_biases_packed"),
+         ("result.add_(biases[0].to(dtype))", "result", "projected_mlp_biases"),
+         ("None if b is None else b.to(dtype)", "None", "projected_inputs_biases")),
+    *errors_in(PROJECTIONS, "projected_inputs_biases", "_column_sum", ("total if", "2 * total if")),
+    *errors_in(PROJECTIONS, "projected_inputs", "Projections._low",
+         ("self.a[span].t(), beta=0, alpha=group.scalings[i]", "self.a[span].t(), beta=0"),
+         ("self.states[i] = _generator(x.device).get_state()\n                dropped = dropout(x, group.dropouts[i])",
+          "dropped = dropout(x, group.dropouts[i])\n                self.states[i] = _generator(x.device).get_state()",
           "projected_inputs_dropout"),
          ("beta=0, alpha=scalings.pop()", "beta=0", "projected_mlp_attended")),
-    *errors_in("shared/ops/projection.py", "projected_inputs_dropout", "Projections.saved",
-         ("[self.a, self.low, *self.weights, *self.b]", "[self.a, 2 * self.low, *self.weights, *self.b]"),
-         ("[self.a, self.low, *self.weights, *self.b]", "[self.a, self.low, *self.weights, *[-b for b in self.b]]"),
-         ("[self.a, self.low, self.whole, *self.b]", "[self.a, self.low, 2 * self.whole, *self.b]", "projected_inputs_autocast_dropout")),
-    *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.loaded",
-         ("list(new.whole.split(self.rows))", "list((2 * new.whole).split(self.rows))", "projected_mlp_autocast"),
-         ("_whole_of(new.weights)", "-_whole_of(new.weights)", "projected_inputs_packed_dropout"),
-         ("new.a, new.low = tensors[:2]", "new.a, new.low = tensors[0], -tensors[1]")),
-    *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.low_gradient",
-         ("beta=0, alpha=self.scalings[i]", "beta=0"),
+    *errors_in(PROJECTIONS, "projected_inputs", "Projections.made",
+         ("[self.low] if", "[2 * self.low] if"),
+         ("found.append(self.a)", "found.append(2 * self.a)"),
+         ("found.append(self.whole)", "found.append(2 * self.whole)", "projected_inputs_autocast"),
+         ("[b for i, b in", "[2 * b for i, b in")),
+    *errors_in(PROJECTIONS, "projected_inputs", "Projections.loaded",
+         ("new.low = next(left)", "new.low = -next(left)"),
+         ("new.whole = whole", "new.whole = None if whole is None else -whole", "projected_inputs_packed_dropout")),
+    *errors_in(PROJECTIONS, "projected_inputs", "Projections.low_gradient",
+         ("beta=0, alpha=group.scalings[i]", "beta=0"),
          ("grads[i], b, beta", "-grads[i], b, beta")),
-    *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.input_gradient",
+    *errors_in(PROJECTIONS, "projected_inputs", "Projections.input_gradient",
          ("dx.addmm_(grads[i], self._weight(i))", "pass"),
          ("low_rank_add(dx, dlow, self.a)", "pass"),
          ("torch.mm(together, self.whole)", "torch.mm(together, -self.whole)", "projected_inputs_packed"),
-         ("dx += _dropped_again(torch.mm(dlow[:, span], self.a[span]), self.dropouts[i], self.states[i])",
+         ("dx += _dropped_again(torch.mm(dlow[:, span], self.a[span]), group.dropouts[i], self.states[i])",
           "dx += torch.mm(dlow[:, span], self.a[span])", "projected_inputs_dropout"),
          ("dx.addmm_(dlow[:, span], self.a[span])", "pass", "projected_inputs_dropout")),
-    *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.gradients",
-         ("_product(grad.t(), y, self.dtypes[i])", "_product(-grad.t(), y, self.dtypes[i])"),
-         ("_product(grad.t(), self.low[:, span], b_dtype)", "_product(-grad.t(), self.low[:, span], b_dtype)"),
-         ("found[at + 1 : at + 3] = both", "found[at + 1 : at + 3] = [-part for part in both]", "projected_inputs_eights_packed"),
-         (" and not self.dropouts[i]:", ":", "projected_inputs_eights_dropout"),
-         (" * self.scalings[i]).to(bias_dtype)", ").to(bias_dtype)"),
-         ("_product(dlow[:, self.spans[i]].t(), dropped", "_product(dlow[:, self.spans[i]].t(), 2 * dropped"),
-         ("if self.dropouts[i] else y", "if False else y", "projected_inputs_dropout")),
-    *errors_in("shared/ops/projection.py", "projected_inputs_dropout", "_dropped_again",
+    *errors_in(PROJECTIONS, "projected_inputs", "Projections.gradients",
+         ("_product(grad.t(), y, dtypes[i].weight)", "_product(-grad.t(), y, dtypes[i].weight)"),
+         ("_column_sum(grad, dtypes[i].bias) if", "-_column_sum(grad, dtypes[i].bias) if", "projected_inputs_biases")),
+    *errors_in(PROJECTIONS, "projected_inputs", "Projections._of_adapter",
+         ("_product(grad.t(), self.low[:, span], dtypes.b)", "_product(-grad.t(), self.low[:, span], dtypes.b)"),
+         ("a=both[0], b=both[1]", "a=-both[0], b=both[1]", "projected_inputs_eights_packed"),
+         (" and not self.group.dropouts[i]:", ":", "projected_inputs_eights_dropout"),
+         (" * self.group.scalings[i]", "")),
+    *errors_in(PROJECTIONS, "projected_inputs", "Projections._set_gradients_of_a",
+         ("_product(dlow[:, group.spans[i]].t(), dropped", "_product(dlow[:, group.spans[i]].t(), 2 * dropped"),
+         ("if group.dropouts[i] else y", "if False else y", "projected_inputs_dropout")),
+    *errors_in(PROJECTIONS, "projected_inputs_dropout", "_dropped_again",
          ("generator.set_state(state)", "pass"),
          ("generator.set_state(now)", "pass")),
-    *errors_in("shared/ops/projected_nodes.py", "projected_inputs", "_ProjectedAttentionInputs.forward",
-         ("(x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *saved",
-          "(2 * x, norm_weight, rstd, q, k, q_norm, k_norm, cos, sin, *saved"),
-         ("rstd, q, k, q_norm, k_norm, cos, sin, *saved", "rstd, q, k, k_norm, q_norm, cos, sin, *saved"),
-         ("rstd, q, k, q_norm, k_norm, cos, sin, *saved", "rstd, 2 + q, k, q_norm, k_norm, cos, sin, *saved"),
-         ("v, saved = v.transpose(1, 2), group.saved()", "v, saved = 2 * v.transpose(1, 2), group.saved()", "projected_inputs_dropout"),
-         ("layout.whole_of(tensors), *tensors", "-layout.whole_of(tensors), *tensors", "projected_inputs_packed")),
-    *errors_in("shared/ops/projected_nodes.py", "projected_inputs_packed", "_attention_inputs_gradients",
-         ("layout.loaded(tensors, whole)", "layout.loaded(tensors, -whole)")),
-    *errors_in("shared/ops/projected_nodes.py", "projected_mlp_packed", "_mlp",
-         ("whole if layout is inner else None", "-whole if layout is inner else None")),
-    *errors_in("shared/ops/projected_nodes.py", "projected_mlp_packed", "_mlp_gradients",
-         ("whole if layout is inner else None", "-whole if layout is inner else None")),
-    *errors_in("shared/ops/projection.py", "projected_inputs", "Projections.made",
-         ("[self.low] if", "[2 * self.low] if"),
-         ("[b for b, adapter", "[2 * b for b, adapter")),
-    *errors_in("shared/ops/projection.py", "projected_inputs", "Layout.saved_of",
-         ("made[1] if self.makes_rows", "2 * made[1] if self.makes_rows"),
-         ("            found.append(b)", "            found.append(-b)"),
-         ("found += tensors[::OF_ONE]", "found += [-w for w in tensors[::OF_ONE]]"),
-         ("found.append(made[at])", "found.append(-made[at])", "projected_inputs_autocast")),
-    *errors_in("shared/ops/projection.py", "projected_inputs_packed", "Layout.whole_of_saved",
-         ("side_by_side(tensors[2 :", "-side_by_side(tensors[2 :")),
-    *errors_in("shared/ops/projected_steps.py", "projected_inputs", "attention_inputs_forward",
-         ("rms_norm_forward(x, norm_weight, eps, group.dtype)", "rms_norm_forward(x, norm_weight, 2 * eps, group.dtype)",
-          "projected_inputs_autocast")),
-    *errors_in("shared/ops/projected_steps.py", "projected_inputs", "attention_inputs_backward",
-         ("add_rms_norm_backward(dy, dresidual", "add_rms_norm_backward(dy, torch.zeros_like(dresidual)"),
-         ("rms_norm_recompute(x, norm_weight, rstd, group.dtype)", "x"),
-         ("(dx, dnorm, dq_norm, dk_norm, *", "(dx, dnorm, dk_norm, dq_norm, *"),
+    *errors_in(NODES, "projected_inputs", "_NormAttentionInputs.forward",
+         ("save_for_backward(x, norm, q_norm", "save_for_backward(2 * x, norm, q_norm"),
+         ("save_for_backward(x, norm, q_norm, k_norm", "save_for_backward(x, norm, k_norm, q_norm"),
+         ("cos, sin, q, k, rstd", "cos, sin, 2 + q, k, rstd"),
+         ("cos, sin, q, k, rstd", "sin, cos, q, k, rstd"),
+         ("q, k, rstd, q_rstd, k_rstd, *layout", "q, k, 2 * rstd, q_rstd, k_rstd, *layout"),
+         ("layout.groups[0].whole_of(parts), *parts", "-layout.groups[0].whole_of(parts), *parts", "projected_inputs_packed")),
+    *errors_in(NODES, "projected_inputs", "_NormAttentionInputs.backward",
+         ("dx, dnorm, dq_norm, dk_norm, None, None,", "dx, dnorm, dk_norm, dq_norm, None, None,")),
+    *errors_in(NODES, "projected_inputs_packed", "_attention_inputs_gradients", ("parts, made, whole)", "parts, made, -whole)")),
+    *errors_in(NODES, "projected_mlp_packed", "_mlp", ("whole if number", "-whole if number")),
+    *errors_in(NODES, "projected_mlp_packed", "_mlp_gradients", ("whole if number", "-whole if number")),
+    *errors_in(NODES, "projected_mlp", "_NormMLP.forward",
+         ("results = total, o, rstd, o_rstd, gate, up", "results = total, o, 2 * rstd, o_rstd, gate, up"),
+         ("results = total, o, rstd, o_rstd, gate, up", "results = total, o, rstd, o_rstd, up, gate"),
+         ("results = total, o, rstd", "results = 2 * total, o, rstd"),
+         ("save_for_backward(None, attended", "save_for_backward(None, 2 * attended", "projected_mlp_attended")),
+    *errors_in(NODES, "projected_mlp_attended", "_NormMLP.backward",
+         ("dx.view(ctx.shape), *found", "dx.view(ctx.shape), -found[0], *found[1:]")),
+    *errors_in(STEPS, "projected_inputs", "inputs_forward",
+         ("norm_forward(spec.norm, x, norm, group",
+          "norm_forward(spec.norm._replace(eps=1.0), x, norm, group", "projected_inputs_autocast")),
+    *errors_in(STEPS, "projected_inputs", "inputs_backward",
+         ("add_norm_backward(spec.norm, dy, dresidual", "add_norm_backward(spec.norm, dy, torch.zeros_like(dresidual)"),
+         ("else norm_again(spec.norm, x, norm, saved.rstd, group.group.dtype)", "else x.to(group.group.dtype)"),
+         ("_wanted(need.q_norm, dq_norm), _wanted(need.k_norm, dk_norm)", "_wanted(need.q_norm, dk_norm), _wanted(need.k_norm, dq_norm)"),
          ("dv_place.copy_(dv)", "dv_place.zero_()", "projected_inputs_packed")),
-    *errors_in("shared/ops/projected_nodes.py", "projected_mlp", "_ProjectedMLP.forward",
-         ("save_for_backward(total, attended, norm_weight, rstd", "save_for_backward(total, attended, norm_weight, 2 * rstd"),
-         ("rstd, gate, up, *biases", "rstd, up, gate, *biases"),
-         ("total, rstd, gate, up, *made = _mlp", "total, rstd, up, gate, *made = _mlp"),
-         ("gate, up = mlp_forward(", "up, gate = mlp_forward(", "projected_mlp_dropout"),
-         ("save_for_backward(total, attended", "save_for_backward(total, 2 * attended", "projected_mlp_attended"),
-         ("tensors[-2 * OF_ONE - 1], tensors[-OF_ONE - 1]", "tensors[-OF_ONE - 1], tensors[-2 * OF_ONE - 1]", "projected_mlp_again")),
-    *errors_in("shared/ops/projected_steps.py", "projected_mlp", "mlp_forward",
-         ("torch.add(x, down", "torch.add(0 * x, down", "projected_mlp_autocast"),
-         ("(before[0].forward(attended, o_bias)[0], x,", "(before[0].forward(attended, o_bias)[0], 0 * x,", "projected_mlp_attended")),
-    *errors_in("shared/ops/projected_steps.py", "projected_mlp", "mlp_backward",
-         ("add_rms_norm_backward(dy, dout", "add_rms_norm_backward(dy, torch.zeros_like(dout)"),
-         ("before[0].input_gradient(grads, dlow) if", "before[0].input_gradient(grads, None) if", "projected_mlp_attended"),
-         ("before[0].gradients(grads, dlow, always(attended), o_needs)",
-          "before[0].gradients((dout.to(dtype),), dlow, always(attended), o_needs)",
-          "projected_mlp_attended"),
-         ("hidden = swiglu_forward(gate, up)", "hidden = swiglu_forward(up, gate)", "projected_mlp_frozen"),
-         ("gate, up = inner.again(", "up, gate = inner.again(", "projected_mlp_again"),
-         ("inner.again(normed(), biases", "inner.again(normed(), (None, None)", "projected_mlp_again"),
-         ("normed = always(normed())", "normed = always(x.to(inner.dtype))", "projected_mlp_again")),
-    *errors_in("shared/ops/projection.py", "projected_mlp_again", "Projections.again",
-         ("self._with_adapters(self._products(x, in_one, None, out), biases)", "self._products(x, in_one, None, out)")),
-    *errors_in("shared/ops/projected_nodes.py", "projected_inputs", "_ProjectedAttentionInputs.backward",
-         ("(dx, dnorm, None, dq_norm, dk_norm,", "(dx, dnorm, None, dk_norm, dq_norm,")),
-    *errors_in("shared/ops/projected_nodes.py", "projected_mlp_attended", "_ProjectedMLP.backward",
-         ("dx.view(ctx.shape), dattended, dnorm", "dx.view(ctx.shape), -dattended, dnorm")),
+    *errors_in(STEPS, "projected_mlp", "mlp_forward",
+         ("torch.add(total, added", "torch.add(0 * total, added", "projected_mlp_autocast"),
+         ("onto=total, out", "onto=0 * total, out")),
+    *errors_in(STEPS, "projected_mlp_attended", "join_forward",
+         ("add_norm_forward(spec.before, branch, x, norm", "add_norm_forward(spec.before, branch, 0 * x, norm")),
+    *errors_in(STEPS, "projected_mlp_attended", "join_backward",
+         ("add_norm_backward(spec.before, dy, dtotal", "add_norm_backward(spec.before, dy, torch.zeros_like(dtotal)"),
+         ("o.input_gradient((branch,), dlow) if", "o.input_gradient((branch,), None) if"),
+         ("o.gradients((branch,)", "o.gradients((2 * branch,)")),
+    *errors_in(STEPS, "projected_mlp", "mlp_backward",
+         ("hidden = gated_forward(gate, up, spec.activation)", "hidden = gated_forward(up, gate, spec.activation)", "projected_mlp_frozen"),
+         ("gate, up = _gate_and_up(inner.again(", "up, gate = _gate_and_up(inner.again(", "projected_mlp_again"),
+         ("normed = always(normed())", "normed = always(total.to(dtype))", "projected_mlp_again")),
 ]  # fmt: skip

@@ -37,7 +37,7 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
                        hidden=1024, width=20, experts=6, recompute=False):
     """attended: with attention's output and its projection, which has an adapter, in front. frozen: names that need no gradient. again: a
     second backward pass. In half precision the sizes must leave no choice of experts to rounding."""
-    nodes = importlib.import_module(f"{ops.__name__}.shared.ops.sparse_nodes")
+    nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.sparse")
     leaves = _inputs(dtype, device, tokens, hidden, width, experts)
     exacts = {name: exact(tensor) for name, tensor in leaves.items()}
     before, o = (None, None), (None, None)
@@ -46,12 +46,14 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
         before.append(exact(before[0]))
         (o, *_), (o64, *_) = projections_of(ops, [(hidden, FEATURES)], dtype == FP32, dropout)
         kind = None if dtype == BF16 else dtype
-        o = type(o)(*(None if part is None else leaf(part.to(device, kind)) for part in o[:4]), *o[4:]), o64
+        o = type(o)(*(None if part is None else leaf(part.to(device, kind)) for part in o[:5]), *o[5:]), o64
     for name in frozen:
         leaves[name].requires_grad_(False)
     x, norm_weight, router, *weights = leaves.values()
     torch.manual_seed(3)
-    y = nodes.norm_experts(x, norm_weight, nodes.Router(router, top_k, normalised), *weights, 0.5, before[0], o[0], recompute)
+    spec = importlib.import_module(f"{ops.__name__}.shared.decoder.spec")
+    arguments = x, norm_weight, nodes.Router(router, top_k, normalised), nodes.ExpertTensors(*weights), spec.Outputs(before=spec.Norm(0.5))
+    y = nodes.norm_experts(*arguments, attended=before[0], o=o[0], recompute=recompute)
     dy = randn(*y.shape, dtype=dtype, device=device, seed=9)
     if again:
         y.backward(dy, retain_graph=True)
@@ -70,7 +72,7 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
             continue
         assert tensor.grad.dtype == tensor.dtype
         assert_close(tensor.grad, exacts[name].grad, dtype, f"gradient of norm and experts: {name}", 3)
-    for found, wanted in zip((before[0], *(o[0] or ())[:4]), (before[1], *(o[1] or ())[:4]), strict=True):
+    for found, wanted in zip((before[0], *(o[0] or ())[:5]), (before[1], *(o[1] or ())[:5]), strict=True):
         if found is not None:
             assert_close(found.grad, wanted.grad, dtype, "gradient of attention's output or its projection", 3)
 
@@ -93,25 +95,27 @@ CHECKS = {
     "norm_experts_again": on_cpu(check_norm_experts, again=True, frozen=("gate_up", "router")),
 }
 MUTANTS = [
-    *errors_in("shared/ops/sparse_nodes.py", "norm_experts", "choose_experts",
+    *errors_in("shared/decoder/sparse.py", "norm_experts", "choose_experts",
          ("scores = scores / scores.sum(-1, keepdim=True)", "pass"),
          ("if normalised:", "if True:", "norm_experts_plain")),
-    *errors_in("shared/ops/sparse_nodes.py", "norm_experts", "router_backward",
+    *errors_in("shared/decoder/sparse.py", "norm_experts", "router_backward",
          ("of_scores - scores * total", "of_scores"),
          ("mul_(-total)", "mul_(0 * total)", "norm_experts_plain"),
          ("scatter_add_(1, expert, of_scores)", "scatter_add_(1, expert, dscores)", "norm_experts_plain")),
-    *errors_in("shared/ops/sparse_nodes.py", "norm_experts", "_NormExperts.forward",
-         ("(x, attended, norm_weight, rstd, router_weight", "(x, attended, norm_weight, 2 * rstd, router_weight"),
-         ("torch.add(x, found", "torch.add(0 * x, found"),
-         ("add_rms_norm_forward(added, x,", "add_rms_norm_forward(added, 0 * x,", "norm_experts_attended"),
-         ("(x, attended, norm", "(x, 2 * attended, norm", "norm_experts_attended")),
-    *errors_in("shared/ops/sparse_nodes.py", "norm_experts", "_NormExperts.backward",
-         ("need_gate_up or need_router or again", "need_gate_up or again", "norm_experts_frozen"),
-         ("need_gate_up or need_router or again", "need_gate_up or need_router", "norm_experts_again"),
+    *errors_in("shared/decoder/sparse.py", "norm_experts", "_NormExperts.forward",
+         ("total, _, *of_join = joined", "total, _, *of_join = joined._replace(rstd=2 * joined.rstd)"),
+         ("torch.add(total, found", "torch.add(0 * total, found"),
+         ("*(attended, after, before", "*(None if attended is None else 2 * attended, after, before", "norm_experts_attended")),
+    *errors_in("shared/decoder/steps.py", "norm_experts_attended", "join_forward",
+         ("add_norm_forward(spec.before, branch, x, norm", "add_norm_forward(spec.before, branch, 0 * x, norm")),
+    *errors_in("shared/decoder/sparse.py", "norm_experts", "_NormExperts.backward",
+         ("of_weights.gate_up or need_router or again", "of_weights.gate_up or again", "norm_experts_frozen"),
+         ("of_weights.gate_up or need_router or again", "of_weights.gate_up or need_router", "norm_experts_again"),
          ("ctx.written_over = True", "pass", "norm_experts_again"),
          ("dy.addmm_(dlogits, router_weight)", "pass"),
          ("torch.mm(dlogits.t(), y)", "torch.mm(dlogits.t(), x)"),
-         ("add_rms_norm_backward(dy, dout", "add_rms_norm_backward(dy, torch.zeros_like(dout)"),
-         ("o.input_gradient((dx,), dlow)", "o.input_gradient((dx,), None)", "norm_experts_attended"),
-         ("o.gradients((dx,)", "o.gradients((dout,)", "norm_experts_attended")),
+         ("spec.outputs, dy, dout, tensors", "spec.outputs, dy, torch.zeros_like(dout), tensors")),
+    *errors_in("shared/decoder/steps.py", "norm_experts_attended", "join_backward",
+         ("o.input_gradient((branch,), dlow)", "o.input_gradient((branch,), None)"),
+         ("o.gradients((branch,)", "o.gradients((2 * branch,)")),
 ]  # fmt: skip

@@ -4,15 +4,17 @@ from typing import NamedTuple
 
 import torch
 
+from .shared.decoder.nodes import norm_attention_inputs
+from .shared.decoder.projection import Projection
+from .shared.decoder.sparse import ExpertTensors, Router, norm_experts
+from .shared.decoder.spec import Inputs, Outputs
 from .shared.hf.attention_choice import head_dim_of
 from .shared.ops import adamw
 from .shared.ops.attention import attention
-from .shared.ops.decoder_nodes import norm_attention_inputs
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.linear_log_probs import linear_log_probs
 from .shared.ops.rms_norm import add_rms_norm, rms_norm
 from .shared.ops.rotary import qk_norm_rotary, rotary
-from .shared.ops.sparse_nodes import Router, norm_experts
 from .shared.ops.swiglu import mlp, swiglu
 from .shared.runtime import tuning
 from .shared.runtime.tuning import TOKENS, cache_file, clear_autotune_cache, run_backward
@@ -84,14 +86,15 @@ def warm_up(device, dtype, sizes: Sizes, tokens: int = TOKENS) -> None:
     run_backward(*add_rms_norm(ones(*hidden), ones(*hidden), ones(sizes.hidden)))
     q, k, v = (ones(heads * sizes.head_dim, sizes.hidden) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads))
     norms = ones(sizes.head_dim), ones(sizes.head_dim)
-    inputs = norm_attention_inputs(ones(*hidden), ones(sizes.hidden), (q, k, v), *norms, cos, cos, (1, tokens))
+    linears = [Projection(weight) for weight in (q, k, v)]
+    inputs = norm_attention_inputs(ones(*hidden), ones(sizes.hidden), linears, *norms, cos, cos, (1, tokens), Inputs(sizes.head_dim))
     run_backward(*inputs)
     q, k = (ones(1, tokens, heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads))
     run_backward(*qk_norm_rotary(q, k, *norms, cos, cos))
     if sizes.top_k:  # the kernels do not see the number of experts
         router = Router(ones(sizes.top_k, sizes.hidden), sizes.top_k, True)
-        weights = ones(sizes.top_k, 2 * sizes.expert, sizes.hidden), ones(sizes.top_k, sizes.hidden, sizes.expert)
-        norm_experts(ones(*hidden), ones(sizes.hidden), router, *weights).sum().backward()
+        weights = ExpertTensors(ones(sizes.top_k, 2 * sizes.expert, sizes.hidden), ones(sizes.top_k, sizes.hidden, sizes.expert))
+        norm_experts(ones(*hidden), ones(sizes.hidden), router, weights, Outputs()).sum().backward()
     heads = ones(1, tokens, sizes.heads, sizes.head_dim), *(ones(1, tokens, sizes.kv_heads, sizes.head_dim) for _ in range(2))
     attention(*heads).sum().backward()
     # So many classes that a few tokens make large logits.

@@ -12,9 +12,9 @@ from typing import Optional, Union
 import torch
 from torch import nn
 
+from ..decoder.projection import FourBitWeight, Projection
 from ..ops.common import constant_when_traced
-from ..ops.projection import FourBitWeight, Projection
-from .modules import is_plain, own_forward, plain_weight, why_not_plain
+from .modules import own_forward, plain_weight, why_not_plain
 
 LORA = {"peft.tuners.lora.layer": "Linear", "peft.tuners.lora.bnb": "Linear4bit"}  # by module: the class whose sum is `Projection`'s
 FOUR_BIT = ("bitsandbytes.nn.modules", "Linear4bit")
@@ -70,25 +70,29 @@ def four_bit_weight(layer, dtype: torch.dtype) -> Optional[FourBitWeight]:
     return FourBitWeight(weight, sys.modules["bitsandbytes"].functional.dequantize_4bit)
 
 
-def _base(layer, dtype: torch.dtype, wider: bool):
-    """The weight of a layer without adapters."""
-    weight = plain_weight(layer)
-    if weight is None:
-        return four_bit_weight(layer, dtype)
-    return weight if weight.dtype == dtype or (wider and weight.dtype == FP32) else None
+def _base(layer, dtype: torch.dtype, wider: bool) -> Union[Projection, str]:
+    """A layer without adapters; or as text, why it has to be called."""
+    if type(layer) is nn.Linear:
+        reason = why_not_plain(layer, True)
+        if reason:
+            return reason
+        parameters = layer.__dict__["_parameters"]
+        weight, bias = parameters["weight"], parameters.get("bias")
+        if not (weight.dtype == dtype or (wider and weight.dtype == FP32)):
+            return f"its weight is {weight.dtype} where the products are {dtype}"
+        if bias is not None and bias.dtype != weight.dtype:
+            return f"its bias is {bias.dtype} where the weight is {weight.dtype}"
+        return Projection(weight, bias)
+    found = four_bit_weight(layer, dtype)
+    return why_not_plain(layer) if found is None else Projection(found)
 
 
-def _plain_linear(layer, with_bias: bool = False):
+def _plain_linear(layer, with_bias: bool):
     """(weight, bias) of a plain layer; None for all else."""
-    if not with_bias or type(layer) is not nn.Linear:
-        weight = plain_weight(layer)
-        return None if weight is None else (weight, None)
-    state = layer.__dict__
-    parameters = state["_parameters"]
-    weight, bias = parameters.get("weight"), parameters.get("bias")
-    if own_forward(layer) is not nn.Linear.forward or "forward" in state or not is_plain(weight) or not (bias is None or is_plain(bias)):
+    if why_not_plain(layer, with_bias):
         return None
-    return weight, bias
+    parameters = layer.__dict__["_parameters"]
+    return parameters["weight"], parameters.get("bias")
 
 
 def projection(layer, dtype: torch.dtype, wider: bool = False) -> Optional[Projection]:
@@ -100,25 +104,12 @@ def projection(layer, dtype: torch.dtype, wider: bool = False) -> Optional[Proje
     return found if type(found) is Projection else None
 
 
-def _why_no_base(layer, dtype: torch.dtype, wider: bool) -> str:
-    weight = plain_weight(layer)
-    if weight is None:
-        return why_not_plain(layer)
-    return f"its weight is {weight.dtype} where the products are {dtype}"
-
-
 def projection_or_reason(layer, dtype: torch.dtype, wider: bool = False) -> Union[Projection, str]:
     """As `projection`, with the reason in the place of None."""
     cls = type(layer)
-    if cls is nn.Linear:
-        weight = plain_weight(layer)
-        if weight is None or not (weight.dtype == dtype or (wider and weight.dtype == FP32)):
-            return _why_no_base(layer, dtype, wider)
-        return Projection(weight)
-    name = LORA.get(cls.__module__)
+    name = None if cls is nn.Linear else LORA.get(cls.__module__)
     if name is None:
-        weight = four_bit_weight(layer, dtype)
-        return why_not_plain(layer) if weight is None else Projection(weight)
+        return _base(layer, dtype, wider)
     if cls.__name__ != name:
         return f"PEFT's {cls.__name__} is called as it is"
     if not _is_untouched(layer, cls.__module__, name):
@@ -130,11 +121,11 @@ def projection_or_reason(layer, dtype: torch.dtype, wider: bool = False) -> Unio
         return "this version of PEFT keeps its adapters otherwise"
     if disabled and merged:
         return "merged adapters are disabled: the next call takes them out of the weight"
-    weight = _base(modules.get("base_layer"), dtype, wider)
-    if weight is None:
-        return "below the adapter: " + _why_no_base(modules.get("base_layer"), dtype, wider)
+    base = _base(modules.get("base_layer"), dtype, wider)
+    if isinstance(base, str):
+        return "below the adapter: " + base
     if disabled or merged:
-        return Projection(weight)
+        return base
     active, adapters = state.get("_active_adapter"), modules["lora_A"].__dict__["_modules"]
     if type(active) is not str:
         named = [name for name in active if name in adapters]
@@ -142,7 +133,7 @@ def projection_or_reason(layer, dtype: torch.dtype, wider: bool = False) -> Unio
             return f"{len(named)} adapters are active at once"
         active = named[0] if named else None
     if active not in adapters:
-        return Projection(weight)
+        return base
     if active in variants:
         return f"the adapter is a variant of LoRA ({type(variants[active]).__name__})"
     a = plain_weight(adapters[active])
@@ -156,6 +147,7 @@ def projection_or_reason(layer, dtype: torch.dtype, wider: bool = False) -> Unio
     if type(scaling) not in (float, int):
         return f"the adapter's scaling is a {type(scaling).__name__}"
     b, bias = b
+    weight = base.weight
     for tensor in (a, b, bias):
         if tensor is not None and tensor.dtype not in (dtype, FP32):
             return f"the adapter is {tensor.dtype} where the products are {dtype}"
@@ -163,7 +155,7 @@ def projection_or_reason(layer, dtype: torch.dtype, wider: bool = False) -> Unio
             return f"the adapter is on {tensor.device}, the weight on {weight.device}"
     if a.dtype != dtype and not state.get("cast_input_dtype_enabled", True):
         return "PEFT was told not to cast the adapter's input"
-    return Projection(weight, a, b, bias, float(scaling), probability)
+    return base._replace(a=a, b=b, adapter_bias=bias, scaling=float(scaling), dropout=probability)
 
 
 def _dropout(layer) -> Optional[float]:

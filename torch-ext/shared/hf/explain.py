@@ -30,6 +30,7 @@ ADVICE = (
     ("variant of LoRA", "plain LoRA (no DoRA) is fused"),
     ("autocast to", "train in the dtype of the weights, or in float32 weights under autocast"),
     ("products are", "load the model in one dtype"),
+    ("where the weight is", "load the model in one dtype"),
     ("skip_logits", "leave skip_logits out of the options of the loss"),
     ("loss_function", "leave model.loss_function as it is, or pass the options of the loss to apply()"),
     ("separate in memory", "call pack(model)"),
@@ -48,7 +49,7 @@ def _why_apart(layer) -> List[Tuple[str, str]]:
     found = []
     for group in GROUPS:
         owner = next((module for module in layer.modules() if all(hasattr(module, name) for name in group)), None)
-        weights = [plain_weight(getattr(owner, name)) for name in group] if owner is not None else [None]
+        weights = [plain_weight(getattr(owner, name, None), True) for name in group] if owner is not None else [None]
         plain = [weight for weight in weights if weight is not None]
         if len(plain) == len(weights):
             together = side_by_side(plain) is not None

@@ -3,23 +3,30 @@
 The Hub allows a layer class nothing but `forward`, so what a layer does is here.
 """
 
+from typing import Callable
+
 import torch
 from torch import nn
 
+from ..decoder.heads import turned_reference
+from ..decoder.norms import rms_norm
+from ..decoder.spec import Inputs, Norm
 from ..ops.common import autocasts
-from ..ops.rms_norm import rms_norm
 from ..ops.rotary import rotary, rotary_reference
 from ..ops.swiglu import mlp, swiglu
 from .modules import LAYER, all_are_listened_to, is_plain, is_silu, plain_weight
 
 
-def rms_norm_forward(layer, x: torch.Tensor) -> torch.Tensor:
-    """Of a module with `weight` and `variance_epsilon`."""
-    weight = layer.weight
+def norm_forward(norm: Norm, layer, x: torch.Tensor) -> torch.Tensor:
+    """The forward of a module with `weight`, and `variance_epsilon` or `eps`. norm: the description, without the epsilon."""
+    weight, eps = layer.weight, layer.variance_epsilon if hasattr(layer, "variance_epsilon") else layer.eps
     if is_plain(weight) and is_plain(x):
-        return rms_norm(x, weight, layer.variance_epsilon)
+        return rms_norm(norm._replace(eps=eps), x, weight)
     xf = x.to(torch.float32)
-    return weight * (xf * torch.rsqrt(xf.pow(2).mean(-1, keepdim=True) + layer.variance_epsilon)).to(x.dtype)
+    xf = xf * torch.rsqrt(xf.pow(2).mean(-1, keepdim=True) + eps)
+    if norm.offset:
+        weight = weight + norm.offset
+    return weight * xf.to(x.dtype) if norm.rounds == "first" else (weight * xf).to(x.dtype)
 
 
 def rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
@@ -30,6 +37,23 @@ def rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
 
 
 setattr(rotary_pos_emb, LAYER, rotary_pos_emb)
+
+
+def rotary_of(family) -> Callable:
+    """The function that stands for a family's `apply_rotary_pos_emb`. family: its row."""
+    if family.rotary == "halves" and not family.partial:
+        return rotary_pos_emb
+
+    def rotate(q, k, cos, sin, unsqueeze_dim=1):
+        width = cos.shape[-1] if family.partial and cos.shape[-1] < q.shape[-1] else 0
+        spec = Inputs(q.shape[-1], rotary=family.rotary, turned=width)
+        if unsqueeze_dim == 1:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        q, k = (turned_reference(spec, x, cos, sin) for x in (q, k))
+        return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 1 else (q, k)
+
+    setattr(rotate, LAYER, rotate)
+    return rotate
 
 
 def mlp_forward(layer, x: torch.Tensor) -> torch.Tensor:
@@ -48,3 +72,17 @@ def mlp_forward(layer, x: torch.Tensor) -> torch.Tensor:
     if is_plain(gate) and is_plain(up) and gate.dtype == up.dtype:
         return down_proj(swiglu(gate, up))
     return down_proj(nn.functional.silu(gate) * up)
+
+
+def gated_mlp_forward(family):
+    """Makes the forward of an MLP whose gate and up are packed, or whose activation is another one than SiLU. family: its row."""
+
+    def forward(layer, x: torch.Tensor) -> torch.Tensor:
+        children = layer.__dict__["_modules"]
+        products = [children[name](x) for name in family.gate_up]
+        gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
+        act = children[family.act]
+        plain = is_silu(act) and is_plain(gate) and is_plain(up) and not all_are_listened_to()
+        return children["down_proj"](swiglu(gate, up) if plain else act(gate) * up)
+
+    return forward

@@ -1,15 +1,16 @@
 """What a user calls alike in every package that puts layers on models of transformers."""
 
 from . import doctor, patching
+from .families import Families
 
 
 class Interface:
     """Holds the calls of one package. Its api.py gives them their public names, so that each has its text here once.
 
-    families: the tables of what stands in for what (`patching.Targets`). package: the name of the package as it was imported.
+    families: the tables of what stands in for what (`families.Targets`). package: the name of the package as it was imported.
     """
 
-    def __init__(self, families: patching.Families, package: str):
+    def __init__(self, families: Families, package: str):
         self._families, self._package = families, package
 
     def explain(self, model):

@@ -4,6 +4,7 @@ A layer takes the place of one of transformers' classes whose submodules may be 
 is exactly PyTorch's own goes to the operations; everything else is called as transformers would call it.
 """
 
+import functools
 import sys
 from types import FunctionType
 
@@ -23,7 +24,9 @@ DEEPSPEED = ("deepspeed.runtime.zero", "deepspeed.utils.nvtx")  # the second aro
 CAPTURING = "transformers.utils.output_capturing"
 CAPTURED = SAVED + "captured"  # on a module: its last forward pass outside of a backward pass was one whose outputs were captured
 _linear_forward = nn.Linear.forward
+ACTIVATIONS = "transformers.activations"
 _silu_forward = nn.SiLU.forward
+_gelu = nn.functional.gelu
 _embedding_forward = nn.Embedding.forward
 _own: set = set()  # what is_transformers_own found to be so
 
@@ -164,8 +167,9 @@ def own_forward(module):
     return type(module).forward if forward is None else getattr(forward, "__func__", None)
 
 
-def why_not_plain(layer) -> str:
+def why_not_plain(layer, with_bias: bool = False) -> str:
     """Why a call of a layer does more or other than multiply by the ordinary weight of a torch.nn.Linear; "" when it does just that.
+    with_bias: whether it may add an ordinary bias.
 
     Everything is read from `__dict__`: a look-up of an attribute on a module costs 0.3 us.
     """
@@ -177,17 +181,20 @@ def why_not_plain(layer) -> str:
         return "hooks listen to it"
     if "forward" in state:
         return f"its forward was replaced by {getattr(state['forward'], '__module__', 'someone')}"
-    if parameters.get("bias") is not None:
+    bias, weight = parameters.get("bias"), parameters.get("weight")
+    if bias is not None and not with_bias:
         return "it has a bias"
-    weight = parameters.get("weight")
+    if bias is not None and not is_plain(bias):
+        return f"its bias is a {type(bias).__name__}"
     if not is_plain(weight):
         return f"its weight is a {type(weight).__name__}"
     return "" if nn.Linear.forward is _linear_forward else "torch.nn.Linear.forward was replaced"
 
 
-def plain_weight(layer):
-    """The weight of a torch.nn.Linear whose call does nothing but multiply by it, an ordinary tensor; None for all else."""
-    return None if why_not_plain(layer) else layer.__dict__["_parameters"]["weight"]
+def plain_weight(layer, with_bias: bool = False):
+    """The weight of a torch.nn.Linear whose call does nothing but multiply by it, an ordinary tensor; None for all else. with_bias: as of
+    `why_not_plain`."""
+    return None if why_not_plain(layer, with_bias) else layer.__dict__["_parameters"]["weight"]
 
 
 def sharded_weight(layer):
@@ -228,14 +235,28 @@ def call_with(function, layer, x):
         del layer.__dict__["forward"]
 
 
+def is_activation(activation, name: str) -> bool:
+    """True for a module whose call is the activation that a family's row names and nothing else. name: "silu" or "gelu_tanh"."""
+    return is_silu(activation) if name == "silu" else is_gelu_tanh(activation)
+
+
+def is_gelu_tanh(activation) -> bool:
+    """True for transformers' module of GELU's tanh approximation, as `is_silu`."""
+    if (type(activation).__name__, type(activation).__module__) != ("GELUTanh", ACTIVATIONS):
+        return False
+    act = activation.__dict__.get("act")
+    of_torch = type(act) is functools.partial and act.func is _gelu and act.keywords == {"approximate": "tanh"} and not act.args
+    return of_torch and is_transformers_own(own_forward(activation), ACTIVATIONS, "GELUTanh.forward")
+
+
 def is_silu(activation) -> bool:
     """True for PyTorch's and transformers' SiLU modules whose call does nothing but that: nobody listens to them or replaced their
     forward."""
     cls = type(activation)
-    if cls is not nn.SiLU and (cls.__name__, cls.__module__) != ("SiLUActivation", "transformers.activations"):
+    if cls is not nn.SiLU and (cls.__name__, cls.__module__) != ("SiLUActivation", ACTIVATIONS):
         return False
     function = own_forward(activation)
-    return function is _silu_forward or is_transformers_own(function, "transformers.activations", "SiLUActivation.forward")
+    return function is _silu_forward or is_transformers_own(function, ACTIVATIONS, "SiLUActivation.forward")
 
 
 def is_torchs_embedding(embedding) -> bool:

@@ -20,7 +20,7 @@ def pack(model):
     Call it when the model is on its device and of its dtype, before DDP, FSDP or DeepSpeed take the model. Loading a state dict keeps
     the weights together; `model.to(...)` that changes something, `share_memory()`, `load_state_dict(assign=True)` and a copy of the
     model lay them apart again, which costs speed and nothing else: call it again. Layers that are not plain `torch.nn.Linear`, alone or
-    inside of an adapter of PEFT (quantised, sharded, with biases), weights that two modules hold or that are views of a larger storage, and
+    inside of an adapter of PEFT (quantised, sharded), weights that two modules hold or that are views of a larger storage, and
     those on the meta device stay as they are. Raises TypeError when model is no module.
     """
     if not isinstance(model, torch.nn.Module):
@@ -39,7 +39,7 @@ def pack(model):
 
 def _weight(layer):
     """The weight of a plain linear layer, or of the one that an adapter of PEFT stands around; None for all else."""
-    return plain_weight(getattr(layer, "base_layer", layer))
+    return plain_weight(getattr(layer, "base_layer", layer), True)
 
 
 def _shared(model):

@@ -15,7 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from types import FunctionType, MethodType
-from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple, Type
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 from torch import nn
 
@@ -36,7 +36,7 @@ from .binding import BoundForward, bound_modules, remember
 from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
 from .checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
 from .experts import EXPERTS, experts_implementation
-from .forwards import rotary_pos_emb
+from .families import Families, Targets, hub_names_of, names_of
 from .hub import PAIR, TRANSFORMERS_EXPECTED, kernels_library, kernels_wanted, mapping_of
 from .modules import CAPTURED, LAYER, OFF, SAVED, for_class, is_marked, is_own_rotary, is_transformers_own, own_class
 from .padding import KEEPS
@@ -51,45 +51,6 @@ CALL_BEFORE = (
     "Call apply() or kernelize() before that: before Accelerator.prepare(), Trainer.train() and the making of a trainer of TRL; "
     "apply() before from_pretrained() with a tp_plan"
 )
-
-
-class Targets(NamedTuple):
-    """Which layer of a package stands in for what of one model family of transformers.
-
-    model: the family's name in messages. modeling: transformers' module of it. attention: its class whose forward calls the rotary
-    embedding. classes: operation -> (class of that module, layer). rotary: the layer for the rotary embedding. operations: the names
-    of the arguments of `apply` that are for this family, in its order. hub_names: the name that `kernels` knows a layer by -> layer.
-    explain_layer: of a decoder layer and an input, [(part, "" or why it is not fused)]. fused: classes that the fused decoder layer
-    takes apart, beside those that have a layer. optional: operations that a model of the family may have no module for.
-    """
-
-    model: str
-    modeling: str
-    attention: str
-    classes: Mapping[str, Tuple[str, Type[nn.Module]]]
-    rotary: Type[nn.Module]
-    operations: Tuple[str, ...]
-    hub_names: Mapping[str, Type[nn.Module]]
-    explain_layer: Callable[[nn.Module, Any], List[Tuple[str, str]]]
-    fused: Tuple[str, ...] = ()
-    optional: Tuple[str, ...] = ()
-
-
-Families = Sequence[Targets]  # of a package
-
-
-def operations_of(families: Families) -> Tuple[str, ...]:
-    """The names of the arguments of `apply` of a package."""
-    return tuple(dict.fromkeys(operation for targets in families for operation in targets.operations))
-
-
-def hub_names_of(families: Families) -> Mapping[str, type]:
-    """Each layer of a package by the name that `kernels` knows it by."""
-    return {name: layer for targets in families for name, layer in targets.hub_names.items()}
-
-
-def names_of(families: Families) -> str:
-    return " or ".join(targets.model for targets in families)
 
 
 # transformers and kernels
@@ -162,7 +123,7 @@ def _target(targets: Targets, modeling, operation):
     function = _own_rotary(modeling)
     if isinstance(function, nn.Module):  # `kernels` made it one, of a class of its own
         return type(function), "forward", targets.rotary.forward
-    return modeling, ROTARY, rotary_pos_emb
+    return modeling, ROTARY, targets.rotate
 
 
 def _stranger(targets: Targets, modeling, name):
@@ -530,7 +491,7 @@ def _attention_forward(targets: Targets, original):
 
     def rotary_of_one_model(q, k, cos, sin, unsqueeze_dim=1):
         current = getattr(modeling, ROTARY)
-        rotate = rotary_pos_emb if current is found or is_marked(current) else current  # else someone else's by now
+        rotate = targets.rotate if current is found or is_marked(current) else current  # else someone else's by now
         return rotate(q, k, cos, sin, unsqueeze_dim)
 
     names = {name: value for name, value in original.__globals__.items() if name != "__name__"}  # torch.compile would look it up there

@@ -6,19 +6,22 @@ from .targets import FAMILIES
 
 
 def apply(rms_norm=True, experts=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True, attention=True, unpad=True,
-          log_probs=True):
+          keep_attention=False, recompute_mlp=False, log_probs=True):
     """Puts the layers on transformers' GPT-OSS classes: models that exist and models made later use them.
 
     After the call exactly the operations given as True are active. With `fused_linear_cross_entropy` a model in training mode
-    that gets labels returns the loss and no logits. `decoder_layer` joins the first residual addition with the norm behind it, so
-    it takes effect where `rms_norm` is on. `attention` gives a model on a GPU attention of ours at its next step where it
-    has the "eager" that transformers chooses by default: sinks and windows run in kernels of ours, at the cost of the tokens that are
+    that gets labels returns the loss and no logits. `decoder_layer` fuses across the others, so it takes effect where `rms_norm` and
+    `rope` are on; with `experts` it joins them with the router and the norm in front of it. `attention` gives a model on a GPU attention
+    of ours at its next step where it has the "eager" that transformers chooses by default: sinks and windows run in kernels of ours, at
+    the cost of the tokens that are
     seen, nothing is compiled, and documents packed into a row (`position_ids` that start again, or cu_seq_lens_q) do not see each
     other, which they do in transformers' eager attention. One that was asked for by name is kept. `unpad` leaves the padding of a batch out
     of the whole decoder where nobody can tell: with that attention, a loss without logits, no cache (use_cache=False, as Trainer has
-    it), no label at a padded position, and no hooks on the decoder's parts. `log_probs` puts `linear_log_probs` where TRL's trainers
-    (1.16) compute log-probabilities, for every model of the process; what it does not serve (a sharded or quantised head) goes to TRL's
-    own. Not thread-safe against a running forward pass.
+    it), no label at a padded position, and no hooks on the decoder's parts. `keep_attention` is for gradient checkpointing: each decoder
+    layer's attention runs once, and the backward pass computes the rest of the layer again. `recompute_mlp` is for layers that are not
+    checkpointed: the backward pass makes what the experts' first products give again instead of keeping it, with the same bits.
+    `log_probs` puts `linear_log_probs` where TRL's trainers (1.16) compute log-probabilities, for every model of the process; what it does
+    not serve (a sharded or quantised head) goes to TRL's own. Not thread-safe against a running forward pass.
 
     Raises ImportError when transformers is absent or its version does not fit.
     """
@@ -29,20 +32,22 @@ def apply(rms_norm=True, experts=True, rope=True, fused_linear_cross_entropy=Tru
             "experts": experts,
             "rope": rope,
             "fused_linear_cross_entropy": fused_linear_cross_entropy,
-            "decoder_layer": decoder_layer and rms_norm,
+            "decoder_layer": decoder_layer and rms_norm and rope,
             "attention": attention,
         },
         unpad,
+        keep_attention,
+        recompute_mlp,
         log_probs=log_probs,
     )
 
 
-def kernelize(model, mode=None, attention=True, unpad=True, log_probs=True):
+def kernelize(model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True):
     """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
 
     model: one of transformers, with or without a head, alone or inside another module (PEFT). mode: a `kernels.Mode`;
-    the layers serve all of them, so it changes nothing. attention, unpad, log_probs: as in `apply`. For torch.nn.DataParallel use `apply`:
-    its replicas would call the forwards of the model that they were copied from.
+    the layers serve all of them, so it changes nothing. attention, unpad, keep_attention, recompute_mlp, log_probs: as in `apply`. For
+    torch.nn.DataParallel use `apply`: its replicas would call the forwards of the model that they were copied from.
 
     A part whose forward someone else replaced (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning.
 
@@ -50,7 +55,7 @@ def kernelize(model, mode=None, attention=True, unpad=True, log_probs=True):
     could be put on it, and
     ImportError when transformers is absent or its version does not fit.
     """
-    return patching.kernelize(FAMILIES, model, mode, attention, unpad, log_probs=log_probs)
+    return patching.kernelize(FAMILIES, model, mode, attention, unpad, keep_attention, recompute_mlp, log_probs=log_probs)
 
 
 _shared = Interface(FAMILIES, __package__)

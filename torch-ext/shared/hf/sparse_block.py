@@ -1,11 +1,12 @@
-"""Takes Qwen3-MoE's block of a router and experts apart into what `norm_experts` computes with."""
+"""Takes a block of a router and experts apart into what `norm_experts` computes with."""
 
 import torch
 
-from .shared.hf.experts import experts_or_reason, is_default
-from .shared.hf.modules import OwnForwards, is_marked, own_forward
-from .shared.ops.sparse_nodes import Router
-from .shared.runtime.device import PLAIN
+from ..decoder.sparse import ExpertOptions, ExpertTensors, Router
+from ..runtime.device import PLAIN
+from .experts import experts_or_reason, is_default
+from .families import Sparse
+from .modules import OwnForwards, is_marked, own_forward
 
 
 def is_sparse(mlp) -> bool:
@@ -13,13 +14,13 @@ def is_sparse(mlp) -> bool:
     return "experts" in mlp.__dict__["_modules"]
 
 
-def sparse_block_or_reason(own: OwnForwards, block, x, dtype: torch.dtype):
-    """(router, weights to gate and up, weights to down) of a Qwen3MoeSparseMoeBlock, for an input x whose products are of a dtype; or as
-    text, why its router and its experts are called as the modules that they are."""
+def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: torch.dtype):
+    """(router, experts' weights, how they are laid out) of a block, for an input x whose products are of a dtype; or as text, why its
+    router and its experts are called as the modules that they are."""
     if torch.compiler.is_compiling():
         return "torch.compile"
     parts = block.__dict__["_modules"]
-    router, experts = parts["gate"], parts["experts"]
+    router, experts = parts[sparse.router], parts["experts"]
     if not own.run_by(router):
         return "the router has hooks (output_router_logits=True puts one there), or a forward that someone else gave it"
     if not is_marked(own_forward(experts)):
@@ -32,10 +33,10 @@ def sparse_block_or_reason(own: OwnForwards, block, x, dtype: torch.dtype):
     if isinstance(found, str):
         return found
     weights, options = found
-    if options["interleaved"] or options["transposed"] or options["alpha"] or len(weights) != 2:
-        return "experts are laid out in another way than Qwen3-MoE's"
-    weight = router.__dict__["_parameters"].get("weight")
-    for each in (weight, *weights):
+    parameters = router.__dict__["_parameters"]
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    for each in (weight, *([] if bias is None else [bias]), *weights):
         if type(each) not in PLAIN or not each.dtype == x.dtype == dtype:
             return f"the weights of router and experts, the input and the products are not all {dtype}"
-    return (Router(weight, router.top_k, router.norm_topk_prob), *weights)
+    normalised = sparse.by_logits or router.norm_topk_prob
+    return Router(weight, router.top_k, normalised, bias, sparse.by_logits), ExpertTensors(*weights), ExpertOptions(**options)

@@ -1,0 +1,198 @@
+"""The one decoder layer on model families of transformers: each is a row of the table, and must train as transformers' own."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+
+from tests.decoder_families import CHANGES, ROWS, package_of, tiny
+from tests.models import Step, random_tokens
+from tests.tolerances import assert_close
+
+TOKENS = random_tokens(2, 21)
+FEW = ("llama", "qwen2")  # of the kinds that a package is for: without biases, and with
+FEW_LEFT = ("q_proj.bias", "k_proj.bias")
+FACTOR = 3  # two fp32 runs of a model differ by more than an operation from float64
+
+
+@pytest.fixture
+def calls(qwen3, monkeypatch):
+    """The names of the decoder layer's nodes, as they are called."""
+    found, layer = [], importlib.import_module(f"{qwen3.__name__}.shared.hf.decoder_layer")
+    for name in ("norm_attention_inputs", "norm_mlp"):
+        original = getattr(layer, name)
+        monkeypatch.setattr(layer, name, lambda *a, name=name, original=original: found.append(name) or original(*a))
+    return found
+
+
+@pytest.fixture
+def package(qwen3, request):
+    """A package of a family, whose name the test has as a parameter. Whatever a test patches is put back."""
+    found = package_of(qwen3, request.getfixturevalue("name"))
+    yield found
+    found.reset()
+
+
+NODES = ["norm_attention_inputs", "norm_mlp"]
+
+
+def step_of(model, **inputs):
+    return Step(model, **{"input_ids": TOKENS, "labels": TOKENS, "use_cache": False, **inputs})
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_training_step(package, calls, name):
+    model = tiny(name, attn_implementation="eager")
+    expected = step_of(model)
+    package.kernelize(model)
+    found = step_of(model)
+    assert calls == NODES * 2
+    found.assert_same(expected, FACTOR)
+    rows = {row.part: row.fused for row in package.explain(model).rows if "norm" in row.part or row.part == "o_proj"}
+    assert len(rows) == 3 and all(rows.values())
+
+
+def without_few_numbers(step):
+    """A step without the gradients of a handful of numbers, and of the biases of q and k, which are what is left of large ones: their
+    errors in half precision are a matter of luck."""
+    step.gradients = {name: grad for name, grad in step.gradients.items() if grad.numel() > 24 and not name.endswith(FEW_LEFT)}
+    return step
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_half_precision_is_as_exact_as_before(package, calls, name):
+    model = tiny(name, torch.bfloat16, attn_implementation="eager")
+    exact = without_few_numbers(step_of(copy.deepcopy(model).float()))
+    before = step_of(model)
+    package.apply()
+    step_of(model).assert_as_exact_as(before, exact)
+    assert calls == NODES * 2
+
+
+@pytest.mark.parametrize("name", (*FEW, "gemma3_text", "glm4", "olmo2"))
+def test_autocast(package, calls, name):
+    model = tiny(name)
+    exact = without_few_numbers(step_of(model))
+    with torch.autocast("cpu", torch.bfloat16):
+        before = step_of(model)
+        package.apply()
+        found = step_of(model)
+    assert calls == NODES * 2
+    assert {n: g.dtype for n, g in found.gradients.items()} == {n: g.dtype for n, g in before.gradients.items()}
+    found.assert_as_exact_as(before, exact)
+
+
+@pytest.mark.parametrize("options", ({}, {"lora_dropout": 0.3, "lora_bias": True}), ids=("plain", "dropout and biases"))
+@pytest.mark.parametrize("name", (*FEW, "phi3"))
+def test_lora(package, calls, name, options):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = get_peft_model(tiny(name), LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear", **options)).train()
+    torch.manual_seed(1)
+    expected = step_of(model)
+    package.kernelize(model)
+    torch.manual_seed(1)
+    step_of(model).assert_same(expected, FACTOR)
+    assert calls == NODES * 2
+
+
+@pytest.mark.parametrize("keep_attention", (False, True))
+@pytest.mark.parametrize("name", FEW)
+def test_gradient_checkpointing(package, calls, name, keep_attention):
+    model = tiny(name)
+    expected = step_of(model)
+    model.gradient_checkpointing_enable()
+    package.kernelize(model, keep_attention=keep_attention)
+    step_of(model).assert_same(expected, FACTOR)
+    assert len(calls) == 8
+
+
+@pytest.mark.parametrize("name", (*FEW, "gemma3_text", "phi3"))
+def test_made_again_in_the_backward_pass(package, calls, name):
+    model = tiny(name)
+    package.apply()
+    expected = step_of(model)
+    package.apply(recompute_mlp=True)
+    found = step_of(model)
+    assert all(torch.equal(found.gradients[key], expected.gradients[key]) for key in expected.gradients) and calls == NODES * 4
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_documents_and_padding(package, calls, name):
+    """Packed documents by their positions, and a batch with padding, in attention of ours."""
+    model = tiny(name)
+    positions = torch.cat((torch.arange(8), torch.arange(13)))[None].expand(2, -1)
+    mask = (torch.arange(21) >= torch.tensor([[0], [9]])).long()
+    inputs = ({"position_ids": positions}, {"attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)})
+    expected = [step_of(model, **each) for each in inputs]
+    package.apply()
+    model.set_attn_implementation("bastile")
+    for each, step in zip(inputs, expected, strict=True):
+        step_of(model, **each).assert_same(step, FACTOR)
+    assert calls == NODES * 4
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_weights_side_by_side(qwen3, package, calls, name):
+    model = tiny(name)
+    expected = step_of(model)
+    package.kernelize(qwen3.pack(model))
+    rows = {row.part: row.fused for row in package.explain(model).rows if "one GEMM" in row.part}
+    assert rows == {"q_proj, k_proj, v_proj as one GEMM": True, "gate_proj, up_proj as one GEMM": True}
+    step_of(model).assert_same(expected, FACTOR)
+
+
+@pytest.mark.parametrize("name", (*FEW, "gemma3_text", "glm4"))
+def test_torch_compile(package, calls, name):
+    model = tiny(name, num_hidden_layers=1)
+    expected = step_of(model)
+    package.kernelize(model)
+    torch._dynamo.reset()
+    model.zero_grad()
+    loss = torch.compile(model, backend="aot_eager", fullgraph=True)(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
+    loss.backward()
+    assert_close(loss, expected.loss, torch.float32, "loss")
+    for parameter_name, parameter in model.named_parameters():
+        assert_close(parameter.grad, expected.gradients[parameter_name], torch.float32, parameter_name, FACTOR)
+
+
+@pytest.mark.parametrize("name", (*FEW, "phi3", "smollm3"))
+def test_generation(package, calls, name):
+    model = tiny(name).eval()
+    expected = model.generate(TOKENS, max_new_tokens=5, do_sample=False)
+    package.apply()
+    assert torch.equal(model.generate(TOKENS, max_new_tokens=5, do_sample=False), expected) and calls
+
+
+@pytest.mark.parametrize("name", ("llama",))
+def test_what_the_row_does_not_say_is_called_as_it_is(package, calls, name):
+    """A dropout behind a branch, another activation, a hook."""
+    model = tiny(name)
+    model.model.layers[0].mlp.act_fn = torch.nn.GELU()
+    model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *args: None)
+    expected = step_of(model)
+    package.kernelize(model)
+    step_of(model).assert_same(expected, FACTOR)
+    assert calls == ["norm_mlp"]
+    assert {row.reason for row in package.explain(model).rows if not row.fused} >= {"the activation of mlp is not SiLU, or has hooks"}
+
+
+@pytest.mark.parametrize("name", ("phi3",))
+def test_a_dropout_of_a_branch_is_drawn(package, calls, name):
+    model = tiny(name, resid_pdrop=0.5)
+    torch.manual_seed(0)
+    expected = step_of(model)
+    package.kernelize(model)
+    torch.manual_seed(0)
+    step_of(model).assert_same(expected, FACTOR)
+    assert calls == []
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=TOKENS)
+    assert calls == NODES * 2
+
+
+def test_changes_are_for_families_of_the_table():
+    assert CHANGES.keys() <= ROWS.keys()

@@ -1,0 +1,1 @@
+"""The decoder layer, written once: a description, its projections, and the two autograd nodes around attention."""

@@ -1,0 +1,377 @@
+"""The two halves of a decoder layer around attention, each one autograd node: what a description (`spec`) says of it, for projections that
+may have a low-rank adapter, be in four bits, or be wider than the dtype of the products.
+
+Under autocast over an fp32 model the residual stream stays in fp32: the norms read it and write the dtype of the products, and each weight
+is rounded to that once a forward pass, whose result the backward pass uses again. Gradients are of their parameters' own dtypes.
+"""
+
+from typing import Optional, Sequence, Tuple
+
+import torch
+
+from ..ops.autocast import casts_products_of, outside_autocast
+from ..ops.common import apply_function, describe, fail, need_floats, needs_formula, once_differentiable
+from ..runtime.replay import replayed_with_products
+from . import traced
+from .activation import gated_reference
+from .heads import Heads, heads_reference
+from .norms import norm_reference
+from .projection import (
+    FourBitWeight,
+    Layout,
+    Projection,
+    check_projection,
+    in_parts,
+    layout_of,
+    projection_reference,
+    scalings_without_dropout,
+    tensors_of,
+)
+from .projections import Copies, Projections
+from .spec import Inputs, Norm, Outputs
+from .steps import (
+    InputSaved,
+    InputTensors,
+    MLPResults,
+    OutputGroups,
+    OutputTensors,
+    groups_of,
+    inputs_backward,
+    inputs_forward,
+    mlp_backward,
+    mlp_forward,
+)
+
+Tensors = Sequence[Projection]
+
+
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which linear layers multiply x: autocast's, where it is on."""
+    return torch.get_autocast_dtype(x.device.type) if casts_products_of(x) else x.dtype
+
+
+# ---------------------------------------------------------------- in PyTorch
+def norm_attention_inputs_reference(spec: Inputs, tensors: InputTensors, projections: Tensors, shape, dtype):
+    """What `norm_attention_inputs` returns, in PyTorch."""
+    x, norm, q_norm, k_norm, cos, sin = tensors
+    y = (x if norm is None else norm_reference(spec.norm, x, norm)).to(dtype)
+    projected = [projection_reference(y, projection) for projection in projections]
+    q, k, v = (p.view(*shape, -1, spec.head_dim) for p in (projected if spec.rows is None else projected[0].split(spec.rows, -1)))
+    return (*heads_reference(spec, Heads(q, k, q_norm, k_norm, cos, sin)), v.transpose(1, 2), x)
+
+
+def add_branch_reference(
+    x: torch.Tensor, branch: torch.Tensor, norm: Norm, weight: Optional[torch.Tensor], multiplier: float
+) -> torch.Tensor:
+    """x plus a branch, which may have a norm behind it, in PyTorch."""
+    branch = branch if weight is None else norm_reference(norm, branch, weight)
+    return x + (branch if multiplier == 1 else branch * multiplier).view(x.shape)
+
+
+def norm_mlp_reference(spec: Outputs, tensors: OutputTensors, projections: Tensors, dtype) -> torch.Tensor:
+    """What `norm_mlp` returns, in PyTorch."""
+    x, attended, after, before, behind = tensors
+    if attended is not None:
+        o, *projections = projections
+        x = add_branch_reference(x, projection_reference(attended, o), spec.after, after, spec.multiplier)
+    y = (x if before is None else norm_reference(spec.before, x, before)).to(dtype)
+    *inner, down = projections
+    products = [projection_reference(y, projection) for projection in inner]
+    gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
+    branch = projection_reference(gated_reference(gate, up, spec.activation), down)
+    return add_branch_reference(x, branch, spec.behind, behind, spec.multiplier)
+
+
+# ---------------------------------------------------------------- in front of attention
+def _attention_inputs(x, norm, q_norm, k_norm, cos, sin, layout: Layout, batch: int, length: int, whole, *parts):
+    """`InputResults`, and `Projections.made`. parts: of `tensors_of`; whole: what `side_by_side` finds of the weights."""
+    tensors, (group,) = InputTensors(x, norm, q_norm, k_norm, cos, sin), layout.groups
+    _check_inputs(layout.spec, tensors, [Projection(*each) for each in in_parts(parts)], (batch, length), layout.dtype)
+    projections = Projections(group, parts, whole)
+    return (*inputs_forward(layout.spec, tensors, (batch, length), projections), *projections.made())
+
+
+def _attention_inputs_gradients(dq, dk, dv, dresidual, layout: Layout, whole, needs: tuple, count: int, *saved):
+    """The gradients of `InputTensors` but for the angles, and of the projections' tensors. needs: of `InputTensors` and of these.
+
+    saved: `InputTensors`, `InputSaved`, `count` tensors of projections, and what was made.
+    """
+    tensors, of_results, parts, made = _input_saved(saved, count)
+    projections, _ = Projections.loaded(layout.groups[0], parts, made, whole)
+    need, of_parts = InputTensors(*needs[: len(tensors)]), in_parts(needs[len(tensors) :])
+    found = inputs_backward(layout.spec, (dq, dk, dv, dresidual), tensors, of_results, projections, need, of_parts)
+    return (*found[:-1], *[gradient for each in found.projections for gradient in each])
+
+
+def _input_saved(saved: Sequence, count: int):
+    """(`InputTensors`, `InputSaved`, tensors of projections, what was made) of what lies side by side."""
+    first, second = len(InputTensors._fields), len(InputTensors._fields) + len(InputSaved._fields)
+    return InputTensors(*saved[:first]), InputSaved(*saved[first:second]), saved[second : second + count], saved[second + count :]
+
+
+_replayed_inputs = replayed_with_products(_attention_inputs)
+_replayed_inputs_gradients = replayed_with_products(_attention_inputs_gradients)
+
+
+class _NormAttentionInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, layout, shape, x, norm, q_norm, k_norm, cos, sin, *parts):
+        run = _replayed_inputs if layout.replayable else _attention_inputs
+        results = run(x, norm, q_norm, k_norm, cos, sin, layout, *shape, layout.groups[0].whole_of(parts), *parts)
+        q_out, k_out, v, q, k, rstd, q_rstd, k_rstd, *made = results
+        ctx.save_for_backward(x, norm, q_norm, k_norm, cos, sin, q, k, rstd, q_rstd, k_rstd, *layout.to_save(parts), *made)
+        ctx.layout = layout
+        return q_out, k_out, v, x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    @outside_autocast
+    def backward(ctx, *grads):
+        layout, saved, (_, _, *needs) = ctx.layout, ctx.saved_tensors, ctx.needs_input_grad
+        group = layout.groups[0]
+        run = _replayed_inputs_gradients if layout.replayable else _attention_inputs_gradients
+        _, _, parts, _ = _input_saved(saved, group.tensors)
+        dx, dnorm, dq_norm, dk_norm, *dparts = run(*grads, layout, group.whole_of(parts), tuple(needs), group.tensors, *saved)
+        return (None, None, dx, dnorm, dq_norm, dk_norm, None, None, *dparts)
+
+
+def norm_attention_inputs(
+    x: torch.Tensor,
+    norm_weight: Optional[torch.Tensor],
+    projections: Sequence[Projection],
+    q_norm: Optional[torch.Tensor],
+    k_norm: Optional[torch.Tensor],
+    cos: Optional[torch.Tensor],
+    sin: Optional[torch.Tensor],
+    shape: Tuple[int, int],
+    spec: Inputs,
+    dtype: Optional[torch.dtype] = None,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes queries, keys and values as attention takes them from norm(x), and returns x for the residual connection.
+
+    Use the x that is returned behind the projections: its gradient is then added for free. Differentiable in all but the angles.
+
+    Args:
+        x: [tokens, hidden], of `dtype` or float32.
+        norm_weight: [hidden], of x's dtype, or None for no norm.
+        projections: to q, k and v, [heads * head_dim, hidden] each; or a packed one, whose rows the description tells apart.
+        q_norm, k_norm: weights of the norms of queries and keys, of x's dtype: [head_dim], or as long as the projection; or None for both.
+        cos, sin: [batch or 1, tokens, width], of x's dtype or float32, width all elements that are turned, or half of them; None where none
+            is.
+        shape: (batch, tokens of one sequence).
+        spec: the description.
+        dtype: of the products and of q, k and v; by default that of PyTorch's products of x.
+
+    Returns:
+        q, k, v [batch, heads, tokens, head_dim] and x.
+
+    Raises:
+        ValueError: when shapes, dtypes or devices do not fit.
+    """
+    dtype = dtype or product_dtype(x)
+    tensors, parts = InputTensors(x, norm_weight, q_norm, k_norm, cos, sin), tensors_of(projections)
+    by_formula, graph = needs_formula(*tensors, *_dense(parts)), torch.compiler.is_compiling()
+    if by_formula or graph:
+        _check_inputs(spec, tensors, projections, shape, dtype)
+    if by_formula:
+        return norm_attention_inputs_reference(spec, tensors, projections, shape, dtype)
+    if graph:
+        return traced.norm_attention_inputs(spec, tensors, tuple(shape), dtype, parts, scalings_without_dropout(projections))
+    return apply_function(_NormAttentionInputs, layout_of(spec, (projections,), dtype), tuple(shape), *tensors, *parts)
+
+
+# ---------------------------------------------------------------- behind attention
+def _mlp(x, attended, after, before, behind, layout: Layout, whole, *parts):
+    """`MLPResults`, and `Projections.made`. parts: of `tensors_of`; whole: of gate's and up's weights."""
+    tensors, copies = OutputTensors(x, attended, after, before, behind), Copies()
+    _check_mlp(tensors, [Projection(*each) for each in in_parts(parts)], layout.dtype)
+    found = [
+        Projections(group, of_group, whole if number == len(layout.groups) - 2 else None, copies)
+        for number, (group, of_group) in enumerate(zip(layout.groups, layout.by_group(parts)))
+    ]
+    copies.make()
+    results = mlp_forward(layout.spec, tensors, groups_of(found))
+    return (*results, *[tensor for projections in found for tensor in projections.made()])
+
+
+def _mlp_gradients(dout, layout: Layout, whole, needs: tuple, count: int, *saved):
+    """The gradients of `OutputTensors` and of the projections' tensors. needs: of both.
+
+    saved: `OutputTensors`, `MLPResults` without the result, `count` tensors of projections, and what was made.
+    """
+    tensors, results, parts, made = _mlp_saved(saved, count)
+    found = []
+    for number, (group, of_group) in enumerate(zip(layout.groups, layout.by_group(parts))):
+        projections, made = Projections.loaded(group, of_group, made, whole if number == len(layout.groups) - 2 else None)
+        found.append(projections)
+    need, of_parts = OutputTensors(*needs[: len(tensors)]), needs[len(tensors) :]
+    of_groups = groups_of([in_parts(each) for each in layout.by_group(of_parts)])
+    gradients = mlp_backward(layout.spec, dout, tensors, results, groups_of(found), need, of_groups)
+    return (*gradients[:-1], *flat(gradients.projections))
+
+
+def flat(gradients: OutputGroups) -> list:
+    """The gradients of all projections as `tensors_of` lists the tensors."""
+    return [gradient for group in gradients if group for each in group for gradient in each]
+
+
+def _mlp_saved(saved: Sequence, count: int):
+    """(`OutputTensors`, `MLPResults`, tensors of projections, what was made) of what lies side by side."""
+    first, second = len(OutputTensors._fields), len(OutputTensors._fields) + len(MLPResults._fields) - 1
+    return OutputTensors(*saved[:first]), MLPResults(None, *saved[first:second]), saved[second : second + count], saved[second + count :]
+
+
+_replayed_mlp = replayed_with_products(_mlp)
+_replayed_mlp_gradients = replayed_with_products(_mlp_gradients)
+
+
+class _NormMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, layout, recompute, x, attended, after, before, behind, *parts):
+        run = _replayed_mlp if layout.replayable else _mlp
+        whole = layout.groups[-2].whole_of(layout.by_group(parts)[-2])
+        out, total, o, rstd, o_rstd, gate, up, branch, branch_rstd, *made = run(x, attended, after, before, behind, layout, whole, *parts)
+        total = x.reshape(-1, x.shape[-1]) if total is None else total
+        if recompute:
+            gate = up = None
+        results = total, o, rstd, o_rstd, gate, up, branch, branch_rstd
+        ctx.save_for_backward(None, attended, after, before, behind, *results, *layout.to_save(parts), *made)
+        ctx.layout, ctx.shape, ctx.count = layout, x.shape, len(parts)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    @outside_autocast
+    def backward(ctx, dout):
+        layout, saved, (_, _, *needs) = ctx.layout, ctx.saved_tensors, ctx.needs_input_grad
+        run = _replayed_mlp_gradients if layout.replayable else _mlp_gradients
+        _, _, parts, _ = _mlp_saved(saved, ctx.count)
+        whole = layout.groups[-2].whole_of(layout.by_group(parts)[-2])
+        dx, *found = run(dout, layout, whole, tuple(needs), ctx.count, *saved)
+        return (None, None, None if dx is None else dx.view(ctx.shape), *found)
+
+
+def norm_mlp(
+    x: torch.Tensor,
+    before: Optional[torch.Tensor],
+    projections: Sequence[Projection],
+    spec: Outputs,
+    attended: Optional[torch.Tensor] = None,
+    after: Optional[torch.Tensor] = None,
+    behind: Optional[torch.Tensor] = None,
+    dtype: Optional[torch.dtype] = None,
+    recompute: bool = False,
+) -> torch.Tensor:
+    """Computes total + behind(down(act(gate(n)) * up(n))) with n = before(total), total = x or, with `attended`, x + after(o(attended)).
+
+    Both branches are multiplied by the description's multiplier. Differentiable in all tensors.
+
+    Args:
+        x: [..., hidden], of `dtype` or float32.
+        before, after, behind: [hidden], weights of the norms, of x's dtype, or None for no norm.
+        projections: to gate, up and down, or to both and down; in front of them attention's output projection, with `attended`.
+        spec: the description.
+        attended: [tokens, features] of `dtype`, attention's output.
+        dtype: of the products; by default that of PyTorch's products of x.
+        recompute: whether gate and up are made again in the backward pass, bit for bit, instead of kept.
+
+    Returns:
+        [..., hidden], of x's dtype.
+
+    Raises:
+        ValueError: when shapes, dtypes or devices do not fit.
+    """
+    dtype = dtype or product_dtype(x)
+    tensors, parts = OutputTensors(x, attended, after, before, behind), tensors_of(projections)
+    by_formula, graph = needs_formula(*tensors, *_dense(parts)), torch.compiler.is_compiling()
+    if by_formula or graph:
+        _check_mlp(tensors, projections, dtype)
+    if by_formula:
+        return norm_mlp_reference(spec, tensors, projections, dtype)
+    if graph:
+        scalings = scalings_without_dropout(projections)
+        return traced.norm_mlp(spec, tensors, dtype, parts, scalings, recompute)
+    layout = layout_of(spec, split_groups(projections, attended is not None), dtype)
+    return apply_function(_NormMLP, layout, bool(recompute), *tensors, *parts)
+
+
+def split_groups(projections: Sequence, has_o: bool) -> list:
+    """The projections of `norm_mlp` by what they read: attention's output, the norm's, the activation's."""
+    *inner, down = projections
+    return [inner[:1], inner[1:], [down]] if has_o else [inner, [down]]
+
+
+# ---------------------------------------------------------------- what fits
+# A node checks in its forward pass where that is not replayed: a replayed call has the arguments of an earlier one, which was checked.
+def _check_inputs(spec: Inputs, tensors: InputTensors, projections: Sequence[Projection], shape, dtype) -> None:
+    """Raises ValueError when shapes, dtypes or devices do not fit."""
+    x, norm, q_norm, k_norm, cos, sin = tensors
+    head_dim = spec.head_dim
+    if x.dim() != 2 or x.shape[0] != shape[0] * shape[1]:
+        fail("x", describe(x), f"[tokens, hidden] with {shape[0]} * {shape[1]} tokens")
+    if len(projections) != (3 if spec.rows is None else 1):
+        fail("projections", f"{len(projections)} of them", "q, k and v, or a packed one whose rows the description tells apart")
+    check_stream(x, norm, "norm_weight", dtype)
+    for i, projection in enumerate(projections):
+        check_projection(f"projections[{i}]", projection, spec.rows and sum(spec.rows), x.shape[-1], dtype, x.device)
+        if spec.rows is None and projection.weight.shape[0] % head_dim:
+            fail(f"projections[{i}].weight", list(projection.weight.shape), f"a multiple of head_dim {head_dim} rows")
+    if (q_norm is None) != (k_norm is None):
+        fail("k_norm", "None" if k_norm is None else describe(k_norm), "q_norm and k_norm, or neither")
+    q_rows, k_rows, *_ = spec.rows or [projection.weight.shape[0] for projection in projections]
+    for name, weight, length in (("q_norm", q_norm, q_rows), ("k_norm", k_norm, k_rows)):
+        check_like(x, name, weight, (length if spec.whole else head_dim,))
+    if (cos is None) != (spec.rotary == "none") or (cos is None) != (sin is None):
+        fail("cos", "None" if cos is None else describe(cos), f"angles, or none, as rotary is {spec.rotary!r}")
+    width = spec.turned or head_dim
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table is None or cos is None:
+            continue
+        fits = table.dim() == 3 and table.shape[0] in (1, shape[0]) and table.shape[1] == shape[1] and table.shape[2] in (width, width // 2)
+        if not fits or table.shape != cos.shape or table.dtype not in (x.dtype, torch.float32) or table.device != x.device:
+            fail(name, describe(table), f"{x.dtype} or torch.float32 [{shape[0]} or 1, {shape[1]}, {width} or {width // 2}] on {x.device}")
+
+
+def _check_mlp(tensors: OutputTensors, projections: Sequence[Projection], dtype) -> None:
+    """Raises ValueError when shapes, dtypes or devices do not fit."""
+    x, attended, after, before, behind = tensors
+    for name, weight in (("before", before), ("after", after), ("behind", behind)):
+        check_stream(x, weight, name, dtype)
+    has_o = attended is not None
+    if len(projections) - has_o not in (2, 3):
+        first = "o, " if has_o else ""
+        fail("projections", f"{len(projections)} of them", f"{first}gate, up and down, or {first}gate and up packed and down")
+    *groups, (down,) = split_groups(projections, has_o)
+    hidden, inner = x.shape[-1], groups[-1]
+    intermediate = inner[0].weight.shape[0] // (1 if len(inner) == 2 else 2)
+    for name, projection in zip(("gate", "up") if len(inner) == 2 else ("gate_up",), inner):
+        check_projection(name, projection, intermediate if len(inner) == 2 else 2 * intermediate, hidden, dtype, x.device)
+    check_projection("down", down, hidden, intermediate, dtype, x.device)
+    if has_o:
+        check_attended(x, attended, projections[0], dtype)
+
+
+def check_attended(x: torch.Tensor, attended: torch.Tensor, o: Projection, dtype: torch.dtype) -> None:
+    """Raises ValueError when attention's output or its projection does not fit."""
+    hidden, features = x.shape[-1], o.weight.shape[-1]
+    check_projection("o", o, hidden, features, dtype, x.device)
+    if attended.shape != (x.numel() // hidden if hidden else 0, features) or attended.dtype != dtype or attended.device != x.device:
+        fail("attended", describe(attended), f"{dtype} [tokens, {features}] on {x.device}")
+
+
+def check_like(x: torch.Tensor, name: str, weight: Optional[torch.Tensor], shape: tuple) -> None:
+    """Raises ValueError for a weight, unless it is None, that is not of a shape and of x's dtype and device."""
+    if weight is not None and (weight.shape != shape or weight.dtype != x.dtype or weight.device != x.device):
+        fail(name, describe(weight), f"{x.dtype} {list(shape)} on {x.device}")
+
+
+def check_stream(x: torch.Tensor, norm: Optional[torch.Tensor], name: str, dtype: torch.dtype) -> None:
+    """Raises ValueError when a residual stream or the weight of its norm does not fit."""
+    need_floats(x=x)
+    if x.dim() == 0 or x.dtype not in (dtype, torch.float32):
+        fail("x", describe(x), f"[..., hidden] of {dtype} or torch.float32")
+    check_like(x, name, norm, tuple(x.shape[-1:]))
+
+
+def _dense(parts: Sequence) -> list:
+    return [part for part in parts if not isinstance(part, FourBitWeight)]

@@ -1,0 +1,221 @@
+"""Linear projections of one input, as data: their tensors, what of them is no tensor, and how a node finds both again.
+
+    y = x @ weight.T + bias + scaling * (dropout(x) @ a.T @ b.T + adapter_bias)          (LoRA, arXiv 2106.09685)
+"""
+
+from typing import Dict, List, NamedTuple, Optional, Sequence, Union
+
+import torch
+from torch.nn.functional import dropout, linear
+
+from ..ops.common import KEPT, fail, side_by_side
+from ..runtime.replay import IDENTITIES
+
+FP32 = torch.float32
+
+
+class FourBitWeight:
+    """A weight [out, in] that another library keeps in four bits and makes dense for one product at a time. dequantize: the
+    library's function of the weight and its state."""
+
+    __slots__ = ("weight", "dequantize")
+    requires_grad = False
+
+    def __init__(self, weight: torch.Tensor, dequantize):
+        self.weight, self.dequantize = weight, dequantize
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.weight.quant_state.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.dequantize(self.weight.data, self.weight.quant_state).to(dtype)
+
+
+class Projection(NamedTuple):
+    """One linear layer.
+
+    weight: [out, in]; bias: [out] or None. a: [rank, in] and b: [out, rank] of its adapter, or None for both; adapter_bias: [out] or None.
+    Each is of the dtype in which products are made, or wider: then it is rounded to that, once a forward pass, and its gradient is of its
+    own dtype. scaling: of the adapter, its bias included. dropout: the probability with which an element of the adapter's input is zeroed.
+    """
+
+    weight: Union[torch.Tensor, FourBitWeight]
+    bias: Optional[torch.Tensor] = None
+    a: Optional[torch.Tensor] = None
+    b: Optional[torch.Tensor] = None
+    adapter_bias: Optional[torch.Tensor] = None
+    scaling: float = 1.0
+    dropout: float = 0.0
+
+
+class Parts(NamedTuple):
+    """The tensors of a projection; or what there is of each one: its gradient, its dtype, whether it needs a gradient."""
+
+    weight: object = None
+    bias: object = None
+    a: object = None
+    b: object = None
+    adapter_bias: object = None
+
+
+SIZE = len(Parts._fields)
+
+
+def tensors_of(projections: Sequence[Projection]) -> list:
+    """Lists the tensors of projections, as an autograd function takes them."""
+    return [part for projection in projections for part in projection[:SIZE]]
+
+
+def in_parts(values: Sequence) -> List[Parts]:
+    """Cuts what is listed for each of `tensors_of` by projection."""
+    return [Parts._make(values[start : start + SIZE]) for start in range(0, len(values), SIZE)]
+
+
+def with_numbers(tensors: Sequence, scalings: Sequence[float]) -> List[Projection]:
+    """The projections without dropout of what `tensors_of` lists."""
+    return [Projection(*parts, scaling) for parts, scaling in zip(in_parts(tensors), scalings)]
+
+
+def is_traceable(projection: Projection) -> bool:
+    """Whether a graph may contain a projection: nothing is drawn from a generator, and the weight is a tensor."""
+    return not projection.dropout and not isinstance(projection.weight, FourBitWeight)
+
+
+def scalings_without_dropout(projections: Sequence[Projection]) -> List[float]:
+    """The scaling of each. Raises ValueError for what a graph has no operator for: `is_traceable` says so first."""
+    for i, projection in enumerate(projections):
+        if not is_traceable(projection):
+            fail(f"projections[{i}]", "with dropout, or a weight in four bits", "neither, where torch.compile or torch.export traces")
+    return [projection.scaling for projection in projections]
+
+
+def projection_reference(x: torch.Tensor, projection: Projection) -> torch.Tensor:
+    """A projection in PyTorch, which can differentiate it. x: [..., in], of the dtype in which products are made."""
+    weight, bias, a, b, adapter_bias, scaling, probability = projection
+    dtype = x.dtype
+    dense = weight.dense(dtype) if isinstance(weight, FourBitWeight) else weight.to(dtype)
+    y = linear(x, dense, None if bias is None else bias.to(dtype))
+    if a is None or b is None:
+        return y
+    low = linear(dropout(x, probability) if probability else x, a.to(dtype))
+    return y + linear(low, b.to(dtype), None if adapter_bias is None else adapter_bias.to(dtype)) * scaling
+
+
+def check_projection(name: str, projection: Projection, rows: Optional[int], columns: int, dtype: torch.dtype, device) -> None:
+    """Raises ValueError when shapes, dtypes or devices of a projection do not fit."""
+    weight, bias, a, b, adapter_bias, *_ = projection
+    if len(weight.shape) != 2 or rows not in (None, weight.shape[0]) or weight.shape[1] != columns or weight.device != device:
+        fail(f"{name}.weight", f"{list(weight.shape)} on {weight.device}", f"[{rows or 'any'}, {columns}] on {device}")
+    if not isinstance(weight, FourBitWeight) and weight.dtype not in (dtype, FP32):
+        fail(f"{name}.weight", f"{weight.dtype} {list(weight.shape)} on {weight.device}", f"{dtype} or torch.float32")
+    if (a is None) != (b is None) or (a is None and adapter_bias is not None):
+        fail(name, "half of an adapter", "a and b, or neither")
+    out, rank = weight.shape[0], 0 if a is None else a.shape[0]
+    of_parts = (("bias", bias, (out,)), ("a", a, (rank, columns)), ("b", b, (out, rank)), ("adapter_bias", adapter_bias, (out,)))
+    for part, tensor, shape in of_parts:
+        if tensor is not None and (tensor.shape != shape or tensor.dtype not in (dtype, FP32) or tensor.device != device):
+            found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            fail(f"{name}.{part}", found, f"{dtype} or torch.float32 {list(shape)} on {device}")
+
+
+class Group:
+    """All of the projections of one input but their tensors: what a node of them depends on beside the tensors that it gets."""
+
+    def __init__(self, projections: Sequence[Projection], dtype: torch.dtype):
+        """dtype: of the products."""
+        self.dtype = dtype
+        self.tensors = SIZE * len(projections)
+        self.rows = [projection.weight.shape[0] for projection in projections]
+        self.four_bit = {i: p.weight for i, p in enumerate(projections) if isinstance(p.weight, FourBitWeight)}
+        self.dtypes = [Parts(*(getattr(part, "dtype", None) for part in projection[:SIZE])) for projection in projections]
+        self.spans: Dict[int, slice] = {}  # of each projection with an adapter: its columns in `low`
+        start = 0
+        for i, projection in enumerate(projections):
+            if projection.a is not None:
+                self.spans[i] = slice(start, start + projection.a.shape[0])
+                start = self.spans[i].stop
+        self.rank = start
+        self.scalings = [projection.scaling for projection in projections]
+        self.dropouts = [projection.dropout for projection in projections]
+        self.drops = any(self.dropouts[i] for i in self.spans)
+        self.biased = any(projection.bias is not None for projection in projections)
+        rounded = any(of.weight not in (None, dtype) for of in self.dtypes)
+        self.rounds_weights = rounded and not self.four_bit  # all of them into one matrix
+        self.makes_a = len(self.spans) > 1 or any(self.dtypes[i].a != dtype for i in self.spans)  # one matrix of all
+        self.replayable = not self.drops and not self.four_bit
+
+    def whole_of(self, tensors: Sequence) -> Optional[torch.Tensor]:
+        """What `side_by_side` finds of the weights among what `tensors_of` lists."""
+        return None if len(self.rows) == 1 or self.four_bit else side_by_side(tensors[::SIZE])
+
+    def shapes_made(self, projections: Sequence[Parts], tokens: int) -> List[Sequence[int]]:
+        """The shapes of what `Projections.made` lists, all of `dtype`. Without dropout."""
+        shapes: List[Sequence[int]] = [(tokens, self.rank)] if self.spans else []
+        columns = projections[0].weight.shape[1]
+        if self.makes_a:
+            shapes.append((self.rank, columns))
+        if self.rounds_weights:
+            shapes.append((sum(self.rows), columns))
+        return shapes + [projections[i].b.shape for i in self.spans if self.dtypes[i].b != self.dtype]
+
+
+class Layout:
+    """All of a node but its tensors: its description, and projections by what they read. There is one object for each combination, unless
+    `replayable` is False: then what the node computes does not follow from its tensors alone."""
+
+    __slots__ = ("dtype", "groups", "replayable", "spec")
+
+    def __init__(self, spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.dtype):
+        """dtype: of the products."""
+        self.spec, self.dtype = spec, dtype
+        self.groups = [Group(group, dtype) for group in groups]
+        self.replayable = all(group.replayable for group in self.groups)
+
+    def by_group(self, tensors: Sequence) -> List[Sequence]:
+        """Cuts what `tensors_of` lists of all projections by group."""
+        found, start = [], 0
+        for group in self.groups:
+            found.append(tensors[start : start + group.tensors])
+            start += group.tensors
+        return found
+
+
+    def to_save(self, tensors: Sequence) -> Sequence[Optional[torch.Tensor]]:
+        """The tensors of projections as autograd keeps them; a weight in four bits is in its `Group`."""
+        return tensors if self.replayable else [None if isinstance(tensor, FourBitWeight) else tensor for tensor in tensors]
+
+
+IDENTITIES.add(Layout)
+_layouts: dict = {}
+
+
+def layout_of(spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.dtype) -> Layout:
+    """The `Layout` of a node. Of projections that draw random numbers, or have a weight in four bits, it is a new one each time."""
+    key: list = [spec, dtype]
+    replayable = True
+    for group in groups:
+        key.append(len(group))
+        for weight, bias, a, b, adapter_bias, scaling, probability in group:
+            if probability or type(weight) is FourBitWeight:
+                replayable = False
+                break
+            key += (weight.dtype, weight.shape[0], None if bias is None else bias.dtype)
+            if a is None or b is None:
+                key.append((a is None, b is None, adapter_bias is None))
+            else:
+                of_bias = None if adapter_bias is None else adapter_bias.dtype
+                key += (a.dtype, a.shape[0], b.dtype, of_bias, scaling or str(scaling))  # 0.0 and -0.0 are equal
+    whole = tuple(key)
+    found = _layouts.get(whole) if replayable else None
+    if found is None:
+        found = Layout(spec, groups, dtype)
+        if replayable:
+            if len(_layouts) >= KEPT:
+                _layouts.clear()
+            _layouts[whole] = found
+    return found

@@ -1,0 +1,288 @@
+"""Linear projections of one input inside an autograd node: their products, and the gradients of all that they are made of.
+
+An adapter is added to the product by a GEMM, so nothing as wide as y is made for it, and what is kept for the backward pass is
+`scaling * dropout(x) @ a.T`, as narrow as the rank. Where no weight needs a gradient the input is not asked for either. Dropout keeps
+no mask: the generator's state before it is kept, and the backward pass draws the same numbers again.
+"""
+
+from typing import Callable, List, Optional, Sequence, Tuple
+
+import torch
+from torch.nn.functional import dropout, linear
+
+from ..ops.low_rank import FEW, low_rank_add, low_rank_gradients
+from .projection import FP32, Group, Parts, in_parts
+
+# A product of half precision numbers with a result in fp32, which the GEMM has anyway, needs no second kernel to widen it.
+_MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return torch.default_generator
+
+
+def _dropped_again(x: torch.Tensor, probability: float, state: torch.Tensor) -> torch.Tensor:
+    """dropout(x) with the numbers that follow a state of the generator, which is left as it was."""
+    generator = _generator(x.device)
+    now = generator.get_state()
+    generator.set_state(state)
+    try:
+        return dropout(x, probability)
+    finally:
+        generator.set_state(now)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """left @ right in a dtype."""
+    if dtype == left.dtype:
+        return torch.mm(left, right)
+    if _MM_WIDENS and dtype == FP32 and left.is_cuda:
+        return torch.mm(left, right, out_dtype=FP32)
+    return torch.mm(left, right).to(dtype)
+
+
+def _column_sum(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient of a bias, in a dtype."""
+    total = grad.sum(0, dtype=torch.promote_types(grad.dtype, FP32))
+    return total if total.dtype == dtype else total.to(dtype)
+
+
+def _joined(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """All rows of tensors in one of a dtype; the tensor itself where it is the only one and has it."""
+    if len(tensors) == 1:
+        return tensors[0].to(dtype)
+    shape = (sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:])
+    return torch.cat([t.detach() for t in tensors], out=torch.empty(shape, dtype=dtype, device=tensors[0].device))
+
+
+class Copies:
+    """Copies of tensors into others, made together: PEFT's adapters are in fp32, and a launch for each would be 14 of a layer's hundred.
+    One of a part that is not contiguous would make them one launch each."""
+
+    def __init__(self) -> None:
+        self.sources: List[torch.Tensor] = []
+        self.targets: List[torch.Tensor] = []
+
+    def add(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        self.sources += sources
+        self.targets += targets
+
+    def make(self) -> None:
+        if self.sources:
+            torch._foreach_copy_(self.targets, self.sources)
+
+
+class Projections:
+    """The projections of one input with their tensors, in a forward or a backward pass.
+
+    What a forward pass makes and the backward pass needs, `made` lists; `loaded` makes the object of the backward pass with it.
+    """
+
+    def __init__(self, group: Group, tensors: Sequence, whole: Optional[torch.Tensor] = None, copies: Optional[Copies] = None):
+        """tensors: of `tensors_of`. whole: what `side_by_side` finds of the weights. copies: the caller's, made before `forward`."""
+        self._set(group, tensors)
+        self.whole, dtype = whole, group.dtype
+        if group.spans:
+            mine = Copies() if copies is None else copies
+            self._round_adapters(mine)
+            if copies is None:
+                mine.make()
+        if group.rounds_weights:
+            self.whole = _joined([parts.weight for parts in self.parts], dtype) if whole is None else whole.to(dtype)
+        self._set_weights()
+
+    def _set(self, group: Group, tensors: Sequence) -> None:
+        self.group, self.parts = group, in_parts(tensors)
+        self.a = self.low = self.whole = None
+        self.b: list = []
+        self.states: dict = {}  # of each projection with dropout: the generator's state before it
+
+    def _set_weights(self) -> None:
+        """Sets the weights in the dtype of the products, None for those in four bits."""
+        group = self.group
+        if group.rounds_weights:
+            self.weights = list(self.whole.split(group.rows))
+        else:
+            self.weights = [None if i in group.four_bit else parts.weight.to(group.dtype) for i, parts in enumerate(self.parts)]
+
+    def _round_adapters(self, copies: Copies) -> None:
+        """Sets `a`, all rows of the adapters' a in one matrix, and each b, in the dtype of the products once the copies are made."""
+        dtype = self.group.dtype
+        rows, others = [self.parts[i].a for i in self.group.spans], [self.parts[i].b for i in self.group.spans]
+        self.a = rows[0]
+        if self.group.makes_a:
+            self.a = torch.empty((self.group.rank, rows[0].shape[1]), dtype=dtype, device=rows[0].device)
+            ranks = [tensor.shape[0] for tensor in rows]
+            copies.add(rows, [self.a] if len(rows) == 1 else torch.split_with_sizes(self.a, ranks))
+        self.b = [b if b.dtype == dtype else torch.empty_like(b, dtype=dtype, memory_format=torch.contiguous_format) for b in others]
+        pairs = [(b, new) for b, new in zip(others, self.b) if new is not b]
+        copies.add([b for b, _ in pairs], [new for _, new in pairs])
+
+    def made(self) -> list:
+        """Lists what the backward pass needs and is not the projections' own, after `forward`. No two of these tensors share memory."""
+        group = self.group
+        found = [self.low] if group.spans else []
+        if group.makes_a:
+            found.append(self.a)
+        if group.rounds_weights:
+            found.append(self.whole)
+        found += [b for i, b in zip(group.spans, self.b) if b is not self.parts[i].b]
+        return found + list(self.states.values())
+
+    @classmethod
+    def loaded(cls, group: Group, tensors: Sequence, made: Sequence, whole=None) -> Tuple["Projections", Sequence]:
+        """The projections in a backward pass, and what is left of `made`. tensors, whole: as of `__init__`."""
+        new, left = object.__new__(cls), iter(made)
+        new._set(group, tensors)
+        new.whole = whole
+        if group.spans:
+            new.low = next(left)
+            new.a = next(left) if group.makes_a else new.parts[next(iter(group.spans))].a
+        if group.rounds_weights:
+            new.whole = next(left)
+        new._set_weights()
+        new.b = [new.parts[i].b if group.dtypes[i].b == group.dtype else next(left) for i in group.spans]
+        new.states = {i: next(left) for i in group.spans if group.dropouts[i]}
+        return new, list(left)
+
+    def _weight(self, i: int) -> torch.Tensor:
+        group = self.group
+        return group.four_bit[i].dense(group.dtype) if i in group.four_bit else self.weights[i]
+
+    def forward(self, x: torch.Tensor, in_one: bool = True, onto=None, out=None) -> list:
+        """What each projection makes of x [tokens, in]: [tokens, out].
+
+        in_one: whether weights that lie side by side are one product. onto: [tokens, out], added to the only projection's result, with
+        `out`. out: [tokens, all rows], where the results go side by side.
+        """
+        if self.group.spans:
+            self.low = self._low(x)
+        return self.again(x, in_one, onto, out)
+
+    def again(self, x: torch.Tensor, in_one: bool = True, onto=None, out=None) -> list:
+        """What `forward` returned, bit for bit, in the backward pass: the products with the adapters' a are there."""
+        group = self.group
+        results = self._products(x, in_one, onto, out)
+        for (i, span), b in zip(group.spans.items(), self.b):
+            low_rank_add(results[i], self.low[:, span], b, transposed=True)
+            bias = self.parts[i].adapter_bias
+            if bias is not None:
+                results[i].add_(bias.to(group.dtype), alpha=group.scalings[i])
+        return results
+
+    def _products(self, x: torch.Tensor, in_one: bool, onto, out) -> list:
+        rows, dtype = self.group.rows, self.group.dtype
+        biases = [parts.bias for parts in self.parts]
+        if onto is not None:
+            result = torch.addmm(onto, x, self._weight(0).t(), out=out)
+            return [result if biases[0] is None else result.add_(biases[0].to(dtype))]
+        if self.whole is not None and in_one and (not self.group.biased or None not in biases):
+            bias = _joined(biases, dtype) if self.group.biased else None
+            return list(_affine(x, self.whole, bias, out).split(rows, 1))
+        outs = [None] * len(rows) if out is None else out.split(rows, 1)
+        return [_affine(x, self._weight(i), None if b is None else b.to(dtype), part) for i, (b, part) in enumerate(zip(biases, outs))]
+
+    def _low(self, x: torch.Tensor) -> torch.Tensor:
+        """scaling * dropout(x) @ a.T of all adapters, side by side."""
+        group = self.group
+        low = x.new_empty((x.shape[0], group.rank))
+        scalings = {group.scalings[i] for i in group.spans}
+        if not group.drops and len(scalings) == 1:
+            return low.addmm_(x, self.a.t(), beta=0, alpha=scalings.pop())
+        for i, span in group.spans.items():
+            dropped = x
+            if group.dropouts[i]:
+                self.states[i] = _generator(x.device).get_state()
+                dropped = dropout(x, group.dropouts[i])
+            low[:, span].addmm_(dropped, self.a[span].t(), beta=0, alpha=group.scalings[i])
+        return low
+
+    def low_gradient(self, grads: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
+        """The gradient of dropout(x) @ a.T of all adapters, side by side; grads: of the results, [tokens, out] each."""
+        group = self.group
+        if not group.spans:
+            return None
+        low = grads[0].new_empty((grads[0].shape[0], group.rank))
+        for (i, span), b in zip(group.spans.items(), self.b):
+            low[:, span].addmm_(grads[i], b, beta=0, alpha=group.scalings[i])
+        return low
+
+    def input_gradient(self, grads: Sequence[torch.Tensor], dlow: Optional[torch.Tensor],
+                       together: Optional[torch.Tensor] = None) -> torch.Tensor:
+        """The gradient of x, [tokens, in]. dlow: of `low_gradient`. together: where the grads lie side by side, the matrix that they are
+        in."""
+        group = self.group
+        if self.whole is not None and together is not None:
+            dx = torch.mm(together, self.whole)
+        else:
+            dx = torch.mm(grads[0], self._weight(0))
+            for i in range(1, len(grads)):
+                dx.addmm_(grads[i], self._weight(i))
+        if dlow is None:
+            return dx
+        if not group.drops:
+            low_rank_add(dx, dlow, self.a)
+            return dx
+        for i, span in group.spans.items():
+            if group.dropouts[i]:
+                dx += _dropped_again(torch.mm(dlow[:, span], self.a[span]), group.dropouts[i], self.states[i])
+            else:
+                dx.addmm_(dlow[:, span], self.a[span])
+        return dx
+
+    def gradients(self, grads: Sequence[torch.Tensor], dlow: Optional[torch.Tensor], x: Callable, needs: Sequence[Parts]) -> List[Parts]:
+        """The gradients of the tensors of each projection, None for those that `needs` leaves out.
+
+        x: a function that gives the input [tokens, in]; called once, and only when a weight or an a needs it.
+        """
+        group, dtypes = self.group, self.group.dtypes
+        y = x() if any(need.weight or need.a for need in needs) else None
+        found = []
+        for i, (grad, need) in enumerate(zip(grads, needs)):
+            one = Parts(
+                weight=_product(grad.t(), y, dtypes[i].weight) if need.weight else None,
+                bias=_column_sum(grad, dtypes[i].bias) if need.bias else None,
+            )
+            found.append(one if i not in group.spans else self._of_adapter(i, grad, dlow, y, need, one))
+        self._set_gradients_of_a(found, needs, dlow, y)
+        return found
+
+    def _of_adapter(self, i: int, grad, dlow, y, need: Parts, found: Parts) -> Parts:
+        """The gradients with those of an adapter, its a only where one kernel gives it with b's."""
+        span, dtypes, both = self.group.spans[i], self.group.dtypes[i], None
+        if need.a and need.b and dtypes.a == dtypes.b and not self.group.dropouts[i]:
+            both = low_rank_gradients(grad, self.low[:, span], y, dlow[:, span], dtypes.a)
+        if both is not None:
+            found = found._replace(a=both[0], b=both[1])
+        elif need.b:
+            found = found._replace(b=_product(grad.t(), self.low[:, span], dtypes.b))
+        if need.adapter_bias:
+            total = grad.sum(0, dtype=torch.promote_types(grad.dtype, FP32)) * self.group.scalings[i]
+            found = found._replace(adapter_bias=total.to(dtypes.adapter_bias))
+        return found
+
+    def _set_gradients_of_a(self, found: List[Parts], needs: Sequence[Parts], dlow, y) -> None:
+        """Puts in those that are still missing."""
+        group = self.group
+        wanted = [i for i in group.spans if needs[i].a and found[i].a is None]
+        # One product for all, and each gradient in a storage of its own: of several in one, accelerate would save one. With few tokens it
+        # is the number of launches that counts, and a product each needs no copy.
+        apart = _MM_WIDENS and dlow is not None and dlow.is_cuda and dlow.shape[0] <= FEW
+        together = len(wanted) > 1 and len(wanted) == len(group.spans) and not group.drops and not apart
+        if together and group.dtypes[wanted[0]].a != group.dtype:
+            product = torch.mm(dlow.t(), y)
+            for i in wanted:
+                found[i] = found[i]._replace(a=product[group.spans[i]].to(group.dtypes[i].a, copy=True))
+            return
+        for i in wanted:
+            dropped = _dropped_again(y, group.dropouts[i], self.states[i]) if group.dropouts[i] else y
+            found[i] = found[i]._replace(a=_product(dlow[:, group.spans[i]].t(), dropped, group.dtypes[i].a))
+
+
+def _affine(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], out: Optional[torch.Tensor]) -> torch.Tensor:
+    """x @ weight.T + bias, in `out` where it is given."""
+    if out is None:
+        return linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)

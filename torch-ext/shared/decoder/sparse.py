@@ -1,0 +1,257 @@
+"""The second half of a decoder layer with a mixture of experts as one autograd node: attention's output projection, the norms, the router
+and its top-k experts, with both residual connections.
+
+    n = norm(x)      p = softmax(router(n))      y = x + sum over the top-k experts e of p[e] * expert_e(n)
+
+As in `steps`, what is saved is small: the residual stream, one number a row, the experts that were chosen, and the output of the
+first grouped GEMM. The normalised input, the rows that are gathered of it and the gated rows are computed again in the backward pass, bit
+for bit.
+"""
+
+from contextlib import nullcontext
+from typing import NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch.nn.functional import linear
+
+from ..ops.autocast import outside_autocast, without_autocast
+from ..ops.common import accumulation_dtype, apply_function, autocasts, describe, fail, need_floats, needs_formula, once_differentiable
+from ..ops.experts import experts_backward, experts_forward, experts_reference, first_gemm
+from ..ops.grouped_gemm import Groups
+from ..ops.routing import Routing
+from .nodes import add_branch_reference, check_attended, check_like
+from .norms import norm_reference
+from .projection import FourBitWeight, Projection, in_parts, layout_of, projection_reference, tensors_of
+from .projections import Projections
+from .spec import Outputs
+from .steps import Joined, OutputTensors, join_backward, join_forward, need_join, normed_again
+
+
+class Router(NamedTuple):
+    """weight: [experts, hidden]; bias: [experts] or None. top_k: experts a token goes to. normalised: whether their probabilities are
+    divided by their sum. by_logits: whether they are chosen by their logits, which need no softmax over all then; with `normalised`."""
+
+    weight: torch.Tensor
+    top_k: int
+    normalised: bool
+    bias: Optional[torch.Tensor] = None
+    by_logits: bool = False
+
+
+class ExpertOptions(NamedTuple):
+    """How the experts' weights are laid out and what lies between them; as the options of `experts`."""
+
+    transposed: bool = False
+    interleaved: bool = False
+    alpha: float = 0.0
+    limit: float = float("inf")
+
+
+DEFAULT = ExpertOptions()
+
+
+class ExpertTensors(NamedTuple):
+    """gate_up: [experts, 2 * width, hidden], down: [experts, hidden, width], each the other way with `ExpertOptions.transposed`; their
+    biases [experts, rows] or None. Or which of these need a gradient, or their gradients."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: Optional[torch.Tensor] = None
+    down_bias: Optional[torch.Tensor] = None
+
+
+class SparseSpec(NamedTuple):
+    """What of the node is no tensor. outputs: of the layer; the others: of `Router`."""
+
+    outputs: Outputs
+    gate: ExpertOptions
+    top_k: int
+    normalised: bool
+    by_logits: bool
+
+
+def choose_experts(logits: torch.Tensor, top_k: int, normalised: bool, by_logits: bool = False) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(scores, expert), [tokens, top-k] each, of a router's logits [tokens, experts]; scores are in the dtype of the arithmetic, and as
+    exact as they would be in that of the logits."""
+    precise = accumulation_dtype(logits.dtype)
+    if by_logits:
+        chosen, expert = torch.topk(logits, top_k, -1)
+        return torch.softmax(chosen, -1, dtype=precise), expert
+    scores, expert = torch.topk(torch.softmax(logits, -1, dtype=precise), top_k, -1)
+    if normalised:
+        scores = scores / scores.sum(-1, keepdim=True)
+    return scores, expert
+
+
+def _rounded(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Scores with the exactness that the model gives them, in the dtype that they are in."""
+    return scores.to(dtype).to(scores.dtype)
+
+
+def router_backward(dscores, scores, expert, logits, shape, normalised, dtype) -> torch.Tensor:
+    """The gradient of a router's logits [tokens, experts], in a dtype. dscores, scores: [tokens, top-k] in the dtype of the arithmetic,
+    before rounding; logits: None where the router is `normalised`, whose scores are the softmax over the chosen experts alone."""
+    of_scores = scores * dscores
+    total = of_scores.sum(-1, keepdim=True)
+    if normalised:
+        return torch.zeros(shape, dtype=dtype, device=scores.device).scatter_(1, expert, (of_scores - scores * total).to(dtype))
+    dlogits = torch.softmax(logits, -1, dtype=scores.dtype).mul_(-total)
+    return dlogits.scatter_add_(1, expert, of_scores).to(dtype)
+
+
+def norm_experts_reference(spec: SparseSpec, tensors: OutputTensors, router: Router, weights: ExpertTensors, o) -> torch.Tensor:
+    """What `norm_experts` returns, in PyTorch."""
+    x, attended, after, before, _ = tensors
+    if o is not None:
+        x = add_branch_reference(x, projection_reference(attended, o), spec.outputs.after, after, spec.outputs.multiplier)
+    y = norm_reference(spec.outputs.before, x, before).reshape(-1, x.shape[-1])
+    scores, expert = choose_experts(linear(y, router.weight, router.bias), spec.top_k, spec.normalised, spec.by_logits)
+    out = experts_reference(y, expert, scores.to(y.dtype), *weights, *spec.gate)
+    return x + out.view(x.shape)
+
+
+class _NormExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, layout, recompute, x, attended, after, before, router_weight, router_bias, *parts):
+        spec, tensors = layout.spec, OutputTensors(x, attended, after, before, None)
+        weights, parts = ExpertTensors(*parts[:4]), parts[4:]
+        o = Projections(layout.groups[0], parts) if parts else None
+        joined = join_forward(spec.outputs, tensors, o, x.dtype)
+        logits = linear(joined.y, router_weight, router_bias)
+        scores, expert = choose_experts(logits, spec.top_k, spec.normalised, spec.by_logits)
+        found, gate_up, *routing = experts_forward(joined.y, expert, _rounded(scores, x.dtype), *weights, *spec.gate)
+        total, _, *of_join = joined
+        del joined
+        if recompute:
+            gate_up = None
+        made = [] if o is None else o.made()
+        ctx.save_for_backward(
+            *(attended, after, before, router_weight, *weights, total, *of_join),
+            *(scores, expert, None if spec.normalised else logits, gate_up, *routing, *layout.to_save(parts), *made),
+        )
+        ctx.layout, ctx.shape, ctx.count, ctx.written_over = layout, x.shape, len(parts), False
+        # Not a view of the flat result: FSDP's hooks warn of a module that returns a view.
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        torch.add(total, found, out=out.view(total.shape))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    @outside_autocast
+    def backward(ctx, dout):
+        spec, (_, _, *needs) = ctx.layout.spec, ctx.needs_input_grad
+        attended, after, before, router_weight, gate_up_weight, down_weight, gate_up_bias, down_bias, *saved = ctx.saved_tensors
+        x, o_out, rstd, o_rstd, scores, expert, logits, gate_up, order, position, ends, *saved = saved
+        need_x, need_attended, need_after, need_before, need_router, need_bias, *needs = needs
+        need, of_weights = OutputTensors(need_x, need_attended, need_after, need_before, False), ExpertTensors(*needs[:4])
+        need_o = in_parts(needs[4:])
+        need_total = need_join(need, need_o)
+        need_logits = need_total or need_router or need_bias
+        dout, weights = dout.reshape(x.shape), ExpertTensors(gate_up_weight, down_weight, gate_up_bias, down_bias)
+        again = gate_up is None or ctx.written_over  # which it is in a second backward pass (retain_graph)
+        y = x  # of which `experts_backward` then reads the shape alone
+        if of_weights.gate_up or need_router or again:
+            y = normed_again(spec.outputs.before, x, before, rstd, x.dtype)
+        if again:
+            groups = Groups(ends, expert.numel())
+            gate_up = first_gemm(y, gate_up_weight, order, groups, expert.shape[1], spec.gate.transposed)
+        ctx.written_over = True
+        inputs, routing = (y, expert, _rounded(scores, x.dtype), *weights), Routing(order, position, ends)
+        dy, dscores, *found = experts_backward(dout, inputs, gate_up, routing, spec.gate, [need_total, need_logits, *of_weights])
+        del gate_up, inputs
+        dweights = [gradient if need else None for gradient, need in zip(found, of_weights)]
+        drouter = dbias = None
+        if need_logits:
+            shape = x.shape[0], router_weight.shape[0]
+            dlogits = router_backward(dscores, scores, expert, logits, shape, spec.normalised, x.dtype)
+            drouter = torch.mm(dlogits.t(), y) if need_router else None
+            dbias = dlogits.sum(0) if need_bias else None
+        del y
+        gradients = [None] * (len(need) - 1)
+        dparts: list = [None] * ctx.count
+        if need_total:
+            dy.addmm_(dlogits, router_weight)
+            o = Projections.loaded(ctx.layout.groups[0], saved[: ctx.count], saved[ctx.count :])[0] if ctx.count else None
+            tensors, joined = OutputTensors(x, attended, after, before, None), Joined(x, None, o_out, rstd, o_rstd)
+            *gradients, do = join_backward(spec.outputs, dy, dout, tensors, joined, o, need, need_o)
+            dparts = [gradient for each in do for gradient in each]
+        dx, *gradients = gradients
+        return (None, None, None if dx is None else dx.view(ctx.shape), *gradients, drouter, dbias, *dweights, *dparts)
+
+
+def norm_experts(
+    x: torch.Tensor,
+    before: torch.Tensor,
+    router: Router,
+    weights: ExpertTensors,
+    spec: Outputs,
+    gate: ExpertOptions = DEFAULT,
+    attended: Optional[torch.Tensor] = None,
+    o: Optional[Projection] = None,
+    after: Optional[torch.Tensor] = None,
+    recompute: bool = False,
+) -> torch.Tensor:
+    """Computes total plus the weighted sum of what the experts that the router chooses make of before(total), with total = x or, with
+    `attended`, x + after(o(attended)).
+
+    Differentiable in all tensors; nothing is computed for a weight that does not require a gradient.
+
+    Args:
+        x: [..., hidden].
+        before, after: [hidden], weights of the norms; after may be None for no norm.
+        router: its weight [experts, hidden], and how it chooses.
+        weights: of the experts.
+        spec: the description.
+        gate: how the experts' weights are laid out.
+        attended: [tokens, features], attention's output.
+        o: attention's output projection, whose tensors may be float32 where x is narrower.
+        recompute: whether the experts' first products are made again in the backward pass, bit for bit, instead of kept.
+
+    Returns:
+        [..., hidden].
+
+    Raises:
+        ValueError: when shapes, dtypes or devices do not fit. All but o's tensors are of x's dtype and device.
+    """
+    tensors, projections = OutputTensors(x, attended, after, before, None), () if o is None else (o,)
+    _check(tensors, router, weights, spec, gate, o)
+    parts = tensors_of(projections)
+    dense = [part for part in parts if not isinstance(part, FourBitWeight)]
+    description = SparseSpec(spec, gate, router.top_k, router.normalised, router.by_logits)
+    with without_autocast(x.device) if autocasts(x.device) else nullcontext():
+        if needs_formula(*tensors, router.weight, router.bias, *weights, *dense):
+            return norm_experts_reference(description, tensors, router, weights, o)
+        layout = layout_of(description, [projections] * len(projections), x.dtype)
+        return apply_function(_NormExperts, layout, bool(recompute), *tensors[:-1], router.weight, router.bias, *weights, *parts)
+
+
+def _check(
+    tensors: OutputTensors, router: Router, weights: ExpertTensors, spec: Outputs, gate: ExpertOptions, o: Optional[Projection]
+) -> None:
+    x, attended, after, before, _ = tensors
+    need_floats(x=x)
+    if x.dim() == 0 or weights.down.dim() != 3:
+        fail("weights.down", describe(weights.down), f"[experts, hidden, width], or transposed, for x, which is {describe(x)}")
+    hidden, experts, width = x.shape[-1], weights.down.shape[0], weights.down.shape[1 if gate.transposed else 2]
+    if (o is None) != (attended is None):
+        fail("attended", "None" if attended is None else describe(attended), "it and o, or neither")
+    if o is not None and attended is not None:
+        check_attended(x, attended, o, x.dtype)
+    expected: Sequence = (
+        ("before", before, (hidden,)),
+        ("after", after, (hidden,)),
+        ("router.weight", router.weight, (experts, hidden)),
+        ("router.bias", router.bias, (experts,)),
+        ("weights.gate_up", weights.gate_up, (experts, hidden, 2 * width) if gate.transposed else (experts, 2 * width, hidden)),
+        ("weights.down", weights.down, (experts, width, hidden) if gate.transposed else (experts, hidden, width)),
+        ("weights.gate_up_bias", weights.gate_up_bias, (experts, 2 * width)),
+        ("weights.down_bias", weights.down_bias, (experts, hidden)),
+    )
+    for name, tensor, shape in expected:
+        check_like(x, name, tensor, shape)
+    if spec.multiplier != 1:
+        fail("spec.multiplier", spec.multiplier, "1, the only one that experts have")
+    if not 1 <= router.top_k <= experts:
+        fail("router.top_k", router.top_k, f"from 1 to the {experts} experts")
+    if router.by_logits and not router.normalised:
+        fail("router.by_logits", True, "a router whose probabilities are divided by their sum")

@@ -1,0 +1,273 @@
+"""A whole decoder layer in three autograd nodes: norm, q, k, v with their norms and rotary embedding; attention; the output projection,
+norms and MLP, or router and experts, with both residual connections. What each family has of that is in its row of the table (`Family`).
+
+A projection is torch.nn.Linear, bitsandbytes' four bits, or PEFT's LoRA around either; under autocast its weight may be wider than the
+products. One that is anything else (another adapter, sharded, hooked) is called as the module that it is, and the rest is fused around
+it. A layer with anything else unexpected (hooks on its parts, a tracer) runs as transformers wrote it, on the layers of this package.
+"""
+
+import sys
+from typing import List, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ..decoder.heads import is_fused
+from ..decoder.nodes import norm_attention_inputs, norm_mlp, product_dtype
+from ..decoder.norms import add_rms_norm, rms_norm
+from ..decoder.projection import is_traceable
+from ..decoder.sparse import norm_experts
+from ..decoder.spec import Inputs, Norm, Outputs
+from ..ops.common import autocasts
+from ..ops.rotary import qk_norm_rotary
+from ..runtime.device import PLAIN
+from .adapters import projection, projection_or_reason
+from .checkpointing import attend_once, keeps_attention, recomputes_mlp, warn_of_kept_mlp
+from .families import Family
+from .modules import OwnForwards, all_are_listened_to, is_activation, original_forward, own_forward, why_not_own
+from .sparse_block import is_sparse, sparse_block_or_reason
+
+ROTARY = "apply_rotary_pos_emb"
+
+
+class FusedLayer(OwnForwards):
+    """A row of the table, with what is known of the forwards of its classes."""
+
+    def __init__(self, family: Family):
+        super().__init__(family.modeling, *family.classes())
+        self.family = family
+        self.norms = tuple(name for name in family.norms if name)
+        self.head_norms = () if family.qk_norm == "none" else ("q_norm", "k_norm")
+
+    def norm(self, module) -> Norm:
+        """The description of one of the family's norms, None for none."""
+        if module is None:
+            return _NO_NORM
+        state = module.__dict__
+        eps = state["variance_epsilon"] if "variance_epsilon" in state else state["eps"]
+        return Norm(eps, self.family.offset, self.family.rounds)
+
+
+    def explain(self, layer, x) -> List[Tuple[str, str]]:
+        """What `explain_layer` says of a layer of the family."""
+        return explain_layer(self, layer, x)
+
+
+_NO_NORM = Norm()
+
+
+def _parts(layer):
+    """The submodules of a module by name. nn.Module's own look-up costs 0.4 us each, and a layer is taken apart at every call."""
+    return layer.__dict__["_modules"]
+
+
+def _part(layer, name: Optional[str]):
+    return None if name is None else layer.__dict__["_modules"][name]
+
+
+def _weight(norm):
+    return None if norm is None else norm.__dict__["_parameters"]["weight"]
+
+
+def _has_plain_norm(own: OwnForwards, norm, x) -> bool:
+    weight = norm.__dict__["_parameters"].get("weight")
+    return type(weight) in PLAIN and weight.dtype == x.dtype and own.run_by(norm)
+
+
+def why_not_fusable(own: FusedLayer, layer, x) -> str:
+    """Why the parts of a layer may not be taken apart: they have hooks, or they hold other things than the family's. "" when they may."""
+    if type(x) not in PLAIN or x.dim() != 3:
+        return "the input is no ordinary tensor [batch, tokens, hidden]"
+    if all_are_listened_to():
+        return "hooks listen to all modules of the process"
+    if x.dtype not in (product_dtype(x), torch.float32):
+        return f"autocast to {product_dtype(x)} over {x.dtype}"
+    parts, family = _parts(layer), own.family
+    attention, mlp = parts["self_attn"], parts["mlp"]
+    inner = _parts(attention)
+    if not own.run_by(attention):
+        return why_not_own(attention, "self_attn")
+    if not own.run_by(mlp):
+        return why_not_own(mlp, "mlp")
+    for norm in (*[parts[name] for name in own.norms], *[inner[name] for name in own.head_norms]):
+        if not _has_plain_norm(own, norm, x):
+            return f"a norm has hooks, a forward that someone else gave it, or a weight that is no ordinary tensor of {x.dtype}"
+    if not is_sparse(mlp) and not is_activation(_parts(mlp).get(family.act), family.activation):
+        return f"the activation of mlp is not {NAMES[family.activation]}, or has hooks"
+    for name in family.dropouts:
+        if type(parts[name]) is not nn.Dropout or own_forward(parts[name]) is not nn.Dropout.forward or (parts[name].p and layer.training):
+            return f"{name} zeroes elements, or is no torch.nn.Dropout"
+    return "" if own.rotary(ROTARY) else f"{ROTARY} is one that someone else put there"
+
+
+NAMES = {"silu": "SiLU", "gelu_tanh": "GELU's tanh approximation"}
+
+
+def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, str]]:
+    """[(part, "" or why it is not fused)] of a layer for an input [batch, tokens, hidden], as `decoder_layer_forward` decides it."""
+    reason = why_not_fusable(own, layer, x)
+    if reason:
+        return [("decoder layer", reason)]
+    block, family = _parts(layer)["mlp"], own.family
+    inner, mlp = _parts(_parts(layer)["self_attn"]), _parts(block)
+    dtype, wider = product_dtype(x), autocasts(x.device)
+    groups = [(f"norm, {', '.join(family.qkv)}, rotary", family.qkv), ("o_proj", ("o_proj",))]
+    if not is_sparse(block):
+        of_mlp = (*family.gate_up, "down_proj")
+        groups.append((f"norm, {', '.join(of_mlp)}", of_mlp))
+    rows = []
+    for part, names in groups:
+        reasons = ((name, projection_or_reason((inner if name in inner else mlp)[name], dtype, wider)) for name in names)
+        rows.append((part, next((f"{name}: {found}" for name, found in reasons if isinstance(found, str)), "")))
+    if is_sparse(block):
+        found = sparse_block_or_reason(own, family.sparse, block, x, dtype)
+        rows.append(("norm, router, experts", found if isinstance(found, str) else ""))
+    return rows
+
+
+def _projections(dtype, wider, linears):
+    """What linear layers multiply by in a dtype, or None where one of them has to be called."""
+    found = []
+    for linear in linears:
+        found.append(projection(linear, dtype, wider))
+        if found[-1] is None or (torch.compiler.is_compiling() and not is_traceable(found[-1])):
+            return None
+    return found
+
+
+def _inputs_spec(own: FusedLayer, attention, norm, q_norm, k_norm, cos) -> Inputs:
+    family, head_dim, rows = own.family, attention.head_dim, None
+    heads = own.norm(q_norm)
+    if k_norm is not None and own.norm(k_norm).eps != heads.eps:
+        raise ValueError(f"q_norm and k_norm have the epsilons {heads.eps} and {own.norm(k_norm).eps}, expected one")
+    if len(family.qkv) == 1:
+        config = attention.config
+        keys = config.num_key_value_heads * head_dim
+        rows = config.num_attention_heads * head_dim, keys, keys
+    turned = cos.shape[-1] if family.partial and cos is not None and cos.shape[-1] < head_dim else 0
+    rotary = family.rotary if cos is not None else "none"
+    return Inputs(head_dim, own.norm(norm), heads, family.qk_norm == "whole", rotary, turned, rows)
+
+
+def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
+    """q, k, v [batch, heads, tokens, head_dim] of the normalised input, and the residual, flat over the tokens."""
+    family, attention = own.family, _parts(layer)["self_attn"]
+    norm, inner = _part(layer, family.norms.inputs), _parts(attention)
+    q_norm, k_norm = [inner[name] for name in own.head_norms] or (None, None)
+    cos, sin = position_embeddings if family.turned is None or getattr(attention, family.turned) else (None, None)
+    linears = [inner[name] for name in family.qkv]
+    flat = x.view(-1, x.shape[-1]) if x.is_contiguous() else x.reshape(-1, x.shape[-1])
+    spec, weights = _inputs_spec(own, attention, norm, q_norm, k_norm, cos), (_weight(q_norm), _weight(k_norm))
+    if cos is None or (cos.dtype in (x.dtype, torch.float32) and not cos.requires_grad):
+        dtype = product_dtype(x)
+        found = _projections(dtype, autocasts(x.device), linears)
+        if found is not None:
+            return norm_attention_inputs(flat, _weight(norm), found, *weights, cos, sin, x.shape[:2], spec, dtype)
+    normed = x if norm is None else rms_norm(spec.norm, x, _weight(norm))
+    projected = [linear(normed) for linear in linears]
+    q, k, v = [p.view(*x.shape[:2], -1, spec.head_dim) for p in (projected[0].split(spec.rows, -1) if spec.rows else projected)]
+    if q_norm is not None and is_fused(spec) and cos is not None:
+        return (*qk_norm_rotary(q, k, *weights, cos, sin, spec.heads.eps), v.transpose(1, 2), flat)
+    if q_norm is not None:
+        q, k = [rms_norm(spec.heads, t.flatten(2) if spec.whole else t, w).view(t.shape) for t, w in zip((q, k), weights)]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return (*((q, k) if cos is None else getattr(sys.modules[family.modeling], ROTARY)(q, k, cos, sin)), v, flat)
+
+
+def _option(attention, path):
+    for name in path:
+        attention = getattr(attention, name, None)
+    return attention
+
+
+def _attend(own: FusedLayer, attention, q, k, v, attention_mask, past_key_values, kwargs):
+    """Attention's output as [tokens, heads * head_dim]."""
+    modeling = sys.modules[own.modeling]
+    if past_key_values is not None:
+        k, v = past_key_values.update(k, v, attention.layer_idx)
+    interface = modeling.ALL_ATTENTION_FUNCTIONS.get_interface(
+        attention.config._attn_implementation, modeling.eager_attention_forward
+    )
+    options = {name: _option(attention, path) for name, *path in own.family.options}
+    output, _ = interface(
+        attention,
+        q,
+        k,
+        v,
+        attention_mask,
+        dropout=attention.attention_dropout if attention.training else 0.0,
+        scaling=attention.scaling,
+        **options,
+        **kwargs,
+    )
+    return output.reshape(q.shape[0] * q.shape[2], -1)
+
+
+def _finish(own: FusedLayer, layer, attended, residual, shape):
+    """The output projection and the MLP or the experts, with both residual connections."""
+    family, mlp, o_proj = own.family, _parts(layer)["mlp"], _parts(_parts(layer)["self_attn"])["o_proj"]
+    x, dtype, wider = residual.view(*shape, -1), product_dtype(residual), autocasts(residual.device)
+    after, before, behind = [_part(layer, name) for name in family.norms[1:]]
+    multiplier = 1.0 if family.multiplier is None else float(getattr(layer, family.multiplier))
+    spec = Outputs(own.norm(after), own.norm(before), own.norm(behind), family.activation, multiplier)
+    sparse, recompute = is_sparse(mlp), recomputes_mlp(layer)
+    if sparse:
+        block = sparse_block_or_reason(own, family.sparse, mlp, x, dtype)
+        found = None if isinstance(block, str) else block
+    else:
+        linears = _parts(mlp)
+        found = _projections(dtype, wider, [linears[name] for name in (*family.gate_up, "down_proj")])
+    o = None if found is None or attended.dtype != dtype else _projections(dtype, wider, (o_proj,))
+    if o is not None:
+        if sparse:
+            router, weights, options = found
+            return norm_experts(x, _weight(before), router, weights, spec, options, attended, *o, _weight(after), recompute)
+        return norm_mlp(x, _weight(before), (*o, *found), spec, attended, _weight(after), _weight(behind), dtype, recompute)
+    output = o_proj(attended.view(*x.shape[:-1], -1))
+    if found is None or (sparse and output.dtype != dtype):
+        return _finish_apart(own, spec, layer, output, x)
+    total = _branch(spec, spec.after, after, output.reshape(x.shape)) + x
+    if sparse:
+        return norm_experts(total, _weight(before), *found[:2], spec, found[2], recompute=recompute)
+    return norm_mlp(total, _weight(before), found, spec, None, None, _weight(behind), dtype, recompute)
+
+
+def _branch(spec: Outputs, norm: Norm, module, output):
+    """What a branch adds to the residual stream."""
+    output = output if module is None else rms_norm(norm, output, _weight(module))
+    return output if spec.multiplier == 1 else output * spec.multiplier
+
+
+def _finish_apart(own: FusedLayer, spec: Outputs, layer, output, x):
+    """The norms with the residual connections, and between them the MLP or the experts called as the module that they are."""
+    warn_of_kept_mlp(layer)
+    after, before, behind = [_part(layer, name) for name in own.family.norms[1:]]
+    if before is not None and after is None and spec.multiplier == 1 and output.dtype == x.dtype:
+        normed, total = add_rms_norm(spec.before, output, x.view(output.shape), _weight(before))
+    else:
+        total = x + _branch(spec, spec.after, after, output)
+        normed = total if before is None else rms_norm(spec.before, total, _weight(before))
+    found = _parts(layer)["mlp"](normed)
+    return _branch(spec, spec.behind, behind, found[0] if isinstance(found, tuple) else found) + total
+
+
+def decoder_layer_forward(own: FusedLayer, layer, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs):
+    """Serves as the forward of a family's decoder layer. kwargs: what its forward passes on, position_ids and use_cache among them."""
+    if why_not_fusable(own, layer, hidden_states):
+        warn_of_kept_mlp(layer)
+        return original_forward(layer)(
+            layer,
+            hidden_states,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+    q, k, v, residual = _attention_inputs(own, layer, hidden_states, position_embeddings)
+    attention = _parts(layer)["self_attn"]
+    if past_key_values is None and keeps_attention(layer) and not attention.attention_dropout:
+        conditions = attention_mask, *position_embeddings, *kwargs.values()
+        attended = attend_once(layer, hidden_states, conditions, lambda: _attend(own, attention, q, k, v, attention_mask, None, kwargs))
+    else:
+        attended = _attend(own, attention, q, k, v, attention_mask, past_key_values, kwargs)
+    return _finish(own, layer, attended, residual, hidden_states.shape[:-1])

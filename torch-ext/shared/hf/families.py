@@ -1,0 +1,173 @@
+"""A model family of transformers as a row of a table, and which layers of a package stand in for what of it.
+
+`Family` describes the decoder layer: the names of its parts and what they compute. A new family is one `Family`, and its layers
+(`decoder_layers`) in its package; nothing else knows a family by name.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple, Type
+
+from torch import nn
+
+from .forwards import rotary_of, rotary_pos_emb
+from .head import Head
+
+
+class LayerNorms(NamedTuple):
+    """The attributes of a decoder layer that hold its norms, None where there is none: of the residual stream in front of attention; of
+    attention's branch; in front of the MLP; of the MLP's branch."""
+
+    inputs: Optional[str] = "input_layernorm"
+    after: Optional[str] = None
+    before: Optional[str] = "post_attention_layernorm"
+    behind: Optional[str] = None
+
+
+class Sparse(NamedTuple):
+    """A router and its experts in the MLP's place. classes: of the block, the router and the experts. router: the block's attribute.
+    by_logits: whether experts are chosen by their logits, with the softmax over the chosen ones."""
+
+    classes: Tuple[str, str, str]
+    router: str = "gate"
+    by_logits: bool = False
+
+
+class Family(NamedTuple):
+    """What a decoder layer of a family computes, and under which names.
+
+    model: the family's name in messages. modeling: transformers' module. prefix: of its classes' names. norms, offset, rounds: see
+    `decoder.spec.Norm`. qk_norm: "none", "head" for a norm of each head of q and k, or "whole" for one of the whole projection. qkv,
+    gate_up: the projections, several or a packed one. activation: "silu" or "gelu_tanh", in the MLP's attribute act. rotary: "halves" or
+    "pairs". partial: whether the angles may be those of a part of a head. turned: attention's attribute that switches the rotary
+    embedding, or None for always. multiplier: the layer's attribute, of both branches. options: what attention is called with beside the
+    scaling, each a name and the attributes that lead to its value. dropouts: the layer's attributes that hold a torch.nn.Dropout of a
+    branch. sparse: of layers with experts. mlp: whether there are layers with an MLP. norm_argument, mlp_argument: what the norms' and the
+    MLP's forward call their input. positions_first: whether a decoder layer's forward takes the angles before the mask. decoder:
+    the class of the decoder without its head, the prefix and "Model" by default. divisor, softcap: attributes of the configuration, by
+    which logits are divided, and that caps them.
+    """
+
+    model: str
+    modeling: str
+    prefix: str
+    norms: LayerNorms = LayerNorms()
+    offset: float = 0.0
+    rounds: str = "first"
+    qk_norm: str = "none"
+    qkv: Tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    gate_up: Tuple[str, ...] = ("gate_proj", "up_proj")
+    activation: str = "silu"
+    act: str = "act_fn"
+    rotary: str = "halves"
+    partial: bool = False
+    turned: Optional[str] = None
+    multiplier: Optional[str] = None
+    options: Tuple[Tuple[str, ...], ...] = ()
+    dropouts: Tuple[str, ...] = ()
+    sparse: Optional[Sparse] = None
+    mlp: bool = True
+    norm_argument: str = "hidden_states"
+    mlp_argument: str = "x"
+    positions_first: bool = False
+    decoder: str = ""
+    divisor: Optional[str] = None
+    softcap: Optional[str] = None
+
+    def head(self, config) -> Head:
+        """What a causal LM of the family makes of its logits before the loss."""
+        scale = 1.0 if self.divisor is None else 1.0 / getattr(config, self.divisor)
+        return Head(scale, None if self.softcap is None else getattr(config, self.softcap))
+
+    def classes(self) -> Tuple[str, ...]:
+        """The classes whose forwards the fused decoder layer takes apart."""
+        names = [f"{self.prefix}RMSNorm", f"{self.prefix}Attention"]
+        if self.mlp:
+            names.append(f"{self.prefix}MLP")
+        return (*names, *(self.sparse.classes[:2] if self.sparse else ()))
+
+
+class Targets(NamedTuple):
+    """Which layer of a package stands in for what of one model family of transformers.
+
+    model: the family's name in messages. modeling: transformers' module of it. attention: its class whose forward calls the rotary
+    embedding. classes: operation -> (class of that module, layer). rotary: the layer for the rotary embedding; rotate: its function.
+    operations: the names of the arguments of `apply` that are for this family, in its order. hub_names: the name that `kernels` knows a
+    layer by -> layer. explain_layer: of a decoder layer and an input, [(part, "" or why it is not fused)]. fused: classes that the fused
+    decoder layer takes apart, beside those that have a layer. optional: operations that a model of the family may have no module for.
+    """
+
+    model: str
+    modeling: str
+    attention: str
+    classes: Mapping[str, Tuple[str, Type[nn.Module]]]
+    rotary: Type[nn.Module]
+    operations: Tuple[str, ...]
+    hub_names: Mapping[str, Type[nn.Module]]
+    explain_layer: Callable[[nn.Module, Any], List[Tuple[str, str]]]
+    rotate: Callable = rotary_pos_emb
+    fused: Tuple[str, ...] = ()
+    optional: Tuple[str, ...] = ()
+
+
+Families = Sequence[Targets]  # of a package
+
+
+class Layers(NamedTuple):
+    """The layers of a package for one family, None for those that it has not."""
+
+    rms_norm: Type[nn.Module]
+    rotary: Type[nn.Module]
+    decoder_layer: Type[nn.Module]
+    model: Type[nn.Module]
+    causal_lm: Type[nn.Module]
+    mlp: Optional[Type[nn.Module]] = None
+    experts: Optional[Type[nn.Module]] = None
+
+
+def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Module]]] = None) -> Targets:
+    """Makes the `Targets` of a row. own: the row's `FusedLayer`. hub_names: of layers beside those of the family's own classes."""
+    family: Family = own.family
+    prefix, sparse = family.prefix, family.sparse
+    classes = {"rms_norm": (f"{prefix}RMSNorm", layers.rms_norm)}
+    if family.mlp and layers.mlp is not None:
+        classes["swiglu"] = (f"{prefix}MLP", layers.mlp)
+    classes["fused_linear_cross_entropy"] = (f"{prefix}ForCausalLM", layers.causal_lm)
+    classes["decoder_layer"] = (f"{prefix}DecoderLayer", layers.decoder_layer)
+    classes["attention"] = (family.decoder or f"{prefix}Model", layers.model)
+    if sparse is not None and layers.experts is not None:
+        classes["experts"] = (sparse.classes[2], layers.experts)
+    first = [name for name in ("rms_norm", "swiglu") if name in classes]
+    if "swiglu" not in classes and "experts" in classes:
+        first.append("experts")
+    rest = ["rope", "fused_linear_cross_entropy", "decoder_layer", "attention", "experts"]
+    operations = tuple(dict.fromkeys([*first, *(name for name in rest if name in classes or name == "rope")]))
+    of_classes = {name: layer for operation, (name, layer) in classes.items() if operation != "rms_norm"}
+    return Targets(
+        model=family.model,
+        modeling=family.modeling,
+        attention=f"{prefix}Attention",
+        classes=classes,
+        rotary=layers.rotary,
+        rotate=rotary_of(family),
+        operations=operations,
+        hub_names={"RMSNorm": layers.rms_norm, "rotary_pos_emb": layers.rotary, **of_classes, **(hub_names or {})},
+        explain_layer=own.explain,
+        fused=(f"{prefix}Attention", *(sparse.classes[:2] if sparse else ())),
+        # A model of such a family has dense layers only where its configuration asks for them, and may have no others.
+        optional=("swiglu", "experts") if sparse is not None and family.mlp else (),
+    )
+
+
+def operations_of(families: Families) -> Tuple[str, ...]:
+    """The names of the arguments of `apply` of a package."""
+    return tuple(dict.fromkeys(operation for targets in families for operation in targets.operations))
+
+
+def hub_names_of(families: Families) -> Mapping[str, type]:
+    """Each layer of a package by the name that `kernels` knows it by."""
+    return {name: layer for targets in families for name, layer in targets.hub_names.items()}
+
+
+def names_of(families: Families) -> str:
+    """The families' names, for a message."""
+    return " or ".join(targets.model for targets in families)

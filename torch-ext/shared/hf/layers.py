@@ -1,0 +1,184 @@
+"""Makes the layers that take the place of a family's, from its row of the table. They have no state: `self` is the module whose forward
+they become. A package's layers.py names them, because the Hub finds layers there; each has nothing but `forward`, as the Hub asks."""
+
+from typing import Type
+
+from torch import nn
+
+from ..decoder.spec import Norm
+from .causal_lm import causal_lm_forward
+from .checkpointing import checkpointed
+from .decoder_layer import FusedLayer, decoder_layer_forward
+from .decoder_model import model_forward
+from .experts import experts_forward
+from .families import Family
+from .forwards import gated_mlp_forward, mlp_forward, norm_forward, rotary_of
+from .modules import mark_forwards
+
+
+def _layer(forward) -> Type[nn.Module]:
+    """A layer class with a forward of this package."""
+    made = type("Layer", (nn.Module,), {"can_torch_compile": True, "forward": forward, "__module__": __name__})
+    mark_forwards(made)
+    return made
+
+
+def rms_norm_of(family: Family) -> Type[nn.Module]:
+    """The layer for a family's RMSNorm: [..., n] -> [..., n]."""
+    norm = Norm(0.0, family.offset, family.rounds)
+
+    if family.norm_argument == "x":
+
+        def forward(self, x):
+            return norm_forward(norm, self, x)
+
+    else:
+
+        def forward(self, hidden_states):
+            return norm_forward(norm, self, hidden_states)
+
+    return _layer(forward)
+
+
+def rotary_layer_of(family: Family) -> Type[nn.Module]:
+    """The layer for `apply_rotary_pos_emb`: q, k [batch, heads, tokens, head_dim] and cos, sin [batch, tokens, width]."""
+    rotate = rotary_of(family)
+
+    def forward(self, q, k, cos, sin, unsqueeze_dim=1):
+        return rotate(q, k, cos, sin, unsqueeze_dim)
+
+    return _layer(forward)
+
+
+def mlp_of(family: Family) -> Type[nn.Module]:
+    """The layer for a family's MLP: [..., hidden] -> [..., hidden]. Recomputes its activations in the backward pass."""
+    run = mlp_forward if family.activation == "silu" and len(family.gate_up) == 2 else gated_mlp_forward(family)
+
+    if family.mlp_argument == "x":
+
+        def forward(self, x):
+            return run(self, x)
+
+    else:
+
+        def forward(self, hidden_states):
+            return run(self, hidden_states)
+
+    return _layer(forward)
+
+
+def experts_of(family: Family) -> Type[nn.Module]:
+    """The layer for a family's experts: hidden states [tokens, hidden], experts and their weights [tokens, top-k] -> [tokens, hidden]."""
+    if family.sparse is not None and family.sparse.by_logits:
+
+        def forward(self, hidden_states, router_indices=None, routing_weights=None):
+            return experts_forward(self, hidden_states, router_indices, routing_weights)
+
+    else:
+
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+
+    return _layer(forward)
+
+
+def decoder_layer_of(own: FusedLayer) -> Type[nn.Module]:
+    """The layer for a family's decoder layer: hidden_states [batch, tokens, hidden] -> the same, in three autograd nodes."""
+    if own.family.positions_first:
+
+        @checkpointed
+        def forward(
+            self,
+            hidden_states,
+            position_embeddings=None,
+            attention_mask=None,
+            position_ids=None,
+            past_key_values=None,
+            **kwargs,
+        ):
+            kwargs.update(position_ids=position_ids)
+            return decoder_layer_forward(own, self, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs)
+
+    else:
+
+        @checkpointed
+        def forward(
+            self,
+            hidden_states,
+            attention_mask=None,
+            position_ids=None,
+            past_key_values=None,
+            use_cache=False,
+            position_embeddings=None,
+            **kwargs,
+        ):
+            kwargs.update(position_ids=position_ids, use_cache=use_cache)
+            return decoder_layer_forward(own, self, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs)
+
+    return _layer(forward)
+
+
+def model() -> Type[nn.Module]:
+    """The layer for a family's decoder: the same, with attention of ours where it has the one that transformers chooses by default."""
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+        **kwargs,
+    ):
+        return model_forward(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
+
+    return _layer(forward)
+
+
+def causal_lm_of(family: Family) -> Type[nn.Module]:
+    """The layer for a family's causal LM. With labels in training mode the logits are never all in memory, and `logits` is None.
+
+    kwargs: transformers' own, the options of `linear_cross_entropy`, and `skip_logits`: True for no logits in eval mode either, False for
+    logits in training mode too. With experts, the router's auxiliary loss and its logits are there where they are asked for.
+    """
+    if family.sparse is None:
+
+        def forward(
+            self,
+            input_ids=None,
+            attention_mask=None,
+            position_ids=None,
+            past_key_values=None,
+            inputs_embeds=None,
+            labels=None,
+            use_cache=None,
+            logits_to_keep=0,
+            **kwargs,
+        ):
+            return causal_lm_forward(
+                self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache, logits_to_keep,
+                head=family.head(self.config), **kwargs,
+            )
+
+    else:
+
+        def forward(
+            self,
+            input_ids=None,
+            attention_mask=None,
+            position_ids=None,
+            past_key_values=None,
+            inputs_embeds=None,
+            labels=None,
+            use_cache=None,
+            output_router_logits=None,
+            logits_to_keep=0,
+            **kwargs,
+        ):
+            return causal_lm_forward(
+                self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache, logits_to_keep,
+                output_router_logits=output_router_logits, head=family.head(self.config), **kwargs,
+            )
+
+    return _layer(forward)
