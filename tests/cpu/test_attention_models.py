@@ -10,7 +10,7 @@ import torch
 import transformers
 import transformers.modeling_utils  # its table is what register_attention looks for
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from tests.models import tiny_gpt_oss, tiny_model, tiny_qwen3_moe
 from tests.ops.common import runtime_of
@@ -593,6 +593,28 @@ def test_an_implementation_that_was_asked_for_by_name_is_kept(chosen, family, wh
     package.apply()
     other(ids)
     assert other.model.config._attn_implementation == "bastile"
+
+
+@pytest.mark.parametrize("changed", ("query", "key", "value"))
+def test_an_attention_function_that_changes_its_inputs_is_right_or_refused(qwen3, changed, monkeypatch):
+    """q, k and v of a fused layer are views of what it has made, and PyTorch refuses to change these in place."""
+    def custom(module, query, key, value, mask, **kwargs):
+        {"query": query, "key": key, "value": value}[changed].mul_(1.5)
+        return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
+
+    for interface, function in ((transformers.AttentionInterface, custom), (AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])):
+        monkeypatch.setitem(interface._global_mapping, "custom", function)
+    model, ids = tiny_model(attn_implementation="custom"), torch.stack(documents(lengths=(9, 9)))
+    expected = step(model, {"input_ids": ids})
+    qwen3.apply()
+    try:
+        found = step(model, {"input_ids": ids})
+    except RuntimeError as error:
+        assert "modified inplace" in str(error)
+    else:
+        assert_same(found, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, use_cache=False).logits, expected[0], rtol=1e-5, atol=1e-5)
 
 
 def test_a_layer_that_was_copied_or_exchanged_is_told(chosen):

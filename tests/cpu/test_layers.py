@@ -266,6 +266,22 @@ def test_inputs_embeds(qwen3):
     compare(qwen3, tiny_model(), inputs_embeds=embeds, labels=LABELS)
 
 
+@pytest.mark.parametrize("options", ({}, {"label_smoothing": 0.1}, {"skip_logits": False}, {"return_token_accuracy": True}), ids=str)
+@pytest.mark.parametrize("argument", (None, True, False))
+@pytest.mark.parametrize("config", (None, True))
+def test_return_dict_of_the_configuration(qwen3, config, argument, options):
+    """None stands for False there, in transformers; an argument stands before it."""
+    model = tiny_model()
+    model.config.return_dict = config
+    given = {} if argument is None else {"return_dict": argument}
+    expected = model(input_ids=TOKENS, labels=LABELS, **given)
+    qwen3.apply()
+    found = model(input_ids=TOKENS, labels=LABELS, **given, **options)
+    assert isinstance(found, tuple) == isinstance(expected, tuple) == (not (config if argument is None else argument))
+    if not options.keys() - {"skip_logits"}:
+        assert_close(found[0], expected[0], torch.float32, "loss")
+
+
 def test_return_dict(qwen3):
     expected, found = compare(qwen3, tiny_model(), input_ids=TOKENS, labels=LABELS, return_dict=False)
     assert isinstance(found, tuple) and len(found) == len(expected) - 1  # the logits

@@ -235,6 +235,25 @@ def test_a_subclass_keeps_its_forward(qwen3):
     assert own.forward.__func__ is Own.forward
 
 
+@pytest.mark.parametrize("part", ("model", "mlp", "attention"))
+def test_a_subclass_that_calls_super_is_for_apply(qwen3, part):
+    name = {"model": "Qwen3ForCausalLM", "mlp": "Qwen3MLP", "attention": "Qwen3Attention"}[part]
+    forward = lambda self, *args, **kwargs: super(mine, self).forward(*args, **kwargs)  # noqa: E731
+    mine = type("Mine", (getattr(modeling_qwen3, name),), {"forward": forward})
+    model = tiny_model(cls=mine) if part == "model" else tiny_model()
+    for layer in model.model.layers:
+        if part == "mlp":
+            layer.mlp.__class__ = mine
+        if part == "attention":
+            layer.self_attn.__class__ = mine
+    with pytest.raises(RuntimeError, match=r"Mine has a forward of its own. If that calls super\(\).forward\(\), use apply\(\)"):
+        qwen3.kernelize(model)
+    assert not own_forwards(model)
+    qwen3.apply()
+    used = uses_layers(qwen3, model)
+    assert {"model": "fused_linear_cross_entropy", "mlp": "swiglu", "attention": "rope"}[part] in used
+
+
 def test_kernelize_stays_when_the_mode_changes(qwen3):
     """transformers kernelizes anew in train() and eval() when a model was loaded with use_kernels=True."""
     model = tiny_model()

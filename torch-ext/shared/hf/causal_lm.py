@@ -246,12 +246,13 @@ def causal_lm_forward(
         skip_logits, seen = False, _WithLoss(self, options)
     else:
         return forward(self, labels=labels, **kwargs)
-    as_tuple = kwargs.pop("return_dict", None) is False
+    return_dict = kwargs.pop("return_dict", None)
+    as_tuple = not (getattr(self.config, "return_dict", True) if return_dict is None else return_dict)
     if skip_logits and isinstance(kwargs.get("attention_mask"), torch.Tensor):
         ignore_index = kwargs.get("ignore_index", -100)
         target = shift(labels, kwargs.get("shift_labels"), ignore_index)
         kwargs = without_padding(self, target, ignore_index, kwargs, options)
-    output = forward(seen, labels=labels, **kwargs)
+    output = forward(seen, labels=labels, return_dict=True, **kwargs)
     if skip_logits and seen.found is None:
         raise RuntimeError(f"{type(self).__name__}.forward calls no self.loss_function, expected it for labels. Pass skip_logits=False")
     cls, fields = type(output), dict(output)

@@ -542,6 +542,12 @@ def _has_any(model, cls) -> bool:
     return cls is not None and any(isinstance(module, cls) for module in model.modules())
 
 
+def _subclasses_with_forwards(model, cls) -> List[str]:
+    """The names of the classes of a model's modules that are subclasses of one and do not use its forward as it is."""
+    modules = () if cls is None else (module for module in model.modules() if isinstance(module, cls))
+    return [type(module).__name__ for module in modules if _defines_forward(type(module)) is not cls]
+
+
 def _without_others(chosen: _Chosen, model) -> Tuple[_Chosen, List[nn.Module]]:
     """The same without modules that someone else gave a forward, and these. Raises RuntimeError where that leaves out a whole operation."""
     for module in chosen.modules.get("fused_linear_cross_entropy", ()):
@@ -559,10 +565,13 @@ def _without_others(chosen: _Chosen, model) -> Tuple[_Chosen, List[nn.Module]]:
 
         names = [targets.attention if operation == "rope" else targets.classes[operation][0] for operation in missing]
         strangers = _found(*(_stranger(targets, modeling, name) or None for name in names))
+        subclasses = sorted({name for each in names for name in _subclasses_with_forwards(model, own_class(modeling, each))})
+        advice = f"Give it such layers, or install transformers{TRANSFORMERS_EXPECTED}"
+        if subclasses:
+            advice = f"{', '.join(subclasses)} has a forward of its own. If that calls super().forward(), use apply()"
         raise RuntimeError(
             f"{', '.join(missing)} cannot be put on this {type(model).__name__} (transformers {transformers.__version__}): it has no "
-            f"{', '.join(names)} whose forward is transformers' own{''.join(f' ({text})' for text in strangers)}. Give it such layers, or "
-            f"install transformers{TRANSFORMERS_EXPECTED}"
+            f"{', '.join(names)} whose forward is transformers' own{''.join(f' ({text})' for text in strangers)}. {advice}"
         )
     return chosen._replace(modules=modules), others
 
