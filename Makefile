@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+quoted = '$(subst ','\'',$(1))'# for the shell: paths may have spaces
 
 .PHONY: help demo test test-gpu test-mutants test-transformers test-multigpu test-sanitizer build stage upload hub check clean \
 	bench-all bench-ops bench-liger bench-rmsnorm bench-lce bench-qwen3 bench-lora bench-qwen3-moe bench-gpt-oss bench-fsdp bench-generate \
@@ -21,7 +22,7 @@ $(READY): pyproject.toml
 demo: $(READY) ## build, publish to a local Hub, load back, and fine-tune a Qwen3 with and without Bastile (MODEL=path for your own)
 	$(BIN)/python -m tools.compile --here --package .
 	$(BIN)/python -m tools.assemble --package .
-	$(BIN)/python -m tools.demo $(if $(MODEL),--model $(MODEL))
+	$(BIN)/python -m tools.demo $(if $(MODEL),--model $(call quoted,$(MODEL)))
 
 # One process a core with one thread each: the tests are many and small, and threads that outnumber the cores wait for each other.
 test: $(READY) ## everything that needs no GPU
@@ -34,7 +35,7 @@ test-gpu: $(READY) build ## the numerics with the real cubins, on this machine's
 	$(BIN)/python -m pytest tests/gpu
 
 test-transformers: $(READY) ## transformers' own tests with the packages in force and without (TESTS=path of a checkout at the installed version)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.upstream $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.upstream $(if $(TESTS),$(call quoted,$(TESTS)))
 
 test-multigpu: $(READY) build ## parallel training and device_map on two GPUs
 	$(BIN)/python -m pytest tests/multigpu
@@ -56,7 +57,7 @@ hub: $(READY) ## a local Hub on http://127.0.0.1:8765
 	$(BIN)/python -m tools.hub_server --root .cache/hub --port 8765
 
 bench-all: $(READY) ## every run that the tables need, in the order of their weight (RUNS=steps,lora for some, BUDGET=540 for 9 minutes)
-	$(BIN)/python -m benchmark.all $(if $(RUNS),--runs $(RUNS)) $(if $(BUDGET),--budget-s $(BUDGET))
+	$(BIN)/python -m benchmark.all $(if $(RUNS),--runs $(call quoted,$(RUNS))) $(if $(BUDGET),--budget-s $(BUDGET))
 
 bench-ops: $(READY) ## every operation against its peers and the floor (needs a GPU, about 5 minutes)
 	$(BIN)/python -m benchmark --budget-s 300

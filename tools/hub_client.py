@@ -133,7 +133,14 @@ def prepare_branch(api: HfApi, repo_id: str, plan: Plan) -> Plan:
 
 
 def require_token(token: str | None, endpoint: str) -> str:
-    token = token or get_token()
+    token = checked_token(token or get_token())
     if not token:
         raise PublishError(f"no token for {endpoint}; set HF_TOKEN, run `hf auth login`, or pass --token")
+    return token
+
+
+def checked_token(token: str | None) -> str | None:
+    """The token as it is. Raises PublishError, which does not show it, where no HTTP header can hold it: the client would print it."""
+    if token and not (token.isascii() and token.isprintable() and " " not in token):
+        raise PublishError(f"the token ({len(token)} characters) has a space, a line break or a character that is not ASCII; copy it again")
     return token

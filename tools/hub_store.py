@@ -18,6 +18,7 @@ import secrets
 import shutil
 import tempfile
 import threading
+import unicodedata
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any, BinaryIO
 
 NAME = re.compile(r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9])?", re.ASCII)
 REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,254}", re.ASCII)
+UNWRITABLE = ("Cc", "Cs", "Zl", "Zp")  # categories of Unicode: control characters, surrogates, separators of lines and paragraphs
 SHA1 = re.compile(r"[0-9a-f]{40}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -47,11 +49,13 @@ def check_path(path: str) -> str:
     download under it.
 
     Raises:
-        HubError: 400 for an absolute path, an empty, `.`, `..` or `.git` component, a backslash or a NUL.
+        HubError: 400 for an absolute path, an empty, `.`, `..` or `.git` component, a backslash, a control character (a line break, a
+            NUL), or half of a surrogate pair, which no file system can write.
     """
-    parts = path.split("/")
-    if "\\" in path or "\0" in path or any(part in ("", ".", "..", ".git") for part in parts):
-        raise HubError(400, f"path {path!r} is not allowed; expected a relative path without '..', '.git', '\\' and NUL")
+    parts, unwritable = path.split("/"), any(unicodedata.category(character) in UNWRITABLE for character in path)
+    if "\\" in path or unwritable or any(part in ("", ".", "..", ".git") for part in parts):
+        expected = "a relative path without '..', '.git', '\\', control characters and lone surrogates"
+        raise HubError(400, f"path {path!r} is not allowed; expected {expected}")
     return path
 
 

@@ -30,7 +30,19 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 
 from tools.built import PublishError, benchmark_files, files_to_upload, read_build
-from tools.hub_client import MAIN, REPO_TYPE, Plan, hub_branches, hub_errors, hub_files, make_plan, prepare_branch, require_token, upload
+from tools.hub_client import (
+    MAIN,
+    REPO_TYPE,
+    Plan,
+    checked_token,
+    hub_branches,
+    hub_errors,
+    hub_files,
+    make_plan,
+    prepare_branch,
+    require_token,
+    upload,
+)
 from tools.kernel_package import Package, PackageError, package_folders, read_package
 from tools.kernels_adapter import Metadata
 from tools.promise import check_promise
@@ -97,7 +109,7 @@ def publish(
         if not repo_id:
             raise PublishError(f"{package.folder / 'build.toml'} has no repo-id under [general.hub]; add it or pass --repo-id")
         variants = read_build(package, allow_dirty, allow_partial)
-        api = HfApi(endpoint=endpoint, token=token)
+        api = HfApi(endpoint=endpoint, token=checked_token(token))
         if not dry_run:
             api = HfApi(endpoint=endpoint, token=require_token(token, api.endpoint))
         with progress_bar(console) as progress:

@@ -1,10 +1,13 @@
 """What the demo computes; the demo itself is run by `make demo`."""
 
 import math
+import shlex
+import subprocess
 
 import pytest
 import torch
 
+from tests.cpu.conftest import REPOSITORY
 from tools import demo, demo_run
 
 
@@ -30,6 +33,15 @@ def test_batches_are_pieces_of_a_text_and_the_same_in_every_run():
     first, again = (list(demo_run.batches(ids, demo_run.CPU, 3)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert first[0].shape == (demo_run.CPU.batch, demo_run.CPU.tokens) and not torch.equal(first[0], first[1])
+
+
+@pytest.mark.parametrize(("goal", "variable", "module"), (("demo", "MODEL", "tools.demo"), ("test-transformers", "TESTS", "tests.upstream"),
+                                                           ("bench-all", "RUNS", "benchmark.all")))
+@pytest.mark.parametrize("value", ("model", "a folder/of models", "it's \"mine\" && $$(exit)"))
+def test_make_hands_one_argument_on(goal, variable, module, value):
+    done = subprocess.run(["make", "-n", goal, f"{variable}={value}"], cwd=REPOSITORY, capture_output=True, text=True)
+    command = next(line for line in done.stdout.splitlines() if module in line)
+    assert shlex.split(command)[-1] == value.replace("$$", "$"), done.stdout
 
 
 def test_wrong_arguments(tmp_path, capsys):

@@ -375,7 +375,8 @@ def test_reading_is_public_even_with_a_foreign_token(hub, api, tmp_path):
         assert reader.hf_hub_download(REPO, "a", repo_type="kernel", revision="v1", local_dir=tmp_path)
 
 
-BAD_PATHS = ["../a", "a/../b", "/etc/passwd", "a\\b", "..\\a", "a\0b", ".", "a//b", "a/./b", ".git/config", "a/.git/hooks/x"]
+BAD_PATHS = ["../a", "a/../b", "/etc/passwd", "a\\b", "..\\a", "a\0b", ".", "a//b", "a/./b", ".git/config", "a/.git/hooks/x",
+             "a\nb", "a\r", "\ta", "a\x7f", "a\u2028b", "a\ud800b", "\udfff"]
 
 
 @pytest.mark.parametrize("path", BAD_PATHS)
@@ -387,9 +388,9 @@ def test_a_path_out_of_the_repository_is_refused(hub, path):
         ("deletedFolder", {"path": path}),
     ):
         assert ask(hub, "POST", commit_url, ndjson(operation))[0].status == 400
-    assert ask(hub, "GET", f"{RESOLVE}/v1/{quote(path)}")[0].status == 400
-    assert ask(hub, "GET", f"{RESOLVE}/v1/{quote(path, safe='')}")[0].status == 400
-    assert ask(hub, "GET", f"/api/kernels/{REPO}/tree/v1/{quote(path, safe='')}")[0].status == 400
+    assert ask(hub, "GET", f"{RESOLVE}/v1/{quote(path, errors='surrogatepass')}")[0].status == 400
+    assert ask(hub, "GET", f"{RESOLVE}/v1/{quote(path, safe='', errors='surrogatepass')}")[0].status == 400
+    assert ask(hub, "GET", f"/api/kernels/{REPO}/tree/v1/{quote(path, safe='', errors='surrogatepass')}")[0].status == 400
     preupload = json.dumps({"files": [{"path": path, "size": 1, "sample": ""}]}).encode()
     assert ask(hub, "POST", f"/api/kernels/{REPO}/preupload/v1", preupload)[0].status == 400
     assert paths(hub) == []

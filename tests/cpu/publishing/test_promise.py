@@ -91,6 +91,17 @@ def test_the_command_takes_endpoint_and_token_from_the_environment(hub, package,
     assert on_hub(hub) == on_disk(package)
 
 
+@pytest.mark.parametrize("dry_run", (False, True))
+@pytest.mark.parametrize("token", ("hf_secret\nmore", "hf_secret\r", "hf_secret more", "hf_s\xe9cret", "hf_secret\0"))
+def test_a_token_that_no_header_can_hold_is_refused_without_showing_it(upload, token, dry_run):
+    with pytest.raises(PublishError, match=f"the token .{len(token)} characters. has a space, a line break or a character") as error:
+        upload(token=token, dry_run=dry_run)
+    seen = error.value
+    while seen is not None:
+        assert "secret" not in str(seen) and "cret" not in str(seen)
+        seen = seen.__cause__ or seen.__context__
+
+
 def test_a_wrong_token_is_named_as_the_cause(hub, upload):
     with pytest.raises(PublishError, match="token is not valid"):
         upload(token="hf_wrong")
