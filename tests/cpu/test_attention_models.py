@@ -703,6 +703,25 @@ def test_padding_stays_where_someone_could_tell(qwen3, who, monkeypatch):
     assert set(tokens) == {batch["input_ids"].numel()}
 
 
+@pytest.mark.parametrize("family", ("qwen3", "qwen3_moe"))
+def test_padding_stays_where_attention_drops_out(qwen3, family, monkeypatch):
+    """Which numbers are dropped depends on the shape that they have."""
+    batch, shapes, losses = padded("right"), [], []
+    batch |= {"labels": labels_of(batch), "use_cache": False}
+    original = torch.nn.functional.scaled_dot_product_attention
+    spy = lambda query, *args, **kwargs: shapes.append(tuple(query.shape)) or original(query, *args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    model = FAMILIES[family](attention_dropout=0.3)
+    for implementation in ("sdpa", "bastile"):
+        if implementation == "bastile":
+            qwen3.apply()
+        model.set_attn_implementation(implementation)
+        torch.manual_seed(0)
+        losses.append(model(**batch).loss.detach())
+    assert {shape[:1] + shape[2:3] for shape in shapes} == {tuple(batch["input_ids"].shape)}
+    torch.testing.assert_close(*losses)
+
+
 def test_a_hook_on_the_embedding_sees_the_whole_batch(qwen3, hf):
     """NEFTune's, which scales its noise by the length."""
     batch, shapes = padded("right"), []

@@ -328,6 +328,29 @@ def test_lora(package):
         assert_equal(gradients(model, seed), gradients(plain, seed))
 
 
+@pytest.mark.parametrize("change", (
+    lambda layer: layer.scaling.update(default=3.0), lambda layer: layer.scaling.__setitem__("default", 0.0),
+    lambda layer: layer.merged_adapters.append("default"),
+), ids=("update", "zero", "merged"))
+def test_a_container_that_is_changed_in_place(package, change):
+    """PEFT keeps the scaling of each adapter in a dictionary, and the names of the merged ones in a list."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    model, plain = captured(package, model)
+    assert compare(model, plain) == whole()
+    for m in (model, plain):
+        m.base_model.model.requires_grad_(True)
+    for seed in range(2):
+        compare(model, plain, seed)
+    assert compare(model, plain) == whole()
+    for m in (model, plain):
+        change(m.base_model.model.model.layers[-1].self_attn.q_proj)
+    counts = [compare(model, plain, seed) for seed in range(4)]
+    assert counts[0] < whole() == counts[-1]
+
+
 def test_frozen_layers(package):
     def frozen():
         model = tiny_model()

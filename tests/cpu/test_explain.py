@@ -55,6 +55,24 @@ def lora(**options):
     return lambda model: get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **options))
 
 
+def test_an_adapter_whose_input_peft_does_not_cast(qwen3):
+    """Adapters in fp32 over weights in bf16: PEFT casts what they get, unless it was told not to."""
+    from peft.helpers import disable_input_dtype_casting
+
+    model, ids = lora(target_modules=["q_proj", "down_proj"], init_lora_weights=False)(tiny_model(torch.bfloat16)), random_tokens(1, 5)
+    for apply in (False, True):
+        if apply:
+            qwen3.apply()
+            assert not any("cast" in reason for reason in reasons(qwen3, model).values())
+        model(input_ids=ids, labels=ids)
+        with disable_input_dtype_casting(model):
+            with pytest.raises(RuntimeError, match="dtype"):
+                model(input_ids=ids, labels=ids)
+            if apply:
+                assert reasons(qwen3, model)[Q] == "q_proj: PEFT was told not to cast the adapter's input"
+                assert reasons(qwen3, model)[MLP] == "down_proj: PEFT was told not to cast the adapter's input"
+
+
 def with_hook(name):
     def change(model):
         model.get_submodule(name).register_forward_hook(lambda *args: None)

@@ -93,6 +93,44 @@ def test_a_write_into_one_weight_is_seen(qwen3):
         loss.backward()
 
 
+def tie_a_weight(first, second):
+    second.q_proj.weight = first.q_proj.weight
+
+
+def share_a_layer(first, second):
+    second.k_proj = first.k_proj
+
+
+def one_layer_for_two(first, second):
+    for attention in (first, second):
+        attention.v_proj = attention.k_proj
+
+
+@pytest.mark.parametrize("share", (tie_a_weight, share_a_layer, one_layer_for_two))
+def test_what_two_modules_hold_stays_as_it_is(qwen3, share):
+    """It cannot have two neighbours, and whatever was packed first would be laid apart again."""
+    model = tiny_model()
+    attentions = [layer.self_attn for layer in model.model.layers]
+    share(*attentions)
+    before = [(weight, weight.data_ptr(), weight.clone()) for attention in attentions for weight in attention.parameters()]
+    qwen3.pack(model)
+    for layer in model.model.layers:
+        assert packed_groups(qwen3, layer) == [False, True]
+    after = [weight for attention in attentions for weight in attention.parameters()]
+    for (weight, place, value), found in zip(before, after, strict=True):
+        assert found is weight and found.data_ptr() == place and torch.equal(found, value)
+
+
+def test_a_wrapper_that_answers_for_what_it_stands_around(qwen3):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.mlp = checkpoint_wrapper(layer.mlp)
+    qwen3.pack(model)
+    assert all(packed_groups(qwen3, layer) == [True, True] for layer in model.model.layers)
+
+
 MOVES = {
     "new data": lambda weights: setattr(weights[1], "data", weights[1].detach().clone()),
     "other rows": lambda weights: setattr(weights[2], "data", weights[2].data[:2]),

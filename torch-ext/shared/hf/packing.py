@@ -1,5 +1,7 @@
 """Weights that one GEMM can read as one matrix: those of q, k and v, and those of gate and up, side by side in memory."""
 
+from collections import Counter
+
 import torch
 
 from ..ops.common import lay_side_by_side, side_by_side
@@ -17,23 +19,24 @@ def pack(model):
     model's tensors finds what it would find without `pack`. Only the memory of a group is freed as one, when the last of its weights
     goes. Needs memory for a copy of one layer's weights while it runs.
 
-    Call it when the model is on its device and of its dtype, before DDP, FSDP or DeepSpeed take the model. Loading a state dict keeps
-    the weights together; `model.to(...)` that changes something, `share_memory()`, `load_state_dict(assign=True)` and a copy of the
-    model lay them apart again, which costs speed and nothing else: call it again. Layers that are not plain `torch.nn.Linear`, alone or
-    inside of an adapter of PEFT (quantised, sharded), weights that two modules hold or that are views of a larger storage, and
-    those on the meta device stay as they are. Raises TypeError when model is no module.
+    Call it when the model is on its device and of its dtype, before DDP, FSDP or DeepSpeed take the model. Loading a state dict keeps the
+    weights together; `model.to(...)` that changes something, `share_memory()`, `load_state_dict(assign=True)` and a copy of the model lay
+    them apart again, which costs speed and nothing else: call it again. Layers that are not plain `torch.nn.Linear`, alone or inside of an
+    adapter of PEFT (quantised, sharded), layers or weights that two modules hold, weights that are views of a larger storage,
+    and those on the meta device stay as they are. Raises TypeError when model is no module.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is {model!r}, expected a torch.nn.Module")
-    owners = [module for module in model.modules() if any(hasattr(module, name) for group in GROUPS for name in group)]
+    # Of those that hold them: a wrapper (checkpoint_wrapper, PEFT's) answers for what it stands around.
+    layers = [[module._modules.get(name) for name in group] for module in model.modules() for group in GROUPS]
+    held = Counter(id(layer) for group in layers for layer in group)
     shared = _shared(model)
-    for module in owners:
-        for group in GROUPS:
-            weights = [_weight(getattr(module, name, None)) for name in group]
-            if any(weight is None or id(weight) in shared for weight in weights) or not _alike(weights):
-                continue
-            if side_by_side(weights) is None:
-                lay_side_by_side(weights)
+    for group in layers:
+        weights = [_weight(layer) for layer in group]
+        if any(weight is None or id(weight) in shared for weight in weights) or any(held[id(layer)] > 1 for layer in group):
+            continue
+        if _alike(weights) and side_by_side(weights) is None:
+            lay_side_by_side(weights)
     return model
 
 
