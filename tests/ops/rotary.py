@@ -191,7 +191,7 @@ MUTANTS = [
          ("dq_weight if need_q_weight", "dk_weight if need_q_weight", "qk_norm_rotary"),
          ("dk_weight if need_k_weight", "dk_weight if need_q_weight")),
     *errors_in("shared/ops/rotary.py", "qk_norm_rotary", "_whole_steps",
-         ("table.expand(batch, -1, -1).contiguous()", "table")),
+         ("cos.expand(batch, -1, -1).contiguous()", "cos")),
     *errors_in("shared/ops/rotary.py", "qk_norm_rotary", "_norm_backward_into",
          ("k_out.copy_(dk)", "pass"), kernels=False),
     *errors_in("shared/ops/rotary.py", "qk_norm_rotary_alone", "_norm_backward_into",

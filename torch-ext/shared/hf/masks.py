@@ -64,7 +64,7 @@ def rule_of(function) -> Optional[Rule]:
             return None
         if any(a is not None and b is not None for a, b in zip(rule, found)):
             return None
-        rule = Rule(*(a if b is None else b for a, b in zip(rule, found)))
+        rule = Rule(*((a if b is None else b) for a, b in zip(rule, found)))  # type: ignore[arg-type]
     return rule if causal and (rule.packed is not None or not moved) else None
 
 
@@ -116,9 +116,13 @@ class Visible:
 
     ndim = 4
 
+    def _known_rule(self) -> Rule:
+        assert self.rule is not None, "a mask that no plan can say has no plan"
+        return self.rule
+
     def is_plain(self) -> bool:
         """True where each row is one document that each query sees up to itself: what SDPA does without a mask."""
-        rule = self.rule
+        rule = self._known_rule()
         parted = self.positions or rule.packed is not None or self.padding is not None or self.documents is not None
         return not parted and (rule.window is None or rule.window >= self.tokens)
 
@@ -135,14 +139,14 @@ class Visible:
         return kept[1]
 
     def _plan(self, device, cu_seqlens, position_ids):
-        shape, window = (self.batch, self.tokens), self.rule.window
+        shape, (window, packed) = (self.batch, self.tokens), self._known_rule()
         if self.documents is not None:
             return AttentionPlan(self.documents.to(device, non_blocking=True), self.batch * self.tokens, window=window)
         if cu_seqlens is not None:
             return AttentionPlan.from_cu_seqlens(cu_seqlens.to(device), self.batch * self.tokens, window=window)
-        if self.rule.packed is not None:
+        if packed is not None:
             padding = None if self.padding is None else self.padding.to(device)
-            return AttentionPlan.from_document_ids(self.rule.packed.to(device), padding, window=window)
+            return AttentionPlan.from_document_ids(packed.to(device), padding, window=window)
         if self.padding is not None:
             return AttentionPlan.from_padding_mask(self.padding.to(device), window=window)
         if position_ids is not None:

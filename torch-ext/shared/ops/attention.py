@@ -5,7 +5,7 @@ the device.
 """
 
 import math
-from typing import Optional, Tuple, Union
+from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
 
@@ -60,7 +60,7 @@ def plan_reference(documents: torch.Tensor, tokens: int, left: int, right: int) 
     rows = []
     for before, after in ((left, right), (right, left)):
         rows += [torch.maximum(starts[at], t - before), torch.minimum(ends[at], t + after + 1)]
-    walks = [_walks_reference(*rows[at : at + 2], inside) for at in (0, 2)]
+    walks = [_walks_reference(first, last, inside) for first, last in (rows[:2], rows[2:])]
     return torch.where(inside, torch.stack(rows), 0).to(torch.int32), torch.cat(walks).to(torch.int32)
 
 
@@ -367,7 +367,8 @@ def attention(
     plan comes with what it is made of.
     """
     if autocasts(q.device):
-        options = {"cu_seqlens": cu_seqlens, "position_ids": position_ids, "padding_mask": padding_mask, "causal": causal, "window": window}
+        options: Dict[str, Any] = {"cu_seqlens": cu_seqlens, "position_ids": position_ids, "padding_mask": padding_mask}
+        options.update(causal=causal, window=window)
         q, k, v = as_autocast(q.device, q, k, v)
         with without_autocast(q.device):
             return attention(q, k, v, plan, sinks=sinks, scale=scale, **options)

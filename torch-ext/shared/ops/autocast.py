@@ -2,7 +2,7 @@
 pass."""
 
 import functools
-from typing import List, Optional
+from typing import Any, List, Optional
 
 import torch
 
@@ -14,8 +14,8 @@ def without_autocast(device: torch.device):
     return torch.autocast(device.type, enabled=False)
 
 
-def as_autocast(device: torch.device, *tensors: Optional[torch.Tensor]) -> List[Optional[torch.Tensor]]:
-    """Casts tensors as autocast casts those of a matrix product: to its dtype, but for float64 and what is not floating point."""
+def as_autocast(device: torch.device, *tensors: Optional[torch.Tensor]) -> List[Any]:
+    """Casts tensors, or None, as autocast casts those of a matrix product: to its dtype, except float64 and integers."""
     dtype = torch.get_autocast_dtype(device.type)
     return [t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
 

@@ -85,13 +85,13 @@ def _not_differentiable(gradients, message: bytes):
     leaves = [None if g is None else g.detach().requires_grad_() for g in ((gradients,) if one else gradients)]
     if not any(leaf is not None for leaf in leaves):
         return gradients
-    return torch._C._functions.DelayedError(message, len(leaves))(*leaves)
+    return torch._C._functions.DelayedError(message, len(leaves))(*leaves)  # type: ignore[arg-type]  # takes None, too
 
 
-def needs_formula(*tensors: Optional[torch.Tensor]) -> bool:
+def needs_formula(first: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:
     """True when an operation must be PyTorch's own operations on these arguments, which every kind of tensor and every transform takes:
     an autograd function of ours works on ordinary tensors alone (`is_ordinary`), and where torch.compile or torch.export traces it."""
-    return not (torch.compiler.is_compiling() or is_ordinary(*tensors))
+    return not (torch.compiler.is_compiling() or is_ordinary(first, *others))
 
 
 def autocasts(device: torch.device) -> bool:
@@ -307,7 +307,7 @@ def lay_side_by_side(weights: Sequence[torch.Tensor]) -> None:
         storage = block.untyped_storage()[start : start + weight.nbytes]
         setattr(storage, BLOCK, block)  # PyTorch keeps the Python object of a storage, and so the mark, as long as the storage
         start += weight.nbytes
-        weight.data = block.new_empty(0).set_(storage, 0, weight.shape)
+        weight.data = block.new_empty(0).set_(storage, 0, weight.shape)  # type: ignore[call-overload]  # a storage that is a slice
 
 
 def side_by_side(weights: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:

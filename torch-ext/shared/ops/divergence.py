@@ -150,8 +150,9 @@ def total(values: torch.Tensor) -> torch.Tensor:
         values = out
 
 
-def inverse_count(labels: torch.Tensor, ignore_index: int, classes: int = -1) -> torch.Tensor:
-    """One over the number of labels that count, or 1 where none does; fp32 [1]. classes: labels from there on count neither."""
+def inverse_count(labels: Optional[torch.Tensor], ignore_index: int, classes: int = -1) -> torch.Tensor:
+    """One over the number of labels that count, or 1 where none does; fp32 [1]. classes: labels from there on do not count."""
+    assert labels is not None, "an average counts labels"
     out = torch.empty(1, dtype=torch.float32, device=labels.device)
     _inverse_count(labels, out, ignore_index, classes)
     return out
@@ -192,8 +193,8 @@ def _forward(
         loss, gradient = _reference(x, y, labels, options, factor)
         return loss, gradient if writes else x.new_empty(0)
     factor = inverse_count(labels, ignore_index) if averages else None
-    loss, gradient = _with_kernels(x, y, labels, options, factor, writes)
-    return loss, gradient.view(x.shape) if writes else x.new_empty(0)
+    loss, written = _with_kernels(x, y, labels, options, factor, writes)
+    return loss, x.new_empty(0) if written is None else written.view(x.shape)
 
 
 def _backward(
@@ -214,6 +215,7 @@ def _backward(
     if averages:
         factor = factor * (inverse_count(labels, ignore_index) if kernels else _inverse(labels, ignore_index, accumulation_dtype(x.dtype)))
     gradient = (_with_kernels(x, y, labels, options, factor, True) if kernels else _reference(x, y, labels, options, factor))[1]
+    assert gradient is not None
     return gradient.view(x.shape)
 
 
@@ -270,8 +272,8 @@ def _logits_forward(
     options = Options(kind, scale, averages, parameter, ignore_index, temperature)
     if not kernels_compute(x, y, labels):
         factor = _inverse(labels, ignore_index, accumulation_dtype(x.dtype)) if averages else None
-        unused = [x.new_zeros(x.shape[0], dtype=accumulation_dtype(x.dtype)) for _ in range(3)]
-        return _reference(x, y, labels, options, factor)[0], *unused
+        a, b, c = [x.new_zeros(x.shape[0], dtype=accumulation_dtype(x.dtype)) for _ in range(3)]  # unused
+        return _reference(x, y, labels, options, factor)[0], a, b, c
     a, b = as_rows(x), as_rows(y)
     lse_x, lse_y = log_sum_exp2(a, 1 / temperature), log_sum_exp2(b, 1 / temperature)
     kernel = _logits_loss[kind]

@@ -68,7 +68,8 @@ class Gate(NamedTuple):
     def split(self, gate_up: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
         if self.interleaved:
             return gate_up[..., ::2], gate_up[..., 1::2]
-        return gate_up.chunk(2, -1)
+        gate, up = gate_up.chunk(2, -1)
+        return gate, up
 
     def apply(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[..., 2 * width], its bias added, -> [..., width]."""
@@ -188,8 +189,8 @@ def _gate_backward(dgated, gate_up, bias, scores, routing: Routing, gate: Gate, 
         dbias = None
         if weights and bias is not None:
             dbias = torch.stack([dgate_up[rows].sum(0) for _, rows in Groups(routing.ends, dgate_up.shape[0]).slices()]).to(bias.dtype)
-        gated = (gated * scores[:, None]).to(gate_up.dtype) if weights else None
-        return dgate_up.to(gate_up.dtype), gated, dscores, dbias
+        scored = (gated * scores[:, None]).to(gate_up.dtype) if weights else None
+        return dgate_up.to(gate_up.dtype), scored, dscores, dbias
     rows, width = dgated.shape
     new = {"dtype": torch.float32, "device": dgated.device}
     columns = (_clamped_backward_kernels if gate.alpha else _swiglu_backward_kernels)[weights].constant("COLS")
@@ -305,9 +306,9 @@ def experts_backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, r
             dscores = dscores + of_bias.gather(1, expert.clamp(0, experts - 1).to(torch.int64))
         dscores = torch.where(position < order.shape[0], dscores, 0.0).to(scores.dtype)
     if need_gate_up:
-        inputs = hidden[token]
-        dgate_up_weight = grouped_outer(inputs, dgate_up, groups) if transposed else grouped_outer(dgate_up, inputs, groups)
-        del inputs
+        rows = hidden[token]
+        dgate_up_weight = grouped_outer(rows, dgate_up, groups) if transposed else grouped_outer(dgate_up, rows, groups)
+        del rows
     if need_hidden:
         if hidden.shape[0]:
             dx = grouped_mm(dgate_up, gate_up_weight.transpose(1, 2) if transposed else gate_up_weight, groups)
@@ -340,7 +341,8 @@ def _functional_backward(
     inputs = hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias
     options = transposed, interleaved, alpha, limit
     grads = experts_backward(dout, inputs, gate_up.clone(), Routing(order, position, ends), options, needs)
-    return tuple(grad if need else hidden.new_empty(0) for grad, need in zip(grads, needs))
+    a, b, c, d, e, f = (grad if need else hidden.new_empty(0) for grad, need in zip(grads, needs))
+    return a, b, c, d, e, f
 
 
 def _fake_forward(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, transposed, interleaved, alpha, limit):

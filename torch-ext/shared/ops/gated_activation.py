@@ -147,7 +147,8 @@ def forward_into(gate, up, out, activation: str) -> None:
 
 
 def _packed_forward(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    return _forward(*gate_up.chunk(2, -1), activation, 1.0, 1.0)
+    gate, up = gate_up.chunk(2, -1)
+    return _forward(gate, up, activation, 1.0, 1.0)
 
 
 def _packed_backward(dout: torch.Tensor, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -226,7 +227,8 @@ def _apply(gate, up, *options):
 
 def _apply_packed(gate_up, activation):
     if needs_formula(gate_up):
-        return forward_reference(*gate_up.chunk(2, -1), activation, 1.0, 1.0)
+        gate, up = gate_up.chunk(2, -1)
+        return forward_reference(gate, up, activation, 1.0, 1.0)
     return apply_function(_PackedGatedActivation, gate_up, activation)
 
 

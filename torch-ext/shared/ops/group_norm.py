@@ -298,7 +298,7 @@ def group_norm(
     for name, parameter in given:
         if parameter.shape != x.shape[1:2] or parameter.device != x.device:
             fail(name, describe(parameter), f"one value for each of the {channels} channels of x, on {x.device}")
-    if len(given) == 2 and weight.dtype != bias.dtype:
+    if weight is not None and bias is not None and weight.dtype != bias.dtype:
         fail("bias", describe(bias), f"of the dtype of weight, {weight.dtype}")
     like = given[0][1] if given else x.new_empty(0)
     weight = like.new_ones(channels) if weight is None else weight

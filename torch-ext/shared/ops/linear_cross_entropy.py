@@ -171,7 +171,8 @@ def _run_whole(
 
 
 def _options(ignore_index, numbers, switches, accum_dtype) -> Options:
-    return Options(ignore_index, *numbers, switches[0], accum_dtype, *switches[1:])
+    (smoothing, softcap, square), (scaling, z_loss, accuracy, predicted) = numbers, switches
+    return Options(ignore_index, smoothing, softcap, square, scaling, accum_dtype, z_loss, accuracy, predicted)
 
 
 def _operator_options(options: Options) -> tuple:
@@ -327,7 +328,7 @@ def linear_cross_entropy(
     )
     if use_token_scaling and hidden.dtype == torch.float16:
         # The probability of a label times that of another class is below fp16's smallest number where there are many classes.
-        hidden, weight, bias = (None if tensor is None else tensor.float() for tensor in (hidden, weight, bias))
+        hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
     hidden = hidden.reshape(-1, hidden.shape[-1])
     target = target.reshape(-1).contiguous()
     if class_weight is not None:

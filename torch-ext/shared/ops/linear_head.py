@@ -5,7 +5,7 @@ hidden states and the weight. What the loss is, the walk does not know. The memo
 `features` tokens and empty until the first chunk is through, is the buffer of that one where it takes half of it at most.
 """
 
-from typing import Callable, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -202,7 +202,7 @@ def write_logits(logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tenso
         torch.addmm(bias, hidden, weight.t(), out=logits)
 
 
-def carry_to_hidden(gradient, weight, factor: Optional[torch.Tensor], out, out_factor: Optional[torch.Tensor]) -> None:
+def carry_to_hidden(gradient, weight, factor: Any, out, out_factor: Optional[torch.Tensor]) -> None:
     """out = gradient @ weight, of a chunk's logits: one GEMM over the whole vocabulary, which adds up in float32 and rounds once. In fp16
     the gradient was multiplied by factor, and out_factor [chunk, 1] gets what out is still to be multiplied by."""
     if out_factor is None:
@@ -238,13 +238,12 @@ def walk(
     tokens, classes = hidden.shape[0], weight.shape[0]
     acc = accumulation_dtype(hidden.dtype)
     step, accum_dtype, first = plan_chunks(tokens, classes, hidden.dtype, accum_dtype, needs[1], weight.shape[1], logits_of_token)
-    new = {"dtype": hidden.dtype, "device": hidden.device}
-    dhidden = torch.empty(hidden.shape, **new) if needs[0] else None
+    dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None
     dweight = torch.empty(weight.shape, dtype=accum_dtype, device=hidden.device) if needs[1] else None
     dbias = torch.zeros(classes, dtype=acc, device=hidden.device) if needs[2] else None
     fp16 = hidden.dtype == torch.float16
     hidden_factor = torch.ones((tokens, 1), dtype=acc, device=hidden.device) if fp16 else None
-    unit = None  # of fp16: what the weight's gradient is multiplied by so far
+    unit: Any = None  # of fp16: what the weight's gradient is multiplied by so far
     buffer = logits = piece = room = None
     for rows in chunk_slices(tokens, step, first):
         piece = None  # of the chunk before: what it holds is as large as what the next one makes
@@ -261,14 +260,14 @@ def walk(
         for whole, mine in zip(results, piece.rows()):
             if whole is not None:
                 whole[rows] = mine
-        if not any(needs):
+        if scale is None or not any(needs):
             continue
         factor = piece.gradient(scale if scale.numel() == 1 else scale[rows])
-        if needs[0]:
-            carry_to_hidden(logits, weight, factor, dhidden[rows], hidden_factor[rows] if fp16 else None)
-        if needs[2]:
+        if dhidden is not None:
+            carry_to_hidden(logits, weight, factor, dhidden[rows], None if hidden_factor is None else hidden_factor[rows])
+        if dbias is not None:
             dbias.add_(logits.sum(0, dtype=acc) if factor is None else logits.sum(0, dtype=acc) / factor)
-        if needs[1]:
+        if dweight is not None:
             if unit is not None:
                 multiply(dweight, factor / unit)
             unit = factor
@@ -277,22 +276,22 @@ def walk(
             else:
                 _add_product(dweight, logits.t(), part, rows.start == 0)
     del buffer, logits, piece, room  # before the gradients are copied into their dtype
-    if needs[1] and tokens == 0:
+    if dweight is not None and tokens == 0:
         dweight.zero_()
     kept = parameter_dtype == torch.float32
-    if needs[1] and not (fp16 and tokens):
+    if dweight is not None and not (fp16 and tokens):
         dweight = dweight.to(parameter_dtype or weight.dtype)
-    if needs[2] and not (fp16 and tokens):
+    if dbias is not None and bias is not None and not (fp16 and tokens):
         dbias = dbias.to(parameter_dtype or bias.dtype)
     if not fp16 or tokens == 0:
         return Gradients(dhidden, dweight, dbias)
     weight_factor = bias_factor = None
-    if needs[1] and kept:
+    if dweight is not None and kept:
         dweight.div_(unit)
-    elif needs[1]:
+    elif dweight is not None:
         dweight, weight_factor = _into_fp16(dweight, torch.linalg.vector_norm(dweight, float("inf")))
         weight_factor = weight_factor / unit
-    if needs[2] and not kept:
+    if dbias is not None and not kept:
         dbias, bias_factor = _into_fp16(dbias, dbias.abs().amax())
     return Gradients(dhidden, dweight, dbias, (hidden_factor, weight_factor, bias_factor))
 

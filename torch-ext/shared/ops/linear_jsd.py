@@ -5,7 +5,7 @@ kernels turn the student's into their own gradient in place (divergence.py). So 
 backward pass only multiplies them by what arrives from above.
 """
 
-from typing import Optional
+from typing import Any, Dict, Optional
 
 import torch
 from torch.nn.functional import linear
@@ -54,6 +54,7 @@ class _TorchPiece(_Piece):
 class _KernelPiece(_Piece):
     def rows(self):
         x, y, kernel, options = self.x, self.y, _loss_kernels["js"], self.options
+        assert options.temperature is not None
         temperature = 1 / options.temperature
         self.lse = log_sum_exp2(x, temperature), log_sum_exp2(y, temperature)
         self.numbers = (options.parameter, temperature, options.ignore_index, int(self.labels is not None))
@@ -152,8 +153,8 @@ def linear_jsd(
     teacher_bias = None if teacher_bias is None else teacher_bias.detach()
     if torch.compiler.is_compiling() or needs_formula(hidden, weight, teacher_hidden, teacher_weight, labels, bias, teacher_bias):
         logits, of_teacher = linear(hidden, weight, bias), linear(teacher_hidden, teacher_weight, teacher_bias)
-        options = {"beta": beta, "reduction": reduction, "ignore_index": ignore_index, "temperature": temperature}
-        return jsd(logits, of_teacher, labels, from_logits=True, **options)
+        given: Dict[str, Any] = {"beta": beta, "reduction": reduction, "ignore_index": ignore_index, "temperature": temperature}
+        return jsd(logits, of_teacher, labels, from_logits=True, **given)
     hidden, teacher_hidden = hidden.reshape(-1, hidden.shape[-1]), teacher_hidden.reshape(-1, teacher_hidden.shape[-1])
     labels = None if labels is None else labels.reshape(-1).contiguous()
     options = Options("js", 1.0, False, float(beta), ignore_index, float(temperature))

@@ -127,7 +127,7 @@ def _pick(cos: torch.Tensor, sin: torch.Tensor, half: int, time: int, height: in
             _pick_groups_kernel(*arrays, half // GROUP, time // GROUP, height // GROUP)
         else:
             _pick_kernel(*arrays, half, time, height, width, int(interleaved))
-    return tuple(outs)
+    return outs[0], outs[1]
 
 
 def _rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, half: int, heads_dim: int, backward: bool) -> Pair:
@@ -140,7 +140,7 @@ def _rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
                 _kernels[int(backward)](*tensors, *tables, half)
     else:
         outs = mrope_reference(q, k, cos, sin, half, backward)
-    return tuple(x.transpose(1, 2) for x in outs) if heads_dim == 1 else outs
+    return (outs[0].transpose(1, 2), outs[1].transpose(1, 2)) if heads_dim == 1 else outs
 
 
 def _pick_fake(cos, sin, *_):
@@ -189,7 +189,7 @@ def _apply(q, k, cos, sin, half, sections, heads_dim) -> Pair:
             cos, sin = pick_reference(cos, sin, half, sections[:3], sections[3])
         q, k = (x.transpose(1, 2) if heads_dim == 1 else x for x in (q, k))
         outs = mrope_reference(q, k, cos, sin, half, False)
-        return tuple(x.transpose(1, 2) for x in outs) if heads_dim == 1 else outs
+        return (outs[0].transpose(1, 2), outs[1].transpose(1, 2)) if heads_dim == 1 else outs
     return apply_function(_MRoPE, q, k, cos, sin, half, sections, heads_dim)
 
 

@@ -85,7 +85,7 @@ def backward_reference(q, k, v, out, dout, lse, left: int, right: int, dilation:
         dq[:, :, queries] += ds * kw[:, :, keys]
         dk[:, :, keys] += ds * qw[:, :, queries]
         dv[:, :, keys] += p * dw[:, :, queries]
-    return tuple(_like(x).copy_(d) for x, d in ((q, dq), (k, dk), (v, dv)))
+    return _like(q).copy_(dq), _like(k).copy_(dk), _like(v).copy_(dv)
 
 
 # ---------------------------------------------------------------- with the kernels

@@ -55,7 +55,7 @@ def _whole_steps(cos: torch.Tensor, sin: torch.Tensor, batch: int) -> Pair:
     """cos and sin with a row for each token, unless those of one sequence repeat after a whole number of steps of the backward kernel."""
     if cos.shape[0] == batch or cos.shape[1] % max(_norm_backward_kernel.constants("TOKENS")) == 0:
         return cos, sin
-    return tuple(table.expand(batch, -1, -1).contiguous() for table in (cos, sin))
+    return cos.expand(batch, -1, -1).contiguous(), sin.expand(batch, -1, -1).contiguous()
 
 
 # Forward and backward are one kernel with another constant.
@@ -103,7 +103,8 @@ def rotary_backward_reference(dq, dk, cos, sin, heads_dim: int) -> Pair:
 def qk_norm_rotary_reference(q, k, q_weight, k_weight, cos, sin, eps: float) -> Pair:
     """(q, k) normalised, rotated and as attention takes them, in PyTorch."""
     q, k = (rms_norm_reference(x, w, eps)[0] for x, w in ((q, q_weight), (k, k_weight)))
-    return tuple(x.transpose(1, 2) for x in rotary_reference(q, k, cos, sin, 2))
+    q, k = rotary_reference(q, k, cos, sin, 2)
+    return q.transpose(1, 2), k.transpose(1, 2)
 
 
 # ---------------------------------------------------------------- with the kernels
@@ -111,9 +112,9 @@ def _launch(q, k, cos, sin, heads_dim, backward) -> Pair:
     """Results lie in memory as [batch, tokens, heads, head_dim], whatever the order of the dimensions: what the projections
     write and what attention and the next backward read without a copy."""
     q, k = (x.transpose(1, 2) if heads_dim == 1 else x for x in (q, k))
-    outs = new_like(q), new_like(k)
-    _kernels[backward](q, k, *outs, cos, sin)
-    return tuple(x.transpose(1, 2) for x in outs) if heads_dim == 1 else outs
+    q_out, k_out = new_like(q), new_like(k)
+    _kernels[backward](q, k, q_out, k_out, cos, sin)
+    return (q_out.transpose(1, 2), k_out.transpose(1, 2)) if heads_dim == 1 else (q_out, k_out)
 
 
 def _fits(q, k, cos, sin, *others):

@@ -195,7 +195,7 @@ def mlp_backward(dy, x, gate, up, gate_weight, up_weight, down_weight, whole, ne
         del normed
     dx = None
     if need_x:
-        dx = torch.mm(both, whole) if whole is not None else torch.mm(dgate, gate_weight).addmm_(dup, up_weight)
+        dx = torch.mm(both, whole) if both is not None and whole is not None else torch.mm(dgate, gate_weight).addmm_(dup, up_weight)
     return dx, dgate_weight, dup_weight, ddown_weight
 
 
@@ -213,8 +213,9 @@ class _MLP(torch.autograd.Function):
     @once_differentiable
     @outside_autocast
     def backward(ctx, dy):
-        x, gate, up, *weights = ctx.saved_tensors
-        return mlp_backward(dy, lambda: x, gate, up, *weights, side_by_side(weights[:2]), ctx.needs_input_grad)
+        x, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors
+        whole = side_by_side((gate_weight, up_weight))
+        return mlp_backward(dy, lambda: x, gate, up, gate_weight, up_weight, down_weight, whole, ctx.needs_input_grad)
 
 
 def mlp(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor) -> torch.Tensor:

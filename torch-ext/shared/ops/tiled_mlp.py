@@ -80,7 +80,8 @@ def _backward(
             torch.mm(dgate, gate_weight, out=dx[part]).addmm_(dup, up_weight)
     found = zip((dgate_weight, dup_weight, ddown_weight), (gate_weight, up_weight, down_weight), (need_gate, need_up, need_down))
     # Without tokens there was no shard.
-    return (dx, *[d if d is not None else torch.zeros_like(w) if need else w.new_empty(0) for d, w, need in found])
+    dgate, dup, ddown = [d if d is not None else torch.zeros_like(w) if need else w.new_empty(0) for d, w, need in found]
+    return dx, dgate, dup, ddown
 
 
 def _fake_backward(dy, x, gate_weight, up_weight, down_weight, activation, length, *needs):

@@ -28,16 +28,16 @@ class KernelsUnavailable(RuntimeError):
     """The kernels cannot run on this GPU and BASTILE_STRICT=1 asks for an error."""
 
 
-def is_ordinary(*tensors: Optional[torch.Tensor]) -> bool:
+def is_ordinary(first: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:
     """True when tensors of one device are numbers in memory and nothing else, of which only autograd's backward pass wants to know.
 
     False for DTensor, FakeTensor and all other subclasses, for meta tensors, inside the transforms of torch.func, inside a level of
     forward-mode AD, and while a mode traces or fakes what PyTorch's operations do. None stands for an argument that was not given.
     """
-    for tensor in tensors:
+    for tensor in (first, *others):
         if type(tensor) not in PLAIN and tensor is not None:
             return False
-    return not (is_transformed() or tensors[0].is_meta)
+    return not (is_transformed() or first.is_meta)
 
 
 def is_transformed() -> bool:
@@ -47,18 +47,17 @@ def is_transformed() -> bool:
     return bool(torch._C._len_torch_dispatch_stack()) and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
-def kernels_run_on(*tensors: Optional[torch.Tensor]) -> bool:
+def kernels_run_on(first: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:
     """True when an operation on these tensors of one device goes to the prebuilt kernels, False when it goes to PyTorch.
 
     Tensors that are not ordinary go to PyTorch (`is_ordinary`), and so do those that hold their numbers with the sign turned.
     CPU tensors do, which is what is documented. A GPU without usable kernels does so with one warning, or raises
     KernelsUnavailable under BASTILE_STRICT=1.
     """
-    first = tensors[0]
     on_gpu = first.is_cuda
     if not (on_gpu or launch.backend.runs_on_cpu):
         return False
-    for tensor in tensors:  # as is_ordinary, in one loop
+    for tensor in (first, *others):  # as is_ordinary, in one loop
         if tensor is not None and (type(tensor) not in PLAIN or tensor.is_neg()):
             return False
     if is_transformed():

@@ -8,7 +8,7 @@ once in a process and launched on every device of its architecture.
 import ctypes
 import struct
 import threading
-from typing import Any, Callable, Dict, List, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -75,7 +75,7 @@ class Driver:
     def __init__(self, artifacts: Artifacts):
         self.artifacts = artifacts
         self._lock = threading.Lock()
-        self._cuda = None
+        self._cuda: Optional[ctypes.CDLL] = None
         self._functions: Dict[Tuple[str, str], ctypes.c_void_p] = {}
         self._images: list = []  # the driver reads an image lazily: keep it as long as the process lives
 
@@ -273,10 +273,10 @@ class Together:
             for config in self.configs:
                 config.stream = stream
             self.stream = stream
-        for number, (config, function, parameters) in enumerate(self.steps):
-            code = start(config, function, parameters, None)
+        for number, (pointer, function, parameters) in enumerate(self.steps):
+            code = start(pointer, function, parameters, None)
             if code == INVALID_CONTEXT:  # a thread that has not used CUDA yet
                 self.driver.make_current(device)
-                code = start(config, function, parameters, None)
+                code = start(pointer, function, parameters, None)
             if code:
                 self.driver.check(code, f"launching {self.prepared[number].name}")

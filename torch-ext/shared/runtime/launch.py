@@ -62,8 +62,9 @@ def broken_promise(parameter: Parameter, dtype: str, shape: Sequence[int], strid
             return f"has length {length} in dimension {i}, expected a multiple of {parameter.shape_divisible[i]}"
         if length < parameter.shape_min[i]:
             return f"has length {length} in dimension {i}, expected at least {parameter.shape_min[i]}"
-        if parameter.shape_max and parameter.shape_max[i] is not None and length > parameter.shape_max[i]:
-            return f"has length {length} in dimension {i}, expected at most {parameter.shape_max[i]}"
+        most = parameter.shape_max[i] if parameter.shape_max else None
+        if most is not None and length > most:
+            return f"has length {length} in dimension {i}, expected at most {most}"
         # Where there is one element or none, its stride is never used.
         if parameter.stride[i] not in (None, step) and length > 1:
             return f"has stride {step} in dimension {i}, expected {parameter.stride[i]}"
