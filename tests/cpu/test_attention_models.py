@@ -617,6 +617,15 @@ def test_an_attention_function_that_changes_its_inputs_is_right_or_refused(qwen3
         torch.testing.assert_close(model(ids, use_cache=False).logits, expected[0], rtol=1e-5, atol=1e-5)
 
 
+def test_older_transformers_may_note_that_they_set_it(chosen):
+    """Up to 5.20 they leave an attribute on a configuration that they have set, and set it no second time."""
+    package, make = chosen("qwen3")
+    package.apply()
+    model = make()
+    model.model.config._attn_was_changed = True
+    assert not hasattr(model.model.config, "_attn_was_changed") and "_attn_was_changed" not in model.config.to_dict()
+
+
 def test_a_layer_that_was_copied_or_exchanged_is_told(chosen):
     package, make = chosen("qwen3")
     package.apply()

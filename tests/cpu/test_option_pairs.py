@@ -10,10 +10,11 @@ from tests import heap
 from tests.models import random_tokens, tiny_gpt_oss, tiny_qwen3_moe
 
 OPERATIONS = ("rms_norm", "swiglu", "rope", "fused_linear_cross_entropy", "decoder_layer", "attention", "experts")
-TOLD = {"unpad": True, "keep_attention": False, "recompute_mlp": False}
-OF_APPLY = ({}, *({name: False} for name in (*OPERATIONS, "unpad")), {"keep_attention": True}, {"recompute_mlp": True},
+TOLD = {"unpad": True, "keep_attention": False, "recompute_mlp": False, "log_probs": True}
+OF_APPLY = ({}, *({name: False} for name in (*OPERATIONS, "unpad", "log_probs")), {"keep_attention": True}, {"recompute_mlp": True},
             {"fused_linear_cross_entropy": {"label_smoothing": 0.5}})
-OF_KERNELIZE = ({}, {"attention": False}, {"unpad": False}, {"keep_attention": True}, {"recompute_mlp": True})
+OF_KERNELIZE = ({}, {"attention": False}, {"unpad": False}, {"log_probs": False}, {"keep_attention": True},
+                {"recompute_mlp": True})
 
 
 def all_pairs(calls):
@@ -46,6 +47,7 @@ def state_of(package, model):
     layer.gradient_checkpointing = True
     found["keep_attention"] = bool(checkpointing.keeps_attention(layer))
     layer.gradient_checkpointing = False
+    found["log_probs"] = sys.modules[hf + "trl"]._finder in sys.meta_path
     found["recompute_mlp"] = bool(checkpointing.recomputes_mlp(layer))
     return found
 
@@ -67,7 +69,7 @@ def test_the_last_call_wins(request, make, monkeypatch):
     monkeypatch.setattr(sys.modules[f"{package.__name__}.shared.hf.attention_choice"], "kernels_run_on", lambda *tensors: True)
     model = make(head_dim=64, hidden_size=16, intermediate_size=8, num_hidden_layers=2).train()
     package.apply()
-    before, last, fused = state_of(package, model), None, ("rms_norm",) if make is tiny_gpt_oss else ("rms_norm", "swiglu", "rope")
+    before, last, fused = state_of(package, model), None, ("rms_norm", "rope") if make is tiny_gpt_oss else ("rms_norm", "swiglu", "rope")
     heap.settle(always=True)  # apply() looks at all objects that there are
     known = set(package.apply.__code__.co_varnames)
     calls = [("apply", options) for options in OF_APPLY if set(options) <= known]

@@ -101,6 +101,10 @@ def _ask_for(config, name: Optional[str]) -> None:
             vars(state.decoder())[NAMED] = True
 
 
+def _absent(config):
+    raise AttributeError
+
+
 def _own(config):
     """The user's configuration behind one of ours; any other as it is."""
     state = getattr(config, CHOICE, None)
@@ -122,6 +126,8 @@ def _class_of_ours(cls: type) -> type:
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
             STORED: property(_implementation, _ask_for),
+            # transformers up to 5.20 notes there that it has set this configuration, and sets it no second time.
+            "_attn_was_changed": property(_absent, lambda self, value: None),
             "__eq__": lambda self, other: _own(self) == _own(other),
             "__hash__": None,
             "__copy__": lambda self: copy.copy(_own(self)),

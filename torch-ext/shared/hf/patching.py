@@ -606,8 +606,7 @@ def kernelize(
         if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
             vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})
             remember(module)
-    if log_probs:
-        trl.put()
+    trl.switch(bool(log_probs))
     return model
 
 
