@@ -15,7 +15,7 @@ joins them, and the gradient. Measured on an H200 for [4096, 151936] bf16: 925 u
 copies; one block a row 1041 us or more, a last-arriving block that finishes its row 972 us or more.
 
 A label that is `ignore_index` or lies outside the vocabulary contributes no loss and no gradient.
-Exponentials are taken in base 2; lse is kept in base 2 between the kernels.
+Exponentials are taken in base 2, and maxima and lse kept in base e: fp32 holds no finite logit beyond 2.36e38 times log2(e).
 """
 
 import cuda.tile as ct
@@ -27,6 +27,7 @@ Const = ct.Constant[int]
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 MINUS_INFINITY = -float("inf")
+LARGE = 1024.0  # from where on the rounding of a product with log2(e) shows in an exponential
 
 
 @ct.function
@@ -62,17 +63,27 @@ def shift_of(m):
 
 
 @ct.function
-def write_partial(part_max, part_sum, row, part, v):
-    """The maximum of v, in base 2, and the sum of 2^(v - maximum)."""
-    m = ct.max(v, 0)
-    s = ct.sum(ct.exp2(v - shift_of(m), flush_to_zero=True), 0)
+def exponents(z, shift):
+    """(z - shift) * log2(e), shift a number: where that is exact enough one instruction, a product with the subtraction. Instructions
+    bound half precision."""
+    if ct.abs(shift) < LARGE:
+        v = z * LOG2E - shift * LOG2E
+    else:
+        v = (z - shift) * LOG2E
+    return v
+
+
+@ct.function
+def write_partial(part_max, part_sum, row, part, m, z):
+    """m, the maximum of z, and the sum of e^(z - m)."""
+    s = ct.sum(ct.exp2(exponents(z, shift_of(m)), flush_to_zero=True), 0)
     ct.scatter(part_max, (row, part), m, check_bounds=False)
     ct.scatter(part_sum, (row, part), s, check_bounds=False)
 
 
 @ct.function
 def join_partials(part_max, part_sum, row, PARTS: Const):
-    """The base-2 logarithm of the sum over a whole row, from its partial maxima and sums."""
+    """(the maximum of a whole row, the logarithm of the sum of e^(z - maximum)), from the partial maxima and sums."""
     m = ct.full((), MINUS_INFINITY, dtype=ct.float32)
     s = ct.zeros((), dtype=ct.float32)
     for i in range(ct.cdiv(part_max.shape[1], PARTS)):
@@ -81,9 +92,9 @@ def join_partials(part_max, part_sum, row, PARTS: Const):
         ps = ct.gather(part_sum, (row, parts), check_bounds=True, padding_value=0)
         new = ct.maximum(m, ct.max(pm, 0))
         shift = shift_of(new)
-        s = s * ct.exp2(m - shift) + ct.sum(ps * ct.exp2(pm - shift), 0)
+        s = s * ct.exp2((m - shift) * LOG2E) + ct.sum(ps * ct.exp2((pm - shift) * LOG2E), 0)
         m = new
-    return m + ct.log2(s)
+    return m, ct.log2(s) * LN2
 
 
 @ct.kernel
@@ -92,11 +103,8 @@ def cross_entropy_statistics(logits, part_max, part_sum, TILE: Const):
     row, part = piece(ct.bid(0), logits, TILE)
     cols = part * TILE + ct.arange(TILE, dtype=ct.int32)
     z = ct.gather(logits, (row, cols), check_bounds=True, padding_value=MINUS_INFINITY)
-    # The maximum of what lies in memory, so that the product is one instruction with the subtraction: instructions bound half precision.
-    m = ct.astype(ct.max(z, 0), ct.float32) * LOG2E
-    s = ct.sum(ct.exp2(ct.astype(z, ct.float32) * LOG2E - shift_of(m), flush_to_zero=True), 0)
-    ct.scatter(part_max, (row, part), m, check_bounds=False)
-    ct.scatter(part_sum, (row, part), s, check_bounds=False)
+    # The maximum of what lies in memory: instructions bound half precision.
+    write_partial(part_max, part_sum, row, part, ct.astype(ct.max(z, 0), ct.float32), ct.astype(z, ct.float32))
 
 
 @ct.kernel
@@ -108,23 +116,23 @@ def cross_entropy_statistics_weighted(logits, class_weight, part_max, part_sum, 
     inside = cols < logits.shape[1]
     if softcap > 0.0:
         z = ct.where(inside, cap(z, softcap), MINUS_INFINITY)
-    write_partial(part_max, part_sum, row, part, z * LOG2E)
+    write_partial(part_max, part_sum, row, part, ct.max(z, 0), z)
     w = ct.gather(class_weight, cols, check_bounds=True, padding_value=0)
     ct.scatter(part_total, (row, part), ct.sum(ct.where(inside, z * w, 0.0), 0), check_bounds=False)
 
 
 @ct.kernel
 def cross_entropy_combine(logits, target, part_max, part_sum, lse, loss, ignore_index: int, softcap: float, PARTS: Const):
-    """lse: [tokens] fp32, base 2. loss: [tokens] fp32, lse - z[target] in base e, 0 for an ignored token. One token a block."""
+    """lse: [tokens] fp32. loss: [tokens] fp32, lse - z[target], 0 for an ignored token. One token a block."""
     row = ct.bid(0)
-    total = join_partials(part_max, part_sum, row, PARTS)
+    m, log_sum = join_partials(part_max, part_sum, row, PARTS)
     t = ct.gather(target, row, check_bounds=False)
     counted = (t != ignore_index) & (t >= 0) & (t < logits.shape[1])
     z = ct.astype(ct.gather(logits, (row, ct.astype(ct.where(counted, t, 0), ct.int32)), check_bounds=False), ct.float32)
     if softcap > 0.0:
         z = cap(z, softcap)
-    ct.scatter(loss, row, ct.where(counted, total * LN2 - z, 0.0), check_bounds=False)
-    ct.scatter(lse, row, total, check_bounds=False)
+    ct.scatter(loss, row, ct.where(counted, (m - z) + log_sum, 0.0), check_bounds=False)
+    ct.scatter(lse, row, m + log_sum, check_bounds=False)
 
 
 @ct.function
@@ -135,7 +143,7 @@ def write_gradient(logits, out, target, lse, scale, ignore_index, TILE: Const):
     cols = part * TILE + lanes
     t = ct.gather(target, row, check_bounds=False)
     if (t != ignore_index) & (t >= 0) & (t < logits.shape[1]):
-        p = ct.exp2(read_logits(logits, row, cols) * LOG2E - ct.gather(lse, row, check_bounds=False), flush_to_zero=True)
+        p = ct.exp2(exponents(read_logits(logits, row, cols), ct.gather(lse, row, check_bounds=False)), flush_to_zero=True)
         # One block of a row has the target, and it alone looks for it.
         lane = ct.astype(t, ct.int32) - part * TILE
         if (lane >= 0) & (lane < TILE):
@@ -158,7 +166,7 @@ def write_gradient_weighted(logits, out, class_weight, target, lse, a, b, c, sof
         ratio = ct.tanh(z / softcap)
         slope = 1.0 - ratio * ratio
         z = ratio * softcap
-    p = ct.exp2(z * LOG2E - ct.gather(lse, row, check_bounds=False), flush_to_zero=True)
+    p = ct.exp2(exponents(z, ct.gather(lse, row, check_bounds=False)), flush_to_zero=True)
     hit = ct.where(ct.astype(cols, ct.int64) == t, ct.gather(b, row, check_bounds=False), 0.0)
     w = ct.gather(class_weight, cols, check_bounds=True, padding_value=0)
     g = (p * row_a - hit - w * ct.gather(c, row, check_bounds=False)) * slope

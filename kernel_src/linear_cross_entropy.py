@@ -14,7 +14,7 @@ once for GROUP tiles of tokens, and those tokens stay in the L2 cache.
 
 import cuda.tile as ct
 
-from kernel_src.cross_entropy import LN2, LOG2E, MINUS_INFINITY, Const, join_partials
+from kernel_src.cross_entropy import LOG2E, MINUS_INFINITY, Const, join_partials
 from kernel_src.elements import read_padded
 from kernel_src.prebuild import INT, Array, Variant
 
@@ -23,7 +23,7 @@ from kernel_src.prebuild import INT, Array, Variant
 def linear_cross_entropy_statistics(
     hidden, weight, part_max, part_sum, TILE_M: Const, TILE_N: Const, TILE_K: Const, GROUP: Const, LATENCY: Const
 ):
-    """hidden: [tokens, features]; weight: [classes, features]; part_max, part_sum: [tokens, tiles] fp32, in base 2,
+    """hidden: [tokens, features]; weight: [classes, features]; part_max, part_sum: [tokens, tiles] fp32,
     tiles = ceil(classes / TILE_N)."""
     tiles_m, tiles_n = ct.cdiv(hidden.shape[0], TILE_M), ct.cdiv(weight.shape[0], TILE_N)
     first = ct.bid(0) // (GROUP * tiles_n) * GROUP
@@ -39,19 +39,19 @@ def linear_cross_entropy_statistics(
     if n == tiles_n - 1:  # the others are full
         cols = n * TILE_N + ct.arange(TILE_N, dtype=ct.int32)
         z = ct.where((cols < weight.shape[0])[None, :], z, MINUS_INFINITY)
-    high = ct.max(z, 1) * LOG2E
+    high = ct.max(z, 1)
     # Logits that are all -inf have the sum 0, not the NaN of -inf - -inf.
     shift = ct.where(high == MINUS_INFINITY, 0.0, high)
-    total = ct.sum(ct.exp2(z * LOG2E - shift[:, None], flush_to_zero=True), 1)
+    total = ct.sum(ct.exp2((z - shift[:, None]) * LOG2E, flush_to_zero=True), 1)
     ct.scatter(part_max, (rows, n), high, check_bounds=True)
     ct.scatter(part_sum, (rows, n), total, check_bounds=True)
 
 
 @ct.kernel
 def linear_cross_entropy_combine(hidden, weight, target, part_max, part_sum, lse, loss, ignore_index: int, PARTS: Const, TILE: Const):
-    """lse, loss: [tokens] fp32, both in base e; loss is lse - hidden @ weight[target], 0 for an ignored token. One token a block."""
+    """lse, loss: [tokens] fp32; loss is lse - hidden @ weight[target], 0 for an ignored token. One token a block."""
     row = ct.bid(0)
-    total = join_partials(part_max, part_sum, row, PARTS) * LN2
+    high, log_sum = join_partials(part_max, part_sum, row, PARTS)
     t = ct.gather(target, row, check_bounds=False)
     counted = (t != ignore_index) & (t >= 0) & (t < weight.shape[0])
     label = ct.astype(ct.where(counted, t, 0), ct.int32)
@@ -59,11 +59,11 @@ def linear_cross_entropy_combine(hidden, weight, target, part_max, part_sum, lse
     for i in range(ct.cdiv(hidden.shape[1], TILE)):
         cols = i * TILE + ct.arange(TILE, dtype=ct.int32)
         products = products + read_padded(hidden, (row, cols)) * read_padded(weight, (label, cols))
-    distance = total - ct.sum(products, 0)
+    distance = (high - ct.sum(products, 0)) + log_sum
     # The label's logit is summed in another order here than in lse; a loss is not negative all the same.
     distance = ct.where(distance < 0.0, 0.0, distance)
     ct.scatter(loss, row, ct.where(counted, distance, 0.0), check_bounds=False)
-    ct.scatter(lse, row, total, check_bounds=False)
+    ct.scatter(lse, row, high + log_sum, check_bounds=False)
 
 
 # The arrays of a launch are made for 256 classes a tile, so architectures differ in the tokens of a tile. Eight warps, because four

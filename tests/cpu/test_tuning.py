@@ -219,6 +219,8 @@ DAMAGED = {
     "a number for measurements": json.dumps({"format": 1, "machines": {MACHINE: {DEFAULT: 1.0}}}),
     "other candidates": machines({DEFAULT: 2.0, "of another build": 1.0}),
     "one candidate": machines({OTHER: 1.0}),
+    "the default alone": machines({DEFAULT: 1.0}),
+    "one candidate more": machines({DEFAULT: 2.0, OTHER: 2.0, "of another build": 1.0}),
     "a folder": None,
 }
 

@@ -1,5 +1,6 @@
 """cross_entropy of logits against float64: the oracle, shapes, checks and planted errors."""
 
+import math
 from functools import partial
 
 import torch
@@ -155,6 +156,8 @@ def all_cases(ops, device, dtypes=FLOATS):
         yield f"transposed {dtype}", partial(check_cross_entropy, ops, device, dtype, (80, 6), view=lambda x: x.t())
         yield f"returns {dtype}", partial(check_returns, ops, device, dtype)
         yield f"nothing counted {dtype}", partial(check_nothing_counted, ops, device, dtype)
+        yield f"large {dtype}", partial(check_large_logits, ops, device, dtype)
+        yield f"large, smooth {dtype}", partial(check_large_logits, ops, device, dtype, label_smoothing=0.1)
         yield f"-inf {dtype}", partial(check_infinities, ops, device, dtype, 9000)
         yield f"empty {dtype}", partial(check_empty, ops, device, dtype)
 
@@ -184,7 +187,34 @@ def check_mean_of_many(ops):
     assert_close(inverse, 1 / counted.sum().double().view(1), F32, "one over the number of labels that count")
 
 
+def check_large_logits(ops, device="cpu", dtype=F32, columns=300, exact=False, **options):
+    """Rows of a mask's number, of the least and of the greatest number, and one that is ruled by one class: no gradient is above 1, and the
+    loss is what float64 has, but for the logarithm of the classes where it is not `exact`."""
+    top = torch.finfo(dtype).max
+    x = randn(7, columns, dtype=dtype, device=device)
+    x[0], x[1], x[2], x[3] = -min(1e20, top), -min(1e9, top), -top, top
+    x[4, 0], x[5, 1], x[6, :], x[6, 0] = top, top, -top, top
+    x = leaf(x)
+    target = torch.zeros(7, dtype=torch.int64, device=device)
+    losses = ops.cross_entropy(x, target, reduction="none", **options)
+    (dx,) = torch.autograd.grad(losses, x, torch.ones_like(losses))
+    wanted = torch.nn.functional.cross_entropy(x.detach().double().cpu(), target.cpu(), reduction="none")
+    assert not losses.isnan().any() and dx.abs().max() <= 1.01, f"the losses are {losses}, the largest gradient is {dx.abs().max()}"
+    if not options:
+        assert losses.isfinite().all() and (losses >= 0).all(), losses
+        torch.testing.assert_close(losses.double().cpu(), wanted, rtol=1e-6, atol=1e-3 if exact else math.log(columns) + 1e-3)
+
+
+def check_z_loss_of_0(ops):
+    x = torch.full((2, 30), -1e20)
+    found = ops.cross_entropy(x, torch.tensor([0, 1]), return_z_loss=True)
+    assert found.z_loss == 0 and found.loss.isfinite()
+
+
 CHECKS = of_suite({
+    "large_logits": lambda ops: check_large_logits(ops, exact=True),
+    "large_logits_smooth": lambda ops: check_large_logits(ops, label_smoothing=0.1),
+    "z_loss_of_0": check_z_loss_of_0,
     "loss": lambda ops: check_cross_entropy(ops, "cpu", F32, (3, 5000)),
     "loss_items": lambda ops: check_cross_entropy(ops, "cpu", F32, (3, 300), num_items=7),
     "loss_none": lambda ops: check_cross_entropy(ops, "cpu", F32, (3, 300), "none"),
@@ -200,7 +230,15 @@ CHECKS = of_suite({
 })
 _KERNELS, _OPERATION, _SUMS = "kernel_src/cross_entropy.py", "shared/ops/cross_entropy_of_logits.py", "kernel_src/sums.py"
 MUTANTS = (
-    (_KERNELS, "write_gradient", "* LOG2E", "", "loss"),
+    (_KERNELS, "exponents", "z * LOG2E - shift * LOG2E", "z - shift", "loss"),
+    (_KERNELS, "exponents", "ct.abs(shift) < LARGE", "shift < LARGE", "large_logits"),
+    (_KERNELS, "exponents", "(z - shift) * LOG2E", "z * LOG2E - shift * LOG2E", "large_logits"),
+    (_KERNELS, "join_partials", "(m - shift) * LOG2E", "m * LOG2E - shift * LOG2E", "large_logits"),
+    (_KERNELS, "cross_entropy_combine", "(m - z) + log_sum", "(m + log_sum) - z", "large_logits"),
+    ("shared/ops/cross_entropy.py", "z_loss_of", "if options.lse_square_scale else torch.zeros_like(lse)", "", "z_loss_of_0"),
+    ("shared/ops/cross_entropy.py", "Chunk.weighted", "* self.weight_sum * (self.lse - mean)",
+     "* (self.weight_sum * self.lse - self.weight_sum * mean)", "large_logits_smooth"),
+    (_OPERATION, "_forward", "shares, *partials", "shares * rows.shape[1], *partials", "loss_smooth"),
     (_KERNELS, "cross_entropy_backward", "ct.where(dloss.shape[0] == 1, 0, row)", "0", "loss_none"),
     (_KERNELS, "cross_entropy_backward", "* ct.gather(scale, 0, check_bounds=False)", "", "loss"),
     (_KERNELS, "write_gradient_weighted", "1.0 - ratio * ratio", "1.0", "loss_softcap"),

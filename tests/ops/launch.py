@@ -4,6 +4,7 @@ import importlib
 
 import torch
 
+from tests.op_cases import misaligned
 from tests.ops.adamw import check_adamw_in_slabs, check_that_slabs_are_launches
 from tests.ops.common import BF16, CPU, FP32, errors_in, leaf, on_cpu, randn, runtime_of
 from tests.ops.rms_norm import check_norm_in_parts, rms_norm_exact
@@ -45,6 +46,15 @@ def check_launch_keys(ops):
         assert_close(loss, wanted, FP32)
 
 
+def check_that_alignments_are_told_apart(ops):
+    """The numbers at an odd address and the factor at an even one, then the other way round: what takes the first wants the factor aligned,
+    so of the second it is copied, and that is not remembered."""
+    kernel = importlib.import_module(f"{ops.__name__}.shared.ops.linear_head")._scale_kernel
+    x, factor = torch.ones(64), torch.ones(1)
+    assert kernel(misaligned(x), factor) is not None, "a launch on an unaligned array is not remembered"
+    assert kernel(x, misaligned(factor)) is None, "a factor that is not aligned was launched on"
+
+
 def check_that_results_are_never_copies(ops):
     launch = runtime_of(ops).launch
     kernel = launch.Kernel("column_sum", grid=lambda c, partial, out: (1,), views=lambda partial, out: (partial, out.clone()),
@@ -64,6 +74,7 @@ CHECKS = {
     "norm_in_parts": check_norm_in_parts,
     "elementwise_shapes": check_elementwise_shapes,
     "launch_keys": check_launch_keys,
+    "launch_alignments": check_that_alignments_are_told_apart,
     "launch_copies": check_that_results_are_never_copies,
 }
 MUTANTS = [
@@ -92,6 +103,9 @@ MUTANTS = [
          ("arg.dtype, ", ""),
          ("if low_bits & 15:", "if False:"),
          ("parts.append(arg or str(arg))", "pass")),
+    *errors_in("shared/runtime/launch.py", "launch_alignments", "Kernel.__call__",
+         ("parts += [address & 15 for address in addresses]", "parts.append(low_bits & 15)"),
+         ("parts += [address & 15 for address in addresses]", "parts.append(sum(address & 15 for address in addresses))")),
     *errors_in("shared/runtime/launch.py", "launch_keys", "Kernel._first",
          ("if places != addresses:", "if False:")),
     *errors_in("shared/runtime/launch.py", "launch_copies", "Kernel._arrays",

@@ -9,8 +9,6 @@ from ..runtime.launch import Kernel
 from .common import accumulation_dtype, checked_index, describe, fail
 from .linear_head import check_accum_dtype, fp16_factor
 
-LN2 = 0.6931471805599453
-
 
 def _pieces_grid(c, logits, *_):
     return (logits.shape[0] * -(-logits.shape[1] // c["TILE"]),)
@@ -80,6 +78,17 @@ def is_counted(target: torch.Tensor, classes: int, ignore_index: int) -> torch.T
     return (target != ignore_index) & (target >= 0) & (target < classes)
 
 
+def shares_of(weights: torch.Tensor) -> torch.Tensor:
+    """Of the classes in the sum of their weights: so weighted, logits have a mean that is finite where they are."""
+    total = weights.sum()
+    return torch.where(total == 0, 0.0, weights / total)
+
+
+def z_loss_of(lse: torch.Tensor, options: Options) -> torch.Tensor:
+    """lse_square_scale * lse^2 in base e; 0 without that option, also where the square is infinite."""
+    return options.lse_square_scale * lse.square() if options.lse_square_scale else torch.zeros_like(lse)
+
+
 class Chunk:
     """Cross entropy of one chunk of logits: `rows()`, then `gradient(scale)`, which writes over the logits, and returns the power of
     two by which the gradient was multiplied to be in fp16's range; None in other dtypes.
@@ -102,13 +111,15 @@ class Chunk:
         self.target_weight = self.weights[torch.where(self.counted, self.target, 0)]
         self.weight_sum = self.weights.sum()
 
-    def weighted(self, total):
-        """The loss with every option but token scaling. total: per token, the sum of class_weight * logits."""
+    def weighted(self, mean):
+        """The loss with every option but token scaling. mean: per token, of the logits weighted by `shares_of`."""
         options = self.options
         loss = (1 - options.label_smoothing) * self.target_weight * self.likelihood
         if options.label_smoothing:
-            loss = loss + options.label_smoothing / self.classes * (self.weight_sum * self.lse - total)
-        return torch.where(self.counted, loss + options.lse_square_scale * self.lse.square(), 0.0)
+            loss = loss + options.label_smoothing / self.classes * self.weight_sum * (self.lse - mean)
+        if options.lse_square_scale:
+            loss = loss + z_loss_of(self.lse, options)
+        return torch.where(self.counted, loss, 0.0)
 
     def rows(self) -> Rows:
         options = self.options
@@ -116,7 +127,7 @@ class Chunk:
         if options.return_z_loss or options.predicts:
             counted = is_counted(self.target, self.classes, options.ignore_index)
         if options.return_z_loss:
-            z_loss = torch.where(counted, options.lse_square_scale * self.lse.detach().square(), 0.0)
+            z_loss = torch.where(counted, z_loss_of(self.lse.detach(), options), 0.0)
         if options.predicts:
             predicted = torch.where(counted, self.logits.detach().argmax(1), -1)
         if options.use_token_scaling:
@@ -152,33 +163,29 @@ class KernelChunk(Chunk):
         shape = (logits.shape[0], -(-logits.shape[1] // statistics.constant("TILE")))
         new = {"dtype": torch.float32, "device": logits.device}
         part_max, part_sum = torch.empty(shape, **new), torch.empty(shape, **new)
-        self.lse2, self.likelihood = torch.empty(shape[0], **new), torch.empty(shape[0], **new)  # lse2: in base 2
+        self.lse, self.likelihood = torch.empty(shape[0], **new), torch.empty(shape[0], **new)
         if self.plain:
             _statistics_kernel(logits, part_max, part_sum)
         else:
             self.look_up()
             part_total = torch.empty(shape, **new)
-            _statistics_weighted_kernel(logits, self.weights, part_max, part_sum, part_total, options.softcap)
-        _combine_kernel(logits, self.target, part_max, part_sum, self.lse2, self.likelihood, options.ignore_index, options.softcap)
+            _statistics_weighted_kernel(logits, shares_of(self.weights), part_max, part_sum, part_total, options.softcap)
+        _combine_kernel(logits, self.target, part_max, part_sum, self.lse, self.likelihood, options.ignore_index, options.softcap)
         if self.plain:
             return self.likelihood
         return self.weighted(part_total.sum(1))
-
-    @property
-    def lse(self):
-        return self.lse2 * LN2
 
     def gradient(self, scale):
         scale = self.scaled(scale)
         if self.plain and scale.numel() == 1:
             factor, scale = self.in_range(scale)
-            _gradient_kernel(self.logits, self.target, self.lse2, scale.view(1), self.options.ignore_index)
+            _gradient_kernel(self.logits, self.target, self.lse, scale.view(1), self.options.ignore_index)
             return factor
         if self.plain:
             self.look_up()
         factor, a, b, c = self.in_range(*self.coefficients(scale))
         a, b, c = a.contiguous(), b.contiguous(), c.contiguous()
-        _gradient_weighted_kernel(self.logits, self.weights, self.target, self.lse2, a, b, c, self.options.softcap)
+        _gradient_weighted_kernel(self.logits, self.weights, self.target, self.lse, a, b, c, self.options.softcap)
         return factor
 
 
@@ -194,7 +201,7 @@ class TorchChunk(Chunk):
         self.lse = torch.logsumexp(z, 1)
         label = torch.where(self.counted, self.target, 0)
         self.likelihood = self.lse - z.gather(1, label[:, None])[:, 0]
-        return self.weighted(z @ self.weights if self.options.label_smoothing else 0.0)
+        return self.weighted(z @ shares_of(self.weights) if self.options.label_smoothing else 0.0)
 
     def gradient(self, scale):
         scale = self.scaled(scale)

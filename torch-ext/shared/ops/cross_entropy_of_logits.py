@@ -24,7 +24,6 @@ from .common import (
     traceable,
 )
 from .cross_entropy import (
-    LN2,
     Chunk,
     LinearCrossEntropyOutput,
     Options,
@@ -38,6 +37,8 @@ from .cross_entropy import (
     output_of,
     reduced,
     reduction_scale,
+    shares_of,
+    z_loss_of,
 )
 from .divergence import counted_mean, inverse_count, total
 from .softmax import as_rows, most_pieces, one_a_row, pieces, pieces_grid, slabs
@@ -56,9 +57,9 @@ def _plain(options: Options, class_weight) -> bool:
 class _Chunk(Chunk):
     """The losses of logits whose statistics kernels have found."""
 
-    def __init__(self, logits, target, class_weight, options, lse2, likelihood):
+    def __init__(self, logits, target, class_weight, options, lse, likelihood):
         super().__init__(logits, target, class_weight, options)
-        self.lse, self.likelihood = lse2 * LN2, likelihood
+        self.lse, self.likelihood = lse, likelihood
         self.look_up()
 
 
@@ -71,11 +72,11 @@ def _forward(
     softcap: float,
     lse_square_scale: float,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(losses, lse in base 2), [tokens] each."""
+    """(losses, lse), [tokens] each."""
     options = Options(ignore_index, label_smoothing, softcap, lse_square_scale)
     if not kernels_compute(logits, target, class_weight):
         chunk = TorchChunk(logits, target, class_weight, options)
-        return chunk.loss(), chunk.lse / LN2
+        return chunk.loss(), chunk.lse
     rows = as_rows(logits)
     new = {"dtype": torch.float32, "device": logits.device}
     plain = _plain(options, class_weight)
@@ -86,10 +87,10 @@ def _forward(
         for slab in slabs(shape[1], rows, part_max, part_sum):
             _statistics(*slab)
     else:
-        weights = class_weight if class_weight is not None else torch.ones(rows.shape[1], **new)
+        shares = shares_of(torch.ones(rows.shape[1], **new) if class_weight is None else class_weight)
         part_total = torch.empty(shape, **new)
         for z, *partials in slabs(shape[1], rows, part_max, part_sum, part_total):
-            _statistics_weighted(z, weights, *partials, softcap)
+            _statistics_weighted(z, shares, *partials, softcap)
     for slab in slabs(1, rows, target, part_max, part_sum, lse, likelihood):
         _combine(*slab, ignore_index, softcap)
     if plain:
@@ -244,7 +245,7 @@ def cross_entropy(
     if not more:
         return loss
     counted = is_counted(target, classes, options.ignore_index)
-    z_loss = torch.where(counted, options.lse_square_scale * (lse * LN2).square(), 0.0) if return_z_loss else None
+    z_loss = torch.where(counted, z_loss_of(lse, options), 0.0) if return_z_loss else None
     predicted = torch.where(counted, logits.detach().argmax(1), -1) if options.predicts else None
     return output_of(loss, Rows(loss, z_loss, predicted), scale, target, options)
 
