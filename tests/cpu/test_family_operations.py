@@ -12,6 +12,7 @@ OPERATIONS = {
     "residual_norm": ("residual_norm", "general_rms_norm", "column_sum"),
     "gated_rms_norm": ("gated_rms_norm", "column_sum"),
     "gated_output": ("gated_output",),
+    "head_norm_rotary": ("head_norm_rotary", "column_sum"),
 }
 
 

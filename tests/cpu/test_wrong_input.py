@@ -304,3 +304,13 @@ def test_the_gradient_of_a_sum_which_is_one_number_expanded_gives_the_right_grad
         sum(total(r) for r in run(ops, operation, leaves)).backward()
         results.append([leaf.grad for leaf in leaves.values() if leaf.requires_grad])
     assert_right(*results, BF16, f"{operation}: expanded upstream gradient")
+
+
+@pytest.mark.parametrize(
+    ("operation", "argument", "value"),
+    [(name, "rounds", "never") for name in ("rms_norm", "add_rms_norm", "norm_add", "norm_add_norm", "qk_norm_rotary")]
+    + [("qk_norm_rotary", "rotary_dim", value) for value in (3, -2, WIDTH + 2)],
+)
+def test_a_wrong_option_of_the_norms_is_named(ops, operation, argument, value):
+    with pytest.raises(ValueError, match=f"^{argument} is '?{value}'?, expected "):
+        run(ops, operation, arguments(operation), **{argument: value})

@@ -52,22 +52,27 @@ ROTARY_CASES = (
 
 
 def check_qk_norm_rotary(
-    ops, device, dtype, batch, tokens, heads, kv_heads, head_dim, *, half=False, tables=1, packed=False, eps=1e-6
-):
-    """packed: q and k are slices of one projection's output. Three roundings in the forward pass, as in the model."""
-    base = leaf(randn(batch, tokens, heads + kv_heads, head_dim, dtype=dtype, device=device))
-    q, k = base[:, :, :heads], base[:, :, heads:]
+    ops, device, dtype, batch, tokens, heads, kv_heads, head_dim, *, half=False, tables=1, packed=False, gated=False, eps=1e-6, offset=0.0,
+    rounds="first", rotary_dim=0
+):  # fmt: skip
+    """packed: q and k are slices of one projection's output; gated: every head of it is twice as wide, and its second half something else.
+    Three roundings in the forward pass, as in the model."""
+    base = leaf(randn(batch, tokens, heads + kv_heads, head_dim * (1 + gated), dtype=dtype, device=device))
+    q, k = base[:, :, :heads, :head_dim], base[:, :, heads:, :head_dim]
     if not packed:
         q, k = q.contiguous(), k.contiguous()
-    weights = [leaf(randn(head_dim, dtype=dtype, device=device, seed=1 + i) + 1) for i in range(2)]
-    width = head_dim // 2 if half else head_dim
+    weights = [leaf(randn(head_dim, dtype=dtype, device=device, seed=1 + i) + 1 - offset) for i in range(2)]
+    turned = rotary_dim or head_dim
+    width = turned // 2 if half else turned
     cos, sin = (randn(tables, tokens, width, dtype=dtype, device=device, seed=i) for i in (5, 6))
-    results = ops.qk_norm_rotary(q, k, *weights, cos, sin, eps)
+    results = ops.qk_norm_rotary(q, k, *weights, cos, sin, eps, offset, rounds, rotary_dim)
     grads = [randn(*r.shape, dtype=dtype, device=device, seed=8 + i) for i, r in enumerate(results)]
     torch.autograd.backward(results, grads)
     base64, weights64 = exact(base), [exact(w) for w in weights]
-    normed = [rms_norm_exact(x, w, eps).transpose(1, 2) for x, w in zip((base64[:, :, :heads], base64[:, :, heads:]), weights64)]
-    results64 = rotary_exact(*normed, cos.double().cpu(), sin.double().cpu(), 1)
+    heads64 = base64[:, :, :heads, :head_dim], base64[:, :, heads:, :head_dim]
+    normed = [rms_norm_exact(x, w, eps, offset).transpose(1, 2) for x, w in zip(heads64, weights64)]
+    parts = rotary_exact(*[x[..., :turned] for x in normed], cos.double().cpu(), sin.double().cpu(), 1)
+    results64 = [torch.cat((part, x[..., turned:]), -1) for part, x in zip(parts, normed)]
     torch.autograd.backward(results64, [g.double().cpu() for g in grads])
     for name, found, wanted in zip("qk", results, results64):
         assert found.dtype == dtype
@@ -176,16 +181,16 @@ MUTANTS = [
                ("return (*rotary_backward(dq, dk,", "return (*rotary_forward(dq, dk,")),
     *errors_in("shared/ops/rotary.py", "rotary", "_launch", ("_kernels[backward]", "_kernels[0]")),
     *errors_in("shared/ops/rotary.py", "rotary_many_k", "_grid", (", -(-k.shape[1] // c[\"K_HEADS\"]))", ", 0)")),
-    *errors_in("shared/ops/rotary.py", "rotary", "rotary_backward_reference",
+    *errors_in("shared/ops/rotary_reference.py", "rotary", "rotary_backward_reference",
          ("dk * cos - _rotate_half(dk * sin)", "dk * cos + _rotate_half(dk * sin)"),
          ("_rotate_half(dq * sin)", "_rotate_half(dq) * sin"), kernels=False),
-    *errors_in("shared/ops/rotary.py", "rotary_odd_half", "_full_width",
+    *errors_in("shared/ops/rotary_reference.py", "rotary_odd_half", "_full_width",
                ("torch.cat((table, table), -1)", "table.repeat_interleave(2, -1)"), kernels=False),
     *errors_in("shared/ops/rotary.py", "qk_norm_rotary", "_QKNormRotary.forward",
          ("save_for_backward(q, k, q_weight, k_weight", "save_for_backward(q, k, k_weight, q_weight"),
          ("save_for_backward(q, k,", "save_for_backward(k, q,", "qk_norm_rotary_many_k"),
          ("k_weight, cos, sin)\n", "k_weight, sin, cos)\n"),
-         ("ctx.eps = eps", "ctx.eps = 0.0", "qk_norm_rotary_eps")),
+         ("= eps, offset, rotary_dim", "= 0.0, offset, rotary_dim", "qk_norm_rotary_eps")),
     *errors_in("shared/ops/rotary.py", "qk_norm_rotary_alone", "_QKNormRotary.backward",
          ("ctx.needs_input_grad[:4]", "ctx.needs_input_grad[1:5]"),
          ("dq_weight if need_q_weight", "dk_weight if need_q_weight", "qk_norm_rotary"),

@@ -9,6 +9,7 @@ from ..runtime import launch
 from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
 from ..runtime.replay import replayed
+from . import head_norm_kernels
 from .common import (
     apply_function,
     column_sum,
@@ -20,7 +21,8 @@ from .common import (
     once_differentiable,
     traceable,
 )
-from .rms_norm import rms_norm_backward_reference, rms_norm_reference
+from .rms_norm import ROUNDS, rms_norm_backward_reference, rms_norm_reference
+from .rotary_reference import of_part, qk_norm_rotary_reference, rotary_backward_reference, rotary_reference
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 NARROWED = (torch.bfloat16,)  # half precision with kernels for weights and angles in fp32
@@ -78,35 +80,6 @@ _norm_backward_kernel = Kernel(
 _column_sums_kernel = Kernel("column_sum_pair", grid=lambda c, partial, *_: (-(-partial.shape[1] // c["COLS"]), 2))
 
 
-# ---------------------------------------------------------------- in PyTorch
-def _full_width(table: torch.Tensor, head_dim: int) -> torch.Tensor:
-    return table if table.shape[-1] == head_dim else torch.cat((table, table), -1)
-
-
-def _rotate_half(x: torch.Tensor) -> torch.Tensor:
-    half = x.shape[-1] // 2
-    return torch.cat((-x[..., half:], x[..., :half]), -1)
-
-
-def rotary_reference(q, k, cos, sin, heads_dim: int) -> Pair:
-    """(q, k) rotated, in PyTorch; heads_dim: the dimension of q that holds the heads (1 or 2)."""
-    cos, sin = (_full_width(t, q.shape[-1]).unsqueeze(heads_dim) for t in (cos, sin))
-    return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
-
-
-def rotary_backward_reference(dq, dk, cos, sin, heads_dim: int) -> Pair:
-    """The transpose of `rotary_reference`, in PyTorch."""
-    cos, sin = (_full_width(t, dq.shape[-1]).unsqueeze(heads_dim) for t in (cos, sin))
-    return dq * cos - _rotate_half(dq * sin), dk * cos - _rotate_half(dk * sin)
-
-
-def qk_norm_rotary_reference(q, k, q_weight, k_weight, cos, sin, eps: float) -> Pair:
-    """(q, k) normalised, rotated and as attention takes them, in PyTorch."""
-    q, k = (rms_norm_reference(x, w, eps)[0] for x, w in ((q, q_weight), (k, k_weight)))
-    q, k = rotary_reference(q, k, cos, sin, 2)
-    return q.transpose(1, 2), k.transpose(1, 2)
-
-
 # ---------------------------------------------------------------- with the kernels
 def _launch(q, k, cos, sin, heads_dim, backward) -> Pair:
     """Results lie in memory as [batch, tokens, heads, head_dim], whatever the order of the dimensions: what the projections
@@ -143,7 +116,7 @@ def _backward(dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.
 
 
 def _fused_heads(q, k, q_weight, k_weight, cos, sin, *others) -> bool:
-    """True when `qk_norm_rotary` has kernels for these heads, with weights and angles of q's dtype, or in fp32 with q in half precision,
+    """True when kernel_src/qk_norm_rotary.py takes these heads, with weights and angles of q's dtype, or in fp32 with q in half precision,
     as autocast has it over an fp32 model. others: what else a kernel reads."""
     dtype, of_weight = q.dtype, q_weight.dtype
     if not of_weight == k_weight.dtype == cos.dtype or dtype == torch.float64:
@@ -158,20 +131,44 @@ def _fused_heads(q, k, q_weight, k_weight, cos, sin, *others) -> bool:
 
 @functools.lru_cache(maxsize=None)
 def _takes_heads(backend, head_dim: int, q_heads: int, k_heads: int) -> bool:
-    """Tells whether a backend has kernels of `qk_norm_rotary` for heads of a length and these numbers of them."""
+    """Tells whether a backend has these kernels for heads of a length and these numbers of them."""
+    if "qk_norm_rotary" not in backend.artifacts.operations():
+        return False
     heads = min(_norm_backward_kernel.constants("HEADS"))
     return head_dim == 2 * _norm_backward_kernel.constant("HALF") and q_heads % heads == 0 and k_heads % heads == 0
 
 
+def _other_heads(q, k, q_weight, k_weight, cos, sin, rotary_dim: int, *others) -> bool:
+    """True when kernel_src/head_norm_rotary.py takes these heads. others: what else a kernel reads."""
+    if not q_weight.dtype == k_weight.dtype == cos.dtype or cos.shape[-1] != (rotary_dim or q.shape[-1]):
+        return False
+    if not _launches(q, k, cos, sin, q_weight, k_weight, *others):
+        return False
+    return head_norm_kernels.takes(q.dtype, cos.dtype, q.shape[-1], cos.shape[-1])
+
+
 def _norm_forward(
-    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
+    rounds: str = "first",
+    rotary_dim: int = 0,
 ) -> Pair:
     """Results as [batch, heads, tokens, head_dim] views of [batch, tokens, heads, head_dim] in memory, of q's dtype."""
-    if not _fused_heads(q, k, q_weight, k_weight, cos, sin):
-        q_out, k_out = qk_norm_rotary_reference(q, k, q_weight, k_weight, cos, sin, eps)
+    tensors = q, k, q_weight, k_weight, cos, sin
+    if rounds == "first" and not offset and rotary_dim in (0, q.shape[-1]) and _fused_heads(*tensors):
+        outs = new_like(q), new_like(k)
+        _norm_forward_kernel(q, k, *outs, q_weight, k_weight, cos, sin, eps)
+    elif _other_heads(*tensors, rotary_dim):
+        outs = head_norm_kernels.forward(*tensors, eps, offset, rounds)
+    else:
+        q_out, k_out = qk_norm_rotary_reference(*tensors, eps, offset, rounds, rotary_dim)
         return q_out.to(q.dtype), k_out.to(k.dtype)
-    outs = new_like(q), new_like(k)
-    _norm_forward_kernel(q, k, *outs, q_weight, k_weight, cos, sin, eps)
     return outs[0].transpose(1, 2), outs[1].transpose(1, 2)
 
 
@@ -187,25 +184,37 @@ def _norm_backward(
     eps: float,
     need_q_weight: bool,
     need_k_weight: bool,
+    offset: float = 0.0,
+    rotary_dim: int = 0,
 ) -> Four:
     """(dq, dk, dq_weight, dk_weight); dq, dk as [batch, heads, tokens, head_dim] come in, [batch, tokens, heads, head_dim] go out.
     A weight's gradient is empty where it is not needed."""
     outs = new_like(q), new_like(k)
-    return (*outs, *norm_backward_into(outs, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight))
+    needs = need_q_weight, need_k_weight, offset, rotary_dim
+    return (*outs, *norm_backward_into(outs, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, *needs))
 
 
-def norm_backward_into(outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight) -> Pair:
+def norm_backward_into(
+    outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight, offset=0.0, rotary_dim=0
+) -> Pair:
     """As `qk_norm_rotary_backward`, with the gradients of q and k written to `outs`; returns those of the weights."""
-    return _norm_backward_into(*outs, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight)
+    tensors = dq, dk, q, k, q_weight, k_weight, cos, sin
+    return _norm_backward_into(*outs, *tensors, eps, need_q_weight, need_k_weight, offset, rotary_dim)
 
 
 @replayed
-def _norm_backward_into(q_out, k_out, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight) -> Pair:
+def _norm_backward_into(
+    q_out, k_out, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight, offset, rotary_dim
+) -> Pair:
     dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
-    if not _fused_heads(q, k, q_weight, k_weight, cos, sin, dq, dk):
-        dq, dk = rotary_backward_reference(dq, dk, cos, sin, 2)
+    tensors = q, k, q_weight, k_weight, cos, sin
+    if offset or rotary_dim not in (0, q.shape[-1]) or not _fused_heads(*tensors, dq, dk):
+        if _other_heads(*tensors, rotary_dim, dq, dk):
+            needs = need_q_weight, need_k_weight
+            return head_norm_kernels.backward_into((q_out, k_out), dq, dk, *tensors, eps, offset, needs)
+        dq, dk = of_part(rotary_backward_reference, dq, dk, cos, sin, rotary_dim)
         (dq, dq_weight), (dk, dk_weight) = (
-            rms_norm_backward_reference(d, x, w, rms_norm_reference(x, w, eps)[1], need)
+            rms_norm_backward_reference(d, x, w, rms_norm_reference(x, w, eps)[1], need, offset)
             for d, x, w, need in ((dq, q, q_weight, need_q_weight), (dk, k, k_weight, need_k_weight))
         )
         q_out.copy_(dq)
@@ -243,11 +252,11 @@ def _fake(q, k, cos, sin, heads_dim):
     return tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k))
 
 
-def _fake_norm_forward(q, k, q_weight, k_weight, cos, sin, eps):
+def _fake_norm_forward(q, k, q_weight, k_weight, cos, sin, eps, offset=0.0, rounds="first", rotary_dim=0):
     return q.new_empty(q.shape).transpose(1, 2), k.new_empty(k.shape).transpose(1, 2)
 
 
-def _fake_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight):
+def _fake_norm_backward(dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight, offset=0.0, rotary_dim=0):
     dweights = [w.new_empty(w.shape if need else 0) for w, need in ((q_weight, need_q_weight), (k_weight, need_k_weight))]
     return (q.new_empty(q.shape), k.new_empty(k.shape), *dweights)
 
@@ -274,17 +283,18 @@ class _Rotary(torch.autograd.Function):
 
 class _QKNormRotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps):
+    def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps, offset, rounds, rotary_dim):
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
-        ctx.eps = eps
-        return qk_norm_rotary_forward(q, k, q_weight, k_weight, cos, sin, eps)
+        ctx.eps, ctx.offset, ctx.rotary_dim = eps, offset, rotary_dim
+        return qk_norm_rotary_forward(q, k, q_weight, k_weight, cos, sin, eps, offset, rounds, rotary_dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk):
         _, _, need_q_weight, need_k_weight = ctx.needs_input_grad[:4]
-        dq, dk, dq_weight, dk_weight = qk_norm_rotary_backward(dq, dk, *ctx.saved_tensors, ctx.eps, need_q_weight, need_k_weight)
-        return dq, dk, dq_weight if need_q_weight else None, dk_weight if need_k_weight else None, None, None, None
+        needs = need_q_weight, need_k_weight, ctx.offset, ctx.rotary_dim
+        dq, dk, dq_weight, dk_weight = qk_norm_rotary_backward(dq, dk, *ctx.saved_tensors, ctx.eps, *needs)
+        return dq, dk, dq_weight if need_q_weight else None, dk_weight if need_k_weight else None, *(None,) * 6
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Pair:
@@ -318,31 +328,50 @@ def qk_norm_rotary(
     cos: torch.Tensor,
     sin: torch.Tensor,
     eps: float = 1e-6,
+    offset: float = 0.0,
+    rounds: str = "first",
+    rotary_dim: int = 0,
 ) -> Pair:
-    """RMSNorm of every head of q and k, then rotary embedding: what lies between Qwen3's projections and its attention.
+    """Normalises every head of q and k and rotates it: what lies between the projections and attention.
 
-    q, k: [batch, tokens, heads, head_dim], as the projections write them. q_weight, k_weight: [head_dim]. cos, sin: as in
-    `rotary`. Returns q and k as attention takes them, [batch, heads, tokens, head_dim]. The kernels take head_dim 128 and
-    numbers of heads that are multiples of 4; the rest runs in PyTorch. Differentiable in q, k and the weights.
-    Raises ValueError when shapes, dtypes or devices do not fit.
+    Args:
+        q, k: [batch, tokens, heads, head_dim], as the projections write them.
+        q_weight, k_weight: [head_dim].
+        cos, sin: as in `rotary`, of the part of the head that is rotated.
+        eps, offset, rounds: of the norms, as in `rms_norm`.
+        rotary_dim: how many columns of a head are rotated, from the first on; 0 for all.
+
+    Returns:
+        q and k as attention takes them, [batch, heads, tokens, head_dim]; differentiable in q, k and the weights. Qwen3's kernels take
+        head_dim 128 and numbers of heads that are multiples of 4; those of other families, where a package has them, heads of 128 and 256,
+        and 64 columns of 256; the rest runs in PyTorch.
+
+    Raises:
+        ValueError: if shapes, dtypes, devices or options do not fit.
     """
-    _check(q, k, cos, sin, 2)
+    if rounds not in ROUNDS:
+        fail("rounds", repr(rounds), f"one of {', '.join(ROUNDS)}")
+    _check(q, k, cos, sin, 2, rotary_dim)
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight.shape != q.shape[-1:] or weight.device != q.device:
             fail(name, describe(weight), f"[{q.shape[-1]}] on {q.device}")
+    options = float(eps), float(offset), rounds, rotary_dim
     one_dtype = cos.dtype == q_weight.dtype == k_weight.dtype == q.dtype
     if cos.requires_grad or sin.requires_grad or not one_dtype or needs_formula(q, k, q_weight, k_weight, cos, sin):
-        return qk_norm_rotary_reference(q, k, q_weight, k_weight, cos, sin, eps)
-    return apply_function(_QKNormRotary, q, k, q_weight, k_weight, cos, sin, float(eps))
+        return qk_norm_rotary_reference(q, k, q_weight, k_weight, cos, sin, *options)
+    return apply_function(_QKNormRotary, q, k, q_weight, k_weight, cos, sin, *options)
 
 
-def _check(q, k, cos, sin, heads_dim):
+def _check(q, k, cos, sin, heads_dim, rotary_dim=0):
     need_floats(q=q, k=k, cos=cos, sin=sin)
     if q.dim() != 4 or q.shape[-1] % 2:
         fail("q", describe(q), "four dimensions with an even head_dim")
     batch, tokens, width = q.shape[0], q.shape[3 - heads_dim], q.shape[-1]
     if k.dim() != 4 or (k.shape[0], k.shape[3 - heads_dim], k.shape[-1]) != (batch, tokens, width):
         fail("k", describe(k), f"q's batch, tokens and head_dim; q is {describe(q)}")
+    if rotary_dim % 2 or not 0 <= rotary_dim <= width:
+        fail("rotary_dim", rotary_dim, f"an even number of columns of a head, which has {width}, or 0 for all")
+    width = rotary_dim or width
     for name, table in (("cos", cos), ("sin", sin)):
         if table.dim() != 3 or table.shape[0] not in (1, batch) or table.shape[1] != tokens:
             fail(name, describe(table), f"[{batch} or 1, {tokens}, {width} or {width // 2}]")

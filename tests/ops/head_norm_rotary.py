@@ -1,0 +1,104 @@
+"""The norm and the rotary embedding of the heads of families other than Qwen3, against float64."""
+
+import functools
+import types
+
+import torch
+
+from tests.ops.common import CPU, FLOATS, FP16, FP32, errors_in, exact, randn
+from tests.ops.residual_norm import module
+from tests.ops.rotary import check_qk_norm_rotary
+from tests.tolerances import assert_close
+
+GEMMA = dict(offset=1.0, rounds="last")
+# Gemma 3: 4B and 1B, and 27B; Qwen3.5: 9B and 35B; heads and parts of them without kernels.
+CASES = (
+    dict(batch=2, tokens=3, heads=8, kv_heads=4, head_dim=256, **GEMMA),
+    dict(batch=1, tokens=5, heads=4, kv_heads=1, head_dim=256, tables=1, packed=True, **GEMMA),
+    dict(batch=2, tokens=2, heads=5, kv_heads=3, head_dim=128, tables=2, **GEMMA),
+    dict(batch=2, tokens=3, heads=16, kv_heads=4, head_dim=256, rotary_dim=64, gated=True, packed=True, tables=2, **GEMMA),
+    dict(batch=1, tokens=3, heads=3, kv_heads=2, head_dim=256, rotary_dim=64, rounds="first"),
+    dict(batch=1, tokens=3, heads=3, kv_heads=2, head_dim=256, rotary_dim=64, half=True, **GEMMA),
+    dict(batch=1, tokens=3, heads=3, kv_heads=1, head_dim=96, rotary_dim=32, **GEMMA),
+)
+
+
+def operation(ops):
+    return types.SimpleNamespace(qk_norm_rotary=module(ops, "rotary").qk_norm_rotary)
+
+
+def check(ops, device, dtype, **case):
+    check_qk_norm_rotary(operation(ops), device, dtype, **case)
+
+
+def check_gradients_into_a_projection(ops, device, dtype):
+    """The gradients of q and k go to where these lie in the gradient of one projection, aligned or not, and the rest of it stays as it
+    is."""
+    into = module(ops, "rotary").norm_backward_into
+    whole = randn(1, 5, 6, 512, dtype=dtype, device=device)
+    q, k = whole[:, :, :4, :256], whole[:, :, 4:, :256]
+    weights = [randn(256, dtype=dtype, device=device, seed=i) for i in (1, 2)]
+    tables = [randn(1, 5, 64, dtype=dtype, device=device, seed=i) for i in (3, 4)]
+    grads = [randn(1, x.shape[2], 5, 256, dtype=dtype, device=device, seed=5 + i) for i, x in enumerate((q, k))]
+    wanted = module(ops, "rotary").qk_norm_rotary_backward(*grads, q, k, *weights, *tables, 1e-6, True, True, 1.0, 64)
+    for width in (512, 513):
+        dwhole = torch.full((1, 5, 6, width), 7.0, dtype=dtype, device=device)
+        outs = dwhole[:, :, :4, :256], dwhole[:, :, 4:, :256]
+        found = into(outs, *grads, q, k, *weights, *tables, 1e-6, True, True, 1.0, 64)
+        assert (dwhole[..., 256:] == 7).all()
+        for a, b in zip((*outs, *found), wanted):
+            assert_close(a, exact(b), dtype, "a gradient in a projection's")
+
+
+def check_slabs(ops, device, dtype):
+    """More tokens than one launch reaches over, with the bound put low, and angles that repeat for every sequence."""
+    kernels = module(ops, "head_norm_kernels")
+    before, kernels.SLAB = kernels.SLAB, 4 * 3 * 256
+    try:
+        check(ops, device, dtype, batch=3, tokens=3, heads=3, kv_heads=2, head_dim=256, rotary_dim=64, **GEMMA)
+    finally:
+        kernels.SLAB = before
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check. ops: a loaded package."""
+    for dtype in dtypes:
+        for case in CASES:
+            yield f"{case}", functools.partial(check, ops, device, dtype, **case)
+        yield "into a projection", functools.partial(check_gradients_into_a_projection, ops, device, dtype)
+    yield "slabs", functools.partial(check_slabs, ops, device, dtypes[0])
+
+
+# ---------------------------------------------------------------- planted errors
+SMALL = dict(device=CPU, dtype=FP32, batch=2, tokens=3, heads=3, kv_heads=2, **GEMMA)
+CHECKS = {
+    "whole": functools.partial(check, **SMALL, head_dim=128),
+    "part": functools.partial(check, **SMALL, head_dim=256, rotary_dim=64, eps=0.5),
+    "many": functools.partial(check, **{**SMALL, "tokens": 13}, head_dim=128),
+    "slabs": functools.partial(check_slabs, device=CPU, dtype=FP16),
+    "into": functools.partial(check_gradients_into_a_projection, device=CPU, dtype=FP32),
+}
+FILE, OPERATION, KERNELS = "kernel_src/head_norm_rotary.py", "shared/ops/rotary.py", "shared/ops/head_norm_kernels.py"
+MUTANTS = [
+    *errors_in(FILE, "part", "heads_of", ("row // x.shape[1]", "row // x.shape[0]"), ("token % table.shape[0]", "0 * token"),
+               ("row - token * x.shape[1]", "0 * row")),
+    *errors_in(FILE, "whole", "read_angles", ("columns_from(HALF, HALF)", "columns_from(0, HALF)", "whole")),
+    *errors_in(FILE, "part", "forward", ("+ eps", ""), ("total = total + squares(x3)", "pass"), ("total = total + squares(x4)", "pass"),
+               ("normed(x4 * r", "normed(x4"), ("2 * HALF + REST1 + REST2", "2 * HALF")),
+    *errors_in(FILE, "part", "normed", ("WIDTH), offset", "WIDTH), 0.0")),
+    *errors_in(FILE, "part", "head_norm_rotary_forward", ("k_weight, cos, sin, block", "q_weight, cos, sin, block"),
+               ("block - of_q", "block")),
+    *errors_in(FILE, "part", "gradient_of", ("WIDTH) + offset", "WIDTH)"), ("x * r", "x")),
+    *errors_in(FILE, "many", "gradient_of", ("ct.where(valid, d * n, 0.0)", "d * n")),
+    *errors_in(FILE, "part", "backward", ("dot = dot + ct.sum(g3", "dot = dot - ct.sum(g3"),
+               ("dot = dot + ct.sum(g4", "dot = dot - ct.sum(g4"), ("g1 - n1 * mean", "g1 + n1 * mean"),
+               ("(g4 - n4 * mean) * r", "(g4 - n4 * mean)"), ("range(block, pieces", "range(0, pieces"),
+               ("write_sums(partial, block, acc4", "write_sums(partial, block, acc4 + acc4")),
+    *errors_in(FILE, "whole", "head_norm_rotary_backward", ("k_weight, cos, sin, dk_weight", "q_weight, cos, sin, dk_weight"),
+               ("block - of_q, of_k", "block - of_q, of_q", "many")),
+    *errors_in(KERNELS, "slabs", "_launches", ("table[start : start + step]", "table[:step]")),
+    *errors_in(KERNELS, "slabs", "backward_into", ("torch.cat(found)", "found[0]")),
+    *errors_in(KERNELS, "into", "backward_into", ("if result is not out:", "if False:")),
+    *errors_in(OPERATION, "part", "_QKNormRotary.forward", ("= eps, offset, rotary_dim", "= eps, 0.0, rotary_dim")),
+    *errors_in("shared/ops/rotary_reference.py", "part", "of_part", ("torch.cat((part,", "torch.cat((x[..., :rotary_dim],"), kernels=False),
+]  # fmt: skip
