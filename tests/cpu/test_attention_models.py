@@ -617,6 +617,17 @@ def test_an_attention_function_that_changes_its_inputs_is_right_or_refused(qwen3
         torch.testing.assert_close(model(ids, use_cache=False).logits, expected[0], rtol=1e-5, atol=1e-5)
 
 
+def test_a_model_that_was_given_it_compiles(chosen):
+    package, make = chosen("qwen3")
+    package.apply()
+    model = make()
+    expected = step(model, packed())
+    assert model.model.config._attn_implementation == "bastile"
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager", fullgraph=True)
+    assert_same(step(model, packed()), expected)
+
+
 def test_older_transformers_may_note_that_they_set_it(chosen):
     """Up to 5.20 they leave an attribute on a configuration that they have set, and set it no second time."""
     package, make = chosen("qwen3")

@@ -73,6 +73,9 @@ def head_dim_of(config) -> Optional[int]:
 
 
 # ---------------------------------------------------------------- choosing it
+_look_up = object.__getattribute__
+
+
 class _State:
     """What a configuration of ours stands for. config: the user's; decoder: weakly, the model that it is on; default: the implementation
     that transformers chooses; on: whether ours takes its place; layers: of the decoder when all of it was told."""
@@ -85,8 +88,13 @@ class _State:
 
 
 def _implementation(config) -> Optional[str]:
-    state, stored = getattr(config, CHOICE, None), config.__dict__.get(STORED)
-    return ATTENTION if state is not None and state.on and stored == state.default else stored
+    """Read by every layer in every pass. A look-up on a configuration of transformers' costs 4 us, which these two go round."""
+    stored = _look_up(config, "__dict__").get(STORED)
+    try:
+        state = _look_up(config, CHOICE)
+    except AttributeError:  # transformers has made another one of our class
+        return stored
+    return ATTENTION if state.on and stored == state.default else stored
 
 
 def _ask_for(config, name: Optional[str]) -> None:
@@ -117,7 +125,7 @@ def _own(config):
     return made
 
 
-def _class_of_ours(cls: type) -> type:
+def _class_of_ours(cls: Any) -> type:
     """The class of a configuration that answers for one of a class. All who ask see that class, and copies are of it again."""
     made = _choosing.get(cls)
     if made is None:
@@ -126,6 +134,7 @@ def _class_of_ours(cls: type) -> type:
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
             STORED: property(_implementation, _ask_for),
+            "_attn_implementation": property(_implementation, cls._attn_implementation.fset),
             # transformers up to 5.20 notes there that it has set this configuration, and sets it no second time.
             "_attn_was_changed": property(_absent, lambda self, value: None),
             "__eq__": lambda self, other: _own(self) == _own(other),
