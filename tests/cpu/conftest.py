@@ -107,6 +107,20 @@ def gpt_oss(gpt_oss_folder):
 
 
 @pytest.fixture(scope="session")
+def decoders_folder(tmp_path_factory) -> Path:
+    """A folder with build/torch-cpu of the package for every dense family."""
+    return assemble_cpu(tmp_path_factory.mktemp("decoders"), package="packages/decoders")
+
+
+@pytest.fixture
+def decoders(decoders_folder):
+    """The package for every dense family, loaded. Whatever a test patches is put back."""
+    loaded = load(decoders_folder)
+    yield loaded
+    loaded.reset()
+
+
+@pytest.fixture(scope="session")
 def liger(tmp_path_factory):
     """The package for Liger's users, loaded."""
     return load(assemble_cpu(tmp_path_factory.mktemp("liger"), package="packages/liger"))

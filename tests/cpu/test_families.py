@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 
-from tests.decoder_families import CHANGES, ROWS, package_of, tiny
+from tests.decoder_families import CHANGES, NAMES, tiny
 from tests.models import Step, random_tokens
 from tests.tolerances import assert_close
 
@@ -17,21 +17,19 @@ FACTOR = 3  # two fp32 runs of a model differ by more than an operation from flo
 
 
 @pytest.fixture
-def calls(qwen3, monkeypatch):
+def package(decoders):
+    """The package of all these families."""
+    return decoders
+
+
+@pytest.fixture
+def calls(package, monkeypatch):
     """The names of the decoder layer's nodes, as they are called."""
-    found, layer = [], importlib.import_module(f"{qwen3.__name__}.shared.hf.decoder_layer")
+    found, layer = [], importlib.import_module(f"{package.__name__}.shared.hf.decoder_layer")
     for name in ("norm_attention_inputs", "norm_mlp"):
         original = getattr(layer, name)
         monkeypatch.setattr(layer, name, lambda *a, name=name, original=original: found.append(name) or original(*a))
     return found
-
-
-@pytest.fixture
-def package(qwen3, request):
-    """A package of a family, whose name the test has as a parameter. Whatever a test patches is put back."""
-    found = package_of(qwen3, request.getfixturevalue("name"))
-    yield found
-    found.reset()
 
 
 NODES = ["norm_attention_inputs", "norm_mlp"]
@@ -41,7 +39,7 @@ def step_of(model, **inputs):
     return Step(model, **{"input_ids": TOKENS, "labels": TOKENS, "use_cache": False, **inputs})
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_training_step(package, calls, name):
     model = tiny(name, attn_implementation="eager")
     expected = step_of(model)
@@ -60,7 +58,7 @@ def without_few_numbers(step):
     return step
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", NAMES)
 def test_half_precision_is_as_exact_as_before(package, calls, name):
     model = tiny(name, torch.bfloat16, attn_implementation="eager")
     exact = without_few_numbers(step_of(copy.deepcopy(model).float()))
@@ -135,10 +133,10 @@ def test_documents_and_padding(package, calls, name):
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_weights_side_by_side(qwen3, package, calls, name):
+def test_weights_side_by_side(package, calls, name):
     model = tiny(name)
     expected = step_of(model)
-    package.kernelize(qwen3.pack(model))
+    package.kernelize(package.pack(model))
     rows = {row.part: row.fused for row in package.explain(model).rows if "one GEMM" in row.part}
     assert rows == {"q_proj, k_proj, v_proj as one GEMM": True, "gate_proj, up_proj as one GEMM": True}
     step_of(model).assert_same(expected, FACTOR)
@@ -194,5 +192,8 @@ def test_a_dropout_of_a_branch_is_drawn(package, calls, name):
     assert calls == NODES * 2
 
 
-def test_changes_are_for_families_of_the_table():
-    assert CHANGES.keys() <= ROWS.keys()
+def test_every_row_of_the_package_is_tested(package):
+    """In the order of the rows; a small model's class tells which row it is for."""
+    rows = importlib.import_module(f"{package.__name__}.families").ROWS
+    assert [type(tiny(name, attn_implementation="eager")).__name__ for name in NAMES] == [f"{own.family.prefix}ForCausalLM" for own in rows]
+    assert CHANGES.keys() <= set(NAMES)

@@ -142,6 +142,9 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
     rest = ["rope", "fused_linear_cross_entropy", "decoder_layer", "attention", "experts"]
     operations = tuple(dict.fromkeys([*first, *(name for name in rest if name in classes or name == "rope")]))
     of_classes = {name: layer for operation, (name, layer) in classes.items() if operation != "rms_norm"}
+    # The Hub's names are for what most families compute: a weight without an offset, halves of a whole head.
+    halves = family.rotary == "halves" and not family.partial
+    common = {f"{prefix}RMSNorm" if family.offset else "RMSNorm": layers.rms_norm, **({"rotary_pos_emb": layers.rotary} if halves else {})}
     return Targets(
         model=family.model,
         modeling=family.modeling,
@@ -150,7 +153,7 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
         rotary=layers.rotary,
         rotate=rotary_of(family),
         operations=operations,
-        hub_names={"RMSNorm": layers.rms_norm, "rotary_pos_emb": layers.rotary, **of_classes, **(hub_names or {})},
+        hub_names={**common, **of_classes, **(hub_names or {})},
         explain_layer=own.explain,
         fused=(f"{prefix}Attention", *(sparse.classes[:2] if sparse else ())),
         # A model of such a family has dense layers only where its configuration asks for them, and may have no others.

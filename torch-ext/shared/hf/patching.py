@@ -664,7 +664,8 @@ def mapping(families: Families, mode=None):
                 names = targets.hub_names
                 kernels.replace_kernel_forward_from_hub(cls, name if name in names else next(n for n in names if names[n] is layer))
                 setattr(cls, SAVED + "decorated", True)
-    if not all(isinstance(_own_rotary(modeling), nn.Module) for modeling in modelings):
+    named = [modeling for targets, modeling in zip(families, modelings) if "rotary_pos_emb" in targets.hub_names]
+    if not all(isinstance(_own_rotary(modeling), nn.Module) for modeling in named):
         import transformers
 
         warnings.warn(

@@ -1,0 +1,38 @@
+"""Llama, Qwen, Mistral, Gemma, Phi and their kin with cuTile kernels: faster training in less memory, the same results."""
+
+from . import layers
+from .api import apply, capture, explain, get_patched_ops, kernelize, mapping, report, reset
+from .shared.hf.optimizer import AdamW
+from .shared.hf.packing import pack
+from .shared.ops.attention import AttentionPlan, attention
+from .shared.ops.linear_cross_entropy import linear_cross_entropy
+from .shared.ops.linear_log_probs import linear_log_probs
+from .shared.ops.rms_norm import add_rms_norm, rms_norm
+from .shared.ops.rotary import rotary
+from .shared.ops.swiglu import mlp, swiglu
+from .warmup import clear_autotune_cache, warmup_all_kernels
+
+__all__ = [
+    "AdamW",
+    "AttentionPlan",
+    "add_rms_norm",
+    "apply",
+    "attention",
+    "capture",
+    "clear_autotune_cache",
+    "explain",
+    "get_patched_ops",
+    "kernelize",
+    "layers",
+    "linear_cross_entropy",
+    "linear_log_probs",
+    "mapping",
+    "mlp",
+    "pack",
+    "report",
+    "reset",
+    "rms_norm",
+    "rotary",
+    "swiglu",
+    "warmup_all_kernels",
+]

@@ -1,0 +1,45 @@
+"""The model families that the package serves, a row each."""
+
+from .shared.hf.decoder_layer import FusedLayer
+from .shared.hf.families import Family, LayerNorms
+
+WINDOW = (("sliding_window", "sliding_window"),)
+OF_CONFIG = (("sliding_window", "config", "sliding_window"),)
+BEHIND = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+AROUND = LayerNorms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+GLM4 = LayerNorms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+PACKED = {"gate_up": ("gate_up_proj",), "act": "activation_fn", "mlp_argument": "hidden_states"}
+GEMMA = {
+    "norms": AROUND,
+    "offset": 1.0,
+    "rounds": "last",
+    "activation": "gelu_tanh",
+    "norm_argument": "x",
+    "positions_first": True,
+    "softcap": "final_logit_softcapping",
+}
+
+
+def row(model: str, prefix: str, folder: str, **options) -> FusedLayer:
+    """Makes a row. model: the family's name in messages; prefix: of transformers' classes; folder: of its module."""
+    return FusedLayer(Family(model, f"transformers.models.{folder}.modeling_{folder}", prefix, **options))
+
+
+ROWS = (
+    row("Llama", "Llama", "llama"),
+    row("Qwen2", "Qwen2", "qwen2", options=WINDOW),
+    row("Qwen3", "Qwen3", "qwen3", qk_norm="head", options=WINDOW),
+    row("Mistral", "Mistral", "mistral", options=OF_CONFIG),
+    row("Ministral", "Ministral", "ministral", options=WINDOW),
+    row("SmolLM3", "SmolLM3", "smollm3", options=WINDOW, turned="use_rope"),
+    row("Granite", "Granite", "granite", multiplier="residual_multiplier", divisor="logits_scaling"),
+    row("Phi-3", "Phi3", "phi3", qkv=("qkv_proj",), **PACKED, partial=True, options=OF_CONFIG,
+        dropouts=("resid_attn_dropout", "resid_mlp_dropout")),
+    row("OLMo 2", "Olmo2", "olmo2", norms=BEHIND, rounds="last", qk_norm="whole"),
+    row("OLMo 3", "Olmo3", "olmo3", norms=BEHIND, rounds="last", qk_norm="whole", options=WINDOW),
+    row("Gemma 2", "Gemma2", "gemma2", **GEMMA, options=(*WINDOW, ("softcap", "attn_logit_softcapping"))),
+    row("Gemma 3", "Gemma3", "gemma3", **GEMMA, qk_norm="head", options=WINDOW, decoder="Gemma3TextModel"),
+    row("GLM", "Glm", "glm", **PACKED, rotary="pairs", partial=True),
+    row("GLM-4", "Glm4", "glm4", **PACKED, norms=GLM4, rotary="pairs", partial=True),
+    row("ERNIE 4.5", "Ernie4_5", "ernie4_5", rotary="pairs"),
+)

@@ -1,0 +1,34 @@
+"""The layers that stand in for more than one family's; those of one family are made from its row. They have no state: `self` is the module
+whose forward they become."""
+
+from torch import nn
+
+from .families import ROWS
+from .shared.decoder.spec import Norm
+from .shared.hf import layers
+from .shared.hf.forwards import norm_forward
+from .shared.hf.modules import mark_forwards
+
+LLAMA = ROWS[0].family
+ROUND_LAST = {f"{own.family.prefix}RMSNorm" for own in ROWS if own.family.rounds == "last" and not own.family.offset}
+
+
+class RMSNorm(nn.Module):
+    """For the RMSNorm of Llama and its kin, and for OLMo's, which multiplies by the weight before it rounds: [..., n] -> [..., n]."""
+
+    can_torch_compile = True
+
+    def forward(self, hidden_states):
+        last = type(self).__name__ in ROUND_LAST
+        return norm_forward(Norm(rounds="last" if last else "first"), self, hidden_states)
+
+
+class RotaryPosEmb(layers.rotary_layer_of(LLAMA)):
+    """For `apply_rotary_pos_emb`: q, k [batch, heads, tokens, head_dim] and cos, sin [batch, tokens, head_dim] -> q, k."""
+
+
+class SwiGLUMLP(layers.mlp_of(LLAMA)):
+    """For the layer name that transformers reserves for MLPs such as Llama's: x [..., hidden] -> [..., hidden]."""
+
+
+mark_forwards(RMSNorm)

@@ -1,0 +1,19 @@
+"""Which layer stands in for what of transformers: the families' rows with the layers that they make."""
+
+from . import layers as own_layers
+from .families import ROWS
+from .shared.hf import layers
+from .shared.hf.decoder_layer import FusedLayer
+from .shared.hf.families import Layers, Targets, targets_of
+
+
+def _targets(own: FusedLayer) -> Targets:
+    family = own.family
+    norm = layers.rms_norm_of(family) if family.offset else own_layers.RMSNorm
+    halves = family.rotary == "halves" and not family.partial
+    rotary = own_layers.RotaryPosEmb if halves else layers.rotary_layer_of(family)
+    of_row = layers.decoder_layer_of(own), layers.model(), layers.causal_lm_of(family), layers.mlp_of(family)
+    return targets_of(own, Layers(norm, rotary, *of_row))
+
+
+FAMILIES = tuple(_targets(own) for own in ROWS)

@@ -1,0 +1,48 @@
+"""The package for every dense family: what its rows make, and what the Hub finds of it."""
+
+import importlib
+
+import kernels
+import pytest
+import torch
+from kernels import Mode
+
+from tests.decoder_families import NAMES, tiny
+from tests.models import random_tokens
+from tools.family_table import END, ROOT, START, filled
+
+TOKENS = random_tokens(2, 21)
+DOCUMENTS = [path for path in (ROOT / "packages/decoders/CARD.md", ROOT / "README.md") if START in path.read_text()]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_the_table_of_families_is_that_of_the_rows(path):
+    """Run `python -m tools.family_table --write` with it where it is not."""
+    text = path.read_text()
+    assert END in text and filled(text) == text
+
+
+def test_models_of_several_families_at_once(decoders):
+    models = {name: tiny(name, attn_implementation="eager") for name in ("llama", "gemma3_text", "olmo2")}
+    expected = {name: model(input_ids=TOKENS, labels=TOKENS).loss for name, model in models.items()}
+    decoders.apply()
+    for name, model in models.items():
+        out = model(input_ids=TOKENS, labels=TOKENS)
+        assert out.logits is None and torch.allclose(out.loss, expected[name], rtol=1e-5)
+    decoders.reset()
+    assert decoders.get_patched_ops() == []
+    assert all(torch.equal(model(input_ids=TOKENS, labels=TOKENS).loss, expected[name]) for name, model in models.items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_that_the_hub_puts_in_place_rounds_as_the_family_does(decoders, name):
+    """transformers gives OLMo's norms and Llama's one name on the Hub, though they round in another order."""
+    model = tiny(name, torch.bfloat16, attn_implementation="eager").eval()
+    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    given = [torch.randn(3, norm.weight.shape[0], dtype=torch.bfloat16) * 3 for norm in norms]
+    expected = [norm(x) for norm, x in zip(norms, given, strict=True)]
+    with kernels.use_kernel_mapping(decoders.mapping()):
+        kernels.kernelize(model, mode=Mode.INFERENCE, device="cpu")
+    ours = importlib.import_module(f"{decoders.__name__}.shared.hf.modules").is_marked
+    assert all(ours(getattr(norm.forward, "__func__", norm.forward)) for norm in norms)
+    assert all(torch.equal(norm(x), y) for norm, x, y in zip(norms, given, expected, strict=True))

@@ -1,0 +1,78 @@
+"""The table of model families that `bastile/decoders` serves, made of its rows: `python -m tools.family_table --write CARD.md ...`"""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "packages" / "decoders" / "torch-ext"
+START, END = "<!-- families -->\n", "<!-- /families -->"
+PLAIN = ("input_layernorm", None, "post_attention_layernorm", None)
+
+
+def rows() -> tuple:
+    """Returns the package's rows, read from its sources."""
+    sys.path.insert(0, str(SOURCES))
+    try:
+        return importlib.import_module("decoders.families").ROWS
+    finally:
+        sys.path.remove(str(SOURCES))
+
+
+def beside_llama(family: Any) -> str:
+    """Says what a family's layer and head have that Llama's have not."""
+    norms, said = family.norms, []
+    if tuple(norms) != PLAIN:
+        said.append("norms of the branches" if norms.inputs is None else "norms in front of the branches and of them")
+    if family.offset:
+        said.append(f"norms with {family.offset:g} + weight")
+    elif family.rounds == "last":
+        said.append("norms that round last")
+    said += {"head": ["a norm of each head of q and k"], "whole": ["a norm of all of q and of k"]}.get(family.qk_norm, [])
+    said += ["packed gate and up"] if len(family.gate_up) == 1 else []
+    said += ["packed q, k and v"] if len(family.qkv) == 1 else []
+    said += ["GELU"] if family.activation == "gelu_tanh" else []
+    said += ["rotary embedding of neighbours"] if family.rotary == "pairs" else []
+    said += ["rotary embedding of a part of a head"] if family.partial else []
+    said += ["layers without rotary embedding"] if family.turned else []
+    said += ["multiplied branches"] if family.multiplier else []
+    options = {option[0] for option in family.options}
+    said += ["windows"] if "sliding_window" in options else []
+    said += ["capped scores"] if "softcap" in options else []
+    said += ["scaled logits"] if family.divisor else []
+    said += ["capped logits"] if family.softcap else []
+    return ", ".join(said) or "–"
+
+
+def without_kernel(family: Any) -> str:
+    """Names what of a family's layer runs in PyTorch's operations."""
+    return "–" if family.rotary == "halves" and not family.partial else "rotary embedding"
+
+
+def family_table() -> str:
+    """Returns the table as Markdown."""
+    lines = ["| family | transformers' class | beside what Llama's has | PyTorch |", "|---|---|---|---|"]
+    for own in rows():
+        family = own.family
+        lines.append(f"| {family.model} | `{family.prefix}ForCausalLM` | {beside_llama(family)} | {without_kernel(family)} |")
+    return "\n".join(lines) + "\n"
+
+
+def filled(text: str) -> str:
+    """Returns a document with the table between its marks."""
+    before, _, rest = text.partition(START)
+    return before + START + family_table() + END + rest.partition(END)[2]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Writes the table into documents."""
+    parser = argparse.ArgumentParser(prog="python -m tools.family_table", description=__doc__)
+    parser.add_argument("--write", nargs="+", type=Path, required=True, metavar="DOCUMENT")
+    for path in parser.parse_args(arguments).write:
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
