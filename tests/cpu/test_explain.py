@@ -2,8 +2,10 @@
 
 import copy
 import importlib
+import re
 import runpy
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,3 +235,16 @@ def test_a_wrong_operation_is_found(liger, monkeypatch, capsys):
         runpy.run_module(f"{liger.__name__}.__main__", run_name="__main__")
     text = capsys.readouterr().out
     assert "NO  check softmax" in text and "0 of 1 operations agree with float64 on CPU" in text and "into an issue" in text
+
+
+@pytest.mark.parametrize("package", ("shared", "liger"))
+def test_every_reason_has_a_known_code_and_every_code_a_reason(package, request):
+    """By the sources: a misspelt code would only raise where a model has that very reason."""
+    root = Path(__file__).resolve().parents[2]
+    folder = root / "torch-ext/shared/hf" if package == "shared" else root / "packages/liger/torch-ext/liger"
+    texts = [path.read_text() for path in folder.glob("*.py")]
+    codes = {code for text in texts for code in re.findall(r"Reason\(\"(\w+)\"", text)}
+    loaded = request.getfixturevalue("qwen3" if package == "shared" else "liger")
+    made_in_explanation = {"device", "kernels"}
+    advice = importlib.import_module(f"{loaded.__name__}.{'shared.hf.explanation' if package == 'shared' else 'api'}").ADVICE
+    assert codes | made_in_explanation == advice.keys()

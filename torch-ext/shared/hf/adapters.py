@@ -14,6 +14,7 @@ from torch import nn
 
 from ..decoder.projection import FourBitWeight, Projection
 from ..ops.common import constant_when_traced
+from .explanation import Reason
 from .modules import own_forward, plain_weight, why_not_plain
 
 LORA = {"peft.tuners.lora.layer": "Linear", "peft.tuners.lora.bnb": "Linear4bit"}  # by module: the class whose sum is `Projection`'s
@@ -70,21 +71,21 @@ def four_bit_weight(layer, dtype: torch.dtype) -> Optional[FourBitWeight]:
     return FourBitWeight(weight, sys.modules["bitsandbytes"].functional.dequantize_4bit)
 
 
-def _base(layer, dtype: torch.dtype, wider: bool) -> Union[Projection, str]:
-    """A layer without adapters; or as text, why it has to be called."""
+def _base(layer, dtype: torch.dtype, wider: bool) -> Union[Projection, Reason]:
+    """A layer without adapters, or why it has to be called."""
     if type(layer) is nn.Linear:
         reason = why_not_plain(layer, True)
-        if reason:
+        if reason is not None:
             return reason
         parameters = layer.__dict__["_parameters"]
         weight, bias = parameters["weight"], parameters.get("bias")
         if not (weight.dtype == dtype or (wider and weight.dtype == FP32)):
-            return f"its weight is {weight.dtype} where the products are {dtype}"
+            return Reason("dtype", f"its weight is {weight.dtype} where the products are {dtype}")
         if bias is not None and bias.dtype != weight.dtype:
-            return f"its bias is {bias.dtype} where the weight is {weight.dtype}"
+            return Reason("dtype", f"its bias is {bias.dtype} where the weight is {weight.dtype}")
         return Projection(weight, bias)
     found = four_bit_weight(layer, dtype)
-    return why_not_plain(layer) if found is None else Projection(found)
+    return Projection(found) if found is not None else why_not_plain(layer) or Reason("called", "it is called as it is")
 
 
 def _plain_linear(layer, with_bias: bool):
@@ -104,57 +105,57 @@ def projection(layer, dtype: torch.dtype, wider: bool = False) -> Optional[Proje
     return found if type(found) is Projection else None
 
 
-def projection_or_reason(layer, dtype: torch.dtype, wider: bool = False) -> Union[Projection, str]:
-    """As `projection`, with the reason in the place of None."""
+def projection_or_reason(layer, dtype: torch.dtype, wider: bool = False) -> Union[Projection, Reason]:
+    """As `projection`, with the reason instead of None."""
     cls = type(layer)
     name = None if cls is nn.Linear else LORA.get(cls.__module__)
     if name is None:
         return _base(layer, dtype, wider)
     if cls.__name__ != name:
-        return f"PEFT's {cls.__name__} is called as it is"
+        return Reason("called", f"PEFT's {cls.__name__} is called as it is")
     if not _is_untouched(layer, cls.__module__, name):
-        return "hooks listen to the LoRA layer, or its forward was replaced"
+        return Reason("hooks", "hooks listen to the LoRA layer, or its forward was replaced")
     state = layer.__dict__
     modules, merged, disabled = state["_modules"], state.get("merged_adapters"), state.get("_disable_adapters")
     variants, scalings = state.get("lora_variant"), state.get("scaling")
     if merged is None or disabled is None or variants is None or scalings is None:
-        return "this version of PEFT keeps its adapters otherwise"
+        return Reason("adapter", "this version of PEFT keeps its adapters otherwise")
     if disabled and merged:
-        return "merged adapters are disabled: the next call takes them out of the weight"
+        return Reason("adapter", "merged adapters are disabled: the next call takes them out of the weight")
     base = _base(modules.get("base_layer"), dtype, wider)
-    if isinstance(base, str):
-        return "below the adapter: " + base
+    if isinstance(base, Reason):
+        return base.of("below the adapter")
     if disabled or merged:
         return base
     active, adapters = state.get("_active_adapter"), modules["lora_A"].__dict__["_modules"]
     if type(active) is not str:
         named = [name for name in active if name in adapters]
         if len(named) > 1:
-            return f"{len(named)} adapters are active at once"
+            return Reason("adapters", f"{len(named)} adapters are active at once")
         active = named[0] if named else None
     if active not in adapters:
         return base
     if active in variants:
-        return f"the adapter is a variant of LoRA ({type(variants[active]).__name__})"
+        return Reason("variant", f"the adapter is a variant of LoRA ({type(variants[active]).__name__})")
     a = plain_weight(adapters[active])
     b = _plain_linear(modules["lora_B"].__dict__["_modules"].get(active), state["lora_bias"].get(active, False))
     probability = _dropout(modules["lora_dropout"].__dict__["_modules"].get(active))
     scaling = scalings.get(active)
     if a is None or b is None:
-        return "lora_A or lora_B is no plain torch.nn.Linear"
+        return Reason("adapter", "lora_A or lora_B is no plain torch.nn.Linear")
     if probability is None:
-        return "the adapter's dropout is not torch.nn.Dropout"
+        return Reason("adapter", "the adapter's dropout is not torch.nn.Dropout")
     if type(scaling) not in (float, int):
-        return f"the adapter's scaling is a {type(scaling).__name__}"
+        return Reason("adapter", f"the adapter's scaling is a {type(scaling).__name__}")
     b, bias = b
     weight = base.weight
     for tensor in (a, b, bias):
         if tensor is not None and tensor.dtype not in (dtype, FP32):
-            return f"the adapter is {tensor.dtype} where the products are {dtype}"
+            return Reason("dtype", f"the adapter is {tensor.dtype} where the products are {dtype}")
         if tensor is not None and tensor.device != weight.device:
-            return f"the adapter is on {tensor.device}, the weight on {weight.device}"
+            return Reason("adapter", f"the adapter is on {tensor.device}, the weight on {weight.device}")
     if a.dtype != dtype and not state.get("cast_input_dtype_enabled", True):
-        return "PEFT was told not to cast the adapter's input"
+        return Reason("adapter", "PEFT was told not to cast the adapter's input")
     return base._replace(a=a, b=b, adapter_bias=bias, scaling=float(scaling), dropout=probability)
 
 

@@ -33,6 +33,7 @@ from torch import nn
 
 from ..runtime.graphs import GraphPool, can_record, is_recording
 from .binding import BoundForward
+from .explanation import Reason
 from .graphed_layers import (
     GRAPHS,
     WITHOUT_GRAPHS,
@@ -68,7 +69,7 @@ class Kind:
     def __init__(self, model: "Model"):
         self.model = model
         self.state = State.UNSEEN
-        self.obstacle = ""  # why it is REFUSED
+        self.obstacle: Optional[Reason] = None  # why it is REFUSED
         self.observed: List[Observed] = []  # of each layer, from OBSERVED on
         self.inputs: List[InputBuffer] = []
         self.graphed: Dict[int, GraphedLayers] = {}  # from RECORDED on, by the number of their first layer
@@ -83,7 +84,7 @@ class Kind:
             self._forget(State.UNSEEN)
         if self.state is State.OBSERVED:
             self._record(x)
-        if self.state is State.REFUSED:
+        if self.state is State.REFUSED and self.obstacle is not None:
             self.model.run_as_before(self.obstacle)
             return None
         if self.state is State.RECORDED:
@@ -105,15 +106,16 @@ class Kind:
 
     def _record(self, x: torch.Tensor) -> None:
         if self.recordings >= RECORDINGS + self.replays // REPLAYS:
-            self.obstacle = f"the model changed after each of {self.recordings} captures (weights moved, adapters or hooks exchanged)"
+            text = f"the model changed after each of {self.recordings} captures (weights moved, adapters or hooks exchanged)"
+            self.obstacle = Reason("changing", text)
         else:
             try:
                 self.graphed = self._recorded(x)
                 self.recordings += 1
                 self.state = State.RECORDED
             except Exception as error:  # whatever a layer does that a graph cannot hold
-                self.obstacle = f"the layers cannot be captured ({type(error).__name__}: {error})"
-        if self.obstacle:
+                self.obstacle = Reason("call", f"the layers cannot be captured ({type(error).__name__}: {error})")
+        if self.obstacle is not None:
             self._forget(State.REFUSED)
 
     def _recorded(self, x: torch.Tensor) -> Dict[int, GraphedLayers]:
@@ -203,7 +205,7 @@ class ReplayedPass:
     def call(self, layer, args, kwargs, key, tensors) -> torch.Tensor:
         kind, graphed = self.kind, self.kind.graphed[self.next]
         if graphed.key != key:
-            kind.model.run_as_before("the layers got other arguments than when they were captured")
+            kind.model.run_as_before(Reason("call", "the layers got other arguments than when they were captured"))
             return run(layer, args, kwargs)
         if self.next and not graphed.watch.same():
             kind.state, kind.model.current = State.OUTDATED, None
@@ -234,7 +236,7 @@ class Model(_NotCopied):
         self.kinds: Dict[tuple, Kind] = {}
         self.current: Union[ObservedPass, ReplayedPass, None] = None
         self.waiting: set = set()  # replayed forward passes before their backward pass
-        self.reasons: List[str] = []  # why passes of a wanted shape ran as before
+        self.reasons: List[Reason] = []  # why passes of a wanted shape ran as before
         self._pool: Optional[GraphPool] = None
 
     @property
@@ -247,12 +249,12 @@ class Model(_NotCopied):
             self._pool = GraphPool(device)
         return self._pool
 
-    def run_as_before(self, reason: str) -> None:
+    def run_as_before(self, reason: Reason) -> None:
         """Replays no more of the current pass, and warns once why."""
         self.current = None
         if reason not in self.reasons:
             self.reasons.append(reason)
-            warnings.warn(f"captured layers run as before: {reason}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"captured layers run as before: {reason.text}", RuntimeWarning, stacklevel=2)
 
     def begin(self, key: tuple, x: torch.Tensor) -> None:
         """Begins a pass at the first layer."""
@@ -261,7 +263,7 @@ class Model(_NotCopied):
             return
         self._release_gradients()
         if key not in self.kinds and len(self.kinds) == KINDS:
-            self.run_as_before(f"there are more than {KINDS} kinds of passes by shape, mask and arguments")
+            self.run_as_before(Reason("call", f"there are more than {KINDS} kinds of passes by shape, mask and arguments"))
             return
         self.current = self.kinds.setdefault(key, Kind(self)).begin(x)
 
@@ -302,9 +304,9 @@ def captured_forward(layer, *args, **kwargs):
             return output
     reason = obstacle(layer, x, args)
     key, tensors = None, ()
-    if not reason:
+    if reason is None:
         key, tensors, reason = described(x, kwargs)
-    if reason:
+    if reason is not None:
         model.run_as_before(reason)
         return run(layer, args, kwargs)
     if place.index == 0:
@@ -363,7 +365,7 @@ def capture(layers: List[nn.Module], causal_lms: List[nn.Module], batch: int, to
         causal_lm.__dict__[GRAPHS] = model
 
 
-def captured_passes(layer: nn.Module) -> Tuple[List[tuple], List[str]]:
+def captured_passes(layer: nn.Module) -> Tuple[List[tuple], List[Reason]]:
     """([(batch and tokens, whether they are recorded by now)], [why a pass ran as before]) of a layer's model; empty without `capture`."""
     place = layer.__dict__.get(GRAPHS)
     if place is None:

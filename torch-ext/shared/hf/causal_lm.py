@@ -10,6 +10,7 @@ from torch import nn
 from ..ops.common import autocasts
 from ..ops.cross_entropy import LinearCrossEntropyOutput, Options, cross_entropy_of_logits
 from ..ops.linear_cross_entropy import linear_cross_entropy
+from .explanation import Reason
 from .head import Head, Unmade, check_head
 from .modules import (
     OFF,
@@ -166,36 +167,38 @@ def output_with_metrics(cls):
     return OUTPUTS[cls]
 
 
-def why_loss_is_not_standard(model) -> str:
-    """Why transformers' causal LM loss in transformers' own forward is not what stands behind the logits; "" when it is."""
+def why_loss_is_not_standard(model) -> Optional[Reason]:
+    """Why what follows the logits is not transformers' causal LM loss in transformers' own forward; None when it is."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if OFF in model.__dict__:
-        return "accelerate wrapped the model's forward, and reset() was called"
+        return Reason("model", "accelerate wrapped the model's forward, and reset() was called")
     if model.loss_function is not ForCausalLMLoss:
-        return "model.loss_function is not transformers' own"
+        return Reason("loss", "model.loss_function is not transformers' own")
     module = original_forward(model).__module__
-    return "" if module.startswith("transformers.") else f"the model's forward is defined in {module}"
+    return None if module.startswith("transformers.") else Reason("model", f"the model's forward is defined in {module}")
 
 
-def why_logits_are_wanted(model) -> str:
-    """Why a loss comes with logits in training mode, whatever the head is; "" when it does not."""
+def why_logits_are_wanted(model) -> Optional[Reason]:
+    """Why a loss comes with logits in training mode, whatever the head is; None when it does not."""
     wanted = dict(getattr(model, LOSS_OPTIONS, ())).get("skip_logits")
-    return "" if wanted is None or wanted else f"apply() was given skip_logits={wanted}"
+    return None if wanted is None or wanted else Reason("skip_logits", f"apply() was given skip_logits={wanted}")
 
 
-def why_head_is_not_plain(model) -> str:
-    """Why something other than PyTorch's own layer, sharded or not, stands between the hidden states and the logits; "" when it is that."""
+def why_head_is_not_plain(model) -> Optional[Reason]:
+    """Why something other than PyTorch's own layer, sharded or not, stands between the hidden states and the logits; None if nothing."""
     weight = plain_weight(model.lm_head)
     if weight is None:
         weight = sharded_weight(model.lm_head)
     if weight is None:
-        return f"lm_head: {why_not_plain(model.lm_head)}"
+        reason = why_not_plain(model.lm_head)
+        assert reason is not None, "else its weight is plain"
+        return reason.of("lm_head")
     if all_are_listened_to():
-        return "hooks listen to all modules of the process"
+        return Reason("hooks", "hooks listen to all modules of the process")
     expected = model.config.vocab_size
     rows = whole_shape(weight)[0]
-    return "" if rows == expected else f"lm_head has {rows} rows, and config.vocab_size is {expected}"
+    return None if rows == expected else Reason("model", f"lm_head has {rows} rows, and config.vocab_size is {expected}")
 
 
 def causal_lm_forward(

@@ -23,6 +23,7 @@ from ..ops.rotary import qk_norm_rotary
 from ..runtime.device import PLAIN
 from .adapters import projection, projection_or_reason
 from .checkpointing import attend_once, keeps_attention, recomputes_mlp, warn_of_kept_mlp
+from .explanation import Reason
 from .families import Family
 from .modules import OwnForwards, all_are_listened_to, is_activation, original_forward, own_forward, why_not_own
 from .sparse_block import is_sparse, sparse_block_or_reason
@@ -74,14 +75,14 @@ def _has_plain_norm(own: OwnForwards, norm, x) -> bool:
     return type(weight) in PLAIN and weight.dtype == x.dtype and own.run_by(norm)
 
 
-def why_not_fusable(own: FusedLayer, layer, x) -> str:
-    """Why the parts of a layer may not be taken apart: they have hooks, or they hold other things than the family's. "" when they may."""
+def why_not_fusable(own: FusedLayer, layer, x) -> Optional[Reason]:
+    """Why the parts of a layer may not be taken apart: they have hooks, or hold other things than the family's. None when they may."""
     if type(x) not in PLAIN or x.dim() != 3:
-        return "the input is no ordinary tensor [batch, tokens, hidden]"
+        return Reason("tensor", "the input is not an ordinary tensor [batch, tokens, hidden]")
     if all_are_listened_to():
-        return "hooks listen to all modules of the process"
+        return Reason("hooks", "hooks listen to all modules of the process")
     if x.dtype not in (product_dtype(x), torch.float32):
-        return f"autocast to {product_dtype(x)} over {x.dtype}"
+        return Reason("autocast", f"autocast to {product_dtype(x)} over {x.dtype}")
     parts, family = _parts(layer), own.family
     attention, mlp = parts["self_attn"], parts["mlp"]
     inner = _parts(attention)
@@ -91,22 +92,23 @@ def why_not_fusable(own: FusedLayer, layer, x) -> str:
         return why_not_own(mlp, "mlp")
     for norm in (*[parts[name] for name in own.norms], *[inner[name] for name in own.head_norms]):
         if not _has_plain_norm(own, norm, x):
-            return f"a norm has hooks, a forward that someone else gave it, or a weight that is no ordinary tensor of {x.dtype}"
+            weight = f"a weight that is not an ordinary tensor of {x.dtype}"
+            return Reason("hooks", f"a norm has hooks, a forward that someone else gave it, or {weight}")
     if not is_sparse(mlp) and not is_activation(_parts(mlp).get(family.act), family.activation):
-        return f"the activation of mlp is not {NAMES[family.activation]}, or has hooks"
+        return Reason("hooks", f"the activation of mlp is not {NAMES[family.activation]}, or has hooks")
     for name in family.dropouts:
         if type(parts[name]) is not nn.Dropout or own_forward(parts[name]) is not nn.Dropout.forward or (parts[name].p and layer.training):
-            return f"{name} zeroes elements, or is no torch.nn.Dropout"
-    return "" if own.rotary(ROTARY) else f"{ROTARY} is one that someone else put there"
+            return Reason("model", f"{name} zeroes elements, or is not torch.nn.Dropout")
+    return None if own.rotary(ROTARY) else Reason("replaced", f"{ROTARY} is one that someone else put there")
 
 
 NAMES = {"silu": "SiLU", "gelu_tanh": "GELU's tanh approximation"}
 
 
-def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, str]]:
-    """[(part, "" or why it is not fused)] of a layer for an input [batch, tokens, hidden], as `decoder_layer_forward` decides it."""
+def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]]]:
+    """[(part, None or why it is not fused)] of a layer for an input [batch, tokens, hidden], as `decoder_layer_forward` decides it."""
     reason = why_not_fusable(own, layer, x)
-    if reason:
+    if reason is not None:
         return [("decoder layer", reason)]
     block, family = _parts(layer)["mlp"], own.family
     inner, mlp = _parts(_parts(layer)["self_attn"]), _parts(block)
@@ -118,10 +120,10 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, str]]:
     rows = []
     for part, names in groups:
         reasons = ((name, projection_or_reason((inner if name in inner else mlp)[name], dtype, wider)) for name in names)
-        rows.append((part, next((f"{name}: {found}" for name, found in reasons if isinstance(found, str)), "")))
+        rows.append((part, next((found.of(name) for name, found in reasons if isinstance(found, Reason)), None)))
     if is_sparse(block):
         found = sparse_block_or_reason(own, family.sparse, block, x, dtype)
-        rows.append(("norm, router, experts", found if isinstance(found, str) else ""))
+        rows.append(("norm, router, experts", found if isinstance(found, Reason) else None))
     return rows
 
 
@@ -213,7 +215,7 @@ def _finish(own: FusedLayer, layer, attended, residual, shape):
     sparse, recompute = is_sparse(mlp), recomputes_mlp(layer)
     if sparse:
         block = sparse_block_or_reason(own, family.sparse, mlp, x, dtype)
-        found = None if isinstance(block, str) else block
+        found = None if isinstance(block, Reason) else block
     else:
         linears = _parts(mlp)
         found = _projections(dtype, wider, [linears[name] for name in (*family.gate_up, "down_proj")])

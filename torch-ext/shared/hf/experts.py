@@ -8,6 +8,7 @@ import torch
 from ..ops.common import autocasts
 from ..ops.experts import experts
 from ..runtime.device import PLAIN
+from .explanation import Reason
 from .modules import is_silu, is_transformers_own, original_forward
 
 MOE = "transformers.integrations.moe"
@@ -33,23 +34,23 @@ def _experts_gate(layer):
 
 
 def experts_or_reason(layer):
-    """(weights and biases, gate) of a module of transformers' with `gate_up_proj` and `down_proj`, as `experts` takes them; or as text, why
-    `experts` is not for it."""
+    """(weights and biases, gate) of a module of transformers' with `gate_up_proj` and `down_proj`, as `experts` takes them; or the `Reason`
+    why `experts` is not for it."""
     gate = _experts_gate(layer)
     if gate is None:
-        return "the gate of experts is one that is not known"
+        return Reason("called", "the gate of experts is one that is not known")
     weights = [layer.gate_up_proj, layer.down_proj]
     if layer.has_bias:
         weights += [layer.gate_up_proj_bias, layer.down_proj_bias]
     if not all(type(weight) in PLAIN and weight.dtype == weights[0].dtype for weight in weights):
-        return "a weight of experts is no ordinary tensor, or one is of another dtype than the others"
+        return Reason("tensor", "a weight of experts is not an ordinary tensor, or of another dtype than the others")
     return weights, {**gate, "transposed": layer.is_transposed}
 
 
 def _known_experts(layer, hidden, index, scores):
     """The result of `experts` for a module that it is for; else None."""
     found = None if index is None or scores is None else experts_or_reason(layer)
-    if found is None or isinstance(found, str) or not all(type(tensor) in PLAIN for tensor in (hidden, index, scores)):
+    if found is None or isinstance(found, Reason) or not all(type(tensor) in PLAIN for tensor in (hidden, index, scores)):
         return None
     weights, options = found
     flat = hidden.reshape(-1, hidden.shape[-1]).to(weights[0].dtype)

@@ -1,12 +1,63 @@
 """The table that `explain` makes: what of a model runs fused, and of the rest why it does not and what to do."""
 
-from typing import Mapping, NamedTuple, Sequence, Tuple
+from typing import Mapping, NamedTuple, Optional, Tuple
 
-Advice = Sequence[Tuple[str, str]]  # by a part of a reason: what to do about it; the first that is found counts
+import torch
+
+from ..runtime.device import why_no_kernels
+
+# What to do about a reason, by its code; "" where there is nothing to do.
+ADVICE = {
+    "trl": "call apply() or kernelize(model) with log_probs=True",
+    "head": "load the head as plain floating point weights, or accept that TRL's trainers compute with it themselves",
+    "device": "move the model to a CUDA device",
+    "kernels": "",
+    "unpatched": "call apply(), or kernelize(model)",
+    "zero3": "make whole decoder layers its unit: deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])",
+    "hooks": "remove the hooks, or accept that these parts are called one by one",
+    "checkpointing": "captured layers need gradient checkpointing switched off",
+    "cache": "set model.config.use_cache = False for training",
+    "changing": "keep adapters, hooks and weights where they are between training steps",
+    "unrecorded": "run two training passes of this shape",
+    "call": "",
+    "bias": "nothing: a linear layer with a bias is called as it is",
+    "adapters": "activate one adapter, or merge the others",
+    "variant": "plain LoRA (no DoRA) is fused",
+    "adapter": "",
+    "autocast": "train in the dtype of the weights, or in float32 weights under autocast",
+    "dtype": "load the model in one dtype",
+    "tensor": "",
+    "skip_logits": "leave skip_logits out of the options of the loss",
+    "loss": "leave model.loss_function as it is, or pass the options of the loss to apply()",
+    "apart": "call pack(model)",
+    "replaced": "call apply() or kernelize() before accelerate, TRL or others wrap the model",
+    "called": "nothing: what lies around it is fused",
+    "model": "",
+}
+
+
+class Reason(NamedTuple):
+    """Why a part of a model is not fused. code: its kind, a key of `ADVICE`; text: what is said of this part."""
+
+    code: str
+    text: str
+
+    def of(self, name: str) -> "Reason":
+        """The same reason, said of a part by its name."""
+        return Reason(self.code, f"{name}: {self.text}")
+
+
+def no_kernels(device: torch.device) -> Optional[Reason]:
+    """Why the prebuilt kernels do not run on a device; None where they do."""
+    text = why_no_kernels(device)
+    return Reason("device" if device.type != "cuda" else "kernels", text) if text else None
+
+
+Found = Mapping[Tuple[str, Optional[Reason]], int]  # how many there are of each part with a reason, None where it runs fused
 
 
 class Row(NamedTuple):
-    """part: of a model; count: how many of it there are; fused: does it run fused; reason: why not, or what holds it back; advice."""
+    """part: of a model; count: how many of it there are; fused: whether it runs fused; reason: why not, or what holds it back; advice."""
 
     part: str
     count: int  # type: ignore[assignment]  # a tuple has a method of that name
@@ -27,11 +78,9 @@ class Explanation(NamedTuple):
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table)
 
 
-def advice_of(reason: str, advice: Advice) -> str:
-    return next((text for part, text in advice if part in reason), "")
-
-
-def explanation_of(found: Mapping[Tuple[str, str], int], advice: Advice) -> Explanation:
-    """Makes the table. found: how many there are of each part with a reason, "" where it runs fused."""
-    rows = [Row(part, count, not reason, reason, advice_of(reason, advice) if reason else "") for (part, reason), count in found.items()]
+def explanation_of(found: Found, advice: Mapping[str, str] = ADVICE) -> Explanation:
+    """Makes the table. advice: by the codes of the reasons."""
+    rows = []
+    for (part, reason), count in found.items():
+        rows.append(Row(part, count, True, "", "") if reason is None else Row(part, count, False, reason.text, advice[reason.code]))
     return Explanation(tuple(rows))

@@ -1,9 +1,12 @@
 """What a call of a decoder layer is, for its replay: what stands in its way, and what has to be equal."""
 
+from typing import Optional
+
 import torch
 
 from ..runtime.device import PLAIN, is_ordinary
 from .attention import documents_of
+from .explanation import Reason
 from .graphed_layers import autocast_dtype
 from .masks import Visible
 from .modules import all_are_listened_to
@@ -13,20 +16,20 @@ OF_THE_LOSS = frozenset(("num_items_in_batch", "num_items", "shift_labels", "ign
 OF_DOCUMENTS = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))  # what a plan of the attention says already
 
 
-def obstacle(layer, x, args) -> str:
-    """Why a layer's call in training cannot be replayed, whatever its other arguments are; "" where it can."""
+def obstacle(layer, x, args) -> Optional[Reason]:
+    """Why a layer's call in training cannot be replayed, whatever its other arguments are; None where it can."""
     if getattr(layer, "gradient_checkpointing", False):
-        return "gradient checkpointing is on"
+        return Reason("checkpointing", "gradient checkpointing is on")
     if len(args) != 1:
-        return "a layer did not get its input, and only that, by position"
+        return Reason("call", "a layer did not get its input, and only that, by position")
     if all_are_listened_to() or any(layer.__dict__[name] for name in HOOKS):
-        return "there are hooks on a layer"
+        return Reason("hooks", "there are hooks on a layer")
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     if hooks is not None and hooks(False) is not None:
-        return "saved tensors are packed by hooks (offloading)"
+        return Reason("hooks", "saved tensors are packed by hooks (offloading)")
     if not is_ordinary(x):
-        return "the input of a layer is not an ordinary tensor"
-    return ""
+        return Reason("tensor", "the input of a layer is not an ordinary tensor")
+    return None
 
 
 def described(x, kwargs):
@@ -40,7 +43,8 @@ def described(x, kwargs):
             continue
         if type(value) is Visible:
             if value.rule is None:
-                return None, (), "there is padding between the tokens of a row, or another mask for which the attention has no plan"
+                text = "there is padding between the tokens of a row, or another mask for which the attention has no plan"
+                return None, (), Reason("call", text)
             key += (name, value.rule.window)
             if not value.is_plain():
                 plan = value.plan(x.device, *documents_of(value, kwargs, None))
@@ -50,11 +54,13 @@ def described(x, kwargs):
         parts = value if type(value) is tuple else (value,)
         for part in parts:
             if type(part) not in PLAIN or part.requires_grad:
-                advice = ". Call the model with use_cache=False" if name == "past_key_values" else ""
-                return None, (), f"the argument {name} of a layer is a {type(value).__name__}{advice}"
+                text = f"the argument {name} of a layer is a {type(value).__name__}"
+                if name == "past_key_values":
+                    return None, (), Reason("cache", f"{text}. Call the model with use_cache=False")
+                return None, (), Reason("call", text)
             tensors.append(part)
             key += (name, part.shape, part.dtype, part.device)
-    return tuple(key), tensors, ""
+    return tuple(key), tensors, None
 
 
 def read_by_layer(kwargs):

@@ -7,6 +7,7 @@ is exactly PyTorch's own goes to the operations; everything else is called as tr
 import functools
 import sys
 from types import FunctionType
+from typing import Optional
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ops.common import constant_when_traced
 from ..runtime.device import PLAIN
+from .explanation import Reason
 from .wrapped import inside, is_wrapped
 
 SAVED = "_bastile_"  # prefix of the attribute that keeps what `patching` replaced, on the class or module where it stood
@@ -167,28 +169,28 @@ def own_forward(module):
     return type(module).forward if forward is None else getattr(forward, "__func__", None)
 
 
-def why_not_plain(layer, with_bias: bool = False) -> str:
-    """Why a call of a layer does more or other than multiply by the ordinary weight of a torch.nn.Linear; "" when it does just that.
+def why_not_plain(layer, with_bias: bool = False) -> Optional[Reason]:
+    """Why a call of a layer does more or other than multiply by the ordinary weight of a torch.nn.Linear; None when it does just that.
     with_bias: whether it may add an ordinary bias.
 
     Everything is read from `__dict__`: a look-up of an attribute on a module costs 0.3 us.
     """
     if type(layer) is not nn.Linear:
-        return f"a {type(layer).__module__}.{type(layer).__name__} is called as it is"
+        return Reason("called", f"a {type(layer).__module__}.{type(layer).__name__} is called as it is")
     state = layer.__dict__
     parameters = state["_parameters"]
     if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
-        return "hooks listen to it"
+        return Reason("hooks", "hooks listen to it")
     if "forward" in state:
-        return f"its forward was replaced by {getattr(state['forward'], '__module__', 'someone')}"
+        return Reason("replaced", f"its forward was replaced by {getattr(state['forward'], '__module__', 'someone')}")
     bias, weight = parameters.get("bias"), parameters.get("weight")
     if bias is not None and not with_bias:
-        return "it has a bias"
+        return Reason("bias", "it has a bias")
     if bias is not None and not is_plain(bias):
-        return f"its bias is a {type(bias).__name__}"
+        return Reason("tensor", f"its bias is a {type(bias).__name__}")
     if not is_plain(weight):
-        return f"its weight is a {type(weight).__name__}"
-    return "" if nn.Linear.forward is _linear_forward else "torch.nn.Linear.forward was replaced"
+        return Reason("tensor", f"its weight is a {type(weight).__name__}")
+    return None if nn.Linear.forward is _linear_forward else Reason("replaced", "torch.nn.Linear.forward was replaced")
 
 
 def plain_weight(layer, with_bias: bool = False):
@@ -218,12 +220,12 @@ def whole_shape(weight) -> torch.Size:
     return getattr(weight, "ds_shape", weight.shape)
 
 
-def why_not_own(module, name: str) -> str:
+def why_not_own(module, name: str) -> Reason:
     """Says why a module, by a name for it, is not one that runs what transformers or this package wrote and nothing else."""
     hooks = [*module.__dict__["_forward_hooks"].values(), *module.__dict__["_forward_pre_hooks"].values()]
     if any((getattr(hook, "__module__", None) or "").startswith(DEEPSPEED) for hook in hooks):
-        return f"DeepSpeed's ZeRO-3 gathers the weights of {name} on their own"
-    return f"{name} has hooks, or a forward that someone else gave it"
+        return Reason("zero3", f"DeepSpeed's ZeRO-3 gathers the weights of {name} on their own")
+    return Reason("hooks", f"{name} has hooks, or a forward that someone else gave it")
 
 
 def call_with(function, layer, x):

@@ -16,6 +16,7 @@ import torch
 from ..ops.linear_log_probs import linear_log_probs
 from ..ops.log_probs import OUTPUTS
 from ..runtime.device import PLAIN, is_transformed
+from .explanation import Reason
 
 ORIGINAL = "bastile_original"  # on what stands in TRL's function's place: that function
 USER, NAME_THERE = "trl.trainer.utils", "_ChunkedLogProbFunction"  # where TRL's trainers call it
@@ -23,20 +24,20 @@ PART = "log-probabilities in TRL's trainers"
 _warned: set = set()
 
 
-def why_theirs(hidden, weight, *others: Optional[torch.Tensor]) -> str:
-    """Says why TRL's own function computes with a head, "" where ours does."""
+def why_theirs(hidden, weight, *others: Optional[torch.Tensor]) -> Optional[Reason]:
+    """Why TRL's own function computes with a head, None where ours does."""
     if hasattr(weight, "ds_id"):
-        return "DeepSpeed ZeRO-3 shards the head"
+        return Reason("zero3", "DeepSpeed ZeRO-3 shards the head")
     for tensor in (hidden, weight, *others):
         if tensor is None:
             continue
         if type(tensor) not in PLAIN:
-            return f"the head is a {type(tensor).__name__}"
+            return Reason("head", f"the head is a {type(tensor).__name__}")
         if tensor.device != weight.device:
-            return f"the head is on {weight.device}, and what it is called with on {tensor.device}"
+            return Reason("head", f"the head is on {weight.device}, and what it is called with on {tensor.device}")
     if not weight.is_floating_point():
-        return f"the head is {weight.dtype}"
-    return "" if torch.compiler.is_compiling() or not is_transformed() else "a transform of PyTorch is at work"
+        return Reason("head", f"the head is {weight.dtype}")
+    return None if torch.compiler.is_compiling() or not is_transformed() else Reason("call", "a transform of PyTorch is at work")
 
 
 def _log_probs(original) -> Callable:
@@ -182,15 +183,18 @@ def switch(on: bool) -> None:
     (put if on else take_back)()
 
 
-def why_not(model) -> Optional[str]:
-    """Says why TRL's trainers call their own function with a model's head, "" where they call ours, None where TRL is not imported."""
+def is_imported() -> bool:
+    """Tells whether TRL's trainers are imported."""
+    return PLACES[0].module in sys.modules
+
+
+def why_not(model) -> Optional[Reason]:
+    """Why TRL's trainers call their own function with a model's head, None where they call ours. TRL is imported."""
     place = PLACES[0]
-    if place.module not in sys.modules:
-        return None
     if not hasattr(getattr(sys.modules[place.module], place.name, None), ORIGINAL):
-        return "TRL's own function"
+        return Reason("trl", "TRL's own function")
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     weight = getattr(head, "weight", None)
     if not isinstance(weight, torch.Tensor) or type(weight).__name__ == "DTensor":  # which TRL gathers first
-        return ""
+        return None
     return why_theirs(weight, weight)

@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from typing import Optional
 
 from torch import nn
 
@@ -9,11 +10,10 @@ from . import layers
 from .back_end import TAKEN
 from .shared.hf import doctor
 from .shared.hf.binding import BoundForward
-from .shared.hf.explanation import Explanation, explanation_of
+from .shared.hf.explanation import Explanation, Reason, explanation_of, no_kernels
 from .shared.hf.hub import mapping_of
 from .shared.hf.modules import is_marked
 from .shared.ops.common import autocasts
-from .shared.runtime.device import why_no_kernels
 
 NORMS = {nn.LayerNorm: layers.LayerNorm, nn.GroupNorm: layers.GroupNorm, nn.RMSNorm: layers.TorchRMSNorm}
 # Names that transformers gives to classes and functions of its models, beside the layers' own.
@@ -24,15 +24,17 @@ HUB_NAMES = {
 }
 OWN_NAMES = (layers.GatedMLP, layers.PackedMLP, layers.GemmaRMSNorm, layers.ComplexRotaryEmb, layers.MultimodalRotaryPosEmb)
 LIBRARIES = (doctor.TORCH, *((name, None, "") for name in ("liger-kernel", "kernels", "transformers", "accelerate", "peft", "trl")))
-ADVICE = (
-    ("not on a GPU", "move the model to a CUDA device"),
-    ("torch's own forward", "call kernelize(model)"),
-    ("Liger's own", "call use_in_liger()"),
-    ("was replaced", "call kernelize(model) before others replace forwards"),
-    ("autocast", "nothing: PyTorch computes norms in float32 there"),
-    ("subclass", "nothing: it may do something else"),
-    ("eps", "give it an eps: PyTorch's default depends on the dtype"),
-)
+ADVICE = {
+    "device": "move the model to a CUDA device",
+    "kernels": "",
+    "unpatched": "call kernelize(model)",
+    "liger": "call use_in_liger()",
+    "replaced": "call kernelize(model) before others replace forwards",
+    "autocast": "nothing: PyTorch computes norms in float32 there",
+    "subclass": "nothing: it may do something else",
+    "dimensions": "",
+    "eps": "give it an eps: PyTorch's default depends on the dtype",
+}
 
 
 def kernelize(model: nn.Module) -> nn.Module:
@@ -74,13 +76,13 @@ def explain(model: nn.Module) -> Explanation:
             devices |= {parameter.device for parameter in module.parameters()}
     ops = sys.modules.get("liger_kernel.ops")
     if ops is not None:
-        found["Liger's operations", "" if TAKEN in vars(ops) else "Liger's own"] += 1
+        found["Liger's operations", None if TAKEN in vars(ops) else Reason("liger", "Liger's own")] += 1
         devices |= {parameter.device for parameter in model.parameters()}
     if not found:
         names = ", ".join(cls.__name__ for cls in NORMS)
         raise TypeError(f"model is a {type(model).__name__} without any of torch.nn's {names}, expected a model that has them")
     for device in sorted(devices, key=str):
-        found[f"kernels on {device}", why_no_kernels(device)] += 1
+        found[f"kernels on {device}", no_kernels(device)] += 1
     return explanation_of(found, ADVICE)
 
 
@@ -111,17 +113,19 @@ def _runs_ours(module) -> bool:
     return is_marked(getattr(vars(module).get("forward"), "__func__", None))
 
 
-def _why_not(module) -> str:
-    """Why a norm does not run on the kernels; "" where it does."""
+def _why_not(module) -> Optional[Reason]:
+    """Why a norm does not run on the kernels; None where it does."""
     if type(module) not in NORMS:
-        return "it is a subclass of torch.nn's"
+        return Reason("subclass", "it is a subclass of torch.nn's")
     if not _runs_ours(module):
-        return "its forward was replaced" if "forward" in vars(module) else "torch's own forward"
+        if "forward" in vars(module):
+            return Reason("replaced", "its forward was replaced")
+        return Reason("unpatched", "torch's own forward")
     if isinstance(module, nn.RMSNorm) and len(module.normalized_shape) != 1:
-        return "it normalizes over several dimensions: torch's own operation"
+        return Reason("dimensions", "it normalizes over several dimensions: torch's own operation")
     if isinstance(module, nn.RMSNorm) and module.eps is None:
-        return "its eps is None: torch's own operation"
+        return Reason("eps", "its eps is None: torch's own operation")
     parameter = next(module.parameters(), None)
     if parameter is not None and autocasts(parameter.device):
-        return "autocast is on: torch's own operation"
-    return ""
+        return Reason("autocast", "autocast is on: torch's own operation")
+    return None
