@@ -108,7 +108,10 @@ def test_forward_and_backward_on_either_side_of_autocast(ops, name, dtype):
         assert all(gradient.dtype == dtype for gradient in grads)
         if name != "experts":  # torch's grouped GEMMs do not know autocast either
             expected = run(formula, inputs_of(shapes, dtype), True, True)
-            assert [result.dtype for result in found] == [result.dtype for result in expected[0]]
+            dtypes = [result.dtype for result in expected[0]]
+            if name == "norm_attention_inputs":  # q and k come as attention takes them, in the dtype of the products
+                dtypes[:2] = dtypes[2:3] * 2
+            assert [result.dtype for result in found] == dtypes
         reference = run(formula, inputs_of(shapes, dtype), True, False)
         for a, b, c in zip((*found, *grads), (*exact[0], *exact[1]), (*reference[0], *reference[1]), strict=True):
             assert relative_error(a, b) <= 1.5 * relative_error(c, b) + 1e-3

@@ -296,6 +296,9 @@ def test_the_implementation_of_experts_that_a_user_chose(gpt_oss, monkeypatch):
     module = sys.modules[f"{gpt_oss.__name__}.shared.hf.experts"]
     original = module.experts
     monkeypatch.setattr(module, "experts", lambda *args, **kwargs: called.append("ours") or original(*args, **kwargs))
+    layer = sys.modules[f"{gpt_oss.__name__}.shared.hf.decoder_layer"]  # which calls them in a node
+    fused = layer.norm_experts
+    monkeypatch.setattr(layer, "norm_experts", lambda *args, **kwargs: called.append("ours") or fused(*args, **kwargs))
     table = moe.ExpertsInterface._global_mapping
     for name in ("batched_mm", "grouped_mm"):
         monkeypatch.setitem(table, f"my_{name}", lambda *args, name=name: called.append(name) or table[name](*args))

@@ -1,5 +1,6 @@
 """The decoder layer's two nodes: attention's inputs, and the MLP."""
 
+import contextlib
 import functools
 import importlib
 
@@ -22,13 +23,27 @@ def part_of(ops, name):
     return importlib.import_module(f"{ops.__name__}.shared.decoder.{name}")
 
 
+@contextlib.contextmanager
+def named(**names):
+    """Errors under the names that the arguments have in a function of weights alone."""
+    try:
+        yield
+    except ValueError as error:
+        first, rest = str(error).split(" is ", 1)
+        known = {name.replace("_", ".", 1): name for name in ("gate_weight", "up_weight", "down_weight", "o_weight")}
+        known |= {f"projections[{i}].weight": f"weights[{i}]" for i in range(3)}
+        raise ValueError(f"{(known | names).get(first, first)} is {rest}") from error
+
+
 def plain_inputs(ops):
     """`norm_attention_inputs` as a function of weights alone, with Qwen3's description."""
     nodes, spec, projection = (part_of(ops, name) for name in ("nodes", "spec", "projection"))
 
     def call(x, norm_weight, weights, q_norm, k_norm, cos, sin, shape):
         projections = [projection.Projection(weight) for weight in weights]
-        return nodes.norm_attention_inputs(x, norm_weight, projections, q_norm, k_norm, cos, sin, shape, spec.Inputs(q_norm.shape[-1]))
+        description = spec.Inputs(q_norm.shape[-1] if q_norm.dim() else 1)
+        with named():
+            return nodes.norm_attention_inputs(x, norm_weight, projections, q_norm, k_norm, cos, sin, shape, description)
 
     return call
 
@@ -40,7 +55,8 @@ def plain_mlp(ops):
     def call(x, norm_weight, gate_weight, up_weight, down_weight, attended=None, o_weight=None, recompute=False):
         weights = [*([] if o_weight is None else [o_weight]), gate_weight, up_weight, down_weight]
         projections = [projection.Projection(weight) for weight in weights]
-        return nodes.norm_mlp(x, norm_weight, projections, spec.Outputs(), attended, recompute=recompute)
+        with named(before="norm_weight"):
+            return nodes.norm_mlp(x, norm_weight, projections, spec.Outputs(), attended, recompute=recompute)
 
     return call
 

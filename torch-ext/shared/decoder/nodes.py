@@ -343,7 +343,7 @@ def _check_mlp(tensors: OutputTensors, projections: Sequence[Projection], dtype)
         fail("projections", f"{len(projections)} of them", f"{first}gate, up and down, or {first}gate and up packed and down")
     *groups, (down,) = split_groups(projections, has_o)
     hidden, inner = x.shape[-1], groups[-1]
-    intermediate = inner[0].weight.shape[0] // (1 if len(inner) == 2 else 2)
+    intermediate = sum(inner[0].weight.shape[:1]) // (1 if len(inner) == 2 else 2)
     for name, projection in zip(("gate", "up") if len(inner) == 2 else ("gate_up",), inner):
         check_projection(name, projection, intermediate if len(inner) == 2 else 2 * intermediate, hidden, dtype, x.device)
     check_projection("down", down, hidden, intermediate, dtype, x.device)

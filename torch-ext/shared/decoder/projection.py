@@ -130,7 +130,7 @@ class Group:
         """dtype: of the products."""
         self.dtype = dtype
         self.tensors = SIZE * len(projections)
-        self.rows = [projection.weight.shape[0] for projection in projections]
+        self.rows = [sum(projection.weight.shape[:1]) for projection in projections]  # 0 of a scalar, which is refused later
         self.four_bit = {i: p.weight for i, p in enumerate(projections) if isinstance(p.weight, FourBitWeight)}
         self.dtypes = [Parts(*(getattr(part, "dtype", None) for part in projection[:SIZE])) for projection in projections]
         self.spans: Dict[int, slice] = {}  # of each projection with an adapter: its columns in `low`
@@ -204,12 +204,12 @@ def layout_of(spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.
             if probability or type(weight) is FourBitWeight:
                 replayable = False
                 break
-            key += (weight.dtype, weight.shape[0], None if bias is None else bias.dtype)
+            key += (weight.dtype, weight.shape[:1], None if bias is None else bias.dtype)
             if a is None or b is None:
                 key.append((a is None, b is None, adapter_bias is None))
             else:
                 of_bias = None if adapter_bias is None else adapter_bias.dtype
-                key += (a.dtype, a.shape[0], b.dtype, of_bias, scaling or str(scaling))  # 0.0 and -0.0 are equal
+                key += (a.dtype, a.shape[:1], b.dtype, of_bias, scaling or str(scaling))  # 0.0 and -0.0 are equal
     whole = tuple(key)
     found = _layouts.get(whole) if replayable else None
     if found is None:
