@@ -145,7 +145,8 @@ SEEN = """
 import sys
 modules = list(model.modules()) + [sys.modules["transformers.models.qwen3.modeling_qwen3"].apply_rotary_pos_emb]
 forwards = {getattr(m.forward, "__func__", m.forward) for m in modules}
-found = {f.__qualname__ for f in forwards if "qwen3_c" in f.__module__ and f.__module__.endswith(".layers")}
+packages = [m for name, m in sys.modules.items() if "qwen3_c" in name and name.endswith(".layers") and ".shared." not in name]
+found = {f"{name}.forward" for m in packages for name, layer in vars(m).items() if getattr(layer, "forward", None) in forwards}
 assert found, forwards
 print("", *found)
 """
