@@ -12,6 +12,7 @@ import transformers.modeling_utils  # its table is what register_attention looks
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
+from tests.decoder_families import tiny
 from tests.models import tiny_gpt_oss, tiny_model, tiny_qwen3_moe
 from tests.ops.common import runtime_of
 
@@ -476,6 +477,7 @@ def test_switching_it_off_gives_models_their_attention_back(kernels):
 
 FAMILIES = {"qwen3": tiny_model, "sliding": lambda **changes: tiny_model(**SLIDING, **changes), "qwen3_moe": tiny_qwen3_moe,
             "gpt_oss": tiny_gpt_oss}
+DECODERS = ("gemma2", "gemma3_text", "ernie4_5", "phi3", "olmo3")  # of the package for dense families, what is unlike Qwen3
 
 
 @pytest.fixture
@@ -483,14 +485,17 @@ def chosen(request, monkeypatch):
     """A function of a family's name: its package, whose kernels serve every device, and what makes a model that they fit."""
 
     def of(family):
-        package = request.getfixturevalue("gpt_oss" if family == "gpt_oss" else "qwen3")
+        package = request.getfixturevalue("gpt_oss" if family == "gpt_oss" else "decoders" if family in DECODERS else "qwen3")
         monkeypatch.setattr(module_of(package, "attention_choice"), "kernels_run_on", lambda *tensors: True)
+        if family in DECODERS:
+            monkeypatch.setattr(module_of(package, "attention_choice"), "HEAD_DIMS", range(1, 65))
+            return package, functools.partial(tiny, family, attn_implementation=None)
         return package, functools.partial(FAMILIES[family], head_dim=64)
 
     return of
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", (*FAMILIES, *DECODERS))
 @pytest.mark.parametrize("side", ("left", "right"))
 @pytest.mark.parametrize("reader", ("logits", "labels", "hidden states"))
 def test_whoever_reads_padding_reads_what_transformers_computes(chosen, family, side, reader):
@@ -510,12 +515,13 @@ def test_whoever_reads_padding_reads_what_transformers_computes(chosen, family, 
             output = model.model(**batch, use_cache=False).last_hidden_state
         weights = torch.sin(torch.arange(output.numel(), dtype=torch.float32)).view(output.shape)
         (output * weights + output).sum().backward()
-        assert model.model.config._attn_implementation == ("bastile" if how == "apply" else model.config._attn_implementation)
+        ours = how == "apply" and family != "gemma2"  # whose scores are capped
+        assert model.model.config._attn_implementation == ("bastile" if ours else model.config._attn_implementation)
         found.append((output.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
     assert_same(found[1], found[0], bound=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", (*FAMILIES, *DECODERS))
 def test_where_nobody_reads_padding_it_is_left_out(chosen, family, monkeypatch):
     package, make = chosen(family)
     batch = padded("right")
@@ -528,7 +534,22 @@ def test_where_nobody_reads_padding_it_is_left_out(chosen, family, monkeypatch):
         model(**batch, use_cache=False)  # the choice is made in a first step
         tokens.clear()
         torch.testing.assert_close(model(**batch, use_cache=False).loss, expected, rtol=1e-5, atol=1e-5)
-        assert set(tokens) == {sum(LENGTHS) if unpad else batch["input_ids"].numel()}
+        assert set(tokens) == ({sum(LENGTHS) if unpad else batch["input_ids"].numel()} if family != "gemma2" else set())
+
+
+@pytest.mark.parametrize("batch", (packed(), padded("right"), padded("left")), ids=("packed", "right", "left"))
+def test_a_model_that_caps_its_scores_keeps_them_where_ours_was_asked_for_by_name(chosen, batch):
+    package, make = chosen("gemma2")
+    model = make()
+    seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    expected = step(model, batch, seen)
+    package.apply()
+    model.set_attn_implementation("bastile")
+    assert_same(step(model, batch, seen), expected)
+    labels = {"labels": batch["input_ids"].masked_fill(~seen, -100)}
+    loss = model(**batch, **labels, use_cache=False).loss
+    package.reset()
+    torch.testing.assert_close(loss, model(**batch, **labels, use_cache=False).loss)
 
 
 def test_the_choice_leaves_the_users_configuration_alone(chosen):

@@ -68,17 +68,18 @@ def documents_of(visible, kwargs, sinks):
 
 
 def _as_transformers(module, query, key, value, mask, scaling, dropout, sinks, kwargs):
-    """SDPA's function of transformers, or with sinks the eager one of the module's own model. mask: a `Visible` or what transformers
-    made."""
-    kind = "sdpa" if sinks is None else "eager"
+    """SDPA's function of transformers, or with sinks or a softcap the eager one of the module's own model. mask: a `Visible` or what
+    transformers made."""
+    kind = "sdpa" if sinks is None and kwargs.get("softcap") is None else "eager"
     if isinstance(mask, Visible):
         # SDPA needs no mask there: what transformers knows too, but not inside a graph.
-        needless = sinks is None and mask.rule is not None and mask.is_plain() and query.shape[2] == key.shape[2]
+        needless = kind == "sdpa" and mask.rule is not None and mask.is_plain() and query.shape[2] == key.shape[2]
         mask = None if needless else mask.mask(kind, query.dtype, query.device)
-    if sinks is None:
+    if kind == "sdpa":
         function = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS["sdpa"]
         return function(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, torch.zeros((), dtype=query.dtype, device=mask.device), torch.finfo(query.dtype).min)
     function = sys.modules[type(module).__module__].eager_attention_forward
-    return function(module, query, key, value, mask, dropout=dropout, scaling=scaling, s_aux=sinks, **kwargs)
+    more = kwargs if sinks is None else {**kwargs, "s_aux": sinks}
+    return function(module, query, key, value, mask, dropout=dropout, scaling=scaling, **more)

@@ -72,6 +72,11 @@ def head_dim_of(config) -> Optional[int]:
     return config.hidden_size // heads if found is None and heads else found
 
 
+def caps_scores(config) -> bool:
+    """Tells whether a model caps the scores of its attention, which no kernel of ours does."""
+    return getattr(config, "attn_logit_softcapping", None) is not None
+
+
 # ---------------------------------------------------------------- choosing it
 _look_up = object.__getattribute__
 
@@ -190,7 +195,7 @@ def choose_attention(model) -> None:
         state.on = False
     elif not state.on:
         weight = next(model.parameters(), None)
-        fits = head_dim_of(state.config) in HEAD_DIMS and weight is not None and not weight.is_meta
+        fits = head_dim_of(state.config) in HEAD_DIMS and not caps_scores(state.config) and weight is not None and not weight.is_meta
         state.on = fits and kernels_run_on(torch.empty(0, device=getattr(weight, "device", None)))
     if state.on:
         state.on = _all_are_told(model, state)

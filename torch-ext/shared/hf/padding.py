@@ -11,7 +11,7 @@ import torch
 
 from ..ops.attention import HEAD_DIMS
 from ..ops.common import HALF, autocasts
-from .attention_choice import head_dim_of
+from .attention_choice import caps_scores, head_dim_of
 from .capture import is_wanted
 from .masks import (
     ATTENTION,
@@ -49,14 +49,16 @@ def _is_listened_to(modules) -> bool:
 def _only_the_loss_is_read(model, kwargs, options) -> bool:
     """True where the caller sees nothing that the decoder of a causal LM, which uses our attention, returns for a token without a label."""
     config = model.model.config
-    if config._attn_implementation != ATTENTION or torch.compiler.is_compiling():
+    if config._attn_implementation != ATTENTION or caps_scores(config) or torch.compiler.is_compiling():
         return False
     use_cache = kwargs.get("use_cache")
     cached = config.use_cache if use_cache is None else use_cache
     checkpoints = getattr(model.model, "gradient_checkpointing", False) and model.training  # which switches the cache off
     if (cached and not checkpoints) or kwargs.get("past_key_values") is not None or any(options.get(name) for name in UNREDUCED):
         return False
-    if any(kwargs.get(name, getattr(config, name, False)) for name in ASKED) or (model.training and config.attention_dropout):
+    if any(kwargs.get(name, getattr(config, name, False)) for name in ASKED):
+        return False
+    if model.training and getattr(config, "attention_dropout", 0.0):
         return False
     if isinstance(kwargs.get("logits_to_keep", 0), torch.Tensor) or kwargs.get("logits_to_keep", 0):
         return False
