@@ -5,6 +5,9 @@ import importlib
 import pytest
 import torch
 
+from tests.cpu.conftest import kernels_of as kernels_of_package
+from tests.decoder_families import tiny
+from tests.models import Step, random_tokens
 from tests.ops.common import FLOATS, runtime_of
 
 # The file in tests/ops -> the files of kernel_src whose kernels it runs.
@@ -40,3 +43,28 @@ def test_operation(all_operations, interpret, name, kernels, dtype):
 def kernels_of(name: str) -> set:
     """The kernels that a file of kernel_src prebuilds."""
     return {variant.kernel_name for variant in importlib.import_module(f"kernel_src.{name}").variants()}
+
+
+# The kernels that a family's own norms come to in one training step.
+NORMS = {
+    "llama": {"general_rms_norm_forward", "general_add_rms_norm_forward", "general_rms_norm_apply", "general_add_rms_norm_backward"},
+    "granite": {"scaled_add_norm_forward", "general_rms_norm_apply", "general_add_rms_norm_backward"},
+    "olmo2": {"norm_add_forward", "general_rms_norm_backward"},
+    "gemma3_text": {"norm_add_norm_forward", "norm_add_forward", "general_rms_norm_apply", "general_add_rms_norm_backward"},
+    "glm4": {"norm_add_norm_forward", "norm_add_forward", "general_rms_norm_apply"},
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_step_of_a_family_runs_its_norms_in_kernels(decoders, interpret, name):
+    def step_of(model):
+        tokens = random_tokens(1, 5)
+        return Step(model, input_ids=tokens, labels=tokens, use_cache=False)
+
+    model = tiny(name, hidden_size=192, num_hidden_layers=1, attn_implementation="eager")
+    expected = step_of(model)
+    ran = interpret(decoders, kernels_of_package("packages/decoders")).launched
+    decoders.kernelize(model)
+    step_of(model).assert_same(expected, 3)
+    found = {variant.split("-")[0] for variant in ran}
+    assert NORMS[name] <= found, NORMS[name] - found

@@ -4,11 +4,13 @@ from typing import Optional, Tuple
 
 import torch
 
+from ..ops import residual_norm
 from ..ops import rms_norm as norms
 from .spec import Norm
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Four = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def is_plain(norm: Norm) -> bool:
@@ -39,6 +41,18 @@ def norm_backward(norm: Norm, dy: torch.Tensor, x: torch.Tensor, weight: torch.T
 def add_norm_forward(norm: Norm, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, multiplier: float = 1.0) -> Triple:
     """(total, y, rstd) of total = residual + multiplier * x; y is of x's dtype, total of residual's."""
     return norms.add_rms_norm_forward(x, residual, weight, norm.eps, None, norm.offset, norm.rounds, multiplier)
+
+
+def norm_add_forward(norm: Norm, branch: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Pair:
+    """(total = residual + RMSNorm(branch), rstd of the branch)."""
+    return residual_norm.norm_add_forward(branch, residual, weight, norm.eps, norm.offset, norm.rounds)
+
+
+def norm_add_norm_forward(
+    norm: Norm, branch: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, next_weight: torch.Tensor
+) -> Four:
+    """(total, y, rstd of the branch, rstd of total), as `norm_add_forward` and the norm of total, y of the branch's dtype."""
+    return residual_norm.norm_add_norm_forward(branch, residual, weight, next_weight, norm.eps, None, norm.offset, norm.rounds)
 
 
 def add_norm_backward(

@@ -14,7 +14,7 @@ from ..ops.common import always
 from ..ops.swiglu import ONE_GEMM_FORWARD
 from .activation import gated_backward_in_place, gated_forward
 from .heads import Heads, heads_backward, heads_forward
-from .norms import add_norm_backward, add_norm_forward, norm_again, norm_backward, norm_forward
+from .norms import add_norm_backward, add_norm_forward, norm_add_forward, norm_add_norm_forward, norm_again, norm_backward, norm_forward
 from .projection import Parts
 from .projections import Projections
 from .spec import Inputs, Norm, Outputs
@@ -177,6 +177,12 @@ def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections]
     branch = kept = o_rstd = None
     if o is not None:
         (branch,) = o.forward(tensors.attended)
+        if tensors.after is not None and spec.multiplier == 1 and (norm is None or spec.after == spec.before):
+            if norm is None:
+                total, o_rstd = norm_add_forward(spec.after, branch, x, tensors.after)
+                return Joined(total, total.to(dtype), branch, None, o_rstd)
+            total, y, o_rstd, rstd = norm_add_norm_forward(spec.after, branch, x, tensors.after, norm)
+            return Joined(total, y, branch, rstd, o_rstd)
         if tensors.after is not None:
             kept = branch
             branch, o_rstd = norm_forward(spec.after, kept, tensors.after, dtype)
@@ -275,9 +281,13 @@ def mlp_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, bot
     total, _, *of_join = joined
     del joined
     hidden, behind, branch_rstd = gated_forward(gate, up, spec.activation), tensors.behind, None
+    branch, shape = None, tensors.x.shape
+    if behind is not None and spec.multiplier == 1:
+        (branch,) = down.forward(hidden)
+        out, branch_rstd = norm_add_forward(spec.behind, branch, total.view(shape), behind)
+        return MLPResults(out, None if groups.o is None else total, *of_join, gate, up, branch, branch_rstd)
     # Not a view of the flat result: FSDP's hooks warn of a module that returns a view.
-    out = torch.empty(tensors.x.shape, dtype=total.dtype, device=total.device)
-    branch = None
+    out = torch.empty(shape, dtype=total.dtype, device=total.device)
     if behind is None and spec.multiplier == 1 and total.dtype == dtype:
         down.forward(hidden, onto=total, out=out.view(total.shape))
     else:

@@ -47,16 +47,17 @@ def _fits(branch, residual, *weights) -> bool:
 def _add(
     branch: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, rounds: str = "first"
 ) -> Pair:
-    """Returns (total, rstd [rows] of the branch)."""
+    """Returns (total, rstd [rows] of the branch). total has residual's shape, in which the branch may be flat, and is no view."""
     if not _fits(branch, residual, weight):
         y, rstd = rms_norm_forward(branch, weight, eps, branch.dtype, offset, rounds)
-        return residual + y, rstd
+        return residual + y.view(residual.shape), rstd
     n = branch.shape[-1]
     rows, stream, weight = rows_of(branch, n), rows_of(residual, n), rows_of(weight, n)[0]
-    total, rstd = new_like(stream), per_row(branch, rows.shape[0])
+    total, rstd = new_like(residual), per_row(branch, rows.shape[0])
+    sums = total.view(-1, n)
     for part in slabs(rows, stream):
-        _add_kernel(rows[part], stream[part], weight, total[part], rstd[part], eps, offset, int(rounds == "first"))
-    return total.view(residual.shape), rstd
+        _add_kernel(rows[part], stream[part], weight, sums[part], rstd[part], eps, offset, int(rounds == "first"))
+    return total, rstd
 
 
 def _add_norm(

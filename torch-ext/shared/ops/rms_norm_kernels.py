@@ -3,8 +3,8 @@
 | family | kernel_src | takes |
 |---|---|---|
 | `ROWS` | rms_norm.py | offset 0, rounded first: Qwen3's row lengths with tuned tiles, short rows, and any other length more slowly |
-| `ONE_TILE` | round_last_rms_norm.py | offset 0, rounded last, rows of up to 4096 |
 | `SEGMENTS` | general_rms_norm.py; residual_norm.py: y again, and a multiplier | any offset, either rounding, any length |
+| `ONE_TILE` | round_last_rms_norm.py | offset 0, rounded last, rows of up to 4096 |
 
 A package ships one family or several. The first one that it ships, that takes the norm and that reads a row of this length once is chosen;
 without such a family the first that takes the norm, and without that PyTorch. Every family sums the weight's gradient in fp32: each block
@@ -233,7 +233,7 @@ class Segments:
 
     def reads_once(self, norm: Norm) -> bool:
         """As `WholeRows.reads_once`."""
-        return norm.length % SEGMENT == 0 and norm.length <= self.WHOLE[norm.x]
+        return norm.x == norm.weight and norm.length % SEGMENT == 0 and norm.length <= self.WHOLE[norm.x]
 
     def forward(self, x, weight, eps: float, norm: Norm) -> Pair:
         """Returns (y, rstd [rows])."""
@@ -334,7 +334,7 @@ ONE_TILE = OneTile(
     ),
 )  # fmt: skip
 SEGMENTS = Segments()
-FAMILIES = (ROWS, ONE_TILE, SEGMENTS)
+FAMILIES = (ROWS, SEGMENTS, ONE_TILE)
 
 
 def family_of(norm: Norm, step: str, x: torch.Tensor, *others: torch.Tensor):
