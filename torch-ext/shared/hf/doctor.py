@@ -58,7 +58,7 @@ def _numbers(version: str) -> Tuple[int, ...]:
 
 
 def version_fits(version: str, expected: str) -> bool:
-    """Tells whether a version is within `expected`, such as ">=5.17,<5.23"."""
+    """Tells whether a version is within `expected`, such as ">=0.16.2,<0.18"."""
     found = _numbers(version)
     for bound in expected.split(","):
         limit = _numbers(bound)
@@ -130,8 +130,9 @@ def main(report: Callable[..., Report], package: str) -> None:
         raise SystemExit(1)
 
 
-def report(package: str, libraries: Libraries = LIBRARIES, check: bool = False) -> Report:
-    """Looks at this machine; see `report` of a package. package: its name, as it was imported. libraries: whose versions matter to it."""
+def report(package: str, libraries: Libraries = LIBRARIES, check: bool = False, more: Sequence[Finding] = ()) -> Report:
+    """Looks at this machine; see `report` of a package. package: its name, as it was imported. libraries: whose versions matter to it.
+    more: what else the package found."""
     try:
         architectures = ", ".join(launch.backend.artifacts.architectures()) or "none"
         kernels = Finding("prebuilt kernels", architectures, architectures != "none",
@@ -142,6 +143,7 @@ def report(package: str, libraries: Libraries = LIBRARIES, check: bool = False) 
         Finding("package", package, True),
         Finding("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}", platform.system() == "Linux"),
         *_libraries(libraries),
+        *more,
         kernels,
     ]
     if torch.cuda.is_available():

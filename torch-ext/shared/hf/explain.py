@@ -1,7 +1,7 @@
 """Says of a model what runs fused, and of the rest why it does not and what to do. The reasons are those of the functions that decide."""
 
 from collections import Counter
-from typing import Callable, List, Optional, Tuple
+from typing import Callable, List, Mapping, Optional, Tuple
 
 import torch
 
@@ -34,18 +34,23 @@ def _why_apart(layer) -> List[Tuple[str, Optional[Reason]]]:
     return found
 
 
-def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: List[torch.nn.Module]) -> Explanation:
+OPERATION_OF = {"decoder layer": "decoder_layer", "loss without logits": "fused_linear_cross_entropy"}
+
+
+def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: List[torch.nn.Module],
+            left: Mapping[str, Tuple[str, int]]) -> Explanation:
     """Makes the table of `explain` of a package. layers: each with its function of a layer and an input that returns
-    [(part, None or why it is not fused)]."""
+    [(part, None or why it is not fused)]. left: operations that stay transformers' own, with the reason and the number of layers."""
+    own = {part: Reason("texts", left[name][0]) if name in left else UNPATCHED for part, name in OPERATION_OF.items()}
     found: Counter = Counter()
     for causal_lm in causal_lms:
-        reason: Optional[Reason] = UNPATCHED
+        reason: Optional[Reason] = own["loss without logits"]
         if _runs_ours(causal_lm):
             reason = why_loss_is_not_standard(causal_lm) or why_logits_are_wanted(causal_lm) or why_head_is_not_plain(causal_lm)
         found["loss without logits", reason] += 1
     for layer, explain_layer in layers:
         if not _runs_ours(layer):
-            found["decoder layer", UNPATCHED] += 1
+            found["decoder layer", own["decoder layer"]] += 1
             continue
         weight = next(layer.parameters())
         norm = next((p for name, p in layer.named_parameters() if "norm" in name), weight)
@@ -54,6 +59,9 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
             found[pair] += 1
     if trl.is_imported():
         found[trl.PART, trl.why_not(model)] += 1
+    for operation, (text, count) in left.items():
+        if operation not in OPERATION_OF.values():
+            found[operation, Reason("texts", text)] += count
     devices = sorted({str(parameter.device) for layer, _ in layers for parameter in layer.parameters()})
     for device in devices:
         found[f"kernels on {device}", no_kernels(torch.device(device))] += 1

@@ -2,7 +2,7 @@
 
 from typing import Any, Mapping, NamedTuple
 
-TRANSFORMERS_EXPECTED = ">=5.17,<5.24"
+TRANSFORMERS_EXPECTED = ">=5.17"
 KERNELS_EXPECTED = ">=0.16.2,<0.18"
 # Each transformers works with one minor version of kernels only.
 PAIR = "'transformers>=5.18,<5.23' with 'kernels>=0.17.2,<0.18', or transformers 5.17 with kernels 0.16.2"

@@ -1,6 +1,6 @@
 """What a user calls alike in every package that puts layers on models of transformers."""
 
-from . import doctor, patching
+from . import doctor, patching, versions
 from .families import Families
 
 
@@ -30,7 +30,14 @@ class Interface:
         Returns a `Report`: printed, what belongs into a bug report; its `findings` have the fields `name`, `found`, `fits` and `advice`.
         `python -m bastile` prints it too, with `--check` for `check`.
         """
-        return doctor.report(self._package, check=check)
+        return doctor.report(self._package, check=check, more=self._texts())
+
+    def _texts(self):
+        """What of transformers has another text than in the tested releases."""
+        if not versions.is_installed():
+            return ()
+        left = versions.what_is_left({targets.model: versions.unknown_texts(targets) for targets in self._families})
+        return (doctor.Finding("transformers' texts", left or "known", not left, versions.ADVICE if left else ""),)
 
     def capture(self, model, batch, tokens):
         """Replays the decoder layers as CUDA graphs in training, for inputs of [batch, tokens], and returns the model.

@@ -7,15 +7,12 @@ What a class or a module had before is kept on itself, so any loaded copy of thi
 """
 
 import gc
-import importlib
-import inspect
-import re
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Mapping
 from types import FunctionType, MethodType
-from typing import Any, Callable, Dict, List, NamedTuple, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from torch import nn
 
@@ -40,10 +37,9 @@ from .families import Families, Targets, hub_names_of, names_of
 from .hub import PAIR, TRANSFORMERS_EXPECTED, kernels_library, kernels_wanted, mapping_of
 from .modules import CAPTURED, LAYER, OFF, SAVED, for_class, is_marked, is_own_rotary, is_transformers_own, own_class
 from .padding import KEEPS
+from .versions import modeling_of, note, unknown_texts, why_left
 from .wrapped import inside, put
 
-# From, and up to but not including.
-TRANSFORMERS = (5, 17), (5, 24)
 ROTARY = "apply_rotary_pos_emb"
 WRAPPED = "_original_forward"  # where accelerate keeps the forward that it wrapped for mixed precision
 TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, WITHOUT  # on a module: what kernelize() was told of its model
@@ -56,40 +52,37 @@ CALL_BEFORE = (
 # transformers and kernels
 
 
-def modeling_of_transformers(targets: Targets):
-    """transformers' module of the model. Raises ImportError when it is absent or not as the layers expect it."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(f"transformers is not installed. Run: pip install 'transformers{TRANSFORMERS_EXPECTED}'") from error
-    version = transformers.__version__
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    advice = f"expected transformers{TRANSFORMERS_EXPECTED}. Run: pip install 'transformers{TRANSFORMERS_EXPECTED}'"
-    if not TRANSFORMERS[0] <= numbers < TRANSFORMERS[1]:
-        raise ImportError(f"transformers is {version}, {advice}")
+class _Family(NamedTuple):
+    """A family on the installed transformers. unknown: of `versions.unknown_texts`."""
+
+    targets: Targets
+    modeling: Any
+    unknown: Mapping[str, Tuple[str, ...]]
+
+
+def _family(targets: Targets) -> _Family:
+    """Prepares a family. Raises ImportError when transformers is absent, too old, or has no such family."""
+    found = _Family(targets, modeling_of(targets), unknown_texts(targets))
     from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
-    try:
-        modeling = importlib.import_module(targets.modeling)
-    except ModuleNotFoundError as error:
-        raise ImportError(f"transformers {version} has no {targets.model}, {advice}") from error
-    for name, layer in targets.classes.values():
-        if getattr(modeling, name, None) is None:
-            raise ImportError(f"transformers {version} has no {name}, {advice}")
-        cls = own_class(modeling, name)
-        original = None if cls is None else _original(cls, "forward")
+    for operation, (name, layer) in targets.classes.items():
+        cls = own_class(found.modeling, name)
+        original = None if cls is None or operation in found.unknown else _original(cls, "forward")
         if original is None or not is_transformers_own(original, targets.modeling, f"{name}.forward"):
             continue  # someone else's, which is kept
-        found, expected = inspect.signature(original), inspect.signature(layer.forward)
-        if [(p.name, p.kind) for p in found.parameters.values()] != [(p.name, p.kind) for p in expected.parameters.values()]:
-            raise ImportError(f"transformers {version} has {name}.forward{found}, expected {name}.forward{expected}, {advice}")
         for ours in (layer.forward, for_class(layer.forward)):
             _describe(ours, original)
-    if not hasattr(modeling, ROTARY):
-        raise ImportError(f"transformers {version} has no {ROTARY}, {advice}")
-    for cls in (CausalLMOutputWithPast, MoeCausalLMOutputWithPast):
-        output_with_metrics(cls)  # torch.compile traces through no making of classes
-    return modeling
+    for output in (CausalLMOutputWithPast, MoeCausalLMOutputWithPast):
+        output_with_metrics(output)  # torch.compile traces through no making of classes
+    return found
+
+
+def _unknown_of(families: Sequence[_Family], wanted=None) -> Dict[str, Dict[str, Tuple[str, ...]]]:
+    """By family, what `versions.note` is to speak of. wanted: the operations that someone asked for, None for all."""
+    return {
+        family.targets.model: {name: texts for name, texts in family.unknown.items() if wanted is None or wanted.get(name)}
+        for family in families
+    }
 
 
 # What stands where, and putting it back
@@ -111,19 +104,21 @@ def _describe(function, original):
 
 
 def _own_rotary(modeling):
-    """What stands for the rotary embedding without us: a function, or the module that `kernels` makes of one."""
-    return vars(modeling).get(SAVED + "rotary", _original(modeling, ROTARY))
+    """What stands for the rotary embedding without us: a function, or the module that `kernels` makes of one; None where it is gone."""
+    if SAVED + "rotary" in vars(modeling):
+        return vars(modeling)[SAVED + "rotary"]
+    return _original(modeling, ROTARY) if ROTARY in vars(modeling) else None
 
 
 def _target(targets: Targets, modeling, operation):
-    """(class or module, attribute, replacement) of an operation; None for a class that is gone."""
+    """(class or module, attribute, replacement) of an operation; None for a class or function that is gone."""
     if operation != "rope":
         name, layer = targets.classes[operation]
         return own_class(modeling, name), "forward", layer.forward
     function = _own_rotary(modeling)
     if isinstance(function, nn.Module):  # `kernels` made it one, of a class of its own
         return type(function), "forward", targets.rotary.forward
-    return modeling, ROTARY, targets.rotate
+    return None if function is None else modeling, ROTARY, targets.rotate
 
 
 def _stranger(targets: Targets, modeling, name):
@@ -263,11 +258,15 @@ def _defines_forward(cls):
 # For every model
 
 
-def _register_attention(targets: Targets, modeling):
-    """Makes attn_implementation="bastile" a choice, with what is known of the masks of this family."""
-    whole = own_class(modeling, targets.classes["attention"][0])
-    register_attention(*([whole] if whole is not None else []))
-    note_new_models(__name__)
+def _register(families: Sequence[_Family]):
+    """Makes attn_implementation="bastile" a choice, with what is known of the masks of these families, and experts_implementation."""
+    for targets, modeling, unknown in families:
+        if "attention" not in unknown:
+            whole = own_class(modeling, targets.classes["attention"][0])
+            register_attention(*([whole] if whole is not None else []))
+            note_new_models(__name__)
+    if not any("experts" in family.unknown for family in families):
+        _register_experts()
 
 
 def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True):
@@ -280,18 +279,19 @@ def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, 
     version does not fit.
     """
     options = _loss_options(wanted["fused_linear_cross_entropy"])
-    modelings = [modeling_of_transformers(targets) for targets in families]
-    _register_experts()
+    found = [_family(targets) for targets in families]
+    note(_unknown_of(found, wanted), stacklevel=3)
+    _register(found)
     modules = _live_modules(families)
-    for targets, modeling in zip(families, modelings):
-        _register_attention(targets, modeling)
+    for targets, modeling, unknown in found:
         _tell_causal_lm(own_class(modeling, targets.classes["fused_linear_cross_entropy"][0]), options, unpad)
         layer = own_class(modeling, targets.classes["decoder_layer"][0]) if "decoder_layer" in targets.classes else None
         if layer is not None:
             setattr(layer, KEEPS_ATTENTION, bool(keep_attention))
             setattr(layer, RECOMPUTES_MLP, bool(recompute_mlp))
         _forget_what_one_model_was_told(targets, modeling, modules)
-        on = {name: isinstance(wanted[name], Mapping) or bool(wanted[name]) for name in targets.operations}
+        asked = {name: isinstance(wanted[name], Mapping) or bool(wanted[name]) for name in targets.operations}
+        on = {name: asked[name] and name not in unknown for name in asked}
         _patch_family(targets, modeling, on, modules)
     trl.switch(bool(log_probs))
 
@@ -514,9 +514,10 @@ class _Chosen(NamedTuple):
     modules: Mapping[str, List[nn.Module]]
 
 
-def _choose(targets: Targets, modeling, model, attention) -> _Chosen:
-    """Finds the modules of a model that a family's layers go on, which may be none. Raises RuntimeError when the rotary embedding cannot be
-    put on one model."""
+def _choose(family: _Family, model, attention) -> Optional[_Chosen]:
+    """Finds the modules of a model that a family's layers go on, None where it has no such modules. Raises RuntimeError when the rotary
+    embedding cannot be put on one model."""
+    targets, modeling, unknown = family
     classes = {operation: own_class(modeling, name) for operation, (name, _) in targets.classes.items()}
     classes["rope"] = own_class(modeling, targets.attention)
     if not (attention and _has_any(model, classes["attention"])):
@@ -526,15 +527,14 @@ def _choose(targets: Targets, modeling, model, attention) -> _Chosen:
         for operation, cls in classes.items()
     }
     if not any(modules.values()):
-        return _Chosen(targets, modeling, {}, {})
-    causal_lm = classes["fused_linear_cross_entropy"]
-    if not _has_any(model, causal_lm):
-        del modules["fused_linear_cross_entropy"]
-    for operation in targets.optional:
+        return None
+    for operation in ("fused_linear_cross_entropy", *targets.optional):
         if not _has_any(model, classes[operation]):
             del modules[operation]
+    modules = {operation: found for operation, found in modules.items() if operation not in unknown}
     forwards = {operation: targets.classes[operation][1].forward for operation in modules if operation != "rope"}
-    forwards["rope"] = classes["rope"] and _attention_forward(targets, _original(classes["rope"], "forward"))
+    if "rope" in modules:
+        forwards["rope"] = classes["rope"] and _attention_forward(targets, _original(classes["rope"], "forward"))
     return _Chosen(targets, modeling, forwards, modules)
 
 
@@ -582,15 +582,14 @@ def kernelize(
     """Puts the layers on one model, in place, and returns it; see `kernelize` of a package."""
     if mode is not None and getattr(mode, "name", "") == "FALLBACK":
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
-    modelings = [modeling_of_transformers(targets) for targets in families]
-    _register_experts()
-    for targets, modeling in zip(families, modelings):
-        _register_attention(targets, modeling)
-    chosen = [_choose(targets, modeling, model, attention) for targets, modeling in zip(families, modelings)]
-    chosen = [each for each in chosen if each.modules]
+    prepared = [_family(targets) for targets in families]
+    _register(prepared)
+    pairs_of = [(family, _choose(family, model, attention)) for family in prepared]
+    chosen = [each for _, each in pairs_of if each is not None]
     if not chosen:
         found = f"a {type(model).__name__} without any of transformers' {names_of(families)} layers"
         raise TypeError(f"model is {found}, expected a {names_of(families)} model")
+    note(_unknown_of([family for family, each in pairs_of if each is not None]), stacklevel=3)
     pairs = [_without_others(each, model) for each in chosen]
     _warn_of_others([module for _, others in pairs for module in others], stacklevel=3)
     for each, _ in pairs:
@@ -623,7 +622,7 @@ def _tell_decoders(chosen: _Chosen, model, attention):
 
 def _modules_of(families: Families, model, operation):
     """[(family, module)] for the modules of a model that an operation has a layer for."""
-    classes = [(targets, getattr(modeling_of_transformers(targets), targets.classes[operation][0])) for targets in families]
+    classes = [(targets, getattr(modeling_of(targets), targets.classes[operation][0], ())) for targets in families]
     return [(targets, module) for module in model.modules() for targets, cls in classes if isinstance(module, cls)]
 
 
@@ -648,23 +647,31 @@ def capture(families: Families, model, batch, tokens):
 
 def explain(families: Families, model):
     """Says what of a model runs fused; see `explain` of a package."""
-    layers = [(layer, targets.explain_layer) for targets, layer in _decoder_layers(families, model)]
-    return explanation.explain(model, layers, _causal_lms(families, model))
+    found = _decoder_layers(families, model)
+    left: Dict[str, Tuple[str, int]] = {}  # operation -> (why it is transformers' own, how many layers it would be in)
+    for targets in families:
+        count = sum(each is targets for each, _ in found)
+        for operation, names in unknown_texts(targets).items() if count else ():
+            left[operation] = why_left(names), left.get(operation, ("", 0))[1] + count
+    return explanation.explain(model, [(layer, targets.explain_layer) for targets, layer in found], _causal_lms(families, model), left)
 
 
 def mapping(families: Families, mode=None):
     """Makes the mapping of a package's layers for `kernels`; see `mapping` of a package."""
-    modelings, kernels = [modeling_of_transformers(targets) for targets in families], kernels_library()
-    _register_experts()
-    for targets, modeling in zip(families, modelings):
-        _register_attention(targets, modeling)
-        for name, layer in targets.classes.values():
+    found, kernels = [_family(targets) for targets in families], kernels_library()
+    note(_unknown_of(found), stacklevel=3)
+    _register(found)
+    left: Set[str] = set()
+    for targets, modeling, unknown in found:
+        without = [targets.rotary if operation == "rope" else targets.classes[operation][1] for operation in unknown]
+        left.update(name for name, layer in targets.hub_names.items() if layer in without)
+        for operation, (name, layer) in targets.classes.items():
             cls = own_class(modeling, name)
-            if cls is not None and not hasattr(cls, "kernel_layer_name"):
+            if cls is not None and operation not in unknown and not hasattr(cls, "kernel_layer_name"):
                 names = targets.hub_names
                 kernels.replace_kernel_forward_from_hub(cls, name if name in names else next(n for n in names if names[n] is layer))
                 setattr(cls, SAVED + "decorated", True)
-    named = [modeling for targets, modeling in zip(families, modelings) if "rotary_pos_emb" in targets.hub_names]
+    named = [family.modeling for family in found if "rotary_pos_emb" in family.targets.hub_names]
     if not all(isinstance(_own_rotary(modeling), nn.Module) for modeling in named):
         import transformers
 
@@ -675,4 +682,4 @@ def mapping(families: Families, mode=None):
             RuntimeWarning,
             stacklevel=3,
         )
-    return mapping_of(hub_names_of(families), mode)
+    return mapping_of({name: layer for name, layer in hub_names_of(families).items() if name not in left}, mode)
