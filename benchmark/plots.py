@@ -58,8 +58,9 @@ def steps(rows: list[Row], title: str):
     parts = {n: parts_of(select(rows, x_value=n)) for n in tokens}
     best = {n: min(peers_of(times).values(), default=None) for n, (times, _) in parts.items()}
     for p in names:
-        of_speed = {n: best[n] / times[p].y_value_50 for n, (times, _) in parts.items() if best[n] and p in times and times[p].y_value_50}
-        of_memory = {n: gib[p].y_value_50 for n, (_, gib) in parts.items() if p in gib and gib[p].y_value_50}
+        measured = {n: times[p].y_value_50 for n, (times, _) in parts.items() if p in times}
+        of_speed = {n: fastest / ms for n, ms in measured.items() for fastest in [best[n]] if fastest and ms}
+        of_memory = {n: peak for n, (_, gib) in parts.items() if p in gib for peak in [gib[p].y_value_50] if peak}
         line(speed, tokens, of_speed, p)
         line(memory, tokens, of_memory, p)
     speed.set_ylabel(FASTEST)
@@ -123,11 +124,12 @@ def masked_rows(rows: list[Row]) -> list[Row]:
 
 def masked(rows: list[Row]):
     found = {what: by_provider(select(masked_rows(rows), kernel_name=f"{QWEN3.name}_step{kind}")) for what, kind in MASKED.items()}
-    ratios = {}
+    ratios: dict[str, float] = {}
     for what, mine in found.items():
         best = min(peers_of(mine).values(), default=None)
-        ours = {p: row.y_value_50 for p, row in mine.items() if is_ours(p) and row.y_value_50} if best else {}
-        ratios |= {f"{what}: {providers.title(p)}": best / ms for p, ms in ours.items()}
+        for p, row in mine.items():
+            if best and is_ours(p) and row.y_value_50:
+                ratios[f"{what}: {providers.title(p)}"] = best / row.y_value_50
     return bars(ratios, "A training step of packed and padded batches", FASTEST)
 
 

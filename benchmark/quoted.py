@@ -10,6 +10,7 @@ A quantity outside of tables, code and such marks is one that no row has.
 """
 
 import re
+from collections.abc import Callable
 
 from .markdown import by_provider, select, times_faster
 from .providers import is_ours
@@ -47,7 +48,7 @@ def _longest_peer(rows: list[Row]) -> str:
     return f"{max((n for p, n in _lengths(rows).items() if not is_ours(p)), default=0):,}"
 
 
-KINDS = {"speed": _speed, "less_memory": _less_memory, "longest": _longest, "longest_peer": _longest_peer}
+KINDS: dict[str, Callable[..., str]] = {"speed": _speed, "less_memory": _less_memory, "longest": _longest, "longest_peer": _longest_peer}
 
 
 def number_of(text: str, rows: list[Row]) -> str:

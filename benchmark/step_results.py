@@ -99,8 +99,8 @@ class Results:
             if found.peak_gib:
                 rows.append(self._row(provider, tokens, "memory", "GiB", Quantiles.of(found.peak_gib)))
             if found.compile_s:  # later processes find some of it in a cache
-                seconds = max(found.compile_s)
-                rows.append(self._row(provider, tokens, "compile_time", "s", Quantiles(seconds, seconds, seconds)))
+                longest = max(found.compile_s)
+                rows.append(self._row(provider, tokens, "compile_time", "s", Quantiles(longest, longest, longest)))
             for step, loss in enumerate(found.losses, 1):
                 rows.append(self._row(provider, tokens, "loss", "nats", Quantiles(loss, loss, loss), ("step", "step", str(step))))
         for metric, seconds in (("first_step", self.first_s), ("until_ready", self.ready_s)):

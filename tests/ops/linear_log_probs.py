@@ -321,7 +321,7 @@ MUTANTS = [
     *errors_in(OPERATION, "fp16_frozen", "_LogProbs.forward", (SAVED, "ctx.save_for_backward(found[5], found[12], found[11], found[8]")),
     *errors_in(OPERATION, "guess", "_LogProbs.backward", ("] = upstream.entropy is not None", "] = True")),
     *errors_in(OPERATION, "chunks", "_run", ("target[rows]", "target[: logits.shape[0]]"),
-               ("upstream.at(rows)", "upstream.at(slice(0, logits.shape[0]))"),
+               ("upstream.at(rows), None", "upstream.at(slice(0, logits.shape[0])), None"),
                ("of_entropy[rows]", "of_entropy[: logits.shape[0]]")),
     *errors_in(OPERATION, "weighted_sum", "_WeightedSum.backward", ("gradients.times(dsum)", "gradients.times()"),
                ("gradients, ctx.gradients = ctx.gradients, None", "gradients = ctx.gradients")),

@@ -68,7 +68,7 @@ CHECKS = of_suite({
 })
 MUTANTS = (
     ("shared/ops/rms_norm.py", "_backward", "x, weight, dy, rstd)", "x, weight, rstd)", "general_rms_norm"),
-    ("shared/ops/rms_norm.py", "_add_forward", "x, residual, weight) if", "x, weight) if", "residual"),
+    ("shared/ops/rms_norm.py", "_add_forward", 'forward", x, residual, weight)', 'forward", x, weight)', "residual"),
     ("shared/ops/layer_norm.py", "_backward", ", others=(dy,)", "", "layer_norm"),
     ("shared/ops/dyt.py", "_backward", ", others=(dy,)", "", "dyt"),
     ("shared/ops/poly_norm.py", "_backward", ", others=(dy,)", "", "poly_norm"),

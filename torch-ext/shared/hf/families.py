@@ -136,7 +136,7 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
     classes["attention"] = (family.decoder or f"{prefix}Model", layers.model)
     if sparse is not None and layers.experts is not None:
         classes["experts"] = (sparse.classes[2], layers.experts)
-    first = [name for name in ("rms_norm", "swiglu") if name in classes]
+    first: List[str] = [name for name in ("rms_norm", "swiglu") if name in classes]
     if "swiglu" not in classes and "experts" in classes:
         first.append("experts")
     rest = ["rope", "fused_linear_cross_entropy", "decoder_layer", "attention", "experts"]

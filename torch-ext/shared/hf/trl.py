@@ -174,7 +174,7 @@ def take_back() -> None:
         sys.meta_path.remove(_finder)
     for place in PLACES:
         stand_in = getattr(sys.modules.get(place.module), place.name, None)
-        if hasattr(stand_in, ORIGINAL) and not stand_in.take(__name__):
+        if stand_in is not None and hasattr(stand_in, ORIGINAL) and not stand_in.take(__name__):
             _bind(stand_in, getattr(stand_in, ORIGINAL))
 
 

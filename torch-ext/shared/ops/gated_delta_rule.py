@@ -5,7 +5,7 @@ Saved are the arguments and the inverse of each chunk's triangle, 128 bytes a to
 made by atomics: two runs give the same bits, and so do documents packed into a row and each in a row of its own.
 """
 
-from typing import Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import torch
 
@@ -105,9 +105,9 @@ def gated_delta_rule_reference(q, k, v, g, beta, chunks: Chunks, initial, scale:
 
 
 def _reference_backward(dout, dfinal, q, k, v, g, beta, chunks, initial, scale, norm):
-    leaves = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, g, beta, initial)]
+    leaves: List[Any] = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, g, beta, initial)]
     with torch.enable_grad():
-        out, final = gated_delta_rule_reference(*leaves[:5], chunks, leaves[5], scale, norm)
+        out, final = gated_delta_rule_reference(*leaves[:5], chunks, leaves[5], scale, norm)  # type: ignore[call-arg]
     results, grads = ((out,), (dout,)) if dfinal is None else ((out, final), (dout, dfinal))
     given = [leaf for leaf in leaves if leaf is not None]
     found = iter(torch.autograd.grad(results, given, grads, allow_unused=True, materialize_grads=True))
@@ -208,12 +208,12 @@ def _backward(
     for start in range(0, k.shape[1], most):
         some, all_of = slice(start, start + most), slice(start * group, (start + most) * group)
         parts = q[:, some], k[:, some], v[:, all_of], g[:, all_of], beta[:, all_of], inverses[:, all_of], dout[:, all_of]
-        states = [None if x is None else x[:, all_of].contiguous() for x in (initial, dfinal)]
-        found = _heads_backward(*parts, table, bounds, *states, scale, norm)
+        before, after = [None if x is None else x[:, all_of].contiguous() for x in (initial, dfinal)]
+        found = _heads_backward(*parts, table, bounds, before, after, scale, norm)
         for whole, heads, part in zip((*results, dinitial), (some, some, all_of, all_of, all_of, all_of), found):
             if part is not None and whole.numel():
                 whole[:, heads].copy_(part)
-    return (*results, dinitial)
+    return (*results, dinitial)  # type: ignore[return-value]
 
 
 def _heads_backward(q, k, v, g, beta, inverses, dout, table, bounds, initial, dfinal, scale: float, norm: bool):
@@ -343,7 +343,8 @@ def gated_delta_step(q, k, v, g, beta, *, initial_state=None, scale: Optional[fl
     if v.numel() and not needs_formula(q, k, v, g, beta, state):
         flat = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
         if _fits(*flat[:3], state):
-            q, k, v, g, beta = (*map(aligned, flat[:3]), *(x.to(torch.float32).contiguous() for x in flat[3:]))
+            q, k, v = map(aligned, flat[:3])
+            g, beta = (x.to(torch.float32).contiguous() for x in flat[3:])
             out, final, state = torch.empty_like(v, memory_format=torch.contiguous_format), torch.empty_like(state), state.contiguous()
             _step[bool(l2_norm)](q, k, v, g, beta, state, out, final, length, scale, EPS)
             return out.view(batch, length, heads, width), final

@@ -82,7 +82,7 @@ def _backward(
     if not _fits(x, weight, bias, since):
         leaves = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias)]
         with torch.enable_grad():
-            y = short_conv_reference(*leaves, since)
+            y = short_conv_reference(leaves[0], leaves[1], leaves[2], since)
         dx, dweight, *dbias = torch.autograd.grad(y, [t for t in leaves if t is not None], dy)
         return dx, dweight, dbias[0] if dbias else weight.new_empty(0)
     x, dy, channels = aligned(x), aligned(dy), x.shape[1]
