@@ -127,5 +127,5 @@ MUTANTS = [
                ("ctx.offset = offset", "ctx.offset = 0.0")),
     *errors_in(OPERATION, "norm_add_norm", "NormAddNormFunction.backward", ("rms_norm_backward(dstream,", "rms_norm_backward(dtotal,"),
                ("return dbranch, dstream,", "return dbranch, dtotal,")),
-    *errors_in(OPERATION, "norm_add", "_add", ("return residual + y, rstd", "return y, rstd"), kernels=False),
+    *errors_in(OPERATION, "norm_add", "_add", ("residual + y.view(residual.shape), rstd", "y.view(residual.shape), rstd"), kernels=False),
 ]  # fmt: skip
