@@ -247,8 +247,8 @@ SINKS = declare("sink_attention", "attention with sinks", GPT_OSS, 8, ("1", "8")
 
 def table(rows: list) -> str:
     """Return attention alone, forward and backward, by the documents and windows of a row."""
-    kernels = (ATTENTION.name, SINKS.name)
-    found = [row for row in select(rows, metric_name="speed", dtype="bf16", timing="device") if row.kernel_name in kernels]
+    known = (ATTENTION.name, SINKS.name)
+    found = [row for row in select(rows, metric_name="speed", dtype="bf16", timing="device") if row.kernel_name in known]
     names = columns_of(found)
     shown = Table("", "documents", "window", "tokens", *map(providers.title, names), "floor", "Bastile: of the floor", "vs best peer")
     for operation in (ATTENTION, SINKS):

@@ -56,13 +56,11 @@ def steps(rows: list[Row], title: str):
         return None
     figure, (speed, memory) = figure_of(2)
     parts = {n: parts_of(select(rows, x_value=n)) for n in tokens}
-    best = {n: min(peers_of(times).values(), default=None) for n, (times, _) in parts.items()}
     for p in names:
-        measured = {n: times[p].y_value_50 for n, (times, _) in parts.items() if p in times}
-        of_speed = {n: fastest / ms for n, ms in measured.items() for fastest in [best[n]] if fastest and ms}
-        of_memory = {n: peak for n, (_, gib) in parts.items() if p in gib for peak in [gib[p].y_value_50] if peak}
-        line(speed, tokens, of_speed, p)
-        line(memory, tokens, of_memory, p)
+        ratios = {n: ratio(times, p) for n, (times, _) in parts.items()}
+        peaks = {n: gib[p].y_value_50 for n, (_, gib) in parts.items() if p in gib}
+        line(speed, tokens, {n: value for n, value in ratios.items() if value}, p)
+        line(memory, tokens, {n: value for n, value in peaks.items() if value}, p)
     speed.set_ylabel(FASTEST)
     memory.set_ylabel("peak memory, GiB")
     for axes in (speed, memory):
@@ -103,10 +101,10 @@ def bars(ratios: dict[str, float], title: str, label: str):
     return figure
 
 
-def ratio(found: dict[str, Row]) -> float | None:
-    """Return the fastest peer's time over ours."""
-    peers, ours = peers_of(found), found.get("bastile")
-    return min(peers.values()) / ours.y_value_50 if peers and ours and ours.y_value_50 else None
+def ratio(found: dict[str, Row], provider: str = "bastile") -> float | None:
+    """Return the fastest peer's time over a provider's."""
+    peers, row = peers_of(found), found.get(provider)
+    return min(peers.values()) / row.y_value_50 if peers and row and row.y_value_50 else None
 
 
 def qwen3_rows(rows: list[Row]) -> list[Row]:
@@ -124,13 +122,8 @@ def masked_rows(rows: list[Row]) -> list[Row]:
 
 def masked(rows: list[Row]):
     found = {what: by_provider(select(masked_rows(rows), kernel_name=f"{QWEN3.name}_step{kind}")) for what, kind in MASKED.items()}
-    ratios: dict[str, float] = {}
-    for what, mine in found.items():
-        best = min(peers_of(mine).values(), default=None)
-        for p, row in mine.items():
-            if best and is_ours(p) and row.y_value_50:
-                ratios[f"{what}: {providers.title(p)}"] = best / row.y_value_50
-    return bars(ratios, "A training step of packed and padded batches", FASTEST)
+    ratios = {f"{what}: {providers.title(p)}": ratio(mine, p) for what, mine in found.items() for p in mine if is_ours(p)}
+    return bars({name: value for name, value in ratios.items() if value}, "A training step of packed and padded batches", FASTEST)
 
 
 def gpt_oss_rows(rows: list[Row]) -> list[Row]:

@@ -1,11 +1,13 @@
 """Numbers within the sentences of a document: `<!-- number: speed qwen3_step 512 -->1.35 ×<!-- /number -->` is made from the results.
 
-    speed KERNEL TOKENS           the fastest peer's time over Bastile's
-    less_memory KERNEL TOKENS     how much less memory Bastile takes than the leanest peer
-    longest KERNEL PROVIDER       the most tokens that a provider's step was measured at
-    longest_peer KERNEL           the same of the best peer
+    speed KERNEL TOKENS [PROVIDER]  the fastest peer's time over that of Bastile, or of one of its forms
+    operation KERNEL MODE X         the same of an operation
+    less_memory KERNEL TOKENS       how much less memory Bastile takes than the leanest peer
+    longest KERNEL PROVIDER         the most tokens that a provider's step was measured at
+    longest_peer KERNEL             the same of the best peer
 
-Behind them stand conditions on the rows, as model=qwen3_8b layers=12; without them it is the step of the suite's model with all its layers.
+Behind them stand conditions on the rows, as model=qwen3_0.6b; without them it is the model of the suite, and of steps with all its layers
+or else as many as were measured.
 A quantity outside of tables, code and such marks is one that no row has.
 """
 
@@ -24,8 +26,12 @@ UNITS = r"(?:%|×(?!\s*\d)|times as\b|(?:µs|us|ms|GiB|GB/s|TFLOP/s|tokens/s)\b)
 QUANTITY = re.compile(rf"(?<![\w.])\d[\d.,]*\s*{UNITS}")
 
 
-def _speed(rows: list[Row], tokens: str) -> str:
-    return times_faster(parts_of(select(rows, x_value=tokens))[0])
+def _speed(rows: list[Row], tokens: str, provider: str = "bastile") -> str:
+    return times_faster(parts_of(select(rows, x_value=tokens))[0], provider)
+
+
+def _operation(rows: list[Row], mode: str, x: str) -> str:
+    return times_faster(by_provider(select(rows, metric_name="speed", kernel_operation_mode=mode, x_value=x)))
 
 
 def _less_memory(rows: list[Row], tokens: str) -> str:
@@ -48,17 +54,28 @@ def _longest_peer(rows: list[Row]) -> str:
     return f"{max((n for p, n in _lengths(rows).items() if not is_ours(p)), default=0):,}"
 
 
-KINDS: dict[str, Callable[..., str]] = {"speed": _speed, "less_memory": _less_memory, "longest": _longest, "longest_peer": _longest_peer}
+KINDS: dict[str, Callable[..., str]] = {
+    "speed": _speed,
+    "operation": _operation,
+    "less_memory": _less_memory,
+    "longest": _longest,
+    "longest_peer": _longest_peer,
+}
+
+
+def deepest(rows: list[Row]) -> list[Row]:
+    """Return the steps of a model with all its layers, or else with the most that were measured."""
+    layers = {row.config["layers"] for row in rows}
+    return select(rows, layers=None if None in layers else max(layers, default=None))
 
 
 def number_of(text: str, rows: list[Row]) -> str:
     """Return what the results say. text: between "number:" and the end of its mark. Raise ValueError for what the results cannot say."""
     kind, kernel, *rest = text.split()
-    conditions: dict = {"model": QWEN3.model, "layers": None}
-    conditions |= dict(word.split("=") for word in rest if "=" in word)
-    conditions = {name: int(value) if str(value).isdigit() else value for name, value in conditions.items()}
+    conditions = {"model": QWEN3.model} | dict(word.split("=") for word in rest if "=" in word)
     arguments = [word for word in rest if "=" not in word]
-    found = KINDS[kind](select(rows, kernel_name=kernel, **conditions), *arguments) if kind in KINDS else ""
+    rows = select(rows, kernel_name=kernel, **conditions)
+    found = KINDS[kind](deepest(rows) if kind != "operation" else rows, *arguments) if kind in KINDS else ""
     if not found:
         raise ValueError(f"number is {text!r}, which no row of the results says; expected one of {', '.join(KINDS)}, a kernel and tokens")
     return found

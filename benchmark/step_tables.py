@@ -118,8 +118,11 @@ def by_kind(rows: list[Row], kinds: dict[str, str]) -> str:
 
 
 def cases_of(rows: list[Row]) -> list[tuple]:
-    """Return the models, numbers of layers and lengths whose steps were measured."""
-    found = {(row.config["model"], row.config["layers"], row.x_value) for row in select(rows, metric_name="step_time")}
+    """Return the models, numbers of layers and lengths whose steps were measured; of each model and length those with the most layers."""
+    layers: dict[tuple, list] = {}
+    for row in select(rows, metric_name="step_time"):
+        layers.setdefault((row.config["model"], row.x_value), []).append(row.config["layers"])
+    found = {(model, None if None in each else max(each), tokens) for (model, tokens), each in layers.items()}
     return sorted(found, key=lambda case: (in_order({c[0] for c in found}).index(case[0]), case[1] or 0, int(case[2])))
 
 

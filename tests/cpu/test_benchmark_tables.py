@@ -208,7 +208,12 @@ def test_numbers_of_sentences_come_from_the_results(results, tmp_path, capsys):
     rows = records.read_all(results / "nvidia-h200")
     assert quoted.number_of("less_memory qwen3_step 8192", rows) == "5%"
     assert quoted.number_of("longest qwen3_step bastile", rows) == quoted.number_of("longest_peer qwen3_step", rows) == "8,192"
-    for wrong in ("speed qwen3_step 512", "size qwen3_step 8192", "speed qwen3_step 8192 layers=12"):
+    assert quoted.number_of("operation rms_norm forward 8192", rows) == "1.06 ×"
+    pairs = [(n, p, y) for n in (4, 12) for p, y in (("liger", 3.0 * n), ("bastile", 6.0))]
+    some = [row("qwen3_step_lora_16", p, "full", "step_time", y=y, gpus=1, layers=n) for n, p, y in pairs]
+    assert quoted.number_of("speed qwen3_step_lora_16 8192", some) == "6.00 ×", "with the most layers that were measured"
+    assert quoted.number_of("speed qwen3_step_lora_16 8192 bastile", rows + some) == "6.00 ×"
+    for wrong in ("speed qwen3_step 512", "size qwen3_step 8192", "speed qwen3_step 8192 model=qwen3_4b"):
         with pytest.raises(ValueError, match="no row of the results"):
             quoted.number_of(wrong, rows)
     capsys.readouterr()

@@ -23,6 +23,7 @@ from benchmark import tables
 from tests.cpu.conftest import REPOSITORY as ROOT
 from tests.cpu.conftest import assemble_cpu, write_no_kernels
 from tests.integrations import __main__ as integrations
+from tests.integrations.trainers import tokenizer
 from tools.assemble import assemble
 from tools.card import card_values, fill_card, render_card
 from tools.hub_server import HubServer
@@ -50,8 +51,8 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def python_blocks() -> dict[str, str]:
-    """By document and number. A block that takes `qwen3` as given has the README's block that loads it in front."""
-    first = blocks(README, "python")[0]
+    """By document and number. A block that takes `qwen3` as given has in front what loads it in the README's first block."""
+    first = "".join(line for line in blocks(README, "python")[0].splitlines(True) if not line.startswith("qwen3."))
     found = {}
     for name, text in DOCUMENTS.items():
         for number, block in enumerate(blocks(text, "python"), 1):
@@ -153,6 +154,10 @@ print("", *found)
 IMPORTED = """
 print("bastile from", bastile.__file__)
 """
+AS_UNDER_TORCHRUN = """
+import os
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+"""
 # transformers' list of devices has no CPU.
 AS_ON_A_GPU = """
 from transformers.utils import kernel_config
@@ -188,6 +193,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("checkpoint")
     tiny_model().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -201,7 +207,9 @@ def jobs(package: Path, checkpoint: Path) -> list[dict]:
         if gpu:
             assert ".cuda()" in code
             code = AS_ON_A_GPU + code.replace(GPU_ONLY, "if True:").replace(".cuda()", ".cpu()")
-        if "import bastile" in code:
+        if "init_device_mesh" in code:  # its model is a local name
+            code = AS_UNDER_TORCHRUN + code
+        elif "import bastile" in code:
             code += IMPORTED
         elif "model = " in code and ".reset()" not in code and GPU_ONLY not in code:
             code += SEEN
@@ -412,7 +420,8 @@ def test_tables_show_what_was_measured():
         <= set(found)
         <= set(tables.all_tables())
     )
-    assert len(found) == len(set(found)), "each table stands in one place"
+    pages = [name for path, text in documents.items() if path.name != "CARD.md" for name in re.findall(r"<!-- table: (\S+) -->", text)]
+    assert len(pages) == len(set(pages)), "each table stands in one place; a card, the first page from the Hub, may repeat one"
     assert sum(len(tables.BLOCK.findall(text)) for text in documents.values()) == len(found)
     assert tables.main(["--check", *map(str, documents)]) == 0
 
@@ -420,6 +429,25 @@ def test_tables_show_what_was_measured():
 def test_the_table_of_integrations_is_that_of_the_tests():
     assert [name for name, text in PAGES.items() for _ in integrations.BLOCK.findall(text)] == [INTEGRATIONS]
     assert integrations.main(["--check", str(ROOT / INTEGRATIONS)]) == 0
+
+
+def test_what_explain_prints_is_what_the_readme_shows(qwen3):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = qwen3.pack(qwen3.kernelize(Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=36, **sizes)).train()))
+    model.model.layers[7].mlp.register_forward_hook(lambda *_: None)
+    found = [line.split() for line in str(qwen3.explain(model)).splitlines() if not line.startswith("kernels on cpu")]
+    assert [line.split() for line in blocks(README, "text")[0].splitlines()] == found
+
+
+def test_kernels_own_benchmark_is_run_as_the_pages_say():
+    """Of the branch that `tools.publish` writes."""
+    texts = [PAGES["docs/hub.md"], CARD, *(path.read_text() for path in ROOT.glob("packages/*/CARD.md"))]
+    command = r"kernels benchmark (bastile/qwen3|\{\{ repo_id \}\}) --branch v(1|\{\{ major \}\})-bench"
+    assert all(re.search(command, text) for text in texts)
+    done = subprocess.run([Path(sys.executable).with_name("kernels"), "benchmark", "--help"], capture_output=True, text=True)
+    assert "--branch" in done.stdout and "repo_id" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
