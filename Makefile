@@ -41,7 +41,7 @@ test-multigpu: $(READY) build ## parallel training and device_map on two GPUs
 	$(BIN)/python -m pytest tests/multigpu
 
 test-sanitizer: $(READY) build ## compute-sanitizer's memcheck, racecheck and initcheck over the operations' GPU tests
-	$(BIN)/python -m tests.sanitizer
+	$(BIN)/python -m tests.sanitizer --record
 
 build: $(READY) ## compile the kernels of every package for every architecture and assemble their build/
 	$(BIN)/python -m tools.compile

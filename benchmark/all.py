@@ -84,6 +84,7 @@ RUNS = {
     "adamw": Run("benchmark.benchmark_adamw", ("--rounds", ROUNDS), 60, "adamw", budget=False),
     "host": Run("benchmark.benchmark_host", ("--rounds", ROUNDS), 60, "host_time", budget=False),
     "fsdp": steps("--gpus", "2", "--tokens", "2048,8192", module="benchmark.benchmark_fsdp", seconds=400, shows="fsdp", gpus=2),
+    "sanitizer": Run("tests.sanitizer", ("--tools", "memcheck,racecheck", "--record"), 900, "compute-sanitizer.txt", budget=False),
     "gpt_oss_fsdp": steps(*OSS, "--gpus", "2", "--tokens", "4096,8192", module="benchmark.benchmark_fsdp", seconds=500,
                           shows="gpt_oss_fsdp, gpt_oss", gpus=2),
 }

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmark.records import package_version
 from tests.ops import suite
 from tools.kernel_sources import source_digest
 
@@ -194,7 +195,7 @@ def main(arguments=None) -> int:
                 logs.append(f"{line}\n{outcome.log}\n")
     print(", ".join(f"{times} {status}" for status, times in count.items()))
     if args.record:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        commit = package_version().partition("+")[2] or "unknown"
         record = record_clean(outcomes, record, digests(), commit)
         RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
         write_owed(record)

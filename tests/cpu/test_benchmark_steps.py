@@ -2,8 +2,10 @@
 
 import argparse
 import math
+import runpy
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -240,10 +242,37 @@ def test_the_runs_that_fill_all_tables():
     assert all_runs.main(["--list"]) == 0 and set(all_runs.RUNS) >= {"steps", "lora", "packed", "padded", "moe", "gpt_oss", "operations"}
     filled = {name for run in all_runs.RUNS.values() for name in run.shows.split(", ")}
     others = {"qwen3_models", "gpt_oss_operations", "liger_operations", "qwen3_moe_fsdp"}  # others' rows, and what is shown nowhere
-    assert filled | others == set(tables.all_tables())
+    assert filled | others == {*tables.all_tables(), "compute-sanitizer.txt"}
     for name, run in all_runs.RUNS.items():
-        assert "--rounds" in run.arguments and run.arguments[run.arguments.index("--rounds") + 1] == "3", name
+        if name != "sanitizer":
+            assert "--rounds" in run.arguments and run.arguments[run.arguments.index("--rounds") + 1] == "3", name
         assert ("--budget-s" in run.command(9.0)) == run.budget
+
+
+class Taken(Exception):
+    """A command line was taken."""
+
+
+@pytest.mark.parametrize("name", all_runs.RUNS)
+def test_a_benchmark_takes_the_command_line_of_its_run(name, monkeypatch):
+    run = all_runs.RUNS[name]
+    arguments = run.command(9.0)[3:]
+
+    def taken(*_, **__):
+        raise Taken
+
+    of_steps = {"benchmark.steps": steps, "benchmark.benchmark_lora": benchmark_lora, "benchmark.benchmark_fsdp": benchmark_fsdp}
+    if run.module in of_steps:  # which looks at more than the words
+        monkeypatch.setattr(steps, "run_all", taken)
+        with pytest.raises(Taken):
+            of_steps[run.module].main(arguments)
+        return
+    parse = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda self, args=None, *rest: taken(parse(self, args, *rest)))
+    monkeypatch.setattr(sys, "argv", [run.module, *arguments])
+    with pytest.raises(Taken), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a module that is there already
+        runpy.run_module(run.module, run_name="__main__", alter_sys=False)
 
 
 def test_a_run_that_the_budget_is_not_enough_for_is_named(monkeypatch, capsys):
