@@ -145,6 +145,10 @@ def operator_arguments(device, dtype) -> dict:
         "swiglu_forward": [(x, other)],
         "swiglu_backward": [(dy, x, other)],
         "swiglu_backward_recompute": [(dy, x, other)],
+        "gated_activation_forward": [(x, other, "gelu_tanh", 1.0, 1.0)],
+        "gated_activation_backward": [(dy, x, other, "gelu_tanh", 1.0, 1.0)],
+        "gated_activation_packed_forward": [(x, "gelu_tanh")],
+        "gated_activation_packed_backward": [(dy[:, :512], x, "gelu_tanh")],
         "experts_forward": [(*routed, *silu)],
         "experts_backward": [
             (new(5, 64, seed=12), *routed, new(10, 256, seed=13), order, position, ends, *silu, [need] * 4 + [False] * 2) for need in both

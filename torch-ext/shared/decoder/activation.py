@@ -6,16 +6,9 @@ import torch
 
 from ..ops import gated_activation as gated
 from ..ops.swiglu import backward_in_place, swiglu_forward, swiglu_reference
-from ..runtime import launch
-from ..runtime.device import kernels_run_on
 
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ONE = (1.0, 1.0)  # multipliers of the gate and of the result
-
-
-def _has_kernels(gate: torch.Tensor, up: torch.Tensor) -> bool:
-    """Only packages for models that need them ship the kernels of other activations than SiLU."""
-    return kernels_run_on(gate, up) and "gated_activation" in launch.backend.artifacts.operations()
 
 
 def gated_reference(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -27,7 +20,7 @@ def gated_forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torc
     """act(gate) * up; gate, up: [tokens, columns] of any row stride."""
     if activation == "silu":
         return swiglu_forward(gate, up)
-    return gated.forward(gate, up, activation, *ONE) if _has_kernels(gate, up) else gated.forward_reference(gate, up, activation, *ONE)
+    return gated.forward(gate, up, activation, *ONE)
 
 
 def gated_backward_in_place(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> Triple:
@@ -36,8 +29,7 @@ def gated_backward_in_place(dout: torch.Tensor, gate: torch.Tensor, up: torch.Te
         return backward_in_place(dout, gate, up)
     both = torch.empty((gate.shape[0], 2 * gate.shape[1]), dtype=gate.dtype, device=gate.device)
     dgate, dup = both.chunk(2, 1)
-    backward = gated.backward if _has_kernels(gate, up) else gated.backward_reference
-    for target, value in zip((dgate, dup), backward(dout, gate, up, activation, *ONE)):
+    for target, value in zip((dgate, dup), gated.backward(dout, gate, up, activation, *ONE)):
         target.copy_(value)
     dout.copy_(gated_forward(gate, up, activation))
     return both, dgate, dup

@@ -5,6 +5,7 @@ from typing import Tuple
 
 import torch
 
+from ..runtime import launch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .common import (
@@ -106,7 +107,8 @@ def backward_reference(dout, gate, up, activation, gate_multiplier, down_multipl
 
 # ---------------------------------------------------------------- with the kernels
 def _fits(gate, *others):
-    return gate.dtype != torch.float64 and kernels_run_on(gate, *others)
+    """Tells whether kernels run: only packages for models that need them ship these."""
+    return gate.dtype != torch.float64 and kernels_run_on(gate, *others) and "gated_activation" in launch.backend.artifacts.operations()
 
 
 def _forward(gate: torch.Tensor, up: torch.Tensor, activation: str, gate_multiplier: float, down_multiplier: float) -> torch.Tensor:
