@@ -61,7 +61,7 @@ def token_slabs(tensors: Sequence[torch.Tensor], tables: Sequence[torch.Tensor])
     elements; else a batch row, or a part of it, at a time.
     """
     batch, tokens = tensors[0].shape[:2]
-    reach = max(max(x.stride(1), x.shape[2] * x.shape[3]) for x in tensors)
+    reach = max(*[max(x.stride(1), x.shape[2] * x.shape[3]) for x in tensors], *[t.stride(-2) for t in tables])
     if batch * tokens * reach <= SLAB:
         yield [x.reshape(-1, *x.shape[2:]) for x in tensors], [t.reshape(*t.shape[:-3], -1, t.shape[-1]) for t in tables]
         return
@@ -111,6 +111,11 @@ def mrope_reference(q, k, cos, sin, half: int, backward: bool) -> Pair:
 
 
 # ---------------------------------------------------------------- with the kernels
+def _within_reach(table: torch.Tensor) -> torch.Tensor:
+    """[3, rows, width], a copy where the three lie too far from each other for 32-bit offsets."""
+    return table if 2 * table.stride(0) + table.shape[1] * table.stride(1) <= SLAB else table.contiguous()
+
+
 def _pick(cos: torch.Tensor, sin: torch.Tensor, half: int, time: int, height: int, width: int, interleaved: bool) -> Pair:
     """Of cos and sin, [3, batch or 1, tokens, width], the table of each frequency; [batch or 1, tokens, width]."""
     if not kernels_compute(cos, sin):
@@ -122,7 +127,7 @@ def _pick(cos: torch.Tensor, sin: torch.Tensor, half: int, time: int, height: in
     grouped = not interleaved and (half | time | height) % GROUP == 0 and cos.shape[-1] <= GROUPED_WIDTH
     for start in range(0, tables[0].shape[1], step):
         part = slice(start, start + step)
-        arrays = *[t[:, part] for t in tables], *[t[part] for t in picked]
+        arrays = *[_within_reach(t[:, part]) for t in tables], *[t[part] for t in picked]
         if grouped:
             _pick_groups_kernel(*arrays, half // GROUP, time // GROUP, height // GROUP)
         else:

@@ -33,9 +33,11 @@ def segments(length: int, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def slabs(*rows: torch.Tensor) -> Iterator[slice]:
-    """The rows, in parts that one launch reaches over: a kernel's offsets are 32-bit, and so many blocks fit into a grid."""
+    """The rows, in parts that one launch reaches over: a kernel's offsets are 32-bit, and so many blocks fit into a grid. Every part begins
+    at an aligned address, of one number a row too."""
     count = rows[0].shape[0]
     most = max(1, SLAB // max(1, *[r.stride(0) for r in rows]))
+    most = most // 4 * 4 or most
     for start in range(0, count, most):
         yield slice(start, min(count, start + most))
 
