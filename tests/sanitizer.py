@@ -54,6 +54,7 @@ CHECKED_BY = {
     "experts": ("test_experts_of_qwen3_moe", "test_gpt_oss.py::test_experts", "test_qwen3_moe.py"),
     "gated_activation": ("test_operation[gated_activation", "test_operation[tiled_mlp"),
     "grouped_gemm": ("test_grouped_gemms", "test_experts_in_our_grouped_gemms"),
+    "head_divergence": ("test_operation[linear_divergence",),
     "linear_cross_entropy": ("test_linear_cross_entropy", "test_evaluation"),
     "log_probs": ("test_operation[linear_log_probs",),
     "low_rank": ("test_low_rank",),

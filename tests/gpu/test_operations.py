@@ -36,6 +36,8 @@ LARGE = {
     "linear_jsd": lambda m, ops: m.check_linear_jsd(ops, DEVICE, BF16, (515,), 512, 384, 20000, labels=True),
     "linear_log_probs": lambda m, ops: [m.check_linear_log_probs(ops, DEVICE, BF16, (515,), 512, 20000, outputs=m.ALL, frozen=frozen)
                                         for frozen in (False, True)],
+    "linear_divergence": lambda m, ops: [m.check_linear_divergence(ops, DEVICE, BF16, (515,), 512, 384, 20000, beta=0.3, frozen=frozen)
+                                         for frozen in (False, True)],
     "neighborhood_attention": lambda m, ops: m.check_neighborhood_attention(ops, DEVICE, BF16, (2, 4, 1030, 128)),
 }
 

@@ -34,7 +34,7 @@ def lora():
     return LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
 
 
-def make(kind, model, folder, device, callbacks, teacher=None, **options):
+def make(kind, model, folder, device, callbacks, **options):
     """A trainer of TRL, by the first part of its name."""
     import trl
     from datasets import Dataset
@@ -56,9 +56,8 @@ def make(kind, model, folder, device, callbacks, teacher=None, **options):
         arguments |= {"num_generations": 4, "max_completion_length": 6}
         extra["reward_funcs"] = reward
     else:
-        data = [{"messages": [{"role": "user", "content": text}]} for text in TEXTS]
         arguments |= {"max_completion_length": 6}
-        extra["teacher_model"] = teacher
+        extra["teacher_model"] = model_on(device, hidden_size=96)
     config = on_one_device(getattr(trl, f"{kind}Config")(**arguments, **options))
     extra = {**extra, "args": config, "processing_class": tokenizer(), "train_dataset": Dataset.from_list(data), "callbacks": callbacks}
     return getattr(trl, f"{kind}Trainer")(model=model, **extra)
@@ -102,21 +101,18 @@ def train(kind, model, folder, device, **options) -> Outcome:
 
 @contextlib.contextmanager
 def counted(qwen3):
-    """A list of the outputs that our function was asked for in TRL's place."""
+    """A list of the calls of our functions in TRL's place."""
     import sys
 
-    module = sys.modules[f"{qwen3.__name__}.shared.hf.trl"]
-    original, calls = module.linear_log_probs, []
-
-    def count(*args, **options):
-        calls.append((options["outputs"], torch.is_grad_enabled()))
-        return original(*args, **options)
-
-    module.linear_log_probs = count
+    module, calls = sys.modules[f"{qwen3.__name__}.shared.hf.trl"], []
+    originals = {name: getattr(module, name) for name in ("linear_log_probs", "linear_divergence")}
+    for name, original in originals.items():
+        setattr(module, name, lambda *args, name=name, original=original, **options: calls.append(name) or original(*args, **options))
     try:
         yield calls
     finally:
-        module.linear_log_probs = original
+        for name, original in originals.items():
+            setattr(module, name, original)
 
 
 CASES = {
@@ -135,10 +131,15 @@ CASES = {
     "GRPO, entropy in the loss, LoRA": ("GRPO", {"entropy_coef": 0.1, "lora": True}),
     "GRPO, entropy's quantile": ("GRPO", {"top_entropy_quantile": 0.5, "lora": True, "loss_type": "grpo"}),
     "RLOO": ("RLOO", {}),
+    **{f"distillation, beta {beta}": ("Distillation", {"beta": beta}) for beta in (0.0, 0.5, 1.0)},
+    "distillation, LoRA": ("Distillation", {"lora": True, "beta": 0.5}),
 }
 
 
-@pytest.mark.integration(*(f"{kind}Trainer: log-probabilities without logits" for kind in ("SFT", "DPO", "KTO", "GRPO", "RLOO")))
+KINDS = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation")
+
+
+@pytest.mark.integration(*(f"{kind}Trainer: log-probabilities without logits" for kind in KINDS))
 @pytest.mark.parametrize("case", CASES)
 def test_trainers_of_trl(qwen3, device, case, tmp_path):
     kind, options = CASES[case]
@@ -153,5 +154,5 @@ def test_trainers_of_trl(qwen3, device, case, tmp_path):
             install(qwen3, model)
         with counted(qwen3) as calls:
             outcomes.append(train(kind, model, tmp_path, device, **given))
-        assert bool(calls) == ours
+        assert set(calls) == ({"linear_divergence" if kind == "Distillation" else "linear_log_probs"} if ours else set())
     outcomes[1].assert_same(outcomes[0], device)

@@ -9,7 +9,7 @@ from tests.ops.common import BF16, FP32, leaf, randn
 OPERATIONS = (
     "general_rms_norm", "general_add_rms_norm", "layer_norm", "group_norm", "poly_norm", "dyt", "softmax", "sparsemax", "swiglu", "geglu",
     "tiled_swiglu", "partial_rotary", "rotary_complex", "rotary_multimodal", "cross_entropy", "kl_div", "jsd", "tvd", "linear_jsd",
-    "linear_log_probs", "neighborhood_attention",
+    "linear_log_probs", "linear_divergence", "neighborhood_attention",
 )  # fmt: skip
 
 
@@ -54,6 +54,8 @@ def calls(ops, device, dtype=BF16) -> dict:
         "linear_jsd": (lambda x, w: ops.linear_jsd(x, w, y.detach(), weights[1].detach()), (x, weights[0])),
         "linear_log_probs": (lambda x, w: sum(ops.linear_log_probs(x, w, target, outputs=("entropy",), skip_ignored=False)[:2]),
                              (x, weights[0])),
+        "linear_divergence": (lambda x, w: ops.linear_divergence(x, w, y.detach(), weights[1].detach(), beta=0.5).divergence,
+                              (x, weights[0])),
         "neighborhood_attention": (lambda q, k, v: ops.neighborhood_attention(q, k, v), (q, k, v)),
     }
 

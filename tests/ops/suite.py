@@ -10,7 +10,7 @@ from tests.ops.common import launched
 NAMES = (
     "general_rms_norm", "layer_norm", "group_norm", "poly_norm", "dyt", "softmax", "sparsemax", "gated_activation", "tiled_mlp",
     "llama4_rope",
-    "mrope", "cross_entropy", "divergence", "linear_jsd", "linear_log_probs",
+    "mrope", "cross_entropy", "divergence", "linear_jsd", "linear_log_probs", "linear_divergence",
     "neighborhood_attention",
 )  # fmt: skip
 # Where an operation lies that has not the name of its module.

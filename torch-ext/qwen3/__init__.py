@@ -7,6 +7,7 @@ from .shared.hf.packing import pack
 from .shared.ops.attention import AttentionPlan, attention
 from .shared.ops.experts import experts
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
+from .shared.ops.linear_divergence import linear_divergence
 from .shared.ops.linear_log_probs import linear_log_probs
 from .shared.ops.rms_norm import add_rms_norm, rms_norm
 from .shared.ops.rotary import qk_norm_rotary, rotary
@@ -27,6 +28,7 @@ __all__ = [
     "kernelize",
     "layers",
     "linear_cross_entropy",
+    "linear_divergence",
     "linear_log_probs",
     "mapping",
     "mlp",

@@ -1,6 +1,7 @@
-"""Puts `linear_log_probs` where TRL's trainers call a function of their own on the hidden states and the head of whatever model they train.
+"""Puts `linear_log_probs` and `linear_divergence` where TRL's trainers call functions of their own on the hidden states and the head of
+whatever model they train.
 
-TRL (1.16) binds that function by name in several modules. An object with the same `apply` takes its place wherever TRL holds it, at once
+TRL (1.16) binds them by name in several modules. An object with the same `apply` takes its place wherever TRL holds it, at once
 where TRL is imported and else when it is, and hands the calls that ours does not serve to TRL's own. Nothing here imports TRL.
 """
 
@@ -13,6 +14,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
+from ..ops.linear_divergence import linear_divergence
 from ..ops.linear_log_probs import linear_log_probs
 from ..ops.log_probs import OUTPUTS
 from ..runtime.device import PLAIN, is_transformed
@@ -52,6 +54,29 @@ def _log_probs(original) -> Callable:
     return apply
 
 
+def _divergence(original) -> Callable:
+    def apply(
+        student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature=1.0,
+        student_logit_scale=1.0, student_final_logit_softcapping=None, teacher_logit_scale=1.0, teacher_final_logit_softcapping=None
+    ):  # fmt: skip
+        student, teacher = (student_hidden, student_weight, student_bias), (teacher_hidden, teacher_weight, teacher_bias)
+        caps = student_final_logit_softcapping, teacher_final_logit_softcapping
+        known = temperature > 0 and 0.0 <= beta <= 1.0 and all(cap is None or cap > 0 for cap in caps)
+        known = known and student_hidden.dim() == 2 and not torch.compiler.is_compiling()  # ours would make all logits there
+        if not known or why_theirs(*student, *teacher) or hasattr(teacher_weight, "ds_id"):
+            numbers = beta, temperature, student_logit_scale, caps[0], teacher_logit_scale, caps[1]
+            return original.apply(*student, *teacher, *numbers)
+        return tuple(
+            linear_divergence(
+                student_hidden, student_weight, teacher_hidden, teacher_weight, student_bias, teacher_bias, beta=beta,
+                temperature=temperature, softcap=caps[0], scale=student_logit_scale, teacher_softcap=caps[1],
+                teacher_scale=teacher_logit_scale,
+            )
+        )  # fmt: skip
+
+    return apply
+
+
 class Place(NamedTuple):
     """A function of TRL's: the module that defines it, its name, the arguments of its forward, and what makes ours of it."""
 
@@ -67,6 +92,16 @@ PLACES = (
         "ChunkedLogProbFunction",
         ("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale", "outputs"),
         _log_probs,
+    ),
+    Place(
+        "trl.kernels.chunked_divergence",
+        "ChunkedDivergenceFunction",
+        (
+            *("ctx", "student_hidden", "student_weight", "student_bias", "teacher_hidden", "teacher_weight", "teacher_bias", "beta"),
+            *("temperature", "student_logit_scale", "student_final_logit_softcapping", "teacher_logit_scale"),
+            "teacher_final_logit_softcapping",
+        ),
+        _divergence,
     ),
 )
 

@@ -202,6 +202,20 @@ def write_logits(logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tenso
         torch.addmm(bias, hidden, weight.t(), out=logits)
 
 
+def write_wide_logits(logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> None:
+    """The same in float32, without rounding to hidden's dtype."""
+    if hidden.dtype == logits.dtype:
+        return write_logits(logits, hidden, weight, bias)
+    if hidden.is_cuda and "dtype_out" in torch.ops.aten.mm.overloads():
+        torch.ops.aten.mm.dtype_out(hidden, weight.t(), logits.dtype, out=logits)
+    else:
+        for start in range(0, weight.shape[0], SLICE):
+            part = slice(start, start + SLICE)
+            logits[:, part] = hidden.to(logits.dtype) @ weight[part].to(logits.dtype).t()
+    if bias is not None:
+        logits.add_(bias)
+
+
 def carry_to_hidden(gradient, weight, factor: Any, out, out_factor: Optional[torch.Tensor]) -> None:
     """out = gradient @ weight, of a chunk's logits: one GEMM over the whole vocabulary, which adds up in float32 and rounds once. In fp16
     the gradient was multiplied by factor, and out_factor [chunk, 1] gets what out is still to be multiplied by."""
@@ -224,6 +238,7 @@ def walk(
     accum_dtype: Optional[torch.dtype] = None,
     logits_of_token: int = 1,
     parameter_dtype: Optional[torch.dtype] = None,
+    wide: bool = False,
 ) -> Gradients:
     """Writes the results of a loss for every token, and returns the gradients of sum(loss * scale) that `needs` asks for.
 
@@ -233,11 +248,12 @@ def walk(
     returns the power of two that they were multiplied by in fp16, else None. The room is its own until gradient() has returned. scale: [1]
     or [tokens], fp32. needs: whether the gradients of hidden, weight and bias are wanted. accum_dtype, logits_of_token: as of
     `plan_chunks`. parameter_dtype: torch.float32 for gradients of weight and bias that are not rounded to their dtype, as they are by
-    default.
+    default. wide: the logits that loss_of gets, and whose gradient it writes over them, are float32 (float64), without a rounding.
     """
     tokens, classes = hidden.shape[0], weight.shape[0]
     acc = accumulation_dtype(hidden.dtype)
     step, accum_dtype, first = plan_chunks(tokens, classes, hidden.dtype, accum_dtype, needs[1], weight.shape[1], logits_of_token)
+    first = 0 if wide else first
     dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None
     dweight = torch.empty(weight.shape, dtype=accum_dtype, device=hidden.device) if needs[1] else None
     dbias = torch.zeros(classes, dtype=acc, device=hidden.device) if needs[2] else None
@@ -253,9 +269,9 @@ def walk(
             logits, room, in_front = _room_of(dweight, rows.stop, hidden.dtype)
         if logits is None:
             if buffer is None or buffer.shape[0] < part.shape[0]:
-                buffer = torch.empty((max(step, part.shape[0]), classes), dtype=hidden.dtype, device=hidden.device)
+                buffer = torch.empty((max(step, part.shape[0]), classes), dtype=acc if wide else hidden.dtype, device=hidden.device)
             logits = buffer[: part.shape[0]]
-        write_logits(logits, part, weight, bias)
+        (write_wide_logits if wide else write_logits)(logits, part, weight, bias)
         piece = loss_of(logits, rows, room)
         for whole, mine in zip(results, piece.rows()):
             if whole is not None:
@@ -263,6 +279,7 @@ def walk(
         if scale is None or not any(needs):
             continue
         factor = piece.gradient(scale if scale.numel() == 1 else scale[rows])
+        logits = logits.to(hidden.dtype)
         if dhidden is not None:
             carry_to_hidden(logits, weight, factor, dhidden[rows], None if hidden_factor is None else hidden_factor[rows])
         if dbias is not None:

@@ -1,0 +1,154 @@
+"""linear_divergence against float64: the oracle, shapes, checks and planted errors."""
+
+from functools import partial
+
+import torch
+
+from tests.ops.common import FLOATS, assert_rows_close, check_kept, errors_in, exact, leaf, randn
+from tests.ops.linear_jsd import jsd_exact
+from tests.ops.suite import of_suite
+
+CAPPED = {"temperature": 0.7, "softcap": 4.0, "scale": 1.3, "teacher_softcap": 7.0, "teacher_scale": 0.6}
+CASES = tuple(
+    {"beta": beta, **options}
+    for beta in (0.0, 0.3, 1.0)
+    for options in ({}, {"frozen": True}, {"bias": True, **CAPPED}, {"bias": True, "frozen": True, "shape": (2, 3), **CAPPED})
+)
+ABSOLUTE_ERROR = 3e-5  # logits are not rounded, whatever the dtype
+
+
+def check_linear_divergence(
+    ops, device, dtype, shape=(7,), features=48, teacher_features=32, classes=300, beta=0.0, bias=False, frozen=False, temperature=1.0,
+    softcap=None, scale=1.0, teacher_softcap=None, teacher_scale=1.0, chunk=None, weight_dtype=None, size=1.0,
+):  # fmt: skip
+    """size: of the student's logits. chunk: tokens of a chunk, instead of all."""
+    def head(width, seed, size=1.0):
+        states = randn(*shape, width, dtype=dtype, device=device, seed=seed, scale=size)
+        weight = randn(classes, width, dtype=dtype, device=device, seed=seed + 1, scale=0.2).to(weight_dtype or dtype)
+        return states, weight, randn(classes, dtype=dtype, device=device, seed=seed + 2).to(weight_dtype or dtype) if bias else None
+
+    student = [None if t is None else leaf(t).requires_grad_(i == 0 or not frozen) for i, t in enumerate(head(features, 0, size))]
+    teacher = head(teacher_features, 5)
+    given = [t for t in (*student, *teacher) if t is not None]
+    before = [t.detach().clone() for t in given]
+    options = {"beta": beta, "temperature": temperature, "softcap": softcap, "scale": scale, "teacher_softcap": teacher_softcap,
+               "teacher_scale": teacher_scale}  # fmt: skip
+    module = ops.linear_head_module
+    kept = module.plan_chunks
+    if chunk is not None:
+        module.plan_chunks = lambda *a: kept(*a)._replace(tokens=chunk)
+    arguments = (student[0], student[1], teacher[0], teacher[1], student[2], teacher[2])
+    try:
+        found = ops.linear_divergence(*arguments, **options)
+        with torch.no_grad():
+            alone = ops.linear_divergence(*arguments, **options)
+        upstream = randn(*shape, dtype=torch.float32, device=device, seed=9)
+        leaves = [t for t in student if t is not None and t.requires_grad]
+        gradients = torch.autograd.grad(found.divergence, leaves, upstream, retain_graph=True)
+        again = torch.autograd.grad(found.divergence, leaves, upstream)
+    finally:
+        module.plan_chunks = kept
+    student64 = [None if t is None else exact(t) for t in student]
+    teacher64 = [None if t is None else t.double().cpu() for t in teacher]
+
+    def scores(head, scale, softcap):
+        z = torch.nn.functional.linear(*head).flatten(0, -2) * scale
+        return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+    z, t = scores(student64, scale, softcap), scores(teacher64, teacher_scale, teacher_softcap)
+    wanted = jsd_exact(z, t, beta, temperature)
+    log_p = (z / temperature).log_softmax(-1)
+    what = f"linear divergence {tuple(shape)} {options}"
+    assert not found.entropy.requires_grad
+    for name, row, other, row64 in (("divergence", *(f.divergence for f in (found, alone)), wanted),
+                                    ("entropy", *(f.entropy for f in (found, alone)), -(log_p.exp() * log_p).sum(-1))):
+        assert row.shape == tuple(shape) and row.dtype == torch.float32 and torch.equal(row, other), f"{what}: {name} without gradients"
+        error = (row.flatten().double().cpu() - row64).abs().max() if row.numel() else 0.0
+        assert error <= ABSOLUTE_ERROR * size, f"{what}: {name} has an error of {error:.2e}"
+    leaves64 = [t64 for t64, t in zip(student64, student) if t is not None and t.requires_grad]
+    expected = torch.autograd.grad(wanted, leaves64, upstream.flatten().double().cpu())
+    for i, (a, b, gradient, t) in enumerate(zip(gradients, again, expected, leaves, strict=True)):
+        assert a.dtype == t.dtype and torch.equal(a, b), f"{what}: gradient {i} of a second backward pass"
+        assert_rows_close(a.to(dtype), gradient, dtype, f"{what} gradient {i}", 2, floor=0.3, row_factor=3)
+    check_kept(given, before, what)
+
+
+def check_no_tokens(ops, device, dtype):
+    hidden, weight = leaf(randn(0, 16, dtype=dtype, device=device)), leaf(randn(50, 16, dtype=dtype, device=device))
+    found = ops.linear_divergence(hidden, weight, hidden.detach(), weight.detach())
+    found.divergence.sum().backward()
+    assert found.entropy.shape == (0,) and hidden.grad.shape == hidden.shape and not weight.grad.any()
+
+
+def check_same_heads(ops, device, dtype):
+    """A student that is its teacher: nothing, with a gradient of nothing, also where probabilities are 0."""
+    hidden, weight = leaf(randn(4, 16, dtype=dtype, device=device, scale=30.0)), randn(90, 16, dtype=dtype, device=device)
+    for beta in (0.0, 0.5, 1.0):
+        found = ops.linear_divergence(hidden, weight, hidden.detach(), weight, beta=beta)
+        (gradient,) = torch.autograd.grad(found.divergence.sum(), hidden)
+        assert found.divergence.abs().max() < 1e-5 and gradient.abs().max() < 1e-3
+
+
+def check_not_a_number(ops, device, dtype):
+    hidden, weight = randn(4, 16, dtype=dtype, device=device), randn(90, 16, dtype=dtype, device=device, seed=1)
+    teacher = randn(4, 16, dtype=dtype, device=device, seed=2)
+    for beta in (0.0, 0.5, 1.0):
+        results = []
+        for bad in (False, True):
+            x = hidden.clone()
+            if bad:
+                x[1] = float("nan")
+            x = leaf(x)
+            found = ops.linear_divergence(x, weight, teacher, weight, beta=beta)
+            found.divergence.sum().backward()
+            results.append((*found, x.grad))
+        for good, bad in zip(*results):
+            assert torch.equal(good[[0, 2, 3]], bad[[0, 2, 3]]) and bad[1].isnan().all(), "a row that is no number"
+
+
+def all_cases(ops, device, dtypes=FLOATS):
+    """(name, function) of every check in some dtypes."""
+    check = partial(check_linear_divergence, ops, device)
+    for dtype in dtypes:
+        for i, options in enumerate(CASES if dtype == torch.float32 else CASES[1::2]):
+            yield f"case {i} {dtype}", partial(check, dtype, **options)
+        yield f"chunks {dtype}", partial(check, dtype, (9,), chunk=4, beta=0.5, bias=True)
+        yield f"chunks of a frozen head {dtype}", partial(check, dtype, (9,), chunk=4, beta=0.5, frozen=True)
+        yield f"pieces {dtype}", partial(check, dtype, (2,), 16, 16, 4107, beta=0.5)
+        yield f"no tokens {dtype}", partial(check_no_tokens, ops, device, dtype)
+        yield f"the same heads {dtype}", partial(check_same_heads, ops, device, dtype)
+        yield f"not a number {dtype}", partial(check_not_a_number, ops, device, dtype)
+        if dtype != torch.float32:
+            yield f"a wider weight {dtype}", partial(check, dtype, weight_dtype=torch.float32, bias=True)
+
+
+F32 = torch.float32
+OPERATION, KERNELS = "shared/ops/linear_divergence.py", "kernel_src/head_divergence.py"
+MUTANTS = [
+    *errors_in(KERNELS, "between", "log_mixture", ("beta * q", "q"), ("(1.0 - beta) * p", "p")),
+    *errors_in(KERNELS, "forward", "head_divergence_sums",
+         ("part * TILE + ct.arange", "ct.arange"),
+         ("ct.sum(q * (teacher_bits - bits), 0) * LN2", "ct.sum(q * (teacher_bits - bits), 0)"),
+         ("mine = (1.0 - beta) * mine", "mine = mine", "between"),
+         ("+ beta * ct.sum", "+ ct.sum", "between"),
+         ("teacher_scale, teacher_softcap, teacher_after)", "scale, softcap, after)")),
+    *errors_in(KERNELS, "between", "head_divergence_gradient",
+         ("part * TILE + ct.arange", "ct.arange"),
+         ("rest = 1.0 - beta", "rest = 1.0"),
+         ("- ct.gather(own, row, check_bounds=False)", ""),
+         ("dz * g", "dz"),
+         ("(1.0 - ratio * ratio) * ", "")),
+    (KERNELS, "finite", "ct.where(bits < LEAST, LEAST, bits)", "ct.maximum(bits, LEAST)", "nan"),
+    *errors_in(OPERATION, "frozen", "_LinearDivergence.backward", ("upstream[:, None] if factor is None", "1.0 if factor is None")),
+    *errors_in(OPERATION, "chunks", "_run", ("teacher_hidden[rows]", "teacher_hidden[: logits.shape[0]]")),
+    *errors_in(OPERATION, "fp16", "_Piece.gradient", ("scale = scale * power", "pass")),
+    *errors_in(OPERATION, "between", "_TorchPiece.write", ("- self.own[:, None]", ""), ("dz * student.slope(z)", "dz"), kernels=False),
+]  # fmt: skip
+CHECKS = of_suite({
+    "forward": lambda ops: check_linear_divergence(ops, "cpu", F32, classes=4107, **CAPPED),
+    "between": lambda ops: check_linear_divergence(ops, "cpu", F32, classes=2500, beta=0.3, **CAPPED),
+    "frozen": lambda ops: check_linear_divergence(ops, "cpu", F32, beta=0.3, frozen=True),
+    "chunks": lambda ops: check_linear_divergence(ops, "cpu", F32, (9,), chunk=4),
+    "fp16": lambda ops: check_linear_divergence(ops, "cpu", torch.float16),
+    "nan": lambda ops: check_not_a_number(ops, "cpu", F32),
+})
