@@ -28,7 +28,7 @@ def finite(bits):
 @ct.function
 def log_p(z, lse, row):
     """The base-2 logarithms of probabilities, and these; past a row's end LEAST and 0."""
-    bits = finite(z * LOG2E - ct.gather(lse, row, check_bounds=False))
+    bits = finite((z - ct.gather(lse, row, check_bounds=False)) * LOG2E)
     return bits, ct.exp2(bits, flush_to_zero=True)
 
 
@@ -42,7 +42,7 @@ def head_divergence_sums(
     x, y, lse, teacher_lse, loss, own, scale: float, softcap: float, after: float, teacher_scale: float, teacher_softcap: float,
     teacher_after: float, beta: float, TILE: Const
 ):  # fmt: skip
-    """x, y: logits [tokens, vocabulary]; lse, teacher_lse: [tokens] fp32, base 2; loss, own: [tokens, pieces] fp32, sums over pieces of
+    """x, y: logits [tokens, vocabulary]; lse, teacher_lse: [tokens] fp32; loss, own: [tokens, pieces] fp32, sums over pieces of
     what D and K are made of (where beta is 1, K is D). scale, softcap, after: as in `log_probs_statistics`."""
     row, part = piece(ct.bid(0), x, TILE)
     cols = part * TILE + ct.arange(TILE, dtype=ct.int32)

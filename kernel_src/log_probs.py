@@ -12,7 +12,8 @@ Whatever gradients g, u and w arrive of log_prob, entropy and mean_logits, they 
     hit = g,   alpha = -g - u * entropy,   beta = -u,   flat = w / V
 
 As in cross_entropy.py three straight-line kernels: statistics of pieces of a row, one block a row that joins them, and the gradient.
-All sums of a piece are relative to its own maximum, so entropies of large logits lose no digits. Exponents are in base 2.
+All sums of a piece are relative to its own maximum, so entropies of large logits lose no digits. Exponentials are taken in base 2, of
+differences in base e: a large number times log2(e) is rounded, or infinite.
 
 A label that is `ignore_index` or lies outside the vocabulary makes every result of its row 0.
 """
@@ -22,8 +23,8 @@ import cuda.tile as ct
 from kernel_src.cross_entropy import LN2, LOG2E, MINUS_INFINITY, Const, last_first, piece, shift_of
 from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Variant
 
-# What is kept of a piece: `partial[row, k, part]`. The maximum, and with e = 2^(v - maximum) for the piece's exponents v: the sums of e,
-# e * (v - maximum) and e^2; the sum of z; and the first column that has the maximum.
+# What is kept of a piece: `partial[row, k, part]`. The maximum of z, and with e = exp(z - maximum): the sums of e, e * log2(e) and e^2; the
+# sum of z; and the first column that has the maximum.
 SUMS = 6
 NOWHERE = 1e9  # a column behind every vocabulary
 
@@ -53,9 +54,8 @@ def log_probs_statistics(logits, partial, scale: float, softcap: float, after: f
     row, part = piece(ct.bid(0), logits, TILE)
     cols = part * TILE + ct.arange(TILE, dtype=ct.int32)
     z, _ = read_scores(logits, row, cols, scale, softcap, after)
-    v = z * LOG2E
-    m = ct.max(v, 0)
-    distance = v - shift_of(m)
+    m = ct.max(z, 0)
+    distance = (z - shift_of(m)) * LOG2E
     e = ct.exp2(distance, flush_to_zero=True)
     ct.scatter(partial, (row, 0, part), m, check_bounds=False)
     ct.scatter(partial, (row, 1, part), ct.sum(e, 0), check_bounds=False)
@@ -64,7 +64,7 @@ def log_probs_statistics(logits, partial, scale: float, softcap: float, after: f
         ct.scatter(partial, (row, 2, part), ct.sum(weighted(e, distance), 0), check_bounds=False)
         ct.scatter(partial, (row, 3, part), ct.sum(e * e, 0), check_bounds=False)
         ct.scatter(partial, (row, 4, part), ct.sum(ct.where(inside, z, 0.0), 0), check_bounds=False)
-        first = ct.min(ct.where(inside & (v == m), ct.astype(cols, ct.float32), NOWHERE), 0)
+        first = ct.min(ct.where(inside & (z == m), ct.astype(cols, ct.float32), NOWHERE), 0)
         ct.scatter(partial, (row, 5, part), first, check_bounds=False)
 
 
@@ -78,7 +78,7 @@ def log_probs_combine(
     logits, target, partial, lse, log_probs, entropy, squares, mean, top1, scale: float, softcap: float, after: float, ignore_index: int,
     more: int, PARTS: Const
 ):  # fmt: skip
-    """lse: [tokens] fp32, base 2; log_probs, and with `more` entropy, squares (log_sum_sq_probs), mean and top1 (1.0 where the label is the
+    """lse: [tokens] fp32; log_probs, and with `more` entropy, squares (log_sum_sq_probs), mean and top1 (1.0 where the label is the
     first of the largest): [tokens] fp32. One token a block."""
     row = ct.bid(0)
     m = ct.full((), MINUS_INFINITY, dtype=ct.float32)
@@ -93,27 +93,28 @@ def log_probs_combine(
         ps = read_partials(partial, row, 1, parts, 0)
         new = ct.maximum(m, ct.max(pm, 0))
         shift = shift_of(new)
-        old, ours = ct.exp2(m - shift), ct.exp2(pm - shift)
+        old_distance, distance = (m - shift) * LOG2E, (pm - shift) * LOG2E
+        old, ours = ct.exp2(old_distance), ct.exp2(distance)
         if more > 0:
-            # The sums of e * (v - maximum) move to the new maximum with their pieces.
-            dot = old * dot + weighted(old * s, m - shift)
-            dot = dot + ct.sum(ours * read_partials(partial, row, 2, parts, 0) + weighted(ours * ps, pm - shift), 0)
+            # The sums of e * log2(e) move to the new maximum with their pieces.
+            dot = old * dot + weighted(old * s, old_distance)
+            dot = dot + ct.sum(ours * read_partials(partial, row, 2, parts, 0) + weighted(ours * ps, distance), 0)
             sq = old * old * sq + ct.sum(ours * ours * read_partials(partial, row, 3, parts, 0), 0)
             total = total + ct.sum(read_partials(partial, row, 4, parts, 0), 0)
             first = ct.min(ct.where(pm == new, read_partials(partial, row, 5, parts, NOWHERE), NOWHERE), 0)
             best = ct.where(new > m, first, ct.minimum(best, first))
         s = old * s + ct.sum(ours * ps, 0)
         m = new
-    bits = ct.log2(s)
+    bits = ct.log2(s)  # lse, beyond the maximum
     t = ct.gather(target, row, check_bounds=False)
     counted = (t != ignore_index) & (t >= 0) & (t < logits.shape[1])
     label = ct.astype(ct.where(counted, t, 0), ct.int32)
     z = ct.astype(ct.gather(logits, (row, label), check_bounds=False), ct.float32) * scale
     if softcap > 0.0:
         z = softcap * ct.tanh(z / softcap)
-    ct.scatter(lse, row, m + bits, check_bounds=False)
+    ct.scatter(lse, row, m + bits * LN2, check_bounds=False)
     # From the maximum, like the sum: the difference of two large numbers would have their rounding error.
-    ct.scatter(log_probs, row, ct.where(counted, (z * after * LOG2E - m - bits) * LN2, 0.0), check_bounds=False)
+    ct.scatter(log_probs, row, ct.where(counted, z * after - m - bits * LN2, 0.0), check_bounds=False)
     if more > 0:
         ct.scatter(entropy, row, ct.where(counted, (bits - dot / s) * LN2, 0.0), check_bounds=False)
         ct.scatter(squares, row, ct.where(counted, (ct.log2(sq) - 2.0 * bits) * LN2, 0.0), check_bounds=False)
@@ -144,10 +145,10 @@ def log_probs_gradient(
             ct.scatter(other, (row, cols), nothing, check_bounds=True)
     else:
         z, ratio = read_scores(logits, row, cols, scale, softcap, after)
-        bits = z * LOG2E - ct.gather(lse, row, check_bounds=False)
-        p = ct.exp2(bits, flush_to_zero=True)
+        log_p = z - ct.gather(lse, row, check_bounds=False)
+        p = ct.exp2(log_p * LOG2E, flush_to_zero=True)
         slope = (1.0 - ratio * ratio) * (scale * after)
-        log_p = ct.where(p == 0.0, 0.0, bits * LN2)
+        log_p = ct.where(p == 0.0, 0.0, log_p)
         target_here = ct.astype(cols, ct.int64) == ct.gather(target, row, check_bounds=False)
         dx = (p * (alpha + beta * log_p) + flat + ct.where(target_here, hit, 0.0)) * slope
         ct.scatter(logits, (row, cols), ct.astype(dx, logits.dtype), check_bounds=True)
