@@ -1,17 +1,24 @@
 """Where ours stands in TRL's place: everywhere that TRL binds its function, from whichever import on, until reset() takes it back; and what
 goes to TRL's own."""
 
+import functools
 import importlib
+import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 
+from tests.cpu.conftest import REPOSITORY as ROOT
+from tests.integrations.preference import TEXTS, counted, pairs
+from tests.integrations.trainers import tokenizer
 from tests.models import tiny_model
 from tests.ops.common import randn
 from tests.tolerances import relative_error
 
+trl = pytest.importorskip("trl")
 pytest.importorskip("trl.kernels.chunked_logprob")
 PLACES = (("trl.kernels.chunked_logprob", "ChunkedLogProbFunction"), ("trl.kernels", "ChunkedLogProbFunction"),
           ("trl.trainer.utils", "_ChunkedLogProbFunction"))  # fmt: skip
@@ -135,8 +142,6 @@ def test_another_signature_or_a_name_that_is_gone_leaves_trl_its_own(qwen3, monk
     with pytest.warns(RuntimeWarning, match=r"TRL .*has ChunkedLogProbFunction with the arguments ctx, hidden, weight.*Expected trl>="):
         qwen3.apply()
     assert bound() == theirs
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         qwen3.apply()  # once
@@ -201,3 +206,39 @@ assert len(set(bound)) == 1 and issubclass(bound[0], torch.autograd.Function)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+SCRIPTS = re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs/trl.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Paths of a model and of a larger one, with a tokenizer each."""
+    found = []
+    for changes in ({}, {"hidden_size": 96}):
+        found.append(tmp_path_factory.mktemp("model"))
+        tiny_model(**changes).save_pretrained(found[-1])
+        tokenizer().save_pretrained(found[-1])
+    return [str(path) for path in found]
+
+
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if "get_kernel" not in s], ids=lambda s: re.search(r"(\w+)\(\n|$", s)[1] or "loop")
+def test_the_guide(qwen3, models, script, tmp_path, monkeypatch):
+    """Every script of docs/trl.md, on tiny models and short texts, with our functions in TRL's place."""
+    from datasets import Dataset
+
+    assert len(script.splitlines()) <= 30
+    if "BitsAndBytes" in script:
+        pytest.importorskip("bitsandbytes")
+    monkeypatch.chdir(tmp_path)
+    data = {"dataset": [{"text": text} for text in TEXTS], "pairs": pairs(), "prompts": [{"prompt": text} for text in TEXTS]}
+    names = {"qwen3": qwen3, "model": models[0], "teacher": models[1]} | {name: Dataset.from_list(rows) for name, rows in data.items()}
+    for name in ("SFT", "DPO", "GRPO", "Distillation"):  # what the scripts leave to the machine
+        config = getattr(trl, f"{name}Config")
+        settings = {"use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+        monkeypatch.setattr(trl, f"{name}Config", functools.partial(config, **settings))
+    with counted(qwen3) as calls, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(compile(script, "docs/trl.md", "exec"), names)
+    if "trainer" in names:
+        assert calls and names["trainer"].state.global_step == 2
