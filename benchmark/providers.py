@@ -41,6 +41,7 @@ PROVIDERS = {
     "liger_varlen": Provider("Liger, varlen_attn", {"color": "#E69F00", "marker": "d", "linestyle": "-."}),
     "liger_cutedsl": Provider("Liger CuTe DSL", {"color": "#009E73", "marker": "<"}),
     "liger_cutile": Provider("Liger cuTile", {"color": "#0072B2", "marker": ">"}, last=True),
+    "trl": Provider("TRL", {"color": "#009E73", "marker": "p"}),
     "unsloth": Provider("Unsloth", {"color": "#0072B2", "marker": "P"}),
     "bastile": Provider("Bastile", {"color": "#D55E00", "marker": "o", "linewidth": 2.5, "zorder": 3}),
     "bastile_adamw": Provider(
