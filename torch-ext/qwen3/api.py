@@ -1,6 +1,6 @@
 """What a user calls to put the layers on Qwen3 and Qwen3-MoE, to see them there, and to take them off again."""
 
-from .shared.hf import patching
+from .shared.hf import one_model, patching
 from .shared.hf.interface import Interface
 from .targets import FAMILIES
 
@@ -69,7 +69,7 @@ def kernelize(model, mode=None, attention=True, unpad=True, keep_attention=False
     could be put on it, and
     ImportError when transformers is absent or its version does not fit.
     """
-    return patching.kernelize(FAMILIES, model, mode, attention, unpad, keep_attention, recompute_mlp, log_probs)
+    return one_model.kernelize(FAMILIES, model, mode, attention, unpad, keep_attention, recompute_mlp, log_probs)
 
 
 _shared = Interface(FAMILIES, __package__)

@@ -1,6 +1,6 @@
 """What a user calls alike in every package that puts layers on models of transformers."""
 
-from . import doctor, patching, versions
+from . import doctor, one_model, patching, versions
 from .families import Families
 
 
@@ -20,7 +20,7 @@ class Interface:
         `count`, `fused`, `reason` and `advice`. The answer holds for the state in which the model is now (its adapters, hooks, autocast),
         so ask where the training step would be. Raises TypeError when the model has no decoder layers of this kind.
         """
-        return patching.explain(self._families, model)
+        return one_model.explain(self._families, model)
 
     def report(self, check=False):
         """Looks at this machine: the GPUs and which kernels serve them, the driver, and versions that fit or do not, with a line of advice.
@@ -57,7 +57,7 @@ class Interface:
         afterwards. batch, tokens: the sequences of a batch and their length. Raises TypeError when the model has no decoder layers of this
         kind, ValueError when it is not on a GPU or a number is not positive, RuntimeError when accelerate holds its layers.
         """
-        return patching.capture(self._families, model, batch, tokens)
+        return one_model.capture(self._families, model, batch, tokens)
 
     def mapping(self, mode=None):
         """The layers for `kernels.use_kernel_mapping` or `kernels.register_kernel_mapping`, for CPUs and for GPUs of compute

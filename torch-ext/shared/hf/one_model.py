@@ -1,0 +1,206 @@
+"""Puts a package's layers on one model (`kernelize`), captures its layers, and explains what of it runs fused."""
+
+import sys
+from collections.abc import Mapping
+from types import FunctionType
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+
+from torch import nn
+
+from . import capture as graphs
+from . import explain as explanation
+from . import ownership, patching, trl
+from .attention_choice import WITHOUT, watch_attention
+from .binding import remember
+from .checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
+from .families import Families, Targets, names_of
+from .hub import TRANSFORMERS_EXPECTED
+from .modules import LAYER, SAVED, is_marked, is_transformers_own, own_class
+from .padding import KEEPS
+from .versions import modeling_of, note, unknown_texts, why_left
+
+
+def _attention_forward(targets: Targets, original):
+    """A copy of the attention's forward that sees our rotary embedding under the global name that it calls.
+
+    That name is all there is to replace: the function behind it serves every model of its kind in the process. Raises RuntimeError when
+    it does not call that name itself.
+    """
+    own = is_transformers_own(original, targets.modeling, f"{targets.attention}.forward")
+    if not own or ownership.ROTARY not in original.__code__.co_names:
+        found = "is not transformers' own" if not own else f"does not call {ownership.ROTARY}"
+        raise RuntimeError(
+            f"rope cannot be put on one model: {targets.attention}.forward, defined in {ownership.name_of(original)}, {found}. "
+            f"Use apply(), or install transformers{TRANSFORMERS_EXPECTED}"
+        )
+    modeling = sys.modules[targets.modeling]
+    stranger, found = ownership.stranger(targets, modeling, ownership.ROTARY), getattr(modeling, ownership.ROTARY)
+    if stranger:
+        raise RuntimeError(f"rope cannot be put on one model: {stranger}, not transformers' own. Use apply(rope=False)")
+
+    def rotary_of_one_model(q, k, cos, sin, unsqueeze_dim=1):
+        current = getattr(modeling, ownership.ROTARY)
+        rotate = targets.rotate if current is found or is_marked(current) else current  # else someone else's by now
+        return rotate(q, k, cos, sin, unsqueeze_dim)
+
+    names = {name: value for name, value in original.__globals__.items() if name != "__name__"}  # torch.compile would look it up there
+    copy = FunctionType(
+        original.__code__, {**names, ownership.ROTARY: rotary_of_one_model}, original.__name__, original.__defaults__, original.__closure__
+    )
+    copy.__kwdefaults__ = original.__kwdefaults__
+    copy.__module__, copy.__qualname__ = original.__module__, original.__qualname__
+    ownership.describe(copy, original)
+    setattr(copy, LAYER, copy)
+    return copy
+
+
+class _Chosen(NamedTuple):
+    """What of one model a family's layers go on. forwards, modules: by operation."""
+
+    targets: Targets
+    modeling: Any
+    forwards: Mapping[str, Callable]
+    modules: Mapping[str, List[nn.Module]]
+
+
+def _choose(family: patching.Family, model, attention) -> Optional[_Chosen]:
+    """Finds the modules of a model that a family's layers go on, None where it has no such modules. Raises RuntimeError when the rotary
+    embedding cannot be put on one model."""
+    targets, modeling, unknown = family
+    classes = {operation: own_class(modeling, name) for operation, (name, _) in targets.classes.items()}
+    classes["rope"] = own_class(modeling, targets.attention)
+    if not (attention and _has_any(model, classes["attention"])):
+        del classes["attention"]
+    modules = {
+        operation: [m for m in model.modules() if cls and isinstance(m, cls) and ownership.defines_forward(type(m)) is cls]
+        for operation, cls in classes.items()
+    }
+    if not any(modules.values()):
+        return None
+    for operation in ("fused_linear_cross_entropy", *targets.optional):
+        if not _has_any(model, classes[operation]):
+            del modules[operation]
+    modules = {operation: found for operation, found in modules.items() if operation not in unknown}
+    forwards = {operation: targets.classes[operation][1].forward for operation in modules if operation != "rope"}
+    if "rope" in modules:
+        forwards["rope"] = classes["rope"] and _attention_forward(targets, ownership.original(classes["rope"], "forward"))
+    return _Chosen(targets, modeling, forwards, modules)
+
+
+def _has_any(model, cls) -> bool:
+    return cls is not None and any(isinstance(module, cls) for module in model.modules())
+
+
+def _subclasses_with_forwards(model, cls) -> List[str]:
+    """The names of the classes of a model's modules that are subclasses of one and do not use its forward as it is."""
+    modules = () if cls is None else (module for module in model.modules() if isinstance(module, cls))
+    return [type(module).__name__ for module in modules if ownership.defines_forward(type(module)) is not cls]
+
+
+def _without_others(chosen: _Chosen, model) -> Tuple[_Chosen, List[nn.Module]]:
+    """The same without modules that someone else gave a forward, and these. Raises RuntimeError where that leaves out a whole operation."""
+    for module in chosen.modules.get("fused_linear_cross_entropy", ()):
+        if ownership.other_owner(module):
+            owner = ownership.other_owner(module)
+            raise RuntimeError(f"this {type(module).__name__} has a forward that {owner} gave it. {ownership.CALL_BEFORE}")
+    targets, modeling = chosen.targets, chosen.modeling
+    others = [module for modules in chosen.modules.values() for module in modules if ownership.other_owner(module)]
+    modules = {operation: [module for module in found if module not in others] for operation, found in chosen.modules.items()}
+    for operation in targets.optional:  # tensor parallelism gives every module of experts a forward
+        if operation in modules and chosen.modules[operation] and not modules[operation]:
+            del modules[operation]
+    missing = [operation for operation, found in modules.items() if not found]
+    if missing:
+        import transformers
+
+        names = [targets.attention if operation == "rope" else targets.classes[operation][0] for operation in missing]
+        strangers = patching.present(*(ownership.stranger(targets, modeling, name) or None for name in names))
+        subclasses = sorted({name for each in names for name in _subclasses_with_forwards(model, own_class(modeling, each))})
+        advice = f"Give it such layers, or install transformers{TRANSFORMERS_EXPECTED}"
+        if subclasses:
+            advice = f"{', '.join(subclasses)} has a forward of its own. If that calls super().forward(), use apply()"
+        raise RuntimeError(
+            f"{', '.join(missing)} cannot be put on this {type(model).__name__} (transformers {transformers.__version__}): it has no "
+            f"{', '.join(names)} whose forward is transformers' own{''.join(f' ({text})' for text in strangers)}. {advice}"
+        )
+    return chosen._replace(modules=modules), others
+
+
+def kernelize(
+    families: Families, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True
+):  # fmt: skip
+    """Puts the layers on one model, in place, and returns it; see `kernelize` of a package."""
+    if mode is not None and getattr(mode, "name", "") == "FALLBACK":
+        raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
+    prepared = [patching.prepare(targets) for targets in families]
+    patching.register(prepared)
+    pairs_of = [(family, _choose(family, model, attention)) for family in prepared]
+    chosen = [each for _, each in pairs_of if each is not None]
+    if not chosen:
+        found = f"a {type(model).__name__} without any of transformers' {names_of(families)} layers"
+        raise TypeError(f"model is {found}, expected a {names_of(families)} model")
+    note(patching.unknown_of([family for family, each in pairs_of if each is not None]), stacklevel=3)
+    pairs = [_without_others(each, model) for each in chosen]
+    ownership.warn_of_others([module for _, others in pairs for module in others], stacklevel=3)
+    for each, _ in pairs:
+        for operation, modules in each.modules.items():
+            for module in modules:
+                ownership.bind(module, each.forwards[operation])
+        for module in each.modules.get("fused_linear_cross_entropy", ()):
+            vars(module)[KEEPS] = not unpad
+        for module in each.modules.get("decoder_layer", ()):
+            vars(module).update({KEEPS_ATTENTION: bool(keep_attention), RECOMPUTES_MLP: bool(recompute_mlp)})
+        _tell_decoders(each, model, attention)
+    for module in model.modules():
+        if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
+            vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})
+            remember(module)
+    trl.switch(bool(log_probs))
+    return model
+
+
+def _tell_decoders(chosen: _Chosen, model, attention):
+    """Notes on the decoders of a model whether they may choose our attention."""
+    decoder = own_class(chosen.modeling, chosen.targets.classes["attention"][0])
+    for module in model.modules():
+        if decoder is not None and isinstance(module, decoder):
+            watch_attention(module)
+            vars(module)[WITHOUT] = not attention
+            if not attention:
+                ownership.unbind(module)
+
+
+def _modules_of(families: Families, model, operation):
+    """[(family, module)] for the modules of a model that an operation has a layer for."""
+    classes = [(targets, getattr(modeling_of(targets), targets.classes[operation][0], ())) for targets in families]
+    return [(targets, module) for module in model.modules() for targets, cls in classes if isinstance(module, cls)]
+
+
+def _decoder_layers(families: Families, model):
+    """[(family, decoder layer)] of a model, or of what holds it (PEFT). Raises TypeError when it has none."""
+    found = _modules_of(families, model, "decoder_layer")
+    if not found:
+        names = " or ".join(targets.classes["decoder_layer"][0] for targets in families)
+        raise TypeError(f"model is a {type(model).__name__} without a {names}, expected a {names_of(families)} model")
+    return found
+
+
+def _causal_lms(families: Families, model):
+    return [module for _, module in _modules_of(families, model, "fused_linear_cross_entropy")]
+
+
+def capture(families: Families, model, batch, tokens):
+    """Replays the decoder layers of a model as CUDA graphs, and returns it; see `capture` of a package."""
+    graphs.capture([layer for _, layer in _decoder_layers(families, model)], _causal_lms(families, model), batch, tokens)
+    return model
+
+
+def explain(families: Families, model):
+    """Says what of a model runs fused; see `explain` of a package."""
+    found = _decoder_layers(families, model)
+    left: Dict[str, Tuple[str, int]] = {}  # operation -> (why it is transformers' own, how many layers it would be in)
+    for targets in families:
+        count = sum(each is targets for each, _ in found)
+        for operation, names in unknown_texts(targets).items() if count else ():
+            left[operation] = why_left(names), left.get(operation, ("", 0))[1] + count
+    return explanation.explain(model, [(layer, targets.explain_layer) for targets, layer in found], _causal_lms(families, model), left)

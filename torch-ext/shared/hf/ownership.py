@@ -1,0 +1,154 @@
+"""Whose forward stands on a class or a module of transformers': transformers' own, ours, or someone else's, which is kept."""
+
+import warnings
+from collections import Counter
+from types import MethodType
+
+from torch import nn
+
+from .binding import BoundForward
+from .families import Targets
+from .modules import LAYER, OFF, SAVED, is_marked, is_own_rotary, is_transformers_own, own_class
+from .wrapped import inside
+
+ROTARY = "apply_rotary_pos_emb"
+
+WRAPPED = "_original_forward"  # where accelerate keeps the forward that it wrapped for mixed precision
+
+CALL_BEFORE = (
+    "Call apply() or kernelize() before that: before Accelerator.prepare(), Trainer.train() and the making of a trainer of TRL; "
+    "apply() before from_pretrained() with a tp_plan"
+)
+
+
+def current(owner, attribute):
+    """What an attribute of a class or module is, inside transformers' wrappers for gradient checkpointing."""
+    return inside(vars(owner)[attribute])
+
+
+def original(owner, attribute):
+    """The same without us."""
+    return vars(owner)[SAVED + attribute] if SAVED + attribute in vars(owner) else current(owner, attribute)
+
+
+def describe(function, original):
+    """Gives a forward of ours the annotations and the docstring of the one in whose place it stands: transformers reads them."""
+    function.__annotations__, function.__doc__ = dict(original.__annotations__), original.__doc__
+
+
+def own_rotary(modeling):
+    """What stands for the rotary embedding without us: a function, or the module that `kernels` makes of one; None where it is gone."""
+    if SAVED + "rotary" in vars(modeling):
+        return vars(modeling)[SAVED + "rotary"]
+    return original(modeling, ROTARY) if ROTARY in vars(modeling) else None
+
+
+def stranger(targets: Targets, modeling, name):
+    """What stands where a class's forward was transformers' or ours, as text for a warning; "" for nothing. name: of the class, or
+    that of the function for the rotary embedding."""
+    current = vars(modeling)[name]
+    if name == ROTARY:
+        forward = type(current).forward if isinstance(current, nn.Module) else current
+        return "" if is_marked(forward) or is_own_rotary(current, targets.modeling, ROTARY) else f"{name} is {name_of(current)}"
+    if current is not own_class(modeling, name):
+        return f"{name} is {name_of(current)}"
+    return class_stranger(current)
+
+
+def class_stranger(cls):
+    """The same of the forward of a class of transformers'."""
+    forward = inside(vars(cls).get("forward"))
+    if is_marked(forward) or is_transformers_own(forward, cls.__module__, f"{cls.__qualname__}.forward"):
+        return ""
+    return f"{cls.__name__}.forward is {name_of(forward)}"
+
+
+def name_of(thing):
+    """Where a function, class or module comes from. functools.wraps copies names, but not the code."""
+    if isinstance(thing, nn.Module):
+        thing = type(thing)
+    module = getattr(thing, "__globals__", {}).get("__name__") or getattr(thing, "__module__", None)
+    code = getattr(thing, "__code__", None)
+    name = getattr(code, "co_qualname", None) or getattr(code, "co_name", None) or getattr(thing, "__qualname__", None) or repr(thing)
+    return f"{module}.{name}" if module else name
+
+
+def slot_of(module):
+    """The attribute that hides the class's forward on one module: accelerate's hooks stand in `forward` and call the other."""
+    return "_old_forward" if "_hf_hook" in vars(module) else "forward"
+
+
+def other_owner(module):
+    """Who gave this one module its forward: accelerate, TRL, transformers' tensor parallelism, the user. "" for nobody, and where
+    that forward calls ours. One of ours in its place would drop what it does."""
+    state = vars(module)
+    if WRAPPED in state:
+        return "" if calls_ours(state[WRAPPED]) else "accelerate (mixed precision)"
+    function = inside(_function(state.get(slot_of(module))))
+    cls = defines_forward(type(module))
+    if function is None or function in (current(cls, "forward"), vars(cls).get(SAVED + "forward")):  # `kernels` binds it so
+        return "" if SAVED + "forward" in vars(cls) and function is vars(cls)[SAVED + "forward"] else _of(class_stranger(cls))
+    return "" if calls_ours(function) else getattr(function, "__globals__", {}).get("__name__") or repr(function)
+
+
+def _of(stranger):
+    """Who is behind what `class_stranger` says."""
+    return stranger.partition(" is ")[2]
+
+
+def warn_of_others(modules, stacklevel):
+    """Warns of modules that keep the forward that someone else gave them."""
+    for (name, owner), count in Counter((type(module).__name__, other_owner(module)) for module in modules).items():
+        what = f"{name} keeps the forward that {owner} gave it ({count} in this process)"
+        warnings.warn(f"{what}. {CALL_BEFORE}", RuntimeWarning, stacklevel=stacklevel + 1)
+
+
+def bind(module, function):
+    """Gives one module a forward of ours, in front of its class's."""
+    state, slot = vars(module), slot_of(module)
+    previous = state.get(slot)
+    state.pop(OFF, None)
+    if WRAPPED in state or (calls_ours(previous) and not is_ours(previous)):
+        return  # what is wrapped is ours already
+    if not is_ours(previous):
+        state.setdefault(SAVED + "replaced", (slot, previous))
+    state[slot] = BoundForward(function, module)
+
+
+def unbind(module):
+    """Takes a forward of ours off one module, whether `bind` or `kernels` put it there, or accelerate wrapped it."""
+    state = vars(module)
+    bound = SAVED + "replaced" in state
+    slot, previous = state.pop(SAVED + "replaced", (slot_of(module), None))
+    forward = state.get(slot)
+    if not is_ours(forward):  # someone else's by now
+        if bound or calls_ours(forward) or calls_ours(state.get(WRAPPED)):
+            state[OFF] = True
+        return
+    if previous is not None:
+        state[slot] = previous
+    elif slot == "forward":
+        del state[slot]
+    else:
+        state[slot] = MethodType(type(module).forward, module)
+
+
+def _function(forward):
+    return getattr(forward, "bound_function", None) or getattr(forward, "__func__", forward)
+
+
+def is_ours(forward):
+    """True for a bound forward of ours, also of another loaded copy of this package."""
+    return forward is not None and getattr(_function(forward), LAYER, None) is _function(forward)
+
+
+def calls_ours(forward):
+    """True for one of ours, and for a wrapper made with functools.wraps, which copies the mark: TRL's trainers put one on."""
+    return getattr(_function(forward), LAYER, None) is not None
+
+
+def defines_forward(cls):
+    """The class whose forward a class has; transformers' wrapper around an inherited one does not count."""
+    having = [c for c in cls.__mro__ if "forward" in vars(c)]
+    pairs = zip(having, [*having[1:], None])
+    return next(c for c, after in pairs if after is None or current(c, "forward") is not current(after, "forward"))
