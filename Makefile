@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 quoted = '$(subst ','\'',$(1))'# for the shell: paths may have spaces
 
-.PHONY: help demo test test-gpu test-mutants test-transformers test-multigpu test-sanitizer build stage upload hub check clean \
+.PHONY: help demo test test-gpu test-mutants test-transformers test-versions test-multigpu test-sanitizer build stage upload hub check clean \
 	bench-all bench-ops bench-liger bench-rmsnorm bench-lce bench-qwen3 bench-lora bench-qwen3-moe bench-gpt-oss bench-fsdp bench-generate \
 	bench-adamw bench-host bench-plots
 
@@ -33,6 +33,9 @@ test-mutants: $(READY) ## plant an error in every mask, scale and saved tensor, 
 
 test-gpu: $(READY) build ## the numerics with the real cubins, on this machine's GPU
 	$(BIN)/python -m pytest tests/gpu
+
+test-versions: $(READY) ## the tests of patching, layers, training and saving with the oldest and the newest libraries (ENVIRONMENTS=newest for one)
+	$(BIN)/python -m tests.environments $(if $(FEWER),--fewer) $(ENVIRONMENTS)
 
 test-transformers: $(READY) ## transformers' own tests with the packages in force and without (TESTS=path of a checkout at the installed version)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.upstream $(if $(TESTS),$(call quoted,$(TESTS)))

@@ -22,6 +22,7 @@ from .kernel_package import ROOT
 
 KNOWN = ROOT / "torch-ext/shared/hf/known_texts.py"
 DOCUMENT = ROOT / "docs/integrations.md"
+ENVIRONMENTS = ROOT / "tests/environments.py"
 WHEELS = ROOT / ".cache/transformers"
 fingerprints: Callable = runpy.run_path(str(KNOWN.with_name("fingerprint.py")))["fingerprints"]
 HEAD = (
@@ -53,6 +54,11 @@ def installed_source(module: str) -> str:
 
     path = Path(transformers.__path__[0], *module.split(".")[1:]).with_suffix(".py")
     return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def tested() -> tuple[str, ...]:
+    """The recorded releases, the oldest first."""
+    return runpy.run_path(str(KNOWN))["TESTED"]
 
 
 def unknown(texts: Texts, source: Callable[[str], str]) -> dict[tuple[str, str], str]:
@@ -105,6 +111,11 @@ def documented(text: str, tested: Sequence[str]) -> str:
     return re.sub(r"^\| transformers \| [\d.]+ \| [\d.]+ \| .* \|$", row, text, flags=re.MULTILINE)
 
 
+def with_newest(text: str, release: str) -> str:
+    """The file of the tests' environments with a release in those that have the newest one."""
+    return re.sub(r'^(    "newest.*"transformers==)[^"]+', rf"\g<1>{release}", text, flags=re.MULTILINE)
+
+
 def changes(before: str, after: str, name: str) -> str:
     """What differs between two sources, of the top-level definition that a name is in."""
     def lines_of(text: str) -> list[str]:
@@ -128,26 +139,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sum(map(bool, (options.check, options.releases, options.add))) != 1:
         parser.error("expected releases to record, or --add, or --check")
     known = runpy.run_path(str(KNOWN))
-    texts, tested = known["TEXTS"], known["TESTED"]
+    texts, releases = known["TEXTS"], known["TESTED"]
     if options.add:
         module, *names = options.add
         texts.setdefault(module, {}).update({name: {} for name in names if name not in texts.get(module, {})})
-        options.releases = tested
+        options.releases = releases
     if options.check:
         found = unknown(texts, installed_source)
         print("\n".join(f"{module}: {name}" for module, name in found) or "every text is known")
         return bool(found)
     sources = {version: source_in_wheel(version) for version in options.releases}
-    before = None if options.add or not tested else source_in_wheel(tested[-1])
+    before = None if options.add or not releases else source_in_wheel(releases[-1])
     for version, source in sources.items():
         for module, name in {} if options.add else unknown(texts, source):
             print(f"{version} has a text of its own of {module}: {name}")
             if before is not None:
                 print(changes(before(module), source(module), name))
-    texts, tested = record(texts, tested, sources)
-    KNOWN.write_text(written(texts, tested), encoding="utf-8")
-    DOCUMENT.write_text(documented(DOCUMENT.read_text(encoding="utf-8"), tested), encoding="utf-8")
-    print(f"{KNOWN.relative_to(ROOT)} knows {', '.join(tested)}")
+    texts, releases = record(texts, releases, sources)
+    KNOWN.write_text(written(texts, releases), encoding="utf-8")
+    ENVIRONMENTS.write_text(with_newest(ENVIRONMENTS.read_text(encoding="utf-8"), releases[-1]), encoding="utf-8")
+    DOCUMENT.write_text(documented(DOCUMENT.read_text(encoding="utf-8"), releases), encoding="utf-8")
+    print(f"{KNOWN.relative_to(ROOT)} knows {', '.join(releases)}")
     return 0
 
 

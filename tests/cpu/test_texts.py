@@ -239,6 +239,9 @@ def test_what_is_recorded_is_as_the_tool_writes_it():
     assert tool.written(TEXTS, TESTED) == tool.KNOWN.read_text()
     document = tool.DOCUMENT.read_text()
     assert tool.documented(document, TESTED) == document
+    environments = tool.ENVIRONMENTS.read_text()
+    assert tool.with_newest(environments, TESTED[-1]) == environments
+    assert tool.with_newest(environments, "9.9.9").count("transformers==9.9.9") == 2
     assert not tool.unknown(TEXTS, tool.installed_source)
 
 

@@ -15,7 +15,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from torch import nn
 
+from tests import environments
 from tests.models import tiny_model
+from tools import transformers_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -105,6 +107,20 @@ def test_an_old_kernels_is_refused_with_the_one_to_install(qwen3, monkeypatch):
     monkeypatch.delattr(kernels, "replace_kernel_forward_from_hub")
     with pytest.raises(ImportError, match=r"kernels is 0.9.0, expected kernels>=0.16.2,<0.18. Run: pip install 'kernels>=0.16.2,<0.18'"):
         qwen3.mapping()
+
+
+def test_the_environments_have_the_oldest_and_the_newest_releases():
+    asked = {name: dict(package.split("==") for package in packages) for name, packages in environments.ENVIRONMENTS.items()}
+    for name, (oldest, newest, _) in table().items():
+        if name != "Python":
+            pinned = next(package.split("==")[1] for package in PROJECT["optional-dependencies"]["dev"] if package.startswith(f"{name}=="))
+            for age, expected in (("oldest", oldest), ("newest", newest)):
+                found = {packages[name] for key, packages in asked.items() if age in key and name in packages} or {pinned}
+                assert all(version.startswith(expected) for version in found), name
+    assert asked["newest"]["transformers"] == asked["newest-torch"]["transformers"] == transformers_texts.tested()[-1]
+    assert asked["oldest"]["transformers"] == asked["oldest-torch"]["transformers"] == transformers_texts.tested()[0]
+    assert all((ROOT / f"tests/cpu/test_{name}.py").is_file() for name in environments.TESTS)
+    assert set(environments.FEWER) <= set(environments.TESTS)
 
 
 # transformers of 5.22 with another kernels than it wants: it leaves its decorators out, in silence.
