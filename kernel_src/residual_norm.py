@@ -17,7 +17,7 @@ import cuda.tile as ct
 
 from kernel_src.elements import read_once, write
 from kernel_src.general_rms_norm import OPTIONS, WHOLE, scaled
-from kernel_src.prebuild import FLOAT, Params, Variant
+from kernel_src.prebuild import FLOAT, Params, PerArchitecture, Variant
 from kernel_src.segments import PER_ROW, SAME, SEGMENT, columns, place, rows, sum_of
 
 Const = ct.Constant[int]
@@ -110,7 +110,9 @@ def variants():
             results: Params = {"weight": w, "total": a, "y": a}
             yield Variant(norm_add_forward, {**both, "inner": w, "total": a, "inner_rstd": PER_ROW, **options}, hints=hints)
             sums: Params = {**both, "inner": w, **results, "inner_rstd": PER_ROW, "rstd": PER_ROW, **options}
-            yield Variant(norm_add_norm_forward, sums, hints=hints)
+            # With 8 blocks an SM, half precision of PIECE 64 spills on sm_86 and sm_89.
+            both_norms = hints if wide else {"occupancy": PerArchitecture(6, "sm_90", 8)}
+            yield Variant(norm_add_norm_forward, sums, hints=both_norms)
             yield Variant(scaled_add_norm_forward, {**both, **results, "rstd": PER_ROW, "multiplier": FLOAT, **options}, hints=hints)
         a, w = rows(dtype, SEGMENT), columns(weight_dtype, SEGMENT)
         again: Params = {"x": a, "weight": w, "y": a, "rstd": PER_ROW, "offset": FLOAT, "rounded": OPTIONS["rounded"]}
