@@ -431,9 +431,10 @@ def test_the_table_of_integrations_is_that_of_the_tests():
     assert integrations.main(["--check", str(ROOT / INTEGRATIONS)]) == 0
 
 
-def test_what_explain_prints_is_what_the_readme_shows(qwen3):
+def test_what_explain_prints_is_what_the_readme_shows(qwen3, monkeypatch):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    monkeypatch.delitem(sys.modules, "trl.kernels.chunked_logprob", raising=False)  # it has a row where TRL is imported
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
     model = qwen3.pack(qwen3.kernelize(Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=36, **sizes)).train()))
     model.model.layers[7].mlp.register_forward_hook(lambda *_: None)

@@ -15,7 +15,7 @@ from tests.cpu.conftest import REPOSITORY as ROOT
 from tests.integrations.preference import TEXTS, counted, pairs
 from tests.integrations.trainers import tokenizer
 from tests.models import tiny_model
-from tests.ops.common import randn
+from tests.ops.common import mesh_of_one, randn
 from tests.tolerances import relative_error
 
 trl = pytest.importorskip("trl")
@@ -242,3 +242,30 @@ def test_the_guide(qwen3, models, script, tmp_path, monkeypatch):
         exec(compile(script, "docs/trl.md", "exec"), names)
     if "trainer" in names:
         assert calls and names["trainer"].state.global_step == 2
+
+
+@pytest.mark.parametrize("frozen", (False, True), ids=("trained", "frozen"))
+def test_a_head_that_fsdp2_shards(qwen3, frozen):
+    """TRL gathers it in front of the call: the numbers and gradients are those of TRL's own, sharded as the head is."""
+    from torch.distributed.fsdp import fully_shard
+    from trl.trainer.utils import add_fused_lm_head
+
+    from tests.models import random_tokens
+
+    tokens, found = random_tokens(2, 12), []
+    with mesh_of_one() as mesh:
+        for ours in (False, True):
+            qwen3.apply(log_probs=ours)
+            model = tiny_model(tie_word_embeddings=False)
+            model.lm_head.requires_grad_(not frozen)
+            add_fused_lm_head(model, temperature=0.9, outputs=("log_probs", "entropy"))
+            fully_shard(model.lm_head, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            with counted(qwen3) as calls:
+                output = model(input_ids=tokens, labels=tokens, fused_lm_head=True)
+                (output.loss + 0.1 * output.entropy.mean()).backward()
+            assert bool(calls) == ours
+            gradients = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
+            found.append([output.log_probs, output.entropy, *gradients])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
