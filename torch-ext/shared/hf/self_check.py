@@ -18,7 +18,7 @@ from ..runtime.tuning import tuner
 # The largest relative error ||found - exact|| / ||exact||: a few roundings in a row. A kernel that computes something else is far beyond.
 BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4}
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-TOKENS, HIDDEN, WIDTH, CLASSES = 130, 1024, 128, 2000
+TOKENS, HIDDEN, WIDTH, CLASSES, LONG = 130, 1024, 128, 2000, 40000
 SUM = {"reduction": "sum"}  # of a mean's gradients fp16 would hold few digits
 GPT_OSS = {"transposed": True, "interleaved": True, "alpha": 1.702, "limit": 7.0}
 
@@ -32,17 +32,15 @@ class Inputs:
         self.generator = torch.Generator().manual_seed(seed)
         self.leaves: List[torch.Tensor] = []
 
-    def constant(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
-        """Returns normal numbers that need no gradient."""
-        drawn = (torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale + shift).to(self.dtype)
-        return drawn.double() if self.exact else drawn.to(self.device)
+    def constant(self, *shape: int, scale: float = 1.0, shift: float = 0.0, of: Optional[Callable] = None) -> torch.Tensor:
+        """Returns normal numbers, or a function of them, that need no gradient."""
+        drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale + shift
+        rounded = (of(drawn) if of else drawn).to(self.dtype)
+        return rounded.double() if self.exact else rounded.to(self.device)
 
     def leaf(self, *shape: int, scale: float = 1.0, shift: float = 0.0, of: Optional[Callable] = None) -> torch.Tensor:
-        """Returns normal numbers, or a function of them, whose gradient is compared."""
-        drawn = self.constant(*shape, scale=scale, shift=shift)
-        if of is not None:
-            rounded = of(drawn.double().cpu()).to(self.dtype)
-            drawn = rounded.double() if self.exact else rounded.to(self.device)
+        """Returns numbers like `constant`, whose gradient is compared."""
+        drawn = self.constant(*shape, scale=scale, shift=shift, of=of)
         self.leaves.append(drawn.requires_grad_())
         return drawn
 
@@ -62,12 +60,14 @@ class Inputs:
 
 
 class Case(NamedTuple):
-    """module: of ops; name: of its function; arguments(inputs) -> (positional, by name); what: of several cases of a function."""
+    """module: beside this one's folder; name: of its function; arguments(inputs) -> (positional, by name); what: of several cases of a
+    function; call(function, ...): instead of the function, for one that is no function of its arguments."""
 
     module: str
     name: str
     arguments: Callable[[Inputs], Tuple[tuple, Dict[str, Any]]]
     what: str = ""
+    call: Optional[Callable] = None
 
 
 def _norm(width: int, added: bool, **options) -> Callable:
@@ -110,14 +110,47 @@ def _tiled(i: Inputs):
     return (x, *weights), {"shards": 2}
 
 
-def _decoder_inputs(i: Inputs):
-    weights = tuple(_linear(i, 4 * WIDTH, HIDDEN) for _ in range(3))
-    norms, angles = (i.leaf(WIDTH), i.leaf(WIDTH)), (i.constant(1, TOKENS, WIDTH), i.constant(1, TOKENS, WIDTH))
-    return (i.leaf(TOKENS, HIDDEN), i.leaf(HIDDEN), weights, *norms, *angles, (1, TOKENS)), {}
-
-
 def _angles(i: Inputs, *shape: int) -> Tuple[torch.Tensor, torch.Tensor]:
     return i.constant(*shape), i.constant(*shape)
+
+
+def _adamw_step(kind: Callable, values: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Returns parameters after two steps, which are large enough to be all that is compared."""
+    parameter = torch.nn.Parameter(values.detach().clone())
+    optimizer = kind([parameter], lr=0.5, eps=1e-3)  # which fp16 can hold
+    for _ in range(2):
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
+def _far_from_zero(x: torch.Tensor) -> torch.Tensor:
+    return x + 8 * x.sign()  # whose squares fp16 can hold
+
+
+def _low_rank_sum(function: Callable, y: torch.Tensor, low: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    y = y.clone()
+    function(y, low, b)
+    return y
+
+
+def _without_gradients(function: Callable, *arguments, **options) -> torch.Tensor:
+    with torch.no_grad():
+        return function(*arguments, **options)
+
+
+def _delta(i: Inputs):
+    heads = [i.leaf(1, TOKENS, n, WIDTH, of=_unit) for n in (2, 2)]
+    decay = i.leaf(1, TOKENS, 4, of=lambda x: -0.1 * x.abs())
+    return (*heads, i.leaf(1, TOKENS, 4, WIDTH), decay, i.leaf(1, TOKENS, 4, of=torch.sigmoid)), {}
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+def _weighted(i: Inputs, *logits: torch.Tensor):
+    return (*logits, i.integers(CLASSES, TOKENS)), {"weight" if len(logits) == 1 else "class_weight": i.constant(CLASSES, of=torch.sigmoid)}
 
 
 def _logits(i: Inputs, of: Optional[Callable] = None) -> torch.Tensor:
@@ -133,44 +166,58 @@ def _softmax(x: torch.Tensor) -> torch.Tensor:
 
 
 CASES: Tuple[Case, ...] = (
-    Case("rms_norm", "rms_norm", _norm(HIDDEN, False)),
-    Case("rms_norm", "rms_norm", _norm(777, False, offset=1.0, rounds="last"), "offset, odd width"),
-    Case("rms_norm", "add_rms_norm", _norm(HIDDEN, True)),
-    Case("rms_norm", "add_rms_norm", _norm(2880, True, rounds="last"), "rounded last"),
-    Case("rotary", "rotary", lambda i: ((*_heads(i, 8, 2), *_angles(i, 1, TOKENS, WIDTH)), {})),
-    Case("rotary", "qk_norm_rotary", lambda i: ((*_heads(i, 8, 4, last=True), i.leaf(WIDTH), i.leaf(WIDTH),
+    Case("ops.rms_norm", "rms_norm", _norm(HIDDEN, False)),
+    Case("ops.rms_norm", "rms_norm", _norm(777, False, offset=1.0, rounds="last"), "offset, odd width"),
+    Case("ops.rms_norm", "add_rms_norm", _norm(HIDDEN, True)),
+    Case("ops.rms_norm", "add_rms_norm", _norm(2880, True, rounds="last"), "rounded last"),
+    Case("ops.rotary", "rotary", lambda i: ((*_heads(i, 8, 2), *_angles(i, 1, TOKENS, WIDTH)), {})),
+    Case("ops.rotary", "qk_norm_rotary", lambda i: ((*_heads(i, 8, 4, last=True), i.leaf(WIDTH), i.leaf(WIDTH),
                                                  *_angles(i, 1, TOKENS, WIDTH)), {})),
-    Case("swiglu", "swiglu", lambda i: ((i.leaf(TOKENS, HIDDEN), i.leaf(TOKENS, HIDDEN)), {})),
-    Case("swiglu", "mlp", _mlp),
-    Case("decoder_nodes", "norm_attention_inputs", _decoder_inputs),
-    Case("linear_cross_entropy", "linear_cross_entropy",
+    Case("ops.swiglu", "swiglu", lambda i: ((i.leaf(TOKENS, HIDDEN), i.leaf(TOKENS, HIDDEN)), {})),
+    Case("ops.swiglu", "mlp", _mlp),
+    Case("ops.linear_cross_entropy", "linear_cross_entropy",
          lambda i: ((i.leaf(TOKENS, HIDDEN), _linear(i, CLASSES, HIDDEN), i.integers(CLASSES, TOKENS)), {})),
-    Case("linear_log_probs", "linear_log_probs", lambda i: ((i.leaf(TOKENS, HIDDEN), _linear(i, CLASSES, HIDDEN),
+    Case("ops.linear_cross_entropy", "linear_cross_entropy", lambda i: _weighted(i, i.leaf(TOKENS, HIDDEN), _linear(i, CLASSES, HIDDEN)),
+         "weighted classes"),
+    Case("ops.linear_cross_entropy", "linear_cross_entropy",
+         lambda i: ((i.leaf(TOKENS, HIDDEN), _linear(i, CLASSES, HIDDEN), i.integers(CLASSES, TOKENS)), {}), "evaluation",
+         _without_gradients),
+    Case("ops.low_rank", "low_rank_add", lambda i: ((i.constant(TOKENS, HIDDEN), i.constant(TOKENS, 16), i.constant(16, HIDDEN)), {}), "",
+         _low_rank_sum),
+    Case("ops.linear_log_probs", "linear_log_probs", lambda i: ((i.leaf(TOKENS, HIDDEN), _linear(i, CLASSES, HIDDEN),
                                                              i.integers(CLASSES, TOKENS)), {"outputs": ("log_probs", "entropy")})),
-    Case("experts", "experts", _experts),
-    Case("experts", "experts", lambda i: _experts(i, True, **GPT_OSS), "of GPT-OSS"),
-    Case("attention", "attention", lambda i: _attention(i, 128), "two documents"),
-    Case("attention", "attention", lambda i: _attention(i, 64, True, 32), "sinks and window"),
-    Case("layer_norm", "layer_norm", lambda i: ((i.leaf(TOKENS, HIDDEN), i.leaf(HIDDEN), i.leaf(HIDDEN)), {})),
-    Case("group_norm", "group_norm", lambda i: ((i.leaf(2, 64, 16, 16), 8, i.leaf(64), i.leaf(64)), {})),
-    Case("poly_norm", "poly_norm", lambda i: ((i.leaf(TOKENS, HIDDEN), i.leaf(3), i.leaf(1)), {})),
-    Case("dyt", "dyt", lambda i: ((i.leaf(TOKENS, HIDDEN), i.leaf(1, shift=1.0), i.leaf(HIDDEN), i.leaf(HIDDEN)), {})),
-    Case("softmax", "softmax", lambda i: ((_logits(i),), {})),
-    Case("sparsemax", "sparsemax", lambda i: ((_logits(i),), {})),
-    Case("gated_activation", "swiglu", lambda i: ((i.leaf(TOKENS, HIDDEN), i.leaf(TOKENS, HIDDEN)), {}), "Liger's"),
-    Case("gated_activation", "geglu", lambda i: ((i.leaf(TOKENS, HIDDEN), i.leaf(TOKENS, HIDDEN)), {})),
-    Case("llama4_rope", "rotary_complex", lambda i: ((*_heads(i, 8, 2, last=True), i.turns(TOKENS, WIDTH // 2)), {})),
-    Case("mrope", "rotary_multimodal", lambda i: ((*_heads(i, 8, 2), *_angles(i, 3, 1, TOKENS, WIDTH), (16, 24, 24)), {})),
-    Case("mrope", "partial_rotary", lambda i: ((*_heads(i, 8, 2), *_angles(i, 1, TOKENS, WIDTH // 2)), {})),
-    Case("cross_entropy_of_logits", "cross_entropy", lambda i: ((_logits(i), i.integers(CLASSES, TOKENS)), {})),
-    Case("divergence", "kl_div", lambda i: ((_logits(i, _log_softmax), _logits(i, _softmax).detach()), SUM)),
-    Case("divergence", "jsd", lambda i: ((_logits(i, _log_softmax), _logits(i, _log_softmax).detach()), SUM)),
-    Case("divergence", "tvd", lambda i: ((_logits(i, _softmax), _logits(i, _softmax).detach()), SUM)),
-    Case("linear_jsd", "linear_jsd",
+    Case("ops.experts", "experts", _experts),
+    Case("ops.experts", "experts", lambda i: _experts(i, True, **GPT_OSS), "of GPT-OSS"),
+    Case("ops.attention", "attention", lambda i: _attention(i, 128), "two documents"),
+    Case("ops.attention", "attention", lambda i: _attention(i, 64, True, 32), "sinks and window"),
+    Case("ops.gated_delta_rule", "gated_delta_rule", _delta),
+    Case("ops.gated_rms_norm", "gated_rms_norm", lambda i: ((i.leaf(TOKENS, 4, WIDTH), i.leaf(TOKENS, 4, WIDTH), i.leaf(WIDTH)), {})),
+    Case("ops.short_conv", "short_conv", lambda i: ((i.leaf(1, TOKENS, 512), i.leaf(512, 4)), {})),
+    Case("ops.layer_norm", "layer_norm", lambda i: ((i.leaf(TOKENS, HIDDEN), i.leaf(HIDDEN), i.leaf(HIDDEN)), {})),
+    Case("ops.group_norm", "group_norm", lambda i: ((i.leaf(2, 64, 16, 16), 8, i.leaf(64), i.leaf(64)), {})),
+    Case("ops.group_norm", "group_norm", lambda i: ((i.leaf(2, 64, 96, 96), 4, i.leaf(64), i.leaf(64)), {}), "large groups"),
+    Case("ops.poly_norm", "poly_norm", lambda i: ((i.leaf(TOKENS, HIDDEN), i.leaf(3), i.leaf(1)), {})),
+    Case("ops.dyt", "dyt", lambda i: ((i.leaf(TOKENS, HIDDEN), i.leaf(1, shift=1.0), i.leaf(HIDDEN), i.leaf(HIDDEN)), {})),
+    Case("ops.softmax", "softmax", lambda i: ((_logits(i),), {})),
+    Case("ops.softmax", "softmax", lambda i: ((i.leaf(8, LONG),), {}), "long rows"),
+    Case("ops.sparsemax", "sparsemax", lambda i: ((_logits(i),), {})),
+    Case("ops.sparsemax", "sparsemax", lambda i: ((i.leaf(8, LONG),), {}), "long rows"),
+    Case("ops.gated_activation", "swiglu", lambda i: ((i.leaf(TOKENS, HIDDEN), i.leaf(TOKENS, HIDDEN)), {}), "Liger's"),
+    Case("ops.gated_activation", "geglu", lambda i: ((i.leaf(TOKENS, HIDDEN), i.leaf(TOKENS, HIDDEN)), {})),
+    Case("ops.llama4_rope", "rotary_complex", lambda i: ((*_heads(i, 8, 2, last=True), i.turns(TOKENS, WIDTH // 2)), {})),
+    Case("ops.mrope", "rotary_multimodal", lambda i: ((*_heads(i, 8, 2), *_angles(i, 3, 1, TOKENS, WIDTH), (16, 24, 24)), {})),
+    Case("ops.mrope", "partial_rotary", lambda i: ((*_heads(i, 8, 2), *_angles(i, 1, TOKENS, WIDTH // 2)), {})),
+    Case("ops.cross_entropy_of_logits", "cross_entropy", lambda i: ((_logits(i), i.integers(CLASSES, TOKENS)), {})),
+    Case("ops.cross_entropy_of_logits", "cross_entropy", lambda i: _weighted(i, _logits(i)), "weighted classes"),
+    Case("ops.divergence", "kl_div", lambda i: ((_logits(i, _log_softmax), _logits(i, _softmax).detach()), SUM)),
+    Case("ops.divergence", "jsd", lambda i: ((_logits(i, _log_softmax), _logits(i, _log_softmax).detach()), SUM)),
+    Case("ops.divergence", "tvd", lambda i: ((_logits(i, _softmax), _logits(i, _softmax).detach()), SUM)),
+    Case("ops.linear_jsd", "linear_jsd",
          lambda i: ((i.leaf(TOKENS, 256), _linear(i, CLASSES, 256), i.constant(TOKENS, 128), i.constant(CLASSES, 128, scale=0.1)), SUM)),
-    Case("tiled_mlp", "tiled_swiglu", _tiled),
-    Case("tiled_mlp", "tiled_geglu", _tiled),
-    Case("neighborhood_attention", "neighborhood_attention", lambda i: (tuple(_heads(i, 2, 2, 2, width=64)), {"kernel_size": 7})),
+    Case("ops.tiled_mlp", "tiled_swiglu", _tiled),
+    Case("ops.tiled_mlp", "tiled_geglu", _tiled),
+    Case("hf.optimizer", "AdamW", lambda i: ((i.constant(2**20), i.constant(2**20, of=_far_from_zero)), {}), "a step", _adamw_step),
+    Case("ops.neighborhood_attention", "neighborhood_attention", lambda i: (tuple(_heads(i, 2, 2, 2, width=64)), {"kernel_size": 7})),
 )
 
 
@@ -197,7 +244,7 @@ class Outcomes(NamedTuple):
 def function_of(case: Case) -> Optional[Callable]:
     """Returns the function of a case, None where this package does not ship it."""
     try:
-        return getattr(importlib.import_module(f"..ops.{case.module}", __package__), case.name)
+        return getattr(importlib.import_module(f"..{case.module}", __package__), case.name)
     except ModuleNotFoundError:
         return None
 
@@ -205,11 +252,13 @@ def function_of(case: Case) -> Optional[Callable]:
 def results_of(case: Case, function: Callable, inputs: Inputs) -> List[torch.Tensor]:
     """Returns the results of a case and the gradients of its arguments, in float64 on the CPU."""
     positional, named = case.arguments(inputs)
-    found = function(*positional, **named)
-    outputs = [x for x in ([found] if isinstance(found, torch.Tensor) else found) if isinstance(x, torch.Tensor) and x.requires_grad]
+    found = case.call(function, *positional, **named) if case.call else function(*positional, **named)
+    outputs = [x for x in ([found] if isinstance(found, torch.Tensor) else found) if isinstance(x, torch.Tensor) and x.is_floating_point()]
     inputs.generator.manual_seed(1)
-    gradients = [inputs.constant(*x.shape) for x in outputs]
-    torch.autograd.backward(outputs, [g.to(x.dtype) for g, x in zip(gradients, outputs)])
+    differentiable = [x for x in outputs if x.requires_grad]
+    gradients = [inputs.constant(*x.shape).to(x.dtype) for x in differentiable]
+    if differentiable:
+        torch.autograd.backward(differentiable, gradients)
     parts = outputs + [leaf.grad for leaf in inputs.leaves if leaf.grad is not None]
     return [part.detach().double().cpu() for part in parts]
 
