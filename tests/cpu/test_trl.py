@@ -17,6 +17,8 @@ from tests.integrations.trainers import tokenizer
 from tests.models import tiny_model
 from tests.ops.common import mesh_of_one, randn
 from tests.tolerances import relative_error
+from tools.compile import operations
+from tools.kernel_package import package_folders, read_package
 
 trl = pytest.importorskip("trl")
 pytest.importorskip("trl.kernels.chunked_logprob")
@@ -269,3 +271,12 @@ def test_a_head_that_fsdp2_shards(qwen3, frozen):
             found.append([output.log_probs, output.entropy, *gradients])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_every_package_that_stands_in_trl_s_place_ships_the_kernels():
+    """A call on a GPU would not find them in the manifest."""
+    found = {folder.name: read_package(folder) for folder in package_folders(root=ROOT)}
+    patching = [package for package in found.values() if "hf import patching" in (package.sources / "api.py").read_text()]
+    assert len(patching) >= 3
+    for package in patching:
+        assert {"log_probs", "head_divergence", "scale"} <= set(operations(package)), package.name
