@@ -588,7 +588,7 @@ def test_a_model_that_asks_for_it_by_name_survives_reset(qwen3):
 
 
 @pytest.mark.parametrize("name", ("sdpa", "eager"))
-@pytest.mark.parametrize("when", ("loading", "after apply", "after kernelize", "after a step"))
+@pytest.mark.parametrize("when", ("loading", "after apply", "made before apply", "after kernelize", "after a step"))
 @pytest.mark.parametrize("family", ("qwen3", "gpt_oss"))
 def test_an_implementation_that_was_asked_for_by_name_is_kept(chosen, family, when, name, tmp_path):
     if (family, name) == ("gpt_oss", "sdpa"):
@@ -596,8 +596,9 @@ def test_an_implementation_that_was_asked_for_by_name_is_kept(chosen, family, wh
     package, make = chosen(family)
     make().save_pretrained(tmp_path)
     cls, ids = type(make()), torch.stack(documents(lengths=(5, 5)))
-    package.apply() if when != "after kernelize" else None
+    package.apply() if when not in ("made before apply", "after kernelize") else None
     model = cls.from_pretrained(tmp_path, **({"attn_implementation": name} if when == "loading" else {}))
+    package.apply() if when == "made before apply" else None
     if when == "after kernelize":
         package.kernelize(model)
     if when == "after a step":

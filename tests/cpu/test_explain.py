@@ -42,6 +42,16 @@ def test_packed_weights(qwen3):
     assert reasons(qwen3, qwen3.pack(model))["gate_proj, up_proj as one GEMM"] == ""
 
 
+def test_attention_that_was_asked_for_by_name(qwen3):
+    model = tiny_model()
+    qwen3.apply()
+    assert "attention" not in reasons(qwen3, model)
+    for name in ("sdpa", "eager", "bastile"):
+        model.set_attn_implementation(name)
+        expected = "" if name == "bastile" else f"attn_implementation={name!r} was asked for by name"
+        assert reasons(qwen3, model).get("attention", "") == expected
+
+
 @pytest.mark.parametrize("skip_logits", (False, True, None, 0))
 def test_logits_that_were_asked_for(qwen3, skip_logits):
     model, ids = tiny_model(), random_tokens(1, 5)

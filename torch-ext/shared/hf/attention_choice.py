@@ -201,6 +201,12 @@ def choose_attention(model) -> None:
         state.on = _all_are_told(model, state)
 
 
+def name_that_is_kept(model) -> str:
+    """The implementation that a decoder keeps because it was asked for by name; "" where there is none, or where that is ours."""
+    name = model.config._attn_implementation if NAMED in vars(model) else ATTENTION
+    return "" if name == ATTENTION else str(name)
+
+
 def _all_are_told(model, state: _State) -> bool:
     """Tells each attention of a decoder about the choice. False where one has a configuration of its own that asks for something else."""
     ours, layers = vars(model)["config"], getattr(model, "layers", ())

@@ -7,6 +7,7 @@ import torch
 
 from ..ops.common import side_by_side
 from . import trl
+from .attention_choice import name_that_is_kept
 from .capture import captured_passes
 from .causal_lm import why_head_is_not_plain, why_logits_are_wanted, why_loss_is_not_standard
 from .explanation import Explanation, Reason, explanation_of, no_kernels
@@ -57,6 +58,8 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
         x = torch.empty((1, 1, norm.shape[-1]), dtype=norm.dtype, device=norm.device)
         for pair in (*explain_layer(layer, x), *_why_apart(layer)):
             found[pair] += 1
+    for name in filter(None, (name_that_is_kept(module) for module in model.modules())):
+        found["attention", Reason("named", f"attn_implementation={name!r} was asked for by name")] += 1
     if trl.is_imported():
         found[trl.PART, trl.why_not(model)] += 1
     for operation, (text, count) in left.items():

@@ -31,6 +31,7 @@ ADVICE = {
     "skip_logits": "leave skip_logits out of the options of the loss",
     "loss": "leave model.loss_function as it is, or pass the options of the loss to apply()",
     "apart": "call pack(model)",
+    "named": 'model.set_attn_implementation("bastile") for attention of ours',
     "replaced": "call apply() or kernelize() before accelerate, TRL or others wrap the model",
     "called": "nothing: what lies around it is fused",
     "model": "",

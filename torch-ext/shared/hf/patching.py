@@ -24,6 +24,7 @@ from .attention_choice import (
     note_new_models,
     register_attention,
     unregister_attention,
+    watch_attention,
 )
 from .binding import bound_modules
 from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
@@ -138,6 +139,7 @@ def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, 
             setattr(layer, KEEPS_ATTENTION, bool(keep_attention))
             setattr(layer, RECOMPUTES_MLP, bool(recompute_mlp))
         _forget_what_one_model_was_told(targets, modeling, modules)
+        _watch_decoders(targets, modeling, modules)
         asked = {name: isinstance(wanted[name], Mapping) or bool(wanted[name]) for name in targets.operations}
         on = {name: asked[name] and name not in unknown for name in asked}
         _patch_family(targets, modeling, on, modules)
@@ -163,6 +165,14 @@ def _forget_what_one_model_was_told(targets: Targets, modeling, modules):
         if isinstance(module, classes):
             for name in TOLD:
                 vars(module).pop(name, None)
+
+
+def _watch_decoders(targets: Targets, modeling, modules):
+    """Lets the decoders that there are notice that someone asks for an implementation of attention by name."""
+    decoder = own_class(modeling, targets.classes["attention"][0])
+    for module in modules:
+        if decoder is not None and isinstance(module, decoder) and "config" in vars(module):
+            watch_attention(module)
 
 
 def _patch_family(targets: Targets, modeling, wanted, modules):
