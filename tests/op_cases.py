@@ -51,6 +51,8 @@ CASES = {
         **{"down_weight": (HIDDEN, INNER)},
     },
 }
+# Those that the packages for Qwen3 and GPT-OSS have: what their builds are asked for on a GPU.
+OF_QWEN3_AND_GPT_OSS = tuple(name for name in CASES if not name.startswith("gated_"))
 NOT_DIFFERENTIABLE = {("rotary", "cos"), ("rotary", "sin"), ("qk_norm_rotary", "cos"), ("qk_norm_rotary", "sin")}
 NOT_DIFFERENTIABLE |= {("norm_attention_inputs", "cos"), ("norm_attention_inputs", "sin")}
 NOT_DIFFERENTIABLE |= {("linear_cross_entropy", "target"), ("linear_cross_entropy", "class_weight")}

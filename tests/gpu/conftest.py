@@ -37,6 +37,12 @@ def liger():
 
 
 @pytest.fixture(scope="session")
+def decoders():
+    """The package for every dense family."""
+    return load(ROOT / "packages" / "decoders")
+
+
+@pytest.fixture(scope="session")
 def suite_ops(liger):
     """Its operations by name."""
     return suite(liger)

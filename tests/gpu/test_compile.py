@@ -5,7 +5,7 @@ import torch
 
 from tests import compile_checks as checks
 from tests.models import tiny_model
-from tests.op_cases import CASES, operations
+from tests.op_cases import OF_QWEN3_AND_GPT_OSS, operations
 from tests.ops.common import FLOATS
 
 DEVICE = "cuda"
@@ -19,7 +19,7 @@ def test_operators(ops, name, dtype):
     checks.check_operator(ops, name, DEVICE, dtype)
 
 
-@pytest.mark.parametrize("operation", CASES)
+@pytest.mark.parametrize("operation", OF_QWEN3_AND_GPT_OSS)
 def test_operations_compile_whole_and_once_for_all_lengths(ops, gpt_oss, operation):
     checks.check_compiled_operation(operations(ops, gpt_oss), operation, DEVICE, "inductor")
 

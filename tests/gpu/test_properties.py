@@ -8,7 +8,7 @@ from tests import op_cases as cases
 from tests import properties
 
 
-@pytest.mark.parametrize("operation", cases.CASES)
+@pytest.mark.parametrize("operation", cases.OF_QWEN3_AND_GPT_OSS)
 def test_any_call_is_right_and_touches_nothing_else(ops, gpt_oss, operation):
     loaded = cases.operations(ops, gpt_oss)
 
