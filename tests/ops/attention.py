@@ -179,7 +179,8 @@ def check_plan_reference(ops, case: Case, device="cpu") -> None:
     found = results_of(ops.attention, x, plan=plan, scale=case.scale)
     left, right = reach(case)
     documents = torch.tensor(case.documents, dtype=torch.int32, device=device).T.contiguous()
-    limits, walks = ops.plan_reference(documents, case.tokens, min(left, case.tokens), min(right, case.tokens))
+    plan_reference = importlib.import_module(f"{ops.__name__}_plan").plan_reference
+    limits, walks = plan_reference(documents, case.tokens, min(left, case.tokens), min(right, case.tokens))
     seen = plan.limits[1::2] > plan.limits[::2]
     assert torch.equal(limits[1::2] > limits[::2], seen) and torch.equal(limits[:, seen.any(0)], plan.limits[:, seen.any(0)])
     plan.limits, plan.walks = limits, walks
@@ -255,6 +256,6 @@ MUTANTS = [
          ("dsinks -=", "dsinks +="), kernels=False),
     *errors_in("shared/ops/attention.py", "attention", "attention_reference",
          ("torch.logaddexp(total,", "torch.maximum(total,"), kernels=False),
-    *errors_in("shared/ops/attention.py", "attention", "plan_reference",
+    *errors_in("shared/ops/attention_plan.py", "attention", "plan_reference",
          ("& (t < ends[at])", ""), kernels=False),
 ]  # fmt: skip

@@ -253,7 +253,7 @@ MUTANTS = (
     (_SUMS, "counted_mean", "acc = acc +", "acc =", "mean_of_many"),
     (_SUMS, "counted_mean", "total = total +", "total =", "mean_of_many"),
     (_SUMS, "counted_mean", "loss * one", "loss", "loss"),
-    ("shared/ops/divergence.py", "counted_mean", "mean.view(()), inverse", "mean.view(()), inverse * 2", "loss"),
+    ("shared/ops/sums.py", "counted_mean", "mean.view(()), inverse", "mean.view(()), inverse * 2", "loss"),
     (_OPERATION, "cross_entropy", "and not more", "", "loss_returns"),
     (_OPERATION, "_CrossEntropy.forward", "ctx.save_for_backward(logits, target", "ctx.save_for_backward(-logits, target", "loss"),
     (_OPERATION, "_CrossEntropy.forward", "class_weight, lse,", "class_weight, lse * 0,", "loss"),

@@ -360,7 +360,7 @@ MUTANTS = (
     (_OPERATION, "_Divergence.backward", "multiply(gradient, dloss)", "pass", "scaled"),
     (_OPERATION, "_DivergenceOfLogits.forward", "ctx.save_for_backward(x, y, labels, *rows)", "ctx.save_for_backward(y, x, labels, *rows)",
      "logits"),
-    (_OPERATION, "_backward", "factor = factor * (inverse_count", "factor = (inverse_count", "scaled_labels"),
+    (_OPERATION, "_backward", "factor = factor * count", "factor = count", "scaled_labels"),
     (_OPERATION, "_logits_backward", "factor = factor * scale", "factor = factor", "logits"),
     (_OPERATION, "_logits_forward", "total(part_loss) * scale", "total(part_loss)", "logits"),
     (_OPERATION, "_DivergenceOfLogits.backward", "divergence_of_logits_backward(dloss, ", "divergence_of_logits_backward(dloss * 0 + 1, ",

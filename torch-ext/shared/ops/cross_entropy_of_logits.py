@@ -40,8 +40,8 @@ from .cross_entropy import (
     shares_of,
     z_loss_of,
 )
-from .divergence import counted_mean, inverse_count, total
 from .softmax import as_rows, most_pieces, one_a_row, pieces, pieces_grid, slabs
+from .sums import counted_mean, inverse_count, total
 
 _statistics = Kernel("cross_entropy_statistics", grid=pieces_grid)
 _statistics_weighted = Kernel("cross_entropy_statistics_weighted", grid=pieces_grid)

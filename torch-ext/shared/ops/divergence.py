@@ -5,12 +5,11 @@ what arrives from above. A second backward pass finds it gone and computes it an
 not yet multiplied by the loss scale would be rounded to 0. Of logits nothing is kept but one number or two a row.
 """
 
-from typing import NamedTuple, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 
 from ..runtime.launch import Kernel
-from ..runtime.replay import constant
 from .common import (
     accumulation_dtype,
     apply_function,
@@ -24,149 +23,29 @@ from .common import (
     once_differentiable,
     traceable,
 )
+from .divergence_terms import Options, inverse_of_count, losses_of, reference
 from .linear_head import multiply
 from .softmax import as_rows, log_sum_exp2, pieces, pieces_grid, row_sum, slabs
+from .sums import inverse_count, nothing, total
 
 _kernels = {
     kind: Kernel(name, grid=lambda c, x, y, labels, factor, gradient, partial, *_: (partial.numel(),))
     for kind, name in (("kl", "kl_divergence"), ("js", "js_divergence"), ("tv", "tv_distance"))
 }
-KINDS = {"js": 0, "tv": 1}
-_logits_loss = {kind: Kernel("divergence_of_logits", grid=pieces_grid, where={"KIND": n}) for kind, n in KINDS.items()}
-_logits_gradient = {kind: Kernel("divergence_of_logits_gradient", grid=pieces_grid, where={"KIND": n}) for kind, n in KINDS.items()}
-_span_sum = Kernel("span_sum", grid=lambda c, values, out: (out.shape[0],))
-_inverse_count = Kernel("inverse_count", grid=lambda c, *_: (1,))
-_counted_mean = Kernel("counted_mean", grid=lambda c, *_: (1,))
 
-LEAST_LOG = -1000.0  # stands in for log2(0), as in kernel_src/divergence.py
+KINDS = {"js": 0, "tv": 1}
+
+_logits_loss = {kind: Kernel("divergence_of_logits", grid=pieces_grid, where={"KIND": n}) for kind, n in KINDS.items()}
+
+_logits_gradient = {kind: Kernel("divergence_of_logits_gradient", grid=pieces_grid, where={"KIND": n}) for kind, n in KINDS.items()}
+
 LN2 = 0.6931471805599453
+
 REDUCTIONS = ("none", "mean", "batchmean", "sum")
 
 
-class Options(NamedTuple):
-    """kind: "kl" (target: probabilities), "js" (target: log-probabilities) or "tv". scale: what the sum of the losses is multiplied
-    by, beside one over the counted rows if `averages`. parameter: beta of "js", eps of "kl". temperature: of logits; None for
-    distributions."""
-
-    kind: str
-    scale: float
-    averages: bool
-    parameter: float
-    ignore_index: int
-    temperature: Optional[float]
-
-    @property
-    def of_distributions(self) -> tuple:
-        return self[:-1]
-
-
-# ---------------------------------------------------------------- in PyTorch
-def _finite(log2):
-    return torch.where(log2 == -float("inf"), LEAST_LOG, log2)
-
-
-def _terms(kind: str, x: torch.Tensor, y: torch.Tensor, parameter: float) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(loss, its derivative by x), elementwise and in float32 or wider. The loss can be differentiated in both x and y."""
-    x, y = x.to(accumulation_dtype(x.dtype)), y.to(accumulation_dtype(y.dtype))
-    if kind == "tv":
-        d = x - y
-        return 0.5 * d.abs(), 0.5 * torch.where(d.isnan(), d, d.sign())
-    if kind == "kl":
-        some = y != 0
-        p = torch.where(some, y, 1.0)
-        loss = p * (p.clamp(min=parameter).log() - x) if parameter else p * (p.log() - x)
-        return torch.where(some, loss, 0.0), -y
-    p, q = y.exp(), x.exp()
-    if parameter in (0.0, 1.0):
-        weight, mine, other = (p, y, x) if parameter == 0.0 else (q, x, y)
-        some = weight != 0
-        loss = torch.where(some, torch.where(some, weight, 0.0) * (torch.where(some, mine, 0.0) - torch.where(some, other, 0.0)), 0.0)
-        return loss, -p if parameter == 0.0 else loss + q
-    p, q = parameter * p, (1 - parameter) * q
-    log_m = (p + q).clamp(min=torch.finfo(x.dtype).tiny).log()
-    loss = p * (_finite(y) - log_m) + q * (_finite(x) - log_m)
-    return loss, q * (_finite(x) - log_m)
-
-
-def _distributions(kind: str, x, y, temperature):
-    """The student's and the teacher's distributions of logits as `_terms` takes them."""
-    softmax = torch.softmax if kind == "tv" else torch.log_softmax
-    return tuple(softmax(z.to(accumulation_dtype(z.dtype)) / temperature, -1) for z in (x, y))
-
-
-def _counted(labels, ignore_index) -> torch.Tensor:
-    return labels != ignore_index
-
-
-def _inverse(labels, ignore_index, dtype) -> torch.Tensor:
-    """One over the number of counted rows, or 1 where there are none; [1]."""
-    return 1.0 / _counted(labels, ignore_index).sum().clamp(min=1).to(dtype).view(1)
-
-
-def _losses(x, y, labels, options: Options) -> torch.Tensor:
-    """Elementwise losses, differentiable in x and y; rows that do not count are 0."""
-    if options.temperature is not None:
-        x, y = _distributions(options.kind, x, y, options.temperature)
-    loss = _terms(options.kind, x, y, options.parameter)[0]
-    return loss if labels is None else torch.where(_counted(labels, options.ignore_index)[:, None], loss, 0.0)
-
-
-def _reference(x, y, labels, options: Options, factor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the losses * scale * factor, its gradient by x)."""
-    u, v = (x, y) if options.temperature is None else _distributions(options.kind, x, y, options.temperature)
-    loss, slope = _terms(options.kind, u, v, options.parameter)
-    if options.temperature is not None:
-        q = u if options.kind == "tv" else u.exp()
-        g = slope * q if options.kind == "tv" else slope
-        slope = (g - q * g.sum(-1, keepdim=True)) / options.temperature
-    scale = options.scale if factor is None else factor.to(loss.dtype) * options.scale
-    if labels is not None:
-        counted = _counted(labels, options.ignore_index)[:, None]
-        loss, slope = torch.where(counted, loss, 0.0), torch.where(counted, slope, 0.0)
-    return (loss.sum() * scale).view(()), (slope * scale).to(x.dtype)
-
-
-# ---------------------------------------------------------------- by kernels
-_nothing: dict = {}
-
-
-def nothing(device: torch.device, dtype: torch.dtype, dims: int = 1) -> torch.Tensor:
-    """What is passed for an array that a kernel will not look at."""
-    key = (device, dtype, dims)
-    if key not in _nothing:
-        _nothing[key] = constant(torch.zeros((1, 16) if dims == 2 else 16, dtype=dtype, device=device))
-    return _nothing[key]
-
-
-def total(values: torch.Tensor) -> torch.Tensor:
-    """The sum of contiguous fp32 numbers, [], in an order that follows from their number alone."""
-    values = values.view(-1)
-    span = _span_sum.constant("SPAN")
-    while True:
-        out = values.new_empty(-(-values.shape[0] // span))
-        _span_sum(values, out)
-        if out.shape[0] == 1:
-            return out.view(())
-        values = out
-
-
-def inverse_count(labels: Optional[torch.Tensor], ignore_index: int, classes: int = -1) -> torch.Tensor:
-    """One over the number of labels that count, or 1 where none does; fp32 [1]. classes: labels from there on do not count."""
-    assert labels is not None, "an average counts labels"
-    out = torch.empty(1, dtype=torch.float32, device=labels.device)
-    _inverse_count(labels, out, ignore_index, classes)
-    return out
-
-
-def counted_mean(losses: torch.Tensor, labels: torch.Tensor, ignore_index: int, classes: int) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(the sum of contiguous fp32 losses times `inverse_count`, []; that, [1]), in one launch."""
-    mean, inverse = (torch.empty(1, dtype=torch.float32, device=labels.device) for _ in range(2))
-    _counted_mean(losses, labels, mean, inverse, ignore_index, classes)
-    return mean.view(()), inverse
-
-
 def _with_kernels(x, y, labels, options: Options, factor, writes: bool) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """As `_reference`, of rows; the gradient only if `writes`."""
+    """As `reference`, of rows; the gradient only if `writes`."""
     x, y = as_rows(x), as_rows(y)
     kernel = _kernels[options.kind]
     parts = -(-x.shape[1] // kernel.constant("SPAN"))
@@ -189,8 +68,8 @@ def _forward(
     """(loss, gradient or nothing) of distributions."""
     options = Options(kind, scale, averages, parameter, ignore_index, None)
     if not kernels_compute(x, y, labels):
-        factor = _inverse(labels, ignore_index, accumulation_dtype(x.dtype)) if averages else None
-        loss, gradient = _reference(x, y, labels, options, factor)
+        factor = inverse_of_count(labels, ignore_index, accumulation_dtype(x.dtype)) if averages else None
+        loss, gradient = reference(x, y, labels, options, factor)
         return loss, gradient if writes else x.new_empty(0)
     factor = inverse_count(labels, ignore_index) if averages else None
     loss, written = _with_kernels(x, y, labels, options, factor, writes)
@@ -213,8 +92,9 @@ def _backward(
     factor = dloss.to(accumulation_dtype(x.dtype)).view(1)
     kernels = kernels_compute(x, y, labels, dloss)
     if averages:
-        factor = factor * (inverse_count(labels, ignore_index) if kernels else _inverse(labels, ignore_index, accumulation_dtype(x.dtype)))
-    gradient = (_with_kernels(x, y, labels, options, factor, True) if kernels else _reference(x, y, labels, options, factor))[1]
+        count = inverse_count(labels, ignore_index) if kernels else inverse_of_count(labels, ignore_index, accumulation_dtype(x.dtype))
+        factor = factor * count
+    gradient = (_with_kernels(x, y, labels, options, factor, True) if kernels else reference(x, y, labels, options, factor))[1]
     assert gradient is not None
     return gradient.view(x.shape)
 
@@ -228,6 +108,7 @@ divergence_forward = traceable(
     _forward,
     lambda x, y, labels, kind, scale, averages, parameter, ignore_index, writes: (_scalar(x), x.new_empty(x.shape if writes else 0)),
 )
+
 divergence_backward = traceable("divergence_backward", _backward, lambda dloss, x, *_: x.new_empty(x.shape))
 
 
@@ -256,7 +137,6 @@ class _Divergence(torch.autograd.Function):
         return gradient, None, None, None
 
 
-# ---------------------------------------------------------------- of logits
 def _logits_forward(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -271,9 +151,9 @@ def _logits_forward(
     """(loss, lse of x, lse of y, sum of g): a number, and three of a row; see kernel_src/divergence.py."""
     options = Options(kind, scale, averages, parameter, ignore_index, temperature)
     if not kernels_compute(x, y, labels):
-        factor = _inverse(labels, ignore_index, accumulation_dtype(x.dtype)) if averages else None
+        factor = inverse_of_count(labels, ignore_index, accumulation_dtype(x.dtype)) if averages else None
         a, b, c = [x.new_zeros(x.shape[0], dtype=accumulation_dtype(x.dtype)) for _ in range(3)]  # unused
-        return _reference(x, y, labels, options, factor)[0], a, b, c
+        return reference(x, y, labels, options, factor)[0], a, b, c
     a, b = as_rows(x), as_rows(y)
     lse_x, lse_y = log_sum_exp2(a, 1 / temperature), log_sum_exp2(b, 1 / temperature)
     kernel = _logits_loss[kind]
@@ -308,8 +188,8 @@ def _logits_backward(
     factor = dloss.to(accumulation_dtype(x.dtype)).view(1)
     if not kernels_compute(x, y, labels, dloss):
         if averages:
-            factor = factor * _inverse(labels, ignore_index, accumulation_dtype(x.dtype))
-        return _reference(x, y, labels, options, factor)[1]
+            factor = factor * inverse_of_count(labels, ignore_index, accumulation_dtype(x.dtype))
+        return reference(x, y, labels, options, factor)[1]
     if averages:
         factor = factor * inverse_count(labels, ignore_index)
     factor = factor * scale
@@ -329,6 +209,7 @@ def _logits_forward_fake(x, *_):
 
 
 divergence_of_logits_forward = traceable("divergence_of_logits_forward", _logits_forward, _logits_forward_fake)
+
 divergence_of_logits_backward = traceable("divergence_of_logits_backward", _logits_backward, lambda dloss, x, *_: x.new_empty(x.shape))
 
 
@@ -346,7 +227,6 @@ class _DivergenceOfLogits(torch.autograd.Function):
         return divergence_of_logits_backward(dloss, *ctx.saved_tensors, *ctx.options), None, None, None
 
 
-# ---------------------------------------------------------------- public
 def kl_div(
     input: torch.Tensor,
     target: torch.Tensor,
@@ -433,10 +313,10 @@ def _divergence(kind, x, y, reduction, parameter, labels, ignore_index, from_log
     options = Options(kind, scale, averages, parameter, ignore_index, float(temperature) if from_logits else None)
     differentiable = torch.is_grad_enabled()
     if reduction == "none" or (differentiable and y.requires_grad) or needs_formula(x, y, labels):
-        losses = _losses(x, y, labels, options)
+        losses = losses_of(x, y, labels, options)
         if reduction == "none":
             return losses.view(shape)
-        return losses.sum() * scale * (_inverse(labels, options.ignore_index, losses.dtype).view(()) if averages else 1.0)
+        return losses.sum() * scale * (inverse_of_count(labels, options.ignore_index, losses.dtype).view(()) if averages else 1.0)
     if differentiable and x.requires_grad:
         return apply_function(_DivergenceOfLogits if from_logits else _Divergence, x, y, labels, options)
     if from_logits:

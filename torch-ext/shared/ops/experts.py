@@ -7,13 +7,10 @@ of the second one are only added up, by the token that they belong to, in both d
 the output of the first GEMM, and its gradient is written over it.
 """
 
-from typing import List, NamedTuple, Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 
-from ..runtime import launch
-from ..runtime.device import kernels_run_on
-from ..runtime.launch import Kernel
 from .autocast import outside_autocast, without_autocast
 from .common import (
     accumulation_dtype,
@@ -27,96 +24,13 @@ from .common import (
     traceable,
     unit_stride,
 )
+from .expert_gate import Gate, dense, gate_backward, gate_forward, token_sum
 from .grouped_gemm import Groups, grouped_mm, grouped_outer
-from .routing import Routing, route, row_blocks
+from .routing import Routing, route
 
-Optionals = Optional[torch.Tensor]
 Five = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
 Six = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _blocks_grid(c, gate_up, bias, scores, blocks, out, *_):
-    return (blocks.shape[1], -(-out.shape[1] // c["COLS"]))
-
-
-def _rows_grid(c, gate_up, scores, out, *_):
-    return (-(-out.shape[0] // c["ROWS"]), -(-out.shape[1] // c["COLS"]))
-
-
-def _tokens_grid(c, y, position, *rest):
-    return (position.shape[0], -(-y.shape[1] // c["COLS"]))
-
-
-_clamped_forward_kernel = Kernel("clamped_gate_forward", grid=_blocks_grid)
-_clamped_backward_kernels = [Kernel("clamped_gate_backward", grid=_blocks_grid, where={"WEIGHTS": weights}) for weights in (0, 1)]
-_bias_kernel = Kernel("expert_bias_sum", grid=lambda c, partial, stops, out: (-(-out.shape[1] // c["COLS"]), out.shape[0]))
-_swiglu_forward_kernel = Kernel("swiglu_rows_forward", grid=_rows_grid)
-_swiglu_backward_kernels = [Kernel("swiglu_rows_backward", grid=_rows_grid, where={"WEIGHTS": weights}) for weights in (0, 1)]
-_sum_kernel = Kernel("token_sum", grid=_tokens_grid)
-_sum_bias_kernel = Kernel("token_sum_bias", grid=_tokens_grid, reads=("expert", "scores", "bias"))
-
-
-# ---------------------------------------------------------------- the gate, in PyTorch
-class Gate(NamedTuple):
-    """What lies between the GEMMs. interleaved: gate and up of a column side by side, else gate before up. alpha: of GPT-OSS's
-    gate, with its limit; 0 for silu(gate) * up."""
-
-    interleaved: bool
-    alpha: float
-    limit: float
-
-    def split(self, gate_up: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-        if self.interleaved:
-            return gate_up[..., ::2], gate_up[..., 1::2]
-        gate, up = gate_up.chunk(2, -1)
-        return gate, up
-
-    def apply(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[..., 2 * width], its bias added, -> [..., width]."""
-        g, u = self.split(gate_up)
-        if not self.alpha:
-            return torch.nn.functional.silu(g) * u
-        g, u = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit)
-        return (u + 1) * (g * torch.sigmoid(self.alpha * g))
-
-    def join(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return torch.stack((gate, up), -1).flatten(-2) if self.interleaved else torch.cat((gate, up), -1)
-
-
-def _rows_expert(ends: torch.Tensor, rows: int) -> torch.Tensor:
-    """[rows]: the expert of each row; the last one's for rows of none."""
-    number = torch.arange(rows, dtype=ends.dtype, device=ends.device)
-    return torch.searchsorted(ends, number, right=True).clamp(max=ends.shape[0] - 1)
-
-
-def _biased(gate_up, bias, ends):
-    x = gate_up.to(accumulation_dtype(gate_up.dtype))
-    return x if bias is None else x + bias[_rows_expert(ends, x.shape[0])]
-
-
-def gate_reference(gate_up, bias, ends, gate: Gate) -> torch.Tensor:
-    """The gated rows in the accumulation dtype, before the routing weights."""
-    return gate.apply(_biased(gate_up, bias, ends))
-
-
-def gate_backward_reference(d, gate_up, bias, ends, gate: Gate) -> torch.Tensor:
-    """The gradient of gate_up in the accumulation dtype; d: that of the gated rows."""
-    g, u = gate.split(_biased(gate_up, bias, ends))
-    if not gate.alpha:
-        s = torch.sigmoid(g)
-        return gate.join(d * u * (s + g * s * (1 - s)), d * g * s)
-    keep_gate, keep_up = g <= gate.limit, u.abs() <= gate.limit
-    g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
-    s = torch.sigmoid(gate.alpha * g)
-    dg = d * (u + 1) * s * (1 + gate.alpha * g * (1 - s))
-    return gate.join(torch.where(keep_gate, dg, 0.0), torch.where(keep_up, d * g * s, 0.0))
-
-
-def token_sum_reference(y: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """[tokens, columns] in the accumulation dtype: the sum of each token's rows of y."""
-    there = position < y.shape[0]
-    rows = y.to(accumulation_dtype(y.dtype))[torch.where(there, position, 0)]
-    return torch.where(there[..., None], rows, 0.0).sum(1)
 
 
 def experts_reference(
@@ -140,100 +54,6 @@ def experts_reference(
     return out.sum(0).to(hidden.dtype)
 
 
-# ---------------------------------------------------------------- the gate and the sums, where they run best
-def _kernels_for(gate_up: torch.Tensor, bias: Optionals, gate: Gate, *others: torch.Tensor) -> bool:
-    """There are kernels for GPT-OSS's gate (clamped, interleaved, with a bias) and Qwen3-MoE's (neither of them). others: what else a
-    kernel reads."""
-    same = gate.interleaved == bool(gate.alpha) == (bias is not None)
-    return same and gate_up.dtype != torch.float64 and kernels_run_on(gate_up, bias, *others) and (not gate.alpha or _has_clamped_gate())
-
-
-def _has_clamped_gate() -> bool:
-    """Only packages for models that need them ship GPT-OSS's kernels; the others compute its gate in PyTorch."""
-    return "clamped_gate" in launch.backend.artifacts.operations()
-
-
-def _words(gate_up: torch.Tensor, bias: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """In half precision gate and up of a column as one 32-bit word, where the kernels take them so."""
-    bias = bias.contiguous()
-    whole = gate_up.shape[1] % (2 * _clamped_forward_kernel.constant("COLS")) == 0
-    packs = gate_up.element_size() == 2 and whole and (bias.data_ptr() | gate_up.data_ptr()) % 16 == 0
-    return (gate_up.view(torch.int32), bias.view(torch.int32)) if packs else (gate_up, bias)
-
-
-def _gate_forward(gate_up, bias, scores, routing: Routing, gate: Gate) -> torch.Tensor:
-    """The gated rows times their scores [rows] fp32."""
-    if not _kernels_for(gate_up, bias, gate, scores, routing.ends):
-        gated = gate_reference(gate_up, bias, routing.ends, gate)
-        return (gated * scores[:, None]).to(gate_up.dtype)
-    out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
-    if not gate.alpha:
-        _swiglu_forward_kernel(gate_up, scores, out)
-    else:
-        blocks, _ = row_blocks(routing.ends, gate_up.shape[0], _clamped_forward_kernel.constant("ROWS"))
-        _clamped_forward_kernel(*_words(gate_up, bias), scores, blocks, out, gate.alpha, gate.limit)
-    return out
-
-
-def _gate_backward(dgated, gate_up, bias, scores, routing: Routing, gate: Gate, weights: bool) -> tuple:
-    """(dgate_up, gated rows again, dscores [rows], dbias), written over gate_up and dgated where kernels run.
-
-    dgated: the gradient of the gated rows, not yet multiplied by the scores. weights: False when neither the gated rows nor dbias
-    are needed; then they are None.
-    """
-    if not _kernels_for(gate_up, bias, gate, dgated, scores, routing.ends):
-        d = dgated.to(accumulation_dtype(dgated.dtype))
-        gated = gate_reference(gate_up, bias, routing.ends, gate)
-        dscores = (d * gated).sum(1)
-        dgate_up = gate_backward_reference(d * scores[:, None], gate_up, bias, routing.ends, gate)
-        dbias = None
-        if weights and bias is not None:
-            dbias = torch.stack([dgate_up[rows].sum(0) for _, rows in Groups(routing.ends, dgate_up.shape[0]).slices()]).to(bias.dtype)
-        scored = (gated * scores[:, None]).to(gate_up.dtype) if weights else None
-        return dgate_up.to(gate_up.dtype), scored, dscores, dbias
-    rows, width = dgated.shape
-    new = {"dtype": torch.float32, "device": dgated.device}
-    columns = (_clamped_backward_kernels if gate.alpha else _swiglu_backward_kernels)[weights].constant("COLS")
-    dscores = torch.empty((rows, -(-width // columns)), **new)
-    dbias = None
-    if not gate.alpha:
-        _swiglu_backward_kernels[weights](gate_up, scores, dgated, dscores)
-    else:
-        blocks, stops = row_blocks(routing.ends, rows, _clamped_forward_kernel.constant("ROWS"))
-        partial = torch.empty((blocks.shape[1] if weights else 1, 2 * width), **new)
-        tensors = (*_words(gate_up, bias), scores, blocks, dgated, dscores, partial)
-        _clamped_backward_kernels[weights](*tensors, gate.alpha, gate.limit)
-        if weights:
-            dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-            _bias_kernel(partial, stops, dbias)
-    return gate_up, dgated if weights else None, dscores.sum(1), dbias
-
-
-def _token_sum(y, position, expert=None, scores=None, bias=None) -> torch.Tensor:
-    """[tokens, columns]: the sum of each token's rows of y; with a bias, of its experts' biases times their scores too."""
-    if y.dtype == torch.float64 or not kernels_run_on(y, position, expert, scores, bias):
-        total = token_sum_reference(y, position)
-        if bias is not None:
-            total = total + _dense(expert, scores, bias.shape[0], total.dtype) @ bias.to(total.dtype)
-        return total.to(y.dtype)
-    out = y.new_empty((position.shape[0], y.shape[1]))
-    if bias is None:
-        _sum_kernel(y, position, out)
-    elif not _has_clamped_gate():
-        _sum_kernel(y, position, out)
-        out.addmm_(_dense(expert, scores, bias.shape[0], y.dtype), bias)
-    else:
-        _sum_bias_kernel(y, position, expert.clamp(-1, bias.shape[0]).to(torch.int32), scores.to(torch.float32), bias, out)
-    return out
-
-
-def _dense(expert, scores, experts, dtype) -> torch.Tensor:
-    """[tokens, experts]: the routing weights, zero for the experts that a token does not go to."""
-    numbers = torch.arange(experts, device=expert.device)
-    return torch.where(expert[:, :, None] == numbers, scores[:, :, None].to(accumulation_dtype(dtype)), 0.0).sum(1).to(dtype)
-
-
-# ---------------------------------------------------------------- forward and backward
 def first_gemm(hidden, gate_up_weight, order, groups: Groups, top_k: int, transposed: bool) -> torch.Tensor:
     """The output of the first GEMM."""
     weight = gate_up_weight if transposed else gate_up_weight.transpose(1, 2)
@@ -260,10 +80,10 @@ def _forward(
     row_scores = scores.reshape(-1)[routing.order].to(accumulation_dtype(hidden.dtype))
     if hidden.shape[0] == 0:
         return torch.empty_like(hidden), gate_up, *routing
-    gated = _gate_forward(gate_up, gate_up_bias, row_scores, routing, gate)
+    gated = gate_forward(gate_up, gate_up_bias, row_scores, routing, gate)
     y = grouped_mm(gated, down_weight if transposed else down_weight.transpose(1, 2), groups)
     del gated
-    return _token_sum(y, routing.position, expert, scores, down_bias), gate_up, *routing
+    return token_sum(y, routing.position, expert, scores, down_bias), gate_up, *routing
 
 
 def experts_backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, routing: Routing, options: tuple, needs: List[bool]) -> Six:
@@ -281,14 +101,14 @@ def experts_backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, r
     dhidden = dscores = dgate_up_weight = ddown_weight = dgate_up_bias = ddown_bias = nothing
     dout = unit_stride(dout)
     if need_down_bias:
-        ddown_bias = torch.mm(_dense(expert, scores, experts, dout.dtype).t(), dout)
+        ddown_bias = torch.mm(dense(expert, scores, experts, dout.dtype).t(), dout)
     token = order // top_k
     rows = dout[token]
     dgated = grouped_mm(rows, down_weight.transpose(1, 2) if transposed else down_weight, groups)
     row_scores = scores.reshape(-1)[order].to(accumulation_dtype(hidden.dtype))
     weights = need_down or need_gate_up_bias
     if hidden.shape[0]:
-        dgate_up, gated, row_dscores, dbias = _gate_backward(dgated, gate_up, gate_up_bias, row_scores, routing, gate, weights)
+        dgate_up, gated, row_dscores, dbias = gate_backward(dgated, gate_up, gate_up_bias, row_scores, routing, gate, weights)
     else:
         dgate_up, gated, row_dscores = gate_up, dgated, row_scores
         dbias = None if gate_up_bias is None else torch.zeros_like(gate_up_bias)
@@ -312,7 +132,7 @@ def experts_backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, r
     if need_hidden:
         if hidden.shape[0]:
             dx = grouped_mm(dgate_up, gate_up_weight.transpose(1, 2) if transposed else gate_up_weight, groups)
-            dhidden = _token_sum(dx, position)
+            dhidden = token_sum(dx, position)
         else:
             dhidden = torch.zeros_like(hidden)
     return dhidden, dscores, dgate_up_weight, ddown_weight, dgate_up_bias, ddown_bias
@@ -363,6 +183,7 @@ def _fake_backward(
 
 
 experts_forward = traceable("experts_forward", _forward, _fake_forward)
+
 _traced_backward = traceable("experts_backward", _functional_backward, _fake_backward)
 
 

@@ -13,11 +13,13 @@ from torch.nn.functional import linear
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .common import accumulation_dtype, checked_index, describe, fail, needs_formula, once_differentiable
-from .divergence import KINDS, Options, _inverse, _losses, _reference, check_numbers, inverse_count, jsd, nothing
+from .divergence import KINDS, check_numbers, jsd
 from .divergence import _logits_loss as _loss_kernels
+from .divergence_terms import Options, inverse_of_count, losses_of, reference
 from .linear_head import check_accum_dtype, fp16_factor, walk, write_logits
 from .softmax import log_sum_exp2, pieces_grid, row_sum, slabs
 from .softmax import pieces as pieces_of
+from .sums import inverse_count, nothing
 
 REDUCTIONS = ("batchmean", "sum")
 # In fp16 the gradient of a chunk's logits is multiplied by a power of two. Where both distributions are far apart it is up to so many times
@@ -43,11 +45,11 @@ class _Piece:
 
 class _TorchPiece(_Piece):
     def rows(self):
-        return (_losses(self.x, self.y, self.labels, self.options).sum(-1),)
+        return (losses_of(self.x, self.y, self.labels, self.options).sum(-1),)
 
     def gradient(self, scale):
         factor, power = self.factor(scale)
-        self.x.copy_(_reference(self.x, self.y, self.labels, self.options, factor)[1])
+        self.x.copy_(reference(self.x, self.y, self.labels, self.options, factor)[1])
         return power
 
 
@@ -172,7 +174,7 @@ def _scale(hidden, labels, ignore_index, reduction) -> torch.Tensor:
         number = 1.0 if reduction == "sum" else 1.0 / max(tokens, 1)
         return torch.full((1,), number, dtype=acc, device=hidden.device)
     kernels = hidden.dtype != torch.float64 and tokens > 0 and kernels_run_on(hidden, labels)
-    return inverse_count(labels, ignore_index) if kernels else _inverse(labels, ignore_index, acc)
+    return inverse_count(labels, ignore_index) if kernels else inverse_of_count(labels, ignore_index, acc)
 
 
 def _check(hidden, weight, teacher_hidden, teacher_weight, labels, bias, teacher_bias) -> None:
