@@ -1,20 +1,21 @@
 """Runs tests with other releases of transformers, kernels and torch than the pinned ones: `python -m tests.environments [NAME ...]`.
 
-Each environment is a folder of packages in front of the pinned ones, made once, in .cache/environments. The oldest and the newest of each
-library are among them; a release that transformers_texts records is added here.
+Each environment is a virtual environment in .cache/environments, made once: what is asked for, what that needs in other releases than the
+pinned ones, and behind these the packages of the interpreter that runs this.
 """
 
 import argparse
 import os
 import subprocess
 import sys
+import sysconfig
 import time
+import venv
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".cache/environments"
-# torch brings what it needs with it; the others find that among the pinned packages.
 ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "newest": ("transformers==5.23.0",),
     "oldest": ("transformers==5.17.0", "kernels==0.16.2"),
@@ -26,32 +27,34 @@ FEWER = ("patching", "recomputation", "layers", "keeping", "saving", "versions")
 SEEN = "import kernels, torch, transformers; print(*(f'{m.__name__}=={m.__version__}' for m in (kernels, torch, transformers)))"
 
 
-def folder_of(name: str) -> Path:
-    """The folder of an environment, which is made where it is not there yet."""
+def interpreter_of(name: str) -> str:
+    """The interpreter of an environment, which is made where it is not there yet."""
     folder, packages = FOLDER / name, ENVIRONMENTS[name]
-    ready = folder / ".ready"
+    ready, interpreter = folder / ".ready", str(folder / "bin/python")
     if ready.is_file() and ready.read_text() == " ".join(packages):
-        return folder
-    subprocess.run(["rm", "-rf", str(folder)], check=True)
-    for package in packages:
-        alone = [] if package.startswith("torch==") else ["--no-deps"]
-        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *alone, "--target", str(folder), package], check=True)
+        return interpreter
+    venv.create(folder, clear=True)
+    packages_here = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
+    pinned = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    Path(packages_here, "pinned.pth").write_text(pinned, encoding="utf-8")
+    subprocess.run([interpreter, "-m", "pip", "install", "--quiet", *packages], check=True)
     ready.write_text(" ".join(packages))
-    return folder
+    return interpreter
 
 
 def run(name: str, tests: Sequence[str], options: Sequence[str]) -> int:
     """Runs tests in an environment, and returns pytest's status. Raises RuntimeError when other releases are found there than asked for."""
-    folder = folder_of(name)
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SEEN]
+    interpreter, environment = interpreter_of(name), {**os.environ, "OMP_NUM_THREADS": "1"}
+    if any(package.startswith("kernels==") for package in ENVIRONMENTS[name]):
+        environment["BASTILE_TESTS_TOOLS"] = sys.executable
+    command = [interpreter, "-c", SEEN]
     seen = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
     found = {package.partition("+")[0] for package in seen}
     if not found >= set(ENVIRONMENTS[name]):
         raise RuntimeError(f"{name} has {' '.join(seen)}, expected {' '.join(ENVIRONMENTS[name])}")
     print(f"--- {name}: {' '.join(seen)}", flush=True)
     files = [f"tests/cpu/test_{test}.py" for test in tests]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "auto", "--dist", "worksteal", *files, *options]
+    command = [interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "auto", "--dist", "worksteal", *files, *options]
     return subprocess.run(command, env=environment, cwd=ROOT).returncode
 
 

@@ -18,8 +18,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from .kernel_package import ROOT
-
+ROOT = Path(__file__).resolve().parents[1]
 KNOWN = ROOT / "torch-ext/shared/hf/known_texts.py"
 DOCUMENT = ROOT / "docs/integrations.md"
 ENVIRONMENTS = ROOT / "tests/environments.py"

@@ -2,7 +2,9 @@
 
 import contextlib
 import importlib
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from tests.integrations.ranks import Ranks
 from tests.op_cases import operations
 from tests.ops.suite import suite
 
+TOOLS = "BASTILE_TESTS_TOOLS"  # where tests.environments names the interpreter whose `kernels` the tools know
 REPOSITORY = Path(__file__).resolve().parents[2]
 _file_of_last_test = None
 
@@ -39,6 +42,11 @@ def accelerate_begins_anew():
 def assemble_cpu(folder: Path, extra: str = "", package: str = ".") -> Path:
     """Builds the CPU variant from a copy of the sources in `folder`. extra: code that makes it a build of its own. package: the
     folder of its build.toml in this repository."""
+    if TOOLS in os.environ:
+        environment = {name: value for name, value in os.environ.items() if name != TOOLS}
+        call = "import sys, pathlib; from tests.cpu.conftest import assemble_cpu as f; f(pathlib.Path(sys.argv[1]), *sys.argv[2:])"
+        subprocess.run([os.environ[TOOLS], "-c", call, str(folder), extra, package], env=environment, cwd=REPOSITORY, check=True)
+        return folder
     from tools.assemble import assemble
     from tools.kernel_package import read_package
 

@@ -127,7 +127,7 @@ def test_the_environments_have_the_oldest_and_the_newest_releases():
 INACTIVE = """
     import importlib.metadata, importlib.util, sys, warnings
     version = importlib.metadata.version
-    importlib.metadata.version = lambda name: "0.16.2" if name == "kernels" else version(name)
+    importlib.metadata.version = lambda name: "0.9.0" if name == "kernels" else version(name)
     from transformers.models.qwen3 import modeling_qwen3 as modeling
     importlib.metadata.version = version
     assert not hasattr(modeling.Qwen3RMSNorm, "kernel_layer_name") and type(modeling.apply_rotary_pos_emb).__name__ == "function"
