@@ -374,4 +374,4 @@ def check_stream(x: torch.Tensor, norm: Optional[torch.Tensor], name: str, dtype
 
 
 def _dense(parts: Sequence) -> list:
-    return [part for part in parts if not isinstance(part, FourBitWeight)]
+    return [part for part in parts if part is not None and type(part) is not FourBitWeight]

@@ -204,12 +204,12 @@ def layout_of(spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.
             if probability or type(weight) is FourBitWeight:
                 replayable = False
                 break
-            key += (weight.dtype, weight.shape[:1], None if bias is None else bias.dtype)
+            key += (weight.dtype, weight.shape, None if bias is None else bias.dtype)
             if a is None or b is None:
                 key.append((a is None, b is None, adapter_bias is None))
             else:
                 of_bias = None if adapter_bias is None else adapter_bias.dtype
-                key += (a.dtype, a.shape[:1], b.dtype, of_bias, scaling or str(scaling))  # 0.0 and -0.0 are equal
+                key += (a.dtype, a.shape, b.dtype, of_bias, scaling or str(scaling))  # 0.0 and -0.0 are equal
     whole = tuple(key)
     found = _layouts.get(whole) if replayable else None
     if found is None:

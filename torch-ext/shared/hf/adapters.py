@@ -101,7 +101,7 @@ def projection(layer, dtype: torch.dtype, wider: bool = False) -> Optional[Proje
 
     wider: whether a weight may be in fp32 where dtype is not, as under autocast.
     """
-    found = projection_or_reason(layer, dtype, wider)
+    found = _base(layer, dtype, wider) if type(layer) is nn.Linear else projection_or_reason(layer, dtype, wider)
     return found if type(found) is Projection else None
 
 

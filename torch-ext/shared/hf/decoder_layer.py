@@ -39,14 +39,20 @@ class FusedLayer(OwnForwards):
         self.family = family
         self.norms = tuple(name for name in family.norms if name)
         self.head_norms = () if family.qk_norm == "none" else ("q_norm", "k_norm")
+        self.specs: dict = {}  # descriptions that were made, by what they follow from
 
-    def norm(self, module) -> Norm:
-        """The description of one of the family's norms, None for none."""
-        if module is None:
-            return _NO_NORM
-        state = module.__dict__
-        eps = state["variance_epsilon"] if "variance_epsilon" in state else state["eps"]
-        return Norm(eps, self.family.offset, self.family.rounds)
+    def norm(self, eps: Optional[float]) -> Norm:
+        """The description of one of the family's norms; eps: None for no norm."""
+        return Norm() if eps is None else Norm(eps, self.family.offset, self.family.rounds)
+
+    def spec(self, make, *values):
+        """make(self, *values), made once for each combination of values."""
+        if torch.compiler.is_compiling():  # a graph that looked into the table would be compiled again whenever it grows
+            return make(self, *values)
+        found = self.specs.get((make, values))
+        if found is None:
+            found = self.specs[make, values] = make(self, *values)
+        return found
 
 
     def explain(self, layer, x) -> List[Tuple[str, str]]:
@@ -54,7 +60,12 @@ class FusedLayer(OwnForwards):
         return explain_layer(self, layer, x)
 
 
-_NO_NORM = Norm()
+def _eps(norm) -> Optional[float]:
+    """The epsilon of a norm, None for no norm."""
+    if norm is None:
+        return None
+    state = norm.__dict__
+    return state["variance_epsilon"] if "variance_epsilon" in state else state["eps"]
 
 
 def _parts(layer):
@@ -131,24 +142,35 @@ def _projections(dtype, wider, linears):
     """What linear layers multiply by in a dtype, or None where one of them has to be called."""
     found = []
     for linear in linears:
-        found.append(projection(linear, dtype, wider))
-        if found[-1] is None or (torch.compiler.is_compiling() and not is_traceable(found[-1])):
+        one = projection(linear, dtype, wider)
+        if one is None:
             return None
-    return found
+        found.append(one)
+    return None if torch.compiler.is_compiling() and not all(map(is_traceable, found)) else found
+
+
+def _make_inputs(own: FusedLayer, head_dim, eps, head_eps, width, rows) -> Inputs:
+    """The description of what stands in front of attention. width: of the angles, None without; rows: of a packed projection's parts."""
+    family = own.family
+    turned = width if family.partial and width is not None and width < head_dim else 0
+    norms = own.norm(eps), own.norm(head_eps)
+    return Inputs(head_dim, *norms, family.qk_norm == "whole", "none" if width is None else family.rotary, turned, rows)
+
+
+def _make_outputs(own: FusedLayer, after, before, behind, multiplier) -> Outputs:
+    """The description of what stands behind attention, of the epsilons of its norms."""
+    return Outputs(own.norm(after), own.norm(before), own.norm(behind), own.family.activation, multiplier)
 
 
 def _inputs_spec(own: FusedLayer, attention, norm, q_norm, k_norm, cos) -> Inputs:
-    family, head_dim, rows = own.family, attention.head_dim, None
-    heads = own.norm(q_norm)
-    if k_norm is not None and own.norm(k_norm).eps != heads.eps:
-        raise ValueError(f"q_norm and k_norm have the epsilons {heads.eps} and {own.norm(k_norm).eps}, expected one")
-    if len(family.qkv) == 1:
+    head_dim, rows, head_eps = attention.head_dim, None, _eps(q_norm)
+    if k_norm is not None and _eps(k_norm) != head_eps:
+        raise ValueError(f"q_norm and k_norm have the epsilons {head_eps} and {_eps(k_norm)}, expected one")
+    if len(own.family.qkv) == 1:
         config = attention.config
         keys = config.num_key_value_heads * head_dim
         rows = config.num_attention_heads * head_dim, keys, keys
-    turned = cos.shape[-1] if family.partial and cos is not None and cos.shape[-1] < head_dim else 0
-    rotary = family.rotary if cos is not None else "none"
-    return Inputs(head_dim, own.norm(norm), heads, family.qk_norm == "whole", rotary, turned, rows)
+    return own.spec(_make_inputs, head_dim, _eps(norm), head_eps, None if cos is None else cos.shape[-1], rows)
 
 
 def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
@@ -161,8 +183,9 @@ def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
     flat = x.view(-1, x.shape[-1]) if x.is_contiguous() else x.reshape(-1, x.shape[-1])
     spec, weights = _inputs_spec(own, attention, norm, q_norm, k_norm, cos), (_weight(q_norm), _weight(k_norm))
     if cos is None or (cos.dtype in (x.dtype, torch.float32) and not cos.requires_grad):
-        dtype = product_dtype(x)
-        found = _projections(dtype, autocasts(x.device), linears)
+        wider = autocasts(x.device)
+        dtype = product_dtype(x) if wider else x.dtype
+        found = _projections(dtype, wider, linears)
         if found is not None:
             return norm_attention_inputs(flat, _weight(norm), found, *weights, cos, sin, x.shape[:2], spec, dtype)
     normed = x if norm is None else rms_norm(spec.norm, x, _weight(norm))
@@ -208,10 +231,11 @@ def _attend(own: FusedLayer, attention, q, k, v, attention_mask, past_key_values
 def _finish(own: FusedLayer, layer, attended, residual, shape):
     """The output projection and the MLP or the experts, with both residual connections."""
     family, mlp, o_proj = own.family, _parts(layer)["mlp"], _parts(_parts(layer)["self_attn"])["o_proj"]
-    x, dtype, wider = residual.view(*shape, -1), product_dtype(residual), autocasts(residual.device)
+    x, wider = residual.view(*shape, -1), autocasts(residual.device)
+    dtype = product_dtype(residual) if wider else residual.dtype
     after, before, behind = [_part(layer, name) for name in family.norms[1:]]
     multiplier = 1.0 if family.multiplier is None else float(getattr(layer, family.multiplier))
-    spec = Outputs(own.norm(after), own.norm(before), own.norm(behind), family.activation, multiplier)
+    spec = own.spec(_make_outputs, _eps(after), _eps(before), _eps(behind), multiplier)
     sparse, recompute = is_sparse(mlp), recomputes_mlp(layer)
     if sparse:
         block = sparse_block_or_reason(own, family.sparse, mlp, x, dtype)
