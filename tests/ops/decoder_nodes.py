@@ -131,7 +131,7 @@ CHECKS = {
 MUTANTS = [
     *errors_in("kernel_src/rms_norm.py", "norm_mlp", "rms_norm_apply", ("read(x, (row, cols)) * r", "read(x, (row, cols))")),
     *errors_in("shared/decoder/nodes.py", "attention_inputs_packed", "_NormAttentionInputs.backward",
-         ("layout, group.whole_of(parts), tuple(needs)", "layout, -group.whole_of(parts), tuple(needs)")),
+         ("layout, whole, tuple(needs)", "layout, -whole, tuple(needs)")),
     *errors_in("shared/decoder/steps.py", "attention_inputs_alone", "inputs_backward",
          ("(need.q_norm, need.k_norm)", "(need.k_norm, need.q_norm)"),
          ("if need.x or need.norm:", "if need.x:")),

@@ -85,7 +85,7 @@ def norm_mlp_reference(spec: Outputs, tensors: OutputTensors, projections: Tenso
 # ---------------------------------------------------------------- in front of attention
 def _attention_inputs(x, norm, q_norm, k_norm, cos, sin, layout: Layout, batch: int, length: int, whole, *parts):
     """`InputResults`, and `Projections.made`. parts: of `tensors_of`; whole: what `side_by_side` finds of the weights."""
-    tensors, (group,) = InputTensors(x, norm, q_norm, k_norm, cos, sin), layout.groups
+    tensors, (group,), parts = InputTensors(x, norm, q_norm, k_norm, cos, sin), layout.groups, layout.all_of(parts)
     _check_inputs(layout.spec, tensors, [Projection(*each) for each in in_parts(parts)], (batch, length), layout.dtype)
     projections = Projections(group, parts, whole)
     return (*inputs_forward(layout.spec, tensors, (batch, length), projections), *projections.made())
@@ -97,15 +97,19 @@ def _attention_inputs_gradients(dq, dk, dv, dresidual, layout: Layout, whole, ne
     saved: `InputTensors`, `InputSaved`, `count` tensors of projections, and what was made.
     """
     tensors, of_results, parts, made = _input_saved(saved, count)
-    projections, _ = Projections.loaded(layout.groups[0], parts, made, whole)
-    need, of_parts = InputTensors(*needs[: len(tensors)]), in_parts(needs[len(tensors) :])
+    projections, _ = Projections.loaded(layout.groups[0], layout.all_of(parts), made, whole)
+    need, of_parts = InputTensors(*needs[: len(tensors)]), in_parts(layout.all_of(needs[len(tensors) :]))
     found = inputs_backward(layout.spec, (dq, dk, dv, dresidual), tensors, of_results, projections, need, of_parts)
-    return (*found[:-1], *[gradient for each in found.projections for gradient in each])
+    return (*found[:-1], *layout.present([gradient for each in found.projections for gradient in each]))
+
+
+INPUTS_SAVED = len(InputTensors._fields) + len(InputSaved._fields)  # in front of the projections' tensors
+MLP_SAVED = len(OutputTensors._fields) + len(MLPResults._fields) - 1
 
 
 def _input_saved(saved: Sequence, count: int):
     """(`InputTensors`, `InputSaved`, tensors of projections, what was made) of what lies side by side."""
-    first, second = len(InputTensors._fields), len(InputTensors._fields) + len(InputSaved._fields)
+    first, second = len(InputTensors._fields), INPUTS_SAVED
     return InputTensors(*saved[:first]), InputSaved(*saved[first:second]), saved[second : second + count], saved[second + count :]
 
 
@@ -117,10 +121,10 @@ class _NormAttentionInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layout, shape, x, norm, q_norm, k_norm, cos, sin, *parts):
         run = _replayed_inputs if layout.replayable else _attention_inputs
-        results = run(x, norm, q_norm, k_norm, cos, sin, layout, *shape, layout.groups[0].whole_of(parts), *parts)
+        results = run(x, norm, q_norm, k_norm, cos, sin, layout, *shape, layout.whole_of(parts), *parts)
         q_out, k_out, v, q, k, rstd, q_rstd, k_rstd, *made = results
         ctx.save_for_backward(x, norm, q_norm, k_norm, cos, sin, q, k, rstd, q_rstd, k_rstd, *layout.to_save(parts), *made)
-        ctx.layout = layout
+        ctx.layout, ctx.count = layout, len(parts)
         return q_out, k_out, v, x.view_as(x)
 
     @staticmethod
@@ -128,10 +132,9 @@ class _NormAttentionInputs(torch.autograd.Function):
     @outside_autocast
     def backward(ctx, *grads):
         layout, saved, (_, _, *needs) = ctx.layout, ctx.saved_tensors, ctx.needs_input_grad
-        group = layout.groups[0]
         run = _replayed_inputs_gradients if layout.replayable else _attention_inputs_gradients
-        _, _, parts, _ = _input_saved(saved, group.tensors)
-        dx, dnorm, dq_norm, dk_norm, *dparts = run(*grads, layout, group.whole_of(parts), tuple(needs), group.tensors, *saved)
+        whole = layout.whole_of(saved[INPUTS_SAVED : INPUTS_SAVED + ctx.count])
+        dx, dnorm, dq_norm, dk_norm, *dparts = run(*grads, layout, whole, tuple(needs), ctx.count, *saved)
         return (None, None, dx, dnorm, dq_norm, dk_norm, None, None, *dparts)
 
 
@@ -177,13 +180,14 @@ def norm_attention_inputs(
         return norm_attention_inputs_reference(spec, tensors, projections, shape, dtype)
     if graph:
         return traced.norm_attention_inputs(spec, tensors, tuple(shape), dtype, parts, scalings_without_dropout(projections))
-    return apply_function(_NormAttentionInputs, layout_of(spec, (projections,), dtype), tuple(shape), *tensors, *parts)
+    layout = layout_of(spec, (projections,), dtype)
+    return apply_function(_NormAttentionInputs, layout, tuple(shape), *tensors, *layout.present(parts))
 
 
 # ---------------------------------------------------------------- behind attention
 def _mlp(x, attended, after, before, behind, layout: Layout, whole, *parts):
     """`MLPResults`, and `Projections.made`. parts: of `tensors_of`; whole: of gate's and up's weights."""
-    tensors, copies = OutputTensors(x, attended, after, before, behind), Copies()
+    tensors, copies, parts = OutputTensors(x, attended, after, before, behind), Copies(), layout.all_of(parts)
     _check_mlp(tensors, [Projection(*each) for each in in_parts(parts)], layout.dtype)
     found = [
         Projections(group, of_group, whole if number == len(layout.groups) - 2 else None, copies)
@@ -201,13 +205,13 @@ def _mlp_gradients(dout, layout: Layout, whole, needs: tuple, count: int, *saved
     """
     tensors, results, parts, made = _mlp_saved(saved, count)
     found = []
-    for number, (group, of_group) in enumerate(zip(layout.groups, layout.by_group(parts))):
+    for number, (group, of_group) in enumerate(zip(layout.groups, layout.by_group(layout.all_of(parts)))):
         projections, made = Projections.loaded(group, of_group, made, whole if number == len(layout.groups) - 2 else None)
         found.append(projections)
-    need, of_parts = OutputTensors(*needs[: len(tensors)]), needs[len(tensors) :]
+    need, of_parts = OutputTensors(*needs[: len(tensors)]), layout.all_of(needs[len(tensors) :])
     of_groups = groups_of([in_parts(each) for each in layout.by_group(of_parts)])
     gradients = mlp_backward(layout.spec, dout, tensors, results, groups_of(found), need, of_groups)
-    return (*gradients[:-1], *flat(gradients.projections))
+    return (*gradients[:-1], *layout.present(flat(gradients.projections)))
 
 
 def flat(gradients: OutputGroups) -> list:
@@ -217,7 +221,7 @@ def flat(gradients: OutputGroups) -> list:
 
 def _mlp_saved(saved: Sequence, count: int):
     """(`OutputTensors`, `MLPResults`, tensors of projections, what was made) of what lies side by side."""
-    first, second = len(OutputTensors._fields), len(OutputTensors._fields) + len(MLPResults._fields) - 1
+    first, second = len(OutputTensors._fields), MLP_SAVED
     return OutputTensors(*saved[:first]), MLPResults(None, *saved[first:second]), saved[second : second + count], saved[second + count :]
 
 
@@ -229,7 +233,7 @@ class _NormMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layout, recompute, x, attended, after, before, behind, *parts):
         run = _replayed_mlp if layout.replayable else _mlp
-        whole = layout.groups[-2].whole_of(layout.by_group(parts)[-2])
+        whole = layout.whole_of(parts)
         out, total, o, rstd, o_rstd, gate, up, branch, branch_rstd, *made = run(x, attended, after, before, behind, layout, whole, *parts)
         total = x.reshape(-1, x.shape[-1]) if total is None else total
         if recompute:
@@ -245,8 +249,7 @@ class _NormMLP(torch.autograd.Function):
     def backward(ctx, dout):
         layout, saved, (_, _, *needs) = ctx.layout, ctx.saved_tensors, ctx.needs_input_grad
         run = _replayed_mlp_gradients if layout.replayable else _mlp_gradients
-        _, _, parts, _ = _mlp_saved(saved, ctx.count)
-        whole = layout.groups[-2].whole_of(layout.by_group(parts)[-2])
+        whole = layout.whole_of(saved[MLP_SAVED : MLP_SAVED + ctx.count])
         dx, *found = run(dout, layout, whole, tuple(needs), ctx.count, *saved)
         return (None, None, None if dx is None else dx.view(ctx.shape), *found)
 
@@ -292,7 +295,7 @@ def norm_mlp(
         scalings = scalings_without_dropout(projections)
         return traced.norm_mlp(spec, tensors, dtype, parts, scalings, recompute)
     layout = layout_of(spec, split_groups(projections, attended is not None), dtype)
-    return apply_function(_NormMLP, layout, bool(recompute), *tensors, *parts)
+    return apply_function(_NormMLP, layout, bool(recompute), *tensors, *layout.present(parts))
 
 
 def split_groups(projections: Sequence, has_o: bool) -> list:

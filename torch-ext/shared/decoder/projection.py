@@ -149,10 +149,6 @@ class Group:
         self.makes_a = len(self.spans) > 1 or any(self.dtypes[i].a != dtype for i in self.spans)  # one matrix of all
         self.replayable = not self.drops and not self.four_bit
 
-    def whole_of(self, tensors: Sequence) -> Optional[torch.Tensor]:
-        """What `side_by_side` finds of the weights among what `tensors_of` lists."""
-        return None if len(self.rows) == 1 or self.four_bit else side_by_side(tensors[::SIZE])
-
     def shapes_made(self, projections: Sequence[Parts], tokens: int) -> List[Sequence[int]]:
         """The shapes of what `Projections.made` lists, all of `dtype`. Without dropout."""
         shapes: List[Sequence[int]] = [(tokens, self.rank)] if self.spans else []
@@ -168,13 +164,37 @@ class Layout:
     """All of a node but its tensors: its description, and projections by what they read. There is one object for each combination, unless
     `replayable` is False: then what the node computes does not follow from its tensors alone."""
 
-    __slots__ = ("dtype", "groups", "replayable", "spec")
+    __slots__ = ("count", "dtype", "groups", "neighbours", "places", "replayable", "spec")
 
     def __init__(self, spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.dtype):
         """dtype: of the products."""
         self.spec, self.dtype = spec, dtype
         self.groups = [Group(group, dtype) for group in groups]
         self.replayable = all(group.replayable for group in self.groups)
+        parts = [part for group in groups for part in tensors_of(group)]
+        self.count = len(parts)
+        # An autograd function gets those that there are: of twenty arguments sixteen would be None.
+        self.places = [i for i, part in enumerate(parts) if part is not None]
+        inner = self.groups[-2] if len(self.groups) > 1 else self.groups[-1] if self.groups else None
+        start = sum(group.tensors for group in self.groups[:-2]) if len(self.groups) > 1 else 0
+        several = inner is not None and len(inner.rows) > 1 and not inner.four_bit
+        weights = range(start, start + inner.tensors, SIZE) if several else ()
+        self.neighbours = [self.places.index(place) for place in weights]
+
+    def present(self, tensors: Sequence) -> list:
+        """Those of all projections' tensors that there are."""
+        return [tensors[place] for place in self.places]
+
+    def all_of(self, present: Sequence) -> list:
+        """The list that `present` was taken from, or of another thing for each of these tensors; None in the other places."""
+        found: list = [None] * self.count
+        for place, one in zip(self.places, present):
+            found[place] = one
+        return found
+
+    def whole_of(self, present: Sequence) -> Optional[torch.Tensor]:
+        """What `side_by_side` finds of the weights of q, k and v, or of gate and up, among the tensors that there are."""
+        return side_by_side([present[place] for place in self.neighbours]) if self.neighbours else None
 
     def by_group(self, tensors: Sequence) -> List[Sequence]:
         """Cuts what `tensors_of` lists of all projections by group."""
