@@ -21,6 +21,7 @@ inputs are such that every term is 0.
 
 import cuda.tile as ct
 
+from kernel_src.cross_entropy import LARGE
 from kernel_src.elements import block_from_last, write_within
 from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Params, PerArchitecture, Variant
 from kernel_src.segments import two_sums
@@ -252,10 +253,20 @@ def tv_distance(
 
 # ---------------------------------------------------------------- of logits
 @ct.function
+def log2_softmax(z, lse, temperature):
+    """The logarithm of Q in base 2: (z * temperature - lse) * log2(e), in one instruction where its rounding does not show."""
+    if ct.abs(lse) < LARGE:
+        v = z * (temperature * LOG2E) - lse * LOG2E
+    else:
+        v = (z * temperature - lse) * LOG2E
+    return v
+
+
+@ct.function
 def logit_terms(x, y, lse_x, lse_y, row, cols, beta, temperature, KIND: Const):
     """(loss, g, Q) of logits, elementwise in base e; g: the loss's derivative by log Q. temperature: its inverse."""
-    a = read(x, (row, cols), MINUS_INFINITY) * (temperature * LOG2E) - ct.gather(lse_x, row, check_bounds=False)
-    b = read(y, (row, cols), MINUS_INFINITY) * (temperature * LOG2E) - ct.gather(lse_y, row, check_bounds=False)
+    a = log2_softmax(read(x, (row, cols), MINUS_INFINITY), ct.gather(lse_x, row, check_bounds=False), temperature)
+    b = log2_softmax(read(y, (row, cols), MINUS_INFINITY), ct.gather(lse_y, row, check_bounds=False), temperature)
     if KIND == 0:
         loss, g, q = js_terms(a, b, beta)
         return loss * LN2, g * LN2, q
@@ -269,7 +280,7 @@ def divergence_of_logits(
     x, y, lse_x, lse_y, labels, part_loss, part_slope, beta: float, temperature: float, ignore_index: int, masked: int, KIND: Const,
     TILE: Const
 ):
-    """x, y: logits [rows, columns]; lse_x, lse_y: [rows] fp32, base 2, of the logits over the temperature; part_loss, part_slope:
+    """x, y: logits [rows, columns]; lse_x, lse_y: [rows] fp32, of the logits over the temperature; part_loss, part_slope:
     [rows, pieces] fp32, sums of the losses and of g. temperature: its inverse; KIND: of `KINDS`."""
     ct.grid_dependency_control_wait()
     row, part, cols = piece(block_from_last(), x, TILE)

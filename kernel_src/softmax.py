@@ -9,7 +9,7 @@ block, most of those of up to 163840 (a vocabulary has 128256 or 151936). Other 
 piece, those of a row from them, and a second reading that writes. There the sum of dy * y is one more pass of the backward, too.
 
 Exponentials are taken in base 2, of differences to the maximum: x * log2(e) - max * log2(e) instead would be off by the rounding of the
-products, 6e-4 where x is 1e4. lse is log2(sum(2^(x * log2(e)))).
+products, 6e-4 where x is 1e4. lse is log(sum(e^x)).
 """
 
 import cuda.tile as ct
@@ -19,6 +19,7 @@ from kernel_src.prebuild import FLOAT, FLOATS, Array, PerArchitecture, Variant
 
 Const = ct.Constant[int]
 LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
 MINUS_INFINITY = -float("inf")
 HALF = ("bfloat16", "float16")
 
@@ -300,11 +301,11 @@ def softmax_statistics(x, part_max, part_sum, scale: float, TILE: Const):
 
 @ct.kernel
 def softmax_combine(part_max, part_sum, lse, scale: float, PARTS: Const):
-    """lse: [rows] fp32, base 2, of x * scale. One row a block."""
+    """lse: [rows] fp32, of x * scale, in base e: times log2(e) the largest numbers are beyond fp32. One row a block."""
     ct.grid_dependency_control_wait()
     row = ct.bid(0)
     m, s = join_partials(part_max, part_sum, row, scale * LOG2E, PARTS)
-    ct.scatter(lse, row, m * (scale * LOG2E) + ct.log2(s), check_bounds=False)
+    ct.scatter(lse, row, m * scale + ct.log2(s) * LN2, check_bounds=False)
 
 
 @ct.kernel

@@ -89,3 +89,37 @@ def test_smoothing_of_logits_whose_sum_is_no_number_of_fp32(suite_ops, weighted)
     weight = None if weight is None else weight.double()
     wanted = torch.nn.functional.cross_entropy(z.double(), torch.tensor([0]), weight, label_smoothing=0.1)
     assert found.isfinite() and abs(found - wanted) <= 1e-6 * 1e36
+
+
+DIVERGENCES = {
+    "jsd": lambda ops, x, y: ops.jsd(x, y, from_logits=True),
+    "jsd, beta 0": lambda ops, x, y: ops.jsd(x, y, from_logits=True, beta=0.0),
+    "jsd, beta 1": lambda ops, x, y: ops.jsd(x, y, from_logits=True, beta=1.0),
+    "jsd, temperature": lambda ops, x, y: ops.jsd(x, y, from_logits=True, beta=0.3, temperature=2.0),
+    "kl_div": lambda ops, x, y: ops.kl_div(x, y, "sum", from_logits=True),
+    "tvd": lambda ops, x, y: ops.tvd(x, y, from_logits=True),
+}
+
+
+@pytest.mark.parametrize("dtype", (FP32, BF16, FP16), ids=str)
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_divergences_of_finite_logits(suite_ops, name, dtype):
+    """A student and a teacher of each kind of row. To a class that the teacher has ruled out by the smallest number, KL(Q || P) is in base
+    2 beyond the largest one."""
+    rows = rows_of(dtype)
+    teachers = "some are a mask's number" if "beta 1" in name else "some are the smallest", "the smallest everywhere"
+    for what, row in rows.items():
+        for of_teacher in (*teachers, what):
+            x, y = leaf(row[None]), rows[of_teacher][None]
+            loss, gradient = results(lambda x: DIVERGENCES[name](suite_ops, x, y), x)  # noqa: B023
+            assert not loss.isnan() and not gradient.isnan().any(), (what, of_teacher)
+            if of_teacher == what:
+                assert loss.abs() <= 1e-4, what
+
+
+def test_linear_jsd_of_finite_logits(suite_ops):
+    for size in (1e4, 1e10, 1e18):
+        hidden, weight = leaf(torch.full((3, 4), size)), leaf(randn(CLASSES, 4, dtype=FP32, device="cpu", scale=10.0))
+        loss = suite_ops.linear_jsd(hidden, weight, torch.ones(3, 4), randn(CLASSES, 4, dtype=FP32, device="cpu", seed=1), beta=0.5)
+        gradients = torch.autograd.grad(loss, (hidden, weight))
+        assert 0 <= loss <= 0.7 and all(g.isfinite().all() for g in gradients), size

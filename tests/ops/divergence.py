@@ -282,6 +282,20 @@ def all_cases(ops, device, dtypes=FLOATS):
 
 
 F32 = torch.float32
+
+
+def check_large_logits(ops):
+    """Of rows that are one number, and of one that a class rules by the largest, a student is as far from itself as it should be."""
+    top = torch.finfo(F32).max
+    x = torch.zeros(4, 300)
+    x[0], x[1], x[2], x[3, 0] = -1e20, -top, top, top
+    for op in ("jsd", "tvd"):
+        student = leaf(x)
+        loss = getattr(ops, op)(student, x.clone(), from_logits=True)
+        (dx,) = torch.autograd.grad(loss, student)
+        assert loss.abs() <= 1e-5 and dx.isfinite().all() and dx.abs().max() <= 1e-3, f"{op}: {loss}, {dx.abs().max()}"
+
+
 CHECKS = of_suite({
     "jsd": lambda ops: [check_divergence(ops, "cpu", F32, "jsd", (3, 1100), beta=beta) for beta in (0.1, 0.0, 1.0)],
     "long": lambda ops: [check_divergence(ops, "cpu", F32, op, (2, 17001)) for op in ("jsd", "kl_div")],
@@ -291,6 +305,7 @@ CHECKS = of_suite({
     "logits": lambda ops: [
         check_divergence(ops, "cpu", F32, op, (3, 2304), from_logits=True, temperature=2.0) for op in ("jsd", "kl_div", "tvd")
     ],
+    "large_logits": check_large_logits,
     "skewed_logits": lambda ops: check_divergence(ops, "cpu", F32, "jsd", (3, 300), from_logits=True, beta=0.1),
     "nan_logits": lambda ops: check_nan_logits(ops, "cpu", F32, 64),
     "labels": lambda ops: check_labels(ops, "cpu", F32, (2, 3, 40)),
@@ -344,6 +359,10 @@ MUTANTS = (
     (_KERNELS, "js_divergence", "writes, -1, TILE", "writes, 1, TILE", "jsd"),
     (_KERNELS, "tv_distance", "read(y, (row, cols), 0))", "read(x, (row, cols), 0))", "tvd"),
     (_KERNELS, "logit_terms", "ct.gather(lse_y, row, check_bounds=False)", "ct.gather(lse_x, row, check_bounds=False)", "logits"),
+    (_KERNELS, "log2_softmax", "ct.abs(lse) < LARGE", "lse < LARGE", "large_logits"),
+    (_KERNELS, "log2_softmax", "(z * temperature - lse) * LOG2E", "z * (temperature * LOG2E) - lse * LOG2E", "large_logits"),
+    (_KERNELS, "log2_softmax", "z * (temperature * LOG2E) - lse * LOG2E", "z * temperature - lse", "logits"),
+    ("kernel_src/softmax.py", "softmax_combine", "m * scale + ct.log2(s) * LN2", "m * scale", "logits"),
     (_KERNELS, "logit_terms", "q * dq, q", "dq, q", "logits"),
     (_KERNELS, "logit_terms", "g * LN2", "g", "logits"),
     (_KERNELS, "divergence_of_logits", "two_sums(loss, g, TILE)", "two_sums(g, g, TILE)", "logits"),

@@ -124,7 +124,7 @@ MUTANTS = (
     (OPERATION, "_LinearJSD.backward", "gradients, ctx.gradients = ctx.gradients, None", "gradients = ctx.gradients", "loss"),
     (OPERATION, "_run", "teacher_hidden[rows]", "teacher_hidden[: logits.shape[0]]", "chunks"),
     (OPERATION, "_run", "labels[rows]", "labels[: logits.shape[0]]", "chunks"),
-    (OPERATION, "_KernelPiece.rows", "log_sum_exp2(y, temperature)", "log_sum_exp2(y)", "loss"),
+    (OPERATION, "_KernelPiece.rows", "log_sum_exp(y, temperature)", "log_sum_exp(y)", "loss"),
     (OPERATION, "_KernelPiece.rows", "row_sum(part_loss)", "part_loss[:, 0]", "wide"),
     (OPERATION, "_KernelPiece.rows", "self.slope = row_sum(part_slope)", "self.slope = part_slope[:, 0].contiguous()", "wide"),
     (OPERATION, "_KernelPiece.gradient", "slope, factor,", "slope, factor * 2,", "loss"),

@@ -25,7 +25,7 @@ from .common import (
 )
 from .divergence_terms import Options, inverse_of_count, losses_of, reference
 from .linear_head import multiply
-from .softmax import as_rows, log_sum_exp2, pieces, pieces_grid, row_sum, slabs
+from .softmax import as_rows, log_sum_exp, pieces, pieces_grid, row_sum, slabs
 from .sums import inverse_count, nothing, total
 
 _kernels = {
@@ -155,7 +155,7 @@ def _logits_forward(
         a, b, c = [x.new_zeros(x.shape[0], dtype=accumulation_dtype(x.dtype)) for _ in range(3)]  # unused
         return reference(x, y, labels, options, factor)[0], a, b, c
     a, b = as_rows(x), as_rows(y)
-    lse_x, lse_y = log_sum_exp2(a, 1 / temperature), log_sum_exp2(b, 1 / temperature)
+    lse_x, lse_y = log_sum_exp(a, 1 / temperature), log_sum_exp(b, 1 / temperature)
     kernel = _logits_loss[kind]
     shape = (a.shape[0], pieces(kernel, a.shape[1]))
     part_loss, part_slope = (torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(2))

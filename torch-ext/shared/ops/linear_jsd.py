@@ -17,7 +17,7 @@ from .divergence import KINDS, check_numbers, jsd
 from .divergence import _logits_loss as _loss_kernels
 from .divergence_terms import Options, inverse_of_count, losses_of, reference
 from .linear_head import check_accum_dtype, fp16_factor, walk, write_logits
-from .softmax import log_sum_exp2, pieces_grid, row_sum, slabs
+from .softmax import log_sum_exp, pieces_grid, row_sum, slabs
 from .softmax import pieces as pieces_of
 from .sums import inverse_count, nothing
 
@@ -58,7 +58,7 @@ class _KernelPiece(_Piece):
         x, y, kernel, options = self.x, self.y, _loss_kernels["js"], self.options
         assert options.temperature is not None
         temperature = 1 / options.temperature
-        self.lse = log_sum_exp2(x, temperature), log_sum_exp2(y, temperature)
+        self.lse = log_sum_exp(x, temperature), log_sum_exp(y, temperature)
         self.numbers = (options.parameter, temperature, options.ignore_index, int(self.labels is not None))
         shape = x.shape[0], pieces_of(kernel, x.shape[1])
         part_loss, part_slope = (torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(2))

@@ -151,8 +151,8 @@ def _partials(x: torch.Tensor, scale: float) -> Tuple[torch.Tensor, torch.Tensor
     return part_max, part_sum
 
 
-def log_sum_exp2(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """log2(sum(exp(x * scale))) of every row, [rows] fp32. x: [rows, columns], as `as_rows` gives it; scale: above 0."""
+def log_sum_exp(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """log(sum(exp(x * scale))) of every row, [rows] fp32. x: [rows, columns], as `as_rows` gives it; scale: above 0."""
     part_max, part_sum = _partials(x, scale)
     lse = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     for slab in slabs(1, part_max, part_sum, lse):
