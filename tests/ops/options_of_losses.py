@@ -157,7 +157,7 @@ MUTANTS = (
     (_LOSS, "_operator_options", "switches, options.accum_dtype", "switches, None", "options of the operator"),
     (_DIVERGENCE, "kl_div", "float(eps) if", "0.0 if", "eps"),
     (_DIVERGENCE, "kl_div", "float(eps) if", "0.0 if", "eps", False),
-    (_DIVERGENCE, "_terms", "p.clamp(min=parameter).log()", "p.log()", "eps", False),
+    ("shared/ops/divergence_terms.py", "_terms", "p.clamp(min=parameter).log()", "p.log()", "eps", False),
     (_DIVERGENCE, "tvd", "labels, ignore_index", "labels, -100", "ignored by tvd"),
     (_DIVERGENCE, "tvd", "labels, ignore_index", "labels, -100", "ignored by tvd of logits"),
     (_DIVERGENCE, "tvd", "labels, ignore_index", "labels, -100", "ignored by tvd", False),
