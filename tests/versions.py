@@ -24,6 +24,12 @@ def forward_of(cls):
     return function
 
 
+def cell_of(cls):
+    """The cell in which transformers' wrapper around a class's forward holds that; None where there is no wrapper."""
+    function = vars(cls)["forward"]
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or ())).get("forward") if WRAPS_FORWARDS else None
+
+
 def set_checkpointing(model, on=True, **options):
     """Switches gradient checkpointing of a model on or off. options: of torch.utils.checkpoint."""
     name = "activation" if WRAPS_FORWARDS else "gradient"

@@ -20,6 +20,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from tests.models import Step, random_tokens, tiny_model
 from tests.tolerances import assert_close
+from tests.versions import DECORATORS, cell_of
 
 TOKENS, STEPS, SEEDS, FACTOR = random_tokens(2, 9), 14, 16, 30
 INPUTS = {"input_ids": TOKENS, "labels": TOKENS}
@@ -46,18 +47,25 @@ class Walk:
         self.places += [(modeling_qwen3, name) for name in ("apply_rotary_pos_emb", *NAMES)]
         self.plain = {place: vars(place[0])[place[1]] for place in self.places}  # what the twin sees
         self.rotary = type(modeling_qwen3.apply_rotary_pos_emb)
-        self.plain[self.rotary, "forward"] = self.rotary.forward
+        if DECORATORS:
+            self.plain[self.rotary, "forward"] = self.rotary.forward
+        self.cell = cell_of(modeling_qwen3.Qwen3DecoderLayer)
+        self.inside = self.cell and self.cell.cell_contents
 
     @contextlib.contextmanager
     def without_us(self):
-        ours = {place: vars(place[0])[place[1]] for place in self.plain}
+        ours, inside = {place: vars(place[0])[place[1]] for place in self.plain}, self.cell and self.cell.cell_contents
         try:
+            if self.cell is not None:
+                self.cell.cell_contents = self.inside
             for (owner, name), thing in self.plain.items():
                 setattr(owner, name, thing)
             yield
         finally:
             for (owner, name), thing in ours.items():
                 setattr(owner, name, thing)
+            if self.cell is not None:
+                self.cell.cell_contents = inside
 
     def both(self, action):
         action(self.model)
