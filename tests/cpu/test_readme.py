@@ -145,7 +145,8 @@ json.dump(results, sys.stdout)
 SEEN = """
 import sys
 modules = list(model.modules()) + [sys.modules["transformers.models.qwen3.modeling_qwen3"].apply_rotary_pos_emb]
-forwards = {getattr(m.forward, "__func__", m.forward) for m in modules}
+forwards = [getattr(m, "forward", m) for m in modules]  # the rotary embedding may be a function
+forwards = {getattr(forward, "__func__", forward) for forward in forwards}
 packages = [m for name, m in sys.modules.items() if "qwen3_c" in name and name.endswith(".layers") and ".shared." not in name]
 found = {f"{name}.forward" for m in packages for name, layer in vars(m).items() if getattr(layer, "forward", None) in forwards}
 assert found, forwards
