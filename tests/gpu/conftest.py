@@ -43,9 +43,9 @@ def decoders():
 
 
 @pytest.fixture(scope="session")
-def suite_ops(liger):
-    """Its operations by name."""
-    return suite(liger)
+def suite_ops(liger, ops):
+    """Its operations by name, and those of a head, which have no room in it."""
+    return suite(liger, ops)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The operations of the package for Liger's users, and those of heads. Their files here have `all_cases(ops, device, dtypes)` too, (name,
 function) of every check."""
 
+import contextlib
 import functools
 import importlib
 
@@ -52,13 +53,16 @@ class SuiteOperations(Operations):
         if name in WITH_LIGERS_ARGUMENTS:
             return functools.partial(WITH_LIGERS_ARGUMENTS[name], self.rms_norm_module)
         module = name.removesuffix("_module")
-        found = importlib.import_module(f"{self.packages[0].__name__}.shared.ops.{MODULES.get(name, module)}")
-        return found if module != name else getattr(found, name)
+        for package in self.packages:
+            with contextlib.suppress(ModuleNotFoundError):
+                found = importlib.import_module(f"{package.__name__}.shared.ops.{MODULES.get(name, module)}")
+                return found if module != name else getattr(found, name)
+        raise AttributeError(f"none of {self.packages} ships the operation {name}")
 
 
-def suite(package) -> SuiteOperations:
-    """The operations of a loaded package that ships them all."""
-    return SuiteOperations(package)
+def suite(*packages) -> SuiteOperations:
+    """The operations of loaded packages, each from the first that ships it."""
+    return SuiteOperations(*packages)
 
 
 def module_of(name: str):
