@@ -182,7 +182,7 @@ def check_mean_of_many(ops):
     losses, labels = randn(4500, dtype=F32, device="cpu"), torch.arange(4500) % 70 - 1
     labels[::9] = -100
     counted = (labels >= 0) & (labels < 64)
-    mean, inverse = ops.divergence_module.counted_mean(losses * counted, labels, -100, 64)
+    mean, inverse = ops.sums_module.counted_mean(losses * counted, labels, -100, 64)
     assert_close(mean, losses.double()[counted].mean(), F32, "the mean of the losses")
     assert_close(inverse, 1 / counted.sum().double().view(1), F32, "one over the number of labels that count")
 
