@@ -145,9 +145,7 @@ def _bind(old, new) -> None:
 def _warn(text: str) -> None:
     if text not in _warned:
         _warned.add(text)
-        import trl
-
-        version = getattr(trl, "__version__", "?")
+        version = getattr(sys.modules.get("trl"), "__version__", "?")
         warnings.warn(f"TRL {version}: {text}. Its trainers keep their own. Expected trl>=1.16", RuntimeWarning, stacklevel=2)
 
 
