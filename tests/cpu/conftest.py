@@ -209,9 +209,10 @@ def ops(request, all_operations):
 
 @pytest.fixture(params=("pytorch", "kernels"))
 def suite_ops(request, all_operations, interpret):
-    """The operations of the package for Liger's users, in PyTorch and in the interpreted kernels of that package."""
+    """The operations of the package for Liger's users, and those of a head, which have no room in it, in PyTorch and in the interpreted
+    kernels of that package and of heads."""
     if request.param == "kernels":
-        interpret(all_operations, kernels_of("packages/liger"))
+        interpret(all_operations, [*kernels_of("packages/liger"), "log_probs", "head_divergence"])
     return suite(all_operations)
 
 
