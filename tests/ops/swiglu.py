@@ -5,7 +5,7 @@ import functools
 import torch
 
 from tests.ops.common import FP32, alone, errors_in, exact, leaf, on_cpu, randn
-from tests.ops.decoder_nodes import check_norm_mlp
+from tests.ops.decoder_nodes import check_norm_mlp, lay_side_by_side
 from tests.tolerances import assert_close
 
 
@@ -27,11 +27,14 @@ def check_swiglu(ops, device, dtype, shape, view=lambda x: x):
 SWIGLU_SHAPES = ((2, 1024), (3, 3072), (1, 2056), (5, 777), (1, 1), (7,), (2, 3, 520), (1, 1023))
 
 
-def check_mlp(ops, device, dtype, tokens, hidden, intermediate):
-    """The GEMMs round their results, so the errors are those of four roundings in a row."""
+def check_mlp(ops, device, dtype, tokens, hidden, intermediate, packed=False):
+    """The GEMMs round their results, so the errors are those of four roundings in a row. packed: whether gate's and up's weights lie side
+    by side in memory."""
     x = leaf(randn(1, tokens, hidden, dtype=dtype, device=device))
     shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
     weights = [leaf(randn(*s, dtype=dtype, device=device, seed=1 + i, scale=s[1] ** -0.5)) for i, s in enumerate(shapes)]
+    if packed:
+        lay_side_by_side(ops, weights[:2])
     y = ops.mlp(x, *weights)
     dy = randn(*y.shape, dtype=dtype, device=device, seed=7)
     y.backward(dy)
@@ -54,6 +57,7 @@ CHECKS = {
     "mlp": on_cpu(check_mlp, FP32, 33, 64, 512),
     "mlp_apart": on_cpu(check_mlp, FP32, 32, 64, 160),
     "mlp_odd": on_cpu(check_mlp, FP32, 33, 64, 33),
+    "mlp_packed": on_cpu(check_mlp, FP32, 33, 64, 512, packed=True),
 }
 MUTANTS = [
     *errors_in("kernel_src/swiglu.py", "swiglu", "sigmoid", ("a * (-LOG2E)", "a * LOG2E"), ("a * (-LOG2E)", "-a")),
@@ -95,13 +99,13 @@ MUTANTS = [
          (".addmm_(dup, up_weight)", ""),
          ("torch.mm(dgate.t(), normed)", "torch.mm(dup.t(), normed)"),
          ("torch.mm(dy.t(), hidden)", "torch.mm(dy.t(), gate)"),
-         ("torch.mm(both, whole)", "torch.mm(dgate, gate_weight)", "norm_mlp_packed")),
+         ("torch.mm(both, whole)", "torch.mm(dgate, gate_weight)", "mlp_packed")),
     *errors_in("shared/ops/swiglu.py", "mlp_apart", "backward_in_place",
          ("dgate.copy_(apart[0])", "pass"),
          ("dup.copy_(apart[1])", "dup.copy_(apart[0])")),
     *errors_in("shared/ops/swiglu.py", "mlp", "backward_in_place",
          ("both[:, :columns], both[:, columns:]", "both[:, columns:], both[:, :columns]", "norm_mlp_packed")),
     *errors_in("shared/ops/swiglu.py", "mlp", "backward_in_place", ("target.copy_(value)", "pass"), kernels=False),
-    *errors_in("shared/ops/swiglu.py", "norm_mlp_packed", "gate_and_up",
+    *errors_in("shared/ops/swiglu.py", "mlp_packed", "gate_and_up",
                ("both[:, : gate_weight.shape[0]]", "both[:, gate_weight.shape[0] :]")),
 ]  # fmt: skip
