@@ -353,7 +353,7 @@ def test_what_is_only_called_by_name(liger, ops, monkeypatch):
     liger.restore_liger()
     assert not any("bastile" in name for operation in liger.back_end.PIECES for name in backends.all_impls(operation))
     monkeypatch.setattr(backends, "dispatch", lambda *arguments, **options: (arguments, options))
-    found = liger.liger_pieces.kl_loss_and_grad(1, 2, 3)
+    found = liger.back_end.liger_pieces.kl_loss_and_grad(1, 2, 3)
     assert found == (("kl_loss_and_grad", 1, 2, 3), {"impl": "nvidia-triton", "mode": None})
 
 
@@ -373,7 +373,7 @@ def test_a_name_that_is_still_asked_for_after_restore_means_ligers_own_choice(li
         torch.testing.assert_close(functional.softmax(x), x.softmax(-1))
         torch.testing.assert_close(backends.dispatch("softmax", x), x.softmax(-1))
         if how != "environment of one":
-            assert backends.resolve_impl("kl_loss_and_grad").forward is liger.liger_pieces.kl_loss_and_grad
+            assert backends.resolve_impl("kl_loss_and_grad").forward is liger.back_end.liger_pieces.kl_loss_and_grad
         with pytest.warns(RuntimeWarning, match=r"chooses \s*\w.*, which restore_liger\(\) took out of Liger's dispatcher"):
             liger.restore_liger()
 
@@ -407,6 +407,13 @@ def test_a_gpu_without_kernels_leaves_liger_alone(liger, ops, monkeypatch):
     with pytest.warns(RuntimeWarning, match="Liger keeps its own"):
         assert liger.use_in_liger() == []
     assert ops.LigerRMSNormFunction is own("LigerRMSNormFunction")
+
+
+def test_one_build_loaded_twice(liger, tmp_path, monkeypatch):
+    """From two folders: its modules are imported once, and each of the two packages has the modules that are its own."""
+    monkeypatch.setitem(sys.modules, liger.__name__, liger)
+    again = load(assemble_cpu(tmp_path, package="packages/liger"))
+    assert again is not liger and again.back_end is liger.back_end and again.liger_names is liger.liger_names
 
 
 def test_two_builds_of_the_package(liger, ops, tmp_path):

@@ -1,8 +1,8 @@
 """The 22 operations of Liger-Kernel in cuTile, compiled ahead of time; and, in `use_in_liger`, a back end inside Liger itself."""
 
-from . import layers, liger_names
+from . import back_end, layers, liger_names
 from .api import explain, kernelize, mapping, report, reset
-from .back_end import announce, restore_liger, use_in_liger
+from .back_end import restore_liger, use_in_liger
 from .norms import add_rms_norm, rms_norm
 from .shared.ops.cross_entropy_of_logits import cross_entropy
 from .shared.ops.divergence import jsd, kl_div, tvd
@@ -61,4 +61,4 @@ __all__ = [
     "warmup_all_kernels",
 ]
 
-announce()
+back_end.announce()
