@@ -22,7 +22,7 @@ from tests.ops import rms_norm, rotary
 from tests.ops.common import runtime_of
 
 OPERATIONS = ("column_sum", "rms_norm", "rotary", "qk_norm_rotary", "swiglu", "cross_entropy", "linear_cross_entropy", "scale", "adamw",
-              "attention", "attention_plan", "experts", "grouped_gemm")  # fmt: skip
+              "log_probs", "attention", "attention_plan", "experts", "grouped_gemm")  # fmt: skip
 DEFAULT = "rms_norm_backward-bf16.bf16.bf16.bf16.f32.f32-TILE4096-TAIL0-LATENCY3-4096-occupancy2"
 OTHER = DEFAULT.replace("LATENCY3", "LATENCY1")
 MACHINE = "interpreter of sm_90"
