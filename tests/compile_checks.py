@@ -138,6 +138,8 @@ def operator_arguments(device, dtype) -> dict:
         "rms_norm_recompute": [(x, weight, rstd)],
         "add_rms_norm_forward": [(x, other, weight, 1e-6), (x, other, weight, 1e-6, dtype, 1.0, "last", 0.5)],
         "add_rms_norm_backward": [(dy, other, x, weight, rstd, need) for need in both],
+        "norm_add_forward": [(x, other, weight, 1e-6), (x, other, weight, 1e-6, 1.0, "last")],
+        "norm_add_norm_forward": [(x, other, weight, -weight, 1e-6), (x, other, weight, -weight, 1e-6, dtype, 1.0, "last")],
         "rotary_forward": [(q.transpose(1, 2), k.transpose(1, 2), *tables, 1), (q, k, *tables, 2)],
         "rotary_backward": [(dq, dk, *tables, 1), (q, k, *tables, 2)],
         "qk_norm_rotary_forward": [(q, k, *weights, *tables, 1e-6)],
