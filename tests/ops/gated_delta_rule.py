@@ -215,5 +215,7 @@ MUTANTS = (
     *errors_in(BACKWARD, "carried", "delta_reverse", ("dstate = state_of(dfinal", "dfinal_ = state_of(dfinal")),
     *errors_in("shared/ops/gated_delta_rule.py", "two", "_GatedDeltaRule.forward",
                ("ctx.save_for_backward(q, k,", "ctx.save_for_backward(q, q,")),
+    *errors_in("shared/ops/gated_delta_rule.py", "carried", "_GatedDeltaRule.backward",
+               ("dfinal.numel() == 0 else", "dfinal.numel() else")),
     *errors_in("shared/ops/delta_chunks.py", "packed", "chunks_of", ("(chunk - start[document]) * CHUNK", "chunk * CHUNK")),
 )

@@ -139,6 +139,7 @@ MUTANTS = [
          ("dz * g", "dz"),
          ("(1.0 - ratio * ratio) * ", "")),
     (KERNELS, "finite", "ct.where(bits < LEAST, LEAST, bits)", "ct.maximum(bits, LEAST)", "nan"),
+    *errors_in(OPERATION, "frozen", "_LinearDivergence.forward", ("backward(gradients.hidden,", "backward(-gradients.hidden,")),
     *errors_in(OPERATION, "frozen", "_LinearDivergence.backward", ("upstream[:, None] if factor is None", "1.0 if factor is None")),
     *errors_in(OPERATION, "chunks", "_run", ("teacher_hidden[rows]", "teacher_hidden[: logits.shape[0]]")),
     *errors_in(OPERATION, "fp16", "_Piece.gradient", ("scale = scale * power", "pass")),

@@ -325,6 +325,7 @@ MUTANTS = [
     *errors_in(OPERATION, "chunks", "_run", ("target[rows]", "target[: logits.shape[0]]"),
                ("upstream.at(rows), None", "upstream.at(slice(0, logits.shape[0])), None"),
                ("of_entropy[rows]", "of_entropy[: logits.shape[0]]")),
+    *errors_in(OPERATION, "weighted_sum", "_WeightedSum.forward", ("bias, target, coefficients)\n", "bias, target, -coefficients)\n")),
     *errors_in(OPERATION, "weighted_sum", "_WeightedSum.backward", ("gradients.times(dsum)", "gradients.times()"),
                ("gradients, ctx.gradients = ctx.gradients, None", "gradients = ctx.gradients")),
     *errors_in(OPERATION, "skipped", "linear_log_probs", ("coefficients[kept]", "coefficients[: len(kept)]"),

@@ -68,4 +68,5 @@ MUTANTS = (
     *errors_in(KERNELS, "documents", "short_conv_gradients", ("(1.0 + p *", "(1.0 - p *"), ("found * x3", "found * x2")),
     *errors_in(KERNELS, "documents", "short_conv_backward", ("weight_of(w, column, 0) * ahead", "weight_of(w, column, 1) * ahead")),
     *errors_in("shared/ops/short_conv.py", "documents", "_ShortConv.forward", ("save_for_backward(x,", "save_for_backward(-x,")),
+    *errors_in("shared/ops/short_conv.py", "documents", "_ShortConv.backward", ("dbias if need[2]", "dx[0] if need[2]")),
 )
