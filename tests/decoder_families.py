@@ -5,10 +5,13 @@ import torch
 from tests.models import VOCABULARY
 
 # By transformers' name of the model, in the order of the package's rows.
-NAMES = ("llama", "qwen2", "qwen3", "mistral", "ministral", "smollm3", "granite", "phi3", "olmo2", "olmo3", "gemma2", "gemma3_text", "glm",
-         "glm4", "ernie4_5")
+NAMES = ("llama", "qwen2", "qwen3", "mistral", "ministral", "ministral3", "smollm3", "granite", "phi3", "olmo2", "olmo3", "gemma2",
+         "gemma3_text", "glm", "glm4", "ernie4_5")
 # What a small model of a family needs beside the sizes that all have.
 CHANGES: dict = {
+    "ministral3": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
+                                       "max_position_embeddings": 64, "llama_4_scaling_beta": 0.7, "beta_fast": 32.0, "beta_slow": 1.0,
+                                       "mscale": 1.0, "mscale_all_dim": 1.0}},
     "olmo2": {"num_key_value_heads": 4},
     "granite": {"residual_multiplier": 0.22, "logits_scaling": 3.0},
     "glm": {"partial_rotary_factor": 0.5},

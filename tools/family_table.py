@@ -38,6 +38,7 @@ def beside_llama(family: Any) -> str:
     said += ["rotary embedding of a part of a head"] if family.partial else []
     said += ["layers without rotary embedding"] if family.turned else []
     said += ["multiplied branches"] if family.multiplier else []
+    said += ["queries scaled by position"] if family.position_scale else []
     options = {option[0] for option in family.options}
     said += ["windows"] if "sliding_window" in options else []
     said += ["capped scores"] if "softcap" in options else []

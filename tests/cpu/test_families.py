@@ -177,6 +177,18 @@ def test_what_the_row_does_not_say_is_called_as_it_is(package, calls, name):
     assert {row.reason for row in package.explain(model).rows if not row.fused} >= {"the activation of mlp is not SiLU, or has hooks"}
 
 
+def test_a_function_of_someone_elses_that_scales_queries_is_called(package, calls, monkeypatch):
+    model = tiny("ministral3", attn_implementation="eager")
+    package.apply()
+    before = step_of(model)
+    modeling = importlib.import_module(type(model).__module__)
+    monkeypatch.setattr(modeling, "get_llama_4_attn_scale", lambda positions, *_: torch.full((1, 1, positions.shape[1], 1), 9.0))
+    after = step_of(model)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert calls == NODES * 2 and not torch.equal(after.gradients[name], before.gradients[name])
+    assert "get_llama_4_attn_scale is one that someone else put there" in {row.reason for row in package.explain(model).rows}
+
+
 @pytest.mark.parametrize("name", ("phi3",))
 def test_a_dropout_of_a_branch_is_drawn(package, calls, name):
     model = tiny(name, resid_pdrop=0.5)

@@ -110,7 +110,10 @@ def why_not_fusable(own: FusedLayer, layer, x) -> Optional[Reason]:
     for name in family.dropouts:
         if type(parts[name]) is not nn.Dropout or own_forward(parts[name]) is not nn.Dropout.forward or (parts[name].p and layer.training):
             return Reason("model", f"{name} zeroes elements, or is not torch.nn.Dropout")
-    return None if own.rotary(ROTARY) else Reason("replaced", f"{ROTARY} is one that someone else put there")
+    for function in (ROTARY, *family.position_scale[:1]):
+        if not own.rotary(function):
+            return Reason("replaced", f"{function} is one that someone else put there")
+    return None
 
 
 NAMES = {"silu": "SiLU", "gelu_tanh": "GELU's tanh approximation"}
@@ -205,6 +208,13 @@ def _option(attention, path):
     return attention
 
 
+def _scaled_by_position(own: FusedLayer, attention, q, position_ids):
+    """The queries, each multiplied by its position's factor."""
+    function, *entries = own.family.position_scale
+    scale = getattr(sys.modules[own.modeling], function)(position_ids, *map(attention.config.rope_parameters.get, entries))
+    return q * scale.to(q.dtype)
+
+
 def _attend(own: FusedLayer, attention, q, k, v, attention_mask, past_key_values, kwargs):
     """Attention's output as [tokens, heads * head_dim]."""
     modeling = sys.modules[own.modeling]
@@ -291,6 +301,8 @@ def decoder_layer_forward(own: FusedLayer, layer, hidden_states, attention_mask,
         )
     q, k, v, residual = _attention_inputs(own, layer, hidden_states, position_embeddings)
     attention = _parts(layer)["self_attn"]
+    if own.family.position_scale:
+        q = _scaled_by_position(own, attention, q, kwargs["position_ids"])
     if past_key_values is None and keeps_attention(layer) and not attention.attention_dropout:
         conditions = attention_mask, *position_embeddings, *kwargs.values()
         attended = attend_once(layer, hidden_states, conditions, lambda: _attend(own, attention, q, k, v, attention_mask, None, kwargs))

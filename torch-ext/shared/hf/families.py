@@ -44,7 +44,8 @@ class Family(NamedTuple):
     branch. sparse: of layers with experts. mlp: whether there are layers with an MLP. norm_argument, mlp_argument: what the norms' and the
     MLP's forward call their input. positions_first: whether a decoder layer's forward takes the angles before the mask. decoder:
     the class of the decoder without its head, the prefix and "Model" by default. divisor, softcap: attributes of the configuration, by
-    which logits are divided, and that caps them.
+    which logits are divided, and that caps them. position_scale: the module's function that gives each position's factor of the queries
+    behind their rotary embedding, and the entries of the configuration's rope_parameters that it takes behind the positions.
     """
 
     model: str
@@ -72,6 +73,7 @@ class Family(NamedTuple):
     decoder: str = ""
     divisor: Optional[str] = None
     softcap: Optional[str] = None
+    position_scale: Tuple[str, ...] = ()
 
     def head(self, config) -> Head:
         """What a causal LM of the family makes of its logits before the loss."""

@@ -221,4 +221,15 @@ TEXTS: Dict[str, Dict[str, Dict[str, str]]] = {
     "transformers.modeling_layers": {
         "GradientCheckpointingLayer": {"5.17.0": "2e23ca89aefce440", "5.23.0": "f58f4130cb68e831"},
     },
+    "transformers.models.ministral3.modeling_ministral3": {
+        "Ministral3RMSNorm.forward": {"5.17.0": "d7d2696b6310337e"},
+        "Ministral3MLP.forward": {"5.17.0": "c93de9a4e88283cc"},
+        "Ministral3ForCausalLM.forward": {"5.17.0": "486012f4ceaf6982", "5.21.1": "206069524b1ef880"},
+        "Ministral3DecoderLayer.forward": {"5.17.0": "32ea2f03d20b50c7"},
+        "Ministral3Model.forward": {"5.17.0": "a4a854d5b240b13f"},
+        "Ministral3Attention.forward": {"5.17.0": "2633ace5d9ce8390", "5.23.0": "4ab22dc2676351e4"},
+        "apply_rotary_pos_emb": {"5.17.0": "af7b8364458b24e0"},
+        "rotate_half": {"5.17.0": "d3f0cb470ec4f71e"},
+        "get_llama_4_attn_scale": {"5.17.0": "d51eb1203afe4264"},
+    },
 }

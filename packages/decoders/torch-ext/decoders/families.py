@@ -31,6 +31,8 @@ ROWS = (
     row("Qwen3", "Qwen3", "qwen3", qk_norm="head", options=WINDOW),
     row("Mistral", "Mistral", "mistral", options=OF_CONFIG),
     row("Ministral", "Ministral", "ministral", options=WINDOW),
+    row("Ministral 3", "Ministral3", "ministral3", options=OF_CONFIG,
+        position_scale=("get_llama_4_attn_scale", "llama_4_scaling_beta", "original_max_position_embeddings")),
     row("SmolLM3", "SmolLM3", "smollm3", options=WINDOW, turned="use_rope"),
     row("Granite", "Granite", "granite", multiplier="residual_multiplier", divisor="logits_scaling"),
     row("Phi-3", "Phi3", "phi3", qkv=("qkv_proj",), **PACKED, partial=True, options=OF_CONFIG,
