@@ -2,8 +2,8 @@
 
 Every test function runs in a process of its own, several at a time, so one that the sanitizer itself fails on takes no other along.
 What PyTorch's kernels are reported for is left out. Exits with 1 when a kernel of this project has a finding or a test fails.
-With --record, operations whose tests were all clean are put into compute-sanitizer.json of the results, with the digest of their kernels'
-source; `python -m tests.sanitizer --owed` says, without a GPU, which have changed since or were never checked, and notes it in the log.
+With --record, how each test ended is put into compute-sanitizer.json of the results, with the digests of the kernels that it launches;
+`python -m tests.sanitizer --owed` says, without a GPU, which operations have changed since or were never checked, and notes it in the log.
 
 racecheck itself fails on cuBLAS's kernels for Hopper in half precision (CUBLAS_STATUS_EXECUTION_FAILED), so it runs the cases in fp32 too:
 the same kernels, from the same source. Where it failed, the table says "not checked".
@@ -105,26 +105,38 @@ def digests() -> dict[str, str]:
 
 
 def owed(record: dict, sources: dict[str, str]) -> dict[str, list[str]]:
-    """By tool: the operations whose kernels are not those that it was clean on, "changed" since or "never" checked."""
+    """By tool: the operations that some test of theirs was not clean on, and why.
+
+    "changed": their kernels have changed since. "never": a test has not run. "not checked": the tool itself failed in a test. "findings",
+    "failed": what a test ended with.
+    """
     found = {}
     for tool in RECORDED:
-        known = record.get(tool, {})
-        found[tool] = [f"{name} ({'changed' if name in known else 'never'})" for name, source in sources.items()
-                       if known.get(name, {}).get("sources") != source]
+        known, found[tool] = record.get(tool, {}), []
+        for name, source in sources.items():
+            seen = [known.get(test, {}) for test in tests_of(name)]
+            digests = {entry.get("operations", {}).get(name) for entry in seen}
+            statuses = {entry.get("status") for entry in seen}
+            if digests != {source}:
+                found[tool].append(f"{name} ({'changed' if digests - {None, source} else 'never'})")
+            elif "clean" not in statuses or statuses - {"clean", ""}:
+                found[tool].append(f"{name} ({', '.join(sorted(statuses - {'clean', ''})) or 'never'})")
     return found
 
 
-def record_clean(outcomes: list["Outcome"], record: dict, sources: dict[str, str], commit: str) -> dict:
-    """What `RECORD` says after a run: an operation is clean where all of its tests that a tool could run are, and one ran."""
-    for tool in RECORDED:
-        status: dict[str, set[str]] = {}
-        for outcome in outcomes:
-            if outcome.tool == tool and outcome.status:
-                status.setdefault(outcome.test, set()).add(outcome.status)
-        for name, source in sources.items():
-            ran = [status[test] for test in tests_of(name) if test in status]
-            if ran and len(ran) == len(tests_of(name)) and all("clean" in each and each <= {"clean", "not checked"} for each in ran):
-                record.setdefault(tool, {})[name] = {"commit": commit, "sources": source}
+def recorded(outcomes: list["Outcome"], record: dict, sources: dict[str, str], commit: str) -> dict:
+    """What `RECORD` says after a run, by tool and test: how the test ended, and the digests of the kernels that it launches.
+
+    A run may be of some tests only: what `owed` asks for may come together from several. A test that runs once for each dtype is as the
+    worst of them; "not checked" gives way to "clean", and "" says that a tool has none of its cases to run.
+    """
+    order, ends = ("", "not checked", "clean", "findings", "failed"), {}
+    for outcome in outcomes:
+        if outcome.tool in RECORDED:
+            ends.setdefault((outcome.tool, outcome.test), []).append(outcome.status)
+    for (tool, test), statuses in ends.items():
+        digests = {name: source for name, source in sources.items() if test in tests_of(name)}
+        record.setdefault(tool, {})[test] = {"commit": commit, "status": max(statuses, key=order.index), "operations": digests}
     return record
 
 
@@ -170,7 +182,7 @@ def main(arguments=None) -> int:
     p.add_argument("-k", default="", help="parts of the names of test functions, comma-separated (default: all)")
     p.add_argument("--processes", type=int, default=4)
     p.add_argument("--limit-s", type=float, default=600.0, help="seconds for one test function")
-    p.add_argument("--record", action="store_true", help=f"note the operations that are clean in {RECORD.relative_to(ROOT)}")
+    p.add_argument("--record", action="store_true", help=f"note how each test ended in {RECORD.relative_to(ROOT)}")
     p.add_argument("--owed", action="store_true", help="put which operations are to be checked at the end of the log, print it, and end")
     p.add_argument("--log", type=Path, help="a file for what the sanitizer printed where it found something or a test failed")
     args = p.parse_args(arguments)
@@ -184,10 +196,10 @@ def main(arguments=None) -> int:
     count, logs, outcomes = Counter(), [], []
     with ThreadPoolExecutor(args.processes) as pool:
         for outcome in pool.map(lambda job: sanitize(*job, args.limit_s), jobs):
+            outcomes.append(outcome)
             if not outcome.status:
                 continue
             count[outcome.status] += 1
-            outcomes.append(outcome)
             found = ", ".join(f"{name} {times}" for name, times in outcome.findings.items())
             note = " (written by TMA stores)" if found and outcome.status == "clean" else ""
             line = f"{outcome.tool:<10} {outcome.status:<12} {outcome.test:<75} {outcome.summary}; {found}{note}".rstrip("; ")
@@ -197,7 +209,7 @@ def main(arguments=None) -> int:
     print(", ".join(f"{times} {status}" for status, times in count.items()))
     if args.record:
         commit = package_version().partition("+")[2] or "unknown"
-        record = record_clean(outcomes, record, digests(), commit)
+        record = recorded(outcomes, record, digests(), commit)
         RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
         write_owed(record)
     if args.log and logs:

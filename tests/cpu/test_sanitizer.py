@@ -77,15 +77,22 @@ def test_the_log_says_which_kernels_are_not_those_that_were_checked():
     assert shown == wanted, "run `python -m tests.sanitizer --owed`, which needs no GPU, and commit the log"
 
 
-def test_what_was_clean_is_recorded_with_the_digest_of_its_source():
+def test_what_was_clean_is_recorded_with_the_digests_of_its_sources():
     def outcome(test, status, tool="memcheck"):
         return sanitizer.Outcome(tool, test, "", {}, status, "")
 
     sources = {"swiglu": "a", "dyt": "b", "softmax": "c"}
-    outcomes = [outcome(test, "clean") for test in sanitizer.tests_of("swiglu")]
-    outcomes += [outcome(test, "clean", "racecheck") for test in sanitizer.tests_of("dyt")[:1]]
-    outcomes += [outcome(sanitizer.tests_of("dyt")[0], "clean"), outcome(sanitizer.tests_of("dyt")[1], "findings")]
-    record = sanitizer.record_clean(outcomes, {"memcheck": {"softmax": {"commit": "old", "sources": "0"}}}, sources, "abc1234")
-    assert record == {"memcheck": {"softmax": {"commit": "old", "sources": "0"}, "swiglu": {"commit": "abc1234", "sources": "a"}}}
-    assert sanitizer.owed(record, sources) == {"memcheck": ["dyt (never)", "softmax (changed)"],
-                                               "racecheck": ["swiglu (never)", "dyt (never)", "softmax (never)"]}
+    first, second = sanitizer.tests_of("dyt")
+    record = sanitizer.recorded([outcome(test, "clean") for test in sanitizer.tests_of("swiglu")[:1]], {}, sources, "abc1234")
+    assert sanitizer.owed(record, sources)["memcheck"] == ["swiglu (never)", "dyt (never)", "softmax (never)"]  # of its tests, one ran
+    outcomes = [outcome(test, "clean") for test in sanitizer.tests_of("swiglu")[1:]]
+    outcomes += [outcome(test, "clean", "racecheck") for test in (first, second)]
+    outcomes += [outcome(first, "clean"), outcome(first, "findings"), outcome(second, "")]
+    outcomes += [outcome(test, status) for test in sanitizer.tests_of("softmax") for status in ("not checked", "clean", "")]
+    record = sanitizer.recorded(outcomes, record, sources, "def5678")  # the rest, in another run
+    assert record["memcheck"][first] == {"commit": "def5678", "status": "findings", "operations": {"dyt": "b"}}
+    assert sanitizer.owed(record, sources) == {"memcheck": ["dyt (findings)"], "racecheck": ["swiglu (never)", "softmax (never)"]}
+    assert sanitizer.owed(record, {**sources, "softmax": "d"})["memcheck"] == ["dyt (findings)", "softmax (changed)"]
+    again = sanitizer.recorded([outcome(first, "not checked")], record, sources, "0123456")
+    assert sanitizer.owed(again, sources)["memcheck"] == ["dyt (not checked)"]
+    assert sanitizer.owed(sanitizer.recorded([outcome(first, "")], record, sources, "0123456"), sources)["memcheck"] == ["dyt (never)"]
