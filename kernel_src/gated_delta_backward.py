@@ -26,6 +26,7 @@ from kernel_src.gated_delta import (
     F32,
     GATES,
     NUMBERS,
+    SPILLS,
     STATE,
     TABLE,
     WIDTH,
@@ -199,17 +200,17 @@ def variants():
             yield Variant(delta_states, {**parts, "news": wide, **ends}, hints={"num_worker_warps": 8})
             parts = {"queries": wide, "keys": wide, "w": wide, "p": narrow, "dout": given, "gamma": NUMBERS, "bounds": TABLE}
             found: Params = {"table": TABLE, "dfinal": STATE, "dstates": rounded, "dnews": wide, "dinitial": STATE, "scale": FLOAT}
-            yield Variant(delta_reverse, {**parts, **found, **ends}, hints={"num_worker_warps": 8})
+            yield Variant(delta_reverse, {**parts, **found, **ends}, hints={"num_worker_warps": 8}, spills=SPILLS)
         partial = chunk_rows("float32", WIDTH)
         parts = {"queries": wide, "keys": wide, "gamma": NUMBERS, "states": rounded, "dstates": rounded, "news": wide, "dout": given}
         results: Params = {"table": TABLE, "dgamma": NUMBERS, "partial": partial, "scale": FLOAT, "K": WIDTH, "V": WIDTH}
-        yield Variant(delta_keys, {**parts, **results}, hints={"num_worker_warps": 8})
+        yield Variant(delta_keys, {**parts, **results}, hints={"num_worker_warps": 8}, spills=SPILLS)
         for norm in (1, 0):
             sizes: Params = {"K": WIDTH, "V": WIDTH, "NORM": norm}
             parts = {"queries": wide, "keys": wide, "gamma": NUMBERS, "states": rounded, "news": wide, "dout": given, "table": TABLE}
             results = {"q_rstd": NUMBERS, "dq": given, "dgamma": NUMBERS, "scale": FLOAT}
-            yield Variant(delta_queries, {**parts, **results, **sizes}, hints={"num_worker_warps": 8})
+            yield Variant(delta_queries, {**parts, **results, **sizes}, hints={"num_worker_warps": 8}, spills=SPILLS)
             chunked: Params = {"keys": wide, "values": wide, "gamma": NUMBERS, "betas": NUMBERS, "inverses": narrow, "states": rounded}
             made: Params = {"dnews": wide, "table": TABLE, "k_rstd": NUMBERS, "dgamma": NUMBERS, "partial": partial}
             results = {"dk": given, "dv": given, "dbeta": GATES, "dg": GATES}
-            yield Variant(delta_inverse, {**chunked, **made, **results, **sizes}, hints={"num_worker_warps": 8})
+            yield Variant(delta_inverse, {**chunked, **made, **results, **sizes}, hints={"num_worker_warps": 8}, spills=SPILLS)

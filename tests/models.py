@@ -40,6 +40,33 @@ def tiny_model(dtype=torch.float32, cls=None, **changes):
     return model.to(dtype).train()
 
 
+def tiny_qwen3_5(dtype=torch.float32, width=16, **changes):
+    """Three delta nets and a layer with attention, in training mode, always with the same weights. width: of the nets' keys and values."""
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": width,
+        "linear_value_head_dim": width,
+        "max_position_embeddings": 256,
+    }
+    torch.manual_seed(0)
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**sizes, **changes}))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and "conv1d" not in name:
+            torch.nn.init.normal_(parameter, 0, 0.15)
+    return model.to(dtype).train()
+
+
 def random_tokens(*shape):
     return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
 

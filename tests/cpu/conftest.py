@@ -139,6 +139,20 @@ def decoders(decoders_folder):
 
 
 @pytest.fixture(scope="session")
+def qwen3_5_folder(tmp_path_factory) -> Path:
+    """A folder with build/torch-cpu of the package for Qwen3.5."""
+    return assemble_cpu(tmp_path_factory.mktemp("qwen3_5"), package="packages/qwen3_5")
+
+
+@pytest.fixture
+def qwen3_5(qwen3_5_folder):
+    """The package for Qwen3.5, loaded. Whatever a test patches is put back."""
+    loaded = load(qwen3_5_folder)
+    yield loaded
+    loaded.reset()
+
+
+@pytest.fixture(scope="session")
 def liger(tmp_path_factory):
     """The package for Liger's users, loaded."""
     return load(assemble_cpu(tmp_path_factory.mktemp("liger"), package="packages/liger"))

@@ -24,6 +24,7 @@ def test_pytorch(all_operations, dtype):
 
 
 def test_half_precision_in_pytorch(all_operations):
+    rule.check_rule(all_operations, DEVICE, torch.float16, (37, 64))
     for check in ("(37, 64, 1, 70) torch.bfloat16", "carried", "packed", "batch", "views", "empty", "step torch.bfloat16"):
         dict(rule.all_cases(all_operations, DEVICE))[check]()
 

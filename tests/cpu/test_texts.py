@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.decoder_families import tiny
-from tests.models import Step, random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_moe
+from tests.models import Step, random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_5, tiny_qwen3_moe
 from tools import transformers_texts as tool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,12 +22,19 @@ KNOWN = runpy.run_path(str(tool.KNOWN))
 TEXTS, TESTED = KNOWN["TEXTS"], KNOWN["TESTED"]
 TOKENS = random_tokens(2, 9)
 LABELS = {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False}
-QWEN3, MOE, GPT_OSS, GEMMA3 = (f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "qwen3_moe", "gpt_oss", "gemma3"))
-MODELS = {QWEN3: tiny_model, MOE: tiny_qwen3_moe, GPT_OSS: tiny_gpt_oss, GEMMA3: functools.partial(tiny, "gemma3_text")}
+QWEN3, MOE, GPT_OSS, GEMMA3, QWEN3_5 = (
+    f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "qwen3_moe", "gpt_oss", "gemma3", "qwen3_5")
+)
+MODELS = {
+    **{QWEN3: tiny_model, MOE: tiny_qwen3_moe, GPT_OSS: tiny_gpt_oss, GEMMA3: functools.partial(tiny, "gemma3_text")},
+    QWEN3_5: tiny_qwen3_5,
+}
 
 # What goes with a text, beside which everything stays on.
 LEFT = {
     "RMSNorm.forward": {"rms_norm", "decoder_layer"},
+    "RMSNormGated.forward": {"gated_rms_norm"},
+    "GatedDeltaNet.forward": {"delta_net"},
     "MLP.forward": {"swiglu", "decoder_layer"},
     "Attention.forward": {"rope", "attention", "decoder_layer"},
     "DecoderLayer.forward": {"decoder_layer"},
@@ -87,7 +94,7 @@ def changed(source, name):
 
 def cases():
     """(package, module, name): each text with Qwen3's package, and with the others those of a family and one of each shared module."""
-    for package, families in (("qwen3", (QWEN3, MOE)), ("gpt_oss", (GPT_OSS,)), ("decoders", (GEMMA3,))):
+    for package, families in (("qwen3", (QWEN3, MOE)), ("gpt_oss", (GPT_OSS,)), ("decoders", (GEMMA3,)), ("qwen3_5", (QWEN3_5,))):
         for module, names in TEXTS.items():
             count = len(names) if module in families or (module in LEFT_BY_MODULE and package == "qwen3") else 0
             for name in list(names)[: max(count, package == "gpt_oss" and module in LEFT_BY_MODULE)]:
@@ -155,9 +162,9 @@ def test_without_a_source_nothing_is_replaced(qwen3, monkeypatch):
     assert qwen3.get_patched_ops() == []
 
 
-def test_every_text_that_a_layer_needs_is_recorded(qwen3, gpt_oss, decoders):
+def test_every_text_that_a_layer_needs_is_recorded(qwen3, gpt_oss, decoders, qwen3_5):
     needed = set()
-    for package in (qwen3, gpt_oss, decoders):
+    for package in (qwen3, gpt_oss, decoders, qwen3_5):
         for targets in part(package, "targets").FAMILIES:
             for operation in targets.operations:
                 needed |= set(part(package, "shared.hf.versions").texts_of(targets, operation))

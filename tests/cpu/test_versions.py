@@ -91,7 +91,7 @@ def test_a_transformers_that_says_the_same_is_taken_with_one_line_when_it_was_no
     assert all(text.startswith(f"transformers {version} is not among the tested releases, 5.17.0 to ") for text in said)
 
 
-@pytest.mark.parametrize("fixture", ("qwen3", "gpt_oss", "decoders"))
+@pytest.mark.parametrize("fixture", ("qwen3", "gpt_oss", "decoders", "qwen3_5"))
 def test_forwards_have_the_arguments_of_those_that_they_stand_in_for(request, fixture):
     for targets in part(request.getfixturevalue(fixture), "targets").FAMILIES:
         modeling = importlib.import_module(targets.modeling)

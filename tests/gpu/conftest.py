@@ -43,6 +43,12 @@ def decoders():
 
 
 @pytest.fixture(scope="session")
+def qwen3_5():
+    """The package for Qwen3.5."""
+    return load(ROOT / "packages" / "qwen3_5")
+
+
+@pytest.fixture(scope="session")
 def suite_ops(liger, ops):
     """Its operations by name, and those of a head, which have no room in it."""
     return suite(liger, ops)

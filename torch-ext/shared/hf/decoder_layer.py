@@ -95,10 +95,9 @@ def why_not_fusable(own: FusedLayer, layer, x) -> Optional[Reason]:
     if x.dtype not in (product_dtype(x), torch.float32):
         return Reason("autocast", f"autocast to {product_dtype(x)} over {x.dtype}")
     parts, family = _parts(layer), own.family
-    attention, mlp = parts["self_attn"], parts["mlp"]
-    inner = _parts(attention)
-    if not own.run_by(attention):
-        return why_not_own(attention, "self_attn")
+    mlp, inner = parts["mlp"], {} if family.mixers else _parts(parts["self_attn"])
+    if not family.mixers and not own.run_by(parts["self_attn"]):
+        return why_not_own(parts["self_attn"], "self_attn")
     if not own.run_by(mlp):
         return why_not_own(mlp, "mlp")
     for norm in (*[parts[name] for name in own.norms], *[inner[name] for name in own.head_norms]):
@@ -110,6 +109,8 @@ def why_not_fusable(own: FusedLayer, layer, x) -> Optional[Reason]:
     for name in family.dropouts:
         if type(parts[name]) is not nn.Dropout or own_forward(parts[name]) is not nn.Dropout.forward or (parts[name].p and layer.training):
             return Reason("model", f"{name} zeroes elements, or is not torch.nn.Dropout")
+    if family.mixers:
+        return None
     for function in (ROTARY, *family.position_scale[:1]):
         if not own.rotary(function):
             return Reason("replaced", f"{function} is one that someone else put there")
@@ -125,9 +126,9 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]
     if reason is not None:
         return [("decoder layer", reason)]
     block, family = _parts(layer)["mlp"], own.family
-    inner, mlp = _parts(_parts(layer)["self_attn"]), _parts(block)
+    inner, mlp = {} if family.mixers else _parts(_parts(layer)["self_attn"]), _parts(block)
     dtype, wider = product_dtype(x), autocasts(x.device)
-    groups = [(f"norm, {', '.join(family.qkv)}, rotary", family.qkv), ("o_proj", ("o_proj",))]
+    groups = [] if family.mixers else [(f"norm, {', '.join(family.qkv)}, rotary", family.qkv), ("o_proj", ("o_proj",))]
     if not is_sparse(block):
         of_mlp = (*family.gate_up, "down_proj")
         groups.append((f"norm, {', '.join(of_mlp)}", of_mlp))
@@ -202,6 +203,18 @@ def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
     return (*((q, k) if cos is None else getattr(sys.modules[family.modeling], ROTARY)(q, k, cos, sin)), v, flat)
 
 
+def _mix(own: FusedLayer, layer, x, attention_mask, past_key_values, position_embeddings, kwargs):
+    """What a family's mixer of tokens returns of the normalised input: a delta net, or attention with a gate."""
+    norm, parts = _part(layer, own.family.norms.inputs), _parts(layer)
+    normed = rms_norm(own.norm(_eps(norm)), x, _weight(norm))
+    name = next(name for name in own.family.mixers if name in parts)
+    if name == "linear_attn":
+        others = {key: value for key, value in kwargs.items() if key != "position_ids"}
+        return parts[name](hidden_states=normed, cache_params=past_key_values, attention_mask=attention_mask, **others)
+    of_attention = {"attention_mask": attention_mask, "past_key_values": past_key_values, "position_embeddings": position_embeddings}
+    return parts[name](hidden_states=normed, **of_attention, **kwargs)[0]
+
+
 def _option(attention, path):
     for name in path:
         attention = getattr(attention, name, None)
@@ -239,8 +252,9 @@ def _attend(own: FusedLayer, attention, q, k, v, attention_mask, past_key_values
 
 
 def _finish(own: FusedLayer, layer, attended, residual, shape):
-    """The output projection and the MLP or the experts, with both residual connections."""
-    family, mlp, o_proj = own.family, _parts(layer)["mlp"], _parts(_parts(layer)["self_attn"])["o_proj"]
+    """The output projection and the MLP or the experts, with both residual connections. attended: what the mixer returned, where a family
+    has mixers."""
+    family, mlp = own.family, _parts(layer)["mlp"]
     x, wider = residual.view(*shape, -1), autocasts(residual.device)
     dtype = product_dtype(residual) if wider else residual.dtype
     after, before, behind = [_part(layer, name) for name in family.norms[1:]]
@@ -253,13 +267,16 @@ def _finish(own: FusedLayer, layer, attended, residual, shape):
     else:
         linears = _parts(mlp)
         found = _projections(dtype, wider, [linears[name] for name in (*family.gate_up, "down_proj")])
-    o = None if found is None or attended.dtype != dtype else _projections(dtype, wider, (o_proj,))
+    o = o_proj = None
+    if not family.mixers:
+        o_proj = _parts(_parts(layer)["self_attn"])["o_proj"]
+        o = None if found is None or attended.dtype != dtype else _projections(dtype, wider, (o_proj,))
     if o is not None:
         if sparse:
             router, weights, options = found
             return norm_experts(x, _weight(before), router, weights, spec, options, attended, *o, _weight(after), recompute)
         return norm_mlp(x, _weight(before), (*o, *found), spec, attended, _weight(after), _weight(behind), dtype, recompute)
-    output = o_proj(attended.view(*x.shape[:-1], -1))
+    output = attended if o_proj is None else o_proj(attended.view(*x.shape[:-1], -1))
     if found is None or (sparse and output.dtype != dtype):
         return _finish_apart(own, spec, layer, output, x)
     total = _branch(spec, spec.after, after, output.reshape(x.shape)) + x
@@ -299,6 +316,9 @@ def decoder_layer_forward(own: FusedLayer, layer, hidden_states, attention_mask,
             position_embeddings=position_embeddings,
             **kwargs,
         )
+    if own.family.mixers:
+        mixed = _mix(own, layer, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs)
+        return _finish(own, layer, mixed, hidden_states, hidden_states.shape[:-1])
     q, k, v, residual = _attention_inputs(own, layer, hidden_states, position_embeddings)
     attention = _parts(layer)["self_attn"]
     if own.family.position_scale:

@@ -232,4 +232,16 @@ TEXTS: Dict[str, Dict[str, Dict[str, str]]] = {
         "rotate_half": {"5.17.0": "d3f0cb470ec4f71e"},
         "get_llama_4_attn_scale": {"5.17.0": "d51eb1203afe4264"},
     },
+    "transformers.models.qwen3_5.modeling_qwen3_5": {
+        "Qwen3_5RMSNorm.forward": {"5.17.0": "8cec7293c12b745f"},
+        "Qwen3_5RMSNormGated.forward": {"5.17.0": "f8225367d5ac7677"},
+        "Qwen3_5MLP.forward": {"5.17.0": "c93de9a4e88283cc"},
+        "Qwen3_5Attention.forward": {"5.17.0": "9afba0e5e1ce2b2a"},
+        "Qwen3_5GatedDeltaNet.forward": {"5.17.0": "bca2b5b2cbb9fa9c", "5.21.1": "5aded29f89643773", "5.23.0": "45b1941dbb54115e"},
+        "Qwen3_5DecoderLayer.forward": {"5.17.0": "8867655877075acf"},
+        "Qwen3_5TextModel.forward": {"5.17.0": "d82b54914e7aeeed", "5.23.0": "beeada45961d42b3"},
+        "Qwen3_5ForCausalLM.forward": {"5.17.0": "486012f4ceaf6982", "5.21.1": "206069524b1ef880"},
+        "apply_rotary_pos_emb": {"5.17.0": "6ab716f5dd35e0fc"},
+        "rotate_half": {"5.17.0": "d3f0cb470ec4f71e"},
+    },
 }

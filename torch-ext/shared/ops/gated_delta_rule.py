@@ -13,7 +13,6 @@ from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .autocast import outside_autocast
 from .common import (
-    HALF,
     SLAB,
     accumulation_dtype,
     aligned,
@@ -116,8 +115,8 @@ def _reference_backward(dout, dfinal, q, k, v, g, beta, chunks, initial, scale, 
 
 # ---------------------------------------------------------------- kernels
 def _fits(q, k, v, *others) -> bool:
-    """Whether kernels take these: half precision, keys and values of 128, and offsets within 32 bits."""
-    shaped = q.dtype in HALF and q.shape[-1] == v.shape[-1] == WIDTH and v.shape[0] > 0
+    """Whether kernels take these: bf16, keys and values of 128, and offsets within 32 bits."""
+    shaped = q.dtype == torch.bfloat16 and q.shape[-1] == v.shape[-1] == WIDTH and v.shape[0] > 0
     return shaped and v.shape[0] * v.shape[1] * WIDTH < SLAB and kernels_run_on(q, k, v, *others)
 
 
@@ -312,7 +311,7 @@ def gated_delta_rule(
     Raises:
         ValueError: if shapes, dtypes or devices do not fit.
 
-    bf16 and fp16 with K = V = 128 run in the kernels, the rest in PyTorch.
+    bf16 with K = V = 128 runs in the kernels, the rest in PyTorch.
     """
     _check(q, k, v, g, beta, cu_seqlens, initial_state)
     batch, length = q.shape[:2]
@@ -323,7 +322,7 @@ def gated_delta_rule(
     if needs_formula(q, k, v, g, beta, initial, chunks.table):
         out, final = gated_delta_rule_reference(q, k, v, g, beta, chunks, initial, scale, bool(l2_norm))
     else:
-        if q.dtype in HALF:
+        if q.dtype == torch.bfloat16:
             q, k, v, g, beta = aligned(q), aligned(k), aligned(v), g.to(torch.float32), beta.to(torch.float32)
         arguments = chunks.table, chunks.bounds, chunks.longest, scale, bool(l2_norm), carry
         out, final = apply_function(_GatedDeltaRule, q, k, v, g.contiguous(), beta.contiguous(), initial, *arguments)

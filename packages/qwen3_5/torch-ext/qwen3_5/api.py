@@ -1,0 +1,72 @@
+"""What a user calls to put the layers on Qwen3.5, to see them there, and to take them off again."""
+
+from .shared.hf import one_model, patching
+from .shared.hf.interface import Interface
+from .targets import FAMILIES
+
+
+def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True, attention=True, gated_rms_norm=True,
+          delta_net=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True):
+    """Puts the layers on transformers' Qwen3.5 classes (Qwen3.6 and 3.8 too): models that exist and models made later use them.
+
+    Args:
+        rms_norm: the norms, whose weight is added to 1.
+        swiglu: the MLP.
+        rope: the rotary embedding of a part of each head.
+        fused_linear_cross_entropy: the loss without logits. True, False, or a mapping of options of the loss (docs/options.md).
+        decoder_layer: norm, MLP and both residual connections in one node, where `rms_norm` and `swiglu` are on.
+        attention: the model's forward, which finds documents in position_ids where the caller gave no more.
+        gated_rms_norm: the norm behind the delta net, with its gate.
+        delta_net: convolution and gated delta rule; documents packed into a row do not see each other.
+        unpad, keep_attention: as in the other packages; padding stays in a model with delta nets.
+        recompute_mlp: the backward pass makes gate and up again instead of keeping them, with the same bits.
+        log_probs: TRL's trainers compute their log-probabilities without logits.
+
+    After the call exactly the operations given as True are active. Not thread-safe against a running forward pass.
+
+    Raises:
+        TypeError: for an option that does not exist.
+        ImportError: when transformers is absent or its version does not fit.
+    """
+    patching.patch_classes(
+        FAMILIES,
+        {
+            "rms_norm": rms_norm,
+            "swiglu": swiglu,
+            "rope": rope,
+            "fused_linear_cross_entropy": fused_linear_cross_entropy,
+            "decoder_layer": decoder_layer and rms_norm and swiglu,
+            "attention": attention,
+            "gated_rms_norm": gated_rms_norm,
+            "delta_net": delta_net,
+        },
+        unpad,
+        keep_attention,
+        recompute_mlp,
+        log_probs,
+    )
+
+
+def kernelize(model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True):
+    """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
+
+    Args:
+        model: one of transformers, with or without a head, alone or inside another module (PEFT).
+        mode: a `kernels.Mode`; the layers serve all of them, so it changes nothing.
+        attention, unpad, keep_attention, recompute_mlp, log_probs: as in `apply`.
+
+    Raises:
+        TypeError: when the model has none of the layers that this package stands in for.
+        RuntimeError: when not all operations could be put on it.
+        ImportError: when transformers is absent or its version does not fit.
+    """
+    return one_model.kernelize(FAMILIES, model, mode, attention, unpad, keep_attention, recompute_mlp, log_probs)
+
+
+_shared = Interface(FAMILIES, __package__)
+explain = _shared.explain
+report = _shared.report
+capture = _shared.capture
+mapping = _shared.mapping
+get_patched_ops = _shared.get_patched_ops
+reset = _shared.reset

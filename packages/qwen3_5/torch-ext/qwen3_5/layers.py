@@ -1,0 +1,69 @@
+"""The layers that take the place of Qwen3.5's, and those under the names that transformers opens for every gated delta net. They have no
+state: `self` is the module whose forward they become."""
+
+from torch import nn
+
+from .families import QWEN3_5
+from .shared.hf import delta_net, layers
+from .shared.hf.decoder_model import model_forward
+from .shared.hf.modules import mark_forwards
+
+
+class RMSNormZeroCentered(layers.rms_norm_of(QWEN3_5.family)):
+    """For Qwen3_5RMSNorm and its kin, which multiply by 1 + weight: x [..., n] -> [..., n]."""
+
+
+class RMSNormGated(nn.Module):
+    """For the norm behind a delta net: hidden_states and gate [..., n] -> [..., n]."""
+
+    can_torch_compile = True
+
+    def forward(self, hidden_states, gate):
+        return delta_net.gated_norm_forward(self, hidden_states, gate)
+
+
+class RotaryPosEmb(layers.rotary_layer_of(QWEN3_5.family)):
+    """For `apply_rotary_pos_emb`, which turns the first part of each head."""
+
+
+class MLP(layers.mlp_of(QWEN3_5.family)):
+    """For Qwen3_5MLP: x [..., hidden] -> [..., hidden]. Recomputes its activations in the backward pass."""
+
+
+class Qwen3_5GatedDeltaNet(nn.Module):
+    """For the delta net: hidden_states [batch, tokens, hidden] -> the same, with documents that do not see each other."""
+
+    can_torch_compile = True
+
+    def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
+        return delta_net.delta_net_forward(self, hidden_states, cache_params, attention_mask, **kwargs)
+
+
+class DecoderLayer(layers.decoder_layer_of(QWEN3_5)):
+    """For Qwen3_5DecoderLayer: hidden_states [batch, tokens, hidden] -> the same; norm, MLP and residual connections in one node."""
+
+
+class Model(nn.Module):
+    """For Qwen3_5TextModel: finds documents in position_ids where the caller gave no more, which transformers does not do."""
+
+    can_torch_compile = True
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+        **kwargs,
+    ):
+        kwargs.update(delta_net.documents_for(position_ids, attention_mask, past_key_values, kwargs))
+        return model_forward(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
+
+
+class CausalLM(layers.causal_lm_of(QWEN3_5.family)):
+    """For Qwen3_5ForCausalLM. With labels in training mode the logits are never all in memory, and `logits` is None."""
+
+
+mark_forwards(RMSNormGated, Qwen3_5GatedDeltaNet, Model)

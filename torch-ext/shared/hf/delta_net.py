@@ -1,0 +1,113 @@
+"""The forward of a gated delta net of Qwen3.5, Qwen3.5-MoE and Qwen3-Next, with documents that do not see each other."""
+
+import sys
+from typing import Optional
+
+import torch
+from torch.nn.functional import softplus
+
+from ..ops.gated_delta_rule import gated_delta_rule, gated_delta_step
+from ..ops.gated_rms_norm import gated_rms_norm
+from ..ops.short_conv import TAPS, short_conv
+from .modules import is_plain, original_forward
+
+DOCUMENTS = "delta_cu_seqlens"  # the argument in which a model's forward hands on what it found in position_ids
+
+
+def documents_of(position_ids: torch.Tensor) -> Optional[torch.Tensor]:
+    """Finds where documents start in position_ids [batch, tokens], wherever a position is not the one before it plus 1.
+
+    Returns:
+        Their bounds among all tokens of the batch [documents + 1] int32, or None where each row is one document. Waits for the device.
+    """
+    if position_ids.shape[1] < 2:
+        return None
+    new = torch.ones_like(position_ids, dtype=torch.bool)
+    new[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    starts = new.flatten().nonzero().flatten()
+    if starts.numel() == position_ids.shape[0]:
+        return None
+    return torch.nn.functional.pad(starts, (0, 1), value=position_ids.numel()).to(torch.int32)
+
+
+def documents_for(position_ids, attention_mask, past_key_values, given: dict) -> dict:
+    """Makes the argument in which a model's forward hands documents to its delta nets; empty where the caller did it, or there are none to
+    find."""
+    if not isinstance(position_ids, torch.Tensor) or torch.compiler.is_compiling() or given.get("cu_seq_lens_q") is not None:
+        return {}
+    if attention_mask is not None or past_key_values is not None:
+        return {}
+    text = position_ids[0] if position_ids.dim() == 3 and position_ids.shape[0] == 4 else position_ids
+    found = documents_of(text) if text.dim() == 2 and is_plain(text) else None
+    return {} if found is None else {DOCUMENTS: found}
+
+
+def gated_norm_forward(layer, hidden_states, gate):
+    """Serves as the forward of a gated RMSNorm with `weight` and `variance_epsilon`, whose gate goes through SiLU."""
+    weight = layer.weight
+    if is_plain(weight) and is_plain(hidden_states) and is_plain(gate) and layer.activation in ("silu", "swish"):
+        if hidden_states.dtype == gate.dtype == weight.dtype:
+            return gated_rms_norm(hidden_states, gate, weight, layer.variance_epsilon)
+    return original_forward(layer)(layer, hidden_states, gate)
+
+
+def why_not_ours(layer) -> str:
+    """Why a gated delta net runs as transformers wrote it; "" where it need not."""
+    convolution = layer.conv1d
+    if "_hf_hook" in vars(convolution):
+        return "accelerate moves the convolution's weight when it is called"
+    if layer.conv_kernel_size != TAPS or layer.activation not in ("silu", "swish"):
+        return f"the convolution has {layer.conv_kernel_size} taps and {layer.activation}, expected {TAPS} and silu"
+    return ""
+
+
+def delta_net_forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
+    """Serves as the forward of a GatedDeltaNet: hidden_states [batch, tokens, hidden] -> the same.
+
+    Documents come from `cu_seq_lens_q`, as padding-free collators give it, or from what the model's forward found in position_ids.
+    """
+    of_before = cache_params is not None and not hasattr(cache_params, "get_conv_state")  # until transformers 5.20
+    if of_before or why_not_ours(self):
+        kwargs.pop(DOCUMENTS, None)
+        return original_forward(self)(self, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
+    documents = kwargs.get("cu_seq_lens_q")
+    documents = kwargs.get(DOCUMENTS) if documents is None else documents
+    shape = hidden_states.shape
+    hidden_states = sys.modules[type(self).__module__].apply_mask_to_padding_states(hidden_states, attention_mask)
+    if documents is not None and shape[0] > 1:
+        hidden_states = hidden_states.reshape(1, -1, shape[2])
+    mixed = _convolved(self, self.in_proj_qkv(hidden_states), cache_params, documents)
+    q, k, v = mixed.split((self.key_dim, self.key_dim, self.value_dim), -1)
+    q, k, v = (x.unflatten(-1, (-1, width)) for x, width in ((q, self.head_k_dim), (k, self.head_k_dim), (v, self.head_v_dim)))
+    beta = self.in_proj_b(hidden_states).sigmoid()
+    g = -self.A_log.float().exp() * softplus(self.in_proj_a(hidden_states).float() + self.dt_bias)
+    out = _ruled(self, q, k, v, g, beta, cache_params, documents)
+    z = self.in_proj_z(hidden_states)
+    out = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
+    return self.out_proj(out.reshape(*shape[:2], -1))
+
+
+def _convolved(self, mixed, cache, documents):
+    """q, k and v of all heads side by side [batch, tokens, channels], after the convolution."""
+    weight, bias = self.conv1d.weight.squeeze(1).to(mixed.dtype), self.conv1d.bias
+    if cache is None:
+        return short_conv(mixed, weight, bias, cu_seqlens=documents)
+    length, state = mixed.shape[1], cache.get_conv_state(self.layer_idx, state_idx=0)
+    channels_first = mixed.transpose(1, 2)
+    if state is not None and length == 1 and not cache.is_recording_past(self.layer_idx):
+        update = sys.modules[type(self).__module__].causal_conv1d_update
+        return update(channels_first, state, weight, bias, self.activation).transpose(1, 2)
+    seen = cache.update_conv_state(channels_first, self.layer_idx, conv_kernel_size=self.conv_kernel_size)
+    return short_conv(seen.transpose(1, 2), weight, bias)[:, -length:]
+
+
+def _ruled(self, q, k, v, g, beta, cache, documents):
+    if cache is None:
+        return gated_delta_rule(q, k, v, g, beta, cu_seqlens=documents, l2_norm=True)[0]
+    state = cache.get_recurrent_state(self.layer_idx, state_idx=0)
+    if state is not None and q.shape[1] == 1 and not torch.is_grad_enabled():
+        out, state = gated_delta_step(q, k, v, g, beta, initial_state=state, l2_norm=True)
+    else:
+        out, state = gated_delta_rule(q, k, v, g, beta, initial_state=state, output_final_state=True, l2_norm=True)
+    cache.update_recurrent_state(state, self.layer_idx)
+    return out
