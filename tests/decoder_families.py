@@ -5,10 +5,13 @@ import torch
 from tests.models import VOCABULARY
 
 # By transformers' name of the model, in the order of the package's rows.
-NAMES = ("llama", "qwen2", "qwen3", "mistral", "ministral", "ministral3", "smollm3", "granite", "phi3", "olmo2", "olmo3", "gemma2",
-         "gemma3_text", "glm", "glm4", "ernie4_5")
+NAMES = (
+    "llama", "qwen2", "qwen3", "qwen3_vl", "mistral", "ministral", "ministral3", "smollm3", "granite", "phi3", "olmo2", "olmo3",
+    "gemma2", "gemma3_text", "glm", "glm4", "ernie4_5",
+)  # fmt: skip
 # What a small model of a family needs beside the sizes that all have.
 CHANGES: dict = {
+    "qwen3_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True, "mrope_section": [2, 2, 2]}},
     "ministral3": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
                                        "max_position_embeddings": 64, "llama_4_scaling_beta": 0.7, "beta_fast": 32.0, "beta_slow": 1.0,
                                        "mscale": 1.0, "mscale_all_dim": 1.0}},
@@ -20,12 +23,21 @@ CHANGES: dict = {
     "gemma2": {"query_pre_attn_scalar": 12},
     "gemma3_text": {"query_pre_attn_scalar": 12},
 }
+IMAGE, IMAGE_START, IMAGE_END = 190, 191, 192  # tokens
+# What stands beside the text's configuration in that of a model with a vision tower.
+VISION: dict = {
+    "qwen3_vl": {
+        "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
+                          "temporal_patch_size": 2, "out_hidden_size": 48, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        "image_token_id": IMAGE, "video_token_id": 189, "vision_start_token_id": IMAGE_START, "vision_end_token_id": IMAGE_END,
+    },
+}  # fmt: skip
 
 
 def tiny(name: str, dtype=torch.float32, attn_implementation="sdpa", **changes):
     """A small model of a family in training mode, always with the same weights, with norms that are not all ones and biases that are not
     zero."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     sizes = {
         "vocab_size": VOCABULARY,
@@ -42,8 +54,10 @@ def tiny(name: str, dtype=torch.float32, attn_implementation="sdpa", **changes):
         "tie_word_embeddings": False,
     }
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **{**sizes, **CHANGES.get(name, {}), **changes})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
+    of_text = {**sizes, **CHANGES.get(name, {}), **changes}
+    config = AutoConfig.for_model(name, **({**VISION[name], "text_config": of_text} if name in VISION else of_text))
+    of_task = AutoModelForImageTextToText if name in VISION else AutoModelForCausalLM
+    model = of_task.from_config(config, attn_implementation=attn_implementation)
     for parameter_name, parameter in model.named_parameters():
         if "norm" in parameter_name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

@@ -39,6 +39,7 @@ def beside_llama(family: Any) -> str:
     said += ["layers without rotary embedding"] if family.turned else []
     said += ["multiplied branches"] if family.multiplier else []
     said += ["queries scaled by position"] if family.position_scale else []
+    said += ["a vision tower, left as it is"] if family.whole else []
     options = {option[0] for option in family.options}
     said += ["windows"] if "sliding_window" in options else []
     said += ["capped scores"] if "softcap" in options else []
@@ -57,7 +58,7 @@ def family_table() -> str:
     lines = ["| family | transformers' class | beside what Llama's has | PyTorch |", "|---|---|---|---|"]
     for own in rows():
         family = own.family
-        lines.append(f"| {family.model} | `{family.prefix}ForCausalLM` | {beside_llama(family)} | {without_kernel(family)} |")
+        lines.append(f"| {family.model} | `{family.causal_lm()}` | {beside_llama(family)} | {without_kernel(family)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -2,11 +2,12 @@
 
 import copy
 import importlib
+import inspect
 
 import pytest
 import torch
 
-from tests.decoder_families import CHANGES, NAMES, tiny
+from tests.decoder_families import CHANGES, IMAGE, IMAGE_END, IMAGE_START, NAMES, tiny
 from tests.models import Step, random_tokens
 from tests.tolerances import assert_close
 
@@ -189,6 +190,30 @@ def test_a_function_of_someone_elses_that_scales_queries_is_called(package, call
     assert "get_llama_4_attn_scale is one that someone else put there" in {row.reason for row in package.explain(model).rows}
 
 
+def test_an_image_between_words(package, calls):
+    """Angles of three positions a token, visual features that are added behind the first layer, and padding, which stays."""
+    model = tiny("qwen3_vl")
+    tokens = random_tokens(2, 17).clamp(max=180)
+    tokens[:, 3:9] = torch.tensor([IMAGE_START, *[IMAGE] * 4, IMAGE_END])
+    pixels = torch.randn(2 * 16, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(3))
+    mask = (torch.arange(17) < torch.tensor([[17], [14]])).long()
+    inputs = {
+        "input_ids": tokens,
+        "labels": tokens.where(mask > 0, -100),
+        "attention_mask": mask,
+        "pixel_values": pixels,
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
+        "mm_token_type_ids": (tokens == IMAGE).long(),
+    }
+    expected = step_of(model, **inputs)
+    before = inspect.signature(model.forward).parameters
+    package.kernelize(model)
+    found = step_of(model, **inputs)
+    found.assert_same(expected, FACTOR)
+    assert calls == NODES * 2 and found.output.logits is None and any(name.startswith("model.visual") for name in found.gradients)
+    assert inspect.signature(model.forward).parameters.keys() == before.keys(), "a trainer drops columns that a forward does not name"
+
+
 @pytest.mark.parametrize("name", ("phi3",))
 def test_a_dropout_of_a_branch_is_drawn(package, calls, name):
     model = tiny(name, resid_pdrop=0.5)
@@ -207,5 +232,5 @@ def test_a_dropout_of_a_branch_is_drawn(package, calls, name):
 def test_every_row_of_the_package_is_tested(package):
     """In the order of the rows; a small model's class tells which row it is for."""
     rows = importlib.import_module(f"{package.__name__}.families").ROWS
-    assert [type(tiny(name, attn_implementation="eager")).__name__ for name in NAMES] == [f"{own.family.prefix}ForCausalLM" for own in rows]
+    assert [type(tiny(name, attn_implementation="eager")).__name__ for name in NAMES] == [own.family.causal_lm() for own in rows]
     assert CHANGES.keys() <= set(NAMES)

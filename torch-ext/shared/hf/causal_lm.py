@@ -196,7 +196,7 @@ def why_head_is_not_plain(model) -> Optional[Reason]:
         return reason.of("lm_head")
     if all_are_listened_to():
         return Reason("hooks", "hooks listen to all modules of the process")
-    expected = model.config.vocab_size
+    expected = getattr(model.config, "text_config", model.config).vocab_size
     rows = whole_shape(weight)[0]
     return None if rows == expected else Reason("model", f"lm_head has {rows} rows, and config.vocab_size is {expected}")
 

@@ -46,7 +46,8 @@ class Family(NamedTuple):
     the class of the decoder without its head, the prefix and "Model" by default. mixers: the layer's attributes that may hold what mixes
     its tokens, which is called as the module that it is; empty where attention is fused. divisor, softcap: attributes of the configuration,
     by which logits are divided, and that caps them. position_scale: the module's function that gives each position's factor of the queries
-    behind their rotary embedding, and the entries of the configuration's rope_parameters that it takes behind the positions.
+    behind their rotary embedding, and the entries of the configuration's rope_parameters that it takes behind the positions. whole: the
+    class of a model with the vision tower in front of the decoder, where there is one; a causal LM otherwise.
     """
 
     model: str
@@ -76,11 +77,16 @@ class Family(NamedTuple):
     divisor: Optional[str] = None
     softcap: Optional[str] = None
     position_scale: Tuple[str, ...] = ()
+    whole: str = ""
 
     def head(self, config) -> Head:
         """What a causal LM of the family makes of its logits before the loss."""
         scale = 1.0 if self.divisor is None else 1.0 / getattr(config, self.divisor)
         return Head(scale, None if self.softcap is None else getattr(config, self.softcap))
+
+    def causal_lm(self) -> str:
+        """The class whose forward computes the loss."""
+        return self.whole or f"{self.prefix}ForCausalLM"
 
     def classes(self) -> Tuple[str, ...]:
         """The classes whose forwards the fused decoder layer takes apart."""
@@ -135,7 +141,7 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
     classes = {"rms_norm": (f"{prefix}RMSNorm", layers.rms_norm)}
     if family.mlp and layers.mlp is not None:
         classes["swiglu"] = (f"{prefix}MLP", layers.mlp)
-    classes["fused_linear_cross_entropy"] = (f"{prefix}ForCausalLM", layers.causal_lm)
+    classes["fused_linear_cross_entropy"] = (family.causal_lm(), layers.causal_lm)
     classes["decoder_layer"] = (f"{prefix}DecoderLayer", layers.decoder_layer)
     classes["attention"] = (family.decoder or f"{prefix}Model", layers.model)
     if sparse is not None and layers.experts is not None:

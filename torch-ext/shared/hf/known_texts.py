@@ -244,4 +244,19 @@ TEXTS: Dict[str, Dict[str, Dict[str, str]]] = {
         "apply_rotary_pos_emb": {"5.17.0": "6ab716f5dd35e0fc"},
         "rotate_half": {"5.17.0": "d3f0cb470ec4f71e"},
     },
+    "transformers.models.qwen3_vl.modeling_qwen3_vl": {
+        "Qwen3VLTextRMSNorm.forward": {"5.17.0": "d7d2696b6310337e"},
+        "Qwen3VLTextMLP.forward": {"5.17.0": "c93de9a4e88283cc"},
+        "Qwen3VLForConditionalGeneration.forward": {
+            "5.17.0": "5a971114c30da6cb",
+            "5.18.0": "3e5e794c521ac3b6",
+            "5.21.1": "0b5b78b9ad953395",
+            "5.23.0": "27800a0f1279b404",
+        },
+        "Qwen3VLTextDecoderLayer.forward": {"5.17.0": "938dc7895b4d9229"},
+        "Qwen3VLTextModel.forward": {"5.17.0": "4446806e1bd9686b"},
+        "Qwen3VLTextAttention.forward": {"5.17.0": "737f4dd2237c485b"},
+        "apply_rotary_pos_emb": {"5.17.0": "af7b8364458b24e0"},
+        "rotate_half": {"5.17.0": "d3f0cb470ec4f71e"},
+    },
 }

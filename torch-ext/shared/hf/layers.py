@@ -1,7 +1,7 @@
 """Makes the layers that take the place of a family's, from its row of the table. They have no state: `self` is the module whose forward
 they become. A package's layers.py names them, because the Hub finds layers there; each has nothing but `forward`, as the Hub asks."""
 
-from typing import Type
+from typing import Optional, Type
 
 from torch import nn
 
@@ -14,6 +14,7 @@ from .experts import experts_forward
 from .families import Family
 from .forwards import gated_mlp_forward, mlp_forward, norm_forward, rotary_of
 from .modules import mark_forwards
+from .vision import causal_lm_with_vision, decoder_layer_with_vision, decoder_with_vision
 
 
 def _layer(forward) -> Type[nn.Module]:
@@ -84,7 +85,10 @@ def experts_of(family: Family) -> Type[nn.Module]:
 
 def decoder_layer_of(own: FusedLayer) -> Type[nn.Module]:
     """The layer for a family's decoder layer: hidden_states [batch, tokens, hidden] -> the same, in three autograd nodes."""
-    if own.family.positions_first:
+    if own.family.whole:
+        forward = decoder_layer_with_vision(own)
+
+    elif own.family.positions_first:
 
         @checkpointed
         def forward(
@@ -118,8 +122,11 @@ def decoder_layer_of(own: FusedLayer) -> Type[nn.Module]:
     return _layer(forward)
 
 
-def model() -> Type[nn.Module]:
-    """The layer for a family's decoder: the same, with attention of ours where it has the one that transformers chooses by default."""
+def model(family: Optional[Family] = None) -> Type[nn.Module]:
+    """The layer for a family's decoder: the same, with attention of ours where it has the one that transformers chooses by default. family:
+    needed of one with a vision tower."""
+    if family is not None and family.whole:
+        return _layer(decoder_with_vision)
 
     def forward(
         self,
@@ -142,6 +149,8 @@ def causal_lm_of(family: Family) -> Type[nn.Module]:
     kwargs: transformers' own, the options of `linear_cross_entropy`, and `skip_logits`: True for no logits in eval mode either, False for
     logits in training mode too. With experts, the router's auxiliary loss and its logits are there where they are asked for.
     """
+    if family.whole:
+        return _layer(causal_lm_with_vision(family))
     if family.sparse is None:
 
         def forward(

@@ -49,6 +49,8 @@ def _is_listened_to(modules) -> bool:
 def _only_the_loss_is_read(model, kwargs, options) -> bool:
     """True where the caller sees nothing that the decoder of a causal LM, which uses our attention, returns for a token without a label."""
     config = model.model.config
+    if hasattr(config, "text_config"):  # the positions of text and images are counted in the batch's shape
+        return False
     if config._attn_implementation != ATTENTION or caps_scores(config) or torch.compiler.is_compiling():
         return False
     use_cache = kwargs.get("use_cache")

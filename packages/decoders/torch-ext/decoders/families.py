@@ -29,6 +29,7 @@ ROWS = (
     row("Llama", "Llama", "llama"),
     row("Qwen2", "Qwen2", "qwen2", options=WINDOW),
     row("Qwen3", "Qwen3", "qwen3", qk_norm="head", options=WINDOW),
+    row("Qwen3-VL", "Qwen3VLText", "qwen3_vl", qk_norm="head", positions_first=True, whole="Qwen3VLForConditionalGeneration"),
     row("Mistral", "Mistral", "mistral", options=OF_CONFIG),
     row("Ministral", "Ministral", "ministral", options=WINDOW),
     row("Ministral 3", "Ministral3", "ministral3", options=OF_CONFIG,

@@ -12,7 +12,7 @@ def _targets(own: FusedLayer) -> Targets:
     norm = layers.rms_norm_of(family) if family.offset else own_layers.RMSNorm
     halves = family.rotary == "halves" and not family.partial
     rotary = own_layers.RotaryPosEmb if halves else layers.rotary_layer_of(family)
-    of_row = layers.decoder_layer_of(own), layers.model(), layers.causal_lm_of(family), layers.mlp_of(family)
+    of_row = layers.decoder_layer_of(own), layers.model(family), layers.causal_lm_of(family), layers.mlp_of(family)
     return targets_of(own, Layers(norm, rotary, *of_row))
 
 
