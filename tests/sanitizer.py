@@ -26,7 +26,9 @@ from pathlib import Path
 
 from benchmark.records import package_version
 from tests.ops import suite
+from tools.kernel_package import package_folders, read_package
 from tools.kernel_sources import source_digest
+from tools.targets import operations
 
 ROOT = Path(__file__).resolve().parents[1]
 # The files, and the test functions of each that launch the operations' kernels in all their variants.
@@ -36,6 +38,7 @@ FILES = {
     "tests/gpu/test_attention.py": r"test_(?:attention|kernels_read_a_plan_of_the_pytorch_path|plans|packed_equals_apart)",
     "tests/gpu/test_operations.py": r"test_(?:operation|large_shapes)",
     "tests/gpu/test_qwen3_moe.py": r"test_the_node\w*",
+    "tests/gpu/test_family_operations.py": r"test_\w+",
 }
 # Functions whose cases are many, each a process of its own by the first part of its name.
 APART = {"tests/gpu/test_operations.py::test_operation": suite.NAMES}
@@ -53,16 +56,21 @@ CHECKED_BY = {
     "divergence": ("test_operation[divergence", "test_operation[linear_jsd"),
     "experts": ("test_experts_of_qwen3_moe", "test_gpt_oss.py::test_experts", "test_qwen3_moe.py"),
     "gated_activation": ("test_operation[gated_activation", "test_operation[tiled_mlp"),
+    "gated_delta": ("test_operations_of_gated_delta_nets", "test_the_delta_rule"),
+    "gated_delta_backward": ("test_operations_of_gated_delta_nets", "test_the_delta_rule"),
+    "gated_rms_norm": ("test_operations_of_gated_delta_nets",),
     "grouped_gemm": ("test_grouped_gemms", "test_experts_in_our_grouped_gemms"),
     "head_divergence": ("test_operation[linear_divergence",),
     "linear_cross_entropy": ("test_linear_cross_entropy", "test_evaluation"),
     "log_probs": ("test_operation[linear_log_probs",),
     "low_rank": ("test_low_rank",),
     "qk_norm_rotary": ("test_qk_norm_rotary",),
+    "residual_norm": ("test_residual_norm",),
     "rms_norm": ("test_ops.py::test_rms_norm", "test_ops.py::test_add_rms_norm"),
     "rotary": ("test_ops.py::test_rotary", "test_gpt_oss.py::test_rotary"),
     "round_last_rms_norm": ("test_gpt_oss.py::test_norms",),
     "scale": ("test_linear_cross_entropy",),
+    "short_conv": ("test_operations_of_gated_delta_nets",),
     "sums": ("test_operation[poly_norm",),
     "swiglu": ("test_ops.py::test_swiglu", "test_mlp"),
 }
@@ -99,9 +107,9 @@ def tests_of(operation: str) -> list[str]:
 
 
 def digests() -> dict[str, str]:
-    """By operation of kernel_src: the digest of its kernels' source."""
-    operations = json.loads((ROOT / "kernel_src/compiled.json").read_text())["sources"]
-    return {operation: source_digest(operation) for operation in operations}
+    """By operation whose kernels a package ships: the digest of their source."""
+    shipped = sorted({operation for folder in package_folders(root=ROOT) for operation in operations(read_package(folder))})
+    return {operation: source_digest(operation) for operation in shipped}
 
 
 def owed(record: dict, sources: dict[str, str]) -> dict[str, list[str]]:
