@@ -73,7 +73,8 @@ def turn_heads(x, y, token, group, cos, sin, HEADS: Const, PAIRS: Const, FORMAT:
 def llama4_rope(
     q, k, q_out, k_out, table, Q_HEADS: Const, K_HEADS: Const, PAIRS: Const, FORMAT: Const, BACKWARD: Const
 ):
-    """q, k, q_out, k_out: [tokens, heads, pairs] words; table: [rows, pairs] words of (cos, sin) in float32; pairs <= PAIRS.
+    """q, k, q_out, k_out: [tokens, heads, pairs] words, pairs <= PAIRS; table: [rows, pairs] words of (cos, sin) in float32, or fewer:
+    pairs behind its last one stay as they are.
 
     Block (token, g) turns group g of Q_HEADS of q's heads and, while there are any, group g of K_HEADS of k's.
     """
@@ -81,6 +82,8 @@ def llama4_rope(
     token, group = ct.bid(0), ct.bid(1)
     angle = ct.load(table, index=(token % table.shape[0], 0), shape=(1, PAIRS), allow_tma=False, check_bounds=True)
     cos, sin = split_float32(ct.reshape(angle, (1, 1, PAIRS)))
+    turned = (ct.arange(PAIRS, dtype=ct.int32) < table.shape[1])[None, None, :]
+    cos, sin = ct.where(turned, cos, 1.0), ct.where(turned, sin, 0.0)
     if group < ct.cdiv(q.shape[1], Q_HEADS):
         turn_heads(q, q_out, token, group, cos, sin, Q_HEADS, PAIRS, FORMAT, BACKWARD)
     if group < ct.cdiv(k.shape[1], K_HEADS):
@@ -95,12 +98,13 @@ WIDEST = 128  # pairs of the longest head
 def variants():
     for backward in (0, 1):
         for format, word in ((BF16, "int32"), (FP16, "int32"), (FP32, "int64")):
+            # Heads of 128, Llama 4's and ERNIE's, and GLM's, of which a part is turned; others: Llama 4's images have 44 pairs.
             for pairs in (64, WIDEST):
-                exact = pairs == 64  # Llama 4's text model; its images have 44 pairs
+                exact = pairs == 64
                 if exact and format == FP32:
                     continue
                 x = Array(word, (None, None, pairs if exact else None), aligned=exact)
-                table = Array("int64", (None, pairs if exact else None), aligned=exact)
+                table = Array("int64", (None, None), aligned=exact)
                 constants = {"Q_HEADS": GROUP[0], "K_HEADS": GROUP[1], "PAIRS": pairs, "FORMAT": format, "BACKWARD": backward}
                 hints = {"occupancy": PerArchitecture(8, "sm_90", 12)} if exact else {}
                 yield Variant(llama4_rope, {**dict.fromkeys(("q", "k", "q_out", "k_out"), x), "table": table, **constants}, hints=hints)

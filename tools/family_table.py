@@ -48,17 +48,23 @@ def beside_llama(family: Any) -> str:
     return ", ".join(said) or "–"
 
 
-def without_kernel(family: Any) -> str:
-    """Names what of a family's layer runs in PyTorch's operations."""
-    return "–" if family.rotary == "halves" and not family.partial else "rotary embedding"
+def heads(family: Any) -> str:
+    """Says in how many kernels the queries and keys get from the projection to attention."""
+    scaled = "; their scale in PyTorch" if family.position_scale else ""
+    if family.qk_norm == "whole":
+        return f"a kernel for each norm, one for the rotary embedding{scaled}"
+    lengths = " of 128 or 256" if family.offset else " of 128"
+    if family.qk_norm == "head":
+        return f"norms and rotary embedding in one kernel, heads{lengths}"
+    return f"rotary embedding in one kernel{scaled}"
 
 
 def family_table() -> str:
     """Returns the table as Markdown."""
-    lines = ["| family | transformers' class | beside what Llama's has | PyTorch |", "|---|---|---|---|"]
+    lines = ["| family | transformers' class | beside what Llama's has | queries and keys |", "|---|---|---|---|"]
     for own in rows():
         family = own.family
-        lines.append(f"| {family.model} | `{family.causal_lm()}` | {beside_llama(family)} | {without_kernel(family)} |")
+        lines.append(f"| {family.model} | `{family.causal_lm()}` | {beside_llama(family)} | {heads(family)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -15,7 +15,7 @@ OPERATIONS = {
     "residual_norm": ("residual_norm", "general_rms_norm", "column_sum"),
     "gated_rms_norm": ("gated_rms_norm", "column_sum"),
     "gated_output": ("gated_output",),
-    "head_norm_rotary": ("head_norm_rotary", "column_sum"),
+    "head_norm_rotary": ("head_norm_rotary", "column_sum", "general_rms_norm", "rotary", "mrope", "llama4_rope"),
 }
 
 
@@ -45,26 +45,30 @@ def kernels_of(name: str) -> set:
     return {variant.kernel_name for variant in importlib.import_module(f"kernel_src.{name}").variants()}
 
 
-# The kernels that a family's own norms come to in one training step.
-NORMS = {
+# The kernels that a family's own norms and rotary embedding come to in one training step.
+KERNELS = {
     "llama": {"general_rms_norm_forward", "general_add_rms_norm_forward", "general_rms_norm_apply", "general_add_rms_norm_backward"},
     "granite": {"scaled_add_norm_forward", "general_rms_norm_apply", "general_add_rms_norm_backward"},
     "olmo2": {"norm_add_forward", "general_rms_norm_backward"},
-    "gemma3_text": {"norm_add_norm_forward", "norm_add_forward", "general_rms_norm_apply", "general_add_rms_norm_backward"},
-    "glm4": {"norm_add_norm_forward", "norm_add_forward", "general_rms_norm_apply"},
-}
+    "gemma3_text": {"norm_add_norm_forward", "norm_add_forward", "general_rms_norm_apply", "general_add_rms_norm_backward",
+                    "head_norm_rotary_forward", "head_norm_rotary_backward"},
+    "glm4": {"norm_add_norm_forward", "norm_add_forward", "general_rms_norm_apply", "llama4_rope"},
+    "phi3": {"mrope_any"},
+    "ernie4_5": {"llama4_rope"},
+}  # fmt: skip
+HEADS = {"gemma3_text": 128}  # of a length that has kernels
 
 
-@pytest.mark.parametrize("name", NORMS)
-def test_a_step_of_a_family_runs_its_norms_in_kernels(decoders, interpret, name):
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_step_of_a_family_runs_in_kernels(decoders, interpret, name):
     def step_of(model):
         tokens = random_tokens(1, 5)
         return Step(model, input_ids=tokens, labels=tokens, use_cache=False)
 
-    model = tiny(name, hidden_size=192, num_hidden_layers=1, attn_implementation="eager")
+    model = tiny(name, hidden_size=192, head_dim=HEADS.get(name, 12), num_hidden_layers=1, attn_implementation="eager")
     expected = step_of(model)
     ran = interpret(decoders, kernels_of_package("packages/decoders")).launched
     decoders.kernelize(model)
     step_of(model).assert_same(expected, 3)
     found = {variant.split("-")[0] for variant in ran}
-    assert NORMS[name] <= found, NORMS[name] - found
+    assert KERNELS[name] <= found, KERNELS[name] - found

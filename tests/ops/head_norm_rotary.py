@@ -1,12 +1,15 @@
-"""The norm and the rotary embedding of the heads of families other than Qwen3, against float64."""
+"""The norm and the rotary embedding of the heads of families other than Qwen3, against float64: as operations, and as the decoder layer
+calls them by a description."""
 
 import functools
+import importlib
 import types
 
 import torch
 
-from tests.ops.common import CPU, FLOATS, FP16, FP32, errors_in, exact, randn
+from tests.ops.common import CPU, FLOATS, FP16, FP32, errors_in, exact, leaf, randn
 from tests.ops.residual_norm import module
+from tests.ops.rms_norm import rms_norm_exact
 from tests.ops.rotary import check_qk_norm_rotary
 from tests.tolerances import assert_close
 
@@ -50,6 +53,63 @@ def check_gradients_into_a_projection(ops, device, dtype):
             assert_close(a, exact(b), dtype, "a gradient in a projection's")
 
 
+# Gemma 3, Qwen3.5, heads without kernels; GLM-4, ERNIE 4.5, Phi-4-mini, Phi-3-mini, OLMo 2. rotated: the columns that are turned.
+DESCRIBED = (
+    dict(head_dim=256, norm=("head", 1.0, "last")),
+    dict(head_dim=256, rotated=64, norm=("head", 1.0, "last")),
+    dict(head_dim=96, rotated=32, norm=("head", 0.0, "first")),
+    dict(head_dim=128, rotated=64, rotary="pairs"),
+    dict(head_dim=128, rotary="pairs"),
+    dict(head_dim=128, rotated=96),
+    dict(head_dim=96),
+    dict(head_dim=64, norm=("whole", 0.0, "last")),
+)
+
+
+def _turned_exactly(x, cos, sin, rotary, rotated):
+    """The formula of either kind, of [batch, tokens, heads, head_dim] in float64."""
+    part, rest = x[..., :rotated], x[..., rotated:]
+    if rotary == "pairs":
+        cos, sin = (t[..., : rotated // 2].repeat_interleave(2, -1) for t in (cos, sin))
+        other = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
+    else:
+        other = torch.cat((-part[..., rotated // 2 :], part[..., : rotated // 2]), -1)
+    return torch.cat((part * cos.unsqueeze(2) + other * sin.unsqueeze(2), rest), -1)
+
+
+def check_described(ops, device, dtype, head_dim, rotated=None, rotary="halves", norm=None, tables=1):
+    """What the decoder layer calls, of the layout of a packed projection."""
+    heads, spec = (importlib.import_module(f"{ops.__name__}.shared.decoder.{name}") for name in ("heads", "spec"))
+    batch, tokens, count, kv_count, width = 2, 3, 4, 2, rotated or head_dim
+    kind, offset, rounds = norm or ("none", 0.0, "first")
+    description = spec.Inputs(head_dim, heads=spec.Norm(1e-6, offset, rounds), whole=kind == "whole", rotary=rotary, turned=rotated or 0)
+    base = randn(batch, tokens, count + kv_count + 2, head_dim, dtype=dtype, device=device)
+    pair = base[:, :, :count], base[:, :, count : count + kv_count]
+    cos, sin = (randn(tables, tokens, width, dtype=dtype, device=device, seed=i) for i in (5, 6))
+    lengths = [x.shape[2] * head_dim if kind == "whole" else head_dim for x in pair]
+    weights = [randn(n, dtype=dtype, device=device, seed=1 + i) + 1 - offset for i, n in enumerate(lengths)] if norm else [None, None]
+    given = heads.Heads(*pair, *weights, cos, sin)
+    *found, q_rstd, k_rstd = heads.heads_forward(description, given)
+    grads = [randn(*x.shape, dtype=dtype, device=device, seed=8 + i) for i, x in enumerate(found)]
+    exact64 = [leaf(exact(x)) for x in (*pair, *(weights if norm else ()))]
+    wanted = []
+    for x, weight in zip(exact64[:2], exact64[2:] or (None, None)):
+        normed = x if weight is None else rms_norm_exact(x.flatten(2) if kind == "whole" else x, weight, 1e-6, offset).view(x.shape)
+        wanted.append(_turned_exactly(normed, cos.double().cpu(), sin.double().cpu(), rotary, width).transpose(1, 2))
+    for name, mine, right in zip("qk", found, wanted):
+        assert mine.dtype == dtype
+        assert_close(mine, right, dtype, f"described heads {name}")
+    torch.autograd.backward(wanted, [g.double().cpu() for g in grads])
+    kept = given if norm else given._replace(q=None, k=None)
+    together = torch.empty_like(base)
+    outs = together[:, :, :count], together[:, :, count : count + kv_count]
+    for places in (None, outs):
+        result = heads.heads_backward(description, *grads, kept, (q_rstd, k_rstd), (norm is not None,) * 2, places)
+        mine = (*(places or result[:2]), *(result[2:] if norm else ()))
+        for name, gradient, right in zip(("dq", "dk", "dq_norm", "dk_norm"), mine, exact64):
+            assert_close(gradient, right.grad, dtype, f"described heads {name}")
+
+
 def check_slabs(ops, device, dtype):
     """More tokens than one launch reaches over, with the bound put low, and angles that repeat for every sequence."""
     kernels = module(ops, "head_norm_kernels")
@@ -65,6 +125,8 @@ def all_cases(ops, device, dtypes=FLOATS):
     for dtype in dtypes:
         for case in CASES:
             yield f"{case}", functools.partial(check, ops, device, dtype, **case)
+        for case in DESCRIBED:
+            yield f"described {case}", functools.partial(check_described, ops, device, dtype, **case)
         yield "into a projection", functools.partial(check_gradients_into_a_projection, ops, device, dtype)
     yield "slabs", functools.partial(check_slabs, ops, device, dtypes[0])
 
@@ -75,10 +137,14 @@ CHECKS = {
     "whole": functools.partial(check, **SMALL, head_dim=128),
     "part": functools.partial(check, **SMALL, head_dim=256, rotary_dim=64, eps=0.5),
     "many": functools.partial(check, **{**SMALL, "tokens": 13}, head_dim=128),
+    "described": functools.partial(check_described, device=CPU, dtype=FP32, head_dim=128, norm=("head", 1.0, "last")),
+    "pairs": functools.partial(check_described, device=CPU, dtype=FP32, head_dim=128, rotated=64, rotary="pairs", tables=2),
+    "partial": functools.partial(check_described, device=CPU, dtype=FP32, head_dim=128, rotated=96),
     "slabs": functools.partial(check_slabs, device=CPU, dtype=FP16),
     "into": functools.partial(check_gradients_into_a_projection, device=CPU, dtype=FP32),
 }
 FILE, OPERATION, KERNELS = "kernel_src/head_norm_rotary.py", "shared/ops/rotary.py", "shared/ops/head_norm_kernels.py"
+DECODER = "shared/decoder/heads.py"
 MUTANTS = [
     *errors_in(FILE, "part", "heads_of", ("row // x.shape[1]", "row // x.shape[0]"), ("token % table.shape[0]", "0 * token"),
                ("row - token * x.shape[1]", "0 * row")),
@@ -100,5 +166,13 @@ MUTANTS = [
     *errors_in(KERNELS, "slabs", "backward_into", ("torch.cat(found)", "found[0]")),
     *errors_in(KERNELS, "into", "backward_into", ("if result is not out:", "if False:")),
     *errors_in(OPERATION, "part", "_QKNormRotary.forward", ("= eps, offset, rotary_dim", "= eps, 0.0, rotary_dim")),
+    *errors_in(DECODER, "described", "heads_forward", ("*spec.heads, spec.turned", "spec.heads.eps, 0.0, 'last', spec.turned")),
+    *errors_in(DECODER, "described", "heads_backward", ("*needs, spec.heads.offset", "*needs, 0.0")),
+    *errors_in(DECODER, "pairs", "pair_table", ("enumerate((cos, sin))", "enumerate((sin, cos))"),
+               ("spec.turned or spec.head_dim", "spec.head_dim")),
+    *errors_in("kernel_src/llama4_rope.py", "pairs", "llama4_rope", ("ct.where(turned, cos, 1.0)", "cos"),
+               ("ct.where(turned, sin, 0.0)", "ct.where(turned, sin, 1.0)")),
+    *errors_in(DECODER, "pairs", "_turned", ("pair_table(spec, cos, sin), back", "pair_table(spec, cos, sin), False")),
+    *errors_in(DECODER, "partial", "_turned", ("spec.turned // 2, 2, back", "spec.turned // 2, 2, False")),
     *errors_in("shared/ops/rotary_reference.py", "part", "of_part", ("torch.cat((part,", "torch.cat((x[..., :rotary_dim],"), kernels=False),
 ]  # fmt: skip

@@ -43,13 +43,13 @@ def check_tables(package):
     x = torch.zeros(2, 10, 2, 8)
     tables = torch.arange(2 * 10 * 4.0).view(2, 10, 4)
     for table, rows in ((tables, tables.flatten(0, 1)), (tables[:1], torch.cat((tables[0], tables[0])))):
-        with limit(package, "mrope", "SLAB", 64):
-            parts = list(module_of(package, "mrope").token_slabs((x, x), (table,)))
+        with limit(package, "part_rotary", "SLAB", 64):
+            parts = list(module_of(package, "part_rotary").token_slabs((x, x), (table,)))
         assert len(parts) == 6
         assert torch.equal(torch.cat([part for _, (part,) in parts]), rows)
-    with limit(package, "mrope", "SLAB", 200):
+    with limit(package, "part_rotary", "SLAB", 200):
         spread = torch.zeros(2, 10, 400)[..., :4]
-        parts = list(module_of(package, "mrope").token_slabs((x[..., :1], x[..., :1]), (spread,)))
+        parts = list(module_of(package, "part_rotary").token_slabs((x[..., :1], x[..., :1]), (spread,)))
     assert all((part.shape[0] - 1) * part.stride(0) <= 200 for _, (part,) in parts), "a table is reached over too far"
 
 
@@ -70,9 +70,9 @@ MUTANTS = (
     ("shared/ops/rows.py", "slabs", "*[r.stride(0) for r in rows]", "rows[0].stride(0)", "rows"),
     ("shared/ops/rows.py", "slabs", "*[r.stride(0) for r in rows]", "rows[-1].stride(0)", "rows"),
     ("shared/ops/rows.py", "slabs", "most // 4 * 4 or most", "most + 1", "rows"),
-    ("shared/ops/mrope.py", "token_slabs", "t.select(-3, row % t.shape[-3])", "t.select(-3, 0)", "tables"),
-    ("shared/ops/mrope.py", "token_slabs", "[..., part, :] for t", "[..., :step, :] for t", "tables"),
-    ("shared/ops/mrope.py", "token_slabs", ", *[t.stride(-2) for t in tables])", ")", "tables"),
+    ("shared/ops/part_rotary.py", "token_slabs", "t.select(-3, row % t.shape[-3])", "t.select(-3, 0)", "tables"),
+    ("shared/ops/part_rotary.py", "token_slabs", "[..., part, :] for t", "[..., :step, :] for t", "tables"),
+    ("shared/ops/part_rotary.py", "token_slabs", ", *[t.stride(-2) for t in tables])", ")", "tables"),
     ("shared/ops/neighborhood_attention.py", "_slabs", "GRID_YZ // dilation", "GRID_YZ", "blocks"),
     ("shared/ops/neighborhood_attention.py", "_slabs", "x[heads * start :", "x[start :", "blocks"),
 )

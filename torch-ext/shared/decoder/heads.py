@@ -1,14 +1,18 @@
 """What lies between the projections to queries and keys and attention: their RMSNorm and rotary embedding, as a description has them.
 
-One kernel does it for norms of each head that round first, with halves that are turned; the rotary embedding alone is one too. Angles
-that are wider than q (autocast over an fp32 model) are used as they are.
+One kernel does it for norms of each head, where a package has one for their length; the rotary embedding alone is one too, of halves or
+neighbours, of whole heads or a part of each. Angles that are wider than q (autocast over an fp32 model) are used as they are.
 """
 
 from typing import NamedTuple, Optional, Tuple
 
 import torch
 
+from ..ops import head_norm_kernels, pair_rotary
+from ..ops.part_rotary import rotate_parts
 from ..ops.rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward, rotary_backward, rotary_forward
+from ..runtime import launch
+from ..runtime.device import kernels_run_on
 from .norms import is_plain, norm_backward, norm_forward, norm_reference
 from .spec import Inputs
 
@@ -38,7 +42,10 @@ class HeadsGradients(NamedTuple):
 
 def is_fused(spec: Inputs) -> bool:
     """Tells whether norms, where there are any, and rotary embedding are one operation."""
-    return is_plain(spec.heads) and not spec.whole and spec.rotary == "halves" and not spec.turned
+    if spec.whole or spec.rotary != "halves":
+        return False
+    qwen3s = is_plain(spec.heads) and not spec.turned
+    return qwen3s or head_norm_kernels.has(spec.head_dim, spec.turned or spec.head_dim)
 
 
 def _rows(spec: Inputs, x: torch.Tensor) -> torch.Tensor:
@@ -62,10 +69,28 @@ def turned_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bo
     return (wide * cos - _neighbours(wide * sin) if back else wide * cos + _neighbours(wide) * sin).to(x.dtype)
 
 
+def pair_table(spec: Inputs, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """cos and sin of each pair that is turned, [batch or 1, tokens, pairs, 2] in float32."""
+    half = (spec.turned or spec.head_dim) // 2
+    table = torch.empty((*cos.shape[:2], half, 2), dtype=torch.float32, device=cos.device)
+    for i, angles in enumerate((cos, sin)):
+        table[..., i].copy_(angles[..., :half])
+    return table
+
+
+def _runs(operation: str, *tensors: torch.Tensor) -> bool:
+    """Tells whether this package ships an operation's kernels and they run on these tensors."""
+    return bool(tensors[0].numel()) and kernels_run_on(*tensors) and operation in launch.backend.artifacts.operations()
+
+
 def _turned(spec: Inputs, q: torch.Tensor, k: torch.Tensor, cos, sin, back: bool) -> Pair:
     """Queries and keys [batch, tokens, heads, head_dim] with their rotary embedding, or its transpose."""
     if spec.rotary == "none":
         return q, k
+    if spec.rotary == "pairs" and _runs("llama4_rope", q, k, cos, sin) and pair_rotary.takes(q):
+        return pair_rotary.rotate_pairs(q, k, pair_table(spec, cos, sin), back)
+    if spec.rotary == "halves" and spec.turned and q.dtype == cos.dtype and _runs("mrope", q, k, cos, sin):
+        return rotate_parts(q, k, cos, sin, spec.turned // 2, 2, back)
     if spec.turned:
         whole, part = spec._replace(turned=0), slice(0, spec.turned)
         pair = _turned(whole, q[..., part], k[..., part], cos, sin, back)
@@ -107,7 +132,7 @@ def heads_forward(spec: Inputs, heads: Heads) -> Tuple[torch.Tensor, torch.Tenso
     makes that again)."""
     q, k, q_norm, k_norm, cos, sin = heads
     if heads.q_norm is not None and is_fused(spec):
-        return (*qk_norm_rotary_forward(*heads, spec.heads.eps), None, None)
+        return (*qk_norm_rotary_forward(*heads, *spec.heads, spec.turned), None, None)
     q_rstd = k_rstd = None
     if q_norm is not None:
         (q, q_rstd), (k, k_rstd) = (
@@ -123,9 +148,10 @@ def heads_backward(spec: Inputs, dq: torch.Tensor, dk: torch.Tensor, heads: Head
     """dq, dk: [batch, heads, tokens, head_dim]; rstds: the last two of `heads_forward`; needs: of the norms' weights; outs: where the
     gradients of q and k go, [batch, tokens, heads, head_dim]. Gradients that are not needed are None or empty."""
     if heads.q_norm is not None and is_fused(spec):
+        options = *needs, spec.heads.offset, spec.turned
         if outs is None:
-            return HeadsGradients(*qk_norm_rotary_backward(dq, dk, *heads, spec.heads.eps, *needs))
-        return HeadsGradients(*outs, *norm_backward_into(outs, dq, dk, *heads, spec.heads.eps, *needs))
+            return HeadsGradients(*qk_norm_rotary_backward(dq, dk, *heads, spec.heads.eps, *options))
+        return HeadsGradients(*outs, *norm_backward_into(outs, dq, dk, *heads, spec.heads.eps, *options))
     dq, dk = _turned(spec, dq.transpose(1, 2), dk.transpose(1, 2), heads.cos, heads.sin, True)
     dq_norm = dk_norm = None
     if heads.q_norm is not None:

@@ -196,7 +196,7 @@ def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
     projected = [linear(normed) for linear in linears]
     q, k, v = [p.view(*x.shape[:2], -1, spec.head_dim) for p in (projected[0].split(spec.rows, -1) if spec.rows else projected)]
     if q_norm is not None and is_fused(spec) and cos is not None:
-        return (*qk_norm_rotary(q, k, *weights, cos, sin, spec.heads.eps), v.transpose(1, 2), flat)
+        return (*qk_norm_rotary(q, k, *weights, cos, sin, *spec.heads, spec.turned), v.transpose(1, 2), flat)
     if q_norm is not None:
         q, k = [rms_norm(spec.heads, t.flatten(2) if spec.whole else t, w).view(t.shape) for t, w in zip((q, k), weights)]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))

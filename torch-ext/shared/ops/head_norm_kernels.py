@@ -7,6 +7,7 @@ from typing import Iterator, List, Sequence, Tuple
 import torch
 
 from ..runtime import launch
+from ..runtime.artifacts import ArtifactError
 from ..runtime.device import multiprocessors
 from ..runtime.launch import Kernel
 from .common import SLAB, aligned, column_sum, new_like
@@ -24,6 +25,30 @@ _forward_kernel = Kernel("head_norm_rotary_forward", grid=_rows_grid)
 _backward_kernel = Kernel("head_norm_rotary_backward", grid=lambda c, *tensors: (sum(t.shape[0] for t in tensors[-2:]),))
 
 
+def has(head_dim: int, rotary_dim: int) -> bool:
+    """Tells whether this package has kernels for heads of this length of which this many columns are turned, in some dtype."""
+    return _has(launch.backend, head_dim, rotary_dim)
+
+
+@functools.lru_cache(maxsize=256)
+def _has(backend, head_dim, rotary_dim) -> bool:
+    return (head_dim, rotary_dim) in {found[2:] for found in _shapes(backend)}
+
+
+def _shapes(backend) -> List[tuple]:
+    """(dtype, weights' dtype, head_dim, rotary_dim) of each kernel of a backend; none of one without kernels."""
+    try:
+        if OPERATION not in backend.artifacts.operations():
+            return []
+    except ArtifactError:
+        return []
+    found = []
+    for variant in _forward_kernel.variants():
+        described = {p.name: p for p in variant.parameters if p.kind == "array"}
+        found.append((described["q"].dtype, described["q_weight"].dtype, described["q"].shape[2], described["cos"].shape[1]))
+    return found
+
+
 def takes(dtype: torch.dtype, weight_dtype: torch.dtype, head_dim: int, rotary_dim: int) -> bool:
     """Tells whether this package has kernels for these heads, with weights and angles of one dtype."""
     return _takes(launch.backend, dtype, weight_dtype, head_dim, rotary_dim)
@@ -31,14 +56,7 @@ def takes(dtype: torch.dtype, weight_dtype: torch.dtype, head_dim: int, rotary_d
 
 @functools.lru_cache(maxsize=256)
 def _takes(backend, dtype, weight_dtype, head_dim, rotary_dim) -> bool:
-    if OPERATION not in backend.artifacts.operations():
-        return False
-    for variant in _forward_kernel.variants():
-        described = {p.name: p for p in variant.parameters if p.kind == "array"}
-        found = (described["q"].dtype, described["q_weight"].dtype, described["q"].shape[2], described["cos"].shape[1])
-        if found == (launch.DTYPES.get(dtype), launch.DTYPES.get(weight_dtype), head_dim, rotary_dim):
-            return True
-    return False
+    return (launch.DTYPES.get(dtype), launch.DTYPES.get(weight_dtype), head_dim, rotary_dim) in _shapes(backend)
 
 
 def forward(q, k, q_weight, k_weight, cos, sin, eps: float, offset: float, rounds: str) -> Pair:

@@ -1,38 +1,17 @@
 """Rotary position embedding with several positions a token (Qwen2-VL, arXiv 2409.12191), or over a part of the head."""
 
-from typing import Iterator, Sequence, Tuple
+from typing import Sequence, Tuple
 
 import torch
 
-from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from ..runtime.replay import replayed
-from .common import (
-    SLAB,
-    apply_function,
-    describe,
-    fail,
-    kernels_compute,
-    need_floats,
-    needs_formula,
-    new_like,
-    once_differentiable,
-    traceable,
-)
+from .common import SLAB, apply_function, describe, fail, kernels_compute, need_floats, needs_formula, once_differentiable, traceable
+from .part_rotary import part_rotary_reference, rotate_parts
 from .rotary import rotate_checked
 
 Pair = Tuple[torch.Tensor, torch.Tensor]
 GROUP, GROUPED_WIDTH = 8, 128  # columns of a section that have one table, and of a table at most, where whole groups are picked
-
-
-def heads_grid(c, q, k, *_):
-    """Blocks (token, group of heads)."""
-    return q.shape[0], max(-(-q.shape[1] // c["Q_HEADS"]), -(-k.shape[1] // c["K_HEADS"]))
-
-
-def _grid(c, q, k, *others):
-    """As `heads_grid`, or blocks of ROWS heads of all tokens."""
-    return (-(-q.shape[0] * (q.shape[1] + k.shape[1]) // c["ROWS"]),) if "ROWS" in c else heads_grid(c, q, k)
 
 
 def _pick_grid(c, cos, *_):
@@ -49,29 +28,6 @@ def _in_groups(*tables):
 
 _pick_kernel = Kernel("mrope_pick", grid=_pick_grid, reads=("cos", "sin"))
 _pick_groups_kernel = Kernel("mrope_pick_groups", grid=_groups_grid, views=_in_groups, reads=("cos", "sin"))
-_kernels = tuple(
-    Kernel("mrope", "mrope_any", grid=_grid, reads=("q", "k", "cos", "sin"), where={"BACKWARD": backward}) for backward in (0, 1)
-)
-
-
-def token_slabs(tensors: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]) -> Iterator[Tuple[list, list]]:
-    """(tensors, tables) for each launch: [all tokens, heads, head_dim] and [..., rows, width], views where the strides allow it.
-
-    tensors: [batch, tokens, heads, head_dim]; tables: [..., batch or 1, tokens, width]. One launch where each tensor lies within SLAB
-    elements; else a batch row, or a part of it, at a time.
-    """
-    batch, tokens = tensors[0].shape[:2]
-    reach = max(*[max(x.stride(1), x.shape[2] * x.shape[3]) for x in tensors], *[t.stride(-2) for t in tables])
-    if batch * tokens * reach <= SLAB:
-        yield [x.reshape(-1, *x.shape[2:]) for x in tensors], [t.reshape(*t.shape[:-3], -1, t.shape[-1]) for t in tables]
-        return
-    step = max(1, SLAB // reach)
-    for row in range(batch):
-        for start in range(0, tokens, step):
-            part = slice(start, start + step)
-            yield [x[row, part] for x in tensors], [t.select(-3, row % t.shape[-3])[..., part, :] for t in tables]
-
-
 # ---------------------------------------------------------------- in PyTorch
 def _parts(half: int, sections: Sequence[int], interleaved: bool, device) -> torch.Tensor:
     """Of each frequency, which of the tables it takes."""
@@ -88,26 +44,8 @@ def _chosen(table: torch.Tensor, half: int, sections: Sequence[int], interleaved
     return table.gather(0, part.expand(1, *table.shape[1:]))[0]
 
 
-def _rotate_half(x: torch.Tensor) -> torch.Tensor:
-    half = x.shape[-1] // 2
-    return torch.cat((-x[..., half:], x[..., :half]), -1)
-
-
 def pick_reference(cos, sin, half: int, sections: Sequence[int], interleaved: bool) -> Pair:
     return _chosen(cos, half, sections, interleaved), _chosen(sin, half, sections, interleaved)
-
-
-def mrope_reference(q, k, cos, sin, half: int, backward: bool) -> Pair:
-    """(q, k) rotated, or with backward by the transpose, in PyTorch; q, k: [batch, tokens, heads, head_dim]; cos, sin:
-    [batch or 1, tokens, half or 2 * half]."""
-    cos, sin = ((torch.cat((t, t), -1) if t.shape[-1] == half else t).unsqueeze(2) for t in (cos, sin))
-
-    def rotated(x):
-        turned, rest = x[..., : 2 * half], x[..., 2 * half :]
-        turned = turned * cos - _rotate_half(turned * sin) if backward else turned * cos + _rotate_half(turned) * sin
-        return torch.cat((turned, rest.to(turned.dtype)), -1)
-
-    return rotated(q), rotated(k)
 
 
 # ---------------------------------------------------------------- with the kernels
@@ -135,19 +73,6 @@ def _pick(cos: torch.Tensor, sin: torch.Tensor, half: int, time: int, height: in
     return outs[0], outs[1]
 
 
-def _rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, half: int, heads_dim: int, backward: bool) -> Pair:
-    """Results lie in memory as [batch, tokens, heads, head_dim], whatever the order of the dimensions."""
-    q, k = (x.transpose(1, 2) if heads_dim == 1 else x for x in (q, k))
-    if q.dtype != torch.float64 and cos.dtype == q.dtype and kernels_run_on(q, k, cos, sin):
-        outs = new_like(q), new_like(k)
-        if q.numel() or k.numel():
-            for tensors, tables in token_slabs((q, k, *outs), (cos, sin)):
-                _kernels[int(backward)](*tensors, *tables, half)
-    else:
-        outs = mrope_reference(q, k, cos, sin, half, backward)
-    return (outs[0].transpose(1, 2), outs[1].transpose(1, 2)) if heads_dim == 1 else outs
-
-
 def _pick_fake(cos, sin, *_):
     return cos.new_empty(cos.shape[1:]), sin.new_empty(sin.shape[1:])
 
@@ -159,13 +84,13 @@ def _fake(q, k, cos, sin, half, heads_dim, backward):
 
 
 mrope_pick = traceable("mrope_pick", _pick, _pick_fake)
-mrope_rotate = traceable("mrope", _rotate, _fake)
+mrope_rotate = traceable("mrope", rotate_parts, _fake)
 
 
 @replayed
 def _pick_and_rotate(q, k, cos, sin, half, heads_dim, *sections):
     tables = _pick(cos, sin, half, *sections)
-    return (*_rotate(q, k, *tables, half, heads_dim, False), *tables)
+    return (*rotate_parts(q, k, *tables, half, heads_dim, False), *tables)
 
 
 class _MRoPE(torch.autograd.Function):
@@ -193,7 +118,7 @@ def _apply(q, k, cos, sin, half, sections, heads_dim) -> Pair:
         if sections is not None:
             cos, sin = pick_reference(cos, sin, half, sections[:3], sections[3])
         q, k = (x.transpose(1, 2) if heads_dim == 1 else x for x in (q, k))
-        outs = mrope_reference(q, k, cos, sin, half, False)
+        outs = part_rotary_reference(q, k, cos, sin, half, False)
         return (outs[0].transpose(1, 2), outs[1].transpose(1, 2)) if heads_dim == 1 else outs
     return apply_function(_MRoPE, q, k, cos, sin, half, sections, heads_dim)
 
