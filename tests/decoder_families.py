@@ -1,8 +1,12 @@
 """Small models of the families that `bastile/decoders` serves, for the tests of the decoder layer."""
 
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 
-from tests.models import VOCABULARY
+from tests.models import VOCABULARY, tiny_model
 
 # By transformers' name of the model, in the order of the package's rows.
 NAMES = (
@@ -11,6 +15,7 @@ NAMES = (
 )  # fmt: skip
 # What a small model of a family needs beside the sizes that all have.
 CHANGES: dict = {
+    "qwen2": {"tie_word_embeddings": True},
     "qwen3_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True, "mrope_section": [2, 2, 2]}},
     "ministral3": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
                                        "max_position_embeddings": 64, "llama_4_scaling_beta": 0.7, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -64,3 +69,20 @@ def tiny(name: str, dtype=torch.float32, attn_implementation="sdpa", **changes):
         elif parameter.dim() == 1:
             torch.nn.init.normal_(parameter, 0.0, 0.3)
     return model.to(dtype).train()
+
+
+class Trained(NamedTuple):
+    """A family whose training the tests of a feature repeat: the fixture of its package, the folder of that package's build.toml, and
+    the function that makes a small model."""
+
+    package: str
+    folder: str
+    tiny: Callable
+
+
+# One family with norms of q and k, one without, and one with biases and a head tied to the embedding.
+TRAINED = {
+    "qwen3": Trained("qwen3", ".", tiny_model),
+    "llama": Trained("decoders", "packages/decoders", functools.partial(tiny, "llama")),
+    "qwen2": Trained("decoders", "packages/decoders", functools.partial(tiny, "qwen2")),
+}

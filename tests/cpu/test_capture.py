@@ -9,7 +9,8 @@ import warnings
 import pytest
 import torch
 
-from tests.models import tiny_model
+from tests.cpu.conftest import kernels_of
+from tests.decoder_families import TRAINED
 
 SHAPE = 2, 9
 
@@ -47,17 +48,41 @@ class Pool:
         pass
 
 
-@pytest.fixture(params=(1, 2), ids="layers_a_graph={}".format)
-def package(qwen3, monkeypatch, request):
-    module = importlib.import_module(f"{qwen3.__name__}.shared.hf.capture")
-    monkeypatch.setattr(module, "TOGETHER", request.param)
-    monkeypatch.setattr(Rerun, "together", request.param)
+def id_of(family):
+    return "{}-layers_a_graph={}".format(*family)
+
+
+QWEN3 = ("qwen3", 1), ("qwen3", 2)
+# For tests of what stands between layers, whatever is in them.
+one_family = pytest.mark.parametrize("family", QWEN3, ids=id_of, indirect=True)
+
+
+@pytest.fixture(params=(*QWEN3, ("llama", 2), ("qwen2", 1)), ids=id_of)
+def family(request):
+    """The name of a family, and how many layers share a graph."""
+    return request.param
+
+
+@pytest.fixture
+def tiny_model(family):
+    """A function that makes a small model of the family."""
+    return TRAINED[family[0]].tiny
+
+
+@pytest.fixture
+def package(family, monkeypatch, request):
+    """The package that serves the family, with graphs on the CPU."""
+    name, together = family
+    loaded = request.getfixturevalue(TRAINED[name].package)
+    module = importlib.import_module(f"{loaded.__name__}.shared.hf.capture")
+    monkeypatch.setattr(module, "TOGETHER", together)
+    monkeypatch.setattr(Rerun, "together", together)
     monkeypatch.setattr(module, "GraphPool", Pool)
     monkeypatch.setattr(module, "can_record", lambda device: True)
     Rerun.replays = 0
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        yield qwen3
+        yield loaded
 
 
 def replays_of(call):
@@ -113,15 +138,18 @@ def whole(layers=LAYERS):
     return 2 * -(-layers // Rerun.together)
 
 
-def test_the_second_pass_is_recorded_and_gradients_have_the_same_bits(package):
+@pytest.mark.parametrize("kernels", (False, True), ids=("pytorch", "kernels"))
+def test_the_second_pass_is_recorded_and_gradients_have_the_same_bits(package, tiny_model, family, interpret, kernels):
+    launched = interpret(package, kernels_of(TRAINED[family[0]].folder)).launched if kernels else None
     model, plain = tiny_model(), tiny_model()
     package.kernelize(plain)
     assert package.capture(package.kernelize(model), *SHAPE) is model
     for seed, graphs in enumerate((0, whole(), whole(), whole())):
         assert compare(model, plain, seed) == graphs
+    assert launched != []
 
 
-def test_of_a_model_as_transformers_has_it(package):
+def test_of_a_model_as_transformers_has_it(package, tiny_model):
     model, plain = tiny_model(), tiny_model()
     package.capture(model, *SHAPE)
     for seed in range(3):
@@ -130,7 +158,7 @@ def test_of_a_model_as_transformers_has_it(package):
 
 
 @pytest.mark.parametrize("set_to_none", (True, False))
-def test_gradients_accumulate(package, set_to_none):
+def test_gradients_accumulate(package, tiny_model, set_to_none):
     model, plain = captured(package, tiny_model())
     for m in (model, plain):
         m.zero_grad()
@@ -143,7 +171,7 @@ def test_gradients_accumulate(package, set_to_none):
         assert torch.equal(found.grad, expected.grad), name
 
 
-def test_training_with_an_optimizer(package):
+def test_training_with_an_optimizer(package, tiny_model):
     model, plain = captured(package, tiny_model())
     for m in (model, plain):
         optimizer = package.AdamW(m.parameters(), lr=1e-2)
@@ -155,7 +183,7 @@ def test_training_with_an_optimizer(package):
     assert_equal(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-def test_two_forward_passes_before_their_backward_passes(package):
+def test_two_forward_passes_before_their_backward_passes(package, tiny_model):
     model, plain = captured(package, tiny_model())
     for m in (model, plain):
         m.zero_grad()
@@ -166,13 +194,13 @@ def test_two_forward_passes_before_their_backward_passes(package):
     assert replays_of(lambda: gradients(model)) == whole()
 
 
-def test_a_forward_pass_that_nobody_follows_up_blocks_nothing(package):
+def test_a_forward_pass_that_nobody_follows_up_blocks_nothing(package, tiny_model):
     model, plain = captured(package, tiny_model())
     loss_of(model)
     assert compare(model, plain) == whole()
 
 
-def test_a_second_backward_pass_raises(package):
+def test_a_second_backward_pass_raises(package, tiny_model):
     model, _ = captured(package, tiny_model())
     loss = loss_of(model)
     loss.backward(retain_graph=True)
@@ -181,12 +209,12 @@ def test_a_second_backward_pass_raises(package):
 
 
 @pytest.mark.parametrize("options", ({"shape": (2, 8)}, {"shape": (1, 9)}), ids=str)
-def test_other_shapes_run_as_before(package, options):
+def test_other_shapes_run_as_before(package, tiny_model, options):
     model, plain = captured(package, tiny_model())
     assert compare(model, plain, **options) == 0
 
 
-def test_several_shapes(package):
+def test_several_shapes(package, tiny_model):
     model, plain = captured(package, tiny_model())
     package.capture(model, 3, 5)
     for seed in range(3):
@@ -195,7 +223,7 @@ def test_several_shapes(package):
     assert replays_of(lambda: gradients(model, shape=(3, 5))) == replays_of(lambda: gradients(model)) == whole()
 
 
-def test_evaluation_and_generation_run_as_before(package):
+def test_evaluation_and_generation_run_as_before(package, tiny_model):
     model, plain = captured(package, tiny_model())
     ids = batch(0)
     with torch.no_grad():
@@ -208,7 +236,7 @@ def test_evaluation_and_generation_run_as_before(package):
     assert replays_of(lambda: gradients(model)) == whole()
 
 
-def test_padded_batches_have_graphs_of_their_own(package):
+def test_padded_batches_have_graphs_of_their_own(package, tiny_model):
     model, plain = captured(package, tiny_model())
     for seed, length in enumerate((4, 6, 8, 3)):
         mask = torch.ones(SHAPE, dtype=torch.int64)
@@ -218,7 +246,7 @@ def test_padded_batches_have_graphs_of_their_own(package):
     assert compare(model, plain) == whole()
 
 
-def test_the_packages_own_attention(package):
+def test_the_packages_own_attention(package, tiny_model):
     """Its plan of a padded or packed batch is read from memory that each pass fills."""
     model, plain = tiny_model(attn_implementation="sdpa"), tiny_model(attn_implementation="sdpa")
     for m in (model, plain):
@@ -234,21 +262,21 @@ def test_the_packages_own_attention(package):
 
 
 @pytest.mark.parametrize("items", (7, torch.tensor(7), 7.5))
-def test_the_number_of_items_is_the_losses_alone(package, items):
+def test_the_number_of_items_is_the_losses_alone(package, tiny_model, items):
     model, plain = captured(package, tiny_model())
     for number in (items, items + 1):
         options = {"num_items_in_batch": number}
         assert compare(model, plain, **options) == whole()
 
 
-def test_a_cache_keeps_it_off_and_says_so(package):
+def test_a_cache_keeps_it_off_and_says_so(package, tiny_model):
     model = package.capture(package.kernelize(tiny_model()), *SHAPE)
     ids = batch(0)
     with pytest.warns(RuntimeWarning, match="use_cache=False"):
         model(input_ids=ids, labels=ids, use_cache=True).loss.backward()
 
 
-def test_gradient_checkpointing_keeps_it_off_and_says_so(package):
+def test_gradient_checkpointing_keeps_it_off_and_says_so(package, tiny_model):
     model, plain = captured(package, tiny_model())
     for m in (model, plain):
         m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -260,7 +288,7 @@ def test_gradient_checkpointing_keeps_it_off_and_says_so(package):
     assert replays_of(lambda: assert_equal(gradients(model), expected)) == whole()
 
 
-def test_hooks_are_called(package):
+def test_hooks_are_called(package, tiny_model):
     model, plain = captured(package, tiny_model())
     seen = []
     handle = model.model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output.clone()))
@@ -277,20 +305,31 @@ def test_hooks_are_called(package):
         assert_equal(gradients(model), gradients(plain))
 
 
+def first_norm(layer):
+    """The norm of q, or the first one of a layer whose heads have none."""
+    return next(module for name, module in layer.named_modules() if name.endswith("norm"))
+
+
+def replace_weight(norm):
+    norm.weight = torch.nn.Parameter(torch.full_like(norm.weight, 3.0))
+
+
 CHANGES = {
     "weights that moved": lambda model: setattr(
         model.model.layers[0].mlp.up_proj.weight, "data", model.model.layers[0].mlp.up_proj.weight * 2
     ),
-    "another weight": lambda model: setattr(model.model.layers[1].self_attn.q_norm, "weight", torch.nn.Parameter(torch.full((16,), 3.0))),
+    "another weight": lambda model: replace_weight(first_norm(model.model.layers[1])),
     "another epsilon": lambda model: setattr(model.model.layers[1].input_layernorm, "variance_epsilon", 0.5),
     "a frozen weight": lambda model: model.model.layers[0].mlp.up_proj.weight.requires_grad_(False),
-    "another layer": lambda model: setattr(model.model.layers[0].mlp, "up_proj", torch.nn.Linear(64, 96)),
+    "another layer": lambda model: setattr(
+        model.model.layers[0].mlp, "up_proj", torch.nn.Linear(model.config.hidden_size, model.config.intermediate_size)
+    ),
     "a loaded state": lambda model: model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_is_recorded_anew(package, change):
+def test_what_changes_is_recorded_anew(package, tiny_model, change):
     model, plain = captured(package, tiny_model())
     for m in (model, plain):
         torch.manual_seed(2)
@@ -300,14 +339,14 @@ def test_what_changes_is_recorded_anew(package, change):
     assert counts[0] < whole() and counts[2:] == [whole()] * 2
 
 
-def test_weights_that_are_written_in_place_need_no_new_graphs(package):
+def test_weights_that_are_written_in_place_need_no_new_graphs(package, tiny_model):
     model, plain = captured(package, tiny_model())
     for m in (model, plain):
         m.load_state_dict({name: value * 2 for name, value in m.state_dict().items()})
     assert compare(model, plain) == whole()
 
 
-def test_lora(package):
+def test_lora(package, tiny_model):
     from peft import LoraConfig, get_peft_model
 
     def adapted(model):
@@ -332,7 +371,7 @@ def test_lora(package):
     lambda layer: layer.scaling.update(default=3.0), lambda layer: layer.scaling.__setitem__("default", 0.0),
     lambda layer: layer.merged_adapters.append("default"),
 ), ids=("update", "zero", "merged"))
-def test_a_container_that_is_changed_in_place(package, change):
+def test_a_container_that_is_changed_in_place(package, tiny_model, change):
     """PEFT keeps the scaling of each adapter in a dictionary, and the names of the merged ones in a list."""
     from peft import LoraConfig, get_peft_model
 
@@ -351,7 +390,7 @@ def test_a_container_that_is_changed_in_place(package, change):
     assert counts[0] < whole() == counts[-1]
 
 
-def test_frozen_layers(package):
+def test_frozen_layers(package, tiny_model):
     def frozen():
         model = tiny_model()
         for module in (model.model.embed_tokens, model.model.layers[0]):
@@ -404,9 +443,10 @@ def gradients_with_kept(model, seed):
 WHATS = "changed", "changed in place", "kept", "left out"
 
 
+@one_family
 @pytest.mark.parametrize("what", WHATS)
 @pytest.mark.parametrize("number", range(4))
-def test_what_stands_between_layers_when_they_are_looked_at(package, what, number):
+def test_what_stands_between_layers_when_they_are_looked_at(package, tiny_model, what, number):
     """Layers that do not follow each other at once share no graph."""
     model, plain = (package.kernelize(tiny_model(num_hidden_layers=5)) for _ in range(2))
     package.capture(model, *SHAPE)
@@ -418,9 +458,10 @@ def test_what_stands_between_layers_when_they_are_looked_at(package, what, numbe
             assert_equal(gradients_with_kept(model, seed), gradients_with_kept(plain, seed))
 
 
+@one_family
 @pytest.mark.parametrize("what", WHATS)
 @pytest.mark.parametrize("number", range(4))
-def test_what_comes_between_captured_layers(package, what, number):
+def test_what_comes_between_captured_layers(package, tiny_model, what, number):
     """A model whose forward does something between its layers at some steps only: LayerDrop, say."""
     model, plain = (package.kernelize(tiny_model(num_hidden_layers=5)) for _ in range(2))
     package.capture(model, *SHAPE)
@@ -437,7 +478,7 @@ def test_what_comes_between_captured_layers(package, what, number):
             assert_equal(gradients_with_kept(model, seed), gradients_with_kept(plain, seed))
 
 
-def test_random_numbers_between_layers_share_no_graph(package):
+def test_random_numbers_between_layers_share_no_graph(package, tiny_model):
     """With dropout in the attention a layer cannot run again to give the same."""
     model = package.capture(package.kernelize(tiny_model(attention_dropout=0.5)), *SHAPE)
     for seed in range(2):
@@ -446,7 +487,7 @@ def test_random_numbers_between_layers_share_no_graph(package):
 
 
 @pytest.mark.parametrize("name", ("position_embeddings", "attention_mask"))
-def test_layers_with_arguments_of_their_own_share_no_graph(package, name):
+def test_layers_with_arguments_of_their_own_share_no_graph(package, tiny_model, name):
     def own(model):
         class Own(torch.nn.Module):
             def __init__(self, layer):
@@ -472,8 +513,9 @@ def test_layers_with_arguments_of_their_own_share_no_graph(package, name):
     assert replays_of(lambda: gradients(model)) == 2 * LAYERS
 
 
+@one_family
 @pytest.mark.parametrize("number", range(5))
-def test_a_change_of_a_later_layer(package, number):
+def test_a_change_of_a_later_layer(package, tiny_model, number):
     """The layers in front of it are replayed, those behind run as before, and the next passes are looked at and recorded anew."""
     model, plain = (package.kernelize(tiny_model(num_hidden_layers=5)) for _ in range(2))
     package.capture(model, *SHAPE)
@@ -485,7 +527,7 @@ def test_a_change_of_a_later_layer(package, number):
     assert counts[0] < whole(5) and counts[-1] == whole(5)
 
 
-def test_autocast_is_a_pass_of_its_own(package):
+def test_autocast_is_a_pass_of_its_own(package, tiny_model):
     model, plain = captured(package, tiny_model())
     with torch.autocast("cpu", torch.bfloat16):
         for seed in range(3):
@@ -493,7 +535,7 @@ def test_autocast_is_a_pass_of_its_own(package):
     assert_equal(gradients(model), gradients(plain))
 
 
-def test_saved_tensors_may_be_packed(package):
+def test_saved_tensors_may_be_packed(package, tiny_model):
     model, plain = captured(package, tiny_model())
     packed = []
     with (
@@ -504,7 +546,7 @@ def test_saved_tensors_may_be_packed(package):
     assert packed
 
 
-def test_copies_run_as_before(package, tmp_path):
+def test_copies_run_as_before(package, tiny_model, tmp_path):
     model, plain = captured(package, tiny_model())
     for other in (copy.deepcopy(model), copy.deepcopy(copy.deepcopy(model))):
         assert compare(other, plain) == 0
@@ -516,7 +558,7 @@ def test_copies_run_as_before(package, tmp_path):
     assert_equal(state, dict(plain.state_dict()))
 
 
-def test_a_failing_capture_leaves_the_model_as_it_is(package, monkeypatch):
+def test_a_failing_capture_leaves_the_model_as_it_is(package, tiny_model, monkeypatch):
     def fail(self, function):
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -530,7 +572,7 @@ def test_a_failing_capture_leaves_the_model_as_it_is(package, monkeypatch):
         assert_equal(gradients(model), gradients(plain))
 
 
-def test_the_recording_is_no_gradient_to_the_hooks_of_a_parameter(package):
+def test_the_recording_is_no_gradient_to_the_hooks_of_a_parameter(package, tiny_model):
     """And does not touch autograd's nodes of the parameters, which an earlier pass may have made for another stream."""
     model = package.kernelize(tiny_model())
     weight, seen = model.model.layers[0].mlp.up_proj.weight, []
@@ -541,7 +583,7 @@ def test_the_recording_is_no_gradient_to_the_hooks_of_a_parameter(package):
         assert len(seen) == seed + 1 and torch.equal(seen[-1], found["model.layers.0.mlp.up_proj.weight"])
 
 
-def test_parameters_that_no_module_holds_are_not_recorded(package):
+def test_parameters_that_no_module_holds_are_not_recorded(package, tiny_model):
     """Their gradients would be missing."""
     model = package.kernelize(tiny_model())
     mlp = model.model.layers[1].mlp
@@ -559,11 +601,11 @@ def test_parameters_that_no_module_holds_are_not_recorded(package):
 
 
 @pytest.mark.parametrize("kernelized", (True, False))
-def test_reset_takes_it_off(package, kernelized):
+def test_reset_takes_it_off(package, tiny_model, kernelized):
     model = tiny_model()
+    names = {name: set(vars(module)) for name, module in model.named_modules()}
     if kernelized:
         package.kernelize(model)
-    names = {name: set(vars(module)) for name, module in tiny_model().named_modules()}
     package.capture(model, *SHAPE)
     gradients(model)
     gradients(model)
@@ -573,7 +615,7 @@ def test_reset_takes_it_off(package, kernelized):
 
 
 def test_wrong_arguments(qwen3):
-    model = tiny_model()
+    model = TRAINED["qwen3"].tiny()
     with pytest.raises(ValueError, match="cpu.*expected one CUDA device"):
         qwen3.capture(model, 1, 16)
     for batch_size, tokens in ((0, 16), (1, -1), (1.0, 16), (True, 16)):

@@ -1,4 +1,5 @@
-"""The one decoder layer on model families of transformers: each is a row of the table, and must train as transformers' own."""
+"""The one decoder layer on model families of transformers: each is a row of the table, and must train as transformers' own. Families
+without biases and with them also run every feature in the interpreted kernels."""
 
 import copy
 import importlib
@@ -7,6 +8,7 @@ import inspect
 import pytest
 import torch
 
+from tests.cpu.conftest import kernels_of
 from tests.decoder_families import CHANGES, IMAGE, IMAGE_END, IMAGE_START, NAMES, tiny
 from tests.models import Step, random_tokens
 from tests.tolerances import assert_close
@@ -17,10 +19,23 @@ FEW_LEFT = ("q_proj.bias", "k_proj.bias")
 FACTOR = 3  # two fp32 runs of a model differ by more than an operation from float64
 
 
+KERNELS = {"rms_norm_any_forward", "rotary_any", "swiglu_any_forward"}  # what every test of a layer launches
+
+
 @pytest.fixture
-def package(decoders):
-    """The package of all these families."""
-    return decoders
+def package(decoders, interpret, request):
+    """The package of all these families, in PyTorch or, where a test asks for it, in interpreted kernels."""
+    if not getattr(request, "param", False):
+        return (yield decoders)
+    backend = interpret(decoders, kernels_of("packages/decoders"))
+    yield decoders
+    assert {variant.split("-")[0] for variant in backend.launched} >= KERNELS
+
+
+def of_families(*names, kernels=FEW):
+    """Runs a test with each of the families in PyTorch, and with some in interpreted kernels."""
+    runs = [pytest.param(name, False, id=name) for name in names] + [pytest.param(name, True, id=f"{name}-kernels") for name in kernels]
+    return pytest.mark.parametrize("name, package", runs, indirect=["package"])
 
 
 @pytest.fixture
@@ -40,7 +55,7 @@ def step_of(model, **inputs):
     return Step(model, **{"input_ids": TOKENS, "labels": TOKENS, "use_cache": False, **inputs})
 
 
-@pytest.mark.parametrize("name", NAMES)
+@of_families(*NAMES)
 def test_a_training_step(package, calls, name):
     model = tiny(name, attn_implementation="eager")
     expected = step_of(model)
@@ -59,7 +74,7 @@ def without_few_numbers(step):
     return step
 
 
-@pytest.mark.parametrize("name", NAMES)
+@of_families(*NAMES, kernels=("llama",))
 def test_half_precision_is_as_exact_as_before(package, calls, name):
     model = tiny(name, torch.bfloat16, attn_implementation="eager")
     exact = without_few_numbers(step_of(copy.deepcopy(model).float()))
@@ -69,7 +84,7 @@ def test_half_precision_is_as_exact_as_before(package, calls, name):
     assert calls == NODES * 2
 
 
-@pytest.mark.parametrize("name", (*FEW, "gemma3_text", "glm4", "olmo2"))
+@of_families(*FEW, "gemma3_text", "glm4", "olmo2")
 def test_autocast(package, calls, name):
     model = tiny(name)
     exact = without_few_numbers(step_of(model))
@@ -83,7 +98,7 @@ def test_autocast(package, calls, name):
 
 
 @pytest.mark.parametrize("options", ({}, {"lora_dropout": 0.3, "lora_bias": True}), ids=("plain", "dropout and biases"))
-@pytest.mark.parametrize("name", (*FEW, "phi3"))
+@of_families(*FEW, "phi3")
 def test_lora(package, calls, name, options):
     from peft import LoraConfig, get_peft_model
 
@@ -98,7 +113,7 @@ def test_lora(package, calls, name, options):
 
 
 @pytest.mark.parametrize("keep_attention", (False, True))
-@pytest.mark.parametrize("name", FEW)
+@of_families(*FEW)
 def test_gradient_checkpointing(package, calls, name, keep_attention):
     model = tiny(name)
     expected = step_of(model)
@@ -108,7 +123,7 @@ def test_gradient_checkpointing(package, calls, name, keep_attention):
     assert len(calls) == 8
 
 
-@pytest.mark.parametrize("name", (*FEW, "gemma3_text", "phi3"))
+@of_families(*FEW, "gemma3_text", "phi3")
 def test_made_again_in_the_backward_pass(package, calls, name):
     model = tiny(name)
     package.apply()
@@ -118,7 +133,7 @@ def test_made_again_in_the_backward_pass(package, calls, name):
     assert all(torch.equal(found.gradients[key], expected.gradients[key]) for key in expected.gradients) and calls == NODES * 4
 
 
-@pytest.mark.parametrize("name", FEW)
+@of_families(*FEW)
 def test_documents_and_padding(package, calls, name):
     """Packed documents by their positions, and a batch with padding, in attention of ours."""
     model = tiny(name)
@@ -133,7 +148,7 @@ def test_documents_and_padding(package, calls, name):
     assert calls == NODES * 4
 
 
-@pytest.mark.parametrize("name", FEW)
+@of_families(*FEW)
 def test_weights_side_by_side(package, calls, name):
     model = tiny(name)
     expected = step_of(model)
@@ -143,7 +158,7 @@ def test_weights_side_by_side(package, calls, name):
     step_of(model).assert_same(expected, FACTOR)
 
 
-@pytest.mark.parametrize("name", (*FEW, "gemma3_text", "glm4"))
+@of_families(*FEW, "gemma3_text", "glm4")
 def test_torch_compile(package, calls, name):
     model = tiny(name, num_hidden_layers=1)
     expected = step_of(model)
@@ -157,7 +172,7 @@ def test_torch_compile(package, calls, name):
         assert_close(parameter.grad, expected.gradients[parameter_name], torch.float32, parameter_name, FACTOR)
 
 
-@pytest.mark.parametrize("name", (*FEW, "phi3", "smollm3"))
+@of_families(*FEW, "phi3", "smollm3")
 def test_generation(package, calls, name):
     model = tiny(name).eval()
     expected = model.generate(TOKENS, max_new_tokens=5, do_sample=False)
