@@ -4,6 +4,7 @@ the function again where a graph would replay it, on the same inputs, and writes
 import copy
 import importlib
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -259,6 +260,41 @@ def test_the_packages_own_attention(package, tiny_model):
         packed[1, 2 + seed :] -= 2 + seed
         for options in ({}, {"attention_mask": mask}, {"position_ids": packed}):
             assert compare(model, plain, seed, **options) == (0 if seed == 0 else whole()), options
+
+
+@pytest.mark.parametrize("chosen", (False, True), ids=("asked for by name", "chosen"))
+def test_padding_that_attention_has_no_plan_for(package, monkeypatch, chosen):
+    """It lies between tokens, or has labels where the model did not ask for our attention: such a batch runs as before, and says so."""
+    monkeypatch.setattr(sys.modules[f"{package.__name__}.shared.hf.attention_choice"], "kernels_run_on", lambda *tensors: True)
+    model = package.kernelize(tiny_model(head_dim=64))
+    if not chosen:
+        model.set_attn_implementation("bastile")
+    model, plain = captured(package, model)
+    package.kernelize(plain, unpad=False)  # as with `capture`: batches keep their shape
+    mask = torch.ones(SHAPE, dtype=torch.int64)
+    mask[1, 4:] = 0
+    unlabelled = batch(3).where(mask.bool(), torch.tensor(-100))
+
+    def padded(labels, mask=mask):
+        """(the graphs that ran, whether something was said) in a step; its gradients are those without `capture`."""
+        before, found = Rerun.replays, []
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for each in (model, plain):
+                each.zero_grad()
+                each(input_ids=batch(3), attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+                found.append({name: parameter.grad.clone() for name, parameter in each.named_parameters()})
+        assert_equal(*found)
+        return Rerun.replays - before, any("no plan" in str(warning.message) for warning in said)
+
+    assert [padded(unlabelled) for _ in range(3)] == [(0, False), (whole(), False), (whole(), False)]
+    if chosen:
+        assert [padded(batch(3)) for _ in range(2)] == [(0, True), (0, False)], "SDPA's numbers for padding are read, and said once"
+    between = mask.clone()
+    between[1, 6:] = 1
+    assert padded(batch(3), between) == (0, not chosen)
+    assert padded(unlabelled) == (whole(), False) and compare(model, plain) == whole()
+    assert plain.model.config._attn_implementation == model.model.config._attn_implementation == "bastile"
 
 
 @pytest.mark.parametrize("items", (7, torch.tensor(7), 7.5))

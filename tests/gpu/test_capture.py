@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.models import tiny_model
 
@@ -31,7 +32,7 @@ def gradients(model, seed, shape=SHAPE, passes=1, **options):
     model.zero_grad()
     for number in range(passes):
         ids = batch(seed + number, shape)
-        model(input_ids=ids, labels=ids, use_cache=False, **options).loss.backward()
+        model(**{"labels": ids, **options}, input_ids=ids, use_cache=False).loss.backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
@@ -135,13 +136,23 @@ def test_accumulated_gradients_have_the_same_bits(pair):
         assert_equal(gradients(model, seed, passes=3), gradients(plain, seed, passes=3))
 
 
-def test_padded_and_unpadded_batches_in_turn(pair):
+@pytest.mark.parametrize("labelled", (False, True), ids=("", "labelled"))
+def test_padded_and_unpadded_batches_in_turn(ops, pair, labelled):
+    """Where padding has labels its numbers are SDPA's, for whose masks nothing is recorded: such a batch runs as before, and says so."""
     model, plain = pair
-    for seed in range(6):
-        mask = torch.ones(SHAPE, dtype=torch.int64, device="cuda")
-        mask[1, 100 + 20 * seed :] = 0
-        for options in ({"attention_mask": mask}, {}):
-            assert_equal(gradients(model, seed, **options), gradients(plain, seed, **options))
+    ops.kernelize(plain, unpad=False)  # as with `capture`: batches keep their shape
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", RuntimeWarning)
+        for seed in range(6):
+            mask = torch.ones(SHAPE, dtype=torch.int64, device="cuda")
+            mask[1, 100 + 20 * seed :] = 0
+            padded = {"attention_mask": mask, "labels": batch(seed) if labelled else batch(seed).where(mask.bool(), -100)}
+            with sdpa_kernel(SDPBackend.MATH) if labelled else contextlib.nullcontext():  # the others add dq up in any order
+                assert_equal(gradients(model, seed, **padded), gradients(plain, seed, **padded))
+            assert_equal(gradients(model, seed), gradients(plain, seed))
+    assert ["no plan" in str(warning.message) for warning in said] == [True] * labelled
+    assert launches_of_graphs(lambda: gradients(model, 5, **padded)) == (0 if labelled else 2 * 2)
+    assert launches_of_graphs(lambda: gradients(model, 5)) == 2 * 2
 
 
 def test_two_forward_passes_before_their_backward_passes(pair):

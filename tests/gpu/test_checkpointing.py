@@ -28,18 +28,20 @@ class Attentions(TorchDispatchMode):
 @pytest.mark.parametrize("padded", (False, True), ids=("SDPA", "ours"))
 @pytest.mark.parametrize("reentrant", (False, True), ids=("not reentrant", "reentrant"))
 def test_attention_is_kept(ops, reentrant, padded):
-    """Losses are the same bits, gradients what attention's backward pass leaves of that; nothing of it is left behind."""
+    """Losses are the same bits, gradients what attention's backward pass leaves of that; nothing of it is left behind. Ours takes padding
+    that has no labels."""
     ids = torch.randint(1, 8192, (2, 200), device="cuda")
     mask = torch.ones_like(ids)
     if padded:
         mask[1, 150:] = 0
+    labels = ids.where(mask.bool(), -100)
     found, counts = [], []
     for keep in (False, True):
         model = ops.kernelize(tiny_model(torch.bfloat16, num_hidden_layers=2, **SIZES).to("cuda"), keep_attention=keep, unpad=False)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         model.enable_input_require_grads()
         with Attentions() as attentions:
-            loss = model(input_ids=ids, labels=ids, attention_mask=mask, use_cache=False).loss
+            loss = model(input_ids=ids, labels=labels, attention_mask=mask, use_cache=False).loss
             loss.backward()
         counts.append(attentions.count)
         found.append((loss, {name: parameter.grad for name, parameter in model.named_parameters()}))

@@ -73,7 +73,7 @@ def _as_transformers(module, query, key, value, mask, scaling, dropout, sinks, k
     kind = "sdpa" if sinks is None and kwargs.get("softcap") is None else "eager"
     if isinstance(mask, Visible):
         # SDPA needs no mask there: what transformers knows too, but not inside a graph.
-        needless = kind == "sdpa" and mask.rule is not None and mask.is_plain() and query.shape[2] == key.shape[2]
+        needless = kind == "sdpa" and mask.is_plain() and query.shape[2] == key.shape[2]
         mask = None if needless else mask.mask(kind, query.dtype, query.device)
     if kind == "sdpa":
         function = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS["sdpa"]

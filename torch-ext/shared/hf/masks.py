@@ -116,13 +116,11 @@ class Visible:
 
     ndim = 4
 
-    def _known_rule(self) -> Rule:
-        assert self.rule is not None, "a mask that no plan can say has no plan"
-        return self.rule
-
     def is_plain(self) -> bool:
-        """True where each row is one document that each query sees up to itself: what SDPA does without a mask."""
-        rule = self._known_rule()
+        """True where each row is known to be one document that each query sees up to itself: what SDPA does without a mask."""
+        rule = self.rule
+        if rule is None:
+            return False
         parted = self.positions or rule.packed is not None or self.padding is not None or self.documents is not None
         return not parted and (rule.window is None or rule.window >= self.tokens)
 
@@ -139,7 +137,8 @@ class Visible:
         return kept[1]
 
     def _plan(self, device, cu_seqlens, position_ids):
-        shape, (window, packed) = (self.batch, self.tokens), self._known_rule()
+        assert self.rule is not None, "a mask that no plan can say has no plan"
+        shape, (window, packed) = (self.batch, self.tokens), self.rule
         if self.documents is not None:
             return AttentionPlan(self.documents.to(device, non_blocking=True), self.batch * self.tokens, window=window)
         if cu_seqlens is not None:

@@ -11,7 +11,7 @@ import torch
 
 from ..ops.attention import HEAD_DIMS
 from ..ops.common import HALF, autocasts
-from .attention_choice import caps_scores, head_dim_of
+from .attention_choice import caps_scores, choose_attention, head_dim_of
 from .capture import is_wanted
 from .masks import (
     ATTENTION,
@@ -24,7 +24,7 @@ from .masks import (
     visible_documents,
     visible_tokens,
 )
-from .modules import CAPTURING, FSDP, SAVED, is_marked
+from .modules import CAPTURING, FSDP, SAVED, is_marked, own_forward
 
 KEEPS = SAVED + "keeps_padding"  # on a causal LM or its class: what apply() or kernelize() was told about `unpad`
 ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")  # what has a number for each token
@@ -47,11 +47,14 @@ def _is_listened_to(modules) -> bool:
 
 
 def _only_the_loss_is_read(model, kwargs, options) -> bool:
-    """True where the caller sees nothing that the decoder of a causal LM, which uses our attention, returns for a token without a label."""
-    config = model.model.config
-    if hasattr(config, "text_config"):  # the positions of text and images are counted in the batch's shape
+    """True where a causal LM uses our attention, and its caller sees nothing that the decoder returns for a token without a label."""
+    decoder = model.model
+    if torch.compiler.is_compiling() or hasattr(decoder.config, "text_config"):  # whose positions are counted in the batch's shape
         return False
-    if config._attn_implementation != ATTENTION or caps_scores(config) or torch.compiler.is_compiling():
+    if is_marked(own_forward(decoder)):
+        choose_attention(decoder)  # which it does itself, after this first look at its configuration
+    config = decoder.config
+    if config._attn_implementation != ATTENTION or caps_scores(config):
         return False
     use_cache = kwargs.get("use_cache")
     cached = config.use_cache if use_cache is None else use_cache
