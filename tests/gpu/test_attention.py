@@ -247,12 +247,13 @@ sys.path.insert(0, sys.argv[1])
 package = get_local_kernel(Path(sys.argv[1]) / "packages/gpt-oss", backend="cuda")
 from tests.models import tiny_gpt_oss
 package.apply()
-model = tiny_gpt_oss(torch.bfloat16, head_dim=64, hidden_size=128).cuda()
+model = tiny_gpt_oss(torch.bfloat16, attn_implementation=None, head_dim=64, hidden_size=128).cuda()
 ids = torch.randint(1, 199, (2, 300), device="cuda")
 compilers = {name for name in sys.modules if name.startswith(("triton", "torch._inductor"))}
 model(input_ids=ids, labels=ids).loss.backward()
-assert model.model.config._attn_implementation == "bastile"
-assert compilers == {name for name in sys.modules if name.startswith(("triton", "torch._inductor"))}
+chosen, loaded = model.model.config._attn_implementation, {name for name in sys.modules if name.startswith(("triton", "torch._inductor"))}
+assert chosen == "bastile", f"attention is {chosen!r}, expected the package's"
+assert loaded == compilers, f"the step imported {sorted(loaded - compilers)}"
 """
 
 

@@ -36,9 +36,7 @@ def lora():
 
 def make(kind, model, folder, device, callbacks, **options):
     """A trainer of TRL, by the first part of its name."""
-    import trl
-    from datasets import Dataset
-
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     arguments = {
         "output_dir": str(folder), "max_steps": STEPS, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "report_to": [],
         "disable_tqdm": True, "seed": 0, "use_cpu": device == "cpu", "bf16": False, "gradient_checkpointing": False,
@@ -59,7 +57,7 @@ def make(kind, model, folder, device, callbacks, **options):
         arguments |= {"max_completion_length": 6}
         extra["teacher_model"] = model_on(device, hidden_size=96)
     config = on_one_device(getattr(trl, f"{kind}Config")(**arguments, **options))
-    extra = {**extra, "args": config, "processing_class": tokenizer(), "train_dataset": Dataset.from_list(data), "callbacks": callbacks}
+    extra |= {"args": config, "processing_class": tokenizer(), "train_dataset": datasets.Dataset.from_list(data), "callbacks": callbacks}
     return getattr(trl, f"{kind}Trainer")(model=model, **extra)
 
 

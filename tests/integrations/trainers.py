@@ -105,12 +105,10 @@ def make_trainer(kind, model, folder, device, data=None, gradients=None, **optio
     if kind == "hf":
         sets = {"train_dataset": data, "eval_dataset": data[:6]}
         return Trainer(model=model, args=on_one_device(TrainingArguments(**arguments)), **sets, **of_trainer)
-    trl = pytest.importorskip("trl")
-    from datasets import Dataset
-
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     prepared = {"dataset_kwargs": {"skip_prepare_dataset": True}} if "packing" not in options else {}
     config = on_one_device(trl.SFTConfig(**arguments, **prepared))
-    sets = {"train_dataset": Dataset.from_list(data), "eval_dataset": Dataset.from_list(data[:6])}
+    sets = {"train_dataset": datasets.Dataset.from_list(data), "eval_dataset": datasets.Dataset.from_list(data[:6])}
     return trl.SFTTrainer(model=model, args=config, processing_class=tokenizer(), **sets, **of_trainer)
 
 
