@@ -169,13 +169,12 @@ def check_operator(package, name, device, dtype):
         torch.library.opcheck(operator, call)
 
 
-def check_compiled_operation(ops, operation, device, backend, dtype=torch.float32):
-    """fullgraph, forward and backward, and one more graph at most for all other numbers of tokens."""
+def check_compiled_operation(ops, operation, device, backend, dtype=torch.float32, tokens=(3, 4, 6, 9, 13, 21), **options):
+    """fullgraph, forward and backward, and one more graph at most for all other numbers of tokens. options: of torch.compile."""
     torch._dynamo.reset()
     counters.clear()
     ops = types.SimpleNamespace(**{operation: getattr(ops, operation)})  # found outside of the trace, which imports nothing
-    compiled = torch.compile(lambda found: cases.run(ops, operation, found), backend=backend, fullgraph=True)
-    tokens = (3, 4, 6, 9, 13, 21)
+    compiled = torch.compile(lambda found: cases.run(ops, operation, found), backend=backend, fullgraph=True, **options)
     for count in tokens:
         found = cases.arguments(operation, dtype, count, device)
         leaves = {name: t.requires_grad_((operation, name) not in cases.NOT_DIFFERENTIABLE) for name, t in found.items()}

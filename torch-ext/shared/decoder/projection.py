@@ -8,7 +8,7 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Union
 import torch
 from torch.nn.functional import dropout, linear
 
-from ..ops.common import KEPT, fail, side_by_side
+from ..ops.common import KEPT, constant, fail, side_by_side
 from ..runtime.replay import IDENTITIES
 
 FP32 = torch.float32
@@ -91,7 +91,7 @@ def scalings_without_dropout(projections: Sequence[Projection]) -> List[float]:
     for i, projection in enumerate(projections):
         if not is_traceable(projection):
             fail(f"projections[{i}]", "with dropout, or a weight in four bits", "neither, where torch.compile or torch.export traces")
-    return [projection.scaling for projection in projections]
+    return [constant(projection.scaling) for projection in projections]
 
 
 def projection_reference(x: torch.Tensor, projection: Projection) -> torch.Tensor:

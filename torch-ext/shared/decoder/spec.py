@@ -10,7 +10,7 @@ import functools
 import json
 from typing import NamedTuple, Optional, Tuple
 
-from ..ops.common import constant_when_traced
+from ..ops.common import constant, constant_when_traced
 
 
 class Norm(NamedTuple):
@@ -58,7 +58,8 @@ _text = constant_when_traced(lambda *values: json.dumps(values))
 
 def encoded(spec: tuple) -> str:
     """A description as text, for an operator of a graph, which takes numbers and text only and may be stored."""
-    return _text(*[tuple(value) if isinstance(value, tuple) else value for value in spec])  # a tracer knows no named tuple as a constant
+    # A tracer knows no named tuple as a constant.
+    return _text(*[tuple([constant(part) for part in value]) if isinstance(value, tuple) else constant(value) for value in spec])
 
 
 def _decoded(value):

@@ -18,7 +18,7 @@ from ..decoder.norms import add_rms_norm, rms_norm
 from ..decoder.projection import is_traceable
 from ..decoder.sparse import norm_experts
 from ..decoder.spec import Inputs, Norm, Outputs
-from ..ops.common import autocasts
+from ..ops.common import autocasts, constant
 from ..ops.rotary import qk_norm_rotary
 from ..runtime.device import PLAIN
 from .adapters import projection, projection_or_reason
@@ -48,7 +48,7 @@ class FusedLayer(OwnForwards):
     def spec(self, make, *values):
         """make(self, *values), made once for each combination of values."""
         if torch.compiler.is_compiling():  # a graph that looked into the table would be compiled again whenever it grows
-            return make(self, *values)
+            return make(self, *map(constant, values))
         found = self.specs.get((make, values))
         if found is None:
             found = self.specs[make, values] = make(self, *values)

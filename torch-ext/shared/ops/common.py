@@ -1,9 +1,10 @@
 """What the operations share: checks of arguments, and how a tracer sees a function."""
 
 import functools
+import itertools
 import re
 from numbers import Integral
-from typing import Callable, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Iterator, List, Optional, Sequence
 
 import torch
 
@@ -85,7 +86,7 @@ def _not_differentiable(gradients, message: bytes):
     leaves = [None if g is None else g.detach().requires_grad_() for g in ((gradients,) if one else gradients)]
     if not any(leaf is not None for leaf in leaves):
         return gradients
-    return torch._C._functions.DelayedError(message, len(leaves))(*leaves)  # type: ignore[arg-type]  # takes None, too
+    return torch._C._functions.DelayedError(message, len(leaves))(*leaves)  # type: ignore[arg-type]  # takes None, too  # type: ignore[arg-type]  # takes None, too  # type: ignore[arg-type]  # takes None, too
 
 
 def needs_formula(first: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:
@@ -135,6 +136,17 @@ def constant_when_traced(function: Callable) -> Callable:
     the compiler to set the mark."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def constant(number: Any) -> Any:
+    """The number itself, and in a graph of torch.compile a constant of it: the graph is compiled again for another number.
+
+    A tracer may hold a number as a symbol, all of them with dynamic=True, and those that have changed once without; a graph's text and
+    lists of numbers have room for constants only. What a tracer makes of `itertools.groupby` is constant in every torch from 2.6 on.
+    """
+    if not torch.compiler.is_compiling():
+        return number
+    return [found for found, _ in itertools.groupby((number,), key=lambda each: each)][0]
 
 
 def traceable(name: str, function: Callable, fake: Callable, then: Optional[Callable] = None) -> Callable:
@@ -307,7 +319,7 @@ def lay_side_by_side(weights: Sequence[torch.Tensor]) -> None:
         storage = block.untyped_storage()[start : start + weight.nbytes]
         setattr(storage, BLOCK, block)  # PyTorch keeps the Python object of a storage, and so the mark, as long as the storage
         start += weight.nbytes
-        weight.data = block.new_empty(0).set_(storage, 0, weight.shape)  # type: ignore[call-overload]  # a storage that is a slice
+        weight.data = block.new_empty(0).set_(storage, 0, weight.shape)  # type: ignore[call-overload]  # a storage that is a slice  # type: ignore[call-overload]  # a storage that is a slice  # type: ignore[call-overload]  # a storage that is a slice
 
 
 def side_by_side(weights: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Optional, Tuple
 import torch
 
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype
+from .common import accumulation_dtype, constant
 from .cross_entropy import is_counted
 from .linear_head import fp16_factor
 
@@ -223,6 +223,7 @@ def of_logits(logits, target, scores: Scores, outputs: Tuple[str, ...], ignore_i
 
 def checked_scores(temperature, softcap, scale, fail) -> Scores:
     """The numbers as floats. Raises ValueError by `fail` for those that make no sense."""
+    temperature, softcap, scale = constant(temperature), constant(softcap), constant(scale)
     if not (0.0 < temperature < math.inf):
         fail("temperature", temperature, "a positive number")
     if softcap is not None and not 0.0 < softcap < math.inf:

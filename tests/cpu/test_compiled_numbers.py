@@ -1,0 +1,54 @@
+"""Numbers that torch.compile holds as symbols: all of them with dynamic=True, and without it those that have changed once."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests import compile_checks as checks
+from tests.models import random_tokens, tiny_model
+from tests.op_cases import CASES
+from tests.tolerances import assert_close
+
+OF_NUMBERS = ("linear_cross_entropy", "linear_log_probs", "norm_attention_inputs", "norm_mlp", "rms_norm", "gated_activation")
+DYNAMIC = {"dynamic": True}
+
+
+@pytest.mark.parametrize("operation", [name for name in CASES if name in OF_NUMBERS])
+def test_operations_with_symbols_for_their_numbers(loaded_ops, operation):
+    checks.check_compiled_operation(loaded_ops, operation, "cpu", "aot_eager", tokens=(3, 6), **DYNAMIC)
+
+
+def scaled(model, factor):
+    """Multiplies the scaling of every adapter, as PEFT's `set_scale` does."""
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.scaling = {name: value * factor for name, value in module.scaling.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "graphs"),
+    ((DYNAMIC, ((17, 1.0), (18, 1.0), (33, 1.7)), [1, 1, 2]), ({}, ((17, 1.0), (17, 1.7), (17, 0.3)), [1, 2, 3])),
+    ids=("dynamic", "changed"),
+)
+def test_a_model_with_symbols_for_its_numbers(qwen3, options, steps, graphs):
+    """Epsilons and scalings are constants of a graph; each other scaling has a graph of its own. steps: (length, what scalings are
+    multiplied by before it)."""
+    model = qwen3.kernelize(checks.with_adapters(tiny_model(num_hidden_layers=1), r=8, lora_alpha=13))
+    called, compiled = checks.operators_of(qwen3, model, **options)
+    counters.clear()
+    made = []
+    for length, factor in steps:
+        scaled(model, factor)
+        ids, found = random_tokens(2, length), []
+        for run in (model, compiled):
+            model.zero_grad()
+            loss = run(input_ids=ids, labels=ids).loss
+            loss.backward()
+            found.append((loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]))
+        (expected, wanted), (loss, gradients) = found
+        assert_close(loss, expected, torch.float32, f"loss of {length} tokens")
+        for mine, theirs in zip(gradients, wanted, strict=True):
+            assert_close(mine, theirs, torch.float32, f"a gradient of {length} tokens", 10)
+        made.append(counters["stats"]["unique_graphs"])
+    assert made == graphs
+    assert sum(name.startswith("norm_") for name in called) == 4 * graphs[-1], "two fused operators, forward and backward"
