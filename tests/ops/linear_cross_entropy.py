@@ -520,7 +520,7 @@ MUTANTS = [
     *errors_in("shared/ops/cross_entropy.py", "fp16_loss", "Chunk.in_range", ("t * factor for t", "t for t"), kernels=False),
     *errors_in("shared/ops/linear_head.py", "fp16_range", "carry_to_hidden", ("out_factor /= factor", "pass")),
     *errors_in("shared/ops/linear_head.py", "fp16_range", "walk",
-         ("multiply(dweight, factor / unit)", "pass"),
+         ("multiply(dweight, power / unit)", "pass"),
          ("weight_factor / unit", "weight_factor"),
          ("logits.sum(0, dtype=acc) / factor", "logits.sum(0, dtype=acc)"), kernels=False),
     *errors_in("shared/ops/linear_head.py", "fp16_range", "_into_fp16", ("1 / factor", "factor"), kernels=False),

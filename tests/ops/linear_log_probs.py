@@ -54,10 +54,11 @@ def log_probs_exact(z, target, counted, temperature=1.0, softcap=None, scale=1.0
 def check_linear_log_probs(
     ops, device, dtype, shape=(9,), features=64, classes=300, outputs=("log_probs",), bias=False, frozen=False, ignored=2, size=1.0,
     without=(), coefficients=False, chunk=None, first=0, skip_ignored=False, needs=(True, True, True), temperature=1.0, softcap=None,
-    scale=1.0, weight_dtype=None, **options,
+    scale=1.0, weight_dtype=None, rounded_scaled=False, **options,
 ):  # fmt: skip
     """frozen: weight and bias require no gradient. ignored: how many tokens are. size: of the logits. without: what gets no gradient.
-    needs: whether the gradients of hidden, weight and bias are asked for. chunk, first: as in `check_linear_jsd`."""
+    needs: whether the gradients of hidden, weight and bias are asked for. chunk, first: as in `check_linear_jsd`. rounded_scaled: the
+    logits are rounded after they are multiplied by scale and temperature, not before."""
     weight_dtype = weight_dtype or dtype
     hidden = randn(*shape, features, dtype=dtype, device=device, scale=size)
     weight = randn(classes, features, dtype=dtype, device=device, seed=1, scale=0.2).to(weight_dtype)  # the numbers that are computed with
@@ -98,10 +99,14 @@ def check_linear_log_probs(
                 alike = torch.equal(row, row_alone) if device == CPU else name == "is_top1" or torch.allclose(row, row_alone, 1e-2, 5e-2)
                 assert row.shape == tuple(shape) and alike, f"{what}: {name} without gradients is another"
         head64 = [None if t is None else exact(t) for t in head]
-        z = logits_of(computed, head64)
-        exactly = log_probs_exact(z.view(tokens, -1), target, counted, **numbers)
+        if rounded_scaled:
+            z = torch.nn.functional.linear(*head64) * (scale / temperature)
+            z = z + (z.detach().to(dtype).double() - z.detach())
+        else:
+            z = logits_of(computed, head64)
+        exactly = log_probs_exact(z.view(tokens, -1), target, counted, **({} if rounded_scaled else numbers))
         # Chunks, and a bias in the GEMM, may be added up in another way than the layer's own logits.
-        bound = dtype if chunk or bias or skip_ignored else torch.float32
+        bound = dtype if chunk or bias or skip_ignored or rounded_scaled else torch.float32
         for name, row in zip(ALL, result):
             if name == "is_top1" and row is not None:
                 assert row.dtype == torch.bool and torch.equal(row.flatten().cpu(), exactly[name]), f"{what}: is_top1 is {row}"
@@ -240,6 +245,43 @@ def check_guess(ops, device):
     assert found == [4, 3, 3, 2, 4], f"{found} products"
 
 
+# What the kernels of the cross entropy compute where a package has none of log-probabilities, and what it leaves to PyTorch.
+LIKELIHOODS = (
+    {},
+    {"bias": True, "temperature": 0.7, "scale": 1.3},
+    {"softcap": 4.0, "frozen": True},
+    {"frozen": True, "bias": True, "temperature": 0.7},
+    {"coefficients": True, "temperature": 1.3, "frozen": True},
+    {"shape": (11,), "chunk": 4, "temperature": 0.7},
+    {"shape": (1,), "temperature": 2.0},
+    {"ignored": 9, "temperature": 0.7},
+    CAPPED,
+    {"outputs": ALL, "temperature": 0.7},
+    {"outputs": ("entropy",), "frozen": True, "entropy_gradient": True},
+)
+
+
+def check_without_own_kernels(ops, device, dtype, cases=LIKELIHOODS, expected=None):
+    """expected: the classes that compute the chunks."""
+    module, found = ops.log_probs_module, set()
+    kept, choose = module.ships, ops.linear_log_probs_module.piece_of
+    module.ships = lambda operation: operation != "log_probs" and kept(operation)
+
+    def piece_of(*given):
+        chosen = choose(*given)
+        found.add(chosen[0].__name__)
+        return chosen
+
+    ops.linear_log_probs_module.piece_of = piece_of
+    try:
+        for options in cases:
+            scaled = "softcap" not in options and "temperature" in options and "outputs" not in options
+            check_linear_log_probs(ops, device, dtype, rounded_scaled=scaled, **options)
+    finally:
+        module.ships, ops.linear_log_probs_module.piece_of = kept, choose
+    assert expected is None or found == expected, f"{found} compute the chunks, expected {expected}"
+
+
 def all_cases(ops, device, dtypes=FLOATS):
     """(name, function) of every check in some dtypes."""
     check = partial(check_linear_log_probs, ops, device)
@@ -256,6 +298,7 @@ def all_cases(ops, device, dtypes=FLOATS):
         for skip in (False, True):
             for coefficients in (False, True):
                 yield f"all ignored {skip} {coefficients} {dtype}", partial(check_all_ignored, ops, device, dtype, skip, coefficients)
+        yield f"without kernels of its own {dtype}", partial(check_without_own_kernels, ops, device, dtype)
         yield f"not a number {dtype}", partial(check_not_a_number, ops, device, dtype)
         if dtype != torch.float32:
             yield f"a wider weight {dtype}", partial(check, dtype, weight_dtype=torch.float32, outputs=ALL, bias=True)
@@ -266,6 +309,7 @@ def all_cases(ops, device, dtypes=FLOATS):
 
 
 OPERATION, PIECES, KERNELS = "shared/ops/linear_log_probs.py", "shared/ops/log_probs.py", "kernel_src/log_probs.py"
+HEAD = "shared/ops/linear_head.py"
 SAVED = "ctx.save_for_backward(found[5], found[8], found[11], found[12]"
 MUTANTS = [
     *errors_in(KERNELS, "results", "read_scores",
@@ -319,6 +363,11 @@ MUTANTS = [
          ("p.square()", "p"),
          ("self.entropy.masked_fill(~counted, 0.0)", "self.entropy * 1.01"), kernels=False),
     *errors_in(PIECES, "results", "TorchPiece._gradient", (".mul_(slope)", ""), ("dx.add_(flat)", "pass"), kernels=False),
+    *errors_in(PIECES, "likelihoods", "LikelihoodPiece.rows",
+               (".neg()", ""), ("softcap=self.scores.softcap", "softcap=0.0"), ("(self.ignore_index, ", "(0, ")),
+    *errors_in(PIECES, "likelihoods", "LikelihoodPiece.write_gradient", ("-self.factor(self.scores)", "-1.0")),
+    *errors_in(PIECES, "likelihoods", "LikelihoodPiece.fits", ("capped_only and ", "")),
+    *errors_in(HEAD, "likelihoods", "write_logits", ("alpha=factor", "alpha=1.0"), ("(bias, factor)", "(bias, 1.0)")),
     *errors_in(OPERATION, "frozen", "_LogProbs.forward", (SAVED, "ctx.save_for_backward(found[5], found[8], found[5], found[12]")),
     *errors_in(OPERATION, "fp16_frozen", "_LogProbs.forward", (SAVED, "ctx.save_for_backward(found[5], found[12], found[11], found[8]")),
     *errors_in(OPERATION, "guess", "_LogProbs.backward", ("] = upstream.entropy is not None", "] = True")),
@@ -349,6 +398,7 @@ CHECKS = of_suite({
     "fp16_frozen": _checks((FP16, BOTH)),
     "chunks": _checks((F32, {"shape": (11,), "chunk": 4, **BOTH}), (F32, {"shape": (11,), "chunk": 4})),
     "guess": lambda ops: check_guess(ops, "cpu"),
+    "likelihoods": lambda ops: check_without_own_kernels(ops, "cpu", F32, (*LIKELIHOODS[:6], CAPPED), {"LikelihoodPiece", "TorchPiece"}),
     "weighted_sum": _checks((F32, {"coefficients": True})),
     "skipped": _checks((F32, {"coefficients": True, "skip_ignored": True, "ignored": 3})),
 })

@@ -194,9 +194,14 @@ def _add_product(total, x, y, first: bool) -> None:
 
 
 # ---------------------------------------------------------------- the walk
-def write_logits(logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> None:
-    """logits = hidden @ weight.T + bias, in place of whatever was there."""
-    if bias is None:
+def write_logits(
+    logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], factor: float = 1.0
+) -> None:
+    """logits = factor * (hidden @ weight.T + bias), in place of whatever was there; multiplied before it is rounded."""
+    if factor != 1.0:
+        first = (logits, 0.0) if bias is None else (bias, factor)
+        torch.addmm(first[0], hidden, weight.t(), beta=first[1], alpha=factor, out=logits)
+    elif bias is None:
         torch.mm(hidden, weight.t(), out=logits)
     else:
         torch.addmm(bias, hidden, weight.t(), out=logits)
@@ -239,6 +244,7 @@ def walk(
     logits_of_token: int = 1,
     parameter_dtype: Optional[torch.dtype] = None,
     wide: bool = False,
+    factor: float = 1.0,
 ) -> Gradients:
     """Writes the results of a loss for every token, and returns the gradients of sum(loss * scale) that `needs` asks for.
 
@@ -248,7 +254,8 @@ def walk(
     returns the power of two that they were multiplied by in fp16, else None. The room is its own until gradient() has returned. scale: [1]
     or [tokens], fp32. needs: whether the gradients of hidden, weight and bias are wanted. accum_dtype, logits_of_token: as of
     `plan_chunks`. parameter_dtype: torch.float32 for gradients of weight and bias that are not rounded to their dtype, as they are by
-    default. wide: the logits that loss_of gets, and whose gradient it writes over them, are float32 (float64), without a rounding.
+    default. wide: the logits that loss_of gets, and whose gradient it writes over them, are float32 (float64), without a rounding. factor:
+    what they are multiplied by otherwise, of which the gradient that is written over them takes account.
     """
     tokens, classes = hidden.shape[0], weight.shape[0]
     acc = accumulation_dtype(hidden.dtype)
@@ -271,23 +278,26 @@ def walk(
             if buffer is None or buffer.shape[0] < part.shape[0]:
                 buffer = torch.empty((max(step, part.shape[0]), classes), dtype=acc if wide else hidden.dtype, device=hidden.device)
             logits = buffer[: part.shape[0]]
-        (write_wide_logits if wide else write_logits)(logits, part, weight, bias)
+        if wide:
+            write_wide_logits(logits, part, weight, bias)
+        else:
+            write_logits(logits, part, weight, bias, factor)
         piece = loss_of(logits, rows, room)
         for whole, mine in zip(results, piece.rows()):
             if whole is not None:
                 whole[rows] = mine
         if scale is None or not any(needs):
             continue
-        factor = piece.gradient(scale if scale.numel() == 1 else scale[rows])
+        power = piece.gradient(scale if scale.numel() == 1 else scale[rows])
         logits = logits.to(hidden.dtype)
         if dhidden is not None:
-            carry_to_hidden(logits, weight, factor, dhidden[rows], None if hidden_factor is None else hidden_factor[rows])
+            carry_to_hidden(logits, weight, power, dhidden[rows], None if hidden_factor is None else hidden_factor[rows])
         if dbias is not None:
-            dbias.add_(logits.sum(0, dtype=acc) if factor is None else logits.sum(0, dtype=acc) / factor)
+            dbias.add_(logits.sum(0, dtype=acc) if power is None else logits.sum(0, dtype=acc) / power)
         if dweight is not None:
             if unit is not None:
-                multiply(dweight, factor / unit)
-            unit = factor
+                multiply(dweight, power / unit)
+            unit = power
             if in_front:
                 _write_product_over(dweight, logits, part, in_front)
             else:

@@ -22,7 +22,7 @@ from .autocast import as_autocast, outside_autocast
 from .common import accumulation_dtype, autocasts, describe, fail, needs_formula, once_differentiable, traceable
 from .cross_entropy import check_labels, check_one_value_a_class
 from .linear_head import Gradients, carry_to_hidden, scaled, walk
-from .log_probs import OUTPUTS, KernelPiece, Rows, Scores, TorchPiece, Upstream, checked_scores, of_logits
+from .log_probs import OUTPUTS, Rows, Scores, Upstream, checked_scores, of_logits, piece_of
 
 DIFFERENTIABLE = ("log_probs", "entropy", "mean_logits")
 # By the shape of a head: whether the last backward pass brought a gradient of its entropies. The next forward pass makes b, or leaves it.
@@ -80,11 +80,12 @@ def _run(hidden, weight, bias, target, upstream: Upstream, options: Options, nee
     tokens, acc, parameter_dtype = hidden.shape[0], accumulation_dtype(hidden.dtype), weight.dtype
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     kernels = hidden.dtype != torch.float64 and weight.shape[0] > 0 and kernels_run_on(hidden, weight, bias, target, *upstream)
-    piece, new = KernelPiece if kernels else TorchPiece, {"device": hidden.device}
     kinds = {"is_top1": torch.bool}
+    new = {"device": hidden.device}
     found = Rows(*(torch.empty(tokens, dtype=kinds.get(n, acc), **new) if n in options.outputs else None for n in OUTPUTS))
     needs_entropy = any(needs) and (entropy_too or upstream.entropy is not None)
     outputs = (*options.outputs, "entropy") if needs_entropy and "entropy" not in options.outputs else options.outputs
+    piece, factor = piece_of(kernels, options.scores, outputs, upstream)
     of_entropy = torch.empty_like(hidden) if entropy_too else None
     entropy_factor = torch.ones((tokens, 1), dtype=acc, **new) if entropy_too and hidden.dtype == torch.float16 else None
 
@@ -98,7 +99,8 @@ def _run(hidden, weight, bias, target, upstream: Upstream, options: Options, nee
     unit, accum_dtype = torch.ones(1, dtype=acc, **new), options.accum_dtype
     if accum_dtype is None and parameter_dtype == torch.float32:  # which the sum becomes anyhow
         accum_dtype = acc
-    gradients = walk(hidden, weight, bias, loss_of, found, unit, needs, accum_dtype, 2 if entropy_too else 1, parameter_dtype)
+    kept = 2 if entropy_too else 1
+    gradients = walk(hidden, weight, bias, loss_of, found, unit, needs, accum_dtype, kept, parameter_dtype, factor=factor)
     return Found(found, gradients, of_entropy, entropy_factor)
 
 

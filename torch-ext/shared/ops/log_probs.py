@@ -4,13 +4,14 @@ The formulas are those of kernel_src/log_probs.py.
 """
 
 import math
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple, Optional, Tuple, Type
 
 import torch
 
-from ..runtime.launch import Kernel
+from ..runtime.launch import Kernel, ships
 from .common import accumulation_dtype, constant
-from .cross_entropy import is_counted
+from .cross_entropy import KernelChunk, is_counted
+from .cross_entropy import Options as CrossEntropyOptions
 from .linear_head import fp16_factor
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -194,6 +195,38 @@ class TorchPiece(Piece):
         if isinstance(hit, torch.Tensor):
             dx.scatter_add_(1, self.label[:, None], hit[:, None].to(dx.dtype))
         return dx.mul_(slope).masked_fill_(~self.counted[:, None], 0.0)
+
+
+class LikelihoodPiece(Piece):
+    """log_probs alone, by the kernels of the cross entropy, for packages that have no others. The logits come multiplied by `factor`."""
+
+    @staticmethod
+    def factor(scores: Scores) -> float:
+        """What logits are multiplied by where they are made, in float32 before they are rounded."""
+        return 1.0 if scores.softcap else scores.numbers()[0]
+
+    @staticmethod
+    def fits(scores: Scores, outputs: Tuple[str, ...], upstream: Upstream) -> bool:
+        capped_only = not scores.softcap or (scores.scale == 1.0 and scores.temperature == 1.0)
+        return capped_only and outputs == ("log_probs",) and upstream.entropy is None and upstream.mean_logits is None
+
+    def rows(self) -> Rows:
+        options = CrossEntropyOptions(self.ignore_index, softcap=self.scores.softcap)
+        self.chunk = KernelChunk(self.logits, self.target, None, options)
+        return Rows(self.chunk.rows().loss.neg())
+
+    def write_gradient(self, upstream: Upstream, entropy_to: Optional[torch.Tensor] = None):
+        assert upstream.log_probs is not None
+        return self.chunk.gradient(upstream.log_probs * -self.factor(self.scores)), None
+
+
+def piece_of(kernels: bool, scores: Scores, outputs: Tuple[str, ...], upstream: Upstream) -> Tuple[Type[Piece], float]:
+    """(what computes a chunk, what its logits are to be multiplied by). kernels: whether this package's kernels run on it."""
+    if kernels and ships("log_probs"):
+        return KernelPiece, 1.0
+    if kernels and LikelihoodPiece.fits(scores, outputs, upstream):
+        return LikelihoodPiece, LikelihoodPiece.factor(scores)
+    return TorchPiece, 1.0
 
 
 def _times(p: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:

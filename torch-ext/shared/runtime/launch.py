@@ -86,6 +86,11 @@ def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+def ships(operation: str) -> bool:
+    """Tells whether this package has the kernels of an operation of kernel_src."""
+    return operation in backend.artifacts.operations()
+
+
 class Kernel:
     """One or more kernels of the manifest that do the same thing with the same parameters; a call launches the one that fits.
 
