@@ -119,9 +119,9 @@ def all_cases(ops, device, dtypes=FLOATS):
 OPERATION = "shared/ops/linear_jsd.py"
 F32 = torch.float32
 MUTANTS = (
-    (OPERATION, "_LinearJSD.forward", "save_for_backward(hidden, weight, bias,", "save_for_backward(-hidden, weight, bias,", "loss"),
-    (OPERATION, "_LinearJSD.backward", "gradients.times(dloss)", "gradients.times()", "loss"),
-    (OPERATION, "_LinearJSD.backward", "gradients, ctx.gradients = ctx.gradients, None", "gradients = ctx.gradients", "loss"),
+    (OPERATION, "_LinearPair.forward", "save_for_backward(hidden, weight, bias,", "save_for_backward(-hidden, weight, bias,", "loss"),
+    (OPERATION, "_LinearPair.backward", "gradients.times(dloss)", "gradients.times()", "loss"),
+    (OPERATION, "_LinearPair.backward", "gradients, ctx.gradients = ctx.gradients, None", "gradients = ctx.gradients", "loss"),
     (OPERATION, "_run", "teacher_hidden[rows]", "teacher_hidden[: logits.shape[0]]", "chunks"),
     (OPERATION, "_run", "labels[rows]", "labels[: logits.shape[0]]", "chunks"),
     (OPERATION, "_KernelPiece.rows", "log_sum_exp(y, temperature)", "log_sum_exp(y)", "loss"),

@@ -146,8 +146,8 @@ CHECKS = {
 _DIVERGENCE, _LOSS, _JSD = (f"shared/ops/{name}.py" for name in ("divergence", "linear_cross_entropy", "linear_jsd"))
 MUTANTS = (
     (_JSD, "_run", "needs, accum_dtype, logits_of_token", "needs, None, logits_of_token", "sums of jsd"),
-    (_JSD, "_LinearJSD.backward", "ctx.needs_input_grad[:3], accum_dtype)", "ctx.needs_input_grad[:3], None)", "sums of jsd"),
-    (_JSD, "_LinearJSD.forward", "ctx.options = options, accum_dtype", "ctx.options = options, None", "sums of jsd"),
+    (_JSD, "_LinearPair.backward", "ctx.needs_input_grad[:3], accum_dtype)", "ctx.needs_input_grad[:3], None)", "sums of jsd"),
+    (_JSD, "_LinearPair.forward", "ctx.loss = loss, accum_dtype", "ctx.loss = loss, None", "sums of jsd"),
     (_JSD, "linear_jsd", "labels, scale, options, accum_dtype)", "labels, scale, options, None)", "sums of jsd"),
     (_LOSS, "_run", "needs, options.accum_dtype", "needs, None", "sums of the loss"),
     (_LOSS, "linear_cross_entropy", "accum_dtype=accum_dtype", "accum_dtype=None", "sums of the loss"),

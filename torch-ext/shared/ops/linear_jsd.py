@@ -5,7 +5,7 @@ kernels turn the student's into their own gradient in place (divergence.py). So 
 backward pass only multiplies them by what arrives from above.
 """
 
-from typing import Any, Dict, Optional
+from typing import Any, Callable, Dict, NamedTuple, Optional
 
 import torch
 from torch.nn.functional import linear
@@ -81,29 +81,37 @@ class _KernelPiece(_Piece):
             yield (*slab, *none)
 
 
-def _run(student, teacher, labels, scale, options: Options, needs, accum_dtype):
+class Loss(NamedTuple):
+    """Of a chunk's logits, a student's and a teacher's. torch_piece, kernel_piece: called with both, the labels and the options."""
+
+    options: Any
+    torch_piece: Callable
+    kernel_piece: Callable
+
+
+def _run(student, teacher, labels, scale, loss: Loss, needs, accum_dtype):
     """(the loss of every token, the gradients of sum(loss * scale)). student, teacher: (hidden, weight, bias)."""
     (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias) = student, teacher
     tensors = [t for t in (*student, *teacher, labels) if t is not None]
     kernels = hidden.dtype != torch.float64 and weight.shape[0] > 0 and kernels_run_on(*tensors)
     losses = torch.empty(hidden.shape[0], dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
-    piece = _KernelPiece if kernels else _TorchPiece
+    piece = loss.kernel_piece if kernels else loss.torch_piece
 
     def loss_of(logits, rows, room):
         of_teacher = torch.empty_like(logits) if room is None else room[: logits.numel()].view(logits.shape)
         write_logits(of_teacher, teacher_hidden[rows], teacher_weight, teacher_bias)
-        return piece(logits, of_teacher, None if labels is None else labels[rows], options)
+        return piece(logits, of_teacher, None if labels is None else labels[rows], loss.options)
 
     return losses, walk(hidden, weight, bias, loss_of, (losses,), scale, needs, accum_dtype, logits_of_token=2)
 
 
-class _LinearJSD(torch.autograd.Function):
+class _LinearPair(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, labels, scale, options, accum_dtype):
+    def forward(ctx, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, labels, scale, loss, accum_dtype):
         ctx.save_for_backward(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, labels, scale)
-        ctx.options = options, accum_dtype
+        ctx.loss = loss, accum_dtype
         student, teacher = (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias)
-        losses, ctx.gradients = _run(student, teacher, labels, scale, options, ctx.needs_input_grad[:3], accum_dtype)
+        losses, ctx.gradients = _run(student, teacher, labels, scale, loss, ctx.needs_input_grad[:3], accum_dtype)
         return losses.sum() * scale.view(())
 
     @staticmethod
@@ -113,8 +121,8 @@ class _LinearJSD(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             *tensors, labels, scale = ctx.saved_tensors
-            options, accum_dtype = ctx.options
-            gradients = _run(tensors[:3], tensors[3:], labels, scale, options, ctx.needs_input_grad[:3], accum_dtype)[1]
+            loss, accum_dtype = ctx.loss
+            gradients = _run(tensors[:3], tensors[3:], labels, scale, loss, ctx.needs_input_grad[:3], accum_dtype)[1]
         return (*gradients.times(dloss), *[None] * 7)
 
 
@@ -145,7 +153,7 @@ def linear_jsd(
     dtypes,
     devices or options do not fit.
     """
-    _check(hidden, weight, teacher_hidden, teacher_weight, labels, bias, teacher_bias)
+    check_heads(hidden, weight, teacher_hidden, teacher_weight, labels, bias, teacher_bias)
     check_numbers(beta=beta, temperature=temperature)
     ignore_index = checked_index(ignore_index)
     check_accum_dtype(accum_dtype, weight.dtype)
@@ -157,14 +165,21 @@ def linear_jsd(
         logits, of_teacher = linear(hidden, weight, bias), linear(teacher_hidden, teacher_weight, teacher_bias)
         given: Dict[str, Any] = {"beta": beta, "reduction": reduction, "ignore_index": ignore_index, "temperature": temperature}
         return jsd(logits, of_teacher, labels, from_logits=True, **given)
-    hidden, teacher_hidden = hidden.reshape(-1, hidden.shape[-1]), teacher_hidden.reshape(-1, teacher_hidden.shape[-1])
-    labels = None if labels is None else labels.reshape(-1).contiguous()
-    options = Options("js", 1.0, False, float(beta), ignore_index, float(temperature))
-    scale = _scale(hidden, labels, ignore_index, reduction)
+    loss = Loss(Options("js", 1.0, False, float(beta), ignore_index, float(temperature)), _TorchPiece, _KernelPiece)
     student, teacher = (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias)
+    return reduced_loss(student, teacher, labels, loss, ignore_index, reduction, accum_dtype)
+
+
+def reduced_loss(student, teacher, labels, loss: Loss, ignore_index: int, reduction: str, accum_dtype=None) -> torch.Tensor:
+    """The losses of all tokens, reduced. student, teacher: (hidden [..., features], weight, bias), the teacher's without gradient."""
+    (hidden, *head), (teacher_hidden, *teacher_head) = student, teacher
+    student = (hidden.reshape(-1, hidden.shape[-1]), *head)
+    teacher = (teacher_hidden.reshape(-1, teacher_hidden.shape[-1]), *teacher_head)
+    labels = None if labels is None else labels.reshape(-1).contiguous()
+    scale = _scale(student[0], labels, ignore_index, reduction)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in student):
-        return _LinearJSD.apply(*student, *teacher, labels, scale, options, accum_dtype)
-    return _run(student, teacher, labels, None, options, (False,) * 3, accum_dtype)[0].sum() * scale.view(())
+        return _LinearPair.apply(*student, *teacher, labels, scale, loss, accum_dtype)
+    return _run(student, teacher, labels, None, loss, (False,) * 3, accum_dtype)[0].sum() * scale.view(())
 
 
 def _scale(hidden, labels, ignore_index, reduction) -> torch.Tensor:
@@ -177,7 +192,7 @@ def _scale(hidden, labels, ignore_index, reduction) -> torch.Tensor:
     return inverse_count(labels, ignore_index) if kernels else inverse_of_count(labels, ignore_index, acc)
 
 
-def _check(hidden, weight, teacher_hidden, teacher_weight, labels, bias, teacher_bias) -> None:
+def check_heads(hidden, weight, teacher_hidden, teacher_weight, labels, bias, teacher_bias) -> None:
     if hidden.dim() == 0 or not hidden.is_floating_point():
         fail("hidden", describe(hidden), "a floating point tensor [..., features]")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:

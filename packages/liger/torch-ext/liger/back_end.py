@@ -4,7 +4,7 @@ Liger knows two ways to its operations. Its dispatcher (`liger_kernel.backends`)
 with it RMSNorm, the MLPs and the fused linear cross entropy of every patched model, holds its autograd functions by names bound at
 import, so those names are set in every module of Liger that has them, and set back by `restore_liger`. The modules that define the
 functions, `liger_kernel.ops.x`, and Liger's own back ends stay as they are: `impl="nvidia-triton"` still means Liger's. One function is
-taken over where it is defined, too (`ASKED_AT_ITS_SOURCE`).
+taken over where it is defined, too (`ASKED_AT_ITS_SOURCE`), and so are those of the chunked losses (chunked_back_end.py).
 
 Liger's modules reach the dispatcher by a name of their own as well, which is set to a shorter way for what nobody asked another
 implementation of: Liger's looks at the GPU on every call, and torch.compile cannot look into it.
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from . import liger_pieces
+from . import chunked_back_end, liger_pieces
 from .liger_names import FUNCTIONS
 from .shared.ops.common import constant_when_traced
 from .shared.runtime.device import kernels_run_on
@@ -89,6 +89,8 @@ def use_in_liger() -> list:
     setattr(ops, TAKEN, taken)
     # What stands there is Liger's, or what another copy of this package put there.
     changed = _sweep({name: ((theirs, vars(ops)[name]), FUNCTIONS[name]) for name, theirs in taken.items()})
+    chunked, more_missing, also_changed = chunked_back_end.take(_fits)
+    changed, missing = changed or also_changed, missing + more_missing
     dispatched, elsewhere = _register(taken)
     if missing:
         warnings.warn(
@@ -102,10 +104,10 @@ def use_in_liger() -> list:
         )
     if changed:
         print(
-            f"Liger {version} runs on the kernels of bastile/liger: {', '.join(taken)}; "
+            f"Liger {version} runs on the kernels of bastile/liger: {', '.join([*taken, *chunked])}; "
             f"by its dispatcher also {', '.join(dispatched) or 'nothing'}"
         )
-    return list(taken)
+    return [*taken, *chunked]
 
 
 def announce() -> None:
@@ -140,6 +142,7 @@ def restore_liger() -> None:
     Where LIGER_KERNEL_IMPL, or `liger_kernel.backends.set_impl`, still chooses this package, its name means Liger's own choice from now on,
     with a warning: Liger's dispatcher would find nothing under it.
     """
+    chunked_back_end.give_back()
     ops = sys.modules.get("liger_kernel.ops")
     taken = vars(ops).pop(TAKEN, None) if ops is not None else None
     if not taken:

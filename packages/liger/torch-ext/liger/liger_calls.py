@@ -71,7 +71,7 @@ def _labels(labels):
     return None if labels is None else labels.to(torch.int64)
 
 
-def _autocast(*tensors):
+def autocast(*tensors):
     """The tensors in the dtype of autocast, where it is on, as Liger's linear losses have them. Its other operations ignore autocast."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
@@ -195,7 +195,7 @@ def fused_linear_cross_entropy(_input, weight, target, bias=None, ce_weight=None
 
     options: of this package's `linear_cross_entropy`.
     """
-    _input, weight, bias = _autocast(_input, weight, bias)
+    _input, weight, bias = autocast(_input, weight, bias)
     class_weight = _class_weight(ce_weight, target, ignore_index, reduction, lse_square_scale)
     options = {"ignore_index": ignore_index, "reduction": reduction, "lse_square_scale": lse_square_scale, **options}
     found = linear_ce.linear_cross_entropy(_input, weight, target, bias, class_weight=class_weight, **options)
@@ -228,7 +228,7 @@ def fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weigh
                      temperature=1.0, accum_dtype=None):
     """student_input [tokens, hidden], student_weight [classes, hidden], the teacher's with its own hidden size, shift_labels [tokens]
     or None -> the loss, fp32. The teacher gets no gradient."""
-    student_input, student_weight, teacher_input, teacher_weight = _autocast(student_input, student_weight, teacher_input, teacher_weight)
+    student_input, student_weight, teacher_input, teacher_weight = autocast(student_input, student_weight, teacher_input, teacher_weight)
     options = {"beta": jsd_beta, "ignore_index": ignore_index, "temperature": temperature, "accum_dtype": accum_dtype}
     return linear_divergence.linear_jsd(student_input, student_weight, teacher_input, teacher_weight, _labels(shift_labels), **options)
 

@@ -14,6 +14,7 @@ from torch import nn
 WITHOUT_EFFECT = frozenset(
     "in_place row_mode BLOCK_SIZE impl mode backend compute_params chunk_mem_const ce_impl ce_mode jsd_impl jsd_mode".split()
     + ["position_ids", "unsqueeze_dim"]  # of rotary embeddings, as in Liger
+    + ["compiled", "chunk_size"]  # of chunked losses
 )
 
 
@@ -90,7 +91,9 @@ def options_module(
         For the others see `function`.
     """
     names = [p.name for p in _parameters("__init__", options)]
-    taken = ", ".join([given or _passed_on("forward", arguments, computes), *(f"{n}=self.{n}" for n in names)])
+    takes = inspect.signature(computes).parameters
+    with_effect = [n for n in names if n in takes or n not in WITHOUT_EFFECT]
+    taken = ", ".join([given or _passed_on("forward", arguments, computes), *(f"{n}=self.{n}" for n in with_effect)])
     call = f"_computes({taken})"
     values = {"_computes": computes, "_returns": returns}
     forward = _compiled("forward", f"self, {arguments}", f"return _returns({call})" if returns else f"return {call}", values, module)
