@@ -7,7 +7,7 @@ tokens is divided by.
 
 import math
 import warnings
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -173,12 +173,15 @@ def check_options(loss: str, level: str, options: Options) -> None:
             f"Sequence-level importance sampling is not supported for loss_type={loss!r}: importance_sampling_level is 'sequence', "
             "expected 'token'"
         )
-    check_numbers(options)
+    check_numbers(options, SAPO if VARIANTS[loss].cost is _sapo else ("delta",) if VARIANTS[loss].cost is _clipped else ())
 
 
-def check_numbers(options: Options) -> None:
-    """Raises ValueError for numbers that no formula takes."""
-    for name in ("sapo_temperature_pos", "sapo_temperature_neg", "delta"):
+SAPO = ("sapo_temperature_pos", "sapo_temperature_neg")
+
+
+def check_numbers(options: Options, names: Sequence[str] = (*SAPO, "delta")) -> None:
+    """Raises ValueError for numbers that no formula takes. names: those that are looked at."""
+    for name in names:
         number = getattr(options, name)
         if number is not None and number <= 0:
             raise ValueError(f"{name} must be positive, got {number}")
