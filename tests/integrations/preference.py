@@ -28,6 +28,23 @@ def reward(completions, **_):
     return [(sum(map(ord, text)) % 17) / 17 for text in completions]
 
 
+# Numbers are words of the tokenizer, and so is 1, the end of an answer. The words between the markers are the assistant's.
+CHAT = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }} 1 {% endgeneration %}"
+    "{% else %}{{ m['content'] }} {% endif %}{% endfor %}"
+)
+
+
+def conversation(row):
+    return {"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["chosen"]}]}
+
+
+def tokenizer_of_chats():
+    found = tokenizer()
+    found.chat_template = CHAT
+    return found
+
+
 def lora():
     from peft import LoraConfig
 
@@ -50,6 +67,8 @@ def make(kind, model, folder, device, callbacks, **options):
         data = pairs()
     elif kind == "SFT":
         data = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs()]
+        if options.get("assistant_only_loss"):
+            data = [conversation(row) for row in pairs()]
     elif kind in ("GRPO", "RLOO"):
         arguments |= {"num_generations": 4, "max_completion_length": 6}
         extra["reward_funcs"] = reward
@@ -57,7 +76,8 @@ def make(kind, model, folder, device, callbacks, **options):
         arguments |= {"max_completion_length": 6}
         extra["teacher_model"] = model_on(device, hidden_size=96)
     config = on_one_device(getattr(trl, f"{kind}Config")(**arguments, **options))
-    extra |= {"args": config, "processing_class": tokenizer(), "train_dataset": datasets.Dataset.from_list(data), "callbacks": callbacks}
+    words = tokenizer_of_chats() if options.get("assistant_only_loss") else tokenizer()
+    extra |= {"args": config, "processing_class": words, "train_dataset": datasets.Dataset.from_list(data), "callbacks": callbacks}
     return getattr(trl, f"{kind}Trainer")(model=model, **extra)
 
 
@@ -131,7 +151,42 @@ CASES = {
     "RLOO": ("RLOO", {}),
     **{f"distillation, beta {beta}": ("Distillation", {"beta": beta}) for beta in (0.0, 0.5, 1.0)},
     "distillation, LoRA": ("Distillation", {"lora": True, "beta": 0.5}),
+    # What a trainer's options change in what the head is called with, and heads of other kinds.
+    "SFT, of the assistant alone": ("SFT", {"assistant_only_loss": True}),
+    "DPO, reference computed in advance": ("DPO", {"precompute_ref_log_probs": True, "lora": True}),
+    "DPO, several kinds": ("DPO", {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.1, 0.3]}),
+    "KTO, unpaired": ("KTO", {"loss_type": "apo_zero_unpaired"}),
+    "GRPO, nothing counts": ("GRPO", {"mask_truncated_completions": True}),
+    "GRPO, a head in fp32": ("GRPO", {"cast_lm_head_to_fp32": True, "model": {"dtype": torch.bfloat16}, "tolerance": 300.0}),
+    **{f"GRPO, {kind}": ("GRPO", {"loss_type": kind, "temperature": 0.6, "beta": 0.1}) for kind in ("cispo", "sapo", "vespo")},
+    "GRPO, of whole answers": ("GRPO", {"loss_type": "luspo", "importance_sampling_level": "sequence", "num_iterations": 2}),
+    "DPO, tied": ("DPO", {"model": {"tie_word_embeddings": True}}),
+    "SFT, capped logits": ("SFT", {"family": "gemma2"}),
+    "GRPO, capped logits": ("GRPO", {"family": "gemma2", "temperature": 0.8, "entropy_coef": 0.1, "beta": 0.04}),
+    "KTO, a head with a bias": ("KTO", {"family": "phi"}),
+    "RLOO, scaled logits": ("RLOO", {"family": "granite"}),
+    "distillation, capped logits, LoRA": ("Distillation", {"family": "gemma2", "lora": True, "beta": 0.5, "temperature": 0.7}),
 }
+
+
+def other_family(name, device):
+    """A small model that is no Qwen3: a head with a softcap, with a bias, with a multiplier."""
+    import transformers
+
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
+    }  # fmt: skip
+    kind, changes = {
+        "gemma2": ("Gemma2", {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}),
+        "phi": ("Phi", {}),
+        "granite": ("Granite", {"logits_scaling": 4.0}),
+    }[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes, **changes)).to(device).train()
+    if name == "phi":
+        torch.nn.init.normal_(model.lm_head.bias)
+    return model
 
 
 KINDS = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation")
@@ -145,12 +200,15 @@ def test_trainers_of_trl(qwen3, device, case, tmp_path):
     for ours in (False, True):
         given = {**options, "peft_config": lora()} if options.get("lora") else dict(options)
         given.pop("lora", None)
-        model = model_on(device)
+        family, changes, tolerance = given.pop("family", None), given.pop("model", {}), given.pop("tolerance", 1.0)
+        model = other_family(family, device) if family else model_on(device, **changes)
         model.save_pretrained(tmp_path / "model")  # TRL loads the reference model by its name
         model.config._name_or_path = str(tmp_path / "model")
-        if ours:
+        if ours and family:
+            qwen3.apply()
+        elif ours:
             install(qwen3, model)
         with counted(qwen3) as calls:
             outcomes.append(train(kind, model, tmp_path, device, **given))
         assert set(calls) == ({"linear_divergence" if kind == "Distillation" else "linear_log_probs"} if ours else set())
-    outcomes[1].assert_same(outcomes[0], device)
+    outcomes[1].assert_same(outcomes[0], device, tolerance)
