@@ -2,3 +2,4 @@
 
 from tests.integrations.parallel import *  # noqa: F403
 from tests.integrations.parallel_qwen3_moe import *  # noqa: F403
+from tests.integrations.parallel_trl import *  # noqa: F403
