@@ -197,8 +197,17 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
 WINDOWS = {"full_attention": lambda config: None, "sliding_attention": lambda config: config.sliding_window}  # by the kind of a layer
 
 
+def is_causal(config) -> bool:
+    """Tells whether a configuration of a model that packages know leaves its attention causal: all of transformers' decoders can look in
+    both directions too, as models that embed text do."""
+    return bool(getattr(config, "is_causal", True)) and not getattr(config, "use_bidirectional_attention", False)
+
+
 def kinds_of_layers(config) -> set:
-    """The kinds of layers that a decoder makes masks for, of `WINDOWS` where they are known; one where all its layers share a mask."""
+    """The kinds of layers that a decoder makes masks for, of `WINDOWS` where they are known and causal; one where all its layers share a
+    mask."""
+    if not is_causal(config):
+        return {"both directions"}
     if getattr(config, "layer_types", None) or type(config) not in TRACEABLE:
         return set(getattr(config, "layer_types", None) or ["unknown"])
     return {"full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"}
@@ -276,7 +285,8 @@ def _arguments(config, given: torch.Tensor, **more) -> Dict[str, Any]:
 def _visible_to_a_tracer(arguments) -> Visible:
     """As `visible_mask`, of a graph, in which no number is read and nothing is known of a function but which one it is: of a model
     that a package knows, whose masks are causal, with a window or without, and packed where SDPA may not leave them out."""
-    known = type(arguments.get("config")) in TRACEABLE and not arguments.get("use_vmap")
+    config = arguments.get("config")
+    known = type(config) in TRACEABLE and is_causal(config) and not arguments.get("use_vmap")
     offset, padding = arguments["q_offset"], arguments["attention_mask"]
     square = isinstance(offset, int) and offset == 0 and arguments["kv_offset"] == 0 and arguments["kv_length"] == arguments["q_length"]
     if known and square and padding is None:
