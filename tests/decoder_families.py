@@ -38,6 +38,61 @@ VISION: dict = {
     },
 }  # fmt: skip
 
+WINDOW = {"sliding_window": 5}  # which every sequence of the tests is longer than
+IN_TURNS = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": {**YARN, "rope_type": "linear"}}
+TIED = {"tie_word_embeddings": True}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+LONGROPE = {**YARN, "rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 4.0], "partial_rotary_factor": 0.5}
+# What else a family's configuration may change in its decoder layers and its head, by what it is. What many have is tested with some.
+VARIANTS: dict = {
+    "llama": {"biases": BIASES, "tied": TIED, "scaled rope": {"rope_parameters": LLAMA3}, "dropout": {"attention_dropout": 0.3},
+              "one head of keys": {"num_key_value_heads": 1}, "another activation": {"hidden_act": "gelu"}},
+    "qwen2": {"windows": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1}, "untied": {"tie_word_embeddings": False}},
+    "qwen3": {"windows": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1}, "biases": {"attention_bias": True},
+              "scaled rope": {"rope_parameters": YARN}},
+    "qwen3_vl": {"biases": {"attention_bias": True}},
+    "mistral": {"windows": WINDOW, "no windows": {"sliding_window": None}, "both directions": {**WINDOW, "is_causal": False}},
+    "ministral": {"windows": WINDOW, "windows in turns": IN_TURNS},
+    "ministral3": {"windows": WINDOW, "tied": TIED},
+    "smollm3": {"no rope": {"no_rope_layer_interval": 2}, "no rope by layer": {"no_rope_layers": [0, 1]}, "tied": TIED, "biases": BIASES,
+                "windows": {**WINDOW, "use_sliding_window": True, "no_rope_layer_interval": 2}},
+    "granite": {"multipliers": {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 1.4},
+                "no multipliers": {"residual_multiplier": 1.0, "logits_scaling": 1.0}, "biases": BIASES, "tied": TIED},
+    "phi3": {"windows": WINDOW, "whole rotary": {"partial_rotary_factor": 1.0}, "tied": TIED,
+             "scaled rope": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}},
+    "olmo2": {"grouped keys": {"num_key_value_heads": 2}, "biases": {"attention_bias": True}, "scaled rope": {"rope_parameters": YARN}},
+    "olmo3": {"windows": WINDOW, "windows in turns": IN_TURNS, "biases": {"attention_bias": True},
+              "scaled rope": {**IN_TURNS, "rope_parameters": YARN}},
+    "gemma2": {"no caps": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+               "low caps": {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7}, "windows": IN_TURNS,
+               "biases": {"attention_bias": True}, "tied": TIED},
+    "gemma3_text": {"windows": IN_TURNS, "capped logits": {"final_logit_softcapping": 0.7}, "biases": {"attention_bias": True},
+                    "both directions": {**IN_TURNS, "use_bidirectional_attention": True}, "tied": TIED,
+                    "scaled rope": {"layer_types": IN_TURNS["layer_types"], "rope_parameters": SCALED}},
+    "glm": {"no biases": {"attention_bias": False}, "whole rotary": {"partial_rotary_factor": 1.0}, "tied": TIED},
+    "glm4": {"no biases": {"attention_bias": False}, "whole rotary": {"partial_rotary_factor": 1.0}},
+    "ernie4_5": {"biases": {"use_bias": True}, "tied": TIED},
+}  # fmt: skip
+# Options that every family has and some are tested with, the sizes that `tiny` gives, and those that a training step does not know.
+EVERYWHERE = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "hidden_act", "hidden_activation", "attention_dropout",
+    "rope_parameters", "tie_word_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "keys_to_ignore_at_inference",
+    "pretraining_tp", "model_type", "base_config_key", "attribute_map", "default_theta", "ignore_keys_at_rope_validation",
+)  # fmt: skip
+# Options that transformers reads nowhere, or that have a test of their own.
+UNCHANGING: dict = {
+    "qwen2": {"layer_types"},  # made of max_window_layers
+    "qwen3": {"layer_types"},
+    "smollm3": {"layer_types"},
+    "phi3": {"embd_pdrop", "resid_pdrop"},
+    "gemma2": {"use_bidirectional_attention"},
+    "gemma3_text": {"attn_logit_softcapping"},
+}
+
 
 def tiny(name: str, dtype=torch.float32, attn_implementation="sdpa", **changes):
     """A small model of a family in training mode, always with the same weights, with norms that are not all ones and biases that are not

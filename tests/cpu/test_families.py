@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from tests.cpu.conftest import kernels_of
-from tests.decoder_families import CHANGES, IMAGE, IMAGE_END, IMAGE_START, NAMES, tiny
+from tests.decoder_families import CHANGES, EVERYWHERE, IMAGE, IMAGE_END, IMAGE_START, NAMES, UNCHANGING, VARIANTS, VISION, tiny
 from tests.models import Step, random_tokens
-from tests.tolerances import assert_close
+from tests.tolerances import assert_close, relative_error
 
 TOKENS = random_tokens(2, 21)
 FEW = ("llama", "qwen2")  # of the kinds that a package is for: without biases, and with
+LAST_OF_TEXT = "model.language_model.norm.weight"
 FEW_LEFT = ("q_proj.bias", "k_proj.bias")
 FACTOR = 3  # two fp32 runs of a model differ by more than an operation from float64
 
@@ -52,6 +53,8 @@ NODES = ["norm_attention_inputs", "norm_mlp"]
 
 
 def step_of(model, **inputs):
+    """A step whose dropouts draw the same numbers each time."""
+    torch.manual_seed(0)
     return Step(model, **{"input_ids": TOKENS, "labels": TOKENS, "use_cache": False, **inputs})
 
 
@@ -84,6 +87,42 @@ def test_half_precision_is_as_exact_as_before(package, calls, name):
     assert calls == NODES * 2
 
 
+@pytest.mark.parametrize(("name", "variant"), [(name, variant) for name in NAMES for variant in VARIANTS[name]])
+def test_what_a_configuration_may_change(package, calls, name, variant):
+    """Losses and gradients in fp32, in eager attention, SDPA and ours, and in bf16."""
+    large = {"initializer_range": 0.1}  # or scores hardly differ, and neither a window nor a cap changes much
+    changes = {**large, **VARIANTS[name][variant]}
+    kinds = ("eager",) if name == "gemma2" else ("eager", "sdpa")  # Gemma 2 has no other
+    models = [tiny(name, attn_implementation=kind, **changes) for kind in kinds]
+    half = tiny(name, torch.bfloat16, attn_implementation="eager", **changes)
+    expected = [step_of(model) for model in models]
+    exact, before = steps_of_batches(copy.deepcopy(half).float()), steps_of_batches(half)
+    plain, last = step_of(tiny(name, attn_implementation="eager", **large)), "model.norm.weight" if name not in VISION else LAST_OF_TEXT
+    assert variant == "no windows" or relative_error(expected[0].gradients[last], plain.gradients[last]) > 1e-3
+    package.apply()
+    for model, step in zip(models, expected, strict=True):
+        step_of(model).assert_same(step, FACTOR)
+    models[-1].set_attn_implementation("bastile")
+    step_of(models[-1]).assert_same(expected[-1], FACTOR)
+    if variant != "dropout":  # bf16 draws other numbers than fp32
+        assert_err_no_more(steps_of_batches(half), before, exact)
+    assert set(calls) == (set() if variant == "another activation" else set(NODES))
+
+
+def steps_of_batches(model):
+    return [without_few_numbers(step_of(model, input_ids=tokens, labels=tokens)) for tokens in random_tokens(3, 2, 21)]
+
+
+def assert_err_no_more(found, before, exact):
+    """Each gradient over all batches: in which of them more errors add up than cancel is a matter of luck."""
+    for name in exact[0].gradients:
+        mine, others = (
+            sum(relative_error(one.gradients[name], right.gradients[name]) ** 2 for one, right in zip(steps, exact, strict=True)) ** 0.5
+            for steps in (found, before)
+        )
+        assert mine <= 1.25 * others + 1e-3, f"{name}: relative error {mine:.2e}, without the layers {others:.2e}"
+
+
 @of_families(*FEW, "gemma3_text", "glm4", "olmo2")
 def test_autocast(package, calls, name):
     model = tiny(name)
@@ -104,10 +143,8 @@ def test_lora(package, calls, name, options):
 
     torch.manual_seed(0)
     model = get_peft_model(tiny(name), LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear", **options)).train()
-    torch.manual_seed(1)
     expected = step_of(model)
     package.kernelize(model)
-    torch.manual_seed(1)
     step_of(model).assert_same(expected, FACTOR)
     assert calls == NODES * 2
 
@@ -146,6 +183,23 @@ def test_documents_and_padding(package, calls, name):
     for each, step in zip(inputs, expected, strict=True):
         step_of(model, **each).assert_same(step, FACTOR)
     assert calls == NODES * 4
+
+
+@pytest.mark.parametrize(("name", "variant"), (("mistral", "both directions"), ("gemma3_text", "both directions"), ("llama", None)))
+def test_attention_in_both_directions(package, calls, name, variant):
+    """As models that embed text have it: no mask of ours is causal, nor one for documents, padding or a graph."""
+    model = tiny(name, initializer_range=0.1, **(VARIANTS[name][variant] if variant else {"is_causal": False}))
+    positions = torch.cat((torch.arange(8), torch.arange(13)))[None].expand(2, -1)
+    mask = (torch.arange(21) >= torch.tensor([[0], [9]])).long()
+    inputs = ({}, {"position_ids": positions}, {"attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)})
+    expected = [step_of(model, **each) for each in inputs]
+    package.apply()
+    model.set_attn_implementation("bastile")
+    for each, step in zip(inputs, expected, strict=True):
+        step_of(model, **each).assert_same(step, FACTOR)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_close(compiled(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss, expected[0].loss, torch.float32, "loss")
 
 
 @of_families(*FEW)
@@ -232,10 +286,8 @@ def test_an_image_between_words(package, calls):
 @pytest.mark.parametrize("name", ("phi3",))
 def test_a_dropout_of_a_branch_is_drawn(package, calls, name):
     model = tiny(name, resid_pdrop=0.5)
-    torch.manual_seed(0)
     expected = step_of(model)
     package.kernelize(model)
-    torch.manual_seed(0)
     step_of(model).assert_same(expected, FACTOR)
     assert calls == []
     model.eval()
@@ -249,3 +301,12 @@ def test_every_row_of_the_package_is_tested(package):
     rows = importlib.import_module(f"{package.__name__}.families").ROWS
     assert [type(tiny(name, attn_implementation="eager")).__name__ for name in NAMES] == [own.family.causal_lm() for own in rows]
     assert CHANGES.keys() <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_of_a_configuration_is_tested(name):
+    """A release that gives a family one more has it tested too, or listed among those that leave its layers as they are."""
+    config = tiny(name, attn_implementation="eager").config.get_text_config()
+    options = set(vars(type(config))["__annotations__"])
+    tested = set(CHANGES.get(name, ())).union(*VARIANTS[name].values()) | set(EVERYWHERE)
+    assert {option for option in options - tested if not option.endswith("_plan")} <= UNCHANGING.get(name, set())
