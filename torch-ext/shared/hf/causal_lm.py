@@ -26,6 +26,7 @@ from .modules import (
 from .padding import without_padding
 
 NO_CHANGE = Head()
+SHAPE = SAVED + "shape"  # on a causal LM whose forward is known by its text (shapes.py)
 LOSS_OPTIONS = SAVED + "loss_options"  # what apply() was told about the loss, on the class of the causal LM
 
 
@@ -175,6 +176,8 @@ def why_loss_is_not_standard(model) -> Optional[Reason]:
         return Reason("model", "accelerate wrapped the model's forward, and reset() was called")
     if model.loss_function is not ForCausalLMLoss:
         return Reason("loss", "model.loss_function is not transformers' own")
+    if SHAPE in model.__dict__:
+        return None
     module = original_forward(model).__module__
     return None if module.startswith("transformers.") else Reason("model", f"the model's forward is defined in {module}")
 

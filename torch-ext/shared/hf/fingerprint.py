@@ -14,7 +14,7 @@ def fingerprints(source: str, names: Iterable[str]) -> Dict[str, str]:
     """Fingerprints of functions, classes and methods by their names, such as "rotate_half" or "Qwen3MLP.forward"; ABSENT for one that
     the source does not define at its top level. Raises SyntaxError when the source is no Python."""
     module = ast.parse(source)
-    return {name: _fingerprint(_find(module, name)) for name in names}
+    return {name: fingerprint_of(_find(module, name)) for name in names}
 
 
 def _find(node: Any, name: str) -> Any:
@@ -24,7 +24,8 @@ def _find(node: Any, name: str) -> Any:
     return node
 
 
-def _fingerprint(node: Any) -> str:
+def fingerprint_of(node: Any) -> str:
+    """The fingerprint of the syntax tree of a function or class; ABSENT for None."""
     return ABSENT if node is None else hashlib.sha256(repr(_tree(node)).encode()).hexdigest()[:16]
 
 

@@ -7,11 +7,12 @@ from .families import Families
 class Interface:
     """Holds the calls of one package. Its api.py gives them their public names, so that each has its text here once.
 
-    families: the tables of what stands in for what (`families.Targets`). package: the name of the package as it was imported.
+    families: the tables of what stands in for what (`families.Targets`). package: the name of the package as it was imported. shapes: of
+    one that also serves models without a row (`shapes.Shapes`).
     """
 
-    def __init__(self, families: Families, package: str):
-        self._families, self._package = families, package
+    def __init__(self, families: Families, package: str, shapes=None):
+        self._families, self._package, self._shapes = families, package, shapes
 
     def explain(self, model):
         """Says what of a model runs fused, and of the rest why it does not and what to do about it.
@@ -20,7 +21,7 @@ class Interface:
         `count`, `fused`, `reason` and `advice`. The answer holds for the state in which the model is now (its adapters, hooks, autocast),
         so ask where the training step would be. Raises TypeError when the model has no decoder layers of this kind.
         """
-        return one_model.explain(self._families, model)
+        return one_model.explain(self._families, model, self._shapes)
 
     def report(self, check=False):
         """Looks at this machine: the GPUs and which kernels serve them, the driver, and versions that fit or do not, with a line of advice.

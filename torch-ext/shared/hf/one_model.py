@@ -17,6 +17,8 @@ from .families import Families, Targets, names_of
 from .hub import TRANSFORMERS_EXPECTED
 from .modules import LAYER, SAVED, is_marked, is_transformers_own, own_class
 from .padding import KEEPS
+from .shapes import explanation as explain_shapes
+from .shapes import put_on
 from .versions import modeling_of, note, unknown_texts, why_left
 
 
@@ -127,16 +129,19 @@ def _without_others(chosen: _Chosen, model) -> Tuple[_Chosen, List[nn.Module]]:
 
 
 def kernelize(
-    families: Families, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True
+    families: Families, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True, shapes=None
 ):  # fmt: skip
-    """Puts the layers on one model, in place, and returns it; see `kernelize` of a package."""
+    """Puts the layers on one model, in place, and returns it; see `kernelize` of a package. shapes: of a package that serves models without
+    a row by the texts of their parts, too."""
     if mode is not None and getattr(mode, "name", "") == "FALLBACK":
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
     prepared = [patching.prepare(targets) for targets in families]
     patching.register(prepared)
     pairs_of = [(family, _choose(family, model, attention)) for family in prepared]
     chosen = [each for _, each in pairs_of if each is not None]
-    if not chosen:
+    parts = shapes.parts(model) if shapes is not None and not chosen else []
+    put_on(parts)
+    if not chosen and not parts:
         found = f"a {type(model).__name__} without any of transformers' {names_of(families)} layers"
         raise TypeError(f"model is {found}, expected a {names_of(families)} model")
     note(patching.unknown_of([family for family, each in pairs_of if each is not None]), stacklevel=3)
@@ -195,8 +200,12 @@ def capture(families: Families, model, batch, tokens):
     return model
 
 
-def explain(families: Families, model):
-    """Says what of a model runs fused; see `explain` of a package."""
+def explain(families: Families, model, shapes=None):
+    """Says what of a model runs fused; see `explain` of a package. shapes: as of `kernelize`."""
+    if shapes is not None and not _modules_of(families, model, "decoder_layer"):
+        known = explain_shapes(shapes, model, lambda module: ownership.is_ours(vars(module).get("forward")))
+        if known is not None:
+            return known
     found = _decoder_layers(families, model)
     left: Dict[str, Tuple[str, int]] = {}  # operation -> (why it is transformers' own, how many layers it would be in)
     for targets in families:

@@ -27,7 +27,7 @@ from .attention_choice import (
     watch_attention,
 )
 from .binding import bound_modules
-from .causal_lm import LOSS_OPTIONS, OPTIONS, output_with_metrics
+from .causal_lm import LOSS_OPTIONS, OPTIONS, SHAPE, output_with_metrics
 from .checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
 from .experts import EXPERTS, experts_implementation
 from .families import Families, Targets, hub_names_of
@@ -37,7 +37,7 @@ from .padding import KEEPS
 from .versions import modeling_of, note, unknown_texts
 from .wrapped import put
 
-TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, WITHOUT  # on a module: what kernelize() was told of its model
+TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, WITHOUT, SHAPE  # on a module: what kernelize() was told of its model
 
 
 class Family(NamedTuple):
@@ -243,7 +243,7 @@ def reset(families: Families):
     """Puts back what a package replaced; see `reset` of a package."""
     trl.take_back()
     imported = [targets for targets in families if targets.modeling in sys.modules]
-    if not imported:
+    if not imported and not bound_modules():
         return
     modules = _live_modules(imported)
     for targets in imported:

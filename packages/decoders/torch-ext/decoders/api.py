@@ -1,8 +1,12 @@
 """What a user calls to put the layers on models of every family that the package serves, to see them there, and to take them off again."""
 
+from .families import ROWS
 from .shared.hf import one_model, patching
 from .shared.hf.interface import Interface
+from .shared.hf.shapes import Shapes
 from .targets import FAMILIES
+
+SHAPES = Shapes(ROWS)
 
 
 def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True, decoder_layer=True, attention=True, unpad=True,
@@ -17,7 +21,7 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
             of options of the loss, which stands for True (docs/options.md).
         decoder_layer: the fused layer, which takes effect where `rms_norm`, `swiglu` and `rope` are all on.
         attention: on a GPU, attention of ours for packed and padded batches and for windows, where the model has the "sdpa" that
-            transformers chooses by default and its heads are of 64 or 128.
+            transformers chooses by default and its heads are of 64, 96, 128 or 256.
         unpad: padding is removed from the whole decoder where the result is the same.
         keep_attention: with gradient checkpointing, attention runs once and its output is kept.
         recompute_mlp: the backward pass makes gate and up again instead of keeping them, with the same bits.
@@ -49,6 +53,9 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
 def kernelize(model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True):
     """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
 
+    A model of no family of the package, such as one in a file of your own or in remote code, gets its norms, MLPs, rotary embedding and
+    loss where the text of a forward is that of a family's; what computes anything else stays as it is, and `explain` says what.
+
     Args:
         model: one of transformers, with or without a head, alone or inside another module (PEFT).
         mode: a `kernels.Mode`; the layers serve all of them, so it changes nothing.
@@ -62,10 +69,10 @@ def kernelize(model, mode=None, attention=True, unpad=True, keep_attention=False
         RuntimeError: when not all operations could be put on it.
         ImportError: when transformers is absent or its version does not fit.
     """
-    return one_model.kernelize(FAMILIES, model, mode, attention, unpad, keep_attention, recompute_mlp, log_probs)
+    return one_model.kernelize(FAMILIES, model, mode, attention, unpad, keep_attention, recompute_mlp, log_probs, SHAPES)
 
 
-_shared = Interface(FAMILIES, __package__)
+_shared = Interface(FAMILIES, __package__, SHAPES)
 explain = _shared.explain
 report = _shared.report
 capture = _shared.capture

@@ -1,0 +1,126 @@
+"""Models of no family of the table, in a user's own file or in remote code, whose parts are known by the texts of their forwards."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import VOCABULARY, Step, random_tokens
+
+NORM = "return self.weight * hidden_states.to(input_dtype)"
+LOADED = "from_a_file", "transformers_modules.someone.mine.0a1b2c.modeling_mine"
+PARTS = {"RMSNorm": 5, "MLP": 2, "rotary embedding": 2, "loss without logits": 1}
+
+
+def source_of_mine() -> str:
+    """Llama's file as a user has it: under other names, with absolute imports."""
+    import transformers.models.llama.modeling_llama as llama
+
+    text = Path(llama.__file__).read_text(encoding="utf-8").replace("Llama", "Mine")
+    text = re.sub(r"^from .configuration_llama import .*", "from transformers import LlamaConfig as MineConfig", text, flags=re.MULTILINE)
+    return re.sub(r"^from \.\.\.", "from transformers.", text, flags=re.MULTILINE)
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A function that loads a small model of a file under a module's name, with pieces of the text replaced."""
+
+    def load(*changes, name=LOADED[0]):
+        text = source_of_mine()
+        for old, new in changes:
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        path = tmp_path / f"{name.rpartition('.')[2]}.py"
+        path.write_text(text, encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        from transformers import LlamaConfig
+
+        sizes = dict(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4)
+        torch.manual_seed(0)
+        config = LlamaConfig(**sizes, num_key_value_heads=2, head_dim=12, pad_token_id=0, eos_token_id=None, bos_token_id=None)
+        model = module.MineForCausalLM._from_config(config, attn_implementation="eager").train()
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        return model
+
+    return load
+
+
+def step_of(model) -> Step:
+    tokens = random_tokens(2, 13)
+    return Step(model, input_ids=tokens, labels=tokens, use_cache=False)
+
+
+def fused(package, model) -> dict:
+    return {row.part: row.count for row in package.explain(model).rows if row.fused}
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_llama_under_other_names(decoders, mine, name):
+    model = mine(name=name)
+    expected = step_of(model)
+    assert fused(decoders, model) == {}
+    decoders.kernelize(model)
+    found = step_of(model)
+    found.assert_same(expected, 3)
+    assert found.output.logits is None and fused(decoders, model) == PARTS
+    (row,) = [row for row in decoders.explain(model).rows if not row.fused]
+    assert row.part == "decoder layer" and "MineForCausalLM" in row.reason and "a row of the table would" in row.reason
+    decoders.reset()
+    again = step_of(model)
+    assert again.output.logits is not None and not any("forward" in vars(module) for module in model.modules())
+    again.assert_same(expected)
+
+
+CHANGED = {
+    "1 + weight": ((NORM, "return (1 + self.weight) * hidden_states.to(input_dtype)"),),
+    "an extra multiplication": ((NORM, NORM + " * 2"),),
+    "a weight that the class computes": (
+        ("self.weight = nn.Parameter(torch.ones(hidden_size))", "self.gain = nn.Parameter(torch.ones(hidden_size))"),
+        ("    def extra_repr(self):", "    weight = property(lambda self: 2 * self.gain)\n\n    def extra_repr(self):"),
+    ),
+    "another torch": (("import torch\nfrom torch import nn", "import types\nimport torch as real\nfrom torch import nn\n"
+                       "torch = types.SimpleNamespace(**vars(real))\ntorch.rsqrt = lambda x: real.rsqrt(x + 1)"),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_norm_that_computes_something_else_is_left_alone(decoders, mine, change):
+    model = mine(*CHANGED[change])
+    expected = step_of(model)
+    decoders.kernelize(model)
+    step_of(model).assert_same(expected, 3)
+    found = fused(decoders, model)
+    assert "RMSNorm" not in found and found["MLP"] == 2
+    assert all(type(module).__name__ != "MineRMSNorm" or "forward" not in vars(module) for module in model.modules())
+
+
+def test_a_rotary_embedding_that_computes_something_else_is_left_alone(decoders, mine):
+    model = mine(("return torch.cat((-x2, x1), dim=-1)", "return torch.cat((x2, -x1), dim=-1)"))
+    expected = step_of(model)
+    decoders.kernelize(model)
+    step_of(model).assert_same(expected, 3)
+    assert fused(decoders, model) == {part: count for part, count in PARTS.items() if part != "rotary embedding"}
+
+
+def test_what_runs_counts_and_not_what_the_file_says_by_now(decoders, mine, tmp_path):
+    model = mine((NORM, NORM + " * 2"))
+    expected = step_of(model)
+    (tmp_path / f"{LOADED[0]}.py").write_text(source_of_mine(), encoding="utf-8")
+    decoders.kernelize(model)
+    step_of(model).assert_same(expected, 3)
+    assert "RMSNorm" not in fused(decoders, model)
+
+
+def test_a_model_of_which_nothing_is_known(decoders):
+    with pytest.raises(TypeError, match="Sequential without any of"):
+        decoders.kernelize(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)))
+    with pytest.raises(TypeError, match="Linear"):
+        decoders.explain(torch.nn.Linear(2, 2))

@@ -1,0 +1,274 @@
+"""Finds, in a model of no family of the table, the parts that compute what those of a family compute: in a user's own file, in remote code,
+in a family of transformers without a row. What decides is the text of a forward, never a name: its fingerprint must be that of a tested
+release, the running bytecode must be what the text compiles to, and all that the text names must be what it is in transformers.
+"""
+
+import ast
+import dis
+import functools
+import linecache
+from collections import Counter
+from types import FunctionType, ModuleType
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from .causal_lm import SHAPE
+from .decoder_layer import FusedLayer
+from .explanation import Explanation, Reason, explanation_of
+from .fingerprint import fingerprint_of
+from .forwards import rotary_of
+from .known_texts import TEXTS
+from .layers import causal_lm_of, mlp_of, rms_norm_of
+from .modules import LAYER
+from .ownership import bind
+
+ROTARY, HALF = "apply_rotary_pos_emb", "rotate_half"
+LIBRARIES = ("torch", "transformers")
+OF_EVERY_MODULE = ("torch.nn.modules.module", "transformers.modeling_utils")  # what these classes define is in every model
+PARTS = {"rms_norm": "RMSNorm", "swiglu": "MLP", "rope": "rotary embedding", "fused_linear_cross_entropy": "loss without logits"}
+ROW = "a row of the table would join each norm with the projections behind it, their rotary embedding and the residual connections"
+
+
+class Part(NamedTuple):
+    """A module of a model, and the forward that takes the place of its class's."""
+
+    operation: str
+    module: nn.Module
+    forward: Callable
+
+
+def put_on(parts: Sequence[Part]) -> None:
+    """Gives each part its forward of ours."""
+    for operation, module, forward in parts:
+        bind(module, forward)
+        if operation == "fused_linear_cross_entropy":
+            vars(module)[SHAPE] = True
+
+
+class Text(NamedTuple):
+    """A function's text. node: its syntax tree; fingerprint: of it, under the name that the function has in transformers."""
+
+    node: Any
+    fingerprint: str
+
+
+class Shapes:
+    """What the forwards of the parts of some families compute, by their texts. rows: of the table."""
+
+    def __init__(self, rows: Sequence[FusedLayer]):
+        self.rows = rows
+
+    @functools.cached_property
+    def known(self) -> Mapping[Tuple[str, str], Callable]:
+        """(operation, fingerprint) -> our forward or, of "rope", (fingerprint of the function that it calls) -> function."""
+        found: Dict[Tuple[str, str], Callable] = {}
+        for own in self.rows:
+            family = own.family
+            texts = TEXTS[family.modeling]
+            made = {"rms_norm": (f"{family.prefix}RMSNorm", rms_norm_of(family)), "swiglu": (f"{family.prefix}MLP", mlp_of(family))}
+            if not family.whole:
+                made["fused_linear_cross_entropy"] = family.causal_lm(), causal_lm_of(family)
+            for operation, (name, layer) in made.items():
+                for fingerprint in texts.get(f"{name}.forward", {}).values():
+                    found.setdefault((operation, fingerprint), layer.forward)
+            halves = texts.get(HALF, {}).values()
+            for fingerprint in texts.get(ROTARY, {}).values():
+                for half in halves:
+                    found.setdefault(("rope", fingerprint + half), rotary_of(family))
+        return found
+
+    def parts(self, model: nn.Module) -> List[Part]:
+        """Finds the parts of a model whose class's forward has a known text. Those that hold a forward of their own are left out."""
+        rotaries: Dict[Callable, Optional[Callable]] = {}
+        found = []
+        for module in model.modules():
+            forward = type(module).forward
+            if "forward" in vars(module) or not _is_called_plainly(module):
+                continue
+            text = text_of(_unwrapped(forward), "forward")
+            for operation in _FITS if text is not None else ():
+                ours = self.known.get((operation, text.fingerprint))
+                if ours is not None and _FITS[operation](module) and _reads_only_its_state(module, text.node):
+                    found.append(Part(operation, module, ours))
+            if forward not in rotaries:
+                rotaries[forward] = self._with_rotary(forward)
+            copy = rotaries[forward]
+            if copy is not None:
+                found.append(Part("rope", module, copy))
+        return found
+
+    def _with_rotary(self, forward) -> Optional[Callable]:
+        """A copy of a forward that calls our function where it calls one with the text of a known rotary embedding; None for none."""
+        if type(forward) is not FunctionType or forward.__closure__:
+            return None
+        names = {name: self._rotary(forward.__globals__.get(name)) for name in _globals_in(forward)}
+        ours = {name: function for name, function in names.items() if function is not None}
+        if not ours:
+            return None
+        seen = {name: value for name, value in forward.__globals__.items() if name != "__name__"}  # torch.compile would look it up there
+        copy = FunctionType(forward.__code__, {**seen, **ours}, forward.__name__, forward.__defaults__)
+        copy.__kwdefaults__, copy.__annotations__, copy.__doc__ = forward.__kwdefaults__, forward.__annotations__, forward.__doc__
+        copy.__module__, copy.__qualname__ = forward.__module__, forward.__qualname__
+        setattr(copy, LAYER, copy)
+        return copy
+
+    def _rotary(self, function) -> Optional[Callable]:
+        if isinstance(function, nn.Module):  # `kernels` makes one of a function, and keeps that in a closure
+            forward = type(function).forward
+            of_kernels = getattr(forward, "__globals__", {}).get("__name__", "").startswith("kernels.")
+            cells = [cell.cell_contents for cell in (forward.__closure__ or ()) if of_kernels]
+            function = next((value for value in cells if type(value) is FunctionType), None)
+        text = text_of(function, ROTARY, (HALF,))
+        half = None if text is None else text_of(function.__globals__.get(HALF), HALF)
+        return None if text is None or half is None else self.known.get(("rope", text.fingerprint + half.fingerprint))
+
+
+# ---------------------------------------------------------------- texts
+def text_of(function, name: str, others: Tuple[str, ...] = ()) -> Optional[Text]:
+    """The text of a plain function as if it were called `name`; None where there is none, where the bytecode is not what the text compiles
+    to, or where a global name stands for something else than in transformers. others: names that the caller looks at itself."""
+    if type(function) is not FunctionType or function.__closure__:
+        return None
+    text = _text_of(function.__code__, name)
+    if text is None or not all(_is_known(function, used) for used in _globals_in(function) if used not in others):
+        return None
+    return text
+
+
+@functools.lru_cache(maxsize=1024)
+def _text_of(code, name: str) -> Optional[Text]:
+    tree, compiled = _file("".join(linecache.getlines(code.co_filename)), code.co_filename)
+    place = code.co_name, code.co_firstlineno
+    if tree is None or all(_runs(again) != _runs(code) for again in _codes(compiled) if (again.co_name, again.co_firstlineno) == place):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and place == (node.name, min(part.lineno for part in (node, *node.decorator_list))):
+            return Text(node, fingerprint_of(ast.FunctionDef(**{**dict(ast.iter_fields(node)), "name": name})))
+    return None
+
+
+@functools.lru_cache(maxsize=16)
+def _file(source: str, path: str) -> tuple:
+    """(syntax tree, code object) of a file, None for one that is no Python. What a function compiles to depends on the file's imports."""
+    try:
+        tree = ast.parse(source)
+        return tree, compile(source, path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return None, None
+
+
+def _codes(code) -> Iterator[Any]:
+    for value in code.co_consts:
+        if isinstance(value, type(code)):
+            yield value
+            yield from _codes(value)
+
+
+def _runs(code) -> tuple:
+    """What of a code object says what it does."""
+    consts = [(type(value), value) for value in code.co_consts if not isinstance(value, (type(code), str))]
+    return code.co_code, code.co_names, code.co_varnames, code.co_argcount, code.co_kwonlyargcount, repr(consts)
+
+
+def _globals_in(function) -> List[str]:
+    return _names_in(function.__code__)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in(code) -> List[str]:
+    return sorted({step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
+
+
+def _is_known(function, name: str) -> bool:
+    """Tells whether a global name of a function is a library, something of a library under its own name, or a builtin."""
+    if name not in function.__globals__:
+        return True
+    value = function.__globals__[name]
+    if isinstance(value, ModuleType):
+        return value is {"torch": torch, "nn": nn, "F": nn.functional}.get(name)
+    of_library = (getattr(value, "__module__", None) or "").split(".")[0] in LIBRARIES
+    return of_library and getattr(value, "__name__", name) == name
+
+
+def _unwrapped(forward):
+    """A forward inside of the decorators that transformers puts around one."""
+    while hasattr(forward, "__wrapped__"):
+        if not getattr(forward, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            return None
+        forward = forward.__wrapped__
+    return forward
+
+
+# ---------------------------------------------------------------- modules
+def _is_called_plainly(module: nn.Module) -> bool:
+    cls = type(module)
+    plain = cls.__call__ is nn.Module.__call__ and cls.__getattr__ is nn.Module.__getattr__
+    return plain and cls.__getattribute__ is object.__getattribute__
+
+
+def _reads_only_its_state(module: nn.Module, node) -> bool:
+    """Tells whether all that a forward reads of its module is held by the module or defined for every model: a property or a method of the
+    class itself may compute anything."""
+    me, cls = node.args.args[0].arg, type(module)
+    for part in ast.walk(node):
+        if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == me:
+            name, own = part.attr, vars(module)
+            owner = next((c for c in cls.__mro__ if name in vars(c)), None)
+            if owner is None:
+                known = name in own or any(name in own[kind] for kind in ("_parameters", "_modules", "_buffers"))
+            elif name in own and not hasattr(type(vars(owner)[name]), "__set__"):
+                known = True
+            else:
+                known = owner.__module__ in OF_EVERY_MODULE
+            if not known:
+                return False
+    return True
+
+
+def _is_norm(module) -> bool:
+    eps = [vars(module)[name] for name in ("variance_epsilon", "eps") if name in vars(module)]
+    weight = module._parameters.get("weight")
+    return list(module._parameters) == ["weight"] and weight is not None and weight.dim() == 1 and [type(one) for one in eps] == [float]
+
+
+def _is_mlp(module) -> bool:
+    return not module._parameters and all(isinstance(child, nn.Module) for child in module._modules.values())
+
+
+def _is_causal_lm(module) -> bool:
+    decoder, head = module._modules.get("model"), module._modules.get("lm_head")
+    return head is not None and hasattr(decoder, "config") and hasattr(getattr(module, "config", None), "vocab_size")
+
+
+_FITS: Mapping[str, Callable[[nn.Module], bool]] = {"rms_norm": _is_norm, "swiglu": _is_mlp, "fused_linear_cross_entropy": _is_causal_lm}
+
+
+# ---------------------------------------------------------------- what explain says
+def explanation(shapes: Shapes, model: nn.Module, ours: Callable[[nn.Module], bool]) -> Optional[Explanation]:
+    """The table of `explain` of a model without a row, None for one in which nothing is known. ours: tells of a module whether a forward of
+    this package is on it."""
+    found: Counter = Counter()
+    for operation, module, _ in _all_parts(shapes, model):
+        left = None if ours(module) else Reason("unpatched", f"{type(module).__name__}'s own forward")
+        found[PARTS[operation], left] += 1
+    if not found:
+        return None
+    known = {id(part.module) for part in _all_parts(shapes, model) if part.operation == "rms_norm"}
+    for module in model.modules():
+        if _is_norm(module) and id(module) not in known:
+            text = f"{type(module).__name__}.forward has no text that is known, or reads what its class computes"
+            found[PARTS["rms_norm"], Reason("row", text)] += 1
+    found["decoder layer", Reason("row", f"{type(model).__name__} is no family of this package: {ROW}")] += 1
+    return explanation_of(found)
+
+
+def _all_parts(shapes: Shapes, model: nn.Module) -> List[Part]:
+    """`Shapes.parts`, also of modules that hold a forward of ours already."""
+    held = {module: vars(module).pop("forward") for module in model.modules() if "forward" in vars(module)}
+    try:
+        return shapes.parts(model)
+    finally:
+        for module, forward in held.items():
+            vars(module)["forward"] = forward
