@@ -8,6 +8,7 @@ import torch
 from interpreter.backend import InterpreterBackend
 from tests.mutants import planted
 from tests.ops import attention as checks
+from tests.ops.attention_kernels import WIDE
 from tests.ops.common import runtime_of
 
 
@@ -28,6 +29,21 @@ def test_attention(ops, case):
     launched.clear()
     checks.check_operation(ops, case)
     assert len(launched) == (5 if case.sinks else 4) or not ops.backend.runs_on_cpu
+
+
+@pytest.mark.parametrize("gpu", ("sm_90", "sm_80"))
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_heads_of_96_and_256_where_a_package_has_their_kernels(case, gpu):
+    with planted(None, kernels=False) as package:
+        runtime, module = runtime_of(package), importlib.import_module(f"{package.__name__}.shared.ops.attention")
+        runtime.launch.backend = backend = InterpreterBackend(runtime, ("attention", "attention_wide", "attention_plan"), gpu=gpu)
+        checks.check_operation(module, case)
+        assert len(backend.launched) == 4
+        in_parts = any("dkv_part" in name for name in backend.launched)
+        assert in_parts == (gpu != "sm_90" and case.head_dim == 256)
+        backend.launched.clear()
+        checks.check_operation(module, case._replace(sinks=True))
+        assert len(backend.launched) == 1, "with sinks such heads have the plan's kernel alone"
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)

@@ -12,6 +12,11 @@ def test_plan(case):
     checks.check_plan(case)
 
 
+@pytest.mark.parametrize("case", checks.WIDE, ids=str)
+def test_kernels_of_other_heads(case):
+    checks.check_wide(case)
+
+
 @cases
 @pytest.mark.parametrize("tiles", checks.TILES, ids=("large", "small"))
 def test_kernels(case, tiles):

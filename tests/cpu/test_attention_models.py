@@ -488,7 +488,7 @@ def chosen(request, monkeypatch):
         package = request.getfixturevalue("gpt_oss" if family == "gpt_oss" else "decoders" if family in DECODERS else "qwen3")
         monkeypatch.setattr(module_of(package, "attention_choice"), "kernels_run_on", lambda *tensors: True)
         if family in DECODERS:
-            monkeypatch.setattr(module_of(package, "attention_choice"), "HEAD_DIMS", range(1, 65))
+            monkeypatch.setattr(module_of(package, "attention_choice"), "takes_heads", lambda head_dim: True)
             return package, functools.partial(tiny, family, attn_implementation=None)
         return package, functools.partial(FAMILIES[family], head_dim=64)
 

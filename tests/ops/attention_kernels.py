@@ -9,7 +9,7 @@ import torch
 from interpreter import interpret
 from kernel_src import attention as kernels
 from kernel_src.attention_plan import BLOCK, LIMITS, TILE, WALKS
-from tests.ops.attention import CASES, Case, Inputs, assert_results_close, inputs_of, reach, scale_of, visible
+from tests.ops.attention import CASES, Case, Inputs, assert_results_close, inputs_of, packed, reach, scale_of, visible
 
 
 def module_of(name):
@@ -100,6 +100,39 @@ def run_kernels(case: Case, x: Inputs, tiles: Tiles) -> dict:
     return new
 
 
+WIDE = (
+    Case(150, packed(37, 1, 65, 47), heads=4, kv_heads=2, head_dim=96, packed=True),
+    Case(140, ((0, 70), (90, 140)), heads=2, head_dim=256, dtype=torch.float16, window=33),
+    Case(140, packed(100, 40), heads=4, kv_heads=2, head_dim=256, causal=False),
+)
+
+
+def run_wide(case: Case, x: Inputs, part: int = 128) -> dict:
+    """As `run_kernels` with the tiles of heads of 96 and 256, and with dk and dv by `part` columns where heads are of 256."""
+    of, wide = module_of("attention"), module_of("attention_wide")
+    plan, blocks = make_plan(case), -(-case.tokens // BLOCK)
+    like = {"out": x.q, "dq": x.q, "dk": x.k, "dv": x.v}
+    new = {name: torch.full_like(t, math.nan, memory_format=torch.contiguous_format) for name, t in like.items()}
+    lse, delta = (torch.full((case.heads, blocks * BLOCK), math.nan) for _ in range(2))
+    scale, width = scale_of(case), 128 if case.head_dim == 96 else case.head_dim
+    base2, tables, constants = scale * kernels.LOG2E, (plan["limits"], plan["walks"]), (BLOCK, 32, width, 2, kernels.EVERY_STEP)
+    interpret(of.attention_forward, (blocks * case.heads,), (*x[:3], *tables, new["out"], lse, base2, *constants))
+    arrays = (*x[:3], new["out"], x.dout, lse, *tables, delta, new["dq"])
+    interpret(of.attention_backward_dq, (blocks * case.heads,), (*arrays, base2, scale, *constants))
+    arrays = (*x[:3], x.dout, lse, delta, *tables, new["dk"], new["dv"], base2, scale)
+    if case.head_dim == 96:
+        interpret(of.attention_backward_dkv, (blocks * case.kv_heads,), (*arrays, *constants))
+    else:
+        grid = (blocks * case.kv_heads * (width // part),)
+        interpret(wide.attention_backward_dkv_part, grid, (*arrays, BLOCK, 32, width, part, 2))
+    return new
+
+
+def check_wide(case: Case) -> None:
+    x = inputs_of(case)
+    assert_results_close(run_wide(case, x), case, x)
+
+
 def check_kernels(case: Case, tiles: Tiles) -> None:
     x = inputs_of(case)
     assert_results_close(run_kernels(case, x, tiles), case, x)
@@ -112,12 +145,17 @@ def check_every_kernel(_package):
             check_kernels(case, tiles)
 
 
+def check_every_wide(_package):
+    for case in WIDE:
+        check_wide(case)
+
+
 def check_every_plan(_package):
     for case in CASES:
         check_plan(case)
 
 
-CHECKS = {"attention_kernels": check_every_kernel, "attention_plan": check_every_plan}
+CHECKS = {"attention_kernels": check_every_kernel, "attention_plan": check_every_plan, "attention_wide": check_every_wide}
 MUTANTS = [
     ("kernel_src/attention.py", "within", "tokens >= first", "tokens > first", "attention_kernels"),
     ("kernel_src/attention.py", "within", "tokens < behind", "tokens <= behind", "attention_kernels"),
@@ -152,6 +190,16 @@ MUTANTS = [
     ("kernel_src/attention.py", "attention_backward_dkv", "range((end - masked) * group)", "range(0)", "attention_kernels"),
     ("kernel_src/attention.py", "attention_sink_gradient", "-ct.sum", "ct.sum", "attention_kernels"),
     ("kernel_src/attention.py", "attention_sink_gradient", "* LOG2E", "* 1.0", "attention_kernels"),
+    ("kernel_src/attention_wide.py", "part_of", "(step, head, part)", "(step, head, 0)", "attention_wide"),
+    ("kernel_src/attention_wide.py", "write_part", "(block, head, part)", "(block, head, 0)", "attention_wide"),
+    ("kernel_src/attention_wide.py", "attention_backward_dkv_part", "i % group, start", "0 * i, start", "attention_wide"),
+    ("kernel_src/attention_wide.py", "attention_backward_dkv_part", "rest % kv_heads", "0 * rest", "attention_wide"),
+    ("kernel_src/attention_wide.py", "attention_backward_dkv_part", "ct.where(within(first, behind, step, STEP), p, 0.0)", "p",
+     "attention_wide"),
+    ("kernel_src/attention_wide.py", "attention_backward_dkv_part", "dkeys * plain", "dkeys", "attention_wide"),
+    ("kernel_src/attention_wide.py", "attention_backward_dkv_part", "p * (dp -", "p * (dp +", "attention_wide"),
+    ("kernel_src/attention_wide.py", "attention_backward_dkv_part", "ct.astype(p, dqueries.dtype)", "ct.astype(dp, dqueries.dtype)",
+     "attention_wide"),
     ("kernel_src/attention_plan.py", "document_of", "<= t", "< t", "attention_plan"),
     ("kernel_src/attention_plan.py", "document_of", "high - low > 1", "high - low > 2", "attention_plan"),
     ("kernel_src/attention_plan.py", "bounds_of", "(t < end)", "(t <= end)", "attention_plan"),

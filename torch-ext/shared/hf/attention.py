@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from ..ops.attention import HEAD_DIMS, attention
+from ..ops.attention import attention, takes_heads
 from ..ops.common import HALF, autocasts
 from ..runtime.device import kernels_run_on
 from .masks import Visible
@@ -30,7 +30,7 @@ def _takes(q, k, v, sinks, dropout, kwargs) -> bool:
             return False
     if q.device.type == "cpu":
         return True
-    fits = q.is_cuda and dtype in HALF and q.shape[3] in HEAD_DIMS
+    fits = q.is_cuda and dtype in HALF and takes_heads(q.shape[3])
     return fits and (torch.compiler.is_compiling() or kernels_run_on(q, k, v))
 
 

@@ -14,7 +14,7 @@ from typing import Any, Dict, Iterable, Optional
 
 import torch
 
-from ..ops.attention import HEAD_DIMS
+from ..ops.attention import takes_heads
 from ..runtime.device import kernels_run_on
 from .attention import attention_forward
 from .binding import remember
@@ -195,7 +195,7 @@ def choose_attention(model) -> None:
         state.on = False
     elif not state.on:
         weight = next(model.parameters(), None)
-        fits = head_dim_of(state.config) in HEAD_DIMS and not caps_scores(state.config) and weight is not None and not weight.is_meta
+        fits = takes_heads(head_dim_of(state.config)) and not caps_scores(state.config) and weight is not None and not weight.is_meta
         state.on = fits and kernels_run_on(torch.empty(0, device=getattr(weight, "device", None)))
     if state.on:
         state.on = _all_are_told(model, state)

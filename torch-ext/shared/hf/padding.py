@@ -9,7 +9,7 @@ from typing import Any, Dict
 
 import torch
 
-from ..ops.attention import HEAD_DIMS
+from ..ops.attention import takes_heads
 from ..ops.common import HALF, autocasts
 from .attention_choice import caps_scores, choose_attention, head_dim_of
 from .capture import is_wanted
@@ -74,7 +74,7 @@ def _only_the_loss_is_read(model, kwargs, options) -> bool:
 def _kernels_take(model, device: torch.device, dtype: torch.dtype) -> bool:
     if autocasts(device):
         dtype = torch.get_autocast_dtype(device.type)
-    return device.type == "cpu" or (device.type == "cuda" and dtype in HALF and head_dim_of(model.config) in HEAD_DIMS)
+    return device.type == "cpu" or (device.type == "cuda" and dtype in HALF and takes_heads(head_dim_of(model.config)))
 
 
 def without_padding(

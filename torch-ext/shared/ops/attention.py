@@ -4,11 +4,14 @@ Which tokens see which is an `AttentionPlan`, made once a batch on the device an
 the device.
 """
 
+import functools
 import math
 from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
 
+from ..runtime import launch
+from ..runtime.artifacts import ArtifactError
 from ..runtime.device import is_ordinary, kernels_run_on
 from ..runtime.launch import INT32_MAX, Kernel
 from .attention_plan import AttentionPlan, Pair
@@ -17,6 +20,7 @@ from .common import (
     accumulation_dtype,
     apply_function,
     autocasts,
+    constant_when_traced,
     describe,
     fail,
     need_floats,
@@ -27,9 +31,6 @@ from .common import (
 from .recorded import recorded
 
 LOG2E = math.log2(math.e)
-
-
-HEAD_DIMS = (64, 128)
 
 ROWS = 512  # queries that the PyTorch path looks at at once
 
@@ -50,7 +51,34 @@ _dq_kernel = Kernel("attention_backward_dq", grid=_blocks_of(0), reads=READS)
 
 _dkv_kernel = Kernel("attention_backward_dkv", grid=_blocks_of(1), reads=READS)
 
+_dkv_part_kernel = Kernel(
+    "attention_backward_dkv_part", grid=lambda c, *arrays: (_blocks_of(1)(c, *arrays)[0] * (c["D"] // c["PART"]),), reads=READS
+)
+
 _sink_gradient_kernel = Kernel("attention_sink_gradient", grid=lambda c, sinks, *_: (sinks.shape[0],))
+
+
+@constant_when_traced
+def takes_heads(head_dim: Optional[int], sinks: bool = False) -> bool:
+    """Tells whether this package has attention's kernels for heads of this length, without sinks or with them."""
+    return head_dim in _lengths(launch.backend, "attention_sink_forward" if sinks else "attention_forward", "")
+
+
+@functools.lru_cache(maxsize=None)
+def _lengths(backend, kernel: str, architecture: str) -> frozenset:
+    """The lengths of the heads that a kernel of a backend takes, on an architecture or on any."""
+    try:
+        variants = backend.artifacts.variants(kernel)
+    except (ArtifactError, KeyError):  # a copy without kernels, or without this one; the interpreter's
+        return frozenset()
+    kept = [variant for variant in variants if not architecture or architecture in variant.images]
+    return frozenset(parameter.shape[2] for variant in kept for parameter in variant.parameters if parameter.name == "q")
+
+
+def _dkv_kernel_of(k: torch.Tensor) -> Kernel:
+    """The kernel of dk and dv: the one whose blocks have some of the columns, where the registers of the GPU do not hold all."""
+    lengths = _lengths(launch.backend, "attention_backward_dkv_part", launch.backend.architecture(k.get_device()))
+    return _dkv_part_kernel if k.shape[-1] in lengths else _dkv_kernel
 
 
 def _pieces(q, limits):
@@ -114,11 +142,11 @@ def attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale):
     return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
-def _fits(q, k, scale, *others) -> bool:
+def _fits(q, k, scale, sinks, *others) -> bool:
     """True where the kernels take these arguments. (A largest score times a scale of zero or less is not the largest product.)"""
-    halves = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in HEAD_DIMS and scale > 0
-    reach = max(x.shape[0] * x.stride(0) for x in (q, k, *others) if x is not None and x.dim() == 3)
-    return halves and reach <= INT32_MAX and kernels_run_on(q, k, *others)
+    halves = q.dtype in (torch.bfloat16, torch.float16) and scale > 0 and takes_heads(q.shape[-1], sinks is not None)
+    reach = max(x.shape[0] * x.stride(0) for x in (q, k, *others) if x.dim() == 3)
+    return halves and reach <= INT32_MAX and kernels_run_on(q, k, sinks, *others)
 
 
 def _forward(
@@ -131,7 +159,7 @@ def _forward(
     scale: float,
 ) -> Pair:
     """(out as q, lse [heads, tokens in whole blocks])."""
-    if not _fits(q, k, scale, v, sinks, limits, walks):
+    if not _fits(q, k, scale, sinks, v, limits, walks):
         return attention_reference(q, k, v, sinks, limits, scale)
     out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], limits.shape[1]), dtype=torch.float32)
     if sinks is None:
@@ -154,11 +182,11 @@ def _backward(
     scale: float,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, dsinks); the last one is empty without sinks."""
-    if not _fits(q, k, scale, v, sinks, limits, walks, dout):
+    if not _fits(q, k, scale, sinks, v, limits, walks, dout):
         return attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale)
     delta, dq, dk, dv = torch.empty_like(lse), q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     _dq_kernel(q, k, v, out, dout, lse, limits, walks, delta, dq, scale * LOG2E, scale)
-    _dkv_kernel(q, k, v, dout, lse, delta, limits, walks, dk, dv, scale * LOG2E, scale)
+    _dkv_kernel_of(k)(q, k, v, dout, lse, delta, limits, walks, dk, dv, scale * LOG2E, scale)
     dsinks = lse.new_empty(0 if sinks is None else sinks.shape)
     if sinks is not None:
         _sink_gradient_kernel(sinks, lse, delta, dsinks, q.shape[0])
@@ -219,8 +247,8 @@ def attention(
     of padding are zero.
 
     Under autocast q, k and v are cast to its dtype, as those of SDPA are. bf16 and fp16 with a head_dim of 64 or 128 run in the kernels,
-    the rest in PyTorch. Two runs give the same bits in the kernels. Raises ValueError when shapes, dtypes or devices do not fit, or when a
-    plan comes with what it is made of.
+    and where a package has them those of 96 and 256 without sinks; the rest runs in PyTorch. Two runs give the same bits in the kernels.
+    Raises ValueError when shapes, dtypes or devices do not fit, or when a plan comes with what it is made of.
     """
     if autocasts(q.device):
         options: Dict[str, Any] = {"cu_seqlens": cu_seqlens, "position_ids": position_ids, "padding_mask": padding_mask}

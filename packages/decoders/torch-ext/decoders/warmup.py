@@ -6,7 +6,7 @@ import torch
 
 from .shared.hf.attention_choice import head_dim_of
 from .shared.ops import adamw
-from .shared.ops.attention import HEAD_DIMS, attention
+from .shared.ops.attention import attention, takes_heads
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.rms_norm import add_rms_norm, rms_norm
 from .shared.ops.rotary import rotary
@@ -62,7 +62,7 @@ def warm_up(device, dtype, sizes: Sizes, tokens: int = TOKENS) -> None:
     up, down = (sizes.intermediate, narrow), (narrow, sizes.intermediate)
     mlp(ones(tokens, narrow), ones(*up), ones(*up), ones(*down)).sum().backward()
     swiglu(ones(tokens, sizes.intermediate), ones(tokens, sizes.intermediate)).sum().backward()
-    if sizes.head_dim in HEAD_DIMS:
+    if takes_heads(sizes.head_dim):
         heads = ones(1, tokens, sizes.heads, sizes.head_dim), *(ones(1, tokens, sizes.kv_heads, sizes.head_dim) for _ in range(2))
         attention(*heads).sum().backward()
     target = torch.zeros(TOKENS, dtype=torch.int64, device=device)
