@@ -34,18 +34,22 @@ def check_conv(package, device, dtype, lengths, channels, *, bias=False, view=la
     assert_rows_close(y[0], y64, dtype, f"{what} y", floor=0.3)
     found = backward_twice(y, dy, leaves)
     expected = torch.autograd.grad(y64, leaves64, dy[0].double().cpu())
-    # d is rounded before dx is made of it.
     for name, a, b in zip(("dx", "dweight", "dbias"), found, expected, strict=False):
-        assert_rows_close(a.view(b.shape) if name == "dx" else a, b, dtype, f"{what} {name}", 1.6, floor=0.3)
+        assert_rows_close(a.view(b.shape) if name == "dx" else a, b, dtype, f"{what} {name}", floor=0.3)
     untouched()
 
 
 def check_batch(package, device, dtype):
-    """Rows of a batch are documents, as documents in one row are."""
+    """Rows of a batch are documents, as documents in one row are: the same bits, forward and backward."""
     ops = module_of(package)
-    x, weight = randn(2, 9, 256, dtype=dtype, device=device), randn(256, 4, dtype=dtype, device=device, seed=1)
-    packed = ops.short_conv(x.view(1, 18, 256), weight, cu_seqlens=torch.tensor([0, 9, 18], device=device))
-    assert torch.equal(ops.short_conv(x, weight), packed.view_as(x))
+    x, weight = leaf(randn(2, 9, 256, dtype=dtype, device=device)), randn(256, 4, dtype=dtype, device=device, seed=1)
+    packed = ops.short_conv(x.view(1, 18, 256), weight, cu_seqlens=torch.tensor([0, 9, 18], device=device)).view_as(x)
+    rows = ops.short_conv(x, weight)
+    assert torch.equal(rows, packed)
+    dy = randn(2, 9, 256, dtype=dtype, device=device, seed=3)
+    alone = [torch.autograd.grad(ops.short_conv(x[i : i + 1], weight), x, dy[i : i + 1])[0][i] for i in range(2)]
+    for grad in (torch.autograd.grad(rows, x, dy)[0], torch.autograd.grad(packed, x, dy)[0]):
+        assert torch.equal(grad, torch.stack(alone))
 
 
 def all_cases(package, device, dtypes=FLOATS):
@@ -63,10 +67,10 @@ CHECKS = {"documents": lambda ops: check_conv(ops, "cpu", BF16, (5, 30), 256, bi
 KERNELS = "kernel_src/short_conv.py"
 MUTANTS = (
     *errors_in(KERNELS, "documents", "tap", ("since >= back", "since >= 0")),
-    *errors_in(KERNELS, "documents", "ahead", ("later >= forward", "later >= 0")),
     *errors_in(KERNELS, "documents", "preactivation", ("tap(x, t, since, column, 3)", "tap(x, t, since, column, 2)")),
-    *errors_in(KERNELS, "documents", "short_conv_gradients", ("(1.0 + p *", "(1.0 - p *"), ("found * x3", "found * x2")),
-    *errors_in(KERNELS, "documents", "short_conv_backward", ("weight_of(w, column, 0) * ahead", "weight_of(w, column, 1) * ahead")),
+    *errors_in(KERNELS, "documents", "short_conv_backward", ("(1.0 + p *", "(1.0 - p *"), ("sum3 + d * x0", "sum3 + d * y1")),
+    *errors_in(KERNELS, "documents", "short_conv_backward", ("before >= 3, w0 * d", "before >= 0, w0 * d"), ("i < span", "i <= span")),
+    *errors_in(KERNELS, "documents", "short_conv_backward", ("before >= 2, x2", "before >= 1, x2"), ("t - 3 < x", "t < x")),
     *errors_in("shared/ops/short_conv.py", "documents", "_ShortConv.forward", ("save_for_backward(x,", "save_for_backward(-x,")),
     *errors_in("shared/ops/short_conv.py", "documents", "_ShortConv.backward", ("dbias if need[2]", "dx[0] if need[2]")),
 )

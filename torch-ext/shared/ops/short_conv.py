@@ -24,7 +24,8 @@ from .common import (
 
 TAPS = 4
 COLUMNS = 256  # channels of a kernel's tile
-GROUPS_PER_SM = 2  # blocks of a channel's walk over the tokens, for each multiprocessor and piece of the channels
+BLOCKS_PER_SM = 8  # that a backward pass of many tokens has at least
+SPANS = (64, 8)  # the longest and the shortest walk of a block along the tokens, which reads six more than it writes
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -33,11 +34,10 @@ def _tiles(place: int):
 
 
 _forward_kernel = {biased: Kernel("short_conv_forward", grid=_tiles(0), where={"BIAS": biased}) for biased in (0, 1)}
-_gradients_kernel = {
-    biased: Kernel("short_conv_gradients", grid=lambda c, *a: (a[6].shape[0] * (a[1].shape[1] // c["COLS"]),), where={"BIAS": biased})
+_backward_kernel = {
+    biased: Kernel("short_conv_backward", grid=lambda c, *a: (a[6].shape[0] * (a[1].shape[1] // c["COLS"]),), where={"BIAS": biased})
     for biased in (0, 1)
 }
-_backward_kernel = Kernel("short_conv_backward", grid=_tiles(0))
 
 
 def tokens_before(cu_seqlens: Optional[torch.Tensor], batch: int, length: int, device) -> torch.Tensor:
@@ -85,13 +85,15 @@ def _backward(
             y = short_conv_reference(leaves[0], leaves[1], leaves[2], since)
         dx, dweight, *dbias = torch.autograd.grad(y, [t for t in leaves if t is not None], dy)
         return dx, dweight, dbias[0] if dbias else weight.new_empty(0)
-    x, dy, channels = aligned(x), aligned(dy), x.shape[1]
-    d, dx = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-    rows = _gradients_kernel[bias is not None].constant("ROWS")
-    groups = max(1, min(-(-x.shape[0] // rows), GROUPS_PER_SM * multiprocessors(x)))
+    x, dy, (tokens, channels) = aligned(x), aligned(dy), x.shape
+    dx, kernel = torch.empty_like(x, memory_format=torch.contiguous_format), _backward_kernel[bias is not None]
+    rows, pieces = kernel.constant("ROWS"), channels // kernel.constant("COLS")
+    span = SPANS[0]
+    while span > SPANS[1] and tokens * pieces < rows * span * BLOCKS_PER_SM * multiprocessors(x):
+        span //= 2
+    groups = -(-tokens // (rows * span))
     partial = torch.empty((groups, TAPS + 1, channels), dtype=torch.float32, device=x.device)
-    _gradients_kernel[bias is not None](dy, x, weight, x.new_empty(1) if bias is None else bias, since, d, partial)
-    _backward_kernel(d, weight, since, dx)
+    kernel(dy, x, weight, x.new_empty(1) if bias is None else bias, since, dx, partial, span)
     sums = column_sum(partial.view(groups, -1), torch.float32).view(TAPS + 1, channels)
     dweight = sums[:TAPS].t().to(weight.dtype, memory_format=torch.contiguous_format)
     return dx, dweight, weight.new_empty(0) if bias is None else sums[TAPS].to(bias.dtype)
