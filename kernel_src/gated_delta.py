@@ -81,6 +81,12 @@ def tokens_of(table, chunk):
 
 
 @ct.function
+def holds_tokens(table, chunk):
+    """Whether a chunk holds any token: how many chunks the documents need is known to the device alone, and the last ones may be empty."""
+    return ct.gather(table, (1, chunk), check_bounds=False) > 0
+
+
+@ct.function
 def token_rows(array, tokens, head, start, WIDTH: Const):
     """[64, WIDTH]: rows of an array [tokens, heads, columns] from column `start` on; zeros for a token of -1."""
     column = start + ct.arange(WIDTH, dtype=ct.int32)[None, :]
@@ -161,15 +167,16 @@ def delta_place_keys(q, k, table, queries, keys, q_rstd, k_rstd, eps: float, K: 
     chunks * 64] fp32, 1 without NORM. Grid: chunks * key heads."""
     heads = q.shape[1]
     head, chunk = ct.bid(0) % heads, ct.bid(0) // heads
-    tokens = tokens_of(table, chunk)
-    x, y = ct.astype(token_rows(q, tokens, head, 0, K), F32), ct.astype(token_rows(k, tokens, head, 0, K), F32)
-    if NORM:
-        x_rstd, y_rstd = ct.rsqrt(ct.sum(x * x, 1) + eps), ct.rsqrt(ct.sum(y * y, 1) + eps)
-        put_numbers(q_rstd, head, chunk, x_rstd)
-        put_numbers(k_rstd, head, chunk, y_rstd)
-        x, y = x * x_rstd[:, None], y * y_rstd[:, None]
-    put_rows(queries, chunk, head, 0, x, K)
-    put_rows(keys, chunk, head, 0, y, K)
+    if holds_tokens(table, chunk):
+        tokens = tokens_of(table, chunk)
+        x, y = ct.astype(token_rows(q, tokens, head, 0, K), F32), ct.astype(token_rows(k, tokens, head, 0, K), F32)
+        if NORM:
+            x_rstd, y_rstd = ct.rsqrt(ct.sum(x * x, 1) + eps), ct.rsqrt(ct.sum(y * y, 1) + eps)
+            put_numbers(q_rstd, head, chunk, x_rstd)
+            put_numbers(k_rstd, head, chunk, y_rstd)
+            x, y = x * x_rstd[:, None], y * y_rstd[:, None]
+        put_rows(queries, chunk, head, 0, x, K)
+        put_rows(keys, chunk, head, 0, y, K)
 
 
 @ct.kernel
@@ -178,39 +185,42 @@ def delta_place_values(v, g, beta, table, values, gamma, betas, V: Const):
     Grid: chunks * heads."""
     heads = v.shape[1]
     head, chunk = ct.bid(0) % heads, ct.bid(0) // heads
-    tokens = tokens_of(table, chunk)
-    put_rows(values, chunk, head, 0, token_rows(v, tokens, head, 0, V), V)
-    put_numbers(gamma, head, chunk, ct.cumsum(ct.astype(ct.gather(g, (tokens, head), padding_value=0), F32), 0))
-    put_numbers(betas, head, chunk, ct.gather(beta, (tokens, head), padding_value=0))
+    if holds_tokens(table, chunk):
+        tokens = tokens_of(table, chunk)
+        put_rows(values, chunk, head, 0, token_rows(v, tokens, head, 0, V), V)
+        put_numbers(gamma, head, chunk, ct.cumsum(ct.astype(ct.gather(g, (tokens, head), padding_value=0), F32), 0))
+        put_numbers(betas, head, chunk, ct.gather(beta, (tokens, head), padding_value=0))
 
 
 # ---------------------------------------------------------------- the rule
 @ct.kernel
-def delta_invert(keys, gamma, betas, inverses, K: Const):
-    """keys: [chunks * 64, key heads, K]; gamma, betas: [heads, chunks * 64] fp32; inverses: [chunks * 64, heads, 64], A. Grid: chunks *
-    heads."""
+def delta_invert(keys, gamma, betas, table, inverses, K: Const):
+    """keys: [chunks * 64, key heads, K]; gamma, betas: [heads, chunks * 64] fp32; table: [2, chunks]; inverses, the A of each chunk:
+    [chunks * 64, heads, 64]. Grid: chunks * heads."""
     heads = inverses.shape[1]
     head, chunk = ct.bid(0) % heads, ct.bid(0) // heads
-    k = rows_of(keys, chunk, head // (heads // keys.shape[1]), 0, K)
-    m = decay_of(numbers_of(gamma, head, chunk)) * numbers_of(betas, head, chunk)[:, None] * ct.mma(k, ct.transpose(k), zeros(64, 64))
-    put_rows(inverses, chunk, head, 0, inverse_of(strictly_lower(m)), 64)
+    if holds_tokens(table, chunk):
+        k = rows_of(keys, chunk, head // (heads // keys.shape[1]), 0, K)
+        m = decay_of(numbers_of(gamma, head, chunk)) * numbers_of(betas, head, chunk)[:, None] * ct.mma(k, ct.transpose(k), zeros(64, 64))
+        put_rows(inverses, chunk, head, 0, inverse_of(strictly_lower(m)), 64)
 
 
 @ct.kernel
-def delta_prepare(queries, keys, values, gamma, betas, inverses, w, u, p, scale: float, K: Const, V: Const):
+def delta_prepare(queries, keys, values, gamma, betas, table, inverses, w, u, p, scale: float, K: Const, V: Const):
     """queries: [chunks * 64, key heads, K]; values, u: [chunks * 64, heads, V]; w: [chunks * 64, heads, K]; p: [chunks * 64, heads, 64];
     the rest and the grid: as `delta_invert`."""
     heads = values.shape[1]
     head, chunk = ct.bid(0) % heads, ct.bid(0) // heads
-    key_head = head // (heads // keys.shape[1])
-    k, g, b = rows_of(keys, chunk, key_head, 0, K), numbers_of(gamma, head, chunk), numbers_of(betas, head, chunk)
-    a = rows_of(inverses, chunk, head, 0, 64)
-    weighted = ct.astype((b * ct.exp(g))[:, None] * ct.astype(k, F32), k.dtype)
-    put_rows(w, chunk, head, 0, ct.mma(a, weighted, zeros(64, K)), K)
-    weighted = ct.astype(b[:, None] * ct.astype(rows_of(values, chunk, head, 0, V), F32), k.dtype)
-    put_rows(u, chunk, head, 0, ct.mma(a, weighted, zeros(64, V)), V)
-    q = rows_of(queries, chunk, key_head, 0, K)
-    put_rows(p, chunk, head, 0, scale * decay_of(g) * ct.mma(q, ct.transpose(k), zeros(64, 64)), 64)
+    if holds_tokens(table, chunk):
+        key_head = head // (heads // keys.shape[1])
+        k, g, b = rows_of(keys, chunk, key_head, 0, K), numbers_of(gamma, head, chunk), numbers_of(betas, head, chunk)
+        a = rows_of(inverses, chunk, head, 0, 64)
+        weighted = ct.astype((b * ct.exp(g))[:, None] * ct.astype(k, F32), k.dtype)
+        put_rows(w, chunk, head, 0, ct.mma(a, weighted, zeros(64, K)), K)
+        weighted = ct.astype(b[:, None] * ct.astype(rows_of(values, chunk, head, 0, V), F32), k.dtype)
+        put_rows(u, chunk, head, 0, ct.mma(a, weighted, zeros(64, V)), V)
+        q = rows_of(queries, chunk, key_head, 0, K)
+        put_rows(p, chunk, head, 0, scale * decay_of(g) * ct.mma(q, ct.transpose(k), zeros(64, 64)), 64)
 
 
 @ct.kernel
@@ -264,14 +274,14 @@ def delta_step(q, k, v, g, beta, initial, out, final, tokens: int, scale: float,
 # ---------------------------------------------------------------- what is prebuilt
 WIDTH = 128  # of keys and values, in every model of the kind
 DTYPES = ("bfloat16",)  # fp16 and fp32 run in PyTorch
-COLUMNS = 64  # of V that a block of the walk holds
+# Columns of V that a block of a walk holds, and where: the registers of Ampere and Ada hold 32.
+AMPERE = ("sm_80", "sm_86", "sm_89")
+WALKS = ((64, ("sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")), (32, AMPERE))
 NUMBERS = Array("float32", (None, None), divisible=(1, CHUNK))
 # Two blocks an SM hide each other's loads.
-TWO_BLOCKS = {"occupancy": PerArchitecture(1, "sm_90", 2)}
+TWO_BLOCKS = {"occupancy": PerArchitecture(1, "sm_90", 2), "num_worker_warps": 8}
 FOUR_BLOCKS = {"occupancy": PerArchitecture(1, "sm_90", 4)}
 GATES = Array("float32", (None, None), aligned=False)
-# Where registers spill: architectures that nothing was measured on. Halves of the keys at a time would hold less.
-SPILLS = "a chunk's rows, a state and their product are more than the registers of sm_80 and sm_120 hold; sm_90 does not spill"
 TABLE = Array("int32", (2, None), aligned=False)
 STATE = Array("float32", (None, None, WIDTH, WIDTH))
 
@@ -297,12 +307,14 @@ def variants():
             yield Variant(delta_step, {**arrays, **states, "K": WIDTH, "BV": 32, "NORM": norm})
         results: Params = {"table": TABLE, "values": wide, "gamma": NUMBERS, "betas": NUMBERS, "V": WIDTH}
         yield Variant(delta_place_values, {"v": given, "g": GATES, "beta": GATES, **results})
-        gated: Params = {"gamma": NUMBERS, "betas": NUMBERS, "inverses": narrow}
+        gated: Params = {"gamma": NUMBERS, "betas": NUMBERS, "table": TABLE, "inverses": narrow}
         yield Variant(delta_invert, {"keys": wide, **gated, "K": WIDTH}, hints=TWO_BLOCKS)
         made: Params = {"w": wide, "u": wide, "p": narrow, "scale": FLOAT, "K": WIDTH, "V": WIDTH}
-        yield Variant(delta_prepare, {"queries": wide, "keys": wide, "values": wide, **gated, **made}, hints=TWO_BLOCKS, spills=SPILLS)
+        yield Variant(delta_prepare, {"queries": wide, "keys": wide, "values": wide, **gated, **made}, hints=TWO_BLOCKS)
         for carry in (0, 1):
             parts: Params = {"queries": wide, "keys": wide, "w": wide, "u": wide, "p": narrow, "gamma": NUMBERS, "bounds": TABLE}
             parts |= {"table": TABLE}
-            ends: Params = {"initial": STATE, "out": given, "final": STATE, "scale": FLOAT, "K": WIDTH, "BV": COLUMNS, "CARRY": carry}
-            yield Variant(delta_walk, {**parts, **ends}, hints={"num_worker_warps": 8}, spills=SPILLS)
+            ends: Params = {"initial": STATE, "out": given, "final": STATE, "scale": FLOAT, "K": WIDTH}
+            for columns, targets in WALKS:
+                sizes: Params = {"BV": columns, "CARRY": carry}
+                yield Variant(delta_walk, {**parts, **ends, **sizes}, hints={"num_worker_warps": 8}, targets=targets)

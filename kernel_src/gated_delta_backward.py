@@ -2,8 +2,8 @@
 and dS enters each from the one after it:
 
     dN = P^T dO + r o (K dS)                    dS <- e_C dS + scale (e o Q)^T dO - W^T dN        (`delta_reverse`, in sequence)
-    G = scale D o (dO N^T)                      dQ = scale e o (dO S^T) + G K                     (`delta_queries`)
-    dK_1 = r o (N dS^T)                         dK = dK_1 + G^T Q                                 (`delta_keys`)
+    G = scale D o (dO N^T)                      dQ = scale e o (dO S^T) + G K                     (`delta_scores`)
+    dK_1 = r o (N dS^T)                         dK = dK_1 + G^T Q                                 (`delta_scores`)
     dW = -dN S^T                                dU = dN                                           (`delta_inverse`, from here on)
     dkb = A^T dW, dvb = A^T dU                  dV = beta o dvb
     dA = dW (beta e o K)^T + dU (beta o V)^T    dM = -L' o (A^T dA A^T),  H = dM o D,  X = dM o M
@@ -21,17 +21,17 @@ import cuda.tile as ct
 
 from kernel_src.gated_delta import (
     CHUNK,
-    COLUMNS,
     DTYPES,
     F32,
     GATES,
     NUMBERS,
-    SPILLS,
     STATE,
     TABLE,
+    WALKS,
     WIDTH,
     chunk_rows,
     decay_of,
+    holds_tokens,
     last_of,
     numbers_of,
     put_numbers,
@@ -105,111 +105,117 @@ def norm_backward(dy, y, rstd):
 
 
 @ct.kernel
-def delta_queries(queries, keys, gamma, states, news, dout, table, q_rstd, dq, dgamma, scale: float, K: Const, V: Const, NORM: Const):
-    """dq: [tokens, key heads, K]; dgamma: [heads, chunks * 64] fp32, the part that comes through the queries. Grid: chunks * key heads."""
+def delta_scores(queries, keys, gamma, states, dstates, news, dout, table, q_rstd, dq, dgamma, partial, scale: float, K: Const, V: Const,
+                 BV: Const, NORM: Const):
+    """What reaches the queries and the keys through the scores and the states, BV columns of the values at a time.
+
+    dq: [tokens, key heads, K]; dgamma: [heads, chunks * 64] fp32, the part of it that is known here; partial: [chunks * 64, key heads, K]
+    fp32, of dK. Grid: chunks * key heads.
+    """
     key_heads = keys.shape[1]
     key_head, chunk, group = ct.bid(0) % key_heads, ct.bid(0) // key_heads, dout.shape[1] // key_heads
-    k, q = rows_of(keys, chunk, key_head, 0, K), rows_of(queries, chunk, key_head, 0, K)
-    qf, tokens = ct.astype(q, F32), tokens_of(table, chunk)
-    total = zeros(64, K)
-    for i in range(group):
-        head = key_head * group + i
-        g, grad = numbers_of(gamma, head, chunk), token_rows(dout, tokens, head, 0, V)
-        inner = scale * decay_of(g) * ct.mma(grad, ct.transpose(rows_of(news, chunk, head, 0, V)), zeros(64, 64))
-        found = (scale * ct.exp(g))[:, None] * ct.mma(grad, ct.transpose(state_of(states, chunk, head, 0, K, V)), zeros(64, K))
-        found = ct.mma(ct.astype(inner, k.dtype), k, found)
-        put_numbers(dgamma, head, chunk, ct.sum(found * qf, 1))
-        total = total + found
-    if NORM:
-        total = norm_backward(total, qf, numbers_of(q_rstd, key_head, chunk))
-    put_token_rows(dq, tokens, key_head, 0, total, K)
-
-
-@ct.kernel
-def delta_keys(queries, keys, gamma, states, dstates, news, dout, table, dgamma, partial, scale: float, K: Const, V: Const):
-    """What reaches the keys through the states and the scores. dgamma: what `delta_queries` wrote, added to; partial: [chunks * 64, key
-    heads, K] fp32. Grid: chunks * key heads."""
-    key_heads = keys.shape[1]
-    key_head, chunk, group = ct.bid(0) % key_heads, ct.bid(0) // key_heads, dout.shape[1] // key_heads
-    kf, tokens, row = ct.astype(rows_of(keys, chunk, key_head, 0, K), F32), tokens_of(table, chunk), ct.arange(64, dtype=ct.int32)
-    total = zeros(64, K)
-    for i in range(group):
-        head = key_head * group + i
-        g, last = numbers_of(gamma, head, chunk), last_of(gamma, head, chunk)
-        new, dstate = rows_of(news, chunk, head, 0, V), state_of(dstates, chunk, head, 0, K, V)
-        found = ct.exp(last - g)[:, None] * ct.mma(new, ct.transpose(dstate), zeros(64, K))
-        carried = ct.sum(ct.astype(state_of(states, chunk, head, 0, K, V), F32) * ct.astype(dstate, F32))
-        carried = ct.exp(last) * carried + ct.sum(found * kf)
-        inner = scale * decay_of(g) * ct.mma(token_rows(dout, tokens, head, 0, V), ct.transpose(new), zeros(64, 64))
-        inner = ct.astype(inner, queries.dtype)
-        found = ct.mma(ct.transpose(inner), rows_of(queries, chunk, key_head, 0, K), found)
-        put_numbers(dgamma, head, chunk, numbers_of(dgamma, head, chunk) - ct.sum(found * kf, 1) + ct.where(row == 63, carried, 0.0))
-        total = total + found
-    put_rows(partial, chunk, key_head, 0, total, K)
+    if holds_tokens(table, chunk):
+        k, q = rows_of(keys, chunk, key_head, 0, K), rows_of(queries, chunk, key_head, 0, K)
+        tokens, row = tokens_of(table, chunk), ct.arange(64, dtype=ct.int32)
+        of_queries, of_keys = zeros(64, K), zeros(64, K)
+        for i in range(group):
+            head = key_head * group + i
+            g, last = numbers_of(gamma, head, chunk), last_of(gamma, head, chunk)
+            inner, found = zeros(64, 64), zeros(64, K)
+            for part in range(V // BV):
+                grad = token_rows(dout, tokens, head, part * BV, BV)
+                inner = ct.mma(grad, ct.transpose(rows_of(news, chunk, head, part, BV)), inner)
+                found = ct.mma(grad, ct.transpose(state_of(states, chunk, head, part, K, BV)), found)
+            inner = ct.astype(scale * decay_of(g) * inner, k.dtype)
+            found = ct.mma(inner, k, (scale * ct.exp(g))[:, None] * found)
+            dgam = ct.sum(found * ct.astype(q, F32), 1)
+            of_queries = of_queries + found
+            found, carried = zeros(64, K), ct.zeros((), dtype=F32)
+            for part in range(V // BV):
+                dstate = state_of(dstates, chunk, head, part, K, BV)
+                found = ct.mma(rows_of(news, chunk, head, part, BV), ct.transpose(dstate), found)
+                carried = carried + ct.sum(ct.astype(state_of(states, chunk, head, part, K, BV), F32) * ct.astype(dstate, F32))
+            found = ct.exp(last - g)[:, None] * found
+            carried = ct.exp(last) * carried + ct.sum(found * ct.astype(k, F32))
+            found = ct.mma(ct.transpose(inner), q, found)
+            dgam = dgam - ct.sum(found * ct.astype(k, F32), 1) + ct.where(row == 63, carried, 0.0)
+            put_numbers(dgamma, head, chunk, dgam)
+            of_keys = of_keys + found
+        put_rows(partial, chunk, key_head, 0, of_keys, K)
+        if NORM:
+            of_queries = norm_backward(of_queries, ct.astype(q, F32), numbers_of(q_rstd, key_head, chunk))
+        put_token_rows(dq, tokens, key_head, 0, of_queries, K)
 
 
 @ct.kernel
 def delta_inverse(keys, values, gamma, betas, inverses, states, dnews, table, k_rstd, dgamma, partial, dk, dv, dbeta, dg, K: Const,
-                  V: Const, NORM: Const):
-    """What reaches the keys, the values and the gates through the inverse. dgamma, partial: what `delta_keys` wrote; dk: [tokens, key
+                  V: Const, BV: Const, NORM: Const):
+    """What reaches the keys, the values and the gates through the inverse. dgamma, partial: what `delta_scores` wrote; dk: [tokens, key
     heads, K]; dv: [tokens, heads, V]; dbeta, dg: [tokens, heads] fp32. Grid: chunks * key heads."""
     key_heads = keys.shape[1]
     key_head, chunk, group = ct.bid(0) % key_heads, ct.bid(0) // key_heads, values.shape[1] // key_heads
-    k, tokens = rows_of(keys, chunk, key_head, 0, K), tokens_of(table, chunk)
-    total = rows_of(partial, chunk, key_head, 0, K)
-    for i in range(group):
-        head = key_head * group + i
-        g, b = numbers_of(gamma, head, chunk), numbers_of(betas, head, chunk)
-        be = b * ct.exp(g)
-        inverse = ct.transpose(rows_of(inverses, chunk, head, 0, 64))
-        dnew, v = rows_of(dnews, chunk, head, 0, V), rows_of(values, chunk, head, 0, V)
-        of_values = ct.mma(inverse, dnew, zeros(64, V))
-        put_token_rows(dv, tokens, head, 0, b[:, None] * of_values, V)
-        db = ct.sum(of_values * ct.astype(v, F32), 1)
-        da = ct.mma(dnew, ct.transpose(ct.astype(b[:, None] * ct.astype(v, F32), k.dtype)), zeros(64, 64))
-        dweights = ct.astype(-ct.mma(dnew, ct.transpose(state_of(states, chunk, head, 0, K, V)), zeros(64, K)), k.dtype)
-        da = ct.mma(dweights, ct.transpose(ct.astype(be[:, None] * ct.astype(k, F32), k.dtype)), da)
-        of_keys = ct.mma(inverse, dweights, zeros(64, K))
-        along = ct.sum(of_keys * ct.astype(k, F32), 1)
-        db, dgam = db + ct.exp(g) * along, numbers_of(dgamma, head, chunk) + be * along
-        total = total + be[:, None] * of_keys
-        da = ct.mma(inverse, ct.astype(da, k.dtype), zeros(64, 64))
-        dm = -strictly_lower(ct.mma(ct.astype(da, k.dtype), inverse, zeros(64, 64))) * decay_of(g)
-        x = dm * b[:, None] * ct.mma(k, ct.transpose(k), zeros(64, 64))
-        dgam = dgam + ct.sum(x, 1) - ct.sum(x, 0)
-        h = ct.astype(dm, k.dtype)
-        of_keys = ct.mma(h, k, zeros(64, K))
-        db = db + ct.sum(of_keys * ct.astype(k, F32), 1)
-        total = total + b[:, None] * of_keys
-        total = ct.mma(ct.transpose(h), ct.astype(b[:, None] * ct.astype(k, F32), k.dtype), total)
-        ct.scatter(dbeta, (tokens, head), ct.astype(db, dbeta.dtype))
-        ct.scatter(dg, (tokens, head), ct.astype(ct.cumsum(dgam, 0, reverse=True), dg.dtype))
-    if NORM:
-        total = norm_backward(total, ct.astype(k, F32), numbers_of(k_rstd, key_head, chunk))
-    put_token_rows(dk, tokens, key_head, 0, total, K)
+    if holds_tokens(table, chunk):
+        k, tokens = rows_of(keys, chunk, key_head, 0, K), tokens_of(table, chunk)
+        total = rows_of(partial, chunk, key_head, 0, K)
+        for i in range(group):
+            head = key_head * group + i
+            g, b = numbers_of(gamma, head, chunk), numbers_of(betas, head, chunk)
+            be = b * ct.exp(g)
+            inverse = ct.transpose(rows_of(inverses, chunk, head, 0, 64))
+            da, dweights, db = zeros(64, 64), zeros(64, K), ct.zeros((64,), dtype=F32)
+            for part in range(V // BV):
+                dnew, v = rows_of(dnews, chunk, head, part, BV), ct.astype(rows_of(values, chunk, head, part, BV), F32)
+                found = ct.mma(inverse, dnew, zeros(64, BV))
+                put_token_rows(dv, tokens, head, part * BV, b[:, None] * found, BV)
+                db = db + ct.sum(found * v, 1)
+                da = ct.mma(dnew, ct.transpose(ct.astype(b[:, None] * v, k.dtype)), da)
+                dweights = ct.mma(dnew, ct.transpose(state_of(states, chunk, head, part, K, BV)), dweights)
+            dweights = ct.astype(-dweights, k.dtype)
+            da = ct.mma(dweights, ct.transpose(ct.astype(be[:, None] * ct.astype(k, F32), k.dtype)), da)
+            found = ct.mma(inverse, dweights, zeros(64, K))
+            along = ct.sum(found * ct.astype(k, F32), 1)
+            db, dgam = db + ct.exp(g) * along, numbers_of(dgamma, head, chunk) + be * along
+            total = total + be[:, None] * found
+            da = ct.mma(inverse, ct.astype(da, k.dtype), zeros(64, 64))
+            dm = -strictly_lower(ct.mma(ct.astype(da, k.dtype), inverse, zeros(64, 64))) * decay_of(g)
+            x = dm * b[:, None] * ct.mma(k, ct.transpose(k), zeros(64, 64))
+            dgam = dgam + ct.sum(x, 1) - ct.sum(x, 0)
+            h = ct.astype(dm, k.dtype)
+            found = ct.mma(h, k, zeros(64, K))
+            db = db + ct.sum(found * ct.astype(k, F32), 1)
+            total = total + b[:, None] * found
+            total = ct.mma(ct.transpose(h), ct.astype(b[:, None] * ct.astype(k, F32), k.dtype), total)
+            ct.scatter(dbeta, (tokens, head), ct.astype(db, dbeta.dtype))
+            ct.scatter(dg, (tokens, head), ct.astype(ct.cumsum(dgam, 0, reverse=True), dg.dtype))
+        if NORM:
+            total = norm_backward(total, ct.astype(k, F32), numbers_of(k_rstd, key_head, chunk))
+        put_token_rows(dk, tokens, key_head, 0, total, K)
 
 
 # ---------------------------------------------------------------- what is prebuilt
+# mma.sync takes its operands from registers, and nothing was measured there.
+SPILLS = "two sums of [64, 128] and the operands of their products are more than the registers of sm_80, sm_86, sm_89, sm_120 and sm_121"
+
+
 def variants():
     for dtype in DTYPES:
         wide, narrow, given = chunk_rows(dtype, WIDTH), chunk_rows(dtype, CHUNK), token_arrays(dtype)
         rounded = Array(dtype, (None, None, WIDTH, WIDTH))
         for carry in (0, 1):
-            ends: Params = {"K": WIDTH, "BV": COLUMNS, "CARRY": carry}
-            parts: Params = {"keys": wide, "w": wide, "u": wide, "gamma": NUMBERS, "bounds": TABLE, "initial": STATE, "states": rounded}
-            yield Variant(delta_states, {**parts, "news": wide, **ends}, hints={"num_worker_warps": 8})
-            parts = {"queries": wide, "keys": wide, "w": wide, "p": narrow, "dout": given, "gamma": NUMBERS, "bounds": TABLE}
-            found: Params = {"table": TABLE, "dfinal": STATE, "dstates": rounded, "dnews": wide, "dinitial": STATE, "scale": FLOAT}
-            yield Variant(delta_reverse, {**parts, **found, **ends}, hints={"num_worker_warps": 8}, spills=SPILLS)
+            for columns, targets in WALKS:
+                ends: Params = {"K": WIDTH, "BV": columns, "CARRY": carry}
+                parts: Params = {"keys": wide, "w": wide, "u": wide, "gamma": NUMBERS, "bounds": TABLE, "initial": STATE}
+                found: Params = {"states": rounded, "news": wide}
+                yield Variant(delta_states, {**parts, **found, **ends}, hints={"num_worker_warps": 8}, targets=targets)
+                parts = {"queries": wide, "keys": wide, "w": wide, "p": narrow, "dout": given, "gamma": NUMBERS, "bounds": TABLE}
+                found = {"table": TABLE, "dfinal": STATE, "dstates": rounded, "dnews": wide, "dinitial": STATE, "scale": FLOAT}
+                yield Variant(delta_reverse, {**parts, **found, **ends}, hints={"num_worker_warps": 8}, targets=targets)
         partial = chunk_rows("float32", WIDTH)
-        parts = {"queries": wide, "keys": wide, "gamma": NUMBERS, "states": rounded, "dstates": rounded, "news": wide, "dout": given}
-        results: Params = {"table": TABLE, "dgamma": NUMBERS, "partial": partial, "scale": FLOAT, "K": WIDTH, "V": WIDTH}
-        yield Variant(delta_keys, {**parts, **results}, hints={"num_worker_warps": 8}, spills=SPILLS)
         for norm in (1, 0):
-            sizes: Params = {"K": WIDTH, "V": WIDTH, "NORM": norm}
-            parts = {"queries": wide, "keys": wide, "gamma": NUMBERS, "states": rounded, "news": wide, "dout": given, "table": TABLE}
-            results = {"q_rstd": NUMBERS, "dq": given, "dgamma": NUMBERS, "scale": FLOAT}
-            yield Variant(delta_queries, {**parts, **results, **sizes}, hints={"num_worker_warps": 8}, spills=SPILLS)
+            sizes: Params = {"K": WIDTH, "V": WIDTH, "BV": 64, "NORM": norm}
+            parts = {"queries": wide, "keys": wide, "gamma": NUMBERS, "states": rounded, "dstates": rounded, "news": wide, "dout": given}
+            results: Params = {"table": TABLE, "q_rstd": NUMBERS, "dq": given, "dgamma": NUMBERS, "partial": partial, "scale": FLOAT}
+            yield Variant(delta_scores, {**parts, **results, **sizes}, hints={"num_worker_warps": 8}, spills=SPILLS)
             chunked: Params = {"keys": wide, "values": wide, "gamma": NUMBERS, "betas": NUMBERS, "inverses": narrow, "states": rounded}
             made: Params = {"dnews": wide, "table": TABLE, "k_rstd": NUMBERS, "dgamma": NUMBERS, "partial": partial}
             results = {"dk": given, "dv": given, "dbeta": GATES, "dg": GATES}

@@ -42,13 +42,12 @@ def _documents_by_columns(bounds: int, heads: int):
 
 _place_keys = {norm: Kernel("delta_place_keys", grid=_chunks_by_heads(3), where={"NORM": norm}) for norm in (0, 1)}
 _place_values = Kernel("delta_place_values", grid=_chunks_by_heads(4))
-_invert = Kernel("delta_invert", grid=_chunks_by_heads(3))
+_invert = Kernel("delta_invert", grid=_chunks_by_heads(4))
 _prepare = Kernel("delta_prepare", grid=_chunks_by_heads(2))
 _walk = {carry: Kernel("delta_walk", grid=_documents_by_columns(6, 9), where={"CARRY": carry}) for carry in (0, 1)}
 _states = {carry: Kernel("delta_states", grid=_documents_by_columns(4, 2), where={"CARRY": carry}) for carry in (0, 1)}
 _reverse = {carry: Kernel("delta_reverse", grid=_documents_by_columns(6, 4), where={"CARRY": carry}) for carry in (0, 1)}
-_queries = {norm: Kernel("delta_queries", grid=_chunks_by_heads(0), where={"NORM": norm}) for norm in (0, 1)}
-_keys = Kernel("delta_keys", grid=_chunks_by_heads(1))
+_scores = {norm: Kernel("delta_scores", grid=_chunks_by_heads(0), where={"NORM": norm}) for norm in (0, 1)}
 _inverse = {norm: Kernel("delta_inverse", grid=_chunks_by_heads(0), where={"NORM": norm}) for norm in (0, 1)}
 _step = {
     norm: Kernel("delta_step", grid=lambda c, *a: (a[5].shape[0] * a[2].shape[1], WIDTH // c["BV"]), where={"NORM": norm})
@@ -131,11 +130,11 @@ def _place(q, k, v, g, beta, table, norm: bool):
     return queries, keys, values, gamma, betas, q_rstd, k_rstd
 
 
-def _made(queries, keys, values, gamma, betas, inverses, scale: float):
+def _made(queries, keys, values, gamma, betas, table, inverses, scale: float):
     """(W, U, P) of every chunk."""
     w, u = (values.new_empty(values.shape) for _ in range(2))
     p = values.new_empty((*values.shape[:2], CHUNK))
-    _prepare(queries, keys, values, gamma, betas, inverses, w, u, p, scale)
+    _prepare(queries, keys, values, gamma, betas, table, inverses, w, u, p, scale)
     return w, u, p
 
 
@@ -168,8 +167,8 @@ def _forward(
         initial = torch.zeros((bounds.shape[1], v.shape[1], WIDTH, WIDTH), dtype=torch.float32, device=v.device)
     queries, keys, values, gamma, betas, _, _ = _place(q, k, v, g, beta, table, norm)
     inverses = v.new_empty((values.shape[0], v.shape[1], CHUNK))
-    _invert(keys, gamma, betas, inverses)
-    w, u, p = _made(queries, keys, values, gamma, betas, inverses, scale)
+    _invert(keys, gamma, betas, table, inverses)
+    w, u, p = _made(queries, keys, values, gamma, betas, table, inverses, scale)
     out, (start, final) = torch.empty_like(v, memory_format=torch.contiguous_format), _carried(initial, v)
     _walk[carry](queries, keys, w, u, p, gamma, bounds, table, start, out, final, scale)
     return out, final if carry else final.new_empty(0), inverses
@@ -223,7 +222,7 @@ def _heads_backward(q, k, v, g, beta, inverses, dout, table, bounds, initial, df
         initial, dfinal = (torch.zeros(shape, dtype=torch.float32, device=v.device) if x is None else x for x in (initial, dfinal))
     queries, keys, values, gamma, betas, q_rstd, k_rstd = _place(q, k, v, g, beta, table, norm)
     inverses = aligned(inverses)
-    w, u, p = _made(queries, keys, values, gamma, betas, inverses, scale)
+    w, u, p = _made(queries, keys, values, gamma, betas, table, inverses, scale)
     states, dstates = (v.new_empty((table.shape[1], *shape[1:])) for _ in range(2))
     news, dnews = values.new_empty(values.shape), values.new_empty(values.shape)
     begin, _ = _carried(initial, v)
@@ -232,8 +231,7 @@ def _heads_backward(q, k, v, g, beta, inverses, dout, table, bounds, initial, df
     _reverse[carry](queries, keys, w, p, dout, gamma, bounds, table, behind, dstates, dnews, dinitial, scale)
     dq, dk, dv, dg, dbeta = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta))
     dgamma, partial = torch.empty_like(gamma), torch.empty_like(keys, dtype=torch.float32)
-    _queries[norm](queries, keys, gamma, states, news, dout, table, q_rstd, dq, dgamma, scale)
-    _keys(queries, keys, gamma, states, dstates, news, dout, table, dgamma, partial, scale)
+    _scores[norm](queries, keys, gamma, states, dstates, news, dout, table, q_rstd, dq, dgamma, partial, scale)
     _inverse[norm](keys, values, gamma, betas, inverses, states, dnews, table, k_rstd, dgamma, partial, dk, dv, dbeta, dg)
     return dq, dk, dv, dg, dbeta, dinitial if carry else None
 

@@ -1,0 +1,93 @@
+"""The bytes and the products of each kernel of the gated delta rule, counted, beside what the rule cannot do without."""
+
+from collections import defaultdict
+
+import pytest
+import torch
+
+from interpreter import ops as interpreted_ops
+from interpreter.backend import InterpreterBackend
+from tests.ops import gated_delta_rule as rule
+from tests.ops.common import BF16
+
+TOKENS, KEY_HEADS, HEADS, WIDTH, CHUNK = 128, 1, 2, rule.WIDTH, 64
+# Bytes of a token: a row of all key heads and of all value heads in bf16, a row of a chunk's square, and its share of a chunk's state.
+KEY, VALUE, SQUARE, STATE = KEY_HEADS * WIDTH * 2, HEADS * WIDTH * 2, HEADS * CHUNK * 2, HEADS * WIDTH * WIDTH * 2 // CHUNK
+BYTES = {
+    "delta_place_keys": 4 * KEY,
+    "delta_place_values": 2 * VALUE,
+    "delta_invert": KEY + SQUARE,
+    "delta_prepare": 2 * KEY + VALUE + SQUARE + 2 * VALUE + SQUARE,
+    "delta_walk": 2 * KEY + 2 * VALUE + SQUARE + VALUE,
+    "delta_states": KEY + 2 * VALUE + VALUE + STATE,
+    "delta_reverse": 2 * KEY + VALUE + SQUARE + VALUE + VALUE + STATE,
+    "delta_scores": 2 * KEY + 2 * VALUE + 2 * STATE + KEY + 2 * KEY,
+    "delta_inverse": KEY + 2 * VALUE + SQUARE + STATE + 2 * KEY + KEY + VALUE,
+}
+# Multiplications of a token and value head: a product with the chunk's other tokens over the width (NEAR), and one with a state (FAR).
+NEAR, FAR = CHUNK * WIDTH, WIDTH * WIDTH
+SQUARES = (6 * 4 * 16**3 + 4 * 16**3 + 2 * 32**3) // CHUNK  # of the inverse: six in each block of 16, two for each of three merges
+PRODUCTS = {
+    "delta_invert": NEAR + SQUARES,
+    "delta_prepare": 3 * NEAR,
+    "delta_walk": 3 * FAR + NEAR,
+    "delta_states": 2 * FAR,
+    "delta_reverse": 3 * FAR + NEAR,
+    "delta_scores": 2 * FAR + 3 * NEAR,
+    "delta_inverse": FAR + 7 * NEAR + 2 * CHUNK * CHUNK,
+}
+FORWARD = ("delta_place_keys", "delta_place_values", "delta_invert", "delta_prepare", "delta_walk")
+BACKWARD = ("delta_place_keys", "delta_place_values", "delta_prepare", "delta_states", "delta_reverse", "delta_scores", "delta_inverse")
+# Read q, k, v, and write the output and the inverses, which the backward pass needs; there read these and the output's gradient.
+FLOORS = {FORWARD: 2 * KEY + 2 * VALUE + SQUARE, BACKWARD: 4 * KEY + 3 * VALUE + SQUARE}
+MOST = {FORWARD: 4.2, BACKWARD: 6.8}  # times the floor's bytes, for two value heads a key head
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """[(kernel, bytes of the rows and states that it was given, multiplications)] of each launch, in order."""
+    launches, products = [], [0]
+    product, prepare = interpreted_ops._product, InterpreterBackend.prepare
+
+    def counting_product(x, y, dtype):
+        products[0] += x.data.numel() * y.data.shape[-1]
+        return product(x, y, dtype)
+
+    def counting_prepare(self, variant, device, grid, arrays, integers):
+        launch, parameters = prepare(self, variant, device, grid, arrays, integers), self.artifacts.sources[variant.name].params.values()
+        dtypes = [p.dtype for p in parameters if not isinstance(p, int) and p.describe()["kind"] == "array"]
+        sizes = [
+            torch.Size(shape).numel() * (2 if dtype == "bfloat16" else 4)
+            for (shape, _), dtype in zip(arrays, dtypes, strict=True)
+            if len(shape) > 2 and shape[0] > 1  # no gates, and no states that are not carried
+        ]
+
+        def counting(*given):
+            before = products[0]
+            launch(*given)
+            launches.append((variant.name.partition("-")[0], sum(sizes), products[0] - before))
+
+        return counting
+
+    monkeypatch.setattr(interpreted_ops, "_product", counting_product)
+    monkeypatch.setattr(InterpreterBackend, "prepare", counting_prepare)
+    return launches
+
+
+def test_bytes_and_products(interpreted, counted):
+    leaves = [x[None].requires_grad_() for x in rule.inputs_of(BF16, "cpu", TOKENS, KEY_HEADS, HEADS, WIDTH)]
+    out, _ = rule.module_of(interpreted).gated_delta_rule(*leaves, l2_norm=True)
+    forward = len(counted)
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert tuple(name for name, *_ in counted[:forward]) == FORWARD
+    assert tuple(name for name, *_ in counted[forward:]) == BACKWARD
+    found = defaultdict(set)
+    for name, size, count in counted:
+        found[name].add((size / TOKENS, count / (TOKENS * HEADS)))
+    assert found == {name: {(BYTES[name], PRODUCTS.get(name, 0))} for name in BYTES}
+
+
+@pytest.mark.parametrize("kernels", (FORWARD, BACKWARD), ids=("forward", "backward"))
+def test_bytes_beside_the_floor(kernels):
+    """A kernel that is added, or reads more, shows here."""
+    assert sum(BYTES[name] for name in kernels) <= MOST[kernels] * FLOORS[kernels]
