@@ -1,5 +1,6 @@
 """The comparison of someone else's tests with and without a package, on a checkout of three tests."""
 
+import importlib.util
 import json
 
 import pytest
@@ -112,3 +113,11 @@ def test_what_is_undone_meanwhile_counts(tmp_path):
     assert run.outcomes == {"a": "failed ValueError; failed OSError"} and run.layer_calls == {"rms_norm_forward": 5}
     assert upstream.differences(run, upstream.Run()) == {"a": ("failed ValueError; failed OSError", "did not run")}
     assert upstream.undone(run) == [[["rms_norm"], []]]
+
+
+def test_every_family_has_its_tests_named():
+    found = upstream.transformers_tests()
+    assert {f"tests/models/{name}/test_modeling_{name}.py" for name in ("llama", "gemma3", "ernie4_5")} < set(found["packages/decoders"])
+    assert found["packages/gpt-oss"] == ("tests/models/gpt_oss/test_modeling_gpt_oss.py",)
+    modules = [path.removeprefix("tests/").removesuffix(".py").replace("/", ".") for paths in found.values() for path in paths]
+    assert all(importlib.util.find_spec(f"transformers.{name.replace('.test_', '.')}") for name in modules)

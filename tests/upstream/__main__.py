@@ -21,9 +21,17 @@ from pathlib import Path
 
 import torch
 
+from tools import family_table
+
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = Path(__file__).with_name("bastile_in_force.py")
-TRANSFORMERS = {".": ("tests/models/qwen3", "tests/models/qwen3_moe"), "packages/gpt-oss": ("tests/models/gpt_oss",)}
+
+
+def transformers_tests() -> dict[str, tuple[str, ...]]:
+    """transformers' tests of the models of each package: those of the decoders' are of its rows."""
+    modules = [own.family.modeling.split(".")[2] for own in family_table.rows()]
+    named = {".": ("qwen3", "qwen3_moe"), "packages/gpt-oss": ("gpt_oss",), "packages/decoders": tuple(modules)}
+    return {package: tuple(f"tests/models/{name}/test_modeling_{name}.py" for name in names) for package, names in named.items()}
 
 
 @dataclass
@@ -124,9 +132,10 @@ def main(arguments=None) -> int:
     args = p.parse_args(own)
     if args.tests and not args.package:
         p.error("--tests needs --package")
-    if args.package and not args.tests and args.package not in TRANSFORMERS:
-        p.error(f"--package {args.package} needs --tests; transformers has some for {', '.join(TRANSFORMERS)}")
-    suites = {args.package: args.tests or TRANSFORMERS[args.package]} if args.package else TRANSFORMERS
+    known = transformers_tests()
+    if args.package and not args.tests and args.package not in known:
+        p.error(f"--package {args.package} needs --tests; transformers has some for {', '.join(known)}")
+    suites = {args.package: args.tests or known[args.package]} if args.package else known
     same = []
     for package, tests in suites.items():
         with tempfile.TemporaryDirectory() as folder:
