@@ -1,6 +1,7 @@
 """The libraries that people train and run Qwen3 with, on the CPU."""
 
 from tests.integrations.adapters import *  # noqa: F403
+from tests.integrations.decoders import *  # noqa: F403
 from tests.integrations.device_maps import *  # noqa: F403
 from tests.integrations.inference import *  # noqa: F403
 from tests.integrations.lora import *  # noqa: F403

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.integrations.adapters import *  # noqa: F403
+from tests.integrations.decoders import *  # noqa: F403
 from tests.integrations.device_maps import *  # noqa: F403
 from tests.integrations.inference import *  # noqa: F403
 from tests.integrations.lora import *  # noqa: F403
@@ -16,6 +17,12 @@ from tests.integrations.trainers import *  # noqa: F403
 def qwen3(ops):
     yield ops
     ops.reset()
+
+
+@pytest.fixture
+def decoders(decoders):
+    yield decoders
+    decoders.reset()
 
 
 @pytest.fixture

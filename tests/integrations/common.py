@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from tests import decoder_families
 from tests.models import random_tokens, tiny_model
 
 WAYS = ("apply", "kernelize", "pack")
@@ -18,13 +19,23 @@ def model_on(device, dtype=torch.float32, **changes):
     return tiny_model(dtype, **{**sizes, **changes}).to(device)
 
 
+FAMILIES = ("llama", "gemma3_text", "phi3")  # the layer as it is; norms around the branches and windows; packed projections
+FAMILY_SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+
+
+def family_on(name, device, **changes):
+    """A small model of a family of `bastile/decoders` in training mode, on a GPU of a size that the kernels take."""
+    kind = "eager" if name == "gemma2" else "sdpa"  # Gemma 2 has no other
+    return decoder_families.tiny(name, attn_implementation=kind, **{**({} if device == "cpu" else FAMILY_SIZES), **changes}).to(device)
+
+
 installed = []
 
 
 @pytest.fixture(autouse=True)
-def layers_run(qwen3, monkeypatch):
+def layers_run(request, monkeypatch):
     """Fails a test whose kernelized model ran none of our operations: it would have compared the plain model with itself."""
-    ran = []
+    ran, qwen3 = [], request.getfixturevalue("decoders" if "decoders" in request.fixturenames else "qwen3")
     layer = "shared.hf.decoder_layer"
     for module, name in (("shared.hf.forwards", "rms_norm"), (layer, "rms_norm"), (layer, "norm_attention_inputs")):
         functions = sys.modules[f"{qwen3.__name__}.{module}"]

@@ -3,13 +3,15 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from tests.integrations.common import FACTOR, WAYS, batch, install, model_on
+from tests.integrations.common import FACTOR, FAMILIES, WAYS, batch, family_on, install, model_on
 from tests.integrations.ranks import WORLD
 from tests.models import Step
 from tests.ops.adamw import small_parameters_too
@@ -133,14 +135,14 @@ def shard(here, model, units="layers", **options):
     return fully_shard(model, mesh=here.mesh, **options)
 
 
-def check_fsdp(here, how, units, options, changes):
+def check_fsdp(here, how, units, options, changes, build=model_on):
     """Installed before and after the model is sharded."""
     device = here.own_device
     inputs = batch(device, ROWS, LENGTH)
-    expected = Step(model_on(device, **changes), **inputs)
+    expected = Step(build(device, **changes), **inputs)
     mine = rows_of(inputs, here.rank)
     for first in ("install", "shard"):
-        model = model_on(device, **changes)
+        model = build(device, **changes)
         if first == "install":
             model = shard(here, install(here.qwen3, model, how), units, **options)
         else:
@@ -153,6 +155,14 @@ def check_fsdp(here, how, units, options, changes):
             (2 * output.loss).backward()
             assert_gradients(gradients_of(model), expected.gradients, here.device)
         here.qwen3.reset()
+
+
+def check_fsdp_of_family(here, folder, name):
+    """As `check_fsdp`, with the package for every dense family."""
+    from kernels import get_local_kernel
+
+    here = dataclasses.replace(here, qwen3=get_local_kernel(Path(folder), backend=here.device))
+    check_fsdp(here, "kernelize", "layers", {}, {}, functools.partial(family_on, name))
 
 
 def check_fsdp_offload(here, how):
@@ -413,6 +423,12 @@ def test_fsdp(ranks, how, units):
 @pytest.mark.parametrize("tied", [False, True])
 def test_fsdp_options(ranks, tied):
     ranks.run(check_fsdp, "kernelize", "layers", {"reshard_after_forward": False}, {"tie_word_embeddings": tied})
+
+
+@pytest.mark.integration("FSDP2: Llama, Gemma 3 and Phi-3")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fsdp_of_families(ranks, decoders_folder, name):
+    ranks.run(check_fsdp_of_family, str(decoders_folder), name)
 
 
 @pytest.mark.integration("FSDP2: weights and gradients kept on the CPU (CPUOffloadPolicy)", on="cuda")

@@ -40,6 +40,11 @@ def device_type():
 
 
 @pytest.fixture(scope="session")
+def decoders_folder():
+    return ROOT / "packages/decoders"
+
+
+@pytest.fixture(scope="session")
 def ranks():
     found = Ranks("cuda", ROOT)
     yield found
