@@ -59,6 +59,20 @@ KERNELS = {
 HEADS = {"gemma3_text": 128}  # of a length that has kernels
 
 
+@pytest.mark.parametrize(
+    ("name", "head_dim", "reason"),
+    (
+        ("llama", 12, "there is no kernel for heads of 12"), ("llama", 64, ""), ("phi3", 96, ""), ("gemma3_text", 256, ""),
+        ("gemma2", 256, "the model caps the scores"),
+    ),
+)
+def test_explain_says_where_attention_has_no_kernel(decoders, interpret, name, head_dim, reason):
+    interpret(decoders, kernels_of_package("packages/decoders"))
+    model = decoders.kernelize(tiny(name, head_dim=head_dim, num_hidden_layers=1, attn_implementation=None))
+    found = [row.reason for row in decoders.explain(model).rows if row.part == "attention"]
+    assert len(found) == bool(reason) and all(reason in text for text in found)
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_step_of_a_family_runs_in_kernels(decoders, interpret, name):
     def step_of(model):

@@ -18,6 +18,7 @@ from ..ops.attention import takes_heads
 from ..runtime.device import kernels_run_on
 from .attention import attention_forward
 from .binding import remember
+from .explanation import Reason
 from .masks import ATTENTION, CHOICE, MASKING, TRACEABLE, visible_mask
 from .modules import SAVED
 
@@ -75,6 +76,20 @@ def head_dim_of(config) -> Optional[int]:
 def caps_scores(config) -> bool:
     """Tells whether a model caps the scores of its attention, which no kernel of ours does."""
     return getattr(config, "attn_logit_softcapping", None) is not None
+
+
+def why_no_kernel(module) -> Optional[Reason]:
+    """Why a decoder's attention is never ours on a GPU whose kernels run, None where it may be; None for every other module."""
+    if type(module) not in _decoders:
+        return None
+    config, weight = module.config, next(module.parameters(), None)
+    if weight is None or weight.is_meta or not kernels_run_on(torch.empty(0, device=weight.device)):
+        return None
+    left = "so windows, documents and padding are a mask of SDPA's"
+    if caps_scores(config):
+        return Reason("shape", f"the model caps the scores of its attention, which no kernel does, {left}")
+    head_dim = head_dim_of(config)
+    return None if takes_heads(head_dim) else Reason("shape", f"there is no kernel for heads of {head_dim}, {left}")
 
 
 # ---------------------------------------------------------------- choosing it

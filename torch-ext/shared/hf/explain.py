@@ -7,7 +7,7 @@ import torch
 
 from ..ops.common import side_by_side
 from . import trl
-from .attention_choice import name_that_is_kept
+from .attention_choice import name_that_is_kept, why_no_kernel
 from .capture import captured_passes
 from .causal_lm import why_head_is_not_plain, why_logits_are_wanted, why_loss_is_not_standard
 from .explanation import Explanation, Reason, explanation_of, no_kernels
@@ -60,6 +60,8 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
             found[pair] += 1
     for name in filter(None, (name_that_is_kept(module) for module in model.modules())):
         found["attention", Reason("named", f"attn_implementation={name!r} was asked for by name")] += 1
+    for attention in filter(None, map(why_no_kernel, model.modules())):
+        found["attention", attention] += 1
     if trl.is_imported():
         found[trl.PART, trl.why_not(model)] += 1
     for operation, (text, count) in left.items():

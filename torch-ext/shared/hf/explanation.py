@@ -13,6 +13,7 @@ ADVICE = {
     "device": "move the model to a CUDA device",
     "kernels": "",
     "row": "add one (docs/maintainers.md), or accept that these parts run one by one",
+    "shape": "",
     "unpatched": "call apply(), or kernelize(model)",
     "texts": "install a newer release of this package, or the newest transformers that it was tested with",
     "zero3": "make whole decoder layers its unit: deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])",

@@ -88,9 +88,9 @@ class Shapes:
             if "forward" in vars(module) or not _is_called_plainly(module):
                 continue
             text = text_of(_unwrapped(forward), "forward")
-            for operation in _FITS if text is not None else ():
-                ours = self.known.get((operation, text.fingerprint))
-                if ours is not None and _FITS[operation](module) and _reads_only_its_state(module, text.node):
+            for operation, fits in _FITS.items():
+                ours = None if text is None else self.known.get((operation, text.fingerprint))
+                if text is not None and ours is not None and fits(module) and _reads_only_its_state(module, text.node):
                     found.append(Part(operation, module, ours))
             if forward not in rotaries:
                 rotaries[forward] = self._with_rotary(forward)
@@ -144,7 +144,7 @@ def _text_of(code, name: str) -> Optional[Text]:
     if tree is None or all(_runs(again) != _runs(code) for again in _codes(compiled) if (again.co_name, again.co_firstlineno) == place):
         return None
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and place == (node.name, min(part.lineno for part in (node, *node.decorator_list))):
+        if isinstance(node, ast.FunctionDef) and place == (node.name, min([node.lineno, *[one.lineno for one in node.decorator_list]])):
             return Text(node, fingerprint_of(ast.FunctionDef(**{**dict(ast.iter_fields(node)), "name": name})))
     return None
 
