@@ -104,8 +104,11 @@ def row_tile(columns: int, tiles, tiles_unaligned, *rows: torch.Tensor) -> Optio
 
 
 def are_held(kernel: Kernel, *rows: torch.Tensor) -> bool:
-    """Whether a kernel holds rows of one length as they lie in memory: those in half precision, at addresses that it takes."""
+    """Whether a kernel holds rows of one length as they lie in memory: those in half precision, at addresses that it takes, of a dtype that
+    it was prebuilt for."""
     if rows[0].dtype not in HALF or rows[0].shape[1] > kernel.constant("TILE") * kernel.constant("TILES"):
+        return False
+    if not kernel.takes(*(t[:1] for t in rows)):  # which does not depend on how many rows there are
         return False
     return row_tile(rows[0].shape[1], (rows[0].shape[1],), (), *rows) is not None
 
