@@ -40,8 +40,9 @@ def tiny_model(dtype=torch.float32, cls=None, **changes):
     return model.to(dtype).train()
 
 
-def tiny_qwen3_5(dtype=torch.float32, width=16, **changes):
-    """Three delta nets and a layer with attention, in training mode, always with the same weights. width: of the nets' keys and values."""
+def tiny_qwen3_5(dtype=torch.float32, width=16, config=None, cls=None, **changes):
+    """Three delta nets and a layer with attention, in training mode, always with the same weights. width: of the nets' keys and values.
+    config, cls: those of another model of the kind."""
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
@@ -60,7 +61,7 @@ def tiny_qwen3_5(dtype=torch.float32, width=16, **changes):
         "max_position_embeddings": 256,
     }
     torch.manual_seed(0)
-    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**sizes, **changes}))
+    model = (cls or Qwen3_5ForCausalLM)((config or Qwen3_5TextConfig)(**{**sizes, **changes}))
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and "conv1d" not in name:
             torch.nn.init.normal_(parameter, 0, 0.15)

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+from collections import Counter
 
 import kernels
 import pytest
@@ -10,6 +11,7 @@ from kernels import Mode
 
 from tests.models import Step, random_tokens, tiny_qwen3_5
 from tests.ops.common import launched, runtime_of
+from tests.versions import needs_decorators
 
 TOKENS = random_tokens(2, 80)
 FACTOR = 30  # of the bound for one operation: two fp32 runs of four layers; the few numbers of dt_bias and A_log are sums that cancel
@@ -100,7 +102,88 @@ def test_padding(qwen3_5):
     found.assert_same(expected, FACTOR)
 
 
-def test_the_hubs_mapping(qwen3_5):
+@pytest.fixture
+def functions_put_back():
+    """transformers has one object for all models of each function that a mapping replaces."""
+    modules = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next")]
+    functions = [found for module in modules for found in vars(module).values() if isinstance(found, torch.nn.Module)]
+    before = [dict(vars(function)) for function in functions]
+    yield
+    for function, kept in zip(functions, before, strict=True):
+        vars(function).clear()
+        vars(function).update(kept)
+
+
+@needs_decorators
+@pytest.mark.parametrize("name", ("qwen3_next", "qwen3_5_moe"))
+def test_models_that_open_functions_to_the_hub(qwen3_5, functions_put_back, name, monkeypatch):
+    """Qwen3-Next and Qwen3.5-MoE by the mapping alone: a training step, generated text, and documents in a row."""
+    model = tiny_sparse(name)
+    tokens = {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False}
+    expected = Step(model, **tokens)
+    prompt = {"inputs": TOKENS[:, :20], "max_new_tokens": 6, "do_sample": False}
+    text = model.eval().generate(**prompt)
+    with kernels.use_kernel_mapping(qwen3_5.mapping()):
+        kernels.kernelize(model.train(), mode=Mode.TRAINING, device="cpu")
+    called = Counter()
+
+    def counting(function):
+        def run(*args, **options):
+            called.update([function.__name__])
+            return function(*args, **options)
+
+        return run
+
+    ours = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.delta_net")
+    for function in ("gated_delta_rule", "gated_delta_step", "short_conv"):
+        monkeypatch.setattr(ours, function, counting(getattr(ours, function)))
+    Step(model, **tokens).assert_same(expected, FACTOR)
+    assert called == {"gated_delta_rule": 3, "short_conv": 3}
+    with torch.no_grad():
+        assert torch.equal(model.eval().generate(**prompt), text)
+        assert called["gated_delta_step"] == 3 * 5
+        lengths = (30, 50, 80)
+        options = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None], "use_cache": False}
+        options["cu_seq_lens_q"] = torch.tensor([0, 30, 80, 160], dtype=torch.int32)
+        packed = model(input_ids=TOKENS.reshape(1, -1), **options).logits
+        parts = TOKENS.reshape(1, -1).split(lengths, 1)
+        alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], 1)
+    assert torch.allclose(packed, alone, atol=1e-4)  # experts of a whole row sum in another order
+
+
+def tiny_sparse(name):
+    """A Qwen3-Next or a Qwen3.5-MoE of four layers, in training mode, always with the same weights."""
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    if name == "qwen3_next":
+        config = importlib.import_module("transformers.models.qwen3_next.configuration_qwen3_next").Qwen3NextConfig
+        cls = module.Qwen3NextForCausalLM
+    else:
+        config = importlib.import_module("transformers.models.qwen3_5_moe.configuration_qwen3_5_moe").Qwen3_5MoeTextConfig
+        cls = module.Qwen3_5MoeForCausalLM
+    return tiny_qwen3_5(config=config, cls=cls, **sizes)
+
+
+def test_a_convolution_of_other_taps_in_a_row_of_documents_is_refused(qwen3_5):
+    convolve = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.delta_net").convolution_function
+    x, weight = torch.randn(1, 4, 9), torch.randn(4, 3)
+    expected = torch.nn.functional.conv1d(torch.nn.functional.pad(x, (2, 0)), weight[:, None], groups=4)
+    assert torch.allclose(convolve(x, weight, None, None), expected, atol=1e-6)
+    with pytest.raises(ValueError, match="documents has 3 taps and activation None; expected 4 taps"):
+        convolve(x, weight, None, None, torch.tensor([0, 4, 9]))
+
+
+def test_documents_by_seq_idx(qwen3_5):
+    """As padding-free collators give them to the convolution."""
+    convolve = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.delta_net").convolution_function
+    x, weight = torch.randn(2, 4, 9), torch.randn(4, 4)
+    index = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9])
+    found = convolve(x, weight, None, "silu", seq_idx=index)
+    parts = [convolve(x[:1, :, part], weight, None, "silu") for part in (slice(0, 3), slice(3, 7), slice(7, 9))]
+    assert torch.allclose(found, torch.cat((torch.cat(parts, 2), convolve(x[1:], weight, None, "silu"))), atol=1e-6)
+
+
+def test_the_hubs_mapping(qwen3_5, functions_put_back):
     model = tiny_qwen3_5()
     expected = step_of(model)
     with kernels.use_kernel_mapping(qwen3_5.mapping()):

@@ -22,12 +22,16 @@ def documents_of(position_ids: torch.Tensor) -> Optional[torch.Tensor]:
     """
     if position_ids.shape[1] < 2:
         return None
-    new = torch.ones_like(position_ids, dtype=torch.bool)
-    new[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    starts = new.flatten().nonzero().flatten()
-    if starts.numel() == position_ids.shape[0]:
+    return bounds_of(position_ids[:, 1:] != position_ids[:, :-1] + 1)
+
+
+def bounds_of(starts: torch.Tensor) -> Optional[torch.Tensor]:
+    """The same, from whether a document starts at each token of a row behind its first one [batch, tokens - 1]."""
+    batch, length = starts.shape
+    new = torch.nn.functional.pad(starts, (1, 0), value=True).flatten().nonzero().flatten()
+    if new.numel() == batch:
         return None
-    return torch.nn.functional.pad(starts, (0, 1), value=position_ids.numel()).to(torch.int32)
+    return torch.nn.functional.pad(new, (0, 1), value=batch * (length + 1)).to(torch.int32)
 
 
 def documents_for(position_ids, attention_mask, past_key_values, given: dict) -> dict:
@@ -99,6 +103,51 @@ def _convolved(self, mixed, cache, documents):
         return update(channels_first, state, weight, bias, self.activation).transpose(1, 2)
     seen = cache.update_conv_state(channels_first, self.layer_idx, conv_kernel_size=self.conv_kernel_size)
     return short_conv(seen.transpose(1, 2), weight, bias)[:, -length:]
+
+
+def rule_function(query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens=None, scale=None):
+    """Serves as transformers' function of the gated delta rule, in chunks or token by token: (output, final state or None)."""
+    options = {"initial_state": initial_state, "scale": scale, "l2_norm": use_qk_l2norm_in_kernel}
+    given = query, key, value, g, beta
+    if query.shape[1] == 1 and initial_state is not None and cu_seqlens is None and not needs_gradient(*given, initial_state):
+        out, state = gated_delta_step(*given, **options)
+        return out, state if output_final_state else None
+    out, state = gated_delta_rule(*given, cu_seqlens=cu_seqlens, output_final_state=output_final_state, **options)
+    return out, state if output_final_state else None
+
+
+def needs_gradient(*tensors) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def convolution_function(hidden_states, weight, bias, activation, cu_seqlens=None, seq_idx=None):
+    """Serves as transformers' causal convolution: hidden_states [batch, channels, tokens] -> the same. seq_idx: the document of each token
+    [batch, tokens]."""
+    x, weight = hidden_states.transpose(1, 2).to(weight.dtype), weight
+    if cu_seqlens is None and seq_idx is not None:
+        cu_seqlens = bounds_of(seq_idx[:, 1:] != seq_idx[:, :-1])
+    shape = x.shape
+    if cu_seqlens is not None and shape[0] > 1:
+        x = x.reshape(1, -1, shape[2])
+    if weight.shape[1] == TAPS and activation in ("silu", "swish"):
+        out = short_conv(x, weight, bias, cu_seqlens=cu_seqlens)
+    elif cu_seqlens is None:
+        padded = torch.nn.functional.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
+        out = torch.nn.functional.conv1d(padded, weight[:, None], bias, groups=shape[2])
+        out = (out if activation is None else getattr(torch.nn.functional, activation)(out)).transpose(1, 2)
+    else:
+        raise ValueError(
+            f"the convolution of a row with documents has {weight.shape[1]} taps and activation {activation!r}; expected {TAPS} taps and "
+            "'silu'. Give each document a row of its own"
+        )
+    return out.reshape(shape).transpose(1, 2).to(hidden_states.dtype)
+
+
+def convolution_step(hidden_states, conv_state, weight, bias, activation):
+    """Serves as transformers' `causal_conv1d_update`: the convolution of tokens behind those in conv_state, which takes them in."""
+    seen = torch.cat((conv_state, hidden_states), -1)
+    conv_state.copy_(seen[:, :, -conv_state.shape[-1] :])
+    return convolution_function(seen, weight, bias, activation)[:, :, -hidden_states.shape[-1] :].to(hidden_states.dtype)
 
 
 def _ruled(self, q, k, v, g, beta, cache, documents):

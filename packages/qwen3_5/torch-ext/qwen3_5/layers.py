@@ -39,6 +39,47 @@ class Qwen3_5GatedDeltaNet(nn.Module):
         return delta_net.delta_net_forward(self, hidden_states, cache_params, attention_mask, **kwargs)
 
 
+class ChunkGatedDeltaRule(nn.Module):
+    """For the function `chunk_gated_delta_rule` of every gated delta net: query, key [batch, tokens, key heads, K], value [batch, tokens,
+    heads, V], g and beta [batch, tokens, heads] -> (output like value, final states)."""
+
+    can_torch_compile = True
+
+    def forward(self, query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+                use_qk_l2norm_in_kernel=False, **kwargs):
+        state = initial_state, output_final_state, use_qk_l2norm_in_kernel
+        return delta_net.rule_function(query, key, value, g, beta, *state, kwargs.get("cu_seqlens"), kwargs.get("scale"))
+
+
+class FusedRecurrentGatedDeltaRule(nn.Module):
+    """For the function `fused_recurrent_gated_delta_rule`: the same, for generating text."""
+
+    can_torch_compile = True
+
+    def forward(self, query, key, value, g, beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, **kwargs):
+        state = initial_state, output_final_state, use_qk_l2norm_in_kernel
+        return delta_net.rule_function(query, key, value, g, beta, *state, kwargs.get("cu_seqlens"), kwargs.get("scale"))
+
+
+class CausalConv1dFn(nn.Module):
+    """For the function `causal_conv1d_fn`: hidden_states [batch, channels, tokens] -> the same."""
+
+    can_torch_compile = True
+
+    def forward(self, hidden_states, weight, bias=None, activation=None, **kwargs):
+        documents = kwargs.get("cu_seq_lens_q")
+        return delta_net.convolution_function(hidden_states, weight, bias, activation, documents, kwargs.get("seq_idx"))
+
+
+class CausalConv1dUpdate(nn.Module):
+    """For the function `causal_conv1d_update`, which writes the last tokens into conv_state [batch, channels, taps]."""
+
+    can_torch_compile = True
+
+    def forward(self, hidden_states, conv_state, weight, bias=None, activation=None):
+        return delta_net.convolution_step(hidden_states, conv_state, weight, bias, activation)
+
+
 class DecoderLayer(layers.decoder_layer_of(QWEN3_5)):
     """For Qwen3_5DecoderLayer: hidden_states [batch, tokens, hidden] -> the same; norm, MLP and residual connections in one node."""
 
