@@ -32,12 +32,14 @@ def interpreter_of(name: str) -> str:
     """The interpreter of an environment, which is made where it is not there yet."""
     folder, packages = FOLDER / name, ENVIRONMENTS[name]
     ready, interpreter = folder / ".ready", str(folder / "bin/python")
-    if ready.is_file() and ready.read_text() == " ".join(packages):
+    made = ready.is_file() and ready.read_text() == " ".join(packages)
+    if not made:
+        venv.create(folder, clear=True)
+    packages_here = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+    pinned = Path(sysconfig.get_path("purelib")).resolve()  # which may have moved since the environment was made
+    (packages_here / "pinned.pth").write_text(f"import site; site.addsitedir({str(pinned)!r})\n", encoding="utf-8")
+    if made:
         return interpreter
-    venv.create(folder, clear=True)
-    packages_here = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
-    pinned = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
-    Path(packages_here, "pinned.pth").write_text(pinned, encoding="utf-8")
     subprocess.run([interpreter, "-m", "pip", "install", "--quiet", *packages], check=True)
     ready.write_text(" ".join(packages))
     return interpreter
