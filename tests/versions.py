@@ -1,4 +1,4 @@
-"""What differs between the versions of transformers that the tests run with."""
+"""What differs between the versions of transformers and torch that the tests run with."""
 
 import inspect
 
@@ -10,6 +10,8 @@ from transformers.models.qwen3 import modeling_qwen3
 # transformers leaves its decorators for `kernels` out where `kernels` is not of the version that it wants.
 DECORATORS = isinstance(modeling_qwen3.apply_rotary_pos_emb, torch.nn.Module)
 needs_decorators = pytest.mark.skipif(not DECORATORS, reason="this transformers does not work with this kernels")
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+needs_compiler = pytest.mark.skipif(TORCH < (2, 7), reason="torch 2.6 traces neither transformers' models nor our named tuples")
 # From 5.23 on, gradient checkpointing stands in a wrapper around the forward of a decoder layer's class.
 WRAPS_FORWARDS = "__call__" not in vars(GradientCheckpointingLayer)
 

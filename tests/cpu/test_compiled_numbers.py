@@ -8,9 +8,11 @@ from tests import compile_checks as checks
 from tests.models import random_tokens, tiny_model
 from tests.op_cases import CASES
 from tests.tolerances import assert_close
+from tests.versions import needs_compiler
 
 OF_NUMBERS = ("linear_cross_entropy", "linear_log_probs", "norm_attention_inputs", "norm_mlp", "rms_norm", "gated_activation")
 DYNAMIC = {"dynamic": True}
+pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize("operation", [name for name in CASES if name in OF_NUMBERS])
