@@ -11,6 +11,7 @@ from kernels import Mode
 
 from tests.models import Step, random_tokens, tiny_qwen3_5
 from tests.ops.common import launched, runtime_of
+from tests.tolerances import assert_close
 from tests.versions import needs_decorators
 
 TOKENS = random_tokens(2, 80)
@@ -88,6 +89,31 @@ def test_lora(qwen3_5):
     expected = step_of(model)
     qwen3_5.kernelize(model)
     step_of(model).assert_same(expected, FACTOR)
+
+
+@pytest.mark.parametrize("kind", ("hf", "trl"))
+def test_a_trainer_with_packed_rows(qwen3_5, tmp_path, kind):
+    """Trainer and TRL's SFT, whose collators give position_ids alone, beside transformers with each document in a padded row of its own."""
+    from transformers import DataCollatorWithFlattening
+
+    from tests.integrations.trainers import ragged, rows, run
+
+    data = [{"input_ids": row["input_ids"]} for row in ragged(rows()[:8])]
+    options = {"data": data, "per_device_train_batch_size": 4, "max_grad_norm": 0.0, "max_steps": 2}
+
+    def padded(examples):
+        length = max(len(example["input_ids"]) for example in examples)
+        fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+        found = [{"input_ids": e["input_ids"], "labels": e["input_ids"], "attention_mask": [1] * len(e["input_ids"])} for e in examples]
+        return {name: torch.tensor([e[name] + [pad] * (length - len(e[name])) for e in found]) for name, pad in fill.items()}
+
+    apart = run(kind, tiny_qwen3_5(), tmp_path, "cpu", data_collator=padded, **options)
+    packing = {"padding_free": True, "max_length": None} if kind == "trl" else {"data_collator": DataCollatorWithFlattening()}
+    found = run(kind, qwen3_5.kernelize(tiny_qwen3_5()), tmp_path, "cpu", **packing, **options)
+    assert found.losses == pytest.approx(apart.losses, rel=1e-3)
+    for name, gradient in apart.gradients[0].items():  # of the few numbers of A_log and dt_bias most cancels
+        if not name.endswith(("A_log", "dt_bias")):
+            assert_close(found.gradients[0][name], gradient, torch.float32, name, FACTOR)
 
 
 def test_padding(qwen3_5):
