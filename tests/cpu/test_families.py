@@ -283,6 +283,19 @@ def test_an_image_between_words(package, calls):
     assert inspect.signature(model.forward).parameters.keys() == before.keys(), "a trainer drops columns that a forward does not name"
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_of_a_layer_that_is_not_fused(package, calls, name):
+    """Its parts run one by one, each in the dtypes of transformers' own."""
+    model = tiny(name, torch.bfloat16, attn_implementation="eager")
+    for module in model.modules():
+        if type(module).__name__.endswith("MLP"):
+            module.act_fn = module.activation_fn = torch.nn.ReLU()
+    exact, before = steps_of_batches(copy.deepcopy(model).float()), steps_of_batches(model)
+    package.apply()
+    assert_err_no_more(steps_of_batches(model), before, exact)
+    assert not calls
+
+
 @pytest.mark.parametrize("name", ("phi3",))
 def test_a_dropout_of_a_branch_is_drawn(package, calls, name):
     model = tiny(name, resid_pdrop=0.5)

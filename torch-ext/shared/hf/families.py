@@ -38,7 +38,8 @@ class Family(NamedTuple):
     model: the family's name in messages. modeling: transformers' module. prefix: of its classes' names. norms, offset, rounds: see
     `decoder.spec.Norm`. qk_norm: "none", "head" for a norm of each head of q and k, or "whole" for one of the whole projection. qkv,
     gate_up: the projections, several or a packed one. activation: "silu" or "gelu_tanh", in the MLP's attribute act. rotary: "halves" or
-    "pairs". partial: whether the angles may be those of a part of a head. turned: attention's attribute that switches the rotary
+    "pairs". partial: whether the angles may be those of a part of a head. narrow: whether q and k keep their dtype where angles are wider,
+    as they always are in such a family. turned: attention's attribute that switches the rotary
     embedding, or None for always. multiplier: the layer's attribute, of both branches. options: what attention is called with beside the
     scaling, each a name and the attributes that lead to its value. dropouts: the layer's attributes that hold a torch.nn.Dropout of a
     branch. sparse: of layers with experts. mlp: whether there are layers with an MLP. norm_argument, mlp_argument: what the norms' and the
@@ -63,6 +64,7 @@ class Family(NamedTuple):
     act: str = "act_fn"
     rotary: str = "halves"
     partial: bool = False
+    narrow: bool = False
     turned: Optional[str] = None
     multiplier: Optional[str] = None
     options: Tuple[Tuple[str, ...], ...] = ()
@@ -152,8 +154,8 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
     rest = ["rope", "fused_linear_cross_entropy", "decoder_layer", "attention", "experts"]
     operations = tuple(dict.fromkeys([*first, *(name for name in rest if name in classes or name == "rope")]))
     of_classes = {name: layer for operation, (name, layer) in classes.items() if operation != "rms_norm"}
-    # The Hub's names are for what most families compute: a weight without an offset, halves of a whole head.
-    halves = family.rotary == "halves" and not family.partial
+    # The Hub's names are for what most families compute: a weight without an offset, halves of a whole head in the angles' dtype.
+    halves = family.rotary == "halves" and not family.partial and not family.narrow
     common = {f"{prefix}RMSNorm" if family.offset else "RMSNorm": layers.rms_norm, **({"rotary_pos_emb": layers.rotary} if halves else {})}
     return Targets(
         model=family.model,

@@ -39,10 +39,19 @@ def rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
 setattr(rotary_pos_emb, LAYER, rotary_pos_emb)
 
 
+def narrow_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    """`rotary_pos_emb` of families whose angles are fp32 whatever the model's dtype: the result has the dtypes of q and k."""
+    turned_q, turned_k = rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+    return turned_q.to(q.dtype), turned_k.to(k.dtype)
+
+
+setattr(narrow_rotary_pos_emb, LAYER, narrow_rotary_pos_emb)
+
+
 def rotary_of(family) -> Callable:
     """The function that stands for a family's `apply_rotary_pos_emb`. family: its row."""
     if family.rotary == "halves" and not family.partial:
-        return rotary_pos_emb
+        return narrow_rotary_pos_emb if family.narrow else rotary_pos_emb
 
     def rotate(q, k, cos, sin, unsqueeze_dim=1):
         width = cos.shape[-1] if family.partial and cos.shape[-1] < q.shape[-1] else 0
