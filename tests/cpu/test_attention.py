@@ -8,7 +8,6 @@ import torch
 from interpreter.backend import InterpreterBackend
 from tests.mutants import planted
 from tests.ops import attention as checks
-from tests.ops.attention_kernels import WIDE
 from tests.ops.common import runtime_of
 
 
@@ -32,7 +31,7 @@ def test_attention(ops, case):
 
 
 @pytest.mark.parametrize("gpu", ("sm_90", "sm_80"))
-@pytest.mark.parametrize("case", WIDE, ids=str)
+@pytest.mark.parametrize("case", checks.WIDE, ids=str)
 def test_heads_of_96_and_256_where_a_package_has_their_kernels(case, gpu):
     with planted(None, kernels=False) as package:
         runtime, module = runtime_of(package), importlib.import_module(f"{package.__name__}.shared.ops.attention")

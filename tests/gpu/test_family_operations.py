@@ -1,9 +1,12 @@
 """The operations that families other than Qwen3 and GPT-OSS need, with the real cubins."""
 
+import importlib
+
 import pytest
 
-from tests.ops import gated_delta_rule, gated_rms_norm, residual_norm, short_conv
-from tests.ops.common import BF16, FLOATS
+from tests.ops import attention, gated_delta_rule, gated_rms_norm, head_norm_rotary, residual_norm, short_conv
+from tests.ops.attention import WIDE, Case, packed
+from tests.ops.common import BF16, FLOATS, FP16
 
 DEVICE = "cuda"
 
@@ -18,6 +21,26 @@ def test_residual_norm(decoders, poisoned, dtype):
 def test_residual_norm_of_many_rows(decoders, poisoned, shape):
     residual_norm.check_norm_add(decoders, DEVICE, BF16, shape, offset=1.0)
     residual_norm.check_multiplied_branch(decoders, DEVICE, BF16, shape)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_heads(decoders, poisoned, dtype):
+    for _, check in head_norm_rotary.all_cases(decoders, DEVICE, (dtype,)):
+        check()
+
+
+LARGE = (
+    Case(1500, packed(700, 1, 300, 499), heads=8, kv_heads=2, head_dim=256, window=100, packed=True),
+    Case(1333, ((3, 800), (900, 1333)), heads=4, kv_heads=4, head_dim=96, dtype=FP16, causal=False),
+    Case(2049, packed(2049), heads=4, kv_heads=1, head_dim=256),
+)
+
+
+@pytest.mark.parametrize("case", (*WIDE, *LARGE), ids=str)
+def test_attention_with_heads_of_96_and_256(decoders, poisoned, case):
+    operation = importlib.import_module(f"{decoders.__name__}.shared.ops.attention")
+    assert operation.takes_heads(case.head_dim)
+    attention.check_operation(operation, case, DEVICE)
 
 
 @pytest.mark.parametrize("operation", (gated_delta_rule, short_conv, gated_rms_norm), ids=lambda module: module.__name__.split(".")[-1])

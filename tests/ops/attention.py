@@ -57,6 +57,12 @@ CASES = (
     Case(129, packed(129), heads=4, kv_heads=4, sinks=True, head_dim=128, dtype=FP16),
     Case(64, ((3, 3), (5, 60), (60, 60))),  # documents without tokens
 )
+# Of heads that have kernels of their own, where a package ships them.
+WIDE = (
+    Case(150, packed(37, 1, 65, 47), heads=4, kv_heads=2, head_dim=96, packed=True),
+    Case(140, ((0, 70), (90, 140)), heads=2, head_dim=256, dtype=FP16, window=33),
+    Case(140, packed(100, 40), heads=4, kv_heads=2, head_dim=256, causal=False),
+)
 
 
 # ---------------------------------------------------------------- exact

@@ -9,7 +9,7 @@ import torch
 from interpreter import interpret
 from kernel_src import attention as kernels
 from kernel_src.attention_plan import BLOCK, LIMITS, TILE, WALKS
-from tests.ops.attention import CASES, Case, Inputs, assert_results_close, inputs_of, packed, reach, scale_of, visible
+from tests.ops.attention import CASES, WIDE, Case, Inputs, assert_results_close, inputs_of, reach, scale_of, visible
 
 
 def module_of(name):
@@ -98,13 +98,6 @@ def run_kernels(case: Case, x: Inputs, tiles: Tiles) -> dict:
         new["dsinks"] = torch.full_like(x.sinks, math.nan)
         interpret(of.attention_sink_gradient, (case.heads,), (x.sinks, lse, delta, new["dsinks"], case.tokens, kernels.SINK_TILE))
     return new
-
-
-WIDE = (
-    Case(150, packed(37, 1, 65, 47), heads=4, kv_heads=2, head_dim=96, packed=True),
-    Case(140, ((0, 70), (90, 140)), heads=2, head_dim=256, dtype=torch.float16, window=33),
-    Case(140, packed(100, 40), heads=4, kv_heads=2, head_dim=256, causal=False),
-)
 
 
 def run_wide(case: Case, x: Inputs, part: int = 128) -> dict:
