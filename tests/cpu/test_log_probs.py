@@ -1,4 +1,4 @@
-"""What linear_log_probs says of wrong arguments, and what it does under autocast and in float64."""
+"""What linear_log_probs and linear_divergence say of wrong arguments, and what they do under autocast and in float64."""
 
 import pytest
 import torch
@@ -41,6 +41,33 @@ def test_a_wrong_argument_is_named(qwen3, name):
     changed, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         qwen3.linear_log_probs(**arguments(**changed))
+
+
+WRONG_OF_TWO = {
+    "temperature": ({"temperature": 0}, "^temperature is 0, expected a positive number"),
+    "beta": ({"beta": 1.5}, "beta is 1.5, expected a number from 0 to 1"),
+    "softcap": ({"softcap": 0.0}, "^softcap is 0.0, expected a positive number, or None"),
+    "teacher's softcap": ({"teacher_softcap": -1.0}, "teacher_softcap is -1.0, expected a positive number"),
+    "teacher's scale": ({"teacher_scale": float("inf")}, "teacher_scale is inf, expected a finite number"),
+    "hidden": ({"hidden": torch.zeros(4, 8, dtype=torch.int64)}, "^hidden is torch.int64"),
+    "teacher's hidden": ({"teacher_hidden": torch.zeros(3, 6)}, r"teacher_hidden is .*expected a floating point tensor \[4\]"),
+    "weight": ({"weight": torch.zeros(10, 7)}, r"^weight is .*expected a floating point tensor \[classes, 8\]"),
+    "teacher's classes": ({"teacher_weight": torch.zeros(11, 6)}, r"teacher_weight is .*expected a floating point tensor \[10, 6\]"),
+    "teacher's dtype": ({"teacher_weight": torch.zeros(10, 6, dtype=torch.uint8)}, "teacher_weight is torch.uint8"),
+    "bias": ({"bias": torch.zeros(9)}, r"^bias is .*expected \[10\]"),
+    "teacher's bias": ({"teacher_bias": torch.zeros(9)}, r"teacher_bias is .*expected \[10\]"),
+    "teacher's device": ({"teacher_hidden": torch.zeros(4, 6, device="meta")}, "teacher_hidden is .*meta, expected on the device of hid"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OF_TWO)
+def test_a_wrong_argument_of_a_divergence_is_named(qwen3, name):
+    changed, message = WRONG_OF_TWO[name]
+    given = {**arguments(), "teacher_hidden": torch.zeros(4, 6), "teacher_weight": torch.zeros(10, 6)}
+    del given["target"]
+    assert not qwen3.linear_divergence(**given).divergence.any()
+    with pytest.raises(ValueError, match=message):
+        qwen3.linear_divergence(**{**given, **changed})
 
 
 def test_autocast_decides_the_dtype(qwen3):

@@ -7,7 +7,7 @@ like it: with unit vectors s and t of a student's and a teacher's row x and y,
     loss = 1 - s . t,   dx = (s * (s . t) - t) / |x|
 """
 
-from typing import NamedTuple, Optional
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import torch
 from torch.nn.functional import linear, normalize, pad
@@ -82,7 +82,7 @@ def linear_cosine(
     """
     check_heads(hidden, weight, teacher_hidden, teacher_weight, labels, bias, teacher_bias)
     ignore_index = checked_index(ignore_index)
-    teacher = tuple(None if t is None else t.detach() for t in (teacher_hidden, teacher_weight, teacher_bias))
+    teacher: Tuple[Any, ...] = teacher_hidden.detach(), teacher_weight.detach(), None if teacher_bias is None else teacher_bias.detach()
     if torch.compiler.is_compiling() or needs_formula(hidden, weight, *teacher, labels, bias):
         acc = accumulation_dtype(hidden.dtype)
         x, y = (linear(*given).to(acc) for given in ((hidden, weight, bias), teacher))
@@ -91,8 +91,8 @@ def linear_cosine(
             return loss.mean()
         counted = labels != ignore_index
         return torch.where(counted, loss, 0.0).sum() / counted.sum().clamp(min=1)
-    loss = Loss(_CosineOptions(ignore_index), _CosinePiece, _CosinePiece)
-    return reduced_loss((hidden, weight, bias), teacher, labels, loss, ignore_index, "batchmean")
+    of_chunks = Loss(_CosineOptions(ignore_index), _CosinePiece, _CosinePiece)
+    return reduced_loss((hidden, weight, bias), teacher, labels, of_chunks, ignore_index, "batchmean")
 
 
 def linear_distillation_loss(
@@ -132,7 +132,7 @@ def linear_distillation_loss(
     if distance not in DISTANCES:
         fail("distance", repr(distance), "'jsd' or 'cosine'")
     check_numbers(beta=beta if distance == "jsd" else 0.5, temperature=temperature)
-    hard = None
+    hard: Any = None
     if compute_hard_loss:
         hard = linear_cross_entropy(hidden, weight, target, bias, ignore_index=ignore_index)
     teacher_hidden, teacher_weight = teacher_hidden.to(hidden.dtype), teacher_weight.to(hidden.dtype)
@@ -140,7 +140,7 @@ def linear_distillation_loss(
     more = teacher_weight.shape[0] - weight.shape[0]
     if more > 0:
         weight, bias = pad(weight, (0, 0, 0, more)), None if bias is None else pad(bias, (0, more))
-    given = {"bias": bias, "teacher_bias": teacher_bias, "ignore_index": ignore_index}
+    given: Dict[str, Any] = {"bias": bias, "teacher_bias": teacher_bias, "ignore_index": ignore_index}
     heads = hidden, weight, teacher_hidden, teacher_weight, target
     if distance == "jsd":
         soft = linear_jsd(*heads, beta=beta, temperature=temperature, **given)

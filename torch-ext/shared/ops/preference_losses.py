@@ -282,9 +282,17 @@ def linear_preference_loss(
     if loss == "orpo":
         odds = log_odds(Pairs(*(t.detach() for t in policy)))
         found = {"log_odds_ratio": logsigmoid(odds).sum() / max(pairs, 1), "log_odds_chosen": odds.sum() / max(pairs, 1)}
-    rewards = (beta * t.detach() for t in compared)
-    means = sums[:pairs].sum() / elements, sums[pairs:].sum() / elements
-    return PreferenceOutput(total, *(t.detach() for t in policy), *means, nll.detach(), *rewards, **found)
+    return PreferenceOutput(
+        loss=total,
+        chosen_log_probs=policy.chosen.detach(),
+        rejected_log_probs=policy.rejected.detach(),
+        chosen_logits_mean=sums[:pairs].sum() / elements,
+        rejected_logits_mean=sums[pairs:].sum() / elements,
+        nll_loss=nll.detach(),
+        chosen_rewards=beta * compared.chosen.detach(),
+        rejected_rewards=beta * compared.rejected.detach(),
+        **found,
+    )
 
 
 def linear_kto_loss(

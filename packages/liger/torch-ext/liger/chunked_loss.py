@@ -210,7 +210,7 @@ LOSSES = {
 # By Liger's module: its autograd function, which `back_end` sets there.
 FUNCTIONS: Dict[str, Any] = {}
 for _name, _loss in LOSSES.items():
-    _function = autograd_function(f"LigerFusedLinear{_name}Function", _loss.arguments, _loss.computes, __name__)
+    _function: Any = autograd_function(f"LigerFusedLinear{_name}Function", _loss.arguments, _loss.computes, __name__)
     FUNCTIONS[_loss.file] = globals()[_function.__name__] = _function
     globals()[f"liger_fused_linear_{'cosine' if _name == 'CosineSimilarity' else _name.lower()}"] = _function.apply
     globals()[f"LigerFusedLinear{_name}Loss"] = options_module(
