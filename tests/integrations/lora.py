@@ -34,14 +34,14 @@ def lora(model, **options):
 def fused(qwen3, monkeypatch):
     """What the decoder layer asked for: (a linear layer, whether it was taken apart)."""
     decoder = importlib.import_module(f"{qwen3.__name__}.shared.hf.decoder_layer")
-    asked, original = [], decoder.projection
+    asked, original = [], decoder.projections
 
-    def projection(layer, *args):
-        found = original(layer, *args)
-        asked.append((layer, found))
-        return found
+    def projections(layers, *args):
+        found = [(layer, decoder.projection_or_reason(layer, *args)) for layer in layers]
+        asked.extend((layer, one if hasattr(one, "weight") else None) for layer, one in found)
+        return original(layers, *args)
 
-    monkeypatch.setattr(decoder, "projection", projection)
+    monkeypatch.setattr(decoder, "projections", projections)
     return asked
 
 

@@ -10,7 +10,8 @@ from typing import Optional, Sequence, Tuple
 import torch
 
 from ..ops.autocast import casts_products_of, outside_autocast
-from ..ops.common import apply_function, describe, fail, need_floats, needs_formula, once_differentiable
+from ..ops.common import apply_function, describe, fail, need_floats, once_differentiable
+from ..runtime.device import is_ordinary
 from ..runtime.replay import replayed_with_products
 from . import traced
 from .activation import gated_reference
@@ -173,7 +174,8 @@ def norm_attention_inputs(
     """
     dtype = dtype or product_dtype(x)
     tensors, parts = InputTensors(x, norm_weight, q_norm, k_norm, cos, sin), tensors_of(projections)
-    by_formula, graph = needs_formula(*tensors, *_dense(parts)), torch.compiler.is_compiling()
+    graph, dense = torch.compiler.is_compiling(), _dense(parts)
+    by_formula = not graph and not is_ordinary(*tensors, *dense)
     if by_formula or graph:
         _check_inputs(spec, tensors, projections, shape, dtype)
     if by_formula:
@@ -181,7 +183,7 @@ def norm_attention_inputs(
     if graph:
         return traced.norm_attention_inputs(spec, tensors, tuple(shape), dtype, parts, scalings_without_dropout(projections))
     layout = layout_of(spec, (projections,), dtype)
-    return apply_function(_NormAttentionInputs, layout, tuple(shape), *tensors, *layout.present(parts))
+    return apply_function(_NormAttentionInputs, layout, tuple(shape), *tensors, *(dense if layout.replayable else layout.present(parts)))
 
 
 # ---------------------------------------------------------------- behind attention
@@ -286,7 +288,8 @@ def norm_mlp(
     """
     dtype = dtype or product_dtype(x)
     tensors, parts = OutputTensors(x, attended, after, before, behind), tensors_of(projections)
-    by_formula, graph = needs_formula(*tensors, *_dense(parts)), torch.compiler.is_compiling()
+    graph, dense = torch.compiler.is_compiling(), _dense(parts)
+    by_formula = not graph and not is_ordinary(*tensors, *dense)
     if by_formula or graph:
         _check_mlp(tensors, projections, dtype)
     if by_formula:
@@ -295,7 +298,7 @@ def norm_mlp(
         scalings = scalings_without_dropout(projections)
         return traced.norm_mlp(spec, tensors, dtype, parts, scalings, recompute)
     layout = layout_of(spec, split_groups(projections, attended is not None), dtype)
-    return apply_function(_NormMLP, layout, bool(recompute), *tensors, *layout.present(parts))
+    return apply_function(_NormMLP, layout, bool(recompute), *tensors, *(dense if layout.replayable else layout.present(parts)))
 
 
 def split_groups(projections: Sequence, has_o: bool) -> list:

@@ -216,20 +216,20 @@ _layouts: dict = {}
 
 def layout_of(spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.dtype) -> Layout:
     """The `Layout` of a node. Of projections that draw random numbers, or have a weight in four bits, it is a new one each time."""
-    key: list = [spec, dtype]
+    key: list = [spec, dtype, *map(len, groups)]
     replayable = True
     for group in groups:
-        key.append(len(group))
         for weight, bias, a, b, adapter_bias, scaling, probability in group:
             if probability or type(weight) is FourBitWeight:
                 replayable = False
                 break
-            key += (weight.dtype, weight.shape, None if bias is None else bias.dtype)
+            of_bias = None if bias is None else bias.dtype
             if a is None or b is None:
-                key.append((a is None, b is None, adapter_bias is None))
+                key += (weight.dtype, weight.shape, of_bias, a is None, b is None, adapter_bias is None)
             else:
-                of_bias = None if adapter_bias is None else adapter_bias.dtype
-                key += (a.dtype, a.shape, b.dtype, of_bias, scaling or str(scaling))  # 0.0 and -0.0 are equal
+                of_adapter = None if adapter_bias is None else adapter_bias.dtype
+                number = scaling or str(scaling)  # 0.0 and -0.0 are equal
+                key += (weight.dtype, weight.shape, of_bias, a.dtype, a.shape, b.dtype, of_adapter, number)
     whole = tuple(key)
     found = _layouts.get(whole) if replayable else None
     if found is None:

@@ -7,12 +7,12 @@ once they are. Everything is read from `__dict__`: a look-up of an attribute on 
 
 import sys
 from types import FunctionType
-from typing import Optional, Union
+from typing import Iterable, List, Optional, Union
 
 import torch
 from torch import nn
 
-from ..decoder.projection import FourBitWeight, Projection
+from ..decoder.projection import FourBitWeight, Projection, is_traceable
 from ..ops.common import constant_when_traced
 from .explanation import Reason
 from .modules import own_forward, plain_weight, why_not_plain
@@ -78,7 +78,7 @@ def _base(layer, dtype: torch.dtype, wider: bool) -> Union[Projection, Reason]:
         if reason is not None:
             return reason
         parameters = layer.__dict__["_parameters"]
-        weight, bias = parameters["weight"], parameters.get("bias")
+        weight, bias = parameters["weight"], parameters["bias"]
         if not (weight.dtype == dtype or (wider and weight.dtype == FP32)):
             return Reason("dtype", f"its weight is {weight.dtype} where the products are {dtype}")
         if bias is not None and bias.dtype != weight.dtype:
@@ -96,17 +96,20 @@ def _plain_linear(layer, with_bias: bool):
     return parameters["weight"], parameters.get("bias")
 
 
-def projection(layer, dtype: torch.dtype, wider: bool = False) -> Optional[Projection]:
-    """What a linear layer multiplies by, in products of a dtype; None where it has to be called.
+def projections(layers: Iterable, dtype: torch.dtype, wider: bool = False) -> Optional[List[Projection]]:
+    """What linear layers multiply by, in products of a dtype; None where one of them has to be called.
 
     wider: whether a weight may be in fp32 where dtype is not, as under autocast.
     """
-    found = _base(layer, dtype, wider) if type(layer) is nn.Linear else projection_or_reason(layer, dtype, wider)
-    return found if type(found) is Projection else None
+    found = [(_base if type(layer) is nn.Linear else projection_or_reason)(layer, dtype, wider) for layer in layers]
+    for one in found:
+        if type(one) is not Projection:
+            return None
+    return None if torch.compiler.is_compiling() and not all(map(is_traceable, found)) else found
 
 
 def projection_or_reason(layer, dtype: torch.dtype, wider: bool = False) -> Union[Projection, Reason]:
-    """As `projection`, with the reason instead of None."""
+    """Returns what one layer of `projections` multiplies by, or why it has to be called."""
     cls = type(layer)
     name = None if cls is nn.Linear else LORA.get(cls.__module__)
     if name is None:

@@ -15,13 +15,12 @@ from torch import nn
 from ..decoder.heads import is_fused
 from ..decoder.nodes import norm_attention_inputs, norm_mlp, product_dtype
 from ..decoder.norms import add_rms_norm, rms_norm
-from ..decoder.projection import is_traceable
 from ..decoder.sparse import norm_experts
 from ..decoder.spec import Inputs, Norm, Outputs
 from ..ops.common import autocasts, constant
 from ..ops.rotary import qk_norm_rotary
 from ..runtime.device import PLAIN
-from .adapters import projection, projection_or_reason
+from .adapters import projection_or_reason, projections
 from .checkpointing import attend_once, keeps_attention, recomputes_mlp, warn_of_kept_mlp
 from .explanation import Reason
 from .families import Family
@@ -142,17 +141,6 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]
     return rows
 
 
-def _projections(dtype, wider, linears):
-    """What linear layers multiply by in a dtype, or None where one of them has to be called."""
-    found = []
-    for linear in linears:
-        one = projection(linear, dtype, wider)
-        if one is None:
-            return None
-        found.append(one)
-    return None if torch.compiler.is_compiling() and not all(map(is_traceable, found)) else found
-
-
 def _make_inputs(own: FusedLayer, head_dim, eps, head_eps, width, rows) -> Inputs:
     """The description of what stands in front of attention. width: of the angles, None without; rows: of a packed projection's parts."""
     family = own.family
@@ -189,7 +177,7 @@ def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
     if cos is None or (cos.dtype in (x.dtype, torch.float32) and not cos.requires_grad):
         wider = autocasts(x.device)
         dtype = product_dtype(x) if wider else x.dtype
-        found = _projections(dtype, wider, linears)
+        found = projections(linears, dtype, wider)
         if found is not None:
             return norm_attention_inputs(flat, _weight(norm), found, *weights, cos, sin, x.shape[:2], spec, dtype)
     normed = x if norm is None else rms_norm(spec.norm, x, _weight(norm))
@@ -254,10 +242,10 @@ def _attend(own: FusedLayer, attention, q, k, v, attention_mask, past_key_values
 def _finish(own: FusedLayer, layer, attended, residual, shape):
     """The output projection and the MLP or the experts, with both residual connections. attended: what the mixer returned, where a family
     has mixers."""
-    family, mlp = own.family, _parts(layer)["mlp"]
-    x, wider = residual.view(*shape, -1), autocasts(residual.device)
+    family, parts = own.family, _parts(layer)
+    x, wider, mlp = residual.view(*shape, -1), autocasts(residual.device), parts["mlp"]
     dtype = product_dtype(residual) if wider else residual.dtype
-    after, before, behind = [_part(layer, name) for name in family.norms[1:]]
+    after, before, behind = [None if name is None else parts[name] for name in family.norms[1:]]
     multiplier = 1.0 if family.multiplier is None else float(getattr(layer, family.multiplier))
     spec = own.spec(_make_outputs, _eps(after), _eps(before), _eps(behind), multiplier)
     sparse, recompute = is_sparse(mlp), recomputes_mlp(layer)
@@ -266,11 +254,11 @@ def _finish(own: FusedLayer, layer, attended, residual, shape):
         found = None if isinstance(block, Reason) else block
     else:
         linears = _parts(mlp)
-        found = _projections(dtype, wider, [linears[name] for name in (*family.gate_up, "down_proj")])
+        found = projections([linears[name] for name in (*family.gate_up, "down_proj")], dtype, wider)
     o = o_proj = None
     if not family.mixers:
-        o_proj = _parts(_parts(layer)["self_attn"])["o_proj"]
-        o = None if found is None or attended.dtype != dtype else _projections(dtype, wider, (o_proj,))
+        o_proj = _parts(parts["self_attn"])["o_proj"]
+        o = None if found is None or attended.dtype != dtype else projections((o_proj,), dtype, wider)
     if o is not None:
         if sparse:
             router, weights, options = found
