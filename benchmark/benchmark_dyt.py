@@ -1,4 +1,4 @@
-"""Dynamic tanh of the hidden states, in the place of a norm."""
+"""Dynamic tanh of the hidden states, instead of a norm."""
 
 import torch
 

@@ -29,7 +29,7 @@ class DeviceLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Of samples: the median, and the 20 % and 80 % quantiles."""
+    """Return the median of samples, and their 20 % and 80 % quantiles."""
 
     median: float
     low: float

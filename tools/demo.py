@@ -56,7 +56,7 @@ class Result:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the median step; the first one, which loads and warms up, left out where there are others."""
+        """Returns the median step's; the first one, which loads and warms up, is skipped where there are others."""
         return self.tokens / statistics.median(self.seconds[1:] or self.seconds)
 
 

@@ -28,7 +28,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model that is made where there is no checkpoint, and of its batches.
+    """Sizes of the model that is made where there is no checkpoint, and of its batches.
 
     The vocabulary is larger than the 256 bytes of the text for the sake of the memory that the logits take: Qwen3's own has 151936.
     """
@@ -102,7 +102,7 @@ def make_model(run: Run, size: Size):
 
 
 def batches(ids: torch.Tensor, size: Size, steps: int):
-    """The same random pieces of the text in every run."""
+    """Yields random pieces of the text, the same ones in every run."""
     generator = torch.Generator().manual_seed(SEED)
     for _ in range(steps):
         starts = torch.randint(0, len(ids) - size.tokens, (size.batch,), generator=generator)

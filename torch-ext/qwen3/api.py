@@ -15,7 +15,7 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
     norm in front of it; an implementation that the user chose (`set_experts_implementation`) runs in their place. `attention` gives a
     model on a GPU attention of ours at its next step where it has the "sdpa" that transformers chooses by default: packed and padded
     batches and sliding windows run in kernels of ours, at the cost of the tokens that are seen; one sequence a row without padding goes to
-    SDPA as before, and so do batches whose padding somebody may read. One that was asked for by name is kept, as far as that can be told
+    SDPA as before, and so do batches whose padding may be read. One that was asked for by name is kept, as far as that can be told
     (docs/options.md). The last call wins, also over `kernelize`. `unpad` leaves the padding of a batch out of the whole decoder where
     nobody can tell: with that attention, a loss without logits, no cache (use_cache=False, as Trainer has it), no label at a padded
     position, and no hooks on the decoder's parts. `keep_attention` is for gradient checkpointing: each decoder layer's attention runs

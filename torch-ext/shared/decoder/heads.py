@@ -32,7 +32,7 @@ class Heads(NamedTuple):
 
 
 class HeadsGradients(NamedTuple):
-    """Of q and k as projected, and of their norms' weights."""
+    """The gradients of q and k as projected, and of their norms' weights."""
 
     q: torch.Tensor
     k: torch.Tensor

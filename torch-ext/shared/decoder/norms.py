@@ -1,4 +1,4 @@
-"""RMSNorm as a description has it: `ops.rms_norm`'s steps and operations with a `Norm` in the place of numbers."""
+"""RMSNorm as a description has it: `ops.rms_norm`'s steps and operations with a `Norm` instead of numbers."""
 
 from typing import Optional, Tuple
 

@@ -25,7 +25,7 @@ _forwards: dict = {}  # of the classes above, by class: the forward that their l
 
 
 def _library_forward(cls, module: str, name: str):
-    """The forward that a library gave a class, or None where this is not that class or somebody has replaced its forward."""
+    """The forward that a library gave a class, or None where this is not that class or its forward was replaced."""
     forward = _forwards.get(cls)
     if forward is None:
         found = sys.modules.get(module)

@@ -93,7 +93,7 @@ def _in_float32(found):
 
 
 def causal_lm_loss_of_logits(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
-    """The same of logits [..., vocab_size], in PyTorch and in float32."""
+    """Computes the loss from logits [..., vocab_size], in PyTorch and in float32."""
     num_items = _items(num_items_in_batch, kwargs)
     logits = logits.float().view(-1, vocab_size)
     target = shift(labels, shift_labels, ignore_index).to(logits.device)

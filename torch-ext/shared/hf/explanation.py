@@ -47,7 +47,7 @@ class Reason(NamedTuple):
     text: str
 
     def of(self, name: str) -> "Reason":
-        """The same reason, said of a part by its name."""
+        """Returns the reason with the name of the part that it is about."""
         return Reason(self.code, f"{name}: {self.text}")
 
 

@@ -66,7 +66,7 @@ def rotary_of(family) -> Callable:
 
 
 def mlp_forward(layer, x: torch.Tensor) -> torch.Tensor:
-    """Of a module with `gate_proj`, `up_proj`, `down_proj` and `act_fn`."""
+    """Serves as the forward of a module with `gate_proj`, `up_proj`, `down_proj` and `act_fn`."""
     children = layer.__dict__["_modules"]
     gate_proj, up_proj, down_proj = children["gate_proj"], children["up_proj"], children["down_proj"]
     act_fn = children.get("act_fn")

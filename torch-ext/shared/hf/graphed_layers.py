@@ -187,8 +187,8 @@ class GraphedLayers:
 def _twin(parameter: nn.Parameter) -> nn.Parameter:
     """A leaf over the memory of a parameter, to record with.
 
-    Autograd's node of the parameter itself remembers the stream of the pass that made it, and lives as long as somebody holds a loss or an
-    output of that pass: a recording through it would wait for that stream, which CUDA refuses. And hooks of the parameter see the
+    Autograd's node of the parameter itself remembers the stream of the pass that made it, and lives as long as a loss or an
+    output of that pass does: a recording through it would wait for that stream, which CUDA refuses. And hooks of the parameter see the
     gradient that a replay returns, not the one of the recording.
     """
     twin = type(parameter)(parameter.detach())

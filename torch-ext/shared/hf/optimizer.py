@@ -65,7 +65,7 @@ class AdamW(torch.optim.AdamW):
         self._plans = {}
 
     def add_param_group(self, param_group):
-        """As torch's. Raises ValueError for the options that are refused."""
+        """Takes torch's options. Raises ValueError for those that are refused."""
         _refuse({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
@@ -106,7 +106,7 @@ class AdamW(torch.optim.AdamW):
         plan.step(tensors, held, states, group, capturing)
 
     def _with_gradients(self, group, capturing: bool) -> Tuple[List[torch.Tensor], List[Dict[str, Any]]]:
-        """Of the parameters that have a gradient: param, grad, exp_avg, exp_avg_sq of one after the other, and their states."""
+        """Returns param, grad, exp_avg, exp_avg_sq of each parameter with a gradient, one after the other, and their states."""
         tensors: List[torch.Tensor] = []
         states = []
         for param in group["params"]:

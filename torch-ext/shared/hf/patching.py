@@ -224,7 +224,7 @@ def _loss_options(given):
 
 
 def _bind_hidden(owner, replacement, modules):
-    """The same on modules whose own forward hides their class's, e.g. the former one that `kernels` binds as its fallback."""
+    """Binds a replacement to modules whose own forward hides their class's, e.g. the former one that `kernels` binds as its fallback."""
     others = []
     for module in modules:
         if not isinstance(owner, type) or not isinstance(module, owner):

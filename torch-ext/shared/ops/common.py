@@ -353,7 +353,7 @@ def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """As `unit_stride`, and a copy too when the address or a stride is not a multiple of 16 bytes: for kernels that exist only in
+    """`unit_stride`, with a copy too when the address or a stride is not a multiple of 16 bytes: for kernels that exist only in
     an aligned form."""
     tensor = unit_stride(tensor)
     size, odd = tensor.element_size(), tensor.data_ptr()

@@ -67,7 +67,7 @@ class LinearCrossEntropyOutput(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Of every token: the loss, and where it was asked for the z-loss that is a part of it, and the most probable class."""
+    """Results for every token: the loss, and where they were asked for, the z-loss that is a part of it and the most probable class."""
 
     loss: torch.Tensor
     z_loss: Optional[torch.Tensor] = None
@@ -190,7 +190,7 @@ class KernelChunk(Chunk):
 
 
 class TorchChunk(Chunk):
-    """The same in PyTorch, for CPUs and GPUs without kernels."""
+    """Computes it in PyTorch, for CPUs and GPUs without kernels."""
 
     def loss(self):
         self.look_up()
@@ -232,7 +232,7 @@ def cross_entropy_of_logits(
     **options,
 ) -> Union[torch.Tensor, LinearCrossEntropyOutput]:
     """What `linear_cross_entropy` returns, of logits [tokens, classes] that are there, in PyTorch. There is no gradient of a weight
-    to accumulate, so accum_dtype is for nothing."""
+    to accumulate, so accum_dtype is ignored."""
     check_reduction(reduction)
     check_one_value_a_class("class_weight", class_weight, logits.shape[1])
     check_labels(target, logits.shape[1], ignore_index)

@@ -45,7 +45,7 @@ REDUCTIONS = ("none", "mean", "batchmean", "sum")
 
 
 def _with_kernels(x, y, labels, options: Options, factor, writes: bool) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """As `reference`, of rows; the gradient only if `writes`."""
+    """Computes what `reference` does, of rows; the gradient only if `writes`."""
     x, y = as_rows(x), as_rows(y)
     kernel = _kernels[options.kind]
     parts = -(-x.shape[1] // kernel.constant("SPAN"))
@@ -272,7 +272,7 @@ def jsd(
     input: the student's log-probabilities log Q, [..., classes]; target: the teacher's, log P, like it: one shape, dtype (bf16, fp16
     or fp32; float64 runs in PyTorch) and device. -inf is the logarithm of 0, which contributes nothing. from_logits: both are
     logits, of which log_softmax(logits / temperature) is taken.
-    labels: input's leading dimensions, int64; rows whose label is ignore_index count for nothing.
+    labels: input's leading dimensions, int64; rows whose label is ignore_index are ignored.
     reduction: "batchmean" divides the sum by the number of rows, or of those that count; "mean" also by classes; "sum"; "none"
     gives a loss for every element, and is computed by PyTorch.
 

@@ -77,7 +77,7 @@ def _backward(dy: torch.Tensor, out: torch.Tensor, gate: torch.Tensor) -> Pair:
 
 
 def gated_output_backward_into(dout, dgate, dy, out, gate) -> None:
-    """As `gated_output_backward`, with the gradients written to tensors of these shapes: dgate may be the gate's part of a larger
+    """Computes `gated_output_backward`, with the gradients written to tensors of these shapes: dgate may be the gate's part of a larger
     projection's gradient."""
     if not _fits(out, gate, dy, dout, dgate) or not _are_rows(dout, dgate):
         found = gated_output_backward_reference(dy, out, gate)

@@ -40,7 +40,7 @@ class Groups:
 
     @functools.cached_property
     def blocks(self) -> torch.Tensor:
-        """Of `row_blocks`, made once for all GEMMs of a pass."""
+        """What `row_blocks` returns, made once for all GEMMs of a pass."""
         return row_blocks(self.ends, self.rows, _mm_kernels[0].constant("TILE_M"))[0]
 
     def slices(self):

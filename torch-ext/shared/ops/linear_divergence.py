@@ -89,7 +89,7 @@ class _KernelPiece(_Piece):
 
 
 class _TorchPiece(_Piece):
-    """The same in PyTorch, for CPUs and GPUs without kernels."""
+    """Computes it in PyTorch, for CPUs and GPUs without kernels."""
 
     def rows(self):
         options = self.options

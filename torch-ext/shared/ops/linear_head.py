@@ -208,7 +208,7 @@ def write_logits(
 
 
 def write_wide_logits(logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> None:
-    """The same in float32, without rounding to hidden's dtype."""
+    """Returns it in float32, without rounding to hidden's dtype."""
     if hidden.dtype == logits.dtype:
         return write_logits(logits, hidden, weight, bias)
     if hidden.is_cuda and "dtype_out" in torch.ops.aten.mm.overloads():

@@ -155,7 +155,7 @@ class KernelPiece(Piece):
 
 
 class TorchPiece(Piece):
-    """The same in PyTorch, for CPUs and GPUs without kernels."""
+    """Computes it in PyTorch, for CPUs and GPUs without kernels."""
 
     def rows(self) -> Rows:
         counted = self.counted

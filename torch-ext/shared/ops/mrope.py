@@ -30,7 +30,7 @@ _pick_kernel = Kernel("mrope_pick", grid=_pick_grid, reads=("cos", "sin"))
 _pick_groups_kernel = Kernel("mrope_pick_groups", grid=_groups_grid, views=_in_groups, reads=("cos", "sin"))
 # ---------------------------------------------------------------- in PyTorch
 def _parts(half: int, sections: Sequence[int], interleaved: bool, device) -> torch.Tensor:
-    """Of each frequency, which of the tables it takes."""
+    """Returns the number of the table that each frequency takes."""
     time, height, width = sections
     j = torch.arange(half, device=device)
     if interleaved:

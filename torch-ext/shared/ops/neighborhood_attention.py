@@ -50,7 +50,7 @@ def _shifted(x: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def _steps(tokens: int, left: int, right: int, dilation: int) -> Iterator[Tuple[int, slice, slice]]:
-    """(tokens further on, queries, keys) of each neighbour that somebody has."""
+    """(tokens further on, queries, keys) of each neighbour that a query has."""
     for step in range(-left * dilation, right * dilation + 1, dilation):
         if abs(step) < tokens:
             yield step, slice(max(0, -step), tokens - max(0, step)), slice(max(0, step), tokens + min(0, step))

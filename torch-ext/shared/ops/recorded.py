@@ -1,4 +1,4 @@
-"""Attention's results, recorded in one run of a function and given back in the next one in the place of computing them again.
+"""Attention's results, recorded in one run of a function and returned in the next one instead of being computed again.
 
 What a run returns with a recording is differentiable as without: the backward pass of attention takes the queries, keys and values of that
 run, and the recorded output and log-sum-exp.
@@ -23,7 +23,7 @@ Results = List[Tuple[Callable, tuple]]
 
 
 def _aliases(results):
-    """The same tensors as new objects, of which autograd knows nothing."""
+    """Returns the tensors as new objects, of which autograd knows nothing."""
     return tuple(result.detach() if isinstance(result, torch.Tensor) else result for result in results)
 
 

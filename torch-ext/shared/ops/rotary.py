@@ -197,7 +197,7 @@ def _norm_backward(
 def norm_backward_into(
     outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, eps, need_q_weight, need_k_weight, offset=0.0, rotary_dim=0
 ) -> Pair:
-    """As `qk_norm_rotary_backward`, with the gradients of q and k written to `outs`; returns those of the weights."""
+    """Computes `qk_norm_rotary_backward`, with the gradients of q and k written to `outs`; returns those of the weights."""
     tensors = dq, dk, q, k, q_weight, k_weight, cos, sin
     return _norm_backward_into(*outs, *tensors, eps, need_q_weight, need_k_weight, offset, rotary_dim)
 

@@ -86,7 +86,7 @@ def why_no_kernels(device: torch.device) -> str:
 
 
 def multiprocessors(tensor: torch.Tensor) -> int:
-    """Of the device of a tensor."""
+    """Returns the number of multiprocessors of the tensor's device."""
     index = tensor.get_device()
     count = _multiprocessors.get(index)
     if count is None:

@@ -99,7 +99,7 @@ class Driver:
             raise torch.OutOfMemoryError(message) if code == OUT_OF_MEMORY else DriverError(message, code)
 
     def version(self) -> int:
-        """Of the driver, as 13000 for CUDA 13.0."""
+        """Returns the driver's version, 13000 for CUDA 13.0."""
         version = ctypes.c_int()
         self.check(self.cuda.cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
         return version.value
@@ -171,7 +171,7 @@ def _words(addresses: int, floats: int) -> Tuple[ctypes.Array, Callable]:
 
 
 def _rounded(floats: Sequence[float]) -> List[float]:
-    """As float32 has them: infinite beyond the largest one, which `struct` refuses."""
+    """Rounds numbers to float32: infinite beyond the largest one, which `struct` refuses."""
     return [ctypes.c_float(number).value for number in floats]
 
 

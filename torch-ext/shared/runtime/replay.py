@@ -69,7 +69,7 @@ def replayed(function: Callable) -> Callable:
 
 
 def replayed_with_products(function: Callable) -> Callable:
-    """As `replayed`, for a function that also computes with PyTorch (`recording.COMPUTATIONS`), under any autocast.
+    """Makes an operator as `replayed` does, of a function that also computes with PyTorch (`recording.COMPUTATIONS`), under any autocast.
 
     Args:
         function: writes to none of its arguments and returns tensors that it made and None. Its arguments may also be tuples of

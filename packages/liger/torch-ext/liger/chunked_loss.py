@@ -41,7 +41,7 @@ def cpo(
     _input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=True,
     average_log_prob=False, gamma=0.0,
 ):  # fmt: skip
-    """The same without a reference model, and with a margin for SimPO."""
+    """Computes it without a reference model, and with a margin for SimPO."""
     return _paired(
         _input, weight, target, bias, ignore_index, alpha, compute_nll_loss, use_reference=False, beta=beta,
         label_smoothing=label_smoothing, average_log_prob=average_log_prob, gamma=gamma,

@@ -55,7 +55,7 @@ class LigerFusedAddRMSNorm(nn.Module):
 
 
 class LigerLayerNorm(nn.Module):
-    """As Liger's: `bias=True` starts it with normal random numbers, and without it there is one all the same, trainable, of zeros."""
+    """Starts as Liger's: `bias=True` fills it with normal random numbers, and without it there is one all the same, trainable, of zeros."""
 
     def __init__(self, hidden_size, eps=1e-06, bias=False, init_fn="ones", impl=None, mode=None, backend=None):
         super().__init__()
@@ -71,7 +71,7 @@ class LigerLayerNorm(nn.Module):
 
 
 class LigerGroupNorm(nn.Module):
-    """As Liger's: its bias is as LigerLayerNorm's, and the channels come before the groups."""
+    """Takes what Liger's takes: its bias is as LigerLayerNorm's, and the channels come before the groups."""
 
     def __init__(self, num_channels, num_groups, eps=1e-06, bias=False, init_fn="ones"):
         super().__init__()
