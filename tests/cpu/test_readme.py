@@ -24,6 +24,7 @@ from tests.cpu.conftest import REPOSITORY as ROOT
 from tests.cpu.conftest import assemble_cpu, write_no_kernels
 from tests.integrations import __main__ as integrations
 from tests.integrations.trainers import tokenizer
+from tests.versions import needs_decorators
 from tools.assemble import assemble
 from tools.card import card_values, fill_card, render_card
 from tools.hub_server import HubServer
@@ -249,7 +250,12 @@ def assert_ran(results, name: str) -> str:
     return output
 
 
-@pytest.mark.parametrize("name", PYTHON | ON_A_GPU)
+OF_DECORATORS = ("docs/integrations.md-1", "docs/integrations.md-1-as-on-a-gpu", "CARD.md-3-as-on-a-gpu")  # mapping(), use_kernels
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_decorators if name in OF_DECORATORS else ()) for name in PYTHON | ON_A_GPU]
+)
 def test_a_block_runs(results, name):
     assert "RuntimeWarning" not in assert_ran(results, name)
 
@@ -265,6 +271,7 @@ def test_the_installed_package_is_whole_and_the_one_that_was_imported(package, i
     assert [path for path, name in files.items() if path.is_file() and not (installed / "bastile" / name).is_file()] == []
 
 
+@needs_decorators
 def test_transformers_configuration_reaches_every_layer(results):
     (name,) = [name for name in ON_A_GPU if name.startswith(INTEGRATIONS)]
     output = assert_ran(results, name)
