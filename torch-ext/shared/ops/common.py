@@ -86,7 +86,7 @@ def _not_differentiable(gradients, message: bytes):
     leaves = [None if g is None else g.detach().requires_grad_() for g in ((gradients,) if one else gradients)]
     if not any(leaf is not None for leaf in leaves):
         return gradients
-    return torch._C._functions.DelayedError(message, len(leaves))(*leaves)  # type: ignore[arg-type]  # takes None, too  # type: ignore[arg-type]  # takes None, too  # type: ignore[arg-type]  # takes None, too
+    return torch._C._functions.DelayedError(message, len(leaves))(*leaves)  # type: ignore[arg-type]  # takes None, too
 
 
 def needs_formula(first: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:
@@ -319,7 +319,7 @@ def lay_side_by_side(weights: Sequence[torch.Tensor]) -> None:
         storage = block.untyped_storage()[start : start + weight.nbytes]
         setattr(storage, BLOCK, block)  # PyTorch keeps the Python object of a storage, and so the mark, as long as the storage
         start += weight.nbytes
-        weight.data = block.new_empty(0).set_(storage, 0, weight.shape)  # type: ignore[call-overload]  # a storage that is a slice  # type: ignore[call-overload]  # a storage that is a slice  # type: ignore[call-overload]  # a storage that is a slice
+        weight.data = block.new_empty(0).set_(storage, 0, weight.shape)  # type: ignore[call-overload]  # a storage that is a slice
 
 
 def side_by_side(weights: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:

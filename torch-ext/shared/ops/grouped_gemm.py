@@ -56,7 +56,7 @@ def _has_grouped_mm(device: int) -> bool:
     """Whether torch._grouped_mm is a kernel: on compute capability 9.0, and from torch 2.9 on 10.x. Elsewhere it reads the offsets
     on the host and loops, or raises."""
     major = torch.cuda.get_device_capability(device)[0]
-    return hasattr(torch, "_grouped_mm") and (major == 9 or major == 10 and torch.__version__ >= (2, 9))  # type: ignore[operator]  # type: ignore[operator]  # type: ignore[operator]
+    return hasattr(torch, "_grouped_mm") and (major == 9 or major == 10 and torch.__version__ >= (2, 9))  # type: ignore[operator]
 
 
 @functools.lru_cache(maxsize=None)
