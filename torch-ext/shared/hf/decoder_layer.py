@@ -53,7 +53,6 @@ class FusedLayer(OwnForwards):
             found = self.specs[make, values] = make(self, *values)
         return found
 
-
     def explain(self, layer, x) -> List[Tuple[str, str]]:
         """What `explain_layer` says of a layer of the family."""
         return explain_layer(self, layer, x)

@@ -173,11 +173,6 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
     )
 
 
-def operations_of(families: Families) -> Tuple[str, ...]:
-    """The names of the arguments of `apply` of a package."""
-    return tuple(dict.fromkeys(operation for targets in families for operation in targets.operations))
-
-
 def hub_names_of(families: Families) -> Mapping[str, type]:
     """Each layer of a package by the name that `kernels` knows it by."""
     return {name: layer for targets in families for name, layer in targets.hub_names.items()}
