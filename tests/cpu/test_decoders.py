@@ -46,3 +46,16 @@ def test_a_layer_that_the_hub_puts_in_place_rounds_as_the_family_does(decoders, 
     ours = importlib.import_module(f"{decoders.__name__}.shared.hf.modules").is_marked
     assert all(ours(getattr(norm.forward, "__func__", norm.forward)) for norm in norms)
     assert all(torch.equal(norm(x), y) for norm, x, y in zip(norms, given, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("package", ("decoders", "liger"))
+def test_heads_that_the_hub_turns_keep_their_dtype(request, package, name):
+    """The rotary function has one name on the Hub too, and OLMo's keeps the dtype of q and k where angles are fp32."""
+    model = tiny(name, torch.bfloat16, attn_implementation="eager")
+    expected = model(input_ids=TOKENS, labels=TOKENS).loss
+    layers = request.getfixturevalue(package).mapping()
+    rotary = {"rotary_pos_emb": layers["rotary_pos_emb"]}
+    with kernels.use_kernel_mapping(rotary):
+        kernels.kernelize(model, mode=Mode.TRAINING, device="cpu")
+    assert torch.allclose(model(input_ids=TOKENS, labels=TOKENS).loss, expected, rtol=2e-2)

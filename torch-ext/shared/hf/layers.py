@@ -13,7 +13,7 @@ from .decoder_model import model_forward
 from .experts import experts_forward
 from .families import Family
 from .forwards import gated_mlp_forward, mlp_forward, norm_forward, rotary_of
-from .modules import mark_forwards
+from .modules import mark_forwards, rotary_forward
 from .vision import causal_lm_with_vision, decoder_layer_with_vision, decoder_with_vision
 
 
@@ -43,12 +43,7 @@ def rms_norm_of(family: Family) -> Type[nn.Module]:
 
 def rotary_layer_of(family: Family) -> Type[nn.Module]:
     """The layer for `apply_rotary_pos_emb`: q, k [batch, heads, tokens, head_dim] and cos, sin [batch, tokens, width]."""
-    rotate = rotary_of(family)
-
-    def forward(self, q, k, cos, sin, unsqueeze_dim=1):
-        return rotate(q, k, cos, sin, unsqueeze_dim)
-
-    return _layer(forward)
+    return _layer(rotary_forward(rotary_of(family)))
 
 
 def mlp_of(family: Family) -> Type[nn.Module]:

@@ -275,6 +275,25 @@ def mark_forwards(*layers) -> None:
             setattr(forward, LAYER, forward)
 
 
+def rotary_forward(rotate):
+    """The forward of a layer for the Hub's `rotary_pos_emb`, one name for the functions of many families.
+
+    Where the angles have another dtype than q and k, the function that the layer stands in for is called: Llama's returns the wider dtype,
+    OLMo's that of q and k.
+
+    Args:
+        rotate: called with q, k, cos, sin and unsqueeze_dim, all of one dtype, or of any where the layer is nobody's stand-in.
+    """
+
+    def forward(self, q, k, cos, sin, unsqueeze_dim=1):
+        of_family = type(self).forward  # `kernels` replaces the forward of the instance
+        if of_family in (forward, nn.Module.forward) or q.dtype == k.dtype == cos.dtype:
+            return rotate(q, k, cos, sin, unsqueeze_dim)
+        return of_family(self, q, k, cos, sin, unsqueeze_dim)
+
+    return forward
+
+
 def for_class(forward):
     """What of a layer's forward goes on a class; see `checkpointing.checkpointed`."""
     return getattr(forward, "__wrapped__", forward)

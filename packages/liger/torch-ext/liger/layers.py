@@ -10,7 +10,7 @@ from .forwards import (
     rms_norm_forward,
     torch_rms_norm_forward,
 )
-from .shared.hf.modules import mark_forwards
+from .shared.hf.modules import mark_forwards, rotary_forward
 from .shared.ops.llama4_rope import rotary_complex
 from .shared.ops.mrope import partial_rotary, rotary_multimodal
 
@@ -83,8 +83,7 @@ class RotaryPosEmb(nn.Module):
 
     can_torch_compile = True
 
-    def forward(self, q, k, cos, sin, unsqueeze_dim=1):
-        return partial_rotary(q, k, cos, sin, None, unsqueeze_dim)
+    forward = rotary_forward(lambda q, k, cos, sin, unsqueeze_dim: partial_rotary(q, k, cos, sin, None, unsqueeze_dim))
 
 
 class ComplexRotaryEmb(nn.Module):
