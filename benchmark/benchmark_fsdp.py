@@ -86,7 +86,7 @@ def build(args) -> Stepper:
 
 
 class Qwen3ShardedStepBenchmark(Qwen3StepBenchmark):
-    """The same on one GPU under FSDP2, for `kernels benchmark`: what the wrapping costs."""
+    """The training step on one GPU under FSDP2, for `kernels benchmark`: what the wrapping costs."""
 
     def setup(self) -> None:
         if not dist.is_initialized():

@@ -21,7 +21,7 @@ TOKENS = (512, 1024, 2048, 4096, 8192)
 
 
 class Qwen3LoRAStepBenchmark(Qwen3StepBenchmark):
-    """The same with PEFT's adapters, for `kernels benchmark`."""
+    """The training step with PEFT's adapters, for `kernels benchmark`."""
 
     def setup(self) -> None:
         from peft import LoraConfig, get_peft_model

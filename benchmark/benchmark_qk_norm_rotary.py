@@ -1,4 +1,4 @@
-"""RMSNorm of queries and keys with rotary embedding behind it: what Qwen3's attention does before the attention itself."""
+"""RMSNorm of queries and keys, followed by the rotary embedding: what Qwen3's attention does before the attention itself."""
 
 if not __package__:  # run as a file, or by `kernels benchmark`
     import sys

@@ -155,7 +155,7 @@ def run_operation(operation: Operation, settings: Settings, args) -> list:
 
 
 def run(operations: Iterable[Operation], args) -> list:
-    """Measure operations, and return all rows. A slow one does not take the time of those behind it."""
+    """Measure operations, and return all rows. A slow one does not take the time of those after it."""
     operations, found = list(operations), []
     settings_of = {suite: Settings.of(args, suite) for suite in dict.fromkeys(operation.suite for operation in operations)}
     log(f"{records.gpu_name(args.device)}, {records.package_version()}, {records.environment()}")

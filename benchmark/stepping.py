@@ -31,8 +31,8 @@ def training_step(model, optimizer, batch: dict, autocast: bool = False) -> torc
 
 @dataclass(frozen=True)
 class Form:
-    """What a batch looks like. documents: so many of equal length lie behind each other, and position_ids start again with each; rows: so
-    many, of which the share `padding` is padding behind their tokens, spread unevenly. Tokens are those of the whole batch."""
+    """What a batch looks like. documents: so many of equal length follow each other, and position_ids start again with each; rows: so
+    many, of which the share `padding` is padding after their tokens, spread unevenly. Tokens are those of the whole batch."""
 
     documents: int = 1
     rows: int = 1

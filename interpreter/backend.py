@@ -1,4 +1,4 @@
-"""Runs the package's operations on CPU tensors with the interpreter in the place of the CUDA driver.
+"""Runs the package's operations on CPU tensors with the interpreter instead of the CUDA driver.
 
 So the whole path of an operation is tested without a GPU: its autograd, what it saves, how it chooses a variant by the
 promises in the manifest, its grid, and the kernel itself.

@@ -19,7 +19,7 @@ from .signature import check_signature, overlap
 from .tiles import RANGES, TILE_DTYPES, InterpreterError, Tile, convert, scalar, tile_of
 
 IMPLEMENTED = {inspect.unwrap(stub): fn for stub, fn in {**ops.OPS, **memory.OPS}.items()}
-MAX_GRID = ((1 << 24) - 1, 65535, 65535)  # cuTile's limit, and CUDA's of the dimensions behind the first
+MAX_GRID = ((1 << 24) - 1, 65535, 65535)  # cuTile's limit, and CUDA's of the dimensions after the first
 
 
 def interpret(
@@ -256,7 +256,7 @@ class Interpreter(DispatchMode):
         return self.on_tiles(func.__wrapped__)(*args, **kwargs)
 
     def on_tiles(self, function: types.FunctionType) -> types.FunctionType:
-        """The same code, with Python's names as cuTile understands them, in the helpers that it calls too."""
+        """A copy of a function in which Python's names mean what cuTile understands by them, also in the helpers that it calls."""
         if function not in self.functions:
             names = {**BUILTINS, **function.__globals__}
             cells = tuple(types.CellType() for _ in function.__closure__ or ())

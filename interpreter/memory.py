@@ -211,7 +211,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def poison(dtype: ct.DType) -> Tile:
-    """What stands for a value that the language leaves undetermined: whatever uses it should go visibly wrong."""
+    """The stand-in for a value that the language leaves undetermined: whatever uses it should go visibly wrong."""
     if is_float(dtype):
         return scalar(math.nan, dtype)
     if is_boolean(dtype):

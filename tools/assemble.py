@@ -128,8 +128,8 @@ def check_kernels(package: Package, files: dict[str, bytes]) -> None:
 
 
 def architectures(files: dict[str, bytes]) -> list[str]:
-    """As `kernels` writes them: `8.0+PTX` (every newer GPU may load the package, which says itself what it lacks), then each
-    architecture; the ones that only match exactly end in `a`."""
+    """The architectures of a build as `kernels` writes them: `8.0+PTX` (every newer GPU may load the package, which says itself what it
+    lacks), then each architecture; the ones that only match exactly end in `a`."""
     built = json.loads(files["cubins/manifest.json"])["architectures"]
     numbers = sorted({int(name.removeprefix("sm_")) for names in built.values() for name in names})
     exact = [f"{n // 10}.{n % 10}" + ("a" if n >= 90 else "") for n in numbers]

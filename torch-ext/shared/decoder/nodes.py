@@ -64,7 +64,7 @@ def norm_attention_inputs_reference(spec: Inputs, tensors: InputTensors, project
 def add_branch_reference(
     x: torch.Tensor, branch: torch.Tensor, norm: Norm, weight: Optional[torch.Tensor], multiplier: float
 ) -> torch.Tensor:
-    """x plus a branch, which may have a norm behind it, in PyTorch."""
+    """x plus a branch, which may be normalised first, in PyTorch."""
     branch = branch if weight is None else norm_reference(norm, branch, weight)
     return x + (branch if multiplier == 1 else branch * multiplier).view(x.shape)
 
@@ -153,7 +153,7 @@ def norm_attention_inputs(
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes queries, keys and values as attention takes them from norm(x), and returns x for the residual connection.
 
-    Use the x that is returned behind the projections: its gradient is then added for free. Differentiable in all but the angles.
+    Use the returned x for the residual connection: its gradient is then added for free. Differentiable in all but the angles.
 
     Args:
         x: [tokens, hidden], of `dtype` or float32.
@@ -186,7 +186,7 @@ def norm_attention_inputs(
     return apply_function(_NormAttentionInputs, layout, tuple(shape), *tensors, *(dense if layout.replayable else layout.present(parts)))
 
 
-# ---------------------------------------------------------------- behind attention
+# ---------------------------------------------------------------- after attention
 def _mlp(x, attended, after, before, behind, layout: Layout, whole, *parts):
     """`MLPResults`, and `Projections.made`. parts: of `tensors_of`; whole: of gate's and up's weights."""
     tensors, copies, parts = OutputTensors(x, attended, after, before, behind), Copies(), layout.all_of(parts)

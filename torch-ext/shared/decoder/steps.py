@@ -133,9 +133,9 @@ def inputs_backward(spec: Inputs, grads: Sequence[torch.Tensor], tensors: InputT
                           dprojections)
 
 
-# ---------------------------------------------------------------- behind attention: the first residual connection
+# ---------------------------------------------------------------- after attention: the first residual connection
 class OutputTensors(NamedTuple):
-    """What the second node reads beside its projections: x [..., hidden], flat in a backward pass, where it is the residual stream behind
+    """What the second node reads beside its projections: x [..., hidden], flat in a backward pass, where it is the residual stream after
     attention; attention's output [tokens, features], None where x has it already; the norms' weights, None for those that are absent. Or
     which of these need a gradient."""
 
@@ -147,7 +147,7 @@ class OutputTensors(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """total: the residual stream behind attention, flat. y: normalised, in the dtype of the products. o: attention's branch before its
+    """total: the residual stream after attention, flat. y: normalised, in the dtype of the products. o: attention's branch before its
     norm, None where there is none. rstd, o_rstd: of the norms."""
 
     total: torch.Tensor
@@ -172,7 +172,7 @@ def _scaled(branch: torch.Tensor, multiplier: float) -> torch.Tensor:
 
 
 def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections], dtype: torch.dtype) -> Joined:
-    """Attention's branch, added to the residual stream, and the norm behind that. dtype: of the products."""
+    """Attention's branch, added to the residual stream, and the norm of the sum. dtype: of the products."""
     x, norm = tensors.x.reshape(-1, tensors.x.shape[-1]), tensors.before
     branch = kept = o_rstd = None
     if o is not None:

@@ -124,7 +124,7 @@ def _in_heads(spec: Inputs, projected: torch.Tensor, rows: Sequence[int], shape:
 
 
 def _input_kept(spec: Inputs, norm, q_norm, found: Sequence[torch.Tensor]) -> Tuple[list, Sequence[torch.Tensor]]:
-    """([rstd, q_rstd, k_rstd], None for what there is not, and what was made) of what the first operator returns behind `projected`."""
+    """([rstd, q_rstd, k_rstd], None for what there is not, and what was made) of what the first operator returns after `projected`."""
     left = list(found)
     rstd = None if norm is None else left.pop(0)
     pair = [left.pop(0), left.pop(0)] if _keeps_rstds(spec, q_norm) else [None, None]
@@ -289,7 +289,7 @@ def _mlp(
 
 
 def _mlp_kept(tensors: OutputTensors, found: Sequence[torch.Tensor]) -> Tuple[MLPResults, Sequence[torch.Tensor]]:
-    """(`MLPResults` without the result, gate and up, what was made) of what the operator returns behind `both`."""
+    """(`MLPResults` without the result, gate and up, what was made) of what the operator returns after `both`."""
     left, has_o, has_after = list(found), tensors.attended is not None, tensors.after is not None and tensors.attended is not None
 
     def next_of(there: bool):

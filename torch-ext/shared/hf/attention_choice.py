@@ -134,7 +134,7 @@ def _absent(config):
 
 
 def _own(config):
-    """The user's configuration behind one of ours; any other as it is."""
+    """The user's configuration that one of ours wraps; any other configuration itself."""
     state = getattr(config, CHOICE, None)
     if state is not None:
         return state.config
@@ -203,8 +203,8 @@ def leave_attention(module) -> None:
 
 
 def choose_attention(model) -> None:
-    """Gives a model on a GPU whose kernels run our implementation in the place of the one that transformers chooses by default; one that
-    was asked for by name, it keeps."""
+    """Gives a model on a GPU whose kernels run our implementation instead of the one that transformers chooses by default. The model keeps
+    one that was asked for by name."""
     state, described = watch_attention(model), vars(model)
     if NAMED in described or described.get(WITHOUT) or state.config._attn_implementation != state.default:
         state.on = False

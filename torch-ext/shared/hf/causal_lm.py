@@ -125,7 +125,8 @@ class _WithLoss:
 
 
 class _Headless(_WithLoss):
-    """The same, and the hidden states pass the head by and the loss takes both. of_family: what becomes of the logits before the loss."""
+    """A `_WithLoss` whose head makes no logits: the loss takes the hidden states and the head's weight. of_family: what is done to
+    logits before the loss."""
 
     def __init__(self, model, options, of_family: Head):
         super().__init__(model, options)

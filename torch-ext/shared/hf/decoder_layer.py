@@ -149,7 +149,7 @@ def _make_inputs(own: FusedLayer, head_dim, eps, head_eps, width, rows) -> Input
 
 
 def _make_outputs(own: FusedLayer, after, before, behind, multiplier) -> Outputs:
-    """The description of what stands behind attention, of the epsilons of its norms."""
+    """The description of what follows attention. after, before, behind: the epsilons of its norms."""
     return Outputs(own.norm(after), own.norm(before), own.norm(behind), own.family.activation, multiplier)
 
 

@@ -39,8 +39,8 @@ def _says_documents(position_ids, given: torch.Tensor) -> bool:
 
 
 def _embedded(model, kwargs):
-    """The arguments of a model's forward in a graph, with the embeddings in the place of the tokens where their weights are trained and
-    looking them up is all that a call of the model's embedding does."""
+    """The arguments of a model's forward in a graph, with the embeddings instead of the tokens where their weights are trained and looking
+    them up is all that a call of the model's embedding does."""
     tokens, embedding = kwargs["input_ids"], model.get_input_embeddings()
     if kwargs["inputs_embeds"] is not None or not isinstance(tokens, torch.Tensor) or not torch.is_grad_enabled():
         return kwargs

@@ -26,7 +26,8 @@ def documents_of(position_ids: torch.Tensor) -> Optional[torch.Tensor]:
 
 
 def bounds_of(starts: torch.Tensor) -> Optional[torch.Tensor]:
-    """The same, from whether a document starts at each token of a row behind its first one [batch, tokens - 1]."""
+    """Finds the bounds that `documents_of` returns. starts: [batch, tokens - 1] bool, whether a document starts at each token of a row
+    after the first one."""
     batch, length = starts.shape
     new = torch.nn.functional.pad(starts, (1, 0), value=True).flatten().nonzero().flatten()
     if new.numel() == batch:
@@ -144,7 +145,7 @@ def convolution_function(hidden_states, weight, bias, activation, cu_seqlens=Non
 
 
 def convolution_step(hidden_states, conv_state, weight, bias, activation):
-    """Serves as transformers' `causal_conv1d_update`: the convolution of tokens behind those in conv_state, which takes them in."""
+    """Serves as transformers' `causal_conv1d_update`: the convolution of tokens that follow those in conv_state, which takes them in."""
     seen = torch.cat((conv_state, hidden_states), -1)
     conv_state.copy_(seen[:, :, -conv_state.shape[-1] :])
     return convolution_function(seen, weight, bias, activation)[:, :, -hidden_states.shape[-1] :].to(hidden_states.dtype)

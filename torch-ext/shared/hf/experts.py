@@ -61,7 +61,7 @@ def _known_experts(layer, hidden, index, scores):
 
 
 def is_default(layer) -> bool:
-    """True where transformers would run its default, grouped_mm, or ours: any other implementation of experts is someone's choice."""
+    """True where transformers would run its default, grouped_mm, or ours: any other implementation of experts is the user's choice."""
     name = getattr(getattr(layer, "config", None), "_experts_implementation", None)
     if name is None or name == EXPERTS:
         return True
@@ -71,7 +71,8 @@ def is_default(layer) -> bool:
 
 
 def experts_forward(layer, hidden, index, scores):
-    """Of a class that transformers' `use_experts_implementation` decorates, where its model has transformers' default implementation.
+    """Serves as the forward of a class that transformers' `use_experts_implementation` decorates, where its model has transformers' default
+    implementation.
 
     hidden: [..., hidden]; index: [tokens, top-k], in which an id from the number of experts on is none of them; scores: [tokens, top-k].
     """
@@ -80,7 +81,8 @@ def experts_forward(layer, hidden, index, scores):
 
 
 def experts_implementation(layer, hidden, index, scores):
-    """The same as one of transformers' implementations of experts: what it does not know, transformers' grouped_mm does."""
+    """Serves as one of transformers' implementations of experts, with the arguments of `experts_forward`. What it does not know runs in
+    transformers' grouped_mm."""
     found = _known_experts(layer, hidden, index, scores)
     if found is not None:
         return found

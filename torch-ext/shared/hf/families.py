@@ -47,7 +47,7 @@ class Family(NamedTuple):
     the class of the decoder without its head, the prefix and "Model" by default. mixers: the layer's attributes that may hold what mixes
     its tokens, which is called as the module that it is; empty where attention is fused. divisor, softcap: attributes of the configuration,
     by which logits are divided, and that caps them. position_scale: the module's function that gives each position's factor of the queries
-    behind their rotary embedding, and the entries of the configuration's rope_parameters that it takes behind the positions. whole: the
+    after their rotary embedding, and the entries of the configuration's rope_parameters that it takes after the positions. whole: the
     class of a model with the vision tower in front of the decoder, where there is one; a causal LM otherwise.
     """
 

@@ -23,8 +23,8 @@ class Unmade:
     """Stands in a model's forward for logits that are never made. It may be scaled and capped, which `done` says; all else raises
     RuntimeError.
 
-    hidden: [..., features], what went into the head. factor: by which the products are multiplied; capped: the product of the factors in
-    front of a tanh, None without one; factor is then that behind it.
+    hidden: [..., features], what went into the head. factor: by which the products are multiplied; capped: the product of the factors
+    before a tanh, None without one; factor is then that after it.
     """
 
     def __init__(self, hidden: torch.Tensor, factor: float = 1.0, capped: Optional[float] = None):

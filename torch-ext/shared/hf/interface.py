@@ -46,7 +46,7 @@ class Interface:
         With few tokens or a small model the host cannot start kernels as fast as the GPU finishes them; several layers that follow each
         other are replayed with two launches. Results are the same bit for bit. The first training pass of that shape (labels, gradients
         on) runs as before and is looked at, the second one is recorded, in less than a second. Call it again for further shapes. Pad every
-        batch to one of them (`pad_to_multiple_of`, `padding="max_length"`), keep to `use_cache=False`, and call it last: behind `apply` or
+        batch to one of them (`pad_to_multiple_of`, `padding="max_length"`), keep to `use_cache=False`, and call it last: after `apply` or
         `kernelize`, `pack`, PEFT and the move to the GPU. Trainer, autocast, LoRA and every optimizer work as without it.
 
         Other shapes, evaluation, generation, layers with hooks and gradient checkpointing run as before, with a warning where a shape was

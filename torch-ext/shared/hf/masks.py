@@ -111,7 +111,7 @@ class Visible:
 
     @property
     def shape(self) -> Tuple[int, int, int, int]:
-        """Of the mask that this stands for: what transformers asks of one that a caller has prepared."""
+        """The shape of the mask that this stands for, which transformers asks of one that a caller has prepared."""
         return self.batch, 1, self.tokens, self.keys
 
     ndim = 4
@@ -188,7 +188,7 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
     if rule is not None and attention_mask is not None:
         padding = masking.prepare_padding_mask(attention_mask, q_length, 0)[:, :q_length]
         kind = padding_of(padding)
-        # Padding behind a row's tokens sees them in transformers, and would see nothing here.
+        # Padding after a row's tokens sees them in transformers, and would see nothing here.
         unknown = kind == BETWEEN or (kind == BESIDE and is_chosen(arguments.get("config")))
         rule, padding = (None if unknown else rule), (None if kind == WHOLE else padding)
     return Visible(arguments, rule, padding)
@@ -214,14 +214,14 @@ def kinds_of_layers(config) -> set:
 
 
 def masks_of_layers(config, visible_of: Callable[[str], Visible]) -> Any:
-    """What a decoder takes as `attention_mask` in the place of the masks that it would make: the `Visible` of each kind of layers that
-    it has, or the one that all of them share."""
+    """What a decoder takes as `attention_mask` instead of the masks that it would make: the `Visible` of each kind of layers that it has,
+    or the one that all of them share."""
     visible = {kind: visible_of(kind) for kind in kinds_of_layers(config)}
     return visible if getattr(config, "layer_types", None) else visible.popitem()[1]
 
 
 def documents_in(position_ids: torch.Tensor) -> Optional[torch.Tensor]:
-    """[2, at least as many as documents] int32 in main memory: the first token of each document and the one behind its last; the rest are
+    """[2, at least as many as documents] int32 in main memory: the first token of each document and the one after its last; the rest are
     empty. None where each row is one document. Waits for the device.
 
     position_ids: [batch, tokens]; a document starts with each row, and wherever a position is not the one before it plus 1. transformers
@@ -276,15 +276,15 @@ def _in_documents(function: Callable, document_ids: torch.Tensor) -> Callable:
 
 
 def _arguments(config, given: torch.Tensor, **more) -> Dict[str, Any]:
-    """Of a mask function of transformers, for rows without padding and no cache. The dtype is said when a mask is made."""
+    """The arguments of a mask function of transformers, for rows without padding and no cache. The dtype is said when a mask is made."""
     tokens = given.shape[1]
     sizes = {"batch_size": given.shape[0], "q_length": tokens, "kv_length": tokens, "q_offset": 0, "kv_offset": 0}
     return {**sizes, "attention_mask": None, "config": config, "device": given.device, **more}
 
 
 def _visible_to_a_tracer(arguments) -> Visible:
-    """As `visible_mask`, of a graph, in which no number is read and nothing is known of a function but which one it is: of a model
-    that a package knows, whose masks are causal, with a window or without, and packed where SDPA may not leave them out."""
+    """What `visible_mask` finds while a graph is traced, where no number is read and nothing is known of a function but which one it is:
+    the masks of a model that a package knows, which are causal, with a window or without, and packed where SDPA may not leave them out."""
     config = arguments.get("config")
     known = type(config) in TRACEABLE and is_causal(config) and not arguments.get("use_vmap")
     offset, padding = arguments["q_offset"], arguments["attention_mask"]

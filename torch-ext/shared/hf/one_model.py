@@ -42,7 +42,7 @@ def _attention_forward(targets: Targets, original):
 
     def rotary_of_one_model(q, k, cos, sin, unsqueeze_dim=1):
         current = getattr(modeling, ownership.ROTARY)
-        rotate = targets.rotate if current is found or is_marked(current) else current  # else someone else's by now
+        rotate = targets.rotate if current is found or is_marked(current) else current  # else it was replaced meanwhile
         return rotate(q, k, cos, sin, unsqueeze_dim)
 
     names = {name: value for name, value in original.__globals__.items() if name != "__name__"}  # torch.compile would look it up there
@@ -100,7 +100,8 @@ def _subclasses_with_forwards(model, cls) -> List[str]:
 
 
 def _without_others(chosen: _Chosen, model) -> Tuple[_Chosen, List[nn.Module]]:
-    """The same without modules that someone else gave a forward, and these. Raises RuntimeError where that leaves out a whole operation."""
+    """(the choice without modules that have a forward of another library's or the user's, these modules). Raises RuntimeError where that
+    leaves out a whole operation."""
     for module in chosen.modules.get("fused_linear_cross_entropy", ()):
         if ownership.other_owner(module):
             owner = ownership.other_owner(module)

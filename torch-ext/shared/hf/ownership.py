@@ -1,4 +1,4 @@
-"""Whose forward stands on a class or a module of transformers': transformers' own, ours, or someone else's, which is kept."""
+"""Whose forward a class or a module of transformers has: transformers' own, ours, or another library's or the user's, which is kept."""
 
 import warnings
 from collections import Counter
@@ -22,30 +22,30 @@ CALL_BEFORE = (
 
 
 def current(owner, attribute):
-    """What an attribute of a class or module is, inside transformers' wrappers for gradient checkpointing."""
+    """The value of an attribute of a class or module, inside transformers' wrappers for gradient checkpointing."""
     return inside(vars(owner)[attribute])
 
 
 def original(owner, attribute):
-    """The same without us."""
+    """The value that an attribute of a class or module had before ours replaced it, inside transformers' wrappers."""
     return vars(owner)[SAVED + attribute] if SAVED + attribute in vars(owner) else current(owner, attribute)
 
 
 def describe(function, original):
-    """Gives a forward of ours the annotations and the docstring of the one in whose place it stands: transformers reads them."""
+    """Gives a forward of ours the annotations and the docstring of the one that it replaces: transformers reads them."""
     function.__annotations__, function.__doc__ = dict(original.__annotations__), original.__doc__
 
 
 def own_rotary(modeling):
-    """What stands for the rotary embedding without us: a function, or the module that `kernels` makes of one; None where it is gone."""
+    """The rotary embedding that ours replaces: a function, or the module that `kernels` makes of one; None where it is gone."""
     if SAVED + "rotary" in vars(modeling):
         return vars(modeling)[SAVED + "rotary"]
     return original(modeling, ROTARY) if ROTARY in vars(modeling) else None
 
 
 def stranger(targets: Targets, modeling, name):
-    """What stands where a class's forward was transformers' or ours, as text for a warning; "" for nothing. name: of the class, or
-    that of the function for the rotary embedding."""
+    """Text for a warning that says what replaced a class's forward, which was transformers' or ours; "" where nothing did. name: of the
+    class, or of the function for the rotary embedding."""
     current = vars(modeling)[name]
     if name == ROTARY:
         forward = type(current).forward if isinstance(current, nn.Module) else current
@@ -56,7 +56,7 @@ def stranger(targets: Targets, modeling, name):
 
 
 def class_stranger(cls):
-    """The same of the forward of a class of transformers'."""
+    """What `stranger` says of the forward of a class of transformers'."""
     forward = inside(vars(cls).get("forward"))
     if is_marked(forward) or is_transformers_own(forward, cls.__module__, f"{cls.__qualname__}.forward"):
         return ""
@@ -92,12 +92,12 @@ def other_owner(module):
 
 
 def _of(stranger):
-    """Who is behind what `class_stranger` says."""
+    """The owner that a text of `class_stranger` names."""
     return stranger.partition(" is ")[2]
 
 
 def warn_of_others(modules, stacklevel):
-    """Warns of modules that keep the forward that someone else gave them."""
+    """Warns of modules that keep the forward that another library or the user gave them."""
     for (name, owner), count in Counter((type(module).__name__, other_owner(module)) for module in modules).items():
         what = f"{name} keeps the forward that {owner} gave it ({count} in this process)"
         warnings.warn(f"{what}. {CALL_BEFORE}", RuntimeWarning, stacklevel=stacklevel + 1)
@@ -121,7 +121,7 @@ def unbind(module):
     bound = SAVED + "replaced" in state
     slot, previous = state.pop(SAVED + "replaced", (slot_of(module), None))
     forward = state.get(slot)
-    if not is_ours(forward):  # someone else's by now
+    if not is_ours(forward):  # it was replaced meanwhile
         if bound or calls_ours(forward) or calls_ours(state.get(WRAPPED)):
             state[OFF] = True
         return

@@ -57,7 +57,7 @@ def prepare(targets: Targets) -> Family:
         cls = own_class(found.modeling, name)
         original = None if cls is None or operation in found.unknown else ownership.original(cls, "forward")
         if original is None or not is_transformers_own(original, targets.modeling, f"{name}.forward"):
-            continue  # someone else's, which is kept
+            continue  # another library's or the user's, which is kept
         for ours in (layer.forward, for_class(layer.forward)):
             ownership.describe(ours, original)
     for output in (CausalLMOutputWithPast, MoeCausalLMOutputWithPast):
@@ -188,7 +188,7 @@ def _patch_family(targets: Targets, modeling, wanted, modules):
             if stranger:
                 _warn_of_stranger(stranger, operation, stacklevel=4)
             if owner is not None and not (stranger if owner is modeling or operation == "rope" else ownership.class_stranger(owner)):
-                if operation == "rope" and owner is not modeling:  # or nobody finds it again behind a function of someone else's
+                if operation == "rope" and owner is not modeling:  # or a function that wraps it later hides it
                     setattr(modeling, SAVED + "rotary", ownership.own_rotary(modeling))
                 _patch(owner, attribute, replacement)
                 _bind_hidden(owner, replacement, modules)
@@ -278,7 +278,7 @@ def _reset_classes(targets: Targets, modeling):
             for name in ("kernel_layer_name", "kernel_condition", SAVED + "decorated"):
                 if name in vars(owner):
                     delattr(owner, name)
-        kept = SAVED + attribute  # stays where someone's forward, which may call ours, is on top
+        kept = SAVED + attribute  # stays where another forward, which may call ours, is on top
         for name in [name for name in vars(owner) if name.startswith(SAVED) and name != kept]:  # what apply() noted there
             delattr(owner, name)
     vars(modeling).pop(SAVED + "rotary", None)

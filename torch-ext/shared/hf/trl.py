@@ -150,7 +150,7 @@ def _warn(text: str) -> None:
 
 
 def _put(module: ModuleType) -> None:
-    """Puts ours in the place of what a module of TRL defines, where it is as expected."""
+    """Replaces what a module of TRL defines by ours, where it is as expected."""
     if module.__name__ == USER:
         if not hasattr(module, NAME_THERE):
             _warn(f"{USER} has no {NAME_THERE}, in whose place log_probs=True puts a faster one")
@@ -169,7 +169,7 @@ def _put(module: ModuleType) -> None:
 
 
 class _WhenImported(MetaPathFinder):
-    """Calls `_put` behind the import of what TRL defines the functions in."""
+    """Calls `_put` after the import of the module in which TRL defines the functions."""
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname != USER and all(fullname != place.module for place in PLACES):

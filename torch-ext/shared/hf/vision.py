@@ -1,5 +1,5 @@
-"""The forwards of a text decoder behind a vision tower, with the arguments of transformers' own: the Hub puts a layer in the place of a
-class only where both name the same ones, and a trainer drops the columns that a forward does not name."""
+"""The forwards of a text decoder that follows a vision tower, with the arguments of transformers' own: the Hub replaces a class by a layer
+only where both name the same ones, and a trainer drops the columns that a forward does not name."""
 
 from .causal_lm import causal_lm_forward
 from .checkpointing import checkpointed

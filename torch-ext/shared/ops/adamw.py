@@ -99,7 +99,7 @@ class Steps:
         self._batches: Dict[Tuple[int, ...], Tuple[Callable, Batch]] = {}
 
     def __call__(self, tensors: Sequence[torch.Tensor], places: Tuple[int, ...], floats: Sequence[float]) -> None:
-        """tensors: param, grad, exp_avg, exp_avg_sq of one parameter, then of the next; behind all, where the device counts, the row of
+        """tensors: param, grad, exp_avg, exp_avg_sq of one parameter, then of the next; last, where the device counts, the row of
         `numbers_on_device` of each that is stepped. places: of those among the parameters. floats: of `numbers`, or of `constants`."""
         known = self._batches.get(places)
         if known is not None:

@@ -1,4 +1,4 @@
-"""Attention over documents that lie behind each other in one row of tokens, padding left out; kernel_src/attention.py has the formulas.
+"""Attention over documents that follow each other in one row of tokens, without padding; kernel_src/attention.py has the formulas.
 
 Which tokens see which is an `AttentionPlan`, made once a batch on the device and shared by every layer's `attention`. Nothing waits for
 the device.

@@ -70,11 +70,11 @@ make_plan = traceable("attention_plan", _plan, _fake_plan)
 class AttentionPlan:
     """Which tokens of a batch see which: made once, used by the attention of every layer.
 
-    tokens: of the whole batch, behind each other. documents: [2, documents] int32 on the device of the batch, the first token of each and
-    the one behind its last; ascending, none reaches into the next, empty ones are
-    allowed, and what lies past the last token does not count. A token of no document is padding: it
-    sees nothing, and nothing sees it. causal: a query sees no key behind itself. window: how many keys a query sees at most to its left,
-    itself among them (and to its right where it is not causal); None for all of its document.
+    tokens: of the whole batch, one row after the other. documents: [2, documents] int32 on the device of the batch, the first token of each
+    and the one after its last; ascending, none reaches into the next, empty ones are allowed, and what lies past the last token does not
+    count. A token of no document is padding: it sees nothing, and nothing sees it. causal: a query sees no key after itself. window:
+    how many keys a query sees at most to its left, itself among them (and to its right where it is not causal); None for
+    all of its document.
 
     `from_cu_seqlens`, `from_position_ids` and `from_padding_mask` make one from what models pass around.
     """
@@ -94,8 +94,8 @@ class AttentionPlan:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, tokens: int, causal: bool = True, window: Optional[int] = None) -> "AttentionPlan":
-        """cu_seqlens: [documents + 1], ascending: document i is made of the tokens from cu_seqlens[i] to cu_seqlens[i + 1]. Tokens in
-        front of the first and behind the last one are padding."""
+        """cu_seqlens: [documents + 1], ascending: document i is made of the tokens from cu_seqlens[i] to cu_seqlens[i + 1]. Tokens before
+        the first and after the last one are padding."""
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
             fail("cu_seqlens", describe(cu_seqlens), "int32 or int64 [documents + 1]")
         return cls(torch.stack((cu_seqlens[:-1], cu_seqlens[1:])).to(torch.int32), tokens, causal, window)

@@ -187,7 +187,7 @@ def traceable(name: str, function: Callable, fake: Callable, then: Optional[Call
 
 
 def halves(gradient: torch.Tensor, parameters: torch.Tensor) -> tuple:
-    """Those of two parameters that lie behind each other, one by one; None for both where there are none. For `traceable`."""
+    """The gradients of two parameters that are stored side by side; None for both where there are none. For `traceable`."""
     return (gradient, *(parameters.view(2, -1) if parameters.numel() else (None, None)))
 
 
@@ -308,7 +308,7 @@ BLOCK = "_bastile_block"  # on the storage of a weight that `lay_side_by_side` p
 @torch.inference_mode(False)
 @torch.no_grad()
 def lay_side_by_side(weights: Sequence[torch.Tensor]) -> None:
-    """Moves weights [rows, columns] of one number of columns, dtype and device behind each other in one piece of memory.
+    """Moves weights [rows, columns] of one number of columns, dtype and device side by side into one piece of memory.
 
     Each gets a storage of its own over its part, because what saves models keeps one of the tensors that share a storage. A slice of
     a storage is such a one, and keeps the whole piece alive. CUDA's allocator does not know it: `weight.record_stream` does nothing.
@@ -345,7 +345,7 @@ def side_by_side(weights: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or a contiguous copy: when its last dimension is strided, or two elements may be one (expanded, overlapping)."""
     shape, steps = tensor.shape, tensor.stride()
-    if len(shape) == 2 and steps[1] == 1 and steps[0] >= shape[1]:  # rows, each behind the one before: what is asked for most
+    if len(shape) == 2 and steps[1] == 1 and steps[0] >= shape[1]:  # rows, each after the one before: what is asked for most
         return tensor
     if tensor.is_contiguous() or (steps[-1] == 1 and not overlaps(shape, steps)):
         return tensor

@@ -79,7 +79,7 @@ def is_counted(target: torch.Tensor, classes: int, ignore_index: int) -> torch.T
 
 
 def shares_of(weights: torch.Tensor) -> torch.Tensor:
-    """Of the classes in the sum of their weights: so weighted, logits have a mean that is finite where they are."""
+    """Each class's share of the sum of the weights: the mean of logits that are weighted so is finite where they are."""
     total = weights.sum()
     return torch.where(total == 0, 0.0, weights / total)
 
@@ -93,7 +93,7 @@ class Chunk:
     """Cross entropy of one chunk of logits: `rows()`, then `gradient(scale)`, which writes over the logits, and returns the power of
     two by which the gradient was multiplied to be in fp16's range; None in other dtypes.
 
-    `loss()` of a class gives the loss without token scaling, and leaves lse (base e) and the negative log likelihood behind.
+    `loss()` of a class gives the loss without token scaling, and keeps lse (base e) and the negative log likelihood.
     """
 
     def __init__(self, logits, target, class_weight, options):

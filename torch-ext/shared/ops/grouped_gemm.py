@@ -33,7 +33,7 @@ _outer_kernel = Kernel("grouped_outer", grid=_outer_grid)
 
 
 class Groups:
-    """The rows of each expert, as the grouped GEMMs want them. ends: [experts] int32, the row behind each expert's last one."""
+    """The rows of each expert, as the grouped GEMMs want them. ends: [experts] int32, the row after each expert's last one."""
 
     def __init__(self, ends: torch.Tensor, rows: int):
         self.ends, self.rows = ends, rows

@@ -126,7 +126,7 @@ def _backward(
 
 
 def _blocks_per_sm(x_dtype, weight_dtype, length: int) -> int:
-    """Of the kernel for rows in registers, 0 where none takes such rows."""
+    """Number of blocks per SM of the kernel for rows in registers, 0 where none takes such rows."""
     if x_dtype != weight_dtype or length * x_dtype.itemsize % 16:
         return 0
     return next((blocks for longest, blocks in BLOCKS_PER_SM[x_dtype] if length <= longest), 0)

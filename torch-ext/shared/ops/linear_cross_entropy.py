@@ -1,7 +1,7 @@
 """Cross entropy of a linear layer's output without ever holding all its logits.
 
 The tokens are taken in chunks (linear_head.py), and of each the cross entropy's kernels turn the logits into their own gradient in place
-(cross_entropy.py). So the forward pass leaves both gradients behind, and the backward pass only multiplies them by what arrives from above.
+(cross_entropy.py). So the forward pass already has both gradients, and the backward pass only multiplies them by the incoming gradient.
 
 Without gradients one kernel multiplies and joins, and no logits are stored at all (kernel_src/linear_cross_entropy.py).
 """
@@ -292,7 +292,7 @@ def linear_cross_entropy(
 
     hidden: [..., features]; weight: [classes, features]; bias: [classes]; one dtype (bf16, fp16, fp32; float64 runs in
     PyTorch) and device; under autocast cast to its dtype. target: [...] int64, hidden's leading dimensions. Logits are rounded to that
-    dtype, as the layer would do it, and everything behind them is float32; where no gradient is asked for, no logits are stored and none
+    dtype, as the layer would do it, and everything after them is float32; where no gradient is asked for, no logits are stored and none
     are rounded. class_weight: [classes], of any dtype. ignore_index, reduction ("mean", "sum", "none"), label_smoothing and class_weight as
     in torch.nn.functional.cross_entropy, except that "mean" over no counted token is 0 with zero gradients. softcap: logits become
     softcap * tanh(logits / softcap). lse_square_scale: adds lse_square_scale * logsumexp(logits)^2 to each counted token's loss

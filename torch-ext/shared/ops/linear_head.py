@@ -1,4 +1,4 @@
-"""A linear head whose logits are never all there: the walk over its tokens in chunks, and the products behind the logits.
+"""A linear head whose logits are never all there: the walk over its tokens in chunks, and the products that follow the logits.
 
 For each chunk one GEMM makes the logits in a buffer, a loss turns them into their own gradient in place, and two GEMMs carry that on to the
 hidden states and the weight. What the loss is, the walk does not know. The memory of the weight's gradient, as large as the logits of
@@ -26,8 +26,8 @@ _scale_kernel = Kernel(
 
 
 class Gradients(NamedTuple):
-    """Of what was asked for. In fp16 each comes with the fp32 factor that it is still to be multiplied by, which is None elsewhere:
-    [tokens, 1] of the hidden states', [] of the others."""
+    """The gradients that were asked for, None for the others. factors: in fp16 the fp32 factor by which each is still to be multiplied,
+    [tokens, 1] for the hidden states' and [] for the others; None in other dtypes."""
 
     hidden: Optional[torch.Tensor] = None
     weight: Optional[torch.Tensor] = None
@@ -77,7 +77,7 @@ def plan_chunks(
 
     features: of the weight. The first chunk may have as many tokens as leave half of the gradient's memory free, 2048 at most.
     logits_of_token: how many the loss keeps, two where there is a teacher. Both of the first chunk lie in the gradient's memory then, and
-    where two chunks of 1024 tokens behind it are enough, these are half as large as they would be.
+    where two chunks of 1024 tokens after it are enough, these are half as large as they would be.
     """
     accum_dtype = torch.float32 if dtype == torch.float16 else accum_dtype or dtype
     bytes_of_token = max(classes, 1) * dtype.itemsize
@@ -103,7 +103,7 @@ def check_accum_dtype(accum_dtype: Optional[torch.dtype], dtype: torch.dtype) ->
 
 
 def _whole_tiles(tokens: int) -> int:
-    """As many tokens or fewer, 512 at a time where there are so many, and between one token and as many as a grid has blocks."""
+    """Rounds down to a multiple of 512 tokens where there are so many; the result is at least 1 and at most 2^20, a grid's blocks."""
     return max(1, min(tokens // 512 * 512 or tokens, 2**20))
 
 
@@ -167,8 +167,8 @@ def _room_of(gradient: Optional[torch.Tensor], tokens: int, dtype: torch.dtype):
 
 
 def _write_product_over(total, logits, y, in_front: int) -> None:
-    """total = logits.T @ y, where the logits lie in total's memory, behind the rows `in_front`: what they lie under waits for a copy of
-    its own logits."""
+    """total = logits.T @ y, where the logits lie in total's memory, after the rows `in_front`: the rows that they cover wait for a
+    copy of their own logits."""
     others = logits[:, in_front:].clone()
     _add_product(total[:in_front], logits[:, :in_front].t(), y, True)
     _add_product(total[in_front:], others.t(), y, True)

@@ -1,8 +1,8 @@
 """The generalised Jensen-Shannon divergence of two linear heads, a student's and a teacher's, without ever holding all their logits.
 
 The student's tokens are taken in chunks (linear_head.py); of each, the teacher's logits are made beside the student's, and the divergence's
-kernels turn the student's into their own gradient in place (divergence.py). So the forward pass leaves the gradients behind, and the
-backward pass only multiplies them by what arrives from above.
+kernels turn the student's into their own gradient in place (divergence.py). So the forward pass already has the gradients, and the
+backward pass only multiplies them by the incoming gradient.
 """
 
 from typing import Any, Callable, Dict, NamedTuple, Optional
@@ -74,7 +74,7 @@ class _KernelPiece(_Piece):
         return power
 
     def _slabs(self, *tensors):
-        """Rows that a launch reaches over, with their labels or what is passed for none behind them."""
+        """Yields the rows of each launch, followed by their labels, or by an empty tensor where there are none."""
         given = () if self.labels is None else (self.labels,)
         none = () if given else (nothing(self.x.device, torch.int64),)
         for slab in slabs(pieces_of(_in_place_kernel, self.x.shape[1]), *tensors, *given):
@@ -82,7 +82,7 @@ class _KernelPiece(_Piece):
 
 
 class Loss(NamedTuple):
-    """Of a chunk's logits, a student's and a teacher's. torch_piece, kernel_piece: called with both, the labels and the options."""
+    """A loss of a chunk's logits. torch_piece, kernel_piece: take the student's and the teacher's logits, the labels and the options."""
 
     options: Any
     torch_piece: Callable

@@ -30,7 +30,7 @@ def rotary_complex(q: torch.Tensor, k: torch.Tensor, freqs: torch.Tensor) -> Pai
     """Rotates queries and keys by complex numbers, both in one launch: neighbouring columns of a head are a complex number's parts.
 
     q: [batch, tokens, heads, head_dim]; k: the same with its own number of heads; any strides. freqs: complex [tokens, head_dim / 2] or
-    [batch or 1, tokens, head_dim / 2], a dimension of 1 behind the tokens allowed: each batch row has positions of its own. Returns new
+    [batch or 1, tokens, head_dim / 2], a dimension of 1 after the tokens allowed: each batch row has positions of its own. Returns new
     tensors of q's and k's shapes. bf16, fp16 and fp32 with complex64 and head_dim up to 256 run in the kernels, in float32; the rest in
     PyTorch. Differentiable in q and k, and in PyTorch also in freqs. Raises ValueError when shapes, dtypes or devices do not fit.
     """

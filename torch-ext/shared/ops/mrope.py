@@ -55,7 +55,7 @@ def _within_reach(table: torch.Tensor) -> torch.Tensor:
 
 
 def _pick(cos: torch.Tensor, sin: torch.Tensor, half: int, time: int, height: int, width: int, interleaved: bool) -> Pair:
-    """Of cos and sin, [3, batch or 1, tokens, width], the table of each frequency; [batch or 1, tokens, width]."""
+    """Picks the table of each frequency from cos and sin, [3, batch or 1, tokens, width]; returns [batch or 1, tokens, width]."""
     if not kernels_compute(cos, sin):
         return pick_reference(cos, sin, half, (time, height, width), interleaved)
     outs = [t.new_empty(t.shape[1:]) for t in (cos, sin)]

@@ -117,12 +117,12 @@ def _slabs(arrays: Sequence[torch.Tensor], lines: Sequence[torch.Tensor], dilati
         for start in range(0, batch, step):
             yield [x[start : start + step] for x in arrays] + [x[heads * start : heads * (start + step)] for x in lines]
         return
-    for line in range(batch * heads):  # one sequence alone is too long for 32-bit offsets, unless its tokens lie behind each other
+    for line in range(batch * heads):  # one sequence alone is too long for 32-bit offsets, unless its tokens are contiguous
         yield [x[line // heads, line % heads][None, None] for x in arrays] + [x[line : line + 1] for x in lines]
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy whose sequences lie behind each other where one batch row is too long for 32-bit offsets."""
+    """x, or a contiguous copy where one batch row is too long for 32-bit offsets."""
     return x if _reach(x) <= SLAB else x.contiguous()
 
 

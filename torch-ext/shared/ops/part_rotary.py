@@ -18,7 +18,7 @@ def heads_grid(c, q, k, *_):
 
 
 def _grid(c, q, k, *others):
-    """As `heads_grid`, or blocks of ROWS heads of all tokens."""
+    """Blocks of ROWS heads of all tokens for the kernels that have that constant, else `heads_grid`."""
     return (-(-q.shape[0] * (q.shape[1] + k.shape[1]) // c["ROWS"]),) if "ROWS" in c else heads_grid(c, q, k)
 
 

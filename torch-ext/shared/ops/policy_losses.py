@@ -36,8 +36,10 @@ class Options(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Of every token [answers, tokens], or of every answer [answers, 1]: log p and its distance to log p_old, 0 where the mask is; r; the
-    advantage; the mask; and what corrects for the engine that made the answers, or None."""
+    """What a policy loss reads of every token [answers, tokens], or of every answer [answers, 1].
+
+    log_ratio: log p - log p_old, 0 where the mask is. ratio: r. correction: for the engine that made the answers, or None.
+    """
 
     log_p: torch.Tensor
     log_ratio: torch.Tensor

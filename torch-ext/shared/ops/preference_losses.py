@@ -24,7 +24,7 @@ class Options(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Of every pair [pairs]: log p of the chosen and of the rejected answer, minus those of the reference model where there is one."""
+    """log p of the chosen and of the rejected answer of every pair [pairs], minus those of the reference model where there is one."""
 
     chosen: torch.Tensor
     rejected: torch.Tensor

@@ -1,4 +1,4 @@
-"""A residual stream to which a normalised branch is added, alone (OLMo) and with the norm behind it (Gemma, GLM-4).
+"""A residual stream to which a normalised branch is added, alone (OLMo) and with the norm that follows (Gemma, GLM-4).
 
     total = residual + RMSNorm(branch; weight)        y = RMSNorm(total; next_weight)
 

@@ -220,7 +220,7 @@ class Segments:
         self._add_columns = Kernel("general_add_rms_norm_columns_backward", grid=_groups_of_columns, views=_columns_views)
 
     def takes(self, norm: Norm, step: str) -> bool:
-        """As `WholeRows.takes`."""
+        """See `WholeRows.takes`."""
         if norm.x != norm.y or not _parameters_fit(norm):
             return False
         if step == "recompute":
@@ -228,11 +228,11 @@ class Segments:
         return "add_forward" not in step or (norm.x == norm.weight and self.reads_once(norm))
 
     def operation_of(self, step: str) -> str:
-        """As `WholeRows.operation_of`."""
+        """See `WholeRows.operation_of`."""
         return "residual_norm" if step in ("scaled_add_forward", "recompute") else self.operation
 
     def reads_once(self, norm: Norm) -> bool:
-        """As `WholeRows.reads_once`."""
+        """See `WholeRows.reads_once`."""
         return norm.x == norm.weight and norm.length % SEGMENT == 0 and norm.length <= self.WHOLE[norm.x]
 
     def forward(self, x, weight, eps: float, norm: Norm) -> Pair:

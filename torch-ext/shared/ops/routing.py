@@ -9,7 +9,7 @@ class Routing(NamedTuple):
     """Where the rows are. Computed on the device, and the host knows the shapes only.
 
     order: [rows] int64, the (token, expert) pair of each row, token * top-k + k. position: [tokens, top-k] int32, the row of each
-    pair; the number of rows where the expert is not here. ends: [experts] int32, the row behind each expert's last one.
+    pair; the number of rows where the expert is not here. ends: [experts] int32, the row after each expert's last one.
     """
 
     order: torch.Tensor
@@ -34,7 +34,7 @@ def route(expert: torch.Tensor, experts: int) -> Routing:
 
 def row_blocks(ends: torch.Tensor, rows: int, height: int) -> Tuple[torch.Tensor, torch.Tensor]:
     """Blocks of up to `height` rows of one expert: [3, blocks] int32, each one's expert, first row and end; and [experts]
-    int32, the block behind each expert's last one. There are a few more blocks than needed; they are empty."""
+    int32, the block after each expert's last one. There are a few more blocks than needed; they are empty."""
     experts = ends.shape[0]
     starts = torch.nn.functional.pad(ends[:-1], (1, 0))
     count = (ends - starts + (height - 1)) // height
@@ -42,5 +42,5 @@ def row_blocks(ends: torch.Tensor, rows: int, height: int) -> Tuple[torch.Tensor
     shift = starts - (stops - count) * height
     number = torch.arange(-(-rows // height) + experts, dtype=torch.int32, device=ends.device)
     expert = torch.searchsorted(stops, number, right=True, out_int32=True)
-    expert = expert.clamp(max=experts - 1)  # the surplus blocks begin behind its end
+    expert = expert.clamp(max=experts - 1)  # the surplus blocks begin after its end
     return torch.stack((expert, shift[expert] + number * height, ends[expert])), stops

@@ -1,4 +1,4 @@
-"""The short causal convolution of gated delta nets, each channel alone, with SiLU behind it; kernel_src/short_conv.py has the formulas."""
+"""The short causal convolution of gated delta nets, each channel alone, followed by SiLU; kernel_src/short_conv.py has the formulas."""
 
 from typing import Optional, Tuple
 

@@ -180,7 +180,7 @@ def mlp_backward(dy, x, gate, up, gate_weight, up_weight, down_weight, whole, ne
     dgate_weight = dup_weight = ddown_weight = None
     if not (need_x or need_gate or need_up):
         return None, None, None, torch.mm(dy.t(), swiglu_forward(gate, up)) if need_down else None
-    hidden = torch.mm(dy, down_weight)  # its gradient, and behind the next line itself
+    hidden = torch.mm(dy, down_weight)  # its gradient, and after the next line hidden itself
     if torch.compiler.is_compiling():
         both, (dgate, dup, hidden) = None, swiglu_backward_recompute(hidden, gate, up)
     else:

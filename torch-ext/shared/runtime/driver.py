@@ -132,7 +132,7 @@ class Driver:
             return 1e-3 * start.elapsed_time(end)
 
     def make_current(self, device: int) -> None:
-        """Gives this thread the context that PyTorch uses on a device, and waits for nothing."""
+        """Gives this thread the context that PyTorch uses on a device, without waiting."""
         number, context = ctypes.c_int(), ctypes.c_void_p()
         self.check(self.cuda.cuDeviceGet(ctypes.byref(number), device), "cuDeviceGet")
         self.check(self.cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), number), "cuDevicePrimaryCtxRetain")
@@ -166,7 +166,7 @@ class Driver:
 
 
 def _words(addresses: int, floats: int) -> Tuple[ctypes.Array, Callable]:
-    """Room for addresses, and floats in words of 8 bytes behind them, and what writes them."""
+    """(room for addresses, then floats in words of 8 bytes; the function that writes them)."""
     return (ctypes.c_uint64 * (addresses + floats))(), struct.Struct("<" + "Q" * addresses + "f4x" * floats).pack_into
 
 
@@ -194,7 +194,7 @@ class Launch:
         self.lock = threading.Lock()
         self.arrays = len(arrays)
         self.floats = sum(parameter.kind != "array" and parameter.dtype == "float32" for parameter in variant.parameters)
-        # What changes from call to call, one behind the other, so that a single call writes it: addresses, then floats in words of 8 bytes.
+        # What changes from call to call, one after the other, so that a single call writes it: addresses, then floats in words of 8 bytes.
         self.changing, self.pack = _words(self.arrays, self.floats)
         # Each parameter's word: where it lies among those that change, or one that stays.
         self.words: List[Union[int, ctypes.c_int64]] = []
@@ -241,7 +241,7 @@ class Launch:
 
 
 class Together:
-    """Launches on one device, one behind the other, that share their floats: 200 of them take the host a fifth of what 200 calls take."""
+    """Launches on one device, one after the other, that share their floats: 200 of them take the host a fifth of what 200 calls take."""
 
     def __init__(self, launches: Sequence[Launch]):
         first = launches[0]

@@ -241,7 +241,7 @@ class Kernel:
         return self.candidates(*arguments)[0]
 
     def candidates(self, *arguments) -> List[Variant]:
-        """Lists the variant that `select` names, and behind it those of the same kernel with the very same promises.
+        """Lists the variant that `select` names, and after it those of the same kernel with the very same promises.
 
         Raises PromiseError when no variant takes these arguments, naming what each one lacks.
         """

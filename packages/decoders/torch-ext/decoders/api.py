@@ -62,7 +62,7 @@ def kernelize(model, mode=None, attention=True, unpad=True, keep_attention=False
         attention, unpad, keep_attention, recompute_mlp, log_probs: as in `apply`.
 
     For torch.nn.DataParallel use `apply`: its replicas would call the forwards of the model that they were copied from. A part whose
-    forward someone else replaced keeps that, with a warning.
+    forward was replaced before keeps that, with a warning.
 
     Raises:
         TypeError: when the model has none of the layers that this package stands in for.

@@ -49,7 +49,7 @@ def kernelize(model, mode=None, attention=True, unpad=True, keep_attention=False
     the layers serve all of them, so it changes nothing. attention, unpad, keep_attention, recompute_mlp, log_probs: as in `apply`. For
     torch.nn.DataParallel use `apply`: its replicas would call the forwards of the model that they were copied from.
 
-    A part whose forward someone else replaced (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning.
+    A part whose forward was replaced before (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning.
 
     Raises TypeError when the model has none of the layers that this package stands in for, RuntimeError when not all operations
     could be put on it, and

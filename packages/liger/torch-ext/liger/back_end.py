@@ -296,7 +296,7 @@ def _is_ours(name: str) -> bool:
 
 @lru_cache(maxsize=None)
 def _variables(operation) -> tuple:
-    """Of the environment, in the order in which Liger's dispatcher looks for a choice."""
+    """Environment variables in which Liger's dispatcher looks for a choice, in its order."""
     suffix = operation.upper()
     return f"{VARIABLE}_{suffix}", f"LIGER_KERNEL_BACKEND_{suffix}", VARIABLE, "LIGER_KERNEL_BACKEND"
 

@@ -39,14 +39,14 @@ def gated(module, gate, up):
 
 
 def packed(module, gate_up):
-    """The same of one tensor whose first half is gate."""
+    """act(gate) * up of one tensor whose first half is gate and whose second half is up."""
     if activation_of(module) == "silu":
         return swiglu_packed(gate_up)
     return gated(module, *gate_up.chunk(2, -1))
 
 
 def eps_of(module) -> float:
-    """Of an RMSNorm of transformers (`variance_epsilon`) or of PyTorch (`eps`, None for the smallest step of the dtype)."""
+    """The epsilon of an RMSNorm of transformers (`variance_epsilon`) or of PyTorch (`eps`, None for the smallest step of the dtype)."""
     eps = getattr(module, "variance_epsilon", None)
     eps = getattr(module, "eps", None) if eps is None else eps
     return torch.finfo(torch.float32).eps if eps is None else eps

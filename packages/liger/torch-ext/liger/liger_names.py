@@ -173,7 +173,7 @@ RMS_NORMS = {
     "LigerRMSNormForQwen3Next": f"{GEMMA}, in_place=False, row_mode=None",
 }
 
-# Liger's autograd functions by their names, and the function that `back_end` puts in the place of Liger's with them.
+# Liger's autograd functions by their names, and the functions by which `back_end` replaces Liger's.
 FUNCTIONS: Dict[str, Any] = {row.name: autograd_function(row.name, row.arguments, row.computes, __name__) for row in OPERATIONS if row.name}
 FUNCTIONS["LigerFusedLinearCrossEntropyFunction"].supports_inner_impl_dispatch = True  # Liger then passes chunk_mem_const
 FUNCTIONS["apply_tiled_mlp"] = apply_tiled_mlp

@@ -16,7 +16,7 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
         fused_linear_cross_entropy: the loss without logits. True, False, or a mapping of options of the loss (docs/options.md).
         decoder_layer: norm, MLP and both residual connections in one node, where `rms_norm` and `swiglu` are on.
         attention: the model's forward, which finds documents in position_ids where the caller gave no more.
-        gated_rms_norm: the norm behind the delta net, with its gate.
+        gated_rms_norm: the norm that follows the delta net, with its gate.
         delta_net: convolution and gated delta rule; documents packed into a row do not see each other.
         unpad, keep_attention: as in the other packages; padding stays in a model with delta nets.
         recompute_mlp: the backward pass makes gate and up again instead of keeping them, with the same bits.

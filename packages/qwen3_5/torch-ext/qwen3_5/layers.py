@@ -14,7 +14,7 @@ class RMSNormZeroCentered(layers.rms_norm_of(QWEN3_5.family)):
 
 
 class RMSNormGated(nn.Module):
-    """For the norm behind a delta net: hidden_states and gate [..., n] -> [..., n]."""
+    """For the norm that follows a delta net: hidden_states and gate [..., n] -> [..., n]."""
 
     can_torch_compile = True
 
