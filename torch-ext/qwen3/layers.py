@@ -8,52 +8,74 @@ from .shared.hf.causal_lm import causal_lm_loss, causal_lm_loss_of_logits
 from .shared.hf.modules import mark_forwards
 
 
-class RMSNorm(layers.rms_norm_of(QWEN3.family)):
+class RMSNorm(layers.Layer):
     """For Qwen3RMSNorm and Qwen3MoeRMSNorm: hidden_states [..., n] -> [..., n]."""
 
+    forward = layers.rms_norm_of(QWEN3.family).forward
 
-class RotaryPosEmb(layers.rotary_layer_of(QWEN3.family)):
+
+class RotaryPosEmb(layers.Layer):
     """For `apply_rotary_pos_emb`: q, k [batch, heads, tokens, head_dim] and cos, sin [batch, tokens, head_dim] -> q, k."""
 
+    forward = layers.rotary_layer_of(QWEN3.family).forward
 
-class MLP(layers.mlp_of(QWEN3.family)):
+
+class MLP(layers.Layer):
     """For Qwen3MLP and Qwen3MoeMLP: x [..., hidden] -> [..., hidden]. Recomputes its activations in the backward pass."""
 
+    forward = layers.mlp_of(QWEN3.family).forward
 
-class Experts(layers.experts_of(QWEN3_MOE.family)):
+
+class Experts(layers.Layer):
     """For Qwen3MoeExperts: hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, top-k] -> [tokens, hidden]."""
 
+    forward = layers.experts_of(QWEN3_MOE.family).forward
 
-class SwiGLUMLP(layers.mlp_of(QWEN3.family)):
+
+class SwiGLUMLP(layers.Layer):
     """For the layer name that transformers reserves for MLPs such as Qwen3's."""
 
+    forward = layers.mlp_of(QWEN3.family).forward
 
-class DecoderLayer(layers.decoder_layer_of(QWEN3)):
+
+class DecoderLayer(layers.Layer):
     """For Qwen3DecoderLayer: hidden_states [batch, tokens, hidden] -> the same, in three autograd nodes."""
 
+    forward = layers.decoder_layer_of(QWEN3).forward
 
-class Model(layers.model()):
+
+class Model(layers.Layer):
     """For Qwen3Model: the same, with attention of ours where it has the one that transformers chooses by default."""
 
+    forward = layers.model().forward
 
-class CausalLM(layers.causal_lm_of(QWEN3.family)):
+
+class CausalLM(layers.Layer):
     """For Qwen3ForCausalLM. With labels in training mode the logits are never all in memory, and `logits` is None.
 
     kwargs: transformers' own, the options of `linear_cross_entropy`, and `skip_logits`: True for no logits in eval mode either,
     False for logits in training mode too.
     """
 
+    forward = layers.causal_lm_of(QWEN3.family).forward
 
-class MoeDecoderLayer(layers.decoder_layer_of(QWEN3_MOE)):
+
+class MoeDecoderLayer(layers.Layer):
     """For Qwen3MoeDecoderLayer: hidden_states [batch, tokens, hidden] -> the same, in three autograd nodes."""
 
+    forward = layers.decoder_layer_of(QWEN3_MOE).forward
 
-class MoeModel(layers.model()):
+
+class MoeModel(layers.Layer):
     """For Qwen3MoeModel: the same, with attention of ours where it has the one that transformers chooses by default."""
 
+    forward = layers.model().forward
 
-class MoeCausalLM(layers.causal_lm_of(QWEN3_MOE.family)):
+
+class MoeCausalLM(layers.Layer):
     """For Qwen3MoeForCausalLM: as `CausalLM`, with the router's auxiliary loss and its logits where they are asked for."""
+
+    forward = layers.causal_lm_of(QWEN3_MOE.family).forward
 
 
 class ForCausalLMLoss(nn.Module):

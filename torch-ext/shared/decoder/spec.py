@@ -70,7 +70,10 @@ def _decoded(value):
 def inputs_of(text: str) -> Inputs:
     """The description that `encoded` wrote."""
     found = Inputs(*map(_decoded, json.loads(text)))
-    return found if found.rows is None else found._replace(rows=tuple(found.rows))
+    if found.rows is None:
+        return found
+    q, k, v = found.rows  # a list in the text
+    return found._replace(rows=(q, k, v))
 
 
 @functools.lru_cache(maxsize=None)

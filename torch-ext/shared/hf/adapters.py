@@ -101,7 +101,7 @@ def projections(layers: Iterable, dtype: torch.dtype, wider: bool = False) -> Op
 
     wider: whether a weight may be in fp32 where dtype is not, as under autocast.
     """
-    found = [(_base if type(layer) is nn.Linear else projection_or_reason)(layer, dtype, wider) for layer in layers]
+    found: list = [(_base if type(layer) is nn.Linear else projection_or_reason)(layer, dtype, wider) for layer in layers]
     for one in found:
         if type(one) is not Projection:
             return None

@@ -1,7 +1,7 @@
 """Makes the layers that take the place of a family's, from its row of the table. They have no state: `self` is the module whose forward
 they become. A package's layers.py names them, because the Hub finds layers there; each has nothing but `forward`, as the Hub asks."""
 
-from typing import Optional, Type
+from typing import Any, Callable, Optional, Type
 
 from torch import nn
 
@@ -17,14 +17,20 @@ from .modules import mark_forwards, rotary_forward
 from .vision import causal_lm_with_vision, decoder_layer_with_vision, decoder_with_vision
 
 
-def _layer(forward) -> Type[nn.Module]:
+class Layer(nn.Module):
+    """What a layer has besides its `forward`."""
+
+    can_torch_compile = True
+
+
+def _layer(forward: Callable[..., Any]) -> Type[Layer]:
     """A layer class with a forward of this package."""
-    made = type("Layer", (nn.Module,), {"can_torch_compile": True, "forward": forward, "__module__": __name__})
+    made = type("Layer", (Layer,), {"forward": forward, "__module__": __name__})
     mark_forwards(made)
     return made
 
 
-def rms_norm_of(family: Family) -> Type[nn.Module]:
+def rms_norm_of(family: Family) -> Type[Layer]:
     """The layer for a family's RMSNorm: [..., n] -> [..., n]."""
     norm = Norm(0.0, family.offset, family.rounds)
 
@@ -41,12 +47,12 @@ def rms_norm_of(family: Family) -> Type[nn.Module]:
     return _layer(forward)
 
 
-def rotary_layer_of(family: Family) -> Type[nn.Module]:
+def rotary_layer_of(family: Family) -> Type[Layer]:
     """The layer for `apply_rotary_pos_emb`: q, k [batch, heads, tokens, head_dim] and cos, sin [batch, tokens, width]."""
     return _layer(rotary_forward(rotary_of(family)))
 
 
-def mlp_of(family: Family) -> Type[nn.Module]:
+def mlp_of(family: Family) -> Type[Layer]:
     """The layer for a family's MLP: [..., hidden] -> [..., hidden]. Recomputes its activations in the backward pass."""
     run = mlp_forward if family.activation == "silu" and len(family.gate_up) == 2 else gated_mlp_forward(family)
 
@@ -63,8 +69,9 @@ def mlp_of(family: Family) -> Type[nn.Module]:
     return _layer(forward)
 
 
-def experts_of(family: Family) -> Type[nn.Module]:
+def experts_of(family: Family) -> Type[Layer]:
     """The layer for a family's experts: hidden states [tokens, hidden], experts and their weights [tokens, top-k] -> [tokens, hidden]."""
+    forward: Callable[..., Any]
     if family.sparse is not None and family.sparse.by_logits:
 
         def forward(self, hidden_states, router_indices=None, routing_weights=None):
@@ -78,7 +85,7 @@ def experts_of(family: Family) -> Type[nn.Module]:
     return _layer(forward)
 
 
-def decoder_layer_of(own: FusedLayer) -> Type[nn.Module]:
+def decoder_layer_of(own: FusedLayer) -> Type[Layer]:
     """The layer for a family's decoder layer: hidden_states [batch, tokens, hidden] -> the same, in three autograd nodes."""
     if own.family.whole:
         forward = decoder_layer_with_vision(own)
@@ -117,7 +124,7 @@ def decoder_layer_of(own: FusedLayer) -> Type[nn.Module]:
     return _layer(forward)
 
 
-def model(family: Optional[Family] = None) -> Type[nn.Module]:
+def model(family: Optional[Family] = None) -> Type[Layer]:
     """The layer for a family's decoder: the same, with attention of ours where it has the one that transformers chooses by default. family:
     needed of one with a vision tower."""
     if family is not None and family.whole:
@@ -138,7 +145,7 @@ def model(family: Optional[Family] = None) -> Type[nn.Module]:
     return _layer(forward)
 
 
-def causal_lm_of(family: Family) -> Type[nn.Module]:
+def causal_lm_of(family: Family) -> Type[Layer]:
     """The layer for a family's causal LM. With labels in training mode the logits are never all in memory, and `logits` is None.
 
     kwargs: transformers' own, the options of `linear_cross_entropy`, and `skip_logits`: True for no logits in eval mode either, False for
@@ -146,6 +153,7 @@ def causal_lm_of(family: Family) -> Type[nn.Module]:
     """
     if family.whole:
         return _layer(causal_lm_with_vision(family))
+    forward: Callable[..., Any]
     if family.sparse is None:
 
         def forward(

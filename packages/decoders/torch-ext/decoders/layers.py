@@ -23,12 +23,16 @@ class RMSNorm(nn.Module):
         return norm_forward(Norm(rounds="last" if last else "first"), self, hidden_states)
 
 
-class RotaryPosEmb(layers.rotary_layer_of(LLAMA)):
+class RotaryPosEmb(layers.Layer):
     """For `apply_rotary_pos_emb`: q, k [batch, heads, tokens, head_dim] and cos, sin [batch, tokens, head_dim] -> q, k."""
 
+    forward = layers.rotary_layer_of(LLAMA).forward
 
-class SwiGLUMLP(layers.mlp_of(LLAMA)):
+
+class SwiGLUMLP(layers.Layer):
     """For the layer name that transformers reserves for MLPs such as Llama's: x [..., hidden] -> [..., hidden]."""
+
+    forward = layers.mlp_of(LLAMA).forward
 
 
 mark_forwards(RMSNorm)

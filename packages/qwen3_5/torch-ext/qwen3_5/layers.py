@@ -9,8 +9,10 @@ from .shared.hf.decoder_model import model_forward
 from .shared.hf.modules import mark_forwards
 
 
-class RMSNormZeroCentered(layers.rms_norm_of(QWEN3_5.family)):
+class RMSNormZeroCentered(layers.Layer):
     """For Qwen3_5RMSNorm and its kin, which multiply by 1 + weight: x [..., n] -> [..., n]."""
+
+    forward = layers.rms_norm_of(QWEN3_5.family).forward
 
 
 class RMSNormGated(nn.Module):
@@ -22,12 +24,16 @@ class RMSNormGated(nn.Module):
         return delta_net.gated_norm_forward(self, hidden_states, gate)
 
 
-class RotaryPosEmb(layers.rotary_layer_of(QWEN3_5.family)):
+class RotaryPosEmb(layers.Layer):
     """For `apply_rotary_pos_emb`, which turns the first part of each head."""
 
+    forward = layers.rotary_layer_of(QWEN3_5.family).forward
 
-class MLP(layers.mlp_of(QWEN3_5.family)):
+
+class MLP(layers.Layer):
     """For Qwen3_5MLP: x [..., hidden] -> [..., hidden]. Recomputes its activations in the backward pass."""
+
+    forward = layers.mlp_of(QWEN3_5.family).forward
 
 
 class Qwen3_5GatedDeltaNet(nn.Module):
@@ -80,8 +86,10 @@ class CausalConv1dUpdate(nn.Module):
         return delta_net.convolution_step(hidden_states, conv_state, weight, bias, activation)
 
 
-class DecoderLayer(layers.decoder_layer_of(QWEN3_5)):
+class DecoderLayer(layers.Layer):
     """For Qwen3_5DecoderLayer: hidden_states [batch, tokens, hidden] -> the same; norm, MLP and residual connections in one node."""
+
+    forward = layers.decoder_layer_of(QWEN3_5).forward
 
 
 class Model(nn.Module):
@@ -103,8 +111,10 @@ class Model(nn.Module):
         return model_forward(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
 
 
-class CausalLM(layers.causal_lm_of(QWEN3_5.family)):
+class CausalLM(layers.Layer):
     """For Qwen3_5ForCausalLM. With labels in training mode the logits are never all in memory, and `logits` is None."""
+
+    forward = layers.causal_lm_of(QWEN3_5.family).forward
 
 
 mark_forwards(RMSNormGated, Qwen3_5GatedDeltaNet, Model)
