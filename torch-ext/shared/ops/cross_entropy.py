@@ -53,7 +53,8 @@ def checked_options(dtype: torch.dtype, **given) -> Options:
     check_numbers(options.label_smoothing, given.get("softcap"))
     check_accum_dtype(options.accum_dtype, dtype)
     options = options._replace(ignore_index=checked_index(options.ignore_index))
-    return Options(*[value if kind is None else kind(value or 0) for value, kind in zip(options, _KINDS)])
+    values: list = [value if kind is None else kind(value or 0) for value, kind in zip(options, _KINDS)]
+    return Options(*values)
 
 
 class LinearCrossEntropyOutput(NamedTuple):
@@ -96,6 +97,9 @@ class Chunk:
     `loss()` of a class gives the loss without token scaling, and keeps lse (base e) and the negative log likelihood.
     """
 
+    lse: torch.Tensor
+    likelihood: torch.Tensor
+
     def __init__(self, logits, target, class_weight, options):
         self.logits, self.classes, self.dtype = logits, logits.shape[1], accumulation_dtype(logits.dtype)
         self.target, self.class_weight, self.options = target, class_weight, options
@@ -120,6 +124,10 @@ class Chunk:
         if options.lse_square_scale:
             loss = loss + z_loss_of(self.lse, options)
         return torch.where(self.counted, loss, 0.0)
+
+    def loss(self) -> torch.Tensor:
+        """The losses [tokens] without token scaling."""
+        raise NotImplementedError
 
     def rows(self) -> Rows:
         options = self.options
@@ -236,12 +244,12 @@ def cross_entropy_of_logits(
     check_reduction(reduction)
     check_one_value_a_class("class_weight", class_weight, logits.shape[1])
     check_labels(target, logits.shape[1], ignore_index)
-    options = checked_options(logits.dtype, ignore_index=ignore_index, **options)
+    checked = checked_options(logits.dtype, ignore_index=ignore_index, **options)
     if class_weight is not None:
         class_weight = class_weight.to(accumulation_dtype(logits.dtype))
-    scale = reduction_scale(target, logits.shape[1], class_weight, options, reduction, num_items, accumulation_dtype(logits.dtype))
-    rows = TorchChunk(logits, target, class_weight, options).rows()
-    return output_of(reduced(rows.loss, scale), rows, scale, target, options)
+    scale = reduction_scale(target, logits.shape[1], class_weight, checked, reduction, num_items, accumulation_dtype(logits.dtype))
+    rows = TorchChunk(logits, target, class_weight, checked).rows()
+    return output_of(reduced(rows.loss, scale), rows, scale, target, checked)
 
 
 def reduced(rows, scale):
@@ -254,7 +262,7 @@ def output_of(loss, rows: Rows, scale, target, options) -> Union[torch.Tensor, L
         return loss
     z_loss = reduced(rows.z_loss, scale) if options.return_z_loss else None
     accuracy = None
-    if options.return_token_accuracy:
+    if options.return_token_accuracy and rows.predicted is not None:  # which it is not with that option
         # A token that does not count has the prediction -1, which its label may be too.
         accuracy = ((rows.predicted == target) & (rows.predicted >= 0)).to(loss.dtype)
         if scale is not None:

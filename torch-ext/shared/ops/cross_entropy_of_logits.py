@@ -75,10 +75,10 @@ def _forward(
     """(losses, lse), [tokens] each."""
     options = Options(ignore_index, label_smoothing, softcap, lse_square_scale)
     if not kernels_compute(logits, target, class_weight):
-        chunk = TorchChunk(logits, target, class_weight, options)
-        return chunk.loss(), chunk.lse
+        in_torch = TorchChunk(logits, target, class_weight, options)
+        return in_torch.loss(), in_torch.lse
     rows = as_rows(logits)
-    new = {"dtype": torch.float32, "device": logits.device}
+    new: dict = {"dtype": torch.float32, "device": logits.device}
     plain = _plain(options, class_weight)
     shape = (rows.shape[0], pieces(_statistics if plain else _statistics_weighted, rows.shape[1]))
     part_max, part_sum = torch.empty(shape, **new), torch.empty(shape, **new)
@@ -115,10 +115,10 @@ def _backward(
     options = Options(ignore_index, label_smoothing, softcap, lse_square_scale)
     if not kernels_compute(logits, target, class_weight, dloss, scale, lse):
         # A copy, which becomes the gradient; in float32, where TorchChunk does not bring it into fp16's range.
-        chunk = TorchChunk(logits.to(accumulation_dtype(logits.dtype), copy=True), target, class_weight, options)
-        chunk.loss()
-        chunk.gradient(dloss * scale)
-        return chunk.logits.to(logits.dtype)
+        in_torch = TorchChunk(logits.to(accumulation_dtype(logits.dtype), copy=True), target, class_weight, options)
+        in_torch.loss()
+        in_torch.gradient(dloss * scale)
+        return in_torch.logits.to(logits.dtype)
     rows, out = as_rows(logits), new_like(logits)
     dlogits = out.view(rows.shape)
     if _plain(options, class_weight):
