@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.ops.common import BF16, FP16, FP32, leaf, randn
+from tests.ops.suite import suite
 
 TOP = {BF16: torch.finfo(BF16).max, FP32: torch.finfo(FP32).max, FP16: torch.finfo(FP16).max}
 OPTIONS = {
@@ -123,3 +124,44 @@ def test_linear_jsd_of_finite_logits(suite_ops):
         loss = suite_ops.linear_jsd(hidden, weight, torch.ones(3, 4), randn(CLASSES, 4, dtype=FP32, device="cpu", seed=1), beta=0.5)
         gradients = torch.autograd.grad(loss, (hidden, weight))
         assert 0 <= loss <= 0.7 and all(g.isfinite().all() for g in gradients), size
+
+
+ONE_NUMBER = (1e7, -1e9, -1e20, 1e20, TOP[FP32], -TOP[FP32])  # every class's logit: the rounded lse is their logit too, or near it
+
+
+@pytest.mark.parametrize("value", ONE_NUMBER)
+def test_a_likelihood_of_logits_that_are_their_lse(suite_ops, value):
+    """Where a mask's number stands everywhere every class has the probability 1 / classes."""
+    found = suite_ops.cross_entropy(torch.full((2, CLASSES), value), torch.tensor([0, 3]), reduction="none")
+    torch.testing.assert_close(found, torch.full((2,), CLASSES).log())
+
+
+@pytest.mark.parametrize("value", ONE_NUMBER)
+@pytest.mark.parametrize("name", ("plain", "smooth", "weighted"))
+def test_gradients_of_logits_that_are_their_lse(loaded_ops, all_operations, name, value):
+    """In PyTorch, of logits and of a head: as of the float64 formula. The kernels round lse before they subtract it."""
+    options = dict(OPTIONS[name])
+    class_weight = torch.linspace(0.5, 1.5, CLASSES) if options.pop("weighted", False) else None
+    x, target = leaf(torch.full((2, CLASSES), value)), torch.tensor([0, 3])
+    exact = leaf(x.detach().double())
+    formula = torch.nn.functional.cross_entropy(exact, target, None if class_weight is None else class_weight.double(), **options)
+    (wanted,) = torch.autograd.grad(formula, exact)
+    hidden, weight = torch.eye(2), leaf(x.detach().T.contiguous())
+    losses = {
+        "of logits": (suite(all_operations).cross_entropy(x, target, class_weight, **options), x, wanted),
+        "of a head": (loaded_ops.linear_cross_entropy(hidden, weight, target, class_weight=class_weight, **options), weight, wanted.T),
+    }
+    for what, (loss, of, gradient) in losses.items():
+        torch.testing.assert_close(loss.double(), formula, msg=lambda m, what=what: f"{what}: {m}")
+        torch.testing.assert_close(torch.autograd.grad(loss, of)[0].double(), gradient, atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("value", ONE_NUMBER)
+def test_log_probs_and_entropy_of_logits_that_are_their_lse(all_operations, value):
+    weight, target = leaf(torch.full((CLASSES, 2), value)), torch.tensor([0, 3])
+    found = suite(all_operations).linear_log_probs(torch.eye(2), weight, target, outputs=("log_probs", "entropy"))
+    wanted = torch.full((2,), CLASSES).log()
+    torch.testing.assert_close(found.log_probs, -wanted)
+    torch.testing.assert_close(found.entropy, wanted)
+    (gradient,) = torch.autograd.grad(found.log_probs.sum(), weight)
+    torch.testing.assert_close(gradient, torch.nn.functional.one_hot(target, CLASSES).T - 1 / CLASSES)

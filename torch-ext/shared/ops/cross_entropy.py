@@ -85,6 +85,14 @@ def shares_of(weights: torch.Tensor) -> torch.Tensor:
     return torch.where(total == 0, 0.0, weights / total)
 
 
+def shift_of(z: torch.Tensor) -> torch.Tensor:
+    """The largest of each row, to subtract before an exponential; 0 where that is infinite. Has no gradient."""
+    if not z.numel():
+        return z.detach().sum(1)
+    top = z.detach().amax(1)
+    return torch.where(top.isinf(), 0.0, top)
+
+
 def z_loss_of(lse: torch.Tensor, options: Options) -> torch.Tensor:
     """lse_square_scale * lse^2 in base e; 0 without that option, also where the square is infinite."""
     return options.lse_square_scale * lse.square() if options.lse_square_scale else torch.zeros_like(lse)
@@ -115,12 +123,12 @@ class Chunk:
         self.target_weight = self.weights[torch.where(self.counted, self.target, 0)]
         self.weight_sum = self.weights.sum()
 
-    def weighted(self, mean):
-        """The loss with every option but token scaling. mean: per token, of the logits weighted by `shares_of`."""
+    def weighted(self, distance):
+        """The loss with every option but token scaling. distance: per token, lse minus the mean of the logits weighted by `shares_of`."""
         options = self.options
         loss = (1 - options.label_smoothing) * self.target_weight * self.likelihood
         if options.label_smoothing:
-            loss = loss + options.label_smoothing / self.classes * self.weight_sum * (self.lse - mean)
+            loss = loss + options.label_smoothing / self.classes * self.weight_sum * distance
         if options.lse_square_scale:
             loss = loss + z_loss_of(self.lse, options)
         return torch.where(self.counted, loss, 0.0)
@@ -181,7 +189,7 @@ class KernelChunk(Chunk):
         _combine_kernel(logits, self.target, part_max, part_sum, self.lse, self.likelihood, options.ignore_index, options.softcap)
         if self.plain:
             return self.likelihood
-        return self.weighted(part_total.sum(1))
+        return self.weighted(self.lse - part_total.sum(1))
 
     def gradient(self, scale):
         scale = self.scaled(scale)
@@ -205,18 +213,24 @@ class TorchChunk(Chunk):
         z = self.logits.to(accumulation_dtype(self.logits.dtype))
         if self.options.softcap:
             z = self.options.softcap * torch.tanh(z / self.options.softcap)
-        self.z = z
-        self.lse = torch.logsumexp(z, 1)
+        # lse in two parts: of logits around -1e9, as a mask leaves them, the rounded sum has lost the second.
+        top = shift_of(z)
+        centered = z - top[:, None]
+        log_sum = torch.logsumexp(centered, 1)
+        self.z, self.top, self.log_sum, self.lse = z, top, log_sum, top + log_sum
         label = torch.where(self.counted, self.target, 0)
-        self.likelihood = self.lse - z.gather(1, label[:, None])[:, 0]
-        return self.weighted(z @ shares_of(self.weights) if self.options.label_smoothing else 0.0)
+        self.likelihood = log_sum - centered.gather(1, label[:, None])[:, 0]
+        if not self.options.label_smoothing:
+            return self.weighted(0.0)
+        half = z * 0.5 - top[:, None] * 0.5  # finite where the whole difference is not
+        return self.weighted(log_sum - 2 * (half @ shares_of(self.weights)))
 
     def gradient(self, scale):
         scale = self.scaled(scale)
         factor, a, b, c = self.in_range(*self.coefficients(scale))
         slope = 1 - (self.z / self.options.softcap).square() if self.options.softcap else None
         # Written over z, which is the largest thing here, and in fp32 the logits themselves.
-        gradient = self.z.sub_(self.lse[:, None]).exp_().mul_(a[:, None])
+        gradient = self.z.sub_(self.top[:, None]).sub_(self.log_sum[:, None]).exp_().mul_(a[:, None])
         label = torch.where(self.counted, self.target, 0)
         gradient.scatter_add_(1, label[:, None], -b[:, None])
         if self.options.label_smoothing:

@@ -95,7 +95,7 @@ def _forward(
         _combine(*slab, ignore_index, softcap)
     if plain:
         return likelihood, lse
-    return _Chunk(logits, target, class_weight, options, lse, likelihood).weighted(part_total.sum(1)), lse
+    return _Chunk(logits, target, class_weight, options, lse, likelihood).weighted(lse - part_total.sum(1)), lse
 
 
 def _backward(

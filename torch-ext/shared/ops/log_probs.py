@@ -10,7 +10,7 @@ import torch
 
 from ..runtime.launch import Kernel, ships
 from .common import accumulation_dtype, constant
-from .cross_entropy import KernelChunk, is_counted
+from .cross_entropy import KernelChunk, is_counted, shift_of
 from .cross_entropy import Options as CrossEntropyOptions
 from .linear_head import fp16_factor
 
@@ -161,21 +161,23 @@ class TorchPiece(Piece):
         counted = self.counted
         self.label = torch.where(counted, self.target, 0)
         z = self.scores.of(self.logits)
-        lse = z.logsumexp(1)
-        chosen = z.gather(1, self.label[:, None])[:, 0]
-        found = {"log_probs": chosen - lse}
+        found = {}
         if "mean_logits" in self.outputs:
             found["mean_logits"] = z.mean(1)
         if "is_top1" in self.outputs:
             found["is_top1"] = z.argmax(1) == self.label
-        self.log_p = z.sub_(lse[:, None])  # what the chunk keeps
+        # lse in two steps: of logits around -1e9, as a mask leaves them, the rounded sum has lost the second.
+        top = shift_of(z)
+        log_sum = z.sub_(top[:, None]).logsumexp(1)
+        self.log_p = z.sub_(log_sum[:, None])  # what the chunk keeps
+        found["log_probs"] = self.log_p.gather(1, self.label[:, None])[:, 0]
         if self.more:
             p = self.log_p.exp()
             if "log_sum_sq_probs" in self.outputs:
                 found["log_sum_sq_probs"] = p.square().sum(1).log()
             self.entropy = -_times(p, self.log_p).sum(1)
             found["entropy"] = self.entropy = self.entropy.masked_fill(~counted, 0.0)
-        self.lse = lse
+        self.lse = top + log_sum
         return Rows(*(found[name].masked_fill(~counted, 0) if name in self.outputs else None for name in OUTPUTS))
 
     def _write(self, first, second, entropy_to):
