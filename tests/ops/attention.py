@@ -256,7 +256,7 @@ MUTANTS = [
          ("return dq, dk, dv,", "return dq, dv, dk,"),
          ("else dsinks", "else -dsinks")),
     *errors_in("shared/ops/attention.py", "attention", "_backward",
-         ("_dkv_kernel(q, k, v, dout, lse, delta,", "_dkv_kernel(q, k, v, dout, delta, lse,")),
+         ("_dkv_kernel_of(k)(q, k, v, dout, lse, delta,", "_dkv_kernel_of(k)(q, k, v, dout, delta, lse,")),
     *errors_in("shared/ops/attention.py", "attention", "attention_backward_reference",
          (".sum(1).transpose(0, 1)\n        dv", "[:, 0].transpose(0, 1)\n        dv"),
          ("dsinks -=", "dsinks +="), kernels=False),
