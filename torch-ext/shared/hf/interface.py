@@ -14,6 +14,28 @@ class Interface:
     def __init__(self, families: Families, package: str, shapes=None):
         self._families, self._package, self._shapes = families, package, shapes
 
+    def kernelize(self, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True):
+        """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
+
+        A part whose forward was replaced before (tensor parallelism does it with q_norm and k_norm) keeps that, with a warning. For
+        torch.nn.DataParallel use `apply`: its replicas would call the forwards of the model that they were copied from. In the package of
+        decoders a model of no family, such as one in a file of your own or in remote code, gets its norms, MLPs, rotary embedding and loss
+        where the text of a forward is that of a family's; what computes anything else stays as it is, and `explain` says what.
+
+        Args:
+            model: one of transformers, with or without a head, alone or inside another module (PEFT).
+            mode: a `kernels.Mode`; the layers serve all of them, so it changes nothing.
+            attention, unpad, keep_attention, recompute_mlp, log_probs: as in `apply`.
+
+        Raises:
+            TypeError: when the model has none of the layers that this package stands in for.
+            ValueError: for `kernels.Mode.FALLBACK`.
+            RuntimeError: when not all operations could be put on it.
+            ImportError: when transformers is absent or its version does not fit.
+        """
+        options = attention, unpad, keep_attention, recompute_mlp, log_probs
+        return one_model.kernelize(self._families, model, mode, *options, self._shapes)
+
     def explain(self, model):
         """Says what of a model runs fused, and of the rest why it does not and what to do about it.
 

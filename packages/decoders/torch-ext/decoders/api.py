@@ -1,7 +1,7 @@
 """What a user calls to put the layers on models of every family that the package serves, to see them there, and to take them off again."""
 
 from .families import ROWS
-from .shared.hf import one_model, patching
+from .shared.hf import patching
 from .shared.hf.interface import Interface
 from .shared.hf.shapes import Shapes
 from .targets import FAMILIES
@@ -50,29 +50,8 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
     )
 
 
-def kernelize(model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True):
-    """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
-
-    A model of no family of the package, such as one in a file of your own or in remote code, gets its norms, MLPs, rotary embedding and
-    loss where the text of a forward is that of a family's; what computes anything else stays as it is, and `explain` says what.
-
-    Args:
-        model: one of transformers, with or without a head, alone or inside another module (PEFT).
-        mode: a `kernels.Mode`; the layers serve all of them, so it changes nothing.
-        attention, unpad, keep_attention, recompute_mlp, log_probs: as in `apply`.
-
-    For torch.nn.DataParallel use `apply`: its replicas would call the forwards of the model that they were copied from. A part whose
-    forward was replaced before keeps that, with a warning.
-
-    Raises:
-        TypeError: when the model has none of the layers that this package stands in for.
-        RuntimeError: when not all operations could be put on it.
-        ImportError: when transformers is absent or its version does not fit.
-    """
-    return one_model.kernelize(FAMILIES, model, mode, attention, unpad, keep_attention, recompute_mlp, log_probs, SHAPES)
-
-
 _shared = Interface(FAMILIES, __package__, SHAPES)
+kernelize = _shared.kernelize
 explain = _shared.explain
 report = _shared.report
 capture = _shared.capture

@@ -1,6 +1,6 @@
 """What a user calls to put the layers on Qwen3.5, to see them there, and to take them off again."""
 
-from .shared.hf import one_model, patching
+from .shared.hf import patching
 from .shared.hf.interface import Interface
 from .targets import FAMILIES
 
@@ -47,23 +47,8 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
     )
 
 
-def kernelize(model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True):
-    """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
-
-    Args:
-        model: one of transformers, with or without a head, alone or inside another module (PEFT).
-        mode: a `kernels.Mode`; the layers serve all of them, so it changes nothing.
-        attention, unpad, keep_attention, recompute_mlp, log_probs: as in `apply`.
-
-    Raises:
-        TypeError: when the model has none of the layers that this package stands in for.
-        RuntimeError: when not all operations could be put on it.
-        ImportError: when transformers is absent or its version does not fit.
-    """
-    return one_model.kernelize(FAMILIES, model, mode, attention, unpad, keep_attention, recompute_mlp, log_probs)
-
-
 _shared = Interface(FAMILIES, __package__)
+kernelize = _shared.kernelize
 explain = _shared.explain
 report = _shared.report
 capture = _shared.capture
