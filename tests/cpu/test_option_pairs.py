@@ -1,5 +1,6 @@
 """The last call of `apply` and `kernelize` wins, after every other one and for every option."""
 
+import inspect
 import itertools
 import sys
 
@@ -71,9 +72,9 @@ def test_the_last_call_wins(request, make, monkeypatch):
     package.apply()
     before, last, fused = state_of(package, model), None, ("rms_norm", "rope") if make is tiny_gpt_oss else ("rms_norm", "swiglu", "rope")
     heap.settle(always=True)  # apply() looks at all objects that there are
-    known = set(package.apply.__code__.co_varnames)
+    known = set(inspect.signature(package.apply).parameters)
     calls = [("apply", options) for options in OF_APPLY if set(options) <= known]
-    calls += [("kernelize", options) for options in OF_KERNELIZE if set(options) <= set(package.kernelize.__code__.co_varnames)]
+    calls += [("kernelize", options) for options in OF_KERNELIZE if set(options) <= set(inspect.signature(package.kernelize).parameters)]
     for name, options in all_pairs(calls):
         package.apply(**options) if name == "apply" else package.kernelize(model, **options)
         found, expected = state_of(package, model), expected_of(name, options, before, fused)
@@ -84,5 +85,5 @@ def test_the_last_call_wins(request, make, monkeypatch):
 
 def test_every_option_is_in_the_table(qwen3):
     for function, calls in ((qwen3.apply, OF_APPLY), (qwen3.kernelize, OF_KERNELIZE)):
-        names = set(function.__code__.co_varnames[: function.__code__.co_argcount]) - {"model", "mode"}
+        names = set(inspect.signature(function).parameters) - {"model", "mode"}
         assert names == set(itertools.chain(*calls))

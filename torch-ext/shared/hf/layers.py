@@ -1,7 +1,7 @@
 """Makes the layers that take the place of a family's, from its row of the table. They have no state: `self` is the module whose forward
 they become. A package's layers.py names them, because the Hub finds layers there; each has nothing but `forward`, as the Hub asks."""
 
-from typing import Any, Callable, Optional, Type
+from typing import Any, Callable, Dict, Optional, Type
 
 from torch import nn
 
@@ -124,9 +124,12 @@ def decoder_layer_of(own: FusedLayer) -> Type[Layer]:
     return _layer(forward)
 
 
-def model(family: Optional[Family] = None) -> Type[Layer]:
-    """The layer for a family's decoder: the same, with attention of ours where it has the one that transformers chooses by default. family:
-    needed of one with a vision tower."""
+def model(family: Optional[Family] = None, arguments_for: Optional[Callable[..., Dict[str, Any]]] = None) -> Type[Layer]:
+    """The layer for a family's decoder: the same, with attention of ours where it has the one that transformers chooses by default.
+
+    family: needed of one with a vision tower. arguments_for: called with position_ids, attention_mask, past_key_values and the other
+    keyword arguments, returns more of those for the model's own forward.
+    """
     if family is not None and family.whole:
         return _layer(decoder_with_vision)
 
@@ -140,6 +143,8 @@ def model(family: Optional[Family] = None) -> Type[Layer]:
         use_cache=None,
         **kwargs,
     ):
+        if arguments_for is not None:
+            kwargs.update(arguments_for(position_ids, attention_mask, past_key_values, kwargs))
         return model_forward(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
 
     return _layer(forward)

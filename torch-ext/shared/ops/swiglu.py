@@ -218,6 +218,20 @@ class _MLP(torch.autograd.Function):
         return mlp_backward(dy, lambda: x, gate, up, gate_weight, up_weight, down_weight, whole, ctx.needs_input_grad)
 
 
+def check_mlp(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor) -> None:
+    """Raises ValueError where weights do not fit x: [..., hidden], as `mlp` takes them."""
+    if x.dim() == 0 or gate_weight.dim() != 2:
+        fail("gate_weight", describe(gate_weight), f"[intermediate, hidden] for x, which is {describe(x)}")
+    expected = (gate_weight.shape[0], x.shape[-1])
+    for name, weight, shape in (
+        ("gate_weight", gate_weight, expected),
+        ("up_weight", up_weight, expected),
+        ("down_weight", down_weight, expected[::-1]),
+    ):
+        if weight.shape != shape or weight.dtype != x.dtype or weight.device != x.device:
+            fail(name, describe(weight), f"{x.dtype} {list(shape)} on {x.device}")
+
+
 def mlp(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor) -> torch.Tensor:
     """down(silu(gate(x)) * up(x)) without biases, storing only x, gate(x) and up(x) for the backward pass.
 
@@ -229,16 +243,7 @@ def mlp(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, dow
     if autocasts(x.device):
         with without_autocast(x.device):
             return mlp(*as_autocast(x.device, x, gate_weight, up_weight, down_weight))
-    if x.dim() == 0 or gate_weight.dim() != 2:
-        fail("gate_weight", describe(gate_weight), f"[intermediate, hidden] for x, which is {describe(x)}")
-    expected = (gate_weight.shape[0], x.shape[-1])
-    for name, weight, shape in (
-        ("gate_weight", gate_weight, expected),
-        ("up_weight", up_weight, expected),
-        ("down_weight", down_weight, expected[::-1]),
-    ):
-        if weight.shape != shape or weight.dtype != x.dtype or weight.device != x.device:
-            fail(name, describe(weight), f"{x.dtype} {list(shape)} on {x.device}")
+    check_mlp(x, gate_weight, up_weight, down_weight)
     if needs_formula(x, gate_weight, up_weight, down_weight):
         return mlp_reference(x, gate_weight, up_weight, down_weight)
     return apply_function(_MLP, x.reshape(-1, x.shape[-1]), gate_weight, up_weight, down_weight).view(x.shape)

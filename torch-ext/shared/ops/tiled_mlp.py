@@ -12,8 +12,9 @@ from typing import List, Optional, Tuple
 import torch
 from torch.nn.functional import linear
 
-from .common import apply_function, describe, fail, need_floats, needs_formula, once_differentiable, traceable
+from .common import apply_function, fail, need_floats, needs_formula, once_differentiable, traceable
 from .gated_activation import APPROXIMATE, backward_in_place, forward_into, forward_reference
+from .swiglu import check_mlp
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
@@ -125,16 +126,7 @@ def tiled_mlp(
     Returns [..., hidden]. Differentiable in all four tensors. Raises ValueError when shapes, dtypes, devices or options do not fit.
     """
     need_floats(x=x)
-    if x.dim() == 0 or gate_weight.dim() != 2:
-        fail("gate_weight", describe(gate_weight), f"[intermediate, hidden] for x, which is {describe(x)}")
-    expected = (gate_weight.shape[0], x.shape[-1])
-    for name, weight, shape in (
-        ("gate_weight", gate_weight, expected),
-        ("up_weight", up_weight, expected),
-        ("down_weight", down_weight, expected[::-1]),
-    ):
-        if weight.shape != shape or weight.dtype != x.dtype or weight.device != x.device:
-            fail(name, describe(weight), f"{x.dtype} {list(shape)} on {x.device}")
+    check_mlp(x, gate_weight, up_weight, down_weight)
     if activation not in ACTIVATIONS:
         fail("activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
     if shards is not None and (not isinstance(shards, int) or shards < 1):

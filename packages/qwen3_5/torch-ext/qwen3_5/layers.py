@@ -5,7 +5,6 @@ from torch import nn
 
 from .families import QWEN3_5
 from .shared.hf import delta_net, layers
-from .shared.hf.decoder_model import model_forward
 from .shared.hf.modules import mark_forwards
 
 
@@ -92,23 +91,8 @@ class DecoderLayer(layers.Layer):
     forward = layers.decoder_layer_of(QWEN3_5).forward
 
 
-class Model(nn.Module):
+class Model(layers.model(arguments_for=delta_net.documents_for)):
     """For Qwen3_5TextModel: finds documents in position_ids where the caller gave no more, which transformers does not do."""
-
-    can_torch_compile = True
-
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        use_cache=None,
-        **kwargs,
-    ):
-        kwargs.update(delta_net.documents_for(position_ids, attention_mask, past_key_values, kwargs))
-        return model_forward(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
 
 
 class CausalLM(layers.Layer):
@@ -117,4 +101,4 @@ class CausalLM(layers.Layer):
     forward = layers.causal_lm_of(QWEN3_5.family).forward
 
 
-mark_forwards(RMSNormGated, Qwen3_5GatedDeltaNet, Model)
+mark_forwards(RMSNormGated, Qwen3_5GatedDeltaNet)
