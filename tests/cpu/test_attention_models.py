@@ -486,9 +486,9 @@ def chosen(request, monkeypatch):
 
     def of(family):
         package = request.getfixturevalue("gpt_oss" if family == "gpt_oss" else "decoders" if family in DECODERS else "qwen3")
-        monkeypatch.setattr(module_of(package, "attention_choice"), "kernels_run_on", lambda *tensors: True)
+        for name in ("kernels_run_on", "takes_heads"):
+            monkeypatch.setattr(module_of(package, "attention_choice"), name, lambda *tensors: True)
         if family in DECODERS:
-            monkeypatch.setattr(module_of(package, "attention_choice"), "takes_heads", lambda head_dim: True)
             return package, functools.partial(tiny, family, attn_implementation=None)
         return package, functools.partial(FAMILIES[family], head_dim=64)
 
