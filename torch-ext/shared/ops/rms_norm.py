@@ -250,14 +250,16 @@ def check(x, weight, eps, offset, rounds, residual=None, names=("x", "weight")) 
         fail("rounds", repr(rounds), f"one of {', '.join(ROUNDS)}")
     if x.dim() == 0:
         fail(of_x, describe(x), "a tensor with a last dimension")
-    need_floats(**{of_x: x})
+    if not x.is_floating_point():
+        need_floats(**{of_x: x})
     if weight is None:
         weight, offset = x.new_ones(x.shape[-1]), 0.0
     if weight.shape != x.shape[-1:]:
         fail(of_weight, describe(weight), f"one value for each of the last dimension of {of_x}, which is {describe(x)}")
     if x.device != weight.device:
         fail(of_weight, describe(weight), f"on the device of {of_x}, {x.device}")
-    need_floats(**{of_weight: weight})
+    if not weight.is_floating_point():
+        need_floats(**{of_weight: weight})
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device):
         fail("residual", describe(residual), f"like {of_x}, which is {describe(x)}")
     return weight, float(eps), float(offset), rounds

@@ -242,7 +242,7 @@ class _GuardedPlan:
         if not self.guard(*tensors) or self.values(args) != self.wanted:
             return None
         for i in self.zeros:
-            if _is_minus_zero(args[i]):
+            if copysign(1.0, args[i]) < 0:  # it equals 0.0
                 return None
         addresses, low_bits = [tensor.data_ptr() for tensor in tensors], 0
         for address in addresses:
