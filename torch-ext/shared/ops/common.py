@@ -333,12 +333,15 @@ def side_by_side(weights: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
     block = getattr(weights[0].untyped_storage(), BLOCK, None)
     if block is None:
         return None
-    address, rows, (all_rows, columns) = block.data_ptr(), 0, block.shape
+    start, dtype, (all_rows, columns) = block.data_ptr(), block.dtype, block.shape
+    row, rows = columns * dtype.itemsize, 0
     for weight in weights:  # what lies at an address of the block, which is alive, lies in the block
-        if weight.data_ptr() != address or weight.dtype != block.dtype or weight.shape[1] != columns or not weight.is_contiguous():
+        if weight.data_ptr() != start + rows * row or weight.dtype != dtype or not weight.is_contiguous():
             return None
-        address += weight.nbytes
-        rows += weight.shape[0]
+        more, width = weight.shape
+        if width != columns:
+            return None
+        rows += more
     return block if rows == all_rows else None
 
 
