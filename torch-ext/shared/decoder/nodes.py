@@ -24,6 +24,7 @@ from .projection import (
     check_projection,
     in_parts,
     layout_of,
+    present_of,
     projection_reference,
     scalings_without_dropout,
     tensors_of,
@@ -173,17 +174,16 @@ def norm_attention_inputs(
         ValueError: when shapes, dtypes or devices do not fit.
     """
     dtype = dtype or product_dtype(x)
-    tensors, parts = InputTensors(x, norm_weight, q_norm, k_norm, cos, sin), tensors_of(projections)
-    graph, dense = torch.compiler.is_compiling(), _dense(parts)
-    by_formula = not graph and not is_ordinary(*tensors, *dense)
-    if by_formula or graph:
+    graph, present = torch.compiler.is_compiling(), present_of(projections)
+    if graph or not is_ordinary(x, norm_weight, q_norm, k_norm, cos, sin, *_dense(present)):
+        tensors = InputTensors(x, norm_weight, q_norm, k_norm, cos, sin)
         _check_inputs(spec, tensors, projections, shape, dtype)
-    if by_formula:
-        return norm_attention_inputs_reference(spec, tensors, projections, shape, dtype)
-    if graph:
-        return traced.norm_attention_inputs(spec, tensors, tuple(shape), dtype, parts, scalings_without_dropout(projections))
+        if not graph:
+            return norm_attention_inputs_reference(spec, tensors, projections, shape, dtype)
+        parts, scalings = tensors_of(projections), scalings_without_dropout(projections)
+        return traced.norm_attention_inputs(spec, tensors, tuple(shape), dtype, parts, scalings)
     layout = layout_of(spec, (projections,), dtype)
-    return apply_function(_NormAttentionInputs, layout, tuple(shape), *tensors, *(dense if layout.replayable else layout.present(parts)))
+    return apply_function(_NormAttentionInputs, layout, tuple(shape), x, norm_weight, q_norm, k_norm, cos, sin, *present)
 
 
 # ---------------------------------------------------------------- after attention
@@ -287,18 +287,16 @@ def norm_mlp(
         ValueError: when shapes, dtypes or devices do not fit.
     """
     dtype = dtype or product_dtype(x)
-    tensors, parts = OutputTensors(x, attended, after, before, behind), tensors_of(projections)
-    graph, dense = torch.compiler.is_compiling(), _dense(parts)
-    by_formula = not graph and not is_ordinary(*tensors, *dense)
-    if by_formula or graph:
+    graph, present = torch.compiler.is_compiling(), present_of(projections)
+    if graph or not is_ordinary(x, attended, after, before, behind, *_dense(present)):
+        tensors = OutputTensors(x, attended, after, before, behind)
         _check_mlp(tensors, projections, dtype)
-    if by_formula:
-        return norm_mlp_reference(spec, tensors, projections, dtype)
-    if graph:
-        scalings = scalings_without_dropout(projections)
+        if not graph:
+            return norm_mlp_reference(spec, tensors, projections, dtype)
+        parts, scalings = tensors_of(projections), scalings_without_dropout(projections)
         return traced.norm_mlp(spec, tensors, dtype, parts, scalings, recompute)
     layout = layout_of(spec, split_groups(projections, attended is not None), dtype)
-    return apply_function(_NormMLP, layout, bool(recompute), *tensors, *(dense if layout.replayable else layout.present(parts)))
+    return apply_function(_NormMLP, layout, bool(recompute), x, attended, after, before, behind, *present)
 
 
 def split_groups(projections: Sequence, has_o: bool) -> list:
@@ -379,5 +377,5 @@ def check_stream(x: torch.Tensor, norm: Optional[torch.Tensor], name: str, dtype
     check_like(x, name, norm, tuple(x.shape[-1:]))
 
 
-def _dense(parts: Sequence) -> list:
-    return [part for part in parts if part is not None and type(part) is not FourBitWeight]
+def _dense(present: Sequence) -> list:
+    return [part for part in present if type(part) is not FourBitWeight]

@@ -71,6 +71,11 @@ def tensors_of(projections: Sequence[Projection]) -> list:
     return [part for projection in projections for part in projection[:SIZE]]
 
 
+def present_of(projections: Sequence[Projection]) -> list:
+    """Lists those of `tensors_of` that there are."""
+    return [part for projection in projections for part in projection[:SIZE] if part is not None]
+
+
 def in_parts(values: Sequence) -> List[Parts]:
     """Cuts what is listed for each of `tensors_of` by projection."""
     return [Parts._make(values[start : start + SIZE]) for start in range(0, len(values), SIZE)]
@@ -223,12 +228,14 @@ def layout_of(spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.
                 replayable = False
                 break
             of_bias = None if bias is None else bias.dtype
-            if a is None or b is None:
-                key += (weight.dtype, weight.shape, of_bias, a is None, b is None, adapter_bias is None)
+            if a is None and b is None and adapter_bias is None:
+                key.append((weight.dtype, weight.shape, of_bias))
+            elif a is None or b is None:
+                key.append((weight.dtype, weight.shape, of_bias, a is None, b is None, adapter_bias is None))
             else:
                 of_adapter = None if adapter_bias is None else adapter_bias.dtype
                 number = scaling or str(scaling)  # 0.0 and -0.0 are equal
-                key += (weight.dtype, weight.shape, of_bias, a.dtype, a.shape, b.dtype, of_adapter, number)
+                key.append((weight.dtype, weight.shape, of_bias, a.dtype, a.shape, b.dtype, of_adapter, number))
     whole = tuple(key)
     found = _layouts.get(whole) if replayable else None
     if found is None:

@@ -38,6 +38,8 @@ class FusedLayer(OwnForwards):
         self.family = family
         self.norms = tuple(name for name in family.norms if name)
         self.head_norms = () if family.qk_norm == "none" else ("q_norm", "k_norm")
+        self.of_mlp = (*family.gate_up, "down_proj")  # the projections
+        self.rotary_functions = () if family.mixers else (ROTARY, *family.position_scale[:1])  # of the module
         self.specs: dict = {}  # descriptions that were made, by what they follow from
 
     def norm(self, eps: Optional[float]) -> Norm:
@@ -107,9 +109,7 @@ def why_not_fusable(own: FusedLayer, layer, x) -> Optional[Reason]:
     for name in family.dropouts:
         if type(parts[name]) is not nn.Dropout or own_forward(parts[name]) is not nn.Dropout.forward or (parts[name].p and layer.training):
             return Reason("model", f"{name} zeroes elements, or is not torch.nn.Dropout")
-    if family.mixers:
-        return None
-    for function in (ROTARY, *family.position_scale[:1]):
+    for function in own.rotary_functions:
         if not own.rotary(function):
             return Reason("replaced", f"{function} is one that someone else put there")
     return None
@@ -128,8 +128,7 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]
     dtype, wider = product_dtype(x), autocasts(x.device)
     groups = [] if family.mixers else [(f"norm, {', '.join(family.qkv)}, rotary", family.qkv), ("o_proj", ("o_proj",))]
     if not is_sparse(block):
-        of_mlp = (*family.gate_up, "down_proj")
-        groups.append((f"norm, {', '.join(of_mlp)}", of_mlp))
+        groups.append((f"norm, {', '.join(own.of_mlp)}", own.of_mlp))
     rows = []
     for part, names in groups:
         reasons = ((name, projection_or_reason((inner if name in inner else mlp)[name], dtype, wider)) for name in names)
@@ -253,7 +252,7 @@ def _finish(own: FusedLayer, layer, attended, residual, shape):
         found = None if isinstance(block, Reason) else block
     else:
         linears = _parts(mlp)
-        found = projections([linears[name] for name in (*family.gate_up, "down_proj")], dtype, wider)
+        found = projections([linears[name] for name in own.of_mlp], dtype, wider)
     o = o_proj = None
     if not family.mixers:
         o_proj = _parts(parts["self_attn"])["o_proj"]
