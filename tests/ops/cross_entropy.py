@@ -236,8 +236,8 @@ MUTANTS = (
     (_KERNELS, "join_partials", "(m - shift) * LOG2E", "m * LOG2E - shift * LOG2E", "large_logits"),
     (_KERNELS, "cross_entropy_combine", "(m - z) + log_sum", "(m + log_sum) - z", "large_logits"),
     ("shared/ops/cross_entropy.py", "z_loss_of", "if options.lse_square_scale else torch.zeros_like(lse)", "", "z_loss_of_0"),
-    ("shared/ops/cross_entropy.py", "Chunk.weighted", "* self.weight_sum * (self.lse - mean)",
-     "* (self.weight_sum * self.lse - self.weight_sum * mean)", "large_logits_smooth"),
+    (_OPERATION, "_forward", "weighted(lse - part_total.sum(1))",
+     "weighted((99 * lse - 99 * part_total.sum(1)) / 99)", "large_logits_smooth"),
     (_OPERATION, "_forward", "shares, *partials", "shares * rows.shape[1], *partials", "loss_smooth"),
     (_KERNELS, "cross_entropy_backward", "ct.where(dloss.shape[0] == 1, 0, row)", "0", "loss_none"),
     (_KERNELS, "cross_entropy_backward", "* ct.gather(scale, 0, check_bounds=False)", "", "loss"),
@@ -260,6 +260,6 @@ MUTANTS = (
     (_OPERATION, "_CrossEntropy.backward", "dloss.contiguous()", "torch.ones_like(dloss)", "loss"),
     (_OPERATION, "_forward_and_mean", "return mean, lse, scale", "return mean, lse, scale * 2", "loss"),
     (_OPERATION, "_backward", "chunk.coefficients(dloss * scale)", "chunk.coefficients(scale)", "loss_smooth"),
-    (_OPERATION, "_forward", "weighted(part_total.sum(1))", "weighted(part_total[:, 0])", "loss_smooth"),
+    (_OPERATION, "_forward", "weighted(lse - part_total.sum(1))", "weighted(lse - part_total[:, 0])", "loss_smooth"),
     (_OPERATION, "_sum", "* scale.view(())", "", "loss_items"),
 )
