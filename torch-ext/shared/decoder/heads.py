@@ -20,8 +20,19 @@ Pair = Tuple[torch.Tensor, torch.Tensor]
 
 
 class Heads(NamedTuple):
-    """What both passes read: queries and keys as projected, [batch, tokens, heads, head_dim], None in a backward pass without norms; the
-    weights of their norms, None without; the angles, [batch or 1, tokens, width], None where nothing is turned."""
+    """What both passes read: queries and keys as projected, [batch, tokens, heads, head_dim]; the weights of their norms, None without;
+    the angles, [batch or 1, tokens, width], None where nothing is turned."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    q_norm: Optional[torch.Tensor]
+    k_norm: Optional[torch.Tensor]
+    cos: Optional[torch.Tensor]
+    sin: Optional[torch.Tensor]
+
+
+class SavedHeads(NamedTuple):
+    """`Heads` in a backward pass, where there are no queries and keys without norms."""
 
     q: Optional[torch.Tensor]
     k: Optional[torch.Tensor]
@@ -107,7 +118,7 @@ def heads_reference(spec: Inputs, heads: Heads) -> Pair:
     """(q, k) as attention takes them, in PyTorch, which can differentiate it."""
     q, k, q_norm, k_norm, cos, sin = heads
     dtype = q.dtype
-    if q_norm is not None:
+    if q_norm is not None and k_norm is not None:
         q, k = (norm_reference(spec.heads, _rows(spec, x), w).view(x.shape).to(dtype) for x, w in ((q, q_norm), (k, k_norm)))
     return tuple(turned_reference(spec, x, cos, sin).to(dtype).transpose(1, 2) for x in (q, k))  # type: ignore[return-value]
 
@@ -134,7 +145,7 @@ def heads_forward(spec: Inputs, heads: Heads) -> Tuple[torch.Tensor, torch.Tenso
     if heads.q_norm is not None and is_fused(spec):
         return (*qk_norm_rotary_forward(*heads, *spec.heads, spec.turned), None, None)
     q_rstd = k_rstd = None
-    if q_norm is not None:
+    if q_norm is not None and k_norm is not None:
         (q, q_rstd), (k, k_rstd) = (
             norm_forward(spec.heads, _rows(spec, x), w, x.dtype) for x, w in ((q, q_norm), (k, k_norm))
         )
@@ -143,7 +154,7 @@ def heads_forward(spec: Inputs, heads: Heads) -> Tuple[torch.Tensor, torch.Tenso
     return q.transpose(1, 2), k.transpose(1, 2), q_rstd, k_rstd
 
 
-def heads_backward(spec: Inputs, dq: torch.Tensor, dk: torch.Tensor, heads: Heads, rstds: tuple, needs: Tuple[bool, bool],
+def heads_backward(spec: Inputs, dq: torch.Tensor, dk: torch.Tensor, heads: SavedHeads, rstds: tuple, needs: Tuple[bool, bool],
                    outs: Optional[Pair] = None) -> HeadsGradients:
     """dq, dk: [batch, heads, tokens, head_dim]; rstds: the last two of `heads_forward`; needs: of the norms' weights; outs: where the
     gradients of q and k go, [batch, tokens, heads, head_dim]. Gradients that are not needed are None or empty."""
@@ -154,12 +165,13 @@ def heads_backward(spec: Inputs, dq: torch.Tensor, dk: torch.Tensor, heads: Head
         return HeadsGradients(*outs, *norm_backward_into(outs, dq, dk, *heads, spec.heads.eps, *options))
     dq, dk = _turned(spec, dq.transpose(1, 2), dk.transpose(1, 2), heads.cos, heads.sin, True)
     dq_norm = dk_norm = None
-    if heads.q_norm is not None:
+    q, k, q_norm, k_norm, *_ = heads
+    if q is not None and k is not None and q_norm is not None and k_norm is not None:
         (dq, dq_norm), (dk, dk_norm) = (
             norm_backward(spec.heads, _rows(spec, d), _rows(spec, x), w, rstd, need)
-            for d, x, w, rstd, need in zip((dq, dk), heads[:2], (heads.q_norm, heads.k_norm), rstds, needs)
+            for d, x, w, rstd, need in zip((dq, dk), (q, k), (q_norm, k_norm), rstds, needs)
         )
-        dq, dk = dq.view(heads.q.shape), dk.view(heads.k.shape)
+        dq, dk = dq.view(q.shape), dk.view(k.shape)
     if outs is not None:
         outs[0].copy_(dq)
         outs[1].copy_(dk)

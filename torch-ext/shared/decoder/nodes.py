@@ -21,9 +21,10 @@ from .projection import (
     FourBitWeight,
     Layout,
     Projection,
+    by_projection,
     check_projection,
-    in_parts,
     layout_of,
+    needs_in_parts,
     present_of,
     projection_reference,
     scalings_without_dropout,
@@ -32,16 +33,20 @@ from .projection import (
 from .projections import Copies, Projections
 from .spec import Inputs, Norm, Outputs
 from .steps import (
+    GroupGradients,
+    GroupNeeds,
+    InputNeeds,
     InputSaved,
     InputTensors,
-    MLPResults,
+    MLPSaved,
     OutputGroups,
+    OutputNeeds,
     OutputTensors,
-    groups_of,
     inputs_backward,
     inputs_forward,
     mlp_backward,
     mlp_forward,
+    three_of,
 )
 
 Tensors = Sequence[Projection]
@@ -87,9 +92,9 @@ def norm_mlp_reference(spec: Outputs, tensors: OutputTensors, projections: Tenso
 # ---------------------------------------------------------------- in front of attention
 def _attention_inputs(x, norm, q_norm, k_norm, cos, sin, layout: Layout, batch: int, length: int, whole, *parts):
     """`InputResults`, and `Projections.made`. parts: of `tensors_of`; whole: what `side_by_side` finds of the weights."""
-    tensors, (group,), parts = InputTensors(x, norm, q_norm, k_norm, cos, sin), layout.groups, layout.all_of(parts)
-    _check_inputs(layout.spec, tensors, [Projection(*each) for each in in_parts(parts)], (batch, length), layout.dtype)
-    projections = Projections(group, parts, whole)
+    tensors, (group,), found = InputTensors(x, norm, q_norm, k_norm, cos, sin), layout.groups, layout.all_of(parts)
+    _check_inputs(layout.spec, tensors, [Projection(*each) for each in by_projection(found)], (batch, length), layout.dtype)
+    projections = Projections(group, found, whole)
     return (*inputs_forward(layout.spec, tensors, (batch, length), projections), *projections.made())
 
 
@@ -100,13 +105,13 @@ def _attention_inputs_gradients(dq, dk, dv, dresidual, layout: Layout, whole, ne
     """
     tensors, of_results, parts, made = _input_saved(saved, count)
     projections, _ = Projections.loaded(layout.groups[0], layout.all_of(parts), made, whole)
-    need, of_parts = InputTensors(*needs[: len(tensors)]), in_parts(layout.all_of(needs[len(tensors) :]))
+    need, of_parts = InputNeeds(*needs[: len(tensors)]), needs_in_parts(layout.all_of(needs[len(tensors) :]))
     found = inputs_backward(layout.spec, (dq, dk, dv, dresidual), tensors, of_results, projections, need, of_parts)
     return (*found[:-1], *layout.present([gradient for each in found.projections for gradient in each]))
 
 
 INPUTS_SAVED = len(InputTensors._fields) + len(InputSaved._fields)  # in front of the projections' tensors
-MLP_SAVED = len(OutputTensors._fields) + len(MLPResults._fields) - 1
+MLP_SAVED = len(OutputTensors._fields) + len(MLPSaved._fields)
 
 
 def _input_saved(saved: Sequence, count: int):
@@ -189,42 +194,42 @@ def norm_attention_inputs(
 # ---------------------------------------------------------------- after attention
 def _mlp(x, attended, after, before, behind, layout: Layout, whole, *parts):
     """`MLPResults`, and `Projections.made`. parts: of `tensors_of`; whole: of gate's and up's weights."""
-    tensors, copies, parts = OutputTensors(x, attended, after, before, behind), Copies(), layout.all_of(parts)
-    _check_mlp(tensors, [Projection(*each) for each in in_parts(parts)], layout.dtype)
+    tensors, copies, all_parts = OutputTensors(x, attended, after, before, behind), Copies(), layout.all_of(parts)
+    _check_mlp(tensors, [Projection(*each) for each in by_projection(all_parts)], layout.dtype)
     found = [
         Projections(group, of_group, whole if number == len(layout.groups) - 2 else None, copies)
-        for number, (group, of_group) in enumerate(zip(layout.groups, layout.by_group(parts)))
+        for number, (group, of_group) in enumerate(zip(layout.groups, layout.by_group(all_parts)))
     ]
     copies.make()
-    results = mlp_forward(layout.spec, tensors, groups_of(found))
+    results = mlp_forward(layout.spec, tensors, OutputGroups(*three_of(found)))
     return (*results, *[tensor for projections in found for tensor in projections.made()])
 
 
 def _mlp_gradients(dout, layout: Layout, whole, needs: tuple, count: int, *saved):
     """The gradients of `OutputTensors` and of the projections' tensors. needs: of both.
 
-    saved: `OutputTensors`, `MLPResults` without the result, `count` tensors of projections, and what was made.
+    saved: `OutputTensors`, `MLPSaved`, `count` tensors of projections, and what was made.
     """
     tensors, results, parts, made = _mlp_saved(saved, count)
     found = []
     for number, (group, of_group) in enumerate(zip(layout.groups, layout.by_group(layout.all_of(parts)))):
         projections, made = Projections.loaded(group, of_group, made, whole if number == len(layout.groups) - 2 else None)
         found.append(projections)
-    need, of_parts = OutputTensors(*needs[: len(tensors)]), layout.all_of(needs[len(tensors) :])
-    of_groups = groups_of([in_parts(each) for each in layout.by_group(of_parts)])
-    gradients = mlp_backward(layout.spec, dout, tensors, results, groups_of(found), need, of_groups)
+    need, of_parts = OutputNeeds(*needs[: len(tensors)]), layout.all_of(needs[len(tensors) :])
+    of_groups = GroupNeeds(*three_of([needs_in_parts(each) for each in layout.by_group(of_parts)]))
+    gradients = mlp_backward(layout.spec, dout, tensors, results, OutputGroups(*three_of(found)), need, of_groups)
     return (*gradients[:-1], *layout.present(flat(gradients.projections)))
 
 
-def flat(gradients: OutputGroups) -> list:
+def flat(gradients: GroupGradients) -> list:
     """The gradients of all projections as `tensors_of` lists the tensors."""
-    return [gradient for group in gradients if group for each in group for gradient in each]
+    return [gradient for group in gradients for each in group for gradient in each]
 
 
 def _mlp_saved(saved: Sequence, count: int):
-    """(`OutputTensors`, `MLPResults`, tensors of projections, what was made) of what lies side by side."""
+    """(`OutputTensors`, `MLPSaved`, tensors of projections, what was made) of what lies side by side."""
     first, second = len(OutputTensors._fields), MLP_SAVED
-    return OutputTensors(*saved[:first]), MLPResults(None, *saved[first:second]), saved[second : second + count], saved[second + count :]
+    return OutputTensors(*saved[:first]), MLPSaved(*saved[first:second]), saved[second : second + count], saved[second + count :]
 
 
 _replayed_mlp = replayed_with_products(_mlp)
@@ -351,7 +356,7 @@ def _check_mlp(tensors: OutputTensors, projections: Sequence[Projection], dtype)
     for name, projection in zip(("gate", "up") if len(inner) == 2 else ("gate_up",), inner):
         check_projection(name, projection, intermediate if len(inner) == 2 else 2 * intermediate, hidden, dtype, x.device)
     check_projection("down", down, hidden, intermediate, dtype, x.device)
-    if has_o:
+    if attended is not None:
         check_attended(x, attended, projections[0], dtype)
 
 

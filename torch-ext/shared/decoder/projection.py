@@ -3,7 +3,7 @@
     y = x @ weight.T + bias + scaling * (dropout(x) @ a.T @ b.T + adapter_bias)          (LoRA, arXiv 2106.09685)
 """
 
-from typing import Dict, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union, final
 
 import torch
 from torch.nn.functional import dropout, linear
@@ -14,12 +14,14 @@ from ..runtime.replay import IDENTITIES
 FP32 = torch.float32
 
 
+@final
 class FourBitWeight:
     """A weight [out, in] that another library keeps in four bits and makes dense for one product at a time. dequantize: the
     library's function of the weight and its state."""
 
     __slots__ = ("weight", "dequantize")
     requires_grad = False
+    weight: Any  # a tensor with a `quant_state`, of a class that is not imported here
 
     def __init__(self, weight: torch.Tensor, dequantize):
         self.weight, self.dequantize = weight, dequantize
@@ -54,13 +56,33 @@ class Projection(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The tensors of a projection; or what there is of each one: its gradient, its dtype, whether it needs a gradient."""
+    """The tensors of a projection, or their gradients. A weight in four bits is in its `Group` and not read here."""
 
-    weight: object = None
-    bias: object = None
-    a: object = None
-    b: object = None
-    adapter_bias: object = None
+    weight: Optional[torch.Tensor] = None
+    bias: Optional[torch.Tensor] = None
+    a: Optional[torch.Tensor] = None
+    b: Optional[torch.Tensor] = None
+    adapter_bias: Optional[torch.Tensor] = None
+
+
+class PartNeeds(NamedTuple):
+    """Which tensors of a projection need a gradient."""
+
+    weight: bool
+    bias: bool
+    a: bool
+    b: bool
+    adapter_bias: bool
+
+
+class PartDtypes(NamedTuple):
+    """The dtypes of a projection's tensors, each read only where there is that tensor."""
+
+    weight: torch.dtype
+    bias: torch.dtype
+    a: torch.dtype
+    b: torch.dtype
+    adapter_bias: torch.dtype
 
 
 SIZE = len(Parts._fields)
@@ -76,14 +98,24 @@ def present_of(projections: Sequence[Projection]) -> list:
     return [part for projection in projections for part in projection[:SIZE] if part is not None]
 
 
-def in_parts(values: Sequence) -> List[Parts]:
+def by_projection(values: Sequence) -> List[Sequence]:
     """Cuts what is listed for each of `tensors_of` by projection."""
-    return [Parts._make(values[start : start + SIZE]) for start in range(0, len(values), SIZE)]
+    return [values[start : start + SIZE] for start in range(0, len(values), SIZE)]
+
+
+def in_parts(tensors: Sequence) -> List[Parts]:
+    """Cuts what `tensors_of` lists by projection."""
+    return [Parts._make(each) for each in by_projection(tensors)]
+
+
+def needs_in_parts(needs: Sequence) -> List[PartNeeds]:
+    """Cuts by projection what is listed for each of `tensors_of`: whether it needs a gradient."""
+    return [PartNeeds._make(each) for each in by_projection(needs)]
 
 
 def with_numbers(tensors: Sequence, scalings: Sequence[float]) -> List[Projection]:
     """The projections without dropout of what `tensors_of` lists."""
-    return [Projection(*parts, scaling) for parts, scaling in zip(in_parts(tensors), scalings)]
+    return [Projection._make([*each, scaling, 0.0]) for each, scaling in zip(by_projection(tensors), scalings)]
 
 
 def is_traceable(projection: Projection) -> bool:
@@ -137,7 +169,7 @@ class Group:
         self.tensors = SIZE * len(projections)
         self.rows = [sum(projection.weight.shape[:1]) for projection in projections]  # 0 of a scalar, which is refused later
         self.four_bit = {i: p.weight for i, p in enumerate(projections) if isinstance(p.weight, FourBitWeight)}
-        self.dtypes = [Parts(*(getattr(part, "dtype", None) for part in projection[:SIZE])) for projection in projections]
+        self.dtypes = [PartDtypes._make([getattr(part, "dtype", None) for part in projection[:SIZE]]) for projection in projections]
         self.spans: Dict[int, slice] = {}  # of each projection with an adapter: its columns in `low`
         start = 0
         for i, projection in enumerate(projections):
@@ -154,15 +186,17 @@ class Group:
         self.makes_a = len(self.spans) > 1 or any(self.dtypes[i].a != dtype for i in self.spans)  # one matrix of all
         self.replayable = not self.drops and not self.four_bit
 
-    def shapes_made(self, projections: Sequence[Parts], tokens: int) -> List[Sequence[int]]:
-        """The shapes of what `Projections.made` lists, all of `dtype`. Without dropout."""
+    def shapes_made(self, tensors: Sequence, tokens: int) -> List[Sequence[int]]:
+        """The shapes of what `Projections.made` lists, all of `dtype`. tensors: of `tensors_of`, without dropout."""
+        projections = with_numbers(tensors, self.scalings)
         shapes: List[Sequence[int]] = [(tokens, self.rank)] if self.spans else []
         columns = projections[0].weight.shape[1]
         if self.makes_a:
             shapes.append((self.rank, columns))
         if self.rounds_weights:
             shapes.append((sum(self.rows), columns))
-        return shapes + [projections[i].b.shape for i in self.spans if self.dtypes[i].b != self.dtype]
+        adapters = ((i, projections[i].b) for i in self.spans)
+        return shapes + [b.shape for i, b in adapters if b is not None and self.dtypes[i].b != self.dtype]
 
 
 class Layout:
@@ -170,6 +204,7 @@ class Layout:
     `replayable` is False: then what the node computes does not follow from its tensors alone."""
 
     __slots__ = ("count", "dtype", "groups", "neighbours", "places", "replayable", "spec")
+    spec: Any  # the description of its node: `Inputs`, `Outputs` or the sparse half's
 
     def __init__(self, spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.dtype):
         """dtype: of the products."""
@@ -183,7 +218,7 @@ class Layout:
         inner = self.groups[-2] if len(self.groups) > 1 else self.groups[-1] if self.groups else None
         start = sum(group.tensors for group in self.groups[:-2]) if len(self.groups) > 1 else 0
         several = inner is not None and len(inner.rows) > 1 and not inner.four_bit
-        weights = range(start, start + inner.tensors, SIZE) if several else ()
+        weights = range(start, start + inner.tensors, SIZE) if inner is not None and several else ()
         self.neighbours = [self.places.index(place) for place in weights]
 
     def present(self, tensors: Sequence) -> list:

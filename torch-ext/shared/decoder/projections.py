@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import dropout, linear
 
 from ..ops.low_rank import FEW, low_rank_add, low_rank_gradients
-from .projection import FP32, Group, Parts, in_parts
+from .projection import FP32, Group, PartNeeds, Parts, in_parts
 
 # A product of half precision numbers with a result in fp32, which the GEMM has anyway, needs no second kernel to widen it.
 _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()
@@ -80,6 +80,11 @@ class Projections:
     What a forward pass makes and the backward pass needs, `made` lists; `loaded` makes the object of the backward pass with it.
     """
 
+    a: torch.Tensor  # where there are adapters: all rows of their a
+    low: torch.Tensor  # where there are adapters, after `forward`: `_low` of its input
+    whole: Optional[torch.Tensor]
+    b: list
+
     def __init__(self, group: Group, tensors: Sequence, whole: Optional[torch.Tensor] = None, copies: Optional[Copies] = None):
         """tensors: of `tensors_of`. whole: what `side_by_side` finds of the weights. copies: the caller's, made before `forward`."""
         self._set(group, tensors)
@@ -90,27 +95,30 @@ class Projections:
             if copies is None:
                 mine.make()
         if group.rounds_weights:
-            self.whole = _joined([parts.weight for parts in self.parts], dtype) if whole is None else whole.to(dtype)
+            weights: list = [parts.weight for parts in self.parts]
+            self.whole = _joined(weights, dtype) if whole is None else whole.to(dtype)
         self._set_weights()
 
     def _set(self, group: Group, tensors: Sequence) -> None:
         self.group, self.parts = group, in_parts(tensors)
-        self.a = self.low = self.whole = None
-        self.b: list = []
+        self.whole, self.b = None, []
         self.states: dict = {}  # of each projection with dropout: the generator's state before it
 
     def _set_weights(self) -> None:
         """Sets the weights in the dtype of the products, None for those in four bits."""
         group = self.group
-        if group.rounds_weights:
+        self.weights: list
+        if group.rounds_weights and self.whole is not None:
             self.weights = list(self.whole.split(group.rows))
         else:
-            self.weights = [None if i in group.four_bit else parts.weight.to(group.dtype) for i, parts in enumerate(self.parts)]
+            weights: list = [parts.weight for parts in self.parts]
+            self.weights = [None if i in group.four_bit else weight.to(group.dtype) for i, weight in enumerate(weights)]
 
     def _round_adapters(self, copies: Copies) -> None:
         """Sets `a`, all rows of the adapters' a in one matrix, and each b, in the dtype of the products once the copies are made."""
         dtype = self.group.dtype
-        rows, others = [self.parts[i].a for i in self.group.spans], [self.parts[i].b for i in self.group.spans]
+        rows: list = [self.parts[i].a for i in self.group.spans]
+        others: list = [self.parts[i].b for i in self.group.spans]
         self.a = rows[0]
         if self.group.makes_a:
             self.a = torch.empty((self.group.rank, rows[0].shape[1]), dtype=dtype, device=rows[0].device)
@@ -123,7 +131,7 @@ class Projections:
     def made(self) -> list:
         """Lists what the backward pass needs and is not the projections' own, after `forward`. No two of these tensors share memory."""
         group = self.group
-        found = [self.low] if group.spans else []
+        found: list = [self.low] if group.spans else []
         if group.makes_a:
             found.append(self.a)
         if group.rounds_weights:
@@ -139,7 +147,8 @@ class Projections:
         new.whole = whole
         if group.spans:
             new.low = next(left)
-            new.a = next(left) if group.makes_a else new.parts[next(iter(group.spans))].a
+            rows: list = [new.parts[i].a for i in group.spans]
+            new.a = next(left) if group.makes_a else rows[0]
         if group.rounds_weights:
             new.whole = next(left)
         new._set_weights()
@@ -174,7 +183,7 @@ class Projections:
 
     def _products(self, x: torch.Tensor, in_one: bool, onto, out) -> list:
         rows, dtype = self.group.rows, self.group.dtype
-        biases = [parts.bias for parts in self.parts]
+        biases: list = [parts.bias for parts in self.parts]
         if onto is not None:
             result = torch.addmm(onto, x, self._weight(0).t(), out=out)
             return [result if biases[0] is None else result.add_(biases[0].to(dtype))]
@@ -232,7 +241,8 @@ class Projections:
                 dx.addmm_(dlow[:, span], self.a[span])
         return dx
 
-    def gradients(self, grads: Sequence[torch.Tensor], dlow: Optional[torch.Tensor], x: Callable, needs: Sequence[Parts]) -> List[Parts]:
+    def gradients(self, grads: Sequence[torch.Tensor], dlow: Optional[torch.Tensor], x: Callable[[], torch.Tensor],
+                  needs: Sequence[PartNeeds]) -> List[Parts]:
         """The gradients of the tensors of each projection, None for those that `needs` leaves out.
 
         x: a function that gives the input [tokens, in]; called once, and only when a weight or an a needs it.
@@ -242,14 +252,14 @@ class Projections:
         found = []
         for i, (grad, need) in enumerate(zip(grads, needs)):
             one = Parts(
-                weight=_product(grad.t(), y, dtypes[i].weight) if need.weight else None,
+                weight=_product(grad.t(), y, dtypes[i].weight) if need.weight and y is not None else None,
                 bias=_column_sum(grad, dtypes[i].bias) if need.bias else None,
             )
             found.append(one if i not in group.spans else self._of_adapter(i, grad, dlow, y, need, one))
         self._set_gradients_of_a(found, needs, dlow, y)
         return found
 
-    def _of_adapter(self, i: int, grad, dlow, y, need: Parts, found: Parts) -> Parts:
+    def _of_adapter(self, i: int, grad, dlow, y, need: PartNeeds, found: Parts) -> Parts:
         """The gradients with those of an adapter, its a only where one kernel gives it with b's."""
         span, dtypes, both = self.group.spans[i], self.group.dtypes[i], None
         if need.a and need.b and dtypes.a == dtypes.b and not self.group.dropouts[i]:
@@ -263,7 +273,7 @@ class Projections:
             found = found._replace(adapter_bias=total.to(dtypes.adapter_bias))
         return found
 
-    def _set_gradients_of_a(self, found: List[Parts], needs: Sequence[Parts], dlow, y) -> None:
+    def _set_gradients_of_a(self, found: List[Parts], needs: Sequence[PartNeeds], dlow, y) -> None:
         """Puts in those that are still missing."""
         group = self.group
         wanted = [i for i in group.spans if needs[i].a and found[i].a is None]

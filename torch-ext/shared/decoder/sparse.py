@@ -21,10 +21,10 @@ from ..ops.grouped_gemm import Groups
 from ..ops.routing import Routing
 from .nodes import add_branch_reference, check_attended, check_like
 from .norms import norm_reference
-from .projection import FourBitWeight, Projection, in_parts, layout_of, projection_reference, tensors_of
+from .projection import FourBitWeight, Projection, layout_of, needs_in_parts, projection_reference, tensors_of
 from .projections import Projections
 from .spec import Outputs
-from .steps import Joined, OutputTensors, join_backward, join_forward, need_join, normed_again
+from .steps import Joined, OutputNeeds, OutputTensors, join_backward, join_forward, need_join, normed_again
 
 
 class Router(NamedTuple):
@@ -52,12 +52,21 @@ DEFAULT = ExpertOptions()
 
 class ExpertTensors(NamedTuple):
     """gate_up: [experts, 2 * width, hidden], down: [experts, hidden, width], each the other way with `ExpertOptions.transposed`; their
-    biases [experts, rows] or None. Or which of these need a gradient, or their gradients."""
+    biases [experts, rows] or None."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
     gate_up_bias: Optional[torch.Tensor] = None
     down_bias: Optional[torch.Tensor] = None
+
+
+class ExpertNeeds(NamedTuple):
+    """Which of `ExpertTensors` need a gradient."""
+
+    gate_up: bool
+    down: bool
+    gate_up_bias: bool
+    down_bias: bool
 
 
 class SparseSpec(NamedTuple):
@@ -102,9 +111,9 @@ def router_backward(dscores, scores, expert, logits, shape, normalised, dtype) -
 def norm_experts_reference(spec: SparseSpec, tensors: OutputTensors, router: Router, weights: ExpertTensors, o) -> torch.Tensor:
     """What `norm_experts` returns, in PyTorch."""
     x, attended, after, before, _ = tensors
-    if o is not None:
+    if o is not None and attended is not None:
         x = add_branch_reference(x, projection_reference(attended, o), spec.outputs.after, after, spec.outputs.multiplier)
-    y = norm_reference(spec.outputs.before, x, before).reshape(-1, x.shape[-1])
+    y = (x if before is None else norm_reference(spec.outputs.before, x, before)).reshape(-1, x.shape[-1])
     scores, expert = choose_experts(linear(y, router.weight, router.bias), spec.top_k, spec.normalised, spec.by_logits)
     out = experts_reference(y, expert, scores.to(y.dtype), *weights, *spec.gate)
     return x + out.view(x.shape)
@@ -143,8 +152,8 @@ class _NormExperts(torch.autograd.Function):
         attended, after, before, router_weight, gate_up_weight, down_weight, gate_up_bias, down_bias, *saved = ctx.saved_tensors
         x, o_out, rstd, o_rstd, scores, expert, logits, gate_up, order, position, ends, *saved = saved
         need_x, need_attended, need_after, need_before, need_router, need_bias, *needs = needs
-        need, of_weights = OutputTensors(need_x, need_attended, need_after, need_before, False), ExpertTensors(*needs[:4])
-        need_o = in_parts(needs[4:])
+        need, of_weights = OutputNeeds(need_x, need_attended, need_after, need_before, False), ExpertNeeds(*needs[:4])
+        need_o = needs_in_parts(needs[4:])
         need_total = need_join(need, need_o)
         need_logits = need_total or need_router or need_bias
         dout, weights = dout.reshape(x.shape), ExpertTensors(gate_up_weight, down_weight, gate_up_bias, down_bias)
@@ -167,12 +176,12 @@ class _NormExperts(torch.autograd.Function):
             drouter = torch.mm(dlogits.t(), y) if need_router else None
             dbias = dlogits.sum(0) if need_bias else None
         del y
-        gradients = [None] * (len(need) - 1)
+        gradients: list = [None] * (len(need) - 1)
         dparts: list = [None] * ctx.count
         if need_total:
             dy.addmm_(dlogits, router_weight)
             o = Projections.loaded(ctx.layout.groups[0], saved[: ctx.count], saved[ctx.count :])[0] if ctx.count else None
-            tensors, joined = OutputTensors(x, attended, after, before, None), Joined(x, None, o_out, rstd, o_rstd)
+            tensors, joined = OutputTensors(x, attended, after, before, None), Joined(x, x, o_out, rstd, o_rstd)
             *gradients, do = join_backward(spec.outputs, dy, dout, tensors, joined, o, need, need_o)
             dparts = [gradient for each in do for gradient in each]
         dx, *gradients = gradients

@@ -13,9 +13,9 @@ import torch
 from ..ops.common import always
 from ..ops.swiglu import ONE_GEMM_FORWARD
 from .activation import gated_backward_in_place, gated_forward
-from .heads import Heads, heads_backward, heads_forward
+from .heads import Heads, SavedHeads, heads_backward, heads_forward
 from .norms import add_norm_backward, add_norm_forward, norm_add_forward, norm_add_norm_forward, norm_again, norm_backward, norm_forward
-from .projection import Parts
+from .projection import PartNeeds, Parts
 from .projections import Projections
 from .spec import Inputs, Norm, Outputs
 
@@ -29,7 +29,7 @@ def _wanted(need: bool, gradient: Optional[torch.Tensor]) -> Optional[torch.Tens
 # ---------------------------------------------------------------- in front of attention
 class InputTensors(NamedTuple):
     """What the first node reads beside its projections: x [tokens, hidden]; the norms' weights, None for those that are absent; the angles,
-    None where nothing is turned. Or which of these need a gradient."""
+    None where nothing is turned."""
 
     x: torch.Tensor
     norm: Optionals
@@ -37,6 +37,17 @@ class InputTensors(NamedTuple):
     k_norm: Optionals
     cos: Optionals
     sin: Optionals
+
+
+class InputNeeds(NamedTuple):
+    """Which of `InputTensors` need a gradient."""
+
+    x: bool
+    norm: bool
+    q_norm: bool
+    k_norm: bool
+    cos: bool
+    sin: bool
 
 
 class InputResults(NamedTuple):
@@ -81,11 +92,14 @@ def _in_heads(spec: Inputs, projected: Sequence[torch.Tensor], shape: Sequence[i
 def inputs_forward(spec: Inputs, tensors: InputTensors, shape: Sequence[int], group: Projections, out: Optionals = None) -> InputResults:
     """shape: (batch, tokens of one sequence). out: as of `Projections.forward`."""
     x, norm, q_norm, k_norm, cos, sin = tensors
+    rstd: Optionals
     y, rstd = (x.to(group.group.dtype), None) if norm is None else norm_forward(spec.norm, x, norm, group.group.dtype)
     # Without norms nobody needs q and k as projected any more; v, a part of what they are in, would keep them.
     in_one = q_norm is not None or x.shape[0] <= ONE_GEMM_FORWARD
     projected = group.forward(y, in_one, out=out)
     del y
+    q: Optionals
+    k: Optionals
     q, k, v = _in_heads(spec, projected, shape)
     q_out, k_out, q_rstd, k_rstd = heads_forward(spec, Heads(q, k, q_norm, k_norm, cos, sin))
     if q_norm is None:
@@ -96,13 +110,13 @@ def inputs_forward(spec: Inputs, tensors: InputTensors, shape: Sequence[int], gr
 
 
 def inputs_backward(spec: Inputs, grads: Sequence[torch.Tensor], tensors: InputTensors, saved: InputSaved, group: Projections,
-                    need: InputTensors, needs: Sequence[Parts]) -> InputGradients:
+                    need: InputNeeds, needs: Sequence[PartNeeds]) -> InputGradients:
     """The gradients, None for those that are not needed. grads: of q_out, k_out, v and the residual; need: of the tensors, needs: of the
     projections'."""
     x, norm, q_norm, k_norm, cos, sin = tensors
     dq_out, dk_out, dv, dresidual = grads
     tokens, rows, dv = x.shape[0], spec.rows or group.group.rows, dv.transpose(1, 2)
-    heads, rstds = Heads(saved.q, saved.k, q_norm, k_norm, cos, sin), (saved.q_rstd, saved.k_rstd)
+    heads, rstds = SavedHeads(saved.q, saved.k, q_norm, k_norm, cos, sin), (saved.q_rstd, saved.k_rstd)
     need_heads, packed = (need.q_norm, need.k_norm), spec.rows is not None
     together = None
     if group.whole is None and not packed:
@@ -119,13 +133,14 @@ def inputs_backward(spec: Inputs, grads: Sequence[torch.Tensor], tensors: InputT
     dlow = group.low_gradient(grads)
 
     def normed() -> torch.Tensor:
-        return x.to(group.group.dtype) if norm is None else norm_again(spec.norm, x, norm, saved.rstd, group.group.dtype)
+        dtype = group.group.dtype
+        return x.to(dtype) if norm is None or saved.rstd is None else norm_again(spec.norm, x, norm, saved.rstd, dtype)
 
     dprojections = group.gradients(grads, dlow, normed, needs)
     dx = dnorm = None
     if need.x or need.norm:
         dy = group.input_gradient(grads, dlow, together)
-        if norm is None:
+        if norm is None or saved.rstd is None:
             dx = dresidual + dy
         else:
             dx, dnorm = add_norm_backward(spec.norm, dy, dresidual, x, norm, saved.rstd, need.norm)
@@ -136,14 +151,23 @@ def inputs_backward(spec: Inputs, grads: Sequence[torch.Tensor], tensors: InputT
 # ---------------------------------------------------------------- after attention: the first residual connection
 class OutputTensors(NamedTuple):
     """What the second node reads beside its projections: x [..., hidden], flat in a backward pass, where it is the residual stream after
-    attention; attention's output [tokens, features], None where x has it already; the norms' weights, None for those that are absent. Or
-    which of these need a gradient."""
+    attention; attention's output [tokens, features], None where x has it already; the norms' weights, None for those that are absent."""
 
     x: torch.Tensor
     attended: Optionals
     after: Optionals
     before: Optionals
     behind: Optionals
+
+
+class OutputNeeds(NamedTuple):
+    """Which of `OutputTensors` need a gradient."""
+
+    x: bool
+    attended: bool
+    after: bool
+    before: bool
+    behind: bool
 
 
 class Joined(NamedTuple):
@@ -174,8 +198,8 @@ def _scaled(branch: torch.Tensor, multiplier: float) -> torch.Tensor:
 def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections], dtype: torch.dtype) -> Joined:
     """Attention's branch, added to the residual stream, and the norm of the sum. dtype: of the products."""
     x, norm = tensors.x.reshape(-1, tensors.x.shape[-1]), tensors.before
-    branch = kept = o_rstd = None
-    if o is not None:
+    branch = kept = o_rstd = rstd = None
+    if o is not None and tensors.attended is not None:
         (branch,) = o.forward(tensors.attended)
         if tensors.after is not None and spec.multiplier == 1 and (norm is None or spec.after == spec.before):
             if norm is None:
@@ -190,27 +214,30 @@ def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections]
         total, y, rstd = add_norm_forward(spec.before, branch, x, norm, spec.multiplier)
         return Joined(total, y, kept, rstd, o_rstd)
     total = x if branch is None else torch.add(x, branch, alpha=spec.multiplier)
-    y, rstd = (total.to(dtype), None) if norm is None else norm_forward(spec.before, total, norm, dtype)
+    if norm is None:
+        y = total.to(dtype)
+    else:
+        y, rstd = norm_forward(spec.before, total, norm, dtype)
     return Joined(total, y, kept, rstd, o_rstd)
 
 
 def normed_again(spec: Norm, total: torch.Tensor, norm: Optionals, rstd: Optionals, dtype: torch.dtype) -> torch.Tensor:
-    """`Joined.y`, bit for bit."""
-    return total.to(dtype) if norm is None else norm_again(spec, total, norm, rstd, dtype)
+    """The normalised input of projections, bit for bit."""
+    return total.to(dtype) if norm is None or rstd is None else norm_again(spec, total, norm, rstd, dtype)
 
 
 def join_backward(spec: Outputs, dy: torch.Tensor, dtotal: torch.Tensor, tensors: OutputTensors, joined: Joined, o: Optional[Projections],
-                  need: OutputTensors, need_o: Sequence[Parts]) -> JoinedGradients:
-    """dy: of `Joined.y`; dtotal: what else arrives at the residual stream, flat. joined: without y. None for what is not needed."""
+                  need: OutputNeeds, need_o: Sequence[PartNeeds]) -> JoinedGradients:
+    """dy: of `Joined.y`; dtotal: what else arrives at the residual stream, flat. joined: y is not read. None for what is not needed."""
     dbefore = dafter = dattended = None
     do = [Parts()] * len(need_o)
-    if tensors.before is None:
+    if tensors.before is None or joined.rstd is None:
         dtotal = dtotal + dy
     else:
         dtotal, dbefore = add_norm_backward(spec.before, dy, dtotal, joined.total, tensors.before, joined.rstd, need.before)
-    if o is not None and (need.attended or need.after or _any(need_o)):
+    if o is not None and tensors.attended is not None and (need.attended or need.after or _any(need_o)):
         branch = _scaled(dtotal, spec.multiplier).to(o.group.dtype)
-        if tensors.after is not None:
+        if tensors.after is not None and joined.o is not None and joined.o_rstd is not None:
             branch, dafter = norm_backward(spec.after, branch, joined.o, tensors.after, joined.o_rstd, need.after)
         dlow = o.low_gradient((branch,))
         do = o.gradients((branch,), dlow, always(tensors.attended), need_o)
@@ -218,28 +245,43 @@ def join_backward(spec: Outputs, dy: torch.Tensor, dtotal: torch.Tensor, tensors
     return JoinedGradients(_wanted(need.x, dtotal), dattended, _wanted(need.after, dafter), _wanted(need.before, dbefore), do)
 
 
-def _any(needs: Sequence[Parts]) -> bool:
+def _any(needs: Sequence[PartNeeds]) -> bool:
     return any(any(need) for need in needs)
 
 
-def need_join(need: OutputTensors, need_o: Sequence[Parts]) -> bool:
+def need_join(need: OutputNeeds, need_o: Sequence[PartNeeds]) -> bool:
     """Tells whether anything in front of the MLP or the experts needs a gradient."""
     return bool(need.x or need.attended or need.after or need.before or _any(need_o))
 
 
 # ---------------------------------------------------------------- the MLP
 class OutputGroups(NamedTuple):
-    """The projections of the second node by what they read: attention's output, where it is given, the norm's, the activation's. Or which
-    of their tensors need a gradient, or their gradients, o's empty where there is none."""
+    """The projections of the second node by what they read: attention's output, where it is given, the norm's, the activation's."""
 
-    o: object
-    inner: object
-    down: object
+    o: Optional[Projections]
+    inner: Projections
+    down: Projections
 
 
-def groups_of(found: Sequence) -> OutputGroups:
-    """`OutputGroups` of two or three."""
-    return OutputGroups(*(found if len(found) == 3 else (None, *found)))
+class GroupNeeds(NamedTuple):
+    """Which tensors of `OutputGroups` need a gradient."""
+
+    o: Optional[Sequence[PartNeeds]]
+    inner: Sequence[PartNeeds]
+    down: Sequence[PartNeeds]
+
+
+class GroupGradients(NamedTuple):
+    """The gradients of the tensors of `OutputGroups`; o's are empty where there is none."""
+
+    o: List[Parts]
+    inner: List[Parts]
+    down: List[Parts]
+
+
+def three_of(found: Sequence) -> Sequence:
+    """Three of two or three groups: None in front where there is no o."""
+    return found if len(found) == 3 else (None, *found)
 
 
 class MLPResults(NamedTuple):
@@ -257,13 +299,26 @@ class MLPResults(NamedTuple):
     branch_rstd: Optionals
 
 
+class MLPSaved(NamedTuple):
+    """What of `MLPResults` the backward pass needs; total in any case."""
+
+    total: torch.Tensor
+    o: Optionals
+    rstd: Optionals
+    o_rstd: Optionals
+    gate: Optionals
+    up: Optionals
+    branch: Optionals
+    branch_rstd: Optionals
+
+
 class OutputGradients(NamedTuple):
     x: Optionals
     attended: Optionals
     after: Optionals
     before: Optionals
     behind: Optionals
-    projections: OutputGroups
+    projections: GroupGradients
 
 
 def _gate_and_up(products: Sequence[torch.Tensor]) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -278,14 +333,14 @@ def mlp_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, bot
     joined = join_forward(spec, tensors, groups.o, dtype)
     total = joined.total
     gate, up = _gate_and_up(inner.forward(joined.y, total.shape[0] <= ONE_GEMM_FORWARD, out=both))
-    total, _, *of_join = joined
+    total, _, o, rstd, o_rstd = joined
     del joined
     hidden, behind, branch_rstd = gated_forward(gate, up, spec.activation), tensors.behind, None
     branch, shape = None, tensors.x.shape
     if behind is not None and spec.multiplier == 1:
         (branch,) = down.forward(hidden)
         out, branch_rstd = norm_add_forward(spec.behind, branch, total.view(shape), behind)
-        return MLPResults(out, None if groups.o is None else total, *of_join, gate, up, branch, branch_rstd)
+        return MLPResults(out, None if groups.o is None else total, o, rstd, o_rstd, gate, up, branch, branch_rstd)
     # Not a view of the flat result: FSDP's hooks warn of a module that returns a view.
     out = torch.empty(shape, dtype=total.dtype, device=total.device)
     if behind is None and spec.multiplier == 1 and total.dtype == dtype:
@@ -296,26 +351,26 @@ def mlp_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, bot
             branch = added
             added, branch_rstd = norm_forward(spec.behind, branch, behind, dtype)
         torch.add(total, added, alpha=spec.multiplier, out=out.view(total.shape))
-    return MLPResults(out, None if groups.o is None else total, *of_join, gate, up, branch, branch_rstd)
+    return MLPResults(out, None if groups.o is None else total, o, rstd, o_rstd, gate, up, branch, branch_rstd)
 
 
-def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, saved: MLPResults, groups: OutputGroups, need: OutputTensors,
-                 needs: OutputGroups, both: Optionals = None) -> OutputGradients:
-    """The gradients, None for those that are not needed; that of x is flat. saved: without out, and with total. both: where gate and up are
-    made again, as of `mlp_forward`."""
+def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, saved: MLPSaved, groups: OutputGroups, need: OutputNeeds,
+                 needs: GroupNeeds, both: Optionals = None) -> OutputGradients:
+    """The gradients, None for those that are not needed; that of x is flat. both: where gate and up are made again, as of
+    `mlp_forward`."""
     inner, down, total = groups.inner, groups.down, saved.total
     dtype, dout = inner.group.dtype, dout.reshape(total.shape)
     normed: Callable[[], torch.Tensor] = lambda: normed_again(spec.before, total, tensors.before, saved.rstd, dtype)  # noqa: E731
     gate, up = saved.gate, saved.up
-    if gate is None:
+    if gate is None or up is None:
         normed = always(normed())
         gate, up = _gate_and_up(inner.again(normed(), total.shape[0] <= ONE_GEMM_FORWARD, out=both))
     need_total = need_join(need, needs.o or ())
     dbranch, dbehind = _scaled(dout, spec.multiplier).to(dtype), None
-    if tensors.behind is not None:
+    if tensors.behind is not None and saved.branch is not None and saved.branch_rstd is not None:
         dbranch, dbehind = norm_backward(spec.behind, dbranch, saved.branch, tensors.behind, saved.branch_rstd, need.behind)
     dlow = down.low_gradient((dbranch,))
-    found = OutputGroups([Parts()] * len(needs.o or ()), [Parts()] * len(needs.inner), None)
+    found = GroupGradients([Parts()] * len(needs.o or ()), [Parts()] * len(needs.inner), [])
     need_inner = need_total or _any(needs.inner)
     if need_inner:
         hidden = down.input_gradient((dbranch,), dlow)  # its gradient, and after the next line itself
@@ -331,6 +386,6 @@ def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, save
         found = found._replace(inner=inner.gradients(grads, dlow, normed, needs.inner))
     if need_total:
         dy = inner.input_gradient(grads, dlow, together)
-        joined = Joined(total, None, saved.o, saved.rstd, saved.o_rstd)
+        joined = Joined(total, total, saved.o, saved.rstd, saved.o_rstd)
         join = join_backward(spec, dy, dout, tensors, joined, groups.o, need, needs.o or ())
     return OutputGradients(*join[:-1], _wanted(need.behind, dbehind), found._replace(o=join.o))

@@ -14,19 +14,23 @@ import torch
 from ..ops.common import once_differentiable, operator_of, side_by_side
 from ..runtime.replay import replayed_with_products
 from .heads import is_fused
-from .projection import SIZE, Group, in_parts, with_numbers
+from .projection import SIZE, Group, needs_in_parts, with_numbers
 from .projections import Projections
 from .spec import Inputs, Outputs, encoded, inputs_of, outputs_of
 from .steps import (
+    GroupNeeds,
+    InputNeeds,
     InputSaved,
     InputTensors,
-    MLPResults,
+    MLPSaved,
+    OutputGroups,
+    OutputNeeds,
     OutputTensors,
-    groups_of,
     inputs_backward,
     inputs_forward,
     mlp_backward,
     mlp_forward,
+    three_of,
 )
 
 LISTS_OF_TENSORS = (List[torch.Tensor], List[Optional[torch.Tensor]])
@@ -167,7 +171,7 @@ def _fake_attention_inputs(x, norm, q_norm, k_norm, cos, sin, spec, shape, dtype
     spec, tokens = inputs_of(spec), x.shape[0]
     rows = _rows(spec, parts)
     heads = [x.new_empty((*shape, count // spec.head_dim, spec.head_dim), dtype=dtype).transpose(1, 2) for count in rows[:2]]
-    made = Group(with_numbers(parts, scalings), dtype).shapes_made(in_parts(parts), tokens)
+    made = Group(with_numbers(parts, scalings), dtype).shapes_made(parts, tokens)
     rstds = [] if norm is None else [_rstd_of(x, tokens)]
     if _keeps_rstds(spec, q_norm):
         rstds += [_rstd_of(x, tokens if spec.whole else tokens * (count // spec.head_dim)) for count in rows[:2]]
@@ -205,7 +209,7 @@ def _attention_inputs_gradients(
     if q_norm is not None:
         q, k, _ = _in_heads(description, projected, description.rows or group.rows, (dq.shape[0], dq.shape[2]))
     saved = InputSaved(q, k, *rstds)
-    need, of_parts = InputTensors(*needs[: len(tensors)]), in_parts(needs[len(tensors) :])
+    need, of_parts = InputNeeds(*needs[: len(tensors)]), needs_in_parts(needs[len(tensors) :])
     found = inputs_backward(description, (dq, dk, dv, dresidual), tensors, saved, projections, need, of_parts)
     return _needed((*found[:-1], *[gradient for each in found.projections for gradient in each]))
 
@@ -283,28 +287,29 @@ def _mlp(
     groups = _groups(parts, scalings, dtype, has_o)
     found = [Projections(group, of_group, whole if i == has_o else None) for i, (group, of_group) in enumerate(groups)]
     both = torch.empty((x.numel() // x.shape[-1], sum(groups[-2][0].rows)), dtype=dtype, device=x.device)
-    results = mlp_forward(outputs_of(spec), tensors, groups_of(found), both)
-    kept = _there(*results._replace(out=None, gate=None, up=None))
+    results = mlp_forward(outputs_of(spec), tensors, OutputGroups(*three_of(found)), both)
+    kept = _there(results.total, results.o, results.rstd, results.o_rstd, results.branch, results.branch_rstd)
     return [results.out, both, *kept, *[tensor for projections in found for tensor in projections.made()]]
 
 
-def _mlp_kept(tensors: OutputTensors, found: Sequence[torch.Tensor]) -> Tuple[MLPResults, Sequence[torch.Tensor]]:
-    """(`MLPResults` without the result, gate and up, what was made) of what the operator returns after `both`."""
+def _mlp_kept(tensors: OutputTensors, found: Sequence[torch.Tensor]) -> Tuple[MLPSaved, Sequence[torch.Tensor]]:
+    """(`MLPSaved` without gate and up, what was made) of what the operator returns after `both`."""
     left, has_o, has_after = list(found), tensors.attended is not None, tensors.after is not None and tensors.attended is not None
 
     def next_of(there: bool):
         return left.pop(0) if there else None
 
-    total, o, rstd, o_rstd = next_of(has_o), next_of(has_after), next_of(tensors.before is not None), next_of(has_after)
+    total = left.pop(0) if has_o else tensors.x.reshape(-1, tensors.x.shape[-1])
+    o, rstd, o_rstd = next_of(has_after), next_of(tensors.before is not None), next_of(has_after)
     branch, branch_rstd = next_of(tensors.behind is not None), next_of(tensors.behind is not None)
-    return MLPResults(None, total, o, rstd, o_rstd, None, None, branch, branch_rstd), left
+    return MLPSaved(total, o, rstd, o_rstd, None, None, branch, branch_rstd), left
 
 
 def _fake_mlp(x, attended, after, before, behind, spec, dtype, parts, scalings):
     hidden, has_o = x.shape[-1], attended is not None
     tokens = x.numel() // hidden
     groups = _groups(parts, scalings, dtype, has_o)
-    made = [shape for group, of_group in groups for shape in group.shapes_made(in_parts(of_group), tokens)]
+    made = [shape for group, of_group in groups for shape in group.shapes_made(of_group, tokens)]
     both = x.new_empty((tokens, sum(groups[-2][0].rows)), dtype=dtype)
     kept = [
         x.new_empty((tokens, hidden)) if has_o else None,
@@ -336,25 +341,24 @@ def _mlp_gradients(
 ) -> List[torch.Tensor]:
     """Those of the gradients of `OutputTensors` and the projections' tensors that are needed; that of x in dout's shape. x: where there is
     no `attended`; both: None where gate and up are to be made again."""
-    tensors = OutputTensors(x, attended, after, before, behind)
+    tensors = OutputTensors(dout if x is None else x, attended, after, before, behind)  # x is read only without `attended`
     saved, made = _mlp_kept(tensors, kept)
-    total = saved.total if attended is not None else x.reshape(-1, x.shape[-1])
     groups, found = _groups(parts, scalings, dtype, attended is not None), []
     for i, (group, of_group) in enumerate(groups):
         projections, made = Projections.loaded(group, of_group, made, whole if i == len(groups) - 2 else None)
         found.append(projections)
     gate = up = again = None
     if both is None:
-        again = torch.empty((total.shape[0], sum(groups[-2][0].rows)), dtype=dtype, device=total.device)
+        again = torch.empty((saved.total.shape[0], sum(groups[-2][0].rows)), dtype=dtype, device=saved.total.device)
     else:
         gate, up = both.chunk(2, 1)
-    need, of_parts = OutputTensors(*needs[: len(tensors)]), in_parts(needs[len(tensors) :])
+    need, of_parts = OutputNeeds(*needs[: len(tensors)]), needs_in_parts(needs[len(tensors) :])
     left = iter(of_parts)
-    of_groups = groups_of([[next(left) for _ in group.rows] for group, _ in groups])
-    saved = saved._replace(total=total, gate=gate, up=up)
-    gradients = mlp_backward(outputs_of(spec), dout, tensors, saved, groups_of(found), need, of_groups, again)
+    of_groups = GroupNeeds(*three_of([[next(left) for _ in group.rows] for group, _ in groups]))
+    saved, projected = saved._replace(gate=gate, up=up), OutputGroups(*three_of(found))
+    gradients = mlp_backward(outputs_of(spec), dout, tensors, saved, projected, need, of_groups, again)
     dx = None if gradients.x is None else gradients.x.view(dout.shape)
-    of_projections = [gradient for group in gradients.projections if group for each in group for gradient in each]
+    of_projections = [gradient for group in gradients.projections for each in group for gradient in each]
     return _needed((dx, *gradients[1:-1], *of_projections))
 
 

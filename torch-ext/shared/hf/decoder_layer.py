@@ -55,7 +55,7 @@ class FusedLayer(OwnForwards):
             found = self.specs[make, values] = make(self, *values)
         return found
 
-    def explain(self, layer, x) -> List[Tuple[str, str]]:
+    def explain(self, layer, x) -> List[Tuple[str, Optional[Reason]]]:
         """What `explain_layer` says of a layer of the family."""
         return explain_layer(self, layer, x)
 
@@ -133,7 +133,7 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]
     for part, names in groups:
         reasons = ((name, projection_or_reason((inner if name in inner else mlp)[name], dtype, wider)) for name in names)
         rows.append((part, next((found.of(name) for name, found in reasons if isinstance(found, Reason)), None)))
-    if is_sparse(block):
+    if family.sparse is not None and is_sparse(block):
         found = sparse_block_or_reason(own, family.sparse, block, x, dtype)
         rows.append(("norm, router, experts", found if isinstance(found, Reason) else None))
     return rows
@@ -181,8 +181,9 @@ def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
     normed = x if norm is None else rms_norm(spec.norm, x, _weight(norm))
     projected = [linear(normed) for linear in linears]
     q, k, v = [p.view(*x.shape[:2], -1, spec.head_dim) for p in (projected[0].split(spec.rows, -1) if spec.rows else projected)]
-    if q_norm is not None and is_fused(spec) and cos is not None:
-        return (*qk_norm_rotary(q, k, *weights, cos, sin, *spec.heads, spec.turned), v.transpose(1, 2), flat)
+    if q_norm is not None and is_fused(spec) and cos is not None and sin is not None:
+        eps, offset, rounds = spec.heads
+        return (*qk_norm_rotary(q, k, *weights, cos, sin, eps, offset, rounds, spec.turned), v.transpose(1, 2), flat)
     if q_norm is not None:
         q, k = [rms_norm(spec.heads, t.flatten(2) if spec.whole else t, w).view(t.shape) for t, w in zip((q, k), weights)]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -246,28 +247,31 @@ def _finish(own: FusedLayer, layer, attended, residual, shape):
     after, before, behind = [None if name is None else parts[name] for name in family.norms[1:]]
     multiplier = 1.0 if family.multiplier is None else float(getattr(layer, family.multiplier))
     spec = own.spec(_make_outputs, _eps(after), _eps(before), _eps(behind), multiplier)
-    sparse, recompute = is_sparse(mlp), recomputes_mlp(layer)
-    if sparse:
-        block = sparse_block_or_reason(own, family.sparse, mlp, x, dtype)
-        found = None if isinstance(block, Reason) else block
+    sparse, recompute = family.sparse if is_sparse(mlp) else None, recomputes_mlp(layer)
+    found = experts = None
+    if sparse is not None:
+        block = sparse_block_or_reason(own, sparse, mlp, x, dtype)
+        experts = None if isinstance(block, Reason) else block
     else:
         linears = _parts(mlp)
         found = projections([linears[name] for name in own.of_mlp], dtype, wider)
     o = o_proj = None
     if not family.mixers:
         o_proj = _parts(parts["self_attn"])["o_proj"]
-        o = None if found is None or attended.dtype != dtype else projections((o_proj,), dtype, wider)
-    if o is not None:
-        if sparse:
-            router, weights, options = found
-            return norm_experts(x, _weight(before), router, weights, spec, options, attended, *o, _weight(after), recompute)
+        o = None if (found is None and experts is None) or attended.dtype != dtype else projections((o_proj,), dtype, wider)
+    if o is not None and experts is not None:
+        router, weights, options = experts
+        return norm_experts(x, _weight(before), router, weights, spec, options, attended, o[0], _weight(after), recompute)
+    if o is not None and found is not None:
         return norm_mlp(x, _weight(before), (*o, *found), spec, attended, _weight(after), _weight(behind), dtype, recompute)
     output = attended if o_proj is None else o_proj(attended.view(*x.shape[:-1], -1))
-    if found is None or (sparse and output.dtype != dtype):
+    if found is None and (experts is None or output.dtype != dtype):
         return _finish_apart(own, spec, layer, output, x)
     total = _branch(spec, spec.after, after, output.reshape(x.shape)) + x
-    if sparse:
-        return norm_experts(total, _weight(before), *found[:2], spec, found[2], recompute=recompute)
+    if experts is not None:
+        router, weights, options = experts
+        return norm_experts(total, _weight(before), router, weights, spec, options, recompute=recompute)
+    assert found is not None
     return norm_mlp(total, _weight(before), found, spec, None, None, _weight(behind), dtype, recompute)
 
 
