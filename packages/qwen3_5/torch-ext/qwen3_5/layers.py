@@ -91,8 +91,10 @@ class DecoderLayer(layers.Layer):
     forward = layers.decoder_layer_of(QWEN3_5).forward
 
 
-class Model(layers.model(arguments_for=delta_net.documents_for)):
+class Model(layers.Layer):
     """For Qwen3_5TextModel: finds documents in position_ids where the caller gave no more, which transformers does not do."""
+
+    forward = layers.model(arguments_for=delta_net.documents_for).forward
 
 
 class CausalLM(layers.Layer):
