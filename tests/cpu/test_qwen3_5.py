@@ -244,6 +244,6 @@ def test_the_kernels_in_a_model(qwen3_5):
 def test_whose_convolution_is_another_one_keeps_its_forward(qwen3_5):
     model = tiny_qwen3_5()
     model.model.layers[0].linear_attn.activation = "relu"
-    expected = step_of(model)
+    expected, exact = step_of(model), step_of(copy.deepcopy(model).double())  # A_log's sums cancel: either is 5e-4 off
     qwen3_5.apply()
-    step_of(model).assert_same(expected, FACTOR)
+    step_of(model).assert_as_exact_as(expected, exact, 2e-5)
