@@ -54,11 +54,11 @@ def log_probs_exact(z, target, counted, temperature=1.0, softcap=None, scale=1.0
 def check_linear_log_probs(
     ops, device, dtype, shape=(9,), features=64, classes=300, outputs=("log_probs",), bias=False, frozen=False, ignored=2, size=1.0,
     without=(), coefficients=False, chunk=None, first=0, skip_ignored=False, needs=(True, True, True), temperature=1.0, softcap=None,
-    scale=1.0, weight_dtype=None, rounded_scaled=False, **options,
+    scale=1.0, weight_dtype=None, is_rounded_scaled=None, **options,
 ):  # fmt: skip
     """frozen: weight and bias require no gradient. ignored: how many tokens are. size: of the logits. without: what gets no gradient.
-    needs: whether the gradients of hidden, weight and bias are asked for. chunk, first: as in `check_linear_jsd`. rounded_scaled: the
-    logits are rounded after they are multiplied by scale and temperature, not before."""
+    needs: whether the gradients of hidden, weight and bias are asked for. chunk, first: as in `check_linear_jsd`. is_rounded_scaled: says
+    of the call before whether the logits were rounded after they were multiplied by scale and temperature, not before."""
     weight_dtype = weight_dtype or dtype
     hidden = randn(*shape, features, dtype=dtype, device=device, scale=size)
     weight = randn(classes, features, dtype=dtype, device=device, seed=1, scale=0.2).to(weight_dtype)  # the numbers that are computed with
@@ -99,6 +99,7 @@ def check_linear_log_probs(
                 alike = torch.equal(row, row_alone) if device == CPU else name == "is_top1" or torch.allclose(row, row_alone, 1e-2, 5e-2)
                 assert row.shape == tuple(shape) and alike, f"{what}: {name} without gradients is another"
         head64 = [None if t is None else exact(t) for t in head]
+        rounded_scaled = is_rounded_scaled is not None and is_rounded_scaled()
         if rounded_scaled:
             z = torch.nn.functional.linear(*head64) * (scale / temperature)
             z = z + (z.detach().to(dtype).double() - z.detach())
@@ -263,20 +264,22 @@ LIKELIHOODS = (
 
 def check_without_own_kernels(ops, device, dtype, cases=LIKELIHOODS, expected=None):
     """expected: the classes that compute the chunks."""
-    module, found = ops.log_probs_module, set()
+    module, found, last = ops.log_probs_module, set(), set()
     kept, choose = module.ships, ops.linear_log_probs_module.piece_of
     module.ships = lambda operation: operation != "log_probs" and kept(operation)
 
     def piece_of(*given):
         chosen = choose(*given)
-        found.add(chosen[0].__name__)
+        last.add(chosen[0].__name__)
         return chosen
 
     ops.linear_log_probs_module.piece_of = piece_of
     try:
         for options in cases:
-            scaled = "softcap" not in options and "temperature" in options and "outputs" not in options
-            check_linear_log_probs(ops, device, dtype, rounded_scaled=scaled, **options)
+            last.clear()
+            scaled = "softcap" not in options
+            check_linear_log_probs(ops, device, dtype, is_rounded_scaled=lambda: scaled and "LikelihoodPiece" in last, **options)  # noqa: B023
+            found |= last
     finally:
         module.ships, ops.linear_log_probs_module.piece_of = kept, choose
     assert expected is None or found == expected, f"{found} compute the chunks, expected {expected}"
