@@ -110,46 +110,26 @@ def qwen3(loaded):
     loaded.reset()
 
 
-@pytest.fixture(scope="session")
-def gpt_oss_folder(tmp_path_factory) -> Path:
-    """A folder with build/torch-cpu of the package for GPT-OSS."""
-    return assemble_cpu(tmp_path_factory.mktemp("gpt_oss"), package="packages/gpt-oss")
+def package_fixtures(name: str, package: str):
+    """Makes two fixtures for a package of this repository: `<name>_folder`, with build/torch-cpu, and `<name>`, loaded from there, which
+    puts back whatever a test patches. package: the folder of its build.toml."""
+
+    @pytest.fixture(scope="session", name=f"{name}_folder")
+    def folder(tmp_path_factory) -> Path:
+        return assemble_cpu(tmp_path_factory.mktemp(name), package=package)
+
+    @pytest.fixture(name=name)
+    def loaded_package(request):
+        found = load(request.getfixturevalue(f"{name}_folder"))
+        yield found
+        found.reset()
+
+    return folder, loaded_package
 
 
-@pytest.fixture
-def gpt_oss(gpt_oss_folder):
-    """The package for GPT-OSS, loaded. Whatever a test patches is put back."""
-    loaded = load(gpt_oss_folder)
-    yield loaded
-    loaded.reset()
-
-
-@pytest.fixture(scope="session")
-def decoders_folder(tmp_path_factory) -> Path:
-    """A folder with build/torch-cpu of the package for every dense family."""
-    return assemble_cpu(tmp_path_factory.mktemp("decoders"), package="packages/decoders")
-
-
-@pytest.fixture
-def decoders(decoders_folder):
-    """The package for every dense family, loaded. Whatever a test patches is put back."""
-    loaded = load(decoders_folder)
-    yield loaded
-    loaded.reset()
-
-
-@pytest.fixture(scope="session")
-def qwen3_5_folder(tmp_path_factory) -> Path:
-    """A folder with build/torch-cpu of the package for Qwen3.5."""
-    return assemble_cpu(tmp_path_factory.mktemp("qwen3_5"), package="packages/qwen3_5")
-
-
-@pytest.fixture
-def qwen3_5(qwen3_5_folder):
-    """The package for Qwen3.5, loaded. Whatever a test patches is put back."""
-    loaded = load(qwen3_5_folder)
-    yield loaded
-    loaded.reset()
+gpt_oss_folder, gpt_oss = package_fixtures("gpt_oss", "packages/gpt-oss")
+decoders_folder, decoders = package_fixtures("decoders", "packages/decoders")
+qwen3_5_folder, qwen3_5 = package_fixtures("qwen3_5", "packages/qwen3_5")
 
 
 @pytest.fixture(scope="session")
