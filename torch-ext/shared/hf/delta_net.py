@@ -124,7 +124,7 @@ def needs_gradient(*tensors) -> bool:
 def convolution_function(hidden_states, weight, bias, activation, cu_seqlens=None, seq_idx=None):
     """Serves as transformers' causal convolution: hidden_states [batch, channels, tokens] -> the same. seq_idx: the document of each token
     [batch, tokens]."""
-    x, weight = hidden_states.transpose(1, 2).to(weight.dtype), weight
+    x = hidden_states.transpose(1, 2).to(weight.dtype)
     if cu_seqlens is None and seq_idx is not None:
         cu_seqlens = bounds_of(seq_idx[:, 1:] != seq_idx[:, :-1])
     shape = x.shape

@@ -86,6 +86,10 @@ class Family(NamedTuple):
         scale = 1.0 if self.divisor is None else 1.0 / getattr(config, self.divisor)
         return Head(scale, None if self.softcap is None else getattr(config, self.softcap))
 
+    def has_common_rotary(self) -> bool:
+        """Whether the rotary embedding is that of most families: halves of a whole head, in the angles' dtype."""
+        return self.rotary == "halves" and not self.partial and not self.narrow
+
     def causal_lm(self) -> str:
         """The class whose forward computes the loss."""
         return self.whole or f"{self.prefix}ForCausalLM"
@@ -155,8 +159,9 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
     operations = tuple(dict.fromkeys([*first, *(name for name in rest if name in classes or name == "rope")]))
     of_classes = {name: layer for operation, (name, layer) in classes.items() if operation != "rms_norm"}
     # The Hub's names are for what most families compute: a weight without an offset, halves of a whole head in the angles' dtype.
-    halves = family.rotary == "halves" and not family.partial and not family.narrow
-    common = {f"{prefix}RMSNorm" if family.offset else "RMSNorm": layers.rms_norm, **({"rotary_pos_emb": layers.rotary} if halves else {})}
+    common = {f"{prefix}RMSNorm" if family.offset else "RMSNorm": layers.rms_norm}
+    if family.has_common_rotary():
+        common["rotary_pos_emb"] = layers.rotary
     return Targets(
         model=family.model,
         modeling=family.modeling,

@@ -10,8 +10,7 @@ from .shared.hf.families import Layers, Targets, targets_of
 def _targets(own: FusedLayer) -> Targets:
     family = own.family
     norm = layers.rms_norm_of(family) if family.offset else own_layers.RMSNorm
-    halves = family.rotary == "halves" and not family.partial and not family.narrow
-    rotary = own_layers.RotaryPosEmb if halves else layers.rotary_layer_of(family)
+    rotary = own_layers.RotaryPosEmb if family.has_common_rotary() else layers.rotary_layer_of(family)
     of_row = layers.decoder_layer_of(own), layers.model(family), layers.causal_lm_of(family), layers.mlp_of(family)
     return targets_of(own, Layers(norm, rotary, *of_row))
 
