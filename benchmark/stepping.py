@@ -31,8 +31,11 @@ def training_step(model, optimizer, batch: dict, autocast: bool = False) -> torc
 
 @dataclass(frozen=True)
 class Form:
-    """What a batch looks like. documents: so many of equal length follow each other, and position_ids start again with each; rows: so
-    many, of which the share `padding` is padding after their tokens, spread unevenly. Tokens are those of the whole batch."""
+    """Describes the layout of a batch, whose tokens are counted over all rows.
+
+    documents: the number of documents packed into a row, all of one length; position_ids restart with each. rows: the number of rows.
+    padding: the share of the batch that is padding; it follows each row's tokens, and its length varies from row to row.
+    """
 
     documents: int = 1
     rows: int = 1

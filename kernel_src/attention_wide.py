@@ -58,7 +58,7 @@ def attention_backward_dkv_part(
     q, k, v, dout, lse, delta, limits, walks, dk, dv, scale: float, plain: float,
     BLOCK: Const, STEP: Const, D: Const, PART: Const, LATENCY: Const,
 ):  # fmt: skip
-    """As `attention_backward_dkv`, D / PART blocks for each block of keys. Grid: blocks * key heads * (D / PART)."""
+    """Computes what `attention_backward_dkv` does, PART columns of dk and dv a block. Grid: blocks * key heads * (D / PART)."""
     kv_heads, parts = k.shape[1], D // PART
     group = q.shape[1] // kv_heads
     part, rest = ct.bid(0) % parts, ct.bid(0) // parts

@@ -107,7 +107,7 @@ def norm_backward(dy, y, rstd):
 @ct.kernel
 def delta_scores(queries, keys, gamma, states, dstates, news, dout, table, q_rstd, dq, dgamma, partial, scale: float, K: Const, V: Const,
                  BV: Const, NORM: Const):
-    """What reaches the queries and the keys through the scores and the states, BV columns of the values at a time.
+    """Computes the gradients that flow to queries and keys through the scores and the states, BV columns of the values at a time.
 
     dq: [tokens, key heads, K]; dgamma: [heads, chunks * 64] fp32, the part of it that is known here; partial: [chunks * 64, key heads, K]
     fp32, of dK. Grid: chunks * key heads.
@@ -150,8 +150,11 @@ def delta_scores(queries, keys, gamma, states, dstates, news, dout, table, q_rst
 @ct.kernel
 def delta_inverse(keys, values, gamma, betas, inverses, states, dnews, table, k_rstd, dgamma, partial, dk, dv, dbeta, dg, K: Const,
                   V: Const, BV: Const, NORM: Const):
-    """What reaches the keys, the values and the gates through the inverse. dgamma, partial: what `delta_scores` wrote; dk: [tokens, key
-    heads, K]; dv: [tokens, heads, V]; dbeta, dg: [tokens, heads] fp32. Grid: chunks * key heads."""
+    """Computes the gradients that flow to keys, values and gates through the inverse.
+
+    dgamma, partial: the output of `delta_scores`; dk: [tokens, key heads, K]; dv: [tokens, heads, V]; dbeta, dg: [tokens, heads] fp32.
+    Grid: chunks * key heads.
+    """
     key_heads = keys.shape[1]
     key_head, chunk, group = ct.bid(0) % key_heads, ct.bid(0) // key_heads, values.shape[1] // key_heads
     if holds_tokens(table, chunk):

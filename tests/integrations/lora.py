@@ -194,7 +194,7 @@ def _parametrized(model):
 CHANGES = (_hooked, _patched, _of_another_class, _with_another_dropout, _parametrized)
 
 
-@pytest.mark.integration("PEFT: LoRA that somebody changed")
+@pytest.mark.integration("PEFT: LoRA whose modules are hooked, patched or replaced")
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
 def test_what_somebody_changed_is_called(qwen3, device, fused, change):
     model = lora(model_on(device), target_modules=["q_proj", "o_proj", "up_proj"])
@@ -205,7 +205,7 @@ def test_what_somebody_changed_is_called(qwen3, device, fused, change):
     assert any(projection is not None and projection.a is not None for _, projection in fused)  # o_proj
 
 
-@pytest.mark.integration("PEFT: LoRA that somebody changed")
+@pytest.mark.integration("PEFT: LoRA whose modules are hooked, patched or replaced")
 def test_a_class_that_somebody_patched_is_called(qwen3, device, fused, monkeypatch):
     """As other libraries that speed PEFT up do it."""
     from peft.tuners.lora.layer import Linear

@@ -1,4 +1,4 @@
-"""What a user calls to put the layers on Qwen3 and Qwen3-MoE, to see them there, and to take them off again."""
+"""The functions that users call: apply the layers to Qwen3 and Qwen3-MoE, inspect them, and remove them."""
 
 from .shared.hf import patching
 from .shared.hf.interface import Interface

@@ -20,8 +20,11 @@ Pair = Tuple[torch.Tensor, torch.Tensor]
 
 
 class Heads(NamedTuple):
-    """What both passes read: queries and keys as projected, [batch, tokens, heads, head_dim]; the weights of their norms, None without;
-    the angles, [batch or 1, tokens, width], None where nothing is turned."""
+    """Holds the inputs of both passes.
+
+    q, k: the projected queries and keys, [batch, tokens, heads, head_dim]. q_norm, k_norm: the weights of their norms, or None. cos, sin:
+    the rotary angles, [batch or 1, tokens, width], or None without a rotary embedding.
+    """
 
     q: torch.Tensor
     k: torch.Tensor

@@ -23,7 +23,7 @@ class Norm(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a decoder layer computes before attention.
+    """Describes the part of a decoder layer that precedes attention.
 
     norm: of the residual stream. heads: the norm of q and k, of each head or, with `whole`, of the whole projection. rotary: "halves", an
     element is turned with the one half a head further; "pairs", with its neighbour; or "none". turned: elements of a head that are
@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a decoder layer computes after attention.
+    """Describes the part of a decoder layer that follows attention.
 
     after: the norm of attention's branch. before: the norm of what the MLP or the experts read. behind: the norm of their branch.
     activation: "silu" or "gelu_tanh". multiplier: of both branches.

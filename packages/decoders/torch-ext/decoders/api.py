@@ -1,4 +1,4 @@
-"""What a user calls to put the layers on models of every family that the package serves, to see them there, and to take them off again."""
+"""The functions that users call: apply the layers to models of every family that the package serves, inspect them, and remove them."""
 
 from .families import ROWS
 from .shared.hf import patching

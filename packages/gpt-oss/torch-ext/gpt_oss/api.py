@@ -1,4 +1,4 @@
-"""What a user calls to put the layers on GPT-OSS, to see them there, and to take them off again."""
+"""The functions that users call: apply the layers to GPT-OSS, inspect them, and remove them."""
 
 from .shared.hf import patching
 from .shared.hf.interface import Interface

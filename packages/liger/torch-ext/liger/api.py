@@ -1,4 +1,4 @@
-"""What a user calls to put the layers on a model, to see what runs on the kernels, and to take the layers off again."""
+"""The functions that users call: apply the layers to a model, see what runs on the kernels, and remove them."""
 
 import sys
 from collections import Counter
