@@ -146,12 +146,10 @@ def linear_jsd(
     hidden: the student's [..., features]; weight: [classes, features]; bias: [classes] or None. teacher_hidden: [..., other features],
     hidden's leading dimensions; teacher_weight: [classes, other features]; teacher_bias: [classes] or None. All of one dtype (bf16, fp16 or
     fp32; float64 runs in PyTorch) and device. labels, beta, ignore_index, temperature: as in `jsd`. reduction: "batchmean" (the mean over
-    the
-    tokens that count) or "sum". accum_dtype: in which the weight's gradient is added up over the chunks, as in `linear_cross_entropy`.
+    the tokens that count) or "sum". accum_dtype: in which the weight's gradient is added up over the chunks, as in `linear_cross_entropy`.
 
     Returns a scalar in float32. Differentiable in hidden, weight and bias; the teacher gets no gradient. Raises ValueError when shapes,
-    dtypes,
-    devices or options do not fit.
+    dtypes, devices or options do not fit.
     """
     check_heads(hidden, weight, teacher_hidden, teacher_weight, labels, bias, teacher_bias)
     check_numbers(beta=beta, temperature=temperature)
