@@ -14,6 +14,7 @@ tensor that it allocates with NaN first.
 """
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -92,14 +93,15 @@ class Outcome:
     log: str
 
 
-def functions() -> list[str]:
+@functools.cache
+def functions() -> tuple[str, ...]:
     """file::function of every test, and file::function[case] of those whose cases are apart."""
     found = []
     for file, names in FILES.items():
         for name in re.findall(rf"^def ({names})\(", (ROOT / file).read_text(), re.M):
             test = f"{file}::{name}"
             found += [f"{test}[{part}-{dtype}]" for part in APART.get(test, ()) for dtype in DTYPES] or [test]
-    return found
+    return tuple(found)
 
 
 def tests_of(operation: str) -> list[str]:
