@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from tests.ops.common import errors_in
-from tests.tolerances import RELATIVE_ERROR, assert_close
+from tests.tolerances import RELATIVE_ERROR, assert_close, relative_error
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -84,14 +84,15 @@ def visible(case: Case) -> torch.Tensor:
 
 
 def exact_attention(q, k, v, mask, scale, sinks=None):
-    """[tokens, heads, head_dim] in float64, differentiable; rows that see nothing are zero."""
+    """(out [tokens, heads, head_dim], lse [heads, tokens]) in float64, differentiable; rows that see nothing are zero."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     s = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~mask, -math.inf)
     column = s.new_full((s.shape[0], s.shape[1], 1), -1e4 if sinks is None else 0.0)
     column = column if sinks is None else column + sinks[:, None, None]
-    p = torch.cat([s, column], 2).softmax(2)[:, :, :-1] * mask.any(1)[:, None]
-    return torch.einsum("hqk,khd->qhd", p, v)
+    s = torch.cat([s, column], 2)
+    p = s.softmax(2)[:, :, :-1] * mask.any(1)[:, None]
+    return torch.einsum("hqk,khd->qhd", p, v), s.logsumexp(2)
 
 
 class Inputs(NamedTuple):
@@ -121,41 +122,31 @@ def scale_of(case: Case) -> float:
     return case.head_dim**-0.5 if case.scale is None else case.scale
 
 
-def exact_results(case: Case, x: Inputs) -> dict:
-    leaves = {n: t.double().cpu().requires_grad_() for n, t in zip("qkv", x[:3], strict=True)}
-    if x.sinks is not None:
-        leaves["sinks"] = x.sinks.double().cpu().requires_grad_()
-    out = exact_attention(leaves["q"], leaves["k"], leaves["v"], visible(case), scale_of(case), leaves.get("sinks"))
-    out.backward(x.dout.double().cpu())
+def exact_results(case: Case, x: Inputs, returned: "torch.Tensor | None" = None) -> dict:
+    """returned: an output that is not exact, of which the gradients take delta, rowsum(dout * out), as every flash attention does. What
+    that output's rounding does to delta is small beside the terms of a row of ds, and not beside their difference: a query that sees few
+    keys may have a short gradient, of which PyTorch's own flash attention in bf16 loses as much."""
+    given = {name: t for name, t in zip(("q", "k", "v", "sinks"), x[:4], strict=True) if t is not None}
+    leaves = {name: t.to("cpu", torch.float64, copy=True).requires_grad_() for name, t in given.items()}
+    out, lse = exact_attention(leaves["q"], leaves["k"], leaves["v"], visible(case), scale_of(case), leaves.get("sinks"))
+    dout = x.dout.double().cpu()
+    loss = (out * dout).sum()
+    if returned is not None:  # ds = p * (dp - delta), and p is the gradient of lse
+        loss = loss - (((returned.double().cpu() - out.detach()) * dout).sum(2).T * lse).sum()
+    loss.backward()
     return {"out": out.detach(), **{"d" + name: leaf.grad for name, leaf in leaves.items()}}
 
 
 # ---------------------------------------------------------------- checks
-def assert_rows_close(found, exact, dtype, what):
-    """As `assert_close`, and every row of every head on its own: within 4 times the table's bound of its own norm, or of a typical
-    row's where it is shorter (the gradient of a query that sees one key is zero, made of terms that are not)."""
-    assert_close(found, exact, dtype, what)
-    error = (found.double().cpu() - exact).norm(dim=-1)
-    norms = exact.norm(dim=-1)
-    typical = norms.square().mean().sqrt()
-    bound = 4 * RELATIVE_ERROR[dtype] * torch.maximum(norms, typical) + 1e-5
-    if (error > bound).any():
-        row = int((error - bound).flatten().argmax())
-        token, head = divmod(row, found.shape[1])
-        raise AssertionError(
-            f"{what} in {dtype}: the row of token {token}, head {head} is off by {error.flatten()[row]:.2e}, "
-            f"expected at most {bound.flatten()[row]:.2e} (its norm is {norms.flatten()[row]:.2e})"
-        )
-
-
 def assert_results_close(found: dict, case: Case, x: Inputs) -> None:
-    exact = exact_results(case, x)
+    """Every result as a whole against the exact one, and row by row against that of the output that was returned."""
+    exact, of_returned = exact_results(case, x), exact_results(case, x, found["out"])
     assert found.keys() >= exact.keys(), f"results {sorted(found)}, expected {sorted(exact)}"
     for name, wanted in exact.items():
-        if name == "dsinks":
-            assert_close(found[name], wanted, case.dtype, f"{name} of {case}")
-        else:
-            assert_rows_close(found[name], wanted, case.dtype, f"{name} of {case}")
+        error, what = relative_error(found[name], wanted), f"{name} of {case}"
+        bound = RELATIVE_ERROR[case.dtype]
+        assert error <= bound, f"{what}: relative error {error:.2e}, expected at most {bound:.1e}"
+        assert_close(found[name], of_returned[name], case.dtype, what)
     nothing = ~visible(case).any(1)
     assert not found["out"][nothing].any(), f"rows of {case} that see nothing are not zero"
 
