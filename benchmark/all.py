@@ -47,6 +47,9 @@ def steps(*arguments: str, module: str = "benchmark.steps", seconds: int, shows:
 
 LORA = ("--layers", "36", "--tokens", "512,1024,4096,8192")
 MASKED = ("--layers", "12", "--tokens", "8192")
+DENSE = ("llama_3.1_8b", "qwen2.5_7b", "mistral_7b", "phi_4", "gemma_3_12b", "smollm3_3b", "olmo_2_7b")
+PEERS = ("--providers", "huggingface,liger,bastile")
+HYBRID = ("--model", "qwen3.5_9b")
 MOE, OSS = ("--model", "qwen3_moe_30b_a3b"), ("--model", "gpt_oss_20b")
 SMALL = ("--tokens", "512,1024", "--providers", "huggingface,torch_compile,liger,bastile,bastile_captured")
 RUNS = {
@@ -65,6 +68,11 @@ RUNS = {
     "gpt_oss": steps(*OSS, "--tokens", "4096,8192", seconds=400, shows="gpt_oss_step, gpt_oss"),
     "gpt_oss_skewed": steps(*OSS, "--tokens", "8192", "--routing", "skewed", "--providers", "huggingface_flex,liger_flex,bastile",
                             seconds=240, shows="gpt_oss_step_skewed"),
+    **{f"dense_{name}": steps("--model", name, *PEERS, seconds=150, shows="dense_step") for name in DENSE},
+    **{f"dense_lora_{name}": steps("--model", name, *PEERS, "--lora", "16", seconds=130, shows="dense_step_lora_16") for name in DENSE},
+    "qwen3_5": steps(*HYBRID, seconds=240, shows="qwen3_5_step"),
+    "qwen3_5_lora": steps(*HYBRID, "--lora", "16", "--providers", "huggingface,huggingface_fla,liger,bastile", seconds=200,
+                          shows="qwen3_5_step_lora_16"),
     "operations": Run("benchmark", ("--rounds", ROUNDS), 300, "operations, linear_cross_entropy, attention, host"),
     "liger": Run("benchmark.limits", ("--rounds", ROUNDS), 300, "liger_limits"),
     "experts": Run("benchmark.benchmark_qwen3_experts", ("--tokens", "8192", "--rounds", ROUNDS), 60, "qwen3_moe_operations"),
@@ -95,7 +103,7 @@ def listing() -> str:
     lines = []
     for name, run in RUNS.items():
         where = "" if run.gpus == 1 else f", {run.gpus} GPUs"
-        lines.append(f"{name:<16}{run.seconds:>5} s{where}  {run.shows}\n    python -m {run.module} {' '.join(run.arguments)}")
+        lines.append(f"{name:<24}{run.seconds:>5} s{where}  {run.shows}\n    python -m {run.module} {' '.join(run.arguments)}")
     return "\n".join(lines)
 
 

@@ -65,8 +65,11 @@ def shard(model, device: str):
         fully_shard(layer, mesh=mesh)
     materialise(model, device, model.config)
     if any(buffer.is_meta for buffer in model.buffers()):
-        with torch.device(device):  # they are the rotary embedding's, which computes them from the configuration
+        with torch.device(device):  # they are the rotary embedding's, which computes them from the configuration, and Gemma's scale
             model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+            embedding = model.model.embed_tokens
+            if hasattr(embedding, "embed_scale"):
+                embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, dtype=embedding.embed_scale.dtype)
     fully_shard(model, mesh=mesh)
     return model
 

@@ -3,7 +3,9 @@
 Every provider runs in a process of its own, because each replaces parts of transformers.
 """
 
+import functools
 import os
+import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import models, routing, suites, unsloth_peer, varlen_peer
+from . import models, published, routing, suites, unsloth_peer, varlen_peer
 from .providers import is_ours, package, require_modules
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -29,7 +31,7 @@ class Family:
     for; step_providers, masked_providers (of packed and padded batches) and fsdp_providers: those that take part unless told otherwise.
     prepare(provider): puts a provider's layers into transformers, before a model is made. new_model(args, device) -> a model in training
     mode that is not filled; args has child, model, layers and device. tokens: the lengths of a step; layers: of the
-    step on one GPU, None for all; packs: does Bastile train it packed?
+    step on one GPU, None for all; packs: does Bastile train it packed? kinds: of the results that tables show.
     """
 
     name: str
@@ -43,25 +45,30 @@ class Family:
     tokens: tuple[int, ...]
     layers: int | None = None
     packs: bool = False
+    kinds: tuple[str, ...] = ("step", f"step_{routing.SKEWED}", "fsdp")
 
 
 def attention_of(provider: str) -> str:
-    """Return the implementation of attention that a provider of Qwen3 asks transformers for."""
+    """Return the implementation of attention that a provider asks transformers for, but for GPT-OSS."""
     return next((name for end, name in ATTENTION.items() if provider.endswith(end)), "sdpa")
 
 
-def prepare_qwen3(provider: str) -> None:
-    """Put a provider's layers into transformers."""
+def prepare(provider: str, folder: str, liger: tuple[str, ...]) -> None:
+    """Put a provider's layers into transformers. folder: of our package's build.toml; liger: what Liger's functions that patch end in."""
     if provider.endswith("_varlen"):
         varlen_peer.prepare()
-    if provider in ("torch_compile", *(f"huggingface{end}" for end in ("", *ATTENTION))):
+    if provider.endswith("_fla"):
+        require_modules("fla")
+    else:  # where it is installed, transformers takes its delta rule
+        sys.modules["fla"] = None  # type: ignore[assignment]
+    if provider == "torch_compile" or provider.startswith("huggingface"):
         return
     if provider == "unsloth":
         unsloth_peer.prepare()
         return
     if is_ours(provider):
         options = {"recompute_mlp": True} if provider == "bastile_recompute" else {}  # which an older build has not
-        package(suites.QWEN3.package).apply(attention=provider != "bastile_sdpa", **options)
+        package(folder).apply(attention=provider != "bastile_sdpa", **options)
         return
     require_modules("liger_kernel", "triton")
     # Liger's default is Triton, but where CuTe DSL is installed its dispatcher takes that for some operations.
@@ -72,10 +79,10 @@ def prepare_qwen3(provider: str) -> None:
     else:
         require_modules({"cutedsl": "cutlass", "cutile": "cuda.tile"}[implementation])
         os.environ["LIGER_KERNEL_IMPL"] = implementation
-    from liger_kernel.transformers import apply_liger_kernel_to_qwen3, apply_liger_kernel_to_qwen3_moe
+    import liger_kernel.transformers
 
-    apply_liger_kernel_to_qwen3()
-    apply_liger_kernel_to_qwen3_moe()
+    for name in liger:
+        getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{name}")()
 
 
 def new_qwen3(name: str, layers: int | None, device: str, dtype: torch.dtype = torch.bfloat16, attention: str = "sdpa"):
@@ -172,7 +179,7 @@ QWEN3 = Family(
     step_providers=("huggingface", "torch_compile", "liger", "bastile", "bastile_adamw"),
     masked_providers=MASKED,
     fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
-    prepare=prepare_qwen3,
+    prepare=functools.partial(prepare, folder=suites.QWEN3.package, liger=("qwen3", "qwen3_moe")),
     new_model=lambda args, device: new_qwen3(
         args.model, args.layers, device, DTYPES[getattr(args, "weights", "bf16")], attention_of(args.child)
     ),
@@ -187,7 +194,7 @@ QWEN3_MOE = Family(
     step_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     masked_providers=MASKED,
     fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
-    prepare=prepare_qwen3,
+    prepare=functools.partial(prepare, folder=suites.QWEN3.package, liger=("qwen3", "qwen3_moe")),
     new_model=new_qwen3_moe,
     packs=True,
     tokens=(2048, 4096, 8192, 16384),
@@ -205,15 +212,55 @@ GPT_OSS = Family(
     tokens=(2048, 4096, 8192, 16384),
     layers=12,  # of 24: with AdamW's states as many as fit into 141 GB
 )
-FAMILIES = {family.name: family for family in (QWEN3, QWEN3_MOE, GPT_OSS)}
+def new_published(args, device: str):
+    """Return the causal LM of a row of published.py in training mode, to be filled."""
+    return published.new_model(args.model, args.layers, device, DTYPES[getattr(args, "weights", "bf16")], attention_of(args.child))
+
+
+DENSE = Family(
+    name="dense",
+    package="packages/decoders",
+    providers=("huggingface", "huggingface_flex", "huggingface_varlen", "torch_compile", "liger", "liger_flex", "liger_varlen", "bastile",
+               "bastile_adamw", "bastile_sdpa", "bastile_unpacked", "bastile_captured", "bastile_recompute"),
+    step_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
+    masked_providers=MASKED,
+    fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
+    prepare=functools.partial(prepare, folder="packages/decoders", liger=tuple(row.liger for row in published.DENSE.values())),
+    new_model=new_published,
+    packs=True,
+    tokens=(512, 4096, 8192),
+    layers=12,
+    kinds=("step", "step_lora_16"),
+)
+HYBRID = Family(
+    name="qwen3_5",
+    package="packages/qwen3_5",
+    providers=("huggingface", "huggingface_fla", "liger", "liger_fla", "bastile", "bastile_adamw", "bastile_recompute"),
+    step_providers=("huggingface", "huggingface_fla", "liger", "liger_fla", "bastile", "bastile_adamw"),
+    masked_providers=("huggingface", "huggingface_fla", "liger", "liger_fla", "bastile"),
+    fsdp_providers=("huggingface", "huggingface_fla", "bastile", "bastile_adamw"),
+    prepare=functools.partial(prepare, folder="packages/qwen3_5", liger=tuple(row.liger for row in published.HYBRID.values())),
+    new_model=new_published,
+    tokens=(512, 4096, 8192),
+    layers=8,  # of 32: two of them with attention
+    kinds=("step", "step_lora_16"),
+)
+FAMILIES = {family.name: family for family in (QWEN3, QWEN3_MOE, GPT_OSS, DENSE, HYBRID)}
+# By what models.family calls a model's.
+MEASURED = FAMILIES | dict.fromkeys(published.DENSE, DENSE) | dict.fromkeys(published.HYBRID, HYBRID)
+
+
+def measured() -> list[str]:
+    """Return the models whose steps are measured."""
+    return [name for name in models.SIZES if models.family(name) in MEASURED]
 
 
 def family_of(model: str) -> Family:
     """Return the family of a model. Raise ValueError for a model whose steps are not measured."""
     name = models.family(model)
-    if name not in FAMILIES:
-        raise ValueError(f"model is {model}, expected one of {', '.join(FAMILIES)}")
-    return FAMILIES[name]
+    if name not in MEASURED:
+        raise ValueError(f"model is {model}, expected one of {', '.join(measured())}")
+    return MEASURED[name]
 
 
 def make_model(name: str, layers: int | None, device: str, dtype: torch.dtype = torch.bfloat16):

@@ -1,4 +1,4 @@
-"""The sizes of the models: Qwen3, Qwen3-MoE and GPT-OSS as Qwen and OpenAI publish them, and those that Liger-Kernel's benchmarks name."""
+"""The sizes of the models as they are published, and those that Liger-Kernel's benchmarks name."""
 
 from dataclasses import dataclass
 
@@ -36,11 +36,22 @@ GPT_OSS = {
     "gpt_oss_20b": Size(2880, 2880, 24, 64, head_dim=64, vocab=201088, experts=32, top_k=4),
     "gpt_oss_120b": Size(2880, 2880, 36, 64, head_dim=64, vocab=201088, experts=128, top_k=4),
 }
+# Of packages/decoders and packages/qwen3_5; published.py has the rest of their configurations.
+DENSE = {
+    "llama_3.1_8b": Size(4096, 14336, 32, 32, vocab=128256),
+    "qwen2.5_7b": Size(3584, 18944, 28, 28, kv_heads=4, vocab=152064),
+    "mistral_7b": Size(4096, 14336, 32, 32, vocab=32768),
+    "phi_4": Size(5120, 17920, 40, 40, kv_heads=10, vocab=100352),
+    "gemma_3_12b": Size(3840, 15360, 48, 16, tied=True, head_dim=256, vocab=262208),
+    "smollm3_3b": Size(2048, 11008, 36, 16, tied=True, kv_heads=4, vocab=128256),
+    "olmo_2_7b": Size(4096, 11008, 32, 32, kv_heads=32, vocab=100352),
+}
+QWEN3_5 = {"qwen3.5_9b": Size(4096, 12288, 32, 16, kv_heads=4, head_dim=256, vocab=248320)}
 # As Liger-Kernel's benchmarks have them: heads of 128 throughout, the MLP of the dense layers.
 LIGER = {
     "llama_2_7b": Size(4096, 11008, 32, 32, kv_heads=32, vocab=32000),
-    "llama_3_8b": Size(4096, 14336, 32, 32, vocab=128256),
-    "qwen2.5_7b": Size(3584, 18944, 28, 28, kv_heads=4, vocab=152064),
+    "llama_3_8b": DENSE["llama_3.1_8b"],
+    "qwen2.5_7b": DENSE["qwen2.5_7b"],
     "qwen2.5_14b": Size(5120, 13824, 48, 40, vocab=152064),
     "qwen2.5_72b": Size(8192, 29568, 80, 64, vocab=152064),
     "deepseek_v2_lite": Size(2048, 10944, 27, 16, kv_heads=16, vocab=102400),
@@ -50,14 +61,17 @@ LIGER = {
 TINY = {
     "qwen3_tiny": Size(64, 160, 2, 4, tied=True, kv_heads=2, head_dim=16, vocab=512),
     "qwen3_moe_tiny": Size(64, 48, 2, 4, kv_heads=2, head_dim=16, vocab=512, experts=6, top_k=2),
+    "gemma_tiny": Size(64, 160, 2, 4, tied=True, kv_heads=2, head_dim=16, vocab=512),
+    "qwen3.5_tiny": Size(64, 160, 4, 4, kv_heads=2, head_dim=16, vocab=512),
     "qwen3_host": Size(64, 512, 1, 4, tied=True, kv_heads=4, vocab=512),
     "gpt_oss_tiny": Size(64, 48, 2, 4, kv_heads=2, head_dim=16, vocab=512, experts=6, top_k=2),
 }
-SIZES = QWEN3 | QWEN3_MOE | GPT_OSS | LIGER
+SIZES = QWEN3 | QWEN3_MOE | GPT_OSS | DENSE | QWEN3_5 | LIGER
 WITH_TINY = SIZES | TINY
 # How a family's name is written, by how its models' names begin; the first that fits counts.
 FAMILIES = {"qwen3_moe_": "Qwen3", "qwen3_": "Qwen3"}
 FAMILIES |= {"gpt_oss_": "GPT-OSS", "llama_": "Llama", "qwen2.5_": "Qwen2.5", "deepseek_": "DeepSeek"}
+FAMILIES |= {"mistral_": "Mistral", "phi_": "Phi", "gemma_": "Gemma", "smollm3_": "SmolLM3", "olmo_": "OLMo", "qwen3.5_": "Qwen3.5"}
 
 
 def full_name(name: str) -> str:
@@ -75,7 +89,7 @@ def size(name: str) -> Size:
 
 
 def family(name: str) -> str:
-    """Return the family of a model, "qwen3", "qwen3_moe" or "gpt_oss", say."""
+    """Return the family of a model, "qwen3", "gpt_oss" or "llama", say."""
     name = full_name(name)
     return next(prefix for prefix in FAMILIES if name.startswith(prefix)).rstrip("_")
 

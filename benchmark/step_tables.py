@@ -19,6 +19,8 @@ AS_TRAINED = {
 }
 MASKED = {"8 documents, packed": "_8_documents", "4 rows, a fifth padding": "_4_rows_padding_0.2"}
 HOW = "one sequence a GPU, bf16, PyTorch's fused AdamW unless a column says otherwise, no checkpointing: time, and peak memory of a GPU"
+# What is added to it for results whose names end so.
+MORE = {SKEWED: f"; {SKEWED} routing", "_lora_16": "; adapters of rank 16 on all projections"}
 VERSUS = "vs best peer"
 
 
@@ -162,13 +164,13 @@ def step_groups(rows: list[Row]) -> list[tuple[str, list[Row]]]:
 def titled(rows: list[Row], kernel: str) -> str:
     """Return a titled table for each group of a benchmark's steps."""
     groups = step_groups(defensible(select(rows, kernel_name=kernel)))
-    how = f"{HOW}; {SKEWED} routing" if kernel.endswith(SKEWED) else HOW
+    how = HOW + next((more for end, more in MORE.items() if kernel.endswith(end)), "")
     return "\n\n".join(f"**A training step of {title}** ({how})\n\n{steps(mine)}" for title, mine in groups)
 
 
 def defensible(rows: list[Row]) -> list[Row]:
-    """Return the steps of models with experts whose routing is in the results: of the others nobody can say what they measured."""
-    return [row for row in rows if row.config.get("routing")]
+    """Return the steps but for those of models with experts whose routing is not in the results: nobody can say what they measured."""
+    return [row for row in rows if row.config.get("routing") or not models.size(row.config["model"]).experts]
 
 
 def first_step(rows: list[Row]) -> str:
@@ -185,7 +187,7 @@ def first_step(rows: list[Row]) -> str:
 
 def titled_tables() -> dict:
     """Return the tables that bring their titles along, of every family, by name: a document shows nothing where nothing was measured."""
-    kernels = [f"{name}_{kind}" for name in FAMILIES if name != QWEN3.name for kind in ("step", f"step_{SKEWED}", "fsdp")]
+    kernels = [f"{family.name}_{kind}" for family in FAMILIES.values() if family is not QWEN3 for kind in family.kinds]
     return {kernel: lambda rows, kernel=kernel: titled(rows, kernel) for kernel in kernels}
 
 

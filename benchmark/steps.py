@@ -43,7 +43,7 @@ def known_providers() -> tuple[str, ...]:
 def parser(description: str, tokens: tuple[int, ...] | None = None) -> argparse.ArgumentParser:
     """Return the command line of training steps. tokens: the lengths unless told otherwise, None for those of the model's family."""
     p = new_parser(description)
-    p.add_argument("--model", default="8b", help=f"sizes: {', '.join((*models.QWEN3, *models.QWEN3_MOE, *models.GPT_OSS))}")
+    p.add_argument("--model", default="8b", help=f"sizes: {', '.join(families.measured())}")
     p.add_argument("--layers", type=int, help="fewer layers than the model has")
     p.add_argument("--tokens", type=integers, default=tokens, help="lengths of the sequence, comma-separated")
     p.add_argument("--providers", type=some_of(*known_providers()), help=f"of {', '.join(known_providers())}")
@@ -171,9 +171,9 @@ def main(
         p.error("argument --providers: torch_compile compiles no adapters or checkpoints; leave it out, or --lora and --checkpointing")
     if "unsloth" in args.providers and (not recipe.lora or recipe.weights != "bf16"):
         p.error("argument --providers: unsloth trains adapters over bf16 weights; leave it out, or ask for --lora")
-    if recipe.weights == "fp32" and family.name != "qwen3":
-        p.error(f"argument --weights: fp32 is for Qwen3, and the model is {args.model}")
-    if recipe.routing != routing.UNIFORM and family.name == "qwen3":
+    if recipe.weights == "fp32" and models.size(args.model).experts:
+        p.error(f"argument --weights: fp32 is for dense models, and the model is {args.model}")
+    if recipe.routing != routing.UNIFORM and not models.size(args.model).experts:
         p.error(f"argument --routing: {args.model} has no experts")
     return run_all(f"{family.name}_step{recipe.name}{form.name}", __file__, args)
 

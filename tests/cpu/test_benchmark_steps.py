@@ -19,6 +19,7 @@ from benchmark import (
     models,
     processes,
     providers,
+    published,
     records,
     routing,
     step_results,
@@ -54,6 +55,30 @@ def test_steps_of_adapters_and_under_autocast(arguments, name, tmp_path, monkeyp
     assert {r.kernel_provider for r in saved} == {"huggingface", "bastile"}
     theirs, ours = (found.steps[provider, 16].losses for provider in ("huggingface", "bastile"))
     assert ours == pytest.approx(theirs, rel=2e-3)
+
+
+@pytest.mark.parametrize(("model", "layers", "name"), (("gemma_tiny", "2", "dense_step"), ("qwen3.5_tiny", "4", "qwen3_5_step")))
+def test_steps_of_the_other_packages_families(model, layers, name, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = [*STEPS[:2], *STEPS[4:], "--model", model, "--layers", layers, "--providers", "huggingface,bastile"]
+    found = steps.main([*arguments, "--results", str(tmp_path)])
+    assert {r.kernel_provider for r in records.read(tmp_path / "cpu" / f"{name}.csv")} == {"huggingface", "bastile"}
+    theirs, ours = (found.steps[provider, 16].losses for provider in ("huggingface", "bastile"))
+    assert ours == pytest.approx(theirs, rel=2e-3)
+    assert models.title(model) in tables.table(name, found.rows())
+
+
+BILLIONS = {
+    "llama_3.1_8b": 8.0, "qwen2.5_7b": 7.6, "mistral_7b": 7.2, "phi_4": 14.7, "gemma_3_12b": 11.8, "smollm3_3b": 3.1, "olmo_2_7b": 7.3,
+    "qwen3.5_9b": 9.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [*models.DENSE, *models.QWEN3_5])
+def test_published_models_have_their_dimensions(model):
+    """transformers makes each of them, and its weights are as many as its name says."""
+    made = published.new_model(model, None, "meta", torch.bfloat16, "sdpa")
+    assert sum(parameter.numel() for parameter in made.parameters()) / 1e9 == pytest.approx(BILLIONS[model], rel=0.02)
 
 
 @pytest.fixture
@@ -156,7 +181,7 @@ def varlen_in_pytorch(q, k, v, rows, scale):
 @pytest.mark.parametrize("form", (stepping.Form(documents=3), stepping.Form(rows=4, padding=0.2)), ids=lambda form: form.name)
 def test_a_peer_with_attention_over_rows_of_any_lengths_computes_the_same(form, monkeypatch):
     monkeypatch.setattr(varlen_peer, "varlen", lambda: varlen_in_pytorch)
-    families.prepare_qwen3("huggingface_varlen")
+    families.QWEN3.prepare("huggingface_varlen")
     losses = {}
     for provider in ("huggingface", "huggingface_varlen"):
         args = argparse.Namespace(child=provider, model="tiny", layers=2, device="cpu", weights="fp32", documents=form.documents,
@@ -289,8 +314,8 @@ def test_a_run_that_the_budget_is_not_enough_for_is_named(monkeypatch, capsys):
 
 
 def test_a_model_without_steps_is_refused():
-    with pytest.raises(ValueError, match="model is llama_3_8b, expected one of qwen3, qwen3_moe, gpt_oss"):
-        steps.main(["--model", "llama_3_8b"])
+    with pytest.raises(ValueError, match="model is deepseek_v3, expected one of qwen3_0.6b, "):
+        steps.main(["--model", "deepseek_v3"])
 
 
 def test_providers_of_each_family_are_known():
