@@ -14,6 +14,14 @@ from tests.models import random_tokens, tiny_model, tiny_qwen3_moe
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
+def heads_that_run_as_one_operator():
+    """Changes of a model's config with which PyTorch's attention on a CPU is `FLASH`: with torch 2.6 only of heads that are not grouped."""
+    q, k = torch.ones(1, 2, 2, 8), torch.ones(1, 1, 2, 8)
+    with Count(FLASH) as runs:
+        torch.nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+    return {} if runs.count else {"num_key_value_heads": 4}
+
+
 class Count(TorchDispatchMode):
     """Counts the runs of an operator."""
 
@@ -27,7 +35,7 @@ class Count(TorchDispatchMode):
 
 
 def model_of(package, keep, reentrant=False, lora=False, implementation="sdpa", **changes):
-    model = tiny_model(num_hidden_layers=3, **changes)
+    model = tiny_model(num_hidden_layers=3, **{**heads_that_run_as_one_operator(), **changes})
     model = package.kernelize(with_adapters(model, lora_dropout=0.1) if lora else model, keep_attention=keep)
     model.set_attn_implementation(implementation)  # ours is known once the model is kernelized
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -273,12 +281,24 @@ def test_an_attention_that_cannot_be_kept_is_warned_of_once(qwen3):
         gradients(model, **inputs)
 
 
+def test_an_attention_of_pytorchs_that_is_no_kernel_is_computed_again(qwen3, monkeypatch):
+    """As torch 2.6 has it on a CPU for grouped heads: the same gradients, and a warning that does not advise what is in force."""
+    shared = f"{qwen3.__name__}.shared"
+    importlib.import_module(f"{shared}.hf.checkpointing")._warned.clear()
+    monkeypatch.setattr(importlib.import_module(f"{shared}.ops.recorded"), "_ASKS", {})
+    ids = random_tokens(2, 17)
+    inputs = {"input_ids": ids, "labels": ids}
+    expected = gradients(model_of(qwen3, False, num_key_value_heads=2), **inputs)
+    with pytest.warns(RuntimeWarning, match="keep_attention: attn_implementation='sdpa' ran as several .* Use 'bastile', or another torch"):
+        assert_equal(gradients(model_of(qwen3, True, num_key_value_heads=2), **inputs), expected)
+
+
 def test_apply_and_reset(qwen3):
     ids = random_tokens(2, 17)
     inputs = {"input_ids": ids, "labels": ids}
     qwen3.apply(keep_attention=True)
     try:
-        model = tiny_model(num_hidden_layers=2)
+        model = tiny_model(num_hidden_layers=2, **heads_that_run_as_one_operator())
         model.gradient_checkpointing_enable()
         counts = []
         for keep in (True, False):

@@ -144,8 +144,12 @@ def attend_once(layer, x: torch.Tensor, conditions: Tuple[Any, ...], attend: Cal
 
 def _warn_of(layer) -> None:
     name = getattr(getattr(layer.self_attn, "config", None), "_attn_implementation", None)
-    what = f"keep_attention: attn_implementation={name!r} is none whose output can be kept, it is computed again"
-    _warn_once(f"{what}. Use 'bastile' or 'sdpa'")
+    if name == "sdpa":
+        why = "ran as several operations, as with torch 2.6 on a CPU for grouped heads, and its output cannot be kept"
+        _warn_once(f"keep_attention: attn_implementation='sdpa' {why}: it is computed again. Use 'bastile', or another torch")
+    else:
+        what = f"keep_attention: attn_implementation={name!r} is none whose output can be kept, it is computed again"
+        _warn_once(f"{what}. Use 'bastile' or 'sdpa'")
 
 
 def warn_of_kept_mlp(layer) -> None:
