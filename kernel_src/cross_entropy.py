@@ -15,7 +15,8 @@ joins them, and the gradient. Measured on an H200 for [4096, 151936] bf16: 925 u
 copies; one block a row 1041 us or more, a last-arriving block that finishes its row 972 us or more.
 
 A label that is `ignore_index` or lies outside the vocabulary contributes no loss and no gradient.
-Exponentials are taken in base 2, and maxima and lse kept in base e: fp32 holds no finite logit beyond 2.36e38 times log2(e).
+Exponentials are taken in base 2, and maxima and lse kept in base e: fp32 holds no finite logit beyond 2.36e38 times log2(e). lse is kept
+as two numbers, the maximum of z and log(sum(exp(z - maximum))): of a row that a mask has filled with -1e9, their rounded sum is the first.
 """
 
 import cuda.tile as ct
@@ -63,14 +64,33 @@ def shift_of(m):
 
 
 @ct.function
-def exponents(z, shift):
-    """(z - shift) * log2(e), shift a number: where that is exact enough one instruction, a product with the subtraction. Instructions
-    bound half precision."""
-    if ct.abs(shift) < LARGE:
-        v = z * LOG2E - shift * LOG2E
+def exponents(z, top, log_sum=0.0, scale=1.0):
+    """((z - top) * scale - log_sum) * log2(e), all but z numbers: where that is exact enough one instruction, a product with the
+    subtraction. Instructions bound half precision."""
+    if ct.abs(top * scale) < LARGE:
+        v = z * (scale * LOG2E) - (top * scale + log_sum) * LOG2E
     else:
-        v = (z - shift) * LOG2E
+        v = (z - top) * (scale * LOG2E) - log_sum * LOG2E
     return v
+
+
+@ct.function
+def write_lse(lse, row, top, log_sum):
+    ct.scatter(lse, (row, 0), top, check_bounds=False)
+    ct.scatter(lse, (row, 1), log_sum, check_bounds=False)
+
+
+@ct.function
+def read_lse(lse, row):
+    """(maximum, log_sum) of a row."""
+    return ct.gather(lse, (row, 0), check_bounds=False), ct.gather(lse, (row, 1), check_bounds=False)
+
+
+@ct.function
+def probabilities(z, lse, row):
+    """exp(z - lse)."""
+    top, log_sum = read_lse(lse, row)
+    return ct.exp2(exponents(z, top, log_sum), flush_to_zero=True)
 
 
 @ct.function
@@ -109,21 +129,24 @@ def cross_entropy_statistics(logits, part_max, part_sum, TILE: Const):
 
 @ct.kernel
 def cross_entropy_statistics_weighted(logits, class_weight, part_max, part_sum, part_total, softcap: float, TILE: Const):
-    """As `cross_entropy_statistics`, with softcap (0: none), and part_total: [tokens, pieces], sums of class_weight * logits."""
+    """As `cross_entropy_statistics`, with softcap (0: none), and part_total: [tokens, pieces], sums of class_weight * (the piece's
+    maximum - z) / 2. Halves: the difference of two numbers of fp32 may be none."""
     row, part = piece(ct.bid(0), logits, TILE)
     cols = part * TILE + ct.arange(TILE, dtype=ct.int32)
     z = read_logits(logits, row, cols)
     inside = cols < logits.shape[1]
     if softcap > 0.0:
         z = ct.where(inside, cap(z, softcap), MINUS_INFINITY)
-    write_partial(part_max, part_sum, row, part, ct.max(z, 0), z)
+    m = ct.max(z, 0)
+    write_partial(part_max, part_sum, row, part, m, z)
     w = ct.gather(class_weight, cols, check_bounds=True, padding_value=0)
-    ct.scatter(part_total, (row, part), ct.sum(ct.where(inside, z * w, 0.0), 0), check_bounds=False)
+    distance = shift_of(m) * 0.5 - z * 0.5
+    ct.scatter(part_total, (row, part), ct.sum(ct.where(inside, distance * w, 0.0), 0), check_bounds=False)
 
 
 @ct.kernel
 def cross_entropy_combine(logits, target, part_max, part_sum, lse, loss, ignore_index: int, softcap: float, PARTS: Const):
-    """lse: [tokens] fp32. loss: [tokens] fp32, lse - z[target], 0 for an ignored token. One token a block."""
+    """lse: [tokens, 2] fp32, its two parts. loss: [tokens] fp32, lse - z[target], 0 for an ignored token. One token a block."""
     row = ct.bid(0)
     m, log_sum = join_partials(part_max, part_sum, row, PARTS)
     t = ct.gather(target, row, check_bounds=False)
@@ -132,7 +155,7 @@ def cross_entropy_combine(logits, target, part_max, part_sum, lse, loss, ignore_
     if softcap > 0.0:
         z = cap(z, softcap)
     ct.scatter(loss, row, ct.where(counted, (m - z) + log_sum, 0.0), check_bounds=False)
-    ct.scatter(lse, row, m + log_sum, check_bounds=False)
+    write_lse(lse, row, m, log_sum)
 
 
 @ct.function
@@ -143,7 +166,7 @@ def write_gradient(logits, out, target, lse, scale, ignore_index, TILE: Const):
     cols = part * TILE + lanes
     t = ct.gather(target, row, check_bounds=False)
     if (t != ignore_index) & (t >= 0) & (t < logits.shape[1]):
-        p = ct.exp2(exponents(read_logits(logits, row, cols), ct.gather(lse, row, check_bounds=False)), flush_to_zero=True)
+        p = probabilities(read_logits(logits, row, cols), lse, row)
         # One block of a row has the target, and it alone looks for it.
         lane = ct.astype(t, ct.int32) - part * TILE
         if (lane >= 0) & (lane < TILE):
@@ -166,7 +189,7 @@ def write_gradient_weighted(logits, out, class_weight, target, lse, a, b, c, sof
         ratio = ct.tanh(z / softcap)
         slope = 1.0 - ratio * ratio
         z = ratio * softcap
-    p = ct.exp2(exponents(z, ct.gather(lse, row, check_bounds=False)), flush_to_zero=True)
+    p = probabilities(z, lse, row)
     hit = ct.where(ct.astype(cols, ct.int64) == t, ct.gather(b, row, check_bounds=False), 0.0)
     w = ct.gather(class_weight, cols, check_bounds=True, padding_value=0)
     g = (p * row_a - hit - w * ct.gather(c, row, check_bounds=False)) * slope
@@ -217,26 +240,26 @@ def variants():
             )
             yield Variant(
                 cross_entropy_gradient,
-                {"logits": logits, "target": target, "lse": vector, "scale": vector, "ignore_index": INT, "TILE": 2048},
+                {"logits": logits, "target": target, "lse": matrix, "scale": vector, "ignore_index": INT, "TILE": 2048},
             )
             yield Variant(
                 cross_entropy_gradient_weighted,
-                {"logits": logits, "class_weight": weight, "target": target, "lse": vector, "a": vector, "b": vector,
+                {"logits": logits, "class_weight": weight, "target": target, "lse": matrix, "a": vector, "b": vector,
                  "c": vector, "softcap": FLOAT, "TILE": 2048},
             )
             yield Variant(
                 cross_entropy_backward,
-                {"logits": logits, "target": target, "lse": vector, "dloss": vector, "scale": vector, "dlogits": logits,
+                {"logits": logits, "target": target, "lse": matrix, "dloss": vector, "scale": vector, "dlogits": logits,
                  "ignore_index": INT, "TILE": 4096 if wide else 2048},
                 hints={"occupancy": 8} if wide else {},
             )
             yield Variant(
                 cross_entropy_backward_weighted,
-                {"logits": logits, "class_weight": weight, "target": target, "lse": vector, "a": vector, "b": vector,
+                {"logits": logits, "class_weight": weight, "target": target, "lse": matrix, "a": vector, "b": vector,
                  "c": vector, "dlogits": logits, "softcap": FLOAT, "TILE": 2048},
             )
         yield Variant(
             cross_entropy_combine,
             {"logits": Array(dtype, (None, None), aligned=False), "target": target, "part_max": matrix, "part_sum": matrix,
-             "lse": vector, "loss": vector, "ignore_index": INT, "softcap": FLOAT, "PARTS": 64},
+             "lse": matrix, "loss": vector, "ignore_index": INT, "softcap": FLOAT, "PARTS": 64},
         )

@@ -21,7 +21,7 @@ inputs are such that every term is 0.
 
 import cuda.tile as ct
 
-from kernel_src.cross_entropy import LARGE
+from kernel_src.cross_entropy import exponents, read_lse
 from kernel_src.elements import block_from_last, write_within
 from kernel_src.prebuild import FLOAT, FLOATS, INT, Array, Params, PerArchitecture, Variant
 from kernel_src.segments import two_sums
@@ -253,20 +253,17 @@ def tv_distance(
 
 # ---------------------------------------------------------------- of logits
 @ct.function
-def log2_softmax(z, lse, temperature):
-    """The logarithm of Q in base 2: (z * temperature - lse) * log2(e), in one instruction where its rounding does not show."""
-    if ct.abs(lse) < LARGE:
-        v = z * (temperature * LOG2E) - lse * LOG2E
-    else:
-        v = (z * temperature - lse) * LOG2E
-    return v
+def log2_softmax(z, lse, row, temperature):
+    """The logarithm of Q in base 2."""
+    top, log_sum = read_lse(lse, row)
+    return exponents(z, top, log_sum, temperature)
 
 
 @ct.function
 def logit_terms(x, y, lse_x, lse_y, row, cols, beta, temperature, KIND: Const):
     """(loss, g, Q) of logits, elementwise in base e; g: the loss's derivative by log Q. temperature: its inverse."""
-    a = log2_softmax(read(x, (row, cols), MINUS_INFINITY), ct.gather(lse_x, row, check_bounds=False), temperature)
-    b = log2_softmax(read(y, (row, cols), MINUS_INFINITY), ct.gather(lse_y, row, check_bounds=False), temperature)
+    a = log2_softmax(read(x, (row, cols), MINUS_INFINITY), lse_x, row, temperature)
+    b = log2_softmax(read(y, (row, cols), MINUS_INFINITY), lse_y, row, temperature)
     if KIND == 0:
         loss, g, q = js_terms(a, b, beta)
         return loss * LN2, g * LN2, q
@@ -280,7 +277,7 @@ def divergence_of_logits(
     x, y, lse_x, lse_y, labels, part_loss, part_slope, beta: float, temperature: float, ignore_index: int, masked: int, KIND: Const,
     TILE: Const
 ):
-    """x, y: logits [rows, columns]; lse_x, lse_y: [rows] fp32, of the logits over the temperature; part_loss, part_slope:
+    """x, y: logits [rows, columns]; lse_x, lse_y: [rows, 2] fp32, as `softmax_combine` writes them; part_loss, part_slope:
     [rows, pieces] fp32, sums of the losses and of g. temperature: its inverse; KIND: of `KINDS`."""
     ct.grid_dependency_control_wait()
     row, part, cols = piece(block_from_last(), x, TILE)
@@ -330,7 +327,8 @@ def divergence_of_logits_in_place(
 SPANS = {"kl": 16384, "js": 16384, "tv": 2048}
 TILE = 2048
 JS_TILE = 1024  # but in bf16 and fp16 whose rows are aligned: 2048 takes more registers than 8 blocks an SM have
-LOGITS_BLOCKS = {True: 8, False: 6}  # an SM, of rows that are aligned or not: 8 of those that are not spill on sm_100 and sm_120
+# An SM, of rows that are aligned or not: 8 spill on sm_120, of rows that are not on sm_100 too.
+LOGITS_BLOCKS = {True: PerArchitecture(7, "sm_90", 8), False: 6}
 
 
 def variants():
@@ -347,7 +345,7 @@ def variants():
             constants = {**spans["js"], "TILE": js_tile}
             yield Variant(js_divergence, {**arrays, "beta": FLOAT, **flags, **constants}, hints={"occupancy": js_blocks})
             yield Variant(tv_distance, {**arrays, **flags, **spans["tv"]})
-            logits: Params = {"x": x, "y": x, "lse_x": vector, "lse_y": vector, "labels": labels}
+            logits: Params = {"x": x, "y": x, "lse_x": matrix, "lse_y": matrix, "labels": labels}
             for kind, number in KINDS.items():
                 rest: Params = {"beta": FLOAT, "temperature": FLOAT, **masks, "KIND": number, "TILE": TILE}
                 hints = {"occupancy": LOGITS_BLOCKS[x.aligned]}

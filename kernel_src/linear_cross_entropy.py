@@ -14,7 +14,7 @@ once for GROUP tiles of tokens, and those tokens stay in the L2 cache.
 
 import cuda.tile as ct
 
-from kernel_src.cross_entropy import LOG2E, MINUS_INFINITY, Const, join_partials
+from kernel_src.cross_entropy import LOG2E, MINUS_INFINITY, Const, join_partials, write_lse
 from kernel_src.elements import read_padded
 from kernel_src.prebuild import INT, Array, Variant
 
@@ -49,7 +49,8 @@ def linear_cross_entropy_statistics(
 
 @ct.kernel
 def linear_cross_entropy_combine(hidden, weight, target, part_max, part_sum, lse, loss, ignore_index: int, PARTS: Const, TILE: Const):
-    """lse, loss: [tokens] fp32; loss is lse - hidden @ weight[target], 0 for an ignored token. One token a block."""
+    """lse: [tokens, 2] fp32, in two parts; loss: [tokens] fp32, lse - hidden @ weight[target], 0 for an ignored token. One token a
+    block."""
     row = ct.bid(0)
     high, log_sum = join_partials(part_max, part_sum, row, PARTS)
     t = ct.gather(target, row, check_bounds=False)
@@ -63,7 +64,7 @@ def linear_cross_entropy_combine(hidden, weight, target, part_max, part_sum, lse
     # The label's logit is summed in another order here than in lse; a loss is not negative all the same.
     distance = ct.where(distance < 0.0, 0.0, distance)
     ct.scatter(loss, row, ct.where(counted, distance, 0.0), check_bounds=False)
-    ct.scatter(lse, row, high + log_sum, check_bounds=False)
+    write_lse(lse, row, high, log_sum)
 
 
 # The arrays of a launch are made for 256 classes a tile, so architectures differ in the tokens of a tile. Eight warps, because four
@@ -87,5 +88,5 @@ def variants():
             yield Variant(linear_cross_entropy_statistics, {**operands, **partials, **tiles}, {"num_worker_warps": 8}, targets)
         yield Variant(
             linear_cross_entropy_combine,
-            {**operands, "target": target, **partials, "lse": vector, "loss": vector, "ignore_index": INT, "PARTS": 64, "TILE": 1024},
+            {**operands, "target": target, **partials, "lse": matrix, "loss": vector, "ignore_index": INT, "PARTS": 64, "TILE": 1024},
         )

@@ -9,11 +9,12 @@ block, most of those of up to 163840 (a vocabulary has 128256 or 151936). Other 
 piece, those of a row from them, and a second reading that writes. There the sum of dy * y is one more pass of the backward, too.
 
 Exponentials are taken in base 2, of differences to the maximum: x * log2(e) - max * log2(e) instead would be off by the rounding of the
-products, 6e-4 where x is 1e4. lse is log(sum(e^x)).
+products, 6e-4 where x is 1e4. lse is log(sum(e^x)), kept as two numbers as in cross_entropy.py.
 """
 
 import cuda.tile as ct
 
+from kernel_src.cross_entropy import write_lse
 from kernel_src.elements import block_from_last, write_within
 from kernel_src.prebuild import FLOAT, FLOATS, Array, PerArchitecture, Variant
 
@@ -301,11 +302,11 @@ def softmax_statistics(x, part_max, part_sum, scale: float, TILE: Const):
 
 @ct.kernel
 def softmax_combine(part_max, part_sum, lse, scale: float, PARTS: Const):
-    """lse: [rows] fp32, of x * scale, in base e: times log2(e) the largest numbers are beyond fp32. One row a block."""
+    """lse: [rows, 2] fp32: the maximum of x, and log(sum(exp((x - maximum) * scale))). One row a block."""
     ct.grid_dependency_control_wait()
     row = ct.bid(0)
     m, s = join_partials(part_max, part_sum, row, scale * LOG2E, PARTS)
-    ct.scatter(lse, row, m * scale + ct.log2(s) * LN2, check_bounds=False)
+    write_lse(lse, row, m, ct.log2(s) * LN2)
 
 
 @ct.kernel
@@ -416,5 +417,5 @@ def variants():
             yield Variant(softmax_dot, {"y": x, "dy": x, "partial": matrix, "TILE": PIECE})
             yield Variant(softmax_gradient, {"y": x, "dy": x, "dot": vector, "dx": x, "TILE": WRITTEN_PIECE})
     parts = {"part_max": matrix, "part_sum": matrix}
-    yield Variant(softmax_combine, {**parts, "lse": vector, "scale": FLOAT, "PARTS": PARTS})
+    yield Variant(softmax_combine, {**parts, "lse": matrix, "scale": FLOAT, "PARTS": PARTS})
     yield Variant(softmax_totals, {**parts, "maximum": vector, "total": vector, "PARTS": PARTS})

@@ -137,19 +137,20 @@ def test_a_likelihood_of_logits_that_are_their_lse(suite_ops, value):
 
 
 @pytest.mark.parametrize("value", ONE_NUMBER)
-@pytest.mark.parametrize("name", ("plain", "smooth", "weighted"))
-def test_gradients_of_logits_that_are_their_lse(loaded_ops, all_operations, name, value):
-    """In PyTorch, of logits and of a head: as of the float64 formula. The kernels round lse before they subtract it."""
-    options = dict(OPTIONS[name])
+@pytest.mark.parametrize("name", ("plain", "smooth", "weighted", "all but z-loss"))
+def test_gradients_of_logits_that_are_their_lse(suite_ops, name, value):
+    """Of logits and of a head: as of the float64 formula."""
+    options = {**OPTIONS["all"], "lse_square_scale": 0.0} if name == "all but z-loss" else dict(OPTIONS[name])
     class_weight = torch.linspace(0.5, 1.5, CLASSES) if options.pop("weighted", False) else None
     x, target = leaf(torch.full((2, CLASSES), value)), torch.tensor([0, 3])
     exact = leaf(x.detach().double())
-    formula = torch.nn.functional.cross_entropy(exact, target, None if class_weight is None else class_weight.double(), **options)
+    given = {"weight": None if class_weight is None else class_weight.double(), "label_smoothing": options.get("label_smoothing", 0.0)}
+    formula = torch.nn.functional.cross_entropy(exact, target, **given)
     (wanted,) = torch.autograd.grad(formula, exact)
     hidden, weight = torch.eye(2), leaf(x.detach().T.contiguous())
     losses = {
-        "of logits": (suite(all_operations).cross_entropy(x, target, class_weight, **options), x, wanted),
-        "of a head": (loaded_ops.linear_cross_entropy(hidden, weight, target, class_weight=class_weight, **options), weight, wanted.T),
+        "of logits": (suite_ops.cross_entropy(x, target, class_weight, **options), x, wanted),
+        "of a head": (suite_ops.linear_cross_entropy(hidden, weight, target, class_weight=class_weight, **options), weight, wanted.T),
     }
     for what, (loss, of, gradient) in losses.items():
         torch.testing.assert_close(loss.double(), formula, msg=lambda m, what=what: f"{what}: {m}")
@@ -165,3 +166,16 @@ def test_log_probs_and_entropy_of_logits_that_are_their_lse(all_operations, valu
     torch.testing.assert_close(found.entropy, wanted)
     (gradient,) = torch.autograd.grad(found.log_probs.sum(), weight)
     torch.testing.assert_close(gradient, torch.nn.functional.one_hot(target, CLASSES).T - 1 / CLASSES)
+
+
+@pytest.mark.parametrize("dtype", (FP32, BF16), ids=str)
+def test_linear_jsd_of_logits_that_are_their_lse(suite_ops, dtype):
+    """A student that a mask's number fills is uniform, as one of zeros."""
+    teacher = torch.eye(2, dtype=dtype), randn(CLASSES, 2, dtype=dtype, device="cpu")
+    found = []
+    for value in (0.0, -1e9, 1e20):
+        weight = leaf(torch.full((CLASSES, 2), value, dtype=dtype))
+        loss = suite_ops.linear_jsd(torch.eye(2, dtype=dtype), weight, *teacher, beta=0.5, temperature=1.7)
+        found.append((loss.detach(), *torch.autograd.grad(loss, weight)))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])

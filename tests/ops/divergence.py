@@ -276,6 +276,7 @@ def all_cases(ops, device, dtypes=FLOATS):
             yield f"NaN {dtype} {columns}", partial(check_nan, ops, device, dtype, columns)
             yield f"NaN of logits {dtype} {columns}", partial(check_nan_logits, ops, device, dtype, columns)
         yield f"far apart {dtype}", partial(check_far_apart, ops, device, dtype)
+        yield f"large {dtype}", partial(check_large_logits, ops, device, dtype)
         yield f"labels {dtype}", partial(check_labels, ops, device, dtype, (2, 3, 96))
         yield f"empty {dtype}", partial(check_empty, ops, device, dtype)
     yield "total", partial(check_total, ops, device)
@@ -284,12 +285,16 @@ def all_cases(ops, device, dtypes=FLOATS):
 F32 = torch.float32
 
 
-def check_large_logits(ops):
-    """Of rows that are one number, and of one that a class rules by the largest, a student is as far from itself as it should be."""
-    top = torch.finfo(F32).max
-    x = torch.zeros(4, 300)
-    x[0], x[1], x[2], x[3, 0] = -1e20, -top, top, top
+def check_large_logits(ops, device="cpu", dtype=F32):
+    """Of rows that are one number, of one that a class rules by the largest, and of one around 4000: as far from other logits as in
+    float64, and not from themselves."""
+    top = torch.finfo(dtype).max
+    x, y = torch.zeros(7, 300, dtype=dtype, device=device), randn(7, 300, dtype=dtype, device=device)
+    x[0], x[1], x[2], x[3], x[4], x[5, 0] = -min(1e20, top), -min(1e9, top), -top, top, 0.6 * top, top
+    x[6] = 4000 + 2 * y[0]
     for op in ("jsd", "tvd"):
+        for temperature in (1.0, 1.7):
+            check_divergence(ops, device, dtype, op, (7, 300), pair=(x, y), from_logits=True, reduction="sum", temperature=temperature)
         student = leaf(x)
         loss = getattr(ops, op)(student, x.clone(), from_logits=True)
         (dx,) = torch.autograd.grad(loss, student)
@@ -325,6 +330,7 @@ CHECKS = of_suite({
     "total": lambda ops: check_total(ops, "cpu"),
 })
 _KERNELS, _OPERATION, _SUMS = "kernel_src/divergence.py", "shared/ops/divergence.py", "kernel_src/sums.py"
+_EXPONENTS = "kernel_src/cross_entropy.py"
 MUTANTS = (
     (_KERNELS, "log2_parts", "0.4809654951095581", "0.49", "jsd"),
     (_KERNELS, "log2_parts", "0x3F2AAAAB", "0x3F000000", "jsd"),
@@ -358,11 +364,12 @@ MUTANTS = (
     (_KERNELS, "js_piece", "dx + q * (1.0 / LN2)", "dx", "jsd"),
     (_KERNELS, "js_divergence", "writes, -1, TILE", "writes, 1, TILE", "jsd"),
     (_KERNELS, "tv_distance", "read(y, (row, cols), 0))", "read(x, (row, cols), 0))", "tvd"),
-    (_KERNELS, "logit_terms", "ct.gather(lse_y, row, check_bounds=False)", "ct.gather(lse_x, row, check_bounds=False)", "logits"),
-    (_KERNELS, "log2_softmax", "ct.abs(lse) < LARGE", "lse < LARGE", "large_logits"),
-    (_KERNELS, "log2_softmax", "(z * temperature - lse) * LOG2E", "z * (temperature * LOG2E) - lse * LOG2E", "large_logits"),
-    (_KERNELS, "log2_softmax", "z * (temperature * LOG2E) - lse * LOG2E", "z * temperature - lse", "logits"),
-    ("kernel_src/softmax.py", "softmax_combine", "m * scale + ct.log2(s) * LN2", "m * scale", "logits"),
+    (_KERNELS, "logit_terms", "lse_y, row, temperature", "lse_x, row, temperature", "logits"),
+    (_KERNELS, "log2_softmax", "log_sum, temperature", "log_sum", "logits"),
+    (_EXPONENTS, "exponents", "(z - top) * (scale * LOG2E) - log_sum * LOG2E", "(z * scale - (top * scale + log_sum)) * LOG2E",
+     "large_logits"),
+    (_EXPONENTS, "exponents", "(z - top) * (scale * LOG2E)", "(z - top) * LOG2E", "large_logits"),
+    ("kernel_src/softmax.py", "softmax_combine", "write_lse(lse, row, m, ct.log2(s) * LN2)", "write_lse(lse, row, m, 0.0)", "logits"),
     (_KERNELS, "logit_terms", "q * dq, q", "dq, q", "logits"),
     (_KERNELS, "logit_terms", "g * LN2", "g", "logits"),
     (_KERNELS, "divergence_of_logits", "two_sums(loss, g, TILE)", "two_sums(g, g, TILE)", "logits"),

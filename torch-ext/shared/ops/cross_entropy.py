@@ -93,16 +93,32 @@ def shift_of(z: torch.Tensor) -> torch.Tensor:
     return torch.where(top.isinf(), 0.0, top)
 
 
+def joined(lse: torch.Tensor) -> torch.Tensor:
+    """lse in one number. lse: [tokens, 2], the largest logit of a row and log(sum(exp(logit - largest))): of logits around -1e9, as a mask
+    leaves them, the rounded sum has lost the second."""
+    return lse.sum(1)
+
+
 def z_loss_of(lse: torch.Tensor, options: Options) -> torch.Tensor:
-    """lse_square_scale * lse^2 in base e; 0 without that option, also where the square is infinite."""
-    return options.lse_square_scale * lse.square() if options.lse_square_scale else torch.zeros_like(lse)
+    """lse_square_scale * lse^2; 0 without that option, also where the square is infinite. lse: as in `joined`."""
+    return options.lse_square_scale * joined(lse).square() if options.lse_square_scale else torch.zeros_like(lse[:, 0])
+
+
+def distance_of(lse, part_max, part_total, shares, tile: int) -> torch.Tensor:
+    """lse minus the mean of the logits weighted by `shares`, per token, of what the kernels leave of pieces of `tile` classes: their maxima
+    and half of the mean distances from these."""
+    pieces = part_max.shape[1]
+    share = torch.nn.functional.pad(shares, (0, pieces * tile - shares.shape[0])).view(pieces, tile).sum(1)
+    top, log_sum = lse.unbind(1)
+    half = part_total.sum(1) + ((top[:, None] * 0.5 - part_max * 0.5) * share).sum(1)
+    return log_sum + 2 * half
 
 
 class Chunk:
     """Cross entropy of one chunk of logits: `rows()`, then `gradient(scale)`, which writes over the logits, and returns the power of
     two by which the gradient was multiplied to be in fp16's range; None in other dtypes.
 
-    `loss()` of a class gives the loss without token scaling, and keeps lse (base e) and the negative log likelihood.
+    `loss()` of a class gives the loss without token scaling, and keeps lse (in two parts, see `joined`) and the negative log likelihood.
     """
 
     lse: torch.Tensor
@@ -156,7 +172,9 @@ class Chunk:
         options = self.options
         smooth = options.label_smoothing / self.classes
         b = (1 - options.label_smoothing) * self.target_weight
-        a = b + smooth * self.weight_sum + 2 * options.lse_square_scale * self.lse
+        a = b + smooth * self.weight_sum
+        if options.lse_square_scale:
+            a = a + 2 * options.lse_square_scale * joined(self.lse)
         return tuple(torch.where(self.counted, t, 0.0) * scale for t in (a, b, torch.full_like(a, smooth)))
 
     def in_range(self, *coefficients):
@@ -179,17 +197,19 @@ class KernelChunk(Chunk):
         shape = (logits.shape[0], -(-logits.shape[1] // statistics.constant("TILE")))
         new = {"dtype": torch.float32, "device": logits.device}
         part_max, part_sum = torch.empty(shape, **new), torch.empty(shape, **new)
-        self.lse, self.likelihood = torch.empty(shape[0], **new), torch.empty(shape[0], **new)
+        self.lse, self.likelihood = torch.empty((shape[0], 2), **new), torch.empty(shape[0], **new)
         if self.plain:
             _statistics_kernel(logits, part_max, part_sum)
         else:
             self.look_up()
-            part_total = torch.empty(shape, **new)
-            _statistics_weighted_kernel(logits, shares_of(self.weights), part_max, part_sum, part_total, options.softcap)
+            part_total, shares = torch.empty(shape, **new), shares_of(self.weights)
+            _statistics_weighted_kernel(logits, shares, part_max, part_sum, part_total, options.softcap)
         _combine_kernel(logits, self.target, part_max, part_sum, self.lse, self.likelihood, options.ignore_index, options.softcap)
         if self.plain:
             return self.likelihood
-        return self.weighted(self.lse - part_total.sum(1))
+        if not options.label_smoothing:
+            return self.weighted(0.0)
+        return self.weighted(distance_of(self.lse, part_max, part_total, shares, statistics.constant("TILE")))
 
     def gradient(self, scale):
         scale = self.scaled(scale)
@@ -213,11 +233,10 @@ class TorchChunk(Chunk):
         z = self.logits.to(accumulation_dtype(self.logits.dtype))
         if self.options.softcap:
             z = self.options.softcap * torch.tanh(z / self.options.softcap)
-        # lse in two parts: of logits around -1e9, as a mask leaves them, the rounded sum has lost the second.
         top = shift_of(z)
         centered = z - top[:, None]
         log_sum = torch.logsumexp(centered, 1)
-        self.z, self.top, self.log_sum, self.lse = z, top, log_sum, top + log_sum
+        self.z, self.lse = z, torch.stack((top, log_sum), 1)
         label = torch.where(self.counted, self.target, 0)
         self.likelihood = log_sum - centered.gather(1, label[:, None])[:, 0]
         if not self.options.label_smoothing:
@@ -230,7 +249,8 @@ class TorchChunk(Chunk):
         factor, a, b, c = self.in_range(*self.coefficients(scale))
         slope = 1 - (self.z / self.options.softcap).square() if self.options.softcap else None
         # Written over z, which is the largest thing here, and in fp32 the logits themselves.
-        gradient = self.z.sub_(self.top[:, None]).sub_(self.log_sum[:, None]).exp_().mul_(a[:, None])
+        top, log_sum = self.lse.split(1, 1)
+        gradient = self.z.sub_(top).sub_(log_sum).exp_().mul_(a[:, None])
         label = torch.where(self.counted, self.target, 0)
         gradient.scatter_add_(1, label[:, None], -b[:, None])
         if self.options.label_smoothing:

@@ -1,6 +1,6 @@
 """Cross entropy of logits that the caller keeps: nothing is written over them, and their gradient takes memory in the backward pass only.
 
-The forward pass reads the logits once and leaves one number of a token, its lse; the backward pass reads them again and writes the
+The forward pass reads the logits once and leaves two numbers of a token, its lse; the backward pass reads them again and writes the
 gradient. So it may run twice, and what arrives from above is multiplied in before the gradient is rounded.
 """
 
@@ -33,6 +33,7 @@ from .cross_entropy import (
     check_one_value_a_class,
     check_reduction,
     checked_options,
+    distance_of,
     is_counted,
     output_of,
     reduced,
@@ -72,7 +73,7 @@ def _forward(
     softcap: float,
     lse_square_scale: float,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(losses, lse), [tokens] each."""
+    """(losses [tokens], lse [tokens, 2])."""
     options = Options(ignore_index, label_smoothing, softcap, lse_square_scale)
     if not kernels_compute(logits, target, class_weight):
         in_torch = TorchChunk(logits, target, class_weight, options)
@@ -82,7 +83,7 @@ def _forward(
     plain = _plain(options, class_weight)
     shape = (rows.shape[0], pieces(_statistics if plain else _statistics_weighted, rows.shape[1]))
     part_max, part_sum = torch.empty(shape, **new), torch.empty(shape, **new)
-    lse, likelihood = torch.empty(shape[0], **new), torch.empty(shape[0], **new)
+    lse, likelihood = torch.empty((shape[0], 2), **new), torch.empty(shape[0], **new)
     if plain:
         for slab in slabs(shape[1], rows, part_max, part_sum):
             _statistics(*slab)
@@ -95,7 +96,9 @@ def _forward(
         _combine(*slab, ignore_index, softcap)
     if plain:
         return likelihood, lse
-    return _Chunk(logits, target, class_weight, options, lse, likelihood).weighted(lse - part_total.sum(1)), lse
+    tile = _statistics_weighted.constant("TILE")
+    distance = distance_of(lse, part_max, part_total, shares, tile) if label_smoothing else 0.0
+    return _Chunk(logits, target, class_weight, options, lse, likelihood).weighted(distance), lse
 
 
 def _backward(
@@ -136,7 +139,7 @@ def _backward(
 
 def _forward_fake(logits, *_):
     losses = logits.new_empty(logits.shape[0], dtype=accumulation_dtype(logits.dtype))
-    return losses, torch.empty_like(losses)
+    return losses, losses.new_empty((logits.shape[0], 2))
 
 
 cross_entropy_forward = traceable("cross_entropy_forward", _forward, _forward_fake)
@@ -151,7 +154,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, target, class_weight, scale, averages: bool, options: Options):
         ctx.options = options[:4]
         losses, lse, scale = _forward_and_sum(logits, target, class_weight, scale, averages, ctx.options)
-        ctx.save_for_backward(logits, target, class_weight, lse, torch.ones_like(lse[:1]) if scale is None else scale)
+        ctx.save_for_backward(logits, target, class_weight, lse, lse.new_ones(1) if scale is None else scale)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return losses, lse

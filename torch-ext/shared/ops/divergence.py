@@ -137,6 +137,11 @@ class _Divergence(torch.autograd.Function):
         return gradient, None, None, None
 
 
+def _rows_of_logits(x):
+    """What `_logits_forward` returns of rows."""
+    return tuple(x.new_zeros((x.shape[0], *more), dtype=accumulation_dtype(x.dtype)) for more in ((2,), (2,), ()))
+
+
 def _logits_forward(
     x: torch.Tensor,
     y: torch.Tensor,
@@ -148,12 +153,12 @@ def _logits_forward(
     ignore_index: int,
     temperature: float,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(loss, lse of x, lse of y, sum of g): a number, and three of a row; see kernel_src/divergence.py."""
+    """(loss, lse of x, lse of y, sum of g): a number, and two, two and one of a row; see kernel_src/divergence.py."""
     options = Options(kind, scale, averages, parameter, ignore_index, temperature)
     if not kernels_compute(x, y, labels):
         factor = inverse_of_count(labels, ignore_index, accumulation_dtype(x.dtype)) if averages else None
-        a, b, c = [x.new_zeros(x.shape[0], dtype=accumulation_dtype(x.dtype)) for _ in range(3)]  # unused
-        return reference(x, y, labels, options, factor)[0], a, b, c
+        *lse, slope = _rows_of_logits(x)  # unused
+        return reference(x, y, labels, options, factor)[0], *lse, slope
     a, b = as_rows(x), as_rows(y)
     lse_x, lse_y = log_sum_exp(a, 1 / temperature), log_sum_exp(b, 1 / temperature)
     kernel = _logits_loss[kind]
@@ -204,8 +209,7 @@ def _logits_backward(
 
 
 def _logits_forward_fake(x, *_):
-    rows = x.new_empty(x.shape[0], dtype=accumulation_dtype(x.dtype))
-    return _scalar(x), rows, torch.empty_like(rows), torch.empty_like(rows)
+    return (_scalar(x), *_rows_of_logits(x))
 
 
 divergence_of_logits_forward = traceable("divergence_of_logits_forward", _logits_forward, _logits_forward_fake)

@@ -4,9 +4,8 @@ from typing import NamedTuple, Optional, Tuple
 
 import torch
 
-from .common import (
-    accumulation_dtype,
-)
+from .common import accumulation_dtype
+from .cross_entropy import shift_of
 
 LEAST_LOG = -1000.0  # stands in for log2(0), as in kernel_src/divergence.py
 
@@ -58,7 +57,10 @@ def _terms(kind: str, x: torch.Tensor, y: torch.Tensor, parameter: float) -> Tup
 def _distributions(kind: str, x, y, temperature):
     """The student's and the teacher's distributions of logits as `_terms` takes them."""
     softmax = torch.softmax if kind == "tv" else torch.log_softmax
-    return tuple(softmax(z.to(accumulation_dtype(z.dtype)) / temperature, -1) for z in (x, y))
+    both = [z.to(accumulation_dtype(z.dtype)) for z in (x, y)]
+    if temperature != 1:  # a quotient of large logits would be rounded more than their differences
+        both = [(z - shift_of(z)[:, None]) / temperature for z in both]
+    return tuple(softmax(z, -1) for z in both)
 
 
 def _counted(labels, ignore_index) -> torch.Tensor:

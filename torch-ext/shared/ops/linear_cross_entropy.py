@@ -64,7 +64,8 @@ class _WithoutLogits(Chunk):
 
     def loss(self):
         tokens = self.hidden.shape[0]
-        self.lse, self.likelihood = (torch.empty(tokens, dtype=torch.float32, device=self.hidden.device) for _ in range(2))
+        self.likelihood = torch.empty(tokens, dtype=torch.float32, device=self.hidden.device)
+        self.lse = self.likelihood.new_empty((tokens, 2))
         for start in range(0, tokens, self.step):
             rows = slice(start, min(start + self.step, tokens))
             operands = self.hidden[rows], self.weight

@@ -155,9 +155,10 @@ def _partials(x: torch.Tensor, scale: float) -> Tuple[torch.Tensor, torch.Tensor
 
 
 def log_sum_exp(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """log(sum(exp(x * scale))) of every row, [rows] fp32. x: [rows, columns], as `as_rows` gives it; scale: above 0."""
+    """log(sum(exp(x * scale))) of every row in two parts, [rows, 2] fp32: the maximum of x, and log(sum(exp((x - maximum) * scale))).
+    x: [rows, columns], as `as_rows` gives it; scale: above 0."""
     part_max, part_sum = _partials(x, scale)
-    lse = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    lse = torch.empty((x.shape[0], 2), dtype=torch.float32, device=x.device)
     for slab in slabs(1, part_max, part_sum, lse):
         _combine(*slab, scale)
     return lse
