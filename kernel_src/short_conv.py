@@ -6,126 +6,193 @@ where tokens before the start of t's document count as zero. Backward, with s = 
 
     d = dy s (1 + p (1 - s))        dx[t] = sum over j of w[j] d[t + 3 - j]        dw[j] = sum over t of d[t] x[t - 3 + j]
 
-x is [tokens, channels], as a projection gives it. `since` says for each token how many tokens of its document come before it, at most 3. In
-the forward pass a tile's four readings overlap, so the memory sees each number once and the L1 the rest.
+x is [tokens, channels], as a projection gives it. `since` says for each token how many tokens of its document come before it, at most 3.
 
-The backward pass walks along spans of tokens, several side by side in one tile. A step reads one token of each: the three tokens before it
-are still there, and so is what is known of their dx, which is whole when d of the third token after it is. So d is made once and never
-written, and memory sees dy, x and dx alone, and the three tokens on each side of a span twice.
+A block walks along a span of tokens with a few channels, STEP tokens at a time, which are all asked for before the first is used. What the
+next token needs of those before it is still there: three rows of x, and in the backward pass what is known of their dx, which is whole
+when d of the third token after it is. So memory sees x, dy, y and dx once, and a few tokens beside a span twice. Steps in which no
+document starts and no span ends, nearly all, have code of their own without masks: 17 instructions for each number forward and 32 backward,
+instead of 20 and 40.
 """
 
 import cuda.tile as ct
 
-from kernel_src.prebuild import INT, Array, Params, Variant
+from kernel_src.prebuild import Array, Params, Variant
 from kernel_src.swiglu import sigmoid
 
 Const = ct.Constant[int]
 TAPS = 4
-LATENCY = 3  # how many steps ahead a walk asks for its rows
-
-
-@ct.function
-def tap(x, t, since, column, back: Const):
-    """x[t - back], zero where that is not of t's document. t: [ROWS, 1]; column: [1, COLS]."""
-    value = ct.gather(x, (ct.maximum(ct.minimum(t, x.shape[0] - 1) - back, 0), column), check_bounds=False)
-    return ct.where(since >= back, ct.astype(value, ct.float32), 0.0)
+VECTOR = 8  # channels are a multiple of it, so that rows and their pieces are aligned in every dtype
 
 
 @ct.function
 def weight_of(w, column, j: Const):
-    return ct.astype(ct.gather(w, (column, j), check_bounds=False), ct.float32)
+    tap = ct.arange(TAPS, dtype=ct.int32)[None, :]
+    every = ct.gather(w, (column[:, None], tap), check_bounds=False)
+    return ct.astype(ct.reshape(ct.extract(every, index=(0, j), shape=(column.shape[0], 1)), column.shape), ct.float32)
 
 
 @ct.function
-def preactivation(x, w, t, since, column):
-    p = weight_of(w, column, 3) * tap(x, t, since, column, 0)
-    p = p + weight_of(w, column, 2) * tap(x, t, since, column, 1)
-    p = p + weight_of(w, column, 1) * tap(x, t, since, column, 2)
-    return p + weight_of(w, column, 0) * tap(x, t, since, column, 3)
-
-
-@ct.function
-def put(array, t, column, tile):
-    """Writes rows of tokens; those past the last one are skipped."""
-    ct.scatter(array, (t, column), ct.astype(tile, array.dtype), mask=t < array.shape[0], check_bounds=False)
-
-
-@ct.function
-def place(block, x, ROWS: Const, COLS: Const):
-    """(tokens [ROWS, 1], which may reach past the last one, channels [1, COLS]) of a block."""
-    pieces = x.shape[1] // COLS
-    rows = block // pieces * ROWS + ct.arange(ROWS, dtype=ct.int32)[:, None]
-    return rows, block % pieces * COLS + ct.arange(COLS, dtype=ct.int32)[None, :]
-
-
-@ct.kernel
-def short_conv_forward(x, w, bias, since, y, ROWS: Const, COLS: Const, BIAS: Const):
-    """x, y: [tokens, channels]; w: [channels, 4]; bias: [channels], read with BIAS; since: [tokens] int32. Grid: tokens / ROWS * channels /
-    COLS."""
-    t, column = place(ct.bid(0), x, ROWS, COLS)
-    p = preactivation(x, w, t, ct.gather(since, t, padding_value=0), column)
+def weights_of(w, bias, column, BIAS: Const):
+    """The four weights of each channel and its bias, 0 without BIAS."""
+    shift = ct.zeros(column.shape, dtype=ct.float32)
     if BIAS:
-        p = p + ct.astype(ct.gather(bias, column, check_bounds=False), ct.float32)
-    put(y, t, column, p * sigmoid(p))
+        shift = ct.astype(ct.gather(bias, column, check_bounds=False), ct.float32)
+    return weight_of(w, column, 0), weight_of(w, column, 1), weight_of(w, column, 2), weight_of(w, column, 3), shift
 
 
 @ct.function
 def row_of(array, t, column):
-    """[ROWS, COLS]: numbers of tokens [ROWS, 1], the first or the last one's past an end."""
-    at = ct.maximum(ct.minimum(t, array.shape[0] - 1), 0)
-    return ct.astype(ct.gather(array, (at, column), check_bounds=False, latency=LATENCY), ct.float32)
+    """The numbers of a token, of the first or the last one past an end."""
+    return ct.gather(array, (ct.maximum(ct.minimum(t, array.shape[0] - 1), 0), column), check_bounds=False, latency=1)
+
+
+@ct.function
+def rows_of(array, t, column, STEP: Const):
+    """Those of STEP tokens, all asked for before the first is used."""
+    rows = ()
+    for j in ct.static_iter(range(STEP)):
+        rows = (*rows, row_of(array, t + j, column))  # type: ignore[assignment]
+    return rows
+
+
+@ct.function
+def counts_of(since, t, STEP: Const):
+    """(how many tokens come before each of STEP tokens in its document, at most 3; whether all have three)"""
+    counts, least = (), 3
+    for j in ct.static_iter(range(STEP)):
+        count = ct.gather(since, t + j, padding_value=0, latency=1)
+        counts, least = (*counts, count), ct.minimum(least, count)  # type: ignore[assignment]
+    return counts, least == 3
+
+
+@ct.function
+def put(array, t, column, tile, wanted, MASKS: Const):
+    if MASKS:
+        ct.scatter(array, (t, column), ct.astype(tile, array.dtype), mask=wanted, check_bounds=False)
+    else:
+        ct.scatter(array, (t, column), ct.astype(tile, array.dtype), check_bounds=False)
+
+
+@ct.function
+def walk_of(x, STEP: Const, COLS: Const):
+    """(this block's group, its first token, the one after its last, its channels [COLS]). As many groups as there are share the tokens;
+    the last channels are in two pieces where COLS does not divide them, and come to the same in both."""
+    pieces = ct.cdiv(x.shape[1], COLS)
+    group, piece = ct.bid(0) // pieces, ct.bid(0) % pieces
+    span = ct.cdiv(ct.cdiv(x.shape[0], ct.num_blocks(0) // pieces), STEP) * STEP
+    first = ct.minimum(piece * (COLS // VECTOR), x.shape[1] // VECTOR - COLS // VECTOR) * VECTOR
+    return group, group * span, ct.minimum((group + 1) * span, x.shape[0]), first + ct.arange(COLS, dtype=ct.int32)
+
+
+@ct.function
+def before_walk(x, since, start, column):
+    """x of the three tokens before a span, zero where they are not of its first token's document."""
+    count = ct.gather(since, start, padding_value=0)
+    x1, x2, x3 = row_of(x, start - 1, column), row_of(x, start - 2, column), row_of(x, start - 3, column)
+    x1, x2, x3 = ct.where(count >= 1, x1, 0), ct.where(count >= 2, x2, 0), ct.where(count >= 3, x3, 0)
+    return ct.astype(x1, ct.float32), ct.astype(x2, ct.float32), ct.astype(x3, ct.float32)
+
+
+@ct.function
+def forward_step(y, rows, counts, x1, x2, x3, w0, w1, w2, w3, shift, first, column, STEP: Const, MASKS: Const):
+    for j in ct.static_iter(range(STEP)):
+        if MASKS:
+            same = counts[j] > 0  # else a document starts
+            x1, x2, x3 = ct.where(same, x1, 0.0), ct.where(same, x2, 0.0), ct.where(same, x3, 0.0)
+        x0 = ct.astype(rows[j], ct.float32)
+        p = shift + w3 * x0 + w2 * x1 + w1 * x2 + w0 * x3
+        put(y, first + j, column, p * sigmoid(p), first + j < y.shape[0], MASKS)
+        x3, x2, x1 = x2, x1, x0
+    return x1, x2, x3
 
 
 @ct.kernel
-def short_conv_backward(dy, x, w, bias, since, dx, partial, span: int, ROWS: Const, COLS: Const, BIAS: Const):
-    """dy, x, dx: [tokens, channels]; partial: [groups, 5, channels] fp32, the sums of d x[t - 3 + j] and of d over a group's tokens, ROWS
-    spans of `span` tokens. Grid: groups * channels / COLS."""
-    pieces = x.shape[1] // COLS
-    group, column = ct.bid(0) // pieces, ct.bid(0) % pieces * COLS + ct.arange(COLS, dtype=ct.int32)[None, :]
-    start = (group * ROWS + ct.arange(ROWS, dtype=ct.int32)[:, None]) * span
-    w0, w1, w2, w3 = weight_of(w, column, 0), weight_of(w, column, 1), weight_of(w, column, 2), weight_of(w, column, 3)
-    shift = ct.zeros((1, COLS), dtype=ct.float32)
-    if BIAS:
-        shift = ct.astype(ct.gather(bias, column, check_bounds=False), ct.float32)
-    zero = ct.zeros((ROWS, COLS), dtype=ct.float32)
-    x1, x2, x3 = row_of(x, start - 1, column), row_of(x, start - 2, column), row_of(x, start - 3, column)
+def short_conv_forward(x, w, bias, since, y, STEP: Const, COLS: Const, BIAS: Const):
+    """x, y: [tokens, channels]; w: [channels, 4]; bias: [channels], read with BIAS; since: [tokens] int32. Grid: groups of tokens * pieces
+    of COLS channels."""
+    _, start, end, column = walk_of(x, STEP, COLS)
+    w0, w1, w2, w3, shift = weights_of(w, bias, column, BIAS)
+    x1, x2, x3 = before_walk(x, since, start, column)
+    for i in range(ct.cdiv(end - start, STEP)):
+        t = start + i * STEP
+        rows, (counts, inside) = rows_of(x, t, column, STEP), counts_of(since, t, STEP)
+        if inside:  # tokens past the last one have none before them
+            x1, x2, x3 = forward_step(y, rows, counts, x1, x2, x3, w0, w1, w2, w3, shift, t, column, STEP, 0)
+        else:
+            x1, x2, x3 = forward_step(y, rows, counts, x1, x2, x3, w0, w1, w2, w3, shift, t, column, STEP, 1)
+
+
+@ct.function
+def backward_step(
+    dx, rows, drows, counts, x1, x2, x3, dx1, dx2, dx3, sum0, sum1, sum2, sum3, total, w0, w1, w2, w3, shift, first, start, end, column,
+    STEP: Const, BIAS: Const, MASKS: Const,
+):  # fmt: skip
+    for j in ct.static_iter(range(STEP)):
+        t, count, x0 = first + j, counts[j], ct.astype(rows[j], ct.float32)
+        if MASKS:
+            x1, x2, x3 = ct.where(count > 0, x1, 0.0), ct.where(count > 0, x2, 0.0), ct.where(count > 0, x3, 0.0)
+        p = shift + w3 * x0 + w2 * x1 + w1 * x2 + w0 * x3
+        s = sigmoid(p)
+        d = ct.astype(drows[j], ct.float32) * s * (1.0 + p * (1.0 - s))
+        if MASKS:
+            dx3, dx2 = ct.where(count >= 3, dx3 + w0 * d, dx3), ct.where(count >= 2, dx2 + w1 * d, dx2)
+            dx1 = ct.where(count >= 1, dx1 + w2 * d, dx1)
+        else:
+            dx3, dx2, dx1 = dx3 + w0 * d, dx2 + w1 * d, dx1 + w2 * d
+        put(dx, t - 3, column, dx3, (t - 3 >= start) & (t - 3 < end), MASKS)
+        dx3, dx2, dx1 = dx2, dx1, w3 * d
+        if MASKS:
+            d = ct.where(t < end, d, 0.0)  # else another block's
+        sum0, sum1, sum2, sum3 = sum0 + d * x3, sum1 + d * x2, sum2 + d * x1, sum3 + d * x0
+        if BIAS:
+            total = total + d
+        x3, x2, x1 = x2, x1, x0
+    return x1, x2, x3, dx1, dx2, dx3, sum0, sum1, sum2, sum3, total
+
+
+@ct.kernel
+def short_conv_backward(dy, x, w, bias, since, dx, partial, STEP: Const, COLS: Const, BIAS: Const):
+    """dy, x, dx: [tokens, channels]; partial: [groups, 5, channels] fp32, the sums of d x[t - 3 + j] and of d over a group's tokens. The
+    rest and the grid: as `short_conv_forward`."""
+    group, start, end, column = walk_of(x, STEP, COLS)
+    zero = ct.zeros((COLS,), dtype=ct.float32)
+    w0, w1, w2, w3, shift = weights_of(w, bias, column, BIAS)
+    x1, x2, x3 = before_walk(x, since, start, column)
     dx1, dx2, dx3 = zero, zero, zero  # what is known so far of the gradients of the three tokens before t
     sum0, sum1, sum2, sum3, total = zero, zero, zero, zero, zero
-    for i in range(span + 3):
-        t = start + i
-        before = ct.gather(since, t, padding_value=0)
-        x0 = row_of(x, t, column)
-        y1, y2, y3 = ct.where(before >= 1, x1, 0.0), ct.where(before >= 2, x2, 0.0), ct.where(before >= 3, x3, 0.0)
-        p = shift + w3 * x0 + w2 * y1 + w1 * y2 + w0 * y3
-        s = sigmoid(p)
-        d = ct.where(t < x.shape[0], row_of(dy, t, column) * s * (1.0 + p * (1.0 - s)), 0.0)
-        found = dx3 + ct.where(before >= 3, w0 * d, 0.0)
-        ct.scatter(dx, (t - 3, column), ct.astype(found, dx.dtype), mask=(i >= 3) & (t - 3 < x.shape[0]), check_bounds=False)
-        dx3, dx2, dx1 = dx2 + ct.where(before >= 2, w1 * d, 0.0), dx1 + ct.where(before >= 1, w2 * d, 0.0), w3 * d
-        d = ct.where(i < span, d, 0.0)  # the tokens behind the span are another's
-        sum0, sum1, sum2, sum3, total = sum0 + d * y3, sum1 + d * y2, sum2 + d * y1, sum3 + d * x0, total + d
-        x3, x2, x1 = x2, x1, x0
-    ct.scatter(partial, (group, 0, column), ct.sum(sum0, 0)[None, :], check_bounds=False)
-    ct.scatter(partial, (group, 1, column), ct.sum(sum1, 0)[None, :], check_bounds=False)
-    ct.scatter(partial, (group, 2, column), ct.sum(sum2, 0)[None, :], check_bounds=False)
-    ct.scatter(partial, (group, 3, column), ct.sum(sum3, 0)[None, :], check_bounds=False)
-    ct.scatter(partial, (group, 4, column), ct.sum(total, 0)[None, :], check_bounds=False)
+    for i in range(ct.cdiv(end - start + 3, STEP)):
+        t = start + i * STEP
+        rows, drows, (counts, inside) = rows_of(x, t, column, STEP), rows_of(dy, t, column, STEP), counts_of(since, t, STEP)
+        if inside & (i > 0) & (t + STEP <= end):
+            x1, x2, x3, dx1, dx2, dx3, sum0, sum1, sum2, sum3, total = backward_step(
+                dx, rows, drows, counts, x1, x2, x3, dx1, dx2, dx3, sum0, sum1, sum2, sum3, total, w0, w1, w2, w3, shift, t, start, end,
+                column, STEP, BIAS, 0,
+            )  # fmt: skip
+        else:
+            x1, x2, x3, dx1, dx2, dx3, sum0, sum1, sum2, sum3, total = backward_step(
+                dx, rows, drows, counts, x1, x2, x3, dx1, dx2, dx3, sum0, sum1, sum2, sum3, total, w0, w1, w2, w3, shift, t, start, end,
+                column, STEP, BIAS, 1,
+            )  # fmt: skip
+    ct.scatter(partial, (group, 0, column), sum0, check_bounds=False)
+    ct.scatter(partial, (group, 1, column), sum1, check_bounds=False)
+    ct.scatter(partial, (group, 2, column), sum2, check_bounds=False)
+    ct.scatter(partial, (group, 3, column), sum3, check_bounds=False)
+    ct.scatter(partial, (group, 4, column), total, check_bounds=False)
 
 
 # ---------------------------------------------------------------- what is prebuilt
-COLS = 256  # which the channels of every model of the kind are multiples of
-TILE: Params = {"ROWS": 8, "COLS": COLS}
-WALK: Params = {"ROWS": 2, "COLS": COLS}
+WALK: Params = {"STEP": 4, "COLS": 512}
 
 
 def variants():
     for dtype in ("bfloat16", "float16", "float32"):
-        rows, table = Array(dtype, (None, None), divisible=(1, COLS)), Array("int32", (None,), aligned=False)
-        weights = Array(dtype, (None, TAPS), aligned=False, divisible=(COLS, 1))
-        partial = Array("float32", (None, TAPS + 1, None), divisible=(1, 1, COLS))
+        rows = Array(dtype, (None, None), divisible=(1, VECTOR), at_least=(1, WALK["COLS"]))
+        table, weights = Array("int32", (None,), aligned=False), Array(dtype, (None, TAPS), aligned=False)
+        partial = Array("float32", (None, TAPS + 1, None), divisible=(1, 1, VECTOR))
         for biased in (0, 1):
-            bias = Array(dtype, (None,), aligned=False, divisible=(COLS if biased else 1,))
+            bias = Array(dtype, (None,), divisible=(VECTOR if biased else 1,))
             given: Params = {"x": rows, "w": weights, "bias": bias, "since": table}
-            yield Variant(short_conv_forward, {**given, "y": rows, **TILE, "BIAS": biased})
-            made: Params = {"dx": rows, "partial": partial, "span": INT}
-            yield Variant(short_conv_backward, {"dy": rows, **given, **made, **WALK, "BIAS": biased}, hints={"occupancy": 4})
+            yield Variant(short_conv_forward, {**given, "y": rows, **WALK, "BIAS": biased}, hints={"occupancy": 6 - biased})
+            made: Params = {"dx": rows, "partial": partial}
+            yield Variant(short_conv_backward, {"dy": rows, **given, **made, **WALK, "BIAS": biased}, hints={"occupancy": 4 - biased})

@@ -42,11 +42,11 @@ def check_conv(package, device, dtype, lengths, channels, *, bias=False, view=la
 def check_batch(package, device, dtype):
     """Rows of a batch are documents, as documents in one row are: the same bits, forward and backward."""
     ops = module_of(package)
-    x, weight = leaf(randn(2, 9, 256, dtype=dtype, device=device)), randn(256, 4, dtype=dtype, device=device, seed=1)
-    packed = ops.short_conv(x.view(1, 18, 256), weight, cu_seqlens=torch.tensor([0, 9, 18], device=device)).view_as(x)
+    x, weight = leaf(randn(2, 9, 512, dtype=dtype, device=device)), randn(512, 4, dtype=dtype, device=device, seed=1)
+    packed = ops.short_conv(x.view(1, 18, 512), weight, cu_seqlens=torch.tensor([0, 9, 18], device=device)).view_as(x)
     rows = ops.short_conv(x, weight)
     assert torch.equal(rows, packed)
-    dy = randn(2, 9, 256, dtype=dtype, device=device, seed=3)
+    dy = randn(2, 9, 512, dtype=dtype, device=device, seed=3)
     alone = [torch.autograd.grad(ops.short_conv(x[i : i + 1], weight), x, dy[i : i + 1])[0][i] for i in range(2)]
     for grad in (torch.autograd.grad(rows, x, dy)[0], torch.autograd.grad(packed, x, dy)[0]):
         assert torch.equal(grad, torch.stack(alone))
@@ -55,22 +55,25 @@ def check_batch(package, device, dtype):
 def all_cases(package, device, dtypes=FLOATS):
     """(name, function) of every check in some dtypes."""
     for dtype in dtypes:
-        yield f"whole {dtype}", lambda d=dtype: check_conv(package, device, d, (37,), 256)
-        yield f"documents {dtype}", lambda d=dtype: check_conv(package, device, d, (1, 2, 3, 20, 5), 512)
-    yield "bias", lambda: check_conv(package, device, BF16, (5, 30), 256, bias=True)
+        yield f"whole {dtype}", lambda d=dtype: check_conv(package, device, d, (37,), 512)
+        yield f"documents {dtype}", lambda d=dtype: check_conv(package, device, d, (1, 2, 3, 20, 5), 776)
+    yield "bias", lambda: check_conv(package, device, BF16, (5, 30), 512, bias=True)
     yield "odd", lambda: check_conv(package, device, BF16, (20,), 33)
-    yield "view", lambda: check_conv(package, device, BF16, (20,), 512, view=lambda x: x[..., 256:])
+    yield "view", lambda: check_conv(package, device, BF16, (20,), 1024, view=lambda x: x[..., 256:])
     yield "batch", lambda: check_batch(package, device, BF16)
 
 
-CHECKS = {"documents": lambda ops: check_conv(ops, "cpu", BF16, (5, 30), 256, bias=True)}
+CHECKS = {"documents": lambda ops: check_conv(ops, "cpu", BF16, (7, 28), 512, bias=True)}  # a span starts behind a document's first token
 KERNELS = "kernel_src/short_conv.py"
 MUTANTS = (
-    *errors_in(KERNELS, "documents", "tap", ("since >= back", "since >= 0")),
-    *errors_in(KERNELS, "documents", "preactivation", ("tap(x, t, since, column, 3)", "tap(x, t, since, column, 2)")),
-    *errors_in(KERNELS, "documents", "short_conv_backward", ("(1.0 + p *", "(1.0 - p *"), ("sum3 + d * x0", "sum3 + d * y1")),
-    *errors_in(KERNELS, "documents", "short_conv_backward", ("before >= 3, w0 * d", "before >= 0, w0 * d"), ("i < span", "i <= span")),
-    *errors_in(KERNELS, "documents", "short_conv_backward", ("before >= 2, x2", "before >= 1, x2"), ("t - 3 < x", "t < x")),
+    *errors_in(KERNELS, "documents", "counts_of", ("least == 3", "least >= 0")),
+    *errors_in(KERNELS, "documents", "before_walk", ("count >= 2, x2", "count >= 1, x2"), ("start - 3", "start - 2")),
+    *errors_in(KERNELS, "documents", "walk_of", ("(group + 1) * span", "(group + 2) * span")),
+    *errors_in(KERNELS, "documents", "forward_step", ("counts[j] > 0", "counts[j] >= 0"), ("w0 * x3", "w0 * x2")),
+    *errors_in(KERNELS, "documents", "backward_step", ("(1.0 + p *", "(1.0 - p *"), ("sum3 + d * x0", "sum3 + d * x1")),
+    *errors_in(KERNELS, "documents", "backward_step", ("count >= 3, dx3", "count >= 0, dx3"), ("t < end, d", "t <= end, d")),
+    *errors_in(KERNELS, "documents", "backward_step", ("count > 0, x2", "count >= 0, x2"), ("t - 3 < end", "t < end")),
+    *errors_in(KERNELS, "documents", "short_conv_backward", ("inside & (i > 0)", "inside")),
     *errors_in("shared/ops/short_conv.py", "documents", "_ShortConv.forward", ("save_for_backward(x,", "save_for_backward(-x,")),
     *errors_in("shared/ops/short_conv.py", "documents", "_ShortConv.backward", ("dbias if need[2]", "dx[0] if need[2]")),
 )

@@ -23,21 +23,26 @@ from .common import (
 )
 
 TAPS = 4
-COLUMNS = 256  # channels of a kernel's tile
-BLOCKS_PER_SM = 8  # that a backward pass of many tokens has at least
-SPANS = (64, 8)  # the longest and the shortest walk of a block along the tokens, which reads six more than it writes
+VECTOR, LEAST = 8, 512  # channels that a kernel takes: multiples of the one, at least the other, which is its tile's
+BLOCKS_PER_SM = 8  # that a call of many tokens has at least
+SPANS = (64, 8)  # the longest and the shortest walk of a block along the tokens, which also reads a few tokens beside it
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _tiles(place: int):
-    return lambda c, *arrays: (-(-arrays[place].shape[0] // c["ROWS"]) * (arrays[place].shape[1] // c["COLS"]),)
+def _groups(x: torch.Tensor) -> int:
+    """In how many spans blocks walk along the tokens."""
+    (tokens, channels), span = x.shape, SPANS[0]
+    while span > SPANS[1] and tokens * channels < span * LEAST * BLOCKS_PER_SM * multiprocessors(x):
+        span //= 2
+    return -(-tokens // span)
 
 
-_forward_kernel = {biased: Kernel("short_conv_forward", grid=_tiles(0), where={"BIAS": biased}) for biased in (0, 1)}
-_backward_kernel = {
-    biased: Kernel("short_conv_backward", grid=lambda c, *a: (a[6].shape[0] * (a[1].shape[1] // c["COLS"]),), where={"BIAS": biased})
-    for biased in (0, 1)
-}
+def _grid(c, x, *_) -> tuple:
+    return (_groups(x) * -(-x.shape[1] // c["COLS"]),)
+
+
+_forward_kernel = {biased: Kernel("short_conv_forward", grid=_grid, where={"BIAS": biased}) for biased in (0, 1)}
+_backward_kernel = {biased: Kernel("short_conv_backward", grid=_grid, where={"BIAS": biased}) for biased in (0, 1)}
 
 
 def tokens_before(cu_seqlens: Optional[torch.Tensor], batch: int, length: int, device) -> torch.Tensor:
@@ -62,8 +67,8 @@ def short_conv_reference(x, weight, bias, since) -> torch.Tensor:
 
 
 def _fits(x, weight, *others) -> bool:
-    """Whether kernels take these: one dtype, whole tiles of channels, and offsets within 32 bits."""
-    shaped = x.dtype in FLOATS and x.dtype == weight.dtype and x.numel() > 0 and x.shape[1] % COLUMNS == 0
+    """Whether kernels take these: one dtype, channels of a tile at least, and offsets within 32 bits."""
+    shaped = x.dtype in FLOATS and x.dtype == weight.dtype and x.numel() > 0 and x.shape[1] >= LEAST and x.shape[1] % VECTOR == 0
     return shaped and x.shape[0] * x.stride(0) < SLAB and kernels_run_on(x, weight, *others)
 
 
@@ -71,7 +76,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]
     if not _fits(x, weight, bias, since):
         return short_conv_reference(x, weight, bias, since)
     x, y = aligned(x), torch.empty_like(x, memory_format=torch.contiguous_format)
-    _forward_kernel[bias is not None](x, weight, x.new_empty(1) if bias is None else bias, since, y)
+    _forward_kernel[bias is not None](x, weight, x.new_empty(1) if bias is None else aligned(bias), since, y)
     return y
 
 
@@ -85,15 +90,10 @@ def _backward(
             y = short_conv_reference(leaves[0], leaves[1], leaves[2], since)
         dx, dweight, *dbias = torch.autograd.grad(y, [t for t in leaves if t is not None], dy)
         return dx, dweight, dbias[0] if dbias else weight.new_empty(0)
-    x, dy, (tokens, channels) = aligned(x), aligned(dy), x.shape
-    dx, kernel = torch.empty_like(x, memory_format=torch.contiguous_format), _backward_kernel[bias is not None]
-    rows, pieces = kernel.constant("ROWS"), channels // kernel.constant("COLS")
-    span = SPANS[0]
-    while span > SPANS[1] and tokens * pieces < rows * span * BLOCKS_PER_SM * multiprocessors(x):
-        span //= 2
-    groups = -(-tokens // (rows * span))
+    x, dy, channels = aligned(x), aligned(dy), x.shape[1]
+    dx, groups = torch.empty_like(x, memory_format=torch.contiguous_format), _groups(x)
     partial = torch.empty((groups, TAPS + 1, channels), dtype=torch.float32, device=x.device)
-    kernel(dy, x, weight, x.new_empty(1) if bias is None else bias, since, dx, partial, span)
+    _backward_kernel[bias is not None](dy, x, weight, x.new_empty(1) if bias is None else aligned(bias), since, dx, partial)
     sums = column_sum(partial.view(groups, -1), torch.float32).view(TAPS + 1, channels)
     dweight = sums[:TAPS].t().to(weight.dtype, memory_format=torch.contiguous_format)
     return dx, dweight, weight.new_empty(0) if bias is None else sums[TAPS].to(bias.dtype)
