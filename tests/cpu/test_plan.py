@@ -132,6 +132,26 @@ def test_results_that_share_no_element_know_nothing_of_each_other(replay, column
     assert torch.equal(part, x.sum(0)[2:] + 1) and part._version == version + 1
 
 
+def test_layouts_that_share_an_element_overlap_and_neighbouring_columns_do_not(recording):
+    matrix = torch.empty(6, 12)
+
+    def layout(view):
+        return recording.Layout(0, view.storage_offset(), tuple(view.shape), view.stride(), view.dtype, 0)
+
+    heads = [part.view(1, 6, 2, 2) for part in matrix.split(4, 1)]
+    views = [matrix, *heads, heads[1].transpose(1, 2), matrix[:, 3:5], matrix[2], matrix[:, 11], matrix[1:3, 7:]]
+    views += [matrix[:, :1].expand(6, 3), matrix.view(-1)[5:50], matrix.view(-1)[3:30].view(9, 3), matrix.view(-1)[4::5]]
+    views += [matrix.as_strided((5, 3), (12, 5), 3)]
+    for view in views:
+        for other in views:
+            numbers = torch.arange(matrix.numel()).as_strided
+            share = {*numbers(view.shape, view.stride(), view.storage_offset()).flatten().tolist()}
+            share &= {*numbers(other.shape, other.stride(), other.storage_offset()).flatten().tolist()}
+            assert layout(view).overlaps(layout(other)) or not share, (view.shape, other.shape)
+    assert not any(layout(a).overlaps(layout(b)) for a in heads for b in heads if a is not b)
+    assert not layout(heads[0]).overlaps(layout(views[4])) and layout(heads[1]).overlaps(layout(views[4]))
+
+
 # ---------------------------------------------------------------- what computes with PyTorch
 def product_of(column_sum):
     """An operator with products in and out of place, copies, sums, views of each kind and a launch on a result of PyTorch."""

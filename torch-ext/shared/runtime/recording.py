@@ -98,9 +98,20 @@ class Layout(NamedTuple):
         reach = 0 if 0 in self.shape else 1 + sum((length - 1) * step for length, step in zip(self.shape, self.stride))
         return range(self.offset, self.offset + reach)
 
+    def columns(self, row: int) -> range:
+        """The columns that this tensor takes of rows of that many elements; all of them where it runs from one row into the next."""
+        steps = [(length - 1) * step for length, step in zip(self.shape, self.stride) if step % row]
+        start = self.offset % row
+        return range(start, start + 1 + sum(steps)) if start + sum(steps) < row else range(row)
+
     def overlaps(self, other: "Layout") -> bool:
+        """False where no element is in both tensors; neighbouring columns of one matrix have none."""
         a, b = self.elements(), other.elements()
-        return self.base == other.base and a.start < b.stop and b.start < a.stop
+        if self.base != other.base or a.start >= b.stop or b.start >= a.stop:
+            return False
+        row = max((step for length, step in zip(self.shape, self.stride) if length > 1), default=1) or 1
+        left, right = self.columns(row), other.columns(row)
+        return left.start < right.stop and right.start < left.stop
 
 
 class Slot(int):

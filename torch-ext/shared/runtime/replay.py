@@ -22,8 +22,9 @@ compare all tensors in C.
 """
 
 import threading
+from functools import reduce
 from math import copysign
-from operator import itemgetter
+from operator import itemgetter, or_
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -44,6 +45,7 @@ IDENTITIES: set = set()  # types of arguments that never change, each of which i
 operators: List["Operator"] = []
 _recording = threading.Lock()  # the process records one call at a time
 _any_autocasts = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+_address = torch.Tensor.data_ptr
 
 
 class Unplanned(NamedTuple):
@@ -244,10 +246,8 @@ class _GuardedPlan:
         for i in self.zeros:
             if copysign(1.0, args[i]) < 0:  # it equals 0.0
                 return None
-        addresses, low_bits = [tensor.data_ptr() for tensor in tensors], 0
-        for address in addresses:
-            low_bits |= address
-        return None if low_bits & 15 else self.plan.run(tensors, addresses)
+        addresses = list(map(_address, tensors))
+        return None if reduce(or_, addresses) & 15 else self.plan.run(tensors, addresses)
 
 
 def _taker(places: Tuple[int, ...]) -> Callable:
