@@ -183,7 +183,7 @@ def plain_linear_log_probs(hidden, weight, target, bias=None, rounded=False, tem
 def plain_norm_attention_inputs(x, norm_weight, q_rows, k_rows, v_rows, q_norm, k_norm, cos, sin):
     n = norm(x, norm_weight)
     width = q_norm.shape[0]
-    q, k, v = (linear(n, rows).view(1, x.shape[0], rows.shape[0] // width, width) for rows in (q_rows, k_rows, v_rows))
+    q, k, v = (linear(n, rows).view(1, x.shape[:-1].numel(), rows.shape[0] // width, width) for rows in (q_rows, k_rows, v_rows))
     return (*plain_qk_norm_rotary(q, k, q_norm, k_norm, cos, sin), v.transpose(1, 2), x)
 
 

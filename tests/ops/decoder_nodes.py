@@ -71,7 +71,8 @@ def gradient_like(result, seed, as_attention):
 
 def check_norm_attention_inputs(ops, packed=False, as_attention=False):
     shape = (1, 6) if as_attention else (2, 3)
-    x, norm = leaf(randn(6, 1024, dtype=BF16, device=CPU)), leaf(randn(1024, dtype=BF16, device=CPU, seed=1) + 1)
+    rows = shape if as_attention else (6,)
+    x, norm = leaf(randn(*rows, 1024, dtype=BF16, device=CPU)), leaf(randn(1024, dtype=BF16, device=CPU, seed=1) + 1)
     weights = [leaf(randn(n * 128, 1024, dtype=BF16, device=CPU, seed=2 + i, scale=1 / 32)) for i, n in enumerate((8, 4, 4))]
     if packed:
         lay_side_by_side(ops, weights)

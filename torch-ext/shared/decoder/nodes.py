@@ -94,7 +94,7 @@ def _attention_inputs(x, norm, q_norm, k_norm, cos, sin, layout: Layout, batch: 
     """`InputResults`, and `Projections.made`. parts: of `tensors_of`; whole: what `side_by_side` finds of the weights."""
     tensors, (group,), found = InputTensors(x, norm, q_norm, k_norm, cos, sin), layout.groups, layout.all_of(parts)
     _check_inputs(layout.spec, tensors, [Projection(*each) for each in by_projection(found)], (batch, length), layout.dtype)
-    projections = Projections(group, found, whole)
+    projections, tensors = Projections(group, found, whole), tensors._replace(x=x.reshape(-1, x.shape[-1]))
     return (*inputs_forward(layout.spec, tensors, (batch, length), projections), *projections.made())
 
 
@@ -106,8 +106,10 @@ def _attention_inputs_gradients(dq, dk, dv, dresidual, layout: Layout, whole, ne
     tensors, of_results, parts, made = _input_saved(saved, count)
     projections, _ = Projections.loaded(layout.groups[0], layout.all_of(parts), made, whole)
     need, of_parts = InputNeeds(*needs[: len(tensors)]), needs_in_parts(layout.all_of(needs[len(tensors) :]))
-    found = inputs_backward(layout.spec, (dq, dk, dv, dresidual), tensors, of_results, projections, need, of_parts)
-    return (*found[:-1], *layout.present([gradient for each in found.projections for gradient in each]))
+    x, dresidual = tensors.x.reshape(-1, tensors.x.shape[-1]), dresidual.reshape(-1, tensors.x.shape[-1])
+    found = inputs_backward(layout.spec, (dq, dk, dv, dresidual), tensors._replace(x=x), of_results, projections, need, of_parts)
+    dx = None if found.x is None else found.x.view(tensors.x.shape)
+    return (dx, *found[1:-1], *layout.present([gradient for each in found.projections for gradient in each]))
 
 
 INPUTS_SAVED = len(InputTensors._fields) + len(InputSaved._fields)  # in front of the projections' tensors
@@ -162,7 +164,7 @@ def norm_attention_inputs(
     Use the returned x for the residual connection: its gradient is then added for free. Differentiable in all but the angles.
 
     Args:
-        x: [tokens, hidden], of `dtype` or float32.
+        x: [..., hidden], of `dtype` or float32.
         norm_weight: [hidden], of x's dtype, or None for no norm.
         projections: to q, k and v, [heads * head_dim, hidden] each; or a packed one, whose rows the description tells apart.
         q_norm, k_norm: weights of the norms of queries and keys, of x's dtype: [head_dim], or as long as the projection; or None for both.
@@ -185,8 +187,9 @@ def norm_attention_inputs(
         _check_inputs(spec, tensors, projections, shape, dtype)
         if not graph:
             return norm_attention_inputs_reference(spec, tensors, projections, shape, dtype)
-        parts, scalings = tensors_of(projections), scalings_without_dropout(projections)
-        return traced.norm_attention_inputs(spec, tensors, tuple(shape), dtype, parts, scalings)
+        parts, scalings, flat = tensors_of(projections), scalings_without_dropout(projections), tensors._replace(x=x.flatten(0, -2))
+        q, k, v, residual = traced.norm_attention_inputs(spec, flat, tuple(shape), dtype, parts, scalings)
+        return q, k, v, residual.view(x.shape)
     layout = layout_of(spec, (projections,), dtype)
     return apply_function(_NormAttentionInputs, layout, tuple(shape), x, norm_weight, q_norm, k_norm, cos, sin, *present)
 
@@ -218,7 +221,8 @@ def _mlp_gradients(dout, layout: Layout, whole, needs: tuple, count: int, *saved
     need, of_parts = OutputNeeds(*needs[: len(tensors)]), layout.all_of(needs[len(tensors) :])
     of_groups = GroupNeeds(*three_of([needs_in_parts(each) for each in layout.by_group(of_parts)]))
     gradients = mlp_backward(layout.spec, dout, tensors, results, OutputGroups(*three_of(found)), need, of_groups)
-    return (*gradients[:-1], *layout.present(flat(gradients.projections)))
+    dx = None if gradients.x is None else gradients.x.view(dout.shape)
+    return (dx, *gradients[1:-1], *layout.present(flat(gradients.projections)))
 
 
 def flat(gradients: GroupGradients) -> list:
@@ -247,7 +251,7 @@ class _NormMLP(torch.autograd.Function):
             gate = up = None
         results = total, o, rstd, o_rstd, gate, up, branch, branch_rstd
         ctx.save_for_backward(None, attended, after, before, behind, *results, *layout.to_save(parts), *made)
-        ctx.layout, ctx.shape, ctx.count = layout, x.shape, len(parts)
+        ctx.layout, ctx.count = layout, len(parts)
         return out
 
     @staticmethod
@@ -257,8 +261,7 @@ class _NormMLP(torch.autograd.Function):
         layout, saved, (_, _, *needs) = ctx.layout, ctx.saved_tensors, ctx.needs_input_grad
         run = _replayed_mlp_gradients if layout.replayable else _mlp_gradients
         whole = layout.whole_of(saved[MLP_SAVED : MLP_SAVED + ctx.count])
-        dx, *found = run(dout, layout, whole, tuple(needs), ctx.count, *saved)
-        return (None, None, None if dx is None else dx.view(ctx.shape), *found)
+        return (None, None, *run(dout, layout, whole, tuple(needs), ctx.count, *saved))
 
 
 def norm_mlp(
@@ -316,8 +319,8 @@ def _check_inputs(spec: Inputs, tensors: InputTensors, projections: Sequence[Pro
     """Raises ValueError when shapes, dtypes or devices do not fit."""
     x, norm, q_norm, k_norm, cos, sin = tensors
     head_dim = spec.head_dim
-    if x.dim() != 2 or x.shape[0] != shape[0] * shape[1]:
-        fail("x", describe(x), f"[tokens, hidden] with {shape[0]} * {shape[1]} tokens")
+    if x.dim() < 2 or x.shape[:-1].numel() != shape[0] * shape[1]:
+        fail("x", describe(x), f"[..., hidden] with {shape[0]} * {shape[1]} tokens")
     if len(projections) != (3 if spec.rows is None else 1):
         fail("projections", f"{len(projections)} of them", "q, k and v, or a packed one whose rows the description tells apart")
     check_stream(x, norm, "norm_weight", dtype)

@@ -164,30 +164,30 @@ def _inputs_spec(own: FusedLayer, attention, norm, q_norm, k_norm, cos) -> Input
 
 
 def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
-    """q, k, v [batch, heads, tokens, head_dim] of the normalised input, and the residual, flat over the tokens."""
+    """q, k, v [batch, heads, tokens, head_dim] of the normalised input, and the residual."""
     family, attention = own.family, _parts(layer)["self_attn"]
     norm, inner = _part(layer, family.norms.inputs), _parts(attention)
     q_norm, k_norm = [inner[name] for name in own.head_norms] or (None, None)
     cos, sin = position_embeddings if family.turned is None or getattr(attention, family.turned) else (None, None)
     linears = [inner[name] for name in family.qkv]
-    flat = x.view(-1, x.shape[-1]) if x.is_contiguous() else x.reshape(-1, x.shape[-1])
+    x = x.contiguous()
     spec, weights = _inputs_spec(own, attention, norm, q_norm, k_norm, cos), (_weight(q_norm), _weight(k_norm))
     if cos is None or (cos.dtype in (x.dtype, torch.float32) and not cos.requires_grad):
         wider = autocasts(x.device)
         dtype = product_dtype(x) if wider else x.dtype
         found = projections(linears, dtype, wider)
         if found is not None:
-            return norm_attention_inputs(flat, _weight(norm), found, *weights, cos, sin, x.shape[:2], spec, dtype)
+            return norm_attention_inputs(x, _weight(norm), found, *weights, cos, sin, x.shape[:2], spec, dtype)
     normed = x if norm is None else rms_norm(spec.norm, x, _weight(norm))
     projected = [linear(normed) for linear in linears]
     q, k, v = [p.view(*x.shape[:2], -1, spec.head_dim) for p in (projected[0].split(spec.rows, -1) if spec.rows else projected)]
     if q_norm is not None and is_fused(spec) and cos is not None and sin is not None:
         eps, offset, rounds = spec.heads
-        return (*qk_norm_rotary(q, k, *weights, cos, sin, eps, offset, rounds, spec.turned), v.transpose(1, 2), flat)
+        return (*qk_norm_rotary(q, k, *weights, cos, sin, eps, offset, rounds, spec.turned), v.transpose(1, 2), x)
     if q_norm is not None:
         q, k = [rms_norm(spec.heads, t.flatten(2) if spec.whole else t, w).view(t.shape) for t, w in zip((q, k), weights)]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return (*((q, k) if cos is None else getattr(sys.modules[family.modeling], ROTARY)(q, k, cos, sin)), v, flat)
+    return (*((q, k) if cos is None else getattr(sys.modules[family.modeling], ROTARY)(q, k, cos, sin)), v, x)
 
 
 def _mix(own: FusedLayer, layer, x, attention_mask, past_key_values, position_embeddings, kwargs):
@@ -238,12 +238,12 @@ def _attend(own: FusedLayer, attention, q, k, v, attention_mask, past_key_values
     return output.reshape(q.shape[0] * q.shape[2], -1)
 
 
-def _finish(own: FusedLayer, layer, attended, residual, shape):
+def _finish(own: FusedLayer, layer, attended, x):
     """The output projection and the MLP or the experts, with both residual connections. attended: what the mixer returned, where a family
     has mixers."""
     family, parts = own.family, _parts(layer)
-    x, wider, mlp = residual.view(*shape, -1), autocasts(residual.device), parts["mlp"]
-    dtype = product_dtype(residual) if wider else residual.dtype
+    wider, mlp = autocasts(x.device), parts["mlp"]
+    dtype = product_dtype(x) if wider else x.dtype
     after, before, behind = [None if name is None else parts[name] for name in family.norms[1:]]
     multiplier = 1.0 if family.multiplier is None else float(getattr(layer, family.multiplier))
     spec = own.spec(_make_outputs, _eps(after), _eps(before), _eps(behind), multiplier)
@@ -308,7 +308,7 @@ def decoder_layer_forward(own: FusedLayer, layer, hidden_states, attention_mask,
         )
     if own.family.mixers:
         mixed = _mix(own, layer, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs)
-        return _finish(own, layer, mixed, hidden_states, hidden_states.shape[:-1])
+        return _finish(own, layer, mixed, hidden_states)
     q, k, v, residual = _attention_inputs(own, layer, hidden_states, position_embeddings)
     attention = _parts(layer)["self_attn"]
     if own.family.position_scale:
@@ -318,4 +318,4 @@ def decoder_layer_forward(own: FusedLayer, layer, hidden_states, attention_mask,
         attended = attend_once(layer, hidden_states, conditions, lambda: _attend(own, attention, q, k, v, attention_mask, None, kwargs))
     else:
         attended = _attend(own, attention, q, k, v, attention_mask, past_key_values, kwargs)
-    return _finish(own, layer, attended, residual, hidden_states.shape[:-1])
+    return _finish(own, layer, attended, residual)
