@@ -68,6 +68,18 @@ def tiny_qwen3_5(dtype=torch.float32, width=16, config=None, cls=None, **changes
     return model.to(dtype).train()
 
 
+def tiny_qwen3_5_sparse(name, dtype=torch.float32, **changes):
+    """As `tiny_qwen3_5`, a Qwen3.5-MoE or a Qwen3-Next. name: of transformers' module."""
+    kinds = "configuration", "modeling"
+    configuration, modeling = (importlib.import_module(f"transformers.models.{name}.{kind}_{name}") for kind in kinds)
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40}
+    if name == "qwen3_next":
+        config, cls = configuration.Qwen3NextConfig, modeling.Qwen3NextForCausalLM
+    else:
+        config, cls = configuration.Qwen3_5MoeTextConfig, modeling.Qwen3_5MoeForCausalLM
+    return tiny_qwen3_5(dtype, config=config, cls=cls, **{**sizes, **changes})
+
+
 def random_tokens(*shape):
     return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernels import Mode
 
-from tests.models import Step, random_tokens, tiny_qwen3_5
+from tests.models import Step, random_tokens, tiny_qwen3_5, tiny_qwen3_5_sparse
 from tests.ops.common import launched, runtime_of
 from tests.tolerances import assert_close
 from tests.versions import needs_decorators
@@ -22,8 +22,20 @@ def step_of(model, **inputs):
     return Step(model, **{"input_ids": TOKENS, "labels": TOKENS, "use_cache": False, **inputs})
 
 
-def test_a_training_step(qwen3_5):
-    model = tiny_qwen3_5()
+def tiny(name, *args, **changes):
+    """A model of four layers in training mode, always with the same weights. name: of transformers' module."""
+    return tiny_qwen3_5(*args, **changes) if name == "qwen3_5" else tiny_qwen3_5_sparse(name, *args, **changes)
+
+
+every_family = pytest.mark.parametrize("name", ("qwen3_5", "qwen3_5_moe", "qwen3_next"))
+SPARSE = ("qwen3_5_moe", "qwen3_next")
+LUCK = {"in_proj_a", "in_proj_ba", "gate", "shared_expert_gate"}  # gates whose gradients in half precision are hardly more than rounding
+TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+
+
+@every_family
+def test_a_training_step(qwen3_5, name):
+    model = tiny(name)
     expected = step_of(model)
     qwen3_5.kernelize(model)
     step_of(model).assert_same(expected, FACTOR)
@@ -31,25 +43,29 @@ def test_a_training_step(qwen3_5):
     assert all(row.fused for row in rows if "norm" in row.part)
     qwen3_5.reset()
     qwen3_5.apply()
-    step_of(tiny_qwen3_5()).assert_same(expected, FACTOR)
+    step_of(tiny(name)).assert_same(expected, FACTOR)
     qwen3_5.reset()
-    assert step_of(tiny_qwen3_5()).loss == expected.loss
+    assert step_of(tiny(name)).loss == expected.loss
 
 
-def test_half_precision_is_as_exact_as_before(qwen3_5):
-    model = tiny_qwen3_5(torch.bfloat16)
+@every_family
+def test_half_precision_is_as_exact_as_before(qwen3_5, name):
+    # Where all experts are chosen rounding chooses no others; gradients of four layers with them are further apart than rounding tells.
+    model = tiny(name, torch.bfloat16, **(TWO_LAYERS | {"num_experts_per_tok": 4} if name in SPARSE else {}))
     exact = step_of(copy.deepcopy(model).float())
     before = step_of(model)
     qwen3_5.apply()
     for step in (found := step_of(model), before, exact):  # numbers of a head, and gates of which little is left, are a matter of luck
-        step.gradients = {name: grad for name, grad in step.gradients.items() if grad.numel() > 64 and "in_proj_a" not in name}
+        kept = (pair for pair in step.gradients.items() if pair[1].numel() > 64 and not LUCK.intersection(pair[0].split(".")))
+        step.gradients = dict(kept)
     found.assert_as_exact_as(before, exact)
 
 
+@every_family
 @pytest.mark.parametrize("said", ("cu_seq_lens_q", "position_ids"))
-def test_documents_in_a_row_are_those_that_stand_alone(qwen3_5, said):
+def test_documents_in_a_row_are_those_that_stand_alone(qwen3_5, name, said):
     """Also where position_ids alone say so, in several rows; transformers raises, or lets documents leak into each other."""
-    model = tiny_qwen3_5().eval()
+    model = tiny(name).eval()
     qwen3_5.apply()
     lengths = (30, 50, 80)
     row, positions = TOKENS.reshape(1, -1), torch.cat([torch.arange(n) for n in lengths])[None]
@@ -64,35 +80,40 @@ def test_documents_in_a_row_are_those_that_stand_alone(qwen3_5, said):
     assert torch.allclose(rows.reshape(1, 160, -1), alone, atol=1e-5)
 
 
-def test_generation(qwen3_5):
-    model = tiny_qwen3_5().eval()
+@every_family
+def test_generation(qwen3_5, name):
+    model = tiny(name).eval()
     expected = model.generate(TOKENS[:, :20], max_new_tokens=6, do_sample=False)
     qwen3_5.apply()
     assert torch.equal(model.generate(TOKENS[:, :20], max_new_tokens=6, do_sample=False), expected)
 
 
+@every_family
 @pytest.mark.parametrize("reentrant", (False, True))
-def test_gradient_checkpointing(qwen3_5, reentrant):
-    model = tiny_qwen3_5()
+def test_gradient_checkpointing(qwen3_5, name, reentrant):
+    model = tiny(name)
     expected = step_of(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     qwen3_5.kernelize(model)
     step_of(model).assert_same(expected, FACTOR)
 
 
-def test_lora(qwen3_5):
+@every_family
+def test_lora(qwen3_5, name):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    adapted = ["in_proj_qkv", "out_proj", "q_proj", "up_proj"]
-    model = get_peft_model(tiny_qwen3_5(), LoraConfig(r=4, init_lora_weights=False, target_modules=adapted))
+    mlp = {"qwen3_5": "mlp.", "qwen3_5_moe": "shared_expert."}.get(name)  # PEFT adapts Qwen3-Next's only with the experts' parameters
+    adapted = r".*\.(in_proj_qkv|in_proj_qkvz|out_proj|q_proj" + (rf"|{mlp}up_proj|{mlp}down_proj)" if mlp else ")")
+    model = get_peft_model(tiny(name), LoraConfig(r=4, init_lora_weights=False, target_modules=adapted))
     expected = step_of(model)
     qwen3_5.kernelize(model)
     step_of(model).assert_same(expected, FACTOR)
 
 
+@every_family
 @pytest.mark.parametrize("kind", ("hf", "trl"))
-def test_a_trainer_with_packed_rows(qwen3_5, tmp_path, kind):
+def test_a_trainer_with_packed_rows(qwen3_5, name, tmp_path, kind):
     """Trainer and TRL's SFT, whose collators give position_ids alone, beside transformers with each document in a padded row of its own."""
     from transformers import DataCollatorWithFlattening
 
@@ -107,17 +128,74 @@ def test_a_trainer_with_packed_rows(qwen3_5, tmp_path, kind):
         found = [{"input_ids": e["input_ids"], "labels": e["input_ids"], "attention_mask": [1] * len(e["input_ids"])} for e in examples]
         return {name: torch.tensor([e[name] + [pad] * (length - len(e[name])) for e in found]) for name, pad in fill.items()}
 
-    apart = run(kind, tiny_qwen3_5(), tmp_path, "cpu", data_collator=padded, **options)
+    apart = run(kind, tiny(name), tmp_path, "cpu", data_collator=padded, **options)
     packing = {"padding_free": True, "max_length": None} if kind == "trl" else {"data_collator": DataCollatorWithFlattening()}
-    found = run(kind, qwen3_5.kernelize(tiny_qwen3_5()), tmp_path, "cpu", **packing, **options)
+    found = run(kind, qwen3_5.kernelize(tiny(name)), tmp_path, "cpu", **packing, **options)
     assert found.losses == pytest.approx(apart.losses, rel=1e-3)
     for name, gradient in apart.gradients[0].items():  # of the few numbers of A_log and dt_bias most cancels
         if not name.endswith(("A_log", "dt_bias")):
             assert_close(found.gradients[0][name], gradient, torch.float32, name, FACTOR)
 
 
-def test_padding(qwen3_5):
-    model = tiny_qwen3_5()
+@every_family
+def test_weights_side_by_side_and_products_made_again(qwen3_5, name):
+    model = tiny(name, **TWO_LAYERS)
+    expected = step_of(model)
+    qwen3_5.kernelize(qwen3_5.pack(model), recompute_mlp=True)
+    step_of(model).assert_same(expected, FACTOR)
+    rows = {row.part: row.fused for row in qwen3_5.explain(model).rows}
+    assert rows["gate_proj, up_proj as one GEMM"] and "q_proj, k_proj, v_proj as one GEMM" not in rows
+
+
+@every_family
+def test_torch_compile(qwen3_5, name):
+    model = tiny(name, **TWO_LAYERS)
+    expected = step_of(model)
+    qwen3_5.kernelize(model)
+    torch._dynamo.reset()
+    model.zero_grad()
+    loss = torch.compile(model, backend="aot_eager", fullgraph=True)(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
+    loss.backward()
+    assert_close(loss, expected.loss, torch.float32, "loss")
+    for parameter_name, parameter in model.named_parameters():
+        assert_close(parameter.grad, expected.gradients[parameter_name], torch.float32, parameter_name, FACTOR)
+
+
+@every_family
+def test_what_is_said_of_a_layer(qwen3_5, name):
+    model = tiny(name)
+    qwen3_5.kernelize(model)
+    half = "norm, router, experts, shared expert" if name in SPARSE else "norm, gate_proj, up_proj, down_proj"
+    rows = {row.part: row for row in qwen3_5.explain(model).rows}
+    assert rows[half].fused and rows[half].count == 4 and rows["delta net"].fused and rows["delta net"].count == 3
+    assert not rows["attention with its gate"].fused and "one by one" in rows["attention with its gate"].reason
+    model.model.layers[0].linear_attn.activation = "relu"
+    found = [row for row in qwen3_5.explain(model).rows if row.part == "delta net" and not row.fused]
+    assert [row.count for row in found] == [1] and "expected 4 and silu" in found[0].reason
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("change", ("router", "expert", "gate", "logits"))
+def test_a_sparse_layer_with_something_that_listens_is_called(qwen3_5, name, change):
+    model = tiny(name, **TWO_LAYERS)
+    inputs = {"output_router_logits": True} if change == "logits" else {}
+    expected = step_of(model, **inputs)
+    qwen3_5.kernelize(model)
+    block, called = model.model.layers[1].mlp, []
+    part = {"router": block.gate, "expert": block.shared_expert, "gate": block.shared_expert_gate}.get(change)
+    if part is not None:
+        part.register_forward_hook(lambda *args: called.append(change))
+        assert any("shared" in row.part and not row.fused for row in qwen3_5.explain(model).rows)
+    found = step_of(model, **inputs)
+    found.assert_same(expected, FACTOR)
+    assert called == [change] * (part is not None)
+    if change == "logits":
+        assert_close(found.output.aux_loss, expected.output.aux_loss, torch.float32, "auxiliary loss")
+
+
+@every_family
+def test_padding(qwen3_5, name):
+    model = tiny(name)
     mask = (torch.arange(80) >= torch.tensor([[0], [30]])).long()
     inputs = {"attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)}
     expected = step_of(model, **inputs)
@@ -141,10 +219,10 @@ def functions_put_back():
 
 
 @needs_decorators
-@pytest.mark.parametrize("name", ("qwen3_next", "qwen3_5_moe"))
+@pytest.mark.parametrize("name", SPARSE)
 def test_models_that_open_functions_to_the_hub(qwen3_5, functions_put_back, name, monkeypatch):
     """Qwen3-Next and Qwen3.5-MoE by the mapping alone: a training step, generated text, and documents in a row."""
-    model = tiny_sparse(name)
+    model = tiny(name)
     tokens = {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False}
     expected = Step(model, **tokens)
     prompt = {"inputs": TOKENS[:, :20], "max_new_tokens": 6, "do_sample": False}
@@ -177,19 +255,6 @@ def test_models_that_open_functions_to_the_hub(qwen3_5, functions_put_back, name
     assert torch.allclose(packed, alone, atol=1e-4)  # experts of a whole row sum in another order
 
 
-def tiny_sparse(name):
-    """A Qwen3-Next or a Qwen3.5-MoE of four layers, in training mode, always with the same weights."""
-    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
-    if name == "qwen3_next":
-        config = importlib.import_module("transformers.models.qwen3_next.configuration_qwen3_next").Qwen3NextConfig
-        cls = module.Qwen3NextForCausalLM
-    else:
-        config = importlib.import_module("transformers.models.qwen3_5_moe.configuration_qwen3_5_moe").Qwen3_5MoeTextConfig
-        cls = module.Qwen3_5MoeForCausalLM
-    return tiny_qwen3_5(config=config, cls=cls, **sizes)
-
-
 def test_a_convolution_of_other_taps_in_a_row_of_documents_is_refused(qwen3_5):
     convolve = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.delta_net").convolution_function
     x, weight = torch.randn(1, 4, 9), torch.randn(4, 3)
@@ -220,14 +285,15 @@ def test_the_hubs_mapping(qwen3_5, functions_put_back):
     step_of(model).assert_same(expected, FACTOR)
 
 
-def test_the_kernels_in_a_model(qwen3_5):
+@every_family
+def test_the_kernels_in_a_model(qwen3_5, name):
     """One layer of each kind in bf16, with heads of the kernels' size, in the interpreter."""
     from interpreter.backend import interpreting
     from tools.kernel_package import ROOT, read_package
     from tools.targets import operations
 
-    model = tiny_qwen3_5(torch.bfloat16, 128, linear_num_key_heads=1, linear_num_value_heads=2, num_hidden_layers=2,
-                 layer_types=["linear_attention", "full_attention"])
+    chosen = {"num_experts_per_tok": 4} if name in SPARSE else {}
+    model = tiny(name, torch.bfloat16, width=128, linear_num_key_heads=1, linear_num_value_heads=2, **TWO_LAYERS, **chosen)
     tokens = random_tokens(1, 70)
     inputs = {"input_ids": tokens, "labels": tokens}
     exact = step_of(copy.deepcopy(model).float(), **inputs)
@@ -235,9 +301,12 @@ def test_the_kernels_in_a_model(qwen3_5):
     qwen3_5.apply()
     with interpreting(runtime_of(qwen3_5), operations(read_package(ROOT / "packages/qwen3_5"))):
         found = step_of(model, **inputs)
-        assert {"delta_walk", "delta_inverse", "short_conv_backward"} <= {name.partition("-")[0] for name in launched(qwen3_5)}
+        kernels_run = {name.partition("-")[0] for name in launched(qwen3_5)}
+    assert {"delta_walk", "delta_inverse", "short_conv_backward"} <= kernels_run
+    assert (name in SPARSE) == ({"swiglu_rows_forward", "swiglu_rows_backward", "token_sum"} <= kernels_run)
     for step in (found, before, exact):
-        step.gradients = {name: grad for name, grad in step.gradients.items() if grad.numel() > 64 and "in_proj_a" not in name}
+        kept = (pair for pair in step.gradients.items() if pair[1].numel() > 64 and not LUCK.intersection(pair[0].split(".")))
+        step.gradients = dict(kept)
     found.assert_as_exact_as(before, exact)
 
 

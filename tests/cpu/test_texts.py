@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.decoder_families import tiny
-from tests.models import Step, random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_5, tiny_qwen3_moe
+from tests.models import Step, random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_5, tiny_qwen3_5_sparse, tiny_qwen3_moe
 from tools import transformers_texts as tool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,12 +22,14 @@ KNOWN = runpy.run_path(str(tool.KNOWN))
 TEXTS, TESTED = KNOWN["TEXTS"], KNOWN["TESTED"]
 TOKENS = random_tokens(2, 9)
 LABELS = {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False}
-QWEN3, MOE, GPT_OSS, GEMMA3, QWEN3_5 = (
-    f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "qwen3_moe", "gpt_oss", "gemma3", "qwen3_5")
+QWEN3, MOE, GPT_OSS, GEMMA3, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT = (
+    f"transformers.models.{name}.modeling_{name}"
+    for name in ("qwen3", "qwen3_moe", "gpt_oss", "gemma3", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 )
 MODELS = {
     **{QWEN3: tiny_model, MOE: tiny_qwen3_moe, GPT_OSS: tiny_gpt_oss, GEMMA3: functools.partial(tiny, "gemma3_text")},
     QWEN3_5: tiny_qwen3_5,
+    **{module: functools.partial(tiny_qwen3_5_sparse, module.split(".")[2]) for module in (QWEN3_5_MOE, QWEN3_NEXT)},
 }
 
 # What goes with a text, beside which everything stays on.
@@ -94,7 +96,8 @@ def changed(source, name):
 
 def cases():
     """(package, module, name): each text with Qwen3's package, and with the others those of a family and one of each shared module."""
-    for package, families in (("qwen3", (QWEN3, MOE)), ("gpt_oss", (GPT_OSS,)), ("decoders", (GEMMA3,)), ("qwen3_5", (QWEN3_5,))):
+    of_packages = {"qwen3": (QWEN3, MOE), "gpt_oss": (GPT_OSS,), "decoders": (GEMMA3,), "qwen3_5": (QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT)}
+    for package, families in of_packages.items():
         for module, names in TEXTS.items():
             count = len(names) if module in families or (module in LEFT_BY_MODULE and package == "qwen3") else 0
             for name in list(names)[: max(count, package == "gpt_oss" and module in LEFT_BY_MODULE)]:

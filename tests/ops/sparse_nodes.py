@@ -5,6 +5,7 @@ import importlib
 import torch
 
 from tests.ops.common import BF16, FP32, errors_in, exact, leaf, on_cpu, randn
+from tests.ops.decoder_nodes import lay_side_by_side
 from tests.ops.experts import experts_exact
 from tests.ops.projected_nodes import projected, projections_of
 from tests.ops.rms_norm import rms_norm_exact
@@ -25,18 +26,24 @@ def _inputs(dtype, device, tokens, hidden, width, experts):
     return {name: leaf(tensor) for name, tensor in made.items()}
 
 
-def norm_experts_exact(x, norm_weight, router, gate_up, down, top_k, normalised, eps):
-    """In float64, one expert after the other."""
+def norm_experts_exact(x, norm_weight, router, gate_up, down, top_k, normalised, eps, shared=None):
+    """In float64, one expert after the other. shared: the gate of the expert that every token goes to, and its projections."""
     y = rms_norm_exact(x, norm_weight, eps)
     scores, expert = torch.softmax(y @ router.t(), -1).topk(top_k, -1)
     scores = scores / scores.sum(-1, keepdim=True) if normalised else scores
-    return x + experts_exact(y, expert, scores, gate_up, down)
+    out = x + experts_exact(y, expert, scores, gate_up, down)
+    if shared is None:
+        return out
+    score_gate, (gate, up, last) = shared
+    return out + torch.sigmoid(y @ score_gate.t()) * projected(torch.nn.functional.silu(projected(y, gate)) * projected(y, up), last)
 
 
 def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attended=False, dropout=0.0, frozen=(), again=False, tokens=7,
-                       hidden=1024, width=20, experts=6, recompute=False):
-    """attended: with attention's output and its projection, which has an adapter, in front. frozen: names that need no gradient. again: a
-    second backward pass. In half precision the sizes must leave no choice of experts to rounding."""
+                       hidden=1024, width=20, experts=6, recompute=False, shared=0, packed=False):
+    """attended: with attention's output and its projection, which has an adapter, in front. frozen: names that need no gradient, "shared"
+    for the projections of the shared expert. again: a second backward pass. shared: width of the expert that every token goes to, whose
+    gate, up and down have adapters; 0 for none. packed: gate and up lie side by side. In half precision the sizes must leave no choice of
+    experts to rounding."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.sparse")
     leaves = _inputs(dtype, device, tokens, hidden, width, experts)
     exacts = {name: exact(tensor) for name, tensor in leaves.items()}
@@ -47,23 +54,40 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
         (o, *_), (o64, *_) = projections_of(ops, [(hidden, FEATURES)], dtype == FP32, dropout)
         kind = None if dtype == BF16 else dtype
         o = type(o)(*(None if part is None else leaf(part.to(device, kind)) for part in o[:5]), *o[5:]), o64
-    for name in frozen:
+    of_shared = of_shared64 = ()
+    if shared:
+        leaves["score_gate"] = leaf(randn(1, hidden, dtype=dtype, device=device, seed=5, scale=hidden**-0.5))
+        exacts["score_gate"] = exact(leaves["score_gate"])
+        shapes = [(shared, hidden), (shared, hidden), (hidden, shared)]
+        of_shared, of_shared64 = projections_of(ops, shapes, dtype == FP32, dropout, seed=11, ranks=(0, 5, 3, 4))
+        of_shared, of_shared64 = ([one._replace(adapter_bias=None) if i == 2 else one for i, one in enumerate(each)]
+                                  for each in (of_shared, of_shared64))
+        if packed:
+            lay_side_by_side(ops, [one.weight for one in of_shared[:2]])
+        kind = None if dtype == BF16 else dtype
+        of_shared = [type(one)(*(None if part is None else leaf(part.to(device, kind)) for part in one[:5]), *one[5:]) for one in of_shared]
+        for one in of_shared if "shared" in frozen else ():
+            for part in one[:5]:
+                if part is not None:
+                    part.requires_grad_(False)
+    for name in set(frozen) - {"shared"}:
         leaves[name].requires_grad_(False)
-    x, norm_weight, router, *weights = leaves.values()
+    x, norm_weight, router, *weights = list(leaves.values())[:5]
     torch.manual_seed(3)
     spec = importlib.import_module(f"{ops.__name__}.shared.decoder.spec")
     arguments = x, norm_weight, nodes.Router(router, top_k, normalised), nodes.ExpertTensors(*weights), spec.Outputs(before=spec.Norm(0.5))
-    y = nodes.norm_experts(*arguments, attended=before[0], o=o[0], recompute=recompute)
+    expert = nodes.SharedExpert(leaves["score_gate"], of_shared) if shared else None
+    y = nodes.norm_experts(*arguments, attended=before[0], o=o[0], recompute=recompute, shared=expert)
     dy = randn(*y.shape, dtype=dtype, device=device, seed=9)
     if again:
         y.backward(dy, retain_graph=True)
-        for tensor in leaves.values():
+        for tensor in (*leaves.values(), *(part for one in of_shared for part in one[:5] if part is not None)):
             tensor.grad = None
     y.backward(dy)
     torch.manual_seed(3)
-    x64, *rest = exacts.values()
+    x64, *rest = list(exacts.values())[:5]
     total = x64 + projected(before[1], o[1]) if attended else x64
-    y64 = norm_experts_exact(total, *rest, top_k, normalised, 0.5)
+    y64 = norm_experts_exact(total, *rest, top_k, normalised, 0.5, (exacts["score_gate"], of_shared64) if shared else None)
     y64.backward(dy.double().cpu())
     assert_close(y, y64, dtype, "norm and experts", 2)
     for name, tensor in leaves.items():
@@ -72,9 +96,26 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
             continue
         assert tensor.grad.dtype == tensor.dtype
         assert_close(tensor.grad, exacts[name].grad, dtype, f"gradient of norm and experts: {name}", 3)
+    parts, parts64 = ([part for one in each for part in one[:5]] for each in (of_shared, of_shared64))
+    for found, wanted in zip(parts, parts64, strict=True):
+        if found is not None and "shared" in frozen:
+            assert found.grad is None
+        elif found is not None:
+            assert_close(found.grad, wanted.grad, dtype, "gradient of the shared expert", 3)
     for found, wanted in zip((before[0], *(o[0] or ())[:5]), (before[1], *(o[1] or ())[:5]), strict=True):
         if found is not None:
             assert_close(found.grad, wanted.grad, dtype, "gradient of attention's output or its projection", 3)
+
+
+def check_shared_expert(ops, device):
+    """The expert that every token goes to: alone, behind attention, with gate and up side by side, made again, and partly frozen."""
+    check_norm_experts(ops, device, shared=40, top_k=3, normalised=False)
+    check_norm_experts(ops, device, BF16, top_k=6, shared=24, attended=True)
+    check_norm_experts(ops, device, shared=24, recompute=True, again=True)
+    check_norm_experts(ops, device, shared=24, packed=True, frozen=("shared",))
+    check_norm_experts(ops, device, shared=24, frozen=("x", "norm_weight", "gate_up", "down", "router", "shared"))
+    check_norm_experts(ops, device, shared=24, frozen=("x", "norm_weight", "gate_up", "down", "router", "score_gate"))
+    check_norm_experts(ops, device, tokens=0, shared=24)
 
 
 def check_parts_of_norm_experts_that_are_frozen(ops, device):
@@ -92,6 +133,7 @@ CHECKS = {
     "norm_experts_dropout": on_cpu(check_norm_experts, BF16, attended=True, dropout=0.25),
     "norm_experts_frozen": on_cpu(check_parts_of_norm_experts_that_are_frozen),
     "norm_experts_recomputed": on_cpu(check_norm_experts, recompute=True, frozen=("gate_up", "router")),
+    "norm_experts_shared": on_cpu(check_shared_expert),
     "norm_experts_again": on_cpu(check_norm_experts, again=True, frozen=("gate_up", "router")),
 }
 MUTANTS = [
@@ -115,6 +157,16 @@ MUTANTS = [
          ("dy.addmm_(dlogits, router_weight)", "pass"),
          ("torch.mm(dlogits.t(), y)", "torch.mm(dlogits.t(), x)"),
          ("spec.outputs, dy, dout, tensors", "spec.outputs, dy, torch.zeros_like(dout), tensors")),
+    *errors_in("shared/decoder/shared_expert.py", "norm_experts_shared", "shared_backward",
+         ("score * (1 - score)", "score"),
+         (".addmm_(dlogit, gate)", ""),
+         ("inner.input_gradient(grads, dlow, both)", "inner.input_gradient(grads, None, both)")),
+    *errors_in("shared/decoder/shared_expert.py", "norm_experts_shared", "shared_forward",
+         ("onto=found, out=found", "onto=0 * found, out=found")),
+    *errors_in("shared/decoder/sparse.py", "norm_experts_shared", "_NormExperts.backward",
+         ("dy += dshared.y", "pass"),
+         ("or again or of_shared", "or again"),
+         ("gate_and_up(y, shared.inner", "gate_and_up(0 * y, shared.inner")),
     *errors_in("shared/decoder/steps.py", "norm_experts_attended", "join_backward",
          ("o.input_gradient((branch,), dlow)", "o.input_gradient((branch,), None)"),
          ("o.gradients((branch,)", "o.gradients((2 * branch,)")),

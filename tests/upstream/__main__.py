@@ -31,7 +31,7 @@ def transformers_tests() -> dict[str, tuple[str, ...]]:
     """transformers' tests of the models of each package: those of the decoders' are of its rows."""
     modules = [own.family.modeling.split(".")[2] for own in family_table.rows()]
     named = {".": ("qwen3", "qwen3_moe"), "packages/gpt-oss": ("gpt_oss",), "packages/decoders": tuple(modules)}
-    named["packages/qwen3_5"] = ("qwen3_5",)
+    named["packages/qwen3_5"] = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
     return {package: tuple(f"tests/models/{name}/test_modeling_{name}.py" for name in names) for package, names in named.items()}
 
 

@@ -3,6 +3,8 @@ and its top-k experts, with both residual connections.
 
     n = norm(x)      p = softmax(router(n))      y = x + sum over the top-k experts e of p[e] * expert_e(n)
 
+One more expert, which every token goes to, may add to that (`shared_expert`).
+
 As in `steps`, what is saved is small: the residual stream, one number a row, the experts that were chosen, and the output of the
 first grouped GEMM. The normalised input, the rows that are gathered of it and the gated rows are computed again in the backward pass, bit
 for bit.
@@ -15,14 +17,35 @@ import torch
 from torch.nn.functional import linear
 
 from ..ops.autocast import outside_autocast, without_autocast
-from ..ops.common import accumulation_dtype, apply_function, autocasts, describe, fail, need_floats, needs_formula, once_differentiable
+from ..ops.common import (
+    accumulation_dtype,
+    always,
+    apply_function,
+    autocasts,
+    describe,
+    fail,
+    need_floats,
+    needs_formula,
+    once_differentiable,
+)
 from ..ops.experts import experts_backward, experts_forward, experts_reference, first_gemm
 from ..ops.grouped_gemm import Groups
 from ..ops.routing import Routing
 from .nodes import add_branch_reference, check_attended, check_like
 from .norms import norm_reference
-from .projection import FourBitWeight, Projection, layout_of, needs_in_parts, projection_reference, tensors_of
+from .projection import FourBitWeight, Layout, Parts, Projection, layout_of, needs_in_parts, projection_reference, tensors_of
 from .projections import Projections
+from .shared_expert import (
+    SharedExpert,
+    SharedGradients,
+    SharedGroups,
+    SharedNeeds,
+    check_shared,
+    gate_and_up,
+    shared_backward,
+    shared_forward,
+    shared_reference,
+)
 from .spec import Outputs
 from .steps import Joined, OutputNeeds, OutputTensors, join_backward, join_forward, need_join, normed_again
 
@@ -108,7 +131,9 @@ def router_backward(dscores, scores, expert, logits, shape, normalised, dtype) -
     return dlogits.scatter_add_(1, expert, of_scores).to(dtype)
 
 
-def norm_experts_reference(spec: SparseSpec, tensors: OutputTensors, router: Router, weights: ExpertTensors, o) -> torch.Tensor:
+def norm_experts_reference(
+    spec: SparseSpec, tensors: OutputTensors, router: Router, weights: ExpertTensors, o, shared: Optional[SharedExpert]
+) -> torch.Tensor:
     """What `norm_experts` returns, in PyTorch."""
     x, attended, after, before, _ = tensors
     if o is not None and attended is not None:
@@ -116,27 +141,59 @@ def norm_experts_reference(spec: SparseSpec, tensors: OutputTensors, router: Rou
     y = (x if before is None else norm_reference(spec.outputs.before, x, before)).reshape(-1, x.shape[-1])
     scores, expert = choose_experts(linear(y, router.weight, router.bias), spec.top_k, spec.normalised, spec.by_logits)
     out = experts_reference(y, expert, scores.to(y.dtype), *weights, *spec.gate)
-    return x + out.view(x.shape)
+    return x + (out if shared is None else out + shared_reference(y, shared)).view(x.shape)
+
+
+class SparseGroups(NamedTuple):
+    """The projections of the node: attention's output projection, and those of the shared expert; None for what there is none of."""
+
+    o: Optional[Projections]
+    shared: Optional[SharedGroups]
+
+
+def _groups_of(found: Sequence) -> SparseGroups:
+    """What there is for each of `layout_of`'s groups, by its name: o's first, where there is one, then the shared expert's two."""
+    return SparseGroups(found[0] if len(found) % 2 else None, SharedGroups(*found[-2:]) if len(found) > 1 else None)
+
+
+def _projections(layout: Layout, parts: Sequence) -> list:
+    whole, last = layout.whole_of(layout.present(parts)), len(layout.groups) - 2
+    groups = zip(layout.groups, layout.by_group(parts))
+    return [Projections(group, of_group, whole if number == last else None) for number, (group, of_group) in enumerate(groups)]
+
+
+def _loaded(layout: Layout, parts: Sequence, made: Sequence) -> list:
+    """As `_projections`, in a backward pass."""
+    whole, last, found = layout.whole_of(layout.present(parts)), len(layout.groups) - 2, []
+    for number, (group, of_group) in enumerate(zip(layout.groups, layout.by_group(parts))):
+        projections, made = Projections.loaded(group, of_group, made, whole if number == last else None)
+        found.append(projections)
+    return found
 
 
 class _NormExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, layout, recompute, x, attended, after, before, router_weight, router_bias, *parts):
+    def forward(ctx, layout, recompute, x, attended, after, before, router_weight, router_bias, shared_gate, *parts):
         spec, tensors = layout.spec, OutputTensors(x, attended, after, before, None)
         weights, parts = ExpertTensors(*parts[:4]), parts[4:]
-        o = Projections(layout.groups[0], parts) if parts else None
+        projections = _projections(layout, parts)
+        o, shared = _groups_of(projections)
         joined = join_forward(spec.outputs, tensors, o, x.dtype)
         logits = linear(joined.y, router_weight, router_bias)
         scores, expert = choose_experts(logits, spec.top_k, spec.normalised, spec.by_logits)
         found, gate_up, *routing = experts_forward(joined.y, expert, _rounded(scores, x.dtype), *weights, *spec.gate)
+        shared_score = both = None
+        if shared is not None:
+            shared_score, both = shared_forward(joined.y, shared_gate, shared, found)
         total, _, *of_join = joined
         del joined
         if recompute:
-            gate_up = None
-        made = [] if o is None else o.made()
+            gate_up = both = None
+        made = [tensor for each in projections for tensor in each.made()]
         ctx.save_for_backward(
-            *(attended, after, before, router_weight, *weights, total, *of_join),
-            *(scores, expert, None if spec.normalised else logits, gate_up, *routing, *layout.to_save(parts), *made),
+            *(attended, after, before, router_weight, shared_gate, *weights, total, *of_join),
+            *(scores, expert, None if spec.normalised else logits, gate_up, *routing, shared_score, both),
+            *(*layout.to_save(parts), *made),
         )
         ctx.layout, ctx.shape, ctx.count, ctx.written_over = layout, x.shape, len(parts), False
         # Not a view of the flat result: FSDP's hooks warn of a module that returns a view.
@@ -149,21 +206,27 @@ class _NormExperts(torch.autograd.Function):
     @outside_autocast
     def backward(ctx, dout):
         spec, (_, _, *needs) = ctx.layout.spec, ctx.needs_input_grad
-        attended, after, before, router_weight, gate_up_weight, down_weight, gate_up_bias, down_bias, *saved = ctx.saved_tensors
-        x, o_out, rstd, o_rstd, scores, expert, logits, gate_up, order, position, ends, *saved = saved
-        need_x, need_attended, need_after, need_before, need_router, need_bias, *needs = needs
+        attended, after, before, router_weight, shared_gate, *saved = ctx.saved_tensors
+        gate_up_weight, down_weight, gate_up_bias, down_bias, x, o_out, rstd, o_rstd, *saved = saved
+        scores, expert, logits, gate_up, order, position, ends, shared_score, both, *saved = saved
+        need_x, need_attended, need_after, need_before, need_router, need_bias, need_gate, *needs = needs
         need, of_weights = OutputNeeds(need_x, need_attended, need_after, need_before, False), ExpertNeeds(*needs[:4])
-        need_o = needs_in_parts(needs[4:])
+        of_parts = [needs_in_parts(each) for each in ctx.layout.by_group(needs[4:])]
+        need_o = of_parts[0] if len(of_parts) % 2 else []
         need_total = need_join(need, need_o)
+        o, shared = _groups_of(_loaded(ctx.layout, saved[: ctx.count], saved[ctx.count :]))
         need_logits = need_total or need_router or need_bias
         dout, weights = dout.reshape(x.shape), ExpertTensors(gate_up_weight, down_weight, gate_up_bias, down_bias)
         again = gate_up is None or ctx.written_over  # which it is in a second backward pass (retain_graph)
+        need_shared = SharedNeeds(need_total, need_gate, *of_parts[-2:]) if shared is not None else None
+        of_shared = need_shared is not None and (need_gate or any(each.weight or each.a for each in need_shared.inner))
         y = x  # of which `experts_backward` then reads the shape alone
-        if of_weights.gate_up or need_router or again:
+        if of_weights.gate_up or need_router or again or of_shared:
             y = normed_again(spec.outputs.before, x, before, rstd, x.dtype)
         if again:
             groups = Groups(ends, expert.numel())
             gate_up = first_gemm(y, gate_up_weight, order, groups, expert.shape[1], spec.gate.transposed)
+            both = None if shared is None else gate_and_up(y, shared.inner, again=True)
         ctx.written_over = True
         inputs, routing = (y, expert, _rounded(scores, x.dtype), *weights), Routing(order, position, ends)
         dy, dscores, *found = experts_backward(dout, inputs, gate_up, routing, spec.gate, [need_total, need_logits, *of_weights])
@@ -175,17 +238,27 @@ class _NormExperts(torch.autograd.Function):
             dlogits = router_backward(dscores, scores, expert, logits, shape, spec.normalised, x.dtype)
             drouter = torch.mm(dlogits.t(), y) if need_router else None
             dbias = dlogits.sum(0) if need_bias else None
-        del y
+        dshared = SharedGradients(None, None, [], [])
+        if shared is not None and need_shared is not None and _any_shared(need_shared):
+            dshared = shared_backward(dout, always(y), shared_gate, shared_score, both, shared, need_shared)
+        elif shared is not None:
+            dshared = dshared._replace(inner=[Parts()] * 2, down=[Parts()])
+        del y, both
         gradients: list = [None] * (len(need) - 1)
-        dparts: list = [None] * ctx.count
+        do = [Parts()] * len(need_o)
         if need_total:
             dy.addmm_(dlogits, router_weight)
-            o = Projections.loaded(ctx.layout.groups[0], saved[: ctx.count], saved[ctx.count :])[0] if ctx.count else None
+            if dshared.y is not None:
+                dy += dshared.y
             tensors, joined = OutputTensors(x, attended, after, before, None), Joined(x, x, o_out, rstd, o_rstd)
             *gradients, do = join_backward(spec.outputs, dy, dout, tensors, joined, o, need, need_o)
-            dparts = [gradient for each in do for gradient in each]
+        dparts = [gradient for each in (*do, *dshared.inner, *dshared.down) for gradient in each]
         dx, *gradients = gradients
-        return (None, None, None if dx is None else dx.view(ctx.shape), *gradients, drouter, dbias, *dweights, *dparts)
+        return (None, None, None if dx is None else dx.view(ctx.shape), *gradients, drouter, dbias, dshared.gate, *dweights, *dparts)
+
+
+def _any_shared(need: SharedNeeds) -> bool:
+    return bool(need.y or need.gate or any(any(each) for each in (*need.inner, *need.down)))
 
 
 def norm_experts(
@@ -199,9 +272,12 @@ def norm_experts(
     o: Optional[Projection] = None,
     after: Optional[torch.Tensor] = None,
     recompute: bool = False,
+    shared: Optional[SharedExpert] = None,
 ) -> torch.Tensor:
     """Computes total plus the weighted sum of what the experts that the router chooses make of before(total), with total = x or, with
     `attended`, x + after(o(attended)).
+
+    With `shared`, what that expert makes of every token is added, times its score.
 
     Differentiable in all tensors; nothing is computed for a weight that does not require a gradient.
 
@@ -215,23 +291,29 @@ def norm_experts(
         attended: [tokens, features], attention's output.
         o: attention's output projection, whose tensors may be float32 where x is narrower.
         recompute: whether the experts' first products are made again in the backward pass, bit for bit, instead of kept.
+        shared: the shared expert, whose projections' tensors may be float32 where x is narrower.
 
     Returns:
         [..., hidden].
 
     Raises:
-        ValueError: when shapes, dtypes or devices do not fit. All but o's tensors are of x's dtype and device.
+        ValueError: when shapes, dtypes or devices do not fit. All but the projections' tensors are of x's dtype and device.
     """
-    tensors, projections = OutputTensors(x, attended, after, before, None), () if o is None else (o,)
+    tensors, groups = OutputTensors(x, attended, after, before, None), [] if o is None else [(o,)]
     _check(tensors, router, weights, spec, gate, o)
-    parts = tensors_of(projections)
+    shared_gate = None
+    if shared is not None:
+        check_shared(x, shared)
+        shared_gate, groups = shared.gate, [*groups, tuple(shared.projections[:2]), tuple(shared.projections[2:])]
+    parts = [part for group in groups for part in tensors_of(group)]
     dense = [part for part in parts if not isinstance(part, FourBitWeight)]
     description = SparseSpec(spec, gate, router.top_k, router.normalised, router.by_logits)
     with without_autocast(x.device) if autocasts(x.device) else nullcontext():
-        if needs_formula(*tensors, router.weight, router.bias, *weights, *dense):
-            return norm_experts_reference(description, tensors, router, weights, o)
-        layout = layout_of(description, [projections] * len(projections), x.dtype)
-        return apply_function(_NormExperts, layout, bool(recompute), *tensors[:-1], router.weight, router.bias, *weights, *parts)
+        if needs_formula(*tensors, router.weight, router.bias, shared_gate, *weights, *dense):
+            return norm_experts_reference(description, tensors, router, weights, o, shared)
+        layout = layout_of(description, groups, x.dtype)
+        of_node = *tensors[:-1], router.weight, router.bias, shared_gate
+        return apply_function(_NormExperts, layout, bool(recompute), *of_node, *weights, *parts)
 
 
 def _check(

@@ -135,7 +135,8 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]
         rows.append((part, next((found.of(name) for name, found in reasons if isinstance(found, Reason)), None)))
     if family.sparse is not None and is_sparse(block):
         found = sparse_block_or_reason(own, family.sparse, block, x, dtype)
-        rows.append(("norm, router, experts", found if isinstance(found, Reason) else None))
+        names = "norm, router, experts" + (", shared expert" if family.sparse.shared else "")
+        rows.append((names, found if isinstance(found, Reason) else None))
     return rows
 
 
@@ -260,8 +261,8 @@ def _finish(own: FusedLayer, layer, attended, x):
         o_proj = _parts(parts["self_attn"])["o_proj"]
         o = None if (found is None and experts is None) or attended.dtype != dtype else projections((o_proj,), dtype, wider)
     if o is not None and experts is not None:
-        router, weights, options = experts
-        return norm_experts(x, _weight(before), router, weights, spec, options, attended, o[0], _weight(after), recompute)
+        router, weights, options, shared = experts
+        return norm_experts(x, _weight(before), router, weights, spec, options, attended, o[0], _weight(after), recompute, shared)
     if o is not None and found is not None:
         return norm_mlp(x, _weight(before), (*o, *found), spec, attended, _weight(after), _weight(behind), dtype, recompute)
     output = attended if o_proj is None else o_proj(attended.view(*x.shape[:-1], -1))
@@ -269,8 +270,8 @@ def _finish(own: FusedLayer, layer, attended, x):
         return _finish_apart(own, spec, layer, output, x)
     total = _branch(spec, spec.after, after, output.reshape(x.shape)) + x
     if experts is not None:
-        router, weights, options = experts
-        return norm_experts(total, _weight(before), router, weights, spec, options, recompute=recompute)
+        router, weights, options, shared = experts
+        return norm_experts(total, _weight(before), router, weights, spec, options, recompute=recompute, shared=shared)
     assert found is not None
     return norm_mlp(total, _weight(before), found, spec, None, None, _weight(behind), dtype, recompute)
 

@@ -1,7 +1,7 @@
 """The forward of a gated delta net of Qwen3.5, Qwen3.5-MoE and Qwen3-Next, with documents that do not see each other."""
 
 import sys
-from typing import Optional
+from typing import List, Optional, Tuple
 
 import torch
 from torch.nn.functional import softplus
@@ -9,9 +9,25 @@ from torch.nn.functional import softplus
 from ..ops.gated_delta_rule import gated_delta_rule, gated_delta_step
 from ..ops.gated_rms_norm import gated_rms_norm
 from ..ops.short_conv import TAPS, short_conv
-from .modules import is_plain, original_forward
+from .decoder_layer import FusedLayer
+from .explanation import MIXERS, Reason
+from .modules import is_marked, is_plain, original_forward, own_forward
 
 DOCUMENTS = "delta_cu_seqlens"  # the argument in which a model's forward hands on what it found in position_ids
+
+
+class MixedLayer(FusedLayer):
+    """A row of the table whose layers have a delta net or attention with a gate, each called as the module that it is."""
+
+    def explain(self, layer, x) -> List[Tuple[str, Optional[Reason]]]:
+        """As of `FusedLayer`, with what is said of the delta net or attention in front."""
+        parts, rows = layer.__dict__["_modules"], super().explain(layer, x)
+        name = next(name for name in self.family.mixers if name in parts)
+        if name == "linear_attn":
+            ours = is_marked(own_forward(parts[name]))
+            text = why_not_ours(parts[name]) or ("" if ours else "its forward is transformers' own, or hooked")
+            return [(MIXERS[name], Reason("called", text) if text else None), *rows]
+        return [(MIXERS[name], Reason("called", "projections, norms, rotary embedding and gate run one by one")), *rows]
 
 
 def documents_of(position_ids: torch.Tensor) -> Optional[torch.Tensor]:
@@ -81,15 +97,25 @@ def delta_net_forward(self, hidden_states, cache_params=None, attention_mask=Non
     hidden_states = sys.modules[type(self).__module__].apply_mask_to_padding_states(hidden_states, attention_mask)
     if documents is not None and shape[0] > 1:
         hidden_states = hidden_states.reshape(1, -1, shape[2])
-    mixed = _convolved(self, self.in_proj_qkv(hidden_states), cache_params, documents)
+    mixed, z, b, a = _projected(self, hidden_states)
+    mixed = _convolved(self, mixed, cache_params, documents)
     q, k, v = mixed.split((self.key_dim, self.key_dim, self.value_dim), -1)
     q, k, v = (x.unflatten(-1, (-1, width)) for x, width in ((q, self.head_k_dim), (k, self.head_k_dim), (v, self.head_v_dim)))
-    beta = self.in_proj_b(hidden_states).sigmoid()
-    g = -self.A_log.float().exp() * softplus(self.in_proj_a(hidden_states).float() + self.dt_bias)
+    beta = b.sigmoid()
+    g = -self.A_log.float().exp() * softplus(a.float() + self.dt_bias)
     out = _ruled(self, q, k, v, g, beta, cache_params, documents)
-    z = self.in_proj_z(hidden_states)
+    z = self.in_proj_z(hidden_states) if z is None else z
     out = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
     return self.out_proj(out.reshape(*shape[:2], -1))
+
+
+def _projected(self, hidden_states):
+    """(q, k and v of all heads side by side, z or None where it has a projection of its own, b, a), [batch, tokens, channels] each."""
+    if "in_proj_qkv" in self._modules:
+        return self.in_proj_qkv(hidden_states), None, self.in_proj_b(hidden_states), self.in_proj_a(hidden_states)
+    # Qwen3-Next's projections hold q, k, v and z, and b and a, of one key head after the other.
+    q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states))
+    return torch.cat([x.flatten(2) for x in (q, k, v)], -1), z, b, a
 
 
 def _convolved(self, mixed, cache, documents):

@@ -10,7 +10,7 @@ from . import trl
 from .attention_choice import name_that_is_kept, why_no_kernel
 from .capture import captured_passes
 from .causal_lm import why_head_is_not_plain, why_logits_are_wanted, why_loss_is_not_standard
-from .explanation import Explanation, Reason, explanation_of, no_kernels
+from .explanation import MIXERS, Explanation, Reason, explanation_of, no_kernels
 from .modules import is_marked, plain_weight
 from .packing import GROUPS
 from .wrapped import inside
@@ -22,10 +22,11 @@ def _runs_ours(module) -> bool:
     return is_marked(inside(getattr(module.forward, "__func__", None)))
 
 
-def _why_apart(layer) -> List[Tuple[str, Optional[Reason]]]:
-    """[(group of weights, None or why one GEMM cannot read it as one matrix)] of a layer whose groups are plain."""
+def _why_apart(layer, rows) -> List[Tuple[str, Optional[Reason]]]:
+    """[(group of weights, None or why one GEMM cannot read it as one matrix)] of a layer whose groups are plain. rows: what was said of the
+    layer: the projections of a mixer that is called are its own."""
     found = []
-    for group in GROUPS:
+    for group in GROUPS[1:] if any(part in MIXERS.values() for part, _ in rows) else GROUPS:
         owner = next((module for module in layer.modules() if all(hasattr(module, name) for name in group)), None)
         weights = [plain_weight(getattr(owner, name, None), True) for name in group] if owner is not None else [None]
         plain = [weight for weight in weights if weight is not None]
@@ -56,7 +57,8 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
         weight = next(layer.parameters())
         norm = next((p for name, p in layer.named_parameters() if "norm" in name), weight)
         x = torch.empty((1, 1, norm.shape[-1]), dtype=norm.dtype, device=norm.device)
-        for pair in (*explain_layer(layer, x), *_why_apart(layer)):
+        rows = explain_layer(layer, x)
+        for pair in (*rows, *_why_apart(layer, rows)):
             found[pair] += 1
     for name in filter(None, (name_that_is_kept(module) for module in model.modules())):
         found["attention", Reason("named", f"attn_implementation={name!r} was asked for by name")] += 1

@@ -40,6 +40,10 @@ ADVICE = {
 }
 
 
+# What is said of a layer's mixer that is called as the module that it is, by its attribute.
+MIXERS = {"linear_attn": "delta net", "self_attn": "attention with its gate"}
+
+
 class Reason(NamedTuple):
     """Why a part of a model is not fused. code: its kind, a key of `ADVICE`; text: what is said of this part."""
 

@@ -25,11 +25,13 @@ class LayerNorms(NamedTuple):
 
 class Sparse(NamedTuple):
     """A router and its experts in the MLP's place. classes: of the block, the router and the experts. router: the block's attribute.
-    by_logits: whether experts are chosen by their logits, with the softmax over the chosen ones."""
+    by_logits: whether experts are chosen by their logits, with the softmax over the chosen ones. shared: the block's attribute with the MLP
+    that every token goes to, whose gate has that name and "_gate"; "" for none."""
 
     classes: Tuple[str, str, str]
     router: str = "gate"
     by_logits: bool = False
+    shared: str = ""
 
 
 class Family(NamedTuple):

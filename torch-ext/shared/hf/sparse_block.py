@@ -1,13 +1,26 @@
 """Takes a block of a router and experts apart into what `norm_experts` computes with."""
 
+from typing import NamedTuple, Optional, Union
+
 import torch
 
+from ..decoder.shared_expert import SharedExpert
 from ..decoder.sparse import ExpertOptions, ExpertTensors, Router
 from ..runtime.device import PLAIN
+from .adapters import projection_or_reason
 from .experts import experts_or_reason, is_default
 from .explanation import Reason
 from .families import Sparse
-from .modules import OwnForwards, is_marked, own_forward
+from .modules import OwnForwards, is_marked, is_silu, own_forward, why_not_plain
+
+
+class SparseBlock(NamedTuple):
+    """What `norm_experts` computes with."""
+
+    router: Router
+    weights: ExpertTensors
+    options: ExpertOptions
+    shared: Optional[SharedExpert]
 
 
 def is_sparse(mlp) -> bool:
@@ -15,9 +28,9 @@ def is_sparse(mlp) -> bool:
     return "experts" in mlp.__dict__["_modules"]
 
 
-def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: torch.dtype):
-    """(router, experts' weights, how they are laid out) of a block, for an input x whose products are of a dtype; or the `Reason`
-    why its router and its experts are called as the modules that they are."""
+def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: torch.dtype) -> Union[SparseBlock, Reason]:
+    """Takes a block apart, for an input x whose products are of a dtype; or gives the `Reason` why its router and its experts are called
+    as the modules that they are."""
     if torch.compiler.is_compiling():
         return Reason("called", "torch.compile")
     parts = block.__dict__["_modules"]
@@ -39,5 +52,32 @@ def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: to
     for each in (weight, *([] if bias is None else [bias]), *weights):
         if type(each) not in PLAIN or not each.dtype == x.dtype == dtype:
             return Reason("dtype", f"the weights of router and experts, the input and the products are not all {dtype}")
-    normalised = sparse.by_logits or router.norm_topk_prob
-    return Router(weight, router.top_k, normalised, bias, sparse.by_logits), ExpertTensors(*weights), ExpertOptions(**options)
+    shared = _shared_or_reason(own, sparse.shared, parts, x, dtype) if sparse.shared else None
+    if isinstance(shared, Reason):
+        return shared
+    normalised = sparse.by_logits or router.__dict__.get("norm_topk_prob", True)  # Qwen3.5-MoE's always is
+    made = Router(weight, router.top_k, normalised, bias, sparse.by_logits)
+    return SparseBlock(made, ExpertTensors(*weights), ExpertOptions(**options), shared)
+
+
+def _shared_or_reason(own: OwnForwards, name: str, parts, x, dtype: torch.dtype) -> Union[SharedExpert, Reason]:
+    """Takes the expert that every token goes to apart. name: its attribute; parts: of the block."""
+    expert, gate = parts[name], parts[f"{name}_gate"]
+    inner = expert.__dict__["_modules"]
+    if not own.run_by(expert) or not is_silu(inner["act_fn"]):
+        return Reason("hooks", f"{name} has hooks, a forward that someone else gave it, or another activation than SiLU")
+    reason = why_not_plain(gate)
+    if reason is not None:
+        return reason.of(f"{name}_gate")
+    weight = gate.__dict__["_parameters"]["weight"]
+    if weight.dtype != x.dtype:
+        return Reason("dtype", f"the weight of {name}_gate is {weight.dtype}, the input {x.dtype}")
+    found = []
+    for each in ("gate_proj", "up_proj", "down_proj"):
+        projection = projection_or_reason(inner[each], dtype)
+        if isinstance(projection, Reason):
+            return projection.of(f"{name}.{each}")
+        found.append(projection)
+    if found[-1].bias is not None or found[-1].adapter_bias is not None:
+        return Reason("bias", f"{name}.down_proj has a bias, which its score does not multiply in one product")
+    return SharedExpert(weight, found)

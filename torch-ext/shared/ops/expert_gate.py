@@ -11,7 +11,7 @@ from .common import (
     accumulation_dtype,
 )
 from .grouped_gemm import Groups
-from .routing import Routing, row_blocks
+from .routing import row_blocks
 
 Optionals = Optional[torch.Tensor]
 
@@ -108,7 +108,7 @@ def token_sum_reference(y: torch.Tensor, position: torch.Tensor) -> torch.Tensor
 def _kernels_for(gate_up: torch.Tensor, bias: Optionals, gate: Gate, *others: torch.Tensor) -> bool:
     """There are kernels for GPT-OSS's gate (clamped, interleaved, with a bias) and Qwen3-MoE's (neither of them). others: what else a
     kernel reads."""
-    same = gate.interleaved == bool(gate.alpha) == (bias is not None)
+    same = gate.interleaved == bool(gate.alpha) == (bias is not None) and gate_up.shape[0] > 0
     return same and gate_up.dtype != torch.float64 and kernels_run_on(gate_up, bias, *others) and (not gate.alpha or _has_clamped_gate())
 
 
@@ -125,34 +125,34 @@ def _words(gate_up: torch.Tensor, bias: torch.Tensor) -> Tuple[torch.Tensor, tor
     return (gate_up.view(torch.int32), bias.view(torch.int32)) if packs else (gate_up, bias)
 
 
-def gate_forward(gate_up, bias, scores, routing: Routing, gate: Gate) -> torch.Tensor:
-    """The gated rows times their scores [rows] fp32."""
-    if not _kernels_for(gate_up, bias, gate, scores, routing.ends):
-        gated = gate_reference(gate_up, bias, routing.ends, gate)
+def gate_forward(gate_up, bias, scores, ends: Optionals, gate: Gate) -> torch.Tensor:
+    """The gated rows times their scores [rows] fp32. ends: of `Routing`, needed with a bias."""
+    if not _kernels_for(gate_up, bias, gate, scores, ends):
+        gated = gate_reference(gate_up, bias, ends, gate)
         return (gated * scores[:, None]).to(gate_up.dtype)
     out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
     if not gate.alpha:
         _swiglu_forward_kernel(gate_up, scores, out)
     else:
-        blocks, _ = row_blocks(routing.ends, gate_up.shape[0], _clamped_forward_kernel.constant("ROWS"))
+        blocks, _ = row_blocks(ends, gate_up.shape[0], _clamped_forward_kernel.constant("ROWS"))
         _clamped_forward_kernel(*_words(gate_up, bias), scores, blocks, out, gate.alpha, gate.limit)
     return out
 
 
-def gate_backward(dgated, gate_up, bias, scores, routing: Routing, gate: Gate, weights: bool) -> tuple:
+def gate_backward(dgated, gate_up, bias, scores, ends: Optionals, gate: Gate, weights: bool) -> tuple:
     """(dgate_up, gated rows again, dscores [rows], dbias), written over gate_up and dgated where kernels run.
 
-    dgated: the gradient of the gated rows, not yet multiplied by the scores. weights: False when neither the gated rows nor dbias
-    are needed; then they are None.
+    dgated: the gradient of the gated rows, not yet multiplied by the scores. ends: as of `gate_forward`. weights: False when neither the
+    gated rows nor dbias are needed; then they are None.
     """
-    if not _kernels_for(gate_up, bias, gate, dgated, scores, routing.ends):
+    if not _kernels_for(gate_up, bias, gate, dgated, scores, ends):
         d = dgated.to(accumulation_dtype(dgated.dtype))
-        gated = gate_reference(gate_up, bias, routing.ends, gate)
+        gated = gate_reference(gate_up, bias, ends, gate)
         dscores = (d * gated).sum(1)
-        dgate_up = gate_backward_reference(d * scores[:, None], gate_up, bias, routing.ends, gate)
+        dgate_up = gate_backward_reference(d * scores[:, None], gate_up, bias, ends, gate)
         dbias = None
         if weights and bias is not None:
-            dbias = torch.stack([dgate_up[rows].sum(0) for _, rows in Groups(routing.ends, dgate_up.shape[0]).slices()]).to(bias.dtype)
+            dbias = torch.stack([dgate_up[rows].sum(0) for _, rows in Groups(ends, dgate_up.shape[0]).slices()]).to(bias.dtype)
         scored = (gated * scores[:, None]).to(gate_up.dtype) if weights else None
         return dgate_up.to(gate_up.dtype), scored, dscores, dbias
     rows, width = dgated.shape
@@ -163,7 +163,7 @@ def gate_backward(dgated, gate_up, bias, scores, routing: Routing, gate: Gate, w
     if not gate.alpha:
         _swiglu_backward_kernels[weights](gate_up, scores, dgated, dscores)
     else:
-        blocks, stops = row_blocks(routing.ends, rows, _clamped_forward_kernel.constant("ROWS"))
+        blocks, stops = row_blocks(ends, rows, _clamped_forward_kernel.constant("ROWS"))
         partial = torch.empty((blocks.shape[1] if weights else 1, 2 * width), **new)
         tensors = (*_words(gate_up, bias), scores, blocks, dgated, dscores, partial)
         _clamped_backward_kernels[weights](*tensors, gate.alpha, gate.limit)

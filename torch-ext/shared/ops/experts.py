@@ -80,7 +80,7 @@ def _forward(
     row_scores = scores.reshape(-1)[routing.order].to(accumulation_dtype(hidden.dtype))
     if hidden.shape[0] == 0:
         return torch.empty_like(hidden), gate_up, *routing
-    gated = gate_forward(gate_up, gate_up_bias, row_scores, routing, gate)
+    gated = gate_forward(gate_up, gate_up_bias, row_scores, routing.ends, gate)
     y = grouped_mm(gated, down_weight if transposed else down_weight.transpose(1, 2), groups)
     del gated
     return token_sum(y, routing.position, expert, scores, down_bias), gate_up, *routing
@@ -108,7 +108,7 @@ def experts_backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, r
     row_scores = scores.reshape(-1)[order].to(accumulation_dtype(hidden.dtype))
     weights = need_down or need_gate_up_bias
     if hidden.shape[0]:
-        dgate_up, gated, row_dscores, dbias = gate_backward(dgated, gate_up, gate_up_bias, row_scores, routing, gate, weights)
+        dgate_up, gated, row_dscores, dbias = gate_backward(dgated, gate_up, gate_up_bias, row_scores, ends, gate, weights)
     else:
         dgate_up, gated, row_dscores = gate_up, dgated, row_scores
         dbias = None if gate_up_bias is None else torch.zeros_like(gate_up_bias)

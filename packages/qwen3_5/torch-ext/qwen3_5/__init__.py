@@ -3,6 +3,7 @@
 from . import layers
 from .api import apply, capture, explain, get_patched_ops, kernelize, mapping, report, reset
 from .shared.hf.optimizer import AdamW
+from .shared.hf.packing import pack
 from .shared.ops.gated_delta_rule import gated_delta_rule, gated_delta_step
 from .shared.ops.gated_rms_norm import gated_rms_norm
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
@@ -23,6 +24,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_log_probs",
     "mapping",
+    "pack",
     "report",
     "reset",
     "short_conv",

@@ -1,19 +1,30 @@
-"""Qwen3.5 as a row of the table of families: its layers have a delta net, or attention with a gate, in attention's place."""
+"""Qwen3.5, Qwen3.5-MoE and Qwen3-Next as rows of the table of families: their layers have a delta net, or attention with a gate, in
+attention's place."""
 
-from .shared.hf.decoder_layer import FusedLayer
-from .shared.hf.families import Family
+from .shared.hf.delta_net import MixedLayer
+from .shared.hf.families import Family, Sparse
 
-QWEN3_5 = FusedLayer(
-    Family(
-        "Qwen3.5",
-        "transformers.models.qwen3_5.modeling_qwen3_5",
-        "Qwen3_5",
-        offset=1.0,
-        rounds="last",
-        partial=True,
-        norm_argument="x",
-        positions_first=True,
-        decoder="Qwen3_5TextModel",
-        mixers=("linear_attn", "self_attn"),
+
+def _row(model: str, module: str, prefix: str, decoder: str = "", sparse: bool = True) -> MixedLayer:
+    """decoder: as of `Family`. sparse: whether there are layers with experts."""
+    classes = f"{prefix}SparseMoeBlock", f"{prefix}TopKRouter", f"{prefix}Experts"
+    return MixedLayer(
+        Family(
+            model,
+            f"transformers.models.{module}.modeling_{module}",
+            prefix,
+            offset=1.0,
+            rounds="last",
+            partial=True,
+            sparse=Sparse(classes, shared="shared_expert") if sparse else None,
+            norm_argument="x",
+            positions_first=True,
+            decoder=decoder,
+            mixers=("linear_attn", "self_attn"),
+        )
     )
-)
+
+
+QWEN3_5 = _row("Qwen3.5", "qwen3_5", "Qwen3_5", "Qwen3_5TextModel", sparse=False)
+QWEN3_5_MOE = _row("Qwen3.5-MoE", "qwen3_5_moe", "Qwen3_5Moe", "Qwen3_5MoeTextModel")
+QWEN3_NEXT = _row("Qwen3-Next", "qwen3_next", "Qwen3Next")

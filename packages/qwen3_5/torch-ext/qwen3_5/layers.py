@@ -1,15 +1,15 @@
-"""The layers that take the place of Qwen3.5's, and those under the names that transformers opens for every gated delta net. They have no
-state: `self` is the module whose forward they become."""
+"""The layers that take the place of Qwen3.5's and Qwen3-Next's, and those under the names that transformers opens for every gated delta
+net. They have no state: `self` is the module whose forward they become."""
 
 from torch import nn
 
-from .families import QWEN3_5
+from .families import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from .shared.hf import delta_net, layers
 from .shared.hf.modules import mark_forwards
 
 
 class RMSNormZeroCentered(layers.Layer):
-    """For Qwen3_5RMSNorm and its kin, which multiply by 1 + weight: x [..., n] -> [..., n]."""
+    """For Qwen3_5RMSNorm, Qwen3_5MoeRMSNorm and Qwen3NextRMSNorm, which multiply by 1 + weight: x [..., n] -> [..., n]."""
 
     forward = layers.rms_norm_of(QWEN3_5.family).forward
 
@@ -30,13 +30,21 @@ class RotaryPosEmb(layers.Layer):
 
 
 class MLP(layers.Layer):
-    """For Qwen3_5MLP: x [..., hidden] -> [..., hidden]. Recomputes its activations in the backward pass."""
+    """For Qwen3_5MLP and its kin, also the experts that every token goes to: x [..., hidden] -> [..., hidden]. Recomputes its activations
+    in the backward pass."""
 
     forward = layers.mlp_of(QWEN3_5.family).forward
 
 
+class Experts(layers.Layer):
+    """For Qwen3_5MoeExperts and Qwen3NextExperts: hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, top-k] ->
+    [tokens, hidden]."""
+
+    forward = layers.experts_of(QWEN3_5_MOE.family).forward
+
+
 class Qwen3_5GatedDeltaNet(nn.Module):
-    """For the delta net: hidden_states [batch, tokens, hidden] -> the same, with documents that do not see each other."""
+    """For the delta nets of all three: hidden_states [batch, tokens, hidden] -> the same, with documents that do not see each other."""
 
     can_torch_compile = True
 
@@ -92,7 +100,8 @@ class DecoderLayer(layers.Layer):
 
 
 class Model(layers.Layer):
-    """For Qwen3_5TextModel: finds documents in position_ids where the caller gave no more, which transformers does not do."""
+    """For Qwen3_5TextModel, Qwen3_5MoeTextModel and Qwen3NextModel: finds documents in position_ids where the caller gave no more, which
+    transformers does not do."""
 
     forward = layers.model(arguments_for=delta_net.documents_for).forward
 
@@ -101,6 +110,30 @@ class CausalLM(layers.Layer):
     """For Qwen3_5ForCausalLM. With labels in training mode the logits are never all in memory, and `logits` is None."""
 
     forward = layers.causal_lm_of(QWEN3_5.family).forward
+
+
+class MoeDecoderLayer(layers.Layer):
+    """For Qwen3_5MoeDecoderLayer: as `DecoderLayer`, with the router, its experts and the one that every token goes to."""
+
+    forward = layers.decoder_layer_of(QWEN3_5_MOE).forward
+
+
+class MoeCausalLM(layers.Layer):
+    """For Qwen3_5MoeForCausalLM: as `CausalLM`, with the router's auxiliary loss and its logits where they are asked for."""
+
+    forward = layers.causal_lm_of(QWEN3_5_MOE.family).forward
+
+
+class NextDecoderLayer(layers.Layer):
+    """For Qwen3NextDecoderLayer: as `MoeDecoderLayer`."""
+
+    forward = layers.decoder_layer_of(QWEN3_NEXT).forward
+
+
+class NextCausalLM(layers.Layer):
+    """For Qwen3NextForCausalLM: as `MoeCausalLM`."""
+
+    forward = layers.causal_lm_of(QWEN3_NEXT.family).forward
 
 
 mark_forwards(RMSNormGated, Qwen3_5GatedDeltaNet)

@@ -1,29 +1,38 @@
-"""Which layer stands in for what of transformers' Qwen3.5."""
+"""Which layer stands in for what of transformers' Qwen3.5, Qwen3.5-MoE and Qwen3-Next."""
 
 from . import layers
-from .families import QWEN3_5
-from .shared.hf.families import Layers, targets_of
+from .families import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from .shared.hf.families import Layers, Targets, targets_of
 
-_OF_ROW = targets_of(
-    QWEN3_5,
-    Layers(layers.RMSNormZeroCentered, layers.RotaryPosEmb, layers.DecoderLayer, layers.Model, layers.CausalLM, layers.MLP),
-    {"RMSNormZeroCentered": layers.RMSNormZeroCentered, "RMSNormGated": layers.RMSNormGated},
-)
-_DELTA_NET = {
-    "gated_rms_norm": ("Qwen3_5RMSNormGated", layers.RMSNormGated),
-    "delta_net": ("Qwen3_5GatedDeltaNet", layers.Qwen3_5GatedDeltaNet),
-}
-# The functions that transformers opens in every gated delta net, also those of Qwen3-Next and OLMo-Hybrid.
+# The functions that transformers opens in every gated delta net, also in those of OLMo-Hybrid.
 _FUNCTIONS = {
     "chunk_gated_delta_rule": layers.ChunkGatedDeltaRule,
     "fused_recurrent_gated_delta_rule": layers.FusedRecurrentGatedDeltaRule,
     "causal_conv1d_fn": layers.CausalConv1dFn,
     "causal_conv1d_update": layers.CausalConv1dUpdate,
 }
-QWEN3_5_TARGETS = _OF_ROW._replace(
-    classes={**_OF_ROW.classes, **_DELTA_NET},
-    operations=(*_OF_ROW.operations, *_DELTA_NET),
-    hub_names={**_OF_ROW.hub_names, "Qwen3_5GatedDeltaNet": layers.Qwen3_5GatedDeltaNet, **_FUNCTIONS},
-    optional=("gated_rms_norm", "delta_net"),  # a model's configuration may ask for attention alone
+_NORMS = {"RMSNormZeroCentered": layers.RMSNormZeroCentered, "RMSNormGated": layers.RMSNormGated}
+
+
+def _targets(own, decoder_layer, causal_lm, experts=None) -> Targets:
+    """The row's targets, and its delta net with the norm that follows it."""
+    norm, prefix = layers.RMSNormZeroCentered, own.family.prefix
+    found = targets_of(own, Layers(norm, layers.RotaryPosEmb, decoder_layer, layers.Model, causal_lm, layers.MLP, experts), _NORMS)
+    net = {
+        "gated_rms_norm": (f"{prefix}RMSNormGated", layers.RMSNormGated),
+        "delta_net": (f"{prefix}GatedDeltaNet", layers.Qwen3_5GatedDeltaNet),
+    }
+    names = {"Qwen3_5GatedDeltaNet": layers.Qwen3_5GatedDeltaNet, net["delta_net"][0]: layers.Qwen3_5GatedDeltaNet}
+    return found._replace(
+        classes={**found.classes, **net},
+        operations=(*found.operations, *net),
+        hub_names={**found.hub_names, **names, **_FUNCTIONS},
+        optional=(*found.optional, *net),  # a model's configuration may ask for attention alone
+    )
+
+
+FAMILIES = (
+    _targets(QWEN3_5, layers.DecoderLayer, layers.CausalLM),
+    _targets(QWEN3_5_MOE, layers.MoeDecoderLayer, layers.MoeCausalLM, layers.Experts),
+    _targets(QWEN3_NEXT, layers.NextDecoderLayer, layers.NextCausalLM, layers.Experts),
 )
-FAMILIES = (QWEN3_5_TARGETS,)

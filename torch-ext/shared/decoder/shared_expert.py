@@ -1,0 +1,119 @@
+"""The expert that every token goes to, with a gate of its own, beside those that a router chooses:
+
+    s = sigmoid(n @ gate.T)      y += s * down(silu(gate_proj(n)) * up_proj(n))
+
+As with the others, the score multiplies the gated row in front of the last GEMM. That GEMM then adds to what the others made, and the
+gradient of the score needs no result of it.
+"""
+
+from typing import Callable, List, NamedTuple, Optional, Sequence
+
+import torch
+from torch.nn.functional import linear
+
+from ..ops.common import accumulation_dtype, always, describe, fail
+from ..ops.expert_gate import Gate, gate_backward, gate_forward
+from ..ops.swiglu import ONE_GEMM_FORWARD
+from .activation import gated_reference
+from .nodes import check_like
+from .projection import PartNeeds, Parts, Projection, check_projection, projection_reference
+from .projections import Projections
+
+SILU = Gate(interleaved=False, alpha=0.0, limit=float("inf"))
+
+
+class SharedExpert(NamedTuple):
+    """gate: [1, hidden], of the score. projections: to gate, up and down, the last one without biases."""
+
+    gate: torch.Tensor
+    projections: Sequence[Projection]
+
+
+class SharedGroups(NamedTuple):
+    """The projections by what they read: the norm's output, the gated rows."""
+
+    inner: Projections
+    down: Projections
+
+
+class SharedNeeds(NamedTuple):
+    """What needs a gradient. y: the input; gate: the weight of the score's gate; the others: the tensors of `SharedGroups`."""
+
+    y: bool
+    gate: bool
+    inner: Sequence[PartNeeds]
+    down: Sequence[PartNeeds]
+
+
+class SharedGradients(NamedTuple):
+    """y: [tokens, hidden]; None for what is not needed."""
+
+    y: Optional[torch.Tensor]
+    gate: Optional[torch.Tensor]
+    inner: List[Parts]
+    down: List[Parts]
+
+
+def shared_reference(y: torch.Tensor, shared: SharedExpert) -> torch.Tensor:
+    """What the expert makes of y [tokens, hidden], times its score, in PyTorch, which can differentiate it."""
+    gate, up, down = shared.projections
+    gated = gated_reference(projection_reference(y, gate), projection_reference(y, up), "silu")
+    return torch.sigmoid(linear(y, shared.gate)) * projection_reference(gated, down)
+
+
+def gate_and_up(y: torch.Tensor, inner: Projections, again: bool = False) -> torch.Tensor:
+    """The products of gate and up side by side [tokens, 2 * width]. again: in a backward pass, bit for bit."""
+    both = y.new_empty((y.shape[0], sum(inner.group.rows)))
+    (inner.again if again else inner.forward)(y, y.shape[0] <= ONE_GEMM_FORWARD, out=both)
+    return both
+
+
+def score_of(y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Each token's score [tokens], in the dtype of the arithmetic."""
+    return torch.sigmoid(linear(y, gate).view(-1).to(accumulation_dtype(y.dtype)))
+
+
+def shared_forward(y: torch.Tensor, gate: torch.Tensor, groups: SharedGroups, found: torch.Tensor):
+    """(score [tokens], gate and up side by side); adds the expert's result to found [tokens, hidden], the caller's own."""
+    score, both = score_of(y, gate), gate_and_up(y, groups.inner)
+    groups.down.forward(gate_forward(both, None, score, None, SILU), onto=found, out=found)
+    return score, both
+
+
+def shared_backward(dout: torch.Tensor, y: Callable[[], torch.Tensor], gate: torch.Tensor, score: torch.Tensor, both: torch.Tensor,
+                    groups: SharedGroups, need: SharedNeeds) -> SharedGradients:
+    """Writes over both, the products of gate and up. y: a function that gives the input; called only where a weight needs it."""
+    inner, down = groups
+    dlow = down.low_gradient((dout,))
+    need_inner = any(any(each) for each in need.inner)
+    if not (need.y or need.gate or need_inner):
+        scored = gate_forward(both, None, score, None, SILU)
+        return SharedGradients(None, None, [Parts()] * len(need.inner), down.gradients((dout,), dlow, always(scored), need.down))
+    dscored = down.input_gradient((dout,), dlow)
+    weights = any(each.weight or each.a for each in need.down)
+    both, scored, dscore, _ = gate_backward(dscored, both, None, score, None, SILU, weights)
+    ddown = down.gradients((dout,), dlow, always(scored), need.down)
+    del scored, dscored
+    grads = both.split(inner.group.rows, 1)
+    dlow = inner.low_gradient(grads)
+    dinner = inner.gradients(grads, dlow, y, need.inner) if need_inner else [Parts()] * len(need.inner)
+    dlogit = (dscore * score * (1 - score)).to(gate.dtype)[:, None]
+    dgate = torch.mm(dlogit.t(), y()) if need.gate else None
+    dy = inner.input_gradient(grads, dlow, both).addmm_(dlogit, gate) if need.y else None
+    return SharedGradients(dy, dgate, dinner, ddown)
+
+
+def check_shared(x: torch.Tensor, shared: SharedExpert) -> None:
+    """Raises ValueError when shapes, dtypes or devices do not fit, or the last projection has a bias, which the score would not reach."""
+    hidden = x.shape[-1]
+    check_like(x, "shared.gate", shared.gate, (1, hidden))
+    if len(shared.projections) != 3:
+        fail("shared.projections", f"{len(shared.projections)} of them", "gate, up and down")
+    gate, up, down = shared.projections
+    width = sum(gate.weight.shape[:1])
+    check_projection("shared.projections[0]", gate, width, hidden, x.dtype, x.device)
+    check_projection("shared.projections[1]", up, width, hidden, x.dtype, x.device)
+    check_projection("shared.projections[2]", down, hidden, width, x.dtype, x.device)
+    for name, bias in (("bias", down.bias), ("adapter_bias", down.adapter_bias)):
+        if bias is not None:
+            fail(f"shared.projections[2].{name}", describe(bias), "None")
