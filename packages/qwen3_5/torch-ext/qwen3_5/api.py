@@ -16,7 +16,8 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
         rope: the rotary embedding of a part of each head.
         fused_linear_cross_entropy: the loss without logits. True, False, or a mapping of options of the loss (docs/options.md).
         decoder_layer: norm, MLP (or router and experts) and both residual connections in one node, where `rms_norm` and `swiglu` are on.
-        attention: the model's forward, which finds documents in position_ids where the caller gave no more.
+        attention: the model's forward, which finds documents in position_ids where the caller gave no more, and lets attention of packed
+            and padded batches run in kernels of ours, where the model did not ask for an implementation by name.
         gated_rms_norm: the norm that follows the delta net, with its gate.
         delta_net: convolution and gated delta rule; documents packed into a row do not see each other.
         experts: of Qwen3.5-MoE and Qwen3-Next, in grouped GEMMs.
