@@ -357,22 +357,24 @@ def test_what_is_only_called_by_name(liger, ops, monkeypatch):
     assert found == (("kl_loss_and_grad", 1, 2, 3), {"impl": "nvidia-triton", "mode": None})
 
 
-@pytest.mark.parametrize("how", ("environment", "environment of one", "set_impl"))
+@pytest.mark.parametrize("how", ("LIGER_KERNEL_IMPL", "LIGER_KERNEL_IMPL_SOFTMAX", "LIGER_KERNEL_BACKEND", "set_impl", "_GLOBAL_BACKEND"))
 @pytest.mark.parametrize("spelled", ("bastile", "BASTILE", " Nvidia-Bastile"))
 def test_a_name_that_is_still_asked_for_after_restore_means_ligers_own_choice(liger, ops, monkeypatch, how, spelled):
     backends, functional = (importlib.import_module(f"liger_kernel.{name}") for name in ("backends", "functional"))
-    if how == "set_impl" and spelled != "bastile":
+    if not how.startswith("LIGER") and spelled != "bastile":
         pytest.skip("set_impl takes names as they are")
     if how == "set_impl":
         backends.set_impl(spelled)
+    elif how == "_GLOBAL_BACKEND":  # which Liger reads too: its older users set it
+        monkeypatch.setattr(sys.modules["liger_kernel.backends.dispatch"], how, spelled)
     else:
-        monkeypatch.setenv("LIGER_KERNEL_IMPL" + ("_SOFTMAX" if how == "environment of one" else ""), spelled)
+        monkeypatch.setenv(how, spelled)
     try:
         x = torch.randn(2, 5)
         liger.use_in_liger()
         torch.testing.assert_close(functional.softmax(x), x.softmax(-1))
         torch.testing.assert_close(backends.dispatch("softmax", x), x.softmax(-1))
-        if how != "environment of one":
+        if how != "LIGER_KERNEL_IMPL_SOFTMAX":
             assert backends.resolve_impl("kl_loss_and_grad").forward is liger.back_end.liger_pieces.kl_loss_and_grad
         with pytest.warns(RuntimeWarning, match=r"chooses \s*\w.*, which restore_liger\(\) took out of Liger's dispatcher"):
             liger.restore_liger()

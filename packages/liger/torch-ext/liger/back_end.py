@@ -163,7 +163,7 @@ def restore_liger() -> None:
 def _mean_ligers_own_by_our_name():
     """Registers Liger's own choice under the name of this package, for operations for which the environment or `set_impl` asks for it."""
     backends = importlib.import_module("liger_kernel.backends")
-    asked = {operation: _chosen(operation) or backends.get_impl() or "" for operation in (*DISPATCHED, *PIECES)}
+    asked = {operation: _asked_for(operation) for operation in (*DISPATCHED, *PIECES)}
     asked = {operation: name for operation, name in asked.items() if _is_ours(name)}
     for operation, name in asked.items():
 
@@ -285,8 +285,8 @@ def _take_shortcut_out():
 @constant_when_traced
 def _chooses_ours(operation) -> bool:
     """Whether neither the environment nor `set_impl` chooses another implementation; under torch.compile, when it compiles."""
-    chosen = _chosen(operation) or sys.modules["liger_kernel.backends"].get_impl()
-    return chosen is None or _is_ours(chosen)
+    chosen = _asked_for(operation)
+    return not chosen or _is_ours(chosen)
 
 
 def _is_ours(name: str) -> bool:
@@ -308,6 +308,12 @@ def _chosen(operation) -> str:
         if found:
             return found
     return ""
+
+
+def _asked_for(operation) -> str:
+    """What the environment chooses, or else `set_impl`, or the variable that Liger's users set before there was `set_impl`."""
+    of_process = vars(sys.modules["liger_kernel.backends.dispatch"])
+    return _chosen(operation) or sys.modules["liger_kernel.backends"].get_impl() or of_process.get("_GLOBAL_BACKEND") or ""
 
 
 def _implementation(function):
