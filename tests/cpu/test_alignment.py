@@ -107,6 +107,15 @@ def test_a_turned_sign_among_transposed_tensors_in_the_suite(suite_ops, name, dt
     check(suite_ops, SUITE_CASES[name], dtype, (40, 64), negated, transposed)
 
 
+@pytest.mark.parametrize("change", (misaligned, negated), ids=lambda change: change.__name__)
+@pytest.mark.parametrize("length", (1344, 4096), ids=("parts", "tiles"))
+@pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)
+def test_odd_addresses_in_groups_that_are_cut(suite_ops, dtype, length, change):
+    """Of groups that no block holds other kernels take the parts, and others again where a channel is whole tiles."""
+    case = lambda ops, x, w, b: ops.group_norm(x, 1, w, b), lambda n: ((2, 4, n), (4,), (4,))
+    check(suite_ops, case, dtype, (length,), change, transposed if change is negated else lambda tensor: tensor)
+
+
 TARGET = torch.arange(4)
 HEADS = tuple(randn(*shape, dtype=FP32, device="cpu", seed=i) for i, shape in enumerate(((4, 16), (40, 16), (40,))))
 LOSSES = {

@@ -7,6 +7,8 @@ from torch._dynamo.utils import counters
 from tests import compile_checks as checks
 from tests.models import random_tokens, tiny_model
 from tests.op_cases import CASES
+from tests.ops.common import leaf, randn
+from tests.ops.suite import suite
 from tests.tolerances import assert_close
 from tests.versions import needs_compiler
 
@@ -18,6 +20,31 @@ pytestmark = needs_compiler
 @pytest.mark.parametrize("operation", [name for name in CASES if name in OF_NUMBERS])
 def test_operations_with_symbols_for_their_numbers(loaded_ops, operation):
     checks.check_compiled_operation(loaded_ops, operation, "cpu", "aot_eager", tokens=(3, 6), **DYNAMIC)
+
+
+LABELS = torch.arange(4)
+# Operations of the suite, with a number among their arguments, and the shapes of the tensors.
+OF_SUITE = {
+    "group_norm": (lambda op, n, x, w, b: op(x, 2, w, b, eps=n), ((4, 4, 64), (4,), (4,))),
+    "cross_entropy": (lambda op, n, x: op(x, LABELS, label_smoothing=n, softcap=10 * n, lse_square_scale=n, num_items=n), ((4, 64),)),
+    "jsd": (lambda op, n, x, y: op(x, y.detach(), beta=n, from_logits=True, temperature=n), ((4, 64), (4, 64))),
+    "neighborhood_attention": (lambda op, n, q, k, v: op(q, k, v, 3, scale=n), ((1, 2, 5, 64),) * 3),
+}
+
+
+@pytest.mark.parametrize("name", OF_SUITE)
+def test_numbers_of_the_suite_that_change(all_operations, name):
+    call, shapes = OF_SUITE[name]
+    operation = getattr(suite(all_operations), name)
+    tensors = [leaf(randn(*shape, dtype=torch.float32, device="cpu", seed=i)) for i, shape in enumerate(shapes)]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda n, *tensors: call(operation, n, *tensors), backend="aot_eager", fullgraph=True)
+    for number in (0.25, 0.5, 0.125):  # the second makes it a symbol
+        for found, wanted in zip(*(
+            (y.detach(), *torch.autograd.grad(y.sum(), tensors, allow_unused=True))
+            for y in (compiled(number, *tensors), call(operation, number, *tensors))
+        ), strict=True):  # fmt: skip
+            torch.testing.assert_close(found, wanted)
 
 
 def scaled(model, factor):
