@@ -68,7 +68,7 @@ def misaligned(tensor):
 
 def combine_arguments(tokens=2, classes=20):
     tensors = [torch.zeros(tokens, classes), torch.zeros(tokens, dtype=torch.int64)]
-    tensors += [torch.zeros(tokens, 1), torch.zeros(tokens, 1), torch.zeros(tokens), torch.zeros(tokens)]
+    tensors += [torch.zeros(tokens, 1), torch.zeros(tokens, 1), torch.zeros(tokens, 2), torch.zeros(tokens)]
     return tensors
 
 

@@ -61,10 +61,10 @@ def test_parameters_are_addresses_lengths_strides_and_scalars_in_the_kernels_ord
 def test_integers_and_floats_stand_where_the_kernel_has_them(runtime, cubins, gpu):
     driver = driver_with(runtime, cubins)
     variant = next(v for v in driver.artifacts.variants("cross_entropy_combine") if v.parameters[0].dtype == "float32")
-    arrays = [((2, 20), (20, 1)), ((2,), (1,)), ((2, 1), (1, 1)), ((2, 1), (1, 1)), ((2,), (1,)), ((2,), (1,))]
+    arrays = [((2, 20), (20, 1)), ((2,), (1,)), ((2, 1), (1, 1)), ((2, 1), (1, 1)), ((2, 2), (2, 1)), ((2,), (1,))]
     driver.prepare(variant, 0, (2, 1, 1), arrays, [-100])([16] * 6, (30.0,))
     words = driver.cuda.launches[0][2]
-    assert len(words) == 5 + 3 + 5 + 5 + 3 + 3 + 2
+    assert len(words) == 5 + 3 + 5 + 5 + 5 + 3 + 2
     assert (number(words[-2]), real(words[-1])) == (-100, 30.0)
 
 
