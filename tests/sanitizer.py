@@ -42,7 +42,7 @@ FILES = {
     "tests/gpu/test_family_operations.py": r"test_\w+",
 }
 # Functions whose cases are many, each a process of its own by the first part of its name.
-APART = {"tests/gpu/test_operations.py::test_operation": suite.NAMES}
+APART = {"tests/gpu/test_operations.py::test_operation": suite.names()}
 TOOLS = ("memcheck", "racecheck", "initcheck")
 DTYPES = ("torch.bfloat16", "torch.float32")  # that are checked
 OURS = "bastile_"

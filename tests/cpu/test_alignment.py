@@ -6,51 +6,12 @@ import torch
 
 from tests.op_cases import misaligned, transposed
 from tests.ops.common import BF16, FP16, FP32, leaf, randn
-from tests.ops.suite import suite
+from tests.ops.suite import cases_with, suite
 
 CLOSE = {FP32: {"rtol": 1e-5, "atol": 1e-4}}  # products are added up in another order where a matrix lies otherwise
 LENGTHS = {BF16: (8, 12, 72), FP32: (6, 40)}
-FREQS = torch.polar(torch.ones(3, 500), randn(3, 500, dtype=FP32, device="cpu", seed=30))
-
-
-def of_heads(n):
-    """Queries and keys [batch, tokens, heads, head_dim]."""
-    return (2, 3, 2, min(n, 128) // 2 * 2), (2, 3, 1, min(n, 128) // 2 * 2)
-
-
+OF_SUITE = cases_with("aligned")
 # The operation, and the shapes of its arguments for rows of n.
-SUITE_CASES = {
-    "general_rms_norm": (lambda ops, x, w: ops.general_rms_norm(x, w), lambda n: ((2, n), (n,))),
-    "general_add_rms_norm": (lambda ops, x, r, w: sum(ops.general_add_rms_norm(x, r, w)), lambda n: ((2, n), (2, n), (n,))),
-    "layer_norm": (lambda ops, x, w, b: ops.layer_norm(x, w, b), lambda n: ((2, n), (n,), (n,))),
-    "dyt": (lambda ops, x, a, w, b: ops.dyt(x, a, w, b), lambda n: ((2, n), (1,), (n,), (n,))),
-    "poly_norm": (lambda ops, x, w, b: ops.poly_norm(x, w, b), lambda n: ((2, n), (3,), (1,))),
-    "group_norm": (lambda ops, x, w, b: ops.group_norm(x, 2, w, b), lambda n: ((2, 4, n), (4,), (4,))),
-    "softmax": (lambda ops, x: ops.softmax(x), lambda n: ((2, n),)),
-    "sparsemax": (lambda ops, x: ops.sparsemax(x), lambda n: ((2, n),)),
-    "swiglu": (lambda ops, a, b: ops.swiglu(a, b, 0.5, 2.0), lambda n: ((2, n), (2, n))),
-    "swiglu_packed": (lambda ops, x: ops.swiglu_packed(x), lambda n: ((2, 2 * n),)),
-    "geglu": (lambda ops, a, b: ops.geglu(a, b), lambda n: ((2, n), (2, n))),
-    "geglu_packed": (lambda ops, x: ops.geglu_packed(x), lambda n: ((2, 2 * n),)),
-    "cross_entropy": (lambda ops, x: ops.cross_entropy(x, torch.arange(2)), lambda n: ((2, n),)),
-    "cross_entropy, smooth": (
-        lambda ops, x, w: ops.cross_entropy(x, torch.arange(2), w.detach().float(), label_smoothing=0.1), lambda n: ((2, n), (n,))
-    ),
-    "kl_div": (lambda ops, x, y: ops.kl_div(x, y.detach().abs()), lambda n: ((2, n), (2, n))),
-    "jsd": (lambda ops, x, y: ops.jsd(x, y.detach()), lambda n: ((2, n), (2, n))),
-    "jsd of logits": (lambda ops, x, y: ops.jsd(x, y.detach(), from_logits=True), lambda n: ((2, n), (2, n))),
-    "tiled_swiglu": (
-        lambda ops, x, *weights: ops.tiled_swiglu(x, *weights, shards=2), lambda n: ((4, n), (8, n), (8, n), (n, 8))
-    ),
-    "neighborhood_attention": (lambda ops, q, k, v: ops.neighborhood_attention(q, k, v, 3), lambda n: ((1, 2, 5, n),) * 3),
-    "rotary_complex": (lambda ops, q, k: torch.cat(ops.rotary_complex(q, k, FREQS[:, : q.shape[-1] // 2]), 2), of_heads),
-    "partial_rotary": (
-        lambda ops, q, k, cos, sin: torch.cat(ops.partial_rotary(q, k, cos.detach(), sin.detach()), 1),
-        lambda n: ((2, 2, 3, n // 2 * 2), (2, 1, 3, n // 2 * 2), (1, 3, n // 2 * 2), (1, 3, n // 2 * 2)),
-    ),
-    "tvd of logits": (lambda ops, x, y: ops.tvd(x, y.detach(), from_logits=True), lambda n: ((2, n), (2, n))),
-    "tvd": (lambda ops, x, y: ops.tvd(x, y.detach()), lambda n: ((2, n), (2, n))),
-}
 CASES = {
     "rms_norm": (lambda ops, x, w: ops.rms_norm(x, w), lambda n: ((2, n), (n,))),
     "add_rms_norm": (lambda ops, x, r, w: sum(ops.add_rms_norm(x, r, w)), lambda n: ((2, n), (2, n), (n,))),
@@ -92,9 +53,9 @@ def test_odd_addresses(ops, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)
-@pytest.mark.parametrize("name", SUITE_CASES)
+@pytest.mark.parametrize("name", OF_SUITE)
 def test_odd_addresses_in_the_suite(suite_ops, name, dtype):
-    check(suite_ops, SUITE_CASES[name], dtype, LENGTHS[dtype])
+    check(suite_ops, (OF_SUITE[name].call, OF_SUITE[name].aligned), dtype, LENGTHS[dtype])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -102,9 +63,10 @@ def test_a_turned_sign_among_transposed_tensors(ops, name):
     check(ops, CASES[name], FP32, (40, 64), negated, transposed)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, FP32) for name in SUITE_CASES), ("jsd", FP16), ("jsd of logits", FP16)], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name in OF_SUITE for dtype in (FP32, FP16)[: 1 + OF_SUITE[name].half]],
+                         ids=str)
 def test_a_turned_sign_among_transposed_tensors_in_the_suite(suite_ops, name, dtype):
-    check(suite_ops, SUITE_CASES[name], dtype, (40, 64), negated, transposed)
+    check(suite_ops, (OF_SUITE[name].call, OF_SUITE[name].aligned), dtype, (40, 64), negated, transposed)
 
 
 @pytest.mark.parametrize("change", (misaligned, negated), ids=lambda change: change.__name__)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.ops.common import BF16, FP32, leaf, randn
+from tests.ops.suite import cases_with
 
 N = 64
 WEIGHT, BIAS = randn(N, dtype=FP32, device="cpu", seed=1) + 1, randn(N, dtype=FP32, device="cpu", seed=2)
@@ -15,30 +16,18 @@ CASES = {
     "round_last_add_rms_norm": (lambda ops, x, r, w: sum(ops.round_last_add_rms_norm(x, r, w)), 2, (WEIGHT,)),
     "swiglu": (lambda ops, a, b: ops.swiglu(a, b), 2, ()),
 }
-SUITE_CASES = {
-    "general_rms_norm": (lambda ops, x, w: ops.general_rms_norm(x, w), 1, (WEIGHT,)),
-    "general_add_rms_norm": (lambda ops, x, r, w: sum(ops.general_add_rms_norm(x, r, w)), 2, (WEIGHT,)),
-    "layer_norm": (lambda ops, x, w, b: ops.layer_norm(x, w, b), 1, (WEIGHT, BIAS)),
-    "dyt": (lambda ops, x, a, w, b: ops.dyt(x, a, w, b), 1, (WEIGHT[:1], WEIGHT, BIAS)),
-    "poly_norm": (lambda ops, x, w, b: ops.poly_norm(x, w, b), 1, (WEIGHT[:3], BIAS[:1])),
-    "softmax": (lambda ops, x: ops.softmax(x), 1, ()),
-    "sparsemax": (lambda ops, x: ops.sparsemax(x), 1, ()),
-    "swiglu of the suite": (lambda ops, a, b: ops.swiglu(a, b, 0.5, 2.0), 2, ()),
-    "swiglu_packed": (lambda ops, x: torch.cat((ops.swiglu_packed(x),) * 2, -1), 1, ()),
-    "geglu": (lambda ops, a, b: ops.geglu(a, b), 2, ()),
-    "geglu_packed": (lambda ops, x: torch.cat((ops.geglu_packed(x),) * 2, -1), 1, ()),
-}
+OF_SUITE = cases_with("rows")
 
 
 def results(call, ops, rows, parameters):
     leaves = [leaf(t) for t in (*rows, *parameters)]
     y = call(ops, *leaves)
-    return [y.detach(), *torch.autograd.grad(y, leaves, randn(N, dtype=y.dtype, device="cpu", seed=9).view(y.shape))]
+    return [y.detach(), *torch.autograd.grad(y, leaves, randn(y.numel(), dtype=y.dtype, device="cpu", seed=9).view(y.shape))]
 
 
-def check(ops, case, dtype):
+def check(ops, case, dtype, length=N):
     call, count, parameters = case
-    rows = [randn(N, dtype=dtype, device="cpu", seed=3 + i) for i in range(count)]
+    rows = [randn(length, dtype=dtype, device="cpu", seed=3 + i) for i in range(count)]
     parameters = [p.to(dtype) for p in parameters]
     of_matrices = results(call, ops, [row[None] for row in rows], parameters)
     found = results(call, ops, rows, parameters)
@@ -54,6 +43,9 @@ def test_one_row_without_a_dimension_of_rows(ops, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)
-@pytest.mark.parametrize("name", SUITE_CASES)
+@pytest.mark.parametrize("name", OF_SUITE)
 def test_one_row_without_a_dimension_of_rows_in_the_suite(suite_ops, name, dtype):
-    check(suite_ops, SUITE_CASES[name], dtype)
+    case = OF_SUITE[name]
+    first, *shapes = case.aligned(N)
+    parameters = [randn(*shape, dtype=FP32, device="cpu", seed=i) + 1 for i, shape in enumerate(shapes[case.rows - 1 :])]
+    check(suite_ops, (case.call, case.rows, parameters), dtype, first[-1])

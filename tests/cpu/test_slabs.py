@@ -8,61 +8,10 @@ import pytest
 import torch
 
 from tests.ops.common import FP32, leaf, randn
-from tests.ops.suite import suite
+from tests.ops.suite import cases_with, suite
 
 LIMIT = 1600  # elements
-ROWS, N = 9, 40
-TABLES = (3, 2, 4, 16)
-LABELS = torch.tensor([1, -100, 3, 0, 39, 7, 2, -100, 5])
-
-
-def rotated(found, dim):
-    return torch.cat(found, dim)
-
-
-def apart(x):
-    """The same numbers, whose batch rows begin LIMIT / 2 elements behind each other."""
-    flat = x.flatten(1)
-    padded = torch.nn.functional.pad(flat, (0, LIMIT // 2 - flat.shape[1]))
-    return padded[:, : flat.shape[1]].unflatten(1, x.shape[1:])
-
-
-# The operation, the shapes of its tensors, those that are differentiated first.
-CASES = {
-    "general_rms_norm": (lambda ops, x, w: ops.general_rms_norm(x, w, offset=1.0), ((ROWS, N), (N,))),
-    "general_add_rms_norm": (lambda ops, x, r, w: sum(ops.general_add_rms_norm(x, r, w, offset=1.0)), ((ROWS, 64), (ROWS, 64), (64,))),
-    "layer_norm": (lambda ops, x, w, b: ops.layer_norm(x, w, b), ((ROWS, N), (N,), (N,))),
-    "dyt": (lambda ops, x, a, w, b: ops.dyt(x, a, w, b), ((ROWS, N), (1,), (N,), (N,))),
-    "poly_norm": (lambda ops, x, w, b: ops.poly_norm(x, w, b), ((ROWS, N), (3,), (1,))),
-    "softmax": (lambda ops, x: ops.softmax(x), ((ROWS, N),)),
-    "sparsemax": (lambda ops, x: ops.sparsemax(x), ((ROWS, N),)),
-    "swiglu": (lambda ops, a, b: ops.swiglu(a, b), ((ROWS, N), (ROWS, N))),
-    "geglu": (lambda ops, a, b: ops.geglu(a, b), ((ROWS, N), (ROWS, N))),
-    "swiglu_packed": (lambda ops, x: ops.swiglu_packed(x), ((ROWS, 2 * N),)),
-    "cross_entropy": (lambda ops, x: ops.cross_entropy(x, LABELS), ((ROWS, N),)),
-    "cross_entropy, none": (lambda ops, x: ops.cross_entropy(x, LABELS, reduction="none"), ((ROWS, N),)),
-    "cross_entropy, smooth": (lambda ops, x: ops.cross_entropy(x, LABELS, label_smoothing=0.1, lse_square_scale=0.1), ((ROWS, N),)),
-    "kl_div": (lambda ops, x, y: ops.kl_div(x, y.detach().abs(), labels=LABELS), ((ROWS, N), (ROWS, N))),
-    "jsd": (lambda ops, x, y: ops.jsd(x, y.detach(), LABELS), ((ROWS, N), (ROWS, N))),
-    "jsd of logits": (lambda ops, x, y: ops.jsd(x, y.detach(), LABELS, from_logits=True), ((ROWS, N), (ROWS, N))),
-    "tvd of logits": (lambda ops, x, y: ops.tvd(x, y.detach(), from_logits=True), ((ROWS, N), (ROWS, N))),
-    "partial_rotary": (
-        lambda ops, q, k, cos, sin: rotated(ops.partial_rotary(q, k, cos.detach(), sin.detach()), 1),
-        ((2, 2, 4, 24), (2, 1, 4, 24), (2, 4, 16), (2, 4, 16)),
-    ),
-    "rotary_multimodal": (
-        lambda ops, q, k, cos, sin: rotated(ops.rotary_multimodal(q, k, cos.detach(), sin.detach(), (2, 3, 3)), 1),
-        ((2, 2, 4, 24), (2, 1, 4, 24), TABLES, TABLES),
-    ),
-    "rotary_complex": (
-        lambda ops, q, k, f: rotated(ops.rotary_complex(q, k, torch.polar(torch.ones_like(f), f.detach())), 2),
-        ((2, 4, 2, 24), (2, 4, 1, 24), (2, 4, 12)),
-    ),
-    "neighborhood_attention, k's batch rows apart": (
-        lambda ops, q, k, v: ops.neighborhood_attention(q, apart(k), v, 3), ((4, 2, 8, 16),) * 3
-    ),
-    "neighborhood_attention": (lambda ops, q, k, v: ops.neighborhood_attention(q, k, v, 3), ((4, 2, 8, 16),) * 3),
-}
+CASES = cases_with("slabs")
 
 
 def wide(tensor):
@@ -108,7 +57,7 @@ def results(call, ops, tensors, place):
 
 @pytest.mark.parametrize("name", CASES)
 def test_launches_reach_as_far_as_their_offsets(limited, all_operations, name):
-    call, shapes = CASES[name]
+    call, shapes = CASES[name].call, CASES[name].slabs
     tensors = [randn(*shape, dtype=FP32, device="cpu", seed=i) for i, shape in enumerate(shapes)]
     wanted = results(call, suite(all_operations), tensors, None)
     for place in (None, *(i for i, shape in enumerate(shapes) if len(shape) > 1), len(tensors)):

@@ -5,45 +5,15 @@ import importlib
 import pytest
 import torch
 
-from tests.ops.calls import OPERATIONS, calls, run
 from tests.ops.common import BF16, FLOATS, leaf, randn
-from tests.ops.suite import NAMES, module_of
+from tests.ops.suite import cases_with, module_of, names, run, sample
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DEVICE = "cuda"
-# Many blocks for each multiprocessor, and a last one that is not full.
-LARGE = {
-    "general_rms_norm": lambda m, ops: (m.check_rms_norm(ops, DEVICE, BF16, (2049, 4096)), m.check_rms_norm(ops, DEVICE, BF16, (65537,
-                                                                                                                                128))),
-    "layer_norm": lambda m, ops: (m.check_layer_norm(ops, DEVICE, BF16, (2049, 4096)), m.check_layer_norm(ops, DEVICE, BF16, (513, 12288))),
-    "group_norm": lambda m, ops: [m.check_group_norm(ops, DEVICE, BF16, *case) for case in (((4, 320, 64, 64), 32),
-                                                                                            ((9, 160, 64, 64), 16),
-                                                                                            ((9, 144, 64, 64), 16),
-                                                                                            ((9, 320, 32, 32), 16))],
-    "poly_norm": lambda m, ops: m.check_poly_norm(ops, DEVICE, BF16, (2049, 4096)),
-    "dyt": lambda m, ops: m.check_dyt(ops, DEVICE, BF16, (2049, 4096)),
-    "softmax": lambda m, ops: [m.check_softmax(ops, DEVICE, BF16, shape) for shape in ((2049, 4096), (65, 151936), (397, 17008),
-                                                                                       (397, 32768), (397, 65536), (265, 128256))],
-    "sparsemax": lambda m, ops: (m.check_sparsemax(ops, DEVICE, BF16, (2049, 4096)), m.check_sparsemax(ops, DEVICE, BF16, (65, 128256))),
-    "gated_activation": lambda m, ops: m.check_gated_activation(ops, DEVICE, BF16, (1025, 14336)),
-    "tiled_mlp": lambda m, ops: m.check_tiled_mlp(ops, DEVICE, BF16, (2, 515), 512, 1408, shards=4),
-    "llama4_rope": lambda m, ops: m.check_rotary_complex(ops, DEVICE, BF16, 2, 1025, (40, 8)),
-    "mrope": lambda m, ops: m.check_multimodal(ops, DEVICE, BF16, 2, 1025, (28, 4)),
-    "cross_entropy": lambda m, ops: m.check_cross_entropy(ops, DEVICE, BF16, (129, 128256)),
-    "divergence": lambda m, ops: [m.check_divergence(ops, DEVICE, BF16, op, (129, 128256), reduction="batchmean") for op in ("jsd",
-                                                                                                                             "kl_div",
-                                                                                                                             "tvd")],
-    "linear_jsd": lambda m, ops: m.check_linear_jsd(ops, DEVICE, BF16, (515,), 512, 384, 20000, labels=True),
-    "linear_log_probs": lambda m, ops: [m.check_linear_log_probs(ops, DEVICE, BF16, (515,), 512, 20000, outputs=m.ALL, frozen=frozen)
-                                        for frozen in (False, True)],
-    "linear_divergence": lambda m, ops: [m.check_linear_divergence(ops, DEVICE, BF16, (515,), 512, 384, 20000, beta=0.3, frozen=frozen)
-                                         for frozen in (False, True)],
-    "neighborhood_attention": lambda m, ops: m.check_neighborhood_attention(ops, DEVICE, BF16, (2, 4, 1030, 128)),
-}
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names())
 def test_operation(suite_ops, name, dtype):
     failures = []
     for case, check in module_of(name).all_cases(suite_ops, DEVICE, (dtype,)):
@@ -54,14 +24,15 @@ def test_operation(suite_ops, name, dtype):
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", [name for name in names() if hasattr(module_of(name), "check_large")])
 def test_large_shapes(suite_ops, name):
-    LARGE[name](module_of(name), suite_ops)
+    """Many blocks for each multiprocessor, and a last one that is not full."""
+    module_of(name).check_large(suite_ops, DEVICE)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", cases_with("sample"))
 def test_the_host_never_waits_and_every_run_gives_the_same_bits(suite_ops, name):
-    call, leaves = calls(suite_ops, DEVICE)[name]
+    call, leaves = sample(suite_ops, name, DEVICE)
     first = run(call, leaves)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -153,9 +124,9 @@ def test_a_kernel_starts_early_behind_what_is_no_kernel(suite_ops, before):
             assert (result.double() - wanted).norm() <= 1e-2 * wanted.norm()
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", cases_with("sample"))
 def test_a_cuda_graph(suite_ops, name):
-    call, leaves = calls(suite_ops, DEVICE)[name]
+    call, leaves = sample(suite_ops, name, DEVICE)
     wanted = [t.detach() for t in run(call, leaves)]  # without its graph, whose leaves would have the backward pass on the default stream
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -171,10 +142,10 @@ def test_a_cuda_graph(suite_ops, name):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", cases_with("sample"))
 def test_torch_compile(suite_ops, name):
     """One graph, without a break, and the same numbers but for rounding."""
-    call, leaves = calls(suite_ops, DEVICE)[name]
+    call, leaves = sample(suite_ops, name, DEVICE)
     wanted = run(call, leaves)
     torch._dynamo.reset()
     found = run(torch.compile(call, fullgraph=True, backend="aot_eager"), leaves)

@@ -9,13 +9,38 @@ with the real cubins, and two tables for planted errors:
   fail. kernels: False to run in PyTorch; True, the default, to run the kernels in the interpreter.
 
 tests/mutants.py collects both from every file here and plants the errors.
+
+What the tests of every operation need of one stands in its file, too, and is found there; no list names the operations:
+
+- `all_cases(ops, device, dtypes)`: (name, function) of every check. A file with it is one of the suite (suite.py).
+- `OPERATIONS`: name -> `suite.Case`, how the operation is called, at which sizes. A name may have a comma and a remark after it.
+- `MODULE`: the file of torch-ext/shared/ops, where it has another name than the one here.
+- `check_large(ops, device)`: checks of large shapes on a GPU.
 """
 
+import functools
 import importlib
 import pkgutil
 
 
+@functools.cache
+def files() -> dict:
+    """Every file here, by name."""
+    return {info.name: importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)}
+
+
 def modules() -> dict:
     """The files that have planted errors, by the name of their operation."""
-    found = {info.name: importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)}
-    return {name: module for name, module in sorted(found.items()) if hasattr(module, "CHECKS") and hasattr(module, "MUTANTS")}
+    return {name: module for name, module in sorted(files().items()) if hasattr(module, "CHECKS") and hasattr(module, "MUTANTS")}
+
+
+@functools.cache
+def collected(table: str) -> dict:
+    """The tables of a name that the files have, as one. Raises ValueError for a key that two of them have."""
+    found: dict = {}
+    for name, module in sorted(files().items()):
+        twice = found.keys() & getattr(module, table, {}).keys()
+        if twice:
+            raise ValueError(f"{table} of tests/ops/{name}.py has {sorted(twice)}, which another file has too")
+        found |= getattr(module, table, {})
+    return found

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, check_kept, exact, leaf, randn
-from tests.ops.suite import of_suite
+from tests.ops.suite import LABELS, Case, of_suite
 from tests.tolerances import assert_close
 
 # Rows of several pieces and of a part of one, aligned and not, of more dimensions.
@@ -278,3 +278,30 @@ MUTANTS = (
     (_OPERATION, "_backward", "chunk.coefficients(dloss * scale)", "chunk.coefficients(scale)", "loss_smooth"),
     (_OPERATION, "_sum", "* scale.view(())", "", "loss_items"),
 )
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+MODULE = "cross_entropy_of_logits"
+
+
+def _sample(ops, new):
+    target = torch.arange(48, device=new.device)
+    return lambda x: ops.cross_entropy(x, target), (new.normal(48, 1024),)
+
+
+OPERATIONS = {
+    "cross_entropy": Case(lambda ops, x: ops.cross_entropy(x, torch.arange(2)), aligned=lambda n: ((2, n),), sample=_sample),
+    "cross_entropy, smooth": Case(
+        lambda ops, x, w: ops.cross_entropy(x, torch.arange(2), w.detach().float(), label_smoothing=0.1),
+        aligned=lambda n: ((2, n), (n,)),
+    ),
+    "cross_entropy, ignored": Case(lambda ops, x: ops.cross_entropy(x, LABELS), slabs=((9, 40),)),
+    "cross_entropy, none": Case(lambda ops, x: ops.cross_entropy(x, LABELS, reduction="none"), slabs=((9, 40),)),
+    "cross_entropy, smooth and z-loss": Case(
+        lambda ops, x: ops.cross_entropy(x, LABELS, label_smoothing=0.1, lse_square_scale=0.1), slabs=((9, 40),)
+    ),
+}
+
+
+def check_large(ops, device):
+    check_cross_entropy(ops, device, torch.bfloat16, (129, 128256))

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, check_kept, leaf, randn
-from tests.ops.suite import of_suite
+from tests.ops.suite import LABELS, Case, of_suite
 from tests.tolerances import assert_close
 
 ROW_FACTOR = 4.0  # the gradient of a row's logits is a difference of sums over the row
@@ -392,3 +392,59 @@ MUTANTS = (
     (_OPERATION, "_DivergenceOfLogits.backward", "divergence_of_logits_backward(dloss, ", "divergence_of_logits_backward(dloss * 0 + 1, ",
      "scaled_logits"),
 )
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+def check_turned_divergence(ops):
+    """In fp16, whose gradient the backward pass computes."""
+    x, y = (randn(3, 64, dtype=torch.float16, device="cpu", seed=i).log_softmax(-1) for i in range(2))
+    loss = ops.jsd(x.requires_grad_(), y, reduction="sum")
+    (wanted,) = torch.autograd.grad(loss, x, torch.tensor(2.0), retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(loss, x, torch._neg_view(torch.tensor(-2.0)))[0], wanted)
+
+
+def check_turned_divergence_of_a_transposed_student(ops):
+    """PyTorch's operations give its gradient the student's strides, and the backward pass multiplies it."""
+    x, y = (randn(64, 3, dtype=torch.float32, device="cpu", seed=i).log_softmax(0).t() for i in range(2))
+    loss = ops.jsd(x.requires_grad_(), torch._neg_view(-y))
+    try:
+        (found,) = torch.autograd.grad(loss, x, torch.tensor(2.0))
+    except RuntimeError as error:
+        raise AssertionError(str(error)) from error
+    torch.testing.assert_close(found, torch.autograd.grad(ops.jsd(x, y), x, torch.tensor(2.0))[0])
+
+
+CHECKS |= of_suite({"turned": check_turned_divergence, "turned, transposed": check_turned_divergence_of_a_transposed_student})
+MUTANTS += (
+    ("shared/ops/divergence.py", "_backward", "kernels_compute(x, y, labels, dloss)", "kernels_compute(x, y, labels)", "turned"),
+    ("shared/ops/linear_head.py", "multiply", "gradient.is_contiguous() and ", "", "turned, transposed"),
+)
+
+
+def _sample(call):
+    def sample(ops, new):
+        p, t = (new.exact(48, 1024, seed=i).detach().log_softmax(-1) for i in (9, 10))
+        return lambda p: call(ops, p, t), (leaf(p),)
+
+    return sample
+
+
+ROWS = {"aligned": lambda n: ((2, n), (2, n))}
+SLABS = {"slabs": ((9, 40), (9, 40))}
+OPERATIONS = {
+    "kl_div": Case(
+        lambda ops, x, y: ops.kl_div(x, y.detach().abs()), **ROWS, sample=_sample(lambda ops, p, t: ops.kl_div(p, t.exp(), "batchmean"))
+    ),
+    "kl_div, labels": Case(lambda ops, x, y: ops.kl_div(x, y.detach().abs(), labels=LABELS), **SLABS),
+    "jsd": Case(lambda ops, x, y: ops.jsd(x, y.detach()), **ROWS, sample=_sample(lambda ops, p, t: ops.jsd(p, t)), half=True),
+    "jsd, labels": Case(lambda ops, x, y: ops.jsd(x, y.detach(), LABELS), **SLABS),
+    "jsd, of logits": Case(lambda ops, x, y: ops.jsd(x, y.detach(), from_logits=True), **ROWS, half=True),
+    "jsd, of logits and labels": Case(lambda ops, x, y: ops.jsd(x, y.detach(), LABELS, from_logits=True), **SLABS),
+    "tvd": Case(lambda ops, x, y: ops.tvd(x, y.detach()), **ROWS, sample=_sample(lambda ops, p, t: ops.tvd(p.exp(), t.exp()))),
+    "tvd, of logits": Case(lambda ops, x, y: ops.tvd(x, y.detach(), from_logits=True), **ROWS, **SLABS),
+}
+
+
+def check_large(ops, device):
+    for op in ("jsd", "kl_div", "tvd"):
+        check_divergence(ops, device, torch.bfloat16, op, (129, 128256), reduction="batchmean")

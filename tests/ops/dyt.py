@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
-from tests.ops.suite import of_suite
+from tests.ops.suite import Case, check_incoming_gradient, of_suite
 
 
 def dyt_exact(x, alpha, gamma, beta):
@@ -106,3 +106,21 @@ def all_cases(ops, device, dtypes=FLOATS):
         yield f"options {dtype}", partial(check_options, ops, device, dtype)
     yield "parameter sums", partial(check_parameter_sums, ops, device)
     yield "empty", partial(check_empty, ops, device)
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+CHECKS |= of_suite({"turned": check_incoming_gradient("dyt")})
+MUTANTS += (("shared/ops/dyt.py", "_backward", ", others=(dy,)", "", "turned"),)
+OPERATIONS = {
+    "dyt": Case(
+        lambda ops, x, a, w, b: ops.dyt(x, a, w, b),
+        aligned=lambda n: ((2, n), (1,), (n,), (n,)),
+        slabs=((9, 40), (1,), (40,), (40,)),
+        rows=1,
+        sample=lambda ops, new: (ops.dyt, (new.normal(48, 1024), new.ones(1), new.normal(1024, seed=2), new.normal(1024, seed=3))),
+    ),
+}
+
+
+def check_large(ops, device):
+    check_dyt(ops, device, BF16, (2049, 4096))

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
-from tests.ops.suite import of_suite
+from tests.ops.suite import Case, check_incoming_gradient, of_suite
 
 
 def gated_exact(gate, up, activation, gate_multiplier=1.0, down_multiplier=1.0):
@@ -125,3 +125,50 @@ def all_cases(ops, device, dtypes=FLOATS):
             for shape in ((3, 1024), (3, 77), (2, 2, 24)):
                 yield f"packed {activation} {shape} {dtype}", partial(check_packed, ops, device, dtype, shape, activation)
     yield "extremes", partial(check_extremes, ops, device)
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+CHECKS |= of_suite({"turned": check_incoming_gradient("geglu")})
+MUTANTS += (("shared/ops/gated_activation.py", "_backward", "_fits(gate, up, dout)", "_fits(gate, up)", "turned"),)
+
+
+def check_turned_packed(ops):
+    x = leaf(randn(3, 64, dtype=torch.float32, device="cpu"))
+    upstream = randn(3, 32, dtype=torch.float32, device="cpu", seed=1)
+    y = ops.swiglu_packed(x)
+    (wanted,) = torch.autograd.grad(y, x, upstream, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(y, x, torch._neg_view(-upstream))[0], wanted)
+
+
+CHECKS |= of_suite({"turned, packed": check_turned_packed})
+MUTANTS += (
+    ("shared/ops/gated_activation.py", "_packed_backward", "_fits(gate, up, dout)", "_fits(gate, up)", "turned, packed"),
+)
+
+
+def two_of_rows(call):
+    """The case of an operation on gate and up."""
+    return Case(
+        call,
+        aligned=lambda n: ((2, n), (2, n)),
+        slabs=((9, 40), (9, 40)),
+        rows=2,
+        sample=lambda ops, new: (lambda a, b: call(ops, a, b), (new.normal(48, 1024), new.normal(48, 1024, seed=1))),
+    )
+
+
+def packed(call):
+    """The case of an operation on both in one tensor."""
+    return Case(call, aligned=lambda n: ((2, 2 * n),), slabs=((9, 80),), rows=1)
+
+
+OPERATIONS = {
+    "swiglu": two_of_rows(lambda ops, a, b: ops.swiglu(a, b, 0.5, 2.0)),
+    "geglu": two_of_rows(lambda ops, a, b: ops.geglu(a, b)),
+    "swiglu_packed": packed(lambda ops, x: ops.swiglu_packed(x)),
+    "geglu_packed": packed(lambda ops, x: ops.geglu_packed(x)),
+}
+
+
+def check_large(ops, device):
+    check_gated_activation(ops, device, torch.bfloat16, (1025, 14336))

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
-from tests.ops.suite import of_suite
+from tests.ops.suite import Case, check_incoming_gradient, of_suite
 
 
 def rms_norm_exact(x, weight, eps, offset):
@@ -132,3 +132,60 @@ def all_cases(ops, device, dtypes=FLOATS):
         if dtype != FP32:
             yield f"rounding {dtype}", partial(check_rounding, ops, device, dtype)
     yield "empty", partial(check_empty, ops, device)
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+CHECKS |= of_suite({"turned": check_incoming_gradient("general_rms_norm")})
+MUTANTS += (("shared/ops/rms_norm.py", "_backward", "x, weight, dy, rstd)", "x, weight, rstd)", "turned"),)
+
+
+def check_turned_residual(ops):
+    x, residual, weight = (randn(*shape, dtype=FP32, device="cpu", seed=i) for i, shape in enumerate(((3, 64), (3, 64), (64,))))
+    wanted = ops.general_add_rms_norm(x, residual, weight)
+    torch.testing.assert_close(ops.general_add_rms_norm(x, torch._neg_view(-residual), weight), wanted)
+
+
+CHECKS |= of_suite({"turned residual": check_turned_residual})
+MUTANTS += (("shared/ops/rms_norm.py", "_add_forward", 'forward", x, residual, weight)', 'forward", x, weight)', "turned residual"),)
+
+MODULE = "rms_norm"
+ROUNDS = {"llama": "first", "gemma": "last", "none": "last"}  # of Liger's casting modes
+
+
+def general_rms_norm(norms, x, weight=None, eps=1e-6, offset=0.0, casting="llama"):
+    """As the package for Liger's users has it. norms: the module of the operation."""
+    return norms.rms_norm(x, weight, eps, offset, ROUNDS[casting], x.dtype)
+
+
+def general_add_rms_norm(norms, x, residual, weight=None, eps=1e-6, offset=0.0, casting="llama"):
+    """As the package for Liger's users has it. norms: the module of the operation."""
+    return norms.add_rms_norm(x, residual, weight, eps, offset, ROUNDS[casting], x.dtype)
+
+
+WITH_LIGERS_ARGUMENTS = {"general_rms_norm": general_rms_norm, "general_add_rms_norm": general_add_rms_norm}
+OPERATIONS = {
+    "general_rms_norm": Case(
+        lambda ops, x, w: ops.general_rms_norm(x, w),
+        aligned=lambda n: ((2, n), (n,)),
+        rows=1,
+        sample=lambda ops, new: (ops.general_rms_norm, (new.normal(48, 1024), new.normal(1024, seed=2))),
+    ),
+    "general_rms_norm, offset": Case(lambda ops, x, w: ops.general_rms_norm(x, w, offset=1.0), slabs=((9, 40), (40,))),
+    "general_add_rms_norm": Case(
+        lambda ops, x, r, w: sum(ops.general_add_rms_norm(x, r, w)),
+        aligned=lambda n: ((2, n), (2, n), (n,)),
+        rows=2,
+        sample=lambda ops, new: (
+            lambda x, r, w: sum(ops.general_add_rms_norm(x, r, w)),
+            (new.normal(48, 1024), new.normal(48, 1024, seed=1), new.normal(1024, seed=2)),
+        ),
+    ),
+    "general_add_rms_norm, offset": Case(
+        lambda ops, x, r, w: sum(ops.general_add_rms_norm(x, r, w, offset=1.0)), slabs=((9, 64), (9, 64), (64,))
+    ),
+}
+
+
+def check_large(ops, device):
+    check_rms_norm(ops, device, BF16, (2049, 4096))
+    check_rms_norm(ops, device, BF16, (65537, 128))

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
-from tests.ops.suite import of_suite
+from tests.ops.suite import Case, check_incoming_gradient, of_suite
 
 
 def group_norm_exact(x, groups, weight, bias, eps):
@@ -167,3 +167,22 @@ def all_cases(ops, device, dtypes=FLOATS):
     if FP32 in dtypes:
         yield "large mean", partial(check_large_mean, ops, device)
     yield "empty", partial(check_empty, ops, device)
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+CHECKS |= of_suite({"turned": check_incoming_gradient("group_norm")})
+MUTANTS += (("shared/ops/group_norm.py", "_backward", ", others=(dy,)", "", "turned"),)
+OPERATIONS = {
+    "group_norm": Case(
+        lambda ops, x, w, b: ops.group_norm(x, 2, w, b),
+        aligned=lambda n: ((2, 4, n), (4,), (4,)),
+        sample=lambda ops, new: (
+            lambda x, w, b: ops.group_norm(x, 2, w, b), (new.normal(2, 8, 16, 16), new.normal(8, seed=2), new.normal(8, seed=3))
+        ),
+    ),
+}
+
+
+def check_large(ops, device):
+    for case in (((4, 320, 64, 64), 32), ((9, 160, 64, 64), 16), ((9, 144, 64, 64), 16), ((9, 320, 32, 32), 16)):
+        check_group_norm(ops, device, BF16, *case)

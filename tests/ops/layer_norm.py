@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, never_refused, randn, unchanged
-from tests.ops.suite import of_suite
+from tests.ops.suite import Case, check_incoming_gradient, of_suite
 
 
 def layer_norm_exact(x, weight, bias, eps):
@@ -138,3 +138,22 @@ def all_cases(ops, device, dtypes=FLOATS):
         yield "large mean", partial(check_large_mean, ops, device)
         yield "odd", partial(check_layer_norm, ops, device, FP32, (13, 65))
     yield "empty", partial(check_empty, ops, device)
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+CHECKS |= of_suite({"turned": check_incoming_gradient("layer_norm")})
+MUTANTS += (("shared/ops/layer_norm.py", "_backward", ", others=(dy,)", "", "turned"),)
+OPERATIONS = {
+    "layer_norm": Case(
+        lambda ops, x, w, b: ops.layer_norm(x, w, b),
+        aligned=lambda n: ((2, n), (n,), (n,)),
+        slabs=((9, 40), (40,), (40,)),
+        rows=1,
+        sample=lambda ops, new: (ops.layer_norm, (new.normal(48, 1024), new.normal(1024, seed=2), new.normal(1024, seed=3))),
+    ),
+}
+
+
+def check_large(ops, device):
+    check_layer_norm(ops, device, BF16, (2049, 4096))
+    check_layer_norm(ops, device, BF16, (513, 12288))

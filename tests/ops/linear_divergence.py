@@ -6,7 +6,7 @@ import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, check_kept, errors_in, exact, leaf, randn
 from tests.ops.linear_jsd import jsd_exact
-from tests.ops.suite import of_suite
+from tests.ops.suite import Case, of_suite
 
 CAPPED = {"temperature": 0.7, "softcap": 4.0, "scale": 1.3, "teacher_softcap": 7.0, "teacher_scale": 0.6}
 CASES = tuple(
@@ -153,3 +153,18 @@ CHECKS = of_suite({
     "fp16": lambda ops: check_linear_divergence(ops, "cpu", torch.float16),
     "nan": lambda ops: check_not_a_number(ops, "cpu", F32),
 })
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+def _sample(ops, new):
+    teacher = new.normal(48, 1024, seed=1).detach(), new.normal(96, 1024, scale=0.03, seed=1).detach()
+    leaves = new.normal(48, 1024), new.normal(96, 1024, scale=0.03)
+    return lambda x, w: ops.linear_divergence(x, w, *teacher, beta=0.5).divergence, leaves
+
+
+OPERATIONS = {"linear_divergence": Case(None, sample=_sample)}
+
+
+def check_large(ops, device):
+    for frozen in (False, True):
+        check_linear_divergence(ops, device, torch.bfloat16, (515,), 512, 384, 20000, beta=0.3, frozen=frozen)

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_close, assert_rows_close, check_kept, exact, leaf, randn
-from tests.ops.suite import of_suite
+from tests.ops.suite import Case, of_suite
 
 CASES = (
     {},
@@ -140,3 +140,16 @@ CHECKS = of_suite({
     "fp16": lambda ops: check_linear_jsd(ops, "cpu", torch.float16),
     "PyTorch": lambda ops: check_linear_jsd(ops, "cpu", F32, labels=True),
 })
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+def _sample(ops, new):
+    teacher = new.normal(48, 1024, seed=1).detach(), new.normal(96, 1024, scale=0.03, seed=1).detach()
+    return lambda x, w: ops.linear_jsd(x, w, *teacher), (new.normal(48, 1024), new.normal(96, 1024, scale=0.03))
+
+
+OPERATIONS = {"linear_jsd": Case(None, sample=_sample)}
+
+
+def check_large(ops, device):
+    check_linear_jsd(ops, device, torch.bfloat16, (515,), 512, 384, 20000, labels=True)

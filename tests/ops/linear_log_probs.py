@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.common import CPU, FLOATS, assert_close, assert_rows_close, check_kept, errors_in, exact, leaf, randn
 from tests.ops.linear_jsd import logits_of
-from tests.ops.suite import of_suite
+from tests.ops.suite import Case, of_suite
 
 ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 DIFFERENTIABLE = ("log_probs", "entropy", "mean_logits")
@@ -405,3 +405,17 @@ CHECKS = of_suite({
     "weighted_sum": _checks((F32, {"coefficients": True})),
     "skipped": _checks((F32, {"coefficients": True, "skip_ignored": True, "ignored": 3})),
 })
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+def _sample(ops, new):
+    target, leaves = torch.arange(48, device=new.device), (new.normal(48, 1024), new.normal(96, 1024, scale=0.03))
+    return lambda x, w: sum(ops.linear_log_probs(x, w, target, outputs=("entropy",), skip_ignored=False)[:2]), leaves
+
+
+OPERATIONS = {"linear_log_probs": Case(None, sample=_sample)}
+
+
+def check_large(ops, device):
+    for frozen in (False, True):
+        check_linear_log_probs(ops, device, torch.bfloat16, (515,), 512, 20000, outputs=ALL, frozen=frozen)

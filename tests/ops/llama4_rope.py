@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
-from tests.ops.suite import of_suite
+from tests.ops.suite import Case, of_suite
 
 
 def rotary_complex_exact(x, freqs):
@@ -78,3 +78,33 @@ def all_cases(ops, device, dtypes=FLOATS):
     for dtype in dtypes:
         for i, options in enumerate(CASES):
             yield f"case {i} {dtype}", partial(check_rotary_complex, ops, device, dtype, **options)
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+ANGLES = torch.polar(torch.ones(3, 500), randn(3, 500, dtype=torch.float32, device="cpu", seed=30))
+
+
+def _sample(ops, new):
+    freqs = torch.polar(torch.ones(2, 16, 64), randn(2, 16, 64, dtype=torch.float32, device="cpu")).to(new.device)
+
+    def call(q, k):
+        return sum(ops.rotary_complex(q.transpose(1, 2), k.transpose(1, 2), freqs))
+
+    return call, (new.normal(2, 4, 16, 128, seed=4), new.normal(2, 4, 16, 128, seed=5))
+
+
+OPERATIONS = {
+    "rotary_complex": Case(
+        lambda ops, q, k: torch.cat(ops.rotary_complex(q, k, ANGLES[:, : q.shape[-1] // 2]), 2),
+        aligned=lambda n: ((2, 3, 2, min(n, 128) // 2 * 2), (2, 3, 1, min(n, 128) // 2 * 2)),
+        sample=_sample,
+    ),
+    "rotary_complex, angles": Case(
+        lambda ops, q, k, f: torch.cat(ops.rotary_complex(q, k, torch.polar(torch.ones_like(f), f.detach())), 2),
+        slabs=((2, 4, 2, 24), (2, 4, 1, 24), (2, 4, 12)),
+    ),
+}
+
+
+def check_large(ops, device):
+    check_rotary_complex(ops, device, torch.bfloat16, 2, 1025, (40, 8))

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
-from tests.ops.suite import of_suite
+from tests.ops.suite import Case, of_suite
 
 
 def chosen_exact(table, sections, interleaved):
@@ -152,3 +152,36 @@ def all_cases(ops, device, dtypes=FLOATS):
             yield f"multimodal {i} {dtype}", partial(check_multimodal, ops, device, dtype, **options)
         for i, options in enumerate(PARTIAL_CASES):
             yield f"partial {i} {dtype}", partial(check_partial, ops, device, dtype, **options)
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+def _sample(of_tables):
+    def sample(ops, new):
+        cos, sin = (new.normal(3, 2, 16, 128, seed=i).detach() for i in (7, 8))
+        return of_tables(ops, cos, sin), (new.normal(2, 4, 16, 128, seed=4), new.normal(2, 4, 16, 128, seed=5))
+
+    return sample
+
+
+def _partial_of(ops, cos, sin):
+    part = [table[0, ..., :64].contiguous() for table in (cos, sin)]
+    return lambda q, k: sum(ops.partial_rotary(q, k, *part))
+
+
+OPERATIONS = {
+    "partial_rotary": Case(
+        lambda ops, q, k, cos, sin: torch.cat(ops.partial_rotary(q, k, cos.detach(), sin.detach()), 1),
+        aligned=lambda n: ((2, 2, 3, n // 2 * 2), (2, 1, 3, n // 2 * 2), (1, 3, n // 2 * 2), (1, 3, n // 2 * 2)),
+        slabs=((2, 2, 4, 24), (2, 1, 4, 24), (2, 4, 16), (2, 4, 16)),
+        sample=_sample(_partial_of),
+    ),
+    "rotary_multimodal": Case(
+        lambda ops, q, k, cos, sin: torch.cat(ops.rotary_multimodal(q, k, cos.detach(), sin.detach(), (2, 3, 3)), 1),
+        slabs=((2, 2, 4, 24), (2, 1, 4, 24), (3, 2, 4, 16), (3, 2, 4, 16)),
+        sample=_sample(lambda ops, cos, sin: lambda q, k: sum(ops.rotary_multimodal(q, k, cos, sin, (16, 24, 24)))),
+    ),
+}
+
+
+def check_large(ops, device):
+    check_multimodal(ops, device, torch.bfloat16, 2, 1025, (28, 4))

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
-from tests.ops.suite import of_suite
+from tests.ops.suite import Case, check_incoming_gradient, of_suite
 
 
 def neighborhood_exact(q, k, v, kernel_size, dilation, scale, causal):
@@ -119,3 +119,33 @@ def all_cases(ops, device, dtypes=FLOATS):
     for dtype in dtypes:
         for i, options in enumerate(CASES):
             yield f"case {i} {dtype}", partial(check_neighborhood_attention, ops, device, dtype, **options)
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+CHECKS |= of_suite({"turned": check_incoming_gradient("neighborhood_attention")})
+MUTANTS += (
+    ("shared/ops/neighborhood_attention.py", "_backward", "_fits(q, k, v, dilation, dout)", "_fits(q, k, v, dilation)", "turned"),
+)
+
+
+def apart(x):
+    """The same numbers, whose batch rows begin 800 elements behind each other."""
+    flat = x.flatten(1)
+    return torch.nn.functional.pad(flat, (0, 800 - flat.shape[1]))[:, : flat.shape[1]].unflatten(1, x.shape[1:])
+
+
+OPERATIONS = {
+    "neighborhood_attention": Case(
+        lambda ops, q, k, v: ops.neighborhood_attention(q, k, v, 3),
+        aligned=lambda n: ((1, 2, 5, n),) * 3,
+        slabs=((4, 2, 8, 16),) * 3,
+        sample=lambda ops, new: (ops.neighborhood_attention, tuple(new.normal(2, 4, 16, 128, seed=i) for i in (4, 5, 6))),
+    ),
+    "neighborhood_attention, k's batch rows apart": Case(
+        lambda ops, q, k, v: ops.neighborhood_attention(q, apart(k), v, 3), slabs=((4, 2, 8, 16),) * 3
+    ),
+}
+
+
+def check_large(ops, device):
+    check_neighborhood_attention(ops, device, torch.bfloat16, (2, 4, 1030, 128))

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import BF16, FLOATS, FP16, FP32, assert_rows_close, backward_twice, exact, leaf, randn, unchanged
-from tests.ops.suite import of_suite
+from tests.ops.suite import Case, check_incoming_gradient, of_suite
 
 
 def poly_norm_exact(x, weight, bias, eps):
@@ -99,3 +99,21 @@ def all_cases(ops, device, dtypes=FLOATS):
     if FP16 in dtypes:
         yield "largest fp16", partial(check_largest_fp16, ops, device)
     yield "empty", partial(check_empty, ops, device)
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+CHECKS |= of_suite({"turned": check_incoming_gradient("poly_norm")})
+MUTANTS += (("shared/ops/poly_norm.py", "_backward", ", others=(dy,)", "", "turned"),)
+OPERATIONS = {
+    "poly_norm": Case(
+        lambda ops, x, w, b: ops.poly_norm(x, w, b),
+        aligned=lambda n: ((2, n), (3,), (1,)),
+        slabs=((9, 40), (3,), (1,)),
+        rows=1,
+        sample=lambda ops, new: (ops.poly_norm, (new.normal(48, 1024), new.ones(3), new.ones(1))),
+    ),
+}
+
+
+def check_large(ops, device):
+    check_poly_norm(ops, device, BF16, (2049, 4096))

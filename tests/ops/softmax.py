@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, check_kept, exact, gradient_twice, leaf, randn
-from tests.ops.suite import of_suite
+from tests.ops.suite import Case, of_suite
 from tests.tolerances import assert_close
 
 # Every tile, whole and not; several rows a block that do not fill it; odd rows; rows in pieces, aligned and not.
@@ -183,3 +183,20 @@ def all_cases(ops, device, dtypes=FLOATS):
         for columns in (100, 3000, 17000, 17008, 57360):
             yield f"softmax with -inf {dtype} {columns}", partial(check_softmax_infinities, ops, device, dtype, columns)
         yield f"softmax of nothing {dtype}", partial(check_softmax_empty, ops, device, dtype)
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+OPERATIONS = {
+    "softmax": Case(
+        lambda ops, x: ops.softmax(x),
+        aligned=lambda n: ((2, n),),
+        slabs=((9, 40),),
+        rows=1,
+        sample=lambda ops, new: (ops.softmax, (new.normal(48, 1024),)),
+    ),
+}
+
+
+def check_large(ops, device):
+    for shape in ((2049, 4096), (65, 151936), (397, 17008), (397, 32768), (397, 65536), (265, 128256)):
+        check_softmax(ops, device, torch.bfloat16, shape)

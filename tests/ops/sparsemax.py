@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from tests.ops.common import FLOATS, assert_rows_close, check_kept, exact, gradient_twice, leaf, randn
-from tests.ops.suite import of_suite
+from tests.ops.suite import Case, of_suite
 
 SHAPES = ((5, 128), (40, 96), (3, 7, 64), (2, 1024), (5, 1000), (3, 4096), (2, 3001), (2, 5008), (2, 8192), (2, 10000), (2, 16400),
           (2, 32768), (1, 32784), (2, 17001), (1, 40003), (3, 1), (7,))
@@ -175,3 +175,20 @@ def all_cases(ops, device, dtypes=FLOATS):
     if torch.float16 in dtypes:
         for columns in (64, 9000, 17008):
             yield f"sparsemax, the smallest number {columns}", partial(check_sparsemax_fp16, ops, device, columns)
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+OPERATIONS = {
+    "sparsemax": Case(
+        lambda ops, x: ops.sparsemax(x),
+        aligned=lambda n: ((2, n),),
+        slabs=((9, 40),),
+        rows=1,
+        sample=lambda ops, new: (ops.sparsemax, (new.normal(48, 1024),)),
+    ),
+}
+
+
+def check_large(ops, device):
+    check_sparsemax(ops, device, torch.bfloat16, (2049, 4096))
+    check_sparsemax(ops, device, torch.bfloat16, (65, 128256))

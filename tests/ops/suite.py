@@ -1,44 +1,75 @@
-"""The operations of the package for Liger's users, and those of heads. Their files here have `all_cases(ops, device, dtypes)` too, (name,
-function) of every check."""
+"""The operations of the package for Liger's users, and those of heads, found by what their files here say of them."""
 
 import contextlib
 import functools
 import importlib
+import types
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
 
 from tests.op_cases import Operations
-from tests.ops.common import launched
+from tests.ops import collected, files
+from tests.ops.common import BF16, FP32, launched, leaf, randn
 
-NAMES = (
-    "general_rms_norm", "layer_norm", "group_norm", "poly_norm", "dyt", "softmax", "sparsemax", "gated_activation", "tiled_mlp",
-    "llama4_rope",
-    "mrope", "cross_entropy", "divergence", "linear_jsd", "linear_log_probs", "linear_divergence",
-    "neighborhood_attention",
-)  # fmt: skip
-# Where an operation lies that has not the name of its module.
-MODULES = {
-    **dict.fromkeys(("swiglu", "swiglu_packed", "geglu", "geglu_packed"), "gated_activation"),
-    **dict.fromkeys(("tiled_swiglu", "tiled_geglu"), "tiled_mlp"),
-    "rotary_complex": "llama4_rope",
-    **dict.fromkeys(("rotary_multimodal", "partial_rotary"), "mrope"),
-    "cross_entropy": "cross_entropy_of_logits",
-    **dict.fromkeys(("kl_div", "jsd", "tvd"), "divergence"),
-}
+LABELS = torch.tensor([1, -100, 3, 0, 39, 7, 2, -100, 5])  # of the rows of `Case.slabs`
 
 
-ROUNDS = {"llama": "first", "gemma": "last", "none": "last"}  # of Liger's casting modes
+class Case(NamedTuple):
+    """How the tests of every operation call one.
+
+    call: of the operations and tensors, gives one tensor. aligned: of a length n, the shapes of tensors with rows of n, for odd addresses.
+    slabs: shapes of tensors, for launches in parts. rows: how many of the tensors, the first ones, may be a single row without a dimension
+    of rows, 0 for none. half: whether its gradient in fp16 is computed otherwise than in fp32. sample: of the operations and `Tensors`,
+    gives a function and what it is differentiated in, at a size that its kernels take.
+    """
+
+    call: Callable | None
+    aligned: Callable | None = None
+    slabs: tuple | None = None
+    rows: int = 0
+    half: bool = False
+    sample: Callable | None = None
 
 
-def general_rms_norm(norms, x, weight=None, eps=1e-6, offset=0.0, casting="llama"):
-    """As the package for Liger's users has it. norms: the module of the operation."""
-    return norms.rms_norm(x, weight, eps, offset, ROUNDS[casting], x.dtype)
+class Tensors(NamedTuple):
+    """Makes the tensors of a sample, which need gradients."""
+
+    device: str
+    dtype: torch.dtype = BF16
+
+    def normal(self, *shape, seed=0, scale=1.0):
+        return leaf(randn(*shape, dtype=self.dtype, device=self.device, seed=seed, scale=scale))
+
+    def exact(self, *shape, seed=0):
+        return leaf(randn(*shape, dtype=FP32, device=self.device, seed=seed))
+
+    def ones(self, count):
+        return leaf(torch.ones(count, dtype=self.dtype, device=self.device))
 
 
-def general_add_rms_norm(norms, x, residual, weight=None, eps=1e-6, offset=0.0, casting="llama"):
-    """As the package for Liger's users has it. norms: the module of the operation."""
-    return norms.add_rms_norm(x, residual, weight, eps, offset, ROUNDS[casting], x.dtype)
+@functools.cache
+def names() -> tuple:
+    """The files here of the suite's operations."""
+    return tuple(sorted(name for name, module in files().items() if hasattr(module, "all_cases")))
 
 
-WITH_LIGERS_ARGUMENTS = {"general_rms_norm": general_rms_norm, "general_add_rms_norm": general_add_rms_norm}
+def module_of(name: str):
+    """A file here, by name."""
+    return files()[name]
+
+
+def cases_with(field: str) -> dict:
+    """The operations' cases that have something in a field."""
+    return {name: case for name, case in collected("OPERATIONS").items() if getattr(case, field)}
+
+
+@functools.cache
+def modules_of_functions() -> dict:
+    """The file of torch-ext/shared/ops that each operation lies in."""
+    tables = [(getattr(module, "MODULE", name), getattr(module, "OPERATIONS", {})) for name, module in files().items()]
+    return {name.partition(",")[0]: module for module, cases in tables for name in cases}
 
 
 class SuiteOperations(Operations):
@@ -50,12 +81,12 @@ class SuiteOperations(Operations):
         return len(launched(self.packages[0]))
 
     def __getattr__(self, name):
-        if name in WITH_LIGERS_ARGUMENTS:
-            return functools.partial(WITH_LIGERS_ARGUMENTS[name], self.rms_norm_module)
         module = name.removesuffix("_module")
         for package in self.packages:
             with contextlib.suppress(ModuleNotFoundError):
-                found = importlib.import_module(f"{package.__name__}.shared.ops.{MODULES.get(name, module)}")
+                found = importlib.import_module(f"{package.__name__}.shared.ops.{modules_of_functions().get(module, module)}")
+                if name in collected("WITH_LIGERS_ARGUMENTS"):
+                    return functools.partial(collected("WITH_LIGERS_ARGUMENTS")[name], found)
                 return found if module != name else getattr(found, name)
         raise AttributeError(f"none of {self.packages} ships the operation {name}")
 
@@ -65,11 +96,35 @@ def suite(*packages) -> SuiteOperations:
     return SuiteOperations(*packages)
 
 
-def module_of(name: str):
-    """The file of an operation here."""
-    return importlib.import_module(f"tests.ops.{name}")
-
-
 def of_suite(checks: dict) -> dict:
     """Checks of the suite's operations as `CHECKS` has them, functions of a package."""
     return {name: lambda package, check=check: check(suite(package)) for name, check in checks.items()}
+
+
+# ---------------------------------------------------------------- samples
+def sample(ops, name: str, device, dtype=BF16) -> tuple:
+    """(function, the tensors that it takes and is differentiated in) of an operation with a sample. ops: of `suite`."""
+    # Without the look-up of an attribute, which torch.compile would trace.
+    functions = types.SimpleNamespace(**{function: getattr(ops, function) for function in modules_of_functions()})
+    return collected("OPERATIONS")[name].sample(functions, Tensors(device, dtype))
+
+
+def run(call, leaves) -> tuple:
+    """The result and the gradients."""
+    result = call(*leaves)
+    return (result, *torch.autograd.grad(result, leaves, torch.ones_like(result)))
+
+
+def check_incoming_gradient(name):
+    """A check that memory may hold an incoming gradient with the other sign: an address does not tell."""
+
+    def check(ops):
+        call, leaves = sample(ops, name, "cpu", FP32)
+        result = call(*leaves)
+        upstream = randn(*result.shape, dtype=FP32, device="cpu", seed=7)
+        wanted = torch.autograd.grad(result, leaves, upstream, retain_graph=True)
+        found = torch.autograd.grad(result, leaves, torch._neg_view(-upstream))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+    return check

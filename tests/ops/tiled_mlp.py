@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.common import FLOATS, assert_rows_close, exact, leaf, randn
 from tests.ops.gated_activation import gated_exact
-from tests.ops.suite import of_suite
+from tests.ops.suite import Case, of_suite
 
 NAMES = ("x", "gate", "up", "down")
 
@@ -123,3 +123,23 @@ def all_cases(ops, device, dtypes=FLOATS):
             yield f"case {i} {dtype}", partial(check_tiled_mlp, ops, device, dtype, **options)
         for needs in NEEDS:
             yield f"gradients of {needs} {dtype}", partial(check_tiled_mlp, ops, device, dtype, (6,), shards=2, needs=needs)
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+OPERATIONS = {
+    "tiled_swiglu": Case(
+        lambda ops, x, *weights: ops.tiled_swiglu(x, *weights, shards=2),
+        aligned=lambda n: ((4, n), (8, n), (8, n), (n, 8)),
+        sample=lambda ops, new: (
+            lambda x, *weights: ops.tiled_swiglu(x, *weights, shards=2),
+            (new.normal(48, 1024), *(new.normal(96, 1024, scale=0.03, seed=i) for i in range(2)), new.normal(1024, 96, scale=0.1)),
+        ),
+    ),
+    "tiled_geglu": Case(
+        lambda ops, x, *weights: ops.tiled_geglu(x, *weights, shards=2), aligned=lambda n: ((4, n), (8, n), (8, n), (n, 8))
+    ),
+}
+
+
+def check_large(ops, device):
+    check_tiled_mlp(ops, device, torch.bfloat16, (2, 515), 512, 1408, shards=4)
