@@ -12,11 +12,9 @@ and dx = dz * g * t, t the slope of the scores. The statistics of both rows are 
 
 import cuda.tile as ct
 
-from kernel_src.cross_entropy import LN2, LOG2E, Const, last_first, piece
-from kernel_src.log_probs import read_scores
+from kernel_src.cross_entropy import LN2, LOG2E, Const, last_first, piece, read_logits, read_lse
+from kernel_src.log_probs import LEAST, capped
 from kernel_src.prebuild import FLOAT, Array, Variant
-
-LEAST = -1000.0  # stands in for the logarithm of 0
 
 
 @ct.function
@@ -26,10 +24,16 @@ def finite(bits):
 
 
 @ct.function
-def log_p(z, lse, row):
-    """The base-2 logarithms of probabilities, and these; past a row's end LEAST and 0."""
-    bits = finite((z - ct.gather(lse, row, check_bounds=False)) * LOG2E)
-    return bits, ct.exp2(bits, flush_to_zero=True)
+def log_p(logits, lse, row, cols, scale, softcap, after):
+    """The base-2 logarithms of probabilities, these, and the slope of the scores; past a row's end LEAST and 0."""
+    values = read_logits(logits, row, cols)
+    slope = ct.full(cols.shape, 1.0, dtype=ct.float32)
+    if softcap > 0.0:
+        values, slope = capped(values, scale, softcap)
+    top, log_sum = read_lse(lse, row)
+    bits = finite((values - top) * (after * LOG2E) - log_sum * LOG2E)
+    bits = ct.where(cols < logits.shape[1], bits, LEAST)
+    return bits, ct.exp2(bits, flush_to_zero=True), slope * (scale * after)
 
 
 @ct.function
@@ -42,14 +46,12 @@ def head_divergence_sums(
     x, y, lse, teacher_lse, loss, own, scale: float, softcap: float, after: float, teacher_scale: float, teacher_softcap: float,
     teacher_after: float, beta: float, TILE: Const
 ):  # fmt: skip
-    """x, y: logits [tokens, vocabulary]; lse, teacher_lse: [tokens] fp32; loss, own: [tokens, pieces] fp32, sums over pieces of
-    what D and K are made of (where beta is 1, K is D). scale, softcap, after: as in `log_probs_statistics`."""
+    """x, y: logits [tokens, vocabulary]; lse, teacher_lse: [tokens, 2] fp32, see log_probs.py; loss, own: [tokens, pieces] fp32, sums over
+    pieces of what D and K are made of (where beta is 1, K is D). scale, softcap, after: as in `log_probs_statistics`."""
     row, part = piece(ct.bid(0), x, TILE)
     cols = part * TILE + ct.arange(TILE, dtype=ct.int32)
-    z, _ = read_scores(x, row, cols, scale, softcap, after)
-    z_teacher, _ = read_scores(y, row, cols, teacher_scale, teacher_softcap, teacher_after)
-    bits, p = log_p(z, lse, row)
-    teacher_bits, q = log_p(z_teacher, teacher_lse, row)
+    bits, p, _ = log_p(x, lse, row, cols, scale, softcap, after)
+    teacher_bits, q, _ = log_p(y, teacher_lse, row, cols, teacher_scale, teacher_softcap, teacher_after)
     if beta == 0.0:
         ct.scatter(loss, (row, part), ct.sum(q * (teacher_bits - bits), 0) * LN2, check_bounds=False)
         ct.scatter(own, (row, part), 0.0, check_bounds=False)
@@ -72,10 +74,8 @@ def head_divergence_gradient(
     """Writes the gradient over x. own: [tokens] fp32, K; upstream: fp32, [1] or [tokens], what D's gradient is multiplied by."""
     row, part = last_first(x, TILE)
     cols = part * TILE + ct.arange(TILE, dtype=ct.int32)
-    z, ratio = read_scores(x, row, cols, scale, softcap, after)
-    z_teacher, _ = read_scores(y, row, cols, teacher_scale, teacher_softcap, teacher_after)
-    bits, p = log_p(z, lse, row)
-    teacher_bits, q = log_p(z_teacher, teacher_lse, row)
+    bits, p, slope = log_p(x, lse, row, cols, scale, softcap, after)
+    teacher_bits, q, _ = log_p(y, teacher_lse, row, cols, teacher_scale, teacher_softcap, teacher_after)
     g = ct.gather(upstream, ct.where(upstream.shape[0] == 1, 0, row), check_bounds=False)
     dz = p - q
     if beta > 0.0:
@@ -84,7 +84,7 @@ def head_divergence_gradient(
             m = log_mixture(p, q, beta)
             rest = 1.0 - beta
         dz = p * ((bits - m) * LN2 - ct.gather(own, row, check_bounds=False)) * rest
-    dx = dz * g * ((1.0 - ratio * ratio) * (scale * after))
+    dx = dz * g * slope
     ct.scatter(x, (row, cols), ct.where(g == 0.0, 0.0, dx), check_bounds=True)
 
 
@@ -93,6 +93,6 @@ def variants():
     names = ("scale", "softcap", "after", "teacher_scale", "teacher_softcap", "teacher_after", "beta")
     numbers = dict.fromkeys(names, FLOAT)
     for logits in (Array("float32", (None, None), divisible=(1, 16)), Array("float32", (None, None), aligned=False)):
-        both = {"x": logits, "y": logits, "lse": vector, "teacher_lse": vector}
+        both = {"x": logits, "y": logits, "lse": matrix, "teacher_lse": matrix}
         yield Variant(head_divergence_sums, {**both, "loss": matrix, "own": matrix, **numbers, "TILE": 2048})
         yield Variant(head_divergence_gradient, {**both, "own": vector, "upstream": vector, **numbers, "TILE": 1024})

@@ -4,16 +4,21 @@ from functools import partial
 
 import torch
 
-from tests.ops.common import FLOATS, assert_rows_close, check_kept, errors_in, exact, leaf, randn
+from tests.ops.common import CPU, FLOATS, assert_rows_close, check_kept, errors_in, exact, leaf, randn
 from tests.ops.linear_jsd import jsd_exact
 from tests.ops.suite import Case, of_suite
 
+F32 = torch.float32
+LARGE = {}, {"temperature": 0.7, "scale": 1.3, "teacher_scale": 0.8}, {"scale": -0.5, "teacher_scale": -0.5}
 CAPPED = {"temperature": 0.7, "softcap": 4.0, "scale": 1.3, "teacher_softcap": 7.0, "teacher_scale": 0.6}
 CASES = tuple(
     {"beta": beta, **options}
     for beta in (0.0, 0.3, 1.0)
-    for options in ({}, {"frozen": True}, {"bias": True, **CAPPED}, {"bias": True, "frozen": True, "shape": (2, 3), **CAPPED})
-)
+    for options in (
+        {}, {"frozen": True, "scale": -1.3, "teacher_scale": -0.7}, {"bias": True, **CAPPED},
+        {"bias": True, "frozen": True, "shape": (2, 3), **CAPPED},
+    )
+)  # fmt: skip
 ABSOLUTE_ERROR = 3e-5  # logits are not rounded, whatever the dtype
 
 
@@ -106,6 +111,28 @@ def check_not_a_number(ops, device, dtype):
             assert torch.equal(good[[0, 2, 3]], bad[[0, 2, 3]]) and bad[1].isnan().all(), "a row that is no number"
 
 
+def check_large(ops, device, classes=2500, **scores):
+    """Logits that are one large number in every class, of the student or of the teacher: p or q is 1 / classes."""
+    top, plain = torch.finfo(F32).max, randn(classes, dtype=F32, device=CPU)
+    flat = torch.stack([torch.full((classes,), value) for value in (1e9, -1e9, top, -top)])
+    other = plain.expand_as(flat)
+    for beta in (0.0, 0.3, 1.0):
+        for student, teacher in ((flat, other), (other, flat), (flat, flat.flip(0))):
+            weight, units = leaf(student.t().contiguous().to(device)), torch.eye(len(flat), device=device)
+            found = ops.linear_divergence(units, weight, units, teacher.t().contiguous().to(device), beta=beta, **scores)
+            (gradient,) = torch.autograd.grad(found.divergence.sum(), weight)
+            x, y = student.double().requires_grad_(), teacher.double()
+            wanted = jsd_exact(x * scores.get("scale", 1.0), y * scores.get("teacher_scale", 1.0), beta, scores.get("temperature", 1.0))
+            (expected,) = torch.autograd.grad(wanted.sum(), x)
+            log_p = (x * scores.get("scale", 1.0) / scores.get("temperature", 1.0)).log_softmax(-1)
+            what = f"beta {beta} {scores}"
+            for name, row, row64 in (("divergence", found.divergence, wanted), ("entropy", found.entropy, -(log_p.exp() * log_p).sum(-1))):
+                error = (row.detach().cpu().double() - row64.detach()).abs().max()
+                assert error <= ABSOLUTE_ERROR, f"{what}: {name} has an error of {error:.2e}"
+            error = (gradient.cpu().double().t() - expected).abs().max()
+            assert error <= 2e-6 * expected.abs().max() + 1e-7, f"{what}: the gradient has an error of {error:.2e}"
+
+
 def all_cases(ops, device, dtypes=FLOATS):
     """(name, function) of every check in some dtypes."""
     check = partial(check_linear_divergence, ops, device)
@@ -118,11 +145,13 @@ def all_cases(ops, device, dtypes=FLOATS):
         yield f"no tokens {dtype}", partial(check_no_tokens, ops, device, dtype)
         yield f"the same heads {dtype}", partial(check_same_heads, ops, device, dtype)
         yield f"not a number {dtype}", partial(check_not_a_number, ops, device, dtype)
-        if dtype != torch.float32:
+        if dtype == torch.float32:
+            for scores in LARGE:
+                yield f"large logits {scores}", partial(check_large, ops, device, **scores)
+        else:
             yield f"a wider weight {dtype}", partial(check, dtype, weight_dtype=torch.float32, bias=True)
 
 
-F32 = torch.float32
 OPERATION, KERNELS = "shared/ops/linear_divergence.py", "kernel_src/head_divergence.py"
 MUTANTS = [
     *errors_in(KERNELS, "between", "log_mixture", ("beta * q", "q"), ("(1.0 - beta) * p", "p")),
@@ -131,19 +160,21 @@ MUTANTS = [
          ("ct.sum(q * (teacher_bits - bits), 0) * LN2", "ct.sum(q * (teacher_bits - bits), 0)"),
          ("mine = (1.0 - beta) * mine", "mine = mine", "between"),
          ("+ beta * ct.sum", "+ ct.sum", "between"),
-         ("teacher_scale, teacher_softcap, teacher_after)", "scale, softcap, after)")),
+         ("cols, teacher_scale, teacher_softcap, teacher_after)", "cols, scale, softcap, after)")),
     *errors_in(KERNELS, "between", "head_divergence_gradient",
          ("part * TILE + ct.arange", "ct.arange"),
          ("rest = 1.0 - beta", "rest = 1.0"),
          ("- ct.gather(own, row, check_bounds=False)", ""),
          ("dz * g", "dz"),
-         ("(1.0 - ratio * ratio) * ", "")),
+         ("dz * g * slope", "dz * g")),
+    *errors_in(KERNELS, "between", "log_p", ("slope * (scale * after)", "slope * after"), ("- log_sum * LOG2E", "")),
+    *errors_in(KERNELS, "falling", "log_p", ("ct.where(cols < logits.shape[1], bits, LEAST)", "bits")),
     (KERNELS, "finite", "ct.where(bits < LEAST, LEAST, bits)", "ct.maximum(bits, LEAST)", "nan"),
     *errors_in(OPERATION, "frozen", "_LinearDivergence.forward", ("backward(gradients.hidden,", "backward(-gradients.hidden,")),
     *errors_in(OPERATION, "frozen", "_LinearDivergence.backward", ("upstream[:, None] if factor is None", "1.0 if factor is None")),
     *errors_in(OPERATION, "chunks", "_run", ("teacher_hidden[rows]", "teacher_hidden[: logits.shape[0]]")),
     *errors_in(OPERATION, "fp16", "_Piece.gradient", ("scale = scale * power", "pass")),
-    *errors_in(OPERATION, "between", "_TorchPiece.write", ("- self.own[:, None]", ""), ("dz * student.slope(z)", "dz"), kernels=False),
+    *errors_in(OPERATION, "between", "_TorchPiece.write", ("- self.own[:, None]", ""), ("dz * slope", "dz"), kernels=False),
 ]  # fmt: skip
 CHECKS = of_suite({
     "forward": lambda ops: check_linear_divergence(ops, "cpu", F32, classes=4107, **CAPPED),
@@ -151,6 +182,7 @@ CHECKS = of_suite({
     "frozen": lambda ops: check_linear_divergence(ops, "cpu", F32, beta=0.3, frozen=True),
     "chunks": lambda ops: check_linear_divergence(ops, "cpu", F32, (9,), chunk=4),
     "fp16": lambda ops: check_linear_divergence(ops, "cpu", torch.float16),
+    "falling": lambda ops: check_large(ops, "cpu", **LARGE[2]),
     "nan": lambda ops: check_not_a_number(ops, "cpu", F32),
 })
 

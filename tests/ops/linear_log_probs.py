@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ops.common import CPU, FLOATS, assert_close, assert_rows_close, check_kept, errors_in, exact, leaf, randn
+from tests.ops.common import CPU, FLOATS, RELATIVE_ERROR, assert_close, assert_rows_close, check_kept, errors_in, exact, leaf, randn
 from tests.ops.linear_jsd import logits_of
 from tests.ops.suite import Case, of_suite
 
@@ -13,6 +13,7 @@ ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 DIFFERENTIABLE = ("log_probs", "entropy", "mean_logits")
 ABSOLUTE_ERROR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of a logarithm, where the largest logit is 1 or less
 CAPPED = {"temperature": 0.7, "softcap": 4.0, "scale": 1.3}
+LARGE = ({}, {"temperature": 0.7, "scale": 1.3}, {"scale": -0.5}, {"softcap": 30.0, "temperature": 1.5})
 CASES = (
     {},
     {"shape": (2, 5), "outputs": ALL},
@@ -20,6 +21,9 @@ CASES = (
     {"outputs": ALL, "bias": True, **CAPPED},
     {"frozen": True},
     {"frozen": True, **CAPPED},
+    {"outputs": ALL, "scale": -1.3, "temperature": 0.7},
+    {"outputs": ALL, "scale": -1.3, "softcap": 4.0, "classes": 301},
+    {"outputs": ALL, "scale": 0.0, "bias": True},
     {"frozen": True, "outputs": ("entropy",), "entropy_gradient": True},
     {"frozen": True, "outputs": ("entropy",), "entropy_gradient": False, "bias": True},
     {"frozen": True, "outputs": ALL, "entropy_gradient": True, "bias": True, **CAPPED},
@@ -188,6 +192,43 @@ def check_ramp(ops, device, dtype, classes, ignore_index=-100):
             torch.testing.assert_close(row.cpu().double(), wanted[name].double(), rtol=1e-5, atol=1e-5, msg=lambda text: f"{name}: {text}")  # noqa: B023
 
 
+def large_rows(dtype, classes):
+    """Name -> a row of logits that are finite and large; class 0 is the label."""
+    top, plain = torch.finfo(dtype).max, randn(classes, dtype=torch.float32, device=CPU)
+    one, large = torch.tensor([5]), min(1e9, top)
+    return {
+        "a large number everywhere": torch.full((classes,), large),
+        "a mask's number everywhere": torch.full((classes,), -large),
+        "the largest everywhere": torch.full((classes,), top),
+        "the smallest everywhere": torch.full((classes,), -top),
+        "one is the largest": plain.index_fill(0, one, top),
+        "a third is the smallest": plain.masked_fill(torch.arange(classes) % 3 == 1, -top),
+        "two neighbours": torch.full((classes,), -top).index_fill(0, one, large).index_fill(0, torch.tensor([0]), 0.99 * large),
+        "a piece is large": torch.where(torch.arange(classes) < 4096, plain, plain + 1e4),
+    }
+
+
+def check_large(ops, device, dtype, classes=4107, **scores):
+    """Logits that are large, and of one size: results and gradients as float64 has them of the same logits."""
+    rows = {name: row.to(dtype) for name, row in large_rows(dtype, classes).items()}
+    weight = leaf(torch.stack(list(rows.values()), 1).to(device))  # the logits of hidden states that are the unit vectors
+    target = torch.zeros(len(rows), dtype=torch.int64, device=device)
+    found = ops.linear_log_probs(torch.eye(len(rows), dtype=dtype, device=device), weight, target, outputs=ALL, **scores)
+    exactly = weight.detach().cpu().double().t().requires_grad_()
+    wanted = log_probs_exact(exactly, target.cpu(), target.cpu() == 0, **scores)
+    for names in (("log_probs", "entropy"),) if scores else (("log_probs",), ("entropy",)):
+        (gradient,) = torch.autograd.grad(sum(getattr(found, name).sum() for name in names), weight, retain_graph=True)
+        (expected,) = torch.autograd.grad(sum(wanted[name].sum() for name in names), exactly, retain_graph=True)
+        for i, what in enumerate(rows):
+            bound = RELATIVE_ERROR[dtype] * float(expected[i].abs().max())
+            error = (gradient[:, i].cpu().double() - expected[i]).abs().max()
+            assert error <= 2 * bound + 1e-7, f"{what} {scores}: the gradient of {names} has an error of {error:.2e}, {bound:.2e} is one"
+    for i, what in enumerate(rows):
+        for name, row in zip(ALL, found):
+            value, expected = row[i].detach().cpu().double(), wanted[name][i].detach().float().double()  # infinite where fp32 is
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5, msg=lambda m: f"{what} {scores} {name}: {m}")  # noqa: B023
+
+
 class Products(TorchDispatchMode):
     """Counts the products with the vocabulary, which may come in parts, by their multiplications."""
 
@@ -303,6 +344,8 @@ def all_cases(ops, device, dtypes=FLOATS):
                 yield f"all ignored {skip} {coefficients} {dtype}", partial(check_all_ignored, ops, device, dtype, skip, coefficients)
         yield f"without kernels of its own {dtype}", partial(check_without_own_kernels, ops, device, dtype)
         yield f"not a number {dtype}", partial(check_not_a_number, ops, device, dtype)
+        for scores in LARGE if dtype == torch.float32 else LARGE[:1]:
+            yield f"large logits {scores} {dtype}", partial(check_large, ops, device, dtype, **scores)
         if dtype != torch.float32:
             yield f"a wider weight {dtype}", partial(check, dtype, weight_dtype=torch.float32, outputs=ALL, bias=True)
             yield f"many sums {dtype}", partial(check, dtype, (11,), chunk=4, weight_dtype=torch.float32, bias=True)
@@ -315,48 +358,57 @@ OPERATION, PIECES, KERNELS = "shared/ops/linear_log_probs.py", "shared/ops/log_p
 HEAD = "shared/ops/linear_head.py"
 SAVED = "ctx.save_for_backward(found[5], found[8], found[11], found[12]"
 MUTANTS = [
-    *errors_in(KERNELS, "results", "read_scores",
-         ("padding_value=MINUS_INFINITY", "padding_value=0"),
-         ("ct.float32) * scale", "ct.float32)"),
-         ("ct.where(cols < logits.shape[1], ratio * softcap, MINUS_INFINITY)", "ratio * softcap"),
-         ("ct.tanh(x / softcap)", "x / softcap"),
-         ("z * after", "z")),
+    *errors_in(KERNELS, "results", "capped", ("scale / softcap", "1.0 / softcap"), ("t * softcap", "t")),
     *errors_in(KERNELS, "results", "log_probs_statistics",
          ("part * TILE +", "", "ramp"),
-         ("(z - shift_of(m)) * LOG2E", "z * LOG2E"),
-         ("ct.sum(e * e, 0)", "ct.sum(e, 0)"),
-         ("weighted(e, distance)", "weighted(e, z)"),
-         ("ct.where(inside, z, 0.0)", "z"),
-         ("inside & (z == m)", "inside & (z >= 0.0)"),
-         ("ct.min(ct.where(inside", "ct.max(ct.where(inside")),
+         ("i * STEP +", "", "ramp"),
+         ("-MINUS_INFINITY, MINUS_INFINITY", "MINUS_INFINITY, MINUS_INFINITY", "falling"),
+         ("ct.minimum(largest", "ct.maximum(largest", "falling"),
+         ("ct.min(largest", "ct.max(largest", "falling"),
+         ("ct.maximum(largest", "ct.minimum(largest", "large"),
+         ("m * sign, check", "m, check", "falling"),
+         ("shift_of(m * sign) * sign", "shift_of(m * sign)", "falling"),
+         ("shift, _ = capped(m, scale, softcap)", "pass", "large"),
+         ("ct.where(inside, values, MINUS_INFINITY)", "values"),
+         ("total = total + e", "total = e"),
+         ("dot = dot + ", "dot = "),
+         ("squares + e * e", "squares + e"),
+         ("ct.where(inside, values * share, 0.0)", "values * share"),
+         ("largest_here | (values >= shift)", "largest_here", "large"),
+         ("ct.minimum(first,", "ct.maximum(first,")),
+    *errors_in(KERNELS, "results", "rising_values", ("ct.abs(scale)", "scale", "falling_capped")),
     *errors_in(KERNELS, "results", "log_probs_combine",
-         ("old * dot + weighted(old * s, old_distance)", "old * dot", "pieces"),
+         ("ct.abs(after)", "after", "falling"),
+         ("old * dot + times_bits(old, old_bits) * s", "old * dot", "pieces"),
          ("old * old * sq", "old * sq", "pieces"),
-         ("+ weighted(ours * ps, distance)", "", "ramp"),
+         ("+ times_bits(ours, bits) * ps", "", "ramp"),
          ("ours * ours * read_partials", "ours * read_partials", "ramp"),
          ("total = total + ct.sum", "total = ct.sum", "pieces"),
-         ("ct.where(pm == new,", "ct.where(pm <= new,", "ramp"),
-         ("ct.where(new > m, first, ct.minimum(best, first))", "first", "pieces"),
+         ("ct.where((pm == new) | (tops >= top),", "ct.where(pm <= new,", "ramp"),
+         ("ct.where(top > old_top, first, ct.minimum(best, first))", "first", "pieces"),
          ("s = old * s +", "s = s +", "pieces"),
          ("i * PARTS +", "", "pieces"),
          ("(t != ignore_index) & ", "", "ramp"),
-         ("z * after - m", "z - m"),
-         ("(bits - dot / s) * LN2", "(bits - dot) * LN2"),
-         ("2.0 * bits", "bits"),
-         ("ct.where(counted, total / ct.astype(logits.shape[1], ct.float32), 0.0)", "total / ct.astype(logits.shape[1], ct.float32)"),
+         ("m * sign_of(scale * after)", "m", "falling"),
+         ("(value - top) * after", "(value - top)"),
+         ("(bits_of_sum - dot / s) * LN2", "(bits_of_sum - dot) * LN2"),
+         ("2.0 * bits_of_sum", "bits_of_sum"),
+         ("ct.where(counted, whole * after, 0.0)", "whole * after"),
+         ("ct.minimum(ct.maximum(2.0 * total, -LARGEST), LARGEST)", "2.0 * total", "large"),
          ("counted & (best", "(best", "ramp")),
     *errors_in(KERNELS, "results", "log_probs_gradient",
-         ("part * TILE + ct.arange", "ct.arange"),
-         ("alpha + beta * log_p", "alpha"),
-         ("+ flat", ""),
-         ("ct.where(target_here, hit, 0.0)", "hit"),
-         ("1.0 - ratio * ratio", "1.0"),
-         ("(scale * after)", "scale"),
-         ("- ct.gather(lse, row, check_bounds=False)", "")),
+         ("part * TILE + lanes", "lanes"),
+         ("beta * factor * LN2", "0.0"),
+         ("+ flat * factor", ""),
+         ("lanes == lane", "lanes >= lane"),
+         ("dx = dx * slope\n        ct.scatter(logits", "ct.scatter(logits"),
+         ("factor = scale * after", "factor = scale"),
+         ("- log_sum * LOG2E", "")),
+    *errors_in(KERNELS, "alone", "log_probs_gradient", ("alpha * factor", "alpha"), ("hit * factor", "hit"), ("- log_sum * LOG2E", "")),
     *errors_in(KERNELS, "frozen", "log_probs_gradient",
          ("row_number(coefficients, row, 5)", "row_number(coefficients, row, 4)"),
          ("ct.scatter(other, (row, cols), nothing, check_bounds=True)", "pass")),
-    (KERNELS, "weighted", "ct.where(e == 0.0, 0.0, e * x)", "e * x", "results"),
+    (KERNELS, "times_bits", "e * ct.maximum(bits, LEAST)", "e * bits", "results"),
     *errors_in(PIECES, "results", "Piece.coefficients",
          ("torch.where(counted, t, 0.0)", "t"),
          ("alpha - u * self.entropy", "alpha"),
@@ -401,6 +453,10 @@ CHECKS = of_suite({
     "fp16_frozen": _checks((FP16, BOTH)),
     "chunks": _checks((F32, {"shape": (11,), "chunk": 4, **BOTH}), (F32, {"shape": (11,), "chunk": 4})),
     "guess": lambda ops: check_guess(ops, "cpu"),
+    "alone": _checks((F32, {"temperature": 0.7, "scale": 1.3})),
+    "large": lambda ops: [check_large(ops, "cpu", F32, **LARGE[i]) for i in (0, 3)],
+    "falling": lambda ops: check_large(ops, "cpu", F32, **LARGE[2]),
+    "falling_capped": _checks((F32, {"outputs": ALL, "softcap": 4.0, "scale": -1.3, "classes": 8201})),
     "likelihoods": lambda ops: check_without_own_kernels(ops, "cpu", F32, (*LIKELIHOODS[:6], CAPPED), {"LikelihoodPiece", "TorchPiece"}),
     "weighted_sum": _checks((F32, {"coefficients": True})),
     "skipped": _checks((F32, {"coefficients": True, "skip_ignored": True, "ignored": 3})),

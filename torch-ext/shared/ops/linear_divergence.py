@@ -93,7 +93,7 @@ class _TorchPiece(_Piece):
 
     def rows(self):
         options = self.options
-        self.log_p, self.log_q = options.student.of(self.x).log_softmax(1), options.teacher.of(self.y).log_softmax(1)
+        self.log_p, self.log_q = (scores.log_p(scores.values(z)) for scores, z in ((options.student, self.x), (options.teacher, self.y)))
         loss, self.own = _terms(self.log_p, self.log_q, self.options.beta)
         return loss, -_weighted(self.log_p, self.log_p).sum(1)
 
@@ -105,8 +105,8 @@ class _TorchPiece(_Piece):
             distance = _finite(self.log_p) - _log_mixture(self.log_p, self.log_q, beta)
             dz = (1 - beta if beta < 1.0 else 1.0) * p * (distance - self.own[:, None])
         student = self.options.student
-        z = student.of(self.x) if student.softcap else p
-        dz = dz * student.slope(z) * scale[:, None]
+        slope = student.slope(student.values(self.x) if student.softcap else p)
+        dz = dz * slope * scale[:, None]
         self.x.copy_(torch.where(scale[:, None] == 0, 0.0, dz))
 
 
@@ -144,6 +144,7 @@ def _run(student, teacher, scale, options: Options, needs) -> Tuple[Tuple[torch.
     teacher_bias = None if teacher_bias is None else teacher_bias.to(teacher_hidden.dtype)
     tensors = [t for t in (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias) if t is not None]
     kernels = acc == torch.float32 and weight.shape[0] > 0 and kernels_run_on(*tensors)
+    kernels = kernels and not (options.student.vanish or options.teacher.vanish)
     found = hidden.new_empty(hidden.shape[0], dtype=acc), hidden.new_empty(hidden.shape[0], dtype=acc)
     piece, accum_dtype = _KernelPiece if kernels else _TorchPiece, acc if parameter_dtype == torch.float32 else None
 
@@ -254,10 +255,8 @@ def _of_whole_logits(student, teacher, options: Options):
     found = []
     for scores, (hidden, weight, bias) in ((options.student, student), (options.teacher, teacher)):
         acc = accumulation_dtype(hidden.dtype)
-        z = linear(hidden.to(acc), weight.to(acc), None if bias is None else bias.to(acc)) * scores.numbers()[0]
-        if scores.softcap:
-            z = scores.softcap / scores.temperature * torch.tanh(z / scores.softcap)
-        found.append(z.log_softmax(1))
+        logits = linear(hidden.to(acc), weight.to(acc), None if bias is None else bias.to(acc))
+        found.append(scores.log_p(scores.derived(logits)))
     return _terms(found[0], found[1], options.beta)[0], -_weighted(found[0], found[0]).sum(1).detach()
 
 

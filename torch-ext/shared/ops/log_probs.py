@@ -16,15 +16,23 @@ from .linear_head import fp16_factor
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 SUMS = 6  # of a piece of a row, as kernel_src/log_probs.py keeps them
+BITS = {"entropy": 1, "log_sum_sq_probs": 2, "mean_logits": 4, "is_top1": 8}  # of what it calls `more`
+SMALLEST = 1e-30  # a factor of scores with which fp32 computes
 
 
 def _pieces_grid(c, logits, *_):
     return (logits.shape[0] * -(-logits.shape[1] // c["TILE"]),)
 
 
-_statistics_kernel = Kernel("log_probs_statistics", grid=_pieces_grid)
+def _forms(name: str) -> dict:
+    """(whether more than log_probs is computed, whether there is a softcap) -> the kernel's form."""
+    forms = {form: Kernel(name, grid=_pieces_grid, where={"MORE": form[0], "CAPPED": form[1]}) for form in ((0, 0), (1, 0), (1, 1))}
+    return {**forms, (0, 1): forms[1, 1]}
+
+
+_statistics_kernels = _forms("log_probs_statistics")
 _combine_kernel = Kernel("log_probs_combine", grid=lambda c, logits, *_: (logits.shape[0],))
-_gradient_kernel = Kernel("log_probs_gradient", grid=_pieces_grid)
+_gradient_kernels = _forms("log_probs_gradient")
 
 
 class Scores(NamedTuple):
@@ -35,25 +43,56 @@ class Scores(NamedTuple):
     scale: float = 1.0
 
     def numbers(self) -> Tuple[float, float, float]:
-        """scale, softcap and what a score is multiplied by in the end, as the kernels take them."""
+        """scale, softcap and what a score is multiplied by in the end, as the kernels take them: without a softcap scale is 1."""
         if self.softcap:
             return self.scale, self.softcap, 1 / self.temperature
-        return self.scale / self.temperature, 0.0, 1.0
+        return 1.0, 0.0, self.scale / self.temperature
 
-    def of(self, logits: torch.Tensor) -> torch.Tensor:
-        """The scores of logits, in a tensor of their own, in float32 or float64."""
+    @property
+    def vanish(self) -> bool:
+        """Whether all scores are 0, or too small for fp32: a class is not ruled out by -inf then, as the kernels do past a row's end."""
+        scale, _, after = self.numbers()
+        return abs(scale * after) < SMALLEST
+
+    def values(self, logits: torch.Tensor) -> torch.Tensor:
+        """What becomes scores when it is multiplied by the last factor: logits or capped ones, in a tensor of their own, in float32 or
+        float64."""
         z = logits.to(accumulation_dtype(logits.dtype), copy=True)
         scale, softcap, after = self.numbers()
         if softcap:
-            return z.mul_(scale / softcap).tanh_().mul_(softcap * after)
-        return z.mul_(scale) if scale != 1.0 else z
+            z.mul_(scale / softcap).tanh_().mul_(softcap)
+        return z if after else z.zero_()
 
-    def slope(self, z: torch.Tensor):
-        """The derivative of the scores z by their logits."""
+    def derived(self, logits: torch.Tensor) -> torch.Tensor:
+        """`values` in operations that PyTorch differentiates."""
+        z = logits.to(accumulation_dtype(logits.dtype))
+        scale, softcap, after = self.numbers()
+        if softcap:
+            z = softcap * torch.tanh(z * (scale / softcap))
+        return z if after else torch.zeros_like(z)
+
+    def top_of(self, values: torch.Tensor) -> torch.Tensor:
+        """The value of each row's largest score, [rows], 0 where that is infinite."""
+        return -shift_of(-values) if self.numbers()[2] < 0 else shift_of(values)
+
+    def log_p(self, values: torch.Tensor) -> torch.Tensor:
+        """The logarithms of probabilities. Scores themselves may be beyond the largest number, their differences to the largest are not."""
+        return ((values - self.top_of(values)[:, None]) * self.numbers()[2]).log_softmax(1)
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """The mean of each row's scores. The sum of the values may be beyond the largest number, and by rounding their mean."""
+        half, largest = (values / (2 * values.shape[1])).sum(1), torch.finfo(values.dtype).max
+        return torch.where(half.isinf(), half, (2 * half).clamp(-largest, largest)) * self.numbers()[2]
+
+    def first_of_largest(self, values: torch.Tensor) -> torch.Tensor:
+        return values.argmin(1) if self.numbers()[2] < 0 else values.argmax(1)
+
+    def slope(self, values: torch.Tensor):
+        """The derivative of scores by their logits."""
         scale, softcap, after = self.numbers()
         if not softcap:
             return scale * after
-        return (1 - (z / (softcap * after)).square()) * (scale * after)
+        return (1 - (values / softcap).square()) * (scale * after)
 
 
 class Rows(NamedTuple):
@@ -132,26 +171,30 @@ class Piece:
 
 
 class KernelPiece(Piece):
+    """Keeps lse in two parts, [chunk, 2]: the largest score, before it is multiplied by the last factor, and what lse is beyond it."""
+
     def rows(self) -> Rows:
-        logits, numbers, more = self.logits, self.scores.numbers(), int(self.more)
+        logits, numbers = self.logits, self.scores.numbers()
         tokens, new = logits.shape[0], {"dtype": torch.float32, "device": logits.device}
-        pieces = -(-logits.shape[1] // _statistics_kernel.constant("TILE"))
-        partial = torch.empty((tokens, SUMS, pieces), **new)
-        _statistics_kernel(logits, partial, *numbers, more)
-        self.lse, log_probs = (torch.empty(tokens, **new) for _ in range(2))
-        rest = [torch.empty(tokens if more else 1, **new) for _ in OUTPUTS[1:]]
+        more = sum(bit for name, bit in BITS.items() if name in self.outputs)
+        statistics = _statistics_kernels[int(more > 0), int(numbers[1] > 0)]
+        partial = torch.empty((tokens, SUMS, -(-logits.shape[1] // statistics.constant("TILE"))), **new)
+        statistics(logits, partial, *numbers, more)
+        self.lse, log_probs = torch.empty((tokens, 2), **new), torch.empty(tokens, **new)
+        rest = [torch.empty(tokens if name in self.outputs else 1, **new) for name in OUTPUTS[1:]]
         _combine_kernel(logits, self.target, partial, self.lse, log_probs, *rest, *numbers, self.ignore_index, more)
         self.entropy = rest[0]
         found = (log_probs, *rest[:-1], rest[-1] != 0)
         return Rows(*(row if name in self.outputs else None for name, row in zip(OUTPUTS, found)))
 
     def _write(self, first, second, entropy_to):
-        zeros = torch.zeros_like(self.lse)
+        zeros = torch.zeros_like(self.target, dtype=torch.float32)
         columns = [c if isinstance(c, torch.Tensor) else zeros for c in (*first, *second)]
-        both = int(entropy_to is not None)
+        both, numbers = int(entropy_to is not None), self.scores.numbers()
+        more = both or any(isinstance(c, torch.Tensor) for c in first[2:])
         other = entropy_to if both else self.logits.new_empty((1, self.logits.shape[1]))
-        numbers = self.scores.numbers()
-        _gradient_kernel(self.logits, other, self.target, self.lse, torch.stack(columns, 1), *numbers, both)
+        gradient = _gradient_kernels[int(more), int(numbers[1] > 0)]
+        gradient(self.logits, other, self.target, self.lse, torch.stack(columns, 1), *numbers, both)
 
 
 class TorchPiece(Piece):
@@ -160,15 +203,17 @@ class TorchPiece(Piece):
     def rows(self) -> Rows:
         counted = self.counted
         self.label = torch.where(counted, self.target, 0)
-        z = self.scores.of(self.logits)
-        found = {}
+        z, found = self.scores.values(self.logits), {}
         if "mean_logits" in self.outputs:
-            found["mean_logits"] = z.mean(1)
+            found["mean_logits"] = self.scores.mean(z)
         if "is_top1" in self.outputs:
-            found["is_top1"] = z.argmax(1) == self.label
+            found["is_top1"] = self.scores.first_of_largest(z) == self.label
         # lse in two steps: of logits around -1e9, as a mask leaves them, the rounded sum has lost the second.
-        top = shift_of(z)
-        log_sum = z.sub_(top[:, None]).logsumexp(1)
+        top, after = self.scores.top_of(z), self.scores.numbers()[2]
+        z.sub_(top[:, None])
+        if after != 1.0:
+            z.mul_(after)
+        log_sum = z.logsumexp(1)
         self.log_p = z.sub_(log_sum[:, None])  # what the chunk keeps
         found["log_probs"] = self.log_p.gather(1, self.label[:, None])[:, 0]
         if self.more:
@@ -177,11 +222,10 @@ class TorchPiece(Piece):
                 found["log_sum_sq_probs"] = p.square().sum(1).log()
             self.entropy = -_times(p, self.log_p).sum(1)
             found["entropy"] = self.entropy = self.entropy.masked_fill(~counted, 0.0)
-        self.lse = top + log_sum
         return Rows(*(found[name].masked_fill(~counted, 0) if name in self.outputs else None for name in OUTPUTS))
 
     def _write(self, first, second, entropy_to):
-        slope = self.scores.slope(self.log_p + self.lse[:, None]) if self.scores.softcap else self.scores.slope(self.lse)
+        slope = self.scores.slope(self.scores.values(self.logits) if self.scores.softcap else self.logits)
         p = self.log_p.exp()
         if entropy_to is not None:
             entropy_to.copy_(self._gradient(p, (0.0, *second, 0.0), slope))
@@ -205,7 +249,7 @@ class LikelihoodPiece(Piece):
     @staticmethod
     def factor(scores: Scores) -> float:
         """What logits are multiplied by where they are made, in float32 before they are rounded."""
-        return 1.0 if scores.softcap else scores.numbers()[0]
+        return 1.0 if scores.softcap else scores.numbers()[2]
 
     @staticmethod
     def fits(scores: Scores, outputs: Tuple[str, ...], upstream: Upstream) -> bool:
@@ -224,6 +268,7 @@ class LikelihoodPiece(Piece):
 
 def piece_of(kernels: bool, scores: Scores, outputs: Tuple[str, ...], upstream: Upstream) -> Tuple[Type[Piece], float]:
     """(what computes a chunk, what its logits are to be multiplied by). kernels: whether this package's kernels run on it."""
+    kernels = kernels and not scores.vanish
     if kernels and ships("log_probs"):
         return KernelPiece, 1.0
     if kernels and LikelihoodPiece.fits(scores, outputs, upstream):
@@ -240,19 +285,17 @@ def of_logits(logits, target, scores: Scores, outputs: Tuple[str, ...], ignore_i
     """The results in operations that PyTorch differentiates, for every kind of tensor; nothing is written over."""
     counted = is_counted(target, logits.shape[1], ignore_index)
     label = torch.where(counted, target, 0)
-    z = logits.to(accumulation_dtype(logits.dtype)) * scores.numbers()[0]
-    if scores.softcap:
-        z = scores.softcap / scores.temperature * torch.tanh(z / scores.softcap)
-    log_p = z.log_softmax(1)
+    values = scores.derived(logits)
+    log_p = scores.log_p(values)
     found = {"log_probs": log_p.gather(1, label[:, None])[:, 0]}
     if "entropy" in outputs:
         found["entropy"] = -_times(log_p.exp(), log_p).sum(1)
     if "log_sum_sq_probs" in outputs:
         found["log_sum_sq_probs"] = (2 * log_p.detach()).logsumexp(1)
     if "mean_logits" in outputs:
-        found["mean_logits"] = z.mean(1)
+        found["mean_logits"] = scores.mean(values)
     if "is_top1" in outputs:
-        found["is_top1"] = z.detach().argmax(1) == label
+        found["is_top1"] = scores.first_of_largest(values.detach()) == label
     return Rows(*(found[name].masked_fill(~counted, 0) if name in outputs else None for name in OUTPUTS))
 
 
