@@ -273,6 +273,13 @@ def test_what_is_masked_may_be_anything(liger, kind):
     same(one, run(liger.chunked_loss.liger_fused_linear_grpo, *given, **options), rtol=0, atol=0)
 
 
+def test_squares_whose_mean_fp32_holds(liger):
+    """SPPO's loss is the square of log-probabilities; of each of these, not of their sum."""
+    weight, hidden, target = torch.tensor([[0.0], [-1.5e19]]), torch.ones(4, 1, 1), torch.tensor([[1], [1], [0], [0]])
+    found = liger.linear_preference_loss(hidden, weight, target, loss="sppo_hard", use_reference=False, compute_nll_loss=False)
+    torch.testing.assert_close(found.loss, torch.tensor(2.25e38))
+
+
 def test_soft_and_hard_losses_have_gradients(liger):
     """Liger returns both, as if they had."""
     hidden, weight, target, _ = tensors()

@@ -265,7 +265,7 @@ def linear_preference_loss(
     if use_reference:
         of_reference = _reference(f"the loss {loss!r}", target, ref_hidden, ref_weight, ref_bias, ignore_index, average_log_prob)
         compared = Pairs(policy.chosen - of_reference[:pairs], policy.rejected - of_reference[pairs:])
-    total = PAIRED[loss](compared, options).sum() / max(pairs, 1)
+    total = (PAIRED[loss](compared, options) / max(pairs, 1)).sum()  # squares have a mean where fp32 has no sum of them
     nll = answers.whole.new_zeros(())
     if compute_nll_loss:
         of_tokens, counted = answers.of_tokens[:pairs], answers.counted[:pairs]
