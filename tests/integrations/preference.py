@@ -75,7 +75,7 @@ def make(kind, model, folder, device, callbacks, **options):
     else:
         arguments |= {"max_completion_length": 6}
         extra["teacher_model"] = model_on(device, hidden_size=96)
-    config = on_one_device(getattr(trl, f"{kind}Config")(**arguments, **options))
+    config = on_one_device(getattr(trl, f"{kind}Config")(**{**arguments, **options}))
     words = tokenizer_of_chats() if options.get("assistant_only_loss") else tokenizer()
     extra |= {"args": config, "processing_class": words, "train_dataset": datasets.Dataset.from_list(data), "callbacks": callbacks}
     return getattr(trl, f"{kind}Trainer")(model=model, **extra)
@@ -152,6 +152,13 @@ CASES = {
     **{f"distillation, beta {beta}": ("Distillation", {"beta": beta}) for beta in (0.0, 0.5, 1.0)},
     "distillation, LoRA": ("Distillation", {"lora": True, "beta": 0.5}),
     # What a trainer's options change in what the head is called with, and heads of other kinds.
+    "SFT, packed without padding, LoRA": ("SFT", {"padding_free": True, "max_length": None, "completion_only_loss": True, "lora": True}),
+    "DPO, a reference that follows": ("DPO", {"sync_ref_model": True, "ref_model_sync_steps": 1, "f_divergence_type": "js_divergence"}),
+    "KTO, reference computed in advance, capped": ("KTO", {"precompute_ref_log_probs": True, "family": "gemma2", "lora": True}),
+    "GRPO, a reference that follows": ("GRPO", {"sync_ref_model": True, "ref_model_sync_steps": 1, "beta": 0.05, "loss_type": "dr_grpo"}),
+    "GRPO, entropies decide": (
+        "GRPO", {"use_adaptive_entropy": True, "entropy_target": 2.0, "off_policy_mask_threshold": 0.5, "beta": 0.1, "num_iterations": 2}
+    ),
     "SFT, of the assistant alone": ("SFT", {"assistant_only_loss": True}),
     "DPO, reference computed in advance": ("DPO", {"precompute_ref_log_probs": True, "lora": True}),
     "DPO, several kinds": ("DPO", {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.1, 0.3]}),
