@@ -146,7 +146,7 @@ def candidates_of(runtime):
     for variant in (v for kernel in artifacts.kernels() for v in artifacts.variants(kernel)):
         if "sm_100" not in variant.images:
             continue
-        asked_for = tuple(variant.constants.get(name) for name in ("BACKWARD", "WEIGHTS", "TRANSPOSED"))
+        asked_for = tuple(variant.constants.get(name) for name in ("BACKWARD", "WEIGHTS", "TRANSPOSED", "MORE", "CAPPED"))
         found.setdefault((variant.symbol, variant.parameters, asked_for), []).append(variant.name)
     return {default: others for default, *others in found.values() if others}
 
