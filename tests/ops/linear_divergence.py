@@ -111,7 +111,7 @@ def check_not_a_number(ops, device, dtype):
             assert torch.equal(good[[0, 2, 3]], bad[[0, 2, 3]]) and bad[1].isnan().all(), "a row that is no number"
 
 
-def check_large(ops, device, classes=2500, **scores):
+def check_large_logits(ops, device, classes=2500, **scores):
     """Logits that are one large number in every class, of the student or of the teacher: p or q is 1 / classes."""
     top, plain = torch.finfo(F32).max, randn(classes, dtype=F32, device=CPU)
     flat = torch.stack([torch.full((classes,), value) for value in (1e9, -1e9, top, -top)])
@@ -147,7 +147,7 @@ def all_cases(ops, device, dtypes=FLOATS):
         yield f"not a number {dtype}", partial(check_not_a_number, ops, device, dtype)
         if dtype == torch.float32:
             for scores in LARGE:
-                yield f"large logits {scores}", partial(check_large, ops, device, **scores)
+                yield f"large logits {scores}", partial(check_large_logits, ops, device, **scores)
         else:
             yield f"a wider weight {dtype}", partial(check, dtype, weight_dtype=torch.float32, bias=True)
 
@@ -182,7 +182,7 @@ CHECKS = of_suite({
     "frozen": lambda ops: check_linear_divergence(ops, "cpu", F32, beta=0.3, frozen=True),
     "chunks": lambda ops: check_linear_divergence(ops, "cpu", F32, (9,), chunk=4),
     "fp16": lambda ops: check_linear_divergence(ops, "cpu", torch.float16),
-    "falling": lambda ops: check_large(ops, "cpu", **LARGE[2]),
+    "falling": lambda ops: check_large_logits(ops, "cpu", **LARGE[2]),
     "nan": lambda ops: check_not_a_number(ops, "cpu", F32),
 })
 

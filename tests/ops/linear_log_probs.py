@@ -208,7 +208,7 @@ def large_rows(dtype, classes):
     }
 
 
-def check_large(ops, device, dtype, classes=4107, **scores):
+def check_large_logits(ops, device, dtype, classes=4107, **scores):
     """Logits that are large, and of one size: results and gradients as float64 has them of the same logits."""
     rows = {name: row.to(dtype) for name, row in large_rows(dtype, classes).items()}
     weight = leaf(torch.stack(list(rows.values()), 1).to(device))  # the logits of hidden states that are the unit vectors
@@ -345,7 +345,7 @@ def all_cases(ops, device, dtypes=FLOATS):
         yield f"without kernels of its own {dtype}", partial(check_without_own_kernels, ops, device, dtype)
         yield f"not a number {dtype}", partial(check_not_a_number, ops, device, dtype)
         for scores in LARGE if dtype == torch.float32 else LARGE[:1]:
-            yield f"large logits {scores} {dtype}", partial(check_large, ops, device, dtype, **scores)
+            yield f"large logits {scores} {dtype}", partial(check_large_logits, ops, device, dtype, **scores)
         if dtype != torch.float32:
             yield f"a wider weight {dtype}", partial(check, dtype, weight_dtype=torch.float32, outputs=ALL, bias=True)
             yield f"many sums {dtype}", partial(check, dtype, (11,), chunk=4, weight_dtype=torch.float32, bias=True)
@@ -454,8 +454,8 @@ CHECKS = of_suite({
     "chunks": _checks((F32, {"shape": (11,), "chunk": 4, **BOTH}), (F32, {"shape": (11,), "chunk": 4})),
     "guess": lambda ops: check_guess(ops, "cpu"),
     "alone": _checks((F32, {"temperature": 0.7, "scale": 1.3})),
-    "large": lambda ops: [check_large(ops, "cpu", F32, **LARGE[i]) for i in (0, 3)],
-    "falling": lambda ops: check_large(ops, "cpu", F32, **LARGE[2]),
+    "large": lambda ops: [check_large_logits(ops, "cpu", F32, **LARGE[i]) for i in (0, 3)],
+    "falling": lambda ops: check_large_logits(ops, "cpu", F32, **LARGE[2]),
     "falling_capped": _checks((F32, {"outputs": ALL, "softcap": 4.0, "scale": -1.3, "classes": 8201})),
     "likelihoods": lambda ops: check_without_own_kernels(ops, "cpu", F32, (*LIKELIHOODS[:6], CAPPED), {"LikelihoodPiece", "TorchPiece"}),
     "weighted_sum": _checks((F32, {"coefficients": True})),
