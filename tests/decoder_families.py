@@ -10,8 +10,8 @@ from tests.models import VOCABULARY, tiny_model
 
 # By transformers' name of the model, in the order of the package's rows.
 NAMES = (
-    "llama", "qwen2", "qwen3", "qwen3_vl", "mistral", "ministral", "ministral3", "smollm3", "granite", "phi3", "olmo2", "olmo3",
-    "gemma2", "gemma3_text", "glm", "glm4", "ernie4_5",
+    "llama", "qwen2", "qwen3", "qwen3_vl", "mistral", "ministral", "ministral3", "smollm3", "granite", "granitemoehybrid",
+    "phi3", "olmo2", "olmo3", "gemma2", "gemma3_text", "glm", "glm4", "ernie4_5",
 )  # fmt: skip
 # What a small model of a family needs beside the sizes that all have.
 CHANGES: dict = {
@@ -22,6 +22,8 @@ CHANGES: dict = {
                                        "mscale": 1.0, "mscale_all_dim": 1.0}},
     "olmo2": {"num_key_value_heads": 4},
     "granite": {"residual_multiplier": 0.22, "logits_scaling": 3.0},
+    "granitemoehybrid": {"residual_multiplier": 0.22, "logits_scaling": 3.0, "position_embedding_type": "rope", "num_local_experts": 0,
+                         "layer_types": ["full_attention"] * 2, "shared_intermediate_size": 80, "mamba_n_heads": 8},
     "glm": {"partial_rotary_factor": 0.5},
     "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True},
     "phi3": {"partial_rotary_factor": 0.5},
@@ -61,6 +63,8 @@ VARIANTS: dict = {
                 "windows": {**WINDOW, "use_sliding_window": True, "no_rope_layer_interval": 2}},
     "granite": {"multipliers": {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 1.4},
                 "no multipliers": {"residual_multiplier": 1.0, "logits_scaling": 1.0}, "biases": BIASES, "tied": TIED},
+    "granitemoehybrid": {"multipliers": {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 1.4},
+                         "no rope": {"position_embedding_type": None}, "biases": {"attention_bias": True}, "tied": TIED},
     "phi3": {"windows": WINDOW, "whole rotary": {"partial_rotary_factor": 1.0}, "tied": TIED,
              "scaled rope": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}},
     "olmo2": {"grouped keys": {"num_key_value_heads": 2}, "biases": {"attention_bias": True}, "scaled rope": {"rope_parameters": YARN}},
@@ -88,6 +92,10 @@ UNCHANGING: dict = {
     "qwen2": {"layer_types"},  # made of max_window_layers
     "qwen3": {"layer_types"},
     "smollm3": {"layer_types"},
+    "granitemoehybrid": {
+        *(f"mamba_{name}" for name in ("n_groups", "d_state", "d_head", "d_conv", "expand", "chunk_size", "conv_bias", "proj_bias")),
+        *("time_step_limit", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"),
+    },
     "phi3": {"embd_pdrop", "resid_pdrop"},
     "gemma2": {"use_bidirectional_attention"},
     "gemma3_text": {"attn_logit_softcapping"},

@@ -37,6 +37,7 @@ def beside_llama(family: Any) -> str:
     said += ["rotary embedding of neighbours"] if family.rotary == "pairs" else []
     said += ["rotary embedding of a part of a head"] if family.partial else []
     said += ["layers without rotary embedding"] if family.turned else []
+    said += [f"layers with {' or '.join(family.absent)} left as they are"] if family.absent else []
     said += ["multiplied branches"] if family.multiplier else []
     said += ["queries scaled by position"] if family.position_scale else []
     said += ["a vision tower, left as it is"] if family.whole else []

@@ -170,7 +170,7 @@ def test_made_again_in_the_backward_pass(package, calls, name):
     assert all(torch.equal(found.gradients[key], expected.gradients[key]) for key in expected.gradients) and calls == NODES * 4
 
 
-@of_families(*FEW)
+@of_families(*FEW, "granitemoehybrid")
 def test_documents_and_padding(package, calls, name):
     """Packed documents by their positions, and a batch with padding, in attention of ours."""
     model = tiny(name)
@@ -212,9 +212,10 @@ def test_weights_side_by_side(package, calls, name):
     step_of(model).assert_same(expected, FACTOR)
 
 
-@of_families(*FEW, "gemma3_text", "glm4")
+@of_families(*FEW, "gemma3_text", "glm4", "granitemoehybrid")
 def test_torch_compile(package, calls, name):
-    model = tiny(name, num_hidden_layers=1)
+    kinds = {"layer_types": CHANGES[name]["layer_types"][:1]} if "layer_types" in CHANGES.get(name, {}) else {}
+    model = tiny(name, num_hidden_layers=1, **kinds)
     expected = step_of(model)
     package.kernelize(model)
     torch._dynamo.reset()
@@ -226,7 +227,7 @@ def test_torch_compile(package, calls, name):
         assert_close(parameter.grad, expected.gradients[parameter_name], torch.float32, parameter_name, FACTOR)
 
 
-@of_families(*FEW, "phi3", "smollm3")
+@of_families(*FEW, "phi3", "smollm3", "granitemoehybrid")
 def test_generation(package, calls, name):
     model = tiny(name).eval()
     expected = model.generate(TOKENS, max_new_tokens=5, do_sample=False)
@@ -245,6 +246,24 @@ def test_what_the_row_does_not_say_is_called_as_it_is(package, calls, name):
     step_of(model).assert_same(expected, FACTOR)
     assert calls == ["norm_mlp"]
     assert {row.reason for row in package.explain(model).rows if not row.fused} >= {"the activation of mlp is not SiLU, or has hooks"}
+
+
+@pytest.mark.parametrize("how", ("apply", "kernelize"))
+def test_granites_layers_with_mamba_or_experts_are_called_as_they_are(package, calls, how):
+    """One layer of each kind, and with experts beside its MLP none that is taken apart."""
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "mamba_d_state": 8, "mamba_chunk_size": 8}
+    for changes, nodes, reason in (
+        (kinds, NODES, "the layer has mamba"), ({"num_local_experts": 4, "intermediate_size": 24}, [], "the layer has block_sparse_moe"),
+    ):
+        calls.clear()
+        model = tiny("granitemoehybrid", **changes)
+        expected, text = step_of(model), model.eval().generate(TOKENS, max_new_tokens=3, do_sample=False)
+        package.apply() if how == "apply" else package.kernelize(model)
+        step_of(model.train()).assert_same(expected, FACTOR)
+        assert calls == nodes
+        assert f"{reason}, which is called as it is" in {row.reason for row in package.explain(model).rows}
+        assert torch.equal(model.eval().generate(TOKENS, max_new_tokens=3, do_sample=False), text)
+        package.reset()
 
 
 def test_a_function_of_someone_elses_that_scales_queries_is_called(package, calls, monkeypatch):
@@ -289,7 +308,7 @@ def test_half_precision_of_a_layer_that_is_not_fused(package, calls, name):
     model = tiny(name, torch.bfloat16, attn_implementation="eager")
     for module in model.modules():
         if type(module).__name__.endswith("MLP"):
-            module.act_fn = module.activation_fn = torch.nn.ReLU()
+            module.act_fn = module.activation_fn = module.activation = torch.nn.ReLU()
     exact, before = steps_of_batches(copy.deepcopy(model).float()), steps_of_batches(model)
     package.apply()
     assert_err_no_more(steps_of_batches(model), before, exact)

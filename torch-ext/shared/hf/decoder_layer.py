@@ -38,7 +38,7 @@ class FusedLayer(OwnForwards):
         self.family = family
         self.norms = tuple(name for name in family.norms if name)
         self.head_norms = () if family.qk_norm == "none" else ("q_norm", "k_norm")
-        self.of_mlp = (*family.gate_up, "down_proj")  # the projections
+        self.of_mlp = (*family.gate_up, family.down)  # the projections
         self.rotary_functions = () if family.mixers else (ROTARY, *family.position_scale[:1])  # of the module
         self.specs: dict = {}  # descriptions that were made, by what they follow from
 
@@ -95,17 +95,20 @@ def why_not_fusable(own: FusedLayer, layer, x) -> Optional[Reason]:
     if x.dtype not in (product_dtype(x), torch.float32):
         return Reason("autocast", f"autocast to {product_dtype(x)} over {x.dtype}")
     parts, family = _parts(layer), own.family
-    mlp, inner = parts["mlp"], {} if family.mixers else _parts(parts["self_attn"])
+    for name in family.absent:
+        if parts.get(name) is not None:
+            return Reason("model", f"the layer has {name}, which is called as it is")
+    mlp, inner = parts[family.block], {} if family.mixers else _parts(parts["self_attn"])
     if not family.mixers and not own.run_by(parts["self_attn"]):
         return why_not_own(parts["self_attn"], "self_attn")
     if not own.run_by(mlp):
-        return why_not_own(mlp, "mlp")
+        return why_not_own(mlp, family.block)
     for norm in (*[parts[name] for name in own.norms], *[inner[name] for name in own.head_norms]):
         if not _has_plain_norm(own, norm, x):
             weight = f"a weight that is not an ordinary tensor of {x.dtype}"
             return Reason("hooks", f"a norm has hooks, a forward that someone else gave it, or {weight}")
     if not is_sparse(mlp) and not is_activation(_parts(mlp).get(family.act), family.activation):
-        return Reason("hooks", f"the activation of mlp is not {NAMES[family.activation]}, or has hooks")
+        return Reason("hooks", f"the activation of {family.block} is not {NAMES[family.activation]}, or has hooks")
     for name in family.dropouts:
         if type(parts[name]) is not nn.Dropout or own_forward(parts[name]) is not nn.Dropout.forward or (parts[name].p and layer.training):
             return Reason("model", f"{name} zeroes elements, or is not torch.nn.Dropout")
@@ -123,7 +126,7 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]
     reason = why_not_fusable(own, layer, x)
     if reason is not None:
         return [("decoder layer", reason)]
-    block, family = _parts(layer)["mlp"], own.family
+    block, family = _parts(layer)[own.family.block], own.family
     inner, mlp = {} if family.mixers else _parts(_parts(layer)["self_attn"]), _parts(block)
     dtype, wider = product_dtype(x), autocasts(x.device)
     groups = [] if family.mixers else [(f"norm, {', '.join(family.qkv)}, rotary", family.qkv), ("o_proj", ("o_proj",))]
@@ -169,7 +172,8 @@ def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
     family, attention = own.family, _parts(layer)["self_attn"]
     norm, inner = _part(layer, family.norms.inputs), _parts(attention)
     q_norm, k_norm = [inner[name] for name in own.head_norms] or (None, None)
-    cos, sin = position_embeddings if family.turned is None or getattr(attention, family.turned) else (None, None)
+    turned = position_embeddings is not None and (family.turned is None or getattr(attention, family.turned))
+    cos, sin = position_embeddings if turned else (None, None)
     linears = [inner[name] for name in family.qkv]
     x = x.contiguous()
     spec, weights = _inputs_spec(own, attention, norm, q_norm, k_norm, cos), (_weight(q_norm), _weight(k_norm))
@@ -243,7 +247,7 @@ def _finish(own: FusedLayer, layer, attended, x):
     """The output projection and the MLP or the experts, with both residual connections. attended: what the mixer returned, where a family
     has mixers."""
     family, parts = own.family, _parts(layer)
-    wider, mlp = autocasts(x.device), parts["mlp"]
+    wider, mlp = autocasts(x.device), parts[family.block]
     dtype = product_dtype(x) if wider else x.dtype
     after, before, behind = [None if name is None else parts[name] for name in family.norms[1:]]
     multiplier = 1.0 if family.multiplier is None else float(getattr(layer, family.multiplier))
@@ -291,7 +295,7 @@ def _finish_apart(own: FusedLayer, spec: Outputs, layer, output, x):
     else:
         total = x + _branch(spec, spec.after, after, output)
         normed = total if before is None else rms_norm(spec.before, total, _weight(before))
-    found = _parts(layer)["mlp"](normed)
+    found = _parts(layer)[own.family.block](normed)
     return _branch(spec, spec.behind, behind, found[0] if isinstance(found, tuple) else found) + total
 
 
@@ -315,7 +319,7 @@ def decoder_layer_forward(own: FusedLayer, layer, hidden_states, attention_mask,
     if own.family.position_scale:
         q = _scaled_by_position(own, attention, q, kwargs["position_ids"])
     if past_key_values is None and keeps_attention(layer) and not attention.attention_dropout:
-        conditions = attention_mask, *position_embeddings, *kwargs.values()
+        conditions = attention_mask, *(position_embeddings or ()), *kwargs.values()
         attended = attend_once(layer, hidden_states, conditions, lambda: _attend(own, attention, q, k, v, attention_mask, None, kwargs))
     else:
         attended = _attend(own, attention, q, k, v, attention_mask, past_key_values, kwargs)

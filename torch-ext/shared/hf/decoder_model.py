@@ -9,8 +9,8 @@ from .masks import ATTENTION, TRACEABLE, WINDOWS, documents_in, kinds_of_layers,
 from .modules import all_are_listened_to, is_torchs_embedding, original_forward
 
 
-def _with_documents(model, kwargs):
-    """The arguments of a model's forward with masks of ours where it would look for documents in position_ids.
+def _with_documents(model, kwargs, told: bool):
+    """The arguments of a model's forward with masks of ours where it would look for documents in position_ids. told: whether it looks.
 
     Where nobody gave them it makes them itself, and waits for the device to hear that each row is one document; inside torch.compile it
     cannot hear, and masks as if there were several.
@@ -21,7 +21,7 @@ def _with_documents(model, kwargs):
     if any(kwargs.get(name) is not None for name in ("attention_mask", "past_key_values", "cu_seq_lens_q")):
         return kwargs
     positions, documents = kwargs.get("position_ids"), None
-    if positions is not None and (torch.compiler.is_compiling() or not _says_documents(positions, given)):
+    if positions is not None and (not told or torch.compiler.is_compiling() or not _says_documents(positions, given)):
         return kwargs
     use_cache = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
     if use_cache or given.shape[1] == 1 or not all(kind in WINDOWS for kind in kinds_of_layers(config)):
@@ -59,9 +59,11 @@ def model_forward(
     past_key_values=None,
     inputs_embeds=None,
     use_cache=None,
+    told=True,
     **kwargs,
 ):
-    """Serves as the forward of a model without a head: chooses its attention, and runs the model's own forward."""
+    """Serves as the forward of a model without a head: chooses its attention, and runs the model's own forward. told: whether that finds
+    documents in position_ids."""
     kwargs.update(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -74,4 +76,4 @@ def model_forward(
         kwargs = _embedded(self, kwargs)
     else:
         choose_attention(self)
-    return original_forward(self)(self, **_with_documents(self, kwargs))
+    return original_forward(self)(self, **_with_documents(self, kwargs, told))

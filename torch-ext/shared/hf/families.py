@@ -44,13 +44,16 @@ class Family(NamedTuple):
     as they always are in such a family. turned: attention's attribute that switches the rotary
     embedding, or None for always. multiplier: the layer's attribute, of both branches. options: what attention is called with beside the
     scaling, each a name and the attributes that lead to its value. dropouts: the layer's attributes that hold a torch.nn.Dropout of a
-    branch. sparse: of layers with experts. mlp: whether there are layers with an MLP. norm_argument, mlp_argument: what the norms' and the
-    MLP's forward call their input. positions_first: whether a decoder layer's forward takes the angles before the mask. decoder:
-    the class of the decoder without its head, the prefix and "Model" by default. mixers: the layer's attributes that may hold what mixes
-    its tokens, which is called as the module that it is; empty where attention is fused. divisor, softcap: attributes of the configuration,
-    by which logits are divided, and that caps them. position_scale: the module's function that gives each position's factor of the queries
-    after their rotary embedding, and the entries of the configuration's rope_parameters that it takes after the positions. whole: the
-    class of a model with the vision tower in front of the decoder, where there is one; a causal LM otherwise.
+    branch. sparse: of layers with experts. mlp: whether there are layers with an MLP. block, down: the layer's attribute that holds the MLP
+    or the experts, and the MLP's last projection. absent: the layer's attributes that a layer is only taken apart without. norm_argument,
+    mlp_argument: what the norms' and the MLP's forward call their input. positions_first: whether a decoder layer's forward takes the
+    angles before the mask. decoder: the class of the decoder without its head, the prefix and "Model" by default. mixers: the layer's
+    attributes that may hold what mixes its tokens, which is called as the module that it is; empty where attention is fused. divisor,
+    softcap: attributes of the configuration, by which logits are divided, and that caps them. position_scale: the module's function that
+    gives each position's factor of the queries after their rotary embedding, and the entries of the configuration's rope_parameters that it
+    takes after the positions. whole: the class of a model with the vision tower in front of the decoder, where there is one; a causal LM
+    otherwise. positions: whether transformers tells decoder layers and their masks the position_ids. routed: whether the causal LM's
+    forward takes output_router_logits, and no use_cache, without a row for its experts.
     """
 
     model: str
@@ -82,6 +85,11 @@ class Family(NamedTuple):
     softcap: Optional[str] = None
     position_scale: Tuple[str, ...] = ()
     whole: str = ""
+    block: str = "mlp"
+    down: str = "down_proj"
+    absent: Tuple[str, ...] = ()
+    positions: bool = True
+    routed: bool = False
 
     def head(self, config) -> Head:
         """What a causal LM of the family makes of its logits before the loss."""

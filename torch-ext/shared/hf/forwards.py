@@ -92,6 +92,6 @@ def gated_mlp_forward(family):
         gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
         act = children[family.act]
         plain = is_silu(act) and is_plain(gate) and is_plain(up) and not all_are_listened_to()
-        return children["down_proj"](swiglu(gate, up) if plain else act(gate) * up)
+        return children[family.down](swiglu(gate, up) if plain else act(gate) * up)
 
     return forward

@@ -289,4 +289,14 @@ TEXTS: Dict[str, Dict[str, Dict[str, str]]] = {
         "apply_rotary_pos_emb": {"5.17.0": "6ab716f5dd35e0fc"},
         "rotate_half": {"5.17.0": "d3f0cb470ec4f71e"},
     },
+    "transformers.models.granitemoehybrid.modeling_granitemoehybrid": {
+        "GraniteMoeHybridRMSNorm.forward": {"5.17.0": "d7d2696b6310337e"},
+        "GraniteMoeHybridMLP.forward": {"5.17.0": "74d9ea84235e1b52"},
+        "GraniteMoeHybridForCausalLM.forward": {"5.17.0": "26e3fa7ea9d294f4", "5.18.0": "9c3218ace601b01d", "5.21.1": "217afb6fc829d4c5"},
+        "GraniteMoeHybridDecoderLayer.forward": {"5.17.0": "392e9e551e9bdb8b"},
+        "GraniteMoeHybridModel.forward": {"5.17.0": "53bc17f102bc03e4"},
+        "GraniteMoeHybridAttention.forward": {"5.17.0": "76a2a21ab7eedbd2"},
+        "apply_rotary_pos_emb": {"5.17.0": "af7b8364458b24e0"},
+        "rotate_half": {"5.17.0": "d3f0cb470ec4f71e"},
+    },
 }

@@ -105,6 +105,13 @@ def decoder_layer_of(own: FusedLayer) -> Type[Layer]:
             kwargs.update(position_ids=position_ids)
             return decoder_layer_forward(own, self, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs)
 
+    elif not own.family.positions:
+
+        @checkpointed
+        def forward(self, hidden_states, attention_mask=None, past_key_values=None, use_cache=False, position_embeddings=None, **kwargs):
+            kwargs.update(use_cache=use_cache)
+            return decoder_layer_forward(own, self, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs)
+
     else:
 
         @checkpointed
@@ -132,6 +139,7 @@ def model(family: Optional[Family] = None, arguments_for: Optional[Callable[...,
     """
     if family is not None and family.whole:
         return _layer(decoder_with_vision)
+    told = family is None or family.positions
 
     def forward(
         self,
@@ -145,7 +153,7 @@ def model(family: Optional[Family] = None, arguments_for: Optional[Callable[...,
     ):
         if arguments_for is not None:
             kwargs.update(arguments_for(position_ids, attention_mask, past_key_values, kwargs))
-        return model_forward(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
+        return model_forward(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, told=told, **kwargs)
 
     return _layer(forward)
 
@@ -159,7 +167,26 @@ def causal_lm_of(family: Family) -> Type[Layer]:
     if family.whole:
         return _layer(causal_lm_with_vision(family))
     forward: Callable[..., Any]
-    if family.sparse is None:
+    if family.routed:
+
+        def forward(
+            self,
+            input_ids=None,
+            attention_mask=None,
+            position_ids=None,
+            past_key_values=None,
+            inputs_embeds=None,
+            labels=None,
+            output_router_logits=None,
+            logits_to_keep=0,
+            **kwargs,
+        ):
+            return causal_lm_forward(
+                self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, logits_to_keep=logits_to_keep,
+                output_router_logits=output_router_logits, head=family.head(self.config), **kwargs,
+            )
+
+    elif family.sparse is None:
 
         def forward(
             self,
