@@ -7,7 +7,7 @@ it. A layer with anything else unexpected (hooks on its parts, a tracer) runs as
 """
 
 import sys
-from typing import List, Optional, Tuple
+from typing import List, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from ..decoder.heads import is_fused
 from ..decoder.nodes import norm_attention_inputs, norm_mlp, product_dtype
 from ..decoder.norms import add_rms_norm, rms_norm
+from ..decoder.projection import Projection
 from ..decoder.sparse import norm_experts
 from ..decoder.spec import Inputs, Norm, Outputs
 from ..ops.common import autocasts, constant
@@ -25,7 +26,7 @@ from .checkpointing import attend_once, keeps_attention, recomputes_mlp, warn_of
 from .explanation import Reason
 from .families import Family
 from .modules import OwnForwards, all_are_listened_to, is_activation, original_forward, own_forward, why_not_own
-from .sparse_block import is_sparse, sparse_block_or_reason
+from .sparse_block import SparseBlock, is_sparse, sparse_block_or_reason
 
 ROTARY = "apply_rotary_pos_emb"
 
@@ -245,39 +246,44 @@ def _attend(own: FusedLayer, attention, q, k, v, attention_mask, past_key_values
 
 def _finish(own: FusedLayer, layer, attended, x):
     """The output projection and the MLP or the experts, with both residual connections. attended: what the mixer returned, where a family
-    has mixers."""
+    has mixers.
+
+    | MLP or experts | output projection | what runs                                                                         |
+    |----------------|-------------------|-----------------------------------------------------------------------------------|
+    | fused          | fused             | one node                                                                          |
+    | fused          | called            | attention's branch is added to the residual stream, and the node reads the sum    |
+    | called         | called            | norms with the residual connections around the module (`_finish_apart`)           |
+    """
     family, parts = own.family, _parts(layer)
-    wider, mlp = autocasts(x.device), parts[family.block]
+    wider = autocasts(x.device)
     dtype = product_dtype(x) if wider else x.dtype
     after, before, behind = [None if name is None else parts[name] for name in family.norms[1:]]
     multiplier = 1.0 if family.multiplier is None else float(getattr(layer, family.multiplier))
     spec = own.spec(_make_outputs, _eps(after), _eps(before), _eps(behind), multiplier)
-    sparse, recompute = family.sparse if is_sparse(mlp) else None, recomputes_mlp(layer)
-    found = experts = None
-    if sparse is not None:
-        block = sparse_block_or_reason(own, sparse, mlp, x, dtype)
-        experts = None if isinstance(block, Reason) else block
-    else:
-        linears = _parts(mlp)
-        found = projections([linears[name] for name in own.of_mlp], dtype, wider)
-    o = o_proj = None
-    if not family.mixers:
-        o_proj = _parts(parts["self_attn"])["o_proj"]
-        o = None if (found is None and experts is None) or attended.dtype != dtype else projections((o_proj,), dtype, wider)
-    if o is not None and experts is not None:
-        router, weights, options, shared = experts
-        return norm_experts(x, _weight(before), router, weights, spec, options, attended, o[0], _weight(after), recompute, shared)
-    if o is not None and found is not None:
-        return norm_mlp(x, _weight(before), (*o, *found), spec, attended, _weight(after), _weight(behind), dtype, recompute)
-    output = attended if o_proj is None else o_proj(attended.view(*x.shape[:-1], -1))
-    if found is None and (experts is None or output.dtype != dtype):
-        return _finish_apart(own, spec, layer, output, x)
-    total = _branch(spec, spec.after, after, output.reshape(x.shape)) + x
-    if experts is not None:
-        router, weights, options, shared = experts
-        return norm_experts(total, _weight(before), router, weights, spec, options, recompute=recompute, shared=shared)
-    assert found is not None
-    return norm_mlp(total, _weight(before), found, spec, None, None, _weight(behind), dtype, recompute)
+    fused = _fused_block(own, parts[family.block], x, dtype, wider)
+    o_proj = None if family.mixers else _parts(parts["self_attn"])["o_proj"]
+    o = None if fused is None or o_proj is None or attended.dtype != dtype else projections((o_proj,), dtype, wider)
+    if o is None:
+        output = attended if o_proj is None else o_proj(attended.view(*x.shape[:-1], -1))
+        if fused is None or (isinstance(fused, SparseBlock) and output.dtype != dtype):
+            return _finish_apart(own, spec, layer, output, x)
+        x, attended, after = _branch(spec, spec.after, after, output.reshape(x.shape)) + x, None, None
+    recompute = recomputes_mlp(layer)
+    if isinstance(fused, SparseBlock):
+        router, weights, options, shared = fused
+        of_attention = attended, None if o is None else o[0], _weight(after)
+        return norm_experts(x, _weight(before), router, weights, spec, options, *of_attention, recompute, shared)
+    found = fused if o is None else (*o, *fused)
+    return norm_mlp(x, _weight(before), found, spec, attended, _weight(after), _weight(behind), dtype, recompute)
+
+
+def _fused_block(own: FusedLayer, mlp, x, dtype, wider) -> Union[List[Projection], SparseBlock, None]:
+    """The projections of an MLP, or a block of experts, as the nodes take them; None where the module has to be called."""
+    if own.family.sparse is not None and is_sparse(mlp):
+        found = sparse_block_or_reason(own, own.family.sparse, mlp, x, dtype)
+        return None if isinstance(found, Reason) else found
+    linears = _parts(mlp)
+    return projections([linears[name] for name in own.of_mlp], dtype, wider)
 
 
 def _branch(spec: Outputs, norm: Norm, module, output):
