@@ -79,7 +79,7 @@ def log_probs_statistics(
     row, part = piece(ct.bid(0), logits, TILE)
     falling = scale * after < 0.0
     padding = ct.astype(ct.where(falling, -MINUS_INFINITY, MINUS_INFINITY), logits.dtype)
-    steps = ()
+    steps: tuple = ()
     for i in ct.static_iter(range(TILE // STEP)):
         cols = part * TILE + i * STEP + ct.arange(STEP, dtype=ct.int32)
         steps += ((cols, ct.gather(logits, (row, cols), check_bounds=True, padding_value=padding)),)
