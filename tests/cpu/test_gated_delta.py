@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops import gated_delta_rule as rule
-from tests.ops.common import FP32, launched
+from tests.ops.common import BF16, FP32, launched, runtime_of
 
 DEVICE = "cpu"
 
@@ -14,6 +14,16 @@ def test_kernels(interpreted, name, check):
     before = len(launched(interpreted))
     dict(rule.all_cases(interpreted, DEVICE))[name]()
     assert name == "empty" or len(launched(interpreted)) > before, "the operation ran in PyTorch, not in kernels"
+
+
+def test_few_documents_take_narrow_blocks(interpreted, monkeypatch):
+    """On eight multiprocessors one document of two heads does, and three do not; the bits are the same."""
+    before = len(launched(interpreted))
+    monkeypatch.setitem(runtime_of(interpreted).device._multiprocessors, -1, 8)
+    rule.check_packed_is_separate(interpreted, DEVICE, BF16)
+    walks = {name for name in launched(interpreted)[before:] if "CARRY" in name}
+    for kernel in ("delta_walk", "delta_states", "delta_reverse"):
+        assert all(any(name.startswith(f"{kernel}-") and columns in name for name in walks) for columns in ("-BV32-", "-BV64-")), walks
 
 
 @pytest.mark.parametrize("dtype", (FP32, torch.float64), ids=str)

@@ -51,3 +51,8 @@ def test_operations_of_gated_delta_nets(qwen3_5, poisoned, operation):
 
 def test_the_delta_rule_of_many_tokens(qwen3_5, poisoned):
     gated_delta_rule.check_rule(qwen3_5, DEVICE, BF16, (700, 1, 333, 64, 1024), key_heads=2, heads=6)
+
+
+def test_documents_alone_and_packed_in_blocks_of_other_widths(qwen3_5, poisoned):
+    """One document of 32 heads is walked in blocks of 32 columns, three of them in blocks of 64: the same bits."""
+    gated_delta_rule.check_packed_is_separate(qwen3_5, DEVICE, BF16, key_heads=16, heads=32)

@@ -85,11 +85,11 @@ def check_rule(package, device, dtype, lengths, *, key_heads=1, heads=2, width=W
 LENGTHS = ((40,), (37, 64, 1, 70), (64, 65))
 
 
-def check_packed_is_separate(package, device, dtype):
+def check_packed_is_separate(package, device, dtype, key_heads=1, heads=2):
     """Documents in one row and each alone: the same bits, forward and backward."""
     ops = module_of(package)
     lengths = (20, 64, 45)
-    given = inputs_of(dtype, device, sum(lengths), 1, 2, WIDTH)
+    given = inputs_of(dtype, device, sum(lengths), key_heads, heads, WIDTH)
     ends = torch.tensor([0, *lengths], device=device).cumsum(0)
     packed = [leaf(x[None]) for x in given]
     out, _ = ops.gated_delta_rule(*packed, cu_seqlens=ends, l2_norm=True)

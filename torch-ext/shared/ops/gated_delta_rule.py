@@ -9,7 +9,7 @@ from typing import Any, List, Optional, Tuple
 
 import torch
 
-from ..runtime.device import kernels_run_on
+from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
 from .autocast import outside_autocast
 from .common import (
@@ -27,6 +27,7 @@ from .common import (
 from .delta_chunks import CHUNK, Chunks, chunks_of, chunks_of_rows
 
 WIDTH = 128  # of the keys and values that the kernels take
+NARROW = 32  # columns of the values that a block of a walk has where documents are few
 EPS = 1e-6  # of the L2 norm of q and k
 
 
@@ -40,13 +41,22 @@ def _documents_by_columns(bounds: int, heads: int):
     return lambda c, *arrays: (arrays[bounds].shape[1] * arrays[heads].shape[1], WIDTH // c["BV"])
 
 
+def _walks(name: str, bounds: int, heads: int):
+    """{(whether states are carried, whether blocks are narrow): the kernel}"""
+    grid, narrow = _documents_by_columns(bounds, heads), {0: {}, 1: {"BV": NARROW}}
+    return {(carry, few): Kernel(name, grid=grid, where={"CARRY": carry, **narrow[few]}) for carry in (0, 1) for few in (0, 1)}
+
+
+def _few(bounds: torch.Tensor, heads: int) -> bool:
+    """Whether there are so few documents that all blocks of a walk run at a time when they are narrow."""
+    return bounds.shape[1] * heads * (WIDTH // NARROW) <= multiprocessors(bounds)
+
+
 _place_keys = {norm: Kernel("delta_place_keys", grid=_chunks_by_heads(3), where={"NORM": norm}) for norm in (0, 1)}
 _place_values = Kernel("delta_place_values", grid=_chunks_by_heads(4))
 _invert = Kernel("delta_invert", grid=_chunks_by_heads(4))
 _prepare = Kernel("delta_prepare", grid=_chunks_by_heads(2))
-_walk = {carry: Kernel("delta_walk", grid=_documents_by_columns(6, 9), where={"CARRY": carry}) for carry in (0, 1)}
-_states = {carry: Kernel("delta_states", grid=_documents_by_columns(4, 2), where={"CARRY": carry}) for carry in (0, 1)}
-_reverse = {carry: Kernel("delta_reverse", grid=_documents_by_columns(6, 4), where={"CARRY": carry}) for carry in (0, 1)}
+_walk, _states, _reverse = _walks("delta_walk", 6, 9), _walks("delta_states", 4, 2), _walks("delta_reverse", 6, 4)
 _scores = {norm: Kernel("delta_scores", grid=_chunks_by_heads(0), where={"NORM": norm}) for norm in (0, 1)}
 _inverse = {norm: Kernel("delta_inverse", grid=_chunks_by_heads(0), where={"NORM": norm}) for norm in (0, 1)}
 _step = {
@@ -170,7 +180,7 @@ def _forward(
     _invert(keys, gamma, betas, table, inverses)
     w, u, p = _made(queries, keys, values, gamma, betas, table, inverses, scale)
     out, (start, final) = torch.empty_like(v, memory_format=torch.contiguous_format), _carried(initial, v)
-    _walk[carry](queries, keys, w, u, p, gamma, bounds, table, start, out, final, scale)
+    _walk[carry, _few(bounds, v.shape[1])](queries, keys, w, u, p, gamma, bounds, table, start, out, final, scale)
     return out, final if carry else final.new_empty(0), inverses
 
 
@@ -226,9 +236,10 @@ def _heads_backward(q, k, v, g, beta, inverses, dout, table, bounds, initial, df
     states, dstates = (v.new_empty((table.shape[1], *shape[1:])) for _ in range(2))
     news, dnews = values.new_empty(values.shape), values.new_empty(values.shape)
     begin, _ = _carried(initial, v)
-    _states[carry](keys, w, u, gamma, bounds, begin, states, news)
+    few = _few(bounds, v.shape[1])
+    _states[carry, few](keys, w, u, gamma, bounds, begin, states, news)
     behind, dinitial = _carried(dfinal, v)
-    _reverse[carry](queries, keys, w, p, dout, gamma, bounds, table, behind, dstates, dnews, dinitial, scale)
+    _reverse[carry, few](queries, keys, w, p, dout, gamma, bounds, table, behind, dstates, dnews, dinitial, scale)
     dq, dk, dv, dg, dbeta = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta))
     dgamma, partial = torch.empty_like(gamma), torch.empty_like(keys, dtype=torch.float32)
     _scores[norm](queries, keys, gamma, states, dstates, news, dout, table, q_rstd, dq, dgamma, partial, scale)
