@@ -11,7 +11,7 @@ for bit.
 """
 
 from contextlib import nullcontext
-from typing import NamedTuple, Optional, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch.nn.functional import linear
@@ -299,12 +299,13 @@ def norm_experts(
     Raises:
         ValueError: when shapes, dtypes or devices do not fit. All but the projections' tensors are of x's dtype and device.
     """
-    tensors, groups = OutputTensors(x, attended, after, before, None), [] if o is None else [(o,)]
+    tensors = OutputTensors(x, attended, after, before, None)
+    groups: List[Sequence[Projection]] = [] if o is None else [(o,)]
     _check(tensors, router, weights, spec, gate, o)
     shared_gate = None
     if shared is not None:
         check_shared(x, shared)
-        shared_gate, groups = shared.gate, [*groups, tuple(shared.projections[:2]), tuple(shared.projections[2:])]
+        shared_gate, groups = shared.gate, [*groups, shared.projections[:2], shared.projections[2:]]
     parts = [part for group in groups for part in tensors_of(group)]
     dense = [part for part in parts if not isinstance(part, FourBitWeight)]
     description = SparseSpec(spec, gate, router.top_k, router.normalised, router.by_logits)

@@ -139,8 +139,8 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]
         rows.append((part, next((found.of(name) for name, found in reasons if isinstance(found, Reason)), None)))
     if family.sparse is not None and is_sparse(block):
         found = sparse_block_or_reason(own, family.sparse, block, x, dtype)
-        names = "norm, router, experts" + (", shared expert" if family.sparse.shared else "")
-        rows.append((names, found if isinstance(found, Reason) else None))
+        said = "norm, router, experts" + (", shared expert" if family.sparse.shared else "")
+        rows.append((said, found if isinstance(found, Reason) else None))
     return rows
 
 

@@ -105,7 +105,7 @@ def token_sum_reference(y: torch.Tensor, position: torch.Tensor) -> torch.Tensor
     return torch.where(there[..., None], rows, 0.0).sum(1)
 
 
-def _kernels_for(gate_up: torch.Tensor, bias: Optionals, gate: Gate, *others: torch.Tensor) -> bool:
+def _kernels_for(gate_up: torch.Tensor, bias: Optionals, gate: Gate, *others: Optionals) -> bool:
     """There are kernels for GPT-OSS's gate (clamped, interleaved, with a bias) and Qwen3-MoE's (neither of them). others: what else a
     kernel reads."""
     same = gate.interleaved == bool(gate.alpha) == (bias is not None) and gate_up.shape[0] > 0
@@ -125,7 +125,7 @@ def _words(gate_up: torch.Tensor, bias: torch.Tensor) -> Tuple[torch.Tensor, tor
     return (gate_up.view(torch.int32), bias.view(torch.int32)) if packs else (gate_up, bias)
 
 
-def gate_forward(gate_up, bias, scores, ends: Optionals, gate: Gate) -> torch.Tensor:
+def gate_forward(gate_up, bias, scores, ends, gate: Gate) -> torch.Tensor:
     """The gated rows times their scores [rows] fp32. ends: of `Routing`, needed with a bias."""
     if not _kernels_for(gate_up, bias, gate, scores, ends):
         gated = gate_reference(gate_up, bias, ends, gate)
@@ -139,7 +139,7 @@ def gate_forward(gate_up, bias, scores, ends: Optionals, gate: Gate) -> torch.Te
     return out
 
 
-def gate_backward(dgated, gate_up, bias, scores, ends: Optionals, gate: Gate, weights: bool) -> tuple:
+def gate_backward(dgated, gate_up, bias, scores, ends, gate: Gate, weights: bool) -> tuple:
     """(dgate_up, gated rows again, dscores [rows], dbias), written over gate_up and dgated where kernels run.
 
     dgated: the gradient of the gated rows, not yet multiplied by the scores. ends: as of `gate_forward`. weights: False when neither the
