@@ -9,6 +9,7 @@ import pytest
 import torch
 from kernels import Mode
 
+from tests.cpu.test_capture import Pool, Rerun
 from tests.models import Step, random_tokens, tiny_qwen3_5, tiny_qwen3_5_sparse
 from tests.ops.common import launched, runtime_of
 from tests.tolerances import assert_close
@@ -160,6 +161,25 @@ def test_torch_compile(qwen3_5, name):
     assert_close(loss, expected.loss, torch.float32, "loss")
     for parameter_name, parameter in model.named_parameters():
         assert_close(parameter.grad, expected.gradients[parameter_name], torch.float32, parameter_name, FACTOR)
+
+
+@every_family
+def test_capture(qwen3_5, name, monkeypatch):
+    """Layers of both kinds are replayed, each kind of pass after one that was observed; documents may lie elsewhere in the next pass."""
+    module = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.capture")
+    monkeypatch.setattr(module, "GraphPool", Pool)
+    monkeypatch.setattr(module, "can_record", lambda device: True)
+    model = tiny(name, **TWO_LAYERS)
+    plain = copy.deepcopy(model)
+    qwen3_5.kernelize(plain)
+    qwen3_5.capture(qwen3_5.kernelize(model), *TOKENS.shape)
+    documents = [torch.cat((torch.arange(first), torch.arange(80 - first)))[None].expand(2, -1) for first in (30, 49, 11)]
+    for inputs in ({}, {}, {}, *({"position_ids": positions} for positions in documents)):
+        before = Rerun.replays
+        found, expected = step_of(model, **inputs), step_of(plain, **inputs)
+        assert all(torch.equal(found.gradients[key], gradient) for key, gradient in expected.gradients.items())
+    assert Rerun.replays > before
+    assert all(row.fused for row in qwen3_5.explain(model).rows if "captured" in row.part)
 
 
 @every_family
