@@ -23,6 +23,8 @@ ALL_CHOSEN = (
     dict(tokens=70, hidden=1024, width=20, experts=6, top_k=6, normalised=False),
     dict(tokens=515, hidden=256, width=128, experts=4, top_k=4, attended=True),
     dict(tokens=1, hidden=2048, width=64, experts=3, top_k=3),
+    dict(tokens=300, hidden=2048, width=512, experts=4, top_k=4, shared=512),
+    dict(tokens=70, hidden=1024, width=20, experts=3, top_k=3, shared=24, attended=True, recompute=True),
 )
 CHOSEN = (
     dict(tokens=200, hidden=1024, width=128, experts=16, top_k=4),
