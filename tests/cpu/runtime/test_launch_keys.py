@@ -57,6 +57,36 @@ def test_an_answer_is_remembered_for_the_alignment_of_each_array(runtime, backen
             assert kernel.takes(*arrays, 1e-6) is (place is None), place
 
 
+class OnDevice(torch.Tensor):
+    """A tensor that says that it lies on a GPU of some number."""
+
+    def get_device(self):
+        return self.number
+
+
+def on_device(number, tensors):
+    found = [tensor.as_subclass(OnDevice) for tensor in tensors]
+    for tensor in found:
+        tensor.number = number
+    return found
+
+
+def test_a_launch_is_prepared_for_each_device(runtime, backend):
+    kernel, (tensors, eps) = norm_kernel(runtime), norm_arguments()
+    for number in (0, 1, 0, 1):
+        kernel(*on_device(number, tensors), eps)
+    assert len(backend.prepared) == 2 and len(backend.launched) == 4
+
+
+def test_an_answer_is_remembered_for_each_device(runtime, backend, monkeypatch):
+    """Of two GPUs in a machine one has no kernels."""
+    kernel, (tensors, eps) = norm_kernel(runtime), norm_arguments()
+    first = backend.architecture(0)
+    monkeypatch.setattr(backend, "architecture", lambda device: ("", first)[device])
+    for number in (0, 1, 0, 1):
+        assert kernel.takes(*on_device(number, tensors), eps) is bool(number)
+
+
 @pytest.mark.parametrize("places", itertools.combinations((0, 1, 2, 4, 6), 2), ids=str)
 def test_a_batch_is_launched_for_the_alignment_of_each_array(runtime, backend, places):
     kernel, found = norm_kernel(runtime), [list(norm_arguments(count)[0]) for count in (5, 6)]
