@@ -182,12 +182,13 @@ def short_conv_backward(dy, x, w, bias, since, dx, partial, STEP: Const, COLS: C
 
 
 # ---------------------------------------------------------------- what is prebuilt
-WALK: Params = {"STEP": 4, "COLS": 512}
+COLS = 512
+WALK: Params = {"STEP": 4, "COLS": COLS}
 
 
 def variants():
     for dtype in ("bfloat16", "float16", "float32"):
-        rows = Array(dtype, (None, None), divisible=(1, VECTOR), at_least=(1, WALK["COLS"]))
+        rows = Array(dtype, (None, None), divisible=(1, VECTOR), at_least=(1, COLS))
         table, weights = Array("int32", (None,), aligned=False), Array(dtype, (None, TAPS), aligned=False)
         partial = Array("float32", (None, TAPS + 1, None), divisible=(1, 1, VECTOR))
         for biased in (0, 1):
