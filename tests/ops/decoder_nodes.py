@@ -95,19 +95,20 @@ def check_norm_attention_inputs(ops, packed=False, as_attention=False):
         assert_close(found.grad, wanted.grad, BF16, "gradient of attention's inputs", 2)
 
 
-def check_norm_mlp(ops, packed=False, attended=False, inner=48, recompute=False):
-    x, norm = leaf(randn(3, 1024, dtype=BF16, device=CPU)), leaf(randn(1024, dtype=BF16, device=CPU, seed=1) + 1)
+def check_norm_mlp(ops, packed=False, attended=False, inner=48, recompute=False, heads=False):
+    """heads: attention's output comes with its heads."""
+    x, norm = leaf(randn(*(1,) * heads, 3, 1024, dtype=BF16, device=CPU)), leaf(randn(1024, dtype=BF16, device=CPU, seed=1) + 1)
     shapes = (inner, 1024), (inner, 1024), (1024, inner)
     weights = [leaf(randn(*s, dtype=BF16, device=CPU, seed=2 + i, scale=s[1] ** -0.5)) for i, s in enumerate(shapes)]
     if packed:
         lay_side_by_side(ops, weights[:2])
     before = [leaf(randn(3, 64, dtype=BF16, device=CPU, seed=7)), leaf(randn(1024, 64, dtype=BF16, device=CPU, seed=8, scale=1 / 8))]
-    before = before if attended else []
+    before = [leaf(before[0].detach().view(1, 3, 4, 16)) if heads else before[0], before[1]] if attended else []
     y = plain_mlp(ops)(x, norm, *weights, *before, recompute=recompute)
     dy = randn(*y.shape, dtype=BF16, device=CPU, seed=9)
     y.backward(dy)
     x64, norm64, weights64, before64 = exact(x), exact(norm), [exact(w) for w in weights], [exact(t) for t in before]
-    total = x64 + before64[0] @ before64[1].t() if attended else x64
+    total = x64 + before64[0].reshape(*x.shape[:-1], 64) @ before64[1].t() if attended else x64
     normed = rms_norm_exact(total, norm64, 1e-6)
     gate, up = normed @ weights64[0].t(), normed @ weights64[1].t()
     y64 = total + (torch.nn.functional.silu(gate) * up) @ weights64[2].t()
@@ -126,6 +127,7 @@ CHECKS = {
     "norm_mlp": check_norm_mlp,
     "norm_mlp_attended": functools.partial(check_norm_mlp, attended=True),
     "norm_mlp_again": functools.partial(check_norm_mlp, attended=True, recompute=True),
+    "norm_mlp_heads": functools.partial(check_norm_mlp, attended=True, heads=True),
     "attention_inputs_alone": alone("norm_attention_inputs"),
     "norm_mlp_alone": alone("norm_mlp"),
 }
@@ -136,6 +138,7 @@ MUTANTS = [
     *errors_in("shared/decoder/steps.py", "attention_inputs_alone", "inputs_backward",
          ("(need.q_norm, need.k_norm)", "(need.k_norm, need.q_norm)"),
          ("if need.x or need.norm:", "if need.x:")),
+    *errors_in("shared/decoder/steps.py", "norm_mlp_heads", "flat_heads", ("flatten(0, 1).flatten(1)", "flatten(0, 1).flip(1).flatten(1)")),
     *errors_in("shared/decoder/steps.py", "norm_mlp_alone", "need_join",
          ("need.x or need.attended or need.after or need.before or _any(need_o)", "need.x")),
 ]  # fmt: skip

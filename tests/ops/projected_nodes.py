@@ -264,7 +264,7 @@ MUTANTS = [
          ("add_norm_forward(spec.before, branch, x, norm", "add_norm_forward(spec.before, branch, 0 * x, norm")),
     *errors_in(STEPS, "projected_mlp_attended", "join_backward",
          ("add_norm_backward(spec.before, dy, dtotal", "add_norm_backward(spec.before, dy, torch.zeros_like(dtotal)"),
-         ("o.input_gradient((branch,), dlow) if", "o.input_gradient((branch,), None) if"),
+         ("o.input_gradient((branch,), dlow).view", "o.input_gradient((branch,), None).view"),
          ("o.gradients((branch,)", "o.gradients((2 * branch,)")),
     *errors_in(STEPS, "projected_mlp", "mlp_backward",
          ("hidden = gated_forward(gate, up, spec.activation)", "hidden = gated_forward(up, gate, spec.activation)", "projected_mlp_frozen"),

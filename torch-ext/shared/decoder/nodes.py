@@ -42,6 +42,7 @@ from .steps import (
     OutputGroups,
     OutputNeeds,
     OutputTensors,
+    flat_heads,
     inputs_backward,
     inputs_forward,
     mlp_backward,
@@ -80,7 +81,7 @@ def norm_mlp_reference(spec: Outputs, tensors: OutputTensors, projections: Tenso
     x, attended, after, before, behind = tensors
     if attended is not None:
         o, *projections = projections
-        x = add_branch_reference(x, projection_reference(attended, o), spec.after, after, spec.multiplier)
+        x = add_branch_reference(x, projection_reference(flat_heads(attended), o), spec.after, after, spec.multiplier)
     y = (x if before is None else norm_reference(spec.before, x, before)).to(dtype)
     *inner, down = projections
     products = [projection_reference(y, projection) for projection in inner]
@@ -284,7 +285,7 @@ def norm_mlp(
         before, after, behind: [hidden], weights of the norms, of x's dtype, or None for no norm.
         projections: to gate, up and down, or to both and down; in front of them attention's output projection, with `attended`.
         spec: the description.
-        attended: [tokens, features] of `dtype`, attention's output.
+        attended: [tokens, features] or [batch, tokens, heads, head_dim] of `dtype`, attention's output.
         dtype: of the products; by default that of PyTorch's products of x.
         recompute: whether gate and up are made again in the backward pass, bit for bit, instead of kept.
 
@@ -365,10 +366,12 @@ def _check_mlp(tensors: OutputTensors, projections: Sequence[Projection], dtype)
 
 def check_attended(x: torch.Tensor, attended: torch.Tensor, o: Projection, dtype: torch.dtype) -> None:
     """Raises ValueError when attention's output or its projection does not fit."""
-    hidden, features = x.shape[-1], o.weight.shape[-1]
+    hidden, features, heads = x.shape[-1], o.weight.shape[-1], attended.dim() == 4
     check_projection("o", o, hidden, features, dtype, x.device)
-    if attended.shape != (x.numel() // hidden if hidden else 0, features) or attended.dtype != dtype or attended.device != x.device:
-        fail("attended", describe(attended), f"{dtype} [tokens, {features}] on {x.device}")
+    found = (*attended.shape[:2], attended.shape[2:].numel()) if heads else attended.shape
+    wanted = (*x.shape[:-1], features) if heads else (x.numel() // hidden if hidden else 0, features)
+    if found != wanted or attended.dtype != dtype or attended.device != x.device:
+        fail("attended", describe(attended), f"{dtype} [tokens, {features}], or with heads, on {x.device}")
 
 
 def check_like(x: torch.Tensor, name: str, weight: Optional[torch.Tensor], shape: tuple) -> None:

@@ -47,7 +47,7 @@ from .shared_expert import (
     shared_reference,
 )
 from .spec import Outputs
-from .steps import Joined, OutputNeeds, OutputTensors, join_backward, join_forward, need_join, normed_again
+from .steps import Joined, OutputNeeds, OutputTensors, flat_heads, join_backward, join_forward, need_join, normed_again
 
 
 class Router(NamedTuple):
@@ -137,7 +137,7 @@ def norm_experts_reference(
     """What `norm_experts` returns, in PyTorch."""
     x, attended, after, before, _ = tensors
     if o is not None and attended is not None:
-        x = add_branch_reference(x, projection_reference(attended, o), spec.outputs.after, after, spec.outputs.multiplier)
+        x = add_branch_reference(x, projection_reference(flat_heads(attended), o), spec.outputs.after, after, spec.outputs.multiplier)
     y = (x if before is None else norm_reference(spec.outputs.before, x, before)).reshape(-1, x.shape[-1])
     scores, expert = choose_experts(linear(y, router.weight, router.bias), spec.top_k, spec.normalised, spec.by_logits)
     out = experts_reference(y, expert, scores.to(y.dtype), *weights, *spec.gate)
@@ -288,7 +288,7 @@ def norm_experts(
         weights: of the experts.
         spec: the description.
         gate: how the experts' weights are laid out.
-        attended: [tokens, features], attention's output.
+        attended: [tokens, features] or [batch, tokens, heads, head_dim], attention's output.
         o: attention's output projection, whose tensors may be float32 where x is narrower.
         recompute: whether the experts' first products are made again in the backward pass, bit for bit, instead of kept.
         shared: the shared expert, whose projections' tensors may be float32 where x is narrower.

@@ -151,7 +151,8 @@ def inputs_backward(spec: Inputs, grads: Sequence[torch.Tensor], tensors: InputT
 # ---------------------------------------------------------------- after attention: the first residual connection
 class OutputTensors(NamedTuple):
     """What the second node reads beside its projections: x [..., hidden], flat in a backward pass, where it is the residual stream after
-    attention; attention's output [tokens, features], None where x has it already; the norms' weights, None for those that are absent."""
+    attention; attention's output [tokens, features] or [batch, tokens, heads, head_dim], None where x has it already; the norms' weights,
+    None for those that are absent."""
 
     x: torch.Tensor
     attended: Optionals
@@ -191,6 +192,11 @@ class JoinedGradients(NamedTuple):
     o: List[Parts]
 
 
+def flat_heads(attended: torch.Tensor) -> torch.Tensor:
+    """Attention's output as [tokens, features]."""
+    return attended if attended.dim() == 2 else attended.flatten(0, 1).flatten(1)
+
+
 def _scaled(branch: torch.Tensor, multiplier: float) -> torch.Tensor:
     return branch if multiplier == 1 else branch * multiplier
 
@@ -200,7 +206,7 @@ def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections]
     x, norm = tensors.x.reshape(-1, tensors.x.shape[-1]), tensors.before
     branch = kept = o_rstd = rstd = None
     if o is not None and tensors.attended is not None:
-        (branch,) = o.forward(tensors.attended)
+        (branch,) = o.forward(flat_heads(tensors.attended))
         if tensors.after is not None and spec.multiplier == 1 and (norm is None or spec.after == spec.before):
             if norm is None:
                 total, o_rstd = norm_add_forward(spec.after, branch, x, tensors.after)
@@ -240,8 +246,8 @@ def join_backward(spec: Outputs, dy: torch.Tensor, dtotal: torch.Tensor, tensors
         if tensors.after is not None and joined.o is not None and joined.o_rstd is not None:
             branch, dafter = norm_backward(spec.after, branch, joined.o, tensors.after, joined.o_rstd, need.after)
         dlow = o.low_gradient((branch,))
-        do = o.gradients((branch,), dlow, always(tensors.attended), need_o)
-        dattended = o.input_gradient((branch,), dlow) if need.attended else None
+        do = o.gradients((branch,), dlow, always(flat_heads(tensors.attended)), need_o)
+        dattended = o.input_gradient((branch,), dlow).view(tensors.attended.shape) if need.attended else None
     return JoinedGradients(_wanted(need.x, dtotal), dattended, _wanted(need.after, dafter), _wanted(need.before, dbefore), do)
 
 

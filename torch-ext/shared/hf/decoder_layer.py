@@ -222,7 +222,7 @@ def _scaled_by_position(own: FusedLayer, attention, q, position_ids):
 
 
 def _attend(own: FusedLayer, attention, q, k, v, attention_mask, past_key_values, kwargs):
-    """Attention's output as [tokens, heads * head_dim]."""
+    """Attention's output [batch, tokens, heads, head_dim], or [tokens, heads * head_dim]."""
     modeling = sys.modules[own.modeling]
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, attention.layer_idx)
@@ -241,7 +241,8 @@ def _attend(own: FusedLayer, attention, q, k, v, attention_mask, past_key_values
         **options,
         **kwargs,
     )
-    return output.reshape(q.shape[0] * q.shape[2], -1)
+    # A view that autograd knows of would cost the host more than the node, which flattens it.
+    return output if output.dim() == 4 and output.is_contiguous() else output.reshape(q.shape[0] * q.shape[2], -1)
 
 
 def _finish(own: FusedLayer, layer, attended, x):
