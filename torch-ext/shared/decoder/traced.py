@@ -6,14 +6,13 @@ one input is one matrix, of which the graph takes the parts. Whether weights lie
 goes into a graph as text (`spec.encoded`), so that a stored graph means the same in another process.
 """
 
-import inspect
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 
-from ..ops.common import once_differentiable, operator_of, side_by_side
-from ..runtime.replay import replayed_with_products
+from ..ops.common import once_differentiable, operator_of
 from .heads import is_fused
+from .operators import replayed_operator
 from .projection import SIZE, Group, needs_in_parts, with_numbers
 from .projections import Projections
 from .spec import Inputs, Outputs, encoded, inputs_of, outputs_of
@@ -32,55 +31,6 @@ from .steps import (
     mlp_forward,
     three_of,
 )
-
-LISTS_OF_TENSORS = (List[torch.Tensor], List[Optional[torch.Tensor]])
-ALONE, OF_NUMBERS = -1, -2
-
-
-def _replayed(function: Callable) -> Callable:
-    """Makes the function of an operator of one that has `whole` after the operator's arguments: what `side_by_side` finds of the weights
-    of q, k and v, or of gate and up. It is replayed where it can be; the replay gets the tensors of a list one by one, numbers as a tuple.
-    """
-    *parameters, _ = inspect.signature(function).parameters.values()
-    names = [parameter.name for parameter in parameters]
-    lists = [parameter.annotation in LISTS_OF_TENSORS for parameter in parameters]
-    place, attended = names.index("parts"), names.index("attended") if "attended" in names else None
-
-    def from_parts(*parts):
-        left, arguments = iter(parts), []
-        for form in parts[-1]:
-            if form == ALONE:
-                arguments.append(next(left))
-            else:
-                arguments.append(list(next(left)) if form == OF_NUMBERS else [next(left) for _ in range(form)])
-        return function(*arguments)
-
-    from_parts.__name__ = function.__name__
-    again = replayed_with_products(from_parts)
-
-    def call(*args):
-        if torch.is_grad_enabled():  # never in a graph of torch.compile
-            with torch.no_grad():
-                return call(*args)
-        parts, forms = [], []
-        for arg, of_tensors in zip(args, lists):
-            if of_tensors:
-                parts += arg
-                forms.append(len(arg))
-            elif type(arg) is list:
-                parts.append(tuple(arg))
-                forms.append(OF_NUMBERS)
-            else:
-                parts.append(arg)
-                forms.append(ALONE)
-        weights = args[place][::SIZE]
-        if attended is not None:
-            weights = weights[args[attended] is not None : -1]
-        whole = side_by_side(weights) if len(weights) > 1 else None
-        return list(again(*parts, whole, (*forms, ALONE)))
-
-    call.__signature__ = inspect.signature(function).replace(parameters=parameters)  # type: ignore[attr-defined]
-    return call
 
 
 def _needed(gradients: Sequence[Optional[torch.Tensor]]) -> List[torch.Tensor]:
@@ -140,7 +90,7 @@ def _keeps_rstds(spec: Inputs, q_norm) -> bool:
     return q_norm is not None and not is_fused(spec)
 
 
-@_replayed
+@replayed_operator
 def _attention_inputs(
     x: torch.Tensor,
     norm: Optional[torch.Tensor],
@@ -179,7 +129,7 @@ def _fake_attention_inputs(x, norm, q_norm, k_norm, cos, sin, spec, shape, dtype
     return [*heads, projected, *rstds, *(x.new_empty(of, dtype=dtype) for of in made)]
 
 
-@_replayed
+@replayed_operator
 def _attention_inputs_gradients(
     dq: torch.Tensor,
     dk: torch.Tensor,
@@ -269,7 +219,7 @@ def _groups(parts: Sequence, scalings: Sequence[float], dtype: torch.dtype, has_
     return found
 
 
-@_replayed
+@replayed_operator
 def _mlp(
     x: torch.Tensor,
     attended: Optional[torch.Tensor],
@@ -322,7 +272,7 @@ def _fake_mlp(x, attended, after, before, behind, spec, dtype, parts, scalings):
     return [x.new_empty(x.shape), both, *_there(*kept), *(x.new_empty(shape, dtype=dtype) for shape in made)]
 
 
-@_replayed
+@replayed_operator
 def _mlp_gradients(
     dout: torch.Tensor,
     x: Optional[torch.Tensor],
