@@ -56,6 +56,11 @@ class FusedLayer(OwnForwards):
             found = self.specs[make, values] = make(self, *values)
         return found
 
+    def attention(self, module, x, attention_mask, past_key_values, position_embeddings, kwargs):
+        """What attention among a family's mixers makes of the normalised input."""
+        more = {"attention_mask": attention_mask, "past_key_values": past_key_values, "position_embeddings": position_embeddings}
+        return module(hidden_states=x, **more, **kwargs)[0]
+
     def explain(self, layer, x) -> List[Tuple[str, Optional[Reason]]]:
         """What `explain_layer` says of a layer of the family."""
         return explain_layer(self, layer, x)
@@ -82,7 +87,7 @@ def _weight(norm):
     return None if norm is None else norm.__dict__["_parameters"]["weight"]
 
 
-def _has_plain_norm(own: OwnForwards, norm, x) -> bool:
+def has_plain_norm(own: OwnForwards, norm, x) -> bool:
     weight = norm.__dict__["_parameters"].get("weight")
     return type(weight) in PLAIN and weight.dtype == x.dtype and own.run_by(norm)
 
@@ -105,7 +110,7 @@ def why_not_fusable(own: FusedLayer, layer, x) -> Optional[Reason]:
     if not own.run_by(mlp):
         return why_not_own(mlp, family.block)
     for norm in (*[parts[name] for name in own.norms], *[inner[name] for name in own.head_norms]):
-        if not _has_plain_norm(own, norm, x):
+        if not has_plain_norm(own, norm, x):
             weight = f"a weight that is not an ordinary tensor of {x.dtype}"
             return Reason("hooks", f"a norm has hooks, a forward that someone else gave it, or {weight}")
     if not is_sparse(mlp) and not is_activation(_parts(mlp).get(family.act), family.activation):
@@ -204,8 +209,7 @@ def _mix(own: FusedLayer, layer, x, attention_mask, past_key_values, position_em
     if name == "linear_attn":
         others = {key: value for key, value in kwargs.items() if key != "position_ids"}
         return parts[name](hidden_states=normed, cache_params=past_key_values, attention_mask=attention_mask, **others)
-    of_attention = {"attention_mask": attention_mask, "past_key_values": past_key_values, "position_embeddings": position_embeddings}
-    return parts[name](hidden_states=normed, **of_attention, **kwargs)[0]
+    return own.attention(parts[name], normed, attention_mask, past_key_values, position_embeddings, kwargs)
 
 
 def _option(attention, path):
@@ -221,7 +225,7 @@ def _scaled_by_position(own: FusedLayer, attention, q, position_ids):
     return q * scale.to(q.dtype)
 
 
-def _attend(own: FusedLayer, attention, q, k, v, attention_mask, past_key_values, kwargs):
+def attend(own: FusedLayer, attention, q, k, v, attention_mask, past_key_values, kwargs):
     """Attention's output [batch, tokens, heads, head_dim], or [tokens, heads * head_dim]."""
     modeling = sys.modules[own.modeling]
     if past_key_values is not None:
@@ -327,7 +331,7 @@ def decoder_layer_forward(own: FusedLayer, layer, hidden_states, attention_mask,
         q = _scaled_by_position(own, attention, q, kwargs["position_ids"])
     if past_key_values is None and keeps_attention(layer) and not attention.attention_dropout:
         conditions = attention_mask, *(position_embeddings or ()), *kwargs.values()
-        attended = attend_once(layer, hidden_states, conditions, lambda: _attend(own, attention, q, k, v, attention_mask, None, kwargs))
+        attended = attend_once(layer, hidden_states, conditions, lambda: attend(own, attention, q, k, v, attention_mask, None, kwargs))
     else:
-        attended = _attend(own, attention, q, k, v, attention_mask, past_key_values, kwargs)
+        attended = attend(own, attention, q, k, v, attention_mask, past_key_values, kwargs)
     return _finish(own, layer, attended, residual)

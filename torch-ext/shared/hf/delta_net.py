@@ -1,6 +1,7 @@
 """The forward of a gated delta net of Qwen3.5, Qwen3.5-MoE and Qwen3-Next, with documents that do not see each other."""
 
 import sys
+from functools import partial
 from typing import List, Optional, Tuple
 
 import torch
@@ -11,13 +12,14 @@ from ..ops.gated_rms_norm import gated_rms_norm
 from ..ops.short_conv import TAPS, short_conv
 from .decoder_layer import FusedLayer
 from .explanation import MIXERS, Reason
+from .gated_attention import gated_attention, why_not_fused
 from .modules import is_marked, is_plain, original_forward, own_forward
 
 DOCUMENTS = "delta_cu_seqlens"  # the argument in which a model's forward hands on what it found in position_ids
 
 
 class MixedLayer(FusedLayer):
-    """A row of the table whose layers have a delta net or attention with a gate, each called as the module that it is."""
+    """A row of the table whose layers have a delta net, called as the module that it is, or attention with a gate."""
 
     def explain(self, layer, x) -> List[Tuple[str, Optional[Reason]]]:
         """As of `FusedLayer`, with what is said of the delta net or attention in front."""
@@ -27,7 +29,13 @@ class MixedLayer(FusedLayer):
             ours = is_marked(own_forward(parts[name]))
             text = why_not_ours(parts[name]) or ("" if ours else "its forward is transformers' own, or hooked")
             return [(MIXERS[name], Reason("called", text) if text else None), *rows]
-        return [(MIXERS[name], Reason("called", "projections, norms, rotary embedding and gate run one by one")), *rows]
+        return [(MIXERS[name], why_not_fused(self, parts[name], x)), *rows]
+
+    def attention(self, module, x, attention_mask, past_key_values, position_embeddings, kwargs):
+        """Attention with a gate, as of `FusedLayer`."""
+        fused = position_embeddings[0].dtype == x.dtype and why_not_fused(self, module, x) is None
+        run = partial(gated_attention, self) if fused else super().attention
+        return run(module, x, attention_mask, past_key_values, position_embeddings, kwargs)
 
 
 def documents_of(position_ids: torch.Tensor) -> Optional[torch.Tensor]:

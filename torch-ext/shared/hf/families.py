@@ -48,7 +48,7 @@ class Family(NamedTuple):
     or the experts, and the MLP's last projection. absent: the layer's attributes that a layer is only taken apart without. norm_argument,
     mlp_argument: what the norms' and the MLP's forward call their input. positions_first: whether a decoder layer's forward takes the
     angles before the mask. decoder: the class of the decoder without its head, the prefix and "Model" by default. mixers: the layer's
-    attributes that may hold what mixes its tokens, which is called as the module that it is; empty where attention is fused. divisor,
+    attributes that may hold what mixes its tokens, between the norm and the residual connection; empty where attention is fused. divisor,
     softcap: attributes of the configuration, by which logits are divided, and that caps them. position_scale: the module's function that
     gives each position's factor of the queries after their rotary embedding, and the entries of the configuration's rope_parameters that it
     takes after the positions. whole: the class of a model with the vision tower in front of the decoder, where there is one; a causal LM
@@ -106,7 +106,7 @@ class Family(NamedTuple):
 
     def classes(self) -> Tuple[str, ...]:
         """The classes whose forwards the fused decoder layer takes apart."""
-        names = [f"{self.prefix}RMSNorm", *([] if self.mixers else [f"{self.prefix}Attention"])]
+        names = [f"{self.prefix}RMSNorm", f"{self.prefix}Attention"]
         if self.mlp:
             names.append(f"{self.prefix}MLP")
         return (*names, *(self.sparse.classes[:2] if self.sparse else ()))
@@ -182,7 +182,7 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
         operations=operations,
         hub_names={**common, **of_classes, **(hub_names or {})},
         explain_layer=own.explain,
-        fused=(*([] if family.mixers else [f"{prefix}Attention"]), *(sparse.classes[:2] if sparse else ())),
+        fused=(f"{prefix}Attention", *(sparse.classes[:2] if sparse else ())),
         # A model of such a family has dense layers only where its configuration asks for them, and may have no others.
         optional=("swiglu", "experts") if sparse is not None and family.mlp else (),
     )
