@@ -278,6 +278,7 @@ def _finish(own: FusedLayer, layer, attended, x):
         router, weights, options, shared = fused
         of_attention = attended, None if o is None else o[0], _weight(after)
         return norm_experts(x, _weight(before), router, weights, spec, options, *of_attention, recompute, shared)
+    assert fused is not None  # else the layer ended above: without it there is no o
     found = fused if o is None else (*o, *fused)
     return norm_mlp(x, _weight(before), found, spec, attended, _weight(after), _weight(behind), dtype, recompute)
 
