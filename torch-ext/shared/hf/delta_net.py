@@ -13,6 +13,7 @@ from ..ops.short_conv import TAPS, short_conv
 from .decoder_layer import FusedLayer
 from .explanation import MIXERS, Reason
 from .gated_attention import gated_attention, why_not_fused
+from .masks import bounds_of, document_bounds
 from .modules import is_marked, is_plain, original_forward, own_forward
 
 DOCUMENTS = "delta_cu_seqlens"  # the argument in which a model's forward hands on what it found in position_ids
@@ -38,27 +39,6 @@ class MixedLayer(FusedLayer):
         return run(module, x, attention_mask, past_key_values, position_embeddings, kwargs)
 
 
-def documents_of(position_ids: torch.Tensor) -> Optional[torch.Tensor]:
-    """Finds where documents start in position_ids [batch, tokens], wherever a position is not the one before it plus 1.
-
-    Returns:
-        Their bounds among all tokens of the batch [documents + 1] int32, or None where each row is one document. Waits for the device.
-    """
-    if position_ids.shape[1] < 2:
-        return None
-    return bounds_of(position_ids[:, 1:] != position_ids[:, :-1] + 1)
-
-
-def bounds_of(starts: torch.Tensor) -> Optional[torch.Tensor]:
-    """Finds the bounds that `documents_of` returns. starts: [batch, tokens - 1] bool, whether a document starts at each token of a row
-    after the first one."""
-    batch, length = starts.shape
-    new = torch.nn.functional.pad(starts, (1, 0), value=True).flatten().nonzero().flatten()
-    if new.numel() == batch:
-        return None
-    return torch.nn.functional.pad(new, (0, 1), value=batch * (length + 1)).to(torch.int32)
-
-
 def documents_for(position_ids, attention_mask, past_key_values, given: dict) -> dict:
     """Makes the argument in which a model's forward hands documents to its delta nets; empty where the caller did it, or there are none to
     find."""
@@ -67,7 +47,7 @@ def documents_for(position_ids, attention_mask, past_key_values, given: dict) ->
     if attention_mask is not None or past_key_values is not None:
         return {}
     text = position_ids[0] if position_ids.dim() == 3 and position_ids.shape[0] == 4 else position_ids
-    found = documents_of(text) if text.dim() == 2 and is_plain(text) else None
+    found = document_bounds(text) if text.dim() == 2 and is_plain(text) else None
     return {} if found is None else {DOCUMENTS: found}
 
 

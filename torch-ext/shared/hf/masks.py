@@ -220,6 +220,27 @@ def masks_of_layers(config, visible_of: Callable[[str], Visible]) -> Any:
     return visible if getattr(config, "layer_types", None) else visible.popitem()[1]
 
 
+def document_bounds(position_ids: torch.Tensor) -> Optional[torch.Tensor]:
+    """Finds where documents start in position_ids [batch, tokens], wherever a position is not the one before it plus 1.
+
+    Returns:
+        Their bounds among all tokens of the batch [documents + 1] int32, or None where each row is one document. Waits for the device.
+    """
+    if position_ids.shape[1] < 2:
+        return None
+    return bounds_of(position_ids[:, 1:] != position_ids[:, :-1] + 1)
+
+
+def bounds_of(starts: torch.Tensor) -> Optional[torch.Tensor]:
+    """Finds the bounds that `document_bounds` returns. starts: [batch, tokens - 1] bool, whether a document starts at each token of a row
+    after the first one."""
+    batch, length = starts.shape
+    new = torch.nn.functional.pad(starts, (1, 0), value=True).flatten().nonzero().flatten()
+    if new.numel() == batch:
+        return None
+    return torch.nn.functional.pad(new, (0, 1), value=batch * (length + 1)).to(torch.int32)
+
+
 def documents_in(position_ids: torch.Tensor) -> Optional[torch.Tensor]:
     """[2, at least as many as documents] int32 in main memory: the first token of each document and the one after its last; the rest are
     empty. None where each row is one document. Waits for the device.
@@ -227,16 +248,12 @@ def documents_in(position_ids: torch.Tensor) -> Optional[torch.Tensor]:
     position_ids: [batch, tokens]; a document starts with each row, and wherever a position is not the one before it plus 1. transformers
     looks for the same on the device, where a dozen operations that nobody else needs are loaded for it in the first step.
     """
-    positions = position_ids.cpu()
-    new = torch.ones_like(positions, dtype=torch.bool)
-    new[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
-    starts = new.flatten().nonzero()[:, 0]
-    documents = starts.numel()
-    if documents == positions.shape[0]:
+    found = document_bounds(position_ids.cpu())
+    if found is None:
         return None
-    room = 1 << (documents - 1).bit_length()  # a launch is prepared for each number of them
-    bounds = torch.full((room + 1,), positions.numel(), dtype=torch.int32)
-    bounds[:documents] = starts
+    room = 1 << (found.numel() - 2).bit_length()  # a launch is prepared for each number of them
+    bounds = torch.full((room + 1,), position_ids.numel(), dtype=torch.int32)
+    bounds[: found.numel()] = found
     return torch.stack((bounds[:-1], bounds[1:]))
 
 
