@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 import pickle
 import sys
 
@@ -780,3 +781,21 @@ def test_the_callers_arguments_are_left_alone(qwen3, hf):
     model = tiny_model(attn_implementation="bastile")
     model(**batch, labels=labels_of(batch), use_cache=False).loss.backward()
     assert all(torch.equal(batch[name], value) for name, value in before.items())
+
+
+def test_what_is_remembered_of_a_mask_is_for_its_numbers_of_now(qwen3):
+    masks = importlib.import_module(f"{qwen3.__name__}.shared.hf.masks")
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    assert masks.padding_of(mask) == masks.padding_of(mask) == masks.WHOLE
+    mask[0, 3:] = False
+    assert masks.padding_of(mask) == masks.BESIDE
+
+
+def test_a_plan_is_remembered_for_its_positions(qwen3):
+    """Of two documents of two tokens, then of one of four."""
+    masks = importlib.import_module(f"{qwen3.__name__}.shared.hf.masks")
+    visible = masks.Visible({"batch_size": 1, "q_length": 4, "kv_length": 4}, masks.Rule(), None, positions=True)
+    first, second = torch.tensor([[0, 1, 0, 1]]), torch.arange(4)[None]
+    plan = visible.plan(torch.device("cpu"), position_ids=first)
+    assert visible.plan(torch.device("cpu"), position_ids=first) is plan
+    assert visible.plan(torch.device("cpu"), position_ids=second) is not plan

@@ -167,6 +167,14 @@ def test_num_items_is_num_items_in_batch(qwen3, way):
         model(input_ids=TOKENS, labels=LABELS, num_items=37, num_items_in_batch=38)
 
 
+def test_a_head_with_other_rows_than_the_vocabulary_is_left_to_transformers(qwen3):
+    """Which cuts its logits into rows of vocab_size, and finds another number of labels."""
+    model = qwen3.kernelize(tiny_model())
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, 2 * model.config.vocab_size, bias=False)
+    with pytest.raises(ValueError, match="batch_size"):
+        model(input_ids=TOKENS, labels=LABELS)
+
+
 @pytest.mark.parametrize("options", [{}, {"return_z_loss": True, "lse_square_scale": 0.1}], ids=str)
 def test_the_loss_of_a_float64_model_is_float32(qwen3, options):
     """As transformers', which makes the logits float32."""
