@@ -3,7 +3,7 @@
 An address alone does not tell: a tensor whose memory was given back and taken again, or that was resized, lies where it lay.
 """
 
-from typing import Any, Callable, Optional, Sequence
+from typing import Any, Callable, NamedTuple, Optional, Sequence
 
 import torch
 
@@ -52,3 +52,37 @@ def same_as(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]
         return lambda others: len(others) == count and check(*others)
     known = list(map(_described, tensors))
     return lambda others: list(map(_described, others)) == known
+
+
+class Layout(NamedTuple):
+    """How a tensor of a call lies in memory.
+
+    base: slot of the argument, or of the tensor made by the call, whose memory it is in; offset: elements from the base's first one.
+    """
+
+    base: int
+    offset: int
+    shape: tuple
+    stride: tuple
+    dtype: torch.dtype
+    storage_offset: int
+
+    def elements(self) -> range:
+        """The elements of the base from this tensor's first to its last."""
+        reach = 0 if 0 in self.shape else 1 + sum((length - 1) * step for length, step in zip(self.shape, self.stride))
+        return range(self.offset, self.offset + reach)
+
+    def columns(self, row: int) -> range:
+        """The columns that this tensor takes of rows of that many elements; all of them where it runs from one row into the next."""
+        steps = [(length - 1) * step for length, step in zip(self.shape, self.stride) if step % row]
+        start = self.offset % row
+        return range(start, start + 1 + sum(steps)) if start + sum(steps) < row else range(row)
+
+    def overlaps(self, other: "Layout") -> bool:
+        """False where no element is in both tensors; neighbouring columns of one matrix have none."""
+        a, b = self.elements(), other.elements()
+        if self.base != other.base or a.start >= b.stop or b.start >= a.stop:
+            return False
+        row = max((step for length, step in zip(self.shape, self.stride) if length > 1), default=1) or 1
+        left, right = self.columns(row), other.columns(row)
+        return left.start < right.stop and right.start < left.stop

@@ -15,8 +15,8 @@ from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
 import torch
 
 from . import driver
-from .layouts import of_compiled_graphs
-from .recording import NO_SLOT, Allocate, Compute, Launch, Layout, Recording, Slot, SlotList, Step, View
+from .layouts import Layout, of_compiled_graphs
+from .recording import NO_SLOT, Allocate, Compute, Launch, Recording, Slot, SlotList, Step, View
 
 
 def _allocates(make: Callable) -> bool:
