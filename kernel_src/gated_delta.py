@@ -275,10 +275,12 @@ def delta_step(q, k, v, g, beta, initial, out, final, tokens: int, scale: float,
 WIDTH = 128  # of keys and values, in every model of the kind
 DTYPES = ("bfloat16",)  # fp16 and fp32 run in PyTorch
 # Columns of V that a block of a walk holds, and where: the registers of Ampere and Ada hold 32. Elsewhere 32 are for few documents, 64 for
-# many: 8192 tokens with 32 heads took an H200 195 + 136 + 235 us (`delta_walk`, `delta_states`, `delta_reverse`) instead of 206 + 198 + 267
-# in one document, of which 64 columns occupy half of the multiprocessors, and 239 + 237 + 290 instead of 122 + 136 + 160 in four.
+# more, and 128, which read keys, queries and w once, where 64 would be more blocks than multiprocessors. 8192 tokens with 32 heads took
+# an H200 with 32, 64 and 128 columns in `delta_walk` + `delta_states` + `delta_reverse` 195 + 136 + 235, 206 + 198 + 267, 300 + 274 + 473
+# us in one document, and 239 + 237 + 290, 122 + 136 + 160, 82 + 100 + 128 in four.
 ALL: tuple[str, ...] = ()
-WALKS = ((64, ("sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")), (32, ALL))
+WIDE = ("sm_90",)  # where 128 columns were measured
+WALKS = ((32, ALL), (64, ("sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")), (WIDTH, WIDE))
 NUMBERS = Array("float32", (None, None), divisible=(1, CHUNK))
 # Two blocks an SM hide each other's loads.
 TWO_BLOCKS = {"occupancy": PerArchitecture(1, "sm_90", 2), "num_worker_warps": 8}

@@ -1,5 +1,7 @@
 """The gated delta rule in the interpreted kernels and in PyTorch."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -16,14 +18,15 @@ def test_kernels(interpreted, name, check):
     assert name == "empty" or len(launched(interpreted)) > before, "the operation ran in PyTorch, not in kernels"
 
 
-def test_few_documents_take_narrow_blocks(interpreted, monkeypatch):
-    """On eight multiprocessors one document of two heads does, and three do not; the bits are the same."""
+def test_the_fewer_the_documents_the_narrower_the_blocks(interpreted, monkeypatch):
+    """On eight multiprocessors one document of two heads has blocks of 32 columns, two of 64, three of 128; the bits are the same."""
     before = len(launched(interpreted))
     monkeypatch.setitem(runtime_of(interpreted).device._multiprocessors, -1, 8)
     rule.check_packed_is_separate(interpreted, DEVICE, BF16)
+    rule.check_rule(interpreted, DEVICE, BF16, (70, 5), key_heads=2, heads=2)
     walks = {name for name in launched(interpreted)[before:] if "CARRY" in name}
-    for kernel in ("delta_walk", "delta_states", "delta_reverse"):
-        assert all(any(name.startswith(f"{kernel}-") and columns in name for name in walks) for columns in ("-BV32-", "-BV64-")), walks
+    for kernel, columns in itertools.product(("delta_walk", "delta_states", "delta_reverse"), ("-BV32-", "-BV64-", "-BV128-")):
+        assert any(name.startswith(f"{kernel}-") and columns in name for name in walks), walks
 
 
 @pytest.mark.parametrize("dtype", (FP32, torch.float64), ids=str)

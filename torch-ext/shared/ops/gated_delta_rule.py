@@ -27,7 +27,7 @@ from .common import (
 from .delta_chunks import CHUNK, Chunks, chunks_of, chunks_of_rows
 
 WIDTH = 128  # of the keys and values that the kernels take
-NARROW = 32  # columns of the values that a block of a walk has where documents are few
+COLUMNS = (32, 64, 128)  # of the values that a block of a walk may have
 EPS = 1e-6  # of the L2 norm of q and k
 
 
@@ -42,20 +42,24 @@ def _documents_by_columns(bounds: int, heads: int):
 
 
 def _walks(name: str, bounds: int, heads: int):
-    """{(whether states are carried, whether blocks are narrow): the kernel}"""
-    grid, narrow = _documents_by_columns(bounds, heads), {0: {}, 1: {"BV": NARROW}}
-    return {(carry, few): Kernel(name, grid=grid, where={"CARRY": carry, **narrow[few]}) for carry in (0, 1) for few in (0, 1)}
+    """{(whether states are carried, columns of a block): the kernel}"""
+    grid = _documents_by_columns(bounds, heads)
+    return {(carry, columns): Kernel(name, grid=grid, where={"CARRY": carry, "BV": columns}) for carry in (0, 1) for columns in COLUMNS}
 
 
-def _few(bounds: torch.Tensor, heads: int) -> bool:
-    """Whether there are so few documents that all blocks of a walk run at a time when they are narrow."""
-    return bounds.shape[1] * heads * (WIDTH // NARROW) <= multiprocessors(bounds)
+def _columns(bounds: torch.Tensor, heads: int) -> int:
+    """The columns of a walk's blocks: as few as leave a multiprocessor for each block, so that few documents take all of them, and many
+    read what their blocks have in common as seldom as may be."""
+    built = _any_walk.constants("BV", device=bounds.get_device())
+    blocks, most = bounds.shape[1] * heads * WIDTH, multiprocessors(bounds)
+    return next((columns for columns in built if blocks // columns <= most), built[-1])
 
 
 _place_keys = {norm: Kernel("delta_place_keys", grid=_chunks_by_heads(3), where={"NORM": norm}) for norm in (0, 1)}
 _place_values = Kernel("delta_place_values", grid=_chunks_by_heads(4))
 _invert = Kernel("delta_invert", grid=_chunks_by_heads(4))
 _prepare = Kernel("delta_prepare", grid=_chunks_by_heads(2))
+_any_walk = Kernel("delta_walk", grid=_documents_by_columns(6, 9))
 _walk, _states, _reverse = _walks("delta_walk", 6, 9), _walks("delta_states", 4, 2), _walks("delta_reverse", 6, 4)
 _scores = {norm: Kernel("delta_scores", grid=_chunks_by_heads(0), where={"NORM": norm}) for norm in (0, 1)}
 _inverse = {norm: Kernel("delta_inverse", grid=_chunks_by_heads(0), where={"NORM": norm}) for norm in (0, 1)}
@@ -180,7 +184,7 @@ def _forward(
     _invert(keys, gamma, betas, table, inverses)
     w, u, p = _made(queries, keys, values, gamma, betas, table, inverses, scale)
     out, (start, final) = torch.empty_like(v, memory_format=torch.contiguous_format), _carried(initial, v)
-    _walk[carry, _few(bounds, v.shape[1])](queries, keys, w, u, p, gamma, bounds, table, start, out, final, scale)
+    _walk[carry, _columns(bounds, v.shape[1])](queries, keys, w, u, p, gamma, bounds, table, start, out, final, scale)
     return out, final if carry else final.new_empty(0), inverses
 
 
@@ -236,10 +240,10 @@ def _heads_backward(q, k, v, g, beta, inverses, dout, table, bounds, initial, df
     states, dstates = (v.new_empty((table.shape[1], *shape[1:])) for _ in range(2))
     news, dnews = values.new_empty(values.shape), values.new_empty(values.shape)
     begin, _ = _carried(initial, v)
-    few = _few(bounds, v.shape[1])
-    _states[carry, few](keys, w, u, gamma, bounds, begin, states, news)
+    columns = _columns(bounds, v.shape[1])
+    _states[carry, columns](keys, w, u, gamma, bounds, begin, states, news)
     behind, dinitial = _carried(dfinal, v)
-    _reverse[carry, few](queries, keys, w, p, dout, gamma, bounds, table, behind, dstates, dnews, dinitial, scale)
+    _reverse[carry, columns](queries, keys, w, p, dout, gamma, bounds, table, behind, dstates, dnews, dinitial, scale)
     dq, dk, dv, dg, dbeta = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta))
     dgamma, partial = torch.empty_like(gamma), torch.empty_like(keys, dtype=torch.float32)
     _scores[norm](queries, keys, gamma, states, dstates, news, dout, table, q_rstd, dq, dgamma, partial, scale)

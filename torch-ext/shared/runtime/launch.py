@@ -213,11 +213,17 @@ class Kernel:
         found = [variant for name in ([kernel] if kernel else self.names) for variant in backend.artifacts.variants(name)]
         return [v for v in found if all(v.constants.get(name) == value for name, value in self.where.items())]
 
-    def constants(self, name: str, kernel: Optional[str] = None) -> tuple:
-        """Lists the values that a constant has, in the order of the variants. kernel: of this one of `names` alone."""
-        key = (backend, name, kernel)
+    def constants(self, name: str, kernel: Optional[str] = None, device: Optional[int] = None) -> tuple:
+        """Lists the values that a constant has, in the order of the variants.
+
+        kernel: of this one of `names` alone. device: its index, of the variants alone that are built for it.
+        """
+        key = (backend, name, kernel, device)
         if key not in self._constants:
-            self._constants[key] = tuple(dict.fromkeys(v.constants[name] for v in self.variants(kernel) if name in v.constants))
+            found = [v for v in self.variants(kernel) if name in v.constants]
+            if device is not None:
+                found = [v for v in found if backend.architecture(device) in v.images]
+            self._constants[key] = tuple(dict.fromkeys(v.constants[name] for v in found))
         return self._constants[key]
 
     def constant(self, name: str) -> int:
