@@ -96,3 +96,11 @@ def test_what_was_clean_is_recorded_with_the_digests_of_its_sources():
     again = sanitizer.recorded([outcome(first, "not checked")], record, sources, "0123456")
     assert sanitizer.owed(again, sources)["memcheck"] == ["dyt (not checked)"]
     assert sanitizer.owed(sanitizer.recorded([outcome(first, "")], record, sources, "0123456"), sources)["memcheck"] == ["dyt (never)"]
+
+
+def test_the_tests_for_a_gpu_need_no_compiler():
+    """They are collected where cuda-tile is not installed, as on a machine that only runs the kernels."""
+    without = "import sys; sys.modules['cuda.tile'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", without, "-q", "--collect-only", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/gpu"]
+    done = subprocess.run(command, cwd=sanitizer.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "error" not in done.stdout.splitlines()[-1], done.stdout[-2000:]
