@@ -186,8 +186,12 @@ def command(package, hub, tmp_path, *arguments, **env):
     )
 
 
+# The package has a variant for CPUs alone, and `kernels` goes by the build of PyTorch, which may be one for GPUs on a machine without any.
+ON_A_CPU = "import torch; torch.version.cuda = None\n"
+# The command `kernels`.
+KERNELS = f"{ON_A_CPU}import sys; from kernels.cli import main; sys.argv[0] = 'kernels'; main()"
 USE = f"""
-import torch
+{ON_A_CPU}
 from kernels import Mode, get_kernel, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping, LayerRepository
 mini = get_kernel("{REPO}", version=1, trust_remote_code=True)
 assert mini.double(torch.ones(2)).tolist() == [2, 2], mini.double(torch.ones(2))

@@ -13,6 +13,7 @@ import torch
 from benchmark import benchmark_fsdp, benchmark_generate, benchmark_swiglu, kernels_cli, records, registry, suites
 from benchmark.operation import Operation
 from tests.benchmark_support import one_thread, sources  # noqa: F401
+from tests.publishing import KERNELS
 
 
 def test_the_generation_benchmark_for_kernels_runs(qwen3):
@@ -67,7 +68,7 @@ def test_kernels_benchmark_runs_every_file_of_a_snapshot(package_folder, tmp_pat
     pytest.importorskip("tabulate")
     snapshot = as_in_the_hubs_cache(tmp_path)
     (snapshot / "build").symlink_to(package_folder / "build")
-    command = [Path(sys.executable).with_name("kernels"), "benchmark", ".", "--iterations", "1", "--warmup", "0", "--output", "found.json"]
+    command = [sys.executable, "-P", "-c", KERNELS, "benchmark", ".", "--iterations", "1", "--warmup", "0", "--output", "found.json"]
     done = subprocess.run(command, cwd=snapshot, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": ""})
     assert done.returncode == 0, done.stderr[-2000:]
     results = {found["workload"]: found["verified"] for found in json.loads((snapshot / "found.json").read_text())["results"]}

@@ -12,7 +12,7 @@ tests/mutants.py collects both from every file here and plants the errors.
 
 What the tests of every operation need of one stands in its file, too, and is found there; no list names the operations:
 
-- `all_cases(ops, device, dtypes)`: (name, function) of every check. A file with it is one of the suite (suite.py).
+- `all_cases(ops, device, dtypes)`: (name, function) of every check. A file with it and `OPERATIONS` is one of the suite (suite.py).
 - `OPERATIONS`: name -> `suite.Case`, how the operation is called, at which sizes. A name may have a comma and a remark after it.
 - `MODULE`: the file of torch-ext/shared/ops, where it has another name than the one here.
 - `check_large(ops, device)`: checks of large shapes on a GPU.

@@ -52,7 +52,7 @@ class Tensors(NamedTuple):
 @functools.cache
 def names() -> tuple:
     """The files here of the suite's operations."""
-    return tuple(sorted(name for name, module in files().items() if hasattr(module, "all_cases")))
+    return tuple(sorted(name for name, module in files().items() if hasattr(module, "all_cases") and hasattr(module, "OPERATIONS")))
 
 
 def module_of(name: str):

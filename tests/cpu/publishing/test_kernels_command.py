@@ -8,11 +8,9 @@ import pytest
 from huggingface_hub import CommitOperationAdd, HfApi
 from rich.console import Console
 
-from tests.publishing import REPO, TOKEN, USE, client_env, on_disk, on_hub
+from tests.publishing import KERNELS, REPO, TOKEN, USE, client_env, on_disk, on_hub
 from tools.hub_server import HubServer
 from tools.publish import publish
-
-KERNELS = "import sys; from kernels.cli import main; sys.argv[0] = 'kernels'; main()"
 
 LOCKED = f"""
 from pathlib import Path
