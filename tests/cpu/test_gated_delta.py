@@ -29,6 +29,14 @@ def test_the_fewer_the_documents_the_narrower_the_blocks(interpreted, monkeypatc
         assert any(name.startswith(f"{kernel}-") and columns in name for name in walks), walks
 
 
+@pytest.mark.parametrize("gpu, columns", (("sm_80", "-BV64-"), ("sm_90", "-BV128-")))
+def test_kernels_of_other_architectures(interpreted, gpu, columns):
+    before = len(launched(interpreted))
+    rule.check_on(interpreted, gpu)
+    last = [name for name in launched(interpreted)[before:] if name.startswith(("delta_scores", "delta_inverse"))]
+    assert {name.split("-")[0] for name in last} == {"delta_scores", "delta_inverse"} and all(columns in name for name in last), last
+
+
 @pytest.mark.parametrize("dtype", (FP32, torch.float64), ids=str)
 def test_pytorch(all_operations, dtype):
     for lengths in rule.LENGTHS:

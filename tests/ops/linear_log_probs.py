@@ -9,6 +9,7 @@ from tests.ops.common import CPU, FLOATS, RELATIVE_ERROR, assert_close, assert_r
 from tests.ops.linear_jsd import logits_of
 from tests.ops.suite import Case, of_suite
 
+TILE = 8192  # the most columns that a block of the statistics has
 ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 DIFFERENTIABLE = ("log_probs", "entropy", "mean_logits")
 ABSOLUTE_ERROR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of a logarithm, where the largest logit is 1 or less
@@ -204,11 +205,11 @@ def large_rows(dtype, classes):
         "one is the largest": plain.index_fill(0, one, top),
         "a third is the smallest": plain.masked_fill(torch.arange(classes) % 3 == 1, -top),
         "two neighbours": torch.full((classes,), -top).index_fill(0, one, large).index_fill(0, torch.tensor([0]), 0.99 * large),
-        "a piece is large": torch.where(torch.arange(classes) < 4096, plain, plain + 1e4),
+        "a piece is large": torch.where(torch.arange(classes) < TILE, plain, plain + 1e4),
     }
 
 
-def check_large_logits(ops, device, dtype, classes=4107, **scores):
+def check_large_logits(ops, device, dtype, classes=TILE + 11, **scores):
     """Logits that are large, and of one size: results and gradients as float64 has them of the same logits."""
     rows = {name: row.to(dtype) for name, row in large_rows(dtype, classes).items()}
     weight = leaf(torch.stack(list(rows.values()), 1).to(device))  # the logits of hidden states that are the unit vectors
@@ -332,11 +333,11 @@ def all_cases(ops, device, dtypes=FLOATS):
     for dtype in dtypes:
         for i, options in enumerate(CASES):
             yield f"case {i} {dtype}", partial(check, dtype, **options)
-        yield f"a wide vocabulary {dtype}", partial(check, dtype, (3,), 16, 4107 * 2, outputs=ALL)
+        yield f"a wide vocabulary {dtype}", partial(check, dtype, (3,), 16, TILE * 2 + 22, outputs=ALL)
         yield f"chunks {dtype}", partial(check, dtype, (11,), chunk=4, outputs=ALL, bias=True)
         yield f"chunks of a frozen head {dtype}", partial(check, dtype, (11,), chunk=4, outputs=ALL, frozen=True, entropy_gradient=True)
         yield f"chunks behind a larger one {dtype}", partial(check, dtype, (11,), chunk=4, first=8, bias=True)
-        for classes in (100, 4096 * 3 + 9):
+        for classes in (100, TILE * 3 + 9):
             yield f"a ramp {classes} {dtype}", partial(check_ramp, ops, device, dtype, classes, ignore_index=0)
         yield f"needs {dtype}", partial(check_needs, ops, device, dtype)
         for skip in (False, True):
@@ -446,8 +447,8 @@ def _checks(*cases):
 
 CHECKS = of_suite({
     "results": _checks((F32, {"outputs": ALL}), (F32, {"outputs": ALL, "bias": True, "classes": 5000, "size": 30.0, **CAPPED})),
-    "ramp": lambda ops: [check_ramp(ops, "cpu", F32, 4096 * 3 + 9, ignored) for ignored in (-100, 0)],
-    "pieces": lambda ops: check_ramp(ops, "cpu", F32, 64 * 4096 + 77),
+    "ramp": lambda ops: [check_ramp(ops, "cpu", F32, TILE * 3 + 9, ignored) for ignored in (-100, 0)],
+    "pieces": lambda ops: check_ramp(ops, "cpu", F32, 64 * TILE + 77),
     "frozen": _checks((F32, {**BOTH, **CAPPED})),
     "fp16": _checks((FP16, {"outputs": ALL, "temperature": 0.001, "size": 0.001})),
     "fp16_frozen": _checks((FP16, BOTH)),
