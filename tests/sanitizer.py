@@ -60,6 +60,7 @@ CHECKED_BY = {
     "gated_activation": ("test_operation[gated_activation", "test_operation[tiled_mlp"),
     "gated_delta": ("test_operations_of_gated_delta_nets", "test_the_delta_rule"),
     "gated_delta_backward": ("test_operations_of_gated_delta_nets", "test_the_delta_rule"),
+    "gated_output": ("test_operations_of_gated_delta_nets",),
     "gated_rms_norm": ("test_operations_of_gated_delta_nets",),
     "grouped_gemm": ("test_grouped_gemms", "test_experts_in_our_grouped_gemms"),
     "head_divergence": ("test_operation[linear_divergence",),

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from tests.ops import attention, gated_delta_rule, gated_rms_norm, head_norm_rotary, residual_norm, short_conv
+from tests.ops import attention, gated_delta_rule, gated_output, gated_rms_norm, head_norm_rotary, residual_norm, short_conv
 from tests.ops.attention import WIDE, Case, packed
 from tests.ops.common import BF16, FLOATS, FP16
 
@@ -43,7 +43,10 @@ def test_attention_with_heads_of_96_and_256(decoders, poisoned, case):
     attention.check_operation(operation, case, DEVICE)
 
 
-@pytest.mark.parametrize("operation", (gated_delta_rule, short_conv, gated_rms_norm), ids=lambda module: module.__name__.split(".")[-1])
+OF_DELTA_NETS = (gated_delta_rule, short_conv, gated_rms_norm, gated_output)
+
+
+@pytest.mark.parametrize("operation", OF_DELTA_NETS, ids=lambda module: module.__name__.split(".")[-1])
 def test_operations_of_gated_delta_nets(qwen3_5, poisoned, operation):
     for _, check in operation.all_cases(qwen3_5, DEVICE):
         check()
