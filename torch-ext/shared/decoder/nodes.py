@@ -30,7 +30,7 @@ from .projection import (
     scalings_without_dropout,
     tensors_of,
 )
-from .projections import Copies, Projections
+from .projections import Copies, Projections, of_second_half, of_second_half_loaded
 from .spec import Inputs, Norm, Outputs
 from .steps import (
     GroupGradients,
@@ -200,10 +200,7 @@ def _mlp(x, attended, after, before, behind, layout: Layout, whole, *parts):
     """`MLPResults`, and `Projections.made`. parts: of `tensors_of`; whole: of gate's and up's weights."""
     tensors, copies, all_parts = OutputTensors(x, attended, after, before, behind), Copies(), layout.all_of(parts)
     _check_mlp(tensors, [Projection(*each) for each in by_projection(all_parts)], layout.dtype)
-    found = [
-        Projections(group, of_group, whole if number == len(layout.groups) - 2 else None, copies)
-        for number, (group, of_group) in enumerate(zip(layout.groups, layout.by_group(all_parts)))
-    ]
+    found = of_second_half(list(zip(layout.groups, layout.by_group(all_parts))), whole, copies)
     copies.make()
     results = mlp_forward(layout.spec, tensors, OutputGroups(*three_of(found)))
     return (*results, *[tensor for projections in found for tensor in projections.made()])
@@ -215,10 +212,7 @@ def _mlp_gradients(dout, layout: Layout, whole, needs: tuple, count: int, *saved
     saved: `OutputTensors`, `MLPSaved`, `count` tensors of projections, and what was made.
     """
     tensors, results, parts, made = _mlp_saved(saved, count)
-    found = []
-    for number, (group, of_group) in enumerate(zip(layout.groups, layout.by_group(layout.all_of(parts)))):
-        projections, made = Projections.loaded(group, of_group, made, whole if number == len(layout.groups) - 2 else None)
-        found.append(projections)
+    found = of_second_half_loaded(list(zip(layout.groups, layout.by_group(layout.all_of(parts)))), made, whole)
     need, of_parts = OutputNeeds(*needs[: len(tensors)]), layout.all_of(needs[len(tensors) :])
     of_groups = GroupNeeds(*three_of([needs_in_parts(each) for each in layout.by_group(of_parts)]))
     gradients = mlp_backward(layout.spec, dout, tensors, results, OutputGroups(*three_of(found)), need, of_groups)

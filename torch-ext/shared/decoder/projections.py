@@ -291,6 +291,26 @@ class Projections:
             found[i] = found[i]._replace(a=_product(dlow[:, group.spans[i]].t(), dropped, group.dtypes[i].a))
 
 
+Pairs = Sequence[Tuple[Group, Sequence]]
+
+
+def of_second_half(groups: Pairs, whole: Optional[torch.Tensor], copies: Optional[Copies] = None) -> List[Projections]:
+    """Makes the projections of each (group, its tensors), of the half of a layer that follows attention.
+
+    whole: the weights of gate and up side by side, which are the group before the last; copies: the caller's, made before `forward`.
+    """
+    return [Projections(*each, whole if i == len(groups) - 2 else None, copies) for i, each in enumerate(groups)]
+
+
+def of_second_half_loaded(groups: Pairs, made: Sequence, whole: Optional[torch.Tensor]) -> List[Projections]:
+    """Makes the projections of `of_second_half` again for a backward pass. made: what each had made, one after the other."""
+    found = []
+    for i, (group, tensors) in enumerate(groups):
+        projections, made = Projections.loaded(group, tensors, made, whole if i == len(groups) - 2 else None)
+        found.append(projections)
+    return found
+
+
 def _affine(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], out: Optional[torch.Tensor]) -> torch.Tensor:
     """x @ weight.T + bias, in `out` where it is given."""
     if out is None:

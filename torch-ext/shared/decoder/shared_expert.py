@@ -37,7 +37,7 @@ class SharedGroups(NamedTuple):
 
 
 class SharedNeeds(NamedTuple):
-    """What needs a gradient. y: the input; gate: the weight of the score's gate; the others: the tensors of `SharedGroups`."""
+    """Says what needs a gradient. y: the input; gate: the weight of the score's gate; inner, down: the tensors of `SharedGroups`."""
 
     y: bool
     gate: bool
@@ -55,7 +55,7 @@ class SharedGradients(NamedTuple):
 
 
 def shared_reference(y: torch.Tensor, shared: SharedExpert) -> torch.Tensor:
-    """What the expert makes of y [tokens, hidden], times its score, in PyTorch, which can differentiate it."""
+    """Returns the expert's output for y [tokens, hidden], multiplied by its score; in PyTorch, which can differentiate it."""
     gate, up, down = shared.projections
     gated = gated_reference(projection_reference(y, gate), projection_reference(y, up), "silu")
     return torch.sigmoid(linear(y, shared.gate)) * projection_reference(gated, down)

@@ -33,8 +33,8 @@ from ..ops.grouped_gemm import Groups
 from ..ops.routing import Routing
 from .nodes import add_branch_reference, check_attended, check_like
 from .norms import norm_reference
-from .projection import FourBitWeight, Layout, Parts, Projection, layout_of, needs_in_parts, projection_reference, tensors_of
-from .projections import Projections
+from .projection import FourBitWeight, Parts, Projection, layout_of, needs_in_parts, projection_reference, tensors_of
+from .projections import Projections, of_second_half, of_second_half_loaded
 from .shared_expert import (
     SharedExpert,
     SharedGradients,
@@ -152,23 +152,8 @@ class SparseGroups(NamedTuple):
 
 
 def _groups_of(found: Sequence) -> SparseGroups:
-    """What there is for each of `layout_of`'s groups, by its name: o's first, where there is one, then the shared expert's two."""
+    """Names what was found for each group of `layout_of`: first o's, if there is one, then the shared expert's two."""
     return SparseGroups(found[0] if len(found) % 2 else None, SharedGroups(*found[-2:]) if len(found) > 1 else None)
-
-
-def _projections(layout: Layout, parts: Sequence) -> list:
-    whole, last = layout.whole_of(layout.present(parts)), len(layout.groups) - 2
-    groups = zip(layout.groups, layout.by_group(parts))
-    return [Projections(group, of_group, whole if number == last else None) for number, (group, of_group) in enumerate(groups)]
-
-
-def _loaded(layout: Layout, parts: Sequence, made: Sequence) -> list:
-    """As `_projections`, in a backward pass."""
-    whole, last, found = layout.whole_of(layout.present(parts)), len(layout.groups) - 2, []
-    for number, (group, of_group) in enumerate(zip(layout.groups, layout.by_group(parts))):
-        projections, made = Projections.loaded(group, of_group, made, whole if number == last else None)
-        found.append(projections)
-    return found
 
 
 class _NormExperts(torch.autograd.Function):
@@ -176,7 +161,7 @@ class _NormExperts(torch.autograd.Function):
     def forward(ctx, layout, recompute, x, attended, after, before, router_weight, router_bias, shared_gate, *parts):
         spec, tensors = layout.spec, OutputTensors(x, attended, after, before, None)
         weights, parts = ExpertTensors(*parts[:4]), parts[4:]
-        projections = _projections(layout, parts)
+        projections = of_second_half(list(zip(layout.groups, layout.by_group(parts))), layout.whole_of(layout.present(parts)))
         o, shared = _groups_of(projections)
         joined = join_forward(spec.outputs, tensors, o, x.dtype)
         logits = linear(joined.y, router_weight, router_bias)
@@ -214,7 +199,9 @@ class _NormExperts(torch.autograd.Function):
         of_parts = [needs_in_parts(each) for each in ctx.layout.by_group(needs[4:])]
         need_o = of_parts[0] if len(of_parts) % 2 else []
         need_total = need_join(need, need_o)
-        o, shared = _groups_of(_loaded(ctx.layout, saved[: ctx.count], saved[ctx.count :]))
+        layout, parts, made = ctx.layout, saved[: ctx.count], saved[ctx.count :]
+        pairs, whole = list(zip(layout.groups, layout.by_group(parts))), layout.whole_of(layout.present(parts))
+        o, shared = _groups_of(of_second_half_loaded(pairs, made, whole))
         need_logits = need_total or need_router or need_bias
         dout, weights = dout.reshape(x.shape), ExpertTensors(gate_up_weight, down_weight, gate_up_bias, down_bias)
         again = gate_up is None or ctx.written_over  # which it is in a second backward pass (retain_graph)

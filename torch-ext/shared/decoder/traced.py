@@ -14,7 +14,7 @@ from ..ops.common import once_differentiable, operator_of
 from .heads import is_fused
 from .operators import replayed_operator
 from .projection import SIZE, Group, needs_in_parts, with_numbers
-from .projections import Projections
+from .projections import Projections, of_second_half, of_second_half_loaded
 from .spec import Inputs, Outputs, encoded, inputs_of, outputs_of
 from .steps import (
     GroupNeeds,
@@ -235,7 +235,7 @@ def _mlp(
     """The result, gate and up [tokens, both], those of `MLPResults` that there are, in its order, and `Projections.made`."""
     has_o, tensors = attended is not None, OutputTensors(x, attended, after, before, behind)
     groups = _groups(parts, scalings, dtype, has_o)
-    found = [Projections(group, of_group, whole if i == has_o else None) for i, (group, of_group) in enumerate(groups)]
+    found = of_second_half(groups, whole)
     both = torch.empty((x.numel() // x.shape[-1], sum(groups[-2][0].rows)), dtype=dtype, device=x.device)
     results = mlp_forward(outputs_of(spec), tensors, OutputGroups(*three_of(found)), both)
     kept = _there(results.total, results.o, results.rstd, results.o_rstd, results.branch, results.branch_rstd)
@@ -293,10 +293,8 @@ def _mlp_gradients(
     no `attended`; both: None where gate and up are to be made again."""
     tensors = OutputTensors(dout if x is None else x, attended, after, before, behind)  # x is read only without `attended`
     saved, made = _mlp_kept(tensors, kept)
-    groups, found = _groups(parts, scalings, dtype, attended is not None), []
-    for i, (group, of_group) in enumerate(groups):
-        projections, made = Projections.loaded(group, of_group, made, whole if i == len(groups) - 2 else None)
-        found.append(projections)
+    groups = _groups(parts, scalings, dtype, attended is not None)
+    found = of_second_half_loaded(groups, made, whole)
     gate = up = again = None
     if both is None:
         again = torch.empty((saved.total.shape[0], sum(groups[-2][0].rows)), dtype=dtype, device=saved.total.device)
