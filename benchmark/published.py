@@ -10,7 +10,7 @@ from . import models
 
 @dataclass(frozen=True)
 class Published:
-    """What models.py does not say of a family.
+    """Describes what models.py leaves out about a family.
 
     model_type: transformers' name of it. liger: what Liger-Kernel's function that patches it ends in. options: of the configuration. tiny:
     those that a model for a CPU has beside them.

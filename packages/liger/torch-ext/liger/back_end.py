@@ -311,7 +311,7 @@ def _chosen(operation) -> str:
 
 
 def _asked_for(operation) -> str:
-    """What the environment chooses, or else `set_impl`, or the variable that Liger's users set before there was `set_impl`."""
+    """Returns the implementation that the environment names; else that of `set_impl`, or of the variable that came before `set_impl`."""
     of_process = vars(sys.modules["liger_kernel.backends.dispatch"])
     return _chosen(operation) or sys.modules["liger_kernel.backends"].get_impl() or of_process.get("_GLOBAL_BACKEND") or ""
 
