@@ -44,6 +44,7 @@ PLAIN_VALUES = frozenset((int, bool, type(None), str, torch.dtype))
 IDENTITIES: set = set()  # types of arguments that never change, each of which is equal only to itself
 operators: List["Operator"] = []
 _recording = threading.Lock()  # the process records one call at a time
+_transforms_are_active, _count_of_modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack
 _any_autocasts = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _address = torch.Tensor.data_ptr
 
@@ -109,7 +110,8 @@ class Operator:
         backend, first = launch.backend, args[0]
         if not (first.is_cuda or backend.runs_on_cpu):
             return self.function(*args)
-        if _is_watched():
+        # A transform, forward-mode AD or a mode wants to see the operations of PyTorch. Inline: a call of a function counts here.
+        if _transforms_are_active() or forward_ad._current_level >= 0 or _count_of_modes():
             return self._run_unsigned(args, "a transform, forward-mode AD or a mode sees the operations of PyTorch")
         state = backend, launch.generation, _autocast_of(first) if self.computes else None
         for one in self.expected.plans:
@@ -181,11 +183,6 @@ def report(name: str = "") -> str:
     """
     found = (str(operator) for operator in operators if operator.signatures or operator.unsigned)
     return "\n".join(text for text in found if name in text.partition("\n")[0])
-
-
-def _is_watched() -> bool:
-    """True while a transform, a level of forward-mode AD or a mode wants to see the operations of PyTorch."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _autocast_of(tensor: torch.Tensor) -> Optional[torch.dtype]:
