@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from .command_line import names, new_parser
 from .records import ROOT
 from .report import log
+from .trl_losses import LOSSES
 
 ROUNDS = "3"
 STEPS = ("--warmup", "2", "--steps", "5", "--rounds", ROUNDS)
@@ -52,6 +53,7 @@ PEERS = ("--providers", "huggingface,liger,bastile")
 HYBRID = ("--model", "qwen3.5_9b")
 MOE, OSS = ("--model", "qwen3_moe_30b_a3b"), ("--model", "gpt_oss_20b")
 SMALL = ("--tokens", "512,1024", "--providers", "huggingface,torch_compile,liger,bastile,bastile_captured")
+LOSS = {size: ("--lora", "16", "--model", size, "--layers", layers, "--tokens", "8192") for size, layers in (("0.6b", "28"), ("8b", "12"))}
 RUNS = {
     "steps": steps("--tokens", "512,1024,2048,4096,8192,16384", "--providers", "huggingface,liger,bastile,bastile_adamw",
                    seconds=450, shows="qwen3_step, first_step"),
@@ -75,6 +77,8 @@ RUNS = {
                           shows="qwen3_5_step_lora_16"),
     "operations": Run("benchmark", ("--rounds", ROUNDS), 300, "operations, linear_cross_entropy, attention, host"),
     "liger": Run("benchmark.limits", ("--rounds", ROUNDS), 300, "liger_limits"),
+    "log_probs": Run("benchmark.benchmark_linear_log_probs", ("--no-compile", "--rounds", ROUNDS), 150, "linear_log_probs"),
+    **{f"{loss}_{size}": steps("--loss", loss, *LOSS[size], seconds=200, shows="trl") for loss in LOSSES for size in LOSS},
     "experts": Run("benchmark.benchmark_qwen3_experts", ("--tokens", "8192", "--rounds", ROUNDS), 60, "qwen3_moe_operations"),
     "gpt_oss_experts": Run("benchmark.benchmark_experts", ("--tokens", "2048,8192", "--rounds", ROUNDS), 90, "gpt_oss_experts, gpt_oss"),
     "gpt_oss_120b": Run("benchmark.benchmark_experts", ("--model", "gpt_oss_120b", "--tokens", "2048,8192", "--rounds", ROUNDS), 120,

@@ -1,7 +1,12 @@
 """Log-probabilities of labels from the hidden states, with a trained head and with a frozen one (LoRA): speed and memory.
 
+    python -m benchmark.benchmark_linear_log_probs [--models qwen3_8b,qwen3_0.6b] [--bt 8192]
+    python -m benchmark.benchmark_linear_log_probs --sweep-mode token_length --tokens 2048,8192
+
 The gradients of the log-probabilities are numbers a token that nobody knows in the forward pass, as in preference and reinforcement
-learning. The floor is the bare cuBLAS products: the logits twice, dhidden and dweight; with a frozen head the logits once and dhidden.
+learning; "known coefficients" are those of supervised learning, which follow from the labels. Entropies are computed as trainers log them,
+without a gradient. The floor is the bare cuBLAS products: the logits, dhidden and dweight; where the coefficients are not known the logits
+once more; with a frozen head the logits once and dhidden.
 """
 
 from typing import Any
@@ -16,12 +21,14 @@ if not __package__:  # run as a file, or by `kernels benchmark`
     sys.path.insert(0, str(Path(__file__).absolute().parents[1]))  # the links of the Hub's cache are not followed
     __package__ = Path(__file__).absolute().parent.name
 
-from . import providers
+from . import models, providers
 from .harness import main
 from .kernels_cli import OperationBenchmark
-from .operation import Inputs, Operation, Reference, Work
+from .markdown import Table, by_provider, columns_of, gibibytes, in_order, joined, milliseconds, of_floor, select, times_faster
+from .operation import SWEEPS, Case, Inputs, Operation, Reference, Work
 from .suites import QWEN3
 
+HEADS = ("qwen3_0.6b", "qwen3_8b", "qwen3.5_9b")
 CHUNK = 1024  # tokens at a time in float64: 1.2 GB of logits
 
 
@@ -64,12 +71,39 @@ def reference(inputs: Inputs) -> Reference:
     return Reference((found,), (dhidden, dweight)[: len(inputs.leaves)])
 
 
+def known_inputs(size, tokens, random) -> Inputs:
+    hidden, weight, target, coefficients = draw(size, tokens, random)
+    return Inputs(leaves=(hidden, weight), others=(target, coefficients))
+
+
+def known_formula(hidden, weight, target, coefficients):
+    return (formula(hidden, weight, target) * coefficients).sum()
+
+
+def known_reference(inputs: Inputs) -> Reference:
+    target, coefficients = inputs.others
+    found = reference(Inputs(inputs.leaves, (target,), (coefficients,)))
+    return Reference(((found.outputs[0] * coefficients).sum(),), found.gradients)
+
+
+def over_heads(operation, args) -> list[Case]:
+    """Return a case for the head of each model, all with `args.bt` tokens."""
+    tokens = args.bt or QWEN3.tokens
+    names = map(models.full_name, args.models or HEADS)
+    return [Case(("head", "the model whose head it is", n), {"model": n, "tokens": tokens}, (models.size(n), tokens)) for n in names]
+
+
+def parts(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, bool, bool]:
+    """Return hidden states and weight, whether the weight is trained, and whether the coefficients are known."""
+    hidden, weight = (t.detach() for t in (*inputs.leaves, *inputs.others)[:2])
+    return hidden, weight, len(inputs.leaves) > 1, not inputs.output_gradients
+
+
 def products(inputs: Inputs, mode: str):
     """Return the bare products of a mode, each into memory of its own."""
-    hidden, weight = (t.detach() for t in (*inputs.leaves, *inputs.others)[:2])
+    hidden, weight, trained, known = parts(inputs)
     logits = (hidden @ weight.t()).normal_()
     dhidden, dweight = torch.empty_like(hidden), torch.empty_like(weight)
-    trained = len(inputs.leaves) > 1
 
     def forward():
         torch.mm(hidden, weight.t(), out=logits)
@@ -77,62 +111,138 @@ def products(inputs: Inputs, mode: str):
     def full():
         forward()
         torch.mm(logits, weight, out=dhidden)
-        if trained:
+        if trained and not known:
             forward()
+        if trained:
             torch.mm(logits.t(), hidden, out=dweight)
 
     return full if mode == "full" else forward
 
 
 def work(inputs: Inputs, mode: str) -> Work:
-    hidden, weight = (*inputs.leaves, *inputs.others)[:2]
-    return Work(flops=2 * hidden.numel() * weight.shape[0] * (2 * len(inputs.leaves) if mode == "full" else 1))
+    hidden, weight, trained, known = parts(inputs)
+    count = (4 - known if trained else 2) if mode == "full" else 1
+    return Work(flops=2 * hidden.numel() * weight.shape[0] * count)
 
 
-def of_package(kernel):
+def of_package(outputs: tuple[str, ...]):
+    def load(kernel):
+        found = providers.operation(kernel, "linear_log_probs")
+        return lambda hidden, weight, target: found(hidden, weight, target, outputs=outputs).log_probs
+
+    return load
+
+
+def of_trl(outputs: tuple[str, ...]):
+    def load():
+        providers.require_modules("trl.kernels.chunked_logprob")
+        from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+        return lambda *tensors: ChunkedLogProbFunction.apply(*tensors[:2], None, tensors[2], 1.0, 32768, None, 1.0, outputs)[0]
+
+    return load
+
+
+def of_liger(outputs: tuple[str, ...]):
+    def load():
+        apply = providers.liger("ops.fused_linear_scaled_cross_entropy", "LigerFusedLinearScaledCrossEntropyFunction").apply
+        if "entropy" in outputs:
+            return lambda *tensors: -apply(*tensors, 1.0, -100, 1, True)[0]
+        return lambda *tensors: -apply(*tensors)
+
+    return load
+
+
+def summed(load):
+    """Return the loader of a function's sum over all tokens, each times its coefficient."""
+
+    def loaded():
+        function = load()
+        return lambda hidden, weight, target, coefficients: (function(hidden, weight, target) * coefficients).sum()
+
+    return loaded
+
+
+def known_of_package(kernel):
     found = providers.operation(kernel, "linear_log_probs")
-    return lambda hidden, weight, target: found(hidden, weight, target).log_probs
+    return lambda hidden, weight, target, coefficients: found(hidden, weight, target, coefficients=coefficients).weighted_sum
 
 
-def of_trl():
-    providers.require_modules("trl.kernels.chunked_logprob")
-    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+def declared(name: str, title: str, position: int, frozen: bool = False, computed: tuple[str, ...] = ("log_probs",), **others) -> Operation:
+    """Return the operation with a trained head or a frozen one. computed: what is, of which log_probs is checked and has a gradient."""
+    settings: dict[str, Any] = {
+        "outputs": ("log_probs",),
+        "formula": formula,
+        "inputs": frozen_inputs if frozen else inputs,
+        "peers": {"trl": of_trl(computed), "liger": of_liger(computed)},
+        "bastile": of_package(computed),
+        "reference": reference,
+        **others,
+    }
+    return Operation(
+        name=name,
+        title=title,
+        position=position,
+        file="linear_log_probs",
+        suite=QWEN3,
+        gradients=("dhidden",) if frozen else ("dhidden", "dweight"),
+        work=work,
+        floor=products,
+        floor_title="bare cuBLAS GEMMs",
+        modes=("full", "forward", "no_grad_forward"),
+        writes_inputs=False,
+        tokens=(2048, 8192),
+        sweeps={"heads": over_heads, **SWEEPS},
+        **settings,
+    )
 
-    return lambda hidden, weight, target: ChunkedLogProbFunction.apply(
-        hidden, weight, None, target, 1.0, 32768, None, 1.0, ("log_probs",)
-    )[0]
 
-
-COMMON: dict[str, Any] = {
-    "suite": QWEN3,
-    "outputs": ("log_probs",),
-    "formula": formula,
-    "peers": {"trl": of_trl},
-    "bastile": of_package,
-    "work": work,
-    "floor": products,
-    "floor_title": "bare cuBLAS GEMMs",
-    "reference": reference,
-    "modes": ("full", "forward", "no_grad_forward"),
-    "writes_inputs": False,
-    "tokens": (2048, 8192),
+ENTROPY = ("log_probs", "entropy")
+LINEAR_LOG_PROBS = declared("linear_log_probs", "linear + log-probabilities", 8)
+FROZEN = declared("linear_log_probs_frozen", "frozen linear + log-probabilities", 9, True)
+WITH_ENTROPY = declared("linear_log_probs_entropy", "linear + log-probabilities, entropies", 10, False, ENTROPY)
+FROZEN_ENTROPY = declared("linear_log_probs_entropy_frozen", "frozen linear + log-probabilities, entropies", 11, True, ENTROPY)
+KNOWN = declared(
+    "linear_log_probs_known",
+    "linear + log-probabilities, known coefficients",
+    12,
+    outputs=("sum",),
+    formula=known_formula,
+    inputs=known_inputs,
+    peers={"trl": summed(of_trl(("log_probs",))), "liger": summed(of_liger(("log_probs",)))},
+    bastile=known_of_package,
+    reference=known_reference,
+)
+OPERATIONS = (LINEAR_LOG_PROBS, FROZEN, WITH_ENTROPY, FROZEN_ENTROPY, KNOWN)
+# What a line of the table is called: of which operation, in which mode.
+LINES = {
+    "a frozen head": (FROZEN, "full"),
+    "a frozen head, entropies": (FROZEN_ENTROPY, "full"),
+    "a trained head": (LINEAR_LOG_PROBS, "full"),
+    "a trained head, entropies": (WITH_ENTROPY, "full"),
+    "a trained head, known coefficients": (KNOWN, "full"),
+    "no gradients": (LINEAR_LOG_PROBS, "no_grad_forward"),
 }
-LINEAR_LOG_PROBS = Operation(
-    name="linear_log_probs",
-    title="linear + log-probabilities",
-    position=8,
-    gradients=("dhidden", "dweight"),
-    inputs=inputs,
-    **COMMON,
-)
-FROZEN = Operation(
-    name="linear_log_probs_frozen",
-    title="frozen linear + log-probabilities",
-    position=9,
-    gradients=("dhidden",),
-    inputs=frozen_inputs,
-    **COMMON,
-)
+
+
+def table(rows: list) -> str:
+    """Return time and memory of log-probabilities by head, and of which gradients are made."""
+    rows = select(rows, x_name="head", dtype="bf16", tokens=QWEN3.tokens)
+    mine = {name: select(rows, kernel_name=operation.name, kernel_operation_mode=mode) for name, (operation, mode) in LINES.items()}
+    speed = {name: select(found, metric_name="speed", timing="device") for name, found in mine.items()}
+    names = columns_of(row for found in speed.values() for row in found)
+    table = Table("", "head", *map(providers.title, names), "the GEMMs alone", "Bastile: of the GEMMs", "speed vs best peer")
+    for name, found in speed.items():
+        for head in in_order(row.x_value for row in found):
+            times = by_provider(select(found, x_value=head))
+            memory = by_provider(select(mine[name], metric_name="memory", x_value=head))
+            cells = [joined(table.notes.cell(times.get(p), milliseconds), table.notes.cell(memory.get(p), gibibytes)) for p in names]
+            line = [name, models.title(head), *cells, table.notes.cell(times.get(providers.FLOOR), milliseconds)]
+            table.add([*line, of_floor(times), times_faster(times)], [*times.values(), *memory.values()])
+    return table.text(f"{QWEN3.tokens} tokens: time, and peak memory beyond the inputs.")
+
+
+TABLES = {"linear_log_probs": table}
 
 
 class LinearLogProbsBenchmark(OperationBenchmark):
@@ -140,4 +250,4 @@ class LinearLogProbsBenchmark(OperationBenchmark):
 
 
 if __name__ == "__main__":
-    main(LINEAR_LOG_PROBS, FROZEN)
+    main(*OPERATIONS)

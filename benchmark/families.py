@@ -67,7 +67,8 @@ def prepare(provider: str, folder: str, liger: tuple[str, ...]) -> None:
         unsloth_peer.prepare()
         return
     if is_ours(provider):
-        options = {"recompute_mlp": True} if provider == "bastile_recompute" else {}  # which an older build has not
+        # An older build does not have all of these.
+        options = {"bastile_recompute": {"recompute_mlp": True}, "bastile_trl_head": {"log_probs": False}}.get(provider, {})
         package(folder).apply(attention=provider != "bastile_sdpa", **options)
         return
     require_modules("liger_kernel", "triton")
@@ -175,7 +176,7 @@ QWEN3 = Family(
     package=suites.QWEN3.package,
     providers=("huggingface", "huggingface_flex", "huggingface_varlen", "torch_compile", "liger", "liger_flex", "liger_varlen",
                "liger_cutedsl", "liger_cutile", "bastile", "bastile_adamw", "bastile_sdpa", "bastile_unpacked", "bastile_captured",
-               "bastile_recompute", "unsloth"),
+               "bastile_recompute", "bastile_trl_head", "unsloth"),
     step_providers=("huggingface", "torch_compile", "liger", "bastile", "bastile_adamw"),
     masked_providers=MASKED,
     fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
@@ -221,7 +222,7 @@ DENSE = Family(
     name="dense",
     package="packages/decoders",
     providers=("huggingface", "huggingface_flex", "huggingface_varlen", "torch_compile", "liger", "liger_flex", "liger_varlen", "bastile",
-               "bastile_adamw", "bastile_sdpa", "bastile_unpacked", "bastile_captured", "bastile_recompute"),
+               "bastile_adamw", "bastile_sdpa", "bastile_unpacked", "bastile_captured", "bastile_recompute", "bastile_trl_head"),
     step_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     masked_providers=MASKED,
     fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),

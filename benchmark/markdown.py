@@ -81,6 +81,7 @@ def origin(rows: list[Row]) -> str:
         "transformers": "transformers",
         "liger": "liger-kernel",
         "unsloth": "unsloth",
+        "trl": "trl",
     }
     found = {title: sorted({row.config[name] for row in rows if row.config.get(name)}) for name, title in known.items()}
     parts = [rows[-1].gpu_name, *(f"{title} {' and '.join(versions)}".strip() for title, versions in found.items() if versions)]

@@ -54,6 +54,7 @@ PROVIDERS = {
         "Bastile, recompute_mlp", {"color": "#D55E00", "marker": "v", "linewidth": 1.5, "zorder": 3, "linestyle": "-."}
     ),
     "bastile_sdpa": Provider("Bastile with SDPA", {"color": "#D55E00", "marker": "x", "linestyle": ":"}),
+    "bastile_trl_head": Provider("Bastile with TRL's head", {"color": "#D55E00", "marker": "p", "linestyle": ":"}),
     "bastile_flex": Provider("Bastile with flex attention", {"color": "#D55E00", "marker": "+", "linestyle": ":"}),
     "bastile_unpacked": Provider("Bastile without pack()", {"color": "#D55E00", "marker": "o", "linestyle": ":"}),
 }

@@ -70,6 +70,7 @@ def environment() -> dict[str, str]:
         ("cutlass_dsl", "nvidia-cutlass-dsl"),
         ("cuda_tile", "cuda-tile"),
         ("peft", "peft"),
+        ("trl", "trl"),
         ("unsloth", "unsloth"),
         ("unsloth_zoo", "unsloth_zoo"),
         ("bitsandbytes", "bitsandbytes"),

@@ -17,6 +17,7 @@ AS_TRAINED = {
     "autocast over fp32 weights": "_autocast_fp32",
     "every layer checkpointed": "_checkpointing",
 }
+TRL = {"DPO": "_lora_16_dpo", "GRPO": "_lora_16_grpo"}
 MASKED = {"8 documents, packed": "_8_documents", "4 rows, a fifth padding": "_4_rows_padding_0.2"}
 HOW = "one sequence a GPU, bf16, PyTorch's fused AdamW unless a column says otherwise, no checkpointing: time, and peak memory of a GPU"
 # What is added to it for results whose names end so.
@@ -133,6 +134,11 @@ def as_trained(rows: list[Row]) -> str:
     return by_kind(rows, AS_TRAINED)
 
 
+def trl(rows: list[Row]) -> str:
+    """Return the steps of the losses of TRL's trainers."""
+    return by_kind(rows, TRL)
+
+
 def masked(rows: list[Row]) -> str:
     """Return the steps of packed and padded batches, every peer also with the attention that is best at them."""
     return by_kind(rows, MASKED)
@@ -195,6 +201,7 @@ TABLES = {
     "qwen3_step": whole_model,
     "qwen3_models": whole_models,
     "as_trained": as_trained,
+    "trl": trl,
     "masked": masked,
     "small_models": small_models,
     "first_step": first_step,

@@ -13,16 +13,18 @@ from . import records, routing
 from .memory import GiB, held_by_graphs
 from .providers import NotInstalled, require_modules
 from .report import message
+from .trl_losses import TrainerLoss
 
 MARK = "@result "
 LOSSES = 5  # of the first steps, compared between providers
 
 
-def training_step(model, optimizer, batch: dict, autocast: bool = False) -> torch.Tensor:
-    """Do one step of next-token prediction, its forward pass under autocast to bf16 where that is asked for, and return the loss."""
+def training_step(model, optimizer, batch: dict, autocast: bool = False, loss_of: Callable | None = None) -> torch.Tensor:
+    """Do one step of next-token prediction, or of the loss that loss_of(batch) returns, its forward pass under autocast to bf16 where that
+    is asked for, and return the loss."""
     # Only the loss is kept, so that logits that a provider returns do not live until the end of the backward pass.
-    with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=autocast):
-        loss = model(**batch).loss
+    with torch.autocast(next(iter(batch.values())).device.type, torch.bfloat16, enabled=autocast):
+        loss = loss_of(batch) if loss_of else model(**batch).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -73,37 +75,50 @@ class Form:
 class Recipe:
     """What is trained, and how. lora: the rank of PEFT's adapters on all projections, which alone are trained then; 0 for all weights.
     autocast: to bf16, as `bf16=True` of a Trainer does it. weights: their dtype. checkpointing: of every layer. routing: of routing.py, for
-    a model with experts."""
+    a model with experts. loss: of trl_losses.py; "" for the model's own."""
 
     lora: int = 0
     autocast: bool = False
     weights: str = "bf16"
     checkpointing: bool = False
     routing: str = routing.UNIFORM
+    loss: str = ""
 
     @property
     def name(self) -> str:
         """Return what tells the results of this recipe from those of bf16 weights that are all trained: "" for that one."""
         found = f"_lora_{self.lora}" * bool(self.lora) + "_autocast" * self.autocast + "_fp32" * (self.weights == "fp32")
-        return found + "_checkpointing" * self.checkpointing + f"_{self.routing}" * (self.routing != routing.UNIFORM)
+        found += "_checkpointing" * self.checkpointing + f"_{self.routing}" * (self.routing != routing.UNIFORM)
+        return found + f"_{self.loss}" * bool(self.loss)
 
-    def adapt(self, model):
-        """Return the model as it is trained: itself, or a PEFT model whose adapters are drawn."""
+    def peft_config(self):
+        """Return the adapters that PEFT is to put into a model, None for none."""
+        if not self.lora:
+            return None
+        require_modules("peft")
+        from peft import LoraConfig
+
+        return LoraConfig(r=self.lora, lora_alpha=2 * self.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+
+    def adapt(self, model, device: str):
+        """Return the model as it is trained, itself or a PEFT model whose adapters are drawn, and the loss that is not its own, or None."""
         if self.checkpointing:
             model.gradient_checkpointing_enable()
-        if not self.lora:
-            return model
-        require_modules("peft")
-        from peft import LoraConfig, get_peft_model
+        config = self.peft_config()
+        if self.loss:
+            found = TrainerLoss(self.loss, model, config, device)
+            return found.trainer.model.train(), found
+        if config is None:
+            return model, None
+        from peft import get_peft_model
 
-        config = LoraConfig(r=self.lora, lora_alpha=2 * self.lora, target_modules="all-linear", task_type="CAUSAL_LM")
-        return get_peft_model(model, config).train()
+        return get_peft_model(model, config).train(), None
 
 
 @dataclass
 class Stepper:
     """A model in training, and the means to measure it. begin(model, rows, tokens): called before the steps of each length, to record CUDA
-    graphs, say, or to compile."""
+    graphs, say, or to compile. loss: of batches of its own, in place of the model's over those of `form`."""
 
     model: object
     optimizer: object
@@ -113,6 +128,7 @@ class Stepper:
     form: Form = Form()
     autocast: bool = False
     begin: Callable | None = None
+    loss: TrainerLoss | None = None
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -128,7 +144,7 @@ class Stepper:
         """Return the milliseconds of one step from an idle device to an idle device, and its loss."""
         self.synchronize()
         start = time.perf_counter()
-        loss = training_step(self.model, self.optimizer, batch, self.autocast)
+        loss = training_step(self.model, self.optimizer, batch, self.autocast, self.loss)
         self.synchronize()
         return (time.perf_counter() - start) * 1e3, loss
 
@@ -139,8 +155,8 @@ class Stepper:
         cuda = self.device.startswith("cuda")
         if cuda:
             torch.cuda.empty_cache()
-        batch = self.form.batch(self.ids(tokens))
-        routed = routing.record(self.model, **{name: value for name, value in batch.items() if name != "labels"})
+        batch = (self.loss or self.form).batch(self.ids(tokens))
+        routed = None if self.loss else routing.record(self.model, **{name: value for name, value in batch.items() if name != "labels"})
         if self.begin:
             self.begin(self.model, *batch["input_ids"].shape)
         timed = [self.timed(batch) for _ in range(warmup)]

@@ -8,6 +8,7 @@
     python -m benchmark.steps --layers 12 --tokens 8192 --rows 4 --padding 0.2
     python -m benchmark.steps --model qwen3_moe_30b_a3b --routing skewed
     python -m benchmark.steps --checkpointing --tokens 8192
+    python -m benchmark.steps --loss dpo --lora 16 --layers 12 --tokens 8192
 
 One process a provider, in turns. Sequences get longer until they do not fit.
 """
@@ -33,6 +34,9 @@ from .providers import in_order, is_ours, package
 from .report import log
 from .step_results import Results
 from .stepping import Form, Recipe, Stepper, child
+from .trl_losses import LOSSES, ROWS
+
+TRL_PROVIDERS = ("huggingface", "liger", "bastile_trl_head", "bastile")  # of a loss of TRL, unless told otherwise
 
 
 def known_providers() -> tuple[str, ...]:
@@ -74,7 +78,7 @@ def child_arguments(args, provider: str) -> list[str]:
     found += ["--documents", str(args.documents), "--rows", str(args.rows), "--padding", str(args.padding)]
     recipe = recipe_of(args)
     if recipe.name:
-        found += ["--lora", str(recipe.lora), "--weights", recipe.weights, "--routing", recipe.routing]
+        found += ["--lora", str(recipe.lora), "--weights", recipe.weights, "--routing", recipe.routing, "--loss", recipe.loss]
         found += ["--autocast"] * recipe.autocast + ["--checkpointing"] * recipe.checkpointing
     return found + ["--layers", str(args.layers or models.size(args.model).layers)]
 
@@ -116,6 +120,7 @@ def add_recipe(p: argparse.ArgumentParser, lora: int = 0) -> None:
     p.add_argument("--autocast", action="store_true", help="to bf16, as bf16=True of a Trainer does it")
     p.add_argument("--weights", choices=("bf16", "fp32"), default="bf16", help="the dtype of the weights")
     p.add_argument("--checkpointing", action="store_true", help="of every layer's activations")
+    p.add_argument("--loss", choices=("", *LOSSES), default="", help=f"of TRL's trainer, over {ROWS} rows; without it the model's own")
     kinds = (routing.UNIFORM, routing.SKEWED)
     p.add_argument("--routing", choices=kinds, default=routing.UNIFORM, help="where a mixture of experts sends its tokens, see routing.py")
 
@@ -139,13 +144,13 @@ def build(args) -> Stepper:
     family, recipe = families.family_of(args.model), recipe_of(args)
     model = family.new_model(args, args.device)
     families.fill(model, kind=recipe.routing)
-    model = unsloth_peer.adapted(model, recipe.lora) if args.child == "unsloth" else recipe.adapt(model)
+    model, loss = (unsloth_peer.adapted(model, recipe.lora), None) if args.child == "unsloth" else recipe.adapt(model, args.device)
     families.fill(model, "lora_")
     if family.packs and is_ours(args.child) and args.child != "bastile_unpacked":
         package(family.package).pack(model)
     optimizer = families.make_optimizer(model, args.device, args.child, family.package)
     begin = {"torch_compile": lambda: compile_layers, "bastile_captured": lambda: package(family.package).capture}.get(args.child)
-    return Stepper(model, optimizer, args.device, model.config.vocab_size, 0, form_of(args), recipe.autocast, begin and begin())
+    return Stepper(model, optimizer, args.device, model.config.vocab_size, 0, form_of(args), recipe.autocast, begin and begin(), loss)
 
 
 def main(
@@ -164,13 +169,17 @@ def main(
     args.tokens, args.layers = args.tokens or family.tokens, args.layers or layers or family.layers
     form = form_of(args)
     usual = family.masked_providers if form.masked else family.step_providers
-    usual = tuple(name for name in usual if name != "torch_compile" or not recipe.name)
+    usual = TRL_PROVIDERS if recipe.loss else tuple(name for name in usual if name != "torch_compile" or not recipe.name)
     args.providers = args.providers or in_order({*usual, *(set(peers) & set(family.providers))})
     check_providers(p, args, family)
     if (recipe.lora or recipe.checkpointing) and "torch_compile" in args.providers:
         p.error("argument --providers: torch_compile compiles no adapters or checkpoints; leave it out, or --lora and --checkpointing")
     if "unsloth" in args.providers and (not recipe.lora or recipe.weights != "bf16"):
         p.error("argument --providers: unsloth trains adapters over bf16 weights; leave it out, or ask for --lora")
+    if recipe.loss and (form.name or {"torch_compile", "bastile_captured", "unsloth"} & set(args.providers)):
+        p.error("argument --loss: a trainer of TRL has its own batches, and no torch_compile, bastile_captured or unsloth; leave these out")
+    if recipe.loss and min(args.tokens) < 2 * ROWS:
+        p.error(f"argument --tokens: {min(args.tokens)}, expected at least {2 * ROWS} for the rows of --loss")
     if recipe.weights == "fp32" and models.size(args.model).experts:
         p.error(f"argument --weights: fp32 is for dense models, and the model is {args.model}")
     if recipe.routing != routing.UNIFORM and not models.size(args.model).experts:

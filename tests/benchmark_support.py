@@ -5,15 +5,18 @@ import json
 import pytest
 import torch
 
-from benchmark import providers, records
+from benchmark import families, providers, records, steps
 
 GPU = "NVIDIA H200"
 
 
 @pytest.fixture(autouse=True)
 def sources(monkeypatch, loaded):
-    """The package as it is now, not as build/ has it."""
+    """The package as it is now, not as build/ has it, for whoever loads it."""
+    original = providers.package
     monkeypatch.setattr(providers, "package", lambda folder=".": loaded)
+    for module in (families, steps):
+        monkeypatch.setattr(module, "package", lambda folder=".": loaded if folder == "." else original(folder))
 
 
 @pytest.fixture(autouse=True)

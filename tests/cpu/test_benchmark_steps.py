@@ -26,9 +26,11 @@ from benchmark import (
     stepping,
     steps,
     tables,
+    trl_losses,
     varlen_peer,
 )
 from tests.benchmark_support import GPU, one_thread, sources  # noqa: F401
+from tests.integrations.preference import counted
 
 STEPS = ["--device", "cpu", "--model", "tiny", "--tokens", "8,16", "--warmup", "1", "--steps", "2"]
 
@@ -322,3 +324,31 @@ def test_providers_of_each_family_are_known():
     for family in families.FAMILIES.values():
         part = {*family.step_providers, *family.masked_providers, *family.fsdp_providers}
         assert part <= set(family.providers) <= set(providers.PROVIDERS)
+
+
+@pytest.mark.parametrize("loss", trl_losses.LOSSES)
+def test_losses_of_trl(loss, loaded):
+    """TRL's trainer computes them, with its head's function and with ours, which is called where it should be."""
+    pytest.importorskip("trl")
+    recipe = {"lora": 4, "loss": loss, "weights": "fp32", "autocast": False, "checkpointing": False, "routing": routing.UNIFORM}
+    losses, calls = {}, {}
+    for provider in ("huggingface", "bastile_trl_head", "bastile"):
+        families.QWEN3.prepare(provider)
+        try:
+            args = argparse.Namespace(child=provider, model="tiny", layers=1, device="cpu", documents=1, rows=1, padding=0.0, **recipe)
+            with counted(loaded) as names:
+                losses[provider] = steps.build(args).run(tokens=64, warmup=0, steps=3)["losses"]
+            calls[provider] = len(names)
+        finally:
+            loaded.reset()
+    assert calls == {"huggingface": 0, "bastile_trl_head": 0, "bastile": 3 * (2 if loss == "dpo" else 1)}, "a reference pass as well"
+    assert len({f"{value:.5f}" for value in losses["huggingface"]}) > 1, "a step changes the loss"
+    for found in losses.values():
+        assert found == pytest.approx(losses["huggingface"], rel=1e-5)
+
+
+def test_what_a_loss_of_trl_is_not_measured_with(capsys):
+    for arguments, found in ((["--documents", "2"], "argument --loss"), (["--tokens", "8"], "argument --tokens: 8, expected at least 16")):
+        with pytest.raises(SystemExit):
+            steps.main(["--model", "tiny", "--loss", "dpo", "--lora", "4", *arguments])
+        assert found in capsys.readouterr().err

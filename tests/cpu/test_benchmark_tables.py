@@ -159,7 +159,7 @@ def test_everything_that_was_measured_is_known():
     rows = [row for folder in records.RESULTS.iterdir() if folder.is_dir() for row in records.read_all(folder)]
     assert {r.kernel_provider for r in rows} <= {*providers.PROVIDERS, providers.FLOOR}
     others = {"adamw", "generate", "host", *(f"{family}_{kind}" for family in families.FAMILIES for kind in ("step", "fsdp"))}
-    others |= {f"qwen3_step{kind}" for kind in (*step_tables.AS_TRAINED.values(), *step_tables.MASKED.values())}
+    others |= {f"qwen3_step{kind}" for kind in (*step_tables.AS_TRAINED.values(), *step_tables.MASKED.values(), *step_tables.TRL.values())}
     others |= {f"{family}_step_skewed" for family in families.FAMILIES}
     assert {r.kernel_name for r in rows} <= {*registry.operations(), *others}
 
@@ -167,7 +167,8 @@ def test_everything_that_was_measured_is_known():
 def test_the_order_of_a_table_is_that_of_the_declarations():
     names = [operation.name for operation in registry.of_suite(suites.QWEN3)]
     first = ["rms_norm", "q_norm", "add_rms_norm", "rotary", "qk_norm_rotary", "swiglu", "linear_cross_entropy", "attention"]
-    assert names == [*first, "linear_log_probs", "linear_log_probs_frozen"]
+    of_heads = ("", "_frozen", "_entropy", "_entropy_frozen", "_known")
+    assert names == [*first, *(f"linear_log_probs{name}" for name in of_heads)]
 
 
 def test_a_line_that_was_measured_apart_says_so(results):
