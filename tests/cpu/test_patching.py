@@ -567,10 +567,10 @@ def test_warm_up(qwen3):
     state = torch.random.get_rng_state()
     assert qwen3.warmup_all_kernels() is None and qwen3.warmup_all_kernels(model) is None
     warmup = sys.modules[qwen3.__name__ + ".warmup"]
-    warmup.warm_up("cpu", torch.float32, warmup.sizes_of(model))
+    warmup.warm_up("cpu", torch.float32, warmup.case_of(model))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
-    with pytest.raises(TypeError, match="Linear without a Qwen3 configuration"):
+    with pytest.raises(TypeError, match="Linear without a decoder layer and a configuration of Qwen3 or Qwen3-MoE"):
         qwen3.warmup_all_kernels(nn.Linear(1, 1))
 
 

@@ -670,8 +670,8 @@ def test_warm_up(qwen3):
     model, warmup = tiny_qwen3_moe(), sys.modules[qwen3.__name__ + ".warmup"]
     state = torch.random.get_rng_state()
     assert qwen3.warmup_all_kernels(model) is None
-    assert warmup.sizes_of(model)[-2:] == (40, 3)
-    warmup.warm_up("cpu", torch.float32, warmup.sizes_of(model))
+    assert warmup.case_of(model).sizes[7:9] == (40, 3)
+    warmup.warm_up("cpu", torch.float32, warmup.case_of(model))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -684,7 +684,7 @@ def test_a_step_runs_the_kernels_that_the_warm_up_loads(qwen3, interpret, dtype)
     warmup = sys.modules[f"{qwen3.__name__}.warmup"]
     backend = interpret(qwen3, operations(read_package(ROOT)))
     qwen3.kernelize(model)
-    warmup.warm_up("cpu", dtype, warmup.sizes_of(model), tokens=TOKENS.numel())
+    warmup.warm_up("cpu", dtype, warmup.case_of(model), tokens=TOKENS.numel())
     loaded = set(backend.launched)
     backend.launched.clear()
     found = Step(model, input_ids=TOKENS, labels=LABELS)

@@ -171,9 +171,9 @@ def test_the_warm_up_of_a_model_times_all_its_candidates(runtime, monkeypatch):
     names, candidates = [], candidates_of(runtime)
     monkeypatch.setattr(runtime.launch.backend, "prepare", lambda variant, *_: lambda *_: names.append(variant.name))
     monkeypatch.setattr(runtime.launch.backend, "elapsed", lambda device, work: work() and 1e-5)
-    monkeypatch.setattr(runtime.warmup, "TOKENS", 1)
-    for sizes in runtime.warmup.FAMILY:
-        small = sizes._replace(intermediate=2048, vocabulary=16)
+    monkeypatch.setattr(importlib.import_module(runtime.warmup.warm_up.__module__), "TOKENS", 1)
+    for case in runtime.warmup.FAMILY:
+        small = case._replace(sizes=case.sizes._replace(intermediate=2048, vocabulary=16))
         warm_up(runtime, partial(runtime.warmup.warm_up, "cpu", torch.bfloat16, small))
     found = cached(runtime)["machines"]["interpreter of sm_100"]
     assert {default: {*times} for default, times in found.items()} == {d: {d, *others} for d, others in candidates.items()}

@@ -31,7 +31,7 @@ def cache(ops, tmp_path, monkeypatch):
 
 def warm_up(ops):
     warmup, tuning = (sys.modules[f"{ops.__name__}.{name}"] for name in ("warmup", "shared.runtime.tuning"))
-    tuning.warm_up(partial(warmup.warm_up, "cuda", torch.bfloat16, warmup.Sizes(*QWEN3_8B)), "cuda")
+    tuning.warm_up(partial(warmup.warm_up, "cuda", torch.bfloat16, warmup.Case(warmup.QWEN3, warmup.Sizes(*QWEN3_8B))), "cuda")
 
 
 def launched(ops):

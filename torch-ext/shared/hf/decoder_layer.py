@@ -149,7 +149,7 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]
     return rows
 
 
-def _make_inputs(own: FusedLayer, head_dim, eps, head_eps, width, rows) -> Inputs:
+def make_inputs(own: FusedLayer, head_dim, eps, head_eps, width, rows) -> Inputs:
     """The description of what stands in front of attention. width: of the angles, None without; rows: of a packed projection's parts."""
     family = own.family
     turned = width if family.partial and width is not None and width < head_dim else 0
@@ -157,7 +157,7 @@ def _make_inputs(own: FusedLayer, head_dim, eps, head_eps, width, rows) -> Input
     return Inputs(head_dim, *norms, family.qk_norm == "whole", "none" if width is None else family.rotary, turned, rows)
 
 
-def _make_outputs(own: FusedLayer, after, before, behind, multiplier) -> Outputs:
+def make_outputs(own: FusedLayer, after, before, behind, multiplier) -> Outputs:
     """The description of what follows attention. after, before, behind: the epsilons of its norms."""
     return Outputs(own.norm(after), own.norm(before), own.norm(behind), own.family.activation, multiplier)
 
@@ -170,7 +170,7 @@ def _inputs_spec(own: FusedLayer, attention, norm, q_norm, k_norm, cos) -> Input
         config = attention.config
         keys = config.num_key_value_heads * head_dim
         rows = config.num_attention_heads * head_dim, keys, keys
-    return own.spec(_make_inputs, head_dim, _eps(norm), head_eps, None if cos is None else cos.shape[-1], rows)
+    return own.spec(make_inputs, head_dim, _eps(norm), head_eps, None if cos is None else cos.shape[-1], rows)
 
 
 def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
@@ -264,7 +264,7 @@ def _finish(own: FusedLayer, layer, attended, x):
     dtype = product_dtype(x) if wider else x.dtype
     after, before, behind = [None if name is None else parts[name] for name in family.norms[1:]]
     multiplier = 1.0 if family.multiplier is None else float(getattr(layer, family.multiplier))
-    spec = own.spec(_make_outputs, _eps(after), _eps(before), _eps(behind), multiplier)
+    spec = own.spec(make_outputs, _eps(after), _eps(before), _eps(behind), multiplier)
     fused = _fused_block(own, parts[family.block], x, dtype, wider)
     o_proj = None if family.mixers else _parts(parts["self_attn"])["o_proj"]
     o = None if fused is None or o_proj is None or attended.dtype != dtype else projections((o_proj,), dtype, wider)

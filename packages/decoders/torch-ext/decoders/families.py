@@ -25,9 +25,11 @@ def row(model: str, prefix: str, folder: str, **options) -> FusedLayer:
     return FusedLayer(Family(model, f"transformers.models.{folder}.modeling_{folder}", prefix, **options))
 
 
+LLAMA = row("Llama", "Llama", "llama")
+QWEN2 = row("Qwen2", "Qwen2", "qwen2", options=WINDOW)
 ROWS = (
-    row("Llama", "Llama", "llama"),
-    row("Qwen2", "Qwen2", "qwen2", options=WINDOW),
+    LLAMA,
+    QWEN2,
     row("Qwen3", "Qwen3", "qwen3", qk_norm="head", options=WINDOW),
     row("Qwen3-VL", "Qwen3VLText", "qwen3_vl", qk_norm="head", positions_first=True, whole="Qwen3VLForConditionalGeneration"),
     row("Mistral", "Mistral", "mistral", options=OF_CONFIG),

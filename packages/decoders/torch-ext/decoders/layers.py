@@ -3,13 +3,12 @@ whose forward they become."""
 
 from torch import nn
 
-from .families import ROWS
+from .families import LLAMA, ROWS
 from .shared.decoder.spec import Norm
 from .shared.hf import layers
 from .shared.hf.forwards import norm_forward
 from .shared.hf.modules import mark_forwards
 
-LLAMA = ROWS[0].family
 ROUND_LAST = {f"{own.family.prefix}RMSNorm" for own in ROWS if own.family.rounds == "last" and not own.family.offset}
 
 
@@ -26,13 +25,13 @@ class RMSNorm(nn.Module):
 class RotaryPosEmb(layers.Layer):
     """For `apply_rotary_pos_emb`: q, k [batch, heads, tokens, head_dim] and cos, sin [batch, tokens, head_dim] -> q, k."""
 
-    forward = layers.rotary_layer_of(LLAMA).forward
+    forward = layers.rotary_layer_of(LLAMA.family).forward
 
 
 class SwiGLUMLP(layers.Layer):
     """For the layer name that transformers reserves for MLPs such as Llama's: x [..., hidden] -> [..., hidden]."""
 
-    forward = layers.mlp_of(LLAMA).forward
+    forward = layers.mlp_of(LLAMA.family).forward
 
 
 mark_forwards(RMSNorm)

@@ -9,11 +9,13 @@ from .shared.ops.gated_rms_norm import gated_rms_norm
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.linear_log_probs import linear_log_probs
 from .shared.ops.short_conv import short_conv
+from .warmup import clear_autotune_cache, warmup_all_kernels
 
 __all__ = [
     "AdamW",
     "apply",
     "capture",
+    "clear_autotune_cache",
     "explain",
     "gated_delta_rule",
     "gated_delta_step",
@@ -28,4 +30,5 @@ __all__ = [
     "report",
     "reset",
     "short_conv",
+    "warmup_all_kernels",
 ]
