@@ -66,14 +66,14 @@ def plan_chunks(
     Where nothing rounds between chunks (no gradient of the weight, or one that is added up in float32) a chunk has 2048 tokens at most and
     SMALL_CHUNK bytes of logits; 1024 tokens without a gradient of the weight, which each chunk would read and write: on an H200, 0.4 % to
     3 % more time for 8192 to 2048 tokens of Qwen3-8B's frozen head than with 2048, in half the memory. A sum in half precision rounds once
-    a chunk, so there are never more than four chunks then, and a smaller one comes first (`chunk_slices`): of 2048 tokens, and of 5/16 of
-    all from 6554 tokens on, up to LARGE_CHUNK bytes. Measured on an H200 against float64, at Qwen3's vocabulary in bf16: 1.13 times the
-    error of one GEMM at 8192 tokens and 1.24 times at 16384; up to 2 times (four roundings) where rows hold large numbers when the small
-    sums of later chunks arrive. Where three and a half chunks of LARGE_CHUNK do not hold all tokens (17920 at Qwen3's vocabulary), their
-    sum is float32, which rounds once, at the end, and takes 4 bytes an element of the weight. So it always is for fp16, whose sums would
-    overflow.
+    a chunk, so there are never more than four chunks then, and a smaller one comes first (`chunk_slices`): of 2048 tokens, and of 9/32 of
+    all from 7282 tokens on, up to LARGE_CHUNK bytes. With 5/16, measured on an H200 against float64, at Qwen3's vocabulary in bf16: 1.13
+    times the error of one GEMM at 8192 tokens and 1.24 times at 16384; up to 2 times (four roundings) where rows hold large numbers when
+    the small sums of later chunks arrive. With 9/32 the roundings alone err up to 5 % more (on a CPU, against float64), in a tenth less
+    memory. Where three and a half chunks of LARGE_CHUNK do not hold all tokens (17920 at Qwen3's vocabulary), their sum is float32, which
+    rounds once, at the end, and takes 4 bytes an element of the weight. So it always is for fp16, whose sums would overflow.
 
-    Multiples of 512 tokens fill the GEMMs' tiles.
+    Multiples of 256 tokens fill the GEMMs' tiles.
 
     features: of the weight. The first chunk may have as many tokens as leave half of the gradient's memory free, 2048 at most.
     logits_of_token: how many the loss keeps, two where there is a teacher. Both of the first chunk lie in the gradient's memory then, and
@@ -86,8 +86,8 @@ def plan_chunks(
     if weight_gradient and logits_of_token > 1 and most >= 1024 and tokens <= in_gradient + 2048:
         return Chunks(min(tokens, 1024), accum_dtype, in_gradient)
     if weight_gradient and accum_dtype.itemsize == 2:
-        if tokens <= (2 * FEW_CHUNKS - 1) * most // 2:  # the first of four chunks is at most half of one: with four equal ones, 2.1 times
-            step = max(2048, -(-5 * tokens // (16 * 512)) * 512)
+        if tokens <= (2 * FEW_CHUNKS - 1) * most // 2:  # the first of four chunks is 5/9 of one at most: with four equal ones, 2.1 times
+            step = max(2048, -(-9 * tokens // (32 * 256)) * 256)
         else:
             step, accum_dtype = tokens, torch.float32
         step = min(tokens, most, step)
