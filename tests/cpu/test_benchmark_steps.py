@@ -1,11 +1,13 @@
 """Whole training steps in tiny sizes: the models, the measuring processes and their results."""
 
 import argparse
+import json
 import math
 import runpy
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +34,37 @@ from benchmark import (
 from tests.benchmark_support import GPU, one_thread, sources  # noqa: F401
 from tests.integrations.preference import counted
 
+
+class InThisProcess:
+    """In the place of a group of processes: what the measuring process would do, by its command line, and what it would report."""
+
+    found: list = []
+
+    def __init__(self, script, arguments, gpus):
+        assert Path(script) == Path(steps.__file__) and gpus == 1
+        self.arguments = arguments
+
+    def reports(self, deadline):
+        provider, model = (self.arguments[self.arguments.index(name) + 1] for name in ("--child", "--model"))
+        self.found.clear()
+        try:
+            steps.main(self.arguments)
+        finally:
+            if providers.is_ours(provider):
+                families.package(families.family_of(model).package).reset()
+        yield from map(json.loads, self.found)
+
+    def end(self):
+        pass
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Starting a process and importing everything anew takes far longer than the steps of a tiny model."""
+    monkeypatch.setattr(steps, "Group", InThisProcess)
+    monkeypatch.setattr(stepping, "emit", lambda kind, **content: InThisProcess.found.append(json.dumps({"kind": kind, **content})))
+
+
 STEPS = ["--device", "cpu", "--model", "tiny", "--tokens", "8,16", "--warmup", "1", "--steps", "2"]
 
 
@@ -48,10 +81,9 @@ def test_training_steps_in_a_process_of_their_own(tmp_path, monkeypatch):
     ("arguments", "name"), ((["--lora", "2", "--layers", "2"], "lora_2"), (["--lora", "0", "--autocast", "--weights", "fp32"],
                                                                            "autocast_fp32"))
 )
-def test_steps_of_adapters_and_under_autocast(arguments, name, tmp_path, monkeypatch):
+def test_steps_of_adapters_and_under_autocast(arguments, name, tmp_path, in_this_process):
     """Every provider steps the same weights: their first losses are the same."""
     pytest.importorskip("peft")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     found = benchmark_lora.main([*STEPS, *arguments, "--providers", "huggingface,bastile", "--results", str(tmp_path)])
     saved = records.read(tmp_path / "cpu" / f"qwen3_step_{name}.csv")
     assert {r.kernel_provider for r in saved} == {"huggingface", "bastile"}
@@ -60,8 +92,7 @@ def test_steps_of_adapters_and_under_autocast(arguments, name, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(("model", "layers", "name"), (("gemma_tiny", "2", "dense_step"), ("qwen3.5_tiny", "4", "qwen3_5_step")))
-def test_steps_of_the_other_packages_families(model, layers, name, tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_steps_of_the_other_packages_families(model, layers, name, tmp_path, in_this_process):
     arguments = [*STEPS[:2], *STEPS[4:], "--model", model, "--layers", layers, "--providers", "huggingface,bastile"]
     found = steps.main([*arguments, "--results", str(tmp_path)])
     assert {r.kernel_provider for r in records.read(tmp_path / "cpu" / f"{name}.csv")} == {"huggingface", "bastile"}
@@ -107,19 +138,18 @@ def test_a_model_that_is_filled_while_it_is_sharded_is_the_same(name, alone):
     assert found == pytest.approx(wanted, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("model", "kernel", "provider"), (("tiny", "qwen3_fsdp", "huggingface"), ("gpt_oss_tiny", "gpt_oss_fsdp", "bastile"))
-)
-def test_sharded_training_steps(model, kernel, provider, tmp_path, monkeypatch):
+def test_sharded_training_steps(tmp_path, monkeypatch):
+    """Of one family: a model is sharded the same way in all, and the test before this one has them."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    arguments = [*STEPS, "--model", model, "--layers", "2", "--gpus", "2", "--providers", provider, "--results", str(tmp_path)]
+    model = "gpt_oss_tiny"
+    arguments = [*STEPS, "--model", model, "--layers", "2", "--gpus", "2", "--providers", "bastile", "--results", str(tmp_path)]
     found = benchmark_fsdp.main(arguments)
-    saved = records.read(tmp_path / "cpu" / f"{kernel}.csv")
+    saved = records.read(tmp_path / "cpu" / "gpt_oss_fsdp.csv")
     assert {r.x_value for r in saved if r.metric_name == "step_time" and r.y_value_50} == {"8", "16"}
     assert {(r.config["gpus"], r.config["layers"], r.config["model"]) for r in saved} == {(2, None, models.full_name(model))}, (
         "2 layers are all"
     )
-    assert len(found.steps[provider, 16].losses) == 3
+    assert len(found.steps["bastile", 16].losses) == 3
 
 
 def test_a_provider_of_another_model_is_refused(capsys):

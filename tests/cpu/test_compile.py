@@ -19,8 +19,12 @@ def test_every_operator_is_checked(qwen3):
     assert set(checks.custom_operators(qwen3)) == set(checks.OPERATORS)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("name", checks.OPERATORS)
+# float16 has factors of its own in the operators of a head; in all others its path is bf16's.
+OPERATORS = [(name, dtype) for name in checks.OPERATORS for dtype in (torch.float32, torch.bfloat16)]
+OPERATORS += [(name, torch.float16) for name in checks.OPERATORS if name.startswith("linear_")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), OPERATORS, ids=str)
 def test_operators(qwen3, name, dtype):
     checks.check_operator(qwen3, name, "cpu", dtype)
 
@@ -53,7 +57,7 @@ def test_a_compiled_model_makes_no_logits(qwen3):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 def test_a_model_compiles_with_inductor(qwen3):
-    assert checks.check_compiled_model(qwen3, "cpu", lengths=(17, 18, 40)) == 2
+    assert checks.check_compiled_model(qwen3, "cpu", lengths=(17, 40), dynamic=True) == 1
 
 
 def test_a_model_compiles_a_second_time_when_lengths_vary_and_then_no_more(qwen3):
