@@ -9,6 +9,8 @@ Each query head sees one key head: that of its group. All sums are float32, expo
 give the same bits. Three launches: `attention_forward`, which saves the log-sum-exp, `attention_backward_dq`, which makes delta too, and
 `attention_backward_dkv`, which sums over the query heads of a group; a fourth where there are sinks.
 
+With a cap c, s = c * tanh(scale / c * q @ k.T), and ds is multiplied by 1 - tanh^2: kernel_src/attention_capped.py.
+
 Which tokens see which comes from the plan (kernel_src/attention_plan.py). A block has BLOCK rows and walks over STEP tokens at a time.
 Tokens that it must not see are masked in the steps in which there are some; past the last token lie zeros, masked like the rest.
 
@@ -23,6 +25,7 @@ import inspect
 import cuda.tile as ct
 
 from kernel_src.attention_plan import BLOCK, KEYS, QUERIES
+from kernel_src.dyt import tanh
 from kernel_src.prebuild import FLOAT, INT, Array, Variant
 
 Const = ct.Constant[int]
@@ -84,8 +87,8 @@ def products(a, b, M: Const, N: Const):
 
 @ct.function
 def attend(
-    q, k, v, limits, block, head, kv_head, start, unmasked, masked, end, scale,
-    BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const,
+    q, k, v, limits, block, head, kv_head, start, unmasked, masked, end, scale, inner,
+    BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const, CAPPED: Const,
 ):  # fmt: skip
     """(sum of p @ v, the largest score, sum of p) of the block's queries: the online softmax, where the scores are scaled to base 2 and
     the sums are relative to the largest one."""
@@ -96,6 +99,8 @@ def attend(
     total = ct.zeros((BLOCK, 1), dtype=ct.float32)
     for step in range(start, end):
         s = products(queries, step_of(k, step, kv_head, STEP, D, LATENCY), BLOCK, STEP)
+        if CAPPED:
+            s, _ = tanh(s * inner, True)
         if MASK == EVERY_STEP:
             s = ct.where(within(first, behind, step, STEP), s, MASKED)
         else:
@@ -121,20 +126,27 @@ def write_attended(out, lse, block, head, acc, high, total, BLOCK: Const, D: Con
     ct.scatter(lse, (head, rows), ct.reshape(high + ct.log2(total), (BLOCK,)), check_bounds=False)
 
 
+@ct.function
+def forward(
+    q, k, v, limits, walks, out, lse, scale, inner, BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const, CAPPED: Const
+):
+    heads = q.shape[1]
+    head = ct.bid(0) % heads
+    block, start, unmasked, masked, end = walk_of(walks, ct.bid(0) // heads, QUERIES, STEP)
+    kv_head = head // (heads // k.shape[1])
+    acc, high, total = attend(
+        q, k, v, limits, block, head, kv_head, start, unmasked, masked, end, scale, inner, BLOCK, STEP, D, LATENCY, MASK, CAPPED
+    )
+    write_attended(out, lse, block, head, acc, high, total, BLOCK, D)
+
+
 @ct.kernel
 def attention_forward(
     q, k, v, limits, walks, out, lse, scale: float, BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const
 ):
     """q, out: [tokens, heads, D]; k, v: [tokens, heads / group, D]; limits, walks: the plan's; lse: [heads, blocks * BLOCK] fp32, to
     base 2; scale: the softmax's times log2(e), positive. Grid: blocks * heads."""
-    heads = q.shape[1]
-    head = ct.bid(0) % heads
-    block, start, unmasked, masked, end = walk_of(walks, ct.bid(0) // heads, QUERIES, STEP)
-    kv_head = head // (heads // k.shape[1])
-    acc, high, total = attend(
-        q, k, v, limits, block, head, kv_head, start, unmasked, masked, end, scale, BLOCK, STEP, D, LATENCY, MASK
-    )
-    write_attended(out, lse, block, head, acc, high, total, BLOCK, D)
+    forward(q, k, v, limits, walks, out, lse, scale, scale, BLOCK, STEP, D, LATENCY, MASK, False)
 
 
 @ct.kernel
@@ -148,7 +160,7 @@ def attention_sink_forward(
     sink = ct.gather(sinks, head, check_bounds=False) * LOG2E
     kv_head = head // (heads // k.shape[1])
     acc, high, total = attend(
-        q, k, v, limits, block, head, kv_head, start, unmasked, masked, end, scale, BLOCK, STEP, D, LATENCY, MASK
+        q, k, v, limits, block, head, kv_head, start, unmasked, masked, end, scale, scale, BLOCK, STEP, D, LATENCY, MASK, False
     )
     higher = ct.maximum(high, sink)
     shrink = ct.exp2(high - higher, flush_to_zero=True)
@@ -156,13 +168,11 @@ def attention_sink_forward(
     write_attended(out, lse, block, head, acc * shrink, higher, total, BLOCK, D)
 
 
-@ct.kernel
-def attention_backward_dq(
-    q, k, v, out, dout, lse, limits, walks, delta, dq, scale: float, plain: float,
-    BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const,
+@ct.function
+def backward_dq(
+    q, k, v, out, dout, lse, limits, walks, delta, dq, scale, plain, inner,
+    BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const, CAPPED: Const,
 ):  # fmt: skip
-    """dout, dq: [tokens, heads, D]; delta: [heads, blocks * BLOCK] fp32, made here for dkv; plain: the softmax's scale; the rest as in
-    `attention_forward`."""
     heads = q.shape[1]
     head = ct.bid(0) % heads
     block, start, unmasked, masked, end = walk_of(walks, ct.bid(0) // heads, QUERIES, STEP)
@@ -180,41 +190,60 @@ def attention_backward_dq(
         keys = step_of(k, step, kv_head, STEP, D, LATENCY)
         s = products(queries, keys, BLOCK, STEP)
         dp = products(dqueries, step_of(v, step, kv_head, STEP, D, LATENCY), BLOCK, STEP)
+        if CAPPED:
+            s, slope = tanh(s * inner, True)
         p = ct.exp2(s * scale - row_lse, flush_to_zero=True)
         if MASK == EVERY_STEP:
             p = ct.where(within(first, behind, step, STEP), p, 0.0)
         else:
             if (step < unmasked) | (step >= masked):
                 p = ct.where(within(first, behind, step, STEP), p, 0.0)
-        acc = ct.mma(ct.astype(p * (dp - row_delta), keys.dtype), keys, acc)
+        ds = p * (dp - row_delta)
+        if CAPPED:
+            ds = ds * slope
+        acc = ct.mma(ct.astype(ds, keys.dtype), keys, acc)
     write_rows(dq, block, head, acc * plain, BLOCK, D)
+
+
+@ct.kernel
+def attention_backward_dq(
+    q, k, v, out, dout, lse, limits, walks, delta, dq, scale: float, plain: float,
+    BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const,
+):  # fmt: skip
+    """dout, dq: [tokens, heads, D]; delta: [heads, blocks * BLOCK] fp32, made here for dkv; plain: the softmax's scale; the rest as in
+    `attention_forward`."""
+    backward_dq(
+        q, k, v, out, dout, lse, limits, walks, delta, dq, scale, plain, plain, BLOCK, STEP, D, LATENCY, MASK, False
+    )
 
 
 @ct.function
 def dkv_step(
-    dk, dv, keys, values, q, dout, lse, delta, first, behind, head, step, scale,
-    MASKS: Const, BLOCK: Const, STEP: Const, D: Const, LATENCY: Const,
+    dk, dv, keys, values, q, dout, lse, delta, first, behind, head, step, scale, inner,
+    MASKS: Const, BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, CAPPED: Const,
 ):  # fmt: skip
     """(dk, dv) with what STEP queries of one head add to them. Keys stand in rows here, queries in columns."""
     queries = step_of(q, step, head, STEP, D, LATENCY)
     s = products(keys, queries, BLOCK, STEP)
     dqueries = step_of(dout, step, head, STEP, D, LATENCY)
     dp = products(values, dqueries, BLOCK, STEP)
+    if CAPPED:
+        s, slope = tanh(s * inner, True)
     p = ct.exp2(s * scale - ct.load(lse, index=(head, step), shape=(1, STEP), latency=LATENCY), flush_to_zero=True)
     if MASKS:
         p = ct.where(within(first, behind, step, STEP), p, 0.0)
     dv = ct.mma(ct.astype(p, dqueries.dtype), dqueries, dv)
     ds = p * (dp - ct.load(delta, index=(head, step), shape=(1, STEP), latency=LATENCY))
+    if CAPPED:
+        ds = ds * slope
     return ct.mma(ct.astype(ds, queries.dtype), queries, dk), dv
 
 
-@ct.kernel
-def attention_backward_dkv(
-    q, k, v, dout, lse, delta, limits, walks, dk, dv, scale: float, plain: float,
-    BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const,
+@ct.function
+def backward_dkv(
+    q, k, v, dout, lse, delta, limits, walks, dk, dv, scale, plain, inner,
+    BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const, CAPPED: Const,
 ):  # fmt: skip
-    """dk, dv: [tokens, heads / group, D], sums over the query heads of a group; limits, walks: the plan's; the rest as in
-    `attention_backward_dq`. Grid: blocks * key heads."""
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads
     kv_head = ct.bid(0) % kv_heads
@@ -227,27 +256,37 @@ def attention_backward_dkv(
     if MASK == EVERY_STEP:
         for i in range((end - start) * group):
             dkeys, dvalues = dkv_step(
-                dkeys, dvalues, keys, values, q, dout, lse, delta, first, behind, head + i % group, start + i // group, scale,
-                1, BLOCK, STEP, D, LATENCY,
+                dkeys, dvalues, keys, values, q, dout, lse, delta, first, behind, head + i % group, start + i // group, scale, inner,
+                1, BLOCK, STEP, D, LATENCY, CAPPED,
             )  # fmt: skip
     else:
         for i in range((unmasked - start) * group):
             dkeys, dvalues = dkv_step(
-                dkeys, dvalues, keys, values, q, dout, lse, delta, first, behind, head + i % group, start + i // group, scale,
-                1, BLOCK, STEP, D, LATENCY,
+                dkeys, dvalues, keys, values, q, dout, lse, delta, first, behind, head + i % group, start + i // group, scale, inner,
+                1, BLOCK, STEP, D, LATENCY, CAPPED,
             )  # fmt: skip
         for i in range((masked - unmasked) * group):
             dkeys, dvalues = dkv_step(
-                dkeys, dvalues, keys, values, q, dout, lse, delta, first, behind, head + i % group, unmasked + i // group, scale,
-                0, BLOCK, STEP, D, LATENCY,
+                dkeys, dvalues, keys, values, q, dout, lse, delta, first, behind, head + i % group, unmasked + i // group, scale, inner,
+                0, BLOCK, STEP, D, LATENCY, CAPPED,
             )  # fmt: skip
         for i in range((end - masked) * group):
             dkeys, dvalues = dkv_step(
-                dkeys, dvalues, keys, values, q, dout, lse, delta, first, behind, head + i % group, masked + i // group, scale,
-                1, BLOCK, STEP, D, LATENCY,
+                dkeys, dvalues, keys, values, q, dout, lse, delta, first, behind, head + i % group, masked + i // group, scale, inner,
+                1, BLOCK, STEP, D, LATENCY, CAPPED,
             )  # fmt: skip
     write_rows(dk, block, kv_head, dkeys * plain, BLOCK, D)
     write_rows(dv, block, kv_head, dvalues, BLOCK, D)
+
+
+@ct.kernel
+def attention_backward_dkv(
+    q, k, v, dout, lse, delta, limits, walks, dk, dv, scale: float, plain: float,
+    BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const,
+):  # fmt: skip
+    """dk, dv: [tokens, heads / group, D], sums over the query heads of a group; limits, walks: the plan's; the rest as in
+    `attention_backward_dq`. Grid: blocks * key heads."""
+    backward_dkv(q, k, v, dout, lse, delta, limits, walks, dk, dv, scale, plain, plain, BLOCK, STEP, D, LATENCY, MASK, False)
 
 
 @ct.kernel

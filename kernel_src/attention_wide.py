@@ -35,6 +35,7 @@ from kernel_src.attention import (
     within,
 )
 from kernel_src.attention_plan import BLOCK
+from kernel_src.dyt import tanh
 from kernel_src.prebuild import FLOAT, Variant
 
 Const = ct.Constant[int]
@@ -53,12 +54,11 @@ def write_part(array, block, head, part, tile, PART: Const):
     ct.store(array, index=(block, head, part), tile=ct.reshape(ct.astype(tile, array.dtype), (BLOCK, 1, PART)))
 
 
-@ct.kernel
-def attention_backward_dkv_part(
-    q, k, v, dout, lse, delta, limits, walks, dk, dv, scale: float, plain: float,
-    BLOCK: Const, STEP: Const, D: Const, PART: Const, LATENCY: Const,
+@ct.function
+def backward_dkv_part(
+    q, k, v, dout, lse, delta, limits, walks, dk, dv, scale, plain, inner,
+    BLOCK: Const, STEP: Const, D: Const, PART: Const, LATENCY: Const, CAPPED: Const,
 ):  # fmt: skip
-    """Computes what `attention_backward_dkv` does, PART columns of dk and dv a block. Grid: blocks * key heads * (D / PART)."""
     kv_heads, parts = k.shape[1], D // PART
     group = q.shape[1] // kv_heads
     part, rest = ct.bid(0) % parts, ct.bid(0) // parts
@@ -71,16 +71,31 @@ def attention_backward_dkv_part(
     for i in range((end - start) * group):
         head, step = kv_head * group + i % group, start + i // group
         s = products(keys, step_of(q, step, head, STEP, D, LATENCY), BLOCK, STEP)
+        if CAPPED:
+            s, slope = tanh(s * inner, True)
         p = ct.exp2(s * scale - ct.load(lse, index=(head, step), shape=(1, STEP), latency=LATENCY), flush_to_zero=True)
         p = ct.where(within(first, behind, step, STEP), p, 0.0)
         dp = products(values, step_of(dout, step, head, STEP, D, LATENCY), BLOCK, STEP)
         dqueries = part_of(dout, step, head, part, STEP, PART, LATENCY)
         dvalues = ct.mma(ct.astype(p, dqueries.dtype), dqueries, dvalues)
         ds = p * (dp - ct.load(delta, index=(head, step), shape=(1, STEP), latency=LATENCY))
+        if CAPPED:
+            ds = ds * slope
         queries = part_of(q, step, head, part, STEP, PART, LATENCY)
         dkeys = ct.mma(ct.astype(ds, queries.dtype), queries, dkeys)
     write_part(dk, block, kv_head, part, dkeys * plain, PART)
     write_part(dv, block, kv_head, part, dvalues, PART)
+
+
+@ct.kernel
+def attention_backward_dkv_part(
+    q, k, v, dout, lse, delta, limits, walks, dk, dv, scale: float, plain: float,
+    BLOCK: Const, STEP: Const, D: Const, PART: Const, LATENCY: Const,
+):  # fmt: skip
+    """Computes what `attention_backward_dkv` does, PART columns of dk and dv a block. Grid: blocks * key heads * (D / PART)."""
+    backward_dkv_part(
+        q, k, v, dout, lse, delta, limits, walks, dk, dv, scale, plain, plain, BLOCK, STEP, D, PART, LATENCY, False
+    )
 
 
 # (head_dim, D, architectures, STEP, LATENCY, MASK, hints, why it may spill), as in kernel_src/attention.py: those of 96 are its entries of

@@ -119,8 +119,10 @@ def operator_arguments(device, dtype) -> dict:
     vectors = new(40, seed=17), new(40, dtype=torch.float32, seed=18).abs()
     return {
         "attention_plan": [(documents, 70, 70, 0), (documents, 70, 2, 2)],
-        "attention_forward": [(*heads, each, *plan, 0.125) for each in (None, sinks)],
-        "attention_backward": [(attended, *heads, each, 2 * attended, lse, *plan, 0.125) for each in (None, sinks)],
+        "attention_forward": [(*heads, each, *plan, 0.125, *cap) for each, *cap in ((None,), (sinks,), (None, 2.0))],
+        "attention_backward": [
+            (attended, *heads, each, 2 * attended, lse, *plan, 0.125, *cap) for each, *cap in ((None,), (sinks,), (None, 2.0))
+        ],
         **_decoder_arguments(new, dtype),
         "embedding_backward": [(new(2, 3, 64, seed=19), expert[:2, [0, 1, 0]], 10, 3, by_frequency) for by_frequency in both],
         "linear_cross_entropy_run": [

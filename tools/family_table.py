@@ -53,7 +53,7 @@ def heads(family: Any) -> str:
     """Says in how many kernels the queries and keys get from the projection to attention."""
     scaled = "; their scale in PyTorch" if family.position_scale else ""
     if family.qk_norm == "whole":
-        return f"a kernel for each norm, one for the rotary embedding{scaled}"
+        return f"norms and rotary embedding in one kernel, in bf16 with the heads of released models; else a kernel for each{scaled}"
     lengths = " of 128 or 256" if family.offset else " of 128"
     if family.qk_norm == "head":
         return f"norms and rotary embedding in one kernel, heads{lengths}"

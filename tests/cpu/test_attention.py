@@ -45,6 +45,28 @@ def test_heads_of_96_and_256_where_a_package_has_their_kernels(case, gpu):
         assert len(backend.launched) == 1, "with sinks such heads have the plan's kernel alone"
 
 
+@pytest.mark.parametrize("gpu", ("sm_90", "sm_80"))
+@pytest.mark.parametrize("case", checks.CAPPED, ids=str)
+def test_capped_scores_where_a_package_has_their_kernels(case, gpu):
+    with planted(None, kernels=False) as package:
+        runtime, module = runtime_of(package), importlib.import_module(f"{package.__name__}.shared.ops.attention")
+        runtime.launch.backend = backend = InterpreterBackend(runtime, ("attention", "attention_capped", "attention_plan"), gpu=gpu)
+        checks.check_operation(module, case)
+        launched = {name.split("-")[0] for name in backend.launched}
+        last = "attention_capped_backward_dkv" + ("_part" if gpu != "sm_90" and case.head_dim == 256 else "")
+        assert launched == {"attention_plan", "attention_capped_forward", "attention_capped_backward_dq", last}
+        others = case._replace(sinks=True, dtype=torch.float32), case._replace(dtype=torch.float16), case._replace(head_dim=64)
+        for other in others if case is checks.CAPPED[0] else ():
+            backend.launched.clear()
+            checks.check_operation(module, other)
+            assert len(backend.launched) == 1, "such scores have the plan's kernel alone"
+
+
+@pytest.mark.parametrize("case", checks.CAPPED, ids=str)
+def test_capped_scores_in_pytorch(ops, case):
+    checks.check_operation(ops, case)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
 def test_fp32_float64_and_other_heads_run_in_pytorch(ops, dtype):
     checks.check_operation(ops, checks.Case(70, checks.packed(30, 40), head_dim=16, dtype=dtype, sinks=True))

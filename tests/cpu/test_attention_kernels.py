@@ -17,6 +17,12 @@ def test_kernels_of_other_heads(case):
     checks.check_wide(case)
 
 
+@pytest.mark.parametrize("case", checks.CAPPED, ids=str)
+@pytest.mark.parametrize("tiles", checks.TILES, ids=("large", "small"))
+def test_kernels_of_capped_scores(case, tiles):
+    checks.check_capped(case, tiles)
+
+
 @cases
 @pytest.mark.parametrize("tiles", checks.TILES, ids=("large", "small"))
 def test_kernels(case, tiles):

@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from tests.ops import attention, gated_delta_rule, gated_output, gated_rms_norm, head_norm_rotary, residual_norm, short_conv
-from tests.ops.attention import WIDE, Case, packed
+from tests.ops.attention import CAPPED, WIDE, Case, packed
 from tests.ops.common import BF16, FLOATS, FP16
 
 DEVICE = "cuda"
@@ -40,6 +40,20 @@ LARGE = (
 def test_attention_with_heads_of_96_and_256(decoders, poisoned, case):
     operation = importlib.import_module(f"{decoders.__name__}.shared.ops.attention")
     assert operation.takes_heads(case.head_dim)
+    attention.check_operation(operation, case, DEVICE)
+
+
+LARGE_CAPPED = (
+    Case(1500, packed(700, 1, 300, 499), heads=8, kv_heads=2, head_dim=256, window=100, packed=True, softcap=5.0),
+    Case(2049, packed(2049), heads=4, kv_heads=1, head_dim=256, softcap=50.0),
+    Case(1333, ((3, 800), (900, 1333)), heads=4, kv_heads=4, head_dim=128, scale=0.3, softcap=2.0),
+)
+
+
+@pytest.mark.parametrize("case", (*CAPPED, *LARGE_CAPPED), ids=str)
+def test_attention_of_capped_scores(decoders, poisoned, case):
+    operation = importlib.import_module(f"{decoders.__name__}.shared.ops.attention")
+    assert operation.takes_heads(case.head_dim, capped=True)
     attention.check_operation(operation, case, DEVICE)
 
 

@@ -27,6 +27,7 @@ class Case(NamedTuple):
     sinks: bool = False
     scale: "float | None" = None
     packed: bool = False
+    softcap: "float | None" = None
 
     def __str__(self):
         return "-".join(str(x).replace("torch.", "") for x in self if x is not None).replace(" ", "")
@@ -65,6 +66,15 @@ WIDE = (
 )
 
 
+# Whose scores are capped, as Gemma 2's: low caps, so that most scores are near them.
+CAPPED = (
+    Case(150, packed(37, 1, 65, 47), heads=4, kv_heads=2, head_dim=128, packed=True, softcap=0.8),
+    Case(140, ((0, 70), (90, 140)), heads=2, head_dim=256, window=33, softcap=0.7),
+    Case(140, packed(100, 40), heads=4, kv_heads=2, head_dim=256, causal=False, softcap=50.0),
+    Case(64, packed(64), heads=1, head_dim=128, scale=0.5, softcap=2.0),
+)
+
+
 # ---------------------------------------------------------------- exact
 def reach(case: Case) -> "tuple[int, int]":
     """How many keys before and behind itself a query sees at most, in its document."""
@@ -83,11 +93,12 @@ def visible(case: Case) -> torch.Tensor:
     return (document[:, None] == document[None, :]) & (document[:, None] >= 0) & (distance <= left) & (-distance <= right)
 
 
-def exact_attention(q, k, v, mask, scale, sinks=None):
+def exact_attention(q, k, v, mask, scale, sinks=None, softcap=None):
     """(out [tokens, heads, head_dim], lse [heads, tokens]) in float64, differentiable; rows that see nothing are zero."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    s = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~mask, -math.inf)
+    s = torch.einsum("qhd,khd->hqk", q, k) * scale
+    s = (s if softcap is None else softcap * torch.tanh(s / softcap)).masked_fill(~mask, -math.inf)
     column = s.new_full((s.shape[0], s.shape[1], 1), -1e4 if sinks is None else 0.0)
     column = column if sinks is None else column + sinks[:, None, None]
     s = torch.cat([s, column], 2)
@@ -128,7 +139,7 @@ def exact_results(case: Case, x: Inputs, returned: "torch.Tensor | None" = None)
     keys may have a short gradient, of which PyTorch's own flash attention in bf16 loses as much."""
     given = {name: t for name, t in zip(("q", "k", "v", "sinks"), x[:4], strict=True) if t is not None}
     leaves = {name: t.to("cpu", torch.float64, copy=True).requires_grad_() for name, t in given.items()}
-    out, lse = exact_attention(leaves["q"], leaves["k"], leaves["v"], visible(case), scale_of(case), leaves.get("sinks"))
+    out, lse = exact_attention(leaves["q"], leaves["k"], leaves["v"], visible(case), scale_of(case), leaves.get("sinks"), case.softcap)
     dout = x.dout.double().cpu()
     loss = (out * dout).sum()
     if returned is not None:  # ds = p * (dp - delta), and p is the gradient of lse
@@ -167,7 +178,8 @@ def plan_of(ops, case: Case, device):
 
 def check_operation(ops, case: Case, device="cpu") -> None:
     x = inputs_of(case, device)
-    assert_results_close(results_of(ops.attention, x, plan=plan_of(ops, case, device), scale=case.scale), case, x)
+    found = results_of(ops.attention, x, plan=plan_of(ops, case, device), scale=case.scale, softcap=case.softcap)
+    assert_results_close(found, case, x)
 
 
 def check_plan_reference(ops, case: Case, device="cpu") -> None:
@@ -237,22 +249,31 @@ def check_attention(package):
         check_operation(module, case)
 
 
-CHECKS = {"attention": check_attention}
+def check_capped(package):
+    module = importlib.import_module(f"{package.__name__}.shared.ops.attention")
+    check_operation(module, CAPPED[0])
+
+
+CHECKS = {"attention": check_attention, "capped": check_capped}
 MUTANTS = [
     *errors_in("shared/ops/attention.py", "attention", "_Attention.forward",
          ("save_for_backward(q, k, v,", "save_for_backward(q, v, k,"),
          ("sinks, out, lse,", "sinks, out, 1.01 * lse,"),
-         ("ctx.scale = scale", "ctx.scale = 1.1 * scale")),
+         ("ctx.scale, ctx.softcap = scale,", "ctx.scale, ctx.softcap = 1.1 * scale,")),
     *errors_in("shared/ops/attention.py", "attention", "_Attention.backward",
          ("return dq, dk, dv,", "return dq, dv, dk,"),
          ("else dsinks", "else -dsinks")),
     *errors_in("shared/ops/attention.py", "attention", "_backward",
-         ("_dkv_kernel_of(k)(q, k, v, dout, lse, delta,", "_dkv_kernel_of(k)(q, k, v, dout, delta, lse,")),
+         ("_dkv_kernel_of(k, capped)(q, k, v, dout, lse, delta,", "_dkv_kernel_of(k, capped)(q, k, v, dout, delta, lse,")),
     *errors_in("shared/ops/attention.py", "attention", "attention_backward_reference",
          (".sum(1).transpose(0, 1)\n        dv", "[:, 0].transpose(0, 1)\n        dv"),
          ("dsinks -=", "dsinks +="), kernels=False),
     *errors_in("shared/ops/attention.py", "attention", "attention_reference",
          ("torch.logaddexp(total,", "torch.maximum(total,"), kernels=False),
+    *errors_in("shared/ops/attention.py", "capped", "_forward", ("scale / softcap", "scale")),
+    *errors_in("shared/ops/attention.py", "capped", "_backward", ("softcap * LOG2E, scale,", "softcap * LOG2E, 1.1 * scale,")),
+    *errors_in("shared/ops/attention.py", "capped", "_Attention.forward", ("= scale, softcap", "= scale, 2 * softcap")),
+    *errors_in("shared/ops/attention.py", "capped", "_scores", ("1 - t * t", "1 + 0 * t"), ("softcap * t,", "t,"), kernels=False),
     *errors_in("shared/ops/attention_plan.py", "attention", "plan_reference",
          ("& (t < ends[at])", ""), kernels=False),
 ]  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from interpreter import interpret
 from kernel_src import attention as kernels
 from kernel_src.attention_plan import BLOCK, LIMITS, TILE, WALKS
-from tests.ops.attention import CASES, WIDE, Case, Inputs, assert_results_close, inputs_of, reach, scale_of, visible
+from tests.ops.attention import CAPPED, CASES, WIDE, Case, Inputs, assert_results_close, inputs_of, reach, scale_of, visible
 
 
 def module_of(name):
@@ -121,6 +121,33 @@ def run_wide(case: Case, x: Inputs, part: int = 128) -> dict:
     return new
 
 
+def run_capped(case: Case, x: Inputs, tiles: Tiles) -> dict:
+    """As `run_kernels` where the scores are capped; with dk and dv by halves of the columns too, where heads are of 256."""
+    of, plan, blocks = module_of("attention_capped"), make_plan(case), -(-case.tokens // BLOCK)
+    like = {"out": x.q, "dq": x.q, "dk": x.k, "dv": x.v}
+    new = {name: torch.full_like(t, math.nan, memory_format=torch.contiguous_format) for name, t in like.items()}
+    lse, delta = (torch.full((case.heads, blocks * BLOCK), math.nan) for _ in range(2))
+    scale, tables = scale_of(case), (plan["limits"], plan["walks"])
+    base2, inner = case.softcap * kernels.LOG2E, scale / case.softcap
+    forward, dq, dkv = ((BLOCK, step, case.head_dim, 2, mask) for step, mask in tiles)
+    interpret(of.attention_capped_forward, (blocks * case.heads,), (*x[:3], *tables, new["out"], lse, base2, inner, *forward))
+    arrays = (*x[:3], new["out"], x.dout, lse, *tables, delta, new["dq"], base2, scale, inner)
+    interpret(of.attention_capped_backward_dq, (blocks * case.heads,), (*arrays, *dq))
+    arrays = (*x[:3], x.dout, lse, delta, *tables, new["dk"], new["dv"], base2, scale, inner)
+    interpret(of.attention_capped_backward_dkv, (blocks * case.kv_heads,), (*arrays, *dkv))
+    if case.head_dim == 256:
+        whole = [new[name].clone() for name in ("dk", "dv")]
+        constants = BLOCK, dkv[1], 256, 128, 2
+        interpret(of.attention_capped_backward_dkv_part, (blocks * case.kv_heads * 2,), (*arrays, *constants))
+        assert all(map(torch.equal, whole, (new["dk"], new["dv"]))), f"dk and dv of {case} by parts are others"
+    return new
+
+
+def check_capped(case: Case, tiles: Tiles) -> None:
+    x = inputs_of(case)
+    assert_results_close(run_capped(case, x, tiles), case, x)
+
+
 def check_wide(case: Case) -> None:
     x = inputs_of(case)
     assert_results_close(run_wide(case, x), case, x)
@@ -143,12 +170,23 @@ def check_every_wide(_package):
         check_wide(case)
 
 
+def check_every_capped(_package):
+    for case in CAPPED[:2]:
+        check_capped(case, TILES[1])
+    check_capped(CAPPED[3], TILES[0])
+
+
 def check_every_plan(_package):
     for case in CASES:
         check_plan(case)
 
 
-CHECKS = {"attention_kernels": check_every_kernel, "attention_plan": check_every_plan, "attention_wide": check_every_wide}
+CHECKS = {
+    "attention_kernels": check_every_kernel,
+    "attention_plan": check_every_plan,
+    "attention_wide": check_every_wide,
+    "attention_capped": check_every_capped,
+}
 MUTANTS = [
     ("kernel_src/attention.py", "within", "tokens >= first", "tokens > first", "attention_kernels"),
     ("kernel_src/attention.py", "within", "tokens < behind", "tokens <= behind", "attention_kernels"),
@@ -163,36 +201,45 @@ MUTANTS = [
     ("kernel_src/attention.py", "attend", "(step < unmasked) | (step >= masked)", "step < unmasked", "attention_kernels"),
     ("kernel_src/attention.py", "write_attended", "ct.maximum(total, 1e-30)", "total", "attention_kernels"),
     ("kernel_src/attention.py", "write_attended", "high + ct.log2(total)", "high", "attention_kernels"),
-    ("kernel_src/attention.py", "attention_forward", "head // (heads // k.shape[1])", "head % k.shape[1]", "attention_kernels"),
+    ("kernel_src/attention.py", "forward", "head // (heads // k.shape[1])", "head % k.shape[1]", "attention_kernels"),
     ("kernel_src/attention.py", "attention_sink_forward", "head // (heads // k.shape[1])", "0", "attention_kernels"),
     ("kernel_src/attention.py", "attention_sink_forward", "* LOG2E", "* 1.0", "attention_kernels"),
     ("kernel_src/attention.py", "attention_sink_forward", "total * shrink + ct.exp2(sink - higher, flush_to_zero=True)", "total * shrink",
      "attention_kernels"),
     ("kernel_src/attention.py", "attention_sink_forward", "acc * shrink", "acc", "attention_kernels"),
-    ("kernel_src/attention.py", "attention_backward_dq", "head // (heads // k.shape[1])", "head % k.shape[1]", "attention_kernels"),
-    ("kernel_src/attention.py", "attention_backward_dq", "dp - row_delta", "dp", "attention_kernels"),
-    ("kernel_src/attention.py", "attention_backward_dq", "acc * plain", "acc", "attention_kernels"),
-    ("kernel_src/attention.py", "attention_backward_dq", "(step < unmasked) | (step >= masked)", "step < unmasked", "attention_kernels"),
+    ("kernel_src/attention.py", "backward_dq", "head // (heads // k.shape[1])", "head % k.shape[1]", "attention_kernels"),
+    ("kernel_src/attention.py", "backward_dq", "dp - row_delta", "dp", "attention_kernels"),
+    ("kernel_src/attention.py", "backward_dq", "acc * plain", "acc", "attention_kernels"),
+    ("kernel_src/attention.py", "backward_dq", "(step < unmasked) | (step >= masked)", "step < unmasked", "attention_kernels"),
     ("kernel_src/attention.py", "dkv_step", "if MASKS:", "if 0:", "attention_kernels"),
     ("kernel_src/attention.py", "dkv_step", "s * scale", "s", "attention_kernels"),
-    ("kernel_src/attention.py", "attention_backward_dkv", "head = kv_head * group", "head = kv_head", "attention_kernels"),
-    ("kernel_src/attention.py", "attention_backward_dkv", "dkeys * plain", "dkeys", "attention_kernels"),
-    ("kernel_src/attention.py", "attention_backward_dkv", "range((unmasked - start) * group)", "range(0)", "attention_kernels"),
-    ("kernel_src/attention.py", "attention_backward_dkv", "range((masked - unmasked) * group)", "range(masked - unmasked)",
+    ("kernel_src/attention.py", "backward_dkv", "head = kv_head * group", "head = kv_head", "attention_kernels"),
+    ("kernel_src/attention.py", "backward_dkv", "dkeys * plain", "dkeys", "attention_kernels"),
+    ("kernel_src/attention.py", "backward_dkv", "range((unmasked - start) * group)", "range(0)", "attention_kernels"),
+    ("kernel_src/attention.py", "backward_dkv", "range((masked - unmasked) * group)", "range(masked - unmasked)",
      "attention_kernels"),
-    ("kernel_src/attention.py", "attention_backward_dkv", "range((end - masked) * group)", "range(0)", "attention_kernels"),
+    ("kernel_src/attention.py", "backward_dkv", "range((end - masked) * group)", "range(0)", "attention_kernels"),
     ("kernel_src/attention.py", "attention_sink_gradient", "-ct.sum", "ct.sum", "attention_kernels"),
     ("kernel_src/attention.py", "attention_sink_gradient", "* LOG2E", "* 1.0", "attention_kernels"),
     ("kernel_src/attention_wide.py", "part_of", "(step, head, part)", "(step, head, 0)", "attention_wide"),
     ("kernel_src/attention_wide.py", "write_part", "(block, head, part)", "(block, head, 0)", "attention_wide"),
-    ("kernel_src/attention_wide.py", "attention_backward_dkv_part", "i % group, start", "0 * i, start", "attention_wide"),
-    ("kernel_src/attention_wide.py", "attention_backward_dkv_part", "rest % kv_heads", "0 * rest", "attention_wide"),
-    ("kernel_src/attention_wide.py", "attention_backward_dkv_part", "ct.where(within(first, behind, step, STEP), p, 0.0)", "p",
+    ("kernel_src/attention_wide.py", "backward_dkv_part", "i % group, start", "0 * i, start", "attention_wide"),
+    ("kernel_src/attention_wide.py", "backward_dkv_part", "rest % kv_heads", "0 * rest", "attention_wide"),
+    ("kernel_src/attention_wide.py", "backward_dkv_part", "ct.where(within(first, behind, step, STEP), p, 0.0)", "p",
      "attention_wide"),
-    ("kernel_src/attention_wide.py", "attention_backward_dkv_part", "dkeys * plain", "dkeys", "attention_wide"),
-    ("kernel_src/attention_wide.py", "attention_backward_dkv_part", "p * (dp -", "p * (dp +", "attention_wide"),
-    ("kernel_src/attention_wide.py", "attention_backward_dkv_part", "ct.astype(p, dqueries.dtype)", "ct.astype(dp, dqueries.dtype)",
+    ("kernel_src/attention_wide.py", "backward_dkv_part", "dkeys * plain", "dkeys", "attention_wide"),
+    ("kernel_src/attention_wide.py", "backward_dkv_part", "p * (dp -", "p * (dp +", "attention_wide"),
+    ("kernel_src/attention_wide.py", "backward_dkv_part", "ct.astype(p, dqueries.dtype)", "ct.astype(dp, dqueries.dtype)",
      "attention_wide"),
+    ("kernel_src/attention_capped.py", "attention_capped_forward", "scale, inner, BLOCK", "scale, scale, BLOCK", "attention_capped"),
+    ("kernel_src/attention_capped.py", "attention_capped_backward_dq", "plain, inner, BLOCK", "inner, inner, BLOCK", "attention_capped"),
+    ("kernel_src/attention_capped.py", "attention_capped_backward_dkv", "plain, inner, BLOCK", "plain, plain, BLOCK", "attention_capped"),
+    ("kernel_src/attention_capped.py", "attention_capped_backward_dkv_part", "LATENCY, True", "LATENCY, False",
+     "attention_capped"),
+    ("kernel_src/attention.py", "attend", "s, _ = tanh(s * inner, True)", "pass", "attention_capped"),
+    ("kernel_src/attention.py", "backward_dq", "ds = ds * slope", "pass", "attention_capped"),
+    ("kernel_src/attention.py", "dkv_step", "ds = ds * slope", "pass", "attention_capped"),
+    ("kernel_src/attention_wide.py", "backward_dkv_part", "ds = ds * slope", "pass", "attention_capped"),
     ("kernel_src/attention_plan.py", "document_of", "<= t", "< t", "attention_plan"),
     ("kernel_src/attention_plan.py", "document_of", "high - low > 1", "high - low > 2", "attention_plan"),
     ("kernel_src/attention_plan.py", "bounds_of", "(t < end)", "(t <= end)", "attention_plan"),

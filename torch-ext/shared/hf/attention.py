@@ -8,8 +8,8 @@ import sys
 
 import torch
 
-from ..ops.attention import attention, takes_heads
-from ..ops.common import HALF, autocasts
+from ..ops.attention import attention, takes_dtype, takes_heads
+from ..ops.common import autocasts
 from ..runtime.device import kernels_run_on
 from .masks import Visible
 from .modules import is_plain
@@ -17,7 +17,8 @@ from .modules import is_plain
 
 def _takes(q, k, v, sinks, dropout, kwargs) -> bool:
     """True where `attention` does what these arguments ask for, in its kernels if they lie on a GPU."""
-    asked = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache")) or kwargs.get("output_attentions")
+    asked = any(kwargs.get(name) is not None for name in ("position_bias", "cache")) or kwargs.get("output_attentions")
+    capped = kwargs.get("softcap") is not None
     if sinks is not None and not is_plain(sinks):  # sharded
         return False
     if dropout or asked or k.shape != v.shape or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
@@ -30,7 +31,7 @@ def _takes(q, k, v, sinks, dropout, kwargs) -> bool:
             return False
     if q.device.type == "cpu":
         return True
-    fits = q.is_cuda and dtype in HALF and takes_heads(q.shape[3])
+    fits = q.is_cuda and takes_dtype(dtype, capped) and takes_heads(q.shape[3], sinks is not None, capped)
     return fits and (torch.compiler.is_compiling() or kernels_run_on(q, k, v))
 
 
@@ -48,11 +49,13 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     usable = visible.rule is not None and query.shape[2] == tokens and key.shape[2] == visible.keys
     if usable and _takes(query, key, value, s_aux, dropout, kwargs):
         cu_seqlens, position_ids = documents_of(visible, kwargs, s_aux)
-        if s_aux is not None or cu_seqlens is not None or not visible.is_plain():
+        softcap = kwargs.get("softcap")  # which SDPA does not have, whatever the mask is
+        if s_aux is not None or softcap is not None or cu_seqlens is not None or not visible.is_plain():
             if key.shape[2] > tokens:  # a static cache, with room for what comes
                 key, value = key[:, :, :tokens], value[:, :, :tokens]
             plan = visible.plan(query.device, cu_seqlens, position_ids)
-            return attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), plan, sinks=s_aux, scale=scaling), None
+            options = {"sinks": s_aux, "scale": scaling, "softcap": softcap}
+            return attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), plan, **options), None
     return _as_transformers(module, query, key, value, visible, scaling, dropout, s_aux, kwargs)
 
 

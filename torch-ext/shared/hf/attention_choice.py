@@ -19,7 +19,7 @@ from ..runtime.device import kernels_run_on
 from .attention import attention_forward
 from .binding import remember
 from .explanation import Reason
-from .masks import ATTENTION, CHOICE, MASKING, TRACEABLE, visible_mask
+from .masks import ATTENTION, CHOICE, MASKING, TRACEABLE, caps_scores, visible_mask
 from .modules import SAVED
 
 STORED = "_attn_implementation_internal"  # where transformers keeps the name of an implementation
@@ -73,9 +73,9 @@ def head_dim_of(config) -> Optional[int]:
     return config.hidden_size // heads if found is None and heads else found
 
 
-def caps_scores(config) -> bool:
-    """Tells whether a model caps the scores of its attention, which no kernel of ours does."""
-    return getattr(config, "attn_logit_softcapping", None) is not None
+def _has_kernels(config) -> bool:
+    """Tells whether this package has attention's kernels for a model."""
+    return takes_heads(head_dim_of(config), capped=caps_scores(config))
 
 
 def why_no_kernel(module) -> Optional[Reason]:
@@ -85,11 +85,12 @@ def why_no_kernel(module) -> Optional[Reason]:
     config, weight = module.config, next(module.parameters(), None)
     if weight is None or weight.is_meta or not kernels_run_on(torch.empty(0, device=weight.device)):
         return None
-    left = "so windows, documents and padding are a mask of SDPA's"
+    if _has_kernels(config):
+        return None
+    text = f"there is no kernel for heads of {head_dim_of(config)}"
     if caps_scores(config):
-        return Reason("shape", f"the model caps the scores of its attention, which no kernel does, {left}")
-    head_dim = head_dim_of(config)
-    return None if takes_heads(head_dim) else Reason("shape", f"there is no kernel for heads of {head_dim}, {left}")
+        return Reason("shape", f"{text} whose scores are capped, so attention is transformers' eager one")
+    return Reason("shape", f"{text}, so windows, documents and padding are a mask of SDPA's")
 
 
 # ---------------------------------------------------------------- choosing it
@@ -210,7 +211,7 @@ def choose_attention(model) -> None:
         state.on = False
     elif not state.on:
         weight = next(model.parameters(), None)
-        fits = takes_heads(head_dim_of(state.config)) and not caps_scores(state.config) and weight is not None and not weight.is_meta
+        fits = _has_kernels(state.config) and weight is not None and not weight.is_meta
         state.on = fits and kernels_run_on(torch.empty(0, device=getattr(weight, "device", None)))
     if state.on:
         state.on = _all_are_told(model, state)

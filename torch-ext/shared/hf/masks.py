@@ -188,10 +188,18 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
     if rule is not None and attention_mask is not None:
         padding = masking.prepare_padding_mask(attention_mask, q_length, 0)[:, :q_length]
         kind = padding_of(padding)
-        # Padding after a row's tokens sees them in transformers, and would see nothing here.
-        unknown = kind == BETWEEN or (kind == BESIDE and is_chosen(arguments.get("config")))
+        # Padding after a row's tokens sees them in transformers, and would see nothing here. Padding in front of them sees nothing, which
+        # gives zeros, but the mean of all values in eager attention, the one for capped scores.
+        config = arguments.get("config")
+        seeing = kind == BESIDE or (kind == BEFORE and caps_scores(config))
+        unknown = kind == BETWEEN or (seeing and is_chosen(config))
         rule, padding = (None if unknown else rule), (None if kind == WHOLE else padding)
     return Visible(arguments, rule, padding)
+
+
+def caps_scores(config) -> bool:
+    """Tells whether a model caps the scores of its attention."""
+    return getattr(config, "attn_logit_softcapping", None) is not None
 
 
 WINDOWS = {"full_attention": lambda config: None, "sliding_attention": lambda config: config.sliding_window}  # by the kind of a layer

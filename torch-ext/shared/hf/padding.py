@@ -9,15 +9,16 @@ from typing import Any, Dict
 
 import torch
 
-from ..ops.attention import takes_heads
-from ..ops.common import HALF, autocasts
-from .attention_choice import caps_scores, choose_attention, head_dim_of
+from ..ops.attention import takes_dtype, takes_heads
+from ..ops.common import autocasts
+from .attention_choice import choose_attention, head_dim_of
 from .capture import is_wanted
 from .masks import (
     ATTENTION,
     BEFORE,
     BESIDE,
     WINDOWS,
+    caps_scores,
     kinds_of_layers,
     masks_of_layers,
     padding_of,
@@ -54,7 +55,7 @@ def _only_the_loss_is_read(model, kwargs, options) -> bool:
     if is_marked(own_forward(decoder)):
         choose_attention(decoder)  # which it does itself, after this first look at its configuration
     config = decoder.config
-    if config._attn_implementation != ATTENTION or caps_scores(config):
+    if config._attn_implementation != ATTENTION:
         return False
     use_cache = kwargs.get("use_cache")
     cached = config.use_cache if use_cache is None else use_cache
@@ -74,7 +75,9 @@ def _only_the_loss_is_read(model, kwargs, options) -> bool:
 def _kernels_take(model, device: torch.device, dtype: torch.dtype) -> bool:
     if autocasts(device):
         dtype = torch.get_autocast_dtype(device.type)
-    return device.type == "cpu" or (device.type == "cuda" and dtype in HALF and takes_heads(head_dim_of(model.config)))
+    config, capped = model.config, caps_scores(model.config)
+    fits = device.type == "cuda" and takes_dtype(dtype, capped) and takes_heads(head_dim_of(config), capped=capped)
+    return fits or device.type == "cpu"
 
 
 def without_padding(

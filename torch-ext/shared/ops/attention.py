@@ -51,17 +51,33 @@ _dq_kernel = Kernel("attention_backward_dq", grid=_blocks_of(0), reads=READS)
 
 _dkv_kernel = Kernel("attention_backward_dkv", grid=_blocks_of(1), reads=READS)
 
-_dkv_part_kernel = Kernel(
-    "attention_backward_dkv_part", grid=lambda c, *arrays: (_blocks_of(1)(c, *arrays)[0] * (c["D"] // c["PART"]),), reads=READS
-)
+
+
+def _blocks_of_parts(c, *arrays):
+    return (_blocks_of(1)(c, *arrays)[0] * (c["D"] // c["PART"]),)
+
+
+_dkv_part_kernel = Kernel("attention_backward_dkv_part", grid=_blocks_of_parts, reads=READS)
+
+_capped_forward_kernel = Kernel("attention_capped_forward", grid=_blocks_of(0), reads=READS[:3])
+
+_capped_dq_kernel = Kernel("attention_capped_backward_dq", grid=_blocks_of(0), reads=READS)
+
+_capped_dkv_kernel = Kernel("attention_capped_backward_dkv", grid=_blocks_of(1), reads=READS)
+
+_capped_dkv_part_kernel = Kernel("attention_capped_backward_dkv_part", grid=_blocks_of_parts, reads=READS)
 
 _sink_gradient_kernel = Kernel("attention_sink_gradient", grid=lambda c, sinks, *_: (sinks.shape[0],))
 
 
 @constant_when_traced
-def takes_heads(head_dim: Optional[int], sinks: bool = False) -> bool:
-    """Tells whether this package has attention's kernels for heads of this length, without sinks or with them."""
-    return head_dim in _lengths(launch.backend, "attention_sink_forward" if sinks else "attention_forward", "")
+def takes_heads(head_dim: Optional[int], sinks: bool = False, capped: bool = False) -> bool:
+    """Tells whether this package has attention's kernels for heads of this length: without sinks and a cap of the scores, or with one of
+    them."""
+    if sinks and capped:
+        return False
+    kernel = "attention_sink_forward" if sinks else "attention_capped_forward" if capped else "attention_forward"
+    return head_dim in _lengths(launch.backend, kernel, "")
 
 
 @functools.lru_cache(maxsize=None)
@@ -75,10 +91,11 @@ def _lengths(backend, kernel: str, architecture: str) -> frozenset:
     return frozenset(parameter.shape[2] for variant in kept for parameter in variant.parameters if parameter.name == "q")
 
 
-def _dkv_kernel_of(k: torch.Tensor) -> Kernel:
+def _dkv_kernel_of(k: torch.Tensor, capped: bool = False) -> Kernel:
     """The kernel of dk and dv: the one whose blocks have some of the columns, where the registers of the GPU do not hold all."""
-    lengths = _lengths(launch.backend, "attention_backward_dkv_part", launch.backend.architecture(k.get_device()))
-    return _dkv_part_kernel if k.shape[-1] in lengths else _dkv_kernel
+    whole, part = (_capped_dkv_kernel, _capped_dkv_part_kernel) if capped else (_dkv_kernel, _dkv_part_kernel)
+    lengths = _lengths(launch.backend, part.names[0], launch.backend.architecture(k.get_device()))
+    return part if k.shape[-1] in lengths else whole
 
 
 def _pieces(q, limits):
@@ -106,11 +123,20 @@ def _heads(x: torch.Tensor) -> torch.Tensor:
     return x.to(accumulation_dtype(x.dtype)).transpose(0, 1)[:, None]
 
 
-def attention_reference(q, k, v, sinks, limits, scale) -> Pair:
-    """(out, lse [heads, tokens in whole blocks], to base 2)."""
+def _scores(q, k, scale, softcap):
+    """(the scores, and what their gradient is multiplied by, None for 1) of grouped queries and the keys of their heads."""
+    s = q @ k.mT * scale
+    if not softcap:
+        return s, None
+    t = torch.tanh(s / softcap)
+    return softcap * t, 1 - t * t
+
+
+def attention_reference(q, k, v, sinks, limits, scale, softcap=0.0) -> Pair:
+    """(out, lse [heads, tokens in whole blocks], to base 2). softcap: 0 for none."""
     outs, sums = [], []
     for rows, keys, mask in _pieces(q, limits):
-        s = (_grouped(q[rows], k.shape[1]) @ _heads(k[keys]).mT * scale).masked_fill(~mask, -math.inf)
+        s = _scores(_grouped(q[rows], k.shape[1]), _heads(k[keys]), scale, softcap)[0].masked_fill(~mask, -math.inf)
         total = torch.logsumexp(s.masked_fill(~mask.any(1)[:, None], 0.0), -1)
         total = total.masked_fill(~mask.any(1), -math.inf)
         if sinks is not None:
@@ -122,18 +148,20 @@ def attention_reference(q, k, v, sinks, limits, scale) -> Pair:
     return torch.cat(outs), torch.cat([*sums, past], 1)
 
 
-def attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale):
+def attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale, softcap=0.0):
     """(dq, dk, dv, dsinks); the last one is empty without sinks."""
     dq = q.new_zeros(q.shape)
     dk, dv = (torch.zeros(k.shape, dtype=accumulation_dtype(k.dtype), device=k.device) for _ in range(2))
     dsinks = torch.zeros(0 if sinks is None else q.shape[1], dtype=lse.dtype, device=q.device)
     for rows, keys, mask in _pieces(q, limits):
         queries, gradient = _grouped(q[rows], k.shape[1]), _grouped(dout[rows], k.shape[1])
-        s = (queries @ _heads(k[keys]).mT * scale).masked_fill(~mask, -math.inf)
+        s, slope = _scores(queries, _heads(k[keys]), scale, softcap)
+        s = s.masked_fill(~mask, -math.inf)
         total = lse[:, rows].unflatten(0, (k.shape[1], -1)) / LOG2E
         p = torch.exp(s - total[..., None])
         delta = (gradient * _grouped(out[rows], k.shape[1])).sum(-1)
         ds = p * (gradient @ _heads(v[keys]).mT - delta[..., None]) * scale
+        ds = ds if slope is None else ds * slope
         dq[rows] = (ds @ _heads(k[keys])).flatten(0, 1).transpose(0, 1).to(q.dtype)
         dk[keys] += (ds.mT @ queries).sum(1).transpose(0, 1)
         dv[keys] += (p.mT @ gradient).sum(1).transpose(0, 1)
@@ -142,9 +170,15 @@ def attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale):
     return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
-def _fits(q, k, scale, sinks, *others) -> bool:
+def takes_dtype(dtype: torch.dtype, capped: bool = False) -> bool:
+    """Tells whether the kernels take queries of a dtype, without a cap of the scores or with one."""
+    return dtype == torch.bfloat16 or (dtype == torch.float16 and not capped)
+
+
+def _fits(q, k, scale, softcap, sinks, *others) -> bool:
     """True where the kernels take these arguments. (A largest score times a scale of zero or less is not the largest product.)"""
-    halves = q.dtype in (torch.bfloat16, torch.float16) and scale > 0 and takes_heads(q.shape[-1], sinks is not None)
+    capped = softcap > 0
+    halves = takes_dtype(q.dtype, capped) and scale > 0 and takes_heads(q.shape[-1], sinks is not None, capped)
     reach = max(x.shape[0] * x.stride(0) for x in (q, k, *others) if x.dim() == 3)
     return halves and reach <= INT32_MAX and kernels_run_on(q, k, sinks, *others)
 
@@ -157,12 +191,15 @@ def _forward(
     limits: torch.Tensor,
     walks: torch.Tensor,
     scale: float,
+    softcap: float = 0.0,
 ) -> Pair:
     """(out as q, lse [heads, tokens in whole blocks])."""
-    if not _fits(q, k, scale, sinks, v, limits, walks):
-        return attention_reference(q, k, v, sinks, limits, scale)
+    if not _fits(q, k, scale, softcap, sinks, v, limits, walks):
+        return attention_reference(q, k, v, sinks, limits, scale, softcap)
     out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], limits.shape[1]), dtype=torch.float32)
-    if sinks is None:
+    if softcap:
+        _capped_forward_kernel(q, k, v, limits, walks, out, lse, softcap * LOG2E, scale / softcap)
+    elif sinks is None:
         _forward_kernel(q, k, v, limits, walks, out, lse, scale * LOG2E)
     else:
         _sink_forward_kernel(q, k, v, sinks, limits, walks, out, lse, scale * LOG2E)
@@ -180,24 +217,28 @@ def _backward(
     limits: torch.Tensor,
     walks: torch.Tensor,
     scale: float,
+    softcap: float = 0.0,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, dsinks); the last one is empty without sinks."""
-    if not _fits(q, k, scale, sinks, v, limits, walks, dout):
-        return attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale)
+    if not _fits(q, k, scale, softcap, sinks, v, limits, walks, dout):
+        return attention_backward_reference(dout, q, k, v, sinks, out, lse, limits, scale, softcap)
     delta, dq, dk, dv = torch.empty_like(lse), q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    _dq_kernel(q, k, v, out, dout, lse, limits, walks, delta, dq, scale * LOG2E, scale)
-    _dkv_kernel_of(k)(q, k, v, dout, lse, delta, limits, walks, dk, dv, scale * LOG2E, scale)
+    capped = softcap > 0
+    numbers = (softcap * LOG2E, scale, scale / softcap) if capped else (scale * LOG2E, scale)
+    dq_kernel = _capped_dq_kernel if capped else _dq_kernel
+    dq_kernel(q, k, v, out, dout, lse, limits, walks, delta, dq, *numbers)
+    _dkv_kernel_of(k, capped)(q, k, v, dout, lse, delta, limits, walks, dk, dv, *numbers)
     dsinks = lse.new_empty(0 if sinks is None else sinks.shape)
     if sinks is not None:
         _sink_gradient_kernel(sinks, lse, delta, dsinks, q.shape[0])
     return dq, dk, dv, dsinks
 
 
-def _fake_forward(q, k, v, sinks, limits, walks, scale):
+def _fake_forward(q, k, v, sinks, limits, walks, scale, softcap=0.0):
     return q.new_empty(q.shape), q.new_empty((q.shape[1], limits.shape[1]), dtype=accumulation_dtype(q.dtype))
 
 
-def _fake_backward(dout, q, k, v, sinks, out, lse, limits, walks, scale):
+def _fake_backward(dout, q, k, v, sinks, out, lse, limits, walks, scale, softcap=0.0):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), lse.new_empty(0 if sinks is None else sinks.shape)
 
 
@@ -208,10 +249,10 @@ attention_backward = traceable("attention_backward", _backward, _fake_backward)
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, limits, walks, scale):
-        out, lse = recorded(attention_forward, q, k, v, sinks, limits, walks, scale)
+    def forward(ctx, q, k, v, sinks, limits, walks, scale, softcap):
+        out, lse = recorded(attention_forward, q, k, v, sinks, limits, walks, scale, softcap)
         ctx.save_for_backward(q, k, v, sinks, out, lse, limits, walks)
-        ctx.scale = scale
+        ctx.scale, ctx.softcap = scale, softcap
         return out
 
     @staticmethod
@@ -219,8 +260,8 @@ class _Attention(torch.autograd.Function):
     @outside_autocast
     def backward(ctx, dout):
         q, k, v, sinks, out, lse, limits, walks = ctx.saved_tensors
-        dq, dk, dv, dsinks = attention_backward(dout, q, k, v, sinks, out, lse, limits, walks, ctx.scale)
-        return dq, dk, dv, None if sinks is None else dsinks, None, None, None
+        dq, dk, dv, dsinks = attention_backward(dout, q, k, v, sinks, out, lse, limits, walks, ctx.scale, ctx.softcap)
+        return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None
 
 
 def attention(
@@ -236,6 +277,7 @@ def attention(
     window: Optional[int] = None,
     sinks: Optional[torch.Tensor] = None,
     scale: Optional[float] = None,
+    softcap: Optional[float] = None,
 ) -> torch.Tensor:
     """Computes softmax(scale * q @ k.T) @ v, where each query sees the keys of its own document.
 
@@ -243,11 +285,12 @@ def attention(
     Parts of one projection's rows are read where they lie. plan: which tokens see which, for all layers of a batch; without one it is made
     here, of cu_seqlens, or of position_ids [batch, tokens] and padding_mask, or of padding_mask, each as `AttentionPlan` takes
     them, or with every row a document, and of causal and window. sinks: [heads], one more score for every query of a head, of a key
-    whose value is zero; differentiable. scale: head_dim ** -0.5 if None. Returns a new contiguous tensor of q's shape; the rows
-    of padding are zero.
+    whose value is zero; differentiable. scale: head_dim ** -0.5 if None. softcap: scores s become softcap * tanh(s / softcap), as Gemma 2's
+    do. Returns a new contiguous tensor of q's shape; the rows of padding are zero.
 
     Under autocast q, k and v are cast to its dtype, as those of SDPA are. bf16 and fp16 with a head_dim of 64 or 128 run in the kernels,
-    and where a package has them those of 96 and 256 without sinks; the rest runs in PyTorch. Two runs give the same bits in the kernels.
+    and where a package has them those of 96 and 256 without sinks, and with a softcap those of 128 and 256 in bf16; the rest runs in
+    PyTorch. Two runs give the same bits in the kernels.
     Raises ValueError when shapes, dtypes or devices do not fit, or when a plan comes with what it is made of.
     """
     if autocasts(q.device):
@@ -255,8 +298,8 @@ def attention(
         options.update(causal=causal, window=window)
         q, k, v = as_autocast(q.device, q, k, v)
         with without_autocast(q.device):
-            return attention(q, k, v, plan, sinks=sinks, scale=scale, **options)
-    _check(q, k, v, sinks)
+            return attention(q, k, v, plan, sinks=sinks, scale=scale, softcap=softcap, **options)
+    _check(q, k, v, sinks, softcap)
     batched = q.dim() == 4
     batch, length = q.shape[:2] if batched else (1, q.shape[0])
     tokens = batch * length
@@ -276,10 +319,11 @@ def attention(
         plan = _plan_of(batch, length, q.device, cu_seqlens, position_ids, padding_mask, causal, window)
     q, k, v = (x.flatten(0, 1) if batched else x for x in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    softcap = float(softcap or 0.0)
     sinks = None if sinks is None else sinks.to(accumulation_dtype(q.dtype))
     if needs_formula(q, k, v, sinks, plan.limits):
-        return attention_reference(q, k, v, sinks, plan.limits, scale)[0].view(out_shape)
-    return apply_function(_Attention, q, k, v, sinks, plan.limits, plan.walks, scale).view(out_shape)
+        return attention_reference(q, k, v, sinks, plan.limits, scale, softcap)[0].view(out_shape)
+    return apply_function(_Attention, q, k, v, sinks, plan.limits, plan.walks, scale, softcap).view(out_shape)
 
 
 def _plan_of(batch, length, device, cu_seqlens, position_ids, padding_mask, causal, window):
@@ -299,8 +343,10 @@ def _plan_of(batch, length, device, cu_seqlens, position_ids, padding_mask, caus
     return AttentionPlan.from_cu_seqlens(cu_seqlens, batch * length, causal, window)
 
 
-def _check(q, k, v, sinks) -> None:
+def _check(q, k, v, sinks, softcap) -> None:
     need_floats(q=q, k=k, v=v)
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        fail("softcap", softcap, "a positive number, or None for no cap")
     if q.dim() not in (3, 4):
         fail("q", describe(q), "[tokens, heads, head_dim] or [batch, tokens, heads, head_dim]")
     for name, x in (("k", k), ("v", v)):
