@@ -1,5 +1,6 @@
 """The operations that families other than Qwen3 and GPT-OSS need, against float64, in PyTorch and through the interpreter."""
 
+import copy
 import importlib
 
 import pytest
@@ -15,7 +16,9 @@ OPERATIONS = {
     "residual_norm": ("residual_norm", "general_rms_norm", "column_sum"),
     "gated_rms_norm": ("gated_rms_norm", "column_sum"),
     "gated_output": ("gated_output",),
-    "head_norm_rotary": ("head_norm_rotary", "column_sum", "general_rms_norm", "rotary", "mrope", "llama4_rope"),
+    "head_norm_rotary": (
+        "head_norm_rotary", "row_norm_rotary", "column_sum", "general_rms_norm", "rotary", "mrope", "llama4_rope",
+    ),
 }
 
 
@@ -36,8 +39,9 @@ def test_operation(all_operations, interpret, name, kernels, dtype):
         torch.use_deterministic_algorithms(False)
     assert not failures, "\n".join(failures)
     if kernels:
-        own = {k for k in runtime_of(all_operations).launch.backend.artifacts.kernels() if k in kernels_of(name)}
-        assert own <= {variant.split("-")[0] for variant in ran}, "a kernel of this file did not run"
+        files = [name, "row_norm_rotary"] if (name, dtype) == ("head_norm_rotary", torch.bfloat16) else [name]
+        own = {k for k in runtime_of(all_operations).launch.backend.artifacts.kernels() if k in set().union(*map(kernels_of, files))}
+        assert own <= {variant.split("-")[0] for variant in ran}, "a kernel of these files did not run"
 
 
 def kernels_of(name: str) -> set:
@@ -63,7 +67,7 @@ HEADS = {"gemma3_text": 128}  # of a length that has kernels
     ("name", "head_dim", "reason"),
     (
         ("llama", 12, "there is no kernel for heads of 12"), ("llama", 64, ""), ("phi3", 96, ""), ("gemma3_text", 256, ""),
-        ("gemma2", 256, "the model caps the scores"),
+        ("gemma2", 256, ""), ("gemma2", 128, ""), ("gemma2", 96, "there is no kernel for heads of 96 whose scores are capped"),
     ),
 )
 def test_explain_says_where_attention_has_no_kernel(decoders, interpret, name, head_dim, reason):
@@ -71,6 +75,20 @@ def test_explain_says_where_attention_has_no_kernel(decoders, interpret, name, h
     model = decoders.kernelize(tiny(name, head_dim=head_dim, num_hidden_layers=1, attn_implementation=None))
     found = [row.reason for row in decoders.explain(model).rows if row.part == "attention"]
     assert len(found) == bool(reason) and all(reason in text for text in found)
+
+
+@pytest.mark.parametrize(("name", "kv_heads"), (("olmo2", 16), ("olmo3", 8)))
+def test_a_step_with_norms_of_whole_rows_runs_in_one_kernel(decoders, interpret, name, kv_heads):
+    """In bf16, which alone has such a kernel, and for 16 heads of q and of k; another number of heads takes the operations one by one."""
+    model = tiny(name, torch.bfloat16, hidden_size=192, num_hidden_layers=1, num_attention_heads=16, num_key_value_heads=kv_heads,
+                 head_dim=128, attn_implementation="eager")  # fmt: skip
+    tokens = random_tokens(1, 5)
+    exact, before = (Step(m, input_ids=tokens, labels=tokens, use_cache=False) for m in (copy.deepcopy(model).double(), model))
+    ran = interpret(decoders, kernels_of_package("packages/decoders")).launched
+    decoders.kernelize(model)
+    Step(model, input_ids=tokens, labels=tokens, use_cache=False).assert_as_exact_as(before, exact)
+    own = {variant.split("-")[0] for variant in ran if variant.startswith("row_norm_rotary")}
+    assert own == (kernels_of("row_norm_rotary") if kv_heads == 16 else set())
 
 
 @pytest.mark.parametrize("name", KERNELS)

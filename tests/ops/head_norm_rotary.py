@@ -7,7 +7,7 @@ import types
 
 import torch
 
-from tests.ops.common import CPU, FLOATS, FP16, FP32, errors_in, exact, leaf, randn
+from tests.ops.common import BF16, CPU, FLOATS, FP16, FP32, errors_in, exact, leaf, randn
 from tests.ops.residual_norm import module
 from tests.ops.rms_norm import rms_norm_exact
 from tests.ops.rotary import check_qk_norm_rotary
@@ -64,6 +64,15 @@ DESCRIBED = (
     dict(head_dim=96),
     dict(head_dim=64, norm=("whole", 0.0, "last")),
 )
+# Norms of whole rows with kernels: OLMo 2 1B, and 32B, whose 40 heads are two tiles. wide: what is fp32: angles in every OLMo, weights in
+# an fp32 model under autocast.
+WHOLE = dict(head_dim=128, heads=(16, 16), norm=("whole", 0.0, "last"), wide=("angles",))
+ROWS = (
+    WHOLE,
+    {**WHOLE, "heads": (40, 8), "tables": 2},
+    {**WHOLE, "wide": ("angles", "weights"), "norm": ("whole", 0.25, "first")},
+    {**WHOLE, "wide": ()},
+)
 
 
 def _turned_exactly(x, cos, sin, rotary, rotated):
@@ -77,24 +86,25 @@ def _turned_exactly(x, cos, sin, rotary, rotated):
     return torch.cat((part * cos.unsqueeze(2) + other * sin.unsqueeze(2), rest), -1)
 
 
-def check_described(ops, device, dtype, head_dim, rotated=None, rotary="halves", norm=None, tables=1):
-    """What the decoder layer calls, of the layout of a packed projection."""
+def check_described(ops, device, dtype, head_dim, rotated=None, rotary="halves", norm=None, tables=1, heads=(4, 2), wide=(), eps=1e-6):
+    """What the decoder layer calls, of the layout of a packed projection. heads: of q and of k. wide: what is fp32 whatever the dtype."""
+    (count, kv_count), of_angles, of_weights = heads, *[FP32 if name in wide else dtype for name in ("angles", "weights")]
     heads, spec = (importlib.import_module(f"{ops.__name__}.shared.decoder.{name}") for name in ("heads", "spec"))
-    batch, tokens, count, kv_count, width = 2, 3, 4, 2, rotated or head_dim
+    batch, tokens, width = 2, 3, rotated or head_dim
     kind, offset, rounds = norm or ("none", 0.0, "first")
-    description = spec.Inputs(head_dim, heads=spec.Norm(1e-6, offset, rounds), whole=kind == "whole", rotary=rotary, turned=rotated or 0)
+    description = spec.Inputs(head_dim, heads=spec.Norm(eps, offset, rounds), whole=kind == "whole", rotary=rotary, turned=rotated or 0)
     base = randn(batch, tokens, count + kv_count + 2, head_dim, dtype=dtype, device=device)
     pair = base[:, :, :count], base[:, :, count : count + kv_count]
-    cos, sin = (randn(tables, tokens, width, dtype=dtype, device=device, seed=i) for i in (5, 6))
+    cos, sin = (randn(tables, tokens, width, dtype=of_angles, device=device, seed=i) for i in (5, 6))
     lengths = [x.shape[2] * head_dim if kind == "whole" else head_dim for x in pair]
-    weights = [randn(n, dtype=dtype, device=device, seed=1 + i) + 1 - offset for i, n in enumerate(lengths)] if norm else [None, None]
+    weights = [randn(n, dtype=of_weights, device=device, seed=1 + i) + 1 - offset for i, n in enumerate(lengths)] if norm else [None, None]
     given = heads.Heads(*pair, *weights, cos, sin)
     *found, q_rstd, k_rstd = heads.heads_forward(description, given)
     grads = [randn(*x.shape, dtype=dtype, device=device, seed=8 + i) for i, x in enumerate(found)]
     exact64 = [leaf(exact(x)) for x in (*pair, *(weights if norm else ()))]
     wanted = []
     for x, weight in zip(exact64[:2], exact64[2:] or (None, None)):
-        normed = x if weight is None else rms_norm_exact(x.flatten(2) if kind == "whole" else x, weight, 1e-6, offset).view(x.shape)
+        normed = x if weight is None else rms_norm_exact(x.flatten(2) if kind == "whole" else x, weight, eps, offset).view(x.shape)
         wanted.append(_turned_exactly(normed, cos.double().cpu(), sin.double().cpu(), rotary, width).transpose(1, 2))
     for name, mine, right in zip("qk", found, wanted):
         assert mine.dtype == dtype
@@ -116,6 +126,7 @@ def check_slabs(ops, device, dtype):
     before, kernels.SLAB = kernels.SLAB, 4 * 3 * 256
     try:
         check(ops, device, dtype, batch=3, tokens=3, heads=3, kv_heads=2, head_dim=256, rotary_dim=64, **GEMMA)
+        check_described(ops, device, BF16, **{**WHOLE, "tables": 2})
     finally:
         kernels.SLAB = before
 
@@ -127,6 +138,8 @@ def all_cases(ops, device, dtypes=FLOATS):
             yield f"{case}", functools.partial(check, ops, device, dtype, **case)
         for case in DESCRIBED:
             yield f"described {case}", functools.partial(check_described, ops, device, dtype, **case)
+        for case in ROWS if dtype == BF16 else ROWS[:1]:
+            yield f"rows {case}", functools.partial(check_described, ops, device, dtype, **case)
         yield "into a projection", functools.partial(check_gradients_into_a_projection, ops, device, dtype)
     yield "slabs", functools.partial(check_slabs, ops, device, dtypes[0])
 
@@ -141,8 +154,12 @@ CHECKS = {
     "pairs": functools.partial(check_described, device=CPU, dtype=FP32, head_dim=128, rotated=64, rotary="pairs", tables=2),
     "partial": functools.partial(check_described, device=CPU, dtype=FP32, head_dim=128, rotated=96),
     "slabs": functools.partial(check_slabs, device=CPU, dtype=FP16),
+    "rows": functools.partial(
+        check_described, device=CPU, dtype=BF16, **{**WHOLE, "heads": (40, 8), "tables": 2, "norm": ("whole", 0.25, "last")}, eps=0.5
+    ),
     "into": functools.partial(check_gradients_into_a_projection, device=CPU, dtype=FP32),
 }
+ROW_FILE, ROW_KERNELS = "kernel_src/row_norm_rotary.py", "shared/ops/row_norm_kernels.py"
 FILE, OPERATION, KERNELS = "kernel_src/head_norm_rotary.py", "shared/ops/rotary.py", "shared/ops/head_norm_kernels.py"
 DECODER = "shared/decoder/heads.py"
 MUTANTS = [
@@ -162,7 +179,24 @@ MUTANTS = [
                ("write_sums(partial, block, acc4", "write_sums(partial, block, acc4 + acc4")),
     *errors_in(FILE, "whole", "head_norm_rotary_backward", ("k_weight, cos, sin, dk_weight", "q_weight, cos, sin, dk_weight"),
                ("block - of_q, of_k", "block - of_q, of_q", "many")),
-    *errors_in(KERNELS, "slabs", "_launches", ("table[start : start + step]", "table[:step]")),
+    *errors_in(ROW_FILE, "rows", "half_of", ("part * HALF", "0 * part")),
+    *errors_in(ROW_FILE, "rows", "heads_from", ("(start + ct", "(0 * start + ct")),
+    *errors_in(ROW_FILE, "rows", "angles_of", ("token % table.shape[0]", "0 * token")),
+    *errors_in(ROW_FILE, "rows", "turned", ("scaled(x2 * r, w2", "scaled(x2 * r, w1"), ("w1, offset", "w1, 0.0")),
+    *errors_in(ROW_FILE, "rows", "forward", ("+ eps", ""), ("total = total + dots(t1", "total = dots(t1"), ("(HEADS + TAIL)", "HEADS"),
+               ("turned(t1, t2, r, weight, HEADS", "turned(t1, t2, r, weight, 0")),
+    *errors_in(ROW_FILE, "rows", "row_norm_rotary_forward", ("block - tokens", "block - tokens - 1"),
+               ("k_weight, k_rstd", "k_weight, q_rstd")),
+    *errors_in(ROW_FILE, "rows", "weight_halves", ("half_of(1, HALF))) + offset", "half_of(1, HALF)))")),
+    *errors_in(ROW_FILE, "rows", "backward", ("n1 * mean", "n1"), ("d4 * n4", "d4"), ("g4 - n4 * mean) * r", "g4 - n4 * mean)"),
+               ("total = total + dots(g3", "total = total - dots(g3"), ("acc1 + d1", "d1"), ("tail1 + d3", "d3"),
+               ("range(block, x.shape[0]", "range(0, x.shape[0]")),
+    *errors_in(ROW_FILE, "rows", "row_norm_rotary_backward", ("k_weight, k_rstd", "k_weight, q_rstd"),
+               ("block - of_q, of_k", "block - of_q, of_q")),
+    *errors_in(ROW_KERNELS, "rows", "backward_into", ("*partials, offset)", "*partials, 0.0)")),
+    *errors_in(ROW_KERNELS, "slabs", "backward_into", ("torch.cat(found)", "found[0]")),
+    *errors_in(DECODER, "rows", "heads_backward", ("rstds, spec.heads.offset, needs", "rstds[::-1], spec.heads.offset, needs")),
+    *errors_in(KERNELS, "slabs", "launches_of", ("table[start : start + step]", "table[:step]")),
     *errors_in(KERNELS, "slabs", "backward_into", ("torch.cat(found)", "found[0]")),
     *errors_in(KERNELS, "into", "backward_into", ("if result is not out:", "if False:")),
     *errors_in(OPERATION, "part", "_QKNormRotary.forward", ("= eps, offset, rotary_dim", "= eps, 0.0, rotary_dim")),

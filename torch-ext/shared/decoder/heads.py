@@ -1,14 +1,17 @@
 """What lies between the projections to queries and keys and attention: their RMSNorm and rotary embedding, as a description has them.
 
-One kernel does it for norms of each head, where a package has one for their length; the rotary embedding alone is one too, of halves or
-neighbours, of whole heads or a part of each. Angles that are wider than q (autocast over an fp32 model) are used as they are.
+One kernel does it for norms of each head, and one for norms of all heads, where a package has one for their length; the rotary embedding
+alone is one too, of halves or neighbours, of whole heads or a part of each.
+
+Angles that are wider than q (autocast over an fp32 model) are used as they are.
 """
 
-from typing import NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional, Tuple, Union
 
 import torch
 
-from ..ops import head_norm_kernels, pair_rotary
+from ..ops import head_norm_kernels, pair_rotary, row_norm_kernels
+from ..ops.common import new_like
 from ..ops.part_rotary import rotate_parts
 from ..ops.rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward, rotary_backward, rotary_forward
 from ..runtime import launch
@@ -60,6 +63,12 @@ def is_fused(spec: Inputs) -> bool:
         return False
     qwen3s = is_plain(spec.heads) and not spec.turned
     return qwen3s or head_norm_kernels.has(spec.head_dim, spec.turned or spec.head_dim)
+
+
+def _is_row_kernel(spec: Inputs, heads: Union[Heads, SavedHeads], *others: torch.Tensor) -> bool:
+    """Tells whether one kernel takes the norms of all heads and their rotary embedding. others: what else it reads."""
+    described = spec.whole and spec.rotary == "halves" and not spec.turned and heads.q_norm is not None
+    return described and row_norm_kernels.takes(*heads, *others)
 
 
 def _rows(spec: Inputs, x: torch.Tensor) -> torch.Tensor:
@@ -147,6 +156,9 @@ def heads_forward(spec: Inputs, heads: Heads) -> Tuple[torch.Tensor, torch.Tenso
     q, k, q_norm, k_norm, cos, sin = heads
     if heads.q_norm is not None and is_fused(spec):
         return (*qk_norm_rotary_forward(*heads, *spec.heads, spec.turned), None, None)
+    if _is_row_kernel(spec, heads):
+        q_out, k_out, *rstds = row_norm_kernels.forward(*heads, *spec.heads)
+        return (q_out.transpose(1, 2), k_out.transpose(1, 2), *rstds)
     q_rstd = k_rstd = None
     if q_norm is not None and k_norm is not None:
         (q, q_rstd), (k, k_rstd) = (
@@ -166,7 +178,11 @@ def heads_backward(spec: Inputs, dq: torch.Tensor, dk: torch.Tensor, heads: Save
         if outs is None:
             return HeadsGradients(*qk_norm_rotary_backward(dq, dk, *heads, spec.heads.eps, *options))
         return HeadsGradients(*outs, *norm_backward_into(outs, dq, dk, *heads, spec.heads.eps, *options))
-    dq, dk = _turned(spec, dq.transpose(1, 2), dk.transpose(1, 2), heads.cos, heads.sin, True)
+    dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
+    if _is_row_kernel(spec, heads, dq, dk):
+        into = (new_like(heads.q), new_like(heads.k)) if outs is None else outs
+        return HeadsGradients(*into, *row_norm_kernels.backward_into(into, dq, dk, *heads, rstds, spec.heads.offset, needs))
+    dq, dk = _turned(spec, dq, dk, heads.cos, heads.sin, True)
     dq_norm = dk_norm = None
     q, k, q_norm, k_norm, *_ = heads
     if q is not None and k is not None and q_norm is not None and k_norm is not None:

@@ -62,8 +62,8 @@ def _takes(backend, dtype, weight_dtype, head_dim, rotary_dim) -> bool:
 def forward(q, k, q_weight, k_weight, cos, sin, eps: float, offset: float, rounds: str) -> Pair:
     """Returns (q, k) as [batch, tokens, heads, head_dim], contiguous. cos, sin: as wide as the rotary part."""
     outs = new_like(q), new_like(k)
-    arrays = [aligned(_flat(q)), aligned(_flat(k)), *map(_flat, outs)]
-    for tensors, tables in _launches(arrays, (cos, sin)):
+    arrays = [aligned(flat_heads(q)), aligned(flat_heads(k)), *map(flat_heads, outs)]
+    for tensors, tables in launches_of(arrays, (cos, sin)):
         _forward_kernel(*tensors, aligned(q_weight), aligned(k_weight), *tables, eps, offset, int(rounds == "first"))
     return outs
 
@@ -73,11 +73,11 @@ def backward_into(outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, eps: f
 
     All of q's and k's are [batch, tokens, heads, head_dim]. needs: which weights need a gradient.
     """
-    written = [out if _is_rows(out) else new_like(out) for out in outs]
-    arrays = [*[aligned(_flat(x)) for x in (dq, dk, q, k)], *map(_flat, written)]
+    written = [out if is_rows(out) else new_like(out) for out in outs]
+    arrays = [*[aligned(flat_heads(x)) for x in (dq, dk, q, k)], *map(flat_heads, written)]
     weights = q_weight, k_weight
     sums: Tuple[List[torch.Tensor], List[torch.Tensor]] = ([], [])
-    for tensors, tables in _launches(arrays, (cos, sin)):
+    for tensors, tables in launches_of(arrays, (cos, sin)):
         partials = _partials(*tensors[2:4])
         _backward_kernel(*tensors, *map(aligned, weights), *tables, *partials, eps, offset)
         for found, partial in zip(sums, partials):
@@ -92,23 +92,23 @@ def backward_into(outs: Pair, dq, dk, q, k, q_weight, k_weight, cos, sin, eps: f
     return dq_weight, dk_weight
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
+def flat_heads(x: torch.Tensor) -> torch.Tensor:
     """[batch, tokens, heads, head_dim] -> [batch * tokens, heads, head_dim]."""
     return x.reshape(-1, x.shape[2], x.shape[3])
 
 
-def _is_rows(x: torch.Tensor) -> bool:
+def is_rows(x: torch.Tensor) -> bool:
     """Whether a kernel can write to a tensor as it lies."""
-    flat = _flat(x)
+    flat = flat_heads(x)
     return flat.data_ptr() == x.data_ptr() and aligned(flat) is flat
 
 
-def _launches(arrays: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]) -> Iterator[Tuple[List[torch.Tensor], List[torch.Tensor]]]:
-    """(arrays, tables) of each launch: one launch reaches over SLAB elements of an array. arrays: [tokens, heads, head_dim]; tables: cos
-    and sin, [batch or 1, tokens, width]."""
+def launches_of(arrays: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]) -> Iterator[Tuple[List[torch.Tensor], List[torch.Tensor]]]:
+    """(arrays, tables) of each launch: one launch reaches over SLAB elements of an array. arrays: [tokens, ...]; tables: cos and sin,
+    [batch or 1, tokens, width]."""
     tables = [aligned(table.reshape(-1, table.shape[-1])) for table in tables]
     tokens = arrays[0].shape[0]
-    step = max(1, SLAB // max(max(x.stride(0), x.shape[1] * x.shape[2]) for x in arrays))
+    step = max(1, SLAB // max(max(x.stride(0), x.numel() // tokens) for x in arrays))
     if tokens <= step:
         yield list(arrays), tables
         return
