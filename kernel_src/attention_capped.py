@@ -83,9 +83,8 @@ FORWARD = (
 DQ = (
     (128, AMPERE + RTX, 32, 2, EVERY_STEP, EIGHT),
     (128, HOPPER, 64, 3, SOME_STEPS, PAIR),
-    (256, AMPERE, 16, 2, EVERY_STEP, EIGHT, "16 to 24 bytes on sm_8x, the smallest step"),
+    (256, AMPERE + RTX, 16, 2, EVERY_STEP, EIGHT, "16 to 24 bytes on sm_8x, the smallest step"),
     (256, HOPPER, 32, 2, SOME_STEPS, NO_HINTS),
-    (256, RTX, 16, 2, EVERY_STEP, EIGHT),
 )
 DKV = (
     (128, AMPERE + RTX, 32, 2, EVERY_STEP, EIGHT, "24 bytes on sm_8x; steps of 16 spill nothing, at half the work a step"),
