@@ -305,3 +305,16 @@ def _count(state, device: torch.device, capturing: bool) -> torch.Tensor:
             raise RuntimeError(f"AdamW counts steps on {state['step'].device}, expected a step() before one is captured in a CUDA graph")
         state["step"] = state["step"].to(device)
     return state["step"]
+
+
+def _two_steps(i) -> torch.Tensor:
+    """Parameters after two steps, which are large enough to be all that is compared. fp16 can hold the squares of the gradients."""
+    parameter = torch.nn.Parameter(i.constant(2**20).clone())
+    optimizer, gradient = AdamW([parameter], lr=0.5, eps=1e-3), i.constant(2**20, of=lambda x: x + 8 * x.sign())
+    for _ in range(2):
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
+SELF_CHECKS = {"AdamW (two steps)": _two_steps}

@@ -358,3 +358,13 @@ def _check(q, k, v, sinks, softcap) -> None:
         fail("k", describe(k), f"a number of heads that divides q's, {q.shape[-2]}")
     if sinks is not None and (sinks.shape != q.shape[-2:-1] or sinks.device != q.device or not sinks.is_floating_point()):
         fail("sinks", describe(sinks), f"floats [{q.shape[-2]}] on {q.device}")
+
+
+def _documents(i, width: int):
+    return (i.leaf(i.tokens, n, width) for n in (8, 2, 2))
+
+
+SELF_CHECKS = {
+    "attention (two documents)": lambda i: attention(*_documents(i, 128), cu_seqlens=i.row(0, 50, i.tokens)),
+    "attention (sinks and window)": lambda i: attention(*_documents(i, 64), cu_seqlens=i.row(0, 50, i.tokens), window=32, sinks=i.leaf(8)),
+}

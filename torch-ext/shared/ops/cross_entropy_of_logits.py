@@ -264,3 +264,9 @@ def _check(logits, target, weight, reduction, ignore_index):
         fail("weight", describe(weight), f"on the device of input, {logits.device}")
     check_reduction(reduction)
     check_labels(target, classes, ignore_index)
+
+
+SELF_CHECKS = {
+    "cross_entropy": lambda i: cross_entropy(i.logits(), i.labels()),
+    "cross_entropy (weighted classes)": lambda i: cross_entropy(i.logits(), i.labels(), weight=i.class_weight()),
+}

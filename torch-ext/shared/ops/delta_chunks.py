@@ -1,11 +1,11 @@
-"""Where the chunks of a batch's documents start, which the gated delta rule and its kernels walk over."""
+"""Checks the arguments of the gated delta rule, and finds where the chunks of a batch's documents start, which its kernels walk over."""
 
 from typing import NamedTuple, Optional
 
 import torch
 from torch.nn.functional import pad
 
-from .common import describe, fail
+from .common import describe, fail, need_floats
 
 CHUNK = 64
 KEPT_ON = "_bastile_delta_chunks"  # the attribute of cu_seqlens that holds what was made of it
@@ -65,3 +65,27 @@ def chunks_of(cu_seqlens: torch.Tensor, tokens: int) -> Chunks:
     if not tracing:
         setattr(cu_seqlens, KEPT_ON, (state, made))
     return made
+
+
+def check_arguments(q, k, v, g, beta, cu_seqlens, initial) -> None:
+    """Raises ValueError for arguments of the gated delta rule that do not fit."""
+    need_floats(q=q, k=k, v=v, g=g, beta=beta)
+    if q.dim() != 4:
+        fail("q", describe(q), "[batch, tokens, key heads, K]")
+    for name, x in (("k", k), ("v", v)):
+        if x.dim() != 4 or x.shape[:2] != q.shape[:2] or x.dtype != q.dtype or x.device != q.device:
+            fail(name, describe(x), f"{q.dtype} [{q.shape[0]}, {q.shape[1]}, heads, width] on {q.device}, like q")
+    if k.shape != q.shape:
+        fail("k", describe(k), f"the shape of q, {list(q.shape)}")
+    if k.shape[2] == 0 or v.shape[2] % k.shape[2]:
+        fail("v", describe(v), f"a number of heads that the {k.shape[2]} key heads divide")
+    for name, x in (("g", g), ("beta", beta)):
+        if x.shape != v.shape[:3] or x.device != q.device:
+            fail(name, describe(x), f"[{', '.join(map(str, v.shape[:3]))}] on {q.device}")
+    documents = q.shape[0]
+    if cu_seqlens is not None:
+        if q.shape[0] != 1 or cu_seqlens.device != q.device:
+            fail("cu_seqlens", f"{describe(cu_seqlens)} with a batch of {q.shape[0]}", f"a batch of 1, and cu_seqlens on {q.device}")
+        documents = cu_seqlens.shape[0] - 1
+    if initial is not None and (initial.shape != (documents, v.shape[2], k.shape[3], v.shape[3]) or initial.device != q.device):
+        fail("initial_state", describe(initial), f"[{documents}, {v.shape[2]}, {k.shape[3]}, {v.shape[3]}] on {q.device}")

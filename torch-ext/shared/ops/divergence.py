@@ -353,3 +353,10 @@ def check_numbers(beta=0.5, eps=0.0, temperature=1.0):
         fail("eps", eps, "a number from 0 to 1")
     if not 0.0 < temperature < float("inf"):
         fail("temperature", temperature, "a positive number")
+
+
+SELF_CHECKS = {
+    "kl_div": lambda i: kl_div(i.log_probs(), i.probs().detach(), reduction="sum"),
+    "jsd": lambda i: jsd(i.log_probs(), i.log_probs().detach(), reduction="sum"),
+    "tvd": lambda i: tvd(i.probs(), i.probs().detach(), reduction="sum"),
+}

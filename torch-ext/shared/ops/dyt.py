@@ -144,3 +144,6 @@ def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: Optiona
     if needs_formula(x, alpha, gamma, beta):
         return dyt_reference(x, alpha, gamma, beta)
     return apply_function(DyTFunction, x, alpha if alpha.dim() == 1 else alpha.reshape(1), gamma, beta)
+
+
+SELF_CHECKS = {"dyt": lambda i: dyt(*i.rows(1), i.leaf(1, shift=1.0), i.leaf(i.hidden), i.leaf(i.hidden))}

@@ -286,3 +286,18 @@ def _check(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, do
             fail(name, describe(tensor), f"on the device of hidden, {hidden.device}")
     if alpha and not limit > 0:
         fail("limit", limit, "a positive number")
+
+
+def _self_check(i, biases: bool = False, **options) -> torch.Tensor:
+    count, inner, width = 4, 256, 128
+    shapes = ((count, inner, 2 * width), (count, width, inner)) if biases else ((count, 2 * width, inner), (count, inner, width))
+    hidden, expert, scores = i.leaf(i.tokens, inner), i.integers(count, i.tokens, 2), i.leaf(i.tokens, 2)
+    weights = [i.leaf(*shape, scale=inner**-0.5 if place == 0 else width**-0.5) for place, shape in enumerate(shapes)]
+    more = (i.leaf(count, 2 * width), i.leaf(count, inner)) if biases else ()
+    return experts(hidden, expert, scores, *weights, *more, **options)
+
+
+SELF_CHECKS = {
+    "experts": _self_check,
+    "experts (of GPT-OSS)": lambda i: _self_check(i, True, transposed=True, interleaved=True, alpha=1.702, limit=7.0),
+}

@@ -269,3 +269,9 @@ def geglu_packed(gate_up: torch.Tensor, approximate: str = "tanh") -> torch.Tens
     """Computes gelu(gate) * up of [..., 2 * intermediate], as `swiglu_packed`."""
     _halves(gate_up)
     return _apply_packed(gate_up, _gelu(approximate))
+
+
+SELF_CHECKS = {
+    "swiglu (Liger's)": lambda i: swiglu(*i.rows(2)),
+    "geglu": lambda i: geglu(*i.rows(2)),
+}

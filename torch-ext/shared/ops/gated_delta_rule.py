@@ -17,14 +17,11 @@ from .common import (
     accumulation_dtype,
     aligned,
     apply_function,
-    describe,
-    fail,
-    need_floats,
     needs_formula,
     once_differentiable,
     traceable,
 )
-from .delta_chunks import CHUNK, Chunks, chunks_of, chunks_of_rows
+from .delta_chunks import CHUNK, Chunks, check_arguments, chunks_of, chunks_of_rows
 
 WIDTH = 128  # of the keys and values that the kernels take
 COLUMNS = (32, 64, 128)  # of the values that a block of a walk may have
@@ -326,7 +323,7 @@ def gated_delta_rule(
 
     bf16 with K = V = 128 runs in the kernels, the rest in PyTorch.
     """
-    _check(q, k, v, g, beta, cu_seqlens, initial_state)
+    check_arguments(q, k, v, g, beta, cu_seqlens, initial_state)
     batch, length = q.shape[:2]
     chunks = chunks_of_rows(batch, length, q.device) if cu_seqlens is None else chunks_of(cu_seqlens, length)
     q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
@@ -345,7 +342,7 @@ def gated_delta_rule(
 def gated_delta_step(q, k, v, g, beta, *, initial_state=None, scale: Optional[float] = None, l2_norm: bool = False):
     """Computes the gated delta rule token by token, for the few tokens of a step of generate(); arguments and results as of
     `gated_delta_rule`, with a final state always. Not differentiable: raises RuntimeError where a gradient is asked for."""
-    _check(q, k, v, g, beta, None, initial_state)
+    check_arguments(q, k, v, g, beta, None, initial_state)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta)):
         raise RuntimeError("gated_delta_step has no backward pass, expected a call under torch.no_grad(). Use gated_delta_rule to train")
     batch, length, heads, width = v.shape
@@ -377,24 +374,9 @@ def gated_delta_step_reference(q, k, v, g, beta, state, scale: float, norm: bool
     return (torch.stack(out, 1) if out else v.to(dtype)).to(v.dtype), state
 
 
-def _check(q, k, v, g, beta, cu_seqlens, initial) -> None:
-    need_floats(q=q, k=k, v=v, g=g, beta=beta)
-    if q.dim() != 4:
-        fail("q", describe(q), "[batch, tokens, key heads, K]")
-    for name, x in (("k", k), ("v", v)):
-        if x.dim() != 4 or x.shape[:2] != q.shape[:2] or x.dtype != q.dtype or x.device != q.device:
-            fail(name, describe(x), f"{q.dtype} [{q.shape[0]}, {q.shape[1]}, heads, width] on {q.device}, like q")
-    if k.shape != q.shape:
-        fail("k", describe(k), f"the shape of q, {list(q.shape)}")
-    if k.shape[2] == 0 or v.shape[2] % k.shape[2]:
-        fail("v", describe(v), f"a number of heads that the {k.shape[2]} key heads divide")
-    for name, x in (("g", g), ("beta", beta)):
-        if x.shape != v.shape[:3] or x.device != q.device:
-            fail(name, describe(x), f"[{', '.join(map(str, v.shape[:3]))}] on {q.device}")
-    documents = q.shape[0]
-    if cu_seqlens is not None:
-        if q.shape[0] != 1 or cu_seqlens.device != q.device:
-            fail("cu_seqlens", f"{describe(cu_seqlens)} with a batch of {q.shape[0]}", f"a batch of 1, and cu_seqlens on {q.device}")
-        documents = cu_seqlens.shape[0] - 1
-    if initial is not None and (initial.shape != (documents, v.shape[2], k.shape[3], v.shape[3]) or initial.device != q.device):
-        fail("initial_state", describe(initial), f"[{documents}, {v.shape[2]}, {k.shape[3]}, {v.shape[3]}] on {q.device}")
+SELF_CHECKS = {
+    "gated_delta_rule": lambda i: gated_delta_rule(
+        *(i.leaf(1, i.tokens, 2, WIDTH, of=lambda x: x / x.norm(dim=-1, keepdim=True)) for _ in range(2)),
+        i.leaf(1, i.tokens, 4, WIDTH), i.leaf(1, i.tokens, 4, of=lambda x: -0.1 * x.abs()), i.leaf(1, i.tokens, 4, of=torch.sigmoid),
+    ),
+}

@@ -145,3 +145,6 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
     if needs_formula(x, gate, weight):
         return gated_rms_norm_reference(x, gate, weight, eps)
     return apply_function(GatedRMSNormFunction, x, gate, weight, float(eps))
+
+
+SELF_CHECKS = {"gated_rms_norm": lambda i: gated_rms_norm(*(i.leaf(i.tokens, 4, i.width) for _ in range(2)), i.leaf(i.width))}

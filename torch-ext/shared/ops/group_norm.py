@@ -306,3 +306,9 @@ def group_norm(
     if needs_formula(x, weight, bias):
         return group_norm_reference(x, weight, bias, int(num_groups), float(eps))[0]
     return apply_function(GroupNormFunction, x, weight, bias, int(num_groups), float(eps))
+
+
+SELF_CHECKS = {
+    "group_norm": lambda i: group_norm(i.leaf(2, 64, 16, 16), 8, i.leaf(64), i.leaf(64)),
+    "group_norm (large groups)": lambda i: group_norm(i.leaf(2, 64, 96, 96), 4, i.leaf(64), i.leaf(64)),
+}

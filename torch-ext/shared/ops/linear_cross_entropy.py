@@ -370,3 +370,10 @@ def _check(hidden, weight, target, bias, class_weight, reduction, ignore_index):
             fail(name, describe(tensor), f"on the device of hidden, {hidden.device}")
     check_reduction(reduction)
     check_labels(target, classes, ignore_index)
+
+
+SELF_CHECKS = {
+    "linear_cross_entropy": lambda i: linear_cross_entropy(*i.head()),
+    "linear_cross_entropy (weighted classes)": lambda i: linear_cross_entropy(*i.head(), class_weight=i.class_weight()),
+    "linear_cross_entropy (evaluation)": lambda i: linear_cross_entropy(*[x.detach() for x in i.head()]),
+}

@@ -274,3 +274,8 @@ def _check(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias) -
     for name, tensor in others.items():
         if tensor is not None and tensor.device != hidden.device:
             fail(name, describe(tensor), f"on the device of hidden, {hidden.device}")
+
+
+SELF_CHECKS = {
+    "linear_divergence": lambda i: linear_divergence(*i.head(256)[:2], i.constant(i.tokens, 128), i.constant(i.classes, 128, scale=0.1))
+}

@@ -211,3 +211,10 @@ def check_heads(hidden, weight, teacher_hidden, teacher_weight, labels, bias, te
             fail(name, describe(tensor), f"of the dtype and on the device of hidden, which is {describe(hidden)}")
     if labels is not None and labels.device != hidden.device:
         fail("labels", describe(labels), f"on the device of hidden, {hidden.device}")
+
+
+SELF_CHECKS = {
+    "linear_jsd": lambda i: linear_jsd(
+        *i.head(256)[:2], i.constant(i.tokens, 128), i.constant(i.classes, 128, scale=0.1), reduction="sum"
+    ),
+}

@@ -362,3 +362,8 @@ def _check(hidden, weight, target, bias, coefficients, ignore_index) -> None:
         if tensor is not None and tensor.device != hidden.device:
             fail(name, describe(tensor), f"on the device of hidden, {hidden.device}")
     check_labels(target, weight.shape[0], ignore_index)
+
+
+SELF_CHECKS = {
+    "linear_log_probs": lambda i: linear_log_probs(*i.head(), outputs=("log_probs", "entropy")),
+}

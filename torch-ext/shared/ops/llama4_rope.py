@@ -49,3 +49,6 @@ def rotary_complex(q: torch.Tensor, k: torch.Tensor, freqs: torch.Tensor) -> Pai
     if freqs.requires_grad or needs_formula(q, k, freqs):
         return rotary_complex_reference(q, k, found)
     return apply_function(_RotaryComplex, q, k, torch.view_as_real(found.resolve_conj()))
+
+
+SELF_CHECKS = {"rotary_complex": lambda i: rotary_complex(*i.heads(8, 2, last=True), i.turns(i.tokens, i.width // 2))}

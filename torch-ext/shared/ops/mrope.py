@@ -201,3 +201,9 @@ def partial_rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: tor
     if rotary_dim == width:
         return rotate_checked(q, k, cos, sin, heads_dim)
     return _apply(q, k, cos, sin, rotary_dim // 2, None, heads_dim)
+
+
+SELF_CHECKS = {
+    "rotary_multimodal": lambda i: rotary_multimodal(*i.heads(8, 2), *i.angles(3, 1, i.tokens, i.width), (16, 24, 24)),
+    "partial_rotary": lambda i: partial_rotary(*i.heads(8, 2), *i.angles(1, i.tokens, i.width // 2)),
+}

@@ -228,3 +228,6 @@ def neighborhood_attention(
     if needs_formula(q, k, v):
         return forward_reference(q, k, v, *band)[0]
     return apply_function(_NeighborhoodAttention, q, k, v, *band)
+
+
+SELF_CHECKS = {"neighborhood_attention": lambda i: neighborhood_attention(*i.heads(2, 2, 2, width=64), kernel_size=7)}

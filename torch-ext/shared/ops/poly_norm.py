@@ -148,3 +148,6 @@ def poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: fl
     if needs_formula(x, weight, bias):
         return poly_norm_reference(x, weight, bias.reshape(1), float(eps))[0]
     return apply_function(PolyNormFunction, x, weight, bias if bias.dim() == 1 else bias.reshape(1), float(eps))
+
+
+SELF_CHECKS = {"poly_norm": lambda i: poly_norm(*i.rows(1), i.leaf(3), i.leaf(1))}

@@ -194,3 +194,9 @@ def norm_add_norm(
         total = norm_add_reference(branch, residual, weight, eps, offset, rounds)
         return rms_norm_reference(total, next_weight, eps, dtype, offset, rounds)[0], total
     return apply_function(NormAddNormFunction, branch, residual, weight, next_weight, eps, dtype, offset, rounds)
+
+
+SELF_CHECKS = {
+    "norm_add": lambda i: norm_add(*i.rows(2), i.leaf(i.hidden)),
+    "norm_add_norm": lambda i: norm_add_norm(*i.rows(2), i.leaf(i.hidden), i.leaf(i.hidden)),
+}

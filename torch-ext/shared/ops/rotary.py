@@ -382,3 +382,11 @@ def _check(q, k, cos, sin, heads_dim, rotary_dim=0):
             fail(name, describe(tensor), f"on the device of q, {q.device}")
     if k.dtype != q.dtype:
         fail("k", describe(k), f"of q's dtype, {q.dtype}")
+
+
+SELF_CHECKS = {
+    "rotary": lambda i: rotary(*i.heads(8, 2), *i.angles(1, i.tokens, i.width)),
+    "qk_norm_rotary": lambda i: qk_norm_rotary(
+        *i.heads(8, 4, last=True), i.leaf(i.width), i.leaf(i.width), *i.angles(1, i.tokens, i.width)
+    ),
+}

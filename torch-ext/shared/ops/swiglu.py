@@ -247,3 +247,9 @@ def mlp(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, dow
     if needs_formula(x, gate_weight, up_weight, down_weight):
         return mlp_reference(x, gate_weight, up_weight, down_weight)
     return apply_function(_MLP, x.reshape(-1, x.shape[-1]), gate_weight, up_weight, down_weight).view(x.shape)
+
+
+SELF_CHECKS = {
+    "swiglu": lambda i: swiglu(*i.rows(2)),
+    "mlp": lambda i: mlp(*i.mlp()),
+}

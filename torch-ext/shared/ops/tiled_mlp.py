@@ -150,3 +150,9 @@ def tiled_geglu(x, gate_weight, up_weight, down_weight, shards: Optional[int] = 
     if approximate not in APPROXIMATE:
         fail("approximate", repr(approximate), "'tanh' or 'none'")
     return tiled_mlp(x, gate_weight, up_weight, down_weight, APPROXIMATE[approximate], shards)
+
+
+SELF_CHECKS = {
+    "tiled_swiglu": lambda i: tiled_swiglu(*i.mlp(), shards=2),
+    "tiled_geglu": lambda i: tiled_geglu(*i.mlp(), shards=2),
+}
