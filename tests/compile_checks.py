@@ -11,11 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from tests import op_cases as cases
 from tests.models import Step, random_tokens, tiny_model
+from tests.ops import collected
 from tests.ops.common import randn
+from tests.ops.signature import New
 from tests.tolerances import assert_close
-
-NORM = '[1e-06, 0.0, "first"]'  # Qwen3's descriptions, as `encoded` writes them
-INPUTS, OUTPUTS = f'[128, {NORM}, {NORM}, false, "halves", 0, null]', f'[{NORM}, {NORM}, {NORM}, "silu", 1.0]'
 
 
 def custom_operators(package) -> dict:
@@ -25,149 +24,19 @@ def custom_operators(package) -> dict:
     return {name.split("::")[1]: getattr(getattr(torch.ops, namespace), name.split("::")[1]) for name in names}
 
 
-def _plan_of_70_tokens(device) -> tuple:
-    """(limits, walks) of one causal document."""
-    t = torch.arange(128)
-    limits = torch.where(t < 70, torch.stack((0 * t, t + 1, t, 0 * t + 70)), 0)
-    queries, keys = [[1, 0], [0, 0], [0, 0], [65, 1], [70, 64]], [[0, 1], [0, 64], [63, 69], [70, 70], [70, 70]]
-    return limits.to(device, torch.int32), torch.tensor(queries + keys, dtype=torch.int32, device=device)
+OPERATORS = tuple(collected("OPERATORS"))
 
 
-def _projection_tensors(new, shapes, dtype, of_weights, adapters) -> tuple:
-    """(the tensors of each projection, what the backward pass finds made): of every second one with adapters, of all dtypes."""
-    tensors, made, tokens, rows_of_a = [], [], 6, []
-    for i, (rows, columns) in enumerate(shapes):
-        weight = new(rows, columns, seed=20 + i, dtype=of_weights)
-        if adapters and i % 2 == 0:
-            kind = (torch.float32, dtype)[i % 4 // 2]
-            a, b = new(4 + i, columns, seed=30 + i, dtype=kind), new(rows, 4 + i, seed=40 + i, dtype=kind)
-            tensors += [weight, None, a, b, None if i else new(rows, seed=50, dtype=kind)]
-            rows_of_a.append(a)
-            made += [b.to(dtype)] if kind != dtype else []
-        else:
-            tensors += [weight, None, None, None, None]
-    before = []
-    if rows_of_a:
-        rank = sum(a.shape[0] for a in rows_of_a)
-        before.append(new(tokens, rank, seed=60))
-        if len(rows_of_a) > 1 or rows_of_a[0].dtype != dtype:
-            before.append(torch.cat([a.to(dtype) for a in rows_of_a]))
-    if of_weights != dtype:
-        before.append(torch.cat([weight.to(dtype) for weight in tensors[::5]]))
-    return tensors, before + made
-
-
-def _decoder_arguments(new, dtype) -> dict:
-    """Of the operators of a decoder layer: plain, with adapters beside frozen weights, and over fp32 as under autocast."""
-    forward, backward, mlp, mlp_backward = [], [], [], []
-    for kind, adapters, frozen in ((dtype, False, False), (dtype, True, True), (torch.float32, True, False)):
-        x, norm = new(6, 1024, dtype=kind), new(1024, seed=1, dtype=kind)
-        heads, tables = ([new(*shape, 128, seed=2 + i, dtype=kind) for i in range(2)] for shape in ((), (1, 3)))
-        inputs, of_inputs = _projection_tensors(new, [(512, 1024)] * 3, dtype, kind, adapters)
-        grads = [new(2, 3, 4, 128, seed=70 + i).transpose(1, 2) for i in range(3)]
-        rstd = new(6, dtype=torch.float32, seed=75).abs()
-        forward.append((x, norm, *heads, *tables, INPUTS, [2, 3], dtype, inputs, [2.0, 1.0, 0.5]))
-        needs = [tensor is not None and not (frozen and i % 5 == 0) for i, tensor in enumerate(inputs)]
-        backward.append((*grads, new(6, 1024, seed=73, dtype=kind), x, norm, *heads, *tables, INPUTS, dtype, inputs,
-                         [2.0, 1.0, 0.5], new(6, 1536, seed=74), [rstd, *of_inputs],
-                         [True, not frozen, not frozen, True, False, False, *needs]))  # fmt: skip
-        for attended in (None, new(6, 256, seed=76)):
-            groups = [[(1024, 256)]] * (attended is not None) + [[(96, 1024)] * 2, [(1024, 96)]]
-            found = [_projection_tensors(new, group, dtype, kind, adapters) for group in groups]
-            tensors, made = ([tensor for pair in found for tensor in pair[i]] for i in range(2))
-            scalings = [0.5] * (len(tensors) // 5)
-            mlp.append((x.view(2, 3, 1024), attended, None, norm, None, OUTPUTS, dtype, tensors, scalings))
-            stream, kept = (x.view(2, 3, 1024), [rstd]) if attended is None else (None, [x, rstd])
-            needs = [tensor is not None and not (frozen and i % 5 == 0) for i, tensor in enumerate(tensors)]
-            # Where gate and up are made again, of a norm so small that fp16 holds what follows of them.
-            needs = [True, attended is not None, False, not frozen, False, *needs]
-            for both, weight in ((new(6, 192, seed=78), norm), (None, norm / 64)):
-                mlp_backward.append((new(2, 3, 1024, seed=77, dtype=kind), stream, attended, None, weight, None, OUTPUTS, dtype, tensors,
-                                     scalings, both, [*kept, *made], needs))  # fmt: skip
-    inputs = {"norm_attention_inputs": forward, "norm_attention_inputs_backward": backward}
-    return {**inputs, "norm_mlp": mlp, "norm_mlp_backward": mlp_backward}
-
-
-def operator_arguments(device, dtype) -> dict:
-    """name -> calls of each operator, in the layouts and with the switches that the operations use."""
-
-    def new(*shape, seed=0, dtype=dtype):
-        return randn(*shape, dtype=dtype, device=device, seed=seed)
-
-    x, other, dy = (new(3, 1024, seed=i) for i in range(3))
-    weight, rstd = new(1024, seed=3), new(3, dtype=torch.float32).abs()
-    q, k = new(2, 3, 8, 128), new(2, 3, 4, 128, seed=1)
-    dq, dk = (t.transpose(1, 2) for t in (new(2, 3, 8, 128, seed=2), new(2, 3, 4, 128, seed=3)))
-    weights, tables = (new(128, seed=4), new(128, seed=5)), (new(1, 3, 128, seed=6), new(1, 3, 128, seed=7))
-    both = (True, False)
-    # Five tokens, two of four experts each. Routed: rows by expert, where each went, and where each expert's end.
-    expert = torch.tensor([[0, 1], [3, 0], [1, 3], [2, 0], [0, 3]], device=device)
-    order = torch.tensor([0, 3, 7, 8, 1, 4, 6, 2, 5, 9], device=device)
-    position = torch.tensor([[0, 4], [7, 1], [5, 8], [6, 2], [3, 9]], dtype=torch.int32, device=device)
-    ends = torch.tensor([4, 6, 7, 10], dtype=torch.int32, device=device)
-    routed = new(5, 64, seed=8), expert, new(5, 2, seed=9), new(4, 256, 64, seed=10), new(4, 64, 128, seed=11), None, None
-    silu = False, False, 1.0, float("inf")
-    # One document of 70 tokens, causal, as attention's plan describes it.
-    heads, attended = (new(70, 4, 64), new(70, 2, 64, seed=1), new(70, 2, 64, seed=2)), new(70, 4, 64, seed=3)
-    sinks = new(4, dtype=torch.float32)
-    documents, plan = torch.tensor([[0], [70]], dtype=torch.int32, device=device), _plan_of_70_tokens(device)
-    lse = 9 + new(4, 128, dtype=torch.float32).abs()
-    hidden, head, target = new(5, 64, seed=14), new(40, 64, seed=15), torch.tensor([3, 39, -100, 0, 7], device=device)
-    scale, of_loss = new(1, dtype=torch.float32, seed=16).abs(), (-100, [0.0, 0.0, 0.0], [False] * 4, None)
-    every_option = (-100, [0.1, 20.0, 0.01], [False, True, True, True], torch.float32)
-    of_rows = new(5, dtype=torch.float32, seed=20)
-    vectors = new(40, seed=17), new(40, dtype=torch.float32, seed=18).abs()
-    return {
-        "attention_plan": [(documents, 70, 70, 0), (documents, 70, 2, 2)],
-        "attention_forward": [(*heads, each, *plan, 0.125, *cap) for each, *cap in ((None,), (sinks,), (None, 2.0))],
-        "attention_backward": [
-            (attended, *heads, each, 2 * attended, lse, *plan, 0.125, *cap) for each, *cap in ((None,), (sinks,), (None, 2.0))
-        ],
-        **_decoder_arguments(new, dtype),
-        "embedding_backward": [(new(2, 3, 64, seed=19), expert[:2, [0, 1, 0]], 10, 3, by_frequency) for by_frequency in both],
-        "linear_cross_entropy_run": [
-            (hidden, head, None, target, None, None, [False] * 3, *of_loss),
-            (hidden, head, None, target, None, scale, [True, False, False], *of_loss),
-            (hidden, head, vectors[0], target, vectors[1], scale.expand(5).contiguous(), [True] * 3, *every_option),
-        ],
-        "linear_log_probs_run": [
-            (hidden, head, None, target, *[None] * 3, [False] * 3, [1.0, 0.0, 1.0], [True] + [False] * 4, -100, None, False),
-            (hidden, head, None, target, of_rows, None, None, [True, False, False], [0.7, 20.0, 1.3], [True] * 5, -100, None, True),
-            (hidden, head.float(), vectors[0].float(), target, *[of_rows] * 3, [True] * 3, [1.0, 0.0, 1.0], [True] * 5, -100, None, False),
-        ],
-        "rms_norm_forward": [(x, weight, 1e-6), (x[:, 1:], weight[1:], 1e-6), (x, weight, 1e-6, dtype, 1.0, "last")],
-        "rms_norm_backward": [(dy, x, weight, rstd, need) for need in both],
-        "rms_norm_recompute": [(x, weight, rstd)],
-        "add_rms_norm_forward": [(x, other, weight, 1e-6), (x, other, weight, 1e-6, dtype, 1.0, "last", 0.5)],
-        "add_rms_norm_backward": [(dy, other, x, weight, rstd, need) for need in both],
-        "norm_add_forward": [(x, other, weight, 1e-6), (x, other, weight, 1e-6, 1.0, "last")],
-        "norm_add_norm_forward": [(x, other, weight, -weight, 1e-6), (x, other, weight, -weight, 1e-6, dtype, 1.0, "last")],
-        "rotary_forward": [(q.transpose(1, 2), k.transpose(1, 2), *tables, 1), (q, k, *tables, 2)],
-        "rotary_backward": [(dq, dk, *tables, 1), (q, k, *tables, 2)],
-        "qk_norm_rotary_forward": [(q, k, *weights, *tables, 1e-6)],
-        "qk_norm_rotary_backward": [(dq, dk, q, k, *weights, *tables, 1e-6, need, not need) for need in both],
-        "swiglu_forward": [(x, other)],
-        "swiglu_backward": [(dy, x, other)],
-        "swiglu_backward_recompute": [(dy, x, other)],
-        "gated_activation_forward": [(x, other, "gelu_tanh", 1.0, 1.0)],
-        "gated_activation_backward": [(dy, x, other, "gelu_tanh", 1.0, 1.0)],
-        "gated_activation_packed_forward": [(x, "gelu_tanh")],
-        "gated_activation_packed_backward": [(dy[:, :512], x, "gelu_tanh")],
-        "experts_forward": [(*routed, *silu)],
-        "experts_backward": [
-            (new(5, 64, seed=12), *routed, new(10, 256, seed=13), order, position, ends, *silu, [need] * 4 + [False] * 2) for need in both
-        ],
-    }
-
-
-OPERATORS = tuple(operator_arguments("meta", torch.float32))
+def calls_of(name, device, dtype) -> list:
+    """The calls of an operator that its operation's file has."""
+    return collected("OPERATORS")[name](New(device, dtype))
 
 
 def check_operator(package, name, device, dtype):
     """opcheck: its schema tells the truth, nothing is overwritten or aliased, the fake tensors are like the real ones, and it
     traces with dynamic shapes."""
     operator = custom_operators(package)[name]
-    for call in operator_arguments(device, dtype)[name]:
+    for call in calls_of(name, device, dtype):
         torch.library.opcheck(operator, call)
 
 
@@ -179,14 +48,15 @@ def check_compiled_operation(ops, operation, device, backend, dtype=torch.float3
     compiled = torch.compile(lambda found: cases.run(ops, operation, found), backend=backend, fullgraph=True, **options)
     for count in tokens:
         found = cases.arguments(operation, dtype, count, device)
-        leaves = {name: t.requires_grad_((operation, name) not in cases.NOT_DIFFERENTIABLE) for name, t in found.items()}
+        needed = cases.differentiable(operation, found)
+        leaves = {name: t.requires_grad_(name in needed) for name, t in found.items()}
         eager, _, expected = cases.step(ops, operation, found)
         results = compiled(leaves)
         upstream = [randn(*r.shape, dtype=r.dtype, device=device, seed=20 + i) for i, r in enumerate(results)]
         torch.autograd.backward(results, upstream)
         for a, b in zip(results, eager, strict=True):
             assert_close(a, b, dtype, f"{operation}, {count} tokens", 2)
-        for name in cases.differentiable(operation, found):
+        for name in needed:
             assert_close(leaves[name].grad, expected[name], dtype, f"{operation}, {count} tokens, {name}", 2)
     graphs = counters["stats"]["unique_graphs"]
     assert graphs <= 2, f"{graphs} graphs for {len(tokens)} numbers of tokens"

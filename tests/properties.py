@@ -3,6 +3,7 @@
 hypothesis draws the calls: tests/cpu makes few of them through the interpreter, tests/gpu many with the real cubins.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests import op_cases as cases
 from tests.ops.common import FLOATS, randn
+from tests.ops.layouts import LAYOUTS
 from tests.tolerances import RELATIVE_ERROR
 
 FEW_TOKENS = st.sampled_from((0, 1, 2, 3, 5, 7, 17))
@@ -40,85 +42,59 @@ def plain(tensor):
     return tensor
 
 
-@st.composite
-def shapes(draw, operation):
-    """(shapes of the arguments, options) of one operation."""
-    tokens, length = draw(FEW_TOKENS), draw(LENGTHS)
-    rows = draw(st.sampled_from(((tokens,), (2, tokens), (tokens, 1, 3))))
-    if operation in ("rms_norm", "round_last_rms_norm"):
-        return {"x": (*rows, length), "weight": (length,)}, {}
-    if operation in ("add_rms_norm", "round_last_add_rms_norm"):
-        return {"x": (*rows, length), "residual": (*rows, length), "weight": (length,)}, {}
-    if operation in ("norm_add", "norm_add_norm"):
-        found = {"branch": (*rows, length), "residual": (*rows, length), "weight": (length,)}
-        return {**found, **({"next_weight": (length,)} if operation == "norm_add_norm" else {})}, {}
-    if operation == "gated_rms_norm":
-        return {"x": (*rows, length), "gate": (*rows, length), "weight": (length,)}, {}
-    if operation == "gated_output":
-        return {"out": (*rows, length), "gate": (*rows, length)}, {}
-    if operation == "swiglu":
-        return {"gate": (*rows, length), "up": (*rows, length)}, {}
-    if operation in ("rotary", "qk_norm_rotary"):
-        return draw(heads(operation, tokens))
-    inner = draw(st.sampled_from((1, 3, 16, 64, 77)))
-    if operation == "linear_cross_entropy":
-        classes = draw(CLASSES)
-        found = {"hidden": (*rows, inner), "weight": (classes, inner), "target": rows}
-        found |= draw(st.sampled_from(({}, {"bias": (classes,)}))) | draw(st.sampled_from(({}, {"class_weight": (classes,)})))
-        options = {name: draw(values) for name, values in LOSS_OPTIONS.items() if draw(st.booleans())}
-        return found, options
-    if operation == "linear_log_probs":
-        classes = draw(CLASSES)
-        found = {"hidden": (*rows, inner), "weight": (classes, inner), "target": rows} | draw(st.sampled_from(({}, {"bias": (classes,)})))
-        return found, {name: draw(values) for name, values in SCORE_OPTIONS.items() if draw(st.booleans())}
-    if operation == "experts":
-        count, width = draw(st.sampled_from((1, 2, 5, 8))), draw(st.sampled_from((8, 33, 64)))
-        found = {"hidden": (tokens, inner), "expert": (tokens, count), "scores": (tokens, count)}
-        found |= {"gate_up_weight": (count, inner, 2 * width), "down_weight": (count, width, inner)}
-        return {**found, "gate_up_bias": (count, 2 * width), "down_bias": (count, inner)}, {}
-    if operation == "norm_attention_inputs":
-        width, heads_of = draw(st.sampled_from((2, 16, 128, 128))), draw(st.sampled_from(((8, 4, 4), (4, 4, 4), (3, 1, 1))))
-        weights = {f"weights[{i}]": (count * width, length) for i, count in enumerate(heads_of)}
-        table = (1, tokens, draw(st.sampled_from((width, width // 2))))
-        rest = {"q_norm": (width,), "k_norm": (width,), "cos": table, "sin": table}
-        return {"x": (tokens, length), "norm_weight": (length,), **weights, **rest}, {}
-    mlp = {"gate_weight": (inner, length), "up_weight": (inner, length), "down_weight": (length, inner)}
-    return {"x": (*rows, length), **({"norm_weight": (length,)} if operation == "norm_mlp" else {}), **mlp}, {}
-
-
-HEADS = ("linear_cross_entropy", "linear_log_probs")
-SCORE_OPTIONS = {
-    "temperature": st.sampled_from((0.5, 2.0)),
-    "softcap": st.sampled_from((2.0, 30.0)),
-    "scale": st.sampled_from((0.25, 3.0)),
-    "skip_ignored": st.booleans(),
-}
-LOSS_OPTIONS = {
-    "reduction": st.sampled_from(("mean", "sum", "none")),
-    "ignore_index": st.sampled_from((-100, 0, 2)),
-    "label_smoothing": st.sampled_from((0.1, 0.5)),
-    "softcap": st.sampled_from((2.0, 30.0)),
-    "lse_square_scale": st.sampled_from((1e-4, 0.1)),
-    "num_items": st.sampled_from((1, 5, 37)),
+SIZES = {
+    "tokens": FEW_TOKENS,
+    "length": LENGTHS,
+    "classes": CLASSES,
+    "features": st.sampled_from((1, 3, 16, 64, 77)),
+    "inner": st.sampled_from((1, 3, 16, 64, 77)),
+    "batch": st.integers(1, 3),
+    "heads": st.sampled_from(((8, 8), (16, 8), (4, 4), (5, 1), (3, 2), (12, 4))),
+    "width": st.sampled_from((2, 16, 64, 80, 128, 128, 128)),
+    "expert_count": st.sampled_from((1, 2, 5, 8)),
+    "expert_width": st.sampled_from((8, 33, 64)),
 }
 
 
-@st.composite
-def heads(draw, operation, tokens):
-    batch, (q, k) = draw(st.integers(1, 3)), draw(st.sampled_from(((8, 8), (16, 8), (4, 4), (5, 1), (3, 2), (12, 4))))
-    width = draw(st.sampled_from((2, 16, 64, 80, 128, 128, 128)))
-    table = (draw(st.sampled_from((1, batch))), tokens, draw(st.sampled_from((width, max(width // 2, 1)))))
-    if operation == "qk_norm_rotary":
-        found = {"q": (batch, tokens, q, width), "k": (batch, tokens, k, width), "q_weight": (width,), "k_weight": (width,)}
-    else:
-        found = {"q": (batch, q, tokens, width), "k": (batch, k, tokens, width)}
-    return {**found, "cos": table, "sin": table}, {}
+class Drawn:
+    """Sizes by the names of `signature.Sizes`, each drawn when it is first asked for."""
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __getattr__(self, name):
+        if name not in SIZES:
+            raise AttributeError(name)
+        value = self.draw(SIZES[name])
+        setattr(self, name, value)
+        return value
+
+    @functools.cached_property
+    def rows(self):
+        return self.draw(st.sampled_from(((self.tokens,), (2, self.tokens), (self.tokens, 1, 3))))
+
+    @functools.cached_property
+    def tables(self):
+        return self.draw(st.sampled_from((1, self.batch)))
+
+    @functools.cached_property
+    def table(self):
+        return self.draw(st.sampled_from((self.width, max(self.width // 2, 1))))
+
+    @functools.cached_property
+    def top_k(self):
+        return self.expert_count
+
+    def optional(self, **shapes):
+        return {name: shape for name, shape in shapes.items() if self.draw(st.booleans())}
 
 
 @st.composite
 def calls(draw, operation, dtypes=FLOATS):
-    found, options = draw(shapes(operation))
-    layouts = {name: draw(st.sampled_from((plain, plain, *cases.LAYOUTS))) for name in found}
+    signature = cases.SIGNATURES[operation]
+    found = signature.shapes(Drawn(draw))
+    options = {name: draw(st.sampled_from(values)) for name, values in signature.options.items() if draw(st.booleans())}
+    layouts = {name: draw(st.sampled_from((plain, plain, *LAYOUTS))) for name in found}
     needed = tuple(name for name in cases.differentiable(operation, found) if draw(st.sampled_from((True, True, False))))
     return Call(operation, draw(st.sampled_from(dtypes)), found, layouts, needed, options, draw(st.integers(0, 99)))
 
@@ -159,12 +135,12 @@ def step(function, call: Call, found: dict, dtype=None, upstream=None):
 
 
 def in_its_dtype(operation, found, **options):
-    return cases.plain(operation, found, **options, **({"rounded": True} if operation in HEADS else {}))
+    return cases.plain(operation, found, **options, **({"rounded": True} if "target" in found else {}))
 
 
 def loss_scale(call: Call) -> float:
     """fp16 is trained with one, or its gradients are below its smallest normal number."""
-    return 64.0 if call.operation in HEADS and call.dtype == torch.float16 else 1.0
+    return 64.0 if "target" in call.shapes and call.dtype == torch.float16 else 1.0
 
 
 def check_call(ops, call: Call, device) -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmark.records import package_version
-from tests.ops import suite
+from tests.ops import collected, suite
 from tools.kernel_package import package_folders, read_package
 from tools.kernel_sources import source_digest
 from tools.targets import operations
@@ -47,39 +47,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck")
 DTYPES = ("torch.bfloat16", "torch.float32")  # that are checked
 OURS = "bastile_"
 # By operation of kernel_src: parts of the names of the tests that launch its kernels. Where it is not here, test_operation of its name.
-CHECKED_BY = {
-    "adamw": ("test_adamw",),
-    "attention": ("test_attention.py",),
-    "attention_plan": ("test_attention.py",),
-    "attention_capped": ("test_attention_of_capped_scores",),
-    "attention_wide": ("test_attention_with_heads",),
-    "clamped_gate": ("test_gpt_oss.py::test_experts",),
-    "column_sum": ("test_ops.py::test_rms_norm", "test_operation[layer_norm"),
-    "cross_entropy": ("test_linear_cross_entropy", "test_operation[cross_entropy"),
-    "divergence": ("test_operation[divergence", "test_operation[linear_jsd"),
-    "experts": ("test_experts_of_qwen3_moe", "test_gpt_oss.py::test_experts", "test_qwen3_moe.py"),
-    "gated_activation": ("test_operation[gated_activation", "test_operation[tiled_mlp"),
-    "gated_delta": ("test_operations_of_gated_delta_nets", "test_the_delta_rule"),
-    "gated_delta_backward": ("test_operations_of_gated_delta_nets", "test_the_delta_rule"),
-    "gated_output": ("test_operations_of_gated_delta_nets",),
-    "gated_rms_norm": ("test_operations_of_gated_delta_nets",),
-    "grouped_gemm": ("test_grouped_gemms", "test_experts_in_our_grouped_gemms"),
-    "head_divergence": ("test_operation[linear_divergence",),
-    "head_norm_rotary": ("test_heads",),
-    "linear_cross_entropy": ("test_linear_cross_entropy", "test_evaluation"),
-    "log_probs": ("test_operation[linear_log_probs",),
-    "low_rank": ("test_low_rank",),
-    "qk_norm_rotary": ("test_qk_norm_rotary",),
-    "residual_norm": ("test_residual_norm",),
-    "rms_norm": ("test_ops.py::test_rms_norm", "test_ops.py::test_add_rms_norm"),
-    "rotary": ("test_ops.py::test_rotary", "test_gpt_oss.py::test_rotary"),
-    "row_norm_rotary": ("test_heads",),
-    "round_last_rms_norm": ("test_gpt_oss.py::test_norms",),
-    "scale": ("test_linear_cross_entropy",),
-    "short_conv": ("test_operations_of_gated_delta_nets",),
-    "sums": ("test_operation[poly_norm",),
-    "swiglu": ("test_ops.py::test_swiglu", "test_mlp"),
-}
+CHECKED_BY = collected("GPU_TESTS")
 RECORD = ROOT / "benchmark/results/nvidia-h200/compute-sanitizer.json"
 RECORDED = ("memcheck", "racecheck")  # initcheck does not see what TMA stores write
 # The kernels that write with TMA stores what another kernel reads as partial sums.

@@ -1,11 +1,14 @@
 """Every operation at lengths that are or are not multiples of 16 bytes and of 64 elements, with each argument in turn, and the incoming
 gradient, one element behind a multiple of 16 bytes, or with its sign turned among transposed ones: the same numbers as of plain ones."""
 
+import functools
+
 import pytest
 import torch
 
-from tests.op_cases import misaligned, transposed
+from tests.op_cases import SIGNATURES, total
 from tests.ops.common import BF16, FP16, FP32, leaf, randn
+from tests.ops.layouts import misaligned, transposed
 from tests.ops.suite import cases_with, suite
 
 CLOSE = {FP32: {"rtol": 1e-5, "atol": 1e-4}}  # products are added up in another order where a matrix lies otherwise
@@ -13,11 +16,9 @@ LENGTHS = {BF16: (8, 12, 72), FP32: (6, 40)}
 OF_SUITE = cases_with("aligned")
 # The operation, and the shapes of its arguments for rows of n.
 CASES = {
-    "rms_norm": (lambda ops, x, w: ops.rms_norm(x, w), lambda n: ((2, n), (n,))),
-    "add_rms_norm": (lambda ops, x, r, w: sum(ops.add_rms_norm(x, r, w)), lambda n: ((2, n), (2, n), (n,))),
-    "round_last_rms_norm": (lambda ops, x, w: ops.round_last_rms_norm(x, w), lambda n: ((2, n), (n,))),
-    "round_last_add_rms_norm": (lambda ops, x, r, w: sum(ops.round_last_add_rms_norm(x, r, w)), lambda n: ((2, n), (2, n), (n,))),
-    "swiglu of Qwen3": (lambda ops, a, b: ops.swiglu(a, b), lambda n: ((2, n), (2, n))),
+    name: (functools.partial(total, name), functools.partial(signature.of_length, 2))
+    for name, signature in SIGNATURES.items()
+    if signature.rows
 }
 
 

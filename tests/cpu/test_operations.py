@@ -7,10 +7,20 @@ import pytest
 import torch
 
 from tests.op_cases import check_first_and_no_second_derivative
+from tests.ops import collected
 from tests.ops.common import FLOATS, FP32
 from tests.ops.suite import cases_with, module_of, names, run, sample, suite
 
 ROOT = Path(__file__).resolve().parents[2]
+# What asks every operation the same, and finds what it must know of each in that one's own files.
+OF_EVERY_OPERATION = ("tests/op_cases.py", "tests/properties.py", "tests/compile_checks.py", "tests/sanitizer.py", "tests/ops/signature.py",
+                      "tests/ops/suite.py", "tests/cpu/test_alignment.py", "tests/cpu/test_one_dimension.py", "tests/cpu/test_slabs.py",
+                      "tests/cpu/test_properties.py", "tests/gpu/test_properties.py", "tests/gpu/test_autograd.py",
+                      "tests/gpu/test_compile.py", "torch-ext/shared/hf/self_check.py", "torch-ext/shared/hf/doctor.py")  # fmt: skip
+# A check of this one alone that stands there too: of the loss's options, of a layer in torch.export, of large groups, of many blocks.
+OF_ONE = {("tests/compile_checks.py", name) for name in ("linear_cross_entropy", "norm_attention_inputs", "norm_mlp")}
+OF_ONE |= {("tests/cpu/test_alignment.py", name) for name in ("linear_cross_entropy", "linear_jsd", "group_norm")}
+OF_ONE |= {("tests/cpu/test_slabs.py", "neighborhood_attention")}
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -65,3 +75,12 @@ def test_an_operation_is_tested_by_what_its_own_file_says(function):
     others = [path for path in others if path not in (*own, Path(__file__), ROOT / "tests/cpu/test_benchmark_limits.py")]
     assert len(own) == 1 and cases_with("aligned").keys() >= {function}
     assert [path.name for path in others if re.search(rf"\b{function}\b", path.read_text(encoding="utf-8"))] == []
+
+
+def test_what_asks_every_operation_the_same_names_none():
+    """No operation and no file of kernels, by a string or as an attribute; a word in a sentence is neither."""
+    names = {name.partition(",")[0] for table in ("SIGNATURES", "OPERATIONS", "GPU_TESTS") for name in collected(table)}
+    assert {"rms_norm", "swiglu", "qk_norm_rotary", "experts", "attention", "low_rank", "adamw", "norm_mlp", "dyt"} <= names
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in OF_EVERY_OPERATION}
+    named = {name: re.compile(rf"[\"']{name}\b|\b(?:ops|qwen3)\.{name}\b") for name in names}
+    assert {(file, name) for file, text in texts.items() for name in names if named[name].search(text)} == OF_ONE

@@ -11,7 +11,7 @@ from benchmark import registry
 from benchmark.operation import Limit, Random, timed_call
 from benchmark.suites import LIGER
 from interpreter.backend import InterpreterBackend
-from tests.compile_checks import custom_operators, operator_arguments
+from tests.compile_checks import calls_of, custom_operators
 from tests.cpu.conftest import assemble_cpu, load
 from tests.mutants import CHECKS, OPERATIONS
 from tests.ops.common import runtime_of
@@ -75,7 +75,7 @@ def test_the_operators_of_a_graph_are_replayed_as_a_whole(interpreted, replay, m
         plans.extend([plan] if computes else [])
         return result, plan
 
-    operator, calls = custom_operators(interpreted)[name], operator_arguments("cpu", torch.bfloat16)[name]
+    operator, calls = custom_operators(interpreted)[name], calls_of(name, "cpu", torch.bfloat16)
     monkeypatch.setattr(replay, "record", seen)
     for call in calls:
         wanted = operator(*call)

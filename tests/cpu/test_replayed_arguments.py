@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 
-from tests.op_cases import misaligned
+from tests.ops.layouts import misaligned
 from tests.replaying import CALLS, Counted, rows, sums_of_two
 
 

@@ -14,9 +14,10 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.models import random_tokens, tiny_gpt_oss, tiny_model
-from tests.op_cases import BF16, CASES, FP32, LAYOUTS, arguments, differentiable, exact_arguments, operations, plain, run
+from tests.op_cases import BF16, CASES, FP32, arguments, differentiable, exact_arguments, operations, plain, run
 from tests.ops.adamw import small_parameters_too
 from tests.ops.common import mesh_of_one, randn, runtime_of
+from tests.ops.layouts import LAYOUTS
 from tests.tolerances import RELATIVE_ERROR, relative_error
 
 ARGUMENTS = [(operation, argument) for operation, shapes in CASES.items() for argument in shapes]

@@ -6,27 +6,11 @@ import re
 import pytest
 import torch
 
-from tests.op_cases import (
-    BF16,
-    CASES,
-    CLASSES,
-    FP32,
-    HIDDEN,
-    INNER,
-    LAYOUTS,
-    NOT_DIFFERENTIABLE,
-    TOKENS,
-    WIDTH,
-    arguments,
-    assert_right,
-    exact_arguments,
-    expanded,
-    gradients,
-    plain,
-    run,
-)
+from tests.op_cases import BF16, CASES, FP32, arguments, assert_right, differentiable, exact_arguments, gradients, plain, run
 from tests.ops import linear_cross_entropy as checks
 from tests.ops.common import exact, randn
+from tests.ops.layouts import LAYOUTS, expanded
+from tests.ops.signature import CLASSES, HIDDEN, INNER, TOKENS, WIDTH
 from tests.tolerances import RELATIVE_ERROR, relative_error
 
 INTEGERS = torch.int64
@@ -258,7 +242,7 @@ def test_the_loss_of_no_tokens_is_zero_with_zero_gradients(ops, options):
 @pytest.mark.parametrize("operation", [name for name in CASES if name != "linear_cross_entropy"])
 def test_no_tokens_give_empty_results_and_zero_weight_gradients(ops, operation):
     found = arguments(operation, tokens=0)
-    found = {name: t.requires_grad_((operation, name) not in NOT_DIFFERENTIABLE) for name, t in found.items()}
+    found = {name: t.requires_grad_(name in differentiable(operation, found)) for name, t in found.items()}
     results = run(ops, operation, found)
     expected = plain(operation, found)
     assert [r.shape for r in results] == [e.shape for e in expected]
@@ -300,7 +284,7 @@ def test_an_upstream_gradient_of_any_layout_gives_the_right_gradients(ops, opera
 def test_the_gradient_of_a_sum_which_is_one_number_expanded_gives_the_right_gradients(ops, operation):
     found, results = arguments(operation), []
     for total in (lambda r: r.sum(), lambda r: (r * torch.ones_like(r)).sum()):
-        leaves = {n: t.clone().requires_grad_((operation, n) not in NOT_DIFFERENTIABLE) for n, t in found.items()}
+        leaves = {n: t.clone().requires_grad_(n in differentiable(operation, found)) for n, t in found.items()}
         sum(total(r) for r in run(ops, operation, leaves)).backward()
         results.append([leaf.grad for leaf in leaves.values() if leaf.requires_grad])
     assert_right(*results, BF16, f"{operation}: expanded upstream gradient")

@@ -16,6 +16,10 @@ What the tests of every operation need of one stands in its file, too, and is fo
 - `OPERATIONS`: name -> `suite.Case`, how the operation is called, at which sizes. A name may have a comma and a remark after it.
 - `MODULE`: the file of torch-ext/shared/ops, where it has another name than the one here.
 - `check_large(ops, device)`: checks of large shapes on a GPU.
+- `SIGNATURES`: name -> `signature.Signature`, the names and shapes of its arguments and its formula: what the tests of every kind of
+  tensor, layout, transform and wrong argument, those of autograd, and those whose calls hypothesis draws, know of an operation.
+- `OPERATORS`: name of an operator of Qwen3's package -> function of `signature.New`, which gives calls of it, for torch.library's checks.
+- `GPU_TESTS`: name of a file of kernel_src -> parts of the names of the tests in tests/gpu that launch its kernels, for the sanitizer.
 """
 
 import functools

@@ -268,3 +268,7 @@ MUTANTS = [
          ("placements is not None", "placements is None"),
          ("== placements for", "!= placements for", "adamw_replicated")),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+GPU_TESTS = {"adamw": ("test_adamw",)}

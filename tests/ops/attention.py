@@ -277,3 +277,36 @@ MUTANTS = [
     *errors_in("shared/ops/attention_plan.py", "attention", "plan_reference",
          ("& (t < ends[at])", ""), kernels=False),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+def _plan_of_70_tokens(new) -> tuple:
+    """(limits, walks) of one causal document."""
+    t = torch.arange(128)
+    limits = torch.where(t < 70, torch.stack((0 * t, t + 1, t, 0 * t + 70)), 0)
+    queries, keys = [[1, 0], [0, 0], [0, 0], [65, 1], [70, 64]], [[0, 1], [0, 64], [63, 69], [70, 70], [70, 70]]
+    return limits.to(new.device, torch.int32), new.integers(queries + keys, torch.int32)
+
+
+def _forward(new):
+    heads, plan = (new(70, 4, 64), new(70, 2, 64, seed=1), new(70, 2, 64, seed=2)), _plan_of_70_tokens(new)
+    return [(*heads, sinks, *plan, 0.125, *cap) for sinks, *cap in ((None,), (new.exact(4),), (None, 2.0))]
+
+
+def _backward(new):
+    out, lse = new(70, 4, 64, seed=3), 9 + new.exact(4, 128).abs()
+    return [(out, *call[:4], 2 * out, lse, *call[4:]) for call in _forward(new)]
+
+
+def _plans(new):
+    documents = new.integers([[0], [70]], torch.int32)
+    return [(documents, 70, 70, 0), (documents, 70, 2, 2)]
+
+
+OPERATORS = {"attention_plan": _plans, "attention_forward": _forward, "attention_backward": _backward}
+GPU_TESTS = {
+    "attention": ("test_attention.py",),
+    "attention_plan": ("test_attention.py",),
+    "attention_capped": ("test_attention_of_capped_scores",),
+    "attention_wide": ("test_attention_with_heads",),
+}

@@ -26,3 +26,7 @@ MUTANTS = [
          ("acc + ct.gather", "ct.gather"),
          ("out.dtype), check_bounds=True", "out.dtype), check_bounds=False")),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+GPU_TESTS = {"column_sum": ("test_ops.py::test_rms_norm", "test_operation[layer_norm")}

@@ -305,3 +305,6 @@ OPERATIONS = {
 
 def check_large(ops, device):
     check_cross_entropy(ops, device, torch.bfloat16, (129, 128256))
+
+
+GPU_TESTS = {"cross_entropy": ("test_linear_cross_entropy", "test_operation[cross_entropy")}

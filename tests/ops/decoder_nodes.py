@@ -5,10 +5,12 @@ import functools
 import importlib
 
 import torch
+from torch.nn.functional import linear, silu
 
 from tests.ops.common import BF16, CPU, FP32, alone, errors_in, exact, leaf, randn
-from tests.ops.rms_norm import rms_norm_exact
+from tests.ops.rms_norm import norm, rms_norm_exact
 from tests.ops.rotary import rotary_exact
+from tests.ops.signature import TOKENS, Signature
 from tests.tolerances import assert_close
 
 
@@ -142,3 +144,46 @@ MUTANTS = [
     *errors_in("shared/decoder/steps.py", "norm_mlp_alone", "need_join",
          ("need.x or need.attended or need.after or need.before or _any(need_o)", "need.x")),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+def _plain_inputs(x, norm_weight, q_norm, k_norm, cos, sin, **weights):
+    n, width = norm(x, norm_weight), q_norm.shape[0]
+    q, k, v = (linear(n, rows).view(1, x.shape[:-1].numel(), rows.shape[0] // width, width) for rows in weights.values())
+    heads = [norm(t, w).transpose(1, 2) for t, w in ((q, q_norm), (k, k_norm))]
+    return (*rotary_exact(*heads, cos, sin, 1), v.transpose(1, 2), x)
+
+
+def _call_inputs(function, found, **options):
+    weights = [tensor for name, tensor in found.items() if name.startswith("weights")]
+    rest = [found[name] for name in ("q_norm", "k_norm", "cos", "sin")]
+    shape = 1, found["cos"].shape[1] if found["cos"].dim() == 3 else TOKENS
+    return function(found["x"], found["norm_weight"], weights, *rest, shape, **options)
+
+
+def _plain_mlp(x, norm_weight, gate_weight, up_weight, down_weight):
+    n = norm(x, norm_weight)
+    return x + linear(silu(linear(n, gate_weight)) * linear(n, up_weight), down_weight)
+
+
+SIGNATURES = {
+    "norm_attention_inputs": Signature(
+        lambda s: {
+            **{"x": (s.tokens, s.length), "norm_weight": (s.length,)},
+            **{f"weights[{i}]": (s.heads[min(i, 1)] * s.width, s.length) for i in range(3)},
+            **{"q_norm": (s.width,), "k_norm": (s.width,), "cos": (1, s.tokens, s.table), "sin": (1, s.tokens, s.table)},
+        },
+        _plain_inputs,
+        constant=("cos", "sin"),
+        sizes={"heads": (4, 4)},
+        call=_call_inputs,
+        function=plain_inputs,
+        passes_on=True,
+    ),
+    "norm_mlp": Signature(
+        lambda s: {"x": (*s.rows, s.length), "norm_weight": (s.length,), "gate_weight": (s.inner, s.length),
+                   "up_weight": (s.inner, s.length), "down_weight": (s.length, s.inner)},
+        _plain_mlp,
+        function=plain_mlp,
+    ),
+}  # fmt: skip

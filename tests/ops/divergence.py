@@ -448,3 +448,6 @@ OPERATIONS = {
 def check_large(ops, device):
     for op in ("jsd", "kl_div", "tvd"):
         check_divergence(ops, device, torch.bfloat16, op, (129, 128256), reduction="batchmean")
+
+
+GPU_TESTS = {"divergence": ("test_operation[divergence", "test_operation[linear_jsd")}

@@ -35,3 +35,12 @@ MUTANTS = [
     *errors_in(FILE, "embedding", "_gradient",
          ("rows, padding_idx, scale_grad_by_freq)", "rows, padding_idx, False)"), kernels=False),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+def _calls(new):
+    tokens = new.integers([[0, 1, 0], [3, 0, 3]])
+    return [(new(2, 3, 64, seed=19), tokens, 10, 3, by_frequency) for by_frequency in (True, False)]
+
+
+OPERATORS = {"embedding_backward": _calls}

@@ -3,6 +3,7 @@
 import torch
 
 from tests.ops.common import BF16, CPU, FP16, FP32, errors_in, exact, leaf, on_cpu, randn
+from tests.ops.signature import Signature
 from tests.tolerances import assert_close
 
 
@@ -236,3 +237,58 @@ MUTANTS = [
                 "save_for_backward(*inputs[:2], *inputs[2:3], *inputs[3:], *saved[:1], saved[1].flip(0), *saved[2:])")),
     *errors_in("shared/ops/experts.py", "experts_again", "_Experts.backward", ("ctx.written_over = True", "pass")),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+GPT_OSS = {"transposed": True, "interleaved": True, "alpha": 1.702, "limit": 7.0}
+
+
+def _every_expert(hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias):
+    """GPT-OSS's, every expert on every token, which works under every transform."""
+    alpha, limit, out = GPT_OSS["alpha"], GPT_OSS["limit"], 0
+    for e in range(gate_up_weight.shape[0]):
+        gate, up = (hidden @ gate_up_weight[e] + gate_up_bias[e]).unflatten(-1, (-1, 2)).unbind(-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        y = ((up + 1) * gate * torch.sigmoid(alpha * gate)) @ down_weight[e] + down_bias[e]
+        out = out + (scores * (expert == e)).sum(-1, keepdim=True) * y
+    return out.to(hidden.dtype)
+
+
+SIGNATURES = {
+    "experts": Signature(
+        lambda s: {
+            **{"hidden": (s.tokens, s.inner), "expert": (s.tokens, s.top_k), "scores": (s.tokens, s.top_k)},
+            **{"gate_up_weight": (s.expert_count, s.inner, 2 * s.expert_width), "down_weight": (s.expert_count, s.expert_width, s.inner)},
+            **{"gate_up_bias": (s.expert_count, 2 * s.expert_width), "down_bias": (s.expert_count, s.inner)},
+        },
+        _every_expert,
+        constant=("expert",),
+        call=lambda function, found, **options: function(**found, **GPT_OSS, **options),
+    )
+}
+
+
+def _routed(new):
+    """The arguments of Qwen3's experts: five tokens, two of four experts each."""
+    expert = new.integers([[0, 1], [3, 0], [1, 3], [2, 0], [0, 3]])
+    return new(5, 64, seed=8), expert, new(5, 2, seed=9), new(4, 256, 64, seed=10), new(4, 64, 128, seed=11), None, None
+
+
+def _gradient(new, need):
+    """order: the rows by expert; position: where each of them went; ends: where each expert's end."""
+    order = new.integers([0, 3, 7, 8, 1, 4, 6, 2, 5, 9])
+    position = new.integers([[0, 4], [7, 1], [5, 8], [6, 2], [3, 9]], torch.int32)
+    ends = new.integers([4, 6, 7, 10], torch.int32)
+    needs = [need] * 4 + [False] * 2
+    return new(5, 64, seed=12), *_routed(new), new(10, 256, seed=13), order, position, ends, *SILU, needs
+
+
+SILU = False, False, 1.0, float("inf")
+OPERATORS = {
+    "experts_forward": lambda new: [(*_routed(new), *SILU)],
+    "experts_backward": lambda new: [_gradient(new, need) for need in (True, False)],
+}
+GPU_TESTS = {
+    "experts": ("test_experts_of_qwen3_moe", "test_gpt_oss.py::test_experts", "test_qwen3_moe.py"),
+    "clamped_gate": ("test_gpt_oss.py::test_experts",),
+}

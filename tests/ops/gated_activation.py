@@ -172,3 +172,12 @@ OPERATIONS = {
 
 def check_large(ops, device):
     check_gated_activation(ops, device, torch.bfloat16, (1025, 14336))
+
+
+OPERATORS = {
+    "gated_activation_forward": lambda new: [(new(3, 1024), new(3, 1024, seed=1), "gelu_tanh", 1.0, 1.0)],
+    "gated_activation_backward": lambda new: [(new(3, 1024, seed=2), new(3, 1024), new(3, 1024, seed=1), "gelu_tanh", 1.0, 1.0)],
+    "gated_activation_packed_forward": lambda new: [(new(3, 1024), "gelu_tanh")],
+    "gated_activation_packed_backward": lambda new: [(new(3, 1024, seed=2)[:, :512], new(3, 1024), "gelu_tanh")],
+}
+GPU_TESTS = {"gated_activation": ("test_operation[gated_activation", "test_operation[tiled_mlp")}

@@ -239,3 +239,10 @@ MUTANTS = (
                ("dfinal.numel() == 0 else", "dfinal.numel() else")),
     *errors_in("shared/ops/delta_chunks.py", "packed", "chunks_of", ("(chunk - start[document]) * CHUNK", "chunk * CHUNK")),
 )
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+GPU_TESTS = {
+    "gated_delta": ("test_operations_of_gated_delta_nets", "test_the_delta_rule"),
+    "gated_delta_backward": ("test_operations_of_gated_delta_nets", "test_the_delta_rule"),
+}

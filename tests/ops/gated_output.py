@@ -6,6 +6,7 @@ import torch
 
 from tests.ops.common import CPU, FLOATS, FP32, assert_rows_close, backward_twice, errors_in, exact, leaf, randn, unchanged
 from tests.ops.residual_norm import module
+from tests.ops.signature import WIDTH, Signature
 
 
 def check_gated_output(ops, device, dtype, shape, *, packed=False, view=lambda x: x):
@@ -67,3 +68,16 @@ MUTANTS = [
     *errors_in(OPERATION, "rows", "GatedOutputFunction.backward", ("return gated", "return (dy, dy) or gated")),
     *errors_in(OPERATION, "into", "gated_output_backward_into", ("dgate.copy_(found[1])", "dgate.copy_(found[0])"), kernels=False),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+SIGNATURES = {
+    "gated_output": Signature(
+        lambda s: {"out": (*s.rows, s.length), "gate": (*s.rows, s.length)},
+        lambda out, gate: out * torch.sigmoid(gate),
+        rows=2,
+        sizes={"more": (8,), "length": WIDTH},
+        package="packages/qwen3_5",
+    )
+}
+GPU_TESTS = {"gated_output": ("test_operations_of_gated_delta_nets",)}

@@ -7,7 +7,8 @@ from torch.nn.functional import silu
 
 from tests.ops.common import BF16, CPU, FLOATS, FP16, FP32, assert_rows_close, backward_twice, errors_in, exact, leaf, randn, unchanged
 from tests.ops.residual_norm import module
-from tests.ops.rms_norm import rms_norm_exact
+from tests.ops.rms_norm import norm, rms_norm_exact
+from tests.ops.signature import WIDTH, Signature
 
 
 def check_gated_rms_norm(ops, device, dtype, shape, *, weight_dtype=None, eps=1e-6, view=lambda x: x):
@@ -64,3 +65,16 @@ MUTANTS = [
                ("sum_of_rows(d * n)", "(d * n)[0]"), kernels=False),
     *errors_in(OPERATION, "rows", "gated_rms_norm_reference", ("silu(gate.to(acc))", "gate.to(acc)"), kernels=False),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+SIGNATURES = {
+    "gated_rms_norm": Signature(
+        lambda s: {"x": (*s.rows, s.length), "gate": (*s.rows, s.length), "weight": (s.length,)},
+        lambda x, gate, weight: norm(x, weight) * silu(gate),
+        rows=2,
+        sizes={"more": (8,), "length": WIDTH},
+        package="packages/qwen3_5",
+    )
+}
+GPU_TESTS = {"gated_rms_norm": ("test_operations_of_gated_delta_nets",)}

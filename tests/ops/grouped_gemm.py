@@ -76,3 +76,7 @@ MUTANTS = [
          ("traversal_steps=(1, TILE_N)", "traversal_steps=(TILE_K, TILE_N)")),
     *errors_in("shared/ops/grouped_gemm.py", "grouped", "Groups.blocks", ("_mm_kernels[0].constant", "2 * _mm_kernels[0].constant")),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+GPU_TESTS = {"grouped_gemm": ("test_grouped_gemms", "test_experts_in_our_grouped_gemms")}

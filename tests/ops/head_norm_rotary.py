@@ -210,3 +210,7 @@ MUTANTS = [
     *errors_in(DECODER, "partial", "_turned", ("spec.turned // 2, 2, back", "spec.turned // 2, 2, False")),
     *errors_in("shared/ops/rotary_reference.py", "part", "of_part", ("torch.cat((part,", "torch.cat((x[..., :rotary_dim],"), kernels=False),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+GPU_TESTS = {"head_norm_rotary": ("test_heads",), "row_norm_rotary": ("test_heads",)}

@@ -4,9 +4,9 @@ import importlib
 
 import torch
 
-from tests.op_cases import misaligned
 from tests.ops.adamw import check_adamw_in_slabs, check_that_slabs_are_launches
 from tests.ops.common import BF16, CPU, FP32, errors_in, leaf, on_cpu, randn, runtime_of
+from tests.ops.layouts import misaligned
 from tests.ops.rms_norm import check_norm_in_parts, rms_norm_exact
 from tests.ops.swiglu import check_swiglu
 from tests.tolerances import assert_close

@@ -3,6 +3,7 @@
 import torch
 
 from tests.ops.common import BF16, CPU, FP16, FP32, again, errors_in, exact, leaf, limit, on_cpu, randn
+from tests.ops.signature import Signature
 from tests.tolerances import RELATIVE_ERROR, assert_close
 
 
@@ -554,3 +555,38 @@ MUTANTS = [
     *errors_in("shared/ops/linear_cross_entropy.py", "loss_unreduced", "_PerToken.backward",
          ("scale = dlosses.to(", "scale = torch.ones_like(dlosses).to(")),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+SIGNATURES = {
+    "linear_cross_entropy": Signature(
+        lambda s: {"hidden": (*s.rows, s.features), "weight": (s.classes, s.features), "target": s.rows,
+                   **s.optional(bias=(s.classes,)), **s.optional(class_weight=(s.classes,))},
+        lambda hidden, weight, target, bias=None, **options: cross_entropy_exact(hidden.flatten(0, -2), weight, target.flatten(), bias,
+                                                                                 **options),
+        constant=("target", "class_weight"),
+        options={
+            "reduction": ("mean", "sum", "none"),
+            "ignore_index": (-100, 0, 2),
+            "label_smoothing": (0.1, 0.5),
+            "softcap": (2.0, 30.0),
+            "lse_square_scale": (1e-4, 0.1),
+            "num_items": (1, 5, 37),
+        },
+    )
+}  # fmt: skip
+
+
+def _calls(new):
+    hidden, weight, target = new(5, 64, seed=14), new(40, 64, seed=15), new.integers([3, 39, -100, 0, 7])
+    scale, none = new.exact(1, seed=16).abs(), (-100, [0.0, 0.0, 0.0], [False] * 4, None)
+    bias, class_weight, every = new(40, seed=17), new.exact(40, seed=18).abs(), (-100, [0.1, 20.0, 0.01], [False, True, True, True], FP32)
+    return [
+        (hidden, weight, None, target, None, None, [False] * 3, *none),
+        (hidden, weight, None, target, None, scale, [True, False, False], *none),
+        (hidden, weight, bias, target, class_weight, scale.expand(5).contiguous(), [True] * 3, *every),
+    ]
+
+
+OPERATORS = {"linear_cross_entropy_run": _calls}
+GPU_TESTS = {"linear_cross_entropy": ("test_linear_cross_entropy", "test_evaluation")}

@@ -200,3 +200,6 @@ OPERATIONS = {"linear_divergence": Case(None, sample=_sample)}
 def check_large(ops, device):
     for frozen in (False, True):
         check_linear_divergence(ops, device, torch.bfloat16, (515,), 512, 384, 20000, beta=0.3, frozen=frozen)
+
+
+GPU_TESTS = {"head_divergence": ("test_operation[linear_divergence",)}

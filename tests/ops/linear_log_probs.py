@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.common import CPU, FLOATS, RELATIVE_ERROR, assert_close, assert_rows_close, check_kept, errors_in, exact, leaf, randn
 from tests.ops.linear_jsd import logits_of
+from tests.ops.signature import Signature
 from tests.ops.suite import Case, of_suite
 
 TILE = 8192  # the most columns that a block of the statistics has
@@ -476,3 +477,40 @@ OPERATIONS = {"linear_log_probs": Case(None, sample=_sample)}
 def check_large(ops, device):
     for frozen in (False, True):
         check_linear_log_probs(ops, device, torch.bfloat16, (515,), 512, 20000, outputs=ALL, frozen=frozen)
+
+
+def _log_probs(hidden, weight, target, bias=None, rounded=False, temperature=1.0, softcap=None, scale=1.0, skip_ignored=None):
+    """rounded: as `cross_entropy_exact`."""
+    z = torch.nn.functional.linear(hidden, weight, bias)
+    z = (z.double() if rounded else z) * scale
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    chosen = z.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
+    return chosen.masked_fill(target == -100, 0.0)
+
+
+SIGNATURES = {
+    "linear_log_probs": Signature(
+        lambda s: {"hidden": (*s.rows, s.features), "weight": (s.classes, s.features), "target": s.rows, **s.optional(bias=(s.classes,))},
+        _log_probs,
+        constant=("target",),
+        options={"temperature": (0.5, 2.0), "softcap": (2.0, 30.0), "scale": (0.25, 3.0), "skip_ignored": (False, True)},
+        call=lambda function, found, **options: function(**found, **options).log_probs,
+        # With a frozen head hidden's gradient is made in the forward pass and multiplied afterwards.
+        alone={"hidden": 1.5},
+    )
+}
+
+
+def _calls(new):
+    hidden, weight, target = new(5, 64, seed=14), new(40, 64, seed=15), new.integers([3, 39, -100, 0, 7])
+    bias, of_rows = new(40, seed=17).float(), new.exact(5, seed=20)
+    head, plain, every = (hidden, weight, None, target), [1.0, 0.0, 1.0], [True] * 5
+    return [
+        (*head, *[None] * 3, [False] * 3, plain, [True] + [False] * 4, -100, None, False),
+        (*head, of_rows, None, None, [True, False, False], [0.7, 20.0, 1.3], every, -100, None, True),
+        (hidden, weight.float(), bias, target, *[of_rows] * 3, [True] * 3, plain, every, -100, None, False),
+    ]
+
+
+OPERATORS = {"linear_log_probs_run": _calls}
+GPU_TESTS = {"log_probs": ("test_operation[linear_log_probs",)}

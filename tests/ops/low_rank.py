@@ -108,3 +108,7 @@ MUTANTS = [
          ("if not _kernel", "if _kernel"),
          ("return da, db", "return db, da", "low_rank")),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+GPU_TESTS = {"low_rank": ("test_low_rank",)}

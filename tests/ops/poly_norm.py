@@ -117,3 +117,6 @@ OPERATIONS = {
 
 def check_large(ops, device):
     check_poly_norm(ops, device, BF16, (2049, 4096))
+
+
+GPU_TESTS = {"sums": ("test_operation[poly_norm",)}

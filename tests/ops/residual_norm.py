@@ -6,7 +6,8 @@ import importlib
 import torch
 
 from tests.ops.common import BF16, CPU, FLOATS, FP16, FP32, assert_rows_close, errors_in, exact, leaf, randn, unchanged
-from tests.ops.rms_norm import rms_norm_exact
+from tests.ops.rms_norm import norm, rms_norm_exact
+from tests.ops.signature import Signature
 from tests.tolerances import RELATIVE_ERROR, relative_error
 
 # Rows in registers of every size, odd ones, and longer ones, which are two operations.
@@ -129,3 +130,32 @@ MUTANTS = [
                ("return dbranch, dstream,", "return dbranch, dtotal,")),
     *errors_in(OPERATION, "norm_add", "_add", ("residual + y.view(residual.shape), rstd", "y.view(residual.shape), rstd"), kernels=False),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+def _sum(branch, residual, weight):
+    return residual + norm(branch, weight, last=True)
+
+
+def _sum_and_norm(branch, residual, weight, next_weight):
+    total = _sum(branch, residual, weight)
+    return norm(total, next_weight, last=True), total
+
+
+def _shapes(s):
+    return {"branch": (*s.rows, s.length), "residual": (*s.rows, s.length), "weight": (s.length,)}
+
+
+SIGNATURES = {
+    "norm_add": Signature(_shapes, _sum, rows=2),
+    "norm_add_norm": Signature(lambda s: {**_shapes(s), "next_weight": (s.length,)}, _sum_and_norm, rows=2),
+}
+
+
+def _calls(new, *more):
+    tensors = new(3, 1024), new(3, 1024, seed=1), new(1024, seed=3), *([-new(1024, seed=3)] * len(more))
+    return [(*tensors, 1e-6), (*tensors, 1e-6, *more, 1.0, "last")]
+
+
+OPERATORS = {"norm_add_forward": _calls, "norm_add_norm_forward": lambda new: _calls(new, new.dtype)}
+GPU_TESTS = {"residual_norm": ("test_residual_norm",)}

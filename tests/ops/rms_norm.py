@@ -3,6 +3,7 @@
 import torch
 
 from tests.ops.common import BF16, CPU, FP16, FP32, errors_in, exact, launched, leaf, limit, on_cpu, randn
+from tests.ops.signature import Signature
 from tests.tolerances import assert_close
 
 
@@ -185,3 +186,43 @@ MUTANTS = [
     *errors_in("shared/ops/rms_norm.py", "add_offset", "AddRMSNormFunction.forward", ("ctx.offset = offset", "ctx.offset = 0.0"),
          kernels=False),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+def norm(x, weight, eps=1e-6, last=False):
+    """In float32 or wider, as models do it. last: whether it is rounded behind the weight."""
+    xf = x.to(torch.promote_types(x.dtype, FP32))
+    normed = xf * torch.rsqrt(xf.square().mean(-1, keepdim=True) + eps)
+    return (weight * normed).to(x.dtype) if last else weight * normed.to(x.dtype)
+
+
+SIGNATURES = {
+    "rms_norm": Signature(lambda s: {"x": (*s.rows, s.length), "weight": (s.length,)}, norm, rows=1),
+    "add_rms_norm": Signature(
+        lambda s: {"x": (*s.rows, s.length), "residual": (*s.rows, s.length), "weight": (s.length,)},
+        lambda x, residual, weight: (norm(x + residual, weight), x + residual),
+        rows=2,
+    ),
+}
+
+
+def _gradient(new):
+    """dy, x, weight and rstd of a backward pass."""
+    return new(3, 1024, seed=2), new(3, 1024), new(1024, seed=3), new.exact(3).abs()
+
+
+OPERATORS = {
+    "rms_norm_forward": lambda new: [
+        (new(3, 1024), new(1024, seed=3), 1e-6),
+        (new(3, 1024)[:, 1:], new(1024, seed=3)[1:], 1e-6),
+        (new(3, 1024), new(1024, seed=3), 1e-6, new.dtype, 1.0, "last"),
+    ],
+    "rms_norm_backward": lambda new: [(*_gradient(new), need) for need in (True, False)],
+    "rms_norm_recompute": lambda new: [_gradient(new)[1:]],
+    "add_rms_norm_forward": lambda new: [
+        (new(3, 1024), new(3, 1024, seed=1), new(1024, seed=3), 1e-6, *options)
+        for options in ((), (new.dtype, 1.0, "last", 0.5))
+    ],
+    "add_rms_norm_backward": lambda new: [(_gradient(new)[0], new(3, 1024, seed=1), *_gradient(new)[1:], need) for need in (True, False)],
+}
+GPU_TESTS = {"rms_norm": ("test_ops.py::test_rms_norm", "test_ops.py::test_add_rms_norm")}

@@ -3,7 +3,8 @@
 import torch
 
 from tests.ops.common import BF16, FP32, alone, errors_in, exact, leaf, on_cpu, randn
-from tests.ops.rms_norm import rms_norm_exact
+from tests.ops.rms_norm import norm, rms_norm_exact
+from tests.ops.signature import Signature
 from tests.tolerances import assert_close
 
 
@@ -206,3 +207,51 @@ MUTANTS = [
          ("(*partials, *sums)", "(*partials, *sums[::-1])"),
          ("(*partials, *sums)", "(*partials[::-1], *sums)")),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+def _angles(s):
+    return {"cos": (s.tables, s.tokens, s.table), "sin": (s.tables, s.tokens, s.table)}
+
+
+SIGNATURES = {
+    "rotary": Signature(
+        lambda s: {name: (s.batch, n, s.tokens, s.width) for name, n in zip("qk", s.heads)} | _angles(s),
+        lambda q, k, cos, sin: rotary_exact(q, k, cos, sin, 1),
+        constant=("cos", "sin"),
+    ),
+    "qk_norm_rotary": Signature(
+        lambda s: {**{name: (s.batch, s.tokens, n, s.width) for name, n in zip("qk", s.heads)},
+                   "q_weight": (s.width,), "k_weight": (s.width,), **_angles(s)},
+        lambda q, k, q_weight, k_weight, cos, sin: rotary_exact(*(norm(x, w).transpose(1, 2) for x, w in ((q, q_weight), (k, k_weight))),
+                                                                cos, sin, 1),
+        constant=("cos", "sin"),
+    ),
+}  # fmt: skip
+
+
+def _heads(new, seed=0):
+    """q and k, with their heads last, and two tables."""
+    return new(2, 3, 8, 128, seed=seed), new(2, 3, 4, 128, seed=seed + 1), new(1, 3, 128, seed=6), new(1, 3, 128, seed=7)
+
+
+def _turned(new, seed=0):
+    q, k, *tables = _heads(new, seed)
+    return q.transpose(1, 2), k.transpose(1, 2), *tables
+
+
+def _normed(new):
+    q, k, *tables = _heads(new)
+    return q, k, new(128, seed=4), new(128, seed=5), *tables, 1e-6
+
+
+OPERATORS = {
+    "rotary_forward": lambda new: [(*_turned(new), 1), (*_heads(new), 2)],
+    "rotary_backward": lambda new: [(*_turned(new, 2), 1), (*_heads(new), 2)],
+    "qk_norm_rotary_forward": lambda new: [_normed(new)],
+    "qk_norm_rotary_backward": lambda new: [(*_turned(new, 2)[:2], *_normed(new), need, not need) for need in (True, False)],
+}
+GPU_TESTS = {
+    "rotary": ("test_ops.py::test_rotary", "test_gpt_oss.py::test_rotary"),
+    "qk_norm_rotary": ("test_qk_norm_rotary",),
+}

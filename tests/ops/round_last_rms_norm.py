@@ -7,7 +7,8 @@ import types
 import torch
 
 from tests.ops.common import BF16, CPU, FP32, errors_in, exact, leaf, randn
-from tests.ops.rms_norm import check_add_rms_norm, check_rms_norm, rms_norm_exact
+from tests.ops.rms_norm import check_add_rms_norm, check_rms_norm, norm, rms_norm_exact
+from tests.ops.signature import Signature
 from tests.tolerances import assert_close
 
 
@@ -133,3 +134,21 @@ MUTANTS = [
          ('rounds == "first"', "True"),
          ("x.to(acc) * rstd", "x * rstd.to(x.dtype)"), kernels=False),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+SIGNATURES = {
+    "round_last_rms_norm": Signature(
+        lambda s: {"x": (*s.rows, s.length), "weight": (s.length,)},
+        lambda x, weight: norm(x, weight, 1e-5, last=True),
+        rows=1,
+        like=("rms_norm", {"eps": 1e-5, "rounds": "last"}),
+    ),
+    "round_last_add_rms_norm": Signature(
+        lambda s: {"x": (*s.rows, s.length), "residual": (*s.rows, s.length), "weight": (s.length,)},
+        lambda x, residual, weight: (norm(x + residual, weight, 1e-5, last=True), x + residual),
+        rows=2,
+        like=("add_rms_norm", {"eps": 1e-5, "rounds": "last"}),
+    ),
+}
+GPU_TESTS = {"round_last_rms_norm": ("test_gpt_oss.py::test_norms",)}

@@ -32,3 +32,7 @@ MUTANTS = [
     *errors_in("shared/ops/linear_head.py", "scale_at_an_odd_address", "multiply",
          ("_scale_kernel(flat", "Kernel(*_scale_kernel.names, grid=_scale_kernel.grid)(flat")),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+GPU_TESTS = {"scale": ("test_linear_cross_entropy",)}

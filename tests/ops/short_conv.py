@@ -77,3 +77,7 @@ MUTANTS = (
     *errors_in("shared/ops/short_conv.py", "documents", "_ShortConv.forward", ("save_for_backward(x,", "save_for_backward(-x,")),
     *errors_in("shared/ops/short_conv.py", "documents", "_ShortConv.backward", ("dbias if need[2]", "dx[0] if need[2]")),
 )
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+GPU_TESTS = {"short_conv": ("test_operations_of_gated_delta_nets",)}

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from tests.op_cases import Operations
 from tests.ops import collected, files
 from tests.ops.common import BF16, FP32, launched, leaf, randn
+from tests.ops.signature import Operations
 
 LABELS = torch.tensor([1, -100, 3, 0, 39, 7, 2, -100, 5])  # of the rows of `Case.slabs`
 

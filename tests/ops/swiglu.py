@@ -3,9 +3,11 @@
 import functools
 
 import torch
+from torch.nn.functional import linear, silu
 
 from tests.ops.common import FP32, alone, errors_in, exact, leaf, on_cpu, randn
 from tests.ops.decoder_nodes import check_norm_mlp, lay_side_by_side
+from tests.ops.signature import Signature
 from tests.tolerances import assert_close
 
 
@@ -109,3 +111,30 @@ MUTANTS = [
     *errors_in("shared/ops/swiglu.py", "mlp_packed", "gate_and_up",
                ("both[:, : gate_weight.shape[0]]", "both[:, gate_weight.shape[0] :]")),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+def _mlp(x, gate_weight, up_weight, down_weight):
+    return linear(silu(linear(x, gate_weight)) * linear(x, up_weight), down_weight)
+
+
+SIGNATURES = {
+    "swiglu": Signature(lambda s: {"gate": (*s.rows, s.length), "up": (*s.rows, s.length)}, lambda gate, up: silu(gate) * up, rows=2),
+    "mlp": Signature(
+        lambda s: {"x": (*s.rows, s.length), "gate_weight": (s.inner, s.length), "up_weight": (s.inner, s.length),
+                   "down_weight": (s.length, s.inner)},
+        _mlp,
+    ),
+}  # fmt: skip
+
+
+def _gradient(new):
+    return [(new(3, 1024, seed=2), new(3, 1024), new(3, 1024, seed=1))]
+
+
+OPERATORS = {
+    "swiglu_forward": lambda new: [(new(3, 1024), new(3, 1024, seed=1))],
+    "swiglu_backward": _gradient,
+    "swiglu_backward_recompute": _gradient,
+}
+GPU_TESTS = {"swiglu": ("test_ops.py::test_swiglu", "test_mlp")}

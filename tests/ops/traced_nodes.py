@@ -128,3 +128,70 @@ MUTANTS = [
          ("tensors = attended, after, before, behind", "tensors = attended, after, 2 * before, behind")),
     *errors_in("shared/decoder/traced.py", "mlp_of_a_graph", "_MLP.backward", ("(dout, x, attended,", "(dout, x, 2 * attended,")),
 ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- in the tests of every operation
+NORM = '[1e-06, 0.0, "first"]'  # Qwen3's descriptions, as `encoded` writes them
+INPUTS, OUTPUTS = f'[128, {NORM}, {NORM}, false, "halves", 0, null]', f'[{NORM}, {NORM}, {NORM}, "silu", 1.0]'
+
+
+def _projection_tensors(new, shapes, dtype, of_weights, adapters) -> tuple:
+    """(the tensors of each projection, what the backward pass finds made): of every second one with adapters, of all dtypes."""
+    tensors, made, tokens, rows_of_a = [], [], 6, []
+    for i, (rows, columns) in enumerate(shapes):
+        weight = new(rows, columns, seed=20 + i, dtype=of_weights)
+        if adapters and i % 2 == 0:
+            kind = (torch.float32, dtype)[i % 4 // 2]
+            a, b = new(4 + i, columns, seed=30 + i, dtype=kind), new(rows, 4 + i, seed=40 + i, dtype=kind)
+            tensors += [weight, None, a, b, None if i else new(rows, seed=50, dtype=kind)]
+            rows_of_a.append(a)
+            made += [b.to(dtype)] if kind != dtype else []
+        else:
+            tensors += [weight, None, None, None, None]
+    before = []
+    if rows_of_a:
+        rank = sum(a.shape[0] for a in rows_of_a)
+        before.append(new(tokens, rank, seed=60))
+        if len(rows_of_a) > 1 or rows_of_a[0].dtype != dtype:
+            before.append(torch.cat([a.to(dtype) for a in rows_of_a]))
+    if of_weights != dtype:
+        before.append(torch.cat([weight.to(dtype) for weight in tensors[::5]]))
+    return tensors, before + made
+
+
+def _layers_of(new) -> dict:
+    """Calls by operator: plain, with adapters beside frozen weights, and over fp32 as under autocast."""
+    dtype = new.dtype
+    forward, backward, mlp, mlp_backward = [], [], [], []
+    for kind, adapters, frozen in ((dtype, False, False), (dtype, True, True), (torch.float32, True, False)):
+        x, norm = new(6, 1024, dtype=kind), new(1024, seed=1, dtype=kind)
+        heads, tables = ([new(*shape, 128, seed=2 + i, dtype=kind) for i in range(2)] for shape in ((), (1, 3)))
+        inputs, of_inputs = _projection_tensors(new, [(512, 1024)] * 3, dtype, kind, adapters)
+        grads = [new(2, 3, 4, 128, seed=70 + i).transpose(1, 2) for i in range(3)]
+        rstd = new(6, dtype=torch.float32, seed=75).abs()
+        forward.append((x, norm, *heads, *tables, INPUTS, [2, 3], dtype, inputs, [2.0, 1.0, 0.5]))
+        needs = [tensor is not None and not (frozen and i % 5 == 0) for i, tensor in enumerate(inputs)]
+        backward.append((*grads, new(6, 1024, seed=73, dtype=kind), x, norm, *heads, *tables, INPUTS, dtype, inputs,
+                         [2.0, 1.0, 0.5], new(6, 1536, seed=74), [rstd, *of_inputs],
+                         [True, not frozen, not frozen, True, False, False, *needs]))  # fmt: skip
+        for attended in (None, new(6, 256, seed=76)):
+            groups = [[(1024, 256)]] * (attended is not None) + [[(96, 1024)] * 2, [(1024, 96)]]
+            found = [_projection_tensors(new, group, dtype, kind, adapters) for group in groups]
+            tensors, made = ([tensor for pair in found for tensor in pair[i]] for i in range(2))
+            scalings = [0.5] * (len(tensors) // 5)
+            mlp.append((x.view(2, 3, 1024), attended, None, norm, None, OUTPUTS, dtype, tensors, scalings))
+            stream, kept = (x.view(2, 3, 1024), [rstd]) if attended is None else (None, [x, rstd])
+            needs = [tensor is not None and not (frozen and i % 5 == 0) for i, tensor in enumerate(tensors)]
+            # Where gate and up are made again, of a norm so small that fp16 holds what follows of them.
+            needs = [True, attended is not None, False, not frozen, False, *needs]
+            for both, weight in ((new(6, 192, seed=78), norm), (None, norm / 64)):
+                mlp_backward.append((new(2, 3, 1024, seed=77, dtype=kind), stream, attended, None, weight, None, OUTPUTS, dtype, tensors,
+                                     scalings, both, [*kept, *made], needs))  # fmt: skip
+    inputs = {"norm_attention_inputs": forward, "norm_attention_inputs_backward": backward}
+    return {**inputs, "norm_mlp": mlp, "norm_mlp_backward": mlp_backward}
+
+
+OPERATORS = {
+    name: lambda new, name=name: _layers_of(new)[name]
+    for name in ("norm_attention_inputs", "norm_attention_inputs_backward", "norm_mlp", "norm_mlp_backward")
+}
