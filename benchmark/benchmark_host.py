@@ -24,9 +24,9 @@ if not __package__:  # run as a file
     sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
     __package__ = Path(__file__).absolute().parent.name
 
-from . import models, providers, records, rows
+from . import models, providers, published, records, rows
 from .command_line import layers_parser, some_of
-from .families import fill, new_qwen3
+from .families import fill
 from .kernels_cli import Benchmark
 from .markdown import Table, by_provider, columns_of, select, times_faster
 from .operation import Random
@@ -107,7 +107,7 @@ def package_of(device: str):
 
 def make_layer(args, provider: str, rank: int = 0):
     """Return a model with one decoder layer, with adapters of a rank where it is not 0."""
-    model = new_qwen3(args.model, 1, args.device)
+    model = published.new_model(args.model, 1, args.device)
     fill(model)
     if providers.is_ours(provider):
         package_of(args.device).pack(model)

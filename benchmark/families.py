@@ -9,7 +9,6 @@ import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -86,52 +85,9 @@ def prepare(provider: str, folder: str, liger: tuple[str, ...]) -> None:
         getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{name}")()
 
 
-def new_qwen3(name: str, layers: int | None, device: str, dtype: torch.dtype = torch.bfloat16, attention: str = "sdpa"):
-    """Return a Qwen3ForCausalLM in training mode, to be filled. layers: None for all; attention: transformers' name of it."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    s = models.size(name)
-    config = Qwen3Config(
-        vocab_size=s.vocab,
-        hidden_size=s.hidden,
-        intermediate_size=s.intermediate,
-        num_hidden_layers=layers or s.layers,
-        num_attention_heads=s.heads,
-        num_key_value_heads=s.kv_heads,
-        head_dim=s.head_dim,
-        max_position_embeddings=40960,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=s.tied,
-        use_cache=False,
-    )
-    with torch.device(device):
-        return Qwen3ForCausalLM._from_config(config, dtype=dtype, attn_implementation=attention).train()
-
-
-def new_qwen3_moe(args, device: str):
-    """Return a Qwen3MoeForCausalLM in training mode, to be filled."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    s = models.size(args.model)
-    head: dict[str, Any] = {"head_dim": s.head_dim}  # which the class reads and does not name
-    config = Qwen3MoeConfig(
-        vocab_size=s.vocab,
-        hidden_size=s.hidden,
-        moe_intermediate_size=s.intermediate,
-        num_hidden_layers=args.layers or s.layers,
-        num_attention_heads=s.heads,
-        num_key_value_heads=s.kv_heads,
-        num_experts=s.experts,
-        num_experts_per_tok=s.top_k,
-        norm_topk_prob=True,
-        max_position_embeddings=40960,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        use_cache=False,
-        **head,
-    )
-    with torch.device(device):
-        attention = attention_of(args.child)
-        return Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation=attention).train()
+def new_published(args, device: str):
+    """Return the causal LM of a row of published.py in training mode, to be filled."""
+    return published.new_model(args.model, args.layers, device, DTYPES[getattr(args, "weights", "bf16")], attention_of(args.child))
 
 
 def prepare_gpt_oss(provider: str) -> None:
@@ -181,9 +137,7 @@ QWEN3 = Family(
     masked_providers=MASKED,
     fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     prepare=functools.partial(prepare, folder=suites.QWEN3.package, liger=("qwen3", "qwen3_moe")),
-    new_model=lambda args, device: new_qwen3(
-        args.model, args.layers, device, DTYPES[getattr(args, "weights", "bf16")], attention_of(args.child)
-    ),
+    new_model=new_published,
     packs=True,
     tokens=(256, 512, 1024, 2048, 4096, 8192, 16384, 18432, 20480, 24576, 26624),
 )
@@ -196,7 +150,7 @@ QWEN3_MOE = Family(
     masked_providers=MASKED,
     fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),
     prepare=functools.partial(prepare, folder=suites.QWEN3.package, liger=("qwen3", "qwen3_moe")),
-    new_model=new_qwen3_moe,
+    new_model=new_published,
     packs=True,
     tokens=(2048, 4096, 8192, 16384),
     layers=12,  # of 48: with AdamW's states as many as fit into 141 GB beside the activations
@@ -213,11 +167,6 @@ GPT_OSS = Family(
     tokens=(2048, 4096, 8192, 16384),
     layers=12,  # of 24: with AdamW's states as many as fit into 141 GB
 )
-def new_published(args, device: str):
-    """Return the causal LM of a row of published.py in training mode, to be filled."""
-    return published.new_model(args.model, args.layers, device, DTYPES[getattr(args, "weights", "bf16")], attention_of(args.child))
-
-
 DENSE = Family(
     name="dense",
     package="packages/decoders",
@@ -266,7 +215,7 @@ def family_of(model: str) -> Family:
 
 def make_model(name: str, layers: int | None, device: str, dtype: torch.dtype = torch.bfloat16):
     """Return a Qwen3ForCausalLM in training mode with random weights that depend on nothing but the parameters' names."""
-    model = new_qwen3(name, layers, device, dtype)
+    model = published.new_model(name, layers, device, dtype)
     fill(model)
     return model
 

@@ -36,7 +36,7 @@ GPT_OSS = {
     "gpt_oss_20b": Size(2880, 2880, 24, 64, head_dim=64, vocab=201088, experts=32, top_k=4),
     "gpt_oss_120b": Size(2880, 2880, 36, 64, head_dim=64, vocab=201088, experts=128, top_k=4),
 }
-# Of packages/decoders and packages/qwen3_5; published.py has the rest of their configurations.
+# Of packages/decoders and packages/qwen3_5. published.py has the rest of the configurations.
 DENSE = {
     "llama_3.1_8b": Size(4096, 14336, 32, 32, vocab=128256),
     "qwen2.5_7b": Size(3584, 18944, 28, 28, kv_heads=4, vocab=152064),

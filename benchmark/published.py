@@ -1,4 +1,4 @@
-"""The dense models of packages/decoders and the hybrid ones of packages/qwen3_5, whose steps are measured: one row each."""
+"""The models whose steps are measured, but for GPT-OSS: one row for each family."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,10 @@ def rotary(theta: float, **more) -> dict[str, Any]:
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # By what models.family calls them.
+QWEN3 = {
+    "qwen3": Published("qwen3", "qwen3", {"max_position_embeddings": 40960, **rotary(1e6)}),
+    "qwen3_moe": Published("qwen3_moe", "qwen3_moe", {"max_position_embeddings": 40960, "norm_topk_prob": True, **rotary(1e6)}),
+}
 DENSE = {
     "llama": Published("llama", "llama", rotary(500000.0, **LLAMA3)),
     "qwen2.5": Published("qwen2", "qwen2", rotary(1e6)),
@@ -41,13 +45,15 @@ DENSE = {
 }
 SMALL_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 HYBRID = {"qwen3.5": Published("qwen3_5_text", "qwen3_5", rotary(1e7, partial_rotary_factor=0.25), SMALL_HEADS)}
+ROWS = QWEN3 | DENSE | HYBRID
 
 
-def new_model(name: str, layers: int | None, device: str, dtype: torch.dtype, attention: str):
+def new_model(name: str, layers: int | None, device: str, dtype: torch.dtype = torch.bfloat16, attention: str = "sdpa"):
     """Return the causal LM of a row in training mode, to be filled. layers: None for all; attention: transformers' name of it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    s, row = models.size(name), (DENSE | HYBRID)[models.family(name)]
+    s, row = models.size(name), ROWS[models.family(name)]
+    experts = {"moe_intermediate_size": s.intermediate, "num_experts": s.experts, "num_experts_per_tok": s.top_k} if s.experts else {}
     config = AutoConfig.for_model(
         row.model_type,
         vocab_size=s.vocab,
@@ -58,10 +64,8 @@ def new_model(name: str, layers: int | None, device: str, dtype: torch.dtype, at
         num_key_value_heads=s.kv_heads,
         head_dim=s.head_dim,
         tie_word_embeddings=s.tied,
-        max_position_embeddings=131072,
         use_cache=False,
-        **row.options,
-        **(row.tiny if name in models.TINY else {}),
+        **{"max_position_embeddings": 131072, **experts, **row.options, **(row.tiny if name in models.TINY else {})},
     )
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).train()

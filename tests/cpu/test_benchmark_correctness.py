@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from benchmark import benchmark_experts, benchmark_linear_cross_entropy, benchmark_swiglu, correctness, eager, families, models
+from benchmark import benchmark_experts, benchmark_linear_cross_entropy, benchmark_swiglu, correctness, eager, models, published
 from benchmark.correctness import relative_error
 from benchmark.operation import Random
 
@@ -19,7 +19,7 @@ def test_the_formulas_are_those_of_transformers():
     norm.weight = torch.nn.Parameter(weight)
     assert torch.equal(norm(x), eager.rms_norm(x, weight))
 
-    config = families.new_qwen3("tiny", None, "meta").config
+    config = published.new_model("tiny", None, "meta").config
     size, tokens = models.size("tiny"), 7
     cos, sin = qwen3.Qwen3RotaryEmbedding(config)(x, torch.arange(tokens)[None])
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip((cos, sin), eager.angles(tokens, size.head_dim), strict=True))
