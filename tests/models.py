@@ -1,9 +1,11 @@
 """Small models, and the comparison of their training steps. Tests of the layers and of patching use them on any device."""
 
+import contextlib
 import importlib
 
 import torch
 
+from tests.ops.common import mesh_of_one
 from tests.tolerances import assert_close, relative_error
 
 VOCABULARY = 199
@@ -165,11 +167,12 @@ def packed_groups(package, layer):
 
 
 class Step:
-    """What one forward and backward pass of a model gave: `output`, `loss`, and `gradients` by parameter."""
+    """What one forward and backward pass of a model gave: `output`, `loss`, and `gradients` by parameter. call: of the same parameters, in
+    the model's place, as torch.compile gives it."""
 
-    def __init__(self, model, **inputs):
+    def __init__(self, model, call=None, **inputs):
         model.zero_grad()
-        self.output = model(**inputs)
+        self.output = (model if call is None else call)(**inputs)
         self.loss = self.output[0] if isinstance(self.output, tuple) else self.output.loss
         self.loss.backward()
         self.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -191,3 +194,47 @@ class Step:
         for name, gradient in exact.gradients.items():
             mine, others = (relative_error(step.gradients[name], gradient) for step in (self, other))
             assert mine <= 1.25 * others + floor, f"{name}: relative error {mine:.2e}, without the layers {others:.2e}"
+
+
+def compiled_step(model, **inputs) -> Step:
+    """A step of a model that torch.compile makes one graph of."""
+    torch._dynamo.reset()
+    return Step(model, torch.compile(model, backend="aot_eager", fullgraph=True), **inputs)
+
+
+def check_compiled(model, expected: Step, factor=1.0, **inputs):
+    """Compiled, a model's step is an expected one; the gradients within a factor of the tolerance."""
+    found = compiled_step(model, **inputs)
+    assert_close(found.loss, expected.loss, torch.float32, "loss")
+    found.assert_same(expected, factor)
+
+
+@contextlib.contextmanager
+def sharded(model, inner=lambda layer: ()):
+    """The model under FSDP2 on this process alone: classes become subclasses, weights are DTensors outside of a forward pass. inner: the
+    modules of a layer that are units of their own."""
+    from torch.distributed.fsdp import fully_shard
+
+    with mesh_of_one() as mesh:
+        for layer in model.model.layers:
+            for module in (*inner(layer), layer):
+                fully_shard(module, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        yield model
+
+
+def whole(step: Step) -> Step:
+    """The step, with whole gradients of sharded parameters."""
+    step.gradients = {name: gradient.full_tensor() for name, gradient in step.gradients.items()}
+    return step
+
+
+def check_same_bits(model, **inputs):
+    """Two runs with deterministic algorithms give the same bits."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (Step(model, **inputs) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(first.loss, second.loss)
+    assert all(torch.equal(first.gradients[name], second.gradients[name]) for name in first.gradients)

@@ -10,7 +10,7 @@ import torch
 
 from tests.cpu.conftest import kernels_of
 from tests.decoder_families import CHANGES, EVERYWHERE, IMAGE, IMAGE_END, IMAGE_START, NAMES, UNCHANGING, VARIANTS, VISION, tiny
-from tests.models import Step, random_tokens
+from tests.models import Step, check_compiled, random_tokens
 from tests.tolerances import assert_close, relative_error
 
 TOKENS = random_tokens(2, 21)
@@ -218,13 +218,7 @@ def test_torch_compile(package, calls, name):
     model = tiny(name, num_hidden_layers=1, **kinds)
     expected = step_of(model)
     package.kernelize(model)
-    torch._dynamo.reset()
-    model.zero_grad()
-    loss = torch.compile(model, backend="aot_eager", fullgraph=True)(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
-    loss.backward()
-    assert_close(loss, expected.loss, torch.float32, "loss")
-    for parameter_name, parameter in model.named_parameters():
-        assert_close(parameter.grad, expected.gradients[parameter_name], torch.float32, parameter_name, FACTOR)
+    check_compiled(model, expected, FACTOR, input_ids=TOKENS, labels=TOKENS, use_cache=False)
 
 
 @of_families(*FEW, "phi3", "smollm3", "granitemoehybrid")

@@ -13,7 +13,18 @@ from torch import nn
 from transformers.integrations import moe
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from tests.models import Step, own_attributes, random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_moe
+from tests.models import (
+    Step,
+    check_compiled,
+    check_same_bits,
+    own_attributes,
+    random_tokens,
+    sharded,
+    tiny_gpt_oss,
+    tiny_model,
+    tiny_qwen3_moe,
+    whole,
+)
 from tests.mutants import ROOT
 from tests.ops import experts as experts_checks
 from tests.ops import rms_norm, round_last_rms_norm
@@ -197,52 +208,25 @@ def test_torch_compile(gpt_oss, how):
     model = tiny_gpt_oss()
     expected = Step(model, input_ids=TOKENS, labels=LABELS)
     install(gpt_oss, model, how)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    model.zero_grad()
-    loss = compiled(input_ids=TOKENS, labels=LABELS).loss
-    loss.backward()
-    assert_close(loss, expected.loss, torch.float32, "loss")
-    for name, parameter in model.named_parameters():
-        assert_close(parameter.grad, expected.gradients[name], torch.float32, name, FACTOR)
+    check_compiled(model, expected, FACTOR, input_ids=TOKENS, labels=LABELS)
 
 
 def test_sharded_parameters(gpt_oss):
-    """FSDP2 on one process: classes become subclasses, weights are DTensors outside of a forward pass."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     model = tiny_gpt_oss()
     expected = Step(model, input_ids=TOKENS, labels=LABELS)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    with sharded(model):
         for how in ("apply", "kernelize"):
             install(gpt_oss, model, how)
             steps = []
             assert uses(gpt_oss, model, lambda model: steps.append(Step(model, input_ids=TOKENS, labels=LABELS))) == ALL  # noqa: B023
-            found = steps[0]
-            found.gradients = {name: gradient.full_tensor() for name, gradient in found.gradients.items()}
-            found.assert_same(expected, FACTOR)
+            whole(steps[0]).assert_same(expected, FACTOR)
             gpt_oss.reset()
-    finally:
-        dist.destroy_process_group()
 
 
 def test_two_runs_give_the_same_bits(gpt_oss):
     model = tiny_gpt_oss(torch.bfloat16)
     gpt_oss.apply()
-    torch.use_deterministic_algorithms(True)
-    try:
-        first, second = (Step(model, input_ids=TOKENS, labels=LABELS) for _ in range(2))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert torch.equal(first.loss, second.loss)
-    assert all(torch.equal(first.gradients[name], second.gradients[name]) for name in first.gradients)
+    check_same_bits(model, input_ids=TOKENS, labels=LABELS)
 
 
 # ---------------------------------------------------------------- the experts' ways in

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models import VOCABULARY, Step, own_attributes, random_tokens, tiny_model
+from tests.models import VOCABULARY, Step, check_compiled, compiled_step, own_attributes, random_tokens, sharded, tiny_model, whole
 from tests.ops.linear_cross_entropy import cross_entropy_exact
 from tests.tolerances import assert_close
 from tests.versions import TORCH, needs_compiler
@@ -475,14 +475,7 @@ def test_torch_compile(qwen3, how):
     model = tiny_model()
     expected = Step(model, input_ids=TOKENS, labels=LABELS)
     install(qwen3, model, how)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    model.zero_grad()
-    loss = compiled(input_ids=TOKENS, labels=LABELS).loss
-    loss.backward()
-    assert_close(loss, expected.loss, torch.float32, "loss")
-    for name, parameter in model.named_parameters():
-        assert_close(parameter.grad, expected.gradients[name], torch.float32, name)
+    check_compiled(model, expected, input_ids=TOKENS, labels=LABELS)
 
 
 @needs_compiler
@@ -491,12 +484,10 @@ def test_torch_compile_with_options_of_the_loss(qwen3):
     qwen3.apply(fused_linear_cross_entropy={"label_smoothing": 0.2, "use_token_scaling": True, "return_token_accuracy": True})
     inputs = {"input_ids": TOKENS, "labels": LABELS, "return_z_loss": True, "lse_square_scale": 1e-2, "return_predicted_tokens": True}
     expected = Step(model, **inputs)
-    torch._dynamo.reset()
-    found = Step(torch.compile(model, backend="aot_eager", fullgraph=True), **inputs)
+    found = compiled_step(model, **inputs)
     for name in ("z_loss", "token_accuracy"):
         assert_close(found.output[name], expected.output[name], torch.float32, name)
     assert torch.equal(found.output.predicted_tokens, expected.output.predicted_tokens)
-    found.gradients = {name.removeprefix("_orig_mod."): gradient for name, gradient in found.gradients.items()}
     found.assert_same(expected)
 
 
@@ -572,28 +563,15 @@ def test_rotary_with_tables_of_another_dtype(qwen3):
 
 @pytest.mark.skipif(TORCH < (2, 7), reason="FSDP2 of torch 2.6 runs on GPUs only: a stream of the CPU records no event")
 def test_sharded_parameters(qwen3):
-    """FSDP2 on one process: classes become subclasses, weights are DTensors outside of a forward pass."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     model = tiny_model()
     expected = Step(model, input_ids=TOKENS, labels=LABELS)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    with sharded(model):
         for how in ("apply", "kernelize"):
             install(qwen3, model, how)
             found = Step(model, input_ids=TOKENS, labels=LABELS)
             assert found.output.logits is None
-            found.gradients = {name: gradient.full_tensor() for name, gradient in found.gradients.items()}
-            found.assert_same(expected)
+            whole(found).assert_same(expected)
             qwen3.reset()
-    finally:
-        dist.destroy_process_group()
 
 
 def test_layers_have_no_state(qwen3):

@@ -10,7 +10,7 @@ import torch
 from kernels import Mode
 
 from tests.cpu.test_capture import Pool, Rerun
-from tests.models import Step, random_tokens, tiny_qwen3_5, tiny_qwen3_5_sparse
+from tests.models import Step, check_compiled, random_tokens, tiny_qwen3_5, tiny_qwen3_5_sparse
 from tests.ops.common import launched, runtime_of
 from tests.tolerances import assert_close
 from tests.versions import needs_decorators
@@ -154,13 +154,7 @@ def test_torch_compile(qwen3_5, name):
     model = tiny(name, **TWO_LAYERS)
     expected = step_of(model)
     qwen3_5.kernelize(model)
-    torch._dynamo.reset()
-    model.zero_grad()
-    loss = torch.compile(model, backend="aot_eager", fullgraph=True)(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
-    loss.backward()
-    assert_close(loss, expected.loss, torch.float32, "loss")
-    for parameter_name, parameter in model.named_parameters():
-        assert_close(parameter.grad, expected.gradients[parameter_name], torch.float32, parameter_name, FACTOR)
+    check_compiled(model, expected, FACTOR, input_ids=TOKENS, labels=TOKENS, use_cache=False)
 
 
 @pytest.mark.parametrize("name", ("qwen3_5", "qwen3_5_moe"))

@@ -13,7 +13,7 @@ from transformers.integrations import moe
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from tests.models import Step, random_tokens, tiny_model, tiny_qwen3_moe
+from tests.models import Step, check_compiled, check_same_bits, random_tokens, sharded, tiny_model, tiny_qwen3_moe, whole
 from tests.mutants import ROOT
 from tests.tolerances import assert_close, relative_error
 from tests.versions import forward_of
@@ -445,56 +445,27 @@ def test_torch_compile(qwen3, how):
     model = tiny_qwen3_moe()
     expected = Step(model, input_ids=TOKENS, labels=LABELS)
     install(qwen3, model, how)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    model.zero_grad()
-    loss = compiled(input_ids=TOKENS, labels=LABELS).loss
-    loss.backward()
-    assert_close(loss, expected.loss, torch.float32, "loss")
-    for name, parameter in model.named_parameters():
-        assert_close(parameter.grad, expected.gradients[name], torch.float32, name, FACTOR)
+    check_compiled(model, expected, FACTOR, input_ids=TOKENS, labels=LABELS)
 
 
 @pytest.mark.parametrize("parts", ["layers", "experts"])
 def test_sharded_parameters(qwen3, parts):
-    """FSDP2 on one process: classes become subclasses, weights are DTensors outside of a forward pass."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     model = tiny_qwen3_moe()
     expected = Step(model, input_ids=TOKENS, labels=LABELS)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        for layer in model.model.layers:
-            if parts == "experts" and hasattr(layer.mlp, "experts"):
-                fully_shard(layer.mlp.experts, mesh=mesh)
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    with sharded(model, lambda layer: [layer.mlp.experts] if parts == "experts" and hasattr(layer.mlp, "experts") else []):
         for how in ("apply", "kernelize"):
             install(qwen3, model, how)
             steps = []
             called = uses(qwen3, model, lambda model: steps.append(Step(model, input_ids=TOKENS, labels=LABELS)))  # noqa: B023
             assert called >= ({"norm_experts"} if parts == "layers" else {"experts", "add_rms_norm"}) | {"norm_attention_inputs"}
-            found = steps[0]
-            found.gradients = {name: gradient.full_tensor() for name, gradient in found.gradients.items()}
-            found.assert_same(expected, FACTOR)
+            whole(steps[0]).assert_same(expected, FACTOR)
             qwen3.reset()
-    finally:
-        dist.destroy_process_group()
 
 
 def test_two_runs_give_the_same_bits(qwen3):
     model = tiny_qwen3_moe(torch.bfloat16)
     qwen3.apply()
-    torch.use_deterministic_algorithms(True)
-    try:
-        first, second = (Step(model, input_ids=TOKENS, labels=LABELS) for _ in range(2))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert torch.equal(first.loss, second.loss)
-    assert all(torch.equal(first.gradients[name], second.gradients[name]) for name in first.gradients)
+    check_same_bits(model, input_ids=TOKENS, labels=LABELS)
 
 
 def test_what_a_layer_of_experts_saves(qwen3):
