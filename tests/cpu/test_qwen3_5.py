@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernels import Mode
 
-from tests.cpu.test_capture import Pool, Rerun
+from tests.capturing import Pool, Rerun
 from tests.models import Step, check_compiled, random_tokens, tiny_qwen3_5, tiny_qwen3_5_sparse
 from tests.ops.common import launched, runtime_of
 from tests.tolerances import assert_close

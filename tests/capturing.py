@@ -1,0 +1,104 @@
+"""Captured passes without a GPU: a stand-in runs the function again where a graph would replay it, on the same inputs, and writes the
+results to where the first ones are."""
+
+import copy
+
+import pytest
+import torch
+
+SHAPE = 2, 9
+
+
+class Rerun:
+    """A graph on the CPU."""
+
+    replays = 0
+    together = 1
+
+    def record(self, function):
+        self.function = function
+        self.results = function()
+        return self.results
+
+    def replay(self):
+        Rerun.replays += 1
+        with torch.enable_grad():
+            new = self.function()
+        for old, result in zip(*(found if isinstance(found, tuple) else (found,) for found in (self.results, new)), strict=True):
+            if old is not None:
+                old.data.copy_(result)
+
+
+class Pool:
+    def __init__(self, device):
+        pass
+
+    graph = staticmethod(Rerun)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+
+def id_of(family):
+    return "{}-layers_a_graph={}".format(*family)
+
+
+QWEN3 = ("qwen3", 1), ("qwen3", 2)
+# For tests of what stands between layers, whatever is in them.
+one_family = pytest.mark.parametrize("family", QWEN3, ids=id_of, indirect=True)
+
+
+def replays_of(call):
+    """How many graphs ran during a call."""
+    before = Rerun.replays
+    call()
+    return Rerun.replays - before
+
+
+def batch(seed, shape=SHAPE):
+    return torch.randint(1, 199, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model, seed=0, shape=SHAPE, **options):
+    ids = batch(seed, shape)
+    return model(input_ids=ids, labels=ids, use_cache=False, **options).loss
+
+
+def gradients(model, seed=0, **options):
+    model.zero_grad()
+    loss_of(model, seed, **options).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys() and found
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def captured(package, model, shape=SHAPE):
+    """Both, with their graphs recorded. The other is the same model without."""
+    plain = copy.deepcopy(model)
+    package.kernelize(plain)
+    package.capture(package.kernelize(model), *shape)
+    for seed in range(2):
+        gradients(model, seed, shape=shape)
+    return model, plain
+
+
+def compare(model, plain, *args, **options):
+    """How many graphs ran in a step of a model whose gradients are those of another one."""
+    before = Rerun.replays
+    assert_equal(gradients(model, *args, **options), gradients(plain, *args, **options))
+    return Rerun.replays - before
+
+
+LAYERS = 2
+
+
+def whole(layers=LAYERS):
+    """The number of graphs of a training step."""
+    return 2 * -(-layers // Rerun.together)

@@ -1,0 +1,174 @@
+"""Padding is left out of the decoder where nobody reads it, and only there."""
+
+import importlib
+
+import pytest
+import torch
+
+from tests.attention_batches import DECODERS, FAMILIES, LENGTHS, SLIDING, assert_same, gpt_oss_of, module_of, padded
+from tests.models import tiny_model
+
+
+@pytest.mark.parametrize("family", (*FAMILIES, *DECODERS))
+@pytest.mark.parametrize("side", ("left", "right"))
+@pytest.mark.parametrize("reader", ("logits", "labels", "hidden states"))
+def test_whoever_reads_padding_reads_what_transformers_computes(chosen, family, side, reader):
+    """A loss of all positions, labels that are the tokens themselves, a head that looks at every hidden state."""
+    package, make = chosen(family)
+    batch, found = padded(side), []
+    for how in ("plain", "apply"):
+        model = make()
+        if how == "apply":
+            package.apply()
+        model.zero_grad(set_to_none=True)
+        if reader == "labels":
+            output = model(**batch, labels=batch["input_ids"], use_cache=False).loss
+        elif reader == "logits":
+            output = model(**batch, use_cache=False).logits
+        else:
+            output = model.model(**batch, use_cache=False).last_hidden_state
+        weights = torch.sin(torch.arange(output.numel(), dtype=torch.float32)).view(output.shape)
+        (output * weights + output).sum().backward()
+        assert model.model.config._attn_implementation == ("bastile" if how == "apply" else model.config._attn_implementation)
+        found.append((output.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
+    assert_same(found[1], found[0], bound=1e-4)
+
+
+@pytest.mark.parametrize("family", (*FAMILIES, *DECODERS))
+def test_where_nobody_reads_padding_it_is_left_out(chosen, family, monkeypatch):
+    package, make = chosen(family)
+    batch = padded("right")
+    batch["labels"] = labels_of(batch)
+    model = make()
+    expected = model(**batch, use_cache=False).loss
+    tokens = tokens_of(package, monkeypatch)
+    for unpad in (True, False):
+        package.apply(unpad=unpad)
+        tokens.clear()
+        torch.testing.assert_close(model(**batch, use_cache=False).loss, expected, rtol=1e-5, atol=1e-5)
+        assert set(tokens) == {sum(LENGTHS) if unpad else batch["input_ids"].numel()}
+
+
+def tokens_of(package, monkeypatch):
+    """The tokens of each plan that attention was called with."""
+    module, found = module_of(package, "attention"), []
+    original = module.attention
+
+    def attention(q, k, v, plan, **options):
+        found.append(plan.tokens)
+        return original(q, k, v, plan, **options)
+
+    monkeypatch.setattr(module, "attention", attention)
+    return found
+
+
+def labels_of(batch):
+    return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+
+
+@pytest.mark.parametrize("family", ("qwen3", "sliding", "gpt_oss"))
+@pytest.mark.parametrize("side", ("left", "right"))
+@pytest.mark.parametrize("checkpointing", (False, True))
+def test_padding_is_left_out(request, family, side, checkpointing, monkeypatch):
+    package = request.getfixturevalue("gpt_oss" if family == "gpt_oss" else "qwen3")
+    tokens = tokens_of(package, monkeypatch)
+    package.apply()
+    batch = padded(side)
+    batch["labels"] = labels_of(batch)
+    if side == "left":
+        batch["labels"][batch["input_ids"].ne(0).cumsum(1) == 1] = -100  # which a padded position would predict
+    make = {"qwen3": tiny_model, "sliding": lambda **c: tiny_model(**SLIDING, **c), "gpt_oss": gpt_oss_of}[family]
+    results = []
+    for unpad in (False, True):
+        model = make(attn_implementation="bastile")
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        package.apply(unpad=unpad)
+        tokens.clear()
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        results.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+        assert set(tokens) == {sum(LENGTHS) if unpad else batch["input_ids"].numel()}
+    assert_same(results[1], results[0], bound=1e-4 if family == "gpt_oss" else 2e-5)
+
+
+@pytest.mark.parametrize("who", ("cache", "hook", "hidden states", "label", "logits", "unreduced", "evaluation", "switch", "own forward"))
+def test_padding_stays_where_someone_could_tell(qwen3, who, monkeypatch):
+    tokens = tokens_of(qwen3, monkeypatch)
+    qwen3.apply()
+    batch = padded("right")
+    model = tiny_model(attn_implementation="bastile")
+    batch |= {"labels": labels_of(batch), "use_cache": who == "cache"}
+    qwen3.apply(unpad=who != "switch")
+    if who == "hook":
+        model.model.layers[0].register_forward_hook(lambda *_: None)
+    elif who == "hidden states":
+        batch["output_hidden_states"] = True
+    elif who == "label":
+        batch["labels"][1, -2] = 5
+    elif who == "logits":
+        batch["skip_logits"] = False
+    elif who == "unreduced":
+        batch["reduction"] = "none"
+    elif who == "evaluation":
+        model.eval()
+    elif who == "own forward":
+        model.model.norm.forward = lambda x, forward=model.model.norm.forward: forward(x)
+    model(**batch)
+    assert set(tokens) == {batch["input_ids"].numel()}
+
+
+@pytest.mark.parametrize("family", ("qwen3", "qwen3_moe"))
+def test_padding_stays_where_attention_drops_out(qwen3, family, monkeypatch):
+    """Which numbers are dropped depends on the shape that they have."""
+    batch, shapes, losses = padded("right"), [], []
+    batch |= {"labels": labels_of(batch), "use_cache": False}
+    original = torch.nn.functional.scaled_dot_product_attention
+    spy = lambda query, *args, **kwargs: shapes.append(tuple(query.shape)) or original(query, *args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    model = FAMILIES[family](attention_dropout=0.3)
+    for implementation in ("sdpa", "bastile"):
+        if implementation == "bastile":
+            qwen3.apply()
+        model.set_attn_implementation(implementation)
+        torch.manual_seed(0)
+        losses.append(model(**batch).loss.detach())
+    assert {shape[:1] + shape[2:3] for shape in shapes} == {tuple(batch["input_ids"].shape)}
+    torch.testing.assert_close(*losses)
+
+
+def test_a_hook_on_the_embedding_sees_the_whole_batch(qwen3, hf):
+    """NEFTune's, which scales its noise by the length."""
+    batch, shapes = padded("right"), []
+    model = tiny_model(attn_implementation="bastile")
+    model.get_input_embeddings().register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape[:2])))
+    qwen3.apply()
+    model(**batch, labels=labels_of(batch), use_cache=False).loss.backward()
+    assert shapes == [tuple(batch["input_ids"].shape)]
+
+
+def test_the_callers_arguments_are_left_alone(qwen3, hf):
+    batch = padded("right")
+    before = {name: value.clone() for name, value in batch.items()}
+    qwen3.apply()
+    model = tiny_model(attn_implementation="bastile")
+    model(**batch, labels=labels_of(batch), use_cache=False).loss.backward()
+    assert all(torch.equal(batch[name], value) for name, value in before.items())
+
+
+def test_what_is_remembered_of_a_mask_is_for_its_numbers_of_now(qwen3):
+    masks = importlib.import_module(f"{qwen3.__name__}.shared.hf.masks")
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    assert masks.padding_of(mask) == masks.padding_of(mask) == masks.WHOLE
+    mask[0, 3:] = False
+    assert masks.padding_of(mask) == masks.BESIDE
+
+
+def test_a_plan_is_remembered_for_its_positions(qwen3):
+    """Of two documents of two tokens, then of one of four."""
+    masks = importlib.import_module(f"{qwen3.__name__}.shared.hf.masks")
+    visible = masks.Visible({"batch_size": 1, "q_length": 4, "kv_length": 4}, masks.Rule(), None, positions=True)
+    first, second = torch.tensor([[0, 1, 0, 1]]), torch.arange(4)[None]
+    plan = visible.plan(torch.device("cpu"), position_ids=first)
+    assert visible.plan(torch.device("cpu"), position_ids=first) is plan
+    assert visible.plan(torch.device("cpu"), position_ids=second) is not plan

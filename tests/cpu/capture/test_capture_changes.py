@@ -1,0 +1,102 @@
+"""What changes in a model is captured anew, and only that."""
+
+import pytest
+import torch
+
+from tests.capturing import Rerun, assert_equal, captured, compare, gradients, whole
+
+
+def first_norm(layer):
+    """The norm of q, or the first one of a layer whose heads have none."""
+    return next(module for name, module in layer.named_modules() if name.endswith("norm"))
+
+
+def replace_weight(norm):
+    norm.weight = torch.nn.Parameter(torch.full_like(norm.weight, 3.0))
+
+
+CHANGES = {
+    "weights that moved": lambda model: setattr(
+        model.model.layers[0].mlp.up_proj.weight, "data", model.model.layers[0].mlp.up_proj.weight * 2
+    ),
+    "another weight": lambda model: replace_weight(first_norm(model.model.layers[1])),
+    "another epsilon": lambda model: setattr(model.model.layers[1].input_layernorm, "variance_epsilon", 0.5),
+    "a frozen weight": lambda model: model.model.layers[0].mlp.up_proj.weight.requires_grad_(False),
+    "another layer": lambda model: setattr(
+        model.model.layers[0].mlp, "up_proj", torch.nn.Linear(model.config.hidden_size, model.config.intermediate_size)
+    ),
+    "a loaded state": lambda model: model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_is_recorded_anew(package, tiny_model, change):
+    model, plain = captured(package, tiny_model())
+    for m in (model, plain):
+        torch.manual_seed(2)
+        CHANGES[change](m)
+    counts = [compare(model, plain, seed) for seed in range(4)]
+    assert 0 in counts[:2], "a pass is looked at: this one, or the next where graphs in front of the changed layer were replayed"
+    assert counts[0] < whole() and counts[2:] == [whole()] * 2
+
+
+def test_weights_that_are_written_in_place_need_no_new_graphs(package, tiny_model):
+    model, plain = captured(package, tiny_model())
+    for m in (model, plain):
+        m.load_state_dict({name: value * 2 for name, value in m.state_dict().items()})
+    assert compare(model, plain) == whole()
+
+
+def test_lora(package, tiny_model):
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(model):
+        torch.manual_seed(3)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, 0, 0.1)
+        return model
+
+    model, plain = captured(package, adapted(tiny_model()))
+    assert compare(model, plain) == whole()
+    for m in (model, plain):
+        m.base_model.disable_adapter_layers()
+        for parameter in m.parameters():
+            parameter.requires_grad_(True)
+    for seed in range(3):
+        assert_equal(gradients(model, seed), gradients(plain, seed))
+
+
+@pytest.mark.parametrize("change", (
+    lambda layer: layer.scaling.update(default=3.0), lambda layer: layer.scaling.__setitem__("default", 0.0),
+    lambda layer: layer.merged_adapters.append("default"),
+), ids=("update", "zero", "merged"))
+def test_a_container_that_is_changed_in_place(package, tiny_model, change):
+    """PEFT keeps the scaling of each adapter in a dictionary, and the names of the merged ones in a list."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    model, plain = captured(package, model)
+    assert compare(model, plain) == whole()
+    for m in (model, plain):
+        m.base_model.model.requires_grad_(True)
+    for seed in range(2):
+        compare(model, plain, seed)
+    assert compare(model, plain) == whole()
+    for m in (model, plain):
+        change(m.base_model.model.model.layers[-1].self_attn.q_proj)
+    counts = [compare(model, plain, seed) for seed in range(4)]
+    assert counts[0] < whole() == counts[-1]
+
+
+def test_frozen_layers(package, tiny_model):
+    def frozen():
+        model = tiny_model()
+        for module in (model.model.embed_tokens, model.model.layers[0]):
+            module.requires_grad_(False)
+        return model
+
+    model, plain = captured(package, frozen())
+    assert compare(model, plain) == whole() - (Rerun.together == 1), "a frozen layer alone has no backward pass"
