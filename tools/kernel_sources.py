@@ -15,14 +15,18 @@ class SourceError(Exception):
 
 
 def _tree(module: str) -> ast.Module:
-    """The syntax of a module of kernel_src: without comments and line numbers, which are no part of a kernel."""
+    """The syntax of a module of kernel_src: without docstrings, comments and line numbers, which are no part of a kernel."""
     spec = importlib.util.find_spec(f"{PACKAGE}.{module}")
     if spec is None or spec.origin is None:
         raise SourceError(f"{PACKAGE} has no {module}.py")
     try:
-        return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError) as error:
         raise SourceError(f"{spec.origin}: {error}") from error
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
+    return tree
 
 
 def _imported(tree: ast.Module) -> set[str]:

@@ -99,12 +99,12 @@ def test_a_cuda_variant_without_kernels_is_refused(tmp_path):
 
 
 def test_kernels_older_than_their_source_are_not_assembled(cache, package, tmp_path, monkeypatch):
-    """By what they are made of, not by the time of a file: a comment makes no kernel older."""
+    """By what they are made of, not by the time of a file: a comment or a docstring makes no kernel older."""
     compile_.build(package, ONE, **QUIET)
     ignored = shutil.ignore_patterns("__pycache__", "cubins")
     shutil.copytree(ROOT / "torch-ext" / "qwen3", package.sources, symlinks=True, dirs_exist_ok=True, ignore=ignored)
     assemble(package, "cuda")
-    write(tmp_path, monkeypatch, "# a comment\n" + KERNELS)
+    write(tmp_path, monkeypatch, '"""A docstring."""\n# a comment\n' + KERNELS)
     assemble(package, "cuda")
     write(tmp_path, monkeypatch, KERNELS.replace("2.0", "3.0"))
     with pytest.raises(PackageError, match="source of tiny in kernel_src has changed since; compile the kernels first .make build"):
