@@ -84,7 +84,7 @@ def adamw_of_four(
     p0, g0, m0, v0, p1, g1, m1, v1, p2, g2, m2, v2, p3, g3, m3, v3,
     keep, beta1, rest1, beta2, rest2, step_size, root, eps, TILE: Const,
 ):  # fmt: skip
-    """Four parameters with their gradients and averages, all [pieces, TILE]: the pieces of one behind those of the other."""
+    """Steps four parameters with their gradients and averages, all [pieces, TILE]: the pieces of one after those of another."""
     end0 = p0.shape[0]
     end1 = end0 + p1.shape[0]
     end2 = end1 + p2.shape[0]
@@ -104,7 +104,7 @@ def adamw_capturable_of_four(
     p0, g0, m0, v0, numbers0, p1, g1, m1, v1, numbers1, p2, g2, m2, v2, numbers2, p3, g3, m3, v3, numbers3,
     beta1, rest1, beta2, rest2, eps, TILE: Const,
 ):  # fmt: skip
-    """The same, each with numbers of its own."""
+    """Steps four parameters, all [pieces, TILE], each with numbers of its own."""
     end0 = p0.shape[0]
     end1 = end0 + p1.shape[0]
     end2 = end1 + p2.shape[0]

@@ -43,7 +43,7 @@ def rows_of(array, block, head, ROWS: Const, D: Const):
 
 @ct.function
 def step_of(array, step, head, ROWS: Const, D: Const, LATENCY: Const):
-    """As `rows_of`, in a loop: LATENCY steps are read ahead."""
+    """Reads what `rows_of` does, in a loop, LATENCY steps ahead."""
     tile = ct.load(array, index=(step, head, 0), shape=(ROWS, 1, D), padding_mode=ZERO, latency=LATENCY)
     return ct.reshape(tile, (ROWS, D))
 
@@ -153,7 +153,7 @@ def attention_forward(
 def attention_sink_forward(
     q, k, v, sinks, limits, walks, out, lse, scale: float, BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const
 ):
-    """As `attention_forward`; sinks: [heads] fp32, one more score of every query, that of a key whose value is zero."""
+    """Computes what `attention_forward` does with sinks: [heads] fp32, one more score of every query, that of a key whose value is zero."""
     heads = q.shape[1]
     head = ct.bid(0) % heads
     block, start, unmasked, masked, end = walk_of(walks, ct.bid(0) // heads, QUERIES, STEP)

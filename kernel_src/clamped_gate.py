@@ -146,8 +146,8 @@ def clamped_gate_backward(
     gate_up, bias, scores, blocks, dout, dscores, dbias, alpha: float, limit: float,
     ROWS: Const, COLS: Const, PACKED: Const, MASKED: Const, WEIGHTS: Const
 ):  # fmt: skip
-    """As `clamped_gate_forward`. Writes the gradient over gate_up; dscores: [rows, pieces] fp32, sums over a piece of the columns.
-    dout: [rows, width], the gradient of `out` before the scores: of the second GEMM's input when nothing was multiplied.
+    """Writes the gradient over gate_up, which is as in `clamped_gate_forward`; dscores: [rows, pieces] fp32, sums over a piece of the
+    columns; dout: [rows, width], the gradient of `out` before the scores: of the second GEMM's input when nothing was multiplied.
 
     WEIGHTS: `out` again is written over dout, and dbias: [blocks, 2 * width] fp32 gets sums over a block's rows.
     """
@@ -184,8 +184,8 @@ def expert_bias_sum(partial, stops, out, ROWS: Const, COLS: Const):
 # ---------------------------------------------------------------- with the second GEMM's bias
 @ct.kernel
 def token_sum_bias(y, position, expert, scores, bias, out, COLS: Const):
-    """As `token_sum` of experts.py, with each row's bias: [experts, columns] times its score. expert: [tokens, top-k] int32; scores: the
-    same in fp32. An expert that is not there has no bias."""
+    """Adds up what `token_sum` of experts.py does, and each row's bias: [experts, columns] times its score. expert: [tokens, top-k]
+    int32; scores: the same in fp32. An expert that is not there has no bias."""
     token = ct.bid(0)
     cols = ct.bid(1) * COLS + ct.arange(COLS, dtype=ct.int32)
     acc = ct.zeros((COLS,), dtype=ct.float32)

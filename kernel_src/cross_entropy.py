@@ -41,7 +41,7 @@ def piece(block, logits, TILE: Const):
 
 @ct.function
 def last_first(logits, TILE: Const):
-    """As `piece`, from the last row on: the statistics have left it in the L2."""
+    """Counts as `piece` does, from the last row on: the statistics have left it in the L2."""
     return piece(block_from_last(), logits, TILE)
 
 
@@ -129,8 +129,8 @@ def cross_entropy_statistics(logits, part_max, part_sum, TILE: Const):
 
 @ct.kernel
 def cross_entropy_statistics_weighted(logits, class_weight, part_max, part_sum, part_total, softcap: float, TILE: Const):
-    """As `cross_entropy_statistics`, with softcap (0: none), and part_total: [tokens, pieces], sums of class_weight * (the piece's
-    maximum - z) / 2. Halves: the difference of two numbers of fp32 may be none."""
+    """Writes what `cross_entropy_statistics` does, with softcap (0: none), and part_total: [tokens, pieces], sums of class_weight *
+    (the piece's maximum - z) / 2. Halves: the difference of two numbers of fp32 may be none."""
     row, part = piece(ct.bid(0), logits, TILE)
     cols = part * TILE + ct.arange(TILE, dtype=ct.int32)
     z = read_logits(logits, row, cols)
@@ -211,7 +211,7 @@ def cross_entropy_gradient_weighted(logits, class_weight, target, lse, a, b, c, 
 
 @ct.kernel
 def cross_entropy_backward(logits, target, lse, dloss, scale, dlogits, ignore_index: int, TILE: Const):
-    """As `cross_entropy_gradient`, into dlogits. dloss: fp32, [1] or [tokens]; scale: [1] fp32; both multiply the gradient."""
+    """Writes what `cross_entropy_gradient` does into dlogits. dloss: fp32, [1] or [tokens]; scale: [1] fp32; both multiply the gradient."""
     row, _ = last_first(logits, TILE)
     factor = ct.gather(dloss, ct.where(dloss.shape[0] == 1, 0, row), check_bounds=False) * ct.gather(scale, 0, check_bounds=False)
     write_gradient(logits, dlogits, target, lse, factor, ignore_index, TILE)
@@ -219,7 +219,7 @@ def cross_entropy_backward(logits, target, lse, dloss, scale, dlogits, ignore_in
 
 @ct.kernel
 def cross_entropy_backward_weighted(logits, class_weight, target, lse, a, b, c, dlogits, softcap: float, TILE: Const):
-    """As `cross_entropy_gradient_weighted`, into dlogits."""
+    """Writes what `cross_entropy_gradient_weighted` does into dlogits."""
     write_gradient_weighted(logits, dlogits, class_weight, target, lse, a, b, c, softcap, TILE)
 
 

@@ -126,7 +126,7 @@ def counted(labels, row, ignore_index, masked):
 
 @ct.function
 def row_scale(factor, scale, factored):
-    """What losses and gradients are multiplied by: `scale`, and with `factored` a number on the device too."""
+    """The factor of losses and gradients: `scale`, and with `factored` a number on the device too."""
     return scale * ct.where(factored == 0, 1.0, ct.gather(factor, 0, check_bounds=False))
 
 
@@ -317,7 +317,7 @@ def divergence_of_logits_gradient(
 def divergence_of_logits_in_place(
     x, y, lse_x, lse_y, labels, slope, scale, beta: float, temperature: float, ignore_index: int, masked: int, KIND: Const, TILE: Const
 ):
-    """As `divergence_of_logits_gradient`, over x."""
+    """Writes what `divergence_of_logits_gradient` does over x."""
     ct.grid_dependency_control_wait()
     logit_gradient(x, y, lse_x, lse_y, labels, slope, scale, x, beta, temperature, ignore_index, masked, KIND, TILE)
 

@@ -68,8 +68,8 @@ def swiglu_rows_forward(gate_up, scores, out, ROWS: Const, COLS: Const, MASKED: 
 
 @ct.kernel
 def swiglu_rows_backward(gate_up, scores, dout, dscores, ROWS: Const, COLS: Const, WEIGHTS: Const):
-    """As `swiglu_rows_forward`, over gate_up and dout as `clamped_gate_backward` writes. Its blocks check their rows and columns:
-    a row that is read again could have been written over."""
+    """Writes the gradients of `swiglu_rows_forward` over gate_up and dout, as `clamped_gate_backward` does. Its blocks check their rows
+    and columns: a row that is read again could have been written over."""
     piece = ct.bid(1)
     flat = ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32)
     rows = flat[:, None]
@@ -112,7 +112,7 @@ MATRIX = Array("float32", (None, None), aligned=False)
 
 
 def sum_arrays(dtype):
-    """Of results whose rows are whole 16 bytes, and of any."""
+    """The arrays of results whose rows are whole 16 bytes, and of any."""
     return Array(dtype, (None, None), divisible=(1, 8)), Array(dtype, (None, None), aligned=False)
 
 

@@ -114,8 +114,8 @@ def gated_activation_backward(
 def gated_activation_backward_in_place(
     dout, gate, up, linear: float, cubic: float, gate_multiplier: float, down_multiplier: float, TILE: Const, EXACT: Const, ERF: Const
 ):
-    """As `gated_activation_backward`, with dgate over gate and dup over up, and over dout the forward's `out`, for the weight gradient of
-    the projection behind it: an MLP that computes gate and up again has no other use for them."""
+    """Writes what `gated_activation_backward` does, dgate over gate and dup over up, and the forward's `out` over dout, for the weight
+    gradient of the next projection: an MLP that computes gate and up again has no other use for them."""
     at = place(block_from_last(), gate.shape[1], TILE, EXACT)
     d, g, u = read_rows(dout, at, EXACT), read_rows(gate, at, EXACT), read_rows(up, at, EXACT)
     dg, du = backward(d, g, u, linear, cubic, gate_multiplier, down_multiplier, ERF)

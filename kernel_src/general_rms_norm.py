@@ -44,7 +44,7 @@ def general_rms_norm_forward(x, weight, y, rstd, eps: float, offset: float, roun
 
 @ct.kernel
 def general_rms_norm_long_forward(x, weight, y, rstd, eps: float, offset: float, rounded: int, SEGMENT: Const, PIECE: Const):
-    """As `general_rms_norm_forward` for rows of any number of segments, which are read twice."""
+    """Computes what `general_rms_norm_forward` does for rows of any number of segments, which are read twice."""
     row, count = ct.bid(0), x.shape[1]
     column = ct.arange(SEGMENT, dtype=ct.int32)[None, :]
     acc = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
@@ -64,7 +64,7 @@ def general_rms_norm_long_forward(x, weight, y, rstd, eps: float, offset: float,
 def general_add_rms_norm_forward(
     x, residual, weight, total, y, rstd, eps: float, offset: float, rounded: int, SEGMENT: Const, PIECE: Const
 ):
-    """As `general_rms_norm_forward` of total = x + residual, all [rows, segments, SEGMENT]."""
+    """Computes what `general_rms_norm_forward` does of total = x + residual, all [rows, segments, SEGMENT]."""
     row, count = ct.bid(0), x.shape[1]
     segment, valid = place(0, count, PIECE)
     segment, column = segment[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :]
@@ -118,7 +118,7 @@ def general_rms_norm_backward(dx, dy, x, weight, rstd, partial, offset: float, T
 
 @ct.kernel
 def general_add_rms_norm_backward(dx, dy, dtotal, x, weight, rstd, partial, offset: float, TILE: Const, LATENCY: Const):
-    """As `general_rms_norm_backward` with dx += dtotal. x: what was normalised."""
+    """Computes what `general_rms_norm_backward` does, and adds dtotal to dx. x: what was normalised."""
     ct.grid_dependency_control_wait()
     ct.grid_dependency_control_launch_dependents()
     backward_rows(dx, dy, dtotal, x, weight, rstd, partial, offset, TILE, LATENCY, True)
@@ -171,7 +171,7 @@ def general_rms_norm_columns_backward(dx, dy, x, weight, rstd, means, partial, o
 
 @ct.kernel
 def general_add_rms_norm_columns_backward(dx, dy, dtotal, x, weight, rstd, means, partial, offset: float, SEGMENT: Const, PIECE: Const):
-    """As `general_rms_norm_columns_backward` with dx += dtotal."""
+    """Computes what `general_rms_norm_columns_backward` does, and adds dtotal to dx."""
     ct.grid_dependency_control_wait()
     backward_columns(dx, dy, dtotal, x, weight, rstd, means, partial, offset, SEGMENT, PIECE, True)
 

@@ -54,7 +54,7 @@ def group_norm_forward(x, weight, bias, y, mean, rstd, eps: float, per_channel: 
 
 @ct.kernel
 def group_norm_backward(dx, dy, x, weight, mean, rstd, sums, per_channel: int, SEGMENT: Const, PIECE: Const):
-    """As above; sums: [2, batch * groups, segments] fp32, of dy * n and of dy in each segment."""
+    """Arrays as in `group_norm_forward`; sums: [2, batch * groups, segments] fp32, of dy * n and of dy in each segment."""
     ct.grid_dependency_control_wait()
     row, count = block_from_last(), x.shape[1]
     segment, valid = place(0, count, PIECE)
@@ -86,7 +86,7 @@ def held_segments(x, row, PIECE: Const, TILES: Const):
 
 @ct.function
 def held_channels(segment, row, segments, channels, per_channel):
-    """As `channels_of`, by a product instead of a division: exact of less than 2^20 segments."""
+    """The channels that `channels_of` gives, by a product instead of a division: exact for fewer than 2^20 segments."""
     in_group = segments // per_channel
     ratio = 1.0 / ct.astype(per_channel, ct.float32)
     return row % (channels // in_group) * in_group + ct.astype((ct.astype(segment, ct.float32) + 0.5) * ratio, ct.int32)
@@ -94,7 +94,7 @@ def held_channels(segment, row, segments, channels, per_channel):
 
 @ct.kernel
 def group_norm_held_forward(x, weight, bias, y, mean, rstd, eps: float, per_channel: int, PIECE: Const, TILES: Const):
-    """As `group_norm_forward` for at most PIECE * TILES segments."""
+    """Computes what `group_norm_forward` does for at most PIECE * TILES segments."""
     row, count = ct.bid(0), x.shape[1]
     raw = held_segments(x, row, PIECE, TILES)
     number, channels = ct.astype(count, ct.float32), ct.astype(weight.shape[0], ct.float32)
@@ -123,7 +123,7 @@ def group_norm_held_forward(x, weight, bias, y, mean, rstd, eps: float, per_chan
 
 @ct.kernel
 def group_norm_held_backward(dx, dy, x, weight, mean, rstd, sums, per_channel: int, PIECE: Const, TILES: Const):
-    """As `group_norm_backward` for at most PIECE * TILES segments; x and dy are held."""
+    """Computes what `group_norm_backward` does for at most PIECE * TILES segments; x and dy are held."""
     ct.grid_dependency_control_wait()
     ct.grid_dependency_control_launch_dependents()
     row, count = block_from_last(), x.shape[1]
@@ -343,7 +343,7 @@ def group_norm_apply_backward(
 
 @ct.kernel
 def group_norm_parameter_sums(sums, dparameters, ROWS: Const, COLS: Const):
-    """As `sum_parameters`, with the parts of a channel beside each other, as in memory."""
+    """Adds up what `sum_parameters` does, with the parts of a channel side by side, as in memory."""
     ct.grid_dependency_control_wait()
     batch, channels, parts = sums.shape[1], sums.shape[2], sums.shape[3]
     blocks = ct.cdiv(channels, COLS)

@@ -49,7 +49,7 @@ def layer_norm_forward(x, weight, bias, y, mean, rstd, eps: float, SEGMENT: Cons
 
 @ct.kernel
 def layer_norm_exact_forward(x, weight, bias, y, mean, rstd, eps: float, TILE: Const):
-    """As `layer_norm_forward` for rows of just TILE elements, [rows, TILE]; weight, bias: [TILE]."""
+    """Computes what `layer_norm_forward` does for rows of exactly TILE elements, [rows, TILE]; weight, bias: [TILE]."""
     ct.grid_dependency_control_launch_dependents()
     row, column = ct.bid(0), ct.arange(TILE, dtype=ct.int32)
     xf = read(x, (row, column))
@@ -84,7 +84,7 @@ def row_statistics(x, row, first, count, PIECE: Const, SEGMENT: Const):
 
 @ct.kernel
 def layer_norm_long_forward(x, weight, bias, y, mean, rstd, eps: float, SEGMENT: Const, PIECE: Const):
-    """As `layer_norm_forward` for rows of any number of segments, which are read twice."""
+    """Computes what `layer_norm_forward` does for rows of any number of segments, which are read twice."""
     row, count = ct.bid(0), x.shape[1]
     mu, squares = row_statistics(x, row, 0, count, PIECE, SEGMENT)
     r = ct.rsqrt(squares / ct.astype(count * SEGMENT, ct.float32) + eps)
@@ -136,8 +136,8 @@ def layer_norm_backward(dx, dy, x, weight, mean, rstd, partial, TILE: Const, LAT
 
 @ct.kernel
 def layer_norm_exact_backward(dx, dy, x, weight, mean, rstd, partial, TILE: Const):
-    """As `layer_norm_backward` for rows of just TILE elements, with no masks and no tile copies: the next row is asked for before the
-    one that is there is worked on."""
+    """Computes what `layer_norm_backward` does for rows of exactly TILE elements, without masks and tile copies: the next row is asked
+    for before the one that is there is worked on."""
     ct.grid_dependency_control_wait()
     ct.grid_dependency_control_launch_dependents()
     block, last = ct.bid(0), x.shape[0] - 1

@@ -56,8 +56,8 @@ def mrope_pick(
 
 @ct.kernel
 def mrope_pick_groups(cos, sin, cos_picked, sin_picked, half: int, time: int, height: int, ROWS: Const, GROUPS: Const):
-    """As `mrope_pick` of contiguous sections, with columns in groups of eight that have one table each. cos, sin: [3, rows, groups, 8], at
-    most GROUPS; cos_picked, sin_picked: [rows, groups, 8]; half, time, height: in groups."""
+    """Picks what `mrope_pick` does of contiguous sections, with columns in groups of eight that have one table each. cos, sin:
+    [3, rows, groups, 8], at most GROUPS; cos_picked, sin_picked: [rows, groups, 8]; half, time, height: in groups."""
     ct.grid_dependency_control_wait()
     ct.grid_dependency_control_launch_dependents()
     rows = ct.minimum(ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32), cos.shape[1] - 1)[:, None, None]

@@ -48,7 +48,7 @@ def read_rows(x, at, places, residue, dilation, count, D: Const):
 
 @ct.function
 def read_rows_of(x, at, places, wanted, residue, dilation, count, D: Const):
-    """As `read_rows`, and 0 for the places that are not wanted."""
+    """Reads what `read_rows` does, and gives 0 for the places that are not wanted."""
     rows = residue + ct.minimum(ct.maximum(places, 0), count - 1) * dilation
     cols = ct.arange(D, dtype=ct.int32)[None, :]
     return ct.gather(x, (*at, rows[:, None], cols), mask=wanted[:, None] & (cols < x.shape[3]), check_bounds=False, padding_value=0)
@@ -207,7 +207,7 @@ def neighborhood_backward_keys(
 def wide_neighborhood_forward(
     q, k, v, out, lse, left: int, right: int, dilation: int, scale: float, M: Const, N: Const, D: Const
 ):
-    """As `neighborhood_forward`, for a band of any width."""
+    """Computes what `neighborhood_forward` does for a band of any width."""
     at, line = batch_and_head(q, dilation)
     residue, first, count = tile_of(q.shape[2], dilation, M)
     queries = positions(first, M)
@@ -297,7 +297,7 @@ def dot(a, b):
 
 @ct.kernel
 def rowwise_neighborhood_forward(q, k, v, out, lse, left: int, right: int, dilation: int, scale: float, M: Const, D: Const):
-    """As `neighborhood_forward`, one neighbour of all rows a step, all in float32."""
+    """Computes what `neighborhood_forward` does, one neighbour of all rows a step, all in float32."""
     at, line = batch_and_head(q, dilation)
     residue, first, count = tile_of(q.shape[2], dilation, M)
     queries = positions(first, M)

@@ -90,7 +90,7 @@ def poly_norm_forward(x, weight, bias, y, rstd, eps: float, SEGMENT: Const, PIEC
 
 @ct.kernel
 def poly_norm_long_forward(x, weight, bias, y, rstd, eps: float, SEGMENT: Const, PIECE: Const):
-    """As `poly_norm_forward` for rows of any number of segments, which are read twice."""
+    """Computes what `poly_norm_forward` does for rows of any number of segments, which are read twice."""
     row, count = ct.bid(0), x.shape[1]
     column = ct.arange(SEGMENT, dtype=ct.int32)[None, :]
     sum2 = ct.zeros((PIECE, SEGMENT), dtype=ct.float32)
@@ -148,7 +148,7 @@ def poly_norm_backward(dx, dy, x, weight, rstd, partial, TILE: Const, LATENCY: C
 
 @ct.kernel
 def poly_norm_long_backward(dx, dy, x, weight, rstd, partial, SEGMENT: Const, PIECE: Const):
-    """As `poly_norm_backward` for rows of any number of segments, which are read twice."""
+    """Computes what `poly_norm_backward` does for rows of any number of segments, which are read twice."""
     ct.grid_dependency_control_wait()
     ct.grid_dependency_control_launch_dependents()
     block, count = ct.bid(0), x.shape[1]

@@ -65,7 +65,7 @@ def norm_add_forward(
 def norm_add_norm_forward(
     branch, residual, inner, weight, total, y, inner_rstd, rstd, eps: float, offset: float, rounded: int, SEGMENT: Const, PIECE: Const
 ):  # fmt: skip
-    """As `norm_add_forward`, and y, the norm of total, with its rstd."""
+    """Computes what `norm_add_forward` does, and y, the norm of total, with its rstd."""
     row, count = ct.bid(0), total.shape[1]
     segment, valid = place(0, count, PIECE)
     index = (row, segment[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :])
@@ -78,7 +78,7 @@ def norm_add_norm_forward(
 def scaled_add_norm_forward(
     branch, residual, weight, total, y, rstd, multiplier: float, eps: float, offset: float, rounded: int, SEGMENT: Const, PIECE: Const
 ):  # fmt: skip
-    """As `norm_add_norm_forward` with multiplier * branch in place of its norm. The sum is rounded once."""
+    """Computes what `norm_add_norm_forward` does, with multiplier * branch instead of its norm. The sum is rounded once."""
     row, count = ct.bid(0), total.shape[1]
     segment, valid = place(0, count, PIECE)
     index = (row, segment[:, None], ct.arange(SEGMENT, dtype=ct.int32)[None, :])

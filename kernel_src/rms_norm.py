@@ -164,7 +164,7 @@ def add_rms_norm_forward(x, residual, weight, total, y, rstd, eps: float, TILE: 
 
 @ct.kernel
 def add_rms_norm_backward(dx, dy, dtotal, x, weight, rstd, dweight, TILE: Const, TAIL: Const, LATENCY: Const):
-    """As `rms_norm_backward` with dx += dtotal, the gradient that reaches x past the norm. x: what was normalised."""
+    """Computes what `rms_norm_backward` does, and adds dtotal, the gradient that reaches x past the norm, to dx. x: what was normalised."""
     backward_rows(dx, dy, dtotal, x, weight, rstd, dweight, TILE, TAIL, LATENCY, True)
 
 
@@ -223,7 +223,8 @@ def rms_norm_any_forward(x, weight, y, rstd, eps: float, TILE: Const):
 
 @ct.kernel
 def rms_norm_any_backward(dx, dy, x, weight, rstd, dweight, TILE: Const):
-    """As `rms_norm_backward` for rows of any length, read twice. A row of dweight is this block's own: it adds to it in memory."""
+    """Computes what `rms_norm_backward` does for rows of any length, which are read twice. A row of dweight is this block's own: it adds
+    to it in memory."""
     block = ct.bid(0)
     length = x.shape[1]
     for row in range(block, x.shape[0], ct.num_blocks(0)):

@@ -99,8 +99,8 @@ def rotate_any(x, y, token, group, cols, c1, s1, c2, s2, HEADS: Const, BACKWARD:
 
 @ct.kernel
 def rotary_any(q, k, q_out, k_out, cos, sin, Q_HEADS: Const, K_HEADS: Const, HALF: Const, BACKWARD: Const):
-    """As `rotary` for every number of heads, head_dim, alignment and width of cos and sin: the columns are taken in pieces of
-    HALF, and the last piece repeats the last column."""
+    """Rotates as `rotary` does, for every number of heads, head_dim, alignment and width of cos and sin: the columns are taken in pieces
+    of HALF, and the last piece repeats the last column."""
     ct.grid_dependency_control_wait()
     token, group = ct.bid(0), ct.bid(1)
     half = q.shape[2] // 2

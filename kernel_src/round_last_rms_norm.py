@@ -66,7 +66,8 @@ def round_last_rms_norm_backward(dx, dy, x, weight, rstd, dweight, TILE: Const):
 
 @ct.kernel
 def round_last_add_rms_norm_backward(dx, dy, dtotal, x, weight, rstd, dweight, TILE: Const):
-    """As `round_last_rms_norm_backward` with dx += dtotal, the gradient that reaches x past the norm. x: what was normalised."""
+    """Computes what `round_last_rms_norm_backward` does, and adds dtotal, the gradient that reaches x past the norm, to dx. x: what was
+    normalised."""
     backward_rows(dx, dy, dtotal, x, weight, rstd, dweight, TILE, True)
 
 

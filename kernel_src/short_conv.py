@@ -49,7 +49,7 @@ def row_of(array, t, column):
 
 @ct.function
 def rows_of(array, t, column, STEP: Const):
-    """Those of STEP tokens, all asked for before the first is used."""
+    """Reads the rows of STEP tokens, all asked for before the first is used."""
     rows = ()
     for j in ct.static_iter(range(STEP)):
         rows = (*rows, row_of(array, t + j, column))  # type: ignore[assignment]

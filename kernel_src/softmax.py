@@ -90,7 +90,7 @@ def converted_again(tile, count):
 
 @ct.function
 def held_maxima(tiles, TILES: Const):
-    """Of the elements that lie at one place of their tiles, the largest."""
+    """The largest of the elements that lie at one place of their tiles."""
     highest = tiles[0]
     for i in ct.static_iter(range(1, TILES)):
         highest = ct.maximum(highest, tiles[i])
@@ -135,8 +135,8 @@ def softmax_held_backward(y, dy, dx, TILE: Const, TILES: Const):
 
 @ct.kernel
 def softmax_walking_backward(y, dy, dx, TILE: Const, TILES: Const):
-    """The same for rows of which an SM holds one. A block walks over rows, the last first, and where it has written a tile, it asks for
-    that of its next row."""
+    """Computes the gradient of rows of which an SM holds one. A block walks over rows, the last first, and where it has written a tile,
+    it asks for that of its next row."""
     ct.grid_dependency_control_wait()
     first, step = y.shape[0] - 1 - ct.bid(0), ct.num_blocks(0)
     p, d = held_tiles(y, first, TILE, TILES, 0), held_tiles(dy, first, TILE, TILES, 0)
@@ -166,8 +166,8 @@ def copied_tiles(array, row, TILE: Const, TILES: Const, LATENCY: Const):
 
 @ct.kernel
 def softmax_copied_backward(y, dy, dx, TILE: Const, TILES: Const, LATENCY: Const):
-    """As `softmax_walking_backward` for rows of just TILE * TILES elements: the next row lies in shared memory before this one's sum is
-    known. With lengths that are not promised, and so padded copies, it takes longer than with gathers."""
+    """Computes what `softmax_walking_backward` does for rows of exactly TILE * TILES elements: the next row lies in shared memory before
+    this one's sum is known. With lengths that are not promised, and so padded copies, it takes longer than with gathers."""
     ct.grid_dependency_control_wait()
     last, count = y.shape[0] - 1, ct.astype(y.shape[0], ct.float32)
     for walked in range(ct.bid(0), y.shape[0], ct.num_blocks(0)):
@@ -252,7 +252,7 @@ def softmax_spread_5_forward(x, y0, y1, y2, y3, y4, TILE: Const, TILES: Const):
 
 @ct.kernel
 def softmax_spread_8_forward(x, y0, y1, y2, y3, y4, y5, y6, y7, TILE: Const, TILES: Const):
-    """The same in eight slices."""
+    """Computes what `softmax_spread_5_forward` does, in eight slices."""
     spread_forward(x, (y0, y1, y2, y3, y4, y5, y6, y7), TILE, TILES)
 
 
@@ -265,7 +265,7 @@ def softmax_spread_5_backward(y, dy, dx0, dx1, dx2, dx3, dx4, TILE: Const, TILES
 
 @ct.kernel
 def softmax_spread_8_backward(y, dy, dx0, dx1, dx2, dx3, dx4, dx5, dx6, dx7, TILE: Const, TILES: Const):
-    """The same in eight slices."""
+    """Computes what `softmax_spread_5_backward` does, in eight slices."""
     ct.grid_dependency_control_wait()
     spread_backward(y, dy, (dx0, dx1, dx2, dx3, dx4, dx5, dx6, dx7), TILE, TILES)
 

@@ -63,7 +63,8 @@ def swiglu_backward(dout, gate, up, dgate, dup, TILE: Const):
 
 @ct.kernel
 def swiglu_backward_recompute(dout, gate, up, dgate, dup, TILE: Const):
-    """As `swiglu_backward`, and writes the forward's `out` over dout, for the weight gradient of the projection that consumed it."""
+    """Computes what `swiglu_backward` does, and writes the forward's `out` over dout, for the weight gradient of the projection that
+    consumed it."""
     at = piece(block_from_last(), gate.shape[1], TILE)
     d, g, u = read(dout, at), read(gate, at), read(up, at)
     dg, du, _ = backward(d, g, u)
