@@ -87,6 +87,26 @@ def test_autocast_decides_the_dtype(qwen3):
     assert torch.equal(found[0][0], found[1][0])
 
 
+@pytest.mark.parametrize("recompute", (True, False))
+def test_gradient_checkpointing_drops_the_logits_that_are_kept(qwen3, recompute):
+    """Its backward pass computes the forward pass again, and keeps them until then."""
+    from torch.utils.checkpoint import checkpoint
+
+    found = []
+    for checkpointed in (False, True):
+        leaves = [randn(*shape, dtype=torch.bfloat16, device="cpu", seed=i).requires_grad_() for i, shape in enumerate((HIDDEN, WEIGHT))]
+
+        def row(hidden, weight):
+            return qwen3.linear_log_probs(hidden, weight, torch.arange(4), recompute=recompute).log_probs
+
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):  # noqa: B023
+            result = checkpoint(row, *leaves, use_reentrant=False) if checkpointed else row(*leaves)
+        assert ((4, 10) in saved) == (not checkpointed and not recompute)
+        found.append((result.detach(), *torch.autograd.grad(result.sum(), leaves)))
+    assert all(map(torch.equal, *found))
+
+
 def test_a_gradient_is_right(qwen3):
     hidden, weight, bias = (randn(*shape, dtype=torch.float64, device="cpu", seed=i).requires_grad_() for i, shape in
                             enumerate(((4, 3), (5, 3), (5,))))

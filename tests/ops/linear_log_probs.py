@@ -37,6 +37,8 @@ CASES = (
     {"size": 300.0, "outputs": ALL},
     {"coefficients": True},
     {"coefficients": True, "frozen": True, "outputs": ALL, "bias": True, **CAPPED},
+    {"recompute": False},
+    {"outputs": ALL, "bias": True, "recompute": False, "skip_ignored": True, **CAPPED},
     {"outputs": ALL, "skip_ignored": True},
     {"outputs": ALL, "skip_ignored": True, "frozen": True, "ignored": 9},
 )
@@ -258,6 +260,11 @@ PRODUCTS = (
     ({"outputs": ("entropy",), "entropy_gradient": False}, False, ("log_probs", "entropy"), 4),
     ({}, True, ("log_probs",), 4),
     ({"outputs": ALL}, True, DIFFERENTIABLE, 4),
+    ({"recompute": False}, True, ("log_probs",), 3),
+    ({"outputs": ALL, "recompute": False}, True, DIFFERENTIABLE, 3),
+    ({"recompute": False}, False, ("log_probs",), 2),
+    ({"recompute": False}, True, (), 1),
+    ({"coefficients": True, "recompute": False}, True, ("weighted_sum",), 3),
     ({"coefficients": True}, True, ("weighted_sum",), 3),
     ({"coefficients": True}, False, ("weighted_sum",), 2),
 )
@@ -281,6 +288,30 @@ def check_products(ops, device):
         assert found == expected, f"{options}, trained {trained}, gradients of {differentiated}: {found} products, expected {expected}"
 
 
+def check_kept_logits(ops, device, dtype):
+    """Kept from the forward pass the logits give the same bits as made again, in the first backward pass and in a second one; so do logits
+    that are packed and unpacked like all that is saved."""
+    module = ops.linear_head_module
+    plan = module.plan_chunks
+    module.plan_chunks = lambda *a: plan(*a)._replace(tokens=4, first=0)
+    target = torch.tensor([5, 7, -100, 3, 299, 2, 1, 0, 8, 9, 4], device=device)
+    try:
+        for options in ({"outputs": ALL, **CAPPED}, {"temperature": 0.7}):
+            gradients = []
+            for recompute, copied in ((True, False), (False, False), (False, True)):
+                shapes = (11, 32), (300, 32), (300,)
+                leaves = [randn(*shape, dtype=dtype, device=device, seed=i, scale=0.3).requires_grad_() for i, shape in enumerate(shapes)]
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone() if copied else t, lambda t: t):  # noqa: B023
+                    found = ops.linear_log_probs(*leaves[:2], target, leaves[2], recompute=recompute, skip_ignored=False, **options)
+                losses = [getattr(found, name) for name in DIFFERENTIABLE if getattr(found, name) is not None]
+                upstream = [randn(11, dtype=torch.float32, device=device, seed=9 + i) for i in range(len(losses))]
+                gradients += [torch.autograd.grad(losses, leaves, upstream, retain_graph=True) for _ in range(2)]
+            for i, other in enumerate(gradients[1:], 1):
+                assert all(map(torch.equal, gradients[0], other)), f"{options}: gradients {i}"
+    finally:
+        module.plan_chunks = plan
+
+
 def check_guess(ops, device):
     """What the last backward pass brought decides what the next forward pass makes, where nothing is said."""
     options, both = {"outputs": ("entropy",)}, ("log_probs", "entropy")
@@ -301,6 +332,8 @@ LIKELIHOODS = (
     {"ignored": 9, "temperature": 0.7},
     CAPPED,
     {"outputs": ALL, "temperature": 0.7},
+    {"outputs": ALL, "temperature": 0.7, "without": DIFFERENTIABLE[1:], "recompute": False},
+    {"shape": (11,), "chunk": 4, "temperature": 0.7, "recompute": False},
     {"outputs": ("entropy",), "frozen": True, "entropy_gradient": True},
 )
 
@@ -344,6 +377,7 @@ def all_cases(ops, device, dtypes=FLOATS):
         for skip in (False, True):
             for coefficients in (False, True):
                 yield f"all ignored {skip} {coefficients} {dtype}", partial(check_all_ignored, ops, device, dtype, skip, coefficients)
+        yield f"kept logits {dtype}", partial(check_kept_logits, ops, device, dtype)
         yield f"without kernels of its own {dtype}", partial(check_without_own_kernels, ops, device, dtype)
         yield f"not a number {dtype}", partial(check_not_a_number, ops, device, dtype)
         for scores in LARGE if dtype == torch.float32 else LARGE[:1]:
@@ -428,6 +462,9 @@ MUTANTS = [
     *errors_in(OPERATION, "frozen", "_LogProbs.forward", (SAVED, "ctx.save_for_backward(found[5], found[8], found[5], found[12]")),
     *errors_in(OPERATION, "fp16_frozen", "_LogProbs.forward", (SAVED, "ctx.save_for_backward(found[5], found[12], found[11], found[8]")),
     *errors_in(OPERATION, "guess", "_LogProbs.backward", ("] = upstream.entropy is not None", "] = True")),
+    *errors_in(OPERATION, "kept_logits", "_LogProbs.backward", ("[] if ctx.spent else [t.data", "[t.data")),
+    *errors_in(OPERATION, "products", "_run", ("[] if keep else", "None if keep else")),
+    *errors_in(HEAD, "products", "walk", ("next(made, None)", "None")),
     *errors_in(OPERATION, "chunks", "_run", ("target[rows]", "target[: logits.shape[0]]"),
                ("upstream.at(rows), None", "upstream.at(slice(0, logits.shape[0])), None"),
                ("of_entropy[rows]", "of_entropy[: logits.shape[0]]")),
@@ -455,6 +492,8 @@ CHECKS = of_suite({
     "fp16_frozen": _checks((FP16, BOTH)),
     "chunks": _checks((F32, {"shape": (11,), "chunk": 4, **BOTH}), (F32, {"shape": (11,), "chunk": 4})),
     "guess": lambda ops: check_guess(ops, "cpu"),
+    "products": lambda ops: check_products(ops, "cpu"),
+    "kept_logits": lambda ops: check_kept_logits(ops, "cpu", F32),
     "alone": _checks((F32, {"temperature": 0.7, "scale": 1.3})),
     "large": lambda ops: [check_large_logits(ops, "cpu", F32, **LARGE[i]) for i in (0, 3)],
     "falling": lambda ops: check_large_logits(ops, "cpu", F32, **LARGE[2]),

@@ -5,7 +5,7 @@ hidden states and the weight. What the loss is, the walk does not know. The memo
 `features` tokens and empty until the first chunk is through, is the buffer of that one where it takes half of it at most.
 """
 
-from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -245,6 +245,7 @@ def walk(
     parameter_dtype: Optional[torch.dtype] = None,
     wide: bool = False,
     factor: float = 1.0,
+    logits_kept: Optional[List[torch.Tensor]] = None,
 ) -> Gradients:
     """Writes the results of a loss for every token, and returns the gradients of sum(loss * scale) that `needs` asks for.
 
@@ -255,12 +256,16 @@ def walk(
     or [tokens], fp32. needs: whether the gradients of hidden, weight and bias are wanted. accum_dtype, logits_of_token: as of
     `plan_chunks`. parameter_dtype: torch.float32 for gradients of weight and bias that are not rounded to their dtype, as they are by
     default. wide: the logits that loss_of gets, and whose gradient it writes over them, are float32 (float64), without a rounding. factor:
-    what they are multiplied by otherwise, of which the gradient that is written over them takes account.
+    what they are multiplied by otherwise, of which the gradient that is written over them takes account. logits_kept: a list. Where it is
+    empty, each chunk's logits stay in it, in memory of their own; otherwise they are taken from it instead of made. scale is None in the
+    first walk, which makes no gradients but has the chunks of the second.
     """
     tokens, classes = hidden.shape[0], weight.shape[0]
     acc = accumulation_dtype(hidden.dtype)
     step, accum_dtype, first = plan_chunks(tokens, classes, hidden.dtype, accum_dtype, needs[1], weight.shape[1], logits_of_token)
     first = 0 if wide else first
+    if scale is None:
+        needs = False, False, False
     dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None
     dweight = torch.empty(weight.shape, dtype=accum_dtype, device=hidden.device) if needs[1] else None
     dbias = torch.zeros(classes, dtype=acc, device=hidden.device) if needs[2] else None
@@ -268,11 +273,16 @@ def walk(
     hidden_factor = torch.ones((tokens, 1), dtype=acc, device=hidden.device) if fp16 else None
     unit: Any = None  # of fp16: what the weight's gradient is multiplied by so far
     buffer = logits = piece = room = None
+    made = iter(logits_kept or ())
     for rows in chunk_slices(tokens, step, first):
         piece = None  # of the chunk before: what it holds is as large as what the next one makes
         part = hidden[rows]
-        logits, room, in_front = None, None, 0
-        if rows.start == 0 and (rows.stop > step or rows.stop == tokens <= first):  # else it saves no memory
+        logits, room, in_front = next(made, None), None, 0
+        is_made = logits is not None
+        if logits_kept is not None and not is_made:
+            logits = torch.empty((part.shape[0], classes), dtype=hidden.dtype, device=hidden.device)
+            logits_kept.append(logits)
+        elif not is_made and rows.start == 0 and (rows.stop > step or rows.stop == tokens <= first):  # else it saves no memory
             logits, room, in_front = _room_of(dweight, rows.stop, hidden.dtype)
         if logits is None:
             if buffer is None or buffer.shape[0] < part.shape[0]:
@@ -280,7 +290,7 @@ def walk(
             logits = buffer[: part.shape[0]]
         if wide:
             write_wide_logits(logits, part, weight, bias)
-        else:
+        elif not is_made:
             write_logits(logits, part, weight, bias, factor)
         piece = loss_of(logits, rows, room)
         for whole, mine in zip(results, piece.rows()):

@@ -10,10 +10,11 @@ pass makes them, while the logits are there, and the backward pass has no produc
 three with b. Each is one GEMM over the whole vocabulary, added up in float32 and rounded once; TRL, which cuts the vocabulary, keeps such
 sums in float32 because a rounding for each part lets the entropy drift. Against float64 the hidden states' gradient in bf16 has an error of
 2.73e-3, and 2.68e-3 where it is made in the backward pass, as TRL's is. A trained head makes its logits again in the backward pass: four
-products; three where the gradient of the log-probabilities is known in advance (`coefficients`).
+products; three where the gradient of the log-probabilities is known in advance (`coefficients`), or where the forward pass leaves it the
+logits (`recompute=False`), over which it writes their gradient.
 """
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type
 
 import torch
 
@@ -22,7 +23,7 @@ from .autocast import as_autocast, outside_autocast
 from .common import accumulation_dtype, autocasts, describe, fail, needs_formula, once_differentiable, traceable
 from .cross_entropy import check_labels, check_one_value_a_class
 from .linear_head import Gradients, carry_to_hidden, scaled, walk
-from .log_probs import OUTPUTS, Rows, Scores, Upstream, checked_scores, of_logits, piece_of
+from .log_probs import OUTPUTS, Piece, Rows, Scores, Upstream, checked_scores, of_logits, piece_of
 
 DIFFERENTIABLE = ("log_probs", "entropy", "mean_logits")
 # By the shape of a head: whether the last backward pass brought a gradient of its entropies. The next forward pass makes b, or leaves it.
@@ -41,13 +42,22 @@ class LinearLogProbsOutput(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is computed of the logits. entropy_early: whether the forward pass over a frozen head makes the gradient of the entropies."""
+    """What is computed of the logits. entropy_early: whether the forward pass over a frozen head makes the gradient of the entropies.
+    recompute: whether the backward pass over a trained head makes the logits again."""
 
     scores: Scores
     outputs: Tuple[str, ...]
     ignore_index: int = -100
     accum_dtype: Optional[torch.dtype] = None
     entropy_early: bool = False
+    recompute: bool = True
+
+
+class Kept(NamedTuple):
+    """The logits of all chunks, which a backward pass writes their gradient over, empty once it has, and what `piece_of` chose for them."""
+
+    logits: List[torch.Tensor]
+    choice: Tuple[Type[Piece], float]
 
 
 class _Part:
@@ -72,11 +82,14 @@ class Found(NamedTuple):
     gradients: Gradients
     of_entropy: Optional[torch.Tensor] = None
     entropy_factor: Optional[torch.Tensor] = None
+    kept: Optional[Kept] = None
 
 
-def _run(hidden, weight, bias, target, upstream: Upstream, options: Options, needs, entropy_too=False) -> Found:
+def _run(
+    hidden, weight, bias, target, upstream: Upstream, options: Options, needs, entropy_too=False, keep=False, kept: Optional[Kept] = None
+) -> Found:
     """The results of every token, and the gradients of sum(upstream * results) that `needs` asks for (hidden, weight, bias); entropy_too:
-    and that of the sum of the entropies by hidden."""
+    and that of the sum of the entropies by hidden. keep: instead of gradients, the logits from which a call with `kept` makes them."""
     tokens, acc, parameter_dtype = hidden.shape[0], accumulation_dtype(hidden.dtype), weight.dtype
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     kernels = hidden.dtype != torch.float64 and weight.shape[0] > 0 and kernels_run_on(hidden, weight, bias, target, *upstream)
@@ -85,7 +98,7 @@ def _run(hidden, weight, bias, target, upstream: Upstream, options: Options, nee
     found = Rows(*(torch.empty(tokens, dtype=kinds.get(n, acc), **new) if n in options.outputs else None for n in OUTPUTS))
     needs_entropy = any(needs) and (entropy_too or upstream.entropy is not None)
     outputs = (*options.outputs, "entropy") if needs_entropy and "entropy" not in options.outputs else options.outputs
-    piece, factor = piece_of(kernels, options.scores, outputs, upstream)
+    piece, factor = choice = piece_of(kernels, options.scores, outputs, upstream) if kept is None else kept.choice
     of_entropy = torch.empty_like(hidden) if entropy_too else None
     entropy_factor = torch.ones((tokens, 1), dtype=acc, **new) if entropy_too and hidden.dtype == torch.float16 else None
 
@@ -99,9 +112,12 @@ def _run(hidden, weight, bias, target, upstream: Upstream, options: Options, nee
     unit, accum_dtype = torch.ones(1, dtype=acc, **new), options.accum_dtype
     if accum_dtype is None and parameter_dtype == torch.float32:  # which the sum becomes anyhow
         accum_dtype = acc
-    kept = 2 if entropy_too else 1
-    gradients = walk(hidden, weight, bias, loss_of, found, unit, needs, accum_dtype, kept, parameter_dtype, factor=factor)
-    return Found(found, gradients, of_entropy, entropy_factor)
+    logits: Optional[List[torch.Tensor]] = [] if keep else (kept and kept.logits) or None
+    scale, count = None if keep else unit, 2 if entropy_too else 1
+    gradients = walk(
+        hidden, weight, bias, loss_of, found, scale, needs, accum_dtype, count, parameter_dtype, factor=factor, logits_kept=logits
+    )
+    return Found(found, gradients, of_entropy, entropy_factor, Kept(logits, choice) if keep and logits else None)
 
 
 # ---------------------------------------------------------------- for tracers
@@ -124,6 +140,10 @@ def _run_whole(
     """`_run`: five results, three gradients with their factors, and b with its factor; what is absent is empty."""
     options = Options(Scores(*numbers), _names(wanted), ignore_index, accum_dtype)
     found = _run(hidden, weight, bias, target, Upstream(log_probs, entropy, mean_logits), options, tuple(needs), entropy_too)
+    return _listed(found, hidden, needs)
+
+
+def _listed(found: Found, hidden, needs: Sequence[bool]) -> List[torch.Tensor]:
     results = *found.rows, *found.gradients[:3], *found.gradients.factors, found.of_entropy, found.entropy_factor
     present = needs[0], needs[1], needs[2]
     factors = [factor if need else None for factor, need in zip(results[8:11], present)]
@@ -159,11 +179,16 @@ def _fake_run(
 _traced_run = traceable("linear_log_probs_run", _run_whole, _fake_run)
 
 
-def _called(hidden, weight, bias, target, upstream: Upstream, options: Options, needs, entropy_too=False) -> List[torch.Tensor]:
-    run: Callable = _traced_run if torch.compiler.is_compiling() else _run_whole
+def _called(
+    hidden, weight, bias, target, upstream: Upstream, options: Options, needs, entropy_too=False, keep=False, kept: Optional[Kept] = None
+) -> Tuple[List[torch.Tensor], Optional[Kept]]:
+    """What `_run_whole` returns, and the logits if they are kept, which a tracer does not see."""
+    if not torch.compiler.is_compiling():
+        found = _run(hidden, weight, bias, target, upstream, options, needs, entropy_too, keep, kept)
+        return _listed(found, hidden, needs), found.kept
     wanted = [name in options.outputs for name in OUTPUTS]
     rest = list(options.scores), wanted, options.ignore_index, options.accum_dtype, entropy_too
-    return list(run(hidden, weight, bias, target, *upstream, list(needs), *rest))
+    return list(_traced_run(hidden, weight, bias, target, *upstream, list(needs), *rest)), None
 
 
 class _LogProbs(torch.autograd.Function):
@@ -171,15 +196,17 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, options: Options, needs):
-        ctx.options, ctx.needs, ctx.early, ctx.head = options, needs, not (needs[1] or needs[2]), tuple(weight.shape)
-        upstream, now = Upstream(), (False, False, False)
+        ctx.options, ctx.needs, ctx.early, ctx.head, ctx.spent = options, needs, not (needs[1] or needs[2]), tuple(weight.shape), False
+        upstream, keep = Upstream(), not (ctx.early or options.recompute)
         if ctx.early:
-            upstream, now = Upstream(log_probs=torch.ones_like(target, dtype=accumulation_dtype(hidden.dtype))), needs
-        found = _called(hidden, weight, bias, target, upstream, options, now, ctx.early and options.entropy_early)
+            upstream = Upstream(log_probs=torch.ones_like(target, dtype=accumulation_dtype(hidden.dtype)))
+        now = needs if ctx.early or keep else (False, False, False)
+        found, kept = _called(hidden, weight, bias, target, upstream, options, now, ctx.early and options.entropy_early, keep)
+        logits, ctx.choice = ([], None) if kept is None else kept
         results = [row for name, row in zip(OUTPUTS, found[:5]) if name in options.outputs]
         # What another gradient than those that are known would take; nothing of it is kept where none can come.
         again = not ctx.early or "mean_logits" in options.outputs or ("entropy" in options.outputs and not options.entropy_early)
-        ctx.save_for_backward(found[5], found[8], found[11], found[12], *((hidden, weight, bias, target) if again else ()))
+        ctx.save_for_backward(found[5], found[8], found[11], found[12], *((hidden, weight, bias, target, *logits) if again else ()))
         ctx.mark_non_differentiable(*[r for name, r in zip(options.outputs, results) if name not in DIFFERENTIABLE])
         ctx.set_materialize_grads(False)
         return tuple(results)
@@ -198,9 +225,13 @@ class _LogProbs(torch.autograd.Function):
         if ctx.early and upstream.mean_logits is None and (upstream.entropy is None or options.entropy_early):
             pairs = (upstream.log_probs, a, a_factor), (upstream.entropy, b, b_factor)
             return _combined([pair for pair in pairs if pair[0] is not None]), None, None, None, None, None
-        hidden, weight, bias, target = tensors
+        hidden, weight, bias, target, *logits = tensors
         upstream = Upstream(*(None if t is None else t.to(accumulation_dtype(hidden.dtype)).contiguous() for t in upstream))
-        found = _called(hidden, weight, bias, target, upstream, options._replace(outputs=("log_probs",)), ctx.needs)
+        # They are written over, unseen by autograd; a second backward pass (retain_graph) makes them again.
+        kept = None if ctx.choice is None else Kept([] if ctx.spent else [t.data for t in logits], ctx.choice)
+        ctx.spent = True
+        options = options._replace(outputs=("log_probs",))
+        found, _ = _called(hidden, weight, bias, target, upstream, options, ctx.needs, kept=kept)
         gradients = [scaled(*pair, None) if need else None for need, pair in zip(ctx.needs, zip(found[5:8], found[8:11]))]
         if gradients[2] is not None:
             gradients[2] = gradients[2].to(bias.dtype)
@@ -258,6 +289,7 @@ def linear_log_probs(
     entropy_gradient: Optional[bool] = None,
     skip_ignored: Optional[bool] = None,
     accum_dtype: Optional[torch.dtype] = None,
+    recompute: bool = True,
 ) -> LinearLogProbsOutput:
     """Computes for each token the log-probability of its target, and more on demand, from hidden states and a linear head, one chunk of
     logits at a time.
@@ -280,6 +312,9 @@ def linear_log_probs(
             where the last backward pass over a head of this shape brought one. A wrong guess costs time only.
         skip_ignored: whether ignored tokens are taken out in front of the products. None: on a CPU; on a GPU the host waits to count them.
         accum_dtype: what the weight's gradient is added up in over the chunks, as in `linear_cross_entropy`.
+        recompute: whether the backward pass over a trained head makes the logits again. False: they are kept from the forward pass, in
+            hidden's dtype, [tokens, classes], and it takes three products instead of four, for the same bits. Nothing is kept with
+            `coefficients`, with a frozen head, without gradients, and under `torch.compile`; a second backward pass makes them again.
 
     Returns:
         A LinearLogProbsOutput. log_probs, entropy and mean_logits are differentiable in hidden, weight and bias; no gradient is computed
@@ -302,7 +337,7 @@ def linear_log_probs(
     shape, hidden, target = target.shape, hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).contiguous()
     if coefficients is not None:
         coefficients = coefficients.detach().reshape(-1).to(accumulation_dtype(hidden.dtype)).contiguous()
-    options = Options(scores, names, int(ignore_index), accum_dtype)
+    options = Options(scores, names, int(ignore_index), accum_dtype, recompute=bool(recompute))
     plain = not torch.compiler.is_compiling()
     kept = None
     if plain and (target.is_cpu if skip_ignored is None else skip_ignored) and not needs_formula(hidden, weight, target, bias):
@@ -336,7 +371,7 @@ def _rows_and_sum(hidden, weight, bias, target, coefficients, options: Options, 
         options = options._replace(entropy_early=bool(guess) and "entropy" in options.outputs)
         rows = _spread(_LogProbs.apply(hidden, weight, bias, target, options, needs), options)
     else:
-        found = _called(hidden, weight, bias, target, Upstream(), options, (False, False, False))
+        found, _ = _called(hidden, weight, bias, target, Upstream(), options, (False, False, False))
         rows = Rows(*(row if name in options.outputs else None for name, row in zip(OUTPUTS, found)))
     return rows, None if coefficients is None else (rows.log_probs * coefficients).sum()
 
