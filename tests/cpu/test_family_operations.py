@@ -13,7 +13,7 @@ from tests.ops.common import FLOATS, runtime_of
 
 # The file in tests/ops -> the files of kernel_src whose kernels it runs.
 OPERATIONS = {
-    "residual_norm": ("residual_norm", "general_rms_norm", "column_sum"),
+    "residual_norm": ("residual_norm", "double_tile_norms", "general_rms_norm", "column_sum"),
     "gated_rms_norm": ("gated_rms_norm", "column_sum"),
     "gated_output": ("gated_output",),
     "head_norm_rotary": (

@@ -12,6 +12,7 @@ from tests.tolerances import RELATIVE_ERROR, relative_error
 
 # Rows in registers of every size, odd ones, and longer ones, which are two operations.
 SHAPES = ((3, 64), (2, 2, 1024), (5, 2560), (2, 4096), (1, 5376), (3, 77), (1, 8256))
+TWO_TILES = ((3, 5120), (5, 4160), (3, 2112), (2, 6144))  # and 2560, 5376: rows between two powers of two, in bf16
 
 
 def module(ops, name="residual_norm"):
@@ -90,6 +91,11 @@ def all_cases(ops, device, dtypes=FLOATS):
             yield f"norm_add {shape}", check(check_norm_add, ops, device, dtype, shape, following=False)
             yield f"again {shape}", check(check_again, ops, device, dtype, (3, shape[-1]))
             yield f"multiplied {shape}", check(check_multiplied_branch, ops, device, dtype, shape)
+        for shape in TWO_TILES if dtype == BF16 else ():
+            yield f"norm_add_norm {shape}", check(check_norm_add, ops, device, dtype, shape, offset=1.0)
+            yield f"norm_add {shape}", check(check_norm_add, ops, device, dtype, shape, following=False)
+            yield f"added {shape}", check(check_multiplied_branch, ops, device, dtype, shape, multiplier=1.0)
+            yield f"again {shape}", check(check_again, ops, device, dtype, shape)
         yield "first", check(check_norm_add, ops, device, dtype, (3, 192), rounds="first")
         yield "transposed", check(check_norm_add, ops, device, dtype, (256, 4), view=lambda x: x.t())
         yield "multiplied, last", check(check_multiplied_branch, ops, device, dtype, (3, 192), offset=1.0, rounds="last")
@@ -104,7 +110,14 @@ CHECKS = {
     "rounding": functools.partial(check_rounding, device=CPU, dtype=BF16),
     "multiplied": functools.partial(check_multiplied_branch, device=CPU, dtype=BF16, shape=(3, 192), offset=1.0),
     "again": functools.partial(check_again, device=CPU, dtype=FP32, shape=(3, 2112)),
+    "two tiles": functools.partial(check_norm_add, device=CPU, dtype=BF16, shape=(19, 4864), offset=1.0, eps=0.5),
+    "two tiles, one norm": functools.partial(check_norm_add, device=CPU, dtype=BF16, shape=(3, 4864), following=False),
+    "two tiles, added": functools.partial(
+        check_multiplied_branch, device=CPU, dtype=BF16, shape=(3, 4160), multiplier=1.0, offset=1.0, rounds="last"
+    ),
+    "two tiles, alone": functools.partial(check_again, device=CPU, dtype=BF16, shape=(3, 2112)),
 }
+DOUBLE = "kernel_src/double_tile_norms.py"
 FILE, OPERATION = "kernel_src/residual_norm.py", "shared/ops/residual_norm.py"
 MUTANTS = [
     *errors_in(FILE, "norm_add_norm", "inverse_rms", (" + eps", ""), ("ct.where(valid[:, None], xf * xf, 0.0)", "xf * xf", "part"),
@@ -121,6 +134,22 @@ MUTANTS = [
                ("ct.scatter(total, index, s,", "ct.scatter(total, index, s + s,")),
     *errors_in(FILE, "again", "general_rms_norm_apply", ("place(i, count", "place(0, count"), ("(x, index) * r", "(x, index)"),
                ("offset, rounded,", "0.0, rounded,")),
+    *errors_in(DOUBLE, "two tiles", "places", ("PIECE + ct.arange(TAIL", "ct.arange(TAIL")),
+    *errors_in(DOUBLE, "two tiles", "inverse_rms", (" + eps", ""), ("ct.where(valid, x2 * x2, 0.0)", "x2 * x2"),
+               ("count * SEGMENT", "count")),
+    *errors_in(DOUBLE, "two tiles", "norm_of", ("scaled(x2 * r", "scaled(x2"), ("rstd, row, r,", "rstd, row, r * r,"),
+               ("second[1:]), offset", "second[1:]), 0.0")),
+    *errors_in(DOUBLE, "two tiles, one norm", "add_normed", ("b1 * r", "b1"), ("b2 * r", "b2"), (" + read_once(residual, second)", ""),
+               ("inner_rstd, row, r,", "inner_rstd, row, r * r,")),
+    *errors_in(DOUBLE, "two tiles, one norm", "norm_add_forward", ("ct.scatter(total, second, s2", "ct.scatter(total, second, s2 + s2")),
+    *errors_in(DOUBLE, "two tiles", "norm_add_norm_forward", ("ct.scatter(total, first, s1", "ct.scatter(total, first, s1 + s1")),
+    *errors_in(DOUBLE, "two tiles, added", "general_add_rms_norm_forward", (" + read_once(residual, second)", "")),
+    *errors_in(DOUBLE, "two tiles, alone", "general_rms_norm_forward", ("read_once(x, second)", "0.5 * read_once(x, second)")),
+    *errors_in(DOUBLE, "two tiles", "read_tail", ("TILE // TAIL", "0")),
+    *errors_in(DOUBLE, "two tiles", "read_weight", (" + offset", "")),
+    *errors_in(DOUBLE, "two tiles", "backward_rows", ("ct.sum(g2 * n2)", "40.0 * ct.sum(g2 * n2)"),
+               ("n2 * mean", "n2"), ("acc2 + d2 * n2", "d2 * n2"),
+               ("gradient2 + read_tail", "read_tail")),
     *errors_in(OPERATION, "norm_add", "NormAddFunction.forward", ("save_for_backward(branch, weight", "save_for_backward(-branch, weight"),
                ("ctx.offset = offset", "ctx.offset = 0.0")),
     *errors_in(OPERATION, "norm_add", "NormAddFunction.backward", ("return dbranch, dtotal,", "return dbranch, dbranch,")),
@@ -158,4 +187,4 @@ def _calls(new, *more):
 
 
 OPERATORS = {"norm_add_forward": _calls, "norm_add_norm_forward": lambda new: _calls(new, new.dtype)}
-GPU_TESTS = {"residual_norm": ("test_residual_norm",)}
+GPU_TESTS = {"residual_norm": ("test_residual_norm",), "double_tile_norms": ("test_residual_norm",)}

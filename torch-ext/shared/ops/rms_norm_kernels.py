@@ -3,7 +3,7 @@
 | family | kernel_src | takes |
 |---|---|---|
 | `ROWS` | rms_norm.py | offset 0, rounded first: Qwen3's row lengths with tuned tiles, short rows, and any other length more slowly |
-| `SEGMENTS` | general_rms_norm.py; residual_norm.py: y again, and a multiplier | any offset, either rounding, any length |
+| `SEGMENTS` | general_rms_norm.py, double_tile_norms.py; residual_norm.py: y again, multiplier | any offset, either rounding, any length |
 | `ONE_TILE` | round_last_rms_norm.py | offset 0, rounded last, rows of up to 4096 |
 
 A package ships one family or several. The first one that it ships, that takes the norm and that reads a row of this length once is chosen;
@@ -203,6 +203,7 @@ class Segments:
         torch.float16: ((4096, 2),),
         torch.float32: ((2048, 2),),
     }
+    TWO_TILES = 5120  # the longest row of which an SM holds two blocks where it is two tiles: kernel_src/double_tile_norms.py
     SHORT, SHORT_PER_SM = 128, 8  # rows of this length are several a block
     GROUPS_PER_SM = 8  # blocks that walk over the rows of some columns
 
@@ -296,6 +297,8 @@ class Segments:
         """Blocks that an SM holds of the kernel for rows in registers; 0 where none takes such rows."""
         if norm.x != norm.weight or norm.length % SEGMENT:
             return 0
+        if norm.x == torch.bfloat16 and 4096 < norm.length <= self.TWO_TILES and self._backward.constants("TAIL"):
+            return 2
         return next((blocks for longest, blocks in self.PER_SM[norm.x] if norm.length <= longest), 0)
 
 
