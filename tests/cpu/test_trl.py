@@ -58,6 +58,24 @@ def test_apply_binds_it_everywhere_and_reset_takes_it_back(qwen3):
     assert bound() == theirs and part(qwen3)._finder not in sys.meta_path
 
 
+def test_a_mapping_of_options_reaches_linear_log_probs_until_the_next_call(qwen3, monkeypatch):
+    module, found = part(qwen3), []
+    original = module.linear_log_probs
+    monkeypatch.setattr(module, "linear_log_probs", lambda *a, **o: found.append(o.get("recompute")) or original(*a, **o))
+    model, kept = tiny_model(), {"recompute": False}
+    apply, kernelize = qwen3.apply, functools.partial(qwen3.kernelize, model)
+    for call in (functools.partial(apply, log_probs=kept), apply, functools.partial(kernelize, log_probs=kept), kernelize):
+        call()
+        hidden, weight, _ = head()
+        bound()[0].apply(hidden, weight, None, torch.arange(6), 1.0, 16)[0].sum().backward()
+    assert found == [False, None, False, None]
+    ours = bound()
+    for call in (apply, kernelize):
+        with pytest.raises(TypeError, match="log_probs has no option keep; it has recompute"):
+            call(log_probs={"keep": True})
+    assert bound() == ours
+
+
 def test_two_packages_take_theirs_back_in_any_order(qwen3, other_build):
     theirs = bound()
     for first, second in ((qwen3, other_build), (other_build, qwen3)):

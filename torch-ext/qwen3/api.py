@@ -26,7 +26,8 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
     each token and expert that it goes to), half of what a layer of Qwen3-8B keeps, for half of the products of its forward pass: between
     nothing and gradient checkpointing, which does not add to it.
     `log_probs` puts `linear_log_probs` where TRL's trainers (1.16) compute log-probabilities, for every model of the process; what it does
-    not serve (a sharded or quantised head) goes to TRL's own.
+    not serve (a sharded or quantised head) goes to TRL's own. {"recompute": False} keeps the logits of a trained head for the backward
+    pass, for speed.
     Not thread-safe against a running forward pass.
 
     fused_linear_cross_entropy: True, False, or a mapping of options of the loss, which stands for True: `ignore_index`,

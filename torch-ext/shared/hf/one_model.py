@@ -136,6 +136,7 @@ def kernelize(
     a row by the texts of their parts, too."""
     if mode is not None and getattr(mode, "name", "") == "FALLBACK":
         raise ValueError("mode is Mode.FALLBACK, expected TRAINING or INFERENCE, with or without TORCH_COMPILE")
+    trl.options_of(log_probs)  # raises before anything is changed
     prepared = [patching.prepare(targets) for targets in families]
     patching.register(prepared)
     pairs_of = [(family, _choose(family, model, attention)) for family in prepared]
@@ -161,7 +162,7 @@ def kernelize(
         if vars(module).get("_use_kernels"):  # transformers would kernelize it anew, with its own mapping, at each train() and eval()
             vars(module).update({"_use_kernels": False, SAVED + "use_kernels": True})
             remember(module)
-    trl.switch(bool(log_probs))
+    trl.switch(log_probs)
     return model
 
 

@@ -122,12 +122,14 @@ def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, 
     """Puts the layers on transformers' classes, of which exactly those are active afterwards whose operations are wanted.
 
     wanted: an entry for each operation of the families, True or False; of `fused_linear_cross_entropy` it may be a mapping of options of
-    the loss, which stands for True. log_probs: whether TRL's trainers get ours too (trl.py).
+    the loss, which stands for True. log_probs: whether TRL's trainers get ours too, or a mapping of its options
+    (trl.py).
 
     Raises TypeError for an option that does not exist, ImportError when transformers is absent or its
     version does not fit.
     """
     options = _loss_options(wanted["fused_linear_cross_entropy"])
+    trl.options_of(log_probs)  # raises before anything is changed
     found = [prepare(targets) for targets in families]
     note(unknown_of(found, wanted), stacklevel=3)
     register(found)
@@ -143,7 +145,7 @@ def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, 
         asked = {name: isinstance(wanted[name], Mapping) or bool(wanted[name]) for name in targets.operations}
         on = {name: asked[name] and name not in unknown for name in asked}
         _patch_family(targets, modeling, on, modules)
-    trl.switch(bool(log_probs))
+    trl.switch(log_probs)
 
 
 def _tell_causal_lm(causal_lm, options, unpad):

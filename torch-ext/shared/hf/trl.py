@@ -10,7 +10,7 @@ import sys
 import warnings
 from importlib.abc import MetaPathFinder
 from types import ModuleType
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
 
 import torch
 
@@ -23,6 +23,8 @@ from .explanation import Reason
 ORIGINAL = "bastile_original"  # on what stands in TRL's function's place: that function
 USER, NAME_THERE = "trl.trainer.utils", "_ChunkedLogProbFunction"  # where TRL's trainers call it
 PART = "log-probabilities in TRL's trainers"
+OPTIONS = ("recompute",)  # of `linear_log_probs`, which `apply` and `kernelize` take in a mapping
+_options: Dict[str, Any] = {}  # those of the last call
 _warned: set = set()
 
 
@@ -48,7 +50,7 @@ def _log_probs(original) -> Callable:
         known = all(name in OUTPUTS for name in outputs) and temperature > 0 and (softcap is None or softcap > 0)
         if not known or hidden.dim() != 2 or targets.dtype != torch.int64 or why_theirs(hidden, weight, bias, targets):
             return original.apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)
-        options = {"temperature": temperature, "softcap": softcap, "scale": logit_scale}
+        options = {"temperature": temperature, "softcap": softcap, "scale": logit_scale, **_options}
         return tuple(linear_log_probs(hidden, weight, targets, bias, outputs=tuple(outputs), **options)[:5])
 
     return apply
@@ -211,9 +213,21 @@ def take_back() -> None:
             _bind(stand_in, getattr(stand_in, ORIGINAL))
 
 
-def switch(on: bool) -> None:
-    """`put` or `take_back`."""
-    (put if on else take_back)()
+def options_of(log_probs: Union[bool, Mapping]) -> Dict[str, Any]:
+    """The mapping of the option `log_probs`; empty for True and False. Raises TypeError for an entry that does not exist."""
+    options = dict(log_probs) if isinstance(log_probs, Mapping) else {}
+    unknown = [str(name) for name in options if name not in OPTIONS]
+    if unknown:
+        raise TypeError(f"log_probs has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}")
+    return options
+
+
+def switch(log_probs: Union[bool, Mapping]) -> None:
+    """`put` or `take_back`; a mapping of options stands for True."""
+    options = options_of(log_probs)
+    _options.clear()
+    _options.update(options)
+    (put if log_probs or isinstance(log_probs, Mapping) else take_back)()
 
 
 def is_imported() -> bool:

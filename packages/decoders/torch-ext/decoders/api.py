@@ -25,7 +25,8 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
         unpad: padding is removed from the whole decoder where the result is the same.
         keep_attention: with gradient checkpointing, attention runs once and its output is kept.
         recompute_mlp: the backward pass makes gate and up again instead of keeping them, with the same bits.
-        log_probs: TRL's trainers compute their log-probabilities without logits.
+        log_probs: TRL's trainers compute their log-probabilities without logits; {"recompute": False} keeps those of a trained head, for
+            speed.
 
     After the call exactly the operations given as True are active. Not thread-safe against a running forward pass.
 

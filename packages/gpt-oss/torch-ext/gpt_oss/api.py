@@ -21,7 +21,8 @@ def apply(rms_norm=True, experts=True, rope=True, fused_linear_cross_entropy=Tru
     layer's attention runs once, and the backward pass computes the rest of the layer again. `recompute_mlp` is for layers that are not
     checkpointed: the backward pass makes what the experts' first products give again instead of keeping it, with the same bits.
     `log_probs` puts `linear_log_probs` where TRL's trainers (1.16) compute log-probabilities, for every model of the process; what it does
-    not serve (a sharded or quantised head) goes to TRL's own. Not thread-safe against a running forward pass.
+    not serve (a sharded or quantised head) goes to TRL's own. {"recompute": False} keeps the logits of a trained head for the backward
+    pass, for speed. Not thread-safe against a running forward pass.
 
     Raises ImportError when transformers is absent or its version does not fit.
     """

@@ -23,7 +23,8 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
         experts: of Qwen3.5-MoE and Qwen3-Next, in grouped GEMMs.
         unpad, keep_attention: as in the other packages; padding stays in a model with delta nets.
         recompute_mlp: the backward pass makes gate and up again instead of keeping them, with the same bits; those of experts too.
-        log_probs: TRL's trainers compute their log-probabilities without logits.
+        log_probs: TRL's trainers compute their log-probabilities without logits; {"recompute": False} keeps those of a trained head, for
+            speed.
 
     After the call exactly the operations given as True are active. Not thread-safe against a running forward pass.
 
