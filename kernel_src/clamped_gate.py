@@ -15,7 +15,7 @@ partial sums of an expert's blocks are added in their order.
 
 import cuda.tile as ct
 
-from kernel_src.experts import BLOCK_ROWS, COLUMNS, MATRIX, POSITION, SCORES, read, read_scores, sum_arrays, write
+from kernel_src.experts import MATRIX, POSITION, SCORES, SHAPES, read, read_scores, sum_arrays, write
 from kernel_src.prebuild import FLOAT, FLOATS, Array, Params, Variant
 from kernel_src.swiglu import sigmoid
 
@@ -199,12 +199,13 @@ def token_sum_bias(y, position, expert, scores, bias, out, COLS: Const):
 
 # ---------------------------------------------------------------- what is prebuilt
 def variants():
-    tile = {"ROWS": BLOCK_ROWS, "COLS": COLUMNS}
+    rows, columns = SHAPES[-1]  # the width of GPT-OSS is a multiple of no more columns
+    tile = {"ROWS": rows, "COLS": columns}
     for dtype in FLOATS:
         any_matrix = Array(dtype, (None, None), aligned=False)
         forms = [(any_matrix, any_matrix, {"PACKED": 0, "MASKED": 1})]
         if dtype != "float32":
-            words, exact = (Array(d, (None, None), divisible=(1, COLUMNS)) for d in ("int32", dtype))
+            words, exact = (Array(d, (None, None), divisible=(1, columns)) for d in ("int32", dtype))
             forms.insert(0, (words, exact, {"PACKED": 1, "MASKED": 0}))
         for gate_up, out, form in forms:
             inputs = {"gate_up": gate_up, "bias": gate_up, "scores": SCORES, "blocks": POSITION}

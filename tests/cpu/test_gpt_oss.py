@@ -375,7 +375,7 @@ def test_a_step_runs_the_kernels_of_this_package_and_no_others(gpt_oss, interpre
         found.assert_as_exact_as(before, exact)
     kernels_run = {name.partition("-")[0] for name in backend.launched}
     assert kernels_run >= {"round_last_rms_norm_forward", "round_last_add_rms_norm_backward", "clamped_gate_forward",
-                           "clamped_gate_backward", "token_sum"}
+                           "clamped_gate_backward", "token_rows", "token_sum", "expert_order", "expert_blocks"}
     assert any(name.startswith("rotary") for name in kernels_run) and "cross_entropy_gradient" in kernels_run
 
 
@@ -383,7 +383,8 @@ def test_a_package_without_the_kernels_of_this_gate(qwen3, interpret):
     """Qwen3's computes it in PyTorch, between its grouped GEMMs and in its own sums."""
     backend = interpret(qwen3, operations(read_package(ROOT)))
     experts_checks.check_experts(qwen3, "cpu", torch.float32, 37, 24, 64, 4, 2)
-    assert {name.partition("-")[0] for name in backend.launched} == {"token_sum"}
+    rows = {"expert_counts", "expert_sums", "expert_order", "token_rows"}
+    assert {name.partition("-")[0] for name in backend.launched} == {*rows, "token_sum"}
 
 
 @pytest.mark.parametrize("interpreted", [False, True], ids=["pytorch", "kernels"])

@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 
 from interpreter.backend import InterpreterBackend, forget_launches
 from tests.cpu.conftest import assemble_cpu, load
-from tests.ops import adamw, common, experts, grouped_gemm, linear_cross_entropy, low_rank, rms_norm, rotary, swiglu
+from tests.ops import adamw, common, experts, grouped_gemm, linear_cross_entropy, low_rank, rms_norm, rotary, routing, swiglu
 from tests.ops.common import FLOATS, randn, runtime_of
 from tools.kernel_package import package_folders, read_package
 from tools.targets import operations
@@ -229,7 +229,34 @@ def test_a_second_backward_pass_of_the_experts_gives_the_same(ops):
 @pytest.mark.parametrize("case", grouped_gemm.GROUPED_CASES, ids=str)
 def test_grouped_gemms(ops, backend, gpu, dtype, case):
     grouped_gemm.check_grouped_gemm(ops, DEVICE, dtype, **case)
-    assert {name.partition("-")[0] for name in backend.launched} == {"grouped_mm", "grouped_outer"}
+    assert {name.partition("-")[0] for name in backend.launched} == {"grouped_mm", "grouped_outer", "expert_blocks"}
+
+
+ROUTES = {"expert_counts", "expert_sums", "expert_order"}
+
+
+@pytest.mark.parametrize("case", routing.CASES, ids=str)
+def test_routes(package, backend, gpu, case):
+    """There is no kernel with room for 600 experts."""
+    backend.launched.clear()
+    routing.check_route(package, DEVICE, **case)
+    assert {name.partition("-")[0] for name in backend.launched} == (ROUTES if case["experts"] <= 512 else set())
+
+
+def test_many_pairs_of_many_experts_are_sorted_by_pytorch(package, backend, monkeypatch):
+    monkeypatch.setattr(sys.modules[f"{package.__name__}.shared.ops.routing"], "COMPARISONS", 43 * 3 * 100 - 1)
+    backend.launched.clear()
+    routing.check_route(package, DEVICE, 43, 100, 3)
+    assert not backend.launched
+    routing.check_route(package, DEVICE, 42, 100, 3)
+    assert backend.launched
+
+
+@pytest.mark.parametrize("case", routing.BLOCKS, ids=str)
+def test_blocks_of_rows(package, backend, gpu, case):
+    backend.launched.clear()
+    routing.check_row_blocks(package, DEVICE, **case)
+    assert {name.partition("-")[0] for name in backend.launched} == ({"expert_blocks"} if len(case["counts"]) <= 512 else set())
 
 
 @pytest.mark.parametrize(("dtype", "result"), low_rank.DTYPES, ids=str)
@@ -269,7 +296,7 @@ def test_low_rank_gradients_that_are_left_to_pytorch(ops, backend):
 def test_grouped_gemms_that_the_kernels_do_not_take(package, backend, dtype, k, n):
     backend.launched.clear()
     grouped_gemm.check_grouped_gemm(package, DEVICE, dtype, [3, 0, 5, 1], k, n)
-    assert not backend.launched
+    assert not [name for name in backend.launched if name.startswith("grouped")]
 
 
 def test_more_elements_than_a_kernel_counts_go_elsewhere(package, backend, monkeypatch):
@@ -314,13 +341,15 @@ def test_the_host_does_not_wait_for_the_routing(package, backend, monkeypatch, d
     leaves, run = experts.experts_run(package, DEVICE, dtype, 37, 24, 64, 4, 2, gpt_oss=gpt_oss)
     launched = set()
     monkeypatch.setattr(backend, "prepare", lambda variant, *_: lambda *_: launched.add(variant.name.partition("-")[0]))
+    for name, zeros in (("empty", torch.zeros), ("empty_like", torch.zeros_like)):  # PyTorch reads where rows are; nothing has written it
+        monkeypatch.setattr(torch, name, zeros)
     forget_launches(runtime_of(package))
     with monkeypatch.context() as patch:
         for name in ("tolist", "item", "nonzero", "cpu", "__bool__", "__int__", "__float__", "__index__"):
             patch.setattr(torch.Tensor, name, waits)
         run().backward(leaves["hidden"].detach())
     forget_launches(runtime_of(package))
-    assert {"grouped_mm", "grouped_outer", "token_sum"} <= launched
+    assert {"grouped_mm", "grouped_outer", "token_rows", "token_sum", *ROUTES} <= launched
 
 
 def test_results_do_not_depend_on_the_order_of_blocks(ops, backend):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.models import Step, random_tokens, tiny_gpt_oss
-from tests.ops import experts, grouped_gemm, rms_norm, rotary, round_last_rms_norm
+from tests.ops import experts, grouped_gemm, rms_norm, rotary, round_last_rms_norm, routing
 from tests.ops.common import FLOATS
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -62,6 +62,19 @@ def test_grouped_gemms(ours, dtype, case):
 def test_experts_in_our_grouped_gemms(ours, dtype, case):
     skip_without_kernel(dtype)
     experts.check_experts(ours, DEVICE, dtype, **case)
+
+
+ROUTES_LARGE = (dict(tokens=8192, experts=128, top_k=8), dict(tokens=4096, experts=512, top_k=10))
+
+
+@pytest.mark.parametrize("case", (*routing.CASES, *ROUTES_LARGE), ids=str)
+def test_routes(gpt_oss, case):
+    routing.check_route(gpt_oss, DEVICE, **case)
+
+
+@pytest.mark.parametrize("case", (*routing.BLOCKS, dict(counts=[500 + i for i in range(128)], height=128)), ids=str)
+def test_blocks_of_rows(gpt_oss, case):
+    routing.check_row_blocks(gpt_oss, DEVICE, **case)
 
 
 @dtypes

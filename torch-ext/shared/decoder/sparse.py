@@ -212,7 +212,7 @@ class _NormExperts(torch.autograd.Function):
             y = normed_again(spec.outputs.before, x, before, rstd, x.dtype)
         if again:
             groups = Groups(ends, expert.numel())
-            gate_up = first_gemm(y, gate_up_weight, order, groups, expert.shape[1], spec.gate.transposed)
+            gate_up = first_gemm(y, gate_up_weight, order, position, groups, spec.gate.transposed)
             both = None if shared is None else gate_and_up(y, shared.inner, again=True)
         ctx.written_over = True
         inputs, routing = (y, expert, _rounded(scores, x.dtype), *weights), Routing(order, position, ends)

@@ -1,5 +1,6 @@
-"""What lies between the GEMMs of experts: the gate with its biases and scores, and the sum over the experts of a token."""
+"""What lies around the GEMMs of experts: the rows of a token, the gate with its biases and scores, and the sum over a token's experts."""
 
+import functools
 from typing import NamedTuple, Optional, Tuple
 
 import torch
@@ -36,7 +37,9 @@ _bias_kernel = Kernel("expert_bias_sum", grid=lambda c, partial, stops, out: (-(
 
 _swiglu_forward_kernel = Kernel("swiglu_rows_forward", grid=_rows_grid)
 
-_swiglu_backward_kernels = [Kernel("swiglu_rows_backward", grid=_rows_grid, where={"WEIGHTS": weights}) for weights in (0, 1)]
+_any_swiglu_backward_kernel = Kernel("swiglu_rows_backward", grid=_rows_grid)
+
+_rows_kernel = Kernel("token_rows", grid=_tokens_grid, reads=("x",))
 
 _sum_kernel = Kernel("token_sum", grid=_tokens_grid)
 
@@ -105,6 +108,19 @@ def token_sum_reference(y: torch.Tensor, position: torch.Tensor) -> torch.Tensor
     return torch.where(there[..., None], rows, 0.0).sum(1)
 
 
+@functools.lru_cache(maxsize=None)
+def _swiglu_backward_kernel(columns: int, weights: bool) -> Kernel:
+    return Kernel("swiglu_rows_backward", grid=_rows_grid, where={"COLS": columns, "WEIGHTS": int(weights)})
+
+
+def _piece_of(dgated: torch.Tensor, gate_up: torch.Tensor, weights: bool, gate: Gate) -> int:
+    """The columns of a piece of a row, each of which has a sum of its own: of swiglu's the longest that divide the width, if any."""
+    if gate.alpha:
+        return _clamped_backward_kernels[weights].constant("COLS")
+    lengths, aligned = _any_swiglu_backward_kernel.constants("COLS"), (dgated.data_ptr() | gate_up.data_ptr()) % 16 == 0
+    return max((length for length in lengths if aligned and dgated.shape[1] % length == 0), default=min(lengths))
+
+
 def _kernels_for(gate_up: torch.Tensor, bias: Optionals, gate: Gate, *others: Optionals) -> bool:
     """There are kernels for GPT-OSS's gate (clamped, interleaved, with a bias) and Qwen3-MoE's (neither of them). others: what else a
     kernel reads."""
@@ -157,11 +173,11 @@ def gate_backward(dgated, gate_up, bias, scores, ends, gate: Gate, weights: bool
         return dgate_up.to(gate_up.dtype), scored, dscores, dbias
     rows, width = dgated.shape
     new = {"dtype": torch.float32, "device": dgated.device}
-    columns = (_clamped_backward_kernels if gate.alpha else _swiglu_backward_kernels)[weights].constant("COLS")
+    columns = _piece_of(dgated, gate_up, weights, gate)
     dscores = torch.empty((rows, -(-width // columns)), **new)
     dbias = None
     if not gate.alpha:
-        _swiglu_backward_kernels[weights](gate_up, scores, dgated, dscores)
+        _swiglu_backward_kernel(columns, weights)(gate_up, scores, dgated, dscores)
     else:
         blocks, stops = row_blocks(ends, rows, _clamped_forward_kernel.constant("ROWS"))
         partial = torch.empty((blocks.shape[1] if weights else 1, 2 * width), **new)
@@ -171,6 +187,16 @@ def gate_backward(dgated, gate_up, bias, scores, ends, gate: Gate, weights: bool
             dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
             _bias_kernel(partial, stops, dbias)
     return gate_up, dgated if weights else None, dscores.sum(1), dbias
+
+
+def token_rows(x: torch.Tensor, order: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """[rows, columns]: for each row the columns of its token in x: [tokens, columns]. order, position: of `Routing`. What rows of no expert
+    hold is undefined where kernels run."""
+    if x.dtype == torch.float64 or not x.numel() or not kernels_run_on(x, position):
+        return x[order // position.shape[1]]
+    out = x.new_empty((order.shape[0], x.shape[1]))
+    _rows_kernel(x, position, out)
+    return out
 
 
 def token_sum(y, position, expert=None, scores=None, bias=None) -> torch.Tensor:

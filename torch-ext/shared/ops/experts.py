@@ -24,7 +24,7 @@ from .common import (
     traceable,
     unit_stride,
 )
-from .expert_gate import Gate, dense, gate_backward, gate_forward, token_sum
+from .expert_gate import Gate, dense, gate_backward, gate_forward, token_rows, token_sum
 from .grouped_gemm import Groups, grouped_mm, grouped_outer
 from .routing import Routing, route
 
@@ -54,10 +54,10 @@ def experts_reference(
     return out.sum(0).to(hidden.dtype)
 
 
-def first_gemm(hidden, gate_up_weight, order, groups: Groups, top_k: int, transposed: bool) -> torch.Tensor:
+def first_gemm(hidden, gate_up_weight, order, position, groups: Groups, transposed: bool) -> torch.Tensor:
     """The output of the first GEMM."""
     weight = gate_up_weight if transposed else gate_up_weight.transpose(1, 2)
-    return grouped_mm(hidden[order // top_k], weight, groups)
+    return grouped_mm(token_rows(hidden, order, position), weight, groups)
 
 
 def _forward(
@@ -76,7 +76,7 @@ def _forward(
     """(result, output of the first GEMM, and the routing: order, position, ends)"""
     routing, gate = route(expert, gate_up_weight.shape[0]), Gate(interleaved, alpha, limit)
     groups = Groups(routing.ends, expert.numel())
-    gate_up = first_gemm(hidden, gate_up_weight, routing.order, groups, expert.shape[1], transposed)
+    gate_up = first_gemm(hidden, gate_up_weight, routing.order, routing.position, groups, transposed)
     row_scores = scores.reshape(-1)[routing.order].to(accumulation_dtype(hidden.dtype))
     if hidden.shape[0] == 0:
         return torch.empty_like(hidden), gate_up, *routing
@@ -96,14 +96,13 @@ def experts_backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, r
     order, position, ends = routing
     transposed, gate = options[0], Gate(*options[1:])
     need_hidden, need_scores, need_gate_up, need_down, need_gate_up_bias, need_down_bias = needs
-    top_k, experts, groups = expert.shape[1], gate_up_weight.shape[0], Groups(ends, expert.numel())
+    experts, groups = gate_up_weight.shape[0], Groups(ends, expert.numel())
     nothing = hidden.new_empty(0)
     dhidden = dscores = dgate_up_weight = ddown_weight = dgate_up_bias = ddown_bias = nothing
     dout = unit_stride(dout)
     if need_down_bias:
         ddown_bias = torch.mm(dense(expert, scores, experts, dout.dtype).t(), dout)
-    token = order // top_k
-    rows = dout[token]
+    rows = token_rows(dout, order, position)
     dgated = grouped_mm(rows, down_weight.transpose(1, 2) if transposed else down_weight, groups)
     row_scores = scores.reshape(-1)[order].to(accumulation_dtype(hidden.dtype))
     weights = need_down or need_gate_up_bias
@@ -126,7 +125,7 @@ def experts_backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, r
             dscores = dscores + of_bias.gather(1, expert.clamp(0, experts - 1).to(torch.int64))
         dscores = torch.where(position < order.shape[0], dscores, 0.0).to(scores.dtype)
     if need_gate_up:
-        rows = hidden[token]
+        rows = token_rows(hidden, order, position)
         dgate_up_weight = grouped_outer(rows, dgate_up, groups) if transposed else grouped_outer(dgate_up, rows, groups)
         del rows
     if need_hidden:
@@ -208,7 +207,7 @@ class _Experts(torch.autograd.Function):
         else:
             if ctx.written_over:  # a second backward pass (retain_graph)
                 hidden, expert, _, weight, *_ = inputs
-                gate_up = first_gemm(hidden, weight, order, Groups(ends, expert.numel()), expert.shape[1], ctx.options[0])
+                gate_up = first_gemm(hidden, weight, order, position, Groups(ends, expert.numel()), ctx.options[0])
             ctx.written_over = True
             found = experts_backward(dout, inputs, gate_up, Routing(order, position, ends), ctx.options, needs)
         dhidden, dscores, *dweights = [gradient if need else None for gradient, need in zip(found, needs)]

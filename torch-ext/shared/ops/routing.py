@@ -1,8 +1,25 @@
 """Where the rows of a mixture of experts are: (token, expert) pairs sorted by expert, all of it on the device."""
 
-from typing import NamedTuple, Tuple
+import functools
+from typing import NamedTuple, Optional, Tuple
 
 import torch
+
+from ..runtime.device import kernels_run_on
+from ..runtime.launch import Kernel
+
+# Every pair is compared with every expert, so beyond so many comparisons PyTorch's sort is faster. 65536 pairs and 128 experts: 41 us of an
+# H200 in 3 launches, PyTorch 60 in 30; 81920 pairs and 512 experts: 181 us, PyTorch 50.
+COMPARISONS = 2**24
+
+
+def _chunks_grid(c, expert, *_):
+    return (-(-expert.shape[0] // c["PAIRS"]),)
+
+
+_sums_kernel = Kernel("expert_sums", grid=lambda c, counts, totals: (-(-totals.shape[0] // c["COLS"]),))
+_order_kernel = Kernel("expert_order", grid=_chunks_grid)
+_blocks_kernel = Kernel("expert_blocks", grid=lambda c, ends, blocks, stops: (-(-blocks.shape[1] // c["NUMBERS"]),))
 
 
 class Routing(NamedTuple):
@@ -17,8 +34,48 @@ class Routing(NamedTuple):
     ends: torch.Tensor
 
 
+class _Sorting(NamedTuple):
+    """The kernels that count and place pairs of at most so many experts. pairs: of a chunk."""
+
+    counts: Kernel
+    order: Kernel
+    pairs: int
+
+
+@functools.lru_cache(maxsize=None)
+def _sorting_of(room: int) -> _Sorting:
+    counts, order = (Kernel(name, grid=_chunks_grid, where={"EXPERTS": room}) for name in ("expert_counts", "expert_order"))
+    return _Sorting(counts, order, order.constant("PAIRS"))
+
+
+def _sorting_for(experts: int, pairs: int = 0) -> Optional[_Sorting]:
+    """None where no kernel has room for so many experts, and where PyTorch sorts so many pairs faster."""
+    if pairs * experts > COMPARISONS:
+        return None
+    room = min((most for most in _order_kernel.constants("EXPERTS") if most >= experts), default=None)
+    return None if room is None else _sorting_of(room)
+
+
 def route(expert: torch.Tensor, experts: int) -> Routing:
-    """expert: [tokens, top-k]; ids outside [0, experts) belong to no expert here, and their rows come last."""
+    """Sorts the pairs by expert; those of one expert keep their order.
+
+    expert: [tokens, top-k] int64; ids outside [0, experts) belong to no expert here, and their rows come last.
+    """
+    sorting = _sorting_for(experts, expert.numel()) if expert.numel() and kernels_run_on(expert) else None
+    if sorting is None:
+        return route_reference(expert, experts)
+    pairs = expert.reshape(-1)
+    rows, integers = pairs.shape[0], {"dtype": torch.int32, "device": expert.device}
+    counts, totals, ends = (torch.empty(shape, **integers) for shape in ((-(-rows // sorting.pairs), experts), experts, experts))
+    order, position = torch.empty_like(pairs), torch.empty(rows, **integers)
+    sorting.counts(pairs, counts)
+    _sums_kernel(counts, totals)
+    sorting.order(pairs, counts, totals, order, position, ends)
+    return Routing(order, position.view(expert.shape), ends)
+
+
+def route_reference(expert: torch.Tensor, experts: int) -> Routing:
+    """What `route` returns, in PyTorch."""
     flat = expert.reshape(-1).clamp(-1, experts) % (experts + 1)
     rows = flat.shape[0]
     # Two bytes instead of eight are a quarter of the radix sort's passes.
@@ -35,6 +92,16 @@ def route(expert: torch.Tensor, experts: int) -> Routing:
 def row_blocks(ends: torch.Tensor, rows: int, height: int) -> Tuple[torch.Tensor, torch.Tensor]:
     """Blocks of up to `height` rows of one expert: [3, blocks] int32, each one's expert, first row and end; and [experts]
     int32, the block after each expert's last one. There are a few more blocks than needed; they are empty."""
+    experts = ends.shape[0]
+    if not (kernels_run_on(ends) and _sorting_for(experts)):
+        return row_blocks_reference(ends, rows, height)
+    blocks, stops = ends.new_empty((3, -(-rows // height) + experts)), torch.empty_like(ends)
+    _blocks_kernel(ends, blocks, stops, height)
+    return blocks, stops
+
+
+def row_blocks_reference(ends: torch.Tensor, rows: int, height: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    """What `row_blocks` returns, in PyTorch."""
     experts = ends.shape[0]
     starts = torch.nn.functional.pad(ends[:-1], (1, 0))
     count = (ends - starts + (height - 1)) // height
