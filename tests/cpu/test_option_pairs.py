@@ -68,7 +68,7 @@ def expected_of(name, options, before, fused):
 def test_the_last_call_wins(request, make, monkeypatch):
     package = request.getfixturevalue("gpt_oss" if make is tiny_gpt_oss else "qwen3")
     for name in ("kernels_run_on", "takes_heads"):  # the CPU's build has no kernels
-        monkeypatch.setattr(sys.modules[f"{package.__name__}.shared.hf.attention_choice"], name, lambda *tensors: True)
+        monkeypatch.setattr(sys.modules[f"{package.__name__}.shared.hf.attention_choice"], name, lambda *tensors, **asked: True)
     model = make(head_dim=64, hidden_size=16, intermediate_size=8, num_hidden_layers=2).train()
     package.apply()
     before, last, fused = state_of(package, model), None, ("rms_norm", "rope") if make is tiny_gpt_oss else ("rms_norm", "swiglu", "rope")
