@@ -35,6 +35,10 @@ class Inputs:
         self.generator = torch.Generator().manual_seed(seed)
         self.leaves: List[torch.Tensor] = []
 
+    def call(self, function: Callable, *arguments, **options):
+        """Returns what an operation gives, of any number of drawn arguments."""
+        return function(*arguments, **options)
+
     def constant(self, *shape: int, scale: float = 1.0, shift: float = 0.0, of: Optional[Callable] = None) -> torch.Tensor:
         """Returns normal numbers, or a function of them, that need no gradient."""
         drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale + shift

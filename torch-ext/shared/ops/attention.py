@@ -365,6 +365,8 @@ def _documents(i, width: int):
 
 
 SELF_CHECKS = {
-    "attention (two documents)": lambda i: attention(*_documents(i, 128), cu_seqlens=i.row(0, 50, i.tokens)),
-    "attention (sinks and window)": lambda i: attention(*_documents(i, 64), cu_seqlens=i.row(0, 50, i.tokens), window=32, sinks=i.leaf(8)),
+    "attention (two documents)": lambda i: i.call(attention, *_documents(i, 128), cu_seqlens=i.row(0, 50, i.tokens)),
+    "attention (sinks and window)": lambda i: i.call(
+        attention, *_documents(i, 64), cu_seqlens=i.row(0, 50, i.tokens), window=32, sinks=i.leaf(8)
+    ),
 }

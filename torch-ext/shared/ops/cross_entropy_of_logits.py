@@ -267,6 +267,6 @@ def _check(logits, target, weight, reduction, ignore_index):
 
 
 SELF_CHECKS = {
-    "cross_entropy": lambda i: cross_entropy(i.logits(), i.labels()),
-    "cross_entropy (weighted classes)": lambda i: cross_entropy(i.logits(), i.labels(), weight=i.class_weight()),
+    "cross_entropy": lambda i: i.call(cross_entropy, i.logits(), i.labels()),
+    "cross_entropy (weighted classes)": lambda i: i.call(cross_entropy, i.logits(), i.labels(), weight=i.class_weight()),
 }

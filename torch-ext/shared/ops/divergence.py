@@ -356,7 +356,7 @@ def check_numbers(beta=0.5, eps=0.0, temperature=1.0):
 
 
 SELF_CHECKS = {
-    "kl_div": lambda i: kl_div(i.log_probs(), i.probs().detach(), reduction="sum"),
-    "jsd": lambda i: jsd(i.log_probs(), i.log_probs().detach(), reduction="sum"),
-    "tvd": lambda i: tvd(i.probs(), i.probs().detach(), reduction="sum"),
+    "kl_div": lambda i: i.call(kl_div, i.log_probs(), i.probs().detach(), reduction="sum"),
+    "jsd": lambda i: i.call(jsd, i.log_probs(), i.log_probs().detach(), reduction="sum"),
+    "tvd": lambda i: i.call(tvd, i.probs(), i.probs().detach(), reduction="sum"),
 }

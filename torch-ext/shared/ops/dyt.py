@@ -146,4 +146,4 @@ def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: Optiona
     return apply_function(DyTFunction, x, alpha if alpha.dim() == 1 else alpha.reshape(1), gamma, beta)
 
 
-SELF_CHECKS = {"dyt": lambda i: dyt(*i.rows(1), i.leaf(1, shift=1.0), i.leaf(i.hidden), i.leaf(i.hidden))}
+SELF_CHECKS = {"dyt": lambda i: i.call(dyt, *i.rows(1), i.leaf(1, shift=1.0), i.leaf(i.hidden), i.leaf(i.hidden))}

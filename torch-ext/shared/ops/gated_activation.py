@@ -272,6 +272,6 @@ def geglu_packed(gate_up: torch.Tensor, approximate: str = "tanh") -> torch.Tens
 
 
 SELF_CHECKS = {
-    "swiglu (Liger's)": lambda i: swiglu(*i.rows(2)),
-    "geglu": lambda i: geglu(*i.rows(2)),
+    "swiglu (Liger's)": lambda i: i.call(swiglu, *i.rows(2)),
+    "geglu": lambda i: i.call(geglu, *i.rows(2)),
 }

@@ -375,8 +375,8 @@ def gated_delta_step_reference(q, k, v, g, beta, state, scale: float, norm: bool
 
 
 SELF_CHECKS = {
-    "gated_delta_rule": lambda i: gated_delta_rule(
-        *(i.leaf(1, i.tokens, 2, WIDTH, of=lambda x: x / x.norm(dim=-1, keepdim=True)) for _ in range(2)),
+    "gated_delta_rule": lambda i: i.call(
+        gated_delta_rule, *(i.leaf(1, i.tokens, 2, WIDTH, of=lambda x: x / x.norm(dim=-1, keepdim=True)) for _ in range(2)),
         i.leaf(1, i.tokens, 4, WIDTH), i.leaf(1, i.tokens, 4, of=lambda x: -0.1 * x.abs()), i.leaf(1, i.tokens, 4, of=torch.sigmoid),
     ),
 }

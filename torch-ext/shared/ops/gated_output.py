@@ -143,4 +143,4 @@ def gated_output(out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return apply_function(GatedOutputFunction, out, gate)
 
 
-SELF_CHECKS = {"gated_output": lambda i: gated_output(*(i.leaf(i.tokens, 4, i.width) for _ in range(2)))}
+SELF_CHECKS = {"gated_output": lambda i: i.call(gated_output, *(i.leaf(i.tokens, 4, i.width) for _ in range(2)))}

@@ -147,4 +147,4 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
     return apply_function(GatedRMSNormFunction, x, gate, weight, float(eps))
 
 
-SELF_CHECKS = {"gated_rms_norm": lambda i: gated_rms_norm(*(i.leaf(i.tokens, 4, i.width) for _ in range(2)), i.leaf(i.width))}
+SELF_CHECKS = {"gated_rms_norm": lambda i: i.call(gated_rms_norm, *(i.leaf(i.tokens, 4, i.width) for _ in range(2)), i.leaf(i.width))}

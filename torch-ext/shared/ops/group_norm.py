@@ -309,6 +309,6 @@ def group_norm(
 
 
 SELF_CHECKS = {
-    "group_norm": lambda i: group_norm(i.leaf(2, 64, 16, 16), 8, i.leaf(64), i.leaf(64)),
-    "group_norm (large groups)": lambda i: group_norm(i.leaf(2, 64, 96, 96), 4, i.leaf(64), i.leaf(64)),
+    "group_norm": lambda i: i.call(group_norm, i.leaf(2, 64, 16, 16), 8, i.leaf(64), i.leaf(64)),
+    "group_norm (large groups)": lambda i: i.call(group_norm, i.leaf(2, 64, 96, 96), 4, i.leaf(64), i.leaf(64)),
 }

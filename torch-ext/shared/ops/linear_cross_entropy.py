@@ -373,7 +373,7 @@ def _check(hidden, weight, target, bias, class_weight, reduction, ignore_index):
 
 
 SELF_CHECKS = {
-    "linear_cross_entropy": lambda i: linear_cross_entropy(*i.head()),
-    "linear_cross_entropy (weighted classes)": lambda i: linear_cross_entropy(*i.head(), class_weight=i.class_weight()),
-    "linear_cross_entropy (evaluation)": lambda i: linear_cross_entropy(*[x.detach() for x in i.head()]),
+    "linear_cross_entropy": lambda i: i.call(linear_cross_entropy, *i.head()),
+    "linear_cross_entropy (weighted classes)": lambda i: i.call(linear_cross_entropy, *i.head(), class_weight=i.class_weight()),
+    "linear_cross_entropy (evaluation)": lambda i: i.call(linear_cross_entropy, *[x.detach() for x in i.head()]),
 }

@@ -277,5 +277,7 @@ def _check(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias) -
 
 
 SELF_CHECKS = {
-    "linear_divergence": lambda i: linear_divergence(*i.head(256)[:2], i.constant(i.tokens, 128), i.constant(i.classes, 128, scale=0.1))
+    "linear_divergence": lambda i: i.call(
+        linear_divergence, *i.head(256)[:2], i.constant(i.tokens, 128), i.constant(i.classes, 128, scale=0.1)
+    )
 }

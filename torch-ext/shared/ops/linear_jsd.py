@@ -214,7 +214,7 @@ def check_heads(hidden, weight, teacher_hidden, teacher_weight, labels, bias, te
 
 
 SELF_CHECKS = {
-    "linear_jsd": lambda i: linear_jsd(
-        *i.head(256)[:2], i.constant(i.tokens, 128), i.constant(i.classes, 128, scale=0.1), reduction="sum"
+    "linear_jsd": lambda i: i.call(
+        linear_jsd, *i.head(256)[:2], i.constant(i.tokens, 128), i.constant(i.classes, 128, scale=0.1), reduction="sum"
     ),
 }

@@ -400,5 +400,5 @@ def _check(hidden, weight, target, bias, coefficients, ignore_index) -> None:
 
 
 SELF_CHECKS = {
-    "linear_log_probs": lambda i: linear_log_probs(*i.head(), outputs=("log_probs", "entropy")),
+    "linear_log_probs": lambda i: i.call(linear_log_probs, *i.head(), outputs=("log_probs", "entropy")),
 }

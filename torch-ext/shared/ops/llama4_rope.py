@@ -51,4 +51,4 @@ def rotary_complex(q: torch.Tensor, k: torch.Tensor, freqs: torch.Tensor) -> Pai
     return apply_function(_RotaryComplex, q, k, torch.view_as_real(found.resolve_conj()))
 
 
-SELF_CHECKS = {"rotary_complex": lambda i: rotary_complex(*i.heads(8, 2, last=True), i.turns(i.tokens, i.width // 2))}
+SELF_CHECKS = {"rotary_complex": lambda i: i.call(rotary_complex, *i.heads(8, 2, last=True), i.turns(i.tokens, i.width // 2))}

@@ -204,6 +204,6 @@ def partial_rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: tor
 
 
 SELF_CHECKS = {
-    "rotary_multimodal": lambda i: rotary_multimodal(*i.heads(8, 2), *i.angles(3, 1, i.tokens, i.width), (16, 24, 24)),
-    "partial_rotary": lambda i: partial_rotary(*i.heads(8, 2), *i.angles(1, i.tokens, i.width // 2)),
+    "rotary_multimodal": lambda i: i.call(rotary_multimodal, *i.heads(8, 2), *i.angles(3, 1, i.tokens, i.width), (16, 24, 24)),
+    "partial_rotary": lambda i: i.call(partial_rotary, *i.heads(8, 2), *i.angles(1, i.tokens, i.width // 2)),
 }

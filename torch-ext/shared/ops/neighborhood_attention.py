@@ -230,4 +230,4 @@ def neighborhood_attention(
     return apply_function(_NeighborhoodAttention, q, k, v, *band)
 
 
-SELF_CHECKS = {"neighborhood_attention": lambda i: neighborhood_attention(*i.heads(2, 2, 2, width=64), kernel_size=7)}
+SELF_CHECKS = {"neighborhood_attention": lambda i: i.call(neighborhood_attention, *i.heads(2, 2, 2, width=64), kernel_size=7)}

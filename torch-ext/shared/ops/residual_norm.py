@@ -197,6 +197,6 @@ def norm_add_norm(
 
 
 SELF_CHECKS = {
-    "norm_add": lambda i: norm_add(*i.rows(2), i.leaf(i.hidden)),
-    "norm_add_norm": lambda i: norm_add_norm(*i.rows(2), i.leaf(i.hidden), i.leaf(i.hidden)),
+    "norm_add": lambda i: i.call(norm_add, *i.rows(2), i.leaf(i.hidden)),
+    "norm_add_norm": lambda i: i.call(norm_add_norm, *i.rows(2), i.leaf(i.hidden), i.leaf(i.hidden)),
 }

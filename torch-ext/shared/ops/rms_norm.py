@@ -326,8 +326,8 @@ def add_rms_norm(
 
 
 SELF_CHECKS = {
-    "rms_norm": lambda i: rms_norm(*i.rows(1), i.leaf(i.hidden)),
-    "rms_norm (offset, odd width)": lambda i: rms_norm(*i.rows(1, 777), i.leaf(777), offset=1.0, rounds="last"),
-    "add_rms_norm": lambda i: add_rms_norm(*i.rows(2), i.leaf(i.hidden)),
-    "add_rms_norm (rounded last)": lambda i: add_rms_norm(*i.rows(2, 2880), i.leaf(2880), rounds="last"),
+    "rms_norm": lambda i: i.call(rms_norm, *i.rows(1), i.leaf(i.hidden)),
+    "rms_norm (offset, odd width)": lambda i: i.call(rms_norm, *i.rows(1, 777), i.leaf(777), offset=1.0, rounds="last"),
+    "add_rms_norm": lambda i: i.call(add_rms_norm, *i.rows(2), i.leaf(i.hidden)),
+    "add_rms_norm (rounded last)": lambda i: i.call(add_rms_norm, *i.rows(2, 2880), i.leaf(2880), rounds="last"),
 }

@@ -385,8 +385,8 @@ def _check(q, k, cos, sin, heads_dim, rotary_dim=0):
 
 
 SELF_CHECKS = {
-    "rotary": lambda i: rotary(*i.heads(8, 2), *i.angles(1, i.tokens, i.width)),
-    "qk_norm_rotary": lambda i: qk_norm_rotary(
-        *i.heads(8, 4, last=True), i.leaf(i.width), i.leaf(i.width), *i.angles(1, i.tokens, i.width)
+    "rotary": lambda i: i.call(rotary, *i.heads(8, 2), *i.angles(1, i.tokens, i.width)),
+    "qk_norm_rotary": lambda i: i.call(
+        qk_norm_rotary, *i.heads(8, 4, last=True), i.leaf(i.width), i.leaf(i.width), *i.angles(1, i.tokens, i.width)
     ),
 }

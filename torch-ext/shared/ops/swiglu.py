@@ -250,6 +250,6 @@ def mlp(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, dow
 
 
 SELF_CHECKS = {
-    "swiglu": lambda i: swiglu(*i.rows(2)),
-    "mlp": lambda i: mlp(*i.mlp()),
+    "swiglu": lambda i: i.call(swiglu, *i.rows(2)),
+    "mlp": lambda i: i.call(mlp, *i.mlp()),
 }

@@ -153,6 +153,6 @@ def tiled_geglu(x, gate_weight, up_weight, down_weight, shards: Optional[int] = 
 
 
 SELF_CHECKS = {
-    "tiled_swiglu": lambda i: tiled_swiglu(*i.mlp(), shards=2),
-    "tiled_geglu": lambda i: tiled_geglu(*i.mlp(), shards=2),
+    "tiled_swiglu": lambda i: i.call(tiled_swiglu, *i.mlp(), shards=2),
+    "tiled_geglu": lambda i: i.call(tiled_geglu, *i.mlp(), shards=2),
 }
