@@ -111,7 +111,7 @@ CHECKS = {
     "multiplied": functools.partial(check_multiplied_branch, device=CPU, dtype=BF16, shape=(3, 192), offset=1.0),
     "again": functools.partial(check_again, device=CPU, dtype=FP32, shape=(3, 2112)),
     "two tiles": functools.partial(check_norm_add, device=CPU, dtype=BF16, shape=(19, 4864), offset=1.0, eps=0.5),
-    "two tiles, one norm": functools.partial(check_norm_add, device=CPU, dtype=BF16, shape=(3, 4864), following=False),
+    "two tiles, one norm": functools.partial(check_norm_add, device=CPU, dtype=BF16, shape=(3, 4864), following=False, eps=0.5),
     "two tiles, added": functools.partial(
         check_multiplied_branch, device=CPU, dtype=BF16, shape=(3, 4160), multiplier=1.0, offset=1.0, rounds="last"
     ),
