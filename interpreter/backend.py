@@ -49,7 +49,7 @@ def described(module: types.ModuleType) -> tuple[dict[str, list], dict]:
 
 
 class InterpretedArtifacts:
-    """The manifest's entries, straight from kernel_src. replace: kernel functions to run instead, by name (mutants)."""
+    """The manifest's entries, straight from kernel_src. replace: replace.get(name, kernel) is run instead of a kernel (mutants)."""
 
     def __init__(self, runtime, operations, replace=None):
         self.runtime = runtime
@@ -139,12 +139,12 @@ class InterpreterBackend:
 
 
 @contextlib.contextmanager
-def interpreting(runtime, operations) -> Iterator[InterpreterBackend]:
+def interpreting(runtime, operations, replace=None) -> Iterator[InterpreterBackend]:
     """Has the interpreter run a package's kernels, and puts back what ran them before. Kernels remember launches of the backend that
     prepared them, so these are forgotten in between."""
     before = runtime.launch.backend
     try:
-        runtime.launch.backend = InterpreterBackend(runtime, operations)
+        runtime.launch.backend = InterpreterBackend(runtime, operations, replace)
         forget_launches(runtime)
         yield runtime.launch.backend
     finally:

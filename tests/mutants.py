@@ -118,10 +118,59 @@ class PlantedFile(SourceFileLoader):
 
 
 _names = (f"planted_{number}" for number in itertools.count())
+# What a check uses of these is imported when it is: what is above them, the greater part of the package, it does without.
+PARTS = ("shared/runtime/", "shared/ops/", "shared/decoder/")
+
+
+@functools.cache
+def exports() -> dict[str, tuple[str, str]]:
+    """Where the package has what it offers by name: (module, name there)."""
+    package = import_whole_package()
+    start, found = len(package.__name__), {}
+    for name, value in vars(package).items():
+        module = sys.modules.get(getattr(value, "__module__", None) or "")
+        if module is not None and module.__name__.startswith(package.__name__ + ".") and getattr(module, name, None) is value:
+            found[name] = (module.__name__[start:], name)
+    forget_package(package)
+    return found
+
+
+class PackageInParts(types.ModuleType):
+    """The package, which imports what is asked for. exports: where it has what it offers."""
+
+    def __init__(self, name: str, folder: str, exports: dict[str, tuple[str, str]]):
+        super().__init__(name)
+        self.__path__, self.__package__, self.__exports__ = [folder], name, exports
+
+    def __getattr__(self, name):
+        if name not in self.__dict__.get("__exports__", ()):
+            raise AttributeError(f"{self.__name__} offers no {name}")
+        module, there = self.__exports__[name]
+        return getattr(importlib.import_module(self.__name__ + module), there)
 
 
 def import_package(mutant: Mutant | None = None) -> types.ModuleType:
-    """The package, under a name that no other one has, with the error in it."""
+    """The package, under a name that no other one has, with the error in it; in parts where the error is in one of these, or in none."""
+    if mutant is not None and not mutant.file.startswith(PARTS):
+        return import_whole_package(mutant)
+    name, folder = next(_names), Path(compiled_copy().name)
+    package = sys.modules[name] = PackageInParts(name, str(folder), exports())
+    if mutant is not None:
+        path, module = folder / mutant.file, ".".join((name, *Path(mutant.file).with_suffix("").parts))
+        file = PlantedFile(module, path, plant(path.read_text(encoding="utf-8"), mutant))
+        sys.meta_path.insert(0, file)
+        try:
+            importlib.import_module(module)
+        except BaseException:
+            forget_package(package)
+            raise
+        finally:
+            sys.meta_path.remove(file)
+    return package
+
+
+def import_whole_package(mutant: Mutant | None = None) -> types.ModuleType:
+    """The package with all that it imports by itself, under a name that no other one has, with the error in it."""
     name, folder, planted_files = next(_names), Path(compiled_copy().name), []
     if mutant is not None:
         path = folder / mutant.file
@@ -171,6 +220,14 @@ def package_of(mutant: Mutant | None) -> Iterator[types.ModuleType]:
     yield _shared[mutant.file]
 
 
+class CurrentKernels:
+    """Kernels as kernel_src has them now, by name: what is prebuilt of one follows from none of the errors."""
+
+    @staticmethod
+    def get(name: str, kernel):
+        return getattr(sys.modules.get(kernel._pyfunc.__module__) or importlib.import_module(kernel._pyfunc.__module__), name)
+
+
 @contextlib.contextmanager
 def planted_kernels(mutant: Mutant | None) -> Iterator[None]:
     """kernel_src with the error in it."""
@@ -195,10 +252,11 @@ def planted(mutant: Mutant | None, kernels: bool = True) -> Iterator[types.Modul
     """The package with the error in it, or in its kernels. kernels: whether the interpreter runs them."""
     # A result that was never written must not be what an earlier test left in memory: new memory is NaN.
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    with planted_kernels(mutant), package_of(mutant) as package:
+    with package_of(mutant) as package:
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
-            with interpreting(runtime_of(package), OPERATIONS) if kernels else contextlib.nullcontext():
+            interpreter = interpreting(runtime_of(package), OPERATIONS, CurrentKernels()) if kernels else contextlib.nullcontext()
+            with interpreter, planted_kernels(mutant):  # what is prebuilt is listed once, from the sources as they should be
                 yield package
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -46,3 +46,18 @@ def test_there_are_mutants_of_every_autograd_function():
                 assert (file, f"{node.name}.forward") in mutated, f"{file}: {node.name}.forward"
                 called = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)} | {f"{node.name}.backward"}
                 assert any(f == file and name in called for f, name in mutated), f"{file}: {node.name}.backward"
+
+
+def test_no_error_is_in_what_is_prebuilt():
+    """The variants of a kernel are listed once for all errors: none is in a function that lists them, or in how a kernel is launched."""
+    for file in {mutant.file for mutant in KERNEL_MUTANTS}:
+        body = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+        functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+        lists, todo = set(), ["variants"]
+        while todo:
+            name = todo.pop()
+            if name in functions and name not in lists and not any("kernel" in ast.unparse(d) for d in functions[name].decorator_list):
+                lists.add(name)
+                todo += [each.id for each in ast.walk(functions[name]) if isinstance(each, ast.Name)]
+        wrong = [str(m) for m in KERNEL_MUTANTS if m.file == file and (m.function in lists or "dependency_control" in m.old + m.new)]
+        assert not wrong, wrong
