@@ -54,7 +54,7 @@ def test_what_is_locked_and_downloaded_loads_without_a_network(kernels_command, 
     (tmp_path / "project/pyproject.toml").write_text(f'[tool.kernels.dependencies]\n"{REPO}" = {version}\n')
     kernels_command("lock", "project")
     kernels_command("download", "project", "--all-variants")
-    for offline in ("0", "1"):
+    for offline in ("0", "1") if version == 1 else ("1",):
         assert kernels_command(script=LOCKED, HF_HUB_OFFLINE=offline) == "loaded\n"
 
 
