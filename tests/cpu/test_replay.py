@@ -18,9 +18,12 @@ from tests.ops.common import runtime_of
 from tests.replaying import CALLS, Counted, odd, rows, sums_of_two
 
 COUNTED = ("softmax: softmax_slabs", "softmax: softmax_spread_launches")  # count launches, of which there are twice as many here
+# Kernels that are interpreted without an operation, an optimizer's step, GEMMs of groups, what records a CUDA graph: nothing is replayed.
+NEVER_REPLAYED = ("attention_kernels: ", "adamw: ", "grouped_gemm: grouped", "linear_cross_entropy: loss_in_a_graph")
+REPLAYED = [name for name in CHECKS if name not in COUNTED and not name.startswith(NEVER_REPLAYED)]
 
 
-@pytest.mark.parametrize("name", [name for name in CHECKS if name not in COUNTED])
+@pytest.mark.parametrize("name", REPLAYED)
 def test_every_check_holds_for_results_of_a_replay(interpreted, replay, monkeypatch, name):
     """The first call is recorded, and what it returns comes from the plan."""
     record = replay.record
