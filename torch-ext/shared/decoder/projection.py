@@ -222,7 +222,7 @@ class Layout:
         self.neighbours = [self.places.index(place) for place in weights]
 
     def present(self, tensors: Sequence) -> list:
-        """Those of all projections' tensors that there are."""
+        """The tensors of all projections, without those that are absent."""
         return [tensors[place] for place in self.places]
 
     def all_of(self, present: Sequence) -> list:

@@ -34,7 +34,7 @@ from .steps import (
 
 
 def _needed(gradients: Sequence[Optional[torch.Tensor]]) -> List[torch.Tensor]:
-    """Those that were computed, as the fake functions promise them."""
+    """The gradients that were computed, as the fake functions promise them."""
     return [gradient.contiguous() for gradient in gradients if gradient is not None]
 
 
@@ -68,7 +68,7 @@ def _rows(spec: Inputs, parts: Sequence) -> List[int]:
 
 
 def _kept_rows(rows: Sequence[int], q_norm) -> List[int]:
-    """Those of q, k and v that an operator returns as projected: v alone where no norm's backward pass reads q and k."""
+    """The ones of q, k and v that an operator returns as projected: v alone where no norm's backward pass reads q and k."""
     return list(rows) if q_norm is not None else list(rows[2:])
 
 
@@ -150,7 +150,7 @@ def _attention_inputs_gradients(
     needs: List[bool],
     whole,
 ) -> List[torch.Tensor]:
-    """Those of the gradients of `InputTensors` and the projections' tensors that are needed."""
+    """The needed gradients of `InputTensors` and the projections' tensors."""
     description = inputs_of(spec)
     group, tensors = Group(with_numbers(parts, scalings), dtype), InputTensors(x, norm, q_norm, k_norm, cos, sin)
     rstds, made = _input_kept(description, norm, q_norm, kept)
@@ -289,7 +289,7 @@ def _mlp_gradients(
     needs: List[bool],
     whole,
 ) -> List[torch.Tensor]:
-    """Those of the gradients of `OutputTensors` and the projections' tensors that are needed; that of x in dout's shape. x: where there is
+    """The needed gradients of `OutputTensors` and the projections' tensors; that of x in dout's shape. x: where there is
     no `attended`; both: None where gate and up are to be made again."""
     tensors = OutputTensors(dout if x is None else x, attended, after, before, behind)  # x is read only without `attended`
     saved, made = _mlp_kept(tensors, kept)

@@ -244,7 +244,7 @@ class Model(_NotCopied):
         return [layer() for layer in self._layers]
 
     def pool(self, device: torch.device) -> GraphPool:
-        """Where the next graphs are recorded: with the existing ones. A pool that no graph uses any more cannot be used again."""
+        """The pool of the existing graphs, in which the next are recorded. One that no graph uses any more cannot be used again."""
         if self._pool is None or not any(kind.graphed for kind in self.kinds.values()):
             self._pool = GraphPool(device)
         return self._pool

@@ -23,7 +23,7 @@ class MixedLayer(FusedLayer):
     """A row of the table whose layers have a delta net, called as the module that it is, or attention with a gate."""
 
     def explain(self, layer, x) -> List[Tuple[str, Optional[Reason]]]:
-        """As of `FusedLayer`, with what is said of the delta net or attention in front."""
+        """Explains what `FusedLayer` does, with what is said of the delta net or attention first."""
         parts, rows = layer.__dict__["_modules"], super().explain(layer, x)
         name = next(name for name in self.family.mixers if name in parts)
         if name == "linear_attn":

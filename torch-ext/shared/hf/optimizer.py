@@ -221,7 +221,7 @@ class _Counted:
 
 
 class _Large(_Counted):
-    """Those that a kernel takes, of one device."""
+    """The parameters of one device that a kernel takes."""
 
     def __init__(self, places: Sequence[int], device: torch.device, capturable: bool, repeated: bool):
         super().__init__(places, device if capturable else CPU)
@@ -244,7 +244,7 @@ class _Large(_Counted):
 
 
 class _Fused(_Counted):
-    """Those that torch's fused step takes, of one device and dtype."""
+    """The parameters of one device and dtype that torch's fused step takes."""
 
     def step(self, held: List[torch.Tensor], states: Sequence[dict], options: tuple, capturing: bool) -> None:
         counts = self._count(states, capturing)
