@@ -157,8 +157,8 @@ def heads_forward(spec: Inputs, heads: Heads) -> Tuple[torch.Tensor, torch.Tenso
     if heads.q_norm is not None and is_fused(spec):
         return (*qk_norm_rotary_forward(*heads, *spec.heads, spec.turned), None, None)
     if _is_row_kernel(spec, heads):
-        q_out, k_out, *rstds = row_norm_kernels.forward(*heads, *spec.heads)
-        return (q_out.transpose(1, 2), k_out.transpose(1, 2), *rstds)
+        found = row_norm_kernels.forward(*heads, *spec.heads)
+        return found[0].transpose(1, 2), found[1].transpose(1, 2), found[2], found[3]
     q_rstd = k_rstd = None
     if q_norm is not None and k_norm is not None:
         (q, q_rstd), (k, k_rstd) = (
@@ -180,7 +180,7 @@ def heads_backward(spec: Inputs, dq: torch.Tensor, dk: torch.Tensor, heads: Save
         return HeadsGradients(*outs, *norm_backward_into(outs, dq, dk, *heads, spec.heads.eps, *options))
     dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
     if _is_row_kernel(spec, heads, dq, dk):
-        into = (new_like(heads.q), new_like(heads.k)) if outs is None else outs
+        into = (new_like(dq), new_like(dk)) if outs is None else outs
         return HeadsGradients(*into, *row_norm_kernels.backward_into(into, dq, dk, *heads, rstds, spec.heads.offset, needs))
     dq, dk = _turned(spec, dq, dk, heads.cos, heads.sin, True)
     dq_norm = dk_norm = None
