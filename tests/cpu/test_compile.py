@@ -6,6 +6,8 @@ import shutil
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from tests import compile_checks as checks
 from tests.models import random_tokens, tiny_model
@@ -186,3 +188,30 @@ def test_a_compiled_model_evaluates_in_training_mode_without_gradients(qwen3):
 @pytest.mark.parametrize("strict", (False, True), ids=("as it runs", "strict"))
 def test_export(qwen3, strict):
     checks.check_exported_model(qwen3, "cpu", strict)
+
+
+@pytest.mark.parametrize("padded", (False, True))
+def test_attention_has_a_mask_when_compiled_where_one_was_given(qwen3, padded):
+    """transformers makes one in every graph: documents could start in positions that nobody gave. Without it SDPA is faster."""
+    masks = []
+
+    def look(graph, examples):
+        attends = [node for node in graph.graph.nodes if "scaled_dot_product" in str(node.target) and "backward" not in str(node.target)]
+        masks.extend(node.kwargs.get("attn_mask") for node in attends)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    model, ids = qwen3.kernelize(tiny_model(num_hidden_layers=2)), random_tokens(2, 17)
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=look, bw_compiler=look), fullgraph=True)
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    if padded:
+        inputs["attention_mask"] = (torch.arange(17) >= torch.tensor([[0], [5]])).long()
+    for _ in range(2):
+        model.zero_grad()
+        compiled(**inputs).loss.backward()
+        found = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        model(**inputs).loss.backward()
+        for parameter, gradient in zip(model.parameters(), found, strict=True):
+            assert_close(gradient, parameter.grad.double(), torch.float32)
+    assert len(masks) == 2 and all((mask is not None) == padded for mask in masks)

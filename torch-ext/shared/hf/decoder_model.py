@@ -16,7 +16,10 @@ def _with_documents(model, kwargs, told: bool):
     cannot hear, and masks as if there were several.
     """
     config, given = model.config, kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-    if config._attn_implementation != ATTENTION or type(config) not in TRACEABLE or not isinstance(given, torch.Tensor):
+    without_masks = config._attn_implementation == "sdpa" and torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    if not (without_masks or config._attn_implementation == ATTENTION) or type(config) not in TRACEABLE:
+        return kwargs
+    if not isinstance(given, torch.Tensor):
         return kwargs
     if any(kwargs.get(name) is not None for name in ("attention_mask", "past_key_values", "cu_seq_lens_q")):
         return kwargs
@@ -26,6 +29,9 @@ def _with_documents(model, kwargs, told: bool):
     use_cache = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
     if use_cache or given.shape[1] == 1 or not all(kind in WINDOWS for kind in kinds_of_layers(config)):
         return kwargs
+    if without_masks:  # SDPA is causal without a mask, and faster; transformers takes one of each kind where a model has kinds of layers
+        causal = getattr(config, "layer_types", None) and kinds_of_layers(config) == {"full_attention"} and positions is None
+        return {**kwargs, "attention_mask": {"full_attention": None}} if causal else kwargs
     if positions is not None:
         documents = documents_in(positions)
     return {**kwargs, "attention_mask": masks_of_layers(config, lambda kind: visible_rows(config, kind, given, documents))}
