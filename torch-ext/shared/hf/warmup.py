@@ -107,14 +107,15 @@ def run_attention(make: Maker, own: FusedLayer, sizes: Sizes) -> None:
     linears = make.linears(*[(length, sizes.hidden) for length in ((sum(rows),) if packed else rows)], bias=sizes.bias)
     x, weight = make.rows(sizes.hidden), make.weight(family.norms.inputs, sizes.hidden)
     run_backward(*norm_attention_inputs(x, weight, linears, *norms, cos, cos, shape, spec))
-    attend(make, sizes, any(name == "s_aux" for name, *_ in family.options))
+    options = {name for name, *_ in family.options}
+    attend(make, sizes, "s_aux" in options, "softcap" in options)
 
 
-def attend(make: Maker, sizes: Sizes, sinks: bool = False) -> None:
-    """Attention, where a package has kernels for the heads."""
-    if takes_heads(sizes.head_dim, sinks):
+def attend(make: Maker, sizes: Sizes, sinks: bool = False, capped: bool = False) -> None:
+    """Attention, where a package has kernels for the heads. capped: whether scores are."""
+    if takes_heads(sizes.head_dim, sinks, capped):
         q, *kv = (make.ones(1, make.tokens, heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads))
-        attention(q, *kv, sinks=make.ones(sizes.heads) if sinks else None).sum().backward()
+        attention(q, *kv, sinks=make.ones(sizes.heads) if sinks else None, softcap=50.0 if capped else None).sum().backward()
 
 
 def run_mlp(make: Maker, own: FusedLayer, sizes: Sizes) -> None:
