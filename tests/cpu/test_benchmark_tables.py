@@ -142,6 +142,11 @@ def test_the_charts_of_the_repository_are_of_its_results():
         assert {path.stem for path in (folder / "plots").iterdir()} <= set(plots.CHARTS)
 
 
+def test_the_documents_of_the_repository_are_of_its_results(capsys):
+    """No table is stale or mixes commits without a note, no sentence has a quantity that no row has, no step's routing collapsed."""
+    assert tables.main(["--check"]) == 0, capsys.readouterr().out
+
+
 def test_parts_of_tables():
     assert in_order(["8192", "512", "8192"]) == ["512", "8192"]
     assert in_order(["gpt_oss_20b", "qwen3_8b", "qwen3_0.6b"]) == ["qwen3_0.6b", "qwen3_8b", "gpt_oss_20b"]
