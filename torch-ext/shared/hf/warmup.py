@@ -106,7 +106,7 @@ def run_attention(make: Maker, own: FusedLayer, sizes: Sizes) -> None:
     spec = make_inputs(own, head_dim, None if family.norms.inputs is None else EPS, EPS, width, rows if packed else None)
     linears = make.linears(*[(length, sizes.hidden) for length in ((sum(rows),) if packed else rows)], bias=sizes.bias)
     x, weight = make.rows(sizes.hidden), make.weight(family.norms.inputs, sizes.hidden)
-    run_backward(*norm_attention_inputs(x, weight, linears, *norms, cos, cos, shape, spec))
+    run_backward(*norm_attention_inputs(x, weight, linears, norms[0], norms[1], cos, cos, shape, spec))
     options = {name for name, *_ in family.options}
     attend(make, sizes, "s_aux" in options, "softcap" in options)
 
@@ -114,14 +114,15 @@ def run_attention(make: Maker, own: FusedLayer, sizes: Sizes) -> None:
 def attend(make: Maker, sizes: Sizes, sinks: bool = False, capped: bool = False) -> None:
     """Attention, where a package has kernels for the heads. capped: whether scores are."""
     if takes_heads(sizes.head_dim, sinks, capped):
-        q, *kv = (make.ones(1, make.tokens, heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads))
-        attention(q, *kv, sinks=make.ones(sizes.heads) if sinks else None, softcap=50.0 if capped else None).sum().backward()
+        q, k, v = (make.ones(1, make.tokens, heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads))
+        attention(q, k, v, sinks=make.ones(sizes.heads) if sinks else None, softcap=50.0 if capped else None).sum().backward()
 
 
 def run_mlp(make: Maker, own: FusedLayer, sizes: Sizes) -> None:
     """What follows attention in a layer with an MLP: its norms with a narrow activation, and the activation between narrow projections."""
     family, hidden, inner = own.family, sizes.hidden, sizes.intermediate
-    spec = make_outputs(own, *[None if name is None else EPS for name in family.norms[1:]], 1.0 if family.multiplier is None else 0.5)
+    eps = [None if name is None else EPS for name in family.norms[1:]]
+    spec = make_outputs(own, eps[0], eps[1], eps[2], 1.0 if family.multiplier is None else 0.5)
     after, before, behind = (make.weight(name, hidden) for name in family.norms[1:])
     o, *linears = make.linears((hidden, NARROW), (NARROW, hidden), (NARROW, hidden), (hidden, NARROW))
     attended = make.rows(NARROW)

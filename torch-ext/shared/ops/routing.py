@@ -1,7 +1,7 @@
 """Where the rows of a mixture of experts are: (token, expert) pairs sorted by expert, all of it on the device."""
 
 import functools
-from typing import NamedTuple, Optional, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -65,7 +65,8 @@ def route(expert: torch.Tensor, experts: int) -> Routing:
     if sorting is None:
         return route_reference(expert, experts)
     pairs = expert.reshape(-1)
-    rows, integers = pairs.shape[0], {"dtype": torch.int32, "device": expert.device}
+    rows = pairs.shape[0]
+    integers: Dict[str, Any] = {"dtype": torch.int32, "device": expert.device}
     counts, totals, ends = (torch.empty(shape, **integers) for shape in ((-(-rows // sorting.pairs), experts), experts, experts))
     order, position = torch.empty_like(pairs), torch.empty(rows, **integers)
     sorting.counts(pairs, counts)
