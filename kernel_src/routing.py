@@ -112,4 +112,4 @@ def variants():
         spills = SPILLS if experts == 128 else ""
         yield Variant(expert_order, {"expert": list64, **rest, **tile}, HINTS, spills=spills)
         blocks = {"ends": few, "blocks": matrix, "stops": few, "height": INT, "NUMBERS": NUMBERS, "EXPERTS": experts}
-        yield Variant(expert_blocks, blocks, HINTS)
+        yield Variant(expert_blocks, blocks, HINTS)  # type: ignore[arg-type]
