@@ -47,9 +47,10 @@ class Family:
     kinds: tuple[str, ...] = ("step", f"step_{routing.SKEWED}", "fsdp")
 
 
-def attention_of(provider: str) -> str:
-    """Return the implementation of attention that a provider asks transformers for, but for GPT-OSS."""
-    return next((name for end, name in ATTENTION.items() if provider.endswith(end)), "sdpa")
+def attention_of(provider: str) -> str | None:
+    """Return the implementation of attention that a provider asks transformers for by name, None for transformers' choice: Bastile's layers
+    keep one that was asked for, so its own attention runs only where nothing was."""
+    return next((name for end, name in ATTENTION.items() if provider.endswith(end)), None)
 
 
 def prepare(provider: str, folder: str, liger: tuple[str, ...]) -> None:
@@ -102,8 +103,8 @@ def prepare_gpt_oss(provider: str) -> None:
 
 
 def new_gpt_oss(args, device: str):
-    """Return a GptOssForCausalLM in training mode, to be filled. Eager attention, which is what transformers takes unless told otherwise,
-    for "huggingface" and for Bastile, which puts its own in the place; and on a CPU, where flex_attention has no backward pass."""
+    """Return a GptOssForCausalLM in training mode, to be filled. On a CPU flex_attention has no backward pass, so it runs transformers'
+    choice, eager attention."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     s = models.size(args.model)
@@ -119,9 +120,8 @@ def new_gpt_oss(args, device: str):
         num_experts_per_tok=s.top_k,
         use_cache=False,
     )
-    eager = args.child in ("huggingface", "bastile", "bastile_adamw") or not args.device.startswith("cuda")
+    attention = attention_of(args.child) if args.device.startswith("cuda") else None
     with torch.device(device):
-        attention = "eager" if eager else "flex_attention"
         return GptOssForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation=attention).train()
 
 

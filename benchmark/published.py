@@ -48,8 +48,9 @@ HYBRID = {"qwen3.5": Published("qwen3_5_text", "qwen3_5", rotary(1e7, partial_ro
 ROWS = QWEN3 | DENSE | HYBRID
 
 
-def new_model(name: str, layers: int | None, device: str, dtype: torch.dtype = torch.bfloat16, attention: str = "sdpa"):
-    """Return the causal LM of a row in training mode, to be filled. layers: None for all; attention: transformers' name of it."""
+def new_model(name: str, layers: int | None, device: str, dtype: torch.dtype = torch.bfloat16, attention: str | None = None):
+    """Return the causal LM of a row in training mode, to be filled. layers: None for all; attention: transformers' name of it, None
+    for its choice."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     s, row = models.size(name), ROWS[models.family(name)]

@@ -1,6 +1,7 @@
 """Whole training steps in tiny sizes: the models, the measuring processes and their results."""
 
 import argparse
+import importlib
 import json
 import math
 import runpy
@@ -227,7 +228,23 @@ def test_every_peer_takes_part_in_packed_batches_with_the_attention_that_is_best
     for family in (families.QWEN3, families.QWEN3_MOE):
         assert {"huggingface_flex", "huggingface_varlen", "liger_flex", "liger_varlen", "bastile_sdpa"} < set(family.masked_providers)
     kinds = {name: families.attention_of(name) for name in families.MASKED}
-    assert kinds["liger_varlen"] == varlen_peer.NAME and kinds["liger_flex"] == "flex_attention" and kinds["bastile"] == "sdpa"
+    assert kinds["liger_varlen"] == varlen_peer.NAME and kinds["liger_flex"] == "flex_attention" and kinds["bastile"] is None
+
+
+@pytest.mark.parametrize("name", models.TINY)
+def test_our_layers_are_measured_with_our_attention(name):
+    """Which a model that was asked for another by name keeps out, on a GPU."""
+    family = families.family_of(name)
+    family.prepare("bastile")
+    package = families.package(family.package)
+    try:
+        model = family.new_model(moe("bastile", routing.UNIFORM, model=name), "cpu")
+        choice = importlib.import_module(f"{package.__name__}.shared.hf.attention_choice")
+        assert choice.name_that_is_kept(model.model) == ""
+        model.set_attn_implementation("eager")
+        assert choice.name_that_is_kept(model.model) == "eager"
+    finally:
+        package.reset()
 
 
 def moe(provider, kind, weights="bf16", model="gpt_oss_tiny"):
