@@ -16,7 +16,7 @@ KEY, VALUE, SQUARE, STATE = KEY_HEADS * WIDTH * 2, HEADS * WIDTH * 2, HEADS * CH
 BYTES = {
     "delta_place_keys": 4 * KEY,
     "delta_place_values": 2 * VALUE,
-    "delta_invert": KEY + SQUARE,
+    "delta_invert_bounded": KEY + SQUARE,
     "delta_prepare": 2 * KEY + VALUE + SQUARE + 2 * VALUE + SQUARE,
     "delta_walk": 2 * KEY + 2 * VALUE + SQUARE + VALUE,
     "delta_states": KEY + 2 * VALUE + VALUE + STATE,
@@ -26,9 +26,9 @@ BYTES = {
 }
 # Multiplications of a token and value head: a product with the chunk's other tokens over the width (NEAR), and one with a state (FAR).
 NEAR, FAR = CHUNK * WIDTH, WIDTH * WIDTH
-SQUARES = (6 * 4 * 16**3 + 4 * 16**3 + 2 * 32**3) // CHUNK  # of the inverse: six in each block of 16, two for each of three merges
+SQUARES = 5 * 2 * CHUNK * CHUNK  # of the inverse: two for each of five sizes of its blocks
 PRODUCTS = {
-    "delta_invert": NEAR + SQUARES,
+    "delta_invert_bounded": NEAR + SQUARES,
     "delta_prepare": 3 * NEAR,
     "delta_walk": 3 * FAR + NEAR,
     "delta_states": 2 * FAR,
@@ -36,7 +36,7 @@ PRODUCTS = {
     "delta_scores": 2 * FAR + 3 * NEAR,
     "delta_inverse": FAR + 7 * NEAR + 2 * CHUNK * CHUNK,
 }
-FORWARD = ("delta_place_keys", "delta_place_values", "delta_invert", "delta_prepare", "delta_walk")
+FORWARD = ("delta_place_keys", "delta_place_values", "delta_invert_bounded", "delta_prepare", "delta_walk")
 BACKWARD = ("delta_place_keys", "delta_place_values", "delta_prepare", "delta_states", "delta_reverse", "delta_scores", "delta_inverse")
 # Read q, k, v, and write the output and the inverses, which the backward pass needs; there read these and the output's gradient.
 FLOORS = {FORWARD: 2 * KEY + 2 * VALUE + SQUARE, BACKWARD: 4 * KEY + 3 * VALUE + SQUARE}

@@ -6,8 +6,9 @@ import importlib
 import torch
 
 from tests.ops.common import BF16, FP32, assert_rows_close, backward_twice, errors_in, leaf, randn, runtime_of, unchanged
+from tests.tolerances import relative_error
 
-WIDTH = 128
+WIDTH, CHUNK = 128, 64
 # Beside the bound of one rounding: W, U, P, N and the states are rounded to half precision on the way, and keys that are alike make the
 # entries of the inverse cancel in what follows. dg is a sum over all later tokens of terms that cancel.
 FACTOR, ALIKE, OF_G = 1.6, 3.2, 4.0
@@ -84,6 +85,21 @@ def check_rule(package, device, dtype, lengths, *, key_heads=1, heads=2, width=W
 
 # One chunk that is not full, several documents (one of a single token, one of a whole chunk), a chunk's edge.
 LENGTHS = ((40,), (37, 64, 1, 70), (64, 65))
+
+
+def check_inverses(package, device):
+    """The inverse that a forward pass saves, of keys that are alike. Where every beta is 2, sums of its terms cancel."""
+    ops = module_of(package)
+    for alike, twice, norm in ((0.0, False, True), (0.7, False, True), (0.7, False, False), (1.0, False, True), (0.7, True, True)):
+        q, k, v, g, beta = inputs_of(BF16, device, CHUNK, 1, 2, WIDTH, alike=alike, decay=0.01)
+        k, beta = torch.nn.functional.normalize(k.float(), dim=-1).to(BF16), torch.full_like(g, 2.0) if twice else beta.float()
+        chunks = ops.chunks_of_rows(1, CHUNK, k.device)
+        found = ops.rule_forward(q, k, v, g, beta, chunks.table, chunks.bounds, None, chunks.longest, 1.0, norm, False)[2]
+        keys, gamma, rows = k[:, 0].double().cpu(), g.double().cpu().cumsum(0).T, beta.double().cpu().T[:, :, None]
+        triangle = (rows * (gamma[:, :, None] - gamma[:, None]).exp() * (keys @ keys.T)).tril(-1)
+        exact = torch.linalg.inv(torch.eye(CHUNK, dtype=torch.float64) + triangle)
+        error, bound = relative_error(found.transpose(0, 1), exact), 2e-2 if twice else 2e-3
+        assert error <= bound, f"inverses, keys alike by {alike}, beta 2: {twice}, norm {norm}: {error:.1e}, expected at most {bound}"
 
 
 def check_packed_is_separate(package, device, dtype, key_heads=1, heads=2):
@@ -186,6 +202,7 @@ def all_cases(package, device, dtypes=(BF16,)):
         for lengths in LENGTHS:
             yield f"{lengths} {dtype}", lambda d=dtype, n=lengths: check_rule(package, device, d, n, key_heads=2 if n == (40,) else 1)
     yield "alike", lambda: check_rule(package, device, BF16, (100,), alike=0.7)
+    yield "inverses", lambda: check_inverses(package, device)
     yield "carried", lambda: check_rule(package, device, BF16, (30, 70), carry=True)
     yield "without a norm", lambda: check_rule(package, device, BF16, (70,), l2_norm=False)
     yield "packed", lambda: check_packed_is_separate(package, device, BF16)
@@ -200,6 +217,7 @@ def all_cases(package, device, dtypes=(BF16,)):
 CHECKS = {
     "two": lambda ops: check_rule(ops, "cpu", BF16, (20, 140), decay=0.03),
     "alike": lambda ops: check_rule(ops, "cpu", BF16, (64,), alike=0.7),
+    "inverses": lambda ops: check_inverses(ops, "cpu"),
     "carried": lambda ops: check_rule(ops, "cpu", BF16, (70,), decay=0.03, carry=True),
     "packed": lambda ops: check_packed_is_separate(ops, "cpu", BF16),
     "extremes": lambda ops: check_extremes(ops, "cpu", BF16),
@@ -211,14 +229,17 @@ MUTANTS = (
     *errors_in(FORWARD, "two", "tokens_of", ("row < count", "row <= count")),
     *errors_in(FORWARD, "two", "decay_of", ("rows >= columns", "rows > columns"), ("g[:, None] - g[None, :]", "g[:, None]")),
     *errors_in(FORWARD, "two", "strictly_lower", ("rows > columns", "rows >= columns")),
-    *errors_in(FORWARD, "alike", "merged", ("(-low, b)", "(low, b)")),
-    *errors_in(FORWARD, "alike", "inverse_of", ("square_of(m, 1, 0, 32)", "square_of(m, 0, 0, 32)")),
+    *errors_in(FORWARD, "inverses", "bounded_inverse_of", ("x + low", "low"), ("i == j + 1", "i == j"), ("(1, 6)", "(1, 5)")),
+    *errors_in(FORWARD, "inverses", "bounded_inverse_of", ("2, -m, 0.0)", "2, 0.0, 0.0)"), ("columns, 1.0, x", "columns, 0.5, x")),
+    *errors_in(FORWARD, "inverses", "merged", ("(-low, b)", "(low, b)")),
+    *errors_in(FORWARD, "inverses", "inverse_of", ("square_of(m, 1, 0, 32)", "square_of(m, 0, 0, 32)")),
     *errors_in(FORWARD, "two", "delta_place_keys", ("y * y_rstd[:, None]", "y * x_rstd[:, None]")),
-    *errors_in(FORWARD, "two", "delta_prepare", ("(b * ct.exp(g))[:, None]", "b[:, None]"), ("scale * decay", "decay")),
+    *errors_in(FORWARD, "two", "delta_prepare", ("(b * ct.exp(g))[None, :]", "b[None, :]"), ("scale * decay", "decay")),
     *errors_in(FORWARD, "two", "delta_walk", ("ct.exp(last - g)", "ct.exp(-g)"), ("state * ct.exp(last)", "state")),
     *errors_in(FORWARD, "carried", "delta_walk", ("state = state_of(initial", "initial_ = state_of(initial")),
     *errors_in(FORWARD, "step", "delta_step", ("state * ct.exp(", "state * (")),
-    *errors_in(FORWARD, "two", "delta_invert", ("[:, None] * ct.mma", "[None, :] * ct.mma")),
+    *errors_in(FORWARD, "inverses", "delta_invert", ("[:, None] * ct.mma", "[None, :] * ct.mma")),
+    *errors_in(FORWARD, "two", "delta_invert_bounded", ("b[:, None] *", "b[None, :] *")),
     *errors_in(FORWARD, "two", "delta_place_values", ("ct.gather(beta, (tokens, head)", "ct.gather(g, (tokens, head)")),
     *errors_in(BACKWARD, "two", "delta_states", ("ct.exp(last - g)", "ct.exp(-g)"), ("state * ct.exp(last)", "state")),
     *errors_in("shared/ops/gated_delta_rule.py", "two", "_GatedDeltaRule.backward",

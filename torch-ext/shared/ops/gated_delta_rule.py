@@ -54,7 +54,8 @@ def _columns(bounds: torch.Tensor, heads: int) -> int:
 
 _place_keys = {norm: Kernel("delta_place_keys", grid=_chunks_by_heads(3), where={"NORM": norm}) for norm in (0, 1)}
 _place_values = Kernel("delta_place_values", grid=_chunks_by_heads(4))
-_invert = Kernel("delta_invert", grid=_chunks_by_heads(4))
+# Of keys without a norm, fp16 might not hold what comes of them.
+_invert = {norm: Kernel(name, grid=_chunks_by_heads(4)) for norm, name in enumerate(("delta_invert", "delta_invert_bounded"))}
 _prepare = Kernel("delta_prepare", grid=_chunks_by_heads(2))
 _any_walk = Kernel("delta_walk", grid=_documents_by_columns(6, 9))
 _walk, _states, _reverse = _walks("delta_walk", 6, 9), _walks("delta_states", 4, 2), _walks("delta_reverse", 6, 4)
@@ -178,7 +179,7 @@ def _forward(
         initial = torch.zeros((bounds.shape[1], v.shape[1], WIDTH, WIDTH), dtype=torch.float32, device=v.device)
     queries, keys, values, gamma, betas, _, _ = _place(q, k, v, g, beta, table, norm)
     inverses = v.new_empty((values.shape[0], v.shape[1], CHUNK))
-    _invert(keys, gamma, betas, table, inverses)
+    _invert[norm](keys, gamma, betas, table, inverses)
     w, u, p = _made(queries, keys, values, gamma, betas, table, inverses, scale)
     out, (start, final) = torch.empty_like(v, memory_format=torch.contiguous_format), _carried(initial, v)
     _walk[carry, _columns(bounds, v.shape[1])](queries, keys, w, u, p, gamma, bounds, table, start, out, final, scale)
@@ -306,7 +307,7 @@ def gated_delta_rule(
         q, k: [batch, tokens, key heads, K].
         v: [batch, tokens, heads, V], of q's dtype; the key heads divide the heads.
         g: [batch, tokens, heads], the logarithm of each token's decay, at most 0; computed with in fp32.
-        beta: [batch, tokens, heads], how much of the old value each token replaces.
+        beta: [batch, tokens, heads], how much of the old value each token replaces, between 0 and 2.
         cu_seqlens: [documents + 1], where documents start in a batch of one row; by default each row is a document. Documents do not see
             each other.
         initial_state: [documents, heads, K, V], the state before each document; zeros by default.
