@@ -30,16 +30,20 @@ def sorted_pairs(expert, experts):
 
 
 def check_route(ops, device, tokens, experts, top_k, absent=0.2):
-    """Every pair has the row that a stable sort gives it."""
+    """Every pair has the row that a stable sort gives it, however the ids lie in memory."""
     module = importlib.import_module(f"{ops.__name__}.shared.ops.routing")
     expert = chosen(tokens * top_k, experts, absent).view(tokens, top_k)
-    found = module.route(expert.to(device), experts)
     order, position, ends = sorted_pairs(expert.flatten().tolist(), experts)
-    assert found.order.dtype == torch.int64 and found.position.dtype == found.ends.dtype == torch.int32
-    assert found.position.shape == expert.shape
-    assert found.ends.tolist() == ends, "ends"
-    assert found.order.tolist() == order, "order"
-    assert found.position.flatten().tolist() == position, "position"
+    plain = expert.to(device)
+    every_second = torch.stack((plain, plain), -1)[..., 0]
+    columns_first, at_odd_address = plain.t().contiguous().t(), torch.cat((plain.flatten()[:1], plain.flatten()))[1:].view(plain.shape)
+    for ids in (plain, every_second, columns_first, at_odd_address):
+        found = module.route(ids, experts)
+        assert found.order.dtype == torch.int64 and found.position.dtype == found.ends.dtype == torch.int32
+        assert found.position.shape == expert.shape
+        assert found.ends.tolist() == ends, "ends"
+        assert found.order.tolist() == order, "order"
+        assert found.position.flatten().tolist() == position, "position"
 
 
 def check_row_blocks(ops, device, counts, height, absent=0):

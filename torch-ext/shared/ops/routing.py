@@ -64,7 +64,7 @@ def route(expert: torch.Tensor, experts: int) -> Routing:
     sorting = _sorting_for(experts, expert.numel()) if expert.numel() and kernels_run_on(expert) else None
     if sorting is None:
         return route_reference(expert, experts)
-    pairs = expert.reshape(-1)
+    pairs = expert.reshape(-1).contiguous()  # a view of ids that are not side by side stays one
     rows = pairs.shape[0]
     integers: Dict[str, Any] = {"dtype": torch.int32, "device": expert.device}
     counts, totals, ends = (torch.empty(shape, **integers) for shape in ((-(-rows // sorting.pairs), experts), experts, experts))
