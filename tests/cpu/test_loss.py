@@ -176,7 +176,7 @@ def test_two_heads_have_half_as_many_tokens_behind_the_first_chunk(loaded_ops):
         slices = list(head.chunk_slices(tokens, plan.tokens, plan.first))
         assert [rows.stop - rows.start for rows in slices] == wanted
         assert [rows.start for rows in slices] == [0] + [rows.stop for rows in slices[:-1]] and slices[-1].stop == tokens
-    assert head.plan_chunks(8192, classes, BF16, None, True, 4096, 2).tokens == 2560
+    assert head.plan_chunks(8192, classes, BF16, None, True, 4096, 2).tokens == 2304
     assert head.plan_chunks(4096, classes, BF16, None, False, 4096, 2) == (1024, BF16, 0)
 
 
