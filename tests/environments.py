@@ -22,9 +22,9 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "newest-torch": ("transformers==5.23.0", "torch==2.15.0"),
     "oldest-torch": ("transformers==5.17.0", "kernels==0.16.2", "torch==2.6.0"),
 }
-TESTS = ("patching", "recomputation", "checkpointing", "layers", "keeping", "saving", "training", "versions", "texts",
+TESTS = ("patching", "recomputation", "checkpointing", "layers", "model_losses", "keeping", "saving", "training", "versions", "texts",
          "compiled_numbers")
-FEWER = ("patching", "recomputation", "layers", "keeping", "saving", "versions")  # what CI runs in addition to the pinned releases
+FEWER = ("patching", "recomputation", "layers", "model_losses", "keeping", "saving", "versions")  # what CI runs beside the pinned releases
 SEEN = "import kernels, torch, transformers; print(*(f'{m.__name__}=={m.__version__}' for m in (kernels, torch, transformers)))"
 
 

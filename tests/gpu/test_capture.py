@@ -1,4 +1,4 @@
-"""`capture` with real CUDA graphs: the same bits, in a Trainer too. Which passes are replayed at all: tests/cpu/test_capture.py."""
+"""`capture` with real CUDA graphs: the same bits, in a Trainer too. Which passes are replayed at all: tests/cpu/capture."""
 
 import contextlib
 import copy
