@@ -57,7 +57,7 @@ def attention_capped_backward_dkv(
     q, k, v, dout, lse, delta, limits, walks, dk, dv, scale: float, plain: float, inner: float,
     BLOCK: Const, STEP: Const, D: Const, LATENCY: Const, MASK: Const,
 ):  # fmt: skip
-    """As `attention_capped_backward_dq` and `attention_backward_dkv`."""
+    """Computes dk and dv as `attention_backward_dkv` does, of scores with a cap."""
     backward_dkv(q, k, v, dout, lse, delta, limits, walks, dk, dv, scale, plain, inner, BLOCK, STEP, D, LATENCY, MASK, True)
 
 
@@ -66,7 +66,7 @@ def attention_capped_backward_dkv_part(
     q, k, v, dout, lse, delta, limits, walks, dk, dv, scale: float, plain: float, inner: float,
     BLOCK: Const, STEP: Const, D: Const, PART: Const, LATENCY: Const,
 ):  # fmt: skip
-    """As `attention_capped_backward_dq` and `attention_backward_dkv_part`."""
+    """Computes dk and dv as `attention_backward_dkv_part` does, of scores with a cap."""
     backward_dkv_part(q, k, v, dout, lse, delta, limits, walks, dk, dv, scale, plain, inner, BLOCK, STEP, D, PART, LATENCY, True)
 
 

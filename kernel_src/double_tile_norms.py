@@ -58,7 +58,7 @@ def general_rms_norm_forward(
 def general_add_rms_norm_forward(
     x, residual, weight, total, y, rstd, eps: float, offset: float, rounded: int, SEGMENT: Const, PIECE: Const, TAIL: Const
 ):
-    """As `general_rms_norm_forward` of total = x + residual."""
+    """Adds x to the residual and normalises the sum as `general_rms_norm_forward` does."""
     row, count = ct.bid(0), x.shape[1]
     first, second, valid = places(row, count, PIECE, TAIL, SEGMENT)
     s1 = ct.astype(read_once(x, first) + read_once(residual, first), total.dtype)
@@ -100,7 +100,7 @@ def norm_add_norm_forward(
     branch, residual, inner, weight, total, y, inner_rstd, rstd, eps: float, offset: float, rounded: int,
     SEGMENT: Const, PIECE: Const, TAIL: Const
 ):  # fmt: skip
-    """As `norm_add_forward`, and y, the norm of total, with its rstd."""
+    """Computes what `norm_add_forward` does, and y, the norm of total, with its rstd."""
     row, count = ct.bid(0), total.shape[1]
     first, second, valid = places(row, count, PIECE, TAIL, SEGMENT)
     s1, s2 = add_normed(branch, residual, inner, inner_rstd, row, first, second, valid, count, eps, offset, rounded, PIECE, TAIL, SEGMENT)
@@ -158,7 +158,7 @@ def general_rms_norm_backward(dx, dy, x, weight, rstd, partial, offset: float, T
 
 @ct.kernel
 def general_add_rms_norm_backward(dx, dy, dtotal, x, weight, rstd, partial, offset: float, TILE: Const, TAIL: Const, LATENCY: Const):
-    """As `general_rms_norm_backward` with dx += dtotal. x: what was normalised."""
+    """Computes what `general_rms_norm_backward` does, with dx += dtotal. x: what was normalised."""
     ct.grid_dependency_control_wait()
     ct.grid_dependency_control_launch_dependents()
     backward_rows(dx, dy, dtotal, x, weight, rstd, partial, offset, TILE, TAIL, LATENCY, True)

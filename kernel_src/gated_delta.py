@@ -226,7 +226,7 @@ def delta_invert(keys, gamma, betas, table, inverses, K: Const):
 
 @ct.kernel
 def delta_invert_bounded(keys, gamma, betas, table, inverses, K: Const):
-    """As `delta_invert`, of keys with an L2 norm of 1: 78 us of an H200 instead of 153 for 8192 tokens of 32 heads."""
+    """Computes what `delta_invert` does, of keys with an L2 norm of 1: 78 us of an H200 instead of 153 for 8192 tokens of 32 heads."""
     heads = inverses.shape[1]
     head, chunk = ct.bid(0) % heads, ct.bid(0) // heads
     if holds_tokens(table, chunk):

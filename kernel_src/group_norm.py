@@ -177,7 +177,7 @@ def group_norm_held_tiles_forward(x, weight, bias, y, mean, rstd, eps: float, po
 
 @ct.kernel
 def group_norm_held_tiles_backward(dx, dy, x, weight, mean, rstd, sums, positions: int, TILE: Const, TILES: Const, PART: Const):
-    """As above; sums: [2, batch * groups, columns / PART] fp32, of dy * n and of dy."""
+    """Computes the same; sums: [2, batch * groups, columns / PART] fp32, of dy * n and of dy."""
     ct.grid_dependency_control_wait()
     ct.grid_dependency_control_launch_dependents()
     row, columns, channels = block_from_last(), x.shape[1], weight.shape[0]

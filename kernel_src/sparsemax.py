@@ -43,7 +43,7 @@ Const = ct.Constant[int]
 
 @ct.function
 def support(v, size, total):
-    """Where v belongs to a support of `size` elements whose sum is `total`."""
+    """Tells which v belong to a support of `size` elements whose sum is `total`."""
     return size * v + 1.0 > total
 
 

@@ -64,7 +64,7 @@ def class_stranger(cls):
 
 
 def name_of(thing):
-    """Where a function, class or module comes from. functools.wraps copies names, but not the code."""
+    """Returns the qualified name of a function or class, or of a module's class. functools.wraps copies names, but not the code."""
     if isinstance(thing, nn.Module):
         thing = type(thing)
     module = getattr(thing, "__globals__", {}).get("__name__") or getattr(thing, "__module__", None)

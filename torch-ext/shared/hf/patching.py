@@ -66,7 +66,7 @@ def prepare(targets: Targets) -> Family:
 
 
 def unknown_of(families: Sequence[Family], wanted=None) -> Dict[str, Dict[str, Tuple[str, ...]]]:
-    """By family, what `versions.note` is to speak of. wanted: the operations that someone asked for, None for all."""
+    """Lists by family what `versions.note` is to speak of. wanted: the operations that someone asked for, None for all."""
     return {
         family.targets.model: {name: texts for name, texts in family.unknown.items() if wanted is None or wanted.get(name)}
         for family in families

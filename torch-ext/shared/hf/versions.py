@@ -104,8 +104,8 @@ def _known(module: str, source: str) -> Mapping[str, bool]:
 
 
 def unknown_texts(targets) -> Dict[str, Tuple[str, ...]]:
-    """By operation of a family that has to stay transformers' own: the names of what has another text in the installed release than in
-    every tested one."""
+    """Lists the names of what has another text in the installed release than in every tested one, by operation: each of these has to stay
+    transformers' own."""
     texts = {operation: texts_of(targets, operation) for operation in targets.operations}
     modules = {text.module for of_operation in texts.values() for text in of_operation}
     known = {module: _known(module, source_of(module)) for module in modules}

@@ -51,7 +51,7 @@ class Watch:
         return list(map(len, self.sized))
 
     def _facts(self) -> list:
-        """Where the tensors lie and whether they need a gradient."""
+        """Says where the tensors lie and whether they need a gradient."""
         return [*map(torch.Tensor.data_ptr, self.tensors), *map(_NEEDS_GRAD, self.tensors)]
 
     def same(self) -> bool:

@@ -134,7 +134,7 @@ def _has_clamped_gate() -> bool:
 
 
 def _words(gate_up: torch.Tensor, bias: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """In half precision gate and up of a column as one 32-bit word, where the kernels take them so."""
+    """Returns gate and up of a column as one 32-bit word in half precision, where the kernels take them so."""
     bias = bias.contiguous()
     whole = gate_up.shape[1] % (2 * _clamped_forward_kernel.constant("COLS")) == 0
     packs = gate_up.element_size() == 2 and whole and (bias.data_ptr() | gate_up.data_ptr()) % 16 == 0

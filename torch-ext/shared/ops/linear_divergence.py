@@ -251,7 +251,7 @@ def linear_divergence(
 
 
 def _of_whole_logits(student, teacher, options: Options):
-    """In operations that PyTorch differentiates and traces."""
+    """Computes the same in operations that PyTorch differentiates and traces."""
     found = []
     for scores, (hidden, weight, bias) in ((options.student, student), (options.teacher, teacher)):
         acc = accumulation_dtype(hidden.dtype)

@@ -23,7 +23,7 @@ _blocks_kernel = Kernel("expert_blocks", grid=lambda c, ends, blocks, stops: (-(
 
 
 class Routing(NamedTuple):
-    """Where the rows are. Computed on the device, and the host knows the shapes only.
+    """Says where the rows are. It is computed on the device, and the host knows the shapes only.
 
     order: [rows] int64, the (token, expert) pair of each row, token * top-k + k. position: [tokens, top-k] int32, the row of each
     pair; the number of rows where the expert is not here. ends: [experts] int32, the row after each expert's last one.

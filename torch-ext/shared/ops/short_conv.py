@@ -30,7 +30,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _groups(x: torch.Tensor) -> int:
-    """In how many spans blocks walk along the tokens."""
+    """Returns in how many spans blocks walk along the tokens."""
     (tokens, channels), span = x.shape, SPANS[0]
     while span > SPANS[1] and tokens * channels < span * LEAST * BLOCKS_PER_SM * multiprocessors(x):
         span //= 2

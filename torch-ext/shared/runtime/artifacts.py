@@ -38,7 +38,7 @@ FILE_NAME = re.compile(r"\w+/\w+\.cubins", re.ASCII)  # host and operation
 
 
 def folder_of_package(module: str) -> Path:
-    """Where a build puts the kernels of the package whose `shared` a module belongs to; packages may share this very file."""
+    """Returns where a build puts the kernels of the package whose `shared` a module belongs to; packages may share this very file."""
     package = sys.modules[module.rpartition(".shared.")[0]]
     return Path(package.__path__[0]).absolute() / "cubins"
 

@@ -36,7 +36,7 @@ Times = Dict[str, float]  # candidate -> microseconds of a launch
 
 
 def cache_file() -> Path:
-    """Where measurements are remembered: in BASTILE_CACHE, else in `bastile` under XDG_CACHE_HOME or ~/.cache.
+    """Returns the file in which measurements are remembered: in BASTILE_CACHE, else in `bastile` under XDG_CACHE_HOME or ~/.cache.
 
     Raises RuntimeError when there is no home directory.
     """
@@ -139,7 +139,7 @@ class Tuner:
         return bool(self._missing)
 
     def start(self) -> None:
-        """From now on choose by measurements: those of the cache file, and what this process measured itself."""
+        """Chooses by measurements from now on: those of the cache file, and what this process measured itself."""
         with self._lock:
             self._active = True
             self._missing.clear()

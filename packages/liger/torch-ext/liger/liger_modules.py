@@ -174,7 +174,7 @@ class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
 
 
 class LigerFalconH1SwiGLUMLP(_GatedMLP):
-    """With the configuration's `mlp_multipliers`, of the gate before its activation and of the activation's product."""
+    """Multiplies by the configuration's `mlp_multipliers`, of the gate before its activation and of the activation's product."""
 
     def __init__(self, config):
         super().__init__(config, bias=getattr(config, "mlp_bias", False))
@@ -211,7 +211,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
 
 class LigerGEGLUMLP(_GatedMLP):
-    """With GELU by tanh, whatever activation the configuration names, as Liger's; one that is no GELU gets a warning."""
+    """Computes GELU by tanh, whatever activation the configuration names, as Liger's; one that is no GELU gets a warning."""
 
     def __init__(self, config):
         super().__init__(config)

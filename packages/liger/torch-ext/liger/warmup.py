@@ -30,7 +30,7 @@ FAMILY = (Sizes(4096, 14336, 32, 8, 128, 128256),)  # Llama 3.1 8B
 
 
 def sizes_of(model) -> Sizes:
-    """From the configuration of a model or of the first of its modules that has one. Raises TypeError when there is none."""
+    """Reads the sizes from the configuration of a model or of its first module that has one. Raises TypeError when there is none."""
     names = "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"
     for module in model.modules():
         config = getattr(module, "config", None)
