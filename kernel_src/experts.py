@@ -1,4 +1,4 @@
-"""What lies around the grouped GEMMs of a mixture of experts: the rows of a token, the gate of every expert, and the sums over a token's
+"""Kernels around the grouped GEMMs of a mixture of experts: they copy a token to its rows, apply each expert's gate, and add up a token's
 experts.
 
 A row is one (token, expert) pair; the rows are sorted by expert, so an expert's rows lie side by side. The output of the first

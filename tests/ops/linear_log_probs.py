@@ -341,7 +341,7 @@ LIKELIHOODS = (
 def check_without_own_kernels(ops, device, dtype, cases=LIKELIHOODS, expected=None):
     """expected: the classes that compute the chunks."""
     module, found, last = ops.log_probs_module, set(), set()
-    kept, choose = module.ships, ops.linear_log_probs_module.piece_of
+    kept, choose = module.ships, ops.log_prob_chunks_module.piece_of
     module.ships = lambda operation: operation != "log_probs" and kept(operation)
 
     def piece_of(*given):
@@ -349,7 +349,7 @@ def check_without_own_kernels(ops, device, dtype, cases=LIKELIHOODS, expected=No
         last.add(chosen[0].__name__)
         return chosen
 
-    ops.linear_log_probs_module.piece_of = piece_of
+    ops.log_prob_chunks_module.piece_of = piece_of
     try:
         for options in cases:
             last.clear()
@@ -357,7 +357,7 @@ def check_without_own_kernels(ops, device, dtype, cases=LIKELIHOODS, expected=No
             check_linear_log_probs(ops, device, dtype, is_rounded_scaled=lambda: scaled and "LikelihoodPiece" in last, **options)  # noqa: B023
             found |= last
     finally:
-        module.ships, ops.linear_log_probs_module.piece_of = kept, choose
+        module.ships, ops.log_prob_chunks_module.piece_of = kept, choose
     assert expected is None or found == expected, f"{found} compute the chunks, expected {expected}"
 
 
@@ -391,7 +391,7 @@ def all_cases(ops, device, dtypes=FLOATS):
 
 
 OPERATION, PIECES, KERNELS = "shared/ops/linear_log_probs.py", "shared/ops/log_probs.py", "kernel_src/log_probs.py"
-HEAD = "shared/ops/linear_head.py"
+HEAD, CHUNKS = "shared/ops/linear_head.py", "shared/ops/log_prob_chunks.py"
 SAVED = "ctx.save_for_backward(found[5], found[8], found[11], found[12]"
 MUTANTS = [
     *errors_in(KERNELS, "results", "capped", ("scale / softcap", "1.0 / softcap"), ("t * softcap", "t")),
@@ -463,9 +463,9 @@ MUTANTS = [
     *errors_in(OPERATION, "fp16_frozen", "_LogProbs.forward", (SAVED, "ctx.save_for_backward(found[5], found[12], found[11], found[8]")),
     *errors_in(OPERATION, "guess", "_LogProbs.backward", ("] = upstream.entropy is not None", "] = True")),
     *errors_in(OPERATION, "kept_logits", "_LogProbs.backward", ("[] if ctx.spent else [t.data", "[t.data")),
-    *errors_in(OPERATION, "products", "_run", ("[] if keep else", "None if keep else")),
+    *errors_in(CHUNKS, "products", "run", ("[] if keep else", "None if keep else")),
     *errors_in(HEAD, "products", "walk", ("next(made, None)", "None")),
-    *errors_in(OPERATION, "chunks", "_run", ("target[rows]", "target[: logits.shape[0]]"),
+    *errors_in(CHUNKS, "chunks", "run", ("target[rows]", "target[: logits.shape[0]]"),
                ("upstream.at(rows), None", "upstream.at(slice(0, logits.shape[0])), None"),
                ("of_entropy[rows]", "of_entropy[: logits.shape[0]]")),
     *errors_in(OPERATION, "weighted_sum", "_WeightedSum.forward", ("bias, target, coefficients)\n", "bias, target, -coefficients)\n")),

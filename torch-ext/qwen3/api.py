@@ -28,7 +28,7 @@ def apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=True
             Packed and padded batches and sliding windows run in kernels of ours, at the cost of the tokens that are seen; one sequence a
             row without padding goes to SDPA as before, and so do batches whose padding may be read. An implementation that was asked for
             by name is kept, as far as that can be told (docs/options.md).
-        unpad: padding is removed from the whole decoder where nobody can tell: with that attention, a loss without logits, no cache
+        unpad: skips a batch's padding in the whole decoder if no result shows it: with that attention, a loss without logits, no cache
             (use_cache=False, as Trainer has it), no label at a padded position, and no hooks on the decoder's parts.
         experts: Qwen3-MoE's experts in grouped GEMMs, which the fused decoder layer joins with the router and the norm in front of it. An
             implementation that the user chose (`set_experts_implementation`) runs in their place.

@@ -29,7 +29,7 @@ NARROW = 64  # the side of a weight that no kernel sees
 
 
 class Sizes(NamedTuple):
-    """What the kernels of a decoder depend on.
+    """Holds the sizes that a decoder's kernels depend on.
 
     angles: how wide cos and sin are, 0 for as wide as a head. expert: the intermediate size of an expert, and top_k: experts a token goes
     to; 0 without experts, as intermediate is without an MLP. shared: the intermediate size of the expert that every token goes to, 0
@@ -84,7 +84,7 @@ class Maker(NamedTuple):
 
 # ---------------------------------------------------------------- what runs
 def run_norms(make: Maker, own: FusedLayer, sizes: Sizes) -> None:
-    """The norms alone, as they run around a layer that is not fused."""
+    """Runs the norms alone, as they run around a layer that is not fused."""
     norm, weight = own.norm(EPS), make.ones(sizes.hidden)
     rms_norm(norm, make.rows(sizes.hidden), weight).sum().backward()
     run_backward(*add_rms_norm(norm, make.rows(sizes.hidden), make.rows(sizes.hidden), weight))
@@ -94,7 +94,7 @@ def run_norms(make: Maker, own: FusedLayer, sizes: Sizes) -> None:
 
 
 def run_attention(make: Maker, own: FusedLayer, sizes: Sizes) -> None:
-    """What precedes attention, fused, and attention; the rotary embedding alone too."""
+    """Runs the fused part in front of attention, attention itself, and the rotary embedding alone."""
     family, shape, head_dim = own.family, (1, make.tokens), sizes.head_dim
     rows = tuple(heads * head_dim for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads))
     packed = len(family.qkv) == 1
@@ -112,14 +112,14 @@ def run_attention(make: Maker, own: FusedLayer, sizes: Sizes) -> None:
 
 
 def attend(make: Maker, sizes: Sizes, sinks: bool = False, capped: bool = False) -> None:
-    """Attention, where a package has kernels for the heads. capped: whether scores are."""
+    """Runs attention, if the package has kernels for heads of this length. capped: whether its scores are."""
     if takes_heads(sizes.head_dim, sinks, capped):
         q, k, v = (make.ones(1, make.tokens, heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads))
         attention(q, k, v, sinks=make.ones(sizes.heads) if sinks else None, softcap=50.0 if capped else None).sum().backward()
 
 
 def run_mlp(make: Maker, own: FusedLayer, sizes: Sizes) -> None:
-    """What follows attention in a layer with an MLP: its norms with a narrow activation, and the activation between narrow projections."""
+    """Runs the second half of a layer with an MLP: its norms, then its activation, with narrow projections."""
     family, hidden, inner = own.family, sizes.hidden, sizes.intermediate
     eps = [None if name is None else EPS for name in family.norms[1:]]
     spec = make_outputs(own, eps[0], eps[1], eps[2], 1.0 if family.multiplier is None else 0.5)
@@ -136,7 +136,7 @@ def run_mlp(make: Maker, own: FusedLayer, sizes: Sizes) -> None:
 
 
 def run_experts(make: Maker, own: FusedLayer, sizes: Sizes, options: ExpertOptions) -> None:
-    """What follows attention in a layer with experts, of which the kernels do not see the number."""
+    """Runs the second half of a layer with experts. A few experts are enough: no kernel depends on how many there are."""
     family, hidden, width, count = own.family, sizes.hidden, sizes.expert, sizes.top_k
     assert family.sparse is not None
     biases = [make.ones(count, rows) if options.transposed else None for rows in (2 * width, hidden)]
@@ -152,7 +152,7 @@ def run_experts(make: Maker, own: FusedLayer, sizes: Sizes, options: ExpertOptio
 
 
 def run_head(make: Maker, sizes: Sizes) -> None:
-    """The loss without logits, in training and in evaluation, and the log-probabilities: of few tokens, since their logits are large."""
+    """Runs the loss without logits, in training and evaluation, and the log-probabilities, on few tokens because their logits are large."""
     few = min(make.tokens, TOKENS)
     hidden, weight, softcap = make.ones(few, NARROW), make.ones(sizes.vocabulary, NARROW), sizes.softcap or None
     target = torch.zeros(few, dtype=torch.int64, device=make.device)

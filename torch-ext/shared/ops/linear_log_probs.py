@@ -14,16 +14,16 @@ products; three where the gradient of the log-probabilities is known in advance 
 logits (`recompute=False`), over which it writes their gradient.
 """
 
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type
+from typing import Any, Dict, NamedTuple, Optional, Sequence
 
 import torch
 
-from ..runtime.device import kernels_run_on
 from .autocast import as_autocast, outside_autocast
-from .common import accumulation_dtype, autocasts, describe, fail, needs_formula, once_differentiable, traceable
+from .common import accumulation_dtype, autocasts, describe, fail, needs_formula, once_differentiable
 from .cross_entropy import check_labels, check_one_value_a_class
-from .linear_head import Gradients, carry_to_hidden, scaled, walk
-from .log_probs import OUTPUTS, Piece, Rows, Scores, Upstream, checked_scores, of_logits, piece_of
+from .linear_head import scaled
+from .log_prob_chunks import Kept, Options, called, run
+from .log_probs import OUTPUTS, Rows, Upstream, checked_scores, of_logits
 
 DIFFERENTIABLE = ("log_probs", "entropy", "mean_logits")
 # By the shape of a head: whether the last backward pass brought a gradient of its entropies. The next forward pass makes b, or leaves it.
@@ -41,156 +41,6 @@ class LinearLogProbsOutput(NamedTuple):
     weighted_sum: Optional[torch.Tensor] = None
 
 
-class Options(NamedTuple):
-    """What is computed of the logits. entropy_early: whether the forward pass over a frozen head makes the gradient of the entropies.
-    recompute: whether the backward pass over a trained head makes the logits again."""
-
-    scores: Scores
-    outputs: Tuple[str, ...]
-    ignore_index: int = -100
-    accum_dtype: Optional[torch.dtype] = None
-    entropy_early: bool = False
-    recompute: bool = True
-
-
-class Kept(NamedTuple):
-    """The logits of all chunks, which a backward pass writes their gradient over, empty once it has, and what `piece_of` chose for them."""
-
-    logits: List[torch.Tensor]
-    choice: Tuple[Type[Piece], float]
-
-
-class _Part:
-    """A chunk, as `walk` asks for it."""
-
-    def __init__(self, piece, upstream: Upstream, carry_entropy):
-        self.piece, self.upstream, self.carry_entropy = piece, upstream, carry_entropy
-        self.rows = piece.rows
-
-    def gradient(self, _):
-        other = None if self.carry_entropy is None else torch.empty_like(self.piece.logits)
-        factor, other_factor = self.piece.write_gradient(self.upstream, other)
-        if other is not None:
-            self.carry_entropy(other, other_factor)
-        return factor
-
-
-class Found(NamedTuple):
-    """Results, gradients, and b with what it is still to be multiplied by."""
-
-    rows: Rows
-    gradients: Gradients
-    of_entropy: Optional[torch.Tensor] = None
-    entropy_factor: Optional[torch.Tensor] = None
-    kept: Optional[Kept] = None
-
-
-def _run(
-    hidden, weight, bias, target, upstream: Upstream, options: Options, needs, entropy_too=False, keep=False, kept: Optional[Kept] = None
-) -> Found:
-    """The results of every token, and the gradients of sum(upstream * results) that `needs` asks for (hidden, weight, bias); entropy_too:
-    and that of the sum of the entropies by hidden. keep: instead of gradients, the logits from which a call with `kept` makes them."""
-    tokens, acc, parameter_dtype = hidden.shape[0], accumulation_dtype(hidden.dtype), weight.dtype
-    weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-    kernels = hidden.dtype != torch.float64 and weight.shape[0] > 0 and kernels_run_on(hidden, weight, bias, target, *upstream)
-    kinds = {"is_top1": torch.bool}
-    new = {"device": hidden.device}
-    found = Rows(*(torch.empty(tokens, dtype=kinds.get(n, acc), **new) if n in options.outputs else None for n in OUTPUTS))
-    needs_entropy = any(needs) and (entropy_too or upstream.entropy is not None)
-    outputs = (*options.outputs, "entropy") if needs_entropy and "entropy" not in options.outputs else options.outputs
-    piece, factor = choice = piece_of(kernels, options.scores, outputs, upstream) if kept is None else kept.choice
-    of_entropy = torch.empty_like(hidden) if entropy_too else None
-    entropy_factor = torch.ones((tokens, 1), dtype=acc, **new) if entropy_too and hidden.dtype == torch.float16 else None
-
-    def loss_of(logits, rows, _):
-        part = piece(logits, target[rows], options.scores, outputs, options.ignore_index)
-        if of_entropy is None:
-            return _Part(part, upstream.at(rows), None)
-        to, to_factor = of_entropy[rows], None if entropy_factor is None else entropy_factor[rows]
-        return _Part(part, upstream.at(rows), lambda gradient, factor: carry_to_hidden(gradient, weight, factor, to, to_factor))
-
-    unit, accum_dtype = torch.ones(1, dtype=acc, **new), options.accum_dtype
-    if accum_dtype is None and parameter_dtype == torch.float32:  # which the sum becomes anyhow
-        accum_dtype = acc
-    logits: Optional[List[torch.Tensor]] = [] if keep else (kept and kept.logits) or None
-    scale, count = None if keep else unit, 2 if entropy_too else 1
-    gradients = walk(
-        hidden, weight, bias, loss_of, found, scale, needs, accum_dtype, count, parameter_dtype, factor=factor, logits_kept=logits
-    )
-    return Found(found, gradients, of_entropy, entropy_factor, Kept(logits, choice) if keep and logits else None)
-
-
-# ---------------------------------------------------------------- for tracers
-# One operator, whose results are a list without gaps: a tracer sees no chunks. What is absent is empty.
-def _run_whole(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: Optional[torch.Tensor],
-    target: torch.Tensor,
-    log_probs: Optional[torch.Tensor],
-    entropy: Optional[torch.Tensor],
-    mean_logits: Optional[torch.Tensor],
-    needs: List[bool],
-    numbers: List[float],
-    wanted: List[bool],
-    ignore_index: int,
-    accum_dtype: Optional[torch.dtype],
-    entropy_too: bool,
-) -> List[torch.Tensor]:
-    """`_run`: five results, three gradients with their factors, and b with its factor; what is absent is empty."""
-    options = Options(Scores(*numbers), _names(wanted), ignore_index, accum_dtype)
-    found = _run(hidden, weight, bias, target, Upstream(log_probs, entropy, mean_logits), options, tuple(needs), entropy_too)
-    return _listed(found, hidden, needs)
-
-
-def _listed(found: Found, hidden, needs: Sequence[bool]) -> List[torch.Tensor]:
-    results = *found.rows, *found.gradients[:3], *found.gradients.factors, found.of_entropy, found.entropy_factor
-    present = needs[0], needs[1], needs[2]
-    factors = [factor if need else None for factor, need in zip(results[8:11], present)]
-    return [hidden.new_empty(0) if t is None else t for t in (*results[:8], *factors, *results[11:])]
-
-
-def _names(wanted: Sequence[bool]) -> Tuple[str, ...]:
-    return tuple(name for name, asked in zip(OUTPUTS, wanted) if asked)
-
-
-def _fake_run(
-    hidden, weight, bias, target, log_probs, entropy, mean_logits, needs, numbers, wanted, ignore_index, accum_dtype, entropy_too
-):  # fmt: skip
-    tokens, acc, fp16 = hidden.shape[0], accumulation_dtype(hidden.dtype), hidden.dtype == torch.float16 and hidden.shape[0] > 0
-
-    def new(present, shape, dtype):
-        return hidden.new_empty(shape if present else 0, dtype=dtype if present else hidden.dtype)
-
-    parameters_fp16 = fp16 and weight.dtype != torch.float32
-    return [
-        *(new(asked, (tokens,), torch.bool if name == "is_top1" else acc) for name, asked in zip(OUTPUTS, wanted)),
-        new(needs[0], hidden.shape, hidden.dtype),
-        new(needs[1], weight.shape, weight.dtype),
-        new(needs[2], (weight.shape[0],), weight.dtype),
-        new(fp16 and needs[0], (tokens, 1), acc),
-        new(parameters_fp16 and needs[1], (), acc),
-        new(parameters_fp16 and needs[2], (), acc),
-        new(entropy_too, hidden.shape, hidden.dtype),
-        new(fp16 and entropy_too, (tokens, 1), acc),
-    ]
-
-
-_traced_run = traceable("linear_log_probs_run", _run_whole, _fake_run)
-
-
-def _called(
-    hidden, weight, bias, target, upstream: Upstream, options: Options, needs, entropy_too=False, keep=False, kept: Optional[Kept] = None
-) -> Tuple[List[torch.Tensor], Optional[Kept]]:
-    """What `_run_whole` returns, and the logits if they are kept, which a tracer does not see."""
-    if not torch.compiler.is_compiling():
-        found = _run(hidden, weight, bias, target, upstream, options, needs, entropy_too, keep, kept)
-        return _listed(found, hidden, needs), found.kept
-    wanted = [name in options.outputs for name in OUTPUTS]
-    rest = list(options.scores), wanted, options.ignore_index, options.accum_dtype, entropy_too
-    return list(_traced_run(hidden, weight, bias, target, *upstream, list(needs), *rest)), None
-
-
 class _LogProbs(torch.autograd.Function):
     """The results that were asked for, in the order of OUTPUTS. needs: whether hidden, weight and bias require a gradient."""
 
@@ -201,7 +51,7 @@ class _LogProbs(torch.autograd.Function):
         if ctx.early:
             upstream = Upstream(log_probs=torch.ones_like(target, dtype=accumulation_dtype(hidden.dtype)))
         now = needs if ctx.early or keep else (False, False, False)
-        found, kept = _called(hidden, weight, bias, target, upstream, options, now, ctx.early and options.entropy_early, keep)
+        found, kept = called(hidden, weight, bias, target, upstream, options, now, ctx.early and options.entropy_early, keep)
         logits, ctx.choice = ([], None) if kept is None else kept
         results = [row for name, row in zip(OUTPUTS, found[:5]) if name in options.outputs]
         # What another gradient than those that are known would take; nothing of it is kept where none can come.
@@ -231,7 +81,7 @@ class _LogProbs(torch.autograd.Function):
         kept = None if ctx.choice is None else Kept([] if ctx.spent else [t.data for t in logits], ctx.choice)
         ctx.spent = True
         options = options._replace(outputs=("log_probs",))
-        found, _ = _called(hidden, weight, bias, target, upstream, options, ctx.needs, kept=kept)
+        found, _ = called(hidden, weight, bias, target, upstream, options, ctx.needs, kept=kept)
         gradients = [scaled(*pair, None) if need else None for need, pair in zip(ctx.needs, zip(found[5:8], found[8:11]))]
         if gradients[2] is not None:
             gradients[2] = gradients[2].to(bias.dtype)
@@ -253,7 +103,7 @@ class _WeightedSum(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, target, coefficients, options: Options):
         ctx.save_for_backward(hidden, weight, bias, target, coefficients)
         ctx.options = options
-        found = _run(hidden, weight, bias, target, Upstream(coefficients), options, ctx.needs_input_grad[:3])
+        found = run(hidden, weight, bias, target, Upstream(coefficients), options, ctx.needs_input_grad[:3])
         ctx.gradients = found.gradients
         results = [row for row in found.rows if row is not None]
         ctx.mark_non_differentiable(*results)
@@ -267,7 +117,7 @@ class _WeightedSum(torch.autograd.Function):
         # They are scaled in place and given away; a second backward pass (retain_graph) computes them anew.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            gradients = _run(hidden, weight, bias, target, Upstream(coefficients), ctx.options, ctx.needs_input_grad[:3]).gradients
+            gradients = run(hidden, weight, bias, target, Upstream(coefficients), ctx.options, ctx.needs_input_grad[:3]).gradients
         gradients = list(gradients.times(dsum))
         if gradients[2] is not None:
             gradients[2] = gradients[2].to(bias.dtype)
@@ -371,7 +221,7 @@ def _rows_and_sum(hidden, weight, bias, target, coefficients, options: Options, 
         options = options._replace(entropy_early=bool(guess) and "entropy" in options.outputs)
         rows = _spread(_LogProbs.apply(hidden, weight, bias, target, options, needs), options)
     else:
-        found, _ = _called(hidden, weight, bias, target, Upstream(), options, (False, False, False))
+        found, _ = called(hidden, weight, bias, target, Upstream(), options, (False, False, False))
         rows = Rows(*(row if name in options.outputs else None for name, row in zip(OUTPUTS, found)))
     return rows, None if coefficients is None else (rows.log_probs * coefficients).sum()
 

@@ -22,7 +22,7 @@ def apply(rms_norm=True, experts=True, rope=True, fused_linear_cross_entropy=Tru
             default: sinks and windows run in kernels of ours, at the cost of the tokens that are seen, nothing is compiled, and documents
             packed into a row (`position_ids` that start again, or cu_seq_lens_q) do not see each other, which they do in transformers'
             eager attention. An implementation that was asked for by name is kept.
-        unpad: padding is removed from the whole decoder where nobody can tell: with that attention, a loss without logits, no cache
+        unpad: skips a batch's padding in the whole decoder if no result shows it: with that attention, a loss without logits, no cache
             (use_cache=False, as Trainer has it), no label at a padded position, and no hooks on the decoder's parts.
         keep_attention: with gradient checkpointing, each decoder layer's attention runs once, and the backward pass computes the rest of
             the layer again.

@@ -26,7 +26,7 @@ DOCUMENTS = 1, 4, 32  # the kernels of the gated delta rule differ by their numb
 
 
 def mix(make: Maker, own: FusedLayer, sizes: Sizes) -> None:
-    """What mixes the tokens: attention with a gate, and delta nets."""
+    """Runs gated attention and a delta net, the two ways in which these layers mix tokens."""
     family, head_dim = own.family, sizes.head_dim
     cos = torch.ones(1, make.tokens, sizes.angles or head_dim, dtype=make.dtype, device=make.device)
     q, k, gate = (make.ones(1, make.tokens, heads, head_dim) for heads in (sizes.heads, sizes.kv_heads, sizes.heads))
