@@ -20,8 +20,9 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,7 +133,11 @@ def write_owed(record: dict) -> None:
     print("\n".join(lines))
 
 
-def sanitize(tool: str, test: str, keyword: str, limit: float) -> Outcome:
+def sanitize(tool: str, test: str, keyword: str, limit: float, deadline: float = float("inf")) -> Outcome | None:
+    """Run a test function under a tool. limit: its seconds. deadline: of time.monotonic; what has not ended by then is None."""
+    limit = min(limit, deadline - time.monotonic())
+    if limit <= 0:
+        return None
     command = ["compute-sanitizer", "--tool", tool, "--print-limit", "10000", "--show-backtrace", "no"]
     environment = dict(os.environ)
     if tool == "racecheck":  # of our kernels alone: it takes PyTorch's minutes
@@ -144,6 +149,8 @@ def sanitize(tool: str, test: str, keyword: str, limit: float) -> Outcome:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit)
         log, code = done.stdout + done.stderr, done.returncode
     except subprocess.TimeoutExpired as error:
+        if time.monotonic() >= deadline:
+            return None
         log, code = (error.stdout or b"").decode(errors="replace"), None
     findings = Counter(re.findall(rf"\bat ({OURS}\w+)", log)) + Counter(re.findall(rf"hazard.*?({OURS}\w+)", log))
     summaries = re.findall(r"^(?:\d+ \w+.*) in [\d.]+s.*$", log, re.M)
@@ -165,7 +172,8 @@ def main(arguments=None) -> int:
     p.add_argument("-k", default="", help="parts of the names of test functions, comma-separated (default: all)")
     p.add_argument("--processes", type=int, default=4)
     p.add_argument("--limit-s", type=float, default=600.0, help="seconds for one test function")
-    p.add_argument("--record", action="store_true", help=f"note how each test ended in {RECORD.relative_to(ROOT)}")
+    p.add_argument("--budget-s", type=float, default=float("inf"), help="seconds after which everything ends; the rest stays owed")
+    p.add_argument("--record", action="store_true", help=f"note how each test ended in {RECORD.name} of the results")
     p.add_argument("--owed", action="store_true", help="put which operations are to be checked at the end of the log, print it, and end")
     p.add_argument("--log", type=Path, help="a file for what the sanitizer printed where it found something or a test failed")
     args = p.parse_args(arguments)
@@ -176,10 +184,19 @@ def main(arguments=None) -> int:
     tests = [test for test in functions() if any(part in test for part in args.k.split(","))]
     cases = {"racecheck": ("bfloat16 or not float", "float32")}
     jobs = [(tool, test, keyword) for tool in args.tools for test in tests for keyword in cases.get(tool, ("bfloat16 or not float",))]
-    count, logs, outcomes = Counter(), [], []
+    left, ended, deadline = Counter(job[:2] for job in jobs), {}, time.monotonic() + args.budget_s
+    sources, commit = digests(), package_version().partition("+")[2] or "unknown"
+    count, logs = Counter(), []
     with ThreadPoolExecutor(args.processes) as pool:
-        for outcome in pool.map(lambda job: sanitize(*job, args.limit_s), jobs):
-            outcomes.append(outcome)
+        for future in as_completed([pool.submit(sanitize, *job, args.limit_s, deadline) for job in jobs]):
+            if (outcome := future.result()) is None:
+                count["out of time"] += 1
+                continue
+            ended.setdefault((outcome.tool, outcome.test), []).append(outcome)
+            # Each test as soon as all its dtypes ended: a run that is cut short keeps what it has found out.
+            if args.record and len(outcomes := ended[outcome.tool, outcome.test]) == left[outcome.tool, outcome.test]:
+                record = recorded(outcomes, record, sources, commit)
+                RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
             if not outcome.status:
                 continue
             count[outcome.status] += 1
@@ -191,9 +208,6 @@ def main(arguments=None) -> int:
                 logs.append(f"{line}\n{outcome.log}\n")
     print(", ".join(f"{times} {status}" for status, times in count.items()))
     if args.record:
-        commit = package_version().partition("+")[2] or "unknown"
-        record = recorded(outcomes, record, digests(), commit)
-        RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
         write_owed(record)
     if args.log and logs:
         args.log.write_text("\n".join(logs))

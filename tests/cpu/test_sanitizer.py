@@ -43,6 +43,29 @@ def test_a_test_that_does_not_end_fails(monkeypatch):
     assert (outcome.status, outcome.summary) == ("failed", "did not end within 60 s")
 
 
+def test_a_run_that_is_cut_short_records_what_ended(monkeypatch, tmp_path):
+    """What the time did not suffice for stays as it was: neither clean nor failed."""
+    record, log = tmp_path / "record.json", tmp_path / "record.txt"
+    log.write_text("")
+    monkeypatch.setattr(sanitizer, "RECORD", record)
+
+    def run(command, **options):
+        if any("test_swiglu" in part for part in command):
+            assert options["timeout"] <= 50
+            late = sanitizer.time.monotonic() + 60
+            monkeypatch.setattr(sanitizer.time, "monotonic", lambda: late)
+            raise subprocess.TimeoutExpired(command, options["timeout"])
+        return subprocess.CompletedProcess(command, 0, PASSED, "")
+
+    monkeypatch.setattr(sanitizer.subprocess, "run", run)
+    tests = "test_ops.py::test_rms_norm,test_ops.py::test_swiglu,test_operation[softmax"
+    ours = [name for name in sanitizer.functions() if any(part in name for part in tests.split(","))]
+    assert sanitizer.main(["--tools", "memcheck", "-k", tests, "--processes", "1", "--budget-s", "50", "--record"]) == 0
+    at = next(i for i, name in enumerate(ours) if "test_swiglu" in name)
+    assert 0 < at < len(ours) - 1  # some before it and some after
+    assert set(json.loads(record.read_text())["memcheck"]) == set(ours[:at])
+
+
 def test_every_test_function_of_the_operations_is_run():
     names = sanitizer.functions()
     assert "tests/gpu/test_ops.py::test_swiglu" in names and "tests/gpu/test_gpt_oss.py::test_experts" in names
