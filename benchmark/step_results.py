@@ -33,7 +33,7 @@ class Results:
     args: argparse.Namespace
     gpus: int = 1
     gpu: str = ""
-    environment: dict = field(default_factory=dict)
+    environment: dict = field(default_factory=records.environment)  # before anything is measured: asking for it takes the host's time
     steps: dict[tuple[str, int], Measured] = field(default_factory=dict)
     first_s: dict[str, list[float]] = field(default_factory=dict)
     ready_s: dict[str, list[float]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Results:
         """Take a child's report in, and print it."""
         kind = report["kind"]
         if kind == "ready":
-            self.gpu, self.environment = report["gpu"], report["environment"]
+            self.gpu = report["gpu"]
             self.ready_s.setdefault(provider, []).append(report["seconds"])
             log(f"  {provider}: a model on {self.gpu} after {report['seconds']:.1f} s")
         elif kind == "result":
@@ -88,7 +88,7 @@ class Results:
     def rows(self) -> list[Row]:
         """Return everything that was found out."""
         rows = []
-        for (provider, tokens), found in self.steps.items():
+        for (provider, tokens), found in self.steps.items() if not self.args.fresh else ():
             if found.error:
                 rows.append(self._row(provider, tokens, "step_time", "ms", None, error=found.error))
                 continue
@@ -103,7 +103,7 @@ class Results:
                 rows.append(self._row(provider, tokens, "compile_time", "s", Quantiles(longest, longest, longest)))
             for step, loss in enumerate(found.losses, 1):
                 rows.append(self._row(provider, tokens, "loss", "nats", Quantiles(loss, loss, loss), ("step", "step", str(step))))
-        for metric, seconds in (("first_step", self.first_s), ("until_ready", self.ready_s)):
+        for metric, seconds in (("first_step", self.first_s), ("until_ready", self.ready_s)) if self.args.fresh else ():
             for provider, found_s in seconds.items():
                 rows.append(self._row(provider, min(self.args.tokens), metric, "s", Quantiles.of(found_s)))
         return rows

@@ -183,7 +183,7 @@ def emit(kind: str, **content) -> None:
 def measure(stepper: Stepper, args, started: float, report=emit) -> bool:
     """Measure all lengths, shortest first, until one does not fit; tell whether all did. started: when the process began to prepare its
     provider."""
-    report("ready", gpu=records.gpu_name(args.device), environment=records.environment(), seconds=time.perf_counter() - started)
+    report("ready", gpu=records.gpu_name(args.device), seconds=time.perf_counter() - started)
     for tokens in sorted(args.tokens):
         try:
             found = stepper.run(tokens, args.warmup, args.steps)

@@ -10,7 +10,7 @@
     python -m benchmark.steps --checkpointing --tokens 8192
     python -m benchmark.steps --loss dpo --lora 16 --layers 12 --tokens 8192
 
-One process a provider, in turns. Sequences get longer until they do not fit.
+One process a provider, in turns: a new one each time. Sequences get longer until they do not fit.
 """
 
 import argparse
@@ -36,6 +36,7 @@ from .step_results import Results
 from .stepping import Form, Recipe, Stepper, child
 from .trl_losses import LOSSES, ROWS
 
+BEFORE_TRANSFORMERS = ("unsloth",)  # what must be imported first
 TRL_PROVIDERS = ("huggingface", "liger", "bastile_trl_head", "bastile")  # of a loss of TRL, unless told otherwise
 
 
@@ -57,6 +58,7 @@ def parser(description: str, tokens: tuple[int, ...] | None = None) -> argparse.
     p.add_argument("--warmup", type=int, default=3, help="steps before the timed ones, at every length")
     p.add_argument("--steps", type=int, default=6)
     p.add_argument("--rounds", type=int, default=1, help="turns that the providers take, each in a new process")
+    p.add_argument("--fresh", action="store_true", help="measure how long a new interpreter takes to the end of its first step, alone")
     p.add_argument("--device", default=default_device())
     p.add_argument("--budget-s", type=float, default=float("inf"), help="seconds after which everything ends")
     p.add_argument("--results", type=Path, help="folder for <gpu>/<name>.csv; on a CPU nothing is written without it")
@@ -98,7 +100,7 @@ def run_all(kernel: str, script: str, args, gpus: int = 1) -> Results:
                 log(f"  {provider}: round {turn + 1} is skipped, the time budget is spent")
                 continue
             log(f"{provider}, round {turn + 1}")
-            group = Group(script, child_arguments(args, provider), gpus)
+            group = Group(script, child_arguments(args, provider), gpus, args.fresh or provider in BEFORE_TRANSFORMERS)
             try:
                 for report in group.reports(deadline):
                     results.add(provider, report)
