@@ -149,10 +149,10 @@ MUTANTS = (
     (_KERNELS, "softmax_gradient", "d - ct.gather", "d + ct.gather", "softmax_long"),
     ("kernel_src/sums.py", "row_sum", "acc = acc +", "acc =", "softmax_many_parts"),
     ("kernel_src/sums.py", "row_sum", "ct.bid(0)", "0", "softmax_long"),
-    (_OPERATION, "_Softmax.forward", "ctx.save_for_backward(y)", "ctx.save_for_backward(x)", "softmax"),
-    (_OPERATION, "softmax", "y.transpose(dim, -1)", "y", "softmax_layouts"),
+    (_OPERATION, "FunctionOfRows.forward", "ctx.save_for_backward(y)", "ctx.save_for_backward(x)", "softmax"),
+    (_OPERATION, "over_dimension", "y.transpose(dim, -1)", "y", "softmax_layouts"),
     (_OPERATION, "slabs", "min(SLAB // max(stride, 1), MOST_BLOCKS // blocks_a_row)", "SLAB", "softmax_slabs"),
-    (_OPERATION, "_Softmax.backward", "softmax_backward(dy, ", "softmax_backward(-dy, ", "softmax"),
+    (_OPERATION, "FunctionOfRows.backward", "ctx.derivative(dy, ", "ctx.derivative(-dy, ", "softmax"),
 )
 
 

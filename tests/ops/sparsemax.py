@@ -113,7 +113,7 @@ def check_sparsemax_fp16(ops, device, columns=64):
     check_sparsemax(ops, device, torch.float16, x.shape, x=x)
 
 
-_KERNELS, _OPERATION = "kernel_src/sparsemax.py", "shared/ops/sparsemax.py"
+_KERNELS, _OPERATION, _ROWS = "kernel_src/sparsemax.py", "shared/ops/sparsemax.py", "shared/ops/softmax.py"
 MUTANTS = (
     (_KERNELS, "support", "size * v + 1.0 > total", "size * v + 1.0 >= total", "sparsemax_ties"),
     (_KERNELS, "support", "+ 1.0", "+ 0.5", "sparsemax"),
@@ -152,9 +152,9 @@ MUTANTS = (
     (_KERNELS, "sparsemax_apply", "- ct.gather(top, row, check_bounds=False)", "", "sparsemax_long"),
     (_KERNELS, "sparsemax_sums", "ct.where(inside, read(dy, (row, cols), 0), 0.0)", "read(dy, (row, cols), 0)", "sparsemax_long"),
     (_KERNELS, "sparsemax_gradient", "- mean", "", "sparsemax_long"),
-    (_OPERATION, "_Sparsemax.forward", "ctx.save_for_backward(y)", "ctx.save_for_backward(x)", "sparsemax"),
-    (_OPERATION, "sparsemax", "y.transpose(dim, -1)", "y", "sparsemax_layouts"),
-    (_OPERATION, "_Sparsemax.backward", "sparsemax_backward(dy, ", "sparsemax_backward(-dy, ", "sparsemax"),
+    (_ROWS, "FunctionOfRows.forward", "ctx.save_for_backward(y)", "ctx.save_for_backward(x)", "sparsemax"),
+    (_ROWS, "over_dimension", "y.transpose(dim, -1)", "y", "sparsemax_layouts"),
+    (_OPERATION, "sparsemax", "sparsemax_backward, ", "lambda dy, y: sparsemax_backward(-dy, y), ", "sparsemax"),
 )
 
 

@@ -13,7 +13,14 @@ from ..runtime import launch
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
 from .common import accumulation_dtype, apply_function, needs_formula, new_like, once_differentiable, traceable
-from .rms_norm import add_rms_norm_backward, check, result_dtype, rms_norm_backward, rms_norm_forward, rms_norm_reference
+from .rms_norm import (
+    add_rms_norm_backward,
+    check,
+    result_dtype_of_sum,
+    rms_norm_backward,
+    rms_norm_forward,
+    rms_norm_reference,
+)
 from .rms_norm_kernels import SEGMENTS, Norm
 from .rows import one_block_a_row, per_row, rows_of, segments, slabs
 
@@ -71,7 +78,7 @@ def _add_norm(
     rounds: str = "first",
 ) -> Four:
     """Returns (total, y, rstd of the branch, rstd of total), [rows] each. dtype: of y, as of `add_rms_norm_forward`."""
-    dtype = dtype or _result_dtype(branch, residual, next_weight, rounds)
+    dtype = dtype or result_dtype_of_sum(branch, residual, next_weight, rounds)
     if dtype != branch.dtype or not _fits(branch, residual, weight, next_weight):
         total, rstd = _add(branch, residual, weight, eps, offset, rounds)
         y, next_rstd = rms_norm_forward(total, next_weight, eps, dtype, offset, rounds)
@@ -86,10 +93,6 @@ def _add_norm(
     return total.view(residual.shape), y.view(branch.shape), rstd, next_rstd
 
 
-def _result_dtype(branch, residual, next_weight, rounds: str) -> torch.dtype:
-    return branch.dtype if branch.dtype != residual.dtype else result_dtype(residual, next_weight, rounds)
-
-
 def _fake_add(branch, residual, weight, eps, offset=0.0, rounds="first"):
     total = residual.new_empty(residual.shape, dtype=torch.promote_types(residual.dtype, branch.dtype))
     return total, branch.new_empty((branch.numel() // max(1, branch.shape[-1]),), dtype=accumulation_dtype(branch.dtype))
@@ -97,7 +100,7 @@ def _fake_add(branch, residual, weight, eps, offset=0.0, rounds="first"):
 
 def _fake_add_norm(branch, residual, weight, next_weight, eps, dtype=None, offset=0.0, rounds="first"):
     total, rstd = _fake_add(branch, residual, weight, eps)
-    y = total.new_empty(total.shape, dtype=dtype or _result_dtype(branch, residual, next_weight, rounds))
+    y = total.new_empty(total.shape, dtype=dtype or result_dtype_of_sum(branch, residual, next_weight, rounds))
     return total, y, rstd, rstd.new_empty(rstd.shape, dtype=accumulation_dtype(total.dtype))
 
 

@@ -48,7 +48,8 @@ def result_dtype(x: torch.Tensor, weight: torch.Tensor, rounds: str) -> torch.dt
     return torch.promote_types(x.dtype, weight.dtype) if rounds == "first" else x.dtype
 
 
-def _result_dtype_of_sum(x, residual, weight, rounds: str) -> torch.dtype:
+def result_dtype_of_sum(x, residual, weight, rounds: str) -> torch.dtype:
+    """The dtype of the normalised sum of x and the residual where none is given."""
     return x.dtype if x.dtype != residual.dtype else result_dtype(x, weight, rounds)
 
 
@@ -121,7 +122,7 @@ def _add_forward(
 ) -> Triple:
     """Returns (total = residual + multiplier * x, y, rstd [rows]). dtype: of y, None for `result_dtype`; an fp32 residual with x in half
     precision gives an fp32 total, and a y of x's dtype."""
-    dtype = dtype or _result_dtype_of_sum(x, residual, weight, rounds)
+    dtype = dtype or result_dtype_of_sum(x, residual, weight, rounds)
     norm = Norm(residual.dtype, weight.dtype, dtype, x.shape[-1], offset, rounds)
     family = family_of(norm, "add_forward" if multiplier == 1.0 else "scaled_add_forward", x, residual, weight)
     if family is not None and dtype == x.dtype:
@@ -175,7 +176,7 @@ def _fake_recompute(x, weight, rstd, dtype=None, offset=0.0, rounds="first"):
 
 
 def _fake_add_forward(x, residual, weight, eps, dtype=None, offset=0.0, rounds="first", multiplier=1.0):
-    dtype = dtype or _result_dtype_of_sum(x, residual, weight, rounds)
+    dtype = dtype or result_dtype_of_sum(x, residual, weight, rounds)
     return (residual.new_empty(residual.shape), *_fake_forward(residual, weight, eps, dtype, offset, rounds))
 
 

@@ -1,6 +1,6 @@
 """Softmax over any dimension, of rows of any length."""
 
-from typing import Dict, Iterator, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, Optional, Sequence, Tuple
 
 import torch
 
@@ -113,11 +113,16 @@ def are_held(kernel: Kernel, *rows: torch.Tensor) -> bool:
     return row_tile(rows[0].shape[1], (rows[0].shape[1],), (), *rows) is not None
 
 
-def in_one_block(by_tile: Dict[int, Kernel], tiles_unaligned, held: Sequence[Kernel], *rows: torch.Tensor) -> Optional[Kernel]:
-    """The kernel of which a block takes these rows whole; None where they are too long. by_tile: of rows in registers; held: of rows as
-    they lie in memory, those of the shortest first."""
+def runs_whole(by_tile: Dict[int, Kernel], tiles_unaligned, held: Sequence[Kernel], *rows: torch.Tensor) -> bool:
+    """Launches the kernel of which a block takes these rows whole; False where they are too long. The last tensor is written. by_tile: of
+    rows in registers; held: of rows as they lie in memory, those of the shortest first."""
     tile = row_tile(rows[0].shape[1], by_tile, tiles_unaligned, *rows)
-    return by_tile[tile] if tile is not None else next((kernel for kernel in held if are_held(kernel, *rows)), None)
+    whole = by_tile[tile] if tile is not None else next((kernel for kernel in held if are_held(kernel, *rows)), None)
+    if whole is None:
+        return False
+    for slab in slabs(1, *rows):
+        whole(*slab)
+    return True
 
 
 def _spread(kernels: Dict[int, Kernel], *rows: torch.Tensor) -> bool:
@@ -164,18 +169,43 @@ def log_sum_exp(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     return lse
 
 
-def last_dimension(x: torch.Tensor, dim: int) -> Tuple[torch.Tensor, int]:
-    """(x with `dim` as its last dimension, dim from 0 on). Raises IndexError as torch does."""
+def like_the_first(*tensors: torch.Tensor) -> torch.Tensor:
+    """The fake result of an operator: contiguous, of the first tensor's shape."""
+    return tensors[0].new_empty(tensors[0].shape)
+
+
+class FunctionOfRows(torch.autograd.Function):
+    """(x, forward, backward) -> y = forward(x), whose gradient is backward(dy, y): it needs no more than the result."""
+
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        y = forward(x)
+        ctx.save_for_backward(y)
+        ctx.derivative = backward
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return ctx.derivative(dy, *ctx.saved_tensors), None, None
+
+
+def over_dimension(x: torch.Tensor, dim: int, forward: Callable, backward: Callable, reference: Callable) -> torch.Tensor:
+    """Applies a function of rows along one dimension of x. forward, backward: as of `FunctionOfRows`; reference: forward in PyTorch.
+
+    Raises ValueError for a dtype that is not floating point and IndexError for a dimension that x does not have.
+    """
+    if not x.is_floating_point():
+        fail("x", describe(x), "a floating point tensor")
     dims = max(x.dim(), 1)
     if not -dims <= dim < dims:
         fail("dim", dim, f"from {-dims} to {dims - 1}", IndexError)
+    if x.dim() == 0:
+        return over_dimension(x.view(1), 0, forward, backward, reference).view(())
     dim %= dims
-    return (x if dim >= x.dim() - 1 else x.transpose(dim, -1)), dim
-
-
-def check_rows(x: torch.Tensor) -> None:
-    if not x.is_floating_point():
-        fail("x", describe(x), "a floating point tensor")
+    moved = x if dim == dims - 1 else x.transpose(dim, -1)
+    y = reference(moved) if needs_formula(x) else apply_function(FunctionOfRows, moved, forward, backward)
+    return y if moved is x else y.transpose(dim, -1)
 
 
 # ---------------------------------------------------------------- the operation
@@ -193,12 +223,7 @@ def _forward(x: torch.Tensor) -> torch.Tensor:
         return softmax_reference(x)
     rows, out = as_rows(x), new_like(x)
     y = out.view(rows.shape)
-    whole = in_one_block(_forward_rows[x.dtype], TILES_UNALIGNED, _held_forward, rows, y)
-    if whole is not None:
-        for slab in slabs(1, rows, y):
-            whole(*slab)
-        return out
-    if _spread(_spread_forward, rows, y):
+    if runs_whole(_forward_rows[x.dtype], TILES_UNALIGNED, _held_forward, rows, y) or _spread(_spread_forward, rows, y):
         return out
     part_max, part_sum = _partials(rows, 1.0)
     maximum, total = (part_max.new_empty(rows.shape[0]) for _ in range(2))
@@ -214,12 +239,7 @@ def _backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return softmax_backward_reference(dy, y)
     p, d, out = as_rows(y), as_rows(dy), new_like(y)
     dx, columns = out.view(p.shape), p.shape[1]
-    whole = in_one_block(_backward_rows[y.dtype], TILES_UNALIGNED, _held_backward, p, d, dx)
-    if whole is not None:
-        for slab in slabs(1, p, d, dx):
-            whole(*slab)
-        return out
-    if _spread(_spread_backward, p, d, dx):
+    if runs_whole(_backward_rows[y.dtype], TILES_UNALIGNED, _held_backward, p, d, dx) or _spread(_spread_backward, p, d, dx):
         return out
     partial = torch.empty((p.shape[0], pieces(_dot, columns)), dtype=torch.float32, device=p.device)
     for slab in slabs(partial.shape[1], p, d, partial):
@@ -229,26 +249,8 @@ def _backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def like_the_first(*tensors: torch.Tensor) -> torch.Tensor:
-    """The fake result of an operator: contiguous, of the first tensor's shape."""
-    return tensors[0].new_empty(tensors[0].shape)
-
-
 softmax_forward = traceable("softmax_forward", _forward, like_the_first)
 softmax_backward = traceable("softmax_backward", _backward, like_the_first)
-
-
-class _Softmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        y = softmax_forward(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return softmax_backward(dy, *ctx.saved_tensors)
 
 
 def softmax(x: torch.Tensor, dim: int = -1, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
@@ -258,14 +260,7 @@ def softmax(x: torch.Tensor, dim: int = -1, dtype: Optional[torch.dtype] = None)
     copies. dtype: what x is converted to first. Returns x's shape. Raises ValueError for a dtype that is not floating point and
     IndexError for a dimension that x does not have.
     """
-    if dtype is not None:
-        x = x.to(dtype)
-    check_rows(x)
-    moved, dim = last_dimension(x, dim)
-    if x.dim() == 0:
-        return softmax(x.view(1)).view(())
-    y = softmax_reference(moved) if needs_formula(x) else apply_function(_Softmax, moved)
-    return y if moved is x else y.transpose(dim, -1)
+    return over_dimension(x if dtype is None else x.to(dtype), dim, softmax_forward, softmax_backward, softmax_reference)
 
 
 SELF_CHECKS = {

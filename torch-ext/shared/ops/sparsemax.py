@@ -3,19 +3,18 @@
 import torch
 
 from ..runtime.launch import Kernel
-from .common import accumulation_dtype, apply_function, kernels_compute, needs_formula, new_like, once_differentiable, traceable
+from .common import accumulation_dtype, kernels_compute, new_like, traceable
 from .softmax import (
     _rows_grid,
     as_rows,
     by_dtype_and_tile,
-    check_rows,
-    in_one_block,
-    last_dimension,
     like_the_first,
     one_a_row,
+    over_dimension,
     pieces,
     pieces_grid,
     row_sum,
+    runs_whole,
     slabs,
 )
 
@@ -46,6 +45,8 @@ _gradient = Kernel("sparsemax_gradient", grid=pieces_grid)
 
 def sparsemax_reference(x: torch.Tensor) -> torch.Tensor:
     """Sparsemax by sorting (Martins and Astudillo 2016, algorithm 1)."""
+    if x.numel() == 0:  # a row without elements has no maximum
+        return x.clone()
     v = x.to(accumulation_dtype(x.dtype))
     v = v - v.amax(-1, keepdim=True)
     z = v.sort(-1, descending=True).values
@@ -65,16 +66,11 @@ def sparsemax_backward_reference(dy: torch.Tensor, y: torch.Tensor) -> torch.Ten
 
 
 def _forward(x: torch.Tensor) -> torch.Tensor:
-    if x.numel() == 0:
-        return torch.empty_like(x)
     if not kernels_compute(x):
         return sparsemax_reference(x)
     rows, out = as_rows(x), new_like(x)
     y, columns = out.view(rows.shape), rows.shape[1]
-    whole = in_one_block(_forward_rows, TILES_UNALIGNED, _held_forward, rows, y)
-    if whole is not None:
-        for slab in slabs(1, rows, y):
-            whole(*slab)
+    if runs_whole(_forward_rows, TILES_UNALIGNED, _held_forward, rows, y):
         return out
     width = _maxima.constant("WIDTH")
     blocks = -(-columns // (_maxima.constant("CHUNK") * width))
@@ -90,16 +86,11 @@ def _forward(x: torch.Tensor) -> torch.Tensor:
 
 
 def _backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    if y.numel() == 0:
-        return torch.empty_like(y)
     if not kernels_compute(y, dy):
         return sparsemax_backward_reference(dy, y)
     p, d, out = as_rows(y), as_rows(dy), new_like(y)
     dx, columns = out.view(p.shape), p.shape[1]
-    whole = in_one_block(_backward_rows[y.dtype], TILES_UNALIGNED, _held_backward, p, d, dx)
-    if whole is not None:
-        for slab in slabs(1, p, d, dx):
-            whole(*slab)
+    if runs_whole(_backward_rows[y.dtype], TILES_UNALIGNED, _held_backward, p, d, dx):
         return out
     shape = (p.shape[0], pieces(_sums, columns))
     part_size, part_sum = (torch.empty(shape, dtype=torch.float32, device=p.device) for _ in range(2))
@@ -114,19 +105,6 @@ sparsemax_forward = traceable("sparsemax_forward", _forward, like_the_first)
 sparsemax_backward = traceable("sparsemax_backward", _backward, like_the_first)
 
 
-class _Sparsemax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        y = sparsemax_forward(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return sparsemax_backward(dy, *ctx.saved_tensors)
-
-
 def sparsemax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """Projects x onto the probability simplex along one dimension: max(x - tau, 0), which sums to 1 (arXiv 1602.02068).
 
@@ -135,12 +113,7 @@ def sparsemax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     equals tau is outside, and its probability and gradient are 0. Raises ValueError for a dtype that is not floating point and
     IndexError for a dimension that x does not have.
     """
-    check_rows(x)
-    moved, dim = last_dimension(x, dim)
-    if x.dim() == 0:
-        return sparsemax(x.view(1)).view(())
-    y = sparsemax_reference(moved) if needs_formula(x) and x.numel() else apply_function(_Sparsemax, moved)
-    return y if moved is x else y.transpose(dim, -1)
+    return over_dimension(x, dim, sparsemax_forward, sparsemax_backward, sparsemax_reference)
 
 
 SELF_CHECKS = {
