@@ -205,34 +205,16 @@ def why_head_is_not_plain(model) -> Optional[Reason]:
     return None if rows == expected else Reason("model", f"lm_head has {rows} rows, and config.vocab_size is {expected}")
 
 
-def causal_lm_forward(
-    self,
-    input_ids=None,
-    attention_mask=None,
-    position_ids=None,
-    past_key_values=None,
-    inputs_embeds=None,
-    labels=None,
-    use_cache=None,
-    logits_to_keep=0,
-    head=NO_CHANGE,
-    **kwargs,
-):
+def causal_lm_forward(self, labels=None, head=NO_CHANGE, **kwargs):
     """Serves as the forward of a causal LM. Training with labels gives the loss without logits; everything else is the model's own forward.
 
-    That forward runs in both cases: nothing of it is copied here, and every version of it keeps its own arguments. kwargs: those
-    and `OPTIONS`, which stand before what `apply` was given, and `skip_logits`: whether a loss comes without logits, in training
-    mode by default. head: what a model of this family makes of its logits before the loss.
+    That forward runs in both cases: nothing of it is copied here, and every version of it keeps its own arguments.
+
+    Args:
+        head: what a model of this family makes of its logits before the loss.
+        kwargs: the other arguments of the model's forward; `OPTIONS`, which stand before what `apply` was given; and `skip_logits`: whether
+            a loss comes without logits, in training mode by default.
     """
-    kwargs.update(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        past_key_values=past_key_values,
-        inputs_embeds=inputs_embeds,
-        use_cache=use_cache,
-        logits_to_keep=logits_to_keep,
-    )
     forward = original_forward(self)
     if labels is None or why_loss_is_not_standard(self):
         return forward(self, labels=labels, **kwargs)

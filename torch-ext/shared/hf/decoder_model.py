@@ -57,27 +57,13 @@ def _embedded(model, kwargs):
     return {**kwargs, "input_ids": None, "inputs_embeds": embeds}
 
 
-def model_forward(
-    self,
-    input_ids=None,
-    attention_mask=None,
-    position_ids=None,
-    past_key_values=None,
-    inputs_embeds=None,
-    use_cache=None,
-    told=True,
-    **kwargs,
-):
-    """Serves as the forward of a model without a head: chooses its attention, and runs the model's own forward. told: whether that finds
-    documents in position_ids."""
-    kwargs.update(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        past_key_values=past_key_values,
-        inputs_embeds=inputs_embeds,
-        use_cache=use_cache,
-    )
+def model_forward(self, told=True, **kwargs):
+    """Serves as the forward of a model without a head: chooses its attention, and runs the model's own forward.
+
+    Args:
+        told: whether the model's own forward finds documents in position_ids.
+        kwargs: the arguments of that forward, with input_ids and inputs_embeds among them.
+    """
     if torch.compiler.is_compiling():
         kwargs = _embedded(self, kwargs)
     else:

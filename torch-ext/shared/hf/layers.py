@@ -153,7 +153,10 @@ def model(family: Optional[Family] = None, arguments_for: Optional[Callable[...,
     ):
         if arguments_for is not None:
             kwargs.update(arguments_for(position_ids, attention_mask, past_key_values, kwargs))
-        return model_forward(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, told=told, **kwargs)
+        return model_forward(
+            self, told, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
+        )
 
     return _layer(forward)
 
@@ -182,8 +185,9 @@ def causal_lm_of(family: Family) -> Type[Layer]:
             **kwargs,
         ):
             return causal_lm_forward(
-                self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, logits_to_keep=logits_to_keep,
-                output_router_logits=output_router_logits, head=family.head(self.config), **kwargs,
+                self, labels, family.head(self.config), input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
+                past_key_values=past_key_values, inputs_embeds=inputs_embeds, logits_to_keep=logits_to_keep,
+                output_router_logits=output_router_logits, **kwargs,
             )
 
     elif family.sparse is None:
@@ -201,8 +205,8 @@ def causal_lm_of(family: Family) -> Type[Layer]:
             **kwargs,
         ):
             return causal_lm_forward(
-                self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache, logits_to_keep,
-                head=family.head(self.config), **kwargs,
+                self, labels, family.head(self.config), input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
+                past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, logits_to_keep=logits_to_keep, **kwargs,
             )
 
     else:
@@ -221,8 +225,9 @@ def causal_lm_of(family: Family) -> Type[Layer]:
             **kwargs,
         ):
             return causal_lm_forward(
-                self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache, logits_to_keep,
-                output_router_logits=output_router_logits, head=family.head(self.config), **kwargs,
+                self, labels, family.head(self.config), input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
+                past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, logits_to_keep=logits_to_keep,
+                output_router_logits=output_router_logits, **kwargs,
             )
 
     return _layer(forward)

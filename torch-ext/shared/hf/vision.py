@@ -41,8 +41,11 @@ def decoder_with_vision(
     **kwargs,
 ):
     """Serves as the forward of the decoder, which adds visual features to the residual stream between layers."""
-    kwargs.update(visual_pos_masks=visual_pos_masks, deepstack_visual_embeds=deepstack_visual_embeds)
-    return model_forward(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
+    return model_forward(
+        self, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds, use_cache=use_cache, visual_pos_masks=visual_pos_masks,
+        deepstack_visual_embeds=deepstack_visual_embeds, **kwargs,
+    )  # fmt: skip
 
 
 def causal_lm_with_vision(family: Family):
@@ -67,17 +70,11 @@ def causal_lm_with_vision(family: Family):
     ):
         if mm_encoder_outputs is not None:  # transformers 5.17 knows no such argument
             kwargs.update(mm_encoder_outputs=mm_encoder_outputs)
-        kwargs.update(
-            pixel_values=pixel_values,
-            pixel_values_videos=pixel_values_videos,
-            image_grid_thw=image_grid_thw,
-            video_grid_thw=video_grid_thw,
-            mm_token_type_ids=mm_token_type_ids,
-        )
-        use_cache = kwargs.pop("use_cache", None)
         return causal_lm_forward(
-            self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache, logits_to_keep,
-            head=family.head(self.config.text_config), **kwargs,
+            self, labels, family.head(self.config.text_config), input_ids=input_ids, attention_mask=attention_mask,
+            position_ids=position_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds, pixel_values=pixel_values,
+            pixel_values_videos=pixel_values_videos, image_grid_thw=image_grid_thw, video_grid_thw=video_grid_thw,
+            mm_token_type_ids=mm_token_type_ids, logits_to_keep=logits_to_keep, **kwargs,
         )  # fmt: skip
 
     return forward
