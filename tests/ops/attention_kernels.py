@@ -75,25 +75,41 @@ TILES = (
 )
 
 
-def run_kernels(case: Case, x: Inputs, tiles: Tiles) -> dict:
-    """Every result by its name, from the kernels alone."""
-    of = module_of("attention")
+class Ran(NamedTuple):
+    """What `run_passes` wrote: the results by their names, lse and delta; and all tensors of the kernel that writes dk and dv."""
+
+    results: dict
+    lse: torch.Tensor
+    delta: torch.Tensor
+    of_keys: tuple
+
+
+def run_passes(case: Case, x: Inputs, forward, dq, dkv, of_forward: tuple, of_backward: tuple, parts: int = 1) -> Ran:
+    """Runs the three kernels.
+
+    forward, dq, dkv: (kernel, its constants). of_forward, of_backward: the numbers between a kernel's tensors and its constants. parts: the
+    blocks that share a head's columns in the last kernel.
+    """
     plan, blocks = make_plan(case), -(-case.tokens // BLOCK)
     like = {"out": x.q, "dq": x.q, "dk": x.k, "dv": x.v}
     new = {name: torch.full_like(t, math.nan, memory_format=torch.contiguous_format) for name, t in like.items()}
     lse, delta = (torch.full((case.heads, blocks * BLOCK), math.nan) for _ in range(2))
-    scale = scale_of(case)
-    base2 = scale * kernels.LOG2E
-    constants = [(BLOCK, step, case.head_dim, 3, mask) for step, mask in tiles]
-    tables = plan["limits"], plan["walks"]
-    if x.sinks is None:
-        interpret(of.attention_forward, (blocks * case.heads,), (*x[:3], *tables, new["out"], lse, base2, *constants[0]))
-    else:
-        interpret(of.attention_sink_forward, (blocks * case.heads,), (*x[:4], *tables, new["out"], lse, base2, *constants[0]))
-    arrays = (*x[:3], new["out"], x.dout, lse, *tables, delta, new["dq"])
-    interpret(of.attention_backward_dq, (blocks * case.heads,), (*arrays, base2, scale, *constants[1]))
-    arrays = (*x[:3], x.dout, lse, delta, *tables, new["dk"], new["dv"])
-    interpret(of.attention_backward_dkv, (blocks * case.kv_heads,), (*arrays, base2, scale, *constants[2]))
+    tables, qkv, sinks = (plan["limits"], plan["walks"]), x[:3], x[3:4] if x.sinks is not None else ()
+    of_keys = (*qkv, x.dout, lse, delta, *tables, new["dk"], new["dv"])
+    queries, keys = (blocks * case.heads,), (blocks * case.kv_heads * parts,)
+    interpret(forward[0], queries, (*qkv, *sinks, *tables, new["out"], lse, *of_forward, *forward[1]))
+    interpret(dq[0], queries, (*qkv, new["out"], x.dout, lse, *tables, delta, new["dq"], *of_backward, *dq[1]))
+    interpret(dkv[0], keys, (*of_keys, *of_backward, *dkv[1]))
+    return Ran(new, lse, delta, of_keys)
+
+
+def run_kernels(case: Case, x: Inputs, tiles: Tiles) -> dict:
+    """Every result by its name, from the kernels alone."""
+    of, scale = module_of("attention"), scale_of(case)
+    base2, constants = scale * kernels.LOG2E, [(BLOCK, step, case.head_dim, 3, mask) for step, mask in tiles]
+    forward = of.attention_forward if x.sinks is None else of.attention_sink_forward
+    passes = zip((forward, of.attention_backward_dq, of.attention_backward_dkv), constants)
+    new, lse, delta, _ = run_passes(case, x, *passes, (base2,), (base2, scale))
     if x.sinks is not None:
         new["dsinks"] = torch.full_like(x.sinks, math.nan)
         interpret(of.attention_sink_gradient, (case.heads,), (x.sinks, lse, delta, new["dsinks"], case.tokens, kernels.SINK_TILE))
@@ -102,43 +118,26 @@ def run_kernels(case: Case, x: Inputs, tiles: Tiles) -> dict:
 
 def run_wide(case: Case, x: Inputs, part: int = 128) -> dict:
     """As `run_kernels` with the tiles of heads of 96 and 256, and with dk and dv by `part` columns where heads are of 256."""
-    of, wide = module_of("attention"), module_of("attention_wide")
-    plan, blocks = make_plan(case), -(-case.tokens // BLOCK)
-    like = {"out": x.q, "dq": x.q, "dk": x.k, "dv": x.v}
-    new = {name: torch.full_like(t, math.nan, memory_format=torch.contiguous_format) for name, t in like.items()}
-    lse, delta = (torch.full((case.heads, blocks * BLOCK), math.nan) for _ in range(2))
-    scale, width = scale_of(case), 128 if case.head_dim == 96 else case.head_dim
-    base2, tables, constants = scale * kernels.LOG2E, (plan["limits"], plan["walks"]), (BLOCK, 32, width, 2, kernels.EVERY_STEP)
-    interpret(of.attention_forward, (blocks * case.heads,), (*x[:3], *tables, new["out"], lse, base2, *constants))
-    arrays = (*x[:3], new["out"], x.dout, lse, *tables, delta, new["dq"])
-    interpret(of.attention_backward_dq, (blocks * case.heads,), (*arrays, base2, scale, *constants))
-    arrays = (*x[:3], x.dout, lse, delta, *tables, new["dk"], new["dv"], base2, scale)
-    if case.head_dim == 96:
-        interpret(of.attention_backward_dkv, (blocks * case.kv_heads,), (*arrays, *constants))
-    else:
-        grid = (blocks * case.kv_heads * (width // part),)
-        interpret(wide.attention_backward_dkv_part, grid, (*arrays, BLOCK, 32, width, part, 2))
-    return new
+    of, scale, width = module_of("attention"), scale_of(case), 128 if case.head_dim == 96 else case.head_dim
+    base2, constants = scale * kernels.LOG2E, (BLOCK, 32, width, 2, kernels.EVERY_STEP)
+    dkv, parts = (of.attention_backward_dkv, constants), 1
+    if case.head_dim != 96:
+        dkv, parts = (module_of("attention_wide").attention_backward_dkv_part, (BLOCK, 32, width, part, 2)), width // part
+    passes = (of.attention_forward, constants), (of.attention_backward_dq, constants), dkv
+    return run_passes(case, x, *passes, (base2,), (base2, scale), parts).results
 
 
 def run_capped(case: Case, x: Inputs, tiles: Tiles) -> dict:
     """As `run_kernels` where the scores are capped; with dk and dv by halves of the columns too, where heads are of 256."""
-    of, plan, blocks = module_of("attention_capped"), make_plan(case), -(-case.tokens // BLOCK)
-    like = {"out": x.q, "dq": x.q, "dk": x.k, "dv": x.v}
-    new = {name: torch.full_like(t, math.nan, memory_format=torch.contiguous_format) for name, t in like.items()}
-    lse, delta = (torch.full((case.heads, blocks * BLOCK), math.nan) for _ in range(2))
-    scale, tables = scale_of(case), (plan["limits"], plan["walks"])
+    of, scale = module_of("attention_capped"), scale_of(case)
     base2, inner = case.softcap * kernels.LOG2E, scale / case.softcap
-    forward, dq, dkv = ((BLOCK, step, case.head_dim, 2, mask) for step, mask in tiles)
-    interpret(of.attention_capped_forward, (blocks * case.heads,), (*x[:3], *tables, new["out"], lse, base2, inner, *forward))
-    arrays = (*x[:3], new["out"], x.dout, lse, *tables, delta, new["dq"], base2, scale, inner)
-    interpret(of.attention_capped_backward_dq, (blocks * case.heads,), (*arrays, *dq))
-    arrays = (*x[:3], x.dout, lse, delta, *tables, new["dk"], new["dv"], base2, scale, inner)
-    interpret(of.attention_capped_backward_dkv, (blocks * case.kv_heads,), (*arrays, *dkv))
+    constants = [(BLOCK, step, case.head_dim, 2, mask) for step, mask in tiles]
+    passes = zip((of.attention_capped_forward, of.attention_capped_backward_dq, of.attention_capped_backward_dkv), constants)
+    new, *_, of_keys = run_passes(case, x, *passes, (base2, inner), (base2, scale, inner))
     if case.head_dim == 256:
         whole = [new[name].clone() for name in ("dk", "dv")]
-        constants = BLOCK, dkv[1], 256, 128, 2
-        interpret(of.attention_capped_backward_dkv_part, (blocks * case.kv_heads * 2,), (*arrays, *constants))
+        arrays = (*of_keys, base2, scale, inner, BLOCK, tiles.dkv[0], 256, 128, 2)
+        interpret(of.attention_capped_backward_dkv_part, (-(-case.tokens // BLOCK) * case.kv_heads * 2,), arrays)
         assert all(map(torch.equal, whole, (new["dk"], new["dv"]))), f"dk and dv of {case} by parts are others"
     return new
 
