@@ -1,49 +1,75 @@
 """All runs that the tables need, in the order of their weight: `python -m benchmark.all --runs steps,lora --budget-s 540`.
 
     python -m benchmark.all --list
-    python -m benchmark.all --budget-s 1200
+    python -m benchmark.all --budget-s 540 --results /tmp/results
 
-Each run is a command of its own, with its part of the budget as a limit; one that the budget is not enough for is left out and named. The
-seconds are estimates for an H200 with everything that it needs built and installed. Runs of one commit on one host make a table without
-notes. Unsloth wants a transformers of its own, so its run is one for another environment.
+Each run is whole, every round of every peer, or changes no result: its rows join the others when it has ended. A run that the rest of the
+budget is not enough for is left out and named, and the next one that fits is done. What a run had measured when the time was over lies
+beside the results, in a folder whose name ends in ".unfinished". The seconds are estimates for an H200 with everything that a run needs
+built and installed. Runs of one commit on one host make a table without notes. Unsloth wants a transformers of its own, so its run is one
+for another environment.
 """
 
+import importlib
 import os
+import shutil
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import dataclass
+from pathlib import Path
 
-from .command_line import names, new_parser
+from . import records
+from .command_line import default_device, names, new_parser
 from .records import ROOT
 from .report import log
 from .trl_losses import LOSSES
 
 ROUNDS = "3"
 STEPS = ("--warmup", "2", "--steps", "5", "--rounds", ROUNDS)
-LEAST = 0.5  # of a run's seconds: with less than that left it is not begun
+LONG = ("--warmup", "1", "--steps", "3", "--rounds", ROUNDS)  # of seconds each, which vary less
 
 
 @dataclass(frozen=True)
 class Run:
-    """A command. seconds: what it takes; shows: the tables that it fills; gpus: that it needs; budget: does it take --budget-s?"""
+    """A command. seconds: what it takes; shows: the tables that it fills; gpus: that it needs; forks: does it measure training steps, whose
+    processes are forked from one server for all runs? saves: does it write rows? Otherwise it takes a budget."""
 
     module: str
     arguments: tuple[str, ...]
     seconds: int
     shows: str
     gpus: int = 1
-    budget: bool = True
+    forks: bool = False
+    saves: bool = True
 
-    def command(self, budget: float) -> list[str]:
-        """Return the command line with a limit of its own."""
-        limit = ("--budget-s", f"{budget:.0f}") if self.budget else ()
-        return [sys.executable, "-m", self.module, *self.arguments, *limit]
+    def command_line(self, left: float, folder: Path | None) -> list[str]:
+        """Return the arguments. left: the seconds that it may take; folder: for its rows."""
+        results = ["--results", str(folder)] if self.saves and folder else []
+        return [*self.arguments, *results, *(["--budget-s", f"{left:.0f}"] if self.forks or not self.saves else [])]
+
+    def whole(self, left: float, folder: Path | None) -> bool:
+        """Do it, and tell whether everything was measured."""
+        arguments = self.command_line(left, folder)
+        if self.forks:
+            try:
+                return importlib.import_module(self.module).main(arguments).whole
+            except (Exception, SystemExit):
+                traceback.print_exc()
+                return False
+        command, variables = [sys.executable, "-m", self.module, *arguments], os.environ | {"PYTHONUNBUFFERED": "1"}
+        try:
+            return subprocess.run(command, cwd=ROOT, env=variables, timeout=left if self.saves else None).returncode == 0
+        except subprocess.TimeoutExpired:
+            return False
 
 
-def steps(*arguments: str, module: str = "benchmark.steps", seconds: int, shows: str, gpus: int = 1) -> Run:
-    """Return a run of training steps."""
-    return Run(module, (*arguments, *STEPS), seconds, shows, gpus)
+def steps(
+    *arguments: str, module: str = "benchmark.steps", measured: tuple[str, ...] = STEPS, seconds: int, shows: str, gpus: int = 1
+) -> Run:
+    """Return a run of training steps. measured: how many."""
+    return Run(module, (*arguments, *measured), seconds, shows, gpus, forks=True)
 
 
 LORA = ("--layers", "36", "--tokens", "512,1024,4096,8192")
@@ -55,49 +81,52 @@ MOE, OSS = ("--model", "qwen3_moe_30b_a3b"), ("--model", "gpt_oss_20b")
 SMALL = ("--tokens", "512,1024", "--providers", "huggingface,torch_compile,liger,bastile,bastile_captured")
 LOSS = {size: ("--lora", "16", "--model", size, "--layers", layers, "--tokens", "8192") for size, layers in (("0.6b", "28"), ("8b", "12"))}
 RUNS = {
-    "steps": steps("--tokens", "512,1024,2048,4096,8192,16384", "--providers", "huggingface,liger,bastile,bastile_adamw",
-                   seconds=450, shows="qwen3_step, first_step"),
-    "steps_compiled": steps("--tokens", "512,1024,2048,4096,8192", "--providers", "torch_compile", seconds=240, shows="qwen3_step"),
-    "steps_long": steps("--tokens", "18432,20480,24576,26624", "--providers", "huggingface,liger,bastile", seconds=260, shows="qwen3_step"),
-    "lora": steps(*LORA, "--providers", "huggingface,liger,bastile", module="benchmark.benchmark_lora", seconds=330, shows="as_trained"),
-    "lora_recompute": steps(*LORA, "--providers", "bastile_recompute", module="benchmark.benchmark_lora", seconds=110, shows="as_trained"),
+    "steps": steps("--tokens", "256,512,1024,2048,4096,8192", "--providers", "huggingface,liger,bastile,bastile_adamw", seconds=260,
+                   shows="qwen3_step"),
+    "steps_compiled": steps("--tokens", "512,1024,2048,4096,8192", "--providers", "torch_compile", seconds=160, shows="qwen3_step"),
+    "steps_long": steps("--tokens", "16384,18432,20480,24576,26624", "--providers", "huggingface,liger,bastile", measured=LONG, seconds=320,
+                        shows="qwen3_step"),
+    "lora": steps(*LORA, "--providers", "huggingface,liger,bastile", module="benchmark.benchmark_lora", seconds=210, shows="as_trained"),
+    "lora_recompute": steps(*LORA, "--providers", "bastile_recompute", module="benchmark.benchmark_lora", seconds=60, shows="as_trained"),
     "lora_unsloth": steps(*LORA, "--providers", "unsloth", module="benchmark.benchmark_lora", seconds=200, shows="as_trained"),
-    "packed": steps(*MASKED, "--documents", "8", seconds=380, shows="masked"),
-    "padded": steps(*MASKED, "--rows", "4", "--padding", "0.2", seconds=380, shows="masked"),
-    "moe": steps(*MOE, "--tokens", "4096,8192", seconds=330, shows="qwen3_moe_step"),
-    "moe_skewed": steps(*MOE, "--tokens", "8192", "--routing", "skewed", "--providers", "huggingface,liger,bastile", seconds=230,
+    "packed": steps(*MASKED, "--documents", "8", seconds=230, shows="masked"),
+    "padded": steps(*MASKED, "--rows", "4", "--padding", "0.2", seconds=230, shows="masked"),
+    "moe": steps(*MOE, "--tokens", "4096,8192", seconds=130, shows="qwen3_moe_step"),
+    "moe_skewed": steps(*MOE, "--tokens", "8192", "--routing", "skewed", "--providers", "huggingface,liger,bastile", seconds=90,
                         shows="qwen3_moe_step_skewed"),
-    "gpt_oss": steps(*OSS, "--tokens", "4096,8192", seconds=400, shows="gpt_oss_step, gpt_oss"),
+    "gpt_oss": steps(*OSS, "--tokens", "4096,8192", seconds=170, shows="gpt_oss_step, gpt_oss"),
     "gpt_oss_skewed": steps(*OSS, "--tokens", "8192", "--routing", "skewed", "--providers", "huggingface_flex,liger_flex,bastile",
-                            seconds=240, shows="gpt_oss_step_skewed"),
-    **{f"dense_{name}": steps("--model", name, *PEERS, seconds=150, shows="dense_step") for name in DENSE},
-    **{f"dense_lora_{name}": steps("--model", name, *PEERS, "--lora", "16", seconds=130, shows="dense_step_lora_16") for name in DENSE},
-    "qwen3_5": steps(*HYBRID, seconds=240, shows="qwen3_5_step"),
-    "qwen3_5_lora": steps(*HYBRID, "--lora", "16", "--providers", "huggingface,huggingface_fla,liger,bastile", seconds=200,
+                            seconds=110, shows="gpt_oss_step_skewed"),
+    **{f"dense_{name}": steps("--model", name, *PEERS, seconds=110, shows="dense_step") for name in DENSE},
+    **{f"dense_lora_{name}": steps("--model", name, *PEERS, "--lora", "16", seconds=110, shows="dense_step_lora_16") for name in DENSE},
+    "qwen3_5": steps(*HYBRID, seconds=360, shows="qwen3_5_step"),
+    "qwen3_5_lora": steps(*HYBRID, "--lora", "16", "--providers", "huggingface,huggingface_fla,liger,bastile", seconds=260,
                           shows="qwen3_5_step_lora_16"),
     "operations": Run("benchmark", ("--rounds", ROUNDS), 300, "operations, linear_cross_entropy, attention, host"),
     "liger": Run("benchmark.limits", ("--rounds", ROUNDS), 300, "liger_limits"),
     "log_probs": Run("benchmark.benchmark_linear_log_probs", ("--no-compile", "--rounds", ROUNDS), 150, "linear_log_probs"),
-    **{f"{loss}_{size}": steps("--loss", loss, *LOSS[size], seconds=200, shows="trl") for loss in LOSSES for size in LOSS},
+    **{f"{loss}_{size}": steps("--loss", loss, *LOSS[size], seconds=120, shows="trl") for loss in LOSSES for size in LOSS},
     "experts": Run("benchmark.benchmark_qwen3_experts", ("--tokens", "8192", "--rounds", ROUNDS), 60, "qwen3_moe_operations"),
     "gpt_oss_experts": Run("benchmark.benchmark_experts", ("--tokens", "2048,8192", "--rounds", ROUNDS), 90, "gpt_oss_experts, gpt_oss"),
     "gpt_oss_120b": Run("benchmark.benchmark_experts", ("--model", "gpt_oss_120b", "--tokens", "2048,8192", "--rounds", ROUNDS), 120,
                         "gpt_oss_experts, gpt_oss"),
     "sinks": Run("benchmark", ("sink_attention", "--tokens", "8192", "--rounds", ROUNDS), 60, "attention"),
-    "autocast": steps("--autocast", "--layers", "12", "--tokens", "512,4096", "--providers", "huggingface,liger,bastile", seconds=170,
+    "autocast": steps("--autocast", "--layers", "12", "--tokens", "512,4096", "--providers", "huggingface,liger,bastile", seconds=90,
                       shows="as_trained"),
     "autocast_fp32": steps("--autocast", "--weights", "fp32", "--layers", "12", "--tokens", "4096", "--providers",
-                           "huggingface,liger,bastile", seconds=170, shows="as_trained"),
-    "checkpointing": steps("--checkpointing", "--tokens", "8192,16384", "--providers", "huggingface,liger,bastile", seconds=330,
+                           "huggingface,liger,bastile", seconds=90, shows="as_trained"),
+    "checkpointing": steps("--checkpointing", "--tokens", "8192,16384", "--providers", "huggingface,liger,bastile", seconds=270,
                            shows="as_trained"),
-    "small": steps("--model", "qwen3_0.6b", *SMALL, seconds=240, shows="small_models"),
-    "small_1.7b": steps("--model", "qwen3_1.7b", *SMALL, seconds=240, shows="small_models"),
-    "generate": Run("benchmark.benchmark_generate", ("--rounds", ROUNDS), 60, "generate", budget=False),
-    "adamw": Run("benchmark.benchmark_adamw", ("--rounds", ROUNDS), 60, "adamw", budget=False),
-    "host": Run("benchmark.benchmark_host", ("--rounds", ROUNDS), 60, "host_time", budget=False),
-    "fsdp": steps("--gpus", "2", "--tokens", "2048,8192", module="benchmark.benchmark_fsdp", seconds=400, shows="fsdp", gpus=2),
-    "sanitizer": Run("tests.sanitizer", ("--tools", "memcheck,racecheck", "--record"), 900, "compute-sanitizer.txt", budget=False),
-    "gpt_oss_fsdp": steps(*OSS, "--gpus", "2", "--tokens", "4096,8192", module="benchmark.benchmark_fsdp", seconds=500,
+    "small": steps("--model", "qwen3_0.6b", *SMALL, seconds=140, shows="small_models"),
+    "small_1.7b": steps("--model", "qwen3_1.7b", *SMALL, seconds=120, shows="small_models"),
+    "first_step": steps("--tokens", "512", "--fresh", "--providers", "huggingface,liger,bastile,bastile_adamw", seconds=220,
+                        shows="first_step"),
+    "generate": Run("benchmark.benchmark_generate", ("--rounds", ROUNDS), 60, "generate"),
+    "adamw": Run("benchmark.benchmark_adamw", ("--rounds", ROUNDS), 60, "adamw"),
+    "host": Run("benchmark.benchmark_host", ("--rounds", ROUNDS), 60, "host_time"),
+    "fsdp": steps("--gpus", "2", "--tokens", "2048,8192", module="benchmark.benchmark_fsdp", seconds=210, shows="fsdp", gpus=2),
+    "sanitizer": Run("tests.sanitizer", ("--tools", "memcheck,racecheck", "--record"), 900, "compute-sanitizer.txt", saves=False),
+    "gpt_oss_fsdp": steps(*OSS, "--gpus", "2", "--tokens", "4096,8192", module="benchmark.benchmark_fsdp", seconds=260,
                           shows="gpt_oss_fsdp, gpt_oss", gpus=2),
 }
 
@@ -115,7 +144,8 @@ def main(arguments=None) -> int:
     """Do the runs, and return how many failed or were left out."""
     p = new_parser(__doc__.partition("\n")[0])
     p.add_argument("--runs", type=names, default=tuple(name for name, run in RUNS.items() if run.gpus == 1), help=f"of {', '.join(RUNS)}")
-    p.add_argument("--budget-s", type=float, default=float("inf"), help="seconds after which nothing new is started")
+    p.add_argument("--budget-s", type=float, default=float("inf"), help="seconds after which everything ends")
+    p.add_argument("--results", type=Path, help="folder for <gpu>/<name>.csv; on a CPU nothing is written without it")
     p.add_argument("--list", action="store_true", help="print the runs with their seconds and commands, and end")
     args = p.parse_args(arguments)
     if args.list:
@@ -123,18 +153,24 @@ def main(arguments=None) -> int:
         return 0
     if unknown := set(args.runs) - set(RUNS):
         p.error(f"argument --runs: {', '.join(sorted(unknown))}, expected some of {', '.join(RUNS)}")
+    results = args.results or (records.RESULTS if default_device() == "cuda" else None)
     end, missing = time.monotonic() + args.budget_s, []
     for name in args.runs:
         run, left = RUNS[name], end - time.monotonic()
-        if left < LEAST * run.seconds:
+        if left < run.seconds:
             missing.append(name)
             continue
         log(f"\n=== {name}: {run.shows}, about {run.seconds} s, {left:.0f} s left")
-        started = time.monotonic()
-        done = subprocess.run(run.command(min(left, 2.0 * run.seconds)), cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"})
-        log(f"=== {name}: {time.monotonic() - started:.0f} s" + (f", ended with {done.returncode}" if done.returncode else ""))
-        if done.returncode:
+        started, folder = time.monotonic(), results and results.with_name(f"{results.name}.unfinished") / name
+        if folder and folder.is_dir():  # of an earlier run, whose rows would join these
+            shutil.rmtree(folder)
+        whole = run.whole(left, folder)
+        log(f"=== {name}: {time.monotonic() - started:.0f} s" + ("" if whole else ", not whole: no result has changed"))
+        if not whole:
             missing.append(name)
+        elif folder and folder.is_dir():
+            records.merge(folder, results)
+            shutil.rmtree(folder)
     log(f"\nstill owed: {','.join(missing) or 'none of these'}")
     return len(missing)
 

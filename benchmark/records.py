@@ -198,6 +198,16 @@ def _written(name: str, value):
     return "" if value is None else f"{value:.6g}"
 
 
+def merge(source: Path, into: Path) -> list[Measurement]:
+    """Add the rows of a folder of results to those of another, file by file, and return them. Both have a folder a GPU."""
+    found: list[Measurement] = []
+    for path in sorted({*source.glob("*/*.csv"), *source.glob(f"*/{LIGER_FILE}")}):
+        rows = read(path, LigerRow if path.name == LIGER_FILE.name else Row)
+        write(into / path.relative_to(source), rows)
+        found += rows
+    return found
+
+
 def read_all(folder: Path) -> list[Row]:
     """Return the rows of every CSV file of a GPU's folder, without those of Liger-Kernel's schema, which lie below it."""
     return [row for path in sorted(folder.glob("*.csv")) for row in read(path)]

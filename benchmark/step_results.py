@@ -38,6 +38,7 @@ class Results:
     first_s: dict[str, list[float]] = field(default_factory=dict)
     ready_s: dict[str, list[float]] = field(default_factory=dict)
     routings: dict[int, dict] = field(default_factory=dict)  # by tokens: weights and tokens are every provider's
+    late: bool = False  # was something skipped because the time was over?
 
     def add(self, provider: str, report: dict) -> None:
         """Take a child's report in, and print it."""
@@ -53,7 +54,13 @@ class Results:
         elif kind == "absent":
             log(f"  {provider} is left out: {report['error']}")
         else:
+            self.late = True
             log(f"  {provider}: the rest is skipped, the time budget is spent")
+
+    @property
+    def whole(self) -> bool:
+        """Tell whether every round of every provider that is installed was measured."""
+        return bool(self.gpu) and not self.late
 
     def _add_steps(self, provider: str, report: dict) -> None:
         tokens = report["tokens"]

@@ -97,7 +97,7 @@ def run_all(kernel: str, script: str, args, gpus: int = 1) -> Results:
     for turn in range(args.rounds):
         for provider in args.providers[:: -1 if turn % 2 else 1]:
             if time.monotonic() > deadline:
-                log(f"  {provider}: round {turn + 1} is skipped, the time budget is spent")
+                results.add(provider, {"kind": "late"})
                 continue
             log(f"{provider}, round {turn + 1}")
             group = Group(script, child_arguments(args, provider), gpus, args.fresh or provider in BEFORE_TRANSFORMERS)

@@ -78,9 +78,16 @@ def main(arguments=None) -> int:
     p.add_argument("--results", type=Path, default=records.RESULTS)
     p.add_argument("--check", action="store_true", help="fail when a document is not what the results say, or these are not to be shown")
     p.add_argument("--write", action="store_true", help="replace the documents' tables and numbers")
+    p.add_argument("--merge", type=Path, help="first add the rows of this folder of results, as `benchmark.all --results` writes one")
     args = p.parse_args(arguments)
+    if args.merge:
+        merged = records.merge(args.merge, args.results)
+        if not merged:
+            p.error(f"argument --merge: {args.merge} has no <gpu>/<name>.csv")
+        made = sorted({getattr(row, "version", "") or row.config.get("bastile", "an unknown version") for row in merged})
+        print(f"merged {len(merged)} rows of {', '.join(sorted({row.kernel_name for row in merged}))}, measured at {', '.join(made)}")
     rows = records.read_all(args.results / args.gpu)
-    if not args.documents and not (args.check or args.write):
+    if not args.documents and not (args.check or args.write or args.merge):
         print("\n\n".join(f"## {name}\n\n{table(name, rows)}" for name in all_tables()))
     wrong, bad = 0, collapsed(rows)
     for document in args.documents or (documents() if args.check or args.write else ()):

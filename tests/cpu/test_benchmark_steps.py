@@ -1,6 +1,7 @@
 """Whole training steps in tiny sizes: the models, the measuring processes and their results."""
 
 import argparse
+import dataclasses
 import importlib
 import json
 import math
@@ -33,7 +34,7 @@ from benchmark import (
     trl_losses,
     varlen_peer,
 )
-from tests.benchmark_support import GPU, one_thread, sources  # noqa: F401
+from tests.benchmark_support import GPU, made_up_rows, one_thread, sources  # noqa: F401
 from tests.integrations.preference import counted
 
 
@@ -372,7 +373,7 @@ def test_the_runs_that_fill_all_tables():
     for name, run in all_runs.RUNS.items():
         if name != "sanitizer":
             assert "--rounds" in run.arguments and run.arguments[run.arguments.index("--rounds") + 1] == "3", name
-        assert ("--budget-s" in run.command(9.0)) == run.budget
+        assert "--results" in run.command_line(9.0, Path("x")) or name == "sanitizer"
 
 
 class Taken(Exception):
@@ -382,7 +383,7 @@ class Taken(Exception):
 @pytest.mark.parametrize("name", all_runs.RUNS)
 def test_a_benchmark_takes_the_command_line_of_its_run(name, monkeypatch):
     run = all_runs.RUNS[name]
-    arguments = run.command(9.0)[3:]
+    arguments = run.command_line(9.0, Path("x"))
 
     def taken(*_, **__):
         raise Taken
@@ -401,17 +402,61 @@ def test_a_benchmark_takes_the_command_line_of_its_run(name, monkeypatch):
         runpy.run_module(run.module, run_name="__main__", alter_sys=False)
 
 
-def test_a_run_that_the_budget_is_not_enough_for_is_named(monkeypatch, capsys):
-    started = []
+@pytest.fixture
+def made_up_runs(monkeypatch, tmp_path):
+    """In the place of all runs, three that write a row each: one takes all of its time, and one of the others fails. Returns the folder for
+    results and what was started."""
+    started, row = [], made_up_rows()[0]
 
-    def run(command, **_):
-        started.append(command)
-        return subprocess.CompletedProcess(command, int("host" in command[2]))
+    def run(command, timeout, **_):
+        name, folder = command[2].partition("benchmark_")[2], Path(command[command.index("--results") + 1])
+        started.append(name)
+        records.write(folder / "nvidia-h200" / "rms_norm.csv", [dataclasses.replace(row, x_value=str(len(started)))])
+        if name == "slow":
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, int(name == "failing"))
 
+    runs = {name: all_runs.Run(f"benchmark.benchmark_{name}", (), seconds, "x")
+            for name, seconds in (("failing", 10), ("large", 1000), ("slow", 10), ("small", 10))}  # fmt: skip
+    monkeypatch.setattr(all_runs, "RUNS", runs)
     monkeypatch.setattr(all_runs.subprocess, "run", run)
-    assert all_runs.main(["--runs", "adamw,host,steps", "--budget-s", "60"]) == 2
-    assert [command[:3] for command in started] == [[sys.executable, "-m", f"benchmark.benchmark_{n}"] for n in ("adamw", "host")]
-    assert "still owed: host,steps" in capsys.readouterr().out
+    return tmp_path / "results", started
+
+
+def test_a_run_that_is_not_whole_changes_no_result_and_is_named(made_up_runs, capsys):
+    """One that the rest of the budget is not enough for is left out, and the next is done."""
+    folder, started = made_up_runs
+    assert all_runs.main(["--runs", "failing,large,slow,small", "--budget-s", "60", "--results", str(folder)]) == 3
+    assert started == ["failing", "slow", "small"] and "still owed: failing,large,slow\n" in capsys.readouterr().out
+    assert [r.x_value for r in records.read(folder / "nvidia-h200" / "rms_norm.csv")] == ["3"]
+    assert {path.name for path in folder.with_name("results.unfinished").iterdir()} == {"failing", "slow"}
+
+
+def test_the_rows_of_a_folder_are_merged_by_the_command_of_the_tables(made_up_runs, tmp_path, capsys):
+    folder, _ = made_up_runs
+    all_runs.main(["--runs", "small", "--results", str(folder)])
+    liger = records.LigerRow("rms_norm", "liger", "full", "speed", "ms", "T", "tokens", "1", 1.0)
+    records.write(folder / "nvidia-h200" / records.LIGER_FILE, [liger])
+    kept = dataclasses.replace(made_up_rows()[0], x_value="7")
+    records.write(tmp_path / "kept" / "nvidia-h200" / "rms_norm.csv", [kept])
+    document = tmp_path / "numbers.md"
+    document.write_text("Nothing.\n")
+    assert tables.main(["--merge", str(folder), "--results", str(tmp_path / "kept"), "--write", str(document)]) == 0
+    assert "merged 2 rows of rms_norm, measured at 1.0.0, an unknown version" in capsys.readouterr().out
+    assert [r.x_value for r in records.read(tmp_path / "kept" / "nvidia-h200" / "rms_norm.csv")] == ["7", "1"]
+    assert len(records.read(tmp_path / "kept" / "nvidia-h200" / records.LIGER_FILE, records.LigerRow)) == 1
+    with pytest.raises(SystemExit):
+        tables.main(["--merge", str(tmp_path / "nothing"), "--results", str(tmp_path / "kept")])
+
+
+def test_steps_that_the_time_ends_are_no_whole_run(tmp_path, in_this_process, capsys):
+    """They are measured in the process of benchmark.all, so that all are forked from one server."""
+    arguments = (*STEPS, "--tokens", "8", "--rounds", "2", "--providers", "huggingface")
+    run = all_runs.Run("benchmark.steps", arguments, 1, "x", forks=True)
+    assert run.whole(60.0, tmp_path / "a") and not run.whole(-1.0, tmp_path / "b")
+    assert len(records.read(tmp_path / "a" / "cpu" / "qwen3_step.csv")) > 2
+    assert not dataclasses.replace(run, arguments=("--providers", "unknown")).whole(60.0, None)
+    assert "unknown, expected some of" in capsys.readouterr().err
 
 
 def test_a_model_without_steps_is_refused():
