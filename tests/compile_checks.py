@@ -111,6 +111,19 @@ def largest_tensors(function, *args) -> list:
     return found
 
 
+def compiled_with_masks(model):
+    """(the compiled model, a list that gets for each attention of its graphs, as they are made, whether it has a mask)."""
+    masked = []
+
+    def look(graph, examples):
+        attends = [node for node in graph.graph.nodes if "scaled_dot_product" in str(node.target) and "backward" not in str(node.target)]
+        masked.extend(node.kwargs.get("attn_mask") is not None for node in attends)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    return torch.compile(model, backend=aot_autograd(fw_compiler=look, bw_compiler=look), fullgraph=True), masked
+
+
 def graphs_of(model, inputs, **options):
     """How many graphs torch.compile makes of a model's training steps."""
     torch._dynamo.reset()

@@ -6,8 +6,6 @@ import shutil
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 
 from tests import compile_checks as checks
 from tests.models import random_tokens, tiny_model
@@ -193,16 +191,8 @@ def test_export(qwen3, strict):
 @pytest.mark.parametrize("padded", (False, True))
 def test_attention_has_a_mask_when_compiled_where_one_was_given(qwen3, padded):
     """transformers makes one in every graph: documents could start in positions that nobody gave. Without it SDPA is faster."""
-    masks = []
-
-    def look(graph, examples):
-        attends = [node for node in graph.graph.nodes if "scaled_dot_product" in str(node.target) and "backward" not in str(node.target)]
-        masks.extend(node.kwargs.get("attn_mask") for node in attends)
-        return make_boxed_func(graph.forward)
-
-    torch._dynamo.reset()
     model, ids = qwen3.kernelize(tiny_model(num_hidden_layers=2)), random_tokens(2, 17)
-    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=look, bw_compiler=look), fullgraph=True)
+    compiled, masked = checks.compiled_with_masks(model)
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
     if padded:
         inputs["attention_mask"] = (torch.arange(17) >= torch.tensor([[0], [5]])).long()
@@ -214,4 +204,4 @@ def test_attention_has_a_mask_when_compiled_where_one_was_given(qwen3, padded):
         model(**inputs).loss.backward()
         for parameter, gradient in zip(model.parameters(), found, strict=True):
             assert_close(gradient, parameter.grad.double(), torch.float32)
-    assert len(masks) == 2 and all((mask is not None) == padded for mask in masks)
+    assert masked == [padded] * 2

@@ -8,8 +8,22 @@ import inspect
 import pytest
 import torch
 
+from tests.compile_checks import compiled_with_masks
 from tests.cpu.conftest import kernels_of
-from tests.decoder_families import CHANGES, EVERYWHERE, IMAGE, IMAGE_END, IMAGE_START, NAMES, UNCHANGING, VARIANTS, VISION, tiny
+from tests.decoder_families import (
+    CHANGES,
+    EVERYWHERE,
+    IMAGE,
+    IMAGE_END,
+    IMAGE_START,
+    IN_TURNS,
+    NAMES,
+    UNCHANGING,
+    VARIANTS,
+    VISION,
+    WINDOW,
+    tiny,
+)
 from tests.models import Step, check_compiled, random_tokens
 from tests.tolerances import assert_close, relative_error
 
@@ -219,6 +233,41 @@ def test_torch_compile(package, calls, name):
     expected = step_of(model)
     package.kernelize(model)
     check_compiled(model, expected, FACTOR, input_ids=TOKENS, labels=TOKENS, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), (("llama", "apply"), ("llama", "kernelize"), ("llama", "hook"), ("llama", "packed"), ("phi3", "apply"))
+)
+def test_attention_of_a_decoder_with_one_mask_has_none_when_compiled(package, name, how):
+    """transformers makes one in every graph. It stays where a layer has a hook, which would see what stands for no mask, and for
+    positions that may be those of documents."""
+    model = tiny(name)
+    inputs = {"position_ids": torch.cat((torch.arange(8), torch.arange(13)))[None].expand(2, -1)} if how == "packed" else {}
+    seen = []
+    if how == "hook":
+        model.model.layers[0].register_forward_pre_hook(lambda layer, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True)
+    expected = step_of(model, **inputs)
+    package.kernelize(model) if how == "kernelize" else package.apply()
+    compiled, masked = compiled_with_masks(model)
+    found = Step(model, compiled, input_ids=TOKENS, labels=TOKENS, use_cache=False, **inputs)
+    found.assert_same(expected, FACTOR)
+    assert masked == [how in ("hook", "packed")] * 2 and all(mask is None or mask.numel() for mask in seen)
+
+
+@pytest.mark.parametrize(("name", "entries"), (("llama", IN_TURNS), ("granite", WINDOW), ("mistral", IN_TURNS), ("phi3", IN_TURNS)))
+def test_entries_of_a_configuration_that_its_decoder_does_not_read_change_nothing(package, calls, name, entries):
+    """A Mistral that was saved as a Llama brings its sliding_window, and a configuration keeps whatever stands in its file."""
+    model = tiny(name, **{"sliding_window": None, **entries})
+    positions = torch.cat((torch.arange(8), torch.arange(13)))[None].expand(2, -1)
+    mask = (torch.arange(21) >= torch.tensor([[0], [9]])).long()
+    inputs = ({}, {"position_ids": positions}, {"attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)})
+    expected = [step_of(model, **each) for each in inputs]
+    package.apply()
+    compiled, _ = compiled_with_masks(model)
+    Step(model, compiled, input_ids=TOKENS, labels=TOKENS, use_cache=False).assert_same(expected[0], FACTOR)
+    model.set_attn_implementation("bastile")
+    for each, step in zip(inputs, expected, strict=True):
+        step_of(model, **each).assert_same(step, FACTOR)
 
 
 @of_families(*FEW, "phi3", "smollm3", "granitemoehybrid")

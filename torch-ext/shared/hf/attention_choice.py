@@ -19,7 +19,7 @@ from ..runtime.device import kernels_run_on
 from .attention import attention_forward
 from .binding import remember
 from .explanation import Reason
-from .masks import ATTENTION, CHOICE, MASKING, TRACEABLE, caps_scores, visible_mask
+from .masks import ATTENTION, CHOICE, MASKING, TRACEABLE, caps_scores, masks_made_by, visible_mask
 from .modules import SAVED
 
 STORED = "_attn_implementation_internal"  # where transformers keeps the name of an implementation
@@ -43,7 +43,7 @@ def register_attention(*decoders: Any) -> None:
     """Makes attn_implementation="bastile" a choice for every model of transformers. decoders: classes of models without a head that a
     package knows; their masks are causal, so torch.compile needs not look into them."""
     _decoders.update(decoders)
-    TRACEABLE.update(decoder.config_class for decoder in decoders)
+    TRACEABLE.update((decoder.config_class, masks_made_by(decoder)) for decoder in decoders)
     for interface, ours in _interfaces():
         before = interface._global_mapping.get(ATTENTION)
         if before is not ours:
@@ -180,7 +180,7 @@ def watch_attention(model) -> _State:
         object.__setattr__(ours, "__dict__", config.__dict__)  # what either is told, both know
         object.__setattr__(ours, CHOICE, state)
         if type(config) in TRACEABLE:
-            TRACEABLE.add(type(ours))
+            TRACEABLE[type(ours)] = TRACEABLE[type(config)]
         vars(model)["config"] = ours
         remember(model)
     return state

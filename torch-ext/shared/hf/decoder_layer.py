@@ -25,6 +25,7 @@ from .adapters import projection_or_reason, projections
 from .checkpointing import attend_once, keeps_attention, recomputes_mlp, warn_of_kept_mlp
 from .explanation import Reason
 from .families import Family
+from .masks import unless_none
 from .modules import OwnForwards, all_are_listened_to, is_activation, original_forward, own_forward, why_not_own
 from .sparse_block import SparseBlock, is_sparse, sparse_block_or_reason
 
@@ -313,6 +314,7 @@ def _finish_apart(own: FusedLayer, spec: Outputs, layer, output, x):
 
 def decoder_layer_forward(own: FusedLayer, layer, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs):
     """Serves as the forward of a family's decoder layer. kwargs: what its forward passes on, position_ids and use_cache among them."""
+    attention_mask = unless_none(attention_mask)
     if why_not_fusable(own, layer, hidden_states):
         warn_of_kept_mlp(layer)
         return original_forward(layer)(

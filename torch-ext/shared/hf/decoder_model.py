@@ -5,8 +5,19 @@ import torch
 from ..ops.embedding import traced_embedding
 from ..runtime.device import is_ordinary
 from .attention_choice import choose_attention
-from .masks import ATTENTION, TRACEABLE, WINDOWS, documents_in, kinds_of_layers, masks_of_layers, visible_rows
-from .modules import all_are_listened_to, is_torchs_embedding, original_forward
+from .masks import (
+    ATTENTION,
+    TRACEABLE,
+    WINDOWS,
+    documents_in,
+    kinds_of_layers,
+    makes_masks_by_layer,
+    masks_of_layers,
+    no_mask,
+    visible_rows,
+)
+from .modules import all_are_listened_to, is_marked, is_torchs_embedding, original_forward, own_forward
+from .wrapped import inside, is_wrapped
 
 
 def _with_documents(model, kwargs, told: bool):
@@ -29,12 +40,21 @@ def _with_documents(model, kwargs, told: bool):
     use_cache = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
     if use_cache or given.shape[1] == 1 or not all(kind in WINDOWS for kind in kinds_of_layers(config)):
         return kwargs
-    if without_masks:  # SDPA is causal without a mask, and faster; transformers takes one of each kind where a model has kinds of layers
-        causal = getattr(config, "layer_types", None) and kinds_of_layers(config) == {"full_attention"} and positions is None
-        return {**kwargs, "attention_mask": {"full_attention": None}} if causal else kwargs
+    if without_masks:  # SDPA is causal without a mask, and faster
+        if positions is not None or kinds_of_layers(config) != {"full_attention"}:
+            return kwargs
+        if makes_masks_by_layer(config):
+            return {**kwargs, "attention_mask": {"full_attention": None}}
+        return {**kwargs, "attention_mask": no_mask(given.device)} if _layers_are_ours(model) else kwargs
     if positions is not None:
         documents = documents_in(positions)
     return {**kwargs, "attention_mask": masks_of_layers(config, lambda kind: visible_rows(config, kind, given, documents))}
+
+
+def _layers_are_ours(model) -> bool:
+    """True where a call of each of a decoder's layers runs this package's forward and nothing else."""
+    forwards = [own_forward(layer) for layer in getattr(model, "layers", ())]
+    return bool(forwards) and all(is_marked(inside(forward) if is_wrapped(forward) else forward) for forward in forwards)
 
 
 def _says_documents(position_ids, given: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ what transformers said to the mask function, of which the plan of `attention` is
 layers that no plan serves the mask that transformers makes for its own attention.
 """
 
+import inspect
 import sys
 from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 
@@ -17,7 +18,8 @@ ATTENTION = "bastile"  # the name of our implementation among transformers'
 CHOICE = SAVED + "choice"  # on a configuration of ours: what it stands for
 MASKING = "transformers.masking_utils"
 PADDING = SAVED + "padding"  # on a padding mask: what `padding_of` read, and the mask's version then
-TRACEABLE: set = set()  # configurations of the models that packages know
+BY_LAYER, BY_WINDOW, ONE = range(3)  # the masks that a decoder makes: one a kind of layer; one, with a window or without; one without
+TRACEABLE: Dict[type, int] = {}  # by the configurations of the decoders that packages know: which masks these make
 WHOLE, BEFORE, BESIDE, BETWEEN = range(4)  # where padding is: nowhere; before each row's tokens; on both sides; between them
 
 
@@ -211,21 +213,47 @@ def is_causal(config) -> bool:
     return bool(getattr(config, "is_causal", True)) and not getattr(config, "use_bidirectional_attention", False)
 
 
+def masks_made_by(decoder: type) -> int:
+    """Which masks a decoder of transformers makes, by the names in its own forward. A configuration cannot tell: it keeps entries that its
+    decoder reads nowhere, such as the sliding_window of a Mistral that was saved as a Llama."""
+    forward: Any = getattr(decoder, SAVED + "forward", None) or decoder.forward  # type: ignore[attr-defined]
+    names = getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ())
+    if "layer_types" in names or "layers_block_type" in names:
+        return BY_LAYER
+    return BY_WINDOW if "create_sliding_window_causal_mask" in names else ONE
+
+
+def makes_masks_by_layer(config) -> bool:
+    """Tells whether a decoder makes a mask for each kind of its layers, which it reads by that kind."""
+    return TRACEABLE.get(type(config), BY_LAYER) == BY_LAYER and bool(getattr(config, "layer_types", None))
+
+
 def kinds_of_layers(config) -> set:
     """The kinds of layers that a decoder makes masks for, of `WINDOWS` where they are known and causal; one where all its layers share a
     mask."""
     if not is_causal(config):
         return {"both directions"}
-    if getattr(config, "layer_types", None) or type(config) not in TRACEABLE:
+    made = TRACEABLE.get(type(config), BY_LAYER)
+    if made == BY_LAYER:
         return set(getattr(config, "layer_types", None) or ["unknown"])
-    return {"full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"}
+    return {"sliding_attention" if made == BY_WINDOW and getattr(config, "sliding_window", None) is not None else "full_attention"}
 
 
 def masks_of_layers(config, visible_of: Callable[[str], Visible]) -> Any:
     """What a decoder takes as `attention_mask` instead of the masks that it would make: the `Visible` of each kind of layers that it has,
     or the one that all of them share."""
     visible = {kind: visible_of(kind) for kind in kinds_of_layers(config)}
-    return visible if getattr(config, "layer_types", None) else visible.popitem()[1]
+    return visible if makes_masks_by_layer(config) else visible.popitem()[1]
+
+
+def no_mask(device: torch.device) -> torch.Tensor:
+    """Makes what a decoder with one mask hands its layers as it is, and stands for none: None itself would have it make one."""
+    return torch.empty((0, 0, 0, 0), device=device)
+
+
+def unless_none(mask: Any) -> Any:
+    """Returns a layer's mask, None for what `no_mask` made."""
+    return None if isinstance(mask, torch.Tensor) and mask.shape == (0, 0, 0, 0) else mask
 
 
 def document_bounds(position_ids: torch.Tensor) -> Optional[torch.Tensor]:
