@@ -8,6 +8,7 @@ import torch
 from tests.ops.common import mesh_of_one
 from tests.tolerances import assert_close, relative_error
 
+IMAGE = 198  # token of `tiny_qwen3_5_with_vision`
 VOCABULARY = 199
 
 
@@ -80,6 +81,21 @@ def tiny_qwen3_5_sparse(name, dtype=torch.float32, **changes):
     else:
         config, cls = configuration.Qwen3_5MoeTextConfig, modeling.Qwen3_5MoeForCausalLM
     return tiny_qwen3_5(dtype, config=config, cls=cls, **{**sizes, **changes})
+
+
+def tiny_qwen3_5_with_vision(name, **changes):
+    """A Qwen3.5, or a Qwen3.5-MoE, of two layers behind a vision tower. name: of transformers' module."""
+    kinds = "configuration", "modeling"
+    configuration, modeling = (importlib.import_module(f"transformers.models.{name}.{kind}_{name}") for kind in kinds)
+    prefix = "Qwen3_5Moe" if name == "qwen3_5_moe" else "Qwen3_5"
+    changes = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], **changes}
+    text = (tiny_qwen3_5_sparse(name, **changes) if name == "qwen3_5_moe" else tiny_qwen3_5(**changes)).config.to_dict()
+    tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
+             "num_position_embeddings": 16}  # fmt: skip
+    tokens = {"image_token_id": IMAGE, "video_token_id": 197, "vision_start_token_id": 195, "vision_end_token_id": 196}
+    torch.manual_seed(0)
+    config = getattr(configuration, f"{prefix}Config")(text_config=text, vision_config=tower, **tokens)
+    return getattr(modeling, f"{prefix}ForConditionalGeneration")(config).train()
 
 
 def random_tokens(*shape):

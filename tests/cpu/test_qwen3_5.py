@@ -157,26 +157,6 @@ def test_torch_compile(qwen3_5, name):
     check_compiled(model, expected, FACTOR, input_ids=TOKENS, labels=TOKENS, use_cache=False)
 
 
-@pytest.mark.parametrize("name", ("qwen3_5", "qwen3_5_moe"))
-def test_a_model_with_its_vision_tower(qwen3_5, name):
-    """Its text's layers are fused, with positions of three kinds."""
-    kinds = (importlib.import_module(f"transformers.models.{name}.{kind}_{name}") for kind in ("configuration", "modeling"))
-    configuration, modeling = kinds
-    prefix = "Qwen3_5Moe" if name in SPARSE else "Qwen3_5"
-    tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
-             "num_position_embeddings": 16}  # fmt: skip
-    text = tiny(name, **TWO_LAYERS).config.to_dict()
-    config = getattr(configuration, f"{prefix}Config")(text_config=text, vision_config=tower, image_token_id=198)
-    torch.manual_seed(0)
-    model = getattr(modeling, f"{prefix}ForConditionalGeneration")(config).train()
-    inputs = {"input_ids": TOKENS.clamp(max=180), "labels": TOKENS.clamp(max=180)}
-    expected = step_of(model, **inputs)
-    qwen3_5.kernelize(model)
-    step_of(model, **inputs).assert_same(expected, FACTOR)
-    rows = {row.part: row.fused for row in qwen3_5.explain(model).rows}
-    assert rows["delta net"] and any(fused for part, fused in rows.items() if part.startswith("norm, "))
-
-
 @every_family
 def test_capture(qwen3_5, name, monkeypatch):
     """Layers of both kinds are replayed, each kind of pass after one that was observed; documents may lie elsewhere in the next pass."""

@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 
 from tests.decoder_families import tiny
-from tests.models import Step, random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_5, tiny_qwen3_5_sparse, tiny_qwen3_moe
+from tests.models import (
+    Step,
+    random_tokens,
+    tiny_gpt_oss,
+    tiny_model,
+    tiny_qwen3_5,
+    tiny_qwen3_5_sparse,
+    tiny_qwen3_5_with_vision,
+    tiny_qwen3_moe,
+)
 from tools import transformers_texts as tool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +52,7 @@ LEFT = {
     "Model.forward": {"attention"},
     "TextModel.forward": {"attention"},
     "ForCausalLM.forward": {"fused_linear_cross_entropy"},
+    "ForConditionalGeneration.forward": {"loss_with_vision"},
     "apply_rotary_pos_emb": {"rope", "decoder_layer"},
     "rotate_half": {"rope", "decoder_layer"},
     "_apply_rotary_emb": {"rope", "decoder_layer"},
@@ -55,7 +65,7 @@ LEFT_BY_MODULE = {
     "transformers.activations": {"swiglu", "experts", "decoder_layer"},
     "transformers.integrations.moe": {"experts", "decoder_layer"},
     "transformers.integrations.sdpa_attention": {"attention"},
-    "transformers.loss.loss_utils": {"fused_linear_cross_entropy"},
+    "transformers.loss.loss_utils": {"fused_linear_cross_entropy", "loss_with_vision"},
     "transformers.masking_utils": {"attention"},
     "transformers.modeling_layers": {"decoder_layer"},
 }
@@ -108,7 +118,7 @@ def cases():
 def test_a_changed_text_leaves_what_relies_on_it_to_transformers_and_nothing_else(request, fixture, module, name, monkeypatch):
     package = request.getfixturevalue(fixture)
     versions, patching, families = (part(package, name) for name in ("shared.hf.versions", "shared.hf.patching", "targets"))
-    families = families.FAMILIES
+    families, argument_of = families.FAMILIES, part(package, "shared.hf.families").argument_of
     left = {targets.model: expected_left(module, name, targets) for targets in families}
     assert any(left.values())
     source = versions.source_of(module)
@@ -118,15 +128,19 @@ def test_a_changed_text_leaves_what_relies_on_it_to_transformers_and_nothing_els
         package.apply()
     [said] = [str(w.message) for w in caught if "unknown" in str(w.message)]
     for targets in families:
-        assert set(patching.get_patched_ops([targets])) == set(targets.operations) - left[targets.model]
-        assert all(f"of {targets.model} unknown" in said and operation in said for operation in left[targets.model])
+        arguments = {*map(argument_of, left[targets.model])}
+        assert set(patching.get_patched_ops([targets])) == {*map(argument_of, targets.operations)} - arguments
+        assert all(f"of {targets.model} unknown" in said and argument in said for argument in arguments)
     package.reset()
     for targets in [targets for targets in families if left[targets.model]]:
-        check_one_model(package, targets, name, left[targets.model])
+        check_one_model(package, targets, name, left[targets.model] - {"loss_with_vision"}, MODELS[targets.modeling]())
+        if "loss_with_vision" in targets.operations:
+            of_vision = tiny_qwen3_5_with_vision(targets.modeling.split(".")[2])
+            check_one_model(package, targets, name, left[targets.model] - {"fused_linear_cross_entropy"}, of_vision)
 
 
-def check_one_model(package, targets, name, left):
-    model = MODELS[targets.modeling]()
+def check_one_model(package, targets, name, left, model):
+    """left: the operations of this model that go with the text."""
     expected = Step(model, **LABELS)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -134,12 +148,16 @@ def check_one_model(package, targets, name, left):
     said = [str(w.message) for w in caught if "unknown" in str(w.message)]
     assert len(said) == bool(left) and all(name in text for text in said)
     names = {operation: cls for operation, (cls, _) in targets.classes.items()} | {"rope": targets.attention}
+    other = {"fused_linear_cross_entropy", "loss_with_vision"} - {key for key, cls in names.items() if cls == type(model).__name__}
     for operation, cls in names.items():
+        if operation in other:
+            continue
         modules = [module for module in model.modules() if type(module).__name__ == cls]
         assert modules and all(("forward" in vars(module)) == (operation not in left) for module in modules)
     Step(model, **LABELS).assert_same(expected, 10)
     rows = [row for row in package.explain(model).rows if "unknown text" in row.reason]
-    names = {"decoder layer": "decoder_layer", "loss without logits": "fused_linear_cross_entropy"}
+    [loss] = {"fused_linear_cross_entropy", "loss_with_vision"} - other
+    names = {"decoder layer": "decoder_layer", "loss without logits": loss}
     assert {names.get(row.part, row.part) for row in rows} == left and all(name in row.reason and row.advice for row in rows)
     found = {finding.name: finding for finding in package.report().findings}["transformers' texts"]
     assert not found.fits and name in found.found and found.advice

@@ -12,6 +12,15 @@ from torch import nn
 from .forwards import rotary_of, rotary_pos_emb
 from .head import Head
 
+LOSS = "fused_linear_cross_entropy"  # the operation of the class whose forward computes the loss
+LOSS_WITH_VISION = "loss_with_vision"  # the same of a second class, with a vision tower in front of the decoder
+LOSSES = LOSS, LOSS_WITH_VISION
+
+
+def argument_of(operation: str) -> str:
+    """The argument of `apply` that decides about an operation."""
+    return LOSS if operation in LOSSES else operation
+
 
 class LayerNorms(NamedTuple):
     """The attributes of a decoder layer that hold its norms, None where there is none: of the residual stream in front of attention; of
@@ -51,9 +60,9 @@ class Family(NamedTuple):
     attributes that may hold what mixes its tokens, between the norm and the residual connection; empty where attention is fused. divisor,
     softcap: attributes of the configuration, by which logits are divided, and that caps them. position_scale: the module's function that
     gives each position's factor of the queries after their rotary embedding, and the entries of the configuration's rope_parameters that it
-    takes after the positions. whole: the class of a model with the vision tower in front of the decoder, where there is one; a causal LM
-    otherwise. positions: whether transformers tells decoder layers and their masks the position_ids. routed: whether the causal LM's
-    forward takes output_router_logits, and no use_cache, without a row for its experts.
+    takes after the positions. whole: the class of a model with the vision tower in front of the decoder, where there is no causal LM of the
+    decoder alone; vision: the same where there are both. positions: whether transformers tells decoder layers and their masks the
+    position_ids. routed: whether the causal LM's forward takes output_router_logits, and no use_cache, without a row for its experts.
     """
 
     model: str
@@ -85,6 +94,7 @@ class Family(NamedTuple):
     softcap: Optional[str] = None
     position_scale: Tuple[str, ...] = ()
     whole: str = ""
+    vision: str = ""
     block: str = "mlp"
     down: str = "down_proj"
     absent: Tuple[str, ...] = ()
@@ -117,7 +127,8 @@ class Targets(NamedTuple):
 
     model: the family's name in messages. modeling: transformers' module of it. attention: its class whose forward calls the rotary
     embedding. classes: operation -> (class of that module, layer). rotary: the layer for the rotary embedding; rotate: its function.
-    operations: the names of the arguments of `apply` that are for this family, in its order. hub_names: the name that `kernels` knows a
+    operations: the names of the arguments of `apply` that are for this family, in its order, and those that go with one of
+    them (`argument_of`). hub_names: the name that `kernels` knows a
     layer by -> layer. explain_layer: of a decoder layer and an input, [(part, "" or why it is not fused)]. fused: classes that the fused
     decoder layer takes apart, beside those that have a layer. optional: operations that a model of the family may have no module for.
     """
@@ -148,6 +159,7 @@ class Layers(NamedTuple):
     causal_lm: Type[nn.Module]
     mlp: Optional[Type[nn.Module]] = None
     experts: Optional[Type[nn.Module]] = None
+    vision: Optional[Type[nn.Module]] = None
 
 
 def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Module]]] = None) -> Targets:
@@ -157,7 +169,9 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
     classes = {"rms_norm": (f"{prefix}RMSNorm", layers.rms_norm)}
     if family.mlp and layers.mlp is not None:
         classes["swiglu"] = (f"{prefix}MLP", layers.mlp)
-    classes["fused_linear_cross_entropy"] = (family.causal_lm(), layers.causal_lm)
+    classes[LOSS] = (family.causal_lm(), layers.causal_lm)
+    if family.vision and layers.vision is not None:
+        classes[LOSS_WITH_VISION] = (family.vision, layers.vision)
     classes["decoder_layer"] = (f"{prefix}DecoderLayer", layers.decoder_layer)
     classes["attention"] = (family.decoder or f"{prefix}Model", layers.model)
     if sparse is not None and layers.experts is not None:
@@ -165,7 +179,7 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
     first: List[str] = [name for name in ("rms_norm", "swiglu") if name in classes]
     if "swiglu" not in classes and "experts" in classes:
         first.append("experts")
-    rest = ["rope", "fused_linear_cross_entropy", "decoder_layer", "attention", "experts"]
+    rest = ["rope", *LOSSES, "decoder_layer", "attention", "experts"]
     operations = tuple(dict.fromkeys([*first, *(name for name in rest if name in classes or name == "rope")]))
     of_classes = {name: layer for operation, (name, layer) in classes.items() if operation != "rms_norm"}
     # The Hub's names are for what most families compute: a weight without an offset, halves of a whole head in the angles' dtype.
@@ -184,7 +198,7 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
         explain_layer=own.explain,
         fused=(f"{prefix}Attention", *(sparse.classes[:2] if sparse else ())),
         # A model of such a family has dense layers only where its configuration asks for them, and may have no others.
-        optional=("swiglu", "experts") if sparse is not None and family.mlp else (),
+        optional=(*(("swiglu", "experts") if sparse is not None and family.mlp else ()), *LOSSES[1:]),
     )
 
 

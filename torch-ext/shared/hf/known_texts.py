@@ -243,6 +243,12 @@ TEXTS: Dict[str, Dict[str, Dict[str, str]]] = {
         "Qwen3_5ForCausalLM.forward": {"5.17.0": "486012f4ceaf6982", "5.21.1": "206069524b1ef880"},
         "apply_rotary_pos_emb": {"5.17.0": "6ab716f5dd35e0fc"},
         "rotate_half": {"5.17.0": "d3f0cb470ec4f71e"},
+        "Qwen3_5ForConditionalGeneration.forward": {
+            "5.17.0": "2cc69ae93f2fbe12",
+            "5.18.0": "64addfa1e867316f",
+            "5.21.1": "1a8e3b0efbdadfb0",
+            "5.23.0": "27800a0f1279b404",
+        },
     },
     "transformers.models.qwen3_vl.modeling_qwen3_vl": {
         "Qwen3VLTextRMSNorm.forward": {"5.17.0": "d7d2696b6310337e"},
@@ -273,6 +279,12 @@ TEXTS: Dict[str, Dict[str, Dict[str, str]]] = {
         "Qwen3_5MoeGatedDeltaNet.forward": {"5.17.0": "bca2b5b2cbb9fa9c", "5.21.1": "5aded29f89643773", "5.23.0": "45b1941dbb54115e"},
         "apply_rotary_pos_emb": {"5.17.0": "6ab716f5dd35e0fc"},
         "rotate_half": {"5.17.0": "d3f0cb470ec4f71e"},
+        "Qwen3_5MoeForConditionalGeneration.forward": {
+            "5.17.0": "b51a50e8c08e5076",
+            "5.18.0": "54f62a5b8f1ed0ce",
+            "5.21.1": "8b948f3896aeabb1",
+            "5.23.0": "0d2f0865e844897c",
+        },
     },
     "transformers.models.qwen3_next.modeling_qwen3_next": {
         "Qwen3NextRMSNorm.forward": {"5.17.0": "8cec7293c12b745f"},

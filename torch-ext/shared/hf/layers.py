@@ -161,6 +161,11 @@ def model(family: Optional[Family] = None, arguments_for: Optional[Callable[...,
     return _layer(forward)
 
 
+def with_vision_of(family: Family) -> Type[Layer]:
+    """The layer for a family's model with its vision tower; the rest as of `causal_lm_of`."""
+    return _layer(causal_lm_with_vision(family))
+
+
 def causal_lm_of(family: Family) -> Type[Layer]:
     """The layer for a family's causal LM. With labels in training mode the logits are never all in memory, and `logits` is None.
 
@@ -168,7 +173,7 @@ def causal_lm_of(family: Family) -> Type[Layer]:
     logits in training mode too. With experts, the router's auxiliary loss and its logits are there where they are asked for.
     """
     if family.whole:
-        return _layer(causal_lm_with_vision(family))
+        return with_vision_of(family)
     forward: Callable[..., Any]
     if family.routed:
 

@@ -13,7 +13,7 @@ from . import ownership, patching, trl
 from .attention_choice import WITHOUT, watch_attention
 from .binding import remember
 from .checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
-from .families import Families, Targets, names_of
+from .families import LOSS, LOSSES, Families, Targets, argument_of, names_of
 from .hub import TRANSFORMERS_EXPECTED
 from .modules import LAYER, SAVED, is_marked, is_transformers_own, own_class
 from .padding import KEEPS
@@ -79,14 +79,25 @@ def _choose(family: patching.Family, model, attention) -> Optional[_Chosen]:
     }
     if not any(modules.values()):
         return None
-    for operation in ("fused_linear_cross_entropy", *targets.optional):
-        if not _has_any(model, classes[operation]):
+    for operation in (LOSS, *targets.optional):
+        if operation in classes and not _has_any(model, classes[operation]):
             del modules[operation]
     modules = {operation: found for operation, found in modules.items() if operation not in unknown}
     forwards = {operation: targets.classes[operation][1].forward for operation in modules if operation != "rope"}
     if "rope" in modules:
         forwards["rope"] = classes["rope"] and _attention_forward(targets, ownership.original(classes["rope"], "forward"))
     return _Chosen(targets, modeling, forwards, modules)
+
+
+def _that_compute_losses(chosen: _Chosen) -> List[nn.Module]:
+    return [module for loss in LOSSES for module in chosen.modules.get(loss, ())]
+
+
+def _without_losses_of_others(family: patching.Family, model) -> patching.Family:
+    """The family, whose unknown texts are not those of the losses of models of another class."""
+    targets, modeling, unknown = family
+    others = [loss for loss in LOSSES if loss in unknown and not _has_any(model, own_class(modeling, targets.classes[loss][0]))]
+    return family._replace(unknown={operation: names for operation, names in unknown.items() if operation not in others})
 
 
 def _has_any(model, cls) -> bool:
@@ -102,7 +113,7 @@ def _subclasses_with_forwards(model, cls) -> List[str]:
 def _without_others(chosen: _Chosen, model) -> Tuple[_Chosen, List[nn.Module]]:
     """(the choice without modules that have a forward of another library's or the user's, these modules). Raises RuntimeError where that
     leaves out a whole operation."""
-    for module in chosen.modules.get("fused_linear_cross_entropy", ()):
+    for module in _that_compute_losses(chosen):
         if ownership.other_owner(module):
             owner = ownership.other_owner(module)
             raise RuntimeError(f"this {type(module).__name__} has a forward that {owner} gave it. {ownership.CALL_BEFORE}")
@@ -146,14 +157,14 @@ def kernelize(
     if not chosen and not parts:
         found = f"a {type(model).__name__} without any of transformers' {names_of(families)} layers"
         raise TypeError(f"model is {found}, expected a {names_of(families)} model")
-    note(patching.unknown_of([family for family, each in pairs_of if each is not None]), stacklevel=3)
+    note(patching.unknown_of([_without_losses_of_others(family, model) for family, each in pairs_of if each is not None]), stacklevel=3)
     pairs = [_without_others(each, model) for each in chosen]
     ownership.warn_of_others([module for _, others in pairs for module in others], stacklevel=3)
     for each, _ in pairs:
         for operation, modules in each.modules.items():
             for module in modules:
                 ownership.bind(module, each.forwards[operation])
-        for module in each.modules.get("fused_linear_cross_entropy", ()):
+        for module in _that_compute_losses(each):
             vars(module)[KEEPS] = not unpad
         for module in each.modules.get("decoder_layer", ()):
             vars(module).update({KEEPS_ATTENTION: bool(keep_attention), RECOMPUTES_MLP: bool(recompute_mlp)})
@@ -179,7 +190,8 @@ def _tell_decoders(chosen: _Chosen, model, attention):
 
 def _modules_of(families: Families, model, operation):
     """[(family, module)] for the modules of a model that an operation has a layer for."""
-    classes = [(targets, getattr(modeling_of(targets), targets.classes[operation][0], ())) for targets in families]
+    with_it = [targets for targets in families if operation in targets.classes]
+    classes = [(targets, getattr(modeling_of(targets), targets.classes[operation][0], ())) for targets in with_it]
     return [(targets, module) for module in model.modules() for targets, cls in classes if isinstance(module, cls)]
 
 
@@ -193,7 +205,7 @@ def _decoder_layers(families: Families, model):
 
 
 def _causal_lms(families: Families, model):
-    return [module for _, module in _modules_of(families, model, "fused_linear_cross_entropy")]
+    return [module for loss in LOSSES for _, module in _modules_of(families, model, loss)]
 
 
 def capture(families: Families, model, batch, tokens):
@@ -213,5 +225,8 @@ def explain(families: Families, model, shapes=None):
     for targets in families:
         count = sum(each is targets for each, _ in found)
         for operation, names in unknown_texts(targets).items() if count else ():
+            if operation in LOSSES and not _modules_of([targets], model, operation):
+                continue
+            operation = argument_of(operation)
             left[operation] = why_left(names), left.get(operation, ("", 0))[1] + count
     return explanation.explain(model, [(layer, targets.explain_layer) for targets, layer in found], _causal_lms(families, model), left)

@@ -1,5 +1,6 @@
 """Whose forward a class or a module of transformers has: transformers' own, ours, or another library's or the user's, which is kept."""
 
+import inspect
 import warnings
 from collections import Counter
 from types import MethodType
@@ -32,8 +33,12 @@ def original(owner, attribute):
 
 
 def describe(function, original):
-    """Gives a forward of ours the annotations and the docstring of the one that it replaces: transformers reads them."""
+    """Gives a forward of ours the annotations and the docstring of the one that it replaces: transformers reads them. Where a release has
+    fewer arguments than ours, it gives the signature too: the Hub compares their numbers, and a trainer the names."""
     function.__annotations__, function.__doc__ = dict(original.__annotations__), original.__doc__
+    signature = inspect.signature(original)
+    if len(inspect.signature(function).parameters) > len(signature.parameters):
+        function.__signature__ = signature
 
 
 def own_rotary(modeling):

@@ -30,7 +30,7 @@ from .binding import bound_modules
 from .causal_lm import LOSS_OPTIONS, OPTIONS, SHAPE, output_with_metrics
 from .checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
 from .experts import EXPERTS, experts_implementation
-from .families import Families, Targets, hub_names_of
+from .families import LOSS, LOSSES, Families, Targets, argument_of, hub_names_of
 from .hub import PAIR, kernels_library, kernels_wanted, mapping_of
 from .modules import CAPTURED, OFF, SAVED, for_class, is_marked, is_transformers_own, own_class
 from .padding import KEEPS
@@ -60,7 +60,8 @@ def prepare(targets: Targets) -> Family:
             continue  # another library's or the user's, which is kept
         for ours in (layer.forward, for_class(layer.forward)):
             ownership.describe(ours, original)
-    for output in (CausalLMOutputWithPast, MoeCausalLMOutputWithPast):
+    of_family = [thing for name, thing in vars(found.modeling).items() if name.endswith("CausalLMOutputWithPast")]
+    for output in dict.fromkeys((CausalLMOutputWithPast, MoeCausalLMOutputWithPast, *of_family)):
         output_with_metrics(output)  # torch.compile traces through no making of classes
     return found
 
@@ -68,7 +69,7 @@ def prepare(targets: Targets) -> Family:
 def unknown_of(families: Sequence[Family], wanted=None) -> Dict[str, Dict[str, Tuple[str, ...]]]:
     """Lists by family what `versions.note` is to speak of. wanted: the operations that someone asked for, None for all."""
     return {
-        family.targets.model: {name: texts for name, texts in family.unknown.items() if wanted is None or wanted.get(name)}
+        family.targets.model: {name: texts for name, texts in family.unknown.items() if wanted is None or wanted.get(argument_of(name))}
         for family in families
     }
 
@@ -128,21 +129,24 @@ def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, 
     Raises TypeError for an option that does not exist, ImportError when transformers is absent or its
     version does not fit.
     """
-    options = _loss_options(wanted["fused_linear_cross_entropy"])
+    options = _loss_options(wanted[LOSS])
     trl.options_of(log_probs)  # raises before anything is changed
     found = [prepare(targets) for targets in families]
     note(unknown_of(found, wanted), stacklevel=3)
     register(found)
     modules = _live_modules(families)
     for targets, modeling, unknown in found:
-        _tell_causal_lm(own_class(modeling, targets.classes["fused_linear_cross_entropy"][0]), options, unpad)
+        for loss in LOSSES:
+            if loss in targets.classes:
+                _tell_causal_lm(own_class(modeling, targets.classes[loss][0]), options, unpad)
         layer = own_class(modeling, targets.classes["decoder_layer"][0]) if "decoder_layer" in targets.classes else None
         if layer is not None:
             setattr(layer, KEEPS_ATTENTION, bool(keep_attention))
             setattr(layer, RECOMPUTES_MLP, bool(recompute_mlp))
         _forget_what_one_model_was_told(targets, modeling, modules)
         _watch_decoders(targets, modeling, modules)
-        asked = {name: isinstance(wanted[name], Mapping) or bool(wanted[name]) for name in targets.operations}
+        said = {name: wanted[argument_of(name)] for name in targets.operations}
+        asked = {name: isinstance(each, Mapping) or bool(each) for name, each in said.items()}
         on = {name: asked[name] and name not in unknown for name in asked}
         _patch_family(targets, modeling, on, modules)
     trl.switch(log_probs)
@@ -161,7 +165,7 @@ def _tell_causal_lm(causal_lm, options, unpad):
 
 def _forget_what_one_model_was_told(targets: Targets, modeling, modules):
     """What `apply` says now is for the models, too, that `kernelize` was told something else of."""
-    told = [targets.classes[name][0] for name in ("fused_linear_cross_entropy", "decoder_layer", "attention") if name in targets.classes]
+    told = [targets.classes[name][0] for name in (*LOSSES, "decoder_layer", "attention") if name in targets.classes]
     classes = tuple(present(*(own_class(modeling, name) for name in told)))
     for module in modules:
         if isinstance(module, classes):
@@ -327,7 +331,8 @@ def get_patched_ops(families: Families):
         modeling = sys.modules.get(targets.modeling)
         for operation in targets.operations:
             owner, attribute, ours = (None, "", None) if modeling is None else _target(targets, modeling, operation)
-            found[operation] = found.get(operation, True) and owner is not None and ownership.current(owner, attribute) is for_class(ours)
+            on = owner is not None and ownership.current(owner, attribute) is for_class(ours)
+            found[argument_of(operation)] = found.get(argument_of(operation), True) and on
     return [operation for operation, on in found.items() if on]
 
 

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Tuple
 
+from .families import argument_of
 from .fingerprint import fingerprints
 from .hub import TRANSFORMERS_EXPECTED
 from .known_texts import TESTED, TEXTS
@@ -74,7 +75,7 @@ def texts_of(targets, operation: str) -> List[Text]:
     functions = [name for name in TEXTS.get(targets.modeling, ()) if not name.endswith(".forward")]
     if operation in ("rope", "experts"):
         found += [Text(targets.modeling, name) for name in functions if ("." in name) == (operation == "experts")]
-    found += [Text(module, name) for module, shared in SHARED.get(operation, {}).items() for name in shared]
+    found += [Text(module, name) for module, shared in SHARED.get(argument_of(operation), {}).items() for name in shared]
     if operation == "decoder_layer":
         parts = [part for part in ("rms_norm", "swiglu", "rope", "experts") if part in targets.operations]
         found += [text for part in parts for text in texts_of(targets, part)]
@@ -124,7 +125,9 @@ def what_is_left(unknown: Unknown) -> str:
     for model, of_model in unknown.items():
         if of_model:
             names = ", ".join(dict.fromkeys(name for texts in of_model.values() for name in texts))
-            said.append(f"{names} of {model} unknown, so {', '.join(of_model)} stay{'s' if len(of_model) == 1 else ''} transformers' own")
+            operations = list(dict.fromkeys(map(argument_of, of_model)))
+            stay = "stays" if len(operations) == 1 else "stay"
+            said.append(f"{names} of {model} unknown, so {', '.join(operations)} {stay} transformers' own")
     return "; ".join(said)
 
 

@@ -51,6 +51,11 @@ def decoder_with_vision(
 def causal_lm_with_vision(family: Family):
     """Makes the forward of the model with tower, decoder and head: in training mode the loss without logits, as `causal_lm_of` has it."""
 
+    def run(model, labels, newer, **kwargs):
+        """newer: arguments that transformers 5.17 does not know."""
+        kwargs.update((name, value) for name, value in newer.items() if value is not None)
+        return causal_lm_forward(model, labels, family.head(model.config.text_config), **kwargs)
+
     def forward(
         self,
         input_ids=None,
@@ -68,13 +73,36 @@ def causal_lm_with_vision(family: Family):
         mm_encoder_outputs=None,
         **kwargs,
     ):
-        if mm_encoder_outputs is not None:  # transformers 5.17 knows no such argument
-            kwargs.update(mm_encoder_outputs=mm_encoder_outputs)
-        return causal_lm_forward(
-            self, labels, family.head(self.config.text_config), input_ids=input_ids, attention_mask=attention_mask,
-            position_ids=position_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds, pixel_values=pixel_values,
-            pixel_values_videos=pixel_values_videos, image_grid_thw=image_grid_thw, video_grid_thw=video_grid_thw,
-            mm_token_type_ids=mm_token_type_ids, logits_to_keep=logits_to_keep, **kwargs,
+        return run(
+            self, labels, {"mm_encoder_outputs": mm_encoder_outputs}, input_ids=input_ids,
+            attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds,
+            pixel_values=pixel_values, pixel_values_videos=pixel_values_videos, image_grid_thw=image_grid_thw,
+            video_grid_thw=video_grid_thw, mm_token_type_ids=mm_token_type_ids, logits_to_keep=logits_to_keep, **kwargs,
         )  # fmt: skip
 
-    return forward
+    def forward_with_experts(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        pixel_values=None,
+        pixel_values_videos=None,
+        image_grid_thw=None,
+        video_grid_thw=None,
+        mm_token_type_ids=None,
+        output_router_logits=None,
+        logits_to_keep=0,
+        mm_encoder_outputs=None,
+        **kwargs,
+    ):
+        return run(
+            self, labels, {"mm_encoder_outputs": mm_encoder_outputs, "output_router_logits": output_router_logits}, input_ids=input_ids,
+            attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds,
+            pixel_values=pixel_values, pixel_values_videos=pixel_values_videos, image_grid_thw=image_grid_thw,
+            video_grid_thw=video_grid_thw, mm_token_type_ids=mm_token_type_ids, logits_to_keep=logits_to_keep, **kwargs,
+        )  # fmt: skip
+
+    return forward if family.sparse is None else forward_with_experts

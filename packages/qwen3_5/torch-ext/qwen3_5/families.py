@@ -5,8 +5,8 @@ from .shared.hf.delta_net import MixedLayer
 from .shared.hf.families import Family, Sparse
 
 
-def _row(model: str, module: str, prefix: str, decoder: str = "", sparse: bool = True) -> MixedLayer:
-    """decoder: as of `Family`. sparse: whether there are layers with experts."""
+def _row(model: str, module: str, prefix: str, decoder: str = "", vision: str = "", sparse: bool = True) -> MixedLayer:
+    """decoder, vision: as of `Family`. sparse: whether there are layers with experts."""
     classes = f"{prefix}SparseMoeBlock", f"{prefix}TopKRouter", f"{prefix}Experts"
     return MixedLayer(
         Family(
@@ -20,11 +20,12 @@ def _row(model: str, module: str, prefix: str, decoder: str = "", sparse: bool =
             norm_argument="x",
             positions_first=True,
             decoder=decoder,
+            vision=vision,
             mixers=("linear_attn", "self_attn"),
         )
     )
 
 
-QWEN3_5 = _row("Qwen3.5", "qwen3_5", "Qwen3_5", "Qwen3_5TextModel", sparse=False)
-QWEN3_5_MOE = _row("Qwen3.5-MoE", "qwen3_5_moe", "Qwen3_5Moe", "Qwen3_5MoeTextModel")
+QWEN3_5 = _row("Qwen3.5", "qwen3_5", "Qwen3_5", "Qwen3_5TextModel", "Qwen3_5ForConditionalGeneration", sparse=False)
+QWEN3_5_MOE = _row("Qwen3.5-MoE", "qwen3_5_moe", "Qwen3_5Moe", "Qwen3_5MoeTextModel", "Qwen3_5MoeForConditionalGeneration")
 QWEN3_NEXT = _row("Qwen3-Next", "qwen3_next", "Qwen3Next")

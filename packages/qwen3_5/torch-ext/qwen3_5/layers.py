@@ -112,6 +112,12 @@ class CausalLM(layers.Layer):
     forward = layers.causal_lm_of(QWEN3_5.family).forward
 
 
+class WithVision(layers.Layer):
+    """For Qwen3_5ForConditionalGeneration: as `CausalLM`; the vision tower is left as it is."""
+
+    forward = layers.with_vision_of(QWEN3_5.family).forward
+
+
 class MoeDecoderLayer(layers.Layer):
     """For Qwen3_5MoeDecoderLayer: as `DecoderLayer`, with the router, its experts and the one that every token goes to."""
 
@@ -122,6 +128,12 @@ class MoeCausalLM(layers.Layer):
     """For Qwen3_5MoeForCausalLM: as `CausalLM`, with the router's auxiliary loss and its logits where they are asked for."""
 
     forward = layers.causal_lm_of(QWEN3_5_MOE.family).forward
+
+
+class MoeWithVision(layers.Layer):
+    """For Qwen3_5MoeForConditionalGeneration: as `MoeCausalLM`; the vision tower is left as it is."""
+
+    forward = layers.with_vision_of(QWEN3_5_MOE.family).forward
 
 
 class NextDecoderLayer(layers.Layer):
