@@ -2,6 +2,7 @@
 
 import torch
 
+from ..ops.common import constant_when_traced
 from ..ops.embedding import traced_embedding
 from ..runtime.device import is_ordinary
 from .attention_choice import choose_attention
@@ -17,7 +18,7 @@ from .masks import (
     visible_rows,
 )
 from .modules import all_are_listened_to, is_marked, is_torchs_embedding, original_forward, own_forward
-from .wrapped import inside, is_wrapped
+from .wrapped import inside
 
 
 def _with_documents(model, kwargs, told: bool):
@@ -54,7 +55,12 @@ def _with_documents(model, kwargs, told: bool):
 def _layers_are_ours(model) -> bool:
     """True where a call of each of a decoder's layers runs this package's forward and nothing else."""
     forwards = [own_forward(layer) for layer in getattr(model, "layers", ())]
-    return bool(forwards) and all(is_marked(inside(forward) if is_wrapped(forward) else forward) for forward in forwards)
+    return bool(forwards) and all(_is_ours(forward) for forward in forwards)
+
+
+@constant_when_traced  # what a tracer has read of a wrapper's closure, it cannot call any more
+def _is_ours(forward) -> bool:
+    return is_marked(inside(forward))
 
 
 def _says_documents(position_ids, given: torch.Tensor) -> bool:
