@@ -70,6 +70,11 @@ def stamp(row: Row) -> tuple[str, str]:
     return row.version, row.config.get("processor", "")
 
 
+def rounds_of(row: Row) -> int | None:
+    """Return how many turns a provider took, None where that was not recorded."""
+    return row.config.get("rounds")
+
+
 def origin(rows: list[Row]) -> str:
     """Return what rows of one stamp were measured with: every version of the peers, Bastile's, and the newest date."""
     rows = sorted(rows, key=lambda row: row.timestamp)
@@ -85,7 +90,8 @@ def origin(rows: list[Row]) -> str:
     }
     found = {title: sorted({row.config[name] for row in rows if row.config.get(name)}) for name, title in known.items()}
     parts = [rows[-1].gpu_name, *(f"{title} {' and '.join(versions)}".strip() for title, versions in found.items() if versions)]
-    return f"\n\n<sub>{', '.join(parts)}; Bastile {rows[-1].version}, {rows[-1].timestamp[:10]}.</sub>"
+    unknown = "" if any(map(rounds_of, rows)) else " How many rounds the providers took was not recorded."
+    return f"\n\n<sub>{', '.join(parts)}; Bastile {rows[-1].version}, {rows[-1].timestamp[:10]}.{unknown}</sub>"
 
 
 SHOWN: list[Row] = []  # by every table since this was cleared
@@ -103,14 +109,15 @@ class Table:
         """Add a line. rows: all that its cells were made of."""
         self.lines.append((cells, list(rows)))
 
-    def _marked(self, cells: list[str], rows: list[Row], usual: tuple[str, str]) -> list[str]:
+    def _marked(self, cells: list[str], rows: list[Row], usual: tuple[str, str], recorded: bool) -> list[str]:
         found: dict[tuple[str, str], list[Row]] = {}
         for row in sorted(rows, key=lambda row: row.timestamp):
             found.setdefault(stamp(row), []).append(row)
         notes = []
-        rounds = {row.config["rounds"] for row in rows if row.config.get("rounds") and row.y_value_50}
+        rounds = {rounds_of(row) or 0 for row in rows if row.y_value_50 and (recorded or rounds_of(row))}
         if rounds and min(rounds) < ROUNDS:
-            notes.append(self.notes.reference(f"Rounds: {' and '.join(map(str, sorted(rounds)))}, instead of {ROUNDS}."))
+            said = " and ".join(str(n or "not recorded") for n in sorted(rounds))
+            notes.append(self.notes.reference(f"Rounds: {said}, instead of {ROUNDS}."))
         if set(found) <= {usual}:
             return [" ".join([cells[0], *notes]).strip(), *cells[1:]]
         parts = []
@@ -128,7 +135,8 @@ class Table:
         SHOWN.extend(rows)
         stamps = Counter(stamp(row) for row in sorted(rows, key=lambda row: row.timestamp, reverse=True))
         usual = stamps.most_common(1)[0][0]  # of equally many, the newest
-        body = [self._marked(*line, usual) for line in self.lines]
+        recorded = any(rounds_of(row) for row in rows if stamp(row) == usual)
+        body = [self._marked(*line, usual, recorded) for line in self.lines]
         lines = [list(self.head), ["---"] + ["---:"] * (len(self.head) - 1), *body]
         drawn = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         return drawn + (f"\n\n{remark}" if remark else "") + str(self.notes) + origin([row for row in rows if stamp(row) == usual])

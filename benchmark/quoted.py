@@ -13,8 +13,9 @@ A quantity outside of tables, code and such marks is one that no row has.
 
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
-from .markdown import by_provider, select, times_faster
+from .markdown import by_provider, peers_of, select, stamp, times_faster
 from .providers import is_ours
 from .records import Row
 from .step_tables import leanest, parts_of
@@ -22,22 +23,37 @@ from .suites import QWEN3
 
 NUMBER = re.compile(r"(<!-- number: (.*?) -->)(.*?)(<!-- /number -->)", re.DOTALL)
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
-UNITS = r"(?:%|×(?!\s*\d)|times as\b|(?:µs|us|ms|GiB|GB/s|TFLOP/s|tokens/s)\b)"
+RATES = r"[GT]B/s|TFLOPS|TFLOP/s|tokens(?:/s| a second| per second)"
+UNITS = rf"(?:%|×(?!\s*\d)|x\b(?!\s*\d)|-?fold\b|percent\b|times (?:as|faster|less)\b|(?:µs|us|ms|GiB|{RATES})\b)"
 QUANTITY = re.compile(rf"(?<![\w.])\d[\d.,]*\s*{UNITS}")
 
 
-def _speed(rows: list[Row], tokens: str, provider: str = "bastile") -> str:
-    return times_faster(parts_of(select(rows, x_value=tokens))[0], provider)
+class Said(NamedTuple):
+    """What a sentence says, and the rows that it compares."""
+
+    text: str
+    rows: tuple[Row, ...] = ()
 
 
-def _operation(rows: list[Row], mode: str, x: str) -> str:
-    return times_faster(by_provider(select(rows, metric_name="speed", kernel_operation_mode=mode, x_value=x)))
+def _times_faster(found: dict[str, Row], provider: str = "bastile") -> Said:
+    text = times_faster(found, provider)
+    return Said(text, (found[next(iter(peers_of(found)))], found[provider]) if text else ())
 
 
-def _less_memory(rows: list[Row], tokens: str) -> str:
+def _speed(rows: list[Row], tokens: str, provider: str = "bastile") -> Said:
+    return _times_faster(parts_of(select(rows, x_value=tokens))[0], provider)
+
+
+def _operation(rows: list[Row], mode: str, x: str) -> Said:
+    return _times_faster(by_provider(select(rows, metric_name="speed", kernel_operation_mode=mode, x_value=x)))
+
+
+def _less_memory(rows: list[Row], tokens: str) -> Said:
     memory = parts_of(select(rows, x_value=tokens))[1]
     ours, peer = memory.get("bastile"), leanest(memory)
-    return f"{1 - ours.y_value_50 / peer.y_value_50:.0%}" if ours and peer and ours.y_value_50 and peer.y_value_50 else ""
+    if not (ours and peer and ours.y_value_50 and peer.y_value_50):
+        return Said("")
+    return Said(f"{1 - ours.y_value_50 / peer.y_value_50:.0%}", (peer, ours))
 
 
 def _lengths(rows: list[Row]) -> dict[str, int]:
@@ -45,16 +61,16 @@ def _lengths(rows: list[Row]) -> dict[str, int]:
     return {p: max(int(row.x_value) for row in fits if row.kernel_provider == p) for p in by_provider(fits)}
 
 
-def _longest(rows: list[Row], provider: str) -> str:
+def _longest(rows: list[Row], provider: str) -> Said:
     found = _lengths(rows)
-    return f"{found[provider]:,}" if provider in found else ""
+    return Said(f"{found[provider]:,}" if provider in found else "")
 
 
-def _longest_peer(rows: list[Row]) -> str:
-    return f"{max((n for p, n in _lengths(rows).items() if not is_ours(p)), default=0):,}"
+def _longest_peer(rows: list[Row]) -> Said:
+    return Said(f"{max((n for p, n in _lengths(rows).items() if not is_ours(p)), default=0):,}")
 
 
-KINDS: dict[str, Callable[..., str]] = {
+KINDS: dict[str, Callable[..., Said]] = {
     "speed": _speed,
     "operation": _operation,
     "less_memory": _less_memory,
@@ -69,16 +85,26 @@ def deepest(rows: list[Row]) -> list[Row]:
     return select(rows, layers=None if None in layers else max(layers, default=None))
 
 
-def number_of(text: str, rows: list[Row]) -> str:
+def said(text: str, rows: list[Row]) -> Said:
     """Return what the results say. text: between "number:" and the end of its mark. Raise ValueError for what the results cannot say."""
     kind, kernel, *rest = text.split()
     conditions = {"model": QWEN3.model} | dict(word.split("=") for word in rest if "=" in word)
     arguments = [word for word in rest if "=" not in word]
     rows = select(rows, kernel_name=kernel, **conditions)
-    found = KINDS[kind](deepest(rows) if kind != "operation" else rows, *arguments) if kind in KINDS else ""
-    if not found:
+    found = KINDS[kind](deepest(rows) if kind != "operation" else rows, *arguments) if kind in KINDS else Said("")
+    if not found.text:
         raise ValueError(f"number is {text!r}, which no row of the results says; expected one of {', '.join(KINDS)}, a kernel and tokens")
     return found
+
+
+def number_of(text: str, rows: list[Row]) -> str:
+    """Return the number of a mark. text, Raises: as `said`."""
+    return said(text, rows).text
+
+
+def apart(text: str, rows: list[Row]) -> list[str]:
+    """Return the marks of a document that compare rows of several commits or hosts: a sentence has no notes that could say so."""
+    return [spec for _, spec, *_ in NUMBER.findall(text) if len({stamp(row) for row in said(spec, rows).rows}) > 1]
 
 
 def filled(text: str, rows: list[Row]) -> str:

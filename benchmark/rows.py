@@ -28,7 +28,7 @@ def case_row(
 ) -> Row:
     """Return the row of one metric of a provider."""
     numbers, error = numbers_and_error(value)
-    known = {**case.config, "dtype": settings.dtype_name, "timing": settings.timing}
+    known = {**case.config, "dtype": settings.dtype_name, "timing": settings.timing, "rounds": settings.rounds}
     extra = json.dumps({**known, **config, **error, **records.environment()}, sort_keys=True)
     return Row(operation.name, provider, mode, metric, unit, *case.x, *numbers, extra, records.gpu_name(settings.device))
 
@@ -39,7 +39,8 @@ def liger_row(
     """Return a row of Liger-Kernel's schema: "speed" in ms, "memory" in MB."""
     numbers, error = numbers_and_error(value)
     unit = {"speed": "ms", "memory": "MB"}[metric]
-    extra = json.dumps({**case.config, **config, **error, **records.environment(), "bastile": records.package_version()}, sort_keys=True)
+    known = {**case.config, "rounds": settings.rounds, "bastile": records.package_version()}
+    extra = json.dumps({**known, **config, **error, **records.environment()}, sort_keys=True)
     kernel = (operation.liger and operation.liger.name) or operation.name
     mode = mode.replace("_", "-")
     return LigerRow(kernel, provider, mode, metric, unit, *case.x, *numbers, extra, records.gpu_name(settings.device))
@@ -48,7 +49,7 @@ def liger_row(
 def speed_row(args, kernel: str, provider: str, mode: str, x: tuple[str, str, str], value: Value, **config) -> Row:
     """Return the microseconds of what is no `Operation`. args: of `layers_parser`; x: name, label and value."""
     numbers, error = numbers_and_error(value)
-    known = {"model": models.full_name(args.model), "layers": args.layers}
+    known = {"model": models.full_name(args.model), "layers": args.layers, "rounds": args.rounds}
     extra = json.dumps({**known, **config, **error, **records.environment()}, sort_keys=True)
     return Row(kernel, provider, mode, "speed", "us", *x, *numbers, extra, records.gpu_name(args.device))
 

@@ -64,9 +64,10 @@ def collapsed(rows: list[Row]) -> list[str]:
 
 
 def complaints(text: str, rows: list[Row]) -> list[str]:
-    """Return what is wrong with a document beside tables that are stale: tables that mix commits without saying so, and quantities that no
-    row has."""
+    """Return what is wrong with a document beside tables that are stale: tables that mix commits without saying so, sentences that do, and
+    quantities that no row has."""
     found = [f"{name} does not name {', '.join(versions)}" for _, name, *_ in BLOCK.findall(text) if (versions := unsaid(name, rows))]
+    found += [f"{spec} compares rows of several commits or hosts" for spec in quoted.apart(text, rows)]
     return found + [f"no row has {quantity!r}" for quantity in quoted.unsupported(BLOCK.sub("", text))]
 
 

@@ -60,7 +60,8 @@ def test_the_experts_of_gpt_oss_run(operation, tmp_path):
     assert len(errors) == 7 and max(errors) < 1e-2
     saved = records.read(tmp_path / "cpu" / "gpt_oss_experts.csv")
     routing = operation.partition("_")[2]
-    assert f"| 6 experts, {routing}, forward + backward | 16 |" in tables.table("gpt_oss_experts", saved)
+    table = tables.table("gpt_oss_experts", saved)
+    assert f"| 6 experts, {routing}, forward + backward [1] | 16 |" in table and "[1] Rounds: 1, instead of 3." in table
 
 
 def test_a_sweep_over_models():

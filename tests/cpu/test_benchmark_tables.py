@@ -1,6 +1,7 @@
 """The tables and pictures of the results."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -224,9 +225,46 @@ def test_numbers_of_sentences_come_from_the_results(results, tmp_path, capsys):
         with pytest.raises(ValueError, match="no row of the results"):
             quoted.number_of(wrong, rows)
     capsys.readouterr()
-    document.write_text("A step takes 770 ms, 17 % less, 2.1 × as fast, with 2 × 512 rows, 8 KiB and 30 seconds.\n")
+    document.write_text("In 770 ms, 17 % less, 2.1 × as fast, 1.3x faster, 40 percent, 1.5-fold, 3 TB/s.\n"
+                        "2 × 512 rows, 2x512, 8 KiB and 30 seconds are none.\n")
     assert tables.main([str(document), *arguments, "--check"]) == 1
-    assert [line.split("has ")[1] for line in capsys.readouterr().out.splitlines()] == ["'770 ms'", "'17 %'", "'2.1 ×'"]
+    found = [line.split("has ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert found == ["'770 ms'", "'17 %'", "'2.1 ×'", "'1.3x'", "'40 percent'", "'1.5-fold'", "'3 TB/s'"]
+
+
+@pytest.mark.parametrize("changed", ({"version": "1.0.0+abc"}, {"processor": "EPYC"}), ids=("commit", "host"))
+@pytest.mark.parametrize(("spec", "metric", "other"), (
+    ("speed qwen3_step 8192", "step_time", "liger"), ("less_memory qwen3_step 8192", "memory", "bastile"),
+    ("operation rms_norm forward 8192", "speed", "liger"),
+))  # fmt: skip
+def test_a_sentence_that_compares_commits_or_hosts_is_refused(spec, metric, other, changed, results, tmp_path, capsys):
+    """It has no notes that could say so, as a table has. Rows that it does not compare may be of any."""
+    def planted(provider):
+        def fits(row):
+            return (row.metric_name, row.x_value, row.kernel_provider) == (metric, "8192", provider)
+
+        found = [replaced(row, **changed) if fits(row) else row for row in records.read_all(results / "nvidia-h200")]
+        text = f"<!-- number: {spec} -->{quoted.number_of(spec, found)}<!-- /number -->"
+        return tables.complaints(text, found)
+
+    assert planted(other) == [f"{spec} compares rows of several commits or hosts"] and planted("huggingface") == []
+
+
+def replaced(row, version=None, **config):
+    extra = json.dumps(row.config | config)
+    return dataclasses.replace(row, version=version or row.version, extra_benchmark_config_str=extra)
+
+
+def test_rounds_that_nobody_recorded_are_said():
+    """Below a table where they were recorded of no row, and of a line among others."""
+    known = {"tokens": 2048, "layers": 4}
+    rows = [row("generate", p, mode, x="1", y=9000.0, **known) for p in ("huggingface", "bastile") for mode in ("prefill", "decode")]
+    unknown = tables.table("generate", rows)
+    assert "How many rounds the providers took was not recorded." in unknown and "instead of 3" not in unknown
+    some = [replaced(r, rounds=3) if r.kernel_operation_mode == "decode" else r for r in rows]
+    found = tables.table("generate", some)
+    assert "| prefill, batch 1 [1] |" in found and "[1] Rounds: not recorded, instead of 3." in found and "How many" not in found
+    assert "Rounds" not in tables.table("generate", [replaced(r, rounds=3) for r in rows])
 
 
 def test_steps_whose_tokens_all_go_to_a_few_experts_are_refused(tmp_path, capsys):
