@@ -7,8 +7,9 @@ from torch.nn.functional import logsigmoid
 
 from tests.integrations.adapters import lora
 from tests.integrations.common import batch, install, model_on
-from tests.integrations.parallel import LENGTH, ROWS, assert_gradients, gradients_of, shard
-from tests.integrations.preference import counted
+from tests.integrations.parallel import LENGTH, ROWS, assert_gradients, gradients_of, shard, whole
+from tests.integrations.preference import Outcome, counted, train
+from tests.integrations.preference import lora as adapters
 
 OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1")
 ADVANTAGES = (1.0, -0.5, 0.3, -2.0)
@@ -94,3 +95,44 @@ def check_trl_in_parallel(here, engine, objective, adapted, changes):
 def test_trl_in_parallel(ranks, engine, adapted, changes, objective):
     pytest.importorskip("trl.kernels.chunked_logprob")
     ranks.run(check_trl_in_parallel, engine, objective, adapted, changes)
+
+
+def check_trainers(here, folder, engine, kind, recompute, options):
+    """A trainer of TRL over both processes, with TRL's own head and with ours. accelerate shards on GPUs only, so FSDP2 is put on here."""
+    from accelerate import Accelerator
+
+    options = {**options, "ddp_backend": "gloo"} if here.device == "cpu" else options
+    outcomes = []
+    for ours in (False, True):
+        model = model_on(here.device)
+        model.config._name_or_path = folder  # by which the reference is loaded
+        if ours:
+            here.qwen3.kernelize(model, log_probs={"recompute": recompute})
+        with counted(here.qwen3) as calls, pytest.MonkeyPatch.context() as patch:
+            if engine != "ddp":
+                shard(here, model, engine)
+                patch.setattr(Accelerator, "prepare_model", lambda self, model, **_: model)
+            given = {**options, "peft_config": adapters()} if options.get("lora") else dict(options)
+            given.pop("lora", None)
+            found = train(kind, model, folder, here.device, **given)
+        assert set(calls) == ({"linear_log_probs"} if ours else set())
+        gradients = [{name: whole(tensor) for name, tensor in step.items()} for step in found.gradients]
+        outcomes.append(Outcome(found.logs, gradients, {name: whole(tensor) for name, tensor in found.parameters.items()}))
+    outcomes[1].assert_same(outcomes[0], here.device)
+
+
+@pytest.mark.integration("DPOTrainer: log-probabilities without logits", "GRPOTrainer: log-probabilities without logits")
+@pytest.mark.parametrize("engine", ["ddp", "layers"])
+@pytest.mark.parametrize(
+    ("kind", "recompute", "options"),
+    [
+        ("DPO", True, {}),
+        ("DPO", False, {"lora": True, "gradient_accumulation_steps": 2}),
+        ("GRPO", False, {"beta": 0.04, "entropy_coef": 0.1, "num_iterations": 2}),
+    ],
+    ids=str,
+)
+def test_trainers_of_trl_in_two_processes(ranks, device_type, engine, kind, recompute, options, tmp_path):
+    pytest.importorskip("trl.kernels.chunked_logprob")
+    model_on(device_type).save_pretrained(tmp_path)
+    ranks.run(check_trainers, str(tmp_path), engine, kind, recompute, options)
