@@ -108,12 +108,43 @@ def test_the_same_numbers_as_trl_s(qwen3, dtype, options):
         assert isinstance(found, tuple) and len(found) == 5 and [x is None for x in found] == [
             name != "log_probs" and name not in options[-1] for name in NAMES
         ]
+        assert [x is not None and x.requires_grad for x in found] == [True, found[1] is not None, False, False, False]
         loss = (found[0] * torch.arange(6)).sum() + (0.3 * found[1].sum() if found[1] is not None else 0.0)
         results.append([*(x for x in found if x is not None), *torch.autograd.grad(loss, tensors)])
     bound_of = 1e-5 if dtype == torch.float32 else 2e-2  # TRL adds a bias to logits that it has rounded
     for mine, theirs in zip(*results, strict=True):
         assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
         assert relative_error(mine, theirs.double()) <= bound_of
+
+
+def test_a_class_of_the_user_s_own_derives_from_trl_s(qwen3):
+    theirs = bound()[0]
+    qwen3.apply()
+
+    class Mine(bound()[0]):
+        """Changes nothing."""
+
+    assert issubclass(Mine, theirs)
+    hidden, weight, _ = head()
+    found = [function.apply(hidden, weight, None, torch.arange(6), 1.0, 16)[0] for function in (Mine, theirs)]
+    assert torch.equal(*found)
+
+
+def test_a_refused_kernelize_leaves_trl_as_it_was(qwen3):
+    from trl.trainer.utils import add_fused_lm_head
+
+    theirs, model = bound(), tiny_model()
+    add_fused_lm_head(model)
+    with pytest.raises(RuntimeError, match="before Accelerator.prepare.*and before creating a TRL trainer"):
+        qwen3.kernelize(model)
+    assert bound() == theirs
+    with pytest.warns(RuntimeWarning, match="Qwen3ForCausalLM keeps the forward that trl.trainer.utils gave it"):
+        qwen3.apply(log_probs={"recompute": False})
+    ours = bound()
+    with pytest.raises(RuntimeError, match="before creating a TRL trainer"):
+        qwen3.kernelize(model, log_probs=False)
+    assert bound() == ours and part(qwen3)._options == {"recompute": False}
+    del model.forward  # of which later calls of apply() would warn
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ ROTARY = "apply_rotary_pos_emb"
 WRAPPED = "_original_forward"  # where accelerate keeps the forward that it wrapped for mixed precision
 
 CALL_BEFORE = (
-    "Call apply() or kernelize() before that: before Accelerator.prepare(), Trainer.train() and the making of a trainer of TRL; "
+    "Call apply() or kernelize() before that: before Accelerator.prepare(), before Trainer.train() and before creating a TRL trainer; "
     "apply() before from_pretrained() with a tp_plan"
 )
 

@@ -51,7 +51,9 @@ def _log_probs(original) -> Callable:
         if not known or hidden.dim() != 2 or targets.dtype != torch.int64 or why_theirs(hidden, weight, bias, targets):
             return original.apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)
         options = {"temperature": temperature, "softcap": softcap, "scale": logit_scale, **_options}
-        return tuple(linear_log_probs(hidden, weight, targets, bias, outputs=tuple(outputs), **options)[:5])
+        found = linear_log_probs(hidden, weight, targets, bias, outputs=tuple(outputs), **options)
+        mean = found.mean_logits  # TRL's has no gradient
+        return found.log_probs, found.entropy, found.log_sum_sq_probs, None if mean is None else mean.detach(), found.is_top1
 
     return apply
 
@@ -120,6 +122,10 @@ class StandIn:
         if name == ORIGINAL:
             raise AttributeError(name)
         return getattr(getattr(self, ORIGINAL), name)
+
+    def __mro_entries__(self, bases) -> tuple:
+        """What a class statement takes for a base: TRL's own."""
+        return (getattr(self, ORIGINAL),)
 
     def give(self, owner: str, function: Callable) -> None:
         self.owners.pop(owner, None)
