@@ -5,10 +5,12 @@
 
 The gradients of the log-probabilities are numbers a token that nobody knows in the forward pass, as in preference and reinforcement
 learning; "known coefficients" are those of supervised learning, which follow from the labels. Entropies are computed as trainers log them,
-without a gradient. The floor is the bare cuBLAS products: the logits, dhidden and dweight; where the coefficients are not known the logits
-once more; with a frozen head the logits once and dhidden.
+without a gradient. "Logits kept" is recompute=False, beside what the peers do with the same inputs. The floor is the bare cuBLAS products:
+the logits, dhidden and dweight; where the backward pass makes the logits again, those once more; with a frozen head the logits once and
+dhidden.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -93,15 +95,15 @@ def over_heads(operation, args) -> list[Case]:
     return [Case(("head", "the model whose head it is", n), {"model": n, "tokens": tokens}, (models.size(n), tokens)) for n in names]
 
 
-def parts(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, bool, bool]:
-    """Return hidden states and weight, whether the weight is trained, and whether the coefficients are known."""
+def parts(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Return hidden states and weight, and whether the weight is trained."""
     hidden, weight = (t.detach() for t in (*inputs.leaves, *inputs.others)[:2])
-    return hidden, weight, len(inputs.leaves) > 1, not inputs.output_gradients
+    return hidden, weight, len(inputs.leaves) > 1
 
 
-def products(inputs: Inputs, mode: str):
-    """Return the bare products of a mode, each into memory of its own."""
-    hidden, weight, trained, known = parts(inputs)
+def products(inputs: Inputs, mode: str, again: bool):
+    """Return the bare products of a mode, each into memory of its own. again: are the logits of a trained head made twice?"""
+    hidden, weight, trained = parts(inputs)
     logits = (hidden @ weight.t()).normal_()
     dhidden, dweight = torch.empty_like(hidden), torch.empty_like(weight)
 
@@ -111,7 +113,7 @@ def products(inputs: Inputs, mode: str):
     def full():
         forward()
         torch.mm(logits, weight, out=dhidden)
-        if trained and not known:
+        if trained and again:
             forward()
         if trained:
             torch.mm(logits.t(), hidden, out=dweight)
@@ -119,16 +121,16 @@ def products(inputs: Inputs, mode: str):
     return full if mode == "full" else forward
 
 
-def work(inputs: Inputs, mode: str) -> Work:
-    hidden, weight, trained, known = parts(inputs)
-    count = (4 - known if trained else 2) if mode == "full" else 1
+def work(inputs: Inputs, mode: str, again: bool) -> Work:
+    hidden, weight, trained = parts(inputs)
+    count = (3 + again if trained else 2) if mode == "full" else 1
     return Work(flops=2 * hidden.numel() * weight.shape[0] * count)
 
 
-def of_package(outputs: tuple[str, ...]):
+def of_package(outputs: tuple[str, ...], recompute: bool = True):
     def load(kernel):
         found = providers.operation(kernel, "linear_log_probs")
-        return lambda hidden, weight, target: found(hidden, weight, target, outputs=outputs).log_probs
+        return lambda hidden, weight, target: found(hidden, weight, target, outputs=outputs, recompute=recompute).log_probs
 
     return load
 
@@ -168,8 +170,13 @@ def known_of_package(kernel):
     return lambda hidden, weight, target, coefficients: found(hidden, weight, target, coefficients=coefficients).weighted_sum
 
 
-def declared(name: str, title: str, position: int, frozen: bool = False, computed: tuple[str, ...] = ("log_probs",), **others) -> Operation:
-    """Return the operation with a trained head or a frozen one. computed: what is, of which log_probs is checked and has a gradient."""
+def declared(
+    name: str, title: str, position: int, frozen: bool = False, computed: tuple[str, ...] = ("log_probs",), again: bool = True, **others
+) -> Operation:
+    """Return the operation with a trained head or a frozen one.
+
+    computed: what is, of which log_probs is checked and has a gradient. again: are the logits of a trained head made twice?
+    """
     settings: dict[str, Any] = {
         "outputs": ("log_probs",),
         "formula": formula,
@@ -177,6 +184,7 @@ def declared(name: str, title: str, position: int, frozen: bool = False, compute
         "peers": {"trl": of_trl(computed), "liger": of_liger(computed)},
         "bastile": of_package(computed),
         "reference": reference,
+        "modes": ("full", "forward", "no_grad_forward"),
         **others,
     }
     return Operation(
@@ -186,10 +194,9 @@ def declared(name: str, title: str, position: int, frozen: bool = False, compute
         file="linear_log_probs",
         suite=QWEN3,
         gradients=("dhidden",) if frozen else ("dhidden", "dweight"),
-        work=work,
-        floor=products,
+        work=functools.partial(work, again=again),
+        floor=functools.partial(products, again=again),
         floor_title="bare cuBLAS GEMMs",
-        modes=("full", "forward", "no_grad_forward"),
         writes_inputs=False,
         tokens=(2048, 8192),
         sweeps={"heads": over_heads, **SWEEPS},
@@ -206,6 +213,7 @@ KNOWN = declared(
     "linear_log_probs_known",
     "linear + log-probabilities, known coefficients",
     12,
+    again=False,
     outputs=("sum",),
     formula=known_formula,
     inputs=known_inputs,
@@ -213,7 +221,16 @@ KNOWN = declared(
     bastile=known_of_package,
     reference=known_reference,
 )
-OPERATIONS = (LINEAR_LOG_PROBS, FROZEN, WITH_ENTROPY, FROZEN_ENTROPY, KNOWN)
+KEPT = declared(
+    "linear_log_probs_kept",
+    "linear + log-probabilities, logits kept",
+    13,
+    again=False,
+    bastile=of_package(("log_probs",), recompute=False),
+    modes=("full",),
+)
+NOT_YET = "not measured yet"
+OPERATIONS = (LINEAR_LOG_PROBS, FROZEN, WITH_ENTROPY, FROZEN_ENTROPY, KNOWN, KEPT)
 # What a line of the table is called: of which operation, in which mode.
 LINES = {
     "a frozen head": (FROZEN, "full"),
@@ -221,6 +238,7 @@ LINES = {
     "a trained head": (LINEAR_LOG_PROBS, "full"),
     "a trained head, entropies": (WITH_ENTROPY, "full"),
     "a trained head, known coefficients": (KNOWN, "full"),
+    "a trained head, logits kept": (KEPT, "full"),
     "no gradients": (LINEAR_LOG_PROBS, "no_grad_forward"),
 }
 
@@ -233,6 +251,8 @@ def table(rows: list) -> str:
     names = columns_of(row for found in speed.values() for row in found)
     table = Table("", "head", *map(providers.title, names), "the GEMMs alone", "Bastile: of the GEMMs", "speed vs best peer")
     for name, found in speed.items():
+        if names and not found:
+            table.add([name, "", *(NOT_YET if p == "bastile" else "" for p in names), "", "", ""], [])
         for head in in_order(row.x_value for row in found):
             times = by_provider(select(found, x_value=head))
             memory = by_provider(select(mine[name], metric_name="memory", x_value=head))

@@ -173,8 +173,20 @@ def test_everything_that_was_measured_is_known():
 def test_the_order_of_a_table_is_that_of_the_declarations():
     names = [operation.name for operation in registry.of_suite(suites.QWEN3)]
     first = ["rms_norm", "q_norm", "add_rms_norm", "rotary", "qk_norm_rotary", "swiglu", "linear_cross_entropy", "attention"]
-    of_heads = ("", "_frozen", "_entropy", "_entropy_frozen", "_known")
+    of_heads = ("", "_frozen", "_entropy", "_entropy_frozen", "_known", "_kept")
     assert names == [*first, *(f"linear_log_probs{name}" for name in of_heads)]
+
+
+def test_a_line_of_log_probabilities_that_was_not_measured_says_so():
+    rows = records.read_all(records.RESULTS / "nvidia-h200")
+    others = [r for r in rows if r.kernel_name != "linear_log_probs_kept"]
+    measured = [dataclasses.replace(r, kernel_name="linear_log_probs_kept") for r in others if r.kernel_name == "linear_log_probs"]
+
+    def lines(rows):
+        return [line for line in tables.table("linear_log_probs", rows).splitlines() if line.startswith("| a trained head, logits kept")]
+
+    assert len(lines(others)) == 1 and "not measured yet" in lines(others)[0]
+    assert len(lines(others + measured)) == 3 and not any("not measured" in line for line in lines(others + measured))
 
 
 def test_a_line_that_was_measured_apart_says_so(results):
