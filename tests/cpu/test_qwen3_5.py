@@ -65,8 +65,10 @@ def test_half_precision_is_as_exact_as_before(qwen3_5, name):
 
 @every_family
 @pytest.mark.parametrize("said", ("cu_seq_lens_q", "position_ids"))
-def test_documents_in_a_row_are_those_that_stand_alone(qwen3_5, name, said):
-    """Also where position_ids alone say so, in several rows; transformers raises, or lets documents leak into each other."""
+@pytest.mark.parametrize("cache", ({"use_cache": False}, {}), ids=("without cache", "by default"))
+def test_documents_in_a_row_are_those_that_stand_alone(qwen3_5, name, said, cache):
+    """Also where position_ids alone say so, in several rows, and where a cache is made by default, which holds one document; transformers
+    raises, or lets documents leak into each other."""
     model = tiny(name).eval()
     qwen3_5.apply()
     lengths = (30, 50, 80)
@@ -75,11 +77,14 @@ def test_documents_in_a_row_are_those_that_stand_alone(qwen3_5, name, said):
     if said == "cu_seq_lens_q":
         inputs["cu_seq_lens_q"] = torch.tensor([0, 30, 80, 160], dtype=torch.int32)
     with torch.no_grad():
-        packed = model(input_ids=row, use_cache=False, **inputs).logits
+        packed = model(input_ids=row, **cache, **inputs).logits
         alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in row.split(lengths, 1)], 1)
-        rows = model(input_ids=TOKENS, position_ids=positions.view(2, 80), use_cache=False).logits
+        rows = model(input_ids=TOKENS, position_ids=positions.view(2, 80), **cache).logits
     assert torch.allclose(packed, alone, atol=1e-5)
     assert torch.allclose(rows.reshape(1, 160, -1), alone, atol=1e-5)
+    if said == "cu_seq_lens_q":
+        with pytest.raises(ValueError, match="cu_seq_lens_q has 3 documents, and there is a cache, expected no cache.*use_cache=False"):
+            model(input_ids=row, use_cache=True, **inputs)
 
 
 @every_family

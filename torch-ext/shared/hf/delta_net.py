@@ -39,16 +39,22 @@ class MixedLayer(FusedLayer):
         return run(module, x, attention_mask, past_key_values, position_embeddings, kwargs)
 
 
-def documents_for(position_ids, attention_mask, past_key_values, given: dict) -> dict:
-    """Makes the argument in which a model's forward hands documents to its delta nets; empty where the caller did it, or there are none to
-    find."""
-    if not isinstance(position_ids, torch.Tensor) or torch.compiler.is_compiling() or given.get("cu_seq_lens_q") is not None:
+def documents_for(position_ids, attention_mask, past_key_values, use_cache, cu_seq_lens_q=None, **others) -> dict:
+    """Makes the arguments in which a model's forward hands documents to its delta nets; empty where there are none to find.
+
+    A cache holds the states of one document a row. transformers makes one by default, so a row of documents gets none unless it is asked
+    for; where it is, position_ids alone say nothing of documents, as in transformers.
+    """
+    if past_key_values is not None:
         return {}
-    if attention_mask is not None or past_key_values is not None:
+    without_cache = {"use_cache": False} if use_cache is None else {}
+    if cu_seq_lens_q is not None:
+        return without_cache
+    if use_cache or attention_mask is not None or torch.compiler.is_compiling() or not isinstance(position_ids, torch.Tensor):
         return {}
     text = position_ids[0] if position_ids.dim() == 3 and position_ids.shape[0] == 4 else position_ids
     found = document_bounds(text) if text.dim() == 2 and is_plain(text) else None
-    return {} if found is None else {DOCUMENTS: found}
+    return {} if found is None else {DOCUMENTS: found, **without_cache}
 
 
 def gated_norm_forward(layer, hidden_states, gate):
@@ -81,6 +87,11 @@ def delta_net_forward(self, hidden_states, cache_params=None, attention_mask=Non
         return original_forward(self)(self, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
     documents = kwargs.get("cu_seq_lens_q")
     documents = kwargs.get(DOCUMENTS) if documents is None else documents
+    if documents is not None and cache_params is not None:
+        if documents.numel() - 1 > hidden_states.shape[0]:
+            found = f"cu_seq_lens_q has {documents.numel() - 1} documents, and there is a cache"
+            raise ValueError(f"{found}, expected no cache: it has the states of one document a row. Pass use_cache=False")
+        documents = None
     shape = hidden_states.shape
     hidden_states = sys.modules[type(self).__module__].apply_mask_to_padding_states(hidden_states, attention_mask)
     if documents is not None and shape[0] > 1:

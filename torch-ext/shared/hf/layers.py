@@ -134,8 +134,8 @@ def decoder_layer_of(own: FusedLayer) -> Type[Layer]:
 def model(family: Optional[Family] = None, arguments_for: Optional[Callable[..., Dict[str, Any]]] = None) -> Type[Layer]:
     """The layer for a family's decoder: the same, with attention of ours where it has the one that transformers chooses by default.
 
-    family: needed of one with a vision tower. arguments_for: called with position_ids, attention_mask, past_key_values and the other
-    keyword arguments, returns more of those for the model's own forward.
+    family: needed of one with a vision tower. arguments_for: called with all arguments but the tokens, by name, returns those for the
+    model's own forward that are more or others.
     """
     if family is not None and family.whole:
         return _layer(decoder_with_vision)
@@ -151,12 +151,10 @@ def model(family: Optional[Family] = None, arguments_for: Optional[Callable[...,
         use_cache=None,
         **kwargs,
     ):
+        kwargs.update(attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache)
         if arguments_for is not None:
-            kwargs.update(arguments_for(position_ids, attention_mask, past_key_values, kwargs))
-        return model_forward(
-            self, told, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
-        )
+            kwargs.update(arguments_for(**kwargs))
+        return model_forward(self, told, input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
 
     return _layer(forward)
 
