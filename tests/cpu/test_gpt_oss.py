@@ -8,9 +8,7 @@ import sys
 import kernels
 import pytest
 import torch
-from kernels import Mode
 from torch import nn
-from transformers.integrations import moe
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from tests.models import (
@@ -29,8 +27,9 @@ from tests.mutants import ROOT
 from tests.ops import experts as experts_checks
 from tests.ops import rms_norm, round_last_rms_norm
 from tests.ops.common import FLOATS
+from tests.patched import called_operations, everything_of, install, step_without_small_gradients
 from tests.tolerances import assert_close
-from tests.versions import DECORATORS, forward_of
+from tests.versions import DECORATORS
 from tools.kernel_package import read_package
 from tools.targets import operations
 
@@ -43,50 +42,27 @@ CLASSES = ["GptOssRMSNorm", "GptOssExperts", "GptOssForCausalLM", "GptOssDecoder
 FACTOR = 10
 
 
+PLACES = (
+    ("shared.hf.experts", ("experts",)),
+    ("shared.hf.forwards", ("rotary",)),
+    ("shared.hf.causal_lm", ("linear_cross_entropy",)),
+    ("shared.hf.decoder_layer", ("norm_attention_inputs", "norm_experts", "add_rms_norm")),
+)
+
+
 def everything():
     """All that can be found of transformers' GPT-OSS."""
-    rotary = modeling_gpt_oss.apply_rotary_pos_emb
-    found = [dict(vars(modeling_gpt_oss)), dict(vars(type(rotary))), dict(moe.ExpertsInterface._global_mapping)]
-    classes = [getattr(modeling_gpt_oss, name) for name in CLASSES]
-    return found + [dict(vars(cls)) for cls in classes] + [{cls: forward_of(cls) for cls in classes}]
+    return everything_of(modeling_gpt_oss, CLASSES)
 
 
 def exact_step(model, **inputs):
-    """A step in float32, which takes the place of an exact one: GPT-OSS computes its norms in no wider dtype. Without the gradients
-    of a handful of numbers, whose errors in half precision are a matter of luck."""
-    step = Step(copy.deepcopy(model).float(), **inputs)
-    step.gradients = {name: gradient for name, gradient in step.gradients.items() if gradient.numel() > 16}
-    return step
-
-
-def install(gpt_oss, model, how):
-    if how == "apply":
-        gpt_oss.apply()
-    elif how == "kernelize":
-        assert gpt_oss.kernelize(model) is model
-    elif how == "mapping":
-        with kernels.use_kernel_mapping(gpt_oss.mapping()):
-            kernels.kernelize(model, mode=Mode.TRAINING)
+    """A step in float32, which takes the place of an exact one: GPT-OSS computes its norms in no wider dtype."""
+    return step_without_small_gradients(copy.deepcopy(model).float(), **inputs)
 
 
 def uses(gpt_oss, model, step=lambda model: model.train()(input_ids=TOKENS, labels=LABELS)):
     """The operations of ours that a step of the model calls."""
-    called = set()
-    with pytest.MonkeyPatch.context() as patch:
-        for where, names in (("shared.hf.experts", ("experts",)), ("shared.hf.forwards", ("rotary",)),
-                             ("shared.hf.causal_lm", ("linear_cross_entropy",)),
-                             ("shared.hf.decoder_layer", ("norm_attention_inputs", "norm_experts", "add_rms_norm"))):
-            module = sys.modules[f"{gpt_oss.__name__}.{where}"]
-            for name in names:
-                original = getattr(module, name)
-
-                def spy(*args, name=name, original=original, **kwargs):
-                    called.add(name)
-                    return original(*args, **kwargs)
-
-                patch.setattr(module, name, spy)
-        step(model)
-    return called
+    return called_operations(gpt_oss, PLACES, lambda: step(model))
 
 
 ALL = {"linear_cross_entropy", "norm_attention_inputs", "norm_experts"}

@@ -9,7 +9,8 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from tests.models import Step, random_tokens, tiny_model, tiny_qwen3_moe
-from tests.qwen3_moe_steps import FACTOR, FUSED, LABELS, TOKENS, exact_step, install, lora, uses
+from tests.patched import install, lora
+from tests.qwen3_moe_steps import FACTOR, FUSED, LABELS, TOKENS, exact_step, uses
 from tests.tolerances import assert_close, relative_error
 
 

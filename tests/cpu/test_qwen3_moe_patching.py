@@ -13,7 +13,8 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from tests.models import Step, tiny_model, tiny_qwen3_moe
 from tests.mutants import ROOT
-from tests.qwen3_moe_steps import EXPERTS, FACTOR, FUSED, LABELS, OPERATIONS, TOKENS, everything, exact_step, install, lora, uses
+from tests.patched import install, lora
+from tests.qwen3_moe_steps import EXPERTS, FACTOR, FUSED, LABELS, OPERATIONS, TOKENS, everything, exact_step, uses
 from tools.kernel_package import read_package
 from tools.targets import operations
 

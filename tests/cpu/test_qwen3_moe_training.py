@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.models import Step, check_compiled, check_same_bits, sharded, tiny_qwen3_moe, whole
-from tests.qwen3_moe_steps import EXPERTS, FACTOR, LABELS, TOKENS, exact_step, install, lora, uses
+from tests.patched import install, lora
+from tests.qwen3_moe_steps import EXPERTS, FACTOR, LABELS, TOKENS, exact_step, uses
 from tests.tolerances import assert_close, relative_error
 
 

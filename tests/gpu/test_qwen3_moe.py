@@ -10,6 +10,8 @@ import torch
 from tests.models import Step, random_tokens, tiny_qwen3_moe
 from tests.ops import sparse_nodes
 from tests.ops.common import FLOATS
+from tests.patched import lora
+from tests.qwen3_moe_steps import exact_step
 
 DEVICE = "cuda"
 TOKENS = random_tokens(2, 129)
@@ -59,21 +61,6 @@ def model_of(dtype, **changes):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128, "num_attention_heads": 8, "head_dim": 128,
              "num_experts": 16, "num_experts_per_tok": 4}  # fmt: skip
     return tiny_qwen3_moe(dtype, **{**sizes, **changes}).to(DEVICE)
-
-
-def exact_step(model, **inputs):
-    model = copy.deepcopy(model).double()
-    model.set_experts_implementation("eager")
-    step = Step(model, **inputs)
-    step.gradients = {name: gradient for name, gradient in step.gradients.items() if gradient.numel() > 16}
-    return step
-
-
-def lora(model, **options):
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(r=8, init_lora_weights=False, task_type="CAUSAL_LM", **options)).train()
 
 
 @pytest.mark.parametrize("how", ("apply", "kernelize"))
@@ -130,7 +117,7 @@ def test_two_steps_give_the_same_bits(qwen3):
 @pytest.mark.parametrize("adapter", (False, True), ids=("full", "LoRA"))
 def test_the_host_does_not_wait_in_a_step(qwen3, adapter):
     ids, model = TOKENS.to(DEVICE), qwen3.kernelize(model_of(BF16))
-    model = lora(model, target_modules=["q_proj", "o_proj"]) if adapter else model
+    model = lora(model, 8, target_modules=["q_proj", "o_proj"]) if adapter else model
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -169,7 +156,7 @@ def test_packed_documents(qwen3):
                                       "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
                          ids=("attention", "experts"))  # fmt: skip
 def test_lora(qwen3, options):
-    ids, model = TOKENS.to(DEVICE), lora(model_of(torch.float32), **options)
+    ids, model = TOKENS.to(DEVICE), lora(model_of(torch.float32), 8, **options)
     model.get_base_model().set_experts_implementation("eager")
     expected = Step(model, input_ids=ids, labels=ids)
     model.get_base_model().set_experts_implementation("grouped_mm")
