@@ -61,24 +61,28 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
     return (u + 1) * (g * torch.sigmoid(g * ALPHA))
 
 
-def huggingface(hidden, scores, gate_up, down, gate_up_bias, down_bias, expert):
+def of_huggingface(hidden, expert, scores, apply_gate, is_transposed, gate_up_proj, down_proj, **biases):
     """Call transformers' `grouped_mm` implementation, with what it asks of a module."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     module: Any = SimpleNamespace(
-        gate_up_proj=gate_up,
-        gate_up_proj_bias=gate_up_bias,
-        down_proj=down,
-        down_proj_bias=down_bias,
-        num_experts=gate_up.shape[0],
+        gate_up_proj=gate_up_proj,
+        down_proj=down_proj,
+        num_experts=gate_up_proj.shape[0],
         has_gate=True,
-        has_bias=True,
+        has_bias=bool(biases),
         has_post_expert_norm=False,
-        is_transposed=True,
+        is_transposed=is_transposed,
         _is_expert_parallel=False,
-        _apply_gate=gate,
+        _apply_gate=apply_gate,
+        **biases,
     )
     return grouped_mm_experts_forward(module, hidden, expert, scores)
+
+
+def huggingface(hidden, scores, gate_up, down, gate_up_bias, down_bias, expert):
+    weights = {"gate_up_proj": gate_up, "gate_up_proj_bias": gate_up_bias, "down_proj": down, "down_proj_bias": down_bias}
+    return of_huggingface(hidden, expert, scores, gate, is_transposed=True, **weights)
 
 
 def reference(given: Inputs) -> Reference:

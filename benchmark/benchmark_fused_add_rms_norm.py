@@ -1,7 +1,5 @@
 """The residual's addition and RMSNorm with an offset and a choice of casts, as the families of Liger's models have them."""
 
-import torch.nn.functional as F
-
 if not __package__:  # run as a file, or by `kernels benchmark`
     import sys
     from pathlib import Path
@@ -10,6 +8,7 @@ if not __package__:  # run as a file, or by `kernels benchmark`
     __package__ = Path(__file__).absolute().parent.name
 
 from . import eager, providers
+from .benchmark_add_rms_norm import of_package, of_torch
 from .harness import main
 from .kernels_cli import OperationBenchmark
 from .operation import Inputs, LigerConvention, Limit, Operation, bytes_moved
@@ -22,24 +21,9 @@ def inputs(size, tokens, random) -> Inputs:
     return Inputs(leaves, output_gradients=(random.normal(*shape), random.normal(*shape)))
 
 
-def of_torch():
-    """Return the addition and PyTorch's own RMSNorm."""
-
-    def call(x, residual, weight):
-        total = x + residual
-        return F.rms_norm(total, weight.shape, weight, eager.EPS), total
-
-    return call
-
-
 def of_liger():
     function = providers.liger("ops", "LigerFusedAddRMSNormFunction")
     return lambda x, residual, weight: function.apply(x, residual, weight, eager.EPS, 0.0, "llama", False)
-
-
-def of_package(package):
-    function = providers.operation(package, "add_rms_norm")
-    return lambda x, residual, weight: function(x, residual, weight, eager.EPS)
 
 
 FUSED_ADD_RMS_NORM = Operation(

@@ -8,16 +8,11 @@ if not __package__:  # run as a file, or by `kernels benchmark`
     __package__ = Path(__file__).absolute().parent.name
 
 from . import eager, providers
+from .benchmark_geglu import inputs
 from .harness import main
 from .kernels_cli import OperationBenchmark
-from .operation import Inputs, LigerConvention, Limit, Operation, bytes_moved
+from .operation import LigerConvention, Limit, Operation, bytes_moved
 from .suites import LIGER
-
-
-def inputs(size, tokens, random) -> Inputs:
-    shape = (tokens, size.intermediate)
-    return Inputs((random.normal(*shape), random.normal(*shape)), output_gradients=(random.normal(*shape),))
-
 
 LIGER_SWIGLU = Operation(
     name="liger_swiglu",

@@ -5,8 +5,6 @@ chosen uniformly, or so that the first ones get most tokens.
 """
 
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -18,7 +16,7 @@ if not __package__:  # run as a file, or by `kernels benchmark`
     __package__ = Path(__file__).absolute().parent.name
 
 from . import models, providers
-from .benchmark_experts import choice, floor, work
+from .benchmark_experts import choice, floor, of_huggingface, work
 from .harness import main
 from .kernels_cli import OperationBenchmark
 from .operation import Inputs, Operation, Random, Reference
@@ -45,21 +43,7 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def huggingface(hidden, scores, gate_up, down, expert):
-    """Call transformers' `grouped_mm` implementation, with what it asks of a module."""
-    from transformers.integrations.moe import grouped_mm_experts_forward
-
-    module: Any = SimpleNamespace(
-        gate_up_proj=gate_up,
-        down_proj=down,
-        num_experts=gate_up.shape[0],
-        has_gate=True,
-        has_bias=False,
-        has_post_expert_norm=False,
-        is_transposed=False,
-        _is_expert_parallel=False,
-        _apply_gate=gate,
-    )
-    return grouped_mm_experts_forward(module, hidden, expert, scores)
+    return of_huggingface(hidden, expert, scores, gate, gate_up_proj=gate_up, down_proj=down, is_transposed=False)
 
 
 def liger():
