@@ -5,7 +5,7 @@ Under autocast over an fp32 model the residual stream stays in fp32: the norms r
 is rounded to that once a forward pass, whose result the backward pass uses again. Gradients are of their parameters' own dtypes.
 """
 
-from typing import Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 
@@ -23,6 +23,7 @@ from .projection import (
     Projection,
     by_projection,
     check_projection,
+    flat_parts,
     layout_of,
     needs_in_parts,
     present_of,
@@ -33,7 +34,6 @@ from .projection import (
 from .projections import Copies, Projections, of_second_half, of_second_half_loaded
 from .spec import Inputs, Norm, Outputs
 from .steps import (
-    GroupGradients,
     GroupNeeds,
     InputNeeds,
     InputSaved,
@@ -104,23 +104,23 @@ def _attention_inputs_gradients(dq, dk, dv, dresidual, layout: Layout, whole, ne
 
     saved: `InputTensors`, `InputSaved`, `count` tensors of projections, and what was made.
     """
-    tensors, of_results, parts, made = _input_saved(saved, count)
+    of_tensors, of_results, parts, made = _pieces(saved, len(InputTensors._fields), INPUTS_SAVED, INPUTS_SAVED + count)
+    tensors, results = InputTensors(*of_tensors), InputSaved(*of_results)
     projections, _ = Projections.loaded(layout.groups[0], layout.all_of(parts), made, whole)
     need, of_parts = InputNeeds(*needs[: len(tensors)]), needs_in_parts(layout.all_of(needs[len(tensors) :]))
     x, dresidual = tensors.x.reshape(-1, tensors.x.shape[-1]), dresidual.reshape(-1, tensors.x.shape[-1])
-    found = inputs_backward(layout.spec, (dq, dk, dv, dresidual), tensors._replace(x=x), of_results, projections, need, of_parts)
+    found = inputs_backward(layout.spec, (dq, dk, dv, dresidual), tensors._replace(x=x), results, projections, need, of_parts)
     dx = None if found.x is None else found.x.view(tensors.x.shape)
-    return (dx, *found[1:-1], *layout.present([gradient for each in found.projections for gradient in each]))
+    return (dx, *found[1:-1], *layout.present(flat_parts(found.projections)))
 
 
 INPUTS_SAVED = len(InputTensors._fields) + len(InputSaved._fields)  # in front of the projections' tensors
 MLP_SAVED = len(OutputTensors._fields) + len(MLPSaved._fields)
 
 
-def _input_saved(saved: Sequence, count: int):
-    """(`InputTensors`, `InputSaved`, tensors of projections, what was made) of what lies side by side."""
-    first, second = len(InputTensors._fields), INPUTS_SAVED
-    return InputTensors(*saved[:first]), InputSaved(*saved[first:second]), saved[second : second + count], saved[second + count :]
+def _pieces(saved: Sequence, *ends: int) -> List[Sequence]:
+    """What a node saved side by side, cut at these places."""
+    return [saved[start:end] for start, end in zip((0, *ends), (*ends, len(saved)))]
 
 
 _replayed_inputs = replayed_with_products(_attention_inputs)
@@ -211,24 +211,14 @@ def _mlp_gradients(dout, layout: Layout, whole, needs: tuple, count: int, *saved
 
     saved: `OutputTensors`, `MLPSaved`, `count` tensors of projections, and what was made.
     """
-    tensors, results, parts, made = _mlp_saved(saved, count)
+    of_tensors, of_results, parts, made = _pieces(saved, len(OutputTensors._fields), MLP_SAVED, MLP_SAVED + count)
+    tensors, results = OutputTensors(*of_tensors), MLPSaved(*of_results)
     found = of_second_half_loaded(list(zip(layout.groups, layout.by_group(layout.all_of(parts)))), made, whole)
     need, of_parts = OutputNeeds(*needs[: len(tensors)]), layout.all_of(needs[len(tensors) :])
     of_groups = GroupNeeds(*three_of([needs_in_parts(each) for each in layout.by_group(of_parts)]))
     gradients = mlp_backward(layout.spec, dout, tensors, results, OutputGroups(*three_of(found)), need, of_groups)
     dx = None if gradients.x is None else gradients.x.view(dout.shape)
-    return (dx, *gradients[1:-1], *layout.present(flat(gradients.projections)))
-
-
-def flat(gradients: GroupGradients) -> list:
-    """The gradients of all projections as `tensors_of` lists the tensors."""
-    return [gradient for group in gradients for each in group for gradient in each]
-
-
-def _mlp_saved(saved: Sequence, count: int):
-    """(`OutputTensors`, `MLPSaved`, tensors of projections, what was made) of what lies side by side."""
-    first, second = len(OutputTensors._fields), MLP_SAVED
-    return OutputTensors(*saved[:first]), MLPSaved(*saved[first:second]), saved[second : second + count], saved[second + count :]
+    return (dx, *gradients[1:-1], *layout.present(flat_parts(*gradients.projections)))
 
 
 _replayed_mlp = replayed_with_products(_mlp)

@@ -108,6 +108,11 @@ def in_parts(tensors: Sequence) -> List[Parts]:
     return [Parts._make(each) for each in by_projection(tensors)]
 
 
+def flat_parts(*groups: Sequence[Parts]) -> list:
+    """Lists what the parts of all projections hold, in the order of `tensors_of`."""
+    return [tensor for group in groups for parts in group for tensor in parts]
+
+
 def needs_in_parts(needs: Sequence) -> List[PartNeeds]:
     """Cuts by projection what is listed for each of `tensors_of`: whether it needs a gradient."""
     return [PartNeeds._make(each) for each in by_projection(needs)]

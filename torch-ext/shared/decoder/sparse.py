@@ -33,7 +33,7 @@ from ..ops.grouped_gemm import Groups
 from ..ops.routing import Routing
 from .nodes import add_branch_reference, check_attended, check_like
 from .norms import norm_reference
-from .projection import FourBitWeight, Parts, Projection, layout_of, needs_in_parts, projection_reference, tensors_of
+from .projection import FourBitWeight, Parts, Projection, flat_parts, layout_of, needs_in_parts, projection_reference, tensors_of
 from .projections import Projections, of_second_half, of_second_half_loaded
 from .shared_expert import (
     SharedExpert,
@@ -239,7 +239,7 @@ class _NormExperts(torch.autograd.Function):
                 dy += dshared.y
             tensors, joined = OutputTensors(x, attended, after, before, None), Joined(x, x, o_out, rstd, o_rstd)
             *gradients, do = join_backward(spec.outputs, dy, dout, tensors, joined, o, need, need_o)
-        dparts = [gradient for each in (*do, *dshared.inner, *dshared.down) for gradient in each]
+        dparts = flat_parts(do, dshared.inner, dshared.down)
         dx, *gradients = gradients
         return (None, None, None if dx is None else dx.view(ctx.shape), *gradients, drouter, dbias, dshared.gate, *dweights, *dparts)
 

@@ -13,7 +13,7 @@ import torch
 from ..ops.common import once_differentiable, operator_of
 from .heads import is_fused
 from .operators import replayed_operator
-from .projection import SIZE, Group, needs_in_parts, with_numbers
+from .projection import SIZE, Group, flat_parts, needs_in_parts, with_numbers
 from .projections import Projections, of_second_half, of_second_half_loaded
 from .spec import Inputs, Outputs, encoded, inputs_of, outputs_of
 from .steps import (
@@ -161,7 +161,7 @@ def _attention_inputs_gradients(
     saved = InputSaved(q, k, *rstds)
     need, of_parts = InputNeeds(*needs[: len(tensors)]), needs_in_parts(needs[len(tensors) :])
     found = inputs_backward(description, (dq, dk, dv, dresidual), tensors, saved, projections, need, of_parts)
-    return _needed((*found[:-1], *[gradient for each in found.projections for gradient in each]))
+    return _needed((*found[:-1], *flat_parts(found.projections)))
 
 
 def _fake_attention_inputs_gradients(dq, dk, dv, dresidual, x, norm, q_norm, k_norm, cos, sin, spec, dtype, parts, *rest):
@@ -306,8 +306,7 @@ def _mlp_gradients(
     saved, projected = saved._replace(gate=gate, up=up), OutputGroups(*three_of(found))
     gradients = mlp_backward(outputs_of(spec), dout, tensors, saved, projected, need, of_groups, again)
     dx = None if gradients.x is None else gradients.x.view(dout.shape)
-    of_projections = [gradient for group in gradients.projections for each in group for gradient in each]
-    return _needed((dx, *gradients[1:-1], *of_projections))
+    return _needed((dx, *gradients[1:-1], *flat_parts(*gradients.projections)))
 
 
 def _fake_mlp_gradients(dout, x, attended, after, before, behind, spec, dtype, parts, *rest):

@@ -67,7 +67,7 @@ def prepare(targets: Targets) -> Family:
 
 
 def unknown_of(families: Sequence[Family], wanted=None) -> Dict[str, Dict[str, Tuple[str, ...]]]:
-    """Lists by family what `versions.note` is to speak of. wanted: the operations that someone asked for, None for all."""
+    """Lists, by family, the operations of unknown text for `versions.note`. wanted: those that were asked for, None for all."""
     return {
         family.targets.model: {name: texts for name, texts in family.unknown.items() if wanted is None or wanted.get(argument_of(name))}
         for family in families
@@ -92,7 +92,7 @@ def _patch(owner, attribute, replacement):
 
 
 def _restore(owner, attribute):
-    """Puts back what `_patch` replaced, except where someone has put a thing of theirs over ours since."""
+    """Puts back what `_patch` replaced, unless something else has been put over it since."""
     state, current = vars(owner), ownership.current(owner, attribute)
     if SAVED + attribute in state and (is_marked(current) or current is state[SAVED + attribute]):
         put(owner, attribute, state[SAVED + attribute])
@@ -100,7 +100,7 @@ def _restore(owner, attribute):
 
 
 def _live_modules(families: Families):
-    """Every module there is. A forward of its own hides the one of its class, and nobody else knows which modules have one."""
+    """Lists every module of the process. A module's own forward hides its class's, and nothing lists the modules that have one."""
     rotaries = [ownership.own_rotary(sys.modules[targets.modeling]) for targets in families if targets.modeling in sys.modules]
     known = [*bound_modules(), *(rotary for rotary in rotaries if isinstance(rotary, nn.Module))]
     found = {id(module): module for module in known}  # gc.freeze() hides modules from the next line
@@ -122,12 +122,15 @@ def register(families: Sequence[Family]):
 def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True):
     """Puts the layers on transformers' classes, of which exactly those are active afterwards whose operations are wanted.
 
-    wanted: an entry for each operation of the families, True or False; of `fused_linear_cross_entropy` it may be a mapping of options of
-    the loss, which stands for True. log_probs: whether TRL's trainers get ours too, or a mapping of its options
-    (trl.py).
+    Args:
+        wanted: an entry for each operation of the families, True or False; that of `fused_linear_cross_entropy` may be a mapping of options
+            of the loss, which stands for True.
+        unpad, keep_attention, recompute_mlp: as of `apply`.
+        log_probs: whether TRL's trainers get ours too, or a mapping of its options (trl.py).
 
-    Raises TypeError for an option that does not exist, ImportError when transformers is absent or its
-    version does not fit.
+    Raises:
+        TypeError: for an option that does not exist.
+        ImportError: when transformers is absent or its version does not fit.
     """
     options = _loss_options(wanted[LOSS])
     trl.options_of(log_probs)  # raises before anything is changed
@@ -164,7 +167,7 @@ def _tell_causal_lm(causal_lm, options, unpad):
 
 
 def _forget_what_one_model_was_told(targets: Targets, modeling, modules):
-    """What `apply` says now is for the models, too, that `kernelize` was told something else of."""
+    """Removes what `kernelize` noted on single models: `apply` decides for them too."""
     told = [targets.classes[name][0] for name in (*LOSSES, "decoder_layer", "attention") if name in targets.classes]
     classes = tuple(present(*(own_class(modeling, name) for name in told)))
     for module in modules:
@@ -174,7 +177,7 @@ def _forget_what_one_model_was_told(targets: Targets, modeling, modules):
 
 
 def _watch_decoders(targets: Targets, modeling, modules):
-    """Lets the decoders that there are notice that someone asks for an implementation of attention by name."""
+    """Makes the existing decoders notice when an implementation of attention is asked for by name."""
     decoder = own_class(modeling, targets.classes["attention"][0])
     for module in modules:
         if decoder is not None and isinstance(module, decoder) and "config" in vars(module):
@@ -182,31 +185,42 @@ def _watch_decoders(targets: Targets, modeling, modules):
 
 
 def _patch_family(targets: Targets, modeling, wanted, modules):
-    """Puts the layers of one family on its classes, and takes those off that are not wanted. modules: of the process."""
+    """Puts the wanted layers of one family on its classes, and takes the others off. modules: all of the process."""
     for name in targets.fused if wanted.get("decoder_layer") else ():
         stranger = ownership.stranger(targets, modeling, name)
         if stranger:
             _warn_of_stranger(stranger, "decoder_layer", stacklevel=4)
     for operation, on in wanted.items():
-        owner, attribute, replacement = _target(targets, modeling, operation)
-        if on:
-            stranger = ownership.stranger(targets, modeling, ownership.ROTARY if operation == "rope" else targets.classes[operation][0])
-            if stranger:
-                _warn_of_stranger(stranger, operation, stacklevel=4)
-            if owner is not None and not (stranger if owner is modeling or operation == "rope" else ownership.class_stranger(owner)):
-                if operation == "rope" and owner is not modeling:  # or a function that wraps it later hides it
-                    setattr(modeling, SAVED + "rotary", ownership.own_rotary(modeling))
-                _patch(owner, attribute, replacement)
-                _bind_hidden(owner, replacement, modules)
-        elif owner is not None:
-            _restore(owner, attribute)
-            classes = owner
-            if operation == "rope":
-                classes = (type(ownership.own_rotary(modeling)), *present(own_class(modeling, targets.attention)))
-            for module in modules:
-                if isinstance(module, classes):
-                    ownership.unbind(module)
-                    leave_attention(module)
+        (_put_on if on else _take_off)(targets, modeling, operation, modules)
+
+
+def _put_on(targets: Targets, modeling, operation, modules):
+    """Puts the layer of one operation where it goes, unless something that is not transformers' own is there."""
+    owner, attribute, replacement = _target(targets, modeling, operation)
+    stranger = ownership.stranger(targets, modeling, ownership.ROTARY if operation == "rope" else targets.classes[operation][0])
+    if stranger:
+        _warn_of_stranger(stranger, operation, stacklevel=5)
+    if owner is None or (stranger if owner is modeling or operation == "rope" else ownership.class_stranger(owner)):
+        return
+    if operation == "rope" and owner is not modeling:  # or a function that wraps it later hides it
+        setattr(modeling, SAVED + "rotary", ownership.own_rotary(modeling))
+    _patch(owner, attribute, replacement)
+    _bind_hidden(owner, replacement, modules)
+
+
+def _take_off(targets: Targets, modeling, operation, modules):
+    """Takes the layer of one operation off its class and off every module that has it."""
+    owner, attribute, _ = _target(targets, modeling, operation)
+    if owner is None:
+        return
+    _restore(owner, attribute)
+    classes = owner
+    if operation == "rope":
+        classes = (type(ownership.own_rotary(modeling)), *present(own_class(modeling, targets.attention)))
+    for module in modules:
+        if isinstance(module, classes):
+            ownership.unbind(module)
+            leave_attention(module)
 
 
 def _warn_of_stranger(stranger, operation, stacklevel):
@@ -242,7 +256,7 @@ def _bind_hidden(owner, replacement, modules):
                 others.append(module)
             else:
                 ownership.bind(module, replacement)
-    ownership.warn_of_others(others, stacklevel=5)
+    ownership.warn_of_others(others, stacklevel=6)
 
 
 def reset(families: Families):
@@ -305,7 +319,7 @@ def _register_experts():
 
 
 def _unregister_experts(modules):
-    """Takes the choice back, unless another package offers it too or a model has been given it: that goes on asking for it."""
+    """Takes the choice back, unless another package offers it too or a model still asks for it."""
     interface = _experts_interface()
     registered = {} if interface is None else dict(vars(interface).get(SAVED + "experts", {}))
     if registered.pop(__name__, None) is None:

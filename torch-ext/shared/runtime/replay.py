@@ -194,7 +194,7 @@ def _autocast_of(tensor: torch.Tensor) -> Optional[torch.dtype]:
 
 
 def _is_minus_zero(arg: Any) -> bool:
-    """0.0 and -0.0 are equal."""
+    """Tells -0.0 from 0.0, which is equal to it."""
     return type(arg) is float and not arg and copysign(1.0, arg) < 0
 
 
