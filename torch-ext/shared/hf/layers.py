@@ -3,8 +3,6 @@ they become. A package's layers.py names them, because the Hub finds layers ther
 
 from typing import Any, Callable, Dict, Optional, Type
 
-from torch import nn
-
 from ..decoder.spec import Norm
 from .causal_lm import causal_lm_forward
 from .checkpointing import checkpointed
@@ -13,21 +11,13 @@ from .decoder_model import model_forward
 from .experts import experts_forward
 from .families import Family
 from .forwards import gated_mlp_forward, mlp_forward, norm_forward, rotary_of
-from .modules import mark_forwards, rotary_forward
+from .modules import Layer, rotary_forward
 from .vision import causal_lm_with_vision, decoder_layer_with_vision, decoder_with_vision
-
-
-class Layer(nn.Module):
-    """What a layer has besides its `forward`."""
-
-    can_torch_compile = True
 
 
 def _layer(forward: Callable[..., Any]) -> Type[Layer]:
     """A layer class with a forward of this package."""
-    made = type("Layer", (Layer,), {"forward": forward, "__module__": __name__})
-    mark_forwards(made)
-    return made
+    return type("Layer", (Layer,), {"forward": forward, "__module__": __name__})
 
 
 def rms_norm_of(family: Family) -> Type[Layer]:

@@ -268,10 +268,14 @@ def is_torchs_embedding(embedding) -> bool:
     return embedding.max_norm is None and not embedding.sparse and is_plain(embedding.__dict__["_parameters"].get("weight"))
 
 
-def mark_forwards(*layers) -> None:
-    """Marks the forwards of layer classes as this package's own, so that they are told from what others put on a module."""
-    for layer in layers:
-        for forward in (layer.forward, for_class(layer.forward)):
+class Layer(nn.Module):
+    """What a layer of this package has besides its `forward`. That is marked as ours, to tell it from what others put on a module."""
+
+    can_torch_compile = True
+
+    def __init_subclass__(cls, **kwargs) -> None:
+        super().__init_subclass__(**kwargs)
+        for forward in (cls.forward, for_class(cls.forward)):
             setattr(forward, LAYER, forward)
 
 

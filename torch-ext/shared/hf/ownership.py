@@ -62,10 +62,15 @@ def stranger(targets: Targets, modeling, name):
 
 def class_stranger(cls):
     """What `stranger` says of the forward of a class of transformers'."""
+    owner = class_owner(cls)
+    return owner and f"{cls.__name__}.forward is {owner}"
+
+
+def class_owner(cls):
+    """The name of what replaced the forward of a class of transformers'; "" where it is transformers' or ours."""
     forward = inside(vars(cls).get("forward"))
-    if is_marked(forward) or is_transformers_own(forward, cls.__module__, f"{cls.__qualname__}.forward"):
-        return ""
-    return f"{cls.__name__}.forward is {name_of(forward)}"
+    own = is_marked(forward) or is_transformers_own(forward, cls.__module__, f"{cls.__qualname__}.forward")
+    return "" if own else name_of(forward)
 
 
 def name_of(thing):
@@ -92,13 +97,8 @@ def other_owner(module):
     function = inside(_function(state.get(slot_of(module))))
     cls = defines_forward(type(module))
     if function is None or function in (current(cls, "forward"), vars(cls).get(SAVED + "forward")):  # `kernels` binds it so
-        return "" if SAVED + "forward" in vars(cls) and function is vars(cls)[SAVED + "forward"] else _of(class_stranger(cls))
+        return "" if SAVED + "forward" in vars(cls) and function is vars(cls)[SAVED + "forward"] else class_owner(cls)
     return "" if calls_ours(function) else getattr(function, "__globals__", {}).get("__name__") or repr(function)
-
-
-def _of(stranger):
-    """The owner that a text of `class_stranger` names."""
-    return stranger.partition(" is ")[2]
 
 
 def warn_of_others(modules, stacklevel):

@@ -110,13 +110,7 @@ class AttentionPlan:
     ) -> "AttentionPlan":
         """position_ids: [batch, tokens] integers; a document starts with each row, and wherever a position is not the one before it plus
         1. padding_mask: [batch, tokens], zero (False) where a token is padding; None for none."""
-        if position_ids.dim() != 2 or position_ids.is_floating_point():
-            fail("position_ids", describe(position_ids), "integers [batch, tokens]")
-        if padding_mask is not None and padding_mask.shape != position_ids.shape:
-            fail("padding_mask", describe(padding_mask), f"{list(position_ids.shape)}, the shape of position_ids")
-        new = torch.ones_like(position_ids, dtype=torch.bool)
-        new[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-        return cls._from_starts(new.flatten(), None if padding_mask is None else padding_mask.flatten() != 0, causal, window)
+        return cls._from_numbers("position_ids", position_ids, 1, padding_mask, causal, window)
 
     @classmethod
     def from_document_ids(
@@ -128,13 +122,7 @@ class AttentionPlan:
     ) -> "AttentionPlan":
         """document_ids: [batch, tokens] integers; a document starts with each row, and wherever the number is another one.
         padding_mask: as in `from_position_ids`."""
-        if document_ids.dim() != 2 or document_ids.is_floating_point():
-            fail("document_ids", describe(document_ids), "integers [batch, tokens]")
-        if padding_mask is not None and padding_mask.shape != document_ids.shape:
-            fail("padding_mask", describe(padding_mask), f"{list(document_ids.shape)}, the shape of document_ids")
-        new = torch.ones_like(document_ids, dtype=torch.bool)
-        new[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-        return cls._from_starts(new.flatten(), None if padding_mask is None else padding_mask.flatten() != 0, causal, window)
+        return cls._from_numbers("document_ids", document_ids, 0, padding_mask, causal, window)
 
     @classmethod
     def from_padding_mask(cls, padding_mask: torch.Tensor, causal: bool = True, window: Optional[int] = None) -> "AttentionPlan":
@@ -148,6 +136,18 @@ class AttentionPlan:
         new = torch.zeros_like(real)
         new[:, 0] = True
         return cls._from_starts(new.flatten(), real.flatten(), causal, window)
+
+    @classmethod
+    def _from_numbers(cls, name: str, numbers, step: int, padding_mask, causal: bool, window: Optional[int]) -> "AttentionPlan":
+        """name: of the argument. numbers: [batch, tokens]; a document starts with each row, and wherever one is not the one before it plus
+        `step`."""
+        if numbers.dim() != 2 or numbers.is_floating_point():
+            fail(name, describe(numbers), "integers [batch, tokens]")
+        if padding_mask is not None and padding_mask.shape != numbers.shape:
+            fail("padding_mask", describe(padding_mask), f"{list(numbers.shape)}, the shape of {name}")
+        new, before = torch.ones_like(numbers, dtype=torch.bool), numbers[:, :-1]
+        new[:, 1:] = numbers[:, 1:] != (before + step if step else before)
+        return cls._from_starts(new.flatten(), None if padding_mask is None else padding_mask.flatten() != 0, causal, window)
 
     @classmethod
     def _from_starts(cls, new: torch.Tensor, real: Optional[torch.Tensor], causal: bool, window: Optional[int]) -> "AttentionPlan":

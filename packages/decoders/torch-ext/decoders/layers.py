@@ -1,37 +1,30 @@
 """The layers that stand in for more than one family's; those of one family are made from its row. They have no state: `self` is the module
 whose forward they become."""
 
-from torch import nn
-
 from .families import LLAMA, ROWS
 from .shared.decoder.spec import Norm
 from .shared.hf import layers
 from .shared.hf.forwards import norm_forward
-from .shared.hf.modules import mark_forwards
+from .shared.hf.modules import Layer
 
 ROUND_LAST = {f"{own.family.prefix}RMSNorm" for own in ROWS if own.family.rounds == "last" and not own.family.offset}
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """For the RMSNorm of Llama and its kin, and for OLMo's, which multiplies by the weight before it rounds: [..., n] -> [..., n]."""
-
-    can_torch_compile = True
 
     def forward(self, hidden_states):
         last = type(self).__name__ in ROUND_LAST
         return norm_forward(Norm(rounds="last" if last else "first"), self, hidden_states)
 
 
-class RotaryPosEmb(layers.Layer):
+class RotaryPosEmb(Layer):
     """For `apply_rotary_pos_emb`: q, k [batch, heads, tokens, head_dim] and cos, sin [batch, tokens, head_dim] -> q, k."""
 
     forward = layers.rotary_layer_of(LLAMA.family).forward
 
 
-class SwiGLUMLP(layers.Layer):
+class SwiGLUMLP(Layer):
     """For the layer name that transformers reserves for MLPs such as Llama's: x [..., hidden] -> [..., hidden]."""
 
     forward = layers.mlp_of(LLAMA.family).forward
-
-
-mark_forwards(RMSNorm)

@@ -1,7 +1,7 @@
 """Modules under Liger-Kernel's names that have parameters or code of their own. The others are rows of `liger_names`."""
 
 import warnings
-from typing import Optional, Tuple
+from typing import Callable, Optional, Tuple
 
 import torch
 from torch import nn
@@ -236,33 +236,30 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
         _GatedMLP.__init__(self, config, config.intermediate_size * (2 if doubles else 1))
 
 
-class LigerTiledSwiGLUMLP(_GatedMLP):
+class _TiledMLP(_GatedMLP):
+    """An MLP that runs on a part of the tokens at a time. product: of gate and up."""
+
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+    def __init__(self, config, num_shards=None):
+        super().__init__(config)
+        self.num_shards = num_shards
+
+    def _mlp_forward(self, module, x):
+        return module.down_proj(self.product(module.gate_proj(x), module.up_proj(x)))
+
+    def forward(self, x):
+        return calls.apply_tiled_mlp(self._mlp_forward, self, x, self.num_shards)
+
+
+class LigerTiledSwiGLUMLP(_TiledMLP):
     activations = (*SILU, None)
-
-    def __init__(self, config, num_shards=None):
-        super().__init__(config)
-        self.num_shards = num_shards
-
-    def _mlp_forward(self, module, x):
-        return module.down_proj(swiglu(module.gate_proj(x), module.up_proj(x)))
-
-    def forward(self, x):
-        return calls.apply_tiled_mlp(self._mlp_forward, self, x, self.num_shards)
+    product = staticmethod(swiglu)
 
 
-class LigerTiledGEGLUMLP(_GatedMLP):
+class LigerTiledGEGLUMLP(_TiledMLP):
     activations = (*GELU, None)
-
-    def __init__(self, config, num_shards=None):
-        super().__init__(config)
-        self.num_shards = num_shards
-
-    def _mlp_forward(self, module, x):
-        return module.down_proj(calls.gelu_mul(module.gate_proj(x), module.up_proj(x)))
-
-    def forward(self, x):
-        return calls.apply_tiled_mlp(self._mlp_forward, self, x, self.num_shards)
-
+    product = staticmethod(calls.gelu_mul)
 
 class LigerFusedNeighborhoodAttention(nn.Module):
     def __init__(self, hidden_size, num_heads, kernel_size=7, dilation=1, bias=True, dropout=0.0, scale=None):
