@@ -1,6 +1,7 @@
 """The package for Qwen3.5: small models of transformers with it and without."""
 
 import copy
+import functools
 import importlib
 from collections import Counter
 
@@ -12,7 +13,7 @@ from kernels import Mode
 from tests.capturing import Pool, Rerun
 from tests.models import Step, check_compiled, random_tokens, tiny_qwen3_5, tiny_qwen3_5_sparse
 from tests.ops.common import launched, runtime_of
-from tests.tolerances import assert_close
+from tests.tolerances import assert_close, relative_error
 from tests.versions import needs_decorators
 
 TOKENS = random_tokens(2, 80)
@@ -194,6 +195,33 @@ def test_what_is_said_of_a_layer(qwen3_5, name):
     model.model.layers[0].linear_attn.activation = "relu"
     found = [row for row in qwen3_5.explain(model).rows if row.part == "delta net" and not row.fused]
     assert [row.count for row in found] == [1] and "expected 4 and silu" in found[0].reason
+
+
+@every_family
+@pytest.mark.parametrize("function", ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"))
+def test_a_function_that_someone_put_in_the_module_is_called(qwen3_5, name, function, monkeypatch):
+    """By transformers' forward of the delta net, before and after ours is there; explain says so."""
+    model, called = tiny(name, **TWO_LAYERS), []
+    modeling = importlib.import_module(type(model).__module__)
+
+    run = getattr(modeling, function)
+
+    @functools.wraps(run)
+    def of_the_user(*args, **options):
+        called.append(function)
+        found = run(*args, **options)
+        return (2 * found[0], found[1]) if isinstance(found, tuple) else 2 * found
+
+    qwen3_5.kernelize(model)
+    ours = step_of(model)
+    monkeypatch.setattr(modeling, function, of_the_user)
+    found = step_of(model)
+    reasons = {row.reason for row in qwen3_5.explain(model).rows if row.part == "delta net"}
+    assert reasons == {f"{function} is one that someone else put there"} and called == [function]
+    qwen3_5.reset()
+    found.assert_same(step_of(model), FACTOR)
+    monkeypatch.undo()
+    assert relative_error(found.loss, ours.loss) > 1e-4, "the function matters"
 
 
 @pytest.mark.parametrize("name", SPARSE)

@@ -2,11 +2,13 @@
 
 import sys
 from functools import partial
+from types import FunctionType
 from typing import List, Optional, Tuple
 
 import torch
 from torch.nn.functional import softplus
 
+from ..ops.common import constant_when_traced
 from ..ops.gated_delta_rule import gated_delta_rule, gated_delta_step
 from ..ops.gated_rms_norm import gated_rms_norm
 from ..ops.short_conv import TAPS, short_conv
@@ -66,8 +68,30 @@ def gated_norm_forward(layer, hidden_states, gate):
     return original_forward(layer)(layer, hidden_states, gate)
 
 
+FUNCTIONS = "causal_conv1d_fn", "causal_conv1d_update", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
+LIBRARIES = "transformers", "kernels", "fla", "causal_conv1d"  # whose functions ours stand in for
+
+
+@constant_when_traced
+def someone_elses_function(modeling: str) -> str:
+    """The name of a function of transformers' module that a net calls and that someone else put there; "" for none."""
+    names = vars(sys.modules[modeling])
+    for name in FUNCTIONS:
+        function = names.get(name)
+        if isinstance(function, FunctionType):
+            made_in = function.__globals__.get("__name__", "")  # functools.wraps copies __module__
+            if made_in.startswith("torch.") and not (function.__module__ or "").startswith("transformers."):
+                made_in = function.__module__  # fla decorates its own with torch.compiler.disable
+            if made_in.partition(".")[0] not in LIBRARIES:
+                return name
+    return ""
+
+
 def why_not_ours(layer) -> str:
     """Why a gated delta net runs as transformers wrote it; "" where it need not."""
+    other = someone_elses_function(type(layer).__module__)
+    if other:
+        return f"{other} is one that someone else put there"
     convolution = layer.conv1d
     if "_hf_hook" in vars(convolution):
         return "accelerate moves the convolution's weight when it is called"
@@ -81,17 +105,18 @@ def delta_net_forward(self, hidden_states, cache_params=None, attention_mask=Non
 
     Documents come from `cu_seq_lens_q`, as padding-free collators give it, or from what the model's forward found in position_ids.
     """
-    of_before = cache_params is not None and not hasattr(cache_params, "get_conv_state")  # until transformers 5.20
-    if of_before or why_not_ours(self):
-        kwargs.pop(DOCUMENTS, None)
-        return original_forward(self)(self, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
     documents = kwargs.get("cu_seq_lens_q")
-    documents = kwargs.get(DOCUMENTS) if documents is None else documents
     if documents is not None and cache_params is not None:
         if documents.numel() - 1 > hidden_states.shape[0]:
             found = f"cu_seq_lens_q has {documents.numel() - 1} documents, and there is a cache"
             raise ValueError(f"{found}, expected no cache: it has the states of one document a row. Pass use_cache=False")
-        documents = None
+        kwargs.pop("cu_seq_lens_q")
+    of_before = cache_params is not None and not hasattr(cache_params, "get_conv_state")  # until transformers 5.20
+    if of_before or why_not_ours(self):
+        kwargs.pop(DOCUMENTS, None)
+        return original_forward(self)(self, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
+    documents = kwargs.get(DOCUMENTS) if documents is None else documents
+    documents = documents if cache_params is None else None
     shape = hidden_states.shape
     hidden_states = sys.modules[type(self).__module__].apply_mask_to_padding_states(hidden_states, attention_mask)
     if documents is not None and shape[0] > 1:
