@@ -88,7 +88,7 @@ def test_a_new_operation_is_one_file(tmp_path):
     table += "rows = records.read_all(Path('found/cpu'))\n"
     table += "rows = [dataclasses.replace(r, x_value='8192', extra_benchmark_config_str=published(r)) for r in rows]\n"
     table += "print(tables.table('liger_operations', rows))"
-    assert "| LayerNorm, forward + backward [1] |" in run_python("-c", table, cwd=tmp_path)
+    assert "| LayerNorm, forward + backward [" in run_python("-c", table, cwd=tmp_path)
 
     rows = records.read(tmp_path / "found/cpu/layer_norm.csv")
     speed = [r for r in rows if r.metric_name == "speed" and r.y_value_50]
