@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, linear, silu
 
+from tests.ops.suite import suite
 from tests.tolerances import relative_error
 
 TOKENS, HIDDEN, WIDE, HEADS, HEAD_DIM = 24, 32, 48, 2, 16
@@ -128,3 +129,38 @@ def test_autocast_to_the_weights_dtype_changes_nothing(ops, name):
         assert torch.equal(a, b)
     assert [type(result.grad_fn) for result in found] == [type(result.grad_fn) for result in outside[0]]
     assert type(found[0].grad_fn).__name__.startswith("_Norm")
+
+
+def of_heads(f, hidden, weight, teacher_hidden, teacher_weight):
+    return f(hidden, weight, teacher_hidden, teacher_weight, beta=0.3)
+
+
+PREFERENCE = torch.arange(TOKENS).view(4, TOKENS // 4)  # labels: two pairs of answers
+HEADS_OF = {
+    "linear_divergence": of_heads,
+    "linear_cross_entropy": lambda f, hidden, weight, *_: f(hidden, weight, torch.arange(TOKENS), label_smoothing=0.3),
+    "linear_log_probs": lambda f, hidden, weight, *_: f(hidden, weight, torch.arange(TOKENS), outputs=("entropy",), entropy_gradient=True),
+    "linear_preference_loss": lambda f, hidden, weight, *teacher: f(
+        hidden.view(4, -1, HIDDEN), weight, PREFERENCE, ref_hidden=teacher[0].view(4, -1, HIDDEN), ref_weight=teacher[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADS_OF)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_autocast_to_the_dtype_of_a_head_changes_nothing(liger, all_operations, name, dtype, frozen):
+    """What is float32 outside stays so, in the forward pass too: logits that are not rounded, sums, means."""
+    operation = liger.linear_preference_loss if "preference" in name else getattr(suite(all_operations), name)
+
+    def results(autocast):
+        tensors = inputs_of([(TOKENS, HIDDEN), (50, HIDDEN)] * 2, dtype)
+        tensors[1].requires_grad_(not frozen)
+        with torch.autocast("cpu", dtype) if autocast else nullcontext():
+            found = HEADS_OF[name](operation, *tensors)
+        found = [t for t in (found if isinstance(found, tuple) else (found,)) if t is not None]
+        loss = sum((t.float() * torch.linspace(-1, 1, t.numel()).view(t.shape)).sum() for t in found if t.requires_grad)
+        return [*found, *torch.autograd.grad(loss, [t for t in tensors[:2] if t.requires_grad])]
+
+    for a, b in zip(results(True), results(False), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)

@@ -87,6 +87,20 @@ def test_autocast_decides_the_dtype(qwen3):
     assert torch.equal(found[0][0], found[1][0])
 
 
+@pytest.mark.parametrize("cast", (False, True), ids=("bf16", "autocast"))
+def test_a_divergence_rounds_neither_logits_nor_biases(qwen3, cast):
+    """Both are added up in float32: with states and weights that bf16 holds, only the results' float32 is between it and float64."""
+    x, w, y, v = (randn(*shape, dtype=torch.bfloat16, device="cpu", seed=i) for i, shape in enumerate(((5, 8), (10, 8), (5, 6), (10, 6))))
+    bias, other = (randn(10, dtype=torch.float32, device="cpu", seed=i) for i in (7, 8))
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        given = [t.float() if cast else t for t in (x, w, y, v)]
+        found = qwen3.linear_divergence(*given, bias, other, beta=0.5)
+    p, q = (torch.log_softmax(a.double() @ b.double().t() + c.double(), -1) for a, b, c in ((x, w, bias), (y, v, other)))
+    m = torch.logaddexp(p, q) - torch.tensor(2.0).log()
+    torch.testing.assert_close(found.divergence.double(), 0.5 * (p.exp() * (p - m) + q.exp() * (q - m)).sum(-1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.entropy.double(), -(p.exp() * p).sum(-1), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("recompute", (True, False))
 def test_gradient_checkpointing_drops_the_logits_that_are_kept(qwen3, recompute):
     """Its backward pass computes the forward pass again, and keeps them until then."""

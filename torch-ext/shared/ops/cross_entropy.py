@@ -242,7 +242,9 @@ class TorchChunk(Chunk):
         if not self.options.label_smoothing:
             return self.weighted(0.0)
         half = z * 0.5 - top[:, None] * 0.5  # finite where the whole difference is not
-        return self.weighted(log_sum - 2 * (half @ shares_of(self.weights)))
+        # With an `out`, which autocast does not see: it would round both operands.
+        mean = torch.mv(half, shares_of(self.weights), out=half.new_empty(half.shape[0]))
+        return self.weighted(log_sum - 2 * mean)
 
     def gradient(self, scale):
         scale = self.scaled(scale)

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
-from .autocast import as_autocast, outside_autocast
+from .autocast import as_autocast, outside_autocast, without_autocast
 from .common import accumulation_dtype, autocasts, describe, fail, needs_formula, once_differentiable
 from .cross_entropy import check_one_value_a_class
 from .linear_head import Gradients, fp16_factor, scaled, walk, write_wide_logits
@@ -139,9 +139,8 @@ def _run(student, teacher, scale, options: Options, needs) -> Tuple[Tuple[torch.
     """(divergences and entropies of every token, the gradients of sum(divergence * scale)). student, teacher: (hidden, weight, bias)."""
     (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias) = student, teacher
     parameter_dtype, acc = weight.dtype, accumulation_dtype(hidden.dtype)
-    weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-    teacher_weight = teacher_weight.to(teacher_hidden.dtype)
-    teacher_bias = None if teacher_bias is None else teacher_bias.to(teacher_hidden.dtype)
+    weight, teacher_weight = weight.to(hidden.dtype), teacher_weight.to(teacher_hidden.dtype)
+    bias, teacher_bias = (None if t is None else t.to(acc) for t in (bias, teacher_bias))  # added to logits of that dtype
     tensors = [t for t in (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias) if t is not None]
     kernels = acc == torch.float32 and weight.shape[0] > 0 and kernels_run_on(*tensors)
     kernels = kernels and not (options.student.vanish or options.teacher.vanish)
@@ -255,7 +254,8 @@ def _of_whole_logits(student, teacher, options: Options):
     found = []
     for scores, (hidden, weight, bias) in ((options.student, student), (options.teacher, teacher)):
         acc = accumulation_dtype(hidden.dtype)
-        logits = linear(hidden.to(acc), weight.to(acc), None if bias is None else bias.to(acc))
+        with without_autocast(hidden.device):
+            logits = linear(hidden.to(acc), weight.to(acc), None if bias is None else bias.to(acc))
         found.append(scores.log_p(scores.derived(logits)))
     return _terms(found[0], found[1], options.beta)[0], -_weighted(found[0], found[0]).sum(1).detach()
 

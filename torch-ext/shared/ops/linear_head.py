@@ -208,7 +208,7 @@ def write_logits(
 
 
 def write_wide_logits(logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> None:
-    """Returns it in float32, without rounding to hidden's dtype."""
+    """Writes them in float32, not rounded to hidden's dtype. Autocast, which would round them, does not see products that have an `out`."""
     if hidden.dtype == logits.dtype:
         return write_logits(logits, hidden, weight, bias)
     if hidden.is_cuda and "dtype_out" in torch.ops.aten.mm.overloads():
@@ -216,7 +216,7 @@ def write_wide_logits(logits: torch.Tensor, hidden: torch.Tensor, weight: torch.
     else:
         for start in range(0, weight.shape[0], SLICE):
             part = slice(start, start + SLICE)
-            logits[:, part] = hidden.to(logits.dtype) @ weight[part].to(logits.dtype).t()
+            torch.mm(hidden.to(logits.dtype), weight[part].to(logits.dtype).t(), out=logits[:, part])
     if bias is not None:
         logits.add_(bias)
 

@@ -188,7 +188,7 @@ def _answers(hidden, weight, target, bias, ignore_index: int, average: bool) -> 
 def _sum_of_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:
     """Over the classes and the second dimension of hidden [answers, tokens, features]: [answers]. A sum of logits needs none of them."""
     acc = accumulation_dtype(hidden.dtype)
-    found = hidden.sum(1, dtype=acc) @ weight.sum(0, dtype=acc)
+    found = (hidden.sum(1, dtype=acc) * weight.sum(0, dtype=acc)).sum(-1)  # autocast would round the operands of a matrix product
     return found if bias is None else found + hidden.shape[1] * bias.sum(dtype=acc)
 
 
