@@ -119,7 +119,7 @@ def _implementation(config) -> Optional[str]:
 
 
 def _ask_for(config, name: Optional[str]) -> None:
-    """Someone sets an implementation by name, maybe the one that there is: `set_attn_implementation` of a whole model comes here, too."""
+    """Sets an implementation that was asked for by name, even the current one: `set_attn_implementation` of a model calls this too."""
     state = getattr(config, CHOICE, None)
     if name == ATTENTION == _implementation(config):
         return  # another model is made of this configuration, and writes what it reads
@@ -169,8 +169,8 @@ def _class_of_ours(cls: Any) -> type:
 
 
 def watch_attention(model) -> _State:
-    """Gives a decoder a configuration of ours, maybe another package's, by which it notices that someone asks for an implementation by
-    name. Returns its state."""
+    """Gives a decoder a configuration of ours (or keeps one of another of our packages), which notices when an implementation is asked for
+    by name. Returns its state."""
     config = vars(model)["config"]
     state = getattr(config, CHOICE, None)
     if state is None or state.decoder() is not model:
@@ -243,8 +243,8 @@ def _all_are_told(model, state: _State) -> bool:
 
 # ---------------------------------------------------------------- knowing what was asked for by name
 def note_new_models(package: str) -> None:
-    """Notes on each decoder that is made from now on whether its implementation was asked for by name: afterwards nobody can tell, for
-    transformers writes its own choice in the same place. package: whose wish that is."""
+    """Notes on each decoder that is made from now on whether its implementation was asked for by name, which cannot be seen afterwards:
+    transformers writes its own choice in the same place. package: the one that wants it noted."""
     cls: Any = sys.modules["transformers.modeling_utils"].PreTrainedModel
     noting = vars(cls).get(NOTING)
     if noting is None:
@@ -275,7 +275,7 @@ def ignore_new_models(package: str) -> None:
 
 
 def _note(model, config, requested: Optional[str]) -> None:
-    """Called with each model of transformers that is made, with the outer one before the one in it. requested: what the configuration said
+    """Is called with each model of transformers that is made, the outer one before the one in it. requested: what the configuration said
     before transformers chose."""
     if requested is None:
         number = id(config)

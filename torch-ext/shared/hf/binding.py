@@ -19,7 +19,7 @@ class BoundForward:
     # A bound method in a module's own __dict__ would be a cycle, module -> method -> module: after `del model` its memory would wait for
     # Python's cyclic garbage collector. This one refers to its module weakly, and looks like a bound method to whoever takes it apart:
     # `__func__`, `__self__`, the function's name, docstring, annotations, attributes and signature. 0.4 us a call slower than one.
-    # A forward that someone puts on the module's class later is called instead: a model whose forwards nobody replaced would call it.
+    # A forward that is put on the module's class later is called instead, as it would be without this one.
     __slots__ = ("__dict__", "__weakref__", "_class_forward", "_module", "bound_function")
 
     def __init__(self, function, module):

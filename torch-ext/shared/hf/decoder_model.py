@@ -24,8 +24,8 @@ from .wrapped import inside
 def _with_documents(model, kwargs, told: bool):
     """The arguments of a model's forward with masks of ours where it would look for documents in position_ids. told: whether it looks.
 
-    Where nobody gave them it makes them itself, and waits for the device to hear that each row is one document; inside torch.compile it
-    cannot hear, and masks as if there were several.
+    Without position_ids it makes them itself, and waits for the device to learn that each row is one document; inside torch.compile it
+    cannot wait, and masks as if there were several.
     """
     config, given = model.config, kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     without_masks = config._attn_implementation == "sdpa" and torch.compiler.is_compiling() and not torch.compiler.is_exporting()

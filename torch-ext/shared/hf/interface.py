@@ -50,7 +50,7 @@ class Interface:
 
         check: compares every operation on the current GPU, forward and backward and in each dtype, with float64 on the CPU, too; in about
         a minute.
-        Returns a `Report`: printed, what belongs into a bug report; its `findings` have the fields `name`, `found`, `fits` and `advice`.
+        Returns a `Report`: printed, what belongs in a bug report; its `findings` have the fields `name`, `found`, `fits` and `advice`.
         `python -m bastile` prints it too, with `--check` for `check`.
         """
         return doctor.report(self._package, check=check, more=self._texts())
@@ -67,7 +67,7 @@ class Interface:
 
         With few tokens or a small model the host cannot start kernels as fast as the GPU finishes them; several layers that follow each
         other are replayed with two launches. Results are the same bit for bit. The first training pass of that shape (labels, gradients
-        on) runs as before and is looked at, the second one is recorded, in less than a second. Call it again for further shapes. Pad every
+        on) runs as before and is observed, the second one is recorded, in less than a second. Call it again for further shapes. Pad every
         batch to one of them (`pad_to_multiple_of`, `padding="max_length"`), keep to `use_cache=False`, and call it last: after `apply` or
         `kernelize`, `pack`, PEFT and the move to the GPU. Trainer, autocast, LoRA and every optimizer work as without it.
 

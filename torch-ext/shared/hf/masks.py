@@ -282,7 +282,7 @@ def documents_in(position_ids: torch.Tensor) -> Optional[torch.Tensor]:
     empty. None where each row is one document. Waits for the device.
 
     position_ids: [batch, tokens]; a document starts with each row, and wherever a position is not the one before it plus 1. transformers
-    looks for the same on the device, where a dozen operations that nobody else needs are loaded for it in the first step.
+    looks for the same on the device, which loads a dozen operations for it alone in the first step.
     """
     found = document_bounds(position_ids.cpu())
     if found is None:
@@ -310,8 +310,8 @@ def visible_documents(config, kind: str, document_ids: torch.Tensor) -> Visible:
 
 
 def visible_tokens(config, kind: str, mask: torch.Tensor) -> Visible:
-    """The `Visible` of causal layers of a kind of `WINDOWS` for rows with padding on either side, where nobody reads what attention returns
-    for padding. mask: [batch, tokens] bool, True where a token is no padding."""
+    """The `Visible` of causal layers of a kind of `WINDOWS` for rows with padding on either side, where what attention returns for
+    padding is not read. mask: [batch, tokens] bool, True where a token is no padding."""
     window, causal = _causal(config, kind)
     return Visible({**_arguments(config, mask, mask_function=causal), "attention_mask": mask}, Rule(window), mask)
 

@@ -34,23 +34,29 @@ _own: set = set()  # what is_transformers_own found to be so
 
 
 def is_transformers_own(function, modeling: str, name: str) -> bool:
-    """Tells whether a function is what transformers' module `modeling` defines as `name`, maybe inside of transformers' own decorators.
+    """Tells whether a function is what transformers' module `modeling` defines as `name`, with or without transformers' own decorators.
 
-    False for what a user, a library or a test put in its place, also where functools.wraps gave that the same name.
+    False for what a user, a library or a test put in its place, even if functools.wraps gave that the same name.
     """
     return type(function) is FunctionType and _is_transformers_own(function, modeling, name)
 
 
-# A graph depends on which function it is, and has a guard on that; not on what was looked at before.
+def without_decorators(function):
+    """The function inside transformers' own decorators; None where another library's or the user's decorator is around it."""
+    while hasattr(function, "__wrapped__"):
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            return None
+        function = function.__wrapped__
+    return function
+
+
+# A graph depends on which function it is, and has a guard on that; not on what was inspected before.
 @constant_when_traced
 def _is_transformers_own(function, modeling: str, name: str) -> bool:
     key = function, modeling, name
     if key in _own:
         return True
-    while hasattr(function, "__wrapped__"):
-        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
-            return False
-        function = function.__wrapped__
+    function = without_decorators(function)
     code = getattr(function, "__code__", None)
     if code is None or function.__globals__.get("__name__") != modeling:
         return False
@@ -63,7 +69,7 @@ def _is_transformers_own(function, modeling: str, name: str) -> bool:
 
 
 def own_class(modeling, name):
-    """The class that transformers' module defines as `name`, also where someone put another one there; None where it is gone."""
+    """The class that transformers' module defines as `name`, even if another one has been put there since; None if it is gone."""
     cls = getattr(modeling, name, None)
     if isinstance(cls, type) and (cls.__module__, cls.__qualname__) == (modeling.__name__, name):
         return cls
@@ -95,7 +101,7 @@ class OwnForwards:
         self.known: set = set()
 
     def run_by(self, module) -> bool:
-        """True when calling a module of one of the classes does only that, and nobody listens."""
+        """True when calling a module of one of the classes runs its class's own forward and nothing else, such as hooks."""
         function = own_forward(module)
         if self._knows(function):
             return True
@@ -127,7 +133,7 @@ def is_plain(tensor) -> bool:
 
 
 def all_are_listened_to() -> bool:
-    """True while someone has hooks on every module of the process, as torch.utils.flop_counter has: then each must be called."""
+    """True while there are hooks on every module of the process, as torch.utils.flop_counter's: then each must be called."""
     hooks = nn.modules.module
     return bool(
         hooks._global_forward_hooks or hooks._global_forward_pre_hooks or hooks._global_backward_hooks or hooks._global_backward_pre_hooks
@@ -159,7 +165,7 @@ def _is_captured(module, hooks) -> bool:
 
 
 def own_forward(module):
-    """The function that is all a call of a module runs, its class's or the one that was put on it; None while someone listens to it."""
+    """The only function that a call of a module runs, its class's or one that was put on it; None while the module has hooks."""
     state = module.__dict__
     if state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
         return None
@@ -200,8 +206,8 @@ def plain_weight(layer, with_bias: bool = False):
 
 
 def sharded_weight(layer):
-    """The weight of a torch.nn.Linear that FSDP2 or DeepSpeed's ZeRO-3 shards as a unit of its own, with which nobody else does
-    anything; None for all else. It is whole while the layer is called, and only then."""
+    """The weight of a torch.nn.Linear that FSDP2 or DeepSpeed's ZeRO-3 shards as a unit of its own and that has no hooks but theirs; None
+    for all else. It is whole while the layer is called, and only then."""
     classes, state = type(layer).__mro__, layer.__dict__
     by_fsdp = len(classes) > 2 and classes[2] is nn.Linear and classes[1].__module__.startswith(FSDP)
     hooks = [*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()]
@@ -252,8 +258,7 @@ def is_gelu_tanh(activation) -> bool:
 
 
 def is_silu(activation) -> bool:
-    """True for PyTorch's and transformers' SiLU modules whose call does nothing but that: nobody listens to them or replaced their
-    forward."""
+    """True for PyTorch's and transformers' SiLU modules without hooks and with their own forward."""
     cls = type(activation)
     if cls is not nn.SiLU and (cls.__name__, cls.__module__) != ("SiLUActivation", ACTIVATIONS):
         return False

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping
-from types import FunctionType
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 from torch import nn
@@ -15,7 +14,7 @@ from .binding import remember
 from .checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
 from .families import LOSS, LOSSES, Families, Targets, argument_of, names_of
 from .hub import TRANSFORMERS_EXPECTED
-from .modules import LAYER, SAVED, is_marked, is_transformers_own, own_class
+from .modules import SAVED, is_marked, is_transformers_own, own_class
 from .padding import KEEPS
 from .shapes import explanation as explain_shapes
 from .shapes import put_on
@@ -45,15 +44,7 @@ def _attention_forward(targets: Targets, original):
         rotate = targets.rotate if current is found or is_marked(current) else current  # else it was replaced meanwhile
         return rotate(q, k, cos, sin, unsqueeze_dim)
 
-    names = {name: value for name, value in original.__globals__.items() if name != "__name__"}  # torch.compile would look it up there
-    copy = FunctionType(
-        original.__code__, {**names, ownership.ROTARY: rotary_of_one_model}, original.__name__, original.__defaults__, original.__closure__
-    )
-    copy.__kwdefaults__ = original.__kwdefaults__
-    copy.__module__, copy.__qualname__ = original.__module__, original.__qualname__
-    ownership.describe(copy, original)
-    setattr(copy, LAYER, copy)
-    return copy
+    return ownership.copy_with(original, {ownership.ROTARY: rotary_of_one_model})
 
 
 class _Chosen(NamedTuple):

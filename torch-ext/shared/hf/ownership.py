@@ -1,9 +1,9 @@
-"""Whose forward a class or a module of transformers has: transformers' own, ours, or another library's or the user's, which is kept."""
+"""Tells whose forward a class or a module of transformers has: its own, ours, or another library's or the user's, which is kept."""
 
 import inspect
 import warnings
 from collections import Counter
-from types import MethodType
+from types import FunctionType, MethodType
 
 from torch import nn
 
@@ -39,6 +39,18 @@ def describe(function, original):
     signature = inspect.signature(original)
     if len(inspect.signature(function).parameters) > len(signature.parameters):
         function.__signature__ = signature
+
+
+def copy_with(original, replaced):
+    """A copy of a forward, marked as ours, that finds other functions under global names. replaced: these, by their names."""
+    names = {name: value for name, value in original.__globals__.items() if name != "__name__"}  # torch.compile would look it up there
+    arguments = original.__name__, original.__defaults__, original.__closure__
+    copy = FunctionType(original.__code__, {**names, **replaced}, *arguments)
+    copy.__kwdefaults__ = original.__kwdefaults__
+    copy.__module__, copy.__qualname__ = original.__module__, original.__qualname__
+    describe(copy, original)
+    setattr(copy, LAYER, copy)
+    return copy
 
 
 def own_rotary(modeling):
@@ -89,7 +101,7 @@ def slot_of(module):
 
 
 def other_owner(module):
-    """Who gave this one module its forward: accelerate, TRL, transformers' tensor parallelism, the user. "" for nobody, and where
+    """Names who gave this one module its forward: accelerate, TRL, transformers' tensor parallelism, the user. "" if nobody did, or if
     that forward calls ours. One of ours in its place would drop what it does."""
     state = vars(module)
     if WRAPPED in state:

@@ -1,7 +1,7 @@
 """Leaves the padding of a batch out of a causal LM that trains: its decoder sees one row of all other tokens, or at least its attention
 sees none of the padding.
 
-Only where nobody can tell: the loss comes without logits, no padded position has a label, nobody listens to a part of the model, and
+Only where the result is the same: the loss comes without logits, no padded position has a label, no part of the model has hooks, and
 no cache is returned. The embedding runs on the whole batch, so hooks on it (NEFTune, PEFT's) see what they always see.
 """
 
@@ -33,8 +33,8 @@ UNREDUCED = ("reduction", "return_predicted_tokens")  # options of the loss with
 
 
 def _is_listened_to(modules) -> bool:
-    """True where a hook waits for one of the modules that is not FSDP's or, with nothing to capture, transformers' own; where accelerate
-    moves tensors around one, or someone gave one a forward of its own."""
+    """True if one of the modules has a hook other than FSDP's or, with nothing to capture, transformers' own; if accelerate moves tensors
+    around one; or if one was given a forward that is not ours."""
     for module in modules:
         state = module.__dict__
         if state["_backward_hooks"] or state["_backward_pre_hooks"] or "_hf_hook" in state:
@@ -83,9 +83,9 @@ def _kernels_take(model, device: torch.device, dtype: torch.dtype) -> bool:
 def without_padding(
     model, target: torch.Tensor, ignore_index: int, kwargs: Dict[str, Any], options: Dict[str, Any]
 ) -> Dict[str, Any]:
-    """The arguments of a causal LM's forward for the same loss of one row of tokens, none of them padding; where the batch has to keep its
-    shape, with masks by which attention leaves its padding out; as they are where there is no padding or someone could tell. Waits
-    for the device.
+    """Changes the arguments of a causal LM's forward so that the same loss comes from one row of tokens, none of them padding. If the batch
+    has to keep its shape, they get masks by which attention skips the padding. They stay as they are if there is no padding, or if the
+    difference could be seen. Waits for the device.
 
     target: [batch * tokens], for each token the label of the next one; kwargs: the arguments of the forward; options: of the loss.
     """

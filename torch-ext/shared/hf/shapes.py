@@ -21,8 +21,8 @@ from .fingerprint import fingerprint_of
 from .forwards import rotary_of
 from .known_texts import TEXTS
 from .layers import causal_lm_of, mlp_of, rms_norm_of
-from .modules import LAYER
-from .ownership import bind
+from .modules import without_decorators
+from .ownership import bind, copy_with
 
 ROTARY, HALF = "apply_rotary_pos_emb", "rotate_half"
 LIBRARIES = ("torch", "transformers")
@@ -87,7 +87,7 @@ class Shapes:
             forward = type(module).forward
             if "forward" in vars(module) or not _is_called_plainly(module):
                 continue
-            text = text_of(_unwrapped(forward), "forward")
+            text = text_of(without_decorators(forward), "forward")
             for operation, fits in _FITS.items():
                 ours = None if text is None else self.known.get((operation, text.fingerprint))
                 if text is not None and ours is not None and fits(module) and _reads_only_its_state(module, text.node):
@@ -105,14 +105,7 @@ class Shapes:
             return None
         names = {name: self._rotary(forward.__globals__.get(name)) for name in _globals_in(forward)}
         ours = {name: function for name, function in names.items() if function is not None}
-        if not ours:
-            return None
-        seen = {name: value for name, value in forward.__globals__.items() if name != "__name__"}  # torch.compile would look it up there
-        copy = FunctionType(forward.__code__, {**seen, **ours}, forward.__name__, forward.__defaults__)
-        copy.__kwdefaults__, copy.__annotations__, copy.__doc__ = forward.__kwdefaults__, forward.__annotations__, forward.__doc__
-        copy.__module__, copy.__qualname__ = forward.__module__, forward.__qualname__
-        setattr(copy, LAYER, copy)
-        return copy
+        return copy_with(forward, ours) if ours else None
 
     def _rotary(self, function) -> Optional[Callable]:
         if isinstance(function, nn.Module):  # `kernels` makes one of a function, and keeps that in a closure
@@ -190,15 +183,6 @@ def _is_known(function, name: str) -> bool:
         return value is {"torch": torch, "nn": nn, "F": nn.functional}.get(name)
     of_library = (getattr(value, "__module__", None) or "").split(".")[0] in LIBRARIES
     return of_library and getattr(value, "__name__", name) == name
-
-
-def _unwrapped(forward):
-    """A forward inside of the decorators that transformers puts around one."""
-    while hasattr(forward, "__wrapped__"):
-        if not getattr(forward, "__globals__", {}).get("__name__", "").startswith("transformers."):
-            return None
-        forward = forward.__wrapped__
-    return forward
 
 
 # ---------------------------------------------------------------- modules

@@ -90,7 +90,7 @@ def report(check=False) -> doctor.Report:
     """Looks at this machine: the GPUs and which kernels serve them, the driver, and versions, with a line of advice.
 
     check: compares every operation on the current GPU, forward and backward and in each dtype, with float64 on the CPU, too; in about a
-    minute. Returns a `Report`: printed, what belongs into a bug report; its `findings` have the fields `name`, `found`, `fits` and
+    minute. Returns a `Report`: printed, what belongs in a bug report; its `findings` have the fields `name`, `found`, `fits` and
     `advice`. `python -m` with this package's name prints it too, with `--check` for `check`.
     """
     return doctor.report(__package__, LIBRARIES, check)
