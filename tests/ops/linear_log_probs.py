@@ -15,6 +15,14 @@ ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 DIFFERENTIABLE = ("log_probs", "entropy", "mean_logits")
 ABSOLUTE_ERROR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of a logarithm, where the largest logit is 1 or less
 CAPPED = {"temperature": 0.7, "softcap": 4.0, "scale": 1.3}
+# Heads whose backward pass finds some columns of the logits in the memory of the weight's gradient: the tokens, and options.
+COLUMNS = (
+    (11, {"outputs": ("entropy", "is_top1"), "without": ("entropy",), "bias": True}),  # all of them: a gradient larger than the logits
+    (16, {"features": 16, "classes": 60, "temperature": 0.7, "scale": -1.3}),  # all: products go where the last of their logits are
+    (24, {"features": 5, "classes": 120, "chunk": 2, "bias": True, **CAPPED}),  # of 24 slices 5 there, one apart, 18 made again
+    (24, {"features": 5, "classes": 67, "weight_dtype": torch.float32}),
+    (24, {"features": 1, "classes": 12, "size": 5.0}),  # none
+)
 LARGE = ({}, {"temperature": 0.7, "scale": 1.3}, {"scale": -0.5}, {"softcap": 30.0, "temperature": 1.5})
 CASES = (
     {},
@@ -258,8 +266,12 @@ PRODUCTS = (
     ({"outputs": ("entropy",), "entropy_gradient": False}, False, ("log_probs",), 2),
     ({"outputs": ("entropy",), "entropy_gradient": True}, False, ("log_probs", "entropy"), 3),
     ({"outputs": ("entropy",), "entropy_gradient": False}, False, ("log_probs", "entropy"), 4),
-    ({}, True, ("log_probs",), 4),
+    ({}, True, ("log_probs",), 3),  # the logits of 6 tokens fit into the memory of a gradient of 32 features
+    ({}, True, (), 1),
     ({"outputs": ALL}, True, DIFFERENTIABLE, 4),
+    ({"outputs": ("entropy",), "entropy_gradient": True}, True, ("log_probs", "entropy"), 4),
+    ({"outputs": ("entropy",), "entropy_gradient": False}, True, ("log_probs", "entropy"), 5),
+    ({"tokens": 64}, True, ("log_probs",), 4 - 128 / 301),  # of a gradient that is half as large as the logits
     ({"recompute": False}, True, ("log_probs",), 3),
     ({"outputs": ALL, "recompute": False}, True, DIFFERENTIABLE, 3),
     ({"recompute": False}, False, ("log_probs",), 2),
@@ -270,13 +282,15 @@ PRODUCTS = (
 )
 
 
-def count_products(ops, device, options, trained, differentiated) -> int:
-    hidden, weight = randn(6, 32, dtype=torch.float32, device=device), randn(301, 32, dtype=torch.float32, device=device, seed=1)
+def count_products(ops, device, options, trained, differentiated) -> float:
+    tokens = options.get("tokens", 6)
+    hidden, weight = (randn(n, 32, dtype=torch.float32, device=device, seed=i) for i, n in enumerate((tokens, 301)))
     hidden.requires_grad_(bool(differentiated))
     weight.requires_grad_(trained)
-    options = {**options, "coefficients": torch.ones(6, device=device)} if "coefficients" in options else options
-    with Products(6, 32, 301) as products:
-        found = ops.linear_log_probs(hidden, weight, torch.arange(6, device=device), **options)
+    options = {**options, "coefficients": torch.ones(6, device=device)} if "coefficients" in options else dict(options)
+    options.pop("tokens", None)
+    with Products(tokens, 32, 301) as products:
+        found = ops.linear_log_probs(hidden, weight, torch.arange(tokens, device=device), **options)
         if differentiated:
             sum(getattr(found, name).sum() for name in differentiated).backward()
     return products.count
@@ -289,8 +303,9 @@ def check_products(ops, device):
 
 
 def check_kept_logits(ops, device, dtype):
-    """Kept from the forward pass the logits give the same bits as made again, in the first backward pass and in a second one; so do logits
-    that are packed and unpacked like all that is saved."""
+    """Whatever is kept from the forward pass, a second backward pass gives the bits of the first one, and so do logits that are packed and
+    unpacked like all that is saved. All logits, kept, give those of logits that are all made again; columns of them, of which the weight's
+    gradient is one product, not four, do within rounding."""
     module = ops.linear_head_module
     plan = module.plan_chunks
     module.plan_chunks = lambda *a: plan(*a)._replace(tokens=4, first=0)
@@ -298,7 +313,7 @@ def check_kept_logits(ops, device, dtype):
     try:
         for options in ({"outputs": ALL, **CAPPED}, {"temperature": 0.7}):
             gradients = []
-            for recompute, copied in ((True, False), (False, False), (False, True)):
+            for recompute, copied in ((True, False), (True, True), (False, False), (False, True)):
                 shapes = (11, 32), (300, 32), (300,)
                 leaves = [randn(*shape, dtype=dtype, device=device, seed=i, scale=0.3).requires_grad_() for i, shape in enumerate(shapes)]
                 with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone() if copied else t, lambda t: t):  # noqa: B023
@@ -306,8 +321,12 @@ def check_kept_logits(ops, device, dtype):
                 losses = [getattr(found, name) for name in DIFFERENTIABLE if getattr(found, name) is not None]
                 upstream = [randn(11, dtype=torch.float32, device=device, seed=9 + i) for i in range(len(losses))]
                 gradients += [torch.autograd.grad(losses, leaves, upstream, retain_graph=True) for _ in range(2)]
-            for i, other in enumerate(gradients[1:], 1):
-                assert all(map(torch.equal, gradients[0], other)), f"{options}: gradients {i}"
+            columns = "outputs" not in options
+            for i, other in enumerate(gradients):
+                first = gradients[4 if columns and i >= 4 else 0]
+                assert all(map(torch.equal, first, other)), f"{options}: gradients {i}"
+            for made, kept in zip(gradients[0], gradients[4]):
+                assert_rows_close(made, kept.double(), dtype, f"{options}: what is kept", 3, floor=0.3, row_factor=3)
     finally:
         module.plan_chunks = plan
 
@@ -373,6 +392,8 @@ def all_cases(ops, device, dtypes=FLOATS):
         yield f"chunks behind a larger one {dtype}", partial(check, dtype, (11,), chunk=4, first=8, bias=True)
         for classes in (100, TILE * 3 + 9):
             yield f"a ramp {classes} {dtype}", partial(check_ramp, ops, device, dtype, classes, ignore_index=0)
+        for tokens, options in COLUMNS:
+            yield f"columns {tokens} {options} {dtype}", partial(check, dtype, (tokens,), **{"chunk": 4, **options})
         yield f"needs {dtype}", partial(check_needs, ops, device, dtype)
         for skip in (False, True):
             for coefficients in (False, True):
@@ -391,7 +412,7 @@ def all_cases(ops, device, dtypes=FLOATS):
 
 
 OPERATION, PIECES, KERNELS = "shared/ops/linear_log_probs.py", "shared/ops/log_probs.py", "kernel_src/log_probs.py"
-HEAD, CHUNKS = "shared/ops/linear_head.py", "shared/ops/log_prob_chunks.py"
+HEAD, CHUNKS, KEPT = "shared/ops/linear_head.py", "shared/ops/log_prob_chunks.py", "shared/ops/log_prob_columns.py"
 SAVED = "ctx.save_for_backward(found[5], found[8], found[11], found[12]"
 MUTANTS = [
     *errors_in(KERNELS, "results", "capped", ("scale / softcap", "1.0 / softcap"), ("t * softcap", "t")),
@@ -462,7 +483,20 @@ MUTANTS = [
     *errors_in(OPERATION, "frozen", "_LogProbs.forward", (SAVED, "ctx.save_for_backward(found[5], found[8], found[5], found[12]")),
     *errors_in(OPERATION, "fp16_frozen", "_LogProbs.forward", (SAVED, "ctx.save_for_backward(found[5], found[12], found[11], found[8]")),
     *errors_in(OPERATION, "guess", "_LogProbs.backward", ("] = upstream.entropy is not None", "] = True")),
-    *errors_in(OPERATION, "kept_logits", "_LogProbs.backward", ("[] if ctx.spent else [t.data", "[t.data")),
+    *errors_in(OPERATION, "kept_logits", "_LogProbs.backward", ("[] if spent else [t.data", "[t.data")),
+    *errors_in(OPERATION, "columns", "_LogProbs.backward", ("if not spent else None", "")),
+    *errors_in(OPERATION, "products", "_what_is_kept", ("return COLUMNS", "return NOTHING")),
+    *errors_in(KEPT, "columns", "Columns.kept", ("memory.numel() - (self.plan.slices[within - 1].stop - part.start)", "part.start")),
+    *errors_in(KEPT, "columns", "Columns.keep", ("self.lse[rows] = lse", "self.lse[rows] = lse + 1")),
+    *errors_in(KEPT, "columns", "Columns.weight_gradients",
+               ("piece(logits, target", "piece(logits, target + 1"),
+               ("else bias[part]", "else bias[: part.stop - part.start]"),
+               ("logits = logits.clone()", "pass"),
+               ("dbias[part] = ", "dbias[part] = 2 * "),
+               ("torch.where(is_counted(target, weight.shape[0], options.ignore_index), upstream, 0.0)", "upstream")),
+    *errors_in(PIECES, "columns", "KernelPiece.write_columns", ("self.target - first", "self.target")),
+    *errors_in(PIECES, "columns", "TorchPiece.write_columns", ("self.target - first", "self.target"), ("dx.mul_(slope)", "dx"),
+               (".mul_(self.scores.numbers()[2])", ""), kernels=False),
     *errors_in(CHUNKS, "products", "run", ("[] if keep else", "None if keep else")),
     *errors_in(HEAD, "products", "walk", ("next(made, None)", "None")),
     *errors_in(CHUNKS, "chunks", "run", ("target[rows]", "target[: logits.shape[0]]"),
@@ -490,10 +524,11 @@ CHECKS = of_suite({
     "frozen": _checks((F32, {**BOTH, **CAPPED})),
     "fp16": _checks((FP16, {"outputs": ALL, "temperature": 0.001, "size": 0.001})),
     "fp16_frozen": _checks((FP16, BOTH)),
-    "chunks": _checks((F32, {"shape": (11,), "chunk": 4, **BOTH}), (F32, {"shape": (11,), "chunk": 4})),
+    "chunks": _checks((F32, {"shape": (11,), "chunk": 4, **BOTH}), (F32, {"shape": (11,), "chunk": 4, "outputs": ALL})),
     "guess": lambda ops: check_guess(ops, "cpu"),
     "products": lambda ops: check_products(ops, "cpu"),
     "kept_logits": lambda ops: check_kept_logits(ops, "cpu", F32),
+    "columns": _checks(*((F32, {"shape": (tokens,), "chunk": 4, **options}) for tokens, options in COLUMNS)),
     "alone": _checks((F32, {"temperature": 0.7, "scale": 1.3})),
     "large": lambda ops: [check_large_logits(ops, "cpu", F32, **LARGE[i]) for i in (0, 3)],
     "falling": lambda ops: check_large_logits(ops, "cpu", F32, **LARGE[2]),

@@ -170,11 +170,11 @@ def _write_product_over(total, logits, y, in_front: int) -> None:
     """total = logits.T @ y, where the logits lie in total's memory, after the rows `in_front`: the rows that they cover wait for a
     copy of their own logits."""
     others = logits[:, in_front:].clone()
-    _add_product(total[:in_front], logits[:, :in_front].t(), y, True)
-    _add_product(total[in_front:], others.t(), y, True)
+    add_product(total[:in_front], logits[:, :in_front].t(), y, True)
+    add_product(total[in_front:], others.t(), y, True)
 
 
-def _add_product(total, x, y, first: bool) -> None:
+def add_product(total, x, y, first: bool) -> None:
     """total += x @ y, accumulated in total's dtype; for the first product whatever is in total is forgotten.
 
     x: [classes, tokens]; y: [tokens, features].
@@ -311,7 +311,7 @@ def walk(
             if in_front:
                 _write_product_over(dweight, logits, part, in_front)
             else:
-                _add_product(dweight, logits.t(), part, rows.start == 0)
+                add_product(dweight, logits.t(), part, rows.start == 0)
     del buffer, logits, piece, room  # before the gradients are copied into their dtype
     if dweight is not None and tokens == 0:
         dweight.zero_()

@@ -9,22 +9,29 @@ and b, the gradients of that token's log-probability and entropy, are known in t
 pass makes them, while the logits are there, and the backward pass has no product with the vocabulary: two products instead of three, or
 three with b. Each is one GEMM over the whole vocabulary, added up in float32 and rounded once; TRL, which cuts the vocabulary, keeps such
 sums in float32 because a rounding for each part lets the entropy drift. Against float64 the hidden states' gradient in bf16 has an error of
-2.73e-3, and 2.68e-3 where it is made in the backward pass, as TRL's is. A trained head makes its logits again in the backward pass: four
-products; three where the gradient of the log-probabilities is known in advance (`coefficients`), or where the forward pass leaves it the
-logits (`recompute=False`), over which it writes their gradient.
+2.73e-3, and 2.68e-3 where it is made in the backward pass, as TRL's is.
+
+A trained head needs the logits in the backward pass too, for the weight's gradient: the fourth product makes them again. There are three
+where the gradient of the log-probabilities is known in advance (`coefficients`), or where the forward pass leaves all logits behind
+(`recompute=False`), over which their gradient is written. Otherwise it leaves as many columns of them as fit into the memory of the
+weight's gradient (log_prob_columns.py), and makes the gradient of the hidden states as with a frozen head. Where entropies or mean logits
+get a gradient, the backward pass makes all logits again.
 """
 
 from typing import Any, Dict, NamedTuple, Optional, Sequence
 
 import torch
 
+from ..runtime.device import kernels_run_on
 from .autocast import as_autocast, outside_autocast
 from .common import accumulation_dtype, autocasts, describe, fail, needs_formula, once_differentiable
 from .cross_entropy import check_labels, check_one_value_a_class
 from .linear_head import scaled
 from .log_prob_chunks import Kept, Options, called, run
-from .log_probs import OUTPUTS, Rows, Upstream, checked_scores, of_logits
+from .log_prob_columns import Columns
+from .log_probs import OUTPUTS, LikelihoodPiece, Rows, Upstream, checked_scores, of_logits, piece_of
 
+GRADIENT, COLUMNS, LOGITS, NOTHING = "gradient", "columns", "logits", "nothing"  # what a backward pass has of the forward pass's logits
 DIFFERENTIABLE = ("log_probs", "entropy", "mean_logits")
 # By the shape of a head: whether the last backward pass brought a gradient of its entropies. The next forward pass makes b, or leaves it.
 _entropy_had_gradient: dict = {}
@@ -42,20 +49,29 @@ class LinearLogProbsOutput(NamedTuple):
 
 
 class _LogProbs(torch.autograd.Function):
-    """The results that were asked for, in the order of OUTPUTS. needs: whether hidden, weight and bias require a gradient."""
+    """The results that were asked for, in the order of OUTPUTS. needs: whether hidden, weight and bias require a gradient.
+
+    What the backward pass has of the forward pass's logits (`ctx.has`): the gradient made of them (GRADIENT, a frozen head), that and some
+    of their columns (COLUMNS), all of them (LOGITS), or nothing (NOTHING)."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, options: Options, needs):
-        ctx.options, ctx.needs, ctx.early, ctx.head, ctx.spent = options, needs, not (needs[1] or needs[2]), tuple(weight.shape), False
-        upstream, keep = Upstream(), not (ctx.early or options.recompute)
-        if ctx.early:
+        has = ctx.has = _what_is_kept(hidden, weight, options, needs)
+        ctx.options, ctx.needs, ctx.head, ctx.spent, upstream, columns = options, needs, tuple(weight.shape), False, Upstream(), None
+        if has in (GRADIENT, COLUMNS):
             upstream = Upstream(log_probs=torch.ones_like(target, dtype=accumulation_dtype(hidden.dtype)))
-        now = needs if ctx.early or keep else (False, False, False)
-        found, kept = called(hidden, weight, bias, target, upstream, options, now, ctx.early and options.entropy_early, keep)
+        if has == COLUMNS:
+            columns = Columns.new(hidden, weight)
+        now = needs if has in (GRADIENT, LOGITS) else (needs[0] and has == COLUMNS, False, False)
+        both = has == GRADIENT and options.entropy_early
+        found, kept = called(hidden, weight, bias, target, upstream, options, now, both, has == LOGITS, columns=columns)
         logits, ctx.choice = ([], None) if kept is None else kept
+        ctx.plan = columns and columns.plan
+        if columns is not None:
+            logits = [columns.lse, columns.gradient, *columns.apart]
         results = [row for name, row in zip(OUTPUTS, found[:5]) if name in options.outputs]
         # What another gradient than those that are known would take; nothing of it is kept where none can come.
-        again = not ctx.early or "mean_logits" in options.outputs or ("entropy" in options.outputs and not options.entropy_early)
+        again = has != GRADIENT or "mean_logits" in options.outputs or ("entropy" in options.outputs and not options.entropy_early)
         ctx.save_for_backward(found[5], found[8], found[11], found[12], *((hidden, weight, bias, target, *logits) if again else ()))
         ctx.mark_non_differentiable(*[r for name, r in zip(options.outputs, results) if name not in DIFFERENTIABLE])
         ctx.set_materialize_grads(False)
@@ -70,22 +86,57 @@ class _LogProbs(torch.autograd.Function):
         upstream = Upstream(*(given.get(name) for name in DIFFERENTIABLE))
         if all(t is None for t in upstream):
             return (None,) * 6
-        if "entropy" in options.outputs and not torch.compiler.is_compiling() and ctx.early:
+        if "entropy" in options.outputs and not torch.compiler.is_compiling() and ctx.has in (GRADIENT, COLUMNS, NOTHING):
             _entropy_had_gradient[ctx.head] = upstream.entropy is not None
-        if ctx.early and upstream.mean_logits is None and (upstream.entropy is None or options.entropy_early):
+        if ctx.has == GRADIENT and upstream.mean_logits is None and (upstream.entropy is None or options.entropy_early):
             pairs = (upstream.log_probs, a, a_factor), (upstream.entropy, b, b_factor)
             return _combined([pair for pair in pairs if pair[0] is not None]), None, None, None, None, None
         hidden, weight, bias, target, *logits = tensors
         upstream = Upstream(*(None if t is None else t.to(accumulation_dtype(hidden.dtype)).contiguous() for t in upstream))
+        spent, ctx.spent = ctx.spent, True
+        if ctx.has == COLUMNS and upstream.entropy is None and upstream.mean_logits is None:
+            # What is kept is written over; a second backward pass (retain_graph) keeps it again, and gives the same bits.
+            columns = Columns(ctx.plan, logits[0], logits[1].data, [t.data for t in logits[2:]]) if not spent else None
+            return (*_of_columns(ctx, columns, hidden, weight, bias, target, upstream.log_probs, a), None, None, None)
         # They are written over, unseen by autograd; a second backward pass (retain_graph) makes them again.
-        kept = None if ctx.choice is None else Kept([] if ctx.spent else [t.data for t in logits], ctx.choice)
-        ctx.spent = True
+        kept = None if ctx.choice is None else Kept([] if spent else [t.data for t in logits], ctx.choice)
         options = options._replace(outputs=("log_probs",))
         found, _ = called(hidden, weight, bias, target, upstream, options, ctx.needs, kept=kept)
         gradients = [scaled(*pair, None) if need else None for need, pair in zip(ctx.needs, zip(found[5:8], found[8:11]))]
         if gradients[2] is not None:
             gradients[2] = gradients[2].to(bias.dtype)
         return (*gradients, None, None, None)
+
+
+def _what_is_kept(hidden, weight, options: Options, needs) -> str:
+    if not (needs[1] or needs[2]):
+        return GRADIENT
+    if not options.recompute:
+        return LOGITS
+    # Columns are worth it for a gradient of log_probs alone, in fp16 their factors would have to be those of all columns, and a tracer
+    # sees no memory that is two things.
+    others = "mean_logits" in options.outputs or options.entropy_early
+    fits = needs[1] and hidden.dtype != torch.float16 and weight.element_size() >= hidden.element_size() and hidden.numel() and len(weight)
+    if others or not fits or torch.compiler.is_compiling() or _piece(hidden, weight, options) is LikelihoodPiece:
+        return NOTHING
+    return COLUMNS
+
+
+def _piece(hidden, weight, options: Options):
+    """The class that computes the rows of a chunk."""
+    kernels = hidden.dtype != torch.float64 and kernels_run_on(hidden, weight)
+    return piece_of(kernels, options.scores, options.outputs, Upstream())[0]
+
+
+def _of_columns(ctx, columns: Optional[Columns], hidden, weight, bias, target, upstream, a) -> list:
+    """The gradients of hidden, weight and bias."""
+    if columns is None:
+        columns = Columns.new(hidden, weight)
+        called(hidden, weight, bias, target, Upstream(), ctx.options, (False, False, False), columns=columns)
+    piece, needed = _piece(hidden, weight, ctx.options), bias if ctx.needs[2] else None
+    dweight, dbias = columns.weight_gradients(hidden, weight, bias, needed is not None, target, upstream, piece, ctx.options)
+    dhidden = _combined([(upstream, a, a.new_empty(0))]) if ctx.needs[0] else None
+    return [dhidden, dweight, None if dbias is None else dbias.to(bias.dtype)]
 
 
 def _combined(terms) -> torch.Tensor:
@@ -162,9 +213,10 @@ def linear_log_probs(
             where the last backward pass over a head of this shape brought one. A wrong guess costs time only.
         skip_ignored: whether ignored tokens are taken out in front of the products. None: on a CPU; on a GPU the host waits to count them.
         accum_dtype: what the weight's gradient is added up in over the chunks, as in `linear_cross_entropy`.
-        recompute: whether the backward pass over a trained head makes the logits again. False: they are kept from the forward pass, in
-            hidden's dtype, [tokens, classes], and it takes three products instead of four, for the same bits. Nothing is kept with
-            `coefficients`, with a frozen head, without gradients, and under `torch.compile`; a second backward pass makes them again.
+        recompute: whether the backward pass over a trained head makes logits again, those columns of which it finds none in the memory of
+            the weight's gradient: none for as many tokens as there are features, 38 % for twice as many. False: all logits are kept from
+            the forward pass, in hidden's dtype, [tokens, classes], and it takes three products. Nothing is kept with `coefficients`, with
+            a frozen head, without gradients, and under `torch.compile`; a second backward pass makes the logits again.
 
     Returns:
         A LinearLogProbsOutput. log_probs, entropy and mean_logits are differentiable in hidden, weight and bias; no gradient is computed

@@ -8,12 +8,13 @@ import torch
 from ..runtime.device import kernels_run_on
 from .common import accumulation_dtype, traceable
 from .linear_head import Gradients, carry_to_hidden, walk
+from .log_prob_columns import Columns
 from .log_probs import OUTPUTS, Piece, Rows, Scores, Upstream, piece_of
 
 
 class Options(NamedTuple):
     """What is computed of the logits. entropy_early: whether the forward pass over a frozen head makes the gradient of the entropies.
-    recompute: whether the backward pass over a trained head makes the logits again."""
+    recompute: whether the backward pass over a trained head makes logits again."""
 
     scores: Scores
     outputs: Tuple[str, ...]
@@ -31,11 +32,16 @@ class Kept(NamedTuple):
 
 
 class _Part:
-    """A chunk, as `walk` asks for it."""
+    """A chunk, as `walk` asks for it. keep: called with the piece when it knows its rows, before their gradient replaces the logits."""
 
-    def __init__(self, piece, upstream: Upstream, carry_entropy):
-        self.piece, self.upstream, self.carry_entropy = piece, upstream, carry_entropy
-        self.rows = piece.rows
+    def __init__(self, piece, upstream: Upstream, carry_entropy, keep=None):
+        self.piece, self.upstream, self.carry_entropy, self.keep = piece, upstream, carry_entropy, keep
+
+    def rows(self):
+        found = self.piece.rows()
+        if self.keep is not None:
+            self.keep(self.piece)
+        return found
 
     def gradient(self, _):
         other = None if self.carry_entropy is None else torch.empty_like(self.piece.logits)
@@ -56,10 +62,12 @@ class Found(NamedTuple):
 
 
 def run(
-    hidden, weight, bias, target, upstream: Upstream, options: Options, needs, entropy_too=False, keep=False, kept: Optional[Kept] = None
-) -> Found:
+    hidden, weight, bias, target, upstream: Upstream, options: Options, needs, entropy_too=False, keep=False, kept: Optional[Kept] = None,
+    columns: Optional[Columns] = None,
+) -> Found:  # fmt: skip
     """The results of every token, and the gradients of sum(upstream * results) that `needs` asks for (hidden, weight, bias); entropy_too:
-    and that of the sum of the entropies by hidden. keep: instead of gradients, the logits from which a call with `kept` makes them."""
+    and that of the sum of the entropies by hidden. keep: instead of gradients, the logits from which a call with `kept` makes them.
+    columns: of the logits, which are put into it."""
     tokens, acc, parameter_dtype = hidden.shape[0], accumulation_dtype(hidden.dtype), weight.dtype
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     kernels = hidden.dtype != torch.float64 and weight.shape[0] > 0 and kernels_run_on(hidden, weight, bias, target, *upstream)
@@ -75,7 +83,7 @@ def run(
     def loss_of(logits, rows, _):
         part = piece(logits, target[rows], options.scores, outputs, options.ignore_index)
         if of_entropy is None:
-            return _Part(part, upstream.at(rows), None)
+            return _Part(part, upstream.at(rows), None, columns and (lambda part: columns.keep(rows, part.logits, part.lse)))
         to, to_factor = of_entropy[rows], None if entropy_factor is None else entropy_factor[rows]
         return _Part(part, upstream.at(rows), lambda gradient, factor: carry_to_hidden(gradient, weight, factor, to, to_factor))
 
@@ -150,11 +158,12 @@ _traced_run = traceable("linear_log_probs_run", _run_whole, _fake_run)
 
 
 def called(
-    hidden, weight, bias, target, upstream: Upstream, options: Options, needs, entropy_too=False, keep=False, kept: Optional[Kept] = None
-) -> Tuple[List[torch.Tensor], Optional[Kept]]:
+    hidden, weight, bias, target, upstream: Upstream, options: Options, needs, entropy_too=False, keep=False, kept: Optional[Kept] = None,
+    columns: Optional[Columns] = None,
+) -> Tuple[List[torch.Tensor], Optional[Kept]]:  # fmt: skip
     """What `_run_whole` returns, and the logits if they are kept, which a tracer does not see."""
     if not torch.compiler.is_compiling():
-        found = run(hidden, weight, bias, target, upstream, options, needs, entropy_too, keep, kept)
+        found = run(hidden, weight, bias, target, upstream, options, needs, entropy_too, keep, kept, columns)
         return _listed(found, hidden, needs), found.kept
     wanted = [name in options.outputs for name in OUTPUTS]
     rest = list(options.scores), wanted, options.ignore_index, options.accum_dtype, entropy_too

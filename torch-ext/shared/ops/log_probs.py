@@ -123,12 +123,19 @@ class Piece:
         self.logits, self.target, self.scores, self.ignore_index = logits, target, scores, ignore_index
         self.outputs, self.more = outputs, outputs != ("log_probs",)
         self.entropy: torch.Tensor = logits  # what `rows` finds in its place where there is `more`
+        self.lse: torch.Tensor = logits  # [chunk, 2], as `rows` finds it: the largest value, and what lse is beyond its score
 
     @property
     def counted(self) -> torch.Tensor:
         return is_counted(self.target, self.logits.shape[1], self.ignore_index)
 
     def rows(self) -> Rows:
+        raise NotImplementedError
+
+    def write_columns(self, first: int, lse: torch.Tensor, hit: torch.Tensor) -> None:
+        """Writes the gradient of the sum of hit * log_probs over the logits, where these are columns of a vocabulary's, from `first` on.
+
+        lse: what `rows` left of whole rows. hit: [chunk], 0 for a row that does not count."""
         raise NotImplementedError
 
     def coefficients(self, upstream: Upstream):
@@ -171,7 +178,7 @@ class Piece:
 
 
 class KernelPiece(Piece):
-    """Keeps lse in two parts, [chunk, 2]: the largest score, before it is multiplied by the last factor, and what lse is beyond it."""
+    """Computes it in kernels."""
 
     def rows(self) -> Rows:
         logits, numbers = self.logits, self.scores.numbers()
@@ -186,6 +193,10 @@ class KernelPiece(Piece):
         self.entropy = rest[0]
         found = (log_probs, *rest[:-1], rest[-1] != 0)
         return Rows(*(row if name in self.outputs else None for name, row in zip(OUTPUTS, found)))
+
+    def write_columns(self, first: int, lse: torch.Tensor, hit: torch.Tensor) -> None:
+        self.lse, self.target = lse, self.target - first  # a label elsewhere is in no block of these columns
+        self._write((hit, -hit, 0.0, 0.0), (0.0, 0.0), None)
 
     def _write(self, first, second, entropy_to):
         zeros = torch.zeros_like(self.target, dtype=torch.float32)
@@ -214,6 +225,7 @@ class TorchPiece(Piece):
         if after != 1.0:
             z.mul_(after)
         log_sum = z.logsumexp(1)
+        self.lse = torch.stack((top, log_sum), 1)
         self.log_p = z.sub_(log_sum[:, None])  # what the chunk keeps
         found["log_probs"] = self.log_p.gather(1, self.label[:, None])[:, 0]
         if self.more:
@@ -223,6 +235,16 @@ class TorchPiece(Piece):
             self.entropy = -_times(p, self.log_p).sum(1)
             found["entropy"] = self.entropy = self.entropy.masked_fill(~counted, 0.0)
         return Rows(*(found[name].masked_fill(~counted, 0) if name in self.outputs else None for name in OUTPUTS))
+
+    def write_columns(self, first: int, lse: torch.Tensor, hit: torch.Tensor) -> None:
+        z = self.scores.values(self.logits)
+        slope = self.scores.slope(z)
+        p = z.sub_(lse[:, :1]).mul_(self.scores.numbers()[2]).sub_(lse[:, 1:]).exp_()
+        column = self.target - first
+        inside = (column >= 0) & (column < self.logits.shape[1])
+        dx = p.mul_(-hit[:, None])
+        dx.scatter_add_(1, torch.where(inside, column, 0)[:, None], torch.where(inside, hit, 0.0)[:, None])
+        self.logits.copy_(dx.mul_(slope).masked_fill_((hit == 0)[:, None], 0.0))
 
     def _write(self, first, second, entropy_to):
         slope = self.scores.slope(self.scores.values(self.logits) if self.scores.softcap else self.logits)
