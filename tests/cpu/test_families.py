@@ -345,6 +345,31 @@ def test_an_image_between_words(package, calls):
     assert inspect.signature(model.forward).parameters.keys() == before.keys(), "a trainer drops columns that a forward does not name"
 
 
+@pytest.mark.parametrize(("wrapper", "name"), (("Gemma3", "gemma3_text"), ("Mistral3", "mistral")))
+def test_a_text_behind_another_vision_tower(package, calls, wrapper, name):
+    """Its layers are fused, an image's tokens see each other in Gemma 3, and the loss, with its logits, is transformers' own."""
+    import transformers
+
+    of_text = tiny(name, **IN_TURNS).config.to_dict()
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    vision = {**size, "model_type": "siglip_vision_model" if wrapper == "Gemma3" else "pixtral"}
+    options = {"mm_tokens_per_image": 4} if wrapper == "Gemma3" else {"vision_feature_layer": -1, "spatial_merge_size": 1}
+    config = getattr(transformers, f"{wrapper}Config")(text_config=of_text, vision_config=vision, image_token_index=IMAGE, **options)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{wrapper}ForConditionalGeneration")(config).train()
+    tokens = TOKENS.clamp(max=180)
+    tokens[:, 3:7] = IMAGE
+    inputs = {"input_ids": tokens, "labels": tokens, "pixel_values": torch.randn(2, 3, 8, 8)}
+    inputs.update({"token_type_ids": (tokens == IMAGE).long()} if wrapper == "Gemma3" else {"image_sizes": torch.tensor([[8, 8]] * 2)})
+    expected = step_of(model, **inputs)
+    package.kernelize(model)
+    found = step_of(model, **inputs)
+    found.assert_same(expected, FACTOR)
+    assert calls == NODES * 2 and found.output.logits is not None
+    said = {row.part: row.reason for row in package.explain(model).rows if not row.fused}
+    assert said["loss without logits"] == f"a {wrapper}ForConditionalGeneration makes all logits, and its loss is transformers' own"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_half_precision_of_a_layer_that_is_not_fused(package, calls, name):
     """Its parts run one by one, each in the dtypes of transformers' own."""

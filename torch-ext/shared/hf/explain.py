@@ -50,6 +50,9 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
         if _runs_ours(causal_lm):
             reason = why_loss_is_not_standard(causal_lm) or why_logits_are_wanted(causal_lm) or why_head_is_not_plain(causal_lm)
         found["loss without logits", reason] += 1
+    others = () if causal_lms else (module for module in model.modules() if "lm_head" in vars(module)["_modules"])
+    for name in sorted({type(module).__name__ for module in others}):
+        found["loss without logits", Reason("class", f"a {name} makes all logits, and its loss is transformers' own")] += 1
     for layer, explain_layer in layers:
         if not _runs_ours(layer):
             found["decoder layer", own["decoder layer"]] += 1
