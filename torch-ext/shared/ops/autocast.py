@@ -1,6 +1,7 @@
 """Autocast and the operations: their products in autocast's dtype where PyTorch's would be, and never something else in the backward
 pass."""
 
+import contextlib
 import functools
 from typing import Any, List, Optional
 
@@ -11,7 +12,7 @@ from .common import autocasts
 
 def without_autocast(device: torch.device):
     """Makes a context in which products are computed in the dtypes of their tensors."""
-    return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else contextlib.nullcontext()
 
 
 def as_autocast(device: torch.device, *tensors: Optional[torch.Tensor]) -> List[Any]:

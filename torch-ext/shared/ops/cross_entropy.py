@@ -6,6 +6,7 @@ import torch
 
 from ..runtime.device import is_ordinary
 from ..runtime.launch import Kernel
+from .autocast import without_autocast
 from .common import accumulation_dtype, checked_index, describe, fail
 from .linear_head import check_accum_dtype, fp16_factor
 
@@ -242,8 +243,8 @@ class TorchChunk(Chunk):
         if not self.options.label_smoothing:
             return self.weighted(0.0)
         half = z * 0.5 - top[:, None] * 0.5  # finite where the whole difference is not
-        # With an `out`, which autocast does not see: it would round both operands.
-        mean = torch.mv(half, shares_of(self.weights), out=half.new_empty(half.shape[0]))
+        with without_autocast(half.device):  # which would round both operands
+            mean = half @ shares_of(self.weights)
         return self.weighted(log_sum - 2 * mean)
 
     def gradient(self, scale):
