@@ -168,7 +168,7 @@ def main(arguments=None) -> int:
         log(f"=== {name}: {time.monotonic() - started:.0f} s" + ("" if whole else ", not whole: no result has changed"))
         if not whole:
             missing.append(name)
-        elif folder and folder.is_dir():
+        elif results and folder and folder.is_dir():
             records.merge(folder, results)
             shutil.rmtree(folder)
     log(f"\nstill owed: {','.join(missing) or 'none of these'}")
