@@ -49,18 +49,23 @@ def load_checked(operation: Operation, case: Case, settings: Settings, inputs: I
 
     for provider in settings.providers_of(operation, case):
         settings.check_time()
-        failure = None
-        try:
-            attempt(provider)
-        except (NotInstalled, ModuleNotFoundError) as error:
-            log(f"  {provider} is left out: {error}")
-        except Exception as error:
-            failure = error.with_traceback(None)  # whose frames hold tensors
+        failure = failure_of(provider, attempt)
         if failure is not None:
-            log(f"  {provider} fails: {message(failure)}")
             found_rows += [row(provider, mode, "speed", "us", failure) for mode in settings.modes_of(operation)]
             settings.clock.clean()
     return right
+
+
+def failure_of(provider: str, attempt: Callable[[str], None]) -> Exception | None:
+    """Attempt something with a provider, and return what it fails with; None where it succeeds or is not installed."""
+    try:
+        attempt(provider)
+    except (NotInstalled, ModuleNotFoundError) as error:
+        log(f"  {provider} is left out: {error}")
+    except Exception as error:
+        log(f"  {provider} fails: {message(error)}")
+        return error.with_traceback(None)  # whose frames hold tensors
+    return None
 
 
 def buffer_sets(inputs: Inputs, settings: Settings) -> list[Inputs]:

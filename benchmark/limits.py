@@ -17,7 +17,7 @@ from . import harness, models, records, registry, rows
 from .command_line import OutOfTime, Settings, operation_parser
 from .correctness import check, errors, reference
 from .operation import Case, Inputs, Limit, Operation, Random, timed_call
-from .providers import FLOOR, NotInstalled, is_ours
+from .providers import FLOOR, is_ours
 from .report import log, message
 from .suites import LIGER
 from .timing import DeviceLost
@@ -81,23 +81,20 @@ class Run:
         inputs = limit.draw(operation, limit.checked, Random(settings.device, settings.dtype, 0))
         exact, right = reference(operation, inputs), {}
         row = partial(rows.case_row, operation, case, settings)
+
+        def attempt(provider: str) -> None:
+            function = operation.load(provider)
+            if not compiles:  # each shape is compiled anew
+                check(errors(operation, function, inputs.copy(), exact), settings.dtype, operation.bounds)
+                host = host_microseconds(function, inputs.copy(), settings)
+                self.save([row(provider, "full", "host_time", "us", host, at_tokens=limit.checked)])
+            right[provider] = function
+
         for provider in operation.providers:
             if provider not in settings.providers or (provider == "torch_compile") != compiles:
                 continue
-            failure = None
-            try:
-                function = operation.load(provider)
-                if not compiles:  # each shape is compiled anew
-                    check(errors(operation, function, inputs.copy(), exact), settings.dtype, operation.bounds)
-                    host = host_microseconds(function, inputs.copy(), settings)
-                    self.save([row(provider, "full", "host_time", "us", host, at_tokens=limit.checked)])
-                right[provider] = function
-            except (NotInstalled, ModuleNotFoundError) as error:
-                log(f"  {provider} is left out: {error}")
-            except Exception as error:
-                failure = error.with_traceback(None)  # whose frames hold tensors
+            failure = harness.failure_of(provider, attempt)
             if failure is not None:
-                log(f"  {provider} fails: {message(failure)}")
                 self.save([row(provider, "full", "speed", "us", failure)])
                 settings.clock.clean()
         return right
