@@ -161,7 +161,7 @@ def main(arguments=None) -> int:
             missing.append(name)
             continue
         log(f"\n=== {name}: {run.shows}, about {run.seconds} s, {left:.0f} s left")
-        started, folder = time.monotonic(), results and results.with_name(f"{results.name}.unfinished") / name
+        started, folder = time.monotonic(), results.with_name(f"{results.name}.unfinished") / name if results else None
         if folder and folder.is_dir():  # of an earlier run, whose rows would join these
             shutil.rmtree(folder)
         whole = run.whole(left, folder)

@@ -13,8 +13,8 @@ FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss", "llama", "qwen2", "mistral", "phi3"
 MODULES = ("torch._dynamo", "triton", "kernels", *(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES))
 
 for _name in MODULES:
-    with contextlib.suppress(ImportError):  # who needs it hears so
+    with contextlib.suppress(Exception):  # who needs it hears so
         importlib.import_module(_name)
 if importlib.util.find_spec("bitsandbytes") is None:  # PEFT imports it, and it asks for the GPU
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(Exception):
         importlib.import_module("peft")
