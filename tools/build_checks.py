@@ -1,5 +1,6 @@
 """What is checked of compiled kernels: that they are code for their GPU and host, and that they need no more registers than they may."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tools.compiler import Job
@@ -38,6 +39,29 @@ def check_reasons(images: dict[Job, bytes]) -> None:
     needless = {job.variant.name for job in images if job.variant.spills} - spilling
     if needless:
         raise BuildError("variants that spill nowhere give a reason for spills. Remove it:\n" + "\n".join(sorted(needless)))
+
+
+def spills_of(images: dict[Job, bytes]) -> dict[str, dict[str, int]]:
+    """The bytes that each variant with a reason for spills spills on each architecture, 0 included: {name: {architecture: bytes}}."""
+    found: dict[str, dict[str, int]] = {}
+    for job, image in images.items():
+        if job.variant.spills:
+            of_variant = found.setdefault(job.variant.name, {})
+            of_variant[job.architecture] = max(resources(image).stack, of_variant.get(job.architecture, 0))
+    return found
+
+
+def check_spills(images: dict[Job, bytes], recorded: Mapping[str, Mapping[str, int]]) -> None:
+    """Raises BuildError when a variant spills more than was recorded of it; names them all. A reason is for what it was given for."""
+    lines = [
+        f"{name} for {architecture}: {bytes_} bytes, recorded {recorded[name][architecture]}"
+        for name, of_variant in spills_of(images).items()
+        for architecture, bytes_ in of_variant.items()
+        if bytes_ > recorded.get(name, {}).get(architecture, bytes_)
+    ]
+    if lines:
+        advice = "Give them smaller tiles, or record it: python -m tools.compile --record"
+        raise BuildError(f"kernels spill more registers than before. {advice}\n" + "\n".join(sorted(lines)))
 
 
 def check_code(images: dict[Job, bytes]) -> None:

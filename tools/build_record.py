@@ -5,17 +5,28 @@ committed with the kernels, so that a fresh clone compiles no more than that eit
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tools.kernel_sources import source_digest
 
 RECORD = Path(__file__).resolve().parent.parent / "kernel_src" / "compiled.json"
+SPILLS = RECORD.with_name("spills.json")
 
 
 def read_record(path: Path = RECORD) -> dict:
     """{"compiler": its identity, "sources": {operation: digest}}; empty where there is none."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"compiler": {}, "sources": {}}
+
+
+def read_spills(path: Path = SPILLS) -> dict[str, dict[str, int]]:
+    """{variant: {architecture: bytes}} of the variants that may spill; empty where there is no record."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def record_spills(found: Mapping[str, Mapping[str, int]], path: Path = SPILLS) -> None:
+    """Writes down what a build of all packages for every target spills."""
+    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def changed(operations: Iterable[str], compiler: dict[str, str], path: Path = RECORD) -> set[str]:

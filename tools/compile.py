@@ -25,8 +25,8 @@ from rich.table import Table
 
 from tools import compiler
 from tools.assemble import sources as files_of_build
-from tools.build_checks import check_code, check_occupancy, check_reasons, check_resources
-from tools.build_record import record
+from tools.build_checks import check_code, check_occupancy, check_reasons, check_resources, check_spills, spills_of
+from tools.build_record import read_spills, record, record_spills
 from tools.compiler import Job
 from tools.elf import resources
 from tools.kernel_package import Package, PackageError, package_folders, read_package
@@ -103,8 +103,11 @@ def summary(variants: "Variants", images: dict[Job, bytes], files: dict[str, byt
     return table
 
 
-def build(package: Package, targets: Targets, console: Console, workers: int = os.cpu_count() or 1) -> None:
-    """Compiles a package's kernels into torch-ext/<name>/cubins. Raises BuildError."""
+def build(
+    package: Package, targets: Targets, console: Console, workers: int = os.cpu_count() or 1, recording: bool = False
+) -> dict[str, dict[str, int]]:
+    """Compiles a package's kernels into torch-ext/<name>/cubins, and returns what they spill (`spills_of`). recording: whether they may
+    spill more than is recorded. Raises BuildError."""
     start = time.monotonic()
     variants = read_variants(operations(package))
     total = sum(len(targets_of(variant, targets)) for _, variant in variants)
@@ -113,10 +116,13 @@ def build(package: Package, targets: Targets, console: Console, workers: int = o
         images = compile_all(jobs_of(variants, targets, progress), progress, workers, total)
     if targets == TARGETS:
         check_reasons(images)
+    if not recording:
+        check_spills(images, read_spills())
     files = pack(package, variants, targets, images)
     write_folder(package.sources / "cubins", files)
     console.print(summary(variants, images, files, package.name))
     console.print(f"{total} cubins in {time.monotonic() - start:.0f} s")
+    return spills_of(images)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -133,12 +139,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         targets = targets_here() if options.here else parse_targets(options.targets)
         packages = [read_package(folder) for folder in package_folders(options.package)]
+        spills: dict[str, dict[str, int]] = {} if options.package is None else read_spills()
         for package in packages:
-            build(package, targets, console, options.workers)
+            spills |= build(package, targets, console, options.workers, options.record)
         if options.record:
             for package in packages:
                 files_of_build(package, "cuda")  # raises where a package has become larger than its users are to download
             record({operation for package in packages for operation in operations(package)}, compiler.compiler_identity())
+            record_spills(spills)
     except (BuildError, PackageError, SourceError) as error:
         console.print(f"[red]Build failed.[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 1

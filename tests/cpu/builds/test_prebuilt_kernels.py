@@ -16,7 +16,7 @@ from kernel_src.prebuild import UNMEASURED
 from tests.building import ROOT
 from tools import build_checks, compiler, pack, targets
 from tools import compile as compile_
-from tools.build_record import changed, read_record, record
+from tools.build_record import changed, read_record, read_spills, record
 from tools.compiler import Job
 from tools.kernel_package import package_folders, read_package
 from tools.kernel_sources import source_digest
@@ -85,13 +85,16 @@ def test_only_a_build_for_every_target_is_recorded(capsys):
 
 @pytest.mark.parametrize("most", (20 * 2**20, 1000))
 def test_a_package_that_has_become_too_large_is_not_recorded(assembled, tmp_path, monkeypatch, most):
-    recorded = []
-    monkeypatch.setattr(compile_, "build", lambda *args: None)
+    recorded, spills = [], []
+    monkeypatch.setattr(compile_, "build", lambda *args: {"a": {"sm_80": 8}})
+    monkeypatch.setattr(compile_, "read_spills", lambda: {"b": {"sm_90": 16}})
     monkeypatch.setattr(compile_, "record", lambda *args: recorded.append(args))
+    monkeypatch.setattr(compile_, "record_spills", spills.append)
     monkeypatch.setattr(importlib.import_module("tools.assemble"), "SIZE_LIMIT", most)
     shutil.copytree(assembled.folder, tmp_path / "copy", symlinks=True, ignore=shutil.ignore_patterns("build"))
     code = compile_.main(["--record", "--package", str(tmp_path / "copy")])
     assert (code, len(recorded)) == ((0, 1) if most > 1000 else (1, 0))
+    assert spills == [{"a": {"sm_80": 8}, "b": {"sm_90": 16}}] * len(recorded)
 
 
 class Compiled:
@@ -152,6 +155,37 @@ CHECKS = (build_checks.check_code, build_checks.check_resources, build_checks.ch
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_images_are_code_for_their_target_within_its_registers(compiled, check):
     check(compiled.images)
+
+
+def test_what_spills_is_recorded_and_spills_no_more(compiled):
+    """Every variant with a reason is in kernel_src/spills.json with the architectures that it is compiled for."""
+    recorded, found = read_spills(), build_checks.spills_of(compiled.images)
+    for _, variant in compiled.variants:
+        names = {architecture for _, architecture in targets.targets_of(variant, TARGETS)} if variant.spills else set()
+        assert set(recorded.get(variant.name, ())) == names, variant.name
+        assert not names or max(recorded[variant.name].values()) > 0, "it has a reason for nothing"
+    build_checks.check_spills(compiled.images, recorded)
+    for name, of_variant in found.items():
+        assert of_variant.items() <= recorded[name].items(), "the record is of other code"
+        for architecture, bytes_ in of_variant.items():
+            if bytes_:
+                with pytest.raises(BuildError, match=f"{architecture}: {bytes_} bytes, recorded {bytes_ - 1}"):
+                    build_checks.check_spills(compiled.images, {name: {architecture: bytes_ - 1}})
+
+
+def test_the_delta_rules_kernels_spill_what_is_recorded():
+    """On one architecture a generation: the two that are cut least there, and the walk that is faster with spills on an H200."""
+    tileiras = compiler.find_tileiras()
+    version, images = compiler.compiler_version(tileiras), {}
+    for operation, variant in targets.read_variants(["gated_delta", "gated_delta_backward"]):
+        bytecode = compiler.export(variant) if variant.spills else b""
+        for host, architecture in targets.targets_of(variant, TEST_TARGETS) if variant.spills else ():
+            job = Job(operation, variant, bytecode, host, architecture)
+            images[job] = compiler.compile_image(job, tileiras, version)
+    found = build_checks.spills_of(images)
+    assert len(found) == 7 and {architecture for of_variant in found.values() for architecture in of_variant} == set(TEST_TARGETS["x86_64"])
+    for name, of_variant in found.items():
+        assert of_variant.items() <= read_spills()[name].items()
 
 
 def test_what_was_not_measured_is_every_other_architecture():
