@@ -254,7 +254,7 @@ MUTANTS = [
           "norm_forward(spec.norm._replace(eps=1.0), x, norm, group", "projected_inputs_autocast")),
     *errors_in(STEPS, "projected_inputs", "inputs_backward",
          ("add_norm_backward(spec.norm, dy, dresidual", "add_norm_backward(spec.norm, dy, torch.zeros_like(dresidual)"),
-         ("else norm_again(spec.norm, x, norm, saved.rstd, dtype)", "else x.to(dtype)"),
+         ("partial(normed_again, spec.norm, x, norm, saved.rstd, group.group.dtype)", "partial(x.to, group.group.dtype)"),
          ("_wanted(need.q_norm, dq_norm), _wanted(need.k_norm, dk_norm)", "_wanted(need.q_norm, dk_norm), _wanted(need.k_norm, dq_norm)"),
          ("dv_place.copy_(dv)", "dv_place.zero_()", "projected_inputs_packed")),
     *errors_in(STEPS, "projected_mlp", "mlp_forward",

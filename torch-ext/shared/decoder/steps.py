@@ -6,6 +6,7 @@ computed again in the backward pass, bit for bit. Input gradients of several pro
 weights lie side by side in memory (`pack`), and the residual's gradient by the RMSNorm's backward kernel.
 """
 
+from functools import partial
 from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -131,11 +132,7 @@ def inputs_backward(spec: Inputs, grads: Sequence[torch.Tensor], tensors: InputT
         _, _, dq_norm, dk_norm = heads_backward(spec, dq_out, dk_out, heads, rstds, need_heads, (dq, dk))
         grads = (together,) if packed else grads
     dlow = group.low_gradient(grads)
-
-    def normed() -> torch.Tensor:
-        dtype = group.group.dtype
-        return x.to(dtype) if norm is None or saved.rstd is None else norm_again(spec.norm, x, norm, saved.rstd, dtype)
-
+    normed = partial(normed_again, spec.norm, x, norm, saved.rstd, group.group.dtype)
     dprojections = group.gradients(grads, dlow, normed, needs)
     dx = dnorm = None
     if need.x or need.norm:
@@ -366,7 +363,7 @@ def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, save
     `mlp_forward`."""
     inner, down, total = groups.inner, groups.down, saved.total
     dtype, dout = inner.group.dtype, dout.reshape(total.shape)
-    normed: Callable[[], torch.Tensor] = lambda: normed_again(spec.before, total, tensors.before, saved.rstd, dtype)  # noqa: E731
+    normed: Callable[[], torch.Tensor] = partial(normed_again, spec.before, total, tensors.before, saved.rstd, dtype)
     gate, up = saved.gate, saved.up
     if gate is None or up is None:
         normed = always(normed())
