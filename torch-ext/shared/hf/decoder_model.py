@@ -20,6 +20,8 @@ from .masks import (
 from .modules import all_are_listened_to, is_marked, is_torchs_embedding, original_forward, own_forward
 from .wrapped import inside
 
+KNOWS_EXPORTS = hasattr(torch.compiler, "is_exporting")  # torch 2.6 cannot tell an export, which needs its mask, from torch.compile
+
 
 def _with_documents(model, kwargs, told: bool):
     """The arguments of a model's forward with masks of ours where it would look for documents in position_ids. told: whether it looks.
@@ -28,7 +30,8 @@ def _with_documents(model, kwargs, told: bool):
     cannot wait, and masks as if there were several.
     """
     config, given = model.config, kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-    without_masks = config._attn_implementation == "sdpa" and torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    compiled = KNOWS_EXPORTS and torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    without_masks = compiled and config._attn_implementation == "sdpa"
     if not (without_masks or config._attn_implementation == ATTENTION) or type(config) not in TRACEABLE:
         return kwargs
     if not isinstance(given, torch.Tensor):
