@@ -28,7 +28,7 @@ from .common import accumulation_dtype, autocasts, describe, fail, needs_formula
 from .cross_entropy import check_labels, check_one_value_a_class
 from .linear_head import scaled
 from .log_prob_chunks import Kept, Options, called, run
-from .log_prob_columns import Columns
+from .log_prob_columns import Columns, is_worth_it
 from .log_probs import OUTPUTS, LikelihoodPiece, Rows, Upstream, checked_scores, of_logits, piece_of
 
 GRADIENT, COLUMNS, LOGITS, NOTHING = "gradient", "columns", "logits", "nothing"  # what a backward pass has of the forward pass's logits
@@ -113,13 +113,13 @@ def _what_is_kept(hidden, weight, options: Options, needs) -> str:
         return GRADIENT
     if not options.recompute:
         return LOGITS
-    # Columns are worth it for a gradient of log_probs alone, in fp16 their factors would have to be those of all columns, and a tracer
-    # sees no memory that is two things.
+    # Columns serve a gradient of log_probs alone; in fp16 their factors would have to be those of all columns, and a tracer sees no memory
+    # that is two things.
     others = "mean_logits" in options.outputs or options.entropy_early
     fits = needs[1] and hidden.dtype != torch.float16 and weight.element_size() >= hidden.element_size() and hidden.numel() and len(weight)
     if others or not fits or torch.compiler.is_compiling() or _piece(hidden, weight, options) is LikelihoodPiece:
         return NOTHING
-    return COLUMNS
+    return COLUMNS if is_worth_it(hidden, weight) else NOTHING
 
 
 def _piece(hidden, weight, options: Options):
@@ -214,7 +214,8 @@ def linear_log_probs(
         skip_ignored: whether ignored tokens are taken out in front of the products. None: on a CPU; on a GPU the host waits to count them.
         accum_dtype: what the weight's gradient is added up in over the chunks, as in `linear_cross_entropy`.
         recompute: whether the backward pass over a trained head makes logits again, those columns of which it finds none in the memory of
-            the weight's gradient: none for as many tokens as there are features, 38 % for twice as many. False: all logits are kept from
+            the weight's gradient: none for as many tokens as there are features, 38 % for twice as many; all of them where there are fewer
+            than 768 features, or many times as many tokens. False: all logits are kept from
             the forward pass, in hidden's dtype, [tokens, classes], and it takes three products. Nothing is kept with `coefficients`, with
             a frozen head, without gradients, and under `torch.compile`; a second backward pass makes the logits again.
 

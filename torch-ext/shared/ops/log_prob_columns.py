@@ -20,6 +20,10 @@ from . import linear_head
 from .common import accumulation_dtype
 from .cross_entropy import is_counted
 
+# The least features times the share of columns that is kept. Making the hidden states' gradient in the forward pass is one more reading and
+# writing of the logits. Measured on an H200 with 8192 tokens and 151936 classes: with 4096 features, 62 % kept, 53 ms instead of 62; with
+# 1024 features, 12 % kept, 17.1 ms instead of 15.4. A product of 1024 features takes 3.6 ms.
+LEAST = 768
 APART = 4  # the weight's gradient is so many times as large as the memory of the columns that do not lie in it
 
 
@@ -43,6 +47,13 @@ def plan_columns(hidden: torch.Tensor, weight: torch.Tensor) -> Plan:
     begin = slices[in_gradient].start if in_gradient < len(slices) else classes
     apart = sum((part.stop - begin) * tokens <= room // APART for part in slices[in_gradient:])
     return Plan(slices, in_gradient, apart)
+
+
+def is_worth_it(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Tells whether what is kept saves more than it costs."""
+    plan, (classes, features) = plan_columns(hidden, weight), weight.shape
+    kept = plan.in_gradient + plan.apart
+    return kept > 0 and plan.slices[kept - 1].stop * features >= LEAST * classes
 
 
 class Columns(NamedTuple):
