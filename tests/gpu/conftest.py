@@ -1,12 +1,13 @@
 """tests/gpu run the built CUDA variant (build/torch-cuda) on whatever GPU is there, and are skipped where there is none."""
 
+import importlib
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.ops.suite import suite
+from tests.ops.suite import in_order, suite
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,6 +24,10 @@ def load(folder: Path):
 
     os.environ["BASTILE_STRICT"] = "1"
     return get_local_kernel(folder, backend="cuda")
+
+
+def launch_of(package):
+    return importlib.import_module(f"{package.__name__}.shared.runtime.launch")
 
 
 @pytest.fixture(scope="session")
@@ -48,10 +53,11 @@ def qwen3_5():
     return load(ROOT / "packages" / "qwen3_5")
 
 
-@pytest.fixture(scope="session")
-def suite_ops(liger, ops):
-    """Its operations by name, and those of a head, which have no room in it."""
-    return suite(liger, ops)
+@pytest.fixture
+def suite_ops(request, liger, ops):
+    """Its operations by name, and those of a head, whose kernels have no room in it."""
+    name = request.node.callspec.params.get("name", "") if hasattr(request.node, "callspec") else ""
+    return suite(*in_order(name, [liger, ops], lambda package, kernel: launch_of(package).ships(kernel)))
 
 
 @pytest.fixture

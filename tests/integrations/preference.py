@@ -91,8 +91,10 @@ class Outcome:
         assert len(self.logs) == len(expected.logs) > 0
         for mine, theirs in zip(self.logs, expected.logs):
             assert mine.keys() == theirs.keys()
-            for name in mine.keys() - NOT_COMPARED:
-                # A margin between a model and itself is a rounding error.
+            # A margin between a model and itself is a rounding error, and how many of these are positive is chance.
+            margins = [abs(log.get("rewards/margins", 1.0)) for log in (mine, theirs)]
+            by_chance = {"rewards/accuracies"} if max(margins) < 2e-4 * tolerance else set()
+            for name in mine.keys() - NOT_COMPARED - by_chance:
                 assert mine[name] == pytest.approx(theirs[name], rel=2e-4 * tolerance, abs=2e-4 * tolerance), name
         ours, others = self.gradients[0], expected.gradients[0]
         assert ours.keys() == others.keys()

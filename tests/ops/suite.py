@@ -96,6 +96,13 @@ def suite(*packages) -> SuiteOperations:
     return SuiteOperations(*packages)
 
 
+def in_order(name: str, packages: list, ships) -> list:
+    """Packages, first those that ship the kernels which the tests of an operation are to launch: another that has its Python alone would
+    run it in other kernels. ships(package, operation of kernel_src): whether it has these."""
+    wanted = [kernel for kernel, tests in collected("GPU_TESTS").items() if f"test_operation[{name}" in tests]
+    return sorted(packages, key=lambda package: not all(ships(package, kernel) for kernel in wanted))
+
+
 def of_suite(checks: dict) -> dict:
     """Checks of the suite's operations as `CHECKS` has them, functions of a package."""
     return {name: lambda package, check=check: check(suite(package)) for name, check in checks.items()}
