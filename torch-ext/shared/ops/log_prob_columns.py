@@ -21,8 +21,8 @@ from .common import accumulation_dtype
 from .cross_entropy import is_counted
 
 # The least features times the share of columns that is kept. Making the hidden states' gradient in the forward pass is one more reading and
-# writing of the logits. Measured on an H200 with 8192 tokens and 151936 classes, in parts of the time of TRL's function in the same run: with
-# 4096 features, 62 % kept, 0.85, where all logits made again took 1.01; with 1024 features, 12 % kept, 1.04 instead of 1.01.
+# writing of the logits. Measured on an H200 with 8192 tokens and 151936 classes, as parts of TRL's time in the same run: with 4096
+# features, 62 % kept, 0.85, where all logits made again took 1.01; with 1024 features, 12 % kept, 1.04 instead of 1.01.
 LEAST = 768
 APART = 4  # the weight's gradient is so many times as large as the memory of the columns that do not lie in it
 
