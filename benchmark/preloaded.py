@@ -1,4 +1,4 @@
-"""What every measuring process needs and none changes, imported once by the server that they are forked from; see processes.py.
+"""Imports what all measuring processes share and none of them changes, once, in the server that forks them; see processes.py.
 
 Nothing here may start CUDA, which no process can do for the one that it forks, or choose between implementations for all providers:
 Liger-Kernel reads its variables when it is imported and asks for the GPU, transformers' Qwen3.5 looks for fla, Unsloth replaces parts of

@@ -29,7 +29,7 @@ QUANTITY = re.compile(rf"(?<![\w.])\d[\d.,]*\s*{UNITS}")
 
 
 class Said(NamedTuple):
-    """What a sentence says, and the rows that it compares."""
+    """Holds the text of a sentence and the rows that it compares."""
 
     text: str
     rows: tuple[Row, ...] = ()

@@ -119,7 +119,7 @@ MLP_SAVED = len(OutputTensors._fields) + len(MLPSaved._fields)
 
 
 def _pieces(saved: Sequence, *ends: int) -> List[Sequence]:
-    """What a node saved side by side, cut at these places."""
+    """Splits the tensors that a node saved at the given positions."""
     return [saved[start:end] for start, end in zip((0, *ends), (*ends, len(saved)))]
 
 

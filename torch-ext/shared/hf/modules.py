@@ -274,7 +274,7 @@ def is_torchs_embedding(embedding) -> bool:
 
 
 class Layer(nn.Module):
-    """What a layer of this package has besides its `forward`. That is marked as ours, to tell it from what others put on a module."""
+    """Base class of this package's layers. It marks their `forward` as ours, to tell it from one that others put on a module."""
 
     can_torch_compile = True
 

@@ -124,7 +124,7 @@ class StandIn:
         return getattr(getattr(self, ORIGINAL), name)
 
     def __mro_entries__(self, bases) -> tuple:
-        """What a class statement takes for a base: TRL's own."""
+        """Makes TRL's own class the base of a class that names this object as one."""
         return (getattr(self, ORIGINAL),)
 
     def give(self, owner: str, function: Callable) -> None:

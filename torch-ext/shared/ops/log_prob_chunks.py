@@ -13,7 +13,7 @@ from .log_probs import OUTPUTS, Piece, Rows, Scores, Upstream, piece_of
 
 
 class Options(NamedTuple):
-    """What is computed of the logits. entropy_early: whether the forward pass over a frozen head makes the gradient of the entropies.
+    """Options of the computation. entropy_early: whether the forward pass over a frozen head makes the gradient of the entropies.
     recompute: whether the backward pass over a trained head makes logits again."""
 
     scores: Scores
@@ -161,7 +161,7 @@ def called(
     hidden, weight, bias, target, upstream: Upstream, options: Options, needs, entropy_too=False, keep=False, kept: Optional[Kept] = None,
     columns: Optional[Columns] = None,
 ) -> Tuple[List[torch.Tensor], Optional[Kept]]:  # fmt: skip
-    """What `_run_whole` returns, and the logits if they are kept, which a tracer does not see."""
+    """Returns the list of `_run_whole`, and the logits that are kept, of which a tracer sees none."""
     if not torch.compiler.is_compiling():
         found = run(hidden, weight, bias, target, upstream, options, needs, entropy_too, keep, kept, columns)
         return _listed(found, hidden, needs), found.kept
