@@ -91,18 +91,25 @@ def test_a_transformers_that_says_the_same_is_taken_with_one_line_when_it_was_no
     assert all(text.startswith(f"transformers {version} is not among the tested releases, 5.17.0 to ") for text in said)
 
 
-NEWER = {"mm_encoder_outputs"}  # arguments that the oldest transformers has not yet
-
-
 @pytest.mark.parametrize("fixture", ("qwen3", "gpt_oss", "decoders", "qwen3_5"))
 def test_forwards_have_the_arguments_of_those_that_they_stand_in_for(request, fixture):
     for targets in part(request.getfixturevalue(fixture), "targets").FAMILIES:
         modeling = importlib.import_module(targets.modeling)
         for name, layer in targets.classes.values():
             found, expected = (inspect.signature(cls.forward).parameters.values() for cls in (layer, getattr(modeling, name)))
-            expected = [(p.name, p.kind) for p in expected]
-            missing = NEWER - {each for each, _ in expected}
-            assert [(p.name, p.kind) for p in found if p.name not in missing] == expected, name
+            assert [(p.name, p.kind) for p in found] == [(p.name, p.kind) for p in expected], name
+
+
+@pytest.mark.parametrize(
+    "arguments, named, says",
+    (
+        ((None, None), {"attention_mask": None}, "attention_mask by position and by name"),
+        ((None,) * 20, {}, "20 by position"),
+    ),
+)
+def test_arguments_given_twice_are_refused_with_a_vision_tower(qwen3_5, arguments, named, says):
+    with pytest.raises(TypeError, match=f"^WithVision.forward got arguments {says}, expected each of input_ids, attention_mask"):
+        part(qwen3_5, "layers").WithVision()(*arguments, **named)
 
 
 def test_an_old_kernels_is_refused_with_the_one_to_install(qwen3, monkeypatch):

@@ -3,6 +3,7 @@ on: an operation whose texts are all among those of tested releases (`known_text
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import re
 import warnings
@@ -43,10 +44,22 @@ def release() -> str:
     except ImportError as error:
         raise ImportError(f"transformers is not installed. Run: pip install 'transformers{TRANSFORMERS_EXPECTED}'") from error
     version = transformers.__version__
-    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < OLDEST:
+    if _major_and_minor(version) < OLDEST:
         advice = f"expected transformers{TRANSFORMERS_EXPECTED}. Run: pip install 'transformers{TRANSFORMERS_EXPECTED}'"
         raise ImportError(f"transformers is {version}, {advice}")
     return version
+
+
+def _major_and_minor(version: str) -> Tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def installed() -> Tuple[int, ...]:
+    """Major and minor number of the installed transformers, which is not imported for it; of the newest tested one when there is none."""
+    try:
+        return _major_and_minor(importlib.metadata.version("transformers"))
+    except importlib.metadata.PackageNotFoundError:
+        return _major_and_minor(TESTED[-1])
 
 
 def is_installed() -> bool:

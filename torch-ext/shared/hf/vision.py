@@ -1,11 +1,34 @@
 """The forwards of a text decoder that follows a vision tower, with the arguments of transformers' own: the Hub replaces a class by a layer
 only where both name the same ones, and a trainer drops the columns that a forward does not name."""
 
+import inspect
+
 from .causal_lm import causal_lm_forward
 from .checkpointing import checkpointed
 from .decoder_layer import FusedLayer, decoder_layer_forward
 from .decoder_model import model_forward
 from .families import Family
+from .versions import installed
+
+# Of the forward with tower, decoder and head. transformers 5.17 has neither the router's logits here nor the encoder's outputs, and only
+# a model with experts has the former.
+KNOWN_SINCE = (5, 18)
+ARGUMENTS = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "inputs_embeds",
+    "labels",
+    "pixel_values",
+    "pixel_values_videos",
+    "image_grid_thw",
+    "video_grid_thw",
+    "mm_token_type_ids",
+    "output_router_logits",
+    "logits_to_keep",
+    "mm_encoder_outputs",
+)
 
 
 def decoder_layer_with_vision(own: FusedLayer):
@@ -49,60 +72,25 @@ def decoder_with_vision(
 
 
 def causal_lm_with_vision(family: Family):
-    """Makes the forward of the model with tower, decoder and head: in training mode the loss without logits, as `causal_lm_of` has it."""
+    """Makes the forward of the model with tower, decoder and head: in training mode the loss without logits, as `causal_lm_of` has it.
 
-    def run(model, labels, newer, **kwargs):
-        """newer: arguments that transformers 5.17 does not know."""
-        kwargs.update((name, value) for name, value in newer.items() if value is not None)
-        return causal_lm_forward(model, labels, family.head(model.config.text_config), **kwargs)
+    It has the arguments of the installed transformers, by name and in that order.
+    """
+    absent = {"output_router_logits"} if family.sparse is None else set()
+    if installed() < KNOWN_SINCE:
+        absent |= {"output_router_logits", "mm_encoder_outputs"}
+    names = [name for name in ARGUMENTS if name not in absent]
 
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        labels=None,
-        pixel_values=None,
-        pixel_values_videos=None,
-        image_grid_thw=None,
-        video_grid_thw=None,
-        mm_token_type_ids=None,
-        logits_to_keep=0,
-        mm_encoder_outputs=None,
-        **kwargs,
-    ):
-        return run(
-            self, labels, {"mm_encoder_outputs": mm_encoder_outputs}, input_ids=input_ids,
-            attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds,
-            pixel_values=pixel_values, pixel_values_videos=pixel_values_videos, image_grid_thw=image_grid_thw,
-            video_grid_thw=video_grid_thw, mm_token_type_ids=mm_token_type_ids, logits_to_keep=logits_to_keep, **kwargs,
-        )  # fmt: skip
+    def forward(self, *args, **kwargs):
+        twice = [name for name in names[: len(args)] if name in kwargs]
+        if twice or len(args) > len(names):
+            found = f"{', '.join(twice)} by position and by name" if twice else f"{len(args)} by position"
+            raise TypeError(f"{type(self).__name__}.forward got arguments {found}, expected each of {', '.join(names)} at most once")
+        kwargs.update(zip(names, args))
+        return causal_lm_forward(self, kwargs.pop("labels", None), family.head(self.config.text_config), **kwargs)
 
-    def forward_with_experts(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        labels=None,
-        pixel_values=None,
-        pixel_values_videos=None,
-        image_grid_thw=None,
-        video_grid_thw=None,
-        mm_token_type_ids=None,
-        output_router_logits=None,
-        logits_to_keep=0,
-        mm_encoder_outputs=None,
-        **kwargs,
-    ):
-        return run(
-            self, labels, {"mm_encoder_outputs": mm_encoder_outputs, "output_router_logits": output_router_logits}, input_ids=input_ids,
-            attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds,
-            pixel_values=pixel_values, pixel_values_videos=pixel_values_videos, image_grid_thw=image_grid_thw,
-            video_grid_thw=video_grid_thw, mm_token_type_ids=mm_token_type_ids, logits_to_keep=logits_to_keep, **kwargs,
-        )  # fmt: skip
-
-    return forward if family.sparse is None else forward_with_experts
+    either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    given = [inspect.Parameter(name, either, default=0 if name == "logits_to_keep" else None) for name in names]
+    rest = inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)
+    forward.__signature__ = inspect.Signature([inspect.Parameter("self", either), *given, rest])  # type: ignore[attr-defined]
+    return forward
