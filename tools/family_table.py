@@ -46,6 +46,7 @@ def beside_llama(family: Any) -> str:
     said += ["capped scores"] if "softcap" in options else []
     said += ["scaled logits"] if family.divisor else []
     said += ["capped logits"] if family.softcap else []
+    said += ["in the second class, whose logits have no cap, a vision tower, left as it is"] if family.vision else []
     return ", ".join(said) or "–"
 
 
@@ -65,7 +66,8 @@ def family_table() -> str:
     lines = ["| family | transformers' class | beside what Llama's has | queries and keys |", "|---|---|---|---|"]
     for own in rows():
         family = own.family
-        lines.append(f"| {family.model} | `{family.causal_lm()}` | {beside_llama(family)} | {heads(family)} |")
+        classes = f"`{family.causal_lm()}`" + (f", `{family.vision.name}`" if family.vision else "")
+        lines.append(f"| {family.model} | {classes} | {beside_llama(family)} | {heads(family)} |")
     return "\n".join(lines) + "\n"
 
 

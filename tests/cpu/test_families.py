@@ -23,6 +23,7 @@ from tests.decoder_families import (
     VISION,
     WINDOW,
     tiny,
+    tiny_behind_a_tower,
 )
 from tests.models import Step, check_compiled, random_tokens
 from tests.tolerances import assert_close, relative_error
@@ -345,29 +346,91 @@ def test_an_image_between_words(package, calls):
     assert inspect.signature(model.forward).parameters.keys() == before.keys(), "a trainer drops columns that a forward does not name"
 
 
-@pytest.mark.parametrize(("wrapper", "name"), (("Gemma3", "gemma3_text"), ("Mistral3", "mistral")))
-def test_a_text_behind_another_vision_tower(package, calls, wrapper, name):
-    """Its layers are fused, an image's tokens see each other in Gemma 3, and the loss, with its logits, is transformers' own."""
-    import transformers
-
-    of_text = tiny(name, **IN_TURNS).config.to_dict()
-    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
-    vision = {**size, "model_type": "siglip_vision_model" if wrapper == "Gemma3" else "pixtral"}
-    options = {"mm_tokens_per_image": 4} if wrapper == "Gemma3" else {"vision_feature_layer": -1, "spatial_merge_size": 1}
-    config = getattr(transformers, f"{wrapper}Config")(text_config=of_text, vision_config=vision, image_token_index=IMAGE, **options)
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{wrapper}ForConditionalGeneration")(config).train()
+def inputs_with_images(wrapper, padded=False):
+    """An image of four tokens in each row."""
     tokens = TOKENS.clamp(max=180)
     tokens[:, 3:7] = IMAGE
-    inputs = {"input_ids": tokens, "labels": tokens, "pixel_values": torch.randn(2, 3, 8, 8)}
-    inputs.update({"token_type_ids": (tokens == IMAGE).long()} if wrapper == "Gemma3" else {"image_sizes": torch.tensor([[8, 8]] * 2)})
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+    found = {"input_ids": tokens, "labels": tokens, "pixel_values": pixels}
+    found |= {"token_type_ids": (tokens == IMAGE).long()} if wrapper == "Gemma3" else {"image_sizes": torch.tensor([[8, 8]] * 2)}
+    if padded:
+        mask = (torch.arange(21) < torch.tensor([[21], [18]])).long()
+        found |= {"attention_mask": mask, "labels": tokens.where(mask > 0, -100)}
+    return found
+
+
+def loss_row(package, model):
+    return {row.part: row for row in package.explain(model).rows}["loss without logits"]
+
+
+def test_a_text_behind_another_vision_tower(package, calls):
+    """Its layers are fused, and the loss, with its logits, is transformers' own."""
+    model, inputs = tiny_behind_a_tower("Mistral3"), inputs_with_images("Mistral3")
     expected = step_of(model, **inputs)
     package.kernelize(model)
     found = step_of(model, **inputs)
     found.assert_same(expected, FACTOR)
     assert calls == NODES * 2 and found.output.logits is not None
-    said = {row.part: row.reason for row in package.explain(model).rows if not row.fused}
-    assert said["loss without logits"] == f"a {wrapper}ForConditionalGeneration makes all logits, and its loss is transformers' own"
+    assert loss_row(package, model).reason == "a Mistral3ForConditionalGeneration makes all logits, and its loss is transformers' own"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "changes"),
+    (
+        ({}, {}),
+        ({"num_items_in_batch": 3}, {}),
+        ({"output_hidden_states": True}, {}),
+        ({}, {"final_logit_softcapping": 0.7}),
+    ),
+    ids=("plain", "items", "hidden states", "softcap"),
+)
+@pytest.mark.parametrize("padded", (False, True), ids=("", "padded"))
+def test_gemma_3_behind_its_vision_tower(package, calls, inputs, changes, padded):
+    """An image's tokens see each other, and the loss makes no logits, which are never capped: transformers reads no softcap there."""
+    model, inputs = tiny_behind_a_tower("Gemma3", **changes), {**inputs_with_images("Gemma3", padded), **inputs}
+    expected, before = step_of(model, **inputs), inspect.signature(model.forward).parameters
+    assert not loss_row(package, model).fused
+    package.kernelize(model)
+    assert loss_row(package, model).fused
+    found = step_of(model, **inputs)
+    found.assert_same(expected, FACTOR)
+    assert calls == NODES * 2 and found.output.logits is None
+    assert any(name.startswith("model.vision_tower") for name in found.gradients)
+    assert inspect.signature(model.forward).parameters.keys() == before.keys(), "a trainer drops columns that a forward does not name"
+    for found_states, states in zip(found.output.hidden_states or (), expected.output.hidden_states or ()):
+        assert_close(found_states, states, torch.float32, "hidden states", FACTOR)
+    assert (found.output.hidden_states is None) == (expected.output.hidden_states is None)
+    assert_close(found.output.image_hidden_states, expected.output.image_hidden_states, torch.float32, "image", FACTOR)
+    evaluated = model.eval()(**inputs)
+    assert evaluated.logits is not None
+    assert_close(evaluated.logits, expected.output.logits, torch.float32, "logits in eval mode", FACTOR)
+    package.reset()
+    assert torch.equal(step_of(model.train(), **inputs).loss, expected.loss)
+
+
+def test_gemma_3_behind_its_vision_tower_with_apply_and_the_hubs_mapping(package):
+    """`apply` decides about its loss with the argument of the text's; kept logits and generated tokens are transformers'."""
+    kernels = pytest.importorskip("kernels")
+    model, inputs = tiny_behind_a_tower("Gemma3"), inputs_with_images("Gemma3")
+    prompt = {key: value for key, value in inputs.items() if key != "labels"}
+    some = {**prompt, "logits_to_keep": 2}
+    expected, kept = step_of(model, **inputs), model.eval()(**some).logits
+    generated = model.generate(**prompt, max_new_tokens=4, do_sample=False)
+    package.apply()
+    assert package.get_patched_ops().count("fused_linear_cross_entropy") == 1 and "loss_with_vision" not in package.get_patched_ops()
+    assert_close(model(**some).logits, kept, torch.float32, "kept logits", FACTOR)
+    assert torch.equal(model.generate(**prompt, max_new_tokens=4, do_sample=False), generated)
+    found = step_of(model.train(), **inputs)
+    found.assert_same(expected, FACTOR)
+    assert found.output.logits is None
+    package.apply(fused_linear_cross_entropy=False)
+    assert step_of(model, **inputs).output.logits is not None and not loss_row(package, model).fused
+    package.reset()
+    with kernels.use_kernel_mapping({key: layer for key, layer in package.mapping().items() if key == type(model).__name__}):
+        kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="cpu")
+    found = step_of(model, **inputs)
+    found.assert_same(expected, FACTOR)
+    assert found.output.logits is None
 
 
 @pytest.mark.parametrize("name", NAMES)

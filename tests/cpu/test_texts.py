@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.decoder_families import tiny
+from tests.decoder_families import tiny, tiny_behind_a_tower
 from tests.models import (
     Step,
     random_tokens,
@@ -135,7 +135,8 @@ def test_a_changed_text_leaves_what_relies_on_it_to_transformers_and_nothing_els
     for targets in [targets for targets in families if left[targets.model]]:
         check_one_model(package, targets, name, left[targets.model] - {"loss_with_vision"}, MODELS[targets.modeling]())
         if "loss_with_vision" in targets.operations:
-            of_vision = tiny_qwen3_5_with_vision(targets.modeling.split(".")[2])
+            gemma = targets.modeling == GEMMA3
+            of_vision = tiny_behind_a_tower("Gemma3") if gemma else tiny_qwen3_5_with_vision(targets.modeling.split(".")[2])
             check_one_model(package, targets, name, left[targets.model] - {"fused_linear_cross_entropy"}, of_vision)
 
 

@@ -31,7 +31,7 @@ ADVICE = {
     "dtype": "load the model in one dtype",
     "tensor": "",
     "skip_logits": "leave skip_logits out of the options of the loss",
-    "class": "train the text's own model, such as Gemma3ForCausalLM, where a batch has no images",
+    "class": "train the text's own model, such as MistralForCausalLM, where a batch has no images",
     "loss": "leave model.loss_function as it is, or pass the options of the loss to apply()",
     "apart": "call pack(model)",
     "named": 'model.set_attn_implementation("bastile") for attention of ours',

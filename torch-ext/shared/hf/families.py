@@ -43,6 +43,20 @@ class Sparse(NamedTuple):
     shared: str = ""
 
 
+class Vision(NamedTuple):
+    """The model with a vision tower in front of the decoder, beside the causal LM of the decoder alone.
+
+    name: of its class. arguments: of its forward, in transformers' order; empty for those that Qwen's models have. capped: whether it
+    scales and caps its logits as the causal LM does, instead of not at all. rest: what transformers 5.17 calls the forward's other keyword
+    arguments.
+    """
+
+    name: str
+    arguments: Tuple[str, ...] = ()
+    capped: bool = True
+    rest: str = "kwargs"
+
+
 class Family(NamedTuple):
     """What a decoder layer of a family computes, and under which names.
 
@@ -61,7 +75,7 @@ class Family(NamedTuple):
     softcap: attributes of the configuration, by which logits are divided, and that caps them. position_scale: the module's function that
     gives each position's factor of the queries after their rotary embedding, and the entries of the configuration's rope_parameters that it
     takes after the positions. whole: the class of a model with the vision tower in front of the decoder, where there is no causal LM of the
-    decoder alone; vision: the same where there are both. positions: whether transformers tells decoder layers and their masks the
+    decoder alone; vision: that model where there are both. positions: whether transformers tells decoder layers and their masks the
     position_ids. routed: whether the causal LM's forward takes output_router_logits, and no use_cache, without a row for its experts.
     """
 
@@ -94,7 +108,7 @@ class Family(NamedTuple):
     softcap: Optional[str] = None
     position_scale: Tuple[str, ...] = ()
     whole: str = ""
-    vision: str = ""
+    vision: Optional[Vision] = None
     block: str = "mlp"
     down: str = "down_proj"
     absent: Tuple[str, ...] = ()
@@ -170,8 +184,8 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
     if family.mlp and layers.mlp is not None:
         classes["swiglu"] = (f"{prefix}MLP", layers.mlp)
     classes[LOSS] = (family.causal_lm(), layers.causal_lm)
-    if family.vision and layers.vision is not None:
-        classes[LOSS_WITH_VISION] = (family.vision, layers.vision)
+    if family.vision is not None and layers.vision is not None:
+        classes[LOSS_WITH_VISION] = (family.vision.name, layers.vision)
     classes["decoder_layer"] = (f"{prefix}DecoderLayer", layers.decoder_layer)
     classes["attention"] = (family.decoder or f"{prefix}Model", layers.model)
     if sparse is not None and layers.experts is not None:

@@ -58,6 +58,11 @@ TEXTS: Dict[str, Dict[str, Dict[str, str]]] = {
         "Gemma3Attention.forward": {"5.17.0": "458877c19c2e91a5"},
         "apply_rotary_pos_emb": {"5.17.0": "af7b8364458b24e0"},
         "rotate_half": {"5.17.0": "d3f0cb470ec4f71e"},
+        "Gemma3ForConditionalGeneration.forward": {
+            "5.17.0": "26e45fae4b6eed11",
+            "5.18.0": "317e131b4c5cd6c0",
+            "5.21.1": "f583567ca9cef00b",
+        },
     },
     "transformers.models.glm.modeling_glm": {
         "GlmRMSNorm.forward": {"5.17.0": "d7d2696b6310337e"},

@@ -7,11 +7,11 @@ from .causal_lm import causal_lm_forward
 from .checkpointing import checkpointed
 from .decoder_layer import FusedLayer, decoder_layer_forward
 from .decoder_model import model_forward
-from .families import Family
+from .families import Family, Vision
 from .versions import installed
 
-# Of the forward with tower, decoder and head. transformers 5.17 has neither the router's logits here nor the encoder's outputs, and only
-# a model with experts has the former.
+# Of the forward with tower, decoder and head, where a family's row names no others. transformers 5.17 has neither the router's logits here
+# nor the encoder's outputs, and only a model with experts has the former.
 KNOWN_SINCE = (5, 18)
 ARGUMENTS = (
     "input_ids",
@@ -76,10 +76,12 @@ def causal_lm_with_vision(family: Family):
 
     It has the arguments of the installed transformers, by name and in that order.
     """
+    vision, older = family.vision or Vision(family.whole), installed() < KNOWN_SINCE
     absent = {"output_router_logits"} if family.sparse is None else set()
-    if installed() < KNOWN_SINCE:
+    if older:
         absent |= {"output_router_logits", "mm_encoder_outputs"}
-    names = [name for name in ARGUMENTS if name not in absent]
+    names = [name for name in vision.arguments or ARGUMENTS if name not in absent]
+    of_head = family if vision.capped else family._replace(divisor=None, softcap=None)
 
     def forward(self, *args, **kwargs):
         twice = [name for name in names[: len(args)] if name in kwargs]
@@ -87,10 +89,10 @@ def causal_lm_with_vision(family: Family):
             found = f"{', '.join(twice)} by position and by name" if twice else f"{len(args)} by position"
             raise TypeError(f"{type(self).__name__}.forward got arguments {found}, expected each of {', '.join(names)} at most once")
         kwargs.update(zip(names, args))
-        return causal_lm_forward(self, kwargs.pop("labels", None), family.head(self.config.text_config), **kwargs)
+        return causal_lm_forward(self, kwargs.pop("labels", None), of_head.head(self.config.text_config), **kwargs)
 
     either = inspect.Parameter.POSITIONAL_OR_KEYWORD
     given = [inspect.Parameter(name, either, default=0 if name == "logits_to_keep" else None) for name in names]
-    rest = inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)
+    rest = inspect.Parameter(vision.rest if older else "kwargs", inspect.Parameter.VAR_KEYWORD)
     forward.__signature__ = inspect.Signature([inspect.Parameter("self", either), *given, rest])  # type: ignore[attr-defined]
     return forward

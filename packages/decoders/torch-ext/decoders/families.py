@@ -1,7 +1,7 @@
 """The model families that the package serves, a row each."""
 
 from .shared.hf.decoder_layer import FusedLayer
-from .shared.hf.families import Family, LayerNorms
+from .shared.hf.families import Family, LayerNorms, Vision
 
 WINDOW = (("sliding_window", "sliding_window"),)
 OF_CONFIG = (("sliding_window", "config", "sliding_window"),)
@@ -18,6 +18,14 @@ GEMMA = {
     "positions_first": True,
     "softcap": "final_logit_softcapping",
 }
+# Its forward leaves the logits as they are, whatever final_logit_softcapping says.
+GEMMA3_VISION = Vision(
+    "Gemma3ForConditionalGeneration",
+    ("input_ids", "pixel_values", "attention_mask", "position_ids", "past_key_values", "token_type_ids", "inputs_embeds", "labels",
+     "use_cache", "logits_to_keep", "mm_encoder_outputs"),
+    capped=False,
+    rest="lm_kwargs",
+)  # fmt: skip
 
 
 def row(model: str, prefix: str, folder: str, **options) -> FusedLayer:
@@ -46,7 +54,7 @@ ROWS = (
     row("OLMo 2", "Olmo2", "olmo2", norms=BEHIND, rounds="last", qk_norm="whole", narrow=True),
     row("OLMo 3", "Olmo3", "olmo3", norms=BEHIND, rounds="last", qk_norm="whole", narrow=True, options=WINDOW),
     row("Gemma 2", "Gemma2", "gemma2", **GEMMA, options=(*WINDOW, ("softcap", "attn_logit_softcapping"))),
-    row("Gemma 3", "Gemma3", "gemma3", **GEMMA, qk_norm="head", options=WINDOW, decoder="Gemma3TextModel"),
+    row("Gemma 3", "Gemma3", "gemma3", **GEMMA, qk_norm="head", options=WINDOW, decoder="Gemma3TextModel", vision=GEMMA3_VISION),
     row("GLM", "Glm", "glm", **PACKED, rotary="pairs", partial=True),
     row("GLM-4", "Glm4", "glm4", **PACKED, norms=GLM4, rotary="pairs", partial=True),
     row("ERNIE 4.5", "Ernie4_5", "ernie4_5", rotary="pairs"),

@@ -2,11 +2,11 @@
 attention's place."""
 
 from .shared.hf.delta_net import MixedLayer
-from .shared.hf.families import Family, Sparse
+from .shared.hf.families import Family, Sparse, Vision
 
 
 def _row(model: str, module: str, prefix: str, decoder: str = "", vision: str = "", sparse: bool = True) -> MixedLayer:
-    """decoder, vision: as of `Family`. sparse: whether there are layers with experts."""
+    """decoder: as of `Family`. vision: the name of `Vision`, "" for none. sparse: whether there are layers with experts."""
     classes = f"{prefix}SparseMoeBlock", f"{prefix}TopKRouter", f"{prefix}Experts"
     return MixedLayer(
         Family(
@@ -20,7 +20,7 @@ def _row(model: str, module: str, prefix: str, decoder: str = "", vision: str = 
             norm_argument="x",
             positions_first=True,
             decoder=decoder,
-            vision=vision,
+            vision=Vision(vision) if vision else None,
             mixers=("linear_attn", "self_attn"),
         )
     )
