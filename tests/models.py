@@ -83,6 +83,15 @@ def tiny_qwen3_5_sparse(name, dtype=torch.float32, **changes):
     return tiny_qwen3_5(dtype, config=config, cls=cls, **{**sizes, **changes})
 
 
+def tiny_olmo_hybrid(**changes):
+    """As `tiny_qwen3_5`, an OLMo-Hybrid of two delta nets and two layers with attention."""
+    from transformers.models.olmo_hybrid.configuration_olmo_hybrid import OlmoHybridConfig
+    from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridForCausalLM
+
+    kinds = {"layer_types": ["linear_attention", "full_attention"] * 2, "pad_token_id": 0}
+    return tiny_qwen3_5(config=OlmoHybridConfig, cls=OlmoHybridForCausalLM, **{**kinds, **changes})
+
+
 def tiny_qwen3_5_with_vision(name, **changes):
     """A Qwen3.5, or a Qwen3.5-MoE, of two layers behind a vision tower. name: of transformers' module."""
     kinds = "configuration", "modeling"

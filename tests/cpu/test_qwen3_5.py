@@ -11,7 +11,7 @@ import torch
 from kernels import Mode
 
 from tests.capturing import Pool, Rerun
-from tests.models import Step, check_compiled, random_tokens, tiny_qwen3_5, tiny_qwen3_5_sparse
+from tests.models import Step, check_compiled, random_tokens, tiny_olmo_hybrid, tiny_qwen3_5, tiny_qwen3_5_sparse
 from tests.ops.common import launched, runtime_of
 from tests.tolerances import assert_close, relative_error
 from tests.versions import needs_decorators
@@ -259,7 +259,8 @@ def test_padding(qwen3_5, name):
 @pytest.fixture
 def functions_put_back():
     """transformers has one object for all models of each function that a mapping replaces."""
-    modules = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next")]
+    names = "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"
+    modules = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in names]
     functions = [found for module in modules for found in vars(module).values() if isinstance(found, torch.nn.Module)]
     before = [dict(vars(function)) for function in functions]
     yield
@@ -303,6 +304,31 @@ def test_models_that_open_functions_to_the_hub(qwen3_5, functions_put_back, name
         parts = TOKENS.reshape(1, -1).split(lengths, 1)
         alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], 1)
     assert torch.allclose(packed, alone, atol=1e-4)  # experts of a whole row sum in another order
+
+
+@needs_decorators
+def test_what_packed_rows_of_olmo_hybrid_need(qwen3_5, functions_put_back):
+    """position_ids for the attention, cu_seq_lens_q or seq_idx for the delta nets, and no cache, refused wherever a delta net
+    hears of documents. Of position_ids alone it hears nothing: that leak is transformers' own, and the card says so."""
+    model = tiny_olmo_hybrid().eval()
+    with kernels.use_kernel_mapping(qwen3_5.mapping()):
+        kernels.kernelize(model, mode=Mode.INFERENCE, device="cpu")
+    lengths, row = (30, 50, 80), TOKENS.reshape(1, -1)
+    positions = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 30, 80, 160], dtype=torch.int32)}
+    index = {"seq_idx": torch.arange(3).repeat_interleave(torch.tensor(lengths))[None].int()}
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in row.split(lengths, 1)], 1)
+        for said in (bounds, index, {**bounds, **index}):
+            packed = model(input_ids=row, use_cache=False, **positions, **said).logits
+            assert torch.allclose(packed, alone, atol=1e-5)
+            for cache in ({}, {"use_cache": True}):
+                with pytest.raises(ValueError, match=f"{next(iter(said))} has 3 documents, and there is a cache.*Pass use_cache=False"):
+                    model(input_ids=row, **cache, **positions, **said)
+        leaked = model(input_ids=row, use_cache=False, **positions).logits
+        assert not torch.allclose(leaked, alone, atol=1e-2)
+        one = {"cu_seq_lens_q": torch.tensor([0, 160], dtype=torch.int32)}  # a cache may hold that
+        assert torch.allclose(model(input_ids=row, use_cache=True, **one).logits, model(input_ids=row, use_cache=False).logits, atol=1e-5)
 
 
 def test_a_convolution_of_other_taps_in_a_row_of_documents_is_refused(qwen3_5):

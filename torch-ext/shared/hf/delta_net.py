@@ -107,9 +107,7 @@ def delta_net_forward(self, hidden_states, cache_params=None, attention_mask=Non
     """
     documents = kwargs.get("cu_seq_lens_q")
     if documents is not None and cache_params is not None:
-        if documents.numel() - 1 > hidden_states.shape[0]:
-            found = f"cu_seq_lens_q has {documents.numel() - 1} documents, and there is a cache"
-            raise ValueError(f"{found}, expected no cache: it has the states of one document a row. Pass use_cache=False")
+        refuse_cache_of(documents, hidden_states.shape[0])
         kwargs.pop("cu_seq_lens_q")
     of_before = cache_params is not None and not hasattr(cache_params, "get_conv_state")  # until transformers 5.20
     if of_before or why_not_ours(self):
@@ -131,6 +129,14 @@ def delta_net_forward(self, hidden_states, cache_params=None, attention_mask=Non
     z = self.in_proj_z(hidden_states) if z is None else z
     out = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
     return self.out_proj(out.reshape(*shape[:2], -1))
+
+
+def refuse_cache_of(documents, rows, name="cu_seq_lens_q") -> None:
+    """Raises ValueError where a cache would have to hold more documents than there are rows. documents: [documents + 1]; name: the argument
+    of the model that gave them."""
+    if documents.numel() - 1 > rows:
+        found = f"{name} has {documents.numel() - 1} documents, and there is a cache"
+        raise ValueError(f"{found}, expected no cache: it has the states of one document a row. Pass use_cache=False")
 
 
 def _projected(self, hidden_states):
@@ -156,8 +162,24 @@ def _convolved(self, mixed, cache, documents):
     return short_conv(seen.transpose(1, 2), weight, bias)[:, -length:]
 
 
-def rule_function(query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens=None, scale=None):
-    """Serves as transformers' function of the gated delta rule, in chunks or token by token: (output, final state or None)."""
+def bounds_in(seq_idx):
+    """The bounds of the documents in seq_idx, the document of each token [batch, tokens]; None for None, or where each row is one."""
+    return None if seq_idx is None else bounds_of(seq_idx[:, 1:] != seq_idx[:, :-1])
+
+
+def rule_function(
+    query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+    cu_seqlens=None, scale=None, seq_idx=None, **others
+):  # fmt: skip
+    """Serves as transformers' function of the gated delta rule, in chunks or token by token: (output, final state or None).
+
+    Documents come from cu_seqlens, or from seq_idx where the caller gave no more, as for the convolution. A cache is refused for them: the
+    attention of a model that has one would let them see each other.
+    """
+    name = "cu_seq_lens_q" if cu_seqlens is not None else "seq_idx"
+    cu_seqlens = bounds_in(seq_idx) if cu_seqlens is None else cu_seqlens
+    if cu_seqlens is not None and output_final_state:
+        refuse_cache_of(cu_seqlens, query.shape[0], name)
     options = {"initial_state": initial_state, "scale": scale, "l2_norm": use_qk_l2norm_in_kernel}
     given = query, key, value, g, beta
     if query.shape[1] == 1 and initial_state is not None and cu_seqlens is None and not needs_gradient(*given, initial_state):
@@ -175,8 +197,7 @@ def convolution_function(hidden_states, weight, bias, activation, cu_seqlens=Non
     """Serves as transformers' causal convolution: hidden_states [batch, channels, tokens] -> the same. seq_idx: the document of each token
     [batch, tokens]."""
     x = hidden_states.transpose(1, 2).to(weight.dtype)
-    if cu_seqlens is None and seq_idx is not None:
-        cu_seqlens = bounds_of(seq_idx[:, 1:] != seq_idx[:, :-1])
+    cu_seqlens = bounds_in(seq_idx) if cu_seqlens is None else cu_seqlens
     shape = x.shape
     if cu_seqlens is not None and shape[0] > 1:
         x = x.reshape(1, -1, shape[2])

@@ -53,7 +53,7 @@ class ChunkGatedDeltaRule(Layer):
     def forward(self, query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
                 use_qk_l2norm_in_kernel=False, **kwargs):
         state = initial_state, output_final_state, use_qk_l2norm_in_kernel
-        return delta_net.rule_function(query, key, value, g, beta, *state, kwargs.get("cu_seqlens"), kwargs.get("scale"))
+        return delta_net.rule_function(query, key, value, g, beta, *state, **kwargs)
 
 
 class FusedRecurrentGatedDeltaRule(Layer):
@@ -61,7 +61,7 @@ class FusedRecurrentGatedDeltaRule(Layer):
 
     def forward(self, query, key, value, g, beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, **kwargs):
         state = initial_state, output_final_state, use_qk_l2norm_in_kernel
-        return delta_net.rule_function(query, key, value, g, beta, *state, kwargs.get("cu_seqlens"), kwargs.get("scale"))
+        return delta_net.rule_function(query, key, value, g, beta, *state, **kwargs)
 
 
 class CausalConv1dFn(Layer):
