@@ -71,6 +71,21 @@ def test_other_adapters(qwen3, device, kind):
     assert compare(qwen3, model, device).gradients
 
 
+@pytest.mark.integration("PEFT: IA3, prompt tuning, prefix tuning")
+def test_context_aware_prompt_tuning(qwen3, device):
+    """PEFT's CPT computes its loss from the logits of a call with labels, so it needs the loss that makes them."""
+    import peft
+
+    torch.manual_seed(0)
+    config = peft.CPTConfig(task_type="CAUSAL_LM", cpt_token_ids=[3, 4, 5, 6], cpt_mask=[1] * 4, cpt_tokens_type_mask=[1, 2, 3, 4])
+    model = peft.get_peft_model(model_on(device), config).train()
+    expected = Step(model, **batch(device, 2, 33))
+    qwen3.apply(fused_linear_cross_entropy=False)
+    found = Step(model, **batch(device, 2, 33))
+    found.assert_same(expected, FACTOR[device])
+    assert found.gradients and found.output.logits is not None
+
+
 @pytest.mark.integration("PEFT: LoRA on the head")
 @HOWS
 @pytest.mark.parametrize("tied", [False, True])
