@@ -319,7 +319,7 @@ def test_a_function_of_someone_elses_that_scales_queries_is_called(package, call
     after = step_of(model)
     name = "model.layers.0.self_attn.q_proj.weight"
     assert calls == NODES * 2 and not torch.equal(after.gradients[name], before.gradients[name])
-    assert "get_llama_4_attn_scale is one that someone else put there" in {row.reason for row in package.explain(model).rows}
+    assert "get_llama_4_attn_scale is not transformers' own" in {row.reason for row in package.explain(model).rows}
 
 
 def test_an_image_between_words(package, calls):

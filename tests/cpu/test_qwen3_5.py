@@ -217,7 +217,7 @@ def test_a_function_that_someone_put_in_the_module_is_called(qwen3_5, name, func
     monkeypatch.setattr(modeling, function, of_the_user)
     found = step_of(model)
     reasons = {row.reason for row in qwen3_5.explain(model).rows if row.part == "delta net"}
-    assert reasons == {f"{function} is one that someone else put there"} and called == [function]
+    assert reasons == {f"{function} is not transformers' own"} and called == [function]
     qwen3_5.reset()
     found.assert_same(step_of(model), FACTOR)
     monkeypatch.undo()

@@ -95,7 +95,7 @@ def inputs_forward(spec: Inputs, tensors: InputTensors, shape: Sequence[int], gr
     x, norm, q_norm, k_norm, cos, sin = tensors
     rstd: Optionals
     y, rstd = (x.to(group.group.dtype), None) if norm is None else norm_forward(spec.norm, x, norm, group.group.dtype)
-    # Without norms nobody needs q and k as projected any more; v, a part of what they are in, would keep them.
+    # Without norms q and k as projected are not needed any more; v, a part of what they are in, would keep them.
     in_one = q_norm is not None or x.shape[0] <= ONE_GEMM_FORWARD
     projected = group.forward(y, in_one, out=out)
     del y

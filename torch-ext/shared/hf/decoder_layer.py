@@ -113,7 +113,7 @@ def why_not_fusable(own: FusedLayer, layer, x) -> Optional[Reason]:
     for norm in (*[parts[name] for name in own.norms], *[inner[name] for name in own.head_norms]):
         if not has_plain_norm(own, norm, x):
             weight = f"a weight that is not an ordinary tensor of {x.dtype}"
-            return Reason("hooks", f"a norm has hooks, a forward that someone else gave it, or {weight}")
+            return Reason("hooks", f"a norm has hooks, a replaced forward, or {weight}")
     if not is_sparse(mlp) and not is_activation(_parts(mlp).get(family.act), family.activation):
         return Reason("hooks", f"the activation of {family.block} is not {NAMES[family.activation]}, or has hooks")
     for name in family.dropouts:
@@ -121,7 +121,7 @@ def why_not_fusable(own: FusedLayer, layer, x) -> Optional[Reason]:
             return Reason("model", f"{name} zeroes elements, or is not torch.nn.Dropout")
     for function in own.rotary_functions:
         if not own.rotary(function):
-            return Reason("replaced", f"{function} is one that someone else put there")
+            return Reason("replaced", f"{function} is not transformers' own")
     return None
 
 

@@ -74,7 +74,7 @@ LIBRARIES = "transformers", "kernels", "fla", "causal_conv1d"  # whose functions
 
 @constant_when_traced
 def someone_elses_function(modeling: str) -> str:
-    """The name of a function of transformers' module that a net calls and that someone else put there; "" for none."""
+    """The name of a function of transformers' module that a net calls and that is not transformers' own; "" for none."""
     names = vars(sys.modules[modeling])
     for name in FUNCTIONS:
         function = names.get(name)
@@ -91,7 +91,7 @@ def why_not_ours(layer) -> str:
     """Why a gated delta net runs as transformers wrote it; "" where it need not."""
     other = someone_elses_function(type(layer).__module__)
     if other:
-        return f"{other} is one that someone else put there"
+        return f"{other} is not transformers' own"
     convolution = layer.conv1d
     if "_hf_hook" in vars(convolution):
         return "accelerate moves the convolution's weight when it is called"

@@ -21,7 +21,7 @@ def why_not_fused(own: FusedLayer, attention, x) -> Optional[Reason]:
     if not all(has_plain_norm(own, parts[name], x) for name in ("q_norm", "k_norm")) or parts["q_norm"].eps != parts["k_norm"].eps:
         return Reason("hooks", f"q_norm or k_norm has hooks, another epsilon than the other, or a weight that is not of {x.dtype}")
     if not own.rotary(ROTARY):
-        return Reason("replaced", f"{ROTARY} is one that someone else put there")
+        return Reason("replaced", f"{ROTARY} is not transformers' own")
     if x.dtype != product_dtype(x):
         return Reason("autocast", f"autocast to {product_dtype(x)} over {x.dtype}")
     return None

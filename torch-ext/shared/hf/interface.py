@@ -100,6 +100,6 @@ class Interface:
     def reset(self):
         """Puts everything back: transformers' classes and functions, and every module that has a forward of ours.
 
-        Also undoes what `kernelize`, `mapping` and `kernels.kernelize` with our mapping did. Does nothing where nobody imported them.
+        Also undoes what `kernelize`, `mapping` and `kernels.kernelize` with our mapping did. Does nothing where they are not imported.
         """
         patching.reset(self._families)

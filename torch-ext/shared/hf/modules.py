@@ -188,7 +188,7 @@ def why_not_plain(layer, with_bias: bool = False) -> Optional[Reason]:
     if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
         return Reason("hooks", "hooks listen to it")
     if "forward" in state:
-        return Reason("replaced", f"its forward was replaced by {getattr(state['forward'], '__module__', 'someone')}")
+        return Reason("replaced", f"its forward was replaced by {getattr(state['forward'], '__module__', 'an object without a module')}")
     bias, weight = parameters.get("bias"), parameters.get("weight")
     if bias is not None and not with_bias:
         return Reason("bias", "it has a bias")
@@ -231,7 +231,7 @@ def why_not_own(module, name: str) -> Reason:
     hooks = [*module.__dict__["_forward_hooks"].values(), *module.__dict__["_forward_pre_hooks"].values()]
     if any((getattr(hook, "__module__", None) or "").startswith(DEEPSPEED) for hook in hooks):
         return Reason("zero3", f"DeepSpeed's ZeRO-3 gathers the weights of {name} on their own")
-    return Reason("hooks", f"{name} has hooks, or a forward that someone else gave it")
+    return Reason("hooks", f"{name} has hooks, or a replaced forward")
 
 
 def call_with(function, layer, x):
@@ -291,7 +291,7 @@ def rotary_forward(rotate):
     OLMo's that of q and k.
 
     Args:
-        rotate: called with q, k, cos, sin and unsqueeze_dim, all of one dtype, or of any where the layer is nobody's stand-in.
+        rotate: called with q, k, cos, sin and unsqueeze_dim, all of one dtype, or of any where the layer is no stand-in.
     """
 
     def forward(self, q, k, cos, sin, unsqueeze_dim=1):

@@ -101,7 +101,7 @@ def slot_of(module):
 
 
 def other_owner(module):
-    """Names who gave this one module its forward: accelerate, TRL, transformers' tensor parallelism, the user. "" if nobody did, or if
+    """Names who gave this one module its forward: accelerate, TRL, transformers' tensor parallelism, the user. "" if none did, or if
     that forward calls ours. One of ours in its place would drop what it does."""
     state = vars(module)
     if WRAPPED in state:

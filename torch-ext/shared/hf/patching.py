@@ -224,7 +224,7 @@ def _take_off(targets: Targets, modeling, operation, modules):
 
 
 def _warn_of_stranger(stranger, operation, stacklevel):
-    """Warns that what someone has put on transformers' module or class stays there."""
+    """Warns that what the user or another library has put on transformers' module or class stays there."""
     what = f"{stranger}, not transformers' own: it is kept, and {operation} leaves it alone"
     warnings.warn(what, RuntimeWarning, stacklevel=stacklevel + 1)
 
@@ -305,7 +305,7 @@ def _reset_classes(targets: Targets, modeling):
 
 
 def _experts_interface():
-    """transformers' table of implementations of experts, or None where it has none or nobody has imported it."""
+    """transformers' table of implementations of experts, or None where it has none or is not imported."""
     return getattr(sys.modules.get("transformers.integrations.moe"), "ExpertsInterface", None)
 
 

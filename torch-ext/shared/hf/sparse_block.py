@@ -36,9 +36,9 @@ def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: to
     parts = block.__dict__["_modules"]
     router, experts = parts[sparse.router], parts["experts"]
     if not own.run_by(router):
-        return Reason("hooks", "the router has hooks (output_router_logits=True puts one there), or a forward that someone else gave it")
+        return Reason("hooks", "the router has hooks (output_router_logits=True puts one there), or a replaced forward")
     if not is_marked(own_forward(experts)):
-        return Reason("hooks", "experts have hooks, or a forward that someone else gave them, as PEFT's target_parameters do")
+        return Reason("hooks", "experts have hooks, or a replaced forward, as PEFT's target_parameters give them")
     if not is_default(experts):
         return Reason("called", "set_experts_implementation() chose another implementation of experts")
     if getattr(experts, "_is_expert_parallel", False):
@@ -65,7 +65,7 @@ def _shared_or_reason(own: OwnForwards, name: str, parts, x, dtype: torch.dtype)
     expert, gate = parts[name], parts[f"{name}_gate"]
     inner = expert.__dict__["_modules"]
     if not own.run_by(expert) or not is_silu(inner["act_fn"]):
-        return Reason("hooks", f"{name} has hooks, a forward that someone else gave it, or another activation than SiLU")
+        return Reason("hooks", f"{name} has hooks, a replaced forward, or another activation than SiLU")
     reason = why_not_plain(gate)
     if reason is not None:
         return reason.of(f"{name}_gate")

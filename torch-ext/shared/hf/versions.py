@@ -27,7 +27,7 @@ SHARED: Mapping[str, Mapping[str, Tuple[str, ...]]] = {
     "attention": {module: tuple(TEXTS[module]) for module in ("transformers.integrations.sdpa_attention", "transformers.masking_utils")},
 }
 ADVICE = f"install a newer release of this package, or transformers=={TESTED[-1]}"
-_noted: set = set()  # releases of which `note` said that nobody tested them
+_noted: set = set()  # releases that `note` said were not tested
 
 
 class Text(NamedTuple):
@@ -145,7 +145,7 @@ def what_is_left(unknown: Unknown) -> str:
 
 
 def note(unknown: Unknown, stacklevel: int) -> None:
-    """Warns of the operations that stay transformers' own; where there are none, once of a release that nobody has tested."""
+    """Warns of the operations that stay transformers' own; where there are none, once of a release that was not tested."""
     version, left = release(), what_is_left(unknown)
     if left:
         warnings.warn(f"transformers {version}: {left}. To change that, {ADVICE}", RuntimeWarning, stacklevel=stacklevel + 1)

@@ -27,7 +27,7 @@ def casts_products_of(x: torch.Tensor) -> bool:
 
 
 def outside_autocast(backward):
-    """Decorates the backward pass of an autograd function: it computes in the dtypes of what was saved, also where someone calls
+    """Decorates the backward pass of an autograd function: it computes in the dtypes of what was saved, also where the caller calls
     `backward()` under autocast, whose products would be of another dtype than the tensors that they are added to."""
 
     @functools.wraps(backward)

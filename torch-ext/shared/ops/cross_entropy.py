@@ -332,7 +332,7 @@ def _on_device(number: Union[int, float, torch.Tensor], device) -> torch.Tensor:
 
 
 def check_labels(target, classes, ignore_index):
-    """Looks at the labels where that waits for nobody: on a CPU."""
+    """Checks the labels on a CPU, where that needs no synchronization."""
     ignore_index = checked_index(ignore_index)
     if not target.is_cpu or not (torch.compiler.is_compiling() or is_ordinary(target)):
         return

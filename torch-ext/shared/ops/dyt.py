@@ -75,7 +75,7 @@ def _forward(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: to
 def _backward(
     dy: torch.Tensor, x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, need_parameters: bool
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dx, [dgamma, dbeta] side by side, dalpha); the last two are empty where nobody needs them."""
+    """(dx, [dgamma, dbeta] side by side, dalpha); the last two are empty unless they are needed."""
     if not kernels_take(x, alpha, gamma, others=(dy,)):
         dx, parameters, dalpha = dyt_backward_reference(dy, x, alpha, gamma)
         return (dx, parameters, dalpha) if need_parameters else (dx, gamma.new_empty(0), alpha.new_empty(0))

@@ -87,7 +87,7 @@ def _forward(
 
 
 def experts_backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, routing: Routing, options: tuple, needs: List[bool]) -> Six:
-    """Gradients of hidden, scores, the two weights and the two biases, empty where `needs` says that nobody wants them. Writes
+    """Gradients of hidden, scores, the two weights and the two biases, empty where `needs` says that they are not needed. Writes
     over gate_up, the output of the first GEMM.
 
     inputs: hidden, expert, scores, the weights and the biases; options: transposed, and what `Gate` holds.

@@ -198,7 +198,7 @@ def _forward_launch(x, weight, bias, y, mean, rstd, groups, eps):
 def _backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, need_parameters: bool
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(dx, [dweight, dbias]); the second is empty where nobody needs it."""
+    """(dx, [dweight, dbias]); the second is empty unless it is needed."""
     if not _takes(x, weight, others=(dy,)):
         dx, parameters = group_norm_backward_reference(dy, x, weight, mean, rstd)
         return dx, parameters if need_parameters else weight.new_empty(0)

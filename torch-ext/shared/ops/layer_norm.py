@@ -94,7 +94,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: flo
 def _backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, need_parameters: bool
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(dx, [dweight, dbias]); the second is empty where nobody needs it."""
+    """(dx, [dweight, dbias]); the second is empty unless it is needed."""
     nothing = weight.new_empty(0)
     if not kernels_take(x, weight, others=(dy,)):
         dx, parameters = layer_norm_backward_reference(dy, x, weight, mean, rstd)

@@ -221,7 +221,7 @@ def neighborhood_attention(
     if not isinstance(dilation, int) or dilation < 1:
         fail("dilation", dilation, "a positive int")
     tokens = max(1, q.shape[2])
-    dilation = min(dilation, tokens)  # from there on nobody has a neighbour
+    dilation = min(dilation, tokens)  # from there on no token has a neighbour
     left = min(kernel_size // 2, -(-tokens // dilation) - 1)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     band = left, 0 if causal else left, dilation, scale

@@ -84,7 +84,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: flo
 def _backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_parameters: bool
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(dx, [dw0, dw1, dw2, dbias]); the second is empty where nobody needs it."""
+    """(dx, [dw0, dw1, dw2, dbias]); the second is empty unless it is needed."""
     if not kernels_take(x, weight, others=(dy,)):
         dx, parameters = poly_norm_backward_reference(dy, x, weight, rstd)
         return dx, parameters if need_parameters else weight.new_empty(0)

@@ -52,7 +52,7 @@ class Recording(TorchDispatchMode):
         if function not in _ASKS:
             return function(*args, **(kwargs or {}))
         place = _ASKS[function]
-        if place is not None:  # without gradients, as a reentrant checkpoint runs first, nobody would ask
+        if place is not None:  # without gradients, as in the first run of a reentrant checkpoint, nothing would ask
             args = (*args[:place], True, *args[place + 1 :])
         return self.of(function, *args, **(kwargs or {}))
 

@@ -187,7 +187,7 @@ class Kernel:
 
     def _arrays(self, tensors: List[torch.Tensor], arguments: tuple) -> Tuple[List[torch.Tensor], Optional[List[Variant]]]:
         """The tensors as the kernel takes them, with contiguous copies of those that it only reads where it needs them; and the
-        variants that take them, or None where nobody has looked yet."""
+        variants that take them, or None before the first look."""
         arrays, candidates = list(self.views(*tensors)) if self.views else tensors, None
         if self.reads:
             candidates = self._found(_with_arrays(arrays, arguments))

@@ -1,6 +1,6 @@
-"""Whether tensors are laid out as others were: what a launch that was prepared for those may be made on.
+"""Compares the layouts of tensors: a launch that was prepared for some may be made on others that are laid out alike.
 
-An address alone does not tell: a tensor whose memory was given back and taken again, or that was resized, lies where it lay.
+The address alone does not show it: memory that was freed and allocated again, or a tensor that was resized, keeps its address.
 """
 
 from typing import Any, Callable, NamedTuple, Optional, Sequence
@@ -9,8 +9,8 @@ import torch
 
 
 def of_compiled_graphs(name: str, works: Callable[[Any], bool]) -> Any:
-    """What compiled graphs make tensors with, at half of what the functions of every day cost, or tell them apart by, where this torch has
-    it and it `works` as it is used here; else None."""
+    """Returns what torch's compiled graphs make or check tensors with, at half the cost of the public functions; None where this torch
+    lacks it, or where `works` returns False for it."""
     try:
         function = getattr(torch._C._dynamo.guards, name)
         return function if works(function) else None
@@ -29,14 +29,14 @@ TensorGuards: Any = of_compiled_graphs("TensorGuards", _tells_apart)
 
 
 def _described(tensor: torch.Tensor) -> tuple:
-    """All that a launch relies on, but the address."""
+    """Returns everything that a launch relies on, except the address."""
     strides = tensor.stride() if tensor.layout is torch.strided else None
     return type(tensor), tensor.dtype, tensor.device, tensor.is_neg(), tensor.shape, strides
 
 
 def guards(tensors: Sequence[torch.Tensor]) -> Optional[Callable[..., bool]]:
-    """What tells in 60 ns each, a fifth of what `_described` takes, whether as many tensors have the classes, dtypes, devices, shapes,
-    strides and dispatch keys of these; None where this torch or these tensors have no such thing."""
+    """Returns a check of whether as many other tensors have the classes, dtypes, devices, shapes, strides and dispatch keys of these. It
+    takes 60 ns a tensor, a fifth of `_described`. None where this torch or these tensors have no such check."""
     if TensorGuards is None or any(tensor.layout is not torch.strided for tensor in tensors):
         return None
     sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
@@ -45,8 +45,8 @@ def guards(tensors: Sequence[torch.Tensor]) -> Optional[Callable[..., bool]]:
 
 
 def same_as(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
-    """A function that tells whether as many other tensors have the types, dtypes, devices, shapes and strides that these have now, and
-    hold their numbers in the same way (their sign turned or not). It may be False where they have, if something else differs."""
+    """Returns a check of whether as many other tensors have the types, dtypes, devices, shapes and strides that these have now, and store
+    their numbers in the same way (negated or not). It may return False for equal ones, if something else differs."""
     check, count = guards(tensors), len(tensors)
     if check is not None:
         return lambda others: len(others) == count and check(*others)

@@ -1,7 +1,7 @@
 """Turns a recorded call into a Python function that does the same with other tensors. `print(plan)` shows it.
 
-A list of steps that are called one by one would cost the host 0.3 to 1 us more for each step. The function does what the call did, except
-for what has no use:
+Calling a list of steps one by one would cost the host 0.3 to 1 us more for each step. The function does what the call did, except for what
+has no effect on its results:
 
 1. Where nothing is computed, everything is allocated first: a plan that finds an odd address then has launched nothing yet.
 2. A view is made only where PyTorch sees it, as a result or in a computation. Kernels get addresses.
@@ -37,7 +37,7 @@ _reinterpreted = of_compiled_graphs("_reinterpret_tensor", _reinterprets)
 
 
 class Plan:
-    """Does again what a call did.
+    """Repeats what a recorded call did.
 
     body: called with the tensors of a call and their addresses, returns the results; None where a tensor that it made starts at an
     address that is no multiple of 16, where those of the recorded call did not. source: what it was compiled from, "" for any other
@@ -49,7 +49,7 @@ class Plan:
         self.gpu = device.index if device.type == "cuda" else None
 
     def run(self, tensors: Sequence[torch.Tensor], addresses: List[int]):
-        """Does it with other tensors, and returns the results; None where the call does not match the plan."""
+        """Repeats the call with other tensors and returns the results; None where they do not match the plan."""
         if self.gpu is not None and driver.current_device() != self.gpu:  # on which the allocator makes tensors
             with torch.cuda.device(self.gpu):
                 return self.run(tensors, addresses)
@@ -105,7 +105,7 @@ def plan_of(recording: Recording) -> Plan:
 
 
 def _bases(recording: Recording, step: Step) -> Set[int]:
-    """Whose memory a step reads, writes or makes."""
+    """Returns the bases whose memory a step reads, writes or allocates."""
     return {recording.base(slot) for slot in (*step.reads, step.result) if slot is not None}
 
 

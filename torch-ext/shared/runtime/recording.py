@@ -103,7 +103,7 @@ class View(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """target: slot of what it returns, NO_SLOT for nothing; result: the same, or None where that is a tensor that existed already."""
+    """target: slot of what it returns, NO_SLOT if it returns no tensor; result: the same, or None where that tensor existed before."""
 
     result: Optional[int]
     reads: Tuple[int, ...]
@@ -170,14 +170,14 @@ class Recorder(TorchDispatchMode):
             self._add(argument)
 
     def give_up(self, reason: str) -> None:
-        """Follows the call no further. Ignored on another thread, whose operations are not this call's."""
+        """Stops recording the call. Ignored on another thread, whose operations are not part of this call."""
         if threading.get_ident() == self._thread and not self.obstacle:
             self.obstacle = reason
             self._living.clear()
             self._steps.clear()
 
     def _add(self, tensor: torch.Tensor, base: Optional[int] = None) -> int:
-        """Gives a tensor a slot. base: whose memory it is in, its own by default."""
+        """Gives a tensor a slot. base: the slot whose memory it is in, its own by default."""
         slot, start = len(self._layouts), int(tensor.storage_offset())
         offset = 0 if base is None else start - self._layouts[base].storage_offset
         base = slot if base is None else base

@@ -40,7 +40,7 @@ ADVICE = {
 def kernelize(model: nn.Module) -> nn.Module:
     """Puts the layers on the torch.nn.LayerNorm, GroupNorm and RMSNorm of a model, in place, and returns it.
 
-    Vision and diffusion models are made of them. Subclasses, and modules whose forward someone replaced, are left alone. Parameters,
+    Vision and diffusion models are made of them. Subclasses, and modules whose forward was replaced, are left alone. Parameters,
     hooks, state dicts, copies and pickles stay as they were. Raises TypeError when the model has none of these modules.
     """
     found = [module for module in model.modules() if type(module) in NORMS and ("forward" not in vars(module) or _runs_ours(module))]
