@@ -94,8 +94,8 @@ def test_a_transformers_that_says_the_same_is_taken_with_one_line_when_it_was_no
 @pytest.mark.parametrize("fixture", ("qwen3", "gpt_oss", "decoders", "qwen3_5"))
 def test_forwards_have_the_arguments_of_those_that_they_stand_in_for(request, fixture):
     for targets in part(request.getfixturevalue(fixture), "targets").FAMILIES:
-        modeling = importlib.import_module(targets.modeling)
         for name, layer in targets.classes.values():
+            modeling = importlib.import_module(targets.module_of(name))
             found, expected = (inspect.signature(cls.forward).parameters.values() for cls in (layer, getattr(modeling, name)))
             assert [(p.name, p.kind) for p in found] == [(p.name, p.kind) for p in expected], name
 

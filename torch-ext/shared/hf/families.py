@@ -48,13 +48,14 @@ class Vision(NamedTuple):
 
     name: of its class. arguments: of its forward, in transformers' order; empty for those that Qwen's models have. capped: whether it
     scales and caps its logits as the causal LM does, instead of not at all. rest: what transformers 5.17 calls the forward's other keyword
-    arguments.
+    arguments. modeling: transformers' module of it, where that is not the family's: other families may then be behind the same tower.
     """
 
     name: str
     arguments: Tuple[str, ...] = ()
     capped: bool = True
     rest: str = "kwargs"
+    modeling: str = ""
 
 
 class Family(NamedTuple):
@@ -117,8 +118,7 @@ class Family(NamedTuple):
 
     def head(self, config) -> Head:
         """What a causal LM of the family makes of its logits before the loss."""
-        scale = 1.0 if self.divisor is None else 1.0 / getattr(config, self.divisor)
-        return Head(scale, None if self.softcap is None else getattr(config, self.softcap))
+        return head_of(config, self.divisor, self.softcap)
 
     def has_common_rotary(self) -> bool:
         """Whether the rotary embedding is that of most families: halves of a whole head, in the angles' dtype."""
@@ -136,6 +136,12 @@ class Family(NamedTuple):
         return (*names, *(self.sparse.classes[:2] if self.sparse else ()))
 
 
+def head_of(config, divisor: Optional[str], softcap: Optional[str]) -> Head:
+    """What is made of logits where a configuration has these attributes, None for nothing; see `Family`."""
+    scale = 1.0 if divisor is None else 1.0 / getattr(config, divisor)
+    return Head(scale, None if softcap is None else getattr(config, softcap))
+
+
 class Targets(NamedTuple):
     """Which layer of a package stands in for what of one model family of transformers.
 
@@ -145,6 +151,7 @@ class Targets(NamedTuple):
     them (`argument_of`). hub_names: the name that `kernels` knows a
     layer by -> layer. explain_layer: of a decoder layer and an input, [(part, "" or why it is not fused)]. fused: classes that the fused
     decoder layer takes apart, beside those that have a layer. optional: operations that a model of the family may have no module for.
+    elsewhere: class -> module, of those that are not in `modeling`.
     """
 
     model: str
@@ -158,6 +165,11 @@ class Targets(NamedTuple):
     rotate: Callable = rotary_pos_emb
     fused: Tuple[str, ...] = ()
     optional: Tuple[str, ...] = ()
+    elsewhere: Mapping[str, str] = {}
+
+    def module_of(self, name: str) -> str:
+        """transformers' module that defines a class or function of the family."""
+        return self.elsewhere.get(name, self.modeling)
 
 
 Families = Sequence[Targets]  # of a package
@@ -200,6 +212,7 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
     common = {f"{prefix}RMSNorm" if family.offset else "RMSNorm": layers.rms_norm}
     if family.has_common_rotary():
         common["rotary_pos_emb"] = layers.rotary
+    tower = family.vision if LOSS_WITH_VISION in classes else None
     return Targets(
         model=family.model,
         modeling=family.modeling,
@@ -213,6 +226,7 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
         fused=(f"{prefix}Attention", *(sparse.classes[:2] if sparse else ())),
         # A model of such a family has dense layers only where its configuration asks for them, and may have no others.
         optional=(*(("swiglu", "experts") if sparse is not None and family.mlp else ()), *LOSSES[1:]),
+        elsewhere={tower.name: tower.modeling} if tower is not None and tower.modeling else {},
     )
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from .binding import remember
 from .checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
 from .families import LOSS, LOSSES, Families, Targets, argument_of, names_of
 from .hub import TRANSFORMERS_EXPECTED
-from .modules import SAVED, is_marked, is_transformers_own, own_class
+from .modules import SAVED, is_marked, is_transformers_own
 from .padding import KEEPS
 from .shapes import explanation as explain_shapes
 from .shapes import put_on
@@ -35,7 +35,7 @@ def _attention_forward(targets: Targets, original):
             f"Use apply(), or install transformers{TRANSFORMERS_EXPECTED}"
         )
     modeling = sys.modules[targets.modeling]
-    stranger, found = ownership.stranger(targets, modeling, ownership.ROTARY), getattr(modeling, ownership.ROTARY)
+    stranger, found = ownership.stranger(targets, ownership.ROTARY), getattr(modeling, ownership.ROTARY)
     if stranger:
         raise RuntimeError(f"rope cannot be put on one model: {stranger}, not transformers' own. Use apply(rope=False)")
 
@@ -51,7 +51,6 @@ class _Chosen(NamedTuple):
     """What of one model a family's layers go on. forwards, modules: by operation."""
 
     targets: Targets
-    modeling: Any
     forwards: Mapping[str, Callable]
     modules: Mapping[str, List[nn.Module]]
 
@@ -59,16 +58,17 @@ class _Chosen(NamedTuple):
 def _choose(family: patching.Family, model, attention) -> Optional[_Chosen]:
     """Finds the modules of a model that a family's layers go on, None where it has no such modules. Raises RuntimeError when the rotary
     embedding cannot be put on one model."""
-    targets, modeling, unknown = family
-    classes = {operation: own_class(modeling, name) for operation, (name, _) in targets.classes.items()}
-    classes["rope"] = own_class(modeling, targets.attention)
+    targets, unknown = family
+    classes = {operation: ownership.class_of(targets, name) for operation, (name, _) in targets.classes.items()}
+    classes["rope"] = ownership.class_of(targets, targets.attention)
     if not (attention and _has_any(model, classes["attention"])):
         del classes["attention"]
     modules = {
         operation: [m for m in model.modules() if cls and isinstance(m, cls) and ownership.defines_forward(type(m)) is cls]
         for operation, cls in classes.items()
     }
-    if not any(modules.values()):
+    shared = [operation for operation, (name, _) in targets.classes.items() if name in targets.elsewhere]
+    if not any(found for operation, found in modules.items() if operation not in shared):
         return None
     for operation in (LOSS, *targets.optional):
         if operation in classes and not _has_any(model, classes[operation]):
@@ -77,7 +77,7 @@ def _choose(family: patching.Family, model, attention) -> Optional[_Chosen]:
     forwards = {operation: targets.classes[operation][1].forward for operation in modules if operation != "rope"}
     if "rope" in modules:
         forwards["rope"] = classes["rope"] and _attention_forward(targets, ownership.original(classes["rope"], "forward"))
-    return _Chosen(targets, modeling, forwards, modules)
+    return _Chosen(targets, forwards, modules)
 
 
 def _that_compute_losses(chosen: _Chosen) -> List[nn.Module]:
@@ -86,8 +86,8 @@ def _that_compute_losses(chosen: _Chosen) -> List[nn.Module]:
 
 def _without_losses_of_others(family: patching.Family, model) -> patching.Family:
     """The family, whose unknown texts are not those of the losses of models of another class."""
-    targets, modeling, unknown = family
-    others = [loss for loss in LOSSES if loss in unknown and not _has_any(model, own_class(modeling, targets.classes[loss][0]))]
+    targets, unknown = family
+    others = [loss for loss in LOSSES if loss in unknown and not _has_any(model, ownership.class_of(targets, targets.classes[loss][0]))]
     return family._replace(unknown={operation: names for operation, names in unknown.items() if operation not in others})
 
 
@@ -108,7 +108,7 @@ def _without_others(chosen: _Chosen, model) -> Tuple[_Chosen, List[nn.Module]]:
         if ownership.other_owner(module):
             owner = ownership.other_owner(module)
             raise RuntimeError(f"this {type(module).__name__} has a forward that {owner} gave it. {ownership.CALL_BEFORE}")
-    targets, modeling = chosen.targets, chosen.modeling
+    targets = chosen.targets
     others = [module for modules in chosen.modules.values() for module in modules if ownership.other_owner(module)]
     modules = {operation: [module for module in found if module not in others] for operation, found in chosen.modules.items()}
     for operation in targets.optional:  # tensor parallelism gives every module of experts a forward
@@ -119,8 +119,8 @@ def _without_others(chosen: _Chosen, model) -> Tuple[_Chosen, List[nn.Module]]:
         import transformers
 
         names = [targets.attention if operation == "rope" else targets.classes[operation][0] for operation in missing]
-        strangers = patching.present(*(ownership.stranger(targets, modeling, name) or None for name in names))
-        subclasses = sorted({name for each in names for name in _subclasses_with_forwards(model, own_class(modeling, each))})
+        strangers = patching.present(*(ownership.stranger(targets, name) or None for name in names))
+        subclasses = sorted({name for each in names for name in _subclasses_with_forwards(model, ownership.class_of(targets, each))})
         advice = f"Give it such layers, or install transformers{TRANSFORMERS_EXPECTED}"
         if subclasses:
             advice = f"{', '.join(subclasses)} has a forward of its own. If that calls super().forward(), use apply()"
@@ -170,7 +170,7 @@ def kernelize(
 
 def _tell_decoders(chosen: _Chosen, model, attention):
     """Notes on the decoders of a model whether they may choose our attention."""
-    decoder = own_class(chosen.modeling, chosen.targets.classes["attention"][0])
+    decoder = ownership.class_of(chosen.targets, chosen.targets.classes["attention"][0])
     for module in model.modules():
         if decoder is not None and isinstance(module, decoder):
             watch_attention(module)
@@ -181,8 +181,8 @@ def _tell_decoders(chosen: _Chosen, model, attention):
 
 def _modules_of(families: Families, model, operation):
     """[(family, module)] for the modules of a model that an operation has a layer for."""
-    with_it = [targets for targets in families if operation in targets.classes]
-    classes = [(targets, getattr(modeling_of(targets), targets.classes[operation][0], ())) for targets in with_it]
+    named = [(targets, targets.classes[operation][0]) for targets in families if operation in targets.classes]
+    classes = [(targets, getattr(modeling_of(targets, name), name, ())) for targets, name in named]
     return [(targets, module) for module in model.modules() for targets, cls in classes if isinstance(module, cls)]
 
 
@@ -196,7 +196,7 @@ def _decoder_layers(families: Families, model):
 
 
 def _causal_lms(families: Families, model):
-    return [module for loss in LOSSES for _, module in _modules_of(families, model, loss)]
+    return list(dict.fromkeys(module for loss in LOSSES for _, module in _modules_of(families, model, loss)))
 
 
 def capture(families: Families, model, batch, tokens):

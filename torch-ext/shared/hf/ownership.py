@@ -1,6 +1,7 @@
 """Tells whose forward a class or a module of transformers has: its own, ours, or another library's or the user's, which is kept."""
 
 import inspect
+import sys
 import warnings
 from collections import Counter
 from types import FunctionType, MethodType
@@ -53,6 +54,13 @@ def copy_with(original, replaced):
     return copy
 
 
+def class_of(targets: Targets, name: str):
+    """The class that transformers defines as `name` in a family, even if another one has been put there since; None if it is gone, or its
+    module is not imported."""
+    modeling = sys.modules.get(targets.module_of(name))
+    return None if modeling is None else own_class(modeling, name)
+
+
 def own_rotary(modeling):
     """The rotary embedding that ours replaces: a function, or the module that `kernels` makes of one; None where it is gone."""
     if SAVED + "rotary" in vars(modeling):
@@ -60,14 +68,14 @@ def own_rotary(modeling):
     return original(modeling, ROTARY) if ROTARY in vars(modeling) else None
 
 
-def stranger(targets: Targets, modeling, name):
+def stranger(targets: Targets, name):
     """Text for a warning that says what replaced a class's forward, which was transformers' or ours; "" where nothing did. name: of the
     class, or of the function for the rotary embedding."""
-    current = vars(modeling)[name]
+    current = vars(sys.modules[targets.module_of(name)])[name]
     if name == ROTARY:
         forward = type(current).forward if isinstance(current, nn.Module) else current
         return "" if is_marked(forward) or is_own_rotary(current, targets.modeling, ROTARY) else f"{name} is {name_of(current)}"
-    if current is not own_class(modeling, name):
+    if current is not class_of(targets, name):
         return f"{name} is {name_of(current)}"
     return class_stranger(current)
 

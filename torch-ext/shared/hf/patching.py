@@ -10,7 +10,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import Any, Dict, NamedTuple, Sequence, Set, Tuple
+from typing import Dict, NamedTuple, Sequence, Set, Tuple
 
 from torch import nn
 
@@ -32,7 +32,7 @@ from .checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
 from .experts import EXPERTS, experts_implementation
 from .families import LOSS, LOSSES, Families, Targets, argument_of, hub_names_of
 from .hub import PAIR, kernels_library, kernels_wanted, mapping_of
-from .modules import CAPTURED, OFF, SAVED, for_class, is_marked, is_transformers_own, own_class
+from .modules import CAPTURED, OFF, SAVED, for_class, is_marked, is_transformers_own
 from .padding import KEEPS
 from .versions import modeling_of, note, unknown_texts
 from .wrapped import put
@@ -44,23 +44,23 @@ class Family(NamedTuple):
     """A family on the installed transformers. unknown: of `versions.unknown_texts`."""
 
     targets: Targets
-    modeling: Any
     unknown: Mapping[str, Tuple[str, ...]]
 
 
 def prepare(targets: Targets) -> Family:
     """Prepares a family. Raises ImportError when transformers is absent, too old, or has no such family."""
-    found = Family(targets, modeling_of(targets), unknown_texts(targets))
+    modules = [modeling_of(targets, name) for name, _ in targets.classes.values()]
+    found = Family(targets, unknown_texts(targets))
     from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
     for operation, (name, layer) in targets.classes.items():
-        cls = own_class(found.modeling, name)
+        cls = ownership.class_of(targets, name)
         original = None if cls is None or operation in found.unknown else ownership.original(cls, "forward")
-        if original is None or not is_transformers_own(original, targets.modeling, f"{name}.forward"):
+        if original is None or not is_transformers_own(original, targets.module_of(name), f"{name}.forward"):
             continue  # another library's or the user's, which is kept
         for ours in (layer.forward, for_class(layer.forward)):
             ownership.describe(ours, original)
-    of_family = [thing for name, thing in vars(found.modeling).items() if name.endswith("CausalLMOutputWithPast")]
+    of_family = [thing for module in modules for name, thing in vars(module).items() if name.endswith("CausalLMOutputWithPast")]
     for output in dict.fromkeys((CausalLMOutputWithPast, MoeCausalLMOutputWithPast, *of_family)):
         output_with_metrics(output)  # torch.compile traces through no making of classes
     return found
@@ -74,11 +74,12 @@ def unknown_of(families: Sequence[Family], wanted=None) -> Dict[str, Dict[str, T
     }
 
 
-def _target(targets: Targets, modeling, operation):
+def _target(targets: Targets, operation):
     """(class or module, attribute, replacement) of an operation; None for a class or function that is gone."""
     if operation != "rope":
         name, layer = targets.classes[operation]
-        return own_class(modeling, name), "forward", layer.forward
+        return ownership.class_of(targets, name), "forward", layer.forward
+    modeling = sys.modules[targets.modeling]
     function = ownership.own_rotary(modeling)
     if isinstance(function, nn.Module):  # `kernels` made it one, of a class of its own
         return type(function), "forward", targets.rotary.forward
@@ -110,9 +111,9 @@ def _live_modules(families: Families):
 
 def register(families: Sequence[Family]):
     """Makes attn_implementation="bastile" a choice, with what is known of the masks of these families, and experts_implementation."""
-    for targets, modeling, unknown in families:
+    for targets, unknown in families:
         if "attention" not in unknown:
-            whole = own_class(modeling, targets.classes["attention"][0])
+            whole = ownership.class_of(targets, targets.classes["attention"][0])
             register_attention(*([whole] if whole is not None else []))
             note_new_models(__name__)
     if not any("experts" in family.unknown for family in families):
@@ -138,20 +139,20 @@ def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, 
     note(unknown_of(found, wanted), stacklevel=3)
     register(found)
     modules = _live_modules(families)
-    for targets, modeling, unknown in found:
+    for targets, unknown in found:
         for loss in LOSSES:
             if loss in targets.classes:
-                _tell_causal_lm(own_class(modeling, targets.classes[loss][0]), options, unpad)
-        layer = own_class(modeling, targets.classes["decoder_layer"][0]) if "decoder_layer" in targets.classes else None
+                _tell_causal_lm(ownership.class_of(targets, targets.classes[loss][0]), options, unpad)
+        layer = ownership.class_of(targets, targets.classes["decoder_layer"][0]) if "decoder_layer" in targets.classes else None
         if layer is not None:
             setattr(layer, KEEPS_ATTENTION, bool(keep_attention))
             setattr(layer, RECOMPUTES_MLP, bool(recompute_mlp))
-        _forget_what_one_model_was_told(targets, modeling, modules)
-        _watch_decoders(targets, modeling, modules)
+        _forget_what_one_model_was_told(targets, modules)
+        _watch_decoders(targets, modules)
         said = {name: wanted[argument_of(name)] for name in targets.operations}
         asked = {name: isinstance(each, Mapping) or bool(each) for name, each in said.items()}
         on = {name: asked[name] and name not in unknown for name in asked}
-        _patch_family(targets, modeling, on, modules)
+        _patch_family(targets, on, modules)
     trl.switch(log_probs)
 
 
@@ -166,38 +167,39 @@ def _tell_causal_lm(causal_lm, options, unpad):
     setattr(causal_lm, KEEPS, not unpad)
 
 
-def _forget_what_one_model_was_told(targets: Targets, modeling, modules):
+def _forget_what_one_model_was_told(targets: Targets, modules):
     """Removes what `kernelize` noted on single models: `apply` decides for them too."""
     told = [targets.classes[name][0] for name in (*LOSSES, "decoder_layer", "attention") if name in targets.classes]
-    classes = tuple(present(*(own_class(modeling, name) for name in told)))
+    classes = tuple(present(*(ownership.class_of(targets, name) for name in told)))
     for module in modules:
         if isinstance(module, classes):
             for name in TOLD:
                 vars(module).pop(name, None)
 
 
-def _watch_decoders(targets: Targets, modeling, modules):
+def _watch_decoders(targets: Targets, modules):
     """Makes the existing decoders notice when an implementation of attention is asked for by name."""
-    decoder = own_class(modeling, targets.classes["attention"][0])
+    decoder = ownership.class_of(targets, targets.classes["attention"][0])
     for module in modules:
         if decoder is not None and isinstance(module, decoder) and "config" in vars(module):
             watch_attention(module)
 
 
-def _patch_family(targets: Targets, modeling, wanted, modules):
+def _patch_family(targets: Targets, wanted, modules):
     """Puts the wanted layers of one family on its classes, and takes the others off. modules: all of the process."""
     for name in targets.fused if wanted.get("decoder_layer") else ():
-        stranger = ownership.stranger(targets, modeling, name)
+        stranger = ownership.stranger(targets, name)
         if stranger:
             _warn_of_stranger(stranger, "decoder_layer", stacklevel=4)
     for operation, on in wanted.items():
-        (_put_on if on else _take_off)(targets, modeling, operation, modules)
+        (_put_on if on else _take_off)(targets, operation, modules)
 
 
-def _put_on(targets: Targets, modeling, operation, modules):
+def _put_on(targets: Targets, operation, modules):
     """Puts the layer of one operation where it goes, unless something that is not transformers' own is there."""
-    owner, attribute, replacement = _target(targets, modeling, operation)
-    stranger = ownership.stranger(targets, modeling, ownership.ROTARY if operation == "rope" else targets.classes[operation][0])
+    modeling = sys.modules[targets.modeling]
+    owner, attribute, replacement = _target(targets, operation)
+    stranger = ownership.stranger(targets, ownership.ROTARY if operation == "rope" else targets.classes[operation][0])
     if stranger:
         _warn_of_stranger(stranger, operation, stacklevel=5)
     if owner is None or (stranger if owner is modeling or operation == "rope" else ownership.class_stranger(owner)):
@@ -208,15 +210,16 @@ def _put_on(targets: Targets, modeling, operation, modules):
     _bind_hidden(owner, replacement, modules)
 
 
-def _take_off(targets: Targets, modeling, operation, modules):
+def _take_off(targets: Targets, operation, modules):
     """Takes the layer of one operation off its class and off every module that has it."""
-    owner, attribute, _ = _target(targets, modeling, operation)
+    owner, attribute, _ = _target(targets, operation)
     if owner is None:
         return
     _restore(owner, attribute)
     classes = owner
     if operation == "rope":
-        classes = (type(ownership.own_rotary(modeling)), *present(own_class(modeling, targets.attention)))
+        rotary = ownership.own_rotary(sys.modules[targets.modeling])
+        classes = (type(rotary), *present(ownership.class_of(targets, targets.attention)))
     for module in modules:
         if isinstance(module, classes):
             ownership.unbind(module)
@@ -267,7 +270,7 @@ def reset(families: Families):
         return
     modules = _live_modules(imported)
     for targets in imported:
-        _reset_classes(targets, sys.modules[targets.modeling])
+        _reset_classes(targets)
     for module in modules:
         state = vars(module)
         graphs.release(module)
@@ -285,10 +288,10 @@ def reset(families: Families):
     ignore_new_models(__name__)
 
 
-def _reset_classes(targets: Targets, modeling):
+def _reset_classes(targets: Targets):
     """Puts back what was on the classes and functions of one family."""
     for operation in (*targets.classes, "rope"):
-        owner, attribute, _ = _target(targets, modeling, operation)
+        owner, attribute, _ = _target(targets, operation)
         if owner is None:
             continue
         _restore(owner, attribute)
@@ -301,7 +304,7 @@ def _reset_classes(targets: Targets, modeling):
         kept = SAVED + attribute  # stays where another forward, which may call ours, is on top
         for name in [name for name in vars(owner) if name.startswith(SAVED) and name != kept]:  # what apply() noted there
             delattr(owner, name)
-    vars(modeling).pop(SAVED + "rotary", None)
+    vars(sys.modules[targets.modeling]).pop(SAVED + "rotary", None)
 
 
 def _experts_interface():
@@ -342,9 +345,9 @@ def get_patched_ops(families: Families):
     """Lists the operations that are on transformers' classes, of every family that has them, by the names of the arguments of `apply`."""
     found: Dict[str, bool] = {}
     for targets in families:
-        modeling = sys.modules.get(targets.modeling)
+        imported = targets.modeling in sys.modules
         for operation in targets.operations:
-            owner, attribute, ours = (None, "", None) if modeling is None else _target(targets, modeling, operation)
+            owner, attribute, ours = _target(targets, operation) if imported else (None, "", None)
             on = owner is not None and ownership.current(owner, attribute) is for_class(ours)
             found[argument_of(operation)] = found.get(argument_of(operation), True) and on
     return [operation for operation, on in found.items() if on]
@@ -356,16 +359,16 @@ def mapping(families: Families, mode=None):
     note(unknown_of(found), stacklevel=3)
     register(found)
     left: Set[str] = set()
-    for targets, modeling, unknown in found:
+    for targets, unknown in found:
         without = [targets.rotary if operation == "rope" else targets.classes[operation][1] for operation in unknown]
         left.update(name for name, layer in targets.hub_names.items() if layer in without)
         for operation, (name, layer) in targets.classes.items():
-            cls = own_class(modeling, name)
+            cls = ownership.class_of(targets, name)
             if cls is not None and operation not in unknown and not hasattr(cls, "kernel_layer_name"):
                 names = targets.hub_names
                 kernels.replace_kernel_forward_from_hub(cls, name if name in names else next(n for n in names if names[n] is layer))
                 setattr(cls, SAVED + "decorated", True)
-    named = [family.modeling for family in found if "rotary_pos_emb" in family.targets.hub_names]
+    named = [sys.modules[family.targets.modeling] for family in found if "rotary_pos_emb" in family.targets.hub_names]
     if not all(isinstance(ownership.own_rotary(modeling), nn.Module) for modeling in named):
         import transformers
 

@@ -66,11 +66,11 @@ def is_installed() -> bool:
     return importlib.util.find_spec("transformers") is not None
 
 
-def modeling_of(targets) -> Any:
-    """transformers' module of a family. Raises ImportError when transformers is absent, too old, or has no such family."""
+def modeling_of(targets, name: str) -> Any:
+    """transformers' module of a class of a family. Raises ImportError when transformers is absent, too old, or has no such module."""
     version = release()
     try:
-        return importlib.import_module(targets.modeling)
+        return importlib.import_module(targets.module_of(name))
     except ModuleNotFoundError as error:
         advice = f"expected transformers{TRANSFORMERS_EXPECTED}. Run: pip install 'transformers=={TESTED[-1]}'"
         raise ImportError(f"transformers {version} has no {targets.model}, {advice}") from error
@@ -83,7 +83,7 @@ def texts_of(targets, operation: str) -> List[Text]:
         classes.append(targets.attention)
     if operation == "decoder_layer":
         classes += targets.fused
-    found = [Text(targets.modeling, f"{name}.forward") for name in classes]
+    found = [Text(targets.module_of(name), f"{name}.forward") for name in classes]
     # The functions that the rotary embedding and the experts are made of have other names in every family: all that are recorded count.
     functions = [name for name in TEXTS.get(targets.modeling, ()) if not name.endswith(".forward")]
     if operation in ("rope", "experts"):

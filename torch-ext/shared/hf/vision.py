@@ -1,13 +1,15 @@
 """The forwards of a text decoder that follows a vision tower, with the arguments of transformers' own: the Hub replaces a class by a layer
 only where both name the same ones, and a trainer drops the columns that a forward does not name."""
 
+import functools
 import inspect
+from typing import Optional, Tuple
 
 from .causal_lm import causal_lm_forward
 from .checkpointing import checkpointed
 from .decoder_layer import FusedLayer, decoder_layer_forward
 from .decoder_model import model_forward
-from .families import Family, Vision
+from .families import Family, Vision, head_of
 from .versions import installed
 
 # Of the forward with tower, decoder and head, where a family's row names no others. transformers 5.17 has neither the router's logits here
@@ -74,14 +76,20 @@ def decoder_with_vision(
 def causal_lm_with_vision(family: Family):
     """Makes the forward of the model with tower, decoder and head: in training mode the loss without logits, as `causal_lm_of` has it.
 
-    It has the arguments of the installed transformers, by name and in that order.
+    It has the arguments of the installed transformers, by name and in that order. Families behind the same tower get the same forward.
     """
-    vision, older = family.vision or Vision(family.whole), installed() < KNOWN_SINCE
-    absent = {"output_router_logits"} if family.sparse is None else set()
+    vision = family.vision or Vision(family.whole)
+    of_head = (family.divisor, family.softcap) if vision.capped else (None, None)
+    return _with_tower(vision, of_head, family.sparse is not None)
+
+
+@functools.lru_cache(maxsize=None)
+def _with_tower(vision: Vision, of_head: Tuple[Optional[str], Optional[str]], sparse: bool):
+    older = installed() < KNOWN_SINCE
+    absent = set() if sparse else {"output_router_logits"}
     if older:
         absent |= {"output_router_logits", "mm_encoder_outputs"}
     names = [name for name in vision.arguments or ARGUMENTS if name not in absent]
-    of_head = family if vision.capped else family._replace(divisor=None, softcap=None)
 
     def forward(self, *args, **kwargs):
         twice = [name for name in names[: len(args)] if name in kwargs]
@@ -89,7 +97,7 @@ def causal_lm_with_vision(family: Family):
             found = f"{', '.join(twice)} by position and by name" if twice else f"{len(args)} by position"
             raise TypeError(f"{type(self).__name__}.forward got arguments {found}, expected each of {', '.join(names)} at most once")
         kwargs.update(zip(names, args))
-        return causal_lm_forward(self, kwargs.pop("labels", None), of_head.head(self.config.text_config), **kwargs)
+        return causal_lm_forward(self, kwargs.pop("labels", None), head_of(self.config.text_config, *of_head), **kwargs)
 
     either = inspect.Parameter.POSITIONAL_OR_KEYWORD
     given = [inspect.Parameter(name, either, default=0 if name == "logits_to_keep" else None) for name in names]
