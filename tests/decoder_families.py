@@ -134,16 +134,22 @@ def tiny(name: str, dtype=torch.float32, attn_implementation="sdpa", **changes):
     return model.to(dtype).train()
 
 
-def tiny_behind_a_tower(wrapper, **changes):
-    """A text of two layers, with windows in one, behind a vision tower that is no part of the text's family. wrapper: the prefix of its
-    classes, Gemma3 or Mistral3; changes: of the text."""
+# Of the texts with a second class whose loss needs no logits either: the prefix of the classes with the vision tower.
+TOWERS = {"gemma3_text": "Gemma3", "mistral": "Mistral3", "ministral3": "Mistral3"}
+
+
+def tiny_behind_a_tower(text, wrapper=None, **changes):
+    """A text of two layers, with windows, behind a vision tower that is no part of the text's family. wrapper: the prefix of its classes,
+    by default that of `TOWERS`; changes: of the text."""
     import transformers
 
+    wrapper = wrapper or TOWERS[text]
+    of_text = tiny(text, **(IN_TURNS if text == "gemma3_text" else WINDOW), **changes).config.to_dict()
     gemma = wrapper == "Gemma3"
-    of_text = tiny("gemma3_text" if gemma else "mistral", **IN_TURNS, **changes).config.to_dict()
     size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
     tower = {**size, "model_type": "siglip_vision_model" if gemma else "pixtral"}
-    options = {"mm_tokens_per_image": 4} if gemma else {"vision_feature_layer": -1, "spatial_merge_size": 1}
+    options = {"mm_tokens_per_image": 4} if gemma else {"vision_feature_layer": -1}
+    options |= {"Mistral3": {"spatial_merge_size": 1}, "Llava": {"vision_feature_select_strategy": "full"}}.get(wrapper, {})
     config = getattr(transformers, f"{wrapper}Config")(text_config=of_text, vision_config=tower, image_token_index=IMAGE, **options)
     torch.manual_seed(0)
     return getattr(transformers, f"{wrapper}ForConditionalGeneration")(config).train()

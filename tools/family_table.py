@@ -46,7 +46,8 @@ def beside_llama(family: Any) -> str:
     said += ["capped scores"] if "softcap" in options else []
     said += ["scaled logits"] if family.divisor else []
     said += ["capped logits"] if family.softcap else []
-    said += ["in the second class, whose logits have no cap, a vision tower, left as it is"] if family.vision else []
+    uncapped = ", whose logits have no cap," if family.softcap and family.vision and not family.vision.capped else ""
+    said += [f"in the second class{uncapped} a vision tower, left as it is"] if family.vision else []
     return ", ".join(said) or "–"
 
 

@@ -18,6 +18,7 @@ from tests.decoder_families import (
     IMAGE_START,
     IN_TURNS,
     NAMES,
+    TOWERS,
     UNCHANGING,
     VARIANTS,
     VISION,
@@ -346,13 +347,14 @@ def test_an_image_between_words(package, calls):
     assert inspect.signature(model.forward).parameters.keys() == before.keys(), "a trainer drops columns that a forward does not name"
 
 
-def inputs_with_images(wrapper, padded=False):
+def inputs_with_images(model, padded=False):
     """An image of four tokens in each row."""
     tokens = TOKENS.clamp(max=180)
     tokens[:, 3:7] = IMAGE
     pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3))
     found = {"input_ids": tokens, "labels": tokens, "pixel_values": pixels}
-    found |= {"token_type_ids": (tokens == IMAGE).long()} if wrapper == "Gemma3" else {"image_sizes": torch.tensor([[8, 8]] * 2)}
+    told = {"token_type_ids": (tokens == IMAGE).long(), "image_sizes": torch.tensor([[8, 8]] * 2)}
+    found |= {name: value for name, value in told.items() if name in inspect.signature(model.forward).parameters}
     if padded:
         mask = (torch.arange(21) < torch.tensor([[21], [18]])).long()
         found |= {"attention_mask": mask, "labels": tokens.where(mask > 0, -100)}
@@ -363,35 +365,42 @@ def loss_row(package, model):
     return {row.part: row for row in package.explain(model).rows}["loss without logits"]
 
 
-def test_a_text_behind_another_vision_tower(package, calls):
+@pytest.mark.parametrize("text", ("llama", "mistral"))
+def test_a_text_behind_another_vision_tower(package, calls, text):
     """Its layers are fused, and the loss, with its logits, is transformers' own."""
-    model, inputs = tiny_behind_a_tower("Mistral3"), inputs_with_images("Mistral3")
+    model = tiny_behind_a_tower(text, "Llava")
+    inputs = inputs_with_images(model)
     expected = step_of(model, **inputs)
     package.kernelize(model)
     found = step_of(model, **inputs)
     found.assert_same(expected, FACTOR)
     assert calls == NODES * 2 and found.output.logits is not None
-    assert loss_row(package, model).reason == "a Mistral3ForConditionalGeneration makes all logits, and its loss is transformers' own"
+    assert loss_row(package, model).reason == "a LlavaForConditionalGeneration makes all logits, and its loss is transformers' own"
+
+
+behind_towers = pytest.mark.parametrize("text", TOWERS)
 
 
 @pytest.mark.parametrize(
-    ("inputs", "changes"),
-    (
-        ({}, {}),
-        ({"num_items_in_batch": 3}, {}),
-        ({"output_hidden_states": True}, {}),
-        ({}, {"final_logit_softcapping": 0.7}),
-    ),
-    ids=("plain", "items", "hidden states", "softcap"),
+    ("text", "inputs", "changes"),
+    [
+        *((text, {}, {}) for text in TOWERS),
+        *((text, {"num_items_in_batch": 3}, {}) for text in TOWERS),
+        *((text, {"output_hidden_states": True}, {}) for text in TOWERS),
+        ("gemma3_text", {}, {"final_logit_softcapping": 0.7}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 @pytest.mark.parametrize("padded", (False, True), ids=("", "padded"))
-def test_gemma_3_behind_its_vision_tower(package, calls, inputs, changes, padded):
-    """An image's tokens see each other, and the loss makes no logits, which are never capped: transformers reads no softcap there."""
-    model, inputs = tiny_behind_a_tower("Gemma3", **changes), {**inputs_with_images("Gemma3", padded), **inputs}
+def test_a_training_step_behind_a_vision_tower(package, calls, text, inputs, changes, padded):
+    """The loss makes no logits. Gemma 3: an image's tokens see each other, and logits are never capped: transformers reads no softcap."""
+    model = tiny_behind_a_tower(text, **changes)
+    inputs = {**inputs_with_images(model, padded), **inputs}
     expected, before = step_of(model, **inputs), inspect.signature(model.forward).parameters
     assert not loss_row(package, model).fused
     package.kernelize(model)
-    assert loss_row(package, model).fused
+    rows = package.explain(model).rows
+    assert [(row.count, row.fused) for row in rows if row.part == "loss without logits"] == [(1, True)]
     found = step_of(model, **inputs)
     found.assert_same(expected, FACTOR)
     assert calls == NODES * 2 and found.output.logits is None
@@ -408,10 +417,12 @@ def test_gemma_3_behind_its_vision_tower(package, calls, inputs, changes, padded
     assert torch.equal(step_of(model.train(), **inputs).loss, expected.loss)
 
 
-def test_gemma_3_behind_its_vision_tower_with_apply_and_the_hubs_mapping(package):
+@behind_towers
+def test_apply_and_the_hubs_mapping_behind_a_vision_tower(package, text):
     """`apply` decides about its loss with the argument of the text's; kept logits and generated tokens are transformers'."""
     kernels = pytest.importorskip("kernels")
-    model, inputs = tiny_behind_a_tower("Gemma3"), inputs_with_images("Gemma3")
+    model = tiny_behind_a_tower(text)
+    inputs = inputs_with_images(model)
     prompt = {key: value for key, value in inputs.items() if key != "labels"}
     some = {**prompt, "logits_to_keep": 2}
     expected, kept = step_of(model, **inputs), model.eval()(**some).logits
@@ -431,6 +442,56 @@ def test_gemma_3_behind_its_vision_tower_with_apply_and_the_hubs_mapping(package
     found = step_of(model, **inputs)
     found.assert_same(expected, FACTOR)
     assert found.output.logits is None
+
+
+@pytest.mark.parametrize("backwards", (False, True), ids=("", "backwards"))
+def test_two_families_behind_one_vision_tower(package, calls, backwards):
+    """Their class is one: what is on one model is not on the other, and everything comes off again in either order."""
+    patching = importlib.import_module(f"{package.__name__}.shared.hf.patching")
+    families = importlib.import_module(f"{package.__name__}.targets").FAMILIES
+    models = [tiny_behind_a_tower(text) for text in ("mistral", "ministral3")]
+    cls, inputs = type(models[0]), inputs_with_images(models[0])
+    assert type(models[1]) is cls
+    steps, before = [step_of(model, **inputs) for model in models], dict(vars(cls))
+
+    def unmade():
+        """Of which models the step is the same, without logits."""
+        found = [step_of(model, **inputs) for model in models]
+        for step, expected in zip(found, steps):
+            step.assert_same(expected, FACTOR)
+        return [step.output.logits is None for step in found]
+
+    def take_off():
+        patching.reset(families[::-1] if backwards else families)
+        assert dict(vars(cls)) == before and unmade() == [False, False] and not calls
+
+    package.kernelize(models[backwards])
+    assert unmade() == [not backwards, backwards] and calls == NODES * 2
+    assert [loss_row(package, model).fused for model in models] == [not backwards, backwards]
+    calls.clear()
+    take_off()
+    package.apply(fused_linear_cross_entropy={"label_smoothing": 0.0})
+    assert unmade() == [True, True] and all(loss_row(package, model).fused for model in models)
+    package.kernelize(models[backwards])
+    package.apply()
+    assert unmade() == [True, True] and "fused_linear_cross_entropy" in package.get_patched_ops()
+    calls.clear()
+    take_off()
+
+
+def test_a_text_of_a_third_family_behind_the_tower_of_two(package, calls):
+    """`kernelize` leaves the loss to transformers and says so; `apply` puts it on the class, whatever text is behind it."""
+    model = tiny_behind_a_tower("llama", "Mistral3")
+    inputs = inputs_with_images(model)
+    expected = step_of(model, **inputs)
+    package.kernelize(model)
+    found = step_of(model, **inputs)
+    found.assert_same(expected, FACTOR)
+    assert calls == NODES * 2 and found.output.logits is not None and loss_row(package, model).advice == "call apply(), or kernelize(model)"
+    package.apply()
+    found = step_of(model, **inputs)
+    found.assert_same(expected, FACTOR)
+    assert found.output.logits is None and loss_row(package, model).fused
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -31,13 +31,14 @@ KNOWN = runpy.run_path(str(tool.KNOWN))
 TEXTS, TESTED = KNOWN["TEXTS"], KNOWN["TESTED"]
 TOKENS = random_tokens(2, 9)
 LABELS = {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False}
-QWEN3, MOE, GPT_OSS, GEMMA3, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT = (
+QWEN3, MOE, GPT_OSS, GEMMA3, MISTRAL, MINISTRAL3, MISTRAL3, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT = (
     f"transformers.models.{name}.modeling_{name}"
-    for name in ("qwen3", "qwen3_moe", "gpt_oss", "gemma3", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+    for name in ("qwen3", "qwen3_moe", "gpt_oss", "gemma3", "mistral", "ministral3", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 )
+TEXT = {GEMMA3: "gemma3_text", MISTRAL: "mistral", MINISTRAL3: "ministral3"}  # behind a tower
 MODELS = {
-    **{QWEN3: tiny_model, MOE: tiny_qwen3_moe, GPT_OSS: tiny_gpt_oss, GEMMA3: functools.partial(tiny, "gemma3_text")},
-    QWEN3_5: tiny_qwen3_5,
+    **{QWEN3: tiny_model, MOE: tiny_qwen3_moe, GPT_OSS: tiny_gpt_oss, QWEN3_5: tiny_qwen3_5},
+    **{module: functools.partial(tiny, name) for module, name in TEXT.items()},
     **{module: functools.partial(tiny_qwen3_5_sparse, module.split(".")[2]) for module in (QWEN3_5_MOE, QWEN3_NEXT)},
 }
 
@@ -80,6 +81,8 @@ def expected_left(module, name, targets):
     """The operations of a family that go with a text."""
     if module in LEFT_BY_MODULE:
         found = LEFT_BY_MODULE[module]
+    elif (name.removesuffix(".forward"), module) in targets.elsewhere.items():
+        found = LEFT["ForConditionalGeneration.forward"]
     elif module == targets.modeling:
         found = LEFT[name.removeprefix(targets.attention.removesuffix("Attention"))]
     else:
@@ -106,7 +109,8 @@ def changed(source, name):
 
 def cases():
     """(package, module, name): each text with Qwen3's package, and with the others those of a family and one of each shared module."""
-    of_packages = {"qwen3": (QWEN3, MOE), "gpt_oss": (GPT_OSS,), "decoders": (GEMMA3,), "qwen3_5": (QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT)}
+    of_packages = {"qwen3": (QWEN3, MOE), "gpt_oss": (GPT_OSS,), "decoders": (GEMMA3, MISTRAL3)}
+    of_packages["qwen3_5"] = QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
     for package, families in of_packages.items():
         for module, names in TEXTS.items():
             count = len(names) if module in families or (module in LEFT_BY_MODULE and package == "qwen3") else 0
@@ -135,8 +139,8 @@ def test_a_changed_text_leaves_what_relies_on_it_to_transformers_and_nothing_els
     for targets in [targets for targets in families if left[targets.model]]:
         check_one_model(package, targets, name, left[targets.model] - {"loss_with_vision"}, MODELS[targets.modeling]())
         if "loss_with_vision" in targets.operations:
-            gemma = targets.modeling == GEMMA3
-            of_vision = tiny_behind_a_tower("Gemma3") if gemma else tiny_qwen3_5_with_vision(targets.modeling.split(".")[2])
+            text, folder = TEXT.get(targets.modeling), targets.modeling.split(".")[2]
+            of_vision = tiny_qwen3_5_with_vision(folder) if text is None else tiny_behind_a_tower(text)
             check_one_model(package, targets, name, left[targets.model] - {"fused_linear_cross_entropy"}, of_vision)
 
 

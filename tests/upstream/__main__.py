@@ -29,8 +29,10 @@ PLUGIN = Path(__file__).with_name("bastile_in_force.py")
 
 def transformers_tests() -> dict[str, tuple[str, ...]]:
     """transformers' tests of the models of each package: those of the decoders' are of its rows."""
-    modules = [own.family.modeling.split(".")[2] for own in family_table.rows()]
-    named = {".": ("qwen3", "qwen3_moe"), "packages/gpt-oss": ("gpt_oss",), "packages/decoders": tuple(modules)}
+    families = [own.family for own in family_table.rows()]
+    towers = [family.vision.modeling for family in families if family.vision is not None and family.vision.modeling]
+    modules = tuple(dict.fromkeys(name.split(".")[2] for name in (*(family.modeling for family in families), *towers)))
+    named = {".": ("qwen3", "qwen3_moe"), "packages/gpt-oss": ("gpt_oss",), "packages/decoders": modules}
     named["packages/qwen3_5"] = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
     return {package: tuple(f"tests/models/{name}/test_modeling_{name}.py" for name in names) for package, names in named.items()}
 

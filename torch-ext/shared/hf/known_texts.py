@@ -316,4 +316,11 @@ TEXTS: Dict[str, Dict[str, Dict[str, str]]] = {
         "apply_rotary_pos_emb": {"5.17.0": "af7b8364458b24e0"},
         "rotate_half": {"5.17.0": "d3f0cb470ec4f71e"},
     },
+    "transformers.models.mistral3.modeling_mistral3": {
+        "Mistral3ForConditionalGeneration.forward": {
+            "5.17.0": "86b98340364d08a2",
+            "5.18.0": "bb029a3a871f8441",
+            "5.21.1": "95b48a02336c711f",
+        },
+    },
 }

@@ -18,13 +18,20 @@ GEMMA = {
     "positions_first": True,
     "softcap": "final_logit_softcapping",
 }
-# Its forward leaves the logits as they are, whatever final_logit_softcapping says.
+# Forwards that leave the logits as they are, whatever final_logit_softcapping says.
 GEMMA3_VISION = Vision(
     "Gemma3ForConditionalGeneration",
     ("input_ids", "pixel_values", "attention_mask", "position_ids", "past_key_values", "token_type_ids", "inputs_embeds", "labels",
      "use_cache", "logits_to_keep", "mm_encoder_outputs"),
     capped=False,
     rest="lm_kwargs",
+)  # fmt: skip
+MISTRAL3_VISION = Vision(
+    "Mistral3ForConditionalGeneration",
+    ("input_ids", "pixel_values", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache",
+     "logits_to_keep", "image_sizes", "mm_encoder_outputs"),
+    capped=False,
+    modeling="transformers.models.mistral3.modeling_mistral3",
 )  # fmt: skip
 
 
@@ -40,9 +47,9 @@ ROWS = (
     QWEN2,
     row("Qwen3", "Qwen3", "qwen3", qk_norm="head", options=WINDOW),
     row("Qwen3-VL", "Qwen3VLText", "qwen3_vl", qk_norm="head", positions_first=True, whole="Qwen3VLForConditionalGeneration"),
-    row("Mistral", "Mistral", "mistral", options=OF_CONFIG),
+    row("Mistral", "Mistral", "mistral", options=OF_CONFIG, vision=MISTRAL3_VISION),
     row("Ministral", "Ministral", "ministral", options=WINDOW),
-    row("Ministral 3", "Ministral3", "ministral3", options=OF_CONFIG,
+    row("Ministral 3", "Ministral3", "ministral3", options=OF_CONFIG, vision=MISTRAL3_VISION,
         position_scale=("get_llama_4_attn_scale", "llama_4_scaling_beta", "original_max_position_embeddings")),
     row("SmolLM3", "SmolLM3", "smollm3", options=WINDOW, turned="use_rope"),
     row("Granite", "Granite", "granite", multiplier="residual_multiplier", divisor="logits_scaling"),
