@@ -61,6 +61,48 @@ def test_logits_that_were_asked_for(qwen3, skip_logits):
     assert (model(input_ids=ids, labels=ids).logits is None) == (not reason)
 
 
+def with_head_of_trl(model):
+    from trl.trainer.utils import add_fused_lm_head
+
+    add_fused_lm_head(model)
+    return model
+
+
+def under_autocast(model):
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+
+
+@pytest.mark.parametrize(
+    "wraps", ((with_head_of_trl,), (under_autocast,), (with_head_of_trl, under_autocast)), ids=("head", "autocast", "both")
+)
+@pytest.mark.parametrize("when", ("kernelize first", "apply first", "apply last"))
+def test_what_others_put_around_the_models_forward(qwen3, when, wraps):
+    """A loss comes without logits where ours lies within, and not where transformers' own does."""
+    model, ids = tiny_model(), random_tokens(1, 5)
+    if when != "apply last":
+        qwen3.kernelize(model) if when == "kernelize first" else qwen3.apply()
+    for wrap in wraps:
+        model = wrap(model)
+    if when == "apply last":
+        with pytest.warns(RuntimeWarning, match="Qwen3ForCausalLM keeps the forward that"):
+            qwen3.apply()
+    fused, [row] = when != "apply last", [row for row in qwen3.explain(model).rows if row.part == LOSS]
+    assert row.fused == fused == (model(input_ids=ids, labels=ids).logits is None)
+    of_trl = "TRL's head is around transformers' own forward", "nothing for its trainers, which make no logits"
+    of_accelerate = "accelerate (mixed precision) gave Qwen3ForCausalLM a forward", "call apply() or kernelize() before accelerate"
+    reason, advice = ("", "") if fused else of_trl if wraps == (with_head_of_trl,) else of_accelerate
+    assert row.reason == reason and row.advice.startswith(advice)
+    if fused:
+        qwen3.reset()
+        qwen3.apply(fused_linear_cross_entropy=False)
+        assert reasons(qwen3, model)[LOSS] == "it was taken off after another library had wrapped the model's forward"
+        assert model(input_ids=ids, labels=ids).logits is not None
+    for name in ("_original_forward", "forward"):  # or the next apply() warns of it, too
+        vars(model).pop(name, None)
+
+
 def lora(**options):
     from peft import LoraConfig, get_peft_model
 

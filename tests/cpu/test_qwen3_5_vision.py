@@ -161,3 +161,5 @@ def test_the_head_of_trls_trainers(qwen3_5, name, when, monkeypatch):
         assert_close(found.output[key], expected.output[key], torch.float32, key, FACTOR)
     row = {row.part: row for row in qwen3_5.explain(model).rows}["log-probabilities in TRL's trainers"]
     assert row.fused
+    assert loss_row(qwen3_5, model).fused == (when == "after"), "of other losses, which TRL's head gives to the forward that it found"
+    assert (Step(model, **inputs_with_images()).output.logits is None) == (when == "after")

@@ -174,7 +174,7 @@ def why_loss_is_not_standard(model) -> Optional[Reason]:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if OFF in model.__dict__:
-        return Reason("model", "accelerate wrapped the model's forward, and reset() was called")
+        return Reason("model", "it was taken off after another library had wrapped the model's forward")
     if model.loss_function is not ForCausalLMLoss:
         return Reason("loss", "model.loss_function is not transformers' own")
     if SHAPE in model.__dict__:

@@ -6,20 +6,25 @@ from typing import Callable, List, Mapping, Optional, Tuple
 import torch
 
 from ..ops.common import side_by_side
-from . import trl
+from . import ownership, trl
 from .attention_choice import name_that_is_kept, why_no_kernel
 from .capture import captured_passes
 from .causal_lm import why_head_is_not_plain, why_logits_are_wanted, why_loss_is_not_standard
 from .explanation import MIXERS, Explanation, Reason, explanation_of, no_kernels
-from .modules import is_marked, plain_weight
+from .modules import plain_weight
 from .packing import GROUPS
-from .wrapped import inside
 
 UNPATCHED = Reason("unpatched", "transformers' own forward")
 
 
-def _runs_ours(module) -> bool:
-    return is_marked(inside(getattr(module.forward, "__func__", None)))
+def _why_not_ours(module, known: Optional[Reason]) -> Reason:
+    """Why a call of a module does not come to a forward of ours. known: a reason that is known already."""
+    owner = ownership.other_owner(module)
+    if known is not None or not owner:
+        return known or UNPATCHED
+    if owner == trl.USER:
+        return Reason("trl_head", "TRL's head is around transformers' own forward")
+    return Reason("replaced", f"{owner} gave {type(module).__name__} a forward")
 
 
 def _why_apart(layer, rows) -> List[Tuple[str, Optional[Reason]]]:
@@ -43,19 +48,21 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
             left: Mapping[str, Tuple[str, int]]) -> Explanation:
     """Makes the table of `explain` of a package. layers: each with its function of a layer and an input that returns
     [(part, None or why it is not fused)]. left: operations that stay transformers' own, with the reason and the number of layers."""
-    own = {part: Reason("texts", left[name][0]) if name in left else UNPATCHED for part, name in OPERATION_OF.items()}
+    unknown = {part: Reason("texts", left[name][0]) for part, name in OPERATION_OF.items() if name in left}
     found: Counter = Counter()
     for causal_lm in causal_lms:
-        reason: Optional[Reason] = own["loss without logits"]
-        if _runs_ours(causal_lm):
+        reason: Optional[Reason]
+        if ownership.runs_ours(causal_lm):
             reason = why_loss_is_not_standard(causal_lm) or why_logits_are_wanted(causal_lm) or why_head_is_not_plain(causal_lm)
+        else:
+            reason = _why_not_ours(causal_lm, unknown.get("loss without logits"))
         found["loss without logits", reason] += 1
     others = () if causal_lms else (module for module in model.modules() if "lm_head" in vars(module)["_modules"])
     for name in sorted({type(module).__name__ for module in others}):
         found["loss without logits", Reason("class", f"a {name} makes all logits, and its loss is transformers' own")] += 1
     for layer, explain_layer in layers:
-        if not _runs_ours(layer):
-            found["decoder layer", own["decoder layer"]] += 1
+        if not ownership.runs_ours(layer):
+            found["decoder layer", _why_not_ours(layer, unknown.get("decoder layer"))] += 1
             continue
         weight = next(layer.parameters())
         norm = next((p for name, p in layer.named_parameters() if "norm" in name), weight)

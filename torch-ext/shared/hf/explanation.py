@@ -8,6 +8,7 @@ from ..runtime.device import why_no_kernels
 
 # What to do about a reason, by its code; "" where there is nothing to do.
 ADVICE = {
+    "trl_head": "nothing for its trainers, which make no logits; for other losses call apply() or kernelize() before creating one",
     "trl": "call apply() or kernelize(model) with log_probs=True",
     "head": "load the head as plain floating point weights, or accept that TRL's trainers compute with it themselves",
     "device": "move the model to a CUDA device",

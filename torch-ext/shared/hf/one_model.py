@@ -208,7 +208,7 @@ def capture(families: Families, model, batch, tokens):
 def explain(families: Families, model, shapes=None):
     """Says what of a model runs fused; see `explain` of a package. shapes: as of `kernelize`."""
     if shapes is not None and not _modules_of(families, model, "decoder_layer"):
-        known = explain_shapes(shapes, model, lambda module: ownership.is_ours(vars(module).get("forward")))
+        known = explain_shapes(shapes, model, ownership.runs_ours)
         if known is not None:
             return known
     found = _decoder_layers(families, model)

@@ -121,6 +121,17 @@ def other_owner(module):
     return "" if calls_ours(function) else getattr(function, "__globals__", {}).get("__name__") or repr(function)
 
 
+def runs_ours(module) -> bool:
+    """Tells whether a call of a module comes to a forward of ours, be it inside those that accelerate and TRL's head put around it."""
+    state = vars(module)
+    function, seen = _function(state.get(WRAPPED) or state.get(slot_of(module)) or type(module).forward), set()
+    while function is not None and not is_marked(inside(function)) and id(function) not in seen:
+        seen.add(id(function))
+        held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        function = next((_function(each) for each in held if getattr(each, "__self__", None) is module), None)
+    return function is not None
+
+
 def warn_of_others(modules, stacklevel):
     """Warns of modules that keep the forward that another library or the user gave them."""
     for (name, owner), count in Counter((type(module).__name__, other_owner(module)) for module in modules).items():
