@@ -444,6 +444,33 @@ def test_apply_and_the_hubs_mapping_behind_a_vision_tower(package, text):
     assert found.output.logits is None
 
 
+@behind_towers
+def test_the_head_of_trls_trainers_behind_a_vision_tower(package, text):
+    utils = pytest.importorskip("trl.trainer.utils")
+    model = tiny_behind_a_tower(text)
+    inputs = inputs_with_images(model, True)
+    utils.add_fused_lm_head(model)
+    expected, theirs = Step(model, **inputs, fused_lm_head=True), Step(model, **inputs)
+    del model.forward
+    package.kernelize(model)
+    utils.add_fused_lm_head(model)
+    found, ours = Step(model, **inputs, fused_lm_head=True), Step(model, **inputs)
+    found.assert_same(expected, FACTOR)
+    ours.assert_same(theirs, FACTOR)
+    rows = {row.part: row.fused for row in package.explain(model).rows}
+    assert rows["log-probabilities in TRL's trainers"] and rows["loss without logits"] and ours.output.logits is None
+
+
+@pytest.mark.parametrize("text", ("gemma3_text", "mistral"))
+def test_torch_compile_behind_a_vision_tower(package, text):
+    """In one graph, but for images of Mistral 3: their sizes are data, which breaks transformers' own graph as well."""
+    model = tiny_behind_a_tower(text)
+    inputs = {**(inputs_with_images(model) if text == "gemma3_text" else {"input_ids": TOKENS, "labels": TOKENS}), "use_cache": False}
+    expected = step_of(model, **inputs)
+    package.kernelize(model)
+    check_compiled(model, expected, FACTOR, **inputs)
+
+
 @pytest.mark.parametrize("backwards", (False, True), ids=("", "backwards"))
 def test_two_families_behind_one_vision_tower(package, calls, backwards):
     """Their class is one: what is on one model is not on the other, and everything comes off again in either order."""
