@@ -375,7 +375,31 @@ def test_a_text_behind_another_vision_tower(package, calls, text):
     found = step_of(model, **inputs)
     found.assert_same(expected, FACTOR)
     assert calls == NODES * 2 and found.output.logits is not None
-    assert loss_row(package, model).reason == "a LlavaForConditionalGeneration makes all logits, and its loss is transformers' own"
+    assert loss_row(package, model).reason == "LlavaForConditionalGeneration makes all logits and computes its loss from them"
+
+
+def test_a_causal_lm_that_another_model_calls_for_its_logits(package, calls):
+    """BLIP-2 computes the loss itself, from the logits of the causal LM that it holds."""
+    from transformers import Blip2Config, Blip2ForConditionalGeneration
+
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_dropout_prob": 0.0}
+    config = Blip2Config(
+        text_config=tiny("llama").config.to_dict(), vision_config={**size, "image_size": 8, "patch_size": 4},
+        qformer_config={**size, "encoder_hidden_size": 32, "attention_probs_dropout_prob": 0.0}, num_query_tokens=4,
+        image_token_index=IMAGE,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Blip2ForConditionalGeneration(config).train()
+    inputs = inputs_with_images(model)
+    expected = step_of(model, **inputs)
+    package.kernelize(model)
+    found = step_of(model, **inputs)
+    for step in (found, expected):  # of biases that the softmax takes away again
+        step.gradients = {name: gradient for name, gradient in step.gradients.items() if not name.endswith("key.bias")}
+    found.assert_same(expected, FACTOR)
+    assert calls == NODES * 2 and found.output.logits is not None
+    rows = [row for row in package.explain(model).rows if row.part == "loss without logits"]
+    assert [row.reason for row in rows] == ["Blip2ForConditionalGeneration makes all logits and computes its loss from them"]
 
 
 behind_towers = pytest.mark.parametrize("text", TOWERS)

@@ -10,7 +10,7 @@ from . import ownership, trl
 from .attention_choice import name_that_is_kept, why_no_kernel
 from .capture import captured_passes
 from .causal_lm import why_head_is_not_plain, why_logits_are_wanted, why_loss_is_not_standard
-from .explanation import MIXERS, Explanation, Reason, explanation_of, no_kernels
+from .explanation import MIXERS, Explanation, Reason, explanation_of, losses_of_others, no_kernels
 from .modules import plain_weight
 from .packing import GROUPS
 
@@ -50,16 +50,16 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
     [(part, None or why it is not fused)]. left: operations that stay transformers' own, with the reason and the number of layers."""
     unknown = {part: Reason("texts", left[name][0]) for part, name in OPERATION_OF.items() if name in left}
     found: Counter = Counter()
-    for causal_lm in causal_lms:
+    others = losses_of_others(model, causal_lms)
+    for causal_lm in (module for module in causal_lms if module not in others):
         reason: Optional[Reason]
         if ownership.runs_ours(causal_lm):
             reason = why_loss_is_not_standard(causal_lm) or why_logits_are_wanted(causal_lm) or why_head_is_not_plain(causal_lm)
         else:
             reason = _why_not_ours(causal_lm, unknown.get("loss without logits"))
         found["loss without logits", reason] += 1
-    others = () if causal_lms else (module for module in model.modules() if "lm_head" in vars(module)["_modules"])
-    for name in sorted({type(module).__name__ for module in others}):
-        found["loss without logits", Reason("class", f"a {name} makes all logits, and its loss is transformers' own")] += 1
+    for text in others.values():
+        found["loss without logits", Reason("class", text)] += 1
     for layer, explain_layer in layers:
         if not ownership.runs_ours(layer):
             found["decoder layer", _why_not_ours(layer, unknown.get("decoder layer"))] += 1

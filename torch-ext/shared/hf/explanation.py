@@ -1,6 +1,6 @@
 """The table that `explain` makes: what of a model runs fused, and of the rest why it does not and what to do."""
 
-from typing import Mapping, NamedTuple, Optional, Tuple
+from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -61,6 +61,21 @@ def no_kernels(device: torch.device) -> Optional[Reason]:
     """Why the prebuilt kernels do not run on a device; None where they do."""
     text = why_no_kernels(device)
     return Reason("device" if device.type != "cuda" else "kernels", text) if text else None
+
+
+def losses_of_others(model: torch.nn.Module, causal_lms: Sequence[torch.nn.Module]) -> Mapping[torch.nn.Module, str]:
+    """Says who else computes a loss in a model: of a causal LM within a class of transformers', which calls it for its logits, that class;
+    and every other module with a head. causal_lms: those whose loss is known."""
+    found: Dict[torch.nn.Module, str] = {}
+    for module in model.modules():
+        name, of_transformers = type(module).__name__, type(module).__module__.startswith("transformers.")
+        text = f"{name} makes all logits and computes its loss from them" if of_transformers else f"{name} computes its loss itself"
+        if module not in causal_lms and "lm_head" in module._modules:
+            found.setdefault(module, text)
+        for part in module.modules() if of_transformers and causal_lms else ():
+            if part in causal_lms and part is not module:
+                found.setdefault(part, text)
+    return found
 
 
 Found = Mapping[Tuple[str, Optional[Reason]], int]  # how many there are of each part with a reason, None where it runs fused

@@ -16,7 +16,7 @@ from torch import nn
 
 from .causal_lm import SHAPE
 from .decoder_layer import FusedLayer
-from .explanation import Explanation, Reason, explanation_of
+from .explanation import Explanation, Reason, explanation_of, losses_of_others
 from .fingerprint import fingerprint_of
 from .forwards import rotary_of
 from .known_texts import TEXTS
@@ -27,7 +27,8 @@ from .ownership import bind, copy_with
 ROTARY, HALF = "apply_rotary_pos_emb", "rotate_half"
 LIBRARIES = ("torch", "transformers")
 OF_EVERY_MODULE = ("torch.nn.modules.module", "transformers.modeling_utils")  # what these classes define is in every model
-PARTS = {"rms_norm": "RMSNorm", "swiglu": "MLP", "rope": "rotary embedding", "fused_linear_cross_entropy": "loss without logits"}
+LOSS = "loss without logits"
+PARTS = {"rms_norm": "RMSNorm", "swiglu": "MLP", "rope": "rotary embedding", "fused_linear_cross_entropy": LOSS}
 ROW = "a row of the table would join each norm with the projections behind it, their rotary embedding and the residual connections"
 
 
@@ -234,12 +235,18 @@ def explanation(shapes: Shapes, model: nn.Module, ours: Callable[[nn.Module], bo
     """The table of `explain` of a model without a row, None for one in which nothing is known. ours: tells of a module whether a forward of
     this package is on it."""
     found: Counter = Counter()
-    for operation, module, _ in _all_parts(shapes, model):
+    parts = _all_parts(shapes, model)
+    others = losses_of_others(model, [part.module for part in parts if PARTS[part.operation] == LOSS])
+    for operation, module, _ in parts:
+        if PARTS[operation] == LOSS and module in others:
+            continue
         left = None if ours(module) else Reason("unpatched", f"{type(module).__name__}'s own forward")
         found[PARTS[operation], left] += 1
     if not found:
         return None
-    known = {id(part.module) for part in _all_parts(shapes, model) if part.operation == "rms_norm"}
+    for text in others.values():
+        found[LOSS, Reason("row", text)] += 1
+    known = {id(part.module) for part in parts if part.operation == "rms_norm"}
     for module in model.modules():
         if _is_norm(module) and id(module) not in known:
             text = f"{type(module).__name__}.forward has no text that is known, or reads what its class computes"
