@@ -11,7 +11,7 @@ import torch
 from ..._ops import add_op_namespace_prefix
 from ..runtime.device import PLAIN, is_ordinary, kernels_run_on, prepare_backward, prepared
 from ..runtime.launch import GRID_MAX, INT32_MAX, Kernel, overlaps
-from ..runtime.replay import replayed
+from ..runtime.replay import replayed, replayed_with_products
 
 TORCH_MIN = (2, 6)
 _any_autocasts = getattr(torch._C, "_is_any_autocast_enabled", None)  # a tenth of what a look at one device costs
@@ -149,13 +149,19 @@ def constant(number: Any) -> Any:
     return [found for found, _ in itertools.groupby((number,), key=lambda each: each)][0]
 
 
-def traceable(name: str, function: Callable, fake: Callable, then: Optional[Callable] = None) -> Callable:
+def _replayed_with_lists(function: Callable) -> Callable:
+    """`replayed_with_products` of a function that also takes lists of numbers, which have no signature: it gets tuples instead."""
+    again = replayed_with_products(function)
+    return lambda *args: again(*[tuple(arg) if type(arg) is list else arg for arg in args])
+
+
+def traceable(name: str, function: Callable, fake: Callable, then: Optional[Callable] = None, computes: bool = False) -> Callable:
     """`function`, which a tracer (torch.compile, torch.export) sees as one operator.
 
     In eager mode it is the function itself, which replay.py runs again where it can. fake: the same function on tensors without data. A
     tracer relies on the strides that it gives, so the operator's results get them. then: called with the results, gives what is returned
-    instead, such as parts of one of them, which an operator may not return; replayed too. The operator is defined without
-    torch.library.custom_op, whose calls cost 13 us more each, and a compiled decoder layer makes 14 of them.
+    instead, such as parts of one of them, which an operator may not return; replayed too. computes: whether the function also computes with
+    PyTorch, as of `replayed_with_products`. The operator is defined without torch.library.custom_op, whose calls cost 13 us more each.
     """
     expected: dict = {}
 
@@ -170,7 +176,7 @@ def traceable(name: str, function: Callable, fake: Callable, then: Optional[Call
             found = expected[key] = tuple((t.shape, t.stride()) for t in results)
         return found
 
-    again = replayed(function)
+    again = _replayed_with_lists(function) if computes else replayed(function)
 
     @functools.wraps(function)
     def operator_function(*args):

@@ -204,7 +204,7 @@ def _fake_run(hidden, weight, bias, target, class_weight, scale, needs, ignore_i
     ]
 
 
-_traced_run = traceable("linear_cross_entropy_run", _run_whole, _fake_run)
+_traced_run = traceable("linear_cross_entropy_run", _run_whole, _fake_run, computes=True)
 
 
 def _traced_rows(found, options: Options) -> Rows:

@@ -154,7 +154,7 @@ def _fake_run(
     ]
 
 
-_traced_run = traceable("linear_log_probs_run", _run_whole, _fake_run)
+_traced_run = traceable("linear_log_probs_run", _run_whole, _fake_run, computes=True)
 
 
 def called(
