@@ -111,6 +111,20 @@ def largest_tensors(function, *args) -> list:
     return found
 
 
+def made_of_shape(shape, function, *args) -> list:
+    """The names of the operations whose result has a shape, in each graph, forward and backward, that torch.compile makes of a function."""
+    found = []
+
+    def look(graph, examples):
+        made = [node for node in graph.graph.nodes if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor)]
+        found.append([node.target.__name__.split(".")[0] for node in made if node.meta["val"].shape == shape])
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=look, bw_compiler=look))(*args).backward()
+    return found
+
+
 def compiled_with_masks(model):
     """(the compiled model, a list that gets for each attention of its graphs, as they are made, whether it has a mask)."""
     masked = []

@@ -10,6 +10,7 @@ import torch
 from tests import compile_checks as checks
 from tests.models import random_tokens, tiny_model
 from tests.op_cases import CASES
+from tests.ops.common import randn
 from tests.tolerances import assert_close
 
 BACKEND = "aot_eager"  # traces forward and backward as Inductor does, and needs no C++ compiler
@@ -53,6 +54,14 @@ def test_a_compiled_model_makes_no_logits(qwen3):
 
     largest = checks.largest_tensors(loss, ids)
     assert len(largest) == 2 and max(largest) == 8192 * 64, "the embeddings are the largest, not logits [400, 8192]"
+
+
+@pytest.mark.parametrize(("tokens", "late"), ((8, True), (65, False)))
+def test_a_compiled_loss_of_few_tokens_never_copies_the_gradient_of_the_weight(loaded_ops, tokens, late):
+    """It is as large as the weight: multiplied by the incoming gradient it would cost as much as a product of the head."""
+    hidden, weight = (randn(rows, 64, dtype=torch.float32, device="cpu").requires_grad_() for rows in (tokens, 40))
+    made = checks.made_of_shape((40, 64), loaded_ops.linear_cross_entropy, hidden, weight, torch.arange(tokens) % 40)
+    assert made == ([[], ["mm"]] if late else [["getitem"], ["mul"]])
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")

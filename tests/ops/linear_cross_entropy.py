@@ -478,7 +478,8 @@ MUTANTS = [
     *errors_in("shared/ops/linear_cross_entropy.py", "loss_in_a_graph", "_TracedReduced.forward",
          ("rows.loss.sum() * scale.view(())", "rows.loss.sum()"), kernels=False),
     *errors_in("shared/ops/linear_cross_entropy.py", "loss_in_a_graph", "_TracedReduced.backward",
-         ("scaled(*pair, dloss)", "scaled(*pair, None)"), kernels=False),
+         ("scaled(*pair, dloss)", "scaled(*pair, None)"),
+         ("scaled(saved[6], saved[4], dloss)", "saved[6]"), kernels=False),
     *errors_in("shared/ops/linear_cross_entropy.py", "loss_in_a_graph", "_TracedPerToken.forward",
          ("ctx.save_for_backward(hidden, weight, bias, target, class_weight)",
           "ctx.save_for_backward(-hidden, weight, bias, target, class_weight)"), kernels=False),
@@ -581,11 +582,12 @@ def _calls(new):
     hidden, weight, target = new(5, 64, seed=14), new(40, 64, seed=15), new.integers([3, 39, -100, 0, 7])
     scale, none = new.exact(1, seed=16).abs(), (-100, [0.0, 0.0, 0.0], [False] * 4, None)
     bias, class_weight, every = new(40, seed=17), new.exact(40, seed=18).abs(), (-100, [0.1, 20.0, 0.01], [False, True, True, True], FP32)
-    return [
+    calls = [
         (hidden, weight, None, target, None, None, [False] * 3, *none),
         (hidden, weight, None, target, None, scale, [True, False, False], *none),
         (hidden, weight, bias, target, class_weight, scale.expand(5).contiguous(), [True] * 3, *every),
     ]
+    return calls if hidden.dtype == FP16 else [*calls, (hidden, weight, bias, target, None, scale, [True] * 3, *none, True)]
 
 
 OPERATORS = {"linear_cross_entropy_run": _calls}

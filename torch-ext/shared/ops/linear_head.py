@@ -246,6 +246,7 @@ def walk(
     wide: bool = False,
     factor: float = 1.0,
     logits_kept: Optional[List[torch.Tensor]] = None,
+    gradient_kept: Optional[List[torch.Tensor]] = None,
 ) -> Gradients:
     """Writes the results of a loss for every token, and returns the gradients of sum(loss * scale) that `needs` asks for.
 
@@ -258,12 +259,15 @@ def walk(
     default. wide: the logits that loss_of gets, and whose gradient it writes over them, are float32 (float64), without a rounding. factor:
     what they are multiplied by otherwise, of which the gradient that is written over them takes account. logits_kept: a list. Where it is
     empty, each chunk's logits stay in it, in memory of their own; otherwise they are taken from it instead of made. scale is None in the
-    first walk, which makes no gradients but has the chunks of the second.
+    first walk, which makes no gradients but has the chunks of the second. gradient_kept: a list, which gets the gradient of the logits; all
+    tokens are one chunk then.
     """
     tokens, classes = hidden.shape[0], weight.shape[0]
     acc = accumulation_dtype(hidden.dtype)
     step, accum_dtype, first = plan_chunks(tokens, classes, hidden.dtype, accum_dtype, needs[1], weight.shape[1], logits_of_token)
     first = 0 if wide else first
+    if gradient_kept is not None:
+        step = max(tokens, 1)
     if scale is None:
         needs = False, False, False
     dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None
@@ -300,6 +304,8 @@ def walk(
             continue
         power = piece.gradient(scale if scale.numel() == 1 else scale[rows])
         logits = logits.to(hidden.dtype)
+        if gradient_kept is not None:
+            gradient_kept.append(logits)
         if dhidden is not None:
             carry_to_hidden(logits, weight, power, dhidden[rows], None if hidden_factor is None else hidden_factor[rows])
         if dbias is not None:
