@@ -35,10 +35,11 @@ def original(owner, attribute):
 
 def describe(function, original):
     """Gives a forward of ours the annotations and the docstring of the one that it replaces: transformers reads them. Where a release has
-    fewer arguments than ours, it gives the signature too: the Hub compares their numbers, and a trainer the names."""
+    fewer arguments than ours, or ours are named by a signature alone, it gives that too: the Hub compares their numbers, and a trainer the
+    names."""
     function.__annotations__, function.__doc__ = dict(original.__annotations__), original.__doc__
     signature = inspect.signature(original)
-    if len(inspect.signature(function).parameters) > len(signature.parameters):
+    if "__signature__" in vars(function) or len(inspect.signature(function).parameters) > len(signature.parameters):
         function.__signature__ = signature
 
 
