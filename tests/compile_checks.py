@@ -27,17 +27,20 @@ def custom_operators(package) -> dict:
 OPERATORS = tuple(collected("OPERATORS"))
 
 
-def calls_of(name, device, dtype) -> list:
-    """The calls of an operator that its operation's file has."""
-    return collected("OPERATORS")[name](New(device, dtype))
+def calls_of(package, name, device, dtype) -> list:
+    """The calls of an operator that its operation's file has, as the operator takes them."""
+    traced = importlib.import_module(f"{package.__name__}.shared.decoder.traced")
+    packs = {operator.name: operator.pack for operator in vars(traced).values() if hasattr(operator, "pack")}
+    calls = collected("OPERATORS")[name](New(device, dtype))
+    return [packs[name](*call) for call in calls] if name in packs else calls
 
 
 def check_operator(package, name, device, dtype):
     """opcheck: its schema tells the truth, nothing is overwritten or aliased, the fake tensors are like the real ones, and it
     traces with dynamic shapes."""
     operator = custom_operators(package)[name]
-    for call in calls_of(name, device, dtype):
-        torch.library.opcheck(operator, call)
+    for call in calls_of(package, name, device, dtype):
+        torch.library.opcheck(operator, tuple(call))
 
 
 def check_compiled_operation(ops, operation, device, backend, dtype=torch.float32, tokens=(3, 4, 6, 9, 13, 21), **options):

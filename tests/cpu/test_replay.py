@@ -78,7 +78,7 @@ def test_the_operators_of_a_graph_are_replayed_as_a_whole(interpreted, replay, m
         plans.extend([plan] if computes else [])
         return result, plan
 
-    operator, calls = custom_operators(interpreted)[name], calls_of(name, "cpu", torch.bfloat16)
+    operator, calls = custom_operators(interpreted)[name], calls_of(interpreted, name, "cpu", torch.bfloat16)
     monkeypatch.setattr(replay, "record", seen)
     for call in calls:
         wanted = operator(*call)

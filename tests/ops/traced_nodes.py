@@ -24,9 +24,14 @@ def _arguments(ops, shapes, autocast, seed=2):
     return projections, [part for one in projections for part in one[:5]], [one.scaling for one in projections]
 
 
+def _run(operator, *arguments) -> list:
+    """What an operator does with the arguments of its function."""
+    return operator.run(*operator.pack(*arguments))
+
+
 def _check_gradients(operator, fake, arguments, leaves, needs):
     wanted = [tensor.grad if tensor is not None and need else None for tensor, need in zip(leaves, needs, strict=True)]
-    found = operator(*arguments, needs)
+    found = _run(operator, *arguments, needs)
     _assert_as_faked(found, fake(*arguments, needs))
     for number, (mine, other) in enumerate(zip(found, [grad for grad in wanted if grad is not None], strict=True)):
         assert_close(mine, other, BF16, f"gradient {number}", 2)
@@ -45,7 +50,7 @@ def check_traced_attention_inputs(ops, autocast=False):
     torch.autograd.backward(results, grads)
     text = part_of(ops, "spec").encoded(inputs(ops, 0.5, 0.25))
     arguments = x, norm, *norms, cos, sin, text, [2, 3], BF16, tensors, scalings
-    q, k, projected, *kept = found = traced._attention_inputs(*arguments)
+    q, k, projected, *kept = found = _run(traced.ATTENTION_INPUTS, *arguments)
     _assert_as_faked(found, traced._fake_attention_inputs(*arguments))
     v = traced._in_heads(inputs(ops, 0.5, 0.25), projected, [1024, 512, 512], (2, 3))[2].transpose(1, 2)
     for mine, other in zip((q, k, v), results[:3], strict=True):
@@ -54,7 +59,7 @@ def check_traced_attention_inputs(ops, autocast=False):
     leaves = x, norm, *norms, None, None, *tensors
     for left_out in (None, 1, 6):
         needs = [tensor is not None and i != left_out for i, tensor in enumerate(leaves)]
-        _check_gradients(traced._attention_inputs_gradients, traced._fake_attention_inputs_gradients, saved, leaves, needs)
+        _check_gradients(traced.ATTENTION_INPUTS_GRADIENTS, traced._fake_attention_inputs_gradients, saved, leaves, needs)
 
 
 def check_traced_mlp(ops, autocast=False, attended=True):
@@ -69,14 +74,14 @@ def check_traced_mlp(ops, autocast=False, attended=True):
     expected.backward(dout)
     text = part_of(ops, "spec").encoded(outputs(ops, 0.5))
     arguments = x, before, None, norm, None, text, BF16, tensors, scalings
-    out, both, *kept = found = traced._mlp(*arguments)
+    out, both, *kept = found = _run(traced.MLP, *arguments)
     _assert_as_faked(found, traced._fake_mlp(*arguments))
     assert_close(out, expected, BF16, "a traced MLP", 2)
     leaves = x, before, None, norm, None, *tensors
     for left_out, products in ((None, both), (3, both), (5, both), (None, None), (5, None)):
         saved = dout, None if attended else x, before, None, norm, None, text, BF16, tensors, scalings, products, kept
         needs = [tensor is not None and i != left_out for i, tensor in enumerate(leaves)]
-        _check_gradients(traced._mlp_gradients, traced._fake_mlp_gradients, saved, leaves, needs)
+        _check_gradients(traced.MLP_GRADIENTS, traced._fake_mlp_gradients, saved, leaves, needs)
 
 
 def as_in_a_graph(check):

@@ -1,59 +1,149 @@
-"""Replays the operators of a graph of torch.compile or torch.export that take lists of tensors."""
+"""The operators of a graph of torch.compile or torch.export that a decoder layer makes: few arguments, and replayed where they can be.
 
+Each argument of an operator costs the host some time in each call, and twenty of a layer's thirty are None. So an operator takes the
+tensors that there are as one list, the sizes as another, and all else as text, its form (`Form`), which is read once.
+"""
+
+import functools
 import inspect
-from typing import Callable, List, Optional
+import json
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from ..ops.common import side_by_side
-from ..runtime.replay import replayed_with_products
+from ..ops.common import constant_when_traced, operator_of, side_by_side
+from ..runtime.replay import IDENTITIES, replayed_with_products
 from .projection import SIZE
 
-LISTS_OF_TENSORS = (List[torch.Tensor], List[Optional[torch.Tensor]])
-ALONE, OF_NUMBERS = -1, -2
+TENSOR, TENSORS, SIZES, OTHER = "tensor", "tensors", "sizes", "other"
+KINDS = {torch.Tensor: TENSOR, Optional[torch.Tensor]: TENSOR, List[torch.Tensor]: TENSORS, List[Optional[torch.Tensor]]: TENSORS,
+         List[int]: SIZES}  # by annotation  # fmt: skip
 
 
-def replayed_operator(function: Callable) -> Callable:
-    """Makes the function of an operator of one that has `whole` after the operator's arguments: what `side_by_side` finds of the weights
-    of q, k and v, or of gate and up. It is replayed where it can be; the replay gets the tensors of a list one by one, numbers as a tuple.
+class Packed(NamedTuple):
+    """What an operator takes. tensors: those that there are. form: `Form`'s text. sizes: those of the argument that is a list of integers,
+    which may vary in a graph."""
+
+    tensors: List[torch.Tensor]
+    form: str
+    sizes: List[int]
+
+
+class Parameter(NamedTuple):
+    name: str
+    kind: str
+
+
+class Form:
+    """All arguments of a call but its tensors and sizes. There is one object for each text and operator.
+
+    weights: the places in `Packed.tensors` of the weights of q, k and v, or of gate and up.
     """
-    *parameters, _ = inspect.signature(function).parameters.values()
-    names = [parameter.name for parameter in parameters]
-    lists = [parameter.annotation in LISTS_OF_TENSORS for parameter in parameters]
-    place, attended = names.index("parts"), names.index("attended") if "attended" in names else None
 
-    def from_parts(*parts):
-        left, arguments = iter(parts), []
-        for form in parts[-1]:
-            if form == ALONE:
-                arguments.append(next(left))
+    __slots__ = ("_told", "weights")
+
+    def __init__(self, parameters: Sequence[Parameter], text: str):
+        self._told: List[Tuple[str, Any]] = []
+        place, starts = 0, {}
+        for (name, kind), told in zip(parameters, json.loads(text)):
+            starts[name] = place
+            if kind in (TENSOR, TENSORS):
+                places = []
+                for there in told if kind == TENSORS else (told,):
+                    places.append(place if there else None)
+                    place += there
+                told = places
+            elif kind == OTHER and isinstance(told, str) and told.startswith("torch."):
+                told = getattr(torch, told[len("torch.") :])
+            self._told.append((kind, told))
+        by_name = {name: told for (name, _), (_, told) in zip(parameters, self._told)}
+        weights = by_name["parts"][::SIZE]
+        if "attended" in by_name:
+            weights = weights[by_name["attended"] != [None] : -1]
+        self.weights = tuple(weights) if len(weights) > 1 else ()
+
+    def arguments(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list:
+        """Returns the function's arguments."""
+        found: list = []
+        for kind, told in self._told:
+            if kind in (TENSOR, TENSORS):
+                listed = [None if place is None else tensors[place] for place in told]
+                found.append(listed if kind == TENSORS else listed[0])
             else:
-                arguments.append(list(next(left)) if form == OF_NUMBERS else [next(left) for _ in range(form)])
-        return function(*arguments)
+                found.append(list(sizes) if kind == SIZES else list(told) if isinstance(told, list) else told)
+        return found
 
-    from_parts.__name__ = function.__name__
-    again = replayed_with_products(from_parts)
 
-    def call(*args):
+IDENTITIES.add(Form)
+
+
+@constant_when_traced
+def _text(*values) -> str:
+    return json.dumps([str(value) if isinstance(value, torch.dtype) else value for value in values])
+
+
+class PackedOperator(NamedTuple):
+    """An operator of a graph.
+
+    name: without its name space. call: takes the arguments of its function, calls the operator. pack: makes `Packed` of these arguments.
+    run: what the operator does.
+    """
+
+    name: str
+    call: Callable[..., List[torch.Tensor]]
+    pack: Callable[..., Packed]
+    run: Callable[[List[torch.Tensor], str, List[int]], List[torch.Tensor]]
+
+
+def packed_operator(name: str, function: Callable, fake: Callable) -> PackedOperator:
+    """Registers an operator.
+
+    Args:
+        name: the operator's.
+        function: returns a list of tensors. Its arguments have annotations, `parts` among them, the projections' tensors; the last one is
+            `whole`, what `side_by_side` finds of the weights of q, k and v, or of gate and up.
+        fake: the same function on tensors without data, without `whole`.
+    """
+    *annotated, _ = inspect.signature(function).parameters.values()
+    parameters = tuple(Parameter(each.name, KINDS.get(each.annotation, OTHER)) for each in annotated)
+    kinds = tuple(parameter.kind for parameter in parameters)
+    form_of = functools.lru_cache(maxsize=None)(functools.partial(Form, parameters))
+
+    def pack(*args):
+        tensors, told, sizes = [], [], []
+        for kind, arg in zip(kinds, args):
+            if kind == TENSOR:
+                told.append(arg is not None)
+                if arg is not None:
+                    tensors.append(arg)
+            elif kind == TENSORS:
+                told.append(tuple([one is not None for one in arg]))
+                tensors += [one for one in arg if one is not None]
+            elif kind == SIZES:
+                told.append(None)
+                sizes += arg
+            else:
+                told.append(tuple(arg) if isinstance(arg, (list, tuple)) else arg)
+        return tensors, _text(*told), sizes
+
+    def from_packed(*parts):
+        *tensors, whole, sizes, form = parts
+        return function(*form.arguments(tensors, sizes), whole)
+
+    from_packed.__name__ = function.__name__
+    again = replayed_with_products(from_packed)
+
+    def run(tensors: List[torch.Tensor], form: str, sizes: List[int]) -> List[torch.Tensor]:
         if torch.is_grad_enabled():  # never in a graph of torch.compile
             with torch.no_grad():
-                return call(*args)
-        parts, forms = [], []
-        for arg, of_tensors in zip(args, lists):
-            if of_tensors:
-                parts += arg
-                forms.append(len(arg))
-            elif type(arg) is list:
-                parts.append(tuple(arg))
-                forms.append(OF_NUMBERS)
-            else:
-                parts.append(arg)
-                forms.append(ALONE)
-        weights = args[place][::SIZE]
-        if attended is not None:
-            weights = weights[args[attended] is not None : -1]
-        whole = side_by_side(weights) if len(weights) > 1 else None
-        return list(again(*parts, whole, (*forms, ALONE)))
+                return run(tensors, form, sizes)
+        known = form_of(form)
+        whole = side_by_side([tensors[place] for place in known.weights]) if known.weights else None
+        return list(again(*tensors, whole, tuple(sizes), known))
 
-    call.__signature__ = inspect.signature(function).replace(parameters=parameters)  # type: ignore[attr-defined]
-    return call
+    def run_fake(tensors, form, sizes):
+        return fake(*form_of(form).arguments(tensors, sizes))
+
+    run.__name__ = function.__name__
+    operator = operator_of(name, run, run_fake)
+    return PackedOperator(name, lambda *args: operator(*pack(*args)), lambda *args: Packed(*pack(*args)), run)

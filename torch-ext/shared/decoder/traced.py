@@ -10,9 +10,9 @@ from typing import List, Optional, Sequence, Tuple
 
 import torch
 
-from ..ops.common import once_differentiable, operator_of
+from ..ops.common import once_differentiable
 from .heads import is_fused
-from .operators import replayed_operator
+from .operators import packed_operator
 from .projection import SIZE, Group, flat_parts, needs_in_parts, with_numbers
 from .projections import Projections, of_second_half, of_second_half_loaded
 from .spec import Inputs, Outputs, encoded, inputs_of, outputs_of
@@ -90,7 +90,6 @@ def _keeps_rstds(spec: Inputs, q_norm) -> bool:
     return q_norm is not None and not is_fused(spec)
 
 
-@replayed_operator
 def _attention_inputs(
     x: torch.Tensor,
     norm: Optional[torch.Tensor],
@@ -129,7 +128,6 @@ def _fake_attention_inputs(x, norm, q_norm, k_norm, cos, sin, spec, shape, dtype
     return [*heads, projected, *rstds, *(x.new_empty(of, dtype=dtype) for of in made)]
 
 
-@replayed_operator
 def _attention_inputs_gradients(
     dq: torch.Tensor,
     dk: torch.Tensor,
@@ -169,10 +167,11 @@ def _fake_attention_inputs_gradients(dq, dk, dv, dresidual, x, norm, q_norm, k_n
     return [tensor.new_empty(tensor.shape) for tensor, need in zip(wanted, rest[-1]) if need]
 
 
-attention_inputs_operator = operator_of("norm_attention_inputs", _attention_inputs, _fake_attention_inputs)
-attention_inputs_gradients_operator = operator_of(
+ATTENTION_INPUTS = packed_operator("norm_attention_inputs", _attention_inputs, _fake_attention_inputs)
+ATTENTION_INPUTS_GRADIENTS = packed_operator(
     "norm_attention_inputs_backward", _attention_inputs_gradients, _fake_attention_inputs_gradients
 )
+attention_inputs_operator, attention_inputs_gradients_operator = ATTENTION_INPUTS.call, ATTENTION_INPUTS_GRADIENTS.call
 
 
 class _AttentionInputs(torch.autograd.Function):
@@ -219,7 +218,6 @@ def _groups(parts: Sequence, scalings: Sequence[float], dtype: torch.dtype, has_
     return found
 
 
-@replayed_operator
 def _mlp(
     x: torch.Tensor,
     attended: Optional[torch.Tensor],
@@ -272,7 +270,6 @@ def _fake_mlp(x, attended, after, before, behind, spec, dtype, parts, scalings):
     return [x.new_empty(x.shape), both, *_there(*kept), *(x.new_empty(shape, dtype=dtype) for shape in made)]
 
 
-@replayed_operator
 def _mlp_gradients(
     dout: torch.Tensor,
     x: Optional[torch.Tensor],
@@ -314,8 +311,9 @@ def _fake_mlp_gradients(dout, x, attended, after, before, behind, spec, dtype, p
     return [tensor.new_empty(tensor.shape) for tensor, need in zip(wanted, rest[-1]) if need]
 
 
-mlp_operator = operator_of("norm_mlp", _mlp, _fake_mlp)
-mlp_gradients_operator = operator_of("norm_mlp_backward", _mlp_gradients, _fake_mlp_gradients)
+MLP = packed_operator("norm_mlp", _mlp, _fake_mlp)
+MLP_GRADIENTS = packed_operator("norm_mlp_backward", _mlp_gradients, _fake_mlp_gradients)
+mlp_operator, mlp_gradients_operator = MLP.call, MLP_GRADIENTS.call
 
 
 class _MLP(torch.autograd.Function):
