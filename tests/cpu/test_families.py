@@ -485,6 +485,25 @@ def test_the_head_of_trls_trainers_behind_a_vision_tower(package, text):
     assert rows["log-probabilities in TRL's trainers"] and rows["loss without logits"] and ours.output.logits is None
 
 
+@pytest.mark.parametrize("targets", (r".*language_model.*\.(q_proj|o_proj|up_proj)", r".*(lm_head|q_proj)"), ids=("text", "head"))
+@behind_towers
+def test_lora_behind_a_vision_tower(package, text, targets):
+    """Of the text's projections, with the padded rows checkpointed, and of the head, which is called then."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_behind_a_tower(text), LoraConfig(r=4, init_lora_weights=False, target_modules=targets))
+    inputs, fused = inputs_with_images(model.get_base_model(), True), "lm_head" not in targets
+    if fused:
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+    expected = step_of(model, **inputs)
+    package.kernelize(model)
+    found = step_of(model, **inputs)
+    found.assert_same(expected, FACTOR)
+    assert loss_row(package, model).fused == fused == (found.output.logits is None)
+
+
 @pytest.mark.parametrize("text", ("gemma3_text", "mistral"))
 def test_torch_compile_behind_a_vision_tower(package, text):
     """In one graph, but for images of Mistral 3: their sizes are data, which breaks transformers' own graph as well."""
