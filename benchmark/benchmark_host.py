@@ -1,6 +1,7 @@
-"""What the host needs: microseconds a call of RMSNorm, of a decoder layer, of one with LoRA on all projections, and of an optimizer's step.
+"""What the host needs: microseconds a call of RMSNorm, of a decoder layer, of one with LoRA on all projections, and of an optimizer's step;
+and where it is asked for, of a compiled model's forward and backward pass.
 
-    python -m benchmark.benchmark_host [--model qwen3_0.6b] [--cases dense,lora]
+    python -m benchmark.benchmark_host [--model qwen3_0.6b] [--cases dense,lora,compiled]
 
 Few tokens, so that the device always waits for the host. On a GPU with its kernels. On a CPU a stand-in takes the driver's place: every
 call goes the whole way through the package, its choice of a kernel and the launch, and the launch does nothing; the layer is so small
@@ -152,6 +153,25 @@ def layer_step(args, provider: str, rank: int):
     return call
 
 
+def compiled_step(args, provider: str):
+    """Return a forward and backward pass of a model of `--layers` layers under torch.compile."""
+    model = published.new_model(args.model, args.layers, args.device)
+    fill(model)
+    if providers.is_ours(provider):
+        package = package_of(args.device)
+        package.pack(model)
+        package.kernelize(model)
+    ids = torch.arange(args.tokens, device=args.device)[None]
+    torch._dynamo.reset()  # what was compiled for another provider counts towards a limit
+    compiled = torch.compile(model, dynamic=False)
+
+    def call():
+        compiled(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad()
+
+    return call
+
+
 def optimizer_step(args, provider: str, rank: int):
     """Return a step of the optimizer on as many parameters as `--layers` layers have: the weights just so large that they have a launch of
     their own, or adapters of a rank."""
@@ -179,12 +199,14 @@ def thread_microseconds(call: Callable, calls: int) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """What is called. title: of its row; providers: those that it has; make: of the command line and a provider, returns the call."""
+    """What is called. title: of its row; providers: those that it has; make: of the command line and a provider, returns the call; asked:
+    whether only `--cases` measures it."""
 
     title: str
     providers: tuple[str, ...]
     make: Callable[..., Callable]
     calls: int
+    asked: bool = False
 
 
 LAYER, OPTIMIZERS = ("huggingface", "bastile"), ("torch_fused", "bastile_adamw")
@@ -193,6 +215,7 @@ CASES = {
     "rms_norm_no_grad": Case("RMSNorm, without", LAYER, lambda args, p: rms_norm(args, p, False), 400),
     "dense": Case("decoder layer, forward and backward", LAYER, lambda args, p: layer_step(args, p, 0), 40),
     "lora": Case("decoder layer with LoRA, forward and backward", LAYER, lambda args, p: layer_step(args, p, RANK), 40),
+    "compiled": Case("{layers} layers under torch.compile, forward and backward", LAYER, compiled_step, 20, asked=True),
     "adamw": Case("AdamW, the parameters of {layers} layers", OPTIMIZERS, lambda args, p: optimizer_step(args, p, 0), 4),
     "adamw_lora": Case("AdamW, LoRA of {layers} layers", OPTIMIZERS, lambda args, p: optimizer_step(args, p, RANK), 4),
 }
@@ -260,7 +283,8 @@ def main(arguments=None) -> list[Row]:
     p = layers_parser(__doc__.partition("\n")[0], "host", 50.0)
     p.set_defaults(model=None, layers=None)
     p.add_argument("--tokens", type=int, default=0, help=f"of a layer's input; without it {TOKENS}, or 8 on a CPU")
-    p.add_argument("--cases", type=some_of(*CASES), default=tuple(CASES), help=f"of {', '.join(CASES)}")
+    p.add_argument("--cases", type=some_of(*CASES), default=tuple(name for name, case in CASES.items() if not case.asked),
+                   help=f"of {', '.join(CASES)}")  # fmt: skip
     p.add_argument("--providers", type=some_of(*PROVIDERS), default=PROVIDERS, help=f"of {', '.join(PROVIDERS)}")
     args = p.parse_args(arguments)
     on_gpu = args.device.startswith("cuda")
