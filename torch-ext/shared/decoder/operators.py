@@ -110,7 +110,9 @@ def packed_operator(name: str, function: Callable, fake: Callable) -> PackedOper
     form_of = functools.lru_cache(maxsize=None)(functools.partial(Form, parameters))
 
     def pack(*args):
-        tensors, told, sizes = [], [], []
+        tensors: List[torch.Tensor] = []
+        told: List[Any] = []
+        sizes: List[int] = []
         for kind, arg in zip(kinds, args):
             if kind == TENSOR:
                 told.append(arg is not None)

@@ -168,7 +168,8 @@ def _run_whole(
 ) -> List[torch.Tensor]:
     """The rows, the gradients and the factors that those are still to be multiplied by, of `_run`. of_logits: whether the gradient of the
     logits takes the place of the weight's."""
-    options, kept = _options(ignore_index, numbers, switches, accum_dtype), [] if of_logits else None
+    options = _options(ignore_index, numbers, switches, accum_dtype)
+    kept: Optional[list] = [] if of_logits else None
     need_hidden, need_weight, need_bias = needs
     of = need_hidden, need_weight and not of_logits, need_bias
     rows, gradients = _run(hidden, weight, bias, target, class_weight, scale, options, of, kept)
