@@ -15,7 +15,7 @@ from ..ops.common import constant_when_traced, operator_of, side_by_side
 from ..runtime.replay import IDENTITIES, replayed_with_products
 from .projection import SIZE
 
-TENSOR, TENSORS, SIZES, OTHER = "tensor", "tensors", "sizes", "other"
+TENSOR, TENSORS, SIZES, OTHER = "tlso"  # kinds of arguments
 KINDS = {torch.Tensor: TENSOR, Optional[torch.Tensor]: TENSOR, List[torch.Tensor]: TENSORS, List[Optional[torch.Tensor]]: TENSORS,
          List[int]: SIZES}  # by annotation  # fmt: skip
 
@@ -106,7 +106,7 @@ def packed_operator(name: str, function: Callable, fake: Callable) -> PackedOper
     """
     *annotated, _ = inspect.signature(function).parameters.values()
     parameters = tuple(Parameter(each.name, KINDS.get(each.annotation, OTHER)) for each in annotated)
-    kinds = tuple(parameter.kind for parameter in parameters)
+    kinds = "".join(parameter.kind for parameter in parameters)  # a graph has one guard for a text, and one for each item of a tuple
     form_of = functools.lru_cache(maxsize=None)(functools.partial(Form, parameters))
 
     def pack(*args):
