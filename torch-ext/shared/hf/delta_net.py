@@ -15,10 +15,8 @@ from ..ops.short_conv import TAPS, short_conv
 from .decoder_layer import FusedLayer
 from .explanation import MIXERS, Reason
 from .gated_attention import gated_attention, why_not_fused
-from .masks import bounds_of, document_bounds
 from .modules import is_marked, is_plain, original_forward, own_forward
-
-DOCUMENTS = "delta_cu_seqlens"  # the argument in which a model's forward hands on what it found in position_ids
+from .row_documents import DOCUMENTS, bounds_in, refuse_cache_of
 
 
 class MixedLayer(FusedLayer):
@@ -39,24 +37,6 @@ class MixedLayer(FusedLayer):
         fused = position_embeddings[0].dtype == x.dtype and why_not_fused(self, module, x) is None
         run = partial(gated_attention, self) if fused else super().attention
         return run(module, x, attention_mask, past_key_values, position_embeddings, kwargs)
-
-
-def documents_for(position_ids, attention_mask, past_key_values, use_cache, cu_seq_lens_q=None, **others) -> dict:
-    """Makes the arguments in which a model's forward hands documents to its delta nets; empty where there are none to find.
-
-    A cache holds the states of one document a row. transformers makes one by default, so a row of documents gets none unless it is asked
-    for; where it is, position_ids alone say nothing of documents, as in transformers.
-    """
-    if past_key_values is not None:
-        return {}
-    without_cache = {"use_cache": False} if use_cache is None else {}
-    if cu_seq_lens_q is not None:
-        return without_cache
-    if use_cache or attention_mask is not None or torch.compiler.is_compiling() or not isinstance(position_ids, torch.Tensor):
-        return {}
-    text = position_ids[0] if position_ids.dim() == 3 and position_ids.shape[0] == 4 else position_ids
-    found = document_bounds(text) if text.dim() == 2 and is_plain(text) else None
-    return {} if found is None else {DOCUMENTS: found, **without_cache}
 
 
 def gated_norm_forward(layer, hidden_states, gate):
@@ -103,18 +83,22 @@ def why_not_ours(layer) -> str:
 def delta_net_forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
     """Serves as the forward of a GatedDeltaNet: hidden_states [batch, tokens, hidden] -> the same.
 
-    Documents come from `cu_seq_lens_q`, as padding-free collators give it, or from what the model's forward found in position_ids.
+    Documents come from `cu_seq_lens_q`, as padding-free collators give it, from what the model's forward found in position_ids or seq_idx,
+    or from `seq_idx`.
     """
-    documents = kwargs.get("cu_seq_lens_q")
+    name = "cu_seq_lens_q" if kwargs.get("cu_seq_lens_q") is not None else "seq_idx"
+    found = kwargs.pop(DOCUMENTS, None)
+    documents = kwargs.get("cu_seq_lens_q") if found is None else found
+    documents = bounds_in(kwargs.get("seq_idx")) if documents is None else documents
     if documents is not None and cache_params is not None:
-        refuse_cache_of(documents, hidden_states.shape[0])
-        kwargs.pop("cu_seq_lens_q")
+        refuse_cache_of(documents, hidden_states.shape[0], name)
+        kwargs.pop("cu_seq_lens_q", None)
+        documents = None
     of_before = cache_params is not None and not hasattr(cache_params, "get_conv_state")  # until transformers 5.20
     if of_before or why_not_ours(self):
-        kwargs.pop(DOCUMENTS, None)
+        if found is not None:  # transformers' functions take these, or raise
+            kwargs = {**kwargs, "cu_seq_lens_q": found, "seq_idx": _document_of_each_token(found, hidden_states)}
         return original_forward(self)(self, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
-    documents = kwargs.get(DOCUMENTS) if documents is None else documents
-    documents = documents if cache_params is None else None
     shape = hidden_states.shape
     hidden_states = sys.modules[type(self).__module__].apply_mask_to_padding_states(hidden_states, attention_mask)
     if documents is not None and shape[0] > 1:
@@ -131,12 +115,10 @@ def delta_net_forward(self, hidden_states, cache_params=None, attention_mask=Non
     return self.out_proj(out.reshape(*shape[:2], -1))
 
 
-def refuse_cache_of(documents, rows, name="cu_seq_lens_q") -> None:
-    """Raises ValueError where a cache would have to hold more documents than there are rows. documents: [documents + 1]; name: the argument
-    of the model that gave them."""
-    if documents.numel() - 1 > rows:
-        found = f"{name} has {documents.numel() - 1} documents, and there is a cache"
-        raise ValueError(f"{found}, expected no cache: it has the states of one document a row. Pass use_cache=False")
+def _document_of_each_token(bounds, x):
+    """seq_idx [batch, tokens] of documents with bounds [documents + 1] in x [batch, tokens, channels]."""
+    tokens = torch.arange(x.shape[0] * x.shape[1], device=bounds.device)
+    return torch.bucketize(tokens, bounds[1:], right=True).to(torch.int32).view(x.shape[:2])
 
 
 def _projected(self, hidden_states):
@@ -160,11 +142,6 @@ def _convolved(self, mixed, cache, documents):
         return update(channels_first, state, weight, bias, self.activation).transpose(1, 2)
     seen = cache.update_conv_state(channels_first, self.layer_idx, conv_kernel_size=self.conv_kernel_size)
     return short_conv(seen.transpose(1, 2), weight, bias)[:, -length:]
-
-
-def bounds_in(seq_idx):
-    """The bounds of the documents in seq_idx, the document of each token [batch, tokens]; None for None, or where each row is one."""
-    return None if seq_idx is None else bounds_of(seq_idx[:, 1:] != seq_idx[:, :-1])
 
 
 def rule_function(

@@ -124,8 +124,8 @@ def decoder_layer_of(own: FusedLayer) -> Type[Layer]:
 def model(family: Optional[Family] = None, arguments_for: Optional[Callable[..., Dict[str, Any]]] = None) -> Type[Layer]:
     """The layer for a family's decoder: the same, with attention of ours where it has the one that transformers chooses by default.
 
-    family: needed of one with a vision tower. arguments_for: called with all arguments but the tokens, by name, returns those for the
-    model's own forward that are more or others.
+    family: needed of one with a vision tower. arguments_for: called with (rows, tokens) and all arguments but the tokens, by name,
+    returns those for the model's own forward that are more or others.
     """
     if family is not None and family.whole:
         return _layer(decoder_with_vision)
@@ -142,8 +142,9 @@ def model(family: Optional[Family] = None, arguments_for: Optional[Callable[...,
         **kwargs,
     ):
         kwargs.update(attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache)
-        if arguments_for is not None:
-            kwargs.update(arguments_for(**kwargs))
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if arguments_for is not None and given is not None:
+            kwargs.update(arguments_for(given.shape[:2], **kwargs))
         return model_forward(self, told, input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
 
     return _layer(forward)

@@ -4,6 +4,7 @@ net. They have no state: `self` is the module whose forward they become."""
 from .families import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from .shared.hf import delta_net, layers
 from .shared.hf.modules import Layer
+from .shared.hf.row_documents import documents_for
 
 
 class RMSNormZeroCentered(Layer):
@@ -89,7 +90,7 @@ class Model(Layer):
     """For Qwen3_5TextModel, Qwen3_5MoeTextModel and Qwen3NextModel: finds documents in position_ids where the caller gave no more, which
     transformers does not do."""
 
-    forward = layers.model(arguments_for=delta_net.documents_for).forward
+    forward = layers.model(arguments_for=documents_for).forward
 
 
 class CausalLM(Layer):
