@@ -60,8 +60,8 @@ def _read_documents(shape, position_ids, attention_mask, cached, use_cache, cu_s
         text = f"{name} and position_ids start documents at different tokens, at {starts[0]} and {starts[1]} (the first eight)"
         raise ValueError(f"{text}, expected the same. Leave position_ids out, or let them restart where {name} starts a document")
     elif found is None and of_positions is not None and (back or not cached):
-        starts = of_positions[1:-1].tolist()[:8]
-        text = f"{name} has one document a row, and position_ids start others at {starts} (the first eight), expected the same"
+        others = of_positions[1:-1].tolist()[:8]
+        text = f"{name} has one document a row, and position_ids start others at {others} (the first eight), expected the same"
         raise ValueError(f"{text}. Leave one of the two out")
     if found is None:
         return without_cache if seq_idx is None else {**without_cache, "seq_idx": None}
@@ -130,7 +130,7 @@ def _named_bounds(shape, cu_seq_lens_q, cu_seq_lens_k, seq_idx) -> Tuple[Optiona
         if not torch.equal(cu_seq_lens_k.cpu().unique_consecutive().to(found.dtype), found):
             raise ValueError("cu_seq_lens_k and cu_seq_lens_q have different bounds, expected the same. Pass one tensor for both")
     bounds = None if found.numel() == rows + 1 else found.to(torch.int32)
-    same = (bounds is None) == (index is None) and (bounds is None or torch.equal(bounds, index))
+    same = bounds is index if bounds is None or index is None else torch.equal(bounds, index)
     if seq_idx is not None and not same:
         raise ValueError("seq_idx and cu_seq_lens_q have documents with different bounds, expected the same. Leave one of the two out")
     return "cu_seq_lens_q", bounds
