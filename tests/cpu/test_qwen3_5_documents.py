@@ -3,12 +3,14 @@
 import functools
 import importlib
 
+import kernels
 import pytest
 import torch
 
-from tests.cpu.test_qwen3_5 import TWO_LAYERS, every_family, tiny
+from tests.cpu.test_qwen3_5 import TWO_LAYERS, every_family, functions_put_back, tiny  # noqa: F401
 from tests.models import Step, random_tokens
 from tests.tolerances import assert_close
+from tests.versions import needs_compiler
 
 LENGTHS = (1, 12, 17)
 TOKENS = random_tokens(1, sum(LENGTHS))
@@ -146,6 +148,7 @@ def test_training_with_what_a_collator_gives(qwen3_5, name, checkpointing):
 GRAPHS = "position_ids", "cu_seq_lens_q", "cu_seq_lens_q, positions that go on", "seq_idx, position_ids", "all"
 
 
+@needs_compiler
 @pytest.mark.parametrize("case", GRAPHS)
 def test_torch_compile(qwen3_5, alone, case):
     """Bounds are part of the graph; all else is read outside of it, which fullgraph=True refuses."""
@@ -160,6 +163,7 @@ def test_torch_compile(qwen3_5, alone, case):
                 torch.compile(model, backend="eager", fullgraph=True)(input_ids=TOKENS, **HEEDED[case])
 
 
+@needs_compiler
 @pytest.mark.parametrize("case", ("bounds and padding", "index and positions", "cu_seq_lens_k alone"))
 def test_torch_compile_refuses(qwen3_5, case):
     torch._dynamo.reset()
@@ -219,3 +223,12 @@ def test_someone_elses_function_hears_of_documents(qwen3_5, name, said, monkeypa
     with torch.no_grad():
         model(input_ids=TOKENS, **HEEDED[said])
     assert torch.equal(heard[0][0], BOUNDS) and torch.equal(heard[0][1], INDEX)
+
+
+@every_family
+def test_by_the_hubs_mapping(qwen3_5, alone, functions_put_back, name):  # noqa: F811
+    with kernels.use_kernel_mapping(qwen3_5.mapping()):
+        model = kernels.kernelize(tiny(name, **TWO_LAYERS).eval(), mode=kernels.Mode.INFERENCE, device="cpu")
+    with torch.no_grad():
+        for case, said in HEEDED.items():
+            assert torch.allclose(model(input_ids=TOKENS, **said).logits, alone(name), atol=2e-5), case
