@@ -3,7 +3,7 @@
     python -m benchmark.benchmark_linear_log_probs [--models qwen3_8b,qwen3_0.6b] [--bt 8192]
     python -m benchmark.benchmark_linear_log_probs --sweep-mode token_length --tokens 2048,8192
 
-The gradients of the log-probabilities are numbers a token that nobody knows in the forward pass, as in preference and reinforcement
+The gradients of the log-probabilities are numbers a token that are unknown in the forward pass, as in preference and reinforcement
 learning; "known coefficients" are those of supervised learning, which follow from the labels. Entropies are computed as trainers log them,
 without a gradient. "Logits kept" is recompute=False, beside what the peers do with the same inputs. The floor is the bare cuBLAS products:
 the logits, dhidden and dweight; where the backward pass makes the logits again, those once more; with a frozen head the logits once and

@@ -6,7 +6,7 @@
     longest KERNEL PROVIDER         the most tokens that a provider's step was measured at
     longest_peer KERNEL             the same of the best peer
 
-Behind them stand conditions on the rows, as model=qwen3_0.6b; without them it is the model of the suite, and of steps with all its layers
+After them stand conditions on the rows, as model=qwen3_0.6b; without them it is the model of the suite, and of steps with all its layers
 or else as many as were measured.
 A quantity outside of tables, code and such marks is one that no row has.
 """

@@ -175,7 +175,7 @@ def titled(rows: list[Row], kernel: str) -> str:
 
 
 def defensible(rows: list[Row]) -> list[Row]:
-    """Return the steps but for those of models with experts whose routing is not in the results: nobody can say what they measured."""
+    """Return the steps but for those of models with experts whose routing is not in the results: what they measured is unknown."""
     return [row for row in rows if row.config.get("routing") or not models.size(row.config["model"]).experts]
 
 

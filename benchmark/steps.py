@@ -91,7 +91,7 @@ def run_all(kernel: str, script: str, args, gpus: int = 1) -> Results:
         args.results = records.RESULTS
     args.model = models.full_name(args.model)
     if args.layers == models.size(args.model).layers:
-        args.layers = None  # as where nobody asked for fewer: the same rows of the results
+        args.layers = None  # as without the option: the same rows of the results
     deadline = time.monotonic() + args.budget_s
     results = Results(kernel, args, gpus)
     for turn in range(args.rounds):

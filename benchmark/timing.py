@@ -20,7 +20,7 @@ TIMINGS = ("device", "rotated", "wall", "graph")
 ROTATED = ("rotated", "graph")  # these need several sets of buffers
 FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU
 CYCLES_PER_US = 2000  # of an H200 at its 1.98 GHz; a lower clock makes the head start longer, which does no harm
-HEAD_START_MAX_US = 5000  # a call that waits for the device hides nothing behind a longer one
+HEAD_START_MAX_US = 5000  # a call that waits for the device hides nothing under a longer one
 
 
 class DeviceLost(RuntimeError):

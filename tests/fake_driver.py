@@ -60,7 +60,7 @@ def norm_arguments(rows=3, length=1024, dtype=torch.bfloat16, weight_dtype=None,
 
 
 def misaligned(tensor):
-    """The same numbers one element behind a multiple of 16 bytes."""
+    """Stores the numbers one element after a multiple of 16 bytes."""
     moved = torch.zeros(tensor.numel() + 8, dtype=tensor.dtype)
     start = 1 + (-moved.data_ptr() % 16) // tensor.itemsize
     return moved[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)

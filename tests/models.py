@@ -72,7 +72,7 @@ def tiny_qwen3_5(dtype=torch.float32, width=16, config=None, cls=None, **changes
 
 
 def tiny_qwen3_5_sparse(name, dtype=torch.float32, **changes):
-    """As `tiny_qwen3_5`, a Qwen3.5-MoE or a Qwen3-Next. name: of transformers' module."""
+    """Makes, as `tiny_qwen3_5` does, a Qwen3.5-MoE or a Qwen3-Next. name: of transformers' module."""
     kinds = "configuration", "modeling"
     configuration, modeling = (importlib.import_module(f"transformers.models.{name}.{kind}_{name}") for kind in kinds)
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40}
@@ -84,7 +84,7 @@ def tiny_qwen3_5_sparse(name, dtype=torch.float32, **changes):
 
 
 def tiny_olmo_hybrid(**changes):
-    """As `tiny_qwen3_5`, an OLMo-Hybrid of two delta nets and two layers with attention."""
+    """Makes, as `tiny_qwen3_5` does, an OLMo-Hybrid of two delta nets and two layers with attention."""
     from transformers.models.olmo_hybrid.configuration_olmo_hybrid import OlmoHybridConfig
     from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridForCausalLM
 

@@ -95,7 +95,7 @@ def importers(module: str) -> frozenset[str]:
 
 @functools.cache
 def compiled_copy() -> tempfile.TemporaryDirectory:
-    """A copy of the package with its bytecode, which nobody writes to: most of what importing the package costs is compiling it."""
+    """A copy of the package with its bytecode, which is only read: most of what importing the package costs is compiling it."""
     folder = tempfile.TemporaryDirectory()
     leave_out = shutil.ignore_patterns("__pycache__", "cubins")
     shutil.copytree(SOURCES, folder.name, ignore=leave_out, dirs_exist_ok=True)

@@ -22,7 +22,7 @@ CLASSES = st.one_of(st.sampled_from((1, 2, 1000, 4096, 4099)), st.integers(3, 20
 
 
 def budget(examples: int) -> settings:
-    """The same examples on every run."""
+    """Draws the same examples on every run."""
     return settings(max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 

@@ -87,7 +87,7 @@ license: {{ license }}
 
 
 def manifest_of(kernels):
-    """Of two operations: `add`, in two variants, one of which is for sm_90 alone, and `scale`."""
+    """Returns a build of two operations: `add`, in two variants, one of which is for sm_90 alone, and `scale`."""
 
     def entry(operation, images, targets=()):
         found = {host: {name: [0, 1] for name in names if not targets or name in targets} for host, names in images.items()}

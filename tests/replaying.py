@@ -40,5 +40,5 @@ def sums_of_two(column_sum):
 
 
 def odd(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers at an address that is no multiple of 16."""
+    """Copies the numbers to an address that is no multiple of 16."""
     return torch.empty(x.numel() + 8)[1 : x.numel() + 1].view(x.shape).copy_(x)

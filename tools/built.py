@@ -42,7 +42,7 @@ def read_variant(folder: Path, package: Package, allow_dirty: bool) -> Metadata:
     if not allow_dirty and (git is None or metadata.provenance.dirty):
         tree = f"a tree with uncommitted changes (on top of {git.commit})" if git else "no git repository (it has no provenance)"
         raise PublishError(
-            f"{path}: built from {tree}, so nobody could build it again; "
+            f"{path}: built from {tree}, so it could not be built again; "
             "commit, build and publish again, or pass --allow-dirty for a local trial"
         )
     return metadata

@@ -53,8 +53,8 @@ def hub_errors(doing: str) -> Iterator[None]:
             401: "the token is not valid for this Hub; set HF_TOKEN or run `hf auth login`",
             403: "the token may not do that; it needs write permission there, and making a repository of type 'kernel' "
             "needs Hugging Face's approval of the account ('Request Kernels Creation')",
-            409: "somebody else published in the meantime; run it again",
-            412: "somebody else published in the meantime; run it again",
+            409: "another commit was published in the meantime; run it again",
+            412: "another commit was published in the meantime; run it again",
             413: "the Hub refuses requests of this size",
         }
         raise PublishError(f"{doing}: {hints.get(status, 'the Hub refused')} (HTTP {status}: {error})") from error

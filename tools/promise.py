@@ -60,7 +60,7 @@ def published_promise(api: HfApi, repo_id: str, commit: str, variant: str, publi
     """What `variant` offers at `commit`; None if nothing that says so is there.
 
     Raises:
-        PublishError: if it cannot be read, so that nobody knows what was promised.
+        PublishError: if it cannot be read, and what was promised is unknown.
     """
     described = ("__init__.py", "metadata.json", "layers.py", "layers/__init__.py", MANIFEST)
     names = [name for name in described if f"build/{variant}/{name}" in published]

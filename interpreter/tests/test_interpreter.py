@@ -867,7 +867,7 @@ class TestArguments:
 
     @pytest.mark.parametrize("start", [0, 1, 3, 4])
     def test_aliases_whose_storages_start_at_different_addresses(self, start):
-        """As the runtime's arguments are, which the interpreter makes of addresses."""
+        """Has what the runtime's arguments have, which the interpreter makes of addresses."""
         whole = torch.zeros(16)
         x, y = (tensor_at(whole.data_ptr() + 4 * first, torch.float32, (8,), (1,)) for first in (start, 5))
         with pytest.raises(InterpreterError, match="y is written and shares memory with x"):

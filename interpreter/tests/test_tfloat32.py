@@ -1,4 +1,4 @@
-"""TensorFloat-32: tiles that are rounded to 10 bits behind the point, for products on tensor cores."""
+"""TensorFloat-32: tiles that are rounded to 10 bits after the point, for products on tensor cores."""
 
 import cuda.tile as ct
 import torch

@@ -41,7 +41,7 @@ def accelerate_begins_anew():
 
 @pytest.fixture(autouse=True)
 def no_build_stays_registered():
-    """Of several builds in a process, one that a test forgot would serve as the implementation of experts that the next test asks for."""
+    """A process has several builds: one that a test forgot would serve as the implementation of experts that the next test asks for."""
     yield
     interface = getattr(sys.modules.get("transformers.integrations.moe"), "ExpertsInterface", None)
     if interface is not None and "_bastile_experts" in vars(interface):
@@ -183,7 +183,7 @@ def column_sum(interpreted):
 
 @pytest.fixture
 def interpreted_qwen3(interpreted):
-    """The same. Whatever a test patches is put back."""
+    """Returns `interpreted`. Whatever a test patches is put back."""
     yield interpreted
     interpreted.reset()
 

@@ -1,5 +1,5 @@
 """Every operation at lengths that are or are not multiples of 16 bytes and of 64 elements, with each argument in turn, and the incoming
-gradient, one element behind a multiple of 16 bytes, or with its sign turned among transposed ones: the same numbers as of plain ones."""
+gradient, one element after a multiple of 16 bytes, or with its sign turned among transposed ones: the same numbers as of plain ones."""
 
 import functools
 
@@ -23,7 +23,7 @@ CASES = {
 
 
 def results(call, ops, tensors, place, change=misaligned, others=lambda tensor: tensor):
-    """The result and the gradients, with the argument, or behind them the incoming gradient, at one place changed."""
+    """The result and the gradients, with the argument, or after them the incoming gradient, at one place changed."""
     leaves = [leaf(change(t) if i == place else others(t)) for i, t in enumerate(tensors)]
     y = call(ops, *leaves)
     dy = randn(*y.shape, dtype=y.dtype, device="cpu", seed=20)
@@ -43,7 +43,7 @@ def check(ops, case, dtype, lengths, *changes):
 
 
 def negated(tensor):
-    """The same numbers, of which memory holds those with the other sign."""
+    """Stores the numbers with the other sign in memory."""
     return torch._neg_view(-tensor)
 
 
@@ -74,7 +74,7 @@ def test_a_turned_sign_among_transposed_tensors_in_the_suite(suite_ops, name, dt
 @pytest.mark.parametrize("length", (1344, 4096), ids=("parts", "tiles"))
 @pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)
 def test_odd_addresses_in_groups_that_are_cut(suite_ops, dtype, length, change):
-    """Of groups that no block holds other kernels take the parts, and others again where a channel is whole tiles."""
+    """Other kernels take the parts of groups that no block holds, and others again where a channel is whole tiles."""
     case = lambda ops, x, w, b: ops.group_norm(x, 1, w, b), lambda n: ((2, 4, n), (4,), (4,))
     check(suite_ops, case, dtype, (length,), change, transposed if change is negated else lambda tensor: tensor)
 
@@ -91,7 +91,7 @@ LOSSES = {
 @pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)
 @pytest.mark.parametrize("name", LOSSES)
 def test_odd_addresses_in_a_linear_loss(interpreted, name, dtype):
-    """Of two losses that were stacked, the second one's incoming gradient lies behind the first one's."""
+    """The second of two stacked losses has an incoming gradient that lies after the first one's."""
     head = [leaf(t.to(dtype)) for t in HEADS]
 
     def losses():

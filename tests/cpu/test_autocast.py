@@ -120,7 +120,7 @@ def test_forward_and_backward_on_either_side_of_autocast(ops, name, dtype):
 
 @pytest.mark.parametrize("name", ["norm_mlp", "norm_attention_inputs"])
 def test_autocast_to_the_weights_dtype_changes_nothing(ops, name):
-    """The fused nodes take part: same bits, and nothing but the node behind its results."""
+    """The fused nodes take part: same bits, and nothing but the node made its results."""
     shapes, call, _ = OPERATIONS[name]
     operation = getattr(ops, name)
     outside = run(lambda *args: call(operation, *args), inputs_of(shapes, torch.bfloat16), False, False)

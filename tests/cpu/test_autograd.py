@@ -185,7 +185,7 @@ def test_derivatives_are_those_of_finite_differences(loaded_ops, name):
 @pytest.mark.filterwarnings("ignore:Input #.* requires gradient and is not a double")
 @pytest.mark.parametrize("name", NAMES)
 def test_derivatives_of_the_kernels_are_those_of_finite_differences(interpreted, launches, name):
-    """As exactly as float32 allows: the differences of order 1e-2 have errors of 1e-4, relative to numbers of order 1."""
+    """They agree as exactly as float32 allows: the differences of order 1e-2 have errors of 1e-4, relative to numbers of order 1."""
     function, leaves = derivative_cases(cases.operations(interpreted), single)[name]
     with launches() as spent:
         assert torch.autograd.gradcheck(function, leaves, eps=1e-2, atol=3e-3, rtol=3e-3, nondet_tol=0.0, fast_mode=True)

@@ -16,7 +16,7 @@ from benchmark import benchmark_swiglu, harness, models, providers, records, reg
 from benchmark.operation import Case, Inputs, Operation, Random, Work, bytes_moved
 from tests.benchmark_support import TINY, one_thread, sources  # noqa: F401
 
-# What somebody writes who adds an operation: all of it.
+# All that a new operation's author writes.
 NEW_FILE = '''
 """LayerNorm of the hidden states."""
 

@@ -149,7 +149,7 @@ def test_a_model_that_is_filled_while_it_is_sharded_is_the_same(name, alone):
 
 
 def test_sharded_training_steps(tmp_path, monkeypatch):
-    """Of one family: a model is sharded the same way in all, and the test before this one has them."""
+    """One family is enough: a model is sharded the same way in all, and the test before this one has them."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     model = "gpt_oss_tiny"
     arguments = [*STEPS, "--model", model, "--layers", "2", "--gpus", "2", "--providers", "bastile", "--results", str(tmp_path)]
@@ -305,7 +305,7 @@ def moe(provider, kind, weights="bf16", model="gpt_oss_tiny"):
 
 
 def test_tokens_go_to_as_many_experts_as_the_results_say(loaded):
-    """The same ones whoever computes them, and not to a few."""
+    """They are the same whatever computes them, and not a few."""
     found = {}
     for kind in (routing.UNIFORM, routing.SKEWED):
         for provider in ("huggingface", "bastile"):

@@ -86,7 +86,7 @@ def test_tables_of_gpt_oss(results):
     assert "| step of GPT-OSS-20B with 12 of 24 layers on one GPU |  | 750 ms · 150.0 GiB | 625 ms" in short
     assert "at least 32 of 32 experts were used in every layer; the busiest saw 20.0% of the tokens, 12.5% would be even." in step
     unrecorded = [row("gpt_oss_step", p, "full", "step_time", model="gpt_oss_20b", layers=12, gpus=1) for p in ("liger_flex", "bastile")]
-    assert tables.table("gpt_oss_step", unrecorded) == "", "where tokens went is not known, so nobody knows what was measured"
+    assert tables.table("gpt_oss_step", unrecorded) == "", "the results do not say where tokens went, so what was measured is unknown"
 
 
 def test_steps_that_cannot_be_compared_have_tables_of_their_own():

@@ -157,7 +157,7 @@ def test_recomputing_is_for_what_was_told_so_and_goes_with_reset(qwen3):
 
 @pytest.mark.parametrize("part", ("mlp", "mlp.down_proj"))
 def test_an_mlp_that_is_not_fused_is_kept_with_a_warning(qwen3, part):
-    """Somebody listens to it."""
+    """The MLP, or a part of it, has a hook."""
     importlib.import_module(f"{qwen3.__name__}.shared.hf.checkpointing")._warned.clear()
     ids, model = random_tokens(2, 17), trained(qwen3, True)
     for layer in model.model.layers:
@@ -282,7 +282,7 @@ def test_an_attention_that_cannot_be_kept_is_warned_of_once(qwen3):
 
 
 def test_an_attention_of_pytorchs_that_is_no_kernel_is_computed_again(qwen3, monkeypatch):
-    """As torch 2.6 has it on a CPU for grouped heads: the same gradients, and a warning that does not advise what is in force."""
+    """Does what torch 2.6 does on a CPU for grouped heads: the same gradients, and a warning that does not advise what is in force."""
     shared = f"{qwen3.__name__}.shared"
     importlib.import_module(f"{shared}.hf.checkpointing")._warned.clear()
     monkeypatch.setattr(importlib.import_module(f"{shared}.ops.recorded"), "_ASKS", {})

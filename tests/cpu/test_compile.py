@@ -199,7 +199,7 @@ def test_export(qwen3, strict):
 
 @pytest.mark.parametrize("padded", (False, True))
 def test_attention_has_a_mask_when_compiled_where_one_was_given(qwen3, padded):
-    """transformers makes one in every graph: documents could start in positions that nobody gave. Without it SDPA is faster."""
+    """transformers makes one in every graph: documents could start in positions that the caller did not give. Without it SDPA is faster."""
     model, ids = qwen3.kernelize(tiny_model(num_hidden_layers=2)), random_tokens(2, 17)
     compiled, masked = checks.compiled_with_masks(model)
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}

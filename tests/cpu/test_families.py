@@ -203,7 +203,7 @@ def test_documents_and_padding(package, calls, name):
 
 @pytest.mark.parametrize(("name", "variant"), (("mistral", "both directions"), ("gemma3_text", "both directions"), ("llama", None)))
 def test_attention_in_both_directions(package, calls, name, variant):
-    """As models that embed text have it: no mask of ours is causal, nor one for documents, padding or a graph."""
+    """Models that embed text have it: no mask of ours is causal, nor one for documents, padding or a graph."""
     model = tiny(name, initializer_range=0.1, **(VARIANTS[name][variant] if variant else {"is_causal": False}))
     positions = torch.cat((torch.arange(8), torch.arange(13)))[None].expand(2, -1)
     mask = (torch.arange(21) >= torch.tensor([[0], [9]])).long()
@@ -282,7 +282,7 @@ def test_generation(package, calls, name):
 
 @pytest.mark.parametrize("name", ("llama",))
 def test_what_the_row_does_not_say_is_called_as_it_is(package, calls, name):
-    """A dropout behind a branch, another activation, a hook."""
+    """A dropout after a branch, another activation, a hook."""
     model = tiny(name)
     model.model.layers[0].mlp.act_fn = torch.nn.GELU()
     model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *args: None)
@@ -324,7 +324,7 @@ def test_a_function_of_someone_elses_that_scales_queries_is_called(package, call
 
 
 def test_an_image_between_words(package, calls):
-    """Angles of three positions a token, visual features that are added behind the first layer, and padding, which stays."""
+    """Angles of three positions a token, visual features that are added after the first layer, and padding, which stays."""
     model = tiny("qwen3_vl")
     tokens = random_tokens(2, 17).clamp(max=180)
     tokens[:, 3:9] = torch.tensor([IMAGE_START, *[IMAGE] * 4, IMAGE_END])
@@ -488,7 +488,7 @@ def test_the_head_of_trls_trainers_behind_a_vision_tower(package, text):
 @pytest.mark.parametrize("targets", (r".*language_model.*\.(q_proj|o_proj|up_proj)", r".*(lm_head|q_proj)"), ids=("text", "head"))
 @behind_towers
 def test_lora_behind_a_vision_tower(package, text, targets):
-    """Of the text's projections, with the padded rows checkpointed, and of the head, which is called then."""
+    """Adapters are on the text's projections, with the padded rows checkpointed, or on the head, which is then called."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -525,7 +525,7 @@ def test_two_families_behind_one_vision_tower(package, calls, backwards):
     steps, before = [step_of(model, **inputs) for model in models], dict(vars(cls))
 
     def unmade():
-        """Of which models the step is the same, without logits."""
+        """Whether each model's step is the same, without logits."""
         found = [step_of(model, **inputs) for model in models]
         for step, expected in zip(found, steps):
             step.assert_same(expected, FACTOR)

@@ -243,7 +243,7 @@ step = Step(model, input_ids=tokens, labels=tokens)
 
 
 def test_it_trains_without_a_place_to_write(package_folder):
-    """A home that nobody can write to (there even root cannot), and files that cannot grow, as on a full disk."""
+    """A home that is not writable (there even root cannot write), and files that cannot grow, as on a full disk."""
     places = {"HOME": "/proc/none", "XDG_CACHE_HOME": "", "BASTILE_CACHE": "", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
     script = f"""{TRAIN}
 import resource

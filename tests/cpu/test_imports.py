@@ -12,7 +12,7 @@ from tools.kernel_package import package_folders, read_package
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT / "torch-ext" / "shared"
 PACKAGES = [read_package(folder) for folder in package_folders(root=ROOT)]
-# From the first to the last: a module imports of its own layer and of those behind it.
+# From the first to the last: a module imports of its own layer and of those after it.
 LAYERS = ("package", "shared.hf", "shared.decoder", "shared.ops", "shared.runtime")
 TOP_LEVEL = {path.stem for path in ROOT.iterdir() if path.is_dir() and any(path.glob("*.py"))}
 # What the modules of a folder may import of this repository.
@@ -35,7 +35,7 @@ def modules_of(package) -> dict:
 
 
 def first_names(node) -> set:
-    """Of what an import that is not relative imports."""
+    """Returns the first names of what a statement imports, of absolute imports only."""
     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [] if node.level else [node.module]
     return {name.partition(".")[0] for name in names}
 

@@ -1,4 +1,4 @@
-"""What someone else put on transformers' classes, modules and models: kept, called, and named in a warning. What nobody needs: freed."""
+"""What other code put on transformers' classes, modules and models is kept, called and named in a warning. What is not needed is freed."""
 
 import contextlib
 import copy
@@ -291,7 +291,7 @@ def test_a_model_that_asks_for_our_experts_survives_reset(gpt_oss, qwen3):
 
 
 def test_the_implementation_of_experts_that_a_user_chose(gpt_oss, monkeypatch):
-    """transformers' default is what ours stands in for; every other choice wins, as does what someone put in the default's place."""
+    """transformers' default is what ours stands in for; every other choice wins, as does what other code put in its place."""
     model, called = tiny_gpt_oss(), []
     module = sys.modules[f"{gpt_oss.__name__}.shared.hf.experts"]
     original = module.experts

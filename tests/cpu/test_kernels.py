@@ -217,7 +217,7 @@ def test_experts_that_are_not_here(ops, gpt_oss):
 
 @pytest.mark.parametrize("gpt_oss", (True, False))
 def test_nan_reaches_the_result_of_the_experts(ops, gpt_oss):
-    """As through torch.clamp, and only its token's."""
+    """NaN passes as through torch.clamp, and only to its token's result."""
     experts.check_nan_in_experts(ops, DEVICE, gpt_oss)
 
 

@@ -68,7 +68,7 @@ def test_cross_entropy_of_finite_logits(suite_ops, name, dtype):
 @pytest.mark.parametrize("reduction", ("mean", "none"))
 @pytest.mark.parametrize("name", ("plain", "smooth", "z_loss of 0"))
 def test_linear_cross_entropy_of_finite_logits(suite_ops, name, reduction):
-    """Of a head whose rows are as long as the hidden states make them."""
+    """The logits are finite and as large as the hidden states make them."""
     for size in (1e4, 1e10, 1e18):
         hidden, weight = leaf(torch.full((3, 4), size)), leaf(randn(CLASSES, 4, dtype=FP32, device="cpu", scale=10.0))
         loss = suite_ops.linear_cross_entropy(hidden, weight, torch.arange(3), reduction=reduction, **OPTIONS[name])
@@ -139,7 +139,7 @@ def test_a_likelihood_of_logits_that_are_their_lse(suite_ops, value):
 @pytest.mark.parametrize("value", ONE_NUMBER)
 @pytest.mark.parametrize("name", ("plain", "smooth", "weighted", "all but z-loss"))
 def test_gradients_of_logits_that_are_their_lse(suite_ops, name, value):
-    """Of logits and of a head: as of the float64 formula."""
+    """The gradients of logits and of a head are those of the float64 formula."""
     options = {**OPTIONS["all"], "lse_square_scale": 0.0} if name == "all but z-loss" else dict(OPTIONS[name])
     class_weight = torch.linspace(0.5, 1.5, CLASSES) if options.pop("weighted", False) else None
     x, target = leaf(torch.full((2, CLASSES), value)), torch.tensor([0, 3])

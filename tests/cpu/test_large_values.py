@@ -42,7 +42,7 @@ def test_large_values(suite_ops, name, dtype, largest):
     results = [(y, torch.autograd.grad(y, of, upstream.to(y.dtype))[0]) for y, of in ((found, x), (same, x), (wanted, x64))]
     for what, mine, other, right in zip(("y", "dx"), *results, strict=True):
         errors = [(t.double() - right).abs().nan_to_num(nan=1e300, posinf=1e300).max() for t in (mine, other)]
-        # A gradient of 1 is of the size 1 / x behind a norm.
+        # A gradient of 1 is of the size 1 / x after a norm.
         floor = 1e-2 if dtype == BF16 else 1e-5
         size = max(float(right.detach().abs().max()), 0.0 if what == "y" else 1 / largest)
         assert errors[0] <= 2 * errors[1] + floor * size, f"{what} is {errors[0]:.1e} from float64, PyTorch's {errors[1]:.1e}"

@@ -195,7 +195,7 @@ def test_activations(qwen3, activation):
 
 @pytest.mark.parametrize("keep_norms_in_fp32", [False, True])
 def test_autocast(qwen3, keep_norms_in_fp32):
-    """As the Trainer does it with bf16=True: parameters in fp32, or in bf16 with norms in fp32."""
+    """The Trainer does so with bf16=True: parameters in fp32, or in bf16 with norms in fp32."""
     model = tiny_model(torch.bfloat16 if keep_norms_in_fp32 else torch.float32)
     if keep_norms_in_fp32:
         for module in model.modules():

@@ -343,7 +343,7 @@ def test_a_chunk_of_jsd(liger, ops):
 
 
 def test_what_is_only_called_by_name(liger, ops, monkeypatch):
-    """Liger's own losses keep their own pieces, where nobody names this back end."""
+    """Liger's own losses keep their own pieces unless this back end is named."""
     liger.use_in_liger()
     backends = importlib.import_module("liger_kernel.backends")
     for operation in liger.back_end.PIECES:

@@ -185,7 +185,7 @@ def test_softcap_of_0(liger):
 @pytest.mark.parametrize("activation", ("gelu", "gelu_fast", "gelu_pytorch_tanh", None, "silu", "quick_gelu"))
 @pytest.mark.parametrize("name", ("LigerGEGLUMLP", "LigerGEGLUMLPForGemma4"))
 def test_geglu_is_of_tanh_whatever_the_configuration_says(liger, theirs, name, activation):
-    """As Liger's; that an activation which is no GELU has no effect is said."""
+    """Does what Liger's does, and says that an activation which is no GELU has no effect."""
     config = types.SimpleNamespace(**{**vars(CONFIG), "hidden_act": activation})
     theirs(name)(config)
     with warnings.catch_warnings(record=True) as found:

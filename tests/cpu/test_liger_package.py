@@ -48,7 +48,7 @@ def called(liger, monkeypatch):
 
 
 def test_the_casting_modes_say_when_the_norm_rounds(liger):
-    """Of an x in half precision with a weight in fp32, whose result has x's dtype; any other mode is refused."""
+    """Takes an x in half precision with a weight in fp32, whose result has x's dtype; any other mode is refused."""
     x, weight = torch.randn(40, 96).bfloat16(), torch.randn(96)
     n = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
     first, last = (n.bfloat16().float() * (weight + 1)).bfloat16(), (n * (weight + 1)).bfloat16()

@@ -72,7 +72,7 @@ def test_a_wrong_argument_of_a_divergence_is_named(qwen3, name):
 
 
 def test_autocast_decides_the_dtype(qwen3):
-    """As of a linear layer: logits in bf16, gradients in the dtypes of the weights."""
+    """Autocast treats the head as a linear layer: logits in bf16, gradients in the dtypes of the weights."""
     hidden, weight = randn(*HIDDEN, dtype=torch.float32, device="cpu"), randn(*WEIGHT, dtype=torch.float32, device="cpu", seed=1)
     target, found = torch.arange(4), []
     for cast in (True, False):

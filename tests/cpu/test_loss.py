@@ -183,7 +183,7 @@ def test_two_heads_have_half_as_many_tokens_behind_the_first_chunk(loaded_ops):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("tokens, in_gradient", ((16, True), (32, True), (33, False)))
 def test_the_logits_of_the_only_chunk_lie_in_the_gradient(loaded_ops, monkeypatch, dtype, tokens, in_gradient):
-    """As long as they take half of it at most, and a copy is made only of what their own place hides. In fp16 the gradient is in fp32 and
+    """They do if they take at most half of it, and a copy is made only of what their own place hides. In fp16 the gradient is in fp32 and
     has room for twice as many."""
     classes, features, made, clone = 1000, 64, [], torch.Tensor.clone
     head = loss_module(loaded_ops, "linear_head")
@@ -302,7 +302,7 @@ def test_gradients_in_fp16_are_right_where_fp16_can_hold_them(ops, monkeypatch, 
 
 
 def test_infinity_in_fp16_reaches_the_gradients_of_its_token_alone(ops):
-    """As in PyTorch: what a GradScaler looks for."""
+    """The gradient overflows as in PyTorch, which a GradScaler looks for."""
     hidden, weight = leaf(randn(3, 16, dtype=FP16, device="cpu")), randn(9, 16, dtype=FP16, device="cpu", seed=1)
     with torch.no_grad():
         hidden[1, 0] = float("inf")

@@ -33,7 +33,7 @@ def test_an_ignore_index_that_is_no_integer_of_32_bits_is_named(suite_ops, name,
 @each_loss
 @pytest.mark.parametrize("ignored", (2**31 - 1, 1 - 2**31, -100, 0, 3))
 def test_an_ignore_index_of_32_bits(suite_ops, name, ignored):
-    """A row with that label counts for nothing: the mean is that of the others."""
+    """A row with that label is ignored: the mean is that of the others."""
     losses = [LOSSES[name](suite_ops, LABELS, reduction="sum"), LOSSES[name](suite_ops, LABELS.clone().fill_(-5), ignore_index=-5)]
     assert losses[0].isfinite() and losses[0] > 0 and losses[1] == 0
     rest = LABELS.clone()

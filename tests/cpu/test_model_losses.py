@@ -85,7 +85,7 @@ def test_a_head_with_other_rows_than_the_vocabulary_is_left_to_transformers(qwen
 
 @pytest.mark.parametrize("options", [{}, {"return_z_loss": True, "lse_square_scale": 0.1}], ids=str)
 def test_the_loss_of_a_float64_model_is_float32(qwen3, options):
-    """As transformers', which makes the logits float32."""
+    """The loss is that of transformers, which makes the logits float32."""
     model = tiny_model().double()
     assert model(input_ids=TOKENS, labels=LABELS).loss.dtype == torch.float32
     qwen3.apply()

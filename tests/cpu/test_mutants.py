@@ -37,7 +37,7 @@ def test_there_are_mutants_of_every_kernel():
 
 
 def test_there_are_mutants_of_every_autograd_function():
-    """Of what each saves in its forward pass, and of what its backward pass does with it, or calls."""
+    """Each has mutants of what its forward pass saves, and of what its backward pass does with it, or calls."""
     mutated = {(mutant.file, mutant.function) for mutant in OPERATION_MUTANTS}
     for path in sorted([*(ROOT / "torch-ext/shared/ops").glob("*.py"), *(ROOT / "torch-ext/shared/decoder").glob("*.py")]):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:

@@ -39,7 +39,7 @@ def test_operation(suite_ops, name, dtype):
 
 @pytest.mark.parametrize("name", cases_with("sample"))
 def test_without_gradients_and_under_transforms(suite_ops, name):
-    """The same bits without autograd, and the same numbers from the formula that torch.func differentiates."""
+    """Gives the same bits without autograd, and the same numbers from the formula that torch.func differentiates."""
     call, leaves = sample(suite_ops, name, "cpu", FP32)
     result, *gradients = run(call, leaves)
     with torch.no_grad():

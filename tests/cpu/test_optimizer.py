@@ -276,7 +276,7 @@ def averages(optimizer, param):
 
 
 def moved(tensor, by):
-    """The same numbers at an address `by` elements behind an aligned one."""
+    """Copies the numbers to an address `by` elements after an aligned one."""
     room = torch.empty(tensor.numel() + by, dtype=tensor.dtype)
     return room[by:].view(tensor.shape).copy_(tensor.detach())
 

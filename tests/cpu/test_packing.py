@@ -222,7 +222,7 @@ def test_layers_that_are_not_plain_stay(qwen3):
 
 
 def test_weights_in_a_buffer_of_somebody_else_stay(qwen3):
-    """As DeepSpeed and FSDP1 lay them: what is written into the buffer must reach the layer."""
+    """DeepSpeed and FSDP1 lay weights in one: what is written into the buffer must reach the layer."""
     model = tiny_model(num_hidden_layers=1)
     mlp = model.model.layers[0].mlp
     buffer = torch.cat([mlp.gate_proj.weight.detach().view(-1), mlp.up_proj.weight.detach().view(-1)])

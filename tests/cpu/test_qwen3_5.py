@@ -341,7 +341,7 @@ def test_a_convolution_of_other_taps_in_a_row_of_documents_is_refused(qwen3_5):
 
 
 def test_documents_by_seq_idx(qwen3_5):
-    """As padding-free collators give them to the convolution."""
+    """Padding-free collators give documents to the convolution so."""
     convolve = importlib.import_module(f"{qwen3_5.__name__}.shared.hf.delta_net").convolution_function
     x, weight = torch.randn(2, 4, 9), torch.randn(4, 4)
     index = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9])

@@ -93,7 +93,7 @@ def test_the_router_adds_its_loss(qwen3_5, images):
 
 @with_both
 def test_lora(qwen3_5, name):
-    """Of the text's projections, and of the head, which is called then."""
+    """Adapters are on the text's projections, or on the head, which is then called."""
     from peft import LoraConfig, get_peft_model
 
     inputs = inputs_with_images()
@@ -126,7 +126,7 @@ def test_torch_compile(qwen3_5, name):
 
 @with_both
 def test_the_hubs_mapping(qwen3_5, name):
-    """Of the release's own number of arguments, which `kernels` compares."""
+    """Its forward has the release's own number of arguments, which `kernels` compares."""
     model, inputs = tiny_qwen3_5_with_vision(name), inputs_with_images()
     expected = Step(model, **inputs)
     with kernels.use_kernel_mapping({key: layer for key, layer in qwen3_5.mapping().items() if key.endswith("ForConditionalGeneration")}):

@@ -150,7 +150,7 @@ def test_the_auxiliary_loss_that_the_configuration_asks_for(qwen3):
     found = Step(model, input_ids=TOKENS, labels=LABELS)
     assert found.output.logits is None
     found.assert_same(expected, FACTOR)
-    # The hooks that transformers has put on the routers stay there, and do nothing where nobody asks.
+    # The hooks that transformers has put on the routers stay there, and do nothing where the router's logits are not asked for.
     assert uses(qwen3, model, lambda model: model(input_ids=TOKENS, labels=LABELS, output_router_logits=False)) == FUSED
     Step(model, input_ids=TOKENS, labels=LABELS, output_router_logits=False).assert_same(plain, FACTOR)
 
@@ -256,6 +256,6 @@ def test_padding_is_left_out(qwen3, side, window, router_logits):
 
 
 def watched(rows, forward, module, x):
-    """A forward of somebody's on a part of the model: the padding stays."""
+    """With a forward of the caller's on a part of the model, the padding stays."""
     rows.append(x.shape)
     return forward(module, x)

@@ -56,7 +56,7 @@ def test_the_life_of_an_adapter_on_the_experts(qwen3, tmp_path):
 
 
 def test_frozen_experts_cost_no_gradients(qwen3, monkeypatch):
-    """Of the six grouped GEMMs of a layer two are its weights' gradients: without these there are four."""
+    """Two of a layer's six grouped GEMMs make its weights' gradients: without these there are four."""
     model = tiny_qwen3_moe()
     for name, parameter in model.named_parameters():
         parameter.requires_grad = "experts" not in name

@@ -142,7 +142,7 @@ for job in json.load(sys.stdin):
 json.dump(results, sys.stdout)
 """
 
-# Behind a block that leaves its model patched: the forwards of the package that the model runs.
+# After a block that leaves its model patched: the forwards of the package that the model runs.
 SEEN = """
 import sys
 modules = list(model.modules()) + [sys.modules["transformers.models.qwen3.modeling_qwen3"].apply_rotary_pos_emb]

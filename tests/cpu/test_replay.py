@@ -85,7 +85,7 @@ def test_the_operators_of_a_graph_are_replayed_as_a_whole(interpreted, replay, m
         with torch._C._AutoDispatchBelowAutograd():
             for _ in range(CALLS):
                 assert all(map(torch.equal, operator(*call), wanted))
-    # The kernel behind q and k copies gradients of these shapes first, which no plan does.
+    # The kernel that follows q and k copies gradients of these shapes first, which no plan does.
     assert name == "norm_attention_inputs_backward" or (len(plans) == len(calls) and all(isinstance(plan, replay.Plan) for plan in plans))
 
 
@@ -202,7 +202,7 @@ def test_an_error_is_an_error_each_time(replay):
 
 
 def test_a_call_that_differs_from_the_likely_one_is_looked_up(replay, column_sum):
-    """Behind many calls of one kind, and between others."""
+    """After many calls of one kind, and between others."""
     operator = Counted(replay, lambda x, *rest: column_sum(x.resolve_neg().float().contiguous(), torch.float32))
     x, memory = rows(), torch.randn(64)
     others = [[other, 2, None] for other in (x.half(), torch._neg_view(x), odd(x), x[:2], x.t().contiguous().t())]
@@ -224,7 +224,7 @@ def test_a_call_that_differs_from_the_likely_one_is_looked_up(replay, column_sum
 
 @pytest.fixture
 def likely(replay, monkeypatch) -> list:
-    """Of every likely call that was asked about, whether it was the one."""
+    """Whether each likely call that was asked about was the one."""
     found, run = [], replay._GuardedPlan.run
 
     def asked(self, *args):
@@ -249,7 +249,7 @@ def test_zero_is_expected_and_minus_zero_is_another_number(replay, column_sum, l
 
 
 def test_calls_that_take_turns_are_all_expected(replay, column_sum, likely):
-    """As the forward and the backward pass of one operator do."""
+    """The forward and the backward pass of one operator take turns so."""
     operator = Counted(replay, lambda x, backward: column_sum(x[int(backward) :], torch.float32))
     for number in range(9):
         for backward in (False, True):

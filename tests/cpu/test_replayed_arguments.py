@@ -11,7 +11,7 @@ from tests.replaying import CALLS, Counted, rows, sums_of_two
 
 
 def sum_of_neighbours(column_sum):
-    """An operator that adds up the rows of all its arguments, in one launch where each begins behind the one before."""
+    """An operator that adds up the rows of all its arguments, in one launch where each begins after the one before."""
 
     def function(*tensors):
         count, columns = tensors[0].shape
@@ -65,7 +65,7 @@ def elsewhere(x):
 
 
 def test_a_plan_is_for_one_device(replay):
-    """The same function on a tensor like those that it was recorded of, on another device."""
+    """Replays the function on a tensor like those recorded, on another device."""
     operator = Counted(replay, lambda x: torch.empty_like(x))
     for _ in range(CALLS):
         assert operator(rows()).is_cpu

@@ -240,7 +240,7 @@ def test_pickle_keeps_each_weight(qwen3):
 
 @pytest.mark.parametrize("packed", (False, True), ids=("plain", "packed"))
 def test_the_trainer_resumes(qwen3, tmp_path, packed):
-    """Two steps with a checkpoint behind the first; then the second again from there."""
+    """Two steps with a checkpoint after the first; then the second again from there."""
 
     def run(model, resume=None):
         rows = [{"input_ids": ids, "labels": ids} for ids in random_tokens(8, 17)]

@@ -1,6 +1,6 @@
 """Tensors that reach beyond what 32 bits can count, and more of them than one launch takes, in the interpreted kernels.
 
-Memory that nobody touches costs nothing, so rows may lie gigabytes apart. tests/gpu/test_sizes.py has tensors that are full.
+Memory that is never touched costs nothing, so rows may lie gigabytes apart. tests/gpu/test_sizes.py has tensors that are full.
 """
 
 import functools
@@ -19,7 +19,7 @@ APART = 2**31 - 8  # elements: the longest stride that a launch takes, and a mul
 
 
 def far_apart(tensor):
-    """The same numbers, each row of the first dimension gigabytes behind the last one."""
+    """Lays the rows of the first dimension gigabytes apart."""
     rest = tensor[0].numel()
     try:
         memory = torch.empty((tensor.shape[0] - 1) * APART + rest, dtype=tensor.dtype)

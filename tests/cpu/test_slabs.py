@@ -15,7 +15,7 @@ CASES = cases_with("slabs")
 
 
 def wide(tensor):
-    """The same numbers in rows of which each begins LIMIT / 4 elements behind the one before."""
+    """Copies the numbers into rows that begin LIMIT / 4 elements apart."""
     if tensor.dim() < 2:
         return tensor
     memory = torch.zeros(*tensor.shape[:-1], LIMIT // 4)

@@ -98,7 +98,7 @@ def overlapping(tensor):
 
 
 def negated(tensor):
-    """The same numbers, of which memory holds those with the other sign."""
+    """Stores the numbers with the other sign in memory."""
     return torch._neg_view(-tensor) if tensor.is_floating_point() else tensor
 
 

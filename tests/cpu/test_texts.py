@@ -181,7 +181,7 @@ def test_the_hubs_mapping_has_no_layer_for_an_unknown_text(qwen3, monkeypatch):
 
 
 def test_without_a_source_nothing_is_replaced(qwen3, monkeypatch):
-    """As in an application whose libraries are compiled files only."""
+    """An application may have its libraries as compiled files only."""
     monkeypatch.setattr(part(qwen3, "shared.hf.versions"), "source_of", lambda module: "")
     with pytest.warns(RuntimeWarning, match="unknown"):
         qwen3.apply()

@@ -152,7 +152,7 @@ def candidates_of(runtime):
 
 
 def test_every_candidate_is_right(runtime, package):
-    """As the fastest, by the file, of all that are built for a B200; against float64."""
+    """Each candidate built for a B200, named the fastest by the file, agrees with float64."""
     candidates = candidates_of(runtime)
     times = {default: {default: 9.0, **dict.fromkeys(others, 1.0)} for default, others in candidates.items()}
     put(runtime, json.dumps({"format": 1, "machines": {"interpreter of sm_100": times}}))
@@ -167,7 +167,7 @@ def test_every_candidate_is_right(runtime, package):
 
 
 def test_the_warm_up_of_a_model_times_all_its_candidates(runtime, monkeypatch):
-    """Of the whole family together, all there are. Nothing is computed here."""
+    """The whole family's warm-up times all there are. Nothing is computed here."""
     names, candidates = [], candidates_of(runtime)
     monkeypatch.setattr(runtime.launch.backend, "prepare", lambda variant, *_: lambda *_: names.append(variant.name))
     monkeypatch.setattr(runtime.launch.backend, "elapsed", lambda device, work: work() and 1e-5)

@@ -1,4 +1,4 @@
-"""The comparison of someone else's tests with and without a package, on a checkout of three tests."""
+"""The comparison of another project's tests with and without a package, on a checkout of three tests."""
 
 import importlib.util
 import json
@@ -60,7 +60,7 @@ class Theirs(unittest.TestCase):
 
 @pytest.fixture
 def compare(tmp_path, package_folder, monkeypatch, capfd):
-    """Runs the comparison with options of pytest; returns its status and what it printed behind pytest's own lines."""
+    """Runs the comparison with options of pytest; returns its status and what it printed after pytest's own lines."""
     for name, text in TESTS.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -1,4 +1,4 @@
-"""Versions that do not work are refused with those that do, and where transformers' decorators are inactive nobody is told otherwise."""
+"""Versions that do not work are refused with those that do, and where transformers' decorators are inactive no message says otherwise."""
 
 import importlib
 import inspect

@@ -168,7 +168,7 @@ def test_a_model_is_as_exact_as_with_sdpa(qwen3, how, changes):
     before = gradients_of(model, batch, seen)
     qwen3.apply()
     if how == "right":
-        model.set_attn_implementation("bastile")  # which is not chosen where someone may read what attention returns for padding
+        model.set_attn_implementation("bastile")  # which is not chosen where what attention returns for padding may be read
     after = gradients_of(model, batch, seen)
     assert model.model.config._attn_implementation == "bastile"
     for mine, theirs, wanted in zip(after, before, expected, strict=True):
@@ -194,7 +194,7 @@ def test_packed_equals_the_documents_one_by_one(request, family):
 
 @pytest.mark.parametrize("family", ("qwen3", "gpt_oss"))
 def test_padding_left_out_is_the_same_loss(request, family):
-    """As far from float32 as with the padding; two bf16 runs of GPT-OSS, whose router turns roundings into other experts, are further
+    """It is as far from float32 as with the padding; two bf16 runs of GPT-OSS, whose router turns roundings into other experts, are further
     apart."""
     package = request.getfixturevalue(family)
     batch = padded_batch()

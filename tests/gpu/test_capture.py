@@ -248,7 +248,7 @@ LOST, LATER = (1, 128), (1, 64)
 @pytest.fixture
 def given_up(ops):
     """A model with dropout in its attention that is replayed for SHAPE. CUDA gave up its recording for LOST, in the same pool of memory,
-    behind the attention of the first layer. The next one is for LATER."""
+    after the attention of the first layer. The next one is for LATER."""
     model = ops.kernelize(tiny_model(torch.bfloat16, attention_dropout=0.3, **SIZES).cuda())
     for shape in (SHAPE, LOST, LATER):
         ops.capture(model, *shape)

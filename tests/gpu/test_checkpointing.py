@@ -28,7 +28,7 @@ class Attentions(TorchDispatchMode):
 @pytest.mark.parametrize("padded", (False, True), ids=("SDPA", "ours"))
 @pytest.mark.parametrize("reentrant", (False, True), ids=("not reentrant", "reentrant"))
 def test_attention_is_kept(ops, reentrant, padded):
-    """Losses are the same bits, gradients what attention's backward pass leaves of that; nothing of it is left behind. Ours takes padding
+    """Losses are the same bits, gradients what attention's backward pass leaves of that; nothing of it stays in memory. Ours takes padding
     that has no labels."""
     ids = torch.randint(1, 8192, (2, 200), device="cuda")
     mask = torch.ones_like(ids)

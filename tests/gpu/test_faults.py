@@ -137,7 +137,7 @@ def cut_short(data):
 
 @pytest.mark.parametrize("damage", (flipped, cut_short), ids=lambda f: f.__name__)
 def test_a_damaged_file_of_images_is_said_once_and_pytorch_takes_its_place(tmp_path, damage):
-    """The driver never sees it: it would read behind the end of an image that is too short."""
+    """The driver never sees it: it would read past the end of an image that is too short."""
     shutil.copytree(BUILD, tmp_path / "build/torch-cuda")
     (tmp_path / "build/torch-cuda/metadata.json").write_text(json.dumps(without_digests(BUILD)))
     path = tmp_path / "build/torch-cuda/cubins/x86_64/swiglu.cubins"

@@ -45,7 +45,7 @@ def test_the_host_never_waits_and_every_run_gives_the_same_bits(suite_ops, name)
 
 
 def test_kernels_that_start_early_find_what_the_one_before_wrote(suite_ops, liger, monkeypatch):
-    """The same bits as one behind the other, on one input after the other without a pause, in memory that the allocator gives again."""
+    """Has the bits of one after the other, on one input after the other without a pause, in memory that the allocator gives again."""
     launch, driver = (importlib.import_module(f"{liger.__name__}.shared.runtime.{name}") for name in ("launch", "driver"))
     images = [randn(8, 320, 64, 64, dtype=BF16, device=DEVICE, seed=i) * (1 + i) + i for i in range(12)]
     rows = [image.view(-1, 4096)[:2049] for image in images]

@@ -152,7 +152,7 @@ def test_the_gradient_of_the_weight_is_as_exact_with_many_chunks(ops, tokens):
     weight = common.leaf(randn(classes, 128, dtype=torch.bfloat16, device="cuda", seed=1, scale=0.09))
     target = torch.randint(0, classes, (tokens,), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
     ops.linear_cross_entropy(hidden, weight, target, reduction="sum").backward()
-    # The logits as the chunks round them: what is compared is the sum behind them.
+    # The logits as the chunks round them: what is compared is the sum after them.
     chunks = list(head.chunk_slices(tokens, head.plan_chunks(tokens, classes, torch.bfloat16).tokens))
     logits = torch.cat([hidden.detach()[rows] @ weight.detach().t() for rows in chunks])
     exact = torch.zeros(classes, 128, dtype=torch.float64, device="cuda")

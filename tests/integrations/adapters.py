@@ -162,7 +162,7 @@ class Quantised(nn.Module):
 
 
 class QuantisedLinear(nn.Linear):
-    """The same as a subclass of nn.Linear, as bitsandbytes has it; `weight` is not what is multiplied by."""
+    """A subclass of nn.Linear that does this, as bitsandbytes has it; `weight` is not what is multiplied by."""
 
     def __init__(self, linear):
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")

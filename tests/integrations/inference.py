@@ -49,7 +49,7 @@ def test_greedy_tokens(qwen3, device, how, options):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_left_padding(qwen3, device, cache, attention):
-    """As the plain model, and each row as alone without padding."""
+    """Gives what the plain model gives, and each row what it gives alone without padding."""
     padding = torch.tensor([0, 4, 7])
     prompt = random_tokens(3, 9)
     mask = (torch.arange(9) >= padding[:, None]).long()

@@ -18,7 +18,7 @@ ATTENTION = PROJECTIONS[:3]
 
 
 def lora(model, **options):
-    """As `adapters.lora`, with adapters that are small beside the weights, as training makes them: large ones make two layers so steep
+    """Calls `adapters.lora`, with adapters much smaller than the weights, as training makes them: large ones make two layers so steep
     that errors say nothing about the layers any more."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a bias of an adapter without one of its layer cannot be merged
@@ -207,7 +207,7 @@ def test_what_somebody_changed_is_called(qwen3, device, fused, change):
 
 @pytest.mark.integration("PEFT: LoRA whose modules are hooked, patched or replaced")
 def test_a_class_that_somebody_patched_is_called(qwen3, device, fused, monkeypatch):
-    """As other libraries that speed PEFT up do it."""
+    """Other libraries that speed PEFT up patch the class so."""
     from peft.tuners.lora.layer import Linear
 
     model = lora(model_on(device), target_modules=PROJECTIONS)

@@ -158,7 +158,7 @@ def check_fsdp(here, how, units, options, changes, build=model_on):
 
 
 def check_fsdp_of_family(here, folder, name):
-    """As `check_fsdp`, with the package for every dense family."""
+    """Checks what `check_fsdp` does, with the package for every dense family."""
     from kernels import get_local_kernel
 
     here = dataclasses.replace(here, qwen3=get_local_kernel(Path(folder), backend=here.device))

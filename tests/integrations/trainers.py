@@ -206,7 +206,7 @@ def test_autocast_with_a_gradient_scaler(qwen3, device, precision):
 
 
 def accuracy(prediction):
-    """Of the next token, and the logits' mean square, which shows that all of them are there."""
+    """Returns the accuracy of the next token and the logits' mean square, which shows that all of them are there."""
     logits, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
     counted = labels != -100
     return {"accuracy": float((logits.argmax(-1) == labels)[counted].mean()), "square": float((logits**2).mean())}
@@ -261,7 +261,7 @@ def ragged(data):
 
 @pytest.mark.integration("Trainer: packed sequences (position_ids that start again)")
 def test_packed_sequences(qwen3, device, tmp_path):
-    """As one row, with positions that start again: the gradients of the same sequences in rows of their own, padded."""
+    """Packs sequences into one row, with positions that start again: the gradients of the same sequences in rows of their own, padded."""
     data = ragged(rows())
     options = {"data": data, "per_device_train_batch_size": 4, "max_grad_norm": 0.0}
 

@@ -20,7 +20,7 @@ def adamw_exact(param, grad, exp_avg, exp_avg_sq, step, lr, betas, eps, weight_d
 
 # Pieces that a block takes whole, sizes that are none, nothing.
 ADAMW_SHAPES = ((5, 1024), (512,), (3, 77), (1501,), (2, 0))
-# So many of whole pieces, one behind the other, that one launch takes four and something is left over.
+# So many of whole pieces, one after the other, that one launch takes four and something is left over.
 FOURS = ((2, 512), (512,), (3, 512), (1501,), (1024,), (7, 512), (512,))
 
 

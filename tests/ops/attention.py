@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 
 def packed(*lengths):
-    """Documents of these lengths behind each other."""
+    """Documents of these lengths, one after the other."""
     ends = torch.tensor(lengths).cumsum(0).tolist()
     return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -77,7 +77,7 @@ CAPPED = (
 
 # ---------------------------------------------------------------- exact
 def reach(case: Case) -> "tuple[int, int]":
-    """How many keys before and behind itself a query sees at most, in its document."""
+    """How many keys before and after itself a query sees at most, in its document."""
     left = case.tokens if case.window is None else case.window - 1
     return left, 0 if case.causal else left
 
@@ -198,7 +198,7 @@ def check_plan_reference(ops, case: Case, device="cpu") -> None:
 
 
 def check_plans(ops, device="cpu") -> None:
-    """The same plan from every form in which a batch says what its documents are."""
+    """Every form in which a batch names its documents gives the same plan."""
     rows = [[(0, 5), (5, 40)], [(3, 37)], [(0, 1), (1, 30)]]
     length, documents = 40, []
     mask, positions = torch.zeros(3, length, dtype=torch.long), torch.zeros(3, length, dtype=torch.long)

@@ -43,7 +43,7 @@ def check_plan(case: Case) -> None:
         t = torch.arange(case.tokens)
         found = (t >= first[:, None]) & (t < behind[:, None])
         assert (found[: case.tokens] == rows).all(), f"{name} of {case} is wrong"
-        assert not (behind > first)[case.tokens :].any(), f"{name} of {case}: rows behind the last token see something"
+        assert not (behind > first)[case.tokens :].any(), f"{name} of {case}: rows after the last token see something"
         block, start, full, full_end, end = walks_of[side]
         assert block.sort().values.tolist() == list(range(len(block))), f"{walks} of {case} are not of each block once"
         lengths = end - start
@@ -117,7 +117,7 @@ def run_kernels(case: Case, x: Inputs, tiles: Tiles) -> dict:
 
 
 def run_wide(case: Case, x: Inputs, part: int = 128) -> dict:
-    """As `run_kernels` with the tiles of heads of 96 and 256, and with dk and dv by `part` columns where heads are of 256."""
+    """Does what `run_kernels` does, with the tiles of heads of 96 and 256, and with dk and dv by `part` columns where heads are of 256."""
     of, scale, width = module_of("attention"), scale_of(case), 128 if case.head_dim == 96 else case.head_dim
     base2, constants = scale * kernels.LOG2E, (BLOCK, 32, width, 2, kernels.EVERY_STEP)
     dkv, parts = (of.attention_backward_dkv, constants), 1
@@ -128,7 +128,7 @@ def run_wide(case: Case, x: Inputs, part: int = 128) -> dict:
 
 
 def run_capped(case: Case, x: Inputs, tiles: Tiles) -> dict:
-    """As `run_kernels` where the scores are capped; with dk and dv by halves of the columns too, where heads are of 256."""
+    """Does what `run_kernels` does where the scores are capped; with dk and dv by halves of the columns too, where heads are of 256."""
     of, scale = module_of("attention_capped"), scale_of(case)
     base2, inner = case.softcap * kernels.LOG2E, scale / case.softcap
     constants = [(BLOCK, step, case.head_dim, 2, mask) for step, mask in tiles]

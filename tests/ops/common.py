@@ -34,7 +34,7 @@ def leaf(tensor):
 
 
 def exact(tensor):
-    """The same numbers in float64, to differentiate."""
+    """Returns the numbers in float64, as a leaf to differentiate."""
     return tensor.detach().double().cpu().requires_grad_()
 
 
@@ -44,7 +44,7 @@ ROW_FACTOR = 2.0
 
 
 def assert_rows_close(found, wanted, dtype, what="result", factor=1.0, floor=1e-2, row_factor=ROW_FACTOR, terms=0.0):
-    """As `assert_close`, and for each row of the last dimension with a bound of row_factor times the table's. floor: of a typical row's
+    """Checks as `assert_close` does, and each row of the last dimension with row_factor times the table's bound. floor: of a typical row's
     size: smaller ones (zeros, or terms of a gradient that cancel) are judged by that. terms: the size of what cancels where the result
     is zero everywhere; what is left of it is judged by that."""
     assert found.dtype == dtype, f"{what} is {found.dtype}, expected {dtype}"
@@ -130,7 +130,7 @@ def mesh_of_one():
 
 # ---------------------------------------------------------------- for CHECKS and MUTANTS
 def on_cpu(check, *arguments, **options):
-    """A check, on CPU tensors, with these arguments behind the device."""
+    """A check, on CPU tensors, with these arguments after the device."""
     return lambda ops: check(ops, CPU, *arguments, **options)
 
 

@@ -286,7 +286,7 @@ F32 = torch.float32
 
 
 def check_large_logits(ops, device="cpu", dtype=F32):
-    """Of rows that are one number, of one that a class rules by the largest, and of one around 4000: as far from other logits as in
+    """Takes rows of one number, one that one class dominates by the largest number, and one around 4000: as far from other logits as in
     float64, and not from themselves."""
     top = torch.finfo(dtype).max
     x, y = torch.zeros(7, 300, dtype=dtype, device=device), randn(7, 300, dtype=dtype, device=device)

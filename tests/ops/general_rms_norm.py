@@ -153,12 +153,12 @@ ROUNDS = {"llama": "first", "gemma": "last", "none": "last"}  # of Liger's casti
 
 
 def general_rms_norm(norms, x, weight=None, eps=1e-6, offset=0.0, casting="llama"):
-    """As the package for Liger's users has it. norms: the module of the operation."""
+    """Runs what the package for Liger's users has. norms: the module of the operation."""
     return norms.rms_norm(x, weight, eps, offset, ROUNDS[casting], x.dtype)
 
 
 def general_add_rms_norm(norms, x, residual, weight=None, eps=1e-6, offset=0.0, casting="llama"):
-    """As the package for Liger's users has it. norms: the module of the operation."""
+    """Runs what the package for Liger's users has. norms: the module of the operation."""
     return norms.add_rms_norm(x, residual, weight, eps, offset, ROUNDS[casting], x.dtype)
 
 

@@ -74,7 +74,7 @@ def check_options(ops, device, dtype):
 
 
 def check_large_mean(ops, device):
-    """As of LayerNorm. What fp32 can hold of the mean itself, 3e-5, shifts all of a group's n alike, and dweight adds that up."""
+    """As for LayerNorm, what fp32 can hold of the mean itself, 3e-5, shifts all of a group's n alike, and dweight adds that up."""
     for shape in ((2, 4, 512), (1, 4, 33, 64), (1, 4, 33, 33), (1, 4, 64, 64)):
         check_group_norm(ops, device, FP32, shape, 2, mean=1000.0, factor=30)
 

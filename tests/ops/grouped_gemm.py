@@ -9,7 +9,7 @@ from tests.tolerances import assert_close
 
 
 def check_grouped_gemm(ops, device, dtype, counts, k, n, absent=0):
-    """Both grouped GEMMs, with both orders of the weight in memory. counts: the rows of each expert; behind them lie `absent` rows
+    """Both grouped GEMMs, with both orders of the weight in memory. counts: the rows of each expert; after them lie `absent` rows
     of none, all NaN."""
     module = importlib.import_module(f"{ops.__name__}.shared.ops.grouped_gemm")
     ends = torch.tensor(counts, device=device).cumsum(0, dtype=torch.int32)

@@ -19,14 +19,14 @@ def transposed(tensor):
 
 
 def misaligned(tensor):
-    """One element behind a multiple of 16 bytes."""
+    """Starts one element after a multiple of 16 bytes."""
     memory = torch.empty(tensor.numel() + 16, dtype=tensor.dtype, device=tensor.device)
     start = 1 + (-memory.data_ptr() % 16) // tensor.element_size()
     return memory[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 def expanded(tensor):
-    """The same numbers in all of the first dimension, stored once."""
+    """Repeats the first numbers along the first dimension, stored once."""
     return tensor[:1].clone().expand(tensor.shape)
 
 

@@ -11,7 +11,7 @@ def cross_entropy_exact(hidden, weight, target, bias=None, *, softcap=0.0, lse_s
                         ignore_index=-100, reduction="mean", label_smoothing=0.0, use_token_scaling=False, accum_dtype=None, part="loss",
                         rounded=False):
     """part: "loss", or "z_loss" for what lse_square_scale adds to it. rounded: logits are made in hidden's dtype, as a model makes
-    them, and only what lies behind them is float64."""
+    them, and only what follows them is float64."""
     logits = torch.nn.functional.linear(hidden, weight, bias)
     if rounded:
         logits = logits.double()
@@ -259,7 +259,7 @@ def check_the_range_of_fp16(ops):
 
 
 def check_unreduced_loss(ops):
-    """Of every token, with all that the backward pass needs again."""
+    """Computes a loss for every token, with all that the backward pass needs again."""
     again("linear_cross_entropy")(ops)
     check_linear_cross_entropy(ops, CPU, FP32, 5, 16, 40, reduction="none", bias=True, class_weight=True)
 
@@ -286,7 +286,7 @@ def check_evaluation_of_infinities(ops):
 
 
 def check_evaluation_of_large_logits(ops):
-    """Of which 2 to the power of one overflows, and almost any other distance from the largest too."""
+    """Takes logits of which 2 to the power of one overflows, and of almost any other distance from the largest too."""
     hidden, weight = 100 * randn(3, 64, dtype=BF16, device=CPU), randn(40, 64, dtype=BF16, device=CPU, seed=1)
     losses = ops.linear_cross_entropy(hidden, weight, torch.arange(3), reduction="none")
     assert_close(losses, cross_entropy_exact(hidden.double(), weight.double(), torch.arange(3), reduction="none"), FP32)

@@ -21,7 +21,7 @@ CASES = (
 
 
 def jsd_exact(z, t, beta, temperature):
-    """Of every row, in float64. z, t: logits."""
+    """Computes every row's divergence in float64. z, t: logits."""
     x, y = (v.div(temperature).log_softmax(-1) for v in (z, t))
     if beta in (0.0, 1.0):
         return ((y - x) * y.exp() if beta == 0.0 else (x - y) * x.exp()).sum(-1)

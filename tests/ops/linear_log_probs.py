@@ -54,7 +54,7 @@ CASES = (
 
 
 def log_probs_exact(z, target, counted, temperature=1.0, softcap=None, scale=1.0):
-    """Of every row, a dictionary by name, differentiable. z: logits."""
+    """Computes every row's results from the logits z, by name, differentiable."""
     z = z * scale
     z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
     log_p, label = z.log_softmax(-1), torch.where(counted, target, 0)

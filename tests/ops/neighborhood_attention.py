@@ -129,7 +129,7 @@ MUTANTS += (
 
 
 def apart(x):
-    """The same numbers, whose batch rows begin 800 elements behind each other."""
+    """Lays the numbers out with batch rows that begin 800 elements apart."""
     flat = x.flatten(1)
     return torch.nn.functional.pad(flat, (0, 800 - flat.shape[1]))[:, : flat.shape[1]].unflatten(1, x.shape[1:])
 

@@ -73,7 +73,7 @@ def check_options_of_the_operator(package):
 
 
 def check_eps(package):
-    """Of probabilities below it, above it and 0, where each has another weight; in torch's words."""
+    """Takes probabilities below it, above it and 0, where each has another weight; in torch's words."""
     y = torch.tensor([[0.0, 1e-6, 0.05, 0.2, 0.749999]]).repeat(3, 1)
     x = leaf(torch.full((3, 5), 0.2).log())
     for eps in (0.0, 0.1, 0.3):

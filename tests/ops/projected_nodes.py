@@ -39,7 +39,7 @@ def inputs(ops, eps, head_eps):
 
 
 def outputs(ops, eps):
-    """Qwen3's description of what stands behind attention."""
+    """Qwen3's description of what follows attention."""
     spec = part_of(ops, "spec")
     return spec.Outputs(before=spec.Norm(eps))
 
@@ -83,7 +83,7 @@ def check_projected_attention_inputs(ops, autocast=False, packed=False, dropout=
     cos, sin = angles.cos().to(kind), angles.sin().to(kind)
     torch.manual_seed(3)
     results = nodes.norm_attention_inputs(x, norm, projections, *norms, cos, sin, shape, inputs(ops, 0.5, 0.25), BF16)
-    torch.rand(1)  # someone else's number
+    torch.rand(1)  # a random number that is not the operation's
     after = torch.get_rng_state()
     grads = [gradient_like(r, 9 + i, as_attention) for i, r in enumerate(results)]
     torch.autograd.backward(results, grads)

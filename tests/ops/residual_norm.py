@@ -1,4 +1,4 @@
-"""The residual stream with a normalised or a multiplied branch, and the norm behind it, against float64."""
+"""The residual stream with a normalised or a multiplied branch, and the norm after it, against float64."""
 
 import functools
 import importlib

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and behind a residual's addition."""
+"""RMSNorm, alone and after a residual's addition."""
 
 import torch
 
@@ -190,7 +190,7 @@ MUTANTS = [
 
 # ---------------------------------------------------------------- in the tests of every operation
 def norm(x, weight, eps=1e-6, last=False):
-    """In float32 or wider, as models do it. last: whether it is rounded behind the weight."""
+    """In float32 or wider, as models do it. last: whether it is rounded after the weight."""
     xf = x.to(torch.promote_types(x.dtype, FP32))
     normed = xf * torch.rsqrt(xf.square().mean(-1, keepdim=True) + eps)
     return (weight * normed).to(x.dtype) if last else weight * normed.to(x.dtype)

@@ -1,4 +1,4 @@
-"""Rotary position embedding, alone and behind the RMSNorms of q and k."""
+"""Rotary position embedding, alone and after the RMSNorms of q and k."""
 
 import torch
 

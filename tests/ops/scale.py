@@ -7,7 +7,7 @@ from tests.ops.linear_cross_entropy import check_linear_cross_entropy
 
 
 def check_factor_at_an_odd_address(ops):
-    """The incoming gradient of the second of two losses that were stacked lies behind that of the first."""
+    """The incoming gradient of the second of two stacked losses lies after that of the first."""
     hidden, weight, target = leaf(randn(3, 16, dtype=FP32, device=CPU)), randn(32, 16, dtype=FP32, device=CPU, seed=1), torch.arange(3)
     stacked = torch.stack([ops.linear_cross_entropy(hidden, weight, target, ignore_index=ignored) for ignored in (0, 1)])
     factors = torch.tensor([0.5, -2.0])

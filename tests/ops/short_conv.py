@@ -63,7 +63,7 @@ def all_cases(package, device, dtypes=FLOATS):
     yield "batch", lambda: check_batch(package, device, BF16)
 
 
-CHECKS = {"documents": lambda ops: check_conv(ops, "cpu", BF16, (7, 28), 512, bias=True)}  # a span starts behind a document's first token
+CHECKS = {"documents": lambda ops: check_conv(ops, "cpu", BF16, (7, 28), 512, bias=True)}  # a span starts after a document's first token
 KERNELS = "kernel_src/short_conv.py"
 MUTANTS = (
     *errors_in(KERNELS, "documents", "counts_of", ("least == 3", "least >= 0")),

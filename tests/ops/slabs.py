@@ -15,12 +15,12 @@ def module_of(package, name):
 
 
 def apart(rows, step):
-    """[rows, 8], of which each begins `step` elements behind the one before."""
+    """[rows, 8], of which each begins `step` elements after the one before."""
     return torch.arange(rows * step).view(rows, step)[:, :8]
 
 
 def check_strides(name):
-    """Of the first tensor, and of another."""
+    """Checks the strides of the first tensor and of another."""
 
     def check(package):
         slabs = module_of(package, name).slabs
@@ -39,7 +39,7 @@ def check_strides(name):
 
 
 def check_tables(package):
-    """Of two batch rows, in parts of each."""
+    """Checks the tables of two batch rows, in parts of each."""
     x = torch.zeros(2, 10, 2, 8)
     tables = torch.arange(2 * 10 * 4.0).view(2, 10, 4)
     for table, rows in ((tables, tables.flatten(0, 1)), (tables[:1], torch.cat((tables[0], tables[0])))):

@@ -108,7 +108,7 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
 
 
 def check_shared_expert(ops, device):
-    """The expert that every token goes to: alone, behind attention, with gate and up side by side, made again, and partly frozen."""
+    """The expert that every token goes to: alone, after attention, with gate and up side by side, made again, and partly frozen."""
     check_norm_experts(ops, device, shared=40, top_k=3, normalised=False)
     check_norm_experts(ops, device, BF16, top_k=6, shared=24, attended=True)
     check_norm_experts(ops, device, shared=24, recompute=True, again=True)

@@ -70,7 +70,7 @@ def run_tests(checkout: Path, tests, options, task) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "outcomes")
         environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")},  # it is nobody's worker
+            **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")},  # it is no worker of pytest-xdist
             "PYTHONPATH": os.pathsep.join(filter(None, (str(PLUGIN.parent), os.environ.get("PYTHONPATH")))),
             "PYTEST_PLUGINS": ",".join(filter(None, (PLUGIN.stem, os.environ.get("PYTEST_PLUGINS")))),
             "BASTILE_UPSTREAM": json.dumps({**task, "record": str(record), "repository": str(ROOT)}),

@@ -75,7 +75,7 @@ def patched(package):
 
 
 def count_layers(package):
-    """Counts the calls of the functions behind the layers, or nobody would know whether a test reached one. The layers are in the
+    """Counts the calls of the functions that the layers call: otherwise no result shows whether a test reached one. The layers are in the
     package's own file and, where families share them, in what makes them of a family's row of the table."""
     for file in ("layers", "shared.hf.layers", "shared.hf.vision", "shared.hf.delta_net"):
         layers = sys.modules.get(f"{package.__name__}.{file}")

@@ -1,4 +1,4 @@
-"""Padding is left out of the decoder where nobody reads it, and only there."""
+"""Padding is removed from the decoder where no result shows it, and only there."""
 
 import importlib
 
@@ -165,7 +165,7 @@ def test_what_is_remembered_of_a_mask_is_for_its_numbers_of_now(qwen3):
 
 
 def test_a_plan_is_remembered_for_its_positions(qwen3):
-    """Of two documents of two tokens, then of one of four."""
+    """Takes two documents of two tokens, then one of four."""
     masks = importlib.import_module(f"{qwen3.__name__}.shared.hf.masks")
     visible = masks.Visible({"batch_size": 1, "q_length": 4, "kv_length": 4}, masks.Rule(), None, positions=True)
     first, second = torch.tensor([[0, 1, 0, 1]]), torch.arange(4)[None]

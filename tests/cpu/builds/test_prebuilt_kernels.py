@@ -163,7 +163,7 @@ def test_what_spills_is_recorded_and_spills_no_more(compiled):
     for _, variant in compiled.variants:
         names = {architecture for _, architecture in targets.targets_of(variant, TARGETS)} if variant.spills else set()
         assert set(recorded.get(variant.name, ())) == names, variant.name
-        assert not names or max(recorded[variant.name].values()) > 0, "it has a reason for nothing"
+        assert not names or max(recorded[variant.name].values()) > 0, "it has a reason, but nothing spills"
     build_checks.check_spills(compiled.images, recorded)
     for name, of_variant in found.items():
         assert of_variant.items() <= recorded[name].items(), "the record is of other code"

@@ -134,7 +134,7 @@ def test_layers_with_arguments_of_their_own_share_no_graph(package, tiny_model, 
 @one_family
 @pytest.mark.parametrize("number", range(5))
 def test_a_change_of_a_later_layer(package, tiny_model, number):
-    """The layers in front of it are replayed, those behind run as before, and the next passes are looked at and recorded anew."""
+    """The layers in front of it are replayed, those after it run as before, and the next passes are looked at and recorded anew."""
     model, plain = (package.kernelize(tiny_model(num_hidden_layers=5)) for _ in range(2))
     package.capture(model, *SHAPE)
     for seed in range(3):

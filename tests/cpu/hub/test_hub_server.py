@@ -167,7 +167,7 @@ def test_a_new_repository_has_the_hubs_own_file_and_so_have_its_branches(hub, ap
 
 
 def test_a_client_that_names_no_kind_of_repository_reads_it_too(api, tmp_path):
-    """As `kernels benchmark` does."""
+    """`kernels benchmark` is such a client."""
     commit(api, {"benchmarks/benchmark.py": b"1"})
     folder = api.snapshot_download(REPO, revision="v1", cache_dir=tmp_path)
     assert (Path(folder) / "benchmarks/benchmark.py").read_bytes() == b"1"

@@ -223,7 +223,7 @@ def test_of_two_publishers_at_once_the_slower_is_refused(hub, package, upload, m
         return send(*arguments)
 
     monkeypatch.setattr(publish_module, "upload", somebody_else_first)
-    with pytest.raises(PublishError, match="somebody else published"):
+    with pytest.raises(PublishError, match="another commit was published"):
         upload()
     assert f"{VARIANT}/other.py" in tree(hub)
     monkeypatch.setattr(publish_module, "upload", send)

@@ -23,7 +23,7 @@ from tests.fake_driver import (
 
 
 class OnTheGPU:
-    """As much of a CUDA tensor as is asked for."""
+    """Has as much of a CUDA tensor as is asked for."""
 
     is_cuda, is_meta = True, False
 

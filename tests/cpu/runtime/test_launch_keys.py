@@ -7,11 +7,11 @@ import torch
 
 from tests.fake_driver import norm_arguments, norm_kernel
 
-OFFSETS = (0, 4, 8, 12)  # bytes behind a multiple of 16
+OFFSETS = (0, 4, 8, 12)  # bytes after a multiple of 16
 
 
 def at(offset, *shape, dtype=torch.float32):
-    """Zeros that begin so many bytes behind a multiple of 16."""
+    """Zeros that begin so many bytes after a multiple of 16."""
     count = torch.Size(shape).numel()
     memory = torch.zeros(count + 8, dtype=dtype)
     start = ((offset - memory.data_ptr()) % 16) // dtype.itemsize
@@ -79,7 +79,7 @@ def test_a_launch_is_prepared_for_each_device(runtime, backend):
 
 
 def test_an_answer_is_remembered_for_each_device(runtime, backend, monkeypatch):
-    """Of two GPUs in a machine one has no kernels."""
+    """One of two GPUs in a machine has no kernels."""
     kernel, (tensors, eps) = norm_kernel(runtime), norm_arguments()
     first = backend.architecture(0)
     monkeypatch.setattr(backend, "architecture", lambda device: ("", first)[device])

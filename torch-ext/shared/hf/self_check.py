@@ -70,7 +70,7 @@ class Inputs:
         return [self.leaf(self.tokens, width) for _ in range(count)]
 
     def heads(self, *counts: int, last: bool = False, width: int = width) -> List[torch.Tensor]:
-        """Returns a leaf for each number of heads, [1, heads, tokens, width], or with the heads behind the tokens."""
+        """Returns a leaf for each number of heads, [1, heads, tokens, width], or with the heads after the tokens."""
         return [self.leaf(1, self.tokens, n, width) if last else self.leaf(1, n, self.tokens, width) for n in counts]
 
     def angles(self, *shape: int) -> Tuple[torch.Tensor, torch.Tensor]:

@@ -29,7 +29,7 @@ LIBRARIES = ("torch", "transformers")
 OF_EVERY_MODULE = ("torch.nn.modules.module", "transformers.modeling_utils")  # what these classes define is in every model
 LOSS = "loss without logits"
 PARTS = {"rms_norm": "RMSNorm", "swiglu": "MLP", "rope": "rotary embedding", "fused_linear_cross_entropy": LOSS}
-ROW = "a row of the table would join each norm with the projections behind it, their rotary embedding and the residual connections"
+ROW = "a row of the table would join each norm with the projections after it, their rotary embedding and the residual connections"
 
 
 class Part(NamedTuple):

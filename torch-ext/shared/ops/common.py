@@ -47,7 +47,7 @@ def apply_function(function, *arguments):
             if type(argument) in PLAIN and argument.is_cuda:
                 prepare_backward(argument.get_device())
                 break
-    # A tensor that a transform of torch.func left behind still has its wrapper around it, and looks like any other.
+    # A tensor that outlived its transform of torch.func still has its wrapper around it, and looks like any other.
     return super(torch.autograd.Function, function).apply(*[_unwrap_if_dead(a) if type(a) in PLAIN else a for a in arguments])
 
 

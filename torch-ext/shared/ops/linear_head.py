@@ -153,7 +153,7 @@ def _product_in_float32(x, y) -> torch.Tensor:
 
 
 def _room_of(gradient: Optional[torch.Tensor], tokens: int, dtype: torch.dtype):
-    """(where the logits [tokens, classes] of a first chunk go in the memory of the weight's gradient, which nobody reads before it is
+    """(where the logits [tokens, classes] of a first chunk go in the memory of the weight's gradient, which is not read before it is
     written; as much room that is still free, flat; the classes whose gradients lie in front of those logits). (None, None, 0) where it
     has no room."""
     if gradient is None or gradient.numel() == 0:

@@ -6,8 +6,8 @@ import, so those names are set in every module of Liger that has them, and set b
 functions, `liger_kernel.ops.x`, and Liger's own back ends stay as they are: `impl="nvidia-triton"` still means Liger's. One function is
 taken over where it is defined, too (`ASKED_AT_ITS_SOURCE`), and so are those of the chunked losses (chunked_back_end.py).
 
-Liger's modules reach the dispatcher by a name of their own as well, which is set to a shorter way for what nobody asked another
-implementation of: Liger's looks at the GPU on every call, and torch.compile cannot look into it.
+Liger's modules reach the dispatcher by a name of their own as well, which is set to a shorter way for operations that no other
+implementation was chosen for: Liger's looks at the GPU on every call, and torch.compile cannot look into it.
 
 LIGER_KERNEL_IMPL=bastile chooses this package where it is loaded before Liger's operations are imported: see `announce`. Liger looks for
 implementations in its own folders only and reads the variable once, so the variable alone, without this package, is an error of Liger's.
