@@ -10,13 +10,16 @@ from tests.models import VOCABULARY, tiny_model
 
 # By transformers' name of the model, in the order of the package's rows.
 NAMES = (
-    "llama", "qwen2", "qwen3", "qwen3_vl", "mistral", "ministral", "ministral3", "smollm3", "granite", "granitemoehybrid",
-    "phi3", "olmo2", "olmo3", "gemma2", "gemma3_text", "glm", "glm4", "ernie4_5",
+    "llama", "qwen2", "qwen3", "qwen3_vl", "qwen2_5_vl", "qwen2_vl", "mistral", "ministral", "ministral3", "smollm3", "granite",
+    "granitemoehybrid", "phi3", "olmo2", "olmo3", "gemma2", "gemma3_text", "glm", "glm4", "ernie4_5",
 )  # fmt: skip
 # What a small model of a family needs beside the sizes that all have.
 CHANGES: dict = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True, "mrope_section": [2, 2, 2]}},
+    **dict.fromkeys(
+        ("qwen2_5_vl", "qwen2_vl"), {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}}
+    ),
     "ministral3": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
                                        "max_position_embeddings": 64, "llama_4_scaling_beta": 0.7, "beta_fast": 32.0, "beta_slow": 1.0,
                                        "mscale": 1.0, "mscale_all_dim": 1.0}},
@@ -31,12 +34,23 @@ CHANGES: dict = {
     "gemma3_text": {"query_pre_attn_scalar": 12},
 }
 IMAGE, IMAGE_START, IMAGE_END = 190, 191, 192  # tokens
+TOKENS_OF_IMAGES = {"image_token_id": IMAGE, "video_token_id": 189, "vision_start_token_id": IMAGE_START, "vision_end_token_id": IMAGE_END}
 # What stands beside the text's configuration in that of a model with a vision tower.
 VISION: dict = {
     "qwen3_vl": {
         "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
                           "temporal_patch_size": 2, "out_hidden_size": 48, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-        "image_token_id": IMAGE, "video_token_id": 189, "vision_start_token_id": IMAGE_START, "vision_end_token_id": IMAGE_END,
+        **TOKENS_OF_IMAGES,
+    },
+    "qwen2_5_vl": {
+        "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
+                          "temporal_patch_size": 2, "out_hidden_size": 48, "window_size": 16, "fullatt_block_indexes": [1]},
+        **TOKENS_OF_IMAGES,
+    },
+    "qwen2_vl": {
+        "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 48, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4,
+                          "spatial_merge_size": 2, "temporal_patch_size": 2},
+        **TOKENS_OF_IMAGES,
     },
 }  # fmt: skip
 
@@ -56,6 +70,8 @@ VARIANTS: dict = {
     "qwen3": {"windows": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1}, "biases": {"attention_bias": True},
               "scaled rope": {"rope_parameters": YARN}},
     "qwen3_vl": {"biases": {"attention_bias": True}},
+    "qwen2_5_vl": {"windows": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1}, "tied": TIED},
+    "qwen2_vl": {"windows": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1}, "tied": TIED},
     "mistral": {"windows": WINDOW, "no windows": {"sliding_window": None}, "both directions": {**WINDOW, "is_causal": False}},
     "ministral": {"windows": WINDOW, "windows in turns": IN_TURNS},
     "ministral3": {"windows": WINDOW, "tied": TIED},
@@ -91,6 +107,8 @@ EVERYWHERE = (
 UNCHANGING: dict = {
     "qwen2": {"layer_types"},  # made of max_window_layers
     "qwen3": {"layer_types"},
+    "qwen2_5_vl": {"layer_types"},
+    "qwen2_vl": {"layer_types"},
     "smollm3": {"layer_types"},
     "granitemoehybrid": {
         *(f"mamba_{name}" for name in ("n_groups", "d_state", "d_head", "d_conv", "expand", "chunk_size", "conv_bias", "proj_bias")),

@@ -323,28 +323,70 @@ def test_a_function_of_someone_elses_that_scales_queries_is_called(package, call
     assert "get_llama_4_attn_scale is not transformers' own" in {row.reason for row in package.explain(model).rows}
 
 
-def test_an_image_between_words(package, calls):
-    """Angles of three positions a token, visual features that are added after the first layer, and padding, which stays."""
-    model = tiny("qwen3_vl")
+def of_words_and_image(padded=True, merged=4):
+    """Inputs of Qwen's models with vision towers. merged: an image's tokens."""
     tokens = random_tokens(2, 17).clamp(max=180)
-    tokens[:, 3:9] = torch.tensor([IMAGE_START, *[IMAGE] * 4, IMAGE_END])
-    pixels = torch.randn(2 * 16, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(3))
-    mask = (torch.arange(17) < torch.tensor([[17], [14]])).long()
-    inputs = {
+    tokens[:, 3 : 5 + merged] = torch.tensor([IMAGE_START, *[IMAGE] * merged, IMAGE_END])
+    mask = (torch.arange(17) < torch.tensor([[17], [14]])).long() if padded else torch.ones(2, 17, dtype=torch.long)
+    return {
         "input_ids": tokens,
         "labels": tokens.where(mask > 0, -100),
         "attention_mask": mask,
-        "pixel_values": pixels,
+        "pixel_values": torch.randn(2 * 16, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(3)),
         "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
         "mm_token_type_ids": (tokens == IMAGE).long(),
     }
+
+
+@pytest.mark.parametrize("more", ({}, {"num_items_in_batch": 3}, {"output_hidden_states": True}), ids=" ".join)
+@pytest.mark.parametrize("name", VISION)
+def test_an_image_between_words(package, calls, name, more):
+    """Angles of three positions a token, in Qwen3-VL visual features that are added after the first layer, and padding, which stays."""
+    model, inputs = tiny(name), {**of_words_and_image(), **more}
     expected = step_of(model, **inputs)
     before = inspect.signature(model.forward).parameters
     package.kernelize(model)
+    rows = package.explain(model).rows
+    assert [(row.count, row.fused) for row in rows if row.part == "loss without logits"] == [(1, True)]
     found = step_of(model, **inputs)
     found.assert_same(expected, FACTOR)
     assert calls == NODES * 2 and found.output.logits is None and any(name.startswith("model.visual") for name in found.gradients)
     assert inspect.signature(model.forward).parameters.keys() == before.keys(), "a trainer drops columns that a forward does not name"
+    assert (found.output.hidden_states is None) == (expected.output.hidden_states is None)
+    for found_states, states in zip(found.output.hidden_states or (), expected.output.hidden_states or ()):
+        assert_close(found_states, states, torch.float32, "hidden states", FACTOR)
+    package.reset()
+    assert torch.equal(step_of(model, **inputs).loss, expected.loss) and not loss_row(package, model).fused
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_apply_and_the_hubs_mapping_with_a_tower_of_qwen(package, name):
+    """Kept logits and generated tokens are transformers', and angles of documents and of three axes, which a caller gives."""
+    kernels = pytest.importorskip("kernels")
+    model, inputs = tiny(name).eval(), of_words_and_image(padded=False)
+    prompt = {key: value for key, value in inputs.items() if key != "labels"}
+    some = {**prompt, "logits_to_keep": 2}
+    positions = torch.arange(17) % 9
+    given = [positions.expand(2, -1), positions.expand(3, 2, -1), positions.expand(4, 2, -1)]
+    tokens = {"input_ids": inputs["input_ids"], "labels": inputs["input_ids"], "use_cache": False}
+    kept, generated = model(**some).logits, model.generate(**prompt, max_new_tokens=4, do_sample=False)
+    expected = [step_of(model.train(), **inputs), *(Step(model, **tokens, position_ids=axes) for axes in given)]
+    package.apply()
+    assert_close(model.eval()(**some).logits, kept, torch.float32, "kept logits", FACTOR)
+    assert torch.equal(model.generate(**prompt, max_new_tokens=4, do_sample=False), generated)
+    for implementation in ("sdpa", "bastile"):
+        model.set_attn_implementation({"text_config": implementation})
+        found = [step_of(model.train(), **inputs), *(Step(model, **tokens, position_ids=axes) for axes in given)]
+        for step, right in zip(found, expected):
+            step.assert_same(right, FACTOR)
+            assert step.output.logits is None
+    model.set_attn_implementation({"text_config": "sdpa"})
+    package.reset()
+    with kernels.use_kernel_mapping({key: layer for key, layer in package.mapping().items() if key == type(model).__name__}):
+        kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="cpu")
+    found = step_of(model, **inputs)
+    found.assert_same(expected[0], FACTOR)
+    assert found.output.logits is None
 
 
 def inputs_with_images(model, padded=False):
@@ -486,14 +528,15 @@ def test_the_head_of_trls_trainers_behind_a_vision_tower(package, text):
 
 
 @pytest.mark.parametrize("targets", (r".*language_model.*\.(q_proj|o_proj|up_proj)", r".*(lm_head|q_proj)"), ids=("text", "head"))
-@behind_towers
+@pytest.mark.parametrize("text", (*TOWERS, *VISION))
 def test_lora_behind_a_vision_tower(package, text, targets):
     """Adapters are on the text's projections, with the padded rows checkpointed, or on the head, which is then called."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    model = get_peft_model(tiny_behind_a_tower(text), LoraConfig(r=4, init_lora_weights=False, target_modules=targets))
-    inputs, fused = inputs_with_images(model.get_base_model(), True), "lm_head" not in targets
+    model = tiny(text) if text in VISION else tiny_behind_a_tower(text)
+    inputs, fused = of_words_and_image() if text in VISION else inputs_with_images(model, True), "lm_head" not in targets
+    model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, target_modules=targets))
     if fused:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
@@ -504,10 +547,10 @@ def test_lora_behind_a_vision_tower(package, text, targets):
     assert loss_row(package, model).fused == fused == (found.output.logits is None)
 
 
-@pytest.mark.parametrize("text", ("gemma3_text", "mistral"))
+@pytest.mark.parametrize("text", ("gemma3_text", "mistral", "qwen2_5_vl"))
 def test_torch_compile_behind_a_vision_tower(package, text):
-    """In one graph, but for images of Mistral 3: their sizes are data, which breaks transformers' own graph as well."""
-    model = tiny_behind_a_tower(text)
+    """In one graph, but for images of Mistral 3 and Qwen2.5-VL: their sizes are data, which breaks transformers' own graph as well."""
+    model = tiny(text) if text in VISION else tiny_behind_a_tower(text)
     inputs = {**(inputs_with_images(model) if text == "gemma3_text" else {"input_ids": TOKENS, "labels": TOKENS}), "use_cache": False}
     expected = step_of(model, **inputs)
     package.kernelize(model)

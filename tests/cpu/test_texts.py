@@ -31,14 +31,15 @@ KNOWN = runpy.run_path(str(tool.KNOWN))
 TEXTS, TESTED = KNOWN["TEXTS"], KNOWN["TESTED"]
 TOKENS = random_tokens(2, 9)
 LABELS = {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False}
-QWEN3, MOE, GPT_OSS, GEMMA3, MISTRAL, MINISTRAL3, MISTRAL3, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT = (
+QWEN3, MOE, GPT_OSS, GEMMA3, MISTRAL, MINISTRAL3, MISTRAL3, QWEN2_5_VL, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT = (
     f"transformers.models.{name}.modeling_{name}"
-    for name in ("qwen3", "qwen3_moe", "gpt_oss", "gemma3", "mistral", "ministral3", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+    for name in ("qwen3", "qwen3_moe", "gpt_oss", "gemma3", "mistral", "ministral3", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe",
+                 "qwen3_next")
 )
 TEXT = {GEMMA3: "gemma3_text", MISTRAL: "mistral", MINISTRAL3: "ministral3"}  # behind a tower
 MODELS = {
     **{QWEN3: tiny_model, MOE: tiny_qwen3_moe, GPT_OSS: tiny_gpt_oss, QWEN3_5: tiny_qwen3_5},
-    **{module: functools.partial(tiny, name) for module, name in TEXT.items()},
+    **{module: functools.partial(tiny, name) for module, name in {**TEXT, QWEN2_5_VL: "qwen2_5_vl"}.items()},
     **{module: functools.partial(tiny_qwen3_5_sparse, module.split(".")[2]) for module in (QWEN3_5_MOE, QWEN3_NEXT)},
 }
 
@@ -48,6 +49,7 @@ LEFT = {
     "RMSNormGated.forward": {"gated_rms_norm"},
     "GatedDeltaNet.forward": {"delta_net"},
     "MLP.forward": {"swiglu", "decoder_layer"},
+    "Qwen2MLP.forward": {"swiglu", "decoder_layer"},
     "Attention.forward": {"rope", "attention", "decoder_layer"},
     "DecoderLayer.forward": {"decoder_layer"},
     "Model.forward": {"attention"},
@@ -85,6 +87,8 @@ def expected_left(module, name, targets):
         found = LEFT["ForConditionalGeneration.forward"]
     elif module == targets.modeling:
         found = LEFT[name.removeprefix(targets.attention.removesuffix("Attention"))]
+        if name == f"{targets.classes['fused_linear_cross_entropy'][0]}.forward":  # of which there may be one only, with a tower
+            found = LEFT["ForCausalLM.forward"]
     else:
         return set()
     if module == "transformers.integrations.moe" and "experts" not in targets.operations:
@@ -109,7 +113,7 @@ def changed(source, name):
 
 def cases():
     """(package, module, name): each text with Qwen3's package, and with the others those of a family and one of each shared module."""
-    of_packages = {"qwen3": (QWEN3, MOE), "gpt_oss": (GPT_OSS,), "decoders": (GEMMA3, MISTRAL3)}
+    of_packages = {"qwen3": (QWEN3, MOE), "gpt_oss": (GPT_OSS,), "decoders": (GEMMA3, MISTRAL3, QWEN2_5_VL)}
     of_packages["qwen3_5"] = QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
     for package, families in of_packages.items():
         for module, names in TEXTS.items():

@@ -44,11 +44,12 @@ class Sparse(NamedTuple):
 
 
 class Vision(NamedTuple):
-    """The model with a vision tower in front of the decoder, beside the causal LM of the decoder alone.
+    """A model with a vision tower in front of the decoder.
 
     name: of its class. arguments: of its forward, in transformers' order; empty for those that Qwen's models have. capped: whether it
     scales and caps its logits as the causal LM does, instead of not at all. rest: what transformers 5.17 calls the forward's other keyword
     arguments. modeling: transformers' module of it, where that is not the family's: other families may then be behind the same tower.
+    deepstack: whether the decoder adds visual features between its layers.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Vision(NamedTuple):
     capped: bool = True
     rest: str = "kwargs"
     modeling: str = ""
+    deepstack: bool = False
 
 
 class Family(NamedTuple):
@@ -75,9 +77,10 @@ class Family(NamedTuple):
     attributes that may hold what mixes its tokens, between the norm and the residual connection; empty where attention is fused. divisor,
     softcap: attributes of the configuration, by which logits are divided, and that caps them. position_scale: the module's function that
     gives each position's factor of the queries after their rotary embedding, and the entries of the configuration's rope_parameters that it
-    takes after the positions. whole: the class of a model with the vision tower in front of the decoder, where there is no causal LM of the
-    decoder alone; vision: that model where there are both. positions: whether transformers tells decoder layers and their masks the
-    position_ids. routed: whether the causal LM's forward takes output_router_logits, and no use_cache, without a row for its experts.
+    takes after the positions. whole: the model with a vision tower, where there is no causal LM of the decoder alone; vision: that model
+    where there are both. positions: whether transformers tells decoder layers and their masks the position_ids. routed: whether the causal
+    LM's forward takes output_router_logits, and no use_cache, without a row for its experts. mlp_name: the MLP's class, the prefix and
+    "MLP" by default.
     """
 
     model: str
@@ -108,13 +111,14 @@ class Family(NamedTuple):
     divisor: Optional[str] = None
     softcap: Optional[str] = None
     position_scale: Tuple[str, ...] = ()
-    whole: str = ""
+    whole: Optional[Vision] = None
     vision: Optional[Vision] = None
     block: str = "mlp"
     down: str = "down_proj"
     absent: Tuple[str, ...] = ()
     positions: bool = True
     routed: bool = False
+    mlp_name: str = ""
 
     def head(self, config) -> Head:
         """What a causal LM of the family makes of its logits before the loss."""
@@ -126,13 +130,17 @@ class Family(NamedTuple):
 
     def causal_lm(self) -> str:
         """The class whose forward computes the loss."""
-        return self.whole or f"{self.prefix}ForCausalLM"
+        return self.whole.name if self.whole else f"{self.prefix}ForCausalLM"
+
+    def mlp_class(self) -> str:
+        """The class of the MLP."""
+        return self.mlp_name or f"{self.prefix}MLP"
 
     def classes(self) -> Tuple[str, ...]:
         """The classes whose forwards the fused decoder layer takes apart."""
         names = [f"{self.prefix}RMSNorm", f"{self.prefix}Attention"]
         if self.mlp:
-            names.append(f"{self.prefix}MLP")
+            names.append(self.mlp_class())
         return (*names, *(self.sparse.classes[:2] if self.sparse else ()))
 
 
@@ -194,7 +202,7 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
     prefix, sparse = family.prefix, family.sparse
     classes = {"rms_norm": (f"{prefix}RMSNorm", layers.rms_norm)}
     if family.mlp and layers.mlp is not None:
-        classes["swiglu"] = (f"{prefix}MLP", layers.mlp)
+        classes["swiglu"] = (family.mlp_class(), layers.mlp)
     classes[LOSS] = (family.causal_lm(), layers.causal_lm)
     if family.vision is not None and layers.vision is not None:
         classes[LOSS_WITH_VISION] = (family.vision.name, layers.vision)

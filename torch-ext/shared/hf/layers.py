@@ -77,7 +77,7 @@ def experts_of(family: Family) -> Type[Layer]:
 
 def decoder_layer_of(own: FusedLayer) -> Type[Layer]:
     """The layer for a family's decoder layer: hidden_states [batch, tokens, hidden] -> the same, in three autograd nodes."""
-    if own.family.whole:
+    if own.family.whole and own.family.positions_first:
         forward = decoder_layer_with_vision(own)
 
     elif own.family.positions_first:
@@ -127,9 +127,10 @@ def model(family: Optional[Family] = None, arguments_for: Optional[Callable[...,
     family: needed of one with a vision tower. arguments_for: called with (rows, tokens) and all arguments but the tokens, by name,
     returns those for the model's own forward that are more or others.
     """
-    if family is not None and family.whole:
+    if family is not None and family.whole and family.whole.deepstack:
         return _layer(decoder_with_vision)
-    told = family is None or family.positions
+    # One row of positions behind a tower is that of all three axes, and says nothing about documents.
+    told = family is None or (family.positions and not family.whole)
 
     def forward(
         self,

@@ -68,7 +68,7 @@ class Shapes:
         for own in self.rows:
             family = own.family
             texts = TEXTS[family.modeling]
-            made = {"rms_norm": (f"{family.prefix}RMSNorm", rms_norm_of(family)), "swiglu": (f"{family.prefix}MLP", mlp_of(family))}
+            made = {"rms_norm": (f"{family.prefix}RMSNorm", rms_norm_of(family)), "swiglu": (family.mlp_class(), mlp_of(family))}
             if not family.whole:
                 made["fused_linear_cross_entropy"] = family.causal_lm(), causal_lm_of(family)
             for operation, (name, layer) in made.items():

@@ -78,7 +78,8 @@ def causal_lm_with_vision(family: Family):
 
     It has the arguments of the installed transformers, by name and in that order. Families behind the same tower get the same forward.
     """
-    vision = family.vision or Vision(family.whole)
+    vision = family.vision or family.whole
+    assert vision is not None, "else there is no tower"
     of_head = (family.divisor, family.softcap) if vision.capped else (None, None)
     return _with_tower(vision, of_head, family.sparse is not None)
 

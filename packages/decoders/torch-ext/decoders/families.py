@@ -33,6 +33,13 @@ MISTRAL3_VISION = Vision(
     capped=False,
     modeling="transformers.models.mistral3.modeling_mistral3",
 )  # fmt: skip
+# The arguments of the forward of Qwen2.5-VL; Qwen2-VL has all but one.
+QWEN2_VL = (
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache", "pixel_values",
+    "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_token_type_ids", "second_per_grid_ts", "logits_to_keep",
+    "mm_encoder_outputs",
+)  # fmt: skip
+QWEN2_VL_TEXT = {"mlp_name": "Qwen2MLP", "options": WINDOW}
 
 
 def row(model: str, prefix: str, folder: str, **options) -> FusedLayer:
@@ -46,7 +53,12 @@ ROWS = (
     LLAMA,
     QWEN2,
     row("Qwen3", "Qwen3", "qwen3", qk_norm="head", options=WINDOW),
-    row("Qwen3-VL", "Qwen3VLText", "qwen3_vl", qk_norm="head", positions_first=True, whole="Qwen3VLForConditionalGeneration"),
+    row("Qwen3-VL", "Qwen3VLText", "qwen3_vl", qk_norm="head", positions_first=True,
+        whole=Vision("Qwen3VLForConditionalGeneration", deepstack=True)),
+    row("Qwen2.5-VL", "Qwen2_5_VL", "qwen2_5_vl", **QWEN2_VL_TEXT, decoder="Qwen2_5_VLTextModel",
+        whole=Vision("Qwen2_5_VLForConditionalGeneration", QWEN2_VL)),
+    row("Qwen2-VL", "Qwen2VL", "qwen2_vl", **QWEN2_VL_TEXT, decoder="Qwen2VLTextModel",
+        whole=Vision("Qwen2VLForConditionalGeneration", tuple(name for name in QWEN2_VL if name != "second_per_grid_ts"))),
     row("Mistral", "Mistral", "mistral", options=OF_CONFIG, vision=MISTRAL3_VISION),
     row("Ministral", "Ministral", "ministral", options=WINDOW),
     row("Ministral 3", "Ministral3", "ministral3", options=OF_CONFIG, vision=MISTRAL3_VISION,
