@@ -152,25 +152,45 @@ def tiny(name: str, dtype=torch.float32, attn_implementation="sdpa", **changes):
     return model.to(dtype).train()
 
 
-# Of the texts with a second class whose loss needs no logits either: the prefix of the classes with the vision tower.
-TOWERS = {"gemma3_text": "Gemma3", "mistral": "Mistral3", "ministral3": "Mistral3"}
+# Of models whose loss needs no logits behind a vision tower either: the text, and the prefix of the classes with the tower.
+TOWERS = {
+    "gemma3_text": ("gemma3_text", "Gemma3"), "mistral": ("mistral", "Mistral3"), "ministral3": ("ministral3", "Mistral3"),
+    "llava": ("llama", "Llava"), "llava of mistral": ("mistral", "Llava"), "internvl": ("qwen2", "InternVL"),
+    "internvl of qwen3": ("qwen3", "InternVL"), "idefics3": ("llama", "Idefics3"), "smolvlm": ("llama", "SmolVLM"),
+}  # fmt: skip
+IDEFICS3 = ("Idefics3", "SmolVLM")
 
 
 def tiny_behind_a_tower(text, wrapper=None, **changes):
     """A text of two layers, with windows, behind a vision tower that is no part of the text's family. wrapper: the prefix of its classes,
-    by default that of `TOWERS`; changes: of the text."""
+    by default text is one of `TOWERS`; changes: of the text."""
     import transformers
 
-    wrapper = wrapper or TOWERS[text]
+    text, wrapper = (text, wrapper) if wrapper else TOWERS[text]
     of_text = tiny(text, **(IN_TURNS if text == "gemma3_text" else WINDOW), **changes).config.to_dict()
     gemma = wrapper == "Gemma3"
     size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
-    tower = {**size, "model_type": "siglip_vision_model" if gemma else "pixtral"}
-    options = {"mm_tokens_per_image": 4} if gemma else {"vision_feature_layer": -1}
-    options |= {"Mistral3": {"spatial_merge_size": 1}, "Llava": {"vision_feature_select_strategy": "full"}}.get(wrapper, {})
-    config = getattr(transformers, f"{wrapper}Config")(text_config=of_text, vision_config=tower, image_token_index=IMAGE, **options)
+    kind = {"Gemma3": "siglip_vision_model", "VipLlava": "clip_vision_model"}.get(wrapper, "pixtral")
+    tower = {**size, "model_type": kind}
+    image = "image_token_id" if wrapper in (*IDEFICS3, "InternVL") else "image_token_index"
+    options = {image: IMAGE, **({} if gemma or wrapper in IDEFICS3 else {"vision_feature_layer": -1})}
+    options |= {
+        "Gemma3": {"mm_tokens_per_image": 4}, "Mistral3": {"spatial_merge_size": 1},
+        "Llava": {"vision_feature_select_strategy": "full"}, "VipLlava": {"vision_feature_layers": [-1, -1]},
+        **dict.fromkeys(IDEFICS3, {"scale_factor": 1, "pad_token_id": 0}),
+        "InternVL": {"downsample_ratio": 1.0},
+    }.get(wrapper, {})  # fmt: skip
+    if wrapper in IDEFICS3:
+        tower.pop("model_type")
+    if wrapper == "InternVL":
+        tower |= {"model_type": "internvl_vision", "image_size": [8, 8], "patch_size": [4, 4]}
+    config = getattr(transformers, f"{wrapper}Config")(text_config=of_text, vision_config=tower, **options)
     torch.manual_seed(0)
-    return getattr(transformers, f"{wrapper}ForConditionalGeneration")(config).train()
+    model = getattr(transformers, f"{wrapper}ForConditionalGeneration")(config).train()
+    for name, parameter in model.named_parameters():
+        if "vision" in name and name.endswith("k_proj.bias"):
+            parameter.requires_grad_(False)  # the softmax takes it away: its gradient is nothing but rounding
+    return model
 
 
 class Trained(NamedTuple):

@@ -46,8 +46,9 @@ def beside_llama(family: Any) -> str:
     said += ["capped scores"] if "softcap" in options else []
     said += ["scaled logits"] if family.divisor else []
     said += ["capped logits"] if family.softcap else []
-    uncapped = ", whose logits have no cap," if family.softcap and family.vision and not family.vision.capped else ""
-    said += [f"in the second class{uncapped} a vision tower, left as it is"] if family.vision else []
+    uncapped = ", whose logits have no cap," if family.softcap and any(not tower.capped for tower in family.towers) else ""
+    which = "the other classes" if len(family.towers) > 1 else "the second class"
+    said += [f"in {which}{uncapped} a vision tower, left as it is"] if family.towers else []
     return ", ".join(said) or "–"
 
 
@@ -67,7 +68,7 @@ def family_table() -> str:
     lines = ["| family | transformers' class | beside what Llama's has | queries and keys |", "|---|---|---|---|"]
     for own in rows():
         family = own.family
-        classes = f"`{family.causal_lm()}`" + (f", `{family.vision.name}`" if family.vision else "")
+        classes = ", ".join(f"`{name}`" for name in (family.causal_lm(), *(tower.name for tower in family.towers)))
         lines.append(f"| {family.model} | {classes} | {beside_llama(family)} | {heads(family)} |")
     return "\n".join(lines) + "\n"
 

@@ -84,7 +84,7 @@ def expected_left(module, name, targets):
     if module in LEFT_BY_MODULE:
         found = LEFT_BY_MODULE[module]
     elif (name.removesuffix(".forward"), module) in targets.elsewhere.items():
-        found = LEFT["ForConditionalGeneration.forward"]
+        found = {f"loss_with_vision of {name.removesuffix('.forward')}"}
     elif module == targets.modeling:
         found = LEFT[name.removeprefix(targets.attention.removesuffix("Attention"))]
         if name == f"{targets.classes['fused_linear_cross_entropy'][0]}.forward":  # of which there may be one only, with a tower
@@ -95,7 +95,9 @@ def expected_left(module, name, targets):
         return set()
     if module == GPT_OSS and name == "GptOssMLP.forward":  # the block of experts
         return {"decoder_layer"}
-    return found & set(targets.operations)
+    if found == LEFT["ForConditionalGeneration.forward"]:
+        found = {f"loss_with_vision of {name.removesuffix('.forward')}"}
+    return {operation for operation in targets.operations if operation.partition(" ")[0] in found or operation in found}
 
 
 def changed(source, name):
@@ -141,15 +143,19 @@ def test_a_changed_text_leaves_what_relies_on_it_to_transformers_and_nothing_els
         assert all(f"of {targets.model} unknown" in said and argument in said for argument in arguments)
     package.reset()
     for targets in [targets for targets in families if left[targets.model]]:
-        check_one_model(package, targets, name, left[targets.model] - {"loss_with_vision"}, MODELS[targets.modeling]())
-        if "loss_with_vision" in targets.operations:
+        check_one_model(package, targets, name, left[targets.model], MODELS[targets.modeling]())
+        for cls in [targets.classes[loss][0] for loss in targets.losses()[1:]]:
             text, folder = TEXT.get(targets.modeling), targets.modeling.split(".")[2]
-            of_vision = tiny_qwen3_5_with_vision(folder) if text is None else tiny_behind_a_tower(text)
-            check_one_model(package, targets, name, left[targets.model] - {"fused_linear_cross_entropy"}, of_vision)
+            wrapper = cls.removesuffix("ForConditionalGeneration")
+            of_vision = tiny_qwen3_5_with_vision(folder) if text is None else tiny_behind_a_tower(text, wrapper)
+            check_one_model(package, targets, name, left[targets.model], of_vision)
 
 
 def check_one_model(package, targets, name, left, model):
-    """left: the operations of this model that go with the text."""
+    """left: the operations of the family that go with the text."""
+    [loss] = [loss for loss in targets.losses() if targets.classes[loss][0] == type(model).__name__]
+    other = set(targets.losses()) - {loss}
+    left = left - other
     expected = Step(model, **LABELS)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -157,7 +163,6 @@ def check_one_model(package, targets, name, left, model):
     said = [str(w.message) for w in caught if "unknown" in str(w.message)]
     assert len(said) == bool(left) and all(name in text for text in said)
     names = {operation: cls for operation, (cls, _) in targets.classes.items()} | {"rope": targets.attention}
-    other = {"fused_linear_cross_entropy", "loss_with_vision"} - {key for key, cls in names.items() if cls == type(model).__name__}
     for operation, cls in names.items():
         if operation in other:
             continue
@@ -165,7 +170,6 @@ def check_one_model(package, targets, name, left, model):
         assert modules and all(("forward" in vars(module)) == (operation not in left) for module in modules)
     Step(model, **LABELS).assert_same(expected, 10)
     rows = [row for row in package.explain(model).rows if "unknown text" in row.reason]
-    [loss] = {"fused_linear_cross_entropy", "loss_with_vision"} - other
     names = {"decoder layer": "decoder_layer", "loss without logits": loss}
     assert {names.get(row.part, row.part) for row in rows} == left and all(name in row.reason and row.advice for row in rows)
     found = {finding.name: finding for finding in package.report().findings}["transformers' texts"]

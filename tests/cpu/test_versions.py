@@ -93,11 +93,11 @@ def test_a_transformers_that_says_the_same_is_taken_with_one_line_when_it_was_no
 
 @pytest.mark.parametrize("fixture", ("qwen3", "gpt_oss", "decoders", "qwen3_5"))
 def test_forwards_have_the_arguments_of_those_that_they_stand_in_for(request, fixture):
-    package, before, losses = request.getfixturevalue(fixture), {}, part(request.getfixturevalue(fixture), "shared.hf.families").LOSSES
+    package, before = request.getfixturevalue(fixture), {}
     for targets in part(package, "targets").FAMILIES:
         for operation, (name, layer) in targets.classes.items():
             cls = getattr(importlib.import_module(targets.module_of(name)), name)
-            before |= {cls: inspect.signature(cls.forward)} if operation in losses else {}
+            before |= {cls: inspect.signature(cls.forward)} if operation in targets.losses() else {}
             found, expected = (inspect.signature(one.forward).parameters.values() for one in (layer, cls))
             assert [(p.name, p.kind) for p in found] == [(p.name, p.kind) for p in expected], name
     package.apply()

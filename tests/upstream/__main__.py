@@ -30,7 +30,7 @@ PLUGIN = Path(__file__).with_name("bastile_in_force.py")
 def transformers_tests() -> dict[str, tuple[str, ...]]:
     """transformers' tests of the models of each package: those of the decoders' are of its rows."""
     families = [own.family for own in family_table.rows()]
-    towers = [family.vision.modeling for family in families if family.vision is not None and family.vision.modeling]
+    towers = [tower.modeling for family in families for tower in family.towers if tower.modeling]
     modules = tuple(dict.fromkeys(name.split(".")[2] for name in (*(family.modeling for family in families), *towers)))
     named = {".": ("qwen3", "qwen3_moe"), "packages/gpt-oss": ("gpt_oss",), "packages/decoders": modules}
     named["packages/qwen3_5"] = ("qwen3_5", "qwen3_5_moe", "qwen3_next")

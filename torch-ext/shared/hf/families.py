@@ -13,13 +13,12 @@ from .forwards import rotary_of, rotary_pos_emb
 from .head import Head
 
 LOSS = "fused_linear_cross_entropy"  # the operation of the class whose forward computes the loss
-LOSS_WITH_VISION = "loss_with_vision"  # the same of a second class, with a vision tower in front of the decoder
-LOSSES = LOSS, LOSS_WITH_VISION
+LOSS_WITH_VISION = "loss_with_vision of "  # and a class with a vision tower in front of the decoder: the same of that
 
 
 def argument_of(operation: str) -> str:
     """The argument of `apply` that decides about an operation."""
-    return LOSS if operation in LOSSES else operation
+    return LOSS if operation.startswith(LOSS_WITH_VISION) else operation
 
 
 class LayerNorms(NamedTuple):
@@ -49,7 +48,8 @@ class Vision(NamedTuple):
     name: of its class. arguments: of its forward, in transformers' order; empty for those that Qwen's models have. capped: whether it
     scales and caps its logits as the causal LM does, instead of not at all. rest: what transformers 5.17 calls the forward's other keyword
     arguments. modeling: transformers' module of it, where that is not the family's: other families may then be behind the same tower.
-    deepstack: whether the decoder adds visual features between its layers.
+    deepstack: whether the decoder adds visual features between its layers. former: what transformers 5.17 has instead of
+    mm_encoder_outputs, "" for nothing.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Vision(NamedTuple):
     rest: str = "kwargs"
     modeling: str = ""
     deepstack: bool = False
+    former: str = ""
 
 
 class Family(NamedTuple):
@@ -77,8 +78,8 @@ class Family(NamedTuple):
     attributes that may hold what mixes its tokens, between the norm and the residual connection; empty where attention is fused. divisor,
     softcap: attributes of the configuration, by which logits are divided, and that caps them. position_scale: the module's function that
     gives each position's factor of the queries after their rotary embedding, and the entries of the configuration's rope_parameters that it
-    takes after the positions. whole: the model with a vision tower, where there is no causal LM of the decoder alone; vision: that model
-    where there are both. positions: whether transformers tells decoder layers and their masks the position_ids. routed: whether the causal
+    takes after the positions. whole: the model with a vision tower, where there is no causal LM of the decoder alone; towers: those models
+    where there is one. positions: whether transformers tells decoder layers and their masks the position_ids. routed: whether the causal
     LM's forward takes output_router_logits, and no use_cache, without a row for its experts. mlp_name: the MLP's class, the prefix and
     "MLP" by default.
     """
@@ -112,7 +113,7 @@ class Family(NamedTuple):
     softcap: Optional[str] = None
     position_scale: Tuple[str, ...] = ()
     whole: Optional[Vision] = None
-    vision: Optional[Vision] = None
+    towers: Tuple[Vision, ...] = ()
     block: str = "mlp"
     down: str = "down_proj"
     absent: Tuple[str, ...] = ()
@@ -179,6 +180,10 @@ class Targets(NamedTuple):
         """transformers' module that defines a class or function of the family."""
         return self.elsewhere.get(name, self.modeling)
 
+    def losses(self) -> Tuple[str, ...]:
+        """The operations of the classes whose forwards compute a loss."""
+        return tuple(name for name in self.classes if argument_of(name) == LOSS)
+
 
 Families = Sequence[Targets]  # of a package
 
@@ -193,7 +198,7 @@ class Layers(NamedTuple):
     causal_lm: Type[nn.Module]
     mlp: Optional[Type[nn.Module]] = None
     experts: Optional[Type[nn.Module]] = None
-    vision: Optional[Type[nn.Module]] = None
+    towers: Tuple[Type[nn.Module], ...] = ()  # of each of the family's
 
 
 def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Module]]] = None) -> Targets:
@@ -204,8 +209,8 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
     if family.mlp and layers.mlp is not None:
         classes["swiglu"] = (family.mlp_class(), layers.mlp)
     classes[LOSS] = (family.causal_lm(), layers.causal_lm)
-    if family.vision is not None and layers.vision is not None:
-        classes[LOSS_WITH_VISION] = (family.vision.name, layers.vision)
+    behind_towers = {LOSS_WITH_VISION + tower.name: (tower.name, layer) for tower, layer in zip(family.towers, layers.towers)}
+    classes.update(behind_towers)
     classes["decoder_layer"] = (f"{prefix}DecoderLayer", layers.decoder_layer)
     classes["attention"] = (family.decoder or f"{prefix}Model", layers.model)
     if sparse is not None and layers.experts is not None:
@@ -213,14 +218,13 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
     first: List[str] = [name for name in ("rms_norm", "swiglu") if name in classes]
     if "swiglu" not in classes and "experts" in classes:
         first.append("experts")
-    rest = ["rope", *LOSSES, "decoder_layer", "attention", "experts"]
+    rest = ["rope", LOSS, *behind_towers, "decoder_layer", "attention", "experts"]
     operations = tuple(dict.fromkeys([*first, *(name for name in rest if name in classes or name == "rope")]))
     of_classes = {name: layer for operation, (name, layer) in classes.items() if operation != "rms_norm"}
     # The Hub's names are for what most families compute: a weight without an offset, halves of a whole head in the angles' dtype.
     common = {f"{prefix}RMSNorm" if family.offset else "RMSNorm": layers.rms_norm}
     if family.has_common_rotary():
         common["rotary_pos_emb"] = layers.rotary
-    tower = family.vision if LOSS_WITH_VISION in classes else None
     return Targets(
         model=family.model,
         modeling=family.modeling,
@@ -233,8 +237,8 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
         explain_layer=own.explain,
         fused=(f"{prefix}Attention", *(sparse.classes[:2] if sparse else ())),
         # A model of such a family has dense layers only where its configuration asks for them, and may have no others.
-        optional=(*(("swiglu", "experts") if sparse is not None and family.mlp else ()), *LOSSES[1:]),
-        elsewhere={tower.name: tower.modeling} if tower is not None and tower.modeling else {},
+        optional=(*(("swiglu", "experts") if sparse is not None and family.mlp else ()), *behind_towers),
+        elsewhere={tower.name: tower.modeling for tower in family.towers if tower.modeling},
     )
 
 

@@ -353,4 +353,28 @@ TEXTS: Dict[str, Dict[str, Dict[str, str]]] = {
         "apply_rotary_pos_emb": {"5.17.0": "af7b8364458b24e0"},
         "rotate_half": {"5.17.0": "d3f0cb470ec4f71e"},
     },
+    "transformers.models.llava.modeling_llava": {
+        "LlavaForConditionalGeneration.forward": {"5.17.0": "08fb1296c9c58b4f", "5.18.0": "1926a23e769d741b", "5.21.1": "176c097c547b97be"},
+    },
+    "transformers.models.internvl.modeling_internvl": {
+        "InternVLForConditionalGeneration.forward": {
+            "5.17.0": "7cd059a8705b9236",
+            "5.18.0": "c7aa7d81622a0a5f",
+            "5.21.1": "44fddfac0380d16d",
+        },
+    },
+    "transformers.models.idefics3.modeling_idefics3": {
+        "Idefics3ForConditionalGeneration.forward": {
+            "5.17.0": "6ae1857b7572249b",
+            "5.18.0": "f6b4233eaa7da22c",
+            "5.21.1": "2480a49719211369",
+        },
+    },
+    "transformers.models.smolvlm.modeling_smolvlm": {
+        "SmolVLMForConditionalGeneration.forward": {
+            "5.17.0": "3b85c05a4cb2ca56",
+            "5.18.0": "bbeb575cc8afe88e",
+            "5.21.1": "352b629d6c1d0889",
+        },
+    },
 }

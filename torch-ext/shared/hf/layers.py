@@ -9,7 +9,7 @@ from .checkpointing import checkpointed
 from .decoder_layer import FusedLayer, decoder_layer_forward
 from .decoder_model import model_forward
 from .experts import experts_forward
-from .families import Family
+from .families import Family, Vision
 from .forwards import gated_mlp_forward, mlp_forward, norm_forward, rotary_of
 from .modules import Layer, rotary_forward
 from .vision import causal_lm_with_vision, decoder_layer_with_vision, decoder_with_vision
@@ -151,9 +151,9 @@ def model(family: Optional[Family] = None, arguments_for: Optional[Callable[...,
     return _layer(forward)
 
 
-def with_vision_of(family: Family) -> Type[Layer]:
-    """The layer for a family's model with its vision tower; the rest as of `causal_lm_of`."""
-    return _layer(causal_lm_with_vision(family))
+def with_vision_of(family: Family, tower: Vision) -> Type[Layer]:
+    """The layer for a family's model with a vision tower; the rest as of `causal_lm_of`."""
+    return _layer(causal_lm_with_vision(family, tower))
 
 
 def causal_lm_of(family: Family) -> Type[Layer]:
@@ -163,7 +163,7 @@ def causal_lm_of(family: Family) -> Type[Layer]:
     logits in training mode too. With experts, the router's auxiliary loss and its logits are there where they are asked for.
     """
     if family.whole:
-        return with_vision_of(family)
+        return with_vision_of(family, family.whole)
     forward: Callable[..., Any]
     if family.routed:
 

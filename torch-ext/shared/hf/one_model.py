@@ -12,7 +12,7 @@ from . import ownership, patching, trl
 from .attention_choice import WITHOUT, watch_attention
 from .binding import remember
 from .checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
-from .families import LOSS, LOSSES, Families, Targets, argument_of, names_of
+from .families import LOSS, Families, Targets, argument_of, names_of
 from .hub import TRANSFORMERS_EXPECTED
 from .modules import SAVED, is_marked, is_transformers_own
 from .padding import KEEPS
@@ -81,13 +81,14 @@ def _choose(family: patching.Family, model, attention) -> Optional[_Chosen]:
 
 
 def _that_compute_losses(chosen: _Chosen) -> List[nn.Module]:
-    return [module for loss in LOSSES for module in chosen.modules.get(loss, ())]
+    return [module for loss in chosen.targets.losses() for module in chosen.modules.get(loss, ())]
 
 
 def _without_losses_of_others(family: patching.Family, model) -> patching.Family:
     """The family, whose unknown texts are not those of the losses of models of another class."""
     targets, unknown = family
-    others = [loss for loss in LOSSES if loss in unknown and not _has_any(model, ownership.class_of(targets, targets.classes[loss][0]))]
+    losses = [loss for loss in targets.losses() if loss in unknown]
+    others = [loss for loss in losses if not _has_any(model, ownership.class_of(targets, targets.classes[loss][0]))]
     return family._replace(unknown={operation: names for operation, names in unknown.items() if operation not in others})
 
 
@@ -196,7 +197,8 @@ def _decoder_layers(families: Families, model):
 
 
 def _causal_lms(families: Families, model):
-    return list(dict.fromkeys(module for loss in LOSSES for _, module in _modules_of(families, model, loss)))
+    losses = dict.fromkeys(loss for targets in families for loss in targets.losses())
+    return list(dict.fromkeys(module for loss in losses for _, module in _modules_of(families, model, loss)))
 
 
 def capture(families: Families, model, batch, tokens):
@@ -216,7 +218,7 @@ def explain(families: Families, model, shapes=None):
     for targets in families:
         count = sum(each is targets for each, _ in found)
         for operation, names in unknown_texts(targets).items() if count else ():
-            if operation in LOSSES and not _modules_of([targets], model, operation):
+            if operation in targets.losses() and not _modules_of([targets], model, operation):
                 continue
             operation = argument_of(operation)
             left[operation] = why_left(names), left.get(operation, ("", 0))[1] + count

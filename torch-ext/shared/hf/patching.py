@@ -30,7 +30,7 @@ from .binding import bound_modules
 from .causal_lm import LOSS_OPTIONS, OPTIONS, SHAPE, output_with_metrics
 from .checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
 from .experts import EXPERTS, experts_implementation
-from .families import LOSS, LOSSES, Families, Targets, argument_of, hub_names_of
+from .families import LOSS, Families, Targets, argument_of, hub_names_of
 from .hub import PAIR, kernels_library, kernels_wanted, mapping_of
 from .modules import CAPTURED, OFF, SAVED, for_class, is_marked, is_transformers_own
 from .padding import KEEPS
@@ -140,9 +140,8 @@ def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, 
     register(found)
     modules = _live_modules(families)
     for targets, unknown in found:
-        for loss in LOSSES:
-            if loss in targets.classes:
-                _tell_causal_lm(ownership.class_of(targets, targets.classes[loss][0]), options, unpad)
+        for loss in targets.losses():
+            _tell_causal_lm(ownership.class_of(targets, targets.classes[loss][0]), options, unpad)
         layer = ownership.class_of(targets, targets.classes["decoder_layer"][0]) if "decoder_layer" in targets.classes else None
         if layer is not None:
             setattr(layer, KEEPS_ATTENTION, bool(keep_attention))
@@ -169,7 +168,7 @@ def _tell_causal_lm(causal_lm, options, unpad):
 
 def _forget_what_one_model_was_told(targets: Targets, modules):
     """Removes what `kernelize` noted on single models: `apply` decides for them too."""
-    told = [targets.classes[name][0] for name in (*LOSSES, "decoder_layer", "attention") if name in targets.classes]
+    told = [targets.classes[name][0] for name in (*targets.losses(), "decoder_layer", "attention") if name in targets.classes]
     classes = tuple(present(*(ownership.class_of(targets, name) for name in told)))
     for module in modules:
         if isinstance(module, classes):

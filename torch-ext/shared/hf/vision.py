@@ -73,13 +73,11 @@ def decoder_with_vision(
     )  # fmt: skip
 
 
-def causal_lm_with_vision(family: Family):
+def causal_lm_with_vision(family: Family, vision: Vision):
     """Makes the forward of the model with tower, decoder and head: in training mode the loss without logits, as `causal_lm_of` has it.
 
     It has the arguments of the installed transformers, by name and in that order. Families behind the same tower get the same forward.
     """
-    vision = family.vision or family.whole
-    assert vision is not None, "else there is no tower"
     of_head = (family.divisor, family.softcap) if vision.capped else (None, None)
     return _with_tower(vision, of_head, family.sparse is not None)
 
@@ -89,8 +87,10 @@ def _with_tower(vision: Vision, of_head: Tuple[Optional[str], Optional[str]], sp
     older = installed() < KNOWN_SINCE
     absent = set() if sparse else {"output_router_logits"}
     if older:
-        absent |= {"output_router_logits", "mm_encoder_outputs"}
+        absent |= {"output_router_logits", "" if vision.former else "mm_encoder_outputs"}
     names = [name for name in vision.arguments or ARGUMENTS if name not in absent]
+    if older and vision.former:
+        names[names.index("mm_encoder_outputs")] = vision.former
 
     def forward(self, *args, **kwargs):
         twice = [name for name in names[: len(args)] if name in kwargs]

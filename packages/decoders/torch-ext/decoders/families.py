@@ -26,13 +26,31 @@ GEMMA3_VISION = Vision(
     capped=False,
     rest="lm_kwargs",
 )  # fmt: skip
-MISTRAL3_VISION = Vision(
-    "Mistral3ForConditionalGeneration",
-    ("input_ids", "pixel_values", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache",
-     "logits_to_keep", "image_sizes", "mm_encoder_outputs"),
-    capped=False,
-    modeling="transformers.models.mistral3.modeling_mistral3",
+MISTRAL3 = (
+    "input_ids", "pixel_values", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache",
+    "logits_to_keep", "image_sizes", "mm_encoder_outputs",
 )  # fmt: skip
+LLAVA = (
+    "input_ids", "pixel_values", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "vision_feature_layer",
+    "vision_feature_select_strategy", "labels", "logits_to_keep", "image_sizes", "mm_encoder_outputs",
+)  # fmt: skip
+IDEFICS3 = (
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "pixel_values", "pixel_attention_mask",
+    "mm_encoder_outputs", "labels", "use_cache", "logits_to_keep",
+)  # fmt: skip
+
+
+def tower(prefix: str, folder: str, arguments: tuple, **options) -> Vision:
+    """Makes a model with a vision tower that is in a module of its own, for any family. prefix, folder: as of `row`."""
+    modeling = f"transformers.models.{folder}.modeling_{folder}"
+    return Vision(f"{prefix}ForConditionalGeneration", arguments, capped=False, modeling=modeling, **options)
+
+
+MISTRAL3_VISION = tower("Mistral3", "mistral3", MISTRAL3)
+LLAVA_VISION = tower("Llava", "llava", LLAVA)
+INTERNVL_VISION = tower("InternVL", "internvl", LLAVA)
+IDEFICS3_VISION = tower("Idefics3", "idefics3", IDEFICS3, former="image_hidden_states")
+SMOLVLM_VISION = tower("SmolVLM", "smolvlm", IDEFICS3, former="image_hidden_states")
 # The arguments of the forward of Qwen2.5-VL; Qwen2-VL has all but one.
 QWEN2_VL = (
     "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache", "pixel_values",
@@ -47,21 +65,21 @@ def row(model: str, prefix: str, folder: str, **options) -> FusedLayer:
     return FusedLayer(Family(model, f"transformers.models.{folder}.modeling_{folder}", prefix, **options))
 
 
-LLAMA = row("Llama", "Llama", "llama")
-QWEN2 = row("Qwen2", "Qwen2", "qwen2", options=WINDOW)
+LLAMA = row("Llama", "Llama", "llama", towers=(LLAVA_VISION, IDEFICS3_VISION, SMOLVLM_VISION))
+QWEN2 = row("Qwen2", "Qwen2", "qwen2", options=WINDOW, towers=(LLAVA_VISION, INTERNVL_VISION))
 ROWS = (
     LLAMA,
     QWEN2,
-    row("Qwen3", "Qwen3", "qwen3", qk_norm="head", options=WINDOW),
+    row("Qwen3", "Qwen3", "qwen3", qk_norm="head", options=WINDOW, towers=(INTERNVL_VISION,)),
     row("Qwen3-VL", "Qwen3VLText", "qwen3_vl", qk_norm="head", positions_first=True,
         whole=Vision("Qwen3VLForConditionalGeneration", deepstack=True)),
     row("Qwen2.5-VL", "Qwen2_5_VL", "qwen2_5_vl", **QWEN2_VL_TEXT, decoder="Qwen2_5_VLTextModel",
         whole=Vision("Qwen2_5_VLForConditionalGeneration", QWEN2_VL)),
     row("Qwen2-VL", "Qwen2VL", "qwen2_vl", **QWEN2_VL_TEXT, decoder="Qwen2VLTextModel",
         whole=Vision("Qwen2VLForConditionalGeneration", tuple(name for name in QWEN2_VL if name != "second_per_grid_ts"))),
-    row("Mistral", "Mistral", "mistral", options=OF_CONFIG, vision=MISTRAL3_VISION),
+    row("Mistral", "Mistral", "mistral", options=OF_CONFIG, towers=(MISTRAL3_VISION, LLAVA_VISION)),
     row("Ministral", "Ministral", "ministral", options=WINDOW),
-    row("Ministral 3", "Ministral3", "ministral3", options=OF_CONFIG, vision=MISTRAL3_VISION,
+    row("Ministral 3", "Ministral3", "ministral3", options=OF_CONFIG, towers=(MISTRAL3_VISION,),
         position_scale=("get_llama_4_attn_scale", "llama_4_scaling_beta", "original_max_position_embeddings")),
     row("SmolLM3", "SmolLM3", "smollm3", options=WINDOW, turned="use_rope"),
     row("Granite", "Granite", "granite", multiplier="residual_multiplier", divisor="logits_scaling"),
@@ -73,7 +91,7 @@ ROWS = (
     row("OLMo 2", "Olmo2", "olmo2", norms=BEHIND, rounds="last", qk_norm="whole", narrow=True),
     row("OLMo 3", "Olmo3", "olmo3", norms=BEHIND, rounds="last", qk_norm="whole", narrow=True, options=WINDOW),
     row("Gemma 2", "Gemma2", "gemma2", **GEMMA, options=(*WINDOW, ("softcap", "attn_logit_softcapping"))),
-    row("Gemma 3", "Gemma3", "gemma3", **GEMMA, qk_norm="head", options=WINDOW, decoder="Gemma3TextModel", vision=GEMMA3_VISION),
+    row("Gemma 3", "Gemma3", "gemma3", **GEMMA, qk_norm="head", options=WINDOW, decoder="Gemma3TextModel", towers=(GEMMA3_VISION,)),
     row("GLM", "Glm", "glm", **PACKED, rotary="pairs", partial=True),
     row("GLM-4", "Glm4", "glm4", **PACKED, norms=GLM4, rotary="pairs", partial=True),
     row("ERNIE 4.5", "Ernie4_5", "ernie4_5", rotary="pairs"),

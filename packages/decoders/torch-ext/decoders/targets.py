@@ -12,8 +12,8 @@ def _targets(own: FusedLayer) -> Targets:
     norm = layers.rms_norm_of(family) if family.offset else own_layers.RMSNorm
     rotary = own_layers.RotaryPosEmb if family.has_common_rotary() else layers.rotary_layer_of(family)
     of_row = layers.decoder_layer_of(own), layers.model(family), layers.causal_lm_of(family), layers.mlp_of(family)
-    vision = layers.with_vision_of(family) if family.vision is not None else None
-    return targets_of(own, Layers(norm, rotary, *of_row, vision=vision))
+    towers = tuple(layers.with_vision_of(family, tower) for tower in family.towers)
+    return targets_of(own, Layers(norm, rotary, *of_row, towers=towers))
 
 
 FAMILIES = tuple(_targets(own) for own in ROWS)

@@ -20,7 +20,7 @@ def _row(model: str, module: str, prefix: str, decoder: str = "", vision: str = 
             norm_argument="x",
             positions_first=True,
             decoder=decoder,
-            vision=Vision(vision) if vision else None,
+            towers=(Vision(vision),) if vision else (),
             mixers=("linear_attn", "self_attn"),
         )
     )

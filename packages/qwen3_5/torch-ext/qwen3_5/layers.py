@@ -102,7 +102,7 @@ class CausalLM(Layer):
 class WithVision(Layer):
     """For Qwen3_5ForConditionalGeneration: as `CausalLM`; the vision tower is left as it is."""
 
-    forward = layers.with_vision_of(QWEN3_5.family).forward
+    forward = layers.with_vision_of(QWEN3_5.family, *QWEN3_5.family.towers).forward
 
 
 class MoeDecoderLayer(Layer):
@@ -120,7 +120,7 @@ class MoeCausalLM(Layer):
 class MoeWithVision(Layer):
     """For Qwen3_5MoeForConditionalGeneration: as `MoeCausalLM`; the vision tower is left as it is."""
 
-    forward = layers.with_vision_of(QWEN3_5_MOE.family).forward
+    forward = layers.with_vision_of(QWEN3_5_MOE.family, *QWEN3_5_MOE.family.towers).forward
 
 
 class NextDecoderLayer(Layer):

@@ -14,10 +14,10 @@ _FUNCTIONS = {
 _NORMS = {"RMSNormZeroCentered": layers.RMSNormZeroCentered, "RMSNormGated": layers.RMSNormGated}
 
 
-def _targets(own, decoder_layer, causal_lm, experts=None, vision=None) -> Targets:
+def _targets(own, decoder_layer, causal_lm, experts=None, towers=()) -> Targets:
     """The row's targets, and its delta net with the norm that follows it."""
     norm, prefix = layers.RMSNormZeroCentered, own.family.prefix
-    found = targets_of(own, Layers(norm, layers.RotaryPosEmb, decoder_layer, layers.Model, causal_lm, layers.MLP, experts, vision), _NORMS)
+    found = targets_of(own, Layers(norm, layers.RotaryPosEmb, decoder_layer, layers.Model, causal_lm, layers.MLP, experts, towers), _NORMS)
     net = {
         "gated_rms_norm": (f"{prefix}RMSNormGated", layers.RMSNormGated),
         "delta_net": (f"{prefix}GatedDeltaNet", layers.Qwen3_5GatedDeltaNet),
@@ -32,7 +32,7 @@ def _targets(own, decoder_layer, causal_lm, experts=None, vision=None) -> Target
 
 
 FAMILIES = (
-    _targets(QWEN3_5, layers.DecoderLayer, layers.CausalLM, vision=layers.WithVision),
-    _targets(QWEN3_5_MOE, layers.MoeDecoderLayer, layers.MoeCausalLM, layers.Experts, layers.MoeWithVision),
+    _targets(QWEN3_5, layers.DecoderLayer, layers.CausalLM, towers=(layers.WithVision,)),
+    _targets(QWEN3_5_MOE, layers.MoeDecoderLayer, layers.MoeCausalLM, layers.Experts, towers=(layers.MoeWithVision,)),
     _targets(QWEN3_NEXT, layers.NextDecoderLayer, layers.NextCausalLM, layers.Experts),
 )
