@@ -16,10 +16,8 @@ NAMES = (
 # What a small model of a family needs beside the sizes that all have.
 CHANGES: dict = {
     "qwen2": {"tie_word_embeddings": True},
-    "qwen3_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True, "mrope_section": [2, 2, 2]}},
-    **dict.fromkeys(
-        ("qwen2_5_vl", "qwen2_vl"), {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}}
-    ),
+    "qwen3_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}},
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl"), {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "ministral3": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
                                        "max_position_embeddings": 64, "llama_4_scaling_beta": 0.7, "beta_fast": 32.0, "beta_slow": 1.0,
                                        "mscale": 1.0, "mscale_all_dim": 1.0}},
@@ -141,6 +139,9 @@ def tiny(name: str, dtype=torch.float32, attn_implementation="sdpa", **changes):
     }
     torch.manual_seed(0)
     of_text = {**sizes, **CHANGES.get(name, {}), **changes}
+    if name in VISION:  # a third of the rotated pairs each for time, height and width, time with the rest
+        third, rest = divmod(of_text["head_dim"] // 2, 3)
+        of_text["rope_parameters"] = {**of_text["rope_parameters"], "mrope_section": [third + rest, third, third]}
     config = AutoConfig.for_model(name, **({**VISION[name], "text_config": of_text} if name in VISION else of_text))
     of_task = AutoModelForImageTextToText if name in VISION else AutoModelForCausalLM
     model = of_task.from_config(config, attn_implementation=attn_implementation)
