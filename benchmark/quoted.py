@@ -1,6 +1,7 @@
 """Numbers within the sentences of a document: `<!-- number: speed qwen3_step 512 -->1.35 ×<!-- /number -->` is made from the results.
 
-    speed KERNEL TOKENS [PROVIDER]  the fastest peer's time over that of Bastile, or of one of its forms
+    speed KERNEL TOKENS [PROVIDER [PEER]]
+                                    the fastest peer's time, or that of this one, over that of Bastile, or of one of its forms
     operation KERNEL MODE X         the same of an operation
     less_memory KERNEL TOKENS       how much less memory Bastile takes than the leanest peer
     longest KERNEL PROVIDER         the most tokens that a provider's step was measured at
@@ -40,8 +41,9 @@ def _times_faster(found: dict[str, Row], provider: str = "bastile") -> Said:
     return Said(text, (found[next(iter(peers_of(found)))], found[provider]) if text else ())
 
 
-def _speed(rows: list[Row], tokens: str, provider: str = "bastile") -> Said:
-    return _times_faster(parts_of(select(rows, x_value=tokens))[0], provider)
+def _speed(rows: list[Row], tokens: str, provider: str = "bastile", peer: str = "") -> Said:
+    found = parts_of(select(rows, x_value=tokens))[0]
+    return _times_faster({name: row for name, row in found.items() if name in (provider, peer)} if peer else found, provider)
 
 
 def _operation(rows: list[Row], mode: str, x: str) -> Said:
