@@ -158,8 +158,10 @@ TOWERS = {
     "gemma3_text": ("gemma3_text", "Gemma3"), "mistral": ("mistral", "Mistral3"), "ministral3": ("ministral3", "Mistral3"),
     "llava": ("llama", "Llava"), "llava of mistral": ("mistral", "Llava"), "internvl": ("qwen2", "InternVL"),
     "internvl of qwen3": ("qwen3", "InternVL"), "idefics3": ("llama", "Idefics3"), "smolvlm": ("llama", "SmolVLM"),
+    "llava_next": ("llama", "LlavaNext"), "llava_next of mistral": ("mistral", "LlavaNext"),
 }  # fmt: skip
 IDEFICS3 = ("Idefics3", "SmolVLM")
+OF_TILES = ("LlavaNext", "LlavaOnevision")  # which see an image whole, and cut into tiles with a token after each row of the whole grid
 
 
 def tiny_behind_a_tower(text, wrapper=None, **changes):
@@ -171,7 +173,8 @@ def tiny_behind_a_tower(text, wrapper=None, **changes):
     of_text = tiny(text, **(IN_TURNS if text == "gemma3_text" else WINDOW), **changes).config.to_dict()
     gemma = wrapper == "Gemma3"
     size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
-    kind = {"Gemma3": "siglip_vision_model", "VipLlava": "clip_vision_model"}.get(wrapper, "pixtral")
+    siglip = ("Gemma3", *OF_TILES)
+    kind = "siglip_vision_model" if wrapper in siglip else {"VipLlava": "clip_vision_model"}.get(wrapper, "pixtral")
     tower = {**size, "model_type": kind}
     image = "image_token_id" if wrapper in (*IDEFICS3, "InternVL") else "image_token_index"
     options = {image: IMAGE, **({} if gemma or wrapper in IDEFICS3 else {"vision_feature_layer": -1})}
@@ -180,6 +183,7 @@ def tiny_behind_a_tower(text, wrapper=None, **changes):
         "Llava": {"vision_feature_select_strategy": "full"}, "VipLlava": {"vision_feature_layers": [-1, -1]},
         **dict.fromkeys(IDEFICS3, {"scale_factor": 1, "pad_token_id": 0}),
         "InternVL": {"downsample_ratio": 1.0},
+        **dict.fromkeys(OF_TILES, {"vision_feature_select_strategy": "full", "image_grid_pinpoints": [[8, 16], [16, 8]]}),
     }.get(wrapper, {})  # fmt: skip
     if wrapper in IDEFICS3:
         tower.pop("model_type")

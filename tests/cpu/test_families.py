@@ -19,6 +19,7 @@ from tests.decoder_families import (
     IMAGE_START,
     IN_TURNS,
     NAMES,
+    OF_TILES,
     TOWERS,
     UNCHANGING,
     VARIANTS,
@@ -391,13 +392,16 @@ def test_apply_and_the_hubs_mapping_with_a_tower_of_qwen(package, name):
 
 
 def inputs_with_images(model, padded=False):
-    """An image of four tokens in each row."""
-    tokens = TOKENS.clamp(max=180)
-    tokens[:, 3:7] = IMAGE
-    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3))
-    by_row = type(model).__name__.startswith(IDEFICS3)
-    found = {"input_ids": tokens, "labels": tokens, "pixel_values": pixels[:, None] if by_row else pixels}
-    told = {"token_type_ids": (tokens == IMAGE).long(), "image_sizes": torch.tensor([[8, 8]] * 2)}
+    """An image of four tokens in each row; where it is cut into tiles, of four for the whole, and of each row of two tiles or one with a
+    token after it."""
+    tokens, of_tiles = TOKENS.clamp(max=180), type(model).__name__.startswith(OF_TILES)
+    sizes = torch.tensor([[8, 16], [8, 8]] if of_tiles else [[8, 8]] * 2)
+    for row, count in zip(tokens, (4 + 2 * 5, 4 + 2 * 3) if of_tiles else (4, 4)):
+        row[3 : 3 + count] = IMAGE
+    parts = (3,) if of_tiles else (1,) if type(model).__name__.startswith(IDEFICS3) else ()
+    pixels = torch.randn(2, *parts, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+    found = {"input_ids": tokens, "labels": tokens, "pixel_values": pixels}
+    told = {"token_type_ids": (tokens == IMAGE).long(), "image_sizes": sizes}
     found |= {name: value for name, value in told.items() if name in inspect.signature(model.forward).parameters}
     if padded:
         mask = (torch.arange(21) < torch.tensor([[21], [18]])).long()

@@ -377,4 +377,11 @@ TEXTS: Dict[str, Dict[str, Dict[str, str]]] = {
             "5.21.1": "352b629d6c1d0889",
         },
     },
+    "transformers.models.llava_next.modeling_llava_next": {
+        "LlavaNextForConditionalGeneration.forward": {
+            "5.17.0": "fd4752ad6b8c9acb",
+            "5.18.0": "717f5b95fabbd67d",
+            "5.21.1": "69fad5eda895e944",
+        },
+    },
 }

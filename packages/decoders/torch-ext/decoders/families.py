@@ -34,6 +34,10 @@ LLAVA = (
     "input_ids", "pixel_values", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "vision_feature_layer",
     "vision_feature_select_strategy", "labels", "logits_to_keep", "image_sizes", "mm_encoder_outputs",
 )  # fmt: skip
+LLAVA_NEXT = (
+    "input_ids", "pixel_values", "image_sizes", "attention_mask", "position_ids", "past_key_values", "inputs_embeds",
+    "vision_feature_layer", "vision_feature_select_strategy", "labels", "use_cache", "logits_to_keep", "mm_encoder_outputs",
+)  # fmt: skip
 IDEFICS3 = (
     "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "pixel_values", "pixel_attention_mask",
     "mm_encoder_outputs", "labels", "use_cache", "logits_to_keep",
@@ -48,6 +52,7 @@ def tower(prefix: str, folder: str, arguments: tuple, **options) -> Vision:
 
 MISTRAL3_VISION = tower("Mistral3", "mistral3", MISTRAL3)
 LLAVA_VISION = tower("Llava", "llava", LLAVA)
+LLAVA_NEXT_VISION = tower("LlavaNext", "llava_next", LLAVA_NEXT)
 INTERNVL_VISION = tower("InternVL", "internvl", LLAVA)
 IDEFICS3_VISION = tower("Idefics3", "idefics3", IDEFICS3, former="image_hidden_states")
 SMOLVLM_VISION = tower("SmolVLM", "smolvlm", IDEFICS3, former="image_hidden_states")
@@ -65,8 +70,8 @@ def row(model: str, prefix: str, folder: str, **options) -> FusedLayer:
     return FusedLayer(Family(model, f"transformers.models.{folder}.modeling_{folder}", prefix, **options))
 
 
-LLAMA = row("Llama", "Llama", "llama", towers=(LLAVA_VISION, IDEFICS3_VISION, SMOLVLM_VISION))
-QWEN2 = row("Qwen2", "Qwen2", "qwen2", options=WINDOW, towers=(LLAVA_VISION, INTERNVL_VISION))
+LLAMA = row("Llama", "Llama", "llama", towers=(LLAVA_VISION, LLAVA_NEXT_VISION, IDEFICS3_VISION, SMOLVLM_VISION))
+QWEN2 = row("Qwen2", "Qwen2", "qwen2", options=WINDOW, towers=(LLAVA_VISION, LLAVA_NEXT_VISION, INTERNVL_VISION))
 ROWS = (
     LLAMA,
     QWEN2,
@@ -77,7 +82,7 @@ ROWS = (
         whole=Vision("Qwen2_5_VLForConditionalGeneration", QWEN2_VL)),
     row("Qwen2-VL", "Qwen2VL", "qwen2_vl", **QWEN2_VL_TEXT, decoder="Qwen2VLTextModel",
         whole=Vision("Qwen2VLForConditionalGeneration", tuple(name for name in QWEN2_VL if name != "second_per_grid_ts"))),
-    row("Mistral", "Mistral", "mistral", options=OF_CONFIG, towers=(MISTRAL3_VISION, LLAVA_VISION)),
+    row("Mistral", "Mistral", "mistral", options=OF_CONFIG, towers=(MISTRAL3_VISION, LLAVA_VISION, LLAVA_NEXT_VISION)),
     row("Ministral", "Ministral", "ministral", options=WINDOW),
     row("Ministral 3", "Ministral3", "ministral3", options=OF_CONFIG, towers=(MISTRAL3_VISION,),
         position_scale=("get_llama_4_attn_scale", "llama_4_scaling_beta", "original_max_position_embeddings")),
