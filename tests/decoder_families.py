@@ -31,8 +31,9 @@ CHANGES: dict = {
     "gemma2": {"query_pre_attn_scalar": 12},
     "gemma3_text": {"query_pre_attn_scalar": 12},
 }
-IMAGE, IMAGE_START, IMAGE_END = 190, 191, 192  # tokens
-TOKENS_OF_IMAGES = {"image_token_id": IMAGE, "video_token_id": 189, "vision_start_token_id": IMAGE_START, "vision_end_token_id": IMAGE_END}
+VIDEO, IMAGE, IMAGE_START, IMAGE_END = 189, 190, 191, 192  # tokens
+TOKENS_OF_IMAGES = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": IMAGE_START,
+                    "vision_end_token_id": IMAGE_END}
 # What stands beside the text's configuration in that of a model with a vision tower.
 VISION: dict = {
     "qwen3_vl": {
@@ -159,6 +160,7 @@ TOWERS = {
     "llava": ("llama", "Llava"), "llava of mistral": ("mistral", "Llava"), "internvl": ("qwen2", "InternVL"),
     "internvl of qwen3": ("qwen3", "InternVL"), "idefics3": ("llama", "Idefics3"), "smolvlm": ("llama", "SmolVLM"),
     "llava_next": ("llama", "LlavaNext"), "llava_next of mistral": ("mistral", "LlavaNext"),
+    "llava_onevision": ("qwen2", "LlavaOnevision"),
 }  # fmt: skip
 IDEFICS3 = ("Idefics3", "SmolVLM")
 OF_TILES = ("LlavaNext", "LlavaOnevision")  # which see an image whole, and cut into tiles with a token after each row of the whole grid
@@ -183,7 +185,8 @@ def tiny_behind_a_tower(text, wrapper=None, **changes):
         "Llava": {"vision_feature_select_strategy": "full"}, "VipLlava": {"vision_feature_layers": [-1, -1]},
         **dict.fromkeys(IDEFICS3, {"scale_factor": 1, "pad_token_id": 0}),
         "InternVL": {"downsample_ratio": 1.0},
-        **dict.fromkeys(OF_TILES, {"vision_feature_select_strategy": "full", "image_grid_pinpoints": [[8, 16], [16, 8]]}),
+        **dict.fromkeys(OF_TILES, {"vision_feature_select_strategy": "full", "image_grid_pinpoints": [[8, 16], [16, 8]],
+                                  "video_token_index": VIDEO}),
     }.get(wrapper, {})  # fmt: skip
     if wrapper in IDEFICS3:
         tower.pop("model_type")

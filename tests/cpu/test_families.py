@@ -23,6 +23,7 @@ from tests.decoder_families import (
     TOWERS,
     UNCHANGING,
     VARIANTS,
+    VIDEO,
     VISION,
     WINDOW,
     tiny,
@@ -490,6 +491,21 @@ def test_a_training_step_behind_a_vision_tower(package, calls, text, inputs, cha
     assert_close(evaluated.logits, expected.output.logits, torch.float32, "logits in eval mode", FACTOR)
     package.reset()
     assert torch.equal(step_of(model.train(), **inputs).loss, expected.loss)
+
+
+@pytest.mark.parametrize("aspect", ({}, {"batch_num_images": torch.tensor([1, 1])}), ids=("", "numbers of images"))
+def test_images_and_videos_behind_one_vision_tower(package, calls, aspect):
+    """LLaVA-OneVision: a video of two frames, each a token, with one token after them, beside an image in tiles."""
+    model = tiny_behind_a_tower("llava_onevision")
+    inputs = {**inputs_with_images(model, True), **aspect}
+    inputs["input_ids"][:, :3] = VIDEO
+    inputs["pixel_values_videos"] = torch.randn(2, 2, 3, 8, 8, generator=torch.Generator().manual_seed(4))
+    expected = step_of(model, **inputs)
+    package.kernelize(model)
+    found = step_of(model, **inputs)
+    found.assert_same(expected, FACTOR)
+    assert calls == NODES * 2 and found.output.logits is None and expected.output.logits is not None
+    assert_close(found.output.video_hidden_states, expected.output.video_hidden_states, torch.float32, "video", FACTOR)
 
 
 @behind_towers

@@ -384,4 +384,11 @@ TEXTS: Dict[str, Dict[str, Dict[str, str]]] = {
             "5.21.1": "69fad5eda895e944",
         },
     },
+    "transformers.models.llava_onevision.modeling_llava_onevision": {
+        "LlavaOnevisionForConditionalGeneration.forward": {
+            "5.17.0": "a47a74e32f4d349b",
+            "5.18.0": "03e8abdd41b23812",
+            "5.21.1": "a0a0919615c3124c",
+        },
+    },
 }

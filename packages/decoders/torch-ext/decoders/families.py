@@ -38,6 +38,11 @@ LLAVA_NEXT = (
     "input_ids", "pixel_values", "image_sizes", "attention_mask", "position_ids", "past_key_values", "inputs_embeds",
     "vision_feature_layer", "vision_feature_select_strategy", "labels", "use_cache", "logits_to_keep", "mm_encoder_outputs",
 )  # fmt: skip
+LLAVA_ONEVISION = (
+    "input_ids", "pixel_values", "image_sizes", "pixel_values_videos", "image_sizes_videos", "attention_mask", "position_ids",
+    "past_key_values", "inputs_embeds", "vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio",
+    "batch_num_images", "labels", "use_cache", "logits_to_keep", "mm_encoder_outputs",
+)  # fmt: skip
 IDEFICS3 = (
     "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "pixel_values", "pixel_attention_mask",
     "mm_encoder_outputs", "labels", "use_cache", "logits_to_keep",
@@ -53,6 +58,7 @@ def tower(prefix: str, folder: str, arguments: tuple, **options) -> Vision:
 MISTRAL3_VISION = tower("Mistral3", "mistral3", MISTRAL3)
 LLAVA_VISION = tower("Llava", "llava", LLAVA)
 LLAVA_NEXT_VISION = tower("LlavaNext", "llava_next", LLAVA_NEXT)
+LLAVA_ONEVISION_VISION = tower("LlavaOnevision", "llava_onevision", LLAVA_ONEVISION)
 INTERNVL_VISION = tower("InternVL", "internvl", LLAVA)
 IDEFICS3_VISION = tower("Idefics3", "idefics3", IDEFICS3, former="image_hidden_states")
 SMOLVLM_VISION = tower("SmolVLM", "smolvlm", IDEFICS3, former="image_hidden_states")
@@ -71,7 +77,8 @@ def row(model: str, prefix: str, folder: str, **options) -> FusedLayer:
 
 
 LLAMA = row("Llama", "Llama", "llama", towers=(LLAVA_VISION, LLAVA_NEXT_VISION, IDEFICS3_VISION, SMOLVLM_VISION))
-QWEN2 = row("Qwen2", "Qwen2", "qwen2", options=WINDOW, towers=(LLAVA_VISION, LLAVA_NEXT_VISION, INTERNVL_VISION))
+QWEN2 = row("Qwen2", "Qwen2", "qwen2", options=WINDOW,
+            towers=(LLAVA_VISION, LLAVA_NEXT_VISION, LLAVA_ONEVISION_VISION, INTERNVL_VISION))
 ROWS = (
     LLAMA,
     QWEN2,
