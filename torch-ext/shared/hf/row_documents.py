@@ -121,10 +121,14 @@ def _named_bounds(shape, cu_seq_lens_q, cu_seq_lens_k, seq_idx) -> Tuple[Optiona
         index = bounds_in(seq_idx.cpu())
     if cu_seq_lens_q is None:
         return (None if seq_idx is None else "seq_idx"), index
+    if not isinstance(cu_seq_lens_q, torch.Tensor) or cu_seq_lens_q.dim() != 1:
+        found_shape = list(getattr(cu_seq_lens_q, "shape", ()))
+        raise ValueError(f"cu_seq_lens_q is a {type(cu_seq_lens_q).__name__} {found_shape}, expected a tensor [documents + 1]")
     found = cu_seq_lens_q.cpu().unique_consecutive()
     ends = torch.arange(0, rows * tokens + 1, tokens, dtype=found.dtype)
-    if found[0] != 0 or found[-1] != rows * tokens or not bool(torch.isin(ends, found).all()):
-        expected = f"bounds from 0 to {rows * tokens}, among them those of the {rows} rows of {tokens} tokens, one behind the other"
+    rises = found.numel() > 0 and bool((found[1:] > found[:-1]).all())
+    if not rises or found[0] != 0 or found[-1] != rows * tokens or not bool(torch.isin(ends, found).all()):
+        expected = f"rising bounds from 0 to {rows * tokens}, among them those of the {rows} rows of {tokens} tokens, one behind the other"
         raise ValueError(f"cu_seq_lens_q is {found.tolist()[:8]} (the first eight), expected {expected}")
     if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
         if not torch.equal(cu_seq_lens_k.cpu().unique_consecutive().to(found.dtype), found):
