@@ -11,7 +11,7 @@ import torch
 from ..ops.attention import attention, takes_dtype, takes_heads
 from ..ops.common import autocasts
 from ..runtime.device import kernels_run_on
-from .masks import Visible
+from .masks import Visible, is_eager
 from .modules import is_plain
 
 
@@ -76,7 +76,10 @@ def _as_transformers(module, query, key, value, mask, scaling, dropout, sinks, k
     kind = "sdpa" if sinks is None and kwargs.get("softcap") is None else "eager"
     if isinstance(mask, Visible):
         # SDPA needs no mask there: what transformers knows too, but not inside a graph.
-        needless = kind == "sdpa" and mask.is_plain() and query.shape[2] == key.shape[2]
+        causal = kind == "sdpa" and mask.is_plain()
+        needless = causal and query.shape[2] == key.shape[2]
+        if causal and is_eager(getattr(module, "config", None)):  # eager attention heeds its mask, whatever the module's is_causal says
+            kwargs = {**kwargs, "is_causal": True}
         mask = None if needless else mask.mask(kind, query.dtype, query.device)
     if kind == "sdpa":
         function = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -19,7 +19,7 @@ from ..runtime.device import kernels_run_on
 from .attention import attention_forward
 from .binding import remember
 from .explanation import Reason
-from .masks import ATTENTION, CHOICE, MASKING, TRACEABLE, caps_scores, masks_made_by, visible_mask
+from .masks import ATTENTION, CHOICE, EAGER, MASKING, TRACEABLE, caps_scores, masks_made_by, visible_mask
 from .modules import SAVED
 
 STORED = "_attn_implementation_internal"  # where transformers keeps the name of an implementation
@@ -44,6 +44,7 @@ def register_attention(*decoders: Any) -> None:
     package knows; their masks are causal, so torch.compile needs not look into them."""
     _decoders.update(decoders)
     TRACEABLE.update((decoder.config_class, masks_made_by(decoder)) for decoder in decoders)
+    EAGER.update(decoder.config_class for decoder in decoders if not decoder._supports_sdpa)
     for interface, ours in _interfaces():
         before = interface._global_mapping.get(ATTENTION)
         if before is not ours:

@@ -7,7 +7,7 @@ layers that no plan serves the mask that transformers makes for its own attentio
 
 import inspect
 import sys
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Optional, Set, Tuple
 
 import torch
 
@@ -20,6 +20,7 @@ MASKING = "transformers.masking_utils"
 PADDING = SAVED + "padding"  # on a padding mask: what `padding_of` read, and the mask's version then
 BY_LAYER, BY_WINDOW, ONE = range(3)  # the masks that a decoder makes: one a kind of layer; one, with a window or without; one without
 TRACEABLE: Dict[type, int] = {}  # by the configurations of the decoders that packages know: which masks these make
+EAGER: Set[type] = set()  # those of these configurations whose decoders do not support SDPA
 WHOLE, BEFORE, BESIDE, BETWEEN = range(4)  # where padding is: nowhere; before each row's tokens; on both sides; between them
 
 
@@ -88,6 +89,11 @@ def is_chosen(config) -> bool:
     """Tells whether a configuration is one of a model that uses our attention without having asked for it by name."""
     state = getattr(config, CHOICE, None)
     return state is not None and state.on
+
+
+def is_eager(config) -> bool:
+    """Tells whether a configuration is one of a model that packages know whose attention transformers never gives to SDPA."""
+    return isinstance(config, tuple(EAGER))
 
 
 class Visible:
