@@ -160,7 +160,7 @@ TOWERS = {
     "llava": ("llama", "Llava"), "llava of mistral": ("mistral", "Llava"), "internvl": ("qwen2", "InternVL"),
     "internvl of qwen3": ("qwen3", "InternVL"), "idefics3": ("llama", "Idefics3"), "smolvlm": ("llama", "SmolVLM"),
     "llava_next": ("llama", "LlavaNext"), "llava_next of mistral": ("mistral", "LlavaNext"),
-    "llava_onevision": ("qwen2", "LlavaOnevision"),
+    "llava_onevision": ("qwen2", "LlavaOnevision"), "paligemma": ("gemma2", "PaliGemma"),
 }  # fmt: skip
 IDEFICS3 = ("Idefics3", "SmolVLM")
 OF_TILES = ("LlavaNext", "LlavaOnevision")  # which see an image whole, and cut into tiles with a token after each row of the whole grid
@@ -172,16 +172,18 @@ def tiny_behind_a_tower(text, wrapper=None, **changes):
     import transformers
 
     text, wrapper = (text, wrapper) if wrapper else TOWERS[text]
-    of_text = tiny(text, **(IN_TURNS if text == "gemma3_text" else WINDOW), **changes).config.to_dict()
-    gemma = wrapper == "Gemma3"
+    windows = IN_TURNS if text in ("gemma2", "gemma3_text") else {} if text == "gemma" else WINDOW
+    of_text = tiny(text, attn_implementation="eager", **windows, **changes).config.to_dict()
+    gemma = wrapper in ("Gemma3", "PaliGemma")
     size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
-    siglip = ("Gemma3", *OF_TILES)
+    siglip = ("Gemma3", "PaliGemma", *OF_TILES)
     kind = "siglip_vision_model" if wrapper in siglip else {"VipLlava": "clip_vision_model"}.get(wrapper, "pixtral")
     tower = {**size, "model_type": kind}
     image = "image_token_id" if wrapper in (*IDEFICS3, "InternVL") else "image_token_index"
     options = {image: IMAGE, **({} if gemma or wrapper in IDEFICS3 else {"vision_feature_layer": -1})}
     options |= {
-        "Gemma3": {"mm_tokens_per_image": 4}, "Mistral3": {"spatial_merge_size": 1},
+        "Gemma3": {"mm_tokens_per_image": 4}, "PaliGemma": {"projection_dim": of_text["hidden_size"]},
+        "Mistral3": {"spatial_merge_size": 1},
         "Llava": {"vision_feature_select_strategy": "full"}, "VipLlava": {"vision_feature_layers": [-1, -1]},
         **dict.fromkeys(IDEFICS3, {"scale_factor": 1, "pad_token_id": 0}),
         "InternVL": {"downsample_ratio": 1.0},

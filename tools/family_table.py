@@ -46,9 +46,11 @@ def beside_llama(family: Any) -> str:
     said += ["capped scores"] if "softcap" in options else []
     said += ["scaled logits"] if family.divisor else []
     said += ["capped logits"] if family.softcap else []
-    uncapped = ", whose logits have no cap," if family.softcap and any(not tower.capped for tower in family.towers) else ""
+    uncapped = next((tower for tower in family.towers if family.softcap and not tower.capped), None)
+    since = ".".join(map(str, uncapped.capped_since)) if uncapped else ""
+    cap = f", whose logits have a cap since transformers {since}," if since else ", whose logits have no cap," if uncapped else ""
     which = "the other classes" if len(family.towers) > 1 else "the second class"
-    said += [f"in {which}{uncapped} a vision tower, left as it is"] if family.towers else []
+    said += [f"in {which}{cap} a vision tower, left as it is"] if family.towers else []
     return ", ".join(said) or "–"
 
 

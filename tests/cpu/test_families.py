@@ -402,7 +402,9 @@ def inputs_with_images(model, padded=False):
     parts = (3,) if of_tiles else (1,) if type(model).__name__.startswith(IDEFICS3) else ()
     pixels = torch.randn(2, *parts, 3, 8, 8, generator=torch.Generator().manual_seed(3))
     found = {"input_ids": tokens, "labels": tokens, "pixel_values": pixels}
-    told = {"token_type_ids": (tokens == IMAGE).long(), "image_sizes": sizes}
+    prefix = type(model).__name__.startswith("PaliGemma")  # of words and the image, whose tokens see each other and have type 0
+    types = (torch.arange(21) >= 12).expand(2, -1) if prefix else tokens == IMAGE
+    told = {"token_type_ids": types.long(), "image_sizes": sizes}
     found |= {name: value for name, value in told.items() if name in inspect.signature(model.forward).parameters}
     if padded:
         mask = (torch.arange(21) < torch.tensor([[21], [18]])).long()
@@ -461,12 +463,14 @@ behind_towers = pytest.mark.parametrize("text", TOWERS)
         *((text, {"num_items_in_batch": 3}, {}) for text in TOWERS),
         *((text, {"output_hidden_states": True}, {}) for text in TOWERS),
         ("gemma3_text", {}, {"final_logit_softcapping": 0.7}),
+        ("paligemma", {}, {"final_logit_softcapping": 0.7}),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 @pytest.mark.parametrize("padded", (False, True), ids=("", "padded"))
 def test_a_training_step_behind_a_vision_tower(package, calls, text, inputs, changes, padded):
-    """The loss makes no logits. Gemma 3: an image's tokens see each other, and logits are never capped: transformers reads no softcap."""
+    """The loss makes no logits. Gemma 3: an image's tokens see each other, and logits are never capped: transformers reads no softcap.
+    PaliGemma: a prefix's tokens do, and logits are capped since transformers 5.23."""
     model = tiny_behind_a_tower(text, **changes)
     inputs = {**inputs_with_images(model, padded), **inputs}
     expected, before = step_of(model, **inputs), inspect.signature(model.forward).parameters
@@ -506,6 +510,43 @@ def test_images_and_videos_behind_one_vision_tower(package, calls, aspect):
     found.assert_same(expected, FACTOR)
     assert calls == NODES * 2 and found.output.logits is None and expected.output.logits is not None
     assert_close(found.output.video_hidden_states, expected.output.video_hidden_states, torch.float32, "video", FACTOR)
+
+
+@pytest.mark.parametrize("capped", (True, False), ids=("capped scores", "no caps"))
+@pytest.mark.parametrize("both", (True, False), ids=("both directions", "one direction"))
+def test_a_prefix_that_sees_itself_behind_a_vision_tower(package, calls, both, capped):
+    """PaliGemma 2: no attention takes a mask with a prefix for a causal one, nor the other way round. Up to transformers 5.20 it may run
+    in SDPA, which does the latter in both directions, and ours does as that."""
+    changes = {"use_bidirectional_attention": both, **({} if capped else {"attn_logit_softcapping": None})}
+    model = tiny_behind_a_tower("paligemma", **changes)
+    text, with_prefix = model.model.language_model, inputs_with_images(model, True)
+    text.set_attn_implementation("eager")
+    batches = [with_prefix, {**with_prefix, "token_type_ids": None}, {**with_prefix, "token_type_ids": None, "attention_mask": None}]
+    expected = [step_of(model, **batch) for batch in batches]
+    assert not torch.equal(expected[0].loss, expected[1].loss)
+    package.kernelize(model)
+    for implementation in ("eager", "bastile"):
+        text.set_attn_implementation(implementation)
+        for batch, right in zip(batches, expected):
+            if implementation == "bastile" and both and text._supports_sdpa and batch is not with_prefix:
+                continue
+            calls.clear()
+            found = step_of(model, **batch)
+            found.assert_same(right, FACTOR)
+            assert found.output.logits is None and calls == NODES * 2
+
+
+@pytest.mark.parametrize("text", ("gemma", "gemma3_text"))
+def test_other_texts_behind_the_tower_of_paligemma(package, text):
+    """`apply` puts the loss on the class, whatever text is behind it: Gemma's configuration has no softcap."""
+    model = tiny_behind_a_tower(text, "PaliGemma")
+    inputs = inputs_with_images(model)
+    expected = step_of(model, **inputs)
+    package.apply()
+    found = step_of(model, **inputs)
+    found.assert_same(expected, FACTOR)
+    assert found.output.logits is None
+    assert_close(model.eval()(**inputs).logits, expected.output.logits, torch.float32, "logits in eval mode", FACTOR)
 
 
 @behind_towers

@@ -46,7 +46,8 @@ class Vision(NamedTuple):
     """A model with a vision tower in front of the decoder.
 
     name: of its class. arguments: of its forward, in transformers' order; empty for those that Qwen's models have. capped: whether it
-    scales and caps its logits as the causal LM does, instead of not at all. rest: what transformers 5.17 calls the forward's other keyword
+    scales and caps its logits as the causal LM does, instead of not at all; capped_since: the release since which it does, where it did
+    not before. rest: what transformers 5.17 calls the forward's other keyword
     arguments. modeling: transformers' module of it, where that is not the family's: other families may then be behind the same tower.
     deepstack: whether the decoder adds visual features between its layers. former: what transformers 5.17 has instead of
     mm_encoder_outputs, "" for nothing.
@@ -55,6 +56,7 @@ class Vision(NamedTuple):
     name: str
     arguments: Tuple[str, ...] = ()
     capped: bool = True
+    capped_since: Tuple[int, ...] = ()
     rest: str = "kwargs"
     modeling: str = ""
     deepstack: bool = False
@@ -146,9 +148,10 @@ class Family(NamedTuple):
 
 
 def head_of(config, divisor: Optional[str], softcap: Optional[str]) -> Head:
-    """What is made of logits where a configuration has these attributes, None for nothing; see `Family`."""
+    """What is made of logits where a configuration has these attributes, None for nothing; see `Family`. A text of another family, behind
+    a tower that several have, may have no softcap."""
     scale = 1.0 if divisor is None else 1.0 / getattr(config, divisor)
-    return Head(scale, None if softcap is None else getattr(config, softcap))
+    return Head(scale, None if softcap is None else getattr(config, softcap, None))
 
 
 class Targets(NamedTuple):

@@ -391,4 +391,12 @@ TEXTS: Dict[str, Dict[str, Dict[str, str]]] = {
             "5.21.1": "a0a0919615c3124c",
         },
     },
+    "transformers.models.paligemma.modeling_paligemma": {
+        "PaliGemmaForConditionalGeneration.forward": {
+            "5.17.0": "0d2077b79a406514",
+            "5.18.0": "5d4216541f1ce25a",
+            "5.21.1": "8c58d29d85fe78ab",
+            "5.23.0": "76bb2576ab4c4862",
+        },
+    },
 }

@@ -78,7 +78,8 @@ def causal_lm_with_vision(family: Family, vision: Vision):
 
     It has the arguments of the installed transformers, by name and in that order. Families behind the same tower get the same forward.
     """
-    of_head = (family.divisor, family.softcap) if vision.capped else (None, None)
+    capped = vision.capped or (vision.capped_since and installed() >= vision.capped_since)
+    of_head = (family.divisor, family.softcap) if capped else (None, None)
     return _with_tower(vision, of_head, family.sparse is not None)
 
 

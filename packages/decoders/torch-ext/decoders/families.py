@@ -18,14 +18,12 @@ GEMMA = {
     "positions_first": True,
     "softcap": "final_logit_softcapping",
 }
-# Forwards that leave the logits as they are, whatever final_logit_softcapping says.
-GEMMA3_VISION = Vision(
-    "Gemma3ForConditionalGeneration",
-    ("input_ids", "pixel_values", "attention_mask", "position_ids", "past_key_values", "token_type_ids", "inputs_embeds", "labels",
-     "use_cache", "logits_to_keep", "mm_encoder_outputs"),
-    capped=False,
-    rest="lm_kwargs",
+GEMMA_VISION = (
+    "input_ids", "pixel_values", "attention_mask", "position_ids", "past_key_values", "token_type_ids", "inputs_embeds", "labels",
+    "use_cache", "logits_to_keep", "mm_encoder_outputs",
 )  # fmt: skip
+# Its forward leaves the logits as they are, whatever final_logit_softcapping says.
+GEMMA3_VISION = Vision("Gemma3ForConditionalGeneration", GEMMA_VISION, capped=False, rest="lm_kwargs")
 MISTRAL3 = (
     "input_ids", "pixel_values", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache",
     "logits_to_keep", "image_sizes", "mm_encoder_outputs",
@@ -59,6 +57,7 @@ MISTRAL3_VISION = tower("Mistral3", "mistral3", MISTRAL3)
 LLAVA_VISION = tower("Llava", "llava", LLAVA)
 LLAVA_NEXT_VISION = tower("LlavaNext", "llava_next", LLAVA_NEXT)
 LLAVA_ONEVISION_VISION = tower("LlavaOnevision", "llava_onevision", LLAVA_ONEVISION)
+PALIGEMMA_VISION = tower("PaliGemma", "paligemma", GEMMA_VISION, capped_since=(5, 23))
 INTERNVL_VISION = tower("InternVL", "internvl", LLAVA)
 IDEFICS3_VISION = tower("Idefics3", "idefics3", IDEFICS3, former="image_hidden_states")
 SMOLVLM_VISION = tower("SmolVLM", "smolvlm", IDEFICS3, former="image_hidden_states")
@@ -102,7 +101,8 @@ ROWS = (
         dropouts=("resid_attn_dropout", "resid_mlp_dropout")),
     row("OLMo 2", "Olmo2", "olmo2", norms=BEHIND, rounds="last", qk_norm="whole", narrow=True),
     row("OLMo 3", "Olmo3", "olmo3", norms=BEHIND, rounds="last", qk_norm="whole", narrow=True, options=WINDOW),
-    row("Gemma 2", "Gemma2", "gemma2", **GEMMA, options=(*WINDOW, ("softcap", "attn_logit_softcapping"))),
+    row("Gemma 2", "Gemma2", "gemma2", **GEMMA, options=(*WINDOW, ("softcap", "attn_logit_softcapping")),
+        towers=(PALIGEMMA_VISION,)),
     row("Gemma 3", "Gemma3", "gemma3", **GEMMA, qk_norm="head", options=WINDOW, decoder="Gemma3TextModel", towers=(GEMMA3_VISION,)),
     row("GLM", "Glm", "glm", **PACKED, rotary="pairs", partial=True),
     row("GLM-4", "Glm4", "glm4", **PACKED, norms=GLM4, rotary="pairs", partial=True),
