@@ -81,3 +81,14 @@ def test_a_model_with_symbols_for_its_numbers(qwen3, options, steps, graphs):
         made.append(counters["stats"]["unique_graphs"])
     assert made == graphs
     assert sum(name.startswith("norm_") for name in called) == 4 * graphs[-1], "two fused operators, forward and backward"
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
+def test_a_loss_without_tokens(qwen3, dtype):
+    """A graph gives no loss and gradients of zeros, as eager mode does."""
+    hidden, weight = torch.randn(0, 64).to(dtype).requires_grad_(), torch.randn(37, 64).to(dtype).requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(qwen3.linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    compiled(hidden, weight, torch.zeros(0, dtype=torch.int64), reduction="sum").backward()
+    assert hidden.grad.shape == hidden.shape and torch.equal(weight.grad, torch.zeros_like(weight))

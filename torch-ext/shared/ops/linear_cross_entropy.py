@@ -198,7 +198,7 @@ def _fake_run(hidden, weight, bias, target, class_weight, scale, needs, ignore_i
         return hidden.new_empty(shape, dtype=dtype) if wanted else hidden.new_empty(0)
 
     need_hidden, need_weight, need_bias = needs if scale is not None else (False, False, False)
-    fp16 = hidden.dtype == torch.float16
+    fp16 = hidden.dtype == torch.float16 and tokens > 0
     return [
         new(True, (tokens,), acc),
         new(options.return_z_loss, (tokens,), acc),
