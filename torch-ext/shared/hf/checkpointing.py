@@ -16,6 +16,7 @@ from typing import Any, Callable, Dict, Optional, Tuple
 import torch
 
 from ..ops.recorded import Recording, Results
+from .arguments import CACHE, RENAMED
 from .binding import begin_graphs_after
 from .modules import SAVED
 from .wrapped import WRAPPING
@@ -82,7 +83,8 @@ def checkpointed(forward: Callable) -> Callable:
 
     @functools.wraps(forward)
     def checkpointing(layer, *args, **kwargs):
-        if _is_checkpointed(layer) and type(layer).__call__ is torch.nn.Module.__call__:
+        replayed = _is_checkpointed(layer) and (torch.is_grad_enabled() or not RENAMED)  # see transformers 5.24
+        if replayed and type(layer).__call__ is torch.nn.Module.__call__:
             return layer._gradient_checkpointing_func(functools.partial(forward, layer, **_without_caches(layer, kwargs)), *args)
         return forward(layer, *args, **kwargs)
 
@@ -94,7 +96,7 @@ def _without_caches(layer, kwargs: Dict[str, Any]) -> Dict[str, Any]:
     """The arguments of a checkpointed layer without what the second run would write again, with transformers' warning if there is any."""
     cleared: Dict[str, Any] = {"use_cache": False}
     if not getattr(layer, "_can_checkpoint_with_cache", False):
-        cleared.update(past_key_values=None, layer_past=None)
+        cleared.update({CACHE: None, "layer_past": None})
     found = [f" `{name}={value}`" for name, value in cleared.items() if kwargs.get(name) not in (None, False)]
     if not found:
         return kwargs

@@ -22,6 +22,7 @@ from ..ops.common import autocasts, constant
 from ..ops.rotary import qk_norm_rotary
 from ..runtime.device import PLAIN
 from .adapters import projection_or_reason, projections
+from .arguments import CACHE, NET_CACHE, RENAMED
 from .checkpointing import attend_once, keeps_attention, recomputes_mlp, warn_of_kept_mlp
 from .explanation import Reason
 from .families import Family
@@ -57,9 +58,9 @@ class FusedLayer(OwnForwards):
             found = self.specs[make, values] = make(self, *values)
         return found
 
-    def attention(self, module, x, attention_mask, past_key_values, position_embeddings, kwargs):
+    def attention(self, module, x, attention_mask, cache, position_embeddings, kwargs):
         """What attention among a family's mixers makes of the normalised input."""
-        more = {"attention_mask": attention_mask, "past_key_values": past_key_values, "position_embeddings": position_embeddings}
+        more = {"attention_mask": attention_mask, CACHE: cache, "position_embeddings": position_embeddings}
         return module(hidden_states=x, **more, **kwargs)[0]
 
     def explain(self, layer, x) -> List[Tuple[str, Optional[Reason]]]:
@@ -202,15 +203,15 @@ def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
     return (*((q, k) if cos is None else getattr(sys.modules[family.modeling], ROTARY)(q, k, cos, sin)), v, x)
 
 
-def _mix(own: FusedLayer, layer, x, attention_mask, past_key_values, position_embeddings, kwargs):
+def _mix(own: FusedLayer, layer, x, attention_mask, cache, position_embeddings, kwargs):
     """What a family's mixer of tokens returns of the normalised input: a delta net, or attention with a gate."""
     norm, parts = _part(layer, own.family.norms.inputs), _parts(layer)
     normed = rms_norm(own.norm(_eps(norm)), x, _weight(norm))
     name = next(name for name in own.family.mixers if name in parts)
     if name == "linear_attn":
         others = {key: value for key, value in kwargs.items() if key != "position_ids"}
-        return parts[name](hidden_states=normed, cache_params=past_key_values, attention_mask=attention_mask, **others)
-    return own.attention(parts[name], normed, attention_mask, past_key_values, position_embeddings, kwargs)
+        return parts[name](hidden_states=normed, **{NET_CACHE: cache}, attention_mask=attention_mask, **others)
+    return own.attention(parts[name], normed, attention_mask, cache, position_embeddings, kwargs)
 
 
 def _option(attention, path):
@@ -226,11 +227,12 @@ def _scaled_by_position(own: FusedLayer, attention, q, position_ids):
     return q * scale.to(q.dtype)
 
 
-def attend(own: FusedLayer, attention, q, k, v, attention_mask, past_key_values, kwargs):
+def attend(own: FusedLayer, attention, q, k, v, attention_mask, cache, kwargs):
     """Attention's output [batch, tokens, heads, head_dim], or [tokens, heads * head_dim]."""
     modeling = sys.modules[own.modeling]
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, attention.layer_idx)
+    if cache is not None:
+        # A cache of pages writes in kwargs where attention finds them.
+        k, v = cache.update(k, v, attention.layer_idx, **({"kwargs": kwargs} if RENAMED else {}))
     interface = modeling.ALL_ATTENTION_FUNCTIONS.get_interface(
         attention.config._attn_implementation, modeling.eager_attention_forward
     )
@@ -312,29 +314,30 @@ def _finish_apart(own: FusedLayer, spec: Outputs, layer, output, x):
     return _branch(spec, spec.behind, behind, found[0] if isinstance(found, tuple) else found) + total
 
 
-def decoder_layer_forward(own: FusedLayer, layer, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs):
-    """Serves as the forward of a family's decoder layer. kwargs: what its forward passes on, position_ids and use_cache among them."""
-    attention_mask = unless_none(attention_mask)
+def decoder_layer_forward(own: FusedLayer, layer, kwargs):
+    """Serves as the forward of a family's decoder layer. kwargs: its arguments by name."""
+    hidden_states, attention_mask = kwargs.pop("hidden_states"), unless_none(kwargs.pop("attention_mask", None))
+    cache, position_embeddings = kwargs.pop(CACHE, None), kwargs.pop("position_embeddings", None)
     if why_not_fusable(own, layer, hidden_states):
         warn_of_kept_mlp(layer)
         return original_forward(layer)(
             layer,
             hidden_states,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            **{CACHE: cache},
             position_embeddings=position_embeddings,
             **kwargs,
         )
     if own.family.mixers:
-        mixed = _mix(own, layer, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs)
+        mixed = _mix(own, layer, hidden_states, attention_mask, cache, position_embeddings, kwargs)
         return _finish(own, layer, mixed, hidden_states)
     q, k, v, residual = _attention_inputs(own, layer, hidden_states, position_embeddings)
     attention = _parts(layer)["self_attn"]
     if own.family.position_scale:
-        q = _scaled_by_position(own, attention, q, kwargs["position_ids"])
-    if past_key_values is None and keeps_attention(layer) and not attention.attention_dropout:
+        q = _scaled_by_position(own, attention, q, kwargs.get("position_ids"))
+    if cache is None and keeps_attention(layer) and not attention.attention_dropout:
         conditions = attention_mask, *(position_embeddings or ()), *kwargs.values()
         attended = attend_once(layer, hidden_states, conditions, lambda: attend(own, attention, q, k, v, attention_mask, None, kwargs))
     else:
-        attended = attend(own, attention, q, k, v, attention_mask, past_key_values, kwargs)
+        attended = attend(own, attention, q, k, v, attention_mask, cache, kwargs)
     return _finish(own, layer, attended, residual)

@@ -5,6 +5,7 @@ import torch
 from ..ops.common import constant_when_traced
 from ..ops.embedding import traced_embedding
 from ..runtime.device import is_ordinary
+from .arguments import CACHE
 from .attention_choice import choose_attention
 from .masks import (
     ATTENTION,
@@ -23,20 +24,25 @@ from .wrapped import inside
 KNOWS_EXPORTS = hasattr(torch.compiler, "is_exporting")  # torch 2.6 cannot tell an export, which needs its mask, from torch.compile
 
 
+def given_tokens(kwargs):
+    """The tokens among the arguments of a model's forward, [rows, tokens], or their embeddings where it has these instead."""
+    return kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+
+
 def _with_documents(model, kwargs, told: bool):
     """The arguments of a model's forward with masks of ours where it would look for documents in position_ids. told: whether it looks.
 
     Without position_ids it makes them itself, and waits for the device to learn that each row is one document; inside torch.compile it
     cannot wait, and masks as if there were several.
     """
-    config, given = model.config, kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    config, given = model.config, given_tokens(kwargs)
     compiled = KNOWS_EXPORTS and torch.compiler.is_compiling() and not torch.compiler.is_exporting()
     without_masks = compiled and config._attn_implementation == "sdpa"
     if not (without_masks or config._attn_implementation == ATTENTION) or type(config) not in TRACEABLE:
         return kwargs
     if not isinstance(given, torch.Tensor):
         return kwargs
-    if any(kwargs.get(name) is not None for name in ("attention_mask", "past_key_values", "cu_seq_lens_q")):
+    if any(kwargs.get(name) is not None for name in ("attention_mask", CACHE, "cu_seq_lens_q")):
         return kwargs
     positions, documents = kwargs.get("position_ids"), None
     if positions is not None and (not told or torch.compiler.is_compiling() or not _says_documents(positions, given)):
@@ -76,8 +82,8 @@ def _says_documents(position_ids, given: torch.Tensor) -> bool:
 def _embedded(model, kwargs):
     """The arguments of a model's forward in a graph, with the embeddings instead of the tokens where their weights are trained and looking
     them up is all that a call of the model's embedding does."""
-    tokens, embedding = kwargs["input_ids"], model.get_input_embeddings()
-    if kwargs["inputs_embeds"] is not None or not isinstance(tokens, torch.Tensor) or not torch.is_grad_enabled():
+    tokens, embedding = kwargs.get("input_ids"), model.get_input_embeddings()
+    if kwargs.get("inputs_embeds") is not None or not isinstance(tokens, torch.Tensor) or not torch.is_grad_enabled():
         return kwargs
     if all_are_listened_to() or not is_torchs_embedding(embedding) or not embedding.weight.requires_grad:
         return kwargs
@@ -86,12 +92,12 @@ def _embedded(model, kwargs):
     return {**kwargs, "input_ids": None, "inputs_embeds": embeds}
 
 
-def model_forward(self, told=True, **kwargs):
+def model_forward(self, kwargs, told=True):
     """Serves as the forward of a model without a head: chooses its attention, and runs the model's own forward.
 
     Args:
-        told: whether the model's own forward finds documents in position_ids.
-        kwargs: the arguments of that forward, with input_ids and inputs_embeds among them.
+        kwargs: the arguments of that forward by name.
+        told: whether it finds documents in position_ids.
     """
     if torch.compiler.is_compiling():
         kwargs = _embedded(self, kwargs)

@@ -12,6 +12,7 @@ from ..ops.common import constant_when_traced
 from ..ops.gated_delta_rule import gated_delta_rule, gated_delta_step
 from ..ops.gated_rms_norm import gated_rms_norm
 from ..ops.short_conv import TAPS, short_conv
+from .arguments import NET_CACHE
 from .decoder_layer import FusedLayer
 from .explanation import MIXERS, Reason
 from .gated_attention import gated_attention, why_not_fused
@@ -32,11 +33,11 @@ class MixedLayer(FusedLayer):
             return [(MIXERS[name], Reason("called", text) if text else None), *rows]
         return [(MIXERS[name], why_not_fused(self, parts[name], x)), *rows]
 
-    def attention(self, module, x, attention_mask, past_key_values, position_embeddings, kwargs):
+    def attention(self, module, x, attention_mask, cache, position_embeddings, kwargs):
         """Attention with a gate, as of `FusedLayer`."""
         fused = position_embeddings[0].dtype == x.dtype and why_not_fused(self, module, x) is None
         run = partial(gated_attention, self) if fused else super().attention
-        return run(module, x, attention_mask, past_key_values, position_embeddings, kwargs)
+        return run(module, x, attention_mask, cache, position_embeddings, kwargs)
 
 
 def gated_norm_forward(layer, hidden_states, gate):
@@ -80,36 +81,37 @@ def why_not_ours(layer) -> str:
     return ""
 
 
-def delta_net_forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-    """Serves as the forward of a GatedDeltaNet: hidden_states [batch, tokens, hidden] -> the same.
+def delta_net_forward(self, kwargs):
+    """Serves as the forward of a GatedDeltaNet: hidden_states [batch, tokens, hidden] -> the same. kwargs: its arguments by name.
 
     Documents come from `cu_seq_lens_q`, as padding-free collators give it, from what the model's forward found in position_ids or seq_idx,
     or from `seq_idx`.
     """
+    hidden_states, cache, attention_mask = kwargs.pop("hidden_states"), kwargs.pop(NET_CACHE, None), kwargs.pop("attention_mask", None)
     name = "cu_seq_lens_q" if kwargs.get("cu_seq_lens_q") is not None else "seq_idx"
     found = kwargs.pop(DOCUMENTS, None)
     documents = kwargs.get("cu_seq_lens_q") if found is None else found
     documents = bounds_in(kwargs.get("seq_idx")) if documents is None else documents
-    if documents is not None and cache_params is not None:
+    if documents is not None and cache is not None:
         refuse_cache_of(documents, hidden_states.shape[0], name)
         kwargs.pop("cu_seq_lens_q", None)
         documents = None
-    of_before = cache_params is not None and not hasattr(cache_params, "get_conv_state")  # until transformers 5.20
+    of_before = cache is not None and not hasattr(cache, "get_conv_state")  # until transformers 5.20
     if of_before or why_not_ours(self):
         if found is not None:  # transformers' functions take these, or raise
             kwargs = {**kwargs, "cu_seq_lens_q": found, "seq_idx": _document_of_each_token(found, hidden_states)}
-        return original_forward(self)(self, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
+        return original_forward(self)(self, hidden_states, **{NET_CACHE: cache}, attention_mask=attention_mask, **kwargs)
     shape = hidden_states.shape
     hidden_states = sys.modules[type(self).__module__].apply_mask_to_padding_states(hidden_states, attention_mask)
     if documents is not None and shape[0] > 1:
         hidden_states = hidden_states.reshape(1, -1, shape[2])
     mixed, z, b, a = _projected(self, hidden_states)
-    mixed = _convolved(self, mixed, cache_params, documents)
+    mixed = _convolved(self, mixed, cache, documents)
     q, k, v = mixed.split((self.key_dim, self.key_dim, self.value_dim), -1)
     q, k, v = (x.unflatten(-1, (-1, width)) for x, width in ((q, self.head_k_dim), (k, self.head_k_dim), (v, self.head_v_dim)))
     beta = b.sigmoid()
     g = -self.A_log.float().exp() * softplus(a.float() + self.dt_bias)
-    out = _ruled(self, q, k, v, g, beta, cache_params, documents)
+    out = _ruled(self, q, k, v, g, beta, cache, documents)
     z = self.in_proj_z(hidden_states) if z is None else z
     out = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
     return self.out_proj(out.reshape(*shape[:2], -1))

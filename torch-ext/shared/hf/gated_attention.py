@@ -27,7 +27,7 @@ def why_not_fused(own: FusedLayer, attention, x) -> Optional[Reason]:
     return None
 
 
-def gated_attention(own: FusedLayer, attention, x, attention_mask, past_key_values, position_embeddings, kwargs) -> torch.Tensor:
+def gated_attention(own: FusedLayer, attention, x, attention_mask, cache, position_embeddings, kwargs) -> torch.Tensor:
     """What an attention module makes of the normalised input x [batch, tokens, hidden]."""
     parts, head_dim, family = attention.__dict__["_modules"], attention.head_dim, own.family
     cos, sin = position_embeddings
@@ -35,5 +35,5 @@ def gated_attention(own: FusedLayer, attention, x, attention_mask, past_key_valu
     k, v = (parts[name](x).unflatten(-1, (-1, head_dim)) for name in ("k_proj", "v_proj"))
     weights, turned = (parts["q_norm"].weight, parts["k_norm"].weight), cos.shape[-1] if cos.shape[-1] < head_dim else 0
     q, k = qk_norm_rotary(q, k, *weights, cos, sin, parts["q_norm"].eps, family.offset, family.rounds, turned)
-    attended = attend(own, attention, q, k, v.transpose(1, 2), attention_mask, past_key_values, kwargs)
+    attended = attend(own, attention, q, k, v.transpose(1, 2), attention_mask, cache, kwargs)
     return parts["o_proj"](gated_output(attended.reshape(gate.shape), gate).flatten(2))

@@ -5,6 +5,7 @@ from typing import Optional
 import torch
 
 from ..runtime.device import PLAIN, is_ordinary
+from .arguments import CACHE
 from .attention import documents_of
 from .explanation import Reason
 from .graphed_layers import autocast_dtype
@@ -55,7 +56,7 @@ def described(x, kwargs):
         for part in parts:
             if type(part) not in PLAIN or part.requires_grad:
                 text = f"the argument {name} of a layer is a {type(value).__name__}"
-                if name == "past_key_values":
+                if name == CACHE:
                     return None, (), Reason("cache", f"{text}. Call the model with use_cache=False")
                 return None, (), Reason("call", text)
             tensors.append(part)

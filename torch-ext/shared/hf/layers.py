@@ -1,18 +1,20 @@
 """Makes the layers that take the place of a family's, from its row of the table. They have no state: `self` is the module whose forward
 they become. A package's layers.py names them, because the Hub finds layers there; each has nothing but `forward`, as the Hub asks."""
 
+from functools import partial
 from typing import Any, Callable, Dict, Optional, Type
 
 from ..decoder.spec import Norm
+from .arguments import forward_of
 from .causal_lm import causal_lm_forward
 from .checkpointing import checkpointed
 from .decoder_layer import FusedLayer, decoder_layer_forward
-from .decoder_model import model_forward
+from .decoder_model import given_tokens, model_forward
 from .experts import experts_forward
 from .families import Family, Vision
 from .forwards import gated_mlp_forward, mlp_forward, norm_forward, rotary_of
 from .modules import Layer, rotary_forward
-from .vision import causal_lm_with_vision, decoder_layer_with_vision, decoder_with_vision
+from .vision import causal_lm_with_vision
 
 
 def _layer(forward: Callable[..., Any]) -> Type[Layer]:
@@ -77,78 +79,35 @@ def experts_of(family: Family) -> Type[Layer]:
 
 def decoder_layer_of(own: FusedLayer) -> Type[Layer]:
     """The layer for a family's decoder layer: hidden_states [batch, tokens, hidden] -> the same, in three autograd nodes."""
-    if own.family.whole and own.family.positions_first:
-        forward = decoder_layer_with_vision(own)
-
-    elif own.family.positions_first:
-
-        @checkpointed
-        def forward(
-            self,
-            hidden_states,
-            position_embeddings=None,
-            attention_mask=None,
-            position_ids=None,
-            past_key_values=None,
-            **kwargs,
-        ):
-            kwargs.update(position_ids=position_ids)
-            return decoder_layer_forward(own, self, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs)
-
-    elif not own.family.positions:
-
-        @checkpointed
-        def forward(self, hidden_states, attention_mask=None, past_key_values=None, use_cache=False, position_embeddings=None, **kwargs):
-            kwargs.update(use_cache=use_cache)
-            return decoder_layer_forward(own, self, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs)
-
+    family = own.family
+    if family.positions_first:
+        names = ["hidden_states", "position_embeddings", "attention_mask", "position_ids", "past_key_values"]
+        names += ["use_cache"] if family.whole else []
     else:
-
-        @checkpointed
-        def forward(
-            self,
-            hidden_states,
-            attention_mask=None,
-            position_ids=None,
-            past_key_values=None,
-            use_cache=False,
-            position_embeddings=None,
-            **kwargs,
-        ):
-            kwargs.update(position_ids=position_ids, use_cache=use_cache)
-            return decoder_layer_forward(own, self, hidden_states, attention_mask, past_key_values, position_embeddings, kwargs)
-
-    return _layer(forward)
+        positions = ["position_ids"] if family.positions else []
+        names = ["hidden_states", "attention_mask", *positions, "past_key_values", "use_cache", "position_embeddings"]
+    return _layer(checkpointed(forward_of(names, partial(decoder_layer_forward, own))))
 
 
 def model(family: Optional[Family] = None, arguments_for: Optional[Callable[..., Dict[str, Any]]] = None) -> Type[Layer]:
     """The layer for a family's decoder: the same, with attention of ours where it has the one that transformers chooses by default.
 
-    family: needed of one with a vision tower. arguments_for: called with (rows, tokens) and all arguments but the tokens, by name,
-    returns those for the model's own forward that are more or others.
+    family: needed of one with a vision tower. arguments_for: called with (rows, tokens) and all arguments by name, returns those for the
+    model's own forward that are more or others.
     """
-    if family is not None and family.whole and family.whole.deepstack:
-        return _layer(decoder_with_vision)
+    names = ["input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache"]
     # One row of positions behind a tower is that of all three axes, and says nothing about documents.
     told = family is None or (family.positions and not family.whole)
+    if family is not None and family.whole and family.whole.deepstack:  # which adds visual features to the residual stream
+        names, told = [*names, "visual_pos_masks", "deepstack_visual_embeds"], True
 
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        use_cache=None,
-        **kwargs,
-    ):
-        kwargs.update(attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache)
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        if arguments_for is not None and given is not None:
-            kwargs.update(arguments_for(given.shape[:2], **kwargs))
-        return model_forward(self, told, input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
+    def run(self, given):
+        tokens = given_tokens(given)
+        if arguments_for is not None and tokens is not None:
+            given.update(arguments_for(tokens.shape[:2], given))
+        return model_forward(self, given, told)
 
-    return _layer(forward)
+    return _layer(forward_of(names, run))
 
 
 def with_vision_of(family: Family, tower: Vision) -> Type[Layer]:
@@ -164,65 +123,11 @@ def causal_lm_of(family: Family) -> Type[Layer]:
     """
     if family.whole:
         return with_vision_of(family, family.whole)
-    forward: Callable[..., Any]
-    if family.routed:
+    names = ["input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels"]
+    names += [] if family.routed else ["use_cache"]
+    names += ["output_router_logits"] if family.routed or family.sparse is not None else []
 
-        def forward(
-            self,
-            input_ids=None,
-            attention_mask=None,
-            position_ids=None,
-            past_key_values=None,
-            inputs_embeds=None,
-            labels=None,
-            output_router_logits=None,
-            logits_to_keep=0,
-            **kwargs,
-        ):
-            return causal_lm_forward(
-                self, labels, family.head(self.config), input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
-                past_key_values=past_key_values, inputs_embeds=inputs_embeds, logits_to_keep=logits_to_keep,
-                output_router_logits=output_router_logits, **kwargs,
-            )
+    def run(self, given):
+        return causal_lm_forward(self, head=family.head(self.config), **given)
 
-    elif family.sparse is None:
-
-        def forward(
-            self,
-            input_ids=None,
-            attention_mask=None,
-            position_ids=None,
-            past_key_values=None,
-            inputs_embeds=None,
-            labels=None,
-            use_cache=None,
-            logits_to_keep=0,
-            **kwargs,
-        ):
-            return causal_lm_forward(
-                self, labels, family.head(self.config), input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
-                past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, logits_to_keep=logits_to_keep, **kwargs,
-            )
-
-    else:
-
-        def forward(
-            self,
-            input_ids=None,
-            attention_mask=None,
-            position_ids=None,
-            past_key_values=None,
-            inputs_embeds=None,
-            labels=None,
-            use_cache=None,
-            output_router_logits=None,
-            logits_to_keep=0,
-            **kwargs,
-        ):
-            return causal_lm_forward(
-                self, labels, family.head(self.config), input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
-                past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, logits_to_keep=logits_to_keep,
-                output_router_logits=output_router_logits, **kwargs,
-            )
-
-    return _layer(forward)
+    return _layer(forward_of([*names, "logits_to_keep"], run))

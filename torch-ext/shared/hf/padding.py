@@ -11,6 +11,7 @@ import torch
 
 from ..ops.attention import takes_dtype, takes_heads
 from ..ops.common import autocasts
+from .arguments import CACHE
 from .attention_choice import choose_attention, head_dim_of
 from .capture import is_wanted
 from .masks import (
@@ -59,8 +60,9 @@ def _only_the_loss_is_read(model, kwargs, options) -> bool:
         return False
     use_cache = kwargs.get("use_cache")
     cached = config.use_cache if use_cache is None else use_cache
-    checkpoints = getattr(model.model, "gradient_checkpointing", False) and model.training  # which switches the cache off
-    if (cached and not checkpoints) or kwargs.get("past_key_values") is not None or any(options.get(name) for name in UNREDUCED):
+    # Checkpointing switches the cache off, from transformers 5.24 on where there are gradients.
+    checkpoints = getattr(model.model, "gradient_checkpointing", False) and model.training and torch.is_grad_enabled()
+    if (cached and not checkpoints) or kwargs.get(CACHE) is not None or any(options.get(name) for name in UNREDUCED):
         return False
     if any(kwargs.get(name, getattr(config, name, False)) for name in ASKED):
         return False

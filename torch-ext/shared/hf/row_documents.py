@@ -9,15 +9,14 @@ from typing import Any, Dict, Optional, Tuple
 import torch
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler
 
+from .arguments import CACHE
 from .masks import bounds_of, document_bounds
 from .modules import is_plain
 
 DOCUMENTS = "delta_cu_seqlens"  # the argument in which a model's forward hands on what it found in position_ids or seq_idx
 
 
-def documents_for(
-    shape, position_ids, attention_mask, past_key_values, use_cache, cu_seq_lens_q=None, cu_seq_lens_k=None, seq_idx=None, **others
-) -> Dict[str, Any]:
+def documents_for(shape, given: Dict[str, Any]) -> Dict[str, Any]:
     """Makes the arguments by which attention and delta nets see the same documents; empty where each row is one document.
 
     A cache holds the states of one document a row. transformers makes one by default, so a row of documents gets none unless it is asked
@@ -26,11 +25,13 @@ def documents_for(
 
     Args:
         shape: (rows, tokens).
-        others: the other arguments of the model's forward.
+        given: the arguments of the model's forward by name.
     """
+    names = "position_ids", "attention_mask", CACHE, "use_cache", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"
+    position_ids, attention_mask, cache, use_cache, cu_seq_lens_q, cu_seq_lens_k, seq_idx = map(given.get, names)
     if cu_seq_lens_q is None and cu_seq_lens_k is not None:
         raise ValueError("cu_seq_lens_k was given without cu_seq_lens_q, which delta nets read. Pass both, with the same bounds")
-    cached = past_key_values is not None or bool(use_cache)
+    cached = cache is not None or bool(use_cache)
     if cu_seq_lens_q is not None and torch.compiler.is_compiling():
         return _of_bounds_in_a_graph(shape, position_ids, attention_mask, cached, use_cache, cu_seq_lens_q)
     if seq_idx is None and cu_seq_lens_q is None:
@@ -38,7 +39,7 @@ def documents_for(
         unknown = text is None and not _has_three_rows(position_ids)
         if unknown or shape[1] < 2 or (attention_mask is not None and not _is_padding(attention_mask)):
             return {}
-        if torch.compiler.is_compiling() and (past_key_values is not None or text is None):  # a step of generate(), a vision tower's
+        if torch.compiler.is_compiling() and (cache is not None or text is None):  # a step of generate(), a vision tower's
             return {}
     return _read_documents(shape, position_ids, attention_mask, cached, use_cache, cu_seq_lens_q, cu_seq_lens_k, seq_idx)
 

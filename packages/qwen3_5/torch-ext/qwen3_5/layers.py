@@ -3,6 +3,7 @@ net. They have no state: `self` is the module whose forward they become."""
 
 from .families import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from .shared.hf import delta_net, layers
+from .shared.hf.arguments import forward_of
 from .shared.hf.modules import Layer
 from .shared.hf.row_documents import documents_for
 
@@ -43,8 +44,7 @@ class Experts(Layer):
 class Qwen3_5GatedDeltaNet(Layer):
     """For the delta nets of all three: hidden_states [batch, tokens, hidden] -> the same, with documents that do not see each other."""
 
-    def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        return delta_net.delta_net_forward(self, hidden_states, cache_params, attention_mask, **kwargs)
+    forward = forward_of(("hidden_states", "cache_params", "attention_mask"), delta_net.delta_net_forward)
 
 
 class ChunkGatedDeltaRule(Layer):
