@@ -14,7 +14,7 @@ from .binding import remember
 from .checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
 from .families import LOSS, Families, Targets, argument_of, names_of
 from .hub import TRANSFORMERS_EXPECTED
-from .modules import SAVED, is_marked, is_transformers_own
+from .modules import SAVED, is_marked, is_transformers_own, without_decorators
 from .padding import KEEPS
 from .shapes import explanation as explain_shapes
 from .shapes import put_on
@@ -28,7 +28,7 @@ def _attention_forward(targets: Targets, original):
     it does not call that name itself.
     """
     own = is_transformers_own(original, targets.modeling, f"{targets.attention}.forward")
-    if not own or ownership.ROTARY not in original.__code__.co_names:
+    if not own or ownership.ROTARY not in without_decorators(original).__code__.co_names:
         found = "is not transformers' own" if not own else f"does not call {ownership.ROTARY}"
         raise RuntimeError(
             f"rope cannot be put on one model: {targets.attention}.forward, defined in {ownership.name_of(original)}, {found}. "

@@ -4,7 +4,7 @@ import inspect
 import sys
 import warnings
 from collections import Counter
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 
 from torch import nn
 
@@ -44,10 +44,17 @@ def describe(function, original):
 
 
 def copy_with(original, replaced):
-    """A copy of a forward, marked as ours, that finds other functions under global names. replaced: these, by their names."""
-    names = {name: value for name, value in original.__globals__.items() if name != "__name__"}  # torch.compile would look it up there
-    arguments = original.__name__, original.__defaults__, original.__closure__
-    copy = FunctionType(original.__code__, {**names, **replaced}, *arguments)
+    """A copy of a forward and of transformers' decorators around it, marked as ours, that finds other functions under global names.
+    replaced: these, by their names."""
+    names, closure = original.__globals__, original.__closure__
+    inner = getattr(original, "__wrapped__", None)
+    if inner is None:
+        # torch.compile would look __name__ up there
+        names = {**{name: value for name, value in names.items() if name != "__name__"}, **replaced}
+    else:
+        copied = copy_with(inner, replaced)
+        closure = tuple(CellType(copied) if cell.cell_contents is inner else cell for cell in closure)
+    copy = FunctionType(original.__code__, names, original.__name__, original.__defaults__, closure)
     copy.__kwdefaults__ = original.__kwdefaults__
     copy.__module__, copy.__qualname__ = original.__module__, original.__qualname__
     describe(copy, original)

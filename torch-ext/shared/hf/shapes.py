@@ -102,9 +102,10 @@ class Shapes:
 
     def _with_rotary(self, forward) -> Optional[Callable]:
         """A copy of a forward that calls our function where it calls one with the text of a known rotary embedding; None for none."""
-        if type(forward) is not FunctionType or forward.__closure__:
+        inner = without_decorators(forward)
+        if type(inner) is not FunctionType or inner.__closure__:
             return None
-        names = {name: self._rotary(forward.__globals__.get(name)) for name in _globals_in(forward)}
+        names = {name: self._rotary(inner.__globals__.get(name)) for name in _globals_in(inner)}
         ours = {name: function for name, function in names.items() if function is not None}
         return copy_with(forward, ours) if ours else None
 
