@@ -17,9 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".cache/environments"
 ENVIRONMENTS: dict[str, tuple[str, ...]] = {
-    "newest": ("transformers==5.23.0",),
+    "newest": ("transformers==5.24.0",),
     "oldest": ("transformers==5.17.0", "kernels==0.16.2"),
-    "newest-torch": ("transformers==5.23.0", "torch==2.15.0"),
+    "newest-torch": ("transformers==5.24.0", "torch==2.15.0"),
     "oldest-torch": ("transformers==5.17.0", "kernels==0.16.2", "torch==2.6.0"),
 }
 TESTS = ("patching", "recomputation", "checkpointing", "layers", "model_losses", "keeping", "saving", "training", "versions", "texts",

@@ -1,6 +1,6 @@
 """Records what releases of transformers say in the functions that the layers stand in for or rely on.
 
-    python -m tools.transformers_texts 5.24.0        downloads releases and records them, in torch-ext/shared/hf/known_texts.py and in docs
+    python -m tools.transformers_texts 5.25.0        downloads releases and records them, in torch-ext/shared/hf/known_texts.py and in docs
     python -m tools.transformers_texts --add transformers.models.x.modeling_x XRMSNorm.forward XAttention.forward apply_rotary_pos_emb
                                                      records texts of a new family, in every tested release
     python -m tools.transformers_texts --check       says which texts of the installed release are not known
@@ -95,10 +95,10 @@ def written(texts: Texts, tested: Sequence[str]) -> str:
     for module, names in texts.items():
         lines.append(f'    "{module}": {{')
         for name, of_name in names.items():
-            row = ", ".join(f'"{version}": "{fingerprint}"' for version, fingerprint in of_name.items())
-            one_line = f'        "{name}": {{{row}}},'
-            many = [f'        "{name}": {{', *(f'            "{v}": "{f}",' for v, f in of_name.items()), "        },"]
-            lines += [one_line] if len(one_line) <= 140 else many
+            row = [f'"{version}": "{fingerprint}"' for version, fingerprint in of_name.items()]
+            one_line = f'        "{name}": {{{", ".join(row)}}},'
+            many = [f"            {', '.join(row[i : i + 4])}," for i in range(0, len(row), 4)]
+            lines += [one_line] if len(one_line) <= 140 else [f'        "{name}": {{', *many, "        },"]
         lines.append("    },")
     return "\n".join([*lines, "}", ""])
 
@@ -131,7 +131,7 @@ def changes(before: str, after: str, name: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("releases", nargs="*", help="of transformers, such as 5.24.0")
+    parser.add_argument("releases", nargs="*", help="of transformers, such as 5.25.0")
     parser.add_argument("--check", action="store_true", help="only look at the installed release; 1 when it has texts that are not known")
     parser.add_argument("--add", nargs="+", metavar="NAME", default=[], help="a module of transformers and names in it")
     options = parser.parse_args(arguments)

@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from torch import nn
@@ -74,7 +75,7 @@ def test_a_transformers_that_is_too_old_is_refused_with_those_to_install(qwen3, 
     assert not any("bastile" in name for name in vars(modeling_qwen3.Qwen3MLP))
 
 
-@pytest.mark.parametrize("version", ("5.17.0", "5.18.0", "5.22.9", "5.23.0", "5.24.0.dev0", "6.0.0"))
+@pytest.mark.parametrize("version", ("5.17.0", "5.18.0", "5.22.9", "5.23.0", "5.24.0", "5.25.0.dev0", "6.0.0"))
 def test_a_transformers_that_says_the_same_is_taken_with_one_line_when_it_was_not_tested(qwen3, monkeypatch, version):
     """test_texts.py has those that say something else."""
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
@@ -115,6 +116,40 @@ def test_forwards_have_the_arguments_of_those_that_they_stand_in_for(request, fi
 def test_arguments_given_twice_are_refused_with_a_vision_tower(qwen3_5, arguments, named, says):
     with pytest.raises(TypeError, match=f"^WithVision.forward got arguments {says}, expected each of input_ids, attention_mask"):
         part(qwen3_5, "layers").WithVision()(*arguments, **named)
+
+
+@pytest.mark.parametrize("former", ("past_key_values", "cache_params"))
+def test_a_renamed_argument_goes_by_both_names(qwen3, monkeypatch, former):
+    arguments = part(qwen3, "shared.hf.arguments")
+    monkeypatch.setattr(arguments, "RENAMED", {"past_key_values": "cache", "cache_params": "cache"})
+    forward = arguments.forward_of(("hidden_states", "attention_mask", former), lambda module, given: given)
+    assert list(inspect.signature(forward).parameters) == ["self", "hidden_states", "attention_mask", "cache", "kwargs"]
+    assert forward(None, 1, 2, 3) == forward(None, 1, cache=3, attention_mask=2) == {"hidden_states": 1, "attention_mask": 2, "cache": 3}
+    with pytest.warns(FutureWarning, match=f"`{former}` is deprecated for `NoneType.forward`. Use `cache` instead"):
+        assert forward(None, 1, **{former: 3}) == {"hidden_states": 1, "cache": 3}
+    with pytest.warns(FutureWarning):
+        assert forward(None, 1, cache=3, **{former: 4}) == {"hidden_states": 1, "cache": 3}
+    with pytest.raises(TypeError, match="cache by position and by name"):
+        forward(None, 1, 2, 3, cache=4)
+
+
+@pytest.mark.parametrize("name", (None, "past_key_values"))
+def test_a_model_takes_its_cache_by_the_name_of_the_release_and_by_the_former_one(qwen3, name):
+    """Both give what the model gives without a cache, and what the release's own model warns of, ours does too."""
+    model, name = tiny_model().eval(), name or part(qwen3, "shared.hf.arguments").CACHE
+    ids = torch.arange(12)[None] % model.config.vocab_size
+    with torch.no_grad():
+        expected, said = model(ids).logits, []
+        for prepare in (lambda: None, qwen3.apply):
+            prepare()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                cache = model(ids[:, :8], use_cache=True)[1]
+                found = model(ids[:, 8:], **{name: cache}).logits
+            assert torch.allclose(found, expected[:, 8:], atol=1e-5)
+            assert cache.get_seq_length() == 12
+            said.append(sum(issubclass(w.category, FutureWarning) for w in caught))
+    assert said[0] == said[1] == (name != part(qwen3, "shared.hf.arguments").CACHE)
 
 
 def test_an_old_kernels_is_refused_with_the_one_to_install(qwen3, monkeypatch):
