@@ -1,7 +1,6 @@
 """Makes the layers that take the place of a family's, from its row of the table. They have no state: `self` is the module whose forward
 they become. A package's layers.py names them, because the Hub finds layers there; each has nothing but `forward`, as the Hub asks."""
 
-from functools import partial
 from typing import Any, Callable, Dict, Optional, Type
 
 from ..decoder.spec import Norm
@@ -86,7 +85,11 @@ def decoder_layer_of(own: FusedLayer) -> Type[Layer]:
     else:
         positions = ["position_ids"] if family.positions else []
         names = ["hidden_states", "attention_mask", *positions, "past_key_values", "use_cache", "position_embeddings"]
-    return _layer(checkpointed(forward_of(names, partial(decoder_layer_forward, own))))
+
+    def run(self, given):
+        return decoder_layer_forward(own, self, given)
+
+    return _layer(checkpointed(forward_of(names, run)))
 
 
 def model(family: Optional[Family] = None, arguments_for: Optional[Callable[..., Dict[str, Any]]] = None) -> Type[Layer]:

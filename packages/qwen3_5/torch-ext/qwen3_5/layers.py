@@ -44,7 +44,7 @@ class Experts(Layer):
 class Qwen3_5GatedDeltaNet(Layer):
     """For the delta nets of all three: hidden_states [batch, tokens, hidden] -> the same, with documents that do not see each other."""
 
-    forward = forward_of(("hidden_states", "cache_params", "attention_mask"), delta_net.delta_net_forward)
+    forward = forward_of(("hidden_states", "cache_params", "attention_mask"), lambda self, given: delta_net.delta_net_forward(self, given))
 
 
 class ChunkGatedDeltaRule(Layer):
