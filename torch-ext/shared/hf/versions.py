@@ -5,6 +5,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 import warnings
 from pathlib import Path
@@ -58,9 +59,10 @@ def installed() -> Tuple[int, ...]:
     """Major and minor number of the installed transformers, which is not imported for it; of the newest tested one when there is none."""
     spec = importlib.util.find_spec("transformers")
     # A folder beside it has the version in its name, and to list folders opens no file: this is asked while a package is imported.
-    folders = [] if spec is None or not spec.origin else [*Path(spec.origin).parents[1].glob("transformers-*.dist-info")]
-    if len(folders) == 1:
-        return _major_and_minor(folders[0].name.partition("-")[2])
+    beside = [] if spec is None or not spec.origin else os.listdir(Path(spec.origin).parents[1])
+    names = [name for name in beside if re.fullmatch(r"transformers-.*\.dist-info", name)]
+    if len(names) == 1:
+        return _major_and_minor(names[0].partition("-")[2])
     try:
         return _major_and_minor(importlib.metadata.version("transformers"))
     except importlib.metadata.PackageNotFoundError:
