@@ -135,7 +135,7 @@ def test_a_renamed_argument_goes_by_both_names(qwen3, monkeypatch, former):
 
 @pytest.mark.parametrize("name", (None, "past_key_values"))
 def test_a_model_takes_its_cache_by_the_name_of_the_release_and_by_the_former_one(qwen3, name):
-    """Both give what the model gives without a cache, and what the release's own model warns of, ours does too."""
+    """Either name gives the logits of a call without a cache, and warns exactly where transformers' own model does."""
     model, name = tiny_model().eval(), name or part(qwen3, "shared.hf.arguments").CACHE
     ids = torch.arange(12)[None] % model.config.vocab_size
     with torch.no_grad():

@@ -1,22 +1,24 @@
-"""The arguments of the forwards that take the place of transformers': its own, in its order, under the names that they have in the
-installed release. The Hub replaces a class by a layer only where both forwards take as many, a trainer drops the columns that a forward
-does not name, and a caller may pass them by position."""
+"""Makes forwards with the arguments of those of transformers that they replace: the same ones, in the same order, under the names that the
+installed release uses. The Hub replaces a class with a layer only if both forwards take as many arguments, a trainer drops the columns that
+a forward does not name, and callers may pass arguments by position."""
 
 import inspect
 import warnings
-from typing import Any, Callable, Dict, Sequence
+from typing import Any, Callable, Dict, Mapping, Sequence
 
 import torch
 
 from .versions import installed
 
-# What is called otherwise from transformers 5.24 on. It takes the former names by keyword, with a warning.
-RENAMED = {"past_key_values": "cache", "cache_params": "cache"} if installed() >= (5, 24) else {}
-DEFAULTS = {"use_cache": False, "logits_to_keep": 0}  # of those that are not None
+SINCE_5_24 = installed() >= (5, 24)
+# transformers 5.24 renamed these arguments. It still accepts the former names as keywords, with a warning.
+RENAMED = {"past_key_values": "cache", "cache_params": "cache"} if SINCE_5_24 else {}
+# The defaults in signatures that are not None.
+DEFAULTS: Mapping[str, Any] = {"hidden_states": inspect.Parameter.empty, "use_cache": False, "logits_to_keep": 0}
 
 
 def named(argument: str) -> str:
-    """What the installed transformers calls an argument. argument: its name in transformers 5.17."""
+    """Returns the name that the installed transformers uses for an argument. argument: its name in transformers 5.17."""
     return RENAMED.get(argument, argument)
 
 
@@ -25,14 +27,14 @@ NET_CACHE = named("cache_params")  # of delta nets
 
 
 def forward_of(names: Sequence[str], run: Callable[[Any, Dict[str, Any]], Any], rest: str = "kwargs") -> Callable[..., Any]:
-    """Makes the forward that returns run(module, arguments by name); those that the caller left out are not among these.
+    """Makes a forward that returns run(module, arguments by name). Arguments that the caller left out are absent.
 
     Args:
-        names: of the arguments, in transformers' order and under its names of 5.17. Others may be passed by keyword.
-        rest: what the signature calls those others.
+        names: the arguments in transformers' order, by their names in transformers 5.17. The forward takes any others as keywords.
+        rest: the name of these other keywords in the signature.
     """
     current = tuple(map(named, names))
-    former = [(name, named(name)) for name in names if named(name) != name]
+    former = [(name, RENAMED[name]) for name in names if name in RENAMED]
 
     def forward(self, *args, **kwargs):
         for before, now in former:
@@ -48,15 +50,13 @@ def forward_of(names: Sequence[str], run: Callable[[Any, Dict[str, Any]], Any], 
 
     either = inspect.Parameter.POSITIONAL_OR_KEYWORD
     given = [inspect.Parameter(name, either, default=DEFAULTS.get(name)) for name in current]
-    if current[0] == "hidden_states":
-        given[0] = given[0].replace(default=inspect.Parameter.empty)
     others = inspect.Parameter(rest, inspect.Parameter.VAR_KEYWORD)
     forward.__signature__ = inspect.Signature([inspect.Parameter("self", either), *given, others])  # type: ignore[attr-defined]
     return forward
 
 
 def _rename(module, kwargs: Dict[str, Any], before: str, now: str) -> None:
-    """Gives an argument its name of today, as transformers does: with a warning, and ignored where it is there under both."""
+    """Moves an argument to its current name and warns, as transformers does. If both names were given, the current one counts."""
     value = kwargs.pop(before)
     kwargs.setdefault(now, value)
     if not torch.compiler.is_compiling():
@@ -64,5 +64,5 @@ def _rename(module, kwargs: Dict[str, Any], before: str, now: str) -> None:
 
 
 def _misplaced(module, names: Sequence[str], found: str) -> TypeError:
-    """What to raise for an argument that was given twice, or for more than there are."""
+    """Makes the error for an argument that was passed twice, or for too many arguments."""
     return TypeError(f"{type(module).__name__}.forward got arguments {found}, expected each of {', '.join(names)} at most once")

@@ -16,7 +16,7 @@ from typing import Any, Callable, Dict, Optional, Tuple
 import torch
 
 from ..ops.recorded import Recording, Results
-from .arguments import CACHE, RENAMED
+from .arguments import CACHE, SINCE_5_24
 from .binding import begin_graphs_after
 from .modules import SAVED
 from .wrapped import WRAPPING
@@ -83,7 +83,7 @@ def checkpointed(forward: Callable) -> Callable:
 
     @functools.wraps(forward)
     def checkpointing(layer, *args, **kwargs):
-        replayed = _is_checkpointed(layer) and (torch.is_grad_enabled() or not RENAMED)  # see transformers 5.24
+        replayed = _is_checkpointed(layer) and (torch.is_grad_enabled() or not SINCE_5_24)
         if replayed and type(layer).__call__ is torch.nn.Module.__call__:
             return layer._gradient_checkpointing_func(functools.partial(forward, layer, **_without_caches(layer, kwargs)), *args)
         return forward(layer, *args, **kwargs)

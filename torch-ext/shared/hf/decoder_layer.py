@@ -22,7 +22,7 @@ from ..ops.common import autocasts, constant
 from ..ops.rotary import qk_norm_rotary
 from ..runtime.device import PLAIN
 from .adapters import projection_or_reason, projections
-from .arguments import CACHE, NET_CACHE, RENAMED
+from .arguments import CACHE, NET_CACHE, SINCE_5_24
 from .checkpointing import attend_once, keeps_attention, recomputes_mlp, warn_of_kept_mlp
 from .explanation import Reason
 from .families import Family
@@ -231,8 +231,8 @@ def attend(own: FusedLayer, attention, q, k, v, attention_mask, cache, kwargs):
     """Attention's output [batch, tokens, heads, head_dim], or [tokens, heads * head_dim]."""
     modeling = sys.modules[own.modeling]
     if cache is not None:
-        # A cache of pages writes in kwargs where attention finds them.
-        k, v = cache.update(k, v, attention.layer_idx, **({"kwargs": kwargs} if RENAMED else {}))
+        # Since transformers 5.24, a paged cache adds what attention needs to kwargs.
+        k, v = cache.update(k, v, attention.layer_idx, **({"kwargs": kwargs} if SINCE_5_24 else {}))
     interface = modeling.ALL_ATTENTION_FUNCTIONS.get_interface(
         attention.config._attn_implementation, modeling.eager_attention_forward
     )

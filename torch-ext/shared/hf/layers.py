@@ -105,8 +105,7 @@ def model(family: Optional[Family] = None, arguments_for: Optional[Callable[...,
         names, told = [*names, "visual_pos_masks", "deepstack_visual_embeds"], True
 
     def run(self, given):
-        tokens = given_tokens(given)
-        if arguments_for is not None and tokens is not None:
+        if arguments_for is not None and (tokens := given_tokens(given)) is not None:
             given.update(arguments_for(tokens.shape[:2], given))
         return model_forward(self, given, told)
 

@@ -60,7 +60,7 @@ def _only_the_loss_is_read(model, kwargs, options) -> bool:
         return False
     use_cache = kwargs.get("use_cache")
     cached = config.use_cache if use_cache is None else use_cache
-    # Checkpointing switches the cache off, from transformers 5.24 on where there are gradients.
+    # Checkpointing switches the cache off; since transformers 5.24, only while gradients are enabled.
     checkpoints = getattr(model.model, "gradient_checkpointing", False) and model.training and torch.is_grad_enabled()
     if (cached and not checkpoints) or kwargs.get(CACHE) is not None or any(options.get(name) for name in UNREDUCED):
         return False

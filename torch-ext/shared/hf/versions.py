@@ -55,10 +55,11 @@ def _major_and_minor(version: str) -> Tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
+@functools.lru_cache(maxsize=None)
 def installed() -> Tuple[int, ...]:
     """Major and minor number of the installed transformers, which is not imported for it; of the newest tested one when there is none."""
     spec = importlib.util.find_spec("transformers")
-    # A folder beside it has the version in its name, and to list folders opens no file: this is asked while a package is imported.
+    # This runs while a package is imported, which may open no file, so the version comes from the name of the folder beside transformers.
     beside = [] if spec is None or not spec.origin else os.listdir(Path(spec.origin).parents[1])
     names = [name for name in beside if re.fullmatch(r"transformers-.*\.dist-info", name)]
     if len(names) == 1:
