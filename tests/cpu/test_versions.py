@@ -131,6 +131,8 @@ def test_a_renamed_argument_goes_by_both_names(qwen3, monkeypatch, former):
         assert forward(None, 1, cache=3, **{former: 4}) == {"hidden_states": 1, "cache": 3}
     with pytest.raises(TypeError, match="cache by position and by name"):
         forward(None, 1, 2, 3, cache=4)
+    with pytest.raises(TypeError, match="^NoneType.forward got no hidden_states, expected one$"):
+        forward(None, attention_mask=2)
 
 
 @pytest.mark.parametrize("name", (None, "past_key_values"))

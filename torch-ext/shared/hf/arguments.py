@@ -34,6 +34,7 @@ def forward_of(names: Sequence[str], run: Callable[[Any, Dict[str, Any]], Any], 
         rest: the name of these other keywords in the signature.
     """
     current = tuple(map(named, names))
+    required = [name for name in current if DEFAULTS.get(name) is inspect.Parameter.empty]
     former = [(name, RENAMED[name]) for name in names if name in RENAMED]
 
     def forward(self, *args, **kwargs):
@@ -46,6 +47,9 @@ def forward_of(names: Sequence[str], run: Callable[[Any, Dict[str, Any]], Any], 
             if name in kwargs:
                 raise _misplaced(self, current, f"{name} by position and by name")
             kwargs[name] = value
+        for name in required:
+            if name not in kwargs:
+                raise TypeError(f"{type(self).__name__}.forward got no {name}, expected one")
         return run(self, kwargs)
 
     either = inspect.Parameter.POSITIONAL_OR_KEYWORD
