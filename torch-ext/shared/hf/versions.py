@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Tuple
@@ -58,12 +59,15 @@ def _major_and_minor(version: str) -> Tuple[int, ...]:
 @functools.lru_cache(maxsize=None)
 def installed() -> Tuple[int, ...]:
     """Major and minor number of the installed transformers, which is not imported for it; of the newest tested one when there is none."""
-    spec = importlib.util.find_spec("transformers")
-    # This runs while a package is imported, which may open no file, so the version comes from the name of the folder beside transformers.
-    beside = [] if spec is None or not spec.origin else os.listdir(Path(spec.origin).parents[1])
-    names = [name for name in beside if re.fullmatch(r"transformers-.*\.dist-info", name)]
-    if len(names) == 1:
-        return _major_and_minor(names[0].partition("-")[2])
+    # This runs while a package is imported, which may open no file, so the version comes from the name of the folder that pip made.
+    for folder in filter(None, sys.path):
+        try:
+            names = os.listdir(folder)
+        except OSError:  # an archive, or nothing
+            continue
+        for name in names:
+            if name.startswith("transformers-") and name.endswith(".dist-info"):
+                return _major_and_minor(name.partition("-")[2])
     try:
         return _major_and_minor(importlib.metadata.version("transformers"))
     except importlib.metadata.PackageNotFoundError:
