@@ -65,7 +65,7 @@ def steps(rows: list[Row], title: str):
     memory.set_ylabel("peak memory, GiB")
     for axes in (speed, memory):
         axes.set_xticks(range(len(tokens)), tokens, rotation=30)
-        axes.set_xlabel("tokens in a step; a line ends where memory does")
+        axes.set_xlabel("tokens in a step; a line ends where memory does, or where it was not measured")
         axes.grid(alpha=0.3)
     handles, labels = memory.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
