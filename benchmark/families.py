@@ -18,6 +18,7 @@ from .providers import is_ours, package, require_modules
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DEVIATION = 0.02  # of every weight that is drawn
 ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
+BRANCH_ENDS = ("o_proj.weight", "down_proj", "down_proj.weight")  # what they return is added to the residual
 # What transformers calls the attention of the providers whose names end so; the others have its default.
 ATTENTION = {"_flex": "flex_attention", "_varlen": varlen_peer.NAME}
 
@@ -230,7 +231,7 @@ def fill(model, part: str = "", kind: str = routing.UNIFORM) -> None:
 @torch.no_grad()
 def fill_parameter(name: str, parameter: torch.Tensor, config, kind: str = routing.UNIFORM) -> None:
     """Draw a weight from its name; make a norm's weight 1, and a bias or a sink 0. config: of the model; kind: of the routing, for which
-    embedding and routers of a model with experts are drawn as routing.py says."""
+    embedding, ends of branches and routers of a model with experts are drawn as routing.py says."""
     generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
     experts, top_k = routing.experts_of(config)
     if not name.endswith("weight") and (parameter.dim() == 1 or name.endswith("bias")):
@@ -239,6 +240,8 @@ def fill_parameter(name: str, parameter: torch.Tensor, config, kind: str = routi
         parameter.fill_(1.0)
     else:
         parameter.normal_(0.0, 1.0 if experts and "embed_tokens" in name else DEVIATION, generator=generator)
+        if experts and name.endswith(BRANCH_ENDS):
+            parameter *= routing.branch_scale(config.num_hidden_layers)
         if kind == routing.SKEWED and name.endswith(ROUTERS):
             parameter *= routing.row_lengths(experts, top_k).to(parameter)[:, None]
 

@@ -59,8 +59,16 @@ class Results:
 
     @property
     def whole(self) -> bool:
-        """Tell whether every round of every provider that is installed was measured."""
-        return bool(self.gpu) and not self.late
+        """Tell whether every round of every provider that is installed was measured, with tokens that went to all experts."""
+        return bool(self.gpu) and not self.late and not any(map(self._collapsed, self.routings))
+
+    def _collapsed(self, tokens: int) -> bool:
+        found = dict(self.routings.get(tokens) or {})
+        return bool(found) and routing.collapsed(self._routing_kind, routing.Routing(**found))
+
+    @property
+    def _routing_kind(self) -> str:
+        return getattr(self.args, "routing", routing.UNIFORM)  # FSDP's steps have no such argument
 
     def _add_steps(self, provider: str, report: dict) -> None:
         tokens = report["tokens"]
@@ -70,7 +78,10 @@ class Results:
         found.ms += report["ms"]
         found.rounds += 1
         if report.get("routing"):
+            known = tokens in self.routings
             self.routings.setdefault(tokens, report["routing"])
+            if not known and self._collapsed(tokens):
+                log(f"  {tokens} tokens: {report['routing']} has collapsed to few experts, so no table can show these steps")
         if provider == "torch_compile":  # at every length
             found.compile_s.append((report["first_ms"] - Quantiles.of(report["ms"]).median) / 1e3)
         found.losses = found.losses or report["losses"]
@@ -126,7 +137,7 @@ class Results:
         allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
         known |= {"allocator": allocator} if allocator else {}
         if tokens in self.routings:
-            known["routing"] = {"kind": getattr(self.args, "routing", routing.UNIFORM), **self.routings[tokens]}
+            known["routing"] = {"kind": self._routing_kind, **self.routings[tokens]}
         extra = json.dumps(known | config | self.environment, sort_keys=True)
         return Row(self.kernel, provider, "full", metric, unit, *x, *numbers, extra, self.gpu)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from benchmark import all as all_runs
 from benchmark import (
@@ -318,6 +319,32 @@ def test_tokens_go_to_as_many_experts_as_the_results_say(loaded):
     for (kind, _), each in found.items():
         assert each == pytest.approx(found[kind, "huggingface"], abs=0.05), "rounding may move a token"
         assert not routing.collapsed(kind, routing.Routing(**each))
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_deep_model_uses_all_experts(scaled, monkeypatch):
+    """Twelve layers of it do, as wide as this; with branches that end as wide as they begin, they use a few."""
+    if not scaled:
+        monkeypatch.setattr(families, "BRANCH_ENDS", ())
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=1024, num_hidden_layers=12, num_attention_heads=32, num_key_value_heads=2, head_dim=128, num_experts=64,
+        num_experts_per_tok=4, moe_intermediate_size=16, vocab_size=512, norm_topk_prob=True,
+    )  # fmt: skip
+    model = transformers.Qwen3MoeForCausalLM(config)
+    families.fill(model)
+    found = routing.record(model, input_ids=torch.arange(512)[None])
+    assert routing.collapsed(routing.UNIFORM, found) is not scaled
+
+
+@pytest.mark.parametrize("kind", [routing.UNIFORM, routing.SKEWED])
+def test_steps_whose_tokens_went_to_a_few_experts_are_not_whole(kind, capsys):
+    results = step_results.Results("qwen3_moe_step", argparse.Namespace(tokens=[64], routing=kind), gpu="a GPU")
+    report = {"kind": "result", "tokens": 64, "ms": [1.0], "first_ms": 1.0, "peak_gib": None, "losses": [1.0]}
+    results.add("bastile", {**report, "routing": routing.Routing(32, 4, 32, 0.3).asdict()})
+    assert results.whole
+    results.routings.clear()
+    results.add("bastile", {**report, "routing": routing.Routing(32, 4, 7, 0.91).asdict()})
+    assert not results.whole and "collapsed" in "".join(capsys.readouterr())
 
 
 def test_a_skewed_routing_is_one():
