@@ -5,7 +5,7 @@ import torch
 
 from tests import decoder_families
 from tests.integrations.common import FACTOR, FAMILIES, batch, family_on, install, layers_run  # noqa: F401
-from tests.integrations.inference import generated
+from tests.integrations.inference import batched, generated
 from tests.integrations.lora import lora
 from tests.integrations.preference import counted, train
 from tests.integrations.trainers import BOTH, run
@@ -60,13 +60,27 @@ def test_lora_on_families(decoders, device, name):
     assert found.output.logits is None and all("lora" in parameter for parameter in found.gradients)
 
 
+def clear_choices(name, device):
+    """A model with a window, where its family has one, whose greedy choices rounding does not turn."""
+    model = family_on(name, device, **({} if name == "llama" else decoder_families.WINDOW)).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8)
+    return model
+
+
+@pytest.mark.integration(f"generate: {IS}, past their windows")
+@EACH
+def test_continuous_batching_of_families(decoders, device, name):
+    model = clear_choices(name, device)
+    expected = batched(model, prompts=(20, 3, 5))
+    assert batched(install(decoders, model), prompts=(20, 3, 5)) == expected
+
+
 @pytest.mark.integration(f"generate: {IS}, past their windows")
 @EACH
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation_of_families(decoders, device, name, cache):
-    model = family_on(name, device, **({} if name == "llama" else decoder_families.WINDOW)).eval()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(8)  # clear choices, which rounding does not turn
+    model = clear_choices(name, device)
     expected, _ = generated(model, device, cache_implementation=cache)
     tokens, _ = generated(install(decoders, model), device, cache_implementation=cache)
     assert torch.equal(tokens, expected)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 from tests.integrations.common import FACTOR, WAYS, install, layers_run, model_on  # noqa: F401
 from tests.models import random_tokens
@@ -70,6 +71,26 @@ def test_left_padding(qwen3, device, cache, attention):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_beam_search(qwen3, device, cache):
     compare(qwen3, device, num_beams=3, num_return_sequences=2, cache_implementation=cache)
+
+
+def batched(model, prompts=(9, 3, 5), **options):
+    """The tokens of `generate_batch`: requests of all lengths share a row, and a cache of pages."""
+    options = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=1, pad_token_id=0, **options)
+    # Few pages, where it would take most of the memory; and no kernels of others from the Hub.
+    pages = transformers.generation.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32, auto_switch_to_flash=False)
+    requests = [row.tolist() for row in random_tokens(1, sum(prompts))[0].split(prompts)]
+    found = model.generate_batch(requests, generation_config=options, continuous_batching_config=pages, progress_bar=False)
+    return [found[name].generated_tokens for name in sorted(found)]
+
+
+@pytest.mark.integration("generate: continuous batching (generate_batch)")
+@pytest.mark.parametrize("how", WAYS)
+def test_continuous_batching(qwen3, device, how):
+    expected = batched(model_for_inference(device))
+    assert list(map(len, expected)) == [NEW] * 3
+    model = install(qwen3, model_for_inference(device), how)
+    assert batched(model) == expected
+    assert torch.equal(generated(model, device)[0], generated(model_for_inference(device), device)[0])
 
 
 @pytest.mark.integration("generate: sampling on a fixed seed")

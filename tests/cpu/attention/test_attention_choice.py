@@ -16,6 +16,7 @@ from tests.attention_batches import (
     padded,
     step,
 )
+from tests.integrations.inference import batched
 from tests.models import tiny_model
 
 
@@ -53,6 +54,25 @@ def test_a_model_that_keeps_its_attention(kernels, kept):
     step(model, packed())
     assert model.model.config._attn_implementation == before
     assert not any("attention" in name for name in kernels.launched)
+
+
+@pytest.mark.parametrize("family", ("qwen3", "sliding", "gpt_oss", "gemma3_text", "gemma2", "phi3", "olmo3"))
+def test_a_model_has_it_again_after_continuous_batching(chosen, family):
+    """Which sets another one for families without SDPA, and afterwards what the configuration said before."""
+    package, build = chosen(family)
+    model = build().eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8)  # clear choices
+    expected, before = batched(model, prompts=(20, 3, 5)), model.config._attn_implementation
+    package.kernelize(model)
+    for _ in range(2):
+        model(input_ids=packed()["input_ids"])
+        assert model.model.config._attn_implementation == "bastile"
+        assert batched(model, prompts=(20, 3, 5)) == expected and model.config._attn_implementation == before
+    model.set_attn_implementation("eager")  # a choice of the user's, which continuous batching gives back, too
+    assert batched(model, prompts=(20, 3, 5)) == expected
+    model(input_ids=packed()["input_ids"])
+    assert model.model.config._attn_implementation == "eager"
 
 
 def test_switching_it_off_gives_models_their_attention_back(kernels):

@@ -22,6 +22,7 @@ from .explanation import Reason
 from .masks import ATTENTION, CHOICE, EAGER, MASKING, TRACEABLE, caps_scores, masks_made_by, visible_mask
 from .modules import SAVED
 
+CONTINUOUS_BATCHING = "transformers.generation.continuous_batching"
 STORED = "_attn_implementation_internal"  # where transformers keeps the name of an implementation
 NAMED = SAVED + "attention_named"  # on a decoder: its implementation was asked for by name
 WITHOUT = SAVED + "without_attention"  # on a decoder: kernelize() was told not to choose ours
@@ -127,8 +128,17 @@ def _ask_for(config, name: Optional[str]) -> None:
     config.__dict__[STORED] = name
     if state is not None:
         state.on = False
-        if state.decoder() is not None:
+        if state.decoder() is not None and not _asked_by_continuous_batching():
             vars(state.decoder())[NAMED] = True
+
+
+def _asked_by_continuous_batching() -> bool:
+    """Tells whether `generate_batch` is asking. It sets an implementation for pages while it runs, and the one before that afterwards, with
+    the function that users call: taken for a choice of theirs, the second would keep our attention from all training that follows."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(CONTINUOUS_BATCHING):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _absent(config):
