@@ -135,6 +135,8 @@ def counted(qwen3):
             setattr(module, name, original)
 
 
+PAGES = {"num_blocks": 16, "max_batch_tokens": 64, "auto_switch_to_flash": False}
+CONTINUOUS_BATCHING = {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": PAGES}
 CASES = {
     "SFT": ("SFT", {}),
     "SFT of completions alone": ("SFT", {"completion_only_loss": True}),
@@ -165,6 +167,8 @@ CASES = {
     "DPO, reference computed in advance": ("DPO", {"precompute_ref_log_probs": True, "lora": True}),
     "DPO, several kinds": ("DPO", {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.1, 0.3]}),
     "KTO, unpaired": ("KTO", {"loss_type": "apo_zero_unpaired"}),
+    "GRPO, continuous batching": ("GRPO", {**CONTINUOUS_BATCHING, "beta": 0.04}),
+    "GRPO, continuous batching, LoRA": ("GRPO", {**CONTINUOUS_BATCHING, "lora": True, "num_iterations": 2}),
     "GRPO, nothing counts": ("GRPO", {"mask_truncated_completions": True}),
     "GRPO, a head in fp32": ("GRPO", {"cast_lm_head_to_fp32": True, "model": {"dtype": torch.bfloat16}, "tolerance": 300.0}),
     **{f"GRPO, {kind}": ("GRPO", {"loss_type": kind, "temperature": 0.6, "beta": 0.1}) for kind in ("cispo", "sapo", "vespo")},
