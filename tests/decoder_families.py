@@ -84,7 +84,7 @@ VARIANTS: dict = {
              "scaled rope": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}},
     "olmo2": {"grouped keys": {"num_key_value_heads": 2}, "biases": {"attention_bias": True}, "scaled rope": {"rope_parameters": YARN}},
     "olmo3": {"windows": WINDOW, "windows in turns": IN_TURNS, "biases": {"attention_bias": True},
-              "scaled rope": {**IN_TURNS, "rope_parameters": YARN}},
+              "scaled rope": {**IN_TURNS, "rope_parameters": dict.fromkeys(IN_TURNS["layer_types"], YARN)}},
     "gemma2": {"no caps": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
                "low caps": {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7}, "windows": IN_TURNS,
                "biases": {"attention_bias": True}, "tied": TIED},

@@ -11,6 +11,7 @@ import torch
 from kernels import Mode
 
 from tests.capturing import Pool, Rerun
+from tests.cpu.conftest import kernels_of
 from tests.models import Step, check_compiled, random_tokens, tiny_olmo_hybrid, tiny_qwen3_5, tiny_qwen3_5_sparse
 from tests.ops.common import launched, runtime_of
 from tests.tolerances import assert_close, relative_error
@@ -365,8 +366,6 @@ def test_the_hubs_mapping(qwen3_5, functions_put_back):
 def test_the_kernels_in_a_model(qwen3_5, name):
     """One layer of each kind in bf16, with heads of the kernels' size, in the interpreter."""
     from interpreter.backend import interpreting
-    from tools.kernel_package import ROOT, read_package
-    from tools.targets import operations
 
     chosen = {"num_experts_per_tok": 4} if name in SPARSE else {}
     model = tiny(name, torch.bfloat16, width=128, linear_num_key_heads=1, linear_num_value_heads=2, head_dim=256, **TWO_LAYERS, **chosen)
@@ -376,7 +375,7 @@ def test_the_kernels_in_a_model(qwen3_5, name):
     exact = step_of(copy.deepcopy(model).float(), **inputs)
     before = step_of(model, **inputs)
     qwen3_5.apply()
-    with interpreting(runtime_of(qwen3_5), operations(read_package(ROOT / "packages/qwen3_5"))):
+    with interpreting(runtime_of(qwen3_5), kernels_of("packages/qwen3_5")):
         found = step_of(model, **inputs)
         kernels_run = {name.partition("-")[0] for name in launched(qwen3_5)}
     assert {"delta_walk", "delta_inverse", "short_conv_backward", "attention_forward", "attention_backward_dq",
