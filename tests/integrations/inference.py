@@ -73,9 +73,9 @@ def test_beam_search(qwen3, device, cache):
     compare(qwen3, device, num_beams=3, num_return_sequences=2, cache_implementation=cache)
 
 
-def batched(model, prompts=(9, 3, 5), **options):
+def batched(model, prompts=(9, 3, 5)):
     """The tokens of `generate_batch`: requests of all lengths share a row, and a cache of pages."""
-    options = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=1, pad_token_id=0, **options)
+    options = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=1, pad_token_id=0)
     # Few pages, where it would take most of the memory; and no kernels of others from the Hub.
     pages = transformers.generation.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32, auto_switch_to_flash=False)
     requests = [row.tolist() for row in random_tokens(1, sum(prompts))[0].split(prompts)]

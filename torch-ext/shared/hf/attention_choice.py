@@ -136,7 +136,7 @@ def _asked_by_continuous_batching() -> bool:
     """Tells whether `generate_batch` is asking. It sets an implementation for pages while it runs, and the one before that afterwards, with
     the function that users call: taken for a choice of theirs, the second would keep our attention from all training that follows."""
     frame: Any = sys._getframe(1)
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith(CONTINUOUS_BATCHING):
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith(CONTINUOUS_BATCHING):
         frame = frame.f_back
     return frame is not None
 
