@@ -63,8 +63,7 @@ class Results:
         return bool(self.gpu) and not self.late and not any(map(self._collapsed, self.routings))
 
     def _collapsed(self, tokens: int) -> bool:
-        found = dict(self.routings.get(tokens) or {})
-        return bool(found) and routing.collapsed(self._routing_kind, routing.Routing(**found))
+        return routing.collapsed(self._routing_kind, routing.Routing(**self.routings[tokens]))
 
     @property
     def _routing_kind(self) -> str:
@@ -77,10 +76,9 @@ class Results:
         found = self.steps.setdefault((provider, tokens), Measured())
         found.ms += report["ms"]
         found.rounds += 1
-        if report.get("routing"):
-            known = tokens in self.routings
-            self.routings.setdefault(tokens, report["routing"])
-            if not known and self._collapsed(tokens):
+        if report.get("routing") and tokens not in self.routings:
+            self.routings[tokens] = report["routing"]
+            if self._collapsed(tokens):
                 log(f"  {tokens} tokens: {report['routing']} has collapsed to few experts, so no table can show these steps")
         if provider == "torch_compile":  # at every length
             found.compile_s.append((report["first_ms"] - Quantiles.of(report["ms"]).median) / 1e3)

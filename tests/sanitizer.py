@@ -28,7 +28,7 @@ from pathlib import Path
 
 from benchmark.records import package_version
 from tests.ops import collected, suite
-from tools.kernel_package import package_folders, read_package
+from tools.kernel_package import package_folders
 from tools.kernel_sources import source_digest
 from tools.targets import operations
 
@@ -84,7 +84,7 @@ def tests_of(operation: str) -> list[str]:
 
 def digests() -> dict[str, str]:
     """By operation whose kernels a package ships: the digest of their source."""
-    shipped = sorted({operation for folder in package_folders(root=ROOT) for operation in operations(read_package(folder))})
+    shipped = sorted({operation for folder in package_folders(root=ROOT) for operation in operations(folder)})
     return {operation: source_digest(operation) for operation in shipped}
 
 

@@ -113,7 +113,7 @@ def check_kernels(package: Package, files: dict[str, bytes]) -> None:
     if there != listed:
         differing = sorted(name for name in there.keys() | listed.keys() if there.get(name) != listed.get(name))
         raise PackageError(f"{folder}: its manifest.json does not describe {', '.join(differing)}; {again}")
-    wanted = set(operations(package)) if (package.folder / "kernels.toml").is_file() else built
+    wanted = set(operations(package.folder)) if (package.folder / "kernels.toml").is_file() else built
     if built != wanted:
         raise PackageError(f"{folder} and kernels.toml differ in {', '.join(sorted(built ^ wanted))}; {again}")
     stale = sorted(operation for operation in built if compiled.get(operation) != source_digest(operation))

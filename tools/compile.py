@@ -109,7 +109,7 @@ def build(
     """Compiles a package's kernels into torch-ext/<name>/cubins, and returns what they spill (`spills_of`). recording: whether they may
     spill more than is recorded. Raises BuildError."""
     start = time.monotonic()
-    variants = read_variants(operations(package))
+    variants = read_variants(operations(package.folder))
     total = sum(len(targets_of(variant, targets)) for _, variant in variants)
     columns = (TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
@@ -145,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.record:
             for package in packages:
                 files_of_build(package, "cuda")  # raises where a package has become larger than its users are to download
-            record({operation for package in packages for operation in operations(package)}, compiler.compiler_identity())
+            record({operation for package in packages for operation in operations(package.folder)}, compiler.compiler_identity())
             record_spills(spills)
     except (BuildError, PackageError, SourceError) as error:
         console.print(f"[red]Build failed.[/] {escape(str(error))}", highlight=False, soft_wrap=True)

@@ -4,9 +4,8 @@ import importlib
 import platform
 import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
-
-from tools.kernel_package import Package
 
 if TYPE_CHECKING:
     from kernel_src.prebuild import Variant
@@ -26,9 +25,9 @@ class BuildError(Exception):
     """The build failed; the text names the kernel, the architecture and the compiler's message."""
 
 
-def operations(package: Package) -> list[str]:
-    """The modules of kernel_src that kernels.toml beside build.toml names."""
-    with (package.folder / "kernels.toml").open("rb") as file:
+def operations(folder: Path) -> list[str]:
+    """The modules of kernel_src that a package ships: kernels.toml, beside its build.toml in `folder`, names them."""
+    with (folder / "kernels.toml").open("rb") as file:
         return tomllib.load(file)["operations"]
 
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from tests import heap
 from tests.integrations.ranks import Ranks
 from tests.op_cases import operations
 from tests.ops.suite import suite
+from tools.targets import operations as operations_of
 
 TOOLS = "BASTILE_TESTS_TOOLS"  # where tests.environments names the interpreter whose `kernels` the tools know
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -81,7 +81,7 @@ def write_no_kernels(package) -> None:
 
 def kernels_of(package: str) -> list:
     """The operations of kernel_src that a package ships. package: the folder of its build.toml in this repository."""
-    return tomllib.loads((REPOSITORY / package / "kernels.toml").read_text())["operations"]
+    return operations_of(REPOSITORY / package)
 
 
 def load(folder: Path):

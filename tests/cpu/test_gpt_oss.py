@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.models.gpt_oss import modeling_gpt_oss
 
+from tests.cpu.conftest import kernels_of
 from tests.models import (
     Step,
     check_compiled,
@@ -23,15 +24,12 @@ from tests.models import (
     tiny_qwen3_moe,
     whole,
 )
-from tests.mutants import ROOT
 from tests.ops import experts as experts_checks
 from tests.ops import rms_norm, round_last_rms_norm
 from tests.ops.common import FLOATS
 from tests.patched import called_operations, everything_of, install, step_without_small_gradients
 from tests.tolerances import assert_close
 from tests.versions import DECORATORS
-from tools.kernel_package import read_package
-from tools.targets import operations
 
 TOKENS = random_tokens(2, 33)
 LABELS = TOKENS.clone()
@@ -342,7 +340,7 @@ def test_a_step_runs_the_kernels_of_this_package_and_no_others(gpt_oss, interpre
     model = tiny_gpt_oss(dtype, intermediate_size=64)
     exact = exact_step(model, input_ids=TOKENS, labels=LABELS)
     before = Step(model, input_ids=TOKENS, labels=LABELS)
-    backend = interpret(gpt_oss, operations(read_package(ROOT / "packages" / "gpt-oss")))
+    backend = interpret(gpt_oss, kernels_of("packages/gpt-oss"))
     gpt_oss.apply()
     found = Step(model, input_ids=TOKENS, labels=LABELS)
     if dtype == torch.float32:
@@ -357,7 +355,7 @@ def test_a_step_runs_the_kernels_of_this_package_and_no_others(gpt_oss, interpre
 
 def test_a_package_without_the_kernels_of_this_gate(qwen3, interpret):
     """Qwen3's computes it in PyTorch, between its grouped GEMMs and in its own sums."""
-    backend = interpret(qwen3, operations(read_package(ROOT)))
+    backend = interpret(qwen3, kernels_of("."))
     experts_checks.check_experts(qwen3, "cpu", torch.float32, 37, 24, 64, 4, 2)
     rows = {"expert_counts", "expert_sums", "expert_order", "token_rows"}
     assert {name.partition("-")[0] for name in backend.launched} == {*rows, "token_sum"}

@@ -14,11 +14,11 @@ from interpreter.backend import InterpreterBackend, forget_launches
 from tests.cpu.conftest import assemble_cpu, load
 from tests.ops import adamw, common, experts, grouped_gemm, linear_cross_entropy, low_rank, rms_norm, rotary, routing, swiglu
 from tests.ops.common import FLOATS, randn, runtime_of
-from tools.kernel_package import package_folders, read_package
+from tools.kernel_package import package_folders
 from tools.targets import operations
 
 ROOT = Path(__file__).resolve().parents[2]
-OPERATIONS = {name for folder in package_folders(root=ROOT) for name in operations(read_package(folder))}
+OPERATIONS = {name for folder in package_folders(root=ROOT) for name in operations(folder)}
 dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 DEVICE = "cpu"
 

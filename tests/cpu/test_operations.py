@@ -10,7 +10,6 @@ from tests.op_cases import check_first_and_no_second_derivative
 from tests.ops import collected
 from tests.ops.common import FLOATS, FP32
 from tests.ops.suite import cases_with, in_order, module_of, names, run, sample, suite
-from tools.kernel_package import read_package
 from tools.targets import operations
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +70,7 @@ def test_torch_compile(all_operations, name):
 
 def test_a_gpu_runs_an_operation_in_the_package_that_ships_its_kernels():
     """Liger's has the Python of heads, whose kernels have no room in it: its own way of them is not what the test is of."""
-    shipped = {folder.name: operations(read_package(folder)) for folder in (ROOT / "packages/liger", ROOT)}
+    shipped = {folder.name: operations(folder) for folder in (ROOT / "packages/liger", ROOT)}
     for name in names():
         wanted = {kernel for kernel, tests in collected("GPU_TESTS").items() if f"test_operation[{name}" in tests}
         first, _ = in_order(name, list(shipped), lambda package, kernel: kernel in shipped[package])

@@ -29,6 +29,17 @@ def family_on(name, device, **changes):
     return decoder_families.tiny(name, attn_implementation=kind, **{**({} if device == "cpu" else FAMILY_SIZES), **changes}).to(device)
 
 
+# Of continuous batching: few pages, where it would take most of the memory; and no kernels of others from the Hub.
+PAGES = {"num_blocks": 16, "max_batch_tokens": 32, "auto_switch_to_flash": False}
+
+
+def clear_choices(model):
+    """A model in eval mode whose greedy choices rounding does not turn."""
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8)
+    return model.eval()
+
+
 installed = []
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests import decoder_families
-from tests.integrations.common import FACTOR, FAMILIES, batch, family_on, install, layers_run  # noqa: F401
+from tests.integrations.common import FACTOR, FAMILIES, batch, clear_choices, family_on, install, layers_run  # noqa: F401
 from tests.integrations.inference import batched, generated
 from tests.integrations.lora import lora
 from tests.integrations.preference import counted, train
@@ -60,18 +60,15 @@ def test_lora_on_families(decoders, device, name):
     assert found.output.logits is None and all("lora" in parameter for parameter in found.gradients)
 
 
-def clear_choices(name, device):
-    """A model with a window, where its family has one, whose greedy choices rounding does not turn."""
-    model = family_on(name, device, **({} if name == "llama" else decoder_families.WINDOW)).eval()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(8)
-    return model
+def with_window(name, device):
+    """A model for inference, with a window where its family has one."""
+    return clear_choices(family_on(name, device, **({} if name == "llama" else decoder_families.WINDOW)))
 
 
 @pytest.mark.integration(f"generate: {IS}, past their windows")
 @EACH
 def test_continuous_batching_of_families(decoders, device, name):
-    model = clear_choices(name, device)
+    model = with_window(name, device)
     expected = batched(model, prompts=(20, 3, 5))
     assert batched(install(decoders, model), prompts=(20, 3, 5)) == expected
 
@@ -80,7 +77,7 @@ def test_continuous_batching_of_families(decoders, device, name):
 @EACH
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation_of_families(decoders, device, name, cache):
-    model = clear_choices(name, device)
+    model = with_window(name, device)
     expected, _ = generated(model, device, cache_implementation=cache)
     tokens, _ = generated(install(decoders, model), device, cache_implementation=cache)
     assert torch.equal(tokens, expected)

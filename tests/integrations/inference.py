@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from tests.integrations.common import FACTOR, WAYS, install, layers_run, model_on  # noqa: F401
+from tests.integrations.common import FACTOR, PAGES, WAYS, clear_choices, install, layers_run, model_on  # noqa: F401
 from tests.models import random_tokens
 from tests.tolerances import assert_close, relative_error
 
@@ -12,11 +12,7 @@ NEW = 12
 
 
 def model_for_inference(device, dtype=torch.float32, **changes):
-    """Its greedy choices are clear ones, so that rounding does not turn them."""
-    model = model_on(device, dtype, **changes).eval()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(8)
-    return model
+    return clear_choices(model_on(device, dtype, **changes))
 
 
 def generated(model, device, prompt=None, **options):
@@ -76,8 +72,7 @@ def test_beam_search(qwen3, device, cache):
 def batched(model, prompts=(9, 3, 5)):
     """The tokens of `generate_batch`: requests of all lengths share a row, and a cache of pages."""
     options = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=1, pad_token_id=0)
-    # Few pages, where it would take most of the memory; and no kernels of others from the Hub.
-    pages = transformers.generation.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32, auto_switch_to_flash=False)
+    pages = transformers.generation.ContinuousBatchingConfig(**PAGES)
     requests = [row.tolist() for row in random_tokens(1, sum(prompts))[0].split(prompts)]
     found = model.generate_batch(requests, generation_config=options, continuous_batching_config=pages, progress_bar=False)
     return [found[name].generated_tokens for name in sorted(found)]

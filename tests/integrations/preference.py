@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from tests.integrations.common import FACTOR, install, layers_run, model_on  # noqa: F401
+from tests.integrations.common import FACTOR, PAGES, install, layers_run, model_on  # noqa: F401
 from tests.integrations.trainers import Gradients, on_one_device, tokenizer
 from tests.models import VOCABULARY
 from tests.tolerances import assert_close
@@ -135,7 +135,6 @@ def counted(qwen3):
             setattr(module, name, original)
 
 
-PAGES = {"num_blocks": 16, "max_batch_tokens": 64, "auto_switch_to_flash": False}
 CONTINUOUS_BATCHING = {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": PAGES}
 CASES = {
     "SFT": ("SFT", {}),

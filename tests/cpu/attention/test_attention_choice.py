@@ -16,6 +16,7 @@ from tests.attention_batches import (
     padded,
     step,
 )
+from tests.integrations.common import clear_choices
 from tests.integrations.inference import batched
 from tests.models import tiny_model
 
@@ -60,9 +61,7 @@ def test_a_model_that_keeps_its_attention(kernels, kept):
 def test_a_model_has_it_again_after_continuous_batching(chosen, family):
     """Which sets another one for families without SDPA, and afterwards what the configuration said before."""
     package, build = chosen(family)
-    model = build().eval()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(8)  # clear choices
+    model = clear_choices(build())
     expected, before = batched(model, prompts=(20, 3, 5)), model.config._attn_implementation
     package.kernelize(model)
     for _ in range(2):

@@ -102,8 +102,8 @@ class Compiled:
 
     def __init__(self, folder):
         self.package = read_package(folder)
-        self.variants = targets.read_variants(targets.operations(self.package))
-        self.changed = changed(targets.operations(self.package), compiler.compiler_identity())
+        self.variants = targets.read_variants(targets.operations(folder))
+        self.changed = changed(targets.operations(folder), compiler.compiler_identity())
         self.targets = targets_here(self.variants, self.changed)
         tileiras = compiler.find_tileiras()
         version = compiler.compiler_version(tileiras)
@@ -144,7 +144,7 @@ def test_every_operation_compiles_for_one_architecture_a_generation_and_what_cha
     for _, variant in compiled.variants:
         found = {(job.host, job.architecture) for job in compiled.images if job.variant is variant}
         assert found == set(compiled.targets[variant.name]), variant.name
-    for operation in targets.operations(compiled.package):
+    for operation in targets.operations(compiled.package.folder):
         expected = pairs(TARGETS if operation in compiled.changed else GENERATIONS)
         assert {(job.host, job.architecture) for job in compiled.images if job.operation == operation} == expected, operation
 
@@ -198,7 +198,7 @@ def test_the_manifest_names_every_file_with_its_digest(compiled):
     assert manifest["architectures"] == {host: list(names) for host, names in TARGETS.items()}
     found = {name: hashlib.sha256(data).hexdigest() for name, data in compiled.files.items() if name != "manifest.json"}
     assert manifest["files"] == found
-    names = targets.operations(compiled.package)
+    names = targets.operations(compiled.package.folder)
     assert set(found) == {f"{host}/{operation}.cubins" for host in TARGETS for operation in names} == set(manifest["streams"])
     assert manifest["sources"] == {name: source_digest(name) for name in names}
 
