@@ -65,7 +65,7 @@ def test_a_build_is_whole(name, tmp_path):
 
 @each
 def test_the_kernels_that_it_ships_are_in_kernel_src(name):
-    for operation in operations(read_package(FOLDERS[name])):
+    for operation in operations(FOLDERS[name]):
         assert (ROOT / "kernel_src" / f"{operation}.py").is_file()
 
 

@@ -15,7 +15,6 @@ from tests.models import Step, tiny_model, tiny_qwen3_moe
 from tests.mutants import ROOT
 from tests.patched import install, lora
 from tests.qwen3_moe_steps import EXPERTS, FACTOR, FUSED, LABELS, OPERATIONS, TOKENS, everything, exact_step, uses
-from tools.kernel_package import read_package
 from tools.targets import operations
 
 
@@ -190,7 +189,7 @@ def test_a_step_runs_the_kernels_that_the_warm_up_loads(qwen3, interpret, dtype)
     exact = exact_step(model, input_ids=TOKENS, labels=LABELS)
     before = Step(model, input_ids=TOKENS, labels=LABELS)
     warmup = sys.modules[f"{qwen3.__name__}.warmup"]
-    backend = interpret(qwen3, operations(read_package(ROOT)))
+    backend = interpret(qwen3, operations(ROOT))
     qwen3.kernelize(model)
     warmup.warm_up("cpu", dtype, warmup.case_of(model), tokens=TOKENS.numel())
     loaded = set(backend.launched)

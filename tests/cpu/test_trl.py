@@ -328,4 +328,4 @@ def test_every_package_that_stands_in_trl_s_place_ships_the_kernels():
     patching = [package for package in found.values() if "patching.patch_classes(" in (package.sources / "api.py").read_text()]
     assert len(patching) >= 3
     for package in patching:
-        assert {"log_probs", "head_divergence", "scale"} <= set(operations(package)), package.name
+        assert {"log_probs", "head_divergence", "scale"} <= set(operations(package.folder)), package.name
