@@ -44,7 +44,8 @@ def test_every_check_holds_for_results_of_a_replay(interpreted, replay, monkeypa
     CHECKS[name](interpreted)
 
 
-OF_NODES = [name for name in CHECKS if name.startswith(("decoder_nodes: ", "projected_nodes: ", "traced_nodes: traced_"))]
+FILES = "decoder_nodes: ", "projected_nodes: ", "norm_projections: ", "traced_nodes: traced_"
+OF_NODES = [name for name in CHECKS if name.startswith(FILES)]
 NODES = [name for name in OF_NODES if "mlp" in name or "replayed" in name if "dropout" not in name]
 
 

@@ -183,7 +183,7 @@ def norm_attention_inputs(
     """
     dtype = dtype or product_dtype(x)
     graph, present = torch.compiler.is_compiling(), present_of(projections)
-    if graph or not is_ordinary(x, norm_weight, q_norm, k_norm, cos, sin, *_dense(present)):
+    if graph or not is_ordinary(x, norm_weight, q_norm, k_norm, cos, sin, *dense_parts(present)):
         tensors = InputTensors(x, norm_weight, q_norm, k_norm, cos, sin)
         _check_inputs(spec, tensors, projections, shape, dtype)
         if not graph:
@@ -281,7 +281,7 @@ def norm_mlp(
     """
     dtype = dtype or product_dtype(x)
     graph, present = torch.compiler.is_compiling(), present_of(projections)
-    if graph or not is_ordinary(x, attended, after, before, behind, *_dense(present)):
+    if graph or not is_ordinary(x, attended, after, before, behind, *dense_parts(present)):
         tensors = OutputTensors(x, attended, after, before, behind)
         _check_mlp(tensors, projections, dtype)
         if not graph:
@@ -372,5 +372,6 @@ def check_stream(x: torch.Tensor, norm: Optional[torch.Tensor], name: str, dtype
     check_like(x, name, norm, tuple(x.shape[-1:]))
 
 
-def _dense(present: Sequence) -> list:
+def dense_parts(present: Sequence) -> list:
+    """Those of the tensors of `present_of` that are no weights in four bits."""
     return [part for part in present if type(part) is not FourBitWeight]

@@ -24,7 +24,7 @@ def norm_reference(norm: Norm, x: torch.Tensor, weight: torch.Tensor) -> torch.T
 
 
 def norm_forward(norm: Norm, x: torch.Tensor, weight: torch.Tensor, dtype: Optional[torch.dtype] = None) -> Pair:
-    """(y, rstd, flat). dtype: of y."""
+    """(y, rstd). dtype: of y."""
     return norms.rms_norm_forward(x, weight, norm.eps, dtype, norm.offset, norm.rounds)
 
 

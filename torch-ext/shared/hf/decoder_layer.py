@@ -7,7 +7,7 @@ it. A layer with anything else unexpected (hooks on its parts, a tracer) runs as
 """
 
 import sys
-from typing import List, Optional, Tuple, Union
+from typing import List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from ..ops.common import autocasts, constant
 from ..ops.rotary import qk_norm_rotary
 from ..runtime.device import PLAIN
 from .adapters import projection_or_reason, projections
-from .arguments import CACHE, NET_CACHE, SINCE_5_24
+from .arguments import CACHE, SINCE_5_24
 from .checkpointing import attend_once, keeps_attention, recomputes_mlp, warn_of_kept_mlp
 from .explanation import Reason
 from .families import Family
@@ -31,6 +31,16 @@ from .modules import OwnForwards, all_are_listened_to, is_activation, original_f
 from .sparse_block import SparseBlock, is_sparse, sparse_block_or_reason
 
 ROTARY = "apply_rotary_pos_emb"
+
+
+class Mixed(NamedTuple):
+    """What came of a layer's tokens. attended: mixed, [batch, tokens, hidden]; or, where the last projection is still to come, what that
+    reads, [batch, tokens, heads, head_dim] or [tokens, features], contiguous. output: that projection, None where it was applied.
+    residual: the residual stream."""
+
+    attended: torch.Tensor
+    output: Optional[nn.Module]
+    residual: torch.Tensor
 
 
 class FusedLayer(OwnForwards):
@@ -58,17 +68,31 @@ class FusedLayer(OwnForwards):
             found = self.specs[make, values] = make(self, *values)
         return found
 
-    def attention(self, module, x, attention_mask, cache, position_embeddings, kwargs):
-        """What attention among a family's mixers makes of the normalised input."""
-        more = {"attention_mask": attention_mask, CACHE: cache, "position_embeddings": position_embeddings}
-        return module(hidden_states=x, **more, **kwargs)[0]
+    def mix(self, layer, x, attention_mask, cache, position_embeddings, kwargs) -> Mixed:
+        """What mixes the tokens of a layer makes of x, between the norm and the residual connection."""
+        q, k, v, residual = _attention_inputs(self, layer, x, position_embeddings)
+        attention = _parts(layer)["self_attn"]
+        if self.family.position_scale:
+            q = _scaled_by_position(self, attention, q, kwargs.get("position_ids"))
+        if cache is None and keeps_attention(layer) and not attention.attention_dropout:
+            conditions = attention_mask, *(position_embeddings or ()), *kwargs.values()
+            attended = attend_once(layer, x, conditions, lambda: attend(self, attention, q, k, v, attention_mask, None, kwargs))
+        else:
+            attended = attend(self, attention, q, k, v, attention_mask, cache, kwargs)
+        return Mixed(attended, _parts(attention)["o_proj"], residual)
+
+    def projections(self, layer, x) -> List[Tuple[str, List[nn.Module], Tuple[str, ...]]]:
+        """The projections of what mixes the tokens of a layer, as `explain` shows them: (part, modules, their names)."""
+        inner, names = _parts(_parts(layer)["self_attn"]), self.family.qkv
+        of_output = ("o_proj",)
+        return [(f"norm, {', '.join(names)}, rotary", [inner[name] for name in names], names), ("o_proj", [inner["o_proj"]], of_output)]
 
     def explain(self, layer, x) -> List[Tuple[str, Optional[Reason]]]:
         """What `explain_layer` says of a layer of the family."""
         return explain_layer(self, layer, x)
 
 
-def _eps(norm) -> Optional[float]:
+def eps_of(norm) -> Optional[float]:
     """The epsilon of a norm, None for no norm."""
     if norm is None:
         return None
@@ -85,7 +109,8 @@ def _part(layer, name: Optional[str]):
     return None if name is None else layer.__dict__["_modules"][name]
 
 
-def _weight(norm):
+def weight_of(norm):
+    """The weight of a norm, None for no norm."""
     return None if norm is None else norm.__dict__["_parameters"]["weight"]
 
 
@@ -135,14 +160,13 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]
     if reason is not None:
         return [("decoder layer", reason)]
     block, family = _parts(layer)[own.family.block], own.family
-    inner, mlp = {} if family.mixers else _parts(_parts(layer)["self_attn"]), _parts(block)
     dtype, wider = product_dtype(x), autocasts(x.device)
-    groups = [] if family.mixers else [(f"norm, {', '.join(family.qkv)}, rotary", family.qkv), ("o_proj", ("o_proj",))]
+    groups = own.projections(layer, x)
     if not is_sparse(block):
-        groups.append((f"norm, {', '.join(own.of_mlp)}", own.of_mlp))
+        groups.append((f"norm, {', '.join(own.of_mlp)}", [_parts(block)[name] for name in own.of_mlp], own.of_mlp))
     rows = []
-    for part, names in groups:
-        reasons = ((name, projection_or_reason((inner if name in inner else mlp)[name], dtype, wider)) for name in names)
+    for part, linears, names in groups:
+        reasons = ((name, projection_or_reason(linear, dtype, wider)) for name, linear in zip(names, linears))
         rows.append((part, next((found.of(name) for name, found in reasons if isinstance(found, Reason)), None)))
     if family.sparse is not None and is_sparse(block):
         found = sparse_block_or_reason(own, family.sparse, block, x, dtype)
@@ -165,14 +189,14 @@ def make_outputs(own: FusedLayer, after, before, behind, multiplier) -> Outputs:
 
 
 def _inputs_spec(own: FusedLayer, attention, norm, q_norm, k_norm, cos) -> Inputs:
-    head_dim, rows, head_eps = attention.head_dim, None, _eps(q_norm)
-    if k_norm is not None and _eps(k_norm) != head_eps:
-        raise ValueError(f"q_norm and k_norm have the epsilons {head_eps} and {_eps(k_norm)}, expected one")
+    head_dim, rows, head_eps = attention.head_dim, None, eps_of(q_norm)
+    if k_norm is not None and eps_of(k_norm) != head_eps:
+        raise ValueError(f"q_norm and k_norm have the epsilons {head_eps} and {eps_of(k_norm)}, expected one")
     if len(own.family.qkv) == 1:
         config = attention.config
         keys = config.num_key_value_heads * head_dim
         rows = config.num_attention_heads * head_dim, keys, keys
-    return own.spec(make_inputs, head_dim, _eps(norm), head_eps, None if cos is None else cos.shape[-1], rows)
+    return own.spec(make_inputs, head_dim, eps_of(norm), head_eps, None if cos is None else cos.shape[-1], rows)
 
 
 def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
@@ -184,14 +208,14 @@ def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
     cos, sin = position_embeddings if turned else (None, None)
     linears = [inner[name] for name in family.qkv]
     x = x.contiguous()
-    spec, weights = _inputs_spec(own, attention, norm, q_norm, k_norm, cos), (_weight(q_norm), _weight(k_norm))
+    spec, weights = _inputs_spec(own, attention, norm, q_norm, k_norm, cos), (weight_of(q_norm), weight_of(k_norm))
     if cos is None or (cos.dtype in (x.dtype, torch.float32) and not cos.requires_grad):
         wider = autocasts(x.device)
         dtype = product_dtype(x) if wider else x.dtype
         found = projections(linears, dtype, wider)
         if found is not None:
-            return norm_attention_inputs(x, _weight(norm), found, *weights, cos, sin, x.shape[:2], spec, dtype)
-    normed = x if norm is None else rms_norm(spec.norm, x, _weight(norm))
+            return norm_attention_inputs(x, weight_of(norm), found, *weights, cos, sin, x.shape[:2], spec, dtype)
+    normed = x if norm is None else rms_norm(spec.norm, x, weight_of(norm))
     projected = [linear(normed) for linear in linears]
     q, k, v = [p.view(*x.shape[:2], -1, spec.head_dim) for p in (projected[0].split(spec.rows, -1) if spec.rows else projected)]
     if q_norm is not None and is_fused(spec) and cos is not None and sin is not None:
@@ -201,17 +225,6 @@ def _attention_inputs(own: FusedLayer, layer, x, position_embeddings):
         q, k = [rms_norm(spec.heads, t.flatten(2) if spec.whole else t, w).view(t.shape) for t, w in zip((q, k), weights)]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return (*((q, k) if cos is None else getattr(sys.modules[family.modeling], ROTARY)(q, k, cos, sin)), v, x)
-
-
-def _mix(own: FusedLayer, layer, x, attention_mask, cache, position_embeddings, kwargs):
-    """What a family's mixer of tokens returns of the normalised input: a delta net, or attention with a gate."""
-    norm, parts = _part(layer, own.family.norms.inputs), _parts(layer)
-    normed = rms_norm(own.norm(_eps(norm)), x, _weight(norm))
-    name = next(name for name in own.family.mixers if name in parts)
-    if name == "linear_attn":
-        others = {key: value for key, value in kwargs.items() if key != "position_ids"}
-        return parts[name](hidden_states=normed, **{NET_CACHE: cache}, attention_mask=attention_mask, **others)
-    return own.attention(parts[name], normed, attention_mask, cache, position_embeddings, kwargs)
 
 
 def _option(attention, path):
@@ -252,9 +265,8 @@ def attend(own: FusedLayer, attention, q, k, v, attention_mask, cache, kwargs):
     return output if output.dim() == 4 and output.is_contiguous() else output.reshape(q.shape[0] * q.shape[2], -1)
 
 
-def _finish(own: FusedLayer, layer, attended, x):
-    """The output projection and the MLP or the experts, with both residual connections. attended: what the mixer returned, where a family
-    has mixers.
+def _finish(own: FusedLayer, layer, attended, o_proj, x):
+    """The output projection and the MLP or the experts, with both residual connections. attended, o_proj, x: as of `Mixed`.
 
     | MLP or experts | output projection | what runs                                                                         |
     |----------------|-------------------|-----------------------------------------------------------------------------------|
@@ -267,9 +279,8 @@ def _finish(own: FusedLayer, layer, attended, x):
     dtype = product_dtype(x) if wider else x.dtype
     after, before, behind = [None if name is None else parts[name] for name in family.norms[1:]]
     multiplier = 1.0 if family.multiplier is None else float(getattr(layer, family.multiplier))
-    spec = own.spec(make_outputs, _eps(after), _eps(before), _eps(behind), multiplier)
+    spec = own.spec(make_outputs, eps_of(after), eps_of(before), eps_of(behind), multiplier)
     fused = _fused_block(own, parts[family.block], x, dtype, wider)
-    o_proj = None if family.mixers else _parts(parts["self_attn"])["o_proj"]
     o = None if fused is None or o_proj is None or attended.dtype != dtype else projections((o_proj,), dtype, wider)
     if o is None:
         output = attended if o_proj is None else o_proj(attended.view(*x.shape[:-1], -1))
@@ -279,11 +290,11 @@ def _finish(own: FusedLayer, layer, attended, x):
     recompute = recomputes_mlp(layer)
     if isinstance(fused, SparseBlock):
         router, weights, options, shared = fused
-        of_attention = attended, None if o is None else o[0], _weight(after)
-        return norm_experts(x, _weight(before), router, weights, spec, options, *of_attention, recompute, shared)
+        of_attention = attended, None if o is None else o[0], weight_of(after)
+        return norm_experts(x, weight_of(before), router, weights, spec, options, *of_attention, recompute, shared)
     assert fused is not None  # else the layer ended above: without it there is no o
     found = fused if o is None else (*o, *fused)
-    return norm_mlp(x, _weight(before), found, spec, attended, _weight(after), _weight(behind), dtype, recompute)
+    return norm_mlp(x, weight_of(before), found, spec, attended, weight_of(after), weight_of(behind), dtype, recompute)
 
 
 def _fused_block(own: FusedLayer, mlp, x, dtype, wider) -> Union[List[Projection], SparseBlock, None]:
@@ -297,7 +308,7 @@ def _fused_block(own: FusedLayer, mlp, x, dtype, wider) -> Union[List[Projection
 
 def _branch(spec: Outputs, norm: Norm, module, output):
     """What a branch adds to the residual stream."""
-    output = output if module is None else rms_norm(norm, output, _weight(module))
+    output = output if module is None else rms_norm(norm, output, weight_of(module))
     return output if spec.multiplier == 1 else output * spec.multiplier
 
 
@@ -306,10 +317,10 @@ def _finish_apart(own: FusedLayer, spec: Outputs, layer, output, x):
     warn_of_kept_mlp(layer)
     after, before, behind = [_part(layer, name) for name in own.family.norms[1:]]
     if before is not None and after is None and spec.multiplier == 1 and output.dtype == x.dtype:
-        normed, total = add_rms_norm(spec.before, output, x.view(output.shape), _weight(before))
+        normed, total = add_rms_norm(spec.before, output, x.view(output.shape), weight_of(before))
     else:
         total = x + _branch(spec, spec.after, after, output)
-        normed = total if before is None else rms_norm(spec.before, total, _weight(before))
+        normed = total if before is None else rms_norm(spec.before, total, weight_of(before))
     found = _parts(layer)[own.family.block](normed)
     return _branch(spec, spec.behind, behind, found[0] if isinstance(found, tuple) else found) + total
 
@@ -328,16 +339,4 @@ def decoder_layer_forward(own: FusedLayer, layer, kwargs):
             position_embeddings=position_embeddings,
             **kwargs,
         )
-    if own.family.mixers:
-        mixed = _mix(own, layer, hidden_states, attention_mask, cache, position_embeddings, kwargs)
-        return _finish(own, layer, mixed, hidden_states)
-    q, k, v, residual = _attention_inputs(own, layer, hidden_states, position_embeddings)
-    attention = _parts(layer)["self_attn"]
-    if own.family.position_scale:
-        q = _scaled_by_position(own, attention, q, kwargs.get("position_ids"))
-    if cache is None and keeps_attention(layer) and not attention.attention_dropout:
-        conditions = attention_mask, *(position_embeddings or ()), *kwargs.values()
-        attended = attend_once(layer, hidden_states, conditions, lambda: attend(own, attention, q, k, v, attention_mask, None, kwargs))
-    else:
-        attended = attend(own, attention, q, k, v, attention_mask, cache, kwargs)
-    return _finish(own, layer, attended, residual)
+    return _finish(own, layer, *own.mix(layer, hidden_states, attention_mask, cache, position_embeddings, kwargs))

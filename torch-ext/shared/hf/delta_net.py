@@ -1,9 +1,7 @@
 """The forward of a gated delta net of Qwen3.5, Qwen3.5-MoE and Qwen3-Next, with documents that do not see each other."""
 
 import sys
-from functools import partial
 from types import FunctionType
-from typing import List, Optional, Tuple
 
 import torch
 from torch.nn.functional import softplus
@@ -13,31 +11,12 @@ from ..ops.gated_delta_rule import gated_delta_rule, gated_delta_step
 from ..ops.gated_rms_norm import gated_rms_norm
 from ..ops.short_conv import TAPS, short_conv
 from .arguments import NET_CACHE
-from .decoder_layer import FusedLayer
-from .explanation import MIXERS, Reason
-from .gated_attention import gated_attention, why_not_fused
-from .modules import is_marked, is_plain, original_forward, own_forward
+from .modules import is_plain, original_forward
 from .row_documents import DOCUMENTS, bounds_in, refuse_cache_of
 
-
-class MixedLayer(FusedLayer):
-    """A row of the table whose layers have a delta net, called as the module that it is, or attention with a gate."""
-
-    def explain(self, layer, x) -> List[Tuple[str, Optional[Reason]]]:
-        """Explains what `FusedLayer` does, with what is said of the delta net or attention first."""
-        parts, rows = layer.__dict__["_modules"], super().explain(layer, x)
-        name = next(name for name in self.family.mixers if name in parts)
-        if name == "linear_attn":
-            ours = is_marked(own_forward(parts[name]))
-            text = why_not_ours(parts[name]) or ("" if ours else "its forward is transformers' own, or hooked")
-            return [(MIXERS[name], Reason("called", text) if text else None), *rows]
-        return [(MIXERS[name], why_not_fused(self, parts[name], x)), *rows]
-
-    def attention(self, module, x, attention_mask, cache, position_embeddings, kwargs):
-        """Attention with a gate, as of `FusedLayer`."""
-        fused = position_embeddings[0].dtype == x.dtype and why_not_fused(self, module, x) is None
-        run = partial(gated_attention, self) if fused else super().attention
-        return run(module, x, attention_mask, cache, position_embeddings, kwargs)
+NET = "linear_attn"  # a decoder layer's attribute
+# The projections of a net's input, and those of Qwen3-Next, which hold q, k, v and z, and b and a, of one key head after the other.
+INPUTS, INPUTS_BY_KEY_HEAD = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba")
 
 
 def gated_norm_forward(layer, hidden_states, gate):
@@ -88,33 +67,51 @@ def delta_net_forward(self, kwargs):
     or from `seq_idx`.
     """
     hidden_states, cache, attention_mask = kwargs.pop("hidden_states"), kwargs.pop(NET_CACHE, None), kwargs.pop("attention_mask", None)
+    found = kwargs.get(DOCUMENTS)
+    documents = documents_of(kwargs, cache, hidden_states.shape[0])
+    if is_before_5_21(cache) or why_not_ours(self):
+        if found is not None:  # transformers' functions take these, or raise
+            kwargs = {**kwargs, "cu_seq_lens_q": found, "seq_idx": _document_of_each_token(found, hidden_states)}
+        return original_forward(self)(self, hidden_states, **{NET_CACHE: cache}, attention_mask=attention_mask, **kwargs)
+    hidden_states = sys.modules[type(self).__module__].apply_mask_to_padding_states(hidden_states, attention_mask)
+    names = INPUTS if INPUTS[0] in self._modules else INPUTS_BY_KEY_HEAD
+    projected = [self._modules[name](hidden_states) for name in names]
+    return self.out_proj(mixed_tokens(self, projected, hidden_states.shape, cache, documents).flatten(2))
+
+
+def is_before_5_21(cache) -> bool:
+    """Whether a cache is one of transformers until 5.20, which only its own forwards know."""
+    return cache is not None and not hasattr(cache, "get_conv_state")
+
+
+def documents_of(kwargs, cache, batch: int):
+    """The bounds of documents [documents + 1] in the rows of a net's input, or None; see `delta_net_forward`. Takes out of kwargs what the
+    model's forward found. Raises ValueError where there are several and a cache."""
     name = "cu_seq_lens_q" if kwargs.get("cu_seq_lens_q") is not None else "seq_idx"
     found = kwargs.pop(DOCUMENTS, None)
     documents = kwargs.get("cu_seq_lens_q") if found is None else found
     documents = bounds_in(kwargs.get("seq_idx")) if documents is None else documents
     if documents is not None and cache is not None:
-        refuse_cache_of(documents, hidden_states.shape[0], name)
+        refuse_cache_of(documents, batch, name)
         kwargs.pop("cu_seq_lens_q", None)
-        documents = None
-    of_before = cache is not None and not hasattr(cache, "get_conv_state")  # until transformers 5.20
-    if of_before or why_not_ours(self):
-        if found is not None:  # transformers' functions take these, or raise
-            kwargs = {**kwargs, "cu_seq_lens_q": found, "seq_idx": _document_of_each_token(found, hidden_states)}
-        return original_forward(self)(self, hidden_states, **{NET_CACHE: cache}, attention_mask=attention_mask, **kwargs)
-    shape = hidden_states.shape
-    hidden_states = sys.modules[type(self).__module__].apply_mask_to_padding_states(hidden_states, attention_mask)
-    if documents is not None and shape[0] > 1:
-        hidden_states = hidden_states.reshape(1, -1, shape[2])
-    mixed, z, b, a = _projected(self, hidden_states)
+        return None
+    return documents
+
+
+def mixed_tokens(self, projected, shape, cache, documents) -> torch.Tensor:
+    """What a net makes of tokens in front of its last projection, [batch, tokens, heads, V].
+
+    projected: what its first ones make of the input; shape: of the input, [batch, tokens, hidden]. documents: of `documents_of`.
+    """
+    rows = shape[:2] if documents is None else (1, shape[0] * shape[1])
+    mixed, z, b, a = _in_order(self, [p.view(*rows, p.shape[-1]) for p in projected])
     mixed = _convolved(self, mixed, cache, documents)
     q, k, v = mixed.split((self.key_dim, self.key_dim, self.value_dim), -1)
     q, k, v = (x.unflatten(-1, (-1, width)) for x, width in ((q, self.head_k_dim), (k, self.head_k_dim), (v, self.head_v_dim)))
     beta = b.sigmoid()
     g = -self.A_log.float().exp() * softplus(a.float() + self.dt_bias)
     out = _ruled(self, q, k, v, g, beta, cache, documents)
-    z = self.in_proj_z(hidden_states) if z is None else z
-    out = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
-    return self.out_proj(out.reshape(*shape[:2], -1))
+    return self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim)).view(*shape[:2], -1, self.head_v_dim)
 
 
 def _document_of_each_token(bounds, x):
@@ -123,12 +120,11 @@ def _document_of_each_token(bounds, x):
     return torch.bucketize(tokens, bounds[1:], right=True).to(torch.int32).view(x.shape[:2])
 
 
-def _projected(self, hidden_states):
-    """(q, k and v of all heads side by side, z or None where it has a projection of its own, b, a), [batch, tokens, channels] each."""
-    if "in_proj_qkv" in self._modules:
-        return self.in_proj_qkv(hidden_states), None, self.in_proj_b(hidden_states), self.in_proj_a(hidden_states)
-    # Qwen3-Next's projections hold q, k, v and z, and b and a, of one key head after the other.
-    q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states))
+def _in_order(self, projected):
+    """(q, k and v of all heads side by side, z, b, a) of what the net's first projections make, [batch, tokens, channels] each."""
+    if len(projected) == len(INPUTS):
+        return projected
+    q, k, v, z, b, a = self.fix_query_key_value_ordering(*projected)
     return torch.cat([x.flatten(2) for x in (q, k, v)], -1), z, b, a
 
 

@@ -42,7 +42,7 @@ ADVICE = {
 }
 
 
-# What is said of a layer's mixer that is called as the module that it is, by its attribute.
+# What is said of what mixes a layer's tokens, by its attribute.
 MIXERS = {"linear_attn": "delta net", "self_attn": "attention with its gate"}
 
 

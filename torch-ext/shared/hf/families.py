@@ -42,6 +42,15 @@ class Sparse(NamedTuple):
     shared: str = ""
 
 
+class Mixer(NamedTuple):
+    """What mixes the tokens of a layer, between the norm and the residual connection. name: the layer's attribute, a key of
+    `explanation.MIXERS`. inputs: its projections of the normalised input. output: its last projection."""
+
+    name: str
+    inputs: Tuple[str, ...]
+    output: str
+
+
 class Vision(NamedTuple):
     """A model with a vision tower in front of the decoder.
 
@@ -76,8 +85,8 @@ class Family(NamedTuple):
     branch. sparse: of layers with experts. mlp: whether there are layers with an MLP. block, down: the layer's attribute that holds the MLP
     or the experts, and the MLP's last projection. absent: the layer's attributes that a layer is only taken apart without. norm_argument,
     mlp_argument: what the norms' and the MLP's forward call their input. positions_first: whether a decoder layer's forward takes the
-    angles before the mask. decoder: the class of the decoder without its head, the prefix and "Model" by default. mixers: the layer's
-    attributes that may hold what mixes its tokens, between the norm and the residual connection; empty where attention is fused. divisor,
+    angles before the mask. decoder: the class of the decoder without its head, the prefix and "Model" by default. mixers: what may
+    mix a layer's tokens in the place of attention that is fused. divisor,
     softcap: attributes of the configuration, by which logits are divided, and that caps them. position_scale: the module's function that
     gives each position's factor of the queries after their rotary embedding, and the entries of the configuration's rope_parameters that it
     takes after the positions. whole: the model with a vision tower, where there is no causal LM of the decoder alone; towers: those models
@@ -110,7 +119,7 @@ class Family(NamedTuple):
     mlp_argument: str = "x"
     positions_first: bool = False
     decoder: str = ""
-    mixers: Tuple[str, ...] = ()
+    mixers: Tuple[Mixer, ...] = ()
     divisor: Optional[str] = None
     softcap: Optional[str] = None
     position_scale: Tuple[str, ...] = ()

@@ -27,13 +27,15 @@ def why_not_fused(own: FusedLayer, attention, x) -> Optional[Reason]:
     return None
 
 
-def gated_attention(own: FusedLayer, attention, x, attention_mask, cache, position_embeddings, kwargs) -> torch.Tensor:
-    """What an attention module makes of the normalised input x [batch, tokens, hidden]."""
+def gated_attention(own: FusedLayer, attention, projected, shape, attention_mask, cache, position_embeddings, kwargs) -> torch.Tensor:
+    """What an attention module makes of tokens in front of its output projection, [batch, tokens, heads, head_dim].
+
+    projected: what q_proj, k_proj and v_proj make of the normalised input; shape: of that, [batch, tokens, hidden]."""
     parts, head_dim, family = attention.__dict__["_modules"], attention.head_dim, own.family
     cos, sin = position_embeddings
-    q, gate = parts["q_proj"](x).unflatten(-1, (-1, 2 * head_dim)).chunk(2, -1)
-    k, v = (parts[name](x).unflatten(-1, (-1, head_dim)) for name in ("k_proj", "v_proj"))
+    q, k, v = (p.view(*shape[:2], -1, width) for p, width in zip(projected, (2 * head_dim, head_dim, head_dim)))
+    q, gate = q.chunk(2, -1)
     weights, turned = (parts["q_norm"].weight, parts["k_norm"].weight), cos.shape[-1] if cos.shape[-1] < head_dim else 0
     q, k = qk_norm_rotary(q, k, *weights, cos, sin, parts["q_norm"].eps, family.offset, family.rounds, turned)
     attended = attend(own, attention, q, k, v.transpose(1, 2), attention_mask, cache, kwargs)
-    return parts["o_proj"](gated_output(attended.reshape(gate.shape), gate).flatten(2))
+    return gated_output(attended.reshape(gate.shape), gate)
