@@ -52,4 +52,11 @@ LIGER = Suite(
     conventions=("alone", "liger"),
     timing="rotated",
 )
-SUITES = (QWEN3, QWEN3_MOE, GPT_OSS, LIGER)
+QWEN3_5 = Suite(
+    name="qwen3_5",
+    table="qwen3_5_operations",
+    package="packages/qwen3_5",
+    model="qwen3.5_9b",
+    models=("qwen3.5_9b",),
+)
+SUITES = (QWEN3, QWEN3_MOE, GPT_OSS, LIGER, QWEN3_5)

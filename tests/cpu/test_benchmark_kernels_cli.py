@@ -48,7 +48,8 @@ def test_the_class_for_kernels_benchmark_runs(loaded):
 def runs_against_qwen3(path: Path) -> bool:
     """Is everything that a file measures in the package for Qwen3?"""
     module = [module for module in registry.modules() if Path(module.__file__).name == path.name]
-    return all(thing.suite is not suites.LIGER for each in module for thing in vars(each).values() if isinstance(thing, Operation))
+    others = suites.LIGER, suites.QWEN3_5
+    return all(thing.suite not in others for each in module for thing in vars(each).values() if isinstance(thing, Operation))
 
 
 def as_in_the_hubs_cache(folder: Path) -> Path:

@@ -1,0 +1,183 @@
+"""The gated delta rule of Qwen3.5 with the L2 norm of queries and keys, over documents packed into one row.
+
+Hugging Face is transformers' PyTorch code, called for one document after the other, with a key head for each head; with fla it is
+flash-linear-attention's `chunk_gated_delta_rule`, which takes the documents' bounds and groups of heads. The floor is a copy of what has to
+be read and written, without the states between chunks: no implementation that goes over the tokens twice comes near it.
+"""
+
+import torch
+import torch.nn.functional as F
+
+if not __package__:  # run as a file, or by `kernels benchmark`
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).absolute().parents[1]))  # the links of the Hub's cache are not followed
+    __package__ = Path(__file__).absolute().parent.name
+
+from . import models, providers
+from .benchmark_attention import lengths_of
+from .harness import main
+from .kernels_cli import OperationBenchmark
+from .markdown import Table, by_provider, columns_of, milliseconds, select, times_faster
+from .operation import MODE_TITLES, Case, Inputs, Operation, Random, Reference, Work
+from .providers import NotInstalled
+from .suites import QWEN3_5
+
+# Heads of keys, heads of values, and their length: Qwen3.5 9B and 27B, and a tiny model's.
+SIZES = {"qwen3.5_9b": (16, 32, 128), "qwen3.5_27b": (16, 48, 128), "qwen3.5_tiny": (1, 2, 16)}
+DOCUMENTS = ("1", "4", "32")
+TOKENS = (8192,)
+CHUNK = 64
+
+
+def inputs(heads: tuple[int, int, int], tokens: int, documents: str, random: Random) -> Inputs:
+    """Draw q, k, v, g and beta, [tokens, heads, width] and [tokens, heads]; the others are cu_seqlens."""
+    key_heads, count, width = heads
+    q, k, v = (random.normal(tokens, n, width) for n in (key_heads, key_heads, count))
+    g, beta = random.normal(tokens, count).float().abs() * -0.1, random.normal(tokens, count).sigmoid()
+    ends = torch.tensor([0, *lengths_of(tokens, documents)]).cumsum(0).to(random.device, torch.int32)
+    return Inputs((q, k, v, g, beta), (ends,), (random.normal(tokens, count, width),))
+
+
+def apart(cu_seqlens: torch.Tensor, *tensors: torch.Tensor):
+    """Yield the rows of each document."""
+    lengths = cu_seqlens.diff().tolist()
+    yield from zip(*(x.split(lengths) for x in tensors), strict=True)
+
+
+def transformers_rule(q, k, v, g, beta, cu_seqlens):
+    """Call transformers' own rule for one document after the other."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    parts = ([x[None] for x in rows] for rows in apart(cu_seqlens, q, k, v, g, beta))
+    return torch.cat([torch_chunk_gated_delta_rule(*rows, use_qk_l2norm_in_kernel=True)[0][0] for rows in parts])
+
+
+def of_fla():
+    """Return flash-linear-attention's rule."""
+    providers.require_modules("fla")
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    def call(q, k, v, g, beta, cu_seqlens):
+        rows = (x[None] for x in (q, k, v, g, beta))
+        return chunk_gated_delta_rule(*rows, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens.long())[0][0]
+
+    return call
+
+
+def of_package(package):
+    """Return the package's rule."""
+    if not hasattr(package, "gated_delta_rule"):
+        raise NotInstalled("this build has no gated delta rule")
+
+    def call(q, k, v, g, beta, cu_seqlens):
+        rows = (x[None] for x in (q, k, v, g, beta))
+        return package.gated_delta_rule(*rows, cu_seqlens=cu_seqlens, l2_norm=True)[0][0]
+
+    return call
+
+
+def exact_rule(q, k, v, g, beta):
+    """Compute the rule of one document in the inputs' dtype, a chunk after the other; the formulas are those of arXiv 2412.06464."""
+    group, missing = v.shape[1] // q.shape[1], -len(q) % CHUNK
+    q, k = (F.normalize(x, dim=-1).repeat_interleave(group, 1) for x in (q, k))
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)).unflatten(0, (-1, CHUNK)).transpose(1, 2) for x in (q, k, v))
+    g, beta = (F.pad(x, (0, 0, 0, missing)).unflatten(0, (-1, CHUNK)).transpose(1, 2) for x in (g, beta))
+    gamma = g.cumsum(-1)
+    seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    decay = (gamma[..., :, None] - gamma[..., None, :]).masked_fill(~seen, float("-inf")).exp()
+    lower = (decay * beta[..., None] * (k @ k.mT)).tril(-1) + torch.eye(CHUNK, dtype=q.dtype, device=q.device)
+    sides = beta[..., None] * torch.cat([gamma.exp()[..., None] * k, v], -1)
+    w, u = torch.linalg.solve_triangular(lower, sides, upper=False).split([k.shape[-1], v.shape[-1]], -1)
+    scale, state, results = q.shape[-1] ** -0.5, q.new_zeros(q.shape[1], q.shape[-1], v.shape[-1]), []
+    for i in range(len(q)):
+        new = u[i] - w[i] @ state
+        results.append(scale * (gamma[i].exp()[..., None] * (q[i] @ state) + (decay[i] * (q[i] @ k[i].mT)) @ new))
+        kept = (gamma[i, :, -1:] - gamma[i]).exp()[..., None] * k[i]
+        state = gamma[i, :, -1].exp()[:, None, None] * state + kept.mT @ new
+    out = torch.stack(results).transpose(1, 2).flatten(0, 1)
+    return out[: len(out) - missing]
+
+
+def reference(given: Inputs) -> Reference:
+    """Compute one document after the other in float64."""
+    exact = given.to_float64()
+    found, gradients = [], []
+    for *leaves, grad in apart(exact.others[0], *exact.leaves, exact.output_gradients[0]):
+        rows = [x.detach().requires_grad_() for x in leaves]
+        out = exact_rule(*rows)
+        found.append(out.detach())
+        gradients.append(torch.autograd.grad(out, rows, grad))
+    return Reference((torch.cat(found),), tuple(torch.cat(parts) for parts in zip(*gradients, strict=True)))
+
+
+def work(given: Inputs, mode: str) -> Work:
+    """Count the bytes: the inputs read and the output written, and in the backward pass both read again and a gradient written of each
+    input."""
+    read, written = sum(x.nbytes for x in given.leaves), given.output_gradients[0].nbytes
+    forward, backward = read + written, 2 * read + written
+    return Work(nbytes={"forward": forward, "backward": backward, "full": forward + backward}[mode])
+
+
+def over_documents(operation: Operation, args) -> list[Case]:
+    """Return a case for each number of tokens and of documents."""
+    model = models.full_name(args.model or operation.suite.model)
+    if model not in SIZES:
+        raise ValueError(f"--model is {model}, expected one of {', '.join(SIZES)}")
+    shapes = [(tokens, parts) for tokens in args.tokens or operation.tokens for parts in DOCUMENTS]
+    named = [({"model": model, "tokens": tokens}, (SIZES[model], tokens, parts)) for tokens, parts in shapes]
+    return [Case(("documents", "documents", arguments[2]), config, arguments) for config, arguments in named]
+
+
+RULE = Operation(
+    name="gated_delta_rule",
+    title="gated delta rule",
+    suite=QWEN3_5,
+    position=1,
+    outputs=("out",),
+    gradients=("dq", "dk", "dv", "dg", "dbeta"),
+    inputs=inputs,
+    formula=transformers_rule,
+    bastile=of_package,
+    peers={"huggingface_fla": of_fla},
+    compiled=False,
+    work=work,
+    reference=reference,
+    modes=("forward", "backward", "full"),
+    writes_inputs=False,
+    tokens=TOKENS,
+    sweeps={"token_length": over_documents, "model_config": over_documents},
+    shown=("documents", "1"),
+)
+
+
+def table(rows: list) -> str:
+    """Return the rule by the documents of a row."""
+    found = select(rows, kernel_name=RULE.name, metric_name="speed", dtype="bf16", timing="device", model=RULE.suite.model)
+    names = columns_of(found)
+    shown = Table("", "documents", "tokens", *map(providers.title, names), "floor", "vs best peer")
+    for mode in RULE.modes:
+        mine = select(found, kernel_operation_mode=mode)
+        for documents, tokens in dict.fromkeys((r.x_value, r.config["tokens"]) for r in mine):
+            by = by_provider(select(mine, x_value=documents, tokens=tokens))
+            cells = [shown.notes.cell(by.get(p), milliseconds) for p in (*names, providers.FLOOR)]
+            shown.add([MODE_TITLES.get(mode, mode), documents, str(tokens), *cells, times_faster(by)], by.values())
+    return shown.text()
+
+
+TABLES = {"gated_delta_rule": table}
+
+
+class GatedDeltaRuleBenchmark(OperationBenchmark):
+    operation = RULE
+
+    def setup(self) -> None:
+        gpu = self.device.startswith("cuda")
+        self.arguments = (SIZES["qwen3.5_9b" if gpu else "qwen3.5_tiny"], 4096 if gpu else 70, "4")
+        super().setup()
+
+
+if __name__ == "__main__":
+    main(RULE)
