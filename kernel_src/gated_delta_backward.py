@@ -15,6 +15,9 @@ and dS enters each from the one after it:
 
 `delta_states` makes S and N again. The gradients of q and k are summed over the value heads of a key head in the block that makes them, and
 take the L2 norm's backward there, dx = rstd (dy - y <dy, y>).
+
+Where products take their operands from registers (mma.sync), whole sums of [64, 128] beside the operands spill. There the last two kernels
+are SPLIT: `delta_scores` makes dq, and then dk, of half a chunk's rows at a time, and `delta_inverse` sums a quarter of dk's columns.
 """
 
 import itertools
@@ -52,6 +55,8 @@ from kernel_src.gated_delta import (
 from kernel_src.prebuild import FLOAT, UNMEASURED, Array, Params, Variant
 
 Const = ct.Constant[int]
+PART = 32  # rows of a chunk, or columns of its keys, that a SPLIT kernel has sums of
+HALVES, QUARTERS = CHUNK // PART, WIDTH // PART
 
 
 @ct.kernel
@@ -107,9 +112,96 @@ def norm_backward(dy, y, rstd):
     return rstd[:, None] * (dy - y * ct.sum(dy * y, 1)[:, None])
 
 
+# ---------------------------------------------------------------- parts of a chunk
+@ct.function
+def rows_of_half(array, half, head, part, WIDTH: Const):
+    """[PART, WIDTH]: half of the rows of a chunk in an array [chunks * 64, heads, parts * WIDTH]."""
+    return ct.reshape(ct.load(array, index=(half, head, part), shape=(PART, 1, WIDTH)), (PART, WIDTH))
+
+
+@ct.function
+def numbers_of_half(array, head, half):
+    """[PART]: half of the numbers of a chunk in an array [heads, chunks * 64]."""
+    return ct.reshape(ct.load(array, index=(head, half), shape=(1, PART)), (PART,))
+
+
+@ct.function
+def put_numbers_of_half(array, head, half, tile):
+    ct.store(array, index=(head, half), tile=ct.reshape(tile, (1, PART)))
+
+
+@ct.function
+def tokens_of_half(table, chunk, rows):
+    """[PART]: as `tokens_of`, of some rows."""
+    first, count = ct.gather(table, (0, chunk), check_bounds=False), ct.gather(table, (1, chunk), check_bounds=False)
+    return ct.where(rows < count, first + rows, -1)
+
+
+@ct.function
+def rows_of_state(states, chunk, head, quarter, part, BV: Const):
+    """[PART, BV]: of a state, the rows that some columns of the keys have."""
+    return ct.reshape(ct.load(states, index=(chunk, head, quarter, part), shape=(1, 1, PART, BV)), (PART, BV))
+
+
+# ---------------------------------------------------------------- queries and keys
+@ct.function
+def put_queries_of_half(queries, keys, gamma, states, news, dout, table, q_rstd, dq, dgamma, scale, chunk, key_head, half, K: Const,
+                        V: Const, BV: Const, NORM: Const):
+    """Writes half a chunk's rows of dq, and their part of dgamma."""
+    place, rows, row = chunk * HALVES + half, half * PART + ct.arange(PART, dtype=ct.int32), ct.arange(64, dtype=ct.int32)
+    tokens, group, of_queries = tokens_of_half(table, chunk, rows), dout.shape[1] // keys.shape[1], zeros(PART, K)
+    for i in range(group):
+        head = key_head * group + i
+        inner, found = zeros(PART, 64), zeros(PART, K)
+        for part in range(V // BV):
+            grad = token_rows(dout, tokens, head, part * BV, BV)
+            inner = ct.mma(grad, ct.transpose(rows_of(news, chunk, head, part, BV)), inner)
+            found = ct.mma(grad, ct.transpose(state_of(states, chunk, head, part, K, BV)), found)
+        g, own = numbers_of(gamma, head, chunk), numbers_of_half(gamma, head, place)
+        decay = ct.exp(ct.where(rows[:, None] >= row[None, :], own[:, None] - g[None, :], -float("inf")))
+        inner = ct.astype(scale * decay * inner, keys.dtype)
+        found = ct.mma(inner, rows_of(keys, chunk, key_head, 0, K), (scale * ct.exp(own))[:, None] * found)
+        q = ct.astype(rows_of_half(queries, place, key_head, 0, K), F32)
+        put_numbers_of_half(dgamma, head, place, ct.sum(found * q, 1))
+        of_queries = of_queries + found
+    if NORM:
+        q = ct.astype(rows_of_half(queries, place, key_head, 0, K), F32)
+        of_queries = norm_backward(of_queries, q, numbers_of_half(q_rstd, key_head, place))
+    put_token_rows(dq, tokens, key_head, 0, of_queries, K)
+
+
+@ct.function
+def put_keys_of_half(queries, keys, gamma, states, dstates, news, dout, table, dgamma, partial, scale, chunk, key_head, half, K: Const,
+                     V: Const, BV: Const):
+    """Writes half a chunk's rows of the part of dk that is known, and takes them to dgamma, which has the part of all queries. G's columns
+    are made again, as rows of its transpose, so that no block holds all of it."""
+    place, rows, row = chunk * HALVES + half, half * PART + ct.arange(PART, dtype=ct.int32), ct.arange(64, dtype=ct.int32)
+    tokens, group, of_keys = tokens_of(table, chunk), dout.shape[1] // keys.shape[1], zeros(PART, K)
+    for i in range(group):
+        head = key_head * group + i
+        inner, found, carried = zeros(PART, 64), zeros(PART, K), ct.zeros((), dtype=F32)
+        for part in range(V // BV):
+            new, dstate = rows_of_half(news, place, head, part, BV), state_of(dstates, chunk, head, part, K, BV)
+            inner = ct.mma(new, ct.transpose(token_rows(dout, tokens, head, part * BV, BV)), inner)
+            found = ct.mma(new, ct.transpose(dstate), found)
+            if half == 0:
+                carried = carried + ct.sum(ct.astype(state_of(states, chunk, head, part, K, BV), F32) * ct.astype(dstate, F32))
+        g, own, last = numbers_of(gamma, head, chunk), numbers_of_half(gamma, head, place), last_of(gamma, head, chunk)
+        k = ct.astype(rows_of_half(keys, place, key_head, 0, K), F32)
+        found = ct.exp(last - own)[:, None] * found
+        carried = ct.exp(last) * carried + ct.sum(found * k)
+        decay = ct.exp(ct.where(rows[:, None] <= row[None, :], g[None, :] - own[:, None], -float("inf")))
+        found = ct.mma(ct.astype(scale * decay * inner, keys.dtype), rows_of(queries, chunk, key_head, 0, K), found)
+        put_numbers_of_half(dgamma, head, place, numbers_of_half(dgamma, head, place) - ct.sum(found * k, 1))
+        end = chunk * 64 + 63  # takes what both halves carry
+        ct.scatter(dgamma, (head, end), ct.gather(dgamma, (head, end), check_bounds=False) + carried, check_bounds=False)
+        of_keys = of_keys + found
+    ct.store(partial, index=(place, key_head, 0), tile=ct.reshape(of_keys, (PART, 1, K)))
+
+
 @ct.kernel
 def delta_scores(queries, keys, gamma, states, dstates, news, dout, table, q_rstd, dq, dgamma, partial, scale: float, K: Const, V: Const,
-                 BV: Const, NORM: Const):
+                 BV: Const, NORM: Const, SPLIT: Const):
     """Computes the gradients that flow to queries and keys through the scores and the states, BV columns of the values at a time.
 
     dq: [tokens, key heads, K]; dgamma: [heads, chunks * 64] fp32, the part of it that is known here; partial: [chunks * 64, key heads, K]
@@ -118,94 +210,160 @@ def delta_scores(queries, keys, gamma, states, dstates, news, dout, table, q_rst
     key_heads = keys.shape[1]
     key_head, chunk, group = ct.bid(0) % key_heads, ct.bid(0) // key_heads, dout.shape[1] // key_heads
     if holds_tokens(table, chunk):
-        k, q = rows_of(keys, chunk, key_head, 0, K), rows_of(queries, chunk, key_head, 0, K)
-        tokens, row = tokens_of(table, chunk), ct.arange(64, dtype=ct.int32)
-        of_queries, of_keys = zeros(64, K), zeros(64, K)
-        for i in range(group):
-            head = key_head * group + i
-            g, last = numbers_of(gamma, head, chunk), last_of(gamma, head, chunk)
-            inner, found = zeros(64, 64), zeros(64, K)
+        if SPLIT:
+            for half in range(HALVES):
+                put_queries_of_half(queries, keys, gamma, states, news, dout, table, q_rstd, dq, dgamma, scale, chunk, key_head, half, K, V,
+                                    BV, NORM)
+            for half in range(HALVES):
+                put_keys_of_half(queries, keys, gamma, states, dstates, news, dout, table, dgamma, partial, scale, chunk, key_head, half, K,
+                                 V, BV)
+        else:
+            k, q = rows_of(keys, chunk, key_head, 0, K), rows_of(queries, chunk, key_head, 0, K)
+            tokens, row = tokens_of(table, chunk), ct.arange(64, dtype=ct.int32)
+            of_queries, of_keys = zeros(64, K), zeros(64, K)
+            for i in range(group):
+                head = key_head * group + i
+                g, last = numbers_of(gamma, head, chunk), last_of(gamma, head, chunk)
+                inner, found = zeros(64, 64), zeros(64, K)
+                for part in range(V // BV):
+                    grad = token_rows(dout, tokens, head, part * BV, BV)
+                    inner = ct.mma(grad, ct.transpose(rows_of(news, chunk, head, part, BV)), inner)
+                    found = ct.mma(grad, ct.transpose(state_of(states, chunk, head, part, K, BV)), found)
+                inner = ct.astype(scale * decay_of(g) * inner, k.dtype)
+                found = ct.mma(inner, k, (scale * ct.exp(g))[:, None] * found)
+                dgam = ct.sum(found * ct.astype(q, F32), 1)
+                of_queries = of_queries + found
+                found, carried = zeros(64, K), ct.zeros((), dtype=F32)
+                for part in range(V // BV):
+                    dstate = state_of(dstates, chunk, head, part, K, BV)
+                    found = ct.mma(rows_of(news, chunk, head, part, BV), ct.transpose(dstate), found)
+                    carried = carried + ct.sum(ct.astype(state_of(states, chunk, head, part, K, BV), F32) * ct.astype(dstate, F32))
+                found = ct.exp(last - g)[:, None] * found
+                carried = ct.exp(last) * carried + ct.sum(found * ct.astype(k, F32))
+                found = ct.mma(ct.transpose(inner), q, found)
+                dgam = dgam - ct.sum(found * ct.astype(k, F32), 1) + ct.where(row == 63, carried, 0.0)
+                put_numbers(dgamma, head, chunk, dgam)
+                of_keys = of_keys + found
+            put_rows(partial, chunk, key_head, 0, of_keys, K)
+            if NORM:
+                of_queries = norm_backward(of_queries, ct.astype(q, F32), numbers_of(q_rstd, key_head, chunk))
+            put_token_rows(dq, tokens, key_head, 0, of_queries, K)
+
+
+# ---------------------------------------------------------------- the inverse
+@ct.function
+def put_inverse_by_columns(keys, values, gamma, betas, inverses, states, dnews, table, k_rstd, dgamma, partial, dk, dv, dbeta, dg, chunk,
+                           key_head, K: Const, V: Const, BV: Const, NORM: Const):
+    """What `delta_inverse` does of one chunk and key head. The sum over heads of dk stays in `partial` while it is made."""
+    tokens, group = tokens_of(table, chunk), values.shape[1] // keys.shape[1]
+    for i in range(group):
+        head = key_head * group + i
+        g, b = numbers_of(gamma, head, chunk), numbers_of(betas, head, chunk)
+        be = b * ct.exp(g)
+        da, db, along = zeros(64, 64), ct.zeros((64,), dtype=F32), ct.zeros((64,), dtype=F32)
+        for part in range(V // BV):
+            dnew, v = rows_of(dnews, chunk, head, part, BV), ct.astype(rows_of(values, chunk, head, part, BV), F32)
+            found = ct.mma(ct.transpose(rows_of(inverses, chunk, head, 0, 64)), dnew, zeros(64, BV))
+            put_token_rows(dv, tokens, head, part * BV, b[:, None] * found, BV)
+            db = db + ct.sum(found * v, 1)
+            da = ct.mma(dnew, ct.transpose(ct.astype(b[:, None] * v, keys.dtype)), da)
+        for quarter in range(QUARTERS):
+            dweights = zeros(64, PART)
             for part in range(V // BV):
-                grad = token_rows(dout, tokens, head, part * BV, BV)
-                inner = ct.mma(grad, ct.transpose(rows_of(news, chunk, head, part, BV)), inner)
-                found = ct.mma(grad, ct.transpose(state_of(states, chunk, head, part, K, BV)), found)
-            inner = ct.astype(scale * decay_of(g) * inner, k.dtype)
-            found = ct.mma(inner, k, (scale * ct.exp(g))[:, None] * found)
-            dgam = ct.sum(found * ct.astype(q, F32), 1)
-            of_queries = of_queries + found
-            found, carried = zeros(64, K), ct.zeros((), dtype=F32)
-            for part in range(V // BV):
-                dstate = state_of(dstates, chunk, head, part, K, BV)
-                found = ct.mma(rows_of(news, chunk, head, part, BV), ct.transpose(dstate), found)
-                carried = carried + ct.sum(ct.astype(state_of(states, chunk, head, part, K, BV), F32) * ct.astype(dstate, F32))
-            found = ct.exp(last - g)[:, None] * found
-            carried = ct.exp(last) * carried + ct.sum(found * ct.astype(k, F32))
-            found = ct.mma(ct.transpose(inner), q, found)
-            dgam = dgam - ct.sum(found * ct.astype(k, F32), 1) + ct.where(row == 63, carried, 0.0)
-            put_numbers(dgamma, head, chunk, dgam)
-            of_keys = of_keys + found
-        put_rows(partial, chunk, key_head, 0, of_keys, K)
+                state = rows_of_state(states, chunk, head, quarter, part, BV)
+                dweights = ct.mma(rows_of(dnews, chunk, head, part, BV), ct.transpose(state), dweights)
+            k, dweights = ct.astype(rows_of(keys, chunk, key_head, quarter, PART), F32), ct.astype(-dweights, keys.dtype)
+            da = ct.mma(dweights, ct.transpose(ct.astype(be[:, None] * k, keys.dtype)), da)
+            found = ct.mma(ct.transpose(rows_of(inverses, chunk, head, 0, 64)), dweights, zeros(64, PART))
+            along = along + ct.sum(found * k, 1)
+            total = rows_of(partial, chunk, key_head, quarter, PART) + be[:, None] * found
+            put_rows(partial, chunk, key_head, quarter, total, PART)
+        db, dgam = db + ct.exp(g) * along, numbers_of(dgamma, head, chunk) + be * along
+        inverse = ct.transpose(rows_of(inverses, chunk, head, 0, 64))
+        da = ct.mma(inverse, ct.astype(da, keys.dtype), zeros(64, 64))
+        dm = -strictly_lower(ct.mma(ct.astype(da, keys.dtype), inverse, zeros(64, 64))) * decay_of(g)
+        h = ct.astype(dm, keys.dtype)
+        for quarter in range(QUARTERS):
+            k = rows_of(keys, chunk, key_head, quarter, PART)
+            x = dm * b[:, None] * ct.mma(k, ct.transpose(k), zeros(64, 64))
+            dgam = dgam + ct.sum(x, 1) - ct.sum(x, 0)
+            found = ct.mma(h, k, zeros(64, PART))
+            db = db + ct.sum(found * ct.astype(k, F32), 1)
+            total = rows_of(partial, chunk, key_head, quarter, PART) + b[:, None] * found
+            total = ct.mma(ct.transpose(h), ct.astype(b[:, None] * ct.astype(k, F32), keys.dtype), total)
+            put_rows(partial, chunk, key_head, quarter, total, PART)
+        ct.scatter(dbeta, (tokens, head), ct.astype(db, dbeta.dtype))
+        ct.scatter(dg, (tokens, head), ct.astype(ct.cumsum(dgam, 0, reverse=True), dg.dtype))
+    for half in range(HALVES):
+        place, rows = chunk * HALVES + half, half * PART + ct.arange(PART, dtype=ct.int32)
+        total = rows_of_half(partial, place, key_head, 0, K)
         if NORM:
-            of_queries = norm_backward(of_queries, ct.astype(q, F32), numbers_of(q_rstd, key_head, chunk))
-        put_token_rows(dq, tokens, key_head, 0, of_queries, K)
+            k = ct.astype(rows_of_half(keys, place, key_head, 0, K), F32)
+            total = norm_backward(total, k, numbers_of_half(k_rstd, key_head, place))
+        put_token_rows(dk, tokens_of_half(table, chunk, rows), key_head, 0, total, K)
 
 
 @ct.kernel
 def delta_inverse(keys, values, gamma, betas, inverses, states, dnews, table, k_rstd, dgamma, partial, dk, dv, dbeta, dg, K: Const,
-                  V: Const, BV: Const, NORM: Const):
+                  V: Const, BV: Const, NORM: Const, SPLIT: Const):
     """Computes the gradients that flow to keys, values and gates through the inverse.
 
-    dgamma, partial: the output of `delta_scores`; dk: [tokens, key heads, K]; dv: [tokens, heads, V]; dbeta, dg: [tokens, heads] fp32.
+    dgamma, partial: the output of `delta_scores`; with SPLIT, the sum of dk is made in `partial`; dk: [tokens, key heads, K]; dv: [tokens,
+    heads, V]; dbeta, dg: [tokens, heads] fp32.
     Grid: chunks * key heads.
     """
     key_heads = keys.shape[1]
     key_head, chunk, group = ct.bid(0) % key_heads, ct.bid(0) // key_heads, values.shape[1] // key_heads
     if holds_tokens(table, chunk):
-        k, tokens = rows_of(keys, chunk, key_head, 0, K), tokens_of(table, chunk)
-        total = rows_of(partial, chunk, key_head, 0, K)
-        for i in range(group):
-            head = key_head * group + i
-            g, b = numbers_of(gamma, head, chunk), numbers_of(betas, head, chunk)
-            be = b * ct.exp(g)
-            inverse = ct.transpose(rows_of(inverses, chunk, head, 0, 64))
-            da, dweights, db = zeros(64, 64), zeros(64, K), ct.zeros((64,), dtype=F32)
-            for part in range(V // BV):
-                dnew, v = rows_of(dnews, chunk, head, part, BV), ct.astype(rows_of(values, chunk, head, part, BV), F32)
-                found = ct.mma(inverse, dnew, zeros(64, BV))
-                put_token_rows(dv, tokens, head, part * BV, b[:, None] * found, BV)
-                db = db + ct.sum(found * v, 1)
-                da = ct.mma(dnew, ct.transpose(ct.astype(b[:, None] * v, k.dtype)), da)
-                dweights = ct.mma(dnew, ct.transpose(state_of(states, chunk, head, part, K, BV)), dweights)
-            dweights = ct.astype(-dweights, k.dtype)
-            da = ct.mma(dweights, ct.transpose(ct.astype(be[:, None] * ct.astype(k, F32), k.dtype)), da)
-            found = ct.mma(inverse, dweights, zeros(64, K))
-            along = ct.sum(found * ct.astype(k, F32), 1)
-            db, dgam = db + ct.exp(g) * along, numbers_of(dgamma, head, chunk) + be * along
-            total = total + be[:, None] * found
-            da = ct.mma(inverse, ct.astype(da, k.dtype), zeros(64, 64))
-            dm = -strictly_lower(ct.mma(ct.astype(da, k.dtype), inverse, zeros(64, 64))) * decay_of(g)
-            x = dm * b[:, None] * ct.mma(k, ct.transpose(k), zeros(64, 64))
-            dgam = dgam + ct.sum(x, 1) - ct.sum(x, 0)
-            h = ct.astype(dm, k.dtype)
-            found = ct.mma(h, k, zeros(64, K))
-            db = db + ct.sum(found * ct.astype(k, F32), 1)
-            total = total + b[:, None] * found
-            total = ct.mma(ct.transpose(h), ct.astype(b[:, None] * ct.astype(k, F32), k.dtype), total)
-            ct.scatter(dbeta, (tokens, head), ct.astype(db, dbeta.dtype))
-            ct.scatter(dg, (tokens, head), ct.astype(ct.cumsum(dgam, 0, reverse=True), dg.dtype))
-        if NORM:
-            total = norm_backward(total, ct.astype(k, F32), numbers_of(k_rstd, key_head, chunk))
-        put_token_rows(dk, tokens, key_head, 0, total, K)
+        if SPLIT:
+            put_inverse_by_columns(keys, values, gamma, betas, inverses, states, dnews, table, k_rstd, dgamma, partial, dk, dv, dbeta, dg,
+                                   chunk, key_head, K, V, BV, NORM)
+        else:
+            k, tokens = rows_of(keys, chunk, key_head, 0, K), tokens_of(table, chunk)
+            total = rows_of(partial, chunk, key_head, 0, K)
+            for i in range(group):
+                head = key_head * group + i
+                g, b = numbers_of(gamma, head, chunk), numbers_of(betas, head, chunk)
+                be = b * ct.exp(g)
+                inverse = ct.transpose(rows_of(inverses, chunk, head, 0, 64))
+                da, dweights, db = zeros(64, 64), zeros(64, K), ct.zeros((64,), dtype=F32)
+                for part in range(V // BV):
+                    dnew, v = rows_of(dnews, chunk, head, part, BV), ct.astype(rows_of(values, chunk, head, part, BV), F32)
+                    found = ct.mma(inverse, dnew, zeros(64, BV))
+                    put_token_rows(dv, tokens, head, part * BV, b[:, None] * found, BV)
+                    db = db + ct.sum(found * v, 1)
+                    da = ct.mma(dnew, ct.transpose(ct.astype(b[:, None] * v, k.dtype)), da)
+                    dweights = ct.mma(dnew, ct.transpose(state_of(states, chunk, head, part, K, BV)), dweights)
+                dweights = ct.astype(-dweights, k.dtype)
+                da = ct.mma(dweights, ct.transpose(ct.astype(be[:, None] * ct.astype(k, F32), k.dtype)), da)
+                found = ct.mma(inverse, dweights, zeros(64, K))
+                along = ct.sum(found * ct.astype(k, F32), 1)
+                db, dgam = db + ct.exp(g) * along, numbers_of(dgamma, head, chunk) + be * along
+                total = total + be[:, None] * found
+                da = ct.mma(inverse, ct.astype(da, k.dtype), zeros(64, 64))
+                dm = -strictly_lower(ct.mma(ct.astype(da, k.dtype), inverse, zeros(64, 64))) * decay_of(g)
+                x = dm * b[:, None] * ct.mma(k, ct.transpose(k), zeros(64, 64))
+                dgam = dgam + ct.sum(x, 1) - ct.sum(x, 0)
+                h = ct.astype(dm, k.dtype)
+                found = ct.mma(h, k, zeros(64, K))
+                db = db + ct.sum(found * ct.astype(k, F32), 1)
+                total = total + b[:, None] * found
+                total = ct.mma(ct.transpose(h), ct.astype(b[:, None] * ct.astype(k, F32), k.dtype), total)
+                ct.scatter(dbeta, (tokens, head), ct.astype(db, dbeta.dtype))
+                ct.scatter(dg, (tokens, head), ct.astype(ct.cumsum(dgam, 0, reverse=True), dg.dtype))
+            if NORM:
+                total = norm_backward(total, ct.astype(k, F32), numbers_of(k_rstd, key_head, chunk))
+            put_token_rows(dk, tokens, key_head, 0, total, K)
 
 
 # ---------------------------------------------------------------- what is prebuilt
-# mma.sync takes its operands from registers, and nothing was measured there.
-SPILLS = "two sums of [64, 128] and the operands of their products are more than the registers of sm_80, sm_86, sm_89, sm_120 and sm_121"
 WALK_SPILLS = "24 bytes on sm_90, where four documents of 2048 tokens take 128 us with 128 columns, and 160 us without spills with 64"
 WIDE_SPILLS = "112 bytes on sm_90, where 8192 tokens take 302 us with 128 columns a step, and 372 us without spills with 64"
 # Columns of the values that a step of `delta_scores` and `delta_inverse` has: 8192 tokens took an H200 302 and 234 us with 128 of them, 372
-# and 264 with 64.
-COLUMNS = ((WIDTH, WIDE), (64, UNMEASURED))
+# and 264 with 64. mma.sync takes its operands from registers: whole sums beside them spilled 430 to 1208 bytes a thread there.
+TENSOR_MEMORY = ("sm_100", "sm_103", "sm_110")
+MMA_SYNC = tuple(target for target in UNMEASURED if target not in TENSOR_MEMORY)
+COLUMNS = ((WIDTH, 0, WIDE), (64, 0, TENSOR_MEMORY), (64, 1, MMA_SYNC))
 
 
 def variants():
@@ -223,14 +381,14 @@ def variants():
                 spills = WALK_SPILLS if targets == WIDE and not carry else ""
                 yield Variant(delta_reverse, {**parts, **found, **ends}, hints={"num_worker_warps": 8}, targets=targets, spills=spills)
         partial = chunk_rows("float32", WIDTH)
-        for norm, (columns, targets) in itertools.product((1, 0), COLUMNS):
-            sizes: Params = {"K": WIDTH, "V": WIDTH, "BV": columns, "NORM": norm}
+        for norm, (columns, split, targets) in itertools.product((1, 0), COLUMNS):
+            sizes: Params = {"K": WIDTH, "V": WIDTH, "BV": columns, "NORM": norm, "SPLIT": split}
             parts = {"queries": wide, "keys": wide, "gamma": NUMBERS, "states": rounded, "dstates": rounded, "news": wide, "dout": given}
             results: Params = {"table": TABLE, "q_rstd": NUMBERS, "dq": given, "dgamma": NUMBERS, "partial": partial, "scale": FLOAT}
-            wide_spills, spills = (WIDE_SPILLS, "") if targets == WIDE else (SPILLS, SPILLS)
-            yield Variant(delta_scores, {**parts, **results, **sizes}, hints={"num_worker_warps": 8}, targets=targets, spills=wide_spills)
+            spills = WIDE_SPILLS if targets == WIDE else ""
+            yield Variant(delta_scores, {**parts, **results, **sizes}, hints={"num_worker_warps": 8}, targets=targets, spills=spills)
             chunked: Params = {"keys": wide, "values": wide, "gamma": NUMBERS, "betas": NUMBERS, "inverses": narrow, "states": rounded}
             made: Params = {"dnews": wide, "table": TABLE, "k_rstd": NUMBERS, "dgamma": NUMBERS, "partial": partial}
             results = {"dk": given, "dv": given, "dbeta": GATES, "dg": GATES}
             arguments = {**chunked, **made, **results, **sizes}
-            yield Variant(delta_inverse, arguments, hints={"num_worker_warps": 8}, targets=targets, spills=spills)
+            yield Variant(delta_inverse, arguments, hints={"num_worker_warps": 8}, targets=targets)

@@ -29,12 +29,27 @@ def test_the_fewer_the_documents_the_narrower_the_blocks(interpreted, monkeypatc
         assert any(name.startswith(f"{kernel}-") and columns in name for name in walks), walks
 
 
-@pytest.mark.parametrize("gpu, columns", (("sm_80", "-BV64-"), ("sm_90", "-BV128-")))
-def test_kernels_of_other_architectures(interpreted, gpu, columns):
-    before = len(launched(interpreted))
-    rule.check_on(interpreted, gpu)
+KERNELS_OF = {"sm_80": ("-BV64-", "-SPLIT1-"), "sm_100": ("-BV64-", "-SPLIT0-"), "sm_90": ("-BV128-", "-SPLIT0-")}
+OPTIONS = {
+    "of two documents": {},
+    "of two key heads": {"lengths": (40,), "key_heads": 2, "heads": 4},
+    "of long memory": {"lengths": (20, 140), "decay": 0.03},
+    "carried": {"lengths": (30, 70), "decay": 0.03, "carry": True},
+    "without a norm": {"lengths": (70,), "l2_norm": False},
+    "alike": {"lengths": (100,), "alike": 0.7},
+    "of no decay": {"lengths": (70,), "decay": 0.0, "alike": 1.0, "rows": 8.0, "of_g": 4 * rule.OF_G},
+}
+CASES_OF = [(gpu, name) for gpu in KERNELS_OF for name in (OPTIONS if gpu == "sm_80" else ("of two documents",))]
+
+
+@pytest.mark.parametrize("gpu, name", CASES_OF)
+def test_kernels_of_other_architectures(interpreted, gpu, name):
+    """On sm_80, whose sums are made in parts, all that the others run by themselves."""
+    before, parts = len(launched(interpreted)), KERNELS_OF[gpu]
+    rule.check_on(interpreted, gpu, **OPTIONS[name])
     last = [name for name in launched(interpreted)[before:] if name.startswith(("delta_scores", "delta_inverse"))]
-    assert {name.split("-")[0] for name in last} == {"delta_scores", "delta_inverse"} and all(columns in name for name in last), last
+    assert {name.split("-")[0] for name in last} == {"delta_scores", "delta_inverse"}
+    assert all(part in name for name in last for part in parts), last
 
 
 @pytest.mark.parametrize("dtype", (FP32, torch.float64), ids=str)

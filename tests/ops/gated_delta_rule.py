@@ -1,5 +1,6 @@
 """The gated delta rule against its definition, token by token, in float64."""
 
+import contextlib
 import copy
 import importlib
 
@@ -121,8 +122,9 @@ def check_packed_is_separate(package, device, dtype, key_heads=1, heads=2):
             assert torch.equal(a, b[:, part]), f"a gradient of document {part} differs in a packed row"
 
 
-def check_on(package, gpu: str):
-    """The kernels that another architecture gets, in the interpreter."""
+@contextlib.contextmanager
+def kernels_of(package, gpu: str):
+    """The kernels that another architecture gets, in the interpreter. None is left prepared, before and after."""
     launch = runtime_of(package).launch
     before, launch.backend = launch.backend, copy.copy(launch.backend)
     launch.backend.gpu = gpu
@@ -130,11 +132,16 @@ def check_on(package, gpu: str):
     try:
         for kernel in kernels:
             kernel.forget()
-        check_rule(package, "cpu", BF16, (70, 5))
+        yield
     finally:
         launch.backend = before
         for kernel in kernels:
             kernel.forget()
+
+
+def check_on(package, gpu: str, lengths=(70, 5), **options):
+    with kernels_of(package, gpu):
+        check_rule(package, "cpu", BF16, lengths, **options)
 
 
 def check_batch(package, device, dtype):
@@ -222,7 +229,8 @@ CHECKS = {
     "packed": lambda ops: check_packed_is_separate(ops, "cpu", BF16),
     "extremes": lambda ops: check_extremes(ops, "cpu", BF16),
     "step": lambda ops: check_step(ops, "cpu", BF16),
-    "narrow": lambda ops: check_on(ops, "sm_80"),
+    "narrow": lambda ops: check_on(ops, "sm_100"),
+    "split": lambda ops: check_on(ops, "sm_80", (20, 140), decay=0.03),
 }
 FORWARD, BACKWARD = "kernel_src/gated_delta.py", "kernel_src/gated_delta_backward.py"
 MUTANTS = (
@@ -253,6 +261,22 @@ MUTANTS = (
     *errors_in(BACKWARD, "narrow", "delta_scores", ("state_of(dstates, chunk, head, part", "state_of(dstates, chunk, head, 0")),
     *errors_in(BACKWARD, "two", "delta_inverse", ("reverse=True", "reverse=False"), ("total + b[:, None] * found", "total + found")),
     *errors_in(BACKWARD, "two", "delta_inverse", ("- ct.sum(x, 0)", ""), ("db + ct.exp(g) * along", "db + along")),
+    *errors_in(BACKWARD, "split", "rows_of_half", ("(half, head, part)", "(half, head, 0)")),
+    *errors_in(BACKWARD, "split", "numbers_of_half", ("(head, half)", "(head, half * 0)")),
+    *errors_in(BACKWARD, "split", "put_numbers_of_half", ("(head, half)", "(head, half // 2 * 2)")),
+    *errors_in(BACKWARD, "split", "tokens_of_half", ("rows < count", "rows <= count")),
+    *errors_in(BACKWARD, "split", "rows_of_state", ("quarter, part)", "part, part)")),
+    *errors_in(BACKWARD, "split", "put_queries_of_half", ("rows[:, None] >= row", "rows[:, None] > row"), ("head, part * BV", "head, 0")),
+    *errors_in(BACKWARD, "split", "put_queries_of_half", ("ct.sum(found * q", "ct.sum(of_queries * q"), ("of_queries + found", "found")),
+    *errors_in(BACKWARD, "split", "put_queries_of_half", ("- g[None, :]", ""), ("ct.exp(own)", "ct.exp(0.0 * own)")),
+    *errors_in(BACKWARD, "split", "put_keys_of_half", ("rows[:, None] <= row", "rows[:, None] < row"), ("of_keys + found", "found")),
+    *errors_in(BACKWARD, "split", "put_keys_of_half", ("half == 0", "half >= 0"), ("chunk * 64 + 63", "chunk * 64 + half * 32 + 31")),
+    *errors_in(BACKWARD, "split", "put_keys_of_half", ("+ ct.sum(found * k)", "+ 0.0 * ct.sum(found * k)"), ("last - own", "-own")),
+    *errors_in(BACKWARD, "split", "put_keys_of_half", ("scale * decay * inner", "decay * inner"), ("- ct.sum(found * k, 1)", "")),
+    *errors_in(BACKWARD, "split", "put_inverse_by_columns", ("reverse=True", "reverse=False"), ("db + ct.exp(g) * along", "db + along")),
+    *errors_in(BACKWARD, "split", "put_inverse_by_columns", ("- ct.sum(x, 0)", ""), ("along + ct.sum(", "ct.sum(")),
+    *errors_in(BACKWARD, "split", "put_inverse_by_columns", ("+ be[:, None] *", "+ b[:, None] *"), ("+ b[:, None] * found", "+ found")),
+    *errors_in(BACKWARD, "split", "put_inverse_by_columns", ("ct.astype(-dweights", "ct.astype(dweights"), ("mma(h, k,", "mma(h, -k,")),
     *errors_in(BACKWARD, "carried", "delta_reverse", ("dstate = state_of(dfinal", "dfinal_ = state_of(dfinal")),
     *errors_in("shared/ops/gated_delta_rule.py", "two", "_GatedDeltaRule.forward",
                ("ctx.save_for_backward(q, k,", "ctx.save_for_backward(q, q,")),
