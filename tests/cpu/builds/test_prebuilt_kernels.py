@@ -18,6 +18,7 @@ from tools import build_checks, compiler, pack, targets
 from tools import compile as compile_
 from tools.build_record import changed, read_record, read_spills, record
 from tools.compiler import Job
+from tools.elf import resources
 from tools.kernel_package import package_folders, read_package
 from tools.kernel_sources import source_digest
 from tools.targets import TARGETS, BuildError
@@ -174,16 +175,19 @@ def test_what_spills_is_recorded_and_spills_no_more(compiled):
 
 
 def test_the_delta_rules_kernels_spill_what_is_recorded():
-    """On one architecture a generation: the two that are cut least there, and the walk that is faster with spills on an H200."""
+    """What is faster with spills on an H200, and, on one architecture a generation, nothing of the two whose sums are made in parts."""
     tileiras = compiler.find_tileiras()
     version, images = compiler.compiler_version(tileiras), {}
     for operation, variant in targets.read_variants(["gated_delta", "gated_delta_backward"]):
-        bytecode = compiler.export(variant) if variant.spills else b""
-        for host, architecture in targets.targets_of(variant, TEST_TARGETS) if variant.spills else ():
+        chosen = bool(variant.spills or variant.params.get("SPLIT"))
+        bytecode = compiler.export(variant) if chosen else b""
+        for host, architecture in targets.targets_of(variant, TEST_TARGETS) if chosen else ():
             job = Job(operation, variant, bytecode, host, architecture)
             images[job] = compiler.compile_image(job, tileiras, version)
     found = build_checks.spills_of(images)
-    assert len(found) == 7 and {architecture for of_variant in found.values() for architecture in of_variant} == set(TEST_TARGETS["x86_64"])
+    assert len(found) == 3 and {architecture for of_variant in found.values() for architecture in of_variant} == {"sm_90"}
+    split = {job: resources(image).stack for job, image in images.items() if job.variant.params.get("SPLIT")}
+    assert {job.architecture for job in split} == {"sm_80", "sm_120"} and len(split) == 8 and not any(split.values())
     for name, of_variant in found.items():
         assert of_variant.items() <= read_spills()[name].items()
 
