@@ -35,12 +35,15 @@ def _output(*command: str) -> str:
 
 @functools.cache
 def package_version() -> str:
-    """Return the version of the package and git commit, "1.0.0+0123abc"; ".dirty" is added when files differed from the commit."""
+    """Return the version of the packages and git commit, "1.0.0+0123abc"; ".dirty" is added when files differed from the commit, or the
+    packages that are built here are of several."""
     project = ROOT / "pyproject.toml"
     number = tomllib.loads(project.read_text())["project"]["version"] if project.is_file() else "unknown"
-    built = ROOT / "build" / "torch-cuda" / "metadata.json"  # what is measured, whatever has been checked out since
-    kernel = json.loads(built.read_text()).get("provenance", {}).get("kernel", {}) if built.is_file() else {}
-    commit, dirty = kernel.get("commit", ""), kernel.get("dirty", False)
+    # What is measured, whatever has been checked out since: one of the packages.
+    built = [path for folder in (ROOT, *ROOT.glob("packages/*")) for path in folder.glob("build/torch-cuda/metadata.json")]
+    kernels = [json.loads(path.read_text()).get("provenance", {}).get("kernel", {}) for path in built]
+    commits = list(dict.fromkeys(kernel.get("commit", "") for kernel in kernels))
+    commit, dirty = "".join(commits[:1]), len(commits) > 1 or any(kernel.get("dirty", False) for kernel in kernels)
     if not commit:
         commit, dirty = _output("git", "rev-parse", "HEAD"), bool(_output("git", "status", "--porcelain", "--untracked-files=no"))
     return number + (f"+{commit[:7]}" if commit else "") + (".dirty" if commit and dirty else "")

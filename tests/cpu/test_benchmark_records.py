@@ -91,3 +91,23 @@ def test_names():
     with pytest.raises(ValueError, match="expected one of"):
         models.size("7b")
     assert records.package_version().startswith("1.")
+
+
+@pytest.mark.parametrize(
+    ("builds", "version"),
+    (
+        ({"packages/qwen3_5": ("0123abc0", False)}, "+0123abc"),
+        ({".": ("0123abc0", False), "packages/liger": ("0123abc0", False)}, "+0123abc"),
+        ({".": ("0123abc0", False), "packages/liger": ("0123abc0", True)}, "+0123abc.dirty"),
+        ({".": ("0123abc0", False), "packages/liger": ("4567def0", False)}, "+0123abc.dirty"),
+    ),
+)
+def test_the_version_is_that_of_what_was_built(tmp_path, monkeypatch, builds, version):
+    """Of whichever package: where only Qwen3.5's was built, the commit of its build, not that of the checkout."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2.3"\n')
+    for folder, (commit, dirty) in builds.items():
+        build = tmp_path / folder / "build" / "torch-cuda"
+        build.mkdir(parents=True)
+        (build / "metadata.json").write_text(json.dumps({"provenance": {"kernel": {"commit": commit, "dirty": dirty}}}))
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    assert records.package_version.__wrapped__() == f"1.2.3{version}"
