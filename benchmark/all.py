@@ -104,7 +104,7 @@ RUNS = {
                           shows="qwen3_5_step_lora_16"),
     "operations": Run("benchmark", ("--rounds", ROUNDS), 300, "operations, linear_cross_entropy, attention, host"),
     "liger": Run("benchmark.limits", ("--rounds", ROUNDS), 300, "liger_limits"),
-    "delta_rule": Run("benchmark", ("gated_delta_rule", "--rounds", ROUNDS), 60, "gated_delta_rule"),
+    "delta_rule": Run("benchmark", ("gated_delta_rule", "--tokens", "8192", "--rounds", ROUNDS), 200, "gated_delta_rule"),
     "log_probs": Run("benchmark.benchmark_linear_log_probs", ("--no-compile", "--rounds", ROUNDS), 160, "linear_log_probs"),
     **{f"{loss}_{size}": steps("--loss", loss, *LOSS[size], seconds=120, shows="trl") for loss in LOSSES for size in LOSS},
     "experts": Run("benchmark.benchmark_qwen3_experts", ("--tokens", "8192", "--rounds", ROUNDS), 60, "qwen3_moe_operations"),

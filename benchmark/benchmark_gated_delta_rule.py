@@ -5,11 +5,14 @@ flash-linear-attention's `chunk_gated_delta_rule`, which takes the documents' bo
 be read and written, without the states between chunks: no implementation that goes over the tokens twice comes near it.
 """
 
+import functools
+import sys
+from unittest import mock
+
 import torch
 import torch.nn.functional as F
 
 if not __package__:  # run as a file, or by `kernels benchmark`
-    import sys
     from pathlib import Path
 
     sys.path.insert(0, str(Path(__file__).absolute().parents[1]))  # the links of the Hub's cache are not followed
@@ -46,13 +49,19 @@ def apart(cu_seqlens: torch.Tensor, *tensors: torch.Tensor):
     yield from zip(*(x.split(lengths) for x in tensors), strict=True)
 
 
+@functools.cache
+def in_pytorch():
+    """Return transformers' PyTorch code. Where fla is installed, transformers' module takes its function under the same name."""
+    with mock.patch.dict(sys.modules, {"fla": None}):
+        from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+    return torch_chunk_gated_delta_rule
+
+
 def transformers_rule(q, k, v, g, beta, cu_seqlens):
     """Call transformers' own rule for one document after the other."""
-    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
-
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
     parts = ([x[None] for x in rows] for rows in apart(cu_seqlens, q, k, v, g, beta))
-    return torch.cat([torch_chunk_gated_delta_rule(*rows, use_qk_l2norm_in_kernel=True)[0][0] for rows in parts])
+    return torch.cat([in_pytorch()(*rows, use_qk_l2norm_in_kernel=True)[0][0] for rows in parts])
 
 
 def of_fla():
