@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from benchmark import registry
 from tools.kernel_package import Package
 from tools.kernels_adapter import Digest, DigestValidationError, Metadata
 from tools.targets import TARGETS
@@ -139,6 +140,9 @@ def files_to_upload(variants: dict[Path, Metadata]) -> dict[str, Path]:
 def benchmark_files(package: Package) -> dict[str, Path]:
     """{path in the repository: file} for the branch of the benchmarks, beside those of the version.
 
-    A result, a plot or a subfolder is not a source: `kernels benchmark` reads the scripts beside each other only.
+    A result, a plot or a subfolder is not a source: `kernels benchmark` reads the scripts beside each other only. It runs them all against
+    this package, so those of operations that others ship stay out.
     """
-    return {f"benchmarks/{path.name}": path for path in sorted((package.folder / "benchmarks").glob("*.py")) if path.is_file()}
+    paths = sorted(path for path in (package.folder / "benchmarks").glob("*.py") if path.is_file())
+    others = registry.scripts_of_others() if any(path.name == "suites.py" for path in paths) else set()
+    return {f"benchmarks/{path.name}": path for path in paths if path.name not in others}

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmark import benchmark_fsdp, benchmark_generate, benchmark_swiglu, kernels_cli, records, registry, suites
-from benchmark.operation import Operation
+from benchmark import benchmark_fsdp, benchmark_generate, benchmark_swiglu, kernels_cli, records
 from tests.benchmark_support import one_thread, sources  # noqa: F401
 from tests.publishing import KERNELS
+from tools.built import benchmark_files
+from tools.kernel_package import read_package
 
 
 def test_the_generation_benchmark_for_kernels_runs(qwen3):
@@ -45,19 +46,12 @@ def test_the_class_for_kernels_benchmark_runs(loaded):
         assert torch.allclose(bench.out, getattr(bench, f"verify_{name}")(), atol=1e-2)
 
 
-def runs_against_qwen3(path: Path) -> bool:
-    """Is everything that a file measures in the package for Qwen3?"""
-    module = [module for module in registry.modules() if Path(module.__file__).name == path.name]
-    others = suites.LIGER, suites.QWEN3_5
-    return all(thing.suite not in others for each in module for thing in vars(each).values() if isinstance(thing, Operation))
-
-
 def as_in_the_hubs_cache(folder: Path) -> Path:
-    """Lay the files of benchmark/ as huggingface_hub lays a snapshot: each a link to a blob under another name."""
+    """Lay the files that are published as huggingface_hub lays a snapshot: each a link to a blob under another name."""
     snapshot, blobs = folder / "snapshots" / "0123abc", folder / "blobs"
     (snapshot / "benchmarks").mkdir(parents=True)
     blobs.mkdir()
-    for source in filter(runs_against_qwen3, (records.ROOT / "benchmark").glob("*.py")):
+    for source in benchmark_files(read_package(records.ROOT)).values():
         blob = blobs / hashlib.sha256(source.read_bytes()).hexdigest()
         blob.write_bytes(source.read_bytes())
         (snapshot / "benchmarks" / source.name).symlink_to(Path("../../../blobs") / blob.name)
