@@ -28,12 +28,6 @@ def operations() -> dict[str, Operation]:
     return dict(sorted(found.items(), key=lambda item: (SUITES.index(item[1].suite), item[1].position, item[0])))
 
 
-def scripts_of_others() -> set[str]:
-    """Return the names of the files whose operations Qwen3's package does not ship."""
-    declared = {module: [thing.suite for thing in vars(module).values() if isinstance(thing, Operation)] for module in modules()}
-    return {Path(str(module.__file__)).name for module, of in declared.items() if of and not any(suite.with_qwen3 for suite in of)}
-
-
 def suites() -> list[Suite]:
     """Return the suites that have operations."""
     return list(dict.fromkeys(operation.suite for operation in operations().values()))
