@@ -11,6 +11,7 @@ if not __package__:  # run as a file, or by `kernels benchmark`
 
 from .harness import main
 from .kernels_cli import OperationBenchmark
+from .suites import LIGER
 from .tiled_mlps import tiled_mlp
 
 
@@ -18,7 +19,7 @@ def geglu(gate, up):
     return F.gelu(gate, approximate="tanh") * up
 
 
-TILED_GEGLU = tiled_mlp("tiled_geglu", "tiled GEGLU MLP", 33, geglu, "gelu_pytorch_tanh", "LigerTiledGEGLUMLP")
+TILED_GEGLU = tiled_mlp(LIGER, "tiled_geglu", "tiled GEGLU MLP", 33, geglu, "gelu_pytorch_tanh", "LigerTiledGEGLUMLP")
 
 
 class TiledGEGLUBenchmark(OperationBenchmark):

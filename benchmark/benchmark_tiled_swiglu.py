@@ -10,9 +10,10 @@ if not __package__:  # run as a file, or by `kernels benchmark`
 from . import eager
 from .harness import main
 from .kernels_cli import OperationBenchmark
+from .suites import LIGER
 from .tiled_mlps import tiled_mlp
 
-TILED_SWIGLU = tiled_mlp("tiled_swiglu", "tiled SwiGLU MLP", 32, eager.swiglu, "silu", "LigerTiledSwiGLUMLP")
+TILED_SWIGLU = tiled_mlp(LIGER, "tiled_swiglu", "tiled SwiGLU MLP", 32, eager.swiglu, "silu", "LigerTiledSwiGLUMLP")
 
 
 class TiledSwiGLUBenchmark(OperationBenchmark):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from . import providers
 from .floors import product_calls
 from .operation import Inputs, LigerConvention, Limit, Operation, Work
-from .suites import LIGER
+from .suites import Suite
 
 SHARDS = 4
 TILED = 9 / 11  # of the floor: what a form that computes two products again can reach
@@ -70,7 +70,7 @@ def of_liger(name: str, activation: str):
     return call
 
 
-def tiled_mlp(name: str, title: str, position: int, gate: Callable, activation: str, of_ligers: str) -> Operation:
+def tiled_mlp(suite: Suite, name: str, title: str, position: int, gate: Callable, activation: str, of_ligers: str) -> Operation:
     """Return the operation. gate(gate, up): the activation; activation, of_ligers: its name and the module's in Liger-Kernel."""
 
     def formula(x, gate_weight, up_weight, down_weight):
@@ -83,7 +83,7 @@ def tiled_mlp(name: str, title: str, position: int, gate: Callable, activation: 
     return Operation(
         name=name,
         title=title,
-        suite=LIGER,
+        suite=suite,
         position=position,
         outputs=("y",),
         gradients=("dx", "dgate_weight", "dup_weight", "ddown_weight"),
