@@ -360,7 +360,8 @@ def delta_inverse(keys, values, gamma, betas, inverses, states, dnews, table, k_
 WALK_SPILLS = "24 bytes on sm_90, where four documents of 2048 tokens take 128 us with 128 columns, and 160 us without spills with 64"
 WIDE_SPILLS = "112 bytes on sm_90, where 8192 tokens take 302 us with 128 columns a step, and 372 us without spills with 64"
 # Columns of the values that a step of `delta_scores` and `delta_inverse` has: 8192 tokens took an H200 302 and 234 us with 128 of them, 372
-# and 264 with 64. mma.sync takes its operands from registers: whole sums beside them spilled 430 to 1208 bytes a thread there.
+# and 264 with 64. mma.sync takes its operands from registers: whole sums beside them spilled 430 to 1208 bytes a thread there. Split
+# kernels were checked in the interpreter and compiled; none has run on a GPU.
 TENSOR_MEMORY = ("sm_100", "sm_103", "sm_110")
 MMA_SYNC = tuple(target for target in UNMEASURED if target not in TENSOR_MEMORY)
 COLUMNS = ((WIDTH, 0, WIDE), (64, 0, TENSOR_MEMORY), (64, 1, MMA_SYNC))
