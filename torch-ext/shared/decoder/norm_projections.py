@@ -1,8 +1,7 @@
-"""What stands in front of a mixer of tokens that is neither fused itself nor known here, as one autograd node: a norm, and all projections
-of what it makes.
+"""A norm and all projections of its result as one autograd node, for layers whose tokens are mixed by something else than plain attention.
 
-It is the first node of `nodes` without heads. The backward pass needs x, one number a row and the weights; the normalised input is made
-again, the projections' input gradients are added by their products, and the residual's gradient by the norm's backward kernel.
+It is the first node of `nodes` without heads. The backward pass keeps x, one number a row and the weights. It makes the normalised input
+again; the GEMMs add the projections' input gradients, and the norm's backward kernel adds the residual's.
 """
 
 from functools import partial

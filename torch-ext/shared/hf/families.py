@@ -86,7 +86,7 @@ class Family(NamedTuple):
     or the experts, and the MLP's last projection. absent: the layer's attributes that a layer is only taken apart without. norm_argument,
     mlp_argument: what the norms' and the MLP's forward call their input. positions_first: whether a decoder layer's forward takes the
     angles before the mask. decoder: the class of the decoder without its head, the prefix and "Model" by default. mixers: what may
-    mix a layer's tokens in the place of attention that is fused. divisor,
+    mix a layer's tokens instead of plain attention. divisor,
     softcap: attributes of the configuration, by which logits are divided, and that caps them. position_scale: the module's function that
     gives each position's factor of the queries after their rotary embedding, and the entries of the configuration's rope_parameters that it
     takes after the positions. whole: the model with a vision tower, where there is no causal LM of the decoder alone; towers: those models
