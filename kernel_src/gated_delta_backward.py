@@ -254,7 +254,7 @@ def delta_scores(queries, keys, gamma, states, dstates, news, dout, table, q_rst
 @ct.function
 def put_inverse_by_columns(keys, values, gamma, betas, inverses, states, dnews, table, k_rstd, dgamma, partial, dk, dv, dbeta, dg, chunk,
                            key_head, K: Const, V: Const, BV: Const, NORM: Const):
-    """What `delta_inverse` does of one chunk and key head. The sum over heads of dk stays in `partial` while it is made."""
+    """Computes the outputs of `delta_inverse` for one chunk and key head. `partial` accumulates the sum of dk over heads."""
     tokens, group = tokens_of(table, chunk), values.shape[1] // keys.shape[1]
     for i in range(group):
         head = key_head * group + i

@@ -79,11 +79,14 @@ CHECKS = {
 PATH = "shared/decoder/norm_projections.py"
 MUTANTS = [
     *errors_in(PATH, "projections_replayed", "_gradients",
-         ("flat, norm, rstd, needs[1]", "flat, norm, 2 * rstd, needs[1]"),
+         ("flat, norm, rstd, dresidual", "flat, norm, 2 * rstd, dresidual"),
          ("dresidual.reshape(flat.shape)", "torch.zeros_like(flat)"),
-         ("norm_again, layout.spec, flat, norm, rstd", "norm_again, layout.spec, flat, norm, 2 * rstd"),
-         ("if needs[0] or needs[1]:", "if needs[0]:", "projections_alone"),
-         ("if dx is not None and needs[0]", "if dx is not None and needs[1]", "projections_frozen_replayed")),
+         ("needs[:2]", "(needs[1], needs[0])", "projections_frozen_replayed")),
+    *errors_in("shared/decoder/projections.py", "projections_replayed", "normed_input_backward",
+         ("x, norm, rstd, need_norm)", "x, norm, 2 * rstd, need_norm)"),
+         ("spec, x, norm, rstd, projections", "spec, x, norm, 2 * rstd, projections"),
+         ("if need_x or need_norm:", "if need_x:", "projections_alone"),
+         ("dx if need_x else None", "dx if need_norm else None", "projections_frozen_replayed")),
     *errors_in(PATH, "projections_replayed", "_NormProjections.forward",
          ("results[several], *layout", "2 * results[several], *layout"),
          ("x.view_as(x))", "2 * x)")),

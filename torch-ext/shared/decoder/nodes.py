@@ -373,5 +373,5 @@ def check_stream(x: torch.Tensor, norm: Optional[torch.Tensor], name: str, dtype
 
 
 def dense_parts(present: Sequence) -> list:
-    """Those of the tensors of `present_of` that are no weights in four bits."""
+    """Returns the tensors of `present_of` without the four-bit weights."""
     return [part for part in present if type(part) is not FourBitWeight]

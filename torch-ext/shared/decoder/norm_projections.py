@@ -4,7 +4,6 @@ It is the first node of `nodes` without heads. The backward pass keeps x, one nu
 again; the GEMMs add the projections' input gradients, and the norm's backward kernel adds the residual's.
 """
 
-from functools import partial
 from typing import Optional, Sequence, Tuple
 
 import torch
@@ -14,7 +13,7 @@ from ..ops.common import apply_function, fail, once_differentiable
 from ..runtime.device import is_ordinary
 from ..runtime.replay import replayed_with_products
 from .nodes import check_stream, dense_parts, product_dtype
-from .norms import add_norm_backward, norm_again, norm_forward, norm_reference
+from .norms import norm_forward, norm_reference
 from .projection import (
     Layout,
     Projection,
@@ -26,18 +25,18 @@ from .projection import (
     present_of,
     projection_reference,
 )
-from .projections import Projections
+from .projections import NormedInput, Projections, normed_input_backward
 from .spec import Norm
 
 
 def norm_projections_reference(spec: Norm, x: torch.Tensor, norm: torch.Tensor, projections: Sequence[Projection], dtype):
-    """What `norm_projections` returns, in PyTorch."""
+    """Computes `norm_projections` in PyTorch."""
     y = norm_reference(spec, x, norm).to(dtype)
     return (*[projection_reference(y, projection) for projection in projections], x)
 
 
 def _forward(x, norm, layout: Layout, *parts):
-    """What was projected, the norm's rstd, and `Projections.made`. parts: of `tensors_of`, those that there are."""
+    """Returns the projections, the norm's rstd, and `Projections.made`. parts: the tensors of `tensors_of` that are present."""
     (group,), found = layout.groups, layout.all_of(parts)
     _check(x, norm, [Projection(*each) for each in by_projection(found)], layout.dtype)
     projections, flat = Projections(group, found), x.reshape(-1, x.shape[-1])
@@ -47,9 +46,9 @@ def _forward(x, norm, layout: Layout, *parts):
 
 
 def _gradients(dresidual, layout: Layout, needs: tuple, count: int, *tensors):
-    """The gradients of x, the norm's weight and the projections' tensors. needs: of these.
+    """Returns the gradients of x, the norm's weight and the projections' tensors. needs: which of these are needed.
 
-    tensors: the gradients of what was projected; x, the norm's weight, rstd; `count` tensors of projections; what was made.
+    tensors: the gradients of the projections; x, the norm's weight, rstd; `count` tensors of projections; `Projections.made`.
     """
     (group,), several = layout.groups, len(layout.groups[0].rows)
     grads = [grad.view(-1, rows) for grad, rows in zip(tensors, group.rows)]
@@ -57,15 +56,9 @@ def _gradients(dresidual, layout: Layout, needs: tuple, count: int, *tensors):
     parts, made = tensors[several + 3 : several + 3 + count], tensors[several + 3 + count :]
     projections, _ = Projections.loaded(group, layout.all_of(parts), made)
     flat = x.reshape(-1, x.shape[-1])
-    dlow = projections.low_gradient(grads)
-    normed = partial(norm_again, layout.spec, flat, norm, rstd, layout.dtype)
-    found = projections.gradients(grads, dlow, normed, needs_in_parts(layout.all_of(needs[2:])))
-    dx: Optional[torch.Tensor] = None
-    dnorm: Optional[torch.Tensor] = None
-    if needs[0] or needs[1]:
-        dy = projections.input_gradient(grads, dlow)
-        dx, dnorm = add_norm_backward(layout.spec, dy, dresidual.reshape(flat.shape), flat, norm, rstd, needs[1])
-    return (dx.view(x.shape) if dx is not None and needs[0] else None, dnorm if needs[1] else None, *layout.present(flat_parts(found)))
+    given = NormedInput(layout.spec, flat, norm, rstd, dresidual.reshape(flat.shape))
+    dx, dnorm, found = normed_input_backward(grads, given, projections, needs[:2], needs_in_parts(layout.all_of(needs[2:])))
+    return (None if dx is None else dx.view(x.shape), dnorm, *layout.present(flat_parts(found)))
 
 
 _replayed = replayed_with_products(_forward)

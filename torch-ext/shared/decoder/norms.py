@@ -33,6 +33,13 @@ def norm_again(norm: Norm, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Te
     return norms.rms_norm_recompute(x, weight, rstd, dtype, norm.offset, norm.rounds)
 
 
+def normed_again(
+    norm: Norm, x: torch.Tensor, weight: Optional[torch.Tensor], rstd: Optional[torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """The normalised input of projections, bit for bit; x in a dtype where there is no norm."""
+    return x.to(dtype) if weight is None or rstd is None else norm_again(norm, x, weight, rstd, dtype)
+
+
 def norm_backward(norm: Norm, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, need_dweight: bool) -> Pair:
     """(dx, dweight), the second one empty where it is not needed."""
     return norms.rms_norm_backward(dy, x, weight, rstd, need_dweight, norm.offset)

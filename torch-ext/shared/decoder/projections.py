@@ -5,13 +5,16 @@ An adapter is added to the product by a GEMM, so nothing as wide as y is made fo
 no mask: the generator's state before it is kept, and the backward pass draws the same numbers again.
 """
 
-from typing import Callable, List, Optional, Sequence, Tuple
+from functools import partial
+from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch.nn.functional import dropout, linear
 
 from ..ops.low_rank import FEW, low_rank_add, low_rank_gradients
+from .norms import add_norm_backward, normed_again
 from .projection import FP32, Group, PartNeeds, Parts, in_parts
+from .spec import Norm
 
 # A product of half precision numbers with a result in fp32, which the GEMM has anyway, needs no second kernel to widen it.
 _MM_WIDENS = "dtype" in torch.ops.aten.mm.overloads()
@@ -291,6 +294,43 @@ class Projections:
             found[i] = found[i]._replace(a=_product(dlow[:, group.spans[i]].t(), dropped, group.dtypes[i].a))
 
 
+# ---------------------------------------------------------------- of a normalised input
+class NormedInput(NamedTuple):
+    """Holds what the projections' input was before its norm. spec: of the norm. x: [tokens, hidden]. norm, rstd: the norm's weight and what
+    it saved, None without a norm. dresidual: the gradient that reaches x past the projections."""
+
+    spec: Norm
+    x: torch.Tensor
+    norm: Optional[torch.Tensor]
+    rstd: Optional[torch.Tensor]
+    dresidual: torch.Tensor
+
+
+def normed_input_backward(
+    grads: Sequence[torch.Tensor], given: NormedInput, projections: Projections, need: Tuple[bool, bool], needs: Sequence[PartNeeds],
+    together: Optional[torch.Tensor] = None,
+) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor], List[Parts]]:  # fmt: skip
+    """Returns the gradients of x, of the norm's weight and of the projections, None for those that are not needed.
+
+    grads: of the projections' results, [tokens, out] each. need: of x and of the norm's weight; needs: of the projections' tensors.
+    together: as of `Projections.input_gradient`.
+    """
+    spec, x, norm, rstd, dresidual = given
+    need_x, need_norm = need
+    dlow = projections.low_gradient(grads)
+    found = projections.gradients(grads, dlow, partial(normed_again, spec, x, norm, rstd, projections.group.dtype), needs)
+    dx: Optional[torch.Tensor] = None
+    dnorm: Optional[torch.Tensor] = None
+    if need_x or need_norm:
+        dy = projections.input_gradient(grads, dlow, together)
+        if norm is None or rstd is None:
+            dx = dresidual + dy
+        else:
+            dx, dnorm = add_norm_backward(spec, dy, dresidual, x, norm, rstd, need_norm)
+    return dx if need_x else None, dnorm if need_norm else None, found
+
+
+# ---------------------------------------------------------------- of the half that follows attention
 Pairs = Sequence[Tuple[Group, Sequence]]
 
 

@@ -32,7 +32,7 @@ from ..ops.experts import experts_backward, experts_forward, experts_reference, 
 from ..ops.grouped_gemm import Groups
 from ..ops.routing import Routing
 from .nodes import add_branch_reference, check_attended, check_like
-from .norms import norm_reference
+from .norms import norm_reference, normed_again
 from .projection import FourBitWeight, Parts, Projection, flat_parts, layout_of, needs_in_parts, projection_reference, tensors_of
 from .projections import Projections, of_second_half, of_second_half_loaded
 from .shared_expert import (
@@ -47,7 +47,7 @@ from .shared_expert import (
     shared_reference,
 )
 from .spec import Outputs
-from .steps import Joined, OutputNeeds, OutputTensors, flat_heads, join_backward, join_forward, need_join, normed_again
+from .steps import Joined, OutputNeeds, OutputTensors, flat_heads, join_backward, join_forward, need_join
 
 
 class Router(NamedTuple):

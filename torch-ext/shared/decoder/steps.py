@@ -15,10 +15,10 @@ from ..ops.common import always
 from ..ops.swiglu import ONE_GEMM_FORWARD
 from .activation import gated_backward_in_place, gated_forward
 from .heads import Heads, SavedHeads, heads_backward, heads_forward
-from .norms import add_norm_backward, add_norm_forward, norm_add_forward, norm_add_norm_forward, norm_again, norm_backward, norm_forward
+from .norms import add_norm_backward, add_norm_forward, norm_add_forward, norm_add_norm_forward, norm_backward, norm_forward, normed_again
 from .projection import PartNeeds, Parts
-from .projections import Projections
-from .spec import Inputs, Norm, Outputs
+from .projections import NormedInput, Projections, normed_input_backward
+from .spec import Inputs, Outputs
 
 Optionals = Optional[torch.Tensor]
 
@@ -131,18 +131,9 @@ def inputs_backward(spec: Inputs, grads: Sequence[torch.Tensor], tensors: InputT
         dv_place.copy_(dv)
         _, _, dq_norm, dk_norm = heads_backward(spec, dq_out, dk_out, heads, rstds, need_heads, (dq, dk))
         grads = (together,) if packed else grads
-    dlow = group.low_gradient(grads)
-    normed = partial(normed_again, spec.norm, x, norm, saved.rstd, group.group.dtype)
-    dprojections = group.gradients(grads, dlow, normed, needs)
-    dx = dnorm = None
-    if need.x or need.norm:
-        dy = group.input_gradient(grads, dlow, together)
-        if norm is None or saved.rstd is None:
-            dx = dresidual + dy
-        else:
-            dx, dnorm = add_norm_backward(spec.norm, dy, dresidual, x, norm, saved.rstd, need.norm)
-    return InputGradients(_wanted(need.x, dx), _wanted(need.norm, dnorm), _wanted(need.q_norm, dq_norm), _wanted(need.k_norm, dk_norm),
-                          dprojections)
+    normed = NormedInput(spec.norm, x, norm, saved.rstd, dresidual)
+    dx, dnorm, dprojections = normed_input_backward(grads, normed, group, (need.x, need.norm), needs, together)
+    return InputGradients(dx, dnorm, _wanted(need.q_norm, dq_norm), _wanted(need.k_norm, dk_norm), dprojections)
 
 
 # ---------------------------------------------------------------- after attention: the first residual connection
@@ -222,11 +213,6 @@ def join_forward(spec: Outputs, tensors: OutputTensors, o: Optional[Projections]
     else:
         y, rstd = norm_forward(spec.before, total, norm, dtype)
     return Joined(total, y, kept, rstd, o_rstd)
-
-
-def normed_again(spec: Norm, total: torch.Tensor, norm: Optionals, rstd: Optionals, dtype: torch.dtype) -> torch.Tensor:
-    """The normalised input of projections, bit for bit."""
-    return total.to(dtype) if norm is None or rstd is None else norm_again(spec, total, norm, rstd, dtype)
 
 
 def join_backward(spec: Outputs, dy: torch.Tensor, dtotal: torch.Tensor, tensors: OutputTensors, joined: Joined, o: Optional[Projections],

@@ -7,7 +7,7 @@ it. A layer with anything else unexpected (hooks on its parts, a tracer) runs as
 """
 
 import sys
-from typing import List, NamedTuple, Optional, Tuple, Union
+from typing import Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -31,11 +31,12 @@ from .modules import OwnForwards, all_are_listened_to, is_activation, original_f
 from .sparse_block import SparseBlock, is_sparse, sparse_block_or_reason
 
 ROTARY = "apply_rotary_pos_emb"
+Groups = List[Tuple[str, Dict[str, nn.Module]]]  # (part of a layer, its projections by name)
 
 
 class Mixed(NamedTuple):
-    """What came of a layer's tokens. attended: mixed, [batch, tokens, hidden]; or, where the last projection is still to come, what that
-    reads, [batch, tokens, heads, head_dim] or [tokens, features], contiguous. output: that projection, None where it was applied.
+    """Holds the result of attention or of another mixer of tokens. attended: [batch, tokens, hidden] after the last projection, or its
+    contiguous input, [batch, tokens, heads, head_dim] or [tokens, features]. output: the last projection, None where it has been applied.
     residual: the residual stream."""
 
     attended: torch.Tensor
@@ -69,7 +70,7 @@ class FusedLayer(OwnForwards):
         return found
 
     def mix(self, layer, x, attention_mask, cache, position_embeddings, kwargs) -> Mixed:
-        """What mixes the tokens of a layer makes of x, between the norm and the residual connection."""
+        """Runs attention on x, from the norm in front of it to the input of its output projection."""
         q, k, v, residual = _attention_inputs(self, layer, x, position_embeddings)
         attention = _parts(layer)["self_attn"]
         if self.family.position_scale:
@@ -81,11 +82,10 @@ class FusedLayer(OwnForwards):
             attended = attend(self, attention, q, k, v, attention_mask, cache, kwargs)
         return Mixed(attended, _parts(attention)["o_proj"], residual)
 
-    def projections(self, layer, x) -> List[Tuple[str, List[nn.Module], Tuple[str, ...]]]:
-        """The projections of what mixes the tokens of a layer, as `explain` shows them: (part, modules, their names)."""
+    def projection_groups(self, layer, x) -> Groups:
+        """Groups attention's projections as `explain` shows them."""
         inner, names = _parts(_parts(layer)["self_attn"]), self.family.qkv
-        of_output = ("o_proj",)
-        return [(f"norm, {', '.join(names)}, rotary", [inner[name] for name in names], names), ("o_proj", [inner["o_proj"]], of_output)]
+        return [(f"norm, {', '.join(names)}, rotary", {name: inner[name] for name in names}), ("o_proj", {"o_proj": inner["o_proj"]})]
 
     def explain(self, layer, x) -> List[Tuple[str, Optional[Reason]]]:
         """What `explain_layer` says of a layer of the family."""
@@ -161,12 +161,12 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]
         return [("decoder layer", reason)]
     block, family = _parts(layer)[own.family.block], own.family
     dtype, wider = product_dtype(x), autocasts(x.device)
-    groups = own.projections(layer, x)
+    groups = own.projection_groups(layer, x)
     if not is_sparse(block):
-        groups.append((f"norm, {', '.join(own.of_mlp)}", [_parts(block)[name] for name in own.of_mlp], own.of_mlp))
+        groups.append((f"norm, {', '.join(own.of_mlp)}", {name: _parts(block)[name] for name in own.of_mlp}))
     rows = []
-    for part, linears, names in groups:
-        reasons = ((name, projection_or_reason(linear, dtype, wider)) for name, linear in zip(names, linears))
+    for part, linears in groups:
+        reasons = ((name, projection_or_reason(linear, dtype, wider)) for name, linear in linears.items())
         rows.append((part, next((found.of(name) for name, found in reasons if isinstance(found, Reason)), None)))
     if family.sparse is not None and is_sparse(block):
         found = sparse_block_or_reason(own, family.sparse, block, x, dtype)

@@ -99,9 +99,9 @@ def documents_of(kwargs, cache, batch: int):
 
 
 def mixed_tokens(self, projected, shape, cache, documents) -> torch.Tensor:
-    """What a net makes of tokens in front of its last projection, [batch, tokens, heads, V].
+    """Mixes the tokens as a net does between its first projections and its last one; returns [batch, tokens, heads, V].
 
-    projected: what its first ones make of the input; shape: of the input, [batch, tokens, hidden]. documents: of `documents_of`.
+    projected: the results of the first projections; shape: of the input, [batch, tokens, hidden]. documents: of `documents_of`.
     """
     rows = shape[:2] if documents is None else (1, shape[0] * shape[1])
     mixed, z, b, a = _in_order(self, [p.view(*rows, p.shape[-1]) for p in projected])

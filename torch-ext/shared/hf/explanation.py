@@ -42,7 +42,7 @@ ADVICE = {
 }
 
 
-# What is said of what mixes a layer's tokens, by its attribute.
+# The names that messages give to the modules that mix a layer's tokens, by attribute.
 MIXERS = {"linear_attn": "delta net", "self_attn": "attention with its gate"}
 
 

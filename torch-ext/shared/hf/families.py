@@ -43,8 +43,8 @@ class Sparse(NamedTuple):
 
 
 class Mixer(NamedTuple):
-    """What mixes the tokens of a layer, between the norm and the residual connection. name: the layer's attribute, a key of
-    `explanation.MIXERS`. inputs: its projections of the normalised input. output: its last projection."""
+    """Describes a module that mixes a layer's tokens. name: the layer's attribute, a key of `explanation.MIXERS`. inputs: its projections
+    of the normalised input. output: its last projection."""
 
     name: str
     inputs: Tuple[str, ...]

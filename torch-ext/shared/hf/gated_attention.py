@@ -28,9 +28,9 @@ def why_not_fused(own: FusedLayer, attention, x) -> Optional[Reason]:
 
 
 def gated_attention(own: FusedLayer, attention, projected, shape, attention_mask, cache, position_embeddings, kwargs) -> torch.Tensor:
-    """What an attention module makes of tokens in front of its output projection, [batch, tokens, heads, head_dim].
+    """Computes attention with its gate up to the input of the output projection, [batch, tokens, heads, head_dim].
 
-    projected: what q_proj, k_proj and v_proj make of the normalised input; shape: of that, [batch, tokens, hidden]."""
+    projected: the results of q_proj, k_proj and v_proj; shape: of that, [batch, tokens, hidden]."""
     parts, head_dim, family = attention.__dict__["_modules"], attention.head_dim, own.family
     cos, sin = position_embeddings
     q, k, v = (p.view(*shape[:2], -1, width) for p, width in zip(projected, (2 * head_dim, head_dim, head_dim)))

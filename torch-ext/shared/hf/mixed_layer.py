@@ -21,7 +21,7 @@ from ..ops.common import autocasts
 from . import gated_attention
 from .adapters import projections
 from .arguments import CACHE, NET_CACHE
-from .decoder_layer import FusedLayer, Mixed, eps_of, weight_of
+from .decoder_layer import FusedLayer, Groups, Mixed, eps_of, weight_of
 from .delta_net import NET, documents_of, is_before_5_21, mixed_tokens, why_not_ours
 from .explanation import MIXERS, Reason
 from .families import Mixer
@@ -44,8 +44,9 @@ class MixedLayer(FusedLayer):
         return Reason("called", text) if text else None
 
     def mix(self, layer, x, attention_mask, cache, position_embeddings, kwargs) -> Mixed:
-        """What a layer's mixer makes of x, as of `FusedLayer`."""
-        (mixer, module), is_net = self.mixer_of(layer), NET in layer.__dict__["_modules"]
+        """Runs the layer's mixer on x."""
+        mixer, module = self.mixer_of(layer)
+        is_net = mixer.name == NET
         norm, x = layer.__dict__["_modules"][self.family.norms.inputs], x.contiguous()
         called = self.why_called(mixer, module, x) is not None
         if is_net:
@@ -84,14 +85,14 @@ class MixedLayer(FusedLayer):
         *results, residual = norm_projections(x, weight_of(norm), found, spec, dtype)
         return results, residual
 
-    def projections(self, layer, x) -> List[Tuple[str, List[nn.Module], Tuple[str, ...]]]:
-        """The projections of a layer's mixer, as of `FusedLayer`; none where it is called."""
+    def projection_groups(self, layer, x) -> Groups:
+        """Groups the mixer's projections as `FusedLayer` does attention's; returns none where the mixer is called as a module."""
         mixer, module = self.mixer_of(layer)
         if self.why_called(mixer, module, x) is not None:
             return []
-        parts, of_output = module.__dict__["_modules"], (mixer.output,)
-        inputs = f"norm, {', '.join(mixer.inputs)}", [parts[name] for name in mixer.inputs], mixer.inputs
-        return [inputs, (mixer.output, [parts[mixer.output]], of_output)]
+        parts = module.__dict__["_modules"]
+        inputs = f"norm, {', '.join(mixer.inputs)}", {name: parts[name] for name in mixer.inputs}
+        return [inputs, (mixer.output, {mixer.output: parts[mixer.output]})]
 
     def explain(self, layer, x) -> List[Tuple[str, Optional[Reason]]]:
         """Explains what `FusedLayer` does, with what is said of the mixer first."""
