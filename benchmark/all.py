@@ -76,6 +76,7 @@ LORA = ("--layers", "36", "--tokens", "512,1024,4096,8192")
 MASKED = ("--layers", "12", "--tokens", "8192")
 DENSE = ("llama_3.1_8b", "qwen2.5_7b", "mistral_7b", "phi_4", "gemma_3_12b", "smollm3_3b", "olmo_2_7b")
 PEERS = ("--providers", "huggingface,liger,bastile")
+DELTA_NETS = ("gated_rms_norm", "short_conv", "wide_attention")
 HYBRID = ("--model", "qwen3.5_9b")
 MOE, OSS = ("--model", "qwen3_moe_30b_a3b"), ("--model", "gpt_oss_20b")
 SMALL = ("--tokens", "512,1024", "--providers", "huggingface,torch_compile,liger,bastile,bastile_captured")
@@ -105,6 +106,7 @@ RUNS = {
     "operations": Run("benchmark", ("--rounds", ROUNDS), 300, "operations, linear_cross_entropy, attention, host"),
     "liger": Run("benchmark.limits", ("--rounds", ROUNDS), 300, "liger_limits"),
     "delta_rule": Run("benchmark", ("gated_delta_rule", "--tokens", "8192", "--rounds", ROUNDS), 200, "gated_delta_rule"),
+    "delta_nets": Run("benchmark", (*DELTA_NETS, "--tokens", "8192", "--rounds", ROUNDS), 120, "qwen3_5_operations, attention"),
     "log_probs": Run("benchmark.benchmark_linear_log_probs", ("--no-compile", "--rounds", ROUNDS), 160, "linear_log_probs"),
     **{f"{loss}_{size}": steps("--loss", loss, *LOSS[size], seconds=120, shows="trl") for loss in LOSSES for size in LOSS},
     "experts": Run("benchmark.benchmark_qwen3_experts", ("--tokens", "8192", "--rounds", ROUNDS), 60, "qwen3_moe_operations"),

@@ -1,4 +1,4 @@
-"""Attention over documents packed into one row, over lengths and windows; and with the sinks and windows of GPT-OSS.
+"""Attention over documents packed into one row, over lengths and windows; with the sinks and windows of GPT-OSS; and with heads of 256.
 
 Hugging Face is SDPA as transformers calls it: without a mask for one document, with a [tokens, tokens] mask for more of them and for
 windows; and with sinks its eager attention, which holds every score. What says which tokens see which (mask, BlockMask, plan) is made once,
@@ -24,7 +24,7 @@ from .kernels_cli import OperationBenchmark
 from .markdown import Table, by_provider, columns_of, milliseconds, of_floor, select, times_faster
 from .operation import MODE_TITLES, Case, Inputs, Operation, Random, Reference, Work
 from .providers import NotInstalled
-from .suites import GPT_OSS, QWEN3
+from .suites import GPT_OSS, QWEN3, QWEN3_5
 
 TOKENS = (8192,)
 DOCUMENTS = ("1", "8", "32", "uneven")
@@ -243,15 +243,16 @@ def declare(name, title, suite, position, documents, windows, sinks, tokens) -> 
 
 ATTENTION = declare("attention", "attention, 8 documents", QWEN3, 8, DOCUMENTS, ("none",), False, TOKENS)
 SINKS = declare("sink_attention", "attention with sinks", GPT_OSS, 8, ("1", "8"), WINDOWS, True, (4096, 8192))
+WIDE = declare("wide_attention", "attention with heads of 256", QWEN3_5, 4, ("1", "8"), ("none",), False, TOKENS)
 
 
 def table(rows: list) -> str:
     """Return attention alone, forward and backward, by the documents and windows of a row."""
-    known = (ATTENTION.name, SINKS.name)
+    known = {operation.name: operation for operation in (ATTENTION, SINKS, WIDE)}
     found = [row for row in select(rows, metric_name="speed", dtype="bf16", timing="device") if row.kernel_name in known]
     names = columns_of(found)
     shown = Table("", "documents", "window", "tokens", *map(providers.title, names), "floor", "Bastile: of the floor", "vs best peer")
-    for operation in (ATTENTION, SINKS):
+    for operation in known.values():
         for mode in operation.modes:
             mine = select(found, kernel_name=operation.name, kernel_operation_mode=mode, model=operation.suite.model)
             for documents, window, tokens in dict.fromkeys((r.x_value, r.config["window"], r.config["tokens"]) for r in mine):
@@ -275,4 +276,4 @@ class AttentionBenchmark(OperationBenchmark):
 
 
 if __name__ == "__main__":
-    main(ATTENTION, SINKS)
+    main(ATTENTION, SINKS, WIDE)

@@ -5,21 +5,19 @@ flash-linear-attention's `chunk_gated_delta_rule`, which takes the documents' bo
 be read and written, without the states between chunks: no implementation that goes over the tokens twice comes near it.
 """
 
-import functools
-import sys
-from unittest import mock
-
 import torch
 import torch.nn.functional as F
 
 if not __package__:  # run as a file, or by `kernels benchmark`
+    import sys
     from pathlib import Path
 
     sys.path.insert(0, str(Path(__file__).absolute().parents[1]))  # the links of the Hub's cache are not followed
     __package__ = Path(__file__).absolute().parent.name
 
-from . import models, providers
+from . import delta_nets, providers
 from .benchmark_attention import lengths_of
+from .delta_nets import DeltaNet
 from .harness import main
 from .kernels_cli import OperationBenchmark
 from .markdown import Table, by_provider, columns_of, milliseconds, select, times_faster
@@ -27,20 +25,17 @@ from .operation import MODE_TITLES, Case, Inputs, Operation, Random, Reference, 
 from .providers import NotInstalled
 from .suites import QWEN3_5
 
-# Heads of keys, heads of values, and their length: Qwen3.5 9B and 27B, and a tiny model's.
-SIZES = {"qwen3.5_9b": (16, 32, 128), "qwen3.5_27b": (16, 48, 128), "qwen3.5_tiny": (1, 2, 16)}
 DOCUMENTS = ("1", "4", "32")
 TOKENS = (8192,)
 CHUNK = 64
 
 
-def inputs(heads: tuple[int, int, int], tokens: int, documents: str, random: Random) -> Inputs:
+def inputs(net: DeltaNet, tokens: int, documents: str, random: Random) -> Inputs:
     """Draw q, k, v, g and beta, [tokens, heads, width] and [tokens, heads]; the others are cu_seqlens."""
-    key_heads, count, width = heads
-    q, k, v = (random.normal(tokens, n, width) for n in (key_heads, key_heads, count))
-    g, beta = random.normal(tokens, count).float().abs() * -0.1, random.normal(tokens, count).sigmoid()
+    q, k, v = (random.normal(tokens, n, net.width) for n in (net.key_heads, net.key_heads, net.heads))
+    g, beta = random.normal(tokens, net.heads).float().abs() * -0.1, random.normal(tokens, net.heads).sigmoid()
     ends = torch.tensor([0, *lengths_of(tokens, documents)]).cumsum(0).to(random.device, torch.int32)
-    return Inputs((q, k, v, g, beta), (ends,), (random.normal(tokens, count, width),))
+    return Inputs((q, k, v, g, beta), (ends,), (random.normal(tokens, net.heads, net.width),))
 
 
 def apart(cu_seqlens: torch.Tensor, *tensors: torch.Tensor):
@@ -49,19 +44,12 @@ def apart(cu_seqlens: torch.Tensor, *tensors: torch.Tensor):
     yield from zip(*(x.split(lengths) for x in tensors), strict=True)
 
 
-@functools.cache
-def in_pytorch():
-    """Return transformers' PyTorch code. Where fla is installed, transformers' module takes its function under the same name."""
-    with mock.patch.dict(sys.modules, {"fla": None}):
-        from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
-    return torch_chunk_gated_delta_rule
-
-
 def transformers_rule(q, k, v, g, beta, cu_seqlens):
     """Call transformers' own rule for one document after the other."""
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
     parts = ([x[None] for x in rows] for rows in apart(cu_seqlens, q, k, v, g, beta))
-    return torch.cat([in_pytorch()(*rows, use_qk_l2norm_in_kernel=True)[0][0] for rows in parts])
+    rule = delta_nets.in_pytorch("torch_chunk_gated_delta_rule")
+    return torch.cat([rule(*rows, use_qk_l2norm_in_kernel=True)[0][0] for rows in parts])
 
 
 def of_fla():
@@ -132,11 +120,9 @@ def work(given: Inputs, mode: str) -> Work:
 
 def over_documents(operation: Operation, args) -> list[Case]:
     """Return a case for each number of tokens and of documents."""
-    model = models.full_name(args.model or operation.suite.model)
-    if model not in SIZES:
-        raise ValueError(f"--model is {model}, expected one of {', '.join(SIZES)}")
+    model = delta_nets.model_of(operation, args)
     shapes = [(tokens, parts) for tokens in args.tokens or operation.tokens for parts in DOCUMENTS]
-    named = [({"model": model, "tokens": tokens}, (SIZES[model], tokens, parts)) for tokens, parts in shapes]
+    named = [({"model": model, "tokens": tokens}, (delta_nets.SIZES[model], tokens, parts)) for tokens, parts in shapes]
     return [Case(("documents", "documents", arguments[2]), config, arguments) for config, arguments in named]
 
 
@@ -184,7 +170,7 @@ class GatedDeltaRuleBenchmark(OperationBenchmark):
 
     def setup(self) -> None:
         gpu = self.device.startswith("cuda")
-        self.arguments = (SIZES["qwen3.5_9b" if gpu else "qwen3.5_tiny"], 4096 if gpu else 70, "4")
+        self.arguments = (delta_nets.SIZES["qwen3.5_9b" if gpu else "qwen3.5_tiny"], 4096 if gpu else 70, "4")
         super().setup()
 
 

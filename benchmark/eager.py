@@ -9,14 +9,14 @@ import torch.nn.functional as F
 EPS = 1e-6
 
 
-def _to_float32(x):
+def to_float32(x):
     """Convert half precision; float64, for the reference, stays what it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def rms_norm(x, weight, eps=EPS):
     """Compute Qwen3RMSNorm: normalise in fp32, round, then scale. x: [..., n]; weight: [n]."""
-    x32 = _to_float32(x)
+    x32 = to_float32(x)
     return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
@@ -49,7 +49,7 @@ def swiglu(gate, up):
 
 def linear_cross_entropy(hidden, weight, target):
     """Compute lm_head and ForCausalLMLoss (which is in fp32), for labels that are already shifted."""
-    return F.cross_entropy(_to_float32(F.linear(hidden, weight)), target)
+    return F.cross_entropy(to_float32(F.linear(hidden, weight)), target)
 
 
 def angles(tokens, head_dim, theta=1e6):

@@ -1,12 +1,23 @@
 """The benchmark's references, and its check of every provider against them."""
 
 import dataclasses
+import sys
 import types
 
 import pytest
 import torch
 
-from benchmark import benchmark_experts, benchmark_linear_cross_entropy, benchmark_swiglu, correctness, eager, models, published
+from benchmark import (
+    benchmark_experts,
+    benchmark_gated_rms_norm,
+    benchmark_linear_cross_entropy,
+    benchmark_swiglu,
+    correctness,
+    delta_nets,
+    eager,
+    models,
+    published,
+)
 from benchmark.correctness import relative_error
 from benchmark.operation import Random
 
@@ -47,6 +58,24 @@ def test_the_gate_of_the_benchmark_is_transformers():
     experts = types.SimpleNamespace(alpha=benchmark_experts.ALPHA, limit=benchmark_experts.LIMIT)
     gate_up = 10 * torch.randn(9, 16)
     assert torch.equal(benchmark_experts.gate(gate_up), GptOssExperts._apply_gate(experts, gate_up))
+
+
+def test_the_gated_norm_of_the_benchmark_is_transformers():
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+
+    x, gate, weight = torch.randn(9, 16).bfloat16(), torch.randn(9, 16).bfloat16(), torch.randn(16).bfloat16()
+    norm = Qwen3_5RMSNormGated(16, eager.EPS)
+    norm.weight = torch.nn.Parameter(weight)
+    assert torch.equal(norm(x, gate), benchmark_gated_rms_norm.formula(x, gate, weight))
+
+
+def test_the_pytorch_code_of_a_delta_net_is_had_without_loading_anything_twice():
+    loaded = sys.modules["torch"]
+    function = delta_nets.in_pytorch("causal_conv1d_fn")
+    x, weight = torch.randn(1, 6, 9), torch.randn(6, 4)
+    wanted = torch.nn.functional.silu(torch.nn.functional.conv1d(x, weight[:, None], padding=3, groups=6)[..., :9])
+    assert torch.equal(function(x, weight, None, activation="silu"), wanted)
+    assert sys.modules["torch"] is loaded and not set(delta_nets.LIBRARIES) & set(sys.modules)
 
 
 def test_relative_errors():

@@ -4,6 +4,7 @@ from . import layers
 from .api import apply, capture, explain, get_patched_ops, kernelize, mapping, report, reset
 from .shared.hf.optimizer import AdamW
 from .shared.hf.packing import pack
+from .shared.ops.attention import AttentionPlan, attention
 from .shared.ops.gated_delta_rule import gated_delta_rule, gated_delta_step
 from .shared.ops.gated_rms_norm import gated_rms_norm
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
@@ -13,7 +14,9 @@ from .warmup import clear_autotune_cache, warmup_all_kernels
 
 __all__ = [
     "AdamW",
+    "AttentionPlan",
     "apply",
+    "attention",
     "capture",
     "clear_autotune_cache",
     "explain",
