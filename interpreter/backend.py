@@ -125,7 +125,7 @@ class InterpreterBackend:
             waiting = (iter(addresses), iter(arrays), iter(floats), iter(integers))
             arguments = [self._argument(p, *waiting) for p in source.params.values()]
             with _disable_current_modes():  # which would look at every PyTorch operation of the interpreter's, as they do of a package's
-                interpret(self.artifacts.kernel(source), grid, tuple(arguments), signature=signature, order=self.order)
+                interpret(self.artifacts.kernel(source), grid, tuple(arguments), signature=signature, order=self.order, read_back=False)
 
         return launch
 

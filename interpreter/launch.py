@@ -29,6 +29,7 @@ def interpret(
     *,
     order: str = "forward",
     races: bool = True,
+    read_back: bool = True,
     signature: KernelSignature | None = None,
 ) -> None:
     """Runs `kernel` on CPU tensors, as `ct.launch(stream, grid, kernel, args)` runs it on a GPU, and writes into the tensors.
@@ -39,6 +40,8 @@ def interpret(
         args: CPU tensors and Python numbers, in the kernel's parameter order.
         order: the order of the blocks, "forward", "reverse" or "random" (the same at each call). Results must not depend on it.
         races: whether to look for races between blocks.
+        read_back: whether a block may read what it wrote before, without an atomic's release in between; needs `races`. cuTile orders
+            such accesses, but a number that a block had stored, gathered, added to and scattered was not the sum on an H200 (cuTile 1.7).
         signature: when given, the arguments are checked against its promises, and the kernel sees its constant sizes.
 
     Raises:
@@ -55,7 +58,7 @@ def interpret(
     if not isinstance(grid, tuple) or not 1 <= len(grid) <= 3 or not all(1 <= n <= most for n, most in zip(grid, MAX_GRID)):
         raise InterpreterError(f"kernel {name}: the grid must be one to three sizes from 1 to those of {MAX_GRID}, got {grid}")
     x, y, z = (*grid, 1, 1)[:3]
-    launch = Launch((x, y, z), races)
+    launch = Launch((x, y, z), races, read_back)
     try:
         values = bind(kernel, args, launch, signature)
     except InterpreterError as e:

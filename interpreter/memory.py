@@ -46,9 +46,10 @@ ATOMICS_A_BLOCK = 10_000  # more than this and the block waits for one that runs
 class Launch:
     """The block that runs now, and what it may see of the others' writes."""
 
-    def __init__(self, grid: tuple[int, int, int], races: bool):
+    def __init__(self, grid: tuple[int, int, int], races: bool, read_back: bool = True):
         self.grid = grid
         self.races = races
+        self.read_back = read_back
         self.block = (0, 0, 0)
         self.tag = 0  # the present block's current tag; a release starts the next one
         self.first_tag = 0  # the present block's first tag
@@ -162,6 +163,14 @@ class Memory:
             raise InterpreterError(f"race: another block wrote {where(bad)}, which this block {what}")
         return offsets[shared], stamps[shared]
 
+    def _check_read_back(self, offsets: torch.Tensor, where) -> None:
+        if self.writer is None or self.launch.read_back:
+            return
+        stamps = self.writer.index_select(0, offsets)
+        bad = (stamps >= 2 * self.launch.tag) & (stamps != NEVER)
+        if bad.any():
+            raise InterpreterError(f"this block reads {where(bad)}, which it wrote itself and has not released")
+
     def _check_readers(self, offsets: torch.Tensor, values: torch.Tensor | None, where) -> None:
         self._write_down_reads()
         if self.first_reader is None:
@@ -179,6 +188,7 @@ class Memory:
         if self.launch.races:
             self._check_writer(offsets, atomic, None, "reads", where)
             if not atomic:
+                self._check_read_back(offsets, where)
                 self.reads.append((self.launch.tag, offsets))
                 self.reads_kept += offsets.numel()
                 if self.reads_kept > READS_KEPT:

@@ -16,8 +16,9 @@ and dS enters each from the one after it:
 `delta_states` makes S and N again. The gradients of q and k are summed over the value heads of a key head in the block that makes them, and
 take the L2 norm's backward there, dx = rstd (dy - y <dy, y>).
 
-Where products take their operands from registers (mma.sync), whole sums of [64, 128] beside the operands spill. There the last two kernels
-are SPLIT: `delta_scores` makes dq, and then dk, of half a chunk's rows at a time, and `delta_inverse` sums a quarter of dk's columns.
+Where products take their operands from registers (mma.sync), whole sums of [64, 128] beside the operands spill. There `delta_scores` is
+SPLIT, makes dq, and then dk, of half a chunk's rows at a time, and `delta_inverse` is two kernels: `delta_gates` has what needs whole
+squares, `delta_keys` sums dk. No block reads what it wrote: on an H200 what a block had stored, gathered and added to was not the sum.
 """
 
 import itertools
@@ -52,11 +53,20 @@ from kernel_src.gated_delta import (
     tokens_of,
     zeros,
 )
+from kernel_src.gated_delta_halves import (
+    HALVES,
+    PART,
+    QUARTERS,
+    columns_of_half,
+    numbers_of_half,
+    put_numbers_of_half,
+    rows_of_half,
+    rows_of_state,
+    tokens_of_half,
+)
 from kernel_src.prebuild import FLOAT, UNMEASURED, Array, Params, Variant
 
 Const = ct.Constant[int]
-PART = 32  # rows of a chunk, or columns of its keys, that a SPLIT kernel has sums of
-HALVES, QUARTERS = CHUNK // PART, WIDTH // PART
 
 
 @ct.kernel
@@ -112,37 +122,6 @@ def norm_backward(dy, y, rstd):
     return rstd[:, None] * (dy - y * ct.sum(dy * y, 1)[:, None])
 
 
-# ---------------------------------------------------------------- parts of a chunk
-@ct.function
-def rows_of_half(array, half, head, part, WIDTH: Const):
-    """[PART, WIDTH]: half of the rows of a chunk in an array [chunks * 64, heads, parts * WIDTH]."""
-    return ct.reshape(ct.load(array, index=(half, head, part), shape=(PART, 1, WIDTH)), (PART, WIDTH))
-
-
-@ct.function
-def numbers_of_half(array, head, half):
-    """[PART]: half of the numbers of a chunk in an array [heads, chunks * 64]."""
-    return ct.reshape(ct.load(array, index=(head, half), shape=(1, PART)), (PART,))
-
-
-@ct.function
-def put_numbers_of_half(array, head, half, tile):
-    ct.store(array, index=(head, half), tile=ct.reshape(tile, (1, PART)))
-
-
-@ct.function
-def tokens_of_half(table, chunk, rows):
-    """[PART]: as `tokens_of`, of some rows."""
-    first, count = ct.gather(table, (0, chunk), check_bounds=False), ct.gather(table, (1, chunk), check_bounds=False)
-    return ct.where(rows < count, first + rows, -1)
-
-
-@ct.function
-def rows_of_state(states, chunk, head, quarter, part, BV: Const):
-    """[PART, BV]: of a state, the rows that some columns of the keys have."""
-    return ct.reshape(ct.load(states, index=(chunk, head, quarter, part), shape=(1, 1, PART, BV)), (PART, BV))
-
-
 # ---------------------------------------------------------------- queries and keys
 @ct.function
 def put_queries_of_half(queries, keys, gamma, states, news, dout, table, q_rstd, dq, dgamma, scale, chunk, key_head, half, K: Const,
@@ -173,8 +152,8 @@ def put_queries_of_half(queries, keys, gamma, states, news, dout, table, q_rstd,
 @ct.function
 def put_keys_of_half(queries, keys, gamma, states, dstates, news, dout, table, dgamma, partial, scale, chunk, key_head, half, K: Const,
                      V: Const, BV: Const):
-    """Writes half a chunk's rows of the part of dk that is known, and takes them to dgamma, which has the part of all queries. G's columns
-    are made again, as rows of its transpose, so that no block holds all of it."""
+    """Writes half a chunk's rows of the part of dk that is known, their part of dgamma, and what the chunk carries of it. G's columns are
+    made again, as rows of its transpose, so that no block holds all of it."""
     place, rows, row = chunk * HALVES + half, half * PART + ct.arange(PART, dtype=ct.int32), ct.arange(64, dtype=ct.int32)
     tokens, group, of_keys = tokens_of(table, chunk), dout.shape[1] // keys.shape[1], zeros(PART, K)
     for i in range(group):
@@ -192,9 +171,8 @@ def put_keys_of_half(queries, keys, gamma, states, dstates, news, dout, table, d
         carried = ct.exp(last) * carried + ct.sum(found * k)
         decay = ct.exp(ct.where(rows[:, None] <= row[None, :], g[None, :] - own[:, None], -float("inf")))
         found = ct.mma(ct.astype(scale * decay * inner, keys.dtype), rows_of(queries, chunk, key_head, 0, K), found)
-        put_numbers_of_half(dgamma, head, place, numbers_of_half(dgamma, head, place) - ct.sum(found * k, 1))
-        end = chunk * 64 + 63  # takes what both halves carry
-        ct.scatter(dgamma, (head, end), ct.gather(dgamma, (head, end), check_bounds=False) + carried, check_bounds=False)
+        put_numbers_of_half(dgamma, dout.shape[1] + head, place, -ct.sum(found * k, 1))
+        put_numbers_of_half(dgamma, 2 * dout.shape[1] + head, place, ct.where(ct.arange(PART, dtype=ct.int32) == 0, carried, 0.0))
         of_keys = of_keys + found
     ct.store(partial, index=(place, key_head, 0), tile=ct.reshape(of_keys, (PART, 1, K)))
 
@@ -204,8 +182,9 @@ def delta_scores(queries, keys, gamma, states, dstates, news, dout, table, q_rst
                  BV: Const, NORM: Const, SPLIT: Const):
     """Computes the gradients that flow to queries and keys through the scores and the states, BV columns of the values at a time.
 
-    dq: [tokens, key heads, K]; dgamma: [heads, chunks * 64] fp32, the part of it that is known here; partial: [chunks * 64, key heads, K]
-    fp32, of dK. Grid: chunks * key heads.
+    dq: [tokens, key heads, K]; dgamma: [heads, chunks * 64] fp32, the part of it that is known here, or with SPLIT three times the heads,
+    its summands: of queries, of keys, and numbers whose sum is the last row's; partial: [chunks * 64, key heads, K] fp32, of dK.
+    Grid: chunks * key heads.
     """
     key_heads = keys.shape[1]
     key_head, chunk, group = ct.bid(0) % key_heads, ct.bid(0) // key_heads, dout.shape[1] // key_heads
@@ -251,19 +230,72 @@ def delta_scores(queries, keys, gamma, states, dstates, news, dout, table, q_rst
 
 
 # ---------------------------------------------------------------- the inverse
-@ct.function
-def put_inverse_by_columns(keys, values, gamma, betas, inverses, states, dnews, table, k_rstd, dgamma, partial, dk, dv, dbeta, dg, chunk,
-                           key_head, K: Const, V: Const, BV: Const, NORM: Const):
-    """Computes the outputs of `delta_inverse` for one chunk and key head. `partial` accumulates the sum of dk over heads."""
-    tokens, group = tokens_of(table, chunk), values.shape[1] // keys.shape[1]
-    for i in range(group):
-        head = key_head * group + i
+@ct.kernel
+def delta_inverse(keys, values, gamma, betas, inverses, states, dnews, table, k_rstd, dgamma, partial, dk, dv, dbeta, dg, K: Const,
+                  V: Const, BV: Const, NORM: Const):
+    """Computes the gradients that flow to keys, values and gates through the inverse.
+
+    dgamma, partial: the output of `delta_scores`; dk: [tokens, key heads, K]; dv: [tokens, heads, V]; dbeta, dg: [tokens, heads] fp32.
+    Grid: chunks * key heads.
+    """
+    key_heads = keys.shape[1]
+    key_head, chunk, group = ct.bid(0) % key_heads, ct.bid(0) // key_heads, values.shape[1] // key_heads
+    if holds_tokens(table, chunk):
+        k, tokens = rows_of(keys, chunk, key_head, 0, K), tokens_of(table, chunk)
+        total = rows_of(partial, chunk, key_head, 0, K)
+        for i in range(group):
+            head = key_head * group + i
+            g, b = numbers_of(gamma, head, chunk), numbers_of(betas, head, chunk)
+            be = b * ct.exp(g)
+            inverse = ct.transpose(rows_of(inverses, chunk, head, 0, 64))
+            da, dweights, db = zeros(64, 64), zeros(64, K), ct.zeros((64,), dtype=F32)
+            for part in range(V // BV):
+                dnew, v = rows_of(dnews, chunk, head, part, BV), ct.astype(rows_of(values, chunk, head, part, BV), F32)
+                found = ct.mma(inverse, dnew, zeros(64, BV))
+                put_token_rows(dv, tokens, head, part * BV, b[:, None] * found, BV)
+                db = db + ct.sum(found * v, 1)
+                da = ct.mma(dnew, ct.transpose(ct.astype(b[:, None] * v, k.dtype)), da)
+                dweights = ct.mma(dnew, ct.transpose(state_of(states, chunk, head, part, K, BV)), dweights)
+            dweights = ct.astype(-dweights, k.dtype)
+            da = ct.mma(dweights, ct.transpose(ct.astype(be[:, None] * ct.astype(k, F32), k.dtype)), da)
+            found = ct.mma(inverse, dweights, zeros(64, K))
+            along = ct.sum(found * ct.astype(k, F32), 1)
+            db, dgam = db + ct.exp(g) * along, numbers_of(dgamma, head, chunk) + be * along
+            total = total + be[:, None] * found
+            da = ct.mma(inverse, ct.astype(da, k.dtype), zeros(64, 64))
+            dm = -strictly_lower(ct.mma(ct.astype(da, k.dtype), inverse, zeros(64, 64))) * decay_of(g)
+            x = dm * b[:, None] * ct.mma(k, ct.transpose(k), zeros(64, 64))
+            dgam = dgam + ct.sum(x, 1) - ct.sum(x, 0)
+            h = ct.astype(dm, k.dtype)
+            found = ct.mma(h, k, zeros(64, K))
+            db = db + ct.sum(found * ct.astype(k, F32), 1)
+            total = total + b[:, None] * found
+            total = ct.mma(ct.transpose(h), ct.astype(b[:, None] * ct.astype(k, F32), k.dtype), total)
+            ct.scatter(dbeta, (tokens, head), ct.astype(db, dbeta.dtype))
+            ct.scatter(dg, (tokens, head), ct.astype(ct.cumsum(dgam, 0, reverse=True), dg.dtype))
+        if NORM:
+            total = norm_backward(total, ct.astype(k, F32), numbers_of(k_rstd, key_head, chunk))
+        put_token_rows(dk, tokens, key_head, 0, total, K)
+
+
+@ct.kernel
+def delta_gates(keys, values, gamma, betas, inverses, states, dnews, table, dgamma, squares, dv, dbeta, dg, K: Const, V: Const, BV: Const):
+    """Computes what `delta_inverse` does, but dk; dW a quarter of its columns at a time.
+
+    dgamma: the output of `delta_scores` with SPLIT; squares: [chunks * 64, heads, 64], H, for `delta_keys`. Grid: chunks * heads.
+    """
+    heads = values.shape[1]
+    head, chunk = ct.bid(0) % heads, ct.bid(0) // heads
+    key_head = head // (heads // keys.shape[1])
+    if holds_tokens(table, chunk):
+        tokens, row = tokens_of(table, chunk), ct.arange(64, dtype=ct.int32)
         g, b = numbers_of(gamma, head, chunk), numbers_of(betas, head, chunk)
         be = b * ct.exp(g)
+        inverse = ct.transpose(rows_of(inverses, chunk, head, 0, 64))
         da, db, along = zeros(64, 64), ct.zeros((64,), dtype=F32), ct.zeros((64,), dtype=F32)
         for part in range(V // BV):
             dnew, v = rows_of(dnews, chunk, head, part, BV), ct.astype(rows_of(values, chunk, head, part, BV), F32)
-            found = ct.mma(ct.transpose(rows_of(inverses, chunk, head, 0, 64)), dnew, zeros(64, BV))
+            found = ct.mma(inverse, dnew, zeros(64, BV))
             put_token_rows(dv, tokens, head, part * BV, b[:, None] * found, BV)
             db = db + ct.sum(found * v, 1)
             da = ct.mma(dnew, ct.transpose(ct.astype(b[:, None] * v, keys.dtype)), da)
@@ -274,94 +306,59 @@ def put_inverse_by_columns(keys, values, gamma, betas, inverses, states, dnews, 
                 dweights = ct.mma(rows_of(dnews, chunk, head, part, BV), ct.transpose(state), dweights)
             k, dweights = ct.astype(rows_of(keys, chunk, key_head, quarter, PART), F32), ct.astype(-dweights, keys.dtype)
             da = ct.mma(dweights, ct.transpose(ct.astype(be[:, None] * k, keys.dtype)), da)
-            found = ct.mma(ct.transpose(rows_of(inverses, chunk, head, 0, 64)), dweights, zeros(64, PART))
-            along = along + ct.sum(found * k, 1)
-            total = rows_of(partial, chunk, key_head, quarter, PART) + be[:, None] * found
-            put_rows(partial, chunk, key_head, quarter, total, PART)
-        db, dgam = db + ct.exp(g) * along, numbers_of(dgamma, head, chunk) + be * along
-        inverse = ct.transpose(rows_of(inverses, chunk, head, 0, 64))
+            along = along + ct.sum(ct.mma(inverse, dweights, zeros(64, PART)) * k, 1)
+        carried = ct.sum(numbers_of(dgamma, 2 * heads + head, chunk))
+        dgam = numbers_of(dgamma, head, chunk) + numbers_of(dgamma, heads + head, chunk) + ct.where(row == 63, carried, 0.0)
+        db, dgam = db + ct.exp(g) * along, dgam + be * along
         da = ct.mma(inverse, ct.astype(da, keys.dtype), zeros(64, 64))
         dm = -strictly_lower(ct.mma(ct.astype(da, keys.dtype), inverse, zeros(64, 64))) * decay_of(g)
         h = ct.astype(dm, keys.dtype)
+        put_rows(squares, chunk, head, 0, h, 64)
         for quarter in range(QUARTERS):
             k = rows_of(keys, chunk, key_head, quarter, PART)
             x = dm * b[:, None] * ct.mma(k, ct.transpose(k), zeros(64, 64))
             dgam = dgam + ct.sum(x, 1) - ct.sum(x, 0)
-            found = ct.mma(h, k, zeros(64, PART))
-            db = db + ct.sum(found * ct.astype(k, F32), 1)
-            total = rows_of(partial, chunk, key_head, quarter, PART) + b[:, None] * found
-            total = ct.mma(ct.transpose(h), ct.astype(b[:, None] * ct.astype(k, F32), keys.dtype), total)
-            put_rows(partial, chunk, key_head, quarter, total, PART)
+            db = db + ct.sum(ct.mma(h, k, zeros(64, PART)) * ct.astype(k, F32), 1)
         ct.scatter(dbeta, (tokens, head), ct.astype(db, dbeta.dtype))
         ct.scatter(dg, (tokens, head), ct.astype(ct.cumsum(dgam, 0, reverse=True), dg.dtype))
-    for half in range(HALVES):
-        place, rows = chunk * HALVES + half, half * PART + ct.arange(PART, dtype=ct.int32)
-        total = rows_of_half(partial, place, key_head, 0, K)
-        if NORM:
-            k = ct.astype(rows_of_half(keys, place, key_head, 0, K), F32)
-            total = norm_backward(total, k, numbers_of_half(k_rstd, key_head, place))
-        put_token_rows(dk, tokens_of_half(table, chunk, rows), key_head, 0, total, K)
 
 
 @ct.kernel
-def delta_inverse(keys, values, gamma, betas, inverses, states, dnews, table, k_rstd, dgamma, partial, dk, dv, dbeta, dg, K: Const,
-                  V: Const, BV: Const, NORM: Const, SPLIT: Const):
-    """Computes the gradients that flow to keys, values and gates through the inverse.
+def delta_keys(keys, gamma, betas, inverses, states, dnews, squares, table, k_rstd, partial, dk, K: Const, V: Const, BV: Const,
+               NORM: Const):
+    """Computes the dk of `delta_inverse`, half a chunk's rows in each block; A^T dW as -(A^T dN) S^T, so that no block holds dW.
 
-    dgamma, partial: the output of `delta_scores`; with SPLIT, the sum of dk is made in `partial`; dk: [tokens, key heads, K]; dv: [tokens,
-    heads, V]; dbeta, dg: [tokens, heads] fp32.
-    Grid: chunks * key heads.
+    squares: the output of `delta_gates`. Grid: chunks * 2 * key heads.
     """
-    key_heads = keys.shape[1]
-    key_head, chunk, group = ct.bid(0) % key_heads, ct.bid(0) // key_heads, values.shape[1] // key_heads
+    key_heads, group = keys.shape[1], dnews.shape[1] // keys.shape[1]
+    key_head, place = ct.bid(0) % key_heads, ct.bid(0) // key_heads
+    chunk, half = place // HALVES, place % HALVES
     if holds_tokens(table, chunk):
-        if SPLIT:
-            put_inverse_by_columns(keys, values, gamma, betas, inverses, states, dnews, table, k_rstd, dgamma, partial, dk, dv, dbeta, dg,
-                                   chunk, key_head, K, V, BV, NORM)
-        else:
-            k, tokens = rows_of(keys, chunk, key_head, 0, K), tokens_of(table, chunk)
-            total = rows_of(partial, chunk, key_head, 0, K)
-            for i in range(group):
-                head = key_head * group + i
-                g, b = numbers_of(gamma, head, chunk), numbers_of(betas, head, chunk)
-                be = b * ct.exp(g)
-                inverse = ct.transpose(rows_of(inverses, chunk, head, 0, 64))
-                da, dweights, db = zeros(64, 64), zeros(64, K), ct.zeros((64,), dtype=F32)
-                for part in range(V // BV):
-                    dnew, v = rows_of(dnews, chunk, head, part, BV), ct.astype(rows_of(values, chunk, head, part, BV), F32)
-                    found = ct.mma(inverse, dnew, zeros(64, BV))
-                    put_token_rows(dv, tokens, head, part * BV, b[:, None] * found, BV)
-                    db = db + ct.sum(found * v, 1)
-                    da = ct.mma(dnew, ct.transpose(ct.astype(b[:, None] * v, k.dtype)), da)
-                    dweights = ct.mma(dnew, ct.transpose(state_of(states, chunk, head, part, K, BV)), dweights)
-                dweights = ct.astype(-dweights, k.dtype)
-                da = ct.mma(dweights, ct.transpose(ct.astype(be[:, None] * ct.astype(k, F32), k.dtype)), da)
-                found = ct.mma(inverse, dweights, zeros(64, K))
-                along = ct.sum(found * ct.astype(k, F32), 1)
-                db, dgam = db + ct.exp(g) * along, numbers_of(dgamma, head, chunk) + be * along
-                total = total + be[:, None] * found
-                da = ct.mma(inverse, ct.astype(da, k.dtype), zeros(64, 64))
-                dm = -strictly_lower(ct.mma(ct.astype(da, k.dtype), inverse, zeros(64, 64))) * decay_of(g)
-                x = dm * b[:, None] * ct.mma(k, ct.transpose(k), zeros(64, 64))
-                dgam = dgam + ct.sum(x, 1) - ct.sum(x, 0)
-                h = ct.astype(dm, k.dtype)
-                found = ct.mma(h, k, zeros(64, K))
-                db = db + ct.sum(found * ct.astype(k, F32), 1)
-                total = total + b[:, None] * found
-                total = ct.mma(ct.transpose(h), ct.astype(b[:, None] * ct.astype(k, F32), k.dtype), total)
-                ct.scatter(dbeta, (tokens, head), ct.astype(db, dbeta.dtype))
-                ct.scatter(dg, (tokens, head), ct.astype(ct.cumsum(dgam, 0, reverse=True), dg.dtype))
-            if NORM:
-                total = norm_backward(total, ct.astype(k, F32), numbers_of(k_rstd, key_head, chunk))
-            put_token_rows(dk, tokens, key_head, 0, total, K)
+        total = rows_of_half(partial, place, key_head, 0, K)
+        for i in range(group):
+            head = key_head * group + i
+            b, found = numbers_of_half(betas, head, place), zeros(PART, K)
+            for part in range(V // BV):
+                of_values = ct.mma(columns_of_half(inverses, chunk, head, half), rows_of(dnews, chunk, head, part, BV), zeros(PART, BV))
+                state = state_of(states, chunk, head, part, K, BV)
+                found = ct.mma(ct.astype(-of_values, keys.dtype), ct.transpose(state), found)
+            total = total + (b * ct.exp(numbers_of_half(gamma, head, place)))[:, None] * found
+            k = rows_of(keys, chunk, key_head, 0, K)
+            total = total + b[:, None] * ct.mma(rows_of_half(squares, place, head, 0, 64), k, zeros(PART, K))
+            weighted = ct.astype(numbers_of(betas, head, chunk)[:, None] * ct.astype(k, F32), keys.dtype)
+            total = ct.mma(columns_of_half(squares, chunk, head, half), weighted, total)
+        if NORM:
+            own = ct.astype(rows_of_half(keys, place, key_head, 0, K), F32)
+            total = norm_backward(total, own, numbers_of_half(k_rstd, key_head, place))
+        tokens = tokens_of_half(table, chunk, half * PART + ct.arange(PART, dtype=ct.int32))
+        put_token_rows(dk, tokens, key_head, 0, total, K)
 
 
 # ---------------------------------------------------------------- what is prebuilt
 WALK_SPILLS = "24 bytes on sm_90, where four documents of 2048 tokens take 128 us with 128 columns, and 160 us without spills with 64"
 WIDE_SPILLS = "112 bytes on sm_90, where 8192 tokens take 302 us with 128 columns a step, and 372 us without spills with 64"
 # Columns of the values that a step of `delta_scores` and `delta_inverse` has: 8192 tokens took an H200 302 and 234 us with 128 of them, 372
-# and 264 with 64. mma.sync takes its operands from registers: whole sums beside them spilled 430 to 1208 bytes a thread there. Split
-# kernels were checked in the interpreter and compiled; none has run on a GPU.
+# and 264 with 64. mma.sync takes its operands from registers: whole sums beside them spilled 430 to 1208 bytes a thread there.
 TENSOR_MEMORY = ("sm_100", "sm_103", "sm_110")
 MMA_SYNC = tuple(target for target in UNMEASURED if target not in TENSOR_MEMORY)
 COLUMNS = ((WIDTH, 0, WIDE), (64, 0, TENSOR_MEMORY), (64, 1, MMA_SYNC))
@@ -382,14 +379,22 @@ def variants():
                 spills = WALK_SPILLS if targets == WIDE and not carry else ""
                 yield Variant(delta_reverse, {**parts, **found, **ends}, hints={"num_worker_warps": 8}, targets=targets, spills=spills)
         partial = chunk_rows("float32", WIDTH)
+        chunked: Params = {"keys": wide, "values": wide, "gamma": NUMBERS, "betas": NUMBERS, "inverses": narrow, "states": rounded}
         for norm, (columns, split, targets) in itertools.product((1, 0), COLUMNS):
-            sizes: Params = {"K": WIDTH, "V": WIDTH, "BV": columns, "NORM": norm, "SPLIT": split}
+            sizes: Params = {"K": WIDTH, "V": WIDTH, "BV": columns, "NORM": norm}
             parts = {"queries": wide, "keys": wide, "gamma": NUMBERS, "states": rounded, "dstates": rounded, "news": wide, "dout": given}
             results: Params = {"table": TABLE, "q_rstd": NUMBERS, "dq": given, "dgamma": NUMBERS, "partial": partial, "scale": FLOAT}
             spills = WIDE_SPILLS if targets == WIDE else ""
-            yield Variant(delta_scores, {**parts, **results, **sizes}, hints={"num_worker_warps": 8}, targets=targets, spills=spills)
-            chunked: Params = {"keys": wide, "values": wide, "gamma": NUMBERS, "betas": NUMBERS, "inverses": narrow, "states": rounded}
-            made: Params = {"dnews": wide, "table": TABLE, "k_rstd": NUMBERS, "dgamma": NUMBERS, "partial": partial}
-            results = {"dk": given, "dv": given, "dbeta": GATES, "dg": GATES}
-            arguments = {**chunked, **made, **results, **sizes}
-            yield Variant(delta_inverse, arguments, hints={"num_worker_warps": 8}, targets=targets)
+            arguments = {**parts, **results, **sizes, "SPLIT": split}
+            yield Variant(delta_scores, arguments, hints={"num_worker_warps": 8}, targets=targets, spills=spills)
+            if split:
+                parts = {name: array for name, array in chunked.items() if name != "values"} | {"dnews": wide, "squares": narrow}
+                arguments = {**parts, "table": TABLE, "k_rstd": NUMBERS, "partial": partial, "dk": given, **sizes}
+                yield Variant(delta_keys, arguments, hints={"num_worker_warps": 8}, targets=targets)
+            else:
+                made: Params = {"dnews": wide, "table": TABLE, "k_rstd": NUMBERS, "dgamma": NUMBERS, "partial": partial}
+                arguments = {**chunked, **made, "dk": given, "dv": given, "dbeta": GATES, "dg": GATES, **sizes}
+                yield Variant(delta_inverse, arguments, hints={"num_worker_warps": 8}, targets=targets)
+        made = {"dnews": wide, "table": TABLE, "dgamma": NUMBERS, "squares": narrow, "dv": given, "dbeta": GATES, "dg": GATES}
+        arguments = {**chunked, **made, "K": WIDTH, "V": WIDTH, "BV": 64}
+        yield Variant(delta_gates, arguments, hints={"num_worker_warps": 8}, targets=MMA_SYNC)

@@ -36,8 +36,14 @@ PRODUCTS = {
     "delta_scores": 2 * FAR + 3 * NEAR,
     "delta_inverse": FAR + 7 * NEAR + 2 * CHUNK * CHUNK,
 }
-# Where sums are made in parts, G is made by its rows, and again by its columns.
-MORE_PRODUCTS = {"sm_90": {}, "sm_80": {"delta_scores": NEAR}}
+# Where sums are made in parts, G is made by its rows, and again by its columns; A^T dN is made for dv, and again for dk.
+IN_PARTS = {
+    "delta_gates": (KEY + 2 * VALUE + SQUARE + STATE + SQUARE + VALUE, FAR + 6 * NEAR + 2 * CHUNK * CHUNK),
+    "delta_keys": (KEY + 2 * SQUARE + VALUE + STATE + 2 * KEY + KEY, FAR + 3 * NEAR),
+}
+KERNELS = {"sm_90": {name: (BYTES[name], PRODUCTS.get(name, 0)) for name in BYTES}}
+KERNELS["sm_80"] = KERNELS["sm_90"] | {"delta_scores": (BYTES["delta_scores"], PRODUCTS["delta_scores"] + NEAR)} | IN_PARTS
+del KERNELS["sm_80"]["delta_inverse"]
 FORWARD = ("delta_place_keys", "delta_place_values", "delta_invert_bounded", "delta_prepare", "delta_walk")
 BACKWARD = ("delta_place_keys", "delta_place_values", "delta_prepare", "delta_states", "delta_reverse", "delta_scores", "delta_inverse")
 # Read q, k, v, and write the output and the inverses, which the backward pass needs; there read these and the output's gradient.
@@ -76,7 +82,7 @@ def counted(monkeypatch):
     return launches
 
 
-@pytest.mark.parametrize("gpu", MORE_PRODUCTS)
+@pytest.mark.parametrize("gpu", KERNELS)
 def test_bytes_and_products(interpreted, counted, gpu):
     leaves = [x[None].requires_grad_() for x in rule.inputs_of(BF16, "cpu", TOKENS, KEY_HEADS, HEADS, WIDTH)]
     with rule.kernels_of(interpreted, gpu):  # a launch that another test prepared is not counted
@@ -84,12 +90,11 @@ def test_bytes_and_products(interpreted, counted, gpu):
         forward = len(counted)
         torch.autograd.grad(out, leaves, torch.ones_like(out))
     assert tuple(name for name, *_ in counted[:forward]) == FORWARD
-    assert tuple(name for name, *_ in counted[forward:]) == BACKWARD
+    assert tuple(name for name, *_ in counted[forward:]) == (BACKWARD if gpu == "sm_90" else (*BACKWARD[:-1], *IN_PARTS))
     found = defaultdict(set)
     for name, size, count in counted:
         found[name].add((size / TOKENS, count / (TOKENS * HEADS)))
-    more = MORE_PRODUCTS[gpu]
-    assert found == {name: {(BYTES[name], PRODUCTS.get(name, 0) + more.get(name, 0))} for name in BYTES}
+    assert found == {name: {work} for name, work in KERNELS[gpu].items()}
 
 
 @pytest.mark.parametrize("kernels", (FORWARD, BACKWARD), ids=("forward", "backward"))

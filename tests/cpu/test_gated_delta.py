@@ -29,7 +29,8 @@ def test_the_fewer_the_documents_the_narrower_the_blocks(interpreted, monkeypatc
         assert any(name.startswith(f"{kernel}-") and columns in name for name in walks), walks
 
 
-KERNELS_OF = {"sm_80": ("-BV64-", "-SPLIT1-"), "sm_100": ("-BV64-", "-SPLIT0-"), "sm_90": ("-BV128-", "-SPLIT0-")}
+WHOLE, IN_PARTS = {"delta_scores", "delta_inverse"}, {"delta_scores", "delta_gates", "delta_keys"}
+KERNELS_OF = {"sm_80": (IN_PARTS, "-BV64-", "-SPLIT1-"), "sm_100": (WHOLE, "-BV64-", "-SPLIT0-"), "sm_90": (WHOLE, "-BV128-", "-SPLIT0-")}
 OPTIONS = {
     "of two documents": {},
     "of two key heads": {"lengths": (40,), "key_heads": 2, "heads": 4},
@@ -45,11 +46,11 @@ CASES_OF = [(gpu, name) for gpu in KERNELS_OF for name in (OPTIONS if gpu == "sm
 @pytest.mark.parametrize("gpu, name", CASES_OF)
 def test_kernels_of_other_architectures(interpreted, gpu, name):
     """On sm_80, whose sums are made in parts, all that the others run by themselves."""
-    before, parts = len(launched(interpreted)), KERNELS_OF[gpu]
+    before, (kernels, columns, split) = len(launched(interpreted)), KERNELS_OF[gpu]
     rule.check_on(interpreted, gpu, **OPTIONS[name])
-    last = [name for name in launched(interpreted)[before:] if name.startswith(("delta_scores", "delta_inverse"))]
-    assert {name.split("-")[0] for name in last} == {"delta_scores", "delta_inverse"}
-    assert all(part in name for name in last for part in parts), last
+    last = [name for name in launched(interpreted)[before:] if name.split("-")[0] in WHOLE | IN_PARTS]
+    assert {name.split("-")[0] for name in last} == kernels
+    assert all(columns in name and (split in name or "-SPLIT" not in name) for name in last), last
 
 
 @pytest.mark.parametrize("dtype", (FP32, torch.float64), ids=str)

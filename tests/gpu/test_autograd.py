@@ -33,11 +33,11 @@ print("ok")
 @pytest.mark.parametrize("check", cases.AUTOGRAD_CHECKS, ids=lambda f: f.__name__.removeprefix("check_"))
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("operation", cases.OF_QWEN3_AND_GPT_OSS)
-def test_autograd(ops, gpt_oss, operation, dtype, check, monkeypatch):
+def test_autograd(ops, qwen3_5, gpt_oss, operation, dtype, check, monkeypatch):
     if check is cases.check_the_same_bits_on_every_run:
         # cuBLAS looks once for CUBLAS_WORKSPACE_CONFIG, so this cannot be asked of it any more; the whole model below is.
         monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: None)
-    check(cases.operations(ops, gpt_oss), operation, dtype, "cuda")
+    check(cases.operations(ops, qwen3_5, gpt_oss), operation, dtype, "cuda")
 
 
 def test_a_model_gives_the_same_bits_on_every_run_with_deterministic_algorithms():

@@ -20,8 +20,8 @@ def test_operators(ops, name, dtype):
 
 
 @pytest.mark.parametrize("operation", OF_QWEN3_AND_GPT_OSS)
-def test_operations_compile_whole_and_once_for_all_lengths(ops, gpt_oss, operation):
-    checks.check_compiled_operation(operations(ops, gpt_oss), operation, DEVICE, "inductor")
+def test_operations_compile_whole_and_once_for_all_lengths(ops, qwen3_5, gpt_oss, operation):
+    checks.check_compiled_operation(operations(ops, qwen3_5, gpt_oss), operation, DEVICE, "inductor")
 
 
 @pytest.mark.parametrize("options", ({"dynamic": True}, {}, {"mode": "reduce-overhead"}), ids=str)

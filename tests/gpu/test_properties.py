@@ -9,8 +9,8 @@ from tests import properties
 
 
 @pytest.mark.parametrize("operation", cases.OF_QWEN3_AND_GPT_OSS)
-def test_any_call_is_right_and_touches_nothing_else(ops, gpt_oss, operation):
-    loaded = cases.operations(ops, gpt_oss)
+def test_any_call_is_right_and_touches_nothing_else(ops, qwen3_5, gpt_oss, operation):
+    loaded = cases.operations(ops, qwen3_5, gpt_oss)
 
     @properties.budget(300)
     @given(st.data())

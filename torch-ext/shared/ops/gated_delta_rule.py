@@ -28,9 +28,10 @@ COLUMNS = (32, 64, 128)  # of the values that a block of a walk may have
 EPS = 1e-6  # of the L2 norm of q and k
 
 
-def _chunks_by_heads(place: int):
-    """The grid of a kernel with a block for each chunk and each head of its argument number `place`, [chunks * 64, heads, width]."""
-    return lambda c, *arrays: (arrays[place].shape[0] // CHUNK * arrays[place].shape[1],)
+def _chunks_by_heads(place: int, parts: int = 1):
+    """The grid of a kernel with a block, or several for parts, for each chunk and each head of its argument number `place`, [chunks * 64,
+    heads, width]."""
+    return lambda c, *arrays: (arrays[place].shape[0] // CHUNK * arrays[place].shape[1] * parts,)
 
 
 def _documents_by_columns(bounds: int, heads: int):
@@ -61,6 +62,8 @@ _any_walk = Kernel("delta_walk", grid=_documents_by_columns(6, 9))
 _walk, _states, _reverse = _walks("delta_walk", 6, 9), _walks("delta_states", 4, 2), _walks("delta_reverse", 6, 4)
 _scores = {norm: Kernel("delta_scores", grid=_chunks_by_heads(0), where={"NORM": norm}) for norm in (0, 1)}
 _inverse = {norm: Kernel("delta_inverse", grid=_chunks_by_heads(0), where={"NORM": norm}) for norm in (0, 1)}
+_gates = Kernel("delta_gates", grid=_chunks_by_heads(1))
+_keys = {norm: Kernel("delta_keys", grid=_chunks_by_heads(0, parts=2), where={"NORM": norm}) for norm in (0, 1)}
 _step = {
     norm: Kernel("delta_step", grid=lambda c, *a: (a[5].shape[0] * a[2].shape[1], WIDTH // c["BV"]), where={"NORM": norm})
     for norm in (0, 1)
@@ -243,9 +246,15 @@ def _heads_backward(q, k, v, g, beta, inverses, dout, table, bounds, initial, df
     behind, dinitial = _carried(dfinal, v)
     _reverse[carry, columns](queries, keys, w, p, dout, gamma, bounds, table, behind, dstates, dnews, dinitial, scale)
     dq, dk, dv, dg, dbeta = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta))
-    dgamma, partial = torch.empty_like(gamma), torch.empty_like(keys, dtype=torch.float32)
+    halved = 1 in _scores[norm].constants("SPLIT", device=k.get_device())  # the GPU's registers hold no more
+    dgamma, partial = gamma.new_empty((3 if halved else 1) * gamma.shape[0], gamma.shape[1]), torch.empty_like(keys, dtype=torch.float32)
     _scores[norm](queries, keys, gamma, states, dstates, news, dout, table, q_rstd, dq, dgamma, partial, scale)
-    _inverse[norm](keys, values, gamma, betas, inverses, states, dnews, table, k_rstd, dgamma, partial, dk, dv, dbeta, dg)
+    if halved:
+        squares = p  # whose memory nothing needs any more
+        _gates(keys, values, gamma, betas, inverses, states, dnews, table, dgamma, squares, dv, dbeta, dg)
+        _keys[norm](keys, gamma, betas, inverses, states, dnews, squares, table, k_rstd, partial, dk)
+    else:
+        _inverse[norm](keys, values, gamma, betas, inverses, states, dnews, table, k_rstd, dgamma, partial, dk, dv, dbeta, dg)
     return dq, dk, dv, dg, dbeta, dinitial if carry else None
 
 
