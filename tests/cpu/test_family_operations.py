@@ -91,6 +91,20 @@ def test_a_step_with_norms_of_whole_rows_runs_in_one_kernel(decoders, interpret,
     assert own == (kernels_of("row_norm_rotary") if kv_heads == 16 else set())
 
 
+@pytest.mark.parametrize("packed", (True, False))
+def test_gradients_of_turned_heads_go_where_a_packed_projection_reads_them(decoders, interpret, monkeypatch, packed):
+    """They are not made first and copied then."""
+    heads, made = importlib.import_module(f"{decoders.__name__}.shared.decoder.heads"), []
+    backward = heads.rotary_backward
+    monkeypatch.setattr(heads, "rotary_backward", lambda *given: made.append(given) or backward(*given))
+    interpret(decoders, kernels_of_package("packages/decoders"))
+    model, tokens = decoders.kernelize(tiny("llama", num_hidden_layers=1)), random_tokens(1, 5)
+    if packed:
+        decoders.pack(model)
+    Step(model, input_ids=tokens, labels=tokens, use_cache=False)
+    assert len(made) == (0 if packed else 1)
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_step_of_a_family_runs_in_kernels(decoders, interpret, name):
     def step_of(model):

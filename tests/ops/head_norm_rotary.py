@@ -153,6 +153,7 @@ CHECKS = {
     "described": functools.partial(check_described, device=CPU, dtype=FP32, head_dim=128, norm=("head", 1.0, "last")),
     "pairs": functools.partial(check_described, device=CPU, dtype=FP32, head_dim=128, rotated=64, rotary="pairs", tables=2),
     "partial": functools.partial(check_described, device=CPU, dtype=FP32, head_dim=128, rotated=96),
+    "turned alone": functools.partial(check_described, device=CPU, dtype=FP32, head_dim=128, tables=2),
     "slabs": functools.partial(check_slabs, device=CPU, dtype=FP16),
     "rows": functools.partial(
         check_described, device=CPU, dtype=BF16, **{**WHOLE, "heads": (40, 8), "tables": 2, "norm": ("whole", 0.25, "last")}, eps=0.5
@@ -199,6 +200,7 @@ MUTANTS = [
     *errors_in(KERNELS, "slabs", "launches_of", ("table[start : start + step]", "table[:step]")),
     *errors_in(KERNELS, "slabs", "backward_into", ("torch.cat(found)", "found[0]")),
     *errors_in(KERNELS, "into", "backward_into", ("if result is not out:", "if False:")),
+    *errors_in(OPERATION, "turned alone", "rotary_backward_into", ("_kernels[1]", "_kernels[0]")),
     *errors_in(OPERATION, "part", "_QKNormRotary.forward", ("= eps, offset, rotary_dim", "= eps, 0.0, rotary_dim")),
     *errors_in(DECODER, "described", "heads_forward", ("*spec.heads, spec.turned", "spec.heads.eps, 0.0, 'last', spec.turned")),
     *errors_in(DECODER, "described", "heads_backward", ("*needs, spec.heads.offset", "*needs, 0.0")),

@@ -13,7 +13,14 @@ import torch
 from ..ops import head_norm_kernels, pair_rotary, row_norm_kernels
 from ..ops.common import new_like
 from ..ops.part_rotary import rotate_parts
-from ..ops.rotary import norm_backward_into, qk_norm_rotary_backward, qk_norm_rotary_forward, rotary_backward, rotary_forward
+from ..ops.rotary import (
+    norm_backward_into,
+    qk_norm_rotary_backward,
+    qk_norm_rotary_forward,
+    rotary_backward,
+    rotary_backward_into,
+    rotary_forward,
+)
 from ..runtime import launch
 from ..runtime.device import kernels_run_on
 from .norms import is_plain, norm_backward, norm_forward, norm_reference
@@ -182,9 +189,12 @@ def heads_backward(spec: Inputs, dq: torch.Tensor, dk: torch.Tensor, heads: Save
     if _is_row_kernel(spec, heads, dq, dk):
         into = (new_like(dq), new_like(dk)) if outs is None else outs
         return HeadsGradients(*into, *row_norm_kernels.backward_into(into, dq, dk, *heads, rstds, spec.heads.offset, needs))
-    dq, dk = _turned(spec, dq, dk, heads.cos, heads.sin, True)
+    q, k, q_norm, k_norm, cos, sin = heads
+    if outs is not None and q_norm is None and spec.rotary == "halves" and not spec.turned and cos is not None and cos.dtype == dq.dtype:
+        rotary_backward_into(outs, dq, dk, cos, sin)
+        return HeadsGradients(*outs, None, None)
+    dq, dk = _turned(spec, dq, dk, cos, sin, True)
     dq_norm = dk_norm = None
-    q, k, q_norm, k_norm, *_ = heads
     if q is not None and k is not None and q_norm is not None and k_norm is not None:
         (dq, dq_norm), (dk, dk_norm) = (
             norm_backward(spec.heads, _rows(spec, d), _rows(spec, x), w, rstd, need)

@@ -92,15 +92,11 @@ def _launch(q, k, cos, sin, heads_dim, backward) -> Pair:
 
 def _fits(q, k, cos, sin, *others):
     """False for empty tensors too: a launch takes both, or there is nothing to launch."""
-    if q.dtype == torch.float64 or cos.dtype != q.dtype:
-        return False
-    return _launches(q, k, cos, sin, *others)
+    return q.dtype != torch.float64 and cos.dtype == q.dtype and _launches(q, k, cos, sin, *others)
 
 
 def _launches(q, k, cos, sin, *others):
-    if not q.numel() or not k.numel():
-        return False
-    return kernels_run_on(q, k, cos, sin, *others)
+    return bool(q.numel() and k.numel()) and kernels_run_on(q, k, cos, sin, *others)
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads_dim: int) -> Pair:
@@ -113,6 +109,15 @@ def _backward(dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.
     if _fits(dq, dk, cos, sin):
         return _launch(dq, dk, cos, sin, heads_dim, 1)
     return rotary_backward_reference(dq, dk, cos, sin, heads_dim)
+
+
+def rotary_backward_into(outs: Pair, dq, dk, cos, sin) -> None:
+    """Computes `rotary_backward` of [batch, tokens, heads, head_dim], with the gradients of q and k written to `outs`."""
+    if _fits(dq, dk, cos, sin):
+        _kernels[1](dq, dk, *outs, cos, sin)
+    else:
+        for out, grad in zip(outs, rotary_backward_reference(dq, dk, cos, sin, 2)):
+            out.copy_(grad)
 
 
 def _fused_heads(q, k, q_weight, k_weight, cos, sin, *others) -> bool:
