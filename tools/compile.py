@@ -32,7 +32,7 @@ from tools.elf import resources
 from tools.kernel_package import Package, PackageError, package_folders, read_package
 from tools.kernel_sources import SourceError
 from tools.pack import pack, write_folder
-from tools.targets import TARGETS, BuildError, Targets, operations, parse_targets, read_variants, targets_here, targets_of
+from tools.targets import TARGETS, BuildError, Targets, operations, parse_targets, read_variants, targets_here, targets_of, variants_of
 
 if TYPE_CHECKING:
     from kernel_src.prebuild import Variant
@@ -104,19 +104,21 @@ def summary(variants: "Variants", images: dict[Job, bytes], files: dict[str, byt
 
 
 def build(
-    package: Package, targets: Targets, console: Console, workers: int = os.cpu_count() or 1, recording: bool = False
+    package: Package, targets: Targets, console: Console, workers: int = os.cpu_count() or 1, recording: bool = False, like: str = ""
 ) -> dict[str, dict[str, int]]:
     """Compiles a package's kernels into torch-ext/<name>/cubins, and returns what they spill (`spills_of`). recording: whether they may
-    spill more than is recorded. Raises BuildError."""
+    spill more than is recorded; like: the architecture whose variants these are, each target's own by default. Raises BuildError."""
     start = time.monotonic()
     variants = read_variants(operations(package.folder))
+    if like:
+        variants = variants_of(variants, like, targets)
     total = sum(len(targets_of(variant, targets)) for _, variant in variants)
     columns = (TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         images = compile_all(jobs_of(variants, targets, progress), progress, workers, total)
     if targets == TARGETS:
         check_reasons(images)
-    if not recording:
+    if not recording and not like:
         check_spills(images, read_spills())
     files = pack(package, variants, targets, images)
     write_folder(package.sources / "cubins", files)
@@ -130,18 +132,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--package", help="the folder that holds build.toml and kernels.toml; default: every package of this repository")
     parser.add_argument("--targets", help="only these, e.g. 'x86_64:sm_90,sm_100'; default: all")
     parser.add_argument("--here", action="store_true", help="only for this machine's GPU, and one Blackwell target")
+    parser.add_argument("--like", default="", help="build the variants of this architecture, e.g. sm_120, to try them on another one's GPU")
     parser.add_argument("--record", action="store_true", help="note for the tests that these kernels compile for every target")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
     if options.record and (options.targets or options.here):
         parser.error("--record is for a build for every target")
+    if options.like and not (options.targets or options.here):
+        parser.error("--like wants --here or --targets: nobody is to get such a build")
     console = Console()
     try:
         targets = targets_here() if options.here else parse_targets(options.targets)
         packages = [read_package(folder) for folder in package_folders(options.package)]
         spills: dict[str, dict[str, int]] = {} if options.package is None else read_spills()
         for package in packages:
-            spills |= build(package, targets, console, options.workers, options.record)
+            spills |= build(package, targets, console, options.workers, options.record, options.like)
         if options.record:
             for package in packages:
                 files_of_build(package, "cuda")  # raises where a package has become larger than its users are to download

@@ -132,6 +132,27 @@ def test_a_wrong_target_is_answered_with_the_possible_ones(text):
         assert f"{host}:{','.join(names)}" in str(error.value)
 
 
+def test_the_variants_of_another_gpu_are_built_for_the_one_that_is_here():
+    """Those of the delta rule's backward pass, of which sm_90 has others than sm_80; nobody's targets are what it has besides."""
+    here = {"x86_64": ("sm_90",)}
+    variants = targets.read_variants(["gated_delta_backward", "scale"])
+    found = targets.variants_of(variants, "sm_80", here)
+    assert {variant.kernel_name for _, variant in found} >= {"delta_gates", "delta_keys"}
+    assert "delta_inverse" not in {variant.kernel_name for _, variant in found}
+    wanted = {variant.name for _, variant in variants if targets.targets_of(variant, {"x86_64": ("sm_80",)})}
+    assert {variant.name for _, variant in found} == wanted
+    assert all(targets.targets_of(variant, TARGETS) == [("x86_64", "sm_90"), ("aarch64", "sm_90")] for _, variant in found)
+    with pytest.raises(BuildError, match="no architecture 'sm_70'; there are sm_80, "):
+        targets.variants_of(variants, "sm_70", here)
+
+
+@pytest.mark.parametrize("options", (("--like", "sm_80"), ("--record", "--here")))
+def test_options_that_nobody_is_to_get_a_build_of_are_refused(options, capsys):
+    with pytest.raises(SystemExit):
+        compile_.main(list(options))
+    assert options[0] in capsys.readouterr().err
+
+
 def test_targets_are_read_as_they_are_written():
     assert targets.parse_targets(None) == targets.parse_targets("") == TARGETS
     assert targets.parse_targets("x86_64:sm_90,sm_100 aarch64:sm_90") == {"x86_64": ("sm_90", "sm_100"), "aarch64": ("sm_90",)}
