@@ -71,7 +71,7 @@ def test_beam_search(qwen3, device, cache):
 
 def batched(model, prompts=(9, 3, 5)):
     """The tokens of `generate_batch`: requests of all lengths share a row, and a cache of pages."""
-    options = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=1, pad_token_id=0)
+    options = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)  # nothing ends it
     pages = transformers.generation.ContinuousBatchingConfig(**PAGES)
     requests = [row.tolist() for row in random_tokens(1, sum(prompts))[0].split(prompts)]
     found = model.generate_batch(requests, generation_config=options, continuous_batching_config=pages, progress_bar=False)
