@@ -100,6 +100,7 @@ RUNS = {
                             seconds=110, shows="gpt_oss_step_skewed"),
     **{f"dense_{name}": steps("--model", name, *PEERS, seconds=75, shows="dense_step") for name in DENSE},
     **{f"dense_lora_{name}": steps("--model", name, *PEERS, "--lora", "16", seconds=75, shows="dense_step_lora_16") for name in DENSE},
+    "parts": steps("--model", "mistral_7b", "--tokens", "8192", *PEERS, "--parts", seconds=60, shows="step_parts"),
     "qwen3_5": steps(*HYBRID, seconds=360, shows="qwen3_5_step"),
     "qwen3_5_lora": steps(*HYBRID, "--lora", "16", "--providers", "huggingface,huggingface_fla,liger,bastile", seconds=260,
                           shows="qwen3_5_step_lora_16"),

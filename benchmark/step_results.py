@@ -10,6 +10,7 @@ from .providers import is_ours
 from .records import Row
 from .report import log
 from .rows import numbers_and_error
+from .step_parts import METRIC
 from .timing import Quantiles
 
 
@@ -22,6 +23,7 @@ class Measured:
     compile_s: list[float] = field(default_factory=list)
     rounds: int = 0
     losses: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=dict)
     error: str = ""
 
 
@@ -83,6 +85,8 @@ class Results:
         if provider == "torch_compile":  # at every length
             found.compile_s.append((report["first_ms"] - Quantiles.of(report["ms"]).median) / 1e3)
         found.losses = found.losses or report["losses"]
+        for part, part_ms in report.get("parts", {}).items():
+            found.parts.setdefault(part, []).append(part_ms)
         if report["peak_gib"] is not None:
             found.peak_gib.append(report["peak_gib"])
         peak = f"{report['peak_gib']:.1f} GiB" if report["peak_gib"] is not None else ""
@@ -117,6 +121,8 @@ class Results:
             if found.compile_s:  # later processes find some of it in a cache
                 longest = max(found.compile_s)
                 rows.append(self._row(provider, tokens, "compile_time", "s", Quantiles(longest, longest, longest)))
+            for part, part_ms in found.parts.items():
+                rows.append(self._row(provider, tokens, METRIC, "ms", Quantiles.of(part_ms), ("part", "part of a step", part)))
             for step, loss in enumerate(found.losses, 1):
                 rows.append(self._row(provider, tokens, "loss", "nats", Quantiles(loss, loss, loss), ("step", "step", str(step))))
         for metric, seconds in (("first_step", self.first_s), ("until_ready", self.ready_s)) if self.args.fresh else ():

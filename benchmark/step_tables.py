@@ -1,6 +1,6 @@
 """Tables of whole training steps."""
 
-from . import models, providers
+from . import models, providers, step_parts
 from .families import FAMILIES, QWEN3
 from .markdown import Notes, Table, by_provider, columns_of, in_order, joined, number, select, share, times_faster
 from .providers import is_ours
@@ -206,4 +206,5 @@ TABLES = {
     "small_models": small_models,
     "first_step": first_step,
     "fsdp": sharded,
+    "step_parts": step_parts.table,
 }

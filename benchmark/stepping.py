@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import records, routing
+from . import records, routing, step_parts
 from .memory import GiB, held_by_graphs
 from .providers import NotInstalled, require_modules
 from .report import message
@@ -118,7 +118,8 @@ class Recipe:
 @dataclass
 class Stepper:
     """A model in training, and the means to measure it. begin(model, rows, tokens): called before the steps of each length, to record CUDA
-    graphs, say, or to compile. loss: of batches of its own, in place of the model's over those of `form`."""
+    graphs, say, or to compile. loss: of batches of its own, in place of the model's over those of `form`. parts: whether to ask where the
+    GPU's time goes."""
 
     model: object
     optimizer: object
@@ -129,6 +130,7 @@ class Stepper:
     autocast: bool = False
     begin: Callable | None = None
     loss: TrainerLoss | None = None
+    parts: bool = False
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -149,8 +151,8 @@ class Stepper:
         return (time.perf_counter() - start) * 1e3, loss
 
     def run(self, tokens: int, warmup: int, steps: int) -> dict:
-        """Do steps at one length, and return the milliseconds of each, those of the first, losses, peak memory in GiB, and where a model
-        with experts sends its tokens."""
+        """Do steps at one length, and return the milliseconds of each, those of the first, losses, peak memory in GiB, the parts of the
+        GPU's time, and where a model with experts sends its tokens."""
         gc.collect()
         cuda = self.device.startswith("cuda")
         if cuda:
@@ -171,6 +173,7 @@ class Stepper:
             "first_ms": milliseconds[0],
             "peak_gib": peak,
             "losses": [loss.item() for loss in losses[:LOSSES]],
+            "parts": step_parts.parts_of(lambda: self.timed(batch)) if self.parts else {},
             "routing": routed and routed.asdict(),
         }
 

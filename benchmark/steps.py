@@ -9,6 +9,7 @@
     python -m benchmark.steps --model qwen3_moe_30b_a3b --routing skewed
     python -m benchmark.steps --checkpointing --tokens 8192
     python -m benchmark.steps --loss dpo --lora 16 --layers 12 --tokens 8192
+    python -m benchmark.steps --model mistral_7b --tokens 8192 --parts
 
 One process a provider, in turns: a new one each time. Sequences get longer until they do not fit.
 """
@@ -77,6 +78,7 @@ def child_arguments(args, provider: str) -> list[str]:
     """Return the command line of a measuring process."""
     found = ["--child", provider, "--model", args.model, "--tokens", ",".join(map(str, args.tokens)), "--device", args.device]
     found += ["--warmup", str(args.warmup), "--steps", str(args.steps)]
+    found += ["--parts"] * getattr(args, "parts", False)
     found += ["--documents", str(args.documents), "--rows", str(args.rows), "--padding", str(args.padding)]
     recipe = recipe_of(args)
     if recipe.name:
@@ -122,6 +124,7 @@ def add_recipe(p: argparse.ArgumentParser, lora: int = 0) -> None:
     p.add_argument("--autocast", action="store_true", help="to bf16, as bf16=True of a Trainer does it")
     p.add_argument("--weights", choices=("bf16", "fp32"), default="bf16", help="the dtype of the weights")
     p.add_argument("--checkpointing", action="store_true", help="of every layer's activations")
+    p.add_argument("--parts", action="store_true", help="also where the GPU's time of a step goes, in a file of its own")
     p.add_argument("--loss", choices=("", *LOSSES), default="", help=f"of TRL's trainer, over {ROWS} rows; without it the model's own")
     kinds = (routing.UNIFORM, routing.SKEWED)
     p.add_argument("--routing", choices=kinds, default=routing.UNIFORM, help="where a mixture of experts sends its tokens, see routing.py")
@@ -152,7 +155,8 @@ def build(args) -> Stepper:
         package(family.package).pack(model)
     optimizer = families.make_optimizer(model, args.device, args.child, family.package)
     begin = {"torch_compile": lambda: compile_layers, "bastile_captured": lambda: package(family.package).capture}.get(args.child)
-    return Stepper(model, optimizer, args.device, model.config.vocab_size, 0, form_of(args), recipe.autocast, begin and begin(), loss)
+    form, parts = form_of(args), getattr(args, "parts", False)
+    return Stepper(model, optimizer, args.device, model.config.vocab_size, 0, form, recipe.autocast, begin and begin(), loss, parts)
 
 
 def main(
@@ -186,7 +190,7 @@ def main(
         p.error(f"argument --weights: fp32 is for dense models, and the model is {args.model}")
     if recipe.routing != routing.UNIFORM and not models.size(args.model).experts:
         p.error(f"argument --routing: {args.model} has no experts")
-    return run_all(f"{family.name}_step{recipe.name}{form.name}", __file__, args)
+    return run_all(f"{family.name}_step{recipe.name}{form.name}" + "_parts" * args.parts, __file__, args)
 
 
 if __name__ == "__main__":

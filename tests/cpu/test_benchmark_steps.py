@@ -28,6 +28,7 @@ from benchmark import (
     published,
     records,
     routing,
+    step_parts,
     step_results,
     stepping,
     steps,
@@ -109,6 +110,37 @@ def test_steps_of_the_other_packages_families(model, layers, name, tmp_path, in_
     theirs, ours = (found.steps[provider, 16].losses for provider in ("huggingface", "bastile"))
     assert ours == pytest.approx(theirs, rel=2e-3)
     assert models.title(model) in tables.table(name, found.rows())
+
+
+NAMES = {
+    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": "products",
+    "bastile_grouped_outer": "products",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1_cga1x1x1_kernel0_0": "attention",
+    "fmha_cutlassF_bf16_aligned_64x64_rf_sm80": "attention",
+    "bastile_attention_forward": "attention",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>": "optimizer",
+    "bastile_adamw_of_four": "optimizer",
+    "_swiglu_backward_kernel": step_parts.REST,
+    "bastile_add_rms_norm_backward": step_parts.REST,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kernels_of_a_step_are_told_apart_by_their_names(name):
+    assert step_parts.kind_of(name) == NAMES[name]
+
+
+def test_the_parts_of_a_step_are_rows_of_a_file_of_their_own(tmp_path, in_this_process, monkeypatch):
+    """In milliseconds a step, by PyTorch's profiler, which a CPU has none of."""
+    assert step_parts.parts_of(lambda: None) == {} or torch.cuda.is_available()
+    monkeypatch.setattr(step_parts, "parts_of", lambda step: {"products": 3.0 + len(step()), step_parts.REST: 1.5})
+    arguments = [*STEPS[:2], *STEPS[4:], "--model", "gemma_tiny", "--layers", "2", "--providers", "huggingface,bastile", "--parts"]
+    found = steps.main([*arguments, "--results", str(tmp_path)])
+    rows = records.read(tmp_path / "cpu" / "dense_step_parts.csv")
+    assert {(r.x_value, r.y_value_50) for r in rows if r.metric_name == step_parts.METRIC} == {("products", 5.0), (step_parts.REST, 1.5)}
+    lines = tables.table("step_parts", found.rows()).splitlines()
+    assert [line.split("|")[3].strip() for line in lines if "Gemma-Tiny" in line] == ["products", step_parts.REST] * 2
+    assert any("5 ms | 5 ms" in line for line in lines), lines
 
 
 BILLIONS = {
