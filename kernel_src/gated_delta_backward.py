@@ -344,7 +344,7 @@ def delta_keys(keys, gamma, betas, inverses, states, dnews, squares, table, k_rs
                 found = ct.mma(ct.astype(-of_values, keys.dtype), ct.transpose(state), found)
             total = total + (b * ct.exp(numbers_of_half(gamma, head, place)))[:, None] * found
             k = rows_of(keys, chunk, key_head, 0, K)
-            total = total + b[:, None] * ct.mma(rows_of_half(squares, place, head, 0, 64), k, zeros(PART, K))
+            total = ct.mma(ct.astype(b[:, None] * ct.astype(rows_of_half(squares, place, head, 0, 64), F32), keys.dtype), k, total)
             weighted = ct.astype(numbers_of(betas, head, chunk)[:, None] * ct.astype(k, F32), keys.dtype)
             total = ct.mma(columns_of_half(squares, chunk, head, half), weighted, total)
         if NORM:

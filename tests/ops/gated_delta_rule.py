@@ -279,7 +279,7 @@ MUTANTS = (
     *errors_in(BACKWARD, "split", "delta_gates", ("- ct.sum(x, 0)", ""), ("along + ct.sum(", "ct.sum("), ("row == 63", "row == 0")),
     *errors_in(BACKWARD, "split", "delta_gates", ("ct.astype(-dweights", "ct.astype(dweights"), ("mma(h, k,", "mma(h, -k,")),
     *errors_in(BACKWARD, "split", "delta_gates", ("numbers_of(dgamma, heads + head", "0.0 * numbers_of(dgamma, heads + head")),
-    *errors_in(BACKWARD, "split", "delta_keys", ("b * ct.exp(", "ct.exp("), ("b[:, None] * ct.mma(", "ct.mma(")),
+    *errors_in(BACKWARD, "split", "delta_keys", ("b * ct.exp(", "ct.exp("), ("b[:, None] * ct.astype(", "ct.astype(")),
     *errors_in(BACKWARD, "split", "delta_keys", ("(-of_values", "(of_values"), ("= rows_of_half(partial", "= 0 * rows_of_half(partial")),
     *errors_in(BACKWARD, "split", "delta_keys", ("columns_of_half(squares", "-columns_of_half(squares"), ("norm_backward(total", "(total")),
     *errors_in(BACKWARD, "carried", "delta_reverse", ("dstate = state_of(dfinal", "dfinal_ = state_of(dfinal")),
