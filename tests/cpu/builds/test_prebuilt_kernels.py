@@ -191,7 +191,7 @@ def test_the_delta_rules_kernels_spill_what_is_recorded():
     found = build_checks.spills_of(images)
     assert len(found) == 3 and {architecture for of_variant in found.values() for architecture in of_variant} == {"sm_90"}
     parts = {job: resources(image).stack for job, image in images.items() if is_in_parts(job.variant)}
-    assert {job.architecture for job in parts} == {"sm_80", "sm_120"} and len(parts) == 20 and not any(parts.values())
+    assert {job.architecture for job in parts} == {"sm_80", "sm_120"} and len(parts) == 10 and not any(parts.values())
     for name, of_variant in found.items():
         assert of_variant.items() <= read_spills()[name].items()
 
