@@ -88,7 +88,8 @@ class InterpretedArtifacts:
         return self.replace.get(source.kernel_name, source.kernel)
 
 
-# Kernels that add to numbers that they wrote, each with the tile that it was written with; their results were right on an H200.
+# Kernels that add to numbers that they wrote: each is read with the tile that it was written with, and behind a sum over the whole block,
+# for which all threads meet. Their results were right on an H200.
 READ_BACK = {"rms_norm_any_backward"}
 
 

@@ -1,5 +1,6 @@
 """What fails a build of kernels, and what the command says."""
 
+import contextlib
 import re
 import shutil
 from dataclasses import replace
@@ -144,6 +145,16 @@ def test_the_variants_of_another_gpu_are_built_for_the_one_that_is_here():
     assert all(targets.targets_of(variant, TARGETS) == [("x86_64", "sm_90"), ("aarch64", "sm_90")] for _, variant in found)
     with pytest.raises(BuildError, match="no architecture 'sm_70'; there are sm_80, "):
         targets.variants_of(variants, "sm_70", here)
+
+
+@pytest.mark.parametrize("like", ("", "sm_90"))
+def test_what_spills_away_from_home_is_no_failure(cache, package, monkeypatch, like):
+    """A kernel that was made for another GPU's registers runs on this one all the same."""
+    monkeypatch.setattr(compile_, "read_variants", lambda names: [("rms_norm", spilling())])
+    monkeypatch.setattr(compile_, "pack", lambda *_: {})
+    monkeypatch.setattr(compile_, "write_folder", lambda *_: None)
+    with contextlib.nullcontext() if like else pytest.raises(BuildError, match="spill registers"):
+        compile_.build(package, ONE, **QUIET, like=like)
 
 
 @pytest.mark.parametrize("options", (("--like", "sm_80"), ("--record", "--here")))
