@@ -147,10 +147,14 @@ class Memory:
         return other
 
     def _check_writer(self, offsets: torch.Tensor, atomic: bool, values: torch.Tensor | None, what: str, where):
-        """The places (with their stamps) that another block wrote too, with the same `values`."""
+        """The places (with their stamps) that another block wrote too, with the same `values`. values: None for a read."""
         if self.writer is None:
             return None
         stamps = self.writer.index_select(0, offsets)
+        if values is None and not (atomic or self.launch.read_back):
+            own = (stamps >= 2 * self.launch.tag) & (stamps != NEVER)
+            if own.any():
+                raise InterpreterError(f"this block {what} {where(own)}, which it wrote itself and has not released")
         if int(stamps.amin()) >= 2 * self.launch.first_tag:
             return None
         shared = self._unseen(stamps >> 1)
@@ -162,14 +166,6 @@ class Memory:
         if bad.any():
             raise InterpreterError(f"race: another block wrote {where(bad)}, which this block {what}")
         return offsets[shared], stamps[shared]
-
-    def _check_read_back(self, offsets: torch.Tensor, where) -> None:
-        if self.writer is None or self.launch.read_back:
-            return
-        stamps = self.writer.index_select(0, offsets)
-        bad = (stamps >= 2 * self.launch.tag) & (stamps != NEVER)
-        if bad.any():
-            raise InterpreterError(f"this block reads {where(bad)}, which it wrote itself and has not released")
 
     def _check_readers(self, offsets: torch.Tensor, values: torch.Tensor | None, where) -> None:
         self._write_down_reads()
@@ -188,7 +184,6 @@ class Memory:
         if self.launch.races:
             self._check_writer(offsets, atomic, None, "reads", where)
             if not atomic:
-                self._check_read_back(offsets, where)
                 self.reads.append((self.launch.tag, offsets))
                 self.reads_kept += offsets.numel()
                 if self.reads_kept > READS_KEPT:
