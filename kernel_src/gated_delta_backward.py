@@ -58,8 +58,10 @@ from kernel_src.gated_delta_halves import (
     PART,
     QUARTERS,
     columns_of_half,
+    norm_backward,
     numbers_of_half,
-    put_numbers_of_half,
+    put_keys_of_half,
+    put_queries_of_half,
     rows_of_half,
     rows_of_state,
     tokens_of_half,
@@ -117,66 +119,7 @@ def delta_reverse(queries, keys, w, p, dout, gamma, bounds, table, dfinal, dstat
         put_state(dinitial, document, head, part, dstate, K, BV)
 
 
-@ct.function
-def norm_backward(dy, y, rstd):
-    return rstd[:, None] * (dy - y * ct.sum(dy * y, 1)[:, None])
-
-
 # ---------------------------------------------------------------- queries and keys
-@ct.function
-def put_queries_of_half(queries, keys, gamma, states, news, dout, table, q_rstd, dq, dgamma, scale, chunk, key_head, half, K: Const,
-                        V: Const, BV: Const, NORM: Const):
-    """Writes half a chunk's rows of dq, and their part of dgamma."""
-    place, rows, row = chunk * HALVES + half, half * PART + ct.arange(PART, dtype=ct.int32), ct.arange(64, dtype=ct.int32)
-    tokens, group, of_queries = tokens_of_half(table, chunk, rows), dout.shape[1] // keys.shape[1], zeros(PART, K)
-    for i in range(group):
-        head = key_head * group + i
-        inner, found = zeros(PART, 64), zeros(PART, K)
-        for part in range(V // BV):
-            grad = token_rows(dout, tokens, head, part * BV, BV)
-            inner = ct.mma(grad, ct.transpose(rows_of(news, chunk, head, part, BV)), inner)
-            found = ct.mma(grad, ct.transpose(state_of(states, chunk, head, part, K, BV)), found)
-        g, own = numbers_of(gamma, head, chunk), numbers_of_half(gamma, head, place)
-        decay = ct.exp(ct.where(rows[:, None] >= row[None, :], own[:, None] - g[None, :], -float("inf")))
-        inner = ct.astype(scale * decay * inner, keys.dtype)
-        found = ct.mma(inner, rows_of(keys, chunk, key_head, 0, K), (scale * ct.exp(own))[:, None] * found)
-        q = ct.astype(rows_of_half(queries, place, key_head, 0, K), F32)
-        put_numbers_of_half(dgamma, head, place, ct.sum(found * q, 1))
-        of_queries = of_queries + found
-    if NORM:
-        q = ct.astype(rows_of_half(queries, place, key_head, 0, K), F32)
-        of_queries = norm_backward(of_queries, q, numbers_of_half(q_rstd, key_head, place))
-    put_token_rows(dq, tokens, key_head, 0, of_queries, K)
-
-
-@ct.function
-def put_keys_of_half(queries, keys, gamma, states, dstates, news, dout, table, dgamma, partial, scale, chunk, key_head, half, K: Const,
-                     V: Const, BV: Const):
-    """Writes half a chunk's rows of the part of dk that is known, their part of dgamma, and what the chunk carries of it. G's columns are
-    made again, as rows of its transpose, so that no block holds all of it."""
-    place, rows, row = chunk * HALVES + half, half * PART + ct.arange(PART, dtype=ct.int32), ct.arange(64, dtype=ct.int32)
-    tokens, group, of_keys = tokens_of(table, chunk), dout.shape[1] // keys.shape[1], zeros(PART, K)
-    for i in range(group):
-        head = key_head * group + i
-        inner, found, carried = zeros(PART, 64), zeros(PART, K), ct.zeros((), dtype=F32)
-        for part in range(V // BV):
-            new, dstate = rows_of_half(news, place, head, part, BV), state_of(dstates, chunk, head, part, K, BV)
-            inner = ct.mma(new, ct.transpose(token_rows(dout, tokens, head, part * BV, BV)), inner)
-            found = ct.mma(new, ct.transpose(dstate), found)
-            if half == 0:
-                carried = carried + ct.sum(ct.astype(state_of(states, chunk, head, part, K, BV), F32) * ct.astype(dstate, F32))
-        g, own, last = numbers_of(gamma, head, chunk), numbers_of_half(gamma, head, place), last_of(gamma, head, chunk)
-        k = ct.astype(rows_of_half(keys, place, key_head, 0, K), F32)
-        found = ct.exp(last - own)[:, None] * found
-        carried = ct.exp(last) * carried + ct.sum(found * k)
-        decay = ct.exp(ct.where(rows[:, None] <= row[None, :], g[None, :] - own[:, None], -float("inf")))
-        found = ct.mma(ct.astype(scale * decay * inner, keys.dtype), rows_of(queries, chunk, key_head, 0, K), found)
-        put_numbers_of_half(dgamma, dout.shape[1] + head, place, -ct.sum(found * k, 1))
-        put_numbers_of_half(dgamma, 2 * dout.shape[1] + head, place, ct.where(ct.arange(PART, dtype=ct.int32) == 0, carried, 0.0))
-        of_keys = of_keys + found
-    ct.store(partial, index=(place, key_head, 0), tile=ct.reshape(of_keys, (PART, 1, K)))
-
-
 @ct.kernel
 def delta_scores(queries, keys, gamma, states, dstates, news, dout, table, q_rstd, dq, dgamma, partial, scale: float, K: Const, V: Const,
                  BV: Const, NORM: Const, SPLIT: Const):
@@ -230,6 +173,23 @@ def delta_scores(queries, keys, gamma, states, dstates, news, dout, table, q_rst
 
 
 # ---------------------------------------------------------------- the inverse
+@ct.function
+def put_values(keys, values, inverse, dnew, dv, tokens, b, chunk, head, part, da, db, BV: Const):
+    """Writes BV columns of dv, and returns the sums dA and dbeta with what these columns add to them."""
+    v = ct.astype(rows_of(values, chunk, head, part, BV), F32)
+    found = ct.mma(inverse, dnew, zeros(64, BV))
+    put_token_rows(dv, tokens, head, part * BV, b[:, None] * found, BV)
+    db = db + ct.sum(found * v, 1)
+    return ct.mma(dnew, ct.transpose(ct.astype(b[:, None] * v, keys.dtype)), da), db
+
+
+@ct.function
+def of_inverse(da, inverse, g, dtype: Const):
+    """dM o D. inverse: A^T."""
+    da = ct.mma(inverse, ct.astype(da, dtype), zeros(64, 64))
+    return -strictly_lower(ct.mma(ct.astype(da, dtype), inverse, zeros(64, 64))) * decay_of(g)
+
+
 @ct.kernel
 def delta_inverse(keys, values, gamma, betas, inverses, states, dnews, table, k_rstd, dgamma, partial, dk, dv, dbeta, dg, K: Const,
                   V: Const, BV: Const, NORM: Const):
@@ -250,11 +210,8 @@ def delta_inverse(keys, values, gamma, betas, inverses, states, dnews, table, k_
             inverse = ct.transpose(rows_of(inverses, chunk, head, 0, 64))
             da, dweights, db = zeros(64, 64), zeros(64, K), ct.zeros((64,), dtype=F32)
             for part in range(V // BV):
-                dnew, v = rows_of(dnews, chunk, head, part, BV), ct.astype(rows_of(values, chunk, head, part, BV), F32)
-                found = ct.mma(inverse, dnew, zeros(64, BV))
-                put_token_rows(dv, tokens, head, part * BV, b[:, None] * found, BV)
-                db = db + ct.sum(found * v, 1)
-                da = ct.mma(dnew, ct.transpose(ct.astype(b[:, None] * v, k.dtype)), da)
+                dnew = rows_of(dnews, chunk, head, part, BV)
+                da, db = put_values(keys, values, inverse, dnew, dv, tokens, b, chunk, head, part, da, db, BV)
                 dweights = ct.mma(dnew, ct.transpose(state_of(states, chunk, head, part, K, BV)), dweights)
             dweights = ct.astype(-dweights, k.dtype)
             da = ct.mma(dweights, ct.transpose(ct.astype(be[:, None] * ct.astype(k, F32), k.dtype)), da)
@@ -262,8 +219,7 @@ def delta_inverse(keys, values, gamma, betas, inverses, states, dnews, table, k_
             along = ct.sum(found * ct.astype(k, F32), 1)
             db, dgam = db + ct.exp(g) * along, numbers_of(dgamma, head, chunk) + be * along
             total = total + be[:, None] * found
-            da = ct.mma(inverse, ct.astype(da, k.dtype), zeros(64, 64))
-            dm = -strictly_lower(ct.mma(ct.astype(da, k.dtype), inverse, zeros(64, 64))) * decay_of(g)
+            dm = of_inverse(da, inverse, g, k.dtype)
             x = dm * b[:, None] * ct.mma(k, ct.transpose(k), zeros(64, 64))
             dgam = dgam + ct.sum(x, 1) - ct.sum(x, 0)
             h = ct.astype(dm, k.dtype)
@@ -294,11 +250,8 @@ def delta_gates(keys, values, gamma, betas, inverses, states, dnews, table, dgam
         inverse = ct.transpose(rows_of(inverses, chunk, head, 0, 64))
         da, db, along = zeros(64, 64), ct.zeros((64,), dtype=F32), ct.zeros((64,), dtype=F32)
         for part in range(V // BV):
-            dnew, v = rows_of(dnews, chunk, head, part, BV), ct.astype(rows_of(values, chunk, head, part, BV), F32)
-            found = ct.mma(inverse, dnew, zeros(64, BV))
-            put_token_rows(dv, tokens, head, part * BV, b[:, None] * found, BV)
-            db = db + ct.sum(found * v, 1)
-            da = ct.mma(dnew, ct.transpose(ct.astype(b[:, None] * v, keys.dtype)), da)
+            dnew = rows_of(dnews, chunk, head, part, BV)
+            da, db = put_values(keys, values, inverse, dnew, dv, tokens, b, chunk, head, part, da, db, BV)
         for quarter in range(QUARTERS):
             dweights = zeros(64, PART)
             for part in range(V // BV):
@@ -310,8 +263,7 @@ def delta_gates(keys, values, gamma, betas, inverses, states, dnews, table, dgam
         carried = ct.sum(numbers_of(dgamma, 2 * heads + head, chunk))
         dgam = numbers_of(dgamma, head, chunk) + numbers_of(dgamma, heads + head, chunk) + ct.where(row == 63, carried, 0.0)
         db, dgam = db + ct.exp(g) * along, dgam + be * along
-        da = ct.mma(inverse, ct.astype(da, keys.dtype), zeros(64, 64))
-        dm = -strictly_lower(ct.mma(ct.astype(da, keys.dtype), inverse, zeros(64, 64))) * decay_of(g)
+        dm = of_inverse(da, inverse, g, keys.dtype)
         h = ct.astype(dm, keys.dtype)
         put_rows(squares, chunk, head, 0, h, 64)
         for quarter in range(QUARTERS):
