@@ -113,8 +113,9 @@ def _runs(operation: str, *tensors: torch.Tensor) -> bool:
     return bool(tensors[0].numel()) and kernels_run_on(*tensors) and operation in launch.backend.artifacts.operations()
 
 
-def _turned(spec: Inputs, q: torch.Tensor, k: torch.Tensor, cos, sin, back: bool) -> Pair:
-    """Queries and keys [batch, tokens, heads, head_dim] with their rotary embedding, or its transpose."""
+def _turned(spec: Inputs, q: torch.Tensor, k: torch.Tensor, cos, sin, back: bool, outs: Optional[Pair] = None) -> Pair:
+    """Queries and keys [batch, tokens, heads, head_dim] with their rotary embedding, or its transpose: in `outs`, or anew where what
+    computes them makes their memory."""
     if spec.rotary == "none":
         return q, k
     if spec.rotary == "pairs" and _runs("llama4_rope", q, k, cos, sin) and pair_rotary.takes(q):
@@ -128,6 +129,9 @@ def _turned(spec: Inputs, q: torch.Tensor, k: torch.Tensor, cos, sin, back: bool
     if spec.rotary == "pairs":
         return turned_pairs(q, cos, sin, back), turned_pairs(k, cos, sin, back)
     turn = rotary_backward if back else rotary_forward
+    if back and outs is not None and q.dtype == cos.dtype:
+        rotary_backward_into(outs, q, k, cos, sin)
+        return outs
     if q.dtype == cos.dtype:
         return turn(q, k, cos, sin, 2)
     return tuple(x.to(q.dtype) for x in turn(q.to(cos.dtype), k.to(cos.dtype), cos, sin, 2))  # type: ignore[return-value]
@@ -190,10 +194,7 @@ def heads_backward(spec: Inputs, dq: torch.Tensor, dk: torch.Tensor, heads: Save
         into = (new_like(dq), new_like(dk)) if outs is None else outs
         return HeadsGradients(*into, *row_norm_kernels.backward_into(into, dq, dk, *heads, rstds, spec.heads.offset, needs))
     q, k, q_norm, k_norm, cos, sin = heads
-    if outs is not None and q_norm is None and spec.rotary == "halves" and not spec.turned and cos is not None and cos.dtype == dq.dtype:
-        rotary_backward_into(outs, dq, dk, cos, sin)
-        return HeadsGradients(*outs, None, None)
-    dq, dk = _turned(spec, dq, dk, cos, sin, True)
+    dq, dk = _turned(spec, dq, dk, cos, sin, True, outs if q_norm is None else None)
     dq_norm = dk_norm = None
     if q is not None and k is not None and q_norm is not None and k_norm is not None:
         (dq, dq_norm), (dk, dk_norm) = (
@@ -201,7 +202,7 @@ def heads_backward(spec: Inputs, dq: torch.Tensor, dk: torch.Tensor, heads: Save
             for d, x, w, rstd, need in zip((dq, dk), (q, k), (q_norm, k_norm), rstds, needs)
         )
         dq, dk = dq.view(q.shape), dk.view(k.shape)
-    if outs is not None:
+    if outs is not None and dq is not outs[0]:
         outs[0].copy_(dq)
         outs[1].copy_(dk)
     return HeadsGradients(dq, dk, dq_norm, dk_norm)
