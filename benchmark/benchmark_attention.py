@@ -269,10 +269,8 @@ TABLES = {"attention": table}
 class AttentionBenchmark(OperationBenchmark):
     operation = ATTENTION
 
-    def setup(self) -> None:
-        gpu = self.device.startswith("cuda")
-        self.arguments = (models.size("qwen3_8b" if gpu else "qwen3_tiny"), 4096 if gpu else 32, "8", "none")
-        super().setup()
+    def shape(self, gpu: bool) -> tuple:
+        return models.size("qwen3_8b" if gpu else "qwen3_tiny"), 4096 if gpu else 32, "8", "none"
 
 
 if __name__ == "__main__":

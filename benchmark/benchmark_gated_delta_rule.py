@@ -168,10 +168,8 @@ TABLES = {"gated_delta_rule": table}
 class GatedDeltaRuleBenchmark(OperationBenchmark):
     operation = RULE
 
-    def setup(self) -> None:
-        gpu = self.device.startswith("cuda")
-        self.arguments = (delta_nets.SIZES["qwen3.5_9b" if gpu else "qwen3.5_tiny"], 4096 if gpu else 70, "4")
-        super().setup()
+    def shape(self, gpu: bool) -> tuple:
+        return delta_nets.measured(gpu), 4096 if gpu else 70, "4"
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ def inputs(net: DeltaNet, tokens: int, random: Random) -> Inputs:
 
 def formula(x, gate, weight):
     """Compute Qwen3_5RMSNormGated."""
-    wide = eager.to_float32(gate)
-    return (eager.rms_norm(x, weight) * F.silu(wide)).to(x.dtype)
+    return (eager.rms_norm(x, weight) * F.silu(eager.to_float32(gate))).to(x.dtype)
 
 
 def of_fla():
@@ -61,10 +60,8 @@ GATED_RMS_NORM = Operation(
 class GatedRMSNormBenchmark(OperationBenchmark):
     operation = GATED_RMS_NORM
 
-    def setup(self) -> None:
-        gpu = self.device.startswith("cuda")
-        self.arguments = (delta_nets.SIZES["qwen3.5_9b" if gpu else "qwen3.5_tiny"], 4096 if gpu else 32)
-        super().setup()
+    def shape(self, gpu: bool) -> tuple:
+        return delta_nets.measured(gpu), 4096 if gpu else 32
 
 
 if __name__ == "__main__":

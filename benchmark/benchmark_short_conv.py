@@ -58,10 +58,8 @@ SHORT_CONV = Operation(
 class ShortConvBenchmark(OperationBenchmark):
     operation = SHORT_CONV
 
-    def setup(self) -> None:
-        gpu = self.device.startswith("cuda")
-        self.arguments = (delta_nets.SIZES["qwen3.5_9b" if gpu else "qwen3.5_tiny"], 4096 if gpu else 32)
-        super().setup()
+    def shape(self, gpu: bool) -> tuple:
+        return delta_nets.measured(gpu), 4096 if gpu else 32
 
 
 if __name__ == "__main__":

@@ -25,15 +25,15 @@ class OperationBenchmark(Benchmark):
 
     seed = 0
     operation: Operation
-    arguments: tuple = ()  # what `Operation.inputs` takes before `random`, where it is not (size, tokens)
+
+    def shape(self, gpu: bool) -> tuple:
+        """Return what `Operation.inputs` takes before `random`, on a GPU or a CPU."""
+        return models.size(self.operation.suite.model if gpu else "qwen3_tiny"), 4096 if gpu else 32
 
     def setup(self) -> None:
         """Draw inputs, and take the function of the package that the command loaded, or of the operation's own where that has none."""
-        gpu = self.device.startswith("cuda")
         random = Random(self.device, torch.bfloat16, self.seed or 0)
-        size = models.size(self.operation.suite.model if gpu else "qwen3_tiny")
-        arguments = self.arguments or (size, 4096 if gpu else 32)
-        self.inputs = self.operation.inputs(*arguments, random).scaled(0.1)
+        self.inputs = self.operation.inputs(*self.shape(self.device.startswith("cuda")), random).scaled(0.1)
         self.reference_inputs = self.inputs.copy()
         self.function = self.load()
 

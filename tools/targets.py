@@ -75,10 +75,15 @@ def targets_of(variant: "Variant", targets: Targets) -> list[tuple[str, str]]:
     return [(host, architecture) for host, architecture in pairs if not variant.targets or architecture in variant.targets]
 
 
+def architectures(targets: Targets) -> tuple[str, ...]:
+    """The architectures of all hosts, each once."""
+    return tuple(dict.fromkeys(name for names in targets.values() for name in names))
+
+
 def variants_of(variants: "Variants", other: str, targets: Targets) -> "Variants":
     """The variants that another GPU gets, for these targets: so that what it will run, its tiles and the ways that a launch takes, can be
     tried on the GPU that is here. Raises BuildError."""
-    if other not in {name for names in TARGETS.values() for name in names}:
-        raise BuildError(f"no architecture {other!r}; there are {', '.join(dict.fromkeys(n for names in TARGETS.values() for n in names))}")
-    all_here = tuple(dict.fromkeys(name for names in targets.values() for name in names))
-    return [(name, dataclasses.replace(v, targets=all_here)) for name, v in variants if not v.targets or other in v.targets]
+    if other not in architectures(TARGETS):
+        raise BuildError(f"no architecture {other!r}; there are {', '.join(architectures(TARGETS))}")
+    here = architectures(targets)
+    return [(name, dataclasses.replace(v, targets=here)) for name, v in variants if not v.targets or other in v.targets]
