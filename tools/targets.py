@@ -81,9 +81,13 @@ def architectures(targets: Targets) -> tuple[str, ...]:
 
 
 def variants_of(variants: "Variants", other: str, targets: Targets) -> "Variants":
-    """The variants that another GPU gets, for these targets: so that what it will run, its tiles and the ways that a launch takes, can be
-    tried on the GPU that is here. Raises BuildError."""
-    if other not in architectures(TARGETS):
-        raise BuildError(f"no architecture {other!r}; there are {', '.join(architectures(TARGETS))}")
-    here = architectures(targets)
-    return [(name, dataclasses.replace(v, targets=here)) for name, v in variants if not v.targets or other in v.targets]
+    """The variants for these targets as another GPU gets them: so that what it will run, its tiles and the ways that a launch takes, can be
+    tried on the GPU that is here. Those that it does not get are for nobody here, and the manifest names them still, as its own does: a
+    launch that asks for one is to find that it has no image, and takes another way. Raises BuildError."""
+    every, here = architectures(TARGETS), architectures(targets)
+    if other not in every:
+        raise BuildError(f"no architecture {other!r}; there are {', '.join(every)}")
+    elsewhere = tuple(name for name in every if name not in here)
+    if not elsewhere:
+        raise BuildError(f"a build like {other}'s is for the GPUs that are here, not for every target")
+    return [(name, dataclasses.replace(v, targets=here if not v.targets or other in v.targets else elsewhere)) for name, v in variants]
