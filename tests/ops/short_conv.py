@@ -52,18 +52,27 @@ def check_batch(package, device, dtype):
         assert torch.equal(grad, torch.stack(alone))
 
 
+# Steps without masks in the middle of spans, documents that start in some, and last blocks that find no tokens: with the two SMs of the
+# interpreter and the hundred of a GPU.
+LONG = {"cpu": ((100, 1, 156), 512), "cuda": ((3000, 1, 2, 5000, 188), 1032)}
+
+
 def all_cases(package, device, dtypes=FLOATS):
     """(name, function) of every check in some dtypes."""
     for dtype in dtypes:
         yield f"whole {dtype}", lambda d=dtype: check_conv(package, device, d, (37,), 512)
         yield f"documents {dtype}", lambda d=dtype: check_conv(package, device, d, (1, 2, 3, 20, 5), 776)
+        yield f"long {dtype}", lambda d=dtype: check_conv(package, device, d, *LONG[device])
     yield "bias", lambda: check_conv(package, device, BF16, (5, 30), 512, bias=True)
     yield "odd", lambda: check_conv(package, device, BF16, (20,), 33)
     yield "view", lambda: check_conv(package, device, BF16, (20,), 1024, view=lambda x: x[..., 256:])
     yield "batch", lambda: check_batch(package, device, BF16)
 
 
-CHECKS = {"documents": lambda ops: check_conv(ops, "cpu", BF16, (7, 28), 512, bias=True)}  # a span starts after a document's first token
+CHECKS = {
+    "documents": lambda ops: check_conv(ops, "cpu", BF16, (19, 32), 512, bias=True),  # a span starts at the second token of a document
+    "long": lambda ops: check_conv(ops, "cpu", BF16, *LONG["cpu"]),
+}
 KERNELS = "kernel_src/short_conv.py"
 MUTANTS = (
     *errors_in(KERNELS, "documents", "counts_of", ("least == 3", "least >= 0")),
@@ -74,6 +83,8 @@ MUTANTS = (
     *errors_in(KERNELS, "documents", "backward_step", ("count >= 3, dx3", "count >= 0, dx3"), ("t < end, d", "t <= end, d")),
     *errors_in(KERNELS, "documents", "backward_step", ("count > 0, x2", "count >= 0, x2"), ("t - 3 < end", "t < end")),
     *errors_in(KERNELS, "documents", "short_conv_backward", ("inside & (i > 0)", "inside")),
+    *errors_in(KERNELS, "long", "short_conv_backward", ("t + STEP <= end", "t <= end")),
+    *errors_in(KERNELS, "long", "backward_step", ("dx3 + w0 * d, dx2 + w1 * d", "dx3 + w1 * d, dx2 + w0 * d")),
     *errors_in("shared/ops/short_conv.py", "documents", "_ShortConv.forward", ("save_for_backward(x,", "save_for_backward(-x,")),
     *errors_in("shared/ops/short_conv.py", "documents", "_ShortConv.backward", ("dbias if need[2]", "dx[0] if need[2]")),
 )

@@ -24,31 +24,35 @@ from .common import (
 
 TAPS = 4
 VECTOR, LEAST = 8, 512  # channels that a kernel takes: multiples of the one, at least the other, which is its tile's
-BLOCKS_PER_SM = 8  # that a call of many tokens has at least
-SPANS = (64, 8)  # the longest and the shortest walk of a block along the tokens, which also reads a few tokens beside it
+FORWARD_BLOCKS, BACKWARD_BLOCKS = 8, 4  # that an SM runs at once
+SHORTEST = 16  # span of tokens that a block walks along; it also reads a few tokens beside it
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _groups(x: torch.Tensor) -> int:
-    """Returns in how many spans blocks walk along the tokens."""
-    (tokens, channels), span = x.shape, SPANS[0]
-    while span > SPANS[1] and tokens * channels < span * LEAST * BLOCKS_PER_SM * multiprocessors(x):
-        span //= 2
-    return -(-tokens // span)
+def _groups(x: torch.Tensor, blocks: int) -> int:
+    """Returns in how many spans blocks walk along the tokens: as many as run at once, `blocks` on an SM. Where a kernel rounds spans up,
+    the last blocks may find no tokens."""
+    tokens, channels = x.shape
+    return max(min(blocks * multiprocessors(x) // -(-channels // LEAST), tokens // SHORTEST), 1)
 
 
-def _grid(c, x, *_) -> tuple:
-    return (_groups(x) * -(-x.shape[1] // c["COLS"]),)
+def _forward_grid(c, x, *_) -> tuple:
+    return (_groups(x, FORWARD_BLOCKS) * -(-x.shape[1] // c["COLS"]),)
 
 
-_forward_kernel = {biased: Kernel("short_conv_forward", grid=_grid, where={"BIAS": biased}) for biased in (0, 1)}
-_backward_kernel = {biased: Kernel("short_conv_backward", grid=_grid, where={"BIAS": biased}) for biased in (0, 1)}
+def _backward_grid(c, dy, x, w, bias, since, dx, partial) -> tuple:
+    return (partial.shape[0] * -(-x.shape[1] // c["COLS"]),)
+
+
+_forward_kernel = {biased: Kernel("short_conv_forward", grid=_forward_grid, where={"BIAS": biased}) for biased in (0, 1)}
+_backward_kernel = {biased: Kernel("short_conv_backward", grid=_backward_grid, where={"BIAS": biased}) for biased in (0, 1)}
 
 
 def tokens_before(cu_seqlens: Optional[torch.Tensor], batch: int, length: int, device) -> torch.Tensor:
     """[batch * length] int32: how many tokens of its document come before each token, at most 3."""
     if cu_seqlens is None:
-        return torch.arange(length, dtype=torch.int32, device=device).clamp(max=TAPS - 1).repeat(batch)
+        found = torch.arange(length, dtype=torch.int32, device=device).clamp_(max=TAPS - 1)
+        return found if batch == 1 else found.repeat(batch)
     t = torch.arange(batch * length, dtype=torch.int32, device=device)
     starts = cu_seqlens.to(torch.int32).contiguous()
     document = torch.searchsorted(starts, t, right=True) - 1
@@ -91,7 +95,7 @@ def _backward(
         dx, dweight, *dbias = torch.autograd.grad(y, [t for t in leaves if t is not None], dy)
         return dx, dweight, dbias[0] if dbias else weight.new_empty(0)
     x, dy, channels = aligned(x), aligned(dy), x.shape[1]
-    dx, groups = torch.empty_like(x, memory_format=torch.contiguous_format), _groups(x)
+    dx, groups = torch.empty_like(x, memory_format=torch.contiguous_format), _groups(x, BACKWARD_BLOCKS)
     partial = torch.empty((groups, TAPS + 1, channels), dtype=torch.float32, device=x.device)
     _backward_kernel[bias is not None](dy, x, weight, x.new_empty(1) if bias is None else aligned(bias), since, dx, partial)
     sums = column_sum(partial.view(groups, -1), torch.float32).view(TAPS + 1, channels)
