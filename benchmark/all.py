@@ -75,6 +75,7 @@ def steps(
 LORA = ("--layers", "36", "--tokens", "512,1024,4096,8192")
 MASKED = ("--layers", "12", "--tokens", "8192")
 DENSE = ("llama_3.1_8b", "qwen2.5_7b", "mistral_7b", "phi_4", "gemma_3_12b", "smollm3_3b", "olmo_2_7b")
+UNSLOTH = DENSE[:3]  # of which it has layers of its own
 PEERS = ("--providers", "huggingface,liger,bastile")
 DELTA_NETS = ("gated_rms_norm", "short_conv", "wide_attention")
 HYBRID = ("--model", "qwen3.5_9b")
@@ -100,6 +101,8 @@ RUNS = {
                             seconds=110, shows="gpt_oss_step_skewed"),
     **{f"dense_{name}": steps("--model", name, *PEERS, seconds=75, shows="dense_step") for name in DENSE},
     **{f"dense_lora_{name}": steps("--model", name, *PEERS, "--lora", "16", seconds=75, shows="dense_step_lora_16") for name in DENSE},
+    **{f"dense_unsloth_{name}": steps("--model", name, "--providers", "unsloth", "--lora", "16", seconds=75, shows="dense_step_lora_16")
+       for name in UNSLOTH},
     "parts": steps("--model", "mistral_7b", "--tokens", "8192", *PEERS, "--parts", seconds=60, shows="step_parts"),
     "qwen3_5": steps(*HYBRID, seconds=360, shows="qwen3_5_step"),
     "qwen3_5_lora": steps(*HYBRID, "--lora", "16", "--providers", "huggingface,huggingface_fla,liger,bastile", seconds=260,

@@ -143,7 +143,7 @@ def sanitize(tool: str, test: str, keyword: str, limit: float, deadline: float =
     if limit <= 0:
         return None
     command = ["compute-sanitizer", "--tool", tool, "--print-limit", "10000", "--show-backtrace", "no"]
-    environment = {"OMP_NUM_THREADS": "2", **os.environ}  # or several at a time wait for one another's threads, which took ten times as long
+    environment = {"OMP_NUM_THREADS": "2", **os.environ}  # else several wait for one another: it took ten times as long
     if tool == "racecheck":  # of our kernels alone: it takes PyTorch's minutes
         command += ["--kernel-name", f"kernel_substring={OURS}"]
     if tool == "initcheck":  # memory that is used again would count as initialised
