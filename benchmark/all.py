@@ -75,7 +75,7 @@ def steps(
 LORA = ("--layers", "36", "--tokens", "512,1024,4096,8192")
 MASKED = ("--layers", "12", "--tokens", "8192")
 DENSE = ("llama_3.1_8b", "qwen2.5_7b", "mistral_7b", "phi_4", "gemma_3_12b", "smollm3_3b", "olmo_2_7b")
-UNSLOTH = DENSE[:3]  # of which it has layers of its own
+UNSLOTH = ("llama_3.1_8b", "qwen2.5_7b", "mistral_7b")  # of which it has layers of its own
 PEERS = ("--providers", "huggingface,liger,bastile")
 DELTA_NETS = ("gated_rms_norm", "short_conv", "wide_attention")
 HYBRID = ("--model", "qwen3.5_9b")

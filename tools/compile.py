@@ -44,9 +44,10 @@ def jobs_of(variants: "Variants", targets: Targets, progress: Progress) -> Itera
     """The jobs of all variants, each when its bytecode is there: the compiler works while the front end goes on."""
     task = progress.add_task("Tile IR", total=len(variants))
     for operation, variant in variants:
-        bytecode = compiler.export(variant)
-        for host, architecture in targets_of(variant, targets):
-            yield Job(operation, variant, bytecode, host, architecture)
+        if wanted := targets_of(variant, targets):
+            bytecode = compiler.export(variant)
+            for host, architecture in wanted:
+                yield Job(operation, variant, bytecode, host, architecture)
         progress.advance(task)
 
 
