@@ -42,17 +42,15 @@ FILES = {
     "tests/gpu/test_qwen3_moe.py": r"test_the_node\w*",
     "tests/gpu/test_family_operations.py": r"test_\w+",
 }
+# Functions whose cases are many, each a process of its own by the first part of its name.
+APART = {"tests/gpu/test_operations.py::test_operation": suite.names()}
 TOOLS = ("memcheck", "racecheck", "initcheck")
 DTYPES = ("torch.bfloat16", "torch.float32")  # that are checked
-DELTA_NETS = ("gated_delta_rule", "short_conv", "gated_rms_norm", "gated_output")
-# Functions whose cases are many or long, and these: each is a process of its own.
-APART = {
-    "tests/gpu/test_operations.py::test_operation": [f"{name}-{dtype}" for name in suite.names() for dtype in DTYPES],
-    "tests/gpu/test_family_operations.py::test_operations_of_gated_delta_nets": DELTA_NETS,
-}
 OURS = "bastile_"
-# By operation of kernel_src: parts of the names of the tests that launch its kernels. Where it is not here, test_operation of its name.
+# By operation of kernel_src: parts of the names of the tests that launch its kernels, or a case of one, which is a process of its own then.
+# Where it is not here, test_operation of its name.
 CHECKED_BY = collected("GPU_TESTS")
+CASES = sorted({part for parts in CHECKED_BY.values() for part in parts if part.endswith("]")})
 RECORD = ROOT / "benchmark/results/nvidia-h200/compute-sanitizer.json"
 RECORDED = ("memcheck", "racecheck")  # initcheck does not see what TMA stores write
 # The kernels that write with TMA stores what another kernel reads as partial sums.
@@ -76,7 +74,8 @@ def functions() -> tuple[str, ...]:
     for file, names in FILES.items():
         for name in re.findall(rf"^def ({names})\(", (ROOT / file).read_text(), re.M):
             test = f"{file}::{name}"
-            found += [f"{test}[{case}]" for case in APART.get(test, ())] or [test]
+            apart = [f"{test}[{part}-{dtype}]" for part in APART.get(test, ()) for dtype in DTYPES]
+            found += apart or [f"{file}::{case}" for case in CASES if case.startswith(f"{name}[")] or [test]
     return tuple(found)
 
 

@@ -296,6 +296,6 @@ MUTANTS = (
 
 # ---------------------------------------------------------------- in the tests of every operation
 GPU_TESTS = {
-    "gated_delta": ("test_operations_of_gated_delta_nets[gated_delta_rule", "test_the_delta_rule"),
-    "gated_delta_backward": ("test_operations_of_gated_delta_nets[gated_delta_rule", "test_the_delta_rule"),
+    "gated_delta": ("test_operations_of_gated_delta_nets[gated_delta_rule]", "test_the_delta_rule"),
+    "gated_delta_backward": ("test_operations_of_gated_delta_nets[gated_delta_rule]", "test_the_delta_rule"),
 }

@@ -80,4 +80,4 @@ SIGNATURES = {
         package="packages/qwen3_5",
     )
 }
-GPU_TESTS = {"gated_output": ("test_operations_of_gated_delta_nets[gated_output",)}
+GPU_TESTS = {"gated_output": ("test_operations_of_gated_delta_nets[gated_output]",)}

@@ -77,4 +77,4 @@ SIGNATURES = {
         package="packages/qwen3_5",
     )
 }
-GPU_TESTS = {"gated_rms_norm": ("test_operations_of_gated_delta_nets[gated_rms_norm",)}
+GPU_TESTS = {"gated_rms_norm": ("test_operations_of_gated_delta_nets[gated_rms_norm]",)}

@@ -91,4 +91,4 @@ MUTANTS = (
 
 
 # ---------------------------------------------------------------- in the tests of every operation
-GPU_TESTS = {"short_conv": ("test_operations_of_gated_delta_nets[short_conv",)}
+GPU_TESTS = {"short_conv": ("test_operations_of_gated_delta_nets[short_conv]",)}
