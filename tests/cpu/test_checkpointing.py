@@ -140,6 +140,27 @@ def test_a_checkpointed_layer_makes_its_mlp_again_once(qwen3, reentrant):
     assert runs[0] == runs[1]
 
 
+@pytest.mark.parametrize("reentrant", (False, True), ids=("not reentrant", "reentrant"))
+@pytest.mark.parametrize("kind", ("plain", "LoRA", "experts"))
+def test_the_last_product_of_a_layer_is_made_again_only_where_the_checkpoint_asks_for_a_result(qwen3, monkeypatch, kind, reentrant):
+    """One that is not reentrant stops its second run when everything is saved again, as it does in transformers' own layers."""
+    ids = random_tokens(2, 17)
+    layers = 3
+    model = tiny_qwen3_moe(num_hidden_layers=layers) if kind == "experts" else tiny_model(num_hidden_layers=layers)
+    model = qwen3.kernelize(with_adapters(model) if kind == "LoRA" else model).train()
+    expected = gradients(model, input_ids=ids, labels=ids)
+    runs = []
+    for place in ("nodes.mlp_finish", "sparse.experts_finish"):
+        file, name = place.split(".")
+        module = importlib.import_module(f"{qwen3.__name__}.shared.decoder.{file}")
+        finish = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, finish=finish: runs.append(1) or finish(*args))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert_equal(gradients(model, input_ids=ids, labels=ids), expected)
+    assert len(runs) == (layers if reentrant else 0)
+
+
 def test_recomputing_is_for_what_was_told_so_and_goes_with_reset(qwen3):
     ids, models = random_tokens(2, 17), [trained(qwen3, recompute) for recompute in (True, False)]
     kept = [gradients_and_kept(model, input_ids=ids, labels=ids)[1] for model in models]

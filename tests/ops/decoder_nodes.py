@@ -144,7 +144,7 @@ MUTANTS = [
          ("if need_x or need_norm:", "if need_x:")),
     *errors_in("shared/decoder/steps.py", "norm_mlp_heads", "flat_heads", ("flatten(0, 1).flatten(1)", "flatten(0, 1).flip(1).flatten(1)")),
     *errors_in("shared/decoder/steps.py", "norm_mlp_alone", "need_join",
-         ("need.x or need.attended or need.after or need.before or _any(need_o)", "need.x")),
+         ("need.x or need.attended or need.after or need.before or needs_any(need_o)", "need.x")),
 ]  # fmt: skip
 
 

@@ -168,6 +168,7 @@ CHECKS = {
     "projected_mlp_frozen": functools.partial(check_projected_mlp, frozen=True),
 }
 PROJECTIONS, NODES, STEPS = "shared/decoder/projections.py", "shared/decoder/nodes.py", "shared/decoder/steps.py"
+MLP_STEPS = "shared/decoder/mlp_steps.py"
 MUTANTS = [
     *errors_in(PROJECTIONS, "projected_inputs", "Projections._round_adapters",
          ("copies.add([b for", "copies.add([2 * b for"),
@@ -256,9 +257,9 @@ MUTANTS = [
          ("add_norm_backward(spec, dy, dresidual", "add_norm_backward(spec, dy, torch.zeros_like(dresidual)"),
          ("partial(normed_again, spec, x, norm, rstd, projections.group.dtype)", "partial(x.to, projections.group.dtype)")),
     *errors_in(STEPS, "projected_inputs", "inputs_backward",
-         ("_wanted(need.q_norm, dq_norm), _wanted(need.k_norm, dk_norm)", "_wanted(need.q_norm, dk_norm), _wanted(need.k_norm, dq_norm)"),
+         ("wanted(need.q_norm, dq_norm), wanted(need.k_norm, dk_norm)", "wanted(need.q_norm, dk_norm), wanted(need.k_norm, dq_norm)"),
          ("dv_place.copy_(dv)", "dv_place.zero_()", "projected_inputs_packed")),
-    *errors_in(STEPS, "projected_mlp", "mlp_forward",
+    *errors_in(MLP_STEPS, "projected_mlp", "mlp_finish",
          ("torch.add(total, added", "torch.add(0 * total, added", "projected_mlp_autocast"),
          ("onto=total, out", "onto=0 * total, out")),
     *errors_in(STEPS, "projected_mlp_attended", "join_forward",
@@ -267,7 +268,7 @@ MUTANTS = [
          ("add_norm_backward(spec.before, dy, dtotal", "add_norm_backward(spec.before, dy, torch.zeros_like(dtotal)"),
          ("o.input_gradient((branch,), dlow).view", "o.input_gradient((branch,), None).view"),
          ("o.gradients((branch,)", "o.gradients((2 * branch,)")),
-    *errors_in(STEPS, "projected_mlp", "mlp_backward",
+    *errors_in(MLP_STEPS, "projected_mlp", "mlp_backward",
          ("hidden = gated_forward(gate, up, spec.activation)", "hidden = gated_forward(up, gate, spec.activation)", "projected_mlp_frozen"),
          ("gate, up = _gate_and_up(inner.again(", "up, gate = _gate_and_up(inner.again(", "projected_mlp_again"),
          ("normed = always(normed())", "normed = always(total.to(dtype))", "projected_mlp_again")),

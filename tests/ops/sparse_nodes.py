@@ -14,7 +14,7 @@ from tests.tolerances import assert_close
 FEATURES = 64
 
 
-def _inputs(dtype, device, tokens, hidden, width, experts):
+def leaves_of(dtype, device, tokens, hidden, width, experts):
     """The node's tensors by name."""
     made = {
         "x": randn(tokens, hidden, dtype=dtype, device=device),
@@ -45,7 +45,7 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
     gate, up and down have adapters; 0 for none. packed: gate and up lie side by side. In half precision the sizes must leave no choice of
     experts to rounding."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.sparse")
-    leaves = _inputs(dtype, device, tokens, hidden, width, experts)
+    leaves = leaves_of(dtype, device, tokens, hidden, width, experts)
     exacts = {name: exact(tensor) for name, tensor in leaves.items()}
     before, o = (None, None), (None, None)
     if attended:
@@ -146,8 +146,8 @@ MUTANTS = [
          ("scatter_add_(1, expert, of_scores)", "scatter_add_(1, expert, dscores)", "norm_experts_plain")),
     *errors_in("shared/decoder/sparse.py", "norm_experts", "_NormExperts.forward",
          ("total, _, *of_join = joined", "total, _, *of_join = joined._replace(rstd=2 * joined.rstd)"),
-         ("torch.add(total, found", "torch.add(0 * total, found"),
          ("*(attended, after, before", "*(None if attended is None else 2 * attended, after, before", "norm_experts_attended")),
+    *errors_in("shared/decoder/sparse.py", "norm_experts", "_summed", ("torch.add(total, found", "torch.add(0 * total, found")),
     *errors_in("shared/decoder/steps.py", "norm_experts_attended", "join_forward",
          ("add_norm_forward(spec.before, branch, x, norm", "add_norm_forward(spec.before, branch, 0 * x, norm")),
     *errors_in("shared/decoder/sparse.py", "norm_experts", "_NormExperts.backward",
@@ -161,7 +161,7 @@ MUTANTS = [
          ("score * (1 - score)", "score"),
          (".addmm_(dlogit, gate)", ""),
          ("inner.input_gradient(grads, dlow, both)", "inner.input_gradient(grads, None, both)")),
-    *errors_in("shared/decoder/shared_expert.py", "norm_experts_shared", "shared_forward",
+    *errors_in("shared/decoder/shared_expert.py", "norm_experts_shared", "shared_finish",
          ("onto=found, out=found", "onto=0 * found, out=found")),
     *errors_in("shared/decoder/sparse.py", "norm_experts_shared", "_NormExperts.backward",
          ("dy += dshared.y", "pass"),

@@ -108,7 +108,7 @@ CHECKS = {
     "traced_mlp_autocast": functools.partial(check_traced_mlp, autocast=True),
 }
 MUTANTS = [
-    *errors_in("shared/decoder/steps.py", "traced_mlp", "_wanted", ("gradient if need else None", "gradient")),
+    *errors_in("shared/decoder/steps.py", "traced_mlp", "wanted", ("gradient if need else None", "gradient")),
     *errors_in("shared/decoder/projections.py", "traced_inputs", "normed_input_backward", ("dnorm if need_norm else None", "dnorm")),
     *errors_in("shared/decoder/traced.py", "traced_inputs", "_attention_inputs",
          ("shape, projections, projected)", "shape, projections)"),

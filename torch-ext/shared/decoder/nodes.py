@@ -10,19 +10,30 @@ from typing import List, Optional, Sequence, Tuple
 import torch
 
 from ..ops.autocast import casts_products_of, outside_autocast
-from ..ops.common import apply_function, describe, fail, need_floats, once_differentiable
+from ..ops.common import apply_function, in_second_run, once_differentiable
 from ..runtime.device import is_ordinary
 from ..runtime.replay import replayed_with_products
 from . import traced
 from .activation import gated_reference
+from .checks import check_inputs, check_mlp, dense_parts, split_groups
 from .heads import Heads, heads_reference
+from .mlp_steps import (
+    GroupNeeds,
+    MLPResults,
+    MLPSaved,
+    MLPStarted,
+    OutputGroups,
+    mlp_backward,
+    mlp_finish,
+    mlp_forward,
+    mlp_start,
+    three_of,
+)
 from .norms import norm_reference
 from .projection import (
-    FourBitWeight,
     Layout,
     Projection,
     by_projection,
-    check_projection,
     flat_parts,
     layout_of,
     needs_in_parts,
@@ -33,22 +44,7 @@ from .projection import (
 )
 from .projections import Copies, Projections, of_second_half, of_second_half_loaded
 from .spec import Inputs, Norm, Outputs
-from .steps import (
-    GroupNeeds,
-    InputNeeds,
-    InputSaved,
-    InputTensors,
-    MLPSaved,
-    OutputGroups,
-    OutputNeeds,
-    OutputTensors,
-    flat_heads,
-    inputs_backward,
-    inputs_forward,
-    mlp_backward,
-    mlp_forward,
-    three_of,
-)
+from .steps import InputNeeds, InputSaved, InputTensors, OutputNeeds, OutputTensors, flat_heads, inputs_backward, inputs_forward
 
 Tensors = Sequence[Projection]
 
@@ -94,7 +90,7 @@ def norm_mlp_reference(spec: Outputs, tensors: OutputTensors, projections: Tenso
 def _attention_inputs(x, norm, q_norm, k_norm, cos, sin, layout: Layout, batch: int, length: int, whole, *parts):
     """`InputResults`, and `Projections.made`. parts: of `tensors_of`; whole: what `side_by_side` finds of the weights."""
     tensors, (group,), found = InputTensors(x, norm, q_norm, k_norm, cos, sin), layout.groups, layout.all_of(parts)
-    _check_inputs(layout.spec, tensors, [Projection(*each) for each in by_projection(found)], (batch, length), layout.dtype)
+    check_inputs(layout.spec, tensors, [Projection(*each) for each in by_projection(found)], (batch, length), layout.dtype)
     projections, tensors = Projections(group, found, whole), tensors._replace(x=x.reshape(-1, x.shape[-1]))
     return (*inputs_forward(layout.spec, tensors, (batch, length), projections), *projections.made())
 
@@ -185,7 +181,7 @@ def norm_attention_inputs(
     graph, present = torch.compiler.is_compiling(), present_of(projections)
     if graph or not is_ordinary(x, norm_weight, q_norm, k_norm, cos, sin, *dense_parts(present)):
         tensors = InputTensors(x, norm_weight, q_norm, k_norm, cos, sin)
-        _check_inputs(spec, tensors, projections, shape, dtype)
+        check_inputs(spec, tensors, projections, shape, dtype)
         if not graph:
             return norm_attention_inputs_reference(spec, tensors, projections, shape, dtype)
         parts, scalings, flat = tensors_of(projections), scalings_without_dropout(projections), tensors._replace(x=x.flatten(0, -2))
@@ -198,12 +194,33 @@ def norm_attention_inputs(
 # ---------------------------------------------------------------- after attention
 def _mlp(x, attended, after, before, behind, layout: Layout, whole, *parts):
     """`MLPResults`, and `Projections.made`. parts: of `tensors_of`; whole: of gate's and up's weights."""
-    tensors, copies, all_parts = OutputTensors(x, attended, after, before, behind), Copies(), layout.all_of(parts)
-    _check_mlp(tensors, [Projection(*each) for each in by_projection(all_parts)], layout.dtype)
-    found = of_second_half(list(zip(layout.groups, layout.by_group(all_parts))), whole, copies)
-    copies.make()
+    tensors = OutputTensors(x, attended, after, before, behind)
+    found = _second_half(tensors, layout, whole, parts)
     results = mlp_forward(layout.spec, tensors, OutputGroups(*three_of(found)))
     return (*results, *[tensor for projections in found for tensor in projections.made()])
+
+
+def _mlp_start(x, attended, after, before, behind, layout: Layout, whole, *parts):
+    """`MLPStarted`, total None where it is x, and `Projections.made`; as `_mlp` without the last product."""
+    tensors = OutputTensors(x, attended, after, before, behind)
+    found = _second_half(tensors, layout, whole, parts)
+    groups = OutputGroups(*three_of(found))
+    total, *started = mlp_start(layout.spec, tensors, groups)
+    return (None if groups.o is None else total, *started, *[tensor for projections in found for tensor in projections.made()])
+
+
+def _second_half(tensors: OutputTensors, layout: Layout, whole, parts: Sequence) -> List[Projections]:
+    """The projections of a node after attention, for its forward pass."""
+    copies, all_parts = Copies(), layout.all_of(parts)
+    check_mlp(tensors, [Projection(*each) for each in by_projection(all_parts)], layout.dtype)
+    found = of_second_half(list(zip(layout.groups, layout.by_group(all_parts))), whole, copies)
+    copies.make()
+    return found
+
+
+def _second_half_again(layout: Layout, whole, parts: Sequence, made: Sequence) -> List[Projections]:
+    """The same with what the forward pass made."""
+    return of_second_half_loaded(list(zip(layout.groups, layout.by_group(layout.all_of(parts)))), made, whole)
 
 
 def _mlp_gradients(dout, layout: Layout, whole, needs: tuple, count: int, *saved):
@@ -213,7 +230,7 @@ def _mlp_gradients(dout, layout: Layout, whole, needs: tuple, count: int, *saved
     """
     of_tensors, of_results, parts, made = _pieces(saved, len(OutputTensors._fields), MLP_SAVED, MLP_SAVED + count)
     tensors, results = OutputTensors(*of_tensors), MLPSaved(*of_results)
-    found = of_second_half_loaded(list(zip(layout.groups, layout.by_group(layout.all_of(parts)))), made, whole)
+    found = _second_half_again(layout, whole, parts, made)
     need, of_parts = OutputNeeds(*needs[: len(tensors)]), layout.all_of(needs[len(tensors) :])
     of_groups = GroupNeeds(*three_of([needs_in_parts(each) for each in layout.by_group(of_parts)]))
     gradients = mlp_backward(layout.spec, dout, tensors, results, OutputGroups(*three_of(found)), need, of_groups)
@@ -222,15 +239,28 @@ def _mlp_gradients(dout, layout: Layout, whole, needs: tuple, count: int, *saved
 
 
 _replayed_mlp = replayed_with_products(_mlp)
+_replayed_mlp_start = replayed_with_products(_mlp_start)
 _replayed_mlp_gradients = replayed_with_products(_mlp_gradients)
 
 
 class _NormMLP(torch.autograd.Function):
+    """With `rest` the result is the residual stream after attention, to which the caller adds what `finished` gives with what `rest`, a
+    list, then holds. What is saved is the same, and so are the gradients: the stream's is the result's."""
+
     @staticmethod
-    def forward(ctx, layout, recompute, x, attended, after, before, behind, *parts):
-        run = _replayed_mlp if layout.replayable else _mlp
-        whole = layout.whole_of(parts)
-        out, total, o, rstd, o_rstd, gate, up, branch, branch_rstd, *made = run(x, attended, after, before, behind, layout, whole, *parts)
+    def forward(ctx, layout, recompute, rest, x, attended, after, before, behind, *parts):
+        whole, count = layout.whole_of(parts), len(MLPResults._fields if rest is None else MLPStarted._fields)
+        run = _mlp if rest is None else _mlp_start
+        if layout.replayable:
+            run = _replayed_mlp if rest is None else _replayed_mlp_start
+        found = run(x, attended, after, before, behind, layout, whole, *parts)
+        made = found[count:]
+        if rest is None:
+            out, total, o, rstd, o_rstd, gate, up, branch, branch_rstd = found[:count]
+        else:
+            (total, o, rstd, o_rstd, gate, up, hidden), branch, branch_rstd = found[:count], None, None
+            out = (x if total is None else total).view(x.shape)
+            rest += hidden, made
         total = x.reshape(-1, x.shape[-1]) if total is None else total
         if recompute:
             gate = up = None
@@ -243,10 +273,26 @@ class _NormMLP(torch.autograd.Function):
     @once_differentiable
     @outside_autocast
     def backward(ctx, dout):
-        layout, saved, (_, _, *needs) = ctx.layout, ctx.saved_tensors, ctx.needs_input_grad
+        layout, saved, (_, _, _, *needs) = ctx.layout, ctx.saved_tensors, ctx.needs_input_grad
         run = _replayed_mlp_gradients if layout.replayable else _mlp_gradients
         whole = layout.whole_of(saved[MLP_SAVED : MLP_SAVED + ctx.count])
-        return (None, None, *run(dout, layout, whole, tuple(needs), ctx.count, *saved))
+        return (None, None, None, *run(dout, layout, whole, tuple(needs), ctx.count, *saved))
+
+
+class Finished(torch.autograd.Function):
+    """What `finish` makes of a residual stream by adding a branch to it, whose gradients the stream's own node computes.
+
+    A checkpoint that is not reentrant stops its second run once everything is saved that the first run saved. A node saves when its forward
+    pass has ended, so the last product of a layer, which saves nothing, is a node of its own there: it is not reached.
+    """
+
+    @staticmethod
+    def forward(ctx, total, finish):
+        return finish(total)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return dout, None
 
 
 def norm_mlp(
@@ -283,95 +329,21 @@ def norm_mlp(
     graph, present = torch.compiler.is_compiling(), present_of(projections)
     if graph or not is_ordinary(x, attended, after, before, behind, *dense_parts(present)):
         tensors = OutputTensors(x, attended, after, before, behind)
-        _check_mlp(tensors, projections, dtype)
+        check_mlp(tensors, projections, dtype)
         if not graph:
             return norm_mlp_reference(spec, tensors, projections, dtype)
         parts, scalings = tensors_of(projections), scalings_without_dropout(projections)
         return traced.norm_mlp(spec, tensors, dtype, parts, scalings, recompute)
     layout = layout_of(spec, split_groups(projections, attended is not None), dtype)
-    return apply_function(_NormMLP, layout, bool(recompute), x, attended, after, before, behind, *present)
+    of_node = x, attended, after, before, behind
+    if behind is not None or not in_second_run():
+        return apply_function(_NormMLP, layout, bool(recompute), None, *of_node, *present)
+    rest: list = []
+    total = apply_function(_NormMLP, layout, bool(recompute), rest, *of_node, *present)
 
+    def finish(total: torch.Tensor) -> torch.Tensor:
+        hidden, made = rest
+        *_, down = _second_half_again(layout, None, present, made)
+        return mlp_finish(spec, x.shape, None, total.reshape(-1, x.shape[-1]), hidden, down)[0]
 
-def split_groups(projections: Sequence, has_o: bool) -> list:
-    """The projections of `norm_mlp` by what they read: attention's output, the norm's, the activation's."""
-    *inner, down = projections
-    return [inner[:1], inner[1:], [down]] if has_o else [inner, [down]]
-
-
-# ---------------------------------------------------------------- what fits
-# A node checks in its forward pass where that is not replayed: a replayed call has the arguments of an earlier one, which was checked.
-def _check_inputs(spec: Inputs, tensors: InputTensors, projections: Sequence[Projection], shape, dtype) -> None:
-    """Raises ValueError when shapes, dtypes or devices do not fit."""
-    x, norm, q_norm, k_norm, cos, sin = tensors
-    head_dim = spec.head_dim
-    if x.dim() < 2 or x.shape[:-1].numel() != shape[0] * shape[1]:
-        fail("x", describe(x), f"[..., hidden] with {shape[0]} * {shape[1]} tokens")
-    if len(projections) != (3 if spec.rows is None else 1):
-        fail("projections", f"{len(projections)} of them", "q, k and v, or a packed one whose rows the description tells apart")
-    check_stream(x, norm, "norm_weight", dtype)
-    for i, projection in enumerate(projections):
-        check_projection(f"projections[{i}]", projection, spec.rows and sum(spec.rows), x.shape[-1], dtype, x.device)
-        if spec.rows is None and projection.weight.shape[0] % head_dim:
-            fail(f"projections[{i}].weight", list(projection.weight.shape), f"a multiple of head_dim {head_dim} rows")
-    if (q_norm is None) != (k_norm is None):
-        fail("k_norm", "None" if k_norm is None else describe(k_norm), "q_norm and k_norm, or neither")
-    q_rows, k_rows, *_ = spec.rows or [projection.weight.shape[0] for projection in projections]
-    for name, weight, length in (("q_norm", q_norm, q_rows), ("k_norm", k_norm, k_rows)):
-        check_like(x, name, weight, (length if spec.whole else head_dim,))
-    if (cos is None) != (spec.rotary == "none") or (cos is None) != (sin is None):
-        fail("cos", "None" if cos is None else describe(cos), f"angles, or none, as rotary is {spec.rotary!r}")
-    width = spec.turned or head_dim
-    for name, table in (("cos", cos), ("sin", sin)):
-        if table is None or cos is None:
-            continue
-        fits = table.dim() == 3 and table.shape[0] in (1, shape[0]) and table.shape[1] == shape[1] and table.shape[2] in (width, width // 2)
-        if not fits or table.shape != cos.shape or table.dtype not in (x.dtype, torch.float32) or table.device != x.device:
-            fail(name, describe(table), f"{x.dtype} or torch.float32 [{shape[0]} or 1, {shape[1]}, {width} or {width // 2}] on {x.device}")
-
-
-def _check_mlp(tensors: OutputTensors, projections: Sequence[Projection], dtype) -> None:
-    """Raises ValueError when shapes, dtypes or devices do not fit."""
-    x, attended, after, before, behind = tensors
-    for name, weight in (("before", before), ("after", after), ("behind", behind)):
-        check_stream(x, weight, name, dtype)
-    has_o = attended is not None
-    if len(projections) - has_o not in (2, 3):
-        first = "o, " if has_o else ""
-        fail("projections", f"{len(projections)} of them", f"{first}gate, up and down, or {first}gate and up packed and down")
-    *groups, (down,) = split_groups(projections, has_o)
-    hidden, inner = x.shape[-1], groups[-1]
-    intermediate = sum(inner[0].weight.shape[:1]) // (1 if len(inner) == 2 else 2)
-    for name, projection in zip(("gate", "up") if len(inner) == 2 else ("gate_up",), inner):
-        check_projection(name, projection, intermediate if len(inner) == 2 else 2 * intermediate, hidden, dtype, x.device)
-    check_projection("down", down, hidden, intermediate, dtype, x.device)
-    if attended is not None:
-        check_attended(x, attended, projections[0], dtype)
-
-
-def check_attended(x: torch.Tensor, attended: torch.Tensor, o: Projection, dtype: torch.dtype) -> None:
-    """Raises ValueError when attention's output or its projection does not fit."""
-    hidden, features, heads = x.shape[-1], o.weight.shape[-1], attended.dim() == 4
-    check_projection("o", o, hidden, features, dtype, x.device)
-    found = (*attended.shape[:2], attended.shape[2:].numel()) if heads else attended.shape
-    wanted = (*x.shape[:-1], features) if heads else (x.numel() // hidden if hidden else 0, features)
-    if found != wanted or attended.dtype != dtype or attended.device != x.device:
-        fail("attended", describe(attended), f"{dtype} [tokens, {features}], or with heads, on {x.device}")
-
-
-def check_like(x: torch.Tensor, name: str, weight: Optional[torch.Tensor], shape: tuple) -> None:
-    """Raises ValueError for a weight, unless it is None, that is not of a shape and of x's dtype and device."""
-    if weight is not None and (weight.shape != shape or weight.dtype != x.dtype or weight.device != x.device):
-        fail(name, describe(weight), f"{x.dtype} {list(shape)} on {x.device}")
-
-
-def check_stream(x: torch.Tensor, norm: Optional[torch.Tensor], name: str, dtype: torch.dtype) -> None:
-    """Raises ValueError when a residual stream or the weight of its norm does not fit."""
-    need_floats(x=x)
-    if x.dim() == 0 or x.dtype not in (dtype, torch.float32):
-        fail("x", describe(x), f"[..., hidden] of {dtype} or torch.float32")
-    check_like(x, name, norm, tuple(x.shape[-1:]))
-
-
-def dense_parts(present: Sequence) -> list:
-    """Returns the tensors of `present_of` without the four-bit weights."""
-    return [part for part in present if type(part) is not FourBitWeight]
+    return apply_function(Finished, total, finish)

@@ -12,7 +12,8 @@ from ..ops.autocast import outside_autocast
 from ..ops.common import apply_function, fail, once_differentiable
 from ..runtime.device import is_ordinary
 from ..runtime.replay import replayed_with_products
-from .nodes import check_stream, dense_parts, product_dtype
+from .checks import check_stream, dense_parts
+from .nodes import product_dtype
 from .norms import norm_forward, norm_reference
 from .projection import (
     Layout,

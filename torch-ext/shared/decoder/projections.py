@@ -169,12 +169,16 @@ class Projections:
         in_one: whether weights that lie side by side are one product. onto: [tokens, out], added to the only projection's result, with
         `out`. out: [tokens, all rows], where the results go side by side.
         """
-        if self.group.spans:
-            self.low = self._low(x)
+        self.begin(x)
         return self.again(x, in_one, onto, out)
 
+    def begin(self, x: torch.Tensor) -> None:
+        """Makes what `made` lists of x, the products with the adapters' a."""
+        if self.group.spans:
+            self.low = self._low(x)
+
     def again(self, x: torch.Tensor, in_one: bool = True, onto=None, out=None) -> list:
-        """What `forward` returned, bit for bit, in the backward pass: the products with the adapters' a are there."""
+        """What `forward` returns, bit for bit, after `begin`, or in the backward pass, where what that made is there."""
         group = self.group
         results = self._products(x, in_one, onto, out)
         for (i, span), b in zip(group.spans.items(), self.b):

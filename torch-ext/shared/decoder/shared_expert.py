@@ -15,7 +15,7 @@ from ..ops.common import accumulation_dtype, always, describe, fail
 from ..ops.expert_gate import Gate, gate_backward, gate_forward
 from ..ops.swiglu import ONE_GEMM_FORWARD
 from .activation import gated_reference
-from .nodes import check_like
+from .checks import check_like
 from .projection import PartNeeds, Parts, Projection, check_projection, projection_reference
 from .projections import Projections
 
@@ -73,11 +73,17 @@ def score_of(y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return torch.sigmoid(linear(y, gate).view(-1).to(accumulation_dtype(y.dtype)))
 
 
-def shared_forward(y: torch.Tensor, gate: torch.Tensor, groups: SharedGroups, found: torch.Tensor):
-    """(score [tokens], gate and up side by side); adds the expert's result to found [tokens, hidden], the caller's own."""
+def shared_start(y: torch.Tensor, gate: torch.Tensor, groups: SharedGroups):
+    """(score [tokens], gate and up side by side, the scored rows that the last GEMM reads)"""
     score, both = score_of(y, gate), gate_and_up(y, groups.inner)
-    groups.down.forward(gate_forward(both, None, score, None, SILU), onto=found, out=found)
-    return score, both
+    scored = gate_forward(both, None, score, None, SILU)
+    groups.down.begin(scored)
+    return score, both, scored
+
+
+def shared_finish(scored: torch.Tensor, groups: SharedGroups, found: torch.Tensor) -> None:
+    """Adds the expert's result to found [tokens, hidden], the caller's own."""
+    groups.down.again(scored, onto=found, out=found)
 
 
 def shared_backward(dout: torch.Tensor, y: Callable[[], torch.Tensor], gate: torch.Tensor, score: torch.Tensor, both: torch.Tensor,

@@ -11,7 +11,8 @@ for bit.
 """
 
 from contextlib import nullcontext
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from functools import partial
+from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch.nn.functional import linear
@@ -24,14 +25,17 @@ from ..ops.common import (
     autocasts,
     describe,
     fail,
+    in_second_run,
     need_floats,
     needs_formula,
     once_differentiable,
 )
-from ..ops.experts import experts_backward, experts_forward, experts_reference, first_gemm
+from ..ops.expert_gate import Gate
+from ..ops.experts import experts_backward, experts_finish, experts_forward, experts_reference, experts_start, first_gemm
 from ..ops.grouped_gemm import Groups
 from ..ops.routing import Routing
-from .nodes import add_branch_reference, check_attended, check_like
+from .checks import check_attended, check_like
+from .nodes import Finished, add_branch_reference
 from .norms import norm_reference, normed_again
 from .projection import FourBitWeight, Parts, Projection, flat_parts, layout_of, needs_in_parts, projection_reference, tensors_of
 from .projections import Projections, of_second_half, of_second_half_loaded
@@ -43,8 +47,9 @@ from .shared_expert import (
     check_shared,
     gate_and_up,
     shared_backward,
-    shared_forward,
+    shared_finish,
     shared_reference,
+    shared_start,
 )
 from .spec import Outputs
 from .steps import Joined, OutputNeeds, OutputTensors, flat_heads, join_backward, join_forward, need_join
@@ -156,9 +161,30 @@ def _groups_of(found: Sequence) -> SparseGroups:
     return SparseGroups(found[0] if len(found) % 2 else None, SharedGroups(*found[-2:]) if len(found) > 1 else None)
 
 
+def _summed(total: torch.Tensor, found: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """total + found. Not a view of the flat result: FSDP's hooks warn of a module that returns a view."""
+    out = torch.empty(shape, dtype=total.dtype, device=total.device)
+    torch.add(total, found, out=out.view(total.shape))
+    return out
+
+
+def _finish(gate: ExpertOptions, weights: ExpertTensors, started: tuple, shared: Optional[Callable], total: torch.Tensor) -> torch.Tensor:
+    """total plus what the experts make, of what a node has started. shared: adds what the shared expert makes to a result."""
+    gate_up, expert, scores, routing, groups = started
+    of_gate = Gate(gate.interleaved, gate.alpha, gate.limit)
+    biases = weights.gate_up_bias, weights.down_bias
+    found = experts_finish(gate_up, expert, scores, weights.down, *biases, routing, groups, gate.transposed, of_gate)
+    if shared is not None:
+        shared(found)
+    return _summed(total.reshape(found.shape), found, total.shape)
+
+
 class _NormExperts(torch.autograd.Function):
+    """With `rest`, an empty list, the result is the residual stream after attention; the list then holds a function of it that adds what
+    the experts make, as of `nodes.Finished`."""
+
     @staticmethod
-    def forward(ctx, layout, recompute, x, attended, after, before, router_weight, router_bias, shared_gate, *parts):
+    def forward(ctx, layout, recompute, rest, x, attended, after, before, router_weight, router_bias, shared_gate, *parts):
         spec, tensors = layout.spec, OutputTensors(x, attended, after, before, None)
         weights, parts = ExpertTensors(*parts[:4]), parts[4:]
         projections = of_second_half(list(zip(layout.groups, layout.by_group(parts))), layout.whole_of(layout.present(parts)))
@@ -166,31 +192,39 @@ class _NormExperts(torch.autograd.Function):
         joined = join_forward(spec.outputs, tensors, o, x.dtype)
         logits = linear(joined.y, router_weight, router_bias)
         scores, expert = choose_experts(logits, spec.top_k, spec.normalised, spec.by_logits)
-        found, gate_up, *routing = experts_forward(joined.y, expert, _rounded(scores, x.dtype), *weights, *spec.gate)
-        shared_score = both = None
+        rounded = _rounded(scores, x.dtype)
+        if rest is None:
+            found, gate_up, *routing = experts_forward(joined.y, expert, rounded, *weights, *spec.gate)
+        else:
+            gate_up, routing, groups = experts_start(joined.y, expert, weights.gate_up, spec.gate.transposed)
+        shared_score = both = scored = None
         if shared is not None:
-            shared_score, both = shared_forward(joined.y, shared_gate, shared, found)
+            shared_score, both, scored = shared_start(joined.y, shared_gate, shared)
         total, _, *of_join = joined
         del joined
-        if recompute:
-            gate_up = both = None
         made = [tensor for each in projections for tensor in each.made()]
         ctx.save_for_backward(
             *(attended, after, before, router_weight, shared_gate, *weights, total, *of_join),
-            *(scores, expert, None if spec.normalised else logits, gate_up, *routing, shared_score, both),
-            *(*layout.to_save(parts), *made),
+            *(scores, expert, None if spec.normalised else logits, None if recompute else gate_up, *routing),
+            *(shared_score, None if recompute else both, *layout.to_save(parts), *made),
         )
         ctx.layout, ctx.shape, ctx.count, ctx.written_over = layout, x.shape, len(parts), False
-        # Not a view of the flat result: FSDP's hooks warn of a module that returns a view.
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        torch.add(total, found, out=out.view(total.shape))
-        return out
+        if rest is None:
+            del gate_up, both
+            if shared is not None and scored is not None:
+                shared_finish(scored, shared, found)
+                del scored
+            return _summed(total, found, x.shape)
+        started = gate_up, expert, rounded, routing, groups
+        of_shared = None if shared is None or scored is None else partial(shared_finish, scored, shared)
+        rest.append(partial(_finish, spec.gate, weights, started, of_shared))
+        return total.view(x.shape)
 
     @staticmethod
     @once_differentiable
     @outside_autocast
     def backward(ctx, dout):
-        spec, (_, _, *needs) = ctx.layout.spec, ctx.needs_input_grad
+        spec, (_, _, _, *needs) = ctx.layout.spec, ctx.needs_input_grad
         attended, after, before, router_weight, shared_gate, *saved = ctx.saved_tensors
         gate_up_weight, down_weight, gate_up_bias, down_bias, x, o_out, rstd, o_rstd, *saved = saved
         scores, expert, logits, gate_up, order, position, ends, shared_score, both, *saved = saved
@@ -241,7 +275,7 @@ class _NormExperts(torch.autograd.Function):
             *gradients, do = join_backward(spec.outputs, dy, dout, tensors, joined, o, need, need_o)
         dparts = flat_parts(do, dshared.inner, dshared.down)
         dx, *gradients = gradients
-        return (None, None, None if dx is None else dx.view(ctx.shape), *gradients, drouter, dbias, dshared.gate, *dweights, *dparts)
+        return (None, None, None, None if dx is None else dx.view(ctx.shape), *gradients, drouter, dbias, dshared.gate, *dweights, *dparts)
 
 
 def _any_shared(need: SharedNeeds) -> bool:
@@ -301,7 +335,11 @@ def norm_experts(
             return norm_experts_reference(description, tensors, router, weights, o, shared)
         layout = layout_of(description, groups, x.dtype)
         of_node = *tensors[:-1], router.weight, router.bias, shared_gate
-        return apply_function(_NormExperts, layout, bool(recompute), *of_node, *weights, *parts)
+        if torch.compiler.is_compiling() or not in_second_run():
+            return apply_function(_NormExperts, layout, bool(recompute), None, *of_node, *weights, *parts)
+        rest: list = []
+        total = apply_function(_NormExperts, layout, bool(recompute), rest, *of_node, *weights, *parts)
+        return apply_function(Finished, total, rest[0])
 
 
 def _check(

@@ -1,21 +1,19 @@
 """What the two autograd nodes of a decoder layer compute forward and backward, without autograd: `nodes` makes nodes of it, `traced`
-operators for a compiler, and `sparse` puts experts in the MLP's place.
+operators for a compiler, and `sparse` puts experts in the place of the MLP, which is in `mlp_steps`.
 
 What is saved is small: the residual stream, one number a row, and the projections' outputs. The normalised input and act(gate) * up are
 computed again in the backward pass, bit for bit. Input gradients of several projections are added by the GEMMs, or by one GEMM where the
 weights lie side by side in memory (`pack`), and the residual's gradient by the RMSNorm's backward kernel.
 """
 
-from functools import partial
-from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence
 
 import torch
 
 from ..ops.common import always
 from ..ops.swiglu import ONE_GEMM_FORWARD
-from .activation import gated_backward_in_place, gated_forward
 from .heads import Heads, SavedHeads, heads_backward, heads_forward
-from .norms import add_norm_backward, add_norm_forward, norm_add_forward, norm_add_norm_forward, norm_backward, norm_forward, normed_again
+from .norms import add_norm_backward, add_norm_forward, norm_add_forward, norm_add_norm_forward, norm_backward, norm_forward
 from .projection import PartNeeds, Parts
 from .projections import NormedInput, Projections, normed_input_backward
 from .spec import Inputs, Outputs
@@ -23,7 +21,7 @@ from .spec import Inputs, Outputs
 Optionals = Optional[torch.Tensor]
 
 
-def _wanted(need: bool, gradient: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+def wanted(need: bool, gradient: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
     return gradient if need else None
 
 
@@ -133,7 +131,7 @@ def inputs_backward(spec: Inputs, grads: Sequence[torch.Tensor], tensors: InputT
         grads = (together,) if packed else grads
     normed = NormedInput(spec.norm, x, norm, saved.rstd, dresidual)
     dx, dnorm, dprojections = normed_input_backward(grads, normed, group, (need.x, need.norm), needs, together)
-    return InputGradients(dx, dnorm, _wanted(need.q_norm, dq_norm), _wanted(need.k_norm, dk_norm), dprojections)
+    return InputGradients(dx, dnorm, wanted(need.q_norm, dq_norm), wanted(need.k_norm, dk_norm), dprojections)
 
 
 # ---------------------------------------------------------------- after attention: the first residual connection
@@ -185,7 +183,7 @@ def flat_heads(attended: torch.Tensor) -> torch.Tensor:
     return attended if attended.dim() == 2 else attended.flatten(0, 1).flatten(1)
 
 
-def _scaled(branch: torch.Tensor, multiplier: float) -> torch.Tensor:
+def scaled(branch: torch.Tensor, multiplier: float) -> torch.Tensor:
     return branch if multiplier == 1 else branch * multiplier
 
 
@@ -224,157 +222,20 @@ def join_backward(spec: Outputs, dy: torch.Tensor, dtotal: torch.Tensor, tensors
         dtotal = dtotal + dy
     else:
         dtotal, dbefore = add_norm_backward(spec.before, dy, dtotal, joined.total, tensors.before, joined.rstd, need.before)
-    if o is not None and tensors.attended is not None and (need.attended or need.after or _any(need_o)):
-        branch = _scaled(dtotal, spec.multiplier).to(o.group.dtype)
+    if o is not None and tensors.attended is not None and (need.attended or need.after or needs_any(need_o)):
+        branch = scaled(dtotal, spec.multiplier).to(o.group.dtype)
         if tensors.after is not None and joined.o is not None and joined.o_rstd is not None:
             branch, dafter = norm_backward(spec.after, branch, joined.o, tensors.after, joined.o_rstd, need.after)
         dlow = o.low_gradient((branch,))
         do = o.gradients((branch,), dlow, always(flat_heads(tensors.attended)), need_o)
         dattended = o.input_gradient((branch,), dlow).view(tensors.attended.shape) if need.attended else None
-    return JoinedGradients(_wanted(need.x, dtotal), dattended, _wanted(need.after, dafter), _wanted(need.before, dbefore), do)
+    return JoinedGradients(wanted(need.x, dtotal), dattended, wanted(need.after, dafter), wanted(need.before, dbefore), do)
 
 
-def _any(needs: Sequence[PartNeeds]) -> bool:
+def needs_any(needs: Sequence[PartNeeds]) -> bool:
     return any(any(need) for need in needs)
 
 
 def need_join(need: OutputNeeds, need_o: Sequence[PartNeeds]) -> bool:
     """Tells whether anything in front of the MLP or the experts needs a gradient."""
-    return bool(need.x or need.attended or need.after or need.before or _any(need_o))
-
-
-# ---------------------------------------------------------------- the MLP
-class OutputGroups(NamedTuple):
-    """The projections of the second node by what they read: attention's output, where it is given, the norm's, the activation's."""
-
-    o: Optional[Projections]
-    inner: Projections
-    down: Projections
-
-
-class GroupNeeds(NamedTuple):
-    """Which tensors of `OutputGroups` need a gradient."""
-
-    o: Optional[Sequence[PartNeeds]]
-    inner: Sequence[PartNeeds]
-    down: Sequence[PartNeeds]
-
-
-class GroupGradients(NamedTuple):
-    """The gradients of the tensors of `OutputGroups`; o's are empty where there is none."""
-
-    o: List[Parts]
-    inner: List[Parts]
-    down: List[Parts]
-
-
-def three_of(found: Sequence) -> Sequence:
-    """Three of two or three groups: None in front where there is no o."""
-    return found if len(found) == 3 else (None, *found)
-
-
-class MLPResults(NamedTuple):
-    """out: the result. total, o, rstd, o_rstd: of `Joined`, total None where it is x. gate, up: None where they are
-    made again. branch: the MLP's, before its norm; branch_rstd: that norm's; None where there is none."""
-
-    out: torch.Tensor
-    total: Optionals
-    o: Optionals
-    rstd: Optionals
-    o_rstd: Optionals
-    gate: Optionals
-    up: Optionals
-    branch: Optionals
-    branch_rstd: Optionals
-
-
-class MLPSaved(NamedTuple):
-    """What of `MLPResults` the backward pass needs; total in any case."""
-
-    total: torch.Tensor
-    o: Optionals
-    rstd: Optionals
-    o_rstd: Optionals
-    gate: Optionals
-    up: Optionals
-    branch: Optionals
-    branch_rstd: Optionals
-
-
-class OutputGradients(NamedTuple):
-    x: Optionals
-    attended: Optionals
-    after: Optionals
-    before: Optionals
-    behind: Optionals
-    projections: GroupGradients
-
-
-def _gate_and_up(products: Sequence[torch.Tensor]) -> Tuple[torch.Tensor, torch.Tensor]:
-    gate, up = products if len(products) == 2 else products[0].chunk(2, 1)
-    return gate, up
-
-
-def mlp_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both: Optionals = None) -> MLPResults:
-    """both: [tokens, gate's and up's rows], where these products go."""
-    inner, down = groups.inner, groups.down
-    dtype = inner.group.dtype
-    joined = join_forward(spec, tensors, groups.o, dtype)
-    total = joined.total
-    gate, up = _gate_and_up(inner.forward(joined.y, total.shape[0] <= ONE_GEMM_FORWARD, out=both))
-    total, _, o, rstd, o_rstd = joined
-    del joined
-    hidden, behind, branch_rstd = gated_forward(gate, up, spec.activation), tensors.behind, None
-    branch, shape = None, tensors.x.shape
-    if behind is not None and spec.multiplier == 1:
-        (branch,) = down.forward(hidden)
-        out, branch_rstd = norm_add_forward(spec.behind, branch, total.view(shape), behind)
-        return MLPResults(out, None if groups.o is None else total, o, rstd, o_rstd, gate, up, branch, branch_rstd)
-    # Not a view of the flat result: FSDP's hooks warn of a module that returns a view.
-    out = torch.empty(shape, dtype=total.dtype, device=total.device)
-    if behind is None and spec.multiplier == 1 and total.dtype == dtype:
-        down.forward(hidden, onto=total, out=out.view(total.shape))
-    else:
-        (added,) = down.forward(hidden)
-        if behind is not None:
-            branch = added
-            added, branch_rstd = norm_forward(spec.behind, branch, behind, dtype)
-        torch.add(total, added, alpha=spec.multiplier, out=out.view(total.shape))
-    return MLPResults(out, None if groups.o is None else total, o, rstd, o_rstd, gate, up, branch, branch_rstd)
-
-
-def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, saved: MLPSaved, groups: OutputGroups, need: OutputNeeds,
-                 needs: GroupNeeds, both: Optionals = None) -> OutputGradients:
-    """The gradients, None for those that are not needed; that of x is flat. both: where gate and up are made again, as of
-    `mlp_forward`."""
-    inner, down, total = groups.inner, groups.down, saved.total
-    dtype, dout = inner.group.dtype, dout.reshape(total.shape)
-    normed: Callable[[], torch.Tensor] = partial(normed_again, spec.before, total, tensors.before, saved.rstd, dtype)
-    gate, up = saved.gate, saved.up
-    if gate is None or up is None:
-        normed = always(normed())
-        gate, up = _gate_and_up(inner.again(normed(), total.shape[0] <= ONE_GEMM_FORWARD, out=both))
-    need_total = need_join(need, needs.o or ())
-    dbranch, dbehind = _scaled(dout, spec.multiplier).to(dtype), None
-    if tensors.behind is not None and saved.branch is not None and saved.branch_rstd is not None:
-        dbranch, dbehind = norm_backward(spec.behind, dbranch, saved.branch, tensors.behind, saved.branch_rstd, need.behind)
-    dlow = down.low_gradient((dbranch,))
-    found = GroupGradients([Parts()] * len(needs.o or ()), [Parts()] * len(needs.inner), [])
-    need_inner = need_total or _any(needs.inner)
-    if need_inner:
-        hidden = down.input_gradient((dbranch,), dlow)  # its gradient, and after the next line itself
-        together, dgate, dup = gated_backward_in_place(hidden, gate, up, spec.activation)
-    else:
-        hidden = gated_forward(gate, up, spec.activation)
-    found = found._replace(down=down.gradients((dbranch,), dlow, always(hidden), needs.down))
-    del hidden
-    join = JoinedGradients(None, None, None, None, found.o)
-    if need_inner:
-        grads = (dgate, dup) if len(needs.inner) == 2 else (together,)
-        dlow = inner.low_gradient(grads)
-        found = found._replace(inner=inner.gradients(grads, dlow, normed, needs.inner))
-    if need_total:
-        dy = inner.input_gradient(grads, dlow, together)
-        joined = Joined(total, total, saved.o, saved.rstd, saved.o_rstd)
-        join = join_backward(spec, dy, dout, tensors, joined, groups.o, need, needs.o or ())
-    return OutputGradients(*join[:-1], _wanted(need.behind, dbehind), found._replace(o=join.o))
+    return bool(need.x or need.attended or need.after or need.before or needs_any(need_o))

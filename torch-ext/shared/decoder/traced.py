@@ -12,25 +12,12 @@ import torch
 
 from ..ops.common import once_differentiable
 from .heads import is_fused
+from .mlp_steps import GroupNeeds, MLPSaved, OutputGroups, mlp_backward, mlp_forward, three_of
 from .operators import packed_operator
 from .projection import SIZE, Group, flat_parts, needs_in_parts, with_numbers
 from .projections import Projections, of_second_half, of_second_half_loaded
 from .spec import Inputs, Outputs, encoded, inputs_of, outputs_of
-from .steps import (
-    GroupNeeds,
-    InputNeeds,
-    InputSaved,
-    InputTensors,
-    MLPSaved,
-    OutputGroups,
-    OutputNeeds,
-    OutputTensors,
-    inputs_backward,
-    inputs_forward,
-    mlp_backward,
-    mlp_forward,
-    three_of,
-)
+from .steps import InputNeeds, InputSaved, InputTensors, OutputNeeds, OutputTensors, inputs_backward, inputs_forward
 
 
 def _needed(gradients: Sequence[Optional[torch.Tensor]]) -> List[torch.Tensor]:

@@ -15,6 +15,7 @@ from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 
+from ..ops.common import in_backward_pass
 from ..ops.recorded import Recording, Results
 from .arguments import CACHE, SINCE_5_24
 from .binding import begin_graphs_after
@@ -133,7 +134,7 @@ def attend_once(layer, x: torch.Tensor, conditions: Tuple[Any, ...], attend: Cal
         setattr(storage, KEPT, of_storage)
     conditions = layer, *conditions
     found = of_storage.take(place, conditions)
-    if torch._C._current_graph_task_id() == -1:  # not in a backward pass: another forward pass of the same
+    if not in_backward_pass():  # another forward pass of the same
         found = None
     with Recording(found) as recording:
         attended = attend()

@@ -74,16 +74,29 @@ def _forward(
     limit: float,
 ) -> Five:
     """(result, output of the first GEMM, and the routing: order, position, ends)"""
-    routing, gate = route(expert, gate_up_weight.shape[0]), Gate(interleaved, alpha, limit)
+    gate_up, routing, groups = experts_start(hidden, expert, gate_up_weight, transposed)
+    options = routing, groups, transposed, Gate(interleaved, alpha, limit)
+    return experts_finish(gate_up, expert, scores, down_weight, gate_up_bias, down_bias, *options), gate_up, *routing
+
+
+def experts_start(hidden, expert, gate_up_weight, transposed: bool) -> Tuple[torch.Tensor, Routing, Groups]:
+    """The part of the forward pass that the backward pass needs: the output of the first GEMM, the routing, and the same for GEMMs."""
+    routing = route(expert, gate_up_weight.shape[0])
     groups = Groups(routing.ends, expert.numel())
-    gate_up = first_gemm(hidden, gate_up_weight, routing.order, routing.position, groups, transposed)
-    row_scores = scores.reshape(-1)[routing.order].to(accumulation_dtype(hidden.dtype))
-    if hidden.shape[0] == 0:
-        return torch.empty_like(hidden), gate_up, *routing
+    return first_gemm(hidden, gate_up_weight, routing.order, routing.position, groups, transposed), routing, groups
+
+
+def experts_finish(
+    gate_up, expert, scores, down_weight, gate_up_bias, down_bias, routing: Routing, groups: Groups, transposed: bool, gate: Gate
+) -> torch.Tensor:
+    """The result, with what `experts_start` returned."""
+    if expert.shape[0] == 0:
+        return gate_up.new_empty((0, down_weight.shape[2 if transposed else 1]))
+    row_scores = scores.reshape(-1)[routing.order].to(accumulation_dtype(gate_up.dtype))
     gated = gate_forward(gate_up, gate_up_bias, row_scores, routing.ends, gate)
     y = grouped_mm(gated, down_weight if transposed else down_weight.transpose(1, 2), groups)
     del gated
-    return token_sum(y, routing.position, expert, scores, down_bias), gate_up, *routing
+    return token_sum(y, routing.position, expert, scores, down_bias)
 
 
 def experts_backward(dout: torch.Tensor, inputs: tuple, gate_up: torch.Tensor, routing: Routing, options: tuple, needs: List[bool]) -> Six:

@@ -1,0 +1,96 @@
+"""Whether the arguments of a decoder layer's autograd nodes fit together.
+
+A node checks in its forward pass where that is not replayed: a replayed call has the arguments of an earlier one, which was checked.
+"""
+
+from typing import Optional, Sequence
+
+import torch
+
+from ..ops.common import describe, fail, need_floats
+from .projection import FourBitWeight, Projection, check_projection
+from .spec import Inputs
+from .steps import InputTensors, OutputTensors
+
+
+def split_groups(projections: Sequence, has_o: bool) -> list:
+    """The projections of `norm_mlp` by what they read: attention's output, the norm's, the activation's."""
+    *inner, down = projections
+    return [inner[:1], inner[1:], [down]] if has_o else [inner, [down]]
+
+
+def check_inputs(spec: Inputs, tensors: InputTensors, projections: Sequence[Projection], shape, dtype) -> None:
+    """Raises ValueError when shapes, dtypes or devices do not fit."""
+    x, norm, q_norm, k_norm, cos, sin = tensors
+    head_dim = spec.head_dim
+    if x.dim() < 2 or x.shape[:-1].numel() != shape[0] * shape[1]:
+        fail("x", describe(x), f"[..., hidden] with {shape[0]} * {shape[1]} tokens")
+    if len(projections) != (3 if spec.rows is None else 1):
+        fail("projections", f"{len(projections)} of them", "q, k and v, or a packed one whose rows the description tells apart")
+    check_stream(x, norm, "norm_weight", dtype)
+    for i, projection in enumerate(projections):
+        check_projection(f"projections[{i}]", projection, spec.rows and sum(spec.rows), x.shape[-1], dtype, x.device)
+        if spec.rows is None and projection.weight.shape[0] % head_dim:
+            fail(f"projections[{i}].weight", list(projection.weight.shape), f"a multiple of head_dim {head_dim} rows")
+    if (q_norm is None) != (k_norm is None):
+        fail("k_norm", "None" if k_norm is None else describe(k_norm), "q_norm and k_norm, or neither")
+    q_rows, k_rows, *_ = spec.rows or [projection.weight.shape[0] for projection in projections]
+    for name, weight, length in (("q_norm", q_norm, q_rows), ("k_norm", k_norm, k_rows)):
+        check_like(x, name, weight, (length if spec.whole else head_dim,))
+    if (cos is None) != (spec.rotary == "none") or (cos is None) != (sin is None):
+        fail("cos", "None" if cos is None else describe(cos), f"angles, or none, as rotary is {spec.rotary!r}")
+    width = spec.turned or head_dim
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table is None or cos is None:
+            continue
+        fits = table.dim() == 3 and table.shape[0] in (1, shape[0]) and table.shape[1] == shape[1] and table.shape[2] in (width, width // 2)
+        if not fits or table.shape != cos.shape or table.dtype not in (x.dtype, torch.float32) or table.device != x.device:
+            fail(name, describe(table), f"{x.dtype} or torch.float32 [{shape[0]} or 1, {shape[1]}, {width} or {width // 2}] on {x.device}")
+
+
+def check_mlp(tensors: OutputTensors, projections: Sequence[Projection], dtype) -> None:
+    """Raises ValueError when shapes, dtypes or devices do not fit."""
+    x, attended, after, before, behind = tensors
+    for name, weight in (("before", before), ("after", after), ("behind", behind)):
+        check_stream(x, weight, name, dtype)
+    has_o = attended is not None
+    if len(projections) - has_o not in (2, 3):
+        first = "o, " if has_o else ""
+        fail("projections", f"{len(projections)} of them", f"{first}gate, up and down, or {first}gate and up packed and down")
+    *groups, (down,) = split_groups(projections, has_o)
+    hidden, inner = x.shape[-1], groups[-1]
+    intermediate = sum(inner[0].weight.shape[:1]) // (1 if len(inner) == 2 else 2)
+    for name, projection in zip(("gate", "up") if len(inner) == 2 else ("gate_up",), inner):
+        check_projection(name, projection, intermediate if len(inner) == 2 else 2 * intermediate, hidden, dtype, x.device)
+    check_projection("down", down, hidden, intermediate, dtype, x.device)
+    if attended is not None:
+        check_attended(x, attended, projections[0], dtype)
+
+
+def check_attended(x: torch.Tensor, attended: torch.Tensor, o: Projection, dtype: torch.dtype) -> None:
+    """Raises ValueError when attention's output or its projection does not fit."""
+    hidden, features, heads = x.shape[-1], o.weight.shape[-1], attended.dim() == 4
+    check_projection("o", o, hidden, features, dtype, x.device)
+    found = (*attended.shape[:2], attended.shape[2:].numel()) if heads else attended.shape
+    wanted = (*x.shape[:-1], features) if heads else (x.numel() // hidden if hidden else 0, features)
+    if found != wanted or attended.dtype != dtype or attended.device != x.device:
+        fail("attended", describe(attended), f"{dtype} [tokens, {features}], or with heads, on {x.device}")
+
+
+def check_like(x: torch.Tensor, name: str, weight: Optional[torch.Tensor], shape: tuple) -> None:
+    """Raises ValueError for a weight, unless it is None, that is not of a shape and of x's dtype and device."""
+    if weight is not None and (weight.shape != shape or weight.dtype != x.dtype or weight.device != x.device):
+        fail(name, describe(weight), f"{x.dtype} {list(shape)} on {x.device}")
+
+
+def check_stream(x: torch.Tensor, norm: Optional[torch.Tensor], name: str, dtype: torch.dtype) -> None:
+    """Raises ValueError when a residual stream or the weight of its norm does not fit."""
+    need_floats(x=x)
+    if x.dim() == 0 or x.dtype not in (dtype, torch.float32):
+        fail("x", describe(x), f"[..., hidden] of {dtype} or torch.float32")
+    check_like(x, name, norm, tuple(x.shape[-1:]))
+
+
+def dense_parts(present: Sequence) -> list:
+    """Returns the tensors of `present_of` without the four-bit weights."""
+    return [part for part in present if type(part) is not FourBitWeight]

@@ -1,0 +1,197 @@
+"""What the second autograd node of a decoder layer computes after attention, forward and backward, as `steps` does: the MLP, with both
+residual connections.
+
+In the forward pass its last product stands apart (`mlp_finish`): the backward pass needs nothing of that, unless a norm follows.
+"""
+
+from functools import partial
+from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+
+from ..ops.common import always
+from ..ops.swiglu import ONE_GEMM_FORWARD
+from .activation import gated_backward_in_place, gated_forward
+from .norms import norm_add_forward, norm_backward, norm_forward, normed_again
+from .projection import PartNeeds, Parts
+from .projections import Projections
+from .spec import Outputs
+from .steps import (
+    Joined,
+    JoinedGradients,
+    Optionals,
+    OutputNeeds,
+    OutputTensors,
+    join_backward,
+    join_forward,
+    need_join,
+    needs_any,
+    scaled,
+    wanted,
+)
+
+
+class OutputGroups(NamedTuple):
+    """The projections of the second node by what they read: attention's output, where it is given, the norm's, the activation's."""
+
+    o: Optional[Projections]
+    inner: Projections
+    down: Projections
+
+
+class GroupNeeds(NamedTuple):
+    """Which tensors of `OutputGroups` need a gradient."""
+
+    o: Optional[Sequence[PartNeeds]]
+    inner: Sequence[PartNeeds]
+    down: Sequence[PartNeeds]
+
+
+class GroupGradients(NamedTuple):
+    """The gradients of the tensors of `OutputGroups`; o's are empty where there is none."""
+
+    o: List[Parts]
+    inner: List[Parts]
+    down: List[Parts]
+
+
+def three_of(found: Sequence) -> Sequence:
+    """Three of two or three groups: None in front where there is no o."""
+    return found if len(found) == 3 else (None, *found)
+
+
+class MLPResults(NamedTuple):
+    """out: the result. total, o, rstd, o_rstd: of `Joined`, total None where it is x. gate, up: None where they are
+    made again. branch: the MLP's, before its norm; branch_rstd: that norm's; None where there is none."""
+
+    out: torch.Tensor
+    total: Optionals
+    o: Optionals
+    rstd: Optionals
+    o_rstd: Optionals
+    gate: Optionals
+    up: Optionals
+    branch: Optionals
+    branch_rstd: Optionals
+
+
+class MLPSaved(NamedTuple):
+    """What of `MLPResults` the backward pass needs; total in any case."""
+
+    total: torch.Tensor
+    o: Optionals
+    rstd: Optionals
+    o_rstd: Optionals
+    gate: Optionals
+    up: Optionals
+    branch: Optionals
+    branch_rstd: Optionals
+
+
+class OutputGradients(NamedTuple):
+    x: Optionals
+    attended: Optionals
+    after: Optionals
+    before: Optionals
+    behind: Optionals
+    projections: GroupGradients
+
+
+def _gate_and_up(products: Sequence[torch.Tensor]) -> Tuple[torch.Tensor, torch.Tensor]:
+    gate, up = products if len(products) == 2 else products[0].chunk(2, 1)
+    return gate, up
+
+
+class MLPStarted(NamedTuple):
+    """What `mlp_forward` computes in front of the MLP's last product. total: the residual stream after attention, flat; hidden: what that
+    product reads; the others: of `MLPResults`."""
+
+    total: torch.Tensor
+    o: Optionals
+    rstd: Optionals
+    o_rstd: Optionals
+    gate: torch.Tensor
+    up: torch.Tensor
+    hidden: torch.Tensor
+
+
+def mlp_start(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both: Optionals = None) -> MLPStarted:
+    """both: [tokens, gate's and up's rows], where these products go."""
+    inner = groups.inner
+    joined = join_forward(spec, tensors, groups.o, inner.group.dtype)
+    total = joined.total
+    gate, up = _gate_and_up(inner.forward(joined.y, total.shape[0] <= ONE_GEMM_FORWARD, out=both))
+    total, _, o, rstd, o_rstd = joined
+    del joined
+    hidden = gated_forward(gate, up, spec.activation)
+    groups.down.begin(hidden)
+    return MLPStarted(total, o, rstd, o_rstd, gate, up, hidden)
+
+
+def mlp_finish(
+    spec: Outputs, shape: Sequence[int], behind: Optionals, total: torch.Tensor, hidden: torch.Tensor, down: Projections
+) -> Tuple[torch.Tensor, Optionals, Optionals]:
+    """(out, branch, branch_rstd) of `MLPResults`. shape: of the result; behind: the weight of the branch's norm; total, hidden: of
+    `MLPStarted`; down: begun."""
+    branch: Optionals = None
+    branch_rstd: Optionals = None
+    dtype = down.group.dtype
+    if behind is not None and spec.multiplier == 1:
+        (branch,) = down.again(hidden)
+        out, branch_rstd = norm_add_forward(spec.behind, branch, total.view(shape), behind)
+        return out, branch, branch_rstd
+    # Not a view of the flat result: FSDP's hooks warn of a module that returns a view.
+    out = torch.empty(shape, dtype=total.dtype, device=total.device)
+    if behind is None and spec.multiplier == 1 and total.dtype == dtype:
+        down.again(hidden, onto=total, out=out.view(total.shape))
+    else:
+        (added,) = down.again(hidden)
+        if behind is not None:
+            branch = added
+            added, branch_rstd = norm_forward(spec.behind, branch, behind, dtype)
+        torch.add(total, added, alpha=spec.multiplier, out=out.view(total.shape))
+    return out, branch, branch_rstd
+
+
+def mlp_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both: Optionals = None) -> MLPResults:
+    """both: as of `mlp_start`."""
+    total, o, rstd, o_rstd, gate, up, hidden = mlp_start(spec, tensors, groups, both)
+    out, branch, branch_rstd = mlp_finish(spec, tensors.x.shape, tensors.behind, total, hidden, groups.down)
+    return MLPResults(out, None if groups.o is None else total, o, rstd, o_rstd, gate, up, branch, branch_rstd)
+
+
+def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, saved: MLPSaved, groups: OutputGroups, need: OutputNeeds,
+                 needs: GroupNeeds, both: Optionals = None) -> OutputGradients:
+    """The gradients, None for those that are not needed; that of x is flat. both: where gate and up are made again, as of
+    `mlp_forward`."""
+    inner, down, total = groups.inner, groups.down, saved.total
+    dtype, dout = inner.group.dtype, dout.reshape(total.shape)
+    normed: Callable[[], torch.Tensor] = partial(normed_again, spec.before, total, tensors.before, saved.rstd, dtype)
+    gate, up = saved.gate, saved.up
+    if gate is None or up is None:
+        normed = always(normed())
+        gate, up = _gate_and_up(inner.again(normed(), total.shape[0] <= ONE_GEMM_FORWARD, out=both))
+    need_total = need_join(need, needs.o or ())
+    dbranch, dbehind = scaled(dout, spec.multiplier).to(dtype), None
+    if tensors.behind is not None and saved.branch is not None and saved.branch_rstd is not None:
+        dbranch, dbehind = norm_backward(spec.behind, dbranch, saved.branch, tensors.behind, saved.branch_rstd, need.behind)
+    dlow = down.low_gradient((dbranch,))
+    found = GroupGradients([Parts()] * len(needs.o or ()), [Parts()] * len(needs.inner), [])
+    need_inner = need_total or needs_any(needs.inner)
+    if need_inner:
+        hidden = down.input_gradient((dbranch,), dlow)  # its gradient, and after the next line itself
+        together, dgate, dup = gated_backward_in_place(hidden, gate, up, spec.activation)
+    else:
+        hidden = gated_forward(gate, up, spec.activation)
+    found = found._replace(down=down.gradients((dbranch,), dlow, always(hidden), needs.down))
+    del hidden
+    join = JoinedGradients(None, None, None, None, found.o)
+    if need_inner:
+        grads = (dgate, dup) if len(needs.inner) == 2 else (together,)
+        dlow = inner.low_gradient(grads)
+        found = found._replace(inner=inner.gradients(grads, dlow, normed, needs.inner))
+    if need_total:
+        dy = inner.input_gradient(grads, dlow, together)
+        joined = Joined(total, total, saved.o, saved.rstd, saved.o_rstd)
+        join = join_backward(spec, dy, dout, tensors, joined, groups.o, need, needs.o or ())
+    return OutputGradients(*join[:-1], wanted(need.behind, dbehind), found._replace(o=join.o))
