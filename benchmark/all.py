@@ -77,8 +77,11 @@ MASKED = ("--layers", "12", "--tokens", "8192")
 DENSE = ("llama_3.1_8b", "qwen2.5_7b", "mistral_7b", "phi_4", "gemma_3_12b", "smollm3_3b", "olmo_2_7b")
 UNSLOTH = ("llama_3.1_8b", "qwen2.5_7b", "mistral_7b")  # of which it has layers of its own
 PEERS = ("--providers", "huggingface,liger,bastile")
+# Of Qwen3's all but log-probabilities, which are a run of their own.
+OPERATIONS = ("rms_norm", "q_norm", "add_rms_norm", "rotary", "qk_norm_rotary", "swiglu", "linear_cross_entropy", "attention")
 DELTA_NETS = ("gated_rms_norm", "short_conv", "wide_attention")
 HYBRID = ("--model", "qwen3.5_9b")
+CHECKPOINTED = ("--tokens", "8192,16384", "--providers", "huggingface,liger,bastile,bastile_keep_attention")
 MOE, OSS = ("--model", "qwen3_moe_30b_a3b"), ("--model", "gpt_oss_20b")
 SMALL = ("--tokens", "512,1024", "--providers", "huggingface,torch_compile,liger,bastile,bastile_captured")
 LOSS = {size: ("--lora", "16", "--model", size, "--layers", layers, "--tokens", "8192") for size, layers in (("0.6b", "28"), ("8b", "12"))}
@@ -107,7 +110,7 @@ RUNS = {
     "qwen3_5": steps(*HYBRID, seconds=360, shows="qwen3_5_step"),
     "qwen3_5_lora": steps(*HYBRID, "--lora", "16", "--providers", "huggingface,huggingface_fla,liger,bastile", seconds=260,
                           shows="qwen3_5_step_lora_16"),
-    "operations": Run("benchmark", ("--rounds", ROUNDS), 300, "operations, linear_cross_entropy, attention, host"),
+    "operations": Run("benchmark", (*OPERATIONS, "--rounds", ROUNDS), 330, "operations, linear_cross_entropy, attention, host"),
     "liger": Run("benchmark.limits", ("--rounds", ROUNDS), 300, "liger_limits"),
     "delta_rule": Run("benchmark", ("gated_delta_rule", "--tokens", "8192", "--rounds", ROUNDS), 200, "gated_delta_rule"),
     "delta_nets": Run("benchmark", (*DELTA_NETS, "--tokens", "8192", "--rounds", ROUNDS), 120, "qwen3_5_operations, attention"),
@@ -122,8 +125,8 @@ RUNS = {
                       shows="as_trained"),
     "autocast_fp32": steps("--autocast", "--weights", "fp32", "--layers", "12", "--tokens", "4096", "--providers",
                            "huggingface,liger,bastile", seconds=45, shows="as_trained"),
-    "checkpointing": steps("--checkpointing", "--tokens", "8192,16384", "--providers", "huggingface,liger,bastile", seconds=270,
-                           shows="as_trained"),
+    "checkpointing": steps("--checkpointing", *CHECKPOINTED, seconds=300, shows="as_trained"),
+    "lora_checkpointing": steps("--checkpointing", "--lora", "16", *CHECKPOINTED, seconds=240, shows="as_trained"),
     "small": steps("--model", "qwen3_0.6b", *SMALL, seconds=95, shows="small_models"),
     "small_1.7b": steps("--model", "qwen3_1.7b", *SMALL, seconds=120, shows="small_models"),
     "first_step": steps("--tokens", "512", "--fresh", "--providers", "huggingface,liger,bastile,bastile_adamw", seconds=220,

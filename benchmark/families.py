@@ -54,6 +54,14 @@ def attention_of(provider: str) -> str | None:
     return next((name for end, name in ATTENTION.items() if provider.endswith(end)), None)
 
 
+# What providers of ours ask of `apply`.
+OPTIONS = {
+    "bastile_recompute": {"recompute_mlp": True},
+    "bastile_keep_attention": {"keep_attention": True},
+    "bastile_trl_head": {"log_probs": False},
+}
+
+
 def prepare(provider: str, folder: str, liger: tuple[str, ...]) -> None:
     """Put a provider's layers into transformers. folder: of our package's build.toml; liger: what Liger's functions that patch end in."""
     if provider.endswith("_varlen"):
@@ -69,8 +77,7 @@ def prepare(provider: str, folder: str, liger: tuple[str, ...]) -> None:
         return
     if is_ours(provider):
         # An older build does not have all of these.
-        options = {"bastile_recompute": {"recompute_mlp": True}, "bastile_trl_head": {"log_probs": False}}.get(provider, {})
-        package(folder).apply(attention=provider != "bastile_sdpa", **options)
+        package(folder).apply(attention=provider != "bastile_sdpa", **OPTIONS.get(provider, {}))
         return
     require_modules("liger_kernel", "triton")
     # Liger's default is Triton, but where CuTe DSL is installed its dispatcher takes that for some operations.
@@ -133,7 +140,7 @@ QWEN3 = Family(
     package=suites.QWEN3.package,
     providers=("huggingface", "huggingface_flex", "huggingface_varlen", "torch_compile", "liger", "liger_flex", "liger_varlen",
                "liger_cutedsl", "liger_cutile", "bastile", "bastile_adamw", "bastile_sdpa", "bastile_unpacked", "bastile_captured",
-               "bastile_recompute", "bastile_trl_head", "unsloth"),
+               "bastile_recompute", "bastile_keep_attention", "bastile_trl_head", "unsloth"),
     step_providers=("huggingface", "torch_compile", "liger", "bastile", "bastile_adamw"),
     masked_providers=MASKED,
     fsdp_providers=("huggingface", "liger", "bastile", "bastile_adamw"),

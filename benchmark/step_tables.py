@@ -16,6 +16,7 @@ AS_TRAINED = {
     "autocast over bf16 weights": "_autocast",
     "autocast over fp32 weights": "_autocast_fp32",
     "every layer checkpointed": "_checkpointing",
+    "LoRA, rank 16, every layer checkpointed": "_lora_16_checkpointing",
 }
 TRL = {"DPO": "_lora_16_dpo", "GRPO": "_lora_16_grpo"}
 MASKED = {"8 documents, packed": "_8_documents", "4 rows, a fifth padding": "_4_rows_padding_0.2"}
