@@ -247,19 +247,21 @@ WIDE = declare("wide_attention", "attention with heads of 256", QWEN3_5, 4, ("1"
 
 
 def table(rows: list) -> str:
-    """Return attention alone, forward and backward, by the documents and windows of a row."""
+    """Return attention alone, forward and backward, by the documents and windows of a row, of as many tokens as other operations."""
     known = {operation.name: operation for operation in (ATTENTION, SINKS, WIDE)}
     found = [row for row in select(rows, metric_name="speed", dtype="bf16", timing="device") if row.kernel_name in known]
     names = columns_of(found)
-    shown = Table("", "documents", "window", "tokens", *map(providers.title, names), "floor", "Bastile: of the floor", "vs best peer")
+    of_ours = "floor", "Bastile: of the floor", "vs best peer"
+    shown = Table(f"{QWEN3.tokens} tokens", "documents", "window", *map(providers.title, names), *of_ours)
     for operation in known.values():
         for mode in operation.modes:
-            mine = select(found, kernel_name=operation.name, kernel_operation_mode=mode, model=operation.suite.model)
-            for documents, window, tokens in dict.fromkeys((r.x_value, r.config["window"], r.config["tokens"]) for r in mine):
-                by = by_provider(select(mine, x_value=documents, window=window, tokens=tokens))
+            case = {"model": operation.suite.model, "tokens": operation.suite.tokens}
+            mine = select(found, kernel_name=operation.name, kernel_operation_mode=mode, **case)
+            for documents, window in dict.fromkeys((row.x_value, row.config["window"]) for row in mine):
+                by = by_provider(select(mine, x_value=documents, window=window))
                 title = f"{operation.title.partition(', ')[0]}, {MODE_TITLES.get(mode, mode)}"
                 cells = [shown.notes.cell(by.get(p), milliseconds) for p in (*names, providers.FLOOR)]
-                shown.add([title, documents, window, str(tokens), *cells, of_floor(by), times_faster(by)], by.values())
+                shown.add([title, documents, window, *cells, of_floor(by), times_faster(by)], by.values())
     return shown.text()
 
 

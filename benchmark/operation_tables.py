@@ -14,7 +14,8 @@ def shown_rows(operation: Operation, rows: list[Row]) -> list[Row]:
     wanted = {"metric_name": "speed", "x_name": x_name, "x_value": x_value, "dtype": "bf16", "timing": operation.suite.timing}
     if x_name == "tokens":
         wanted["model"] = operation.suite.model
-    return select(rows, kernel_name=operation.name, **wanted)
+    found = select(rows, kernel_name=operation.name, **wanted)
+    return [row for row in found if x_name == "tokens" or row.config.get("tokens") in (None, operation.suite.tokens)]
 
 
 def suite_table(suite: Suite, rows: list[Row]) -> str:

@@ -177,6 +177,19 @@ def test_the_order_of_a_table_is_that_of_the_declarations():
     assert names == [*first, *(f"linear_log_probs{name}" for name in of_heads)]
 
 
+@pytest.mark.parametrize("table", ("operations", "attention"))
+def test_attention_is_shown_with_as_many_tokens_as_the_table_is_of(table):
+    """It is measured by documents, with several numbers of tokens."""
+    known = dataclasses.asdict(row("attention", x=8)) | {"x_name": "documents"}
+    rows = [
+        records.Row(**known | {"y_value_50": microseconds, "extra_benchmark_config_str": json.dumps(row().config | case)})
+        for tokens, microseconds in ((1024, 111.0), (8192, 222.0), (16384, 333.0))
+        for case in ({"tokens": tokens, "window": "none"},)
+    ]
+    found = tables.table(table, rows)
+    assert "8192 tokens" in found and "222" in found and "111" not in found and "333" not in found
+
+
 def test_a_line_of_log_probabilities_that_was_not_measured_says_so():
     rows = records.read_all(records.RESULTS / "nvidia-h200")
     others = [r for r in rows if r.kernel_name != "linear_log_probs_kept"]
