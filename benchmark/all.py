@@ -104,7 +104,7 @@ RUNS = {
                             seconds=110, shows="gpt_oss_step_skewed"),
     **{f"dense_{name}": steps("--model", name, *PEERS, seconds=75, shows="dense_step") for name in DENSE},
     **{f"dense_lora_{name}": steps("--model", name, *PEERS, "--lora", "16", seconds=75, shows="dense_step_lora_16") for name in DENSE},
-    **{f"dense_unsloth_{name}": steps("--model", name, "--providers", "unsloth", "--lora", "16", seconds=75, shows="dense_step_lora_16")
+    **{f"dense_unsloth_{name}": steps("--model", name, "--providers", "unsloth", "--lora", "16", seconds=180, shows="dense_step_lora_16")
        for name in UNSLOTH},
     "parts": steps("--model", "mistral_7b", "--tokens", "8192", *PEERS, "--parts", seconds=60, shows="step_parts"),
     "qwen3_5": steps(*HYBRID, seconds=360, shows="qwen3_5_step"),
@@ -125,8 +125,9 @@ RUNS = {
                       shows="as_trained"),
     "autocast_fp32": steps("--autocast", "--weights", "fp32", "--layers", "12", "--tokens", "4096", "--providers",
                            "huggingface,liger,bastile", seconds=45, shows="as_trained"),
-    "checkpointing": steps("--checkpointing", *CHECKPOINTED, seconds=300, shows="as_trained"),
-    "lora_checkpointing": steps("--checkpointing", "--lora", "16", *CHECKPOINTED, seconds=240, shows="as_trained"),
+    "checkpointing": steps("--checkpointing", *CHECKPOINTED, seconds=320, shows="as_trained"),
+    "lora_checkpointing": steps("--checkpointing", "--lora", "16", *CHECKPOINTED, measured=LONG, seconds=220,
+                                shows="as_trained"),
     "small": steps("--model", "qwen3_0.6b", *SMALL, seconds=95, shows="small_models"),
     "small_1.7b": steps("--model", "qwen3_1.7b", *SMALL, seconds=120, shows="small_models"),
     "first_step": steps("--tokens", "512", "--fresh", "--providers", "huggingface,liger,bastile,bastile_adamw", seconds=220,
