@@ -1,15 +1,17 @@
-"""The nodes of a decoder layer in a checkpoint, whose second run is in the backward pass: the same bits as without one.
+"""What a checkpoint's second run leaves out (ops/second_run.py): the same bits as without a checkpoint.
 
-Two of them are in one checkpoint, so the second run needs what the first of them gives.
+Two calls are in one checkpoint, so the second run needs what the first of them gives.
 """
 
 import functools
+import importlib
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.ops.common import BF16, CPU, FP32, errors_in, leaf, randn
 from tests.ops.decoder_nodes import part_of
+from tests.ops.experts import experts_inputs
 from tests.ops.projected_nodes import outputs, projections_of
 from tests.ops.sparse_nodes import leaves_of
 
@@ -49,24 +51,43 @@ def _experts(ops, shared):
     return x, run, [*list(leaves.values())[1:], *(part for one in projections for part in one[:5])]
 
 
-NODES = {
-    "mlp": functools.partial(_mlp, autocast=False),
-    "mlp in fp32": functools.partial(_mlp, autocast=True),
+def _operation(ops, name, **options):
+    """The same with the MLP as an operation. name: of its file and function."""
+    file, function = name.split(".")
+    function = getattr(importlib.import_module(f"{ops.__name__}.shared.ops.{file}"), function)
+    shapes = (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)
+    weights = [leaf(randn(*shape, dtype=BF16, device=CPU, seed=i, scale=shape[1] ** -0.5)) for i, shape in enumerate(shapes)]
+    return leaf(randn(TOKENS, HIDDEN, dtype=BF16, device=CPU, seed=7)), lambda x: function(x, *weights, **options), weights
+
+
+def _experts_alone(ops):
+    """The same with the operation of experts."""
+    expert, made, options = experts_inputs(CPU, BF16, TOKENS, 64, 24, 4, 2, gpt_oss=False)
+    x, *others = map(leaf, made.values())
+    return x, lambda x: ops.experts(x, expert, *others, **options), others
+
+
+CALLS = {
+    "MLP": functools.partial(_mlp, autocast=False),
+    "MLP in fp32": functools.partial(_mlp, autocast=True),
     "experts": functools.partial(_experts, shared=False),
     "shared expert": functools.partial(_experts, shared=True),
+    "mlp alone": functools.partial(_operation, name="swiglu.mlp"),
+    "mlp in shards": functools.partial(_operation, name="tiled_mlp.tiled_mlp", shards=2),
+    "experts alone": _experts_alone,
 }
 
 
-def check_second_run(ops, node, reentrant):
-    """node: of `NODES`."""
-    x, run, others = NODES[node](ops)
+def check_second_run(ops, call, reentrant):
+    """call: of `CALLS`."""
+    x, run, others = CALLS[call](ops)
     leaves = [x, *(tensor for tensor in others if tensor is not None)]
 
-    def results(call):
+    def results(through):
         for tensor in leaves:
             tensor.grad = None
         torch.manual_seed(3)
-        y = call(lambda x: run(run(x)), x)
+        y = through(lambda x: run(run(x)), x)
         y.backward(randn(*y.shape, dtype=y.dtype, device=CPU, seed=9))
         return [y.detach(), *(tensor.grad for tensor in leaves)]
 
@@ -74,28 +95,32 @@ def check_second_run(ops, node, reentrant):
     found = results(functools.partial(checkpoint, use_reentrant=reentrant))
     for mine, wanted in zip(found, expected, strict=True):
         assert (mine is None) == (wanted is None)
-        assert wanted is None or torch.equal(mine, wanted), f"{node}: the second run of a checkpoint gives other bits"
+        assert wanted is None or torch.equal(mine, wanted), f"{call}: the second run of a checkpoint gives other bits"
 
 
 # ---------------------------------------------------------------- planted errors
 CHECKS = {
-    f"{node}, {name}": functools.partial(check_second_run, node=node, reentrant=reentrant)
-    for node in NODES
-    for name, reentrant in FORMS.items()
+    f"{call}, {form}": functools.partial(check_second_run, call=call, reentrant=reentrant)
+    for call in CALLS
+    for form, reentrant in FORMS.items()
 }
-_NODES, _SPARSE = "shared/decoder/nodes.py", "shared/decoder/sparse.py"
+_NODES, _SPARSE, _SECOND = "shared/decoder/nodes.py", "shared/decoder/sparse.py", "shared/ops/second_run.py"
 MUTANTS = [
-    *errors_in(_NODES, "mlp, reentrant", "Finished.backward", ("return dout, None", "return 2 * dout, None")),
-    *errors_in(_NODES, "mlp, not reentrant", "norm_mlp",
-         ("None, total.reshape", "None, 2 * total.reshape"),
-         ("total.reshape(-1, x.shape[-1]), hidden, down", "total.reshape(-1, x.shape[-1]), 2 * hidden, down", "mlp in fp32, not reentrant"),
-         ("hidden, made = rest", "hidden, made = rest[0], [-one for one in rest[1]]")),
-    *errors_in(_NODES, "mlp, not reentrant", "_NormMLP.forward", ("else total).view(x.shape)", "else total).view(x.shape) * 2")),
-    *errors_in(_NODES, "mlp, not reentrant", "_mlp_start",
+    *errors_in(_SECOND, "MLP, reentrant", "_Finished.backward", ("return dout, None", "return 2 * dout, None")),
+    *errors_in(_SECOND, "mlp alone, not reentrant", "_Finished.forward", ("return finish()", "return 2 * finish()")),
+    *errors_in(_NODES, "MLP, not reentrant", "_finish_mlp",
+         ("None, total, hidden", "None, 2 * total, hidden"),
+         ("total, hidden, down", "total, 2 * hidden, down", "MLP in fp32, not reentrant"),
+         ("parts, made)", "parts, [-one for one in made])")),
+    *errors_in(_NODES, "MLP, not reentrant", "_mlp_start",
          ("mlp_start(layout.spec, tensors,", "mlp_start(layout.spec, tensors._replace(before=2 * before),")),
     *errors_in(_SPARSE, "experts, not reentrant", "_finish",
          ("gate_up, expert, scores, weights.down", "gate_up, expert, 2 * scores, weights.down"),
-         ("_summed(total.reshape", "_summed(2 * total.reshape"),
+         ("_summed(total,", "_summed(2 * total,"),
          ("shared(found)", "pass", "shared expert, not reentrant")),
-    *errors_in(_SPARSE, "experts, not reentrant", "_NormExperts.forward", ("return total.view(x.shape)", "return 2 * total.view(x.shape)")),
+    *errors_in("shared/ops/swiglu.py", "mlp alone, not reentrant", "_MLP.forward",
+         ("partial(_down, gate, up, down_weight)", "partial(_down, up, gate, down_weight)")),
+    *errors_in("shared/ops/experts.py", "experts alone, not reentrant", "_Experts.forward",
+         ("left = gate_up, expert, scores", "left = gate_up, expert, 2 * scores"),
+         ("save_for_backward(*inputs, gate_up, *routing)", "save_for_backward(*inputs, 2 * gate_up, *routing)")),
 ]  # fmt: skip

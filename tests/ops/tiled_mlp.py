@@ -108,6 +108,7 @@ MUTANTS = (
     (OPERATION, "_backward", "dy[part].t(), hidden", "dy[part].t(), dgate", "shards"),
     (OPERATION, "_TiledMLP.forward", "save_for_backward(x, gate_weight, up_weight,", "save_for_backward(x, up_weight, gate_weight,",
      "shards"),
+    (OPERATION, "_TiledMLP.forward", "tiled_mlp_forward, x, gate_weight", "tiled_mlp_forward, 2 * x, gate_weight", "shards"),
     (OPERATION, "_TiledMLP.backward", "tiled_mlp_backward(dy, ", "tiled_mlp_backward(-dy, ", "shards"),
 )
 CHECKS = of_suite({

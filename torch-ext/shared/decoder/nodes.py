@@ -5,12 +5,14 @@ Under autocast over an fp32 model the residual stream stays in fp32: the norms r
 is rounded to that once a forward pass, whose result the backward pass uses again. Gradients are of their parameters' own dtypes.
 """
 
+from functools import partial
 from typing import List, Optional, Sequence, Tuple
 
 import torch
 
 from ..ops.autocast import casts_products_of, outside_autocast
-from ..ops.common import apply_function, in_second_run, once_differentiable
+from ..ops.common import apply_function, once_differentiable
+from ..ops.second_run import Rest, apply_in_parts, unfinished
 from ..runtime.device import is_ordinary
 from ..runtime.replay import replayed_with_products
 from . import traced
@@ -243,31 +245,36 @@ _replayed_mlp_start = replayed_with_products(_mlp_start)
 _replayed_mlp_gradients = replayed_with_products(_mlp_gradients)
 
 
+def _finish_mlp(layout: Layout, shape, total, hidden, parts: Sequence, made: Sequence) -> torch.Tensor:
+    """The result, of what `_mlp_start` returned. parts: of `tensors_of`."""
+    *_, down = _second_half_again(layout, None, parts, made)
+    return mlp_finish(layout.spec, shape, None, total, hidden, down)[0]
+
+
 class _NormMLP(torch.autograd.Function):
-    """With `rest` the result is the residual stream after attention, to which the caller adds what `finished` gives with what `rest`, a
-    list, then holds. What is saved is the same, and so are the gradients: the stream's is the result's."""
+    """rest: as of `apply_in_parts`, None with a norm of the branch, whose gradient needs the last product."""
 
     @staticmethod
-    def forward(ctx, layout, recompute, rest, x, attended, after, before, behind, *parts):
+    def forward(ctx, rest: Rest, layout, recompute, x, attended, after, before, behind, *parts):
         whole, count = layout.whole_of(parts), len(MLPResults._fields if rest is None else MLPStarted._fields)
         run = _mlp if rest is None else _mlp_start
         if layout.replayable:
             run = _replayed_mlp if rest is None else _replayed_mlp_start
         found = run(x, attended, after, before, behind, layout, whole, *parts)
-        made = found[count:]
+        made, hidden = found[count:], None
         if rest is None:
             out, total, o, rstd, o_rstd, gate, up, branch, branch_rstd = found[:count]
         else:
             (total, o, rstd, o_rstd, gate, up, hidden), branch, branch_rstd = found[:count], None, None
-            out = (x if total is None else total).view(x.shape)
-            rest += hidden, made
         total = x.reshape(-1, x.shape[-1]) if total is None else total
         if recompute:
             gate = up = None
         results = total, o, rstd, o_rstd, gate, up, branch, branch_rstd
         ctx.save_for_backward(None, attended, after, before, behind, *results, *layout.to_save(parts), *made)
         ctx.layout, ctx.count = layout, len(parts)
-        return out
+        if rest is None:
+            return out
+        return unfinished(rest, partial(_finish_mlp, layout, x.shape, total, hidden, parts, made), x.shape, total)
 
     @staticmethod
     @once_differentiable
@@ -277,22 +284,6 @@ class _NormMLP(torch.autograd.Function):
         run = _replayed_mlp_gradients if layout.replayable else _mlp_gradients
         whole = layout.whole_of(saved[MLP_SAVED : MLP_SAVED + ctx.count])
         return (None, None, None, *run(dout, layout, whole, tuple(needs), ctx.count, *saved))
-
-
-class Finished(torch.autograd.Function):
-    """What `finish` makes of a residual stream by adding a branch to it, whose gradients the stream's own node computes.
-
-    A checkpoint that is not reentrant stops its second run once everything is saved that the first run saved. A node saves when its forward
-    pass has ended, so the last product of a layer, which saves nothing, is a node of its own there: it is not reached.
-    """
-
-    @staticmethod
-    def forward(ctx, total, finish):
-        return finish(total)
-
-    @staticmethod
-    def backward(ctx, dout):
-        return dout, None
 
 
 def norm_mlp(
@@ -336,14 +327,6 @@ def norm_mlp(
         return traced.norm_mlp(spec, tensors, dtype, parts, scalings, recompute)
     layout = layout_of(spec, split_groups(projections, attended is not None), dtype)
     of_node = x, attended, after, before, behind
-    if behind is not None or not in_second_run():
-        return apply_function(_NormMLP, layout, bool(recompute), None, *of_node, *present)
-    rest: list = []
-    total = apply_function(_NormMLP, layout, bool(recompute), rest, *of_node, *present)
-
-    def finish(total: torch.Tensor) -> torch.Tensor:
-        hidden, made = rest
-        *_, down = _second_half_again(layout, None, present, made)
-        return mlp_finish(spec, x.shape, None, total.reshape(-1, x.shape[-1]), hidden, down)[0]
-
-    return apply_function(Finished, total, finish)
+    if behind is not None:
+        return apply_function(_NormMLP, None, layout, bool(recompute), *of_node, *present)
+    return apply_in_parts(_NormMLP, layout, bool(recompute), *of_node, *present)

@@ -21,11 +21,9 @@ from ..ops.autocast import outside_autocast, without_autocast
 from ..ops.common import (
     accumulation_dtype,
     always,
-    apply_function,
     autocasts,
     describe,
     fail,
-    in_second_run,
     need_floats,
     needs_formula,
     once_differentiable,
@@ -34,8 +32,9 @@ from ..ops.expert_gate import Gate
 from ..ops.experts import experts_backward, experts_finish, experts_forward, experts_reference, experts_start, first_gemm
 from ..ops.grouped_gemm import Groups
 from ..ops.routing import Routing
+from ..ops.second_run import Rest, apply_in_parts, unfinished
 from .checks import check_attended, check_like
-from .nodes import Finished, add_branch_reference
+from .nodes import add_branch_reference
 from .norms import norm_reference, normed_again
 from .projection import FourBitWeight, Parts, Projection, flat_parts, layout_of, needs_in_parts, projection_reference, tensors_of
 from .projections import Projections, of_second_half, of_second_half_loaded
@@ -168,23 +167,24 @@ def _summed(total: torch.Tensor, found: torch.Tensor, shape: torch.Size) -> torc
     return out
 
 
-def _finish(gate: ExpertOptions, weights: ExpertTensors, started: tuple, shared: Optional[Callable], total: torch.Tensor) -> torch.Tensor:
-    """total plus what the experts make, of what a node has started. shared: adds what the shared expert makes to a result."""
+def _finish(
+    gate: ExpertOptions, weights: ExpertTensors, started: tuple, shared: Optional[Callable], total: torch.Tensor, shape: torch.Size
+) -> torch.Tensor:
+    """total plus what the experts make, of what the node has started. shared: adds what the shared expert makes to a result."""
     gate_up, expert, scores, routing, groups = started
     of_gate = Gate(gate.interleaved, gate.alpha, gate.limit)
     biases = weights.gate_up_bias, weights.down_bias
     found = experts_finish(gate_up, expert, scores, weights.down, *biases, routing, groups, gate.transposed, of_gate)
     if shared is not None:
         shared(found)
-    return _summed(total.reshape(found.shape), found, total.shape)
+    return _summed(total, found, shape)
 
 
 class _NormExperts(torch.autograd.Function):
-    """With `rest`, an empty list, the result is the residual stream after attention; the list then holds a function of it that adds what
-    the experts make, as of `nodes.Finished`."""
+    """rest: as of `apply_in_parts`."""
 
     @staticmethod
-    def forward(ctx, layout, recompute, rest, x, attended, after, before, router_weight, router_bias, shared_gate, *parts):
+    def forward(ctx, rest: Rest, layout, recompute, x, attended, after, before, router_weight, router_bias, shared_gate, *parts):
         spec, tensors = layout.spec, OutputTensors(x, attended, after, before, None)
         weights, parts = ExpertTensors(*parts[:4]), parts[4:]
         projections = of_second_half(list(zip(layout.groups, layout.by_group(parts))), layout.whole_of(layout.present(parts)))
@@ -217,8 +217,7 @@ class _NormExperts(torch.autograd.Function):
             return _summed(total, found, x.shape)
         started = gate_up, expert, rounded, routing, groups
         of_shared = None if shared is None or scored is None else partial(shared_finish, scored, shared)
-        rest.append(partial(_finish, spec.gate, weights, started, of_shared))
-        return total.view(x.shape)
+        return unfinished(rest, partial(_finish, spec.gate, weights, started, of_shared, total, x.shape), x.shape, total)
 
     @staticmethod
     @once_differentiable
@@ -335,11 +334,7 @@ def norm_experts(
             return norm_experts_reference(description, tensors, router, weights, o, shared)
         layout = layout_of(description, groups, x.dtype)
         of_node = *tensors[:-1], router.weight, router.bias, shared_gate
-        if torch.compiler.is_compiling() or not in_second_run():
-            return apply_function(_NormExperts, layout, bool(recompute), None, *of_node, *weights, *parts)
-        rest: list = []
-        total = apply_function(_NormExperts, layout, bool(recompute), rest, *of_node, *weights, *parts)
-        return apply_function(Finished, total, rest[0])
+        return apply_in_parts(_NormExperts, layout, bool(recompute), *of_node, *weights, *parts)
 
 
 def _check(

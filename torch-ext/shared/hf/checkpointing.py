@@ -15,8 +15,8 @@ from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 
-from ..ops.common import in_backward_pass
 from ..ops.recorded import Recording, Results
+from ..ops.second_run import in_backward_pass
 from .arguments import CACHE, SINCE_5_24
 from .binding import begin_graphs_after
 from .modules import SAVED

@@ -51,16 +51,6 @@ def apply_function(function, *arguments):
     return super(torch.autograd.Function, function).apply(*[_unwrap_if_dead(a) if type(a) in PLAIN else a for a in arguments])
 
 
-def in_backward_pass() -> bool:
-    """Tells whether this thread runs a backward pass: what runs forward then is a checkpoint's second run, or asked for by a hook."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def in_second_run() -> bool:
-    """Tells whether this may be a checkpoint's second run, whose results are for the backward pass alone."""
-    return torch.is_grad_enabled() and in_backward_pass()
-
-
 def always(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A function that gives the tensor."""
     return lambda: tensor

@@ -7,6 +7,7 @@ of the second one are only added up, by the token that they belong to, in both d
 the output of the first GEMM, and its gradient is written over it.
 """
 
+import functools
 from typing import List, Optional, Tuple
 
 import torch
@@ -14,7 +15,6 @@ import torch
 from .autocast import outside_autocast, without_autocast
 from .common import (
     accumulation_dtype,
-    apply_function,
     autocasts,
     describe,
     fail,
@@ -27,6 +27,7 @@ from .common import (
 from .expert_gate import Gate, dense, gate_backward, gate_forward, token_rows, token_sum
 from .grouped_gemm import Groups, grouped_mm, grouped_outer
 from .routing import Routing, route
+from .second_run import Rest, apply_in_parts, unfinished
 
 Five = Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -201,12 +202,17 @@ _traced_backward = traceable("experts_backward", _functional_backward, _fake_bac
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, *options):
+    def forward(ctx, rest: Rest, hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias, *options):
         inputs = (hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias)
-        out, *saved = experts_forward(*inputs, *options)
-        ctx.save_for_backward(*inputs, *saved)
         ctx.options, ctx.written_over = options, False
-        return out
+        if rest is None:
+            out, *saved = experts_forward(*inputs, *options)
+            ctx.save_for_backward(*inputs, *saved)
+            return out
+        gate_up, routing, groups = experts_start(hidden, expert, gate_up_weight, options[0])
+        ctx.save_for_backward(*inputs, gate_up, *routing)
+        left = gate_up, expert, scores, down_weight, gate_up_bias, down_bias, routing, groups, options[0], Gate(*options[1:])
+        return unfinished(rest, functools.partial(experts_finish, *left), hidden.shape, hidden)
 
     @staticmethod
     @once_differentiable
@@ -214,7 +220,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx, dout):
         *inputs, gate_up, order, position, ends = ctx.saved_tensors
         needed = ctx.needs_input_grad
-        needs = [needed[i] for i in (0, 2, 3, 4, 5, 6)]
+        needs = [needed[i] for i in (1, 3, 4, 5, 6, 7)]
         if torch.compiler.is_compiling():
             found = _traced_backward(dout, *inputs, gate_up, order, position, ends, *ctx.options, needs)
         else:
@@ -224,7 +230,7 @@ class _Experts(torch.autograd.Function):
             ctx.written_over = True
             found = experts_backward(dout, inputs, gate_up, Routing(order, position, ends), ctx.options, needs)
         dhidden, dscores, *dweights = [gradient if need else None for gradient, need in zip(found, needs)]
-        return (dhidden, None, dscores, *dweights, None, None, None, None)
+        return (None, dhidden, None, dscores, *dweights, None, None, None, None)
 
 
 def experts(
@@ -263,8 +269,8 @@ def experts(
     tensors = (hidden, expert, scores, gate_up_weight, down_weight, gate_up_bias, down_bias)
     if autocasts(hidden.device):
         with without_autocast(hidden.device):
-            return experts_reference(*tensors, *options) if needs_formula(*tensors) else apply_function(_Experts, *tensors, *options)
-    return experts_reference(*tensors, *options) if needs_formula(*tensors) else apply_function(_Experts, *tensors, *options)
+            return experts_reference(*tensors, *options) if needs_formula(*tensors) else apply_in_parts(_Experts, *tensors, *options)
+    return experts_reference(*tensors, *options) if needs_formula(*tensors) else apply_in_parts(_Experts, *tensors, *options)
 
 
 def _is_integer(dtype: torch.dtype) -> bool:

@@ -1,5 +1,6 @@
 """SwiGLU, silu(gate) * up, and the whole MLP around it (arXiv 2002.05202)."""
 
+import functools
 from typing import Optional, Sequence, Tuple
 
 import torch
@@ -23,6 +24,7 @@ from .common import (
     side_by_side,
     traceable,
 )
+from .second_run import Rest, apply_in_parts, unfinished
 
 Triple = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -199,15 +201,21 @@ def mlp_backward(dy, x, gate, up, gate_weight, up_weight, down_weight, whole, ne
     return dx, dgate_weight, dup_weight, ddown_weight
 
 
+def _down(gate: torch.Tensor, up: torch.Tensor, down_weight: torch.Tensor) -> torch.Tensor:
+    return linear(swiglu_forward(gate, up), down_weight)
+
+
 class _MLP(torch.autograd.Function):
     """Saves x, gate and up. silu(gate) * up, as large as each of them, is computed again in the backward pass; the two input
     gradients of gate and up are added by a GEMM."""
 
     @staticmethod
-    def forward(ctx, x, gate_weight, up_weight, down_weight):
+    def forward(ctx, rest: Rest, x, gate_weight, up_weight, down_weight):
         gate, up = gate_and_up(x, gate_weight, up_weight, side_by_side((gate_weight, up_weight)))
         ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
-        return linear(swiglu_forward(gate, up), down_weight)
+        if rest is None:
+            return _down(gate, up, down_weight)
+        return unfinished(rest, functools.partial(_down, gate, up, down_weight), (x.shape[0], down_weight.shape[0]), x)
 
     @staticmethod
     @once_differentiable
@@ -215,7 +223,7 @@ class _MLP(torch.autograd.Function):
     def backward(ctx, dy):
         x, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors
         whole = side_by_side((gate_weight, up_weight))
-        return mlp_backward(dy, lambda: x, gate, up, gate_weight, up_weight, down_weight, whole, ctx.needs_input_grad)
+        return None, *mlp_backward(dy, lambda: x, gate, up, gate_weight, up_weight, down_weight, whole, ctx.needs_input_grad[1:])
 
 
 def check_mlp(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor) -> None:
@@ -246,7 +254,7 @@ def mlp(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, dow
     check_mlp(x, gate_weight, up_weight, down_weight)
     if needs_formula(x, gate_weight, up_weight, down_weight):
         return mlp_reference(x, gate_weight, up_weight, down_weight)
-    return apply_function(_MLP, x.reshape(-1, x.shape[-1]), gate_weight, up_weight, down_weight).view(x.shape)
+    return apply_in_parts(_MLP, x.reshape(-1, x.shape[-1]), gate_weight, up_weight, down_weight).view(x.shape)
 
 
 SELF_CHECKS = {

@@ -7,13 +7,15 @@ function and get their gradients once, so DDP, FSDP, ZeRO, `autograd.grad`, a fr
 operation. (Liger's writes .grad from inside the backward, once a shard.)
 """
 
+import functools
 from typing import List, Optional, Tuple
 
 import torch
 from torch.nn.functional import linear
 
-from .common import apply_function, fail, need_floats, needs_formula, once_differentiable, traceable
+from .common import fail, need_floats, needs_formula, once_differentiable, traceable
 from .gated_activation import APPROXIMATE, backward_in_place, forward_into, forward_reference
+from .second_run import Rest, apply_in_parts, unfinished
 from .swiglu import check_mlp
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
@@ -97,17 +99,18 @@ tiled_mlp_backward = traceable("tiled_mlp_backward", _backward, _fake_backward)
 
 class _TiledMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gate_weight, up_weight, down_weight, activation, length):
+    def forward(ctx, rest: Rest, x, gate_weight, up_weight, down_weight, activation, length):
         ctx.save_for_backward(x, gate_weight, up_weight, down_weight)
         ctx.options = activation, length
-        return tiled_mlp_forward(x, gate_weight, up_weight, down_weight, activation, length)
+        make = functools.partial(tiled_mlp_forward, x, gate_weight, up_weight, down_weight, activation, length)
+        return make() if rest is None else unfinished(rest, make, (x.shape[0], down_weight.shape[0]), x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        needs = ctx.needs_input_grad[:4]
+        needs = ctx.needs_input_grad[1:5]
         results = tiled_mlp_backward(dy, *ctx.saved_tensors, *ctx.options, *needs)
-        return (*[result if need else None for result, need in zip(results, needs)], None, None)
+        return (None, *[result if need else None for result, need in zip(results, needs)], None, None)
 
 
 def tiled_mlp(
@@ -137,7 +140,7 @@ def tiled_mlp(
     flat = x.reshape(-1, x.shape[-1])
     trains = torch.is_grad_enabled() and any(weight.requires_grad for weight in (gate_weight, up_weight, down_weight))
     length = _length(flat.shape[0], x.shape[-1], shards, trains)
-    return apply_function(_TiledMLP, flat, gate_weight, up_weight, down_weight, activation, length).view(x.shape)
+    return apply_in_parts(_TiledMLP, flat, gate_weight, up_weight, down_weight, activation, length).view(x.shape)
 
 
 def tiled_swiglu(x, gate_weight, up_weight, down_weight, shards: Optional[int] = None) -> torch.Tensor:
