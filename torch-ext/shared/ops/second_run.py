@@ -10,7 +10,7 @@ from typing import Callable, List, Optional, Sequence
 
 import torch
 
-from .common import apply_function
+from .common import apply_function, once_differentiable
 
 Rest = Optional[List[Callable[[], torch.Tensor]]]
 
@@ -46,5 +46,6 @@ class _Finished(torch.autograd.Function):
         return finish()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout):
         return dout, None
