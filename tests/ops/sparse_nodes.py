@@ -161,7 +161,7 @@ MUTANTS = [
          ("score * (1 - score)", "score"),
          (".addmm_(dlogit, gate)", ""),
          ("inner.input_gradient(grads, dlow, both)", "inner.input_gradient(grads, None, both)")),
-    *errors_in("shared/decoder/shared_expert.py", "norm_experts_shared", "shared_finish",
+    *errors_in("shared/decoder/shared_expert.py", "norm_experts_shared", "_add_down",
          ("onto=found, out=found", "onto=0 * found, out=found")),
     *errors_in("shared/decoder/sparse.py", "norm_experts_shared", "_NormExperts.backward",
          ("dy += dshared.y", "pass"),

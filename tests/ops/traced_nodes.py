@@ -119,7 +119,7 @@ MUTANTS = [
          ("(dq, dk, dv, dresidual), tensors", "(dq, dk, dv, 0 * dresidual), tensors")),
     *errors_in("shared/decoder/traced.py", "traced_mlp", "_mlp",
          ("OutputGroups(*three_of(found)), both)", "OutputGroups(*three_of(found)))"),
-         ("_there(results.total,", "_there(x.reshape(results.total.shape),")),
+         ("_there(saved.total if", "_there(x.reshape(saved.total.shape) if")),
     *errors_in("shared/decoder/traced.py", "traced_mlp_autocast", "_mlp_gradients",
          ("gate, up = both", "up, gate = both"),
          ("else gradients.x.view(dout.shape)", "else -gradients.x.view(dout.shape)")),

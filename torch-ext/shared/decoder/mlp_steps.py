@@ -1,7 +1,7 @@
-"""What the second autograd node of a decoder layer computes after attention, forward and backward, as `steps` does: the MLP, with both
-residual connections.
+"""The MLP of a decoder layer with both residual connections, forward and backward: what the layer's second autograd node computes.
 
-In the forward pass its last product stands apart (`mlp_finish`): the backward pass needs nothing of that, unless a norm follows.
+The forward pass has its last product in a function of its own, `mlp_finish`, because the backward pass does not read it unless a norm
+follows.
 """
 
 from functools import partial
@@ -60,23 +60,9 @@ def three_of(found: Sequence) -> Sequence:
     return found if len(found) == 3 else (None, *found)
 
 
-class MLPResults(NamedTuple):
-    """out: the result. total, o, rstd, o_rstd: of `Joined`, total None where it is x. gate, up: None where they are
-    made again. branch: the MLP's, before its norm; branch_rstd: that norm's; None where there is none."""
-
-    out: torch.Tensor
-    total: Optionals
-    o: Optionals
-    rstd: Optionals
-    o_rstd: Optionals
-    gate: Optionals
-    up: Optionals
-    branch: Optionals
-    branch_rstd: Optionals
-
-
 class MLPSaved(NamedTuple):
-    """What of `MLPResults` the backward pass needs; total in any case."""
+    """What the backward pass reads. total: the residual stream after attention, flat. o, rstd, o_rstd: of `Joined`. gate, up: None where
+    the backward pass computes them again. branch: the MLP's, before its norm; branch_rstd: that norm's; None without one."""
 
     total: torch.Tensor
     o: Optionals
@@ -102,37 +88,27 @@ def _gate_and_up(products: Sequence[torch.Tensor]) -> Tuple[torch.Tensor, torch.
     return gate, up
 
 
-class MLPStarted(NamedTuple):
-    """What `mlp_forward` computes in front of the MLP's last product. total: the residual stream after attention, flat; hidden: what that
-    product reads; the others: of `MLPResults`."""
+def mlp_start(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both: Optionals = None) -> Tuple[torch.Tensor, MLPSaved]:
+    """The input of the MLP's last product, and what is saved, without the branch.
 
-    total: torch.Tensor
-    o: Optionals
-    rstd: Optionals
-    o_rstd: Optionals
-    gate: torch.Tensor
-    up: torch.Tensor
-    hidden: torch.Tensor
-
-
-def mlp_start(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both: Optionals = None) -> MLPStarted:
-    """both: [tokens, gate's and up's rows], where these products go."""
+    both: [tokens, gate's and up's rows], where these products go.
+    """
     inner = groups.inner
-    joined = join_forward(spec, tensors, groups.o, inner.group.dtype)
-    total = joined.total
-    gate, up = _gate_and_up(inner.forward(joined.y, total.shape[0] <= ONE_GEMM_FORWARD, out=both))
-    total, _, o, rstd, o_rstd = joined
-    del joined
+    total, y, o, rstd, o_rstd = join_forward(spec, tensors, groups.o, inner.group.dtype)
+    gate, up = _gate_and_up(inner.forward(y, total.shape[0] <= ONE_GEMM_FORWARD, out=both))
+    del y
     hidden = gated_forward(gate, up, spec.activation)
     groups.down.begin(hidden)
-    return MLPStarted(total, o, rstd, o_rstd, gate, up, hidden)
+    return hidden, MLPSaved(total, o, rstd, o_rstd, gate, up, None, None)
 
 
 def mlp_finish(
     spec: Outputs, shape: Sequence[int], behind: Optionals, total: torch.Tensor, hidden: torch.Tensor, down: Projections
 ) -> Tuple[torch.Tensor, Optionals, Optionals]:
-    """(out, branch, branch_rstd) of `MLPResults`. shape: of the result; behind: the weight of the branch's norm; total, hidden: of
-    `MLPStarted`; down: begun."""
+    """The result, and `branch` and `branch_rstd` of `MLPSaved`.
+
+    shape: of the result; behind: the weight of the branch's norm; total, hidden: of `mlp_start`; down: begun.
+    """
     branch: Optionals = None
     branch_rstd: Optionals = None
     dtype = down.group.dtype
@@ -153,11 +129,11 @@ def mlp_finish(
     return out, branch, branch_rstd
 
 
-def mlp_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both: Optionals = None) -> MLPResults:
-    """both: as of `mlp_start`."""
-    total, o, rstd, o_rstd, gate, up, hidden = mlp_start(spec, tensors, groups, both)
-    out, branch, branch_rstd = mlp_finish(spec, tensors.x.shape, tensors.behind, total, hidden, groups.down)
-    return MLPResults(out, None if groups.o is None else total, o, rstd, o_rstd, gate, up, branch, branch_rstd)
+def mlp_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both: Optionals = None) -> Tuple[torch.Tensor, MLPSaved]:
+    """The result and what is saved. both: as of `mlp_start`."""
+    hidden, saved = mlp_start(spec, tensors, groups, both)
+    out, branch, branch_rstd = mlp_finish(spec, tensors.x.shape, tensors.behind, saved.total, hidden, groups.down)
+    return out, saved._replace(branch=branch, branch_rstd=branch_rstd)
 
 
 def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, saved: MLPSaved, groups: OutputGroups, need: OutputNeeds,

@@ -19,18 +19,7 @@ from . import traced
 from .activation import gated_reference
 from .checks import check_inputs, check_mlp, dense_parts, split_groups
 from .heads import Heads, heads_reference
-from .mlp_steps import (
-    GroupNeeds,
-    MLPResults,
-    MLPSaved,
-    MLPStarted,
-    OutputGroups,
-    mlp_backward,
-    mlp_finish,
-    mlp_forward,
-    mlp_start,
-    three_of,
-)
+from .mlp_steps import GroupNeeds, MLPSaved, OutputGroups, mlp_backward, mlp_finish, mlp_forward, mlp_start, three_of
 from .norms import norm_reference
 from .projection import (
     Layout,
@@ -44,7 +33,7 @@ from .projection import (
     scalings_without_dropout,
     tensors_of,
 )
-from .projections import Copies, Projections, of_second_half, of_second_half_loaded
+from .projections import Copies, Projections, all_made, of_second_half, of_second_half_loaded
 from .spec import Inputs, Norm, Outputs
 from .steps import InputNeeds, InputSaved, InputTensors, OutputNeeds, OutputTensors, flat_heads, inputs_backward, inputs_forward
 
@@ -194,34 +183,22 @@ def norm_attention_inputs(
 
 
 # ---------------------------------------------------------------- after attention
-def _mlp(x, attended, after, before, behind, layout: Layout, whole, *parts):
-    """`MLPResults`, and `Projections.made`. parts: of `tensors_of`; whole: of gate's and up's weights."""
-    tensors = OutputTensors(x, attended, after, before, behind)
-    found = _second_half(tensors, layout, whole, parts)
-    results = mlp_forward(layout.spec, tensors, OutputGroups(*three_of(found)))
-    return (*results, *[tensor for projections in found for tensor in projections.made()])
+def _mlp(x, attended, after, before, behind, layout: Layout, whole, finish: bool, *parts):
+    """Returns the result, `MLPSaved`, with None for a total that is x itself, and `all_made`.
 
-
-def _mlp_start(x, attended, after, before, behind, layout: Layout, whole, *parts):
-    """`MLPStarted`, total None where it is x, and `Projections.made`; as `_mlp` without the last product."""
-    tensors = OutputTensors(x, attended, after, before, behind)
-    found = _second_half(tensors, layout, whole, parts)
-    groups = OutputGroups(*three_of(found))
-    total, *started = mlp_start(layout.spec, tensors, groups)
-    return (None if groups.o is None else total, *started, *[tensor for projections in found for tensor in projections.made()])
-
-
-def _second_half(tensors: OutputTensors, layout: Layout, whole, parts: Sequence) -> List[Projections]:
-    """The projections of a node after attention, for its forward pass."""
-    copies, all_parts = Copies(), layout.all_of(parts)
+    parts: of `tensors_of`; whole: of gate's and up's weights; finish: False to get the last product's input instead of the result.
+    """
+    tensors, copies, all_parts = OutputTensors(x, attended, after, before, behind), Copies(), layout.all_of(parts)
     check_mlp(tensors, [Projection(*each) for each in by_projection(all_parts)], layout.dtype)
     found = of_second_half(list(zip(layout.groups, layout.by_group(all_parts))), whole, copies)
     copies.make()
-    return found
+    groups = OutputGroups(*three_of(found))
+    first, saved = (mlp_forward if finish else mlp_start)(layout.spec, tensors, groups)
+    return (first, None if groups.o is None else saved.total, *saved[1:], *all_made(found))
 
 
-def _second_half_again(layout: Layout, whole, parts: Sequence, made: Sequence) -> List[Projections]:
-    """The same with what the forward pass made."""
+def _loaded(layout: Layout, whole, parts: Sequence, made: Sequence) -> List[Projections]:
+    """Restores the projections of `_mlp` from what they made."""
     return of_second_half_loaded(list(zip(layout.groups, layout.by_group(layout.all_of(parts)))), made, whole)
 
 
@@ -232,7 +209,7 @@ def _mlp_gradients(dout, layout: Layout, whole, needs: tuple, count: int, *saved
     """
     of_tensors, of_results, parts, made = _pieces(saved, len(OutputTensors._fields), MLP_SAVED, MLP_SAVED + count)
     tensors, results = OutputTensors(*of_tensors), MLPSaved(*of_results)
-    found = _second_half_again(layout, whole, parts, made)
+    found = _loaded(layout, whole, parts, made)
     need, of_parts = OutputNeeds(*needs[: len(tensors)]), layout.all_of(needs[len(tensors) :])
     of_groups = GroupNeeds(*three_of([needs_in_parts(each) for each in layout.by_group(of_parts)]))
     gradients = mlp_backward(layout.spec, dout, tensors, results, OutputGroups(*three_of(found)), need, of_groups)
@@ -241,13 +218,12 @@ def _mlp_gradients(dout, layout: Layout, whole, needs: tuple, count: int, *saved
 
 
 _replayed_mlp = replayed_with_products(_mlp)
-_replayed_mlp_start = replayed_with_products(_mlp_start)
 _replayed_mlp_gradients = replayed_with_products(_mlp_gradients)
 
 
 def _finish_mlp(layout: Layout, shape, total, hidden, parts: Sequence, made: Sequence) -> torch.Tensor:
-    """The result, of what `_mlp_start` returned. parts: of `tensors_of`."""
-    *_, down = _second_half_again(layout, None, parts, made)
+    """Computes the result from what `_mlp` returned without it."""
+    *_, down = _loaded(layout, None, parts, made)
     return mlp_finish(layout.spec, shape, None, total, hidden, down)[0]
 
 
@@ -256,25 +232,17 @@ class _NormMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rest: Rest, layout, recompute, x, attended, after, before, behind, *parts):
-        whole, count = layout.whole_of(parts), len(MLPResults._fields if rest is None else MLPStarted._fields)
-        run = _mlp if rest is None else _mlp_start
-        if layout.replayable:
-            run = _replayed_mlp if rest is None else _replayed_mlp_start
-        found = run(x, attended, after, before, behind, layout, whole, *parts)
-        made, hidden = found[count:], None
-        if rest is None:
-            out, total, o, rstd, o_rstd, gate, up, branch, branch_rstd = found[:count]
-        else:
-            (total, o, rstd, o_rstd, gate, up, hidden), branch, branch_rstd = found[:count], None, None
-        total = x.reshape(-1, x.shape[-1]) if total is None else total
+        run, whole = _replayed_mlp if layout.replayable else _mlp, layout.whole_of(parts)
+        first, total, *found = run(x, attended, after, before, behind, layout, whole, rest is None, *parts)
+        of_saved, made = _pieces(found, len(MLPSaved._fields) - 1)
+        saved = MLPSaved(x.reshape(-1, x.shape[-1]) if total is None else total, *of_saved)
         if recompute:
-            gate = up = None
-        results = total, o, rstd, o_rstd, gate, up, branch, branch_rstd
-        ctx.save_for_backward(None, attended, after, before, behind, *results, *layout.to_save(parts), *made)
+            saved = saved._replace(gate=None, up=None)
+        ctx.save_for_backward(None, attended, after, before, behind, *saved, *layout.to_save(parts), *made)
         ctx.layout, ctx.count = layout, len(parts)
         if rest is None:
-            return out
-        return unfinished(rest, partial(_finish_mlp, layout, x.shape, total, hidden, parts, made), x.shape, total)
+            return first
+        return unfinished(rest, partial(_finish_mlp, layout, x.shape, saved.total, first, parts, made), x.shape, saved.total)
 
     @staticmethod
     @once_differentiable

@@ -178,7 +178,7 @@ class Projections:
             self.low = self._low(x)
 
     def again(self, x: torch.Tensor, in_one: bool = True, onto=None, out=None) -> list:
-        """What `forward` returns, bit for bit, after `begin`, or in the backward pass, where what that made is there."""
+        """Returns what `forward` returns, bit for bit, once `begin` has run, or in the backward pass, which loads what it made."""
         group = self.group
         results = self._products(x, in_one, onto, out)
         for (i, span), b in zip(group.spans.items(), self.b):
@@ -353,6 +353,11 @@ def of_second_half_loaded(groups: Pairs, made: Sequence, whole: Optional[torch.T
         projections, made = Projections.loaded(group, tensors, made, whole if i == len(groups) - 2 else None)
         found.append(projections)
     return found
+
+
+def all_made(found: Sequence[Projections]) -> list:
+    """Lists what each of several projections has made, one after the other, as `of_second_half_loaded` takes it."""
+    return [tensor for projections in found for tensor in projections.made()]
 
 
 def _affine(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], out: Optional[torch.Tensor]) -> torch.Tensor:

@@ -6,6 +6,7 @@ As with the others, the score multiplies the gated row in front of the last GEMM
 gradient of the score needs no result of it.
 """
 
+from functools import partial
 from typing import Callable, List, NamedTuple, Optional, Sequence
 
 import torch
@@ -74,16 +75,15 @@ def score_of(y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 
 def shared_start(y: torch.Tensor, gate: torch.Tensor, groups: SharedGroups):
-    """(score [tokens], gate and up side by side, the scored rows that the last GEMM reads)"""
+    """(score [tokens], gate and up side by side, a function that adds the expert's result to one [tokens, hidden], its caller's own)"""
     score, both = score_of(y, gate), gate_and_up(y, groups.inner)
     scored = gate_forward(both, None, score, None, SILU)
     groups.down.begin(scored)
-    return score, both, scored
+    return score, both, partial(_add_down, scored, groups.down)
 
 
-def shared_finish(scored: torch.Tensor, groups: SharedGroups, found: torch.Tensor) -> None:
-    """Adds the expert's result to found [tokens, hidden], the caller's own."""
-    groups.down.again(scored, onto=found, out=found)
+def _add_down(scored: torch.Tensor, down: Projections, found: torch.Tensor) -> None:
+    down.again(scored, onto=found, out=found)
 
 
 def shared_backward(dout: torch.Tensor, y: Callable[[], torch.Tensor], gate: torch.Tensor, score: torch.Tensor, both: torch.Tensor,

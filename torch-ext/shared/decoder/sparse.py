@@ -37,7 +37,7 @@ from .checks import check_attended, check_like
 from .nodes import add_branch_reference
 from .norms import norm_reference, normed_again
 from .projection import FourBitWeight, Parts, Projection, flat_parts, layout_of, needs_in_parts, projection_reference, tensors_of
-from .projections import Projections, of_second_half, of_second_half_loaded
+from .projections import Projections, all_made, of_second_half, of_second_half_loaded
 from .shared_expert import (
     SharedExpert,
     SharedGradients,
@@ -46,7 +46,6 @@ from .shared_expert import (
     check_shared,
     gate_and_up,
     shared_backward,
-    shared_finish,
     shared_reference,
     shared_start,
 )
@@ -160,24 +159,23 @@ def _groups_of(found: Sequence) -> SparseGroups:
     return SparseGroups(found[0] if len(found) % 2 else None, SharedGroups(*found[-2:]) if len(found) > 1 else None)
 
 
-def _summed(total: torch.Tensor, found: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """total + found. Not a view of the flat result: FSDP's hooks warn of a module that returns a view."""
+def _summed(total: torch.Tensor, found: torch.Tensor, add_shared: Optional[Callable], shape: torch.Size) -> torch.Tensor:
+    """total, what the experts made, and what the shared one adds to that. Not a view of the flat result: FSDP's hooks warn of a module that
+    returns a view."""
+    if add_shared is not None:
+        add_shared(found)
     out = torch.empty(shape, dtype=total.dtype, device=total.device)
     torch.add(total, found, out=out.view(total.shape))
     return out
 
 
-def _finish(
-    gate: ExpertOptions, weights: ExpertTensors, started: tuple, shared: Optional[Callable], total: torch.Tensor, shape: torch.Size
-) -> torch.Tensor:
-    """total plus what the experts make, of what the node has started. shared: adds what the shared expert makes to a result."""
+def _finish(gate: ExpertOptions, weights: ExpertTensors, started: tuple, total: torch.Tensor, *others) -> torch.Tensor:
+    """The result of a node that has started its experts. others: as of `_summed`."""
     gate_up, expert, scores, routing, groups = started
     of_gate = Gate(gate.interleaved, gate.alpha, gate.limit)
     biases = weights.gate_up_bias, weights.down_bias
     found = experts_finish(gate_up, expert, scores, weights.down, *biases, routing, groups, gate.transposed, of_gate)
-    if shared is not None:
-        shared(found)
-    return _summed(total, found, shape)
+    return _summed(total, found, *others)
 
 
 class _NormExperts(torch.autograd.Function):
@@ -197,27 +195,22 @@ class _NormExperts(torch.autograd.Function):
             found, gate_up, *routing = experts_forward(joined.y, expert, rounded, *weights, *spec.gate)
         else:
             gate_up, routing, groups = experts_start(joined.y, expert, weights.gate_up, spec.gate.transposed)
-        shared_score = both = scored = None
+        shared_score = both = add_shared = None
         if shared is not None:
-            shared_score, both, scored = shared_start(joined.y, shared_gate, shared)
+            shared_score, both, add_shared = shared_start(joined.y, shared_gate, shared)
         total, _, *of_join = joined
         del joined
-        made = [tensor for each in projections for tensor in each.made()]
         ctx.save_for_backward(
             *(attended, after, before, router_weight, shared_gate, *weights, total, *of_join),
             *(scores, expert, None if spec.normalised else logits, None if recompute else gate_up, *routing),
-            *(shared_score, None if recompute else both, *layout.to_save(parts), *made),
+            *(shared_score, None if recompute else both, *layout.to_save(parts), *all_made(projections)),
         )
         ctx.layout, ctx.shape, ctx.count, ctx.written_over = layout, x.shape, len(parts), False
         if rest is None:
             del gate_up, both
-            if shared is not None and scored is not None:
-                shared_finish(scored, shared, found)
-                del scored
-            return _summed(total, found, x.shape)
+            return _summed(total, found, add_shared, x.shape)
         started = gate_up, expert, rounded, routing, groups
-        of_shared = None if shared is None or scored is None else partial(shared_finish, scored, shared)
-        return unfinished(rest, partial(_finish, spec.gate, weights, started, of_shared, total, x.shape), x.shape, total)
+        return unfinished(rest, partial(_finish, spec.gate, weights, started, total, add_shared, x.shape), x.shape, total)
 
     @staticmethod
     @once_differentiable

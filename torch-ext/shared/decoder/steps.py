@@ -1,5 +1,5 @@
-"""What the two autograd nodes of a decoder layer compute forward and backward, without autograd: `nodes` makes nodes of it, `traced`
-operators for a compiler, and `sparse` puts experts in the place of the MLP, which is in `mlp_steps`.
+"""What the two autograd nodes of a decoder layer compute forward and backward, without autograd: `nodes` makes nodes of it, and `traced`
+operators for a compiler. The MLP is in `mlp_steps`; `sparse` has experts instead.
 
 What is saved is small: the residual stream, one number a row, and the projections' outputs. The normalised input and act(gate) * up are
 computed again in the backward pass, bit for bit. Input gradients of several projections are added by the GEMMs, or by one GEMM where the

@@ -15,7 +15,7 @@ from .heads import is_fused
 from .mlp_steps import GroupNeeds, MLPSaved, OutputGroups, mlp_backward, mlp_forward, three_of
 from .operators import packed_operator
 from .projection import SIZE, Group, flat_parts, needs_in_parts, with_numbers
-from .projections import Projections, of_second_half, of_second_half_loaded
+from .projections import Projections, all_made, of_second_half, of_second_half_loaded
 from .spec import Inputs, Outputs, encoded, inputs_of, outputs_of
 from .steps import InputNeeds, InputSaved, InputTensors, OutputNeeds, OutputTensors, inputs_backward, inputs_forward
 
@@ -217,14 +217,14 @@ def _mlp(
     scalings: List[float],
     whole,
 ) -> List[torch.Tensor]:
-    """The result, gate and up [tokens, both], those of `MLPResults` that there are, in its order, and `Projections.made`."""
+    """The result, gate and up [tokens, both], what of `MLPSaved` there is beside them, in its order, and `all_made`."""
     has_o, tensors = attended is not None, OutputTensors(x, attended, after, before, behind)
     groups = _groups(parts, scalings, dtype, has_o)
     found = of_second_half(groups, whole)
     both = torch.empty((x.numel() // x.shape[-1], sum(groups[-2][0].rows)), dtype=dtype, device=x.device)
-    results = mlp_forward(outputs_of(spec), tensors, OutputGroups(*three_of(found)), both)
-    kept = _there(results.total, results.o, results.rstd, results.o_rstd, results.branch, results.branch_rstd)
-    return [results.out, both, *kept, *[tensor for projections in found for tensor in projections.made()]]
+    out, saved = mlp_forward(outputs_of(spec), tensors, OutputGroups(*three_of(found)), both)
+    kept = _there(saved.total if has_o else None, saved.o, saved.rstd, saved.o_rstd, saved.branch, saved.branch_rstd)
+    return [out, both, *kept, *all_made(found)]
 
 
 def _mlp_kept(tensors: OutputTensors, found: Sequence[torch.Tensor]) -> Tuple[MLPSaved, Sequence[torch.Tensor]]:

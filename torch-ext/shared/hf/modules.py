@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ops.common import constant_when_traced
+from ..ops.second_run import in_backward_pass
 from ..runtime.device import PLAIN
 from .explanation import Reason
 from .wrapped import inside, is_wrapped
@@ -155,7 +156,7 @@ def _is_captured(module, hooks) -> bool:
         captured |= "key" not in closed_over or closed_over["key"].cell_contents in collected
     # Gradient checkpointing runs the forward pass again inside the backward pass, when nothing is captured, and must do the same as before.
     state = module.__dict__
-    if torch._C._current_graph_task_id() != -1:
+    if in_backward_pass():
         return captured or CAPTURED in state
     if captured:
         state[CAPTURED] = True

@@ -1,9 +1,10 @@
-"""What the second run of a checkpoint leaves out: the last products of an autograd function, which its backward pass does not read.
+"""Lets a checkpoint skip the last products of an autograd function when it runs the function again for the backward pass.
 
-A checkpoint that is not reentrant runs its function again in the backward pass, and stops once everything is saved again that the first run
-saved. An autograd function saves when its forward pass has ended. So in a backward pass it saves and returns a tensor that stands for its
-result, and what is left to do for that is a node of its own, which a run that stops is never at. Where it is reached (a reentrant
-checkpoint, more layers than one in a checkpoint) the result is the same.
+A non-reentrant checkpoint reruns its function in the backward pass, and stops as soon as everything that the first run saved has been saved
+again. But an autograd function saves only after its forward pass has returned, its last products included, and its backward pass does not
+need those. So in a backward pass such a function saves early and returns a placeholder for its result; a second node, `_Finished`, computes
+the result from there, and a rerun that stops never gets to it. Where one does (a reentrant checkpoint, several layers in a checkpoint), the
+result is the same.
 """
 
 from typing import Callable, List, Optional, Sequence
@@ -33,13 +34,14 @@ def apply_in_parts(function, *arguments) -> torch.Tensor:
 
 
 def unfinished(rest: List[Callable[[], torch.Tensor]], finish: Callable[[], torch.Tensor], shape: Sequence[int], like: torch.Tensor):
-    """Returns what stands for the result, of one number's memory. finish: makes the result; shape: of it; like: of its dtype and device."""
+    """Returns a placeholder for the result, which takes the memory of one number. finish: computes the result; shape: the result's; like: a
+    tensor of its dtype and device."""
     rest.append(finish)
     return like.new_empty(()).expand(shape)
 
 
 class _Finished(torch.autograd.Function):
-    """The result that a tensor stands for. The gradients are those of the function that left it unfinished."""
+    """The result in the place of its placeholder. The function that returned the placeholder computes all gradients."""
 
     @staticmethod
     def forward(ctx, handle, finish):
