@@ -35,8 +35,15 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gradients_of(model, prefix=""):
-    return {name.removeprefix(prefix): whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+def own_part(tensor):
+    """What this process has of a tensor that may be sharded."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients_of(model, prefix="", read=whole):
+    return {name.removeprefix(prefix): read(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_gradients(found, expected, device, factor=1.0):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.integrations.common import FACTOR, WAYS, batch, install
-from tests.integrations.parallel import HOWS, LENGTH, ROWS, assert_gradients, gradients_of, rows_of, whole
+from tests.integrations.parallel import HOWS, LENGTH, ROWS, assert_gradients, gradients_of, own_part, rows_of, whole
 from tests.integrations.qwen3_moe import moe_on
 from tests.integrations.ranks import WORLD
 from tests.models import Step
@@ -46,8 +46,8 @@ def check_fsdp_of_moe(here, how, units):
 
 
 def check_plan_of_moe(here, folder, how, plan):
-    """Every process has all of the batch; the gradients are those of the plain model under the same plan, and the loss is that of one
-    process."""
+    """Every process has all of the batch; its parts of the gradients are those of the plain model under the same plan, and the loss is that
+    of one process. torch 2.11 cannot put the plan's strided shards together again, so the parts are compared."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -64,7 +64,7 @@ def check_plan_of_moe(here, folder, how, plan):
         found = model(**inputs)
         whole(found.loss).backward()
         here.qwen3.reset()
-        return whole(found.loss).detach(), gradients_of(model)
+        return whole(found.loss).detach(), gradients_of(model, read=own_part)
 
     def nothing(*_):
         pass
