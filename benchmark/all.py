@@ -116,7 +116,7 @@ RUNS = {
     "delta_nets": Run("benchmark", (*DELTA_NETS, "--tokens", "8192", "--rounds", ROUNDS), 120, "qwen3_5_operations, attention"),
     "log_probs": Run("benchmark.benchmark_linear_log_probs", ("--no-compile", "--rounds", ROUNDS), 160, "linear_log_probs"),
     **{f"{loss}_{size}": steps("--loss", loss, *LOSS[size], seconds=120, shows="trl") for loss in LOSSES for size in LOSS},
-    "experts": Run("benchmark.benchmark_qwen3_experts", ("--tokens", "8192", "--rounds", ROUNDS), 60, "qwen3_moe_operations"),
+    "experts": Run("benchmark.benchmark_qwen3_experts", ("--tokens", "8192", "--rounds", ROUNDS), 150, "qwen3_moe_operations"),
     "gpt_oss_experts": Run("benchmark.benchmark_experts", ("--tokens", "2048,8192", "--rounds", ROUNDS), 30, "gpt_oss_experts, gpt_oss"),
     "gpt_oss_120b": Run("benchmark.benchmark_experts", ("--model", "gpt_oss_120b", "--tokens", "2048,8192", "--rounds", ROUNDS), 45,
                         "gpt_oss_experts, gpt_oss"),
@@ -137,7 +137,7 @@ RUNS = {
     "host": Run("benchmark.benchmark_host", ("--rounds", ROUNDS), 30, "host_time"),
     "fsdp": steps("--gpus", "2", "--tokens", "2048,8192", module="benchmark.benchmark_fsdp", seconds=210, shows="fsdp", gpus=2),
     "sanitizer": Run("tests.sanitizer", ("--tools", "memcheck,racecheck", "--record"), 900, "compute-sanitizer.txt", saves=False),
-    "gpt_oss_fsdp": steps(*OSS, "--gpus", "2", "--tokens", "4096,8192", module="benchmark.benchmark_fsdp", seconds=260,
+    "gpt_oss_fsdp": steps(*OSS, "--gpus", "2", "--tokens", "4096,8192", module="benchmark.benchmark_fsdp", seconds=390,
                           shows="gpt_oss_fsdp, gpt_oss", gpus=2),
 }
 
