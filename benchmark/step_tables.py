@@ -2,7 +2,7 @@
 
 from . import models, providers, step_parts
 from .families import FAMILIES, QWEN3
-from .markdown import Notes, Table, by_provider, columns_of, in_order, joined, number, select, share, times_faster
+from .markdown import NOT_MEASURED, Notes, Table, by_provider, columns_of, in_order, joined, number, select, share, times_faster
 from .providers import is_ours
 from .records import Row
 from .routing import SKEWED
@@ -169,9 +169,11 @@ def step_groups(rows: list[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def titled(rows: list[Row], kernel: str) -> str:
-    """Return a titled table for each group of a benchmark's steps."""
+    """Return a titled table for each group of a benchmark's steps, or a line that says what was not measured."""
     groups = step_groups(defensible(select(rows, kernel_name=kernel)))
     how = HOW + next((more for end, more in MORE.items() if kernel.endswith(end)), "")
+    if not groups:
+        return f"**A training step** ({how}): {NOT_MEASURED}"
     return "\n\n".join(f"**A training step of {title}** ({how})\n\n{steps(mine)}" for title, mine in groups)
 
 
@@ -193,7 +195,7 @@ def first_step(rows: list[Row]) -> str:
 
 
 def titled_tables() -> dict:
-    """Return the tables that bring their titles along, of every family, by name: a document shows nothing where nothing was measured."""
+    """Return the tables that bring their titles along, of every family, by name."""
     kernels = [f"{family.name}_{kind}" for family in FAMILIES.values() if family is not QWEN3 for kind in family.kinds]
     return {kernel: lambda rows, kernel=kernel: titled(rows, kernel) for kernel in kernels}
 

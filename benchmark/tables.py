@@ -30,13 +30,12 @@ def table(name: str, rows: list[Row]) -> str:
     """Return a table by its name. Raise ValueError for one that does not exist."""
     if name not in all_tables():
         raise ValueError(f"table is {name}, expected one of {', '.join(all_tables())}")
-    return all_tables()[name](rows) or ("" if name in step_tables.titled_tables() else NOT_MEASURED)
+    return all_tables()[name](rows) or NOT_MEASURED
 
 
 def content(name: str, rows: list[Row]) -> str:
     """Return what stands between the marks of a document."""
-    text = table(name, rows)
-    return f"{text}\n" if text else ""
+    return f"{table(name, rows)}\n"
 
 
 def filled(text: str, rows: list[Row]) -> str:
