@@ -89,6 +89,7 @@ RUNS = {
     "steps": steps("--tokens", "256,512,1024,2048,4096,8192", "--providers", "huggingface,liger,bastile,bastile_adamw", seconds=260,
                    shows="qwen3_step"),
     "steps_compiled": steps("--tokens", "512,1024,2048,4096,8192", "--providers", "torch_compile", seconds=100, shows="qwen3_step"),
+    "steps_captured": steps("--tokens", "256,512,1024,2048", "--providers", "bastile_captured", seconds=70, shows="qwen3_step"),
     "steps_long": steps("--tokens", "16384,18432,20480,24576,26624", "--providers", "huggingface,liger,bastile,bastile_adamw",
                         measured=LONG, seconds=340, shows="qwen3_step"),
     "lora": steps(*LORA, "--providers", "huggingface,liger,bastile", module="benchmark.benchmark_lora", seconds=210, shows="as_trained"),
