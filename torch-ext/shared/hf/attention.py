@@ -12,7 +12,7 @@ from ..ops.attention import attention, takes_dtype, takes_heads
 from ..ops.common import autocasts
 from ..runtime.device import kernels_run_on
 from .masks import Visible, is_eager
-from .modules import is_plain
+from .modules import beside_class, is_plain
 
 
 def _takes(q, k, v, sinks, dropout, kwargs) -> bool:
@@ -86,6 +86,6 @@ def _as_transformers(module, query, key, value, mask, scaling, dropout, sinks, k
         return function(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, torch.zeros((), dtype=query.dtype, device=mask.device), torch.finfo(query.dtype).min)
-    function = sys.modules[type(module).__module__].eager_attention_forward
+    function = beside_class(module, "eager_attention_forward")
     more = kwargs if sinks is None else {**kwargs, "s_aux": sinks}
     return function(module, query, key, value, mask, dropout=dropout, scaling=scaling, **more)

@@ -148,6 +148,8 @@ def why_not_fusable(own: FusedLayer, layer, x) -> Optional[Reason]:
     for function in own.rotary_functions:
         if not own.rotary(function):
             return Reason("replaced", f"{function} is not transformers' own")
+    if family.multiplier is not None and not isinstance(getattr(layer, family.multiplier), (int, float)):
+        return Reason("model", f"{family.multiplier} is not a number: a tensor may want a gradient")
     return None
 
 

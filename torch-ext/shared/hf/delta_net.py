@@ -11,7 +11,7 @@ from ..ops.gated_delta_rule import gated_delta_rule, gated_delta_step
 from ..ops.gated_rms_norm import gated_rms_norm
 from ..ops.short_conv import TAPS, short_conv
 from .arguments import NET_CACHE
-from .modules import is_plain, original_forward
+from .modules import beside_class, is_plain, original_forward
 from .row_documents import DOCUMENTS, bounds_in, refuse_cache_of
 
 NET = "linear_attn"  # a decoder layer's attribute
@@ -73,7 +73,7 @@ def delta_net_forward(self, kwargs):
         if found is not None:  # transformers' functions take these, or raise
             kwargs = {**kwargs, "cu_seq_lens_q": found, "seq_idx": _document_of_each_token(found, hidden_states)}
         return original_forward(self)(self, hidden_states, **{NET_CACHE: cache}, attention_mask=attention_mask, **kwargs)
-    hidden_states = sys.modules[type(self).__module__].apply_mask_to_padding_states(hidden_states, attention_mask)
+    hidden_states = beside_class(self, "apply_mask_to_padding_states")(hidden_states, attention_mask)
     names = INPUTS if INPUTS[0] in self._modules else INPUTS_BY_KEY_HEAD
     projected = [self._modules[name](hidden_states) for name in names]
     return self.out_proj(mixed_tokens(self, projected, hidden_states.shape, cache, documents).flatten(2))
@@ -136,7 +136,7 @@ def _convolved(self, mixed, cache, documents):
     length, state = mixed.shape[1], cache.get_conv_state(self.layer_idx, state_idx=0)
     channels_first = mixed.transpose(1, 2)
     if state is not None and length == 1 and not cache.is_recording_past(self.layer_idx):
-        update = sys.modules[type(self).__module__].causal_conv1d_update
+        update = beside_class(self, "causal_conv1d_update")
         return update(channels_first, state, weight, bias, self.activation).transpose(1, 2)
     seen = cache.update_conv_state(channels_first, self.layer_idx, conv_kernel_size=self.conv_kernel_size)
     return short_conv(seen.transpose(1, 2), weight, bias)[:, -length:]

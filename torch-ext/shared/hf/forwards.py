@@ -90,7 +90,7 @@ def gated_mlp_forward(family):
         children = layer.__dict__["_modules"]
         products = [children[name](x) for name in family.gate_up]
         gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
-        act = children[family.act]
+        act = getattr(layer, family.act)  # a user's may be a function, which is no child
         plain = is_silu(act) and is_plain(gate) and is_plain(up) and not all_are_listened_to()
         return children[family.down](swiglu(gate, up) if plain else act(gate) * up)
 

@@ -26,6 +26,7 @@ FSDP = "torch.distributed.fsdp"
 DEEPSPEED = ("deepspeed.runtime.zero", "deepspeed.utils.nvtx")  # the second around hooks of the first
 CAPTURING = "transformers.utils.output_capturing"
 CAPTURED = SAVED + "captured"  # on a module: its last forward pass outside of a backward pass was one whose outputs were captured
+_module_call = nn.Module.__call__
 _linear_forward = nn.Linear.forward
 ACTIVATIONS = "transformers.activations"
 _silu_forward = nn.SiLU.forward
@@ -166,7 +167,11 @@ def _is_captured(module, hooks) -> bool:
 
 
 def own_forward(module):
-    """The only function that a call of a module runs, its class's or one that was put on it; None while the module has hooks."""
+    """The only function that a call of a module runs, its class's or one that was put on it; None while the module has hooks, and where its
+    class is called in another way than PyTorch's and transformers' are."""
+    call = type(module).__call__
+    if call is not _module_call and not getattr(call, "__module__", "").startswith("transformers."):
+        return None
     state = module.__dict__
     if state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
         return None
@@ -256,6 +261,12 @@ def is_gelu_tanh(activation) -> bool:
     act = activation.__dict__.get("act")
     of_torch = type(act) is functools.partial and act.func is _gelu and act.keywords == {"approximate": "tanh"} and not act.args
     return of_torch and is_transformers_own(own_forward(activation), ACTIVATIONS, "GELUTanh.forward")
+
+
+def beside_class(module, name: str):
+    """What transformers defines under a name in the file of a module's class. That of a user's subclass is a file of theirs."""
+    files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
+    return next(getattr(file, name) for file in files if hasattr(file, name))
 
 
 def is_silu(activation) -> bool:
