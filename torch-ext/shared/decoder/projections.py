@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import dropout, linear
 
 from ..ops.low_rank import FEW, low_rank_add, low_rank_gradients
+from ..ops.second_run import are_watched
 from .norms import add_norm_backward, normed_again
 from .projection import FP32, Group, PartNeeds, Parts, in_parts
 from .spec import Norm
@@ -181,6 +182,8 @@ class Projections:
         """Returns what `forward` returns, bit for bit, once `begin` has run, or in the backward pass, which loads what it made."""
         group = self.group
         results = self._products(x, in_one, onto, out)
+        if group.spans and out is None and are_watched():
+            results = [result.clone() for result in results]
         for (i, span), b in zip(group.spans.items(), self.b):
             low_rank_add(results[i], self.low[:, span], b, transposed=True)
             bias = self.parts[i].adapter_bias
@@ -193,7 +196,7 @@ class Projections:
         biases: list = [parts.bias for parts in self.parts]
         if onto is not None:
             result = torch.addmm(onto, x, self._weight(0).t(), out=out)
-            return [result if biases[0] is None else result.add_(biases[0].to(dtype))]
+            return [result if biases[0] is None else torch.add(result, biases[0].to(dtype), out=None if are_watched() else result)]
         if self.whole is not None and in_one and (not self.group.biased or None not in biases):
             bias = _joined(biases, dtype) if self.group.biased else None
             return list(_affine(x, self.whole, bias, out).split(rows, 1))

@@ -21,12 +21,18 @@ def in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def are_watched() -> bool:
+    """Tells whether a mode of PyTorch's sees this thread's operations. That of a selective checkpoint keeps results of the first run, which
+    nothing may write to, and finds them in the second run by its operations, which must be the same."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def apply_in_parts(function, *arguments) -> torch.Tensor:
     """function.apply(rest, *arguments), as `apply_function` does it, of an autograd function with one result.
 
     Its forward pass does all of it where `rest` is None. Where it is a list, it saves and returns what `unfinished` does.
     """
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and in_backward_pass()):
+    if torch.compiler.is_compiling() or are_watched() or not (torch.is_grad_enabled() and in_backward_pass()):
         return apply_function(function, None, *arguments)
     rest: List[Callable[[], torch.Tensor]] = []
     handle = apply_function(function, rest, *arguments)

@@ -1,0 +1,123 @@
+"""Parts of a model that a user made: a class that is called in its own way, a function for a module, a trained number, a subclass."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+from tests.compile_checks import with_adapters
+from tests.decoder_families import tiny
+from tests.models import Step, random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_5, tiny_qwen3_moe
+
+TOKENS = random_tokens(2, 13)
+
+
+def step(model, **inputs):
+    torch.manual_seed(0)
+    return Step(model, input_ids=TOKENS, labels=TOKENS, use_cache=False, **inputs)
+
+
+def install(package, how, model):
+    package.apply() if how == "apply" else package.kernelize(model)
+
+
+@pytest.mark.parametrize("how", ("apply", "kernelize"))
+@pytest.mark.parametrize("part", ("mlp", "self_attn", "input_layernorm", "post_attention_layernorm", "self_attn.q_norm"))
+def test_a_class_that_is_called_in_its_own_way(qwen3, how, part):
+    model = tiny_model()
+    module = model.model.layers[0].get_submodule(part)
+    cls, calls = type(module), []
+
+    def call(self, *args, **kwargs):
+        calls.append(part)
+        found = super(cls, self).__call__(*args, **kwargs)
+        return (3 * found[0], *found[1:]) if isinstance(found, tuple) else 3 * found
+
+    module.__class__ = type("Mine", (cls,), {"__call__": call})
+    expected = step(model)
+    install(qwen3, how, model)
+    calls.clear()
+    step(model).assert_same(expected)
+    assert calls
+
+
+@pytest.mark.parametrize("name", ("phi3", "glm", "gemma3_text", "llama"))
+def test_an_activation_that_is_a_function(decoders, name):
+    model = tiny(name)
+    for layer in model.model.layers:
+        attribute = "activation_fn" if hasattr(layer.mlp, "activation_fn") else "act_fn"
+        delattr(layer.mlp, attribute)
+        setattr(layer.mlp, attribute, nn.functional.relu)
+    expected = step(model)
+    step(decoders.kernelize(model)).assert_same(expected)
+
+
+def test_a_multiplier_that_is_trained(decoders):
+    model = tiny("granite")
+    for layer in model.model.layers:
+        value = layer.residual_multiplier
+        del layer.residual_multiplier
+        layer.residual_multiplier = nn.Parameter(torch.tensor(value))
+    expected = step(model)
+    assert expected.gradients["model.layers.0.residual_multiplier"].abs() > 0
+    step(decoders.kernelize(model)).assert_same(expected)
+    reasons = {row.reason for row in decoders.explain(model).rows if not row.fused}
+    assert any("residual_multiplier is not a number" in reason for reason in reasons)
+
+
+class MyNet(Qwen3_5GatedDeltaNet):
+    """Adds nothing, in a file that knows none of transformers' functions."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class MyAttention(GptOssAttention):
+    """Adds nothing, either."""
+
+
+def test_a_delta_net_of_a_user_s_own_class(qwen3_5):
+    model = tiny_qwen3_5()
+    net = next(layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn"))
+    net.__class__ = MyNet
+    expected, told = step(model), model.eval().generate(TOKENS, max_new_tokens=4, do_sample=False)
+    qwen3_5.apply()
+    step(model.train()).assert_same(expected, 10)
+    assert torch.equal(model.eval().generate(TOKENS, max_new_tokens=4, do_sample=False), told)
+
+
+def test_eager_attention_of_a_user_s_own_class(gpt_oss):
+    model, between = tiny_gpt_oss(), torch.ones_like(TOKENS)
+    between[:, 5] = 0
+    model.model.layers[0].self_attn.__class__ = MyAttention
+    expected = step(model, attention_mask=between)
+    gpt_oss.kernelize(model).set_attn_implementation("bastile")
+    step(model, attention_mask=between).assert_same(expected)
+
+
+def save_products(ctx, operation, *args, **kwargs):
+    products = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if operation in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("kind", ("plain", "LoRA", "experts", "decoders"))
+@pytest.mark.parametrize("options", ({}, {"recompute_mlp": True}, {"keep_attention": True}), ids=("", "recompute_mlp", "keep_attention"))
+def test_a_selective_checkpoint(qwen3, decoders, kind, options):
+    """What it saves of the first run it looks up by the operations of the second."""
+    model = tiny_qwen3_moe() if kind == "experts" else tiny("phi3") if kind == "decoders" else tiny_model()
+    model = (with_adapters(model) if kind == "LoRA" else model).train()
+    plain = copy.deepcopy(model)
+    (decoders if kind == "decoders" else qwen3).kernelize(model, **options)
+    found = []
+    for each in (plain, model):
+        each.gradient_checkpointing_enable(
+            {"use_reentrant": False, "context_fn": functools.partial(create_selective_checkpoint_contexts, save_products)}
+        )
+        each.enable_input_require_grads()
+        found.append(step(each))
+    found[1].assert_same(found[0])
