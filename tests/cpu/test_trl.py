@@ -96,6 +96,22 @@ def test_two_packages_take_theirs_back_in_any_order(qwen3, other_build):
         assert bound() == theirs
 
 
+def test_false_gives_back_what_another_package_had_put_there(qwen3, other_build):
+    """The last call decides for the whole process."""
+    theirs = bound()
+    for call in (other_build.apply, functools.partial(other_build.kernelize, tiny_model())):
+        qwen3.apply()
+        assert bound() != theirs
+        call(log_probs=False)
+        assert bound() == theirs and not any(hasattr(finder, "bastile_trl") for finder in sys.meta_path)
+        qwen3.apply()
+        assert bound() != theirs
+        other_build.reset()
+        assert bound() != theirs
+        qwen3.reset()
+        assert bound() == theirs
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("options", ((1.0, 32, None, 1.0, NAMES[1:]), (0.7, 16, 5.0, 0.5, NAMES), (0.7, 16, None, 2.0, ("log_probs",))))
 def test_the_same_numbers_as_trl_s(qwen3, dtype, options):
@@ -238,22 +254,32 @@ def test_torch_compile_takes_ours(qwen3):
         torch.testing.assert_close(a, b)
 
 
-def test_imports_that_come_later(package_folder):
-    """apply() in front of the import of TRL, which it does not import itself."""
+@pytest.mark.parametrize("last", ("qwen3", "decoders", "qwen3 without"))
+def test_imports_that_come_later(package_folder, decoders_folder, last):
+    """apply() of two packages in front of the import of TRL, which they do not import themselves."""
     program = f"""
 import sys, torch
 from pathlib import Path
 from kernels import get_local_kernel
-qwen3 = get_local_kernel(Path({str(package_folder)!r}), backend="cpu")
+qwen3, decoders = (get_local_kernel(Path(folder), backend="cpu") for folder in {(str(package_folder), str(decoders_folder))!r})
 qwen3.apply()
+decoders.apply()
+if {last!r} != "decoders":
+    qwen3.apply(log_probs={last!r} == "qwen3")
 assert not any(name == "trl" or name.startswith("trl.") for name in sys.modules)
 import trl.kernels.chunked_logprob, trl.trainer.utils
 places = {PLACES!r}
 bound = [getattr(sys.modules[module], name) for module, name in places]
-assert len(set(bound)) == 1 and hasattr(bound[0], "bastile_original"), bound
+if {last!r} == "qwen3 without":
+    assert issubclass(bound[0], torch.autograd.Function)
+else:
+    assert len(set(bound)) == 1 and hasattr(bound[0], "bastile_original"), bound
+    assert bound[0].apply.__globals__["__name__"] == {{"qwen3": qwen3, "decoders": decoders}}[{last!r}].__name__ + ".shared.hf.trl"
 qwen3.reset()
+decoders.reset()
 bound = [getattr(sys.modules[module], name) for module, name in places]
 assert len(set(bound)) == 1 and issubclass(bound[0], torch.autograd.Function)
+assert not any(hasattr(finder, "bastile_trl") for finder in sys.meta_path)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

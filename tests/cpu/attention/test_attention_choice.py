@@ -8,6 +8,7 @@ import torch
 import transformers
 import transformers.modeling_utils  # its table is what register_attention looks for
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 
 from tests.attention_batches import (
     assert_same,
@@ -219,3 +220,16 @@ def test_a_layer_that_was_copied_or_exchanged_is_told(chosen):
     model.model.layers[1].self_attn.config = type(model.config)(**{**model.config.to_dict(), "attn_implementation": "eager"})
     step(model, packed())
     assert model.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("last", (0, 1))
+def test_two_packages_take_the_choice_back_in_any_order(qwen3, other_build, last):
+    tables = [interface._global_mapping for interface in (AttentionInterface, AttentionMaskInterface)]
+    packages = [qwen3, other_build]
+    for package in packages:
+        package.apply()
+    packages.pop(last).reset()
+    (left,) = packages
+    assert {table["bastile"].__module__.partition(".")[0] for table in tables} == {left.__name__}
+    left.reset()
+    assert not any("bastile" in table for table in tables)

@@ -27,8 +27,8 @@ STORED = "_attn_implementation_internal"  # where transformers keeps the name of
 NAMED = SAVED + "attention_named"  # on a decoder: its implementation was asked for by name
 WITHOUT = SAVED + "without_attention"  # on a decoder: kernelize() was told not to choose ours
 NOTING = SAVED + "noting"  # on PreTrainedModel: by package, what is called with each model that is made
+OFFERED = SAVED + "attention"  # on an interface of transformers: by package, the function that it offers there under our name
 
-_before: dict = {}  # by its class, what an interface of transformers had under our name: the implementation of another package of ours
 _decoders: set = set()  # classes of models without a head that packages know
 _choosing: Dict[type, Any] = {}  # by the class of a configuration: the one that `choice` makes of it
 _defaulted: dict = {}  # by id: configurations whose implementation transformers chose, referred to weakly
@@ -47,26 +47,24 @@ def register_attention(*decoders: Any) -> None:
     TRACEABLE.update((decoder.config_class, masks_made_by(decoder)) for decoder in decoders)
     EAGER.update(decoder.config_class for decoder in decoders if not decoder._supports_sdpa)
     for interface, ours in _interfaces():
-        before = interface._global_mapping.get(ATTENTION)
-        if before is not ours:
-            _before[interface] = before
-            interface.register(ATTENTION, ours)
+        setattr(interface, OFFERED, {**vars(interface).get(OFFERED, {}), __name__: ours})
+        interface.register(ATTENTION, ours)
 
 
 def unregister_attention(modules: Iterable = ()) -> None:
-    """Puts back what `register_attention` replaced, unless another package has taken its place since, or one of the modules asks for our
-    implementation by name: it goes on asking for it."""
+    """Takes this package's implementation back. What is left is another package's, or none unless one of the modules asks for it by name:
+    it goes on asking."""
     asked = any(getattr(vars(module).get("config"), "_attn_implementation", None) == ATTENTION for module in modules)
-    for interface, ours in _interfaces():
-        if interface._global_mapping.get(ATTENTION) is ours:
-            before = _before.get(interface)
-            if before is not None:
-                interface.register(ATTENTION, before)
-            elif not asked:
-                del interface._global_mapping[ATTENTION]
-            else:
-                continue
-            _before.pop(interface, None)
+    for interface, _ in _interfaces():
+        offered = dict(vars(interface).get(OFFERED, {}))
+        if offered.pop(__name__, None) is None or (asked and not offered):
+            continue
+        if offered:
+            setattr(interface, OFFERED, offered)
+            interface.register(ATTENTION, list(offered.values())[-1])
+        else:
+            delattr(interface, OFFERED)
+            interface._global_mapping.pop(ATTENTION, None)
 
 
 def head_dim_of(config) -> Optional[int]:

@@ -177,13 +177,23 @@ def _put(module: ModuleType) -> None:
 
 
 class _WhenImported(MetaPathFinder):
-    """Calls `_put` after the import of the module in which TRL defines the functions."""
+    """Calls `_put` after the import of the module in which TRL defines the functions. Each loaded package has one. It asks the finders behind
+    it, so the package whose call was the last, whose finder is in front, puts its functions there last."""
+
+    bastile_trl = True  # by which another loaded package finds it
+
+    def __init__(self) -> None:
+        self.asking: set = set()  # the modules that it is looking for: a finder behind it may ask all others in turn
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname != USER and all(fullname != place.module for place in PLACES):
+        if fullname in self.asking or fullname != USER and all(fullname != place.module for place in PLACES):
             return None
-        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        spec = next((spec for spec in (finder.find_spec(fullname, path, target) for finder in finders) if spec is not None), None)
+        behind = [finder for finder in sys.meta_path[sys.meta_path.index(self) + 1 :] if hasattr(finder, "find_spec")]
+        self.asking.add(fullname)
+        try:
+            spec = next((spec for spec in (finder.find_spec(fullname, path, target) for finder in behind) if spec is not None), None)
+        finally:
+            self.asking.remove(fullname)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
@@ -202,8 +212,9 @@ _finder = _WhenImported()
 
 def put() -> None:
     """Puts ours in TRL's place, now or when TRL is imported."""
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    sys.meta_path.insert(0, _finder)
     for name in (USER, *(place.module for place in PLACES)):
         if name in sys.modules:
             _put(sys.modules[name])
@@ -213,10 +224,24 @@ def take_back() -> None:
     """Gives TRL its own back, unless another loaded package has put its own there."""
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
-    for place in PLACES:
-        stand_in = getattr(sys.modules.get(place.module), place.name, None)
-        if stand_in is not None and hasattr(stand_in, ORIGINAL) and not stand_in.take(__name__):
+    for stand_in in _stand_ins():
+        if not stand_in.take(__name__):
             _bind(stand_in, getattr(stand_in, ORIGINAL))
+
+
+def _leave() -> None:
+    """Leaves TRL its own, whichever loaded packages have put theirs there."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not getattr(finder, "bastile_trl", False)]
+    for stand_in in _stand_ins():
+        for owner in list(stand_in.owners):
+            stand_in.take(owner)
+        _bind(stand_in, getattr(stand_in, ORIGINAL))
+
+
+def _stand_ins() -> List[Any]:
+    """Lists what stands in the place of TRL's functions, where these are imported."""
+    found = [getattr(sys.modules.get(place.module), place.name, None) for place in PLACES]
+    return [each for each in found if hasattr(each, ORIGINAL)]
 
 
 def options_of(log_probs: Union[bool, Mapping]) -> Dict[str, Any]:
@@ -229,11 +254,12 @@ def options_of(log_probs: Union[bool, Mapping]) -> Dict[str, Any]:
 
 
 def switch(log_probs: Union[bool, Mapping]) -> None:
-    """`put` or `take_back`; a mapping of options stands for True."""
+    """Puts ours in TRL's place or, for False, leaves TRL its own: for the whole process, so also where another loaded package had put its
+    own there. A mapping of options stands for True."""
     options = options_of(log_probs)
     _options.clear()
     _options.update(options)
-    (put if log_probs or isinstance(log_probs, Mapping) else take_back)()
+    (put if log_probs or isinstance(log_probs, Mapping) else _leave)()
 
 
 def is_imported() -> bool:
