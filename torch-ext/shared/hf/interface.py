@@ -1,6 +1,6 @@
 """What a user calls alike in every package that puts layers on models of transformers."""
 
-from . import doctor, one_model, patching, versions
+from . import doctor, one_model, ownership, patching, versions
 from .families import Families
 
 
@@ -13,6 +13,7 @@ class Interface:
 
     def __init__(self, families: Families, package: str, shapes=None):
         self._families, self._package, self._shapes = families, package, shapes
+        ownership.claim_layers(families)
 
     def kernelize(self, model, mode=None, attention=True, unpad=True, keep_attention=False, recompute_mlp=False, log_probs=True):
         """Puts the layers on one model, in place, and returns it. Other models, also later ones, are left alone.
@@ -100,6 +101,7 @@ class Interface:
     def reset(self):
         """Puts everything back: transformers' classes and functions, and every module that has a forward of ours.
 
-        Also undoes what `kernelize`, `mapping` and `kernels.kernelize` with our mapping did. Does nothing where they are not imported.
+        Also undoes what `kernelize`, `mapping` and `kernels.kernelize` with our mapping did. Does nothing where they are not imported. What
+        another of our packages serves stays as it is.
         """
         patching.reset(self._families)

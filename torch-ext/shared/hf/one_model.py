@@ -155,7 +155,7 @@ def kernelize(
     for each, _ in pairs:
         for operation, modules in each.modules.items():
             for module in modules:
-                ownership.bind(module, each.forwards[operation])
+                ownership.bind(module, ownership.claim(each.forwards[operation], families))
         for module in _that_compute_losses(each):
             vars(module)[KEEPS] = not unpad
         for module in each.modules.get("decoder_layer", ()):

@@ -9,13 +9,15 @@ from types import CellType, FunctionType, MethodType
 from torch import nn
 
 from .binding import BoundForward
-from .families import Targets
-from .modules import LAYER, OFF, SAVED, is_marked, is_own_rotary, is_transformers_own, own_class
+from .families import Families, Targets
+from .modules import LAYER, OFF, SAVED, for_class, is_marked, is_own_rotary, is_transformers_own, own_class
 from .wrapped import inside
 
 ROTARY = "apply_rotary_pos_emb"
 
 WRAPPED = "_original_forward"  # where accelerate keeps the forward that it wrapped for mixed precision
+
+SERVED = SAVED + "served"  # on a forward of ours: the families that its package serves
 
 CALL_BEFORE = (
     "Call apply() or kernelize() before that: before Accelerator.prepare(), before Trainer.train() and before creating a TRL trainer; "
@@ -74,6 +76,35 @@ def own_rotary(modeling):
     if SAVED + "rotary" in vars(modeling):
         return vars(modeling)[SAVED + "rotary"]
     return original(modeling, ROTARY) if ROTARY in vars(modeling) else None
+
+
+def claim(function, families: Families):
+    """Notes on a forward of a package which families that package serves, and returns it. Builds of one package note the same."""
+    setattr(function, SERVED, tuple(targets.model for targets in families))
+    return function
+
+
+def claim_layers(families: Families) -> None:
+    """Does so on each layer of a package."""
+    layers = [layer for targets in families for layer in (targets.rotary, *(layer for _, layer in targets.classes.values()))]
+    for layer in layers:
+        for function in (layer.forward, for_class(layer.forward)):
+            claim(function, families)
+
+
+def other_package(function, families: Families) -> str:
+    """The name under which another package was loaded whose forward a function is; "" for one of this package, of another build of it, and
+    for any other function."""
+    served = getattr(_function(function), SERVED, None)
+    own = served is None or served == tuple(targets.model for targets in families)
+    return "" if own else _function(function).__module__.partition(".")[0]
+
+
+def holder(targets: Targets, families: Families) -> str:
+    """The name under which another package was loaded that serves a family's classes; "" where none does."""
+    classes = (class_of(targets, name) for name, _ in targets.classes.values())
+    found = (other_package(current(cls, "forward"), families) for cls in classes if cls is not None and "forward" in vars(cls))
+    return next(filter(None, found), "")
 
 
 def stranger(targets: Targets, name):

@@ -138,8 +138,13 @@ def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, 
     found = [prepare(targets) for targets in families]
     note(unknown_of(found, wanted), stacklevel=3)
     register(found)
-    modules = _live_modules(families)
+    modules = _without_other_packages(families, _live_modules(families))
     for targets, unknown in found:
+        other = ownership.holder(targets, families)
+        if other:
+            kept = "with what it was told: it is left alone. To change that, call reset() of that package first"
+            warnings.warn(f"{targets.model} is served by the package {other} already, {kept}", RuntimeWarning, stacklevel=3)
+            continue
         for loss in targets.losses():
             _tell_causal_lm(ownership.class_of(targets, targets.classes[loss][0]), options, unpad)
         layer = ownership.class_of(targets, targets.classes["decoder_layer"][0]) if "decoder_layer" in targets.classes else None
@@ -153,6 +158,12 @@ def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, 
         on = {name: asked[name] and name not in unknown for name in asked}
         _patch_family(targets, on, modules)
     trl.switch(log_probs)
+
+
+def _without_other_packages(families: Families, modules):
+    """Lists the modules without those to which another package gave a forward of their own."""
+    states = ((module, vars(module)) for module in modules)
+    return [module for module, state in states if not ownership.other_package(state.get(ownership.slot_of(module)), families)]
 
 
 def _tell_causal_lm(causal_lm, options, unpad):
@@ -267,9 +278,10 @@ def reset(families: Families):
     imported = [targets for targets in families if targets.modeling in sys.modules]
     if not imported and not bound_modules():
         return
-    modules = _live_modules(imported)
+    modules = _without_other_packages(families, _live_modules(imported))
     for targets in imported:
-        _reset_classes(targets)
+        if not ownership.holder(targets, families):
+            _reset_classes(targets)
     for module in modules:
         state = vars(module)
         graphs.release(module)
