@@ -76,6 +76,22 @@ def test_a_mapping_of_options_reaches_linear_log_probs_until_the_next_call(qwen3
     assert bound() == ours
 
 
+def test_options_of_the_loss_that_do_not_reach_a_trainer_are_named(qwen3):
+    def call():
+        hidden, weight, _ = head()
+        bound()[0].apply(hidden, weight, None, torch.arange(6), 1.0, 16)[0].sum().backward()
+
+    qwen3.apply(fused_linear_cross_entropy={"label_smoothing": 0.1, "lse_square_scale": 1e-3})
+    with pytest.warns(RuntimeWarning, match=r"label_smoothing, lse_square_scale of apply\(.*\) do not reach TRL"):
+        call()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call()  # once is enough
+        qwen3.apply(fused_linear_cross_entropy={"class_weight": None})
+        qwen3.apply()
+        call()
+
+
 def test_two_packages_take_theirs_back_in_any_order(qwen3, other_build):
     theirs = bound()
     for first, second in ((qwen3, other_build), (other_build, qwen3)):

@@ -157,7 +157,7 @@ def patch_classes(families: Families, wanted, unpad=True, keep_attention=False, 
         asked = {name: isinstance(each, Mapping) or bool(each) for name, each in said.items()}
         on = {name: asked[name] and name not in unknown for name in asked}
         _patch_family(targets, on, modules)
-    trl.switch(log_probs)
+    trl.switch(log_probs, options)
 
 
 def _without_other_packages(families: Families, modules):

@@ -25,6 +25,7 @@ USER, NAME_THERE = "trl.trainer.utils", "_ChunkedLogProbFunction"  # where TRL's
 PART = "log-probabilities in TRL's trainers"
 OPTIONS = ("recompute",)  # of `linear_log_probs`, which `apply` and `kernelize` take in a mapping
 _options: Dict[str, Any] = {}  # those of the last call
+_of_loss: List[str] = []  # the options of a model's loss that the last `apply` was told
 _warned: set = set()
 
 
@@ -47,6 +48,8 @@ def why_theirs(hidden, weight, *others: Optional[torch.Tensor]) -> Optional[Reas
 def _log_probs(original) -> Callable:
     def apply(hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0, outputs=OUTPUTS[1:]):
         softcap = final_logit_softcapping
+        if _of_loss and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            _say_what_is_lost()
         known = all(name in OUTPUTS for name in outputs) and temperature > 0 and (softcap is None or softcap > 0)
         if not known or hidden.dim() != 2 or targets.dtype != torch.int64 or why_theirs(hidden, weight, bias, targets):
             return original.apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)
@@ -150,6 +153,15 @@ def _bind(old, new) -> None:
                 setattr(module, name, new)
 
 
+def _say_what_is_lost() -> None:
+    """Warns that a trainer of TRL computes a loss of its own."""
+    text = f"{', '.join(_of_loss)} of apply(fused_linear_cross_entropy=...)"
+    if text not in _warned:
+        _warned.add(text)
+        what = "do not reach TRL's trainers, which compute their losses from log-probabilities"
+        warnings.warn(f"{text} {what}: give the trainer's own options, such as label_smoothing_factor", RuntimeWarning, stacklevel=4)
+
+
 def _warn(text: str) -> None:
     if text not in _warned:
         _warned.add(text)
@@ -177,8 +189,8 @@ def _put(module: ModuleType) -> None:
 
 
 class _WhenImported(MetaPathFinder):
-    """Calls `_put` after the import of the module in which TRL defines the functions. Each loaded package has one. It asks the finders behind
-    it, so the package whose call was the last, whose finder is in front, puts its functions there last."""
+    """Calls `_put` after the import of the module in which TRL defines the functions. Each loaded package has one. It asks the finders
+    behind it, so the package whose call was the last, whose finder is in front, puts its functions there last."""
 
     bastile_trl = True  # by which another loaded package finds it
 
@@ -222,6 +234,7 @@ def put() -> None:
 
 def take_back() -> None:
     """Gives TRL its own back, unless another loaded package has put its own there."""
+    _of_loss.clear()
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     for stand_in in _stand_ins():
@@ -253,10 +266,13 @@ def options_of(log_probs: Union[bool, Mapping]) -> Dict[str, Any]:
     return options
 
 
-def switch(log_probs: Union[bool, Mapping]) -> None:
+def switch(log_probs: Union[bool, Mapping], of_loss: Optional[Mapping] = None) -> None:
     """Puts ours in TRL's place or, for False, leaves TRL its own: for the whole process, so also where another loaded package had put its
-    own there. A mapping of options stands for True."""
+    own there. A mapping of options stands for True. of_loss: the options of a model's loss that are in force from now on, None for those
+    that were."""
     options = options_of(log_probs)
+    if of_loss is not None:
+        _of_loss[:] = of_loss
     _options.clear()
     _options.update(options)
     (put if log_probs or isinstance(log_probs, Mapping) else _leave)()
