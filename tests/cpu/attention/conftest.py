@@ -6,7 +6,7 @@ import pytest
 import transformers
 import transformers.modeling_utils  # its table is what register_attention looks for
 
-from tests.attention_batches import DECODERS, FAMILIES, module_of
+from tests.attention_batches import FAMILIES, module_of
 from tests.decoder_families import tiny
 from tests.ops.common import runtime_of
 
@@ -61,10 +61,10 @@ def chosen(request, monkeypatch):
     """A function of a family's name: its package, whose kernels serve every device, and what makes a model that they fit."""
 
     def of(family):
-        package = request.getfixturevalue("gpt_oss" if family == "gpt_oss" else "decoders" if family in DECODERS else "qwen3")
+        package = request.getfixturevalue("decoders" if family not in FAMILIES else "gpt_oss" if family == "gpt_oss" else "qwen3")
         for name in ("kernels_run_on", "takes_heads"):
             monkeypatch.setattr(module_of(package, "attention_choice"), name, lambda *tensors, **options: True)
-        if family in DECODERS:
+        if family not in FAMILIES:
             return package, functools.partial(tiny, family, attn_implementation=None)
         return package, functools.partial(FAMILIES[family], head_dim=64)
 

@@ -9,6 +9,7 @@ import copy
 import functools
 import operator
 import sys
+import warnings
 import weakref
 from typing import Any, Dict, Iterable, Optional
 
@@ -21,6 +22,7 @@ from .binding import remember
 from .explanation import Reason
 from .masks import ATTENTION, CHOICE, EAGER, MASKING, TRACEABLE, caps_scores, masks_made_by, visible_mask
 from .modules import SAVED
+from .ownership import all_are_seen, hands_on, is_wrapper
 
 CONTINUOUS_BATCHING = "transformers.generation.continuous_batching"
 STORED = "_attn_implementation_internal"  # where transformers keeps the name of an implementation
@@ -86,7 +88,7 @@ def why_no_kernel(module) -> Optional[Reason]:
     if weight is None or weight.is_meta or not kernels_run_on(torch.empty(0, device=weight.device)):
         return None
     if _has_kernels(config):
-        return None
+        return _why_not_told(module)
     text = f"there is no kernel for heads of {head_dim_of(config)}"
     if caps_scores(config):
         return Reason("shape", f"{text} whose scores are capped, so attention is transformers' eager one")
@@ -99,12 +101,13 @@ _look_up = object.__getattribute__
 
 class _State:
     """What a configuration of ours stands for. config: the user's; decoder: weakly, the model that it is on; default: the implementation
-    that transformers chooses; on: whether ours takes its place; layers: of the decoder when all of it was told."""
+    that transformers chooses; on: whether ours takes its place; off: whether it takes the place of ours, which was asked for by name;
+    layers: of the decoder when all of it was told."""
 
-    __slots__ = ("config", "decoder", "default", "layers", "on")
+    __slots__ = ("config", "decoder", "default", "layers", "off", "on")
 
     def __init__(self, config, decoder):
-        self.config, self.decoder, self.on, self.layers = config, weakref.ref(decoder), False, 0
+        self.config, self.decoder, self.on, self.off, self.layers = config, weakref.ref(decoder), False, False, 0
         self.default = "sdpa" if decoder._supports_sdpa else "eager"
 
 
@@ -115,7 +118,9 @@ def _implementation(config) -> Optional[str]:
         state = _look_up(config, CHOICE)
     except AttributeError:  # transformers has made another one of our class
         return stored
-    return ATTENTION if state.on and stored == state.default else stored
+    if stored == state.default:
+        return ATTENTION if state.on else stored
+    return state.default if state.off and stored == ATTENTION else stored
 
 
 def _ask_for(config, name: Optional[str]) -> None:
@@ -209,31 +214,36 @@ def leave_attention(module) -> None:
     """Leaves a decoder the implementation that it had, until `choose_attention` is called again."""
     state = getattr(vars(module).get("config"), CHOICE, None)
     if state is not None:
-        state.on = False
+        state.on = state.off = False
 
 
 def choose_attention(model) -> None:
     """Gives a model on a GPU whose kernels run our implementation instead of the one that transformers chooses by default. The model keeps
-    one that was asked for by name."""
+    one that was asked for by name. Where a part of it may not know what ours hands it for a mask, it has the default one in either case."""
     state, described = watch_attention(model), vars(model)
-    if NAMED in described or described.get(WITHOUT) or state.config._attn_implementation != state.default:
+    named = vars(state.config).get(STORED)
+    if NAMED in described or described.get(WITHOUT) or named != state.default:
         state.on = False
     elif not state.on:
         weight = next(model.parameters(), None)
         fits = _has_kernels(state.config) and weight is not None and not weight.is_meta
         state.on = fits and kernels_run_on(torch.empty(0, device=getattr(weight, "device", None)))
-    if state.on:
-        state.on = _all_are_told(model, state)
+    untold = _untold(model, state) if state.on or named == ATTENTION else None
+    state.on = state.on and untold is None
+    if untold is not None and named == ATTENTION and not state.off:
+        warnings.warn(f"attn_implementation={ATTENTION!r} is left for {state.default!r}: {_said_of(untold)}", RuntimeWarning, stacklevel=2)
+    state.off = untold is not None and named == ATTENTION
 
 
 def name_that_is_kept(model) -> str:
     """The implementation that a decoder keeps because it was asked for by name; "" where there is none, or where that is ours."""
-    name = model.config._attn_implementation if NAMED in vars(model) else ATTENTION
+    name = vars(model.config).get(STORED) if NAMED in vars(model) else ATTENTION
     return "" if name == ATTENTION else str(name)
 
 
-def _all_are_told(model, state: _State) -> bool:
-    """Tells each attention of a decoder about the choice. False where one has a configuration of its own that asks for something else."""
+def _untold(model, state: _State) -> Any:
+    """Tells each attention of a decoder about the choice. Returns the first module that cannot be told: one that somebody else sees the
+    arguments of, who expects a mask of transformers', or one that asks for something else; None where all are told."""
     ours, layers = vars(model)["config"], getattr(model, "layers", ())
     if state.layers != len(layers):
         state.layers = len(layers)
@@ -241,13 +251,61 @@ def _all_are_told(model, state: _State) -> bool:
             if vars(module).get("config") is state.config:
                 vars(module)["config"] = ours
     for layer in layers:
-        part = vars(layer)["_modules"].get("self_attn")
-        held = ours if part is None else vars(part).get("config", ours)
-        if held is not ours:  # of a layer that was copied or exchanged
-            if held.__dict__.get(STORED) != state.default:
-                return False
-            vars(part)["config"] = ours
-    return True
+        attention = layer.__dict__["_modules"].get("self_attn")
+        if attention is not None and attention.__dict__.get("config") is ours and hands_on(layer) and hands_on(attention):
+            continue  # nearly always
+        untold = _untold_in(layer, ours, state)
+        if untold is not None:
+            return untold
+    return None if len(layers) and not all_are_seen() else model
+
+
+def _untold_in(part, ours, state: _State) -> Any:
+    """What `_untold` returns of a layer, an attention, or a library's wrapper around either."""
+    if not hands_on(part):
+        return part
+    described = part.__dict__
+    attention = described["_modules"].get("self_attn")
+    if attention is not None:
+        return _untold_in(attention, ours, state)
+    held = described.get("config")
+    if held is ours:
+        return None
+    if is_wrapper(part):
+        found = (_untold_in(each, ours, state) for each in _wrapped_by(part))
+        return next((each for each in found if each is not None), None)
+    if held is None:  # a layer that mixes its tokens otherwise, and is handed no such mask
+        return None
+    if not isinstance(held, type(state.config)) or held.__dict__.get(STORED) not in (state.default, ATTENTION):
+        return part
+    described["config"] = ours  # of a layer or an attention that was copied or exchanged
+    return None
+
+
+def _wrapped_by(wrapper):
+    """The modules in a library's wrapper: PEFT's has the original and a copy for each adapter."""
+    for part in wrapper.__dict__["_modules"].values():
+        yield from part.values() if isinstance(part, torch.nn.ModuleDict) else (part,)
+
+
+def _said_of(untold) -> str:
+    """Says why a module was not told."""
+    name = type(untold).__name__
+    if hands_on(untold):
+        return f"{name} asks for another implementation"
+    return f"{name} is not transformers' own, or has hooks that see its arguments, and may need masks of transformers'"
+
+
+def _why_not_told(model) -> Optional[Reason]:
+    """Why a decoder that may have our attention does not get it, None where it does or was told to have another one."""
+    state, described = getattr(vars(model)["config"], CHOICE, None), vars(model)
+    if state is None:
+        return None
+    named = vars(state.config).get(STORED)
+    if named != ATTENTION and (NAMED in described or described.get(WITHOUT) or named != state.default):
+        return None
+    untold = _untold(model, state)
+    return None if untold is None else Reason("model", _said_of(untold))
 
 
 # ---------------------------------------------------------------- knowing what was asked for by name

@@ -1,5 +1,6 @@
 """Tells whose forward a class or a module of transformers has: its own, ours, or another library's or the user's, which is kept."""
 
+import functools
 import inspect
 import sys
 import warnings
@@ -10,7 +11,7 @@ from torch import nn
 
 from .binding import BoundForward
 from .families import Families, Targets
-from .modules import LAYER, OFF, SAVED, for_class, is_marked, is_own_rotary, is_transformers_own, own_class
+from .modules import FSDP, LAYER, OFF, SAVED, for_class, is_marked, is_own_rotary, is_transformers_own, own_class
 from .wrapped import inside
 
 ROTARY = "apply_rotary_pos_emb"
@@ -18,6 +19,9 @@ ROTARY = "apply_rotary_pos_emb"
 WRAPPED = "_original_forward"  # where accelerate keeps the forward that it wrapped for mixed precision
 
 SERVED = SAVED + "served"  # on a forward of ours: the families that its package serves
+WRAPPERS = ("peft.", "torch.distributed.", "torch._dynamo.")  # whose modules call the one inside them with what they are called with
+HOOKS = (FSDP, "torch.distributed._composable", "deepspeed.", "peft.")  # whose hooks leave what is no tensor as it is
+_handing_on: set = set()  # what `hands_on` found to do so: (class, function)
 
 CALL_BEFORE = (
     "Call apply() or kernelize() before that: before Accelerator.prepare(), before Trainer.train() and before creating a TRL trainer; "
@@ -227,3 +231,63 @@ def defines_forward(cls):
     having = [c for c in cls.__mro__ if "forward" in vars(c)]
     pairs = zip(having, [*having[1:], None])
     return next(c for c, after in pairs if after is None or current(c, "forward") is not current(after, "forward"))
+
+
+# ---------------------------------------------------------------- who sees the arguments of a call
+def is_wrapper(module) -> bool:
+    """Tells whether a module is a library's wrapper, which hands on what it is called with to a module inside."""
+    return type(module).__module__.startswith(WRAPPERS)
+
+
+def all_are_seen() -> bool:
+    """True while a hook on every module of the process sees all arguments. PyTorch keeps the numbers of those that were removed."""
+    hooks = nn.modules.module
+    return not hooks._global_forward_hooks_with_kwargs.keys().isdisjoint(hooks._global_forward_hooks)
+
+
+def hands_on(module) -> bool:
+    """True where nobody sees the arguments by name of a module's call but transformers, this package, and libraries that leave what is no
+    tensor as it is. Asked of every layer in every pass, so it reads `__dict__` and remembers what it found."""
+    state = module.__dict__
+    if state["_forward_pre_hooks_with_kwargs"] or state["_forward_hooks_with_kwargs"]:
+        if not _are_by_libraries(state["_forward_pre_hooks"], state["_forward_pre_hooks_with_kwargs"]):
+            return False
+        if not _are_by_libraries(state["_forward_hooks"], state["_forward_hooks_with_kwargs"]):
+            return False
+    cls, forward = type(module), state.get("forward")
+    if forward is None:
+        function = cls.forward
+    elif type(forward) is functools.partial and "_hf_hook" in state:
+        function = _inside_accelerates(state)
+    else:
+        function = getattr(forward, "__func__", forward)
+    return type(function) is FunctionType and ((cls, function) in _handing_on or _hands_on(cls, function))
+
+
+def _are_by_libraries(hooks, with_kwargs) -> bool:
+    return all((getattr(hooks[number], "__module__", None) or "").startswith(HOOKS) for number in with_kwargs if number in hooks)
+
+
+def _inside_accelerates(state):
+    """The function inside the forward that accelerate put on a module to move tensors; None where a hook or a forward is the user's."""
+    hook, outer = state["_hf_hook"], state["forward"].func
+    hooks = getattr(hook, "hooks", (hook,))
+    own = getattr(outer, "__globals__", {}).get("__name__") == "accelerate.hooks"
+    if not own or not all(type(each).__module__ == "accelerate.hooks" for each in hooks):
+        return None
+    return getattr(state.get("_old_forward"), "__func__", None)
+
+
+def _hands_on(cls, function) -> bool:
+    called = getattr(cls.__call__, "__globals__", {}).get("__name__", "")
+    if not called.startswith(("torch.", "transformers.", *WRAPPERS)):
+        return False
+    if cls.__module__.startswith(WRAPPERS):  # torch.compile's have a forward each, which is not to be kept alive here
+        return getattr(function, "__globals__", {}).get("__name__", "").startswith(WRAPPERS)
+    forward = inside(function)
+    of_transformers = [each for each in cls.__mro__ if each.__module__.startswith("transformers.")]
+    own = (is_transformers_own(forward, each.__module__, f"{each.__qualname__}.forward") for each in of_transformers)
+    found = is_marked(forward) or any(own)
+    if found:
+        _handing_on.add((cls, function))
+    return found
