@@ -144,6 +144,7 @@ MOVES = {
     "one less": lambda weights: weights.pop(),
     "the last ones": lambda weights: weights.pop(0),
     "a stranger": lambda weights: weights.append(torch.zeros(8, 8)),
+    "a turned sign": lambda weights: weights.__setitem__(1, torch._neg_view(weights[1])),
 }
 
 

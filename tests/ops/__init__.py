@@ -18,6 +18,8 @@ What the tests of every operation need of one stands in its file, too, and is fo
 - `check_large(ops, device)`: checks of large shapes on a GPU.
 - `SIGNATURES`: name -> `signature.Signature`, the names and shapes of its arguments and its formula: what the tests of every kind of
   tensor, layout, transform and wrong argument, those of autograd, and those whose calls hypothesis draws, know of an operation.
+- `MORE_CALLS`: title -> function of a package and of `Inputs` (test_turned_signs.py) that calls an operation with arguments which
+  `SELF_CHECKS` of torch-ext leaves out.
 - `OPERATORS`: name of an operator of Qwen3's package -> function of `signature.New`, which gives calls of it, for torch.library's checks.
 - `GPU_TESTS`: name of a file of kernel_src -> parts of the names of the tests in tests/gpu that launch its kernels, for the sanitizer.
 """

@@ -295,6 +295,24 @@ MUTANTS = (
 
 
 # ---------------------------------------------------------------- in the tests of every operation
+def call_with_states(package, i):
+    """With the states before and after it, and g and beta in float32, which no cast makes anew."""
+    q, k = (i.leaf(1, i.tokens, 1, WIDTH) for _ in range(2))
+    g, beta = i.in_float32(i.leaf, 1, i.tokens, 2, of=lambda x: -0.1 * x.abs()), i.in_float32(i.leaf, 1, i.tokens, 2, of=torch.sigmoid)
+    states = i.in_float32(i.leaf, 1, 2, WIDTH, WIDTH, scale=0.3)
+    rest = {"initial_state": states, "output_final_state": True, "l2_norm": True}
+    return module_of(package).gated_delta_rule(q, k, i.leaf(1, i.tokens, 2, WIDTH), g, beta, **rest)
+
+
+@torch.no_grad()
+def call_of_step(package, i):
+    q, k, v = (i.constant(2, 3, heads, WIDTH) for heads in (1, 1, 2))
+    g, beta = (i.in_float32(i.constant, 2, 3, 2, of=of) for of in (lambda x: -0.1 * x.abs(), torch.sigmoid))
+    states = i.in_float32(i.constant, 2, 2, WIDTH, WIDTH, scale=0.3)
+    return module_of(package).gated_delta_step(q, k, v, g, beta, initial_state=states, l2_norm=True)
+
+
+MORE_CALLS = {"gated_delta_rule (states)": call_with_states, "gated_delta_step": call_of_step}
 GPU_TESTS = {
     "gated_delta": ("test_operations_of_gated_delta_nets[gated_delta_rule]", "test_the_delta_rule"),
     "gated_delta_backward": ("test_operations_of_gated_delta_nets[gated_delta_rule]", "test_the_delta_rule"),

@@ -91,4 +91,7 @@ MUTANTS = (
 
 
 # ---------------------------------------------------------------- in the tests of every operation
+MORE_CALLS = {
+    "short_conv (bias)": lambda package, i: module_of(package).short_conv(i.leaf(1, i.tokens, 512), i.leaf(512, 4), i.leaf(512)),
+}
 GPU_TESTS = {"short_conv": ("test_operations_of_gated_delta_nets[short_conv]",)}

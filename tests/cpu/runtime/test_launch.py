@@ -188,6 +188,24 @@ def test_tensors_on_two_devices_are_refused(runtime, backend):
     assert "cpu" in str(error.value) and "meta" in str(error.value)
 
 
+def test_a_tensor_that_holds_its_numbers_with_the_sign_turned_is_refused(runtime, backend):
+    """By every call, known combinations among them: an address does not tell."""
+    kernel = norm_kernel(runtime)
+    for _ in range(2):
+        (x, weight, y, rstd), eps = norm_arguments()
+        with pytest.raises(runtime.launch.PromiseError, match="weight of rms_norm_forward has its sign turned in memory"):
+            kernel(x, torch._neg_view(weight), y, rstd, eps)
+        launches = len(backend.launched)
+        kernel(x, weight, y, rstd, eps)
+        assert len(backend.launched) == launches + 1
+
+
+def test_a_contiguous_copy_holds_the_numbers_themselves(runtime):
+    x = torch.randn(4, 8)
+    found = runtime.launch.contiguous_copy(torch._neg_view(x))
+    assert not found.is_neg() and torch.equal(found, -x) and runtime.launch.contiguous_copy(x) is x
+
+
 def test_a_launch_is_prepared_once_for_each_kind_of_arguments(runtime, backend):
     kernel = norm_kernel(runtime)
     for rows in (3, 3, 4, 3, 4):

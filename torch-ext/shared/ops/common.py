@@ -342,7 +342,7 @@ def side_by_side(weights: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
     start, dtype, (all_rows, columns) = block.data_ptr(), block.dtype, block.shape
     row, rows = columns * dtype.itemsize, 0
     for weight in weights:  # what lies at an address of the block, which is alive, lies in the block
-        if weight.data_ptr() != start + rows * row or weight.dtype != dtype or not weight.is_contiguous():
+        if weight.data_ptr() != start + rows * row or weight.dtype != dtype or not weight.is_contiguous() or weight.is_neg():
             return None
         more, width = weight.shape
         if width != columns:

@@ -10,7 +10,7 @@ from typing import Any, List, Optional, Tuple
 import torch
 
 from ..runtime.device import kernels_run_on, multiprocessors
-from ..runtime.launch import Kernel
+from ..runtime.launch import Kernel, contiguous_copy
 from .autocast import outside_autocast
 from .common import (
     SLAB,
@@ -175,7 +175,7 @@ def _forward(
     carry: bool,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, final states, inverses); the second is empty where nothing is carried, the third where PyTorch computed."""
-    if not _fits(q, k, v, g, beta, table):
+    if not _fits(q, k, v, g, beta, table, initial):
         out, final = gated_delta_rule_reference(q, k, v, g, beta, Chunks(table, bounds, longest), initial, scale, norm)
         return out, final if carry else final.new_empty(0), v.new_empty(0)
     if carry and initial is None:
@@ -210,7 +210,9 @@ def _backward(
         chunks = Chunks(table, bounds, longest)
         *found, dinitial = _reference_backward(dout, dfinal, q, k, v, g, beta, chunks, initial, scale, norm)
         return (*found, g.new_empty(0) if dinitial is None else dinitial)
-    dout, group = aligned(dout), v.shape[1] // k.shape[1]
+    # The kernels ran, so they go on, whatever the memory of the incoming gradients holds.
+    dout, dfinal = aligned(dout.resolve_neg()), None if dfinal is None else contiguous_copy(dfinal)
+    group = v.shape[1] // k.shape[1]
     # The states of all chunks and heads may be more than offsets of 32 bits reach.
     most = max(1, SLAB // (table.shape[1] * group * WIDTH * WIDTH))
     if most >= k.shape[1]:
@@ -261,7 +263,7 @@ def _heads_backward(q, k, v, g, beta, inverses, dout, table, bounds, initial, df
 def _fake_forward(q, k, v, g, beta, table, bounds, initial, longest, scale, norm, carry):
     dtype = accumulation_dtype(q.dtype)
     final = g.new_empty((bounds.shape[1], v.shape[1], k.shape[2], v.shape[2]) if carry else 0, dtype=dtype)
-    kernels = q.is_cuda and _fits(q, k, v, g, beta, table)
+    kernels = q.is_cuda and _fits(q, k, v, g, beta, table, initial)
     return v.new_empty(v.shape), final, v.new_empty((table.shape[1] * CHUNK, v.shape[1], CHUNK) if kernels else 0)
 
 
@@ -361,7 +363,7 @@ def gated_delta_step(q, k, v, g, beta, *, initial_state=None, scale: Optional[fl
     state = v.new_zeros((batch, heads, q.shape[-1], width), dtype=dtype) if initial_state is None else initial_state.to(dtype)
     if v.numel() and not needs_formula(q, k, v, g, beta, state):
         flat = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
-        if _fits(*flat[:3], state):
+        if _fits(*flat, state):
             q, k, v = map(aligned, flat[:3])
             g, beta = (x.to(torch.float32).contiguous() for x in flat[3:])
             out, final, state = torch.empty_like(v, memory_format=torch.contiguous_format), torch.empty_like(state), state.contiguous()

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import linear
 
 from ..runtime.device import kernels_run_on
-from ..runtime.launch import Kernel
+from ..runtime.launch import Kernel, contiguous_copy
 from .autocast import as_autocast, outside_autocast, without_autocast
 from .common import accumulation_dtype, autocasts, describe, fail, needs_formula, once_differentiable
 from .cross_entropy import check_one_value_a_class
@@ -183,7 +183,7 @@ class _LinearDivergence(torch.autograd.Function):
             number = upstream[:, None] if factor is None else upstream[:, None] * factor
             return ((gradient * number).to(gradient.dtype), *[None] * 6)
         tensors = ctx.saved_tensors
-        scale = upstream.to(accumulation_dtype(tensors[0].dtype)).contiguous()
+        scale = contiguous_copy(upstream.to(accumulation_dtype(tensors[0].dtype)))
         gradients = _run(tensors[:3], tensors[3:], scale, ctx.options, ctx.needs_input_grad[:3])[1]
         none = upstream.new_empty(0)
         pairs = zip(gradients[:3], (none if factor is None else factor for factor in gradients.factors))

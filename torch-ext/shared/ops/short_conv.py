@@ -88,7 +88,7 @@ def _backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], since: torch.Tensor
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of x, weight and bias; the last is empty without one."""
-    if not _fits(x, weight, bias, since):
+    if not _fits(x, weight, bias, since, dy):
         leaves = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias)]
         with torch.enable_grad():
             y = short_conv_reference(leaves[0], leaves[1], leaves[2], since)

@@ -3,6 +3,7 @@
 Nothing in the driver checks what a variant was promised about its arrays (aligned addresses, divisible strides, fixed
 lengths): a broken promise corrupts memory in silence. So every promise in the manifest is checked here, once for each
 combination of dtypes, shapes, strides and alignment; the outcome is kept and costs one dictionary look-up from then on.
+That an array's memory holds its numbers, and not those with the other sign, follows from none of these: each call checks it.
 """
 
 from typing import Any, Callable, Iterable, List, Mapping, Optional, Sequence, Tuple
@@ -80,8 +81,8 @@ def broken_promise(parameter: Parameter, dtype: str, shape: Sequence[int], strid
 
 
 def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor at an aligned address: the tensor itself where it is one, else a copy."""
-    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+    """A contiguous tensor at an aligned address whose memory holds its numbers: the tensor itself where it is one, else a copy."""
+    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and not tensor.is_neg():
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -104,7 +105,8 @@ class Kernel:
     Calling it with tensors, ints and floats in the order of the kernel's parameters, constants left out, launches the first variant
     that takes them, on the current stream of the first tensor's device. Everything that the choice of the variant, the lengths and
     the strides of a launch follow from is in the key under which it is remembered, so no operation keeps one of its own. Raises
-    PromiseError when no variant takes the arguments, DriverError when the launch fails.
+    PromiseError when no variant takes the arguments or a tensor holds its numbers with the sign turned, DriverError when the launch
+    fails.
     """
 
     def __init__(
@@ -149,6 +151,8 @@ class Kernel:
                 address = argument.data_ptr()
                 addresses.append(address)
                 low_bits |= address
+                if argument.is_neg():
+                    raise self._turned(arguments, argument)
                 parts += (argument.dtype, argument.shape, argument.stride())
         if low_bits & 15:
             parts += [address & 15 for address in addresses]
@@ -184,6 +188,11 @@ class Kernel:
             self._prepared.clear()
         self._prepared[key] = launch
         return launch
+
+    def _turned(self, arguments: tuple, tensor: torch.Tensor) -> PromiseError:
+        """The error of a tensor whose memory holds its numbers with the other sign, as a kernel, which gets an address, cannot know."""
+        name = self._array_names()[[id(a) for a in arguments if isinstance(a, torch.Tensor)].index(id(tensor))]
+        return PromiseError(f"{name} of {self.names[0]} has its sign turned in memory (is_neg), expected the numbers themselves")
 
     def _arrays(self, tensors: List[torch.Tensor], arguments: tuple) -> Tuple[List[torch.Tensor], Optional[List[Variant]]]:
         """The tensors as the kernel takes them, with contiguous copies of those that it only reads where it needs them; and the
