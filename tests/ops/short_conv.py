@@ -18,11 +18,12 @@ def conv_exact(x, weight, bias, lengths):
     return silu(torch.cat(parts))
 
 
-def check_conv(package, device, dtype, lengths, channels, *, bias=False, view=lambda x: x):
+def check_conv(package, device, dtype, lengths, channels, *, bias=False, view=lambda x: x, weights=lambda x: x):
+    """view, weights: lay out x, and the weight and the bias."""
     ops, tokens = module_of(package), sum(lengths)
     base = leaf(view(randn(1, tokens, channels, dtype=FP32, device=device).to(dtype)))
-    weight = leaf(randn(base.shape[-1], 4, dtype=dtype, device=device, seed=1, scale=0.5))
-    shift = leaf(randn(base.shape[-1], dtype=dtype, device=device, seed=2)) if bias else None
+    weight = leaf(weights(randn(base.shape[-1], 4, dtype=dtype, device=device, seed=1, scale=0.5)))
+    shift = leaf(weights(randn(base.shape[-1], dtype=dtype, device=device, seed=2))) if bias else None
     leaves = [t for t in (base, weight, shift) if t is not None]
     leaves64 = [exact(t) for t in leaves]
     ends = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0) if len(lengths) > 1 else None
@@ -52,6 +53,27 @@ def check_batch(package, device, dtype):
         assert torch.equal(grad, torch.stack(alone))
 
 
+def every_other(x):
+    """The same numbers, each two after the one before."""
+    return torch.stack((x, x), -1)[..., 0]
+
+
+def transposed(x):
+    return x.t().contiguous().t()
+
+
+def half_of_rows(x):
+    return torch.cat((x, x), -1)[..., : x.shape[-1]]
+
+
+def one_further(x):
+    """The same numbers at an odd address."""
+    return torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape)
+
+
+LAYOUTS = every_other, transposed, half_of_rows, one_further
+
+
 # Steps without masks in the middle of spans, documents that start in some, and last blocks that find no tokens: with the two SMs of the
 # interpreter and the hundred of a GPU.
 LONG = {"cpu": ((100, 1, 156), 512), "cuda": ((3000, 1, 2, 5000, 188), 1032)}
@@ -66,6 +88,8 @@ def all_cases(package, device, dtypes=FLOATS):
     yield "bias", lambda: check_conv(package, device, BF16, (5, 30), 512, bias=True)
     yield "odd", lambda: check_conv(package, device, BF16, (20,), 33)
     yield "view", lambda: check_conv(package, device, BF16, (20,), 1024, view=lambda x: x[..., 256:])
+    for layout in LAYOUTS:
+        yield f"weights {layout.__name__}", lambda f=layout: check_conv(package, device, BF16, (20,), 512, bias=True, weights=f)
     yield "batch", lambda: check_batch(package, device, BF16)
 
 

@@ -20,6 +20,7 @@ from .common import (
     needs_formula,
     once_differentiable,
     traceable,
+    unit_stride,
 )
 
 TAPS = 4
@@ -80,7 +81,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]
     if not _fits(x, weight, bias, since):
         return short_conv_reference(x, weight, bias, since)
     x, y = aligned(x), torch.empty_like(x, memory_format=torch.contiguous_format)
-    _forward_kernel[bias is not None](x, weight, x.new_empty(1) if bias is None else aligned(bias), since, y)
+    _forward_kernel[bias is not None](x, unit_stride(weight), x.new_empty(1) if bias is None else aligned(bias), since, y)
     return y
 
 
@@ -97,7 +98,8 @@ def _backward(
     x, dy, channels = aligned(x), aligned(dy), x.shape[1]
     dx, groups = torch.empty_like(x, memory_format=torch.contiguous_format), _groups(x, BACKWARD_BLOCKS)
     partial = torch.empty((groups, TAPS + 1, channels), dtype=torch.float32, device=x.device)
-    _backward_kernel[bias is not None](dy, x, weight, x.new_empty(1) if bias is None else aligned(bias), since, dx, partial)
+    shift = x.new_empty(1) if bias is None else aligned(bias)
+    _backward_kernel[bias is not None](dy, x, unit_stride(weight), shift, since, dx, partial)
     sums = column_sum(partial.view(groups, -1), torch.float32).view(TAPS + 1, channels)
     dweight = sums[:TAPS].t().to(weight.dtype, memory_format=torch.contiguous_format)
     return dx, dweight, weight.new_empty(0) if bias is None else sums[TAPS].to(bias.dtype)
