@@ -44,6 +44,7 @@ OPERATIONS = {
     "rms_norm": ([(TOKENS, HIDDEN), (HIDDEN,)], lambda f, *a: f(*a), norm),
     "swiglu": ([(TOKENS, WIDE), (TOKENS, WIDE)], lambda f, *a: f(*a), lambda gate, up: silu(gate) * up),
     "mlp": ([(TOKENS, HIDDEN), *MLP], lambda f, *a: f(*a), gated),
+    "tiled_mlp": ([(TOKENS, HIDDEN), *MLP], lambda f, *a: f(*a, shards=2), gated),
     "norm_mlp": ([(TOKENS, HIDDEN), (HIDDEN,), *MLP], lambda f, *a: f(*a), lambda x, w, *mlp: x + gated(norm(x, w), *mlp)),
     "norm_attention_inputs": (
         [(TOKENS, HIDDEN), (HIDDEN,), *[(HEADS * HEAD_DIM, HIDDEN)] * 3, (HEAD_DIM,), (HEAD_DIM,), TABLE, TABLE],
@@ -116,6 +117,20 @@ def test_forward_and_backward_on_either_side_of_autocast(ops, name, dtype):
         reference = run(formula, inputs_of(shapes, dtype), True, False)
         for a, b, c in zip((*found, *grads), (*exact[0], *exact[1]), (*reference[0], *reference[1]), strict=True):
             assert relative_error(a, b) <= 1.5 * relative_error(c, b) + 1e-3
+
+
+@pytest.mark.parametrize("name", ["mlp", "tiled_mlp"])
+def test_autocast_casts_what_is_of_different_dtypes(ops, name):
+    """An input in half precision beside weights in float32, as a layer before it gives one under autocast."""
+    shapes, call, formula = OPERATIONS[name]
+
+    def inputs():
+        return [inputs_of(shapes, torch.bfloat16)[0], *inputs_of(shapes, torch.float32)[1:]]
+
+    found, grads = run(lambda *args: call(getattr(ops, name), *args), inputs(), True, False)
+    wanted, expected = run(formula, inputs(), True, False)
+    for a, b in zip((*found, *grads), (*wanted, *expected), strict=True):
+        assert a.dtype == b.dtype and relative_error(a, b) <= 2e-2
 
 
 @pytest.mark.parametrize("name", ["norm_mlp", "norm_attention_inputs"])

@@ -13,7 +13,8 @@ from typing import List, Optional, Tuple
 import torch
 from torch.nn.functional import linear
 
-from .common import fail, need_floats, needs_formula, once_differentiable, traceable
+from .autocast import as_autocast, outside_autocast, without_autocast
+from .common import autocasts, fail, need_floats, needs_formula, once_differentiable, traceable
 from .gated_activation import APPROXIMATE, backward_in_place, forward_into, forward_reference
 from .second_run import Rest, apply_in_parts, unfinished
 from .swiglu import check_mlp
@@ -107,6 +108,7 @@ class _TiledMLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @outside_autocast
     def backward(ctx, dy):
         needs = ctx.needs_input_grad[1:5]
         results = tiled_mlp_backward(dy, *ctx.saved_tensors, *ctx.options, *needs)
@@ -126,9 +128,14 @@ def tiled_mlp(
     x: [..., hidden]; gate_weight, up_weight: [intermediate, hidden]; down_weight: [hidden, intermediate], all of one dtype and device.
     activation: "silu", "gelu_tanh" or "gelu". shards: how many at most; by default tokens / hidden, rounded up, and never more where a
     weight gets a gradient. The result does not depend on it but for rounding: such a gradient is rounded to its dtype once a shard.
-    Returns [..., hidden]. Differentiable in all four tensors. Raises ValueError when shapes, dtypes, devices or options do not fit.
+    Returns [..., hidden]; under autocast all four are cast to its dtype, as by `mlp`. Differentiable in all four tensors. Raises ValueError
+    when shapes, dtypes, devices or options do not fit.
     """
     need_floats(x=x)
+    if autocasts(x.device):
+        x, gate_weight, up_weight, down_weight = as_autocast(x.device, x, gate_weight, up_weight, down_weight)
+        with without_autocast(x.device):
+            return tiled_mlp(x, gate_weight, up_weight, down_weight, activation, shards)
     check_mlp(x, gate_weight, up_weight, down_weight)
     if activation not in ACTIVATIONS:
         fail("activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
