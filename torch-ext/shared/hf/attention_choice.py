@@ -20,7 +20,19 @@ from ..runtime.device import kernels_run_on
 from .attention import attention_forward
 from .binding import remember
 from .explanation import Reason
-from .masks import ATTENTION, CHOICE, EAGER, MASKING, TRACEABLE, caps_scores, masks_made_by, visible_mask
+from .masks import (
+    ATTENTION,
+    CHOICE,
+    EAGER,
+    MAKERS,
+    MASKING,
+    TRACEABLE,
+    are_masks_own,
+    caps_scores,
+    mask_makers,
+    masks_made_by,
+    visible_mask,
+)
 from .modules import SAVED
 from .ownership import all_are_seen, hands_on, is_wrapper
 
@@ -47,6 +59,7 @@ def register_attention(*decoders: Any) -> None:
     package knows; their masks are causal, so torch.compile needs not look into them."""
     _decoders.update(decoders)
     TRACEABLE.update((decoder.config_class, masks_made_by(decoder)) for decoder in decoders)
+    MAKERS.update((decoder.config_class, mask_makers(decoder)) for decoder in decoders)
     EAGER.update(decoder.config_class for decoder in decoders if not decoder._supports_sdpa)
     for interface, ours in _interfaces():
         setattr(interface, OFFERED, {**vars(interface).get(OFFERED, {}), __name__: ours})
@@ -87,6 +100,9 @@ def why_no_kernel(module) -> Optional[Reason]:
     config, weight = module.config, next(module.parameters(), None)
     if weight is None or weight.is_meta or not kernels_run_on(torch.empty(0, device=weight.device)):
         return None
+    if not are_masks_own(config):
+        modeling, _ = MAKERS[type(config)]
+        return Reason("model", f"{modeling} makes masks with a function that is not transformers', so attention is transformers'")
     if _has_kernels(config):
         return _why_not_told(module)
     text = f"there is no kernel for heads of {head_dim_of(config)}"
@@ -194,7 +210,7 @@ def watch_attention(model) -> _State:
         object.__setattr__(ours, "__dict__", config.__dict__)  # what either is told, both know
         object.__setattr__(ours, CHOICE, state)
         if type(config) in TRACEABLE:
-            TRACEABLE[type(ours)] = TRACEABLE[type(config)]
+            TRACEABLE[type(ours)], MAKERS[type(ours)] = TRACEABLE[type(config)], MAKERS[type(config)]
         vars(model)["config"] = ours
         remember(model)
     return state
@@ -219,10 +235,12 @@ def leave_attention(module) -> None:
 
 def choose_attention(model) -> None:
     """Gives a model on a GPU whose kernels run our implementation instead of the one that transformers chooses by default. The model keeps
-    one that was asked for by name. Where a part of it may not know what ours hands it for a mask, it has the default one in either case."""
+    one that was asked for by name, and one whose masks a function of the user's makes, which is told the name that it knows. Where a part of
+    it may not know what ours hands it for a mask, it has the default one in either case."""
     state, described = watch_attention(model), vars(model)
     named = vars(state.config).get(STORED)
-    if NAMED in described or described.get(WITHOUT) or named != state.default:
+    asked = NAMED in described or described.get(WITHOUT) or named != state.default
+    if asked or not are_masks_own(state.config):
         state.on = False
     elif not state.on:
         weight = next(model.parameters(), None)

@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Set, Tuple
 import torch
 
 from ..ops.attention import AttentionPlan
-from .modules import SAVED
+from .modules import SAVED, is_transformers_own
 
 ATTENTION = "bastile"  # the name of our implementation among transformers'
 CHOICE = SAVED + "choice"  # on a configuration of ours: what it stands for
@@ -20,6 +20,7 @@ MASKING = "transformers.masking_utils"
 PADDING = SAVED + "padding"  # on a padding mask: what `padding_of` read, and the mask's version then
 BY_LAYER, BY_WINDOW, ONE = range(3)  # the masks that a decoder makes: one a kind of layer; one, with a window or without; one without
 TRACEABLE: Dict[type, int] = {}  # by the configurations of the decoders that packages know: which masks these make
+MAKERS: Dict[type, Tuple[str, Tuple[str, ...]]] = {}  # by the same: the decoder's module, and what in it makes these masks, by name
 EAGER: Set[type] = set()  # those of these configurations whose decoders do not support SDPA
 WHOLE, BEFORE, BESIDE, BETWEEN = range(4)  # where padding is: nowhere; before each row's tokens; on both sides; between them
 
@@ -186,6 +187,9 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
     arguments.update(kwargs, mask_function=mask_function or masking.causal_mask_function, attention_mask=attention_mask)
     if q_length == 1:
         return masking.sdpa_mask(**arguments)
+    config = arguments.get("config")
+    if not are_masks_own(config):  # the function that asks may change what it gets, as it changes a mask of transformers
+        return masking.ALL_MASK_ATTENTION_FUNCTIONS["eager" if is_eager(config) or caps_scores(config) else "sdpa"](**arguments)
     if torch.compiler.is_compiling():
         return _visible_to_a_tracer(arguments)
     if isinstance(q_offset, torch.Tensor):  # a static cache's own counter, which goes on before a layer asks for the mask
@@ -198,7 +202,6 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
         kind = padding_of(padding)
         # Padding after a row's tokens sees them in transformers, and would see nothing here. Padding in front of them sees nothing, which
         # gives zeros, but the mean of all values in eager attention, the one for capped scores.
-        config = arguments.get("config")
         seeing = kind == BESIDE or (kind == BEFORE and caps_scores(config))
         unknown = kind == BETWEEN or (seeing and is_chosen(config))
         rule, padding = (None if unknown else rule), (None if kind == WHOLE else padding)
@@ -222,11 +225,27 @@ def is_causal(config) -> bool:
 def masks_made_by(decoder: type) -> int:
     """Which masks a decoder of transformers makes, by the names in its own forward. A configuration cannot tell: it keeps entries that its
     decoder reads nowhere, such as the sliding_window of a Mistral that was saved as a Llama."""
-    forward: Any = getattr(decoder, SAVED + "forward", None) or decoder.forward  # type: ignore[attr-defined]
-    names = getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ())
+    names = _names_in_forward(decoder)
     if "layer_types" in names or "layers_block_type" in names:
         return BY_LAYER
     return BY_WINDOW if "create_sliding_window_causal_mask" in names else ONE
+
+
+def mask_makers(decoder: type) -> Tuple[str, Tuple[str, ...]]:
+    """The module of a decoder of transformers, and the functions there that make its masks, by their names."""
+    return decoder.__module__, tuple(name for name in _names_in_forward(decoder) if name.startswith("create_") and name.endswith("_mask"))
+
+
+def _names_in_forward(decoder: type) -> Tuple[str, ...]:
+    forward: Any = getattr(decoder, SAVED + "forward", None) or decoder.forward  # type: ignore[attr-defined]
+    return getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ())
+
+
+def are_masks_own(config) -> bool:
+    """False where a user or a library has put a function in the place of one by which a decoder that packages know makes its masks: then no
+    mask of ours can stand for what that function would make."""
+    modeling, names = MAKERS.get(type(config), ("", ()))
+    return all(is_transformers_own(getattr(sys.modules[modeling], name, None), MASKING, name) for name in names)
 
 
 def makes_masks_by_layer(config) -> bool:
