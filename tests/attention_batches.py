@@ -34,6 +34,23 @@ def padded(side, lengths=LENGTHS, pad=0):
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def tokens_of(package, monkeypatch):
+    """The tokens of each plan that attention was called with."""
+    module, found = module_of(package, "attention"), []
+    original = module.attention
+
+    def attention(q, k, v, plan, **options):
+        found.append(plan.tokens)
+        return original(q, k, v, plan, **options)
+
+    monkeypatch.setattr(module, "attention", attention)
+    return found
+
+
+def labels_of(batch):
+    return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+
+
 def step(model, batch, seen=None, **kwargs):
     """(logits where `seen`, gradients) of one pass; the loss is of the tokens that are seen."""
     model.zero_grad(set_to_none=True)

@@ -5,7 +5,17 @@ import importlib
 import pytest
 import torch
 
-from tests.attention_batches import DECODERS, FAMILIES, LENGTHS, SLIDING, assert_same, gpt_oss_of, module_of, padded
+from tests.attention_batches import (
+    DECODERS,
+    FAMILIES,
+    LENGTHS,
+    SLIDING,
+    assert_same,
+    gpt_oss_of,
+    labels_of,
+    padded,
+    tokens_of,
+)
 from tests.models import tiny_model
 
 
@@ -47,23 +57,6 @@ def test_where_nobody_reads_padding_it_is_left_out(chosen, family, monkeypatch):
         tokens.clear()
         torch.testing.assert_close(model(**batch, use_cache=False).loss, expected, rtol=1e-5, atol=1e-5)
         assert set(tokens) == {sum(LENGTHS) if unpad else batch["input_ids"].numel()}
-
-
-def tokens_of(package, monkeypatch):
-    """The tokens of each plan that attention was called with."""
-    module, found = module_of(package, "attention"), []
-    original = module.attention
-
-    def attention(q, k, v, plan, **options):
-        found.append(plan.tokens)
-        return original(q, k, v, plan, **options)
-
-    monkeypatch.setattr(module, "attention", attention)
-    return found
-
-
-def labels_of(batch):
-    return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
 
 
 @pytest.mark.parametrize("family", ("qwen3", "sliding", "gpt_oss"))

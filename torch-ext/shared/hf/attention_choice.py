@@ -235,8 +235,8 @@ def leave_attention(module) -> None:
 
 def choose_attention(model) -> None:
     """Gives a model on a GPU whose kernels run our implementation instead of the one that transformers chooses by default. The model keeps
-    one that was asked for by name, and one whose masks a function of the user's makes, which is told the name that it knows. Where a part of
-    it may not know what ours hands it for a mask, it has the default one in either case."""
+    one that was asked for by name, and one whose masks a function of the user's makes, which is told the name that it knows. Where a part
+    of it may not know what ours hands it for a mask, it has the default one in either case."""
     state, described = watch_attention(model), vars(model)
     named = vars(state.config).get(STORED)
     asked = NAMED in described or described.get(WITHOUT) or named != state.default

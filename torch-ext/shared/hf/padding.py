@@ -1,13 +1,15 @@
 """Leaves the padding of a batch out of a causal LM that trains: its decoder sees one row of all other tokens, or at least its attention
 sees none of the padding.
 
-Only where the result is the same: the loss comes without logits, no padded position has a label, no part of the model has hooks, and
-no cache is returned. The embedding runs on the whole batch, so hooks on it (NEFTune, PEFT's) see what they always see.
+Only where the result is the same: the loss comes without logits, no padded position has a label, no part of the model has hooks or is
+of a class that may look at other tokens of its row, and no cache is returned. The embedding runs on the whole batch, so hooks on it
+(NEFTune, PEFT's) see what they always see.
 """
 
 from typing import Any, Dict
 
 import torch
+from torch import nn
 
 from ..ops.attention import takes_dtype, takes_heads
 from ..ops.common import autocasts
@@ -27,11 +29,63 @@ from .masks import (
     visible_documents,
     visible_tokens,
 )
-from .modules import CAPTURING, FSDP, SAVED, is_marked, own_forward
+from .modules import CAPTURING, FSDP, SAVED, is_marked, is_transformers_own, own_forward
+from .wrapped import inside
 
 KEEPS = SAVED + "keeps_padding"  # on a causal LM or its class: what apply() or kernelize() was told about `unpad`
 ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")  # what has a number for each token
 UNREDUCED = ("reduction", "return_predicted_tokens")  # options of the loss with which its results may have one, too
+# What treats each token by itself, or holds others: of PyTorch, and by the beginning of their modules' names, of other libraries.
+OF_TORCH = {
+    *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity),
+    *(nn.SiLU, nn.GELU, nn.ReLU, nn.Sigmoid, nn.Tanh),
+    *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict),
+}
+OF_TRANSFORMERS = "transformers.activations", "transformers.pytorch_utils", "transformers.integrations."
+OF_OTHERS = "peft.", "bitsandbytes.nn.", "torch.distributed."
+WHOLE_ROWS = "peft.tuners.adaption_prompt", "peft.tuners.shadow", "peft.tuners.xlora"  # though they are PEFT's
+NO_GRAD = "torch.utils._contextlib"  # the module of its decorator, which rotary embeddings of transformers have
+_module_call, _no_forward = nn.Module.__call__, nn.Module.forward
+_known: set = set()  # what `_is_known` found to be so
+
+
+def _is_known(cls: Any, modeling: str) -> bool:
+    """True for a class whose modules leave each token to itself, or whose attention is the decoder's: it is one of the decoder's module in
+    transformers or of the libraries above, with the forward that it has there or one of ours. False for a user's class, and for a class
+    whose forward or call was replaced. modeling: the decoder's module."""
+    cls, forward, call = _inside_fsdp(cls), inside(cls.forward), cls.__call__
+    key = cls, forward, call, modeling
+    if key in _known:
+        return True
+    module = cls.__module__
+    named = module == modeling or module.startswith((*OF_TRANSFORMERS, *OF_OTHERS))
+    if not (cls in OF_TORCH or named) or module.startswith(WHOLE_ROWS):
+        return False
+    found = call is _module_call or _is_defined_as(call, cls, "__call__")
+    found = found and (is_marked(forward) or forward is _no_forward or _is_defined_as(forward, cls, "forward"))
+    if found:
+        _known.add(key)
+    return found
+
+
+def _is_defined_as(function, cls: type, name: str) -> bool:
+    """True for the method that a class's own text, or that of a class which it inherits from, defines by a name."""
+    if getattr(function, "__globals__", {}).get("__name__") == NO_GRAD:
+        function = function.__wrapped__
+    return any(is_transformers_own(function, base.__module__, f"{base.__qualname__}.{name}") for base in cls.__mro__)
+
+
+def _inside_fsdp(cls: Any) -> Any:
+    """The class of which FSDP2 has made another one, which keeps its forward; any other class itself."""
+    made = len(cls.__mro__) > 2 and cls.__mro__[1].__module__.startswith(FSDP)
+    return cls.__mro__[2] if made else cls
+
+
+def _may_see_padding(modules) -> bool:
+    """True if one of a decoder's modules, the decoder first, may do something to padding or to a whole row that its result shows."""
+    modeling = _inside_fsdp(type(modules[0])).__module__
+    kinds = {type(module) for module in modules}
+    return _is_listened_to(modules) or not all(_is_known(cls, modeling) for cls in kinds)
 
 
 def _is_listened_to(modules) -> bool:
@@ -105,7 +159,7 @@ def without_padding(
     if elsewhere or not kinds_of_layers(config) <= WINDOWS.keys() or not _kernels_take(model, device, weight.dtype):
         return kwargs
     parts = [decoder, *(module for part in decoder.children() if part is not embedding for module in part.modules())]
-    if _is_listened_to(parts):
+    if _may_see_padding(parts):
         return kwargs
     mask = mask.bool()
     if padding_of(mask) not in (BEFORE, BESIDE) or bool(((target != ignore_index) & ~mask.flatten()).any()):
