@@ -6,6 +6,7 @@ import torch
 from tests.integrations.adapters import lora
 from tests.integrations.common import FACTOR, WAYS, batch, clear_choices, install, layers_run  # noqa: F401
 from tests.integrations.inference import generated
+from tests.integrations.preference import train
 from tests.integrations.trainers import run
 from tests.models import Step, tiny_qwen3_moe
 
@@ -40,6 +41,21 @@ def test_sft_trainer_of_moe(qwen3, device, tmp_path):
 
     expected = run("trl", model(), tmp_path, device, **options)
     run("trl", install(qwen3, model()), tmp_path, device, **options).assert_same(expected, device, 10)
+
+
+@pytest.mark.integration(*(f"{kind}Trainer: Qwen3-MoE, LoRA on its attention, checkpointed" for kind in ("DPO", "KTO")))
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_preferences_of_moe(qwen3, device, tmp_path, kind):
+    """The pass of the reference, the same model without its adapters, is between the other's two, and leaves out the router's logits."""
+    peft = pytest.importorskip("peft")
+
+    def outcome(model):
+        config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        return train(kind, model, tmp_path, device, gradient_checkpointing=True, peft_config=config)
+
+    expected = outcome(moe_on(device, router_aux_loss_coef=0.1))
+    assert "aux_loss" in expected.logs[0]
+    outcome(install(qwen3, moe_on(device, router_aux_loss_coef=0.1))).assert_same(expected, device, 10)
 
 
 @pytest.mark.integration("PEFT: Qwen3-MoE, LoRA on its attention and on its experts (target_parameters)")

@@ -19,12 +19,13 @@ from ..ops.recorded import Recording, Results
 from ..ops.second_run import in_backward_pass
 from .arguments import CACHE, SINCE_5_24
 from .binding import begin_graphs_after
-from .modules import SAVED
+from .modules import SAVED, captured_in_first_run, captured_outputs
 from .wrapped import WRAPPING
 
 KEEPS_ATTENTION = SAVED + "keeps_attention"  # on a decoder layer or its class: what apply() or kernelize() was told
 RECOMPUTES_MLP = SAVED + "recomputes_mlp"  # the same
 KEPT = SAVED + "kept_attention"  # on the storage of a layer's input: `_KeptOfStorage`
+CAPTURED_OUTPUTS = SAVED + "captured_outputs"  # on the angles of a forward pass: names of the outputs captured in it
 _warned: set = set()
 _numbers = itertools.count()
 
@@ -119,6 +120,29 @@ def keeps_attention(layer) -> bool:
 def recomputes_mlp(layer) -> bool:
     """Tells whether the backward pass is to make again what the MLP's first products give. A checkpointed layer does that anyway."""
     return _was_told(layer, RECOMPUTES_MLP) and not _is_checkpointed(layer)
+
+
+def captured_alike(layer, position_embeddings, run: Callable[[], Any]) -> Any:
+    """run(), a layer's forward, which takes the same outputs for captured in both runs of a checkpointed layer.
+
+    While transformers captures outputs of a layer's parts, these are called one by one. In the second run nothing is captured, and what was
+    in the first cannot be read off the layer: another forward pass may have come between them, such as that of TRL's reference, which is
+    the same model without its adapters. So it is remembered on what each forward pass makes anew and its checkpoints hold: the angles of
+    its positions. Where a layer gets copies of them, as on another device, that of the last pass is assumed (`modules.own_forward`).
+    """
+    if not layer.__dict__.get("gradient_checkpointing") or torch.compiler.is_compiling():
+        return run()
+    angles = position_embeddings[0] if isinstance(position_embeddings, (tuple, list)) else position_embeddings
+    captured = getattr(angles, CAPTURED_OUTPUTS, None) if in_backward_pass() else None
+    if captured is None:
+        if isinstance(angles, torch.Tensor):
+            setattr(angles, CAPTURED_OUTPUTS, captured_outputs())
+        return run()
+    token = captured_in_first_run.set(captured)
+    try:
+        return run()
+    finally:
+        captured_in_first_run.reset(token)
 
 
 def attend_once(layer, x: torch.Tensor, conditions: Tuple[Any, ...], attend: Callable[[], torch.Tensor]) -> torch.Tensor:

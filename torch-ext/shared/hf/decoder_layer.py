@@ -23,7 +23,7 @@ from ..ops.rotary import qk_norm_rotary
 from ..runtime.device import PLAIN
 from .adapters import projection_or_reason, projections
 from .arguments import CACHE, SINCE_5_24
-from .checkpointing import attend_once, keeps_attention, recomputes_mlp, warn_of_kept_mlp
+from .checkpointing import attend_once, captured_alike, keeps_attention, recomputes_mlp, warn_of_kept_mlp
 from .explanation import Reason
 from .families import Family
 from .masks import unless_none
@@ -329,6 +329,10 @@ def _finish_apart(own: FusedLayer, spec: Outputs, layer, output, x):
 
 def decoder_layer_forward(own: FusedLayer, layer, kwargs):
     """Serves as the forward of a family's decoder layer. kwargs: its arguments by name."""
+    return captured_alike(layer, kwargs.get("position_embeddings"), lambda: _run(own, layer, kwargs))
+
+
+def _run(own: FusedLayer, layer, kwargs):
     hidden_states, attention_mask = kwargs.pop("hidden_states"), unless_none(kwargs.pop("attention_mask", None))
     cache, position_embeddings = kwargs.pop(CACHE, None), kwargs.pop("position_embeddings", None)
     if why_not_fusable(own, layer, hidden_states):

@@ -6,8 +6,9 @@ is exactly PyTorch's own goes to the operations; everything else is called as tr
 
 import functools
 import sys
+from contextvars import ContextVar
 from types import FunctionType
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 from torch import nn
@@ -32,6 +33,8 @@ ACTIVATIONS = "transformers.activations"
 _silu_forward = nn.SiLU.forward
 _gelu = nn.functional.gelu
 _embedding_forward = nn.Embedding.forward
+# While a checkpointed layer runs for the second time: the outputs that were captured in its first run, where that is known.
+captured_in_first_run: ContextVar[Optional[Tuple[str, ...]]] = ContextVar("captured_in_first_run", default=None)
 _own: set = set()  # what is_transformers_own found to be so
 
 
@@ -142,21 +145,30 @@ def all_are_listened_to() -> bool:
     )
 
 
+def captured_outputs() -> Tuple[str, ...]:
+    """The names of the outputs that transformers captures in the forward pass that is under way."""
+    collector = getattr(sys.modules.get(CAPTURING), "_active_collector", None)
+    return () if collector is None else tuple(collector.get() or ())
+
+
 def _is_captured(module, hooks) -> bool:
     """Tells whether forward hooks of a module have something to do. Those with which transformers captures outputs stay on a module
     once a caller has asked for hidden states or attentions, and do nothing until the next one asks."""
-    capturing, captured = sys.modules.get(CAPTURING), False
-    collector = getattr(capturing, "_active_collector", None)
-    if collector is None:
+    if getattr(sys.modules.get(CAPTURING), "_active_collector", None) is None:
         return True
-    collected = collector.get() or {}
+    first_run, captured = captured_in_first_run.get(), False
+    collected = captured_outputs() if first_run is None else first_run
     for hook in hooks.values():
         if getattr(hook, "__module__", None) != CAPTURING:
             return True
         closed_over = dict(zip(hook.__code__.co_freevars, hook.__closure__ or ()))
         captured |= "key" not in closed_over or closed_over["key"].cell_contents in collected
-    # Gradient checkpointing runs the forward pass again inside the backward pass, when nothing is captured, and must do the same as before.
-    state = module.__dict__
+    return captured if first_run is not None else _as_in_last_pass(module.__dict__, captured)
+
+
+def _as_in_last_pass(state, captured: bool) -> bool:
+    """Tells whether a module's outputs are captured, where nothing says what was in a first run. In a backward pass, in which nothing is,
+    the second run of a checkpoint has to do what the first one did, which most likely was the module's last forward pass."""
     if in_backward_pass():
         return captured or CAPTURED in state
     if captured:
