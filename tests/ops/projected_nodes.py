@@ -185,7 +185,7 @@ MUTANTS = [
          ("_affine(x, self.whole, bias", "_affine(-x, self.whole, bias", "projected_inputs_packed"),
          ("torch.addmm(onto, x, self._weight(0).t(), out=out)", "torch.mm(x, self._weight(0).t(), out=out)", "projected_mlp"),
          ("_joined(biases, dtype) if", "-_joined(biases, dtype) if", "projected_inputs_biases_packed"),
-         ("torch.add(result, biases[0].to(dtype), out=None if are_watched() else result)", "result", "projected_mlp_biases"),
+         ("result.add_(biases[0].to(dtype))", "result", "projected_mlp_biases"),
          ("None if b is None else b.to(dtype)", "None", "projected_inputs_biases")),
     *errors_in(PROJECTIONS, "projected_inputs_biases", "_column_sum", ("total if", "2 * total if")),
     *errors_in(PROJECTIONS, "projected_inputs", "Projections._low",

@@ -196,7 +196,9 @@ class Projections:
         biases: list = [parts.bias for parts in self.parts]
         if onto is not None:
             result = torch.addmm(onto, x, self._weight(0).t(), out=out)
-            return [result if biases[0] is None else torch.add(result, biases[0].to(dtype), out=None if are_watched() else result)]
+            if biases[0] is not None and out is None and are_watched():
+                result = result.clone()
+            return [result if biases[0] is None else result.add_(biases[0].to(dtype))]
         if self.whole is not None and in_one and (not self.group.biased or None not in biases):
             bias = _joined(biases, dtype) if self.group.biased else None
             return list(_affine(x, self.whole, bias, out).split(rows, 1))
