@@ -61,8 +61,11 @@ def three_of(found: Sequence) -> Sequence:
 
 
 class MLPSaved(NamedTuple):
-    """What the backward pass reads. total: the residual stream after attention, flat. o, rstd, o_rstd: of `Joined`. gate, up: None where
-    the backward pass computes them again. branch: the MLP's, before its norm; branch_rstd: that norm's; None without one."""
+    """The tensors that the backward pass reads.
+
+    total: the residual stream after attention, flattened to rows; o, rstd, o_rstd: as in `Joined`; gate, up: None if the backward pass
+    recomputes them; branch: the MLP's output before the norm behind it, and branch_rstd: that norm's, both None without such a norm.
+    """
 
     total: torch.Tensor
     o: Optionals

@@ -1,5 +1,5 @@
-"""What the two autograd nodes of a decoder layer compute forward and backward, without autograd: `nodes` makes nodes of it, and `traced`
-operators for a compiler. The MLP is in `mlp_steps`; `sparse` has experts instead.
+"""The computations behind a decoder layer's two autograd nodes, forward and backward, as plain functions. `nodes` wraps them for autograd,
+and `traced` as operators for torch.compile. The MLP is in `mlp_steps`, and the experts are in `sparse`.
 
 What is saved is small: the residual stream, one number a row, and the projections' outputs. The normalised input and act(gate) * up are
 computed again in the backward pass, bit for bit. Input gradients of several projections are added by the GEMMs, or by one GEMM where the

@@ -34,6 +34,7 @@ from .masks import (
     visible_mask,
 )
 from .modules import SAVED
+from .offers import offer, withdraw
 from .ownership import all_are_seen, hands_on, is_wrapper
 
 CONTINUOUS_BATCHING = "transformers.generation.continuous_batching"
@@ -62,8 +63,7 @@ def register_attention(*decoders: Any) -> None:
     MAKERS.update((decoder.config_class, mask_makers(decoder)) for decoder in decoders)
     EAGER.update(decoder.config_class for decoder in decoders if not decoder._supports_sdpa)
     for interface, ours in _interfaces():
-        setattr(interface, OFFERED, {**vars(interface).get(OFFERED, {}), __name__: ours})
-        interface.register(ATTENTION, ours)
+        offer(interface, OFFERED, ATTENTION, ours, __name__)
 
 
 def unregister_attention(modules: Iterable = ()) -> None:
@@ -71,15 +71,7 @@ def unregister_attention(modules: Iterable = ()) -> None:
     it goes on asking."""
     asked = any(getattr(vars(module).get("config"), "_attn_implementation", None) == ATTENTION for module in modules)
     for interface, _ in _interfaces():
-        offered = dict(vars(interface).get(OFFERED, {}))
-        if offered.pop(__name__, None) is None or (asked and not offered):
-            continue
-        if offered:
-            setattr(interface, OFFERED, offered)
-            interface.register(ATTENTION, list(offered.values())[-1])
-        else:
-            delattr(interface, OFFERED)
-            interface._global_mapping.pop(ATTENTION, None)
+        withdraw(interface, OFFERED, ATTENTION, __name__, lambda: asked)
 
 
 def head_dim_of(config) -> Optional[int]:
@@ -260,8 +252,11 @@ def name_that_is_kept(model) -> str:
 
 
 def _untold(model, state: _State) -> Any:
-    """Tells each attention of a decoder about the choice. Returns the first module that cannot be told: one that somebody else sees the
-    arguments of, who expects a mask of transformers', or one that asks for something else; None where all are told."""
+    """Gives every attention layer of a decoder the configuration that announces our implementation.
+
+    Returns the first module that cannot have it, or None if all do. A module cannot if other code reads the arguments of its calls, since
+    that code expects transformers' masks, or if it asks for another implementation.
+    """
     ours, layers = vars(model)["config"], getattr(model, "layers", ())
     if state.layers != len(layers):
         state.layers = len(layers)
@@ -279,7 +274,7 @@ def _untold(model, state: _State) -> Any:
 
 
 def _untold_in(part, ours, state: _State) -> Any:
-    """What `_untold` returns of a layer, an attention, or a library's wrapper around either."""
+    """Does what `_untold` does for one part: a layer, its attention, or a library's wrapper around either."""
     if not hands_on(part):
         return part
     described = part.__dict__

@@ -242,8 +242,8 @@ def _names_in_forward(decoder: type) -> Tuple[str, ...]:
 
 
 def are_masks_own(config) -> bool:
-    """False where a user or a library has put a function in the place of one by which a decoder that packages know makes its masks: then no
-    mask of ours can stand for what that function would make."""
+    """Tells whether a decoder still builds its masks with transformers' functions. If a user or a library has replaced one of them, our
+    masks must not replace what it would return."""
     modeling, names = MAKERS.get(type(config), ("", ()))
     return all(is_transformers_own(getattr(sys.modules[modeling], name, None), MASKING, name) for name in names)
 

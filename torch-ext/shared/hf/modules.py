@@ -27,7 +27,7 @@ FSDP = "torch.distributed.fsdp"
 DEEPSPEED = ("deepspeed.runtime.zero", "deepspeed.utils.nvtx")  # the second around hooks of the first
 CAPTURING = "transformers.utils.output_capturing"
 CAPTURED = SAVED + "captured"  # on a module: its last forward pass outside of a backward pass was one whose outputs were captured
-_module_call = nn.Module.__call__
+MODULE_CALL = nn.Module.__call__
 _linear_forward = nn.Linear.forward
 ACTIVATIONS = "transformers.activations"
 _silu_forward = nn.SiLU.forward
@@ -137,6 +137,11 @@ def is_plain(tensor) -> bool:
     return kind in PLAIN or (kind is FakeTensor and torch.compiler.is_compiling())
 
 
+def is_defined_by(classes, function, name: str) -> bool:
+    """Tells whether a function is the method that one of some classes defines under a name, by its text and not by what is there now."""
+    return any(is_transformers_own(function, cls.__module__, f"{cls.__qualname__}.{name}") for cls in classes)
+
+
 def all_are_listened_to() -> bool:
     """True while there are hooks on every module of the process, as torch.utils.flop_counter's: then each must be called."""
     hooks = nn.modules.module
@@ -182,7 +187,7 @@ def own_forward(module):
     """The only function that a call of a module runs, its class's or one that was put on it; None while the module has hooks, and where its
     class is called in another way than PyTorch's and transformers' are."""
     call = type(module).__call__
-    if call is not _module_call and not getattr(call, "__module__", "").startswith("transformers."):
+    if call is not MODULE_CALL and not getattr(call, "__module__", "").startswith("transformers."):
         return None
     state = module.__dict__
     if state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
@@ -276,7 +281,8 @@ def is_gelu_tanh(activation) -> bool:
 
 
 def beside_class(module, name: str):
-    """What transformers defines under a name in the file of a module's class. That of a user's subclass is a file of theirs."""
+    """Returns what the file that defines a module's class has under a name. A user's subclass lives in a file of its own, so the files of
+    the classes it inherits from are searched too."""
     files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
     return next(getattr(file, name) for file in files if hasattr(file, name))
 

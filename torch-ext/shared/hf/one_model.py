@@ -154,8 +154,9 @@ def kernelize(
     ownership.warn_of_others([module for _, others in pairs for module in others], stacklevel=3)
     for each, _ in pairs:
         for operation, modules in each.modules.items():
+            forward = ownership.claim(each.forwards[operation], families)
             for module in modules:
-                ownership.bind(module, ownership.claim(each.forwards[operation], families))
+                ownership.bind(module, forward)
         for module in _that_compute_losses(each):
             vars(module)[KEEPS] = not unpad
         for module in each.modules.get("decoder_layer", ()):

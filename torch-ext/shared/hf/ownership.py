@@ -11,7 +11,7 @@ from torch import nn
 
 from .binding import BoundForward
 from .families import Families, Targets
-from .modules import FSDP, LAYER, OFF, SAVED, for_class, is_marked, is_own_rotary, is_transformers_own, own_class
+from .modules import FSDP, LAYER, OFF, SAVED, for_class, is_defined_by, is_marked, is_own_rotary, is_transformers_own, own_class
 from .wrapped import inside
 
 ROTARY = "apply_rotary_pos_emb"
@@ -286,8 +286,7 @@ def _hands_on(cls, function) -> bool:
         return getattr(function, "__globals__", {}).get("__name__", "").startswith(WRAPPERS)
     forward = inside(function)
     of_transformers = [each for each in cls.__mro__ if each.__module__.startswith("transformers.")]
-    own = (is_transformers_own(forward, each.__module__, f"{each.__qualname__}.forward") for each in of_transformers)
-    found = is_marked(forward) or any(own)
+    found = is_marked(forward) or is_defined_by(of_transformers, forward, "forward")
     if found:
         _handing_on.add((cls, function))
     return found

@@ -29,7 +29,7 @@ from .masks import (
     visible_documents,
     visible_tokens,
 )
-from .modules import CAPTURING, FSDP, SAVED, is_marked, is_transformers_own, own_forward
+from .modules import CAPTURING, FSDP, MODULE_CALL, SAVED, is_defined_by, is_marked, own_forward
 from .wrapped import inside
 
 KEEPS = SAVED + "keeps_padding"  # on a causal LM or its class: what apply() or kernelize() was told about `unpad`
@@ -45,7 +45,7 @@ OF_TRANSFORMERS = "transformers.activations", "transformers.pytorch_utils", "tra
 OF_OTHERS = "peft.", "bitsandbytes.nn.", "torch.distributed."
 WHOLE_ROWS = "peft.tuners.adaption_prompt", "peft.tuners.shadow", "peft.tuners.xlora"  # though they are PEFT's
 NO_GRAD = "torch.utils._contextlib"  # the module of its decorator, which rotary embeddings of transformers have
-_module_call, _no_forward = nn.Module.__call__, nn.Module.forward
+_no_forward = nn.Module.forward
 _known: set = set()  # what `_is_known` found to be so
 
 
@@ -61,7 +61,7 @@ def _is_known(cls: Any, modeling: str) -> bool:
     named = module == modeling or module.startswith((*OF_TRANSFORMERS, *OF_OTHERS))
     if not (cls in OF_TORCH or named) or module.startswith(WHOLE_ROWS):
         return False
-    found = call is _module_call or _is_defined_as(call, cls, "__call__")
+    found = call is MODULE_CALL or _is_defined_as(call, cls, "__call__")
     found = found and (is_marked(forward) or forward is _no_forward or _is_defined_as(forward, cls, "forward"))
     if found:
         _known.add(key)
@@ -72,7 +72,7 @@ def _is_defined_as(function, cls: type, name: str) -> bool:
     """True for the method that a class's own text, or that of a class which it inherits from, defines by a name."""
     if getattr(function, "__globals__", {}).get("__name__") == NO_GRAD:
         function = function.__wrapped__
-    return any(is_transformers_own(function, base.__module__, f"{base.__qualname__}.{name}") for base in cls.__mro__)
+    return is_defined_by(cls.__mro__, function, name)
 
 
 def _inside_fsdp(cls: Any) -> Any:

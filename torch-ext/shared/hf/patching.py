@@ -33,10 +33,12 @@ from .experts import EXPERTS, experts_implementation
 from .families import LOSS, Families, Targets, argument_of, hub_names_of
 from .hub import PAIR, kernels_library, kernels_wanted, mapping_of
 from .modules import CAPTURED, OFF, SAVED, for_class, is_marked, is_transformers_own
+from .offers import offer, withdraw
 from .padding import KEEPS
 from .versions import modeling_of, note, unknown_texts
 from .wrapped import put
 
+OFFERED_EXPERTS = SAVED + "experts"  # on transformers' table of experts: by package, the function that it offers there
 TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, WITHOUT, SHAPE  # on a module: what kernelize() was told of its model
 
 
@@ -327,25 +329,14 @@ def _register_experts():
     """Makes experts_implementation="bastile" a choice when a model is loaded."""
     interface = _experts_interface()
     if interface is not None:
-        registered = vars(interface).get(SAVED + "experts", {})
-        setattr(interface, SAVED + "experts", {**registered, __name__: experts_implementation})  # of every loaded package that did so
-        interface.register(EXPERTS, experts_implementation)
+        offer(interface, OFFERED_EXPERTS, EXPERTS, experts_implementation, __name__)
 
 
 def _unregister_experts(modules):
     """Takes the choice back, unless another package offers it too or a model still asks for it."""
     interface = _experts_interface()
-    registered = {} if interface is None else dict(vars(interface).get(SAVED + "experts", {}))
-    if registered.pop(__name__, None) is None:
-        return
-    if not registered and any(_asks_for_our_experts(module) for module in modules):
-        return
-    if registered:
-        setattr(interface, SAVED + "experts", registered)
-        interface.register(EXPERTS, list(registered.values())[-1])
-    else:
-        delattr(interface, SAVED + "experts")
-        interface._global_mapping.pop(EXPERTS, None)
+    if interface is not None:
+        withdraw(interface, OFFERED_EXPERTS, EXPERTS, __name__, lambda: any(_asks_for_our_experts(module) for module in modules))
 
 
 def _asks_for_our_experts(module) -> bool:

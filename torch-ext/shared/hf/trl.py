@@ -155,18 +155,20 @@ def _bind(old, new) -> None:
 
 def _say_what_is_lost() -> None:
     """Warns that a trainer of TRL computes a loss of its own."""
-    text = f"{', '.join(_of_loss)} of apply(fused_linear_cross_entropy=...)"
-    if text not in _warned:
-        _warned.add(text)
-        what = "do not reach TRL's trainers, which compute their losses from log-probabilities"
-        warnings.warn(f"{text} {what}: give the trainer's own options, such as label_smoothing_factor", RuntimeWarning, stacklevel=4)
+    what = "do not reach TRL's trainers, which compute their losses from log-probabilities"
+    advice = "give the trainer's own options, such as label_smoothing_factor"
+    _warn_once(f"{', '.join(_of_loss)} of apply(fused_linear_cross_entropy=...) {what}: {advice}")
 
 
 def _warn(text: str) -> None:
+    version = getattr(sys.modules.get("trl"), "__version__", "?")
+    _warn_once(f"TRL {version}: {text}. Its trainers keep their own. Expected trl>=1.16")
+
+
+def _warn_once(text: str) -> None:
     if text not in _warned:
         _warned.add(text)
-        version = getattr(sys.modules.get("trl"), "__version__", "?")
-        warnings.warn(f"TRL {version}: {text}. Its trainers keep their own. Expected trl>=1.16", RuntimeWarning, stacklevel=2)
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _put(module: ModuleType) -> None:
@@ -252,7 +254,7 @@ def _leave() -> None:
 
 
 def _stand_ins() -> List[Any]:
-    """Lists what stands in the place of TRL's functions, where these are imported."""
+    """Returns the `StandIn` objects that TRL's modules hold now. Modules that have not been imported hold none."""
     found = [getattr(sys.modules.get(place.module), place.name, None) for place in PLACES]
     return [each for each in found if hasattr(each, ORIGINAL)]
 

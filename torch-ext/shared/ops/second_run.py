@@ -48,7 +48,8 @@ def unfinished(rest: List[Callable[[], torch.Tensor]], finish: Callable[[], torc
 
 
 class _Finished(torch.autograd.Function):
-    """The result in the place of its placeholder. The function that returned the placeholder computes all gradients."""
+    """Computes the result and returns it instead of the placeholder. Its backward pass hands the gradient on unchanged: the function that
+    returned the placeholder computes all gradients."""
 
     @staticmethod
     def forward(ctx, handle, finish):
