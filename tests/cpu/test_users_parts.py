@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from collections import Counter
 
 import pytest
 import torch
@@ -44,6 +45,28 @@ def test_a_class_that_is_called_in_its_own_way(qwen3, how, part):
     calls.clear()
     step(model).assert_same(expected)
     assert calls
+
+
+def test_a_call_that_is_another_for_all_modules(qwen3, monkeypatch):
+    """As profilers do it: it is told of every module that transformers would call, also where it bears the name of PyTorch's own."""
+    model, own, called = tiny_model(), torch.nn.Module.__call__, []
+
+    @functools.wraps(own)
+    def call(self, *args, **kwargs):
+        called.append(type(self).__name__)
+        return own(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.Module, "__call__", call)
+        expected, all_of_them = step(model), list(called)
+        qwen3.kernelize(model)
+        called.clear()
+        step(model).assert_same(expected)
+        missing = Counter(all_of_them) - Counter(called)
+        assert missing.keys() <= {"Func"}, missing  # which the library `kernels` makes of the function that rotates
+    called.clear()
+    step(model).assert_same(expected)
+    assert not called
 
 
 @pytest.mark.parametrize("name", ("phi3", "glm", "gemma3_text", "llama"))

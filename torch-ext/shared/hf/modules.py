@@ -27,7 +27,7 @@ FSDP = "torch.distributed.fsdp"
 DEEPSPEED = ("deepspeed.runtime.zero", "deepspeed.utils.nvtx")  # the second around hooks of the first
 CAPTURING = "transformers.utils.output_capturing"
 CAPTURED = SAVED + "captured"  # on a module: its last forward pass outside of a backward pass was one whose outputs were captured
-MODULE_CALL = nn.Module.__call__
+MODULE_CALL = nn.Module._wrapped_call_impl  # PyTorch's own `__call__`, whoever put another in its place before this file was read
 _linear_forward = nn.Linear.forward
 ACTIVATIONS = "transformers.activations"
 _silu_forward = nn.SiLU.forward
@@ -142,12 +142,23 @@ def is_defined_by(classes, function, name: str) -> bool:
     return any(is_transformers_own(function, cls.__module__, f"{cls.__qualname__}.{name}") for cls in classes)
 
 
+def caller_of(cls) -> str:
+    """The name of the file that says how a class's modules are called. A function that wraps another takes over that one's `__module__`."""
+    return getattr(cls.__call__, "__globals__", {}).get("__name__", "")
+
+
+def is_called_as_usual(cls) -> bool:
+    """True where PyTorch or transformers says how a class's modules are called. PyTorch has another way while it exports a model."""
+    return cls.__call__ is MODULE_CALL or caller_of(cls).startswith(("torch.", "transformers."))
+
+
 def all_are_listened_to() -> bool:
-    """True while there are hooks on every module of the process, as torch.utils.flop_counter's: then each must be called."""
+    """True while there are hooks on every module of the process, as torch.utils.flop_counter's, or another call of them all than PyTorch's:
+    then each must be called."""
     hooks = nn.modules.module
     return bool(
         hooks._global_forward_hooks or hooks._global_forward_pre_hooks or hooks._global_backward_hooks or hooks._global_backward_pre_hooks
-    )
+    ) or not is_called_as_usual(nn.Module)
 
 
 def captured_outputs() -> Tuple[str, ...]:
@@ -186,8 +197,8 @@ def _as_in_last_pass(state, captured: bool) -> bool:
 def own_forward(module):
     """The only function that a call of a module runs, its class's or one that was put on it; None while the module has hooks, and where its
     class is called in another way than PyTorch's and transformers' are."""
-    call = type(module).__call__
-    if call is not MODULE_CALL and not getattr(call, "__module__", "").startswith("transformers."):
+    cls = type(module)
+    if not is_called_as_usual(cls):
         return None
     state = module.__dict__
     if state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
@@ -195,7 +206,7 @@ def own_forward(module):
     if state["_forward_hooks"] and (torch.compiler.is_compiling() or _is_captured(module, state["_forward_hooks"])):
         return None
     forward = state.get("forward")
-    return type(module).forward if forward is None else getattr(forward, "__func__", None)
+    return cls.forward if forward is None else getattr(forward, "__func__", None)
 
 
 def why_not_plain(layer, with_bias: bool = False) -> Optional[Reason]:

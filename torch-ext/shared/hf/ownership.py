@@ -11,7 +11,7 @@ from torch import nn
 
 from .binding import BoundForward
 from .families import Families, Targets
-from .modules import FSDP, LAYER, OFF, SAVED, for_class, is_defined_by, is_marked, is_own_rotary, is_transformers_own, own_class
+from .modules import FSDP, LAYER, OFF, SAVED, caller_of, for_class, is_defined_by, is_marked, is_own_rotary, is_transformers_own, own_class
 from .wrapped import inside
 
 ROTARY = "apply_rotary_pos_emb"
@@ -84,7 +84,7 @@ def own_rotary(modeling):
 
 def claim(function, families: Families):
     """Notes on a forward of a package which families that package serves, and returns it. Builds of one package note the same."""
-    setattr(function, SERVED, tuple(targets.model for targets in families))
+    setattr(function, SERVED, frozenset(targets.model for targets in families))
     return function
 
 
@@ -100,7 +100,7 @@ def other_package(function, families: Families) -> str:
     """The name under which another package was loaded whose forward a function is; "" for one of this package, of another build of it, and
     for any other function."""
     served = getattr(_function(function), SERVED, None)
-    own = served is None or served == tuple(targets.model for targets in families)
+    own = served is None or served == frozenset(targets.model for targets in families)
     return "" if own else _function(function).__module__.partition(".")[0]
 
 
@@ -279,8 +279,7 @@ def _inside_accelerates(state):
 
 
 def _hands_on(cls, function) -> bool:
-    called = getattr(cls.__call__, "__globals__", {}).get("__name__", "")
-    if not called.startswith(("torch.", "transformers.", *WRAPPERS)):
+    if not caller_of(cls).startswith(("torch.", "transformers.", *WRAPPERS)):
         return False
     if cls.__module__.startswith(WRAPPERS):  # torch.compile's have a forward each, which is not to be kept alive here
         return getattr(function, "__globals__", {}).get("__name__", "").startswith(WRAPPERS)
