@@ -10,29 +10,37 @@ import torch
 from tests import compile_checks as checks
 from tests.models import random_tokens, tiny_model
 from tests.op_cases import CASES
-from tests.ops.common import randn
+from tests.ops.common import launched, randn
 from tests.tolerances import assert_close
 
 BACKEND = "aot_eager"  # traces forward and backward as Inductor does, and needs no C++ compiler
 
 
-def test_every_operator_is_checked(qwen3):
-    assert set(checks.custom_operators(qwen3)) == set(checks.OPERATORS)
+def test_every_operator_is_checked(all_operations):
+    assert set(checks.custom_operators(all_operations)) == set(checks.OPERATORS)
 
 
 # float16 has factors of its own in the operators of a head; in all others its path is bf16's.
-OPERATORS = [(name, dtype) for name in checks.OPERATORS for dtype in (torch.float32, torch.bfloat16)]
+OPERATORS = [(name, dtype) for name in checks.OPERATORS for dtype in (torch.float32, torch.bfloat16)
+             if checks.can_be_checked(name, dtype, kernels=False)]  # fmt: skip
 OPERATORS += [(name, torch.float16) for name in checks.OPERATORS if name.startswith("linear_")]
 
 
 @pytest.mark.parametrize(("name", "dtype"), OPERATORS, ids=str)
-def test_operators(qwen3, name, dtype):
-    checks.check_operator(qwen3, name, "cpu", dtype)
+def test_operators(all_operations, name, dtype):
+    checks.check_operator(all_operations, name, "cpu", dtype)
 
 
 @pytest.mark.parametrize("name", checks.OPERATORS)
 def test_operators_with_kernels(interpreted, name):
     checks.check_operator(interpreted, name, "cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("kernels", (False, True), ids=("PyTorch", "kernels"))
+def test_every_self_check_compiles_whole(request, kernels):
+    package, dtype = request.getfixturevalue("interpreted" if kernels else "all_operations"), torch.bfloat16 if kernels else torch.float32
+    checks.check_compiled_self_checks(package, "cpu", dtype, tokens=24, classes=300)
+    assert not kernels or launched(package)
 
 
 @pytest.mark.parametrize("operation", CASES)

@@ -69,7 +69,7 @@ def test_half_precision_in_pytorch(all_operations):
 def test_a_step_with_gradients_is_refused(all_operations):
     q, k, v, g, beta = (x[None].requires_grad_() for x in rule.inputs_of(FP32, DEVICE, 2, 1, 2, 16))
     with pytest.raises(RuntimeError, match="gated_delta_step has no backward pass"):
-        rule.module_of(all_operations).gated_delta_step(q, k, v, g, beta)
+        rule.step_of(all_operations)(q, k, v, g, beta)
 
 
 WRONG = {

@@ -13,10 +13,19 @@ SIZES = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072, "nu
          "head_dim": 128}
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", checks.OPERATORS)
-def test_operators(ops, name, dtype):
-    checks.check_operator(ops, name, DEVICE, dtype)
+OPERATORS = [(name, dtype) for name in checks.OPERATORS for dtype in FLOATS if checks.can_be_checked(name, dtype, kernels=True)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), OPERATORS, ids=str)
+def test_operators(ops, qwen3_5, liger, gpt_oss, decoders, name, dtype):
+    packages = ops, qwen3_5, liger, gpt_oss, decoders
+    package = next(each for each in packages if name in checks.custom_operators(each))
+    checks.check_operator(package, name, DEVICE, dtype)
+
+
+@pytest.mark.parametrize("name", ("ops", "qwen3_5", "liger", "gpt_oss", "decoders"))
+def test_every_self_check_compiles_whole(request, name):
+    checks.check_compiled_self_checks(request.getfixturevalue(name), DEVICE, torch.bfloat16)
 
 
 @pytest.mark.parametrize("operation", OF_QWEN3_AND_GPT_OSS)

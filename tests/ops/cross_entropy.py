@@ -308,3 +308,17 @@ def check_large(ops, device):
 
 
 GPU_TESTS = {"cross_entropy": ("test_linear_cross_entropy", "test_operation[cross_entropy")}
+
+
+def _of_cross_entropy(new):
+    """(logits, target, class_weight, options), without and with every option."""
+    target = new.integers([1, 0, -100])
+    return [(new(3, 40), target, None, -100, 0.0, 0.0, 0.0), (new(3, 40), target, new.exact(40).abs(), -100, 0.1, 20.0, 0.01)]
+
+
+def _of_cross_entropy_backward(new):
+    dloss, lse = new.exact(3), 4 + new.exact(3, 2, seed=1).abs()
+    return [(dloss, new.exact(1), *call[:3], lse, *call[3:]) for call in _of_cross_entropy(new)]
+
+
+OPERATORS = {"cross_entropy_forward": _of_cross_entropy, "cross_entropy_backward": _of_cross_entropy_backward}

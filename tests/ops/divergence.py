@@ -451,3 +451,28 @@ def check_large(ops, device):
 
 
 GPU_TESTS = {"divergence": ("test_operation[divergence", "test_operation[linear_jsd")}
+
+
+def _of_divergence(new):
+    x, y = (new(3, 40, seed=i).log_softmax(-1) for i in (0, 1))
+    labels = new.integers([1, 0, -100])
+    options = (None, "js", 1 / 3, False, 0.5), (labels, "js", 1.0, True, 0.0), (None, "tv", 1.0, False, 0.0)
+    return [(x, y, *each, -100) for each in options]
+
+
+def _of_logits(new):
+    return [(x, y, labels, "js", *rest, 2.0) for x, y, labels, kind, *rest in _of_divergence(new) if kind != "tv"]
+
+
+def _rows_of_logits(new):
+    return 3 + new.exact(3, 2), 3 + new.exact(3, 2, seed=1), new.exact(3, seed=2)
+
+
+OPERATORS = {
+    "divergence_forward": lambda new: [(*call, writes) for call in _of_divergence(new) for writes in (True, False)],
+    "divergence_backward": lambda new: [(new.exact(1)[0], *call) for call in _of_divergence(new)],
+    "divergence_of_logits_forward": _of_logits,
+    "divergence_of_logits_backward": lambda new: [
+        (new.exact(1)[0], *call[:3], *_rows_of_logits(new), *call[3:]) for call in _of_logits(new)
+    ],
+}

@@ -124,3 +124,9 @@ OPERATIONS = {
 
 def check_large(ops, device):
     check_dyt(ops, device, BF16, (2049, 4096))
+
+
+OPERATORS = {
+    "dyt_forward": lambda new: [(new(3, 1024), new(1), new(1024), new(1024, seed=1))],
+    "dyt_backward": lambda new: [(new(3, 1024, seed=2), new(3, 1024), new(1), new(1024), need) for need in (True, False)],
+}

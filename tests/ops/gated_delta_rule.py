@@ -20,6 +20,10 @@ def module_of(package):
     return importlib.import_module(f"{package.__name__}.shared.ops.gated_delta_rule")
 
 
+def step_of(package):
+    return importlib.import_module(f"{package.__name__}.shared.ops.gated_delta_step").gated_delta_step
+
+
 def recurrence(q, k, v, g, beta, starts, initial=None, l2_norm=True):
     """(output, final states) of flat tokens, in the dtype of the arguments; the definition, with one state a document."""
     tokens, heads = g.shape
@@ -192,12 +196,11 @@ def check_empty(package, device):
 
 def check_step(package, device, dtype, tokens=3):
     """Token by token, after a prefill."""
-    ops = module_of(package)
     given = inputs_of(dtype, device, 2 * tokens, 1, 2, WIDTH)
     batch = [x.view(2, tokens, *x.shape[1:]) for x in given]
     states = randn(2, 2, WIDTH, WIDTH, dtype=FP32, device=device, seed=7)
     with torch.no_grad():
-        out, final = ops.gated_delta_step(*batch, initial_state=states, l2_norm=True)
+        out, final = step_of(package)(*batch, initial_state=states, l2_norm=True)
     out64, final64 = recurrence(*[x.double().cpu() for x in given], [0, tokens], states.double().cpu())
     assert_rows_close(out.flatten(0, 1), out64, dtype, "a step's output", floor=FLOOR)
     assert_rows_close(final, final64, FP32, "a step's state", 3.0)
@@ -309,11 +312,41 @@ def call_of_step(package, i):
     q, k, v = (i.constant(2, 3, heads, WIDTH) for heads in (1, 1, 2))
     g, beta = (i.in_float32(i.constant, 2, 3, 2, of=of) for of in (lambda x: -0.1 * x.abs(), torch.sigmoid))
     states = i.in_float32(i.constant, 2, 2, WIDTH, WIDTH, scale=0.3)
-    return module_of(package).gated_delta_step(q, k, v, g, beta, initial_state=states, l2_norm=True)
+    return step_of(package)(q, k, v, g, beta, initial_state=states, l2_norm=True)
 
 
 MORE_CALLS = {"gated_delta_rule (states)": call_with_states, "gated_delta_step": call_of_step}
 GPU_TESTS = {
     "gated_delta": ("test_operations_of_gated_delta_nets[gated_delta_rule]", "test_the_delta_rule"),
     "gated_delta_backward": ("test_operations_of_gated_delta_nets[gated_delta_rule]", "test_the_delta_rule"),
+}
+
+
+def _of_rule(new):
+    """Documents of 70 and 5 tokens in chunks of 64, without and with states before and after them."""
+    q, k, v = new(75, 1, WIDTH), new(75, 1, WIDTH, seed=1), new(75, 2, WIDTH, seed=2)
+    g, beta = -0.1 * new.exact(75, 2).abs(), new.exact(75, 2, seed=1).sigmoid()
+    table, bounds = new.integers([[0, 64, 70], [64, 6, 5]], torch.int32), new.integers([[0, 2], [2, 3]], torch.int32)
+    states = new.exact(2, 2, WIDTH, WIDTH)
+    return [(q, k, v, g, beta, table, bounds, initial, 2, 0.1, True) for initial in (None, states)]
+
+
+def _of_rule_backward(new):
+    inverses = torch.eye(CHUNK, dtype=new.dtype, device=new.device)[:, None].expand(CHUNK, 2, CHUNK).repeat(3, 1, 1)
+    dfinal = new.exact(2, 2, WIDTH, WIDTH, seed=4)
+    return [
+        (new(75, 2, WIDTH, seed=3), None if call[7] is None else dfinal, *call[:8], inverses, *call[8:]) for call in _of_rule(new)
+    ]
+
+
+def _of_step(new):
+    q, k, v = new(2, 3, 1, WIDTH), new(2, 3, 1, WIDTH, seed=1), new(2, 3, 2, WIDTH, seed=2)
+    g, beta = -0.1 * new.exact(2, 3, 2).abs(), new.exact(2, 3, 2, seed=1).sigmoid()
+    return [(q, k, v, g, beta, new.exact(2, 2, WIDTH, WIDTH), 0.1, norm) for norm in (True, False)]
+
+
+OPERATORS = {
+    "gated_delta_rule_forward": lambda new: [(*call, call[7] is not None) for call in _of_rule(new)],
+    "gated_delta_rule_backward": _of_rule_backward,
+    "gated_delta_step": _of_step,
 }

@@ -81,3 +81,7 @@ SIGNATURES = {
     )
 }
 GPU_TESTS = {"gated_output": ("test_operations_of_gated_delta_nets[gated_output]",)}
+OPERATORS = {
+    "gated_output_forward": lambda new: [(new(3, 512), new(3, 512, seed=1))],
+    "gated_output_backward": lambda new: [(new(3, 512, seed=2), new(3, 512), new(3, 512, seed=1))],
+}

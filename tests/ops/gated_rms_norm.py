@@ -78,3 +78,9 @@ SIGNATURES = {
     )
 }
 GPU_TESTS = {"gated_rms_norm": ("test_operations_of_gated_delta_nets[gated_rms_norm]",)}
+OPERATORS = {
+    "gated_rms_norm_forward": lambda new: [(new(3, WIDTH), new(3, WIDTH, seed=1), new(WIDTH), 1e-6)],
+    "gated_rms_norm_backward": lambda new: [
+        (new(3, WIDTH, seed=2), new(3, WIDTH), new(3, WIDTH, seed=1), new(WIDTH), 1e-6, need) for need in (True, False)
+    ],
+}

@@ -186,3 +186,11 @@ OPERATIONS = {
 def check_large(ops, device):
     for case in (((4, 320, 64, 64), 32), ((9, 160, 64, 64), 16), ((9, 144, 64, 64), 16), ((9, 320, 32, 32), 16)):
         check_group_norm(ops, device, BF16, *case)
+
+
+OPERATORS = {
+    "group_norm_forward": lambda new: [(new(2, 64, 30), new(64), new(64, seed=1), 16, 1e-6)],
+    "group_norm_backward": lambda new: [
+        (new(2, 64, 30, seed=2), new(2, 64, 30), new(64), new.exact(32), 1 + new.exact(32).abs(), need) for need in (True, False)
+    ],
+}

@@ -157,3 +157,11 @@ OPERATIONS = {
 def check_large(ops, device):
     check_layer_norm(ops, device, BF16, (2049, 4096))
     check_layer_norm(ops, device, BF16, (513, 12288))
+
+
+OPERATORS = {
+    "layer_norm_forward": lambda new: [(new(3, 1024), new(1024), new(1024, seed=1), 1e-6)],
+    "layer_norm_backward": lambda new: [
+        (new(3, 1024, seed=2), new(3, 1024), new(1024), new.exact(3), 1 + new.exact(3).abs(), need) for need in (True, False)
+    ],
+}

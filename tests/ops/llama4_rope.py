@@ -61,7 +61,7 @@ MUTANTS = (
     (KERNEL, "join_float32", "b << 32", "b << 31", "fp32"),
     (KERNEL, "llama4_rope", "token % table.shape[0]", "0", "bf16"),
     (KERNEL, "llama4_rope", "group < ct.cdiv(k.shape[1], K_HEADS)", "group < 1", "many key heads"),
-    ("shared/ops/pair_rotary.py", "rotate_pairs", "freqs.conj() if backward else freqs", "freqs", "PyTorch", False),
+    ("shared/ops/pair_rotary.py", "rotate_pairs", "freqs.conj_physical() if backward else freqs", "freqs", "PyTorch", False),
     (OPERATION, "_RotaryComplex.forward", "ctx.save_for_backward(table)", "ctx.save_for_backward(-table)", "bf16"),
     (OPERATION, "_RotaryComplex.backward", "*ctx.saved_tensors, True", "*ctx.saved_tensors, False", "bf16"),
 )
@@ -108,3 +108,10 @@ OPERATIONS = {
 
 def check_large(ops, device):
     check_rotary_complex(ops, device, torch.bfloat16, 2, 1025, (40, 8))
+
+
+OPERATORS = {
+    "rotary_complex": lambda new: [
+        (new(2, 5, 4, 64), new(2, 5, 2, 64, seed=1), new.exact(1, 5, 32, 2), backward) for backward in (True, False)
+    ],
+}

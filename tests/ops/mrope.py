@@ -185,3 +185,17 @@ OPERATIONS = {
 
 def check_large(ops, device):
     check_multimodal(ops, device, torch.bfloat16, 2, 1025, (28, 4))
+
+
+def _rotated(new):
+    """q and k with the heads before the tokens and after them."""
+    tables = new(1, 5, 64), new(1, 5, 64, seed=1)
+    for heads_dim in (1, 2):
+        q, k = (new(2, 5, heads, 64) for heads in (4, 2))
+        yield (*((q, k) if heads_dim == 2 else (q.transpose(1, 2), k.transpose(1, 2))), *tables, 32, heads_dim)
+
+
+OPERATORS = {
+    "mrope_pick": lambda new: [(new(3, 1, 5, 64), new(3, 1, 5, 64, seed=1), 32, *rest) for rest in ((16, 8, 8, False), (12, 10, 10, True))],
+    "mrope": lambda new: [(*call, backward) for call in _rotated(new) for backward in (True, False)],
+}

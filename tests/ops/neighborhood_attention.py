@@ -149,3 +149,15 @@ OPERATIONS = {
 
 def check_large(ops, device):
     check_neighborhood_attention(ops, device, torch.bfloat16, (2, 4, 1030, 128))
+
+
+def _of_window(new):
+    return new(1, 2, 70, 64), new(1, 2, 70, 64, seed=1), new(1, 2, 70, 64, seed=2)
+
+
+OPERATORS = {
+    "neighborhood_attention_forward": lambda new: [(*_of_window(new), 3, 3, dilation, 0.125) for dilation in (1, 2)],
+    "neighborhood_attention_backward": lambda new: [
+        (*_of_window(new), new(1, 2, 70, 64, seed=3), new(1, 2, 70, 64, seed=4), 9 + new.exact(2, 70).abs(), 3, 3, 1, 0.125)
+    ],
+}

@@ -120,3 +120,10 @@ def check_large(ops, device):
 
 
 GPU_TESTS = {"sums": ("test_operation[poly_norm",)}
+
+OPERATORS = {
+    "poly_norm_forward": lambda new: [(new(3, 1024), new(3), new(1), 1e-6)],
+    "poly_norm_backward": lambda new: [
+        (new(3, 1024, seed=2), new(3, 1024), new(3), new.exact(3, 3).abs() + 0.5, need) for need in (True, False)
+    ],
+}

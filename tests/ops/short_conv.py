@@ -119,3 +119,14 @@ MORE_CALLS = {
     "short_conv (bias)": lambda package, i: module_of(package).short_conv(i.leaf(1, i.tokens, 512), i.leaf(512, 4), i.leaf(512)),
 }
 GPU_TESTS = {"short_conv": ("test_operations_of_gated_delta_nets[short_conv]",)}
+
+
+def _of_conv(new):
+    since = new.integers([0, 1, 2, 3, 3, 3, 0, 1, 2], torch.int32)
+    return [(new(9, 512), new(512, 4), bias, since) for bias in (None, new(512))]
+
+
+OPERATORS = {
+    "short_conv_forward": _of_conv,
+    "short_conv_backward": lambda new: [(new(9, 512, seed=2), *call) for call in _of_conv(new)],
+}

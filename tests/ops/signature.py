@@ -111,7 +111,7 @@ class Operations:
 
 
 class New(NamedTuple):
-    """Makes the tensors of `OPERATORS`: name of an operator of Qwen3's package -> function of this, which gives calls of it, in the
+    """Makes the tensors of `OPERATORS`: name of an operator -> function of this, which gives calls of it, in the
     layouts and with the switches that the operations use."""
 
     device: torch.device | str

@@ -144,3 +144,15 @@ OPERATIONS = {
 
 def check_large(ops, device):
     check_tiled_mlp(ops, device, torch.bfloat16, (2, 515), 512, 1408, shards=4)
+
+
+def _of_mlp(new):
+    return new(6, 64), new(96, 64), new(96, 64, seed=1), new(64, 96)
+
+
+OPERATORS = {
+    "tiled_mlp_forward": lambda new: [(*_of_mlp(new), "silu", 4)],
+    "tiled_mlp_backward": lambda new: [
+        (new(6, 64, seed=2), *_of_mlp(new), "silu", 4, *needs) for needs in ((True,) * 4, (True, False, True, False))
+    ],
+}

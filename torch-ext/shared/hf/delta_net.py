@@ -7,7 +7,8 @@ import torch
 from torch.nn.functional import softplus
 
 from ..ops.common import constant_when_traced
-from ..ops.gated_delta_rule import gated_delta_rule, gated_delta_step
+from ..ops.gated_delta_rule import gated_delta_rule
+from ..ops.gated_delta_step import gated_delta_step
 from ..ops.gated_rms_norm import gated_rms_norm
 from ..ops.short_conv import TAPS, short_conv
 from .arguments import NET_CACHE

@@ -64,14 +64,10 @@ _scores = {norm: Kernel("delta_scores", grid=_chunks_by_heads(0), where={"NORM":
 _inverse = {norm: Kernel("delta_inverse", grid=_chunks_by_heads(0), where={"NORM": norm}) for norm in (0, 1)}
 _gates = Kernel("delta_gates", grid=_chunks_by_heads(1))
 _keys = {norm: Kernel("delta_keys", grid=_chunks_by_heads(0, parts=2), where={"NORM": norm}) for norm in (0, 1)}
-_step = {
-    norm: Kernel("delta_step", grid=lambda c, *a: (a[5].shape[0] * a[2].shape[1], WIDTH // c["BV"]), where={"NORM": norm})
-    for norm in (0, 1)
-}
 
 
 # ---------------------------------------------------------------- PyTorch
-def _normalised(x: torch.Tensor, norm: bool) -> torch.Tensor:
+def normalised(x: torch.Tensor, norm: bool) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS) if norm else x
 
 
@@ -87,7 +83,7 @@ def gated_delta_rule_reference(q, k, v, g, beta, chunks: Chunks, initial, scale:
         x = torch.cat((x.to(dtype), x.new_zeros((1, *x.shape[1:]), dtype=dtype)))[tokens].transpose(1, 2)
         return x.repeat_interleave(heads // x.shape[1], 1) if x.shape[1] != heads else x
 
-    queries, keys, values, decays, betas = (placed(x) for x in (_normalised(q.to(dtype), norm), _normalised(k.to(dtype), norm), v, g, beta))
+    queries, keys, values, decays, betas = (placed(x) for x in (normalised(q.to(dtype), norm), normalised(k.to(dtype), norm), v, g, beta))
     gamma, betas = decays.cumsum(-1), betas[..., None]
     lower = row[:, None] >= row
     decay = (gamma[..., :, None] - gamma[..., None, :]).masked_fill(~lower, float("-inf")).exp()
@@ -128,10 +124,15 @@ def _reference_backward(dout, dfinal, q, k, v, g, beta, chunks, initial, scale, 
 
 
 # ---------------------------------------------------------------- kernels
-def _fits(q, k, v, *others) -> bool:
-    """Whether kernels take these: bf16, keys and values of 128, and offsets within 32 bits."""
+def _has_kernels(q, v) -> bool:
+    """Whether there are kernels for these, wherever they are: bf16, keys and values of 128, and offsets within 32 bits."""
     shaped = q.dtype == torch.bfloat16 and q.shape[-1] == v.shape[-1] == WIDTH and v.shape[0] > 0
-    return shaped and v.shape[0] * v.shape[1] * WIDTH < SLAB and kernels_run_on(q, k, v, *others)
+    return shaped and v.shape[0] * v.shape[1] * WIDTH < SLAB
+
+
+def fits(q, k, v, *others) -> bool:
+    """Whether kernels compute with these. The backward pass asks again, of the same tensors."""
+    return _has_kernels(q, v) and kernels_run_on(q, k, v, *others)
 
 
 def _place(q, k, v, g, beta, table, norm: bool):
@@ -160,6 +161,10 @@ def _carried(state: Optional[torch.Tensor], like: torch.Tensor) -> Tuple[torch.T
     return state, torch.empty_like(state)
 
 
+def _inverses_shape(q, v, table) -> tuple:
+    return (table.shape[1] * CHUNK, v.shape[1], CHUNK) if _has_kernels(q, v) else (0,)
+
+
 def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -174,14 +179,16 @@ def _forward(
     norm: bool,
     carry: bool,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, final states, inverses); the second is empty where nothing is carried, the third where PyTorch computed."""
-    if not _fits(q, k, v, g, beta, table, initial):
+    """(out, final states, inverses); the second is empty where nothing is carried, the third where there are no kernels. A tracer has to
+    know the shapes before it is known who computes, so the third is zeros where PyTorch does what kernels could have done."""
+    inverses = v.new_empty(_inverses_shape(q, v, table))
+    if not fits(q, k, v, g, beta, table, initial):
         out, final = gated_delta_rule_reference(q, k, v, g, beta, Chunks(table, bounds, longest), initial, scale, norm)
-        return out, final if carry else final.new_empty(0), v.new_empty(0)
+        return out, final if carry else final.new_empty(0), inverses.zero_()
+    q, k, v = aligned(q), aligned(k), aligned(v)
     if carry and initial is None:
         initial = torch.zeros((bounds.shape[1], v.shape[1], WIDTH, WIDTH), dtype=torch.float32, device=v.device)
     queries, keys, values, gamma, betas, _, _ = _place(q, k, v, g, beta, table, norm)
-    inverses = v.new_empty((values.shape[0], v.shape[1], CHUNK))
     _invert[norm](keys, gamma, betas, table, inverses)
     w, u, p = _made(queries, keys, values, gamma, betas, table, inverses, scale)
     out, (start, final) = torch.empty_like(v, memory_format=torch.contiguous_format), _carried(initial, v)
@@ -206,11 +213,12 @@ def _backward(
     norm: bool,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k, v, g, beta and the initial states; the last is empty where there are none."""
-    if inverses.numel() == 0:
+    if not fits(q, k, v, g, beta, table, initial):
         chunks = Chunks(table, bounds, longest)
         *found, dinitial = _reference_backward(dout, dfinal, q, k, v, g, beta, chunks, initial, scale, norm)
         return (*found, g.new_empty(0) if dinitial is None else dinitial)
     # The kernels ran, so they go on, whatever the memory of the incoming gradients holds.
+    q, k, v = aligned(q), aligned(k), aligned(v)
     dout, dfinal = aligned(dout.resolve_neg()), None if dfinal is None else contiguous_copy(dfinal)
     group = v.shape[1] // k.shape[1]
     # The states of all chunks and heads may be more than offsets of 32 bits reach.
@@ -263,8 +271,7 @@ def _heads_backward(q, k, v, g, beta, inverses, dout, table, bounds, initial, df
 def _fake_forward(q, k, v, g, beta, table, bounds, initial, longest, scale, norm, carry):
     dtype = accumulation_dtype(q.dtype)
     final = g.new_empty((bounds.shape[1], v.shape[1], k.shape[2], v.shape[2]) if carry else 0, dtype=dtype)
-    kernels = q.is_cuda and _fits(q, k, v, g, beta, table, initial)
-    return v.new_empty(v.shape), final, v.new_empty((table.shape[1] * CHUNK, v.shape[1], CHUNK) if kernels else 0)
+    return v.new_empty(v.shape), final, v.new_empty(_inverses_shape(q, v, table))
 
 
 def _fake_backward(dout, dfinal, q, k, v, g, beta, table, bounds, initial, inverses, longest, scale, norm):
@@ -339,51 +346,17 @@ def gated_delta_rule(
     batch, length = q.shape[:2]
     chunks = chunks_of_rows(batch, length, q.device) if cu_seqlens is None else chunks_of(cu_seqlens, length)
     q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
-    initial = None if initial_state is None else initial_state.to(accumulation_dtype(q.dtype)).contiguous()
+    initial = None if initial_state is None else initial_state.to(accumulation_dtype(q.dtype)).contiguous().resolve_neg()
     scale, carry = q.shape[-1] ** -0.5 if scale is None else float(scale), bool(output_final_state) or initial is not None
     if needs_formula(q, k, v, g, beta, initial, chunks.table):
         out, final = gated_delta_rule_reference(q, k, v, g, beta, chunks, initial, scale, bool(l2_norm))
     else:
         if q.dtype == torch.bfloat16:
-            q, k, v, g, beta = aligned(q), aligned(k), aligned(v), g.to(torch.float32), beta.to(torch.float32)
+            g, beta = g.to(torch.float32), beta.to(torch.float32)
+        numbers = (x.resolve_neg() for x in (q, k, v, g.contiguous(), beta.contiguous()))  # so that both passes find that kernels compute
         arguments = chunks.table, chunks.bounds, chunks.longest, scale, bool(l2_norm), carry
-        out, final = apply_function(_GatedDeltaRule, q, k, v, g.contiguous(), beta.contiguous(), initial, *arguments)
+        out, final = apply_function(_GatedDeltaRule, *numbers, initial, *arguments)
     return out.view(batch, length, *v.shape[1:]), final if output_final_state else None
-
-
-def gated_delta_step(q, k, v, g, beta, *, initial_state=None, scale: Optional[float] = None, l2_norm: bool = False):
-    """Computes the gated delta rule token by token, for the few tokens of a step of generate(); arguments and results as of
-    `gated_delta_rule`, with a final state always. Not differentiable: raises RuntimeError where a gradient is asked for."""
-    check_arguments(q, k, v, g, beta, None, initial_state)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta)):
-        raise RuntimeError("gated_delta_step has no backward pass, expected a call under torch.no_grad(). Use gated_delta_rule to train")
-    batch, length, heads, width = v.shape
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    dtype = accumulation_dtype(q.dtype)
-    state = v.new_zeros((batch, heads, q.shape[-1], width), dtype=dtype) if initial_state is None else initial_state.to(dtype)
-    if v.numel() and not needs_formula(q, k, v, g, beta, state):
-        flat = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
-        if _fits(*flat, state):
-            q, k, v = map(aligned, flat[:3])
-            g, beta = (x.to(torch.float32).contiguous() for x in flat[3:])
-            out, final, state = torch.empty_like(v, memory_format=torch.contiguous_format), torch.empty_like(state), state.contiguous()
-            _step[bool(l2_norm)](q, k, v, g, beta, state, out, final, length, scale, EPS)
-            return out.view(batch, length, heads, width), final
-    return gated_delta_step_reference(q, k, v, g, beta, state, scale, bool(l2_norm))
-
-
-def gated_delta_step_reference(q, k, v, g, beta, state, scale: float, norm: bool):
-    """What `gated_delta_step` returns, in PyTorch."""
-    dtype, group = state.dtype, v.shape[2] // k.shape[2]
-    q, k = (_normalised(x.to(dtype), norm).repeat_interleave(group, 2) for x in (q, k))
-    out = []
-    for t in range(v.shape[1]):
-        state = state * g[:, t].to(dtype).exp()[..., None, None]
-        found = (k[:, t, :, :, None] * state).sum(-2)
-        delta = beta[:, t, :, None].to(dtype) * (v[:, t].to(dtype) - found)
-        state = state + k[:, t, :, :, None] * delta[..., None, :]
-        out.append((q[:, t, :, :, None] * state).sum(-2) * scale)
-    return (torch.stack(out, 1) if out else v.to(dtype)).to(v.dtype), state
 
 
 SELF_CHECKS = {

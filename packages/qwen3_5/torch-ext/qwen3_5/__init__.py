@@ -5,7 +5,8 @@ from .api import apply, capture, explain, get_patched_ops, kernelize, mapping, r
 from .shared.hf.optimizer import AdamW
 from .shared.hf.packing import pack
 from .shared.ops.attention import AttentionPlan, attention
-from .shared.ops.gated_delta_rule import gated_delta_rule, gated_delta_step
+from .shared.ops.gated_delta_rule import gated_delta_rule
+from .shared.ops.gated_delta_step import gated_delta_step
 from .shared.ops.gated_rms_norm import gated_rms_norm
 from .shared.ops.linear_cross_entropy import linear_cross_entropy
 from .shared.ops.linear_log_probs import linear_log_probs
