@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from tests import compile_checks as checks
-from tests.models import random_tokens, tiny_model
+from tests.cpu.conftest import kernels_of
+from tests.decoder_families import tiny
+from tests.models import Step, compiled_step, random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_5
 from tests.op_cases import CASES
 from tests.ops.common import launched, randn
-from tests.tolerances import assert_close
+from tests.tolerances import assert_close, relative_error
 
 BACKEND = "aot_eager"  # traces forward and backward as Inductor does, and needs no C++ compiler
 
@@ -52,6 +54,33 @@ def test_operations_compile_whole_and_once_for_all_lengths(loaded_ops, operation
 @pytest.mark.parametrize("options", checks.LOSSES)
 def test_the_loss_compiles_whole(loaded_ops, options, dtype):
     checks.check_compiled_loss(loaded_ops, checks.LOSSES[options], "cpu", BACKEND, dtype)
+
+
+OF_WIDTH = {"width": 128, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}  # of the delta rule's kernels
+WITH_KERNELS = {
+    "qwen3": (".", tiny_model),
+    "decoders": ("packages/decoders", functools.partial(tiny, "llama")),
+    "gpt_oss": ("packages/gpt-oss", tiny_gpt_oss),
+    "qwen3_5": ("packages/qwen3_5", functools.partial(tiny_qwen3_5, **OF_WIDTH)),
+}
+
+
+@pytest.mark.parametrize("name", WITH_KERNELS)
+def test_a_compiled_model_runs_the_kernels_that_it_runs_otherwise(request, interpret, name):
+    folder, make = WITH_KERNELS[name]
+    package = request.getfixturevalue(name)
+    backend, model = interpret(package, kernels_of(folder)), package.kernelize(make().to(torch.bfloat16))
+    tokens = random_tokens(2, 40)
+    inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    expected, wanted = Step(model, **inputs), set(backend.launched)
+    backend.launched.clear()
+    found = compiled_step(model, **inputs)
+    scaled = {each for each in wanted if each.startswith("scale_in_place")}  # in place, which a graph's operators do not do
+    assert wanted - scaled == set(backend.launched) and len(wanted) > 4
+    assert_close(found.loss, expected.loss, torch.bfloat16, "loss")
+    assert found.gradients.keys() == expected.gradients.keys()
+    errors = {key: relative_error(found.gradients[key], expected.gradients[key].double()) for key in found.gradients}
+    assert max(errors.values()) <= 5e-2, errors
 
 
 def test_a_compiled_model_makes_no_logits(qwen3):
