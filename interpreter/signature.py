@@ -85,8 +85,18 @@ def check_array(name: str, c: ArrayConstraint, arg) -> None:
             raise broken(name, f"stride of dimension {d} divisible by {c.stride_divisible_by[d]}", stride)
         if c.stride_lower_bound_incl[d] is not None and stride < c.stride_lower_bound_incl[d]:
             raise broken(name, f"stride of at least {c.stride_lower_bound_incl[d]} in dimension {d}", stride)
-    if not c.may_alias_internally and element_offsets(arg).unique().numel() < arg.numel():
+    if not c.may_alias_internally and not is_nested(arg) and element_offsets(arg).unique().numel() < arg.numel():
         raise broken(name, "no two indices at one address", f"shape {tuple(arg.shape)} with strides {arg.stride()}")
+
+
+def is_nested(tensor: torch.Tensor) -> bool:
+    """Whether each dimension steps over all that the narrower ones reach, so that no two indices can be at one address."""
+    reach = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1):
+        if stride < reach:
+            return False
+        reach += (size - 1) * stride
+    return True
 
 
 def element_offsets(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,4 +123,6 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     for t in (a, b):
         elements = (element_offsets(t) - t.storage_offset()) * (t.itemsize // unit) + (t.data_ptr() - base) // unit
         units.append((elements[:, None] + torch.arange(t.itemsize // unit)).reshape(-1))
-    return bool(torch.isin(*units).any())
+    touched = torch.zeros(1 + int(units[0].max()), dtype=torch.bool)
+    touched[units[0]] = True
+    return bool(touched[units[1][units[1] < touched.numel()]].any())
