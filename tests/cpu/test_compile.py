@@ -33,9 +33,13 @@ def test_operators(all_operations, name, dtype):
     checks.check_operator(all_operations, name, "cpu", dtype)
 
 
-@pytest.mark.parametrize("name", checks.OPERATORS)
-def test_operators_with_kernels(interpreted, name):
-    checks.check_operator(interpreted, name, "cpu", torch.bfloat16)
+KERNELS = [(name, dtype) for name in checks.OPERATORS for dtype in (torch.float32, torch.bfloat16)
+           if checks.can_be_checked(name, dtype, kernels=True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "dtype"), KERNELS, ids=str)
+def test_operators_with_kernels(interpreted, name, dtype):
+    checks.check_operator(interpreted, name, "cpu", dtype)
 
 
 @pytest.mark.parametrize("kernels", (False, True), ids=("PyTorch", "kernels"))

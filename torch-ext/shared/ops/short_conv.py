@@ -102,7 +102,7 @@ def _backward(
     _backward_kernel[bias is not None](dy, x, unit_stride(weight), shift, since, dx, partial)
     sums = column_sum(partial.view(groups, -1), torch.float32).view(TAPS + 1, channels)
     dweight = sums[:TAPS].t().to(weight.dtype, memory_format=torch.contiguous_format)
-    return dx, dweight, weight.new_empty(0) if bias is None else sums[TAPS].to(bias.dtype)
+    return dx, dweight, weight.new_empty(0) if bias is None else sums[TAPS].to(bias.dtype, copy=True)
 
 
 def _fake_backward(dy, x, weight, bias, since):
