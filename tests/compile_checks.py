@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from tests import op_cases as cases
 from tests.models import Step, random_tokens, tiny_model
 from tests.ops import collected
-from tests.ops.common import BF16, FLOATS, randn
+from tests.ops.common import BF16, FLOATS, check_each_operation, randn, self_check_of
 from tests.ops.signature import New
 from tests.tolerances import assert_close
 
@@ -28,9 +28,10 @@ OPERATORS = tuple(collected("OPERATORS"))
 BY_AUTOGRAD = {"gated_delta_rule_backward": (BF16,), "short_conv_backward": FLOATS}  # the dtypes that their kernels take
 
 
-def can_be_checked(name, dtype, kernels: bool) -> bool:
-    """False where a backward pass is PyTorch's, which asks autograd for gradients: opcheck calls an operator where there is no autograd."""
-    return name not in BY_AUTOGRAD or (kernels and dtype in BY_AUTOGRAD[name])
+def operators_in(dtypes, kernels: bool) -> list:
+    """(operator, dtype) of all that opcheck can call. It calls where there is no autograd, which PyTorch's backward pass of some needs."""
+    pairs = ((name, dtype) for name in OPERATORS for dtype in dtypes)
+    return [(name, dtype) for name, dtype in pairs if name not in BY_AUTOGRAD or (kernels and dtype in BY_AUTOGRAD[name])]
 
 
 def calls_of(package, name, device, dtype) -> list:
@@ -52,26 +53,20 @@ def check_operator(package, name, device, dtype):
 def check_compiled_self_checks(package, device, dtype, **options):
     """What `python -m bastile --check` calls gives the same when it is compiled whole, forward and backward. options: class attributes of
     its `Inputs`, such as how many tokens it draws."""
-    self_check = importlib.import_module(f"{package.__name__}.shared.hf.self_check")
+    self_check = self_check_of(package)
+    eager = type("Inputs", (self_check.Inputs,), options)
 
-    class Compiled(type("Inputs", (self_check.Inputs,), options)):
-        def call(self, function, *arguments, **options):
+    class Compiled(eager):
+        def call(self, function, *arguments, **switches):
             torch._dynamo.reset()
-            return torch.compile(lambda *given: function(*given, **options), backend="aot_eager", fullgraph=True)(*arguments)
+            return torch.compile(lambda *given: function(*given, **switches), backend="aot_eager", fullgraph=True)(*arguments)
 
-    eager, failures = type("Inputs", (self_check.Inputs,), options), []
-    for title, call in self_check.checks().items():
-        if call.__module__.endswith(".optimizer"):  # which writes to what it is given
-            continue
-        try:
-            wanted, found = (self_check.results_of(call, kind(torch.device(device), dtype, False)) for kind in (eager, Compiled))
-        except Exception as error:  # one that fails takes no other along
-            failures.append(f"{title}: {type(error).__name__}: {str(error)[:500]}")
-            continue
+    def check(call):
+        wanted, found = (self_check.results_of(call, kind(torch.device(device), dtype, False)) for kind in (eager, Compiled))
         errors = [self_check.relative_error(a, b) for a, b in zip(found, wanted, strict=True)]
-        if max(errors) > self_check.BOUNDS[dtype]:
-            failures.append(f"{title} is off by {errors}")
-    assert not failures, "\n".join(failures)
+        assert max(errors) <= self_check.BOUNDS[dtype], f"results and gradients are off by {errors}"
+
+    check_each_operation(package, check)
 
 
 def check_compiled_operation(ops, operation, device, backend, dtype=torch.float32, tokens=(3, 4, 6, 9, 13, 21), **options):

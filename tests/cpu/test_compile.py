@@ -23,8 +23,7 @@ def test_every_operator_is_checked(all_operations):
 
 
 # float16 has factors of its own in the operators of a head; in all others its path is bf16's.
-OPERATORS = [(name, dtype) for name in checks.OPERATORS for dtype in (torch.float32, torch.bfloat16)
-             if checks.can_be_checked(name, dtype, kernels=False)]  # fmt: skip
+OPERATORS = checks.operators_in((torch.float32, torch.bfloat16), kernels=False)
 OPERATORS += [(name, torch.float16) for name in checks.OPERATORS if name.startswith("linear_")]
 
 
@@ -33,11 +32,7 @@ def test_operators(all_operations, name, dtype):
     checks.check_operator(all_operations, name, "cpu", dtype)
 
 
-KERNELS = [(name, dtype) for name in checks.OPERATORS for dtype in (torch.float32, torch.bfloat16)
-           if checks.can_be_checked(name, dtype, kernels=True)]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "dtype"), KERNELS, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), checks.operators_in((torch.float32, torch.bfloat16), kernels=True), ids=str)
 def test_operators_with_kernels(interpreted, name, dtype):
     checks.check_operator(interpreted, name, "cpu", dtype)
 

@@ -3,13 +3,12 @@ each incoming gradient, one at a time, through the interpreted kernels. `SELF_CH
 tests/ops say what is called."""
 
 import functools
-import importlib
 
 import pytest
 import torch
 
 from tests.ops import collected
-from tests.ops.common import BF16, FP32, launched
+from tests.ops.common import BF16, FP32, check_each_operation, launched, self_check_of
 from tests.tolerances import relative_error
 
 # What the same numbers may change: an operation may give such tensors to PyTorch, whose steps round in bf16.
@@ -21,14 +20,10 @@ def turned(tensor):
     return tensor.conj_physical().conj() if tensor.is_complex() else torch._neg_view(-tensor)
 
 
-def self_check(package):
-    return importlib.import_module(f"{package.__name__}.shared.hf.self_check")
-
-
 def inputs_of(package, place):
     """Draws arguments, of which the one at a place has its sign turned; `count` of them so far."""
 
-    class Inputs(self_check(package).Inputs):
+    class Inputs(self_check_of(package).Inputs):
         tokens, classes = 24, 300  # few, for the interpreter
         count = 0
 
@@ -81,15 +76,7 @@ def check(package, call):
 
 
 def test_every_self_check(interpreted):
-    failures = []
-    for title, call in self_check(interpreted).checks().items():
-        if call.__module__.endswith(".optimizer"):  # which writes to what it is given
-            continue
-        try:
-            check(interpreted, call)
-        except (AssertionError, ValueError, RuntimeError) as error:
-            failures.append(f"{title}: {error}")
-    assert not failures, "\n".join(failures)
+    check_each_operation(interpreted, functools.partial(check, interpreted))
 
 
 @pytest.mark.parametrize("title", collected("MORE_CALLS"))

@@ -13,10 +13,7 @@ SIZES = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072, "nu
          "head_dim": 128}
 
 
-OPERATORS = [(name, dtype) for name in checks.OPERATORS for dtype in FLOATS if checks.can_be_checked(name, dtype, kernels=True)]
-
-
-@pytest.mark.parametrize(("name", "dtype"), OPERATORS, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), checks.operators_in(FLOATS, kernels=True), ids=str)
 def test_operators(ops, qwen3_5, liger, gpt_oss, decoders, name, dtype):
     packages = ops, qwen3_5, liger, gpt_oss, decoders
     package = next(each for each in packages if name in checks.custom_operators(each))

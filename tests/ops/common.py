@@ -110,6 +110,23 @@ def limit(package, module, name, value):
         setattr(module, name, before)
 
 
+def self_check_of(package):
+    return importlib.import_module(f"{package.__name__}.shared.hf.self_check")
+
+
+def check_each_operation(package, check) -> None:
+    """Calls check(call) with every call of `python -m bastile --check`. Raises AssertionError with what each of those that fail says."""
+    failures = []
+    for title, call in self_check_of(package).checks().items():
+        if call.__module__.endswith(".optimizer"):  # which writes to what it is given
+            continue
+        try:
+            check(call)
+        except Exception as error:  # one that fails takes no other along
+            failures.append(f"{title}: {type(error).__name__}: {str(error)[:500]}")
+    assert not failures, "\n".join(failures)
+
+
 def launched(ops) -> list:
     """The names of the variants that ran so far."""
     return runtime_of(ops).launch.backend.launched

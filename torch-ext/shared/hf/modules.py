@@ -142,19 +142,19 @@ def is_defined_by(classes, function, name: str) -> bool:
     return any(is_transformers_own(function, cls.__module__, f"{cls.__qualname__}.{name}") for cls in classes)
 
 
-def caller_of(cls) -> str:
-    """The name of the file that says how a class's modules are called. A function that wraps another takes over that one's `__module__`."""
-    return getattr(cls.__call__, "__globals__", {}).get("__name__", "")
+def is_called_as_usual(cls, *libraries: str) -> bool:
+    """Tells whether a class's `__call__` is PyTorch's, transformers' or another library's. libraries: how the names of their modules begin.
 
-
-def is_called_as_usual(cls) -> bool:
-    """True where PyTorch or transformers says how a class's modules are called. PyTorch has another way while it exports a model."""
-    return cls.__call__ is MODULE_CALL or caller_of(cls).startswith(("torch.", "transformers."))
+    PyTorch replaces its own while it exports a model. The file that defines the function decides: functools.wraps copies `__module__`.
+    """
+    if cls.__call__ is MODULE_CALL:
+        return True
+    return getattr(cls.__call__, "__globals__", {}).get("__name__", "").startswith(("torch.", "transformers.", *libraries))
 
 
 def all_are_listened_to() -> bool:
-    """True while there are hooks on every module of the process, as torch.utils.flop_counter's, or another call of them all than PyTorch's:
-    then each must be called."""
+    """Tells whether each module must be called: every module of the process has a hook, such as torch.utils.flop_counter's, or another
+    `nn.Module.__call__` than PyTorch's is in force."""
     hooks = nn.modules.module
     return bool(
         hooks._global_forward_hooks or hooks._global_forward_pre_hooks or hooks._global_backward_hooks or hooks._global_backward_pre_hooks

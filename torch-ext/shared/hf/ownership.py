@@ -11,7 +11,19 @@ from torch import nn
 
 from .binding import BoundForward
 from .families import Families, Targets
-from .modules import FSDP, LAYER, OFF, SAVED, caller_of, for_class, is_defined_by, is_marked, is_own_rotary, is_transformers_own, own_class
+from .modules import (
+    FSDP,
+    LAYER,
+    OFF,
+    SAVED,
+    for_class,
+    is_called_as_usual,
+    is_defined_by,
+    is_marked,
+    is_own_rotary,
+    is_transformers_own,
+    own_class,
+)
 from .wrapped import inside
 
 ROTARY = "apply_rotary_pos_emb"
@@ -279,7 +291,7 @@ def _inside_accelerates(state):
 
 
 def _hands_on(cls, function) -> bool:
-    if not caller_of(cls).startswith(("torch.", "transformers.", *WRAPPERS)):
+    if not is_called_as_usual(cls, *WRAPPERS):
         return False
     if cls.__module__.startswith(WRAPPERS):  # torch.compile's have a forward each, which is not to be kept alive here
         return getattr(function, "__globals__", {}).get("__name__", "").startswith(WRAPPERS)
