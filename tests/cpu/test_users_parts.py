@@ -48,7 +48,7 @@ def test_a_class_that_is_called_in_its_own_way(qwen3, how, part):
 
 
 def test_a_call_that_is_another_for_all_modules(qwen3, monkeypatch):
-    """As profilers do it: it is told of every module that transformers would call, also where it bears the name of PyTorch's own."""
+    """A profiler may replace `nn.Module.__call__`. It sees every module that transformers would call, even if it has PyTorch's name."""
     model, own, called = tiny_model(), torch.nn.Module.__call__, []
 
     @functools.wraps(own)

@@ -111,8 +111,8 @@ class Operations:
 
 
 class New(NamedTuple):
-    """Makes the tensors of `OPERATORS`: name of an operator -> function of this, which gives calls of it, in the
-    layouts and with the switches that the operations use."""
+    """Makes the tensors of `OPERATORS`: name of an operator -> function of this, which gives calls of it, in the layouts and with the
+    switches that the operations use."""
 
     device: torch.device | str
     dtype: torch.dtype

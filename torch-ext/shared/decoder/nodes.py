@@ -47,7 +47,7 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
 
 # ---------------------------------------------------------------- in PyTorch
 def norm_attention_inputs_reference(spec: Inputs, tensors: InputTensors, projections: Tensors, shape, dtype):
-    """What `norm_attention_inputs` returns, in PyTorch."""
+    """Computes `norm_attention_inputs` with PyTorch's operations."""
     x, norm, q_norm, k_norm, cos, sin = tensors
     y = (x if norm is None else norm_reference(spec.norm, x, norm)).to(dtype)
     projected = [projection_reference(y, projection) for projection in projections]
@@ -64,7 +64,7 @@ def add_branch_reference(
 
 
 def norm_mlp_reference(spec: Outputs, tensors: OutputTensors, projections: Tensors, dtype) -> torch.Tensor:
-    """What `norm_mlp` returns, in PyTorch."""
+    """Computes `norm_mlp` with PyTorch's operations."""
     x, attended, after, before, behind = tensors
     if attended is not None:
         o, *projections = projections

@@ -137,7 +137,7 @@ def router_backward(dscores, scores, expert, logits, shape, normalised, dtype) -
 def norm_experts_reference(
     spec: SparseSpec, tensors: OutputTensors, router: Router, weights: ExpertTensors, o, shared: Optional[SharedExpert]
 ) -> torch.Tensor:
-    """What `norm_experts` returns, in PyTorch."""
+    """Computes `norm_experts` with PyTorch's operations."""
     x, attended, after, before, _ = tensors
     if o is not None and attended is not None:
         x = add_branch_reference(x, projection_reference(flat_heads(attended), o), spec.outputs.after, after, spec.outputs.multiplier)

@@ -72,7 +72,7 @@ def normalised(x: torch.Tensor, norm: bool) -> torch.Tensor:
 
 
 def gated_delta_rule_reference(q, k, v, g, beta, chunks: Chunks, initial, scale: float, norm: bool):
-    """What `gated_delta_rule` returns of flat tokens, in PyTorch, which can differentiate it: (out, final states)."""
+    """Computes `gated_delta_rule` of flat tokens with PyTorch's operations, differentiably. Returns (out, final states)."""
     dtype = accumulation_dtype(q.dtype)
     (count, heads, width), table = v.shape, chunks.table.long()
     row = torch.arange(CHUNK, device=v.device)
@@ -125,13 +125,13 @@ def _reference_backward(dout, dfinal, q, k, v, g, beta, chunks, initial, scale, 
 
 # ---------------------------------------------------------------- kernels
 def _has_kernels(q, v) -> bool:
-    """Whether there are kernels for these, wherever they are: bf16, keys and values of 128, and offsets within 32 bits."""
+    """Tells whether kernels exist for this dtype and these sizes, on any device: bf16, keys and values of 128, offsets within 32 bits."""
     shaped = q.dtype == torch.bfloat16 and q.shape[-1] == v.shape[-1] == WIDTH and v.shape[0] > 0
     return shaped and v.shape[0] * v.shape[1] * WIDTH < SLAB
 
 
 def fits(q, k, v, *others) -> bool:
-    """Whether kernels compute with these. The backward pass asks again, of the same tensors."""
+    """Tells whether the kernels run on these tensors. The backward pass asks again, with the same tensors."""
     return _has_kernels(q, v) and kernels_run_on(q, k, v, *others)
 
 
@@ -179,8 +179,10 @@ def _forward(
     norm: bool,
     carry: bool,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, final states, inverses); the second is empty where nothing is carried, the third where there are no kernels. A tracer has to
-    know the shapes before it is known who computes, so the third is zeros where PyTorch does what kernels could have done."""
+    """Returns (out, final states, inverses). The final states are empty if nothing is carried, the inverses if no kernels exist.
+
+    A tracer must know the shapes without knowing whether the kernels or PyTorch will run, so PyTorch returns zeros for the inverses.
+    """
     inverses = v.new_empty(_inverses_shape(q, v, table))
     if not fits(q, k, v, g, beta, table, initial):
         out, final = gated_delta_rule_reference(q, k, v, g, beta, Chunks(table, bounds, longest), initial, scale, norm)
@@ -353,7 +355,7 @@ def gated_delta_rule(
     else:
         if q.dtype == torch.bfloat16:
             g, beta = g.to(torch.float32), beta.to(torch.float32)
-        numbers = (x.resolve_neg() for x in (q, k, v, g.contiguous(), beta.contiguous()))  # so that both passes find that kernels compute
+        numbers = (x.resolve_neg() for x in (q, k, v, g.contiguous(), beta.contiguous()))  # so `fits` answers alike in both passes
         arguments = chunks.table, chunks.bounds, chunks.longest, scale, bool(l2_norm), carry
         out, final = apply_function(_GatedDeltaRule, *numbers, initial, *arguments)
     return out.view(batch, length, *v.shape[1:]), final if output_final_state else None

@@ -16,7 +16,7 @@ _kernel = {
 
 
 def gated_delta_step_reference(q, k, v, g, beta, state, scale: float, norm: bool) -> Tuple[torch.Tensor, torch.Tensor]:
-    """What `gated_delta_step` returns, in PyTorch."""
+    """Computes `gated_delta_step` with PyTorch's operations."""
     dtype, group = state.dtype, v.shape[2] // k.shape[2]
     q, k = (normalised(x.to(dtype), norm).repeat_interleave(group, 2) for x in (q, k))
     out = []

@@ -68,7 +68,7 @@ def rotate_pairs(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, backward
     also take one of fewer pairs, and leave the others as they are."""
     if not _fits(q, k, table):
         freqs = torch.view_as_complex(table)
-        # Not conj(), a mark on the tensor that PyTorch does not look at where it runs a compiled graph without gradients.
+        # conj() only marks the tensor, and PyTorch ignores that mark inside a compiled graph without gradients.
         return rotary_complex_reference(q, k, freqs.conj_physical() if backward else freqs)
     q, k = map(_pairs_aligned, (q, k))
     outs = new_like(q), new_like(k)

@@ -76,7 +76,7 @@ def route(expert: torch.Tensor, experts: int) -> Routing:
 
 
 def route_reference(expert: torch.Tensor, experts: int) -> Routing:
-    """What `route` returns, in PyTorch."""
+    """Computes `route` with PyTorch's operations."""
     flat = expert.reshape(-1).clamp(-1, experts) % (experts + 1)
     rows = flat.shape[0]
     # Two bytes instead of eight are a quarter of the radix sort's passes.
@@ -102,7 +102,7 @@ def row_blocks(ends: torch.Tensor, rows: int, height: int) -> Tuple[torch.Tensor
 
 
 def row_blocks_reference(ends: torch.Tensor, rows: int, height: int) -> Tuple[torch.Tensor, torch.Tensor]:
-    """What `row_blocks` returns, in PyTorch."""
+    """Computes `row_blocks` with PyTorch's operations."""
     experts = ends.shape[0]
     starts = torch.nn.functional.pad(ends[:-1], (1, 0))
     count = (ends - starts + (height - 1)) // height

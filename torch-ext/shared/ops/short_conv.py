@@ -61,7 +61,7 @@ def tokens_before(cu_seqlens: Optional[torch.Tensor], batch: int, length: int, d
 
 
 def short_conv_reference(x, weight, bias, since) -> torch.Tensor:
-    """What `short_conv` returns of flat tokens, in PyTorch, which can differentiate it."""
+    """Computes `short_conv` of flat tokens with PyTorch's operations, differentiably."""
     dtype = accumulation_dtype(x.dtype)
     wide, w = x.to(dtype), weight.to(dtype)
     p = wide * w[:, TAPS - 1]
@@ -102,6 +102,7 @@ def _backward(
     _backward_kernel[bias is not None](dy, x, unit_stride(weight), shift, since, dx, partial)
     sums = column_sum(partial.view(groups, -1), torch.float32).view(TAPS + 1, channels)
     dweight = sums[:TAPS].t().to(weight.dtype, memory_format=torch.contiguous_format)
+    # A copy in float32 too: an operator must not return a part of a tensor.
     return dx, dweight, weight.new_empty(0) if bias is None else sums[TAPS].to(bias.dtype, copy=True)
 
 
