@@ -15,7 +15,23 @@ def replace_weight(norm):
     norm.weight = torch.nn.Parameter(torch.full_like(norm.weight, 3.0))
 
 
+def halve_attention(model):
+    """Sets an implementation of the user's, for which transformers makes the same mask, or none, as for the one before."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def halved(*args, **kwargs):
+        output, weights = sdpa_attention_forward(*args, **kwargs)
+        return output * 0.5, weights
+
+    AttentionInterface.register("halved", halved)
+    AttentionMaskInterface.register("halved", sdpa_mask)
+    model.set_attn_implementation("halved")
+
+
 CHANGES = {
+    "another attention": halve_attention,
     "weights that moved": lambda model: setattr(
         model.model.layers[0].mlp.up_proj.weight, "data", model.model.layers[0].mlp.up_proj.weight * 2
     ),

@@ -46,7 +46,7 @@ def described(x, kwargs):
             if value.rule is None:
                 text = "there is padding between the tokens of a row, or another mask for which the attention has no plan"
                 return None, (), Reason("call", text)
-            key += (name, value.rule.window)
+            key += (name, Visible, value.rule.window)  # another kind of pass than one without a mask, whose attention is not ours
             if not value.is_plain():
                 plan = value.plan(x.device, *documents_of(value, kwargs, None))
                 tensors += (plan.limits, plan.walks)

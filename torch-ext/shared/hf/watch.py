@@ -1,7 +1,7 @@
-"""Notices whether modules are still what they were: the same weights at the same place, submodules, settings, and no hooks."""
+"""Notices whether modules are still what they were: the same weights at the same place, submodules, settings, attention, and no hooks."""
 
 import operator
-from typing import Any, Iterable, List, Tuple
+from typing import Any, Dict, Iterable, List, Tuple
 
 import torch
 from torch import nn
@@ -9,10 +9,12 @@ from torch import nn
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _NEEDS_GRAD = operator.attrgetter("requires_grad")
+_ATTENTION = operator.attrgetter("_attn_implementation")
 
 
 class Watch:
-    """What modules are made of, to notice what a graph of them would not: moved or replaced weights, other submodules, hooks, switches.
+    """What modules are made of, to notice what a graph of them would not: moved or replaced weights, other submodules, hooks, switches,
+    another implementation of attention.
 
     Comparing takes 10 us a decoder layer, because everything is compared in C.
     """
@@ -25,11 +27,14 @@ class Watch:
         self.hooks: List[dict] = []
         self.sized: List[dict] = []
         self.tensors: List[torch.Tensor] = []
+        configs: Dict[int, Any] = {}
         identical: List[Tuple[dict, str, Any]] = []
         equal: List[Tuple[dict, str, Any]] = []
         for part in (part for module in modules for part in module.modules()):
             state = part.__dict__
             self.hooks += [state[name] for name in HOOKS]
+            if hasattr(state.get("config"), "_attn_implementation"):
+                configs[id(state["config"])] = state["config"]
             for held in (state, state["_modules"], state["_parameters"], state["_buffers"]):
                 self.sized.append(held)
                 for key, value in held.items():
@@ -44,6 +49,7 @@ class Watch:
                     else:
                         identical.append((held, key, value))
         self.identical, self.equal = (tuple(zip(*found)) or ((), (), ()) for found in (identical, equal))
+        self.configs = list(configs.values())
         self.sizes = self._sizes()
         self.facts = self._facts()
 
@@ -51,8 +57,8 @@ class Watch:
         return list(map(len, self.sized))
 
     def _facts(self) -> list:
-        """Says where the tensors lie and whether they need a gradient."""
-        return [*map(torch.Tensor.data_ptr, self.tensors), *map(_NEEDS_GRAD, self.tensors)]
+        """Says where the tensors lie, whether they need a gradient, and who computes attention."""
+        return [*map(torch.Tensor.data_ptr, self.tensors), *map(_NEEDS_GRAD, self.tensors), *map(_ATTENTION, self.configs)]
 
     def same(self) -> bool:
         """Tells whether the modules are still made of the same."""
