@@ -71,6 +71,8 @@ class InterpretedArtifacts:
 
     def variants(self, kernel: str):
         if kernel not in self._variants:
+            if kernel not in self._entries:
+                raise self.runtime.artifacts.KernelMissing(f"no module of kernel_src that is interpreted has a kernel {kernel!r}")
             found = self._entries[kernel]
             self._variants[kernel] = [self._variant(operation, *entry) for operation, entries in found for entry in entries]
         return self._variants[kernel]

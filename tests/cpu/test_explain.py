@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cpu.conftest import kernels_of
 from tests.models import random_tokens, tiny_gpt_oss, tiny_model
 
 FUSED = {"norm, q_proj, k_proj, v_proj, rotary", "o_proj", "norm, gate_proj, up_proj, down_proj", "loss without logits"}
@@ -257,6 +258,26 @@ def test_every_package_checks_its_operations_against_float64(name, request):
     assert [str(case) for case in done.cases if case.failures] == []
     assert len(done.cases) >= {"qwen3": 12, "gpt_oss": 8, "liger": 18}[name] and "CPU" in done.where
     assert all(len(case.errors) == 3 and max(case.errors.values()) > 0 for case in done.cases), "one that is exact compares nothing"
+
+
+# Operations whose files a package has for what else is in them, without their kernels.
+NOT_SHIPPED = {"qwen3": set(), "gpt_oss": {"swiglu", "swiglu (Liger's)", "mlp"}, "liger": set(),
+               "decoders": {"experts", "experts (of GPT-OSS)"}, "qwen3_5": {"rotary"}}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_SHIPPED)
+def test_every_package_checks_the_operations_whose_kernels_it_ships(name, request, interpret, monkeypatch):
+    """As on a GPU, where nothing stands in for a kernel that a package does not have."""
+    package = request.getfixturevalue(name)
+    interpret(package, kernels_of("." if name == "qwen3" else f"packages/{name.replace('gpt_oss', 'gpt-oss')}"))
+    found = shared(package, "hf.self_check")
+    for size, few in (("tokens", 8), ("classes", 100), ("long", 2100)):
+        monkeypatch.setattr(found.Inputs, size, few)
+    monkeypatch.setattr(found, "BOUNDS", {torch.bfloat16: found.BOUNDS[torch.bfloat16]})
+    done = found.run()
+    assert [str(case) for case in done.cases if case.failures] == []
+    assert found.checks().keys() - {case.title for case in done.cases} == NOT_SHIPPED[name]
+    assert done.kernels[0] > 0
 
 
 @pytest.mark.parametrize("case", ("rms_norm", "swiglu", "softmax"))

@@ -11,16 +11,16 @@ from tests.ops.common import FLOATS
 DEVICE = "cuda"
 SIZES = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
          "head_dim": 128}
+PACKAGES = "ops", "qwen3_5", "liger", "gpt_oss", "decoders"
 
 
 @pytest.mark.parametrize(("name", "dtype"), checks.operators_in(FLOATS, kernels=True), ids=str)
-def test_operators(ops, qwen3_5, liger, gpt_oss, decoders, name, dtype):
-    packages = ops, qwen3_5, liger, gpt_oss, decoders
-    package = next(each for each in packages if name in checks.custom_operators(each))
+def test_operators(request, name, dtype):
+    package = next(each for each in map(request.getfixturevalue, PACKAGES) if name in checks.custom_operators(each))
     checks.check_operator(package, name, DEVICE, dtype)
 
 
-@pytest.mark.parametrize("name", ("ops", "qwen3_5", "liger", "gpt_oss", "decoders"))
+@pytest.mark.parametrize("name", PACKAGES)
 def test_every_self_check_compiles_whole(request, name):
     checks.check_compiled_self_checks(request.getfixturevalue(name), DEVICE, torch.bfloat16)
 

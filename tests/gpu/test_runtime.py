@@ -11,7 +11,7 @@ import torch
 
 from tests.ops import common
 from tests.ops import rms_norm as checks
-from tests.ops.common import randn
+from tests.ops.common import randn, self_check_of
 from tests.tolerances import assert_close
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +28,14 @@ def norm_step(ops, x, weight):
 def inputs(rows=64, columns=1024, device="cuda", seed=0):
     x = randn(rows, columns, dtype=torch.bfloat16, device=device, seed=seed)
     return x, randn(columns, dtype=torch.bfloat16, device=device, seed=seed + 1)
+
+
+@pytest.mark.parametrize("name", ("ops", "qwen3_5", "liger", "gpt_oss", "decoders"))
+def test_every_package_finds_its_operations_right(request, name):
+    """`python -m` with a package's name and --check."""
+    done = self_check_of(request.getfixturevalue(name)).run()
+    assert [f"{case.title}: {case}" for case in done.cases if case.failures] == []
+    assert done.cases and done.kernels[0] > 0, "it compares nothing"
 
 
 def test_runs_on_the_current_stream(ops):

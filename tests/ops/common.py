@@ -115,16 +115,20 @@ def self_check_of(package):
 
 
 def check_each_operation(package, check) -> None:
-    """Calls check(call) with every call of `python -m bastile --check`. Raises AssertionError with what each of those that fail says."""
-    failures = []
+    """Calls check(call) with every call of `python -m bastile --check`. Raises AssertionError with what each of those that fail says. One
+    whose kernels the package's build lacks counts for none: the package ships its file for what else is in it."""
+    failures, checked = [], 0
     for title, call in self_check_of(package).checks().items():
         if call.__module__.endswith(".optimizer"):  # which writes to what it is given
             continue
         try:
             check(call)
+            checked += 1
+        except runtime_of(package).artifacts.KernelMissing:
+            continue
         except Exception as error:  # one that fails takes no other along
             failures.append(f"{title}: {type(error).__name__}: {str(error)[:500]}")
-    assert not failures, "\n".join(failures)
+    assert checked and not failures, "\n".join(failures)
 
 
 def launched(ops) -> list:

@@ -85,7 +85,7 @@ def _lengths(backend, kernel: str, architecture: str) -> frozenset:
     """The lengths of the heads that a kernel of a backend takes, on an architecture or on any."""
     try:
         variants = backend.artifacts.variants(kernel)
-    except (ArtifactError, KeyError):  # a copy without kernels, or without this one; the interpreter's
+    except ArtifactError:  # a copy without kernels, or without this one
         return frozenset()
     kept = [variant for variant in variants if not architecture or architecture in variant.images]
     return frozenset(parameter.shape[2] for variant in kept for parameter in variant.parameters if parameter.name == "q")

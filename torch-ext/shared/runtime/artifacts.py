@@ -47,6 +47,10 @@ class ArtifactError(RuntimeError):
     """A file of the package is missing, damaged, or of another format."""
 
 
+class KernelMissing(ArtifactError):
+    """The package ships no kernel of this name."""
+
+
 class Parameter(NamedTuple):
     """One launch parameter of a variant. For an array: lengths and strides in elements, `align` in bytes; None is any value."""
 
@@ -254,7 +258,7 @@ class Artifacts:
             entries = self.manifest["kernels"].get(kernel)
             if entries is None:
                 known = ", ".join(sorted(self.manifest["kernels"]))
-                raise ArtifactError(f"{self._path} has no kernel {kernel!r}; it has {known}. {DOWNLOAD}")
+                raise KernelMissing(f"{self._path} has no kernel {kernel!r}; it has {known}. {DOWNLOAD}")
             self._variants[kernel] = [_variant(entry, self.manifest["parameters"]) for entry in entries]
         return self._variants[kernel]
 
