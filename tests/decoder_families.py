@@ -1,12 +1,13 @@
 """Small models of the families that `bastile/decoders` serves, for the tests of the decoder layer."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from tests.models import VOCABULARY, tiny_model
+from tests.models import VOCABULARY, random_tokens, tiny_model
 
 # By transformers' name of the model, in the order of the package's rows.
 NAMES = (
@@ -38,20 +39,21 @@ TOKENS_OF_IMAGES = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_st
 VISION: dict = {
     "qwen3_vl": {
         "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
-                          "temporal_patch_size": 2, "out_hidden_size": 48, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+                          "temporal_patch_size": 2, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         **TOKENS_OF_IMAGES,
     },
     "qwen2_5_vl": {
         "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
-                          "temporal_patch_size": 2, "out_hidden_size": 48, "window_size": 16, "fullatt_block_indexes": [1]},
+                          "temporal_patch_size": 2, "window_size": 16, "fullatt_block_indexes": [1]},
         **TOKENS_OF_IMAGES,
     },
     "qwen2_vl": {
-        "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 48, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4,
+        "vision_config": {"depth": 2, "embed_dim": 32, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4,
                           "spatial_merge_size": 2, "temporal_patch_size": 2},
         **TOKENS_OF_IMAGES,
     },
 }  # fmt: skip
+OF_OUTPUT = {"qwen2_vl": "hidden_size"}  # what a tower's configuration calls the width of what it returns
 
 WINDOW = {"sliding_window": 5}  # which every sequence of the tests is longer than
 IN_TURNS = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
@@ -143,7 +145,10 @@ def tiny(name: str, dtype=torch.float32, attn_implementation="sdpa", **changes):
     if name in VISION:  # a third of the rotated pairs each for time, height and width, time with the rest
         third, rest = divmod(of_text["head_dim"] // 2, 3)
         of_text["rope_parameters"] = {**of_text["rope_parameters"], "mrope_section": [third + rest, third, third]}
-    config = AutoConfig.for_model(name, **({**VISION[name], "text_config": of_text} if name in VISION else of_text))
+        tower = {**VISION[name]["vision_config"], OF_OUTPUT.get(name, "out_hidden_size"): of_text["hidden_size"]}
+        config = AutoConfig.for_model(name, **{**VISION[name], "vision_config": tower, "text_config": of_text})
+    else:
+        config = AutoConfig.for_model(name, **of_text)
     of_task = AutoModelForImageTextToText if name in VISION else AutoModelForCausalLM
     model = of_task.from_config(config, attn_implementation=attn_implementation)
     for parameter_name, parameter in model.named_parameters():
@@ -201,6 +206,41 @@ def tiny_behind_a_tower(text, wrapper=None, **changes):
         if "vision" in name and name.endswith("k_proj.bias"):
             parameter.requires_grad_(False)  # the softmax takes it away: its gradient is nothing but rounding
     return model
+
+
+def of_words_and_image(padded=True, merged=4):
+    """Inputs of Qwen's models with vision towers. merged: an image's tokens."""
+    tokens = random_tokens(2, 17).clamp(max=180)
+    tokens[:, 3 : 5 + merged] = torch.tensor([IMAGE_START, *[IMAGE] * merged, IMAGE_END])
+    mask = (torch.arange(17) < torch.tensor([[17], [14]])).long() if padded else torch.ones(2, 17, dtype=torch.long)
+    return {
+        "input_ids": tokens,
+        "labels": tokens.where(mask > 0, -100),
+        "attention_mask": mask,
+        "pixel_values": torch.randn(2 * 16, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(3)),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
+        "mm_token_type_ids": (tokens == IMAGE).long(),
+    }
+
+
+def inputs_with_images(model, padded=False):
+    """An image of four tokens in each row; where it is cut into tiles, of four for the whole, and of each row of two tiles or one with a
+    token after it."""
+    tokens, of_tiles = random_tokens(2, 21).clamp(max=180), type(model).__name__.startswith(OF_TILES)
+    sizes = torch.tensor([[8, 16], [8, 8]] if of_tiles else [[8, 8]] * 2)
+    for row, count in zip(tokens, (4 + 2 * 5, 4 + 2 * 3) if of_tiles else (4, 4)):
+        row[3 : 3 + count] = IMAGE
+    parts = (3,) if of_tiles else (1,) if type(model).__name__.startswith(IDEFICS3) else ()
+    pixels = torch.randn(2, *parts, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+    found = {"input_ids": tokens, "labels": tokens, "pixel_values": pixels}
+    prefix = type(model).__name__.startswith("PaliGemma")  # of words and the image, whose tokens see each other and have type 0
+    types = (torch.arange(21) >= 12).expand(2, -1) if prefix else tokens == IMAGE
+    told = {"token_type_ids": types.long(), "image_sizes": sizes}
+    found |= {name: value for name, value in told.items() if name in inspect.signature(model.forward).parameters}
+    if padded:
+        mask = (torch.arange(21) < torch.tensor([[21], [18]])).long()
+        found |= {"attention_mask": mask, "labels": tokens.where(mask > 0, -100)}
+    return found
 
 
 class Trained(NamedTuple):

@@ -13,19 +13,17 @@ from tests.cpu.conftest import kernels_of
 from tests.decoder_families import (
     CHANGES,
     EVERYWHERE,
-    IDEFICS3,
     IMAGE,
-    IMAGE_END,
-    IMAGE_START,
     IN_TURNS,
     NAMES,
-    OF_TILES,
     TOWERS,
     UNCHANGING,
     VARIANTS,
     VIDEO,
     VISION,
     WINDOW,
+    inputs_with_images,
+    of_words_and_image,
     tiny,
     tiny_behind_a_tower,
 )
@@ -329,21 +327,6 @@ def test_a_function_of_someone_elses_that_scales_queries_is_called(package, call
     assert "get_llama_4_attn_scale is not transformers' own" in {row.reason for row in package.explain(model).rows}
 
 
-def of_words_and_image(padded=True, merged=4):
-    """Inputs of Qwen's models with vision towers. merged: an image's tokens."""
-    tokens = random_tokens(2, 17).clamp(max=180)
-    tokens[:, 3 : 5 + merged] = torch.tensor([IMAGE_START, *[IMAGE] * merged, IMAGE_END])
-    mask = (torch.arange(17) < torch.tensor([[17], [14]])).long() if padded else torch.ones(2, 17, dtype=torch.long)
-    return {
-        "input_ids": tokens,
-        "labels": tokens.where(mask > 0, -100),
-        "attention_mask": mask,
-        "pixel_values": torch.randn(2 * 16, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(3)),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
-        "mm_token_type_ids": (tokens == IMAGE).long(),
-    }
-
-
 @pytest.mark.parametrize("more", ({}, {"num_items_in_batch": 3}, {"output_hidden_states": True}), ids=" ".join)
 @pytest.mark.parametrize("name", VISION)
 def test_an_image_between_words(package, calls, name, more):
@@ -393,26 +376,6 @@ def test_apply_and_the_hubs_mapping_with_a_tower_of_qwen(package, name):
     found = step_of(model, **inputs)
     found.assert_same(expected[0], FACTOR)
     assert found.output.logits is None
-
-
-def inputs_with_images(model, padded=False):
-    """An image of four tokens in each row; where it is cut into tiles, of four for the whole, and of each row of two tiles or one with a
-    token after it."""
-    tokens, of_tiles = TOKENS.clamp(max=180), type(model).__name__.startswith(OF_TILES)
-    sizes = torch.tensor([[8, 16], [8, 8]] if of_tiles else [[8, 8]] * 2)
-    for row, count in zip(tokens, (4 + 2 * 5, 4 + 2 * 3) if of_tiles else (4, 4)):
-        row[3 : 3 + count] = IMAGE
-    parts = (3,) if of_tiles else (1,) if type(model).__name__.startswith(IDEFICS3) else ()
-    pixels = torch.randn(2, *parts, 3, 8, 8, generator=torch.Generator().manual_seed(3))
-    found = {"input_ids": tokens, "labels": tokens, "pixel_values": pixels}
-    prefix = type(model).__name__.startswith("PaliGemma")  # of words and the image, whose tokens see each other and have type 0
-    types = (torch.arange(21) >= 12).expand(2, -1) if prefix else tokens == IMAGE
-    told = {"token_type_ids": types.long(), "image_sizes": sizes}
-    found |= {name: value for name, value in told.items() if name in inspect.signature(model.forward).parameters}
-    if padded:
-        mask = (torch.arange(21) < torch.tensor([[21], [18]])).long()
-        found |= {"attention_mask": mask, "labels": tokens.where(mask > 0, -100)}
-    return found
 
 
 def loss_row(package, model):

@@ -1,0 +1,189 @@
+"""Small models of every family of `bastile/decoders` with the kernels that they run on a GPU, alone and behind a vision tower."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.decoder_families import NAMES, TOWERS, VARIANTS, VISION, inputs_with_images, of_words_and_image, tiny, tiny_behind_a_tower
+from tests.models import Step, check_compiled, random_tokens
+
+DEVICE = "cuda"
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TOKENS = random_tokens(4, 300)
+HEAD_DIM = {"phi3": 96, "gemma2": 256, "gemma3_text": 256, "mistral": 128, "olmo2": 128}  # 64 of the others
+FACTOR = 20  # two fp32 runs of a model differ by more than an operation from float64
+FEW = ("llama", "qwen2", "phi3", "olmo2", "gemma2", "gemma3_text")  # one of each kind of layer
+
+
+@pytest.fixture
+def package(decoders):
+    yield decoders
+    decoders.reset()
+
+
+def sizes_of(name, **changes):
+    """The sizes of a small model whose every operation has a kernel. changes: of its configuration."""
+    head_dim = HEAD_DIM.get(name, 64)
+    sizes = {"hidden_size": 4 * head_dim, "intermediate_size": 512, "shared_intermediate_size": 512, "head_dim": head_dim,
+             "max_position_embeddings": 512}  # fmt: skip
+    rope = changes.get("rope_parameters")
+    if isinstance(rope, dict) and "short_factor" in rope:  # one number for each rotated pair, of which `tiny` has fewer
+        wider = {key: rope[key] * (head_dim // 12) for key in ("short_factor", "long_factor")}
+        changes = {**changes, "rope_parameters": {**rope, **wider}}
+    return {**sizes, **changes}
+
+
+def model_of(name, dtype, **changes):
+    """In attention that nobody asked for by name, and with biases so small that the gradients of q and k, which large ones cancel out of,
+    are more than rounding."""
+    model = tiny(name, attn_implementation=None, **sizes_of(name, **changes))
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("bias"):
+                parameter.mul_(0.05)
+    return model.to(DEVICE, dtype)
+
+
+def given(**inputs):
+    """Inputs on the device; by default all tokens, which are labels as well."""
+    inputs = {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False, **inputs}
+    return {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+def padded(side):
+    lengths = torch.tensor([[300], [260], [300], [130]])
+    mask = (torch.arange(300) < lengths if side == "right" else torch.arange(300) >= 300 - lengths).long()
+    return given(attention_mask=mask, labels=TOKENS.where(mask > 0, -100))
+
+
+INPUTS = {
+    "whole": given,
+    "padded": lambda: padded("right"),
+    "padded in front": lambda: padded("left"),
+    "packed": lambda: given(position_ids=torch.cat([torch.arange(n) for n in (37, 5, 258)])[None].expand(4, -1)),
+}
+
+
+def step_of(model, inputs):
+    """A step whose dropouts draw the same numbers each time, without the gradients of a handful of numbers and those that are left of
+    large ones that cancel: of biases in front of a softmax, which takes away what all keys have in common, and of what is in front of the
+    few patches that a vision tower attends to."""
+    torch.manual_seed(0)
+    step = Step(model, **inputs)
+    step.gradients = {name: gradient for name, gradient in step.gradients.items() if gradient.numel() > 64 and not _is_left(name)}
+    return step
+
+
+def _is_left(name):
+    return name.endswith(("q_proj.bias", "k_proj.bias", "attn.qkv.bias")) or ("vision" in name and ".q_proj." in name)
+
+
+def check_half(package, model, inputs):
+    """A step of a model in half precision is as exact with the kernels as without."""
+    exact, before = (step_of(each, inputs) for each in (copy.deepcopy(model).float(), model))
+    package.apply()
+    step_of(model, inputs).assert_as_exact_as(before, exact)
+
+
+def attention_of(model) -> str:
+    return model.model.get_submodule("language_model" if hasattr(model.model, "language_model") else "").config._attn_implementation
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_is_as_exact_as_before(package, name, inputs, dtype):
+    model = model_of(name, dtype)
+    check_half(package, model, INPUTS[inputs]())
+    assert attention_of(model) == "bastile"
+
+
+@pytest.mark.parametrize("how", ("apply", "kernelize"))
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_a_step_in_fp32(package, name, how):
+    model = model_of(name, FP32)
+    expected = step_of(model, given())
+    package.apply() if how == "apply" else package.kernelize(model)
+    step_of(model, given()).assert_same(expected, FACTOR)
+
+
+@pytest.mark.parametrize(("name", "variant"), [(name, v) for name in NAMES for v in VARIANTS[name] if v != "dropout"])
+def test_what_a_configuration_may_change(package, name, variant):
+    check_half(package, model_of(name, BF16, **VARIANTS[name][variant]), given())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ways_to_run_give_the_same_bits(package, name):
+    """Twice, with each layer checkpointed, its attention kept or not, with the MLP's products made again, and replayed as CUDA graphs."""
+    model, inputs = model_of(name, BF16), given()
+    plain = package.kernelize(copy.deepcopy(model))
+    expected = step_of(plain, inputs)
+    checkpointed = copy.deepcopy(model)
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
+    captured = package.kernelize(copy.deepcopy(model))
+    ways = {
+        "again": plain,
+        "checkpointed": package.kernelize(copy.deepcopy(checkpointed)),
+        "attention kept": package.kernelize(copy.deepcopy(checkpointed), keep_attention=True),
+        "made again": package.kernelize(copy.deepcopy(model), recompute_mlp=True),
+        "captured": package.capture(captured, *TOKENS.shape),
+    }
+    for way, each in ways.items():
+        for _ in range(3 if way == "captured" else 1):
+            found = step_of(each, inputs)
+        for key, gradient in expected.gradients.items():
+            assert torch.equal(found.gradients[key], gradient), f"{way}: {key}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lora(package, name):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    text = {"target_modules": r".*language_model.*proj"} if name in VISION else {"target_modules": "all-linear"}
+    model = get_peft_model(model_of(name, BF16), LoraConfig(r=16, init_lora_weights=False, lora_dropout=0.0, **text)).train()
+    exact, before = (step_of(each, padded("right")) for each in (copy.deepcopy(model).float(), model))
+    package.kernelize(model)
+    step_of(model, padded("right")).assert_as_exact_as(before, exact)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_generation(package, name):
+    """Greedy tokens of prompts with padding in front, in fp32."""
+    model = model_of(name, FP32).eval()
+    prompt = {key: value[:, :100] for key, value in padded("left").items() if key in ("input_ids", "attention_mask")}
+    options = {"max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(**prompt, **options)
+    package.apply()
+    assert torch.equal(model.generate(**prompt, **options), expected)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_torch_compile(package, name):
+    model = model_of(name, FP32, num_hidden_layers=1)
+    expected = step_of(model, given())
+    package.kernelize(model)
+    expected.gradients = Step(model, **given()).gradients
+    check_compiled(model, expected, FACTOR, **given())
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)
+@pytest.mark.parametrize("name", (*TOWERS, *VISION))
+def test_an_image_between_words(package, name, dtype):
+    """The decoder behind a vision tower, and the loss of both."""
+    if name in VISION:
+        model, inputs = model_of(name, dtype), of_words_and_image()
+    else:
+        text = TOWERS[name][0]
+        model = tiny_behind_a_tower(name, **sizes_of(text)).to(DEVICE, dtype)
+        inputs = inputs_with_images(model, padded=True)
+    inputs = given(**{**inputs, "pixel_values": inputs["pixel_values"].to(dtype)})
+    if dtype == FP32:
+        expected = step_of(model, inputs)
+        package.kernelize(model)
+        return step_of(model, inputs).assert_same(expected, FACTOR)
+    wide = copy.deepcopy(model).float()
+    exact, before = step_of(wide, {**inputs, "pixel_values": inputs["pixel_values"].float()}), step_of(model, inputs)
+    package.kernelize(model)
+    step_of(model, inputs).assert_as_exact_as(before, exact)
