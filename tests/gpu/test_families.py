@@ -1,11 +1,13 @@
 """Small models of every family of `bastile/decoders` with the kernels that they run on a GPU, alone and behind a vision tower."""
 
 import copy
+import functools
 
 import pytest
 import torch
 
 from tests.decoder_families import NAMES, TOWERS, VARIANTS, VISION, inputs_with_images, of_words_and_image, tiny, tiny_behind_a_tower
+from tests.gpu.ways import check_cache, check_half, check_lora, check_same_bits
 from tests.models import Step, check_compiled, random_tokens
 
 DEVICE = "cuda"
@@ -75,13 +77,6 @@ def step_of(model, inputs):
     return step
 
 
-def check_half(package, model, inputs):
-    """A step of a model in half precision is as exact with the kernels as without."""
-    exact, before = (step_of(each, inputs) for each in (copy.deepcopy(model).float(), model))
-    package.apply()
-    step_of(model, inputs).assert_as_exact_as(before, exact)
-
-
 def attention_of(model) -> str:
     return model.model.get_submodule("language_model" if hasattr(model.model, "language_model") else "").config._attn_implementation
 
@@ -91,7 +86,7 @@ def attention_of(model) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_half_precision_is_as_exact_as_before(package, name, inputs, dtype):
     model = model_of(name, dtype)
-    check_half(package, model, INPUTS[inputs]())
+    check_half(package, model, functools.partial(step_of, inputs=INPUTS[inputs]()))
     assert attention_of(model) == "bastile"
 
 
@@ -106,42 +101,23 @@ def test_gradients_of_a_step_in_fp32(package, name, how):
 
 @pytest.mark.parametrize(("name", "variant"), [(name, v) for name in NAMES for v in VARIANTS[name] if v != "dropout"])
 def test_what_a_configuration_may_change(package, name, variant):
-    check_half(package, model_of(name, BF16, **VARIANTS[name][variant]), given())
+    check_half(package, model_of(name, BF16, **VARIANTS[name][variant]), functools.partial(step_of, inputs=given()))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ways_to_run_give_the_same_bits(package, name):
-    """Twice, with each layer checkpointed, its attention kept or not, with the MLP's products made again, and replayed as CUDA graphs."""
-    model, inputs = model_of(name, BF16), given()
-    plain = package.kernelize(copy.deepcopy(model))
-    expected = step_of(plain, inputs)
-    checkpointed = copy.deepcopy(model)
-    checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
-    captured = package.kernelize(copy.deepcopy(model))
-    ways = {
-        "again": plain,
-        "checkpointed": package.kernelize(copy.deepcopy(checkpointed)),
-        "attention kept": package.kernelize(copy.deepcopy(checkpointed), keep_attention=True),
-        "made again": package.kernelize(copy.deepcopy(model), recompute_mlp=True),
-        "captured": package.capture(captured, *TOKENS.shape),
-    }
-    for way, each in ways.items():
-        for _ in range(3 if way == "captured" else 1):
-            found = step_of(each, inputs)
-        for key, gradient in expected.gradients.items():
-            assert torch.equal(found.gradients[key], gradient), f"{way}: {key}"
+    check_same_bits(package, model_of(name, BF16), functools.partial(step_of, inputs=given()), TOKENS.shape)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_lora(package, name):
-    from peft import LoraConfig, get_peft_model
+    targets = r".*language_model.*proj" if name in VISION else "all-linear"
+    check_lora(package, model_of(name, BF16), functools.partial(step_of, inputs=padded("right")), target_modules=targets)
 
-    torch.manual_seed(0)
-    text = {"target_modules": r".*language_model.*proj"} if name in VISION else {"target_modules": "all-linear"}
-    model = get_peft_model(model_of(name, BF16), LoraConfig(r=16, init_lora_weights=False, lora_dropout=0.0, **text)).train()
-    exact, before = (step_of(each, padded("right")) for each in (copy.deepcopy(model).float(), model))
-    package.kernelize(model)
-    step_of(model, padded("right")).assert_as_exact_as(before, exact)
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_one_by_one(package, name):
+    check_cache(package, model_of(name, BF16), TOKENS[:, :120].to(DEVICE), 100)
 
 
 @pytest.mark.parametrize("name", NAMES)

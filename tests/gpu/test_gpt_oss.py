@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from tests.gpu.ways import check_cache, check_compiled_half, check_lora, check_same_bits
 from tests.models import Step, random_tokens, tiny_gpt_oss
 from tests.ops import experts, grouped_gemm, rms_norm, rotary, round_last_rms_norm, routing
 from tests.ops.common import FLOATS
@@ -167,10 +168,32 @@ def test_a_step_in_bf16_is_as_exact_as_before(gpt_oss, attention):
     assert model.model.config._attn_implementation == "eager"
 
 
-def test_two_steps_give_the_same_bits(gpt_oss):
-    ids, model = TOKENS.cuda(), gpt_oss.kernelize(model_of(torch.bfloat16))
-    first, second = (Step(model, input_ids=ids, labels=ids) for _ in range(2))
-    assert all(torch.equal(first.gradients[name], second.gradients[name]) for name in first.gradients)
+def model_of_all_experts():
+    """In bf16; every expert is chosen, so that rounding chooses no others."""
+    return model_of(torch.bfloat16, num_local_experts=8, num_experts_per_tok=8)
+
+
+def step_of(model, call=None):
+    ids = TOKENS.cuda()
+    step = Step(model, call, input_ids=ids, labels=ids, use_cache=False)
+    step.gradients = {name: gradient for name, gradient in step.gradients.items() if gradient.numel() > 64}
+    return step
+
+
+def test_ways_to_run_give_the_same_bits(gpt_oss):
+    check_same_bits(gpt_oss, model_of(torch.bfloat16), step_of, TOKENS.shape)
+
+
+def test_lora(gpt_oss):
+    check_lora(gpt_oss, model_of_all_experts(), step_of, target_modules="all-linear")
+
+
+def test_torch_compile(gpt_oss):
+    check_compiled_half(gpt_oss, model_of_all_experts(), step_of)
+
+
+def test_tokens_one_by_one(gpt_oss):
+    check_cache(gpt_oss, model_of_all_experts(), TOKENS.cuda(), 110)
 
 
 def test_warm_up_loads_what_a_step_needs(gpt_oss):

@@ -1,10 +1,12 @@
 """Small models of Qwen3.5, Qwen3.5-MoE and Qwen3-Next with the kernels that they run on a GPU: heads of 256 and delta nets of 128."""
 
 import copy
+import functools
 
 import pytest
 import torch
 
+from tests.gpu.ways import check_cache, check_compiled_half, check_lora, check_same_bits
 from tests.models import Step, random_tokens, tiny_qwen3_5, tiny_qwen3_5_sparse
 
 DEVICE = "cuda"
@@ -37,9 +39,9 @@ def model_of(name, dtype, **changes):
     return model.to(DEVICE, dtype)
 
 
-def step_of(model, **inputs):
+def step_of(model, call=None, **inputs):
     ids = TOKENS.to(DEVICE)
-    step = Step(model, **{"input_ids": ids, "labels": ids, "use_cache": False, **inputs})
+    step = Step(model, call, **{"input_ids": ids, "labels": ids, "use_cache": False, **inputs})
     kept = (pair for pair in step.gradients.items() if pair[1].numel() > 64 and not LUCK.intersection(pair[0].split(".")))
     step.gradients = dict(kept)
     return step
@@ -76,10 +78,23 @@ def test_packed_documents_are_those_that_stand_alone(package, name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_two_steps_give_the_same_bits(package, name):
-    model = package.kernelize(model_of(name, BF16))
-    first, second = (step_of(model, **padded()) for _ in range(2))
-    assert all(torch.equal(first.gradients[key], second.gradients[key]) for key in first.gradients)
+def test_ways_to_run_give_the_same_bits(package, name):
+    check_same_bits(package, model_of(name, BF16), step_of, TOKENS.shape)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_lora(package, name):
+    check_lora(package, model_of(name, BF16), functools.partial(step_of, **padded()), target_modules="all-linear")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_torch_compile(package, name):
+    check_compiled_half(package, model_of(name, BF16), step_of)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_one_by_one(package, name):
+    check_cache(package, model_of(name, BF16), TOKENS[:, :120].to(DEVICE), 100)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
