@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from tests.models import VOCABULARY, random_tokens, tiny_model
+from tests.models import VOCABULARY, Step, random_tokens, tiny_model
 
 # By transformers' name of the model, in the order of the package's rows.
 NAMES = (
@@ -241,6 +241,17 @@ def inputs_with_images(model, padded=False):
         mask = (torch.arange(21) < torch.tensor([[21], [18]])).long()
         found |= {"attention_mask": mask, "labels": tokens.where(mask > 0, -100)}
     return found
+
+
+TOKENS = random_tokens(2, 21)
+FACTOR = 3  # two fp32 runs of a model differ by more than an operation from float64
+NODES = ["norm_attention_inputs", "norm_mlp"]  # what a decoder layer is
+
+
+def step_of(model, **inputs):
+    """A step whose dropouts draw the same numbers each time."""
+    torch.manual_seed(0)
+    return Step(model, **{"input_ids": TOKENS, "labels": TOKENS, "use_cache": False, **inputs})
 
 
 class Trained(NamedTuple):

@@ -1,0 +1,331 @@
+"""The one decoder layer on model families of transformers: each is a row of the table, and must train as transformers' own. Families
+without biases and with them also run every feature in the interpreted kernels."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+
+from tests.compile_checks import compiled_with_masks
+from tests.decoder_families import (
+    CHANGES,
+    EVERYWHERE,
+    FACTOR,
+    IN_TURNS,
+    NAMES,
+    NODES,
+    TOKENS,
+    UNCHANGING,
+    VARIANTS,
+    VISION,
+    WINDOW,
+    step_of,
+    tiny,
+)
+from tests.models import Step, check_compiled, random_tokens
+from tests.tolerances import assert_close, relative_error
+
+FEW = ("llama", "qwen2")  # of the kinds that a package is for: without biases, and with
+LAST_OF_TEXT = "model.language_model.norm.weight"
+FEW_LEFT = ("q_proj.bias", "k_proj.bias")
+BATCHES = 4
+
+
+def of_families(*names, kernels=FEW):
+    """Runs a test with each of the families in PyTorch, and with some in interpreted kernels."""
+    runs = [pytest.param(name, False, id=name) for name in names] + [pytest.param(name, True, id=f"{name}-kernels") for name in kernels]
+    return pytest.mark.parametrize("name, package", runs, indirect=["package"])
+
+
+@of_families(*NAMES)
+def test_a_training_step(package, calls, name):
+    model = tiny(name, attn_implementation="eager")
+    expected = step_of(model)
+    package.kernelize(model)
+    found = step_of(model)
+    assert calls == NODES * 2
+    found.assert_same(expected, FACTOR)
+    rows = {row.part: row.fused for row in package.explain(model).rows if "norm" in row.part or row.part == "o_proj"}
+    assert len(rows) == 3 and all(rows.values())
+
+
+def without_few_numbers(step):
+    """A step without the gradients of a handful of numbers, and of the biases of q and k, which are what is left of large ones: their
+    errors in half precision are a matter of luck."""
+    step.gradients = {name: grad for name, grad in step.gradients.items() if grad.numel() > 24 and not name.endswith(FEW_LEFT)}
+    return step
+
+
+@of_families(*NAMES, kernels=("llama",))
+def test_half_precision_is_as_exact_as_before(package, calls, name):
+    model = tiny(name, torch.bfloat16, attn_implementation="eager")
+    exact, before = steps_of_batches(copy.deepcopy(model).float()), steps_of_batches(model)
+    package.apply()
+    assert_err_no_more(steps_of_batches(model), before, exact)
+    assert calls == NODES * 2 * len(exact)
+
+
+@pytest.mark.parametrize(("name", "variant"), [(name, variant) for name in NAMES for variant in VARIANTS[name]])
+def test_what_a_configuration_may_change(package, calls, name, variant):
+    """Losses and gradients in fp32, in eager attention, SDPA and ours, and in bf16."""
+    large = {"initializer_range": 0.1}  # or scores hardly differ, and neither a window nor a cap changes much
+    changes = {**large, **VARIANTS[name][variant]}
+    kinds = ("eager",) if name == "gemma2" else ("eager", "sdpa")  # Gemma 2 has no other
+    models = [tiny(name, attn_implementation=kind, **changes) for kind in kinds]
+    half = tiny(name, torch.bfloat16, attn_implementation="eager", **changes)
+    expected = [step_of(model) for model in models]
+    exact, before = steps_of_batches(copy.deepcopy(half).float()), steps_of_batches(half)
+    plain, last = step_of(tiny(name, attn_implementation="eager", **large)), "model.norm.weight" if name not in VISION else LAST_OF_TEXT
+    assert variant == "no windows" or relative_error(expected[0].gradients[last], plain.gradients[last]) > 1e-3
+    package.apply()
+    for model, step in zip(models, expected, strict=True):
+        step_of(model).assert_same(step, FACTOR)
+    models[-1].set_attn_implementation("bastile")
+    step_of(models[-1]).assert_same(expected[-1], FACTOR)
+    if variant != "dropout":  # bf16 draws other numbers than fp32
+        assert_err_no_more(steps_of_batches(half), before, exact)
+    assert set(calls) == (set() if variant == "another activation" else set(NODES))
+
+
+def steps_of_batches(model):
+    return [without_few_numbers(step_of(model, input_ids=tokens, labels=tokens)) for tokens in random_tokens(BATCHES, 2, 21)]
+
+
+def assert_err_no_more(found, before, exact):
+    """Losses, and each gradient over all batches: in which of them more errors add up than cancel is a matter of luck, and of the
+    processor."""
+    for mine, other, right in zip(found, before, exact, strict=True):
+        assert relative_error(mine.loss, right.loss) <= 2 * relative_error(other.loss, right.loss) + 1e-3
+    for name in exact[0].gradients:
+        mine, others = (
+            sum(relative_error(one.gradients[name], right.gradients[name]) ** 2 for one, right in zip(steps, exact, strict=True)) ** 0.5
+            for steps in (found, before)
+        )
+        assert mine <= 1.25 * others + 1e-3, f"{name}: relative error {mine:.2e}, without the layers {others:.2e}"
+
+
+@of_families(*FEW, "gemma3_text", "glm4", "olmo2")
+def test_autocast(package, calls, name):
+    model = tiny(name)
+    exact = without_few_numbers(step_of(model))
+    with torch.autocast("cpu", torch.bfloat16):
+        before = step_of(model)
+        package.apply()
+        found = step_of(model)
+    assert calls == NODES * 2
+    assert {n: g.dtype for n, g in found.gradients.items()} == {n: g.dtype for n, g in before.gradients.items()}
+    found.assert_as_exact_as(before, exact)
+
+
+@pytest.mark.parametrize("options", ({}, {"lora_dropout": 0.3, "lora_bias": True}), ids=("plain", "dropout and biases"))
+@of_families(*FEW, "phi3")
+def test_lora(package, calls, name, options):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = get_peft_model(tiny(name), LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear", **options)).train()
+    expected = step_of(model)
+    package.kernelize(model)
+    step_of(model).assert_same(expected, FACTOR)
+    assert calls == NODES * 2
+
+
+@pytest.mark.parametrize("keep_attention", (False, True))
+@of_families(*FEW)
+def test_gradient_checkpointing(package, calls, name, keep_attention):
+    model = tiny(name)
+    expected = step_of(model)
+    model.gradient_checkpointing_enable()
+    package.kernelize(model, keep_attention=keep_attention)
+    step_of(model).assert_same(expected, FACTOR)
+    assert len(calls) == 8
+
+
+@of_families(*FEW, "gemma3_text", "phi3")
+def test_made_again_in_the_backward_pass(package, calls, name):
+    model = tiny(name)
+    package.apply()
+    expected = step_of(model)
+    package.apply(recompute_mlp=True)
+    found = step_of(model)
+    assert all(torch.equal(found.gradients[key], expected.gradients[key]) for key in expected.gradients) and calls == NODES * 4
+
+
+@of_families(*FEW, "granitemoehybrid")
+def test_documents_and_padding(package, calls, name):
+    """Packed documents by their positions, and a batch with padding, in attention of ours."""
+    model = tiny(name)
+    positions = torch.cat((torch.arange(8), torch.arange(13)))[None].expand(2, -1)
+    mask = (torch.arange(21) >= torch.tensor([[0], [9]])).long()
+    inputs = ({"position_ids": positions}, {"attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)})
+    expected = [step_of(model, **each) for each in inputs]
+    package.apply()
+    model.set_attn_implementation("bastile")
+    for each, step in zip(inputs, expected, strict=True):
+        step_of(model, **each).assert_same(step, FACTOR)
+    assert calls == NODES * 4
+
+
+@pytest.mark.parametrize(("name", "variant"), (("mistral", "both directions"), ("gemma3_text", "both directions"), ("llama", None)))
+def test_attention_in_both_directions(package, calls, name, variant):
+    """Models that embed text have it: no mask of ours is causal, nor one for documents, padding or a graph."""
+    model = tiny(name, initializer_range=0.1, **(VARIANTS[name][variant] if variant else {"is_causal": False}))
+    positions = torch.cat((torch.arange(8), torch.arange(13)))[None].expand(2, -1)
+    mask = (torch.arange(21) >= torch.tensor([[0], [9]])).long()
+    inputs = ({}, {"position_ids": positions}, {"attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)})
+    expected = [step_of(model, **each) for each in inputs]
+    package.apply()
+    model.set_attn_implementation("bastile")
+    for each, step in zip(inputs, expected, strict=True):
+        step_of(model, **each).assert_same(step, FACTOR)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_close(compiled(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss, expected[0].loss, torch.float32, "loss")
+
+
+@of_families(*FEW)
+def test_weights_side_by_side(package, calls, name):
+    model = tiny(name)
+    expected = step_of(model)
+    package.kernelize(package.pack(model))
+    rows = {row.part: row.fused for row in package.explain(model).rows if "one GEMM" in row.part}
+    assert rows == {"q_proj, k_proj, v_proj as one GEMM": True, "gate_proj, up_proj as one GEMM": True}
+    step_of(model).assert_same(expected, FACTOR)
+
+
+@of_families(*FEW, "gemma3_text", "glm4", "granitemoehybrid")
+def test_torch_compile(package, calls, name):
+    kinds = {"layer_types": CHANGES[name]["layer_types"][:1]} if "layer_types" in CHANGES.get(name, {}) else {}
+    model = tiny(name, num_hidden_layers=1, **kinds)
+    expected = step_of(model)
+    package.kernelize(model)
+    check_compiled(model, expected, FACTOR, input_ids=TOKENS, labels=TOKENS, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), (("llama", "apply"), ("llama", "kernelize"), ("llama", "hook"), ("llama", "packed"), ("phi3", "apply"))
+)
+def test_attention_of_a_decoder_with_one_mask_has_none_when_compiled(package, name, how):
+    """transformers makes one in every graph. It stays where a layer has a hook, which would see what stands for no mask, and for
+    positions that may be those of documents."""
+    model = tiny(name)
+    inputs = {"position_ids": torch.cat((torch.arange(8), torch.arange(13)))[None].expand(2, -1)} if how == "packed" else {}
+    seen = []
+    if how == "hook":
+        model.model.layers[0].register_forward_pre_hook(lambda layer, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True)
+    expected = step_of(model, **inputs)
+    package.kernelize(model) if how == "kernelize" else package.apply()
+    compiled, masked = compiled_with_masks(model)
+    found = Step(model, compiled, input_ids=TOKENS, labels=TOKENS, use_cache=False, **inputs)
+    found.assert_same(expected, FACTOR)
+    assert masked == [how in ("hook", "packed")] * 2 and all(mask is None or mask.numel() for mask in seen)
+
+
+@pytest.mark.parametrize(("name", "entries"), (("llama", IN_TURNS), ("granite", WINDOW), ("mistral", IN_TURNS), ("phi3", IN_TURNS)))
+def test_entries_of_a_configuration_that_its_decoder_does_not_read_change_nothing(package, calls, name, entries):
+    """A Mistral that was saved as a Llama brings its sliding_window, and a configuration keeps whatever stands in its file."""
+    model = tiny(name, **{"sliding_window": None, **entries})
+    positions = torch.cat((torch.arange(8), torch.arange(13)))[None].expand(2, -1)
+    mask = (torch.arange(21) >= torch.tensor([[0], [9]])).long()
+    inputs = ({}, {"position_ids": positions}, {"attention_mask": mask, "labels": TOKENS.where(mask > 0, -100)})
+    expected = [step_of(model, **each) for each in inputs]
+    package.apply()
+    compiled, _ = compiled_with_masks(model)
+    Step(model, compiled, input_ids=TOKENS, labels=TOKENS, use_cache=False).assert_same(expected[0], FACTOR)
+    model.set_attn_implementation("bastile")
+    for each, step in zip(inputs, expected, strict=True):
+        step_of(model, **each).assert_same(step, FACTOR)
+
+
+@of_families(*FEW, "phi3", "smollm3", "granitemoehybrid")
+def test_generation(package, calls, name):
+    model = tiny(name).eval()
+    expected = model.generate(TOKENS, max_new_tokens=5, do_sample=False)
+    package.apply()
+    assert torch.equal(model.generate(TOKENS, max_new_tokens=5, do_sample=False), expected) and calls
+
+
+@pytest.mark.parametrize("name", ("llama",))
+def test_what_the_row_does_not_say_is_called_as_it_is(package, calls, name):
+    """A dropout after a branch, another activation, a hook."""
+    model = tiny(name)
+    model.model.layers[0].mlp.act_fn = torch.nn.GELU()
+    model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *args: None)
+    expected = step_of(model)
+    package.kernelize(model)
+    step_of(model).assert_same(expected, FACTOR)
+    assert calls == ["norm_mlp"]
+    assert {row.reason for row in package.explain(model).rows if not row.fused} >= {"the activation of mlp is not SiLU, or has hooks"}
+
+
+@pytest.mark.parametrize("how", ("apply", "kernelize"))
+def test_granites_layers_with_mamba_or_experts_are_called_as_they_are(package, calls, how):
+    """One layer of each kind, and with experts beside its MLP none that is taken apart."""
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "mamba_d_state": 8, "mamba_chunk_size": 8}
+    for changes, nodes, reason in (
+        (kinds, NODES, "the layer has mamba"), ({"num_local_experts": 4, "intermediate_size": 24}, [], "the layer has block_sparse_moe"),
+    ):
+        calls.clear()
+        model = tiny("granitemoehybrid", **changes)
+        expected, text = step_of(model), model.eval().generate(TOKENS, max_new_tokens=3, do_sample=False)
+        package.apply() if how == "apply" else package.kernelize(model)
+        step_of(model.train()).assert_same(expected, FACTOR)
+        assert calls == nodes
+        assert f"{reason}, which is called as it is" in {row.reason for row in package.explain(model).rows}
+        assert torch.equal(model.eval().generate(TOKENS, max_new_tokens=3, do_sample=False), text)
+        package.reset()
+
+
+def test_a_function_of_someone_elses_that_scales_queries_is_called(package, calls, monkeypatch):
+    model = tiny("ministral3", attn_implementation="eager")
+    package.apply()
+    before = step_of(model)
+    modeling = importlib.import_module(type(model).__module__)
+    monkeypatch.setattr(modeling, "get_llama_4_attn_scale", lambda positions, *_: torch.full((1, 1, positions.shape[1], 1), 9.0))
+    after = step_of(model)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert calls == NODES * 2 and not torch.equal(after.gradients[name], before.gradients[name])
+    assert "get_llama_4_attn_scale is not transformers' own" in {row.reason for row in package.explain(model).rows}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_of_a_layer_that_is_not_fused(package, calls, name):
+    """Its parts run one by one, each in the dtypes of transformers' own."""
+    model = tiny(name, torch.bfloat16, attn_implementation="eager")
+    for module in model.modules():
+        if type(module).__name__.endswith("MLP"):
+            module.act_fn = module.activation_fn = module.activation = torch.nn.ReLU()
+    exact, before = steps_of_batches(copy.deepcopy(model).float()), steps_of_batches(model)
+    package.apply()
+    assert_err_no_more(steps_of_batches(model), before, exact)
+    assert not calls
+
+
+@pytest.mark.parametrize("name", ("phi3",))
+def test_a_dropout_of_a_branch_is_drawn(package, calls, name):
+    model = tiny(name, resid_pdrop=0.5)
+    expected = step_of(model)
+    package.kernelize(model)
+    step_of(model).assert_same(expected, FACTOR)
+    assert calls == []
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=TOKENS)
+    assert calls == NODES * 2
+
+
+def test_every_row_of_the_package_is_tested(package):
+    """In the order of the rows; a small model's class tells which row it is for."""
+    rows = importlib.import_module(f"{package.__name__}.families").ROWS
+    assert [type(tiny(name, attn_implementation="eager")).__name__ for name in NAMES] == [own.family.causal_lm() for own in rows]
+    assert CHANGES.keys() <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_of_a_configuration_is_tested(name):
+    """A release that gives a family one more has it tested too, or listed among those that leave its layers as they are."""
+    config = tiny(name, attn_implementation="eager").config.get_text_config()
+    options = set(vars(type(config))["__annotations__"])
+    tested = set(CHANGES.get(name, ())).union(*VARIANTS[name].values()) | set(EVERYWHERE)
+    assert {option for option in options - tested if not option.endswith("_plan")} <= UNCHANGING.get(name, set())
