@@ -28,6 +28,12 @@ FEWER = ("patching", "recomputation", "layers", "model_losses", "keeping", "savi
 SEEN = "import kernels, torch, transformers; print(*(f'{m.__name__}=={m.__version__}' for m in (kernels, torch, transformers)))"
 
 
+def path_of(test: str) -> Path:
+    """The file of tests, or the folder of several, that has a name."""
+    folder = ROOT / "tests/cpu" / test
+    return folder if folder.is_dir() else folder.with_name(f"test_{test}.py")
+
+
 def interpreter_of(name: str) -> str:
     """The interpreter of an environment, which is made where it is not there yet."""
     folder, packages = FOLDER / name, ENVIRONMENTS[name]
@@ -56,8 +62,8 @@ def run(name: str, tests: Sequence[str], options: Sequence[str]) -> int:
     if not found >= set(ENVIRONMENTS[name]):
         raise RuntimeError(f"{name} has {' '.join(seen)}, expected {' '.join(ENVIRONMENTS[name])}")
     print(f"--- {name}: {' '.join(seen)}", flush=True)
-    files = [f"tests/cpu/test_{test}.py" for test in tests]
-    command = [interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "auto", "--dist", "worksteal", *files, *options]
+    paths = map(str, map(path_of, tests))
+    command = [interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "auto", "--dist", "worksteal", *paths, *options]
     return subprocess.run(command, env=environment, cwd=ROOT).returncode
 
 

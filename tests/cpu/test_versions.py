@@ -173,7 +173,7 @@ def test_the_environments_have_the_oldest_and_the_newest_releases():
                 assert all(version.startswith(expected) for version in found), name
     assert asked["newest"]["transformers"] == asked["newest-torch"]["transformers"] == transformers_texts.tested()[-1]
     assert asked["oldest"]["transformers"] == asked["oldest-torch"]["transformers"] == transformers_texts.tested()[0]
-    assert all((ROOT / f"tests/cpu/test_{name}.py").is_file() for name in environments.TESTS)
+    assert all(environments.path_of(name).exists() for name in environments.TESTS)
     assert set(environments.FEWER) <= set(environments.TESTS)
 
 
