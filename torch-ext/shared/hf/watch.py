@@ -13,10 +13,10 @@ _ATTENTION = operator.attrgetter("_attn_implementation")
 
 
 class Watch:
-    """What modules are made of, to notice what a graph of them would not: moved or replaced weights, other submodules, hooks, switches,
-    another implementation of attention.
+    """Remembers what modules are made of, and tells whether any of it has changed since.
 
-    Comparing takes 10 us a decoder layer, because everything is compared in C.
+    A CUDA graph would not notice: it goes on reading weights where they lay when it was recorded, and running the submodules, hooks,
+    settings and attention of that moment. Comparing takes 10 us a decoder layer, because everything is compared in C.
     """
 
     STANDARD = frozenset(nn.Module().__dict__)
