@@ -226,11 +226,14 @@ def microseconds(args, name: str, provider: str) -> Any:
     case, clock = CASES[name], Clock(args.device)
     try:
         call = case.make(args, provider)
-        return clock.host_microseconds(call, case.calls) if clock.cuda else thread_microseconds(call, case.calls)
+        found = clock.host_microseconds(call, case.calls) if clock.cuda else thread_microseconds(call, case.calls)
+        log(f"  {name:<18}{provider:<16}{found:.1f} us a call")
+        return found
     except (providers.NotInstalled, ModuleNotFoundError) as error:
         log(f"  {name}, {provider}: left out, {error}")
         return None
     except Exception as error:
+        log(f"  {name:<18}{provider:<16}{message(error)}")
         return error.with_traceback(None)
     finally:
         clock.clean()
@@ -242,23 +245,13 @@ def measure(args) -> list[Row]:
     For seconds on end something else can slow a host down by half. So the cases are gone through once a round, and each call's best counts.
     """
     calls = [(name, provider) for name in args.cases for provider in CASES[name].providers if provider in args.providers]
-    best: dict[tuple[str, str], Any] = {}
-    for _ in range(args.rounds):
-        for call in calls:
-            value = microseconds(args, *call)
-            before = best.get(call)
-            if isinstance(value, float):
-                log(f"  {call[0]:<18}{call[1]:<16}{value:.1f} us a call")
-                value = min(value, before) if isinstance(before, float) else value
-            best[call] = before if value is None or isinstance(before, Exception) else value
-    found = []
-    for (name, provider), value in best.items():
-        if value is None:
+    rounds = [[microseconds(args, *call) for call in calls] for _ in range(args.rounds)]
+    driver, found = "" if args.device.startswith("cuda") else "a stand-in", []
+    for (name, provider), *values in zip(calls, *rounds):
+        if None in values:
             continue
-        if isinstance(value, Exception):
-            log(f"  {name:<18}{provider:<16}{message(value)}")
-        driver = "" if args.device.startswith("cuda") else "a stand-in"
-        row = rows.speed_row(args, "host", provider, "full", ("call", "call", name), value, tokens=args.tokens, driver=driver)
+        best = next((value for value in values if isinstance(value, Exception)), None) or min(values)
+        row = rows.speed_row(args, "host", provider, "full", ("call", "call", name), best, tokens=args.tokens, driver=driver)
         row.metric_name = "host_time"
         found.append(row)
     rows.save_speeds(args, "host", found)
