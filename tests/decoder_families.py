@@ -141,14 +141,13 @@ def tiny(name: str, dtype=torch.float32, attn_implementation="sdpa", **changes):
         "tie_word_embeddings": False,
     }
     torch.manual_seed(0)
-    of_text = {**sizes, **CHANGES.get(name, {}), **changes}
+    options = of_text = {**sizes, **CHANGES.get(name, {}), **changes}
     if name in VISION:  # a third of the rotated pairs each for time, height and width, time with the rest
         third, rest = divmod(of_text["head_dim"] // 2, 3)
         of_text["rope_parameters"] = {**of_text["rope_parameters"], "mrope_section": [third + rest, third, third]}
         tower = {**VISION[name]["vision_config"], OF_OUTPUT.get(name, "out_hidden_size"): of_text["hidden_size"]}
-        config = AutoConfig.for_model(name, **{**VISION[name], "vision_config": tower, "text_config": of_text})
-    else:
-        config = AutoConfig.for_model(name, **of_text)
+        options = {**VISION[name], "vision_config": tower, "text_config": of_text}
+    config = AutoConfig.for_model(name, **options)
     of_task = AutoModelForImageTextToText if name in VISION else AutoModelForCausalLM
     model = of_task.from_config(config, attn_implementation=attn_implementation)
     for parameter_name, parameter in model.named_parameters():

@@ -221,10 +221,15 @@ class Step:
             assert mine <= 1.25 * others + floor, f"{name}: relative error {mine:.2e}, without the layers {others:.2e}"
 
 
+def compiled_whole(model):
+    """A model that torch.compile makes one graph of."""
+    torch._dynamo.reset()
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
 def compiled_step(model, **inputs) -> Step:
     """A step of a model that torch.compile makes one graph of."""
-    torch._dynamo.reset()
-    return Step(model, torch.compile(model, backend="aot_eager", fullgraph=True), **inputs)
+    return Step(model, compiled_whole(model), **inputs)
 
 
 def check_compiled(model, expected: Step, factor=1.0, **inputs):

@@ -18,6 +18,9 @@ from tools.targets import operations as operations_of
 
 TOOLS = "BASTILE_TESTS_TOOLS"  # where tests.environments names the interpreter whose `kernels` the tools know
 REPOSITORY = Path(__file__).resolve().parents[2]
+# By the fixtures of the packages: the folders of their build.toml.
+FOLDERS = {"qwen3": ".", "gpt_oss": "packages/gpt-oss", "liger": "packages/liger", "decoders": "packages/decoders",
+           "qwen3_5": "packages/qwen3_5"}  # fmt: skip
 _file_of_last_test = None
 
 

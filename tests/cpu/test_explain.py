@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cpu.conftest import kernels_of
+from tests.cpu.conftest import FOLDERS, kernels_of
 from tests.models import random_tokens, tiny_gpt_oss, tiny_model
 
 FUSED = {"norm, q_proj, k_proj, v_proj, rotary", "o_proj", "norm, gate_proj, up_proj, down_proj", "loss without logits"}
@@ -269,7 +269,7 @@ NOT_SHIPPED = {"qwen3": set(), "gpt_oss": {"swiglu", "swiglu (Liger's)", "mlp"},
 def test_every_package_checks_the_operations_whose_kernels_it_ships(name, request, interpret, monkeypatch):
     """As on a GPU, where nothing stands in for a kernel that a package does not have."""
     package = request.getfixturevalue(name)
-    interpret(package, kernels_of("." if name == "qwen3" else f"packages/{name.replace('gpt_oss', 'gpt-oss')}"))
+    interpret(package, kernels_of(FOLDERS[name]))
     found = shared(package, "hf.self_check")
     for size, few in (("tokens", 8), ("classes", 100), ("long", 2100)):
         monkeypatch.setattr(found.Inputs, size, few)

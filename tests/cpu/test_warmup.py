@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from tests.cpu.conftest import kernels_of
+from tests.cpu.conftest import FOLDERS, kernels_of
 from tests.decoder_families import NAMES, tiny
 from tests.models import random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_5, tiny_qwen3_5_sparse, tiny_qwen3_moe
 
@@ -19,7 +19,6 @@ MODELS = {
     "qwen3_next": ("qwen3_5", lambda dtype: tiny_qwen3_5_sparse("qwen3_next", dtype)),
     **{name: ("decoders", lambda dtype, name=name: tiny(name, dtype, attn_implementation="eager")) for name in NAMES},
 }
-FOLDERS = {"qwen3": "", "gpt_oss": "packages/gpt-oss", "qwen3_5": "packages/qwen3_5", "decoders": "packages/decoders"}
 
 
 @pytest.mark.parametrize("name", MODELS)

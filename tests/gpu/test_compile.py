@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests import compile_checks as checks
+from tests.gpu.conftest import PACKAGES
 from tests.models import tiny_model
 from tests.op_cases import OF_QWEN3_AND_GPT_OSS, operations
 from tests.ops.common import FLOATS
@@ -11,7 +12,6 @@ from tests.ops.common import FLOATS
 DEVICE = "cuda"
 SIZES = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
          "head_dim": 128}
-PACKAGES = "ops", "qwen3_5", "liger", "gpt_oss", "decoders"
 
 
 @pytest.mark.parametrize(("name", "dtype"), checks.operators_in(FLOATS, kernels=True), ids=str)

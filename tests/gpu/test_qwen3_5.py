@@ -83,6 +83,13 @@ def test_ways_to_run_give_the_same_bits(package, name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_two_padded_steps_give_the_same_bits(package, name):
+    model = package.kernelize(model_of(name, BF16))
+    first, second = (step_of(model, **padded()) for _ in range(2))
+    assert all(torch.equal(first.gradients[key], second.gradients[key]) for key in first.gradients)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_lora(package, name):
     check_lora(package, model_of(name, BF16), functools.partial(step_of, **padded()), target_modules="all-linear")
 

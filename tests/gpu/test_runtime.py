@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.conftest import PACKAGES
 from tests.ops import common
 from tests.ops import rms_norm as checks
 from tests.ops.common import randn, self_check_of
@@ -30,7 +31,7 @@ def inputs(rows=64, columns=1024, device="cuda", seed=0):
     return x, randn(columns, dtype=torch.bfloat16, device=device, seed=seed + 1)
 
 
-@pytest.mark.parametrize("name", ("ops", "qwen3_5", "liger", "gpt_oss", "decoders"))
+@pytest.mark.parametrize("name", PACKAGES)
 def test_every_package_finds_its_operations_right(request, name):
     """`python -m` with a package's name and --check."""
     done = self_check_of(request.getfixturevalue(name)).run()

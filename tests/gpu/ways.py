@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from tests.models import Step
+from tests.models import Step, compiled_whole
 from tests.tolerances import relative_error
 
 
@@ -55,11 +55,11 @@ def check_same_bits(package, model, step, shape):
 
 
 def check_compiled_half(package, model, step):
-    """Compiled whole, a step in half precision is as exact as before. step: of the model, called as a second argument says."""
+    """Compiled whole, a step in half precision is as exact as before. step: takes, as a second argument, what to call in
+    the model's place."""
     exact, before = exact_and_before(model, step)
     package.kernelize(model)
-    torch._dynamo.reset()
-    step(model, torch.compile(model, backend="aot_eager", fullgraph=True)).assert_as_exact_as(before, exact)
+    step(model, compiled_whole(model)).assert_as_exact_as(before, exact)
 
 
 def check_cache(package, model, ids, prompt):

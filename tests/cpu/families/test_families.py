@@ -23,7 +23,7 @@ from tests.decoder_families import (
     step_of,
     tiny,
 )
-from tests.models import Step, check_compiled, random_tokens
+from tests.models import Step, check_compiled, compiled_whole, random_tokens
 from tests.tolerances import assert_close, relative_error
 
 FEW = ("llama", "qwen2")  # of the kinds that a package is for: without biases, and with
@@ -179,8 +179,7 @@ def test_attention_in_both_directions(package, calls, name, variant):
     model.set_attn_implementation("bastile")
     for each, step in zip(inputs, expected, strict=True):
         step_of(model, **each).assert_same(step, FACTOR)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = compiled_whole(model)
     assert_close(compiled(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss, expected[0].loss, torch.float32, "loss")
 
 
