@@ -93,6 +93,8 @@ class Kind:
         return ObservedPass(self)
 
     def end_observation(self, observed: List[Observed], examples: List[torch.Tensor]) -> None:
+            for buffer in self.inputs:
+                buffer.begin_pass()
         self.state, self.observed, self.inputs = State.OBSERVED, observed, list(map(InputBuffer, examples))
 
     def outputs_are_used_between(self) -> None:

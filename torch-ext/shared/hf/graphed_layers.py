@@ -15,6 +15,7 @@ from torch import nn
 
 from ..ops.attention import AttentionPlan
 from ..ops.common import once_differentiable
+from ..runtime.device import version_of
 from .masks import Rule, Visible
 from .modules import SAVED
 from .watch import Watch
@@ -35,18 +36,23 @@ def autocast_dtype(device: str) -> Optional[torch.dtype]:
 
 
 class InputBuffer:
-    """The memory from which graphs read an argument that many layers get. It is filled once a pass."""
+    """The memory from which graphs read an argument that many layers get. It is filled once a pass, and again where the tensor changes
+    between layers."""
 
     def __init__(self, like: torch.Tensor):
         self.buffer = like.clone()
+        self.begin_pass()
+
+    def begin_pass(self) -> None:
+        """Forgets which tensor filled it: between two passes it may have been written to uncounted (`version_of`)."""
         self.source: Any = lambda: None
-        self.version = -1
 
     def load(self, tensor: torch.Tensor) -> None:
-        if self.source() is tensor and self.version == tensor._version:
+        version = version_of(tensor)
+        if self.source() is tensor and self.version == version:
             return
         self.buffer.copy_(tensor)
-        self.source, self.version = weakref.ref(tensor), tensor._version
+        self.source, self.version = weakref.ref(tensor), version
 
 
 class _Ticket:
@@ -299,7 +305,7 @@ class Outputs:
 
     def __init__(self, graphed: GraphedLayers, outputs: Sequence[torch.Tensor], kwargs: dict, tensors: Sequence[torch.Tensor]):
         self.outputs, self.tensors, self.autocast = outputs, tensors, graphed.autocast
-        self.versions = [tensor._version for tensor in tensors]
+        self.versions = list(map(version_of, tensors))
         self.taken = 1
         self.handover = Handover(outputs[0], kwargs)
 
@@ -307,7 +313,7 @@ class Outputs:
         """The output of the next layer, where its call is the recorded one; None where it differs."""
         if len(args) != 1 or not self.handover.leads_to(x, kwargs):
             return None
-        if [tensor._version for tensor in self.tensors] != self.versions or autocast_dtype(x.device.type) != self.autocast:
+        if list(map(version_of, self.tensors)) != self.versions or autocast_dtype(x.device.type) != self.autocast:
             return None
         output = self.outputs[self.taken]
         self.taken += 1
