@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.capturing import SHAPE, Rerun, assert_equal, captured, compare, gradients, id_of, whole
+from tests.capturing import SHAPE, Rerun, assert_equal, captured, compare, gradients, id_of, one_family, whole
 from tests.models import UNCOUNTED, write_uncounted
 
 POSITIONS = torch.arange(SHAPE[1]).expand(SHAPE)
@@ -69,3 +69,38 @@ def test_documents_that_are_written_between_passes(package, tiny_model, way):
         write_uncounted(way, bounds, torch.tensor([0, 12 + 7 * seed, 30], dtype=torch.int32))
         assert_equal(*(gradients(m, seed, shape=(1, 30), cu_seq_lens_q=given) for m, given in ((model, bounds), (plain, bounds.clone()))))
     assert Rerun.replays
+
+
+def packed_and_padded(seed):
+    """Options of a packed batch, and of a padded one, which differ from seed to seed."""
+    packed, mask = POSITIONS.clone(), torch.ones(SHAPE, dtype=torch.int64)
+    packed[1, 2 + seed :] -= 2 + seed
+    mask[1, 3 + seed :] = 0
+    return {"position_ids": packed}, {"attention_mask": mask}
+
+
+@one_family
+def test_documents_of_an_attention_that_no_plan_serves(package, tiny_model):
+    """Such as one with dropout, here one that drops nothing: it would be recorded with the mask of one pass."""
+    model, plain = (package.kernelize(tiny_model(attention_dropout=1e-12)) for _ in range(2))
+    for m in (model, plain):
+        m.set_attn_implementation("bastile")
+    package.capture(model, *SHAPE)
+    with pytest.warns(RuntimeWarning, match="cannot be captured .*attention asks for a mask of transformers"):
+        for seed in range(3):
+            for options in packed_and_padded(seed):
+                assert compare(model, plain, seed, **options) == 0
+    assert [bool(compare(model, plain, seed)) for seed in range(3)] == [False, True, True]
+
+
+@pytest.mark.parametrize("family", (("gpt_oss", 1), ("gpt_oss", 2)), ids=id_of, indirect=True)
+def test_documents_that_an_attention_with_sinks_finds(package, tiny_model):
+    """In position_ids beside a mask of ones, where transformers looks for none; in layers with a window, and without."""
+    model, plain = (package.kernelize(tiny_model(sliding_window=5)) for _ in range(2))
+    for m in (model, plain):
+        m.set_attn_implementation("bastile")
+    package.capture(model, *SHAPE)
+    for seed in range(3):
+        packed, padded = packed_and_padded(seed)
+        for options in (packed, {**packed, "attention_mask": torch.ones(SHAPE, dtype=torch.int64)}, padded):
+            assert compare(model, plain, seed, **options) > 0 or seed == 0

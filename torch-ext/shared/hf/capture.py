@@ -46,7 +46,7 @@ from .graphed_layers import (
     run,
     without_tensors,
 )
-from .layer_calls import described, obstacle, read_by_layer
+from .layer_calls import described, is_planned, obstacle, read_by_layer
 from .modules import LAYER
 
 RECORDINGS = 3  # of a kind with fewer than REPLAYS passes for each, after which a model that changes all the time runs as before
@@ -170,7 +170,8 @@ class ObservedPass:
         numbers = [self.examples.setdefault(id(tensor), (len(self.examples), tensor))[0] for tensor in tensors]
         joins = self.handover is not None and self.handover.leads_to(x, kwargs)
         state = _random_state(x.device)
-        read = {name: without_tensors(value) for name, value in read_by_layer(kwargs)}
+        planned = is_planned(layer, kwargs)
+        read = {name: without_tensors(value, planned) for name, value in read_by_layer(kwargs, planned)}
         output = run(layer, args, kwargs)
         drew = not torch.equal(state, _random_state(x.device))
         self.observed.append(Observed(key, numbers, read, autocast_dtype(x.device.type), joins and not drew))
@@ -307,7 +308,7 @@ def captured_forward(layer, *args, **kwargs):
     reason = obstacle(layer, x, args)
     key, tensors = None, ()
     if reason is None:
-        key, tensors, reason = described(x, kwargs)
+        key, tensors, reason = described(layer, x, kwargs)
     if reason is not None:
         model.run_as_before(reason)
         return run(layer, args, kwargs)

@@ -345,14 +345,17 @@ class _Planned(Visible):
         return self.kept
 
 
-def without_tensors(value):
-    """An argument of a layer with a mark in place of each tensor, for `_with_tensors`."""
+    def mask(self, kind: str, dtype: torch.dtype, device: torch.device):
+        raise RuntimeError("attention asks for a mask of transformers, in which a graph would go on seeing the documents of this pass")
+
+def without_tensors(value, planned: bool):
+    """An argument of a layer with a mark in place of each tensor, for `_with_tensors`. planned: whether a `Visible` is read as a plan."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor
     if type(value) is tuple:
-        return tuple(map(without_tensors, value))
+        return tuple(without_tensors(part, planned) for part in value)
     if type(value) is Visible:
-        return Visible(value.arguments, value.rule, None) if value.is_plain() else _Planned(value)
+        return _Planned(value) if planned else Visible({**value.arguments, "attention_mask": None}, value.rule, None)
     return value
 
 
