@@ -56,7 +56,7 @@ class InputBuffer:
 
 
 class _Ticket:
-    """Stands in `waiting` from a replayed forward pass until its backward pass has begun, or can be asked for no more."""
+    """Stands in `waiting` from a replayed forward pass until its backward pass has ended, or can be asked for no more."""
 
     def __init__(self, waiting: set):
         self.waiting = waiting
@@ -267,7 +267,8 @@ class _Replay(torch.autograd.Function):
                 "needs. Call reset() to run the model without them"
             )
         ctx.ticket = None
-        ticket.close()
+        # Until the backward pass has ended, gradients that autograd has yet to add to the parameters' lie in the graphs' memory.
+        torch.autograd.Variable._execution_engine.queue_callback(ticket.close)
         *inner, dout = douts
         if any(gradient is not None for gradient in inner):
             dx, gradients = unit.gradients_of_some(douts, ctx.versions)
@@ -344,9 +345,9 @@ class _Planned(Visible):
     def plan(self, device, cu_seqlens=None, position_ids=None) -> AttentionPlan:
         return self.kept
 
-
     def mask(self, kind: str, dtype: torch.dtype, device: torch.device):
         raise RuntimeError("attention asks for a mask of transformers, in which a graph would go on seeing the documents of this pass")
+
 
 def without_tensors(value, planned: bool):
     """An argument of a layer with a mark in place of each tensor, for `_with_tensors`. planned: whether a `Visible` is read as a plan."""
