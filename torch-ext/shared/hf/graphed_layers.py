@@ -41,6 +41,7 @@ class InputBuffer:
 
     def __init__(self, like: torch.Tensor):
         self.buffer = like.clone()
+        self.version: Optional[int] = None
         self.begin_pass()
 
     def begin_pass(self) -> None:
