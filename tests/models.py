@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 
+import numpy
 import torch
 
 from tests.ops.common import mesh_of_one
@@ -105,6 +106,21 @@ def tiny_qwen3_5_with_vision(name, **changes):
     torch.manual_seed(0)
     config = getattr(configuration, f"{prefix}Config")(text_config=text, vision_config=tower, **tokens)
     return getattr(modeling, f"{prefix}ForConditionalGeneration")(config).train()
+
+
+# Ways to write to a tensor that its version does not count, as torch.distributed's broadcast, recv and all_reduce write to it.
+UNCOUNTED = {
+    "numpy": lambda tensor, value: numpy.copyto(tensor.numpy(), value),
+    "data": lambda tensor, value: tensor.data.copy_(value),
+    "dlpack": lambda tensor, value: torch.utils.dlpack.from_dlpack(tensor).copy_(value),
+}
+
+
+def write_uncounted(way, tensor, value):
+    """Writes to a tensor in one of the ways of `UNCOUNTED`."""
+    version = tensor._version
+    UNCOUNTED[way](tensor, value)
+    assert tensor._version == version and torch.equal(tensor, value)
 
 
 def random_tokens(*shape):

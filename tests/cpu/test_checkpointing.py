@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from tests.compile_checks import with_adapters
 from tests.models import random_tokens, tiny_model, tiny_qwen3_moe
@@ -67,7 +68,9 @@ def test_gradients_are_those_of_full_checkpointing_and_attention_runs_once(qwen3
     inputs = {"input_ids": ids, "labels": ids}
     expected = gradients(model_of(qwen3, False, reentrant, lora), **inputs)
     model = model_of(qwen3, True, reentrant, lora)
-    with Count(FLASH) as runs:
+    importlib.import_module(f"{qwen3.__name__}.shared.hf.checkpointing")._warned.clear()
+    with Count(FLASH) as runs, warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
         found = gradients(model, **inputs)
     assert_equal(found, expected)
     assert len(found) > 10 and runs.count == 3, "layers"
@@ -278,6 +281,117 @@ def test_a_second_backward_pass_and_an_outer_checkpoint_are_right(qwen3):
         hidden.sum().backward()
         found.append([p.grad for p in model.parameters() if p.grad is not None])
     assert_equal(*found)
+
+
+class OnTheHost(torch.autograd.Function):
+    """Checkpoints as Unsloth and axolotl do: the input is held on the CPU."""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        ctx.save_for_backward(x.detach().clone())
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, dout):
+        x = ctx.saved_tensors[0].clone().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.function(x)
+        torch.autograd.backward(out, dout)
+        return None, x.grad
+
+
+def with_packed_tensors(function, x):
+    """Checkpoints as `gradient_checkpointing_enable(offload=True)` does, and whoever calls a model within `save_on_cpu`."""
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        return checkpoint(function, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("kind", (OnTheHost.apply, with_packed_tensors), ids=("Unsloth's", "offload=True"))
+def test_a_checkpoint_of_a_copy_computes_attention_again_and_says_so_once(qwen3, kind):
+    importlib.import_module(f"{qwen3.__name__}.shared.hf.checkpointing")._warned.clear()
+    ids, found = random_tokens(2, 17), []
+    for keep in (False, True):
+        model = model_of(qwen3, keep)
+        for layer in model.model.layers:
+            layer._gradient_checkpointing_func = kind
+        with warnings.catch_warnings(record=True) as said, Count(FLASH) as runs:
+            warnings.simplefilter("always")
+            found.append(gradients(model, input_ids=ids, labels=ids))
+        texts = [str(warning.message) for warning in said if "keep_attention" in str(warning.message)]
+        assert len(texts) == keep and all("offload=True" in text for text in texts) and runs.count == 6
+    assert_equal(*found)
+
+
+def run_of_first_layer(model, x):
+    """A call of a decoder layer, whose arguments but x are the same objects in every call."""
+    decoder = model.get_base_model().model if hasattr(model, "get_base_model") else model.model
+    angles = decoder.rotary_emb(x, torch.arange(x.shape[1])[None])
+    return lambda: decoder.layers[0](x, position_embeddings=angles, attention_mask=None)
+
+
+@pytest.mark.parametrize("reentrant", (False, True), ids=("not reentrant", "reentrant"))
+def test_runs_that_are_alike_do_not_meet(qwen3, reentrant):
+    """Of one tensor and with the same arguments, such as angles that are kept: their dropouts differ, or the weights by then."""
+
+    def passes(keep):
+        model = model_of(qwen3, keep, reentrant, lora=True)
+        x = torch.randn(2, 17, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        run = run_of_first_layer(model, x)
+        torch.manual_seed(0)
+        outputs = [run() for _ in range(3)]
+        for output in outputs:
+            output.square().sum().backward()
+        with torch.no_grad():
+            left = run()
+            model.get_submodule("base_model.model.model.layers.0.self_attn.v_proj.base_layer").weight.mul_(2)
+        outputs += [left, run()]
+        outputs[-1].square().sum().backward()
+        return [*outputs, x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    assert_equal(passes(True), passes(False))
+
+
+def test_an_input_that_was_written_to_is_another_one(qwen3):
+    """A checkpoint may run again with the tensor itself."""
+
+    def runs(keep):
+        model, found = model_of(qwen3, keep), []
+        x = torch.randn(2, 17, 64, generator=torch.Generator().manual_seed(0))
+
+        def as_it_is_now(function, x):
+            class Again(torch.autograd.Function):
+                @staticmethod
+                def forward(ctx, given):
+                    return function(x)
+
+                @staticmethod
+                def backward(ctx, dout):
+                    with torch.enable_grad():
+                        found.append(function(x))
+                    return dout
+
+            return Again.apply(x.detach().requires_grad_())
+
+        model.model.layers[0]._gradient_checkpointing_func = as_it_is_now
+        found.append(run_of_first_layer(model, x)())
+        x.mul_(2)
+        found[0].sum().backward()
+        return found
+
+    found = runs(True)
+    assert_equal(found, runs(False))
+    assert not torch.equal(*found)
+
+
+@pytest.mark.parametrize("reentrant", (False, True), ids=("not reentrant", "reentrant"))
+def test_inference_mode(qwen3, reentrant):
+    """Whose tensors have no version, while the model is in training mode."""
+    ids = random_tokens(2, 17)
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.simplefilter("error", RuntimeWarning)
+        found, expected = (model_of(qwen3, keep, reentrant)(input_ids=ids, use_cache=False).logits for keep in (True, False))
+    assert torch.equal(found, expected)
 
 
 def test_dropout_in_attention_computes_it_again(qwen3):

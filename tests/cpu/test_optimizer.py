@@ -395,6 +395,24 @@ def test_steps_on_the_same_parameters_prepare_nothing(interpreted, monkeypatch, 
     assert [name.partition("-")[0].replace("capturable_", "") for name in names].count("adamw_of_four") == 1
 
 
+@pytest.mark.parametrize("capturable", (False, True), ids=("switched on", "switched off"))
+def test_capturable_after_steps(interpreted, capturable):
+    """The next step counts where it should: a graph that held one which counts on the host would count no further."""
+    launched = runtime_of(interpreted).launch.backend.launched
+    params, expected = ([parameter(*shape, seed=i) for i, shape in enumerate(SIZES)] for _ in range(2))
+    optimizer, theirs = interpreted.AdamW(params, lr=0.05, capturable=capturable), torch.optim.AdamW(expected, lr=0.05)
+    with small_parameters_too(interpreted):
+        for step in range(9):
+            optimizer.param_groups[0]["capturable"] = capturable != (3 <= step < 6)
+            for mine in (params, expected):
+                new_gradients(mine, step)
+            launched.clear()
+            optimizer.step(), theirs.step()
+            assert {"capturable" in name for name in launched} == {optimizer.param_groups[0]["capturable"]}, step
+    for param, wanted in zip(params, expected, strict=True):
+        assert_close(param, wanted.double(), FP32)
+
+
 def test_a_state_of_another_size_is_never_written_over(package):
     """After steps that are repeated, with the memory of the old size still in its place."""
     param = parameter(4, 512)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cpu.test_qwen3_5 import TWO_LAYERS, every_family, functions_put_back, tiny  # noqa: F401
-from tests.models import Step, random_tokens
+from tests.models import UNCOUNTED, Step, random_tokens, write_uncounted
 from tests.tolerances import assert_close
 from tests.versions import needs_compiler
 
@@ -147,6 +147,50 @@ def test_training_with_what_a_collator_gives(qwen3_5, name, checkpointing):
         batch = DataCollatorWithFlattening(return_tensors="pt", **options)(lists)
         for key, gradient in Step(model, **batch).gradients.items():
             assert_close(gradient, expected[key], torch.float32, key, 30)
+
+
+@pytest.mark.parametrize("way", UNCOUNTED)
+@pytest.mark.parametrize("lengths", (LENGTHS, (30,)), ids=str)
+def test_bounds_that_each_batch_is_received_into(qwen3_5, way, lengths):
+    """By a model, which keeps what it makes of them for a forward pass, and by a delta net alone."""
+    model, x = ours(qwen3_5, "qwen3_5"), torch.randn(1, 30, 64, generator=torch.Generator().manual_seed(0))
+    bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    with torch.no_grad():
+        for each in (lengths, lengths[::-1]):
+            write_uncounted(way, bounds, torch.tensor([0, *each]).cumsum(0).int())
+            for run in (lambda given: model(input_ids=TOKENS, cu_seq_lens_q=given).logits,
+                        lambda given: model.model.layers[0].linear_attn(x, cu_seq_lens_q=given)):
+                assert torch.equal(run(bounds), run(bounds.clone()))
+    assert not vars(bounds), "what is kept goes with the pass"
+
+
+def test_what_is_made_of_the_bounds_is_made_once_a_pass(qwen3_5, monkeypatch):
+    """And again where its own tensor of them was written to, or is of other tokens."""
+    chunks, made = importlib.import_module(f"{qwen3_5.__name__}.shared.ops.delta_chunks"), []
+    monkeypatch.setattr(chunks, "pad", lambda *args, run=chunks.pad: made.append(1) or run(*args))
+    model = qwen3_5.kernelize(tiny("qwen3_5", num_hidden_layers=3, layer_types=["linear_attention"] * 2 + ["full_attention"]))
+    for said in ({"cu_seq_lens_q": BOUNDS}, {"cu_seq_lens_q": BOUNDS[[0, 3]]}, {"position_ids": POSITIONS}):
+        made.clear()
+        model(input_ids=TOKENS, labels=TOKENS, **said).loss.backward()
+        assert len(made) == 1
+    own = chunks.keeping_chunks(BOUNDS.clone())
+    first = chunks.chunks_of(own, 30)
+    assert chunks.chunks_of(own, 30) is first
+    assert chunks.chunks_of(own, 20).longest == 1 and not torch.equal(chunks.chunks_of(own, 20).table, first.table)
+    own[1] = 2
+    assert torch.equal(chunks.chunks_of(own, 30).table, chunks.chunks_of(own.clone(), 30).table)
+
+
+@every_family
+@pytest.mark.parametrize("made", (False, True), ids=("bounds from outside", "bounds of inference mode"))
+def test_inference_mode(qwen3_5, alone, name, made):
+    """Whose tensors have no version."""
+    model = ours(qwen3_5, name)
+    for case, said in HEEDED.items():
+        with torch.inference_mode():
+            given = {key: value.clone() if made and isinstance(value, torch.Tensor) else value for key, value in said.items()}
+            assert torch.allclose(model(input_ids=TOKENS, **given).logits, alone(name), atol=2e-5), case
+    model.train()(input_ids=TOKENS, labels=TOKENS, use_cache=False, **given).loss.backward()
 
 
 GRAPHS = "position_ids", "cu_seq_lens_q", "cu_seq_lens_q, positions that go on", "seq_idx, position_ids", "all"

@@ -224,7 +224,23 @@ def all_cases(package, device, dtypes=(BF16,)):
         yield f"step {dtype}", lambda d=dtype: check_step(package, device, d)
 
 
+def check_kept(package):
+    """Chunks are kept on the package's own bounds alone, and made again where these were written to or are of other tokens."""
+    chunks = importlib.import_module(f"{package.__name__}.shared.ops.delta_chunks")
+    bounds, own = torch.tensor([0, 20, 160]), chunks.keeping_chunks(torch.tensor([0, 20, 160]))
+    chunks.chunks_of(bounds, 160), chunks.chunks_of(own, 160)
+    assert chunks.chunks_of(own, 160) is chunks.chunks_of(own, 160)
+    for tokens, second in ((160, 90), (128, 90)):
+        bounds.numpy()[1] = second  # which no version counts
+        own[1] = second
+        expected = chunks.chunks_of(bounds.clone(), tokens)
+        assert torch.equal(chunks.chunks_of(bounds, tokens).table, expected.table)
+        assert torch.equal(chunks.chunks_of(own, tokens).table, expected.table)
+        assert torch.equal(chunks.chunks_of(own, 40).bounds, chunks.chunks_of(own.clone(), 40).bounds)
+
+
 CHECKS = {
+    "kept": check_kept,
     "two": lambda ops: check_rule(ops, "cpu", BF16, (20, 140), decay=0.03),
     "alike": lambda ops: check_rule(ops, "cpu", BF16, (64,), alike=0.7),
     "inverses": lambda ops: check_inverses(ops, "cpu"),
@@ -294,6 +310,8 @@ MUTANTS = (
     *errors_in("shared/ops/gated_delta_rule.py", "carried", "_GatedDeltaRule.backward",
                ("dfinal.numel() == 0 else", "dfinal.numel() else")),
     *errors_in("shared/ops/delta_chunks.py", "packed", "chunks_of", ("(chunk - start[document]) * CHUNK", "chunk * CHUNK")),
+    *errors_in("shared/ops/delta_chunks.py", "kept", "chunks_of", ("version_of(cu_seqlens), tokens", "tokens"),
+               ("version_of(cu_seqlens), tokens", "version_of(cu_seqlens)"), ("KEPT_ON, None)", "KEPT_ON, ())")),
 )
 
 

@@ -1,12 +1,22 @@
 """The families whose passes are captured, with graphs on the CPU."""
 
+import functools
 import importlib
 import warnings
 
 import pytest
 
 from tests.capturing import QWEN3, Pool, Rerun, id_of
-from tests.decoder_families import TRAINED
+from tests.decoder_families import TRAINED, Trained, tiny
+from tests.models import tiny_gpt_oss, tiny_qwen3_5
+
+# Families whose layers read more than the others' do: the positions of tokens, and the bounds of documents.
+CAPTURED = {
+    **TRAINED,
+    "ministral3": Trained("decoders", "packages/decoders", functools.partial(tiny, "ministral3")),
+    "gpt_oss": Trained("gpt_oss", "packages/gpt-oss", tiny_gpt_oss),
+    "qwen3_5": Trained("qwen3_5", "packages/qwen3_5", tiny_qwen3_5),
+}
 
 
 @pytest.fixture(params=(*QWEN3, ("llama", 2), ("qwen2", 1)), ids=id_of)
@@ -18,14 +28,14 @@ def family(request):
 @pytest.fixture
 def tiny_model(family):
     """A function that makes a small model of the family."""
-    return TRAINED[family[0]].tiny
+    return CAPTURED[family[0]].tiny
 
 
 @pytest.fixture
 def package(family, monkeypatch, request):
     """The package that serves the family, with graphs on the CPU."""
     name, together = family
-    loaded = request.getfixturevalue(TRAINED[name].package)
+    loaded = request.getfixturevalue(CAPTURED[name].package)
     module = importlib.import_module(f"{loaded.__name__}.shared.hf.capture")
     monkeypatch.setattr(module, "TOGETHER", together)
     monkeypatch.setattr(Rerun, "together", together)

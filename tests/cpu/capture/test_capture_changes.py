@@ -1,5 +1,7 @@
 """What changes in a model is captured anew, and only that."""
 
+import sys
+
 import pytest
 import torch
 
@@ -54,6 +56,34 @@ def test_what_changes_is_recorded_anew(package, tiny_model, change):
     counts = [compare(model, plain, seed) for seed in range(4)]
     assert 0 in counts[:2], "a pass is looked at: this one, or the next where graphs in front of the changed layer were replayed"
     assert counts[0] < whole() and counts[2:] == [whole()] * 2
+
+
+def doubled(function):
+    def twice(*args, **kwargs):
+        found = function(*args, **kwargs)
+        return (found[0] * 2, *found[1:]) if isinstance(found, tuple) else found * 2
+
+    return twice
+
+
+@pytest.mark.parametrize("what", ("a class's forward", "the attention of that name", "the rotary embedding"))
+def test_a_function_that_is_replaced_is_recorded_anew(package, tiny_model, what, monkeypatch):
+    """By the user, behind a name that stays."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    model, plain = captured(package, tiny_model(attn_implementation="sdpa"))
+    modeling = sys.modules[type(model).__module__]
+    before = gradients(plain)
+    if what == "a class's forward":
+        cls = type(model.model.layers[1].mlp)
+        monkeypatch.setattr(cls, "forward", doubled(cls.forward))
+    elif what == "the rotary embedding":
+        monkeypatch.setattr(modeling, "apply_rotary_pos_emb", doubled(modeling.apply_rotary_pos_emb))
+    else:
+        monkeypatch.setitem(type(ALL_ATTENTION_FUNCTIONS)._global_mapping, "sdpa", doubled(ALL_ATTENTION_FUNCTIONS["sdpa"]))
+    counts = [compare(model, plain, seed) for seed in range(4)]
+    assert counts[0] < whole() and counts[2:] == [whole()] * 2
+    assert not torch.equal(*(found["model.embed_tokens.weight"] for found in (before, gradients(plain))))
 
 
 def test_weights_that_are_written_in_place_need_no_new_graphs(package, tiny_model):

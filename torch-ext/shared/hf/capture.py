@@ -24,6 +24,8 @@ memory: what one leaves free the next one uses, and the output of one is where t
 """
 
 import enum
+import sys
+import threading
 import warnings
 import weakref
 from typing import Dict, List, Optional, Tuple, Union
@@ -31,6 +33,7 @@ from typing import Dict, List, Optional, Tuple, Union
 import torch
 from torch import nn
 
+from ..ops.second_run import in_backward_pass
 from ..runtime.graphs import GraphPool, can_record, is_recording
 from .binding import BoundForward
 from .explanation import Reason
@@ -46,12 +49,13 @@ from .graphed_layers import (
     run,
     without_tensors,
 )
-from .layer_calls import described, obstacle, read_by_layer
+from .layer_calls import described, is_planned, obstacle, read_by_layer
 from .modules import LAYER
 
 RECORDINGS = 3  # of a kind with fewer than REPLAYS passes for each, after which a model that changes all the time runs as before
 REPLAYS = 16
 TOGETHER = 7  # layers of one graph, at most: so few that the host starts a graph while the GPU still works on the one before
+SEVERAL = -1  # threads that train a model
 KINDS = 8  # kinds of passes that are recorded for a model: of its shapes, each with and without a mask
 
 
@@ -89,6 +93,8 @@ class Kind:
             return None
         if self.state is State.RECORDED:
             self.replays += 1
+            for buffer in self.inputs:
+                buffer.begin_pass()
             return ReplayedPass(self)
         return ObservedPass(self)
 
@@ -168,7 +174,8 @@ class ObservedPass:
         numbers = [self.examples.setdefault(id(tensor), (len(self.examples), tensor))[0] for tensor in tensors]
         joins = self.handover is not None and self.handover.leads_to(x, kwargs)
         state = _random_state(x.device)
-        read = {name: without_tensors(value) for name, value in read_by_layer(kwargs)}
+        planned = is_planned(layer, kwargs)
+        read = {name: without_tensors(value, planned) for name, value in read_by_layer(kwargs, planned)}
         output = run(layer, args, kwargs)
         drew = not torch.equal(state, _random_state(x.device))
         self.observed.append(Observed(key, numbers, read, autocast_dtype(x.device.type), joins and not drew))
@@ -235,8 +242,10 @@ class Model(_NotCopied):
         self.shapes: set = set()
         self.kinds: Dict[tuple, Kind] = {}
         self.current: Union[ObservedPass, ReplayedPass, None] = None
-        self.waiting: set = set()  # replayed forward passes before their backward pass
+        self.waiting: set = set()  # replayed forward passes before the end of their backward pass
         self.reasons: List[Reason] = []  # why passes of a wanted shape ran as before
+        self.thread: Optional[int] = None  # the one that trains, or `SEVERAL`
+        self.lock = threading.RLock()  # held while a pass begins
         self._pool: Optional[GraphPool] = None
 
     @property
@@ -256,16 +265,31 @@ class Model(_NotCopied):
             self.reasons.append(reason)
             warnings.warn(f"captured layers run as before: {reason.text}", RuntimeWarning, stacklevel=2)
 
+    def is_trained_here(self) -> bool:
+        """Tells whether this thread is the one that trains the model. A second one ends all replays: gradients of graphs lie in memory that
+        the next pass writes, and while that moves them away, what another thread adds to them would be lost."""
+        here = threading.get_ident()
+        if self.thread not in (here, SEVERAL) and not in_backward_pass():  # autograd's threads have second runs of checkpoints
+            with self.lock:  # while a pass is recorded, the layers hold other parameters
+                if self.thread in sys._current_frames():
+                    self.thread = SEVERAL
+                    self.kinds.clear()
+                    self.run_as_before(Reason("threads", "a second thread trains the model"))
+                elif self.thread != SEVERAL:
+                    self.thread = here
+        return self.thread == here
+
     def begin(self, key: tuple, x: torch.Tensor) -> None:
         """Begins a pass at the first layer."""
-        self.current = None
-        if self.waiting:
-            return
-        self._release_gradients()
-        if key not in self.kinds and len(self.kinds) == KINDS:
-            self.run_as_before(Reason("call", f"there are more than {KINDS} kinds of passes by shape, mask and arguments"))
-            return
-        self.current = self.kinds.setdefault(key, Kind(self)).begin(x)
+        with self.lock:
+            self.current = None
+            if self.waiting or self.thread == SEVERAL:
+                return
+            self._release_gradients()
+            if key not in self.kinds and len(self.kinds) == KINDS:
+                self.run_as_before(Reason("call", f"there are more than {KINDS} kinds of passes by shape, mask and arguments"))
+                return
+            self.current = self.kinds.setdefault(key, Kind(self)).begin(x)
 
     def _release_gradients(self) -> None:
         """Moves all gradients that parameters still have from earlier passes out of the memory that graphs write.
@@ -293,28 +317,30 @@ def _random_state(device: torch.device) -> torch.Tensor:
 def captured_forward(layer, *args, **kwargs):
     """The forward of a layer under `capture`: replays its graphs where the call is the recorded one."""
     place = layer.__dict__.get(GRAPHS)
-    if place is None or torch.compiler.is_compiling() or not (layer.training and torch.is_grad_enabled()):
+    if place is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return run(layer, args, kwargs)
     model, x = place.model, args[0] if args else kwargs["hidden_states"]
-    if tuple(x.shape[:-1]) not in model.shapes or is_recording(x):
+    if not (model.is_trained_here() and layer.training) or tuple(x.shape[:-1]) not in model.shapes or is_recording(x):
         return run(layer, args, kwargs)
-    if isinstance(model.current, ReplayedPass):
-        output = model.current.take(place.index, x, args, kwargs)
+    current = model.current  # of which a second thread may make None
+    if isinstance(current, ReplayedPass):
+        output = current.take(place.index, x, args, kwargs)
         if output is not None:
             return output
     reason = obstacle(layer, x, args)
     key, tensors = None, ()
     if reason is None:
-        key, tensors, reason = described(x, kwargs)
+        key, tensors, reason = described(layer, x, kwargs)
     if reason is not None:
         model.run_as_before(reason)
         return run(layer, args, kwargs)
     if place.index == 0:
         model.begin(key, x)
-    if model.current is None or model.current.next != place.index:
+    current = model.current
+    if current is None or current.next != place.index:
         model.current = None
         return run(layer, args, kwargs)
-    return model.current.call(layer, args, kwargs, key, tensors)
+    return current.call(layer, args, kwargs, key, tensors)
 
 
 setattr(captured_forward, LAYER, captured_forward)

@@ -34,7 +34,7 @@ class _Kept:
     """What attention returned, and the run that it returned it in. place: of the run's input; conditions: other objects of it, its layer
     among them, to which this refers weakly: once one is gone, no run can be the same, and `forget` is called."""
 
-    def __init__(self, place: tuple, conditions: Tuple[Any, ...], results: Results, forget: Callable):
+    def __init__(self, place: tuple, conditions: Tuple[Any, ...], results: Optional[Results], forget: Callable):
         self.place, self.results = place, results
         self.conditions = [_reference(condition, forget) for condition in conditions]
 
@@ -55,14 +55,23 @@ class _KeptOfStorage(dict):
     """Each `_Kept` of one storage by a number. A dictionary that can be referred to weakly: in a cycle, what is forgotten would wait for
     Python's cyclic garbage collector."""
 
+    def _number(self, place, conditions) -> Optional[int]:
+        return next((number for number, kept in self.items() if kept.is_of(place, conditions)), None)
+
     def keep(self, place, conditions, results) -> None:
+        """Keeps the results of a run. Of two that are alike, such as two of one tensor with other dropout, neither is kept: nothing tells
+        which of them runs again."""
+        same = self._number(place, conditions)
+        if same is not None:
+            self[same].results = None
+            return
         number = next(_numbers)
         self[number] = _Kept(place, conditions, results, functools.partial(_forget, weakref.ref(self), number))
 
     def take(self, place, conditions) -> Optional[Results]:
         """The results of the same run, which are forgotten, or None."""
-        number = next((number for number, kept in self.items() if kept.is_of(place, conditions)), None)
-        return None if number is None else self.pop(number).results
+        number = self._number(place, conditions)
+        return None if number is None or self[number].results is None else self.pop(number).results
 
 
 def _forget(of_storage: weakref.ref, number: int, _) -> None:
@@ -149,17 +158,22 @@ def attend_once(layer, x: torch.Tensor, conditions: Tuple[Any, ...], attend: Cal
     """attend(), whose attention runs once for both runs of a checkpointed layer.
 
     x: the layer's input, which the checkpoint holds; conditions: everything else that decides what attention returns, in both runs the
-    same objects. Where anything differs, or x is a copy by then (a checkpoint on the CPU), attention is computed again.
+    same objects. Where anything differs, or x is a copy by then (a checkpoint on the CPU), attention is computed again, with a warning.
     """
+    if x.is_inference():  # no backward pass will come
+        return attend()
     storage, place = x.untyped_storage(), (x.storage_offset(), x.shape, x.stride(), x._version)
     of_storage = getattr(storage, KEPT, None)
     if of_storage is None:
         of_storage = _KeptOfStorage()
         setattr(storage, KEPT, of_storage)
     conditions = layer, *conditions
-    found = of_storage.take(place, conditions)
-    if not in_backward_pass():  # another forward pass of the same
-        found = None
+    again = in_backward_pass()
+    found = of_storage.take(place, conditions) if again else None
+    if again and found is None:
+        why = "with copies of its tensors (offload=True, save_on_cpu, device_map), within another checkpoint, or twice"
+        cure = "Let checkpoints hold tensors where they are, or leave keep_attention out"
+        _warn_once(f"keep_attention: a checkpoint ran a layer again {why}, and attention was computed again. {cure}")
     with Recording(found) as recording:
         attended = attend()
     if recording.results:

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import softplus
 
 from ..ops.common import constant_when_traced
+from ..ops.delta_chunks import keeping_chunks
 from ..ops.gated_delta_rule import gated_delta_rule
 from ..ops.gated_delta_step import gated_delta_step
 from ..ops.gated_rms_norm import gated_rms_norm
@@ -71,7 +72,7 @@ def delta_net_forward(self, kwargs):
     found = kwargs.get(DOCUMENTS)
     documents = documents_of(kwargs, cache, hidden_states.shape[0])
     if is_before_5_21(cache) or why_not_ours(self):
-        if found is not None:  # transformers' functions take these, or raise
+        if found is not None and kwargs.get("cu_seq_lens_q") is None:  # transformers' functions take these, or raise
             kwargs = {**kwargs, "cu_seq_lens_q": found, "seq_idx": _document_of_each_token(found, hidden_states)}
         return original_forward(self)(self, hidden_states, **{NET_CACHE: cache}, attention_mask=attention_mask, **kwargs)
     hidden_states = beside_class(self, "apply_mask_to_padding_states")(hidden_states, attention_mask)
@@ -90,7 +91,7 @@ def documents_of(kwargs, cache, batch: int):
     model's forward found. Raises ValueError where there are several and a cache."""
     name = "cu_seq_lens_q" if kwargs.get("cu_seq_lens_q") is not None else "seq_idx"
     found = kwargs.pop(DOCUMENTS, None)
-    documents = kwargs.get("cu_seq_lens_q") if found is None else found
+    documents = kwargs.get("cu_seq_lens_q") if found is None else keeping_chunks(found)
     documents = bounds_in(kwargs.get("seq_idx")) if documents is None else documents
     if documents is not None and cache is not None:
         refuse_cache_of(documents, batch, name)

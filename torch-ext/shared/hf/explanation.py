@@ -22,6 +22,7 @@ ADVICE = {
     "checkpointing": "captured layers need gradient checkpointing switched off",
     "cache": "set model.config.use_cache = False for training",
     "changing": "keep adapters, hooks and weights where they are between training steps",
+    "threads": "train the model in one thread; reset() and capture() make graphs anew",
     "unrecorded": "run two training passes of this shape",
     "call": "",
     "bias": "nothing: a linear layer with a bias is called as it is",

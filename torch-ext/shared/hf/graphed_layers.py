@@ -15,6 +15,7 @@ from torch import nn
 
 from ..ops.attention import AttentionPlan
 from ..ops.common import once_differentiable
+from ..runtime.device import version_of
 from .masks import Rule, Visible
 from .modules import SAVED
 from .watch import Watch
@@ -35,22 +36,28 @@ def autocast_dtype(device: str) -> Optional[torch.dtype]:
 
 
 class InputBuffer:
-    """The memory from which graphs read an argument that many layers get. It is filled once a pass."""
+    """The memory from which graphs read an argument that many layers get. It is filled once a pass, and again where the tensor changes
+    between layers."""
 
     def __init__(self, like: torch.Tensor):
         self.buffer = like.clone()
+        self.version: Optional[int] = None
+        self.begin_pass()
+
+    def begin_pass(self) -> None:
+        """Forgets which tensor filled it: between two passes it may have been written to uncounted (`version_of`)."""
         self.source: Any = lambda: None
-        self.version = -1
 
     def load(self, tensor: torch.Tensor) -> None:
-        if self.source() is tensor and self.version == tensor._version:
+        version = version_of(tensor)
+        if self.source() is tensor and self.version == version:
             return
         self.buffer.copy_(tensor)
-        self.source, self.version = weakref.ref(tensor), tensor._version
+        self.source, self.version = weakref.ref(tensor), version
 
 
 class _Ticket:
-    """Stands in `waiting` from a replayed forward pass until its backward pass has begun, or can be asked for no more."""
+    """Stands in `waiting` from a replayed forward pass until its backward pass has ended, or can be asked for no more."""
 
     def __init__(self, waiting: set):
         self.waiting = waiting
@@ -261,7 +268,8 @@ class _Replay(torch.autograd.Function):
                 "needs. Call reset() to run the model without them"
             )
         ctx.ticket = None
-        ticket.close()
+        # Until the backward pass has ended, gradients that autograd has yet to add to the parameters' lie in the graphs' memory.
+        torch.autograd.Variable._execution_engine.queue_callback(ticket.close)
         *inner, dout = douts
         if any(gradient is not None for gradient in inner):
             dx, gradients = unit.gradients_of_some(douts, ctx.versions)
@@ -299,7 +307,7 @@ class Outputs:
 
     def __init__(self, graphed: GraphedLayers, outputs: Sequence[torch.Tensor], kwargs: dict, tensors: Sequence[torch.Tensor]):
         self.outputs, self.tensors, self.autocast = outputs, tensors, graphed.autocast
-        self.versions = [tensor._version for tensor in tensors]
+        self.versions = list(map(version_of, tensors))
         self.taken = 1
         self.handover = Handover(outputs[0], kwargs)
 
@@ -307,7 +315,7 @@ class Outputs:
         """The output of the next layer, where its call is the recorded one; None where it differs."""
         if len(args) != 1 or not self.handover.leads_to(x, kwargs):
             return None
-        if [tensor._version for tensor in self.tensors] != self.versions or autocast_dtype(x.device.type) != self.autocast:
+        if list(map(version_of, self.tensors)) != self.versions or autocast_dtype(x.device.type) != self.autocast:
             return None
         output = self.outputs[self.taken]
         self.taken += 1
@@ -338,15 +346,18 @@ class _Planned(Visible):
     def plan(self, device, cu_seqlens=None, position_ids=None) -> AttentionPlan:
         return self.kept
 
+    def mask(self, kind: str, dtype: torch.dtype, device: torch.device):
+        raise RuntimeError("attention asks for a mask of transformers, in which a graph would go on seeing the documents of this pass")
 
-def without_tensors(value):
-    """An argument of a layer with a mark in place of each tensor, for `_with_tensors`."""
+
+def without_tensors(value, planned: bool):
+    """An argument of a layer with a mark in place of each tensor, for `_with_tensors`. planned: whether a `Visible` is read as a plan."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor
     if type(value) is tuple:
-        return tuple(map(without_tensors, value))
+        return tuple(without_tensors(part, planned) for part in value)
     if type(value) is Visible:
-        return Visible(value.arguments, value.rule, None) if value.is_plain() else _Planned(value)
+        return _Planned(value) if planned else Visible({**value.arguments, "attention_mask": None}, value.rule, None)
     return value
 
 

@@ -33,12 +33,13 @@ def obstacle(layer, x, args) -> Optional[Reason]:
     return None
 
 
-def described(x, kwargs):
+def described(layer, x, kwargs):
     """(key, tensors, reason) of a layer's arguments: what has to be equal for a replay, and the tensors that are copied for it."""
     key: list = [x.shape, x.dtype, x.device, x.requires_grad]
     key.append(autocast_dtype(x.device.type))
     tensors: list = []
-    for name, value in read_by_layer(kwargs):
+    planned = is_planned(layer, kwargs)
+    for name, value in read_by_layer(kwargs, planned):
         if type(value) in SIMPLE:
             key += (name, value)
             continue
@@ -47,8 +48,8 @@ def described(x, kwargs):
                 text = "there is padding between the tokens of a row, or another mask for which the attention has no plan"
                 return None, (), Reason("call", text)
             key += (name, Visible, value.rule.window)  # another kind of pass than one without a mask, whose attention is not ours
-            if not value.is_plain():
-                plan = value.plan(x.device, *documents_of(value, kwargs, None))
+            if planned:
+                plan = value.plan(x.device, *_documents(layer, value, kwargs))
                 tensors += (plan.limits, plan.walks)
                 key += (plan.limits.shape, plan.walks.shape)
             continue
@@ -64,7 +65,19 @@ def described(x, kwargs):
     return tuple(key), tensors, None
 
 
-def read_by_layer(kwargs):
-    """The arguments of a layer that it reads."""
-    planned = type(kwargs.get("attention_mask")) is Visible and not kwargs["attention_mask"].is_plain()
+def _documents(layer, visible, kwargs):
+    """What `documents_of` finds for a layer's attention."""
+    return documents_of(visible, kwargs, getattr(layer._modules.get("self_attn"), "sinks", None))
+
+
+def is_planned(layer, kwargs) -> bool:
+    """Tells whether a plan says which tokens a layer's attention sees, as `attention_forward` decides it."""
+    visible = kwargs.get("attention_mask")
+    if type(visible) is not Visible or visible.rule is None:
+        return False
+    return not visible.is_plain() or any(found is not None for found in _documents(layer, visible, kwargs))
+
+
+def read_by_layer(kwargs, planned: bool):
+    """The arguments of a layer that it reads. planned: of `is_planned`."""
     return [pair for pair in kwargs.items() if not (pair[0] in OF_THE_LOSS or (planned and pair[0] in OF_DOCUMENTS))]

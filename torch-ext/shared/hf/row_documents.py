@@ -13,7 +13,7 @@ from .arguments import CACHE
 from .masks import bounds_of, document_bounds
 from .modules import is_plain
 
-DOCUMENTS = "delta_cu_seqlens"  # the argument in which a model's forward hands on what it found in position_ids or seq_idx
+DOCUMENTS = "delta_cu_seqlens"  # the argument in which a model's forward hands on the bounds that it found, in a tensor of its own
 
 
 def documents_for(shape, given: Dict[str, Any]) -> Dict[str, Any]:
@@ -64,7 +64,10 @@ def _read_documents(shape, position_ids, attention_mask, cached, use_cache, cu_s
         others = of_positions[1:-1].tolist()[:8]
         text = f"{name} has one document a row, and position_ids start others at {others} (the first eight), expected the same"
         raise ValueError(f"{text}. Leave one of the two out")
+    given = next(tensor for tensor in (cu_seq_lens_q, seq_idx, position_ids) if tensor is not None)
     if found is None:
+        if cu_seq_lens_q is not None:
+            without_cache[DOCUMENTS] = torch.arange(shape[0] + 1, dtype=torch.int32, device=given.device) * shape[1]
         return without_cache if seq_idx is None else {**without_cache, "seq_idx": None}
     if cached:
         refuse_cache_of(found, shape[0], name)
@@ -77,11 +80,9 @@ def _read_documents(shape, position_ids, attention_mask, cached, use_cache, cu_s
     more: Dict[str, Any] = {} if use_cache is not None else {"use_cache": False}
     if kept is not None:  # all of it is kept, and transformers looks for documents only without a mask
         more["attention_mask"] = None
-    if cu_seq_lens_q is None:
-        device = (position_ids if seq_idx is None else seq_idx).device
-        more[DOCUMENTS] = found = found.to(device, non_blocking=True)
+    more[DOCUMENTS] = found = found.to(given.device, non_blocking=True)
     if of_positions is None or _text_positions(position_ids) is None:
-        more["position_ids"] = _positions_in(found if cu_seq_lens_q is None else cu_seq_lens_q, shape, position_ids)
+        more["position_ids"] = _positions_in(found, shape, position_ids)
     return more
 
 

@@ -1,6 +1,8 @@
-"""Notices whether modules are still what they were: the same weights at the same place, submodules, settings, attention, and no hooks."""
+"""Notices whether modules are still what they were: the same weights at the same place, submodules, settings, functions that they call by
+name, and no hooks."""
 
 import operator
+import sys
 from typing import Any, Dict, Iterable, List, Tuple
 
 import torch
@@ -9,7 +11,14 @@ from torch import nn
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _NEEDS_GRAD = operator.attrgetter("requires_grad")
-_ATTENTION = operator.attrgetter("_attn_implementation")
+_FORWARD = operator.attrgetter("forward")
+FUNCTIONS = ("apply_rotary_pos_emb", "eager_attention_forward")  # that modules of transformers call by name
+
+
+def _attention_of(config) -> Tuple[str, Any]:
+    """The name of an attention, and the function that transformers has by that name."""
+    name = config._attn_implementation
+    return name, sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS.get(name)
 
 
 class Watch:
@@ -24,6 +33,9 @@ class Watch:
     def __init__(self, modules: Iterable[nn.Module], ignored: Iterable[str] = ()):
         """ignored: names of attributes that may change."""
         standard = self.STANDARD.union(ignored)
+        classes = {type(part) for module in modules for part in module.modules()}
+        self.classes = list(classes)
+        self.names = [vars(sys.modules[name]) for name in sorted({cls.__module__ for cls in classes})]
         self.hooks: List[dict] = []
         self.sized: List[dict] = []
         self.tensors: List[torch.Tensor] = []
@@ -57,8 +69,10 @@ class Watch:
         return list(map(len, self.sized))
 
     def _facts(self) -> list:
-        """Says where the tensors lie, whether they need a gradient, and who computes attention."""
-        return [*map(torch.Tensor.data_ptr, self.tensors), *map(_NEEDS_GRAD, self.tensors), *map(_ATTENTION, self.configs)]
+        """Says where the tensors lie, whether they need a gradient, and which functions compute."""
+        functions = [names.get(name) for names in self.names for name in FUNCTIONS]
+        functions += [*map(_FORWARD, self.classes), *map(_attention_of, self.configs)]
+        return [*map(torch.Tensor.data_ptr, self.tensors), *map(_NEEDS_GRAD, self.tensors), *functions]
 
     def same(self) -> bool:
         """Tells whether the modules are still made of the same."""

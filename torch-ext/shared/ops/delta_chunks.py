@@ -5,10 +5,11 @@ from typing import NamedTuple, Optional
 import torch
 from torch.nn.functional import pad
 
+from ..runtime.device import version_of
 from .common import describe, fail, need_floats
 
 CHUNK = 64
-KEPT_ON = "_bastile_delta_chunks"  # the attribute of cu_seqlens that holds what was made of it
+KEPT_ON = "_bastile_delta_chunks"  # an attribute of bounds that this package made: what was made of them
 
 
 class Chunks(NamedTuple):
@@ -34,11 +35,19 @@ def chunks_of_rows(batch: int, length: int, device: torch.device) -> Chunks:
     return Chunks(torch.stack((first, count)), torch.stack((row * each, (row + 1) * each)), each)
 
 
+def keeping_chunks(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Returns bounds on which `chunks_of` keeps what it makes, for the layers of a pass. They must have been made by this package: what
+    torch.distributed, NumPy or `.data` write to a caller's tensor does not show in its version."""
+    if not torch.compiler.is_compiling() and not hasattr(cu_seqlens, KEPT_ON):
+        setattr(cu_seqlens, KEPT_ON, ())
+    return cu_seqlens
+
+
 def chunks_of(cu_seqlens: torch.Tensor, tokens: int) -> Chunks:
     """Document i is made of the tokens from cu_seqlens[i] to cu_seqlens[i + 1].
 
     Args:
-        cu_seqlens: [documents + 1] int32 or int64, ascending, from 0. What is made of it is kept on the tensor.
+        cu_seqlens: [documents + 1] int32 or int64, ascending, from 0.
         tokens: of the whole batch. What lies past it does not count.
 
     Raises:
@@ -47,10 +56,10 @@ def chunks_of(cu_seqlens: torch.Tensor, tokens: int) -> Chunks:
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         fail("cu_seqlens", describe(cu_seqlens), "int32 or int64 [documents + 1]")
     tracing = torch.compiler.is_compiling()
-    if not tracing:
-        state, kept = (cu_seqlens._version, tokens), getattr(cu_seqlens, KEPT_ON, None)
-        if kept is not None and kept[0] == state:
-            return kept[1]
+    kept = None if tracing else getattr(cu_seqlens, KEPT_ON, None)
+    state = None if kept is None else (version_of(cu_seqlens), tokens)
+    if kept and kept[0] == state:
+        return kept[1]
     ends = cu_seqlens.to(torch.int32).clamp(max=tokens)
     lengths = ends[1:] - ends[:-1]
     last = ((lengths + (CHUNK - 1)) // CHUNK).cumsum(0, dtype=torch.int32)
@@ -62,7 +71,7 @@ def chunks_of(cu_seqlens: torch.Tensor, tokens: int) -> Chunks:
     first = torch.where(count > 0, ends[:-1][document] + offset, 0)
     longest = None if tracing or ends.is_cuda else int((last - start).max())
     made = Chunks(torch.stack((first, count)).to(torch.int32), torch.stack((start, last)), longest)
-    if not tracing:
+    if kept is not None:
         setattr(cu_seqlens, KEPT_ON, (state, made))
     return made
 

@@ -47,6 +47,13 @@ def is_transformed() -> bool:
     return bool(torch._C._len_torch_dispatch_stack()) and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
+def version_of(tensor: torch.Tensor) -> Optional[int]:
+    """Counts the writes to a tensor that went through PyTorch's operations; None for one of `torch.inference_mode()`, whose writes nobody
+    counts. torch.distributed, NumPy, DLPack and `.data` write uncounted, so equal versions say something of our own tensors only, or
+    within a forward pass."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def kernels_run_on(first: torch.Tensor, *others: Optional[torch.Tensor]) -> bool:
     """True when an operation on these tensors of one device goes to the prebuilt kernels, False when it goes to PyTorch.
 
