@@ -11,7 +11,8 @@ import torch
 from ..ops.attention import attention, takes_dtype, takes_heads
 from ..ops.common import autocasts
 from ..runtime.device import kernels_run_on
-from .masks import Visible, is_eager
+from .defaults import is_eager
+from .masks import Visible
 from .modules import beside_class, is_plain
 
 

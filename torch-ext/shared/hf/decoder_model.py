@@ -7,11 +7,10 @@ from ..ops.embedding import traced_embedding
 from ..runtime.device import is_ordinary
 from .arguments import CACHE
 from .attention_choice import choose_attention
+from .defaults import ATTENTION, are_defaults_own
 from .masks import (
-    ATTENTION,
     TRACEABLE,
     WINDOWS,
-    are_masks_own,
     documents_in,
     kinds_of_layers,
     makes_masks_by_layer,
@@ -39,7 +38,7 @@ def _with_documents(model, kwargs, told: bool):
     config, given = model.config, given_tokens(kwargs)
     compiled = KNOWS_EXPORTS and torch.compiler.is_compiling() and not torch.compiler.is_exporting()
     without_masks = compiled and config._attn_implementation == "sdpa"
-    if not (without_masks or config._attn_implementation == ATTENTION) or type(config) not in TRACEABLE or not are_masks_own(config):
+    if not (without_masks or config._attn_implementation == ATTENTION) or type(config) not in TRACEABLE or not are_defaults_own(config):
         return kwargs
     if not isinstance(given, torch.Tensor):
         return kwargs

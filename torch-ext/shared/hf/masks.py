@@ -5,23 +5,18 @@ what transformers said to the mask function, of which the plan of `attention` is
 layers that no plan serves the mask that transformers makes for its own attention.
 """
 
-import inspect
 import sys
-from typing import Any, Callable, Dict, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
 
 from ..ops.attention import AttentionPlan
-from .modules import SAVED, is_transformers_own
+from .defaults import MASKING, are_defaults_own, is_eager, names_in_forward
+from .modules import SAVED
 
-ATTENTION = "bastile"  # the name of our implementation among transformers'
 CHOICE = SAVED + "choice"  # on a configuration of ours: what it stands for
-MASKING = "transformers.masking_utils"
-PADDING = SAVED + "padding"  # on a padding mask: what `padding_of` read, and the mask's version then
 BY_LAYER, BY_WINDOW, ONE = range(3)  # the masks that a decoder makes: one a kind of layer; one, with a window or without; one without
 TRACEABLE: Dict[type, int] = {}  # by the configurations of the decoders that packages know: which masks these make
-MAKERS: Dict[type, Tuple[str, Tuple[str, ...]]] = {}  # by the same: the decoder's module, and what in it makes these masks, by name
-EAGER: Set[type] = set()  # those of these configurations whose decoders do not support SDPA
 WHOLE, BEFORE, BESIDE, BETWEEN = range(4)  # where padding is: nowhere; before each row's tokens; on both sides; between them
 
 
@@ -73,28 +68,17 @@ def rule_of(function) -> Optional[Rule]:
 
 
 def padding_of(mask: torch.Tensor) -> int:
-    """WHOLE, BEFORE, BESIDE or BETWEEN. mask: [batch, tokens] bool, True where a token is no padding. Waits for the device, once for each
-    mask; transformers' mask function for SDPA does the same."""
-    version = None if mask.is_inference() else mask._version
-    kept = getattr(mask, PADDING, None)
-    if version is not None and kept is not None and kept[0] == version:
-        return kept[1]
+    """WHOLE, BEFORE, BESIDE or BETWEEN. mask: [batch, tokens] bool, True where a token is no padding. Waits for the device, as transformers'
+    mask function for SDPA does."""
     runs = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
     behind = (mask[:, :-1] & ~mask[:, 1:]).any()
-    found = int(torch.where((runs > 1).any(), BETWEEN, torch.where(behind, BESIDE, torch.where(mask.all(), WHOLE, BEFORE))))
-    setattr(mask, PADDING, (version, found))
-    return found
+    return int(torch.where((runs > 1).any(), BETWEEN, torch.where(behind, BESIDE, torch.where(mask.all(), WHOLE, BEFORE))))
 
 
 def is_chosen(config) -> bool:
     """Tells whether a configuration is one of a model that uses our attention without having asked for it by name."""
     state = getattr(config, CHOICE, None)
     return state is not None and state.on
-
-
-def is_eager(config) -> bool:
-    """Tells whether a configuration is one of a model that packages know whose attention transformers never gives to SDPA."""
-    return isinstance(config, tuple(EAGER))
 
 
 class Visible:
@@ -185,11 +169,11 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
     masking = sys.modules[MASKING]
     arguments = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
     arguments.update(kwargs, mask_function=mask_function or masking.causal_mask_function, attention_mask=attention_mask)
+    config = arguments.get("config")
+    if not are_defaults_own(config):  # the function that asks may change what it gets, as it changes a mask of transformers
+        return masking.ALL_MASK_ATTENTION_FUNCTIONS["eager" if is_eager(config) or caps_scores(config) else "sdpa"](**arguments)
     if q_length == 1:
         return masking.sdpa_mask(**arguments)
-    config = arguments.get("config")
-    if not are_masks_own(config):  # the function that asks may change what it gets, as it changes a mask of transformers
-        return masking.ALL_MASK_ATTENTION_FUNCTIONS["eager" if is_eager(config) or caps_scores(config) else "sdpa"](**arguments)
     if torch.compiler.is_compiling():
         return _visible_to_a_tracer(arguments)
     if isinstance(q_offset, torch.Tensor):  # a static cache's own counter, which goes on before a layer asks for the mask
@@ -225,27 +209,10 @@ def is_causal(config) -> bool:
 def masks_made_by(decoder: type) -> int:
     """Which masks a decoder of transformers makes, by the names in its own forward. A configuration cannot tell: it keeps entries that its
     decoder reads nowhere, such as the sliding_window of a Mistral that was saved as a Llama."""
-    names = _names_in_forward(decoder)
+    names = names_in_forward(decoder)
     if "layer_types" in names or "layers_block_type" in names:
         return BY_LAYER
     return BY_WINDOW if "create_sliding_window_causal_mask" in names else ONE
-
-
-def mask_makers(decoder: type) -> Tuple[str, Tuple[str, ...]]:
-    """The module of a decoder of transformers, and the functions there that make its masks, by their names."""
-    return decoder.__module__, tuple(name for name in _names_in_forward(decoder) if name.startswith("create_") and name.endswith("_mask"))
-
-
-def _names_in_forward(decoder: type) -> Tuple[str, ...]:
-    forward: Any = getattr(decoder, SAVED + "forward", None) or decoder.forward  # type: ignore[attr-defined]
-    return getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ())
-
-
-def are_masks_own(config) -> bool:
-    """Tells whether a decoder still builds its masks with transformers' functions. If a user or a library has replaced one of them, our
-    masks must not replace what it would return."""
-    modeling, names = MAKERS.get(type(config), ("", ()))
-    return all(is_transformers_own(getattr(sys.modules[modeling], name, None), MASKING, name) for name in names)
 
 
 def makes_masks_by_layer(config) -> bool:
