@@ -1,7 +1,6 @@
 """What a user or a library puts in the place of a function that transformers' attention or its masks look up is called, and obeyed."""
 
 import functools
-import inspect
 import sys
 import types
 
@@ -12,7 +11,7 @@ from transformers.integrations import sdpa_attention
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.attention_batches import FAMILIES, assert_same, module_of, packed, padded, step
+from tests.attention_batches import assert_same, packed, padded, step
 
 EAGER = ("gpt_oss", "gemma2")  # whose default is not SDPA
 SWEPT = ("qwen3", "sliding", "phi3", *EAGER)
@@ -75,7 +74,8 @@ def same_name(model, default, patch):
     """Replaces it by a function that looks like it."""
     if default == "sdpa":
         original = torch.nn.functional.scaled_dot_product_attention
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", functools.wraps(original)(lambda *a, **k: original(*a, **k) * 0.5))
+        alike = functools.wraps(original)(lambda *args, **kwargs: original(*args, **kwargs) * 0.5)
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", alike)
     else:
         modeling = sys.modules[type(model.model).__module__]
         original = modeling.eager_attention_forward

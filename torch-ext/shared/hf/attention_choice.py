@@ -19,7 +19,19 @@ from ..ops.attention import takes_heads
 from ..runtime.device import kernels_run_on
 from .attention import attention_forward
 from .binding import remember
-from .defaults import ATTENTION, EAGER, MAKERS, MASKING, STORED, are_defaults_own, look_up, mask_makers, said_of_spread, spread_by, why_not_own_defaults
+from .defaults import (
+    ATTENTION,
+    EAGER,
+    MAKERS,
+    MASKING,
+    STORED,
+    are_defaults_own,
+    look_up,
+    mask_makers,
+    said_of_spread,
+    spread_by,
+    why_not_own_defaults,
+)
 from .explanation import Reason
 from .masks import CHOICE, TRACEABLE, caps_scores, masks_made_by, visible_mask
 from .modules import SAVED

@@ -19,6 +19,7 @@ from .masks import (
     visible_rows,
 )
 from .modules import all_are_listened_to, is_marked, is_torchs_embedding, original_forward, own_forward
+from .row_documents import spans_in_bounds
 from .wrapped import inside
 
 KNOWS_EXPORTS = hasattr(torch.compiler, "is_exporting")  # torch 2.6 cannot tell an export, which needs its mask, from torch.compile
@@ -30,7 +31,8 @@ def given_tokens(kwargs):
 
 
 def _with_documents(model, kwargs, told: bool):
-    """The arguments of a model's forward with masks of ours where it would look for documents in position_ids. told: whether it looks.
+    """The arguments of a model's forward with masks of ours where it would look for documents in position_ids, and where cu_seq_lens_q say
+    them to attention of ours. told: whether it looks.
 
     Without position_ids it makes them itself, and waits for the device to learn that each row is one document; inside torch.compile it
     cannot wait, and masks as if there were several.
@@ -42,13 +44,21 @@ def _with_documents(model, kwargs, told: bool):
         return kwargs
     if not isinstance(given, torch.Tensor):
         return kwargs
-    if any(kwargs.get(name) is not None for name in ("attention_mask", CACHE, "cu_seq_lens_q")):
+    if not all(kind in WINDOWS for kind in kinds_of_layers(config)):
         return kwargs
-    positions, documents = kwargs.get("position_ids"), None
+    documents, bounds = None, [kwargs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if kwargs.get(name) is not None]
+    if bounds:
+        if torch.compiler.is_compiling() or any(isinstance(each, torch.Tensor) and not is_ordinary(each) for each in bounds):
+            return kwargs
+        documents, more = spans_in_bounds(given.shape[:2], kwargs)
+        kwargs = {**kwargs, **more}
+    if kwargs.get("attention_mask") is not None or kwargs.get(CACHE) is not None:
+        return kwargs
+    positions = kwargs.get("position_ids") if documents is None else None
     if positions is not None and (not told or torch.compiler.is_compiling() or not _says_documents(positions, given)):
         return kwargs
     use_cache = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
-    if use_cache or given.shape[1] == 1 or not all(kind in WINDOWS for kind in kinds_of_layers(config)):
+    if use_cache or given.shape[1] == 1:
         return kwargs
     if without_masks:  # SDPA is causal without a mask, and faster
         if positions is not None or kinds_of_layers(config) != {"full_attention"}:

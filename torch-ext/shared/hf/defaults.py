@@ -119,7 +119,7 @@ def are_defaults_own(config) -> bool:
     if not torch.compiler.is_compiling():
         if _own.get(places) == functions:
             return not spread_by(config)
-    if not all([_is_own(function, *place) for function, place in zip(functions, places)]):
+    if not all(_is_own(function, *place) for function, place in zip(functions, places)):
         return False
     if not torch.compiler.is_compiling():
         _own[places] = functions

@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 import torch
 
 from ..ops.attention import AttentionPlan
+from ..runtime.device import is_ordinary
 from .defaults import MASKING, are_defaults_own, is_eager, names_in_forward
 from .modules import SAVED
 
@@ -68,8 +69,8 @@ def rule_of(function) -> Optional[Rule]:
 
 
 def padding_of(mask: torch.Tensor) -> int:
-    """WHOLE, BEFORE, BESIDE or BETWEEN. mask: [batch, tokens] bool, True where a token is no padding. Waits for the device, as transformers'
-    mask function for SDPA does."""
+    """WHOLE, BEFORE, BESIDE or BETWEEN. mask: [batch, tokens] bool, True where a token is no padding. Waits for the device, as
+    transformers' mask function for SDPA does. Nothing of it is kept: a mask may be a user's, who writes into it between two passes."""
     runs = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
     behind = (mask[:, :-1] & ~mask[:, 1:]).any()
     return int(torch.where((runs > 1).any(), BETWEEN, torch.where(behind, BESIDE, torch.where(mask.all(), WHOLE, BEFORE))))
@@ -135,6 +136,8 @@ class Visible:
         if self.documents is not None:
             return AttentionPlan(self.documents.to(device, non_blocking=True), self.batch * self.tokens, window=window)
         if cu_seqlens is not None:
+            if not torch.compiler.is_compiling() and is_ordinary(cu_seqlens):
+                given_bounds(shape, cu_seqlens)
             return AttentionPlan.from_cu_seqlens(cu_seqlens.to(device), self.batch * self.tokens, window=window)
         if packed is not None:
             padding = None if self.padding is None else self.padding.to(device)
@@ -277,12 +280,45 @@ def documents_in(position_ids: torch.Tensor) -> Optional[torch.Tensor]:
     looks for the same on the device, which loads a dozen operations for it alone in the first step.
     """
     found = document_bounds(position_ids.cpu())
-    if found is None:
-        return None
-    room = 1 << (found.numel() - 2).bit_length()  # a launch is prepared for each number of them
-    bounds = torch.full((room + 1,), position_ids.numel(), dtype=torch.int32)
-    bounds[: found.numel()] = found
-    return torch.stack((bounds[:-1], bounds[1:]))
+    return None if found is None else spans_of(found)
+
+
+def given_bounds(shape, cu_seq_lens_q, cu_seq_lens_k=None) -> Optional[torch.Tensor]:
+    """Reads the bounds of documents that a caller gave. Waits for the device.
+
+    Args:
+        shape: (rows, tokens).
+        cu_seq_lens_q: [documents + 1], among all tokens of the rows, one row behind the other; each row begins a document.
+        cu_seq_lens_k: the same, or None.
+
+    Returns:
+        The bounds [documents + 1] int32 in main memory, or None where each row is one document.
+
+    Raises:
+        ValueError: they are no such bounds.
+    """
+    rows, tokens = shape
+    if not isinstance(cu_seq_lens_q, torch.Tensor) or cu_seq_lens_q.dim() != 1:
+        found_shape = list(getattr(cu_seq_lens_q, "shape", ()))
+        raise ValueError(f"cu_seq_lens_q is a {type(cu_seq_lens_q).__name__} {found_shape}, expected a tensor [documents + 1]")
+    found = cu_seq_lens_q.cpu().unique_consecutive()
+    ends = torch.arange(0, rows * tokens + 1, tokens, dtype=found.dtype)
+    rises = found.numel() > 0 and bool((found[1:] > found[:-1]).all())
+    if not rises or found[0] != 0 or found[-1] != rows * tokens or not bool(torch.isin(ends, found).all()):
+        expected = f"rising bounds from 0 to {rows * tokens}, among them those of the {rows} rows of {tokens} tokens, one behind the other"
+        raise ValueError(f"cu_seq_lens_q is {found.tolist()[:8]} (the first eight), expected {expected}")
+    if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
+        if not torch.equal(cu_seq_lens_k.cpu().unique_consecutive().to(found.dtype), found):
+            raise ValueError("cu_seq_lens_k and cu_seq_lens_q have different bounds, expected the same. Pass one tensor for both")
+    return None if found.numel() == rows + 1 else found.to(torch.int32)
+
+
+def spans_of(bounds: torch.Tensor) -> torch.Tensor:
+    """Makes what `documents_in` returns of the bounds of all documents, [documents + 1] int32 in main memory."""
+    room = 1 << (bounds.numel() - 2).bit_length()  # a launch is prepared for each number of them
+    found = bounds[-1].repeat(room + 1)
+    found[: bounds.numel()] = bounds
+    return torch.stack((found[:-1], found[1:]))
 
 
 def visible_rows(config, kind: str, given: torch.Tensor, documents: Optional[torch.Tensor] = None) -> Visible:
