@@ -169,6 +169,7 @@ def test_nothing_is_remembered_of_a_users_mask(chosen, family, write):
     WRITES[write](batch["attention_mask"], 2, 11)
     assert (batch["attention_mask"]._version == version) is (write != "in place")
     labels = labels_of(batch)
+    labels[2, 12] = -100  # which the new padding would predict
     expected, found = (each(**batch, labels=labels, use_cache=False).loss for each in (plain, model))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
