@@ -101,6 +101,21 @@ def test_rows_without_padding_go_to_sdpa(plans):
     assert not plans
 
 
+@pytest.mark.parametrize("of_transformers", (True, False), ids=("transformers' masks", "ours"))
+@pytest.mark.parametrize("window", (2, 10, 11, 12))
+@pytest.mark.parametrize("batch", ("rows", "packed", "padded"))
+def test_a_window_at_the_edges_of_what_a_row_has(plans, qwen3, batch, window, of_transformers):
+    """A row has 11 tokens, and so has one document of the packed row. transformers' window is of that many keys, the query's own among
+    them: one of 10 hides the first token from the last one, one of 11 hides nothing."""
+    rows = {"input_ids": torch.stack(documents(lengths=(11, 11)))}
+    inputs = {"rows": rows, "packed": packed((3, 11, 1)), "padded": padded("right", (11, 4))}[batch]
+    if not of_transformers:
+        qwen3.apply()  # which makes the masks itself
+    seen = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    assert_same(*both(inputs, seen=seen, **{**SLIDING, "sliding_window": window}))
+    assert bool(plans) is (batch != "rows" or window < 11)
+
+
 @pytest.mark.parametrize("why", ("holes", "dropout", "4d", "output_attentions"))
 def test_what_no_plan_says_goes_to_transformers(plans, why):
     batch, changes = padded("right"), {}

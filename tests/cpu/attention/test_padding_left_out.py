@@ -149,12 +149,57 @@ def test_the_callers_arguments_are_left_alone(qwen3, hf):
     assert all(torch.equal(batch[name], value) for name, value in before.items())
 
 
-def test_what_is_remembered_of_a_mask_is_for_its_numbers_of_now(qwen3):
-    masks = importlib.import_module(f"{qwen3.__name__}.shared.hf.masks")
-    mask = torch.ones(2, 5, dtype=torch.bool)
-    assert masks.padding_of(mask) == masks.padding_of(mask) == masks.WHOLE
-    mask[0, 3:] = False
-    assert masks.padding_of(mask) == masks.BESIDE
+WRITES = {
+    "data": lambda mask, row, token: mask.data[row].index_fill_(0, torch.tensor(token), False),
+    "numpy": lambda mask, row, token: mask.numpy()[row].__setitem__(token, False),
+    "storage": lambda mask, row, token: mask.untyped_storage().__setitem__(row * mask.shape[1] + token, 0),
+    "in place": lambda mask, row, token: mask[row].__setitem__(token, False),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("family", ("qwen3", "sliding", "phi3", "gpt_oss"))
+def test_nothing_is_remembered_of_a_users_mask(chosen, family, write):
+    """It is written into between two steps, so that padding lies between tokens, and most ways to write leave its version as it was."""
+    package, make = chosen(family)
+    batch, plain, model = padded("right"), make(), package.kernelize(make())
+    batch["attention_mask"] = batch["attention_mask"].bool()
+    labels, version = labels_of(batch), batch["attention_mask"]._version
+    model(**batch, labels=labels, use_cache=False)
+    WRITES[write](batch["attention_mask"], 2, 11)
+    assert (batch["attention_mask"]._version == version) is (write != "in place")
+    labels = labels_of(batch)
+    labels[2, 12] = -100  # which the new padding would predict
+    expected, found = (each(**batch, labels=labels, use_cache=False).loss for each in (plain, model))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+POSITIONS = {
+    "one ahead": lambda mask: torch.arange(1, 1 + mask.shape[1])[None].expand_as(mask),
+    "of the tokens": lambda mask: (mask.cumsum(1) - 1).clamp(min=0),
+    "a gap": lambda mask: torch.arange(mask.shape[1])[None] + 7 * (torch.arange(mask.shape[1]) > 3),
+    "others in each row": lambda mask: torch.arange(mask.shape[1])[None] * torch.arange(1, 1 + mask.shape[0])[:, None],
+}
+
+
+@pytest.mark.parametrize("side", ("left", "right"))
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("family", ("qwen3", "sliding", "gpt_oss", "ministral3"))
+def test_position_ids_of_a_padded_batch_stay_those_of_its_tokens(chosen, monkeypatch, family, positions, side):
+    """Ministral 3 scales queries by their positions; the others turn heads by them, where only a distance counts."""
+    package, make = chosen(family)
+    batch = padded(side)
+    batch["position_ids"] = POSITIONS[positions](batch["attention_mask"])
+    labels, tokens = labels_of(batch), tokens_of(package, monkeypatch)
+    if side == "left":
+        labels[batch["attention_mask"].cumsum(1) == 1] = -100  # which a padded position would predict
+    found = []
+    for model in (make(), package.kernelize(make())):
+        loss = model(**batch, labels=labels, use_cache=False).loss
+        loss.backward()
+        found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    assert_same(found[1], found[0], bound=1e-4)
+    assert set(tokens) == {sum(LENGTHS)}
 
 
 def test_a_plan_is_remembered_for_its_positions(qwen3):

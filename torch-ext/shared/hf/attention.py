@@ -11,7 +11,8 @@ import torch
 from ..ops.attention import attention, takes_dtype, takes_heads
 from ..ops.common import autocasts
 from ..runtime.device import kernels_run_on
-from .masks import Visible, is_eager
+from .defaults import is_eager
+from .masks import Visible
 from .modules import beside_class, is_plain
 
 
@@ -60,13 +61,14 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
 
 
 def documents_of(visible, kwargs, sinks):
-    """(cu_seqlens, position_ids) of a call, None where the mask has said what documents there are."""
+    """(cu_seqlens, position_ids) of a call, None where the mask has said what documents there are. cu_seqlens are read for the plan, which
+    waits for the device: a decoder that a package knows has read them before, once a pass, and says them with the mask."""
     cu_seqlens, position_ids = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
-    if visible.padding is not None or visible.documents is not None:
+    if visible.padding is not None or visible.documents is not None or visible.rule.packed is not None:
         return None, None
-    if cu_seqlens is not None and visible.batch == 1:
+    if cu_seqlens is not None:
         return cu_seqlens, None
-    asked = visible.positions or (sinks is not None and visible.rule.packed is None)
+    asked = visible.positions or sinks is not None
     return None, position_ids if asked and position_ids is not None and position_ids.dim() == 2 else None
 
 

@@ -19,26 +19,26 @@ from ..ops.attention import takes_heads
 from ..runtime.device import kernels_run_on
 from .attention import attention_forward
 from .binding import remember
-from .explanation import Reason
-from .masks import (
+from .defaults import (
     ATTENTION,
-    CHOICE,
     EAGER,
     MAKERS,
     MASKING,
-    TRACEABLE,
-    are_masks_own,
-    caps_scores,
+    STORED,
+    are_defaults_own,
+    look_up,
     mask_makers,
-    masks_made_by,
-    visible_mask,
+    said_of_spread,
+    spread_by,
+    why_not_own_defaults,
 )
+from .explanation import Reason
+from .masks import CHOICE, TRACEABLE, caps_scores, masks_made_by, visible_mask
 from .modules import SAVED
 from .offers import offer, withdraw
 from .ownership import all_are_seen, hands_on, is_wrapper
 
 CONTINUOUS_BATCHING = "transformers.generation.continuous_batching"
-STORED = "_attn_implementation_internal"  # where transformers keeps the name of an implementation
 NAMED = SAVED + "attention_named"  # on a decoder: its implementation was asked for by name
 WITHOUT = SAVED + "without_attention"  # on a decoder: kernelize() was told not to choose ours
 NOTING = SAVED + "noting"  # on PreTrainedModel: by package, what is called with each model that is made
@@ -46,6 +46,7 @@ OFFERED = SAVED + "attention"  # on an interface of transformers: by package, th
 
 _decoders: set = set()  # classes of models without a head that packages know
 _choosing: Dict[type, Any] = {}  # by the class of a configuration: the one that `choice` makes of it
+_spread: set = set()  # who spreads attention over processes, as `choose_attention` has said
 _defaulted: dict = {}  # by id: configurations whose implementation transformers chose, referred to weakly
 
 
@@ -92,9 +93,10 @@ def why_no_kernel(module) -> Optional[Reason]:
     config, weight = module.config, next(module.parameters(), None)
     if weight is None or weight.is_meta or not kernels_run_on(torch.empty(0, device=weight.device)):
         return None
-    if not are_masks_own(config):
-        modeling, _ = MAKERS[type(config)]
-        return Reason("model", f"{modeling} makes masks with a function that is not transformers', so attention is transformers'")
+    kept = name_that_is_kept(module) or vars(module).get(WITHOUT)
+    replaced = None if kept else why_not_own_defaults(config)
+    if replaced is not None:
+        return replaced
     if _has_kernels(config):
         return _why_not_told(module)
     text = f"there is no kernel for heads of {head_dim_of(config)}"
@@ -104,9 +106,6 @@ def why_no_kernel(module) -> Optional[Reason]:
 
 
 # ---------------------------------------------------------------- choosing it
-_look_up = object.__getattribute__
-
-
 class _State:
     """What a configuration of ours stands for. config: the user's; decoder: weakly, the model that it is on; default: the implementation
     that transformers chooses; on: whether ours takes its place; off: whether it takes the place of ours, which was asked for by name;
@@ -120,10 +119,10 @@ class _State:
 
 
 def _implementation(config) -> Optional[str]:
-    """Read by every layer in every pass. A look-up on a configuration of transformers' costs 4 us, which these two go round."""
-    stored = _look_up(config, "__dict__").get(STORED)
+    """Read by every layer in every pass."""
+    stored = look_up(config, "__dict__").get(STORED)
     try:
-        state = _look_up(config, CHOICE)
+        state = look_up(config, CHOICE)
     except AttributeError:  # transformers has made another one of our class
         return stored
     if stored == state.default:
@@ -202,7 +201,7 @@ def watch_attention(model) -> _State:
         object.__setattr__(ours, "__dict__", config.__dict__)  # what either is told, both know
         object.__setattr__(ours, CHOICE, state)
         if type(config) in TRACEABLE:
-            TRACEABLE[type(ours)], MAKERS[type(ours)] = TRACEABLE[type(config)], MAKERS[type(config)]
+            TRACEABLE[type(ours)] = TRACEABLE[type(config)]
         vars(model)["config"] = ours
         remember(model)
     return state
@@ -227,22 +226,26 @@ def leave_attention(module) -> None:
 
 def choose_attention(model) -> None:
     """Gives a model on a GPU whose kernels run our implementation instead of the one that transformers chooses by default. The model keeps
-    one that was asked for by name, and one whose masks a function of the user's makes, which is told the name that it knows. Where a part
-    of it may not know what ours hands it for a mask, it has the default one in either case."""
+    one that was asked for by name, and one where a function of the user's or a library's is in the place of transformers' own. Where a part
+    of it may not know what ours hands it for a mask, or attention is spread over processes, it has the default one in either case."""
     state, described = watch_attention(model), vars(model)
-    named = vars(state.config).get(STORED)
+    named, spread = vars(state.config).get(STORED), spread_by(state.config)
     asked = NAMED in described or described.get(WITHOUT) or named != state.default
-    if asked or not are_masks_own(state.config):
+    if asked or not (spread or are_defaults_own(state.config)):
         state.on = False
     elif not state.on:
         weight = next(model.parameters(), None)
         fits = _has_kernels(state.config) and weight is not None and not weight.is_meta
         state.on = fits and kernels_run_on(torch.empty(0, device=getattr(weight, "device", None)))
-    untold = _untold(model, state) if state.on or named == ATTENTION else None
-    state.on = state.on and untold is None
-    if untold is not None and named == ATTENTION and not state.off:
-        warnings.warn(f"attn_implementation={ATTENTION!r} is left for {state.default!r}: {_said_of(untold)}", RuntimeWarning, stacklevel=2)
-    state.off = untold is not None and named == ATTENTION
+    why_not = ""
+    if state.on or named == ATTENTION:
+        why_not = said_of_spread(spread) if spread else _said_of(_untold(model, state))
+    if why_not and named == ATTENTION and not state.off:
+        warnings.warn(f"attn_implementation={ATTENTION!r} is left for {state.default!r}: {why_not}", RuntimeWarning, stacklevel=2)
+    elif spread and state.on and spread not in _spread:
+        _spread.add(spread)
+        warnings.warn(f"attention is transformers': {why_not}", RuntimeWarning, stacklevel=2)
+    state.on, state.off = state.on and not why_not, bool(why_not) and named == ATTENTION
 
 
 def name_that_is_kept(model) -> str:
@@ -302,7 +305,9 @@ def _wrapped_by(wrapper):
 
 
 def _said_of(untold) -> str:
-    """Says why a module was not told."""
+    """Says why a module was not told; "" for None."""
+    if untold is None:
+        return ""
     name = type(untold).__name__
     if hands_on(untold):
         return f"{name} asks for another implementation"
@@ -317,8 +322,8 @@ def _why_not_told(model) -> Optional[Reason]:
     named = vars(state.config).get(STORED)
     if named != ATTENTION and (NAMED in described or described.get(WITHOUT) or named != state.default):
         return None
-    untold = _untold(model, state)
-    return None if untold is None else Reason("model", _said_of(untold))
+    said = _said_of(_untold(model, state))
+    return Reason("model", said) if said else None
 
 
 # ---------------------------------------------------------------- knowing what was asked for by name

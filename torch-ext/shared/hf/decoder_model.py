@@ -7,11 +7,10 @@ from ..ops.embedding import traced_embedding
 from ..runtime.device import is_ordinary
 from .arguments import CACHE
 from .attention_choice import choose_attention
+from .defaults import ATTENTION, are_defaults_own
 from .masks import (
-    ATTENTION,
     TRACEABLE,
     WINDOWS,
-    are_masks_own,
     documents_in,
     kinds_of_layers,
     makes_masks_by_layer,
@@ -20,6 +19,7 @@ from .masks import (
     visible_rows,
 )
 from .modules import all_are_listened_to, is_marked, is_torchs_embedding, original_forward, own_forward
+from .row_documents import spans_in_bounds
 from .wrapped import inside
 
 KNOWS_EXPORTS = hasattr(torch.compiler, "is_exporting")  # torch 2.6 cannot tell an export, which needs its mask, from torch.compile
@@ -31,7 +31,8 @@ def given_tokens(kwargs):
 
 
 def _with_documents(model, kwargs, told: bool):
-    """The arguments of a model's forward with masks of ours where it would look for documents in position_ids. told: whether it looks.
+    """The arguments of a model's forward with masks of ours where it would look for documents in position_ids, and where cu_seq_lens_q say
+    them to attention of ours. told: whether it looks.
 
     Without position_ids it makes them itself, and waits for the device to learn that each row is one document; inside torch.compile it
     cannot wait, and masks as if there were several.
@@ -39,17 +40,25 @@ def _with_documents(model, kwargs, told: bool):
     config, given = model.config, given_tokens(kwargs)
     compiled = KNOWS_EXPORTS and torch.compiler.is_compiling() and not torch.compiler.is_exporting()
     without_masks = compiled and config._attn_implementation == "sdpa"
-    if not (without_masks or config._attn_implementation == ATTENTION) or type(config) not in TRACEABLE or not are_masks_own(config):
+    if not (without_masks or config._attn_implementation == ATTENTION) or type(config) not in TRACEABLE or not are_defaults_own(config):
         return kwargs
     if not isinstance(given, torch.Tensor):
         return kwargs
-    if any(kwargs.get(name) is not None for name in ("attention_mask", CACHE, "cu_seq_lens_q")):
+    if not all(kind in WINDOWS for kind in kinds_of_layers(config)):
         return kwargs
-    positions, documents = kwargs.get("position_ids"), None
+    documents, bounds = None, [kwargs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if kwargs.get(name) is not None]
+    if bounds:
+        if torch.compiler.is_compiling() or any(isinstance(each, torch.Tensor) and not is_ordinary(each) for each in bounds):
+            return kwargs
+        documents, more = spans_in_bounds(given.shape[:2], kwargs)
+        kwargs = {**kwargs, **more}
+    if kwargs.get("attention_mask") is not None or kwargs.get(CACHE) is not None:
+        return kwargs
+    positions = kwargs.get("position_ids") if documents is None else None
     if positions is not None and (not told or torch.compiler.is_compiling() or not _says_documents(positions, given)):
         return kwargs
     use_cache = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
-    if use_cache or given.shape[1] == 1 or not all(kind in WINDOWS for kind in kinds_of_layers(config)):
+    if use_cache or given.shape[1] == 1:
         return kwargs
     if without_masks:  # SDPA is causal without a mask, and faster
         if positions is not None or kinds_of_layers(config) != {"full_attention"}:

@@ -38,6 +38,8 @@ ADVICE = {
     "apart": "call pack(model)",
     "named": 'model.set_attn_implementation("bastile") for attention of ours',
     "replaced": "call apply() or kernelize() before accelerate, TRL or others wrap the model",
+    "default": "put transformers' own function back, or leave attention to it; every other part is fused",
+    "parallel": "nothing: every other part is fused",
     "called": "nothing: what lies around it is fused",
     "model": "",
 }

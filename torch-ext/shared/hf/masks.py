@@ -5,23 +5,19 @@ what transformers said to the mask function, of which the plan of `attention` is
 layers that no plan serves the mask that transformers makes for its own attention.
 """
 
-import inspect
 import sys
-from typing import Any, Callable, Dict, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
 
 from ..ops.attention import AttentionPlan
-from .modules import SAVED, is_transformers_own
+from ..runtime.device import is_ordinary
+from .defaults import MASKING, are_defaults_own, is_eager, names_in_forward
+from .modules import SAVED
 
-ATTENTION = "bastile"  # the name of our implementation among transformers'
 CHOICE = SAVED + "choice"  # on a configuration of ours: what it stands for
-MASKING = "transformers.masking_utils"
-PADDING = SAVED + "padding"  # on a padding mask: what `padding_of` read, and the mask's version then
 BY_LAYER, BY_WINDOW, ONE = range(3)  # the masks that a decoder makes: one a kind of layer; one, with a window or without; one without
 TRACEABLE: Dict[type, int] = {}  # by the configurations of the decoders that packages know: which masks these make
-MAKERS: Dict[type, Tuple[str, Tuple[str, ...]]] = {}  # by the same: the decoder's module, and what in it makes these masks, by name
-EAGER: Set[type] = set()  # those of these configurations whose decoders do not support SDPA
 WHOLE, BEFORE, BESIDE, BETWEEN = range(4)  # where padding is: nowhere; before each row's tokens; on both sides; between them
 
 
@@ -73,28 +69,17 @@ def rule_of(function) -> Optional[Rule]:
 
 
 def padding_of(mask: torch.Tensor) -> int:
-    """WHOLE, BEFORE, BESIDE or BETWEEN. mask: [batch, tokens] bool, True where a token is no padding. Waits for the device, once for each
-    mask; transformers' mask function for SDPA does the same."""
-    version = None if mask.is_inference() else mask._version
-    kept = getattr(mask, PADDING, None)
-    if version is not None and kept is not None and kept[0] == version:
-        return kept[1]
+    """WHOLE, BEFORE, BESIDE or BETWEEN. mask: [batch, tokens] bool, True where a token is no padding. Waits for the device, as
+    transformers' mask function for SDPA does. Nothing of it is kept: a mask may be a user's, who writes into it between two passes."""
     runs = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
     behind = (mask[:, :-1] & ~mask[:, 1:]).any()
-    found = int(torch.where((runs > 1).any(), BETWEEN, torch.where(behind, BESIDE, torch.where(mask.all(), WHOLE, BEFORE))))
-    setattr(mask, PADDING, (version, found))
-    return found
+    return int(torch.where((runs > 1).any(), BETWEEN, torch.where(behind, BESIDE, torch.where(mask.all(), WHOLE, BEFORE))))
 
 
 def is_chosen(config) -> bool:
     """Tells whether a configuration is one of a model that uses our attention without having asked for it by name."""
     state = getattr(config, CHOICE, None)
     return state is not None and state.on
-
-
-def is_eager(config) -> bool:
-    """Tells whether a configuration is one of a model that packages know whose attention transformers never gives to SDPA."""
-    return isinstance(config, tuple(EAGER))
 
 
 class Visible:
@@ -151,6 +136,8 @@ class Visible:
         if self.documents is not None:
             return AttentionPlan(self.documents.to(device, non_blocking=True), self.batch * self.tokens, window=window)
         if cu_seqlens is not None:
+            if not torch.compiler.is_compiling() and is_ordinary(cu_seqlens):
+                given_bounds(shape, cu_seqlens)
             return AttentionPlan.from_cu_seqlens(cu_seqlens.to(device), self.batch * self.tokens, window=window)
         if packed is not None:
             padding = None if self.padding is None else self.padding.to(device)
@@ -185,11 +172,11 @@ def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
     masking = sys.modules[MASKING]
     arguments = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
     arguments.update(kwargs, mask_function=mask_function or masking.causal_mask_function, attention_mask=attention_mask)
+    config = arguments.get("config")
+    if not are_defaults_own(config):  # the function that asks may change what it gets, as it changes a mask of transformers
+        return masking.ALL_MASK_ATTENTION_FUNCTIONS["eager" if is_eager(config) or caps_scores(config) else "sdpa"](**arguments)
     if q_length == 1:
         return masking.sdpa_mask(**arguments)
-    config = arguments.get("config")
-    if not are_masks_own(config):  # the function that asks may change what it gets, as it changes a mask of transformers
-        return masking.ALL_MASK_ATTENTION_FUNCTIONS["eager" if is_eager(config) or caps_scores(config) else "sdpa"](**arguments)
     if torch.compiler.is_compiling():
         return _visible_to_a_tracer(arguments)
     if isinstance(q_offset, torch.Tensor):  # a static cache's own counter, which goes on before a layer asks for the mask
@@ -225,27 +212,10 @@ def is_causal(config) -> bool:
 def masks_made_by(decoder: type) -> int:
     """Which masks a decoder of transformers makes, by the names in its own forward. A configuration cannot tell: it keeps entries that its
     decoder reads nowhere, such as the sliding_window of a Mistral that was saved as a Llama."""
-    names = _names_in_forward(decoder)
+    names = names_in_forward(decoder)
     if "layer_types" in names or "layers_block_type" in names:
         return BY_LAYER
     return BY_WINDOW if "create_sliding_window_causal_mask" in names else ONE
-
-
-def mask_makers(decoder: type) -> Tuple[str, Tuple[str, ...]]:
-    """The module of a decoder of transformers, and the functions there that make its masks, by their names."""
-    return decoder.__module__, tuple(name for name in _names_in_forward(decoder) if name.startswith("create_") and name.endswith("_mask"))
-
-
-def _names_in_forward(decoder: type) -> Tuple[str, ...]:
-    forward: Any = getattr(decoder, SAVED + "forward", None) or decoder.forward  # type: ignore[attr-defined]
-    return getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ())
-
-
-def are_masks_own(config) -> bool:
-    """Tells whether a decoder still builds its masks with transformers' functions. If a user or a library has replaced one of them, our
-    masks must not replace what it would return."""
-    modeling, names = MAKERS.get(type(config), ("", ()))
-    return all(is_transformers_own(getattr(sys.modules[modeling], name, None), MASKING, name) for name in names)
 
 
 def makes_masks_by_layer(config) -> bool:
@@ -310,12 +280,45 @@ def documents_in(position_ids: torch.Tensor) -> Optional[torch.Tensor]:
     looks for the same on the device, which loads a dozen operations for it alone in the first step.
     """
     found = document_bounds(position_ids.cpu())
-    if found is None:
-        return None
-    room = 1 << (found.numel() - 2).bit_length()  # a launch is prepared for each number of them
-    bounds = torch.full((room + 1,), position_ids.numel(), dtype=torch.int32)
-    bounds[: found.numel()] = found
-    return torch.stack((bounds[:-1], bounds[1:]))
+    return None if found is None else spans_of(found)
+
+
+def given_bounds(shape, cu_seq_lens_q, cu_seq_lens_k=None) -> Optional[torch.Tensor]:
+    """Reads the bounds of documents that a caller gave. Waits for the device.
+
+    Args:
+        shape: (rows, tokens).
+        cu_seq_lens_q: [documents + 1], among all tokens of the rows, one row behind the other; each row begins a document.
+        cu_seq_lens_k: the same, or None.
+
+    Returns:
+        The bounds [documents + 1] int32 in main memory, or None where each row is one document.
+
+    Raises:
+        ValueError: they are no such bounds.
+    """
+    rows, tokens = shape
+    if not isinstance(cu_seq_lens_q, torch.Tensor) or cu_seq_lens_q.dim() != 1:
+        found_shape = list(getattr(cu_seq_lens_q, "shape", ()))
+        raise ValueError(f"cu_seq_lens_q is a {type(cu_seq_lens_q).__name__} {found_shape}, expected a tensor [documents + 1]")
+    found = cu_seq_lens_q.cpu().unique_consecutive()
+    ends = torch.arange(0, rows * tokens + 1, tokens, dtype=found.dtype)
+    rises = found.numel() > 0 and bool((found[1:] > found[:-1]).all())
+    if not rises or found[0] != 0 or found[-1] != rows * tokens or not bool(torch.isin(ends, found).all()):
+        expected = f"rising bounds from 0 to {rows * tokens}, among them those of the {rows} rows of {tokens} tokens, one behind the other"
+        raise ValueError(f"cu_seq_lens_q is {found.tolist()[:8]} (the first eight), expected {expected}")
+    if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
+        if not torch.equal(cu_seq_lens_k.cpu().unique_consecutive().to(found.dtype), found):
+            raise ValueError("cu_seq_lens_k and cu_seq_lens_q have different bounds, expected the same. Pass one tensor for both")
+    return None if found.numel() == rows + 1 else found.to(torch.int32)
+
+
+def spans_of(bounds: torch.Tensor) -> torch.Tensor:
+    """Makes what `documents_in` returns of the bounds of all documents, [documents + 1] int32 in main memory."""
+    room = 1 << (bounds.numel() - 2).bit_length()  # a launch is prepared for each number of them
+    found = bounds[-1].repeat(room + 1)
+    found[: bounds.numel()] = bounds
+    return torch.stack((found[:-1], found[1:]))
 
 
 def visible_rows(config, kind: str, given: torch.Tensor, documents: Optional[torch.Tensor] = None) -> Visible:

@@ -16,12 +16,11 @@ from ..ops.common import autocasts
 from .arguments import CACHE
 from .attention_choice import choose_attention, head_dim_of
 from .capture import is_wanted
+from .defaults import ATTENTION, are_defaults_own
 from .masks import (
-    ATTENTION,
     BEFORE,
     BESIDE,
     WINDOWS,
-    are_masks_own,
     caps_scores,
     kinds_of_layers,
     masks_of_layers,
@@ -111,7 +110,7 @@ def _only_the_loss_is_read(model, kwargs, options) -> bool:
     if is_marked(own_forward(decoder)):
         choose_attention(decoder)  # which it does itself, after this first look at its configuration
     config = decoder.config
-    if config._attn_implementation != ATTENTION or not are_masks_own(config):
+    if config._attn_implementation != ATTENTION or not are_defaults_own(config):
         return False
     use_cache = kwargs.get("use_cache")
     cached = config.use_cache if use_cache is None else use_cache

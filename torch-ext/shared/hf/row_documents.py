@@ -1,7 +1,7 @@
-"""The documents in the rows of a model with delta nets: what the caller said of them, as both kinds of its layers take it.
+"""The documents in the rows of a model: what the caller said of them, for attention of ours and for delta nets.
 
-Its delta nets hear of `cu_seq_lens_q` and `seq_idx`; its attention, unless it is FlashAttention's or ours, of position_ids alone. Whatever
-the caller gave, both get the same documents here; what contradicts another argument, or cannot be done, raises.
+Delta nets hear of `cu_seq_lens_q` and `seq_idx`; attention, unless it is FlashAttention's or ours, of position_ids alone. Whatever the
+caller gave, both get the same documents here; what contradicts another argument, or cannot be done, raises.
 """
 
 from typing import Any, Dict, Optional, Tuple
@@ -10,7 +10,7 @@ import torch
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler
 
 from .arguments import CACHE
-from .masks import bounds_of, document_bounds
+from .masks import bounds_of, document_bounds, given_bounds, spans_of
 from .modules import is_plain
 
 DOCUMENTS = "delta_cu_seqlens"  # the argument in which a model's forward hands on the bounds that it found, in a tensor of its own
@@ -29,8 +29,7 @@ def documents_for(shape, given: Dict[str, Any]) -> Dict[str, Any]:
     """
     names = "position_ids", "attention_mask", CACHE, "use_cache", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"
     position_ids, attention_mask, cache, use_cache, cu_seq_lens_q, cu_seq_lens_k, seq_idx = map(given.get, names)
-    if cu_seq_lens_q is None and cu_seq_lens_k is not None:
-        raise ValueError("cu_seq_lens_k was given without cu_seq_lens_q, which delta nets read. Pass both, with the same bounds")
+    _refuse_bounds_of_keys_alone(cu_seq_lens_q, cu_seq_lens_k)
     cached = cache is not None or bool(use_cache)
     if cu_seq_lens_q is not None and torch.compiler.is_compiling():
         return _of_bounds_in_a_graph(shape, position_ids, attention_mask, cached, use_cache, cu_seq_lens_q)
@@ -44,9 +43,44 @@ def documents_for(shape, given: Dict[str, Any]) -> Dict[str, Any]:
     return _read_documents(shape, position_ids, attention_mask, cached, use_cache, cu_seq_lens_q, cu_seq_lens_k, seq_idx)
 
 
+def spans_in_bounds(shape, given: Dict[str, Any]) -> Tuple[Optional[torch.Tensor], Dict[str, Any]]:
+    """Reads the documents of cu_seq_lens_q for attention of ours, by the rules of `documents_for`, but that position_ids stay as they are.
+    Waits for the device.
+
+    Returns:
+        (what `spans_of` makes of them, or None where each row is one document; the arguments that change with it).
+    """
+    names = "position_ids", "attention_mask", "use_cache", "cu_seq_lens_q", "cu_seq_lens_k"
+    position_ids, attention_mask, use_cache, cu_seq_lens_q, cu_seq_lens_k = map(given.get, names)
+    _refuse_bounds_of_keys_alone(cu_seq_lens_q, cu_seq_lens_k)
+    cached = given.get(CACHE) is not None or bool(use_cache)
+    found, _, more = _read(shape, position_ids, attention_mask, cached, use_cache, cu_seq_lens_q, cu_seq_lens_k, None)
+    return (None, {"cu_seq_lens_q": None, "cu_seq_lens_k": None}) if found is None else (spans_of(found), more)
+
+
+def _refuse_bounds_of_keys_alone(cu_seq_lens_q, cu_seq_lens_k) -> None:
+    if cu_seq_lens_q is None and cu_seq_lens_k is not None:
+        raise ValueError("cu_seq_lens_k was given without cu_seq_lens_q, which is the one that is read. Pass both, with the same bounds")
+
+
 @_disable_dynamo
 def _read_documents(shape, position_ids, attention_mask, cached, use_cache, cu_seq_lens_q, cu_seq_lens_k, seq_idx):
     """What `documents_for` returns, of tensors that can be read. Waits for the device."""
+    given = shape, position_ids, attention_mask, cached, use_cache, cu_seq_lens_q, cu_seq_lens_k, seq_idx
+    found, of_positions, more = _read(*given)
+    if found is None:  # nobody has to read that again
+        said = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k, "seq_idx": seq_idx}
+        return {**more, **{name: None for name, value in said.items() if value is not None}}
+    device = next(tensor for tensor in (cu_seq_lens_q, seq_idx, position_ids) if tensor is not None).device
+    more[DOCUMENTS] = found = found.to(device, non_blocking=True)
+    if of_positions is None or _text_positions(position_ids) is None:
+        more["position_ids"] = _positions_in(found, shape, position_ids)
+    return more
+
+
+def _read(shape, position_ids, attention_mask, cached, use_cache, cu_seq_lens_q, cu_seq_lens_k, seq_idx):
+    """(the bounds of all documents [documents + 1] int32 in main memory, or None where each row is one; those that position_ids start, or
+    None; the arguments of the model's forward that change). Raises ValueError for what contradicts itself. Waits for the device."""
     name, found = _named_bounds(shape, cu_seq_lens_q, cu_seq_lens_k, seq_idx)
     without_cache = {"use_cache": False} if name is not None and use_cache is None and not cached else {}
     kept = attention_mask.cpu()[:, -shape[1] :].bool() if _is_padding(attention_mask) else None
@@ -54,7 +88,7 @@ def _read_documents(shape, position_ids, attention_mask, cached, use_cache, cu_s
     of_positions, back = _bounds_in_positions(shape, position_ids, kept if padded else None)
     if name is None:
         if cached and not back:  # positions that only leave some out are those of one document, as transformers takes them
-            return {}
+            return None, None, {}
         name, found = "position_ids", of_positions
     elif found is not None and of_positions is not None and not torch.equal(found, of_positions):
         starts = found[1:-1].tolist()[:8], of_positions[1:-1].tolist()[:8]
@@ -64,11 +98,8 @@ def _read_documents(shape, position_ids, attention_mask, cached, use_cache, cu_s
         others = of_positions[1:-1].tolist()[:8]
         text = f"{name} has one document a row, and position_ids start others at {others} (the first eight), expected the same"
         raise ValueError(f"{text}. Leave one of the two out")
-    given = next(tensor for tensor in (cu_seq_lens_q, seq_idx, position_ids) if tensor is not None)
     if found is None:
-        if cu_seq_lens_q is not None:
-            without_cache[DOCUMENTS] = torch.arange(shape[0] + 1, dtype=torch.int32, device=given.device) * shape[1]
-        return without_cache if seq_idx is None else {**without_cache, "seq_idx": None}
+        return None, of_positions, without_cache
     if cached:
         refuse_cache_of(found, shape[0], name)
     if padded:
@@ -80,10 +111,7 @@ def _read_documents(shape, position_ids, attention_mask, cached, use_cache, cu_s
     more: Dict[str, Any] = {} if use_cache is not None else {"use_cache": False}
     if kept is not None:  # all of it is kept, and transformers looks for documents only without a mask
         more["attention_mask"] = None
-    more[DOCUMENTS] = found = found.to(given.device, non_blocking=True)
-    if of_positions is None or _text_positions(position_ids) is None:
-        more["position_ids"] = _positions_in(found, shape, position_ids)
-    return more
+    return found, of_positions, more
 
 
 def _of_bounds_in_a_graph(shape, position_ids, attention_mask, cached, use_cache, cu_seq_lens_q):
@@ -123,19 +151,7 @@ def _named_bounds(shape, cu_seq_lens_q, cu_seq_lens_k, seq_idx) -> Tuple[Optiona
         index = bounds_in(seq_idx.cpu())
     if cu_seq_lens_q is None:
         return (None if seq_idx is None else "seq_idx"), index
-    if not isinstance(cu_seq_lens_q, torch.Tensor) or cu_seq_lens_q.dim() != 1:
-        found_shape = list(getattr(cu_seq_lens_q, "shape", ()))
-        raise ValueError(f"cu_seq_lens_q is a {type(cu_seq_lens_q).__name__} {found_shape}, expected a tensor [documents + 1]")
-    found = cu_seq_lens_q.cpu().unique_consecutive()
-    ends = torch.arange(0, rows * tokens + 1, tokens, dtype=found.dtype)
-    rises = found.numel() > 0 and bool((found[1:] > found[:-1]).all())
-    if not rises or found[0] != 0 or found[-1] != rows * tokens or not bool(torch.isin(ends, found).all()):
-        expected = f"rising bounds from 0 to {rows * tokens}, among them those of the {rows} rows of {tokens} tokens, one behind the other"
-        raise ValueError(f"cu_seq_lens_q is {found.tolist()[:8]} (the first eight), expected {expected}")
-    if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
-        if not torch.equal(cu_seq_lens_k.cpu().unique_consecutive().to(found.dtype), found):
-            raise ValueError("cu_seq_lens_k and cu_seq_lens_q have different bounds, expected the same. Pass one tensor for both")
-    bounds = None if found.numel() == rows + 1 else found.to(torch.int32)
+    bounds = given_bounds(shape, cu_seq_lens_q, cu_seq_lens_k)
     same = bounds is index if bounds is None or index is None else torch.equal(bounds, index)
     if seq_idx is not None and not same:
         raise ValueError("seq_idx and cu_seq_lens_q have documents with different bounds, expected the same. Leave one of the two out")
