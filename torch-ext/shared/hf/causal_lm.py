@@ -12,11 +12,13 @@ from ..ops.cross_entropy import LinearCrossEntropyOutput, Options, cross_entropy
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from .explanation import Reason
 from .head import Head, Unmade, check_head
+from .lookups import replaced_below
 from .modules import (
     OFF,
     SAVED,
     all_are_listened_to,
     call_with,
+    is_transformers_own,
     original_forward,
     plain_weight,
     sharded_weight,
@@ -171,12 +173,14 @@ def output_with_metrics(cls):
 
 def why_loss_is_not_standard(model) -> Optional[Reason]:
     """Why what follows the logits is not transformers' causal LM loss in transformers' own forward; None when it is."""
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
     if OFF in model.__dict__:
         return Reason("model", "it was taken off after another library had wrapped the model's forward")
-    if model.loss_function is not ForCausalLMLoss:
+    loss = model.loss_function
+    if not is_transformers_own(loss, "transformers.loss.loss_utils", "ForCausalLMLoss"):
         return Reason("loss", "model.loss_function is not transformers' own")
+    replaced = replaced_below(loss)
+    if replaced:
+        return Reason("below", replaced)
     if SHAPE in model.__dict__:
         return None
     module = original_forward(model).__module__

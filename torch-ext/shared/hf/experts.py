@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -9,6 +10,7 @@ from ..ops.common import autocasts
 from ..ops.experts import experts
 from ..runtime.device import PLAIN
 from .explanation import Reason
+from .lookups import replaced_below
 from .modules import is_silu, is_transformers_own, original_forward
 
 MOE = "transformers.integrations.moe"
@@ -21,9 +23,11 @@ def _experts_gate(layer):
     `_apply_gate` is what transformers' implementations call between the two projections: its own default one for gate before up,
     and GPT-OSS's, which is told by its two constants.
     """
-    gate = getattr(type(layer), "_apply_gate", None)
+    gate: Any = getattr(type(layer), "_apply_gate", None)
     module = getattr(gate, "__module__", "")
     if gate is None or not getattr(layer, "has_gate", False) or getattr(layer, "has_post_expert_norm", False):
+        return None
+    if not is_transformers_own(gate, module, gate.__qualname__) or replaced_below(gate):
         return None
     if module == MOE:
         known = layer.is_concatenated and is_silu(layer.act_fn)
@@ -39,6 +43,9 @@ def experts_or_reason(layer):
     gate = _experts_gate(layer)
     if gate is None:
         return Reason("called", "the gate of experts is one that is not known")
+    replaced = replaced_below(sys.modules[MOE].grouped_mm_experts_forward) or replaced_below(original_forward(layer))
+    if replaced:
+        return Reason("below", replaced)
     weights = [layer.gate_up_proj, layer.down_proj]
     if layer.has_bias:
         weights += [layer.gate_up_proj_bias, layer.down_proj_bias]
