@@ -23,6 +23,7 @@ def check_masked(ops, loss, level="token", of_answers=False):
     for value in (None, float("nan"), -1e6):
         hidden = randn(ANSWERS, TOKENS, 8, dtype=torch.float32, device="cpu").requires_grad_()
         weight, ref, old = (randn(n, m, dtype=torch.float32, device="cpu", seed=n + m) for n, m in ((CLASSES, 8), *[(ANSWERS, TOKENS)] * 2))
+        ref, old = ref - 3, old - 3  # about the policy's: ratios about 1
         shape = (ANSWERS,) if of_answers else (ANSWERS, TOKENS)
         said = {"advantages": -1 - torch.rand(shape, generator=torch.Generator().manual_seed(1)),
                 "correction": 1 + torch.rand(shape, generator=torch.Generator().manual_seed(2))}  # fmt: skip
