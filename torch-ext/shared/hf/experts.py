@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..ops.common import autocasts
+from ..ops.common import autocasts, constant_when_traced
 from ..ops.experts import experts
 from ..runtime.device import PLAIN
 from .explanation import Reason
@@ -27,7 +27,7 @@ def _experts_gate(layer):
     module = getattr(gate, "__module__", "")
     if gate is None or not getattr(layer, "has_gate", False) or getattr(layer, "has_post_expert_norm", False):
         return None
-    if not is_transformers_own(gate, module, gate.__qualname__) or replaced_below(gate):
+    if not _is_own_gate(gate):
         return None
     if module == MOE:
         known = layer.is_concatenated and is_silu(layer.act_fn)
@@ -35,6 +35,11 @@ def _experts_gate(layer):
     if module.startswith("transformers.models.gpt_oss.") and not layer.is_concatenated:
         return {"interleaved": True, "alpha": layer.alpha, "limit": layer.limit}
     return None
+
+
+@constant_when_traced
+def _is_own_gate(gate) -> bool:
+    return is_transformers_own(gate, gate.__module__, gate.__qualname__) and not replaced_below(gate)
 
 
 def experts_or_reason(layer):
