@@ -263,6 +263,12 @@ def sharded_weight(layer):
     return parameters.get("weight")
 
 
+def decoder_of(causal_lm):
+    """The model without a head in a causal LM: "model" in most families, "transformer" in GPT-2's. None where there is none."""
+    modules = causal_lm._modules
+    return modules.get(getattr(causal_lm, "base_model_prefix", ""), modules.get("model"))
+
+
 def whole_shape(weight) -> torch.Size:
     """The shape of a weight, also of one of which ZeRO-3 keeps only this process's part here."""
     return getattr(weight, "ds_shape", weight.shape)

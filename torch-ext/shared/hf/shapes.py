@@ -22,7 +22,7 @@ from .forwards import rotary_of, unless_replaced
 from .known_texts import TEXTS
 from .layers import causal_lm_of, mlp_of, rms_norm_of
 from .lookups import ROTARY, function_in, replaced_below
-from .modules import without_decorators
+from .modules import decoder_of, without_decorators
 from .ownership import bind, copy_with
 
 HALF = "rotate_half"
@@ -222,7 +222,7 @@ def _is_mlp(module) -> bool:
 
 
 def _is_causal_lm(module) -> bool:
-    decoder, head = module._modules.get("model"), module._modules.get("lm_head")
+    decoder, head = decoder_of(module), module._modules.get("lm_head")
     return head is not None and hasattr(decoder, "config") and hasattr(getattr(module, "config", None), "vocab_size")
 
 
