@@ -27,7 +27,7 @@ from .attention_choice import (
     watch_attention,
 )
 from .binding import bound_modules
-from .causal_lm import LOSS_OPTIONS, OPTIONS, SHAPE, output_with_metrics
+from .causal_lm import LOSS_OPTIONS, OPTIONS, SAID, SHAPE, output_with_metrics
 from .checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
 from .experts import EXPERTS, experts_implementation
 from .families import LOSS, Families, Targets, argument_of, hub_names_of
@@ -40,7 +40,7 @@ from .versions import modeling_of, note, unknown_texts
 from .wrapped import put
 
 OFFERED_EXPERTS = SAVED + "experts"  # on transformers' table of experts: by package, the function that it offers there
-TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, WITHOUT, SHAPE  # on a module: what kernelize() was told of its model
+TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, WITHOUT, SHAPE, SAID  # on a module: what kernelize() was told of its model, and what it said
 
 
 class Family(NamedTuple):
