@@ -2,12 +2,14 @@
 without the packages, and are named by `explain`."""
 
 import functools
+import importlib.util
 import sys
 
 import pytest
 import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import nn
+from transformers.activations import GELUTanh
 from transformers.integrations import moe
 from transformers.loss import loss_utils
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
@@ -182,3 +184,26 @@ def test_a_graph_calls_it(qwen3, monkeypatch):
     monkeypatch.setattr(nn.functional, "silu", lambda x, inplace=False: x * torch.sigmoid(2 * x))
     expected = step(model)
     check_compiled(qwen3.kernelize(model), expected, input_ids=TOKENS, labels=TOKENS, use_cache=False)
+
+
+def test_what_stood_there_before_the_package_was_imported(qwen3, monkeypatch):
+    """Is not taken for PyTorch's own."""
+    name = f"{qwen3.__name__}.shared.hf.modules"
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Linear, "forward", louder(nn.Linear.forward, []))
+        patch.setattr(nn.functional, "gelu", louder(nn.functional.gelu, []))
+        spec = importlib.util.spec_from_file_location(f"{name}_again", sys.modules[name].__file__)
+        again = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(again)
+        assert again.why_not_plain(nn.Linear(2, 2, bias=False)).text == "torch.nn.Linear.forward was replaced"
+        assert not again.is_gelu_tanh(GELUTanh())
+    assert again.is_gelu_tanh(GELUTanh())
+
+
+def test_an_object_of_a_library_s_class_that_is_called(qwen3):
+    """As torch.library.custom_op makes one of a function; one of a user's class is named."""
+    lookups = importlib.import_module(f"{qwen3.__name__}.shared.hf.lookups")
+    names = {"__name__": "transformers.models", "name": torch.library.custom_op("bastile_tests::same", torch.clone, mutates_args=(),
+                                                                             schema="(Tensor x) -> Tensor")}  # fmt: skip
+    assert lookups._stranger(names, "name") == ""
+    assert "functools.partial" in lookups._stranger({**names, "name": functools.partial(nn.functional.silu)}, "name")

@@ -4,7 +4,6 @@ place."""
 
 import dis
 import functools
-import os
 import sys
 from operator import itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -162,7 +161,7 @@ def _stranger(space: Space, name: str) -> str:
         own = sys.modules.get(named) is value and (named == name or named.partition(".")[0] in LIBRARIES)
     elif type(value) is BuiltinFunctionType:
         own = value.__name__.endswith(name)
-    elif callable(value):
+    elif isinstance(value, (FunctionType, nn.Module, _CACHED)):
         own = _is_librarys(original_in(value), name)
     else:
         own = type(value).__module__.partition(".")[0] in VALUES
@@ -177,10 +176,12 @@ def _is_librarys(function, name: str) -> bool:
     while True:
         if type(function) is _CACHED:
             function = function.__wrapped__
-        code, library = getattr(function, "__code__", None), getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
-        folder = os.path.dirname(getattr(sys.modules.get(library), "__file__", None) or "")
-        if code is None or not (of_equal or library in LIBRARIES) or not code.co_filename.startswith(folder + os.sep):
+        code, module = getattr(function, "__code__", None), getattr(function, "__globals__", {}).get("__name__", "")
+        if code is None or not (of_equal or module.partition(".")[0] in LIBRARIES):
             return False
+        file = "/".join(module.split(".")[-2:])
+        if not code.co_filename.replace("\\", "/").endswith((f"{file}.py", f"{file}/__init__.py")):
+            return False  # made there by exec()
         if not hasattr(function, "__wrapped__"):
             return of_equal or code.co_name == name
         function = function.__wrapped__

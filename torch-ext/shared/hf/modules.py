@@ -236,7 +236,7 @@ def why_not_plain(layer, with_bias: bool = False) -> Optional[Reason]:
     if not is_plain(weight):
         return Reason("tensor", f"its weight is a {type(weight).__name__}")
     if nn.Linear.forward is not FORWARDS[nn.Linear]:
-        return Reason("replaced", "torch.nn.Linear.forward was replaced")
+        return Reason("below", "torch.nn.Linear.forward was replaced")
     replaced = "" if nn.functional.linear is _linear else replaced_below(FORWARDS[nn.Linear])
     return Reason("below", replaced) if replaced else None
 
