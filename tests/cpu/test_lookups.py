@@ -152,13 +152,12 @@ def test_the_gate_of_experts(qwen3, monkeypatch):
     step(qwen3.kernelize(model)).assert_same(expected)
 
 
-@pytest.mark.parametrize("name", ("_grouped_linear", "_default_apply_gate"))
-def test_a_function_of_experts(qwen3, name, monkeypatch):
+def test_a_function_of_experts(qwen3, monkeypatch):
     model, calls = tiny_qwen3_moe(), []
-    monkeypatch.setattr(moe, name, louder(getattr(moe, name), calls))
+    monkeypatch.setattr(moe, "_grouped_linear", louder(moe._grouped_linear, calls))
     expected, count = step(model), len(calls)
     step(qwen3.kernelize(model)).assert_same(expected)
-    assert len(calls) == 2 * count
+    assert len(calls) == 2 * count > 0
 
 
 @pytest.mark.parametrize("where", (nn.Dropout, nn.functional))
