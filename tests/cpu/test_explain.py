@@ -1,5 +1,6 @@
 """`explain` and `report`: what they say is what runs."""
 
+import contextlib
 import copy
 import importlib
 import re
@@ -249,6 +250,48 @@ def test_it_runs_as_a_module(qwen3, capsys, monkeypatch):
 
 def shared(package, name):
     return importlib.import_module(f"{package.__name__}.shared.{name}")
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+MODES = {
+    "no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "a default device": lambda: torch.device("meta"), "a default dtype": lambda: default_dtype(torch.float16),
+    "a wide default dtype": lambda: default_dtype(torch.float64),
+}  # fmt: skip
+
+
+class Tripled(torch.autograd.Function):
+    """The identity, with a wrong gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad if grad.dtype == torch.float64 else 3 * grad
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_check_sets_its_own_modes(qwen3, mode, monkeypatch):
+    module = shared(qwen3, "hf.self_check")
+    chosen = {title: check for title, check in module.checks().items() if title in ("rms_norm", "linear_cross_entropy", "AdamW")}
+    assert len(chosen) >= 2
+    monkeypatch.setattr(module, "checks", lambda: {**chosen, "wrong": lambda i: Tripled.apply(i.leaf(3))})
+    expected = module.run()
+    with MODES[mode]():
+        found = module.run()
+    assert [outcome.failures != () for outcome in found.cases] == [outcome.title == "wrong" for outcome in found.cases]
+    assert found.cases == expected.cases
 
 
 @pytest.mark.parametrize("name", ("qwen3", "gpt_oss", "liger"))

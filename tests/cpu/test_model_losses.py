@@ -1,13 +1,15 @@
 """The loss of a model with the layers: its options, what else it returns, and losses of the user's own."""
 
+import importlib
 import pickle
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 from tests.layer_steps import LABELS, TOKENS, bound, compare
-from tests.models import VOCABULARY, Step, compiled_step, tiny_model
+from tests.models import VOCABULARY, Step, compiled_step, tiny_model, tiny_qwen3_moe
 from tests.ops.linear_cross_entropy import cross_entropy_exact
 from tests.tolerances import assert_close
 from tests.versions import needs_compiler
@@ -230,3 +232,49 @@ def test_for_causal_lm_loss(qwen3, num_items, shifted):
     assert torch.equal(found.predicted_tokens, of_logits.predicted_tokens)
     assert_close(found.loss, of_logits.loss, torch.float32)
     assert found.loss > 1.1 * expected
+
+
+def test_logits_that_were_not_expected_are_told_once(qwen3):
+    """With the reason, for each model; not where the user asked for logits, or for another loss."""
+    model = qwen3.kernelize(tiny_model())
+    model.lm_head.register_forward_hook(lambda *_: None)
+    inputs = {"input_ids": TOKENS, "labels": LABELS}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model(**inputs, skip_logits=False).logits is not None
+        assert model.eval()(**inputs).logits is not None
+    with pytest.warns(RuntimeWarning, match="makes all logits for its loss: lm_head: hooks listen to it. What to do: remove"):
+        model.train()(**inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**inputs)
+        other = qwen3.kernelize(tiny_model())
+        other.loss_function = lambda logits, labels, vocab_size, **_: logits.mean()
+        other(**inputs)
+    model.lm_head._forward_hooks.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.functional, "cross_entropy", lambda logits, *_, **__: logits.mean())
+        with pytest.warns(RuntimeWarning, match=r"torch.nn.functional.cross_entropy is .*test_model_losses"):
+            model(**inputs)
+    qwen3.reset()
+    assert not any(name.startswith("_bastile") for name in vars(model))
+
+
+@pytest.mark.parametrize("routers", (False, True))
+def test_a_tuple_has_none_where_transformers_has_logits(qwen3, routers):
+    model = tiny_qwen3_moe(output_router_logits=routers)
+    plain = model(input_ids=TOKENS, labels=LABELS, return_dict=False)
+    found = qwen3.kernelize(model)(input_ids=TOKENS, labels=LABELS, return_dict=False)
+    assert [type(value) for value in found] == [type(value) if i != 1 + routers else type(None) for i, value in enumerate(plain)]
+
+
+def test_the_decoder_of_a_model_has_another_name_than_model(qwen3, monkeypatch):
+    """As GPT-2's: padding is left out there, too."""
+    model = qwen3.kernelize(tiny_model())
+    model.set_attn_implementation("bastile")
+    monkeypatch.setattr(type(model), "base_model_prefix", "transformer")
+    model._modules = {"transformer": model.model, "lm_head": model.lm_head}
+    padding = importlib.import_module(f"{qwen3.__name__}.shared.hf.padding")
+    mask = (torch.arange(TOKENS.shape[1]) < TOKENS.shape[1] - 2).long().expand_as(TOKENS)
+    kwargs = {"input_ids": TOKENS, "attention_mask": mask, "use_cache": False}
+    assert "shift_labels" in padding.without_padding(model, torch.full((TOKENS.numel(),), -100), -100, kwargs, {})

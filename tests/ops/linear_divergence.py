@@ -16,7 +16,7 @@ CASES = tuple(
     for beta in (0.0, 0.3, 1.0)
     for options in (
         {}, {"frozen": True, "scale": -1.3, "teacher_scale": -0.7}, {"bias": True, **CAPPED},
-        {"bias": True, "frozen": True, "shape": (2, 3), **CAPPED},
+        {"bias": True, "frozen": True, "shape": (2, 3), **CAPPED}, {"bias": True, "frozen": "weight"},
     )
 )  # fmt: skip
 ABSOLUTE_ERROR = 3e-5  # logits are not rounded, whatever the dtype
@@ -26,13 +26,14 @@ def check_linear_divergence(
     ops, device, dtype, shape=(7,), features=48, teacher_features=32, classes=300, beta=0.0, bias=False, frozen=False, temperature=1.0,
     softcap=None, scale=1.0, teacher_softcap=None, teacher_scale=1.0, chunk=None, weight_dtype=None, size=1.0,
 ):  # fmt: skip
-    """size: of the student's logits. chunk: tokens of a chunk, instead of all."""
+    """size: of the student's logits. chunk: tokens of a chunk, instead of all. frozen: the head, or "weight" for all of it but its bias."""
     def head(width, seed, size=1.0):
         states = randn(*shape, width, dtype=dtype, device=device, seed=seed, scale=size)
         weight = randn(classes, width, dtype=dtype, device=device, seed=seed + 1, scale=0.2).to(weight_dtype or dtype)
         return states, weight, randn(classes, dtype=dtype, device=device, seed=seed + 2).to(weight_dtype or dtype) if bias else None
 
-    student = [None if t is None else leaf(t).requires_grad_(i == 0 or not frozen) for i, t in enumerate(head(features, 0, size))]
+    trained = (0,) if frozen is True else (0, 2) if frozen else (0, 1, 2)
+    student = [None if t is None else leaf(t).requires_grad_(i in trained) for i, t in enumerate(head(features, 0, size))]
     teacher = head(teacher_features, 5)
     given = [t for t in (*student, *teacher) if t is not None]
     before = [t.detach().clone() for t in given]
@@ -49,8 +50,8 @@ def check_linear_divergence(
             alone = ops.linear_divergence(*arguments, **options)
         upstream = randn(*shape, dtype=torch.float32, device=device, seed=9)
         leaves = [t for t in student if t is not None and t.requires_grad]
-        gradients = torch.autograd.grad(found.divergence, leaves, upstream, retain_graph=True)
-        again = torch.autograd.grad(found.divergence, leaves, upstream)
+        gradients = torch.autograd.grad(found.divergence, leaves, upstream, retain_graph=True, materialize_grads=True)
+        again = torch.autograd.grad(found.divergence, leaves, upstream, materialize_grads=True)
     finally:
         module.plan_chunks = kept
     student64 = [None if t is None else exact(t) for t in student]
@@ -111,6 +112,24 @@ def check_not_a_number(ops, device, dtype):
             assert torch.equal(good[[0, 2, 3]], bad[[0, 2, 3]]) and bad[1].isnan().all(), "a row that is no number"
 
 
+def check_silent_tokens(ops, device, dtype, frozen=False):
+    """A token whose divergence gets a gradient of 0: nothing, though its teacher's logits are no numbers."""
+    for beta in (0.0, 0.5, 1.0):
+        results = []
+        for bad in (False, True):
+            leaves = [leaf(randn(*shape, dtype=dtype, device=device, seed=i)) for i, shape in enumerate(((4, 16), (90, 16), (90,)))]
+            wanted = leaves[:1] if frozen else leaves
+            hidden, weight, bias = (t if not frozen or t is leaves[0] else t.detach() for t in leaves)
+            teacher = randn(4, 16, dtype=dtype, device=device, seed=5)
+            if bad:
+                teacher[1] = float("nan")
+            found = ops.linear_divergence(hidden, weight, teacher, weight.detach(), bias, beta=beta)
+            upstream = torch.tensor([1.0, 0.0, 0.5, -2.0], device=device)
+            results.append(torch.autograd.grad(found.divergence, wanted, upstream))
+        for good, bad in zip(*results):
+            assert torch.equal(good, bad), f"beta {beta}: a token with a gradient of 0"
+
+
 def check_large_logits(ops, device, classes=2500, **scores):
     """Logits that are one large number in every class, of the student or of the teacher: p or q is 1 / classes."""
     top, plain = torch.finfo(F32).max, randn(classes, dtype=F32, device=CPU)
@@ -145,6 +164,8 @@ def all_cases(ops, device, dtypes=FLOATS):
         yield f"no tokens {dtype}", partial(check_no_tokens, ops, device, dtype)
         yield f"the same heads {dtype}", partial(check_same_heads, ops, device, dtype)
         yield f"not a number {dtype}", partial(check_not_a_number, ops, device, dtype)
+        for frozen in (False, True):
+            yield f"silent tokens {frozen} {dtype}", partial(check_silent_tokens, ops, device, dtype, frozen)
         if dtype == torch.float32:
             for scores in LARGE:
                 yield f"large logits {scores}", partial(check_large_logits, ops, device, **scores)
@@ -171,7 +192,12 @@ MUTANTS = [
     *errors_in(KERNELS, "falling", "log_p", ("ct.where(cols < logits.shape[1], bits, LEAST)", "bits")),
     (KERNELS, "finite", "ct.where(bits < LEAST, LEAST, bits)", "ct.maximum(bits, LEAST)", "nan"),
     *errors_in(OPERATION, "frozen", "_LinearDivergence.forward", ("backward(gradients.hidden,", "backward(-gradients.hidden,")),
-    *errors_in(OPERATION, "frozen", "_LinearDivergence.backward", ("upstream[:, None] if factor is None", "1.0 if factor is None")),
+    *errors_in(OPERATION, "a trained bias", "_LinearDivergence.forward", ("not (needs[1] or needs[2])", "not needs[1]")),
+    *errors_in(OPERATION, "frozen", "_LinearDivergence.backward",
+         ("upstream[:, None] if factor is None", "1.0 if factor is None"),
+         ("torch.where(upstream[:, None] == 0, 0.0, gradient * number)", "(gradient * number)", "silent tokens, frozen")),
+    *errors_in(OPERATION, "silent tokens", "_TorchPiece.write", ("torch.where(scale[:, None] == 0, 0.0, dz)", "dz"), kernels=False),
+    *errors_in(KERNELS, "silent tokens", "head_divergence_gradient", ("ct.where(g == 0.0, 0.0, dx)", "dx")),
     *errors_in(OPERATION, "chunks", "_run", ("teacher_hidden[rows]", "teacher_hidden[: logits.shape[0]]")),
     *errors_in(OPERATION, "fp16", "_Piece.gradient", ("scale = scale * power", "pass")),
     *errors_in(OPERATION, "between", "_TorchPiece.write", ("- self.own[:, None]", ""), ("dz * slope", "dz"), kernels=False),
@@ -184,6 +210,9 @@ CHECKS = of_suite({
     "fp16": lambda ops: check_linear_divergence(ops, "cpu", torch.float16),
     "falling": lambda ops: check_large_logits(ops, "cpu", **LARGE[2]),
     "nan": lambda ops: check_not_a_number(ops, "cpu", F32),
+    "a trained bias": lambda ops: check_linear_divergence(ops, "cpu", F32, bias=True, frozen="weight"),
+    "silent tokens": lambda ops: check_silent_tokens(ops, "cpu", F32),
+    "silent tokens, frozen": lambda ops: check_silent_tokens(ops, "cpu", F32, frozen=True),
 })
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from ..decoder.projection import FourBitWeight, Projection, is_traceable
 from ..ops.common import constant_when_traced
 from .explanation import Reason
-from .modules import own_forward, plain_weight, why_not_plain
+from .modules import own_forward, plain_weight, runs_torchs, why_not_plain
 
 LORA = {"peft.tuners.lora.layer": "Linear", "peft.tuners.lora.bnb": "Linear4bit"}  # by module: the class whose sum is `Projection`'s
 FOUR_BIT = ("bitsandbytes.nn.modules", "Linear4bit")
@@ -165,7 +165,7 @@ def projection_or_reason(layer, dtype: torch.dtype, wider: bool = False) -> Unio
 def _dropout(layer) -> Optional[float]:
     """The probability with which a layer zeroes an element now; None for a layer that has to be called."""
     cls = type(layer)
-    if cls is not nn.Identity and cls is not nn.Dropout or own_forward(layer) is not cls.forward or "forward" in layer.__dict__:
+    if cls is not nn.Identity and cls is not nn.Dropout or not runs_torchs(layer, cls) or "forward" in layer.__dict__:
         return None
     if cls is nn.Identity:
         return 0.0

@@ -1,6 +1,7 @@
 """The forward of a causal LM, whose loss needs no logits, and its loss in the forms that transformers asks for."""
 
 import dataclasses
+import warnings
 from contextlib import nullcontext
 from typing import Optional
 
@@ -10,13 +11,15 @@ from torch import nn
 from ..ops.common import autocasts
 from ..ops.cross_entropy import LinearCrossEntropyOutput, Options, cross_entropy_of_logits
 from ..ops.linear_cross_entropy import linear_cross_entropy
-from .explanation import Reason
+from .explanation import ADVICE, Reason
 from .head import Head, Unmade, check_head
+from .lookups import replaced_below
 from .modules import (
     OFF,
     SAVED,
     all_are_listened_to,
     call_with,
+    is_transformers_own,
     original_forward,
     plain_weight,
     sharded_weight,
@@ -27,6 +30,8 @@ from .padding import without_padding
 
 NO_CHANGE = Head()
 SHAPE = SAVED + "shape"  # on a causal LM whose forward is known by its text (shapes.py)
+SAID = SAVED + "said"  # on a causal LM: the reasons for which it made logits, that the user was told
+WANTED = ("loss", "model")  # reasons for logits that are the user's own wish: a loss or a forward of their own
 LOSS_OPTIONS = SAVED + "loss_options"  # what apply() was told about the loss, on the class of the causal LM
 
 
@@ -171,12 +176,14 @@ def output_with_metrics(cls):
 
 def why_loss_is_not_standard(model) -> Optional[Reason]:
     """Why what follows the logits is not transformers' causal LM loss in transformers' own forward; None when it is."""
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
     if OFF in model.__dict__:
         return Reason("model", "it was taken off after another library had wrapped the model's forward")
-    if model.loss_function is not ForCausalLMLoss:
+    loss = model.loss_function
+    if not is_transformers_own(loss, "transformers.loss.loss_utils", "ForCausalLMLoss"):
         return Reason("loss", "model.loss_function is not transformers' own")
+    replaced = replaced_below(loss)
+    if replaced:
+        return Reason("below", replaced)
     if SHAPE in model.__dict__:
         return None
     module = original_forward(model).__module__
@@ -205,6 +212,23 @@ def why_head_is_not_plain(model) -> Optional[Reason]:
     return None if rows == expected else Reason("model", f"lm_head has {rows} rows, and config.vocab_size is {expected}")
 
 
+def _skips_logits(model, kwargs) -> bool:
+    """Tells whether a call with labels is asked for a loss without logits. kwargs: of the call."""
+    asked = kwargs.get("skip_logits", dict(getattr(model, LOSS_OPTIONS, ())).get("skip_logits"))
+    return model.training if asked is None else asked
+
+
+def _say_that_logits_are_made(model, reason: Reason, kwargs) -> None:
+    """Warns, once for each model and reason, where a loss should need no logits and they are made. kwargs: of the call."""
+    if torch.compiler.is_compiling() or not _skips_logits(model, kwargs):
+        return
+    said = vars(model).setdefault(SAID, set())
+    if reason.text not in said:
+        said.add(reason.text)
+        advice = f". What to do: {ADVICE[reason.code]}" if ADVICE[reason.code] else ""
+        warnings.warn(f"{type(model).__name__} makes all logits for its loss: {reason.text}{advice}", RuntimeWarning, stacklevel=3)
+
+
 def causal_lm_forward(self, labels=None, head=NO_CHANGE, **kwargs):
     """Serves as the forward of a causal LM. Training with labels gives the loss without logits; everything else is the model's own forward.
 
@@ -216,20 +240,25 @@ def causal_lm_forward(self, labels=None, head=NO_CHANGE, **kwargs):
             a loss comes without logits, in training mode by default.
     """
     forward = original_forward(self)
-    if labels is None or why_loss_is_not_standard(self):
+    reason = None if labels is None else why_loss_is_not_standard(self)
+    if reason is not None and reason.code not in WANTED:
+        _say_that_logits_are_made(self, reason, kwargs)
+    if labels is None or reason is not None:
         return forward(self, labels=labels, **kwargs)
     if "num_items" in kwargs:
         kwargs["num_items_in_batch"] = _items(kwargs.get("num_items_in_batch"), kwargs)
         del kwargs["num_items"]
+    skip_logits, reason = _skips_logits(self, kwargs), why_head_is_not_plain(self)
+    if reason is not None:
+        _say_that_logits_are_made(self, reason, kwargs)
     options = dict(getattr(self, LOSS_OPTIONS, ()))
     for name in (*OPTIONS, "skip_logits"):
         if name in kwargs:
             options[name] = kwargs.pop(name)
+    options.pop("skip_logits", None)
     if "ignore_index" in options:
         kwargs.setdefault("ignore_index", options.pop("ignore_index"))
-    skip_logits = options.pop("skip_logits", None)
-    skip_logits = self.training if skip_logits is None else skip_logits
-    if skip_logits and not why_head_is_not_plain(self):
+    if skip_logits and reason is None:
         seen: _WithLoss = _Headless(self, options, head)
     elif options:
         skip_logits, seen = False, _WithLoss(self, options)
@@ -251,4 +280,8 @@ def causal_lm_forward(self, labels=None, head=NO_CHANGE, **kwargs):
         cls = output_with_metrics(cls)
         fields.update(seen.found._asdict())
     output = cls(**fields)
-    return output.to_tuple() if as_tuple else output
+    if not as_tuple:
+        return output
+    values = ((field.name, getattr(output, field.name)) for field in dataclasses.fields(output))
+    # None stands where a tuple of transformers has logits, so that what comes after them is not taken for these.
+    return tuple(value for name, value in values if value is not None or (skip_logits and name == "logits"))

@@ -6,6 +6,7 @@ products. One that is anything else (another adapter, sharded, hooked) is called
 it. A layer with anything else unexpected (hooks on its parts, a tracer) runs as transformers wrote it, on the layers of this package.
 """
 
+import functools
 import sys
 from typing import Dict, List, NamedTuple, Optional, Tuple, Union
 
@@ -18,7 +19,7 @@ from ..decoder.norms import add_rms_norm, rms_norm
 from ..decoder.projection import Projection
 from ..decoder.sparse import norm_experts
 from ..decoder.spec import Inputs, Norm, Outputs
-from ..ops.common import autocasts, constant
+from ..ops.common import autocasts, constant, constant_when_traced
 from ..ops.rotary import qk_norm_rotary
 from ..runtime.device import PLAIN
 from .adapters import projection_or_reason, projections
@@ -26,11 +27,12 @@ from .arguments import CACHE, SINCE_5_24
 from .checkpointing import attend_once, captured_alike, keeps_attention, recomputes_mlp, warn_of_kept_mlp
 from .explanation import Reason
 from .families import Family
+from .lookups import ROTARY, SAVED, Lookups, overridden, replaced_below
 from .masks import unless_none
-from .modules import OwnForwards, all_are_listened_to, is_activation, original_forward, own_forward, why_not_own
+from .modules import ACTIVATIONS, OwnForwards, all_are_listened_to, is_activation, original_forward, own_class, runs_torchs, why_not_own
 from .sparse_block import SparseBlock, is_sparse, sparse_block_or_reason
+from .wrapped import inside
 
-ROTARY = "apply_rotary_pos_emb"
 Groups = List[Tuple[str, Dict[str, nn.Module]]]  # (part of a layer, its projections by name)
 
 
@@ -54,7 +56,20 @@ class FusedLayer(OwnForwards):
         self.head_norms = () if family.qk_norm == "none" else ("q_norm", "k_norm")
         self.of_mlp = (*family.gate_up, family.down)  # the projections
         self.rotary_functions = () if family.mixers else (ROTARY, *family.position_scale[:1])  # of the module
+        self.classes = (f"{family.prefix}DecoderLayer", *family.classes())
         self.specs: dict = {}  # descriptions that were made, by what they follow from
+
+    @functools.cached_property
+    def lookups(self) -> Lookups:
+        """What the forwards of the family look up, except for what this file looks up where they do."""
+        found = (own_class(sys.modules[self.modeling], name) for name in self.classes)
+        forwards = [inside(getattr(cls, SAVED + "forward", cls.forward)) for cls in found if cls is not None]
+        return Lookups(forwards, ("eager_attention_forward", *self.family.position_scale[:1]))
+
+    @constant_when_traced
+    def replaced(self) -> str:
+        """Says what is not the library's own of that; "" for nothing."""
+        return self.lookups.replaced()
 
     def norm(self, eps: Optional[float]) -> Norm:
         """The description of one of the family's norms; eps: None for no norm."""
@@ -116,7 +131,7 @@ def weight_of(norm):
 
 def has_plain_norm(own: OwnForwards, norm, x) -> bool:
     weight = norm.__dict__["_parameters"].get("weight")
-    return type(weight) in PLAIN and weight.dtype == x.dtype and own.run_by(norm)
+    return type(weight) in PLAIN and weight.dtype == x.dtype and own.run_by(norm) and not overridden(type(norm))
 
 
 def why_not_fusable(own: FusedLayer, layer, x) -> Optional[Reason]:
@@ -140,14 +155,20 @@ def why_not_fusable(own: FusedLayer, layer, x) -> Optional[Reason]:
         if not has_plain_norm(own, norm, x):
             weight = f"a weight that is not an ordinary tensor of {x.dtype}"
             return Reason("hooks", f"a norm has hooks, a replaced forward, or {weight}")
-    if not is_sparse(mlp) and not is_activation(_parts(mlp).get(family.act), family.activation):
+    activation = None if is_sparse(mlp) else _parts(mlp).get(family.act)
+    if not is_sparse(mlp) and not is_activation(activation, family.activation):
+        if isinstance(activation, (nn.SiLU, sys.modules[ACTIVATIONS].SiLUActivation)) and replaced_below(type(activation).forward):
+            return Reason("below", replaced_below(type(activation).forward))
         return Reason("hooks", f"the activation of {family.block} is not {NAMES[family.activation]}, or has hooks")
     for name in family.dropouts:
-        if type(parts[name]) is not nn.Dropout or own_forward(parts[name]) is not nn.Dropout.forward or (parts[name].p and layer.training):
+        if type(parts[name]) is not nn.Dropout or not runs_torchs(parts[name], nn.Dropout) or (parts[name].p and layer.training):
             return Reason("model", f"{name} zeroes elements, or is not torch.nn.Dropout")
     for function in own.rotary_functions:
         if not own.rotary(function):
             return Reason("replaced", f"{function} is not transformers' own")
+    replaced = own.replaced()
+    if replaced:
+        return Reason("below", replaced)
     if family.multiplier is not None and not isinstance(getattr(layer, family.multiplier), (int, float)):
         return Reason("model", f"{family.multiplier} is not a number: a tensor may want a gradient")
     return None

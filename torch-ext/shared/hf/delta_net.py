@@ -2,6 +2,7 @@
 
 import sys
 from types import FunctionType
+from typing import Any, Dict
 
 import torch
 from torch.nn.functional import softplus
@@ -13,7 +14,8 @@ from ..ops.gated_delta_step import gated_delta_step
 from ..ops.gated_rms_norm import gated_rms_norm
 from ..ops.short_conv import TAPS, short_conv
 from .arguments import NET_CACHE
-from .modules import beside_class, is_plain, original_forward
+from .lookups import Lookups, original_in
+from .modules import ACTIVATIONS, beside_class, is_marked, is_plain, original_forward, without_decorators
 from .row_documents import DOCUMENTS, bounds_in, refuse_cache_of
 
 NET = "linear_attn"  # a decoder layer's attribute
@@ -23,15 +25,16 @@ INPUTS, INPUTS_BY_KEY_HEAD = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_
 
 def gated_norm_forward(layer, hidden_states, gate):
     """Serves as the forward of a gated RMSNorm with `weight` and `variance_epsilon`, whose gate goes through SiLU."""
-    weight = layer.weight
+    weight, own = layer.weight, original_forward(layer)
     if is_plain(weight) and is_plain(hidden_states) and is_plain(gate) and layer.activation in ("silu", "swish"):
-        if hidden_states.dtype == gate.dtype == weight.dtype:
+        if hidden_states.dtype == gate.dtype == weight.dtype and not replaced_in_net(own):
             return gated_rms_norm(hidden_states, gate, weight, layer.variance_epsilon)
-    return original_forward(layer)(layer, hidden_states, gate)
+    return own(layer, hidden_states, gate)
 
 
 FUNCTIONS = "causal_conv1d_fn", "causal_conv1d_update", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
 LIBRARIES = "transformers", "kernels", "fla", "causal_conv1d"  # whose functions ours stand in for
+_lookups: Dict[Any, Lookups] = {}  # by the forward of a net or of its norm
 
 
 @constant_when_traced
@@ -49,11 +52,28 @@ def someone_elses_function(modeling: str) -> str:
     return ""
 
 
+@constant_when_traced
+def replaced_in_net(forward) -> str:
+    """Says what `replaced_below` does of the forward of a net or of its norm, whose SiLU comes from a table, and of the functions that a
+    net calls where these are transformers' own."""
+    if forward not in _lookups:
+        names = getattr(without_decorators(forward), "__globals__", {})
+        called = [original_in(names.get(name)) for name in FUNCTIONS]
+        own = [each for each in called if getattr(each, "__globals__", {}).get("__name__", "").startswith("transformers.")]
+        silu = sys.modules[ACTIVATIONS].SiLUActivation.forward
+        _lookups[forward] = Lookups((forward, silu, *own), (*FUNCTIONS, "apply_mask_to_padding_states"))
+    return _lookups[forward].replaced()
+
+
 def why_not_ours(layer) -> str:
     """Why a gated delta net runs as transformers wrote it; "" where it need not."""
-    other = someone_elses_function(type(layer).__module__)
+    forward = original_forward(layer)
+    other = someone_elses_function(getattr(forward, "__module__", type(layer).__module__))
     if other:
         return f"{other} is not transformers' own"
+    replaced = "" if is_marked(forward) else replaced_in_net(forward)
+    if replaced:
+        return replaced
     convolution = layer.conv1d
     if "_hf_hook" in vars(convolution):
         return "accelerate moves the convolution's weight when it is called"

@@ -2,13 +2,15 @@
 
 import sys
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
-from ..ops.common import autocasts
+from ..ops.common import autocasts, constant_when_traced
 from ..ops.experts import experts
 from ..runtime.device import PLAIN
 from .explanation import Reason
+from .lookups import replaced_below
 from .modules import is_silu, is_transformers_own, original_forward
 
 MOE = "transformers.integrations.moe"
@@ -21,9 +23,11 @@ def _experts_gate(layer):
     `_apply_gate` is what transformers' implementations call between the two projections: its own default one for gate before up,
     and GPT-OSS's, which is told by its two constants.
     """
-    gate = getattr(type(layer), "_apply_gate", None)
+    gate: Any = getattr(type(layer), "_apply_gate", None)
     module = getattr(gate, "__module__", "")
     if gate is None or not getattr(layer, "has_gate", False) or getattr(layer, "has_post_expert_norm", False):
+        return None
+    if not _is_own_gate(gate):
         return None
     if module == MOE:
         known = layer.is_concatenated and is_silu(layer.act_fn)
@@ -33,12 +37,20 @@ def _experts_gate(layer):
     return None
 
 
+@constant_when_traced
+def _is_own_gate(gate) -> bool:
+    return is_transformers_own(gate, gate.__module__, gate.__qualname__) and not replaced_below(gate)
+
+
 def experts_or_reason(layer):
     """(weights and biases, gate) of a module of transformers' with `gate_up_proj` and `down_proj`, as `experts` takes them; or the `Reason`
     why `experts` is not for it."""
     gate = _experts_gate(layer)
     if gate is None:
         return Reason("called", "the gate of experts is one that is not known")
+    replaced = replaced_below(sys.modules[MOE].grouped_mm_experts_forward) or replaced_below(original_forward(layer))
+    if replaced:
+        return Reason("below", replaced)
     weights = [layer.gate_up_proj, layer.down_proj]
     if layer.has_bias:
         weights += [layer.gate_up_proj_bias, layer.down_proj_bias]

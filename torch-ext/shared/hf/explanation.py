@@ -35,6 +35,7 @@ ADVICE = {
     "skip_logits": "leave skip_logits out of the options of the loss",
     "class": "train the text's own model, such as MistralForCausalLM, where a batch has no images",
     "loss": "leave model.loss_function as it is, or pass the options of the loss to apply()",
+    "below": "put back what the name stood for, or accept that it is called where transformers calls it",
     "apart": "call pack(model)",
     "named": 'model.set_attn_implementation("bastile") for attention of ours',
     "replaced": "call apply() or kernelize() before accelerate, TRL or others wrap the model",

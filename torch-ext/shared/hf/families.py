@@ -4,13 +4,15 @@
 (`decoder_layers`) in its package; nothing else knows a family by name.
 """
 
+import sys
 from collections.abc import Mapping
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple, Type
 
 from torch import nn
 
-from .forwards import rotary_of, rotary_pos_emb
+from .forwards import rotary_of, rotary_pos_emb, unless_replaced
 from .head import Head
+from .lookups import own_rotary, rotary_replaced
 
 LOSS = "fused_linear_cross_entropy"  # the operation of the class whose forward computes the loss
 LOSS_WITH_VISION = "loss_with_vision of "  # and a class with a vision tower in front of the decoder: the same of that
@@ -243,7 +245,9 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
         attention=f"{prefix}Attention",
         classes=classes,
         rotary=layers.rotary,
-        rotate=rotary_of(family),
+        rotate=unless_replaced(
+            rotary_of(family), lambda: rotary_replaced(family.modeling), lambda: own_rotary(sys.modules[family.modeling])
+        ),
         operations=operations,
         hub_names={**common, **of_classes, **(hub_names or {})},
         explain_layer=own.explain,

@@ -14,11 +14,15 @@ from ..decoder.spec import Inputs, Norm
 from ..ops.common import autocasts
 from ..ops.rotary import rotary, rotary_reference
 from ..ops.swiglu import mlp, swiglu
-from .modules import LAYER, all_are_listened_to, is_plain, is_silu, plain_weight
+from .lookups import LAYER, overridden, replaced_below
+from .modules import all_are_listened_to, is_plain, is_silu, original_forward, plain_weight
 
 
 def norm_forward(norm: Norm, layer, x: torch.Tensor) -> torch.Tensor:
     """The forward of a module with `weight`, and `variance_epsilon` or `eps`. norm: the description, without the epsilon."""
+    own = original_forward(layer)
+    if replaced_below(own) or overridden(type(layer)):
+        return own(layer, x)
     weight, eps = layer.weight, layer.variance_epsilon if hasattr(layer, "variance_epsilon") else layer.eps
     if is_plain(weight) and is_plain(x):
         return rms_norm(norm._replace(eps=eps), x, weight)
@@ -37,6 +41,17 @@ def rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
 
 
 setattr(rotary_pos_emb, LAYER, rotary_pos_emb)
+
+
+def unless_replaced(rotate: Callable, replaced: Callable[[], str], original: Callable[[], Callable]) -> Callable:
+    """Makes a function that rotates as `rotate` does, or as the original where a name that this looks up, such as rotate_half, stands for
+    something of the user's."""
+
+    def checked(q, k, cos, sin, unsqueeze_dim=1):
+        return (original() if replaced() else rotate)(q, k, cos, sin, unsqueeze_dim)
+
+    setattr(checked, LAYER, checked)
+    return checked
 
 
 def narrow_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):

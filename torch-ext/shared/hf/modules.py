@@ -18,21 +18,17 @@ from ..ops.common import constant_when_traced
 from ..ops.second_run import in_backward_pass
 from ..runtime.device import PLAIN
 from .explanation import Reason
+from .lookups import LAYER, SAVED, function_in, replaced_below
 from .wrapped import inside, is_wrapped
 
-SAVED = "_bastile_"  # prefix of the attribute that keeps what `patching` replaced, on the class or module where it stood
 OFF = SAVED + "off"  # on a causal LM whose forward accelerate wrapped while it was ours: reset() cannot take it out again
-LAYER = SAVED + "layer"  # on a forward of ours: the forward itself, so a wrapper to which functools copies it is told apart
 FSDP = "torch.distributed.fsdp"
 DEEPSPEED = ("deepspeed.runtime.zero", "deepspeed.utils.nvtx")  # the second around hooks of the first
 CAPTURING = "transformers.utils.output_capturing"
 CAPTURED = SAVED + "captured"  # on a module: its last forward pass outside of a backward pass was one whose outputs were captured
 MODULE_CALL = nn.Module._wrapped_call_impl  # PyTorch's own `__call__`, whoever put another in its place before this file was read
-_linear_forward = nn.Linear.forward
 ACTIVATIONS = "transformers.activations"
-_silu_forward = nn.SiLU.forward
-_gelu = nn.functional.gelu
-_embedding_forward = nn.Embedding.forward
+_linear, _gelu = torch._C._nn.linear, torch._C._nn.gelu  # whatever stood for them before this file was read
 # While a checkpointed layer runs for the second time: the outputs that were captured in its first run, where that is known.
 captured_in_first_run: ContextVar[Optional[Tuple[str, ...]]] = ContextVar("captured_in_first_run", default=None)
 _own: set = set()  # what is_transformers_own found to be so
@@ -90,12 +86,21 @@ def own_class(modeling, name):
 
 def is_own_rotary(rotary, modeling: str, name: str) -> bool:
     """Tells whether a function for the rotary embedding, or the class of the module that `kernels` makes of one, is transformers' own."""
-    if isinstance(rotary, nn.Module):
-        forward = type(rotary).forward
-        of_kernels = getattr(forward, "__globals__", {}).get("__name__", "").startswith("kernels.")
-        cells = (forward.__closure__ or ()) if of_kernels else ()
-        return any(is_transformers_own(cell.cell_contents, modeling, name) for cell in cells)
-    return is_transformers_own(rotary, modeling, name)
+    return is_transformers_own(function_in(rotary), modeling, name)
+
+
+# PyTorch's own forwards, by class; None where another was in its place before this file was read.
+FORWARDS = {
+    cls: cls.forward if is_transformers_own(cls.forward, cls.__module__, f"{cls.__qualname__}.forward") else None
+    for cls in (nn.Linear, nn.SiLU, nn.Embedding, nn.Dropout, nn.Identity)
+}
+
+
+def runs_torchs(module, cls) -> bool:
+    """Tells whether a call of a module runs the forward that PyTorch wrote for a class of `FORWARDS`, on PyTorch's functions, and nothing
+    else."""
+    function = own_forward(module)
+    return function is not None and function is FORWARDS[cls] and not replaced_below(function)
 
 
 class OwnForwards:
@@ -230,7 +235,10 @@ def why_not_plain(layer, with_bias: bool = False) -> Optional[Reason]:
         return Reason("tensor", f"its bias is a {type(bias).__name__}")
     if not is_plain(weight):
         return Reason("tensor", f"its weight is a {type(weight).__name__}")
-    return None if nn.Linear.forward is _linear_forward else Reason("replaced", "torch.nn.Linear.forward was replaced")
+    if nn.Linear.forward is not FORWARDS[nn.Linear]:
+        return Reason("below", "torch.nn.Linear.forward was replaced")
+    replaced = "" if nn.functional.linear is _linear else replaced_below(FORWARDS[nn.Linear])
+    return Reason("below", replaced) if replaced else None
 
 
 def plain_weight(layer, with_bias: bool = False):
@@ -253,6 +261,12 @@ def sharded_weight(layer):
     if listened_to or "forward" in state or parameters.get("bias") is not None or torch.compiler.is_compiling():
         return None
     return parameters.get("weight")
+
+
+def decoder_of(causal_lm):
+    """The model without a head in a causal LM: "model" in most families, "transformer" in GPT-2's. None where there is none."""
+    modules = causal_lm._modules
+    return modules.get(getattr(causal_lm, "base_model_prefix", ""), modules.get("model"))
 
 
 def whole_shape(weight) -> torch.Size:
@@ -304,12 +318,13 @@ def is_silu(activation) -> bool:
     if cls is not nn.SiLU and (cls.__name__, cls.__module__) != ("SiLUActivation", ACTIVATIONS):
         return False
     function = own_forward(activation)
-    return function is _silu_forward or is_transformers_own(function, ACTIVATIONS, "SiLUActivation.forward")
+    own = function is FORWARDS[nn.SiLU] or is_transformers_own(function, ACTIVATIONS, "SiLUActivation.forward")
+    return function is not None and own and not replaced_below(function)
 
 
 def is_torchs_embedding(embedding) -> bool:
     """True for a torch.nn.Embedding whose call does nothing but look rows up in an ordinary weight, with a dense gradient."""
-    if type(embedding) is not nn.Embedding or own_forward(embedding) is not _embedding_forward:
+    if type(embedding) is not nn.Embedding or not runs_torchs(embedding, nn.Embedding):
         return False
     return embedding.max_norm is None and not embedding.sparse and is_plain(embedding.__dict__["_parameters"].get("weight"))
 
@@ -336,8 +351,11 @@ def rotary_forward(rotate):
     """
 
     def forward(self, q, k, cos, sin, unsqueeze_dim=1):
-        of_family = type(self).forward  # `kernels` replaces the forward of the instance
-        if of_family in (forward, nn.Module.forward) or q.dtype == k.dtype == cos.dtype:
+        # `kernels` replaces the forward of the instance, and `apply` that of the class.
+        of_family = getattr(type(self), SAVED + "forward", None) or type(self).forward
+        if of_family in (forward, nn.Module.forward):
+            return rotate(q, k, cos, sin, unsqueeze_dim)
+        if q.dtype == k.dtype == cos.dtype and not replaced_below(function_in(self, of_family)):
             return rotate(q, k, cos, sin, unsqueeze_dim)
         return of_family(self, q, k, cos, sin, unsqueeze_dim)
 

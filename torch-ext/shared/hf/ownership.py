@@ -11,6 +11,7 @@ from torch import nn
 
 from .binding import BoundForward
 from .families import Families, Targets
+from .lookups import ROTARY, name_of
 from .modules import (
     FSDP,
     LAYER,
@@ -25,8 +26,6 @@ from .modules import (
     own_class,
 )
 from .wrapped import inside
-
-ROTARY = "apply_rotary_pos_emb"
 
 WRAPPED = "_original_forward"  # where accelerate keeps the forward that it wrapped for mixed precision
 
@@ -87,13 +86,6 @@ def class_of(targets: Targets, name: str):
     return None if modeling is None else own_class(modeling, name)
 
 
-def own_rotary(modeling):
-    """The rotary embedding that ours replaces: a function, or the module that `kernels` makes of one; None where it is gone."""
-    if SAVED + "rotary" in vars(modeling):
-        return vars(modeling)[SAVED + "rotary"]
-    return original(modeling, ROTARY) if ROTARY in vars(modeling) else None
-
-
 def claim(function, families: Families):
     """Notes on a forward of a package which families that package serves, and returns it. Builds of one package note the same."""
     setattr(function, SERVED, frozenset(targets.model for targets in families))
@@ -146,16 +138,6 @@ def class_owner(cls):
     forward = inside(vars(cls).get("forward"))
     own = is_marked(forward) or is_transformers_own(forward, cls.__module__, f"{cls.__qualname__}.forward")
     return "" if own else name_of(forward)
-
-
-def name_of(thing):
-    """Returns the qualified name of a function or class, or of a module's class. functools.wraps copies names, but not the code."""
-    if isinstance(thing, nn.Module):
-        thing = type(thing)
-    module = getattr(thing, "__globals__", {}).get("__name__") or getattr(thing, "__module__", None)
-    code = getattr(thing, "__code__", None)
-    name = getattr(code, "co_qualname", None) or getattr(code, "co_name", None) or getattr(thing, "__qualname__", None) or repr(thing)
-    return f"{module}.{name}" if module else name
 
 
 def slot_of(module):

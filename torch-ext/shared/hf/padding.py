@@ -28,7 +28,7 @@ from .masks import (
     visible_documents,
     visible_tokens,
 )
-from .modules import CAPTURING, FSDP, MODULE_CALL, SAVED, is_defined_by, is_marked, own_forward
+from .modules import CAPTURING, FSDP, MODULE_CALL, SAVED, decoder_of, is_defined_by, is_marked, own_forward
 from .wrapped import inside
 
 KEEPS = SAVED + "keeps_padding"  # on a causal LM or its class: what apply() or kernelize() was told about `unpad`
@@ -104,7 +104,7 @@ def _is_listened_to(modules) -> bool:
 
 def _only_the_loss_is_read(model, kwargs, options) -> bool:
     """True where a causal LM uses our attention, and its caller sees nothing that the decoder returns for a token without a label."""
-    decoder = model.model
+    decoder = decoder_of(model)
     if torch.compiler.is_compiling() or hasattr(decoder.config, "text_config"):  # whose positions are counted in the batch's shape
         return False
     if is_marked(own_forward(decoder)):
@@ -115,7 +115,7 @@ def _only_the_loss_is_read(model, kwargs, options) -> bool:
     use_cache = kwargs.get("use_cache")
     cached = config.use_cache if use_cache is None else use_cache
     # Checkpointing switches the cache off; since transformers 5.24, only while gradients are enabled.
-    checkpoints = getattr(model.model, "gradient_checkpointing", False) and model.training and torch.is_grad_enabled()
+    checkpoints = getattr(decoder, "gradient_checkpointing", False) and model.training and torch.is_grad_enabled()
     if (cached and not checkpoints) or kwargs.get(CACHE) is not None or any(options.get(name) for name in UNREDUCED):
         return False
     if any(kwargs.get(name, getattr(config, name, False)) for name in ASKED):
@@ -151,7 +151,7 @@ def without_padding(
         return kwargs
     if not _only_the_loss_is_read(model, kwargs, options):
         return kwargs
-    embedding, decoder, device = model.get_input_embeddings(), model.model, mask.device
+    embedding, decoder, device = model.get_input_embeddings(), decoder_of(model), mask.device
     weight = next(embedding.parameters(), given)
     elsewhere = {given.device, weight.device, target.device} != {device}
     config = decoder.config

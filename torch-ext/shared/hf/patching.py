@@ -27,11 +27,12 @@ from .attention_choice import (
     watch_attention,
 )
 from .binding import bound_modules
-from .causal_lm import LOSS_OPTIONS, OPTIONS, SHAPE, output_with_metrics
+from .causal_lm import LOSS_OPTIONS, OPTIONS, SAID, SHAPE, output_with_metrics
 from .checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
 from .experts import EXPERTS, experts_implementation
 from .families import LOSS, Families, Targets, argument_of, hub_names_of
 from .hub import PAIR, kernels_library, kernels_wanted, mapping_of
+from .lookups import own_rotary
 from .modules import CAPTURED, OFF, SAVED, for_class, is_marked, is_transformers_own
 from .offers import offer, withdraw
 from .padding import KEEPS
@@ -39,7 +40,7 @@ from .versions import modeling_of, note, unknown_texts
 from .wrapped import put
 
 OFFERED_EXPERTS = SAVED + "experts"  # on transformers' table of experts: by package, the function that it offers there
-TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, WITHOUT, SHAPE  # on a module: what kernelize() was told of its model
+TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, WITHOUT, SHAPE, SAID  # on a module: what kernelize() was told of its model, and what it said
 
 
 class Family(NamedTuple):
@@ -82,7 +83,7 @@ def _target(targets: Targets, operation):
         name, layer = targets.classes[operation]
         return ownership.class_of(targets, name), "forward", layer.forward
     modeling = sys.modules[targets.modeling]
-    function = ownership.own_rotary(modeling)
+    function = own_rotary(modeling)
     if isinstance(function, nn.Module):  # `kernels` made it one, of a class of its own
         return type(function), "forward", targets.rotary.forward
     return None if function is None else modeling, ownership.ROTARY, targets.rotate
@@ -104,7 +105,7 @@ def _restore(owner, attribute):
 
 def _live_modules(families: Families):
     """Lists every module of the process. A module's own forward hides its class's, and nothing lists the modules that have one."""
-    rotaries = [ownership.own_rotary(sys.modules[targets.modeling]) for targets in families if targets.modeling in sys.modules]
+    rotaries = [own_rotary(sys.modules[targets.modeling]) for targets in families if targets.modeling in sys.modules]
     known = [*bound_modules(), *(rotary for rotary in rotaries if isinstance(rotary, nn.Module))]
     found = {id(module): module for module in known}  # gc.freeze() hides modules from the next line
     found.update((id(thing), thing) for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
@@ -217,7 +218,7 @@ def _put_on(targets: Targets, operation, modules):
     if owner is None or (stranger if owner is modeling or operation == "rope" else ownership.class_stranger(owner)):
         return
     if operation == "rope" and owner is not modeling:  # or a function that wraps it later hides it
-        setattr(modeling, SAVED + "rotary", ownership.own_rotary(modeling))
+        setattr(modeling, SAVED + "rotary", own_rotary(modeling))
     _patch(owner, attribute, replacement)
     _bind_hidden(owner, replacement, modules)
 
@@ -230,7 +231,7 @@ def _take_off(targets: Targets, operation, modules):
     _restore(owner, attribute)
     classes = owner
     if operation == "rope":
-        rotary = ownership.own_rotary(sys.modules[targets.modeling])
+        rotary = own_rotary(sys.modules[targets.modeling])
         classes = (type(rotary), *present(ownership.class_of(targets, targets.attention)))
     for module in modules:
         if isinstance(module, classes):
@@ -371,7 +372,7 @@ def mapping(families: Families, mode=None):
                 kernels.replace_kernel_forward_from_hub(cls, name if name in names else next(n for n in names if names[n] is layer))
                 setattr(cls, SAVED + "decorated", True)
     named = [sys.modules[family.targets.modeling] for family in found if "rotary_pos_emb" in family.targets.hub_names]
-    if not all(isinstance(ownership.own_rotary(modeling), nn.Module) for modeling in named):
+    if not all(isinstance(own_rotary(modeling), nn.Module) for modeling in named):
         import transformers
 
         warnings.warn(

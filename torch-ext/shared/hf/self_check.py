@@ -8,8 +8,10 @@ that draws arguments from `Inputs` and returns the results.
 import contextlib
 import importlib
 import pkgutil
+import threading
 import time
-from typing import Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+from concurrent.futures import Future
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 
@@ -193,12 +195,34 @@ def kernels_launched() -> Tuple[int, int]:
     return len(used), len(known)
 
 
+def in_own_modes(function: Callable, device: torch.device) -> Any:
+    """Calls a function in a thread of its own: the caller's no_grad, inference mode, autocast, default device and other modes hold in the
+    caller's thread alone. Its default dtype holds everywhere, and is float32 meanwhile."""
+    dtype, done = torch.get_default_dtype(), Future()  # type: ignore[var-annotated]
+
+    def call():
+        try:
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error)
+
+    torch.set_default_dtype(torch.float32)
+    try:
+        threading.Thread(target=call, daemon=True).start()
+        return done.result()
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 def run(device: Optional[torch.device] = None) -> Outcomes:
-    """Compares every operation of this package on a device, by default the current GPU or the CPU, with float64."""
+    """Compares every operation of this package on a device, by default the current GPU or the CPU, with float64, whatever modes of PyTorch
+    the caller is in."""
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     started = time.perf_counter()
-    done = [found for title, check in checks().items() if (found := outcome_of(title, check, device)) is not None]
+    outcomes = in_own_modes(lambda: [outcome_of(title, check, device) for title, check in checks().items()], device)
+    done = [outcome for outcome in outcomes if outcome is not None]
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     reason = why_no_kernels(device)
     return Outcomes(tuple(done), f"{where} ({reason})" if reason else where, kernels_launched(), time.perf_counter() - started)

@@ -18,13 +18,14 @@ from .causal_lm import SHAPE
 from .decoder_layer import FusedLayer
 from .explanation import Explanation, Reason, explanation_of, losses_of_others
 from .fingerprint import fingerprint_of
-from .forwards import rotary_of
+from .forwards import rotary_of, unless_replaced
 from .known_texts import TEXTS
 from .layers import causal_lm_of, mlp_of, rms_norm_of
-from .modules import without_decorators
+from .lookups import ROTARY, function_in, replaced_below
+from .modules import decoder_of, without_decorators
 from .ownership import bind, copy_with
 
-ROTARY, HALF = "apply_rotary_pos_emb", "rotate_half"
+HALF = "rotate_half"
 LIBRARIES = ("torch", "transformers")
 OF_EVERY_MODULE = ("torch.nn.modules.module", "transformers.modeling_utils")  # what these classes define is in every model
 LOSS = "loss without logits"
@@ -110,14 +111,11 @@ class Shapes:
         return copy_with(forward, ours) if ours else None
 
     def _rotary(self, function) -> Optional[Callable]:
-        if isinstance(function, nn.Module):  # `kernels` makes one of a function, and keeps that in a closure
-            forward = type(function).forward
-            of_kernels = getattr(forward, "__globals__", {}).get("__name__", "").startswith("kernels.")
-            cells = [cell.cell_contents for cell in (forward.__closure__ or ()) if of_kernels]
-            function = next((value for value in cells if type(value) is FunctionType), None)
+        function = function_in(function)
         text = text_of(function, ROTARY, (HALF,))
         half = None if text is None else text_of(function.__globals__.get(HALF), HALF)
-        return None if text is None or half is None else self.known.get(("rope", text.fingerprint + half.fingerprint))
+        rotate = None if text is None or half is None else self.known.get(("rope", text.fingerprint + half.fingerprint))
+        return rotate and unless_replaced(rotate, lambda: replaced_below(function), lambda: function)
 
 
 # ---------------------------------------------------------------- texts
@@ -224,7 +222,7 @@ def _is_mlp(module) -> bool:
 
 
 def _is_causal_lm(module) -> bool:
-    decoder, head = module._modules.get("model"), module._modules.get("lm_head")
+    decoder, head = decoder_of(module), module._modules.get("lm_head")
     return head is not None and hasattr(decoder, "config") and hasattr(getattr(module, "config", None), "vocab_size")
 
 

@@ -58,7 +58,8 @@ class _CosinePiece:
         if self.x.dtype == torch.float16:
             power = fp16_factor(2 * factor.abs().max())
             factor = factor * power
-        self.x.copy_(self.s.mul_(self.cosine[:, None]).sub_(self.t).mul_(factor[:, None]))
+        gradient = self.s.mul_(self.cosine[:, None]).sub_(self.t).mul_(factor[:, None])
+        self.x.copy_(torch.where(factor[:, None] == 0, 0.0, gradient))
         return power
 
 
@@ -86,10 +87,11 @@ def linear_cosine(
     if torch.compiler.is_compiling() or needs_formula(hidden, weight, *teacher, labels, bias):
         acc = accumulation_dtype(hidden.dtype)
         x, y = (linear(*given).to(acc) for given in ((hidden, weight, bias), teacher))
+        counted = labels != ignore_index if labels is not None else None
+        y = y if counted is None else torch.where(counted[..., None], y, 0.0)  # it may be anything elsewhere
         loss = 1 - (normalize(x, dim=-1) * normalize(y, dim=-1)).sum(-1)
-        if labels is None:
+        if counted is None:
             return loss.mean()
-        counted = labels != ignore_index
         return torch.where(counted, loss, 0.0).sum() / counted.sum().clamp(min=1)
     of_chunks = Loss(_CosineOptions(ignore_index), _CosinePiece, _CosinePiece)
     return reduced_loss((hidden, weight, bias), teacher, labels, of_chunks, ignore_index, "batchmean")

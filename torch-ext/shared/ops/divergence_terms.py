@@ -73,11 +73,14 @@ def inverse_of_count(labels, ignore_index, dtype) -> torch.Tensor:
 
 
 def losses_of(x, y, labels, options: Options) -> torch.Tensor:
-    """Elementwise losses, differentiable in x and y; rows that do not count are 0."""
+    """Elementwise losses, differentiable in x and y; rows that do not count are 0, whatever they hold."""
+    if labels is not None:
+        counted = _counted(labels, options.ignore_index)[:, None]
+        x, y = torch.where(counted, x, 0.0), torch.where(counted, y, 0.0)
     if options.temperature is not None:
         x, y = _distributions(options.kind, x, y, options.temperature)
     loss = _terms(options.kind, x, y, options.parameter)[0]
-    return loss if labels is None else torch.where(_counted(labels, options.ignore_index)[:, None], loss, 0.0)
+    return loss if labels is None else torch.where(counted, loss, 0.0)
 
 
 def reference(x, y, labels, options: Options, factor) -> Tuple[torch.Tensor, torch.Tensor]:

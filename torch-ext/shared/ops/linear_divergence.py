@@ -181,7 +181,7 @@ class _LinearDivergence(torch.autograd.Function):
         if ctx.early:
             gradient, factor = ctx.saved_tensors
             number = upstream[:, None] if factor is None else upstream[:, None] * factor
-            return ((gradient * number).to(gradient.dtype), *[None] * 6)
+            return (torch.where(upstream[:, None] == 0, 0.0, gradient * number).to(gradient.dtype), *[None] * 6)
         tensors = ctx.saved_tensors
         scale = contiguous_copy(upstream.to(accumulation_dtype(tensors[0].dtype)))
         gradients = _run(tensors[:3], tensors[3:], scale, ctx.options, ctx.needs_input_grad[:3])[1]

@@ -142,7 +142,10 @@ def _of_columns(ctx, columns: Optional[Columns], hidden, weight, bias, target, u
 def _combined(terms) -> torch.Tensor:
     """The sum of number * gradient of every token, in float32, rounded once. terms: (number [tokens], gradient [tokens, features], its
     factor [tokens, 1], empty for none)."""
-    products = [gradient * (number[:, None] if factor.numel() == 0 else number[:, None] * factor) for number, gradient, factor in terms]
+    products = []
+    for number, gradient, factor in terms:
+        product = gradient * (number[:, None] if factor.numel() == 0 else number[:, None] * factor)
+        products.append(torch.where(number[:, None] == 0, 0.0, product))  # as where the head is trained: 0 times infinity is 0
     total = products[0] if len(products) == 1 else products[0].add_(products[1])
     return total.to(terms[0][1].dtype)
 
@@ -239,7 +242,8 @@ def linear_log_probs(
     scores = checked_scores(temperature, softcap, scale, fail)
     shape, hidden, target = target.shape, hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).contiguous()
     if coefficients is not None:
-        coefficients = coefficients.detach().reshape(-1).to(accumulation_dtype(hidden.dtype)).contiguous()
+        coefficients = coefficients.detach().reshape(-1).to(accumulation_dtype(hidden.dtype))
+        coefficients = torch.where(target == ignore_index, 0.0, coefficients)  # an infinite one times 0 is no number
     options = Options(scores, names, int(ignore_index), accum_dtype, recompute=bool(recompute))
     plain = not torch.compiler.is_compiling()
     kept = None

@@ -38,7 +38,8 @@ class Options(NamedTuple):
 class Tokens(NamedTuple):
     """What a policy loss reads of every token [answers, tokens], or of every answer [answers, 1].
 
-    log_ratio: log p - log p_old, 0 where the mask is. ratio: r. correction: for the engine that made the answers, or None.
+    log_ratio: log p - log p_old, 0 where the mask is. ratio: r. advantage: 0 where the mask is. correction: for the engine that made the
+    answers, 1 where the mask is, or None.
     """
 
     log_p: torch.Tensor
@@ -90,9 +91,7 @@ def _vespo(t: Tokens, options: Options) -> Cost:
     """The weight of an answer, of its ratio w, is exp(l + k * log w - l * w), without gradient."""
     log_w = (t.log_ratio.detach().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO) * t.mask).sum(1, keepdim=True)
     if t.correction is not None:
-        log_correction = t.correction.log().clamp(SMALLEST_RATIO, LARGEST_LOG_RATIO)
-        of_tokens = log_correction.shape == t.mask.shape
-        log_w = log_w + (torch.where(t.mask != 0, log_correction, 0.0) if of_tokens else log_correction).sum(1, keepdim=True)
+        log_w = log_w + t.correction.log().clamp(SMALLEST_RATIO, LARGEST_LOG_RATIO).sum(1, keepdim=True)
     log_w = log_w.clamp(SMALLEST_RATIO, LARGEST_LOG_RATIO)
     positive = t.advantage >= 0
     k = torch.where(positive, options.vespo_k_pos, options.vespo_k_neg)
@@ -258,8 +257,8 @@ def linear_grpo_loss(
     if importance_sampling_level == "sequence":
         of_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     ratio = of_ratio.exp()
-    correction = correction[:, None] if correction is not None and correction.dim() == 1 else correction
-    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
+    advantages = _where_counted(counted, advantages, 0.0)
+    correction = None if correction is None else _where_counted(counted, correction, 1.0)
     cost, clipped = variant.cost(Tokens(log_p, log_ratio, ratio, advantages, mask, correction), options)
     of_all, divergence = mask.sum().clamp(min=1), None
     if beta != 0.0:
@@ -270,6 +269,13 @@ def linear_grpo_loss(
         kl = kl * ratio if use_bias_correction_kl else kl
         cost, divergence = cost + beta * kl, (kl.detach() * mask).sum() / of_all
     return GRPOOutput(variant.total(cost, mask, options), divergence, (clipped * mask).sum() / of_all)
+
+
+def _where_counted(counted, numbers, other: float) -> torch.Tensor:
+    """Numbers of every token [answers, tokens] or of every answer [answers, 1], another one where no token counts. numbers: may lack the
+    second dimension."""
+    numbers = numbers[:, None] if numbers.dim() == 1 else numbers
+    return torch.where(counted if numbers.shape == counted.shape else counted.any(1, keepdim=True), numbers, other)
 
 
 def _reference(tokens, counted, temperature, log_probs, hidden, weight, bias) -> torch.Tensor:
