@@ -38,6 +38,7 @@ ADVICE = {
     "named": 'model.set_attn_implementation("bastile") for attention of ours',
     "replaced": "call apply() or kernelize() before accelerate, TRL or others wrap the model",
     "called": "nothing: what lies around it is fused",
+    "node": "have that part fused, and this one is too",
     "model": "",
 }
 
