@@ -3,7 +3,7 @@ that does not know of an attribute would silently leave out what the family comp
 """
 
 import ast
-from typing import Any, Dict, FrozenSet, Iterator, Mapping, Tuple
+from typing import Any, Dict, FrozenSet, Iterator, Mapping, Set, Tuple
 
 Names = FrozenSet[str]
 MODULE = "self"  # stands for a module that its forward gives to a function, which may read anything of it
@@ -69,7 +69,8 @@ def reads(tree: ast.Module, name: str) -> Names:
 
 def _paths(method: ast.FunctionDef) -> Iterator[Tuple[str, ...]]:
     """The paths of attributes that a method reads of `self`, each as long as it is written."""
-    me, inner = method.args.args[0].arg, set()
+    me = method.args.args[0].arg
+    inner: Set[int] = set()
     for node in ast.walk(method):  # the outer ones first
         if id(node) in inner:
             continue
