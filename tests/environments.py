@@ -20,10 +20,11 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "newest": ("transformers==5.24.0",),
     "oldest": ("transformers==5.17.0", "kernels==0.16.2"),
     "newest-torch": ("transformers==5.24.0", "torch==2.15.0"),
+    "gpu-torch": ("transformers==5.22.2", "torch==2.11.0"),  # what the measurements on GPUs were made with
     "oldest-torch": ("transformers==5.17.0", "kernels==0.16.2", "torch==2.6.0"),
 }
 TESTS = ("patching", "recomputation", "checkpointing", "layers", "model_losses", "keeping", "saving", "training", "versions", "texts",
-         "compiled_numbers", "families", "qwen3_5")
+         "compiled_numbers", "families", "qwen3_5", "rows")
 FEWER = ("patching", "recomputation", "layers", "model_losses", "keeping", "saving", "versions")  # what CI runs beside the pinned releases
 SEEN = "import kernels, torch, transformers; print(*(f'{m.__name__}=={m.__version__}' for m in (kernels, torch, transformers)))"
 

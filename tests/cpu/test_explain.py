@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.cpu.conftest import FOLDERS, kernels_of
-from tests.models import random_tokens, tiny_gpt_oss, tiny_model
+from tests.models import random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_moe
 
 FUSED = {"norm, q_proj, k_proj, v_proj, rotary", "o_proj", "norm, gate_proj, up_proj, down_proj", "loss without logits"}
 
@@ -207,6 +207,28 @@ def test_what_is_said_is_what_runs(qwen3, monkeypatch):
         whole = rows.get(LAYER, 0)
         if "peft" not in type(model).__module__:
             assert missing == {"norm_attention_inputs": rows.get(Q, 0) + whole, "norm_mlp": rows.get(MLP, 0) + whole}
+
+
+def other_experts(model):
+    model.set_experts_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "make"), ((CASES["a hook on a linear layer"][0], tiny_model), (other_experts, tiny_qwen3_moe)), ids=("MLP", "experts")
+)
+def test_an_output_projection_is_called_with_what_follows_it(qwen3, monkeypatch, change, make):
+    """It is in the node of the MLP or the experts, which are called as modules here, in the first layer or in all."""
+    package = importlib.import_module(f"{qwen3.__name__}.shared.hf.decoder_layer")
+    fused, real = [], package.projections
+    monkeypatch.setattr(package, "projections", lambda linears, *rest: fused.extend(found := list(linears)) or real(found, *rest))
+    model = change(qwen3.kernelize(make()))
+    model(input_ids=random_tokens(1, 5), use_cache=False)
+    outputs = [layer.self_attn.o_proj for layer in model.model.layers]
+    rows = [row for row in qwen3.explain(model).rows if row.part == "o_proj"]
+    said, in_a_node = {row.fused: row.count for row in rows}, [each for each in outputs if any(each is one for one in fused)]
+    assert said.get(True, 0) == len(in_a_node) and sum(said.values()) == len(outputs) and said[False]
+    assert all("the node that it would be in is also that of norm, " in row.reason and row.advice for row in rows if not row.fused)
 
 
 def test_gpt_oss(gpt_oss):

@@ -47,7 +47,9 @@ MODELS = {
 LEFT = {
     "RMSNorm.forward": {"rms_norm", "decoder_layer"},
     "RMSNormGated.forward": {"gated_rms_norm"},
+    "RMSNorm._norm": {"rms_norm", "decoder_layer"},
     "GatedDeltaNet.forward": {"delta_net"},
+    "GatedDeltaNet.fix_query_key_value_ordering": {"delta_net"},
     "MLP.forward": {"swiglu", "decoder_layer"},
     "Qwen2MLP.forward": {"swiglu", "decoder_layer"},
     "Attention.forward": {"rope", "attention", "decoder_layer"},

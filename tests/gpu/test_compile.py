@@ -1,7 +1,10 @@
 """torch.compile through Inductor, torch.export, opcheck and CUDA graphs, with the real cubins."""
 
+import time
+
 import pytest
 import torch
+import torch._inductor.config
 
 from tests import compile_checks as checks
 from tests.gpu.conftest import PACKAGES
@@ -41,6 +44,21 @@ def test_a_model_compiles_whole_and_once_for_all_lengths(ops, options):
     plain = checks.graphs_of(tiny_model(num_hidden_layers=2, **SIZES).to(DEVICE), inputs, **options)
     model = tiny_model(num_hidden_layers=2, **SIZES)
     assert checks.check_compiled_model(ops, DEVICE, lengths=lengths, model=model, recompiles=plain > 1, **options) <= plain
+
+
+def test_a_deep_model_compiles_in_the_time_of_transformers_own(ops):
+    """Of 36 layers, forward and backward. `-s` prints the seconds of both."""
+    ids, seconds = torch.randint(1, 1000, (1, 64), device=DEVICE), {}
+    with torch._inductor.config.patch(force_disable_caches=True):
+        for name in ("ours", "transformers' own"):
+            model = tiny_model(torch.bfloat16, num_hidden_layers=36, **{**SIZES, "hidden_size": 256, "intermediate_size": 512}).to(DEVICE)
+            model = ops.kernelize(model) if name == "ours" else model
+            torch._dynamo.reset()
+            start = time.monotonic()
+            torch.compile(model, fullgraph=True, dynamic=False)(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            seconds[name] = time.monotonic() - start
+    print({name: f"{each:.0f} s" for name, each in seconds.items()})
+    assert seconds["ours"] <= 1.5 * seconds["transformers' own"]
 
 
 @pytest.mark.parametrize("form", checks.FORMS)

@@ -185,6 +185,7 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]
     block, family = _parts(layer)[own.family.block], own.family
     dtype, wider = product_dtype(x), autocasts(x.device)
     groups = own.projection_groups(layer, x)
+    output = groups[-1][0] if groups else ""
     if not is_sparse(block):
         groups.append((f"norm, {', '.join(own.of_mlp)}", {name: _parts(block)[name] for name in own.of_mlp}))
     rows = []
@@ -195,6 +196,10 @@ def explain_layer(own: FusedLayer, layer, x) -> List[Tuple[str, Optional[Reason]
         found = sparse_block_or_reason(own, family.sparse, block, x, dtype)
         said = "norm, router, experts" + (", shared expert" if family.sparse.shared else "")
         rows.append((said, found if isinstance(found, Reason) else None))
+    last, reason = rows[-1]
+    if reason is not None:
+        called = Reason("node", f"the node that it would be in is also that of {last}")
+        rows = [(part, called if part == output and reason is None else reason) for part, reason in rows]
     return rows
 
 

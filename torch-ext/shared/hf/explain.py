@@ -45,10 +45,10 @@ OPERATION_OF = {"decoder layer": "decoder_layer", "loss without logits": "fused_
 
 
 def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: List[torch.nn.Module],
-            left: Mapping[str, Tuple[str, int]]) -> Explanation:
+            left: Mapping[str, Tuple[Reason, int]]) -> Explanation:
     """Makes the table of `explain` of a package. layers: each with its function of a layer and an input that returns
     [(part, None or why it is not fused)]. left: operations that stay transformers' own, with the reason and the number of layers."""
-    unknown = {part: Reason("texts", left[name][0]) for part, name in OPERATION_OF.items() if name in left}
+    unknown = {part: left[name][0] for part, name in OPERATION_OF.items() if name in left}
     found: Counter = Counter()
     others = losses_of_others(model, causal_lms)
     for causal_lm in (module for module in causal_lms if module not in others):
@@ -76,9 +76,9 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
         found["attention", attention] += 1
     if trl.is_imported():
         found[trl.PART, trl.why_not(model)] += 1
-    for operation, (text, count) in left.items():
+    for operation, (why, count) in left.items():
         if operation not in OPERATION_OF.values():
-            found[operation, Reason("texts", text)] += count
+            found[operation, why] += count
     devices = sorted({str(parameter.device) for layer, _ in layers for parameter in layer.parameters()})
     for device in devices:
         found[f"kernels on {device}", no_kernels(torch.device(device))] += 1

@@ -13,10 +13,11 @@ ADVICE = {
     "head": "load the head as plain floating point weights, or accept that TRL's trainers compute with it themselves",
     "device": "move the model to a CUDA device",
     "kernels": "",
-    "row": "add one (docs/maintainers.md), or accept that these parts run one by one",
+    "row": "add one, with its texts (docs/maintainers.md), or accept that these parts run one by one",
     "shape": "",
     "unpatched": "call apply(), or kernelize(model)",
     "texts": "install a newer release of this package, or the newest transformers that it was tested with",
+    "accounted": "have the row say what these do (docs/maintainers.md), or take it out of the table",
     "zero3": "make whole decoder layers its unit: deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])",
     "hooks": "remove the hooks, or accept that these parts are called one by one",
     "checkpointing": "captured layers need gradient checkpointing switched off",
@@ -42,6 +43,7 @@ ADVICE = {
     "default": "put transformers' own function back, or leave attention to it; every other part is fused",
     "parallel": "nothing: every other part is fused",
     "called": "nothing: what lies around it is fused",
+    "node": "have that part fused, and this one is too",
     "model": "",
 }
 

@@ -10,6 +10,7 @@ from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple, T
 
 from torch import nn
 
+from .accounted import Names, accounted
 from .forwards import rotary_of, rotary_pos_emb, unless_replaced
 from .head import Head
 from .lookups import own_rotary, rotary_replaced
@@ -174,7 +175,7 @@ class Targets(NamedTuple):
     them (`argument_of`). hub_names: the name that `kernels` knows a
     layer by -> layer. explain_layer: of a decoder layer and an input, [(part, "" or why it is not fused)]. fused: classes that the fused
     decoder layer takes apart, beside those that have a layer. optional: operations that a model of the family may have no module for.
-    elsewhere: class -> module, of those that are not in `modeling`.
+    elsewhere: class -> module, of those that are not in `modeling`. accounted: class -> what its row knows that the forward reads.
     """
 
     model: str
@@ -189,6 +190,7 @@ class Targets(NamedTuple):
     fused: Tuple[str, ...] = ()
     optional: Tuple[str, ...] = ()
     elsewhere: Mapping[str, str] = {}
+    accounted: Mapping[str, Names] = {}
 
     def module_of(self, name: str) -> str:
         """transformers' module that defines a class or function of the family."""
@@ -255,6 +257,7 @@ def targets_of(own, layers: Layers, hub_names: Optional[Mapping[str, Type[nn.Mod
         # A model of such a family has dense layers only where its configuration asks for them, and may have no others.
         optional=(*(("swiglu", "experts") if sparse is not None and family.mlp else ()), *behind_towers),
         elsewhere={tower.name: tower.modeling for tower in family.towers if tower.modeling},
+        accounted=accounted(family),
     )
 
 

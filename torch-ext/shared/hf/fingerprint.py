@@ -13,7 +13,11 @@ DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 def fingerprints(source: str, names: Iterable[str]) -> Dict[str, str]:
     """Fingerprints of functions, classes and methods by their names, such as "rotate_half" or "Qwen3MLP.forward"; ABSENT for one that
     the source does not define at its top level. Raises SyntaxError when the source is no Python."""
-    module = ast.parse(source)
+    return fingerprints_in(ast.parse(source), names)
+
+
+def fingerprints_in(module: ast.Module, names: Iterable[str]) -> Dict[str, str]:
+    """`fingerprints` of a source that has been parsed."""
     return {name: fingerprint_of(_find(module, name)) for name in names}
 
 

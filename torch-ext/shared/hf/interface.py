@@ -60,7 +60,7 @@ class Interface:
         """What of transformers has another text than in the tested releases."""
         if not versions.is_installed():
             return ()
-        left = versions.what_is_left({targets.model: versions.unknown_texts(targets) for targets in self._families})
+        left = versions.what_is_left({targets.model: versions.unfit_texts(targets) for targets in self._families})
         return (doctor.Finding("transformers' texts", left or "known", not left, versions.ADVICE if left else ""),)
 
     def capture(self, model, batch, tokens):

@@ -48,6 +48,7 @@ TEXTS: Dict[str, Dict[str, Dict[str, str]]] = {
         "Gemma2Attention.forward": {"5.17.0": "7d63aa11bda63350", "5.24.0": "14da03e8be485d9f"},
         "apply_rotary_pos_emb": {"5.17.0": "af7b8364458b24e0"},
         "rotate_half": {"5.17.0": "d3f0cb470ec4f71e"},
+        "Gemma2RMSNorm._norm": {"5.17.0": "0f2f815a8d2a5a40"},
     },
     "transformers.models.gemma3.modeling_gemma3": {
         "Gemma3RMSNorm.forward": {"5.17.0": "8cec7293c12b745f"},
@@ -61,6 +62,7 @@ TEXTS: Dict[str, Dict[str, Dict[str, str]]] = {
         "Gemma3ForConditionalGeneration.forward": {
             "5.17.0": "26e45fae4b6eed11", "5.18.0": "317e131b4c5cd6c0", "5.21.1": "f583567ca9cef00b", "5.24.0": "343bb4441138476b",
         },
+        "Gemma3RMSNorm._norm": {"5.17.0": "0f2f815a8d2a5a40"},
     },
     "transformers.models.glm.modeling_glm": {
         "GlmRMSNorm.forward": {"5.17.0": "d7d2696b6310337e"},
@@ -254,6 +256,7 @@ TEXTS: Dict[str, Dict[str, Dict[str, str]]] = {
             "5.17.0": "2cc69ae93f2fbe12", "5.18.0": "64addfa1e867316f", "5.21.1": "1a8e3b0efbdadfb0", "5.23.0": "27800a0f1279b404",
             "5.24.0": "ff55b9189f50c713",
         },
+        "Qwen3_5RMSNorm._norm": {"5.17.0": "0f2f815a8d2a5a40"},
     },
     "transformers.models.qwen3_vl.modeling_qwen3_vl": {
         "Qwen3VLTextRMSNorm.forward": {"5.17.0": "d7d2696b6310337e"},
@@ -288,6 +291,7 @@ TEXTS: Dict[str, Dict[str, Dict[str, str]]] = {
             "5.17.0": "b51a50e8c08e5076", "5.18.0": "54f62a5b8f1ed0ce", "5.21.1": "8b948f3896aeabb1", "5.23.0": "0d2f0865e844897c",
             "5.24.0": "6a36c8f08c129241",
         },
+        "Qwen3_5MoeRMSNorm._norm": {"5.17.0": "0f2f815a8d2a5a40"},
     },
     "transformers.models.qwen3_next.modeling_qwen3_next": {
         "Qwen3NextRMSNorm.forward": {"5.17.0": "8cec7293c12b745f"},
@@ -305,6 +309,8 @@ TEXTS: Dict[str, Dict[str, Dict[str, str]]] = {
         },
         "apply_rotary_pos_emb": {"5.17.0": "6ab716f5dd35e0fc"},
         "rotate_half": {"5.17.0": "d3f0cb470ec4f71e"},
+        "Qwen3NextRMSNorm._norm": {"5.17.0": "0f2f815a8d2a5a40"},
+        "Qwen3NextGatedDeltaNet.fix_query_key_value_ordering": {"5.17.0": "5733ac362a71f120"},
     },
     "transformers.models.granitemoehybrid.modeling_granitemoehybrid": {
         "GraniteMoeHybridRMSNorm.forward": {"5.17.0": "d7d2696b6310337e"},

@@ -12,13 +12,14 @@ from . import ownership, patching, trl
 from .attention_choice import WITHOUT, watch_attention
 from .binding import remember
 from .checkpointing import KEEPS_ATTENTION, RECOMPUTES_MLP
+from .explanation import Reason
 from .families import LOSS, Families, Targets, argument_of, names_of
 from .hub import TRANSFORMERS_EXPECTED
 from .modules import SAVED, is_marked, is_transformers_own, without_decorators
 from .padding import KEEPS
 from .shapes import explanation as explain_shapes
 from .shapes import put_on
-from .versions import modeling_of, note, unknown_texts, why_left
+from .versions import modeling_of, note, unfit_texts, why_left
 
 
 def _attention_forward(targets: Targets, original):
@@ -215,12 +216,13 @@ def explain(families: Families, model, shapes=None):
         if known is not None:
             return known
     found = _decoder_layers(families, model)
-    left: Dict[str, Tuple[str, int]] = {}  # operation -> (why it is transformers' own, how many layers it would be in)
+    left: Dict[str, Tuple[Reason, int]] = {}  # operation -> (why it is transformers' own, how many layers it would be in)
     for targets in families:
         count = sum(each is targets for each, _ in found)
-        for operation, names in unknown_texts(targets).items() if count else ():
+        for operation, texts in unfit_texts(targets).items() if count else ():
             if operation in targets.losses() and not _modules_of([targets], model, operation):
                 continue
             operation = argument_of(operation)
-            left[operation] = why_left(names), left.get(operation, ("", 0))[1] + count
+            before = left[operation][1] if operation in left else 0
+            left[operation] = why_left(texts), before + count
     return explanation.explain(model, [(layer, targets.explain_layer) for targets, layer in found], _causal_lms(families, model), left)

@@ -36,7 +36,7 @@ from .lookups import own_rotary
 from .modules import CAPTURED, OFF, SAVED, for_class, is_marked, is_transformers_own
 from .offers import offer, withdraw
 from .padding import KEEPS
-from .versions import modeling_of, note, unknown_texts
+from .versions import Unfit, modeling_of, note, unfit_texts
 from .wrapped import put
 
 OFFERED_EXPERTS = SAVED + "experts"  # on transformers' table of experts: by package, the function that it offers there
@@ -44,16 +44,16 @@ TOLD = KEEPS, KEEPS_ATTENTION, RECOMPUTES_MLP, WITHOUT, SHAPE, SAID  # on a modu
 
 
 class Family(NamedTuple):
-    """A family on the installed transformers. unknown: of `versions.unknown_texts`."""
+    """A family on the installed transformers. unknown: of `versions.unfit_texts`."""
 
     targets: Targets
-    unknown: Mapping[str, Tuple[str, ...]]
+    unknown: Mapping[str, Tuple[Unfit, ...]]
 
 
 def prepare(targets: Targets) -> Family:
     """Prepares a family. Raises ImportError when transformers is absent, too old, or has no such family."""
     modules = [modeling_of(targets, name) for name, _ in targets.classes.values()]
-    found = Family(targets, unknown_texts(targets))
+    found = Family(targets, unfit_texts(targets))
     from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
     for operation, (name, layer) in targets.classes.items():
@@ -69,7 +69,7 @@ def prepare(targets: Targets) -> Family:
     return found
 
 
-def unknown_of(families: Sequence[Family], wanted=None) -> Dict[str, Dict[str, Tuple[str, ...]]]:
+def unknown_of(families: Sequence[Family], wanted=None) -> Dict[str, Dict[str, Tuple[Unfit, ...]]]:
     """Lists, by family, the operations of unknown text for `versions.note`. wanted: those that were asked for, None for all."""
     return {
         family.targets.model: {name: texts for name, texts in family.unknown.items() if wanted is None or wanted.get(argument_of(name))}

@@ -68,7 +68,7 @@ class Shapes:
         found: Dict[Tuple[str, str], Callable] = {}
         for own in self.rows:
             family = own.family
-            texts = TEXTS[family.modeling]
+            texts = TEXTS.get(family.modeling, {})
             made = {"rms_norm": (f"{family.prefix}RMSNorm", rms_norm_of(family)), "swiglu": (family.mlp_class(), mlp_of(family))}
             if not family.whole:
                 made["fused_linear_cross_entropy"] = family.causal_lm(), causal_lm_of(family)

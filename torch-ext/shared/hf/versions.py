@@ -1,6 +1,8 @@
 """Which releases of transformers the layers run with. What decides is not the number but the text of what a layer stands in for or relies
-on: an operation whose texts are all among those of tested releases (`known_texts`) runs, any other one stays transformers' own."""
+on: an operation whose texts are all among those of tested releases (`known_texts`) runs, if its row accounts for all that they read
+(`accounted`). Any other one stays transformers' own."""
 
+import ast
 import functools
 import importlib
 import importlib.metadata
@@ -10,14 +12,16 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
+from .accounted import Names, reads, unaccounted
+from .explanation import Reason
 from .families import argument_of
-from .fingerprint import fingerprints
+from .fingerprint import fingerprints_in
 from .hub import TRANSFORMERS_EXPECTED
 from .known_texts import TESTED, TEXTS
 
-Unknown = Mapping[str, Mapping[str, Tuple[str, ...]]]  # by family, what `unknown_texts` found
+Unknown = Mapping[str, Mapping[str, Tuple["Unfit", ...]]]  # by family, what `unfit_texts` found
 OLDEST = 5, 17
 ACTIVATIONS = {"transformers.activations": tuple(TEXTS["transformers.activations"])}
 # What an operation relies on in every family, beside the family's own classes: names by transformers' module.
@@ -37,6 +41,14 @@ class Text(NamedTuple):
 
     module: str
     name: str
+
+
+class Unfit(NamedTuple):
+    """A text for which an operation stays transformers' own. reads: the attributes that the row does not account for; none where the text
+    is that of no tested release."""
+
+    name: str
+    reads: Tuple[str, ...] = ()
 
 
 def release() -> str:
@@ -96,10 +108,11 @@ def texts_of(targets, operation: str) -> List[Text]:
     if operation == "decoder_layer":
         classes += targets.fused
     found = [Text(targets.module_of(name), f"{name}.forward") for name in classes]
-    # The functions that the rotary embedding and the experts are made of have other names in every family: all that are recorded count.
-    functions = [name for name in TEXTS.get(targets.modeling, ()) if not name.endswith(".forward")]
-    if operation in ("rope", "experts"):
-        found += [Text(targets.modeling, name) for name in functions if ("." in name) == (operation == "experts")]
+    # What a forward calls of its own class, and the functions of the rotary embedding, have other names in every family: all that are
+    # recorded count.
+    recorded = [name for name in TEXTS.get(targets.modeling, ()) if not name.endswith(".forward")]
+    wanted = ("", *classes) if operation == "rope" else classes
+    found += [Text(targets.modeling, name) for name in recorded if name.rpartition(".")[0] in wanted]
     found += [Text(module, name) for module, shared in SHARED.get(argument_of(operation), {}).items() for name in shared]
     if operation == "decoder_layer":
         parts = [part for part in ("rms_norm", "swiglu", "rope", "experts") if part in targets.operations]
@@ -118,30 +131,51 @@ def source_of(module: str) -> str:
     return ""
 
 
+class _Module(NamedTuple):
+    """A module of transformers. known: which of its texts are those of a tested release; reads: what the forwards of its classes read."""
+
+    known: Mapping[str, bool]
+    reads: Mapping[str, Names]
+
+
 @functools.lru_cache(maxsize=64)
-def _known(module: str, source: str) -> Mapping[str, bool]:
-    """Which of the texts of a module are those of a tested release. Without a source none is, not even that something is absent."""
+def _read(module: str, source: str) -> _Module:
+    """Reads a module of transformers. Without a source no text is known, not even that something is absent."""
     texts = TEXTS.get(module, {})
     try:
-        found: Mapping[str, str] = fingerprints(source, texts)
+        tree = ast.parse(source)
     except SyntaxError:  # of a newer Python
-        found = {}
-    return {name: bool(source) and found.get(name) in of_name.values() for name, of_name in texts.items()}
+        return _Module({}, {})
+    found = fingerprints_in(tree, texts)
+    known = {name: bool(source) and found.get(name) in of_name.values() for name, of_name in texts.items()}
+    classes = [name.rpartition(".")[0] for name in texts if name.endswith(".forward")]
+    return _Module(known, {cls: reads(tree, cls) for cls in classes})
 
 
-def unknown_texts(targets) -> Dict[str, Tuple[str, ...]]:
-    """Lists the names of what has another text in the installed release than in every tested one, by operation: each of these has to stay
-    transformers' own."""
+def unfit_texts(targets) -> Dict[str, Tuple[Unfit, ...]]:
+    """Lists by operation the texts that have changed since every tested release, and those that read what the row does not account for:
+    each of these operations has to stay transformers' own."""
     texts = {operation: texts_of(targets, operation) for operation in targets.operations}
-    modules = {text.module for of_operation in texts.values() for text in of_operation}
-    known = {module: _known(module, source_of(module)) for module in modules}
-    found = {name: tuple(text.name for text in of_name if not known[text.module].get(text.name)) for name, of_name in texts.items()}
-    return {operation: names for operation, names in found.items() if names}
+    modules = {module: _read(module, source_of(module)) for module in {text.module for each in texts.values() for text in each}}
+    left = {
+        Text(module, f"{cls}.forward"): names
+        for module, (_, found) in modules.items()
+        for cls, names in unaccounted(found, targets.accounted).items()
+        if targets.module_of(cls) == module
+    }
+    found = {}
+    for operation, of_operation in texts.items():
+        unknown = [Unfit(text.name) for text in of_operation if not modules[text.module].known.get(text.name)]
+        found[operation] = (*unknown, *(Unfit(text.name, left[text]) for text in of_operation if text in left))
+    return {operation: unfit for operation, unfit in found.items() if unfit}
 
 
-def why_left(names) -> str:
-    """Why an operation stays transformers' own. names: of its texts that are unknown."""
-    return f"transformers {release()} has an unknown text of {', '.join(names)}"
+def why_left(unfit: Sequence[Unfit]) -> Reason:
+    """Says why an operation stays transformers' own. unfit: of its texts."""
+    unknown = ", ".join(text.name for text in unfit if not text.reads)
+    said = [f"transformers {release()} has an unknown text of {unknown}"] if unknown else []
+    said += [f"the row does not account for {', '.join(text.reads)} of {text.name}" for text in unfit if text.reads]
+    return Reason("texts", "; ".join(said)) if unknown else Reason("accounted", "; ".join(said))
 
 
 def what_is_left(unknown: Unknown) -> str:
@@ -149,10 +183,13 @@ def what_is_left(unknown: Unknown) -> str:
     said = []
     for model, of_model in unknown.items():
         if of_model:
-            names = ", ".join(dict.fromkeys(name for texts in of_model.values() for name in texts))
+            texts = dict.fromkeys(text for of_operation in of_model.values() for text in of_operation)
+            names = ", ".join(text.name for text in texts if not text.reads)
+            reasons = [f"{names} of {model} unknown"] if names else []
+            reasons += [f"the row of {model} does not account for {', '.join(text.reads)} of {text.name}" for text in texts if text.reads]
             operations = list(dict.fromkeys(map(argument_of, of_model)))
             stay = "stays" if len(operations) == 1 else "stay"
-            said.append(f"{names} of {model} unknown, so {', '.join(operations)} {stay} transformers' own")
+            said.append(f"{', '.join(reasons)}, so {', '.join(operations)} {stay} transformers' own")
     return "; ".join(said)
 
 

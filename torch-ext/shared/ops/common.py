@@ -12,6 +12,7 @@ from ..._ops import add_op_namespace_prefix
 from ..runtime.device import PLAIN, is_ordinary, kernels_run_on, prepare_backward, prepared
 from ..runtime.launch import GRID_MAX, INT32_MAX, Kernel, overlaps
 from ..runtime.replay import replayed, replayed_with_products
+from .inductor import with_fallback
 
 TORCH_MIN = (2, 6)
 _any_autocasts = getattr(torch._C, "_is_any_autocast_enabled", None)  # a tenth of what a look at one device costs
@@ -208,7 +209,7 @@ def operator_of(name: str, function: Callable, fake: Callable) -> Callable:
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
         library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=tags)
         library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+        torch.library.register_fake(f"{namespace}::{name}", with_fallback(fake, getattr(operators, name).default), lib=library)
     return getattr(operators, name).default
 
 
