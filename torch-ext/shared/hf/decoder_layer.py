@@ -27,7 +27,7 @@ from .checkpointing import attend_once, captured_alike, keeps_attention, recompu
 from .explanation import Reason
 from .families import Family
 from .masks import unless_none
-from .modules import OwnForwards, all_are_listened_to, is_activation, original_forward, own_forward, why_not_own
+from .modules import OwnForwards, all_are_listened_to, held, is_activation, original_forward, own_forward, why_not_own
 from .sparse_block import SparseBlock, is_sparse, sparse_block_or_reason
 
 ROTARY = "apply_rotary_pos_emb"
@@ -111,11 +111,11 @@ def _part(layer, name: Optional[str]):
 
 def weight_of(norm):
     """The weight of a norm, None for no norm."""
-    return None if norm is None else norm.__dict__["_parameters"]["weight"]
+    return None if norm is None else held(norm, "weight")
 
 
 def has_plain_norm(own: OwnForwards, norm, x) -> bool:
-    weight = norm.__dict__["_parameters"].get("weight")
+    weight = held(norm, "weight")
     return type(weight) in PLAIN and weight.dtype == x.dtype and own.run_by(norm)
 
 

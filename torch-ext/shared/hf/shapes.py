@@ -21,7 +21,7 @@ from .fingerprint import fingerprint_of
 from .forwards import rotary_of
 from .known_texts import TEXTS
 from .layers import causal_lm_of, mlp_of, rms_norm_of
-from .modules import without_decorators
+from .modules import held, without_decorators
 from .ownership import bind, copy_with
 
 ROTARY, HALF = "apply_rotary_pos_emb", "rotate_half"
@@ -215,8 +215,8 @@ def _reads_only_its_state(module: nn.Module, node) -> bool:
 
 def _is_norm(module) -> bool:
     eps = [vars(module)[name] for name in ("variance_epsilon", "eps") if name in vars(module)]
-    weight = module._parameters.get("weight")
-    return list(module._parameters) == ["weight"] and weight is not None and weight.dim() == 1 and [type(one) for one in eps] == [float]
+    weight = held(module, "weight")
+    return set(module._parameters) <= {"weight"} and weight is not None and weight.dim() == 1 and [type(one) for one in eps] == [float]
 
 
 def _is_mlp(module) -> bool:
