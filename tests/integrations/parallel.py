@@ -164,6 +164,90 @@ def check_fsdp(here, how, units, options, changes, build=model_on):
         here.qwen3.reset()
 
 
+def fsdp1(here, model, units="layers", flat=False, policy=None):
+    """A model in FSDP's first version. flat: it trains one parameter for each unit (use_orig_params=False), not the model's own."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    inside = [] if policy else UNITS[units](model.get_base_model() if hasattr(model, "peft_config") else model)
+    policy = policy or CustomPolicy(lambda module: any(module is unit for unit in inside))
+    device = torch.device(here.own_device)
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=device, use_orig_params=not flat)
+
+
+def gradients_by_update(model, before):
+    """The gradients of a model under FSDP1, which gives whole weights in both its ways: from what a step of SGD makes of them.
+
+    before: the trained weights by their names without FSDP's."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    rate = 1e3  # so that the weights that the gradients are added to do not round them
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=rate, foreach=False).step()
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        after = {name.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for name, p in model.named_parameters()}
+    return {name: (weight - after[name]) / rate for name, weight in before.items()}
+
+
+def check_kind(here, kind, checkpointing, adapted, units="layers", build=model_on, changes=(), fused=True):
+    """One kind of training in parallel: loss, gradients, and that it ran fused and says so."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from tests.integrations.adapters import PROJECTIONS, lora
+
+    device = here.own_device
+    inputs = batch(device, ROWS, LENGTH)
+
+    def make():
+        made = build(device, **dict(changes))
+        return lora(made, target_modules=PROJECTIONS) if adapted else made
+
+    plain = make()
+    expected = Step(plain, **inputs)
+    before = {name: p.detach().clone() for name, p in plain.named_parameters() if p.requires_grad}
+    model = install(here.qwen3, make())
+    if checkpointing:
+        set_checkpointing(model, use_reentrant=checkpointing == "reentrant")
+        model.enable_input_require_grads()
+    of_fsdp1 = kind.startswith("FSDP1")
+    if of_fsdp1:
+        policy = None
+        if adapted and kind == "FSDP1 flat":
+            from peft.utils.other import fsdp_auto_wrap_policy
+
+            policy, fused = fsdp_auto_wrap_policy(model), False  # every adapter's weight is a unit of its own
+        model = parallel = fsdp1(here, model, units, kind == "FSDP1 flat", policy)
+    elif kind == "FSDP2":
+        parallel = model
+        shard(here, model.get_base_model() if adapted else model, units)
+    else:
+        static = {"static_graph": True} if checkpointing == "reentrant" else {}
+        parallel = DistributedDataParallel(model, device_ids=None if device == "cpu" else [here.rank], **static)
+    mine = rows_of(inputs, here.rank)
+    for _ in range(2):  # the second step finds what the first one left
+        parallel.zero_grad()
+        output = assert_fused(here, parallel, use_cache=False, **mine) if fused else parallel(use_cache=False, **mine)
+        assert output.logits is None
+        (2 * output.loss).backward()
+    loss = output.loss.detach()
+    torch.distributed.all_reduce(loss)
+    assert_close(loss, expected.loss, torch.float32, "loss", FACTOR[here.device])
+    if kind != "FSDP2":  # whose weights are whole while a unit runs, and only then
+        beside = ("kernels on", "attention")
+        rows = [row for row in here.qwen3.explain(model).rows if not (row.part.startswith(beside) or "one GEMM" in row.part)]
+        assert all(row.fused for row in rows if fused or row.part == "loss without logits"), rows
+        assert fused or not all(row.fused for row in rows)
+    found = gradients_by_update(model, before) if of_fsdp1 else gradients_of(parallel, "module.")
+    assert_gradients(found, expected.gradients, here.device)
+
+
+def check_kind_of_family(here, folder, name, *args):
+    """Checks what `check_kind` does, with the package for every dense family."""
+    from kernels import get_local_kernel
+
+    here = dataclasses.replace(here, qwen3=get_local_kernel(Path(folder), backend=here.device))
+    check_kind(here, *args, build=functools.partial(family_on, name))
+
+
 def check_fsdp_of_family(here, folder, name):
     """Checks what `check_fsdp` does, with the package for every dense family."""
     from kernels import get_local_kernel
@@ -424,6 +508,29 @@ def test_ddp_with_lora(ranks, how):
 @pytest.mark.parametrize("units", UNITS)
 def test_fsdp(ranks, how, units):
     ranks.run(check_fsdp, how, units, {}, {})
+
+
+@pytest.mark.integration("FSDP1: use_orig_params both ways, whole models and LoRA, gradient checkpointing, reentrant and not")
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "LoRA"])
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "not reentrant"])
+@pytest.mark.parametrize("kind", ["DDP", "FSDP1", "FSDP1 flat", "FSDP2"])
+def test_kinds_of_parallel_training(ranks, kind, checkpointing, adapted):
+    ranks.run(check_kind, kind, checkpointing, adapted)
+
+
+@pytest.mark.integration("FSDP1: layers, attention and MLP, linear layers, norms, head and embeddings as units of their own")
+@pytest.mark.parametrize("flat", [False, True], ids=["original parameters", "flat"])
+@pytest.mark.parametrize("units", [name for name in UNITS if name != "layers, norm with head"])
+def test_units_of_fsdp1(ranks, units, flat):
+    fused = units in ("root alone", "layers", "layers and head", "layers, head and embeddings")
+    ranks.run(check_kind, "FSDP1 flat" if flat else "FSDP1", "not reentrant", False, units, model_on, (), fused)
+
+
+@pytest.mark.integration("FSDP1: Llama, Gemma 3 and Phi-3")
+@pytest.mark.parametrize("kind", ["FSDP1", "FSDP1 flat"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fsdp1_of_families(ranks, decoders_folder, name, kind):
+    ranks.run(check_kind_of_family, str(decoders_folder), name, kind, "not reentrant", False)
 
 
 @pytest.mark.integration("FSDP2: without resharding after the forward pass, tied embeddings")

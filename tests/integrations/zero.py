@@ -77,12 +77,21 @@ def run(here, engine, fused, **inputs):
 # ---------------------------------------------------------------- what runs in each process
 
 
-def check_gradients(here, how, stage, leaf, changes, checkpointing):
+def check_gradients(here, how, stage, leaf, changes, checkpointing, adapted=False):
     """Each process has half of the batch. DeepSpeed takes the mean of the gradients, so the sums are twice that."""
+    from tests.integrations.adapters import PROJECTIONS, lora
+
     device = here.own_device
     inputs = batch(device, ROWS, LENGTH)
-    expected = Step(model_on(device, **changes), **inputs)
-    model = install(here.qwen3, model_on(device, **changes), how)
+
+    def make():
+        made = model_on(device, **changes)
+        return lora(made, target_modules=PROJECTIONS) if adapted else made
+
+    expected = Step(make(), **inputs)
+    model = install(here.qwen3, make(), how)
+    if adapted and (leaf or checkpointing):  # or DeepSpeed takes the weights away from transformers' layers too, before their backward pass
+        model.enable_input_require_grads()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing == "reentrant"})
         model.config.use_cache = False
@@ -96,20 +105,6 @@ def check_gradients(here, how, stage, leaf, changes, checkpointing):
         engine.step()
     if stage == 3:
         assert all(p.numel() == 0 for p in model.parameters()), "the weights were never sharded"
-
-
-def check_lora(here, how, stage, leaf):
-    from tests.integrations.adapters import PROJECTIONS, lora
-
-    device = here.own_device
-    inputs = batch(device, ROWS, LENGTH)
-    expected = Step(lora(model_on(device), target_modules=PROJECTIONS), **inputs)
-    model = install(here.qwen3, lora(model_on(device), target_modules=PROJECTIONS), how)
-    if leaf:  # or DeepSpeed takes the weights away from layers of transformers' too before their backward pass
-        model.enable_input_require_grads()
-    engine = shard(here, model, stage, leaf)
-    engine.backward(2 * engine(**rows_of(inputs, here.rank)).loss)
-    assert_gradients(gradients_of(here, model), expected.gradients, here.device)
 
 
 def check_options_of_the_loss(here, stage):
@@ -247,17 +242,18 @@ def test_tied_embeddings_under_zero(ranks, stage, leaf):
     ranks.run(check_gradients, "kernelize", stage, leaf, {"tie_word_embeddings": True}, None)
 
 
-@pytest.mark.integration("DeepSpeed: gradient checkpointing")
+@pytest.mark.integration("DeepSpeed: gradient checkpointing, whole models and LoRA")
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "LoRA"])
 @pytest.mark.parametrize("checkpointing", ["reentrant", "not reentrant"])
 @SHARDED
-def test_checkpointing_under_zero(ranks, stage, leaf, checkpointing):
-    ranks.run(check_gradients, "kernelize", stage, leaf, {}, checkpointing)
+def test_checkpointing_under_zero(ranks, stage, leaf, checkpointing, adapted):
+    ranks.run(check_gradients, "kernelize", stage, leaf, {}, checkpointing, adapted)
 
 
 @pytest.mark.integration("DeepSpeed: LoRA")
 @pytest.mark.parametrize(("stage", "leaf"), [ZERO_2, ZERO_3, ZERO_3_OF_LAYERS])
 def test_lora_under_zero(ranks, stage, leaf):
-    ranks.run(check_lora, "kernelize", stage, leaf)
+    ranks.run(check_gradients, "kernelize", stage, leaf, {}, None, True)
 
 
 @pytest.mark.integration("DeepSpeed: options of the loss")

@@ -105,11 +105,21 @@ def lora(model):
     get_peft_model(model, adapters)
 
 
-def eight_bits(model):
+def eight_bits(model, threshold=0.0):
     from bitsandbytes.nn import Linear8bitLt
 
     down = model.model.layers[0].mlp.down_proj
-    model.model.layers[0].mlp.down_proj = Linear8bitLt(down.in_features, down.out_features, bias=False)
+    model.model.layers[0].mlp.down_proj = Linear8bitLt(down.in_features, down.out_features, bias=False, threshold=threshold)
+
+
+def outliers(model):
+    """Columns with an outlier in any token are multiplied in sixteen bits for all of them, as transformers loads eight-bit models."""
+    eight_bits(model, threshold=6.0)
+
+
+def from_library(model, name):
+    """Puts a class in, which a library may define tomorrow, in the place of an MLP's activation."""
+    model.model.layers[1].mlp.act_fn = type("New", (nn.SiLU,), {"__module__": name, "forward": nn.SiLU.forward})()
 
 
 def of_fsdp(model):
@@ -133,6 +143,14 @@ def test_known_modules_keep_no_padding(qwen3, change):
     qwen3.apply()
     change(model)
     assert not may_see_padding(qwen3, model)
+
+
+@pytest.mark.parametrize("change", (outliers, "peft.tuners.new.layer", "torch.distributed.nn", "transformers.integrations.nvfp4"))
+def test_modules_that_may_average_over_tokens_keep_padding(qwen3, change):
+    model = tiny_model()
+    qwen3.apply()
+    from_library(model, change) if isinstance(change, str) else change(model)
+    assert may_see_padding(qwen3, model)
 
 
 @pytest.mark.parametrize("operation", ("rms_norm", "swiglu", "rope", "decoder_layer", "experts"))

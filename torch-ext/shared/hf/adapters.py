@@ -15,7 +15,7 @@ from torch import nn
 from ..decoder.projection import FourBitWeight, Projection, is_traceable
 from ..ops.common import constant_when_traced
 from .explanation import Reason
-from .modules import own_forward, plain_weight, runs_torchs, why_not_plain
+from .modules import held, own_forward, plain_weight, runs_torchs, why_not_plain
 
 LORA = {"peft.tuners.lora.layer": "Linear", "peft.tuners.lora.bnb": "Linear4bit"}  # by module: the class whose sum is `Projection`'s
 FOUR_BIT = ("bitsandbytes.nn.modules", "Linear4bit")
@@ -59,10 +59,9 @@ def four_bit_weight(layer, dtype: torch.dtype) -> Optional[FourBitWeight]:
     if type(layer).__module__ != FOUR_BIT[0] or not _is_untouched(layer, *FOUR_BIT):
         return None
     state = layer.__dict__
-    parameters = state["_parameters"]
-    weight = parameters.get("weight")
+    weight = held(layer, "weight")
     quantised = getattr(weight, "quant_state", None)
-    if parameters.get("bias") is not None or quantised is None or weight.requires_grad or type(weight).__name__ != "Params4bit":
+    if held(layer, "bias") is not None or quantised is None or weight.requires_grad or type(weight).__name__ != "Params4bit":
         return None
     if not state.get("compute_type_is_set") and state.get("compute_dtype") is None:
         return None  # it takes its dtype from the input of its first call
@@ -77,8 +76,7 @@ def _base(layer, dtype: torch.dtype, wider: bool) -> Union[Projection, Reason]:
         reason = why_not_plain(layer, True)
         if reason is not None:
             return reason
-        parameters = layer.__dict__["_parameters"]
-        weight, bias = parameters["weight"], parameters["bias"]
+        weight, bias = held(layer, "weight"), held(layer, "bias")
         if not (weight.dtype == dtype or (wider and weight.dtype == FP32)):
             return Reason("dtype", f"its weight is {weight.dtype} where the products are {dtype}")
         if bias is not None and bias.dtype != weight.dtype:
@@ -90,10 +88,7 @@ def _base(layer, dtype: torch.dtype, wider: bool) -> Union[Projection, Reason]:
 
 def _plain_linear(layer, with_bias: bool):
     """(weight, bias) of a plain layer; None for all else."""
-    if why_not_plain(layer, with_bias):
-        return None
-    parameters = layer.__dict__["_parameters"]
-    return parameters["weight"], parameters.get("bias")
+    return None if why_not_plain(layer, with_bias) else (held(layer, "weight"), held(layer, "bias"))
 
 
 def projections(layers: Iterable, dtype: torch.dtype, wider: bool = False) -> Optional[List[Projection]]:

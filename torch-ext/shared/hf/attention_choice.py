@@ -34,7 +34,7 @@ from .defaults import (
 )
 from .explanation import Reason
 from .masks import CHOICE, TRACEABLE, caps_scores, masks_made_by, visible_mask
-from .modules import SAVED
+from .modules import SAVED, weight_within
 from .offers import offer, withdraw
 from .ownership import all_are_seen, hands_on, is_wrapper
 
@@ -90,7 +90,7 @@ def why_no_kernel(module) -> Optional[Reason]:
     """Why a decoder's attention is never ours on a GPU whose kernels run, None where it may be; None for every other module."""
     if type(module) not in _decoders:
         return None
-    config, weight = module.config, next(module.parameters(), None)
+    config, weight = module.config, weight_within(module)
     if weight is None or weight.is_meta or not kernels_run_on(torch.empty(0, device=weight.device)):
         return None
     kept = name_that_is_kept(module) or vars(module).get(WITHOUT)
@@ -234,7 +234,7 @@ def choose_attention(model) -> None:
     if asked or not (spread or are_defaults_own(state.config)):
         state.on = False
     elif not state.on:
-        weight = next(model.parameters(), None)
+        weight = weight_within(model)
         fits = _has_kernels(state.config) and weight is not None and not weight.is_meta
         state.on = fits and kernels_run_on(torch.empty(0, device=getattr(weight, "device", None)))
     why_not = ""

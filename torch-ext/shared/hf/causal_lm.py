@@ -22,8 +22,8 @@ from .modules import (
     is_transformers_own,
     original_forward,
     plain_weight,
+    rows_of,
     sharded_weight,
-    whole_shape,
     why_not_plain,
 )
 from .padding import without_padding
@@ -208,7 +208,7 @@ def why_head_is_not_plain(model) -> Optional[Reason]:
     if all_are_listened_to():
         return Reason("hooks", "hooks listen to all modules of the process")
     expected = getattr(model.config, "text_config", model.config).vocab_size
-    rows = whole_shape(weight)[0]
+    rows = rows_of(model.lm_head, weight)
     return None if rows == expected else Reason("model", f"lm_head has {rows} rows, and config.vocab_size is {expected}")
 
 

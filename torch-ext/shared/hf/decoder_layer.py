@@ -29,7 +29,17 @@ from .explanation import Reason
 from .families import Family
 from .lookups import ROTARY, SAVED, Lookups, overridden, replaced_below
 from .masks import unless_none
-from .modules import ACTIVATIONS, OwnForwards, all_are_listened_to, is_activation, original_forward, own_class, runs_torchs, why_not_own
+from .modules import (
+    ACTIVATIONS,
+    OwnForwards,
+    all_are_listened_to,
+    held,
+    is_activation,
+    original_forward,
+    own_class,
+    runs_torchs,
+    why_not_own,
+)
 from .sparse_block import SparseBlock, is_sparse, sparse_block_or_reason
 from .wrapped import inside
 
@@ -126,11 +136,11 @@ def _part(layer, name: Optional[str]):
 
 def weight_of(norm):
     """The weight of a norm, None for no norm."""
-    return None if norm is None else norm.__dict__["_parameters"]["weight"]
+    return None if norm is None else held(norm, "weight")
 
 
 def has_plain_norm(own: OwnForwards, norm, x) -> bool:
-    weight = norm.__dict__["_parameters"].get("weight")
+    weight = held(norm, "weight")
     return type(weight) in PLAIN and weight.dtype == x.dtype and own.run_by(norm) and not overridden(type(norm))
 
 

@@ -11,7 +11,7 @@ from .attention_choice import name_that_is_kept, why_no_kernel
 from .capture import captured_passes
 from .causal_lm import why_head_is_not_plain, why_logits_are_wanted, why_loss_is_not_standard
 from .explanation import MIXERS, Explanation, Reason, explanation_of, losses_of_others, no_kernels
-from .modules import plain_weight
+from .modules import plain_weight, weight_within
 from .packing import GROUPS
 
 UNPATCHED = Reason("unpatched", "transformers' own forward")
@@ -35,7 +35,7 @@ def _why_apart(layer, rows) -> List[Tuple[str, Optional[Reason]]]:
         owner = next((module for module in layer.modules() if all(hasattr(module, name) for name in group)), None)
         weights = [plain_weight(getattr(owner, name, None), True) for name in group] if owner is not None else [None]
         plain = [weight for weight in weights if weight is not None]
-        if len(plain) == len(weights):
+        if len(plain) == len(weights) and {weight.dim() for weight in plain} == {2}:  # FSDP1 keeps shards of one dimension
             together = side_by_side(plain) is not None
             found.append((f"{', '.join(group)} as one GEMM", None if together else Reason("apart", "the weights are separate in memory")))
     return found
@@ -64,8 +64,8 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
         if not ownership.runs_ours(layer):
             found["decoder layer", _why_not_ours(layer, unknown.get("decoder layer"))] += 1
             continue
-        weight = next(layer.parameters())
-        norm = next((p for name, p in layer.named_parameters() if "norm" in name), weight)
+        norms = (weight_within(module) for name, module in layer.named_modules() if "norm" in name)
+        norm = next((weight for weight in norms if weight is not None), weight_within(layer))
         x = torch.empty((1, 1, norm.shape[-1]), dtype=norm.dtype, device=norm.device)
         rows = explain_layer(layer, x)
         for pair in (*rows, *_why_apart(layer, rows)):
@@ -79,7 +79,7 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
     for operation, (why, count) in left.items():
         if operation not in OPERATION_OF.values():
             found[operation, why] += count
-    devices = sorted({str(parameter.device) for layer, _ in layers for parameter in layer.parameters()})
+    devices = sorted({str(weight.device) for layer, _ in layers for weight in [*layer.parameters()] or [weight_within(layer)]})
     for device in devices:
         found[f"kernels on {device}", no_kernels(torch.device(device))] += 1
     passes, reasons = captured_passes(layers[0][0])

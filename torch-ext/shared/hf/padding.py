@@ -28,7 +28,7 @@ from .masks import (
     visible_documents,
     visible_tokens,
 )
-from .modules import CAPTURING, FSDP, MODULE_CALL, SAVED, decoder_of, is_defined_by, is_marked, own_forward
+from .modules import CAPTURING, FSDP, MODULE_CALL, SAVED, decoder_of, is_defined_by, is_marked, own_forward, weight_within
 from .wrapped import inside
 
 KEEPS = SAVED + "keeps_padding"  # on a causal LM or its class: what apply() or kernelize() was told about `unpad`
@@ -40,9 +40,23 @@ OF_TORCH = {
     *(nn.SiLU, nn.GELU, nn.ReLU, nn.Sigmoid, nn.Tanh),
     *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict),
 }
-OF_TRANSFORMERS = "transformers.activations", "transformers.pytorch_utils", "transformers.integrations."
-OF_OTHERS = "peft.", "bitsandbytes.nn.", "torch.distributed."
-WHOLE_ROWS = "peft.tuners.adaption_prompt", "peft.tuners.shadow", "peft.tuners.xlora"  # though they are PEFT's
+OF_TRANSFORMERS = (
+    *("transformers.activations", "transformers.pytorch_utils"),
+    *(f"transformers.integrations.{name}" for name in ("bitnet", "compressed_tensors", "eetq", "fbgemm_fp8", "finegrained_fp8")),
+    *(f"transformers.integrations.{name}" for name in ("gemma_quant", "gguf", "higgs", "metal_quantization", "mxfp4")),
+)
+OF_OTHERS = "peft.utils.", "bitsandbytes.nn.modules", "torch.distributed.fsdp", "torch.distributed.algorithms._checkpoint"
+# PEFT's tuners that a test saw give the same gradients without padding. Lily's router averages over tokens, PVeRA draws noise of x's shape,
+# Poly, Shadow, X-LoRA and adaption prompts look at rows; what a newer PEFT adds is not known.
+TUNERS = (
+    *("_buffer_dict", "adalora", "beft", "boft", "c3a", "deft", "delora", "fourierft", "frod", "glora", "gralora", "hira", "hra"),
+    *("ia3", "ln_tuning", "loha", "lokr", "lora", "miss", "oft", "osf", "peanut", "psoft", "randlora", "road", "shira", "supertuning"),
+    *("tinylora", "trainable_tokens", "unilora", "vblora", "vera", "waveft"),
+)
+OF_PEFT = [["peft", "tuners", name] for name in TUNERS]
+# LoRA's variants that were, by the beginning of their names. VeLoRA averages over tokens, aLoRA counts them from the end of a row.
+VARIANTS = "Dora", "QALora", "BdLora", "Kasa"
+ASKED_EACH = "peft.tuners.lora.", "bitsandbytes."  # of whose classes one module may do so and another may not
 NO_GRAD = "torch.utils._contextlib"  # the module of its decorator, which rotary embeddings of transformers have
 _no_forward = nn.Module.forward
 _known: set = set()  # what `_is_known` found to be so
@@ -57,8 +71,8 @@ def _is_known(cls: Any, modeling: str) -> bool:
     if key in _known:
         return True
     module = cls.__module__
-    named = module == modeling or module.startswith((*OF_TRANSFORMERS, *OF_OTHERS))
-    if not (cls in OF_TORCH or named) or module.startswith(WHOLE_ROWS):
+    named = module == modeling or module.startswith((*OF_TRANSFORMERS, *OF_OTHERS)) or module.split(".")[:3] in OF_PEFT
+    if not (cls in OF_TORCH or named):
         return False
     found = call is MODULE_CALL or _is_defined_as(call, cls, "__call__")
     found = found and (is_marked(forward) or forward is _no_forward or _is_defined_as(forward, cls, "forward"))
@@ -84,7 +98,18 @@ def _may_see_padding(modules) -> bool:
     """True if one of a decoder's modules, the decoder first, may do something to padding or to a whole row that its result shows."""
     modeling = _inside_fsdp(type(modules[0])).__module__
     kinds = {type(module) for module in modules}
-    return _is_listened_to(modules) or not all(_is_known(cls, modeling) for cls in kinds)
+    if _is_listened_to(modules) or not all(_is_known(cls, modeling) for cls in kinds):
+        return True
+    asked = {cls for cls in kinds if cls.__module__.startswith(ASKED_EACH)}
+    return bool(asked) and any(_may_average(module) for module in modules if type(module) in asked)
+
+
+def _may_average(module) -> bool:
+    """True for LoRA of a variant that is not known, and for a layer in eight bits that looks for outliers among all tokens."""
+    state = module.__dict__
+    variants, eight_bits = state.get("lora_variant"), state.get("state")
+    unknown = variants and not all(type(variant).__name__.startswith(VARIANTS) for variant in variants.values())
+    return bool(unknown or getattr(eight_bits, "threshold", 0))
 
 
 def _is_listened_to(modules) -> bool:
@@ -152,7 +177,8 @@ def without_padding(
     if not _only_the_loss_is_read(model, kwargs, options):
         return kwargs
     embedding, decoder, device = model.get_input_embeddings(), decoder_of(model), mask.device
-    weight = next(embedding.parameters(), given)
+    weight = weight_within(embedding)
+    weight = given if weight is None else weight
     elsewhere = {given.device, weight.device, target.device} != {device}
     config = decoder.config
     if elsewhere or not kinds_of_layers(config) <= WINDOWS.keys() or not _kernels_take(model, device, weight.dtype):

@@ -22,7 +22,7 @@ from .forwards import rotary_of, unless_replaced
 from .known_texts import TEXTS
 from .layers import causal_lm_of, mlp_of, rms_norm_of
 from .lookups import ROTARY, function_in, replaced_below
-from .modules import decoder_of, without_decorators
+from .modules import decoder_of, held, without_decorators
 from .ownership import bind, copy_with
 
 HALF = "rotate_half"
@@ -213,8 +213,8 @@ def _reads_only_its_state(module: nn.Module, node) -> bool:
 
 def _is_norm(module) -> bool:
     eps = [vars(module)[name] for name in ("variance_epsilon", "eps") if name in vars(module)]
-    weight = module._parameters.get("weight")
-    return list(module._parameters) == ["weight"] and weight is not None and weight.dim() == 1 and [type(one) for one in eps] == [float]
+    weight = held(module, "weight")
+    return set(module._parameters) <= {"weight"} and weight is not None and weight.dim() == 1 and [type(one) for one in eps] == [float]
 
 
 def _is_mlp(module) -> bool:

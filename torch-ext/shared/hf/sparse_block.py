@@ -11,7 +11,7 @@ from .adapters import projection_or_reason
 from .experts import experts_or_reason, is_default
 from .explanation import Reason
 from .families import Sparse
-from .modules import OwnForwards, is_marked, is_silu, own_forward, why_not_plain
+from .modules import OwnForwards, held, is_marked, is_silu, own_forward, why_not_plain
 
 
 class SparseBlock(NamedTuple):
@@ -47,8 +47,7 @@ def sparse_block_or_reason(own: OwnForwards, sparse: Sparse, block, x, dtype: to
     if isinstance(found, Reason):
         return found
     weights, options = found
-    parameters = router.__dict__["_parameters"]
-    weight, bias = parameters.get("weight"), parameters.get("bias")
+    weight, bias = held(router, "weight"), held(router, "bias")
     for each in (weight, *([] if bias is None else [bias]), *weights):
         if type(each) not in PLAIN or not each.dtype == x.dtype == dtype:
             return Reason("dtype", f"the weights of router and experts, the input and the products are not all {dtype}")
@@ -69,7 +68,7 @@ def _shared_or_reason(own: OwnForwards, name: str, parts, x, dtype: torch.dtype)
     reason = why_not_plain(gate)
     if reason is not None:
         return reason.of(f"{name}_gate")
-    weight = gate.__dict__["_parameters"]["weight"]
+    weight = held(gate, "weight")
     if weight.dtype != x.dtype:
         return Reason("dtype", f"the weight of {name}_gate is {weight.dtype}, the input {x.dtype}")
     found = []
