@@ -37,8 +37,8 @@ test-gpu: $(READY) build ## the numerics with the real cubins, on this machine's
 test-versions: $(READY) ## the tests of patching, layers, training and saving with the oldest and the newest libraries (ENVIRONMENTS=newest for one)
 	$(BIN)/python -m tests.environments $(if $(FEWER),--fewer) $(ENVIRONMENTS)
 
-test-transformers: $(READY) ## transformers' own tests with the packages in force and without (TESTS=path of a checkout at the installed version)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.upstream $(if $(TESTS),$(call quoted,$(TESTS)))
+test-transformers: $(READY) ## transformers' own tests with the packages in force and without (TESTS=path of a checkout at the installed version; SHORT=1 for an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.upstream $(if $(TESTS),$(call quoted,$(TESTS))) $(if $(SHORT),--short)
 
 test-multigpu: $(READY) build ## parallel training and device_map on two GPUs
 	$(BIN)/python -m pytest tests/multigpu

@@ -86,15 +86,16 @@ license: {{ license }}
 """
 
 
-def manifest_of(kernels):
-    """Returns a build of two operations: `add`, in two variants, one of which is for sm_90 alone, and `scale`."""
+def manifest_of(kernels, dropped=()):
+    """Returns a build of two operations: `add`, in two variants, one of which is for sm_90 alone, and `scale`, without `dropped`."""
 
     def entry(operation, images, targets=()):
         found = {host: {name: [0, 1] for name in names if not targets or name in targets} for host, names in images.items()}
         return {"operation": operation, "images": found, **({"targets": list(targets)} if targets else {})}
 
     add, scale = kernels if isinstance(kernels, tuple) else (kernels, kernels)
-    return {"kernels": {"add": [entry("add", add), entry("add", add, ("sm_90",))], "scale": [entry("scale", scale)]}}
+    found = {"add": [entry("add", add), entry("add", add, ("sm_90",))], "add_rows": [entry("add", add)], "scale": [entry("scale", scale)]}
+    return {"kernels": {name: entries for name, entries in found.items() if name not in dropped}}
 
 
 class Mini:
@@ -119,10 +120,10 @@ class Mini:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text if isinstance(text, bytes) else text.encode())
 
-    def build(self, version=1, archs=("8.0", "9.0"), dirty=False, backends=("cpu",), variants=("cpu",), kernels=None):
-        """kernels: the images of its two compiled operations, by host; None for a package without any."""
+    def build(self, version=1, archs=("8.0", "9.0"), dirty=False, backends=("cpu",), variants=("cpu",), kernels=None, dropped=()):
+        """kernels: the images of its two compiled operations, by host; None for a package without any. dropped: not built."""
         if kernels is not None:
-            self.write({"cubins/manifest.json": json.dumps(manifest_of(kernels))})
+            self.write({"cubins/manifest.json": json.dumps(manifest_of(kernels, dropped))})
         hub = f'[general.hub]\nrepo-id = "{REPO}"\n'
         general = f'name = "mini-kernel"\nversion = {version}\nedition = 5\nlicense = "MIT"\nbackends = {json.dumps(list(backends))}\n'
         (self.folder / "build.toml").write_text(f"[general]\n{general}\n{hub}\n[torch-noarch]\n")

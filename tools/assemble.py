@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from tools.card import fill_card
 from tools.compiler import compiler_identity
-from tools.kernel_package import Package, PackageError, package_folders, parse_python, read_package
+from tools.kernel_package import Package, PackageError, leads_out, package_folders, parse_python, read_package
 from tools.kernel_sources import SourceError, source_digest
 from tools.kernels_adapter import hash_files
 from tools.targets import BuildError, operations
@@ -76,12 +76,14 @@ def shared_sources(files: dict[str, bytes], folder: Path) -> dict[str, bytes]:
 
 
 def sources(package: Package, backend: str) -> dict[str, bytes]:
-    """The files of a variant by their names. Raises PackageError when the CUDA variant has no kernels."""
+    """The files of a variant by their names. Raises PackageError when the CUDA variant has no kernels, or a file is not the package's."""
     folder = package.sources
     files = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and "__pycache__" not in name and (backend == "cuda" or not name.startswith("cubins/")):
+            if leads_out(path, folder):
+                raise PackageError(f"{path} is a link to {path.resolve()}, outside of the package, which everyone would get. Copy the file")
             files[name] = path.read_bytes()
     files = dict(sorted((files | shared_sources(files, package.shared)).items()))
     if backend == "cuda":

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tools.kernel_package import Package
+from tools.kernel_package import Package, leads_out
 from tools.kernels_adapter import Digest, DigestValidationError, Metadata
 from tools.targets import TARGETS
 
@@ -65,6 +67,26 @@ def kernels_of(manifest: dict) -> frozenset[str]:
     return frozenset(f"{host} {name}" for host, name in pairs)
 
 
+def names_of(manifest: dict) -> frozenset[str]:
+    """`operation swiglu` for every operation that has compiled kernels, and `kernel swiglu_forward` for each of these."""
+    built = {name: entries for name, entries in manifest["kernels"].items() if entries}
+    operations = {entry["operation"] for entries in built.values() for entry in entries}
+    return frozenset({f"operation {name}" for name in operations} | {f"kernel {name}" for name in built})
+
+
+def check_links(paths: Iterable[Path], folder: Path) -> None:
+    """Nothing of what is uploaded lies outside of `folder`.
+
+    Raises:
+        PublishError: naming the first link that leads out of it.
+    """
+    for path in sorted(paths):
+        if leads_out(path, folder):
+            raise PublishError(
+                f"{path} is a link to {os.path.realpath(path)}, outside of {folder}; put the file itself there and build again"
+            )
+
+
 def check_complete(variant: Path, allow_partial: bool) -> None:
     """A variant with compiled kernels has them for every host and architecture.
 
@@ -97,11 +119,11 @@ def check_digest(folder: Path, metadata: Metadata) -> None:
         raise PublishError(f"{folder} is not what its metadata.json describes: {text}{more}; build again") from error
 
 
-def read_kernels(folder: Path) -> frozenset[str]:
-    """`kernels_of` of a variant's manifest; empty without one. Raises PublishError when it cannot be read."""
+def read_kernels(folder: Path, find: Callable[[dict], frozenset[str]] = kernels_of) -> frozenset[str]:
+    """What `find` says of a variant's manifest; empty without one. Raises PublishError when it cannot be read."""
     path = folder / MANIFEST
     try:
-        return kernels_of(json.loads(path.read_bytes())) if path.is_file() else frozenset()
+        return find(json.loads(path.read_bytes())) if path.is_file() else frozenset()
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise PublishError(f"{path} cannot be read ({type(error).__name__}: {error}); build again") from error
 
@@ -110,9 +132,10 @@ def read_build(package: Package, allow_dirty: bool = False, allow_partial: bool 
     """The variants to upload.
 
     Raises:
-        PublishError: if the build is incomplete, does not fit build.toml, is not of a clean commit (and `allow_dirty` is not set), or
-            lacks kernels for an architecture (and `allow_partial` is not set).
+        PublishError: if the build is incomplete, has a link to something outside of it, does not fit build.toml, is not of a clean commit
+            (and `allow_dirty` is not set), or lacks kernels for an architecture (and `allow_partial` is not set).
     """
+    check_links(package.build.rglob("*"), package.build)
     variants = {folder: read_variant(folder, package, allow_dirty) for folder in package.variants()}
     built = {str(metadata.backend.backend_type) for metadata in variants.values()}
     missing = [backend for backend in package.backends if backend not in built]
@@ -144,6 +167,7 @@ def benchmark_files(package: Package) -> dict[str, Path]:
     this package, so those of operations that others ship stay out.
     """
     paths = sorted(path for path in (package.folder / "benchmarks").glob("*.py") if path.is_file())
+    check_links(paths, package.folder)
     others = {name for path in paths if path.name == "suites.py" for name in _suites_of_others(path)}
     return {f"benchmarks/{path.name}": path for path in paths if not (found := _suites_in(path)) or found - others}
 

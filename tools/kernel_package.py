@@ -123,21 +123,43 @@ def public_names(source: str, where: str) -> list[str]:
     """The names in the `__all__` of a package's `__init__.py`, without running it.
 
     Raises:
-        PackageError: if there is no `__all__` or it is not a list of literals (`where` names the file).
+        PackageError: if there is no `__all__`, it is not a list of literals, or another line changes it (`where` names the file).
     """
-    for node in parse_python(source, where).body:
-        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
-            continue
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
-            try:
-                names = ast.literal_eval(node.value)
-            except ValueError:
-                names = None
-            if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):
-                return list(names)
-            raise PackageError(f"{where}: __all__ is not a literal list of names; write it out, it is what the version promises")
-    raise PackageError(f"{where} has no __all__; expected the list of public names, it is what the version promises")
+    tree = parse_python(source, where)
+    first = next((node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign)) and _mentions_all(node)), None)
+    if first is None or first.value is None:
+        raise PackageError(f"{where} has no __all__; expected the list of public names, it is what the version promises")
+    try:
+        names = ast.literal_eval(first.value)
+    except ValueError:
+        names = None
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise PackageError(f"{where}: __all__ is not a literal list of names; write it out, it is what the version promises")
+    if sum(map(_is_all, ast.walk(tree))) > 1 or (isinstance(first, ast.Assign) and len(first.targets) > 1):
+        raise PackageError(
+            f"{where}: __all__ is used again after line {first.lineno}, so it may have other names than these; write them out once, "
+            "they are what the version promises"
+        )
+    return list(names)
+
+
+def _is_all(node: ast.AST) -> bool:
+    """Tells whether a node names `__all__`: as a variable, in a string as for `globals()`, in an import or in a `global`."""
+    found = [getattr(node, name, None) for name in ("id", "value", "name", "asname")]
+    return "__all__" in (*found, *(getattr(node, "names", ()) if isinstance(node, ast.Global) else ()))
+
+
+def _mentions_all(node: ast.Assign | ast.AnnAssign) -> bool:
+    """Tells whether an assignment is one to `__all__`."""
+    return any(map(_is_all, node.targets if isinstance(node, ast.Assign) else [node.target]))
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    """Tells whether a path inside a folder is, or goes through, a link to something outside of it."""
+    try:
+        return not path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # a circle of links
+        return True
 
 
 def layer_names(source: str, where: str) -> list[str]:

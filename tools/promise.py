@@ -1,4 +1,4 @@
-"""What a version promises: public names, layers, architectures and kernels, which every later upload to it offers too."""
+"""What a version promises: public names, layers, architectures, operations and kernels, which every later upload to it offers too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.hf_api import RepoFile
 
-from tools.built import MANIFEST, PublishError, read_kernels
+from tools.built import MANIFEST, PublishError, names_of, read_kernels
 from tools.hub_client import REPO_TYPE, Plan
 from tools.kernel_package import Package, PackageError, layer_names, layers_file, public_names
 from tools.kernels_adapter import Metadata
@@ -24,6 +24,7 @@ class Promise:
     layers: frozenset[str] = frozenset()
     archs: frozenset[str] = frozenset()
     kernels: frozenset[str] = frozenset()  # `x86_64 sm_90`: the host and architecture of a whole set of compiled kernels
+    compiled: frozenset[str] = frozenset()  # `operation swiglu`, `kernel swiglu_forward`
 
     def missing_from(self, new: Promise) -> list[str]:
         """What `new` no longer offers, in words."""
@@ -34,7 +35,7 @@ class Promise:
             ("architecture", archs),
             ("kernels for", self.kernels - new.kernels),
         )
-        return [f"{kind} {item}" for kind, gone in kinds for item in sorted(gone)]
+        return [f"{kind} {item}" for kind, gone in kinds for item in sorted(gone)] + sorted(self.compiled - new.compiled, reverse=True)
 
 
 def covered(arch: str) -> set[str]:
@@ -53,6 +54,7 @@ def promise(folder: Path) -> Promise:
         frozenset(layer_names(layers.read_text(encoding="utf-8"), str(layers)) if layers else ()),
         frozenset((Metadata.read_from_file(metadata).backend.archs or ()) if metadata.is_file() else ()),
         read_kernels(folder),
+        read_kernels(folder, names_of),
     )
 
 
@@ -79,13 +81,11 @@ def published_promise(api: HfApi, repo_id: str, commit: str, variant: str, publi
             ) from error
 
 
-def check_promise(
-    api: HfApi, package: Package, repo_id: str, variants: Iterable[Path], plan: Plan, published: dict[str, RepoFile]
-) -> None:
+def check_promise(api: HfApi, package: Package, repo_id: str, variants: Iterable[Path], plan: Plan, published: dict[str, RepoFile]) -> None:
     """What the branch offers now, the new variants offer too.
 
     Raises:
-        PublishError: naming every public name, layer and architecture that would go.
+        PublishError: naming every public name, layer, architecture, operation and kernel that would go.
     """
     broken = []
     for folder in variants:

@@ -8,8 +8,8 @@ alone, and huggingface_hub then takes a branch that has more for half downloaded
 old package or the new one, never a mixture. A run that was killed is simply repeated: contents that arrived are not sent again, a branch
 that is up to date gets no commit.
 
-A version is a promise: what `v1` offers (public names, layers, GPU architectures, and compiled kernels by host and architecture)
-every later upload to `v1` offers too. The first one offers kernels for every target of tools.compile.
+A version is a promise: what `v1` offers (public names, layers, GPU architectures, operations and their kernels, compiled for each host and
+architecture) every later upload to `v1` offers too. The first one offers kernels for every target of tools.compile.
 """
 
 from __future__ import annotations

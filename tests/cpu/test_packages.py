@@ -1,11 +1,14 @@
 """Every package of the repository: built from its own folder and what it shares, published to one Hub, loaded back, and its card true."""
 
 import io
+import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -15,11 +18,13 @@ from rich.console import Console
 from tests.cpu.conftest import REPOSITORY as ROOT
 from tests.cpu.conftest import assemble_cpu, write_no_kernels
 from tests.cpu.test_readme import blocks
+from tests.fake_driver import flip_a_bit
 from tools import assemble, publish
-from tools.card import card_values, fill_card, render_card
+from tools.card import IMAGE, card_values, fill_card, render_card
 from tools.hub_server import HubServer
 from tools.kernel_package import PackageError, layer_names, package_folders, public_names, read_package
 from tools.kernels_adapter import TESTED
+from tools.stage import stage
 from tools.targets import TARGETS, operations
 
 FOLDERS = {read_package(folder).name: folder for folder in package_folders(root=ROOT)}
@@ -127,11 +132,58 @@ def test_it_says_that_it_is_typed(name):
     assert (read_package(FOLDERS[name]).sources / "py.typed").is_file()
 
 
+def run_git(folder, *words):
+    return subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.parametrize("name", ("qwen3", "gpt-oss"))
+def test_a_staged_package_is_a_tree_that_kernel_builder_takes(name, tmp_path):
+    """A git repository that holds all of it, with a card whose images are not missed, a lock and the architectures of the kernels."""
+    folder = tmp_path / "package"
+    left_out = shutil.ignore_patterns("__pycache__", "cubins")
+    shutil.copytree(FOLDERS[name] / "torch-ext", folder / "torch-ext", symlinks=True, ignore=left_out)
+    for file in ("build.toml", "flake.nix", "flake.lock", "CARD.md"):
+        shutil.copy(FOLDERS[name] / file, folder)
+    package = read_package(folder)
+    write_no_kernels(package)
+    trees = []
+    for _ in range(2 if name == "qwen3" else 1):
+        staged = stage(package, tmp_path)
+        trees.append(run_git(staged, "rev-parse", "HEAD"))
+    assert len(set(trees)) == 1 and "staged from sources outside of git" in run_git(staged, "log", "-1", "--format=%s")
+    assert run_git(staged, "status", "--porcelain") == ""
+    listed = set(run_git(staged, "ls-files").splitlines())
+    assert listed == {path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file() and ".git" not in path.parts}
+    assert {f"torch-ext/{package.module}/cubins/manifest.json", f"torch-ext/{package.module}/shared/__init__.py"} < listed
+    values = dict(repo_id="r", functions=["f"], layers=[], has_benchmark=False, upstream=None, license="mit")
+    assert not IMAGE.search(render_card((staged / "CARD.md").read_text(), values))
+    (folder / "flake.lock").unlink()
+    with pytest.raises(PackageError, match="flake.lock not found"):
+        stage(package, tmp_path)
+
+
+@each
+def test_what_kernel_builder_reads_names_every_architecture_and_one_builder(name):
+    found = tomllib.loads((FOLDERS[name] / "build.toml").read_text())["torch-noarch"]
+    manifest = {"architectures": {host: list(names) for host, names in TARGETS.items()}}
+    assert found["cuda_capabilities"] == assemble.architectures({"cubins/manifest.json": json.dumps(manifest).encode()})
+    lock = json.loads((FOLDERS[name] / "flake.lock").read_text())
+    assert lock == json.loads((ROOT / "flake.lock").read_text())
+    nodes = lock["nodes"]
+    assert nodes["root"]["inputs"] == {"kernel-builder": "kernel-builder"}
+    assert "kernel-builder.url" in (FOLDERS[name] / "flake.nix").read_text()
+    for node in nodes.values():
+        inputs = [place if isinstance(place, list) else [place] for place in node.get("inputs", {}).values()]
+        assert all(place[0] in nodes for place in inputs)
+        assert node is nodes["root"] or (re.fullmatch("[0-9a-f]{40}", node["locked"]["rev"]) and node["locked"]["narHash"])
+
+
 def test_a_second_wheel_holds_nothing_of_the_first_that_is_gone(tmp_path):
-    """pip builds in the folder of the sources, and setuptools leaves build/lib there."""
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    """pip builds in the folder of the sources, and setuptools leaves build/lib there. What it holds of compiled kernels is compared with a
+    digest when it is loaded, as in a build for the Hub; without kernels there is nothing to compare."""
+    for name in ("pyproject.toml", "setup.py", "build.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "torch-ext", tmp_path / "torch-ext", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "torch-ext", tmp_path / "torch-ext", symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "cubins"))
     gone = tmp_path / "torch-ext/shared/ops/gone.py"
     gone.write_text("")
     (tmp_path / "build/torch-cpu").mkdir(parents=True)
@@ -143,7 +195,15 @@ def test_a_second_wheel_holds_nothing_of_the_first_that_is_gone(tmp_path):
         [wheel] = (tmp_path / folder).glob("*.whl")
         names.append(set(zipfile.ZipFile(wheel).namelist()))
         gone.unlink(missing_ok=True)
-    assert names[0] - names[1] == {"bastile/shared/ops/gone.py"} and names[1] <= names[0]
+        write_no_kernels(read_package(tmp_path))
+    assert names[0] - names[1] == {"bastile/shared/ops/gone.py"}
+    assert names[1] - names[0] == {"bastile/cubins/manifest.json", "bastile/metadata.json"}
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    found = runpy.run_path(str(tmp_path / "bastile/shared/runtime/artifacts.py"))
+    assert found["Artifacts"](tmp_path / "bastile/cubins").architectures() == []
+    flip_a_bit(tmp_path / "bastile/cubins/manifest.json")
+    with pytest.raises(found["ArtifactError"], match="bastile/metadata.json lists"):
+        found["Artifacts"](tmp_path / "bastile/cubins").architectures()
     assert {"bastile/py.typed", "bastile/shared/runtime/artifacts.py"} <= names[1]
     assert (tmp_path / "build/torch-cpu").is_dir()
 

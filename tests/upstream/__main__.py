@@ -1,12 +1,16 @@
 """Compares the results of transformers' tests, or of another library's, with a package in force with those without it.
 
-    python -m tests.upstream CHECKOUT                                    # what every package has to leave as it is
+    python -m tests.upstream CHECKOUT                                    # what every package has to leave as it is, in 9 hours
+    python -m tests.upstream CHECKOUT --short                            # the same without parallel and compiled tests, in one
     python -m tests.upstream CHECKOUT --package . --tests tests/models/qwen3 --interpreted -- -k "not generate"
     python -m tests.upstream LIGER --package packages/liger --call use_in_liger --tests test/transformers/test_rms_norm.py
 
 CHECKOUT: a clone of the library at the tag that is installed, or as much of it as its tests import. What stands after -- goes to
 pytest. On a machine with a GPU the package comes from its build/ ("make build"), else it is assembled for the CPU. Tests that differ run
-once more, both ways, before they count. Exits with 1 when a test's outcome differs, or when what was patched was not at the end.
+once more, both ways, before they count. Exits with 1 when a test's outcome differs, when what was patched was not at the end, when a suite
+reached nothing of ours, and when one could not be run, which does not keep the others from it.
+
+These tests compare a model with itself: they see what breaks, not whether numbers are right. Those are compared in tests/cpu.
 """
 
 import argparse
@@ -25,6 +29,16 @@ from tools import family_table
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = Path(__file__).with_name("bastile_in_force.py")
+PARALLEL = ("test_tp_", "tensor_parallel", "expert_parallel", "fsdp", "hsdp")  # in the names of tests that start processes
+SHORT = " and ".join(f"not {name}" for name in (*PARALLEL, "compil"))
+# What a suite is to have run in ours where it calls it at all.
+FUSED = ("decoder_layer_forward", "delta_net_forward")
+# Of Granite 4 every layer of the tests' models has experts or Mamba, which are not fused.
+NEVER_FUSED = {"granitemoehybrid"}
+
+
+class NotRun(Exception):
+    """A suite could not be collected, or has no test that was chosen."""
 
 
 def transformers_tests() -> dict[str, tuple[str, ...]]:
@@ -39,16 +53,35 @@ def transformers_tests() -> dict[str, tuple[str, ...]]:
 
 @dataclass
 class Run:
-    """outcomes: by test, a text that names what differs between runs; layer_calls: by function; patched: what it was at the beginning
-    and at the end, of each process."""
+    """outcomes: by test, a text that names what differs between runs; layer_calls, left: by function, the calls that ran in ours, and those
+    that went on to transformers' forward; reasons: of these; patched: what it was at the beginning and at the end, of each process."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
     layer_calls: Counter = field(default_factory=Counter)
+    left: Counter = field(default_factory=Counter)
+    reasons: Counter = field(default_factory=Counter)
     patched: list = field(default_factory=list)
 
     def counts(self) -> str:
         kinds = Counter(outcome.replace(";", " ").split()[0] for outcome in self.outcomes.values())
         return ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items())) or "no tests"
+
+    def blind(self, path: str = "") -> list[str]:
+        """What makes the comparison say nothing: that no function of ours ran, or that one of `FUSED` left all its calls to transformers.
+        path: of the suite."""
+        if not sum(self.layer_calls.values()):
+            return ["no function of the package ran"]
+        names = () if NEVER_FUSED.intersection(path.split("/")) else FUSED
+        return [
+            f"each of {self.left[name]} calls of {name} was left to transformers"
+            for name in names
+            if self.left[name] and not self.layer_calls[name]
+        ]
+
+    def alone(self) -> bool:
+        """Tells whether tests of parallel training passed and none of the processes that they started had the package in force."""
+        passed = [test for test, outcome in self.outcomes.items() if outcome == "passed" and any(name in test for name in PARALLEL)]
+        return bool(passed) and len(self.patched) < 2
 
 
 def read_record(path: Path) -> Run:
@@ -56,7 +89,8 @@ def read_record(path: Path) -> Run:
     run, parts = Run(), {}
     for line in map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
         if "test" not in line:
-            run.layer_calls.update(line["layer_calls"])
+            for name in ("layer_calls", "left", "reasons"):
+                getattr(run, name).update(line.get(name, {}))
             run.patched.append(line["patched"])
         elif line["when"] == "call" or line["outcome"] != "passed":
             error = line["error"].partition(":")[0]
@@ -78,7 +112,7 @@ def run_tests(checkout: Path, tests, options, task) -> Run:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, *options]
         done = subprocess.run(command, cwd=checkout, env=environment)
         if done.returncode not in (0, 1):  # all passed, some failed
-            raise SystemExit(f"pytest ended with {done.returncode} in {checkout}")
+            raise NotRun(f"pytest ended with {done.returncode} in {checkout}: {' '.join(tests)}")
         return read_record(record)
 
 
@@ -100,12 +134,25 @@ def compare(checkout: Path, tests, options, task) -> bool:
             print(f"differed once: {test}: {found[test][0]} -> {found[test][1]}")
         found = once_more
     print(f"\n{' '.join(tests)}\n  without: {plain.counts()}\n  with:    {ours.counts()}")
-    print(f"  calls:   {', '.join(f'{name} {count}' for name, count in sorted(ours.layer_calls.items())) or 'none'}")
+    print(f"  calls:   {listed(ours.layer_calls)}, in {len(ours.patched)} processes")
+    if ours.left:
+        print(f"  left to transformers: {listed(ours.left)}")
+    for reason, count in ours.reasons.most_common():
+        print(f"           {count} x {reason}")
+    if ours.alone():
+        print("  ALONE    tests of parallel training passed, and no process that they started had the package in force")
+    blind = ours.blind(tests[0]) if task["call"] == "apply" else []
+    for why in blind:
+        print(f"  BLIND    {why}")
     for test, (before, after) in found.items():
         print(f"  DIFFERS {test}: {before} -> {after}")
     for before, after in undone(ours):
         print(f"  UNDONE  what was patched at the beginning, {before}, was {after} at the end")
-    return not found and not undone(ours)
+    return not (found or undone(ours) or blind)
+
+
+def listed(counts: Counter) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()) if count) or "none"
 
 
 def undone(run: Run) -> list:
@@ -131,20 +178,31 @@ def main(arguments=None) -> int:
     p.add_argument("--package", help="the folder of its build.toml in this repository; all that transformers has tests for by default")
     p.add_argument("--tests", nargs="+", metavar="PATH", help="in the checkout; by default transformers' of the package's models")
     p.add_argument("--call", default="apply", help="the package's function that puts it in force (%(default)s)")
+    p.add_argument("--short", action="store_true", help="leave out tests of parallel training and compilation, which take most of the time")
     p.add_argument("--interpreted", action="store_true", help="run the kernels, in the interpreter, instead of the formulas in PyTorch")
     args = p.parse_args(own)
+    if not args.checkout.is_dir():
+        p.error(f"{args.checkout} is no folder; give a clone of the library at the tag that is installed")
+    options = ["-k", SHORT, *options] if args.short else options  # a -k of the caller's takes its place
     if args.tests and not args.package:
         p.error("--tests needs --package")
     known = transformers_tests()
     if args.package and not args.tests and args.package not in known:
         p.error(f"--package {args.package} needs --tests; transformers has some for {', '.join(known)}")
     suites = {args.package: args.tests or known[args.package]} if args.package else known
-    same = []
+    same, not_run = [], []
     for package, tests in suites.items():
         with tempfile.TemporaryDirectory() as folder:
             where, backend = built(package, folder, args.interpreted)
             task = {"package": where, "backend": backend, "call": args.call, "interpreted": args.interpreted}
-            same += [compare(args.checkout, [path], options, task) for path in tests]
+            for path in tests:
+                try:
+                    same.append(compare(args.checkout, [path], options, task))
+                except NotRun as why:
+                    not_run.append(str(why))
+                    print(f"\nNOT RUN  {why}")
+    if not_run:
+        raise SystemExit("\n".join(not_run))
     return 0 if all(same) else 1
 
 

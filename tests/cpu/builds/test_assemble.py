@@ -158,6 +158,17 @@ def test_a_variant_of_more_than_20_mib_is_refused(assembled, tmp_path):
         assemble(package, "cuda")
 
 
+def test_a_link_to_a_file_of_others_is_not_assembled(tmp_path):
+    """What it points to would be in everybody's download."""
+    copy_package(tmp_path)
+    package = read_package(tmp_path)
+    (package.sources / "inside.py").symlink_to("layers.py")
+    assert (assemble(package, "cpu") / "inside.py").is_file()
+    (package.sources / "hosts.py").symlink_to("/etc/hosts")
+    with pytest.raises(PackageError, match="hosts.py is a link to /etc/hosts, outside of the package"):
+        assemble(package, "cpu")
+
+
 def test_what_a_former_assembly_left_is_removed(assembled, tmp_path):
     copy_package(tmp_path)
     package = read_package(tmp_path)

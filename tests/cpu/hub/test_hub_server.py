@@ -3,12 +3,15 @@
 import hashlib
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
+from tests.conftest import OFFLINE
 from tests.hub_requests import REPO, RESOLVE, TOKEN, ask, commit, ndjson, paths, read
 from tools.hub_server import HubServer
 
@@ -171,3 +174,12 @@ def test_a_client_that_names_no_kind_of_repository_reads_it_too(api, tmp_path):
     commit(api, {"benchmarks/benchmark.py": b"1"})
     folder = api.snapshot_download(REPO, revision="v1", cache_dir=tmp_path)
     assert (Path(folder) / "benchmarks/benchmark.py").read_bytes() == b"1"
+
+
+def test_what_a_machine_says_of_its_network_does_not_reach_the_tests():
+    """huggingface_hub refuses the local Hub too where HF_HUB_OFFLINE is 1."""
+    test = f"{__file__}::test_paths_info_tells_files_folders_and_nothing"
+    environment = {**os.environ, **dict.fromkeys(OFFLINE, "1")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[3], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

@@ -26,6 +26,26 @@ def edit_metadata(change):
     return edit
 
 
+CHANGES = (
+    '__all__ += ["more"]\n',
+    '__all__.remove("triple")\n',
+    '__all__ = ["double"]\n',
+    "del __all__\n",
+    'globals()["__all__"] = []\n',
+    "from .ops import names as __all__\n",
+    "if layers:\n    __all__ = []\n",
+    "def reset():\n    global __all__\n",
+    "names = __all__\nnames.clear()\n",
+)
+LINKS = ("build/CARD.md.png", "build/torch-cpu/hosts.py", "build/torch-cpu/data/hosts", "benchmarks/benchmark_hosts.py")
+
+
+def linked(package):
+    """Moves the variant out of the build, and leaves a link."""
+    package.variant.rename(package.folder / "elsewhere")
+    package.variant.symlink_to(package.folder / "elsewhere")
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -52,6 +72,17 @@ def edit_metadata(change):
         (lambda package: (package.folder / "build.toml").write_text("[general]\n"), "not a valid build.toml"),
         (lambda package: (package.write({"__init__.py": "__all__ = [n for n in 'ab']\n"}), refresh(package)), "not a literal list"),
         (lambda package: (package.write({"__init__.py": "x = 1\n"}), refresh(package)), "has no __all__"),
+        *(
+            (lambda package, text=text: (package.write({"__init__.py": INIT + text}), refresh(package)), "__all__ is used again")
+            for text in CHANGES
+        ),
+        *(
+            (lambda package, place=place: (package.folder / place).symlink_to("/etc/hosts"), f"{place} is a link to /etc/hosts")
+            for place in LINKS
+        ),
+        (lambda package: (package.variant / "data/etc").symlink_to("/etc"), "data/etc is a link to /etc, outside of"),
+        (lambda package: (package.variant / "data/circle").symlink_to("circle"), "data/circle is a link to"),
+        (linked, "torch-cpu is a link to"),
         (lambda package: (package.write({"layers.py": "class :\n"}), refresh(package)), "not valid Python"),
     ],
 )
@@ -132,6 +163,26 @@ DROPS = [
     (lambda package: package.build(archs=()), ["architecture 8.0", "architecture 9.0"]),
     (lambda package: package.build(archs=("8.0", "9.0a")), ["architecture 9.0"]),
 ]
+
+
+@pytest.mark.parametrize(
+    ("dropped", "named"),
+    (
+        (("add_rows",), ["kernel add_rows"]),
+        (("scale",), ["operation scale", "kernel scale"]),
+        (("add", "add_rows"), ["operation add", "kernel add"]),
+    ),
+)
+def test_a_kernel_or_an_operation_that_goes_breaks_the_promise(hub, package, upload, dropped, named):
+    package.build(kernels=TARGETS)
+    upload()
+    package.build(kernels=TARGETS, dropped=dropped)
+    with pytest.raises(PublishError, match="raise `version`") as refusal:
+        upload()
+    assert [item for item in named if f"torch-cpu: {item}" in str(refusal.value)] == named
+    assert "kernels for" not in str(refusal.value)
+    package.build(kernels=TARGETS)
+    assert not upload().commits  # and one that comes is none that goes
 
 
 @pytest.mark.parametrize(("drop", "dropped"), DROPS)

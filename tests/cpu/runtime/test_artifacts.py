@@ -1,9 +1,12 @@
 """The files of kernels: damaged ones are refused by name, with the cure."""
 
+import base64
+import hashlib
 import json
 import platform
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +137,130 @@ def test_a_manifest_of_another_format_is_refused_with_both_numbers(runtime, cubi
     assert CURE in message or "Install" in message
 
 
+def described(cubins, algorithm="sha256"):
+    """Writes the metadata.json that a build has beside its cubins, and returns its path."""
+    digest = hashlib.new(algorithm, (cubins / "manifest.json").read_bytes()).digest()
+    files = {"__init__.py": "0", "cubins/manifest.json": base64.b64encode(digest).decode()}
+    path = cubins.parent / "metadata.json"
+    path.write_text(json.dumps({"name": "qwen3", "digest": {"algorithm": algorithm, "files": files}}))
+    return path
+
+
+@pytest.mark.parametrize("name", ("cubins/manifest.json", "metadata.json"))
+def test_no_single_flipped_bit_of_a_manifest_is_accepted(runtime, cubins, name):
+    """Nor of what metadata.json says of it."""
+    described(cubins)
+    path, random = cubins.parent / name, Random(0)
+    intact = path.read_bytes()
+    first = 0 if name != "metadata.json" else intact.index(b'"cubins/manifest.json"')
+    for _ in range(500):
+        data, place = bytearray(intact), random.randrange(8 * first, 8 * len(intact))
+        data[place // 8] ^= 1 << place % 8
+        path.write_bytes(data)
+        with pytest.raises(runtime.artifacts.ArtifactError, match=CURE) as error:
+            runtime.artifacts.Artifacts(cubins).architectures()
+        assert str(path) in str(error.value)
+    path.write_bytes(intact)
+    assert runtime.artifacts.Artifacts(cubins).architectures()
+
+
+@pytest.mark.parametrize("algorithm", ("sha256", "sha512"))
+def test_the_manifest_of_another_build_is_refused(runtime, cubins, algorithm):
+    """One that is whole: of a download that was interrupted and went on with another commit."""
+    metadata = described(cubins, algorithm)
+    assert runtime.artifacts.Artifacts(cubins).architectures()
+    change_manifest(cubins, lambda m: m["architectures"]["x86_64"].append("sm_100"))
+    assert f"{metadata} lists" in manifest_error(runtime, cubins)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        (lambda found: found.pop("digest"), "is damaged .KeyError: 'digest'"),
+        (lambda found: found.update(digest=[]), "is damaged .TypeError"),
+        (lambda found: found["digest"].update(files=None), "is damaged .AttributeError"),
+        (lambda found: found["digest"].update(algorithm="crc"), "is damaged .ValueError.*crc"),
+        (lambda found: found["digest"]["files"].pop("cubins/manifest.json"), "lists no such file, found "),
+        (lambda found: found["digest"]["files"].update({"cubins/manifest.json": None}), "lists None, found "),
+    ),
+)
+def test_metadata_that_does_not_say_what_the_manifest_is_is_refused(runtime, cubins, change, message):
+    path = described(cubins)
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found))
+    with pytest.raises(runtime.artifacts.ArtifactError, match=f"{path} {message}.*{CURE}"):
+        runtime.artifacts.Artifacts(cubins).architectures()
+
+
+def test_a_manifest_that_was_not_downloaded_is_no_build_without_kernels(runtime, cubins):
+    path = described(cubins)
+    (cubins / "manifest.json").unlink()
+    assert f"{path} lists " in (text := manifest_error(runtime, cubins)) and CURE in text
+    path.write_text('{"digest": {"algorithm": "sha256", "files": {}}}')  # a build for the CPU
+    assert "built without GPU kernels" in manifest_error(runtime, cubins)
+
+
+@pytest.mark.parametrize("key", ("format", "align", "column_sum"))
+def test_a_key_that_stands_twice_is_refused(runtime, cubins, key):
+    """Python takes the last one, and another reader the first."""
+    path = cubins / "manifest.json"
+    text = path.read_text()
+    name = re.search(rf'"[^"]*{key}[^"]*":', text)
+    path.write_text(text[: name.start()] + f"{name[0]}1," + text[name.start() :])
+    assert "a key stands twice among" in (found := manifest_error(runtime, cubins)) and CURE in found
+
+
+def an_elf(**changes):
+    """A small ELF file of two segments and three sections with one number changed."""
+    fields = {"mark": b"\x7fELF", "segments": 64, "sections": 64 + 2 * 56, "segment_count": 2, "section_count": 3}
+    places = {"segment": (368, 8), "section": (376, 4), "shared": (0, 2**40)}  # the last one is not in the file
+    fields |= {name: value for name, value in changes.items() if name in fields}
+    places |= {name: value for name, value in changes.items() if name in places}
+    header = struct.pack("<4s28xQQ8xH2xH2x", *fields.values())
+    segments = struct.pack("<8xQ16xQ16x", 0, 380) + struct.pack("<8xQ16xQ16x", *places["segment"])
+    kinds = [struct.pack("<4xI16xQQ24x", kind, *place) for kind, place in ((0, (0, 0)), (1, places["section"]), (8, places["shared"]))]
+    return header + segments + b"".join(kinds) + bytes(380 - 368)
+
+
+WHOLE = (an_elf(), an_elf(segments=0, segment_count=0), an_elf(section=(380, 0)), an_elf() + b"more")
+
+NOT_WHOLE = (
+    b"",
+    b"\x7fELF",
+    b"MZ" + an_elf()[2:],
+    an_elf(mark=b"\x7fELG"),
+    an_elf()[:-1],
+    an_elf()[:63],
+    b"\0" + an_elf(),
+    an_elf()[1:],
+    an_elf(segments=380 - 111),
+    an_elf(sections=380 - 191),
+    an_elf(sections=2**63),
+    an_elf(segment_count=300),
+    an_elf(section_count=65535),
+    an_elf(segment=(376, 5)),
+    an_elf(section=(377, 4)),
+    an_elf(section=(2**63, 2**63)),
+)
+
+
+@pytest.mark.parametrize("image", (*WHOLE, *NOT_WHOLE))
+def test_the_driver_gets_whole_elf_files_alone(runtime, cubins, monkeypatch, image):
+    """It is told no size, and reads as far as the headers say."""
+    artifacts = runtime.artifacts.Artifacts(cubins)
+    variant = first_variant(artifacts)
+    name = f"x86_64/{variant.operation}.cubins"
+    monkeypatch.setattr(artifacts, "_stream", lambda *_: b"before" + image)
+    variant = variant._replace(images={"sm_90": [6, len(image)]})
+    if image in WHOLE:
+        assert artifacts.image(variant, "sm_90") == image
+        return
+    with pytest.raises(runtime.artifacts.ArtifactError, match=f"no whole ELF file.*{CURE}") as error:
+        artifacts.image(variant, "sm_90")
+    assert str(cubins / name) in str(error.value) and variant.name in str(error.value)
+
+
 @pytest.mark.parametrize("number", (0, 1, 2), ids=("offset", "stored", "size"))
 @pytest.mark.parametrize("change", (-1, 1))
 def test_a_stream_that_is_not_what_the_manifest_says_is_refused(runtime, cubins, number, change):
@@ -224,8 +351,11 @@ def test_it_is_imported_by_a_python_without_lzma(runtime):
 
 
 def test_an_unknown_kernel_is_answered_with_those_there_are(runtime, cubins):
-    with pytest.raises(runtime.artifacts.ArtifactError, match="no kernel 'attention'; it has .*column_sum.*swiglu_forward"):
+    """And not with a cure that cannot help: another download has no more."""
+    match = "no kernel 'attention'; it has .*column_sum.*swiglu_forward.*built without this one.*kernels.toml"
+    with pytest.raises(runtime.artifacts.KernelMissing, match=match) as error:
         runtime.artifacts.Artifacts(cubins).variants("attention")
+    assert CURE not in str(error.value)
 
 
 def test_an_unlisted_file_of_kernels_is_refused(runtime, cubins):
@@ -334,7 +464,7 @@ def test_whatever_is_wrong_with_a_manifest_is_one_kind_of_error_that_names_file_
     variants = targets.read_variants(("column_sum", "scale"))
     variants = [next(v for v in variants if v[0] == operation) for operation in ("column_sum", "scale")]
     jobs = [compiler.Job(operation, v, b"", host, a) for operation, v in variants for host, names in TARGETS.items() for a in names]
-    images = {job: 40 * image_text(job.variant, job.host, job.architecture) for job in jobs}
+    images = {job: image_text(job.variant, job.host, job.architecture, 40) for job in jobs}
     pack.write_folder(folder, pack.pack(read_package(REPOSITORY), variants, TARGETS, images))
     use_everything(runtime, folder)
     manifest, random, refused = json.loads((folder / "manifest.json").read_text()), Random(seed), 0

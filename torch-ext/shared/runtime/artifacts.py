@@ -6,18 +6,23 @@ the images of all variants one after another: they are much alike, and packed to
 has use for one stream of a file, which is unpacked when the first of its images is asked for: 7 ms for each MB of images, on one core of a
 server. An image holds machine code for the host's processor too, which the driver runs: an image of another host would crash the process,
 so a host reads only the files of its own folder, and a file is hashed before the driver sees a byte of it.
+
+The manifest has the digests of these files, and metadata.json, which lies beside `cubins` in a build and in an installed clone, has that of
+the manifest. Sources that run in place have no metadata.json: there a manifest is checked by its form alone.
 """
 
+import base64
 import hashlib
 import json
 import os
 import platform
 import re
+import struct
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Tuple
 
 try:
     import lzma
@@ -34,6 +39,9 @@ NO_LZMA = (
     "this Python has no module lzma, which unpacks the kernels: it was built where liblzma's headers were not. Install them (liblzma-dev "
     "or xz-devel) and build Python again, or take a Python that has it (conda's, uv's, a Linux distribution's)"
 )
+ELF = struct.Struct("<4s28xQQ8xH2xH2x")  # header: mark, places of the tables of segments and sections, lengths of the tables
+SEGMENT, SECTION = struct.Struct("<8xQ16xQ16x"), struct.Struct("<4xI16xQQ24x")  # offset and size in the file; a section's kind before them
+NO_BITS = 8  # kind of a section that takes no room in the file
 FILE_NAME = re.compile(r"\w+/\w+\.cubins", re.ASCII)  # host and operation
 
 
@@ -85,6 +93,16 @@ def host() -> str:
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
 
 
+def _contents(path: Path) -> Optional[bytes]:
+    """The bytes of a file; None where there is none. Raises ArtifactError where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read ({error.strerror}). {DOWNLOAD}") from None
+
+
 class _Wrong(ValueError):
     """A part of the manifest is not as it should be; the text says which."""
 
@@ -98,9 +116,28 @@ def _is_number(value: object, least: int = 0) -> bool:
     return type(value) is int and least <= value < LARGEST
 
 
-def _check_parameter(parameter: object, where: str) -> None:
+def _without_doubles(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
+    """Makes a JSON object of its pairs. Raises _Wrong where a key stands there twice: Python would take the last one."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _Wrong(f"a key stands twice among {', '.join(name for name, _ in pairs)[:100]!r}")
+    return found
+
+
+def _is_whole(image: bytes) -> bool:
+    """Tells whether bytes are an ELF file that ends within them. The driver is told no size and reads as far as the headers say."""
+    if len(image) < ELF.size:
+        return False
+    mark, segments, sections, segment_count, section_count = ELF.unpack_from(image)
+    tables = image[segments : segments + SEGMENT.size * segment_count], image[sections : sections + SECTION.size * section_count]
+    if mark != b"\x7fELF" or tuple(map(len, tables)) != (SEGMENT.size * segment_count, SECTION.size * section_count):
+        return False
+    parts = [*SEGMENT.iter_unpack(tables[0]), *(place for kind, *place in SECTION.iter_unpack(tables[1]) if kind != NO_BITS)]
+    return all(offset + size <= len(image) for offset, size in parts)
+
+
+def _check_parameter(parameter: Any, where: str) -> None:
     _expect(isinstance(parameter, dict) and set(parameter) <= set(Parameter._fields), where)
-    assert isinstance(parameter, dict)
     _expect(all(isinstance(parameter.get(name), str) for name in ("name", "dtype")), where)
     _expect(parameter.get("kind") in ("array", "scalar"), f"{where}.kind")
     if parameter["kind"] == "scalar":
@@ -115,19 +152,12 @@ def _check_parameter(parameter: object, where: str) -> None:
         _expect(all(_is_number(value, least) for value in parameter[name]), f"{where}.{name}")
 
 
-def _check_places(places: object, numbers: int, where: str) -> Dict[str, List[int]]:
+def _check_places(places: Any, numbers: int, where: str) -> Dict[str, List[int]]:
     """Expects by architecture a list of so many numbers, and returns it."""
     _expect(isinstance(places, dict) and bool(places), where)
-    assert isinstance(places, dict)
     for architecture, place in places.items():
         _expect(isinstance(place, list) and len(place) == numbers and all(map(_is_number, place)), f"{where}.{architecture}")
     return places
-
-
-def _check_images(images: object, streams: Dict[str, List[int]], where: str) -> None:
-    """Expects the images of a variant to lie within the streams of its file."""
-    for architecture, (offset, size) in _check_places(images, 2, where).items():
-        _expect(architecture in streams and offset + size <= streams[architecture][2], f"{where}.{architecture}")
 
 
 def _check_manifest(manifest: Dict[str, Any]) -> None:
@@ -139,9 +169,8 @@ def _check_manifest(manifest: Dict[str, Any]) -> None:
     for name, digest in manifest["files"].items():
         _expect(FILE_NAME.fullmatch(name) is not None and isinstance(digest, str), f"files.{name}")
         _check_places(manifest["streams"].get(name), 3, f"streams.{name}")
-    parameters = manifest.get("parameters")
+    parameters: Any = manifest.get("parameters")
     _expect(isinstance(parameters, list), "parameters")
-    assert isinstance(parameters, list)
     for i, parameter in enumerate(parameters):
         _check_parameter(parameter, f"parameters[{i}]")
     for kernel, entries in manifest["kernels"].items():
@@ -159,24 +188,24 @@ def _check_manifest(manifest: Dict[str, Any]) -> None:
             _expect(isinstance(images, dict), f"{where}.images")
             _expect(isinstance(entry.get("waits", False), bool), f"{where}.waits")
             for host_name, found in images.items():
-                file = f"{host_name}/{entry['operation']}.cubins"
-                _expect(file in manifest["files"], f"{where}.images.{host_name}")
-                _check_images(found, manifest["streams"][file], f"{where}.images.{host_name}")
+                file, there = f"{host_name}/{entry['operation']}.cubins", f"{where}.images.{host_name}"
+                _expect(file in manifest["files"], there)
+                streams = manifest["streams"][file]
+                for name, (offset, size) in _check_places(found, 2, there).items():
+                    _expect(name in streams and offset + size <= streams[name][2], f"{there}.{name}")
 
 
 def _variant(entry: Dict[str, Any], parameters: List[Dict[str, Any]]) -> Variant:
     """parameters: those that variants share, of which an entry has the places."""
 
-    def parameter(place: int) -> Parameter:
-        found = parameters[place].items()
-        fields: Dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found}
-        return Parameter(**fields)
+    def values(parameter: Dict[str, Any]) -> Dict[str, Any]:
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in parameter.items()}
 
     return Variant(
         name=entry["name"],
         operation=entry["operation"],
         symbol=entry["symbol"],
-        parameters=tuple(map(parameter, entry["parameters"])),
+        parameters=tuple(Parameter(**values(parameters[place])) for place in entry["parameters"]),
         constants=entry["constants"],
         images=entry["images"].get(host(), {}),
         waits=entry.get("waits", False),
@@ -187,7 +216,7 @@ class Artifacts:
     """The kernels in one folder. Thread-safe; nothing is read before it is asked for.
 
     Raises ArtifactError, which names the file and the cure, when the manifest is missing, is no manifest of this format, or disagrees
-    with the files.
+    with metadata.json or with the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -212,15 +241,28 @@ class Artifacts:
             self._manifest = self._read_manifest()
         return self._manifest
 
+    def _compare(self, data: Optional[bytes]) -> None:
+        """Raises ArtifactError unless these bytes, None for no file, are what metadata.json lists as the manifest, where there is one."""
+        path = self.folder.parent / "metadata.json"
+        described = _contents(path)
+        if described is None:
+            return
+        try:
+            digest = json.loads(described.decode("utf-8"), object_pairs_hook=_without_doubles)["digest"]
+            expected = digest["files"].get("cubins/manifest.json", "no such file")
+            found = "no such file" if data is None else base64.b64encode(hashlib.new(digest["algorithm"], data).digest()).decode()
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ArtifactError(f"{path} is damaged ({type(error).__name__}: {str(error)[:200]}). {DOWNLOAD}") from None
+        if found != expected:
+            raise ArtifactError(f"{self._path} is damaged: {path} lists {str(expected)[:100]}, found {found}. {DOWNLOAD}")
+
     def _read_manifest(self) -> Dict[str, Any]:
+        data = _contents(self._path)
+        self._compare(data)
+        if data is None:
+            raise ArtifactError(f"{self._path} is missing: this copy of the package was built without GPU kernels")
         try:
-            data = self._path.read_bytes()
-        except FileNotFoundError:
-            raise ArtifactError(f"{self._path} is missing: this copy of the package was built without GPU kernels") from None
-        except OSError as error:
-            raise ArtifactError(f"{self._path} cannot be read ({error.strerror}). {DOWNLOAD}") from None
-        try:
-            manifest = json.loads(data.decode("utf-8"))
+            manifest = json.loads(data.decode("utf-8"), object_pairs_hook=_without_doubles)
         except (ValueError, RecursionError) as error:
             raise ArtifactError(f"{self._path} is damaged ({error}). {DOWNLOAD}") from None
         found = manifest.get("format") if isinstance(manifest, dict) else manifest
@@ -245,12 +287,8 @@ class Artifacts:
     def operations(self) -> FrozenSet[str]:
         """The operations whose kernels this package has."""
         if self._operations is None:
-            self._operations = frozenset(entry["operation"] for entry in self._entries())
+            self._operations = frozenset(entry["operation"] for found in self.manifest["kernels"].values() for entry in found)
         return self._operations
-
-    def _entries(self) -> Iterator[Dict[str, Any]]:
-        """The entry of every variant of every kernel."""
-        return (entry for entries in self.manifest["kernels"].values() for entry in entries)
 
     def variants(self, kernel: str) -> List[Variant]:
         """The variants of a kernel, the preferred one first."""
@@ -258,7 +296,10 @@ class Artifacts:
             entries = self.manifest["kernels"].get(kernel)
             if entries is None:
                 known = ", ".join(sorted(self.manifest["kernels"]))
-                raise KernelMissing(f"{self._path} has no kernel {kernel!r}; it has {known}. {DOWNLOAD}")
+                raise KernelMissing(
+                    f"{self._path} has no kernel {kernel!r}; it has {known}. The package is whole and was built without this one: "
+                    "use one that ships it, or name its operation in kernels.toml and build again (make build)"
+                )
             self._variants[kernel] = [_variant(entry, self.manifest["parameters"]) for entry in entries]
         return self._variants[kernel]
 
@@ -277,10 +318,9 @@ class Artifacts:
         for name in files:
             if name.startswith(here + "/"):
                 data = self._read(name)
-                for place in self.manifest["streams"][name].values():
-                    self._cut(data, name, place)
-                if architecture in self.manifest["streams"][name]:
-                    self._packed(name, architecture, data)
+                streams = {found: self._cut(data, name, place) for found, place in self.manifest["streams"][name].items()}
+                if architecture in streams:
+                    self._streams[name, architecture] = streams[architecture]
         folder = self.folder / here
         for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
             if name.endswith(".cubins") and f"{here}/{name}" not in files:
@@ -288,9 +328,13 @@ class Artifacts:
         self._verified.add(architecture)
 
     def image(self, variant: Variant, architecture: str) -> bytes:
-        """The cubin of a variant for one architecture, from a file whose digest was right."""
+        """The cubin of a variant for one architecture, from a file whose digest was right. Raises ArtifactError where it is none."""
         offset, size = variant.images[architecture]
-        return self._stream(f"{host()}/{variant.operation}.cubins", architecture)[offset : offset + size]
+        name = f"{host()}/{variant.operation}.cubins"
+        image = self._stream(name, architecture)[offset : offset + size]
+        if not _is_whole(image):
+            raise ArtifactError(f"{self.folder / name}: {variant.name}, {size} bytes by {self._path}, is no whole ELF file. {DOWNLOAD}")
+        return image
 
     def _stream(self, name: str, architecture: str) -> bytes:
         """The images of an operation for one architecture, one after the other."""
@@ -323,10 +367,10 @@ class Artifacts:
     def _unpack(self, name: str, architecture: str) -> bytes:
         if lzma is None:
             raise ArtifactError(NO_LZMA)
-        packed = self._streams.get((name, architecture))
+        place = self.manifest["streams"][name][architecture]
+        packed, size = self._streams.get((name, architecture)), place[2]
         if packed is None:
-            packed = self._packed(name, architecture, self._read(name))
-        size = self.manifest["streams"][name][architecture][2]
+            packed = self._streams[name, architecture] = self._cut(self._read(name), name, place)
         unpacker = lzma.LZMADecompressor(lzma.FORMAT_XZ, UNPACKER_MEMORY)
         try:
             data = unpacker.decompress(packed, size + 1)
@@ -338,11 +382,6 @@ class Artifacts:
             )
         return data
 
-    def _packed(self, name: str, architecture: str, data: bytes) -> bytes:
-        """One stream of a file that was read, which stays in memory."""
-        stream = self._streams[name, architecture] = self._cut(data, name, self.manifest["streams"][name][architecture])
-        return stream
-
     def _cut(self, data: bytes, name: str, place: List[int]) -> bytes:
         offset, stored, _ = place
         if offset + stored > len(data):
@@ -352,10 +391,9 @@ class Artifacts:
     def _read(self, name: str) -> bytes:
         """A file of images. Raises ArtifactError unless its digest is the manifest's."""
         path = self.folder / name
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise ArtifactError(f"{path} cannot be read ({error.strerror}). {DOWNLOAD}") from None
+        data = _contents(path)
+        if data is None:
+            raise ArtifactError(f"{path} is missing. {DOWNLOAD}")
         found, expected = hashlib.sha256(data).hexdigest(), self.manifest["files"][name]
         if found != expected:
             raise ArtifactError(f"{path} is damaged: sha256 {found[:16]}..., expected {expected[:16]}.... {DOWNLOAD}")
