@@ -183,7 +183,7 @@ MUTANTS = [
          ("if bias is not None", "if False")),
     *errors_in(PROJECTIONS, "projected_inputs", "Projections._products",
          ("_affine(x, self.whole, bias", "_affine(-x, self.whole, bias", "projected_inputs_packed"),
-         ("torch.addmm(onto, x, self._weight(0).t(), out=out)", "torch.mm(x, self._weight(0).t(), out=out)", "projected_mlp"),
+         ("self._weight(0).t(), onto)", "self._weight(0).t())", "projected_mlp"),
          ("_joined(biases, dtype) if", "-_joined(biases, dtype) if", "projected_inputs_biases_packed"),
          ("result.add_(biases[0].to(dtype))", "result", "projected_mlp_biases"),
          ("None if b is None else b.to(dtype)", "None", "projected_inputs_biases")),
