@@ -260,7 +260,6 @@ MUTANTS = [
          ("wanted(need.q_norm, dq_norm), wanted(need.k_norm, dk_norm)", "wanted(need.q_norm, dk_norm), wanted(need.k_norm, dq_norm)"),
          ("dv_place.copy_(dv)", "dv_place.zero_()", "projected_inputs_packed")),
     *errors_in(MLP_STEPS, "projected_mlp", "mlp_finish",
-         ("torch.add(total, added", "torch.add(0 * total, added", "projected_mlp_autocast"),
          ("onto=total, out", "onto=0 * total, out")),
     *errors_in(STEPS, "projected_mlp_attended", "join_forward",
          ("add_norm_forward(spec.before, branch, x, norm", "add_norm_forward(spec.before, branch, 0 * x, norm")),
