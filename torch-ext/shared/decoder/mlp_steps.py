@@ -64,7 +64,8 @@ class MLPSaved(NamedTuple):
     """The tensors that the backward pass reads.
 
     total: the residual stream after attention, flattened to rows; o, rstd, o_rstd: as in `Joined`; gate, up: None if the backward pass
-    recomputes them; branch: the MLP's output before the norm behind it, and branch_rstd: that norm's, both None without such a norm.
+    recomputes them; branch: the MLP's output before the norm behind it, and branch_rstd: that norm's, both None without such a norm; made:
+    `all_made` of the projections.
     """
 
     total: torch.Tensor
@@ -75,6 +76,7 @@ class MLPSaved(NamedTuple):
     up: Optionals
     branch: Optionals
     branch_rstd: Optionals
+    made: Sequence[torch.Tensor] = ()
 
 
 class OutputGradients(NamedTuple):

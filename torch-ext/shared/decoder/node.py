@@ -5,7 +5,7 @@ saves what the backward function reads, and whose calls are replayed where they 
 run instead.
 """
 
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -122,11 +122,12 @@ class Node:
         reference: of the same arguments, returns the results, computed by PyTorch's operations, which every kind of tensor takes.
         forward: `Given` -> (results, saved), named tuples or lists of optional tensors, results without None.
         backward: (`Given`, gradients of the results, saved, what needs a gradient as `Gradients`) -> `Gradients`.
+        start, finish: forward in two parts for `apply_in_parts`: `Given` -> (started, saved), and (`Given`, started, saved) -> the only
+            result, which has the first tensor's shape.
+        in_graph: what a graph of torch.compile or torch.export gets instead of `reference`, of the same arguments.
         passes_on: whether the first tensor is one more result, for the residual connection, and its gradient the last one.
         packs: whether `Given.whole` is read.
         dropped: (node's named tuple) -> the names of the tensors that the backward function does not read.
-        start, finish: forward in two parts for `apply_in_parts`: `Given` -> (started, saved), and (`Given`, started, saved) -> the only
-            result, which has the first tensor's shape.
         in_parts: (node's named tuple) -> whether the backward function reads nothing that `finish` makes.
     """
 
@@ -137,31 +138,33 @@ class Node:
         reference: Callable,
         forward: Callable,
         backward: Callable,
+        start: Optional[Callable] = None,
+        finish: Optional[Callable] = None,
+        in_graph: Optional[Callable] = None,
         passes_on: bool = False,
         packs: bool = True,
         dropped: Callable[[Any], Sequence[str]] = lambda tensors: (),
-        start: Optional[Callable] = None,
-        finish: Optional[Callable] = None,
         in_parts: Callable[[Any], bool] = lambda tensors: True,
     ):
         self.check, self.reference, self.forward, self.backward = check, reference, forward, backward
+        self.in_graph = reference if in_graph is None else in_graph
         self.passes_on, self.packs, self.dropped = passes_on, packs, dropped
         self.start, self.finish, self.in_parts = start, finish, in_parts
-        run, gradients = partial(_run, self), partial(_gradients, self)
-        for one, function in ((run, forward), (gradients, backward)):
-            one.__module__, one.__qualname__ = function.__module__, function.__qualname__  # type: ignore[attr-defined]
-        self.run, self.gradients = run, gradients
-        self.run_again, self.gradients_again = replayed_with_products(run), replayed_with_products(gradients)
+        # A report of what is replayed names the node's own functions.
+        self.run = update_wrapper(partial(_run, self), forward)
+        self.gradients = update_wrapper(partial(_gradients, self), backward)
+        self.run_again, self.gradients_again = replayed_with_products(self.run), replayed_with_products(self.gradients)
         self.function = _function(name, self)
 
     def __call__(self, spec: tuple, tensors, groups: Sequence[Sequence[Projection]], sizes: Tuple[int, ...], dtype: torch.dtype):
         """Returns the results. tensors: the node's named tuple; groups: the projections by what they read; dtype: of the products."""
         present = [part for group in groups for projection in group for part in projection[:SIZE] if part is not None]
         dense = [part for part in present if type(part) is not FourBitWeight]
-        if torch.compiler.is_compiling() or not is_ordinary(*tensors, *dense):
+        compiling = torch.compiler.is_compiling()
+        if compiling or not is_ordinary(*tensors, *dense):
             projections = [projection for group in groups for projection in group]
             self.check(spec, tensors, projections, sizes, dtype)
-            return self.reference(spec, tensors, projections, sizes, dtype)
+            return (self.in_graph if compiling else self.reference)(spec, tensors, projections, sizes, dtype)
         layout = layout_of(spec, groups, dtype)
         form = self.form_of(layout, tensors)
         arguments = form, sizes, *[tensor for tensor in tensors if tensor is not None], *present

@@ -93,11 +93,6 @@ def tensors_of(projections: Sequence[Projection]) -> list:
     return [part for projection in projections for part in projection[:SIZE]]
 
 
-def present_of(projections: Sequence[Projection]) -> list:
-    """Lists those of `tensors_of` that there are."""
-    return [part for projection in projections for part in projection[:SIZE] if part is not None]
-
-
 def by_projection(values: Sequence) -> List[Sequence]:
     """Cuts what is listed for each of `tensors_of` by projection."""
     return [values[start : start + SIZE] for start in range(0, len(values), SIZE)]
