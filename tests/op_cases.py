@@ -2,9 +2,11 @@
 and what autograd may rely on."""
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.ops import collected
 from tests.ops.common import randn
+from tests.ops.second_runs import selective
 from tests.ops.signature import CLASSES, EXPERTS, TOKENS, TOP_K, Operations
 from tests.tolerances import RELATIVE_ERROR, relative_error
 
@@ -184,7 +186,22 @@ def check_first_and_no_second_derivative(operation, gradients, wanted):
             raise AssertionError(f"{operation} has a second derivative")
 
 
+def check_inside_a_selective_checkpoint(ops, operation, dtype, device):
+    """The same bits as without one: a result that was kept is not written to, and one that is not computed again is read."""
+    found = arguments(operation, dtype, device=device)
+
+    def squares(function):
+        leaves = {name: tensor.detach().requires_grad_(name in differentiable(operation, found)) for name, tensor in found.items()}
+        results = function(lambda: [result * result for result in run(ops, operation, leaves)])  # which reads every result again
+        torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+        return [*results, *[leaves[name].grad for name in differentiable(operation, found)]]
+
+    kept = squares(lambda call: checkpoint(call, use_reentrant=False, context_fn=selective))
+    assert all(map(torch.equal, kept, squares(lambda call: call()))), operation
+
+
 AUTOGRAD_CHECKS = (
+    check_inside_a_selective_checkpoint,
     check_nothing_is_overwritten,
     check_a_second_backward_pass,
     check_that_one_gradient_alone_is_the_same,

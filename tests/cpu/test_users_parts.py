@@ -1,19 +1,19 @@
 """Parts of a model that a user made: a class that is called in its own way, a function for a module, a trained number, a subclass."""
 
-import copy
 import functools
 from collections import Counter
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from tests.compile_checks import with_adapters
 from tests.decoder_families import tiny
-from tests.models import Step, random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_5, tiny_qwen3_moe
+from tests.models import Step, random_tokens, tiny_gpt_oss, tiny_model, tiny_qwen3_5, tiny_qwen3_5_sparse, tiny_qwen3_moe
+from tests.ops.second_runs import saves_products
 
 TOKENS = random_tokens(2, 13)
 
@@ -128,19 +128,29 @@ def save_products(ctx, operation, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if operation in products else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@pytest.mark.parametrize("kind", ("plain", "LoRA", "experts", "decoders"))
-@pytest.mark.parametrize("options", ({}, {"recompute_mlp": True}, {"keep_attention": True}), ids=("", "recompute_mlp", "keep_attention"))
-def test_a_selective_checkpoint(qwen3, decoders, kind, options):
-    """What it saves of the first run it looks up by the operations of the second."""
-    model = tiny_qwen3_moe() if kind == "experts" else tiny("phi3") if kind == "decoders" else tiny_model()
-    model = (with_adapters(model) if kind == "LoRA" else model).train()
-    plain = copy.deepcopy(model)
-    (decoders if kind == "decoders" else qwen3).kernelize(model, **options)
-    found = []
-    for each in (plain, model):
-        each.gradient_checkpointing_enable(
-            {"use_reentrant": False, "context_fn": functools.partial(create_selective_checkpoint_contexts, save_products)}
-        )
-        each.enable_input_require_grads()
-        found.append(step(each))
-    found[1].assert_same(found[0])
+MODELS = {
+    "plain": ("qwen3", tiny_model),
+    "LoRA": ("qwen3", lambda: with_adapters(tiny_model())),
+    "LoRA with dropout": ("qwen3", lambda: with_adapters(tiny_model(), lora_dropout=0.1)),
+    "experts": ("qwen3", tiny_qwen3_moe),
+    "decoders": ("decoders", lambda: tiny("phi3")),
+    "experts with biases": ("gpt_oss", tiny_gpt_oss),
+    "shared expert": ("qwen3_5", lambda: tiny_qwen3_5_sparse("qwen3_5_moe")),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [(saves_products, {}), (save_products, {"recompute_mlp": True}), (saves_products, {"keep_attention": True})],
+    ids=("", "recompute_mlp", "keep_attention"),
+)
+def test_a_selective_checkpoint(request, kind, policy, options):
+    """What it saves of the first run it looks up by the operations of the second; around a whole model the second run is read."""
+    package, made = MODELS[kind]
+    model = request.getfixturevalue(package).kernelize(made().train(), **options)
+    expected, contexts = step(model), functools.partial(create_selective_checkpoint_contexts, policy)
+    step(model, call=functools.partial(checkpoint, model, use_reentrant=False, context_fn=contexts)).assert_same(expected)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    model.enable_input_require_grads()
+    step(model).assert_same(expected)

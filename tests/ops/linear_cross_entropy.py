@@ -517,7 +517,7 @@ MUTANTS = [
          ("else scale[rows]", "else scale[: part.shape[0]]", "loss_chunks_none"), kernels=False),
     *errors_in("shared/ops/linear_head.py", "loss_in_gradient", "_write_product_over", (".clone()", ""), kernels=False),
     *errors_in("shared/ops/linear_head.py", "loss_chunks_accum", "add_product", ("0.0 if first else 1.0", "0.0"), kernels=False),
-    *errors_in("shared/ops/linear_head.py", "loss_chunks", "add_product", ("total.addmm_(x, y)", "torch.mm(x, y, out=total)"),
+    *errors_in("shared/ops/linear_head.py", "loss_chunks", "add_product", ("accumulate_product(total, x, y)", "write_product(total, x, y)"),
                kernels=False),
     *errors_in("shared/ops/cross_entropy.py", "loss_softcap", "TorchChunk.gradient", ("gradient.mul_(slope)", "pass"), kernels=False),
     *errors_in("shared/ops/cross_entropy.py", "fp16_loss", "Chunk.in_range", ("t * factor for t", "t for t"), kernels=False),

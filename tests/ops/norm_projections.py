@@ -76,24 +76,26 @@ CHECKS = {
     "projections_without_residual": functools.partial(check_norm_projections, residual=False),
     "projections_alone": alone("norm_projections"),
 }
-PATH = "shared/decoder/norm_projections.py"
+PATH, NODE = "shared/decoder/norm_projections.py", "shared/decoder/node.py"
 MUTANTS = [
-    *errors_in(PATH, "projections_replayed", "_gradients",
-         ("flat, norm, rstd, dresidual", "flat, norm, 2 * rstd, dresidual"),
-         ("dresidual.reshape(flat.shape)", "torch.zeros_like(flat)"),
-         ("needs[:2]", "(needs[1], needs[0])", "projections_frozen_replayed")),
+    *errors_in(PATH, "projections_replayed", "_backward",
+         ("flat, norm, saved.rstd", "flat, norm, 2 * saved.rstd"),
+         ("dstream.reshape(flat.shape)", "torch.zeros_like(flat)"),
+         ("grad.contiguous().view", "-grad.contiguous().view"),
+         ("need.tensors, needs_in_parts", "need.tensors[::-1], needs_in_parts", "projections_frozen_replayed")),
     *errors_in("shared/decoder/projections.py", "projections_replayed", "normed_input_backward",
          ("x, norm, rstd, need_norm)", "x, norm, 2 * rstd, need_norm)"),
          ("spec, x, norm, rstd, projections", "spec, x, norm, 2 * rstd, projections"),
          ("if need_x or need_norm:", "if need_x:", "projections_alone"),
          ("dx if need_x else None", "dx if need_norm else None", "projections_frozen_replayed")),
-    *errors_in(PATH, "projections_replayed", "_NormProjections.forward",
-         ("results[several], *layout", "2 * results[several], *layout"),
-         ("x.view_as(x))", "2 * x)")),
-    *errors_in(PATH, "projections_replayed", "_NormProjections.backward",
-         ("grad.contiguous() for", "-grad for")),
     *errors_in(PATH, "projections_offset_replayed", "_forward",
-         ("norm_forward(layout.spec, flat", "norm_forward(layout.spec._replace(offset=0.0), flat")),
+         ("norm_forward(layout.spec, x", "norm_forward(layout.spec._replace(offset=0.0), x"),
+         ("Saved(rstd,", "Saved(2 * rstd,")),
+    *errors_in(NODE, "projections_replayed", "_function",
+         ("present[0].view_as(present[0])", "2 * present[0]"),
+         ("form.kept(present), *found", "form.kept([2 * present[0], *present[1:]]), *found"),
+         ("run(*grads, *saved", "run(*[2 * grad for grad in grads], *saved")),
+    *errors_in(NODE, "projections_alone", "_gradients", ("*map(bool, tensors)", "*map(bool, tensors[::-1])")),
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import functools
 import importlib
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.ops.common import BF16, CPU, FP32, errors_in, leaf, randn
 from tests.ops.decoder_nodes import part_of
@@ -16,7 +16,16 @@ from tests.ops.projected_nodes import outputs, projections_of
 from tests.ops.sparse_nodes import leaves_of
 
 HIDDEN, INNER, TOKENS = 1024, 48, 5
-FORMS = {"not reentrant": False, "reentrant": True}
+
+
+def saves_products(ctx, operation, *args, **kwargs):
+    """The policy of a selective checkpoint that keeps what every operation of PyTorch returns that has "mm" in its name."""
+    return CheckpointPolicy.MUST_SAVE if "mm" in str(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+selective = functools.partial(create_selective_checkpoint_contexts, saves_products)
+FORMS = {"not reentrant": {"use_reentrant": False}, "reentrant": {"use_reentrant": True},
+         "selective": {"use_reentrant": False, "context_fn": selective}}  # fmt: skip
 
 
 def _mlp(ops, autocast):
@@ -78,8 +87,8 @@ CALLS = {
 }
 
 
-def check_second_run(ops, call, reentrant):
-    """call: of `CALLS`."""
+def check_second_run(ops, call, options):
+    """call: of `CALLS`; options: of `FORMS`."""
     x, run, others = CALLS[call](ops)
     leaves = [x, *(tensor for tensor in others if tensor is not None)]
 
@@ -92,7 +101,10 @@ def check_second_run(ops, call, reentrant):
         return [y.detach(), *(tensor.grad for tensor in leaves)]
 
     expected = results(lambda function, x: function(x))
-    found = results(functools.partial(checkpoint, use_reentrant=reentrant))
+    try:
+        found = results(functools.partial(checkpoint, **options))
+    except RuntimeError as error:  # of a selective checkpoint: what it kept was written to
+        raise AssertionError(f"{call}: {error}") from error
     for mine, wanted in zip(found, expected, strict=True):
         assert (mine is None) == (wanted is None)
         assert wanted is None or torch.equal(mine, wanted), f"{call}: the second run of a checkpoint gives other bits"
@@ -100,24 +112,31 @@ def check_second_run(ops, call, reentrant):
 
 # ---------------------------------------------------------------- planted errors
 CHECKS = {
-    f"{call}, {form}": functools.partial(check_second_run, call=call, reentrant=reentrant)
+    f"{call}, {form}": functools.partial(check_second_run, call=call, options=options)
     for call in CALLS
-    for form, reentrant in FORMS.items()
+    for form, options in FORMS.items()
 }
+_PRODUCTS = "shared/ops/products.py"
 _NODES, _SPARSE, _SECOND = "shared/decoder/nodes.py", "shared/decoder/sparse.py", "shared/ops/second_run.py"
 MUTANTS = [
     *errors_in(_SECOND, "MLP, reentrant", "_Finished.backward", ("return dout, None", "return 2 * dout, None")),
     *errors_in(_SECOND, "mlp alone, not reentrant", "_Finished.forward", ("return finish()", "return 2 * finish()")),
+    *errors_in(_SECOND, "MLP, selective", "are_watched", ("return any(", "return not any("), kernels=False),
+    *errors_in(_PRODUCTS, "MLP, selective", "write_product",
+         ("if onto is None:\n        return out.copy_(torch.mm(x, y)) if are_watched() else", "if onto is None:\n        return",
+          "mlp in shards, selective"),
+         ("if are_watched():", "if False:"), kernels=False),
+    *errors_in(_PRODUCTS, "MLP, selective", "accumulate_product", ("if are_watched() else", "if False else"), kernels=False),
     *errors_in(_NODES, "MLP, not reentrant", "_finish_mlp",
-         ("None, total, hidden", "None, 2 * total, hidden"),
-         ("total, hidden, down", "total, 2 * hidden, down", "MLP in fp32, not reentrant"),
-         ("parts, made)", "parts, [-one for one in made])")),
-    *errors_in(_NODES, "MLP, not reentrant", "_mlp",
-         ("(layout.spec, tensors, groups)", "(layout.spec, tensors if finish else tensors._replace(before=2 * before), groups)")),
+         ("_stream(given, saved)", "2 * _stream(given, saved)"),
+         ("*started, down", "2 * started[0], down", "MLP in fp32, not reentrant"),
+         ("saved.made, None)", "[-one for one in saved.made], None)")),
+    *errors_in(_NODES, "MLP, not reentrant", "_start_mlp",
+         ("_mlp(given, mlp_start)", "_mlp(given._replace(tensors=given.tensors._replace(before=2 * given.tensors.before)), mlp_start)")),
     *errors_in(_SPARSE, "experts, not reentrant", "_finish",
          ("gate_up, expert, scores, weights.down", "gate_up, expert, 2 * scores, weights.down"),
-         ("_summed(total,", "_summed(2 * total,"),
-         ("_summed(total, found, *others)", "_summed(total, found, None, *others[1:])", "shared expert, not reentrant")),
+         ("None, total, found)", "None, 2 * total, found)"),
+         ("if add_shared is not None", "if False", "shared expert, not reentrant")),
     *errors_in("shared/ops/swiglu.py", "mlp alone, not reentrant", "_MLP.forward",
          ("partial(_down, gate, up, down_weight)", "partial(_down, up, gate, down_weight)")),
     *errors_in("shared/ops/experts.py", "experts alone, not reentrant", "_Experts.forward",

@@ -12,6 +12,7 @@ from tests.ops.rms_norm import rms_norm_exact
 from tests.tolerances import assert_close
 
 FEATURES = 64
+AFTER, BEHIND = 0.25, 0.125  # epsilons of the norms of the branches
 
 
 def leaves_of(dtype, device, tokens, hidden, width, experts):
@@ -26,26 +27,31 @@ def leaves_of(dtype, device, tokens, hidden, width, experts):
     return {name: leaf(tensor) for name, tensor in made.items()}
 
 
-def norm_experts_exact(x, norm_weight, router, gate_up, down, top_k, normalised, eps, shared=None):
+def norm_experts_exact(x, norm_weight, router, gate_up, down, top_k, normalised, eps, shared=None, behind=None, multiplier=1.0):
     """In float64, one expert after the other. shared: the gate of the expert that every token goes to, and its projections."""
-    y = rms_norm_exact(x, norm_weight, eps)
+    y = x if norm_weight is None else rms_norm_exact(x, norm_weight, eps)
     scores, expert = torch.softmax(y @ router.t(), -1).topk(top_k, -1)
     scores = scores / scores.sum(-1, keepdim=True) if normalised else scores
-    out = x + experts_exact(y, expert, scores, gate_up, down)
-    if shared is None:
-        return out
-    score_gate, (gate, up, last) = shared
-    return out + torch.sigmoid(y @ score_gate.t()) * projected(torch.nn.functional.silu(projected(y, gate)) * projected(y, up), last)
+    branch = experts_exact(y, expert, scores, gate_up, down)
+    if shared is not None:
+        score_gate, (gate, up, last) = shared
+        gated = torch.nn.functional.silu(projected(y, gate)) * projected(y, up)
+        branch = branch + torch.sigmoid(y @ score_gate.t()) * projected(gated, last)
+    return x + multiplier * (branch if behind is None else rms_norm_exact(branch, behind, BEHIND))
 
 
 def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attended=False, dropout=0.0, frozen=(), again=False, tokens=7,
-                       hidden=1024, width=20, experts=6, recompute=False, shared=0, packed=False):
+                       hidden=1024, width=20, experts=6, recompute=False, shared=0, packed=False,
+                       norms=("before",), multiplier=1.0):
     """attended: with attention's output and its projection, which has an adapter, in front. frozen: names that need no gradient, "shared"
     for the projections of the shared expert. again: a second backward pass. shared: width of the expert that every token goes to, whose
-    gate, up and down have adapters; 0 for none. packed: gate and up lie side by side. In half precision the sizes must leave no choice of
+    gate, up and down have adapters; 0 for none. packed: gate and up lie side by side. norms: "before", "after" and "behind", those that
+    there are; multiplier: of both branches. In half precision the sizes must leave no choice of
     experts to rounding."""
     nodes = importlib.import_module(f"{ops.__name__}.shared.decoder.sparse")
     leaves = leaves_of(dtype, device, tokens, hidden, width, experts)
+    more = [(name, seed) for name, seed in (("after", 21), ("behind", 22)) if name in norms]
+    leaves |= {name: leaf(randn(hidden, dtype=dtype, device=device, seed=seed) + 1) for name, seed in more}
     exacts = {name: exact(tensor) for name, tensor in leaves.items()}
     before, o = (None, None), (None, None)
     if attended:
@@ -75,9 +81,12 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
     x, norm_weight, router, *weights = list(leaves.values())[:5]
     torch.manual_seed(3)
     spec = importlib.import_module(f"{ops.__name__}.shared.decoder.spec")
-    arguments = x, norm_weight, nodes.Router(router, top_k, normalised), nodes.ExpertTensors(*weights), spec.Outputs(before=spec.Norm(0.5))
+    described = spec.Outputs(spec.Norm(AFTER), spec.Norm(0.5), spec.Norm(BEHIND), multiplier=multiplier)
+    before_norm = norm_weight if "before" in norms else None
+    arguments = x, before_norm, nodes.Router(router, top_k, normalised), nodes.ExpertTensors(*weights), described
+    of_branches = {name: leaves[name] for name, _ in more}
     expert = nodes.SharedExpert(leaves["score_gate"], of_shared) if shared else None
-    y = nodes.norm_experts(*arguments, attended=before[0], o=o[0], recompute=recompute, shared=expert)
+    y = nodes.norm_experts(*arguments, attended=before[0], o=o[0], recompute=recompute, shared=expert, **of_branches)
     dy = randn(*y.shape, dtype=dtype, device=device, seed=9)
     if again:
         y.backward(dy, retain_graph=True)
@@ -85,18 +94,23 @@ def check_norm_experts(ops, device, dtype=FP32, top_k=2, normalised=True, attend
             tensor.grad = None
     y.backward(dy)
     torch.manual_seed(3)
-    x64, *rest = list(exacts.values())[:5]
-    total = x64 + projected(before[1], o[1]) if attended else x64
-    y64 = norm_experts_exact(total, *rest, top_k, normalised, 0.5, (exacts["score_gate"], of_shared64) if shared else None)
+    x64, norm64, *rest = list(exacts.values())[:5]
+    total = x64
+    if attended:
+        branch = projected(before[1], o[1])
+        total = x64 + multiplier * (rms_norm_exact(branch, exacts["after"], AFTER) if "after" in norms else branch)
+    of_shared64 = (exacts["score_gate"], of_shared64) if shared else None
+    options = top_k, normalised, 0.5, of_shared64, exacts.get("behind"), multiplier
+    y64 = norm_experts_exact(total, norm64 if "before" in norms else None, *rest, *options)
     y64.backward(dy.double().cpu())
     assert_close(y, y64, dtype, "norm and experts", 2)
     for name, tensor in leaves.items():
-        if name in frozen:
+        if name in frozen or (name == "norm_weight" and "before" not in norms):
             assert tensor.grad is None
             continue
         assert tensor.grad.dtype == tensor.dtype
         assert_close(tensor.grad, exacts[name].grad, dtype, f"gradient of norm and experts: {name}", 3)
-    parts, parts64 = ([part for one in each for part in one[:5]] for each in (of_shared, of_shared64))
+    parts, parts64 = ([part for one in each for part in one[:5]] for each in (of_shared, of_shared64[1] if shared else ()))
     for found, wanted in zip(parts, parts64, strict=True):
         if found is not None and "shared" in frozen:
             assert found.grad is None
@@ -118,6 +132,15 @@ def check_shared_expert(ops, device):
     check_norm_experts(ops, device, tokens=0, shared=24)
 
 
+def check_norms_of_the_branches(ops, device):
+    """FlexOlmo's norms and Granite-MoE's multiplier; and both with all others, a shared expert, and without what needs no gradient."""
+    check_norm_experts(ops, device, norms=("after", "behind"), attended=True)
+    check_norm_experts(ops, device, BF16, multiplier=0.22, attended=True)
+    check_norm_experts(ops, device, norms=("before", "after", "behind"), multiplier=0.22, attended=True, shared=24)
+    check_norm_experts(ops, device, norms=("before", "behind"), recompute=True, again=True, frozen=("behind", "norm_weight", "gate_up"))
+    check_norm_experts(ops, device, norms=("behind",), multiplier=0.22, frozen=("x", "down", "gate_up", "router"))
+
+
 def check_parts_of_norm_experts_that_are_frozen(ops, device):
     """Those that are trained get the gradients that they have among the others."""
     check_norm_experts(ops, device, frozen=("x", "norm_weight", "gate_up", "down"))
@@ -134,6 +157,7 @@ CHECKS = {
     "norm_experts_frozen": on_cpu(check_parts_of_norm_experts_that_are_frozen),
     "norm_experts_recomputed": on_cpu(check_norm_experts, recompute=True, frozen=("gate_up", "router")),
     "norm_experts_shared": on_cpu(check_shared_expert),
+    "norm_experts_branches": on_cpu(check_norms_of_the_branches),
     "norm_experts_again": on_cpu(check_norm_experts, again=True, frozen=("gate_up", "router")),
 }
 MUTANTS = [
@@ -147,7 +171,14 @@ MUTANTS = [
     *errors_in("shared/decoder/sparse.py", "norm_experts", "_NormExperts.forward",
          ("total, _, *of_join = joined", "total, _, *of_join = joined._replace(rstd=2 * joined.rstd)"),
          ("*(attended, after, before", "*(None if attended is None else 2 * attended, after, before", "norm_experts_attended")),
-    *errors_in("shared/decoder/sparse.py", "norm_experts", "_summed", ("torch.add(total, found", "torch.add(0 * total, found")),
+    *errors_in("shared/decoder/mlp_steps.py", "norm_experts", "add_branch",
+         ("torch.add(total, branch", "torch.add(0 * total, branch"),
+         (", alpha=spec.multiplier", "", "norm_experts_branches"),
+         ("branch.dtype)", "branch.dtype)\n        branch = kept", "norm_experts_branches"),
+         ("return out, branch, rstd", "return out, branch, 2 * rstd", "norm_experts_branches")),
+    *errors_in("shared/decoder/mlp_steps.py", "norm_experts_branches", "add_branch_backward",
+         ("scaled(dout, spec.multiplier)", "dout"),
+         ("return dbranch, wanted(need, dbehind)", "return dout, wanted(need, dbehind)")),
     *errors_in("shared/decoder/steps.py", "norm_experts_attended", "join_forward",
          ("add_norm_forward(spec.before, branch, x, norm", "add_norm_forward(spec.before, branch, 0 * x, norm")),
     *errors_in("shared/decoder/sparse.py", "norm_experts", "_NormExperts.backward",
@@ -156,6 +187,8 @@ MUTANTS = [
          ("ctx.written_over = True", "pass", "norm_experts_again"),
          ("dy.addmm_(dlogits, router_weight)", "pass"),
          ("torch.mm(dlogits.t(), y)", "torch.mm(dlogits.t(), x)"),
+         ("experts_backward(dbranch", "experts_backward(dout", "norm_experts_branches"),
+         ("shared_backward(dbranch", "shared_backward(dout", "norm_experts_branches"),
          ("spec.outputs, dy, dout, tensors", "spec.outputs, dy, torch.zeros_like(dout), tensors")),
     *errors_in("shared/decoder/shared_expert.py", "norm_experts_shared", "shared_backward",
          ("score * (1 - score)", "score"),

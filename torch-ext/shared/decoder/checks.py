@@ -8,7 +8,7 @@ from typing import Optional, Sequence
 import torch
 
 from ..ops.common import describe, fail, need_floats
-from .projection import FourBitWeight, Projection, check_projection
+from .projection import Projection, check_projection
 from .spec import Inputs
 from .steps import InputTensors, OutputTensors
 
@@ -19,12 +19,12 @@ def split_groups(projections: Sequence, has_o: bool) -> list:
     return [inner[:1], inner[1:], [down]] if has_o else [inner, [down]]
 
 
-def check_inputs(spec: Inputs, tensors: InputTensors, projections: Sequence[Projection], shape, dtype) -> None:
+def check_inputs(spec: Inputs, tensors: InputTensors, projections: Sequence[Projection], sizes: Sequence[int], dtype) -> None:
     """Raises ValueError when shapes, dtypes or devices do not fit."""
     x, norm, q_norm, k_norm, cos, sin = tensors
     head_dim = spec.head_dim
-    if x.dim() < 2 or x.shape[:-1].numel() != shape[0] * shape[1]:
-        fail("x", describe(x), f"[..., hidden] with {shape[0]} * {shape[1]} tokens")
+    if x.dim() < 2 or x.shape[:-1].numel() != sizes[0] * sizes[1]:
+        fail("x", describe(x), f"[..., hidden] with {sizes[0]} * {sizes[1]} tokens")
     if len(projections) != (3 if spec.rows is None else 1):
         fail("projections", f"{len(projections)} of them", "q, k and v, or a packed one whose rows the description tells apart")
     check_stream(x, norm, "norm_weight", dtype)
@@ -43,12 +43,12 @@ def check_inputs(spec: Inputs, tensors: InputTensors, projections: Sequence[Proj
     for name, table in (("cos", cos), ("sin", sin)):
         if table is None or cos is None:
             continue
-        fits = table.dim() == 3 and table.shape[0] in (1, shape[0]) and table.shape[1] == shape[1] and table.shape[2] in (width, width // 2)
+        fits = table.dim() == 3 and table.shape[0] in (1, sizes[0]) and table.shape[1] == sizes[1] and table.shape[2] in (width, width // 2)
         if not fits or table.shape != cos.shape or table.dtype not in (x.dtype, torch.float32) or table.device != x.device:
-            fail(name, describe(table), f"{x.dtype} or torch.float32 [{shape[0]} or 1, {shape[1]}, {width} or {width // 2}] on {x.device}")
+            fail(name, describe(table), f"{x.dtype} or torch.float32 [{sizes[0]} or 1, {sizes[1]}, {width} or {width // 2}] on {x.device}")
 
 
-def check_mlp(tensors: OutputTensors, projections: Sequence[Projection], dtype) -> None:
+def check_mlp(spec: tuple, tensors: OutputTensors, projections: Sequence[Projection], sizes, dtype) -> None:
     """Raises ValueError when shapes, dtypes or devices do not fit."""
     x, attended, after, before, behind = tensors
     for name, weight in (("before", before), ("after", after), ("behind", behind)):
@@ -89,8 +89,3 @@ def check_stream(x: torch.Tensor, norm: Optional[torch.Tensor], name: str, dtype
     if x.dim() == 0 or x.dtype not in (dtype, torch.float32):
         fail("x", describe(x), f"[..., hidden] of {dtype} or torch.float32")
     check_like(x, name, norm, tuple(x.shape[-1:]))
-
-
-def dense_parts(present: Sequence) -> list:
-    """Returns the tensors of `present_of` without the four-bit weights."""
-    return [part for part in present if type(part) is not FourBitWeight]

@@ -64,7 +64,8 @@ class MLPSaved(NamedTuple):
     """The tensors that the backward pass reads.
 
     total: the residual stream after attention, flattened to rows; o, rstd, o_rstd: as in `Joined`; gate, up: None if the backward pass
-    recomputes them; branch: the MLP's output before the norm behind it, and branch_rstd: that norm's, both None without such a norm.
+    recomputes them; branch: the MLP's output before the norm behind it, and branch_rstd: that norm's, both None without such a norm; made:
+    `all_made` of the projections.
     """
 
     total: torch.Tensor
@@ -75,6 +76,7 @@ class MLPSaved(NamedTuple):
     up: Optionals
     branch: Optionals
     branch_rstd: Optionals
+    made: Sequence[torch.Tensor] = ()
 
 
 class OutputGradients(NamedTuple):
@@ -105,6 +107,38 @@ def mlp_start(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both:
     return hidden, MLPSaved(total, o, rstd, o_rstd, gate, up, None, None)
 
 
+def add_branch(
+    spec: Outputs, shape: Sequence[int], behind: Optionals, total: torch.Tensor, branch: torch.Tensor
+) -> Tuple[torch.Tensor, Optionals, Optionals]:
+    """The result, and what the backward pass reads: the branch and the rstd of its norm, None where it has no norm.
+
+    shape: of the result; behind: the weight of the norm; total, branch: [tokens, hidden].
+    """
+    if behind is not None and spec.multiplier == 1:
+        out, rstd = norm_add_forward(spec.behind, branch, total.view(shape), behind)
+        return out, branch, rstd
+    kept: Optionals = None
+    kept_rstd: Optionals = None
+    if behind is not None:
+        kept = branch
+        branch, kept_rstd = norm_forward(spec.behind, kept, behind, branch.dtype)
+    # Not a view of the flat result: FSDP's hooks warn of a module that returns a view.
+    out = torch.empty(shape, dtype=total.dtype, device=total.device)
+    torch.add(total, branch, alpha=spec.multiplier, out=out.view(total.shape))
+    return out, kept, kept_rstd
+
+
+def add_branch_backward(
+    spec: Outputs, dout: torch.Tensor, behind: Optionals, branch: Optionals, branch_rstd: Optionals, dtype: torch.dtype, need: bool
+) -> Tuple[torch.Tensor, Optionals]:
+    """The gradients of the branch, in a dtype, and of its norm's weight. branch, branch_rstd: of `add_branch`; need: of the weight."""
+    dbranch = scaled(dout, spec.multiplier).to(dtype)
+    if behind is None or branch is None or branch_rstd is None:
+        return dbranch, None
+    dbranch, dbehind = norm_backward(spec.behind, dbranch, branch, behind, branch_rstd, need)
+    return dbranch, wanted(need, dbehind)
+
+
 def mlp_finish(
     spec: Outputs, shape: Sequence[int], behind: Optionals, total: torch.Tensor, hidden: torch.Tensor, down: Projections
 ) -> Tuple[torch.Tensor, Optionals, Optionals]:
@@ -112,24 +146,12 @@ def mlp_finish(
 
     shape: of the result; behind: the weight of the branch's norm; total, hidden: of `mlp_start`; down: begun.
     """
-    branch: Optionals = None
-    branch_rstd: Optionals = None
-    dtype = down.group.dtype
-    if behind is not None and spec.multiplier == 1:
-        (branch,) = down.again(hidden)
-        out, branch_rstd = norm_add_forward(spec.behind, branch, total.view(shape), behind)
-        return out, branch, branch_rstd
-    # Not a view of the flat result: FSDP's hooks warn of a module that returns a view.
-    out = torch.empty(shape, dtype=total.dtype, device=total.device)
-    if behind is None and spec.multiplier == 1 and total.dtype == dtype:
+    if behind is None and spec.multiplier == 1 and total.dtype == down.group.dtype:
+        out = torch.empty(shape, dtype=total.dtype, device=total.device)
         down.again(hidden, onto=total, out=out.view(total.shape))
-    else:
-        (added,) = down.again(hidden)
-        if behind is not None:
-            branch = added
-            added, branch_rstd = norm_forward(spec.behind, branch, behind, dtype)
-        torch.add(total, added, alpha=spec.multiplier, out=out.view(total.shape))
-    return out, branch, branch_rstd
+        return out, None, None
+    (branch,) = down.again(hidden)
+    return add_branch(spec, shape, behind, total, branch)
 
 
 def mlp_forward(spec: Outputs, tensors: OutputTensors, groups: OutputGroups, both: Optionals = None) -> Tuple[torch.Tensor, MLPSaved]:
@@ -151,9 +173,7 @@ def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, save
         normed = always(normed())
         gate, up = _gate_and_up(inner.again(normed(), total.shape[0] <= ONE_GEMM_FORWARD, out=both))
     need_total = need_join(need, needs.o or ())
-    dbranch, dbehind = scaled(dout, spec.multiplier).to(dtype), None
-    if tensors.behind is not None and saved.branch is not None and saved.branch_rstd is not None:
-        dbranch, dbehind = norm_backward(spec.behind, dbranch, saved.branch, tensors.behind, saved.branch_rstd, need.behind)
+    dbranch, dbehind = add_branch_backward(spec, dout, tensors.behind, saved.branch, saved.branch_rstd, dtype, need.behind)
     dlow = down.low_gradient((dbranch,))
     found = GroupGradients([Parts()] * len(needs.o or ()), [Parts()] * len(needs.inner), [])
     need_inner = need_total or needs_any(needs.inner)
@@ -173,4 +193,4 @@ def mlp_backward(spec: Outputs, dout: torch.Tensor, tensors: OutputTensors, save
         dy = inner.input_gradient(grads, dlow, together)
         joined = Joined(total, total, saved.o, saved.rstd, saved.o_rstd)
         join = join_backward(spec, dy, dout, tensors, joined, groups.o, need, needs.o or ())
-    return OutputGradients(*join[:-1], wanted(need.behind, dbehind), found._replace(o=join.o))
+    return OutputGradients(*join[:-1], dbehind, found._replace(o=join.o))

@@ -5,37 +5,22 @@ Under autocast over an fp32 model the residual stream stays in fp32: the norms r
 is rounded to that once a forward pass, whose result the backward pass uses again. Gradients are of their parameters' own dtypes.
 """
 
-from functools import partial
-from typing import List, Optional, Sequence, Tuple
+from typing import NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from ..ops.autocast import casts_products_of, outside_autocast
-from ..ops.common import apply_function, once_differentiable
-from ..ops.second_run import Rest, apply_in_parts, unfinished
-from ..runtime.device import is_ordinary
-from ..runtime.replay import replayed_with_products
+from ..ops.autocast import casts_products_of
 from . import traced
 from .activation import gated_reference
-from .checks import check_inputs, check_mlp, dense_parts, split_groups
+from .checks import check_inputs, check_mlp, split_groups
 from .heads import Heads, heads_reference
 from .mlp_steps import GroupNeeds, MLPSaved, OutputGroups, mlp_backward, mlp_finish, mlp_forward, mlp_start, three_of
+from .node import Given, Gradients, Node
 from .norms import norm_reference
-from .projection import (
-    Layout,
-    Projection,
-    by_projection,
-    flat_parts,
-    layout_of,
-    needs_in_parts,
-    present_of,
-    projection_reference,
-    scalings_without_dropout,
-    tensors_of,
-)
+from .projection import Projection, flat_parts, needs_in_parts, projection_reference, scalings_without_dropout, tensors_of
 from .projections import Copies, Projections, all_made, of_second_half, of_second_half_loaded
 from .spec import Inputs, Norm, Outputs
-from .steps import InputNeeds, InputSaved, InputTensors, OutputNeeds, OutputTensors, flat_heads, inputs_backward, inputs_forward
+from .steps import InputSaved, InputTensors, OutputTensors, flat_heads, inputs_backward, inputs_forward
 
 Tensors = Sequence[Projection]
 
@@ -46,12 +31,12 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 # ---------------------------------------------------------------- in PyTorch
-def norm_attention_inputs_reference(spec: Inputs, tensors: InputTensors, projections: Tensors, shape, dtype):
+def norm_attention_inputs_reference(spec: Inputs, tensors: InputTensors, projections: Tensors, sizes: Sequence[int], dtype):
     """Computes `norm_attention_inputs` with PyTorch's operations."""
     x, norm, q_norm, k_norm, cos, sin = tensors
     y = (x if norm is None else norm_reference(spec.norm, x, norm)).to(dtype)
     projected = [projection_reference(y, projection) for projection in projections]
-    q, k, v = (p.view(*shape, -1, spec.head_dim) for p in (projected if spec.rows is None else projected[0].split(spec.rows, -1)))
+    q, k, v = (p.view(*sizes, -1, spec.head_dim) for p in (projected if spec.rows is None else projected[0].split(spec.rows, -1)))
     return (*heads_reference(spec, Heads(q, k, q_norm, k_norm, cos, sin)), v.transpose(1, 2), x)
 
 
@@ -63,76 +48,49 @@ def add_branch_reference(
     return x + (branch if multiplier == 1 else branch * multiplier).view(x.shape)
 
 
-def norm_mlp_reference(spec: Outputs, tensors: OutputTensors, projections: Tensors, dtype) -> torch.Tensor:
+def norm_mlp_reference(spec: "MLPSpec", tensors: OutputTensors, projections: Tensors, sizes, dtype) -> torch.Tensor:
     """Computes `norm_mlp` with PyTorch's operations."""
+    outputs = spec.outputs
     x, attended, after, before, behind = tensors
     if attended is not None:
         o, *projections = projections
-        x = add_branch_reference(x, projection_reference(flat_heads(attended), o), spec.after, after, spec.multiplier)
-    y = (x if before is None else norm_reference(spec.before, x, before)).to(dtype)
+        x = add_branch_reference(x, projection_reference(flat_heads(attended), o), outputs.after, after, outputs.multiplier)
+    y = (x if before is None else norm_reference(outputs.before, x, before)).to(dtype)
     *inner, down = projections
     products = [projection_reference(y, projection) for projection in inner]
     gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
-    branch = projection_reference(gated_reference(gate, up, spec.activation), down)
-    return add_branch_reference(x, branch, spec.behind, behind, spec.multiplier)
+    branch = projection_reference(gated_reference(gate, up, outputs.activation), down)
+    return add_branch_reference(x, branch, outputs.behind, behind, outputs.multiplier)
 
 
-# ---------------------------------------------------------------- in front of attention
-def _attention_inputs(x, norm, q_norm, k_norm, cos, sin, layout: Layout, batch: int, length: int, whole, *parts):
-    """`InputResults`, and `Projections.made`. parts: of `tensors_of`; whole: what `side_by_side` finds of the weights."""
-    tensors, (group,), found = InputTensors(x, norm, q_norm, k_norm, cos, sin), layout.groups, layout.all_of(parts)
-    check_inputs(layout.spec, tensors, [Projection(*each) for each in by_projection(found)], (batch, length), layout.dtype)
-    projections, tensors = Projections(group, found, whole), tensors._replace(x=x.reshape(-1, x.shape[-1]))
-    return (*inputs_forward(layout.spec, tensors, (batch, length), projections), *projections.made())
+# ---------------------------------------------------------------- before attention
+def _inputs(given: Given) -> Tuple[list, InputSaved]:
+    (group,), tensors = given.layout.groups, given.tensors
+    projections, stream = Projections(group, given.parts, given.whole), tensors.x.reshape(-1, tensors.x.shape[-1])
+    q, k, v, *saved = inputs_forward(given.layout.spec, tensors._replace(x=stream), given.sizes, projections)
+    return [q, k, v], InputSaved(*saved, projections.made())
 
 
-def _attention_inputs_gradients(dq, dk, dv, dresidual, layout: Layout, whole, needs: tuple, count: int, *saved):
-    """The gradients of `InputTensors` but for the angles, and of the projections' tensors. needs: of `InputTensors` and of these.
-
-    saved: `InputTensors`, `InputSaved`, `count` tensors of projections, and what was made.
-    """
-    of_tensors, of_results, parts, made = _pieces(saved, len(InputTensors._fields), INPUTS_SAVED, INPUTS_SAVED + count)
-    tensors, results = InputTensors(*of_tensors), InputSaved(*of_results)
-    projections, _ = Projections.loaded(layout.groups[0], layout.all_of(parts), made, whole)
-    need, of_parts = InputNeeds(*needs[: len(tensors)]), needs_in_parts(layout.all_of(needs[len(tensors) :]))
-    x, dresidual = tensors.x.reshape(-1, tensors.x.shape[-1]), dresidual.reshape(-1, tensors.x.shape[-1])
-    found = inputs_backward(layout.spec, (dq, dk, dv, dresidual), tensors._replace(x=x), results, projections, need, of_parts)
+def _inputs_gradients(given: Given, grads: Sequence[torch.Tensor], saved: InputSaved, need: Gradients) -> Gradients:
+    (dq, dk, dv, dstream), tensors = grads, given.tensors
+    projections, _ = Projections.loaded(given.layout.groups[0], given.parts, saved.made, given.whole)
+    stream, dstream = (tensor.reshape(-1, tensors.x.shape[-1]) for tensor in (tensors.x, dstream))
+    grads, needs = (dq, dk, dv, dstream), needs_in_parts(need.parts)
+    found = inputs_backward(given.layout.spec, grads, tensors._replace(x=stream), saved, projections, need.tensors, needs)
     dx = None if found.x is None else found.x.view(tensors.x.shape)
-    return (dx, *found[1:-1], *layout.present(flat_parts(found.projections)))
+    return Gradients(InputTensors(dx, *found[1:-1], None, None), flat_parts(found.projections))
 
 
-INPUTS_SAVED = len(InputTensors._fields) + len(InputSaved._fields)  # in front of the projections' tensors
-MLP_SAVED = len(OutputTensors._fields) + len(MLPSaved._fields)
+def _inputs_in_graph(spec: Inputs, tensors: InputTensors, projections: Tensors, sizes: Tuple[int, ...], dtype: torch.dtype):
+    parts, scalings, stream = tensors_of(projections), scalings_without_dropout(projections), tensors.x.flatten(0, -2)
+    q, k, v, x = traced.norm_attention_inputs(spec, tensors._replace(x=stream), sizes, dtype, parts, scalings)
+    return q, k, v, x.view(tensors.x.shape)
 
 
-def _pieces(saved: Sequence, *ends: int) -> List[Sequence]:
-    """Splits the tensors that a node saved at the given positions."""
-    return [saved[start:end] for start, end in zip((0, *ends), (*ends, len(saved)))]
-
-
-_replayed_inputs = replayed_with_products(_attention_inputs)
-_replayed_inputs_gradients = replayed_with_products(_attention_inputs_gradients)
-
-
-class _NormAttentionInputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, layout, shape, x, norm, q_norm, k_norm, cos, sin, *parts):
-        run = _replayed_inputs if layout.replayable else _attention_inputs
-        results = run(x, norm, q_norm, k_norm, cos, sin, layout, *shape, layout.whole_of(parts), *parts)
-        q_out, k_out, v, q, k, rstd, q_rstd, k_rstd, *made = results
-        ctx.save_for_backward(x, norm, q_norm, k_norm, cos, sin, q, k, rstd, q_rstd, k_rstd, *layout.to_save(parts), *made)
-        ctx.layout, ctx.count = layout, len(parts)
-        return q_out, k_out, v, x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    @outside_autocast
-    def backward(ctx, *grads):
-        layout, saved, (_, _, *needs) = ctx.layout, ctx.saved_tensors, ctx.needs_input_grad
-        run = _replayed_inputs_gradients if layout.replayable else _attention_inputs_gradients
-        whole = layout.whole_of(saved[INPUTS_SAVED : INPUTS_SAVED + ctx.count])
-        dx, dnorm, dq_norm, dk_norm, *dparts = run(*grads, layout, whole, tuple(needs), ctx.count, *saved)
-        return (None, None, dx, dnorm, dq_norm, dk_norm, None, None, *dparts)
+_inputs_node = Node(
+    "_NormAttentionInputs", check_inputs, norm_attention_inputs_reference, _inputs, _inputs_gradients,
+    in_graph=_inputs_in_graph, passes_on=True,
+)  # fmt: skip
 
 
 def norm_attention_inputs(
@@ -168,90 +126,73 @@ def norm_attention_inputs(
     Raises:
         ValueError: when shapes, dtypes or devices do not fit.
     """
-    dtype = dtype or product_dtype(x)
-    graph, present = torch.compiler.is_compiling(), present_of(projections)
-    if graph or not is_ordinary(x, norm_weight, q_norm, k_norm, cos, sin, *dense_parts(present)):
-        tensors = InputTensors(x, norm_weight, q_norm, k_norm, cos, sin)
-        check_inputs(spec, tensors, projections, shape, dtype)
-        if not graph:
-            return norm_attention_inputs_reference(spec, tensors, projections, shape, dtype)
-        parts, scalings, flat = tensors_of(projections), scalings_without_dropout(projections), tensors._replace(x=x.flatten(0, -2))
-        q, k, v, residual = traced.norm_attention_inputs(spec, flat, tuple(shape), dtype, parts, scalings)
-        return q, k, v, residual.view(x.shape)
-    layout = layout_of(spec, (projections,), dtype)
-    return apply_function(_NormAttentionInputs, layout, tuple(shape), x, norm_weight, q_norm, k_norm, cos, sin, *present)
+    tensors = InputTensors(x, norm_weight, q_norm, k_norm, cos, sin)
+    return _inputs_node(spec, tensors, (projections,), tuple(shape), dtype or product_dtype(x))
 
 
 # ---------------------------------------------------------------- after attention
-def _mlp(x, attended, after, before, behind, layout: Layout, whole, finish: bool, *parts):
-    """Returns the result, `MLPSaved`, with None for a total that is x itself, and `all_made`.
+class MLPSpec(NamedTuple):
+    """Describes the node. recompute: whether the backward pass computes gate and up again."""
 
-    parts: of `tensors_of`; whole: of gate's and up's weights; finish: False to get the last product's input instead of the result.
-    """
-    tensors, copies, all_parts = OutputTensors(x, attended, after, before, behind), Copies(), layout.all_of(parts)
-    check_mlp(tensors, [Projection(*each) for each in by_projection(all_parts)], layout.dtype)
-    found = of_second_half(list(zip(layout.groups, layout.by_group(all_parts))), whole, copies)
+    outputs: Outputs
+    recompute: bool
+
+
+def _groups(given: Given) -> list:
+    """Each group of projections with its tensors."""
+    return list(zip(given.layout.groups, given.layout.by_group(given.parts)))
+
+
+def _saved(given: Given, saved: MLPSaved, found: Sequence[Projections]) -> MLPSaved:
+    """What the backward pass reads of what was computed: without attention's branch the residual stream is x."""
+    saved = saved._replace(total=None if given.tensors.attended is None else saved.total, made=all_made(found))
+    return saved._replace(gate=None, up=None) if given.layout.spec.recompute else saved
+
+
+def _stream(given: Given, saved: MLPSaved) -> torch.Tensor:
+    """The residual stream after attention, flat."""
+    return given.tensors.x.reshape(-1, given.tensors.x.shape[-1]) if saved.total is None else saved.total
+
+
+def _mlp(given: Given, step=mlp_forward) -> Tuple[list, MLPSaved]:
+    copies = Copies()
+    found = of_second_half(_groups(given), given.whole, copies)
     copies.make()
-    groups = OutputGroups(*three_of(found))
-    first, saved = (mlp_forward if finish else mlp_start)(layout.spec, tensors, groups)
-    return (first, None if groups.o is None else saved.total, *saved[1:], *all_made(found))
+    first, saved = step(given.layout.spec.outputs, given.tensors, OutputGroups(*three_of(found)))
+    return [first], _saved(given, saved, found)
 
 
-def _loaded(layout: Layout, whole, parts: Sequence, made: Sequence) -> List[Projections]:
-    """Restores the projections of `_mlp` from what they made."""
-    return of_second_half_loaded(list(zip(layout.groups, layout.by_group(layout.all_of(parts)))), made, whole)
+def _start_mlp(given: Given) -> Tuple[list, MLPSaved]:
+    return _mlp(given, mlp_start)
 
 
-def _mlp_gradients(dout, layout: Layout, whole, needs: tuple, count: int, *saved):
-    """The gradients of `OutputTensors` and of the projections' tensors. needs: of both.
+def _finish_mlp(given: Given, started: list, saved: MLPSaved) -> torch.Tensor:
+    """Computes the result from the last product's input."""
+    *_, down = of_second_half_loaded(_groups(given), saved.made, None)
+    return mlp_finish(given.layout.spec.outputs, given.tensors.x.shape, None, _stream(given, saved), *started, down)[0]
 
-    saved: `OutputTensors`, `MLPSaved`, `count` tensors of projections, and what was made.
-    """
-    of_tensors, of_results, parts, made = _pieces(saved, len(OutputTensors._fields), MLP_SAVED, MLP_SAVED + count)
-    tensors, results = OutputTensors(*of_tensors), MLPSaved(*of_results)
-    found = _loaded(layout, whole, parts, made)
-    need, of_parts = OutputNeeds(*needs[: len(tensors)]), layout.all_of(needs[len(tensors) :])
-    of_groups = GroupNeeds(*three_of([needs_in_parts(each) for each in layout.by_group(of_parts)]))
-    gradients = mlp_backward(layout.spec, dout, tensors, results, OutputGroups(*three_of(found)), need, of_groups)
+
+def _mlp_gradients(given: Given, grads: Sequence[torch.Tensor], saved: MLPSaved, need: Gradients) -> Gradients:
+    (dout,), layout = grads, given.layout
+    found = OutputGroups(*three_of(of_second_half_loaded(_groups(given), saved.made, given.whole)))
+    needs = GroupNeeds(*three_of([needs_in_parts(each) for each in layout.by_group(need.parts)]))
+    saved = saved._replace(total=_stream(given, saved))
+    gradients = mlp_backward(layout.spec.outputs, dout, given.tensors, saved, found, need.tensors, needs)
     dx = None if gradients.x is None else gradients.x.view(dout.shape)
-    return (dx, *gradients[1:-1], *layout.present(flat_parts(*gradients.projections)))
+    return Gradients(OutputTensors(dx, *gradients[1:-1]), flat_parts(*gradients.projections))
 
 
-_replayed_mlp = replayed_with_products(_mlp)
-_replayed_mlp_gradients = replayed_with_products(_mlp_gradients)
+def _mlp_in_graph(spec: MLPSpec, tensors: OutputTensors, projections: Tensors, sizes, dtype: torch.dtype):
+    parts, scalings = tensors_of(projections), scalings_without_dropout(projections)
+    return traced.norm_mlp(spec.outputs, tensors, dtype, parts, scalings, spec.recompute)
 
 
-def _finish_mlp(layout: Layout, shape, total, hidden, parts: Sequence, made: Sequence) -> torch.Tensor:
-    """Computes the result from what `_mlp` returned without it."""
-    *_, down = _loaded(layout, None, parts, made)
-    return mlp_finish(layout.spec, shape, None, total, hidden, down)[0]
-
-
-class _NormMLP(torch.autograd.Function):
-    """rest: as of `apply_in_parts`, None with a norm of the branch, whose gradient needs the last product."""
-
-    @staticmethod
-    def forward(ctx, rest: Rest, layout, recompute, x, attended, after, before, behind, *parts):
-        run, whole = _replayed_mlp if layout.replayable else _mlp, layout.whole_of(parts)
-        first, total, *found = run(x, attended, after, before, behind, layout, whole, rest is None, *parts)
-        of_saved, made = _pieces(found, len(MLPSaved._fields) - 1)
-        saved = MLPSaved(x.reshape(-1, x.shape[-1]) if total is None else total, *of_saved)
-        if recompute:
-            saved = saved._replace(gate=None, up=None)
-        ctx.save_for_backward(None, attended, after, before, behind, *saved, *layout.to_save(parts), *made)
-        ctx.layout, ctx.count = layout, len(parts)
-        if rest is None:
-            return first
-        return unfinished(rest, partial(_finish_mlp, layout, x.shape, saved.total, first, parts, made), x.shape, saved.total)
-
-    @staticmethod
-    @once_differentiable
-    @outside_autocast
-    def backward(ctx, dout):
-        layout, saved, (_, _, _, *needs) = ctx.layout, ctx.saved_tensors, ctx.needs_input_grad
-        run = _replayed_mlp_gradients if layout.replayable else _mlp_gradients
-        whole = layout.whole_of(saved[MLP_SAVED : MLP_SAVED + ctx.count])
-        return (None, None, None, *run(dout, layout, whole, tuple(needs), ctx.count, *saved))
+_mlp_node = Node(
+    "_NormMLP", check_mlp, norm_mlp_reference, _mlp, _mlp_gradients, _start_mlp, _finish_mlp,
+    in_graph=_mlp_in_graph,
+    in_parts=lambda tensors: tensors.behind is None,  # its gradient needs the last product
+    dropped=lambda tensors: () if tensors.attended is None else ("x",),
+)  # fmt: skip
 
 
 def norm_mlp(
@@ -284,17 +225,5 @@ def norm_mlp(
     Raises:
         ValueError: when shapes, dtypes or devices do not fit.
     """
-    dtype = dtype or product_dtype(x)
-    graph, present = torch.compiler.is_compiling(), present_of(projections)
-    if graph or not is_ordinary(x, attended, after, before, behind, *dense_parts(present)):
-        tensors = OutputTensors(x, attended, after, before, behind)
-        check_mlp(tensors, projections, dtype)
-        if not graph:
-            return norm_mlp_reference(spec, tensors, projections, dtype)
-        parts, scalings = tensors_of(projections), scalings_without_dropout(projections)
-        return traced.norm_mlp(spec, tensors, dtype, parts, scalings, recompute)
-    layout = layout_of(spec, split_groups(projections, attended is not None), dtype)
-    of_node = x, attended, after, before, behind
-    if behind is not None:
-        return apply_function(_NormMLP, None, layout, bool(recompute), *of_node, *present)
-    return apply_in_parts(_NormMLP, layout, bool(recompute), *of_node, *present)
+    tensors, groups = OutputTensors(x, attended, after, before, behind), split_groups(projections, attended is not None)
+    return _mlp_node(MLPSpec(spec, bool(recompute)), tensors, groups, (), dtype or product_dtype(x))

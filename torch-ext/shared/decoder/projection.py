@@ -93,11 +93,6 @@ def tensors_of(projections: Sequence[Projection]) -> list:
     return [part for projection in projections for part in projection[:SIZE]]
 
 
-def present_of(projections: Sequence[Projection]) -> list:
-    """Lists those of `tensors_of` that there are."""
-    return [part for projection in projections for part in projection[:SIZE] if part is not None]
-
-
 def by_projection(values: Sequence) -> List[Sequence]:
     """Cuts what is listed for each of `tensors_of` by projection."""
     return [values[start : start + SIZE] for start in range(0, len(values), SIZE)]
@@ -208,12 +203,13 @@ class Layout:
     """All of a node but its tensors: its description, and projections by what they read. There is one object for each combination, unless
     `replayable` is False: then what the node computes does not follow from its tensors alone."""
 
-    __slots__ = ("count", "dtype", "groups", "neighbours", "places", "replayable", "spec")
+    __slots__ = ("count", "dtype", "forms", "groups", "neighbours", "places", "replayable", "spec")
     spec: Any  # the description of its node: `Inputs`, `Outputs` or the sparse half's
 
     def __init__(self, spec: tuple, groups: Sequence[Sequence[Projection]], dtype: torch.dtype):
         """dtype: of the products."""
         self.spec, self.dtype = spec, dtype
+        self.forms: dict = {}  # of `node.Form`, by node and what is present of its tensors
         self.groups = [Group(group, dtype) for group in groups]
         self.replayable = all(group.replayable for group in self.groups)
         parts = [part for group in groups for part in tensors_of(group)]

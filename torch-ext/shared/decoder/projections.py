@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import dropout, linear
 
 from ..ops.low_rank import FEW, low_rank_add, low_rank_gradients
+from ..ops.products import accumulate_product, write_product
 from ..ops.second_run import are_watched
 from .norms import add_norm_backward, normed_again
 from .projection import FP32, Group, PartNeeds, Parts, in_parts
@@ -195,9 +196,7 @@ class Projections:
         rows, dtype = self.group.rows, self.group.dtype
         biases: list = [parts.bias for parts in self.parts]
         if onto is not None:
-            result = torch.addmm(onto, x, self._weight(0).t(), out=out)
-            if biases[0] is not None and out is None and are_watched():
-                result = result.clone()
+            result = write_product(out, x, self._weight(0).t(), onto)
             return [result if biases[0] is None else result.add_(biases[0].to(dtype))]
         if self.whole is not None and in_one and (not self.group.biased or None not in biases):
             bias = _joined(biases, dtype) if self.group.biased else None
@@ -211,13 +210,13 @@ class Projections:
         low = x.new_empty((x.shape[0], group.rank))
         scalings = {group.scalings[i] for i in group.spans}
         if not group.drops and len(scalings) == 1:
-            return low.addmm_(x, self.a.t(), beta=0, alpha=scalings.pop())
+            return accumulate_product(low, x, self.a.t(), beta=0, alpha=scalings.pop())
         for i, span in group.spans.items():
             dropped = x
             if group.dropouts[i]:
                 self.states[i] = _generator(x.device).get_state()
                 dropped = dropout(x, group.dropouts[i])
-            low[:, span].addmm_(dropped, self.a[span].t(), beta=0, alpha=group.scalings[i])
+            accumulate_product(low[:, span], dropped, self.a[span].t(), beta=0, alpha=group.scalings[i])
         return low
 
     def low_gradient(self, grads: Sequence[torch.Tensor]) -> Optional[torch.Tensor]:
@@ -369,4 +368,4 @@ def _affine(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor],
     """x @ weight.T + bias, in `out` where it is given."""
     if out is None:
         return linear(x, weight, bias)
-    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+    return write_product(out, x, weight.t(), bias)

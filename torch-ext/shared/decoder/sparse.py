@@ -21,6 +21,7 @@ from ..ops.autocast import outside_autocast, without_autocast
 from ..ops.common import (
     accumulation_dtype,
     always,
+    apply_function,
     autocasts,
     describe,
     fail,
@@ -34,6 +35,7 @@ from ..ops.grouped_gemm import Groups
 from ..ops.routing import Routing
 from ..ops.second_run import Rest, apply_in_parts, unfinished
 from .checks import check_attended, check_like
+from .mlp_steps import add_branch, add_branch_backward
 from .nodes import add_branch_reference
 from .norms import norm_reference, normed_again
 from .projection import FourBitWeight, Parts, Projection, flat_parts, layout_of, needs_in_parts, projection_reference, tensors_of
@@ -138,13 +140,14 @@ def norm_experts_reference(
     spec: SparseSpec, tensors: OutputTensors, router: Router, weights: ExpertTensors, o, shared: Optional[SharedExpert]
 ) -> torch.Tensor:
     """Computes `norm_experts` with PyTorch's operations."""
-    x, attended, after, before, _ = tensors
+    x, attended, after, before, behind = tensors
     if o is not None and attended is not None:
         x = add_branch_reference(x, projection_reference(flat_heads(attended), o), spec.outputs.after, after, spec.outputs.multiplier)
     y = (x if before is None else norm_reference(spec.outputs.before, x, before)).reshape(-1, x.shape[-1])
     scores, expert = choose_experts(linear(y, router.weight, router.bias), spec.top_k, spec.normalised, spec.by_logits)
     out = experts_reference(y, expert, scores.to(y.dtype), *weights, *spec.gate)
-    return x + (out if shared is None else out + shared_reference(y, shared)).view(x.shape)
+    out = out if shared is None else out + shared_reference(y, shared)
+    return add_branch_reference(x, out, spec.outputs.behind, behind, spec.outputs.multiplier)
 
 
 class SparseGroups(NamedTuple):
@@ -159,31 +162,22 @@ def _groups_of(found: Sequence) -> SparseGroups:
     return SparseGroups(found[0] if len(found) % 2 else None, SharedGroups(*found[-2:]) if len(found) > 1 else None)
 
 
-def _summed(total: torch.Tensor, found: torch.Tensor, add_shared: Optional[Callable], shape: torch.Size) -> torch.Tensor:
-    """total, what the experts made, and what the shared one adds to that. Not a view of the flat result: FSDP's hooks warn of a module that
-    returns a view."""
+def _finish(spec: SparseSpec, weights: ExpertTensors, started: tuple, total: torch.Tensor, add_shared: Optional[Callable], shape):
+    """The result of a node that has started its experts and has no norm behind them. add_shared: of `shared_start`; shape: the result's."""
+    gate_up, expert, scores, routing, groups = started
+    gate, biases = Gate(*spec.gate[1:]), (weights.gate_up_bias, weights.down_bias)
+    found = experts_finish(gate_up, expert, scores, weights.down, *biases, routing, groups, spec.gate.transposed, gate)
     if add_shared is not None:
         add_shared(found)
-    out = torch.empty(shape, dtype=total.dtype, device=total.device)
-    torch.add(total, found, out=out.view(total.shape))
-    return out
-
-
-def _finish(gate: ExpertOptions, weights: ExpertTensors, started: tuple, total: torch.Tensor, *others) -> torch.Tensor:
-    """The result of a node that has started its experts. others: as of `_summed`."""
-    gate_up, expert, scores, routing, groups = started
-    of_gate = Gate(gate.interleaved, gate.alpha, gate.limit)
-    biases = weights.gate_up_bias, weights.down_bias
-    found = experts_finish(gate_up, expert, scores, weights.down, *biases, routing, groups, gate.transposed, of_gate)
-    return _summed(total, found, *others)
+    return add_branch(spec.outputs, shape, None, total, found)[0]
 
 
 class _NormExperts(torch.autograd.Function):
-    """rest: as of `apply_in_parts`."""
+    """rest: as of `apply_in_parts`, None with a norm of the branch, whose gradient needs the last products."""
 
     @staticmethod
-    def forward(ctx, rest: Rest, layout, recompute, x, attended, after, before, router_weight, router_bias, shared_gate, *parts):
-        spec, tensors = layout.spec, OutputTensors(x, attended, after, before, None)
+    def forward(ctx, rest: Rest, layout, recompute, x, attended, after, before, behind, router_weight, router_bias, shared_gate, *parts):
+        spec, tensors = layout.spec, OutputTensors(x, attended, after, before, behind)
         weights, parts = ExpertTensors(*parts[:4]), parts[4:]
         projections = of_second_half(list(zip(layout.groups, layout.by_group(parts))), layout.whole_of(layout.present(parts)))
         o, shared = _groups_of(projections)
@@ -200,28 +194,34 @@ class _NormExperts(torch.autograd.Function):
             shared_score, both, add_shared = shared_start(joined.y, shared_gate, shared)
         total, _, *of_join = joined
         del joined
+        out = branch = branch_rstd = None
+        if rest is None:
+            gate_up, both = (None, None) if recompute else (gate_up, both)
+            if add_shared is not None:
+                add_shared(found)
+            out, branch, branch_rstd = add_branch(spec.outputs, x.shape, behind, total, found)
+            del found
         ctx.save_for_backward(
-            *(attended, after, before, router_weight, shared_gate, *weights, total, *of_join),
+            *(attended, after, before, behind, branch, branch_rstd, router_weight, shared_gate, *weights, total, *of_join),
             *(scores, expert, None if spec.normalised else logits, None if recompute else gate_up, *routing),
             *(shared_score, None if recompute else both, *layout.to_save(parts), *all_made(projections)),
         )
         ctx.layout, ctx.shape, ctx.count, ctx.written_over = layout, x.shape, len(parts), False
-        if rest is None:
-            del gate_up, both
-            return _summed(total, found, add_shared, x.shape)
+        if out is not None:
+            return out
         started = gate_up, expert, rounded, routing, groups
-        return unfinished(rest, partial(_finish, spec.gate, weights, started, total, add_shared, x.shape), x.shape, total)
+        return unfinished(rest, partial(_finish, spec, weights, started, total, add_shared, x.shape), x.shape, total)
 
     @staticmethod
     @once_differentiable
     @outside_autocast
     def backward(ctx, dout):
         spec, (_, _, _, *needs) = ctx.layout.spec, ctx.needs_input_grad
-        attended, after, before, router_weight, shared_gate, *saved = ctx.saved_tensors
+        attended, after, before, behind, branch, branch_rstd, router_weight, shared_gate, *saved = ctx.saved_tensors
         gate_up_weight, down_weight, gate_up_bias, down_bias, x, o_out, rstd, o_rstd, *saved = saved
         scores, expert, logits, gate_up, order, position, ends, shared_score, both, *saved = saved
-        need_x, need_attended, need_after, need_before, need_router, need_bias, need_gate, *needs = needs
-        need, of_weights = OutputNeeds(need_x, need_attended, need_after, need_before, False), ExpertNeeds(*needs[:4])
+        need, (need_router, need_bias, need_gate, *needs) = OutputNeeds(*needs[:5]), needs[5:]
+        of_weights = ExpertNeeds(*needs[:4])
         of_parts = [needs_in_parts(each) for each in ctx.layout.by_group(needs[4:])]
         need_o = of_parts[0] if len(of_parts) % 2 else []
         need_total = need_join(need, need_o)
@@ -242,7 +242,8 @@ class _NormExperts(torch.autograd.Function):
             both = None if shared is None else gate_and_up(y, shared.inner, again=True)
         ctx.written_over = True
         inputs, routing = (y, expert, _rounded(scores, x.dtype), *weights), Routing(order, position, ends)
-        dy, dscores, *found = experts_backward(dout, inputs, gate_up, routing, spec.gate, [need_total, need_logits, *of_weights])
+        dbranch, dbehind = add_branch_backward(spec.outputs, dout, behind, branch, branch_rstd, x.dtype, need.behind)
+        dy, dscores, *found = experts_backward(dbranch, inputs, gate_up, routing, spec.gate, [need_total, need_logits, *of_weights])
         del gate_up, inputs
         dweights = [gradient if need else None for gradient, need in zip(found, of_weights)]
         drouter = dbias = None
@@ -253,21 +254,22 @@ class _NormExperts(torch.autograd.Function):
             dbias = dlogits.sum(0) if need_bias else None
         dshared = SharedGradients(None, None, [], [])
         if shared is not None and need_shared is not None and _any_shared(need_shared):
-            dshared = shared_backward(dout, always(y), shared_gate, shared_score, both, shared, need_shared)
+            dshared = shared_backward(dbranch, always(y), shared_gate, shared_score, both, shared, need_shared)
         elif shared is not None:
             dshared = dshared._replace(inner=[Parts()] * 2, down=[Parts()])
         del y, both
-        gradients: list = [None] * (len(need) - 1)
+        dx = dattended = dafter = dbefore = None
         do = [Parts()] * len(need_o)
         if need_total:
             dy.addmm_(dlogits, router_weight)
             if dshared.y is not None:
                 dy += dshared.y
-            tensors, joined = OutputTensors(x, attended, after, before, None), Joined(x, x, o_out, rstd, o_rstd)
-            *gradients, do = join_backward(spec.outputs, dy, dout, tensors, joined, o, need, need_o)
+            tensors, joined = OutputTensors(x, attended, after, before, behind), Joined(x, x, o_out, rstd, o_rstd)
+            dx, dattended, dafter, dbefore, do = join_backward(spec.outputs, dy, dout, tensors, joined, o, need, need_o)
         dparts = flat_parts(do, dshared.inner, dshared.down)
-        dx, *gradients = gradients
-        return (None, None, None, None if dx is None else dx.view(ctx.shape), *gradients, drouter, dbias, dshared.gate, *dweights, *dparts)
+        dx = None if dx is None else dx.view(ctx.shape)
+        of_norms = dattended, dafter, dbefore, dbehind
+        return (None, None, None, dx, *of_norms, drouter, dbias, dshared.gate, *dweights, *dparts)
 
 
 def _any_shared(need: SharedNeeds) -> bool:
@@ -276,7 +278,7 @@ def _any_shared(need: SharedNeeds) -> bool:
 
 def norm_experts(
     x: torch.Tensor,
-    before: torch.Tensor,
+    before: Optional[torch.Tensor],
     router: Router,
     weights: ExpertTensors,
     spec: Outputs,
@@ -286,17 +288,19 @@ def norm_experts(
     after: Optional[torch.Tensor] = None,
     recompute: bool = False,
     shared: Optional[SharedExpert] = None,
+    behind: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """Computes total plus the weighted sum of what the experts that the router chooses make of before(total), with total = x or, with
+    """Computes total + behind(the weighted sum of what the experts that the router chooses make of before(total)), with total = x or, with
     `attended`, x + after(o(attended)).
 
-    With `shared`, what that expert makes of every token is added, times its score.
+    With `shared`, what that expert makes of every token is added to the sum, times its score. Both branches are multiplied by the
+    description's multiplier.
 
     Differentiable in all tensors; nothing is computed for a weight that does not require a gradient.
 
     Args:
         x: [..., hidden].
-        before, after: [hidden], weights of the norms; after may be None for no norm.
+        before, after, behind: [hidden], weights of the norms, or None for no norm.
         router: its weight [experts, hidden], and how it chooses.
         weights: of the experts.
         spec: the description.
@@ -312,7 +316,7 @@ def norm_experts(
     Raises:
         ValueError: when shapes, dtypes or devices do not fit. All but the projections' tensors are of x's dtype and device.
     """
-    tensors = OutputTensors(x, attended, after, before, None)
+    tensors = OutputTensors(x, attended, after, before, behind)
     groups: List[Sequence[Projection]] = [] if o is None else [(o,)]
     _check(tensors, router, weights, spec, gate, o)
     shared_gate = None
@@ -326,14 +330,14 @@ def norm_experts(
         if needs_formula(*tensors, router.weight, router.bias, shared_gate, *weights, *dense):
             return norm_experts_reference(description, tensors, router, weights, o, shared)
         layout = layout_of(description, groups, x.dtype)
-        of_node = *tensors[:-1], router.weight, router.bias, shared_gate
-        return apply_in_parts(_NormExperts, layout, bool(recompute), *of_node, *weights, *parts)
+        of_node = layout, bool(recompute), *tensors, router.weight, router.bias, shared_gate, *weights, *parts
+        return apply_in_parts(_NormExperts, *of_node) if behind is None else apply_function(_NormExperts, None, *of_node)
 
 
 def _check(
     tensors: OutputTensors, router: Router, weights: ExpertTensors, spec: Outputs, gate: ExpertOptions, o: Optional[Projection]
 ) -> None:
-    x, attended, after, before, _ = tensors
+    x, attended, after, before, behind = tensors
     need_floats(x=x)
     if x.dim() == 0 or weights.down.dim() != 3:
         fail("weights.down", describe(weights.down), f"[experts, hidden, width], or transposed, for x, which is {describe(x)}")
@@ -345,6 +349,7 @@ def _check(
     expected: Sequence = (
         ("before", before, (hidden,)),
         ("after", after, (hidden,)),
+        ("behind", behind, (hidden,)),
         ("router.weight", router.weight, (experts, hidden)),
         ("router.bias", router.bias, (experts,)),
         ("weights.gate_up", weights.gate_up, (experts, hidden, 2 * width) if gate.transposed else (experts, 2 * width, hidden)),
@@ -354,8 +359,6 @@ def _check(
     )
     for name, tensor, shape in expected:
         check_like(x, name, tensor, shape)
-    if spec.multiplier != 1:
-        fail("spec.multiplier", spec.multiplier, "1, the only one that experts have")
     if not 1 <= router.top_k <= experts:
         fail("router.top_k", router.top_k, f"from 1 to the {experts} experts")
     if router.by_logits and not router.normalised:

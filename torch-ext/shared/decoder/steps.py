@@ -64,13 +64,14 @@ class InputResults(NamedTuple):
 
 
 class InputSaved(NamedTuple):
-    """What of `InputResults` the backward pass needs."""
+    """The results that the backward pass reads, and `Projections.made`."""
 
     q: Optionals
     k: Optionals
     rstd: Optionals
     q_rstd: Optionals
     k_rstd: Optionals
+    made: Sequence[torch.Tensor] = ()
 
 
 class InputGradients(NamedTuple):

@@ -329,7 +329,7 @@ def _finish(own: FusedLayer, layer, attended, o_proj, x):
     if isinstance(fused, SparseBlock):
         router, weights, options, shared = fused
         of_attention = attended, None if o is None else o[0], weight_of(after)
-        return norm_experts(x, weight_of(before), router, weights, spec, options, *of_attention, recompute, shared)
+        return norm_experts(x, weight_of(before), router, weights, spec, options, *of_attention, recompute, shared, weight_of(behind))
     assert fused is not None  # else the layer ended above: without it there is no o
     found = fused if o is None else (*o, *fused)
     return norm_mlp(x, weight_of(before), found, spec, attended, weight_of(after), weight_of(behind), dtype, recompute)

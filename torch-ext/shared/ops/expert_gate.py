@@ -12,6 +12,7 @@ from .common import (
     accumulation_dtype,
 )
 from .grouped_gemm import Groups
+from .products import accumulate_product
 from .routing import row_blocks
 
 Optionals = Optional[torch.Tensor]
@@ -211,7 +212,7 @@ def token_sum(y, position, expert=None, scores=None, bias=None) -> torch.Tensor:
         _sum_kernel(y, position, out)
     elif not _has_clamped_gate():
         _sum_kernel(y, position, out)
-        out.addmm_(dense(expert, scores, bias.shape[0], y.dtype), bias)
+        accumulate_product(out, dense(expert, scores, bias.shape[0], y.dtype), bias)
     else:
         _sum_bias_kernel(y, position, expert.clamp(-1, bias.shape[0]).to(torch.int32), scores.to(torch.float32), bias, out)
     return out

@@ -13,6 +13,8 @@ from ..runtime.device import kernels_run_on, multiprocessors
 from ..runtime.launch import Kernel
 from ..runtime.replay import replayed
 from .common import SLAB, accumulation_dtype, fail
+from .products import accumulate_product, write_product, write_wide_product
+from .second_run import are_watched
 
 LARGE_CHUNK = 1600 * 2**20  # bytes of a chunk's logits: 5120 tokens of Qwen3's vocabulary in bf16
 SMALL_CHUNK = 600 * 2**20  # 2048 tokens
@@ -144,11 +146,12 @@ def _into_fp16(wide_gradient: torch.Tensor, largest: torch.Tensor) -> Tuple[torc
 def _product_in_float32(x, y) -> torch.Tensor:
     """x @ y of fp16 matrices [tokens, classes] and [classes, features]."""
     if x.is_cuda and "dtype" in torch.ops.aten.mm.overloads():
-        return torch.ops.aten.mm.dtype(x, y, torch.float32)
+        product = torch.ops.aten.mm.dtype(x, y, torch.float32)
+        return product.clone() if are_watched() else product  # the caller writes over it
     product = torch.zeros(x.shape[0], y.shape[1], dtype=torch.float32, device=x.device)
     for start in range(0, y.shape[0], SLICE):
         part = slice(start, start + SLICE)
-        product.addmm_(x[:, part].float(), y[part].float())
+        accumulate_product(product, x[:, part].float(), y[part].float())
     return product
 
 
@@ -181,16 +184,16 @@ def add_product(total, x, y, first: bool) -> None:
     """
     beta = 0.0 if first else 1.0
     if total.dtype == x.dtype and first:
-        torch.mm(x, y, out=total)
+        write_product(total, x, y)
     elif total.dtype == x.dtype:
-        total.addmm_(x, y)
+        accumulate_product(total, x, y)
     elif x.is_cuda and "dtype_out" in torch.ops.aten.addmm.overloads():
-        torch.ops.aten.addmm.dtype_out(total, x, y, total.dtype, beta=beta, out=total)
+        write_wide_product(total, x, y, total, beta=beta)
     else:  # PyTorch before 2.8, and CPUs
         y = y.to(total.dtype)
         for start in range(0, total.shape[0], SLICE):
             part = slice(start, start + SLICE)
-            total[part].addmm_(x[part].to(total.dtype), y, beta=beta)
+            accumulate_product(total[part], x[part].to(total.dtype), y, beta=beta)
 
 
 # ---------------------------------------------------------------- the walk
@@ -200,11 +203,9 @@ def write_logits(
     """logits = factor * (hidden @ weight.T + bias), in place of whatever was there; multiplied before it is rounded."""
     if factor != 1.0:
         first = (logits, 0.0) if bias is None else (bias, factor)
-        torch.addmm(first[0], hidden, weight.t(), beta=first[1], alpha=factor, out=logits)
-    elif bias is None:
-        torch.mm(hidden, weight.t(), out=logits)
+        write_product(logits, hidden, weight.t(), first[0], beta=first[1], alpha=factor)
     else:
-        torch.addmm(bias, hidden, weight.t(), out=logits)
+        write_product(logits, hidden, weight.t(), bias)
 
 
 def write_wide_logits(logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> None:
@@ -212,11 +213,11 @@ def write_wide_logits(logits: torch.Tensor, hidden: torch.Tensor, weight: torch.
     if hidden.dtype == logits.dtype:
         return write_logits(logits, hidden, weight, bias)
     if hidden.is_cuda and "dtype_out" in torch.ops.aten.mm.overloads():
-        torch.ops.aten.mm.dtype_out(hidden, weight.t(), logits.dtype, out=logits)
+        write_wide_product(logits, hidden, weight.t())
     else:
         for start in range(0, weight.shape[0], SLICE):
             part = slice(start, start + SLICE)
-            torch.mm(hidden.to(logits.dtype), weight[part].to(logits.dtype).t(), out=logits[:, part])
+            write_product(logits[:, part], hidden.to(logits.dtype), weight[part].to(logits.dtype).t())
     if bias is not None:
         logits.add_(bias)
 
@@ -225,7 +226,7 @@ def carry_to_hidden(gradient, weight, factor: Any, out, out_factor: Optional[tor
     """out = gradient @ weight, of a chunk's logits: one GEMM over the whole vocabulary, which adds up in float32 and rounds once. In fp16
     the gradient was multiplied by factor, and out_factor [chunk, 1] gets what out is still to be multiplied by."""
     if out_factor is None:
-        torch.mm(gradient, weight, out=out)
+        write_product(out, gradient, weight)
     else:
         product = _product_in_float32(gradient, weight)
         out[:], out_factor[:] = _into_fp16(product, product.abs().amax(1, keepdim=True))

@@ -10,6 +10,7 @@ import torch
 
 from ..runtime.device import kernels_run_on
 from ..runtime.launch import Kernel
+from .products import accumulate_product
 
 FEW = 1024  # tokens up to which it is the host's part that counts
 
@@ -32,7 +33,7 @@ def low_rank_add(y: torch.Tensor, low: torch.Tensor, b: torch.Tensor, transposed
     if y.shape[0] <= FEW and kernels_run_on(y, low, b) and kernel.takes(y, low, b):
         kernel(y, low, b)
     else:
-        y.addmm_(low, b.t() if transposed else b)
+        accumulate_product(y, low, b.t() if transposed else b)
 
 
 def low_rank_gradients(

@@ -24,8 +24,10 @@ def in_backward_pass() -> bool:
 def are_watched() -> bool:
     """Tells whether a selective checkpoint sees this thread's operations. It keeps results of the first run, which nothing may write to,
     and finds them in the second run by its operations, which must be the same."""
-    modes = range(torch._C._len_torch_dispatch_stack())
-    return any(type(torch._C._get_dispatch_stack_at(mode)).__module__ == "torch.utils.checkpoint" for mode in modes)
+    modes = torch._C._len_torch_dispatch_stack()
+    if not modes:
+        return False
+    return any(type(torch._C._get_dispatch_stack_at(mode)).__module__ == "torch.utils.checkpoint" for mode in range(modes))
 
 
 def apply_in_parts(function, *arguments) -> torch.Tensor:

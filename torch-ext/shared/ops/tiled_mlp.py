@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 from .autocast import as_autocast, outside_autocast, without_autocast
 from .common import autocasts, fail, need_floats, needs_formula, once_differentiable, traceable
 from .gated_activation import APPROXIMATE, backward_in_place, forward_into, forward_reference
+from .products import write_product
 from .second_run import Rest, apply_in_parts, unfinished
 from .swiglu import check_mlp
 
@@ -47,10 +48,10 @@ def _forward(
     buffers = _buffers(x, length, gate_weight.shape[0])
     for part in _shards(x.shape[0], length):
         gate, up, hidden = (buffer[: part.stop - part.start] for buffer in buffers)
-        torch.mm(x[part], gate_weight.t(), out=gate)
-        torch.mm(x[part], up_weight.t(), out=up)
+        write_product(gate, x[part], gate_weight.t())
+        write_product(up, x[part], up_weight.t())
         forward_into(gate, up, hidden, activation)
-        torch.mm(hidden, down_weight.t(), out=y[part])
+        write_product(y[part], hidden, down_weight.t())
     return y
 
 

@@ -1,0 +1,246 @@
+"""Makes autograd nodes of functions over named tuples of optional tensors.
+
+A half of a decoder layer is a forward function, a backward function and a description. `Node` makes the autograd function of them, which
+saves what the backward function reads, and whose calls are replayed where they can be; and it chooses PyTorch's operations where these must
+run instead.
+"""
+
+from functools import partial, update_wrapper
+from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+
+from ..ops.autocast import outside_autocast
+from ..ops.common import apply_function, once_differentiable
+from ..ops.second_run import Rest, apply_in_parts, unfinished
+from ..runtime.device import is_ordinary
+from ..runtime.replay import IDENTITIES, replayed_with_products
+from .projection import SIZE, FourBitWeight, Layout, Projection, by_projection, layout_of
+
+Shape = Tuple[type, Tuple[int, ...]]  # of a tree: its class, and for each field the length of a list, or ONE
+ONE = -1
+
+
+def flat(tree: Sequence) -> list:
+    """Lists the tensors of a named tuple of optional tensors and lists of these, None for those that are absent."""
+    found: list = []
+    for part in tree:
+        if type(part) is list:
+            found += part
+        else:
+            found.append(part)
+    return found
+
+
+def shape_of(tree: Sequence) -> Shape:
+    """Describes a tree, for `filled`."""
+    return type(tree), tuple([len(part) if type(part) is list else ONE for part in tree])
+
+
+def count_of(shape: Shape) -> int:
+    """Returns how many tensors a tree of a shape has."""
+    return sum([1 if length == ONE else length for length in shape[1]])
+
+
+def filled(shape: Shape, values: Iterator):
+    """Returns the tree of a shape that `flat` lists as the next values."""
+    kind, lengths = shape
+    parts = [next(values) if length == ONE else [next(values) for _ in range(length)] for length in lengths]
+    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+
+
+class Given(NamedTuple):
+    """What a node's functions compute with.
+
+    tensors: the node's named tuple, None for what is absent, and in a backward pass for what the node does not keep. parts: the tensors of
+    all projections, as `tensors_of` lists them. sizes: the node's numbers. whole: what `side_by_side` finds of neighbouring weights.
+    """
+
+    layout: Layout
+    tensors: Any
+    parts: list
+    sizes: Tuple[int, ...]
+    whole: Optional[torch.Tensor] = None
+
+
+class Gradients(NamedTuple):
+    """The gradients of `Given.tensors` and `Given.parts`, or which of them are needed; None where there are none."""
+
+    tensors: Any
+    parts: list
+
+
+class Form:
+    """All of a node's call but its tensors and sizes. There is one object for each combination, unless its layout is not replayable.
+
+    results, saved, started: the shapes of what the node's functions return, known once they have run.
+    """
+
+    __slots__ = ("dropped", "kind", "layout", "places", "results", "saved", "started", "tensors")
+
+    def __init__(self, layout: Layout, tensors, dropped: Sequence[str]):
+        self.layout, self.kind = layout, type(tensors)
+        self.places = [i for i, tensor in enumerate(tensors) if tensor is not None]
+        self.tensors = len(self.places)
+        self.dropped = [self.places.index(self.kind._fields.index(name)) for name in dropped]
+        self.results: Any = None
+        self.saved: Any = None
+        self.started: Any = None
+
+    def trees(self, present: Sequence) -> Tuple[Any, list]:
+        """The node's named tuple and the list of parts of what is present of both, or of something for each of these."""
+        found: list = [None] * len(self.kind._fields)
+        for place, one in zip(self.places, present):
+            found[place] = one
+        return self.kind(*found), self.layout.all_of(present[self.tensors :])
+
+    def given(self, present: Sequence, sizes: Tuple[int, ...], whole: Optional[torch.Tensor]) -> Given:
+        return Given(self.layout, *self.trees(present), sizes, whole)
+
+    def present(self, gradients: Gradients) -> list:
+        """Lists the gradients of what is present."""
+        return [*[gradients.tensors[place] for place in self.places], *self.layout.present(gradients.parts)]
+
+    def kept(self, present: Sequence) -> Sequence:
+        """Returns what autograd keeps: None for what the backward pass does not read, and for a weight in four bits, which is in its
+        `Group`."""
+        if self.layout.replayable and not self.dropped:
+            return present
+        return [None if i in self.dropped or type(one) is FourBitWeight else one for i, one in enumerate(present)]
+
+
+IDENTITIES.add(Form)
+
+
+class Node:
+    """A forward and a backward function as one differentiable operation.
+
+    Args:
+        name: of the autograd function.
+        check: raises ValueError when arguments do not fit. Its arguments are the description, the node's named tuple, all projections, the
+            sizes and the dtype of the products. A replayed call has the arguments of an earlier one, which was checked.
+        reference: of the same arguments, returns the results, computed by PyTorch's operations, which every kind of tensor takes.
+        forward: `Given` -> (results, saved), named tuples or lists of optional tensors, results without None.
+        backward: (`Given`, gradients of the results, saved, what needs a gradient as `Gradients`) -> `Gradients`.
+        start, finish: forward in two parts for `apply_in_parts`: `Given` -> (started, saved), and (`Given`, started, saved) -> the only
+            result, which has the first tensor's shape.
+        in_graph: what a graph of torch.compile or torch.export gets instead of `reference`, of the same arguments.
+        passes_on: whether the first tensor is one more result, for the residual connection, and its gradient the last one.
+        packs: whether `Given.whole` is read.
+        dropped: (node's named tuple) -> the names of the tensors that the backward function does not read.
+        in_parts: (node's named tuple) -> whether the backward function reads nothing that `finish` makes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        check: Callable,
+        reference: Callable,
+        forward: Callable,
+        backward: Callable,
+        start: Optional[Callable] = None,
+        finish: Optional[Callable] = None,
+        in_graph: Optional[Callable] = None,
+        passes_on: bool = False,
+        packs: bool = True,
+        dropped: Callable[[Any], Sequence[str]] = lambda tensors: (),
+        in_parts: Callable[[Any], bool] = lambda tensors: True,
+    ):
+        self.check, self.reference, self.forward, self.backward = check, reference, forward, backward
+        self.in_graph = reference if in_graph is None else in_graph
+        self.passes_on, self.packs, self.dropped = passes_on, packs, dropped
+        self.start, self.finish, self.in_parts = start, finish, in_parts
+        # A report of what is replayed names the node's own functions.
+        self.run = update_wrapper(partial(_run, self), forward)
+        self.gradients = update_wrapper(partial(_gradients, self), backward)
+        self.run_again, self.gradients_again = replayed_with_products(self.run), replayed_with_products(self.gradients)
+        self.function = _function(name, self)
+
+    def __call__(self, spec: tuple, tensors, groups: Sequence[Sequence[Projection]], sizes: Tuple[int, ...], dtype: torch.dtype):
+        """Returns the results. tensors: the node's named tuple; groups: the projections by what they read; dtype: of the products."""
+        present = [part for group in groups for projection in group for part in projection[:SIZE] if part is not None]
+        dense = [part for part in present if type(part) is not FourBitWeight]
+        compiling = torch.compiler.is_compiling()
+        if compiling or not is_ordinary(*tensors, *dense):
+            projections = [projection for group in groups for projection in group]
+            self.check(spec, tensors, projections, sizes, dtype)
+            return (self.in_graph if compiling else self.reference)(spec, tensors, projections, sizes, dtype)
+        layout = layout_of(spec, groups, dtype)
+        form = self.form_of(layout, tensors)
+        arguments = form, sizes, *[tensor for tensor in tensors if tensor is not None], *present
+        if self.start is not None and self.in_parts(tensors):
+            return apply_in_parts(self.function, *arguments)
+        return apply_function(self.function, None, *arguments)
+
+    def form_of(self, layout: Layout, tensors) -> Form:
+        key = self, tuple([tensor is not None for tensor in tensors])
+        found = layout.forms.get(key)
+        if found is None:
+            found = layout.forms[key] = Form(layout, tensors, self.dropped(tensors))
+        return found
+
+    def whole_of(self, form: Form, present: Sequence) -> Optional[torch.Tensor]:
+        """What `side_by_side` finds of the neighbouring weights among what is present."""
+        layout = form.layout
+        return layout.whole_of(present[form.tensors :]) if self.packs and layout.neighbours else None
+
+
+def _run(node: Node, *args) -> list:
+    """Returns the results, or what `start` returns, and what is saved. args: what is present; whole, sizes, whether to finish, form."""
+    *present, whole, sizes, finish, form = args
+    given, layout = form.given(present, sizes, whole), form.layout
+    projections = [Projection(*each) for each in by_projection(given.parts)]
+    node.check(layout.spec, given.tensors, projections, sizes, layout.dtype)
+    first, saved = node.forward(given) if finish or node.start is None else node.start(given)
+    form.saved = shape_of(saved)
+    if finish:
+        form.results = shape_of(first)
+    else:
+        form.started = shape_of(first)
+    return [*flat(first), *flat(saved)]
+
+
+def _gradients(node: Node, *args) -> list:
+    """Returns the gradients of what is present. args: the gradients of the results; what is present, and saved; whole, sizes, needs (of
+    what is present), form."""
+    *values, whole, sizes, needs, form = args
+    left, (tensors, parts) = iter(values), form.trees(needs)
+    grads = [next(left) for _ in range(count_of(form.results) + node.passes_on)]
+    given = form.given([next(left) for _ in needs], sizes, whole)
+    need = Gradients(form.kind(*map(bool, tensors)), parts)
+    return form.present(node.backward(given, grads, filled(form.saved, left), need))
+
+
+def _function(name: str, node: Node):
+    """Makes the autograd function of a node."""
+
+    def forward(ctx, rest: Rest, form: Form, sizes: Tuple[int, ...], *present):
+        """rest: as of `apply_in_parts`."""
+        run = node.run_again if form.layout.replayable else node.run
+        found = run(*present, node.whole_of(form, present), sizes, rest is None, form)
+        first = count_of(form.results if rest is None else form.started)
+        ctx.save_for_backward(*form.kept(present), *found[first:])
+        ctx.form, ctx.sizes = form, sizes
+        if rest is not None:
+            return unfinished(rest, partial(_finish, node, form, sizes, present, found), present[0].shape, present[0])
+        if node.passes_on:
+            return (*found[:first], present[0].view_as(present[0]))
+        return found[0] if first == 1 else tuple(found[:first])
+
+    @outside_autocast
+    def backward(ctx, *grads):
+        form, saved, needs = ctx.form, ctx.saved_tensors, ctx.needs_input_grad[3:]
+        run = node.gradients_again if form.layout.replayable else node.gradients
+        return (None, None, None, *run(*grads, *saved, node.whole_of(form, saved), ctx.sizes, needs, form))
+
+    backward.__module__, backward.__qualname__ = node.backward.__module__, f"{name}.backward"
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
+    return type(name, (torch.autograd.Function,), {**methods, "__module__": node.forward.__module__})
+
+
+def _finish(node: Node, form: Form, sizes: Tuple[int, ...], present: Sequence, found: Sequence) -> torch.Tensor:
+    """Computes the result of a node that has started."""
+    left = iter(found)
+    started, saved = filled(form.started, left), filled(form.saved, left)
+    assert node.finish is not None
+    return node.finish(form.given(present, sizes, None), started, saved)
