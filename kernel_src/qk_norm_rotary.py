@@ -71,10 +71,9 @@ def read_tokens(x, tokens, group, part, TOKENS: Const, HEADS: Const, HALF: Const
 
 @ct.function
 def token_angles(table, tokens, part, TOKENS: Const, HALF: Const):
-    """cos or sin of TOKENS tokens, as [TOKENS, 1, HALF] in float32. A table with a row for each position of one sequence has a
-    multiple of TOKENS rows. Tokens past the last get the last one's: all else that is read of them is zero."""
-    first = tokens % ct.cdiv(table.shape[0], TOKENS) * TOKENS
-    rows = ct.minimum(first + ct.arange(TOKENS, dtype=ct.int32), table.shape[0] - 1)
+    """cos or sin of TOKENS tokens, as [TOKENS, 1, HALF] in float32. Tokens past the last get some row: all else that is read of them is
+    zero."""
+    rows = (tokens * TOKENS + ct.arange(TOKENS, dtype=ct.int32)) % table.shape[0]
     cols = part * HALF + ct.arange(HALF, dtype=ct.int32)
     tile = ct.gather(table, (rows[:, None], cols[None, :]), check_bounds=False)
     return ct.reshape(ct.astype(tile, ct.float32), (TOKENS, 1, HALF))
@@ -116,8 +115,7 @@ def qk_norm_rotary_backward(
 ):  # fmt: skip
     """dq_out, dk_out: the gradients of the results, and q, k, dq, dk: as in the forward, heads multiples of HEADS.
     dq_weight: [blocks * groups of q, 2 * HALF] fp32 and dk_weight: [blocks * groups of k, 2 * HALF] fp32, partial sums.
-    Grid (blocks, groups of q and behind them those of k): a block walks over the tokens, TOKENS at a time, with one group of heads.
-    cos, sin: a row for each token, or a multiple of TOKENS rows that repeat."""
+    Grid (blocks, groups of q and behind them those of k): a block walks over the tokens, TOKENS at a time, with one group of heads."""
     group = ct.bid(1)
     q_groups, k_groups = q.shape[1] // HEADS, k.shape[1] // HEADS
     if group < q_groups:

@@ -49,15 +49,7 @@ def _forward_views(q, k, q_out, k_out, *others) -> list:
 
 
 def _backward_views(dq_out, dk_out, q, k, dq, dk, q_weight, k_weight, cos, sin, *partials) -> list:
-    tables = _whole_steps(cos, sin, q.shape[0])
-    return [*map(_flat, (dq_out, dk_out, q, k, dq, dk)), q_weight, k_weight, *map(_table, tables), *partials]
-
-
-def _whole_steps(cos: torch.Tensor, sin: torch.Tensor, batch: int) -> Pair:
-    """cos and sin with a row for each token, unless those of one sequence repeat after a whole number of steps of the backward kernel."""
-    if cos.shape[0] == batch or cos.shape[1] % max(_norm_backward_kernel.constants("TOKENS")) == 0:
-        return cos, sin
-    return cos.expand(batch, -1, -1).contiguous(), sin.expand(batch, -1, -1).contiguous()
+    return [*map(_flat, (dq_out, dk_out, q, k, dq, dk)), q_weight, k_weight, *map(_table, (cos, sin)), *partials]
 
 
 # Forward and backward are one kernel with another constant.
