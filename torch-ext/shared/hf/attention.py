@@ -12,7 +12,7 @@ from ..ops.attention import attention, takes_dtype, takes_heads
 from ..ops.common import autocasts
 from ..runtime.device import kernels_run_on
 from .defaults import is_eager
-from .masks import Visible
+from .masks import Visible, is_visible
 from .modules import beside_class, is_plain
 
 
@@ -45,6 +45,8 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
     """
     visible = attention_mask
     if not isinstance(visible, Visible):
+        if is_visible(visible):  # of another loaded package, which has the kernels for it
+            return visible.attend(module, query, key, value, visible, scaling, dropout, s_aux, **kwargs)
         return _as_transformers(module, query, key, value, visible, scaling, dropout, s_aux, kwargs)
     tokens = visible.tokens
     usable = visible.rule is not None and query.shape[2] == tokens and key.shape[2] == visible.keys
@@ -58,6 +60,9 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, d
             options = {"sinks": s_aux, "scale": scaling, "softcap": softcap}
             return attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), plan, **options), None
     return _as_transformers(module, query, key, value, visible, scaling, dropout, s_aux, kwargs)
+
+
+Visible.attend = staticmethod(attention_forward)
 
 
 def documents_of(visible, kwargs, sinks):

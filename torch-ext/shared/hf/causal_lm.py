@@ -269,7 +269,9 @@ def causal_lm_forward(self, labels=None, head=NO_CHANGE, **kwargs):
     if skip_logits and isinstance(kwargs.get("attention_mask"), torch.Tensor):
         ignore_index = kwargs.get("ignore_index", -100)
         target = shift(labels, kwargs.get("shift_labels"), ignore_index)
-        kwargs = without_padding(self, target, ignore_index, kwargs, options)
+        kwargs, places = without_padding(self, target, ignore_index, kwargs, options)
+        if places is not None:
+            kwargs["shift_labels"] = target[places][None]
     output = forward(seen, labels=labels, return_dict=True, **kwargs)
     if skip_logits and seen.found is None:
         raise RuntimeError(f"{type(self).__name__}.forward calls no self.loss_function, expected it for labels. Pass skip_logits=False")

@@ -19,6 +19,7 @@ from .masks import (
     visible_rows,
 )
 from .modules import all_are_listened_to, is_marked, is_torchs_embedding, original_forward, own_forward
+from .padding import left_out_of_decoder, put_back
 from .row_documents import spans_in_bounds
 from .wrapped import inside
 
@@ -103,14 +104,18 @@ def _embedded(model, kwargs):
 
 
 def model_forward(self, kwargs, told=True):
-    """Serves as the forward of a model without a head: chooses its attention, and runs the model's own forward.
+    """Serves as the forward of a model without a head: chooses its attention, leaves padding out where its caller has said that it may
+    (`only_labels_are_read`), and runs the model's own forward.
 
     Args:
         kwargs: the arguments of that forward by name.
         told: whether it finds documents in position_ids.
     """
+    given, seen = given_tokens(kwargs), None
     if torch.compiler.is_compiling():
         kwargs = _embedded(self, kwargs)
     else:
         choose_attention(self)
-    return original_forward(self)(self, **_with_documents(self, kwargs, told))
+        kwargs, seen = left_out_of_decoder(self, kwargs)
+    output = original_forward(self)(self, **_with_documents(self, kwargs, told))
+    return output if seen is None else put_back(output, seen, given.shape[:2])

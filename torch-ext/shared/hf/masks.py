@@ -90,6 +90,8 @@ class Visible:
     `documents_in`, which the rule and the mask function say nothing of; None for none.
     """
 
+    attend: Callable[..., Any]  # the attention function of this package (attention.py)
+
     def __init__(
         self,
         arguments: Dict[str, Any],
@@ -164,10 +166,15 @@ class Visible:
         return self._masks[key]
 
 
+def is_visible(mask) -> bool:
+    """Tells a `Visible`, of this package or another loaded one, from masks of transformers."""
+    return hasattr(type(mask), "attend")
+
+
 def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, **kwargs):
     """transformers' mask function of ours: a `Visible`, or, for one query a row, what the function for SDPA returns. attention_mask: of
     transformers, or a `Visible` that was made already."""
-    if isinstance(attention_mask, Visible):
+    if is_visible(attention_mask):
         return attention_mask
     masking = sys.modules[MASKING]
     arguments = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}

@@ -1,12 +1,15 @@
 """Leaves the padding of a batch out of a causal LM that trains: its decoder sees one row of all other tokens, or at least its attention
 sees none of the padding.
 
-Only where the result is the same: the loss comes without logits, no padded position has a label, no part of the model has hooks or is
-of a class that may look at other tokens of its row, and no cache is returned. The embedding runs on the whole batch, so hooks on it
-(NEFTune, PEFT's) see what they always see.
+Only where the result is the same: the loss comes without logits, or the caller has said that it reads no more than the loss needs
+(`only_labels_are_read`, TRL's trainers); no padded position has a label, no part of the model has hooks or is of a class that may look at
+other tokens of its row, and no cache is returned. The embedding runs on the whole batch, so hooks on it (NEFTune, PEFT's) see what they
+always see.
 """
 
-from typing import Any, Dict
+import contextlib
+import threading
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -32,6 +35,7 @@ from .modules import CAPTURING, FSDP, MODULE_CALL, SAVED, decoder_of, is_defined
 from .wrapped import inside
 
 KEEPS = SAVED + "keeps_padding"  # on a causal LM or its class: what apply() or kernelize() was told about `unpad`
+READ = SAVED + "labels_are_read"  # on a decoder: the `Reading` of its caller
 ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")  # what has a number for each token
 UNREDUCED = ("reduction", "return_predicted_tokens")  # options of the loss with which its results may have one, too
 # What treats each token by itself, or holds others: of PyTorch, and by the beginning of their modules' names, of other libraries.
@@ -163,47 +167,95 @@ def _kernels_take(model, device: torch.device, dtype: torch.dtype) -> bool:
 
 def without_padding(
     model, target: torch.Tensor, ignore_index: int, kwargs: Dict[str, Any], options: Dict[str, Any]
-) -> Dict[str, Any]:
+) -> Tuple[Dict[str, Any], Optional[torch.Tensor]]:
     """Changes the arguments of a causal LM's forward so that the same loss comes from one row of tokens, none of them padding. If the batch
     has to keep its shape, they get masks by which attention skips the padding. They stay as they are if there is no padding, or if the
     difference could be seen. Waits for the device.
 
-    target: [batch * tokens], for each token the label of the next one; kwargs: the arguments of the forward; options: of the loss.
+    Args:
+        target: [batch * tokens], for each token the label of the next one.
+        kwargs: the arguments of the forward.
+        options: of the loss.
+
+    Returns:
+        The arguments, and the places of the row's tokens among batch * tokens, None where there is no such row.
     """
     mask, ids, embeds = kwargs.get("attention_mask"), kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     given = ids if embeds is None else embeds
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or given is None or given.shape[:2] != mask.shape:
-        return kwargs
+        return kwargs, None
     if not _only_the_loss_is_read(model, kwargs, options):
-        return kwargs
+        return kwargs, None
     embedding, decoder, device = model.get_input_embeddings(), decoder_of(model), mask.device
     weight = weight_within(embedding)
     weight = given if weight is None else weight
     elsewhere = {given.device, weight.device, target.device} != {device}
     config = decoder.config
     if elsewhere or not kinds_of_layers(config) <= WINDOWS.keys() or not _kernels_take(model, device, weight.dtype):
-        return kwargs
+        return kwargs, None
     parts = [decoder, *(module for part in decoder.children() if part is not embedding for module in part.modules())]
     if _may_see_padding(parts):
-        return kwargs
+        return kwargs, None
     mask = mask.bool()
     if padding_of(mask) not in (BEFORE, BESIDE) or bool(((target != ignore_index) & ~mask.flatten()).any()):
-        return kwargs
+        return kwargs, None
     if getattr(model, KEEPS, False) or is_wanted(model, mask.shape):
-        return {**kwargs, "attention_mask": masks_of_layers(config, lambda kind: visible_tokens(config, kind, mask))}
+        return {**kwargs, "attention_mask": masks_of_layers(config, lambda kind: visible_tokens(config, kind, mask))}, None
     seen = mask.flatten().nonzero()[:, 0]
     if not seen.numel():
-        return kwargs
+        return kwargs, None
     batch, tokens = mask.shape
     positions = kwargs.get("position_ids")
     positions = torch.arange(tokens, device=device)[None] if positions is None else positions
     embeds = embedding(ids) if embeds is None else embeds
     row = (seen // tokens)[None]
-    return {
-        **kwargs,
+    of_row = {
         "input_ids": None,
         "inputs_embeds": embeds.flatten(0, 1).index_select(0, seen)[None],
         "position_ids": positions.expand(batch, -1).flatten()[seen][None],
         "attention_mask": masks_of_layers(config, lambda kind: visible_documents(config, kind, row)),
-        "shift_labels": target[seen][None],
     }
+    return {**kwargs, **of_row}, seen
+
+
+# ---------------------------------------------------------------- for callers of the decoder itself
+class Reading(NamedTuple):
+    """What a caller reads of a decoder's results: those that predict a label. thread: the caller's; target: as in `without_padding`."""
+
+    thread: int
+    causal_lm: nn.Module
+    target: torch.Tensor
+    ignore_index: int
+
+
+@contextlib.contextmanager
+def only_labels_are_read(causal_lm, target: torch.Tensor, ignore_index: int = -100):
+    """A context in which this thread calls the decoder of a causal LM, and reads of its results only those that predict a label. The
+    others may be anything then; where padding is left out, they are zeros.
+
+    It is noted on the decoder, so that it reaches whichever package's forward runs there.
+    """
+    decoder = decoder_of(causal_lm)
+    state = vars(causal_lm if decoder is None else decoder)
+    state[READ] = Reading(threading.get_ident(), causal_lm, target, ignore_index)
+    try:
+        yield
+    finally:
+        state.pop(READ, None)
+
+
+def left_out_of_decoder(decoder, kwargs: Dict[str, Any]) -> Tuple[Dict[str, Any], Optional[torch.Tensor]]:
+    """`without_padding` of a decoder that is called inside of `only_labels_are_read`; anywhere else the arguments stay as they are."""
+    read = vars(decoder).get(READ)
+    if read is None or read.thread != threading.get_ident() or kwargs.get("return_dict") is False or not decoder.config.return_dict:
+        return kwargs, None
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    return without_padding(read.causal_lm, read.target, read.ignore_index, given, {})
+
+
+def put_back(output, seen: torch.Tensor, shape: torch.Size):
+    """The output of a decoder for a whole batch, from that for one row. seen: as `without_padding` returned it; shape: (batch, tokens)."""
+    row = output.last_hidden_state[0]
+    whole = row.new_zeros(shape.numel(), row.shape[-1]).index_copy(0, seen, row)
+    output.last_hidden_state = whole.view(*shape, -1)
+    return output

@@ -1,15 +1,18 @@
 """Puts `linear_log_probs` and `linear_divergence` where TRL's trainers call functions of their own on the hidden states and the head of
-whatever model they train.
+whatever model they train, and tells the decoder that they call which of its results they read, so that it can leave padding out.
 
 TRL (1.16) binds them by name in several modules. An object with the same `apply` takes its place wherever TRL holds it, at once
 where TRL is imported and else when it is, and hands the calls that ours does not serve to TRL's own. Nothing here imports TRL.
 """
 
+import ast
+import functools
 import inspect
 import sys
+import textwrap
 import warnings
 from importlib.abc import MetaPathFinder
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -18,11 +21,16 @@ from ..ops.linear_divergence import linear_divergence
 from ..ops.linear_log_probs import linear_log_probs
 from ..ops.log_probs import OUTPUTS
 from ..runtime.device import PLAIN, is_transformed
+from .causal_lm import shift
 from .explanation import Reason
+from .fingerprint import fingerprint_of
+from .padding import only_labels_are_read
 
 ORIGINAL = "bastile_original"  # on what stands in TRL's function's place: that function
 USER, NAME_THERE = "trl.trainer.utils", "_ChunkedLogProbFunction"  # where TRL's trainers call it
 PART = "log-probabilities in TRL's trainers"
+# Fingerprints of the texts of TRL's `add_fused_lm_head` whose forward reads of the decoder's results only those that predict a label.
+READ_LABELS_ALONE = ("5b3f07c10f81e98d",)  # TRL 1.16
 OPTIONS = ("recompute",)  # of `linear_log_probs`, which `apply` and `kernelize` take in a mapping
 _options: Dict[str, Any] = {}  # those of the last call
 _of_loss: List[str] = []  # the options of a model's loss that the last `apply` was told
@@ -84,8 +92,35 @@ def _divergence(original) -> Callable:
     return apply
 
 
+def _fused_head(original) -> Callable:
+    def add_fused_lm_head(model, *args, **options):
+        original(model, *args, **options)
+        theirs = vars(model)["forward"].__func__
+
+        @functools.wraps(theirs)
+        def forward(self, *args, **kwargs):
+            labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
+            if args or not kwargs.get("fused_lm_head") or (labels is None and shifted is None) or torch.compiler.is_compiling():
+                return theirs(self, *args, **kwargs)
+            with only_labels_are_read(self, shift(labels, shifted, -100)):
+                return theirs(self, **kwargs)
+
+        model.forward = MethodType(forward, model)
+
+    return add_fused_lm_head if _text_of(original) in READ_LABELS_ALONE else original
+
+
+@functools.lru_cache(maxsize=None)
+def _text_of(function) -> str:
+    """The fingerprint of a function's text, "" where there is none."""
+    try:
+        return fingerprint_of(ast.parse(textwrap.dedent(inspect.getsource(function))).body[0])
+    except (OSError, SyntaxError, TypeError):
+        return ""
+
+
 class Place(NamedTuple):
-    """A function of TRL's: the module that defines it, its name, the arguments of its forward, and what makes ours of it."""
+    """A function of TRL's: the module that defines it, its name, the arguments of its forward or its own, and what makes ours of it."""
 
     module: str
     name: str
@@ -110,7 +145,13 @@ PLACES = (
         ),
         _divergence,
     ),
+    Place(USER, "add_fused_lm_head", ("model", "temperature", "cast_lm_head_to_fp32", "outputs"), _fused_head),
 )
+
+
+def _applied(original) -> Callable:
+    """What TRL calls of a function: `apply` of an autograd function, any other itself."""
+    return getattr(original, "apply", original)
 
 
 class StandIn:
@@ -118,8 +159,12 @@ class StandIn:
 
     def __init__(self, original):
         setattr(self, ORIGINAL, original)
+        self.__doc__ = original.__doc__
         self.owners: Dict[str, Callable] = {}
-        self.apply = original.apply
+        self.apply = _applied(original)
+
+    def __call__(self, *args, **kwargs):
+        return self.apply(*args, **kwargs)
 
     def __getattr__(self, name):
         if name == ORIGINAL:
@@ -137,7 +182,7 @@ class StandIn:
     def take(self, owner: str) -> bool:
         """Returns whether a package is left."""
         self.owners.pop(owner, None)
-        self.apply = next(reversed(list(self.owners.values())), getattr(self, ORIGINAL).apply)
+        self.apply = next(reversed(list(self.owners.values())), _applied(getattr(self, ORIGINAL)))
         return bool(self.owners)
 
 
@@ -173,14 +218,14 @@ def _warn_once(text: str) -> None:
 
 def _put(module: ModuleType) -> None:
     """Replaces what a module of TRL defines by ours, where it is as expected."""
-    if module.__name__ == USER:
-        if not hasattr(module, NAME_THERE):
-            _warn(f"{USER} has no {NAME_THERE}, in whose place log_probs=True puts a faster one")
+    if module.__name__ == USER and not hasattr(module, NAME_THERE):
+        _warn(f"{USER} has no {NAME_THERE}, in whose place log_probs=True puts a faster one")
+    place = next((place for place in PLACES if place.module == module.__name__), None)
+    if place is None:
         return
-    place = next(place for place in PLACES if place.module == module.__name__)
     found: Any = getattr(module, place.name, None)
     original = getattr(found, ORIGINAL, found)
-    arguments = () if original is None else tuple(inspect.signature(original.forward).parameters)
+    arguments = () if original is None else tuple(inspect.signature(getattr(original, "forward", original)).parameters)
     if arguments != place.arguments:
         what = f"has no {place.name}" if original is None else f"has {place.name} with the arguments {', '.join(arguments)}"
         _warn(f"{place.module} {what}, where {', '.join(place.arguments)} are expected")
@@ -200,7 +245,7 @@ class _WhenImported(MetaPathFinder):
         self.asking: set = set()  # the modules that it is looking for: a finder behind it may ask all others in turn
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname in self.asking or fullname != USER and all(fullname != place.module for place in PLACES):
+        if fullname in self.asking or all(fullname != place.module for place in PLACES):
             return None
         behind = [finder for finder in sys.meta_path[sys.meta_path.index(self) + 1 :] if hasattr(finder, "find_spec")]
         self.asking.add(fullname)
@@ -229,9 +274,8 @@ def put() -> None:
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     sys.meta_path.insert(0, _finder)
-    for name in (USER, *(place.module for place in PLACES)):
-        if name in sys.modules:
-            _put(sys.modules[name])
+    for name in {USER, *(place.module for place in PLACES)} & sys.modules.keys():
+        _put(sys.modules[name])
 
 
 def take_back() -> None:
