@@ -129,7 +129,7 @@ MUTANTS = [
     *errors_in(_PRODUCTS, "MLP, selective", "accumulate_product", ("if are_watched() else", "if False else"), kernels=False),
     *errors_in(_NODES, "MLP, not reentrant", "_finish_mlp",
          ("_stream(given, saved)", "2 * _stream(given, saved)"),
-         ("*started, down", "2 * started[0], down", "MLP in fp32, not reentrant"),
+         ("started[0], down", "2 * started[0], down", "MLP in fp32, not reentrant"),
          ("saved.made, None)", "[-one for one in saved.made], None)")),
     *errors_in(_NODES, "MLP, not reentrant", "_start_mlp",
          ("_mlp(given, mlp_start)", "_mlp(given._replace(tensors=given.tensors._replace(before=2 * given.tensors.before)), mlp_start)")),

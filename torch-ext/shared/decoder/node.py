@@ -73,12 +73,14 @@ class Gradients(NamedTuple):
 class Form:
     """All of a node's call but its tensors and sizes. There is one object for each combination, unless its layout is not replayable.
 
-    results, saved, started: the shapes of what the node's functions return, known once they have run.
+    tensors: how many of the node's named tuple are present. packed: whether `Layout.whole_of` may find neighbours that the node reads.
+    results, saved, started: the shapes of what the node's functions return, known once they have run; count: of the tensors in results.
     """
 
-    __slots__ = ("dropped", "kind", "layout", "places", "results", "saved", "started", "tensors")
+    __slots__ = ("count", "dropped", "kind", "layout", "packed", "places", "results", "saved", "started", "tensors")
 
-    def __init__(self, layout: Layout, tensors, dropped: Sequence[str]):
+    def __init__(self, layout: Layout, tensors, dropped: Sequence[str], packs: bool):
+        self.packed, self.count = packs and bool(layout.neighbours), 0
         self.layout, self.kind = layout, type(tensors)
         self.places = [i for i, tensor in enumerate(tensors) if tensor is not None]
         self.tensors = len(self.places)
@@ -93,6 +95,10 @@ class Form:
         for place, one in zip(self.places, present):
             found[place] = one
         return self.kind(*found), self.layout.all_of(present[self.tensors :])
+
+    def whole_of(self, present: Sequence) -> Optional[torch.Tensor]:
+        """What `side_by_side` finds of the neighbouring weights among what is present."""
+        return self.layout.whole_of(present[self.tensors :])
 
     def given(self, present: Sequence, sizes: Tuple[int, ...], whole: Optional[torch.Tensor]) -> Given:
         return Given(self.layout, *self.trees(present), sizes, whole)
@@ -158,7 +164,7 @@ class Node:
 
     def __call__(self, spec: tuple, tensors, groups: Sequence[Sequence[Projection]], sizes: Tuple[int, ...], dtype: torch.dtype):
         """Returns the results. tensors: the node's named tuple; groups: the projections by what they read; dtype: of the products."""
-        present = [part for group in groups for projection in group for part in projection[:SIZE] if part is not None]
+        present: list = [part for group in groups for projection in group for part in projection[:SIZE] if part is not None]
         dense = [part for part in present if type(part) is not FourBitWeight]
         compiling = torch.compiler.is_compiling()
         if compiling or not is_ordinary(*tensors, *dense):
@@ -176,13 +182,8 @@ class Node:
         key = self, tuple([tensor is not None for tensor in tensors])
         found = layout.forms.get(key)
         if found is None:
-            found = layout.forms[key] = Form(layout, tensors, self.dropped(tensors))
+            found = layout.forms[key] = Form(layout, tensors, self.dropped(tensors), self.packs)
         return found
-
-    def whole_of(self, form: Form, present: Sequence) -> Optional[torch.Tensor]:
-        """What `side_by_side` finds of the neighbouring weights among what is present."""
-        layout = form.layout
-        return layout.whole_of(present[form.tensors :]) if self.packs and layout.neighbours else None
 
 
 def _run(node: Node, *args) -> list:
@@ -195,6 +196,7 @@ def _run(node: Node, *args) -> list:
     form.saved = shape_of(saved)
     if finish:
         form.results = shape_of(first)
+        form.count = count_of(form.results)
     else:
         form.started = shape_of(first)
     return [*flat(first), *flat(saved)]
@@ -205,7 +207,7 @@ def _gradients(node: Node, *args) -> list:
     what is present), form."""
     *values, whole, sizes, needs, form = args
     left, (tensors, parts) = iter(values), form.trees(needs)
-    grads = [next(left) for _ in range(count_of(form.results) + node.passes_on)]
+    grads = [next(left) for _ in range(form.count + node.passes_on)]
     given = form.given([next(left) for _ in needs], sizes, whole)
     need = Gradients(form.kind(*map(bool, tensors)), parts)
     return form.present(node.backward(given, grads, filled(form.saved, left), need))
@@ -216,9 +218,9 @@ def _function(name: str, node: Node):
 
     def forward(ctx, rest: Rest, form: Form, sizes: Tuple[int, ...], *present):
         """rest: as of `apply_in_parts`."""
-        run = node.run_again if form.layout.replayable else node.run
-        found = run(*present, node.whole_of(form, present), sizes, rest is None, form)
-        first = count_of(form.results if rest is None else form.started)
+        run, whole = node.run_again if form.layout.replayable else node.run, form.whole_of(present) if form.packed else None
+        found = run(*present, whole, sizes, rest is None, form)
+        first = form.count if rest is None else count_of(form.started)
         ctx.save_for_backward(*form.kept(present), *found[first:])
         ctx.form, ctx.sizes = form, sizes
         if rest is not None:
@@ -231,7 +233,8 @@ def _function(name: str, node: Node):
     def backward(ctx, *grads):
         form, saved, needs = ctx.form, ctx.saved_tensors, ctx.needs_input_grad[3:]
         run = node.gradients_again if form.layout.replayable else node.gradients
-        return (None, None, None, *run(*grads, *saved, node.whole_of(form, saved), ctx.sizes, needs, form))
+        whole = form.whole_of(saved) if form.packed else None
+        return (None, None, None, *run(*grads, *saved, whole, ctx.sizes, needs, form))
 
     backward.__module__, backward.__qualname__ = node.backward.__module__, f"{name}.backward"
     methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}

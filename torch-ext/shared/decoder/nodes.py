@@ -5,7 +5,7 @@ Under autocast over an fp32 model the residual stream stays in fp32: the norms r
 is rounded to that once a forward pass, whose result the backward pass uses again. Gradients are of their parameters' own dtypes.
 """
 
-from typing import NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -68,7 +68,7 @@ def _inputs(given: Given) -> Tuple[list, InputSaved]:
     (group,), tensors = given.layout.groups, given.tensors
     projections, stream = Projections(group, given.parts, given.whole), tensors.x.reshape(-1, tensors.x.shape[-1])
     q, k, v, *saved = inputs_forward(given.layout.spec, tensors._replace(x=stream), given.sizes, projections)
-    return [q, k, v], InputSaved(*saved, projections.made())
+    return [q, k, v], InputSaved._make([*saved, projections.made()])
 
 
 def _inputs_gradients(given: Given, grads: Sequence[torch.Tensor], saved: InputSaved, need: Gradients) -> Gradients:
@@ -78,7 +78,7 @@ def _inputs_gradients(given: Given, grads: Sequence[torch.Tensor], saved: InputS
     grads, needs = (dq, dk, dv, dstream), needs_in_parts(need.parts)
     found = inputs_backward(given.layout.spec, grads, tensors._replace(x=stream), saved, projections, need.tensors, needs)
     dx = None if found.x is None else found.x.view(tensors.x.shape)
-    return Gradients(InputTensors(dx, *found[1:-1], None, None), flat_parts(found.projections))
+    return Gradients(InputTensors._make([dx, *found[1:-1], None, None]), flat_parts(found.projections))
 
 
 def _inputs_in_graph(spec: Inputs, tensors: InputTensors, projections: Tensors, sizes: Tuple[int, ...], dtype: torch.dtype):
@@ -145,7 +145,8 @@ def _groups(given: Given) -> list:
 
 def _saved(given: Given, saved: MLPSaved, found: Sequence[Projections]) -> MLPSaved:
     """What the backward pass reads of what was computed: without attention's branch the residual stream is x."""
-    saved = saved._replace(total=None if given.tensors.attended is None else saved.total, made=all_made(found))
+    total: Any = None if given.tensors.attended is None else saved.total
+    saved = saved._replace(total=total, made=all_made(found))
     return saved._replace(gate=None, up=None) if given.layout.spec.recompute else saved
 
 
@@ -169,7 +170,7 @@ def _start_mlp(given: Given) -> Tuple[list, MLPSaved]:
 def _finish_mlp(given: Given, started: list, saved: MLPSaved) -> torch.Tensor:
     """Computes the result from the last product's input."""
     *_, down = of_second_half_loaded(_groups(given), saved.made, None)
-    return mlp_finish(given.layout.spec.outputs, given.tensors.x.shape, None, _stream(given, saved), *started, down)[0]
+    return mlp_finish(given.layout.spec.outputs, given.tensors.x.shape, None, _stream(given, saved), started[0], down)[0]
 
 
 def _mlp_gradients(given: Given, grads: Sequence[torch.Tensor], saved: MLPSaved, need: Gradients) -> Gradients:
@@ -179,7 +180,7 @@ def _mlp_gradients(given: Given, grads: Sequence[torch.Tensor], saved: MLPSaved,
     saved = saved._replace(total=_stream(given, saved))
     gradients = mlp_backward(layout.spec.outputs, dout, given.tensors, saved, found, need.tensors, needs)
     dx = None if gradients.x is None else gradients.x.view(dout.shape)
-    return Gradients(OutputTensors(dx, *gradients[1:-1]), flat_parts(*gradients.projections))
+    return Gradients(OutputTensors._make([dx, *gradients[1:-1]]), flat_parts(*gradients.projections))
 
 
 def _mlp_in_graph(spec: MLPSpec, tensors: OutputTensors, projections: Tensors, sizes, dtype: torch.dtype):

@@ -19,10 +19,10 @@ from .spec import Norm
 
 
 class Stream(NamedTuple):
-    """x: [..., hidden]; norm: [hidden], the norm's weight. Or their gradients, None for those that are not needed."""
+    """x: [..., hidden]; norm: [hidden], the norm's weight."""
 
-    x: Optional[torch.Tensor]
-    norm: Optional[torch.Tensor]
+    x: torch.Tensor
+    norm: torch.Tensor
 
 
 class Saved(NamedTuple):
@@ -65,7 +65,7 @@ def _backward(given: Given, grads: Sequence[torch.Tensor], saved: Saved, need: G
     normed = NormedInput(layout.spec, flat, norm, saved.rstd, dstream.reshape(flat.shape))
     rows = [grad.contiguous().view(-1, count) for grad, count in zip(grads, group.rows)]
     dx, dnorm, dparts = normed_input_backward(rows, normed, projections, need.tensors, needs_in_parts(need.parts))
-    return Gradients(Stream(None if dx is None else dx.view(x.shape), dnorm), flat_parts(dparts))
+    return Gradients(Stream._make([None if dx is None else dx.view(x.shape), dnorm]), flat_parts(dparts))
 
 
 _node = Node("_NormProjections", _check, _reference, _forward, _backward, passes_on=True, packs=False)

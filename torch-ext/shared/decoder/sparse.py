@@ -207,7 +207,7 @@ class _NormExperts(torch.autograd.Function):
             *(shared_score, None if recompute else both, *layout.to_save(parts), *all_made(projections)),
         )
         ctx.layout, ctx.shape, ctx.count, ctx.written_over = layout, x.shape, len(parts), False
-        if out is not None:
+        if rest is None:
             return out
         started = gate_up, expert, rounded, routing, groups
         return unfinished(rest, partial(_finish, spec, weights, started, total, add_shared, x.shape), x.shape, total)

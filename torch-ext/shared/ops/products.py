@@ -4,14 +4,14 @@ Such a checkpoint keeps the results of the operations that its user names and re
 not run: nothing may write to what they returned, and they write to no `out`. So there a product is computed apart and copied.
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
 from .second_run import are_watched
 
 
-def write_product(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, onto: Optional[torch.Tensor] = None, **factors: float):
+def write_product(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, onto: Optional[torch.Tensor] = None, **factors: Any):
     """Writes x @ y to out and returns it. onto: added to the product. factors: beta, onto's, and alpha, the product's, with `onto`."""
     if onto is None:
         return out.copy_(torch.mm(x, y)) if are_watched() else torch.mm(x, y, out=out)
@@ -20,12 +20,12 @@ def write_product(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, onto: Opt
     return torch.addmm(onto, x, y, out=out, **factors)
 
 
-def accumulate_product(total: torch.Tensor, x: torch.Tensor, y: torch.Tensor, **factors: float) -> torch.Tensor:
+def accumulate_product(total: torch.Tensor, x: torch.Tensor, y: torch.Tensor, **factors: Any) -> torch.Tensor:
     """Adds x @ y to total and returns it. factors: beta, total's, and alpha, the product's."""
     return total.copy_(torch.addmm(total, x, y, **factors)) if are_watched() else total.addmm_(x, y, **factors)
 
 
-def write_wide_product(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, onto: Optional[torch.Tensor] = None, **factors: float) -> None:
+def write_wide_product(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, onto: Optional[torch.Tensor] = None, **factors: Any) -> None:
     """Does what `write_product` does in the dtype of out, which is wider than that of x and y. Needs a GPU and torch 2.8."""
     mm, addmm, watched = torch.ops.aten.mm, torch.ops.aten.addmm, are_watched()
     if onto is None:
