@@ -15,7 +15,8 @@ from torch import nn
 from ..decoder.projection import FourBitWeight, Projection, is_traceable
 from ..ops.common import constant_when_traced
 from .explanation import Reason
-from .modules import held, own_forward, plain_weight, runs_torchs, why_not_plain
+from .modules import own_forward, runs_torchs
+from .weights import held, plain_weight, why_not_plain
 
 LORA = {"peft.tuners.lora.layer": "Linear", "peft.tuners.lora.bnb": "Linear4bit"}  # by module: the class whose sum is `Projection`'s
 FOUR_BIT = ("bitsandbytes.nn.modules", "Linear4bit")

@@ -13,7 +13,8 @@ from ..ops.common import autocasts
 from ..runtime.device import kernels_run_on
 from .defaults import is_eager
 from .masks import Visible, is_visible
-from .modules import beside_class, is_plain
+from .modules import beside_class
+from .weights import is_plain
 
 
 def _takes(q, k, v, sinks, dropout, kwargs) -> bool:

@@ -34,9 +34,10 @@ from .defaults import (
 )
 from .explanation import Reason
 from .masks import CHOICE, TRACEABLE, caps_scores, masks_made_by, visible_mask
-from .modules import SAVED, weight_within
+from .modules import SAVED
 from .offers import offer, withdraw
 from .ownership import all_are_seen, hands_on, is_wrapper
+from .weights import weight_within
 
 CONTINUOUS_BATCHING = "transformers.generation.continuous_batching"
 NAMED = SAVED + "attention_named"  # on a decoder: its implementation was asked for by name

@@ -14,19 +14,9 @@ from ..ops.linear_cross_entropy import linear_cross_entropy
 from .explanation import ADVICE, Reason
 from .head import Head, Unmade, check_head
 from .lookups import replaced_below
-from .modules import (
-    OFF,
-    SAVED,
-    all_are_listened_to,
-    call_with,
-    is_transformers_own,
-    original_forward,
-    plain_weight,
-    rows_of,
-    sharded_weight,
-    why_not_plain,
-)
+from .modules import OFF, SAVED, all_are_listened_to, is_transformers_own, original_forward
 from .padding import without_padding
+from .weights import call_with, plain_weight, rows_of, sharded_weight, why_not_plain
 
 NO_CHANGE = Head()
 SHAPE = SAVED + "shape"  # on a causal LM whose forward is known by its text (shapes.py)

@@ -29,18 +29,9 @@ from .explanation import Reason
 from .families import Family
 from .lookups import ROTARY, SAVED, Lookups, overridden, replaced_below
 from .masks import unless_none
-from .modules import (
-    ACTIVATIONS,
-    OwnForwards,
-    all_are_listened_to,
-    held,
-    is_activation,
-    original_forward,
-    own_class,
-    runs_torchs,
-    why_not_own,
-)
+from .modules import ACTIVATIONS, OwnForwards, all_are_listened_to, is_activation, original_forward, own_class, runs_torchs, why_not_own
 from .sparse_block import SparseBlock, is_sparse, sparse_block_or_reason
+from .weights import held
 from .wrapped import inside
 
 Groups = List[Tuple[str, Dict[str, nn.Module]]]  # (part of a layer, its projections by name)

@@ -18,9 +18,10 @@ from .masks import (
     no_mask,
     visible_rows,
 )
-from .modules import all_are_listened_to, is_marked, is_torchs_embedding, original_forward, own_forward
+from .modules import all_are_listened_to, is_marked, original_forward, own_forward
 from .padding import left_out_of_decoder, put_back
 from .row_documents import spans_in_bounds
+from .weights import is_torchs_embedding
 from .wrapped import inside
 
 KNOWS_EXPORTS = hasattr(torch.compiler, "is_exporting")  # torch 2.6 cannot tell an export, which needs its mask, from torch.compile

@@ -78,7 +78,7 @@ def _places(modeling: str, makers: Tuple[str, ...], default: str) -> Tuple[Tuple
         found.append(Place(MASKING, MASKS, default, MASKING, f"{default}_mask"))
         found.append(Place(modeling, FUNCTIONS, default, home, f"{default}_attention_forward"))
         found += [Place(module, "", name, module, name) for module, name in ((home, "repeat_kv"), *looked_up)]
-    return tuple(map(tuple, found))
+    return tuple([(*place,) for place in found])
 
 
 def _function(module: str, table: str, name: str, home: str, defined: str):

@@ -15,8 +15,9 @@ from ..ops.gated_rms_norm import gated_rms_norm
 from ..ops.short_conv import TAPS, short_conv
 from .arguments import NET_CACHE
 from .lookups import Lookups, original_in
-from .modules import ACTIVATIONS, beside_class, is_marked, is_plain, original_forward, without_decorators
+from .modules import ACTIVATIONS, beside_class, is_marked, original_forward, without_decorators
 from .row_documents import DOCUMENTS, bounds_in, refuse_cache_of
+from .weights import is_plain
 
 NET = "linear_attn"  # a decoder layer's attribute
 # The projections of a net's input, and those of Qwen3-Next, which hold q, k, v and z, and b and a, of one key head after the other.

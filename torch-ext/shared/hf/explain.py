@@ -1,7 +1,7 @@
 """Says of a model what runs fused, and of the rest why it does not and what to do. The reasons are those of the functions that decide."""
 
 from collections import Counter
-from typing import Callable, List, Mapping, Optional, Tuple
+from typing import Any, Callable, List, Mapping, Optional, Tuple
 
 import torch
 
@@ -11,8 +11,8 @@ from .attention_choice import name_that_is_kept, why_no_kernel
 from .capture import captured_passes
 from .causal_lm import why_head_is_not_plain, why_logits_are_wanted, why_loss_is_not_standard
 from .explanation import MIXERS, Explanation, Reason, explanation_of, losses_of_others, no_kernels
-from .modules import plain_weight, weight_within
 from .packing import GROUPS
+from .weights import plain_weight, weight_within
 
 UNPATCHED = Reason("unpatched", "transformers' own forward")
 
@@ -65,7 +65,7 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
             found["decoder layer", _why_not_ours(layer, unknown.get("decoder layer"))] += 1
             continue
         norms = (weight_within(module) for name, module in layer.named_modules() if "norm" in name)
-        norm = next((weight for weight in norms if weight is not None), weight_within(layer))
+        norm: Any = next((weight for weight in norms if weight is not None), weight_within(layer))
         x = torch.empty((1, 1, norm.shape[-1]), dtype=norm.dtype, device=norm.device)
         rows = explain_layer(layer, x)
         for pair in (*rows, *_why_apart(layer, rows)):
@@ -79,7 +79,9 @@ def explain(model, layers: List[Tuple[torch.nn.Module, Callable]], causal_lms: L
     for operation, (why, count) in left.items():
         if operation not in OPERATION_OF.values():
             found[operation, why] += count
-    devices = sorted({str(weight.device) for layer, _ in layers for weight in [*layer.parameters()] or [weight_within(layer)]})
+    weights: List[Any] = [weight_within(layer) for layer, _ in layers]
+    weights += [weight for layer, _ in layers for weight in layer.parameters()]
+    devices = sorted({str(weight.device) for weight in weights})
     for device in devices:
         found[f"kernels on {device}", no_kernels(torch.device(device))] += 1
     passes, reasons = captured_passes(layers[0][0])

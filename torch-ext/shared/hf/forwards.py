@@ -15,7 +15,8 @@ from ..ops.common import autocasts
 from ..ops.rotary import rotary, rotary_reference
 from ..ops.swiglu import mlp, swiglu
 from .lookups import LAYER, overridden, replaced_below
-from .modules import all_are_listened_to, is_plain, is_silu, original_forward, plain_weight
+from .modules import all_are_listened_to, is_silu, original_forward
+from .weights import is_plain, plain_weight
 
 
 def norm_forward(norm: Norm, layer, x: torch.Tensor) -> torch.Tensor:

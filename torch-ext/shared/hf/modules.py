@@ -12,24 +12,21 @@ from typing import Optional, Tuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ops.common import constant_when_traced
 from ..ops.second_run import in_backward_pass
-from ..runtime.device import PLAIN
 from .explanation import Reason
 from .lookups import LAYER, SAVED, function_in, replaced_below
 from .wrapped import inside, is_wrapped
 
 OFF = SAVED + "off"  # on a causal LM whose forward accelerate wrapped while it was ours: reset() cannot take it out again
 FSDP = "torch.distributed.fsdp"
-INSIDE_FSDP1 = "_fsdp_wrapped_module"  # under this name FSDP1's wrapper holds the module inside
 DEEPSPEED = ("deepspeed.runtime.zero", "deepspeed.utils.nvtx")  # the second around hooks of the first
 CAPTURING = "transformers.utils.output_capturing"
 CAPTURED = SAVED + "captured"  # on a module: its last forward pass outside of a backward pass was one whose outputs were captured
 MODULE_CALL = nn.Module._wrapped_call_impl  # PyTorch's own `__call__`, whoever put another in its place before this file was read
 ACTIVATIONS = "transformers.activations"
-_linear, _gelu = torch._C._nn.linear, torch._C._nn.gelu  # whatever stood for them before this file was read
+_gelu = torch._C._nn.gelu  # whatever stood for it before this file was read
 # While a checkpointed layer runs for the second time: the outputs that were captured in its first run, where that is known.
 captured_in_first_run: ContextVar[Optional[Tuple[str, ...]]] = ContextVar("captured_in_first_run", default=None)
 _own: set = set()  # what is_transformers_own found to be so
@@ -137,12 +134,6 @@ class OwnForwards:
         return True
 
 
-def is_plain(tensor) -> bool:
-    """True for an ordinary tensor or parameter, and for what torch.export puts in its place while it traces."""
-    kind = type(tensor)
-    return kind in PLAIN or (kind is FakeTensor and torch.compiler.is_compiling())
-
-
 def is_defined_by(classes, function, name: str) -> bool:
     """Tells whether a function is the method that one of some classes defines under a name, by its text and not by what is there now."""
     return any(is_transformers_own(function, cls.__module__, f"{cls.__qualname__}.{name}") for cls in classes)
@@ -215,93 +206,10 @@ def own_forward(module):
     return cls.forward if forward is None else getattr(forward, "__func__", None)
 
 
-def held(module, name: str):
-    """Returns what a module computes with under the name of a parameter, or None.
-
-    In a pass under FSDP1, and in a replica of DataParallel, that is a tensor among the module's attributes, and `_parameters` may not
-    have it. As in Python's own look-up, an attribute comes first.
-    """
-    state = module.__dict__
-    found = state.get(name)
-    return state["_parameters"].get(name) if found is None else found  # under ZeRO-3, only an index gathers what is asked for
-
-
-def weight_within(module) -> Optional[torch.Tensor]:
-    """The first tensor that a module or one inside it holds as a parameter, or in the place of one; None if there is none."""
-    found = next(module.parameters(), None)
-    if found is not None:
-        return found
-    attributes = (value for part in module.modules() for value in part.__dict__.values())
-    return next((value for value in attributes if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
-
-
-def why_not_plain(layer, with_bias: bool = False) -> Optional[Reason]:
-    """Why a call of a layer does more or other than multiply by the ordinary weight of a torch.nn.Linear; None when it does just that.
-    with_bias: whether it may add an ordinary bias.
-
-    Everything is read from `__dict__`: a look-up of an attribute on a module costs 0.3 us.
-    """
-    if type(layer) is not nn.Linear:
-        return Reason("called", f"a {type(layer).__module__}.{type(layer).__name__} is called as it is")
-    state = layer.__dict__
-    if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
-        return Reason("hooks", "hooks listen to it")
-    if "forward" in state:
-        return Reason("replaced", f"its forward was replaced by {getattr(state['forward'], '__module__', 'an object without a module')}")
-    bias, weight = held(layer, "bias"), held(layer, "weight")
-    if bias is not None and not with_bias:
-        return Reason("bias", "it has a bias")
-    if bias is not None and not is_plain(bias):
-        return Reason("tensor", f"its bias is a {type(bias).__name__}")
-    if not is_plain(weight):
-        return Reason("tensor", f"its weight is a {type(weight).__name__}")
-    if nn.Linear.forward is not FORWARDS[nn.Linear]:
-        return Reason("below", "torch.nn.Linear.forward was replaced")
-    replaced = "" if nn.functional.linear is _linear else replaced_below(FORWARDS[nn.Linear])
-    return Reason("below", replaced) if replaced else None
-
-
-def plain_weight(layer, with_bias: bool = False):
-    """The weight of a torch.nn.Linear whose call does nothing but multiply by it, an ordinary tensor; None for all else. with_bias: as of
-    `why_not_plain`."""
-    return None if why_not_plain(layer, with_bias) else held(layer, "weight")
-
-
-def sharded_weight(layer):
-    """The weight of a torch.nn.Linear that FSDP or DeepSpeed's ZeRO-3 shards as a unit of its own and that has no hooks but theirs; None
-    for all else. It is whole while the layer is called, and only then."""
-    inner = inside_fsdp1(layer)
-    if inner is not layer:
-        alone = own_forward(layer) is type(layer).forward and not torch.compiler.is_compiling()
-        return plain_weight(inner) if alone else None
-    classes, state = type(layer).__mro__, layer.__dict__
-    by_fsdp = len(classes) > 2 and classes[2] is nn.Linear and classes[1].__module__.startswith(FSDP)
-    hooks = [*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()]
-    owner = FSDP if by_fsdp else DEEPSPEED if type(layer) is nn.Linear and hooks else None
-    if owner is None or not all((getattr(hook, "__module__", None) or "").startswith(owner) for hook in hooks):
-        return None
-    listened_to = state["_backward_hooks"] or state["_backward_pre_hooks"]
-    if listened_to or "forward" in state or held(layer, "bias") is not None or torch.compiler.is_compiling():
-        return None
-    return held(layer, "weight")
-
-
 def decoder_of(causal_lm):
     """The model without a head in a causal LM: "model" in most families, "transformer" in GPT-2's. None where there is none."""
     modules = causal_lm._modules
     return modules.get(getattr(causal_lm, "base_model_prefix", ""), modules.get("model"))
-
-
-def inside_fsdp1(module):
-    """Returns the module inside FSDP1's wrapper; any other module itself."""
-    inner = module.__dict__["_modules"].get(INSIDE_FSDP1)
-    return module if inner is None or not type(module).__module__.startswith(FSDP) else inner
-
-
-def rows_of(layer, weight) -> int:
-    """Counts the rows of a linear layer's weight, also of one of which ZeRO-3 or FSDP1 keeps only this process's part here."""
-    shape = getattr(weight, "ds_shape", weight.shape)
-    return shape[0] if len(shape) == 2 else inside_fsdp1(layer).out_features
 
 
 def why_not_own(module, name: str) -> Reason:
@@ -310,16 +218,6 @@ def why_not_own(module, name: str) -> Reason:
     if any((getattr(hook, "__module__", None) or "").startswith(DEEPSPEED) for hook in hooks):
         return Reason("zero3", f"DeepSpeed's ZeRO-3 gathers the weights of {name} on their own")
     return Reason("hooks", f"{name} has hooks, or a replaced forward")
-
-
-def call_with(function, layer, x):
-    """Calls a layer, and with it the hooks on it and FSDP1's wrapper around it, with another forward."""
-    state = inside_fsdp1(layer).__dict__
-    state["forward"] = function
-    try:
-        return layer(x)
-    finally:
-        del state["forward"]
 
 
 def is_activation(activation, name: str) -> bool:
@@ -351,13 +249,6 @@ def is_silu(activation) -> bool:
     function = own_forward(activation)
     own = function is FORWARDS[nn.SiLU] or is_transformers_own(function, ACTIVATIONS, "SiLUActivation.forward")
     return function is not None and own and not replaced_below(function)
-
-
-def is_torchs_embedding(embedding) -> bool:
-    """True for a torch.nn.Embedding whose call does nothing but look rows up in an ordinary weight, with a dense gradient."""
-    if type(embedding) is not nn.Embedding or not runs_torchs(embedding, nn.Embedding):
-        return False
-    return embedding.max_norm is None and not embedding.sparse and is_plain(held(embedding, "weight"))
 
 
 class Layer(nn.Module):

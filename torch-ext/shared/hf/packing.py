@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 
 from ..ops.common import lay_side_by_side, side_by_side
-from .modules import plain_weight
+from .weights import plain_weight
 
 # The layers of a module whose outputs are computed from one input, in the order of their rows.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

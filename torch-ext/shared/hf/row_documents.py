@@ -11,7 +11,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 
 from .arguments import CACHE
 from .masks import bounds_of, document_bounds, given_bounds, spans_of
-from .modules import is_plain
+from .weights import is_plain
 
 DOCUMENTS = "delta_cu_seqlens"  # the argument in which a model's forward hands on the bounds that it found, in a tensor of its own
 

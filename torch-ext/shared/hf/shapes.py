@@ -22,8 +22,9 @@ from .forwards import rotary_of, unless_replaced
 from .known_texts import TEXTS
 from .layers import causal_lm_of, mlp_of, rms_norm_of
 from .lookups import ROTARY, function_in, replaced_below
-from .modules import decoder_of, held, without_decorators
+from .modules import decoder_of, without_decorators
 from .ownership import bind, copy_with
+from .weights import held
 
 HALF = "rotate_half"
 LIBRARIES = ("torch", "transformers")

@@ -11,7 +11,8 @@ from .adapters import projection_or_reason
 from .experts import experts_or_reason, is_default
 from .explanation import Reason
 from .families import Sparse
-from .modules import OwnForwards, held, is_marked, is_silu, own_forward, why_not_plain
+from .modules import OwnForwards, is_marked, is_silu, own_forward
+from .weights import held, why_not_plain
 
 
 class SparseBlock(NamedTuple):
