@@ -71,9 +71,10 @@ def read_tokens(x, tokens, group, part, TOKENS: Const, HEADS: Const, HALF: Const
 
 @ct.function
 def token_angles(table, tokens, part, TOKENS: Const, HALF: Const):
-    """cos or sin of TOKENS tokens, as [TOKENS, 1, HALF] in float32. Tokens past the last get some row: all else that is read of them is
-    zero."""
-    rows = (tokens * TOKENS + ct.arange(TOKENS, dtype=ct.int32)) % table.shape[0]
+    """cos or sin of TOKENS tokens, at most 4, as [TOKENS, 1, HALF] in float32. Tokens past the last get some row: all else that is read of
+    them is zero. A remainder for each token instead of one for all spills on sm_80."""
+    rows = tokens * TOKENS % table.shape[0] + ct.arange(TOKENS, dtype=ct.int32)
+    rows = ct.minimum(ct.where(rows < table.shape[0], rows, rows - table.shape[0]), table.shape[0] - 1)
     cols = part * HALF + ct.arange(HALF, dtype=ct.int32)
     tile = ct.gather(table, (rows[:, None], cols[None, :]), check_bounds=False)
     return ct.reshape(ct.astype(tile, ct.float32), (TOKENS, 1, HALF))

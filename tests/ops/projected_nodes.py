@@ -243,6 +243,7 @@ MUTANTS = [
          ("else gradients.x.view", "else -gradients.x.view"),
          ("[dx, *gradients[1:-1]", "[dx, -gradients[1], *gradients[2:-1]"),
          ("outputs, dout, given", "outputs, 2 * dout, given")),
+    *errors_in(NODES, "projected_mlp", "_mlp", ("return [first]", "return [2 * first]")),
     *errors_in(NODES, "projected_mlp", "_saved",
          ("made=all_made(found)", "made=all_made(found), rstd=2 * saved.rstd"),
          ("made=all_made(found)", "made=all_made(found), gate=saved.up, up=saved.gate"),

@@ -197,8 +197,8 @@ def _run(node: Node, *args) -> list:
     if finish:
         form.results = shape_of(first)
         form.count = count_of(form.results)
-    else:
-        form.started = shape_of(first)
+    else:  # whose layout may be a new one, of which nothing has finished yet
+        form.started, form.count = shape_of(first), 1
     return [*flat(first), *flat(saved)]
 
 

@@ -49,7 +49,7 @@ def _with_documents(model, kwargs, told: bool):
     if not all(kind in WINDOWS for kind in kinds_of_layers(config)):
         return kwargs
     documents, bounds = None, [kwargs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if kwargs.get(name) is not None]
-    if bounds:
+    if bounds and type(bounds[-1]) is not dict:  # by kind of layer: continuous batching's, whose keys are pages
         if torch.compiler.is_compiling() or any(isinstance(each, torch.Tensor) and not is_ordinary(each) for each in bounds):
             return kwargs
         documents, more = spans_in_bounds(given.shape[:2], kwargs)

@@ -167,8 +167,8 @@ class Visible:
 
 
 def is_visible(mask) -> bool:
-    """Tells a `Visible`, of this package or another loaded one, from masks of transformers."""
-    return hasattr(type(mask), "attend")
+    """Tells a `Visible`, of this package or another loaded one, from masks of transformers. A graph has none of another package."""
+    return isinstance(mask, Visible) or (not torch.compiler.is_compiling() and hasattr(type(mask), "attend"))
 
 
 def visible_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, **kwargs):
