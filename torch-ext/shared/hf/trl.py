@@ -95,10 +95,11 @@ def _divergence(original) -> Callable:
 def _fused_head(original) -> Callable:
     def add_fused_lm_head(model, *args, **options):
         original(model, *args, **options)
-        theirs = vars(model)["forward"].__func__
+        bound = vars(model)["forward"]  # which `ownership.runs_ours` finds here
 
-        @functools.wraps(theirs)
+        @functools.wraps(bound.__func__)
         def forward(self, *args, **kwargs):
+            theirs = bound.__func__
             labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
             if args or not kwargs.get("fused_lm_head") or (labels is None and shifted is None) or torch.compiler.is_compiling():
                 return theirs(self, *args, **kwargs)
