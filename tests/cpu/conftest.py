@@ -53,6 +53,29 @@ def no_build_stays_registered():
         interface._global_mapping.pop("bastile", None)
 
 
+def in_force() -> set:
+    """What the packages that are loaded have put in the place of transformers' and TRL's own."""
+    found = set()
+    for name, module in list(sys.modules.items()):
+        families = getattr(module, "FAMILIES", None) if name.endswith(".targets") and name.count(".") == 1 else None
+        if families:
+            patching = sys.modules[f"{name.partition('.')[0]}.shared.hf.patching"]
+            found.update((name, targets.model, operation) for targets in families for operation in patching.get_patched_ops([targets]))
+    for name in ("trl.kernels.chunked_logprob", "trl.kernels.chunked_divergence", "trl.trainer.utils"):
+        values = vars(sys.modules[name]).items() if name in sys.modules else ()
+        found.update((name, attribute) for attribute, value in values if type(value).__name__ == "StandIn")
+    return found | {type(finder).__module__ for finder in sys.meta_path if hasattr(finder, "bastile_trl")}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_in_force():
+    """A test that leaves a package applied changes what the tests after it find, in whatever process they come to run."""
+    before = in_force()
+    yield
+    left = in_force() - before
+    assert not left, f"this test left in force: {sorted(map(str, left))[:10]}"
+
+
 def assemble_cpu(folder: Path, extra: str = "", package: str = ".") -> Path:
     """Builds the CPU variant from a copy of the sources in `folder`. extra: code that makes it a build of its own. package: the
     folder of its build.toml in this repository."""

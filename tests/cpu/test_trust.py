@@ -16,6 +16,7 @@ import pytest
 from tests.cpu.conftest import REPOSITORY
 from tools import compiler, pack, targets
 from tools.kernel_package import read_package
+from tools.kernels_adapter import hash_files
 
 WATCHED = """
     import json, os, sys
@@ -65,6 +66,9 @@ def folder(package_folder, tmp_path_factory):
     variants, host = targets.read_variants(("scale", "column_sum")), platform.machine()
     images = {compiler.Job(operation, variant, b"", host, "sm_90"): b"an image" for operation, variant in variants}
     pack.write_folder(folder / "cubins", pack.pack(read_package(REPOSITORY), variants, {host: ("sm_90",)}, images))
+    described = json.loads((folder / "metadata.json").read_text())
+    described["digest"]["files"] = hash_files(folder)
+    (folder / "metadata.json").write_text(json.dumps(described))
     return folder
 
 

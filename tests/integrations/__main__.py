@@ -20,6 +20,7 @@ DISTRIBUTIONS = {
     "bitsandbytes": "bitsandbytes",
     "PyTorch": "torch",
     "DDP": "torch",
+    "FSDP1": "torch",
     "FSDP2": "torch",
     "DeepSpeed": "deepspeed",
     "transformers": "transformers",
