@@ -18,6 +18,7 @@ from tools import compiler, pack, targets
 from tools.kernel_package import read_package
 from tools.kernels_adapter import hash_files
 
+IMAGE = b"\x7fELF".ljust(64, b"\0")  # the header of an ELF file without segments and sections
 WATCHED = """
     import json, os, sys
     import torch
@@ -52,7 +53,7 @@ WATCHED = """
 
 def events_of(script, folder):
     """What a script does after `watch` is in place, as [event, arguments]."""
-    head = f"FOLDER, REPOSITORY = {str(folder)!r}, {str(REPOSITORY)!r}\n"
+    head = f"FOLDER, REPOSITORY, IMAGE = {str(folder)!r}, {str(REPOSITORY)!r}, {IMAGE!r}\n"
     script = head + textwrap.dedent(WATCHED) + textwrap.dedent(script) + "\nprint(json.dumps(events))\n"
     done = subprocess.run([sys.executable, "-c", script], cwd="/", capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -64,7 +65,7 @@ def folder(package_folder, tmp_path_factory):
     """The package, with two files of kernels."""
     folder = shutil.copytree(package_folder / "build/torch-cpu", tmp_path_factory.mktemp("trust") / "watched")
     variants, host = targets.read_variants(("scale", "column_sum")), platform.machine()
-    images = {compiler.Job(operation, variant, b"", host, "sm_90"): b"an image" for operation, variant in variants}
+    images = {compiler.Job(operation, variant, b"", host, "sm_90"): IMAGE for operation, variant in variants}
     pack.write_folder(folder / "cubins", pack.pack(read_package(REPOSITORY), variants, {host: ("sm_90",)}, images))
     described = json.loads((folder / "metadata.json").read_text())
     described["digest"]["files"] = hash_files(folder)
@@ -96,7 +97,7 @@ def test_of_its_kernels_it_opens_its_own_files_and_the_drivers_library(folder):
         from watched.shared.runtime.launch import backend
         backend.artifacts.verify()
         [variant] = [v for v in backend.artifacts.variants("column_sum")][:1]
-        assert backend.artifacts.image(variant, "sm_90") == b"an image"
+        assert backend.artifacts.image(variant, "sm_90") == IMAGE
         try:
             backend.version()
         except DriverError:
