@@ -44,6 +44,18 @@ def test_packed_weights(qwen3):
     assert reasons(qwen3, qwen3.pack(model))["gate_proj, up_proj as one GEMM"] == ""
 
 
+def test_weights_in_a_flat_buffer_that_pack_leaves_where_they_are(qwen3):
+    model = qwen3.kernelize(tiny_model())
+    for name in ("gate_proj", "up_proj"):
+        weight = getattr(model.model.layers[0].mlp, name).weight
+        weight.data = torch.cat((weight.detach().flatten(), torch.zeros(1)))[:-1].view_as(weight)
+    found = [row for row in qwen3.explain(qwen3.pack(model)).rows if row.part == "gate_proj, up_proj as one GEMM"]
+    assert sorted((row.fused, row.count, row.advice) for row in found) == [
+        (False, 1, "nothing: FSDP or DeepSpeed lays the weights of a unit out"),
+        (True, 1, ""),
+    ]
+
+
 def test_attention_that_was_asked_for_by_name(qwen3):
     model = tiny_model()
     qwen3.apply()

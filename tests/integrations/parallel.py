@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.integrations.common import FACTOR, FAMILIES, WAYS, batch, family_on, install, model_on
+from tests.integrations.common import FACTOR, FAMILIES, GPU_SIZES, WAYS, batch, family_on, install, model_on
 from tests.integrations.ranks import WORLD
-from tests.models import Step
+from tests.models import Step, tiny_gpt_oss, tiny_qwen3_5, tiny_qwen3_moe
 from tests.ops.adamw import small_parameters_too
 from tests.tolerances import assert_close, relative_error
 from tests.versions import WRAPS_FORWARDS, set_checkpointing
@@ -188,8 +188,9 @@ def gradients_by_update(model, before):
     return {name: (weight - after[name]) / rate for name, weight in before.items()}
 
 
-def check_kind(here, kind, checkpointing, adapted, units="layers", build=model_on, changes=(), fused=True):
-    """One kind of training in parallel: loss, gradients, and that it ran fused and says so."""
+def check_kind(here, kind, checkpointing, adapted, units="layers", build=model_on, changes=(), fused=True, dense=True):
+    """One kind of training in parallel: loss, gradients, and that it ran fused and says so. dense: False where layers have no MLP, or
+    are more than two."""
     from torch.nn.parallel import DistributedDataParallel
 
     from tests.integrations.adapters import PROJECTIONS, lora
@@ -222,30 +223,46 @@ def check_kind(here, kind, checkpointing, adapted, units="layers", build=model_o
     else:
         static = {"static_graph": True} if checkpointing == "reentrant" else {}
         parallel = DistributedDataParallel(model, device_ids=None if device == "cpu" else [here.rank], **static)
-    mine = rows_of(inputs, here.rank)
+    mine, counted = rows_of(inputs, here.rank), fused and dense
     for _ in range(2):  # the second step finds what the first one left
         parallel.zero_grad()
-        output = assert_fused(here, parallel, use_cache=False, **mine) if fused else parallel(use_cache=False, **mine)
+        output = assert_fused(here, parallel, use_cache=False, **mine) if counted else parallel(use_cache=False, **mine)
         assert output.logits is None
         (2 * output.loss).backward()
     loss = output.loss.detach()
     torch.distributed.all_reduce(loss)
     assert_close(loss, expected.loss, torch.float32, "loss", FACTOR[here.device])
     if kind != "FSDP2":  # whose weights are whole while a unit runs, and only then
-        beside = ("kernels on", "attention")
-        rows = [row for row in here.qwen3.explain(model).rows if not (row.part.startswith(beside) or "one GEMM" in row.part)]
+        rows = [row for row in here.qwen3.explain(model).rows if not row.part.startswith(("kernels on", "attention"))]
+        assert not any("pack" in row.advice for row in rows if of_fsdp1)  # which leaves views of a buffer where they are
+        rows = [row for row in rows if "one GEMM" not in row.part]
         assert all(row.fused for row in rows if fused or row.part == "loss without logits"), rows
         assert fused or not all(row.fused for row in rows)
     found = gradients_by_update(model, before) if of_fsdp1 else gradients_of(parallel, "module.")
-    assert_gradients(found, expected.gradients, here.device)
+    assert_gradients(found, expected.gradients, here.device, 1 if dense else 10)
+
+
+# Families with experts or delta nets: the fixture of their package's folder, what makes a model, and the sizes that kernels on a GPU take.
+OTHERS = {
+    "qwen3_moe": ("package_folder", tiny_qwen3_moe, GPU_SIZES),
+    "gpt_oss": ("gpt_oss_folder", tiny_gpt_oss, {**GPU_SIZES, "head_dim": 64}),
+    "qwen3_5": ("qwen3_5_folder", tiny_qwen3_5, {**GPU_SIZES, "head_dim": 256, "width": 128}),
+}
+
+
+def other_on(name, device):
+    """A small model of `OTHERS` in training mode."""
+    _, make, sizes = OTHERS[name]
+    return make(**({} if device == "cpu" else sizes)).to(device)
 
 
 def check_kind_of_family(here, folder, name, *args):
-    """Checks what `check_kind` does, with the package for every dense family."""
+    """Checks what `check_kind` does, with the package of a family."""
     from kernels import get_local_kernel
 
     here = dataclasses.replace(here, qwen3=get_local_kernel(Path(folder), backend=here.device))
-    check_kind(here, *args, build=functools.partial(family_on, name))
+    build = functools.partial(other_on if name in OTHERS else family_on, name)
+    check_kind(here, *args, build=build, dense=name not in OTHERS)
 
 
 def check_fsdp_of_family(here, folder, name):
@@ -454,19 +471,20 @@ def check_tensor_parallel(here, folder, how, training):
 
 
 def check_trainer(here, folder, fsdp):
-    """The Trainer under DDP or FSDP2: losses and gradient norms of the plain model under the same."""
+    """The Trainer under DDP or a version of FSDP: losses and gradient norms of the plain model under the same. fsdp: the version, or 0."""
     from tests.integrations.trainers import run
 
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
     if fsdp:
-        config = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"], "reshard_after_forward": True}
-        options |= {"fsdp": True, "fsdp_config": config}
+        config = {"version": fsdp, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
+        options |= {"fsdp": True, "fsdp_config": config | ({"reshard_after_forward": True} if fsdp == 2 else {"use_orig_params": True})}
     if here.device == "cpu":
         options["ddp_backend"] = "gloo"
     device = here.device
     expected = run("hf", model_on(device), folder, device, **options)
     found = run("hf", install(here.qwen3, model_on(device)), folder, device, **options)
-    assert ("DTensor" in type(found.gradients[0]["model.layers.0.mlp.up_proj.weight"]).__name__) == fsdp
+    if fsdp != 1:  # whose gradients lie in flat buffers
+        assert ("DTensor" in type(found.gradients[0]["model.layers.0.mlp.up_proj.weight"]).__name__) == (fsdp == 2)
     for ours, theirs in ((found.losses, expected.losses), (found.norms, expected.norms)):
         assert len(ours) == 3 and ours == pytest.approx(theirs, rel=1e-4)
 
@@ -531,6 +549,14 @@ def test_units_of_fsdp1(ranks, units, flat):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fsdp1_of_families(ranks, decoders_folder, name, kind):
     ranks.run(check_kind_of_family, str(decoders_folder), name, kind, "not reentrant", False)
+
+
+@pytest.mark.integration("FSDP1: Qwen3-MoE, GPT-OSS and Qwen3.5")
+@pytest.mark.parametrize("kind", ["FSDP1", "FSDP1 flat"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_fsdp1_of_other_layers(ranks, request, name, kind):
+    folder = request.getfixturevalue(OTHERS[name][0])
+    ranks.run(check_kind_of_family, str(folder), name, kind, "not reentrant", False)
 
 
 @pytest.mark.integration("FSDP2: without resharding after the forward pass, tied embeddings")
@@ -621,8 +647,9 @@ def test_fsdp_plan_of_transformers(ranks, checkpoint, how):
 @pytest.mark.parametrize(
     "fsdp",
     [
-        pytest.param(False, id="DDP", marks=pytest.mark.integration("Trainer: under DDP")),
-        pytest.param(True, id="FSDP2", marks=pytest.mark.integration("Trainer: under FSDP2", on="cuda")),
+        pytest.param(0, id="DDP", marks=pytest.mark.integration("Trainer: under DDP")),
+        pytest.param(1, id="FSDP1", marks=pytest.mark.integration("Trainer: under FSDP1", on="cuda")),
+        pytest.param(2, id="FSDP2", marks=pytest.mark.integration("Trainer: under FSDP2", on="cuda")),
     ],
 )
 def test_trainer_in_two_processes(ranks, device_type, tmp_path, fsdp):

@@ -40,8 +40,23 @@ def device_type():
 
 
 @pytest.fixture(scope="session")
+def package_folder():
+    return ROOT
+
+
+@pytest.fixture(scope="session")
 def decoders_folder():
     return ROOT / "packages/decoders"
+
+
+@pytest.fixture(scope="session")
+def gpt_oss_folder():
+    return ROOT / "packages/gpt-oss"
+
+
+@pytest.fixture(scope="session")
+def qwen3_5_folder():
+    return ROOT / "packages/qwen3_5"
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,8 @@ import sys
 import pytest
 import torch
 
-from tests.capturing import Rerun, assert_equal, captured, compare, gradients, whole
+from tests.capturing import SHAPE, Rerun, assert_equal, captured, compare, gradients, loss_of, one_family, whole
+from tests.ops.common import mesh_of_one
 
 
 def first_norm(layer):
@@ -146,3 +147,31 @@ def test_frozen_layers(package, tiny_model):
 
     model, plain = captured(package, frozen())
     assert compare(model, plain) == whole() - (Rerun.together == 1), "a frozen layer alone has no backward pass"
+
+
+@one_family
+@pytest.mark.parametrize("flat", (False, True), ids=("original parameters", "flat"))
+@pytest.mark.parametrize("first", ("capture", "FSDP1"))
+def test_under_fsdp1(package, tiny_model, first, flat):
+    """FSDP1 lays weights elsewhere in each pass: nothing is replayed, and it is said."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    model = package.kernelize(tiny_model())
+    expected = loss_of(package.kernelize(tiny_model()))
+    if first == "capture":
+        package.capture(model, *SHAPE)
+    policy = ModuleWrapPolicy({type(model.model.layers[0])})
+    with mesh_of_one():
+        parallel = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=not flat)
+        if first == "FSDP1":
+            with pytest.raises(RuntimeError, match="under FSDP, which moves their weights"):
+                package.capture(model, *SHAPE)
+            return
+        before = Rerun.replays
+        with pytest.warns(RuntimeWarning, match="cannot be captured"):
+            for _ in range(3):
+                loss = loss_of(parallel)
+                loss.backward()
+                torch.testing.assert_close(loss, expected)
+        assert Rerun.replays == before

@@ -104,3 +104,20 @@ def test_documents_that_an_attention_with_sinks_finds(package, tiny_model):
         packed, padded = packed_and_padded(seed)
         for options in (packed, {**packed, "attention_mask": torch.ones(SHAPE, dtype=torch.int64)}, padded):
             assert compare(model, plain, seed, **options) > 0 or seed == 0
+
+
+@one_family
+@pytest.mark.parametrize("packed", (False, True))
+def test_a_window_that_changes_between_passes(package, tiny_model, packed):
+    """In the configuration, from which transformers makes each pass's mask: the layers' plans may have the shapes of those before."""
+    windows = {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention"] * 2}
+    model, plain = (package.kernelize(tiny_model(**windows)) for _ in range(2))
+    for m in (model, plain):
+        m.set_attn_implementation("bastile")
+    package.capture(model, *SHAPE)
+    options = packed_and_padded(0)[0] if packed else {}
+    for window in (6, 3, 6):
+        for m in (model, plain):
+            m.config.sliding_window = window
+        for seed in range(3):
+            assert compare(model, plain, seed, **options) == whole() or seed == 0

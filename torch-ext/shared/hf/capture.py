@@ -370,7 +370,10 @@ def capture(layers: List[nn.Module], causal_lms: List[nn.Module], batch: int, to
     for name, number in (("batch", batch), ("tokens", tokens)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} is {number!r}, expected a positive int")
-    devices = {parameter.device for layer in layers for parameter in layer.parameters()}
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    if not parameters or any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
+        raise RuntimeError("the decoder layers are under FSDP, which moves their weights in each pass; a graph reads them where they were")
+    devices = {parameter.device for parameter in parameters}
     if len(devices) != 1 or not can_record(*devices):
         raise ValueError(
             f"the decoder layers are on {', '.join(sorted(map(str, devices)))}, expected one CUDA device: graphs exist on GPUs only"

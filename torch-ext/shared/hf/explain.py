@@ -11,7 +11,7 @@ from .attention_choice import name_that_is_kept, why_no_kernel
 from .capture import captured_passes
 from .causal_lm import why_head_is_not_plain, why_logits_are_wanted, why_loss_is_not_standard
 from .explanation import MIXERS, Explanation, Reason, explanation_of, losses_of_others, no_kernels
-from .packing import GROUPS
+from .packing import GROUPS, why_apart
 from .weights import plain_weight, weight_within
 
 UNPATCHED = Reason("unpatched", "transformers' own forward")
@@ -36,8 +36,7 @@ def _why_apart(layer, rows) -> List[Tuple[str, Optional[Reason]]]:
         weights = [plain_weight(getattr(owner, name, None), True) for name in group] if owner is not None else [None]
         plain = [weight for weight in weights if weight is not None]
         if len(plain) == len(weights) and {weight.dim() for weight in plain} == {2}:  # FSDP1 keeps shards of one dimension
-            together = side_by_side(plain) is not None
-            found.append((f"{', '.join(group)} as one GEMM", None if together else Reason("apart", "the weights are separate in memory")))
+            found.append((f"{', '.join(group)} as one GEMM", None if side_by_side(plain) is not None else why_apart(plain)))
     return found
 
 

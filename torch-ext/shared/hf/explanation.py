@@ -38,6 +38,7 @@ ADVICE = {
     "loss": "leave model.loss_function as it is, or pass the options of the loss to apply()",
     "below": "put back what the name stood for, or accept that it is called where transformers calls it",
     "apart": "call pack(model)",
+    "views": "nothing: FSDP or DeepSpeed lays the weights of a unit out",
     "named": 'model.set_attn_implementation("bastile") for attention of ours',
     "replaced": "call apply() or kernelize() before accelerate, TRL or others wrap the model",
     "default": "put transformers' own function back, or leave attention to it; every other part is fused",

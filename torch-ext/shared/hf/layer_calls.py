@@ -47,7 +47,7 @@ def described(layer, x, kwargs):
             if value.rule is None:
                 text = "there is padding between the tokens of a row, or another mask for which the attention has no plan"
                 return None, (), Reason("call", text)
-            key += (name, Visible, value.rule.window)  # another kind of pass than one without a mask, whose attention is not ours
+            key += (name, Visible)  # another kind of pass than one without a mask, whose attention is not ours; a plan says all else
             if planned:
                 plan = value.plan(x.device, *_documents(layer, value, kwargs))
                 tensors += (plan.limits, plan.walks)

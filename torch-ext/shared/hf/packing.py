@@ -5,6 +5,7 @@ from collections import Counter
 import torch
 
 from ..ops.common import lay_side_by_side, side_by_side
+from .explanation import Reason
 from .weights import plain_weight
 
 # The layers of a module whose outputs are computed from one input, in the order of their rows.
@@ -58,7 +59,18 @@ def _shared(model):
 
 def _alike(weights) -> bool:
     """Whether one matrix can hold the weights, and each is all that its storage holds: what is a view of a larger one, as a parameter
-    in DeepSpeed's flat buffer, is written and read through that."""
+    in a flat buffer of DeepSpeed's or FSDP1's, is written and read through that."""
     first = weights[0]
-    alone = (w.dim() == 2 and w.untyped_storage().nbytes() == w.nbytes and w.device.type != "meta" for w in weights)
-    return all(alone) and all(w.dtype == first.dtype and w.device == first.device and w.shape[1] == first.shape[1] for w in weights)
+    alone = not _is_any_a_view(weights) and all(w.dim() == 2 and w.device.type != "meta" for w in weights)
+    return alone and all(w.dtype == first.dtype and w.device == first.device and w.shape[1] == first.shape[1] for w in weights)
+
+
+def _is_any_a_view(weights) -> bool:
+    return any(weight.untyped_storage().nbytes() != weight.nbytes for weight in weights)
+
+
+def why_apart(weights) -> Reason:
+    """Why one GEMM cannot read weights that are not side by side."""
+    if _is_any_a_view(weights):
+        return Reason("views", "the weights are views of a larger buffer, and not side by side")
+    return Reason("apart", "the weights are separate in memory")
