@@ -104,6 +104,7 @@ def test_every_tuner_trains_as_without_us(chosen, monkeypatch, tmp_path, kind, o
     for name, gradient in gradients.items():
         error = (ours[name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
         assert error < 1e-4, f"{name}: {error:.1e}"
+    assert module_of(package, "padding").rounded_length(sum(LENGTHS)) == sum(LENGTHS) + 1  # a token of no text, too
     tuner = PEFT_TYPE_TO_TUNER_MAPPING[kind].__module__.split(".")[2]
     if tuner in module_of(package, "padding").TUNERS and not set(options) & {"velora_config", "alora_invocation_tokens"}:
-        assert set(tokens) == {sum(LENGTHS)}, "padding is kept though this tuner leaves each token to itself"
+        assert set(tokens) == {sum(LENGTHS) + 1}, "padding is kept though this tuner leaves each token to itself"

@@ -13,6 +13,7 @@ from tests.attention_batches import (
     assert_same,
     gpt_oss_of,
     labels_of,
+    module_of,
     padded,
     tokens_of,
 )
@@ -57,6 +58,34 @@ def test_where_nobody_reads_padding_it_is_left_out(chosen, family, monkeypatch):
         tokens.clear()
         torch.testing.assert_close(model(**batch, use_cache=False).loss, expected, rtol=1e-5, atol=1e-5)
         assert set(tokens) == {sum(LENGTHS) if unpad else batch["input_ids"].numel()}
+
+
+def test_lengths_come_again(qwen3):
+    """With at most a sixteenth more tokens, and 16 to 32 of them between a power of two and the next."""
+    rounded = module_of(qwen3, "padding").rounded_length
+    assert [rounded(n) for n in (1, 31, 32, 33, 63, 64, 65, 1787)] == [1, 31, 32, 34, 64, 64, 68, 1792]
+    for power in range(5, 16):
+        found = {rounded(n) for n in range(1 << power, 2 << power)}
+        assert 16 <= len(found) <= 32 and all(n <= rounded(n) <= n * 17 / 16 for n in range(1 << power, 2 << power))
+
+
+@pytest.mark.parametrize("family", (*FAMILIES, *DECODERS, "qwen2"))
+@pytest.mark.parametrize("lengths", ((30, 35), (2, 33), (64, 80, 3)), ids=str)
+def test_tokens_of_no_text_change_nothing(chosen, family, lengths, monkeypatch):
+    package, make = chosen(family)
+    batch = padded("right", lengths)
+    batch["labels"] = labels_of(batch)
+    results, more = [], module_of(package, "padding").rounded_length(sum(lengths))
+    for ours in (False, True):
+        model = make()
+        if ours:
+            package.apply()
+            tokens = tokens_of(package, monkeypatch)
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        results.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    assert set(tokens) == {more} != {sum(lengths)}
+    assert_same(results[1], results[0], bound=1e-4 if family == "gpt_oss" else 2e-5)
 
 
 @pytest.mark.parametrize("family", ("qwen3", "sliding", "gpt_oss"))

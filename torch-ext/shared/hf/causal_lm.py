@@ -261,7 +261,8 @@ def causal_lm_forward(self, labels=None, head=NO_CHANGE, **kwargs):
         target = shift(labels, kwargs.get("shift_labels"), ignore_index)
         kwargs, places = without_padding(self, target, ignore_index, kwargs, options)
         if places is not None:
-            kwargs["shift_labels"] = target[places][None]
+            more = kwargs["inputs_embeds"].shape[1] - places.numel()
+            kwargs["shift_labels"] = nn.functional.pad(target[places], (0, more), value=ignore_index)[None]
     output = forward(seen, labels=labels, return_dict=True, **kwargs)
     if skip_logits and seen.found is None:
         raise RuntimeError(f"{type(self).__name__}.forward calls no self.loss_function, expected it for labels. Pass skip_logits=False")

@@ -5,6 +5,10 @@ Only where the result is the same: the loss comes without logits, or the caller 
 (`only_labels_are_read`, TRL's trainers); no padded position has a label, no part of the model has hooks or is of a class that may look at
 other tokens of its row, and no cache is returned. The embedding runs on the whole batch, so hooks on it (NEFTune, PEFT's) see what they
 always see.
+
+The row is a few tokens longer than what is left of the batch (`rounded_length`), so that lengths come again, and with them what the host
+has prepared for a length: 2000 batches of four texts have 70 lengths instead of 1439, for 2.2 % more tokens. The tokens at the end are
+zeros after the embedding and a document of their own, predict nothing, and so add exactly nothing to any gradient.
 """
 
 import contextlib
@@ -158,6 +162,12 @@ def _only_the_loss_is_read(model, kwargs, options) -> bool:
     return not any(isinstance(value, torch.Tensor) and value.dim() for name, value in kwargs.items() if name not in known)
 
 
+def rounded_length(tokens: int) -> int:
+    """The length of a row for this many tokens: the next multiple of a power of two of which a length of 32 or more has 16 to 32."""
+    step = 1 << max(tokens.bit_length() - 5, 0)
+    return -(-tokens // step) * step
+
+
 def _kernels_take(model, device: torch.device, dtype: torch.dtype) -> bool:
     if autocasts(device):
         dtype = torch.get_autocast_dtype(device.type)
@@ -179,7 +189,8 @@ def without_padding(
         options: of the loss.
 
     Returns:
-        The arguments, and the places of the row's tokens among batch * tokens, None where there is no such row.
+        The arguments, and the places of the row's first tokens among batch * tokens, None where there is no such row. The others are
+        of no text.
     """
     mask, ids, embeds = kwargs.get("attention_mask"), kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     given = ids if embeds is None else embeds
@@ -209,11 +220,13 @@ def without_padding(
     positions = kwargs.get("position_ids")
     positions = torch.arange(tokens, device=device)[None] if positions is None else positions
     embeds = embedding(ids) if embeds is None else embeds
-    row = (seen // tokens)[None]
+    more = rounded_length(seen.numel()) - seen.numel()
+    positions = positions.expand(batch, -1).flatten()[seen]
+    row = nn.functional.pad(seen // tokens, (0, more), value=batch)[None]
     of_row = {
         "input_ids": None,
-        "inputs_embeds": embeds.flatten(0, 1).index_select(0, seen)[None],
-        "position_ids": positions.expand(batch, -1).flatten()[seen][None],
+        "inputs_embeds": nn.functional.pad(embeds.flatten(0, 1).index_select(0, seen), (0, 0, 0, more))[None],
+        "position_ids": torch.cat((positions, torch.arange(more, dtype=positions.dtype, device=device)))[None],
         "attention_mask": masks_of_layers(config, lambda kind: visible_documents(config, kind, row)),
     }
     return {**kwargs, **of_row}, seen
@@ -256,7 +269,7 @@ def left_out_of_decoder(decoder, kwargs: Dict[str, Any]) -> Tuple[Dict[str, Any]
 
 def put_back(output, seen: torch.Tensor, shape: torch.Size):
     """The output of a decoder for a whole batch, from that for one row. seen: as `without_padding` returned it; shape: (batch, tokens)."""
-    row = output.last_hidden_state[0]
+    row = output.last_hidden_state[0, : seen.numel()]
     whole = row.new_zeros(shape.numel(), row.shape[-1]).index_copy(0, seen, row)
     output.last_hidden_state = whole.view(*shape, -1)
     return output
