@@ -11,13 +11,18 @@ import torch
 from tests.attention_batches import LENGTHS, labels_of, module_of, padded
 from tests.cpu.test_trl import part
 from tests.integrations.common import model_on
-from tests.integrations.preference import CASES, lora, other_family, train
+from tests.integrations.preference import CASES, lora, make, other_family, train
 from tests.models import tiny_model
 
 utils = pytest.importorskip("trl.trainer.utils")
 # One of each kind of loss, of padding and of reader. GRPO pads prompts before and completions after their tokens.
 TRAINED = ("SFT", "SFT, LoRA", "SFT, DFT", "DPO, weighted", "DPO, LoRA", "KTO", "GRPO", "GRPO, entropy in the loss, LoRA",
            "GRPO, nothing counts", "RLOO", "SFT, capped logits")  # fmt: skip
+
+
+# Trainers with a reference model, which they load with the implementation that the policy's configuration names.
+REFERRING = {"DPO": {}, "KTO": {}, "GRPO": {"beta": 0.1, "per_device_train_batch_size": 8},
+             "RLOO": {"beta": 0.1, "per_device_train_batch_size": 8}}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -60,6 +65,28 @@ def test_a_trainer_of_trl_trains_the_same_without_padding(request, chosen, case,
     outcomes[1].assert_same(outcomes[0], "cpu")
 
 
+@pytest.mark.parametrize("named", (None, "policy", "reference"))
+@pytest.mark.parametrize("kind", REFERRING)
+def test_a_reference_model_has_the_policy_s_attention(chosen, kind, named, tmp_path):
+    """Ours, unless someone asked for another one by name: TRL's own question is not the user's."""
+    package = chosen("qwen3")[0]
+    package.apply()
+    model = model_on("cpu")
+    model.save_pretrained(tmp_path / "model")
+    model.config._name_or_path = str(tmp_path / "model")
+    options = dict(REFERRING[kind])
+    if named == "policy":
+        model.set_attn_implementation("sdpa")
+    elif named == "reference":
+        options["model_init_kwargs"] = {"attn_implementation": "sdpa"}
+    trainer = make(kind, model, tmp_path, "cpu", [], **options)
+    decoder = trainer.ref_model.model
+    decoder(input_ids=torch.ones(1, 3, dtype=torch.long))
+    assert decoder.config._attn_implementation == ("bastile" if named is None else "sdpa")
+    model.model(input_ids=torch.ones(1, 3, dtype=torch.long))
+    assert model.model.config._attn_implementation == ("sdpa" if named == "policy" else "bastile")
+
+
 def fused(model, batch, labels, **options):
     """The output of a model with TRL's head for a padded batch."""
     return model(**batch, labels=labels, fused_lm_head=True, **options)
@@ -68,11 +95,11 @@ def fused(model, batch, labels, **options):
 @pytest.fixture
 def with_head(chosen):
     """(package, a function that makes a model with TRL's head after apply())."""
-    package, make = chosen("qwen3")
+    package, tiny = chosen("qwen3")
 
     def of(**changes):
         torch.manual_seed(0)
-        model = make(**changes)
+        model = tiny(**changes)
         utils.add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1", "mean_logits", "log_sum_sq_probs"))
         return model
 
@@ -159,11 +186,11 @@ def test_the_decoder_alone_keeps_its_padding(with_head):
 
 def test_a_model_of_another_package_has_its_padding_left_out(chosen):
     """The last package that was applied has its head in TRL's place; each has its own decoders."""
-    first, make = chosen("gemma2")
+    first, tiny = chosen("gemma2")
     second, _ = chosen("qwen3")
     first.apply()
     second.apply()
-    model, batch = make(), padded("right")
+    model, batch = tiny(), padded("right")
     utils.add_fused_lm_head(model)
     with decoded(first) as tokens:
         fused(model, batch, labels_of(batch))

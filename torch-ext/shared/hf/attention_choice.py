@@ -11,7 +11,7 @@ import operator
 import sys
 import warnings
 import weakref
-from typing import Any, Dict, Iterable, Optional
+from typing import Any, Dict, Iterable, Iterator, Optional
 
 import torch
 
@@ -40,6 +40,7 @@ from .ownership import all_are_seen, hands_on, is_wrapper
 from .weights import weight_within
 
 CONTINUOUS_BATCHING = "transformers.generation.continuous_batching"
+TRL_TRAINERS = "trl.trainer."
 NAMED = SAVED + "attention_named"  # on a decoder: its implementation was asked for by name
 WITHOUT = SAVED + "without_attention"  # on a decoder: kernelize() was told not to choose ours
 NOTING = SAVED + "noting"  # on PreTrainedModel: by package, what is called with each model that is made
@@ -146,10 +147,28 @@ def _ask_for(config, name: Optional[str]) -> None:
 def _asked_by_continuous_batching() -> bool:
     """Tells whether `generate_batch` is asking. It sets an implementation for pages while it runs, and the one before that afterwards, with
     the function that users call: taken for a choice of theirs, the second would keep our attention from all training that follows."""
+    return next(_callers_in(CONTINUOUS_BATCHING), None) is not None
+
+
+def _asked_for_the_policy() -> bool:
+    """Tells whether a trainer of TRL is asking, for its reference model, for what it read from its policy, whose implementation nobody asked
+    for by name."""
+    for frame in _callers_in(TRL_TRAINERS):
+        policy = getattr(frame.f_locals.get("self"), "model", None)
+        if isinstance(policy, torch.nn.Module):
+            given = getattr(frame.f_locals.get("args"), "model_init_kwargs", None) or {}
+            named = [NAMED in vars(module) for module in policy.modules() if type(module) in _decoders]
+            return bool(named) and not any(named) and "attn_implementation" not in given
+    return False
+
+
+def _callers_in(module: str) -> Iterator[Any]:
+    """The frames of the callers in modules whose names begin so, the nearest first."""
     frame: Any = sys._getframe(1)
-    while frame is not None and not str(frame.f_globals.get("__name__")).startswith(CONTINUOUS_BATCHING):
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(module):
+            yield frame
         frame = frame.f_back
-    return frame is not None
 
 
 def _absent(config):
@@ -366,7 +385,7 @@ def _note(model, config, requested: Optional[str]) -> None:
     if requested is None:
         number = id(config)
         _defaulted[number] = weakref.ref(config, lambda _: _defaulted.pop(number, None))
-    elif id(config) not in _defaulted and type(model) in _decoders:
+    elif id(config) not in _defaulted and type(model) in _decoders and not _asked_for_the_policy():
         vars(model)[NAMED] = True
     if type(model) in _decoders:
         watch_attention(model)
