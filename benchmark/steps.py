@@ -78,7 +78,7 @@ def child_arguments(args, provider: str) -> list[str]:
     """Return the command line of a measuring process."""
     found = ["--child", provider, "--model", args.model, "--tokens", ",".join(map(str, args.tokens)), "--device", args.device]
     found += ["--warmup", str(args.warmup), "--steps", str(args.steps)]
-    found += ["--parts"] * getattr(args, "parts", False)
+    found += [f"--{name}" for name in ("parts", "packing") if getattr(args, name, False)]
     found += ["--documents", str(args.documents), "--rows", str(args.rows), "--padding", str(args.padding)]
     recipe = recipe_of(args)
     if recipe.name:
@@ -87,7 +87,7 @@ def child_arguments(args, provider: str) -> list[str]:
     return found + ["--layers", str(args.layers or models.size(args.model).layers)]
 
 
-def run_all(kernel: str, script: str, args, gpus: int = 1) -> Results:
+def run_all(kernel: str, script: str, args, gpus: int = 1, results: type[Results] = Results) -> Results:
     """Run all providers in turns, every second round backwards, and write what they report as it comes."""
     if args.results is None and args.device.startswith("cuda"):
         args.results = records.RESULTS
@@ -95,22 +95,22 @@ def run_all(kernel: str, script: str, args, gpus: int = 1) -> Results:
     if args.layers == models.size(args.model).layers:
         args.layers = None  # as without the option: the same rows of the results
     deadline = time.monotonic() + args.budget_s
-    results = Results(kernel, args, gpus)
+    found = results(kernel, args, gpus)
     for turn in range(args.rounds):
         for provider in args.providers[:: -1 if turn % 2 else 1]:
             if time.monotonic() > deadline:
-                results.add(provider, {"kind": "late"})
+                found.add(provider, {"kind": "late"})
                 continue
             log(f"{provider}, round {turn + 1}")
             group = Group(script, child_arguments(args, provider), gpus, args.fresh or provider in BEFORE_TRANSFORMERS)
             try:
                 for report in group.reports(deadline):
-                    results.add(provider, report)
-                    results.save()
+                    found.add(provider, report)
+                    found.save()
             finally:
                 group.end()
-    results.print_table()
-    return results
+    found.print_table()
+    return found
 
 
 def form_of(args) -> Form:

@@ -1,0 +1,195 @@
+"""Training as people run it: steps of TRL's SFTTrainer on one GPU, over texts of uneven length, with TRL's defaults.
+
+    python -m benchmark.benchmark_trainers [--model qwen3_1.7b] [--lora 16] [--packing]
+
+Random weights in bf16, batches of four texts, accumulated over two of them, gradient checkpointing. Padded batches, TRL's default, have a
+length that hardly ever comes again; `--packing` fills rows up. Speed is in tokens of texts, without padding. Otherwise as steps.py.
+"""
+
+import contextlib
+import gc
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+if not __package__:  # run as a file
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
+    __package__ = Path(__file__).absolute().parent.name
+
+from . import families, steps
+from .memory import GiB
+from .providers import is_ours, require_modules
+from .step_results import Results
+from .stepping import LOSSES, Recipe, child
+
+ROWS, ACCUMULATED = 4, 2  # texts or rows of a forward pass, and passes of a step
+MEAN, SHORTEST = 450, 30  # of the texts' lengths, which are distributed exponentially
+PROFILED = 3  # steps after the timed ones, whose kernels are added up
+PROVIDERS = ("huggingface", "liger", "bastile")
+
+
+def texts(count: int, longest: int, vocab: int) -> dict[str, list[list[int]]]:
+    """Return texts of random tokens, the same for every provider."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.rand(count, generator=generator).mul(-1).log1p().mul(-MEAN).long().clamp(min(SHORTEST, longest), longest)
+    return {"input_ids": [torch.randint(4, vocab, (n,), generator=generator).tolist() for n in lengths.tolist()]}
+
+
+def tokenizer(vocab: int):
+    """Return one whose words are numbers, with the tokens that a trainer needs."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {str(number): number for number in range(3, vocab)}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def timed_by(stepper: "TrainerStepper"):
+    """Return a callback that notes when each step ends, how many tokens of texts it had, and what the device did in the last ones."""
+    from transformers import TrainerCallback
+
+    class Noted(TrainerCallback):
+        ends: list[float] = []
+        device_ms: float | None = None
+        peak: float | None = None
+
+        def __init__(self, warmup: int, steps: int):
+            self.ends, self.warmup, self.last = [], warmup, warmup + steps
+            self.profiler = None
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.ends.append(stepper.now())
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.ends.append(stepper.now())
+            if state.global_step == self.warmup and stepper.cuda:
+                torch.cuda.reset_peak_memory_stats()
+            if state.global_step == self.last and stepper.cuda:
+                self.peak = torch.cuda.max_memory_allocated() / GiB
+                self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+                self.profiler.start()
+
+        def on_train_end(self, args, state, control, **kwargs):
+            if self.profiler is not None:
+                self.profiler.stop()
+                found = sum(event.self_device_time_total for event in self.profiler.key_averages())
+                self.device_ms = found / 1e3 / PROFILED
+
+    return Noted
+
+
+@dataclass
+class TrainerStepper:
+    """What a measuring process steps: a trainer, made anew for each length. packing: of TRL's."""
+
+    model: object
+    recipe: Recipe
+    device: str
+    liger: bool
+    packing: bool
+    vocab: int
+    rank: int = 0
+
+    @property
+    def cuda(self) -> bool:
+        """Tell whether there is a GPU to wait for."""
+        return self.device.startswith("cuda")
+
+    def now(self) -> float:
+        """Return the time at which the device has done its work."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def run(self, tokens: int, warmup: int, steps: int) -> dict:
+        """Train over texts of at most this many tokens, and return what Stepper.run returns, and the tokens of texts of a step. The part
+        "device" of a step is the time of all its kernels."""
+        from datasets import Dataset
+        from trl import SFTConfig, SFTTrainer
+
+        gc.collect()
+        count = warmup + steps + (PROFILED if self.cuda else 0)
+        per_step = ROWS * ACCUMULATED
+        data = texts(per_step * count * (tokens // MEAN + 1 if self.packing else 1), tokens, self.vocab)
+        noted, seen = timed_by(self)(warmup, steps), []
+
+        class Trainer(SFTTrainer):
+            def training_step(self, model, inputs, *args, **kwargs):
+                mask = inputs.get("attention_mask")
+                seen.append(inputs["input_ids"].numel() if mask is None else mask.sum())
+                return super().training_step(model, inputs, *args, **kwargs)
+
+        with tempfile.TemporaryDirectory() as folder:
+            config = SFTConfig(
+                output_dir=folder, max_length=tokens, packing=self.packing, per_device_train_batch_size=ROWS,
+                gradient_accumulation_steps=ACCUMULATED, max_steps=count, logging_steps=1, report_to=[], save_strategy="no",
+                bf16=self.cuda, gradient_checkpointing=self.recipe.checkpointing, learning_rate=1e-4, use_liger_kernel=self.liger,
+                use_cpu=not self.cuda, disable_tqdm=True, seed=0, data_seed=0,
+            )  # fmt: skip
+            trainer = Trainer(
+                model=self.model, args=config, train_dataset=Dataset.from_dict(data), processing_class=tokenizer(self.vocab),
+                callbacks=[noted], peft_config=self.recipe.peft_config(),
+            )  # fmt: skip
+            with contextlib.redirect_stdout(sys.stderr):  # where the log of each step goes otherwise, among the reports
+                trainer.train()
+        ms = [1e3 * (after - before) for before, after in zip(noted.ends, noted.ends[1:])]
+        timed = [int(number) for number in seen[warmup * ACCUMULATED : (warmup + steps) * ACCUMULATED]]
+        return {
+            "tokens": tokens,
+            "ms": ms[warmup : warmup + steps],
+            "first_ms": ms[0],
+            "peak_gib": noted.peak,
+            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][:LOSSES],
+            "parts": {} if noted.device_ms is None else {"device": noted.device_ms},
+            "real": sum(timed) / steps,
+        }
+
+
+@dataclass
+class TrainerResults(Results):
+    """Results whose speed is in tokens of texts. real: of a step on average, by the longest text's tokens: every provider's batches."""
+
+    real: dict[int, float] = field(default_factory=dict)
+
+    def _add_steps(self, provider: str, report: dict) -> None:
+        self.real.setdefault(report["tokens"], report["real"])
+        super()._add_steps(provider, report)
+
+    def rate(self, tokens: int, ms: float) -> float:
+        """Return tokens of texts a second."""
+        return self.real[tokens] / ms * 1e3
+
+
+def build(args) -> TrainerStepper:
+    """Return what a measuring process steps."""
+    require_modules("trl", "datasets")
+    family = families.family_of(args.model)
+    model = family.new_model(args, args.device)
+    families.fill(model)
+    return TrainerStepper(model, steps.recipe_of(args), args.device, args.child == "liger", args.packing, model.config.vocab_size)
+
+
+def main(arguments=None):
+    """Measure the steps of a trainer, or do so in a measuring process."""
+    p = steps.parser("Training steps of TRL's SFTTrainer.", (2048,))
+    steps.add_recipe(p)
+    p.add_argument("--packing", action="store_true", help="rows that are filled up with texts, instead of padded ones")
+    p.set_defaults(model="1.7b", checkpointing=True, warmup=4, steps=10)
+    args = p.parse_args(arguments)
+    family = families.family_of(args.model)
+    if args.child:
+        return child(args, build, lambda provider: family.prepare(provider) if is_ours(provider) else None)
+    args.providers = args.providers or PROVIDERS
+    steps.check_providers(p, args, family)
+    name = f"{family.name}_sft{steps.recipe_of(args).name}_{'packed' if args.packing else 'padded'}"
+    return steps.run_all(name, __file__, args, results=TrainerResults)
+
+
+if __name__ == "__main__":
+    main()
