@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 quoted = '$(subst ','\'',$(1))'# for the shell: paths may have spaces
 
 .PHONY: help demo test test-gpu test-mutants test-transformers test-versions test-multigpu test-sanitizer build stage upload hub check clean \
-	bench-all bench-ops bench-liger bench-rmsnorm bench-lce bench-qwen3 bench-lora bench-qwen3-moe bench-gpt-oss bench-fsdp bench-generate \
+	bench-all bench-ops bench-liger bench-rmsnorm bench-lce bench-qwen3 bench-lora bench-trainers bench-qwen3-moe bench-gpt-oss bench-fsdp bench-generate \
 	bench-adamw bench-host bench-plots
 
 help: ## this list
@@ -81,6 +81,10 @@ bench-lora: $(READY) ## training steps of LoRA, and under autocast over bf16 and
 	$(BIN)/python -m benchmark.benchmark_lora
 	$(BIN)/python -m benchmark.steps --autocast --layers 12 --tokens 512,4096
 	$(BIN)/python -m benchmark.steps --autocast --weights fp32 --layers 12 --tokens 4096
+
+bench-trainers: $(READY) ## TRL's SFTTrainer with LoRA over texts of uneven length, padded and packed
+	$(BIN)/python -m benchmark.benchmark_trainers --lora 16 --rounds 3
+	$(BIN)/python -m benchmark.benchmark_trainers --lora 16 --rounds 3 --packing
 
 bench-qwen3-moe: $(READY) ## Qwen3-30B-A3B: the layer of experts, and training steps of 12 layers (needs a 141 GB GPU)
 	$(BIN)/python -m benchmark.benchmark_qwen3_experts --budget-s 300

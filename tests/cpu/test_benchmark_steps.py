@@ -20,6 +20,7 @@ from benchmark import (
     benchmark_fsdp,
     benchmark_lora,
     benchmark_qwen3,
+    benchmark_trainers,
     families,
     models,
     preloaded,
@@ -46,14 +47,15 @@ class InThisProcess:
     found: list = []
 
     def __init__(self, script, arguments, gpus, fresh):
-        assert Path(script) == Path(steps.__file__) and gpus == 1
+        [self.module] = [module for module in (steps, benchmark_trainers) if Path(script) == Path(module.__file__)]
+        assert gpus == 1
         self.arguments = arguments
 
     def reports(self, deadline):
         provider, model = (self.arguments[self.arguments.index(name) + 1] for name in ("--child", "--model"))
         self.found.clear()
         try:
-            steps.main(self.arguments)
+            self.module.main(self.arguments)
         finally:
             if providers.is_ours(provider):
                 families.package(families.family_of(model).package).reset()
@@ -100,6 +102,19 @@ def test_steps_of_adapters_and_under_autocast(arguments, name, tmp_path, in_this
     assert {r.kernel_provider for r in saved} == {"huggingface", "bastile"}
     theirs, ours = (found.steps[provider, 16].losses for provider in ("huggingface", "bastile"))
     assert ours == pytest.approx(theirs, rel=2e-3)
+
+
+@pytest.mark.parametrize("packing", (False, True), ids=("padded", "packed"))
+def test_steps_of_a_trainer(packing, tmp_path, in_this_process):
+    pytest.importorskip("trl")
+    arguments = ["--model", "qwen3_tiny", "--tokens", "64", "--device", "cpu", "--lora", "2", "--warmup", "1", "--steps", "1"]
+    providers = ["--providers", "huggingface,bastile", *["--packing"] * packing]
+    found = benchmark_trainers.main([*arguments, *providers, "--results", str(tmp_path)])
+    theirs, ours = (found.steps[provider, 64] for provider in ("huggingface", "bastile"))
+    assert ours.losses == pytest.approx(theirs.losses, rel=2e-3) and len(ours.losses) == 2
+    assert 240 <= found.real[64] <= 512  # of eight rows of at most 64 tokens, and at least 30
+    [file] = (tmp_path / "cpu").glob("*.csv")
+    assert file.stem == f"qwen3_sft_lora_2_checkpointing_{'packed' if packing else 'padded'}"
 
 
 @pytest.mark.parametrize(("model", "layers", "name"), (("gemma_tiny", "2", "dense_step"), ("qwen3.5_tiny", "4", "qwen3_5_step")))

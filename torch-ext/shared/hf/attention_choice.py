@@ -151,8 +151,7 @@ def _asked_by_continuous_batching() -> bool:
 
 
 def _asked_for_the_policy() -> bool:
-    """Tells whether a trainer of TRL is asking, for its reference model, for what it read from its policy, whose implementation nobody asked
-    for by name."""
+    """Tells whether a trainer of TRL is asking for the implementation of its reference model's policy, which nobody asked for by name."""
     for frame in _callers_in(TRL_TRAINERS):
         policy = getattr(frame.f_locals.get("self"), "model", None)
         if isinstance(policy, torch.nn.Module):
