@@ -239,3 +239,67 @@ def test_a_plan_is_remembered_for_its_positions(qwen3):
     plan = visible.plan(torch.device("cpu"), position_ids=first)
     assert visible.plan(torch.device("cpu"), position_ids=first) is plan
     assert visible.plan(torch.device("cpu"), position_ids=second) is not plan
+
+
+ROWS = {
+    "alone": lambda ids: {"input_ids": ids},
+    "with a mask": lambda ids: {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+    "packed": lambda ids: {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None] % 30},
+    "embedded": lambda ids: {"inputs_embeds": torch.nn.functional.one_hot(ids, 64).float()},
+}
+
+
+# GPT-OSS's own forward looks for no documents in position_ids.
+@pytest.mark.parametrize(("family", "row"), [(family, row) for family in ("qwen3", "gemma3_text", "gpt_oss", "qwen2") for row in ROWS
+                                             if (family, row) != ("gpt_oss", "packed")])  # fmt: skip
+def test_single_rows_of_many_lengths_get_lengths_that_come_again(chosen, family, row, monkeypatch):
+    """And where all have one length, they keep it."""
+    package, make = chosen(family)
+    lengths = (65, 65, 66, 71, 77, 65, 131)
+    batches = [ROWS[row](torch.randint(1, 50, (1, n), generator=torch.Generator().manual_seed(n))) for n in lengths]
+    labels = [torch.randint(1, 50, (1, n), generator=torch.Generator().manual_seed(2 * n)) for n in lengths]
+    outcomes, sizes = [], []
+    for ours in (False, True):
+        model, found = make(hidden_size=64), []
+        if ours:
+            package.apply()
+            noted_lengths(package, monkeypatch, sizes)
+        for batch, target in zip(batches, labels):
+            model.zero_grad(set_to_none=True)
+            loss = model(**batch, labels=target, use_cache=False).loss
+            loss.backward()
+            found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+        outcomes.append(found)
+    for found, expected in zip(*reversed(outcomes)):
+        assert_same(found, expected, bound=1e-4 if family == "gpt_oss" else 2e-5)
+    rounded = module_of(package, "padding").rounded_length
+    assert sizes == [*lengths[:4], rounded(77), rounded(65), rounded(131)]
+
+
+def noted_lengths(package, monkeypatch, sizes):
+    """Has a list grow by the length of the rows that a decoder gets."""
+    module = module_of(package, "decoder_model")
+    original = module.original_forward
+
+    def forward_of(model):
+        def forward(self, **kwargs):
+            sizes.append(module.given_tokens(kwargs).shape[1])
+            return original(model)(self, **kwargs)
+
+        return forward
+
+    monkeypatch.setattr(module, "original_forward", forward_of)
+
+
+@pytest.mark.parametrize("who", ("alike", "hook", "cache", "switch", "logits", "bounds"))
+def test_single_rows_keep_their_length_where_someone_could_tell(qwen3, who, monkeypatch):
+    tokens = tokens_of(qwen3, monkeypatch)
+    qwen3.apply(unpad=who != "switch", fused_linear_cross_entropy=who != "logits")
+    model = tiny_model(attn_implementation="bastile")
+    if who == "hook":
+        model.model.layers[0].register_forward_hook(lambda *_: None)
+    for n in (65,) * 6 if who == "alike" else (65, 66, 71, 77, 131):
+        ids = torch.ones(1, n, dtype=torch.long)
+        bounds = {"cu_seq_lens_q": torch.tensor([0, 5, n], dtype=torch.int32)} if who == "bounds" else {}
+        model(input_ids=ids, labels=ids, use_cache=who == "cache", **bounds).loss.backward()
+    assert set(tokens) <= {65, 66, 71, 77, 131} and (tokens or who in ("hook", "cache", "switch", "logits", "alike"))

@@ -15,7 +15,7 @@ from .explanation import ADVICE, Reason
 from .head import Head, Unmade, check_head
 from .lookups import replaced_below
 from .modules import OFF, SAVED, all_are_listened_to, is_transformers_own, original_forward
-from .padding import without_padding
+from .padding import may_change, without_padding
 from .weights import call_with, plain_weight, rows_of, sharded_weight, why_not_plain
 
 NO_CHANGE = Head()
@@ -256,7 +256,7 @@ def causal_lm_forward(self, labels=None, head=NO_CHANGE, **kwargs):
         return forward(self, labels=labels, **kwargs)
     return_dict = kwargs.pop("return_dict", None)
     as_tuple = not (getattr(self.config, "return_dict", True) if return_dict is None else return_dict)
-    if skip_logits and isinstance(kwargs.get("attention_mask"), torch.Tensor):
+    if skip_logits and may_change(kwargs):
         ignore_index = kwargs.get("ignore_index", -100)
         target = shift(labels, kwargs.get("shift_labels"), ignore_index)
         kwargs, places = without_padding(self, target, ignore_index, kwargs, options)

@@ -13,7 +13,8 @@ zeros after the embedding and a document of their own, predict nothing, and so a
 
 import contextlib
 import threading
-from typing import Any, Dict, NamedTuple, Optional, Tuple
+import weakref
+from typing import Any, Dict, MutableMapping, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -68,6 +69,8 @@ VARIANTS = "Dora", "QALora", "BdLora", "Kasa"
 ASKED_EACH = "peft.tuners.lora.", "bitsandbytes."  # of whose classes one module may do so and another may not
 NO_GRAD = "torch.utils._contextlib"  # the module of its decorator, which rotary embeddings of transformers have
 _no_forward = nn.Module.forward
+FEW = 4  # lengths of single rows, after which more are expected
+_lengths: MutableMapping = weakref.WeakKeyDictionary()  # by decoder: the first few of its single rows
 _known: set = set()  # what `_is_known` found to be so
 
 
@@ -168,6 +171,25 @@ def rounded_length(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
+def _lengths_vary(decoder, tokens: int) -> bool:
+    """Tells whether a decoder got rows of several lengths. Where all are alike, tokens at their ends would be for nothing."""
+    lengths = _lengths.setdefault(decoder, set())
+    if len(lengths) < FEW:
+        lengths.add(tokens)
+    return len(lengths) == FEW
+
+
+def may_change(kwargs: Dict[str, Any]) -> bool:
+    """Tells by the arguments of a forward whether they are of a batch with a mask of padding, or of one row."""
+    mask, given = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
+    given = kwargs.get("input_ids") if given is None else given
+    if not isinstance(given, torch.Tensor):
+        return False
+    if mask is None:
+        return given.shape[0] == 1
+    return isinstance(mask, torch.Tensor) and mask.dim() == 2 and given.shape[:2] == mask.shape
+
+
 def _kernels_take(model, device: torch.device, dtype: torch.dtype) -> bool:
     if autocasts(device):
         dtype = torch.get_autocast_dtype(device.type)
@@ -183,6 +205,9 @@ def without_padding(
     has to keep its shape, they get masks by which attention skips the padding. They stay as they are if there is no padding, or if the
     difference could be seen. Waits for the device.
 
+    One row without padding gets the tokens at its end, too, where the lengths of such rows vary: in causal attention no other token sees
+    them.
+
     Args:
         target: [batch * tokens], for each token the label of the next one.
         kwargs: the arguments of the forward.
@@ -193,43 +218,48 @@ def without_padding(
         of no text.
     """
     mask, ids, embeds = kwargs.get("attention_mask"), kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-    given = ids if embeds is None else embeds
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or given is None or given.shape[:2] != mask.shape:
+    given, positions = ids if embeds is None else embeds, kwargs.get("position_ids")
+    if not may_change(kwargs) or not _only_the_loss_is_read(model, kwargs, options):
         return kwargs, None
-    if not _only_the_loss_is_read(model, kwargs, options):
+    embedding, decoder, (batch, tokens) = model.get_input_embeddings(), decoder_of(model), given.shape[:2]
+    alone = batch == 1 and (mask is None or bool(mask.all()))
+    if alone and not (_lengths_vary(decoder, tokens) and rounded_length(tokens) > tokens and (positions is None or positions.dim() == 2)):
         return kwargs, None
-    embedding, decoder, device = model.get_input_embeddings(), decoder_of(model), mask.device
-    weight = weight_within(embedding)
+    weight, device = weight_within(embedding), given.device
     weight = given if weight is None else weight
-    elsewhere = {given.device, weight.device, target.device} != {device}
+    elsewhere = {weight.device, target.device, *(t.device for t in (mask, positions) if t is not None)} != {device}
     config = decoder.config
     if elsewhere or not kinds_of_layers(config) <= WINDOWS.keys() or not _kernels_take(model, device, weight.dtype):
         return kwargs, None
     parts = [decoder, *(module for part in decoder.children() if part is not embedding for module in part.modules())]
     if _may_see_padding(parts):
         return kwargs, None
-    mask = mask.bool()
-    if padding_of(mask) not in (BEFORE, BESIDE) or bool(((target != ignore_index) & ~mask.flatten()).any()):
+    keeps = getattr(model, KEEPS, False) or is_wanted(model, torch.Size((batch, tokens)))
+    if alone and keeps:
         return kwargs, None
-    if getattr(model, KEEPS, False) or is_wanted(model, mask.shape):
-        return {**kwargs, "attention_mask": masks_of_layers(config, lambda kind: visible_tokens(config, kind, mask))}, None
-    seen = mask.flatten().nonzero()[:, 0]
-    if not seen.numel():
-        return kwargs, None
-    batch, tokens = mask.shape
-    positions = kwargs.get("position_ids")
-    positions = torch.arange(tokens, device=device)[None] if positions is None else positions
-    embeds = embedding(ids) if embeds is None else embeds
+    if alone:
+        seen = torch.arange(tokens, device=device)
+    else:
+        mask = mask.bool()
+        if padding_of(mask) not in (BEFORE, BESIDE) or bool(((target != ignore_index) & ~mask.flatten()).any()):
+            return kwargs, None
+        if keeps:
+            return {**kwargs, "attention_mask": masks_of_layers(config, lambda kind: visible_tokens(config, kind, mask))}, None
+        seen = mask.flatten().nonzero()[:, 0]
+        if not seen.numel():
+            return kwargs, None
+        positions = (torch.arange(tokens, device=device)[None] if positions is None else positions).expand(batch, -1)
     more = rounded_length(seen.numel()) - seen.numel()
-    positions = positions.expand(batch, -1).flatten()[seen]
-    row = nn.functional.pad(seen // tokens, (0, more), value=batch)[None]
-    of_row = {
-        "input_ids": None,
-        "inputs_embeds": nn.functional.pad(embeds.flatten(0, 1).index_select(0, seen), (0, 0, 0, more))[None],
-        "position_ids": torch.cat((positions, torch.arange(more, dtype=positions.dtype, device=device)))[None],
-        "attention_mask": masks_of_layers(config, lambda kind: visible_documents(config, kind, row)),
-    }
-    return {**kwargs, **of_row}, seen
+    embeds = embedding(ids) if embeds is None else embeds
+    found = {"input_ids": None, "inputs_embeds": nn.functional.pad(embeds.flatten(0, 1).index_select(0, seen), (0, 0, 0, more))[None]}
+    if positions is not None:
+        found["position_ids"] = torch.cat((positions.flatten()[seen], torch.arange(more, dtype=positions.dtype, device=device)))[None]
+    if not alone:
+        row = nn.functional.pad(seen // tokens, (0, more), value=batch)[None]
+        found["attention_mask"] = masks_of_layers(config, lambda kind: visible_documents(config, kind, row))
+    elif mask is not None:
+        found["attention_mask"] = nn.functional.pad(mask, (0, more), value=1)
+    return {**kwargs, **found}, seen
 
 
 # ---------------------------------------------------------------- for callers of the decoder itself
