@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -61,7 +62,7 @@ def timed_by(stepper: "TrainerStepper"):
 
         def __init__(self, warmup: int, steps: int):
             self.ends, self.warmup, self.last = [], warmup, warmup + steps
-            self.profiler = None
+            self.profiler: torch.profiler.profile | None = None
 
         def on_train_begin(self, args, state, control, **kwargs):
             self.ends.append(stepper.now())
@@ -88,7 +89,7 @@ def timed_by(stepper: "TrainerStepper"):
 class TrainerStepper:
     """What a measuring process steps: a trainer, made anew for each length. packing: of TRL's."""
 
-    model: object
+    model: Any
     recipe: Recipe
     device: str
     liger: bool

@@ -183,7 +183,7 @@ def emit(kind: str, **content) -> None:
     print(MARK + json.dumps({"kind": kind, **content}), flush=True)
 
 
-def measure(stepper: Stepper, args, started: float, report=emit) -> bool:
+def measure(stepper, args, started: float, report=emit) -> bool:
     """Measure all lengths, shortest first, until one does not fit; tell whether all did. started: when the process began to prepare its
     provider."""
     report("ready", gpu=records.gpu_name(args.device), seconds=time.perf_counter() - started)
@@ -198,7 +198,7 @@ def measure(stepper: Stepper, args, started: float, report=emit) -> bool:
     return True
 
 
-def child(args, build: Callable[..., Stepper], prepare: Callable[[str], None]) -> bool:
+def child(args, build: Callable, prepare: Callable[[str], None]) -> bool:
     """Run a measuring process, and tell whether everything was measured. prepare(provider) puts it into transformers, build(args) makes
     what is measured; what keeps that from being made is reported."""
     started = time.perf_counter()

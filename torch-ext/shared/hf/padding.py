@@ -217,8 +217,9 @@ def without_padding(
         The arguments, and the places of the row's first tokens among batch * tokens, None where there is no such row. The others are
         of no text.
     """
-    mask, ids, embeds = kwargs.get("attention_mask"), kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-    given, positions = ids if embeds is None else embeds, kwargs.get("position_ids")
+    ids, embeds, positions = kwargs.get("input_ids"), kwargs.get("inputs_embeds"), kwargs.get("position_ids")
+    mask: Any = kwargs.get("attention_mask")
+    given: Any = ids if embeds is None else embeds
     if not may_change(kwargs) or not _only_the_loss_is_read(model, kwargs, options):
         return kwargs, None
     embedding, decoder, (batch, tokens) = model.get_input_embeddings(), decoder_of(model), given.shape[:2]
