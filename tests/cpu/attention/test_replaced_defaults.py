@@ -166,3 +166,36 @@ def test_every_function_that_transformers_looks_up_for_attention_keeps_ours_away
         if not called_by(model, batch, [place]):
             bypassed.add(place[1])
     assert called and not bypassed
+
+
+@pytest.mark.parametrize("family", SWEPT)
+def test_a_configuration_of_a_user_s_class_is_asked_as_its_own_is(chosen, monkeypatch, family):
+    (package, make), batch = chosen(family), BATCHES["packed"]
+    plain, model = make(), make()
+    for each in (plain, model):
+        own = type(each.config)
+        for module in each.modules():
+            if type(vars(module).get("config")) is own:
+                module.config.__class__ = type("OfAUser", (own,), {})
+    package.kernelize(model)
+    step(model, batch)
+    assert model.model.config._attn_implementation == "bastile"
+    under_the_table(model, default_of(family), monkeypatch)
+    assert_same(step(model, batch, seen_of(batch)), step(plain, batch, seen_of(batch)), bound=1e-4)
+    assert model.model.config._attn_implementation == default_of(family)
+
+
+@pytest.mark.parametrize("family", SWEPT)
+def test_a_mask_for_one_query_a_row_comes_from_the_function_that_was_replaced(chosen, monkeypatch, family):
+    """As generate() asks for it, where the kind of a layer has no mask otherwise."""
+    package, make = chosen(family)
+    plain, model = make().eval(), make().eval()
+    package.kernelize(model)
+    ids = torch.arange(2, 22)[None]
+    causal(model, default_of(family), monkeypatch)
+    found = []
+    for each in (plain, model):
+        with torch.no_grad():
+            first = each(input_ids=ids, use_cache=True)
+            found.append(each(input_ids=ids[:, :1], past_key_values=first.past_key_values, use_cache=True).logits)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
