@@ -273,6 +273,15 @@ KERNEL_MUTANTS = [mutant for mutant in MUTANTS if mutant.file.startswith("kernel
 OPERATION_MUTANTS = [mutant for mutant in MUTANTS if not mutant.file.startswith("kernel_src/")]
 
 
+def notices(package: types.ModuleType, check: str) -> bool:
+    """Whether a check fails, or the interpreter or the launcher refuses what it runs."""
+    try:
+        CHECKS[check](package)
+    except (AssertionError, InterpreterError, runtime_of(package).launch.PromiseError):
+        return True
+    return False
+
+
 # ---------------------------------------------------------------- python -m tests.mutants
 def fits(mutant: Mutant) -> bool:
     """Whether the source still has the text that the error replaces."""
@@ -290,11 +299,7 @@ def caught(number: int) -> bool:
     if not fits(mutant):
         return False
     with planted(mutant, mutant.kernels) as package:
-        try:
-            CHECKS[mutant.check](package)
-        except (AssertionError, InterpreterError):
-            return True
-    return False
+        return notices(package, mutant.check)
 
 
 def main(arguments=None) -> int:
