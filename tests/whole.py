@@ -89,7 +89,8 @@ GROUPS = (
             "test_qwen3_5_documents.py": "torch_compile torch_compile_refuses",
             "test_qwen3_5_vision.py": "torch_compile",
             "test_qwen3_moe_training.py": "torch_compile",
-            "families/test_families.py": "torch_compile attention_of_a_decoder_with_one_mask_has_none_when_compiled",
+            "families/test_families.py": "torch_compile attention_of_a_decoder_with_one_mask_has_none_when_compiled "
+            "attention_in_both_directions entries_of_a_configuration_that_its_decoder_does_not_read_change_nothing",
             "families/test_vision_towers.py": "torch_compile_behind_a_vision_tower",
             "attention/test_users_masks.py": "the_users_masks_are_obeyed_in_a_graph",
             "attention/test_bounds_of_documents.py": "in_a_graph_no_bounds_are_read",
@@ -112,9 +113,20 @@ GROUPS = (
     Group(
         "operations in fp16",
         "bf16 and fp32",
-        matching(r"torch\.(bfloat16|float32)"),
-        "the kernels are those of bf16 but for the dtype; planted errors are caught in all three",
-        {"test_operations.py": "operation"},
+        matching(r"^(?!.*torch\.float16)"),
+        "the kernels are those of bf16 but for the dtype",
+        {
+            "test_operations.py": "operation",
+            "test_kernels.py": "rms_norm rms_norm_with_an_fp32_weight add_rms_norm rotary qk_norm_rotary swiglu "
+            "linear_cross_entropy_options linear_cross_entropy_sizes",
+        },
+    ),
+    Group(
+        "autograd's ways of calling an operation, and odd addresses",
+        "kernels in bf16 and PyTorch in fp32",
+        matching(r"^kernels-.*bfloat16|^pytorch-.*float32"),
+        "when a backward pass runs, and where a tensor begins, do not depend on the dtype",
+        {"test_autograd.py": "autograd", "test_alignment.py": "odd_addresses odd_addresses_in_the_suite"},
     ),
     Group(
         "the checks of every operation, with results of a replay",
@@ -203,6 +215,13 @@ GROUPS = (
         matching(r"^README|^(CARD|docs/lora)\.md-1$"),
         "each is a process that loads from a Hub and trains; run test_readme.py when you change a document",
         {"test_readme.py": "a_block_runs"},
+    ),
+    Group(
+        "each package's build and card, releases of transformers that are made up",
+        "the first case of each test",
+        first,
+        "every package is assembled, and loaded, by the tests of its models",
+        {"test_packages.py": "a_build_is_whole the_card_describes_every_layer_and_gpu", "test_texts.py": "a_made_up_release"},
     ),
     Group(
         "whole builds, assemblies and publications",
