@@ -172,9 +172,12 @@ GROUPS = (
         {
             "test_integrations.py": "accumulation_equals_one_large_batch autocast_and_adapters_are_fused_and_as_exact "
             "checkpoint_around_one_layer gradient_checkpointing_of_a_model greedy_tokens hooks_hear_what_they_would_hear "
-            "lora_on_moe lora_on_projections lora_on_the_head offloaded_parts options_of_lora_are_fused replaced_linears trainer_of_moe "
-            "trainers_of_families generation_of_families",
+            "a_model_loaded_in_four_bits lora_on_moe lora_on_projections lora_on_the_head offloaded_parts options_of_lora_are_fused "
+            "replaced_linears trainer_of_moe trainers_of_families generation_of_families",
             "test_two_passes.py": "gradients_are_those_of_the_plain_model",
+            "test_optimizer.py": "what_happens_between_steps_is_noticed",
+            "test_alignment.py": "odd_addresses_in_groups_that_are_cut",
+            "families/test_families.py": "gradient_checkpointing",
             "test_recomputation.py": "each_layer_runs_twice",
             "attention/test_attention_of_others.py": "what_is_a_users_own_gets_masks_of_transformers "
             "libraries_that_hand_on_what_they_are_called_with_leave_a_model_its_attention",
@@ -190,6 +193,7 @@ GROUPS = (
             "layers_with_arguments_of_their_own_share_no_graph",
             "capture/test_capture_changes.py": "what_changes_is_recorded_anew a_function_that_is_replaced_is_recorded_anew "
             "a_container_that_is_changed_in_place",
+            "capture/test_capture_inputs.py": "documents_that_are_written_between_passes positions_that_are_written_between_passes",
         },
     ),
     Group(
@@ -235,9 +239,20 @@ GROUPS = (
             "builds/test_build.py": "a_killed_build_leaves_whole_cubins_and_the_next_one_makes_the_rest "
             "another_part_of_the_compiler_compiles_everything_again",
             "builds/test_prebuilt_kernels.py": "a_package_that_has_become_too_large_is_not_recorded",
+            "test_faults.py": "a_killed_assembly_leaves_the_old_build_the_new_one_or_none",
             "test_packages.py": "all_are_published_at_once_and_their_cards_run a_second_wheel_holds_nothing_of_the_first_that_is_gone "
             "a_staged_package_is_a_tree_that_kernel_builder_takes",
             "test_readme.py": "a_cluster_without_a_network_has_what_was_fetched_as_a_whole",
+        },
+    ),
+    Group(
+        "what a process prints as it ends, and what the GPU tests import",
+        "none",
+        none,
+        "each is a process that imports everything, and changes when imports do: run these files when you change those",
+        {
+            "test_faults.py": "at_the_end_of_the_interpreter_nothing_is_printed",
+            "test_sanitizer.py": "the_tests_for_a_gpu_need_no_compiler",
         },
     ),
     Group(
