@@ -97,6 +97,13 @@ GROUPS = (
         },
     ),
     Group(
+        "whole models whose kernels the interpreter runs",
+        "the first family",
+        first,
+        "a step takes 20 seconds; the kernels and the nodes of each layer are compared with float64 in `make test`",
+        {"test_qwen3_5.py": "the_kernels_in_a_model"},
+    ),
+    Group(
         "the self check's operations under `torch.compile`, and operators without their kernels",
         "none",
         none,
