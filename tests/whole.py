@@ -87,21 +87,30 @@ GROUPS = (
             "test_gpt_oss.py": "torch_compile",
             "test_qwen3_5.py": "torch_compile",
             "test_qwen3_5_documents.py": "torch_compile torch_compile_refuses",
-            "test_qwen3_5_vision.py": "torch_compile",
             "test_qwen3_moe_training.py": "torch_compile",
-            "families/test_families.py": "torch_compile attention_of_a_decoder_with_one_mask_has_none_when_compiled "
-            "attention_in_both_directions entries_of_a_configuration_that_its_decoder_does_not_read_change_nothing",
-            "families/test_vision_towers.py": "torch_compile_behind_a_vision_tower",
+            "families/test_families.py": "torch_compile attention_in_both_directions",
             "attention/test_users_masks.py": "the_users_masks_are_obeyed_in_a_graph",
             "attention/test_bounds_of_documents.py": "in_a_graph_no_bounds_are_read",
         },
     ),
     Group(
+        "masks and towers of whole models under `torch.compile`",
+        "none",
+        none,
+        "the same; their steps without it are in `make test`",
+        {
+            "test_qwen3_5_vision.py": "torch_compile",
+            "families/test_families.py": "attention_of_a_decoder_with_one_mask_has_none_when_compiled "
+            "entries_of_a_configuration_that_its_decoder_does_not_read_change_nothing",
+            "families/test_vision_towers.py": "torch_compile_behind_a_vision_tower",
+        },
+    ),
+    Group(
         "whole models whose kernels the interpreter runs",
-        "the first family",
+        "the first case of each test",
         first,
         "a step takes 20 seconds; the kernels and the nodes of each layer are compared with float64 in `make test`",
-        {"test_qwen3_5.py": "the_kernels_in_a_model"},
+        {"test_qwen3_5.py": "the_kernels_in_a_model", "test_qwen3_moe_patching.py": "a_step_runs_the_kernels_that_the_warm_up_loads"},
     ),
     Group(
         "the self check's operations under `torch.compile`, and operators without their kernels",
@@ -183,6 +192,7 @@ GROUPS = (
             "replaced_linears trainer_of_moe trainers_of_families generation_of_families",
             "test_two_passes.py": "gradients_are_those_of_the_plain_model",
             "test_optimizer.py": "what_happens_between_steps_is_noticed",
+            "test_autocast.py": "forward_and_backward_on_either_side_of_autocast",
             "test_alignment.py": "odd_addresses_in_groups_that_are_cut",
             "families/test_families.py": "gradient_checkpointing",
             "test_recomputation.py": "each_layer_runs_twice",
@@ -228,11 +238,16 @@ GROUPS = (
         {"test_readme.py": "a_block_runs"},
     ),
     Group(
-        "each package's build and card, releases of transformers that are made up",
+        "each package's build and card, ways of fetching and uploading, releases of transformers that are made up",
         "the first case of each test",
         first,
-        "every package is assembled, and loaded, by the tests of its models",
-        {"test_packages.py": "a_build_is_whole the_card_describes_every_layer_and_gpu", "test_texts.py": "a_made_up_release"},
+        "each takes seconds; every package is assembled, and loaded, by the tests of its models",
+        {
+            "test_packages.py": "a_build_is_whole the_card_describes_every_layer_and_gpu",
+            "publishing/test_kernels_command.py": "what_is_locked_and_downloaded_loads_without_a_network",
+            "publishing/test_publish.py": "a_killed_upload_is_finished_by_running_it_again",
+            "test_texts.py": "a_made_up_release",
+        },
     ),
     Group(
         "whole builds, assemblies and publications",
@@ -253,11 +268,12 @@ GROUPS = (
         },
     ),
     Group(
-        "what a process prints as it ends, and what the GPU tests import",
+        "what a process prints as it ends, what the GPU tests import, and pytest without a network",
         "none",
         none,
         "each is a process that imports everything, and changes when imports do: run these files when you change those",
         {
+            "hub/test_hub_server.py": "what_a_machine_says_of_its_network_does_not_reach_the_tests",
             "test_faults.py": "at_the_end_of_the_interpreter_nothing_is_printed",
             "test_sanitizer.py": "the_tests_for_a_gpu_need_no_compiler",
         },
