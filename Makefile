@@ -5,8 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 quoted = '$(subst ','\'',$(1))'# for the shell: paths may have spaces
 
-.PHONY: help demo test test-gpu test-mutants test-transformers test-versions test-multigpu test-sanitizer build stage upload hub check clean \
-	bench-all bench-ops bench-liger bench-rmsnorm bench-lce bench-qwen3 bench-lora bench-trainers bench-qwen3-moe bench-gpt-oss bench-fsdp bench-generate \
+.PHONY: help demo test test-rest test-all test-gpu test-mutants test-transformers test-versions test-multigpu test-sanitizer build stage upload 	hub check clean bench-all bench-ops bench-liger bench-rmsnorm bench-lce bench-qwen3 bench-lora bench-trainers bench-qwen3-moe bench-gpt-oss 	bench-fsdp bench-generate \
 	bench-adamw bench-host bench-plots
 
 help: ## this list
@@ -25,11 +24,16 @@ demo: $(READY) ## build, publish to a local Hub, load back, and fine-tune a Qwen
 	$(BIN)/python -m tools.demo $(if $(MODEL),--model $(call quoted,$(MODEL)))
 
 # One process a core with one thread each: the tests are many and small, and threads that outnumber the cores wait for each other.
-test: $(READY) ## everything that needs no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cpu interpreter/tests -n auto --dist worksteal
+test: $(READY) ## what a change needs, without a GPU
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cpu interpreter/tests -n auto --dist worksteal -m 'not whole'
 
-test-mutants: $(READY) ## plant an error in every mask, scale and saved tensor, and count those that the tests catch
-	$(BIN)/python -m tests.mutants
+test-rest: $(READY) ## what `make test` leaves out (tests/whole.py)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cpu interpreter/tests -n auto --dist worksteal -m whole
+
+test-all: test test-rest ## everything that needs no GPU
+
+test-mutants: $(READY) ## plant an error in every mask, scale and saved tensor, count those that the tests catch, and record it
+	$(BIN)/python -m tests.verdicts --all
 
 test-gpu: $(READY) build ## the numerics with the real cubins, on this machine's GPU
 	$(BIN)/python -m pytest tests/gpu

@@ -2,13 +2,11 @@
 
 A mutant replaces one piece of text inside one function of the package, imported under a name of its own, or of a kernel. The package runs
 with the interpreter in the driver's place, or in plain PyTorch, and the check compares it with float64. A mutant that survives is a hole
-in the checks.
+in the checks. tests/verdicts.py plants them all and records which are noticed.
 """
 
-import argparse
 import ast
 import compileall
-import concurrent.futures
 import contextlib
 import functools
 import importlib
@@ -273,7 +271,15 @@ KERNEL_MUTANTS = [mutant for mutant in MUTANTS if mutant.file.startswith("kernel
 OPERATION_MUTANTS = [mutant for mutant in MUTANTS if not mutant.file.startswith("kernel_src/")]
 
 
-# ---------------------------------------------------------------- python -m tests.mutants
+def notices(package: types.ModuleType, check: str) -> bool:
+    """Whether a check fails, or the interpreter or the launcher refuses what it runs."""
+    try:
+        CHECKS[check](package)
+    except (AssertionError, InterpreterError, runtime_of(package).launch.PromiseError):
+        return True
+    return False
+
+
 def fits(mutant: Mutant) -> bool:
     """Whether the source still has the text that the error replaces."""
     folder = ROOT if mutant.file.startswith("kernel_src/") else SOURCES.parent if mutant.file.startswith("shared/") else SOURCES
@@ -282,41 +288,3 @@ def fits(mutant: Mutant) -> bool:
     except ValueError:
         return False
     return True
-
-
-def caught(number: int) -> bool:
-    """Plants one of `MUTANTS` and says whether its check notices. False where the error does not fit the source any more."""
-    mutant = MUTANTS[number]
-    if not fits(mutant):
-        return False
-    with planted(mutant, mutant.kernels) as package:
-        try:
-            CHECKS[mutant.check](package)
-        except (AssertionError, InterpreterError):
-            return True
-    return False
-
-
-def main(arguments=None) -> int:
-    """Plants those of some files, or all, on all cores, and prints how many were caught and which were not."""
-    p = argparse.ArgumentParser(prog="python -m tests.mutants", description="Plants errors and counts those that the tests catch.")
-    p.add_argument("files", nargs="*", metavar="file", help="files with these words in their paths; without any, all")
-    files = p.parse_args(arguments).files
-    wanted = [i for i, mutant in enumerate(MUTANTS) if not files or any(word in mutant.file for word in files)]
-    if not wanted:
-        p.error(f"no planted error is in {', '.join(files)}")
-    with concurrent.futures.ProcessPoolExecutor(initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        found = list(pool.map(caught, wanted, chunksize=4))
-    places: dict[str, list[bool]] = {}
-    for mutant, was_caught in zip((MUTANTS[i] for i in wanted), found, strict=True):
-        places.setdefault(mutant.file, []).append(was_caught)
-        if not was_caught:
-            print(f"{'survived' if fits(mutant) else 'not in the source'}: {mutant} (check {mutant.check})")
-    for place, results in places.items():
-        print(f"{place:40} {sum(results):4} of {len(results)} caught")
-    print(f"{sum(found)} of {len(found)} planted errors caught: {'all of them' if all(found) else 'the others are holes in the tests'}")
-    return 0 if all(found) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

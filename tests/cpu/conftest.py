@@ -1,16 +1,18 @@
 """The package, as `kernels` loads it."""
 
 import contextlib
+import fcntl
 import importlib
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests import heap
+from tests import heap, whole
 from tests.integrations.ranks import Ranks
 from tests.op_cases import operations
 from tests.ops.suite import suite
@@ -22,6 +24,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = {"qwen3": ".", "gpt_oss": "packages/gpt-oss", "liger": "packages/liger", "decoders": "packages/decoders",
            "qwen3_5": "packages/qwen3_5"}  # fmt: skip
 _file_of_last_test = None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    whole.mark(items)
 
 
 def pytest_runtest_setup(item):
@@ -98,6 +105,26 @@ def assemble_cpu(folder: Path, extra: str = "", package: str = ".") -> Path:
     return folder
 
 
+def made_once(tmp_path_factory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder of this run's tests that the first process to need it makes; the others wait, and only read it."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder, ready = base / f"once-{name}", base / f"once-{name}.ready"
+    with (base / f"once-{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not ready.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a process that failed at it
+            folder.mkdir()
+            make(folder)
+            ready.touch()
+    return folder
+
+
+def assembled_once(tmp_path_factory, name: str, extra: str = "", package: str = ".") -> Path:
+    """The folder of a package that `assemble_cpu` builds, once for all processes of this run."""
+    return made_once(tmp_path_factory, name, lambda folder: assemble_cpu(folder, extra, package))
+
+
 def write_no_kernels(package) -> None:
     """Gives a package the manifest of a build without kernels, where its compiled ones would be."""
     from tools.pack import pack, write_folder
@@ -119,7 +146,7 @@ def load(folder: Path):
 @pytest.fixture(scope="session")
 def package_folder(tmp_path_factory) -> Path:
     """A folder with build/torch-cpu."""
-    return assemble_cpu(tmp_path_factory.mktemp("package"))
+    return assembled_once(tmp_path_factory, "package")
 
 
 @pytest.fixture(scope="session")
@@ -140,7 +167,7 @@ def package_fixtures(name: str, package: str):
 
     @pytest.fixture(scope="session", name=f"{name}_folder")
     def folder(tmp_path_factory) -> Path:
-        return assemble_cpu(tmp_path_factory.mktemp(name), package=package)
+        return assembled_once(tmp_path_factory, name, package=package)
 
     @pytest.fixture(name=name)
     def loaded_package(request):
@@ -159,13 +186,13 @@ qwen3_5_folder, qwen3_5 = package_fixtures("qwen3_5", "packages/qwen3_5")
 @pytest.fixture(scope="session")
 def liger(tmp_path_factory):
     """The package for Liger's users, loaded."""
-    return load(assemble_cpu(tmp_path_factory.mktemp("liger"), package="packages/liger"))
+    return load(assembled_once(tmp_path_factory, "liger", package="packages/liger"))
 
 
 @pytest.fixture(scope="session")
 def other_build(tmp_path_factory):
     """Another build of the package, loaded beside the first."""
-    return load(assemble_cpu(tmp_path_factory.mktemp("other"), "\n# another build\n"))
+    return load(assembled_once(tmp_path_factory, "other", "\n# another build\n"))
 
 
 # Every operation that packages share, also those that Qwen3's does not ship.
@@ -177,7 +204,7 @@ ALL_OPERATIONS += "from .shared.decoder import norm_projections as _  # noqa\n" 
 @pytest.fixture(scope="session")
 def all_operations(tmp_path_factory):
     """A build of its own that holds every operation."""
-    return load(assemble_cpu(tmp_path_factory.mktemp("all"), "\n" + ALL_OPERATIONS))
+    return load(assembled_once(tmp_path_factory, "all", "\n" + ALL_OPERATIONS))
 
 
 @pytest.fixture(scope="session")
@@ -187,7 +214,7 @@ def interpreted(tmp_path_factory):
     from tests.mutants import OPERATIONS
     from tests.ops.common import runtime_of
 
-    package = load(assemble_cpu(tmp_path_factory.mktemp("interpreted"), "\n# run by the interpreter\n" + ALL_OPERATIONS))
+    package = load(assembled_once(tmp_path_factory, "interpreted", "\n# run by the interpreter\n" + ALL_OPERATIONS))
     runtime = runtime_of(package)
     runtime.launch.backend = InterpreterBackend(runtime, OPERATIONS)
     return package

@@ -5,15 +5,18 @@ a block says Qwen/Qwen3-8B. Of commands that would build or measure for minutes 
 """
 
 import ast
+import contextlib
 import inspect
 import json
 import os
 import re
+import select
 import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,7 @@ from packaging.requirements import Requirement
 
 from benchmark import tables
 from tests.cpu.conftest import REPOSITORY as ROOT
-from tests.cpu.conftest import assemble_cpu, write_no_kernels
+from tests.cpu.conftest import assemble_cpu, made_once, write_no_kernels
 from tests.integrations import __main__ as integrations
 from tests.integrations.trainers import tokenizer
 from tests.versions import needs_decorators
@@ -125,8 +128,10 @@ def status_of(job):
     return 0
 
 
-results = {}
-for job in json.load(sys.stdin):
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+for line in sys.stdin:
+    job = json.loads(line)
     with tempfile.TemporaryFile() as output:
         child = os.fork()
         if not child:
@@ -138,8 +143,7 @@ for job in json.load(sys.stdin):
             os._exit(status)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         output.seek(0)
-        results[job["name"]] = [status, output.read().decode(errors="replace")]
-json.dump(results, sys.stdout)
+        print(json.dumps([status, output.read().decode(errors="replace")]), file=answers, flush=True)
 """
 
 # After a block that leaves its model patched: the forwards of the package that the model runs.
@@ -170,23 +174,28 @@ kernel_config.KERNELS_SUPPORTED_DEVICE_TYPES = ["cpu"]
 @pytest.fixture(scope="module")
 def package(tmp_path_factory) -> Path:
     """The package, built for both backends (a torch that is made for CUDA loads that one, also without a GPU), without cubins."""
-    folder = assemble_cpu(tmp_path_factory.mktemp("package"))
-    write_no_kernels(read_package(folder))
-    for name in ("CARD.md", "README.md", "LICENSE", "pyproject.toml"):
-        shutil.copy(ROOT / name, folder)
-    assemble(read_package(folder), "cuda")
-    fill_card(read_package(folder))
-    return folder
+
+    def make(folder):
+        assemble_cpu(folder)
+        write_no_kernels(read_package(folder))
+        for name in ("CARD.md", "README.md", "LICENSE", "pyproject.toml"):
+            shutil.copy(ROOT / name, folder)
+        assemble(read_package(folder), "cuda")
+        fill_card(read_package(folder))
+
+    return made_once(tmp_path_factory, "both", make)
 
 
 @pytest.fixture(scope="module")
 def installed(package, tmp_path_factory) -> Path:
     """What `pip install .` installs, without the packages that it needs: they are here."""
-    folder = tmp_path_factory.mktemp("site")
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", folder]
-    done = subprocess.run([sys.executable, "-m", "pip", "install", *options, package], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return folder
+
+    def make(folder):
+        options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", folder]
+        done = subprocess.run([sys.executable, "-m", "pip", "install", *options, package], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    return made_once(tmp_path_factory, "site", make)
 
 
 @pytest.fixture(scope="module")
@@ -221,9 +230,40 @@ def jobs(package: Path, checkpoint: Path) -> list[dict]:
     return found + [{"name": module, "module": module} for module in modules]
 
 
+class Results:
+    """(exit status, output) of a block, or of `python -m <module> --help` of a module that is named, by its name: each is run when it is
+    first asked for."""
+
+    def __init__(self, jobs: list[dict], environment: dict[str, str], folder: Path):
+        self.jobs, self.found = {job["name"]: job for job in jobs}, {}
+        self.errors = (folder / "errors").open("w+")
+        self.runner = subprocess.Popen(
+            [sys.executable, "-c", RUNNER],
+            env=environment,
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+        )
+
+    def __getitem__(self, name: str) -> tuple[int, str]:
+        if name not in self.found:
+            print(json.dumps(self.jobs[name]), file=self.runner.stdin, flush=True)
+            if not select.select([self.runner.stdout], [], [], 300)[0]:
+                self.runner.kill()
+            answer = self.runner.stdout.readline()
+            assert answer, f"{name} has not ended after 300 s, or ended its process: {(self.errors.seek(0), self.errors.read())[1]}"
+            self.found[name] = tuple(json.loads(answer))
+        return self.found[name]
+
+    def close(self):
+        self.runner.communicate()
+        self.errors.close()
+
+
 @pytest.fixture(scope="module")
-def results(package, installed, checkpoint, tmp_path_factory) -> dict[str, tuple[int, str]]:
-    """(exit status, output) of every block and of `python -m <module> --help` of every module that is named."""
+def results(package, installed, checkpoint, tmp_path_factory) -> Iterator[Results]:
     folder = tmp_path_factory.mktemp("hub")
     unset = ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "KERNELS_CACHE", "LOCAL_KERNELS", "BASTILE_STRICT")
     environment = {key: value for key, value in os.environ.items() if key not in unset}
@@ -231,17 +271,8 @@ def results(package, installed, checkpoint, tmp_path_factory) -> dict[str, tuple
     with HubServer(folder / "hub") as hub:
         publish(package, endpoint=hub.endpoint, token=hub.token, allow_dirty=True, allow_partial=True)
         environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(folder / "home"), "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(
-            [sys.executable, "-c", RUNNER],
-            input=json.dumps(jobs(package, checkpoint)),
-            env=environment,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+        with contextlib.closing(Results(jobs(package, checkpoint), environment, folder)) as found:
+            yield found
 
 
 def assert_ran(results, name: str) -> str:

@@ -131,7 +131,21 @@ class Compiled:
         self.manifest = json.loads(self.files["manifest.json"])
 
 
-@pytest.fixture(scope="module", params=package_folders(root=ROOT), ids=lambda folder: read_package(folder).name)
+CHANGED = changed({name for folder in package_folders(root=ROOT) for name in targets.operations(folder)}, compiler.compiler_identity())
+
+
+def unless_recorded(operations):
+    """Marks for `make test-all` alone, where kernel_src/compiled.json says that this compiler has compiled all of these operations."""
+    return [pytest.mark.whole] if CHANGED.isdisjoint(operations) else []
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(folder, id=read_package(folder).name, marks=unless_recorded(targets.operations(folder)))
+        for folder in package_folders(root=ROOT)
+    ],
+)
 def compiled(request):
     """One process compiles and the others find its images in the cache: tests that run on all cores need the images in several."""
     compiler.CACHE.mkdir(parents=True, exist_ok=True)
@@ -150,6 +164,7 @@ def test_every_operation_compiles_for_one_architecture_a_generation_and_what_cha
         assert {(job.host, job.architecture) for job in compiled.images if job.operation == operation} == expected, operation
 
 
+DELTA_RULES = ("gated_delta", "gated_delta_backward")
 CHECKS = (build_checks.check_code, build_checks.check_resources, build_checks.check_occupancy)
 
 
@@ -174,7 +189,8 @@ def test_what_spills_is_recorded_and_spills_no_more(compiled):
                     build_checks.check_spills(compiled.images, {name: {architecture: bytes_ - 1}})
 
 
-def test_the_delta_rules_kernels_spill_what_is_recorded():
+@pytest.mark.parametrize("operations", [pytest.param(DELTA_RULES, id="", marks=unless_recorded(DELTA_RULES))])
+def test_the_delta_rules_kernels_spill_what_is_recorded(operations):
     """What is faster with spills on an H200, and, on one architecture a generation, nothing of those whose sums are made in parts."""
 
     def is_in_parts(variant):
@@ -182,7 +198,7 @@ def test_the_delta_rules_kernels_spill_what_is_recorded():
 
     tileiras = compiler.find_tileiras()
     version, images = compiler.compiler_version(tileiras), {}
-    for operation, variant in targets.read_variants(["gated_delta", "gated_delta_backward"]):
+    for operation, variant in targets.read_variants(operations):
         chosen = bool(variant.spills) or is_in_parts(variant)
         bytecode = compiler.export(variant) if chosen else b""
         for host, architecture in targets.targets_of(variant, TEST_TARGETS) if chosen else ():
