@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 quoted = '$(subst ','\'',$(1))'# for the shell: paths may have spaces
 
-.PHONY: help demo test test-rest test-all test-gpu test-mutants test-transformers test-versions test-multigpu test-sanitizer build stage upload 	hub check clean bench-all bench-ops bench-liger bench-rmsnorm bench-lce bench-qwen3 bench-lora bench-trainers bench-qwen3-moe bench-gpt-oss 	bench-fsdp bench-generate \
-	bench-adamw bench-host bench-plots
+.PHONY: help demo test test-rest test-all test-gpu test-mutants test-transformers test-versions test-multigpu test-sanitizer build stage \
+	upload hub check clean bench-all bench-ops bench-liger bench-rmsnorm bench-lce bench-qwen3 bench-lora bench-trainers bench-qwen3-moe \
+	bench-gpt-oss bench-fsdp bench-generate bench-adamw bench-host bench-plots
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
