@@ -1,6 +1,6 @@
 """The checks notice planted errors: a dropped mask, a wrong stride, a sign, a gradient that is not summed. See tests/mutants.py.
 
-Errors that a check is known to notice (tests/verdicts.py) are planted by `make test-all` alone.
+Errors that a check is known to notice (tests/verdicts.py) are planted by `make test-mutants`, and where pytest is called without options.
 """
 
 import ast
@@ -17,8 +17,8 @@ for _mutant in MUTANTS:
 
 
 def unless_known(value, mutants, id):
-    """A parameter for `make test-all` alone where the verdict on some errors is known."""
-    return pytest.param(value, id=id, marks=[pytest.mark.whole] if all(map(VERDICTS.knows, mutants)) else [])
+    """A parameter that is marked where the verdict on some errors is known."""
+    return pytest.param(value, id=id, marks=[pytest.mark.known] if all(map(VERDICTS.knows, mutants)) else [])
 
 
 @pytest.mark.parametrize("operation", [unless_known(name, mutants, name) for name, mutants in BY_OPERATION.items()])
