@@ -27,7 +27,7 @@ class InGraph(NamedTuple):
 
     name: str
     spec: type
-    tensors: type
+    tensors: Any
     saved: type
     constant: Sequence[str] = ()
     results: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = lambda found: found
@@ -121,7 +121,7 @@ def in_graph_of(node: Any, of: InGraph) -> Callable:
 
     backward.__qualname__ = f"{of.name}.backward"
     methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
-    function = type(f"{of.name}_in_graph", (torch.autograd.Function,), methods)
+    function: Any = type(f"{of.name}_in_graph", (torch.autograd.Function,), methods)
 
     def compute(spec, tensors, groups, sizes, dtype, parts):
         projections = [projection for group in groups for projection in group]

@@ -135,15 +135,16 @@ class Told(NamedTuple):
 def told_of(projection: Projection) -> tuple:
     """All of a projection without dropout but its tensors, as constants of a graph."""
     rank, rows = 0 if projection.a is None else constant(projection.a.shape[0]), constant(projection.weight.shape[0])
-    return rows, rank, constant(projection.scaling), tuple([None if part is None else part.dtype for part in projection[:SIZE]])
+    parts: tuple = projection[:SIZE]
+    return rows, rank, constant(projection.scaling), tuple([None if part is None else part.dtype for part in parts])
 
 
 def projection_of(told: Sequence) -> Projection:
     """What `told_of` told, in JSON, with a `Told` for each tensor."""
     rows, rank, scaling, dtypes = told
-    shapes = Parts(rows, rows, rank, rows, rows)  # type: ignore[arg-type]
-    parts = [None if dtype is None else Told((size,), getattr(torch, dtype[len("torch.") :])) for size, dtype in zip(shapes, dtypes)]
-    return Projection(*parts, scaling)  # type: ignore[arg-type]
+    lengths = rows, rows, rank, rows, rows  # of `Parts`
+    parts = [None if dtype is None else Told((length,), getattr(torch, dtype[len("torch.") :])) for length, dtype in zip(lengths, dtypes)]
+    return Projection._make([*parts, scaling, 0.0])
 
 
 def projection_reference(x: torch.Tensor, projection: Projection) -> torch.Tensor:
